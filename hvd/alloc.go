@@ -9,13 +9,14 @@ import (
 )
 
 // Alloc allocates a tensor of n zeros in memory that the other ranks of the host can read. So operations on
-// the tensor skip the copies that an ordinary slice needs. The tensor begins at a cache line.
+// the tensor skip the copies that an ordinary slice needs. The tensor is aligned to a cache line.
 //
-// Alloc reserves memory in chunks of 64 MiB. A larger tensor gets a chunk of its own size. All memory of a
-// chunk is reserved at once. The memory belongs to the process and not to an engine: Alloc may be called
-// before Init, and the memory outlives Shutdown. The garbage collector does not free the memory, so the
-// program must call Free. A training program typically allocates its gradients once. When an engine uses a
-// chunk for the first time, the peers map it, which takes tens of microseconds.
+// Alloc reserves memory in chunks of 64 MiB. A tensor that is larger than a chunk gets a chunk of its own
+// size. All memory of a chunk is reserved at once. The memory belongs to the process and not to an engine:
+// Alloc may be called before Init, and the memory outlives Shutdown. The garbage collector does not free the
+// memory, so the program must call Free. A training program typically allocates its gradients once. When an
+// engine uses a chunk for the first time, the other ranks of the host map it, which takes tens of
+// microseconds.
 //
 // If the memory cannot be allocated, the error is a *NoMemoryError. It says how many bytes were needed and,
 // if known, which limit was reached.

@@ -7,9 +7,9 @@ import (
 	"github.com/gohvd/gohvd/hvd"
 )
 
-// TestRepeatedOperationAllocatesLittle checks that a repeated operation makes at most 5 small allocations:
-// its handle with the Done callback and, at rank 0, the lists of fusion. The number must not grow with the
-// number of operations.
+// TestRepeatedOperationAllocatesLittle checks that a repeated operation makes at most 5 small allocations.
+// Among them are its handle and, at rank 0, the lists with which the coordinator fuses tensors. The number
+// must not grow with the number of operations.
 func TestRepeatedOperationAllocatesLittle(t *testing.T) {
 	run(t, 1, func(ctx context.Context, e *hvd.Engine) {
 		x := []float32{1, 2}

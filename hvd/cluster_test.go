@@ -23,8 +23,8 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 const deadline = 3 * time.Minute
 
 // run starts n ranks and calls f once for each of them. The ranks meet in a store that only they use and are
-// connected by TCP on loopback. When f has returned at all ranks, run shuts the ranks down. settings
-// alternates names and values.
+// connected by TCP on loopback. When f has returned at all ranks, run shuts the ranks down. The list settings
+// holds the name of a setting, its value, the next name, and so on.
 func run(t *testing.T, n int, f func(ctx context.Context, e *hvd.Engine), settings ...string) {
 	t.Helper()
 	runSets(t, n, nil, f, settings...)
@@ -45,7 +45,8 @@ func runSets(t *testing.T, n int, sets [][]int, f func(ctx context.Context, e *h
 	}, []hvd.InitOption{hvd.WithProcessSets(sets...)}, settings...)
 }
 
-// engines is like run, but f must shut down the rank itself. opts holds further options for each rank.
+// engines is like run, but f must shut down the rank itself. The list opts holds further options, which apply
+// to every rank.
 func engines(t *testing.T, n int, f func(ctx context.Context, e *hvd.Engine), opts []hvd.InitOption,
 	settings ...string) {
 	t.Helper()
@@ -102,8 +103,8 @@ func ranks(n int, f func(r int)) {
 	wg.Wait()
 }
 
-// place returns the options with which rank r, one of n ranks, meets the others in the store kv. settings
-// alternates names and values.
+// place returns the options that make rank r of a job with n ranks meet the other ranks in the store kv. The
+// list settings holds the name of a setting, its value, the next name, and so on.
 func place(kv store.Store, r, n int, settings ...string) []hvd.InitOption {
 	opts := []hvd.InitOption{
 		hvd.WithStore(kv),
@@ -116,14 +117,15 @@ func place(kv store.Store, r, n int, settings ...string) []hvd.InitOption {
 	return opts
 }
 
-// modes runs f in both modes of negotiation. The argument mode of f is the setting that selects the mode.
+// modes runs f once in each mode of negotiation. It passes the setting that selects the mode to f, as a list
+// of name and value.
 func modes(t *testing.T, f func(t *testing.T, mode []string)) {
 	for _, m := range []string{"event", "lockstep"} {
 		t.Run(m, func(t *testing.T) { f(t, []string{"HVD_NEGOTIATION", m}) })
 	}
 }
 
-// sizes holds the numbers of ranks with which tests run.
+// sizes holds the numbers of ranks with which the tests run a job.
 var sizes = []int{1, 2, 3, 4, 8}
 
 func name(format string, args ...any) hvd.Option { return hvd.Name(fmt.Sprintf(format, args...)) }

@@ -10,7 +10,7 @@ import (
 	"github.com/gohvd/gohvd/hvd"
 )
 
-// kind says how a test makes elements of type T and with which reduction it combines them.
+// kind describes how a test makes elements of type T, and which reduction combines them.
 type kind[T hvd.Element] struct {
 	of      func(v int) T // converts v to T; the conversion is exact if v is small
 	op      hvd.ReduceOp
@@ -32,7 +32,8 @@ func (k kind[T]) fill(n, rank int) []T {
 	return x
 }
 
-// reduced returns the expected reduction of the tensors that fill returns for the given ranks.
+// reduced returns the expected reduction of the tensors of the given ranks. The tensor of a rank is the one
+// that fill returns for n and that rank.
 func (k kind[T]) reduced(n int, ranks []int) []T {
 	want := make([]T, n)
 	for i := range want {
@@ -225,8 +226,8 @@ func newExchange(size int, rows func(i, j int) int) exchange {
 	return x
 }
 
-// rowsFrom returns all rows that rank i sends, with width elements each. The elements differ by sender and
-// position.
+// rowsFrom returns all rows that rank i sends. Each row has the given number of elements. The value of an
+// element depends on the sender and on the position.
 func (x exchange) rowsFrom(i, width int) (rows []int32) {
 	sent := 0
 	for _, n := range x[i] {
@@ -337,8 +338,8 @@ func TestAlltoallInPlace(t *testing.T) {
 }
 
 // TestAllgatherInPlaceWithoutRoom runs an allgather in which rank 0 contributes three rows, without InPlace.
-// Every other rank contributes one row, with InPlace. Each of the other ranks has room for one row of each
-// rank. So they must get an error, and rank 0 must get the result.
+// Every other rank contributes one row, with InPlace, and has room for only one row of each rank. So every
+// rank except rank 0 must get an error, and rank 0 must get the result.
 func TestAllgatherInPlaceWithoutRoom(t *testing.T) {
 	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		n, first := e.Size(), e.Rank() == 0
@@ -428,16 +429,16 @@ func TestScalars(t *testing.T) {
 	})
 }
 
-// TestGroups checks that an empty group completes, that a group of one tensor works, and that groups that
-// each rank submits in another order have the right names and results. It runs with several settings. One of
-// them disables the fusion of groups with other tensors.
+// TestGroups checks that an empty group completes and that a group of one tensor works. It also checks the
+// names and results of groups that the ranks submit in different orders. It runs with several settings. One
+// of them disables the fusion of groups with other tensors.
 func TestGroups(t *testing.T) {
 	for _, settings := range [][]string{{}, {"HOROVOD_DISABLE_GROUP_FUSION", "1"},
 		{"HOROVOD_CACHE_CAPACITY", "4"}, {"HOROVOD_FUSION_THRESHOLD", "40"}} {
 		t.Run(fmt.Sprint(settings), func(t *testing.T) {
 			runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
-				// An empty group completes even if no other rank submits it. It must not count as an unnamed
-				// call.
+				// An empty group completes even if no other rank submits it. It must not increase the count
+				// of unnamed calls, because then the next unnamed calls of the ranks would not match.
 				if e.Rank() == 0 {
 					g, err := hvd.GroupedAllreduceAsync([][]float32{}, hvd.On(e))
 					if err != nil || !g.Poll() {
@@ -459,8 +460,8 @@ func TestGroups(t *testing.T) {
 	}
 }
 
-// checkSomeGroups submits a group and a single tensor for each number in the list order, waits for all of
-// them, and checks their names and results.
+// checkSomeGroups submits a group and a single tensor for each number in the slice order. It waits for all of
+// them and checks their names and results.
 func checkSomeGroups(ctx context.Context, t *testing.T, e *hvd.Engine, order []int) {
 	groups := make([]*hvd.GroupHandle[int32], len(order))
 	singles := make([]*hvd.Handle[int32], len(order))
@@ -502,10 +503,11 @@ func checkSomeGroups(ctx context.Context, t *testing.T, e *hvd.Engine, order []i
 	}
 }
 
-// waiter waits for an operation in flight and returns an error if its result is wrong.
+// A waiter waits for an operation in flight and returns an error if the operation fails or its result is
+// wrong.
 type waiter func(ctx context.Context) error
 
-// expect returns a waiter that waits for h and returns an error if the result is not want.
+// expect returns a waiter that waits for h and returns an error if the result differs from the slice want.
 func expect[T comparable](h *hvd.Handle[T], err error, want []T) waiter {
 	return func(ctx context.Context) error {
 		if err != nil {
@@ -519,8 +521,8 @@ func expect[T comparable](h *hvd.Handle[T], err error, want []T) waiter {
 	}
 }
 
-// inFlight starts an operation of each kind on set. The numbers of elements depend on i. Operations of one
-// kind can be fused even if they were started with different values of i.
+// inFlight starts one operation of each kind on set. The number of elements of most operations depends on i.
+// Operations of one kind can be fused even if they were started with different values of i.
 func inFlight[T number](set *hvd.ProcessSet, i int, inPlace bool) []waiter {
 	var none T
 	ranks, me := set.Ranks(), set.Rank()

@@ -13,9 +13,9 @@ import (
 	"github.com/gohvd/gohvd/internal/rank"
 )
 
-// Engine is one rank in one epoch of a job. A program that is one rank uses the package-level functions. A
-// process that holds several ranks makes an Engine for each of them with New, and selects one for an
-// operation with On.
+// Engine is one rank in one epoch of a job: the time from the Init of all ranks to shutdown or failure. A
+// program that is one rank uses the package-level functions. A process that holds several ranks makes an
+// Engine for each of them with New, and selects one for an operation with On.
 type Engine struct {
 	rank      rank.Rank
 	sets      sync.Map // maps each *rank.Set that the program has seen to its *ProcessSet
@@ -23,13 +23,13 @@ type Engine struct {
 	abandoned abandonedWaits
 }
 
-// An InitOption overrides something that Init and New read from the environment.
+// An InitOption configures the engine that Init or New starts. Options override environment variables.
 type InitOption func(*initOptions)
 
 type initOptions struct{ rank.Options }
 
-// WithSetting gives a value to the setting that has the given name. The name is that of an environment
-// variable in docs/settings.md. The value overrides the variable.
+// WithSetting sets the setting with the given name to value. The name is that of an environment variable in
+// docs/settings.md. The option overrides the variable.
 func WithSetting(name, value string) InitOption {
 	return func(o *initOptions) {
 		if o.Settings == nil {
@@ -43,8 +43,9 @@ func WithSetting(name, value string) InitOption {
 // engine logs to standard error.
 func WithLogger(l *zap.Logger) InitOption { return func(o *initOptions) { o.Log = l } }
 
-// WithProcessSets makes a process set of each of the given lists of ranks, in addition to the set of all
-// ranks. The sets are numbered from 1 in this order. All ranks must give the same sets.
+// WithProcessSets makes one process set for each of the given lists of ranks. The sets get the IDs 1, 2, ...
+// in the order of the lists. The set of all ranks, which has ID 0, always exists and need not be given. All
+// ranks must pass the same lists.
 func WithProcessSets(sets ...[]int) InitOption {
 	return func(o *initOptions) { o.Sets = append(o.Sets, sets...) }
 }
@@ -59,7 +60,7 @@ type Stall struct {
 	// of its group. Otherwise it is empty.
 	Group string
 	// Missing holds the ranks that have not submitted the tensor or the rest of its group. If Executing is
-	// set, it holds the ranks that have not finished the operation.
+	// set, Missing holds the ranks that have not finished the operation.
 	Missing []int
 	// Waited is how long the rank that submitted first has waited.
 	Waited time.Duration
@@ -67,10 +68,10 @@ type Stall struct {
 	Executing bool
 }
 
-// OnStall makes the engine call f with each stall report. Only rank 0 gets reports, about all ranks. The
-// first report on a tensor comes after HOROVOD_STALL_CHECK_TIME_SECONDS, and another after each further
-// period of this length. The engine also logs each stall. f runs on the background loop, so it must return
-// soon and must not wait for an operation.
+// OnStall makes the engine call f with each stall report. Only the engine of rank 0 gets reports; they are
+// about the tensors of all ranks. The first report on a tensor comes after HOROVOD_STALL_CHECK_TIME_SECONDS,
+// and another after each further period of this length. The engine also logs each stall. f runs on the
+// background loop, so it must return soon and must not wait for an operation.
 func OnStall(f func(Stall)) InitOption {
 	return func(o *initOptions) {
 		if o.OnStall = nil; f != nil {
@@ -92,8 +93,8 @@ func afterEpoch(n uint64) InitOption {
 	return func(o *initOptions) { o.LastEpoch = max(o.LastEpoch, n) }
 }
 
-// New joins a rank to its job and waits until all ranks have joined. Unlike Init it does not make the rank
-// the one that the package-level functions use.
+// New joins a rank to its job and waits until all ranks have joined. Unlike Init, it does not change which
+// engine the package-level functions use.
 func New(ctx context.Context, opts ...InitOption) (*Engine, error) {
 	e := new(Engine)
 	if err := e.rank.Start(ctx, collect(opts)); err != nil {
@@ -123,8 +124,8 @@ func newStall(s *controller.Stall) Stall {
 	return stall
 }
 
-// Shutdown takes this rank out of the job. It does for this engine what the package-level Shutdown does for
-// the engine that Init started.
+// Shutdown takes this rank out of the job. It is the method form of the package-level function Shutdown,
+// which shuts down the engine that Init started.
 func (e *Engine) Shutdown(ctx context.Context) error {
 	var why engine.Departure
 	if p := recover(); p != nil {
@@ -167,10 +168,11 @@ func (e *Engine) LocalRank() int { return e.rank.Place.LocalRank }
 // LocalSize returns the number of ranks on this host.
 func (e *Engine) LocalSize() int { return e.rank.Place.LocalSize }
 
-// CrossRank returns the index of this host among the hosts that have a rank with the local rank of this rank.
+// CrossRank returns the index of this host among the hosts that have a rank with the same local rank as this
+// rank.
 func (e *Engine) CrossRank() int { return e.rank.Place.CrossRank }
 
-// CrossSize returns the number of hosts that have a rank with the local rank of this rank.
+// CrossSize returns the number of hosts that have a rank with the same local rank as this rank.
 func (e *Engine) CrossSize() int { return e.rank.Place.CrossSize }
 
 // IsHomogeneous reports whether every host has the same number of ranks.

@@ -11,12 +11,12 @@ import (
 var (
 	// ErrNotInitialized is the error of an operation before Init or after Shutdown.
 	ErrNotInitialized = rank.ErrNotInitialized
-	// ErrShutDown is the error of an operation that this rank submits after its Shutdown, or for which no
-	// other rank is left. Two other errors match ErrShutDown in errors.Is: a *PeerError that names ranks that
-	// have shut down, and every *StallError.
+	// ErrShutDown is the error of an operation that cannot run because this rank has shut down, or because
+	// every rank that could have submitted it has shut down. Two other errors match ErrShutDown in errors.Is:
+	// a *PeerError that names ranks that have shut down, and every *StallError.
 	ErrShutDown = engine.ErrShutDown
 	// ErrClosed replaces ErrShutDown if the context of this rank's Shutdown ended before the other ranks were
-	// ready.
+	// ready to end the job.
 	ErrClosed = engine.ErrClosed
 	// ErrNoProcessSet is the error of an operation on a process set that has been removed. The operation may
 	// have been submitted before or after the removal.
@@ -34,7 +34,7 @@ type (
 	MismatchError = engine.MismatchError
 	// PeerError says that ranks have failed and that the epoch is over. Its fields are Ranks, the ranks that
 	// failed (two ranks if either of them may be the cause); Reason, which says what was observed; and
-	// ShutDown, which is set if those ranks have shut down while others waited for them.
+	// ShutDown, which is set if those ranks have shut down while other ranks waited for them.
 	PeerError = engine.PeerError
 	// StallError says that the job was shut down because a tensor waited too long. A StallError is an
 	// ErrShutDown. Its field Reason names the operation, the tensor, the missing ranks and how long the
@@ -47,7 +47,7 @@ type (
 	// NoMemoryError says that shared memory cannot be allocated. Its fields are What, the purpose; NeedBytes,
 	// the number of bytes; and Err, the cause, which names the limit that was reached if that limit is known.
 	NoMemoryError = shmem.NoMemoryError
-	// OpError adds to an error the operation and the tensor that it is about. Its fields are Op, the
-	// operation; Tensor, the name; and Err, the error.
+	// OpError wraps an error and adds the operation and the tensor that it is about. Its fields are Op, the
+	// operation; Tensor, the name; and Err, the wrapped error.
 	OpError = engine.OpError
 )

@@ -10,11 +10,11 @@ import (
 )
 
 // GroupedAllreduce reduces the tensors of a group as Allreduce does. If the ranks disagree about one of the
-// tensors, none of them is reduced. Ranks must give the same tensors in the same order. The results share one
-// allocation unless InPlace is given. An empty group is done at once.
+// tensors, none of them is reduced. All ranks must pass the same tensors in the same order. The results share
+// one allocation unless InPlace is given. A call with an empty group completes at once.
 //
-// The ranks agree on the group by its name and not on each tensor, so a group of many small tensors costs
-// little more than one tensor with as many elements.
+// The ranks negotiate the whole group under its name and not each tensor, so a group of many small tensors
+// costs little more than one tensor with as many elements.
 func GroupedAllreduce[T Element](ctx context.Context, xs [][]T, opts ...Option) ([][]T, error) {
 	g, err := allreduceGroup(xs, opts)
 	return awaitGroup(ctx, g, err)
@@ -81,9 +81,9 @@ func prepareGroup[T Element](kind message.Kind, n int, opts []Option) (call, err
 }
 
 // GroupedAllgather gathers the tensors of a group as Allgather does. It gathers either all of them or none.
-// Tensor i of n has the name "<name>_<i>of<n>", counted from 1. Ranks must give the same tensors in the same
-// order. If a rank gives more or fewer tensors than the others, its tensors have other names, and the ranks
-// wait for each other as they do if they submit different tensors.
+// Tensor i of n has the name "<name>_<i>of<n>", where i counts from 1. All ranks must pass the same tensors
+// in the same order. If a rank passes more or fewer tensors than the other ranks, its tensors have other
+// names. Then the ranks wait for each other, as they do if they submit different tensors.
 func GroupedAllgather[T Element](ctx context.Context, xs [][]T, opts ...Option) ([][]T, error) {
 	g, err := many(message.Allgather, xs, opts, allgatherTensor)
 	return awaitGroup(ctx, g, err)
@@ -94,8 +94,8 @@ func GroupedAllgatherAsync[T Element](xs [][]T, opts ...Option) (*GroupHandle[T]
 	return started(many(message.Allgather, xs, opts, allgatherTensor))
 }
 
-// GroupedReducescatter reduces and scatters the tensors of a group as Reducescatter does. It does so for
-// either all of them or none. It names the tensors as GroupedAllgather does.
+// GroupedReducescatter reduces and scatters the tensors of a group as Reducescatter does. Either all tensors
+// succeed or all fail. The tensors get their names as in GroupedAllgather.
 func GroupedReducescatter[T Element](ctx context.Context, xs [][]T, opts ...Option) ([][]T, error) {
 	g, err := many(message.Reducescatter, xs, opts, reducescatterTensor)
 	return awaitGroup(ctx, g, err)
@@ -113,7 +113,7 @@ func awaitGroup[T any](ctx context.Context, g *GroupHandle[T], err error) ([][]T
 	return g.Wait(ctx)
 }
 
-// many queues an operation on each tensor of a group. build fills the handle of each tensor.
+// many queues an operation on each tensor of a group. It calls build to fill the handle of each tensor.
 func many[T Element](kind message.Kind, xs [][]T, opts []Option, build builder[T]) (*GroupHandle[T], error) {
 	c, err := prepareGroup[T](kind, len(xs), opts)
 	if err != nil {

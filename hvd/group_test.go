@@ -26,9 +26,9 @@ var backends = [][]string{
 	{"HOROVOD_CPU_OPERATIONS", "tcp", "HOROVOD_DISABLE_GROUP_FUSION", "1"},
 }
 
-// mixed runs an allreduce of a group of tensors of the given types and lengths. Each rank submits as tensor i
-// the bytes that the function whole returns for this rank and i. The results are in new memory unless inPlace
-// is true.
+// mixed runs an allreduce of a group of tensors with the given types and lengths. Tensor i of a rank consists
+// of the bytes that the function whole returns for that rank and i. The results are in new memory unless
+// inPlace is true.
 func mixed(ctx context.Context, e *hvd.Engine, group string, op tensor.ReduceOp, inPlace bool,
 	types []tensor.DType, lengths []int) ([][]byte, error) {
 	c := rank.NewCall(message.Allreduce, tensor.Invalid)
@@ -73,7 +73,7 @@ func whole(dt tensor.DType, n, rank, i int) []byte {
 	return b
 }
 
-// one returns the bytes of the number v with type dt.
+// one returns the number v encoded as an element of type dt.
 func one(dt tensor.DType, v int) []byte {
 	switch dt {
 	case tensor.Float32:
@@ -184,8 +184,8 @@ func TestGroupOfSeveralTypesRefused(t *testing.T) {
 	})
 }
 
-// TestMismatchedTypesInAGroup submits a group whose second tensor has different types at the two ranks. The
-// error must name that tensor by its number in the group.
+// TestMismatchedTypesInAGroup submits a group whose second tensor has one type at rank 0 and another at the
+// other ranks. The error must name that tensor by its number in the group.
 func TestMismatchedTypesInAGroup(t *testing.T) {
 	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		types := []tensor.DType{tensor.Float32, tensor.Int64}
@@ -231,7 +231,8 @@ func TestAdasumOfAGroup(t *testing.T) {
 }
 
 // TestErrorFeedbackInAGroup checks that the rounding error of each tensor of a group is fed back only to that
-// tensor. If the next group of the same name has another number of tensors, no error must be fed back to it.
+// tensor. If the next group with the same name has a different number of tensors, no error must be fed back
+// to it.
 func TestErrorFeedbackInAGroup(t *testing.T) {
 	const ulp = 1.0 / 1024
 	third := float32(1 + ulp/3)
@@ -239,7 +240,7 @@ func TestErrorFeedbackInAGroup(t *testing.T) {
 		for i, step := range []struct{ xs, want [][]float32 }{
 			{[][]float32{{third}, {1}, {third, third}}, [][]float32{{1}, {1}, {1, 1}}},
 			{[][]float32{{third}, {1}, {third, 1}}, [][]float32{{1 + ulp}, {1}, {1 + ulp, 1}}},
-			{[][]float32{{third}, {third}}, [][]float32{{1}, {1}}}, // another number of tensors
+			{[][]float32{{third}, {third}}, [][]float32{{1}, {1}}}, // a different number of tensors
 			{[][]float32{{third}, {1}}, [][]float32{{1 + ulp}, {1}}},
 		} {
 			got, err := hvd.GroupedAllreduce(ctx, step.xs, hvd.Name("g"), hvd.CompressFP16(),
@@ -252,9 +253,9 @@ func TestErrorFeedbackInAGroup(t *testing.T) {
 	})
 }
 
-// manyTensors returns how many tensors a group needs so that it does not fit in the fusion buffer at once.
-// Unless the test is short, the group does not even fit in two parts. A tensor has 20 MiB, or 10 MiB if it is
-// compressed.
+// manyTensors returns a number of tensors that makes a group too large for the fusion buffer. Unless the test
+// runs with -short, the group is so large that even two parts would not be enough. A tensor has 20 MiB, or 10
+// MiB if it is compressed.
 func manyTensors(compressed bool) int {
 	if testing.Short() && !compressed {
 		return 4
@@ -301,7 +302,7 @@ func TestLargeGroup(t *testing.T) {
 						xs[i][0] = 1
 					}
 				}
-				// The average of equal tensors is that tensor, and so is their adaptive sum.
+				// The average of equal tensors equals each of them, and so does their adaptive sum.
 				want := make([][]float32, len(xs))
 				for i := range xs {
 					want[i] = slices.Clone(xs[i])
@@ -404,7 +405,8 @@ func TestRepeatedGroupAllocatesLittle(t *testing.T) {
 			for range 100 {
 				once()
 			}
-			// A repeated group needs fewer, but a sync.Pool drops some entries: with -race a quarter of them.
+			// A repeated group makes fewer allocations than this limit. But a sync.Pool drops some entries (a
+			// quarter of them with -race), and a dropped entry costs an allocation.
 			const most = 20
 			if got := testing.AllocsPerRun(300, once); got > most {
 				t.Errorf("%v allocations, want at most %d", got, most)

@@ -24,8 +24,8 @@ type operation struct {
 	// engine executes the operation. It is nil if there is nothing to execute.
 	engine *Engine
 	// held keeps the name (for a join, the process set) in use until the program has observed that the
-	// operation is done. It is nil for a generated name. It is written before the operation is done and read
-	// afterwards.
+	// operation is done. It is nil if the name was generated. It is written before the operation is done and
+	// read afterwards.
 	held interface{ Release() }
 }
 
@@ -84,7 +84,7 @@ func (o *operation) seen() {
 }
 
 // start makes the engine notice the queued operation within a bounded time. A caller that waits for the
-// operation at once need not call start, because the wait drives the loop.
+// operation right away need not call start, because the wait itself drives the loop.
 func (o *operation) start() {
 	if o.engine != nil {
 		o.engine.rank.Engine.NotifyLater()
@@ -99,8 +99,8 @@ func started[H interface{ start() }](h H, err error) (H, error) {
 	return h, err
 }
 
-// Poll reports whether the operation is done, so that Wait returns at once. If it is done, its name is free.
-// Otherwise Poll makes the engine notice all queued operations at once.
+// Poll reports whether the operation is done. If it is, the name of the operation is free, and Wait returns
+// at once. Otherwise Poll makes the engine notice all queued operations at once.
 func (o *operation) Poll() bool {
 	if !o.ended() {
 		o.flush()
@@ -165,7 +165,7 @@ func (o *operation) wait(ctx context.Context, h Pending) error {
 // await returns when the operation is done or ctx has ended.
 func (o *operation) await(ctx context.Context) {
 	if ctx.Err() != nil {
-		o.start() // no caller drives the loop for this operation, so the engine must notice it
+		o.start() // no caller drives the loop for this operation, so start must make the engine notice it
 		return
 	}
 	if o.engine != nil {
@@ -190,7 +190,7 @@ type Handle[T any] struct {
 	group    *GroupHandle[T]
 }
 
-// Wait waits for the operation and returns its result. If ctx ends first the error is a *PendingError. Then
+// Wait waits for the operation and returns its result. If ctx ends first, the error is a *PendingError. Then
 // the operation goes on, and its name and slices stay in use.
 func (h *Handle[T]) Wait(ctx context.Context) ([]T, error) {
 	if err := h.wait(ctx, h); err != nil {
@@ -215,8 +215,9 @@ func (h *Handle[T]) Received() []int {
 // GroupHandle is a group of operations in flight. Its methods are safe for concurrent use.
 type GroupHandle[T any] struct {
 	operation
-	// A group that is one request has its entry in slot, its results in outs and its shape in dims. Any other
-	// group has one handle for each tensor, in tensors, and counts in left the tensors that are not done.
+	// If the whole group is one request, slot holds its entry, outs its results and dims its shape. Otherwise
+	// tensors holds one handle for each tensor, and the counter left is the number of tensors that are not
+	// done.
 	slot    *slot // nil once the operation is done
 	outs    [][]T
 	dims    [1]int64
@@ -225,7 +226,7 @@ type GroupHandle[T any] struct {
 }
 
 // Wait waits for all tensors of the group and returns their results in the order of the call. If some tensors
-// failed, Wait returns the error of the failed tensor that comes first in the call. If ctx ends first the
+// failed, Wait returns the error of the failed tensor that comes first in the call. If ctx ends first, the
 // error is a *PendingError.
 func (g *GroupHandle[T]) Wait(ctx context.Context) ([][]T, error) {
 	if err := g.wait(ctx, g); err != nil {

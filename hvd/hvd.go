@@ -74,15 +74,15 @@ var process struct {
 	engine *Engine       // nil before Init and after Shutdown
 	busy   chan struct{} // not nil while an Init or a Shutdown is in progress; closed at its end
 	epoch  uint64        // the epoch of the last engine
-	// meeting is the meeting of the ranks if they cannot meet a second time in the same way
-	// (place.Meeting.Once). It is kept for a later Init, until the process ends.
+	// meeting is set if the ranks were allowed to meet only once (place.Meeting.Once). A later Init uses it
+	// to join a new epoch without a second meeting. It is kept until the process ends.
 	meeting *place.Meeting
 }
 
 // begin waits until no other Init or Shutdown is in progress. Then it calls done with process.engine. If done
-// returns true, process.engine need not change, and the result nothing is true. Otherwise begin returns
-// process.engine, and only the caller may change process.engine until it calls end. If begin returns an
-// error, or if the result nothing is true, the caller must not call end.
+// returns true, the caller has nothing to do: begin returns true as nothing. Otherwise begin returns
+// process.engine, and until the caller calls end, no other call can change process.engine. The caller must
+// call end only if nothing is false and err is nil.
 func begin(ctx context.Context, done func(*Engine) bool) (e *Engine, nothing bool, err error) {
 	for {
 		process.mu.Lock()
@@ -194,7 +194,7 @@ func mustCurrent(query string) *Engine {
 	return e
 }
 
-// Rank returns the number of this process in the job, from 0 to Size()-1. Like all queries it panics before
+// Rank returns the number of this process in the job, from 0 to Size()-1. Like all queries, it panics before
 // Init and after Shutdown.
 func Rank() int { return mustCurrent("Rank").Rank() }
 
@@ -208,11 +208,11 @@ func LocalRank() int { return mustCurrent("LocalRank").LocalRank() }
 // LocalSize returns the number of processes on this host.
 func LocalSize() int { return mustCurrent("LocalSize").LocalSize() }
 
-// CrossRank returns the index of this host among the hosts that have a process with the local rank of this
-// process.
+// CrossRank returns the index of this host among the hosts that have a process with the same local rank as
+// this process.
 func CrossRank() int { return mustCurrent("CrossRank").CrossRank() }
 
-// CrossSize returns the number of hosts that have a process with the local rank of this process.
+// CrossSize returns the number of hosts that have a process with the same local rank as this process.
 func CrossSize() int { return mustCurrent("CrossSize").CrossSize() }
 
 // IsHomogeneous reports whether every host has the same number of processes.

@@ -9,15 +9,15 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// Join says that this rank has no more tensors, while other ranks may still have some. Until all ranks have
-// joined, this rank takes part in the allreduces of the others with neutral elements: 0 for sums, 1 for
-// products, the smallest value for Max, the largest for Min. When all have joined, Join returns the rank that
-// joined last. Tensors that this rank submitted before Join still count with their data. Until the program
-// has observed that the join is done, this rank may submit nothing more to the process set.
+// Join declares that this rank has no more tensors, while other ranks may still have some. Until all ranks
+// have joined, this rank takes part in the allreduces of the other ranks with neutral elements: 0 for sums, 1
+// for products, the smallest value for Max, the largest for Min. When all ranks have joined, Join returns the
+// rank that joined last. Tensors that this rank submitted before Join still count with their data. Until the
+// program has observed that the join is done, this rank must not submit other operations on the process set.
 //
 // While some ranks have joined and others have not, Average still divides by the number of all ranks, and
-// AverageActive divides by the number of ranks that have not joined. Allgather, broadcast, alltoall and
-// reducescatter fail at the other ranks unless Empty is given.
+// AverageActive divides by the number of ranks that have not joined. An allgather, broadcast, alltoall or
+// reducescatter then fails unless it has the option Empty.
 func Join(ctx context.Context, opts ...Option) (last int, err error) {
 	h, err := join(opts)
 	if err != nil {
@@ -47,7 +47,7 @@ type JoinHandle struct {
 	entry tensorqueue.Entry
 }
 
-// Wait waits until all members have joined and returns the member that joined last. If ctx ends first the
+// Wait waits until all members have joined and returns the member that joined last. If ctx ends first, the
 // error is a *PendingError.
 func (h *JoinHandle) Wait(ctx context.Context) (last int, err error) {
 	if err := h.wait(ctx, h); err != nil {

@@ -209,7 +209,7 @@ func TestJoinEmpty(t *testing.T) {
 	})
 }
 
-// TestUnevenInputs trains for several epochs of the data. Each rank has a different number of batches, and
+// TestUnevenInputs trains for several passes over the data. Each rank has a different number of batches, and
 // several tensors of a batch are in flight at the same time. Every sum must include exactly the ranks that
 // still have a batch.
 func TestUnevenInputs(t *testing.T) {
@@ -242,8 +242,8 @@ func TestUnevenInputs(t *testing.T) {
 	}
 }
 
-// trainBatch sums several tensors of ones, which are in flight at the same time, and checks that each sum is
-// want.
+// trainBatch sums several tensors that consist of ones and are in flight at the same time. It checks that
+// every element of each sum equals want.
 func trainBatch(ctx context.Context, t *testing.T, e *hvd.Engine, rng *rand.Rand, want int32) {
 	const tensors = 6
 	handles := make([]*hvd.Handle[int32], tensors)
@@ -273,7 +273,8 @@ func TestSubmittedBeforeTheJoin(t *testing.T) {
 	runJoin(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		for range 3 {
 			if e.Rank() != 0 {
-				// In the first operations only rank 0 has joined. In later ones rank 2 may have joined too.
+				// Rank 0 has joined before the first of these operations. Rank 2 may have joined before later
+				// ones.
 				if got, err := hvd.Allreduce(ctx, []int32{1}, hvd.Op(hvd.Sum), hvd.Name("before"),
 					hvd.On(e)); err != nil || got[0] != 3 {
 					t.Errorf("rank %d: got %v and error %v, want 3", e.Rank(), got, err)
@@ -424,7 +425,7 @@ func TestUnnamedAfterAJoin(t *testing.T) {
 		}
 		if want := slices.Repeat([]byte(h.Name()+";"), e.Size()); !slices.Equal(names, want) {
 			t.Errorf("rank %d: after the join the ranks call an unnamed tensor %s", e.Rank(), names)
-			return // the other ranks do not join, so a wait for the join would never end
+			return // a wait for the join would never end, because the other ranks do not join
 		}
 		if got, err := h.Wait(ctx); err != nil || got[0] != int32(e.Size()) {
 			t.Errorf("rank %d: got %v and error %v", e.Rank(), got, err)

@@ -17,8 +17,8 @@ import (
 // process. No goroutine and no open file may be left, and the memory in use must not grow.
 func TestInitLeavesNothing(t *testing.T) {
 	const (
-		warmup    = 10 // rounds until pools have grown
-		compared  = 10 // how many rounds after the warmup are compared with as many rounds at the end
+		warmup    = 10 // number of rounds after which pools no longer grow
+		compared  = 10 // the rounds after the warmup that are compared with as many rounds at the end
 		rounds    = 40
 		mostBytes = 256 << 10
 	)
@@ -28,7 +28,7 @@ func TestInitLeavesNothing(t *testing.T) {
 	defer cancel()
 	running := goleak.IgnoreCurrent()
 	var files int
-	var bytes []uint64 // in use after each round
+	var bytes []uint64 // bytes in use on the heap after each round
 	last := make([]*hvd.Engine, 3)
 	for round := range rounds {
 		if round == warmup {
@@ -66,13 +66,14 @@ func TestInitLeavesNothing(t *testing.T) {
 		return nil
 	})
 	// A stopped engine may keep a tensor of its last operation until the next round replaces the engine. So a
-	// single round can show more memory, and the smallest values of several rounds are compared.
+	// single round can show more memory than is really in use. Therefore the test compares the smallest
+	// values of several rounds.
 	before, now := slices.Min(bytes[warmup:warmup+compared]), slices.Min(bytes[rounds-compared:])
 	if now > before+mostBytes {
 		t.Errorf("at least %d bytes are in use after each of the last %d rounds, %d after one of rounds %d to %d",
 			now, compared, before, warmup, warmup+compared-1)
 	}
-	runtime.KeepAlive(last) // last was still reachable in every earlier round, so it must be now
+	runtime.KeepAlive(last) // last was reachable at every earlier measurement too
 }
 
 // work adds and removes a process set, runs operations of every kind, and joins.

@@ -53,9 +53,9 @@ func WithInitScheme(scheme string, open InitMethod) InitOption {
 	}
 }
 
-// UniqueID says where the ranks of one job meet and holds the key of the job. It is modeled on ncclUniqueId.
-// One process makes it with NewUniqueID and passes it to the others by any means. Every process that has it
-// can join the job, so treat it as a secret. The ranks can use it for only one Init.
+// UniqueID says where the ranks of one job meet, and holds the key of the job. It is modeled on ncclUniqueId.
+// One process makes it with NewUniqueID and passes it to the other processes by any means. Every process that
+// has it can join the job, so treat it as a secret. The ranks can use it for only one Init.
 type UniqueID [128]byte
 
 // String returns id as text: 171 letters, digits, '-' and '_'.
@@ -67,10 +67,10 @@ func ParseUniqueID(text string) (UniqueID, error) {
 	return UniqueID(id), err
 }
 
-// NewUniqueID makes an id. The calling process need not be a rank. It serves the ranks until 30 s after all
-// have met or until ctx ends, and must not exit before. It listens on the interface that HOROVOD_GLOO_IFACE
-// chooses. If that is not set, it listens on the interface of the default route, and if there is none, on
-// loopback.
+// NewUniqueID makes an id. The calling process need not be a rank. It serves the ranks until ctx ends or
+// until 30 s after all ranks have met, and it must not exit earlier. It listens on the interface that
+// HOROVOD_GLOO_IFACE chooses. If that setting is empty, it listens on the interface of the default route, or
+// on loopback if there is no default route.
 func NewUniqueID(ctx context.Context, opts ...InitOption) (UniqueID, error) {
 	o := collect(opts)
 	cfg, err := o.Read()
@@ -92,7 +92,7 @@ func NewUniqueID(ctx context.Context, opts ...InitOption) (UniqueID, error) {
 	return UniqueID(id), nil
 }
 
-// InitWithID joins this process as the given rank to the job that id stands for, and is otherwise like Init.
+// InitWithID joins this process to the job of id, as the given rank. Apart from that, it does what Init does.
 // All ranks must pass the same id and the same size. If ranks contradict each other (two sizes, two ranks
 // with the same number, two ranks with the same device), all ranks get an error. After a Shutdown the ranks
 // need a new id.
@@ -100,10 +100,10 @@ func InitWithID(ctx context.Context, id UniqueID, rank, size int, opts ...InitOp
 	return Init(ctx, append(opts[:len(opts):len(opts)], WithID(rank, size, id))...)
 }
 
-// WithID makes the ranks meet by ids. All ranks must give the same ids in the same order. One id is enough
-// for up to a few thousand ranks. For more, give several ids that different processes made, so that the
-// connections of the ranks are divided among these processes. The setting HVD_UNIQUE_ID has the same effect
-// for a program that passes no option.
+// WithID makes the ranks meet by ids. All ranks must pass the same ids in the same order. One id is enough
+// for up to a few thousand ranks. For more ranks, pass several ids that different processes made, so that
+// these processes share the connections of the ranks. The setting HVD_UNIQUE_ID has the same effect for a
+// program that passes no option.
 func WithID(rank, size int, ids ...UniqueID) InitOption {
 	return func(o *initOptions) {
 		o.ID = &place.ByID{Rank: rank, Size: size}
@@ -113,9 +113,9 @@ func WithID(rank, size int, ids ...UniqueID) InitOption {
 	}
 }
 
-// WithDevice names the accelerator that this rank uses. The name must be unique on the host, such as the UUID
-// of a GPU. If two ranks of a host name the same device, Init fails at all ranks, unless both ranks pass true
-// for share.
+// WithDevice names the accelerator that this rank uses. The name must identify the device on its host, as the
+// UUID of a GPU does. If two ranks of a host name the same device, Init fails at all ranks, unless both of
+// these ranks pass true for share.
 func WithDevice(name string, share bool) InitOption {
 	return func(o *initOptions) { o.Device, o.SharesDevice = name, share }
 }

@@ -19,7 +19,7 @@ var onLoopback = hvd.WithSetting("HOROVOD_GLOO_IFACE", "127.0.0.1")
 
 func newID(t testing.TB) hvd.UniqueID {
 	t.Helper()
-	// The end of the context stops the server of the id, so that no goroutine is left when the test ends.
+	// Ending the context stops the server of the id, so that its goroutine does not outlive the test.
 	ctx, cancel := context.WithCancel(context.Background())
 	t.Cleanup(cancel)
 	id, err := hvd.NewUniqueID(ctx, onLoopback)

@@ -11,21 +11,21 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// contradiction is a call that the last rank, which is called the odd rank, makes differently from all other
-// ranks. The field want is the expected error. In it %q stands for the name of the tensor, ODD for the last
-// rank, MOST for all others, ALL for all ranks, and LAST for the number of the last rank.
+// contradiction is a call that the last rank makes differently from all other ranks. The last rank is called
+// the odd rank. The field want is the expected error. In it, %q stands for the name of the tensor, ODD for
+// the odd rank, MOST for the other ranks, ALL for all ranks, and LAST for the number of the odd rank.
 type contradiction struct {
 	title string
 	do    func(p *part) error
 	want  string
 }
 
-// part is one rank's part in a contradiction.
+// part holds what one rank needs to make the call of a contradiction.
 type part struct {
 	ctx  context.Context
 	e    *hvd.Engine
 	name string
-	odd  bool // this is the last rank
+	odd  bool // this rank is the last rank
 }
 
 // pick returns odd at the odd rank, and most at every other rank.
@@ -66,7 +66,7 @@ func (p *part) alltoall(n int, more ...hvd.Option) error {
 	return err
 }
 
-// typed returns a call whose tensor has type int64 at the odd rank and float32 at the others.
+// typed returns a call whose tensor has type int64 at the odd rank and float32 at the other ranks.
 func typed(do func(p *part, odd []int64, most []float32) error) func(p *part) error {
 	return func(p *part) error {
 		if p.odd {
@@ -247,11 +247,12 @@ var contradictions = []contradiction{
 	}, `hvd: broadcast %q: root rank LAST has joined and sends nothing`},
 }
 
-// errJoined stands for the result of the odd rank in calls where that rank has joined. It then submits
-// nothing and gets no error.
+// errJoined is what a call of joined returns at the odd rank, which has joined instead of submitting the
+// operation and so gets no error for it.
 var errJoined = errors.New("this rank has joined")
 
-// joined calls do at all ranks except the odd rank, which does not call do. Then all ranks join.
+// joined calls the function do at every rank except the odd rank, and then joins at every rank. So do runs
+// while the odd rank has joined.
 func (p *part) joined(do func() error, opts ...hvd.Option) error {
 	err := errJoined
 	if !p.odd {
@@ -282,7 +283,7 @@ func TestMismatch(t *testing.T) {
 		global := e.ProcessSets()[0]
 		for i, c := range contradictions {
 			p := &part{ctx: ctx, e: e, name: fmt.Sprint("tensor ", i), odd: e.Rank() == e.Size()-1}
-			for range 2 { // checkUsable puts the name in the cache, so the second time it is cached
+			for range 2 { // checkUsable caches the name, so it is cached in the second round
 				p.name = fmt.Sprint("tensor ", i)
 				err := c.do(p)
 				var mismatch *hvd.MismatchError
@@ -363,7 +364,7 @@ func TestMismatchInAnAllreduceOfAGroup(t *testing.T) {
 				`mismatched reductions: MOST asked for sum, ODD asked for max`,
 			},
 		} {
-			for range 2 { // the second time a group of this name may be cached
+			for range 2 { // in the second round the name of the group may be in the cache
 				do := c.most
 				if p.odd {
 					do = c.odd
@@ -406,8 +407,8 @@ func TestMismatchInAGroup(t *testing.T) {
 			}
 		}
 		// Single tensors with the names of a group's tensors do not match the group. The odd rank submits the
-		// second one only after the first has failed, so it would hang if the coordinator waited for both
-		// before it reports the error.
+		// second of them only after the first has failed. So it would hang if the coordinator reported the
+		// error only after it had received both.
 		if p.odd {
 			for _, tensor := range []string{"h_1of2", "h_2of2"} {
 				_, err := hvd.Reducescatter(ctx, []int32{1}, hvd.Name(tensor), hvd.On(e))
@@ -510,7 +511,7 @@ func TestMismatchedProcessSets(t *testing.T) {
 	})
 }
 
-// TestMismatchedStaticProcessSets checks that Init fails at all ranks if the ranks give different process
+// TestMismatchedStaticProcessSets checks that Init fails at all ranks if the ranks pass different process
 // sets.
 func TestMismatchedStaticProcessSets(t *testing.T) {
 	kv := store.NewHashStore(store.Limits{})
@@ -530,9 +531,8 @@ func TestMismatchedStaticProcessSets(t *testing.T) {
 	})
 }
 
-// TestMismatchedListOfManyProcessSets checks that Init compares long lists of process sets by a hash: ten
-// ranks give about a thousand sets, and the last of these ranks gives one set less. All ranks must get an
-// error.
+// TestMismatchedListOfManyProcessSets checks that Init compares long lists of process sets by a hash. Ten
+// ranks pass about a thousand sets each, but the last rank passes one set fewer. All ranks must get an error.
 func TestMismatchedListOfManyProcessSets(t *testing.T) {
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()

@@ -18,8 +18,8 @@ type startedOp struct {
 	wait func(ctx context.Context) error
 }
 
-// starters holds a function for each kind of handle whose name the program can choose. The function starts
-// such an operation.
+// starters holds a function for each kind of handle that belongs to an operation with a name of the program's
+// choice. The function starts such an operation.
 var starters = []struct {
 	sort  string
 	start func(opts ...hvd.Option) (startedOp, error)
@@ -182,7 +182,7 @@ func TestFireAndForget(t *testing.T) {
 				t.Error(err)
 				return
 			}
-			done := h.Done() // now the program may drop the handle
+			done := h.Done() // from here on the program may drop the handle
 			if err := hvd.Barrier(ctx, hvd.On(e)); err != nil {
 				t.Error(err)
 			}
@@ -265,8 +265,8 @@ func TestPendingError(t *testing.T) {
 	})
 }
 
-// TestJobEndsAfterAnOwnTimeout ends the job after rank 1 has given up several waits. The errors at rank 1
-// must name the operation that was never done. They must not name the operations that were done before the
+// TestJobEndsAfterAnOwnTimeout ends the job after several waits at rank 1 have timed out. The errors at rank
+// 1 must name the operation that never completed. They must not name the operations that completed before the
 // job ended.
 func TestJobEndsAfterAnOwnTimeout(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
@@ -326,8 +326,8 @@ func TestJobEndsAfterAnOwnTimeout(t *testing.T) {
 	})
 }
 
-// TestShutdownAfterAnOwnTimeout shuts down rank 1 after it has given up a wait. The error at rank 0, which
-// waits for rank 1, must name rank 1 and that wait.
+// TestShutdownAfterAnOwnTimeout shuts down rank 1 after one of its waits has timed out. The error at rank 0,
+// which waits for rank 1, must name rank 1 and that wait.
 func TestShutdownAfterAnOwnTimeout(t *testing.T) {
 	engines(t, 2, func(ctx context.Context, e *hvd.Engine) {
 		on := hvd.On(e)

@@ -9,12 +9,12 @@ import (
 )
 
 // StartTimeline starts a timeline: a file with a record of what this rank does, in the format of
-// docs/timeline.md. Rank 0 writes the file path. Any other rank r writes a file with the same name but
-// .rank<r> before the extension. Only this rank is recorded, so each rank that is to be recorded must call
+// docs/timeline.md. Rank 0 writes to path. Any other rank r inserts .rank<r> before the extension of path and
+// writes to the resulting file. Only this rank is recorded, so each rank that is to be recorded must call
 // StartTimeline. Unlike in Horovod, HOROVOD_TIMELINE need not be set. If markCycles is true, the file also
-// marks when each negotiation cycle begins. If this rank already records to another path, that timeline ends
-// first. If it already records to path, nothing changes. StartTimeline fails if the file cannot be created.
-// Records that cannot be written later are dropped and counted.
+// shows when each negotiation cycle begins. If this rank already records to a different path, that timeline
+// ends first. If it already records to the same path, nothing changes. StartTimeline fails if the file cannot
+// be created. Records that cannot be written later are dropped and counted.
 func (e *Engine) StartTimeline(path string, markCycles bool) error {
 	if err := e.rank.Watch.StartTimeline(path, markCycles); err != nil {
 		return fmt.Errorf("hvd: start timeline: %w", err)
@@ -49,10 +49,10 @@ func StopTimeline() error {
 	return e.StopTimeline()
 }
 
-// MetricsHandler returns a handler for /metrics, for a program that has an HTTP server. The handler serves
-// the counters of the engine that Init started (docs/metrics.md), or zeros before Init and after Shutdown.
-// With the setting HVD_METRICS_ADDR the engine itself serves the same counters, and the program needs no HTTP
-// server.
+// MetricsHandler returns a handler that a program with an HTTP server of its own can install for /metrics.
+// The handler serves the counters of the engine that Init started (docs/metrics.md), or zeros before Init and
+// after Shutdown. A program without an HTTP server can set HVD_METRICS_ADDR instead; then the engine itself
+// serves the same counters.
 func MetricsHandler() http.Handler {
 	return metrics.Handler(func() trace.Stats {
 		if e := current(); e != nil {
@@ -67,8 +67,9 @@ func (e *Engine) MetricsHandler() http.Handler {
 	return metrics.Handler(e.rank.Watch.Stats)
 }
 
-// Dump returns, as JSON, what this rank waits for and, unless HVD_FLIGHT_RECORDER is off, its last
-// operations. Dump takes a few milliseconds. It may be called while operations run, hang or have failed.
+// Dump returns a JSON object with the operations that this rank waits for and, unless HVD_FLIGHT_RECORDER is
+// off, its last operations. Dump takes a few milliseconds. It may be called while operations run, hang or
+// have failed.
 func (e *Engine) Dump() ([]byte, error) {
 	text, err := e.rank.Watch.Dump("requested by the program").JSON()
 	if err != nil {

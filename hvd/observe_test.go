@@ -28,8 +28,8 @@ import (
 	"github.com/gohvd/gohvd/timeline/timelinetest"
 )
 
-// events returns how often each event name occurs in a timeline. Under "tensor NAME" it returns how many
-// events name that tensor. If the file is not a valid timeline, the test fails.
+// events counts the events of a timeline by name. It also counts the events that name a tensor, under the key
+// "tensor NAME". If the file is not a valid timeline, the test fails.
 func events(t *testing.T, file string) (names map[string]int) {
 	t.Helper()
 	text, err := os.ReadFile(file)
@@ -259,7 +259,7 @@ func TestTensorsAreNotKept(t *testing.T) {
 	const numBytes, times = 1 << 20, 200
 	for _, last := range []string{"0", "600"} {
 		run(t, 1, func(ctx context.Context, e *hvd.Engine) {
-			before := heap() // may include memory of other tests, which may be freed during this test
+			before := heap() // may include memory of earlier tests that is freed during this test
 			for i := range times {
 				x := make([]byte, numBytes)
 				if _, err := hvd.Allreduce(ctx, x, hvd.Op(hvd.Max), hvd.Name(fmt.Sprint("x", i%3)),

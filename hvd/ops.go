@@ -9,8 +9,8 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// describe turns h, which is empty, into the handle for tensor i of the call c. The tensor has numElems
-// elements. The caller of describe sets the buffers.
+// describe fills in the empty handle h for tensor i of the call c. The tensor has numElems elements. The
+// caller of describe sets the buffers.
 func (h *Handle[T]) describe(c *call, i, numElems int) (err error) {
 	h.kind, h.engine = c.Kind, c.engine
 	h.slot = take(&c.engine.slots.single, h)
@@ -49,8 +49,8 @@ func (h *Handle[T]) finished(err error) {
 	}
 }
 
-// submitted returns err, the error of a submission or nil. If err says that the job is over, submitted adds
-// the operations for which this rank had given up waiting.
+// submitted takes the result of a submission, an error or nil, and returns it. If the error says that the job
+// is over, submitted adds to it the operations for which this rank had given up waiting.
 func (c *call) submitted(err error) error {
 	if err == nil {
 		return nil
@@ -58,8 +58,8 @@ func (c *call) submitted(err error) error {
 	return c.engine.abandoned.explain(err)
 }
 
-// await turns an asynchronous call into a synchronous one: it waits for h, unless err says that the call
-// failed.
+// await turns an asynchronous call into a synchronous one: if err is nil, it waits for h. Otherwise the call
+// has failed, and await returns err.
 func await[T any](ctx context.Context, h *Handle[T], err error) ([]T, error) {
 	if err != nil {
 		return nil, err
@@ -83,11 +83,11 @@ func AllreduceAsync[T Element](x []T, opts ...Option) (*Handle[T], error) {
 	return started(one(message.Allreduce, x, opts, allreduceTensor))
 }
 
-// A builder turns h, which is empty, into the handle for tensor i of the call c. x is the argument for that
-// tensor. A builder takes c by value because a pointer would move c to the heap.
+// A builder fills in the empty handle h for tensor i of the call c. The slice x is the argument for that
+// tensor. A builder gets c by value because a pointer would move c to the heap.
 type builder[T any] func(h *Handle[T], c call, i int, x []T) error
 
-// one queues an operation on the tensor x and returns its handle, which build fills.
+// one queues an operation on the tensor x and returns its handle. It calls build to fill in the handle.
 func one[T Element](kind message.Kind, x []T, opts []Option, build builder[T]) (*Handle[T], error) {
 	c, err := prepare(kind, tensor.Of[T](), false, opts)
 	if err != nil {
@@ -161,9 +161,9 @@ func allocates[T Element](h *Handle[T]) {
 	}
 }
 
-// Broadcast returns at every rank the tensor that rank root passes as x. root is a rank of the job, even if
-// the operation runs on a process set. Shape and type of x must be the same at all ranks. The result is a new
-// slice unless InPlace is given.
+// Broadcast returns at every rank the tensor that rank root passes as x. The argument root is a rank of the
+// job, not a position in a process set. Shape and type of x must be the same at all ranks. The result is a
+// new slice unless InPlace is given.
 //
 // The data goes down a tree: with n ranks, no rank sends more than ceil(log2(n)) times the bytes of x.
 func Broadcast[T Element](ctx context.Context, x []T, root int, opts ...Option) ([]T, error) {
@@ -225,9 +225,9 @@ func reducescatterTensor[T Element](h *Handle[T], c call, i int, x []T) error {
 
 // Alltoall sends rows of x to the members of the process set. A row is a slice of x along the first
 // dimension. The first splits[0] rows go to the first member, the next splits[1] rows to the second, and so
-// on. If splits is nil every member gets the same number of rows. The result out holds the rows that this
-// rank has received, in the order of their senders. The result received says how many rows came from each
-// member. out is a new slice unless InPlace is given.
+// on. If splits is nil, every member gets the same number of rows. Alltoall returns the rows that this rank
+// has received, in the order of their senders, and the number of rows that came from each member. The
+// returned rows are in a new slice unless InPlace is given.
 //
 // Each rank sends each row once, directly to its destination.
 func Alltoall[T Element](ctx context.Context, x []T, splits []int,
@@ -240,7 +240,7 @@ func Alltoall[T Element](ctx context.Context, x []T, splits []int,
 }
 
 // AlltoallAsync submits an Alltoall and returns its handle without waiting. The method Received of the handle
-// says how many rows came from each member.
+// returns the number of rows that came from each member.
 func AlltoallAsync[T Element](x []T, splits []int, opts ...Option) (*Handle[T], error) {
 	return started(alltoall(x, splits, opts))
 }
@@ -266,7 +266,7 @@ func alltoall[T Element](x []T, splits []int, opts []Option) (*Handle[T], error)
 	})
 }
 
-// Barrier waits until every rank has called it.
+// Barrier waits until every rank has called Barrier.
 func Barrier(ctx context.Context, opts ...Option) error {
 	h, err := barrier(opts)
 	_, err = await(ctx, h, err)

@@ -79,8 +79,8 @@ func checkAllreduce[T number](ctx context.Context, t *testing.T, e *hvd.Engine, 
 	}
 }
 
-// TestAllreduce checks each reduction with five element types and with 0 to 65537 elements, with and without
-// InPlace.
+// TestAllreduce checks the result of each reduction. It uses five element types and tensors of 0 to 65537
+// elements, with and without InPlace.
 func TestAllreduce(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
 		for _, size := range sizes {
@@ -445,7 +445,8 @@ func TestShutdownWithPendingRequests(t *testing.T) {
 	})
 }
 
-// isShutDown reports whether err says that exactly these ranks have shut down while others waited for them.
+// isShutDown reports whether err says that exactly the given ranks have shut down while other ranks waited
+// for them.
 func isShutDown(err error, ranks ...int) bool {
 	var peer *hvd.PeerError
 	return errors.As(err, &peer) && peer.ShutDown && slices.Equal(peer.Ranks, ranks) &&
@@ -453,7 +454,7 @@ func isShutDown(err error, ranks ...int) bool {
 }
 
 // TestInitAgainAndAgain forms ten epochs with the same three ranks. All ranks must see the same number for an
-// epoch, and it must be greater than the number of the epoch before.
+// epoch, and it must be greater than the number of the previous epoch.
 func TestInitAgainAndAgain(t *testing.T) {
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
@@ -517,7 +518,7 @@ func TestPlace(t *testing.T) {
 	})
 }
 
-// TestInitFailsOnBothSides starts two ranks with different values for the size of the job. Both must get an
+// TestInitFailsOnBothSides starts two ranks that are given different sizes of the job. Both must get an
 // error.
 func TestInitFailsOnBothSides(t *testing.T) {
 	kv := store.NewHashStore(store.Limits{})

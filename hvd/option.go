@@ -9,8 +9,9 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// Element is the constraint on element types: integers of 8 to 64 bits except uint32 and uint64, float32,
-// float64, bool, and types whose underlying type is one of these. Float16 and BFloat16 are elements too.
+// Element is the constraint that element types satisfy: integers of 8 to 64 bits except uint32 and uint64,
+// float32, float64, bool, and types whose underlying type is one of these. Float16 and BFloat16 are elements
+// too.
 type Element interface {
 	~uint8 | ~int8 | ~uint16 | ~int16 | ~int32 | ~int64 | ~float32 | ~float64 | ~bool | Float16 | BFloat16
 }
@@ -59,7 +60,7 @@ const (
 	AverageActive = ReduceOp(tensor.AverageActive)
 )
 
-// An Option changes one operation. If an option does not apply to the operation, the call fails with a
+// An Option configures one operation. If an option does not apply to the operation, the call fails with a
 // *UsageError.
 type Option struct {
 	kind     rank.Option
@@ -81,15 +82,15 @@ func Name(name string) Option { return Option{kind: rank.OptName, text: name} }
 func Op(op ReduceOp) Option { return Option{kind: rank.OptOp, op: op} }
 
 // InPlace makes the result overwrite the argument, which saves memory and usually also a copy. In an
-// allgather every rank must contribute the same number of rows. The argument has room for the rows of all
-// ranks in rank order, and holds the rows of this rank at their place. A reducescatter uses the whole
+// allgather, every rank must contribute the same number of rows; the argument must have room for the rows of
+// all ranks in rank order, and must hold the rows of this rank at their place. A reducescatter uses the whole
 // argument as working memory, and returns the slice of the argument that holds the rows of this rank. In an
-// alltoall this rank must receive as many rows as it sends.
+// alltoall, this rank must receive as many rows as it sends.
 func InPlace() Option { return Option{kind: rank.OptInPlace} }
 
-// Shape sets the dimensions of the argument. Their product must be the length of the argument. The default is
-// one dimension. All ranks must give the same shape, except for the first dimension of an allgather or
-// alltoall.
+// Shape sets the dimensions of the argument. Their product must be the length of the argument. By default,
+// the argument has one dimension. All ranks must give the same shape, except for the first dimension of an
+// allgather or alltoall.
 func Shape(dims ...int) Option { return Option{kind: rank.OptShape, shapes: [][]int{dims}} }
 
 // Shapes sets the dimensions of each tensor of a group, in the order of the tensors, as Shape does for a
@@ -124,9 +125,9 @@ func ErrorFeedback() Option { return Option{kind: rank.OptErrorFeedback} }
 // tensor. Without this option such an operation fails while a rank has joined.
 func Empty() Option { return Option{kind: rank.OptEmpty} }
 
-// Timeout bounds the time that the operation may take. If the operation takes longer, the job fails at all
-// ranks with a *PeerError, because no rank can distinguish a late rank from one that will never submit. The
-// default is HVD_OPERATION_TIMEOUT_SECONDS. A join has no bound by default.
+// Timeout limits how long the operation may take. If the operation takes longer, the job fails at all ranks
+// with a *PeerError, because no rank can distinguish a late rank from one that will never submit. The default
+// is HVD_OPERATION_TIMEOUT_SECONDS. A join has no time limit by default.
 func Timeout(d time.Duration) Option { return Option{kind: rank.OptTimeout, duration: d} }
 
 // Over runs the operation among the members of set. The default is all ranks.
@@ -135,11 +136,11 @@ func Over(set *ProcessSet) Option { return Option{kind: rank.OptOver, set: set} 
 // On runs the operation on e. The default is the engine that Init started.
 func On(e *Engine) Option { return Option{kind: rank.OptOn, engine: e} }
 
-// call is an operation with the options that the program gave it.
+// call is an operation with the options that the program passed.
 type call struct {
 	rank.Call
 	engine *Engine
-	over   *ProcessSet // the argument of Over, or nil if the option is not given
+	over   *ProcessSet // the argument of Over, or nil without that option
 	shapes [][]int     // if nil, every tensor has one dimension
 }
 
@@ -147,7 +148,7 @@ type call struct {
 func prepare(kind message.Kind, dt tensor.DType, group bool, opts []Option) (c call, err error) {
 	c.Call = rank.NewCall(kind, dt)
 	for i := range opts {
-		if opts[i].kind == rank.OptName { // before the other options, because every error names the tensor
+		if opts[i].kind == rank.OptName { // the name comes first, because errors about options show it
 			c.Name = opts[i].text
 		}
 	}
@@ -165,7 +166,8 @@ func prepare(kind message.Kind, dt tensor.DType, group bool, opts []Option) (c c
 }
 
 func (c *call) take(o *Option, group bool) error {
-	// A group needs one shape for each of its tensors, so it takes Shapes. A single tensor takes Shape.
+	// A group needs one shape for each of its tensors, so it accepts only Shapes. A single tensor accepts
+	// only Shape.
 	what, instead := "group", rank.OptShapes
 	if !group {
 		what, instead = "single tensor", rank.OptShape
@@ -228,8 +230,8 @@ func (c *call) locate() error {
 	return nil
 }
 
-// shape returns the shape that the program gave for tensor i. It fails if tensor i, which has numElems
-// elements, does not have that shape.
+// shape returns the shape that the option Shape or Shapes gives for tensor i. It fails if that shape does not
+// have numElems elements, which is the length of the tensor.
 func (c *call) shape(i, numElems int) (tensor.Shape, error) {
 	s := make(tensor.Shape, len(c.shapes[i]))
 	for d, n := range c.shapes[i] {

@@ -45,16 +45,17 @@ func (e *PendingError) Error() string {
 
 func (e *PendingError) Unwrap() error { return e.Err }
 
-// abandonedWaits holds the waits of a rank whose contexts ended before their operations were done. Such a
-// wait may be the reason why the job ends later, because other ranks still wait for a rank that has given up
-// and left.
+// abandonedWaits holds the waits of a rank whose contexts ended before their operations were done. If a rank
+// gives up a wait and leaves, other ranks may wait for it until the job ends. So errors about the end of the
+// job mention such waits.
 type abandonedWaits struct {
 	mu   sync.Mutex
 	ops  []*operation
 	errs []*PendingError
 }
 
-// add records that a wait for o ended with p. It records only the first such wait for each operation.
+// add records the error p of a wait for o whose context ended. It records only the first such wait for each
+// operation.
 func (a *abandonedWaits) add(o *operation, p *PendingError) {
 	if o.flags.Or(gaveUp)&gaveUp != 0 {
 		return
@@ -67,7 +68,7 @@ func (a *abandonedWaits) add(o *operation, p *PendingError) {
 	}
 }
 
-// remove forgets the waits for o, because o is done.
+// remove deletes the recorded wait for o, because o is done.
 func (a *abandonedWaits) remove(o *operation) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -90,7 +91,7 @@ func (a *abandonedWaits) explain(err error) error {
 }
 
 // describe returns a clause such as "gave up waiting for allreduce ...", of which this rank is the subject.
-// It returns "" if this rank has not given up a wait.
+// It returns "" if no wait is recorded.
 func (a *abandonedWaits) describe() string {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -110,7 +111,7 @@ func jobOver(err error) bool {
 	return errors.Is(err, ErrShutDown) || errors.Is(err, ErrClosed) || errors.As(err, new(*PeerError))
 }
 
-// afterTimeoutError is the error of a job that ended after this rank had given up a wait.
+// afterTimeoutError is the error of a job that ended after a wait of this rank had timed out.
 type afterTimeoutError struct {
 	text string
 	err  error

@@ -46,11 +46,12 @@ func compressed[T float32 | float64](ctx context.Context, t *testing.T, e *hvd.E
 	}{
 		{"exact", []T{1, -2, 0.5, 0}, nil, []T{n, -2 * n, n / 2, 0}},
 		{"empty", []T{}, nil, []T{}},
-		// The argument is off by less than half of the distance between two 16-bit floats, so rounding
-		// removes it.
+		// The argument differs from a 16-bit float by less than half of the distance to the next one, so
+		// rounding removes the difference.
 		{"rounded", []T{1 + T(ulp)/4}, nil, []T{n}},
 		{"rounded up", []T{1 + T(ulp)*3/4}, []hvd.Option{hvd.Op(hvd.Max)}, []T{1 + T(ulp)}},
-		// The argument is scaled before it is rounded, and the result after it is rounded.
+		// The argument is rounded after it is multiplied by the prescale factor. The result is rounded before
+		// it is multiplied by the postscale factor.
 		{"prescale", []T{1 + T(ulp)/4}, []hvd.Option{hvd.Op(hvd.Max), hvd.Prescale(4)}, []T{4}},
 		{"postscale", []T{1}, []hvd.Option{hvd.Op(hvd.Max), hvd.Postscale(1 + ulp/4)}, []T{1 + T(ulp)/4}},
 		{"average", []T{1 + T(e.Rank())}, []hvd.Option{hvd.Op(hvd.Average)}, []T{(n + 1) / 2}},
@@ -157,7 +158,7 @@ func accumulate(ctx context.Context, t *testing.T, e *hvd.Engine, sum, x []float
 	}
 }
 
-// TestErrorFeedbackForgets checks that a rounding error is fed back only to a tensor of the same name and
+// TestErrorFeedbackForgets checks that a rounding error is fed back only to a tensor with the same name and
 // length, and that an infinite or NaN error is dropped.
 func TestErrorFeedbackForgets(t *testing.T) {
 	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
@@ -340,7 +341,7 @@ func rough(rank, tensor int) []float32 {
 func TestErrorFeedbackFollowsTheTensor(t *testing.T) {
 	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
 		feed := []hvd.Option{hvd.CompressBF16(), hvd.ErrorFeedback(), hvd.On(e)}
-		// The nearest bfloat16 to 4104 is 4096 and the next larger one is 4128, so each rounding loses 8.
+		// The nearest bfloat16 to 4104 is 4096, and the next larger one is 4128, so each rounding loses 8.
 		total := float32(0)
 		for _, scale := range []float64{1, 1, 1024, 1.0 / 1024, 1} {
 			got, err := hvd.Allreduce(ctx, []float32{4104}, append(feed, hvd.Name("scaled"),

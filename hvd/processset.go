@@ -63,21 +63,21 @@ func (e *Engine) ProcessSets() []*ProcessSet {
 	return all
 }
 
-// ProcessSets returns the process sets of the engine that Init started. Like all queries it panics before
-// Init.
+// ProcessSets returns the process sets of the engine that Init started. Like all queries, it panics before
+// Init and after Shutdown.
 func ProcessSets() []*ProcessSet { return mustCurrent("ProcessSets").ProcessSets() }
 
-// GlobalProcessSet returns the set of all ranks. Operations run on it unless Over is given. Like all queries
-// it panics before Init.
+// GlobalProcessSet returns the set of all ranks. Operations run on it unless Over is given. Like all queries,
+// it panics before Init and after Shutdown.
 func GlobalProcessSet() *ProcessSet {
 	e := mustCurrent("GlobalProcessSet")
 	return e.setOf(e.rank.Global)
 }
 
 // AddProcessSet makes a process set of the given ranks, which may be in any order. All ranks of the job must
-// call it with the same ranks, including ranks that will not be members. It returns when all have called it.
-// A rank adds one set at a time: a second call before the first returns fails with a *DuplicateNameError. The
-// options On and Timeout apply.
+// call it with the same ranks, including ranks that will not be members. It returns when all ranks have
+// called it. A rank adds one set at a time: a second call before the first returns fails with a
+// *DuplicateNameError. The options On and Timeout apply.
 func AddProcessSet(ctx context.Context, ranks []int, opts ...Option) (*ProcessSet, error) {
 	c, err := prepare(message.AddProcessSet, tensor.Invalid, false, opts)
 	if err != nil {
@@ -90,9 +90,9 @@ func AddProcessSet(ctx context.Context, ranks []int, opts ...Option) (*ProcessSe
 	return c.engine.setOf(ch.Set), nil
 }
 
-// RemoveProcessSet removes a process set. All ranks of the job must call it. It returns when all have called
-// it. Operations on the set that have been granted still finish. All other pending operations on the set fail
-// with ErrNoProcessSet. The option Timeout applies.
+// RemoveProcessSet removes a process set. All ranks of the job must call it, including ranks that are not
+// members. It returns when all ranks have called it. Operations on the set that have been granted still
+// finish. All other pending operations on the set fail with ErrNoProcessSet. The option Timeout applies.
 func RemoveProcessSet(ctx context.Context, set *ProcessSet, opts ...Option) error {
 	if set == nil {
 		return &UsageError{Op: message.RemoveProcessSet.String(), Err: fmt.Errorf("process set is nil")}
@@ -109,8 +109,7 @@ func RemoveProcessSet(ctx context.Context, set *ProcessSet, opts ...Option) erro
 	return err
 }
 
-// change requests a change of the process sets by calling the function ask, and waits until the change is
-// done.
+// change calls the function ask to request a change of the process sets, and waits until the change is done.
 func (c *call) change(ctx context.Context,
 	ask func(done func(*rank.Change, error)) error) (*rank.Change, error) {
 	c.Hold = true

@@ -292,8 +292,8 @@ func openFiles(t *testing.T) int {
 	return len(files)
 }
 
-// eventually calls wrong until it returns nil. It fails the test if wrong still returns an error after a
-// quarter of the deadline.
+// eventually repeats the call of wrong until it returns nil. The test fails if wrong still returns an error
+// after a quarter of the deadline.
 func eventually(ctx context.Context, t *testing.T, wrong func() error) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(ctx, deadline/4)
@@ -314,8 +314,9 @@ func eventually(ctx context.Context, t *testing.T, wrong func() error) {
 	}
 }
 
-// TestAddProcessSetGivesUp ends the context of AddProcessSet at rank 0. The request must not be withdrawn:
-// both ranks must have the process set when rank 1 has asked for it too.
+// TestAddProcessSetGivesUp ends the context of AddProcessSet at rank 0 before rank 1 has called
+// AddProcessSet. The request must not be withdrawn: both ranks must have the process set after the call of
+// rank 1.
 func TestAddProcessSetGivesUp(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
 		run(t, 2, func(ctx context.Context, e *hvd.Engine) {
@@ -349,8 +350,8 @@ func TestTooManyStaticProcessSets(t *testing.T) {
 	}
 }
 
-// TestLockstepWithALargeCache checks that lock-step works with a cache of 2^20 entries. In lock-step the bit
-// vectors of all process sets travel together, so they are large then.
+// TestLockstepWithALargeCache checks that lock-step works with a cache of 2^20 entries. In lock-step, the
+// ranks exchange the bit vectors of all process sets in one message, which is large with such a cache.
 func TestLockstepWithALargeCache(t *testing.T) {
 	runSets(t, 2, [][]int{{0}}, func(ctx context.Context, e *hvd.Engine) {
 		if _, err := hvd.Allreduce(ctx, []float32{1}, hvd.Name("a"), hvd.On(e)); err != nil {

@@ -19,7 +19,7 @@ type refusal struct {
 	title string
 	op    string
 	do    func(name hvd.Option) error
-	is    error // an error that must be among the causes, or nil
+	is    error // an error that errors.Is must find in the error of the call, or nil
 	want  string
 }
 
@@ -27,8 +27,8 @@ type refusal struct {
 type world struct {
 	ctx     context.Context
 	e       *hvd.Engine
-	own     *hvd.ProcessSet // has only this rank
-	foreign *hvd.ProcessSet // does not have this rank
+	own     *hvd.ProcessSet // contains only this rank
+	foreign *hvd.ProcessSet // does not contain this rank
 	removed *hvd.ProcessSet // was removed by all ranks
 	others  *hvd.ProcessSet // belongs to another engine
 }
@@ -43,8 +43,8 @@ func (w *world) alltoall(rows int, splits []int, opts ...hvd.Option) error {
 	return err
 }
 
-// over returns calls on set, one for each operation. Each call must be refused with an error that contains
-// want.
+// over returns calls on set, one for each operation. Each call must be refused with an error whose text
+// contains want and which wraps the error is.
 func (w *world) over(set *hvd.ProcessSet, title, want string, is error) []refusal {
 	f := func(op string, do func(opts ...hvd.Option) error) refusal {
 		return refusal{title + ": " + op, op, func(name hvd.Option) error { return do(name, hvd.Over(set)) },
@@ -75,7 +75,7 @@ func (w *world) over(set *hvd.ProcessSet, title, want string, is error) []refusa
 	}
 }
 
-// beforeEnqueue returns calls that must be refused by checks that Horovod also makes before it queues a
+// beforeEnqueue returns calls that must be refused. Horovod also makes these checks before it queues a
 // tensor.
 func (w *world) beforeEnqueue() []refusal {
 	e, ctx, size := w.e, w.ctx, w.e.Size()
@@ -318,8 +318,8 @@ func TestRefusedNames(t *testing.T) {
 	})
 }
 
-// TestDuplicateName checks that a second operation of a name is refused while the first is in flight, and
-// that the name works again afterwards.
+// TestDuplicateName checks that a second operation with the same name is refused while the first is in
+// flight, and that the name works again afterwards.
 func TestDuplicateName(t *testing.T) {
 	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
 		global := e.ProcessSets()[0]
@@ -477,8 +477,8 @@ func TestNotInitialized(t *testing.T) {
 	}
 }
 
-// everyOperation maps the name of each operation to a function that calls the operation with opts and returns
-// its error.
+// everyOperation returns a map from the name of each operation to a function. The function calls the
+// operation with opts and returns its error.
 func everyOperation(ctx context.Context, opts ...hvd.Option) map[string]func() error {
 	return map[string]func() error{
 		"allreduce": func() error { _, err := hvd.Allreduce(ctx, []int32{1}, opts...); return err },

@@ -16,9 +16,9 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// initAll starts a job in this process, with a rank for each element of ranks. Each rank has the settings of
-// all and of its element. initAll returns the error that Init returns at each rank. It shuts down the ranks
-// whose Init returned no error.
+// initAll starts a job in this process, with a rank for each element of ranks. Each rank has the settings in
+// that element and those in the map all. initAll returns the error of Init for each rank. It shuts down the
+// ranks whose Init returned no error.
 func initAll(t *testing.T, all map[string]string, ranks ...map[string]string) []error {
 	t.Helper()
 	t.Setenv("TMPDIR", t.TempDir())
@@ -49,7 +49,7 @@ func initAll(t *testing.T, all map[string]string, ranks ...map[string]string) []
 	return errs
 }
 
-// otherValue returns a valid value of a setting that differs from given.
+// otherValue returns a valid value of the setting s that differs from the value given.
 func otherValue(t *testing.T, s config.Setting, given string) string {
 	if s.Scope == config.PathPerJob {
 		path := filepath.Join(t.TempDir(), "other")
@@ -68,15 +68,15 @@ func otherValue(t *testing.T, s config.Setting, given string) string {
 	return ""
 }
 
-// TestSettingsThatDiffer starts three ranks, one of which has another value of one setting. If that setting
-// must be the same at all ranks, Init must fail at all ranks with an error that names the setting, the ranks
-// and the values. The test runs for each setting in the table of package config, in both modes of
-// negotiation.
+// TestSettingsThatDiffer starts three ranks. Rank 1 has a different value of one setting than the other
+// ranks. If that setting must be the same at all ranks, Init must fail at all ranks with an error that names
+// the setting, the ranks and the values. The test runs for each setting in the table of package config, in
+// both modes of negotiation.
 func TestSettingsThatDiffer(t *testing.T) {
 	_, key := secret.New()
-	// Ranks that differ in one of these settings do not find each other. Each rank gets the error listed
-	// here. A setting without errors has no effect on ranks that meet in a store of the program, as they do
-	// in this test.
+	// toMeet lists the settings with which ranks find each other, and the error that each rank gets if rank 1
+	// has a different value. The list is nil if the setting has no effect on ranks that meet in a store of
+	// the program, as they do in this test.
 	toMeet := map[string][]string{
 		"HVD_TLS": {"waiting for rank 1: ", "only one side of the connection has HVD_TLS set",
 			"waiting for rank 1: "},

@@ -8,9 +8,9 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// slot is a tensorqueue.Entry that is reused for one operation after another. It is not part of the handle,
-// because it is four times as large as the rest of a handle and the program may keep the handle for long
-// after the operation.
+// slot holds a tensorqueue.Entry and is reused for one operation after another. It is not part of the handle:
+// an entry is four times as large as the rest of a handle, and the program may keep the handle long after the
+// operation.
 type slot struct {
 	entry tensorqueue.Entry
 	of    interface{ finished(err error) }
@@ -22,10 +22,11 @@ type slot struct {
 }
 
 // slots holds the free slots of an engine, in one pool for single tensors and one for groups that are one
-// request. Each engine has its own slots, so that an entry is only ever in the queue of one engine.
+// request. Each engine has its own slots, so that an entry is never in the queues of two engines.
 type slots struct{ single, group sync.Pool }
 
-// take returns an empty slot from pool. The slot calls of.finished when its operation ends.
+// take returns an empty slot from pool. When the operation of the slot ends, the slot calls the method
+// finished of its owner, which is passed as of.
 func take(pool *sync.Pool, of interface{ finished(err error) }) *slot {
 	s, ok := pool.Get().(*slot)
 	if !ok {
@@ -39,15 +40,16 @@ func take(pool *sync.Pool, of interface{ finished(err error) }) *slot {
 // done implements the Done callback of the entry. It passes the result to the owner of the slot.
 func (s *slot) done(err error) { s.of.finished(err) }
 
-// free returns s to its pool. The operation of s must be done. A slot that was not submitted because the call
-// was wrong is not freed: it is left to the garbage collector.
+// free returns s to its pool. The operation of s must be done. If a call was wrong and so its slot was not
+// submitted, the slot is not freed but left to the garbage collector.
 func (s *slot) free() {
 	clear(s.entry.Parts)
 	s.of, s.entry = nil, tensorqueue.Entry{Done: s.entry.Done, Parts: s.entry.Parts[:0]}
 	s.pool.Put(s)
 }
 
-// drafted returns the parts of draft in memory that is never changed afterwards.
+// drafted returns a description equal to draft that will never be changed. It returns parts if that is equal
+// to draft, and else makes a copy of draft.
 func (s *slot) drafted() message.Parts {
 	if !s.draft.Equal(s.parts) {
 		s.parts = slices.Clone(s.draft)

@@ -19,8 +19,8 @@ import (
 // short is a timeout. It is long enough for ranks that start together to submit their tensors.
 const short = 500 * time.Millisecond
 
-// gathering returns a function that each of n ranks calls to wait for the others. The function uses no
-// collective, because the timeouts of these tests would apply to that too.
+// gathering returns a function that each of n ranks calls to wait for the other ranks. The function uses no
+// collective, because the timeouts of these tests would apply to that collective too.
 func gathering(n int32) func(ctx context.Context) {
 	var here atomic.Int32
 	all := make(chan struct{})
@@ -35,9 +35,9 @@ func gathering(n int32) func(ctx context.Context) {
 	}
 }
 
-// TestOnStall checks that rank 0 gets a report on a tensor that waits, and that the report has the missing
-// ranks. The name is new in the first round and cached in the second. The process set of the third round does
-// not contain rank 0. In each round the operation must succeed when the missing rank submits it.
+// TestOnStall checks that rank 0 gets a report on a tensor that waits, and that the report names the missing
+// ranks. In the first round the name is new, and in the second it is cached. The third round uses a process
+// set without rank 0. In each round the operation must succeed when the missing rank submits it.
 func TestOnStall(t *testing.T) {
 	stalls := make(chan hvd.Stall, 100)
 	seen := make(chan struct{}, 3)
@@ -46,7 +46,7 @@ func TestOnStall(t *testing.T) {
 		hvd.OnStall(func(s hvd.Stall) { stalls <- s }),
 	}
 	engines(t, 3, func(ctx context.Context, e *hvd.Engine) {
-		for round, over := range []int{0, 0, 1} { // the second name is cached
+		for round, over := range []int{0, 0, 1} { // the name is cached in the second round
 			set := e.ProcessSets()[over]
 			if e.Rank() == 2 {
 				select {
