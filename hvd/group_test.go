@@ -184,7 +184,7 @@ func TestGroupOfSeveralTypesRefused(t *testing.T) {
 	})
 }
 
-// TestMismatchedTypesInAGroup submits a group whose second tensor has one type at rank 0 and another at the
+// TestMismatchedTypesInAGroup submits a group whose second tensor has a different type at rank 1 than at the
 // other ranks. The error must name that tensor by its number in the group.
 func TestMismatchedTypesInAGroup(t *testing.T) {
 	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {

@@ -9,9 +9,9 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// If a timeline begins after some ranks have requested a tensor, some arrival times of the tensor are
-// missing, and its record has Partial set. The record of the next tensor has all arrival times. A member that
-// has joined has no arrival time, but that does not set Partial.
+// If a timeline begins after some ranks have requested a tensor, the arrival times of these requests are
+// missing, and the record of the tensor has Partial set. The record of the next tensor has the arrival times
+// of all ranks. A member that has joined has no arrival time, but that does not set Partial.
 func TestTimelineBeginsBetweenArrivals(t *testing.T) {
 	const n = 3
 	c := start(t, n, nil)

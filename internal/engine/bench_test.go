@@ -10,8 +10,8 @@ import (
 	"github.com/gohvd/gohvd/internal/transport/tcp"
 )
 
-// overTCP returns a function that changes the configuration of a rank. With it, the ranks are connected by
-// TCP on loopback.
+// overTCP returns a function that changes the configuration of a rank so that the ranks are connected by TCP
+// on loopback.
 func overTCP(b testing.TB, n int) func(*engine.Config) {
 	endpoints := make([]*tcp.Endpoint, n)
 	addrs := make([]string, n)
@@ -33,7 +33,7 @@ func overTCP(b testing.TB, n int) func(*engine.Config) {
 	}
 }
 
-// rounds makes every rank sum a buffer b.N times under the same name, like the steps of a training run.
+// rounds makes every rank sum a buffer b.N times under the same name, as the steps of a training run do.
 func rounds(b *testing.B, c *cluster, numBytes int) {
 	bufs := make([][]byte, len(c.engines))
 	for r := range bufs {

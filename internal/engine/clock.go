@@ -17,23 +17,24 @@ import (
 )
 
 // A rank measures the offset of its clock from rank 0's clock as NTP does (Mills, Internet Time
-// Synchronization, 1991). It records when its probe left and when the answer arrived. Rank 0 records when the
-// probe arrived and when the answer left. The error of the offset is at most half of the time that probe and
-// answer were in transit. Of several probes, the engine uses the one with the shortest transit time.
+// Synchronization, 1991). It sends a probe and records when it sent the probe and when the answer arrived.
+// Rank 0 records when the probe arrived and when it sent the answer. The error of the offset is at most half
+// of the time that probe and answer were in transit. The engine makes several probes and uses the one with
+// the shortest transit time.
 
 const (
 	// probesAtOnce is the number of probes in a series. A rank sends the next probe of a series when the
 	// answer to the previous one has arrived.
 	probesAtOnce = 8
-	// firstProbePeriod is the time between the first two series. After each series the time doubles, until it
-	// reaches probePeriod. The clocks of two computers drift apart by up to 50 us a second. With two
-	// measurements the drift between them is known and can be corrected.
+	// firstProbePeriod is the time between the first two series. The time doubles after each series until it
+	// reaches probePeriod. The clocks of two computers drift apart by up to 50 us a second. Two measurements
+	// give the drift between them, so that times can be corrected for it.
 	firstProbePeriod = time.Second
 	probePeriod      = 8 * time.Second
 )
 
-// rankClock is the engine's clock together with the state of the measurement against rank 0's clock. The loop
-// owns all fields except Clock.
+// rankClock is the engine's clock, and the state of the measurement of its offset from rank 0's clock. The
+// loop owns all fields except Clock.
 type rankClock struct {
 	trace.Clock
 	due    time.Duration // the time at which the next series begins
@@ -43,9 +44,9 @@ type rankClock struct {
 	any    bool          // whether best is set
 }
 
-// newClock returns the clock of an engine that started at start, a moment ago. If the monotonic clock cannot
-// be read, the clock has an empty domain. Then the times of this rank cannot be compared with the times of
-// other ranks of the host.
+// newClock returns the clock of an engine that was started a moment ago, at the time start. If the monotonic
+// clock cannot be read, the clock has an empty domain. Then the times of this rank cannot be compared with
+// the times of other ranks of the host.
 func newClock(start time.Time, log *zap.Logger) trace.Clock {
 	c := trace.Clock{Start: start, Domain: clockDomain()}
 	var err error
@@ -83,8 +84,9 @@ func (e *Engine) sendProbe() {
 	_ = e.send(e.links[0], frame)
 }
 
-// handleProbe answers a probe from another rank if this rank is rank 0. At other ranks, it evaluates the
-// answer from rank 0. It returns an error if the frame cannot be decoded, which is the fault of the sender.
+// handleProbe handles a frame of a clock measurement. Rank 0 answers a probe from another rank. Any other
+// rank evaluates the answer from rank 0. handleProbe returns an error if the frame cannot be decoded, which
+// is the fault of the sender.
 func (e *Engine) handleProbe(from topo.Rank, frame []byte) error {
 	at := e.observer.since()
 	p, err := message.DecodeProbe(frame)
@@ -130,9 +132,9 @@ func (e *Engine) handleProbeReply(at time.Duration, p *message.Probe) {
 }
 
 // clockDomain returns a name for the clock that monotonic reads. Processes with the same name read the same
-// clock. The name consists of the boot id of the host and of the time namespace, because clocks in different
-// time namespaces can have different offsets (time_namespaces(7)). If the boot id cannot be read, the name is
-// random, so that no other process has the same name.
+// clock. The name consists of the boot id of the host and the id of the time namespace, because clocks in
+// different time namespaces can have different offsets (time_namespaces(7)). If the boot id cannot be read,
+// the name is random, so that no other process has the same name.
 func clockDomain() string {
 	boot, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
 	if err != nil {
@@ -145,11 +147,11 @@ func clockDomain() string {
 	return fmt.Sprintf("%s/%s", bytes.TrimSpace(boot), namespace)
 }
 
-// monotonic returns the reading of CLOCK_MONOTONIC at the time at. The caller got at from time.Now a moment
-// ago. The result is wrong by at most the time between two consecutive readings of a clock.
+// monotonic returns the reading that CLOCK_MONOTONIC had at the time at, which came from time.Now. The error
+// of the result is at most the time between two consecutive readings of a clock.
 func monotonic(at time.Time) (time.Duration, error) {
-	// The thread may be descheduled between the readings. Of several tries, use the one with the shortest
-	// time between the readings, because its error is the smallest.
+	// The thread may be descheduled between the readings. So monotonic makes several tries and uses the one
+	// with the shortest time between the readings, because its error is the smallest.
 	best, shown := time.Duration(math.MaxInt64), time.Duration(0)
 	for range 5 {
 		before := time.Since(at)

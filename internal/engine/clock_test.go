@@ -7,8 +7,8 @@ import (
 	"github.com/gohvd/gohvd/internal/engine"
 )
 
-// All ranks of a job compute the same name for the job, whether they share a clock or not. For another job
-// they compute another name.
+// All ranks of a job compute the same name for the job, whether they share a clock or not. The ranks of a
+// different job compute a different name.
 func TestJobIsNamed(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		seen := make(map[string]int)

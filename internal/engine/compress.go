@@ -8,8 +8,8 @@ import (
 )
 
 // compress scales the tensors of b, converts them to the element type wire and writes them to buf, one after
-// another. If a tensor has error feedback, compress first adds the compression loss that was kept for its
-// name, and then keeps the new loss (Seide et al., 1-Bit Stochastic Gradient Descent, 2014).
+// another. For a tensor with error feedback, compress first adds the compression loss that was stored under
+// the tensor's name, and then stores the new loss (Seide et al., 1-Bit Stochastic Gradient Descent, 2014).
 func (l *lane) compress(b *batch, s scaling, wire tensor.DType, buf []byte) error {
 	narrow, err := kernel.Convert(wire, s.dt)
 	if err != nil {
@@ -56,9 +56,9 @@ type residual struct {
 	buf []byte
 }
 
-// residual returns the accumulated compression loss of a tensor, multiplied by the same prescale factor as
-// the tensor. The result has numBytes bytes, in elements of type s.dt. It is zero if the tensor is new, or if
-// its type or length has changed. The lane owns the memory, and the caller updates the loss in place.
+// residual returns the accumulated compression loss of a tensor, multiplied by the tensor's prescale factor.
+// The result has numBytes bytes, in elements of type s.dt. It is zero if the tensor is new, or if its type or
+// length has changed. The lane owns the memory, and the caller updates the loss in place.
 func (l *lane) residual(key lossKey, numBytes int, s scaling) ([]byte, error) {
 	r := l.scratch.residuals[key]
 	if r == nil || r.dt != s.dt || len(r.buf) != numBytes {
@@ -71,8 +71,8 @@ func (l *lane) residual(key lossKey, numBytes int, s scaling) ([]byte, error) {
 	if r.pre == s.pre {
 		return r.buf, nil
 	}
-	// The prescale factor has changed, for example because the program uses dynamic loss scaling. If the loss
-	// cannot be rescaled to finite numbers, discard it.
+	// The prescale factor has changed, for example because the program uses dynamic loss scaling. Rescale the
+	// loss, or discard it if that would give numbers that are not finite.
 	f := s.pre / r.pre
 	r.pre = s.pre
 	if f == 0 || math.IsInf(f, 0) || math.IsNaN(f) {
@@ -83,8 +83,8 @@ func (l *lane) residual(key lossKey, numBytes int, s scaling) ([]byte, error) {
 }
 
 // keepLoss sets residual to the loss of the conversion from wide to part, which is wide minus part. It stores
-// 0 for a difference that is not finite. Otherwise a single overflow would make every later tensor of the
-// name non-finite.
+// 0 in place of a difference that is not finite, because otherwise a single overflow would make every later
+// tensor of the same name non-finite.
 func (l *lane) keepLoss(dt, wire tensor.DType, residual, wide, part []byte) error {
 	widen, err := kernel.Convert(dt, wire)
 	if err != nil {

@@ -10,9 +10,8 @@ import (
 	"github.com/gohvd/gohvd/internal/transport/mem"
 )
 
-// startOversubscribed starts a job of two ranks whose configuration claims more processes than there are
-// processors, so that NotifyLater defers notifications. period is the time for which it defers them. 0
-// selects the default.
+// startOversubscribed starts a job of two ranks. It configures more processes than there are processors, so
+// that NotifyLater defers notifications. It sets the deferral period to period unless period is 0.
 func startOversubscribed(t *testing.T, recorded *[2]log, period time.Duration) *cluster {
 	c := startOn(t, mem.New(2), 2, func(cfg *engine.Config) {
 		cfg.LocalProcesses = runtime.NumCPU() + 1
@@ -36,20 +35,20 @@ func (c *cluster) queue(r int, name string, done chan<- error) {
 	c.engines[r].NotifyLater()
 }
 
-// lateRounds is a number of consecutive operations. They take only some milliseconds together if none of them
+// lateRounds is a number of consecutive operations. Together they take only some milliseconds if none of them
 // waits for a heartbeat.
 const lateRounds = 40
 
-// promptly fails the test if the lateRounds operations since began took so long that most of them must have
-// waited for a heartbeat. Heartbeats are one second apart.
+// promptly fails the test if so much time has passed since began that most of the lateRounds operations must
+// have waited for a heartbeat. Heartbeats are one second apart.
 func promptly(t *testing.T, began time.Time) {
 	if took := time.Since(began); took > lateRounds/2*time.Second {
 		t.Errorf("%d operations took %v, want some milliseconds", lateRounds, took)
 	}
 }
 
-// If each rank queues 20 operations in quick succession and then calls Flush, the 20 tensors are fused into
-// at most half as many operations.
+// If each rank queues 20 operations in quick succession and then calls Flush, the 20 tensors run as at most
+// 10 fused operations.
 func TestNotifyOnceForMany(t *testing.T) {
 	const tensors = 20
 	var recorded [2]log
@@ -70,7 +69,7 @@ func TestNotifyOnceForMany(t *testing.T) {
 		for _, op := range recorded[r].operations() {
 			grants[op.Number] += len(op.Tensors)
 		}
-		// The number of operations need not be 1, because heartbeats and clock probes may cause turns before
+		// There can be more than one operation, because a heartbeat or a clock probe may cause a turn before
 		// Flush.
 		if len(grants) > tensors/2 {
 			t.Errorf("rank %d: %d tensors ran as %d operations; tensors by operation: %v", r, tensors,
@@ -103,7 +102,7 @@ func TestNotifyWhileQueueing(t *testing.T) {
 	const most = 500 // few enough to be queued before the first heartbeat
 	var recorded [2]log
 	c := startOversubscribed(t, &recorded, 5*time.Millisecond)
-	time.Sleep(200 * time.Millisecond) // clock probes cause turns of the loops until then
+	time.Sleep(200 * time.Millisecond) // until then, clock probes cause turns of the loops
 	c.each(func(r int) {
 		done := make(chan error, most)
 		queued := 0
@@ -120,9 +119,9 @@ func TestNotifyWhileQueueing(t *testing.T) {
 	}
 }
 
-// If the deferral period is an hour, calls of Drive and Flush after NotifyLater make the loop run at once. If
-// neither is called, the timer notifies the loop. Each notification is deferred again, so all 40 operations
-// complete promptly in both cases.
+// Drive and Flush make the loop run at once after NotifyLater, even if the deferral period is an hour. With
+// the default period, the timer notifies the loop in the rounds that call neither. A deferral ends with each
+// notification, and the next NotifyLater defers again. So all 40 operations complete promptly in both cases.
 func TestDriveAfterNotifyLater(t *testing.T) {
 	for _, period := range []time.Duration{0, time.Hour} {
 		var recorded [2]log

@@ -12,10 +12,10 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// BenchmarkDeterministic measures the cost of deterministic mode. Two jobs run over TCP on loopback, one in
-// deterministic mode and one not. They execute steps in turn, and the benchmark reports the median of the
-// ratios of their times as cost-ratio. A step sums float32 tensors of the given size that are all in flight
-// at the same time, like the gradients of a training step.
+// BenchmarkDeterministic measures the cost of deterministic mode. It runs two jobs over TCP on loopback, one
+// of them in deterministic mode. The jobs execute steps alternately, and the ratio of the times of two such
+// steps is the cost. The benchmark reports the median of these ratios as cost-ratio. A step sums float32
+// tensors of the given size that are all in flight at the same time, like the gradients of a training step.
 func BenchmarkDeterministic(b *testing.B) {
 	for _, ranks := range []int{2, 4} {
 		for _, c := range []struct{ tensors, numBytes int }{{1, 4 << 10}, {1, 256 << 10}, {1, 16 << 20},
@@ -51,7 +51,7 @@ func BenchmarkDeterministic(b *testing.B) {
 	}
 }
 
-// stepper is a job that executes equal steps.
+// stepper is a job that executes the same step again and again.
 type stepper struct {
 	b    *testing.B
 	c    *cluster

@@ -11,8 +11,8 @@ import (
 
 const clockChild = "HVD_TEST_CLOCK_CHILD"
 
-// TestClockOfAChild is not a test of its own. The child processes of the tests below run it. It prints the
-// clock domain and the reading of the child's clock.
+// TestClockOfAChild is not a test of its own: the tests below run it in child processes. It prints the clock
+// domain and the reading of the child's clock.
 func TestClockOfAChild(t *testing.T) {
 	if os.Getenv(clockChild) == "" {
 		t.Skip("run by other tests")
@@ -25,7 +25,7 @@ func TestClockOfAChild(t *testing.T) {
 }
 
 // Two processes of a host are in the same clock domain and read the same clock: the reading of a child lies
-// between two readings by this process, one before the child's reading and one after it.
+// between two readings by this process, one taken before the child's reading and one after it.
 func TestProcessesShareADomain(t *testing.T) {
 	before, err := monotonic(time.Now())
 	if err != nil {
@@ -44,8 +44,8 @@ func TestProcessesShareADomain(t *testing.T) {
 	}
 }
 
-// For a time in the past, monotonic returns the reading that the clock had at that time. So the readings for
-// now and for an hour ago differ by an hour.
+// For a time in the past, monotonic returns the reading that the clock had at that time. So the reading for
+// an hour ago is an hour less than the reading for now.
 func TestMonotonicOfThePast(t *testing.T) {
 	now := time.Now()
 	a, err := monotonic(now)
@@ -56,8 +56,8 @@ func TestMonotonicOfThePast(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// In every try, the thread may be descheduled between two readings of a clock. So the error is bounded
-	// only by the running time of the test.
+	// In every try of monotonic, the thread may be descheduled between two readings of a clock. So the error
+	// is bounded only by the running time of the test.
 	if d, took := a-b-time.Hour, time.Since(now); d.Abs() > took {
 		t.Errorf("the reading for an hour ago is off by %v, want at most %v", d, took)
 	}

@@ -9,9 +9,9 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// Queue submits tensors of one process set to the engine. It submits all of them, or none if one is refused.
-// The caller has checked the requests. If Queue returns nil, the engine owns the buffers of each entry until
-// it calls the entry's Done, which it does exactly once. If Queue returns an error, the error is an *OpError,
+// Queue submits tensors of one process set to the engine. If one of them is refused, it submits none. The
+// caller has checked the requests. If Queue returns nil, the engine owns the buffers of each entry until it
+// calls the entry's Done, which it does exactly once. If Queue returns an error, the error is an *OpError,
 // and the engine never calls Done. After Queue the caller must call Drive, Notify or NotifyLater.
 func (e *Engine) Queue(entries ...*tensorqueue.Entry) error {
 	l := e.lanes.find(entries[0].Set)
@@ -31,16 +31,16 @@ func (e *Engine) Queue(entries ...*tensorqueue.Entry) error {
 }
 
 // Drive runs turns of the loop in the calling goroutine until done returns true or ctx ends. If nothing
-// happens for a while, Drive returns early, and the caller waits for its operation without driving. In all
-// cases the loop takes the queued operations. Any goroutine may call Drive. Drive also calls Done of entries
-// that other goroutines have submitted.
+// happens for the poll budget, Drive returns early, and the caller then waits for its operation without
+// driving the loop. In all cases, a turn takes the queued operations. Any goroutine may call Drive. Drive
+// also calls Done of entries that other goroutines have submitted.
 func (e *Engine) Drive(ctx context.Context, done func() bool) { e.sched.drive(ctx, done) }
 
-// Notify makes the loop take the queued operations.
+// Notify makes the loop run a turn, which takes the queued operations.
 func (e *Engine) Notify() { e.sched.notify() }
 
-// NotifyLater makes the loop take the queued operations, as Notify does. If an immediate notification would
-// delay the caller, NotifyLater defers the notification for a short time.
+// NotifyLater notifies the loop as Notify does. If an immediate notification would delay the caller,
+// NotifyLater defers it for a short time.
 func (e *Engine) NotifyLater() { e.sched.notifyLater() }
 
 // Flush notifies the loop now if NotifyLater has deferred the notification.
@@ -76,14 +76,14 @@ func (e *Engine) handOff() {
 	e.started = e.started[:0]
 }
 
-// startInTurn reports whether turns of the loop may execute w, and starts w if so. If it returns false, the
-// caller must push w to the lane.
+// startInTurn reports whether turns of the loop may execute w. If so, it starts w. Otherwise the caller must
+// push w to the lane.
 func (e *Engine) startInTurn(l *lane, w *work) bool {
 	moves := w.grant.Responses[0].Kind.MovesData()
-	// A caller that drives the loop has time for many steps. If other ranks are late for a step, or if the
+	// A caller that drives the loop has time for many steps. If another rank is late for a step, or if the
 	// caller's context ends, the lane continues the operation. A barrier must not complete before the
 	// operations that were granted before it. So the turn executes a barrier only if the lane has reported
-	// the results of all of them.
+	// the results of all earlier operations.
 	if !e.sched.drivable || moves && !l.fitsInTurn(w, !e.sched.background.Load()) || !l.claim(!moves) {
 		return false
 	}
@@ -96,9 +96,9 @@ func (e *Engine) startInTurn(l *lane, w *work) bool {
 	return true
 }
 
-// complete ends the execution of w in turns of the loop and gives the lane back to its goroutine. If err is
-// nil, complete first reports the results of the tensors of w. Otherwise the lane reports their errors when
-// the verdict is known.
+// complete ends the execution of w in turns of the loop and returns the lane to its goroutine. If err is nil,
+// complete first reports the results of the tensors of w. Otherwise the lane reports the errors of the
+// tensors when the verdict is known.
 func (e *Engine) complete(l *lane, w *work, err error) {
 	if w.failed = err != nil; !w.failed {
 		l.answer(w)
@@ -110,8 +110,9 @@ func (e *Engine) complete(l *lane, w *work, err error) {
 	l.unclaim(w)
 }
 
-// stepStarted executes the next step of each started operation, without waiting. If an operation is blocked,
-// stepStarted hands it over to its lane. It reports whether the state of any operation has changed.
+// stepStarted executes the next step of each operation that a turn has started. It does not wait. If an
+// operation is blocked, stepStarted hands it over to its lane. It reports whether the state of any operation
+// has changed.
 func (e *Engine) stepStarted() (some bool) {
 	for i := 0; i < len(e.started); {
 		l := e.started[i]

@@ -12,8 +12,8 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// do submits an entry at rank r and waits for it, as a blocking call does. It reports whether the entry was
-// done when Drive returned.
+// do submits an entry at rank r and waits for it, as a blocking call does. It reports whether the operation
+// was already done when Drive returned.
 func (c *cluster) do(r int, entry *tensorqueue.Entry) (driven bool) {
 	done := make(chan struct{})
 	var failed error
@@ -73,15 +73,15 @@ func TestDrive(t *testing.T) {
 		}
 	})
 	for r, n := range driven {
-		if n < 50 { // BackgroundThreadLoop completes some of them, more on a busy machine
+		if n < 50 { // BackgroundThreadLoop completes the rest, which is more on a busy machine
 			t.Errorf("rank %d: %d of 100 barriers were done when Drive returned, want at least 50", r, n)
 		}
 	}
 	c.shutdown()
 }
 
-// Several goroutines drive the loop at the same time, and other goroutines wait without driving, so that they
-// need BackgroundThreadLoop. All operations complete.
+// Several goroutines drive the loop at the same time, and other goroutines wait without driving it, so that
+// they need BackgroundThreadLoop. All operations complete.
 func TestManyDrive(t *testing.T) {
 	const n, goroutines, rounds = 2, 4, 200
 	c := startOn(t, mem.New(n), n, nil)
@@ -109,8 +109,8 @@ func TestManyDrive(t *testing.T) {
 	c.shutdown()
 }
 
-// Drive returns if its context ends, or if nothing happens for the poll budget. The operation of the caller
-// completes later without the caller's help.
+// Drive returns if its context ends, and also if nothing happens for the poll budget. In both cases the
+// operation of the caller completes later without the caller's help.
 func TestDriveEnds(t *testing.T) {
 	c := startOn(t, mem.New(3), 3, func(cfg *engine.Config) {
 		cfg.Spin = time.Hour
@@ -146,11 +146,11 @@ func TestDriveEnds(t *testing.T) {
 	c.engines[1].Drive(c.ctx, never) // after the shutdown, Drive returns at once
 }
 
-// oftenEnough is a number of operations. If each of them waits for a heartbeat, which takes half a second on
-// average, they take longer together than a test may run.
+// oftenEnough is a number of operations. If each of them waited for a heartbeat, which takes half a second on
+// average, together they would take longer than a test may run.
 const oftenEnough = 200
 
-// If a rank polls for a very long time, it still notifies parked peers of the frames that it has sent. So
+// Even if a rank polls for a very long time, it notifies parked peers of the frames that it has sent. So
 // operations with a parked peer complete promptly.
 func TestDriverNotifiesPeers(t *testing.T) {
 	c := startOn(t, mem.New(2), 2, func(cfg *engine.Config) {
@@ -170,8 +170,8 @@ func TestDriverNotifiesPeers(t *testing.T) {
 	c.shutdown()
 }
 
-// A driver submits an operation with a timeout of 2 ms, and Drive returns before the timeout. The operation
-// still times out promptly, because the parked BackgroundThreadLoop is woken for the deadline.
+// A driver submits an operation with a timeout of 2 ms, and Drive returns before the timeout ends. The
+// operation still times out promptly, because the deadline wakes the parked BackgroundThreadLoop.
 func TestDriveKeepsDeadlines(t *testing.T) {
 	end := time.Now().Add(deadline)
 	for range oftenEnough {

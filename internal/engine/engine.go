@@ -10,8 +10,8 @@
 //
 // A turn executes work that does not wait: a barrier, or steps of an allreduce of few bytes. A caller that
 // drives the loop while it waits also executes steps of larger operations in its turns. If a step has to wait
-// for long, the operation moves to its lane. If no step has to, a blocking call neither leaves the caller's
-// thread nor wakes another thread.
+// for long, the operation moves to its lane. If no step has to wait, a blocking call stays in the caller's
+// thread and wakes no other thread.
 package engine
 
 import (
@@ -36,7 +36,7 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// Config has the settings of an engine and the components that it uses.
+// Config holds the settings of an engine and the components that it uses.
 type Config struct {
 	Rank topo.Rank
 	Size int
@@ -45,8 +45,8 @@ type Config struct {
 	// Backends are the backends that every rank has, in order of preference.
 	Backends ops.Registry
 
-	// Sets are the process sets that exist from the start, besides the global set. They are in ascending
-	// order of their ids and must be equal at all ranks.
+	// Sets are the process sets that exist from the start, except the global set. They are in ascending order
+	// of their ids and must be equal at all ranks.
 	Sets []controller.Set
 
 	CacheCapacity        int
@@ -54,60 +54,59 @@ type Config struct {
 	DisableGroupFusion   bool
 	CycleTime            time.Duration
 	LivenessTimeout      time.Duration
-	// StallWarning is how long a tensor waits for ranks before OnStall is called. It is also the time between
-	// later calls for the same tensor. StallShutdown is how long a tensor waits before the job is shut down.
-	// In both fields, 0 means never.
+	// StallWarning is how long a tensor waits for ranks before OnStall is called. After each further period
+	// of this length, OnStall is called again. StallShutdown is how long a tensor waits before the job is
+	// shut down. In both fields, 0 means never.
 	StallWarning, StallShutdown time.Duration
-	// MaxResultBytes is the maximum size of the result of an allgather or alltoall. A maximum is needed
+	// MaxResultBytes is the maximum size of the result of an allgather or alltoall. It protects this rank,
 	// because other ranks determine the size of the result. 0 selects the memory size of the host.
 	MaxResultBytes int64
 	// Lockstep makes the ranks negotiate by collectives that all ranks enter in every cycle.
 	Lockstep bool
-	// Deterministic makes each sum bitwise equal in every run.
+	// Deterministic makes each sum bitwise equal in every run of the program.
 	Deterministic bool
 	// Cores are the processors to which the threads of the loop and of the lanes are bound. If Cores is
 	// empty, the threads are not bound.
 	Cores []int
-	// Spin is how long the loop of a busy rank, or a caller that waits (Drive), polls for new work before it
-	// parks. 0 selects a default that depends on LocalProcesses. The default is longer for a caller that has
-	// a processor of its own. A negative value disables polling. With a greater value, a rank that waits for
-	// others is woken less often but takes more processor time.
+	// Spin is the poll budget: how long a busy rank, or a caller that waits in Drive, polls for new work
+	// before it parks. 0 selects a default that depends on LocalProcesses. The default is longer for a caller
+	// that has a processor of its own. A negative value disables polling. With a greater value, a rank that
+	// waits for other ranks is woken less often but uses more processor time.
 	Spin time.Duration
-	// LocalProcesses is the number of processes of the job on this host that need a processor. These are the
-	// ranks and, with ForClient, the programs that submit operations from other processes. 0 selects Size. If
+	// LocalProcesses is the number of processes of the job on this host that need a processor: the ranks and,
+	// with ForClient, the programs that submit operations from other processes. 0 selects Size. If
 	// LocalProcesses exceeds the number of processors, the processes yield to each other while they wait.
 	LocalProcesses int
 	// ForClient says that a program in another process submits the operations, as with the sidecar.
 	ForClient bool
 
-	// If Ready is not nil, Start calls it when this rank is connected. Ready returns when all ranks are
-	// connected. If Ready returns an error, Start fails.
+	// If Ready is not nil, Start calls it when this rank is connected, and waits until it returns. Ready
+	// returns when all ranks are connected. If Ready returns an error, Start fails.
 	Ready func(context.Context) error
 	// Log receives the log messages of the engine. nil disables logging.
 	Log *zap.Logger
-	// ClockDomain is the name of the clock that the process reads. If it is empty, the engine uses a name
-	// made of the host and the time namespace. Tests set different names so that ranks in one process measure
-	// their clocks.
+	// ClockDomain is the name of the clock that the process reads. If it is empty, the engine derives a name
+	// from the host and the time namespace. Tests set different names so that the ranks of one process
+	// measure the offsets of their clocks.
 	ClockDomain string
 	// If Recorder is not nil, it receives a record of every operation.
 	Recorder Recorder
 	// If OnVerdict is not nil, it is called once when the epoch has failed, before any operation ends with
-	// the verdict. It delays the end of the operations, so it must return within a bounded time.
+	// the verdict. The operations end only after it has returned, so it must return within a bounded time.
 	OnVerdict func(*PeerError)
 	// If OnStallShutdown is not nil, it is called at every rank when the stall inspector ends the job, before
-	// any operation ends with the *StallError. It must also return within a bounded time.
+	// any operation ends with the *StallError. Like OnVerdict, it must return within a bounded time.
 	OnStallShutdown func(*StallError)
 	// If OnStall is not nil, it is called at rank 0 for each report of the stall inspector. It delays the
 	// negotiation, so it must return soon.
 	OnStall func(*controller.Stall)
 	// StallsExplained reports whether the launcher prints a report of all waiting operations when it receives
-	// a stall. If it returns true, the log names one stall of each window of time instead of several. If
-	// StallsExplained is nil, the log names several. Like OnStall, it is called at rank 0 and must return
-	// soon.
+	// a stall. If so, the log names only one stall in each window of time. Otherwise, and if StallsExplained
+	// is nil, the log names several. Like OnStall, StallsExplained is called at rank 0 and must return soon.
 	StallsExplained func() bool
 }
 
-// Engine runs one rank for one epoch.
+// Engine runs one rank in one epoch of a job.
 type Engine struct {
 	// These fields are set by Start.
 	cfg    Config
@@ -243,8 +242,8 @@ func (e *Engine) negotiate() {
 	}
 }
 
-// plan chooses the backend and the algorithm of a response for the coordinator. numBytes is the size of the
-// response together with the responses that are fused with it. plan uses the lane of the global set, because
+// plan chooses the backend and the algorithm of a response for the coordinator. numBytes is the total size of
+// the response and of all responses that are fused with it. plan uses the lane of the global set, because
 // rank 0 need not be a member of the response's process set and all lanes have the same backends.
 func (e *Engine) plan(_ topo.ProcessSetID, r *message.Response,
 	numBytes int64) (message.Backend, message.Algorithm, error) {
@@ -258,8 +257,8 @@ func (e *Engine) plan(_ topo.ProcessSetID, r *message.Response,
 	return planTypes(l.manager, r, numBytes)
 }
 
-// planTypes chooses the backend and the algorithm of a group with several element types. The types are
-// reduced one after another. All types must have the same backend. If the algorithms for the types differ,
+// planTypes chooses the backend and the algorithm of a group with several element types, which are reduced
+// one type after another. All types must have the same backend. If the algorithms for the types differ,
 // planTypes chooses message.Direct, which has no preconditions.
 func planTypes(m *ops.Manager, r *message.Response,
 	numBytes int64) (backend message.Backend, algorithm message.Algorithm, err error) {
@@ -294,7 +293,8 @@ func (e *Engine) quit(err error) error {
 	return e.abandon(err)
 }
 
-// connect opens the control connections, which connect rank 0 with each other rank.
+// connect opens the control connections. At rank 0 these are connections to all other ranks, and at any other
+// rank the connection to rank 0.
 func (e *Engine) connect(ctx context.Context) error {
 	var peers []topo.Rank
 	if e.cfg.Rank == 0 {
@@ -320,27 +320,28 @@ func (e *Engine) connect(ctx context.Context) error {
 	return nil
 }
 
-// Departure is the reason why a rank leaves. The zero value means an orderly shutdown without an explanation.
+// Departure is the reason why a rank leaves the job. The zero value means an orderly shutdown without an
+// explanation.
 type Departure struct {
-	// Reason is a clause that the other ranks report, such as `exit status 1`. It may be empty if Failed is
-	// false.
+	// Reason is a clause that appears in the errors of the other ranks, such as `exit status 1`. It may be
+	// empty if Failed is false.
 	Reason string
-	// Failed says that the program of the rank has failed. Then the job fails.
+	// Failed is set if the program of the rank has failed. Then the job fails.
 	Failed bool
 }
 
-// leaving is the state of a Shutdown in progress. It is immutable. To change the state, a new value replaces
-// it.
+// leaving is the state of a Shutdown in progress. A value of it is never changed: when the state changes, a
+// new value replaces the old one.
 type leaving struct {
 	Departure
 	expired bool // whether the context of Shutdown has ended
 }
 
 const (
-	// expireTimeout is the maximum time that Shutdown waits for the end of the epoch after its context has
-	// ended. In this time the rank notifies the other ranks.
+	// expireTimeout is how long Shutdown waits for the end of the epoch after its context has ended. The rank
+	// uses this time to notify the other ranks.
 	expireTimeout = 500 * time.Millisecond
-	// failTimeout is the maximum time for which a failed rank waits for the verdict.
+	// failTimeout is how long the Shutdown of a failed rank waits for the verdict.
 	failTimeout = time.Second
 )
 
@@ -352,7 +353,8 @@ const (
 //
 // Shutdown returns when no other rank needs this one, or when ctx ends. If ctx ends before this rank was
 // ready to leave, the rank fails. If why.Failed is set, the rank fails at once, and Shutdown waits at most
-// one second. Shutdown returns the error with which the epoch had failed before, if any, or the error of ctx.
+// one second. If the epoch had already failed, Shutdown returns that error. If ctx ended, it returns the
+// error of ctx.
 func (e *Engine) Shutdown(ctx context.Context, why Departure) error {
 	e.depart(&leaving{Departure: why})
 	if why.Failed {
@@ -392,8 +394,8 @@ func (e *Engine) awaitEnd(ctx context.Context, d time.Duration) {
 }
 
 // Close ends this rank at once and waits until its connections and goroutines are gone. Unless the epoch is
-// over, the other ranks cannot distinguish a call of Close from the death of the process. Close may be called
-// more than once.
+// over, a call of Close looks to the other ranks like the death of the process. Close may be called more than
+// once.
 func (e *Engine) Close() {
 	e.stopOnce.Do(func() {
 		close(e.stop)

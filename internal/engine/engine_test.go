@@ -41,9 +41,9 @@ type cluster struct {
 	engines []*engine.Engine
 }
 
-// start starts a job of n ranks. Their loops park as soon as they have nothing to do, because time in a
-// synctest bubble does not pass while a loop polls. If change is not nil, it changes the configuration of
-// each rank.
+// start starts a job of n ranks. Their loops do not poll but park as soon as they have nothing to do, because
+// time in a synctest bubble does not pass while a loop polls. If change is not nil, it changes the
+// configuration of each rank.
 func start(t testing.TB, n int, change func(*engine.Config)) *cluster {
 	return startOn(t, mem.New(n), n, func(cfg *engine.Config) {
 		cfg.Spin = -1
@@ -53,8 +53,8 @@ func start(t testing.TB, n int, change func(*engine.Config)) *cluster {
 	})
 }
 
-// startOn starts a job of n ranks that are connected by net. If change is not nil, it changes the
-// configuration of each rank.
+// startOn starts a job of n ranks on the mem.Cluster net. If change is not nil, it changes the configuration
+// of each rank.
 func startOn(t testing.TB, net *mem.Cluster, n int, change func(*engine.Config)) *cluster {
 	ctx, cancel := context.WithTimeout(t.Context(), deadline)
 	t.Cleanup(cancel)
@@ -158,8 +158,7 @@ func TestSums(t *testing.T) {
 	})
 }
 
-// If a rank queues an operation after its join while the join is pending, the operation ends with a
-// UsageError.
+// If a rank queues an operation while its join is pending, the operation ends with a UsageError.
 func TestSubmitBehindAJoin(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		c := start(t, 2, func(cfg *engine.Config) { cfg.Lockstep = lockstep })
@@ -208,8 +207,8 @@ func sums(t *testing.T, change func(*engine.Config)) {
 	}
 }
 
-// If a rank dies, every operation at the other ranks ends with an error that names the dead rank, whether the
-// ranks are executing or negotiating.
+// If a rank dies, every operation at the other ranks ends with an error that names the dead rank. This holds
+// while the ranks execute and while they negotiate.
 func TestDeath(t *testing.T) {
 	const n = 4
 	for _, over := range []string{"mem", "mem without polling", "tcp"} {
@@ -239,8 +238,9 @@ func TestDeath(t *testing.T) {
 	}
 }
 
-// dies makes rank victim die. If executing is set, the rank dies at a random time while all ranks execute
-// large operations. Otherwise it dies while the other ranks wait for its request.
+// dies ends the engine of rank victim as if its process had died. If executing is set, the rank dies at a
+// random time while all ranks execute large operations. Otherwise it dies while the other ranks wait for its
+// request.
 func dies(t *testing.T, c *cluster, victim int, executing bool) {
 	started := make(chan struct{})
 	var once sync.Once
@@ -295,13 +295,13 @@ func dies(t *testing.T, c *cluster, victim int, executing bool) {
 }
 
 // If a peer sends a malformed frame, the verdict names that peer, and the peer receives the verdict. The
-// engine of rank 0 ends.
+// engine of rank 0 ends with it too.
 func TestGarbageOnAControlConnection(t *testing.T) {
 	for _, frame := range [][]byte{
 		{10, 0, 0, 0, 9, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0}, // the frame has the wrong number
 		{0xff, 0xff, 0xff, 0xff, 0, 0, 0, 0},                    // the frame is too long
 		{3, 0, 0, 0, 0, 0, 0, 0, 0xde, 0xad, 0xbe},              // the frame cannot be decoded
-		{10, 0, 0, 0, 0, 0, 0, 0, 2, 0, 9, 0, 0, 0, 0, 0, 0, 0}, // it claims a cycle not issued yet
+		{10, 0, 0, 0, 0, 0, 0, 0, 2, 0, 9, 0, 0, 0, 0, 0, 0, 0}, // its cycle was not issued yet
 	} {
 		net := mem.New(2)
 		ctx, cancel := context.WithTimeout(t.Context(), deadline)
@@ -361,7 +361,7 @@ func TestGarbageOnAControlConnection(t *testing.T) {
 	}
 }
 
-// gather returns an allgather of one byte. allocate allocates the memory for its result.
+// gather returns an allgather of one byte. The function allocate allocates the memory for its result.
 func gather(name string, allocate func(n int) []byte) *tensorqueue.Entry {
 	return &tensorqueue.Entry{
 		Request: message.Request{Kind: message.Allgather, Name: name, DType: tensor.Uint8,
@@ -371,7 +371,8 @@ func gather(name string, allocate func(n int) []byte) *tensorqueue.Entry {
 	}
 }
 
-// gather submits an allgather of one byte at rank r. allocate allocates the memory for its result.
+// gather submits an allgather of one byte at rank r. The function allocate allocates the memory for its
+// result.
 func (c *cluster) gather(r int, allocate func(n int) []byte) chan error {
 	return c.submit(r, gather("gather", allocate))
 }
@@ -409,7 +410,7 @@ func TestShutdownGivesUp(t *testing.T) {
 }
 
 // Ranks shut down right after they have submitted operations. Every operation succeeds, fails with a
-// mismatch, or fails with ErrShutDown. If an operation fails with ErrShutDown at one rank, it does so at all
+// mismatch, or fails with ErrShutDown. An operation that fails with ErrShutDown at one rank does so at all
 // ranks. No rank that has left is reported as dead.
 func TestShutdownCrossesWork(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
@@ -433,7 +434,7 @@ func TestShutdownCrossesWork(t *testing.T) {
 			for i := range outcomes[0] {
 				for r := range outcomes {
 					err := outcomes[r][i]
-					var mismatch *engine.MismatchError // the sizes are random, so ranks may disagree
+					var mismatch *engine.MismatchError // the sizes are random, so the ranks may disagree
 					if err != nil && !errors.Is(err, engine.ErrShutDown) && !errors.As(err, &mismatch) {
 						t.Errorf("rank %d: x%d: %v", r, i, err)
 					}
@@ -446,10 +447,9 @@ func TestShutdownCrossesWork(t *testing.T) {
 	})
 }
 
-// In a synctest bubble, time passes only while all goroutines sleep. Measured in this time, operations and a
-// shutdown must take no time, and only heartbeats may wake an idle rank.
-//
-// The loops park at once and do not poll, so this test also checks that ranks are notified of frames.
+// In a synctest bubble, time passes only while all goroutines sleep. In this time, operations and a shutdown
+// must take no time, and only heartbeats may wake an idle rank. The loops park at once and do not poll, so
+// the test also checks that a rank is notified when a frame arrives.
 func TestNobodyWaitsForTheClock(t *testing.T) {
 	for _, n := range []int{1, 3} {
 		synctest.Test(t, func(t *testing.T) {
@@ -465,8 +465,8 @@ func TestNobodyWaitsForTheClock(t *testing.T) {
 			if took := time.Since(began); took != 0 {
 				t.Errorf("n=%d: ten operations waited for %v", n, took)
 			}
-			// Sleep for three times the liveness timeout, and end between two heartbeats, because the turn of
-			// a heartbeat would hide a lost notification.
+			// Sleep for three times the liveness timeout, but end the sleep between two heartbeats. The turn
+			// of a heartbeat would hide a lost notification.
 			time.Sleep(30*time.Second + 500*time.Millisecond)
 			began = time.Now()
 			c.shutdown()
@@ -517,8 +517,8 @@ func TestSilence(t *testing.T) {
 	})
 }
 
-// In a job with one rank, Shutdown with a canceled context returns while an operation is running, and the
-// operation ends.
+// If Shutdown is called with a canceled context in a job with one rank while an operation is running,
+// Shutdown returns and the operation ends.
 func TestAloneClosedWhileWorking(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		e, err := engine.Start(t.Context(), engine.Config{Size: 1, Mesh: transport.Alone{},
@@ -575,8 +575,8 @@ func TestAllgatherOfMoreThanThereIs(t *testing.T) {
 	})
 }
 
-// If a lane is stuck, the shutdown of another rank fails with ErrCutShort after ten seconds without progress,
-// and every operation ends.
+// If the lane of one rank is stuck, the shutdown of another rank fails with ErrCutShort after ten seconds
+// without progress, and every operation ends.
 func TestShutdownWithoutProgress(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := start(t, 2, nil)

@@ -9,8 +9,8 @@ import (
 	"github.com/gohvd/gohvd/internal/message"
 )
 
-// ErrShutDown is the error of operations that cannot run anymore because this rank has shut down, or because
-// every rank that could have submitted them has shut down.
+// ErrShutDown is the error of an operation that cannot run anymore because this rank has shut down, or
+// because every rank that could have submitted it has shut down.
 var ErrShutDown = errors.New("shut down before every rank had submitted the operation")
 
 // ErrClosed is the error of an epoch that this rank has ended by a call of Close.
@@ -31,9 +31,9 @@ func (e *StallError) Error() string { return fmt.Sprintf("the job was shut down:
 // Is reports whether target is ErrShutDown.
 func (e *StallError) Is(target error) bool { return target == ErrShutDown }
 
-// UsageError is the error of a call that this rank should not have made. For example, the name is in flight,
-// the process set does not contain this rank, or the options contradict each other. Nothing was submitted,
-// and the other ranks do not know of the call.
+// UsageError is the error of a call that this rank should not have made. For example, the name is in use, the
+// process set does not contain this rank, or the options contradict each other. Nothing was submitted, and
+// the other ranks do not know of the call.
 type UsageError struct {
 	// Op is the operation, such as "allreduce". Tensor is the name of the tensor, or "" if the call gave
 	// none.
@@ -51,8 +51,8 @@ func (e *UsageError) Error() string {
 func (e *UsageError) Unwrap() error { return e.Err }
 
 // MismatchError is the error of a tensor if the requests of the ranks contradict each other or together ask
-// for something impossible. It comes from the coordinator. If the output has no room for the result, it comes
-// from this rank. The job continues, because the program is at fault, not a machine.
+// for something impossible. The coordinator detects this. If the output has no room for the result, this rank
+// detects it. The job continues, because the program is at fault, not a machine.
 type MismatchError struct {
 	// Tensor is the name of the tensor, which is equal in all requests.
 	Tensor string
@@ -63,13 +63,13 @@ type MismatchError struct {
 func (e *MismatchError) Error() string { return e.Text }
 
 // PeerError is the error of an epoch that ended because ranks failed. At the surviving ranks, every pending
-// operation and every later operation ends with it.
+// operation and every later operation fails with it.
 type PeerError struct {
-	// Ranks are the ranks that failed. If it is unknown which of two ranks failed, Ranks has both.
+	// Ranks are the ranks that failed. If it is unknown which of two ranks failed, Ranks contains both.
 	Ranks []int
-	// Reason is a clause that says what was observed of the failure. In messages it follows the ranks.
+	// Reason is a clause that describes how the failure was observed. In messages it follows the ranks.
 	Reason string
-	// ShutDown says that Ranks did not crash. They shut down in an orderly way, but had not submitted an
+	// ShutDown is set if Ranks did not crash. They shut down in an orderly way, but had not submitted an
 	// operation for which other ranks waited. In this case the error also matches ErrShutDown.
 	ShutDown bool
 }
@@ -105,7 +105,7 @@ type OpError struct {
 
 func (e *OpError) Error() string {
 	text := e.Err.Error()
-	// Some causes begin with the operation and the tensor already. Do not name these twice.
+	// Some causes already begin with the operation and the tensor. Do not repeat these.
 	if strings.HasPrefix(text, fmt.Sprintf("%s %q", e.Op, e.Tensor)) ||
 		strings.HasPrefix(text, fmt.Sprintf("tensor %q", e.Tensor)) {
 		return "hvd: " + text

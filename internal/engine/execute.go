@@ -13,11 +13,11 @@ import (
 
 // scratch holds memory that a lane keeps between operations.
 type scratch struct {
-	fused  fusion.Buffer // memory for data that is in no buffer of a caller
-	counts []int64       // number of bytes for each rank or each tensor
+	fused  fusion.Buffer // memory for data that is not in a caller's buffer
+	counts []int64       // numbers of bytes, by rank or by tensor
 	// tensors are the tensors of an operation that the backend reads and writes in place.
 	tensors []ops.Tensor
-	wide    fusion.Buffer // memory for compression, as is back
+	wide    fusion.Buffer // wide and back are memory for compression
 	back    fusion.Buffer
 	losses  []lossKey
 	types   []tensor.DType // the element types of a group
@@ -26,8 +26,8 @@ type scratch struct {
 }
 
 // execution is the state of the operation that a lane executes. An operation runs in parts, one after
-// another. Most operations have one part. An allreduce has a part for each element type of a group, and more
-// parts if the tensors do not fit into the fusion buffer together.
+// another. Most operations have one part. An allreduce of a group has at least one part for each element
+// type. It has more if the tensors do not fit into the fusion buffer together.
 type execution struct {
 	work    *work
 	backend ops.Backend
@@ -35,13 +35,13 @@ type execution struct {
 	op      ops.Operation // the operation of the current part
 	one     [1]ops.Tensor // the tensor of the current part, if there is only one
 
-	buf []byte // the data that will be copied to the outputs
+	buf []byte // the data that is copied to the outputs at the end
 	reduction
 }
 
-// execute runs the operation of w to its end, or continues it if it was started before. It waits for other
-// ranks until ctx ends. If it returns an error, it has reported no result, and the caller must report the
-// error for every tensor of w.
+// execute runs the operation of w to its end. If the operation was started before, execute continues it. It
+// waits for other ranks until ctx ends. If it returns an error, it has reported no result, and the caller
+// must report the error for every tensor of w.
 func (l *lane) execute(ctx context.Context, w *work) error {
 	if !w.started {
 		l.observer.begin(w, l.observer.since())
@@ -56,8 +56,8 @@ func (l *lane) execute(ctx context.Context, w *work) error {
 	}
 }
 
-// answer reports the results of the tensors of w, which has been executed. A refused tensor ends with its
-// error, and every other tensor ends without an error.
+// answer reports the results of the tensors of w, which has been executed. A refused tensor ends with the
+// error in w.refused, and every other tensor ends without an error.
 func (l *lane) answer(w *work) {
 	l.observer.ended(l.set.ID, w, nil)
 	for i, e := range w.entries {
@@ -116,7 +116,7 @@ func (l *lane) start(w *work) (err error) {
 	return l.exchange()
 }
 
-// exchange starts the backend on the part that was prepared before.
+// exchange starts the backend on the part that the caller has prepared.
 func (l *lane) exchange() error {
 	x := &l.execution
 	x.work.enter(exchanging)
@@ -124,7 +124,7 @@ func (l *lane) exchange() error {
 }
 
 // step executes the next step of the operation. If wait is set, it waits for the ranks that the step needs.
-// If step returns Finished, the results of the tensors can be reported.
+// When step returns Finished, the results of the tensors can be reported.
 func (l *lane) step(ctx context.Context, wait bool) (ops.Progress, error) {
 	x := &l.execution
 	if x.backend == nil {
@@ -175,15 +175,15 @@ func (l *lane) unpack() error {
 }
 
 // These limits bound the size of an operation that is executed in turns of the loop. BackgroundThreadLoop
-// also serves other operations, so it copies little and lets a backend exchange little at once
-// (maxLoopBytes). A goroutine that runs turns while it waits for the operation may do more (maxDriveBytes).
-// For larger operations, the cost of waking the lane is comparatively small.
+// also serves other operations, so in its turns an operation may move only maxLoopBytes. A goroutine that
+// runs turns while it waits for the operation may move more (maxDriveBytes). For larger operations, the cost
+// of waking the lane is comparatively small.
 const (
 	maxLoopBytes  = 64 << 10
 	maxDriveBytes = 4 << 20
 )
 
-// fitsInTurn reports whether turns of the loop may execute w, a few steps in each turn. waitedFor says that
+// fitsInTurn reports whether turns of the loop may execute w, a few steps in each turn. waitedFor is set if
 // the goroutine that runs the turns waits for w.
 func (l *lane) fitsInTurn(w *work, waitedFor bool) bool {
 	r := w.grant.Responses[0]
@@ -197,7 +197,7 @@ func (l *lane) fitsInTurn(w *work, waitedFor bool) bool {
 	if numBytes <= maxDriveBytes {
 		return true
 	}
-	// Work that is not copied first may have any size if the backend does it in many steps.
+	// Work that is not copied to a buffer first may have any size if the backend divides it into many steps.
 	if _, lists, _ := l.manager.Get(w.grant.Backend); !lists {
 		return false
 	}
@@ -220,9 +220,9 @@ func (l *lane) checkResult(k message.Kind, numBytes int64) error {
 	return nil
 }
 
-// output returns the buffer for the result of e. It allocates the buffer if e has none because the size was
-// unknown before. It returns nil if e has a buffer of another size. That happens with an operation in place
-// if other ranks contribute more or less than this rank expects.
+// output returns the buffer for the result of e. If e has no buffer yet because the size of the result was
+// unknown, output allocates one. It returns nil if e has a buffer of another size. That happens with an
+// operation in place if other ranks contribute more or less than this rank expects.
 func output(e *tensorqueue.Entry, numBytes int) []byte {
 	if e.Allocate != nil && e.Output == nil {
 		e.Output = e.Allocate(numBytes)

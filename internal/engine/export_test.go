@@ -34,5 +34,6 @@ func (e *Engine) Queued(set topo.ProcessSetID) int {
 	return len(l.todo)
 }
 
-// SetDeferralPeriod sets the time for which NotifyLater defers. It must be called before NotifyLater.
+// SetDeferralPeriod sets the time for which NotifyLater defers a notification. It must be called before
+// NotifyLater.
 func (e *Engine) SetDeferralPeriod(d time.Duration) { e.sched.deferred.period = d }

@@ -13,7 +13,8 @@ import (
 )
 
 // arrivals is a connection on which the bytes of the given pieces arrive. Each call of TryRead returns bytes
-// of one piece, or no bytes if the piece is empty. After the last piece it returns the error end.
+// of one piece, or no bytes if the piece is empty. After the last piece it returns the error in the field
+// end.
 type arrivals struct {
 	transport.Conn
 	pieces [][]byte
@@ -39,8 +40,8 @@ func appendFrame(b []byte, seq uint32, body []byte) []byte {
 	return append(b, body...)
 }
 
-// take returns copies of all frames from f. It stops at the first error, or when all pieces have arrived and
-// f has no more frames.
+// take returns copies of all frames from f. It stops at the first error. It also stops when all pieces have
+// arrived and f has no more frames.
 func take(f *frames, a *arrivals) (got []string, err error) {
 	for {
 		for {
@@ -62,8 +63,8 @@ func take(f *frames, a *arrivals) (got []string, err error) {
 	}
 }
 
-// next returns the same frames no matter where the stream is cut into pieces. After the frames it returns the
-// end of the connection, once. Afterwards f does not read from the connection.
+// The method next returns the same frames no matter where the stream is cut into pieces. After the last frame
+// it reports the end of the connection, once. Afterwards f does not read from the connection.
 func TestFramesHoweverTheyAreCut(t *testing.T) {
 	want := []string{"first", "", "third frame"}
 	var stream []byte
@@ -94,7 +95,8 @@ func TestFramesHoweverTheyAreCut(t *testing.T) {
 	}
 }
 
-// If a connection ends in the middle of a frame, next returns the complete frames and then errPeerClosed.
+// If a connection ends in the middle of a frame, the method next returns the complete frames and then
+// errPeerClosed.
 func TestFramesCutShort(t *testing.T) {
 	stream := appendFrame(appendFrame(nil, 0, []byte("whole")), 1, []byte("cut short"))
 	for _, short := range []int{1, 9, 10, 16} {
@@ -184,7 +186,7 @@ func TestFramesAllocateNothing(t *testing.T) {
 	}
 }
 
-// If a part of a frame remains in the buffer after every read, the buffer still does not grow.
+// The buffer does not grow even if every read leaves a part of a frame in it.
 func TestFramesThatNeverPause(t *testing.T) {
 	var stream []byte
 	for seq := range uint32(2000) {

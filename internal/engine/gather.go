@@ -28,7 +28,7 @@ func (l *lane) startAllgather() error {
 }
 
 // gathered returns the buffer for the result of an allgather and the number of bytes that each rank
-// contributes. If there is a single tensor with an output of the right size, the buffer is this output.
+// contributes. If there is a single tensor and its output has the right size, the buffer is this output.
 // Otherwise the buffer is nil.
 func (l *lane) gathered(w *work) (out []byte, counts []int64, err error) {
 	counts = l.scratch.counts[:0]
@@ -80,8 +80,8 @@ func (l *lane) unpackAllgather(w *work, from []byte) {
 	}
 }
 
-// startBroadcast prepares a broadcast. The root sends a single tensor from its output, and several tensors
-// from the fusion buffer.
+// startBroadcast prepares a broadcast. A single tensor is broadcast from the output of the root to the
+// outputs of the other ranks. Several tensors are broadcast from fusion buffer to fusion buffer.
 func (l *lane) startBroadcast() {
 	x := &l.execution
 	w := x.work
@@ -101,7 +101,7 @@ func (l *lane) startBroadcast() {
 	}
 }
 
-// root returns the position of a broadcast's root rank in the process set.
+// root returns the position in the process set of the broadcast's root rank.
 func (l *lane) root(w *work) int { return slices.Index(l.set.Ranks, w.grant.Responses[0].Root) }
 
 // broadcastBuffer returns the buffer for a broadcast of one tensor, which is the output of the tensor. At the
@@ -151,7 +151,7 @@ func (l *lane) startAlltoall() {
 }
 
 // receiveRows returns the buffer for the rows that this rank receives in an alltoall, and records how many
-// rows come from each rank. counts has the number of bytes that come from each rank.
+// rows come from each rank. The slice counts holds the number of bytes that come from each rank.
 func (l *lane) receiveRows(r *message.Response, row int64, counts []int64) ([]byte, error) {
 	x := &l.execution
 	w := x.work
@@ -168,7 +168,8 @@ func (l *lane) receiveRows(r *message.Response, row int64, counts []int64) ([]by
 			w.entries[0].Received = append(w.entries[0].Received, n/row)
 		}
 	}
-	// If the operation is in place, the result must not overwrite rows that have yet to be sent.
+	// An operation in place cannot receive into its output, because that would overwrite rows that have yet
+	// to be sent.
 	if !w.absent && !w.entries[0].InPlace {
 		if result := output(w.entries[0], int(numBytes)); result != nil {
 			return result, nil
@@ -178,8 +179,8 @@ func (l *lane) receiveRows(r *message.Response, row int64, counts []int64) ([]by
 	return x.buf, nil
 }
 
-// receiveSplits returns the buffer for the row counts of an alltoall whose rows have no elements. counts has
-// the number of bytes that come from each rank.
+// receiveSplits returns the buffer for the row counts of an alltoall whose rows have no elements. The slice
+// counts holds the number of bytes that come from each rank.
 func (l *lane) receiveSplits(counts []int64) ([]byte, error) {
 	x := &l.execution
 	for _, n := range counts {
@@ -211,7 +212,7 @@ func (l *lane) unpackAlltoall() {
 	}
 }
 
-// total returns the number of bytes that are sent for the tensors of w, in elements of their wire types.
+// total returns the number of bytes of the tensors of w in the element types in which they are sent.
 func total(w *work) (numBytes int64) {
 	for _, r := range w.grant.Responses {
 		numBytes += r.WireBytes()

@@ -15,29 +15,29 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// work is a grant together with this rank's tensors for the grant. The tensors are in the order of the
+// work is a grant and the tensors of this rank that the grant names. The tensors are in the order of the
 // grant's responses.
 type work struct {
 	grant   *controller.Grant
 	entries []*tensorqueue.Entry
-	// absent says that this rank has joined. In this case it has no tensors and contributes neutral elements.
+	// absent is set if this rank has joined. In this case it has no tensors and contributes neutral elements.
 	absent bool
-	// started says that the operation was started and must be finished. failed says that the operation has
-	// ended with an error, which is reported for its tensors when the verdict is known.
+	// started is set if the operation was started and so must be finished. failed is set if the operation has
+	// ended with an error. This error is reported for the tensors when the verdict is known.
 	started, failed bool
 	// granted and begun are the times at which the work was granted and begun, counted from the engine's
-	// start. watched says that a timeline is on. If watched is true, clock is the engine's start and marks
-	// are the activities of the work.
+	// start. watched is set if a timeline is on. In this case, clock is the engine's start, and marks are the
+	// activities of the work so far.
 	granted, begun time.Duration
 	watched        bool
 	clock          time.Time
 	marks          []mark
-	// arrivals are the times at which the members' requests arrived, ordered by tensor, then by member. It is
-	// empty if the times are unknown.
+	// arrivals are the times at which the members' requests arrived at rank 0, ordered by tensor, then by
+	// member. It is empty if the times are unknown.
 	arrivals []time.Duration
-	// refused has an error for each tensor that ends with an error while the other tensors complete. Either
-	// the ranks disagreed about the tensor, or this rank cannot store its result. refused is empty, or as
-	// long as entries.
+	// refused holds an error for each tensor that fails while the operation completes for the other tensors.
+	// A tensor fails if the ranks disagreed about it, or if this rank cannot store its result. refused is
+	// empty, or has one element for each entry.
 	refused []error
 }
 
@@ -55,10 +55,9 @@ func (w *work) refuse(i int, err error) {
 	w.refused[i] = err
 }
 
-// A lane executes the grants of one process set, in order. It shares no state with other lanes, so an
-// operation of one set that takes seconds does not delay other sets. The goroutine of the lane runs the
-// method run, which executes the grants. While run has nothing to do, the loop may claim the lane and execute
-// grants itself.
+// A lane executes the grants of one process set in order. It shares no state with other lanes, so a long
+// operation of one set does not delay other sets. The goroutine of the lane runs the method run, which
+// executes the grants. While run has nothing to do, the loop may claim the lane and execute grants itself.
 type lane struct {
 	set            controller.Set
 	me             int // the position of this rank in the set
@@ -69,19 +68,19 @@ type lane struct {
 	scratch        scratch
 	execution      execution
 
-	// voted has submitted entries, indexed by their cache bits. Only the loop uses it.
+	// voted holds submitted entries, indexed by their cache bits. Only the loop uses it.
 	voted votes
 
-	// mu guards the fields below. claimed and executing also say whether the loop or run owns scratch and
-	// execution.
+	// mu guards the fields below. The fields executing and claimed also determine the owner of scratch and
+	// execution: run owns them while executing is set, and the loop while claimed is set.
 	mu        sync.Mutex
 	changed   sync.Cond // wakes run
 	todo      []*work
-	executing bool  // whether run executes an operation
+	executing bool  // whether run is executing an operation
 	answering bool  // whether run has executed an operation but not reported all its results
 	claimed   bool  // whether the loop has claimed the lane, so that run waits
-	ended     bool  // whether no more work will come
-	err       error // the error with which all remaining work ends; nil if it is to be executed
+	ended     bool  // whether no more work will be pushed
+	err       error // the error with which all remaining work ends, or nil if the work is to be executed
 }
 
 // newLane returns a lane for a set in which this rank has position me.
@@ -94,11 +93,11 @@ func (e *Engine) newLane(set controller.Set, me int) (*lane, error) {
 }
 
 // votes is a table of submitted entries, indexed by their cache bits. With it, the engine finds the entries
-// of a grant of many tensors without a search by name for each of them.
+// of a large grant without looking up each name.
 type votes []*tensorqueue.Entry
 
-// add stores e under its cache bit. The caller has looked up e's request in the response cache, which set the
-// bit.
+// add stores e under its cache bit. The caller must have looked up e's request in the response cache, which
+// sets the bit.
 func (v *votes) add(e *tensorqueue.Entry) {
 	for int(e.Request.Bit) >= len(*v) {
 		*v = append(*v, nil)
@@ -106,7 +105,7 @@ func (v *votes) add(e *tensorqueue.Entry) {
 	(*v)[e.Request.Bit] = e
 }
 
-// take removes and returns the entry with the given bit if the entry is for r. Otherwise it returns nil.
+// take removes and returns the entry with the given bit if that entry belongs to r. Otherwise it returns nil.
 func (v votes) take(bit uint32, r *message.Response) *tensorqueue.Entry {
 	if int64(bit) >= int64(len(v)) || v[bit] == nil {
 		return nil
@@ -119,14 +118,14 @@ func (v votes) take(bit uint32, r *message.Response) *tensorqueue.Entry {
 	return e
 }
 
-// drop removes e, so that the memory that e refers to can be collected. e may be nil.
+// drop removes e from the table, so that the memory that e refers to can be freed. e may be nil.
 func (v votes) drop(e *tensorqueue.Entry) {
 	if e != nil && int64(e.Request.Bit) < int64(len(v)) && v[e.Request.Bit] == e {
 		v[e.Request.Bit] = nil
 	}
 }
 
-// push appends w to the work that run has to do.
+// push appends w to the work that run has to execute.
 func (l *lane) push(w *work) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -134,14 +133,14 @@ func (l *lane) push(w *work) {
 	l.wake()
 }
 
-// wake wakes run if run has something to do. The caller holds mu.
+// wake wakes the goroutine of run if it has something to do. The caller holds mu.
 func (l *lane) wake() {
 	if !l.claimed && (len(l.todo) > 0 || l.ended) {
 		l.changed.Signal()
 	}
 }
 
-// claim takes the lane from run if run has nothing to do, and reports whether it has taken the lane. If
+// claim claims the lane for the loop if run has nothing to do, and reports whether it has succeeded. If
 // inOrder is set, claim also requires that run has reported the results of everything that it has executed.
 func (l *lane) claim(inOrder bool) bool {
 	l.mu.Lock()
@@ -153,7 +152,7 @@ func (l *lane) claim(inOrder bool) bool {
 	return true
 }
 
-// unclaim gives the lane back to run. If w is not nil, run continues with w.
+// unclaim returns the lane to run. If w is not nil, run continues with w.
 func (l *lane) unclaim(w *work) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -164,8 +163,8 @@ func (l *lane) unclaim(w *work) {
 	l.wake()
 }
 
-// end makes run return when no work is left. If err is not nil, run does not execute work that has not begun
-// but ends it with err. Work that has begun is aborted only when the context of run ends.
+// end makes run return when no work is left. If err is not nil, run ends work that has not begun with err
+// instead of executing it. Work that has begun is aborted only when the context of run ends.
 func (l *lane) end(err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -173,8 +172,8 @@ func (l *lane) end(err error) {
 	l.changed.Signal() // this wakes run even if it waits for the verdict
 }
 
-// next removes and returns the oldest work, together with the error that was passed to end. It blocks until
-// there is work. If the lane has ended and no work is left, next returns nil.
+// next removes and returns the oldest work. It also returns the error that was passed to end, if any. It
+// blocks until there is work. If the lane has ended and no work is left, next returns nil.
 func (l *lane) next() (w *work, err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -192,7 +191,7 @@ func (l *lane) next() (w *work, err error) {
 }
 
 // executed records that run has executed the work that next returned. run calls it before it reports the
-// results. So if a caller gets its result and begins the next operation, it finds the lane free.
+// results, so that a caller that gets its result and begins the next operation finds the lane free.
 func (l *lane) executed() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -211,15 +210,15 @@ func (l *lane) verdict() error {
 
 // run executes work until end is called. It calls finished once for each piece of work: with nil when the
 // results of the tensors have been reported, or with an error as soon as the work has failed. The tensors of
-// failed work end with the error that was passed to end. The reason is that the verdict may name another rank
-// than the peer whose connection broke.
+// failed work end with the error that was passed to end, because the verdict may name a different rank than
+// the peer whose connection broke.
 func (l *lane) run(ctx context.Context, finished func(w *work, err error)) {
 	for {
 		w, err := l.next()
 		if w == nil {
 			return
 		}
-		// Finish work that was started even after end, because peers may still read this rank's memory. If
+		// Even after end, finish work that was started, because peers may still read this rank's memory. If
 		// the work cannot be finished, the peers must be notified before the caller gets its memory back.
 		if (err == nil || w.started) && !w.failed {
 			if err = l.execute(ctx, w); err == nil {
@@ -241,7 +240,7 @@ func (l *lane) run(ctx context.Context, finished func(w *work, err error)) {
 	}
 }
 
-// blame returns which rank to suspect after an error of execution, and the reason. The suspect is the peer
+// blame returns the rank to suspect after an error during execution, and the reason. The suspect is the peer
 // whose connection failed. If no connection failed, the suspect is this rank.
 func blame(err error, self topo.Rank) (topo.Rank, string) {
 	var p *transport.PeerError

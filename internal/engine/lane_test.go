@@ -15,7 +15,7 @@ import (
 )
 
 // unfinished is a backend that is in the middle of an operation. The operation waits for a rank that does not
-// take part, until the context of the operation ends.
+// take part in it. It ends only when its context ends.
 type unfinished struct {
 	ops.Backend
 	ended bool
@@ -29,9 +29,9 @@ func (b *unfinished) Step(ctx context.Context, _ bool) (ops.Progress, error) {
 	return ops.Waiting, context.Cause(ctx)
 }
 
-// If an operation was started, the lane ends it at the backend before it reports the results of the tensors,
-// because peers may read the tensors until then. This holds even if the epoch ends before the lane executes
-// the operation.
+// If the epoch ends after an operation was started but before the lane executes it, the lane first ends the
+// operation at the backend and then reports the results of the tensors. The order matters because peers may
+// read the tensors until the backend has ended the operation.
 func TestStartedWorkIsEndedBeforeItsAnswer(t *testing.T) {
 	b := new(unfinished)
 	m, err := ops.NewManager(
@@ -64,7 +64,7 @@ func TestStartedWorkIsEndedBeforeItsAnswer(t *testing.T) {
 	}}}
 	ctx, cancel := context.WithCancelCause(t.Context())
 	verdict := errors.New("rank 1 failed")
-	// Create the state that a lane has at the end of an epoch.
+	// Create the state in which a lane can be at the end of an epoch.
 	w := &work{grant: g, entries: []*tensorqueue.Entry{e}}
 	if err := l.start(w); err != nil {
 		t.Fatal(err)
@@ -78,8 +78,9 @@ func TestStartedWorkIsEndedBeforeItsAnswer(t *testing.T) {
 	}
 }
 
-// While the lane has executed operations but has not reported their results, claim(true), which is for a
-// barrier, fails, and claim(false) succeeds. While the lane executes an operation, both fail.
+// While the lane has executed operations but has not reported their results, the loop can claim it with
+// claim(false), but not with claim(true), which is for a barrier. While the lane executes an operation, both
+// calls fail.
 func TestClaimInOrder(t *testing.T) {
 	l := &lane{observer: &observer{start: time.Now()}}
 	l.changed.L = &l.mu

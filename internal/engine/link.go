@@ -13,14 +13,14 @@ import (
 )
 
 const (
-	// maxBacklogBytes is the maximum number of bytes that may wait to be sent to a peer that does not read. A
-	// peer with a larger backlog has failed.
+	// maxBacklogBytes is the maximum number of bytes that may wait to be sent to a peer that does not read.
+	// If the backlog of a peer grows larger, the peer is considered failed.
 	maxBacklogBytes = 64 << 20
 	// headerBytes is the size of a frame's header: the length of the frame (u32), then the number of the
 	// frame on its connection (u32).
 	headerBytes = 8
-	// readStep is the maximum number of bytes of memory that are allocated for the part of a frame that has
-	// not arrived yet.
+	// readStep is the maximum number of bytes by which the receive buffer grows before more bytes of a frame
+	// arrive.
 	readStep = 64 << 10
 	// maxKeptBytes is the maximum size of a buffer that is kept for later frames, and maxKeptBuffers is the
 	// maximum number of such buffers.
@@ -45,15 +45,15 @@ type outgoing struct {
 }
 
 // errBacklog is the error of send if the peer is not reading its frames. errTooLarge is the error of send if
-// the frame exceeds the limit, which is the same for all peers.
+// the frame exceeds the size limit, which applies to frames to any peer.
 var (
 	errBacklog  = errors.New("send backlog is full")
 	errTooLarge = errors.New("negotiation frame is too large")
 )
 
 // send queues a frame for sending. It copies the frame, does not block, and allocates nothing in steady
-// state. Apart from errBacklog and errTooLarge, every error that send returns is also returned when reading
-// from the connection, after the frames that arrived before it.
+// state. If send returns an error other than errBacklog and errTooLarge, reading from the connection returns
+// the same error, after the frames that arrived before it.
 func (l *link) send(frame []byte) error {
 	sent := l.conn.Sent()
 	n := 0
@@ -90,7 +90,7 @@ func (l *link) send(frame []byte) error {
 // flush blocks until all queued frames have left this process.
 func (l *link) flush() error { return l.conn.Flush() }
 
-// frameBytes returns the length of the frame to which header belongs. It returns an error if the frame is too
+// frameBytes returns the length of the frame that follows header. It returns an error if the frame is too
 // large, or if its number on the connection is not seq.
 func frameBytes(header []byte, seq uint32) (int, error) {
 	n, got := binary.LittleEndian.Uint32(header), binary.LittleEndian.Uint32(header[4:])

@@ -9,8 +9,8 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// pipe is a connection that counts the bytes that are passed to Send. The test sets the number that Sent
-// returns.
+// pipe is a connection that counts the bytes that are passed to Send. The test sets the number of bytes that
+// the method Sent returns.
 type pipe struct {
 	transport.Conn
 	taken, sent uint64
@@ -49,8 +49,8 @@ func TestLinkKeepsLittle(t *testing.T) {
 	}
 }
 
-// FuzzReceive checks two properties for any received bytes: every returned frame has the bytes that were
-// received, and the buffer is at most about twice as large as the received bytes.
+// FuzzReceive checks two properties for any received bytes: every returned frame has exactly the bytes that
+// were received, and the buffer is at most about twice as large as the received bytes.
 func FuzzReceive(f *testing.F) {
 	header := func(n, seq uint32) []byte {
 		return binary.LittleEndian.AppendUint32(binary.LittleEndian.AppendUint32(nil, n), seq)

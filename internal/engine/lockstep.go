@@ -13,25 +13,25 @@ import (
 const (
 	// lockstepCycle is the time between two cycles if HOROVOD_CYCLE_TIME is not set.
 	lockstepCycle = time.Millisecond
-	// lockstepIdleCycle is the maximum time between two cycles while no rank has votes or news. The time
-	// doubles from cycle to cycle until it reaches this maximum.
+	// lockstepIdleCycle is the maximum time between two cycles while no rank has votes or news. In this
+	// state, the time between cycles doubles until it reaches this maximum.
 	lockstepIdleCycle = 8 * time.Millisecond
 )
 
 // collectives are the operations that negotiation in lock-step needs. All ranks start the same collectives in
-// the same order. After starting one, which does not block, a rank polls test until the collective has
+// the same order. Starting a collective does not block. Then the rank polls test until the collective has
 // completed. Until then it must not change the arguments or start another collective.
 type collectives interface {
-	// andOr combines two vectors of all ranks: the vector and by bitwise AND, and the vector or by bitwise
-	// OR. The results replace the arguments.
+	// andOr combines two bit vectors of all ranks: the argument and by bitwise AND, and the argument or by
+	// bitwise OR. The results replace the arguments.
 	andOr(and, or []uint64)
 	// gather sends one frame of each rank to rank 0.
 	gather(frame []byte)
 	// broadcast sends a frame from rank 0 to all ranks. Ranks other than 0 pass nil.
 	broadcast(frame []byte)
-	// test reports whether the last collective has completed at this rank. After a gather, rank 0 gets the
-	// frames of all ranks, in the order of the ranks, and other ranks get none. After a broadcast, every rank
-	// gets one frame. The frames are valid until the next collective starts.
+	// test reports whether the collective that this rank started last has completed at this rank. After a
+	// gather, rank 0 gets the frames of all ranks, in the order of the ranks, and other ranks get no frames.
+	// After a broadcast, every rank gets one frame. The frames are valid until the next collective starts.
 	test() (frames [][]byte, done bool)
 	// missing returns the ranks for which the collective still waits, as far as this rank knows them.
 	missing() []topo.Rank
@@ -49,12 +49,12 @@ const (
 
 // lockstep is the negotiation by collectives that all ranks enter in every cycle, on a timer. The collectives
 // carry requests and cycles. All other frames (heartbeats, timeouts, suspicions, the verdict, the bye) are
-// sent and received as in the negotiation by events, which is embedded here.
+// sent and received by the embedded events, which is the negotiation without lock-step.
 type lockstep struct {
 	events
 	core        *controller.Lockstep
 	collectives collectives
-	star        *star // the collectives, implemented with control connections
+	star        *star // star implements the collectives with control connections
 
 	phase    phase
 	and, or  []uint64      // the bit vectors of this cycle
@@ -74,7 +74,7 @@ func newLockstep(e *Engine) *lockstep {
 }
 
 // accepts reports whether a cycle begins in this turn. Requests are submitted only when a cycle begins,
-// because a vote refers to the contents of the cache between two cycles.
+// because a vote refers to the cache as it is between two cycles.
 func (n *lockstep) accepts() bool { return n.phase == pausing && n.e.now >= n.due }
 
 func (n *lockstep) handleFrame(from topo.Rank, frame []byte) {
@@ -103,8 +103,8 @@ func (n *lockstep) turn() error {
 	return nil
 }
 
-// longTurn is longer than the time between two turns of a process that is not stopped. That time is bounded,
-// because a turn sends the heartbeats.
+// longTurn is longer than the time between two turns of a running process. That time is bounded, because a
+// turn sends the heartbeats. A longer time means that the process was stopped.
 const longTurn = 2 * time.Second
 
 // next implements the interface negotiation.
@@ -119,7 +119,7 @@ func (n *lockstep) next() time.Duration {
 	return min(next, n.deadline)
 }
 
-// step takes the cycle to its next phase if that is possible now, and reports whether it has.
+// step moves the cycle to its next phase if that is possible now, and reports whether it has done so.
 func (n *lockstep) step() bool {
 	e := n.e
 	if n.core.Over() || e.coordinator != nil && e.coordinator.Closed() {
@@ -207,7 +207,8 @@ func (n *lockstep) gathered(frames [][]byte) {
 	n.decide(ups)
 }
 
-// decide starts the broadcast of rank 0's decision. ups are the gathered frames. Only rank 0 has them.
+// decide starts the broadcast of rank 0's decision. At rank 0, ups are the gathered frames. At other ranks it
+// is empty.
 func (n *lockstep) decide(ups []*message.Up) {
 	var frame []byte
 	if n.e.coordinator != nil {
@@ -225,7 +226,7 @@ func (n *lockstep) decide(ups []*message.Up) {
 	n.collectives.broadcast(frame)
 }
 
-// expire fails the ranks for which the pending collective waits. Heartbeats from these ranks do not count.
+// expire fails the ranks for which the pending collective waits, even if they have sent heartbeats.
 func (n *lockstep) expire() {
 	n.deadline = never
 	reason := fmt.Sprintf("it has not entered a negotiation cycle for %v, although it sends heartbeats",
@@ -239,7 +240,7 @@ func (n *lockstep) expire() {
 	}
 }
 
-// star implements collectives over the control connections. Rank 0 is in the center.
+// star implements the collectives over the control connections, with rank 0 in the center.
 type star struct {
 	e       *Engine
 	arrived [][][]byte // for each rank, the frames that have arrived and have not been used
@@ -340,8 +341,8 @@ func (s *star) take(from topo.Rank) []byte {
 	return frame
 }
 
-// decode decodes the vectors that came from a rank and reports whether they can be combined with the vectors
-// of this rank. If they cannot, decode fails the sender.
+// decode decodes the bit vectors that came from a rank and reports whether they can be combined with the
+// vectors of this rank. If not, decode declares that the sender has failed.
 func (s *star) decode(from topo.Rank) bool {
 	var err error
 	v := &s.scratch
