@@ -17,8 +17,8 @@ import (
 	"github.com/gohvd/gohvd/internal/transport/mem"
 )
 
-// againstFrames runs rank 0 in lock-step until its epoch ends, and returns the error of its engine. The
-// function rank1 acts as rank 1: it sends frames to rank 0.
+// againstFrames runs rank 0 in lock-step until its epoch ends, and returns the error with which its engine
+// ended. The function rank1 acts as rank 1: it sends frames to rank 0.
 func againstFrames(t *testing.T, rank1 func(ctx context.Context, send func(frame []byte) error) error) error {
 	net := mem.New(2)
 	ctx, cancel := context.WithTimeout(t.Context(), deadline)
@@ -70,7 +70,7 @@ func wantRank1(t *testing.T, err error, text string) {
 	}
 }
 
-// In lock-step, if rank 1 sends malformed or contradictory frames, the verdict names rank 1, not the rank
+// If rank 1 sends malformed or contradictory frames in lock-step, the verdict names rank 1 and not the rank
 // that detects the error.
 func TestLockstepNamesWhoBreaksTheProtocol(t *testing.T) {
 	q := message.Request{
@@ -107,8 +107,8 @@ func TestLockstepNamesWhoBreaksTheProtocol(t *testing.T) {
 	}
 }
 
-// If a rank sends heartbeats but does not enter a collective, the verdict names that rank after two liveness
-// timeouts.
+// If a rank sends heartbeats but does not enter a collective, it fails after two liveness timeouts, and the
+// verdict names it.
 func TestLockstepDeadline(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		began := time.Now()

@@ -30,9 +30,9 @@ func (e *Engine) BackgroundThreadLoop() {
 	}
 	e.answer(err)
 	close(e.ended)
-	// Make sure that the last frames reach the peers. If a connection is closed while it has unread input,
-	// the kernel resets it, and a reset may overtake the verdict. So after a failure, keep the connections
-	// open until Shutdown or Close is called.
+	// Make sure that the last frames reach the peers. If this rank closes a connection that has unread input,
+	// the kernel resets the connection, and the reset may overtake the verdict. So after a failure, keep the
+	// connections open until Shutdown or Close is called.
 	e.drain(&connected)
 	flushed := make(chan struct{})
 	connected.Go(func() {
@@ -54,11 +54,11 @@ func (e *Engine) BackgroundThreadLoop() {
 	connected.Wait()
 }
 
-// flushTimeout is the maximum time that sending the last frames may take.
+// flushTimeout is how long the rank tries to send the last frames before it closes the connections.
 const flushTimeout = time.Second
 
-// answer ends the lanes and all operations that have not ended. The operations end with err, or with
-// ErrShutDown if err is nil.
+// answer ends the lanes and all pending operations. The operations end with err, or with ErrShutDown if err
+// is nil.
 func (e *Engine) answer(err error) {
 	e.closeStallLog()
 	reason := err
@@ -94,7 +94,7 @@ func (e *Engine) endLanes(err error) {
 	}
 }
 
-// laneFinished tells the next turn that w has ended on a lane. Any goroutine may call it.
+// laneFinished reports to the next turn that w has ended on a lane. Any goroutine may call it.
 func (e *Engine) laneFinished(w *work, err error) {
 	e.mu.Lock()
 	e.finished = append(e.finished, finishedWork{w, err})
@@ -103,9 +103,9 @@ func (e *Engine) laneFinished(w *work, err error) {
 }
 
 // RunLoopOnce runs one turn: it takes the queued requests, looks up each of them in the cache, negotiates,
-// and dispatches grants to lanes. It does not block. next is the latest time for the next turn, counted from
-// the engine's start. over says that the epoch is over. In this case err is the reason, or nil after a
-// shutdown.
+// and dispatches grants to lanes. It does not block. It returns as next the latest time for the next turn,
+// counted from the engine's start. over is true if the epoch is over. Then err is the reason why it ended, or
+// nil after a shutdown.
 func (e *Engine) RunLoopOnce() (next time.Duration, over bool, err error) {
 	e.now = e.sched.now
 	e.member.Tick(e.now)
@@ -175,8 +175,8 @@ func (e *Engine) takeFinished() {
 }
 
 func (e *Engine) takeRequests() {
-	// Read leaving before the queues. Requests that were submitted before the shutdown are then sent before
-	// it or together with it.
+	// Read leaving before the queues, so that requests that were submitted before the shutdown are sent
+	// before it or together with it.
 	leaving, accepts := e.leaving.Load(), e.negotiation.accepts()
 	for _, l := range e.lanes.all {
 		if accepts && l.queue.Waiting() {
@@ -209,7 +209,8 @@ func (e *Engine) submit(l *lane) {
 			continue
 		}
 		l.voted.add(entry)
-		// The entry may have been submitted during this turn. In this case its submission is later than now.
+		// The entry may have been submitted during this turn, and so later than now. Its times must be in
+		// order.
 		entry.Times.Sent.Store(int64(max(now, entry.Times.Submitted)))
 		if entry.Timeout > 0 {
 			entry.Deadline = now + min(entry.Timeout, never-now)
@@ -219,9 +220,9 @@ func (e *Engine) submit(l *lane) {
 	clear(s.entries)
 }
 
-// stopFor is called when the job stops and this rank has not asked for the stop. It records the reason
-// and returns it as an error. If ranks is not empty, the job stops because these ranks have shut down. If
-// ranks is empty, it stops because a tensor has stalled.
+// stopFor is called when the job stops and this rank has not asked for the stop. It records the reason and
+// returns it as an error. If ranks is not empty, the job stops because these ranks have shut down. Otherwise
+// it stops because a tensor has stalled.
 func (e *Engine) stopFor(ranks []topo.Rank, reason string) error {
 	if len(ranks) > 0 {
 		p := newPeerError(&controller.Verdict{Ranks: ranks, Reason: reason})
@@ -238,7 +239,7 @@ func (e *Engine) stopFor(ranks []topo.Rank, reason string) error {
 	return stalled
 }
 
-// reportVerdict logs p and calls OnVerdict. The caller must call it before any operation ends with p.
+// reportVerdict logs p and passes it to OnVerdict. The caller must call it before any operation ends with p.
 func (e *Engine) reportVerdict(p *PeerError) {
 	e.log.Error("the job failed", zap.Error(p))
 	if e.cfg.OnVerdict != nil {
@@ -246,7 +247,7 @@ func (e *Engine) reportVerdict(p *PeerError) {
 	}
 }
 
-// dispatch matches a grant with this rank's tensors. It starts the operation in this turn or pushes it to the
+// dispatch finds this rank's tensors for a grant and starts the operation in this turn or pushes it to the
 // lane. It returns an error if this rank cannot execute the grant.
 func (e *Engine) dispatch(g *controller.Grant) error {
 	var w *work

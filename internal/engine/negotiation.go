@@ -14,7 +14,7 @@ import (
 )
 
 // negotiation carries the requests of the ranks to the coordinator, and the coordinator's grants to the
-// ranks. None of its methods waits for another rank.
+// ranks. No method waits for another rank.
 type negotiation interface {
 	// accepts reports whether this turn may submit requests to the member.
 	accepts() bool
@@ -42,8 +42,8 @@ func (n events) turn() error {
 	return nil
 }
 
-// sendReplies dispatches the grants that result from the received frames, and sends all frames with which the
-// member and the coordinator respond.
+// sendReplies sends the frames with which the member and the coordinator respond to the received frames, and
+// dispatches the grants in the received frames.
 func (n events) sendReplies() {
 	e := n.e
 	for again := true; again; {
@@ -56,7 +56,7 @@ func (n events) sendReplies() {
 			e.member.Drained()
 			sent = e.memberReady() || sent
 		}
-		again = sent && e.coordinator != nil // the coordinator has to decide about these frames
+		again = sent && e.coordinator != nil // the coordinator has to handle these frames
 	}
 }
 
@@ -80,7 +80,7 @@ func (n events) next() time.Duration {
 // frame.
 func (e *Engine) memberReady() (sent bool) {
 	r := e.member.Ready()
-	var failed error // the fault of this rank, or of a coordinator that sent a wrong grant
+	var failed error // an error of this rank, or of a coordinator that sent a wrong grant
 	suspect := e.cfg.Rank
 	for _, up := range r.Ups {
 		if up == nil {
@@ -127,7 +127,8 @@ func (e *Engine) memberReady() (sent bool) {
 	return sent
 }
 
-// suspect reports that a rank, possibly this one, has failed because of an error that this rank has detected.
+// suspect reports that the rank r has failed, because of an error that this rank has detected. r may be this
+// rank.
 func (e *Engine) suspect(r topo.Rank, err error) {
 	e.log.Error("negotiation failed", zap.Int("suspect", int(r)), zap.Error(err))
 	e.member.Suspect(r, err.Error())
@@ -135,7 +136,7 @@ func (e *Engine) suspect(r topo.Rank, err error) {
 }
 
 // sendUp sends a frame to rank 0. It returns an error only if this rank is at fault. If the backlog is full,
-// sendUp declares that rank 0 has failed and returns nil.
+// rank 0 is at fault: sendUp declares that rank 0 has failed, and returns nil.
 func (e *Engine) sendUp(frame []byte) error {
 	err := e.send(e.links[0], frame)
 	switch {
@@ -149,7 +150,7 @@ func (e *Engine) sendUp(frame []byte) error {
 	return nil
 }
 
-// sendDown sends a frame from rank 0 to another rank. On error it also returns the rank that has failed.
+// sendDown sends a frame from rank 0 to another rank. On error, it also returns the rank that is at fault.
 func (e *Engine) sendDown(to topo.Rank, frame []byte) (failed topo.Rank, err error) {
 	err = e.send(e.links[to-1], frame)
 	switch {
@@ -161,8 +162,8 @@ func (e *Engine) sendDown(to topo.Rank, frame []byte) (failed topo.Rank, err err
 	return 0, nil // reading from the connection returns any other error (see sendUp)
 }
 
-// handleEvent applies a frame, or the end of a control connection. If it returns an error, the epoch ends at
-// once.
+// handleEvent handles a received frame or the end of a control connection. If it returns an error, the epoch
+// ends at once.
 func (e *Engine) handleEvent(ev *event) error {
 	switch {
 	case errors.Is(ev.err, transport.ErrClosed):
@@ -184,7 +185,7 @@ func (e *Engine) handleEvent(ev *event) error {
 	return nil
 }
 
-// failSender fails the peer that sent a malformed frame.
+// failSender declares that the peer that sent a malformed frame has failed.
 func (e *Engine) failSender(from topo.Rank, err error) {
 	if e.coordinator != nil {
 		e.coordinator.Fault(from, fmt.Sprintf("protocol error: %v", err))
@@ -220,8 +221,8 @@ func (e *Engine) memberStep(frame []byte) {
 	}
 }
 
-// coordinatorReady sends the decisions of the coordinator. Rank 0's own member receives them in the same
-// encoding. It receives them last, so that rank 0's own work does not delay the other ranks.
+// coordinatorReady sends the decisions of the coordinator to the members. Rank 0's own member receives them
+// in the same encoding. It receives them last, so that rank 0's own work does not delay the other ranks.
 func (e *Engine) coordinatorReady() {
 	failed := e.scratch.failed[:0]
 	for _, o := range e.coordinator.Ready() {

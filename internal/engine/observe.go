@@ -14,9 +14,9 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// Recorder receives a record of every operation when the operation has ended, before the results of its
-// tensors are reported. Calls of Record do not overlap. Record delays the operation, so it must return soon.
-// It must not keep op.
+// Recorder receives a record of every operation. Record is called when the operation has ended but before the
+// results of its tensors are reported. Calls of Record do not overlap. Record delays the results, so it must
+// return soon. It must not keep op.
 type Recorder interface {
 	Record(op *trace.Operation)
 }
@@ -25,7 +25,7 @@ type Recorder interface {
 type Timeline interface {
 	Recorder
 	// Cycle records that this rank has applied a cycle of the negotiation at the given time. Offset records a
-	// measurement of this rank's clock against rank 0's clock.
+	// measurement of the offset of this rank's clock from rank 0's clock.
 	Cycle(at time.Duration)
 	Offset(o trace.Offset)
 }
@@ -45,7 +45,7 @@ type observer struct {
 	op      trace.Operation // scratch memory
 }
 
-// counts has the counters from which Stats makes its result.
+// counts holds the counters from which Stats computes its result.
 type counts struct {
 	trace.Stats
 	operations [message.NumKinds][message.NumBackends]trace.Operations
@@ -98,8 +98,8 @@ func (w *work) enter(a activity) {
 	}
 }
 
-// exchangeNames has the names of the activity exchanging by backend and kind. They follow the pattern of
-// Horovod's names, such as MPI_ALLREDUCE.
+// exchangeNames holds the timeline names of the activity exchanging, by backend and kind. They follow the
+// pattern of Horovod's names, such as MPI_ALLREDUCE.
 var exchangeNames = func() (names [message.NumBackends][message.NumKinds]string) {
 	kinds := map[message.Kind]string{
 		message.Allreduce: "ALLREDUCE", message.Allgather: "ALLGATHER", message.Broadcast: "BCAST",
@@ -114,8 +114,7 @@ var exchangeNames = func() (names [message.NumBackends][message.NumKinds]string)
 	return names
 }()
 
-// name returns the name of the activity for timelines. If Horovod has a name for the activity, name returns
-// that name.
+// name returns the name of the activity for timelines. It is Horovod's name if Horovod has the same activity.
 func (a activity) name(r *message.Response, b message.Backend) string {
 	switch {
 	case a == packing:
@@ -128,8 +127,8 @@ func (a activity) name(r *message.Response, b message.Backend) string {
 	return exchangeNames[b][r.Kind]
 }
 
-// ended records that w has ended. The caller calls it before it reports the results of w's tensors. err is
-// nil if w has completed, else the reason why w has failed.
+// ended records that w has ended. It must be called before the results of w's tensors are reported. err is
+// nil if w has completed. Otherwise it is the reason why w has failed.
 func (o *observer) ended(set topo.ProcessSetID, w *work, err error) {
 	now := o.since()
 	o.mu.Lock()
@@ -167,8 +166,8 @@ func (o *observer) ended(set topo.ProcessSetID, w *work, err error) {
 		}
 		if members > 0 {
 			t.Arrivals = w.arrivals[i*members : (i+1)*members]
-			// If the timeline was switched on after the first request of a tensor, the members that had
-			// requested it before have no arrival time.
+			// If the timeline was switched on after the first request for a tensor had arrived, the arrival
+			// times of the earlier requests are missing.
 			t.Partial = zeros(t.Arrivals) > len(g.Absent)
 		}
 		if i < len(w.refused) {
@@ -203,9 +202,9 @@ func numBytes(parts []tensorqueue.Part) (total int64) {
 	return total
 }
 
-// ownShape returns the shape of a request in memory that holds nothing else, because a Recorder may keep the
-// shape. The request's own shape may be part of an allocation that would keep the tensor's memory alive. In
-// most cases ownShape returns the response's shape, which the cache keeps anyway.
+// ownShape returns the shape of a request in memory that a Recorder may keep. The request's own shape may be
+// part of an allocation with the tensor, which would then stay in memory. In most cases ownShape returns the
+// response's shape, because the cache keeps that anyway.
 func ownShape(q *message.Request, r *message.Response) tensor.Shape {
 	if r.Kind == message.Error || r.Kind.Ragged() {
 		return slices.Clone(q.Shape)
@@ -275,7 +274,7 @@ func (o *observer) count(op *trace.Operation, responses []*message.Response) {
 	}
 }
 
-// align records a measurement of this rank's clock.
+// align records a measurement of the offset of this rank's clock from rank 0's clock.
 func (o *observer) align(m trace.Offset) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -285,9 +284,9 @@ func (o *observer) align(m trace.Offset) {
 	}
 }
 
-// Watch replaces the timeline by t and returns the previous timeline. t receives a record of every operation
-// that ends from now on. If t is nil, Watch switches the timeline off. An operation in progress may be
-// reported to either timeline. The engine does not own t.
+// Watch makes t the timeline and returns the previous timeline. From now on, t receives a record of every
+// operation that ends. If t is nil, Watch switches the timeline off. An operation in progress may be reported
+// to either timeline. The engine does not own t.
 func (e *Engine) Watch(t Timeline) (before Timeline) {
 	o := &e.observer
 	o.mu.Lock()
@@ -305,7 +304,8 @@ func (e *Engine) Watch(t Timeline) (before Timeline) {
 	return before
 }
 
-// Offset returns the last measurement of this rank's clock. ok is false if there is no measurement yet.
+// Offset returns the last measurement of the offset of this rank's clock from rank 0's clock. It returns
+// false as ok if there is no measurement yet.
 func (e *Engine) Offset() (o trace.Offset, ok bool) {
 	e.observer.mu.Lock()
 	defer e.observer.mu.Unlock()
@@ -338,9 +338,9 @@ func (e *Engine) Pending() []trace.Pending {
 	return all
 }
 
-// Stats returns the counters of this rank. The caller fills in Host, Epoch and the fields of the timeline.
-// Any goroutine may call Stats, even in a callback from the engine. The coordinator's counters may be up to
-// one second old.
+// Stats returns the counters of this rank. It leaves Host, Epoch and the fields of the timeline empty, and
+// the caller sets them. Any goroutine may call Stats, even in a callback from the engine. The coordinator's
+// counters may be up to one second old.
 func (e *Engine) Stats() trace.Stats {
 	o := &e.observer
 	o.mu.Lock()
@@ -374,8 +374,9 @@ func (e *Engine) Stats() trace.Stats {
 // loop runs only one turn a second, so its counters may be older.
 const publishPeriod = 100 * time.Millisecond
 
-// publish copies the coordinator's counters for Stats, because Stats may be called during a turn. If atOnce
-// is set, publish copies them now. Otherwise it copies them at most once in each publishPeriod.
+// publish makes a copy of the coordinator's counters for Stats, because Stats must not read them during a
+// turn. If atOnce is set, publish makes the copy now. Otherwise it makes at most one copy in each
+// publishPeriod.
 func (e *Engine) publish(atOnce bool) {
 	if !atOnce && e.published.Load() != nil && e.now-e.publishedAt < publishPeriod {
 		return

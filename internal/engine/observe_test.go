@@ -59,8 +59,8 @@ func (l *log) operations() []trace.Operation {
 	return slices.Clone(l.ops)
 }
 
-// Every tensor is recorded before its result is reported. The times in its record are in order. The number of
-// its operation is the same at all ranks.
+// Every tensor is recorded before its result is reported. The times in each record are in order. Each
+// operation has the same number at all ranks.
 func TestOperationsAreTold(t *testing.T) {
 	const n, steps = 3, 30
 	recorded := func(t *testing.T, lockstep bool) {
@@ -92,7 +92,8 @@ func TestOperationsAreTold(t *testing.T) {
 				if want := len(entries) - 3; refused != want {
 					t.Errorf("%d refused, want %d", refused, want)
 				}
-				// A record is made before a result is reported, so all tensors with results have records.
+				// Records are made before results are reported, so every tensor with a result must have a
+				// record.
 				seen := 0
 				for _, op := range recorders[r].operations() {
 					seen += len(op.Tensors)
@@ -186,8 +187,8 @@ func checkOperation(t *testing.T, rank int, op *trace.Operation) {
 	}
 }
 
-// If an operation waits for another rank, Pending returns it, first as submitted, then as sent. Pending does
-// not return operations that have ended.
+// While an operation waits for another rank, Pending returns it, at first without and later with the time at
+// which its request was sent. Pending does not return operations that have ended.
 func TestPending(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		c := start(t, 2, func(cfg *engine.Config) { cfg.Lockstep = lockstep })
@@ -219,8 +220,8 @@ func TestPending(t *testing.T) {
 	})
 }
 
-// looker is a Recorder. When an operation has ended but its results are not reported yet, looker records what
-// Pending returns.
+// looker is a Recorder. It calls Pending when an operation has ended but before its results are reported, and
+// stores what Pending returns.
 type looker struct {
 	engine atomic.Pointer[engine.Engine]
 	saw    []trace.Pending
@@ -232,7 +233,7 @@ func (l *looker) Record(*trace.Operation) {
 	}
 }
 
-// For an operation that was granted, Pending also returns the number of the grant and the backend.
+// If an operation was granted, Pending also returns the number of the grant and the backend.
 func TestPendingInAnOperation(t *testing.T) {
 	var l looker
 	c := start(t, 2, func(cfg *engine.Config) {
@@ -260,8 +261,8 @@ func TestPendingInAnOperation(t *testing.T) {
 	}
 }
 
-// If ranks read different clocks, the actual error of the measured offset is at most the reported error. If
-// they read the same clock, the offset is exact.
+// If the ranks read different clocks, the reported error of a measured offset is at least as large as the
+// actual error. If they read the same clock, the offset is exact.
 func TestClocks(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		for _, same := range []bool{false, true} {
@@ -318,8 +319,8 @@ func TestFailedOperationsAreTold(t *testing.T) {
 	})
 }
 
-// If the ranks disagree on a tensor, the tensor counts once as refused and is not counted as moved. If an
-// operation ends because of a shutdown, it counts once as failed.
+// If the ranks disagree about a tensor, Stats counts the tensor once as refused and does not count its bytes.
+// If an operation ends because of a shutdown, Stats counts it once as failed.
 func TestCounts(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		c := start(t, 2, func(cfg *engine.Config) { cfg.Lockstep, cfg.FusionThresholdBytes = lockstep, 64 })
@@ -333,7 +334,7 @@ func TestCounts(t *testing.T) {
 			}
 		})
 		left := c.allreduce(0, "left", make([]byte, 8))
-		// Ignore errors, because Shutdown fails if rank 1 leaves first.
+		// Ignore errors: a Shutdown fails if rank 1 leaves first.
 		c.each(func(r int) { _ = c.engines[r].Shutdown(c.ctx, engine.Departure{}) })
 		if err := c.wait(left); !errors.Is(err, engine.ErrShutDown) {
 			t.Errorf("got error %v, want ErrShutDown", err)
@@ -349,8 +350,8 @@ func TestCounts(t *testing.T) {
 	})
 }
 
-// If a group is one request, Stats counts each tensor of the group, and counts the bytes by element type. The
-// record of the group has the number of tensors in Parts.
+// If a group is one request, Stats counts each tensor of the group, and counts the bytes by element type. In
+// the record of the group, Parts is the number of its tensors.
 func TestGroupsAreTold(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		logs := make([]log, 2)
@@ -371,7 +372,7 @@ func TestGroupsAreTold(t *testing.T) {
 			}
 		})
 		left := c.submit(0, group(tensor.Int64, tensor.Int8))
-		// Ignore errors, because Shutdown fails if rank 1 leaves first.
+		// Ignore errors: a Shutdown fails if rank 1 leaves first.
 		c.each(func(r int) { _ = c.engines[r].Shutdown(c.ctx, engine.Departure{}) })
 		if err := c.wait(left); !errors.Is(err, engine.ErrShutDown) {
 			t.Errorf("got error %v, want ErrShutDown", err)
@@ -407,7 +408,7 @@ func TestGroupsAreTold(t *testing.T) {
 	})
 }
 
-// group returns a sum of a group of tensors that is one request, in place. The group has a tensor of ten
+// group returns an entry that sums a group of tensors in place as one request. The group has a tensor of ten
 // elements of each given type.
 func group(types ...tensor.DType) *tensorqueue.Entry {
 	e := &tensorqueue.Entry{Request: message.Request{
@@ -424,7 +425,7 @@ func group(types ...tensor.DType) *tensorqueue.Entry {
 }
 
 // If the caller changes the shape slice of a request after the operation has ended, the recorded shape does
-// not change. So a Recorder may keep the shape.
+// not change, because a Recorder may keep it.
 func TestShapesAreTheirOwn(t *testing.T) {
 	logs := make([]log, 2)
 	c := start(t, 2, func(cfg *engine.Config) { cfg.Recorder = &logs[cfg.Rank] })

@@ -7,8 +7,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// pin binds the calling goroutine to the processors of Config.Cores until the goroutine ends. It locks the
-// goroutine to its thread and never unlocks it, so that the thread ends with the goroutine.
+// pin binds the calling goroutine to the processors of Config.Cores. It locks the goroutine to its thread and
+// never unlocks it, so that the thread ends together with the goroutine.
 func (e *Engine) pin() {
 	if len(e.cfg.Cores) == 0 {
 		return

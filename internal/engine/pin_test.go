@@ -23,7 +23,8 @@ func TestKeepsToItsProcessors(t *testing.T) {
 			t.Error(err)
 		}
 	})
-	// There may be more such threads, because some threads of an earlier run may not have ended yet.
+	// There may be more such threads than expected, because some threads of an earlier run may not have ended
+	// yet.
 	if got, want := threadsOn(t, "0"), 2*ranks; got < want {
 		t.Errorf("%d threads keep to processor 0, want %d", got, want)
 	}

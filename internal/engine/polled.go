@@ -28,7 +28,7 @@ func (e *Engine) openPolled() {
 		cmp.Or(e.cfg.LocalProcesses, e.cfg.Size), runtime.NumCPU(), runtime.GOMAXPROCS(0)))
 }
 
-// receive applies the frames that have arrived on the control connections. If it returns an error, the epoch
+// receive handles the frames that have arrived on the control connections. If it returns an error, the epoch
 // ends at once.
 func (e *Engine) receive() error {
 	for _, f := range e.polled {
@@ -49,15 +49,15 @@ func (e *Engine) receive() error {
 	return nil
 }
 
-// drain keeps reading the control connections after the loop has ended, so that peers can send their backlog.
-// connected counts its goroutines, which end when the mesh is closed.
+// drain starts goroutines that keep reading the control connections after the loop has ended, so that peers
+// can send their backlog. The goroutines end when the mesh is closed. The WaitGroup connected counts them.
 func (e *Engine) drain(connected *sync.WaitGroup) {
 	for _, l := range e.links {
 		connected.Go(func() { _, _ = io.Copy(io.Discard, l.conn) }) // returns when the mesh is closed
 	}
 }
 
-// framesPerTurn is the maximum number of frames that a turn applies from one peer, so that one peer cannot
+// framesPerTurn is the maximum number of frames from one peer that a turn handles, so that one peer cannot
 // keep the loop from serving the other peers.
 const framesPerTurn = 64
 
@@ -100,8 +100,8 @@ func (f *frames) fill() bool {
 }
 
 // next returns the oldest complete frame that it has not returned yet. After the last frame it returns the
-// error with which the connection has ended, but only once. The frame is valid until the next call of fill or
-// next.
+// error with which the connection has ended, but only once. A returned frame is valid until the next call of
+// fill or next.
 func (f *frames) next() (ev event, ok bool) {
 	if f.ended {
 		return event{}, false

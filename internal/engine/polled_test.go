@@ -20,8 +20,8 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// comesToRest waits until the loops of c poll at most a few times in 100 ms. It fails the test if that does
-// not happen.
+// comesToRest waits until the loops of c poll at most a few times in 100 ms. It fails the test if they keep
+// polling.
 func comesToRest(t *testing.T, c *cluster) {
 	t.Helper()
 	looks := func() (n uint64) {
@@ -42,8 +42,8 @@ func comesToRest(t *testing.T, c *cluster) {
 	t.Error("the loops keep polling")
 }
 
-// A loop polls while its rank is busy. It parks if the rank is idle, and if the rank waits for another rank
-// that does not take part.
+// A loop polls while its rank is busy. It parks if the rank is idle. It also parks if the rank waits for
+// another rank that has not submitted the operation.
 func TestIdleRanksDoNotPoll(t *testing.T) {
 	const n = 3
 	c := startOn(t, mem.New(n), n, func(cfg *engine.Config) { cfg.Spin = time.Millisecond })
@@ -77,7 +77,7 @@ func TestIdleRanksDoNotPoll(t *testing.T) {
 }
 
 // After an operation that took longer than the poll budget, the loop polls for another budget, because the
-// next operation is likely to follow soon.
+// program is likely to submit the next operation soon.
 func TestPollsAfterALongOperation(t *testing.T) {
 	// With polling disabled, every operation takes longer than the budget.
 	c := startOn(t, mem.New(2), 2, func(cfg *engine.Config) { cfg.Spin = -1 })
@@ -102,7 +102,7 @@ func TestPollsAfterALongOperation(t *testing.T) {
 			t.Error(err)
 		}
 	})
-	const want = 200 // without polling there are about two polls a second, for heartbeats
+	const want = 200 // an engine that does not poll makes about two polls a second, for heartbeats
 	for e.Polls() < before+want {
 		if c.ctx.Err() != nil {
 			t.Fatalf("polled %d times, want %d", e.Polls()-before, want)
@@ -128,8 +128,8 @@ func (c *counted) Unpark() {
 	c.Mesh.Unpark()
 }
 
-// When a parked loop wakes, it calls Unpark before it polls again, so that peers need not notify it of frames
-// that it finds by polling.
+// When a parked loop wakes, it calls Unpark before it polls again, so that peers do not notify it of frames
+// that it finds by polling anyway.
 func TestLoopsWakeTheMesh(t *testing.T) {
 	net := mem.New(2)
 	var meshes [2]counted
@@ -187,8 +187,8 @@ func TestReadsOnAfterAFailure(t *testing.T) {
 	})
 }
 
-// If the timeout of an operation ends before the next heartbeat, the operation times out when the timeout
-// ends, not at the heartbeat.
+// If the timeout of an operation ends before the next heartbeat, the operation times out on time and not only
+// at the heartbeat.
 func TestDeadlineBeforeTheNextHeartbeat(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := start(t, 2, nil)
@@ -206,8 +206,9 @@ func TestDeadlineBeforeTheNextHeartbeat(t *testing.T) {
 	})
 }
 
-// While a lane is busy, later operations are negotiated. The first of them is granted and waits for the lane.
-// The others become ready and are granted together later. All of them run in the order of submission.
+// While a lane is busy, the ranks negotiate later operations. The first of these is granted and waits for the
+// lane. The rest become ready, and are granted together when the lane is free. All operations run in the
+// order of submission.
 func TestNegotiationOverlapsExecution(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const n = 3
@@ -267,8 +268,8 @@ func TestNegotiationOverlapsExecution(t *testing.T) {
 	})
 }
 
-// In steady state, an operation makes at most one allocation, counted over all ranks together. It is the list
-// of the fused tensors.
+// In steady state, an operation makes at most one allocation at all ranks together, for the list of the fused
+// tensors.
 func TestSteadyStateAllocates(t *testing.T) {
 	for _, n := range []int{1, 2, 4} {
 		c := startOn(t, mem.New(n), n, nil)
@@ -307,8 +308,8 @@ func TestSteadyStateAllocates(t *testing.T) {
 
 var noElements = tensor.Shape{0}
 
-// If a peer sends more frames at once than one turn applies, further turns apply the remaining frames without
-// another notification.
+// If a peer sends more frames at once than one turn handles, further turns handle the remaining frames
+// without another notification.
 func TestManyFramesAtOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		net := mem.New(2)
@@ -322,8 +323,8 @@ func TestManyFramesAtOnce(t *testing.T) {
 			stream = binary.LittleEndian.AppendUint32(stream, seq)
 			stream = append(stream, body...)
 		}
-		// The last frame has number 0 again. An error about this number shows that all earlier frames were
-		// applied.
+		// The last frame has number 0 again, which is an error. The error shows that all earlier frames were
+		// handled.
 		stream = append(stream, make([]byte, 8)...)
 		var e *engine.Engine
 		var started sync.WaitGroup

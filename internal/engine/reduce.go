@@ -12,7 +12,7 @@ import (
 // maxStagedBytes is the maximum number of bytes of an allreduce that are packed into the fusion buffer at
 // once. It also bounds the neutral elements that an absent rank provides at once. A single larger tensor is
 // not split. All ranks must split an allreduce into the same parts, so maxStagedBytes is a constant. The
-// fusion threshold could not serve for that, because it may differ between ranks. It bounds the fusion of
+// fusion threshold cannot be used for this, because it may differ between ranks; it bounds the fusion of
 // tensors that are submitted one by one.
 const maxStagedBytes = 64 << 20
 
@@ -20,9 +20,9 @@ const maxStagedBytes = 64 << 20
 type reduction struct {
 	types   []tensor.DType // the element types after the current one
 	scaling scaling
-	// tensors are this rank's tensors of the current type. It is empty if this rank is absent. counts has the
-	// number of bytes to send for each tensor. It is nil if all tensors form one part and no counts are
-	// needed. losses has the key of each tensor's compression loss. It is nil if no tensor has error
+	// tensors are this rank's tensors of the current type. It is empty if this rank is absent. counts holds
+	// the number of bytes to send for each tensor. It is nil if all tensors form one part and no counts are
+	// needed. losses holds the key of each tensor's compression loss. It is nil if no tensor has error
 	// feedback.
 	tensors []ops.Tensor
 	counts  []int64
@@ -33,7 +33,7 @@ type reduction struct {
 	direct  bool // whether execution.buf is the output of the part
 }
 
-// A batch has the tensors that are reduced as one part.
+// A batch holds the tensors that are reduced as one part.
 type batch struct {
 	tensors []ops.Tensor
 	counts  []int64
@@ -90,7 +90,7 @@ func (l *lane) nextPart() error {
 	return l.list()
 }
 
-// list prepares the backend's operation for a part whose tensors are reduced in place.
+// list sets up the backend's operation for a part whose tensors are reduced in place.
 func (l *lane) list() (err error) {
 	x := &l.execution
 	x.op.DType, x.op.Op, x.op.Scaling = x.scaling.dt, x.work.grant.Responses[0].Op.Base(), x.scaling.ops()
@@ -98,7 +98,7 @@ func (l *lane) list() (err error) {
 	return err
 }
 
-// pack prepares the backend's operation for a part that is reduced in one buffer. If the part is a single
+// pack sets up the backend's operation for a part that is reduced in one buffer. If the part is a single
 // tensor without compression, the buffer is the output of the tensor. Otherwise it is the fusion buffer.
 func (l *lane) pack() (err error) {
 	x := &l.execution
@@ -164,16 +164,16 @@ func (l *lane) finishPart() error {
 }
 
 // reducibleInPlace reports whether a backend can reduce the tensors of an allreduce in place. A backend
-// scales the contributions of all ranks by the same factor, but the neutral elements of an absent rank must
-// not be scaled. So if there is a prescale factor, an allreduce in place is possible only without absent
-// ranks.
+// multiplies the contributions of all ranks by the same prescale factor, but the neutral elements of an
+// absent rank must not be scaled. So if there is a prescale factor, an allreduce in place is possible only
+// without absent ranks.
 func reducibleInPlace(w *work, s scaling) bool {
 	r := w.grant.Responses[0]
 	return r.Op != tensor.Adasum && !r.Wire.Valid() && (s.pre == 1 || len(w.grant.Absent) == 0)
 }
 
-// tensorsOrNeutral returns the tensors of b. If this rank is absent, it returns one tensor of neutral
-// elements instead.
+// tensorsOrNeutral returns the tensors of b. If this rank is absent, it returns neutral elements instead, as
+// one tensor.
 func (l *lane) tensorsOrNeutral(w *work, dt tensor.DType, b *batch) ([]ops.Tensor, error) {
 	if !w.absent {
 		return b.tensors, nil
@@ -235,9 +235,9 @@ func (l *lane) counts(w *work, dt tensor.DType) []int64 {
 	return counts
 }
 
-// lossKey identifies the compression loss of a tensor. The key is the name of the tensor and, in a group of
-// that name, the index of the tensor and the number of tensors. An empty name means that the tensor has no
-// error feedback.
+// lossKey identifies the compression loss of a tensor. The key of a single tensor is its name. The key of a
+// tensor in a group is the name of the group, the index of the tensor and the number of tensors. An empty
+// name means that the tensor has no error feedback.
 type lossKey struct {
 	name         string
 	index, count int
@@ -315,8 +315,8 @@ func (l *lane) unpackReducescatter() error {
 	return nil
 }
 
-// fillBlocks writes this rank's contribution to a reducescatter to buf. The contribution has a block for each
-// rank, with that rank's rows of every tensor.
+// fillBlocks writes this rank's contribution to a reducescatter into buf. The contribution consists of one
+// block for each rank, which holds that rank's rows of every tensor.
 func (l *lane) fillBlocks(w *work, s scaling, buf []byte, inPlace bool) error {
 	if w.absent {
 		return neutral(w.grant.Responses[0].Op, s.dt, buf)
@@ -332,7 +332,7 @@ func (l *lane) fillBlocks(w *work, s scaling, buf []byte, inPlace bool) error {
 	return s.before(buf)
 }
 
-// block returns the rows of the tensor whole that the rank at position i of n ranks receives from a
+// block returns rows of the tensor in whole: those that the rank at position i of n ranks receives in a
 // reducescatter.
 func block(r *message.Response, whole []byte, n, i int) []byte {
 	from, rows := tensor.Rows(r.Shape[0], n, i)
@@ -340,7 +340,8 @@ func block(r *message.Response, whole []byte, n, i int) []byte {
 	return whole[from*row : (from+rows)*row]
 }
 
-// rowBytes returns the number of bytes of a row. A row is all elements at one index of the first dimension.
+// rowBytes returns the number of bytes of a row. A row consists of all elements at one index of the first
+// dimension.
 func rowBytes(r *message.Response) int64 {
 	n, err := r.RowElems()
 	if err != nil {

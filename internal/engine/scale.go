@@ -7,17 +7,17 @@ import (
 	"github.com/gohvd/gohvd/ops"
 )
 
-// scaling says by which factors elements are scaled before and after a reduction.
+// scaling describes how elements are scaled before and after a reduction.
 type scaling struct {
 	dt        tensor.DType
 	pre, post float64
-	// divisor is the divisor of an average of integers, else 0. Integers are divided because Horovod's
-	// multiplication by 1/n is not exact.
+	// divisor is the divisor of an average of integers, or 0 for other reductions. gohvd divides integers
+	// because a multiplication by 1/n, as in Horovod, is not exact.
 	divisor int64
 }
 
-// scalingOf returns the scaling of a response for its elements of type dt. ranks is the divisor of an
-// average.
+// scalingOf returns the scaling that a response requires for its elements of type dt. ranks is the divisor of
+// an average.
 func scalingOf(r *message.Response, dt tensor.DType, ranks int) scaling {
 	s := scaling{dt: dt, pre: r.Prescale, post: r.Postscale}
 	if r.Op.IsAverage() {
@@ -30,10 +30,10 @@ func scalingOf(r *message.Response, dt tensor.DType, ranks int) scaling {
 	return s
 }
 
-// ops converts s to the type that backends take.
+// ops converts s to the type that backends accept.
 func (s scaling) ops() ops.Scaling { return ops.Scaling{Pre: s.pre, Post: s.post, Divisor: s.divisor} }
 
-// averageOver returns the number of ranks by which an average divides.
+// averageOver returns the divisor of an average: the number of ranks, or only of those that have not joined.
 func (l *lane) averageOver(w *work) int {
 	if w.grant.Responses[0].Op == tensor.AverageActive {
 		return len(l.set.Ranks) - len(w.grant.Absent)

@@ -19,8 +19,8 @@ import (
 // reader of a sidecar's connection. If a caller drives the loop from the submission of its operation on, no
 // other thread of this rank takes part in the operation.
 //
-// The states say who holds the lock, who polls and what notify does. A rank is busy for a poll budget after
-// something has happened.
+// The state of the scheduler determines which goroutine holds the lock, which one polls, and what notify
+// does. A rank is busy for a poll budget after something has happened.
 //
 //	state       lock held by          polled by                     notify
 //	parked      nobody                nobody; the mesh notifies     wakes BackgroundThreadLoop
@@ -65,7 +65,7 @@ type scheduler struct {
 	budget     time.Duration // the poll budget of the goroutine that holds mu
 	busyUntil  time.Duration // the time at which polling ends
 	alarm      time.Duration // the time at which the timer of BackgroundThreadLoop fires or has fired
-	dispatched bool          // whether the last turn gave an operation to a lane
+	dispatched bool          // whether the last turn passed an operation to a lane
 	unnotified unnotified
 	over       bool
 	err        error // the error with which the loop has ended
@@ -73,22 +73,22 @@ type scheduler struct {
 	deferred deferred
 }
 
-// loop is the engine as the scheduler sees it. Any goroutine may call queued. Only the goroutine that holds
-// the lock calls the other methods.
+// loop is the interface through which the scheduler uses the engine. Any goroutine may call queued. Only the
+// goroutine that holds the lock calls the other methods.
 type loop interface {
 	RunLoopOnce() (next time.Duration, over bool, err error)
 	// arrived polls once and executes steps of started operations. It reports whether anything has changed.
 	arrived() bool
-	// handOff passes started operations to their lanes, which wait for other ranks.
+	// handOff passes started operations to their lanes, which execute the steps that wait for other ranks.
 	handOff()
 	// executing reports whether a lane runs an operation.
 	executing() bool
-	// queued returns the number of operations that were submitted but were not taken by a turn yet.
+	// queued returns the number of operations that were submitted but that no turn has taken yet.
 	queued() int
 }
 
-// peers notifies the other ranks, and tells them whether they must notify this rank. The methods are those of
-// transport.Poller.
+// peers notifies the other ranks, and lets them know whether they must notify this rank. The methods are
+// those of transport.Poller.
 type peers interface {
 	NotifyPeers()
 	Park() bool
@@ -96,66 +96,66 @@ type peers interface {
 }
 
 const (
-	// defaultPoll is about the time that a wake-up takes, including the work of the goroutine that wakes the
-	// other one.
+	// defaultPoll is about the time that it takes to wake a goroutine, including the work of the goroutine
+	// that wakes it.
 	defaultPoll = 50 * time.Microsecond
-	// defaultDrive is the poll budget of a driver that has a processor of its own. It is as long as another
-	// rank may need to queue the tensors of a training step, because ranks may be late by that time.
+	// defaultDrive is the poll budget of a driver that has a processor of its own. Another rank may need this
+	// time to queue the tensors of a training step, so it may be late by that much.
 	defaultDrive = time.Millisecond
-	// pollsPerClock is the number of polls between two readings of the clock. Reading the clock at each poll
-	// would be most of the cost of the poll.
+	// pollsPerClock is the number of polls between two readings of the clock. If every poll read the clock,
+	// that would be most of the cost of a poll.
 	pollsPerClock = 8
-	// pauses is the number of pause instructions between two polls. They leave execution units to the other
-	// hardware thread of the core, and memory bandwidth to all cores.
+	// pauses is the number of pause instructions between two polls. During a pause, the other hardware thread
+	// of the core can use the execution units, and all cores can use more of the memory bandwidth.
 	pauses = 4
 	// pollsPerNotify is the number of polls after which parked peers are notified, unless the poll budget
-	// ends earlier. The notification waits because a rank that has just finished an operation usually begins
-	// the next one, so that the peer polls again without a notification.
+	// ends earlier. The notification is delayed because a rank that has just finished an operation usually
+	// begins the next one. Then the peer polls again by itself and needs no notification.
 	pollsPerNotify = 64
 	// lockTries is the number of times that a driver tries to take the lock before it blocks. All tries
 	// together take about as long as a turn.
 	lockTries = 50
 	// turnsToPark is the maximum number of turns that a driver runs while it parks, if events keep arriving.
-	// To run them is cheaper than to wake another thread.
+	// Running these turns is cheaper than waking another thread.
 	turnsToPark = 4
 )
 
-// pollLimits say how long and in which way the holder of the lock polls before it parks.
+// pollLimits determines for how long and in which way the holder of the lock polls before it parks.
 type pollLimits struct {
 	backgroundBudget, driveBudget time.Duration // 0 disables polling
 	backgroundPace, drivePace     pace
-	// pinned says that the loop is bound to a thread, so that only another thread can run a lane.
+	// pinned is set if the loop is bound to a thread, so that only another thread can run a lane.
 	pinned bool
-	// oversubscribed says that polling takes the processor away from lanes that execute.
+	// oversubscribed is set if polling would take the processor away from lanes that execute.
 	oversubscribed bool
-	// onlyAfterDrive says that BackgroundThreadLoop polls only after a drive. Its own work does not make it
-	// poll for longer.
+	// onlyAfterDrive is set if BackgroundThreadLoop polls only after a drive. Its own work does not extend
+	// the time for which it polls.
 	onlyAfterDrive bool
 }
 
-// pace says how often a goroutine that polls yields its processor.
+// pace determines how often a goroutine that polls yields its processor.
 type pace struct {
 	pollsPerYield   int // number of polls between two yields to other threads
 	pollsPerGosched int // number of polls between two yields to other goroutines
 }
 
-// newPollLimits returns the limits for one of several processes on a host. processes and cores are the
-// numbers of processes and of processor cores on the host. threads is the number of threads on which this
-// process runs goroutines. budget is Config.Spin. pinned says that the loop is bound to processors.
-// entersKernel says that polling makes system calls. The paces gave the shortest completion times in
+// newPollLimits returns the limits for one of several processes on a host. processes is the number of
+// processes, and cores the number of processor cores. threads is the number of threads on which this process
+// runs goroutines. budget is Config.Spin. pinned is set if the loop is bound to processors, and entersKernel
+// if polling makes system calls. The paces were chosen because they gave the shortest completion times in
 // measurements.
 //
-// forClient says that the program that submits the operations is another of these processes. If that program
-// has no processor of its own, BackgroundThreadLoop polls for one budget after a drive, but not otherwise.
-// The reason is that a program that waits drives the loop, and a program that computes needs the processor.
+// forClient is set if one of the other processes is the program that submits the operations. If that program
+// has no processor of its own, BackgroundThreadLoop polls for one budget after a drive, but not otherwise:
+// while the program waits, it drives the loop, and while it computes, it needs the processor.
 func newPollLimits(budget time.Duration, pinned, entersKernel, forClient bool, processes, cores,
 	threads int) pollLimits {
 	// Each process can keep two threads busy, because the loop polls while a lane or the caller runs. If the
 	// caller drives the loop, only one thread is busy.
 	busy := processes * min(2, threads)
 	// The kernel may put two threads on one processor even if another processor is idle, so a polling thread
-	// always yields now and then. A yield to a goroutine may wake a thread for it. That is expensive if the
-	// thread has no processor of its own on which to look for work.
+	// always yields now and then. A yield to another goroutine may wake a thread, which then searches for
+	// work. That is expensive if this thread has no processor of its own.
 	l := pollLimits{pinned: pinned, oversubscribed: busy > cores, onlyAfterDrive: forClient &&
 		processes > cores, backgroundPace: pace{16, 64}, drivePace: pace{16, 256}}
 	if pinned || busy >= cores {
@@ -172,8 +172,8 @@ func newPollLimits(budget time.Duration, pinned, entersKernel, forClient bool, p
 	}
 	l.backgroundBudget = max(budget, 0)
 	if budget == 0 {
-		// A thread that yields also waits until it runs again, so the budget grows with the busy threads per
-		// core.
+		// A thread that yields waits until it runs again, and the wait grows with the number of busy threads
+		// per core. So the budget grows with that number too.
 		l.backgroundBudget = defaultPoll * time.Duration((busy+cores-1)/cores)
 	}
 	l.driveBudget = l.backgroundBudget
@@ -192,16 +192,16 @@ func newScheduler(l loop, clock func() time.Duration, stop <-chan struct{}) *sch
 	return s
 }
 
-// poll makes the scheduler poll within limits. The caller must call it before run.
+// poll makes the scheduler poll within limits. It must be called before run.
 func (s *scheduler) poll(p peers, limits pollLimits) {
 	s.peers, s.pollLimits = p, limits
 	s.budget = s.backgroundBudget
 	s.drivable = !s.pinned && s.driveBudget > 0
 }
 
-// notify makes the loop run a turn. Before the call, the caller stores what the turn is to find. No
-// notification is lost, because one of three cases holds. The next turn has not begun yet. Or the holder of
-// the lock sees pending before it parks. Or notify sees that the holder has parked, and wakes
+// notify makes the loop run a turn. Before the call, the caller must store what the turn has to find. No
+// notification is lost, because one of three cases holds: the next turn has not begun yet; or the holder of
+// the lock sees pending before it parks; or notify sees that the holder has parked, and wakes
 // BackgroundThreadLoop.
 func (s *scheduler) notify() {
 	if s.pending.Load() {
@@ -250,7 +250,7 @@ func (s *scheduler) run() error {
 	}
 }
 
-// backgroundTurn runs a turn of BackgroundThreadLoop and then polls. It reports whether the caller must wait
+// backgroundTurn runs a turn of BackgroundThreadLoop and then polls. It returns true if the caller must wait
 // until timer fires or wake receives a value. That is so if nothing has arrived, if a driver wants the lock,
 // or if the epoch is over.
 func (s *scheduler) backgroundTurn(timer *time.Timer) (parks bool) {
@@ -291,8 +291,8 @@ func (s *scheduler) end(err error) {
 	}
 }
 
-// lockBackground takes the lock for BackgroundThreadLoop and reports whether it has taken it. If a driver
-// holds the lock, lockBackground returns false, and the driver wakes BackgroundThreadLoop later.
+// lockBackground tries to take the lock for BackgroundThreadLoop and reports whether it has succeeded. If a
+// driver holds the lock, lockBackground returns false, and the driver wakes BackgroundThreadLoop later.
 func (s *scheduler) lockBackground() bool {
 	s.missed.Store(true)
 	if !s.mu.TryLock() {
@@ -303,8 +303,9 @@ func (s *scheduler) lockBackground() bool {
 	return true
 }
 
-// lockDriver takes the lock for a driver and reports whether it has taken it. If BackgroundThreadLoop holds
-// the lock, lockDriver makes it unlock. If another driver holds the lock, lockDriver returns false.
+// lockDriver tries to take the lock for a driver and reports whether it has succeeded. If
+// BackgroundThreadLoop holds the lock, lockDriver makes it unlock. If another driver holds the lock,
+// lockDriver returns false.
 func (s *scheduler) lockDriver() bool {
 	if s.mu.TryLock() {
 		return true
@@ -324,8 +325,8 @@ func (s *scheduler) lockDriver() bool {
 }
 
 // drive runs turns in the calling goroutine until done returns true, ctx ends, or nothing arrives within the
-// poll budget. In the last case the caller waits without driving. In all cases the loop takes the queued
-// operations.
+// poll budget. If nothing arrives, the caller has to wait without driving. In all cases, a turn takes the
+// queued operations.
 func (s *scheduler) drive(ctx context.Context, done func() bool) {
 	if !s.drivable || !s.lockDriver() {
 		s.notify()
@@ -350,8 +351,9 @@ func (s *scheduler) drive(ctx context.Context, done func() bool) {
 	s.parkDriver(next)
 }
 
-// parkDriver unlocks and, unless events keep arriving, parks. next is the time at which the next turn is due.
-// If BackgroundThreadLoop has to run turns or to reset its timer, parkDriver wakes it.
+// parkDriver releases the lock for a driver. It parks first unless events keep arriving. next is the time at
+// which the next turn is due. If BackgroundThreadLoop has to run turns or to reset its timer, parkDriver
+// wakes it.
 func (s *scheduler) parkDriver(next time.Duration) {
 	s.budget = s.backgroundBudget
 	s.busyUntil = min(s.busyUntil, s.now+s.budget)
@@ -383,18 +385,18 @@ func (s *scheduler) turn() (next time.Duration) {
 	return next
 }
 
-// await reports whether a turn has something to do. While this rank is busy, await polls until there is
-// something to do or quit returns true.
+// await reports whether the next turn has something to do. While this rank is busy, await polls until there
+// is something to do or quit returns true.
 func (s *scheduler) await(p *pace, quit func() bool) bool {
 	if s.dispatched && !s.pinned {
-		// Yield, so that the lane runs next on this processor. If another thread had to run it, it would run
-		// later.
+		// Yield, so that the lane runs next on this processor. It would run later if another thread had to be
+		// woken for it.
 		runtime.Gosched()
 	}
 	s.dispatched = false
 	for n := 1; ; n++ {
-		// Notify peers even if this rank always has something to do, because another rank may wait for the
-		// frames that were sent.
+		// Notify peers even if this rank has something to do at every poll, because another rank may wait for
+		// the frames that were sent.
 		if s.unnotified.isDue(s.now) {
 			s.notifyPeers()
 		}
@@ -423,14 +425,15 @@ func (s *scheduler) await(p *pace, quit func() bool) bool {
 }
 
 // extend records that this rank is busy, so that it polls for another budget. Heartbeats do not make a rank
-// busy, because an idle job must take no processor time.
+// busy, because an idle job must use no processor time.
 func (s *scheduler) extend() {
 	if !s.onlyAfterDrive || !s.background.Load() {
 		s.busyUntil = s.now + s.budget
 	}
 }
 
-// park records that no goroutine polls from now on. It returns false if something has arrived meanwhile.
+// park records that no goroutine polls from now on. It returns false if something has arrived in the
+// meantime.
 func (s *scheduler) park() bool {
 	s.parked.Store(true)
 	return !s.pending.Load() && s.peers.Park()
@@ -444,8 +447,9 @@ func (s *scheduler) unpark() {
 	}
 }
 
-// unnotified says whether and when parked peers must be notified of sent frames. They are notified after a
-// number of polls, possibly of several turns, or at the time at, whichever comes first.
+// unnotified records whether and when parked peers must be notified of sent frames. They are notified after a
+// number of polls, which may belong to several turns, or when the time in the field at has come, whichever is
+// first.
 type unnotified struct {
 	any   bool
 	polls int
@@ -474,10 +478,11 @@ func (s *scheduler) notifyPeers() {
 // A caller that submits many operations one after another needs the processor for that. If the loop would
 // take the processor away (pollLimits.oversubscribed), notifyLater defers the notification. The loop is
 // notified when nothing was queued for a while, or when the caller polls or waits for an operation (flush,
-// drive). As a further effect, the operations are negotiated together and fused.
+// drive). The deferral also has the effect that the operations are negotiated together and fused.
 
 const (
-	// deferralPeriod is longer than it takes to queue an operation, and too short for a caller to notice.
+	// deferralPeriod is longer than it takes to queue an operation, but so short that the caller does not
+	// notice it.
 	deferralPeriod = 100 * time.Microsecond
 	// deferralPeriods is the maximum number of periods for which a notification is deferred while the caller
 	// keeps queuing operations.
@@ -507,17 +512,17 @@ func (s *scheduler) notifyLater() {
 	}
 }
 
-// flush notifies the loop now if notifyLater has deferred the notification.
+// flush notifies the loop now if notifyLater has deferred the notification. Otherwise it does nothing.
 func (s *scheduler) flush() {
 	if s.deferred.armed.Load() && s.deferred.armed.CompareAndSwap(true, false) {
 		s.notify()
 	}
 }
 
-// cancel drops a deferred notification. The caller is about to run a turn, so no notification is needed.
+// cancel drops a deferred notification, because the caller is about to run a turn.
 func (d *deferred) cancel() {
 	if d.armed.Load() {
-		d.timer.Stop() // stop before Store: a caller that arms the timer again then has a running timer
+		d.timer.Stop() // stop the timer before Store, because after Store another caller may start it again
 		d.armed.Store(false)
 	}
 }
@@ -539,8 +544,8 @@ func (s *scheduler) deferralEnds() {
 		return
 	}
 	d.queued, d.periods = 0, 0
-	// Disarm before looking at the queue. An operation that is queued later then arms the timer again, and
-	// the loop is notified of earlier operations here.
+	// Disarm before reading the queue. If an operation is queued after that, its caller arms the timer again.
+	// If it was queued before, the loop is notified here.
 	d.armed.Store(false)
 	if s.loop.queued() > 0 {
 		s.notify()

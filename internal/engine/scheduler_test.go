@@ -12,17 +12,17 @@ import (
 	"time"
 )
 
-// fakeLoop is a loop for tests of the scheduler. The test sets what the turns of the loop do. fakeLoop also
-// implements peers.
+// fakeLoop implements loop and peers for tests of the scheduler. The test determines what the turns of the
+// loop do.
 type fakeLoop struct {
 	start time.Time
 	ahead atomic.Int64 // the loop's clock minus the clock of the bubble; each poll advances it
 
 	mu     sync.Mutex
 	turns  []time.Duration                     // the times at which the turns began
-	turn   func() (time.Duration, bool, error) // if nil, the next turn is due in an hour
+	turn   func() (time.Duration, bool, error) // runs a turn; if nil, the next turn is due in an hour
 	work   atomic.Int32                        // number of queued operations
-	polls  func(n int) bool                    // says whether poll n finds an event; nil: none does
+	polls  func(n int) bool                    // reports whether poll n finds an event; nil: none does
 	polled int
 
 	handOffs, notified, parks, unparks int
@@ -69,14 +69,14 @@ func (l *fakeLoop) NotifyPeers() {
 	}
 }
 
-// nextTurns sets the function that executes the next turns. If it is nil, turns do nothing.
+// nextTurns sets the function that the following turns execute. If it is nil, the turns do nothing.
 func (l *fakeLoop) nextTurns(turn func() (time.Duration, bool, error)) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.turn = turn
 }
 
-// took returns the times at which turns have begun since the previous call of took.
+// took returns the times at which turns have begun since took was called last.
 func (l *fakeLoop) took() []time.Duration {
 	synctest.Wait()
 	l.mu.Lock()
@@ -86,8 +86,8 @@ func (l *fakeLoop) took() []time.Duration {
 	return turns
 }
 
-// scheduled calls test in a synctest bubble with a scheduler whose run executes in another goroutine. Then it
-// ends the scheduler and checks that run has returned the error want.
+// scheduled creates a scheduler in a synctest bubble, executes its method run in another goroutine, and calls
+// test. Then it ends the scheduler and checks that run has returned the error want.
 func scheduled(t *testing.T, budget time.Duration, want error,
 	test func(t *testing.T, s *scheduler, l *fakeLoop)) {
 	synctest.Test(t, func(t *testing.T) {
@@ -113,14 +113,14 @@ func scheduled(t *testing.T, budget time.Duration, want error,
 	})
 }
 
-// isAt reports whether a turn that began at the time at was due at the time due. It allows for the polls
-// since the last reading of the clock.
+// isAt reports whether a turn that was due at the time due has begun on time. at is the time at which it
+// began. isAt allows for the polls since the scheduler last read the clock.
 func isAt(at, due time.Duration) bool { return at >= due && at <= due+pollsPerClock*time.Microsecond }
 
 const pollBudget = 50 * time.Microsecond
 
 // If a parked scheduler is notified, or if a turn is due, it runs a turn in the background. Several
-// notifications before a turn cause only one turn.
+// notifications before that turn cause no further turn.
 func TestSchedulerParks(t *testing.T) {
 	scheduled(t, pollBudget, ErrClosed, func(t *testing.T, s *scheduler, l *fakeLoop) {
 		if !s.parked.Load() || l.parks == 0 {
@@ -224,8 +224,8 @@ func TestSchedulerPollsOnlyAfterDrive(t *testing.T) {
 }
 
 // A driver runs turns until its operation is done, its context ends, or nothing arrives within the budget.
-// Then the scheduler is parked again, and a notification causes a turn in BackgroundThreadLoop. After the
-// loop is over, drive returns at once.
+// Then the scheduler is parked again, and a notification causes a turn in BackgroundThreadLoop. When the
+// epoch is over, drive returns at once.
 func TestSchedulerDrives(t *testing.T) {
 	over := errors.New("over")
 	scheduled(t, pollBudget, over, func(t *testing.T, s *scheduler, l *fakeLoop) {
@@ -265,8 +265,8 @@ func TestSchedulerDrives(t *testing.T) {
 	})
 }
 
-// After a driver has returned, BackgroundThreadLoop runs a turn at the time at which the driver's last turn
-// said that one is due. It also runs a turn if it was woken while the driver held the lock.
+// After a driver has returned, BackgroundThreadLoop runs a turn when the next turn is due according to the
+// driver's last turn. It also runs a turn if it was woken while the driver held the lock.
 func TestSchedulerHandsOff(t *testing.T) {
 	scheduled(t, pollBudget, ErrClosed, func(t *testing.T, s *scheduler, l *fakeLoop) {
 		due := l.clock() + time.Second
@@ -357,7 +357,7 @@ func TestSchedulerTakesTheLock(t *testing.T) {
 }
 
 // If a rank finds something to do at almost every poll, it still notifies parked peers of the frames that it
-// has sent: once, after pollsPerNotify polls or when the poll budget has passed.
+// has sent. It does so once, after pollsPerNotify polls or when the poll budget has passed.
 func TestSchedulerNotifiesPeers(t *testing.T) {
 	l := &fakeLoop{start: time.Now()}
 	s := newScheduler(l, l.clock, nil)
@@ -396,7 +396,7 @@ func TestSchedulerNotifiesPeers(t *testing.T) {
 	want("in an hour", 1)
 }
 
-// With oversubscribed, notifyLater defers the turn until no more operations are queued, but for at most
+// If oversubscribed is set, notifyLater defers the turn until no more operations are queued, but for at most
 // deferralPeriods periods. flush and drive end the deferral at once.
 func TestSchedulerDefers(t *testing.T) {
 	scheduled(t, pollBudget, ErrClosed, func(t *testing.T, s *scheduler, l *fakeLoop) {
@@ -448,7 +448,7 @@ func TestSchedulerDefers(t *testing.T) {
 	})
 }
 
-// newPollLimits returns budgets and paces that depend on the numbers of processes, cores and threads.
+// newPollLimits computes the right budgets and paces from the numbers of processes, cores and threads.
 func TestPollLimits(t *testing.T) {
 	for _, test := range []struct {
 		name                  string

@@ -13,13 +13,13 @@ import (
 )
 
 // ErrNoProcessSet is the error of an operation if its process set was removed or does not contain this rank.
-// If operations wait in a process set when the set is removed, they end with it too.
+// It is also the error of operations that wait in a process set when the set is removed.
 var ErrNoProcessSet = errors.New("the process set was removed, or this rank is not a member of it")
 
-// laneTable has the lanes of the process sets to which this rank belongs. Only the loop changes it.
+// laneTable holds the lanes of the process sets to which this rank belongs. Only the loop changes it.
 type laneTable struct {
-	// all is sorted by process set. A removed set stays in it until the last work of the set is done. The
-	// loop never changes the slice but replaces it, because other goroutines read it.
+	// all is sorted by process set. A removed set stays in all until the last work of the set is done. The
+	// loop does not change the slice but replaces it, because other goroutines read it.
 	all []*lane
 	// shared points to the same slice as all, for goroutines other than the loop.
 	shared atomic.Pointer[[]*lane]
@@ -84,8 +84,9 @@ func (e *Engine) addSet(set controller.Set) error {
 }
 
 // changeSets applies a grant that adds or removes a process set, and returns the lane that reports the
-// result. For a removal this is the lane of the removed set, so that the result follows the set's last
-// operation. But the entry of the removal is in the queue of the global set.
+// result. For an addition, this is the lane of the global set. For a removal, it is the lane of the removed
+// set, so that the result comes after the last operation of that set. In both cases the entry of the change
+// is in the queue of the global set.
 func (e *Engine) changeSets(g *controller.Grant) (*lane, error) {
 	answering := e.lanes.find(g.Set)
 	switch r := g.Responses[0]; r.Kind {
@@ -100,9 +101,9 @@ func (e *Engine) changeSets(g *controller.Grant) (*lane, error) {
 	return answering, nil
 }
 
-// dropSet releases a set whose last work is done. Ranks that are not members of the set also release its lane
-// in the mesh, because the mesh stores a contiguous range of released lanes in a few bytes. Without their
-// calls, their ranges would have gaps.
+// dropSet releases a set whose last work is done. Every rank releases the lane of the set in the mesh, even
+// if it is not a member of the set. The mesh stores a contiguous range of released lanes in a few bytes, and
+// a lane that was not released would be a gap in the range.
 func (e *Engine) dropSet(id topo.ProcessSetID) {
 	if l := e.lanes.find(id); l != nil {
 		l.end(nil)
@@ -111,7 +112,7 @@ func (e *Engine) dropSet(id topo.ProcessSetID) {
 	e.cfg.Mesh.Release(transport.DataLane(id))
 }
 
-// refuse closes the queue of a lane. All entries of the lane that have no grant end with reason.
+// refuse closes the queue of a lane and ends all its entries that have no grant with the error reason.
 func (l *lane) refuse(reason error) {
 	l.queue.Close(reason)
 	waits := func(e *tensorqueue.Entry) bool { return e.Times.Granted.Load() == 0 }

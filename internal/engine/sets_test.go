@@ -17,7 +17,7 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// withSet returns a function that changes a rank's configuration so that a process set of ranks 0 and 1
+// withSet returns a function that changes a rank's configuration. With it, a process set of ranks 0 and 1
 // exists from the start.
 func withSet(lockstep bool) func(*engine.Config) {
 	return func(cfg *engine.Config) {
@@ -41,12 +41,12 @@ func addition(ranks ...topo.Rank) *tensorqueue.Entry {
 		Ranks: ranks}}
 }
 
-// isDone reports whether the operation that sends its result to done has ended.
+// isDone reports whether the operation that sends its result to the channel done has ended.
 func isDone(done chan error) bool { return len(done) > 0 }
 
-// If a set is removed while an operation is executing in it, the removal ends at the members only after the
-// operation. Operations of the set that were not granted end with ErrNoProcessSet, and so do later
-// operations. Meanwhile other sets execute operations.
+// If a set is removed while its members execute an operation on it, the removal completes at the members only
+// after the operation. Operations on the set that were not granted fail with ErrNoProcessSet, and so do later
+// operations. Meanwhile, operations on other sets run.
 func TestRemovalWaitsForWhatIsGranted(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := start(t, 3, withSet(false))
@@ -84,7 +84,7 @@ func TestRemovalWaitsForWhatIsGranted(t *testing.T) {
 			engine.ErrNoProcessSet) {
 			t.Errorf("a later operation: got error %v, want ErrNoProcessSet", err)
 		}
-		// Other sets execute operations meanwhile.
+		// Meanwhile, operations on other sets run.
 		c.each(func(r int) {
 			if err := c.wait(c.allreduce(r, "x", make([]byte, 8))); err != nil {
 				t.Errorf("rank %d: %v", r, err)
@@ -104,8 +104,8 @@ func TestRemovalWaitsForWhatIsGranted(t *testing.T) {
 }
 
 // If an operation is queued in a set while the set is being removed, the operation ends exactly once, even if
-// the loop has not taken it from the queue. Afterwards the engine does not use the entry of the operation,
-// because the caller may use the entry for another operation.
+// the loop has not taken it from the queue. After the end of the operation, the engine does not use its
+// entry, because the caller may use the entry for another operation.
 func TestRemovalWhileQueueing(t *testing.T) {
 	c := start(t, 3, nil)
 	for id := topo.ProcessSetID(1); id <= 20; id++ {
@@ -212,7 +212,7 @@ func TestSetsComeAndGo(t *testing.T) {
 	})
 }
 
-// If a rank dies while a removed set still executes an operation, every operation ends, and the verdict names
+// If a rank dies while an operation on a removed set still runs, every operation ends, and the verdict names
 // the dead rank.
 func TestDeathDuringARemoval(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
@@ -263,7 +263,8 @@ func TestGroupWaitsForItsLast(t *testing.T) {
 		for range 3 {
 			var dones []chan error
 			dones = append(dones, c.submit(0, part("a")), c.submit(0, part("b")), c.submit(1, part("a")))
-			// If the group could run already, it would run while these two operations do.
+			// If the coordinator granted the group too early, the group would run before or together with
+			// these two operations.
 			pass("x")
 			pass("x")
 			for _, done := range dones {

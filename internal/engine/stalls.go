@@ -17,7 +17,7 @@ const never = time.Duration(math.MaxInt64)
 // the report because the coordinator ignores the first one if the grant was already on its way.
 const timeoutReportInterval = time.Second
 
-// expire reports the operations that have not ended by their deadlines to the coordinator. It searches the
+// expire reports operations that have not ended by their deadlines to the coordinator. It searches the
 // operations in flight only when the earliest known deadline has passed, so that it costs nothing while no
 // operation is late.
 func (e *Engine) expire() {
@@ -41,22 +41,22 @@ func (e *Engine) expire() {
 }
 
 // If a rank falls behind, all tensors of a training step stall at about the same time, but not always in the
-// same turn. So the log summarizes the stalls of a window. The first stallLines stalls in a window of length
-// stallWindow get a line each. If the launcher explains stalls, only the first explainedStallLines stalls do.
-// At the end of the window, the rank logs the number of stalls that got no line.
+// same turn. So the log summarizes the stalls of a window of length stallWindow. The first stallLines stalls
+// in a window get a line each. If the launcher explains stalls, only the first explainedStallLines stalls get
+// one. At the end of the window, the rank logs the number of stalls that got no line.
 const (
 	stallLines          = 10
 	explainedStallLines = 1
 	stallWindow         = time.Second
 )
 
-// stallLog counts the stalls of a window. A window begins with its first stall.
+// stallLog counts the stalls in a window of time. The first stall begins the window.
 type stallLog struct {
 	named, unnamed int           // number of stalls with and without a line in the log
 	end            time.Duration // the end of the window; meaningless if named is 0
 }
 
-// due returns the time at which the number of unnamed stalls must be logged.
+// due returns the time at which the number of stalls without a line must be logged.
 func (c *stallLog) due() time.Duration {
 	if c.unnamed == 0 {
 		return never
@@ -94,7 +94,7 @@ func (e *Engine) reportStalls(events []controller.Event) {
 	}
 }
 
-// closeStallLog ends the window and logs the number of unnamed stalls.
+// closeStallLog ends the window and logs the number of stalls that got no line.
 func (e *Engine) closeStallLog() {
 	if n := e.stallLog.unnamed; n > 0 {
 		e.log.Warn("stalled: further tensors, not listed one by one", zap.Int("tensors", n))

@@ -42,7 +42,7 @@ func (r *reports) attach(cfg *engine.Config) {
 	}
 }
 
-// take waits until the engines are idle and returns the reports since the previous call of take.
+// take waits until the engines are idle and returns the reports that have come since take was called last.
 func (r *reports) take() []string {
 	synctest.Wait()
 	list := r.list
@@ -50,8 +50,8 @@ func (r *reports) take() []string {
 	return list
 }
 
-// If a tensor waits for a rank, it is reported whenever another StallWarning has passed, until the rank
-// submits it. This also holds for cached tensors and for process sets without rank 0.
+// If a tensor waits for a rank, OnStall is called after each further StallWarning until the rank submits the
+// tensor. This also holds for cached tensors and for process sets without rank 0.
 func TestStallReports(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		synctest.Test(t, func(t *testing.T) {
@@ -87,7 +87,7 @@ func TestStallReports(t *testing.T) {
 					t.Errorf("round %d: got %q\nwant %q", round, got, want)
 				}
 			}
-			// No operation that ends in time is reported, and no idle rank.
+			// Neither operations that end in time nor idle ranks cause reports.
 			time.Sleep(10 * testTimeout)
 			c.shutdown()
 			if got := r.take(); len(got) != 0 {
@@ -98,8 +98,9 @@ func TestStallReports(t *testing.T) {
 }
 
 // If a rank is late for 40 tensors, the log has lines for the first ten stalls. If the launcher explains
-// stalls, it has a line only for the first one. One more line has the number of the other stalls. It is
-// logged after a second, or when the job ends if that is earlier. OnStall receives every stall.
+// stalls, the log has a line only for the first stall. One more line contains the number of the stalls
+// without a line. It is logged after a second, or when the job ends if that is earlier. OnStall receives
+// every stall.
 func TestManyStallsAreFewLines(t *testing.T) {
 	for _, q := range []struct {
 		absent    time.Duration
@@ -148,7 +149,8 @@ func TestManyStallsAreFewLines(t *testing.T) {
 					entry.ContextMap()["tensors"]))
 			}
 			want := slices.Repeat([]string{"2.3s: stalled:, more: <nil>"}, q.lines)
-			// The number of the other stalls is logged at the end of the window or of the job.
+			// The number of stalls without a line is logged at the end of the window, or of the job if that
+			// is earlier.
 			want = append(want, fmt.Sprintf("%v: stalled:, more: %d",
 				min(testTimeout+time.Second, testTimeout+absent+4*time.Millisecond), 40-q.lines))
 			if !slices.Equal(got, want) {
@@ -222,15 +224,15 @@ func TestStallShutdown(t *testing.T) {
 	})
 }
 
-// late submits a sum with the timeout testTimeout at rank r.
+// late submits a sum at rank r. The timeout of the sum is testTimeout.
 func (c *cluster) late(r int, name string) chan error {
 	e := sum(name, make([]byte, 8))
 	e.Timeout = testTimeout
 	return c.submit(r, e)
 }
 
-// wantTimeout checks that err, an error at rank r, says that an operation timed out at the rank in by and
-// that the rank in missing has failed.
+// wantTimeout checks err, which rank r has returned. The error must say that an operation timed out at the
+// rank with the number by, and that the rank with the number missing has failed.
 func wantTimeout(t *testing.T, r int, err error, by, missing int) {
 	t.Helper()
 	var peer *engine.PeerError
@@ -240,8 +242,8 @@ func wantTimeout(t *testing.T, r int, err error, by, missing int) {
 	}
 }
 
-// grace returns how long after the deadline a verdict may come. In lock-step it may come later, because rank
-// 0 learns the requests of a rank only after two cycles.
+// grace returns how long after the deadline a verdict may come. In lock-step that takes longer, because rank
+// 0 learns of a rank's requests only after two cycles.
 func grace(lockstep bool) time.Duration {
 	if lockstep {
 		return 20 * time.Millisecond
@@ -396,8 +398,8 @@ func TestOperationWithoutDeadline(t *testing.T) {
 	})
 }
 
-// The timeout of an operation ends while its grant is in flight to the rank. If the operation does not finish
-// afterwards, it still times out.
+// If the timeout of an operation ends while its grant is in flight to the rank, and the operation does not
+// finish after the grant, it still times out.
 func TestOperationTimeoutCrossesTheGrant(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const delay = 10 * time.Millisecond
@@ -465,8 +467,8 @@ func (c slowConn) TryRead(p []byte) (int, error) {
 	return n, err
 }
 
-// Steps use the same tensor name again and again and take a little less than the heartbeat period. They are
-// not reported as one long operation, even if every heartbeat names this tensor.
+// Steps that use the same tensor name again and again, and that take a little less than the heartbeat period
+// each, are not reported as one long operation, even if every heartbeat contains the name of the tensor.
 func TestRepeatedNameIsNoStall(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		synctest.Test(t, func(t *testing.T) {

@@ -11,19 +11,19 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// If a driver has started an operation of many steps, and Drive returns because another rank is late for a
-// step, the lane executes the remaining steps.
+// A driver starts an operation of many steps, and Drive returns because another rank is late for a step. Then
+// the lane executes the remaining steps.
 func TestHelpLeavesSteps(t *testing.T) {
 	o := testcluster.Options{Ranks: 2, Transport: testcluster.SHM, Config: func(cfg *engine.Config) {
 		cfg.Spin = time.Millisecond
 	}}
-	release := make(chan chan struct{}, 1) // carries a channel on which the lane of rank 1 blocks
+	release := make(chan chan struct{}, 1) // carries the channel on which the lane of rank 1 blocks
 	testcluster.Run(t, o, func(r *testcluster.Rank) {
 		const numBytes = 128 << 10
 		buf := make([]byte, numBytes)
 		want := make([]byte, numBytes)
-		// A heartbeat would hand the remaining steps over to the lane too, but so late that the test would
-		// time out.
+		// A heartbeat would hand the remaining steps over to the lane too. But if every iteration waited for
+		// a heartbeat, the test would time out.
 		for i := range 3 * oftenEnough {
 			for at := 0; at < numBytes; at += 8 {
 				binary.NativeEndian.PutUint64(buf[at:], uint64(at+i)*uint64(r.Rank+1))

@@ -9,9 +9,10 @@ import (
 )
 
 // With HOROVOD_LOG_LEVEL=trace, a rank logs each negotiation frame that it sends or receives, except
-// heartbeats and clock probes. At other levels, a frame costs one test of Engine.traced.
+// heartbeats and clock probes. At other levels, the cost for each frame is one check of Engine.traced.
 
-// traceUp logs a frame to the coordinator. The text shows new requests in full, and votes as cache bits.
+// traceUp logs a frame to the coordinator. The logged text contains new requests in full, and votes as cache
+// bits.
 func (e *Engine) traceUp(up *message.Up) {
 	if e.traced && up.Type != message.UpHeartbeat {
 		e.log.Log(logs.Trace, "to the coordinator", zap.String("frame", up.String()))

@@ -7,8 +7,8 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// take returns the entry that is stored under a cache bit if it has the right name. If another tensor's entry
-// is stored under the bit, take returns nil.
+// The method take returns the entry under a cache bit if the entry has the right name. If the entry of
+// another tensor is stored under the bit, take returns nil.
 func TestVotes(t *testing.T) {
 	entry := func(name string, bit uint32) *tensorqueue.Entry {
 		return &tensorqueue.Entry{Request: message.Request{Name: name, Bit: bit}}
