@@ -9,9 +9,9 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// agree makes the response to the requests of the members of a set. requests has an element for each member,
-// in the order of the set. If a member has joined without making a request, its element has the kind NoKind.
-// At least one member has not joined.
+// agree makes the response to the requests of the members of a set. The slice requests has an element for
+// each member, in the order of the set. If a member has joined without making a request, its element has the
+// kind NoKind. At least one member has not joined.
 //
 // The response is an Error if the requests contradict each other, or if the operation cannot run without the
 // members that made no request. The text of the Error says which rank sent what. If there are several
@@ -50,7 +50,7 @@ func agree(set *Set, requests []message.Request, joined *joinState) *message.Res
 	return r
 }
 
-// firstOf returns the request of the first member that has made one.
+// firstOf returns the first request in the order of the members.
 func firstOf(requests []message.Request) *message.Request {
 	for i := range requests {
 		if requests[i].Kind != message.NoKind {
@@ -60,7 +60,7 @@ func firstOf(requests []message.Request) *message.Request {
 	return nil
 }
 
-// requestSet has the requests of all members for one name, so that they can be compared.
+// requestSet holds the requests of all members for one name, so that they can be compared.
 type requestSet struct {
 	set      *Set
 	requests []message.Request
@@ -82,8 +82,8 @@ func (v *requestSet) differ(same func(q *message.Request) bool) bool {
 	return false
 }
 
-// mismatch returns a text that says what differs and what each rank sent. If same returns true for all
-// requests, mismatch returns "".
+// mismatch returns a text that says what differs between the requests and what each rank sent. It returns ""
+// if same returns true for all requests.
 func (v *requestSet) mismatch(what, verb string, format func(q *message.Request) string,
 	same func(q *message.Request) bool) string {
 	if !v.differ(same) {
@@ -92,8 +92,8 @@ func (v *requestSet) mismatch(what, verb string, format func(q *message.Request)
 	return v.errorText("mismatched %s: %s", what, v.valuesByRank(verb, format))
 }
 
-// tensorOf formats the element type and the shape of a tensor. For an alltoall it omits the first dimension,
-// which may differ between ranks. The coordinator does not know that dimension if a rank has only voted.
+// tensorOf formats the element type and the shape of a tensor. It omits the first dimension of an alltoall,
+// which may differ between ranks and is unknown to the coordinator if a rank has only voted.
 func tensorOf(q *message.Request) string {
 	shape := q.Shape.String()
 	if q.Kind == message.Alltoall && len(q.Shape) > 0 {
@@ -106,7 +106,7 @@ func tensorOf(q *message.Request) string {
 }
 
 // disagreement returns a text that says how the requests contradict each other or why the operation cannot
-// run. If the requests agree, disagreement returns "".
+// run. It returns "" if the requests agree.
 func (v *requestSet) disagreement() string {
 	first := v.first
 	if v.differ(func(q *message.Request) bool { return q.Kind == first.Kind }) {
@@ -136,8 +136,8 @@ func (v *requestSet) disagreement() string {
 	return ""
 }
 
-// parts compares groups that are one request: first the numbers of their tensors, then the tensors. The text
-// is about the first tensor that differs.
+// parts compares the requests for a group that is one request: first the numbers of tensors, then each
+// tensor. The returned text is about the first tensor that differs.
 func (v *requestSet) parts() string {
 	size := func(q *message.Request) int { return q.Parts.Len() }
 	text := v.mismatch("groups", "sent", func(q *message.Request) string {
@@ -268,8 +268,8 @@ func (v *requestSet) ids() string {
 		func(q *message.Request) bool { return q.Set == v.first.Set })
 }
 
-// absence returns a text if the operation cannot run without the members that have joined and did not request
-// it. Otherwise it returns "".
+// absence returns a text if some members have joined without requesting the operation and it cannot run
+// without them. Otherwise it returns "".
 func (v *requestSet) absence() string {
 	var refuse []topo.Rank
 	for m := range v.requests {
@@ -286,8 +286,8 @@ func (v *requestSet) absence() string {
 	return v.errorText("%s joined, but this operation needs data from every rank, unless ranks join with empty contributions", have(refuse))
 }
 
-// valuesByRank groups the members by what they sent, so that a rank that differs from the others is easy to
-// see: "ranks 0, 1 and 3 sent float32[4], rank 2 sent float32[5]".
+// valuesByRank groups the members by what they sent, so that a rank that differs from the other ranks is easy
+// to see: "ranks 0, 1 and 3 sent float32[4], rank 2 sent float32[5]".
 func (v *requestSet) valuesByRank(verb string, format func(*message.Request) string) string {
 	const most = 4
 	type group struct {

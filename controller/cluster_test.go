@@ -27,7 +27,7 @@ type cluster struct {
 	in message.Up // memory that is reused for every frame, as in the engine
 }
 
-// node is a rank. It has the rank's Member and the parts of an engine that the protocol needs.
+// node is a rank. It consists of the rank's Member and those parts of an engine that the protocol needs.
 type node struct {
 	c    *cluster
 	rank topo.Rank
@@ -37,7 +37,7 @@ type node struct {
 	up, down [][]byte // the frames in flight from and to this rank, oldest first
 	in       message.Down
 
-	pending []request // requests that were submitted and not answered yet
+	pending []request // requests that were submitted and have not been answered
 	gone    []topo.ProcessSetID
 	lanes   []lane // lanes[i] belongs to sets[i]; a removed set keeps its lane until its grants finish
 	numbers map[topo.ProcessSetID]uint64
@@ -51,7 +51,7 @@ type node struct {
 //
 // If await is set, the rank makes the request only when no other request of the rank is in flight. If the
 // request is for a tensor of a group, step is the number of the step in which the group is submitted. The
-// rank submits the group of the next step only after all tensors of the previous group are answered.
+// rank submits the group of the next step only after all tensors of the previous group have been answered.
 type request struct {
 	set   topo.ProcessSetID
 	q     message.Request
@@ -59,7 +59,7 @@ type request struct {
 	step  int
 }
 
-// turn says whether a rank can make the next request of its program now, later or never.
+// turn says when a rank can make the next request of its program.
 type turn uint8
 
 const (
@@ -68,8 +68,8 @@ const (
 	turnNever // the process set of the request was removed
 )
 
-// turnOf returns when a rank can make request r. pending has the rank's unanswered requests, sets has the
-// process sets to which it belongs, and gone has the removed process sets to which it belonged.
+// turnOf returns when a rank can make request r. pending are the rank's unanswered requests. sets are the
+// process sets to which the rank belongs, and gone are the removed process sets to which it belonged.
 func turnOf(r request, pending []request, sets []controller.Set, gone []topo.ProcessSetID) turn {
 	blocks := func(p request) bool {
 		return r.await || p.set == r.set && (p.q.Name == r.q.Name || p.q.Kind == message.Join ||
@@ -85,7 +85,7 @@ func turnOf(r request, pending []request, sets []controller.Set, gone []topo.Pro
 	return turnNow
 }
 
-// A lane has the unfinished grants of one process set, oldest first.
+// A lane holds the unfinished grants of one process set, oldest first.
 type lane []*controller.Grant
 
 // watcher receives the events of a cluster. A frame is valid only during the call.
@@ -106,7 +106,7 @@ type watcher interface {
 }
 
 // plan returns the Planner of the tests. It chooses the algorithm tree for broadcasts and ring for all other
-// operations. It returns an error for reductions of the given element types.
+// operations. It returns an error for reductions of an element type in refused.
 func plan(refused ...tensor.DType) controller.Planner {
 	return func(_ topo.ProcessSetID, r *message.Response, _ int64) (
 		message.Backend, message.Algorithm, error,
@@ -139,7 +139,7 @@ func newCluster(tb testing.TB, cfg controller.CoordinatorConfig, w watcher) *clu
 	return c
 }
 
-// submit submits a request to the member. The request is sent by the next call of send.
+// submit submits a request to the member. The next call of send sends it.
 func (n *node) submit(set topo.ProcessSetID, q message.Request) {
 	n.c.tb.Helper()
 	if err := n.trySubmit(set, q); err != nil {
@@ -267,7 +267,7 @@ func (n *node) asked(g *controller.Grant, r *message.Response) int {
 }
 
 // answers returns the index in pending of the request that the granted response r answers. If there is no
-// such request, it returns -1. pending has the requests of the given rank.
+// such request, it returns -1. The slice pending holds the requests of the given rank.
 func answers(pending []request, rank topo.Rank, g *controller.Grant, r *message.Response) int {
 	if slices.Contains(g.Absent, rank) {
 		return -1
@@ -305,7 +305,7 @@ func (n *node) drain() {
 	n.take()
 }
 
-// receive executes the first part of a turn of the coordinator. It applies the oldest frame in flight from a
+// receive executes the first part of a turn of the coordinator: it applies the oldest frame in flight from a
 // rank.
 func (c *cluster) receive(n *node) {
 	frame := n.up[0]
@@ -318,7 +318,7 @@ func (c *cluster) receive(n *node) {
 	c.watch.frameReceived()
 }
 
-// decide executes the last part of a turn of the coordinator. It sends the frames that Ready returns, and
+// decide executes the last part of a turn of the coordinator: it sends the frames that Ready returns, and
 // reports whether there were any.
 func (c *cluster) decide() bool {
 	outs := c.coord.Ready()
@@ -343,7 +343,8 @@ func (c *cluster) decide() bool {
 }
 
 // kill ends the process of a rank. Frames in flight from and to the rank are lost, and its control connection
-// ends. If the rank is rank 0, the coordinator dies too, and frames that other ranks have not read are lost.
+// ends. If the rank is rank 0, the coordinator dies too, and the frames that it has sent and other ranks have
+// not read are lost.
 func (c *cluster) kill(r topo.Rank, reason string) {
 	c.die(r)
 	c.endConnection(r, reason)

@@ -7,12 +7,12 @@
 // inputs give the same outputs. All times are durations since the same fixed moment, which the caller
 // chooses. Every turn begins with Tick.
 //
-// A rank sends a request once, and the coordinator remembers it until it is answered. The answers of the
-// coordinator are numbered. They form a log that every rank replays.
+// A rank sends a request once, and the coordinator remembers the request until it is answered. The answers of
+// the coordinator are numbered. They form a log that every rank replays.
 //
-// Lockstep carries requests and decisions between members and coordinator if only collectives are available
-// for that. In every cycle all ranks combine their votes by AND and OR. Rank 0 gathers the requests that are
-// not cached, and broadcasts the decision of the coordinator.
+// Lockstep carries requests and decisions between members and coordinator by collectives only. In every
+// cycle, all ranks combine their votes by AND and OR. Rank 0 gathers the requests that are not cached, and
+// broadcasts the decision of the coordinator.
 //
 // The package promises no stable API. Programs use package hvd.
 package controller
@@ -38,9 +38,9 @@ const (
 	closeTimeout = 10 * time.Second
 )
 
-// gap returns for how long this process did not run since the last turn, because it was stopped or its host
-// slept. If the process ran, turns are at most a heartbeat apart, and gap returns 0. A process that did not
-// run does not know whether other ranks were silent in that time.
+// gap returns the time since the last turn if the process did not run in this time, because it was stopped or
+// its host slept. Otherwise gap returns 0: turns of a running process are at most a heartbeat period apart. A
+// process that did not run does not know whether other ranks were silent in that time.
 func gap(last, now time.Duration) time.Duration {
 	if d := now - last; d > 2*heartbeatPeriod {
 		return d
@@ -51,7 +51,7 @@ func gap(last, now time.Duration) time.Duration {
 // never is a time that the clock never reaches.
 const never = time.Duration(1<<63 - 1)
 
-// Set is a process set. Ranks has its members in ascending order.
+// Set is a process set. Ranks holds its members in ascending order.
 type Set struct {
 	ID    topo.ProcessSetID
 	Ranks []topo.Rank
@@ -77,28 +77,29 @@ func (s *Set) index(r topo.Rank) int {
 	return -1
 }
 
-// Grant is one fused response, as seen by a member that runs it.
+// Grant is one fused response, as a member receives it to run it.
 type Grant struct {
 	Set topo.ProcessSetID
-	// Number is the number of the grant, counted from 1 in each set. It is equal at all members.
+	// Number is the number of the grant among the grants of the set, counted from 1. It is the same at all
+	// members.
 	Number    uint64
 	Backend   message.Backend
 	Algorithm message.Algorithm
 	// Absent are the members that have joined without requesting these tensors, in ascending order. They take
-	// part with neutral elements. This rank may be one of them. Absent is shared and must not be changed.
+	// part with neutral elements. This rank may be one of them. The slice is shared and must not be changed.
 	Absent []topo.Rank
 	// Responses are the responses for the tensors to run together, in the order of the fusion buffer. They
 	// are shared with the cache and must not be changed.
 	Responses []*message.Response
-	// Bits are the cache bits of the first len(Bits) Responses. These were granted by their bits, and the
-	// other Responses in full.
+	// Bits are cache bits. They belong to the first len(Bits) elements of Responses, which were granted by
+	// bit. The other elements were granted in full.
 	Bits []uint32
 
 	since        time.Duration // the time at which the member received the grant
 	older, newer *Grant        // the neighbours in the member's grantList
 }
 
-// Verdict says that ranks have failed and ends the epoch. All survivors get the same verdict.
+// Verdict says which ranks have failed and ends the epoch. All survivors get the same verdict.
 type Verdict struct {
 	Ranks  []topo.Rank
 	Reason string

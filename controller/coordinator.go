@@ -19,20 +19,22 @@ type CoordinatorConfig struct {
 	CacheCapacity int
 	// FusionThresholdBytes is the maximum number of bytes of a fused response.
 	FusionThresholdBytes int64
-	// DisableGroupFusion says that the tensors of a group are not fused with other tensors.
+	// If DisableGroupFusion is set, the tensors of a group are not fused with other tensors.
 	DisableGroupFusion bool
 	// Deterministic disables fusion that could change the bits of a result. So Adasum is never fused.
 	Deterministic bool
 	// CycleTime is the minimum time between two cycles.
 	CycleTime time.Duration
-	// LivenessTimeout is the maximum time between two frames from a rank. If it passes, the rank has failed.
+	// LivenessTimeout is the maximum time between two frames from a rank. If a rank is silent for longer, it
+	// has failed.
 	LivenessTimeout time.Duration
-	// StallWarning is how long a tensor waits, for ranks to request it or to finish it, before Events reports
-	// it. It is also the time between later reports. 0 disables reports. StallShutdown is how long a tensor
-	// waits before the job is stopped. 0 disables the stop.
+	// StallWarning is how long a tensor waits until Events reports it, whether it waits for ranks to request
+	// it or to finish it. After each further period of this length, Events reports the tensor again. 0
+	// disables reports. StallShutdown is how long a tensor waits until the job is stopped. 0 disables the
+	// stop.
 	StallWarning, StallShutdown time.Duration
-	// Lockstep says that a controller.Lockstep carries the requests and the cycles. In this case all cycles
-	// go to all ranks, and all ranks are stopped together, when the last one has shut down.
+	// Lockstep is set if a controller.Lockstep carries the requests and the cycles. In this case all cycles
+	// go to all ranks, and all ranks are stopped together, when the last rank has shut down.
 	Lockstep bool
 	// Plan chooses the backend and the algorithm of each response.
 	Plan Planner
@@ -48,7 +50,7 @@ type coordinatorState uint8
 
 const (
 	running  coordinatorState = iota
-	stopping                  // the stop is decided; ranks finish the operations that were granted
+	stopping                  // the stop was decided; the ranks finish the operations that were granted
 	closed                    // every rank has sent bye
 	failed                    // the verdict was given
 )
@@ -57,7 +59,7 @@ const (
 // for concurrent use.
 //
 // In each turn, call Tick, then Step and Lost for the frames and errors that have arrived, then Ready. Send
-// the frames that Ready returns, then call Advance.
+// the frames that Ready returns, and then call Advance.
 type Coordinator struct {
 	cfg    CoordinatorConfig
 	policy policy
@@ -70,10 +72,10 @@ type Coordinator struct {
 	cycle     uint64
 	lastCycle time.Duration // the time at which the last cycle was issued
 	combined  time.Duration // in lock-step, the time at which all ranks had entered the last cycle
-	leaving   int           // number of ranks that submit nothing more
+	leaving   int           // number of ranks that will submit nothing more
 	stopSent  bool          // whether every rank was stopped
-	// stopReason is why the job is stopped. It is empty if every rank has asked for the stop. stopRanks are
-	// the ranks whose shutdown is the reason.
+	// stopReason is the reason for which the job is stopped. It is empty if every rank has asked for the
+	// stop. stopRanks are the ranks whose shutdown is the reason.
 	stopReason string
 	stopRanks  []topo.Rank
 	byes       int
@@ -174,8 +176,8 @@ func (c *Coordinator) silent(d time.Duration) (ranks []topo.Rank) {
 }
 
 // failSilent gives the verdict when a rank has been silent for LivenessTimeout. The verdict also names ranks
-// that have been silent for almost as long. They were most likely lost together, for example with their host,
-// and their last frames may be up to a heartbeat period apart.
+// that have been silent for almost as long. They were most likely lost together with that rank, for example
+// because all of them were on one host. Their last frames may be up to a heartbeat period apart.
 func (c *Coordinator) failSilent() {
 	long := c.cfg.LivenessTimeout
 	if d := long - heartbeatPeriod; d >= 2*heartbeatPeriod {
@@ -200,7 +202,7 @@ func (c *Coordinator) endStuckShutdown() {
 	c.close()
 }
 
-// Step applies a frame from a rank. If the frame breaks the protocol, the rank fails.
+// Step applies a frame from a rank. If the frame breaks the protocol, Step fails the rank.
 func (c *Coordinator) Step(from topo.Rank, up *message.Up) {
 	if c.state == closed || c.state == failed {
 		return
@@ -243,7 +245,7 @@ func (c *Coordinator) Step(from topo.Rank, up *message.Up) {
 	case message.UpNews:
 		if k.stop != 0 {
 			c.progress = c.now
-			return // sent before the sender received the stop; the sender itself fails the requests in it
+			return // sent before the sender received the stop; the sender ends the requests in it
 		}
 		if err := c.news(from, up); err != nil {
 			c.failSender(from, err)
@@ -298,8 +300,8 @@ func (c *Coordinator) news(from topo.Rank, up *message.Up) error {
 	return nil
 }
 
-// member returns a set and the position of a rank in it. It returns nil if the set does not exist or the rank
-// is not a member.
+// member returns a set and the position of a rank in it. It returns nil if the set does not exist or if the
+// rank is not a member.
 func (c *Coordinator) member(id topo.ProcessSetID, r topo.Rank) (*setState, int) {
 	if s := c.sets.find(id); s != nil {
 		if i := s.index(r); i >= 0 {
@@ -309,8 +311,8 @@ func (c *Coordinator) member(id topo.ProcessSetID, r topo.Rank) (*setState, int)
 	return nil, 0
 }
 
-// forget is called when rank r has seen more cycles. It drops from the caches, and from the removed sets, the
-// entries to which no frame in flight can refer anymore.
+// forget drops erased cache entries and removed sets that no frame in flight can refer to anymore. It must be
+// called when rank r has seen more cycles than before.
 func (c *Coordinator) forget(r topo.Rank) {
 	for _, s := range c.sets.sets {
 		if s.cache.Remembered() > 0 && s.index(r) >= 0 {
@@ -331,8 +333,8 @@ func (c *Coordinator) leastSeen(ranks []topo.Rank) uint64 {
 	return least
 }
 
-// Lost records that the control connection of a rank has ended. Unless the rank has sent bye, this is a
-// failure of the rank.
+// Lost records that the control connection of a rank has ended. If the rank has not sent bye, Lost fails the
+// rank.
 func (c *Coordinator) Lost(r topo.Rank, reason string) {
 	k := &c.ranks[r]
 	k.lost = true
@@ -348,13 +350,13 @@ func (c *Coordinator) Fault(r topo.Rank, reason string) {
 	}
 }
 
-// failSender fails a rank because it broke the protocol.
+// failSender fails a rank because a frame from it broke the protocol.
 func (c *Coordinator) failSender(r topo.Rank, err error) {
 	c.fail([]topo.Rank{r}, fmt.Sprintf("protocol error: %v", err))
 }
 
-// suspect records a suspicion. It does not give the verdict yet. If a rank has died, its control connection
-// usually ends soon and shows which rank it was. A verdict without waiting could name a living rank.
+// suspect records a suspicion but does not give a verdict yet. If a rank has died, its control connection
+// usually ends soon, which shows the rank that has died. An immediate verdict could name a living rank.
 func (c *Coordinator) suspect(by topo.Rank, up *message.Up) {
 	switch {
 	case int(up.Suspect) >= len(c.ranks):
@@ -367,9 +369,10 @@ func (c *Coordinator) suspect(by topo.Rank, up *message.Up) {
 	}
 }
 
-// decideSuspicion gives the verdict about a suspected rank, unless the end of a control connection has shown
-// meanwhile which rank has died. If the suspect has missed its heartbeats, or its connection has ended after
-// its bye, the verdict names only the suspect. Otherwise it names both ranks, because either may have failed.
+// decideSuspicion gives the verdict about a suspected rank. It is called if no control connection has ended
+// in the meantime and so shown which rank has died. If the suspect has missed its heartbeats, or if its
+// connection has ended after its bye, the verdict names only the suspect. Otherwise it also names the rank
+// that suspects it, because either of the two may have failed.
 func (c *Coordinator) decideSuspicion(s *suspicion) {
 	ranks := []topo.Rank{s.suspect}
 	if k := &c.ranks[s.suspect]; !k.lost && c.now-k.lastReceived < 2*heartbeatPeriod {
@@ -382,7 +385,7 @@ func (c *Coordinator) decideSuspicion(s *suspicion) {
 // fail gives the verdict. It is called at most once.
 func (c *Coordinator) fail(ranks []topo.Rank, reason string) {
 	c.state = failed
-	// Drop the decisions of this turn. Keep the frames that tell ranks that have left that they may close.
+	// Drop the decisions of this turn. Keep the frames that allow ranks that have left to close.
 	c.out = slices.DeleteFunc(c.out, func(o Outgoing) bool { return o.Down.Type != message.DownClose })
 	d := &message.Down{Type: message.DownFail, Cycle: c.cycle, Ranks: ranks, Reason: reason}
 	c.emit(d, c.present())
@@ -411,8 +414,8 @@ func (c *Coordinator) emit(d *message.Down, to []topo.Rank) {
 	}
 }
 
-// Ready issues a cycle if there is anything to decide. It returns the frames to send now, in the order in
-// which to send them. The result is valid until Advance.
+// Ready issues a cycle if there is anything to decide. It returns the frames to send now, in order. The
+// result is valid until Advance.
 func (c *Coordinator) Ready() []Outgoing {
 	if !c.cfg.Lockstep {
 		if c.leaving > 0 && c.state == running {
@@ -428,8 +431,8 @@ func (c *Coordinator) Ready() []Outgoing {
 	return c.out
 }
 
-// Advance drops the frames that Ready has returned. No event may come between Ready and Advance, because
-// Advance would drop the frames that the event causes too.
+// Advance drops the frames that Ready has returned. The caller must not report any event between Ready and
+// Advance, because Advance would also drop the frames that the event causes.
 func (c *Coordinator) Advance() {
 	for _, o := range c.out {
 		if o.Down.Type == message.DownCycle {
@@ -448,8 +451,8 @@ func (c *Coordinator) decide() {
 	c.decision.Reset()
 	c.states = c.states[:0]
 	for _, s := range c.sets.sets {
-		// The cycle with the stop also grants ready tensors of sets with a closed gate, because it is the
-		// last cycle.
+		// The cycle with the stop is the last cycle. So it also grants the ready tensors of sets whose gate
+		// is closed.
 		if len(s.ready) == 0 || !(s.open() || stop) {
 			continue
 		}
@@ -542,8 +545,8 @@ func (c *Coordinator) sendHeartbeats() {
 	}
 }
 
-// Closed reports whether the epoch is over for the coordinator. If so, the next Ready returns its last
-// frames.
+// Closed reports whether the epoch is over for the coordinator. When it is, the next call of Ready returns
+// the last frames.
 func (c *Coordinator) Closed() bool { return c.state == closed || c.state == failed }
 
 // Next returns the time by which Tick and Ready must be called again, even if nothing arrives before.
@@ -584,8 +587,8 @@ func (c *Coordinator) Next() time.Duration {
 }
 
 // Digest returns a digest of the coordinator's cache of a set. Right after Ready, it equals the digest of
-// every member that has applied the last cycle. Later it may differ, because the coordinator erases entries
-// at once, and the members learn of the erasures with the next cycle of the set.
+// every member that has applied the last cycle. Later it may differ: the coordinator erases entries at once,
+// but the members learn of the erasures only with the next cycle of the set.
 func (c *Coordinator) Digest(id topo.ProcessSetID) uint64 {
 	if s := c.sets.find(id); s != nil {
 		return s.cache.Digest()

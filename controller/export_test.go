@@ -17,8 +17,8 @@ const (
 // Never is the time that Next returns if no turn is due.
 const Never time.Duration = never
 
-// CachedAndRequested returns a name that is both in the cache of a set and in its request table. The
-// coordinator never allows that, so the result must be "".
+// CachedAndRequested returns a name that is both in the cache of a set and in its request table, or "" if
+// there is none. The coordinator must never let a name be in both.
 func (c *Coordinator) CachedAndRequested(id topo.ProcessSetID) string {
 	if s := c.sets.find(id); s != nil {
 		for name := range s.table {

@@ -13,15 +13,14 @@ type groupKey struct {
 	size int32
 }
 
-// groupOf returns the group of a tensor, which is the group that the first member with a request names. If
-// another member names another group, the tensor fails.
+// groupOf returns the group of a tensor. It is the group in the request of the first member that has made
+// one. If the request of another member names a different group, the tensor fails.
 func groupOf(requests []message.Request) groupKey {
 	q := firstOf(requests)
 	return groupKey{q.Group, q.GroupSize}
 }
 
-// otherGroups returns the groups that members name for a tensor, except the group that the first member
-// names.
+// otherGroups returns the groups that the requests for a tensor name, without the group that groupOf returns.
 func otherGroups(requests []message.Request) (keys []groupKey) {
 	first := groupOf(requests)
 	for i := range requests {
@@ -37,22 +36,22 @@ func otherGroups(requests []message.Request) (keys []groupKey) {
 // group is the state of a group of tensors that are granted together.
 type group struct {
 	groupKey
-	items []readyItem // the complete tensors that wait for the others, in the order of completion
+	items []readyItem // the complete tensors, in the order of completion; they wait for the rest of the group
 	// failed is the reason why the group has failed, or "" if it has not. answered is the number of tensors
 	// of the group that were answered with the failure.
 	failed   string
 	answered int
-	// refused says that no backend runs one of the tensors, and that the other tensors have failed for that
-	// reason.
+	// refused is set if no backend runs one of the tensors and the other tensors have failed for that reason.
 	refused bool
 }
 
-// fail turns all items of the group into errors if one of them is an error. An item is also an error if no
-// backend runs its tensor.
+// fail looks for an error among the items of the group and, if there is one, turns all items of the group
+// into errors. An item is also an error if no backend runs its tensor.
 func (g *group) fail(items []readyItem) {
 	var failed *message.Response
 	for i := range items {
-		// Choose the first error by name, so that the text does not depend on the order of arrival.
+		// Choose the error of the first tensor by name, so that the text does not depend on the order of
+		// arrival.
 		if r := items[i].response; items[i].group == g && r.Kind == message.Error && (failed == nil ||
 			r.Name < failed.Name) {
 			failed = r
@@ -68,7 +67,7 @@ func (g *group) fail(items []readyItem) {
 	}
 }
 
-// heldGroups are the groups that are not complete: some of their tensors are complete and others are not.
+// heldGroups holds the groups of which some tensors are complete and others are not.
 type heldGroups struct {
 	groups []*group // in the order of their first complete tensors
 }
@@ -78,11 +77,11 @@ func (h *heldGroups) has(key groupKey) bool {
 	return slices.ContainsFunc(h.groups, func(g *group) bool { return g.groupKey == key && len(g.items) > 0 })
 }
 
-// add holds a complete tensor of a group. If it is the last tensor of the group, add returns the whole group.
-// If the item is an error, the group fails at once: add turns the held tensors into errors and returns them,
-// and does the same with each later tensor. An error does not wait until the group is complete, because ranks
-// that disagree about the group could hang. One of them may wait for the result of a tensor before it submits
-// the next tensor.
+// add holds a complete tensor of a group until the group is complete. If it is the last tensor of the group,
+// add returns all tensors of the group. If the item is an error, the group fails at once: add turns the held
+// tensors into errors and returns them, and does the same with each later tensor. The error is not delayed
+// until the group is complete, because ranks that disagree about the group could hang: a rank may wait for
+// the result of one tensor before it submits the next.
 func (h *heldGroups) add(item readyItem, key groupKey) []readyItem {
 	g := h.at(key)
 	item.group = g
@@ -96,10 +95,10 @@ func (h *heldGroups) add(item readyItem, key groupKey) []readyItem {
 	return h.release(g)
 }
 
-// failGroup fails the group of key because the members disagree about one of its tensors: a member put the
-// tensor into this group, but the first member of the process set put it into another group or into none. The
-// caller answers that tensor with an error, as the first member has it. failGroup returns the tensors that
-// this group holds, each as an error.
+// failGroup fails a group because the members disagree about which group one of its tensors belongs to: one
+// member put the tensor into the group with this key, but the first member put it into another group or into
+// none. The caller answers that tensor with an error. failGroup returns the other complete tensors of the
+// group with this key, which are errors too.
 func (h *heldGroups) failGroup(key groupKey, reason string) []readyItem {
 	g := h.at(key)
 	if g.failed == "" {
@@ -109,7 +108,7 @@ func (h *heldGroups) failGroup(key groupKey, reason string) []readyItem {
 	return h.release(g)
 }
 
-// at returns the group with the given key. It creates the group if it does not exist.
+// at returns the group with the given key. If the group does not exist, at creates it.
 func (h *heldGroups) at(key groupKey) *group {
 	for _, g := range h.groups {
 		if g.groupKey == key {
@@ -126,8 +125,8 @@ func (g *group) index(tensor string) int {
 	return slices.IndexFunc(g.items, func(i readyItem) bool { return i.response.Name == tensor })
 }
 
-// release returns the held tensors of a group that is complete or has failed. It forgets the group when all
-// its tensors are answered.
+// release returns the held tensors of a group that is complete or has failed. When all tensors of the group
+// have been answered, release forgets the group.
 func (h *heldGroups) release(g *group) []readyItem {
 	items := g.items
 	g.items = nil
@@ -163,7 +162,7 @@ func (h *heldGroups) fail(reason string) []readyItem {
 	return items
 }
 
-// find returns the group that holds a tensor, or nil if none does.
+// find returns the group that holds a tensor, or nil if no group holds it.
 func (h *heldGroups) find(tensor string) *group {
 	for _, g := range h.groups {
 		if g.index(tensor) >= 0 {

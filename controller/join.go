@@ -5,15 +5,15 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// joinState has the members of a process set that have joined. A member that has joined makes no more
+// joinState records which members of a process set have joined. A member that has joined makes no more
 // requests until all members have joined.
 type joinState struct {
 	// The following slices have an element for each member.
 	members []bool   // whether the member has joined
-	empty   []bool   // whether it contributes nothing to operations that otherwise fail for joined ranks
-	names   []string // the names of the joins, "" for members that have not joined
+	empty   []bool   // whether the member has joined with empty contributions
+	names   []string // the name of each member's join, or "" if the member has not joined
 	count   int
-	last    int // the member that has joined last
+	last    int // the member that joined last
 }
 
 func newJoinState(members int) joinState {
@@ -23,7 +23,8 @@ func newJoinState(members int) joinState {
 
 func (j *joinState) has(member int) bool { return j.members[member] }
 
-// without returns the number of joined members for which asked returns false.
+// without returns how many of the joined members have not made a request. The function asked reports whether
+// a member has made it.
 func (j *joinState) without(asked func(member int) bool) int {
 	if j.count == 0 {
 		return 0
@@ -50,9 +51,9 @@ func (j *joinState) reset() {
 	j.count = 0
 }
 
-// join applies a member's join. It completes tensors that waited only for this member, in the order of their
-// first requests. It considers only tensors that were requested in full. Then the caller calls joinVotes for
-// the cached tensors.
+// join records a member's join. It completes the tensors that waited only for this member, in the order of
+// their first requests. It does so only for tensors that were requested in full. For the cached tensors, the
+// caller then calls joinVotes.
 func (s *setState) join(member int, q *message.Request) {
 	s.joined.add(member, q)
 	for _, row := range s.rows {
@@ -73,8 +74,8 @@ func (s *setState) joinVotes(member int) {
 	}
 }
 
-// joinAll answers the joins when all members have joined. The answer follows all other responses, because
-// members make no more requests until they get it.
+// joinAll answers the joins when all members have joined. This answer comes after all other responses,
+// because members make no more requests until they get it.
 func (s *setState) joinAll() {
 	if s.joined.count == 0 || s.joined.count < len(s.Ranks) {
 		return
@@ -88,8 +89,8 @@ func (s *setState) joinAll() {
 // joining returns the members that have not joined yet.
 func (s *setState) joining() []topo.Rank { return s.missing(func(int) bool { return false }) }
 
-// needsAll reports whether operations of kind k need the data of members that have joined, unless these
-// members have joined with empty contributions.
+// needsAll reports whether operations of kind k cannot run with neutral elements in place of the data of
+// joined members. Such an operation fails unless these members have joined with empty contributions.
 func needsAll(k message.Kind) bool {
 	switch k {
 	case message.Allreduce, message.Barrier:

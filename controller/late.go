@@ -8,16 +8,17 @@ import (
 	"github.com/gohvd/gohvd/internal/trace"
 )
 
-// arrivals has the times at which the members' requests for tensors arrived while tracing was on.
+// arrivals holds the times at which the members' requests for tensors arrived while tracing was on.
 type arrivals struct {
-	bits [][]time.Duration // for ungranted cached tensors, by bit and member; nil for a bit without votes
-	// granted has the arrival times for granted tensors. They are ordered by grant, then by tensor, then by
-	// member. Arrivals has already returned the first taken elements.
+	bits [][]time.Duration // for cached tensors without a grant, by bit and member; nil if a bit has no votes
+	// granted holds the arrival times for granted tensors. They are ordered by grant, then by tensor, then by
+	// member. taken is the number of times that Arrivals has already returned.
 	granted []time.Duration
 	taken   int
 }
 
-// arrive records in at that the request of a member arrives now.
+// arrive records that the request of a member arrives now. It stores the time in the element of *at for the
+// member.
 func (s *setState) arrive(at *[]time.Duration, member int) {
 	if !s.waits.trace {
 		return
@@ -36,9 +37,9 @@ func (s *setState) bitArrivals(bit uint32) *[]time.Duration {
 	return &s.arrivals.bits[bit]
 }
 
-// keepArrivals keeps the arrival times of tensors that are granted together until Arrivals returns them. It
-// keeps them only if rank 0 is a member, because otherwise rank 0 does not call Arrivals. Their order is the
-// order of the responses in the grant: first the tensors that are granted by bit, then the tensors that are
+// keepArrivals stores the arrival times of tensors that are granted together until Arrivals returns them. It
+// does so only if rank 0 is a member, because otherwise rank 0 does not call Arrivals. The order of the times
+// is that of the responses in the grant: first the tensors that are granted by bit, then the tensors that are
 // granted in full.
 func (s *setState) keepArrivals(group []int) {
 	if !s.waits.trace || s.index(0) < 0 {
@@ -71,8 +72,8 @@ func (s *setState) keepArrivals(group []int) {
 }
 
 // Trace switches the recording of arrival times on or off. An arrival time is the time at which a member's
-// request for a tensor arrives. While recording is on, call Arrivals for each grant of the sets that contain
-// rank 0, because the times accumulate until then.
+// request for a tensor arrives. While recording is on, the caller must call Arrivals for each grant of the
+// sets that contain rank 0, because the times accumulate until then.
 func (c *Coordinator) Trace(on bool) {
 	c.waits.trace = on
 	if on {
@@ -86,10 +87,10 @@ func (c *Coordinator) Trace(on bool) {
 	}
 }
 
-// Arrivals returns the arrival times of the requests for the tensors of one grant of a process set. It is the
-// oldest grant for which Arrivals was not called yet. tensors is the number of tensors in that grant. The
-// result is ordered by tensor, then by member. It has 0 for a member that had joined or whose time is
-// unknown. It is nil unless Trace is on and rank 0 is a member, and it is valid until the next turn.
+// Arrivals returns the arrival times of the requests for the tensors of one grant of a process set. This is
+// the oldest grant for which Arrivals has not been called. tensors is the number of tensors in that grant.
+// The result is ordered by tensor, then by member. A time is 0 if the member had joined or if the time is
+// unknown. The result is nil unless Trace is on and rank 0 is a member. It is valid until the next turn.
 func (c *Coordinator) Arrivals(id topo.ProcessSetID, tensors int) []time.Duration {
 	s := c.sets.find(id)
 	if s == nil || !c.waits.trace {

@@ -11,7 +11,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// arrivals drives a coordinator with the frames of all ranks of a job, to test the arrival times that the
+// arrivals drives a coordinator with the frames of all ranks of a job, and checks the arrival times that the
 // coordinator records.
 type arrivals struct {
 	t *testing.T
@@ -27,7 +27,8 @@ func newArrivals(t *testing.T, sets ...controller.Set) *arrivals {
 	return &arrivals{t, c}
 }
 
-// at makes rank r send news ms milliseconds after the start, and then executes a turn of the coordinator.
+// at makes rank r send news, with u as its content, ms milliseconds after the start. Then it executes a turn
+// of the coordinator.
 func (a *arrivals) at(ms int, r topo.Rank, seen uint64, u message.UpSet) {
 	a.t.Helper()
 	a.c.Tick(time.Duration(ms) * time.Millisecond)
@@ -73,15 +74,15 @@ func TestArrivals(t *testing.T) {
 	a.at(2, 0, 0, asks("b"))
 	a.at(5, 2, 0, asks("b", "a")) // this request completes b, which is granted
 	a.want(0, 1, 2, 1, 5)
-	// This request completes a. The coordinator grants a while b is still unfinished, because the gate is
-	// open as long as at most one grant is unfinished.
+	// This request completes a. The coordinator grants a although b is unfinished, because the gate is open
+	// while at most one grant is unfinished.
 	a.at(9, 0, 1, asks("a"))
 	a.want(0, 1, 9, 1, 5)
 	a.wantLate(analysis.HeldUp{Rank: 0, Last: 1, Held: 4 * time.Millisecond}, analysis.HeldUp{Rank: 1},
 		analysis.HeldUp{Rank: 2, Last: 1, Held: 3 * time.Millisecond})
 
-	// b has bit 0 now, and a has bit 1. c is not cached and is requested in full between the votes for a and
-	// b.
+	// Now b has bit 0, and a has bit 1. The tensor c is not cached. It is requested in full, and its request
+	// comes between the votes for a and b.
 	a.at(20, 0, 2, message.UpSet{Done: 2})
 	all := func() message.UpSet {
 		u := asks("c")
@@ -93,7 +94,7 @@ func TestArrivals(t *testing.T) {
 	a.at(25, 1, 2, all())
 	a.want(0, 3, 21, 25, 22, 21, 25, 22, 21, 25, 22)
 	a.want(0, 1) // a second call returns nothing
-	// Rank 1 held up the other ranks for 3 ms in total, not for 3 ms for each of the three tensors.
+	// Rank 1 held up the other ranks for 3 ms in total, and not for 3 ms for each of the three tensors.
 	a.wantLate(analysis.HeldUp{Rank: 0, Last: 1, Held: 4 * time.Millisecond},
 		analysis.HeldUp{Rank: 1, Last: 3, Held: 3 * time.Millisecond}, analysis.HeldUp{Rank: 2, Last: 1,
 			Held: 3 * time.Millisecond})
@@ -117,7 +118,7 @@ func TestArrivalsOfAnErasedBit(t *testing.T) {
 }
 
 // The coordinator keeps no arrival times for a set without rank 0, because Arrivals is never called for such
-// a set. It also keeps none after Trace(false).
+// a set. It also keeps no arrival times after Trace(false).
 func TestArrivalsThatNobodyAsksFor(t *testing.T) {
 	a := newArrivals(t, controller.Set{ID: 1, Ranks: []topo.Rank{1, 2}})
 	a.c.Trace(true)

@@ -11,28 +11,28 @@ import (
 )
 
 // departure is what the coordinator knows about the shutdown of a rank. A rank leaves in four steps. First it
-// says that it submits nothing more. When none of its requests can be granted anymore, the coordinator stops
-// it. When it has finished its grants, it says bye. When no other rank still executes an operation with it,
-// the coordinator closes it.
+// announces that it will submit nothing more. When none of its requests can be granted anymore, the
+// coordinator stops it. When it has finished its grants, it sends bye. When no other rank still executes an
+// operation with it, the coordinator closes it.
 type departure struct {
-	leaving bool // whether the rank submits nothing more
-	// The fields below describe the frame in which the rank announced its shutdown. at is the time at which
-	// the frame arrived.
+	leaving bool // whether the rank has announced that it will submit nothing more
+	// These fields describe the frame in which the rank announced its shutdown. at is the time at which the
+	// frame arrived.
 	at         time.Duration
-	operations uint64        // number of responses that the rank had finished
+	operations uint64        // number of responses that the rank had finished by then
 	last       string        // the last of these responses, such as `allreduce "g"`
 	sinceLast  time.Duration // the time between the end of this response and the shutdown
-	reason     string        // the reason that the rank's program gave, or "" if it gave none
+	reason     string        // the reason that the rank's program passed to Shutdown, or ""
 
 	stop   uint64 // the cycle that stopped the rank, or 0 if the rank was not stopped
 	stops  bool   // whether the cycle that is being decided stops the rank
 	bye    bool
 	closed bool
-	// holders are the ranks that may still execute an operation with this rank after this rank's bye.
+	// holders are the ranks that may still execute an operation with this rank after its bye.
 	holders message.Bits
 }
 
-// leave records that rank r submits nothing more.
+// leave records that rank r will submit nothing more.
 func (c *Coordinator) leave(r topo.Rank, up *message.Up) error {
 	k := &c.ranks[r]
 	if k.leaving {
@@ -51,7 +51,7 @@ func (c *Coordinator) leave(r topo.Rank, up *message.Up) error {
 
 func (c *Coordinator) isLeaving(r topo.Rank) bool { return c.ranks[r].leaving }
 
-// leavers returns which of the given ranks submit nothing more.
+// leavers returns those of the given ranks that will submit nothing more.
 func (c *Coordinator) leavers(ranks []topo.Rank) []topo.Rank {
 	return slices.DeleteFunc(slices.Clone(ranks), func(r topo.Rank) bool { return !c.isLeaving(r) })
 }
@@ -72,7 +72,7 @@ func (c *Coordinator) checkLeavers() {
 	}
 }
 
-// outstanding reports whether leaving rank r has a request that may still be granted.
+// outstanding reports whether the leaving rank r has a request that may still be granted.
 func (c *Coordinator) outstanding(r topo.Rank) (found bool) {
 	for _, s := range c.sets.sets {
 		if s.index(r) < 0 {
@@ -102,8 +102,8 @@ func (c *Coordinator) canStop() bool {
 	return false
 }
 
-// eachAwaited calls visit for each operation that ranks wait for in the set, including joins. waiting are the
-// ranks that wait for it, because they have made the request.
+// eachAwaited calls visit for each operation of the set, including joins, for which some ranks wait. waiting
+// are these ranks: they have made the request.
 func (s *setState) eachAwaited(visit func(st Stall, waiting []topo.Rank)) {
 	s.eachWaiting(func(_ *wait, key groupKey, stall func() Stall) {
 		st := stall()
@@ -122,15 +122,16 @@ func (s *setState) eachAwaited(visit func(st Stall, waiting []topo.Rank)) {
 	}
 }
 
-// isAwaited reports whether a rank that was not stopped waits for the operation st.
+// isAwaited reports whether some rank of the set waits for the operation st. Ranks that were stopped do not
+// count.
 func (c *Coordinator) isAwaited(s *setState, st Stall) bool {
 	return slices.ContainsFunc(s.Ranks, func(r topo.Rank) bool {
 		return c.ranks[r].stop == 0 && (st.Group != "" || !slices.Contains(st.Missing, r))
 	})
 }
 
-// awaitedText returns a text that says that the ranks in gone have shut down while the ranks in waiting wait
-// for st.
+// awaitedText returns a text that says that the ranks gone have shut down while the ranks waiting were
+// waiting for st.
 func (c *Coordinator) awaitedText(s *setState, st *Stall, gone, waiting []topo.Rank) string {
 	first := gone[0]
 	for _, r := range gone {
@@ -186,7 +187,8 @@ func (c *Coordinator) stopFor(ranks []topo.Rank, reason string) {
 	}
 }
 
-// Abandon fails rank 0 if other ranks have not shut down yet, because rank 0 stops waiting for them.
+// Abandon is called when rank 0 stops waiting for the other ranks. It fails rank 0 if some of them have not
+// shut down yet.
 func (c *Coordinator) Abandon() {
 	remaining := c.present()
 	remaining = slices.DeleteFunc(remaining, func(r topo.Rank) bool { return r == 0 || c.ranks[r].bye })
@@ -197,8 +199,8 @@ func (c *Coordinator) Abandon() {
 }
 
 // handleBye records the bye of a rank, which has finished all its grants. The rank is closed when every other
-// rank has finished the grants that it executes together with this rank. Rank 0 is closed last, because it
-// coordinates the others.
+// rank has finished the grants that it executes together with this rank. Rank 0 is closed last, because it is
+// the coordinator.
 func (c *Coordinator) handleBye(r topo.Rank) {
 	c.ranks[r].bye, c.ranks[r].executing = true, execution{}
 	c.progress = c.now
@@ -226,8 +228,8 @@ func (c *Coordinator) handleBye(r topo.Rank) {
 	c.closeReleased(r)
 }
 
-// released records that the rank in by executes no operation with rank r anymore. It has no effect if r has
-// not left.
+// released records that the rank with the number by does not execute an operation with rank r anymore. It has
+// no effect if r has not left.
 func (c *Coordinator) released(r, by topo.Rank) {
 	if k := &c.ranks[r]; k.holders.Has(uint32(by)) {
 		k.holders.Clear(uint32(by))
@@ -235,7 +237,7 @@ func (c *Coordinator) released(r, by topo.Rank) {
 	}
 }
 
-// closeReleased closes rank r, which has said bye, if no other rank needs it.
+// closeReleased closes rank r, which has sent bye, if no other rank needs it.
 func (c *Coordinator) closeReleased(r topo.Rank) {
 	if k := &c.ranks[r]; !k.holders.Any() && !k.lost {
 		c.emit(&message.Down{Type: message.DownClose, Cycle: c.cycle}, []topo.Rank{r})

@@ -7,17 +7,17 @@ import (
 
 // Lockstep carries the requests of a Member to the Coordinator, and the decisions of the Coordinator back. It
 // uses collectives that all ranks enter in every cycle (docs/negotiation.md, Lock-step), as Horovod does. All
-// other frames are sent as without Lockstep. Member and Coordinator must be configured with Lockstep. A
-// Lockstep is not safe for concurrent use.
+// other frames are sent as without Lockstep. The field Lockstep must be set in the configurations of Member
+// and Coordinator. A Lockstep is not safe for concurrent use.
 //
 // A cycle has these steps. Vectors returns two vectors, which all ranks combine by bitwise AND and OR.
-// Combine takes the results and returns gather and broadcast. If gather is true, each rank sends the result
+// Combine accepts the results and returns gather and broadcast. If gather is true, each rank sends the result
 // of Gather to rank 0. If broadcast is true, rank 0 broadcasts the result of Decide, and every rank applies
 // it with Member.Step. Nothing may be submitted to the Member during a cycle.
 //
-// Rank 0 learns from the vectors only for which bits every rank has voted. If a cycle does not answer a vote,
-// the next cycle gathers the vote. So the coordinator learns one cycle later than in the negotiation by
-// events which rank waits for which.
+// The combined vectors show rank 0 only for which bits every rank has voted. If a cycle does not answer a
+// vote, the next cycle gathers the vote. So in lock-step the coordinator learns one cycle later which ranks
+// have requested a tensor and which have not.
 type Lockstep struct {
 	member      *Member
 	coordinator *Coordinator // nil except at rank 0
@@ -25,20 +25,21 @@ type Lockstep struct {
 
 	and, or  []uint64 // reused memory of Vectors
 	combined struct{ and, or []uint64 }
-	up       message.Up // the frame that Gather has returned last
+	up       message.Up // the frame that Gather returned last
 }
 
-// flagGather is a bit in the first word of the vector or. A rank sets it if it has something to gather.
+// flagGather is a bit in the first word of the vector for bitwise OR. A rank sets it if it has something to
+// gather.
 const flagGather = 1
 
-// NewLockstep returns the Lockstep of a rank. c is nil except at rank 0.
+// NewLockstep returns the Lockstep of a rank. At rank 0, c is the Coordinator. At other ranks, it is nil.
 func NewLockstep(m *Member, c *Coordinator, cacheCapacity int) *Lockstep {
 	l := &Lockstep{member: m, coordinator: c, words: (min(cacheCapacity, message.MaxCacheBits) + 63) / 64}
 	l.up.Type = message.UpNews
 	return l
 }
 
-// voteState has the unanswered votes of a member in a process set. It is used only in lock-step.
+// voteState holds the unanswered votes of a member in a process set. It is used only in lock-step.
 type voteState struct {
 	votes     message.Bits
 	presented message.Bits // votes that were in the vectors of an earlier cycle
@@ -46,18 +47,18 @@ type voteState struct {
 	joinKnown bool         // whether rank 0 knows that this rank has joined
 }
 
-// answered removes the vote for a bit that was answered.
+// answered removes the vote for a bit, because the vote was answered.
 func (b *voteState) answered(bit uint32) {
 	b.votes.Clear(bit)
 	b.presented.Clear(bit)
 	b.known.Clear(bit)
 }
 
-// Vectors returns what this rank contributes to the cycle: the vector and, which all ranks combine by bitwise
-// AND, and the vector or, which they combine by bitwise OR. Each vector has the same length at all ranks. The
-// vector or begins with one word of flags. Both vectors have the rank's unanswered votes in each set, in the
-// order of the sets. If the rank is not a member of a set, or if rank 0 knows that it has joined the set, the
-// words for that set in the vector and are all ones. The vectors are valid until the next call.
+// Vectors returns two vectors to which this rank contributes in the cycle. All ranks combine the first, and,
+// by bitwise AND, and the second, or, by bitwise OR. Each vector has the same length at all ranks. The second
+// vector begins with one word of flags. Then both vectors contain the rank's unanswered votes in each set, in
+// the order of the sets. If the rank is not a member of a set, or if rank 0 knows that it has joined the set,
+// the words for that set in the first vector are all ones. The vectors are valid until the next call.
 func (l *Lockstep) Vectors() (and, or []uint64) {
 	l.and, l.or = l.and[:0], append(l.or[:0], 0)
 	gather := l.member.news || l.coordinator != nil && l.coordinator.state == stopping &&
@@ -87,9 +88,9 @@ func word(v message.Bits, w int) uint64 {
 	return 0
 }
 
-// Combine takes the combined vectors, which the caller must not change until the end of the cycle. gather
-// says that all ranks now send a frame to rank 0, and broadcast says that rank 0 then broadcasts a frame. The
-// results are the same at all ranks.
+// Combine accepts the combined vectors, which the caller must not change until the end of the cycle. It
+// returns true as gather if every rank must now send a frame to rank 0. It returns true as broadcast if rank
+// 0 must then broadcast a frame. The results are the same at all ranks.
 func (l *Lockstep) Combine(and, or []uint64) (gather, broadcast bool) {
 	l.combined.and, l.combined.or = and, or
 	ready := l.readyBits()
@@ -113,16 +114,16 @@ func (l *Lockstep) readyBits() message.Bits {
 	return ready
 }
 
-// Quiet reports whether the combined vectors are empty. That is so if no rank had votes or news. The result
-// is the same at all ranks.
+// Quiet reports whether no rank had votes or news in this cycle, so that the combined vectors are empty. The
+// result is the same at all ranks.
 func (l *Lockstep) Quiet() bool { return !message.Bits(l.combined.or).Any() }
 
 // Over reports whether this rank enters no more cycles, because it has failed or was stopped. All ranks are
 // stopped in the same cycle.
 func (l *Lockstep) Over() bool { return l.member.state != memberRunning }
 
-// Gather returns the frame that this rank sends to rank 0. It has the rank's news and all votes that rank 0
-// does not know yet. The frame is valid until the next call.
+// Gather returns the frame that this rank sends to rank 0. The frame contains the rank's news and all votes
+// that rank 0 does not know yet. It is valid until the next call.
 func (l *Lockstep) Gather() *message.Up {
 	m := l.member
 	for _, s := range m.sets {
@@ -148,8 +149,8 @@ func (l *Lockstep) Decide(ups []*message.Up) *message.Down {
 	for r, up := range ups {
 		c.Step(topo.Rank(r), up)
 	}
-	// Count the votes for these bits after applying the news, because the news contain the votes of ranks
-	// that join in this cycle.
+	// Count the votes for the ready bits only after applying the news, because the news contain the votes of
+	// ranks that join in this cycle.
 	for i, s := range sets {
 		c.voted(s, ready[i*l.words:][:l.words])
 	}
@@ -162,8 +163,8 @@ func (l *Lockstep) Decide(ups []*message.Up) *message.Down {
 	return c.decideAll(func(i int) message.Bits { return l.combined.or[1+i*l.words:][:l.words] })
 }
 
-// voted counts the votes for bits that rank 0 did not know yet. Every member of the set has voted for these
-// bits or has joined.
+// voted counts the votes for bits that every member of the set has voted for, unless it has joined. It skips
+// votes that rank 0 has already counted.
 func (c *Coordinator) voted(s *setState, bits message.Bits) {
 	for bit, ok := bits.Next(0); ok; bit, ok = bits.Next(bit + 1) {
 		for m, r := range s.Ranks {
@@ -178,8 +179,8 @@ func (c *Coordinator) voted(s *setState, bits message.Bits) {
 	}
 }
 
-// decideAll issues a cycle for all ranks, even if there is nothing to decide. The cache does not evict the
-// pinned entries of a set, because ranks have voted for them.
+// decideAll issues a cycle for all ranks, even if there is nothing to decide. The function pinned returns the
+// bits of a set for which ranks have voted, so that the cache does not evict these entries.
 func (c *Coordinator) decideAll(pinned func(set int) message.Bits) *message.Down {
 	c.cycle, c.lastCycle = c.cycle+1, c.now
 	d := &message.Down{Type: message.DownCycle, Cycle: c.cycle, Stop: c.state == stopping,
@@ -189,7 +190,7 @@ func (c *Coordinator) decideAll(pinned func(set int) message.Bits) *message.Down
 			continue // this cycle removes the set
 		}
 		s.decide(d.AddSet(s.ID), c.cycle, &c.policy, pinned(i))
-		s.done = s.granted // keep the gate open, because the cycle time batches tensors already
+		s.done = s.granted // keep the gate open, because the cycle time already batches tensors
 	}
 	if d.Stop {
 		c.stopSent = true

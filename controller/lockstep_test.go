@@ -17,13 +17,15 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// lockstepJob is a job in lock-step. It executes the collectives of the negotiation without connections.
+// lockstepJob is a job in lock-step. It executes the collectives of the negotiation by function calls,
+// without connections.
 type lockstepJob struct {
 	tb    testing.TB
 	sets  []controller.Set
 	coord *controller.Coordinator
 	ranks []lockstepRank
-	// pending has the unanswered requests of each rank, and answers has the answers to its earlier requests.
+	// pending holds the unanswered requests of each rank, and answers holds the answers to its earlier
+	// requests.
 	pending [][]request
 	answers []map[string]string
 	turns   []map[string]int
@@ -195,8 +197,7 @@ func verdictOf(c *controller.Coordinator) *controller.Verdict {
 	return nil
 }
 
-// change records that a response has added or removed a process set. It is called once for the job, not once
-// for each rank.
+// change records that a response has added or removed a process set. It is called once for the whole job.
 func (j *lockstepJob) change(r *message.Response) {
 	switch r.Kind {
 	case message.AddProcessSet:
@@ -252,8 +253,9 @@ func (a *answering) granted(n *node, g *controller.Grant) {
 	}
 }
 
-// TestEventsAndLockstepAgree checks invariant 14. If the ranks of a job by events and of a job in lock-step
-// submit the same requests, they get the same answers, for all cache capacities and fusion thresholds.
+// TestEventsAndLockstepAgree checks invariant 14: if the ranks of a job that negotiates by events and the
+// ranks of a job in lock-step submit the same requests, they get the same answers. This holds for all cache
+// capacities and fusion thresholds.
 func TestEventsAndLockstepAgree(t *testing.T) {
 	n := 300
 	if testing.Short() {
@@ -360,8 +362,8 @@ func allreduce(name string, numElems int64) message.Request {
 	}
 }
 
-// If no backend can run cached tensors because the fused response is too large, each tensor is answered once,
-// with an error.
+// If no backend can run cached tensors together because the fused response is too large, each tensor is
+// answered once, with an error.
 func TestRefusedThoughCached(t *testing.T) {
 	large := errors.New("no backend: tcp: more than 16 bytes")
 	planner := func(_ topo.ProcessSetID, _ *message.Response, numBytes int64) (
@@ -426,8 +428,8 @@ func (w *refusals) granted(n *node, g *controller.Grant) {
 	}
 }
 
-// results shortens the keys of grants with one response. The short key is the name and "run", or the name and
-// the error.
+// results shortens the keys of grants with one response. A short key consists of the name and "run", or of
+// the name and the error.
 func results(keys []string) []string {
 	var short []string
 	for _, k := range keys {
@@ -441,9 +443,9 @@ func results(keys []string) []string {
 	return short
 }
 
-// In lock-step, all ranks are stopped in one cycle. This is the cycle in which the last rank leaves, or in
-// which a rank waits for a tensor that a leaving rank has not requested. That cycle still grants tensors that
-// every rank has requested.
+// In lock-step, all ranks are stopped in one cycle. It is the cycle in which the last rank leaves, or the
+// cycle in which a rank waits for a tensor that a leaving rank has not requested. That cycle still grants
+// tensors that every rank has requested.
 func TestLockstepShutdown(t *testing.T) {
 	start := func() *lockstepJob {
 		j := newLockstepJob(t, controller.CoordinatorConfig{
@@ -512,8 +514,8 @@ func TestLockstepShutdown(t *testing.T) {
 	}
 }
 
-// In lock-step, the negotiation works if bit vectors have more than one word, and if a process set does not
-// contain some of the ranks or any of them.
+// The negotiation in lock-step works if bit vectors have more than one word, and if a process set contains
+// only some ranks or none.
 func TestLockstepManyBits(t *testing.T) {
 	sets := []controller.Set{controller.Global(3), {ID: 1, Ranks: []topo.Rank{0, 2}}, {ID: 2}}
 	j := newLockstepJob(t, controller.CoordinatorConfig{Sets: sets, CacheCapacity: 130,
@@ -534,7 +536,8 @@ func TestLockstepManyBits(t *testing.T) {
 				t.Fatalf("turn %d: rank %d waits for %v", turn, r, pending)
 			}
 		}
-		// Requests for cached tensors are only votes, so only the first cycle gathers requests.
+		// Requests for cached tensors are only votes. So only the first cycle, in which nothing is cached,
+		// gathers requests.
 		if j.gathers != 1 {
 			t.Errorf("turn %d: %d gathers so far, want 1", turn, j.gathers)
 		}
@@ -601,7 +604,8 @@ func TestLockstepErrors(t *testing.T) {
 	}
 }
 
-// In lock-step, a rank that has joined cannot submit requests until the join has ended. Afterwards it can.
+// In lock-step, a rank that has joined cannot submit requests until its join has completed. Afterwards it
+// can.
 func TestLockstepJoin(t *testing.T) {
 	j := newLockstepJob(t, controller.CoordinatorConfig{
 		Sets: []controller.Set{controller.Global(3)}, CacheCapacity: 4, FusionThresholdBytes: 64,
@@ -690,8 +694,8 @@ func TestLockstepKnowsWhoIsMissing(t *testing.T) {
 	}
 }
 
-// sameReasons returns answers without the parts that depend on the order of arrival. If several tensors could
-// have made a group fail, the name of the tensor in the error is such a part.
+// sameReasons returns answers without the parts that depend on the order of arrival. For example, if several
+// tensors can make a group fail, the order determines which of them the error names.
 func sameReasons(answers map[string]string) map[string]string {
 	same := make(map[string]string)
 	for what, answer := range answers {
@@ -701,7 +705,7 @@ func sameReasons(answers map[string]string) map[string]string {
 	return same
 }
 
-// differences lists the answers that differ between a job by events and a job in lock-step.
+// differences lists the answers that differ between a job that negotiates by events and a job in lock-step.
 func differences(events, lockstep map[string]string) string {
 	var text strings.Builder
 	for _, what := range slices.Sorted(maps.Keys(events)) {
@@ -717,8 +721,8 @@ func differences(events, lockstep map[string]string) string {
 	return text.String()
 }
 
-// If an operation times out while a rank is silent, the verdict names the silent rank, not the ranks that the
-// silent rank holds up.
+// If an operation times out while a rank is silent, the verdict names the silent rank. It does not name the
+// ranks that the silent rank holds up.
 func TestTimeoutDuringSilence(t *testing.T) {
 	start := func(lockstep bool) *controller.Coordinator {
 		c := controller.NewCoordinator(controller.CoordinatorConfig{

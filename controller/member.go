@@ -14,13 +14,13 @@ import (
 // MemberConfig configures a Member.
 type MemberConfig struct {
 	Rank topo.Rank
-	// Sets are process sets with which the job begins, in ascending order of ID: all of them with Lockstep,
-	// and otherwise the sets that contain the rank.
+	// Sets are process sets with which the job begins, in ascending order of ID. With Lockstep, these are all
+	// process sets of the job. Otherwise, they are the sets that contain the rank.
 	Sets []Set
-	// LivenessTimeout is the maximum time between two frames from the coordinator. If it passes, the
-	// coordinator has failed.
+	// LivenessTimeout is the maximum time between two frames from the coordinator. If the coordinator is
+	// silent for longer, it has failed.
 	LivenessTimeout time.Duration
-	// Lockstep says that a controller.Lockstep carries the requests and the cycles.
+	// Lockstep is set if a controller.Lockstep carries the requests and the cycles.
 	Lockstep bool
 }
 
@@ -38,8 +38,8 @@ const (
 //
 // In each turn, call Tick, then Submit, Finished and so on for events at this rank, then Ready. Send the
 // frames that Ready returns and call Advance. Then, for each received frame, call Step and Ready, run the
-// grants that Ready returns, and call Advance. Send the frames of Ready before the next Step, because their
-// requests were looked up in the cache as it was after the previous frame.
+// grants that Ready returns, and call Advance. Send the frames that Ready returns before the next Step,
+// because the requests in them refer to the cache as it is before that Step.
 type Member struct {
 	cfg   MemberConfig
 	sets  []*memberSet
@@ -54,7 +54,7 @@ type Member struct {
 	up           message.Up   // the next frame
 	news         bool         // whether up has content
 	shutdown     bool         // whether Shutdown was called
-	announced    bool         // whether the coordinator was told of the shutdown
+	announced    bool         // whether the coordinator has been notified of the shutdown
 	reason       string       // the argument of Shutdown
 	operations   uint64       // number of responses that this rank has finished
 	lastKind     message.Kind // the kind of the last of these responses, which ended at lastAt
@@ -64,7 +64,7 @@ type Member struct {
 	grants       []*Grant    // grants that the next Ready returns
 	running      grantList   // all unfinished grants, including those in grants
 	free         []*Grant    // grants that may be reused
-	left         []topo.Rank // ranks that have left (DownLeft) and that this rank still needs
+	left         []topo.Rank // ranks that have left (DownLeft) but that this rank still needs
 	stopReason   string
 	stopRanks    []topo.Rank
 	timeouts     []message.Up // timeout frames to send
@@ -108,8 +108,8 @@ type Ready struct {
 	Ups []*message.Up
 	// Grants are the grants to run, in order within each set. Pass each of them to Finished after it has run.
 	Grants []*Grant
-	// Stop says that nothing more will be granted. The caller must end the requests that were not granted
-	// with the error of the shutdown.
+	// Stop is set if nothing more will be granted. The caller must end all requests without a grant with the
+	// error of the shutdown.
 	Stop bool
 	// StopReason is the reason for the stop. It is empty if this rank has asked for the stop. StopRanks are
 	// the ranks whose shutdown is the reason.
@@ -149,8 +149,8 @@ func (m *Member) Tick(now time.Duration) {
 	}
 }
 
-// Submit adds a request of this rank. The request must have passed Check, and no tensor of its name may be in
-// flight. After the stop Submit ignores requests, because the engine ends them with the error of the
+// Submit adds a request of this rank. The request must have passed Check, and no tensor with its name may be
+// in flight. After the stop, Submit ignores requests, and the engine ends them with the error of the
 // shutdown.
 func (m *Member) Submit(id topo.ProcessSetID, q *message.Request) error {
 	if m.state != memberRunning {
@@ -190,7 +190,7 @@ func (m *Member) addRequest(id topo.ProcessSetID, q *message.Request) {
 	m.news = true
 }
 
-// Finished records that a grant has run. Afterwards the member may reuse the Grant. Finished may be called
+// Finished records that a grant has run. Afterwards the member may reuse the Grant. Finished must be called
 // even if the process set of the grant was removed.
 func (m *Member) Finished(g *Grant) {
 	m.running.remove(g)
@@ -208,8 +208,8 @@ func (m *Member) Finished(g *Grant) {
 	m.free = append(m.free, g)
 }
 
-// Shutdown records that this rank submits nothing more. The rank is stopped when its requests are answered.
-// If reason is not empty, it is shown to ranks that still need this rank.
+// Shutdown records that this rank will submit nothing more. The rank is stopped when its requests have been
+// answered. If reason is not empty, it appears in the errors of ranks that still need this rank.
 func (m *Member) Shutdown(reason string) {
 	if m.state == memberRunning && !m.shutdown {
 		m.shutdown, m.reason, m.news = true, reason, true
@@ -223,9 +223,10 @@ func (m *Member) Drained() {
 	}
 }
 
-// Suspect reports that the data connection to rank r has failed or, if r is this rank, that this rank fails.
-// The coordinator answers with a verdict. If the verdict does not come in time, the suspicion becomes the
-// verdict. After this rank's bye, Suspect has no effect, because the rank executes nothing that could fail.
+// Suspect reports a failure. If r is another rank, the data connection to it has failed. If r is this rank,
+// this rank itself fails. The coordinator answers with a verdict. If the verdict does not come in time, the
+// suspicion becomes the verdict. After this rank's bye, Suspect has no effect, because the rank executes
+// nothing that could fail.
 func (m *Member) Suspect(r topo.Rank, reason string) {
 	if m.suspected != nil || m.state == memberBye || m.state == memberClosed || m.state == memberFailed {
 		return
@@ -234,8 +235,8 @@ func (m *Member) Suspect(r topo.Rank, reason string) {
 	m.suspectedAt, m.suspectFrame = m.now, true
 }
 
-// Lost records that the connection to the coordinator has ended. If this rank has said bye, the epoch is
-// over. Otherwise, if there is no verdict yet, the verdict is that rank 0 has failed.
+// Lost records that the connection to the coordinator has ended. If this rank has sent bye, the epoch is
+// over. Otherwise, unless there is a verdict already, the verdict is that rank 0 has failed.
 func (m *Member) Lost(reason string) {
 	switch m.state {
 	case memberClosed, memberFailed:
@@ -248,7 +249,7 @@ func (m *Member) Lost(reason string) {
 
 func (m *Member) fail(v *Verdict) {
 	m.state, m.verdict = memberFailed, v
-	// Do not run grants that precede the fault in the same frame either.
+	// Do not run grants from the faulty frame, even if they come before the fault.
 	clear(m.grants)
 	m.grants = m.grants[:0]
 }
@@ -325,7 +326,8 @@ func (m *Member) apply(d *message.Down) error {
 	return nil
 }
 
-// apply applies the decisions of a frame about the set. It appends the grants to grants.
+// apply applies those decisions of a frame that are about the set, and appends the grants to the slice
+// grants.
 func (s *memberSet) apply(ds *message.DownSet, grants []*Grant, newGrant func() *Grant) ([]*Grant, error) {
 	for i := range ds.Grants {
 		dg := &ds.Grants[i]
@@ -343,8 +345,8 @@ func (s *memberSet) apply(ds *message.DownSet, grants []*Grant, newGrant func() 
 			g.Responses = append(g.Responses, r)
 		}
 		for _, r := range dg.Full {
-			// The coordinator grants a cached request in full if the response has become an error or depends
-			// on absent ranks.
+			// The coordinator grants a cached request in full if the response has become an error or if it
+			// depends on absent ranks.
 			if bit, ok := s.cache.BitOf(r.Name); ok {
 				s.answered(bit)
 			}
@@ -374,8 +376,8 @@ func (s *memberSet) apply(ds *message.DownSet, grants []*Grant, newGrant func() 
 	return grants, nil
 }
 
-// checkGrant returns an error if the grant is not valid, so that it must not be executed. Only a faulty
-// coordinator sends such a grant.
+// checkGrant returns an error if the grant is invalid and must not be executed. Only a faulty coordinator
+// sends such a grant.
 func checkGrant(s *memberSet, g *Grant) error {
 	if len(g.Responses) == 0 {
 		return fmt.Errorf("got a grant without a response")
@@ -402,7 +404,7 @@ func checkGrant(s *memberSet, g *Grant) error {
 	return nil
 }
 
-// checkResponse returns an error if a response of the grant is not valid for the process set.
+// checkResponse returns an error if a response of the grant is invalid for the process set.
 func checkResponse(s *memberSet, g *Grant, r *message.Response) error {
 	switch r.Kind {
 	case message.Allgather:
@@ -455,7 +457,7 @@ func (m *Member) Ready() Ready {
 		StopRanks: m.stopRanks}
 }
 
-// appendFrames makes the frames of a turn and appends them to ups.
+// appendFrames creates the frames of a turn and appends them to the slice ups.
 func (m *Member) appendFrames() {
 	if m.news && !m.cfg.Lockstep {
 		m.completeNews()
@@ -484,7 +486,7 @@ func (m *Member) appendFrames() {
 	}
 }
 
-// completeNews sets those fields of the next news frame whose values are known only when the frame is sent.
+// completeNews sets those fields of the next news frame that are known only when the frame is sent.
 func (m *Member) completeNews() {
 	if m.up.Seen = m.seen; m.shutdown && !m.announced {
 		m.up.Shutdown, m.up.Operations, m.up.Reason = true, m.operations, m.reason
@@ -495,14 +497,14 @@ func (m *Member) completeNews() {
 	}
 }
 
-// newsTaken begins a new news frame.
+// newsTaken starts a new news frame, because Ready has taken the previous one.
 func (m *Member) newsTaken() {
 	m.up.Reset()
 	m.up.Type = message.UpNews
 	m.news = false
 }
 
-// lastOperation returns a text with the operation and the name of the last response that has finished.
+// lastOperation returns the operation and the name of the last response that this rank has finished, as text.
 func (m *Member) lastOperation() string {
 	if m.lastKind == message.Error { // an error response does not contain the operation
 		return label(message.NoKind, m.lastName)
@@ -510,7 +512,8 @@ func (m *Member) lastOperation() string {
 	return label(m.lastKind, m.lastName)
 }
 
-// executes reports whether an unfinished grant may belong to a process set that contains r.
+// executes reports whether this rank may still execute an operation with r: it does if an unfinished grant
+// belongs to a process set that contains r.
 func (m *Member) executes(r topo.Rank) bool {
 	for g := m.running.oldest; g != nil; g = g.newer {
 		// The members of a removed process set are unknown, so r may be one of them.
@@ -542,7 +545,7 @@ func (m *Member) Advance() {
 // Verdict returns why the epoch has failed, or nil if it has not.
 func (m *Member) Verdict() *Verdict { return m.verdict }
 
-// Closed reports whether this rank has left the job in an orderly way. If so, no other rank needs it anymore.
+// Closed reports whether this rank has left the job in an orderly way and no other rank needs it anymore.
 func (m *Member) Closed() bool { return m.state == memberClosed }
 
 // Next returns the time by which Tick and Ready must be called again, even if nothing happens before.

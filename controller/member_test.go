@@ -27,14 +27,14 @@ func response(name string, numElems int64) *message.Response {
 	}
 }
 
-// If a frame from the coordinator breaks the protocol, the verdict of the member is that rank 0 has failed,
-// and the member executes none of the grants in the frame.
+// If a frame from the coordinator breaks the protocol, the verdict of the member is that rank 0 has failed.
+// The member executes no grant in the frame.
 func TestMemberRefuses(t *testing.T) {
 	full := func(r ...*message.Response) message.Grant { return message.Grant{Full: r} }
 	cycle := func(n uint64, s message.DownSet) *message.Down {
 		return &message.Down{Type: message.DownCycle, Cycle: n, Sets: []message.DownSet{s}}
 	}
-	// This cycle precedes the frame under test and gives a bit 0.
+	// This cycle precedes the frame under test and assigns bit 0 to the tensor a.
 	first := cycle(1, message.DownSet{Grants: []message.Grant{full(response("a", 1))},
 		Puts: []message.Put{{}}})
 	good := full(response("good", 1))
@@ -273,7 +273,7 @@ func TestMember(t *testing.T) {
 		if err := m.Step(down); err != nil {
 			t.Fatal(err)
 		}
-		down.Ranks[0] = 9 // a caller reuses the memory of frames
+		down.Ranks[0] = 9 // the caller may reuse the memory of the frame
 		m.Tick(time.Hour)
 		if got, want := m.Verdict().Error(), "ranks 0 and 2 failed: who knows"; got != want {
 			t.Errorf("verdict %q, want %q", got, want)
@@ -397,8 +397,8 @@ func TestMember(t *testing.T) {
 	})
 }
 
-// If the processes of a job were stopped for an hour, neither the coordinator nor a member fails a rank
-// because it was silent. If a rank is silent later, it fails.
+// If all processes of a job were stopped for an hour, neither the coordinator nor a member fails another rank
+// for its silence in this time. If a rank is silent later, it fails.
 func TestStoppedProcess(t *testing.T) {
 	c := controller.NewCoordinator(controller.CoordinatorConfig{
 		Sets: []controller.Set{controller.Global(2)}, LivenessTimeout: livenessTimeout, Plan: plan(),
@@ -478,8 +478,8 @@ func TestStoppedProcessAndStalls(t *testing.T) {
 	}
 }
 
-// If several stall warnings for a tensor are due when the coordinator runs a turn, it reports the tensor
-// once, and the next report is due at the next multiple of the warning time.
+// If several stall warnings for a tensor are due when the coordinator runs a turn, it reports the tensor only
+// once. The next report is due at the next multiple of the warning time.
 func TestStallsAreNotMadeUpFor(t *testing.T) {
 	const period = 100 * time.Millisecond
 	c := controller.NewCoordinator(controller.CoordinatorConfig{
@@ -497,7 +497,8 @@ func TestStallsAreNotMadeUpFor(t *testing.T) {
 	}
 }
 
-// If a job has as many process sets as a frame can have, the request to add another one returns an error.
+// If a job already has as many process sets as a frame can hold, the request to add another one returns an
+// error.
 func TestTooManySets(t *testing.T) {
 	cfg := controller.CoordinatorConfig{Sets: []controller.Set{controller.Global(2)},
 		LivenessTimeout: livenessTimeout, Plan: plan()}
@@ -516,8 +517,8 @@ func TestTooManySets(t *testing.T) {
 	}
 }
 
-// If a shutdown makes no progress and a rank is silent, the verdict names that rank, even before the liveness
-// timeout of the rank ends.
+// If a shutdown makes no progress and a rank is silent, the verdict names that rank, even before its liveness
+// timeout has passed.
 func TestSilentInShutdown(t *testing.T) {
 	c := controller.NewCoordinator(controller.CoordinatorConfig{
 		Sets: []controller.Set{controller.Global(3)}, LivenessTimeout: time.Minute, Plan: plan(),
@@ -540,8 +541,8 @@ func TestSilentInShutdown(t *testing.T) {
 	}
 }
 
-// Coordinator.Next returns the time of the next turn, for each reason for which a turn can be due. The
-// scripts test what the coordinator does in that turn.
+// Coordinator.Next returns the time of the next turn for each reason for which a turn can be due. The scripts
+// test what the coordinator does in that turn.
 func TestCoordinatorNext(t *testing.T) {
 	const beat = controller.HeartbeatPeriod
 	start := func(cycleTime time.Duration) *controller.Coordinator {
@@ -554,8 +555,8 @@ func TestCoordinatorNext(t *testing.T) {
 		c.Ready()
 		c.Advance()
 	}
-	// until executes one turn in each heartbeat period, as the engine does. The coordinator would take a
-	// longer gap for time in which the process was stopped.
+	// The function until executes one turn in each heartbeat period, as the engine does. If turns were
+	// further apart, the coordinator would conclude that the process was stopped.
 	until := func(c *controller.Coordinator, at time.Duration) {
 		for now := beat; now < at; now += beat {
 			c.Tick(now)
@@ -599,7 +600,7 @@ func TestCoordinatorNext(t *testing.T) {
 	}
 	want(c, controller.Never, "closed")
 
-	// Rank 0 is silent until the liveness timeout.
+	// Rank 0 is silent until its liveness timeout has passed.
 	c = start(0)
 	until(c, livenessTimeout-beat/2)
 	turn(c)
@@ -736,7 +737,7 @@ func TestMemberAllocatesNothing(t *testing.T) {
 			s.now += time.Microsecond
 			s.send(rank)
 			// The next frame from the coordinator differs from the previous one only in the number of the
-			// cycle, so increment the number.
+			// cycle, so the test increments that number.
 			s.down[2]++
 			s.read(rank)
 		})
@@ -747,13 +748,14 @@ func TestMemberAllocatesNothing(t *testing.T) {
 }
 
 // BenchmarkCycle measures the work of all ranks and of the coordinator in one cycle of cached tensors, in one
-// goroutine: submit, encode, decode, decide and apply. 161 is the number of gradients of ResNet-50.
+// goroutine: submit, encode, decode, decide and apply. It uses 161 tensors because ResNet-50 has 161
+// gradients.
 func BenchmarkCycle(b *testing.B) {
 	steadily(b, func(s *steady) func() { return s.cycle })
 }
 
-// BenchmarkCoordinator measures only the work of the coordinator in one cycle: it decodes and counts the
-// frames of all ranks, decides, and encodes one frame.
+// BenchmarkCoordinator measures only the work of the coordinator in one cycle: it decodes the frames of all
+// ranks, counts the votes, decides, and encodes one frame.
 func BenchmarkCoordinator(b *testing.B) {
 	steadily(b, func(s *steady) func() {
 		return func() {

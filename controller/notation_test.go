@@ -12,18 +12,18 @@ import (
 )
 
 // The functions in this file format and parse frames (message.Up, message.Down) in the notation of the
-// example in docs/negotiation.md. The output of scripts has this notation, and so have the forged frames in
-// scripts.
+// example in docs/negotiation.md. The scripts use the notation for their output and for the forged frames in
+// their commands.
 
 func upText(from topo.Rank, u *message.Up) string { return fmt.Sprintf("%d->0 %v", from, u) }
 
-// downText formats a frame from the coordinator to the ranks in to, in a job of size ranks. If the frame goes
-// to all ranks, the text begins with "0->*".
+// downText formats a frame from the coordinator to the given ranks, in a job of the given size. If the frame
+// goes to all ranks, the text begins with "0->*".
 func downText(to []topo.Rank, size int, d *message.Down) string {
 	return fmt.Sprintf("0->%s %v", ranksText(to, size), d)
 }
 
-// kindText returns the name of a kind without spaces.
+// kindText returns the name of a kind with dashes instead of spaces.
 func kindText(k message.Kind) string { return strings.ReplaceAll(k.String(), " ", "-") }
 
 func ranksText(ranks []topo.Rank, size int) string {
@@ -35,7 +35,7 @@ func ranksText(ranks []topo.Rank, size int) string {
 	return strings.Trim(strings.ReplaceAll(fmt.Sprint(ranks), " ", ","), "[]")
 }
 
-// fields splits a line at spaces, except at spaces in brackets.
+// fields splits a line at spaces, but not at spaces within brackets.
 func fields(line string) []string {
 	depth := 0
 	return strings.FieldsFunc(line, func(r rune) bool {
@@ -50,7 +50,7 @@ func fields(line string) []string {
 }
 
 // parseRequests parses text such as "allreduce g0,g1 float32[4 4] op=min root=1", which stands for one
-// request for each name. rest is the remainder of the line.
+// request for each name. It returns the requests and the fields of the line that it has not used.
 func parseRequests(f []string) (qs []message.Request, rest []string, err error) {
 	if len(f) < 2 {
 		return nil, nil, fmt.Errorf("want a kind and a name, got %q", f)
@@ -142,7 +142,7 @@ func parseTensor(text string) (dt tensor.DType, shape tensor.Shape, err error) {
 	return parseDType(text[:open]), shape, nil
 }
 
-// parseParts makes q a request for a group. text lists the tensors of the group, such as "float32[4
+// parseParts makes q a request for a group. The text lists the tensors of the group, such as "float32[4
 // 4],int64[2]".
 func parseParts(q *message.Request, text string) error {
 	var elems int64

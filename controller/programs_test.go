@@ -35,18 +35,18 @@ func randomRanks(rng *rand.Rand, all []topo.Rank) (ranks []topo.Rank) {
 	return ranks
 }
 
-// programmer generates random programs. A program is the list of requests of one rank, in order. A request
-// and all later requests wait while its name is in flight, while the rank has joined the request's process
-// set, or while the rank does not have that set yet.
+// programmer generates random programs. A program is the ordered list of the requests of one rank. A request
+// and all later requests wait while the name of the request is in flight, while the rank has joined the
+// request's process set, or while the rank does not have that set yet.
 //
-// In every step all members of a set submit the same names, each in a random order. So an undisturbed job
-// answers all requests. If a step ends with a join, each member submits a random subset of the names before
-// its join. Names repeat from step to step, usually with the same parameters. Sometimes all ranks change the
-// parameters, and sometimes only one rank does.
+// In every step, all members of a set submit the same names, each in a random order. So in a job without
+// failures, all requests are answered. If a step ends with a join, each member submits a random subset of the
+// names before its join. Names repeat from step to step, usually with the same parameters. Sometimes all
+// ranks change the parameters, and sometimes only one rank does.
 type programmer struct {
 	rng *rand.Rand
-	// races allows a process set to be removed while requests for it are in flight. If so, the answers depend
-	// on timing.
+	// races is set if a process set may be removed while requests for it are in flight. Then the answers
+	// depend on timing.
 	races    bool
 	all      []topo.Rank
 	sets     []*plannedSet
@@ -59,12 +59,12 @@ type plannedSet struct {
 	controller.Set
 	specs     []spec
 	groupSize int
-	steps     int // number of steps that were generated
+	steps     int // number of steps that have been generated
 }
 
 type spec struct {
 	q    message.Request
-	rows []int64 // the first dimension at each member if the tensor is ragged
+	rows []int64 // the first dimension at each member if it may differ between members
 }
 
 func randomPrograms(rng *rand.Rand, sets []controller.Set, steps int, races bool) [][]request {
@@ -145,7 +145,7 @@ func (p *programmer) stepOf(s *plannedSet) [][]request {
 		if lacking && unit > 1 {
 			unit--
 		}
-		var who []bool // if who[m] is true, member m submits the tensors even if it joins
+		var who []bool // whether member m submits the tensors in this step
 		for range s.Ranks {
 			who = append(who, !joins || p.rng.IntN(3) > 0)
 		}
@@ -189,7 +189,8 @@ func (p *programmer) tensor(s *plannedSet, i int, joins bool) (qs []message.Requ
 		q := t.q
 		if m == odd {
 			q = p.request(s, i)
-			// At least one member must name the group. Otherwise the group would never become complete.
+			// At least one member must name the group, because otherwise the group would never become
+			// complete.
 			if !joins && len(s.Ranks) > 1 && p.rng.IntN(2) == 0 {
 				q.Group, q.GroupSize = "", 0
 			}
@@ -217,7 +218,8 @@ func (p *programmer) request(s *plannedSet, i int) message.Request {
 	}
 }
 
-// addSet makes all ranks add a process set. Sometimes the ranks disagree, or the set cannot be added.
+// addSet makes all ranks add a process set. Sometimes the ranks disagree about the set, or it cannot be
+// added.
 func (p *programmer) addSet() {
 	ranks := randomRanks(p.rng, p.all)
 	if len(ranks) == 0 {
@@ -325,9 +327,10 @@ func randomParts(rng *rand.Rand, q *message.Request) {
 	q.DType, q.Shape = q.Parts.DType(), tensor.Shape{elems}
 }
 
-// agree is the reference for the checks of the coordinator. It reports whether the requests in qs agree, so
-// that the answer is not an error. qs has an element for each member, which is nil if the member has joined
-// without making the request. empty says which members have joined with empty contributions.
+// agree is a second implementation of the checks of the coordinator, to which the tests compare the first. It
+// reports whether the requests in qs agree, so that the answer is not an error. The slice qs has an element
+// for each member, which is nil if the member has joined without making the request. The slice empty says
+// which members have joined with empty contributions.
 func agree(s controller.Set, qs []*message.Request, empty []bool) bool {
 	var first *message.Request
 	for _, q := range qs {

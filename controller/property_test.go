@@ -29,8 +29,9 @@ func seeds(n int) []uint64 {
 	return all
 }
 
-// checker checks the invariants of docs/negotiation.md on a cluster. It is a simple model of the coordinator.
-// It records which requests each frame contains, and computes from them which grants must result.
+// checker checks on a cluster that the invariants of docs/negotiation.md hold. It is a simple model of the
+// coordinator: it records which requests each frame contains, and computes from them which grants must
+// result.
 type checker struct {
 	t    *testing.T
 	seed uint64
@@ -38,25 +39,25 @@ type checker struct {
 	sets []*setModel
 	// nextSet is the ID that the next added process set gets.
 	nextSet topo.ProcessSetID
-	// ranks has the state of each rank.
+	// ranks holds the state of each rank.
 	ranks []rankModel
 
 	cycle     uint64
 	lastCycle time.Duration
 	arrivals  int  // number of news frames that the coordinator has applied
-	stopping  bool // all ranks leave, or a rank waits for a tensor that a leaving rank has not submitted
+	stopping  bool // all ranks leave, or a leaving rank has not submitted an awaited tensor
 	stopped   bool // whether the coordinator has stopped every rank
-	order     int  // number of issued grants over all sets
+	order     int  // number of issued grants, over all sets
 	verdict   *controller.Verdict
 	failing   bool // whether the coordinator has given its verdict
 	died      []topo.Rank
-	accused   []topo.Rank // the two ranks named by a false suspicion
+	accused   []topo.Rank // the two ranks that a false suspicion names
 
 	seen counts
 }
 
-// counts has the numbers of times that the random runs have reached certain situations. If there are many
-// runs, each situation must be reached at least once.
+// counts holds how often the random runs have reached certain situations. A test with many runs must reach
+// each situation at least once.
 type counts struct {
 	grants, byBit, fused, errors, refused, erased, late, invalid, stopsWithWork, verdicts int
 	joins, absent, absentByBit, groups, failedGroups, added, removed, impossible, crossed int
@@ -79,22 +80,21 @@ type setModel struct {
 	gone       bool // whether the set was removed
 }
 
-// groupModel is a group that has tensors which are neither answered nor ready.
+// groupModel is a group of which some tensors are neither ready nor answered.
 type groupModel struct {
-	names    []readyName // the complete names that are held
+	names    []readyName // the complete names that wait for the rest of the group
 	failed   bool        // whether the ranks disagree about a name, so that every name fails
 	answered int
 }
 
-// readyName is a name that every member has requested, apart from members that have joined without requesting
-// it.
+// readyName is a name that every member has requested. Members that have joined do not count.
 type readyName struct {
 	name   string
 	frame  int         // the news frame that completed the name or its group
 	absent []topo.Rank // members that have joined without requesting it
 	group  string      // the name and the size of the group
 	fails  bool        // whether the answer must be an error
-	join   bool        // whether this is the answer to a join
+	join   bool        // whether this is the answer to the joins and not a name
 }
 
 func newSetModel(s controller.Set) *setModel {
@@ -138,7 +138,7 @@ func (s *setModel) join(member int, q *message.Request, frame int) {
 	s.ready = append(s.ready, readyName{frame: frame, join: true})
 }
 
-// check moves a name to ready or to held if no member is missing for it.
+// check moves a name to the list of ready or of held names if no member is missing for it.
 func (s *setModel) check(name string, frame int) {
 	x := readyName{name: name, frame: frame}
 	var first *message.Request
@@ -166,7 +166,7 @@ func (s *setModel) check(name string, frame int) {
 		s.group(first).names = append(s.group(first).names, x)
 		s.settle(first, disagree, 0, frame)
 	}
-	// Other members may have named other groups for the tensor. Those groups fail too.
+	// Other members may have named other groups for the tensor. These groups fail too.
 	lost := map[string]bool{x.group: true}
 	for _, q := range qs {
 		if q != nil && q.Group != "" && !lost[groupText(q)] {
@@ -183,7 +183,7 @@ func groupText(q *message.Request) string {
 	return fmt.Sprint(q.Group, q.GroupSize)
 }
 
-// group returns the group that a request names. It creates the group if there is none.
+// group returns the group that a request names. If the group does not exist, it creates the group.
 func (s *setModel) group(q *message.Request) *groupModel {
 	g := s.held[groupText(q)]
 	if g == nil {
@@ -193,8 +193,9 @@ func (s *setModel) group(q *message.Request) *groupModel {
 	return g
 }
 
-// settle moves the names of a group to ready if the group is complete or has failed. fails says that the
-// group fails now. elsewhere is the number of tensors of the group that were just answered outside the group.
+// settle moves the names of a group to the ready names if the group is complete or has failed. If fails is
+// set, the group fails now. elsewhere is the number of tensors of the group that have just been answered
+// outside the group.
 func (s *setModel) settle(q *message.Request, fails bool, elsewhere, frame int) {
 	g := s.group(q)
 	g.failed = g.failed || fails
@@ -221,8 +222,8 @@ type issuedGrant struct {
 }
 
 type rankModel struct {
-	fresh     []request   // requests that were submitted and are not sent yet
-	intents   [][]request // the requests in each news frame of the rank that is in flight
+	fresh     []request   // requests that were submitted but have not been sent
+	intents   [][]request // the requests in each news frame that is in flight from the rank
 	submitted int
 	finished  int  // number of finished grants that the rank must report
 	news      int  // number of news frames that the rank has sent
@@ -230,7 +231,7 @@ type rankModel struct {
 	leaving   bool // whether the coordinator knows that the rank leaves
 	stopSent  bool
 	position  map[topo.ProcessSetID]int // number of grants of each set that the rank has applied
-	order     int                       // the order of the last applied grant
+	order     int                       // the position of the last applied grant among all issued grants
 	running   map[*controller.Grant]string
 	stopped   bool
 }
@@ -250,7 +251,8 @@ func newChecker(t *testing.T, seed uint64, cfg controller.CoordinatorConfig) *ch
 	return ch
 }
 
-// broken fails the test because the invariant of docs/negotiation.md with the given number does not hold.
+// broken fails the test because an invariant of docs/negotiation.md does not hold. It names the invariant by
+// its number there.
 func (ch *checker) broken(invariant int, format string, args ...any) {
 	ch.t.Helper()
 	ch.t.Fatalf("invariant %d: %s\nreplay with -run %s -seed %d", invariant, fmt.Sprintf(format, args...),
@@ -334,10 +336,10 @@ func (ch *checker) arrived(n *node, u *message.Up) {
 	k.leaving = k.leaving || u.Shutdown
 }
 
-// awaited has the ranks that wait for an operation and the ranks that have not submitted the operation.
+// awaited holds the ranks that wait for an operation, and the ranks that have not submitted it.
 type awaited struct{ waiting, missing []topo.Rank }
 
-// awaited returns the operations that ranks wait for in the set, including joins.
+// awaited returns an element for each operation of the set, including joins, for which some ranks wait.
 func (s *setModel) awaited() (all []awaited) {
 	ranks := func(of func(member int) bool) (ranks []topo.Rank) {
 		for m, r := range s.Ranks {
@@ -432,7 +434,7 @@ func (ch *checker) frameReceived() {
 }
 
 func (ch *checker) issued(outs []controller.Outgoing) {
-	ch.checkLeavers() // check after the whole turn, because waiting ranks may also have left in this turn
+	ch.checkLeavers() // check only after the whole turn, because waiting ranks may have left in this turn too
 	decided := make(map[topo.ProcessSetID]*message.DownSet)
 	received, stops := make(map[topo.Rank]bool), make(map[topo.Rank]bool)
 	var cycle *message.Down
@@ -527,8 +529,9 @@ func (ch *checker) closing(r topo.Rank) {
 	}
 }
 
-// mustDecide checks that a cycle has decisions for exactly those sets that have ready tensors and an open
-// gate, and that it stops exactly those leaving ranks that have no outstanding operation.
+// mustDecide checks two properties of a cycle. It must contain decisions for exactly those sets that have
+// ready tensors and an open gate. It must stop exactly those leaving ranks that have no outstanding
+// operation.
 func (ch *checker) mustDecide(stops map[topo.Rank]bool, decided map[topo.ProcessSetID]*message.DownSet) {
 	stop := ch.stopping && !ch.stopped
 	early := ch.c.now-ch.lastCycle < ch.c.cfg.CycleTime
@@ -562,7 +565,7 @@ func (ch *checker) mustDecide(stops map[topo.Rank]bool, decided map[topo.Process
 	}
 }
 
-// removes reports whether d, the decisions about the global set, removes set id.
+// removes reports whether the decisions d about the global set remove the set with the given ID.
 func removes(d *message.DownSet, id topo.ProcessSetID) bool {
 	return d != nil && slices.ContainsFunc(d.Grants, func(g message.Grant) bool {
 		return len(g.Full) > 0 && g.Full[0].Kind == message.RemoveProcessSet && g.Full[0].Set == id
@@ -652,7 +655,7 @@ func (ch *checker) decided(s *setModel, d *message.DownSet) {
 }
 
 // answered checks a granted response against the requests of the members. It returns the number of the news
-// frame that completed the tensor.
+// frame that made the tensor complete.
 func (ch *checker) answered(s *setModel, g *message.Grant, r *message.Response) int {
 	i := slices.IndexFunc(s.ready, func(x readyName) bool {
 		return x.join == (r.Kind == message.Join) &&
@@ -715,7 +718,7 @@ func firstOf(qs []*message.Request) *message.Request {
 	return qs[slices.IndexFunc(qs, func(q *message.Request) bool { return q != nil })]
 }
 
-// change checks the answer to a request to add or remove a set and applies it to the model.
+// change checks the answer to a request to add or remove a set and applies the answer to the model.
 func (ch *checker) change(q *message.Request, r *message.Response) {
 	same := func(s *setModel) bool { return !s.gone && slices.Equal(s.Ranks, q.Ranks) }
 	switch {
@@ -743,8 +746,8 @@ func (ch *checker) change(q *message.Request, r *message.Response) {
 	}
 }
 
-// grantKey returns a text for a grant. Texts are equal if the grants are the same at different ranks, and
-// they differ if the grants differ.
+// grantKey returns a text that identifies what a grant contains. The texts for two grants are equal if and
+// only if the grants have the same content.
 func grantKey(set topo.ProcessSetID, b message.Backend, a message.Algorithm, absent []topo.Rank,
 	responses []*message.Response) string {
 	key := fmt.Sprintf("set %d %v/%v without %v", set, b, a, absent)
@@ -856,16 +859,16 @@ func (ch *checker) failed(n *node, v *controller.Verdict) {
 type run struct {
 	*checker
 	rng  *rand.Rand
-	todo [][]request // for each rank, the requests of its program that were not submitted yet
-	// halfDead is a rank that has died and whose connections are still open, or -1 if there is none.
+	todo [][]request // the requests of each rank's program that have not been submitted
+	// halfDead is a rank that has died although its connections are still open, or -1 if there is none.
 	halfDead topo.Rank
-	// leavers says that ranks may shut down before their programs are done.
+	// leavers is set if ranks may shut down before their programs are done.
 	leavers bool
 }
 
-// TestInvariants checks that the invariants hold in random jobs: for random orders in which ranks submit,
-// send, read and finish, for several cache capacities and fusion thresholds, and for each way in which a job
-// can end.
+// TestInvariants checks that the invariants hold in random jobs. Ranks submit, send, read and finish in
+// random orders. The jobs use several cache capacities and fusion thresholds, and end in each of the ways in
+// which a job can end.
 func TestInvariants(t *testing.T) {
 	n := 1000
 	if testing.Short() {
@@ -957,7 +960,7 @@ func (r *run) shutdown(n *node) {
 	}
 }
 
-// act selects one of the possible next events at random and executes it.
+// act executes one event, which it chooses at random from the events that are possible next.
 func (r *run) act() {
 	n := r.c.nodes[r.rng.IntN(len(r.c.nodes))]
 	switch k := r.rng.IntN(14); {
@@ -997,8 +1000,8 @@ func (r *run) act() {
 	}
 }
 
-// noticeDeath makes the death of halfDead visible. Either the data connection of rank n to halfDead breaks,
-// or the control connection of halfDead ends.
+// noticeDeath makes a rank notice the death of halfDead: either the data connection of rank n to halfDead
+// breaks, or the control connection of halfDead ends.
 func (r *run) noticeDeath(n *node) {
 	if r.rng.IntN(2) == 0 && !n.over && r.halfDead != 0 {
 		n.m.Tick(r.c.now)
@@ -1010,7 +1013,7 @@ func (r *run) noticeDeath(n *node) {
 }
 
 // submit submits the next request of the rank's program. If the process set of the request was removed,
-// submit skips the request. If the rank can do neither now, submit returns false.
+// submit skips the request. It returns false if it can neither submit nor skip the request now.
 func (r *run) submit(n *node) bool {
 	todo := r.todo[n.rank]
 	if len(todo) == 0 || n.over || n.stopped || r.ranks[n.rank].shutdown {
@@ -1053,14 +1056,14 @@ func (r *run) settle() {
 	}
 }
 
-// finish runs the job to its end and checks the way in which it has ended.
+// finish runs the job until it ends and checks that it has ended in the right way.
 func (r *run) finish() {
 	r.t.Helper()
 	if r.halfDead >= 0 {
 		r.c.endConnection(r.halfDead, "connection reset")
 	}
 	// The last requests of the programs take a fraction of a second because of the cycle time. One more
-	// second is enough for the slowest events. These are a suspicion and the heartbeat after which erased
+	// second is enough for the slowest events, which are a suspicion and the heartbeat after which erased
 	// entries are forgotten.
 	for range 200 {
 		r.settle()

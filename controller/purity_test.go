@@ -12,8 +12,8 @@ import (
 )
 
 // TestPurity checks invariant 8: no step of the negotiation waits, and the same inputs give the same outputs.
-// So the pure packages must neither import nor use anything that can block or that changes by itself, such as
-// a clock.
+// So the pure packages must not import or use anything that can block, or whose value changes by itself, such
+// as a clock.
 func TestPurity(t *testing.T) {
 	const project = "github.com/gohvd/gohvd/"
 	pure := map[string][]string{

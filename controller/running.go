@@ -6,12 +6,12 @@ import (
 	"github.com/gohvd/gohvd/internal/message"
 )
 
-// grantList has the grants that a member has not finished, oldest first.
+// grantList is a list of the grants that a member has not finished, oldest first.
 type grantList struct {
 	oldest, newest *Grant
 }
 
-// add appends a grant that has arrived at the time now.
+// add appends the grant g, which has arrived at the time now.
 func (l *grantList) add(g *Grant, now time.Duration) {
 	g.since, g.older, g.newer = now, l.newest, nil
 	if l.newest != nil {
@@ -37,8 +37,8 @@ func (l *grantList) remove(g *Grant) {
 	g.older, g.newer = nil, nil
 }
 
-// nextHeartbeat returns the time at which the next heartbeat is due. sends says that this turn sends another
-// frame. Such a frame also shows that the rank lives, but it does not name unfinished grants. So the rank
+// nextHeartbeat returns the time at which the next heartbeat is due. sends is set if this turn sends another
+// frame. That frame also shows that the rank is alive, but it does not name unfinished grants. So the rank
 // sends heartbeats while a grant takes long, and one more when the grant has finished.
 func (m *Member) nextHeartbeat(sends bool) time.Duration {
 	next := m.lastSent + heartbeatPeriod
@@ -54,7 +54,8 @@ func (m *Member) nextHeartbeat(sends bool) time.Duration {
 	return next
 }
 
-// heartbeatFrame returns a heartbeat. It names the oldest unfinished grant of this rank, if there is one.
+// heartbeatFrame returns a heartbeat. If this rank has unfinished grants, the heartbeat names the oldest of
+// them.
 func (m *Member) heartbeatFrame() *message.Up {
 	m.heartbeat = message.Up{Type: message.UpHeartbeat, Seen: m.seen}
 	if g := m.running.oldest; g != nil {

@@ -19,7 +19,7 @@ import (
 
 var rewrite = flag.Bool("rewrite", false, "write what the scripts print into testdata")
 
-// TestScripts runs the scripts testdata/*.txt and compares their output with the output that is stored in the
+// TestScripts runs the scripts testdata/*.txt and compares their output with the expected output in the same
 // files. testdata/README.md describes the notation.
 func TestScripts(t *testing.T) {
 	files, err := filepath.Glob("testdata/*.txt")
@@ -56,8 +56,8 @@ func TestScripts(t *testing.T) {
 	}
 }
 
-// TestLateVoteIsAsSpecified checks that testdata/late_vote.txt has the frames of the example in
-// docs/negotiation.md. Without this test, -rewrite could change the frames unnoticed.
+// TestLateVoteIsAsSpecified checks that testdata/late_vote.txt contains the frames of the example in
+// docs/negotiation.md. Without this test, a run with -rewrite could change these frames unnoticed.
 func TestLateVoteIsAsSpecified(t *testing.T) {
 	text, err := os.ReadFile("testdata/late_vote.txt")
 	if err != nil {
@@ -87,21 +87,21 @@ type script struct {
 	out    *strings.Builder
 	events []event // the events of the current round
 
-	manual bool        // whether grants finish only by the command done
+	manual bool        // whether grants finish only when the script contains the command done
 	beats  bool        // whether heartbeats are printed
-	deaf   []topo.Rank // the ranks that do not receive frames
-	mute   []topo.Rank // the ranks whose frames are not received
-	frozen []topo.Rank // the ranks that do nothing
+	deaf   []topo.Rank // the ranks to which frames do not arrive
+	mute   []topo.Rank // the ranks whose frames do not arrive
+	frozen []topo.Rank // the ranks that execute no turns
 }
 
-// An event is something that has happened at a rank. Equal events at several ranks in the same round are
+// An event is something that has happened at a rank. If it happens at several ranks in the same round, it is
 // printed as one line.
 type event struct {
 	rank topo.Rank
 	text string
 }
 
-// play runs a script and returns its text with the output of this run.
+// play runs a script and returns its text. In the text, the output of this run replaces the old output.
 func play(t *testing.T, file, text string) string {
 	var all strings.Builder
 	s := &script{t: t}
@@ -134,7 +134,8 @@ func play(t *testing.T, file, text string) string {
 	return all.String()
 }
 
-// command executes one line. Frames are transferred later, at the end of the block.
+// command executes one line of the script. The resulting frames are transferred later, at the end of the
+// block.
 func (s *script) command(line string) error {
 	line, _, _ = strings.Cut(line, " #")
 	f := fields(line)
@@ -251,7 +252,7 @@ func (s *script) command(line string) error {
 			s.c.nodes[r].m.Tick(s.c.now)
 			s.c.nodes[r].m.Suspect(topo.Rank(of), strings.Join(rest[1:], " "))
 		case "kill":
-			s.round() // so that frames that were sent before the death arrive
+			s.round() // frames that were sent before the death must still arrive
 			s.c.kill(r, "connection reset")
 		default:
 			return fmt.Errorf("unknown command %q", f[0])
@@ -403,7 +404,8 @@ func (s *script) round() bool {
 	return moved
 }
 
-// tick advances the time by d. The ranks and the coordinator run turns at the times that Next returns.
+// tick advances the time by d. In this time, the ranks and the coordinator run turns at the times that Next
+// returns.
 func (s *script) tick(d time.Duration) {
 	s.settle()
 	end := s.c.now + d
@@ -451,7 +453,7 @@ func (s *script) digest() {
 	}
 }
 
-// forge sends a frame on a rank's connection that the rank's Member has not created.
+// forge sends a frame on the connection of rank r. The rank's Member has not created this frame.
 func (s *script) forge(r topo.Rank, u *message.Up) error {
 	s.settle()
 	frame, err := message.AppendUp(nil, u)
@@ -470,7 +472,7 @@ func (s *script) flush() {
 		text := s.events[0].text
 		var ranks []topo.Rank
 		s.events = slices.DeleteFunc(s.events, func(e event) bool {
-			// If a rank has two equal events, the second one gets a line of its own.
+			// If an event happens twice at a rank, the second one gets a line of its own.
 			if e.text != text || slices.Contains(ranks, e.rank) {
 				return false
 			}

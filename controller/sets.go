@@ -8,21 +8,21 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// setTable is the coordinator's table of the process sets of a job. Process sets are added and removed by
-// operations of all ranks on the global set.
+// setTable is the coordinator's table of the process sets of a job. Operations on the global set, in which
+// all ranks take part, add and remove process sets.
 type setTable struct {
 	size          int // number of ranks of the job
 	cacheCapacity int
 	waits         *waits
 	next          topo.ProcessSetID // the ID of the next set; no ID is used twice
-	// sets is in ascending order of ID. It is replaced and never changed in place, so that a loop over sets
-	// may add and remove sets.
+	// sets is in ascending order of ID. The slice is never changed in place but replaced, so that a loop over
+	// it may add and remove sets.
 	sets    []*setState
 	removed []removedSet
 }
 
-// removedSet is a removed set. It is kept until every rank has seen the removal, because frames about the set
-// may be in flight.
+// removedSet is a process set that was removed. It is kept until every rank has seen the removal, because
+// frames about the set may still be in flight.
 type removedSet struct {
 	Set
 	cycle uint64
@@ -52,8 +52,8 @@ func changesSets(k message.Kind) bool {
 	return k == message.AddProcessSet || k == message.RemoveProcessSet
 }
 
-// change adds or removes a process set in the given cycle, after all ranks have agreed on it. It returns the
-// response. If the set cannot be added or removed, the response is an error.
+// change adds or removes a process set in the given cycle, after all ranks have agreed on that. It returns
+// the response for the ranks, which is an error if the set cannot be added or removed.
 func (t *setTable) change(r *message.Response, cycle uint64) *message.Response {
 	done := *r
 	var reason string
@@ -70,8 +70,8 @@ func (t *setTable) change(r *message.Response, cycle uint64) *message.Response {
 	return &done
 }
 
-// add adds a process set with the given ranks, which are in ascending order. If the set cannot be added,
-// reason says why. Otherwise reason is empty.
+// add adds a process set with the given ranks, which are in ascending order. If the set cannot be added, add
+// returns the reason as text.
 func (t *setTable) add(ranks []topo.Rank) (id topo.ProcessSetID, reason string) {
 	if last := ranks[len(ranks)-1]; int(last) >= t.size {
 		return 0, fmt.Sprintf("got rank %d, but the job has only %d ranks", last, t.size)
@@ -92,8 +92,8 @@ func (t *setTable) add(ranks []topo.Rank) (id topo.ProcessSetID, reason string) 
 	return id, ""
 }
 
-// remove removes a process set and drops the requests that wait in it. The ranks finish the operations that
-// were granted in it. If there is no such set, reason says so. Otherwise reason is empty.
+// remove removes a process set and drops the requests that wait in it. The ranks still finish the operations
+// that were granted in it. If the set does not exist, remove returns a text that says so.
 func (t *setTable) remove(id topo.ProcessSetID, cycle uint64) (reason string) {
 	s := t.find(id)
 	if s == nil {
@@ -105,22 +105,22 @@ func (t *setTable) remove(id topo.ProcessSetID, cycle uint64) (reason string) {
 	return ""
 }
 
-// crossed reports whether a rank may send news of a removed set because it had not seen the removal. seen is
-// the last cycle that the rank had applied.
+// crossed reports whether rank r could correctly send news of a removed set. It could if it had not seen the
+// removal when it sent the news. seen is the last cycle that the rank had applied then.
 func (t *setTable) crossed(id topo.ProcessSetID, r topo.Rank, seen uint64) bool {
 	return slices.ContainsFunc(t.removed, func(s removedSet) bool {
 		return s.ID == id && s.index(r) >= 0 && seen < s.cycle
 	})
 }
 
-// forget drops removed sets whose removal all ranks have seen. seen is the last cycle that all ranks have
+// forget drops the removed sets whose removal every rank has seen. seen is the last cycle that every rank has
 // applied.
 func (t *setTable) forget(seen uint64) {
 	t.removed = slices.DeleteFunc(t.removed, func(s removedSet) bool { return s.cycle <= seen })
 }
 
-// change adds or removes a process set at a member, as granted in r. The engine ends requests that wait in a
-// removed set. Operations that were granted in the set still run.
+// change adds or removes a process set at a member, as the granted response r says. The engine ends the
+// requests that wait in a removed set. Operations that were granted in the set still run.
 func (m *Member) change(r *message.Response) error {
 	switch r.Kind {
 	case message.AddProcessSet:

@@ -13,27 +13,27 @@ import (
 
 // Planner is a function that chooses the backend and the algorithm for a response of a process set. numBytes
 // is the number of bytes to send for r and for the responses that are fused with r. A Planner must be pure.
-// If it returns an error, the error becomes the answer to the request.
+// If it returns an error, the request is answered with that error.
 type Planner func(set topo.ProcessSetID, r *message.Response,
 	numBytes int64) (message.Backend, message.Algorithm, error)
 
-// setState is the part of the coordinator for one process set. It has the requests of the members in full
-// (table) or as votes (cache), and the responses that are granted next (ready).
+// setState is the part of the coordinator for one process set. It holds the requests of the members in full
+// (table) or as votes (cache), and the responses that will be granted next (ready).
 type setState struct {
 	Set
 	cache *responsecache.Primary
-	// table has the full requests that are not granted yet, by name. rows has the same requests, in the order
-	// in which each name was first requested.
+	// table holds the full requests that have not been granted, by name. rows holds the same requests, in the
+	// order in which each name was first requested.
 	table map[string]*tableRow
 	rows  []*tableRow
-	// ready has the tensors that every member has requested and that are not granted yet, in the order of the
-	// requests that completed them.
+	// ready holds the tensors that every member has requested and that have not been granted. They are in the
+	// order of the requests that completed them.
 	ready  []readyItem
 	held   heldGroups
 	joined joinState
 	// granted is the number of grants so far. done is the number of grants that the lowest rank has finished.
 	granted, done uint64
-	// bitWaits has the waits of cached tensors, by bit. The wait for a tensor begins with the first vote for
+	// bitWaits holds the waits of cached tensors, by bit. The wait of a tensor begins with the first vote for
 	// it.
 	waits    *waits
 	bitWaits []wait
@@ -61,12 +61,12 @@ type readyItem struct {
 	absent []topo.Rank
 	// group is the group to which the tensor belongs, or nil.
 	group *group
-	// row has the requests for the tensor. It is nil if the item is cached or is a join. If the item is
-	// cached, its requests are the votes for bit.
+	// row holds the requests for the tensor. It is nil if the item is cached or is a join. If cached is set,
+	// the requests are the votes for bit.
 	row    *tableRow
 	cached bool
 	bit    uint32
-	// full says that a cached item is granted in full, because response differs from the cached response.
+	// full is set if a cached item is granted in full, because response differs from the cached response.
 	full bool
 }
 
@@ -130,7 +130,7 @@ func (s *setState) vote(member int, bit uint32, seen uint64) error {
 	if s.waits.trace {
 		s.arrive(s.bitArrivals(bit), member)
 	}
-	// Compare the numbers first. This is cheap, and false for most votes.
+	// Compare the numbers first, because that is cheap and false for most votes.
 	if votes+s.joined.count >= len(s.Ranks) && s.bitComplete(bit) {
 		s.waits.last(s.Ranks[member], w)
 		s.completeBit(bit)
@@ -148,7 +148,8 @@ func (s *setState) bitWait(bit uint32) *wait {
 	return &s.bitWaits[bit]
 }
 
-// request applies a member's full request. If it returns an error, the member has broken the protocol.
+// request applies a member's request that was sent in full. If it returns an error, the member has broken the
+// protocol.
 func (s *setState) request(member int, q message.Request) error {
 	switch {
 	case s.joined.has(member):
@@ -160,8 +161,8 @@ func (s *setState) request(member int, q message.Request) error {
 		s.join(member, &q)
 		return nil
 	}
-	// Turn the votes for a cached name into requests, because a name must never be both in the cache and in
-	// the table.
+	// If the name is cached, turn the votes for it into requests, because a name must never be both in the
+	// cache and in the table.
 	if bit, ok := s.cache.BitOf(q.Name); ok {
 		if s.cache.Voted(member, bit) {
 			return fmt.Errorf("got a request for %v %q while a vote of the rank for it is pending", q.Kind, q.Name)
@@ -173,8 +174,8 @@ func (s *setState) request(member int, q message.Request) error {
 	return s.addRequest(member, q)
 }
 
-// addRequest puts a request into the table. The request may also come from a vote that the member gave before
-// it joined.
+// addRequest puts a request into the table. The request may stand for a vote that the member gave before it
+// joined.
 func (s *setState) addRequest(member int, q message.Request) error {
 	row := s.table[q.Name]
 	if row == nil {
@@ -221,8 +222,8 @@ func (s *setState) bitComplete(bit uint32) bool {
 		s.Ranks)
 }
 
-// completeBit makes the tensor of bit ready. If absent members change the response or make the operation
-// impossible, the tensor is granted in full.
+// completeBit makes the tensor of bit ready. The tensor is granted in full if absent members change the
+// response or make the operation impossible.
 func (s *setState) completeBit(bit uint32) {
 	item := readyItem{response: s.cache.At(bit), cached: true, bit: bit}
 	if s.joined.count > 0 {
@@ -235,7 +236,7 @@ func (s *setState) completeBit(bit uint32) {
 	s.complete(&item, groupKey{entry.Group, entry.GroupSize})
 }
 
-// votesInFull returns the requests for which the votes for bit stand, by member.
+// votesInFull returns, by member, the full requests that the votes for bit stand for.
 func (s *setState) votesInFull(bit uint32) []message.Request {
 	requests := make([]message.Request, len(s.Ranks))
 	for m := range requests {
@@ -257,8 +258,8 @@ func (s *setState) absent(requests []message.Request) []topo.Rank {
 	return ranks
 }
 
-// complete makes a tensor ready when no member is missing anymore. If the tensor belongs to a group, complete
-// holds it until the group is complete.
+// complete makes a tensor ready, because all members have requested it or have joined. If the tensor belongs
+// to a group, complete holds it until the group is complete.
 func (s *setState) complete(item *readyItem, key groupKey) {
 	if key.name == "" {
 		s.ready = append(s.ready, *item)
@@ -268,8 +269,8 @@ func (s *setState) complete(item *readyItem, key groupKey) {
 }
 
 // invalid erases bit because a member requests the tensor with other parameters. seen is the last cycle that
-// the member had applied when it made the request. If bit is erased already, invalid does nothing. If it
-// returns an error, the member has broken the protocol.
+// the member had applied when it made the request. If bit has already been erased, invalid does nothing. If
+// invalid returns an error, the member has broken the protocol.
 func (s *setState) invalid(member int, bit uint32, seen uint64) error {
 	name, current, err := s.cache.NameAt(bit, seen)
 	switch {
@@ -287,9 +288,9 @@ func (s *setState) invalid(member int, bit uint32, seen uint64) error {
 	return s.invalidate(bit)
 }
 
-// invalidate erases bit and turns the votes for it into requests. The caller invalidates bit only while a
-// member that has not joined has not voted for it, so the tensor is not complete. If a complete tensor waits
-// for the gate or for its group, it keeps its bit.
+// invalidate erases bit and turns the votes for it into requests. The tensor must not be complete: at least
+// one member has neither voted for bit nor joined. A complete tensor keeps its bit while it waits for the
+// gate or for its group.
 func (s *setState) invalidate(bit uint32) error {
 	late := s.cache.Invalidate(bit)
 	for _, l := range late {
@@ -308,13 +309,14 @@ func (s *setState) invalidate(bit uint32) error {
 	return nil
 }
 
-// open reports whether the gate of the set is open, which means that at most one grant is unfinished. While
-// the gate is closed, votes are counted, and the tensors that become ready are later granted together.
-// Without the gate, each tensor would be granted separately as soon as its last vote arrives.
+// open reports whether the gate of the set is open, which is so while at most one grant is unfinished. While
+// the gate is closed, the coordinator still counts votes, and later grants all tensors together that have
+// become ready. Without the gate, it would grant each tensor separately as soon as its last vote arrives.
 func (s *setState) open() bool { return s.granted-s.done <= 1 }
 
-// decide grants all ready tensors and writes the grants to d, as part of the given cycle. The entries in
-// pinned keep their bits. In lock-step, these are entries with votes that the coordinator does not know.
+// decide grants all ready tensors and writes the grants to d, as part of the given cycle. The entries whose
+// bits are in pinned keep their bits. In lock-step, these entries have votes that the coordinator does not
+// know.
 func (s *setState) decide(d *message.DownSet, cycle uint64, p *policy, pinned message.Bits) {
 	for i := range s.ready {
 		if item := &s.ready[i]; changesSets(item.response.Kind) {
@@ -322,14 +324,14 @@ func (s *setState) decide(d *message.DownSet, cycle uint64, p *policy, pinned me
 		}
 	}
 	s.fuse(p)
-	cacheable := s.joined.count == 0 // an absent rank has made no requests with which it could fill its cache
+	cacheable := s.joined.count == 0 // an absent rank has no requests from which to fill its cache
 	for i, group := range s.groups {
 		s.grant(d, group, s.plans[i])
 	}
 	s.forgetGranted()
 	if cacheable {
 		// Assign bits only after all grants have marked their entries as recently used. Then an assignment
-		// evicts an entry that was granted in this cycle only if there is no other entry to evict.
+		// evicts an entry that was granted in this cycle only if all entries were.
 		for g := range d.Grants {
 			for t, r := range d.Grants[g].Full {
 				if bit, ok := s.cache.Assign(r, cycle, pinned); ok {
@@ -384,7 +386,7 @@ func (s *setState) choose(group []int, planner Planner) (p plan, err error) {
 	return p, err
 }
 
-// refuse turns tensors that were to run together into errors, because no backend can run them.
+// refuse turns tensors that were planned to run together into errors, because no backend can run them.
 func (s *setState) refuse(group []int, reason error) {
 	for _, i := range group {
 		s.ready[i].fail(reason.Error())
@@ -417,7 +419,7 @@ func (s *setState) grant(d *message.DownSet, group []int, p plan) {
 	s.granted++
 }
 
-// forgetGranted drops the tensors that decide has granted.
+// forgetGranted removes the tensors that decide has granted from rows and ready.
 func (s *setState) forgetGranted() {
 	s.rows = slices.DeleteFunc(s.rows, func(r *tableRow) bool { return r.granted })
 	clear(s.ready)

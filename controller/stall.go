@@ -9,23 +9,23 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// Event is an event to be reported to users. Exactly one field is set. The caller may ignore events.
+// Event is an event that the caller may report to users. Exactly one field is set. The caller may also ignore
+// events.
 type Event struct {
 	Stall *Stall
 }
 
-// Stall describes a tensor that has waited for ranks for StallWarning, or for a multiple of StallWarning.
+// Stall describes a tensor that has waited for ranks for StallWarning or for a multiple of it.
 type Stall struct {
 	Set topo.ProcessSetID
 	// Kind is the operation. It is NoKind if Executing is set or if the ranks did not agree on an operation.
 	Kind message.Kind
 	Name string
-	// Group is the tensor's group if all ranks have requested the tensor, but it waits for tensors of its
-	// group that no rank has requested. Otherwise Group is empty.
+	// Group is set if all ranks have requested the tensor, and it waits for tensors of its group that no rank
+	// has requested. Then Group is the name of that group. Otherwise it is empty.
 	Group string
 	// Missing are the ranks for which the tensor waits, in ascending order. They have not requested the
-	// tensor, or have not requested the rest of its group. If Executing is set, they have not finished the
-	// operation.
+	// tensor or the rest of its group. If Executing is set, they have not finished the operation.
 	Missing   []topo.Rank
 	Waited    time.Duration
 	Executing bool
@@ -53,7 +53,7 @@ func label(k message.Kind, name string) string {
 	return fmt.Sprintf("%v %q", k, name)
 }
 
-// wait records since when a tensor has waited, and how often the wait was reported. All requests that arrive
+// wait records since when a tensor has waited, and how often Events has reported it. All requests that arrive
 // in the same turn have the same arrival time.
 type wait struct {
 	since   time.Duration // the time at which the first request arrived
@@ -61,11 +61,12 @@ type wait struct {
 	reports int
 }
 
-// waits has the earliest time at which a waiting tensor must be checked. All tensors of a coordinator share
-// it. So a vote costs only a comparison of times, and no tensor is checked before that time.
+// waits records in due the earliest time at which a waiting tensor must be checked. All tensors of a
+// coordinator share it. So a vote costs only a comparison of times, and no tensor is checked before that
+// time.
 type waits struct {
 	now        time.Duration
-	checkAfter time.Duration // the minimum wait after which a tensor is checked; 0 means never
+	checkAfter time.Duration // the time after which a waiting tensor is checked; 0 means never
 	due        time.Duration
 	late       analysis.Held // lateness of the ranks over all process sets
 	trace      bool          // whether to record arrival times
@@ -88,7 +89,7 @@ func (w *waits) beginAt(since time.Duration) wait {
 	return wait{since: since, latest: since}
 }
 
-// last records that a wait is over because r, the last missing member, has made its request.
+// last records that a wait is over because rank r has made its request. r was the last rank that was missing.
 func (w *waits) last(r topo.Rank, ended *wait) { w.late.Add(r, ended.latest, w.now, true) }
 
 // execution is the oldest grant that a rank has not finished, according to its last heartbeat.
@@ -105,9 +106,9 @@ func (e *execution) handle(u *message.Up, w *waits) {
 	case u.Tensor == "":
 		*e = execution{}
 	case u.Tensor == e.tensor && u.Set == e.set && (w.now-age-e.since).Abs() < heartbeatPeriod/2:
-		// This is the grant that is known already. Both began at the same time, except for the transfer time
-		// of the heartbeats. A later grant of the same name would have begun a good part of a heartbeat
-		// period later. A younger grant is not reported.
+		// This is the grant that the previous heartbeat named: both began at the same time, apart from the
+		// transfer times of the heartbeats. A later grant of the same name would have begun a good part of a
+		// heartbeat period later.
 	default:
 		*e = execution{wait: w.beginAt(w.now - age), set: u.Set, tensor: u.Tensor}
 	}
@@ -137,7 +138,8 @@ func (c *Coordinator) checkStalls() {
 	c.checkExecutions()
 }
 
-// checkStall reports one tensor or stops the job because of it if the tensor has waited for long enough.
+// checkStall checks one tensor. If the tensor has waited for long enough, checkStall reports it or stops the
+// job because of it.
 func (c *Coordinator) checkStall(w *wait, waited time.Duration, stall func() Stall) {
 	next := never
 	if period := c.cfg.StallWarning; period > 0 {
@@ -166,8 +168,8 @@ func (c *Coordinator) report(s *Stall) {
 	c.stallReports++
 }
 
-// checkExecutions checks operations that ranks have not finished. Ranks with the same operation are reported
-// together, with the age of the operation at the rank that began first.
+// checkExecutions checks operations that ranks have not finished. If several ranks have not finished the same
+// operation, they are reported together, with the age of the operation at the rank that began it first.
 func (c *Coordinator) checkExecutions() {
 	for r := range c.ranks {
 		e := &c.ranks[r].executing
@@ -204,9 +206,10 @@ func (c *Coordinator) stop(reason string) {
 	}
 }
 
-// eachWaiting calls visit for the tensors that wait for ranks, with their groups. First come the tensors that
-// were requested in full, in the order of their first requests. Then come the cached tensors. Last come
-// groups that wait for tensors that no rank has requested, with one complete tensor for each group.
+// eachWaiting calls visit for each tensor that waits for ranks, and passes the group of the tensor. First
+// come the tensors that were requested in full, in the order of their first requests, and then the cached
+// tensors. Last come the groups that wait for tensors that no rank has requested; for each of them, visit is
+// called with one complete tensor.
 func (s *setState) eachWaiting(visit func(w *wait, key groupKey, stall func() Stall)) {
 	incomplete := make(map[groupKey]bool) // groups with an incomplete tensor for which visit was called
 	for _, row := range s.rows {
@@ -246,7 +249,7 @@ func (s *setState) waitOf(item *readyItem) *wait {
 	return &item.row.wait
 }
 
-// bitWaiting reports whether some members have voted for bit and other members are missing.
+// bitWaiting reports whether some members have voted for bit and other members have neither voted nor joined.
 func (s *setState) bitWaiting(bit uint32) bool { return s.cache.Votes(bit) > 0 && !s.bitComplete(bit) }
 
 func (s *setState) rowMissing(row *tableRow) []topo.Rank {
@@ -257,7 +260,8 @@ func (s *setState) bitMissing(bit uint32) []topo.Rank {
 	return s.missing(func(m int) bool { return s.cache.Voted(m, bit) })
 }
 
-// missing returns the members that have not joined and for which asked returns false.
+// missing returns the members that have neither joined nor made a request. The function asked reports whether
+// a member has made it.
 func (s *setState) missing(asked func(member int) bool) []topo.Rank {
 	var ranks []topo.Rank
 	for m, r := range s.Ranks {

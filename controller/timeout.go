@@ -10,9 +10,9 @@ import (
 )
 
 // Timeout reports that a tensor was not done within the time limit of its caller. The coordinator answers
-// with a verdict, unless the tensor was granted and this rank has not seen the grant yet. In that case, if
-// the tensor still does not finish, the caller must call Timeout again. If the coordinator has missed its
-// heartbeats, Timeout fails rank 0.
+// with a verdict, with one exception: if the tensor was granted but this rank has not seen the grant yet,
+// there is no answer. If the tensor still does not finish then, the caller must call Timeout again. If the
+// coordinator has missed its heartbeats, Timeout fails rank 0.
 func (m *Member) Timeout(set topo.ProcessSetID, tensor string, after time.Duration) {
 	if m.state != memberRunning && m.state != memberDraining {
 		return
@@ -38,19 +38,19 @@ func (l *grantList) has(set topo.ProcessSetID, tensor string) bool {
 	return false
 }
 
-// timeout fails the epoch because a tensor was not done in time at the rank in by. It does nothing if the
-// grant of the tensor is in flight to that rank.
+// timeout fails the epoch because a tensor was not done in time at the rank with the number by. It does
+// nothing if the grant of the tensor is in flight to that rank.
 func (c *Coordinator) timeout(by topo.Rank, u *message.Up) {
 	if silent := c.silent(2 * heartbeatPeriod); len(silent) > 0 {
-		// The request of the silent rank may not have arrived yet. In lock-step, requests of other ranks may
-		// be missing too, because all ranks wait for the silent one.
+		// The request of the silent rank may not have arrived yet. In lock-step, the requests of other ranks
+		// may be missing too, because all ranks wait for the silent rank.
 		c.fail(silent, timeoutText(message.NoKind, by, u, have(silent)+" been silent for "+
 			seconds(c.now-c.ranks[silent[0]].lastReceived)))
 		return
 	}
 	if c.cfg.Lockstep && c.now-c.combined >= max(heartbeatPeriod, 2*c.cfg.CycleTime) {
-		// A rank has not entered the cycle. When the rank in by repeats its report, that rank will have been
-		// silent for long enough.
+		// Some rank has not entered the cycle. It is silent, but not for long enough yet. When the report is
+		// repeated, it will have been.
 		return
 	}
 	s, _ := c.member(u.Set, by)
@@ -74,8 +74,8 @@ func timeoutText(k message.Kind, by topo.Rank, u *message.Up, why string) string
 		seconds(time.Duration(u.Millis)*time.Millisecond), by, why)
 }
 
-// blocked returns which ranks keep a tensor from being granted, and in which way. If the ranks are unknown,
-// ranks is nil. If the tensor is unknown or no rank blocks it, why is empty.
+// blocked returns the ranks that keep a tensor from being granted, and says in why what they have not done.
+// If the ranks are unknown, ranks is nil. If the tensor is unknown or no rank blocks it, why is empty.
 func (s *setState) blocked(tensor string) (kind message.Kind, ranks []topo.Rank, why string) {
 	if g := s.held.find(tensor); g != nil {
 		kind = g.items[g.index(tensor)].kind()
@@ -98,7 +98,7 @@ func (s *setState) blocked(tensor string) (kind message.Kind, ranks []topo.Rank,
 		kind, ranks = firstOf(row.requests).Kind, s.rowMissing(row)
 	case cached && s.bitWaiting(bit):
 		kind, ranks = s.cache.At(bit).Kind, s.bitMissing(bit)
-	// Exclude "", because s.joined.names has "" for ranks that have not joined.
+	// Exclude "", because it is the element of s.joined.names for a rank that has not joined.
 	case tensor != "" && slices.Contains(s.joined.names, tensor):
 		ranks = s.joining()
 		return message.Join, ranks, have(ranks) + " not joined"
@@ -113,10 +113,10 @@ func (s *setState) isReady(tensor string) bool {
 	return slices.ContainsFunc(s.ready, func(i readyItem) bool { return i.response.Name == tensor })
 }
 
-// unfinished returns which ranks keep a granted tensor from being done, and in which way. The grants of a set
-// run in order, so the ranks whose heartbeats name the oldest grant of the set hold up the others. Grants
-// whose ages differ by less than a heartbeat period count as equally old. If no heartbeat names a grant of
-// the set, unfinished returns the rank that timed out.
+// unfinished returns the ranks that keep a granted tensor from being done, and says in why what they have not
+// finished. The grants of a set run in order, so the ranks whose heartbeats name the oldest grant of the set
+// hold up the other ranks. Grants whose ages differ by less than a heartbeat period count as equally old. If
+// no heartbeat names a grant of the set, unfinished returns the rank that timed out.
 func (c *Coordinator) unfinished(by topo.Rank, u *message.Up) (ranks []topo.Rank, why string) {
 	oldest := never
 	for r := range c.ranks {
