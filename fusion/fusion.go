@@ -1,8 +1,8 @@
 // Package fusion decides which responses run together as one operation, and provides the buffer for fused
 // tensors.
 //
-// Fusion saves the latency of one operation for each tensor, but each tensor has to be copied into the buffer
-// and out of it. Only responses that a single operation can execute are fused.
+// Without fusion, each tensor would cost the latency of an operation. Fusion saves that, but each tensor has
+// to be copied into the buffer and out of it. Only responses that a single operation can execute are fused.
 package fusion
 
 import (
@@ -13,32 +13,32 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// Options limit which of the compatible responses are fused.
+// Options determine which of the compatible responses are fused.
 type Options struct {
-	// ThresholdBytes is the maximum number of bytes that are fused into one operation. It counts bytes as
-	// they are sent, after compression. 0 disables fusion. A group that is one response is not split.
+	// ThresholdBytes is the maximum number of bytes that are fused into one operation, counted as they are
+	// sent, after compression. 0 disables fusion. A group that is one response is not split.
 	ThresholdBytes int64
-	// DisableGroupFusion says that the tensors of a group are not fused with tensors outside the group.
+	// If DisableGroupFusion is set, the tensors of a group are not fused with tensors outside the group.
 	DisableGroupFusion bool
-	// Deterministic disables fusion that could change the bits of a result. This concerns Adasum, which
+	// Deterministic disables fusion that could change the bits of a result. It affects only Adasum, which
 	// scales tensors by sums over their elements.
 	Deterministic bool
 }
 
-// Tensor is a response that is to run. Absent has the members that have joined without requesting the tensor,
-// in ascending order. They contribute neutral elements.
+// Tensor is a response that is ready to run. Absent are the members that have joined without requesting the
+// tensor, in ascending order. They contribute neutral elements.
 type Tensor struct {
 	Response *message.Response
 	Absent   []topo.Rank
 }
 
 // Plan divides tensors into groups that run as one operation each, and appends the groups to dst. A group is
-// an ascending list of indexes into tensors. Every index is in exactly one group.
+// an ascending list of indexes into the slice tensors. Every index is in exactly one group.
 //
-// The rule is Horovod's. A group begins with the first tensor that is not in a group yet. Plan goes through
-// the later tensors. It adds a tensor if the tensor is compatible and the bytes of the group then do not
-// exceed the threshold. Otherwise it skips the tensor. When the bytes of the group and of the skipped tensors
-// together exceed the threshold, the group ends, because later tensors were submitted too long after the
+// The rule is Horovod's. A group begins with the first tensor that is not in a group yet. Then Plan goes
+// through the later tensors. If a tensor is compatible and the group stays within the threshold with it, Plan
+// adds the tensor. Otherwise Plan skips it. When the bytes of the group and of the skipped tensors together
+// exceed the threshold, the group ends, because the tensors after that were submitted too long after the
 // group.
 func Plan(dst [][]int, tensors []Tensor, o Options) [][]int {
 	taken := make([]bool, len(tensors))
@@ -75,8 +75,8 @@ func Plan(dst [][]int, tensors []Tensor, o Options) [][]int {
 	return dst
 }
 
-// fits reports whether a+b is at most limit. The computation cannot overflow. All arguments must be at least
-// 0.
+// fits reports whether a+b is at most limit, without computing a+b, which could overflow. All arguments must
+// be at least 0.
 func fits(a, b, limit int64) bool { return a <= limit && b <= limit-a }
 
 func (o *Options) fusible(r *message.Response) bool {
@@ -89,15 +89,15 @@ func (o *Options) together(a, b *Tensor) bool {
 			len(b.Response.Parts) == 0)
 }
 
-// Compatible reports whether one operation can execute a and b together. A response that cannot be fused is
-// compatible with no response, not even with itself.
+// Compatible reports whether one operation can execute both a and b. A response that cannot be fused is not
+// compatible with any response, not even with itself.
 func Compatible(a, b *message.Response) bool {
 	if a.Kind != b.Kind {
 		return false
 	}
 	switch a.Kind {
 	case message.Allreduce, message.Reducescatter:
-		// A group that is one response may have tensors of several element types. Its DType is then not
+		// A group that is one response may have tensors of several element types. Then its DType is not
 		// valid.
 		return a.DType == b.DType && a.DType.Valid() && a.Op == b.Op && a.Prescale == b.Prescale &&
 			a.Postscale == b.Postscale && a.Wire == b.Wire
@@ -109,14 +109,14 @@ func Compatible(a, b *message.Response) bool {
 	return false
 }
 
-// Buffer is memory for fused tensors. It is kept between operations, so that in steady state no memory is
-// allocated. The zero value is ready to use. A Buffer is not safe for concurrent use.
+// Buffer is memory for fused tensors. The memory is kept between operations, so that in steady state nothing
+// is allocated. The zero value is ready to use. A Buffer is not safe for concurrent use.
 type Buffer struct {
 	mem []byte
 }
 
-// Bytes returns n bytes that are valid until the next call. Their contents are undefined. They are aligned
-// for every element type.
+// Bytes returns n bytes of memory that are valid until the next call of Bytes. Their contents are undefined.
+// The memory is aligned for every element type.
 func (b *Buffer) Bytes(n int) []byte {
 	if cap(b.mem) < n {
 		// Go aligns allocations of 8 or more bytes to 8 bytes.

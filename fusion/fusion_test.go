@@ -50,7 +50,7 @@ func TestPlan(t *testing.T) {
 	wire := func(n int64, to tensor.DType) *message.Response {
 		return with(f32(n), func(r *message.Response) { r.Wire = to })
 	}
-	// group returns a response for a group with one element of each of the given types.
+	// The function group returns a response for a group with one element of each of the given types.
 	group := func(types ...tensor.DType) *message.Response {
 		return with(allreduce(types[0], int64(len(types))), func(r *message.Response) {
 			for _, dt := range types {
@@ -73,8 +73,8 @@ func TestPlan(t *testing.T) {
 		{"empty tensors fuse", 1, []*message.Response{f32(0), f32(0)}, [][]int{{0, 1}}},
 		{"look ahead over another type", 64, []*message.Response{f32(2), f64(2), f32(2), f64(2)},
 			[][]int{{0, 2}, {1, 3}}},
-		// The group has 8 bytes, and 56 bytes are skipped. The sum of 64 bytes is within the threshold, so
-		// Plan looks at the third tensor and adds it to the group.
+		// The group has 8 bytes, and the skipped tensor has 56 bytes. The total of 64 bytes does not exceed
+		// the threshold, so Plan looks at the third tensor and adds it to the group.
 		{"look ahead up to the threshold", 64, []*message.Response{f32(2), f64(7), f32(2)},
 			[][]int{{0, 2}, {1}}},
 		{"and not beyond", 64, []*message.Response{f32(2), f64(8), f32(2)}, [][]int{{0}, {1}, {2}}},
@@ -152,8 +152,9 @@ func TestPlanOptions(t *testing.T) {
 	}
 }
 
-// For random responses, every index is in exactly one group. Each group has one type, and it is within the
-// threshold unless it has only one tensor. The groups are in the order of their first tensors.
+// For random responses, every index is in exactly one group. All responses of a group have the same type. The
+// group is within the threshold unless it has only one tensor. The groups are in the order of their first
+// tensors.
 func TestPlanProperties(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("seed %d", seed)

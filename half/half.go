@@ -1,7 +1,7 @@
 // Package half implements the two 16-bit floating-point types, float16 and bfloat16.
 //
-// They are for storing and sending numbers. To compute with them, widen them to float32, which is exact, and
-// round the result back. Both types are structs, so that code with an operator such as + or < does not
+// They are for storing and sending numbers. To compute with them, convert them to float32, which is exact,
+// and round the result back. Both types are structs, so that code with an operator such as + or < does not
 // compile. The operator == compares bits: -0 is not equal to +0, and a NaN is equal to itself.
 package half
 
@@ -11,11 +11,12 @@ import (
 )
 
 // Float16 is the binary16 format of IEEE 754: 1 sign bit, 5 exponent bits, 10 fraction bits. Its largest
-// number is 65504, its smallest normal number 2^-14, and its smallest number 2^-24. The zero value is +0.
+// number is 65504, its smallest positive normal number is 2^-14, and its smallest positive number is 2^-24.
+// The zero value is +0.
 type Float16 struct{ bits uint16 }
 
 // BFloat16 is the upper half of a float32: 1 sign bit, 8 exponent bits, 7 fraction bits. It has the range of
-// a float32, and its smallest number is 2^-133. The zero value is +0.
+// a float32, and its smallest positive number is 2^-133. The zero value is +0.
 type BFloat16 struct{ bits uint16 }
 
 // Float16FromBits returns the Float16 with the given bits.
@@ -40,7 +41,7 @@ func (h BFloat16) String() string { return format(h.Float32()) }
 
 func format(f float32) string { return strconv.FormatFloat(float64(f), 'g', -1, 32) }
 
-// These are parts of a float32.
+// Parts of the bits of a float32.
 const (
 	absMask  = 1<<31 - 1
 	expMask  = 0xff << 23
@@ -48,7 +49,7 @@ const (
 	quietBit = 1 << 22
 )
 
-// These are differences between float32 and float16.
+// Differences between the formats of float32 and float16.
 const (
 	fractionShift = 23 - 10
 	biasShift     = (127 - 15) * expOne
@@ -56,16 +57,16 @@ const (
 	beyond16      = (127 + 16) * expOne // the bits of 2^16 as a float32
 )
 
-// The conversions below compute several values and select one, so that compilers can use conditional moves
-// instead of branches. So data with zeros and small numbers at random positions causes no mispredicted
+// The conversions below compute several values and select one of them. Compilers can use conditional moves
+// for that instead of branches, so that zeros and small numbers at random positions cause no mispredicted
 // branches.
 
-// Float32 returns h as a float32, which is exact. A NaN keeps its sign and payload.
+// Float32 converts h to a float32, which is exact. A NaN keeps its sign and payload.
 func (h Float16) Float32() float32 {
 	u := uint32(h.bits&0x7fff) << fractionShift
 	v := u + biasShift
-	// Zero and subnormals lack the implicit 1 before the fraction. v+expOne has that 1, and the subtraction
-	// removes its value.
+	// Zero and subnormal numbers have no implicit 1 before the fraction. The float32 with the bits v+expOne
+	// has one, so the subtraction removes the value of that 1.
 	subnormal := math.Float32bits(math.Float32frombits(v+expOne) - 0x1p-14)
 	if u < expOne {
 		v = subnormal
@@ -76,18 +77,18 @@ func (h Float16) Float32() float32 {
 	return math.Float32frombits(v | uint32(h.bits>>15)<<31)
 }
 
-// Float32 returns h as a float32, which is exact. A NaN keeps all its bits.
+// Float32 converts h to a float32, which is exact. A NaN keeps all its bits.
 func (h BFloat16) Float32() float32 { return math.Float32frombits(uint32(h.bits) << 16) }
 
-// Float16FromFloat32 returns f rounded to nearest, ties to even. Magnitudes from 65520 on become infinity. A
-// NaN becomes a quiet NaN with the sign and the upper payload bits of f.
+// Float16FromFloat32 rounds f to the nearest Float16, ties to even. Magnitudes of 65520 and more become
+// infinity. A NaN becomes a quiet NaN with the sign and the upper payload bits of f.
 func Float16FromFloat32(f float32) Float16 {
 	b := math.Float32bits(f)
 	abs := b & absMask
-	// The addend is a power of two that is 2^13 times as large as f. So the last bit of the sum as a float32
-	// has the value of the last bit of f as a float16, and the addition rounds. The fraction is then in the
-	// lowest bits, below the implicit 1 of normal numbers. That 1, and a carry, increment the exponent. 2^16
-	// becomes infinity.
+	// Round by adding a power of two that is 2^13 times as large as the leading bit of f, or as 2^-14 if that
+	// is larger. The last bit of the sum as a float32 then has the value of the last bit of f as a float16,
+	// so the addition rounds. The fraction is in the lowest bits of the sum, below the implicit 1 of normal
+	// numbers. That 1, and a carry, increment the exponent. 2^16 becomes infinity.
 	x := min(abs, beyond16)
 	exp := max(x&expMask, minNormal16)
 	sum := math.Float32bits(math.Float32frombits(x) + math.Float32frombits(exp+fractionShift*expOne))
@@ -98,11 +99,11 @@ func Float16FromFloat32(f float32) Float16 {
 	return Float16{uint16(b>>16&0x8000 | v)}
 }
 
-// BFloat16FromFloat32 returns f rounded to nearest, ties to even. Magnitudes from 2^128 - 2^119 on become
-// infinity. A NaN becomes a quiet NaN with the sign and the upper payload bits of f.
+// BFloat16FromFloat32 rounds f to the nearest BFloat16, ties to even. Magnitudes of 2^128 - 2^119 and more
+// become infinity. A NaN becomes a quiet NaN with the sign and the upper payload bits of f.
 func BFloat16FromFloat32(f float32) BFloat16 {
 	b := math.Float32bits(f)
-	// The addition rounds up with its carry, which may go into the exponent and make an infinity.
+	// The addition rounds by its carry. The carry may reach the exponent and turn the number into infinity.
 	v := b + 0x7fff + b>>16&1
 	if b&absMask > expMask {
 		v = b | quietBit

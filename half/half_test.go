@@ -10,10 +10,10 @@ import (
 	"github.com/gohvd/gohvd/half"
 )
 
-// format describes one of the two types, with functions that work on bits.
+// format describes one of the two types, by functions that work on its bits.
 type format struct {
 	name          string
-	exp, fraction int // numbers of bits
+	exp, fraction int // number of bits of the exponent and of the fraction
 	round         func(float32) uint16
 	widen         func(uint16) float32
 	print         func(uint16) string
@@ -37,8 +37,9 @@ var formats = []format{
 // inf returns the bits of +Inf.
 func (f format) inf() uint16 { return uint16(1<<f.exp-1) << f.fraction }
 
-// value returns the number that bits encode in IEEE 754, computed from the fields. For infinity it returns
-// the number that the next exponent would encode, because rounding treats infinity like that number.
+// value returns the number that the bits encode in IEEE 754, computed from the exponent and the fraction. For
+// infinity, it returns the number that the next larger exponent would encode, because rounding treats
+// infinity like that number.
 func (f format) value(bits uint16) float64 {
 	exp, fraction := int(bits&0x7fff)>>f.fraction, float64(bits&(1<<f.fraction-1))
 	if exp > 0 {
@@ -63,8 +64,8 @@ func (f format) values() []float64 {
 	return all
 }
 
-// nearest returns the bits of the element of values that is nearest to x. If two are equally near, it returns
-// the even one.
+// nearest returns the bits of the element of values that is nearest to x. If two elements are equally near,
+// nearest chooses the even one.
 func nearest(values []float64, x float64) uint16 {
 	var sign uint16
 	if math.Signbit(x) {
@@ -140,8 +141,8 @@ func (f format) check(t *testing.T, values []float64, x float32) {
 	}
 }
 
-// Float32s are rounded to the nearest number, ties to even. The test covers every number, the middle of every
-// two neighbours, and the float32s next to these.
+// Every float32 is rounded to the nearest number, ties to even. The test covers every number of the 16-bit
+// type, the middle between every two neighbours, and the float32s next to all of these.
 func TestRoundBoundaries(t *testing.T) {
 	each(t, func(t *testing.T, f format) {
 		inf := float32(math.Inf(1))
@@ -168,7 +169,7 @@ func TestRoundRandom(t *testing.T) {
 		values := f.values()
 		for range n {
 			f.check(t, values, math.Float32frombits(r.Uint32()))
-			// These numbers are in the range of float16. Few of the random float32s above are.
+			// This number is in the range of float16, which few of the random float32s above are.
 			f.check(t, values, float32(math.Ldexp(r.Float64()*2-1, r.IntN(44)-27)))
 		}
 	})
@@ -190,7 +191,7 @@ func TestRoundNaN(t *testing.T) {
 	})
 }
 
-// The numbers in the doc comments are right.
+// The numbers in the doc comments of the two types are right.
 func TestKnown(t *testing.T) {
 	for _, c := range []struct {
 		f    format

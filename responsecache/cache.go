@@ -1,11 +1,11 @@
 // Package responsecache remembers the responses that the ranks have agreed on, so that a rank can send a
 // repeated request as one bit (docs/negotiation.md, Cache).
 //
-// Every rank has a Cache. The coordinator has a Primary, which is a Cache together with the order in which
-// entries were last used, the votes for the entries, and the entries that were erased recently. An entry
-// keeps its bit until it is erased. It is the complete agreed response and contains nothing that is specific
-// to one rank. So after every cycle the caches of all members of a process set are equal. Tests compare the
-// results of Digest to verify that.
+// Every rank has a Cache. The coordinator has a Primary, which is a Cache that also records the order in
+// which entries were last used, the votes for the entries, and the entries that were erased recently. An
+// entry keeps its bit until it is erased. It is the complete agreed response and contains nothing that is
+// specific to one rank. So after every cycle the caches of all members of a process set are equal. Tests
+// verify that by comparing the results of Digest.
 //
 // Nothing in this package is safe for concurrent use.
 package responsecache
@@ -24,11 +24,11 @@ type State uint8
 
 // These are the states of a request.
 const (
-	// Miss means that no entry has the request's name.
+	// Miss means that no entry has the name of the request.
 	Miss State = iota
 	// Hit means that the entry is the response to the request.
 	Hit
-	// Invalid means that the entry has the request's name but other parameters.
+	// Invalid means that the entry has the name of the request but other parameters.
 	Invalid
 )
 
@@ -40,9 +40,9 @@ type Cache struct {
 	byName  map[string]uint32
 }
 
-// Lookup looks up the request q. member is the position in the process set of the member that makes the
-// request. If an entry has the name of q, Lookup returns the entry's bit and sets q.Bit to it. If the entry
-// is a Hit, Lookup sets q.Hit to it, else to nil. Lookup allocates nothing.
+// Lookup looks up the request q of a member. The argument member is the position of the member in the process
+// set. If an entry has the name of q, Lookup returns the entry's bit and stores it in q.Bit. If the result is
+// Hit, Lookup stores the entry in q.Hit; otherwise it sets q.Hit to nil. Lookup allocates nothing.
 func (c *Cache) Lookup(q *message.Request, member int) (bit uint32, s State) {
 	bit, q.Hit = q.Bit, nil
 	if r := c.At(bit); r == nil || r.Name != q.Name {
@@ -60,7 +60,7 @@ func (c *Cache) Lookup(q *message.Request, member int) (bit uint32, s State) {
 	return bit, Hit
 }
 
-// BitOf returns the bit of the entry with the given name. ok is false if there is no such entry.
+// BitOf returns the bit of the entry with the given name. If there is no such entry, it returns false as ok.
 func (c *Cache) BitOf(name string) (bit uint32, ok bool) {
 	bit, ok = c.byName[name]
 	return bit, ok

@@ -41,7 +41,7 @@ func TestLookup(t *testing.T) {
 	}
 	for _, test := range []struct {
 		name   string
-		of     uint32 // the request is the one for this bit's response, with change applied
+		of     uint32 // the test changes the request that led to the response of this bit
 		change func(q *message.Request)
 		member int
 		state  responsecache.State
@@ -69,7 +69,7 @@ func TestLookup(t *testing.T) {
 	} {
 		q := c.At(test.of).Request(test.member)
 		test.change(&q)
-		for guess := range uint32(80) { // the right bit, bits of others, free bits, too high bits
+		for guess := range uint32(80) { // the right bit, bits of other names, free bits, too high bits
 			q := q
 			q.Bit = guess
 			if bit, state := c.Lookup(&q, test.member); state != test.state || state != responsecache.Miss &&

@@ -15,9 +15,9 @@ import (
 
 var seedFlag = flag.Uint64("seed", 0, "replay the random run of this seed only")
 
-// model is a simple implementation of a Primary, with which tests compare the Primary. It has the order of
-// the last grants in a slice, and a flag for each vote. It keeps a copy of the cache for each cycle, from
-// which it finds the entry that a bit had at that cycle.
+// model is a simple implementation of a Primary, to which the tests compare the Primary. It stores the order
+// of the last grants in a slice, and the votes as one flag each. It keeps a copy of the cache for each cycle,
+// in which it looks up the entry that a bit had at that cycle.
 type model struct {
 	capacity, members int
 	entries           map[uint32]*entry
@@ -100,8 +100,8 @@ func (m *model) complete() (bits []uint32) {
 	return bits
 }
 
-// For random calls, a Primary behaves like the model. A Cache to which the erasures and puts of the Primary
-// are applied stays equal to the Primary.
+// For random calls, a Primary behaves like the model. If the erasures and puts of a Primary are applied to a
+// Cache, the Cache stays equal to the Primary.
 func TestPrimaryIsItsModel(t *testing.T) {
 	seeds := []uint64{*seedFlag}
 	if *seedFlag == 0 {

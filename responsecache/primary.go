@@ -7,41 +7,41 @@ import (
 	"github.com/gohvd/gohvd/internal/message"
 )
 
-// maxInvalidations is the number of times that a name may be submitted with new parameters. Afterwards
+// maxInvalidations limits how often a name may be submitted with new parameters. When it is reached,
 // responses for the name are not cached anymore. Without this limit, a tensor whose shape changes all the
 // time would fill the cache with useless entries.
 const maxInvalidations = 3
 
-// Primary is the coordinator's cache of one process set. It assigns bits to responses and counts votes. It
-// also finds the entries for votes that arrive after their entries were erased.
+// Primary is the coordinator's cache of one process set. It assigns bits to responses and counts votes. If a
+// vote arrives after its entry was erased, the Primary finds the entry for which the vote was meant.
 //
-// A frame has the number of the last cycle that its sender had seen. Bit b in the frame stands for the entry
-// that bit b had at that cycle. So a Primary keeps erased entries until a call of Forget says that every
-// member has seen the erasure.
+// A frame contains the number of the last cycle that its sender had seen. Bit b in the frame stands for the
+// entry that bit b had at that cycle. So a Primary keeps erased entries until the caller of Forget reports
+// that every member has seen the erasure.
 type Primary struct {
 	Cache
 	capacity int
 
 	slots []slot // by bit
-	// oldest and newest are the bits at the ends of a list of all entries, ordered by their last grants. They
-	// are -1 if there are no entries.
+	// All entries form a list, ordered by their last grants. oldest and newest are the bits at the ends of
+	// the list, or -1 if there are no entries.
 	oldest, newest int32
-	// rows has a bit vector for each member. It has the member's votes that have not been granted.
+	// rows holds a bit vector for each member, with the member's votes that have not been granted.
 	rows []message.Bits
 
 	erased []erasedEntry
-	// unissued is the number of elements at the end of erased for which Issue has not been called yet.
+	// unissued is the number of elements at the end of erased that Issue has not returned yet.
 	unissued      int
 	invalidations map[string]int
 	evicted       bool // whether an entry was ever erased to free its bit for another entry
 }
 
-// slot has the data of a bit apart from its response.
+// slot holds the data of a bit except its response.
 type slot struct {
 	put          uint64 // the cycle in which the bit got its current entry
 	votes        int32
 	older, newer int32
-	// grants is the number of grants of the name. It is 0 if the number is unknown. That is so if the name
+	// grants is the number of grants of the name, or 0 if the number is unknown. It is unknown if the name
 	// may have been granted before it was put into the cache.
 	grants uint64
 }
@@ -53,7 +53,7 @@ type erasedEntry struct {
 }
 
 // NewPrimary returns an empty Primary for a process set with the given number of members. capacity is the
-// maximum number of entries. If it is 0, nothing is cached.
+// maximum number of entries. If capacity is 0, nothing is cached.
 func NewPrimary(capacity, members int) *Primary {
 	return &Primary{
 		capacity: min(capacity, message.MaxCacheBits),
@@ -65,9 +65,9 @@ func NewPrimary(capacity, members int) *Primary {
 
 // Vote counts a member's vote for bit. seen is the last cycle that the member had seen when it voted.
 //
-// The vote is for the entry that the bit had at that cycle. If that entry was erased since, Vote does not
-// count the vote but returns the request for which the vote stands. It returns an error if the bit had no
-// entry at that cycle, or if the member has already voted for the bit.
+// The vote is for the entry that the bit had at that cycle. If that entry has been erased since then, Vote
+// does not count the vote but returns the request that the vote stands for. Vote returns an error if the bit
+// had no entry at that cycle, or if the member has already voted for the bit.
 func (p *Primary) Vote(member int, bit uint32, seen uint64) (late *message.Request, err error) {
 	if p.At(bit) != nil && p.slots[bit].put <= seen {
 		if p.rows[member].Has(bit) {
@@ -84,8 +84,8 @@ func (p *Primary) Vote(member int, bit uint32, seen uint64) (late *message.Reque
 	return nil, fmt.Errorf("responsecache: got a vote for cache bit %d, which had no entry at cycle %d", bit, seen)
 }
 
-// NameAt returns the name of the entry that bit had at the cycle seen. current reports whether the bit still
-// has that entry.
+// NameAt returns the name of the entry that bit had at the cycle seen. It returns true as current if the bit
+// still has that entry.
 func (p *Primary) NameAt(bit uint32, seen uint64) (name string, current bool, err error) {
 	if r := p.At(bit); r != nil && p.slots[bit].put <= seen {
 		return r.Name, true, nil
@@ -122,8 +122,8 @@ func (p *Primary) Granted(bit uint32) {
 	p.linkNewest(bit)
 }
 
-// Grants returns how many times the tensor of bit was granted, or 0 if the number is unknown. The bit must
-// have an entry.
+// Grants returns the number of times that the tensor of bit was granted, or 0 if the number is unknown. The
+// bit must have an entry.
 func (p *Primary) Grants(bit uint32) uint64 { return p.slots[bit].grants }
 
 func (p *Primary) clearVotes(bit uint32) {
@@ -167,9 +167,10 @@ func (p *Primary) erase(bit uint32) []LateVote {
 	return late
 }
 
-// Assign gives r a bit in the given cycle. It takes the lowest free bit. If no bit is free, it takes the bit
-// of the least recently used entry that has no votes. It evicts neither entries in pinned nor entries that
-// got their bits in the same cycle. If r is not put into the cache, Assign returns false.
+// Assign puts r into the cache in the given cycle, and returns its bit. It uses the lowest free bit. If no
+// bit is free, it evicts the least recently used entry that has no votes, and uses its bit. It evicts neither
+// entries whose bits are in pinned nor entries that got their bits in the same cycle. If r is not put into
+// the cache, Assign returns false.
 func (p *Primary) Assign(r *message.Response, cycle uint64, pinned message.Bits) (bit uint32, ok bool) {
 	if p.capacity == 0 || !Cacheable(r.Kind) || p.invalidations[r.Name] >= maxInvalidations {
 		return 0, false
@@ -201,7 +202,7 @@ func (p *Primary) Assign(r *message.Response, cycle uint64, pinned message.Bits)
 	}
 	p.slots[bit] = slot{put: cycle}
 	if p.invalidations[r.Name] == 0 && !p.evicted {
-		p.slots[bit].grants = 1 // this grant is the first one of the name
+		p.slots[bit].grants = 1 // this is the first grant of the name
 	}
 	p.linkNewest(bit)
 	return bit, true
@@ -219,8 +220,8 @@ func (p *Primary) lowestFree() (uint32, bool) {
 	return uint32(len(p.entries)), true
 }
 
-// Issue ends the given cycle. It appends to dst the bits that were erased since the last call. If a member
-// has seen this cycle, its votes cannot stand for the erased entries.
+// Issue ends the given cycle. It appends to dst the bits that were erased since the last call. When a member
+// has seen this cycle, its votes for these bits no longer stand for the erased entries.
 func (p *Primary) Issue(cycle uint64, dst []uint32) []uint32 {
 	for i := len(p.erased) - p.unissued; i < len(p.erased); i++ {
 		p.erased[i].erase = cycle
@@ -230,8 +231,8 @@ func (p *Primary) Issue(cycle uint64, dst []uint32) []uint32 {
 	return dst
 }
 
-// Forget drops the erased entries for which no vote can stand anymore. seen is the last cycle that all
-// members have seen.
+// Forget drops erased entries that no vote can stand for anymore. seen is the last cycle that all members
+// have seen.
 func (p *Primary) Forget(seen uint64) {
 	kept := p.erased[:0]
 	for _, e := range p.erased {

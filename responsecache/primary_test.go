@@ -11,8 +11,8 @@ import (
 	"github.com/gohvd/gohvd/responsecache"
 )
 
-// assign gives r a bit in a cycle without other changes. It returns the bit, and the bits that were erased in
-// the cycle.
+// assign puts r into the cache and issues the cycle. It returns the bit of r, and the bits that were erased
+// in the cycle.
 func assign(t *testing.T, p *responsecache.Primary, r *message.Response, cycle uint64,
 	pinned ...uint32) (bit uint32, ok bool, erased []uint32) {
 	t.Helper()
@@ -24,8 +24,8 @@ func assign(t *testing.T, p *responsecache.Primary, r *message.Response, cycle u
 	return bit, ok, p.Issue(cycle, nil)
 }
 
-// wantBit gives r a bit. It fails the test unless the bit equals want and the cycle erases exactly the bits
-// in erased.
+// wantBit puts r into the cache and issues the cycle. It fails the test unless the bit of r equals want and
+// the cycle erases exactly the bits in erased.
 func wantBit(t *testing.T, p *responsecache.Primary, r *message.Response, cycle uint64, want uint32,
 	erased ...uint32) {
 	t.Helper()
@@ -88,7 +88,7 @@ func TestBits(t *testing.T) {
 	wantBit(t, p, allreduce("a", 1), 1, 0)
 	wantBit(t, p, allreduce("b", 1), 2, 1)
 	wantBit(t, p, allreduce("c", 1), 3, 2)
-	// Assign takes the lowest free bit and does not change the bits of other entries.
+	// Assign uses the lowest free bit and does not change the bits of other entries.
 	p.Invalidate(1)
 	p.Invalidate(0)
 	if !p.Unissued() {
@@ -104,7 +104,7 @@ func TestBits(t *testing.T) {
 		t.Errorf("c has bit %d (%v), want 2 as before", bit, ok)
 	}
 	wantBit(t, p, allreduce("e", 1), 5, 1)
-	// If a name has a bit already, it does not get a second one.
+	// If a name already has a bit, it does not get a second one.
 	if bit, ok, _ := assign(t, p, allreduce("e", 1), 6); ok {
 		t.Errorf("e got bit %d as a second bit", bit)
 	}
@@ -115,12 +115,12 @@ func TestEviction(t *testing.T) {
 	for i, name := range []string{"a", "b", "c"} {
 		wantBit(t, p, allreduce(name, 1), uint64(i+1), uint32(i))
 	}
-	// Entries are ordered by their last grant. Now b is the oldest, followed by c.
+	// Entries are ordered by their last grants. After the grant of a, b is the oldest entry, followed by c.
 	vote(t, p, 0, 0, 3)
 	vote(t, p, 1, 0, 3)
 	p.Granted(0)
 	wantBit(t, p, allreduce("d", 1), 4, 1, 1) // the order is now c, a, d
-	// An entry with a vote is not evicted, so c stays.
+	// An entry with a vote is not evicted, so c keeps its bit.
 	vote(t, p, 1, 2, 4)
 	wantBit(t, p, allreduce("e", 1), 5, 0, 0) // the order is now c, d, e
 	// A pinned entry is not evicted either.
@@ -131,8 +131,8 @@ func TestEviction(t *testing.T) {
 	if bit, ok, gone := assign(t, p, allreduce("g", 1), 7, 0, 1); ok || len(gone) > 0 {
 		t.Errorf("g: got bit %d for %v, want none, because all entries have votes or are pinned", bit, gone)
 	}
-	// An entry is not evicted in the cycle in which it got its bit. So the first Assign evicts bit 1, the
-	// second evicts bit 0, and the third finds no entry to evict.
+	// An entry is not evicted in the cycle in which it got its bit. So the first call of Assign evicts the
+	// entry of bit 1, the second evicts the entry of bit 0, and the third finds no entry to evict.
 	if bit, ok := p.Assign(allreduce("h", 1), 8, nil); !ok || bit != 1 {
 		t.Errorf("h: got bit %d (%v), want 1", bit, ok)
 	}
@@ -223,8 +223,7 @@ func TestLateVotes(t *testing.T) {
 	}
 	vote(t, p, 0, 0, 2)
 
-	// No cycle has issued this erasure yet, so no member can have seen it. This is true even if a member's
-	// vote says that the member has seen a later cycle.
+	// No cycle has issued this erasure yet, so no member can have seen it, whatever cycle its vote names.
 	if got := p.Invalidate(0); len(got) != 1 {
 		t.Errorf("got %v, want the vote of member 0", got)
 	}
@@ -236,7 +235,7 @@ func TestLateVotes(t *testing.T) {
 		t.Error("a vote for an erased entry by a member that has seen the erasure gave no error")
 	}
 
-	// An erased entry is remembered until all members have seen its erasure.
+	// An erased entry is remembered until all members have seen the erasure.
 	for _, c := range []struct {
 		seen uint64
 		kept int

@@ -1,10 +1,10 @@
 // Package tensorqueue passes tensors from the training code to the background loop. A Queue is a table of the
-// named tensors that are in flight, together with a list of the entries that the loop has not taken yet.
+// named tensors that are in flight, and a list of the entries that the loop has not taken yet.
 //
 // Goroutines that submit tensors call Add. The loop calls Pop. The goroutine that executes the response calls
 // Finish. All methods are safe for concurrent use. The queue does not access the buffers of an entry. The
-// buffers belong to the engine from Add until Done is called. When Done is called, the entry may be used
-// again.
+// buffers belong to the engine from the call of Add until Done is called. When Done is called, the entry may
+// be used again.
 package tensorqueue
 
 import (
@@ -19,8 +19,8 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// DuplicateNameError is the error of Add if the name of a tensor is in use. Either a tensor of that name is
-// in flight, or the program that submitted such a tensor has not yet observed its completion.
+// DuplicateNameError is the error of Add if the name of a tensor is in use: either a tensor with that name is
+// in flight, or the program has not yet observed the completion of such a tensor.
 type DuplicateNameError struct {
 	Kind message.Kind
 	Name string
@@ -35,36 +35,37 @@ func (e *DuplicateNameError) Error() string {
 type Entry struct {
 	Set     topo.ProcessSetID
 	Request message.Request
-	// Input is this rank's contribution, and Output receives the result. The kind determines which of them
-	// are used. A barrier uses neither. If InPlace is not set, Input and Output are the same buffer or do not
-	// overlap. If InPlace is set, Input is this rank's part of Output (allgather), or Output is this rank's
-	// part of Input (reducescatter, which leaves the contents of Input undefined).
+	// Input is this rank's contribution, and Output receives the result. The kind of the operation determines
+	// which of them are used. A barrier uses neither. If InPlace is not set, Input and Output are the same
+	// buffer or do not overlap. If InPlace is set in an allgather, Input is this rank's part of Output. If it
+	// is set in a reducescatter, Output is this rank's part of Input, and the operation leaves the contents
+	// of Input undefined.
 	Input, Output []byte
 	InPlace       bool
 	// Parts are the tensors of a group that is one request. If Parts is set, Input and Output are not used.
 	Parts []Part
-	// Allocate allocates Output when its size is known. It is for operations whose output size depends on
-	// other ranks. If Output is set, Allocate is not called.
+	// Allocate is called to allocate Output when its size is known. It is for operations whose output size
+	// depends on other ranks. If Output is already set, Allocate is not called.
 	Allocate func(numBytes int) []byte
-	// Splits is used by alltoall. It has the number of rows of Input to send to each member. Received
-	// receives the number of rows that come from each member.
+	// Splits is used by alltoall. It holds the number of rows of Input to send to each member. The engine
+	// stores in Received the number of rows that come from each member.
 	Splits, Received []int64
-	// ErrorFeedback is used by an allreduce with compression. It says that the compression loss must be added
-	// to the next tensor of the same name.
+	// ErrorFeedback is used by an allreduce with compression. If it is set, the compression loss is added to
+	// the next tensor with the same name.
 	ErrorFeedback bool
 	// Timeout is the maximum time that the operation may take. 0 means no limit.
 	Timeout time.Duration
-	// Hold keeps the name in use after Done, until the Name that Held returns is released. It has the same
-	// value in all entries of one Add.
+	// If Hold is set, the name stays in use after Done, until the Name that Held returns is released. Hold
+	// has the same value in all entries of one call of Add.
 	Hold bool
 	// Response is the granted response. It is set before Done is called with a nil error.
 	Response *message.Response
-	// Done is called exactly once, when the engine does not use the buffers anymore. Without Hold, the name
-	// is free again at that time.
+	// Done is called exactly once, when the engine no longer uses the buffers. Unless Hold is set, the name
+	// is free by then.
 	Done func(err error)
 	// Times are the times at which the entry was submitted, sent, granted and begun.
 	Times Times
-	// Deadline is the time at which Timeout ends. It is 0 if the operation has no time limit. Only the loop
+	// Deadline is the time at which Timeout ends, or 0 if the operation has no time limit. Only the loop
 	// accesses it.
 	Deadline time.Duration
 
@@ -72,9 +73,9 @@ type Entry struct {
 	name  *Name
 }
 
-// Held returns the name that e keeps in use after Done. It returns nil if Hold is not set. The name of the
-// first entry of an Add also stands for the names of the other entries of that Add. Held must not be called
-// after Done has returned.
+// Held returns the name that e keeps in use after Done, or nil if Hold is not set. If several entries were
+// added by one call of Add, the name of the first entry stands for the names of all of them. Held must not be
+// called after Done has returned.
 func (e *Entry) Held() *Name {
 	if !e.Hold {
 		return nil
@@ -96,23 +97,23 @@ type Times struct {
 	Grant atomic.Uint64
 }
 
-// Name is the state of a name in a queue. It is kept when the entry has ended, because most names are
+// Name is the state of a name in a queue. The queue keeps it when the entry has ended, because most names are
 // submitted again.
 type Name struct {
 	entry *Entry // the entry in flight, or nil
-	next  *Name  // the name of the next entry of the same Add, if the entries have Hold
-	bit   uint32 // Request.Bit of the last entry
+	next  *Name  // the name of the next entry of the same call of Add, if Hold is set in the entries
+	bit   uint32 // Request.Bit of the last entry with this name
 	// holds is the number of entries with Hold that have used the name so far. It changes only while the name
-	// is free. released is the number of these entries that were released.
+	// is free. released is the number of these entries whose names were released.
 	holds    uint32
 	released atomic.Uint32
 }
 
-// Release frees n and the names of the other entries of the same Add. It must be called once, after Done was
-// called for all these entries. It takes no lock.
+// Release frees n and the names of the later entries of the same call of Add. It must be called once, after
+// Done was called for all these entries. It takes no lock.
 func (n *Name) Release() {
 	for n != nil {
-		next := n.next // read next before the Store, after which another Add may use n
+		next := n.next // read n.next before the Store, because after it another Add may use n
 		n.released.Store(n.holds)
 		n = next
 	}
@@ -121,7 +122,7 @@ func (n *Name) Release() {
 // free reports whether a tensor may be submitted under the name.
 func (n *Name) free() bool { return n.entry == nil && n.released.Load() == n.holds }
 
-// Queue has the entries of one process set. Create it with New.
+// Queue holds the entries of one process set. Create it with New.
 type Queue struct {
 	mu       sync.Mutex
 	names    map[string]*Name
@@ -140,9 +141,9 @@ func New() *Queue {
 	return &Queue{names: make(map[string]*Name), limit: minNames}
 }
 
-// Add submits all entries in the given order, or none of them. It returns a *DuplicateNameError if a name is
-// in use. After Close it returns the error that was passed to Close. If Add returns an error, Done is not
-// called.
+// Add submits all entries in the given order. If a name is in use, it submits none of them and returns a
+// *DuplicateNameError. After Close, it returns the error that was passed to Close. If Add returns an error,
+// Done is not called.
 func (q *Queue) Add(entries ...*Entry) error {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -175,8 +176,8 @@ func (q *Queue) Add(entries ...*Entry) error {
 	return nil
 }
 
-// nameOf returns the state of the name text. If the name has no state yet, nameOf makes one. The caller holds
-// mu.
+// nameOf returns the state of the name in text. If the name has no state yet, nameOf creates one. The caller
+// holds mu.
 func (q *Queue) nameOf(text string) *Name {
 	if n := q.names[text]; n != nil {
 		return n
@@ -190,7 +191,7 @@ func (q *Queue) nameOf(text string) *Name {
 }
 
 // forget drops the names that are not in use. It sets the limit to twice the number of remaining names, so
-// that the next call comes only after that number has doubled. The caller holds mu.
+// that it is called again only after that number has doubled. The caller holds mu.
 func (q *Queue) forget() {
 	maps.DeleteFunc(q.names, func(_ string, n *Name) bool { return n.free() })
 	q.limit = max(minNames, 2*len(q.names))
@@ -208,7 +209,7 @@ func (q *Queue) Pop(dst []*Entry) []*Entry {
 	return dst
 }
 
-// Pending returns the number of entries that the next Pop would return.
+// Pending returns the number of entries that Pop would return now.
 func (q *Queue) Pending() int {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -230,8 +231,8 @@ func (q *Queue) Find(name string) *Entry {
 }
 
 // Finish removes e from the table and calls e.Done with err. If e is not in the table anymore, Finish does
-// nothing. It must not be called after Done was called, because the caller may have submitted e again by
-// then.
+// nothing. Finish must not be called after Done was called, because then the caller may already have
+// submitted e again.
 func (e *Entry) Finish(err error) {
 	q := e.queue
 	q.mu.Lock()
@@ -252,8 +253,8 @@ func (q *Queue) remove(e *Entry) bool {
 	return true
 }
 
-// Close makes every later Add fail with err. If Close is called again, the first error remains. Entries in
-// the table stay there.
+// Close makes every later Add fail with err. If Close is called again, the first error remains in effect.
+// Entries that are in the table stay there.
 func (q *Queue) Close(err error) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -274,8 +275,8 @@ func (q *Queue) Each(visit func(e *Entry)) {
 	}
 }
 
-// FinishAll finishes all entries for which the function which returns true, even those that Pop has not
-// returned yet. Each entry ends with the error that the function reason returns for it.
+// FinishAll finishes all entries for which the function which returns true, including entries that Pop has
+// not returned yet. Each entry ends with the error that the function reason returns for it.
 func (q *Queue) FinishAll(which func(e *Entry) bool, reason func(e *Entry) error) {
 	q.mu.Lock()
 	var found []*Entry

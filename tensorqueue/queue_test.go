@@ -22,7 +22,7 @@ func TestLifeOfAnEntry(t *testing.T) {
 	q := tensorqueue.New()
 	var got []error
 	e := entry("x", func(err error) {
-		// The name is free before Done is called, so that Done may submit a tensor with this name again.
+		// The name must be free when Done is called, so that Done may submit a tensor with this name again.
 		if q.Find("x") != nil {
 			t.Error("the name is in use during Done")
 		}
@@ -84,8 +84,8 @@ func TestClose(t *testing.T) {
 	}
 }
 
-// FinishAll also removes entries that Pop has not returned. So Pop does not return such an entry later, when
-// it may have been submitted again.
+// FinishAll also removes entries that Pop has not returned. Pop must not return such an entry later, because
+// it may have been submitted again by then.
 func TestFinishAllTakesWhatIsPending(t *testing.T) {
 	q := tensorqueue.New()
 	ended := errors.New("ended")
@@ -114,8 +114,8 @@ func TestFinishAllTakesWhatIsPending(t *testing.T) {
 	}
 }
 
-// Add adds all given entries or none. If a name is in use, or if two of the entries have the same name, Add
-// returns an error, and the other names stay free.
+// Add adds either all given entries or none of them. If a name is in use, or if two of the entries have the
+// same name, Add returns an error, and the other names stay free.
 func TestAddIsAllOrNothing(t *testing.T) {
 	for _, c := range []struct {
 		names []string
@@ -163,7 +163,7 @@ func TestAddManyAfterClose(t *testing.T) {
 	}
 }
 
-// If Finish is called twice for an entry, and another entry was added under the same name meanwhile, the
+// Finish is called twice for an entry. Another entry was added with the same name between the calls. The
 // second call does not finish that entry.
 func TestFinishTwice(t *testing.T) {
 	q := tensorqueue.New()
@@ -183,8 +183,8 @@ func TestFinishTwice(t *testing.T) {
 	}
 }
 
-// Several goroutines add entries while another one pops and finishes them. Every entry is popped once and
-// finished once. The entries of each goroutine are popped in the order in which the goroutine added them.
+// Several goroutines add entries while another goroutine pops and finishes them. Every entry is popped once
+// and finished once. The entries of each goroutine are popped in the order in which the goroutine added them.
 func TestConcurrentUse(t *testing.T) {
 	q := tensorqueue.New()
 	const submitters, each = 4, 500
@@ -221,8 +221,9 @@ func TestConcurrentUse(t *testing.T) {
 	}
 }
 
-// If a name is submitted again, Add sets Request.Bit to the value in the previous entry. After 300,000 names,
-// the queue has dropped the names that are not in use, but it still has the entry that is in flight.
+// If a name is submitted again, Add sets Request.Bit to the value in the previous entry with that name. After
+// 300,000 names, the queue has dropped the names that are not in use, but still has the entry that is in
+// flight.
 func TestNames(t *testing.T) {
 	q := tensorqueue.New()
 	held := entry("held", func(error) {})
@@ -275,9 +276,9 @@ func TestSteadyStateAllocatesNothing(t *testing.T) {
 	}
 }
 
-// If an entry has Hold, its name stays in use after the entry has finished, until Release is called. Release
-// also frees the names of the later entries of the same Add, and no other names. Thousands of other names in
-// the queue do not change this.
+// If Hold is set in an entry, its name stays in use after the entry has finished, until Release is called.
+// Release also frees the names of the later entries of the same call of Add, but no other names. This holds
+// even if the queue has thousands of other names.
 func TestHold(t *testing.T) {
 	q := tensorqueue.New()
 	add := func(names ...string) ([]*tensorqueue.Entry, error) {
