@@ -169,13 +169,13 @@ func (n *node) pendingIndex(set topo.ProcessSetID, name string) int {
 	return slices.IndexFunc(n.pending, func(r request) bool { return r.set == set && r.q.Name == name })
 }
 
-// send executes a turn of the rank in which no frame arrives.
+// send executes a turn of the rank. No frame arrives in this turn.
 func (n *node) send() {
 	n.m.Tick(n.c.now)
 	n.take()
 }
 
-// read executes a turn of the rank in which the oldest frame in flight from the coordinator arrives.
+// read executes a turn of the rank. In this turn, the oldest frame in flight from the coordinator arrives.
 func (n *node) read() {
 	n.send()
 	if n.over {
@@ -343,8 +343,8 @@ func (c *cluster) decide() bool {
 }
 
 // kill ends the process of a rank. Frames in flight from and to the rank are lost, and its control connection
-// ends. If the rank is rank 0, the coordinator dies too, and the frames that it has sent and other ranks have
-// not read are lost.
+// ends. If the rank is rank 0, the coordinator dies too, and frames from the coordinator that other ranks
+// have not read are lost.
 func (c *cluster) kill(r topo.Rank, reason string) {
 	c.die(r)
 	c.endConnection(r, reason)
@@ -378,7 +378,7 @@ func (c *cluster) endConnection(r topo.Rank, reason string) {
 }
 
 // next returns the earliest time at which a turn is due. It considers the coordinator and the ranks for which
-// pass returns true.
+// the function pass returns true.
 func (c *cluster) next(pass func(n *node) bool) time.Duration {
 	next := controller.Never
 	if !c.nodes[0].dead && pass(c.nodes[0]) {

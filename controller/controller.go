@@ -77,7 +77,7 @@ func (s *Set) index(r topo.Rank) int {
 	return -1
 }
 
-// Grant is one fused response, as a member receives it to run it.
+// Grant permits a member to run one fused response.
 type Grant struct {
 	Set topo.ProcessSetID
 	// Number is the number of the grant among the grants of the set, counted from 1. It is the same at all

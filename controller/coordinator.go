@@ -369,10 +369,10 @@ func (c *Coordinator) suspect(by topo.Rank, up *message.Up) {
 	}
 }
 
-// decideSuspicion gives the verdict about a suspected rank. It is called if no control connection has ended
-// in the meantime and so shown which rank has died. If the suspect has missed its heartbeats, or if its
-// connection has ended after its bye, the verdict names only the suspect. Otherwise it also names the rank
-// that suspects it, because either of the two may have failed.
+// decideSuspicion gives the verdict about a suspected rank. It is called only if no control connection has
+// ended in the meantime, because that would have shown which rank has died. If the suspect has missed its
+// heartbeats, or if its connection has ended after its bye, the verdict names only the suspect. Otherwise it
+// also names the rank that suspects it, because either of the two may have failed.
 func (c *Coordinator) decideSuspicion(s *suspicion) {
 	ranks := []topo.Rank{s.suspect}
 	if k := &c.ranks[s.suspect]; !k.lost && c.now-k.lastReceived < 2*heartbeatPeriod {
@@ -385,7 +385,8 @@ func (c *Coordinator) decideSuspicion(s *suspicion) {
 // fail gives the verdict. It is called at most once.
 func (c *Coordinator) fail(ranks []topo.Rank, reason string) {
 	c.state = failed
-	// Drop the decisions of this turn. Keep the frames that allow ranks that have left to close.
+	// Drop the decisions of this turn, but keep the DownClose frames, which allow ranks that have left to
+	// close.
 	c.out = slices.DeleteFunc(c.out, func(o Outgoing) bool { return o.Down.Type != message.DownClose })
 	d := &message.Down{Type: message.DownFail, Cycle: c.cycle, Ranks: ranks, Reason: reason}
 	c.emit(d, c.present())

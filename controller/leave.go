@@ -102,8 +102,8 @@ func (c *Coordinator) canStop() bool {
 	return false
 }
 
-// eachAwaited calls visit for each operation of the set, including joins, for which some ranks wait. waiting
-// are these ranks: they have made the request.
+// eachAwaited calls visit for each operation of the set, including joins, for which some ranks wait. The
+// argument waiting holds these ranks, which have made the request.
 func (s *setState) eachAwaited(visit func(st Stall, waiting []topo.Rank)) {
 	s.eachWaiting(func(_ *wait, key groupKey, stall func() Stall) {
 		st := stall()
@@ -130,8 +130,8 @@ func (c *Coordinator) isAwaited(s *setState, st Stall) bool {
 	})
 }
 
-// awaitedText returns a text that says that the ranks gone have shut down while the ranks waiting were
-// waiting for st.
+// awaitedText returns a text about ranks that have shut down while other ranks wait for the operation st. The
+// slice gone holds the former and the slice waiting the latter.
 func (c *Coordinator) awaitedText(s *setState, st *Stall, gone, waiting []topo.Rank) string {
 	first := gone[0]
 	for _, r := range gone {
@@ -228,8 +228,8 @@ func (c *Coordinator) handleBye(r topo.Rank) {
 	c.closeReleased(r)
 }
 
-// released records that the rank with the number by does not execute an operation with rank r anymore. It has
-// no effect if r has not left.
+// released records that a rank executes no operation with rank r anymore. The argument by is that rank. If r
+// has not left, released has no effect.
 func (c *Coordinator) released(r, by topo.Rank) {
 	if k := &c.ranks[r]; k.holders.Has(uint32(by)) {
 		k.holders.Clear(uint32(by))

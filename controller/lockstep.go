@@ -54,11 +54,12 @@ func (b *voteState) answered(bit uint32) {
 	b.known.Clear(bit)
 }
 
-// Vectors returns two vectors to which this rank contributes in the cycle. All ranks combine the first, and,
-// by bitwise AND, and the second, or, by bitwise OR. Each vector has the same length at all ranks. The second
-// vector begins with one word of flags. Then both vectors contain the rank's unanswered votes in each set, in
-// the order of the sets. If the rank is not a member of a set, or if rank 0 knows that it has joined the set,
-// the words for that set in the first vector are all ones. The vectors are valid until the next call.
+// Vectors returns this rank's contribution to the cycle, which consists of two vectors. All ranks combine the
+// first vector by bitwise AND and the second by bitwise OR. Each vector has the same length at all ranks. The
+// second vector begins with one word of flags. Then both vectors contain the rank's unanswered votes in each
+// set, in the order of the sets. If the rank is not a member of a set, or if rank 0 knows that it has joined
+// the set, the words for that set in the first vector are all ones. The vectors are valid until the next
+// call.
 func (l *Lockstep) Vectors() (and, or []uint64) {
 	l.and, l.or = l.and[:0], append(l.or[:0], 0)
 	gather := l.member.news || l.coordinator != nil && l.coordinator.state == stopping &&
@@ -88,9 +89,9 @@ func word(v message.Bits, w int) uint64 {
 	return 0
 }
 
-// Combine accepts the combined vectors, which the caller must not change until the end of the cycle. It
-// returns true as gather if every rank must now send a frame to rank 0. It returns true as broadcast if rank
-// 0 must then broadcast a frame. The results are the same at all ranks.
+// Combine accepts the combined vectors, which the caller must not change until the end of the cycle. The
+// first result reports whether every rank must now send a frame to rank 0. The second result reports whether
+// rank 0 must then broadcast a frame. The results are the same at all ranks.
 func (l *Lockstep) Combine(and, or []uint64) (gather, broadcast bool) {
 	l.combined.and, l.combined.or = and, or
 	ready := l.readyBits()
@@ -163,8 +164,8 @@ func (l *Lockstep) Decide(ups []*message.Up) *message.Down {
 	return c.decideAll(func(i int) message.Bits { return l.combined.or[1+i*l.words:][:l.words] })
 }
 
-// voted counts the votes for bits that every member of the set has voted for, unless it has joined. It skips
-// votes that rank 0 has already counted.
+// voted counts the votes for the given bits. Every member of the set has voted for these bits or has joined.
+// voted skips votes that rank 0 has already counted.
 func (c *Coordinator) voted(s *setState, bits message.Bits) {
 	for bit, ok := bits.Next(0); ok; bit, ok = bits.Next(bit + 1) {
 		for m, r := range s.Ranks {

@@ -327,10 +327,10 @@ func randomParts(rng *rand.Rand, q *message.Request) {
 	q.DType, q.Shape = q.Parts.DType(), tensor.Shape{elems}
 }
 
-// agree is a second implementation of the checks of the coordinator, to which the tests compare the first. It
-// reports whether the requests in qs agree, so that the answer is not an error. The slice qs has an element
-// for each member, which is nil if the member has joined without making the request. The slice empty says
-// which members have joined with empty contributions.
+// agree is a second, independent implementation of the coordinator's checks, so that the tests can compare
+// the two. It reports whether the requests in qs agree, so that the answer is not an error. The slice qs has
+// an element for each member, which is nil if the member has joined without making the request. The slice
+// empty says which members have joined with empty contributions.
 func agree(s controller.Set, qs []*message.Request, empty []bool) bool {
 	var first *message.Request
 	for _, q := range qs {

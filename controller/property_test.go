@@ -29,7 +29,7 @@ func seeds(n int) []uint64 {
 	return all
 }
 
-// checker checks on a cluster that the invariants of docs/negotiation.md hold. It is a simple model of the
+// checker checks that the invariants of docs/negotiation.md hold in a cluster. It is a simple model of the
 // coordinator: it records which requests each frame contains, and computes from them which grants must
 // result.
 type checker struct {

@@ -362,8 +362,8 @@ func (s *script) settle() {
 	s.t.Fatalf("frames still move after 1000 rounds; so far\n%s", s.out.String())
 }
 
-// round executes a turn of every rank, a turn of the coordinator, and a turn of every rank in which it reads
-// frames. It reports whether anything has happened.
+// round executes a turn of every rank, a turn of the coordinator, and another turn of every rank, in which
+// the ranks read frames. It reports whether anything has happened.
 func (s *script) round() bool {
 	moved := false
 	for _, n := range s.c.nodes {

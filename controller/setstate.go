@@ -174,8 +174,8 @@ func (s *setState) request(member int, q message.Request) error {
 	return s.addRequest(member, q)
 }
 
-// addRequest puts a request into the table. The request may stand for a vote that the member gave before it
-// joined.
+// addRequest puts a request into the table. The request may be a vote that was converted, which the member
+// may have sent before it joined.
 func (s *setState) addRequest(member int, q message.Request) error {
 	row := s.table[q.Name]
 	if row == nil {

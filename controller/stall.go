@@ -62,8 +62,8 @@ type wait struct {
 }
 
 // waits records in due the earliest time at which a waiting tensor must be checked. All tensors of a
-// coordinator share it. So a vote costs only a comparison of times, and no tensor is checked before that
-// time.
+// coordinator share this time. So a vote costs only a comparison of times, and no tensor is checked before
+// due.
 type waits struct {
 	now        time.Duration
 	checkAfter time.Duration // the time after which a waiting tensor is checked; 0 means never
@@ -114,7 +114,8 @@ func (e *execution) handle(u *message.Up, w *waits) {
 	}
 }
 
-// Events returns the events since the last call. The result is valid until the next call.
+// Events returns the events that have happened since the last call of Events. The result is valid until the
+// next call.
 func (c *Coordinator) Events() []Event {
 	events := c.events
 	c.events, c.oldEvents = c.oldEvents[:0], events

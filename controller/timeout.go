@@ -38,8 +38,8 @@ func (l *grantList) has(set topo.ProcessSetID, tensor string) bool {
 	return false
 }
 
-// timeout fails the epoch because a tensor was not done in time at the rank with the number by. It does
-// nothing if the grant of the tensor is in flight to that rank.
+// timeout fails the epoch because a tensor was not done in time. The argument by is the rank at which it
+// timed out. If the grant of the tensor is in flight to that rank, timeout does nothing.
 func (c *Coordinator) timeout(by topo.Rank, u *message.Up) {
 	if silent := c.silent(2 * heartbeatPeriod); len(silent) > 0 {
 		// The request of the silent rank may not have arrived yet. In lock-step, the requests of other ranks
@@ -74,8 +74,9 @@ func timeoutText(k message.Kind, by topo.Rank, u *message.Up, why string) string
 		seconds(time.Duration(u.Millis)*time.Millisecond), by, why)
 }
 
-// blocked returns the ranks that keep a tensor from being granted, and says in why what they have not done.
-// If the ranks are unknown, ranks is nil. If the tensor is unknown or no rank blocks it, why is empty.
+// blocked returns the ranks that keep a tensor from being granted, and a text that says what they have not
+// done. If the ranks are unknown, it returns none. If the tensor is unknown or no rank blocks it, the text is
+// empty.
 func (s *setState) blocked(tensor string) (kind message.Kind, ranks []topo.Rank, why string) {
 	if g := s.held.find(tensor); g != nil {
 		kind = g.items[g.index(tensor)].kind()
@@ -113,10 +114,10 @@ func (s *setState) isReady(tensor string) bool {
 	return slices.ContainsFunc(s.ready, func(i readyItem) bool { return i.response.Name == tensor })
 }
 
-// unfinished returns the ranks that keep a granted tensor from being done, and says in why what they have not
-// finished. The grants of a set run in order, so the ranks whose heartbeats name the oldest grant of the set
-// hold up the other ranks. Grants whose ages differ by less than a heartbeat period count as equally old. If
-// no heartbeat names a grant of the set, unfinished returns the rank that timed out.
+// unfinished returns the ranks that keep a granted tensor from being done, and a text that says what they
+// have not finished. The grants of a set run in order, so the ranks whose heartbeats name the oldest grant of
+// the set hold up the other ranks. Grants whose ages differ by less than a heartbeat period count as equally
+// old. If no heartbeat names a grant of the set, unfinished returns the rank that timed out.
 func (c *Coordinator) unfinished(by topo.Rank, u *message.Up) (ranks []topo.Rank, why string) {
 	oldest := never
 	for r := range c.ranks {

@@ -13,9 +13,9 @@ import (
 	"github.com/gohvd/gohvd/internal/rank"
 )
 
-// Engine is one rank in one epoch of a job: the time from the Init of all ranks to shutdown or failure. A
-// program that is one rank uses the package-level functions. A process that holds several ranks makes an
-// Engine for each of them with New, and selects one for an operation with On.
+// Engine is one rank in one epoch of a job. An epoch is the time from the Init of all ranks to shutdown or
+// failure. A program that is one rank uses the package-level functions. A process that holds several ranks
+// makes an Engine for each of them with New, and selects one for an operation with On.
 type Engine struct {
 	rank      rank.Rank
 	sets      sync.Map // maps each *rank.Set that the program has seen to its *ProcessSet

@@ -122,7 +122,7 @@ func many[T Element](kind message.Kind, xs [][]T, opts []Option, build builder[T
 	g := &GroupHandle[T]{operation: operation{kind: kind, name: c.Name, engine: c.engine},
 		tensors: make([]*Handle[T], len(xs))}
 	g.left.Store(int64(len(xs)))
-	handles := make([]Handle[T], len(xs)) // one allocation, because g keeps all of them
+	handles := make([]Handle[T], len(xs)) // one allocation for all handles, because g keeps all
 	for i, x := range xs {
 		h := &handles[i]
 		if err := build(h, c, i, x); err != nil {

@@ -61,7 +61,7 @@ func (o *operation) complete(err error) {
 	}
 	if s != nil {
 		if flags&doneAsked != 0 {
-			o.seen() // before close, so that the name is free when the program receives from the channel
+			o.seen() // call seen before close, so that the name is free when the program receives
 		}
 		close(s.c)
 	}

@@ -43,13 +43,13 @@
 //
 //   - *UsageError: the call is wrong at this rank. The name is in use (*DuplicateNameError), the process set
 //     was removed (ErrNoProcessSet) or does not contain this rank, Init was not called (ErrNotInitialized),
-//     or the arguments do not fit. Nothing was submitted.
+//     or an argument is not valid. Nothing was submitted.
 //   - *MismatchError: the requests of the ranks contradict each other. All ranks get the error and the job
 //     goes on. One exception: if the result of an in-place allgather or alltoall does not fit the slice of
 //     one rank, only that rank gets the error.
 //   - ErrShutDown: this rank has shut down, or the stall inspector has ended the job (*StallError, which Err
 //     and Shutdown return too). ErrClosed: the context of this rank's Shutdown ended before the other ranks
-//     were ready.
+//     were ready to end the job.
 //   - *PeerError: ranks failed, or shut down while this rank waited for them (then the error is an
 //     ErrShutDown too), or an operation timed out. The epoch is over. After Shutdown the surviving ranks may
 //     call Init again, which waits until all ranks of the job are present.
@@ -80,9 +80,9 @@ var process struct {
 }
 
 // begin waits until no other Init or Shutdown is in progress. Then it calls done with process.engine. If done
-// returns true, the caller has nothing to do: begin returns true as nothing. Otherwise begin returns
-// process.engine, and until the caller calls end, no other call can change process.engine. The caller must
-// call end only if nothing is false and err is nil.
+// returns true, the caller has nothing to do, and begin returns true as its second result. Otherwise begin
+// returns process.engine, and until the caller calls end, no other call can change process.engine. The caller
+// must not call end if the second result is true or if there is an error.
 func begin(ctx context.Context, done func(*Engine) bool) (e *Engine, nothing bool, err error) {
 	for {
 		process.mu.Lock()

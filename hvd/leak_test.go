@@ -18,7 +18,7 @@ import (
 func TestInitLeavesNothing(t *testing.T) {
 	const (
 		warmup    = 10 // number of rounds after which pools no longer grow
-		compared  = 10 // the rounds after the warmup that are compared with as many rounds at the end
+		compared  = 10 // number of rounds after the warmup that are compared with the last rounds
 		rounds    = 40
 		mostBytes = 256 << 10
 	)
@@ -73,7 +73,7 @@ func TestInitLeavesNothing(t *testing.T) {
 		t.Errorf("at least %d bytes are in use after each of the last %d rounds, %d after one of rounds %d to %d",
 			now, compared, before, warmup, warmup+compared-1)
 	}
-	runtime.KeepAlive(last) // last was reachable at every earlier measurement too
+	runtime.KeepAlive(last) // keeps last reachable, as it was at the earlier measurements
 }
 
 // work adds and removes a process set, runs operations of every kind, and joins.

@@ -120,6 +120,6 @@ func WithDevice(name string, share bool) InitOption {
 	return func(o *initOptions) { o.Device, o.SharesDevice = name, share }
 }
 
-// withMeeting makes the engine store a meeting that cannot be repeated in *m, so that a later Init can use
-// it.
+// withMeeting makes the engine store its meeting in *m if the ranks cannot meet again, so that a later Init
+// can use the same meeting.
 func withMeeting(m **place.Meeting) InitOption { return func(o *initOptions) { o.Kept = m } }

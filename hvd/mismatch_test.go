@@ -247,12 +247,11 @@ var contradictions = []contradiction{
 	}, `hvd: broadcast %q: root rank LAST has joined and sends nothing`},
 }
 
-// errJoined is what a call of joined returns at the odd rank, which has joined instead of submitting the
-// operation and so gets no error for it.
+// errJoined is what the method joined returns at the odd rank. That rank has joined and not submitted the
+// operation, so it gets no error for it.
 var errJoined = errors.New("this rank has joined")
 
-// joined calls the function do at every rank except the odd rank, and then joins at every rank. So do runs
-// while the odd rank has joined.
+// joined makes the odd rank join at once. Every other rank first calls the function do and then joins too.
 func (p *part) joined(do func() error, opts ...hvd.Option) error {
 	err := errJoined
 	if !p.odd {

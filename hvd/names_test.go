@@ -18,8 +18,8 @@ type startedOp struct {
 	wait func(ctx context.Context) error
 }
 
-// starters holds a function for each kind of handle that belongs to an operation with a name of the program's
-// choice. The function starts such an operation.
+// starters holds one function for each sort of operation that a program can name. The function starts such an
+// operation.
 var starters = []struct {
 	sort  string
 	start func(opts ...hvd.Option) (startedOp, error)

@@ -181,7 +181,7 @@ func broadcast[T Element](x []T, root int, opts []Option) (*Handle[T], error) {
 		if err := c.CheckRoot(root); err != nil {
 			return err
 		}
-		if err := allreduceTensor(h, c, i, x); err != nil { // a broadcast needs the same buffers
+		if err := allreduceTensor(h, c, i, x); err != nil { // the buffers are those of an allreduce
 			return err
 		}
 		h.slot.entry.Request.Root = topo.Rank(root)
@@ -209,7 +209,7 @@ func reducescatterTensor[T Element](h *Handle[T], c call, i int, x []T) error {
 		return err
 	}
 	shape := h.slot.entry.Request.Shape
-	from, to := 0, 0 // a scalar has no rows: the coordinator refuses it for all ranks
+	from, to := 0, 0 // a scalar has no rows; the coordinator refuses it, so that all ranks get the error
 	if len(shape) > 0 && shape[0] > 0 {
 		first, rows := tensor.Rows(shape[0], c.Set.Size(), c.Set.Me)
 		row := len(x) / int(shape[0])
@@ -250,7 +250,7 @@ func alltoall[T Element](x []T, splits []int, opts []Option) (*Handle[T], error)
 		if err := h.describe(&c, i, len(x)); err != nil {
 			return err
 		}
-		// A scalar has no rows: the coordinator refuses it for all ranks.
+		// A scalar has no rows. The coordinator refuses it, so that all ranks get the error.
 		if shape := h.slot.entry.Request.Shape; len(shape) > 0 {
 			if h.slot.entry.Splits, err = rank.Splits(&c.Call, splits, shape[0]); err != nil {
 				return err

@@ -173,7 +173,7 @@ func TestBarrierHoldsEveryoneBack(t *testing.T) {
 		var last atomic.Bool
 		run(t, 4, func(ctx context.Context, e *hvd.Engine) {
 			if e.Rank() == 3 {
-				// Rank 3 enters the barrier last, after the others are known to be in it.
+				// Rank 3 enters the barrier only when the other ranks are known to be in it.
 				for range 3 {
 					<-arrived
 				}
@@ -223,7 +223,7 @@ func TestAnyOrder(t *testing.T) {
 					for i := range n {
 						n[i] = i
 						if shapes.IntN(10) == 0 {
-							n[i] += step // another shape under a cached name
+							n[i] += step // now the shape differs from the shape that is cached under the name
 						}
 					}
 					var handles [tensors]*hvd.Handle[float32]

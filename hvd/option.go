@@ -97,8 +97,8 @@ func Shape(dims ...int) Option { return Option{kind: rank.OptShape, shapes: [][]
 // single tensor.
 func Shapes(shapes ...[]int) Option { return Option{kind: rank.OptShapes, shapes: shapes} }
 
-// Prescale multiplies the argument by f before the reduction. It computes in float32 for float32 and the
-// 16-bit floats, and in float64 for other types. The product is truncated toward zero for integers. The
+// Prescale multiplies the argument by f before the reduction. The product is computed in float32 for float32
+// and the 16-bit floats, and in float64 for other types. It is truncated toward zero for integers. The
 // default is 1.
 func Prescale(f float64) Option { return Option{kind: rank.OptPrescale, factor: f} }
 

@@ -54,7 +54,7 @@ type abandonedWaits struct {
 	errs []*PendingError
 }
 
-// add records the error p of a wait for o whose context ended. It records only the first such wait for each
+// add records p, the error of a wait for o whose context ended. It records only the first such wait for each
 // operation.
 func (a *abandonedWaits) add(o *operation, p *PendingError) {
 	if o.flags.Or(gaveUp)&gaveUp != 0 {

@@ -292,8 +292,8 @@ func openFiles(t *testing.T) int {
 	return len(files)
 }
 
-// eventually repeats the call of wrong until it returns nil. The test fails if wrong still returns an error
-// after a quarter of the deadline.
+// eventually calls the function wrong until it returns nil. The test fails if it still returns an error after
+// a quarter of the deadline.
 func eventually(ctx context.Context, t *testing.T, wrong func() error) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(ctx, deadline/4)

@@ -43,8 +43,8 @@ func (w *world) alltoall(rows int, splits []int, opts ...hvd.Option) error {
 	return err
 }
 
-// over returns calls on set, one for each operation. Each call must be refused with an error whose text
-// contains want and which wraps the error is.
+// over returns calls on set, one for each operation. Each call must be refused. Its error must contain the
+// text want, and errors.Is must find the argument is in it unless that is nil.
 func (w *world) over(set *hvd.ProcessSet, title, want string, is error) []refusal {
 	f := func(op string, do func(opts ...hvd.Option) error) refusal {
 		return refusal{title + ": " + op, op, func(name hvd.Option) error { return do(name, hvd.Over(set)) },

@@ -17,8 +17,8 @@ import (
 )
 
 // initAll starts a job in this process, with a rank for each element of ranks. Each rank has the settings in
-// that element and those in the map all. initAll returns the error of Init for each rank. It shuts down the
-// ranks whose Init returned no error.
+// its element and the common settings in the first map. initAll returns the error of Init for each rank. It
+// shuts down the ranks whose Init returned no error.
 func initAll(t *testing.T, all map[string]string, ranks ...map[string]string) []error {
 	t.Helper()
 	t.Setenv("TMPDIR", t.TempDir())

@@ -25,8 +25,8 @@ type slot struct {
 // request. Each engine has its own slots, so that an entry is never in the queues of two engines.
 type slots struct{ single, group sync.Pool }
 
-// take returns an empty slot from pool. When the operation of the slot ends, the slot calls the method
-// finished of its owner, which is passed as of.
+// take returns an empty slot from pool. When the operation of the slot ends, the slot calls of.finished, a
+// method of its owner.
 func take(pool *sync.Pool, of interface{ finished(err error) }) *slot {
 	s, ok := pool.Get().(*slot)
 	if !ok {

@@ -82,9 +82,10 @@ func (l *lane) residual(key lossKey, numBytes int, s scaling) ([]byte, error) {
 	return r.buf, scale(s.dt, r.buf, f)
 }
 
-// keepLoss sets residual to the loss of the conversion from wide to part, which is wide minus part. It stores
-// 0 in place of a difference that is not finite, because otherwise a single overflow would make every later
-// tensor of the same name non-finite.
+// keepLoss computes the loss of a conversion and stores it in residual. wide holds the elements before the
+// conversion and part the elements after it. The loss is their difference. If a difference is not finite,
+// keepLoss stores 0 in its place, because otherwise a single overflow would make every later tensor of the
+// same name non-finite.
 func (l *lane) keepLoss(dt, wire tensor.DType, residual, wide, part []byte) error {
 	widen, err := kernel.Convert(dt, wire)
 	if err != nil {
@@ -119,8 +120,8 @@ func addInto(dt tensor.DType, dst, src []byte) error {
 	return nil
 }
 
-// decompress converts the reduced tensors of b from buf, which has elements of type wire, to the element type
-// of their outputs, and scales the outputs.
+// decompress copies the reduced tensors of b from buf to their outputs. The elements in buf have the type
+// wire. decompress converts them to the element type of the outputs and scales the outputs.
 func decompress(b *batch, s scaling, wire tensor.DType, buf []byte) error {
 	widen, err := kernel.Convert(s.dt, wire)
 	if err != nil {

@@ -77,7 +77,7 @@ type Config struct {
 	// with ForClient, the programs that submit operations from other processes. 0 selects Size. If
 	// LocalProcesses exceeds the number of processors, the processes yield to each other while they wait.
 	LocalProcesses int
-	// ForClient says that a program in another process submits the operations, as with the sidecar.
+	// ForClient is set if a program in another process submits the operations, as with the sidecar.
 	ForClient bool
 
 	// If Ready is not nil, Start calls it when this rank is connected, and waits until it returns. Ready
@@ -115,10 +115,10 @@ type Engine struct {
 	start  time.Time
 	ctx    context.Context
 	cancel context.CancelCauseFunc // aborts the operations that the lanes execute
-	links  []*link                 // the control connections: to rank 0, or from rank 0 to all others
+	links  []*link                 // control connections to rank 0, or from rank 0 to all other ranks
 	sched  *scheduler
 
-	// These fields are used by any goroutine.
+	// Any goroutine may use these fields.
 	lanes     laneTable
 	running   sync.WaitGroup // the goroutines of the lanes
 	observer  observer
@@ -132,7 +132,7 @@ type Engine struct {
 	mu        sync.Mutex
 	finished  []finishedWork // work that lanes have ended; guarded by mu
 
-	// These fields are owned by the goroutine that runs turns, which holds the scheduler's lock.
+	// Only the goroutine that runs turns may use these fields. It holds the scheduler's lock.
 	now         time.Duration // the time at which the turn began
 	member      *controller.Member
 	coordinator *controller.Coordinator // only at rank 0

@@ -301,7 +301,7 @@ func TestGarbageOnAControlConnection(t *testing.T) {
 		{10, 0, 0, 0, 9, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0}, // the frame has the wrong number
 		{0xff, 0xff, 0xff, 0xff, 0, 0, 0, 0},                    // the frame is too long
 		{3, 0, 0, 0, 0, 0, 0, 0, 0xde, 0xad, 0xbe},              // the frame cannot be decoded
-		{10, 0, 0, 0, 0, 0, 0, 0, 2, 0, 9, 0, 0, 0, 0, 0, 0, 0}, // its cycle was not issued yet
+		{10, 0, 0, 0, 0, 0, 0, 0, 2, 0, 9, 0, 0, 0, 0, 0, 0, 0}, // the frame names a cycle not issued yet
 	} {
 		net := mem.New(2)
 		ctx, cancel := context.WithTimeout(t.Context(), deadline)

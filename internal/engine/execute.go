@@ -69,8 +69,8 @@ func (l *lane) answer(w *work) {
 	}
 }
 
-// finish ends an entry with err. If err is not nil, finish adds the names of the operation and the tensor to
-// it.
+// finish ends an entry with err. If err is not nil, finish adds to it the operation and the name of the
+// tensor.
 func (l *lane) finish(e *tensorqueue.Entry, err error) {
 	if err != nil {
 		err = opError(&e.Request, err)

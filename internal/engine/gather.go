@@ -49,7 +49,7 @@ func (l *lane) gathered(w *work) (out []byte, counts []int64, err error) {
 	return out, counts, nil
 }
 
-// contribute copies the inputs of this rank to this rank's block in out, the buffer of an allgather.
+// contribute copies this rank's inputs into this rank's block of the buffer out of an allgather.
 func (l *lane) contribute(w *work, out []byte, counts []int64) {
 	at := sum(counts[:l.me])
 	for _, e := range w.entries {
@@ -101,7 +101,7 @@ func (l *lane) startBroadcast() {
 	}
 }
 
-// root returns the position in the process set of the broadcast's root rank.
+// root returns the position of the broadcast's root rank in the process set.
 func (l *lane) root(w *work) int { return slices.Index(l.set.Ranks, w.grant.Responses[0].Root) }
 
 // broadcastBuffer returns the buffer for a broadcast of one tensor, which is the output of the tensor. At the

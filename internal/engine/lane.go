@@ -191,7 +191,7 @@ func (l *lane) next() (w *work, err error) {
 }
 
 // executed records that run has executed the work that next returned. run calls it before it reports the
-// results, so that a caller that gets its result and begins the next operation finds the lane free.
+// results. So if a caller gets its result and begins the next operation, it finds the lane free.
 func (l *lane) executed() {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -22,8 +22,8 @@ const (
 // the same order. Starting a collective does not block. Then the rank polls test until the collective has
 // completed. Until then it must not change the arguments or start another collective.
 type collectives interface {
-	// andOr combines two bit vectors of all ranks: the argument and by bitwise AND, and the argument or by
-	// bitwise OR. The results replace the arguments.
+	// andOr combines two bit vectors of all ranks, the first by bitwise AND and the second by bitwise OR. The
+	// results replace the arguments.
 	andOr(and, or []uint64)
 	// gather sends one frame of each rank to rank 0.
 	gather(frame []byte)
@@ -207,8 +207,8 @@ func (n *lockstep) gathered(frames [][]byte) {
 	n.decide(ups)
 }
 
-// decide starts the broadcast of rank 0's decision. At rank 0, ups are the gathered frames. At other ranks it
-// is empty.
+// decide starts the broadcast of rank 0's decision. The slice ups holds the gathered frames at rank 0, and is
+// empty at other ranks.
 func (n *lockstep) decide(ups []*message.Up) {
 	var frame []byte
 	if n.e.coordinator != nil {

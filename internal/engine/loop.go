@@ -24,7 +24,7 @@ func (e *Engine) BackgroundThreadLoop() {
 	e.pin()
 	var connected sync.WaitGroup
 	err := e.sched.run()
-	e.sched.notifyPeers() // so that the peers read the last frames
+	e.sched.notifyPeers() // wake the peers, so that they read the last frames
 	if e.failure = err; err == nil {
 		e.failure = e.stopCause
 	}

@@ -254,7 +254,7 @@ func (o *observer) count(op *trace.Operation, responses []*message.Response) {
 			moved[t.DType] += uint64(t.Bytes)
 		} else {
 			for dt, shape := range responses[i].Parts.All() {
-				n, _ := shape.NumElems() // no error: the decoder has checked the shape
+				n, _ := shape.NumElems() // cannot fail, because the decoder has checked the shape
 				moved[dt] += uint64(n) * uint64(dt.Size())
 			}
 		}

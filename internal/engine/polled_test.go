@@ -102,7 +102,7 @@ func TestPollsAfterALongOperation(t *testing.T) {
 			t.Error(err)
 		}
 	})
-	const want = 200 // an engine that does not poll makes about two polls a second, for heartbeats
+	const want = 200 // with polling disabled, the loop still polls about twice a second, for heartbeats
 	for e.Polls() < before+want {
 		if c.ctx.Err() != nil {
 			t.Fatalf("polled %d times, want %d", e.Polls()-before, want)

@@ -226,7 +226,7 @@ func (l *lane) counts(w *work, dt tensor.DType) []int64 {
 		}
 		for each, shape := range r.Parts.All() {
 			if each == dt {
-				n, _ := shape.NumElems() // no error: the decoder has checked the shape
+				n, _ := shape.NumElems() // cannot fail, because the decoder has checked the shape
 				counts = append(counts, n*size)
 			}
 		}
@@ -332,8 +332,8 @@ func (l *lane) fillBlocks(w *work, s scaling, buf []byte, inPlace bool) error {
 	return s.before(buf)
 }
 
-// block returns rows of the tensor in whole: those that the rank at position i of n ranks receives in a
-// reducescatter.
+// block returns the rows that the rank at position i of n ranks receives in a reducescatter. whole is the
+// complete tensor.
 func block(r *message.Response, whole []byte, n, i int) []byte {
 	from, rows := tensor.Rows(r.Shape[0], n, i)
 	row := rowBytes(r)
@@ -345,7 +345,7 @@ func block(r *message.Response, whole []byte, n, i int) []byte {
 func rowBytes(r *message.Response) int64 {
 	n, err := r.RowElems()
 	if err != nil {
-		return 0 // cannot happen: the decoder has checked the shape
+		return 0 // cannot happen, because the decoder has checked the shape
 	}
 	return n * int64(r.DType.Size())
 }

@@ -112,7 +112,7 @@ func (e *Engine) dropSet(id topo.ProcessSetID) {
 	e.cfg.Mesh.Release(transport.DataLane(id))
 }
 
-// refuse closes the queue of a lane and ends all its entries that have no grant with the error reason.
+// refuse closes the queue of a lane and ends all its entries that have no grant with the given error.
 func (l *lane) refuse(reason error) {
 	l.queue.Close(reason)
 	waits := func(e *tensorqueue.Entry) bool { return e.Times.Granted.Load() == 0 }

@@ -17,8 +17,8 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// withSet returns a function that changes a rank's configuration. With it, a process set of ranks 0 and 1
-// exists from the start.
+// withSet returns a function that configures a rank so that a process set of ranks 0 and 1 exists from the
+// start.
 func withSet(lockstep bool) func(*engine.Config) {
 	return func(cfg *engine.Config) {
 		cfg.Lockstep = lockstep
@@ -41,7 +41,7 @@ func addition(ranks ...topo.Rank) *tensorqueue.Entry {
 		Ranks: ranks}}
 }
 
-// isDone reports whether the operation that sends its result to the channel done has ended.
+// isDone reports whether an operation has ended. The operation sends its result to the channel done.
 func isDone(done chan error) bool { return len(done) > 0 }
 
 // If a set is removed while its members execute an operation on it, the removal completes at the members only
@@ -84,7 +84,7 @@ func TestRemovalWaitsForWhatIsGranted(t *testing.T) {
 			engine.ErrNoProcessSet) {
 			t.Errorf("a later operation: got error %v, want ErrNoProcessSet", err)
 		}
-		// Meanwhile, operations on other sets run.
+		// An operation on the global set runs while the removal waits.
 		c.each(func(r int) {
 			if err := c.wait(c.allreduce(r, "x", make([]byte, 8))); err != nil {
 				t.Errorf("rank %d: %v", r, err)

@@ -467,8 +467,8 @@ func (c slowConn) TryRead(p []byte) (int, error) {
 	return n, err
 }
 
-// Steps that use the same tensor name again and again, and that take a little less than the heartbeat period
-// each, are not reported as one long operation, even if every heartbeat contains the name of the tensor.
+// Many steps use the same tensor name. Each step takes a little less than the heartbeat period. The steps are
+// not reported as one long operation, even if every heartbeat contains the name of the tensor.
 func TestRepeatedNameIsNoStall(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		synctest.Test(t, func(t *testing.T) {
