@@ -121,7 +121,7 @@ func (c *Coordinator) Stats() trace.Coordinator {
 	for r := range c.ranks {
 		if e := &c.ranks[r].executing; e.tensor != "" && e.reports > 0 {
 			st.Stalled++
-			break // the oldest operation is usually the same at all ranks
+			break // count once, because the oldest operation is usually the same at all ranks
 		}
 	}
 	return st

@@ -131,7 +131,7 @@ func (c *Coordinator) isAwaited(s *setState, st Stall) bool {
 }
 
 // awaitedText returns a text about ranks that have shut down while other ranks wait for the operation st. The
-// slice gone holds the former and the slice waiting the latter.
+// slice gone holds the ranks that have shut down, and the slice waiting holds the ranks that wait.
 func (c *Coordinator) awaitedText(s *setState, st *Stall, gone, waiting []topo.Rank) string {
 	first := gone[0]
 	for _, r := range gone {
