@@ -60,7 +60,7 @@ func (c *Cache) Lookup(q *message.Request, member int) (bit uint32, s State) {
 	return bit, Hit
 }
 
-// BitOf returns the bit of the entry with the given name. If there is no such entry, it returns false as ok.
+// BitOf returns the bit of the entry with the given name, and whether there is such an entry.
 func (c *Cache) BitOf(name string) (bit uint32, ok bool) {
 	bit, ok = c.byName[name]
 	return bit, ok

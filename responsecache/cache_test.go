@@ -41,7 +41,7 @@ func TestLookup(t *testing.T) {
 	}
 	for _, test := range []struct {
 		name   string
-		of     uint32 // the test changes the request that led to the response of this bit
+		of     uint32 // the bit of the entry whose request is changed and then looked up
 		change func(q *message.Request)
 		member int
 		state  responsecache.State

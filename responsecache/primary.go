@@ -22,7 +22,7 @@ type Primary struct {
 	Cache
 	capacity int
 
-	slots []slot // by bit
+	slots []slot // indexed by bit
 	// All entries form a list, ordered by their last grants. oldest and newest are the bits at the ends of
 	// the list, or -1 if there are no entries.
 	oldest, newest int32
@@ -84,8 +84,8 @@ func (p *Primary) Vote(member int, bit uint32, seen uint64) (late *message.Reque
 	return nil, fmt.Errorf("responsecache: got a vote for cache bit %d, which had no entry at cycle %d", bit, seen)
 }
 
-// NameAt returns the name of the entry that bit had at the cycle seen. It returns true as current if the bit
-// still has that entry.
+// NameAt returns the name of the entry that bit had at the cycle seen, and whether the bit still has that
+// entry.
 func (p *Primary) NameAt(bit uint32, seen uint64) (name string, current bool, err error) {
 	if r := p.At(bit); r != nil && p.slots[bit].put <= seen {
 		return r.Name, true, nil

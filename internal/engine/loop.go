@@ -103,9 +103,9 @@ func (e *Engine) laneFinished(w *work, err error) {
 }
 
 // RunLoopOnce runs one turn: it takes the queued requests, looks up each of them in the cache, negotiates,
-// and dispatches grants to lanes. It does not block. It returns as next the latest time for the next turn,
-// counted from the engine's start. over is true if the epoch is over. Then err is the reason why it ended, or
-// nil after a shutdown.
+// and dispatches grants to lanes. It does not block. It returns the latest time for the next turn, counted
+// from the engine's start, and whether the epoch is over. If the epoch is over, err is the reason, or nil
+// after a shutdown.
 func (e *Engine) RunLoopOnce() (next time.Duration, over bool, err error) {
 	e.now = e.sched.now
 	e.member.Tick(e.now)

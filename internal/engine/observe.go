@@ -304,8 +304,8 @@ func (e *Engine) Watch(t Timeline) (before Timeline) {
 	return before
 }
 
-// Offset returns the last measurement of the offset of this rank's clock from rank 0's clock. It returns
-// false as ok if there is no measurement yet.
+// Offset returns the last measurement of the offset of this rank's clock from rank 0's clock, and whether
+// there has been a measurement.
 func (e *Engine) Offset() (o trace.Offset, ok bool) {
 	e.observer.mu.Lock()
 	defer e.observer.mu.Unlock()
