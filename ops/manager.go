@@ -20,8 +20,8 @@ type Registration struct {
 	// them in place, and scales them itself. If it is not set, the engine packs the tensors into a fusion
 	// buffer and scales them.
 	Lists bool
-	// New makes the backend that a process set uses on its lane. The parameter ranks has the members of the
-	// set, and the parameter me is the index of this rank among them.
+	// New makes the backend of one process set for the set's lane. The slice ranks lists the members of the
+	// set, and ranks[me] is this rank.
 	New func(set topo.ProcessSetID, ranks []topo.Rank, me int) (Backend, error)
 }
 
@@ -46,10 +46,10 @@ func NewManager(registry Registry, set topo.ProcessSetID, ranks []topo.Rank, me 
 	return m, nil
 }
 
-// Plan chooses the backend and the algorithm for r, whose output has numBytes bytes. It returns the first
-// backend of the registry that can run r. If no backend can, the error names each backend with its reason,
-// and wraps the reasons. Kinds that move no data need no backend: for them Plan returns NoBackend. Plan may
-// be called while operations run.
+// Plan chooses the first backend of the registry that can run r, and returns its ID and the algorithm. The
+// output of r has numBytes bytes. If no backend can run r, Plan returns an error that names each backend with
+// its reason and wraps the reasons. Kinds that move no data need no backend: for them Plan returns NoBackend.
+// Plan may be called while operations run.
 func (m *Manager) Plan(r *message.Response, numBytes int64) (message.Backend, message.Algorithm, error) {
 	if !r.Kind.MovesData() {
 		return message.NoBackend, message.NoAlgorithm, nil
@@ -73,7 +73,7 @@ func (m *Manager) Plan(r *message.Response, numBytes int64) (message.Backend, me
 		fmt.Errorf("ops: no backend can run %v %q of type %v: %w", r.Kind, r.Name, r.DType, refusals)
 }
 
-// Get returns the backend with the given ID, which a granted response names. The result lists is the field
+// Get returns the backend with the given ID, which comes from a granted response. It also returns the field
 // Lists of the backend's Registration.
 func (m *Manager) Get(id message.Backend) (b Backend, lists bool, err error) {
 	i := slices.IndexFunc(m.registry, func(r Registration) bool { return r.ID == id })

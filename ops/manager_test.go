@@ -23,13 +23,13 @@ func (p *planner) Close() { p.closed = true }
 
 func (p *planner) Plan(*message.Response, int64) (message.Algorithm, error) { return p.alg, p.err }
 
-// first and second stand for backends that later versions of package message may define.
+// first and second are IDs of backends that package message does not define.
 const (
 	first  = message.Backend(101)
 	second = message.Backend(102)
 )
 
-// entry returns a registration of p with the number id.
+// entry returns a registration of p with the given ID.
 func entry(id message.Backend, p *planner) ops.Registration {
 	return ops.Registration{ID: id, New: func(topo.ProcessSetID, []topo.Rank, int) (ops.Backend, error) {
 		return p, nil
@@ -54,7 +54,8 @@ func TestManagerPlan(t *testing.T) {
 		id  message.Backend
 		alg message.Algorithm
 	}{
-		message.Allreduce: {second, message.Tree}, // first refuses it; second precedes TCP
+		// The first backend cannot run an allreduce. The second can, and comes before TCP.
+		message.Allreduce: {second, message.Tree},
 		message.Barrier:   {message.NoBackend, message.NoAlgorithm},
 		message.Join:      {message.NoBackend, message.NoAlgorithm},
 		message.Error:     {message.NoBackend, message.NoAlgorithm},

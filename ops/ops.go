@@ -11,8 +11,8 @@ import (
 
 // Backend runs collectives among the members of one process set on one lane, one after another. All members
 // must start the same operations in the same order with matching arguments. The methods must not be called
-// concurrently. Only Plan may be called at any time. In this package a rank is an index into the process set,
-// from 0 to n-1.
+// concurrently, except for Plan, which may be called at any time. In this package a rank is an index into the
+// process set, from 0 to n-1.
 //
 // An operation runs from Start until Step returns Finished or an error. After that the backend no longer
 // reads or writes the buffers of the operation. After an error, the contents of the buffers are undefined.
@@ -46,7 +46,7 @@ const (
 	// Waiting means that the step was not done because another rank is not ready for it. The caller may try
 	// the step again.
 	Waiting Progress = iota
-	// Blocked means that the step was not done. It needs a call of Step with wait set.
+	// Blocked means that the step was not done, and that it can only be done by a call of Step with wait set.
 	Blocked
 	// Moving means that the step was done and that other steps remain.
 	Moving
@@ -62,7 +62,7 @@ type Operation struct {
 	Algorithm message.Algorithm
 
 	// DType is the type of the elements that are reduced. Op is the reduction: Sum, Min, Max or Product, or
-	// for an Allreduce also Adasum. An average is a Sum with a Scaling.
+	// for an Allreduce also Adasum. There is no Average: it is a Sum with a Scaling.
 	DType tensor.DType
 	Op    tensor.ReduceOp
 
@@ -83,9 +83,9 @@ type Operation struct {
 	//   - An Alltoall sends block i of Buf to rank i.
 	Buf []byte
 
-	// Counts are the sizes of the blocks of Buf in bytes, one for each rank. An Adasum uses Counts for
-	// something else: for the sizes in bytes of the tensors that are concatenated in Tensors[0]. Each of
-	// these tensors is combined separately.
+	// Counts are the sizes of the blocks of Buf in bytes, one for each rank. In an Adasum, Counts are instead
+	// the sizes in bytes of the tensors that are concatenated in Tensors[0]. Each of these tensors is
+	// combined separately.
 	Counts []int64
 
 	// Root is the rank whose Buf is broadcast.

@@ -1,11 +1,11 @@
 // Package config holds all settings in one table, loads their values, and knows the version of gohvd.
 //
-// If Horovod has a setting, the setting has Horovod's name (HOROVOD_...). Otherwise it has a name that begins
+// A setting that Horovod also has keeps Horovod's name (HOROVOD_...). The names of all other settings begin
 // with HVD_. The table determines how values are parsed, which flags and help texts hvdrun has, and what the
 // page docs/settings.md says. No other package of this module reads the environment.
 //
 // A value comes from the first of these sources that has one: the program (API), a flag of hvdrun, the
-// environment, the file named by HVD_CONFIG_FILE, the default. Config.Origin says which source it was.
+// environment, the file named by HVD_CONFIG_FILE, the default. Config.Origin returns which source it was.
 package config
 
 import (
@@ -20,7 +20,7 @@ import (
 // Unset is the value of HOROVOD_RANK and similar settings if no source has a value.
 const Unset = -1
 
-// TimelineDynamic is the value of Timeline that starts no timeline at the start of the job, so that the
+// TimelineDynamic is a special value of Timeline. With it, no timeline starts when the job starts, but the
 // program can start one later.
 const TimelineDynamic = "DYNAMIC"
 
@@ -29,8 +29,8 @@ type Config struct {
 	// Rank and Size are the rank of this process and the size of the job. If both are Unset, the job has one
 	// rank.
 	Rank, Size int
-	// LocalRank, LocalSize, CrossRank and CrossSize are as in package topo. Those that are Unset are computed
-	// from the hosts of the ranks.
+	// LocalRank, LocalSize, CrossRank and CrossSize have the meanings that package topo describes. If one of
+	// them is Unset, it is computed from the hosts of the ranks.
 	LocalRank, LocalSize int
 	CrossRank, CrossSize int
 	// RendezvousAddr and RendezvousPort are the address and port of the launcher's store.
@@ -107,17 +107,20 @@ type Config struct {
 	TimelineMarkCycles bool
 	// TimelineMaxMiB is the maximum disk space, in MiB, for the timeline of a rank.
 	TimelineMaxMiB int
-	// TimelineLast is how much of the timeline is kept, counted back from its end. The events are kept in
-	// memory and written when the timeline is stopped. With 0, events are written to the file as they occur.
+	// If TimelineLast is not 0, the timeline has only the events of this last period before the timeline was
+	// stopped. These events are kept in memory and written when the timeline is stopped. With 0, events are
+	// written to the file as they occur.
 	TimelineLast time.Duration
-	// TimelineSignal is the name of the signal that starts and stops the timeline, or empty for none.
+	// TimelineSignal is the name of the signal that starts and stops the timeline. If it is empty, no signal
+	// does.
 	TimelineSignal string
-	// MetricsAddr is the address at which the rank serves its metrics, or empty for none.
+	// MetricsAddr is the address at which the rank serves its metrics. If it is empty, the rank does not
+	// serve them.
 	MetricsAddr string
 	// FlightRecorder turns on the flight recorder, which keeps the last operations in memory.
 	FlightRecorder bool
-	// DumpDir is the folder to which the flight recorder is dumped when the job stalls or fails, or empty for
-	// none.
+	// DumpDir is the folder to which the flight recorder is dumped when the job stalls or fails. If it is
+	// empty, the rank writes no dumps to files.
 	DumpDir string
 	// LogLevel is the lowest severity that is logged.
 	LogLevel string
@@ -134,7 +137,7 @@ type Config struct {
 
 	stallCheckDisabled bool
 	environ            map[string]string
-	given              map[string]value // values from sources, by name of the setting
+	given              map[string]value // values that come from sources, by name of the setting
 	warned             []string         // names about which the user has been or will be warned
 }
 
@@ -175,7 +178,7 @@ const (
 	SharedByHost SharedMemory = iota
 	// SharedIfPossible selects shared memory for jobs on one host if it is available to all ranks.
 	SharedIfPossible
-	// SharedAlways selects shared memory for every job. A job on several hosts fails.
+	// SharedAlways selects shared memory for every job. With this value, a job on several hosts fails.
 	SharedAlways
 	// SharedNever selects TCP for every job.
 	SharedNever

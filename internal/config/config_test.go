@@ -98,8 +98,9 @@ var every = map[string]string{
 	"HVD_OPERATION_TIMEOUT_SECONDS": "0.25",
 }
 
-// TestEverySettingIsHonoured checks that the value of every setting arrives in Config, and that every row of
-// the table has a description, a section, and either a default or a text for users about its absence.
+// TestEverySettingIsHonoured checks that the value of every setting arrives in Config. It also checks that
+// every row of the table has a description and a section, and that a row without a default has a text that
+// tells users what applies instead.
 func TestEverySettingIsHonoured(t *testing.T) {
 	for _, s := range config.Settings() {
 		_, ok := every[s.Name]
@@ -130,7 +131,7 @@ func TestEverySettingIsHonoured(t *testing.T) {
 		TimelineLast: 30 * time.Second, TimelineSignal: "SIGUSR2",
 		MetricsAddr: ":9100", FlightRecorder: false, DumpDir: "dumps",
 		LogLevel: "debug", LogHideTime: true, LogFormat: "json", ThreadAffinity: []int{4, 2, 0},
-		Warnings: got.Warnings, // warns about settings that have no effect in lock-step
+		Warnings: got.Warnings, // the warnings are about settings that have no effect in lock-step
 	}
 	if got := withoutOrigins(got); !reflect.DeepEqual(got, want) {
 		t.Errorf("got  %+v\nwant %+v", got, want)

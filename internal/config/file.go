@@ -163,7 +163,7 @@ func lookupKey(key string) (Setting, bool) {
 	return find(func(s Setting) bool { return key != "" && s.Key == key })
 }
 
-// isSection reports whether name is the name of a section. It is if a key begins with name and a dot.
+// isSection reports whether name is the name of a section, that is, whether a key begins with name and a dot.
 func isSection(name string) bool {
 	return slices.ContainsFunc(keys(), func(key string) bool { return strings.HasPrefix(key, name+".") })
 }

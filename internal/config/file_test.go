@@ -95,7 +95,7 @@ func TestEveryKeyIsHonoured(t *testing.T) {
 	want.MetricsAddr, want.FlightRecorder, want.DumpDir = ":9100", false, "dumps"
 	want.LogLevel, want.LogFormat = "error", "console"
 	want.LogHideTime = true
-	want.Warnings = c.Warnings // warnings about settings that have no effect in lock-step
+	want.Warnings = c.Warnings // the warnings are about settings that have no effect in lock-step
 	if got := withoutOrigins(c); !reflect.DeepEqual(got, withoutOrigins(want)) {
 		t.Errorf("got  %+v\nwant %+v", got, want)
 	}

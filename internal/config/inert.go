@@ -6,7 +6,8 @@ import (
 	"strings"
 )
 
-// Inert is a row of a second table. It lists the settings that Horovod has but that have no effect in gohvd.
+// Inert is a row of the second table of this package. That table lists the settings that Horovod has but that
+// have no effect in gohvd.
 type Inert struct {
 	// Name is an environment variable, or empty. If Name ends in *, the row applies to all variables that
 	// begin with the part before the *.
@@ -65,7 +66,7 @@ var inerts = []Inert{
 	{"HOROVOD_ELASTIC", "", "0", "host-discovery-script slots-per-host reset-limit blacklist-cooldown-range",
 		noElastic},
 	{"HOROVOD_ELASTIC_TIMEOUT", "", "600", "elastic-timeout", noElastic},
-	// disable-cache turns off horovodrun's cache of results of network checks
+	// disable-cache turns off the cache in which horovodrun keeps the results of network checks
 	{"HOROVOD_START_TIMEOUT", "", "30", "disable-cache", noPreflight},
 	{"HOROVOD_SECRET_KEY", "", "", "", noSecret},
 	{"_HOROVOD_SECRET_KEY", "", "", "", noSecret},

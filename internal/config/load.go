@@ -11,7 +11,7 @@ import (
 // strongest, so that a value replaces the values before it.
 type loader struct {
 	src      Sources
-	environ  map[string]string // variables whose value is not empty
+	environ  map[string]string // environment variables whose value is not empty, by name
 	given    map[string]value
 	warnings []warning
 	shown    []string // names about which the launcher has printed warnings
@@ -124,7 +124,7 @@ func (l *loader) api() error {
 	return nil
 }
 
-// warning is a sentence for the user. name is the variable, key or flag that it is about.
+// warning is a sentence for the user. Its name is the variable, key or flag that the sentence is about.
 type warning struct{ name, text string }
 
 func noEffect(name, reason string) warning {

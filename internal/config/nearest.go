@@ -2,8 +2,8 @@ package config
 
 import "strings"
 
-// suggest returns the end of an error about an unknown name. It suggests name, a known name. If name is
-// empty, suggest returns "".
+// suggest returns the last part of an error message about an unknown name. This part suggests the known name
+// that is passed to suggest. If name is empty, suggest returns "".
 func suggest(name string) string {
 	if name == "" {
 		return ""

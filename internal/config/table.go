@@ -17,7 +17,7 @@ type Setting struct {
 	// Flags holds the flags of hvdrun for the setting. The first is the preferred one.
 	Flags []Flag
 	// Default is the default value, in the form of the environment. If it is empty, there is no default
-	// value. Otherwise is a text for users that says what applies then.
+	// value, and the field Otherwise has a text that tells users what applies instead.
 	Default, Otherwise string
 	// Doc is a phrase for users that describes the setting. Sentences may follow it.
 	Doc string
@@ -32,7 +32,7 @@ type Setting struct {
 	Secret bool
 
 	kind
-	form *form // form of values in the file and in flags, if not as in the environment; may be nil
+	form *form // how values are written in the file and in flags; nil if as in the environment
 }
 
 // Flag is a flag of hvdrun that sets a setting.
@@ -41,7 +41,8 @@ type Flag struct {
 	Name string
 	// Arg is the placeholder for the value in the help, such as SECONDS. It is empty for a switch.
 	Arg string
-	// Means is the value that a switch gives to the setting, in the form of the environment.
+	// Means is the value that the setting gets if the user passes the switch. The value has the form of the
+	// environment.
 	Means string
 	// Instead is the flag that replaces this flag, if this flag is deprecated. Otherwise it is empty.
 	Instead string
@@ -93,8 +94,8 @@ const (
 // FileVariable is the setting with the path of the settings file.
 const FileVariable = "HVD_CONFIG_FILE"
 
-// shownVariable is the setting with which hvdrun tells the ranks the names about which it has printed
-// warnings (see Config.ForRanks).
+// shownVariable is the setting in which hvdrun passes to the ranks the names that it has printed warnings
+// about (see Config.ForRanks).
 const shownVariable = "HVD_SHOWN"
 
 const (

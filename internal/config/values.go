@@ -12,8 +12,9 @@ import (
 )
 
 // kind is a type of values. unit is the unit of its numbers, or empty. want is a description of valid values.
-// read parses a text and stores the value in a Config. If the text is not valid, read returns false for ok or
-// an error. It returns an error only if that describes the problem better than want does.
+// read parses a text and stores the value in a Config. If the text is not valid, read either returns an error
+// or sets ok to false. It returns an error only if the error describes the problem better than the text in
+// want.
 type kind struct {
 	unit string
 	want string
@@ -56,7 +57,8 @@ type form struct {
 }
 
 var (
-	// mebibytes is the form for numbers of bytes. As in Horovod, flags and the file give them in MiB.
+	// mebibytes is the form for numbers of bytes. As in Horovod, these numbers are in MiB in flags and in the
+	// file.
 	mebibytes = &form{", in MiB, as in the flag", "a number of MiB, 0 to 1000000",
 		func(text string) (string, bool) {
 			v, ok := number(text, 0)
@@ -159,8 +161,8 @@ func duration(unit string, one time.Duration, field func(*Config) *time.Duration
 // most is the largest value of a setting that may have a fraction.
 const most = 1_000_000
 
-// number parses a number. The result ok is false if the number is less than least, greater than the constant
-// most, or NaN.
+// number parses a number. The result ok is false if the number is NaN, less than the parameter least, or
+// greater than the constant most.
 func number(text string, least float64) (float64, bool) {
 	v, err := strconv.ParseFloat(text, 64)
 	return v, err == nil && v >= least && v <= most
@@ -191,8 +193,8 @@ func cores(field func(*Config) *[]int) kind {
 		}}
 }
 
-// oneOf returns the kind of values that equal an element of words, in upper or lower case. It calls set with
-// that element of words.
+// oneOf returns the kind of values that equal an element of words, in upper or lower case. When a value is
+// read, the function set is called with the equal element of words.
 func oneOf(set func(c *Config, word string), words ...string) kind {
 	last := len(words) - 1
 	return kind{want: strings.Join(words[:last], ", ") + " or " + words[last],

@@ -8,8 +8,8 @@ const module = "github.com/gohvd/gohvd"
 // github.com/gohvd/gohvd/internal/config.release=v1.2.3.
 var release string
 
-// Version returns the version of gohvd in this program, or "(devel)" if it is not known. The main module of
-// the program may be a module that only uses gohvd.
+// Version returns the version of gohvd in this program, or "(devel)" if it is not known. It also finds the
+// version if the program belongs to another module that imports gohvd.
 func Version() string {
 	if release != "" {
 		return release

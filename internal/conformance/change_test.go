@@ -8,8 +8,8 @@ import (
 	"github.com/gohvd/gohvd/internal/testcluster"
 )
 
-// changes has pairs of operations that differ in one parameter. One is base. The other is the result of
-// applying the function change to base.
+// changes has pairs of operations that differ in one parameter. The first operation of a pair is base. The
+// second is base after the function change has modified it.
 var changes = []struct {
 	name   string
 	base   what
@@ -38,9 +38,9 @@ func movedOf(kind message.Kind) what {
 	return what{kind: kind, reduction: reduction{dt: tensor.Int16, pre: 1, post: 1}}
 }
 
-// Two operations differ in one parameter, and each gives the result of the reference. If they are ready at
-// the same time, they must not be fused. If they have the same name, one after the other, the cache must not
-// confuse them.
+// Two operations differ in one parameter, and each must give the result of the reference. If both are ready
+// at the same time, they must not be fused. If they run one after the other with the same name, the cache
+// must not confuse them.
 func TestOneParameterChanges(t *testing.T) {
 	const ranks = 3
 	members := global(ranks)

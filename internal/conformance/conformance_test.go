@@ -39,7 +39,7 @@ const (
 	fused               // several tensors at the same time, which are fused
 	cached              // one tensor three times, with different data
 	grouped             // several tensors as a group
-	subset              // one tensor, in a process set without some ranks
+	subset              // one tensor, in a process set that does not have all ranks
 )
 
 func (m mode) String() string { return [...]string{"plain", "fused", "cached", "grouped", "subset"}[m] }
@@ -144,7 +144,7 @@ func (c *trial) String() string {
 		c.number, c.what, c.ranks, c.elements, c.mode, c.joining, c.inPlace, c.wild)
 }
 
-// script is a trial with its jobs, in the form in which the ranks run them.
+// script is a trial together with the jobs that the ranks run for it.
 type script struct {
 	trial
 	set     topo.ProcessSetID
@@ -193,7 +193,7 @@ func (c trial) script() *script {
 	rounds, together := 1, 1
 	switch {
 	case c.mode == cached:
-		rounds, s.join = 3, 1 // when ranks join, the request is in the cache
+		rounds, s.join = 3, 1 // when ranks join before round 1, the request is already in the cache
 	case (c.mode == fused || c.mode == grouped) && c.kind != message.Join:
 		together = 3
 	}
@@ -222,7 +222,8 @@ func (s *script) jobs(round, together int) (jobs []*job) {
 	return jobs
 }
 
-// run runs the part of the script that rank r has. If r is not a member of the process set, run does nothing.
+// run runs the part of the script that belongs to rank r. If r is not a member of the process set, run does
+// nothing.
 func (s *script) run(r *testcluster.Rank, heard *frames) {
 	m := slices.Index(s.members, r.Rank)
 	if m < 0 {
@@ -292,8 +293,7 @@ func (s *script) checkFrames(r *testcluster.Rank, j *job, heard *frames) {
 	}
 }
 
-// pairwise returns trials for each link. For any two parameters, some trial has any given pair of their
-// values.
+// pairwise returns the trials for each link. Together they cover each pair of values of any two parameters.
 func pairwise() map[link][]trial {
 	what := operations()
 	all := make(map[link][]trial)
@@ -385,8 +385,8 @@ func TestConformance(t *testing.T) {
 	t.Logf("%d cases", count.Load())
 }
 
-// chunks cuts s into parts. A new part begins between two neighbours for which the function alike returns
-// false.
+// chunks cuts s into parts. It cuts between two neighbouring elements if the function alike returns false for
+// them.
 func chunks[T any](s []T, alike func(a, b T) bool) iter.Seq[[]T] {
 	return func(yield func([]T) bool) {
 		for len(s) > 0 {
@@ -430,7 +430,7 @@ func testEverything(t *testing.T) {
 	t.Logf("%d cases", count)
 }
 
-// A rank submits an operation that is not valid. The rank refuses it by itself, without negotiation.
+// A rank submits an operation that is not valid. The rank itself must refuse it, without negotiation.
 func TestRefusals(t *testing.T) {
 	refused := 0
 	testcluster.Run(t, testcluster.Options{Ranks: 1}, func(r *testcluster.Rank) {

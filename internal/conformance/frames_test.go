@@ -8,9 +8,9 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// frames counts the requests and grants in the frames that ranks other than 0 send and receive. The frames
-// show whether a tensor came from the cache and whether it was fused, and the result of the operation does
-// not show this.
+// frames counts the requests and grants in the frames that ranks other than 0 send and receive. The counts
+// show whether a tensor came from the cache and whether it was fused, which the result of the operation does
+// not show.
 type frames struct {
 	mu       sync.Mutex
 	requests map[said]int // how often the rank sent the request for this tensor in full

@@ -61,9 +61,9 @@ func fixedSequence() []*job {
 	return jobs
 }
 
-// timesOf runs the fixed sequence on set 1 and the function other on set 2. Connections have a latency of 1
-// ms. It returns the times from the beginning to the ends of the operations of set 1, rank by rank. If other
-// ends before the sequence, the test fails.
+// timesOf runs the fixed sequence on set 1 and, at the same time, the function other on set 2. Connections
+// have a latency of 1 ms. timesOf returns how long after the beginning each operation of set 1 ended, rank by
+// rank. The test fails if the function other ends before the sequence.
 func timesOf(t *testing.T, sets [][]topo.Rank,
 	other func(r *testcluster.Rank, stop <-chan struct{})) []time.Duration {
 	const ranks = 5
@@ -141,8 +141,8 @@ func manyGrants(r *testcluster.Rank, _ <-chan struct{}) {
 	}
 }
 
-// stuck waits at a barrier for the last rank of the set, which enters the barrier only when the other set has
-// ended.
+// stuck waits at a barrier for the last rank of the set. That rank enters the barrier only when the fixed
+// sequence on the other set has ended.
 func stuck(r *testcluster.Rank, stop <-chan struct{}) {
 	if members := r.Members(2); r.Rank == members[len(members)-1] {
 		<-stop

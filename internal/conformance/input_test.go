@@ -6,7 +6,7 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// hash mixes numbers into 64 pseudorandom bits, by the finalizer of splitmix64 after each number.
+// hash mixes numbers into 64 pseudorandom bits. After each number it applies the finalizer of splitmix64.
 func hash(numbers ...uint64) uint64 {
 	h := uint64(0x9e3779b97f4a7c15)
 	for _, n := range numbers {

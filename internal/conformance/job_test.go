@@ -14,7 +14,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// what has the parameters of an operation that do not depend on its data.
+// what has those parameters of an operation that do not depend on its data.
 type what struct {
 	kind message.Kind
 	// uneven is set for an alltoall in which the number of rows differs from member to member.
@@ -262,7 +262,7 @@ func (j *job) checkLast(op *testcluster.Op) error {
 }
 
 // moved returns the right result of member m for an operation that moves elements without reducing them. For
-// an alltoall it also returns the number of rows from each member.
+// an alltoall it also returns how many rows member m receives from each member.
 func (j *job) moved(m int) (out []byte, received []int64) {
 	switch j.kind {
 	case message.Broadcast:
@@ -381,13 +381,13 @@ var (
 	results memo[resultKey, reduced]
 )
 
-// inputKey has the parameters that determine the input of a member.
+// inputKey has the parameters on which the input of a member depends.
 type inputKey struct {
 	source
 	member, elements int
 }
 
-// resultKey has the parameters that determine the result of a reduction.
+// resultKey has the parameters on which the result of a reduction depends.
 type resultKey struct {
 	reduction
 	elements, members int

@@ -39,9 +39,9 @@ func (c configuration) apply(cfg *engine.Config) {
 	}
 }
 
-// configurations returns one configuration for each row that the function rows returns. If rows is product,
-// these are all configurations. If rows is pairs, they are fewer, and for any two settings some configuration
-// has any given pair of values.
+// configurations returns one configuration for each row that the function rows returns. With product as rows,
+// these are all configurations. With pairs as rows, they are fewer, but they cover each pair of values of any
+// two settings.
 func configurations(rows func(sizes []int) [][]int) (all []configuration) {
 	capacities, thresholds, segments := []int{1024, 2, 0}, []int64{64 << 20, 64, 0}, []int{0, 64}
 	for _, row := range rows([]int{len(links), len(capacities), len(thresholds), len(segments), 2, 2}) {

@@ -121,7 +121,7 @@ func decodeFloats(dt tensor.DType, b []byte) []float64 {
 	return v
 }
 
-// widths has the number of bits of each integer type, and whether the type is signed. Bool counts as an
+// widths describes each integer type: the number of its bits, and whether it is signed. Bool counts as an
 // integer type with the values 0 and 1.
 var widths = [...]struct {
 	bits   int

@@ -5,10 +5,10 @@ import (
 	"testing"
 )
 
-// pairs returns rows of a table, where row[a] is from 0 to sizes[a]-1. For any two columns, some row has any
-// given pair of values (Lei and Tai, "In-Parameter-Order: a test generation strategy for pairwise testing",
-// 1998). If the largest size is first, the number of rows is not much greater than the product of the two
-// largest sizes.
+// pairs returns rows of a table, where row[a] is from 0 to sizes[a]-1. For any two columns, each pair of
+// their values occurs in some row (Lei and Tai, "In-Parameter-Order: a test generation strategy for pairwise
+// testing", 1998). If the largest size is first, the number of rows is not much greater than the product of
+// the two largest sizes.
 func pairs(sizes []int) [][]int {
 	var rows [][]int
 	for a := range sizes[0] {
@@ -18,8 +18,9 @@ func pairs(sizes []int) [][]int {
 	}
 	for column := 2; column < len(sizes); column++ {
 		missing := newPairSet(sizes, column)
-		// First, each row gets the value that covers most missing pairs. If several values are equally good,
-		// a hash chooses one. Taking such values in turn would correlate this column with others.
+		// First, each row gets the value that covers the most missing pairs. If several values are equally
+		// good, a hash chooses one of them. If they were chosen in turn, this column would correlate with
+		// others.
 		for i, row := range rows {
 			best, most := 0, -1
 			first := int(hash(uint64(i), uint64(column)) % uint64(sizes[column]))
@@ -104,8 +105,8 @@ func (s *pairSet) row(v int) []int {
 	return row
 }
 
-// The rows that pairs returns have every pair of values. If there are many columns, they are fewer than all
-// combinations.
+// Every pair of values occurs in the rows that pairs returns. If there are many columns, there are fewer rows
+// than combinations of all values.
 func TestPairs(t *testing.T) {
 	random := rand.New(rand.NewPCG(1, 2))
 	tables := [][]int{{1, 1}, {2, 3}, {2, 2, 2, 2}, {9, 4, 4, 3, 2, 1, 2}, {3, 7, 2, 9}}

@@ -35,8 +35,8 @@ type unit struct {
 	join  *joint
 }
 
-// joint is a join of a process set. Bit i of joined is set if member i joins without taking part in the
-// round.
+// joint is a join of a process set. Bit i of the field joined is set if member i joins and does not take part
+// in the operations of the round.
 type joint struct {
 	joined uint
 	empty  bool
@@ -64,8 +64,8 @@ type habit struct {
 	inPlace  bool
 }
 
-// kin is an operation and its sibling, which differs from it in one parameter. If there is no such operation,
-// sibling is the operation itself.
+// kin is an operation and its sibling, which differs from it in one parameter. If no valid operation differs
+// from it in one parameter, sibling is the operation itself.
 type kin struct {
 	what
 	sibling what
@@ -80,8 +80,8 @@ func kinship(a, b what) int {
 
 const programRanks = 5
 
-// write returns a program with at least the given number of operations. It draws as many kinds of operations
-// from choices as the argument kinds says, and uses these and the sibling of each. The same seed gives the
+// write returns a program with at least the given number of operations. It draws some operations from
+// choices, as many as the argument kinds says, and uses each of them and its sibling. The same seed gives the
 // same program.
 func write(seed uint64, operations, kinds int, choices []what, fresh bool) *program {
 	p := &program{ranks: programRanks}
@@ -189,9 +189,9 @@ func (p *program) newAnswers() answers {
 	return all
 }
 
-// run runs the part of the program that rank r has. It checks each result against the reference and stores it
-// in got. The argument order is a seed for the order in which the rank submits. At random times between
-// submissions, run calls the function pause.
+// run runs the part of the program that belongs to rank r. It checks each result against the reference and
+// stores the result in got. The argument order is a seed for the order in which the rank submits. At random
+// times between submissions, run calls the function pause.
 func (p *program) run(r *testcluster.Rank, order uint64, got answers, pause func(random *rand.Rand)) {
 	random := rand.New(rand.NewPCG(order, uint64(r.Rank)))
 	for _, units := range p.rounds {
@@ -272,8 +272,8 @@ func yield(*rand.Rand) { runtime.Gosched() }
 // sleep is a pause of up to 3 ms in the fake time of synctest, which takes no real time.
 func sleep(random *rand.Rand) { time.Sleep(time.Duration(random.IntN(3000)) * time.Microsecond) }
 
-// sameBits fails the test if a and b have different results for a job for which the function compare returns
-// true. The bits of NaNs may be different.
+// sameBits fails the test if a and b have different results for a job. It compares only jobs for which the
+// function compare returns true, and ignores the bits of NaNs.
 func (p *program) sameBits(t *testing.T, a, b answers, compare func(j *job) bool) {
 	for _, units := range p.rounds {
 		for _, u := range units {

@@ -9,7 +9,7 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// reduction has the parameters of what an allreduce or reducescatter computes.
+// reduction has the parameters that determine what an allreduce or reducescatter computes.
 type reduction struct {
 	dt        tensor.DType
 	op        tensor.ReduceOp
@@ -29,8 +29,8 @@ func (r reduction) divisor(size, active int) float64 {
 	return 1
 }
 
-// ints returns the exact result of reducing integers or bools. The argument in has the inputs of the members
-// that contribute. size is the number of all members.
+// ints returns the exact result of reducing integers or bools. The first argument has the inputs of the
+// members that contribute. size is the number of all members.
 func (r reduction) ints(in [][]int64, size int) []int64 {
 	out := make([]int64, len(in[0]))
 	divisor := r.divisor(size, len(in))
@@ -212,8 +212,8 @@ func (r reduction) combined(y []float64) interval {
 	}
 }
 
-// orNaN returns NaN if total is NaN, and otherwise x. It is needed because math.Min and math.Max may return
-// an infinity if the other number is NaN.
+// orNaN returns NaN if total is NaN, and otherwise x. It is needed because math.Min and math.Max return an
+// infinity in some cases where the other number is NaN.
 func orNaN(x, total float64) float64 {
 	if math.IsNaN(total) {
 		return total

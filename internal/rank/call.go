@@ -169,7 +169,7 @@ func Splits[N int | int64](c *Call, splits []N, rows int64) ([]int64, error) {
 	return given, nil
 }
 
-// Fill sets those fields of e that are equal in all entries of c.
+// Fill sets the fields of e that have the same values in all entries of the call c.
 func (c *Call) Fill(e *tensorqueue.Entry) {
 	e.Set, e.Timeout, e.Hold, e.InPlace, e.ErrorFeedback = c.Set.ID, c.Timeout, c.Hold, c.InPlace,
 		c.ErrorFeedback
@@ -178,8 +178,8 @@ func (c *Call) Fill(e *tensorqueue.Entry) {
 		c.Wire
 }
 
-// Submit gives e a name if the caller gave none, and queues e. e is an operation on one tensor, or a group
-// that is one request. Afterwards the caller must call Drive, Notify or NotifyLater of the engine.
+// Submit queues e, which is an operation on one tensor, or a group that is one request. If the caller gave no
+// name, Submit generates one. Afterwards the caller must call Drive, Notify or NotifyLater of the engine.
 func (c *Call) Submit(e *tensorqueue.Entry) error {
 	// Check the parameters before ensureName counts the call, because a call that fails only at this rank
 	// must not change the generated names of later calls.
@@ -197,7 +197,8 @@ func (c *Call) Submit(e *tensorqueue.Entry) error {
 // tensor consists of the name of c and the tensor's position in the group.
 func (c *Call) SubmitMembers(entries []*tensorqueue.Entry) error {
 	for _, e := range entries {
-		if err := e.Request.CheckParameters(); err != nil { // first, as in Submit
+		// Check the parameters before ensureName, for the same reason as in Submit.
+		if err := e.Request.CheckParameters(); err != nil {
 			return c.Misuse("%w", err)
 		}
 	}
@@ -205,7 +206,8 @@ func (c *Call) SubmitMembers(entries []*tensorqueue.Entry) error {
 		return err
 	}
 	names := memberNames(c.Name, len(entries))
-	if err := message.CheckName(names[len(names)-1]); err != nil { // the last name is the longest
+	// Checking the last name is enough, because it is the longest.
+	if err := message.CheckName(names[len(names)-1]); err != nil {
 		return c.Misuse("%w", err)
 	}
 	for i, name := range names {

@@ -35,8 +35,8 @@ var ErrNotInitialized = errors.New("not initialized: call hvd.Init first")
 type Options struct {
 	// Settings overrides environment variables. The keys are the names of the variables.
 	Settings map[string]string
-	// Store, Method or ID says where the ranks meet. If none is set, the settings or the launcher say it.
-	// Methods has further URL schemes that Method may have.
+	// Store, Method or ID says where the ranks meet. If none of the three is set, the settings or the
+	// launcher determine the place. Methods has further URL schemes that Method may have.
 	Store   store.Store
 	Method  string
 	Methods place.Methods
@@ -45,7 +45,8 @@ type Options struct {
 	// same accelerator.
 	Device       string
 	SharesDevice bool
-	// Kept is where Start keeps a meeting that can be opened only once, for later epochs of this process.
+	// Kept points to a variable in which Start keeps a meeting that can be opened only once, so that later
+	// epochs of this process can use the meeting.
 	Kept **place.Meeting
 	// ForClient says that the training program runs in another process.
 	ForClient bool
@@ -266,8 +267,8 @@ func (r *Rank) failed(err error) error {
 	return p
 }
 
-// publish reports to the launcher which ranks failed. With this report, the launcher does not blame a rank
-// that ended because of their failure.
+// publish reports to the launcher which ranks failed. The launcher then does not blame ranks that ended only
+// because of this failure.
 func (r *Rank) publish(p *engine.PeerError) {
 	launcher := r.launcher()
 	if launcher == nil {
@@ -321,8 +322,8 @@ func (r *Rank) release() error {
 		errs = append(errs, r.meeting.Close())
 	}
 	if r.log != nil {
-		// Sync logs how many lines were omitted. Ignore its error, because standard error may not support
-		// Sync.
+		// Sync logs how many lines were omitted. Ignore the error that Sync returns, because the file to
+		// which standard error is connected may not support Sync.
 		_ = r.log.Sync()
 	}
 	return errors.Join(errs...)

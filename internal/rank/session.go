@@ -48,8 +48,8 @@ type Session struct {
 	Epoch uint64
 	// Mesh connects the ranks. The engine owns and closes it.
 	Mesh transport.Mesh
-	// Memory is the memory that all ranks of the job share. It is nil if not all of them share memory. It
-	// exists as long as the mesh.
+	// Memory is the memory that all ranks of the job share. It is nil if not all of them share memory. It is
+	// valid until the mesh is closed.
 	Memory opsshm.Memory
 	// Hosts has the host name of each rank, in the order of the ranks.
 	Hosts []string
@@ -188,7 +188,8 @@ func (s *Session) open(ctx context.Context, cfg *SessionConfig) (err error) {
 	case set.SharedMemory == config.SharedAlways && why != "":
 		return abandon(s.Fail(&memoryError{lacking, "HOROVOD_CPU_OPERATIONS is shm, but " + why +
 			": set HOROVOD_CPU_OPERATIONS=shm,tcp to use TCP instead"}))
-	// In a job with several hosts, each host decides by itself whether its ranks share memory.
+	// This warning is only for a job on one host. In a job with several hosts, each host decides by itself
+	// whether its ranks share memory.
 	case set.SharedMemory == config.SharedIfPossible && why != "" && s.LocalSize == set.Size:
 		cfg.Log.Warn("the ranks cannot share memory and use TCP instead", zap.String("why", why))
 		if err := local.Close(); err != nil {

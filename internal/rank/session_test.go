@@ -198,7 +198,7 @@ func TestOneRankLacksABackend(t *testing.T) {
 }
 
 // sharer is a mesh that shares memory with the ranks in group. If it cannot share memory with other ranks of
-// the host, why is the reason.
+// the host, the field why has the reason.
 type sharer struct {
 	shm.Sharer
 	group []topo.Rank

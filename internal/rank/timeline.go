@@ -41,8 +41,8 @@ func (t *timelines) dropped() uint64 {
 	return t.past + t.current.Dropped()
 }
 
-// count sets current to next, which may be nil. It adds the number of operations that the previous timeline
-// has dropped to past.
+// count sets current to next, which may be nil. It adds to the counter past the number of operations that the
+// previous timeline has dropped.
 func (t *timelines) count(next *timeline.Timeline) {
 	t.countMu.Lock()
 	defer t.countMu.Unlock()
@@ -157,7 +157,7 @@ func beforeExt(path, text string) string {
 var signals = map[string]os.Signal{"SIGUSR1": unix.SIGUSR1, "SIGUSR2": unix.SIGUSR2}
 
 // followSignal starts or stops the timeline whenever the process receives the signal that the settings name.
-// When followSignal has returned, no signal is lost.
+// A signal that arrives after followSignal has returned is not lost.
 func (t *timelines) followSignal() {
 	got := make(chan os.Signal, 1)
 	signal.Notify(got, signals[t.rank.cfg.Settings.TimelineSignal])

@@ -150,7 +150,7 @@ func (r *Watch) Close() error {
 	if server == nil {
 		return nil
 	}
-	return server.Close() // without mu, which running requests need: Close waits for them
+	return server.Close() // mu is not locked here, because Close waits for running requests, which need mu
 }
 
 // Stats returns the counters of the rank. Before Attach they are 0.

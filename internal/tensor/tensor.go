@@ -202,8 +202,8 @@ type ReduceOp uint8
 
 // These are the reductions. Average is a sum that is divided by the number of ranks (integers are truncated
 // toward zero). AverageActive is a sum that is divided by the number of ranks that have not joined. Adasum is
-// the adaptive sum of Maleki et al. ("Scaling Distributed Training with Adaptive Summation", 2020). NoReduce,
-// the zero value, is for operations without a reduction, such as broadcast and allgather.
+// the adaptive sum of Maleki et al. ("Scaling Distributed Training with Adaptive Summation", 2020). NoReduce
+// is the zero value. It means that the operation does not reduce, as in a broadcast or an allgather.
 const (
 	NoReduce ReduceOp = iota
 	Average
@@ -242,8 +242,8 @@ func (op ReduceOp) String() string {
 	return reduceOps[op]
 }
 
-// CheckReduce returns an error if elements of type dt cannot be combined with op. Bools have only Min (all)
-// and Max (any). Adasum needs a floating-point type. All number types have all other reductions.
+// CheckReduce returns an error if elements of type dt cannot be combined with op. Bools support only Min
+// (all) and Max (any). Adasum needs a floating-point type. All number types support all other reductions.
 func CheckReduce(op ReduceOp, dt DType) error {
 	switch {
 	case !op.Valid():

@@ -274,7 +274,8 @@ func TestCheckScale(t *testing.T) {
 	checkError(t, tensor.CheckScale(255), "got DType(255)")
 }
 
-// checkError fails the test if want is empty and err is not nil, or if the text of err does not contain want.
+// checkError fails the test if the text of err does not contain want. If want is empty, it fails the test if
+// err is not nil.
 func checkError(t *testing.T, err error, want string) {
 	t.Helper()
 	if want == "" && err != nil || want != "" && (err == nil || !strings.Contains(err.Error(), want)) {

@@ -12,8 +12,8 @@ import (
 )
 
 // Blocking wraps a Backend and adds a method for each collective. A method starts the operation and returns
-// when the operation has ended. If Steps is set, the method polls Step without waiting, as long as the
-// backend does not return ops.Blocked.
+// when the operation has ended. If Steps is set, the method calls Step without waiting, until a call returns
+// ops.Blocked.
 type Blocking struct {
 	ops.Backend
 	Steps bool
@@ -36,7 +36,7 @@ func (b *Blocking) run(ctx context.Context, op ops.Operation) error {
 		wait = p == ops.Blocked
 		if p == ops.Waiting {
 			if err := context.Cause(ctx); err != nil {
-				wait = true // if the step has to wait, it returns the cause
+				wait = true // a step with wait set returns the cause instead of waiting
 			}
 			runtime.Gosched()
 		}
@@ -71,12 +71,12 @@ func (b *Blocking) Adasum(ctx context.Context, alg message.Algorithm, dt tensor.
 	})
 }
 
-// Allgather fills the buffer out with the blocks of all ranks. counts are the sizes of the blocks in bytes.
+// Allgather collects the blocks of all ranks in the buffer out. counts are the sizes of the blocks in bytes.
 func (b *Blocking) Allgather(ctx context.Context, alg message.Algorithm, out []byte, counts []int64) error {
 	return b.run(ctx, ops.Operation{Kind: message.Allgather, Algorithm: alg, Buf: out, Counts: counts})
 }
 
-// Broadcast copies buf of the rank root to buf of all other ranks.
+// Broadcast copies the buf of the given root to the buf of every other rank.
 func (b *Blocking) Broadcast(ctx context.Context, alg message.Algorithm, root int, buf []byte) error {
 	return b.run(ctx, ops.Operation{Kind: message.Broadcast, Algorithm: alg, Buf: buf, Root: root})
 }
@@ -89,7 +89,8 @@ func (b *Blocking) Reducescatter(ctx context.Context, alg message.Algorithm, dt 
 		Counts: counts})
 }
 
-// Alltoall sends block i of the buffer in to rank i. counts are the sizes of the blocks in bytes.
+// Alltoall sends a block of the input buffer to each rank: block i goes to rank i. counts are the sizes of
+// the blocks in bytes.
 func (b *Blocking) Alltoall(ctx context.Context, alg message.Algorithm, in []byte, counts []int64,
 	allocate func(counts []int64) ([]byte, error)) error {
 	return b.run(ctx, ops.Operation{Kind: message.Alltoall, Algorithm: alg, Buf: in, Counts: counts,

@@ -47,8 +47,8 @@ func (b *Backend) startAlltoall() error {
 	return nil
 }
 
-// alltoallStep does the next step. If other ranks are not ready for the step, the result depends on the
-// parameter wait. If it is set, alltoallStep waits for the ranks. Otherwise it returns Waiting.
+// alltoallStep runs the next step. If other ranks are not ready for the step, alltoallStep waits for them if
+// the parameter wait is set, and returns Waiting if it is not.
 func (b *Backend) alltoallStep(wait bool) (ops.Progress, error) {
 	x := &b.running
 	if x.awaitsReaders {
@@ -189,7 +189,7 @@ func (b *Backend) stageBlocks(t int) {
 	}
 }
 
-// pullBlocks copies the blocks that the other ranks have for this rank to the output. It copies only the part
+// pullBlocks copies to the output the blocks that the other ranks send to this rank. It copies only the part
 // of each block that step t handles.
 func (b *Backend) pullBlocks(t int) {
 	out, column := b.running.out, b.plan.column

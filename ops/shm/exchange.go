@@ -12,8 +12,8 @@ import (
 	"github.com/gohvd/gohvd/ops"
 )
 
-// streamBytes is the buffer size at which pullStep begins to write results past the caches. Results of that
-// size do not fit into the caches and would evict each other.
+// streamBytes is the smallest size of a buffer for which pullStep stores the results without bringing them
+// into the caches. The results of such a buffer do not fit into the caches and would evict each other.
 const streamBytes = 8 << 20
 
 // plan describes an exchange. The buffer is cut into one block for each rank, and each step handles a column
@@ -51,7 +51,8 @@ func (p *plan) steps() int {
 	return int((longest + p.column - 1) / p.column)
 }
 
-// findNone reports that a buffer is in no arena. It replaces Config.Find if tensors must be staged.
+// findNone reports for every buffer that the buffer is not in an arena. It replaces Config.Find if tensors
+// must be staged.
 func findNone([]byte) (arena.Ref, bool) { return arena.Ref{}, false }
 
 // running is the state of an exchange in progress.
@@ -105,8 +106,8 @@ func (b *Backend) start(p *plan) {
 	b.post(b.progress, x.base+1)
 }
 
-// round does the next round. If other ranks are not ready for the round, the result depends on the parameter
-// wait. If it is set, round waits for the ranks. Otherwise it returns Waiting.
+// round runs the next round. If other ranks are not ready for the round, the method waits for them if the
+// parameter wait is set, and returns Waiting if it is not.
 func (b *Backend) round(wait bool) (ops.Progress, error) {
 	x := &b.running
 	p, r := x.plan, x.next
@@ -241,9 +242,9 @@ func (b *Backend) readLayouts(p *plan, total int64) error {
 	return nil
 }
 
-// staged returns the n bytes of member i's staging area that begin where the member stages byte v. Byte v
-// must belong to the part of block j that step t handles. The parameter from is the offset at which this part
-// begins. All offsets are offsets in the operation's buffer.
+// staged returns n bytes from member i's staging area: the copy of the bytes of the member's buffer that
+// begin at offset v. Byte v must belong to the part of block j that step t handles. The parameter from is the
+// offset at which this part begins. Both offsets count from the start of the operation's buffer.
 func (b *Backend) staged(p *plan, i, j, t int, from, v, n int64) []byte {
 	at := stagingAt + int64((b.stage+t)%stages)*b.stageBytes + int64(j)*p.stride + v - from
 	return b.peers[i].segment[at : at+n]
@@ -268,8 +269,8 @@ func (b *Backend) contribution(p *plan, i, j, t int, from, v, n int64) []byte {
 	return e.in.mem[at : at+n]
 }
 
-// result returns at most n bytes of the result of block i, beginning at byte v. It returns them in the memory
-// of member i, which must not be this rank. The parameter from has the same meaning as in staged.
+// result returns at most n bytes of the result of block i, beginning at byte v. The returned slice lies in
+// the memory of member i, which must not be this rank. The parameter from has the same meaning as in staged.
 func (b *Backend) result(p *plan, i, t int, from, v, n int64) []byte {
 	l := &b.layouts[i]
 	k, begin := l.find(v)
@@ -285,7 +286,7 @@ func (b *Backend) result(p *plan, i, t int, from, v, n int64) []byte {
 	return at.mem[at.offset+v-begin:][:n]
 }
 
-// stageStep copies to the staging area what peers read in step t but cannot read in place.
+// stageStep copies to the staging area the data that peers need in step t and cannot read in place.
 func (b *Backend) stageStep(p *plan, t int) {
 	for j := range p.ends {
 		if p.reduce == (j == b.me) {
@@ -347,11 +348,12 @@ func (b *Backend) reducePiece(p *plan, t int, from, v int64, out []byte, copied 
 	}
 }
 
-// pullStep copies the results of step t for the other ranks' blocks from the owners of the blocks.
+// pullStep copies the results of step t for all blocks of other ranks. It reads each result from the memory
+// of the rank that owns the block.
 func (b *Backend) pullStep(p *plan, t int, total int64) {
 	n := len(p.ends)
 	for k := 1; k < n; k++ {
-		i := (b.me + k) % n // every rank begins with another peer, so that not all read from the same one
+		i := (b.me + k) % n // each rank begins with a different peer, so that not all read from the same one
 		from, to := p.block(i, t)
 		for v := from; v < to; {
 			_, out := b.own.at(v, to-v)

@@ -167,8 +167,8 @@ func TestPeersTables(t *testing.T) {
 	}
 }
 
-// An alltoall fails if the table of a peer does not have exactly one extent, or if its counts are impossible.
-// The alltoall then does not call Allocate.
+// An alltoall fails if the table of a peer does not have exactly one extent, or if the counts in the table
+// are invalid. The alltoall then does not call Allocate.
 func TestPeersCounts(t *testing.T) {
 	put := func(table []byte, words ...uint64) {
 		for i, w := range words {

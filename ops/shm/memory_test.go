@@ -156,7 +156,7 @@ func try(h *host, n int, cfg shm.Config, f func(r *rank) error) error {
 		wg.Go(func() {
 			mem := &rankMemory{h, topo.Rank(i)}
 			own := cfg
-			// With the default limits the tests would need large tensors.
+			// Set small limits, because with the default limits the tests would need large tensors.
 			if own.SmallBytes == 0 && own.DirectBytes == 0 {
 				own.SmallBytes, own.DirectBytes = 4<<10, 1
 			}

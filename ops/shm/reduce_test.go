@@ -190,8 +190,8 @@ func (r *rank) tensor(rng *rand.Rand, content []byte) ops.Tensor {
 	return ops.Tensor{In: in, Out: memory()}
 }
 
-// An operation with Scaling gives the same bits as an operation without Scaling if the test scales the inputs
-// before and the result afterwards.
+// Every rank runs an operation with Scaling. The result has the same bits as in an operation without Scaling
+// where the test itself scales the inputs before and the result afterwards.
 func TestScaling(t *testing.T) {
 	for n := 1; n <= 4; n++ {
 		for _, dt := range []tensor.DType{tensor.Float16, tensor.BFloat16, tensor.Float32, tensor.Float64,

@@ -115,8 +115,8 @@ type Backend struct {
 	running    running // the exchange or alltoall in progress
 	stage      int     // number of steps that were staged in the operations before this one
 	turn       int     // index of the table that this operation uses, 0 or 1
-	// ringPos is the offset in the ring of the data of the running small operation, and ringEnd is the offset
-	// at which the data of the next operation goes.
+	// ringPos is the offset in the ring at which the data of the running small operation begins. The data of
+	// the next small operation will begin at offset ringEnd.
 	ringPos, ringEnd int64
 
 	// The fields below are kept from one operation to the next so that an operation allocates nothing.
@@ -188,8 +188,8 @@ func (cfg *Config) stage(n int) int64 {
 }
 
 // Register returns the Registration of the backend. The global process set shares its segment when its
-// backend is made, before any operation. Other sets share theirs with their first operation, because they may
-// never run one on this backend.
+// backend is made, before any operation. Every other set shares its segment with its first operation, because
+// it may never run an operation on this backend.
 func Register(mem Memory, cfg Config) ops.Registration {
 	return ops.Registration{ID: message.SHM, Lists: true,
 		New: func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {

@@ -6,12 +6,14 @@ import "github.com/gohvd/gohvd/ops"
 // contributions of all ranks. The number of the operation is stored beside the contribution, so that a
 // contribution of a few bytes takes one cache line.
 
-// isSmall reports whether a reduction of total bytes runs as a small operation.
+// isSmall reports whether a reduction runs as a small operation. The parameter total is the size of its
+// buffer in bytes.
 func (b *Backend) isSmall(total int64) bool {
 	return total*int64(len(b.ranks)-1) <= b.smallBytes
 }
 
-// startSmall publishes this rank's contribution of total bytes to the others.
+// startSmall publishes this rank's contribution to the other ranks. The parameter total is the size of the
+// contribution in bytes.
 func (b *Backend) startSmall(total int64) {
 	b.smallTotal = total
 	b.smallCount++
@@ -56,8 +58,8 @@ func (b *Backend) finishSmall() {
 		b.sources[i] = b.smallBuffer(b.peers[i].segment, total)
 	}
 	if len(b.own.tensors) == 1 {
-		// Reading this rank's contribution from its segment is slower, because other processors hold those
-		// lines.
+		// This rank reads its own contribution from its input. Reading it from the segment is slower, because
+		// other processors hold those cache lines.
 		b.sources[b.me] = b.own.tensors[0].In
 	}
 	out := b.own.tensors[0].Out
@@ -79,8 +81,8 @@ func slotOf(segment []byte, turn int) []byte {
 	return segment[slotsAt+turn*slotBytes:][:slotBytes]
 }
 
-// smallBuffer returns the part of a segment that has a rank's contribution to the running small operation.
-// The contribution has total bytes.
+// smallBuffer returns the part of a segment in which its owner stores its contribution to the running small
+// operation. The parameter total is the size of the contribution in bytes.
 func (b *Backend) smallBuffer(segment []byte, total int64) []byte {
 	if total <= slotBytes-flagBytes {
 		return slotOf(segment, b.smallSlot())[flagBytes:][:total]
@@ -88,8 +90,8 @@ func (b *Backend) smallBuffer(segment []byte, total int64) []byte {
 	return segment[ringAt+b.ringPos:][:total]
 }
 
-// advance reserves total bytes in the ring. All ranks call it with the same sizes, so they all reserve the
-// same part of the ring.
+// advance reserves room in the ring for one contribution. The parameter total is the size of the contribution
+// in bytes. All ranks call advance with the same sizes, so they all reserve the same part of the ring.
 func (b *Backend) advance(total int64) {
 	if total <= slotBytes-flagBytes {
 		return

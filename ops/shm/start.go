@@ -56,7 +56,7 @@ type state uint8
 
 const (
 	idle    state = iota
-	started       // Start has been called, and begin has not
+	started       // Start has been called, but not begin
 	exchanging
 	small
 	alltoall
@@ -124,7 +124,7 @@ func (b *Backend) beginAllreduce() error {
 }
 
 // exchange begins the exchange that b.plan describes. If the set has only one rank, or if there is no data,
-// the operation is then done.
+// the operation is done when exchange returns.
 func (b *Backend) exchange() {
 	b.state = done
 	if len(b.ranks) == 1 {
@@ -136,8 +136,8 @@ func (b *Backend) exchange() {
 	}
 }
 
-// step does the next step. If other ranks are not ready for the step, the result depends on the parameter
-// wait. If it is set, step waits for the ranks. Otherwise it returns Waiting or Blocked.
+// step runs the next step. If other ranks are not ready for the step, the method waits for them if the
+// parameter wait is set, and returns Waiting or Blocked if it is not.
 func (b *Backend) step(wait bool) (ops.Progress, error) {
 	if wait {
 		if err := contextError(b.ctx); err != nil {

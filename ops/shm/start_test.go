@@ -26,7 +26,7 @@ func errOr(err error, text string) error {
 	return err
 }
 
-// start starts an in-place allreduce of buf: a float32 sum.
+// start starts an in-place allreduce that adds the float32 elements of buf.
 func start(r *rank, buf []byte) error {
 	return r.Start(ops.Operation{
 		Kind: message.Allreduce, Algorithm: message.Direct, DType: tensor.Float32, Op: tensor.Sum,
@@ -47,8 +47,8 @@ func connect(r *rank) error {
 	return finish(r, 0)
 }
 
-// finish calls Step until the operation has finished. At first it makes up to tries calls that do not wait,
-// and then calls that wait.
+// finish calls Step until the operation has finished. The first calls do not wait. The parameter tries is the
+// maximum number of such calls. All calls after them wait.
 func finish(r *rank, tries int) error {
 	for i := 0; ; i++ {
 		p, err := r.Step(context.Background(), i >= tries)

@@ -52,7 +52,7 @@ func (b *Backend) post(word *uint64, v uint64) {
 	}
 }
 
-// await waits until the given word, in the segment of member i, has reached want.
+// await waits until the value of the given word, in the segment of member i, is at least want.
 func (b *Backend) await(i int, word *uint64, want uint64) error {
 	var began time.Time
 	for k := 0; ; k++ {
@@ -90,7 +90,7 @@ func (b *Backend) await(i int, word *uint64, want uint64) error {
 	}
 }
 
-// awaitAll waits until all members have finished want rounds.
+// awaitAll waits until the number of rounds that each member has finished is at least want.
 func (b *Backend) awaitAll(want uint64) error {
 	for i := range b.peers {
 		if i == b.me {
@@ -103,7 +103,8 @@ func (b *Backend) awaitAll(want uint64) error {
 	return nil
 }
 
-// arrived reports whether all members have finished want rounds. If wait is set, it waits until they have.
+// arrived reports whether the number of rounds that each member has finished is at least want. If the
+// parameter wait is set, arrived waits until it is.
 func (b *Backend) arrived(want uint64, wait bool) (bool, error) {
 	if wait {
 		err := b.awaitAll(want)

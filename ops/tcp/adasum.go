@@ -52,7 +52,7 @@ func (b *Backend) adasumHalvingDoubling(seg int, buf []byte) error {
 	if b.me >= p {
 		return b.delegate(b.me-p, seg, buf)
 	}
-	sender := b.me + p // the rank that sends its vector to this rank; there is none if sender >= n
+	sender := b.me + p // the rank that sends its vector to this rank; no such rank exists if sender >= n
 	if sender < n {
 		if err := b.combineFrom(sender, seg, buf); err != nil {
 			return err
@@ -74,8 +74,8 @@ func (b *Backend) adasumHalvingDoubling(seg int, buf []byte) error {
 	return nil
 }
 
-// delegate sends buf to the rank of the set with index host, and receives the result from it. That rank takes
-// part in this rank's place.
+// delegate lets the rank of the set with index host take part in this rank's place: it sends buf to that
+// rank, and receives the result from it.
 func (b *Backend) delegate(host, seg int, buf []byte) error {
 	c, err := b.conn(host)
 	if err != nil {
@@ -143,9 +143,9 @@ func (b *Backend) unite(d, seg int, buf []byte) error {
 	return exchange(c, mine.of(buf), theirs.of(buf), seg)
 }
 
-// exchange sends the bytes of out to the peer and fills the buffer in with bytes from the peer. The peer
-// makes the matching call. exchange cannot deadlock: send does not wait, so both sides reach receive, and so
-// both flushes end.
+// exchange sends one buffer to the peer (out) and fills another with data from the peer (in). The peer makes
+// the matching call. exchange cannot deadlock: send does not wait, so both sides reach receive, and so both
+// flushes end.
 func exchange(c *stream, out, in []byte, seg int) error {
 	if err := send(c, out, seg); err != nil {
 		return err

@@ -187,8 +187,8 @@ func TestAdasumNumbersOfRanks(t *testing.T) {
 	}
 }
 
-// The combination of equal vectors is the same vector. The combination of orthogonal vectors is their sum.
-// The combination with a vector of zeros is the other vector.
+// The combination of equal vectors is the same vector. The combination of orthogonal vectors is their sum. If
+// one of two vectors is zero, their combination is the other vector.
 func TestAdasumProperties(t *testing.T) {
 	eachCluster(t, func(t *testing.T, c *cluster, _ int) {
 		n := len(c.backends)
@@ -249,7 +249,8 @@ func TestAdasumNotFinite(t *testing.T) {
 				copy(in[n-1][15*dt.Size():], floats(dt, 1, func(int) float64 { return bad }))
 				got := adasum(t, c, dt, in, tensors)
 				for i := 10; i < 30; i++ {
-					// The bad value makes the factor of its vector NaN, and so every element of the tensor.
+					// The bad value makes the factor of its vector NaN, and this factor makes every element
+					// of the tensor NaN.
 					if v := float(dt, got, i); !math.IsNaN(v) {
 						t.Fatalf("%v with %v: got %v as element %d, want NaN", dt, bad, v, i)
 					}

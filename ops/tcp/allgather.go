@@ -19,9 +19,9 @@ func (b *Backend) allgather() error {
 	return b.allgatherRing(b.op.Buf)
 }
 
-// allgatherRing fills out with the blocks of all ranks. i is this rank's index in the set. In step s, from 0
-// to n-2, the rank receives part i-s-1 (modulo n). It sends the part on unless the step is the last. No byte
-// of out is written after it was sent.
+// allgatherRing collects the blocks of all ranks in the buffer out. i is this rank's index in the set. In
+// step s, from 0 to n-2, the rank receives part i-s-1 (modulo n). It sends the part on unless the step is the
+// last. No byte of the buffer is written after it was sent.
 func (b *Backend) allgatherRing(out []byte) error {
 	right, left, err := b.neighbours()
 	if err != nil {

@@ -31,8 +31,8 @@ func (b *Backend) alltoall() error {
 
 // blocks has the lengths of the blocks of an alltoall.
 type blocks struct {
-	headers []byte  // encoded lengths of the blocks that this rank sends, by rank
-	counts  []int64 // lengths of the blocks that this rank receives, by rank
+	headers []byte  // encoded lengths of the blocks that this rank sends, indexed by receiver
+	counts  []int64 // lengths of the blocks that this rank receives, indexed by sender
 	cut     cut     // the boundaries of the received blocks in the output
 }
 
@@ -40,8 +40,8 @@ func newBlocks(n int) blocks {
 	return blocks{headers: make([]byte, n*countBytes), counts: make([]int64, n), cut: make(cut, n+1)}
 }
 
-// alltoallDirect sends the parts of in and receives the blocks for this rank. It cannot deadlock, because
-// every rank queues all its data before it reads anything.
+// alltoallDirect sends each part of the input buffer to its rank and receives the blocks for this rank. It
+// cannot deadlock, because every rank queues all its data before it reads anything.
 func (b *Backend) alltoallDirect(in []byte, allocate func([]int64) ([]byte, error)) error {
 	if err := b.connectAll(); err != nil {
 		return err
@@ -72,9 +72,9 @@ func (b *Backend) alltoallDirect(in []byte, allocate func([]int64) ([]byte, erro
 	return b.flush()
 }
 
-// sendBlocks queues a header and a block for each other rank. The block is that rank's part of the buffer in,
-// and the header is the length of the block. sendBlocks begins with the next rank, so that not all ranks
-// begin with the same peer.
+// sendBlocks queues a header and a block for each other rank. The block is that rank's part of the input
+// buffer, and the header is the length of the block. sendBlocks begins with the next rank, so that not all
+// ranks begin with the same peer.
 func (b *Backend) sendBlocks(in []byte) error {
 	n := len(b.ranks)
 	for k := 1; k < n; k++ {

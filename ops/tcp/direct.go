@@ -46,8 +46,8 @@ func (b *Backend) reducescatterDirect(op tensor.ReduceOp, dt tensor.DType, buf [
 	return b.flush()
 }
 
-// reducePart sends the other ranks their parts of buf and reduces this rank's part. In b.starts it records
-// for each part at which position of the stream to its rank the part begins. If share is set, it sends the
+// reducePart sends the other ranks their parts of buf and reduces this rank's part. For each other rank, it
+// stores in b.starts the stream position at which that rank's part begins. If share is set, it sends the
 // result to all other ranks. It sends to the next rank first, so that not all ranks begin with the same peer.
 func (b *Backend) reducePart(op tensor.ReduceOp, dt tensor.DType, buf []byte, share bool) error {
 	if err := b.ordered.prepare(op, dt); err != nil {
@@ -119,7 +119,7 @@ func (o *inOrder) prepare(op tensor.ReduceOp, dt tensor.DType) (err error) {
 	if dt.IsHalf() {
 		acc = tensor.Float32
 	}
-	if o.dt != dt { // only then, because kernel.Convert allocates
+	if o.dt != dt { // skipped if the type is unchanged, because kernel.Convert allocates
 		o.widen, o.narrow, o.dt = nil, nil, tensor.Invalid
 		if acc != dt {
 			if o.widen, err = kernel.Convert(acc, dt); err != nil {

@@ -84,9 +84,9 @@ func TestDirectOrder(t *testing.T) {
 	})
 }
 
-// checkDirectOrder embeds each contribution in a larger buffer and reduces these buffers. In each buffer,
-// before bytes precede the contribution and after bytes follow it. In the result, the reduction of the
-// contributions must equal want.
+// checkDirectOrder embeds each contribution in a larger buffer and reduces these buffers. The parameters
+// before and after are the numbers of bytes that the buffer has before and after the contribution. In the
+// result, the reduction of the contributions must equal want.
 func checkDirectOrder(t *testing.T, c *cluster, op tensor.ReduceOp, dt tensor.DType, in [][]byte, want []byte,
 	before, after int) {
 	t.Helper()

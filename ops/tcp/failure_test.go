@@ -22,7 +22,7 @@ import (
 type arguments struct {
 	buf, out []byte
 	counts   []int64
-	allocate func([]int64) ([]byte, error) // returns out
+	allocate func([]int64) ([]byte, error) // returns the buffer out
 }
 
 func newArguments(n int) *arguments {
@@ -35,8 +35,8 @@ func newArguments(n int) *arguments {
 	return a
 }
 
-// operations has each collective with each of its algorithms. In each of them, every rank waits for all or
-// nearly all other ranks.
+// operations has a function for each collective and each of its algorithms, by name. In each of these
+// operations, every rank waits for all or nearly all other ranks.
 var operations = map[string]func(ctx context.Context, b *opstest.Blocking, a *arguments) error{
 	"allreduce ring": func(ctx context.Context, b *opstest.Blocking, a *arguments) error {
 		return b.Allreduce(ctx, message.Ring, tensor.Float32, tensor.Sum, a.buf)
@@ -151,7 +151,7 @@ func checkPeerDies(t *testing.T, meshes []transport.Mesh, name string, dying int
 	}
 }
 
-// countdownMesh calls zero when its rank has sent and received a given number of bytes in total.
+// countdownMesh calls the function zero when its rank has sent and received a given number of bytes in total.
 type countdownMesh struct {
 	transport.Mesh
 	left int

@@ -102,8 +102,8 @@ func TestAlltoall(t *testing.T) {
 	})
 }
 
-// checkAlltoall runs an alltoall and checks its result. of(i, k) is the number of bytes that rank i sends to
-// rank k.
+// checkAlltoall runs an alltoall and checks its result. The function of returns the number of bytes that one
+// rank sends to another.
 func checkAlltoall(t *testing.T, c *cluster, of func(from, to int) int64) {
 	t.Helper()
 	n := len(c.backends)
@@ -180,8 +180,8 @@ func TestAlltoallNoRoom(t *testing.T) {
 	}
 }
 
-// Peers announce more bytes than an int64 can count. The alltoall then fails with an error that names the
-// rank, and does not call allocate.
+// The lengths that peers announce add up to more than an int64 can hold. The alltoall then fails with an
+// error that names the rank, and does not call allocate.
 func TestAlltoallLies(t *testing.T) {
 	for name, counts := range map[string][2]uint64{
 		"negative":        {math.MaxUint64, 0},

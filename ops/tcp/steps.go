@@ -95,7 +95,7 @@ func onUnlockedThread(f func() (ops.Progress, bool)) func() (ops.Progress, bool)
 func lockedOSThread() bool
 
 // await is called where an operation has to wait. If the step may not wait, await suspends the operation, and
-// p is the result of the step. If the step may wait, await returns nil at once, and the caller blocks.
+// the step returns p. If the step may wait, await returns nil at once, and the caller blocks.
 func (b *Backend) await(p ops.Progress) error {
 	if b.ctx == nil && (b.steps.closed || !b.steps.yield(p)) {
 		return transport.ErrClosed

@@ -91,7 +91,7 @@ func TestSteps(t *testing.T) {
 	}
 }
 
-// late is a mesh whose channels return 0 from Sent while held is set.
+// late is a mesh whose channels return 0 from Sent while its field held is set.
 type late struct {
 	transport.Mesh
 	held atomic.Bool

@@ -91,14 +91,14 @@ func send(c *stream, p []byte, seg int) error {
 	return nil
 }
 
-// split cuts the first seg bytes off p. If p is shorter, first is all of p.
+// split cuts the first seg bytes off p. If p is shorter, split returns all of p as the first part.
 func split(p []byte, seg int) (first, rest []byte) {
 	k := min(seg, len(p))
 	return p[:k], p[k:]
 }
 
-// replace receives the new content of p from c. The old content of p has been sent through out. In that
-// stream it ends at the position sent.
+// replace receives the new content of p from c. The old content of p was sent to another peer, on the stream
+// out, and ends there at the stream position given by the parameter sent.
 //
 // The wait until the transport no longer needs the old content is short. The new content is a sum that
 // includes the old content as the peer at the other end of out received it. So when the new content arrives

@@ -112,7 +112,7 @@ type Backend struct {
 	parts   cut      // the ranks' parts of the buffer
 	in      scratch  // data that was received and is not yet reduced
 	ordered inOrder  // for reductions by Direct
-	starts  []uint64 // position in the stream to each rank at which this operation began
+	starts  []uint64 // indexed by rank: position in the stream to that rank at which this operation began
 	blocks  blocks   // for an alltoall
 	adasum  adasum
 }
@@ -259,7 +259,7 @@ func (b *Backend) run() error {
 	}
 }
 
-// by returns an error if the operation's algorithm is not one of known.
+// by checks the operation's algorithm. It returns an error if the algorithm is not in known.
 func (b *Backend) by(known ...message.Algorithm) error {
 	if !slices.Contains(known, b.op.Algorithm) {
 		return fmt.Errorf("got algorithm %v, want %s", b.op.Algorithm, list(known))

@@ -152,7 +152,7 @@ func TestAllocs(t *testing.T) {
 func TestPlan(t *testing.T) {
 	fast := newCluster(memMeshes(2), upTo(2), tcp.Config{}).backends[0]
 	same := newCluster(memMeshes(2), upTo(2), tcp.Config{Deterministic: true}).backends[0]
-	const none = message.NoAlgorithm // stands for an error of Plan
+	const none = message.NoAlgorithm // means that Plan must return an error
 	for _, test := range []struct {
 		r                        message.Response
 		usual, wantDeterministic message.Algorithm
