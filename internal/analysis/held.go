@@ -20,10 +20,9 @@ type HeldUp struct {
 // explains:
 //
 //  1. A rank holds up all others while they have asked for an operation and it has not.
-//  2. Several operations may be in flight at the same time. Of successive waits for a rank only the longest
-//     counts, until no operation waits for the rank and the ranks have since waited for an operation before
-//     they went on. For example, a rank that is 5 ms late with a hundred operations at once holds up the
-//     others for 5 ms.
+//  2. Waits for the same rank are not added up if they overlap, or if the ranks waited for no operation between
+//     two of the waits. Of such waits only the longest counts. For example, a rank that is 5 ms late with a
+//     hundred operations at once holds up the others for 5 ms.
 //  3. No moment counts twice. If the others wait for two ranks, for two operations, the time counts for the
 //     rank that asks first. The time after it has asked counts for the other rank. So the sum over all ranks
 //     is at most the wall time.
@@ -41,9 +40,9 @@ type Held struct {
 // lateRank has the result for a rank, and the state that charge needs of the rank's most recent waits.
 type lateRank struct {
 	HeldUp
-	// asked is the time at which the rank was last to ask for an operation, most recently, and waited is the
-	// value of Held.waited at that time. longest is the longest of the successive waits of which, by rule 2
-	// of Held, only the longest counts.
+	// asked is the time of the rank's most recent request that was the last of all ranks' requests for its
+	// operation. waited is the value of Held.waited at that time. longest is the longest of the most recent
+	// waits of which, by rule 2 of Held, only the longest counts.
 	asked, longest time.Duration
 	waited         uint64
 }
@@ -56,10 +55,10 @@ func NewHeld(ranks int) Held {
 	return l
 }
 
-// Add counts an operation for which rank r was the last to ask. It asked at the time in the argument asked.
-// The argument others is the time by which all other ranks had asked. The argument waited is true if the
-// ranks wait for this operation before they ask for another one, or if that is not known. Operations must be
-// added in the order of the times at which their last rank asked.
+// Add counts an operation for which rank r was the last to ask. The argument asked is the time at which r
+// asked, and the argument others is the time by which all other ranks had asked. The argument waited is true
+// if the ranks wait for this operation before they ask for another one, or if this is not known. Operations
+// must be added in the order of the times at which their last rank asked.
 func (l *Held) Add(r topo.Rank, others, asked time.Duration, waited bool) {
 	if wait := asked - others; wait > 0 {
 		l.charge(l.rank(r), wait, others, asked)
@@ -69,8 +68,8 @@ func (l *Held) Add(r topo.Rank, others, asked time.Duration, waited bool) {
 	}
 }
 
-// charge adds a wait to the time for which rank k held up the others, without the part that earlier waits
-// cover.
+// charge adds a wait to the time for which rank k held up the others. It leaves out the part of the wait that
+// earlier waits cover.
 func (l *Held) charge(k *lateRank, wait, others, asked time.Duration) {
 	charge := wait
 	if k.Last > 0 && (others <= k.asked || k.waited == l.waited) {

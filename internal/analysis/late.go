@@ -49,8 +49,8 @@ func (c Clock) apart(other Clock) time.Duration {
 
 // Late finds out which ranks were late in the operations of a job, by the rules in docs/timeline.md. The
 // records of one rank must be added in the order in which its operations ended. The records of different
-// ranks may alternate in any way. Memory is bounded by constants and by the number of records that one rank
-// is ahead of another.
+// ranks may alternate in any way. The memory that Late uses is bounded by constants, and by the number of
+// records by which one rank is ahead of another.
 type Late struct {
 	// waited is called each time a rank waited for the submissions of other ranks.
 	waited   func(m *Member, from, to, granted time.Duration)
@@ -65,13 +65,13 @@ type Late struct {
 	// kept is the total number of records and arrivals in the slots of pending.
 	kept    int
 	tensors map[string]*tensor
-	asked   []*Member // indexed by rank; entries stand for ranks without records
+	asked   []*Member // indexed by rank; has an entry for each rank without records
 
-	// held measures how long each rank held up all others. waits has the waits that are not in held yet,
-	// because they must be added in the order in which they ended. startup has the values of held at
-	// startupEnd. startupEnd becomes steadyFrom when the first operation after steadyFrom is counted. any
-	// measures how long some rank waited, by the same rules: its only entry, rank 0, stands for whichever
-	// rank was last. startupAny is the value of any at startupEnd.
+	// held measures how long each rank held up all others. The heap waits has the waits that are not in held
+	// yet, because they must be added in the order in which they ended. startup has the values of held at the
+	// time startupEnd. startupEnd becomes steadyFrom when the first operation after steadyFrom is counted.
+	// The field any measures how long some rank waited, by the same rules: its only entry, rank 0, stands for
+	// whichever rank was last. startupAny is the value of any at startupEnd.
 	held, any              Held
 	waits                  waits
 	startup                []HeldUp
@@ -117,7 +117,7 @@ type RankLateness struct {
 	Lateness Sketch
 }
 
-// Member is a rank of the job, in whose name records are added to a Late.
+// Member identifies a rank of the job when the rank's records are added to a Late.
 type Member struct {
 	Rank  int
 	Clock Clock
@@ -157,17 +157,19 @@ type submission struct {
 	before      ending
 }
 
-// ending is an operation that has ended at a rank. If it stands for no operation, the field ended is never.
+// ending is an operation that has ended at a rank. If there is no such operation, the field ended has the
+// value never.
 type ending struct {
 	operation
 	submitted, ended time.Duration
 	last             *tensor
 }
 
-// wait says that the other ranks waited for the field rank, which was the last to submit an operation. first
-// is the time of the first submission, others the time of the last but one, and asked the time of the last
-// one. The field last is the tensor of the operation; it tells whether ranks went on without waiting for the
-// operation (see overtaken). It is nil if they certainly waited.
+// wait records that ranks waited for one rank, which was the last to submit an operation. The field rank is
+// the number of this rank. The field first is the time of the first submission, others the time of the last
+// but one, and asked the time of the last one. The field last is the tensor of the operation, which records
+// whether ranks went on without waiting for the operation (see overtaken). It is nil if the ranks certainly
+// waited.
 type wait struct {
 	rank                 int
 	first, others, asked time.Duration
@@ -189,8 +191,9 @@ func (w *waits) Pop() any {
 }
 
 // NewLate returns an empty Late. It calls the function waited for each rank of an operation that waited for
-// other ranks. The rank submitted the operation at the time from and waited until the time to, when the last
-// rank submitted. The operation was granted a little later, at the time granted.
+// other ranks. The argument from is the time at which the rank submitted the operation, and to is the time at
+// which the last rank submitted, until which the rank waited. The operation was granted a little later, at
+// the time granted.
 func NewLate(waited func(m *Member, from, to, granted time.Duration)) *Late {
 	return &Late{
 		waited: waited, pending: make(map[operation]*slot), tensors: make(map[string]*tensor),
@@ -286,7 +289,7 @@ func (m *Member) before(by time.Duration) ending {
 }
 
 // end records an operation that has ended. A program that waits for an operation cannot submit another one in
-// the meantime. So end marks each operation as overtaken that was in flight when this operation was
+// the meantime. So end marks as overtaken each operation that was in flight when this operation was
 // submitted. It marks this operation as overtaken if another one was submitted while it was in flight. In
 // later steps too, the program does not wait for an overtaken operation before it goes on.
 func (m *Member) end(o ending) {
@@ -399,9 +402,9 @@ func (l *Late) judge(p *slot) {
 	l.kept -= len(p.submitted) + len(p.arrivals)
 	var all []submission
 	latest := never
-	// A single submission has nothing to be compared with, so the arrivals of all ranks are compared instead.
-	// Horovod's file has no submissions but the arrivals, because a bar in it begins with the first rank's
-	// request.
+	// A single submission cannot be compared with others, so the arrivals of all ranks' requests are compared
+	// instead. Timelines of Horovod have no submissions but have the arrivals, because each bar in them
+	// begins with the first rank's request.
 	if len(p.submitted) > 1 || len(p.arrivals) == 0 {
 		for _, s := range p.submitted {
 			if s.at != 0 && s.Clock.Known {
@@ -443,7 +446,8 @@ func (l *Late) judge(p *slot) {
 	}
 }
 
-// absent returns a Member for a rank without records, of which only the arrivals at rank 0 are known.
+// absent returns a Member for a rank without records. Of such a rank, only the arrivals of its requests at
+// rank 0 are known.
 func (l *Late) absent(rank int) *Member {
 	for len(l.asked) <= rank {
 		l.asked = append(l.asked, &Member{Rank: len(l.asked), Clock: l.members[0].Clock})
@@ -453,8 +457,8 @@ func (l *Late) absent(rank int) *Member {
 
 // discountResults corrects the submissions of ranks that got the result of the previous operation at
 // different times. The exchange of data caused this difference, not the program. If the previous operation is
-// the same at all ranks, each submission becomes earlier by the time from the first rank's result to this
-// rank's.
+// the same at all ranks, each submission becomes earlier by the time between the first rank's result and this
+// rank's result.
 func discountResults(all []submission) {
 	first := forever
 	for _, s := range all {

@@ -8,15 +8,16 @@ import (
 	"time"
 )
 
-// shown is the maximum number of items of a list that a report shows. Of the others it gives only the number.
+// shown is the maximum number of items of a list that a report shows. For a longer list, the report also
+// shows how many items it leaves out.
 const shown = 10
 
 // join is the name of the kind message.Join.
 const join = "join"
 
-// Findings is the result of comparing the snapshots of all ranks. A list of names has at most 10 names, and
-// these have waited longest. A field beside the list has the total number of names. Durations are in
-// nanoseconds.
+// Findings is the result of comparing the snapshots of all ranks. A list of names has at most 10 names: those
+// of the tensors that have waited longest. A field beside the list has the total number of names. Durations
+// are in nanoseconds.
 type Findings struct {
 	Size int `json:"size"`
 	// Epoch is the newest epoch in the snapshots. Snapshots of older epochs are not used.
@@ -37,8 +38,8 @@ type Findings struct {
 	Ranks []Rank `json:"ranks"`
 }
 
-// Waiting is one or more tensors of a process set that wait for the same ranks. Ranks have asked for them,
-// and the ranks in Missing have not.
+// Waiting is one or more tensors of a process set that wait for the same ranks. Some ranks have asked for
+// these tensors, and the ranks in Missing have not.
 type Waiting struct {
 	Set      uint32        `json:"set"`
 	Kind     string        `json:"kind"`
@@ -77,7 +78,7 @@ type Running struct {
 	Longest time.Duration `json:"longest_ns"`
 }
 
-// Silent is a rank without a snapshot. Why is a clause with anything else that is known of the rank.
+// Silent is a rank without a snapshot. Why is a clause that says what else is known about the rank.
 type Silent struct {
 	Rank int    `json:"rank"`
 	Why  string `json:"why"`
@@ -105,7 +106,8 @@ type tensorKey struct {
 	name string
 }
 
-// view is a snapshot with indexes of its records by tensor and of its process sets.
+// view is a snapshot with maps for finding its records by tensor, and the process sets that the rank has
+// joined by number.
 type view struct {
 	*Snapshot
 	pending map[tensorKey]*Record
@@ -113,9 +115,8 @@ type view struct {
 	joined  map[uint32]bool
 }
 
-// calls summarizes the operations on a tensor that have ended at a rank. times is the number of these
-// operations, without those in which the rank took part as an absent rank. last is the last one, of either
-// kind.
+// calls summarizes the operations on a tensor that have ended at a rank. times is their number, without the
+// operations in which the rank took part as an absent rank. last is the most recent operation of all.
 type calls struct {
 	times int
 	last  *Record
@@ -158,8 +159,8 @@ func (v *view) number(key tensorKey) uint64 {
 // ago returns the time from t to the snapshot, but at least 0. t is a time on this rank's clock.
 func (v *view) ago(t time.Duration) time.Duration { return max(v.At-t, 0) }
 
-// Analyse compares the snapshots of the ranks of a job. size is the number of ranks. absent maps a rank
-// without a snapshot to a clause with anything else that is known of the rank. If a rank has several
+// Analyse compares the snapshots of the ranks of a job. size is the number of ranks. The map absent has, for
+// each rank without a snapshot, a clause that says what else is known about the rank. If a rank has several
 // snapshots, Analyse uses the one with the newest epoch. If several have this epoch, it uses the last of them
 // in the list.
 //

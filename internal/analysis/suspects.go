@@ -7,16 +7,17 @@ import (
 )
 
 const (
-	// majority is the share of a whole from which a part counts as most of it.
+	// majority is the smallest share of a whole that counts as most of it.
 	majority = 0.5
-	// minShare is the share of the time from which a wait is worth looking into.
+	// minShare is the smallest share of the time that makes a wait worth looking into.
 	minShare = 0.05
-	// minPerStep is the time per step from which a wait is worth looking into. A shorter wait may only be the
-	// time that it takes to wake a process.
+	// minPerStep is the shortest time per step that makes a wait worth looking into. A shorter wait may only
+	// be the time that it takes to wake a process.
 	minPerStep = 100 * time.Microsecond
-	// dominance is the factor by which a rank must hold up the others longer than any other rank does, so
-	// that it is named by itself. If ranks take turns in being late, one of them is the worst by chance. For
-	// example, if two ranks waited for each other 50 times, one of them often has two thirds of the time.
+	// dominance is how many times as long as any other rank a rank must hold up the others to be named by
+	// itself. The factor is needed because one of several ranks that take turns in being late is the worst by
+	// chance. For example, if two ranks waited for each other 50 times, one of them often has two thirds of
+	// the time.
 	dominance = 3
 	// jointShare is the share of all waiting that several ranks must have caused to be named together.
 	jointShare = 0.8

@@ -64,7 +64,8 @@ func (f *Findings) Text() string {
 	return b.String()
 }
 
-// list writes n items, but not more than most, and then how many items it has not written.
+// list writes the first of n items, up to the maximum number most, and then the number of items that are
+// left.
 func list(b *strings.Builder, n, most int, what string, write func(i int)) {
 	for i := range min(n, most) {
 		write(i)

@@ -104,8 +104,9 @@ const (
 	maxCacheBytes = 16 << 20
 )
 
-// libraries reports where the loader would find the libraries for GPUs in the environment of the ranks. In
-// the list of names in this function, a name that ends in a dot stands for all versions of a library.
+// libraries reports where the loader would find the libraries for GPUs if it ran in the environment of the
+// ranks. In the list of names in this function, a name that ends in a dot stands for all versions of a
+// library.
 func libraries(_ context.Context, s *System) []Line {
 	var lines []Line
 	cached, err := s.cachedLibraries()
@@ -151,8 +152,8 @@ func (s *System) cachedLibraries() ([]string, error) {
 }
 
 // findLibrary returns the existing files with the given name. If name ends in a dot, it returns the files
-// whose names begin with it. It looks where the loader does, in the same order (ld.so(8)): in the folders of
-// LD_LIBRARY_PATH, among the paths in cached, and in the default folders.
+// whose names begin with it. It searches the same places as the loader, in the same order (ld.so(8)): the
+// folders of LD_LIBRARY_PATH, the paths in cached, and the default folders.
 func (s *System) findLibrary(name string, cached []string) []string {
 	matches := func(base string) bool {
 		return base == name || strings.HasSuffix(name, ".") && strings.HasPrefix(base, name)

@@ -50,7 +50,7 @@ func TestBuilt(t *testing.T) {
 }
 
 // TestLibraries checks that libraries are found in the folders of LD_LIBRARY_PATH, in the loader's cache and
-// in the default folders, and that the loader's order decides if there are several.
+// in the default folders, and that several files are reported in the loader's order.
 func TestLibraries(t *testing.T) {
 	const cache = "glibc-ld.so.cache1.1table/opt/c/libcudart.so.12\x00libnccl.so.2\x00/opt/n/libnccl.so.2\x00/gone/libnccl.so.2\x00" +
 		"/opt/n/libnccl.so.23\x00/lib/libcudart.so\x00"

@@ -39,7 +39,7 @@ type Line struct {
 	Fix string `json:"fix"`
 }
 
-// Check looks at one subject and returns lines about it.
+// Check is a check of one subject.
 type Check struct {
 	// Section is the section of all lines that the check returns. Name is the name for lines that have no
 	// name.
@@ -91,7 +91,7 @@ func Run(ctx context.Context, s *System, checks []Check, limit time.Duration) []
 	return all
 }
 
-// await waits for the lines of a check, at most until the context late ends. If the check has not returned by
+// await waits until a check has returned its lines or the context late ends. If the check has not returned by
 // then, the result ended is false.
 func await(late context.Context, answer <-chan []Line) (lines []Line, ended bool) {
 	select {

@@ -114,8 +114,8 @@ func devShm(_ context.Context, s *System) []Line {
 	return []Line{ok("", "%s; %s", found, users)}
 }
 
-// memfdWorks checks that this process can make and seal 1 MiB of shared memory. Every machine should have so
-// much.
+// memfdWorks checks that this process can make and seal 1 MiB of shared memory. Every machine should have
+// that much.
 func memfdWorks(_ context.Context, s *System) []Line {
 	const numBytes = 1 << 20
 	if err := s.Memfd(numBytes); err != nil {

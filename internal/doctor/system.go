@@ -24,7 +24,8 @@ import (
 
 // System describes a machine to the checks. The checks use a System concurrently and do not change it.
 type System struct {
-	// Root is the root of the file system. The checks read proc, sys, dev, etc and the loader's folders.
+	// Root is the root of the file system. The checks read the folders /proc, /sys, /dev and /etc, and the
+	// folders of the loader.
 	Root fs.FS
 	// Environ is the environment of the ranks, in the form NAME=value.
 	Environ []string
@@ -180,7 +181,7 @@ const (
 	// killDelay is how long to wait for the end of a command's standard error after the command has ended. A
 	// process that the command leaves behind may keep it open.
 	killDelay = grace / 2
-	// keptBytes is how many bytes of a command's output are kept: the last ones.
+	// keptBytes is the number of bytes that are kept of a command's output: its last part.
 	keptBytes = 4 << 10
 )
 

@@ -18,8 +18,8 @@ type (
 	convertAssembly func(dst, src *byte, n int)
 )
 
-// assembly is a function that must be called with at least least elements. If run is nil, there is no
-// function.
+// assembly is a function together with the smallest number of elements that it may be called with: the field
+// least. If run is nil, there is no function.
 type assembly[F any] struct {
 	run   F
 	least int
@@ -33,7 +33,7 @@ type functions struct {
 	widen, narrow [numTypes]assembly[convertAssembly]
 }
 
-// vectorize replaces the plain functions of t with the functions of f, where f has them.
+// vectorize replaces a plain function of t wherever f has a function for the same operation.
 func (f *functions) vectorize(t *table) {
 	for i := range t {
 		dt, r := tensor.DType(i), &t[i]
@@ -52,8 +52,8 @@ func (f *functions) vectorize(t *table) {
 // collector waits for all goroutines to stop.
 const stretchBytes = 1 << 20
 
-// stretch returns how many of n elements the next call handles. These are all n, or so few that at least
-// least elements remain.
+// stretch returns how many of n elements the next call handles. If elements remain after that call, their
+// number is at least the parameter least.
 func stretch(n, shift, least int) int {
 	if next := stretchBytes >> shift; n >= next+least {
 		return next

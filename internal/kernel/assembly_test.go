@@ -9,8 +9,8 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// Every function that should be in assembly is. Without one, all other tests would pass, because they would
-// compare plain Go with itself.
+// Every function that should be in assembly is in assembly. If one were missing, all other tests would still
+// pass, because they would compare plain Go with itself.
 func TestAssembled(t *testing.T) {
 	halves := []tensor.DType{tensor.Float16, tensor.BFloat16}
 	floats := append(slices.Clone(halves), tensor.Float32, tensor.Float64)

@@ -9,8 +9,8 @@ import (
 
 // ConvertFunc converts the elements of src to the element type of dst and stores them in dst.
 //
-// It panics unless dst and src have the same number of elements, each of its own type. dst and src must be
-// aligned for their elements and must not overlap. It allocates nothing.
+// It panics unless dst and src have room for the same number of elements. Both must be aligned for their
+// elements, and they must not overlap. It allocates nothing.
 type ConvertFunc func(dst, src []byte)
 
 // DotFunc returns the dot products a·b, a·a and b·b. It computes them in float64 and has the same result on
@@ -28,9 +28,10 @@ type DotFunc func(a, b []byte) (ab, aa, bb float64)
 // the element and must not overlap, except that dst may be a or b. It allocates nothing.
 type CombineFunc func(dst, a, b []byte, ca, cb float64)
 
-// Convert returns the function that converts elements of type from to type to, both floating-point types. It
-// rounds once, to nearest even: a float64 is converted to a half-precision type without rounding to float32
-// in between. Values beyond the largest number become infinity, and a NaN stays a NaN.
+// Convert returns the function that converts elements of the second type to the first type. Both must be
+// floating-point types. The function rounds once, to nearest even: a float64 is converted to a half-precision
+// type without rounding to float32 in between. Values beyond the largest number become infinity, and a NaN
+// stays a NaN.
 func Convert(to, from tensor.DType) (ConvertFunc, error) {
 	if !to.IsFloat() || !from.IsFloat() {
 		return nil, fmt.Errorf("kernel: convert: got %v to %v, want floating-point types", from, to)
@@ -100,8 +101,8 @@ func combine[T float](dst, a, b []T, ca, cb float64) {
 	}
 }
 
-// conversions returns the functions that convert to the floating-point type to. from is indexed by the source
-// type.
+// conversions returns the functions that convert all other floating-point types to the given one. The result
+// is indexed by the source type.
 func conversions(to tensor.DType) (from [numTypes]ConvertFunc) {
 	for dt := range tensor.DType(numTypes) {
 		switch {

@@ -150,7 +150,7 @@ func firstHalf(flip, nans uint16) func(d, a, b []uint16) {
 	return func(d, a, b []uint16) {
 		a, b = a[:len(d)], b[:len(d)]
 		for i, x := range a {
-			// The store is unconditional, so that there is no branch, which the processor could not predict.
+			// The store is unconditional, because the processor could not predict a branch here.
 			if y := b[i]; place(y, flip, nans) < place(x, flip, nans) {
 				x = y
 			}

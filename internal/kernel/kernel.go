@@ -44,7 +44,7 @@ type ScaleFunc func(buf []byte, factor float64)
 // rules of ScaleFunc.
 type DivideFunc func(buf []byte, n int64)
 
-// row has the functions of one element type. A function is nil if the type does not have the operation.
+// row has the functions of one element type. A function is nil if the type does not support the operation.
 type row struct {
 	reductions[IntoFunc]
 	// inPlace has the reductions in which dst is also the first operand.
@@ -61,7 +61,7 @@ type row struct {
 // reductions has an F for each reduction.
 type reductions[F any] struct{ sum, min, max, product F }
 
-// of returns the F for op. If there is none, it returns the zero value.
+// of returns the element of r for the reduction op. If r has no such element, it returns the zero value.
 func (r reductions[F]) of(op tensor.ReduceOp) (f F) {
 	switch op {
 	case tensor.Sum:
@@ -158,9 +158,9 @@ func rowOf(dt tensor.DType) row {
 	return rows[dt]
 }
 
-// Reduce returns the function that combines elements of type dt with op: Sum, Min, Max or Product. Bools have
-// only Min (all) and Max (any). For the averages Reduce returns an error, because an average is a Sum and a
-// division. For Adasum it does too, because Adasum does not work element by element.
+// Reduce returns the function that combines elements of type dt with op: Sum, Min, Max or Product. Bools
+// support only Min (all) and Max (any). Reduce returns an error for the averages, because an average is a Sum
+// and a division, and for Adasum, because Adasum does not work element by element.
 //
 // Integers wrap around. Floating-point results are rounded once, to nearest even. Half-precision elements are
 // widened to float32, combined as float32, and rounded again. The second rounding makes no difference to the

@@ -8,7 +8,7 @@ import (
 )
 
 // neutrals has the neutral elements of a type, as bytes. zero is for a sum, one for a product, highest for a
-// minimum, and lowest for a maximum. An element is nil if the type does not have the operation.
+// minimum, and lowest for a maximum. An element is nil if the type does not support the operation.
 type neutrals struct {
 	zero, one, lowest, highest []byte
 }

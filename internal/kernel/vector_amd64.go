@@ -20,10 +20,11 @@ func levels() []level {
 	return all
 }
 
-const streamAlign = 64 // a cache line in bytes; stores past the caches are fast only for whole lines
+const streamAlign = 64 // a cache line in bytes; stores that bypass the caches are fast only for whole lines
 
-// copyPast returns a function that copies past the caches with run. run copies n bytes; dst and n must be
-// multiples of streamAlign. The function copies the bytes before and after with copy.
+// copyPast returns a function that copies a slice with stores that bypass the caches. For the whole cache
+// lines of the destination it calls run, which copies n bytes. It copies the bytes before and after them with
+// copy. In each call of run, dst and n are multiples of streamAlign.
 func copyPast(run func(dst, src *byte, n int)) func(dst, src []byte) {
 	return func(dst, src []byte) {
 		head := min(len(dst), int(-uintptr(unsafe.Pointer(unsafe.SliceData(dst)))%streamAlign))

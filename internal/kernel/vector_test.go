@@ -222,7 +222,7 @@ func values(r *rand.Rand, dt tensor.DType, n int) []byte {
 }
 
 const (
-	mostElems = 257 // enough for many turns of every loop, and for every rest
+	mostElems = 257 // enough for many turns of every loop, and for every remainder
 	fence     = 64
 	filling   = 0xa5
 )
@@ -579,7 +579,7 @@ func BenchmarkReduce(b *testing.B) {
 		}
 	}
 	for _, s := range sets {
-		run(s, tensor.Float32, tensor.Sum, 256<<20) // from memory
+		run(s, tensor.Float32, tensor.Sum, 256<<20) // too large for the caches
 	}
 }
 

@@ -99,8 +99,8 @@ func readGoFiles(t *testing.T) (all []*goFile) {
 }
 
 // Exported identifiers have a doc comment. Every doc comment of a function begins with the name of the
-// function and a verb. So the comment says what the function does. A comment that says what it is leaves open
-// whether it blocks, fails or changes anything.
+// function and a verb. So the comment says what the function does. A comment that says what the function is
+// leaves open whether it blocks, fails or changes anything.
 func TestDocComments(t *testing.T) {
 	for _, f := range readGoFiles(t) {
 		if f.test() {
@@ -222,7 +222,7 @@ func TestGoWidth(t *testing.T) {
 	}
 }
 
-// columns returns the width of a line, with tabs as tabColumns.
+// columns returns the width of a line, in which each tab counts as tabColumns columns.
 func columns(line string) int {
 	return utf8.RuneCountInString(line) + (tabColumns-1)*strings.Count(line, "\t")
 }

@@ -121,7 +121,8 @@ func TestTheCoreIsPure(t *testing.T) {
 		}
 		for _, i := range p.Imports {
 			if (i == "unsafe" || i == "reflect") && short(p.ImportPath) == "internal/tensor" {
-				continue // it makes views of memory and finds the element types of Go types
+				// Package tensor needs them for views of memory and for the element types of Go types.
+				continue
 			}
 			if slices.ContainsFunc(forbidden, func(f string) bool {
 				return i == f ||
@@ -161,7 +162,7 @@ func TestOnlyConfigReadsTheEnvironment(t *testing.T) {
 			// A launcher passes its environment on to the ranks, but reads no setting from it.
 			continue
 		case "internal/testnet":
-			// It reads only the variable with which CI forbids skipped tests.
+			// This package reads only the variable with which CI forbids skipped tests.
 			continue
 		}
 		for _, at := range uses(t, p, "os", "Getenv", "LookupEnv", "Environ", "ExpandEnv", "Setenv") {

@@ -15,7 +15,7 @@ import (
 )
 
 // These are the limits of a frame. A decoder returns an error if a frame exceeds a limit. The caller of an
-// encoder must keep the limits.
+// encoder must not exceed the limits.
 const (
 	// MaxFrameBytes is the maximum size of an encoded frame.
 	MaxFrameBytes = 64 << 20
@@ -35,7 +35,7 @@ const (
 	MaxSets = 1024
 )
 
-// A frame is encoded in little-endian order:
+// A frame has these fields in this order. Integers are little-endian:
 //
 //	Up:       u8 type | u8 flags (1 shutdown, 2 granted) | u64 seen | body
 //	news:     u16 sets | per set: u32 set, u32 done, bits hits, bits invalid, u32 requests, each u32 length + protobuf
@@ -311,8 +311,8 @@ func AppendVectors(b []byte, and, or []uint64) []byte {
 	return b
 }
 
-// DecodeVectors decodes vectors that AppendVectors has encoded. It reuses the memory of the vectors and and
-// or.
+// DecodeVectors decodes two vectors that AppendVectors has encoded. It reuses the memory of the two vectors
+// that are passed to it.
 func DecodeVectors(b []byte, and, or []uint64) (_, _ []uint64, err error) {
 	d := decoder{b: b}
 	if t := d.u8(); t != vectorsType {
@@ -518,8 +518,8 @@ func (d *decoder) bits(v *Bits) {
 	}
 }
 
-// vector decodes a bit vector of all process sets. Such a vector may be longer than the vector of one process
-// set.
+// vector decodes a bit vector that covers all process sets. Such a vector may be longer than the vector of
+// one process set.
 func (d *decoder) vector(v *[]uint64) {
 	for range d.count(8) {
 		*v = append(*v, d.u64())

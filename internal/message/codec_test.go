@@ -98,8 +98,8 @@ func downSamples() []*message.Down {
 	}
 }
 
-// normalUp returns a copy of u for comparisons. In the copy, empty bit vectors are nil, because both have the
-// same meaning.
+// normalUp returns a copy of u for comparisons. In the copy, each empty bit vector is nil, because an empty
+// vector and a nil vector have the same meaning.
 func normalUp(u *message.Up) message.Up {
 	n := *u
 	n.Sets = nil
@@ -303,7 +303,7 @@ func TestRequestCheck(t *testing.T) {
 		if err == nil || !strings.Contains(err.Error(), c.want) {
 			t.Errorf("%+v: got error %v, want %q", r, err, c.want)
 		}
-		// The decoder makes the same checks.
+		// The decoder makes the same checks, so it must refuse the request too.
 		b, _ := message.AppendUp(nil, &message.Up{Type: message.UpNews,
 			Sets: []message.UpSet{{Requests: []message.Request{r}}}})
 		var up message.Up
@@ -388,7 +388,7 @@ func TestMatchesIsTheInverseOfRequest(t *testing.T) {
 	}
 }
 
-// If no correct coordinator makes a response, DecodeDown returns an error for it.
+// DecodeDown returns an error for a response that no correct coordinator makes.
 func TestResponseCheck(t *testing.T) {
 	for _, c := range []struct {
 		r    message.Response

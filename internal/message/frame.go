@@ -4,9 +4,9 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// Probe measures the clock of a rank against the clock of rank 0. The rank sends it to rank 0, which sets its
-// own fields and sends it back. All times are in nanoseconds since the start of the engine of the rank whose
-// clock was read.
+// Probe measures the clock of a rank against the clock of rank 0. The rank sends the probe to rank 0. Rank 0
+// sets all fields except Sent, and sends the probe back. All times are in nanoseconds since the start of the
+// engine of the rank whose clock was read.
 type Probe struct {
 	// Sent is the time at which the rank sent the probe, by its own clock.
 	Sent uint64
@@ -115,12 +115,13 @@ const (
 	DownCycle DownType = iota + 1
 	// DownHeartbeat shows that the coordinator lives.
 	DownHeartbeat
-	// DownFail is the verdict. The epoch is over because Ranks have failed.
+	// DownFail is the verdict: the epoch is over because the ranks in Down.Ranks have failed.
 	DownFail
 	// DownClose tells the recipient, which has sent UpBye, that no rank needs it anymore and that it may
 	// close its connections.
 	DownClose
-	// DownLeft says that Ranks have left the job in an orderly way. Each recipient answers with UpReleased.
+	// DownLeft says that the ranks in Down.Ranks have left the job in an orderly way. Each recipient answers
+	// with UpReleased.
 	DownLeft
 )
 
@@ -136,8 +137,8 @@ type Down struct {
 	// Ranks are the ranks that have failed (DownFail) or have left (DownLeft). With Stop, they are the ranks
 	// whose shutdown is the reason for the stop.
 	Ranks []topo.Rank
-	// Reason is why Ranks have failed, or why the recipient is stopped. It is empty if the recipient has
-	// asked for the stop.
+	// Reason is why the ranks in Ranks have failed, or why the recipient is stopped. It is empty if the
+	// recipient has asked for the stop.
 	Reason string
 }
 
@@ -147,11 +148,12 @@ type DownSet struct {
 	Grants []Grant
 	// Erase are the cache bits whose entries are erased.
 	Erase []uint32
-	// Puts assign cache bits to responses in Grants, which are then in the cache.
+	// Puts assigns cache bits to responses in Grants. With its bit, a response is put into the cache.
 	Puts []Put
 }
 
-// Grant is one fused response. Its tensors are those of Bits, followed by those of Full.
+// Grant is one fused response. Its tensors are first the cached tensors in Bits, and then the tensors in
+// Full.
 type Grant struct {
 	Backend   Backend
 	Algorithm Algorithm

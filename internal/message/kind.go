@@ -26,7 +26,7 @@ const (
 )
 
 // NumKinds is the number of kinds, including NoKind. NumBackends is the number of backends, including
-// NoBackend. All values of these types are less.
+// NoBackend. Each constant is greater than all values of its type.
 const (
 	NumKinds    = int(numKinds)
 	NumBackends = int(numBackends)

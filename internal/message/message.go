@@ -1,9 +1,9 @@
 // Package message defines the frames that ranks exchange while they negotiate, and their encoding.
 //
 // Ranks send Up frames to the coordinator, and the coordinator sends Down frames to ranks
-// (docs/negotiation.md, Frames). Frames have a fixed binary layout. Votes for cached tensors are bit vectors
-// in it. Requests and responses are protobuf messages that are embedded in it. A decoder checks every length
-// against the number of received bytes before it allocates memory.
+// (docs/negotiation.md, Frames). Frames have a fixed binary layout, in which votes for cached tensors are bit
+// vectors, and requests and responses are embedded protobuf messages. A decoder checks every length against
+// the number of received bytes before it allocates memory.
 package message
 
 import (
@@ -34,8 +34,9 @@ type Request struct {
 	// group, Group is "" and GroupSize is 0.
 	Group     string
 	GroupSize int32
-	// Parts are the tensors of a group that is one allreduce request, else nil. If Parts is set, Shape is the
-	// total number of elements, and DType is the common element type, or Invalid if there are several types.
+	// Parts has the tensors of a group that is one allreduce request. For other requests it is nil. If Parts
+	// is set, Shape is the total number of elements, and DType is the common element type, or Invalid if
+	// there are several types.
 	Parts Parts
 	// Empty is used in a Join. It says that the rank contributes no rows to operations that otherwise fail
 	// for joined ranks.

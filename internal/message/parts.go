@@ -19,7 +19,7 @@ func (p Parts) Append(dt tensor.DType, shape tensor.Shape) Parts {
 	return append(append(p, int64(dt), int64(len(shape))), shape...)
 }
 
-// All returns an iterator over the tensors. p must have passed check.
+// All returns an iterator over the tensors. The method check must have accepted p.
 func (p Parts) All() iter.Seq2[tensor.DType, tensor.Shape] {
 	return func(yield func(tensor.DType, tensor.Shape) bool) {
 		for len(p) > 0 {

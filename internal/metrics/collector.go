@@ -11,9 +11,9 @@ import (
 	"github.com/gohvd/gohvd/internal/trace"
 )
 
-// Names of labels.
+// These constants are the names of labels.
 const (
-	// labelOp is the label for the kind of an operation. Horovod calls it op.
+	// labelOp is the label for the kind of an operation. It has the same name as in Horovod.
 	labelOp      = "op"
 	labelBackend = "backend"
 	labelDType   = "dtype"
@@ -205,7 +205,8 @@ func newHistogram(d *prometheus.Desc, from *trace.Histogram, labels ...string) p
 func (h *histogram) Desc() *prometheus.Desc { return h.desc }
 
 // classicEvery selects every second bucket bound of trace.Histogram for the classic form, so that adjacent
-// bounds differ by a factor of 4. Fewer buckets are better there, because each classic bucket is a series.
+// bounds differ by a factor of 4. The classic form should have fewer buckets, because each of its buckets is
+// a series.
 const classicEvery = 2
 
 func (h *histogram) Write(to *dto.Metric) error {

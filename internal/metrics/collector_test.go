@@ -195,8 +195,8 @@ hvd_world_size 4
 	c := metrics.NewCollector(full)
 	var names []string
 	for _, f := range gather(t, c) {
-		// These two histograms are left out, because they differ from hvd_collective_duration_seconds only in
-		// having no labels.
+		// These two histograms are left out. They differ from hvd_collective_duration_seconds only in that
+		// they have no labels.
 		if name := f.GetName(); name != "hvd_negotiation_seconds" && name != "hvd_queue_seconds" {
 			names = append(names, name)
 		}
@@ -206,8 +206,8 @@ hvd_world_size 4
 	}
 }
 
-// Each number in trace.Stats is changed in turn, and the text of the metrics changes each time. No metric has
-// the name of a tensor in it.
+// Each number in trace.Stats is changed in turn, and the text of the metrics changes each time. No metric
+// contains the name of a tensor.
 func TestNothingIsForgotten(t *testing.T) {
 	text := func(s trace.Stats) string {
 		got, err := metrics.Text(func() trace.Stats { return s })
@@ -391,8 +391,8 @@ func TestNames(t *testing.T) {
 	}
 }
 
-// request sends a GET request for path to the handler h and returns the response. headers has names and
-// values in turn.
+// request sends a GET request for path to the handler h and returns the response. headers has the name of
+// each header, followed by its value.
 func request(h http.Handler, path string, headers ...string) *httptest.ResponseRecorder {
 	r := httptest.NewRequest(http.MethodGet, path, nil)
 	for i := 0; i < len(headers); i += 2 {

@@ -24,8 +24,8 @@ func registry(get func() trace.Stats) *prometheus.Registry {
 }
 
 // Handler returns a handler that serves /metrics and /healthz. /metrics returns the metrics of a rank, of the
-// Go runtime and of the process. /healthz returns status 200. The requirements for get are those of
-// NewCollector.
+// Go runtime and of the process. /healthz returns status 200. As for NewCollector, get must be safe for
+// concurrent use.
 func Handler(get func() trace.Stats) http.Handler {
 	// The response is not compressed, because it has only about 20 KiB and the job needs the processor.
 	return paths(promhttp.HandlerFor(registry(get), promhttp.HandlerOpts{EnableOpenMetrics: true,

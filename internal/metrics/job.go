@@ -18,7 +18,7 @@ const (
 	// leastAskTime.
 	askTime      = time.Second
 	leastAskTime = askTime / 16
-	// fresh is how long answers are reused for further scrapes. The time counts from the query of the ranks.
+	// fresh is how long answers are reused for further scrapes, counted from the start of the query.
 	fresh = time.Second
 	// timeoutHeader is the header in which Prometheus sends its scrape timeout in seconds.
 	timeoutHeader = "X-Prometheus-Scrape-Timeout-Seconds"
@@ -28,9 +28,9 @@ const (
 type JobConfig struct {
 	// Hosts has the host names of the ranks, indexed by rank.
 	Hosts []string
-	// Ask asks the ranks for their metrics and must return before ctx ends. It returns the answer of each
-	// rank that has answered, which is the result of Text there. If it returns an error, it also returns the
-	// answers that it has.
+	// Ask asks the ranks for their metrics and must return before ctx ends. It returns the answers that it
+	// has received, by rank. Each answer is the result of Text at that rank. If Ask returns an error, it also
+	// returns the answers that it has received.
 	Ask func(ctx context.Context) (answers map[int][]byte, err error)
 	// Log receives warnings about answers that cannot be used. It may be nil.
 	Log *zap.Logger

@@ -146,7 +146,7 @@ func TestJob(t *testing.T) {
 	}
 }
 
-// Rank 1 gives an invalid answer. Its hvd_up is 0, and the log says why. The metrics of the other ranks are
+// Rank 1 sends an invalid answer. Its hvd_up is 0, and the log says why. The metrics of the other ranks are
 // the same as without this answer.
 func TestBadAnswers(t *testing.T) {
 	series := func(n int) []byte {
@@ -258,8 +258,8 @@ func newAsker(t *testing.T) (*asker, *metrics.Job) {
 	return a, metrics.NewJob(metrics.JobConfig{Hosts: []string{"a", "b"}, Ask: a.ask})
 }
 
-// Scrapes at the same time or within a second of a query share one query of the ranks. A scrape more than a
-// second after it starts another query.
+// Scrapes at the same time or within a second of a query share one query of the ranks. A later scrape starts
+// another query.
 func TestScrapesShareQuestions(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		a, j := newAsker(t)
@@ -419,7 +419,7 @@ func TestQuestionThatFails(t *testing.T) {
 	}
 }
 
-// A rank gives an arbitrary answer. The response to the scrape can be parsed, and the metrics of the other
+// A rank sends an arbitrary answer. The response to the scrape can be parsed, and the metrics of the other
 // ranks are the same as without this answer.
 func FuzzAnswer(f *testing.F) {
 	const good = "# TYPE hvd_queue_depth gauge\nhvd_queue_depth 5\n# TYPE x histogram\nx_bucket{le=\"1\"} 1\nx_sum 1\nx_count 1\n"
@@ -438,8 +438,8 @@ func FuzzAnswer(f *testing.F) {
 		for line := range strings.Lines(text) {
 			name := strings.TrimPrefix(strings.TrimPrefix(line, "# HELP "), "# TYPE ")
 			if !strings.HasPrefix(name, "hvd_up") && !strings.HasPrefix(name, "hvd_job_") {
-				// The label rank is renamed, because the launcher would overwrite it. Then two ranks' series
-				// would have the same labels.
+				// The label rank is renamed. Otherwise the launcher would overwrite it, and series of two
+				// ranks would have the same labels.
 				theirs = append(theirs, strings.Replace(strings.Replace(line, `rank="0"`, `of="0"`, 1),
 					`rank="1"`, `of="1"`, 1))
 			}

@@ -92,9 +92,8 @@ func (m *merger) add(rank int, host string, text []byte) error {
 // suffixes has the suffixes in the names of the series that a histogram or summary consists of.
 var suffixes = []string{"_bucket", "_sum", "_count"}
 
-// clash looks for another metric that has a series with the same name as a series of f. It looks at the
-// metrics that were added and at the metrics in others. name is the name of f. clash returns the name of the
-// other metric, or "" if there is none.
+// clash returns the name of another metric that has a series with the same name as a series of f, or "" if
+// there is none. It searches the metrics that were added and the metrics in others. name is the name of f.
 func (m *merger) clash(name string, f *dto.MetricFamily, others map[string]*dto.MetricFamily) string {
 	for _, suffix := range suffixes {
 		for _, all := range []map[string]*dto.MetricFamily{m.families, others} {

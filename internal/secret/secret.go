@@ -29,9 +29,8 @@
 //     anybody who can connect to a server gets data with which guesses of the secret can be tested, so the
 //     secret should be random.
 //
-// The proof is exchanged inside TLS too, because it is what binds the connection to one protocol, and so that
-// both kinds of connections use the same code. If one end encrypts and the other does not, the error is
-// ErrMixed.
+// The proof is exchanged inside TLS too. It binds the connection to one protocol, and both kinds of
+// connections use the same code. If one end encrypts and the other does not, the error is ErrMixed.
 package secret
 
 import (
@@ -101,8 +100,8 @@ func New() (s Secret, text string) {
 	return s, text
 }
 
-// Parse makes a secret from text, which must have MinBytes to MaxBytes bytes without the white space around
-// it. The error does not contain the text.
+// Parse makes a secret from text. Without the white space around it, the text must have MinBytes to MaxBytes
+// bytes. The error does not contain the text.
 func Parse(text string) (Secret, error) {
 	text = strings.TrimSpace(text)
 	if len(text) < MinBytes || len(text) > MaxBytes {
@@ -130,8 +129,8 @@ func (s Secret) GoString() string { return s.String() }
 
 // Dial proves to the server at the other end of conn that this process knows the secret, and checks the
 // server's proof. purpose names the protocol that is used after the proof. The caller must use the returned
-// connection for that protocol. It is conn itself, or TLS over conn; deadlines and Close of it act on conn.
-// After an error, conn is still open.
+// connection for that protocol. This connection is either conn itself, or TLS over conn; its deadlines and
+// its Close act on conn. After an error, conn is still open.
 func (s Secret) Dial(conn net.Conn, purpose string) (net.Conn, error) {
 	over, err := s.open(conn, tls.Client)
 	if err == nil {

@@ -235,8 +235,8 @@ func TestUnauthenticatedPeersWithTLS(t *testing.T) {
 	for _, test := range []struct {
 		name string
 		cfg  *tls.Config
-		// client is the text that the error of a client must contain if its server uses cfg. server is the
-		// text that the error of a server must contain if its client uses cfg.
+		// The field client is the text that the error of a client must contain if its server uses cfg. The
+		// field server is the text that the error of a server must contain if its client uses cfg.
 		client string
 		server string
 	}{

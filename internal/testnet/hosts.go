@@ -154,15 +154,16 @@ func (h *Host) build() error {
 	return nil
 }
 
-// addPort makes a virtual cable between two namespaces. One end is the interface port in the namespace from.
-// The other end is the interface iface in the namespace to. addPort does not change the caller's namespace.
+// addPort makes a virtual cable between two namespaces. Its ends are the interface port in the first
+// namespace (from) and the interface iface in the second namespace (to). addPort does not change the caller's
+// namespace.
 func addPort(from, port, to, iface string) error {
 	return ip("-n", from, "link", "add", port, "type", "veth", "peer", "name", iface, "netns", to)
 }
 
-// Command returns a command that runs the program name on the host. The process that Start starts is the
-// program itself and not a wrapper. It sees the host's network, in /sys too, and the host's name. When the
-// test ends, it is killed.
+// Command returns a command that runs a program on the host. The process that Start starts is the program
+// itself and not a wrapper. The program sees the host's network, also in /sys, and the host's name. It is
+// killed when the test ends.
 func (h *Host) Command(ctx context.Context, name string, args ...string) *exec.Cmd {
 	const named = `echo "$0" >/proc/sys/kernel/hostname && exec "$@"`
 	in := []string{"netns", "exec", h.Name, "unshare", "--uts", "sh", "-c", named, h.Name, name}
@@ -206,7 +207,7 @@ func startOf(pid int) string {
 	if err != nil {
 		return ""
 	}
-	// The name of the process may contain spaces and parentheses, so this looks for the last parenthesis. The
+	// The name of the process may contain spaces and parentheses, so search for the last parenthesis. The
 	// next field is the third one, the state (proc_pid_stat(5)).
 	fields := strings.Fields(string(text[bytes.LastIndexByte(text, ')')+1:]))
 	const state, start = 0, 22 - 3

@@ -210,8 +210,8 @@ func TestLinks(t *testing.T) {
 	for i, h := range hosts {
 		addrs[i] = program(t, h, "echo", net.JoinHostPort(h.Addr.String(), "0")).line()
 	}
-	// connects checks for each pair of hosts that the first host can connect to the second exactly if should
-	// returns true.
+	// connects checks each pair of hosts in both directions: the first host must be able to connect to the
+	// second exactly if the function should returns true.
 	connects := func(should func(from, to int) bool) {
 		t.Helper()
 		for i, h := range hosts {

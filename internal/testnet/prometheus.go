@@ -36,7 +36,7 @@ func prometheusProgram(t testing.TB, name string) string {
 }
 
 // Promtool runs promtool in the directory dir with the given arguments and with input as its standard input.
-// It returns promtool's output. content is true if the exit status was 0.
+// It returns promtool's output. The result content is true if the exit status was 0.
 func Promtool(t testing.TB, dir, input string, args ...string) (output string, content bool) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), timeout)
@@ -186,7 +186,8 @@ func (s *Prometheus) Targets() ([]Target, error) {
 	return answer.Data.Active, err
 }
 
-// get fetches a path from the server and decodes the JSON answer into to.
+// get fetches a path from the server and decodes the JSON answer. It stores the decoded value in the variable
+// that to points to.
 func (s *Prometheus) get(path string, to any) error {
 	ctx, cancel := context.WithTimeout(s.t.Context(), timeout)
 	defer cancel()

@@ -52,8 +52,8 @@ func (p *program) function(name, params string, size int) {
 	fmt.Fprintf(&p.text, "\n// func %s(%s)\nTEXT ·%s(SB), NOSPLIT, $0-%d\n", name, params, name, size)
 }
 
-// row adds the function name for type e to a field of functions. The 1 in the row means that the function may
-// be called with one element.
+// row adds a row to a field of the type functions: the function with the given name, for elements of type e.
+// The 1 in the row is the smallest number of elements that the function may be called with.
 func row(field *strings.Builder, e neon, name string) {
 	fmt.Fprintf(field, "tensor.%s: {%s, 1},\n", e.name, suffixed(name))
 }
@@ -93,9 +93,10 @@ func (p *program) bytes(e neon) {
 	}
 }
 
-// loop writes a loop. While counter is at least step, each turn runs body(step). step is a power of two. For
-// the rest, loop writes body(n) for each smaller power of two n, down to least, and runs it if the binary
-// number of the rest has that bit. step and least both count bytes, or both count elements.
+// loop writes a loop. While counter is at least step, each turn runs body(step). step is a power of two.
+// For the rest, loop writes body(n) for each smaller power of two n, down to the parameter least. This code
+// runs only if the bit with the value n is set in the rest. step and least both count bytes, or both count
+// elements.
 func (p *program) loop(step, least int, body func(n int)) {
 	p.line("SUBS $%d, %s, %s", step, counter, counter)
 	p.line("BLT rest")
@@ -135,15 +136,15 @@ var (
 
 // half has functions that write the code for a half-precision type.
 type half struct {
-	// widen sets d to one half of n, widened to float32: the lower half if up is 0, the upper half if up is
-	// 1.
+	// widen sets d to one half of n, converted to float32: the lower half if the parameter up is 0, the upper
+	// half if it is 1.
 	widen func(p *program, d, n vec, up uint32)
 	// pack sets d to the float32s in v and v+1. The half-precision type must be able to represent them.
 	pack func(p *program, d, v vec)
-	// round rounds float32s so that pack can take them. They must be results of arithmetic with this type.
+	// round rounds float32s so that pack accepts them. They must be results of arithmetic with this type.
 	// round changes t. It is nil if pack itself rounds.
 	round func(p *program, v, t vec)
-	// convert is like round, but takes any float32s.
+	// convert is like round, but accepts any float32s.
 	convert func(p *program, v, t vec)
 }
 
@@ -191,8 +192,8 @@ func (p *program) roundBFloat16(v, t vec) {
 	p.asm("VADD", s4, v, v, t)
 }
 
-// convertBFloat16 rounds any float32s, and so any NaNs. It makes NaNs quiet and then clears their lower
-// half. Without the quiet bit, a NaN whose upper half has no payload would become an infinity.
+// convertBFloat16 rounds any float32s, including NaNs with any bits. It makes NaNs quiet and then clears
+// their lower half. Without the quiet bit, a NaN whose upper half has no payload would become an infinity.
 func (p *program) convertBFloat16(v, t vec) {
 	p.three("fmax", s4, v, v, v)
 	p.three("fcmeq", s4, t, v, v)
@@ -225,7 +226,7 @@ func reductions(p *program) {
 		p.three("cmgt", l, temp, y, x)
 		p.asm("VBIT", b16, x, y, temp)
 	})
-	// FMIN and FMAX give a NaN if either operand is a NaN, and order -0 before +0.
+	// FMIN and FMAX return a NaN if either operand is a NaN, and order -0 before +0.
 	for _, e := range []neon{neonFloat16, neonBFloat16, neonFloat32, neonFloat64} {
 		p.reduction(e, p.instruction("fadd"), p.instruction("fmin"), p.instruction("fmax"))
 	}

@@ -177,7 +177,7 @@ func roundFloat16s(w *writer, l level, r int) {
 	joinHalves(w, l, t, t+1, r)
 }
 
-// upperHalf copies the upper half of register from to the lower half of register to.
+// upperHalf copies the upper half of one register, from, to the lower half of another register, to.
 func upperHalf(w *writer, l level, from, to int) {
 	if l.size == 64 {
 		w.op("VEXTRACTI64X4", 1, l.full(from), l.half(to))
@@ -186,7 +186,8 @@ func upperHalf(w *writer, l level, from, to int) {
 	}
 }
 
-// joinHalves sets register to to the lower halves of the registers lower and upper.
+// joinHalves joins the lower halves of two registers. The result is stored in a third register, to: its lower
+// half comes from lower, and its upper half comes from upper.
 func joinHalves(w *writer, l level, lower, upper, to int) {
 	if l.size == 64 {
 		w.op("VINSERTI64X4", 1, l.half(upper), l.full(lower), l.full(to))
@@ -328,14 +329,14 @@ func scaling(l level, e elem) *kernel {
 	return k
 }
 
-// conversion returns a kernel between a half-precision type and float32. The caller sets load, compute and
-// store. A register holds the elements as float32s.
+// conversion returns a kernel that converts between a half-precision type and float32. The caller sets load,
+// compute and store. A register holds the elements as float32s.
 func conversion(name string, l level, to, from elem) *kernel {
 	return &kernel{name: name + l.name, level: l, in: []int{from.size}, out: to.size, unit: l.size / 4,
 		unroll: 4}
 }
 
-// widening returns the kernel that widens elements of type from to float32.
+// widening returns the kernel that widens the elements of a half-precision type to float32.
 func widening(l level, from elem) *kernel {
 	k := conversion("widen"+from.name, l, float32s, from)
 	_, k.store = vectors(l, 4)
@@ -355,7 +356,7 @@ func widening(l level, from elem) *kernel {
 	return k
 }
 
-// narrowing returns the kernel that rounds float32s to type to.
+// narrowing returns the kernel that rounds float32s to a half-precision type.
 func narrowing(l level, to elem) *kernel {
 	k := conversion("narrow"+to.name, l, to, float32s)
 	k.load, _ = vectors(l, 4)

@@ -5,16 +5,16 @@ import "fmt"
 // vec is the number of a vector register.
 type vec int
 
-// This is the use of the vector registers. V8 to V15 are not used: Go would allow it, but there are enough
-// others.
+// These constants say what each vector register is used for. V8 to V15 are not used: Go would allow it, but
+// there are enough other registers.
 const (
-	first  vec = 0  // and the next 3: the elements of a, and the result
-	second vec = 4  // and the next 3: the elements of b
-	temp   vec = 16 // to V26: temporaries
-	factor vec = 27 // the factor of a scale
-	ones   vec = 28 // 1 in each lane of 8 or 32 bits
-	upper  vec = 29 // a mask of the upper half of a float32
-	bias   vec = 30 // just less than half of the last bit of a bfloat16
+	first  vec = 0  // this register and the next 3 hold the elements of a, and the result
+	second vec = 4  // this register and the next 3 hold the elements of b
+	temp   vec = 16 // the registers from this one to V26 hold temporary values
+	factor vec = 27 // holds the factor of a scale
+	ones   vec = 28 // holds 1 in each lane of 8 or 32 bits
+	upper  vec = 29 // holds a mask of the upper half of a float32
+	bias   vec = 30 // holds the number just below half of the last bit of a bfloat16
 	zero   vec = 31
 )
 
