@@ -37,7 +37,8 @@ type Held struct {
 	waited  uint64 // the number of operations so far that the ranks waited for
 }
 
-// lateRank has the result for a rank, and the state that charge needs of the rank's most recent waits.
+// lateRank has the result for a rank, and what the method charge needs to know about the rank's most recent
+// waits.
 type lateRank struct {
 	HeldUp
 	// asked is the time of the rank's most recent request that was the last of all ranks' requests for its

@@ -58,7 +58,7 @@ type Late struct {
 	clockErr time.Duration // the greatest clock error of any member
 
 	pending map[operation]*slot
-	// queue has the slots of pending in the order in which they were added, beginning at index head. A slot
+	// queue has the slots in pending, in the order in which they were added, beginning at index head. A slot
 	// that is done is removed when it is the first.
 	queue []*slot
 	head  int
@@ -310,8 +310,8 @@ func (m *Member) end(o ending) {
 	m.ended++
 }
 
-// Advance says that the records of all members have reached the time frontier. It judges the operations that
-// ended long before this time, even if some of their records are missing.
+// Advance records that each member has added its records up to the time frontier. It judges the operations
+// that ended long before this time, even if some of their records are missing.
 func (l *Late) Advance(frontier time.Duration) {
 	for ; l.head < len(l.queue); l.head++ {
 		p := l.queue[l.head]

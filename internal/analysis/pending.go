@@ -106,8 +106,8 @@ type tensorKey struct {
 	name string
 }
 
-// view is a snapshot with maps for finding its records by tensor, and the process sets that the rank has
-// joined by number.
+// view is a snapshot with maps for lookups: its records by tensor, and the process sets that the rank has
+// joined.
 type view struct {
 	*Snapshot
 	pending map[tensorKey]*Record

@@ -203,8 +203,8 @@ func TestBooleans(t *testing.T) {
 	}
 }
 
-// TestSettingsThatContradict checks that Load fails if rank, size and address contradict each other. For the
-// launcher Load must succeed.
+// TestSettingsThatContradict checks that Load fails if rank, size and address contradict each other. In the
+// launcher, Load must accept the same settings, because the launcher places the ranks itself.
 func TestSettingsThatContradict(t *testing.T) {
 	for _, c := range []struct {
 		env  map[string]string
@@ -228,8 +228,8 @@ func TestSettingsThatContradict(t *testing.T) {
 	}
 }
 
-// TestStallSettings checks the values that Load gives to the settings of the stall check for each combination
-// of them. It also checks the warnings about a shutdown time that has no effect.
+// TestStallSettings checks the values that Load assigns to the settings of the stall check for each
+// combination of them. It also checks the warnings about a shutdown time that has no effect.
 func TestStallSettings(t *testing.T) {
 	const warn, end, off = "HOROVOD_STALL_CHECK_TIME_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
 		"HOROVOD_STALL_CHECK_DISABLE"
@@ -400,7 +400,8 @@ func TestHostNameIsTheDefault(t *testing.T) {
 	}
 }
 
-// TestPrecedence sets one setting in several sources. The value must come from the strongest source.
+// TestPrecedence sets one setting in several sources. The value must come from the source with the highest
+// precedence.
 func TestPrecedence(t *testing.T) {
 	const capacity = "HOROVOD_CACHE_CAPACITY"
 	file := write(t, "params:\n  cache_capacity: 1\n")
@@ -588,7 +589,7 @@ func TestTableIsSound(t *testing.T) {
 	}
 }
 
-// FuzzValues gives arbitrary values to settings. If Load accepts a value, the field of Config must be in its
+// FuzzValues sets settings to arbitrary values. If Load accepts a value, the field of Config must be in its
 // range.
 func FuzzValues(f *testing.F) {
 	for name, text := range every {

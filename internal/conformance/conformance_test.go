@@ -44,7 +44,7 @@ const (
 
 func (m mode) String() string { return [...]string{"plain", "fused", "cached", "grouped", "subset"}[m] }
 
-// joining says whether some ranks join before the others submit, and what the joined ranks contribute.
+// joining says whether some ranks join before the other ranks submit, and what the joined ranks contribute.
 type joining uint8
 
 const (
@@ -66,9 +66,9 @@ func (l link) String() string {
 	return l.transport.String() + "/event"
 }
 
-// sensible reports whether the operation is a valid one. Bools have minimum and maximum, but no arithmetic.
-// Adasum is an allreduce of floats. Only an allreduce of float32 or float64 can be compressed, to a 16-bit
-// float. A scale must not be NaN.
+// sensible reports whether the operation is a valid one. Bools support minimum and maximum, but no
+// arithmetic. Adasum is an allreduce of floats. Only an allreduce of float32 or float64 can be compressed, to
+// a 16-bit float. A scale must not be NaN.
 func sensible(w what) bool {
 	isFloat := w.dt >= tensor.Float16 && w.dt <= tensor.Float64
 	isHalf := func(dt tensor.DType) bool { return dt == tensor.Float16 || dt == tensor.BFloat16 }
@@ -203,7 +203,7 @@ func (c trial) script() *script {
 	return s
 }
 
-// jobs returns the jobs of a round. The second job has another number of elements than the others.
+// jobs returns the jobs of a round. The second job has a different number of elements from all other jobs.
 func (s *script) jobs(round, together int) (jobs []*job) {
 	for i := range together {
 		j := &job{
@@ -315,7 +315,7 @@ func pairwise() map[link][]trial {
 }
 
 // everything returns all trials with the given number of ranks. Trials with the same reference result are
-// adjacent, so that the reference computes it only once for them.
+// adjacent, so that this result is computed only once for them.
 func everything(ranks int) []trial {
 	var all []trial
 	for _, w := range operations() {
@@ -335,7 +335,7 @@ func everything(ranks int) []trial {
 	return all
 }
 
-// clusterTime limits the time of all trials on one cluster. If they take longer, they hang.
+// clusterTime limits the time of all trials on one cluster. Trials that take longer are assumed to hang.
 const clusterTime = 2 * time.Minute
 
 // runTrials runs trials on one cluster. The trials must have the same number of ranks.

@@ -73,7 +73,8 @@ func timesOf(t *testing.T, sets [][]topo.Rank,
 	)
 	synctest.Test(t, func(t *testing.T) {
 		began := time.Now()
-		at := func(d time.Duration) { time.Sleep(time.Until(began.Add(d))) } // waits in fake time
+		// waits until d has passed in fake time
+		at := func(d time.Duration) { time.Sleep(time.Until(began.Add(d))) }
 		jobs := fixedSequence()
 		for _, j := range jobs {
 			j.set, j.members = 1, sets[0]

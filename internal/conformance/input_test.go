@@ -125,7 +125,8 @@ func (s source) float(m, i int) float64 {
 // signs.
 func (s source) edge(m, i int) float64 {
 	f := formats[s.dt]
-	special := uint64(m) == hash(s.seed, uint64(i))%4 // true for at most one member, among the first four
+	// true for at most one member, which is one of the first four
+	special := uint64(m) == hash(s.seed, uint64(i))%4
 	pick := func(x, others float64) float64 {
 		if special {
 			return x

@@ -47,7 +47,7 @@ type job struct {
 	members  []topo.Rank
 	elements int // the approximate number of elements per member
 	seed     uint64
-	lead     uint64 // determines the root
+	lead     uint64 // determines which member is the root
 	wild     bool
 	inPlace  bool
 	// joined has the members that joined before the operation. Bit i stands for member i. If empty is set,
@@ -303,7 +303,8 @@ func (j *job) checkMoved(m int, op *testcluster.Op) error {
 	return nil
 }
 
-// reduced is the reference result of a reduction. Only one of the fields for integers and floats is set.
+// reduced is the reference result of a reduction. Either the field for integers or the field for floats is
+// set.
 type reduced struct {
 	ints   []int64
 	floats []interval
@@ -425,7 +426,7 @@ func (m *memo[K, V]) get(key K, compute func() V) V {
 }
 
 // joiners returns the members that join, as bits. They are the first or the last member and, if there are
-// more than three members, also the second. In a set with one member none joins.
+// more than three members, also the second. In a set with one member, no member joins.
 func joiners(members int, which uint64) uint {
 	if members == 1 {
 		return 0

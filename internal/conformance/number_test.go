@@ -28,8 +28,8 @@ func (f format) unit() float64 { return math.Ldexp(1, -f.precision) }
 // tiny returns the smallest positive number of f.
 func (f format) tiny() float64 { return math.Ldexp(1, f.least) }
 
-// round returns the number of f that is nearest to x. A tie is rounded to even. It scales x so that the last
-// place of f becomes 1, rounds to an integer, and scales back.
+// round returns the number of f that is nearest to x. A tie is rounded to even. The method scales x so that
+// the last place of f becomes 1, rounds to an integer, and scales back.
 func (f format) round(x float64) float64 {
 	if x == 0 || math.IsInf(x, 0) || math.IsNaN(x) {
 		return x
@@ -43,7 +43,7 @@ func (f format) round(x float64) float64 {
 	return r
 }
 
-// bits16 returns the encoding of x, for a format with 16 bits.
+// bits16 returns the encoding of x in f, which must be a format with 16 bits.
 func (f format) bits16(x float64) uint16 {
 	fraction := f.precision - 1
 	special := uint16(1)<<(15-fraction) - 1 // the exponent of infinities and NaNs
@@ -67,7 +67,7 @@ func (f format) bits16(x float64) uint16 {
 	return sign | (uint16(exponent)<<fraction + uint16(units))
 }
 
-// from16 returns the number with the encoding bits, for a format with 16 bits.
+// from16 returns the number that bits encodes in f, which must be a format with 16 bits.
 func (f format) from16(bits uint16) float64 {
 	fraction := f.precision - 1
 	special := uint16(1)<<(15-fraction) - 1

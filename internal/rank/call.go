@@ -51,7 +51,7 @@ func optionsOf(options ...Option) (s optionSet) {
 	return s
 }
 
-// applies has the options that apply to each operation, by kind.
+// applies has, for each kind of operation, the options that apply to it.
 var applies = func() (sets [message.Error]optionSet) {
 	always := optionsOf(OptTimeout, OptOver, OptOn)
 	moves := always | optionsOf(OptName, OptShape, OptShapes, OptInPlace)
@@ -138,8 +138,8 @@ func (c *Call) CheckRoot(root int) error {
 	return nil
 }
 
-// Splits checks splits, the numbers of rows that each member gets from this rank in an alltoall, and returns
-// them. If splits is nil, every member gets the same number of rows.
+// Splits checks and returns splits, which has the number of rows that each member gets from this rank in an
+// alltoall. If splits is nil, every member gets the same number of rows.
 func Splits[N int | int64](c *Call, splits []N, rows int64) ([]int64, error) {
 	n := c.Set.Size()
 	given := make([]int64, n)

@@ -62,9 +62,9 @@ type Session struct {
 	joined *rendezvous.Session
 }
 
-// OpenSession joins this rank to the others. It waits until all ranks of the job have joined. It fails if ctx
-// ends, or if the ranks' records or settings contradict each other. If it fails, it closes everything that it
-// has opened.
+// OpenSession joins this rank to the other ranks of the job. It waits until all ranks have joined. It fails
+// if ctx ends, or if the ranks' records or settings contradict each other. If it fails, it closes everything
+// that it has opened.
 func OpenSession(ctx context.Context, cfg SessionConfig) (*Session, error) {
 	if cfg.Log == nil {
 		cfg.Log = zap.NewNop()
@@ -80,9 +80,9 @@ func OpenSession(ctx context.Context, cfg SessionConfig) (*Session, error) {
 // rendezvous.Session.Watch).
 func (s *Session) Watch(ctx context.Context) (context.Context, func()) { return s.joined.Watch(ctx) }
 
-// Ready waits until every rank is connected to all others. If the ranks share memory, it also waits until
-// every rank has mapped the memory of all others for the lane of the global set. All ranks get the same
-// error.
+// Ready waits until every rank is connected to all other ranks. If the ranks share memory, it also waits
+// until every rank has mapped the memory of all other ranks for the lane of the global set. All ranks get the
+// same error.
 func (s *Session) Ready(ctx context.Context) error {
 	if s.Memory != nil {
 		for r := range s.Hosts {

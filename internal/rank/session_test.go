@@ -29,7 +29,7 @@ func open(t *testing.T, hosts []string, set map[int]map[string]string) ([]*Sessi
 	return openLacking(t, hosts, set, nil)
 }
 
-// openLacking does the same as open, except that the ranks in lacks cannot share memory. lacks has the reason
+// openLacking does the same as open, except that some ranks cannot share memory. The map lacks has the reason
 // for each of these ranks.
 func openLacking(t *testing.T, hosts []string, set map[int]map[string]string,
 	lacks map[int]string) ([]*Session, []error) {

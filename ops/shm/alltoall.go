@@ -64,9 +64,9 @@ func (b *Backend) alltoallStep(wait bool) (ops.Progress, error) {
 	if t == 0 {
 		if err := b.readCounts(); err != nil {
 			if !wait && errors.Is(err, context.Canceled) {
-				// A step that does not wait uses endedContext, so Canceled only means that mapping a chunk
-				// would have to wait: a peer has a tensor in a new arena chunk, and the descriptor of the
-				// chunk has not arrived yet.
+				// A step that does not wait uses endedContext, so the error context.Canceled only means that
+				// mapping a chunk would have to wait: a peer has a tensor in a new arena chunk, and the
+				// descriptor of the chunk has not arrived yet.
 				return ops.Waiting, nil
 			}
 			return ops.Waiting, err
@@ -134,7 +134,7 @@ func (b *Backend) readCounts() error {
 }
 
 // allocate computes how many bytes this rank gets from each rank, and calls Allocate for the output buffer.
-// Then it copies the block that this rank has for itself to the output buffer.
+// Then it copies this rank's block for itself to the output buffer.
 func (b *Backend) allocate() error {
 	b.received = b.received[:0]
 	// This rank's own block is counted first, so that an overflow is always caused by a peer.

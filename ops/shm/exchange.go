@@ -67,11 +67,11 @@ type running struct {
 	out           []byte // the output of an alltoall
 }
 
-// An exchange runs in rounds over the tensors of this rank in b.own. A rank begins round r when all others
-// have finished round r-1. In round r the rank
+// An exchange runs in rounds over the tensors of this rank in b.own. A rank begins round r when all other
+// ranks have finished round r-1. In round r the rank
 //
-//   - reduces step r-1,
-//   - stages step r,
+//   - reduces the data of step r-1,
+//   - stages the data of step r,
 //   - posts its progress,
 //   - copies the results of step r-2, or of step r-1 if there is nothing to reduce.
 //
@@ -124,9 +124,9 @@ func (b *Backend) round(wait bool) (ops.Progress, error) {
 	if r == 1 {
 		if err := b.readLayouts(p, x.total); err != nil {
 			if !wait && errors.Is(err, context.Canceled) {
-				// A step that does not wait uses endedContext, so Canceled only means that mapping a chunk
-				// would have to wait: a peer has a tensor in a new arena chunk, and the descriptor of the
-				// chunk has not arrived yet.
+				// A step that does not wait uses endedContext, so the error context.Canceled only means that
+				// mapping a chunk would have to wait: a peer has a tensor in a new arena chunk, and the
+				// descriptor of the chunk has not arrived yet.
 				return ops.Waiting, nil
 			}
 			return ops.Waiting, err
@@ -334,7 +334,7 @@ func (b *Backend) reduceStep(p *plan, t int) {
 }
 
 // reducePiece reduces the sources to out. If the parameter copied is set, it also copies the result to the
-// staging area. It handles blockBytes at a time, so that the copy reads from the cache.
+// staging area. It handles blockBytes bytes at a time, so that the copy reads from the cache.
 func (b *Backend) reducePiece(p *plan, t int, from, v int64, out []byte, copied bool) {
 	if !copied {
 		b.reducer.reduce(out, b.sources)

@@ -181,7 +181,7 @@ func TestPeersCounts(t *testing.T) {
 			put(table, 2)
 			put(table[8:], 16)
 			put(table[8+16:], 2*pretended-16)
-			// The second extent takes the place of the counts, so the counts come after the second extent.
+			// The second extent takes the place of the counts, so the counts are written after it.
 			put(table[8+32:], pretended, 0)
 		},
 		"none for some bytes": func(table []byte) { put(table, 0); put(table[8+32:], pretended, 0) },

@@ -38,7 +38,7 @@ const (
 	maxExtents  = (tableBytes - tableHeader) / extentBytes
 )
 
-// layout says where the tensors of one rank lie.
+// layout says where the tensors of one rank are in memory.
 type layout struct {
 	extents []extent
 	direct  bool // at least one input or output is not staged

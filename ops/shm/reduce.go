@@ -27,7 +27,8 @@ type reducer struct {
 	narrow  kernel.ConvertFunc
 	combine kernel.Func // reduces float32 elements if wide is set
 
-	sum     [2 * blockBytes]byte // the reduction of the first sources; large enough for float32 elements
+	// the reduction of the sources so far; large enough for a block of float32 elements
+	sum     [2 * blockBytes]byte
 	scaled  [2][blockBytes]byte
 	widened [2 * blockBytes]byte
 }

@@ -141,8 +141,9 @@ type peer struct {
 	parked   *uint32
 }
 
-// New returns the backend of rank ranks[me] for the process set ranks. All ranks of the set must share
-// memory, and no other Backend may use the lane. Open or the first operation makes this rank's segment.
+// New returns the backend for the process set whose members are ranks. This rank is ranks[me]. All ranks of
+// the set must share memory, and no other Backend may use the lane. Open or the first operation makes this
+// rank's segment.
 func New(mem Memory, lane transport.Lane, ranks []topo.Rank, me int, cfg Config) *Backend {
 	n := len(ranks)
 	b := &Backend{
@@ -303,8 +304,8 @@ func (b *Backend) fail(kind message.Kind, err error) error {
 // column returns how many bytes of each of n blocks a step handles.
 func (b *Backend) column(n int) int64 { return b.stageBytes / int64(n) / lineBytes * lineBytes }
 
-// even cuts total bytes into one block per rank. It cuts only at multiples of a cache line. The lengths of
-// the blocks are as equal as this allows.
+// even divides a buffer of total bytes into one block for each rank. It cuts only at multiples of a cache
+// line. The lengths of the blocks are as equal as this allows.
 func (b *Backend) even(total int64) {
 	n := int64(len(b.ranks))
 	lines := (total + lineBytes - 1) / lineBytes

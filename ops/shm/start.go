@@ -28,7 +28,7 @@ func (b *Backend) Start(op ops.Operation) error {
 	return nil
 }
 
-// Step implements ops.Backend. A call does at most one round.
+// Step implements ops.Backend. Each call runs at most one round.
 func (b *Backend) Step(ctx context.Context, wait bool) (ops.Progress, error) {
 	if b.err != nil || b.state == idle {
 		return ops.Waiting, b.fail(b.op.Kind, errNotStarted)

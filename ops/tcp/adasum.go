@@ -11,12 +11,13 @@ import (
 )
 
 // runAdasum combines tensors with the algorithm HalvingDoubling, in the tree that the package comment
-// defines. Let p be the largest power of two that is at most n. First, every rank i >= p sends its vector to
-// rank i-p. The ranks below p then work at distances d = 1, 2, 4 ... p/2. Two ranks at distance d hold the
-// same part of two different vectors. Each sends one half of its part to the other and combines the other
-// half. The factors of the combination depend on the dot products of the whole vectors. So the 2d ranks that
-// hold parts of these two vectors add up the dot products of their parts. At the end the ranks below p
-// exchange the halves again in the opposite order. Then every rank i >= p receives the result from rank i-p.
+// defines. Let n be the number of ranks, and p the largest power of two that is at most n. First, every rank
+// i >= p sends its vector to rank i-p. The ranks below p then work at distances d = 1, 2, 4 ... p/2. Two
+// ranks at distance d hold the same part of two different vectors. Each sends one half of its part to the
+// other and combines the other half. The factors of the combination depend on the dot products of the whole
+// vectors. So the 2d ranks that hold parts of these two vectors add up the dot products of their parts. At
+// the end the ranks below p exchange the halves again in the opposite order. Then every rank i >= p receives
+// the result from rank i-p.
 //
 // With L = log2 p, a rank sends 2(p-1)/p × len(buf) bytes in L(L+5)/2 steps. L(L+1)/2 of these steps are for
 // dot products: 24 bytes for each tensor. If n is not a power of two, n-p pairs of ranks send another
@@ -143,9 +144,9 @@ func (b *Backend) unite(d, seg int, buf []byte) error {
 	return exchange(c, mine.of(buf), theirs.of(buf), seg)
 }
 
-// exchange sends one buffer to the peer (out) and fills another with data from the peer (in). The peer makes
-// the matching call. exchange cannot deadlock: send does not wait, so both sides reach receive, and so both
-// flushes end.
+// exchange sends the content of one buffer (out) to the peer, and fills another buffer (in) with data from
+// the peer. The peer makes the matching call. exchange cannot deadlock: send does not wait, so both sides
+// reach receive, and so both flushes end.
 func exchange(c *stream, out, in []byte, seg int) error {
 	if err := send(c, out, seg); err != nil {
 		return err
@@ -168,7 +169,7 @@ type adasum struct {
 	dot     kernel.DotFunc
 	combine kernel.CombineFunc
 	tensors cut     // the boundaries of the tensors in the buffer
-	other   scratch // the other vector, for the half that this rank combines
+	other   scratch // the part of the other vector that this rank combines
 
 	// dots has three numbers for each tensor: a·b, a·a and b·b for the two vectors a and b. At first they are
 	// the dot products over the half that this rank combines. Then they become the sums over more and more

@@ -220,7 +220,7 @@ func TestAdasumProperties(t *testing.T) {
 	})
 }
 
-// Two equal vectors are added if their squared norm is below the limit, and averaged if it is above.
+// Two equal vectors are added if their squared norm is below 2^-511, and averaged if it is above.
 func TestAdasumTiny(t *testing.T) {
 	c := newCluster(memMeshes(2), upTo(2), tcp.Config{})
 	for square, want := range map[float64]float64{0x1p-512: 2, 0x1p-510: 1} {

@@ -8,8 +8,8 @@ import (
 // The reductions in this file cannot deadlock, although each rank reads from the other ranks in its own
 // order:
 //
-//   1. A rank first queues the input that the others need, and Send does not wait. So the data for the first
-//      step is in flight whatever the ranks do, and every rank completes the first step.
+//   1. A rank first queues the input that the other ranks need, and Send does not wait. So the data for the
+//      first step is in flight whatever the ranks do, and every rank completes the first step.
 //   2. In the first step a rank queues its results. So the data for the second step is in flight too.
 //   3. A flush ends because the peer completes its steps.
 
@@ -38,7 +38,7 @@ func (b *Backend) allreduceDirect(op tensor.ReduceOp, dt tensor.DType, buf []byt
 	return b.flush()
 }
 
-// reducescatterDirect reduces buf over two or more ranks. Each rank gets the result of its own part.
+// reducescatterDirect reduces buf over two or more ranks. Each rank gets the reduction of its own part.
 func (b *Backend) reducescatterDirect(op tensor.ReduceOp, dt tensor.DType, buf []byte) error {
 	if err := b.reducePart(op, dt, buf, false); err != nil {
 		return err
@@ -59,7 +59,7 @@ func (b *Backend) reducePart(op tensor.ReduceOp, dt tensor.DType, buf []byte, sh
 	n, seg := len(b.ranks), b.segment(dt.Size())
 	for k := 1; k < n; k++ {
 		to := (b.me + k) % n
-		b.starts[to] = b.conns[to].Sent() // all data has been sent, because every operation ends with a flush
+		b.starts[to] = b.conns[to].Sent() // no data is queued, because every operation ends with a flush
 		if err := send(b.conns[to], b.parts.part(buf, to), seg); err != nil {
 			return err
 		}
@@ -104,11 +104,11 @@ func (b *Backend) reduceInOrder(p []byte) error {
 // ranks.
 type inOrder struct {
 	dt     tensor.DType
-	reduce kernel.Func // reduces elements of the type of acc
+	reduce kernel.Func // reduces elements of the accumulator's type
 	acc    scratch
 
-	// widen and narrow convert between a half-precision type and float32, the type of acc for half-precision
-	// types. They are nil for other types.
+	// widen and narrow convert between a half-precision type and float32, which is the accumulator's type for
+	// half-precision types. They are nil for other types.
 	widen, narrow kernel.ConvertFunc
 	wide          scratch
 }

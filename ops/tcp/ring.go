@@ -17,7 +17,7 @@ func (b *Backend) allreduceRing(size int, reduce kernel.Func, buf []byte) error 
 		return err
 	}
 	n, seg := len(b.ranks), b.segment(size)
-	start := right.Sent() // all data has been sent, because every operation ends with a flush
+	start := right.Sent() // no data is queued, because every operation ends with a flush
 	if err := send(right, b.parts.part(buf, b.me), seg); err != nil {
 		return err
 	}

@@ -117,8 +117,9 @@ type Backend struct {
 	adasum  adasum
 }
 
-// New makes the backend of rank ranks[me] for the process set ranks. Nothing else may use the lane. New makes
-// no channels: an operation makes the channels that it needs, and the backend keeps them.
+// New makes the backend for the process set whose members are ranks. This rank is ranks[me]. Nothing else may
+// use the lane. New makes no channels: an operation makes the channels that it needs, and the backend keeps
+// them.
 func New(mesh transport.Mesh, lane transport.Lane, ranks []topo.Rank, me int, cfg Config) *Backend {
 	n := len(ranks)
 	b := &Backend{

@@ -93,9 +93,9 @@ func (p *program) bytes(e neon) {
 	}
 }
 
-// loop writes a loop. While counter is at least step, each turn runs body(step). step is a power of two.
-// For the rest, loop writes body(n) for each smaller power of two n, down to the parameter least. This code
-// runs only if the bit with the value n is set in the rest. step and least both count bytes, or both count
+// loop writes a loop that runs body(step) while counter is at least step. step is a power of two. After the
+// loop it writes body(n) for each smaller power of two n, down to the parameter least. This code runs only if
+// the bit with the value n is set in the rest of counter. step and least both count bytes, or both count
 // elements.
 func (p *program) loop(step, least int, body func(n int)) {
 	p.line("SUBS $%d, %s, %s", step, counter, counter)
@@ -120,8 +120,8 @@ func (p *program) loop(step, least int, body func(n int)) {
 type neon struct {
 	elem
 	lanes lanes
-	half  *half // nil for other types
-	exact bool  // results need no rounding
+	half  *half // nil if the type is not a half-precision type
+	exact bool  // set if results need no rounding
 }
 
 var (
@@ -155,7 +155,7 @@ func (p *program) widenFloat16(d, n vec, up uint32) {
 }
 
 func (p *program) packFloat16(d, v vec) {
-	for up := range uint32(2) { // the store to the lower half clears the upper half
+	for up := range uint32(2) { // the lower half comes first, because storing to it clears the upper half
 		n := uint32(v) + up
 		p.word(0x0e216800|up<<30|n<<5|uint32(d), "fcvtn%s v%d.%s, v%d.4s", suffix[up], d, half16[up], n)
 	}
@@ -202,7 +202,7 @@ func (p *program) convertBFloat16(v, t vec) {
 	p.roundBFloat16(v, t)
 }
 
-// constants writes the code that sets the registers for the constants of the functions for e.
+// constants writes the code that loads the constants for elements of type e into their registers.
 func (p *program) constants(e neon) {
 	if e.half == nil || e.half.round == nil {
 		return
@@ -310,8 +310,8 @@ func scales(p *program) {
 	}
 }
 
-// scaling writes the function that applies step to each register of elements of type e. The register factor
-// has the factor in each of its lanes l, as a float32 or float64.
+// scaling writes the function that applies step to each register of elements of type e. In each of its lanes
+// l, the register factor holds the scale factor as a float32 or float64.
 func (p *program) scaling(e neon, l lanes, step func(v vec)) {
 	row(&p.scales, e, "scale"+e.name)
 	p.function("scale"+e.name, "dst, src *byte, n int, factor float64", 32)
