@@ -41,8 +41,8 @@ type Line struct {
 
 // Check is a check of one subject.
 type Check struct {
-	// Section is the section of all lines that the check returns. Name is the name for lines that have no
-	// name.
+	// Section is the section of all lines that the check returns. Name is assigned to the lines that the
+	// check returns without a name.
 	Section, Name string
 	// Look returns the lines. It should return soon after ctx ends. It may run concurrently with other
 	// checks.

@@ -312,7 +312,7 @@ func TestThisMachine(t *testing.T) {
 		}
 		status[l.Name] = l.Status
 	}
-	// These findings must be ok here, because tests of other packages need what they are about.
+	// These findings must be ok, because tests of other packages fail on a machine where one of them is not.
 	for _, name := range []string{"online", "affinity", "memfd", "interface lo"} {
 		if status[name] != OK {
 			t.Errorf("%s: got %q, want ok", name, status[name])

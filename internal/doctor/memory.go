@@ -26,7 +26,7 @@ func memory(_ context.Context, s *System) []Line {
 	if !known1 || !known2 {
 		return []Line{warn("", "mount /proc", "/proc/meminfo: no MemTotal or MemAvailable")}
 	}
-	// The file gives sizes in KiB.
+	// The sizes in the file are in KiB.
 	found := fmt.Sprintf("%s available of %s", bytesText(available<<10), bytesText(total<<10))
 	if available<<10 < lowBytes {
 		return []Line{warn("", "stop other programs on this host, or start fewer ranks", "%s", found)}
@@ -59,8 +59,8 @@ func memoryLimit(_ context.Context, s *System) []Line {
 	}
 }
 
-// noLimit is a value for a limit in cgroups of version 1. If the kernel shows this value or more, there is no
-// limit: the kernel then shows the largest size that is a whole number of pages.
+// noLimit is the smallest value that means that a cgroup of version 1 has no limit. For such a cgroup the
+// kernel shows the largest size that is a whole number of pages.
 const noLimit = 1 << 62
 
 // memoryOf returns the limit of one cgroup, the file with that limit, and how much memory is left below the

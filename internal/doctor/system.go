@@ -38,8 +38,8 @@ type System struct {
 	Affinity, GOMAXPROCS int
 
 	// Hosts holds the names of the hosts to reach. Agent returns the command that runs a program on one of
-	// these hosts. The first of words is the program, and the rest are its arguments. The first word of the
-	// returned command is the same for all hosts.
+	// these hosts. The first element of words is the program, and the rest are its arguments. The first word
+	// of the returned command is the same for all hosts.
 	Hosts []string
 	Agent func(host string, words []string) []string
 

@@ -102,7 +102,7 @@ func scaling(f assembly[factorAssembly], size int, plain ScaleFunc) ScaleFunc {
 			return
 		}
 		if factor != factor {
-			factor = math.NaN() // NaNs with other bits may not be NaNs after rounding to float32
+			factor = math.NaN() // other NaNs may become infinities when they are rounded to float32
 		}
 		noteWrite(buf)
 		for i := 0; n > 0; {

@@ -101,8 +101,8 @@ func combine[T float](dst, a, b []T, ca, cb float64) {
 	}
 }
 
-// conversions returns the functions that convert all other floating-point types to the given one. The result
-// is indexed by the source type.
+// conversions returns the functions that convert floating-point types to the given one. The result is indexed
+// by the source type.
 func conversions(to tensor.DType) (from [numTypes]ConvertFunc) {
 	for dt := range tensor.DType(numTypes) {
 		switch {
@@ -120,7 +120,7 @@ func conversions(to tensor.DType) (from [numTypes]ConvertFunc) {
 }
 
 // mix returns ca·x + cb·y. Here and in dot, the conversions to float64 prevent the compiler from fusing a
-// product with the sum. Only some processors can do that, so results would differ.
+// product with the sum. Only some processors can fuse them, so results would differ.
 func mix(x, y, ca, cb float64) float64 { return float64(ca*x) + float64(cb*y) }
 
 func copyElems(size int) ConvertFunc {
@@ -140,7 +140,8 @@ func roundElems(dst, src []byte) {
 	}
 }
 
-// convertBlocks returns the function for a pair of types. It must not be used for float64 to float32.
+// convertBlocks returns the function that converts elements of one type to another, block by block. It must
+// not be used for float64 to float32, because load rounds a float64 to odd.
 func convertBlocks(to, from tensor.DType) ConvertFunc {
 	toSize, fromSize := to.Size(), from.Size()
 	return func(dst, src []byte) {

@@ -15,7 +15,8 @@ import (
 
 var floatTypes = []tensor.DType{tensor.Float16, tensor.BFloat16, tensor.Float32, tensor.Float64}
 
-// encode returns v as elements of dt. An independent implementation rounds them once.
+// encode returns v as elements of dt. It rounds them once, with an implementation that is independent of this
+// package.
 func encode(dt tensor.DType, v []float64) []byte {
 	b := tensor.Bytes(make([]float64, len(v)))[:len(v)*dt.Size()]
 	for i, x := range v {

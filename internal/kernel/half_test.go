@@ -136,8 +136,8 @@ func testEveryHalf[T half.Float16 | half.BFloat16](ref func(op tensor.ReduceOp, 
 	}
 }
 
-// For half-precision types, Scale rounds the factor to float32, then the product to float32, and then that to
-// the half-precision type.
+// For half-precision types, Scale rounds the factor to float32, then the product to float32, and then the
+// rounded product to the half-precision type.
 func TestScaleHalf(t *testing.T) {
 	r := rand.New(rand.NewPCG(3, 4))
 	for _, n := range lengths() {

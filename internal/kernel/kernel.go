@@ -231,7 +231,7 @@ func sameLength(a, b []byte) {
 	}
 }
 
-// pairs returns an IntoFunc that calls f with its arguments as elements.
+// pairs returns an IntoFunc that calls f with its arguments as slices of elements.
 func pairs[T tensor.Element](f func(dst, a, b []T)) IntoFunc {
 	return func(dst, a, b []byte) {
 		sameLength(dst, a)

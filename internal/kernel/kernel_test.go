@@ -129,7 +129,7 @@ func floats[T float](r *rand.Rand, n int) []T {
 	return v
 }
 
-// integerRef computes with unlimited integers and wraps the result.
+// integerRef computes with integers of arbitrary size and wraps the result.
 func integerRef[T integer](op tensor.ReduceOp, a, b T) T {
 	x, y := big.NewInt(int64(a)), big.NewInt(int64(b))
 	switch z := new(big.Int); op {
@@ -181,7 +181,7 @@ func floatRef[T float](op tensor.ReduceOp, a, b T) T {
 	return T(f)
 }
 
-// The results for special values, such as NaNs and zeros, are as the package defines.
+// The results for special values, such as NaNs and zeros, are those that this package documents.
 func TestSpecial(t *testing.T) {
 	negZero := math.Copysign(0, -1)
 	checkReduce(t, tensor.Min, 1, math.NaN(), math.NaN())

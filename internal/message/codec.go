@@ -35,7 +35,8 @@ const (
 	MaxSets = 1024
 )
 
-// A frame has these fields in this order. Integers are little-endian:
+// A frame has these fields in this order. u8 to u64 are unsigned integers in little-endian order. The number
+// before elements with "each" is how many of them follow.
 //
 //	Up:       u8 type | u8 flags (1 shutdown, 2 granted) | u64 seen | body
 //	news:     u16 sets | per set: u32 set, u32 done, bits hits, bits invalid, u32 requests, each u32 length + protobuf
@@ -336,12 +337,12 @@ func AppendProbe(b []byte, p *Probe) []byte {
 	return appendText(b, p.Domain)
 }
 
-// IsVectors reports whether the type of a frame says that it contains the vectors of a cycle. The frame may
-// still be malformed.
+// IsVectors reports whether the first byte of a frame is the type of the frames that contain the vectors of a
+// cycle. The rest of the frame may be malformed.
 func IsVectors(frame []byte) bool { return len(frame) > 0 && frame[0] == vectorsType }
 
-// IsProbe reports whether the type of a frame says that it contains a Probe. The frame may still be
-// malformed.
+// IsProbe reports whether the first byte of a frame is the type of the frames that contain a Probe. The rest
+// of the frame may be malformed.
 func IsProbe(frame []byte) bool { return len(frame) > 0 && frame[0] == probeType }
 
 // DecodeProbe decodes a Probe that AppendProbe has encoded.

@@ -29,7 +29,7 @@ const (
 	UpNews UpType = iota + 1
 	// UpHeartbeat shows that the sender lives.
 	UpHeartbeat
-	// UpBye is the last frame of a rank. The rank was stopped and has finished all its work.
+	// UpBye is the last frame of a rank. The rank has received Stop and has finished all its work.
 	UpBye
 	// UpSuspect reports that the data connection to a rank has failed, or that the sender itself fails.
 	UpSuspect
@@ -78,7 +78,7 @@ type UpSet struct {
 	// Invalid are the cache bits of tensors that the sender now submits with other parameters. Requests has
 	// the new requests in full.
 	Invalid Bits
-	// Requests are new requests in full.
+	// Requests are new requests, which are sent in full.
 	Requests []Request
 	// Done is the number of grants that this rank has finished since its last frame. Only the lowest rank of
 	// the set sends it.
@@ -142,13 +142,15 @@ type Down struct {
 	Reason string
 }
 
-// DownSet has the decisions about one process set. The recipient applies the fields in their order.
+// DownSet has the decisions about one process set. The recipient applies the fields in the order of their
+// declarations.
 type DownSet struct {
 	Set    topo.ProcessSetID
 	Grants []Grant
 	// Erase are the cache bits whose entries are erased.
 	Erase []uint32
-	// Puts assigns cache bits to responses in Grants. With its bit, a response is put into the cache.
+	// Puts assigns cache bits to responses in Grants. Each of these responses is put into the cache under its
+	// bit.
 	Puts []Put
 }
 

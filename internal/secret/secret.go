@@ -72,7 +72,7 @@ const (
 	headBytes  = 8
 )
 
-// Status codes in a server's answer.
+// These are the status codes in a server's answer.
 const (
 	statusChallenge = 0
 	// A server sends statusNeeded and statusMixed without a nonce and without TLS.

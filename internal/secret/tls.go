@@ -48,8 +48,8 @@ func (s Secret) mint() (*tls.Config, error) {
 	}
 	private := ed25519.NewKeyFromSeed(seed)
 	public := private.Public().(ed25519.PublicKey)
-	// No process checks the times, because the clocks of hosts may differ. RFC 5280 defines this NotAfter for
-	// a certificate that does not expire.
+	// No process checks the times in the certificate, because the clocks of hosts may differ. RFC 5280
+	// defines this NotAfter for a certificate that does not expire.
 	form := &x509.Certificate{
 		SerialNumber: big.NewInt(1),
 		Subject:      pkix.Name{CommonName: "gohvd job"},

@@ -314,8 +314,7 @@ func checkContext(t *testing.T, meshes func(testing.TB, int) []transport.Mesh, n
 	})
 }
 
-// Operations that alternate between two contexts leave no functions behind: at most one function waits for
-// the end of a context.
+// If operations alternate between two contexts, at most one function waits for the end of a context.
 func TestContextsDoNotPile(t *testing.T) {
 	b := newCluster(memMeshes(1), upTo(1), tcp.Config{}).backends[0]
 	live := 0

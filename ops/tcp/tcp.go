@@ -98,7 +98,7 @@ type Backend struct {
 
 	segBytes      int
 	deterministic bool
-	conns         []*stream // by rank of the set; nil until needed
+	conns         []*stream // indexed by rank of the set; nil until the channel is needed
 	watch         watch
 	err           error // the error that ended the backend, or nil
 
@@ -111,9 +111,9 @@ type Backend struct {
 	// operation sets the fields that it uses.
 	parts   cut      // the ranks' parts of the buffer
 	in      scratch  // data that was received and is not yet reduced
-	ordered inOrder  // for reductions by Direct
-	starts  []uint64 // indexed by rank: position in the stream to that rank at which this operation began
-	blocks  blocks   // for an alltoall
+	ordered inOrder  // state of a reduction by Direct
+	starts  []uint64 // for each rank, the position of the stream to it when this operation began
+	blocks  blocks   // state of an alltoall
 	adasum  adasum
 }
 

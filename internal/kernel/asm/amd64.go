@@ -92,7 +92,7 @@ func (w *writer) op(name string, operands ...any) {
 
 func (w *writer) label(name string) { fmt.Fprintf(w, "%s:\n", name) }
 
-// broadcast sets each 32-bit part of register to to bits. It changes AX.
+// broadcast sets each 32-bit part of the destination register, to, to the value bits. It changes AX.
 func (w *writer) broadcast(l level, bits uint32, to int) {
 	w.op("MOVL", fmt.Sprintf("$0x%08x", bits), "AX")
 	if l.masks {
@@ -243,8 +243,8 @@ func (k *kernel) turn(w *writer, i int, masked bool) {
 	k.store(w, a+i, fmt.Sprintf("%d(DI)", i*k.unit*k.out), masked)
 }
 
-// stream writes the function that copies n bytes to dst past the caches. Both n and dst must be multiples of
-// 64.
+// stream writes the function that copies n bytes to dst with stores that bypass the caches. Both n and dst
+// must be multiples of 64.
 func stream(w *writer, l level) {
 	const turn = 256
 	fmt.Fprintf(w, "\n// func stream%s(dst, src *byte, n int)\n", l.name)
