@@ -16,9 +16,9 @@ type Registry []Registration
 // Registration describes one backend of a Registry.
 type Registration struct {
 	ID message.Backend
-	// Lists is set if the backend takes the tensors of an allreduce as a list of any length, reads and writes
-	// them in place, and scales them itself. If it is not set, the engine packs the tensors into a fusion
-	// buffer and scales them.
+	// Lists is set if the backend accepts the tensors of an allreduce as a list of any length, reads and
+	// writes them in place, and scales them itself. If it is not set, the engine packs the tensors into a
+	// fusion buffer and scales them.
 	Lists bool
 	// New makes the backend of one process set for the set's lane. The slice ranks lists the members of the
 	// set, and ranks[me] is this rank.
@@ -28,7 +28,7 @@ type Registration struct {
 // Manager holds the backends of one process set.
 type Manager struct {
 	registry Registry
-	backends []Backend // in the order of registry
+	backends []Backend // in the same order as in registry
 }
 
 // NewManager makes the backends of a process set. If one backend cannot be made, NewManager closes the

@@ -46,7 +46,7 @@ const (
 	// Waiting means that the step was not done because another rank is not ready for it. The caller may try
 	// the step again.
 	Waiting Progress = iota
-	// Blocked means that the step was not done, and that it can only be done by a call of Step with wait set.
+	// Blocked means that the step was not done, and that only a call of Step with wait set can do it.
 	Blocked
 	// Moving means that the step was done and that other steps remain.
 	Moving

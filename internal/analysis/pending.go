@@ -147,8 +147,8 @@ func newView(s *Snapshot) *view {
 	return v
 }
 
-// number returns the number of the last grant with this tensor whose operation has ended at this rank, or 0
-// if there is none.
+// number returns the number of the most recent grant of this tensor whose operation has ended at this rank,
+// or 0 if there is no such grant.
 func (v *view) number(key tensorKey) uint64 {
 	if c := v.ended[key]; c != nil {
 		return c.last.Number
@@ -301,7 +301,7 @@ func (t *pendingTensor) classify(views []*view, members []int) {
 	for _, list := range []*[]int{&t.waiting, &t.queued, &t.inside, &t.ended, &t.missing, &t.silent} {
 		*list = []int{} // not nil, so that JSON has [] and not null
 	}
-	var before uint64 // the newest grant of the tensor that ended at a rank where the tensor is pending again
+	var before uint64 // the newest grant that ended at a rank where the tensor is pending again
 	for _, r := range members {
 		if v := views[r]; v != nil && v.pending[t.tensorKey] != nil {
 			before = max(before, v.number(t.tensorKey))

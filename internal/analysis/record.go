@@ -1,11 +1,11 @@
 // Package analysis finds out which ranks wait for which other ranks, and which ranks were late. Its input is
 // what the ranks of a job report about their operations.
 //
-// The input consists of records. A record describes one operation on one tensor at one rank. There are three
-// users. The coordinator adds each operation to a Held when the last member has asked for it. The flight
-// recorder of each rank provides a Snapshot, and Analyse finds the pending operations and the ranks that have
-// not asked for them. The timelines provide the operations of all ranks in order to a Late, and
-// Lateness.Suspects chooses the ranks that a report names. All of them use the same rules for lateness.
+// The input consists of records. A record describes one operation on one tensor at one rank. The
+// package has three users. The coordinator adds each operation to a Held when the last member has asked for
+// it. The flight recorder of each rank provides a Snapshot, and Analyse finds the pending operations and the
+// ranks that have not asked for them. The timelines provide the operations of all ranks in order to a Late,
+// and Lateness.Suspects chooses the ranks that a report names. All of them use the same rules for lateness.
 package analysis
 
 import (

@@ -21,7 +21,7 @@ const (
 // HasEntries reports whether some rank waits for an operation or executes one, or whether there is a stall.
 func (f *Findings) HasEntries() bool { return len(f.Waiting)+len(f.Running)+len(f.Stalls) > 0 }
 
-// Blame says which ranks ended the job. If an operation may wait for one of them, Blame removes all other
+// Blame records which ranks ended the job. If an operation may wait for one of them, Blame removes all other
 // ranks from the missing and silent ranks of this operation, because they may have been about to ask for it.
 func (f *Findings) Blame(culprits []int) {
 	guilty := func(r int) bool { return slices.Contains(culprits, r) }
@@ -257,8 +257,8 @@ func span(d time.Duration) string {
 	return d.Round(time.Second).String()
 }
 
-// Plain returns a text from a rank in a form that is safe for a report or a terminal. It replaces characters
-// that a terminal would interpret by question marks, and shortens a long text.
+// Plain returns a text from a rank in a form that is safe for a report or a terminal. It replaces each
+// character that a terminal would interpret with a question mark, and shortens a long text.
 func Plain(text string) string {
 	text = strings.Map(func(r rune) rune {
 		if !strconv.IsPrint(r) {

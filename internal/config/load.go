@@ -7,8 +7,8 @@ import (
 	"strings"
 )
 
-// loader collects values from the sources. It takes the sources in the order from the weakest to the
-// strongest, so that a value replaces the values before it.
+// loader collects values from the sources. It reads the sources in order of increasing precedence, so that a
+// value replaces the values that were read before it.
 type loader struct {
 	src      Sources
 	environ  map[string]string // environment variables whose value is not empty, by name
@@ -55,7 +55,7 @@ func (l *loader) file() (map[string]value, error) {
 	return values, err
 }
 
-// environment takes the settings from the environment. It adds a warning for each unknown name that begins
+// environment reads the settings from the environment. It adds a warning for each unknown name that begins
 // with HOROVOD_ or HVD_.
 func (l *loader) environment() {
 	for _, name := range slices.Sorted(maps.Keys(l.environ)) {
@@ -79,7 +79,7 @@ func (l *loader) environment() {
 	}
 }
 
-// flags takes the values of the launcher's flags. It skips a flag if the settings file also has the setting
+// flags reads the values of the launcher's flags. It skips a flag if the settings file also has the setting
 // and the flag comes before the flag that names the file.
 func (l *loader) flags(file map[string]value) {
 	last := -1

@@ -16,8 +16,8 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// program is a random sequence of operations for all ranks. In each round, a rank submits its part in a
-// random order of its own and then waits for the whole part. Ranks do not wait for each other between rounds.
+// program is a random sequence of operations for all ranks. In each round, a rank submits its operations in a
+// random order of its own, and then waits for all of them. Ranks do not wait for each other between rounds.
 type program struct {
 	ranks  int
 	sets   [][]topo.Rank // the members of sets 0, 1, 2 and so on
@@ -25,8 +25,8 @@ type program struct {
 	jobs   int
 }
 
-// unit is what a rank submits by one call: one tensor, a group of tensors, or a join. group is empty unless
-// the unit is a group.
+// unit is what a rank submits by one call: one tensor, a group of tensors, or a join. The field group is
+// empty unless the unit is a group.
 type unit struct {
 	set   topo.ProcessSetID
 	jobs  []*job
@@ -57,7 +57,7 @@ type author struct {
 	names map[string]habit
 }
 
-// habit is the operation that was submitted last with a name.
+// habit is the last operation that was submitted with a name.
 type habit struct {
 	kin
 	elements int

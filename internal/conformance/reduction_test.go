@@ -76,8 +76,8 @@ func scaleInt(dt tensor.DType, x int64, f float64) int64 {
 	}
 }
 
-// interval is the set of right results for one element, which has the numbers from lo to hi. If both are NaN,
-// the result must be NaN. If both have the same bits, the result must have these bits.
+// interval is the set of right results for one element: the numbers from lo to hi. If both are NaN, the
+// result must be NaN. If both have the same bits, the result must have these bits.
 type interval struct{ lo, hi float64 }
 
 func exactly(x float64) interval { return interval{x, x} }

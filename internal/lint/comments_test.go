@@ -230,8 +230,8 @@ func columns(line string) int {
 // stringLiteral matches string literals within one line.
 var stringLiteral = regexp.MustCompile("\"(\\\\.|[^\"\\\\])*\"|`[^`]*`?")
 
-// breakable reports whether a line that is too wide could be broken. It could if it has a comma, a space in a
-// comment or an operator outside of string literals.
+// breakable reports whether a line that is too wide could be broken. A line can be broken if it has a comma,
+// a space in a comment or an operator outside of string literals.
 func breakable(line string) bool {
 	text := strings.TrimLeft(line, "\t")
 	if strings.HasPrefix(text, "//\t") {

@@ -75,7 +75,7 @@ func readFormats(t *testing.T, root string) (all []format) {
 // source has what the test needs to know about the Go files of a folder.
 type source struct {
 	constants map[string]string // the literal of each constant, by name; constants in tests are left out
-	functions map[string]bool   // "file.go:Name"
+	functions map[string]bool   // keys are "file.go:Name"
 	fuzzed    map[string]string // the file of each fuzz test
 	reads     map[string]string // a place in each file that decodes bytes
 }

@@ -91,7 +91,7 @@ func readPage(text string) *page {
 	return p
 }
 
-// anchor returns the anchor that GitHub gives a heading.
+// anchor returns the anchor that GitHub generates for a heading.
 func anchor(title string) string {
 	var b strings.Builder
 	for _, r := range strings.ToLower(strings.TrimSpace(title)) {

@@ -30,7 +30,7 @@ type JobConfig struct {
 	Hosts []string
 	// Ask asks the ranks for their metrics and must return before ctx ends. It returns the answers that it
 	// has received, by rank. Each answer is the result of Text at that rank. If Ask returns an error, it also
-	// returns the answers that it has received.
+	// returns these answers.
 	Ask func(ctx context.Context) (answers map[int][]byte, err error)
 	// Log receives warnings about answers that cannot be used. It may be nil.
 	Log *zap.Logger

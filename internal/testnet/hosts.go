@@ -52,7 +52,7 @@ type Host struct {
 
 	t      testing.TB
 	bridge string // the namespace of the bridge
-	port   string // the name of the end of the host's cable at the bridge
+	port   string // the name of the interface at the bridge's end of the host's cable
 }
 
 // haveHosts checks whether NewHosts can work. It makes and removes a namespace with everything that a host
@@ -260,7 +260,7 @@ func remove(beginning string) error {
 	return errors.Join(errs...)
 }
 
-// empty kills the processes in a namespace until there are none.
+// empty kills the processes in a namespace until none are left.
 func empty(name string) error {
 	namespace, err := os.Stat(filepath.Join(dir, name))
 	if err != nil {
@@ -291,7 +291,7 @@ func empty(name string) error {
 }
 
 // kill kills the process whose directory in /proc is path if that process is in the namespace. It reports
-// whether the process was in the namespace. It opens a handle of the process before it checks the namespace.
+// whether the process was in the namespace. It opens a handle to the process before it checks the namespace.
 // So it does not kill another process that has got the same ID in the meantime.
 func kill(path string, namespace os.FileInfo) bool {
 	pid, err := strconv.Atoi(filepath.Base(path))

@@ -337,7 +337,7 @@ func namespaces(t *testing.T, beginning string) []string {
 // group returns the common prefix of the names of all namespaces that were made together with h.
 func group(h *testnet.Host) string { return h.Name[:strings.LastIndexByte(h.Name, '-')+1] }
 
-// runs reports whether the process pid runs. A zombie does not run.
+// runs reports whether the process with the ID pid is running. A zombie counts as not running.
 func runs(pid int) bool {
 	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
 	return err == nil && !strings.Contains(string(text), ") Z ")

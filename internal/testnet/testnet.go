@@ -65,7 +65,7 @@ func Logged(entries *observer.ObservedLogs, parts ...string) bool {
 	return false
 }
 
-// WantError fails the test if err is nil or its text lacks one of parts.
+// WantError fails the test if err is nil or if its text does not contain all the given parts.
 func WantError(t *testing.T, err error, parts ...string) {
 	t.Helper()
 	if err == nil {
@@ -108,8 +108,8 @@ func FakeServer(t *testing.T, serve func(net.Conn)) (addr string) {
 	return ln.Addr().String()
 }
 
-// RawDial connects to addr and sends parts. Reads and writes of the connection fail after a minute. The
-// connection is closed when the test ends.
+// RawDial connects to addr and sends the given parts. Reads and writes of the connection fail after a minute.
+// The connection is closed when the test ends.
 func RawDial(t *testing.T, addr string, parts ...[]byte) net.Conn {
 	t.Helper()
 	conn, err := net.Dial("tcp", addr)
