@@ -22,8 +22,8 @@ type HeldUp struct {
 //  1. A rank holds up all others while they have asked for an operation and it has not.
 //  2. Waits for the same rank are not added up if they overlap, or if the ranks waited for no operation between
 //     two of the waits. Of such waits only the longest counts. For example, a rank that is 5 ms late with a
-//     hundred operations at once holds up the others for 5 ms.
-//  3. No moment counts twice. If the others wait for two ranks, for two operations, the time counts for the
+//     hundred operations at once holds up the other ranks for 5 ms.
+//  3. No moment counts twice. If the other ranks wait for two ranks, for two operations, the time counts for the
 //     rank that asks first. The time after it has asked counts for the other rank. So the sum over all ranks
 //     is at most the wall time.
 //
@@ -69,8 +69,8 @@ func (l *Held) Add(r topo.Rank, others, asked time.Duration, waited bool) {
 	}
 }
 
-// charge adds a wait to the time for which rank k held up the others. It leaves out the part of the wait that
-// earlier waits cover.
+// charge adds a wait to the time for which rank k held up the other ranks. It leaves out the part of the wait
+// that earlier waits cover.
 func (l *Held) charge(k *lateRank, wait, others, asked time.Duration) {
 	charge := wait
 	if k.Last > 0 && (others <= k.asked || k.waited == l.waited) {

@@ -43,14 +43,14 @@ func TestHeld(t *testing.T) {
 		"one operation":       {[]ask{{1, 3, 8}}, []int{0, 5, 0}},
 		"before time began":   {[]ask{{1, -9, -7}, {1, -6, -5}}, []int{0, 3, 0}},
 		"one after the other": {[]ask{{1, 0, 5}, {1, 10, 15}, {1, 20, 25}}, []int{0, 15, 0}},
-		// Rank 0 reads a checkpoint, and the others wait for it in twelve broadcasts at once.
+		// Rank 0 reads a checkpoint, and the other ranks wait for it in twelve broadcasts at once.
 		"side by side": {slices.Repeat([]ask{{0, 0, 10}}, 12), []int{10, 0, 0}},
 		// Rank 2 is always 5 ms behind, falls behind slowly, or catches up slowly.
 		"behind all the time": {[]ask{{2, 0, 5}, {2, 2, 7}, {2, 4, 9}, {2, 6, 11}}, []int{0, 0, 5}},
 		"falls behind":        {[]ask{{2, 0, 1}, {2, 1, 3}, {2, 2, 5}, {2, 3, 7}}, []int{0, 0, 4}},
 		"catches up":          {[]ask{{2, 0, 5}, {2, 4, 7}, {2, 6, 8}}, []int{0, 0, 5}},
-		// Rank 1 is 2 or 3 ms behind, which is less than the time between operations. Either the others do
-		// not wait for all operations, or rank 1 is not late in the operations that they wait for.
+		// Rank 1 is 2 or 3 ms behind, which is less than the time between operations. Either the other ranks
+		// do not wait for all operations, or rank 1 is not late in the operations that they wait for.
 		"not waited for": {[]ask{{^1, 0, 2}, {^1, 10, 12}, {^1, 20, 23}, {1, 30, 32}},
 			[]int{0, 3, 0}},
 		"waited for at last":     {[]ask{{^1, 0, 2}, {1, 10, 12}, {^1, 20, 22}, {1, 30, 32}}, []int{0, 4, 0}},

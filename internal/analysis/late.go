@@ -191,9 +191,9 @@ func (w *waits) Pop() any {
 }
 
 // NewLate returns an empty Late. It calls the function waited for each rank of an operation that waited for
-// other ranks. The argument from is the time at which the rank submitted the operation, and to is the time at
-// which the last rank submitted, until which the rank waited. The operation was granted a little later, at
-// the time granted.
+// other ranks. The argument from is the time of this rank's submission, and the argument to is the time of
+// the last rank's submission, until which the rank waited. The argument granted is the time of the grant,
+// which followed a little later.
 func NewLate(waited func(m *Member, from, to, granted time.Duration)) *Late {
 	return &Late{
 		waited: waited, pending: make(map[operation]*slot), tensors: make(map[string]*tensor),
@@ -223,8 +223,8 @@ func (l *Late) rank(rank int) *RankLateness {
 	return s
 }
 
-// Steady says that the start-up ended at the given time. It drops all findings about the start-up except for
-// how long each rank held up the others.
+// Steady says that the start-up ended at the given time. Of the findings about the start-up, it keeps only
+// how long each rank held up the other ranks.
 func (l *Late) Steady(at time.Duration) {
 	l.steadyFrom, l.found = at, Lateness{Arrivals: l.found.Arrivals}
 	clear(l.ranks)
@@ -446,8 +446,8 @@ func (l *Late) judge(p *slot) {
 	}
 }
 
-// absent returns a Member for a rank without records. Of such a rank, only the arrivals of its requests at
-// rank 0 are known.
+// absent returns a Member for a rank without records. For such a rank, only the times at which its requests
+// arrived at rank 0 are known.
 func (l *Late) absent(rank int) *Member {
 	for len(l.asked) <= rank {
 		l.asked = append(l.asked, &Member{Rank: len(l.asked), Clock: l.members[0].Clock})

@@ -22,10 +22,10 @@ type Findings struct {
 	Size int `json:"size"`
 	// Epoch is the newest epoch in the snapshots. Snapshots of older epochs are not used.
 	Epoch uint64 `json:"epoch"`
-	// Waiting has the tensors that some ranks have asked for and that are not granted. First come tensors
-	// that wait for known ranks, then tensors that may wait for ranks that did not answer, then joins that
-	// wait for known ranks, then tensors that all ranks have asked for. Within each of these classes, tensors
-	// that have waited longer come first.
+	// Waiting has the tensors that some ranks have asked for and that are not granted. They are in this
+	// order: tensors that wait for known ranks, tensors that may wait for ranks that did not answer, joins
+	// that wait for known ranks, and tensors that all ranks have asked for. Within each of these classes,
+	// tensors that have waited longer come first.
 	Waiting []Waiting `json:"waiting"`
 	// Running has the operations that were granted and have not ended at all ranks. Operations that some rank
 	// is executing come first. Within each part, longer operations come first.

@@ -14,10 +14,10 @@ const (
 	// minPerStep is the shortest time per step that makes a wait worth looking into. A shorter wait may only
 	// be the time that it takes to wake a process.
 	minPerStep = 100 * time.Microsecond
-	// A rank is named by itself only if it held up the others at least dominance times as long as any other
-	// rank did. The factor is needed because one of several ranks that take turns in being late is the worst
-	// by chance. For example, if two ranks waited for each other 50 times, one of them often has two thirds
-	// of the time.
+	// A rank is named by itself only if it held up the other ranks at least dominance times as long as any
+	// other rank did. The factor is needed because one of several ranks that take turns in being late is the
+	// worst by chance. For example, if two ranks waited for each other 50 times, one of them often has two
+	// thirds of the time.
 	dominance = 3
 	// jointShare is the smallest share of all waiting that several ranks must have caused to be named
 	// together.

@@ -53,7 +53,7 @@ type Config struct {
 	// empty, the rank listens on the interface of the route to the rendezvous.
 	NetworkInterfaces []string
 	// MeetHost and MeetPort are the address at which rank 0 serves the store of a job that another launcher
-	// has started. They replace the address that the launcher gives. They are "" and 0 if no source has a
+	// has started. They replace the address that the launcher provides. They are "" and 0 if no source has a
 	// value.
 	MeetHost string
 	MeetPort int

@@ -54,8 +54,8 @@ type Scope int
 const (
 	// PerProcess is for settings that may differ from rank to rank.
 	PerProcess Scope = iota
-	// PerJob is for settings that must be the same at all ranks. hvdrun gives all ranks the same values. Init
-	// fails if ranks have different values.
+	// PerJob is for settings that must be the same at all ranks. hvdrun passes the same values to all ranks.
+	// Init fails if ranks have different values.
 	PerJob
 	// PathPerJob is for settings that name files. The content of the file must be the same at all ranks, but
 	// its path may differ from rank to rank. So Init does not compare these settings.

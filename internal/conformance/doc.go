@@ -1,5 +1,5 @@
-// Package conformance tests that every operation gives the right result in every configuration. It has only
-// tests.
+// Package conformance tests that every operation produces the correct result in every configuration. It has
+// only tests.
 //
 // The expected results come from a reference that shares no code with the engine or its kernels. It has its
 // own number formats, rounding and order of additions. Results that are integers, minima, maxima or moved

@@ -76,7 +76,7 @@ func (s source) raw(m, n int) []byte {
 }
 
 // int returns a small number. If s is wild, one number in eight is the smallest of the type, one in eight is
-// the largest, and the others are any numbers of the type.
+// the largest, and the remaining numbers are any numbers of the type.
 func (s source) int(m, i int) int64 {
 	h := hash(s.seed, uint64(m), uint64(i))
 	lo, hi := limits(s.dt)

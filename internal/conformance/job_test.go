@@ -39,7 +39,7 @@ func (w what) String() string {
 	return s
 }
 
-// job is one operation of a process set. It has the input of each member and computes the right result.
+// job is one operation of a process set. It has the input of each member and computes the correct result.
 type job struct {
 	what
 	name     string
@@ -261,8 +261,8 @@ func (j *job) checkLast(op *testcluster.Op) error {
 	return j.same.check([]byte(fmt.Sprint(op.Last())))
 }
 
-// moved returns the right result of member m for an operation that moves elements without reducing them. For
-// an alltoall it also returns how many rows member m receives from each member.
+// moved returns the correct result of member m for an operation that moves elements without reducing them.
+// For an alltoall it also returns how many rows member m receives from each member.
 func (j *job) moved(m int) (out []byte, received []int64) {
 	switch j.kind {
 	case message.Broadcast:

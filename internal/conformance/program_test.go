@@ -81,8 +81,8 @@ func kinship(a, b what) int {
 const programRanks = 5
 
 // write returns a program with at least the given number of operations. It draws some operations from
-// choices, as many as the argument kinds says, and uses each of them and its sibling. The same seed gives the
-// same program.
+// choices, as many as the argument kinds says, and uses each of them and its sibling. The same seed produces
+// the same program.
 func write(seed uint64, operations, kinds int, choices []what, fresh bool) *program {
 	p := &program{ranks: programRanks}
 	p.sets = append([][]topo.Rank{global(p.ranks)}, sets(p.ranks)...)

@@ -108,7 +108,7 @@ func (v interval) round(f format) interval { return interval{f.round(v.lo), f.ro
 
 func (v interval) String() string { return fmt.Sprintf("%v to %v", v.lo, v.hi) }
 
-// floats returns the right results of reducing floats. The argument in has the inputs of the members that
+// floats returns the correct results of reducing floats. The argument in has the inputs of the members that
 // contribute, and floats overwrites them. size is the number of all members.
 //
 // The contribution of a member is known exactly. The prescale factor is rounded to float32 unless the type is

@@ -173,7 +173,7 @@ func (s *System) findLibrary(name string, cached []string) []string {
 		}
 		entries, err := fs.ReadDir(s.Root, inRoot(folder))
 		if err != nil {
-			return // the loader ignores such a folder too
+			return // the loader also ignores a folder that cannot be read
 		}
 		for _, e := range entries {
 			if matches(e.Name()) {

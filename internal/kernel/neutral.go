@@ -19,9 +19,9 @@ func neutralsOf[T tensor.Element](zero, one, lowest, highest T) neutrals {
 }
 
 // Neutral returns the function that fills buf with the neutral element of dt for a reduction with op.
-// Reducing x with this element gives the bits of x (a NaN stays a NaN). A rank that has nothing to contribute
-// to a reduction sends neutral elements. The function panics unless len(buf) is a multiple of the element's
-// size. It allocates nothing.
+// Reducing x with this element returns the bits of x (a NaN stays a NaN). A rank that has nothing to
+// contribute to a reduction sends neutral elements. The function panics unless len(buf) is a multiple of the
+// element's size. It allocates nothing.
 //
 // For Min the neutral element is the largest number, +Inf for floats. For Max it is the smallest number. For
 // Product it is 1. For Sum, the averages and Adasum it is 0; for floats this is -0, because -0 plus +0 would

@@ -302,7 +302,7 @@ func fillWith(b []byte, x byte) {
 func align(b []byte) []byte { return b[-uintptr(unsafe.Pointer(unsafe.SliceData(b)))%fence:] }
 
 // TestSpecialPairs combines each special value with each other special value, at different positions in a
-// vector. Each level must give the same results as plain Go.
+// vector. Each level must produce the same results as plain Go.
 func TestSpecialPairs(t *testing.T) {
 	for _, s := range vectorSets(t) {
 		for _, o := range operations() {
@@ -359,7 +359,7 @@ func TestAllHalves(t *testing.T) {
 
 // TestBoundaries converts numbers to half-precision types at which rounding changes: each half-precision
 // number, the middle to the next one, and the neighbours of both. A neighbouring float64 may be nearer than
-// any float32. It also converts many other numbers. Each level must give the same results as plain Go.
+// any float32. It also converts many other numbers. Each level must produce the same results as plain Go.
 func TestBoundaries(t *testing.T) {
 	sets := vectorSets(t)
 	for _, to := range []tensor.DType{tensor.Float16, tensor.BFloat16} {
@@ -401,7 +401,7 @@ func TestBoundaries(t *testing.T) {
 }
 
 // TestQuotients divides and scales numbers next to multiples of the divisor, where the quotient is nearest to
-// an integer. Each level must give the same results as plain Go.
+// an integer. Each level must produce the same results as plain Go.
 func TestQuotients(t *testing.T) {
 	sets := vectorSets(t)
 	r := rand.New(rand.NewPCG(5, 6))
@@ -470,8 +470,8 @@ func TestLong(t *testing.T) {
 // longBytes is at least the number of bytes that one call of a function in assembly handles.
 const longBytes = 1 << 20
 
-// FuzzLevels takes an operation, two positions in a cache line, and the bytes of the sources one after
-// another. It compares each level with plain Go.
+// FuzzLevels reads from its input an operation, two positions in a cache line, and the bytes of the sources
+// one after another. It compares each level with plain Go.
 func FuzzLevels(f *testing.F) {
 	all := operations()
 	for i, o := range all {

@@ -293,7 +293,7 @@ func (r *Rank) launcher() joblink.Link {
 	return joblink.New(kv, r.meeting.Settings.Rank)
 }
 
-// Shutdown takes r out of the job, as hvd.Shutdown does, and then closes it.
+// Shutdown makes r leave the job, as hvd.Shutdown does, and then closes it.
 func (r *Rank) Shutdown(ctx context.Context, why engine.Departure) error {
 	err := r.Engine.Shutdown(ctx, why)
 	if err != nil {

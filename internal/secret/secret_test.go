@@ -82,7 +82,7 @@ func TestProof(t *testing.T) {
 			name             string
 			client, server   secret.Secret
 			purpose          [2]string
-			onClient, onServ error // wanted errors at client and server; io.EOF stands for any error
+			onClient, onServ error // wanted errors at client and server; io.EOF means any error
 		}{
 			{"the same", one, one, [2]string{"store", "store"}, nil, nil},
 			{"no secrets", none, none, [2]string{"store", "store"}, nil, nil},

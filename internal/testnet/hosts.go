@@ -191,8 +191,8 @@ func newNames() string {
 	return fmt.Sprintf("%s%d-%s-%s-", prefix, pid, startOf(pid), strings.ToLower(rand.Text()[:8]))
 }
 
-// ownerLives reports whether the process that made the namespace still runs. For a name that newNames did not
-// make it also returns true, so that such a namespace is not removed.
+// ownerLives reports whether the process that made the namespace still runs. It also returns true for a name
+// that newNames did not make, so that such a namespace is not removed.
 func ownerLives(name string) bool {
 	pid, rest, _ := strings.Cut(strings.TrimPrefix(name, prefix), "-")
 	start, _, ok := strings.Cut(rest, "-")

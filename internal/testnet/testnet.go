@@ -20,8 +20,7 @@ import (
 	"go.uber.org/zap/zaptest/observer"
 )
 
-// Context returns a context that ends with the test, but after at most a minute, so that a test that hangs
-// fails.
+// Context returns a context that ends with the test, or after a minute, so that a test that hangs fails.
 func Context(t testing.TB) context.Context {
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	t.Cleanup(cancel)

@@ -165,7 +165,7 @@ func TestAlltoall(t *testing.T) {
 }
 
 // Three ranks run 300 rounds of operations of several kinds and sizes, one after another and at very
-// different speeds. Every operation gives the right result.
+// different speeds. Every operation produces the correct result.
 func TestMixture(t *testing.T) {
 	run(t, 3, shm.Config{StageBytes: 2 << 10}, func(r *rank) error {
 		for round := range 300 {

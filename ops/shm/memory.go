@@ -54,7 +54,7 @@ const (
 	lineBytes = 64
 	// pageBytes is the alignment of the large parts. Most buffers of callers are aligned to a page too. If
 	// source and destination of a copy have different offsets in their pages, the copy is slower: the
-	// processor takes some loads for dependent on stores in flight.
+	// processor then assumes that some loads depend on stores in flight.
 	pageBytes  = 4096
 	tableBytes = 64 << 10
 	slotBytes  = lineBytes
@@ -65,7 +65,7 @@ const (
 	// the line is written again. Writing a line that another processor holds takes four times as long.
 	ringBytes = 4 << 20
 	// stages is the number of parts of the staging area. While a rank fills one part, peers may still reduce
-	// from the part that it filled before, and copy from the two parts that it filled before that one.
+	// from the previous part, and copy from the two parts before the previous one.
 	stages = 4
 )
 

@@ -83,8 +83,8 @@ var one = ops.Scaling{Pre: 1, Post: 1}
 // one step, several steps, and a partial last block.
 var sizes = []int{0, 1, 2, 15, 16, 17, 500, 1000, 1007, 1009, 2000, 4099, 16384, 16401, 50_000}
 
-// Allreduces of all types, reductions and sizes give the right result with 1 to 5 ranks. Depending on the
-// rank, the tensors are in ordinary memory, in arenas, or in both.
+// Allreduces of all types, reductions and sizes produce the correct result with 1 to 5 ranks. Depending on
+// the rank, the tensors are in ordinary memory, in arenas, or in both.
 func TestAllreduce(t *testing.T) {
 	for n := 1; n <= 5; n++ {
 		for _, dt := range tensor.DTypes() {
@@ -126,7 +126,7 @@ func difference(got, want []byte) string {
 	return "the lengths differ"
 }
 
-// A fused allreduce gives the same result as an allreduce of one tensor with the same bytes. Every rank
+// A fused allreduce produces the same result as an allreduce of one tensor with the same bytes. Every rank
 // divides the bytes into tensors in its own way. The tensors are in ordinary memory or in arenas, and are
 // reduced in place or into separate outputs.
 func TestAllreduceFused(t *testing.T) {

@@ -99,7 +99,7 @@ func TestStart(t *testing.T) {
 	}
 }
 
-// Allgathers and broadcasts give the right results if they are run step by step.
+// Allgathers and broadcasts produce the correct results if they are run step by step.
 func TestStartGather(t *testing.T) {
 	const n = 3
 	for _, each := range []int{0, 96, 20_000} {

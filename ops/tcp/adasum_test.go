@@ -177,7 +177,7 @@ func TestAdasum(t *testing.T) {
 	})
 }
 
-// Adasum gives the right result for numbers of ranks that eachCluster leaves out: 6, 7, 9, 11 and 16.
+// Adasum produces the correct result for numbers of ranks that eachCluster leaves out: 6, 7, 9, 11 and 16.
 func TestAdasumNumbersOfRanks(t *testing.T) {
 	for _, n := range []int{6, 7, 9, 11, 16} {
 		c := newCluster(memMeshes(n), upTo(n), tcp.Config{SegmentBytes: 64})
@@ -263,7 +263,7 @@ func TestAdasumNotFinite(t *testing.T) {
 	})
 }
 
-// Adasum gives the same results as the NumPy implementation in testdata/adasum.py.
+// Adasum produces the same results as the NumPy implementation in testdata/adasum.py.
 func TestAdasumNumPy(t *testing.T) {
 	const python = "/usr/bin/python3"
 	if err := exec.Command(python, "-c", "import numpy").Run(); err != nil && os.Getenv("CI") == "" {

@@ -68,9 +68,9 @@ func TestStepsOnThreads(t *testing.T) {
 	c.backends[1].Close()
 }
 
-// Operations that run step by step over sockets compute the right result, in plain text and with TLS. The
-// sockets accept fewer bytes at once than the ranks send. Some ranks use steps that wait, and the others use
-// steps that do not.
+// Operations that run step by step over sockets compute the correct result, in plain text and with TLS. The
+// sockets accept fewer bytes at once than the ranks send. Some ranks use steps that wait, and the other ranks
+// use steps that do not wait.
 func TestSteps(t *testing.T) {
 	key, _ := secret.New()
 	for name, key := range map[string]secret.Secret{"plain": {}, "TLS": key.Encrypted()} {

@@ -39,7 +39,7 @@ func TestProcessSet(t *testing.T) {
 	checkAll(t, c, 1000)
 }
 
-// All collectives give the right result if every rank has a different segment size.
+// All collectives produce the correct result if every rank has a different segment size.
 func TestSegmentsDiffer(t *testing.T) {
 	meshes, ranks := strictMeshes(t, 4), upTo(4)
 	c := &cluster{meshes: meshes}

@@ -67,7 +67,7 @@ func (p *program) three(op string, l lanes, d, n, m vec) {
 		"%s v%d.%s, v%d.%s, v%d.%s", op, d, l.arm, n, l.arm, m, l.arm)
 }
 
-// asm writes d = n op m. op is an instruction that Go's assembler has. The assembler takes the operands in
+// asm writes d = n op m. op is an instruction that Go's assembler has. The assembler expects the operands in
 // the order m, n, d.
 func (p *program) asm(op string, l lanes, d, n, m vec) {
 	p.line("%s V%d.%s, V%d.%s, V%d.%s", op, m, l.asm, n, l.asm, d, l.asm)
