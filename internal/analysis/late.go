@@ -235,9 +235,9 @@ func (l *Late) Steady(at time.Duration) {
 func (l *Late) Step(m *Member, at time.Duration) { heap.Push(&l.waits, wait{m.Rank, at, at, at, nil}) }
 
 // Add adds the record of an operation that has ended at a rank. If the operation has several tensors, r must
-// be the record of the tensor that the rank submitted last. arrivals is indexed by position in the process
-// set: it has the times at which the requests of the ranks arrived at rank 0. It is empty if these times are
-// not known. An operation without a number is not compared with other ranks' operations.
+// be the record of the tensor that the rank submitted last. arrivals has the times at which the requests of
+// the ranks arrived at rank 0, indexed by position in the process set. It is empty if these times are not
+// known. An operation without a number is not compared with other ranks' operations.
 func (l *Late) Add(m *Member, r *Record, arrivals []time.Duration) {
 	o, last := operation{r.Set, r.Number}, l.tensor(r.Name)
 	p := l.pending[o]

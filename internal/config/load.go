@@ -132,7 +132,7 @@ func noEffect(name, reason string) warning {
 }
 
 // warn appends the warnings to c.Warnings, except those whose name is in shown. It records the names of all
-// warnings and all of shown in c.warned.
+// warnings and all names in shown in the field c.warned.
 func (c *Config) warn(warnings []warning, shown []string) {
 	c.warned = slices.DeleteFunc(slices.Clone(shown), func(name string) bool { return name == "" })
 	for _, w := range warnings {

@@ -51,7 +51,7 @@ type job struct {
 	wild     bool
 	inPlace  bool
 	// joined has the members that joined before the operation. Bit i stands for member i. If empty is set,
-	// they submit empty tensors.
+	// these members submit empty tensors.
 	joined uint
 	empty  bool
 

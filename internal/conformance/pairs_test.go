@@ -20,7 +20,7 @@ func pairs(sizes []int) [][]int {
 		missing := newPairSet(sizes, column)
 		// First, each row gets the value that covers the most missing pairs. If several values are equally
 		// good, a hash chooses one of them. If they were chosen in turn, this column would correlate with
-		// others.
+		// other columns.
 		for i, row := range rows {
 			best, most := 0, -1
 			first := int(hash(uint64(i), uint64(column)) % uint64(sizes[column]))

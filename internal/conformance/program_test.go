@@ -57,7 +57,7 @@ type author struct {
 	names map[string]habit
 }
 
-// habit is the last operation that was submitted with a name.
+// habit is the last operation that was submitted under a certain name.
 type habit struct {
 	kin
 	elements int

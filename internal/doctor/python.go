@@ -100,7 +100,7 @@ func python(ctx context.Context, s *System) []Line {
 	return append(lines, s.hvddLine(ctx, facts.Hvdd))
 }
 
-// hvddLine runs the hvdd with the path file to get its version. The version should equal the version of this
+// hvddLine runs the hvdd whose path is file, to get its version. The version should equal the version of this
 // program.
 func (s *System) hvddLine(ctx context.Context, file string) Line {
 	if file == "" {

@@ -39,7 +39,7 @@ func vectorSets(t testing.TB) []set {
 	return all
 }
 
-// operation is an operation of the package with its types.
+// operation is one operation of this package, with the element types of its sources and its result.
 type operation struct {
 	name string
 	to   tensor.DType

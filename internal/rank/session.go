@@ -272,7 +272,7 @@ func (s *Session) share(ctx context.Context, set *config.Config, local *shm.Endp
 	return s.useMemory(shared, set, log)
 }
 
-// memoryError says that the ranks of a host cannot share memory, and which of the ranks are the reason.
+// memoryError says that the ranks of a host cannot share memory, and names the ranks that are the reason.
 type memoryError struct {
 	ranks []topo.Rank
 	text  string

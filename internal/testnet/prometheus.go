@@ -186,8 +186,7 @@ func (s *Prometheus) Targets() ([]Target, error) {
 	return answer.Data.Active, err
 }
 
-// get fetches a path from the server and decodes the JSON answer. It stores the decoded value in the variable
-// that to points to.
+// get fetches a path from the server and decodes the JSON answer. It stores the decoded value in *to.
 func (s *Prometheus) get(path string, to any) error {
 	ctx, cancel := context.WithTimeout(s.t.Context(), timeout)
 	defer cancel()

@@ -10,8 +10,8 @@ import (
 	"github.com/gohvd/gohvd/ops/tcp"
 )
 
-// BenchmarkAllreduce reports the metrics of nccl-tests. busbw is bytes/time × 2(n-1)/n. This is the rate at
-// which the links are used, and it does not depend on n.
+// BenchmarkAllreduce reports the metrics of nccl-tests. The metric busbw is bytes/time × 2(n-1)/n. This is
+// the rate at which the links are used, and it does not depend on n.
 func BenchmarkAllreduce(b *testing.B) {
 	for _, net := range networks {
 		for _, n := range []int{2, 4} {

@@ -112,9 +112,9 @@ func TestPeerDies(t *testing.T) {
 	}
 }
 
-// concerned reports whether the operation must fail at rank i if the rank with number dying dies. There are
-// five ranks. A broadcast sends from rank 0 to ranks 1, 2 and 4, and from rank 2 to rank 3. Over sockets, a
-// sender finishes before the death of its receiver can make it fail.
+// concerned reports whether the operation must fail at rank i if another rank dies. The parameter dying is
+// the number of that rank. There are five ranks. A broadcast sends from rank 0 to ranks 1, 2 and 4, and from
+// rank 2 to rank 3. Over sockets, a sender finishes before the death of its receiver can make it fail.
 func concerned(name string, dying, i int, sockets bool) bool {
 	if name != "broadcast tree" {
 		return true

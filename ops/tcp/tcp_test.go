@@ -92,8 +92,8 @@ func checkBigSum(t *testing.T, c *cluster, numElems int) {
 	}
 }
 
-// TestBufferOwnership uses channels that release buffers late. No operation may change a buffer before it has
-// left, or end while a channel holds one.
+// TestBufferOwnership uses channels that release buffers late. No operation may change a buffer that a
+// channel still holds, or end while a channel holds one.
 func TestBufferOwnership(t *testing.T) {
 	for _, n := range []int{2, 3, 5} {
 		t.Run(fmt.Sprintf("ranks=%d", n), func(t *testing.T) {

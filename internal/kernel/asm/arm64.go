@@ -71,7 +71,7 @@ func (p *program) table() {
 // turnBytes is the number of bytes that a turn of the loop handles in a reduction or a scale: four registers.
 const turnBytes = 4 * 16
 
-// counter is the register that loop counts down. The registers before it have the other arguments.
+// counter is the register that loop counts down. The registers before it hold the other arguments.
 const counter = "R3"
 
 // arguments loads the arguments of a function: the pointers into R0, R1 and so on, and the last argument, a

@@ -34,7 +34,7 @@ var (
 
 // Go's assembler has few arithmetic vector instructions. The others are encoded here, according to the Arm
 // Architecture Reference Manual (DDI 0487), section C4.1, "Data Processing -- Scalar Floating-Point and
-// Advanced SIMD". The first ARMv8-A has all of them.
+// Advanced SIMD". All versions of ARMv8-A have them.
 
 // word writes an instruction as a number, with Arm's notation as a comment.
 func (p *program) word(bits uint32, form string, args ...any) {
