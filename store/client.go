@@ -275,8 +275,8 @@ func (s *Client) roundTrip(ctx context.Context, q request) (reply, error) {
 	}
 }
 
-// forget gives up the call with the number id. If cancel is set, it makes the goroutine that runs write send
-// a cancellation to the server, and does not wait for that.
+// forget gives up the call with the number id. If the parameter cancel is set, the goroutine that runs the
+// method write sends a cancellation to the server later.
 func (s *Client) forget(id uint64, cancel bool) {
 	s.mu.Lock()
 	delete(s.pending, id)

@@ -41,9 +41,10 @@ type FileStore struct {
 
 var _ Store = (*FileStore)(nil)
 
-// In the file, each key of a user is preceded by userPrefix. A record whose key is deletedPrefix and then
-// another key deletes the other key. The value of openKey is the number of stores that are open, and the
-// value of closedKey is the number of stores that have been closed. PyTorch before 2.0 uses only closedKey.
+// In the file, each key of a user is preceded by userPrefix. A record whose key begins with deletedPrefix
+// deletes the key that follows this prefix. The value of openKey is the number of stores that are open, and
+// the value of closedKey is the number of stores that have been closed. PyTorch before 2.0 uses only
+// closedKey.
 const (
 	userPrefix    = "/"
 	deletedPrefix = "-"
@@ -497,7 +498,7 @@ func isKey(key string) bool {
 		key == closedKey
 }
 
-// write appends log, which is encoded records, to the file. The file must be locked and read to the end. If
+// write appends the encoded records in log to the file. The file must be locked and read to the end. If
 // another process has left an incomplete record at the end of the file, write overwrites it.
 func (s *FileStore) write(file *os.File, log []byte) error {
 	if err := file.Truncate(s.read); err != nil {

@@ -31,7 +31,7 @@ type HashStore struct {
 
 var _ Store = (*HashStore)(nil)
 
-// wait is what calls share that wait for the next change of the same key.
+// wait is shared by all calls that wait for the next change of the same key.
 type wait struct {
 	changed chan struct{}
 	n       int // number of waiting calls
@@ -45,8 +45,8 @@ type queue struct {
 
 func (q *queue) len() int { return len(q.values) - q.popped }
 
-// queued returns how many bytes of Limits.Bytes a value in a queue uses. Even an empty value uses some, so
-// that the number of empty values is bounded too.
+// queued returns how many bytes a value in a queue counts against Limits.Bytes. Even an empty value counts
+// some bytes, so that the number of empty values is bounded too.
 func queued(value []byte) int64 { return int64(len(value)) + 32 }
 
 // pop removes the first value of the queue and returns it. When more than half of q.values has been popped,
@@ -277,7 +277,7 @@ func (s *HashStore) hasValue(key string) bool {
 	return ok
 }
 
-// waitAll waits until there(key) is true for all keys at the same time.
+// waitAll waits until the function there returns true for all keys at the same time.
 func (s *HashStore) waitAll(ctx context.Context, keys []string, there func(key string) bool) error {
 	if err := s.lockAll(ctx, keys, there); err != nil {
 		return err
@@ -286,8 +286,8 @@ func (s *HashStore) waitAll(ctx context.Context, keys []string, there func(key s
 	return nil
 }
 
-// lockAll waits until there(key) is true for all keys at the same time, and returns with s.mu held. If it
-// returns an error, s.mu is not held.
+// lockAll waits until the function there returns true for all keys at the same time, and returns with s.mu
+// held. If it returns an error, s.mu is not held.
 func (s *HashStore) lockAll(ctx context.Context, keys []string, there func(key string) bool) error {
 	if err := CheckKeys(keys); err != nil {
 		return err
@@ -389,9 +389,9 @@ func (s *HashStore) add(ctx context.Context, key string, delta int64) (int64, er
 	return sum, s.put(key, strconv.AppendInt(nil, sum, 10))
 }
 
-// Sum returns the sum that Add stores. If there is true, the key has value, and the sum is value plus
-// delta. Otherwise the sum is delta. Sum returns an error if value is not a decimal number or the sum
-// overflows.
+// Sum returns the sum that Add stores. The parameter there is set if the key has a value. In that case the
+// sum is value plus delta, otherwise it is delta. Sum returns an error if value is not a decimal number or
+// the sum overflows.
 func Sum(value []byte, there bool, delta int64) (int64, error) {
 	var old int64
 	if there {

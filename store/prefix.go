@@ -12,7 +12,8 @@ type PrefixStore struct {
 
 var _ Store = (*PrefixStore)(nil)
 
-// NewPrefixStore returns a view of the store under in which prefix and a slash are put before each key.
+// NewPrefixStore returns a view of another store, given by the parameter under. The view puts prefix and a
+// slash before each key.
 func NewPrefixStore(prefix string, under Store) *PrefixStore {
 	return &PrefixStore{prefix: prefix + "/", under: under}
 }

@@ -89,8 +89,8 @@ type Store interface {
 	// MultiGet waits until all keys have values, and returns the values in the order of keys.
 	MultiGet(ctx context.Context, keys ...string) ([][]byte, error)
 
-	// MultiSet sets the value of each of keys to the element of values with the same index. If a key occurs
-	// more than once, it gets the last of its values.
+	// MultiSet sets the value of keys[i] to values[i] for each i. If a key occurs more than once, it gets the
+	// last of its values.
 	MultiSet(ctx context.Context, keys []string, values [][]byte) error
 
 	// Push appends value to the queue of key.
@@ -202,7 +202,7 @@ func CheckValue(value []byte) error {
 	return nil
 }
 
-// first returns the first of keys, which the error of a call with several keys names.
+// first returns the first element of keys. The error of a call with several keys names only this key.
 func first(keys []string) string {
 	if len(keys) == 0 {
 		return ""

@@ -59,7 +59,8 @@ var opNames = [numOps]string{
 	"multi-get", "multi-set", "push", "pop", "try-pop", "queue length",
 }
 
-// many reports whether a request of this operation does not have exactly one key, but a list of keys or none.
+// many reports whether a request of this operation has a list of keys, or no keys at all. A request of any
+// other operation has exactly one key.
 func (o opcode) many() bool {
 	return o == opWait || o == opCheck || o == opNumKeys || o == opMultiGet || o == opMultiSet
 }
@@ -236,7 +237,7 @@ func appendList[T ~string | ~[]byte](b []byte, list []T) []byte {
 	return b
 }
 
-// listBytes returns how many of the maxListBytes bytes a list uses.
+// listBytes returns how many bytes a list counts against the limit maxListBytes.
 func listBytes[T ~string | ~[]byte](list []T) (n int) {
 	for _, v := range list {
 		n += 4 + len(v)

@@ -14,8 +14,8 @@ type record struct {
 	offset *trace.Offset
 	// cycle is set if the record marks the beginning of a cycle. The time of the beginning is in Granted.
 	cycle bool
-	// fused is the number of tensors in the operation. It includes tensors that this rank did not submit
-	// because it took part as an absent rank.
+	// fused is the number of tensors in the operation, including tensors that this rank did not submit
+	// because it had joined.
 	fused int32
 }
 
@@ -33,7 +33,7 @@ type batch struct {
 	grown      bool
 }
 
-// These constants are the numbers of activities and arrivals per tensor for which a batch has room.
+// newBatch makes room for this many activities and arrivals per tensor.
 const (
 	activitiesPerTensor = 2
 	arrivalsPerTensor   = 32
@@ -89,11 +89,11 @@ func (b *batch) operation(op *trace.Operation) bool {
 	return true
 }
 
-// stoodIn reports whether the rank took part in op as an absent rank and had not submitted tensor n.
+// stoodIn reports whether this rank took part in op as an absent rank, without having submitted tensor n.
 func stoodIn(op *trace.Operation, n *trace.Tensor) bool { return op.Absent && n.Submitted == 0 }
 
-// keep appends the elements of the second slice to memory and returns the appended part of memory. memory
-// must have enough capacity.
+// keep copies the slice what to the end of memory and returns the copy, which shares memory's array. The
+// capacity of memory must suffice for the copy.
 func keep[T any](memory *[]T, what []T) []T {
 	n := len(*memory)
 	*memory = append(*memory, what...)

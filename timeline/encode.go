@@ -41,7 +41,8 @@ func (plain) encode(dst, text []byte) (out, next []byte) {
 
 // gzipped is an encoder whose file is one gzip member (RFC 1952). Each piece of text ends with a sync flush
 // and so at a byte boundary, which allows the tail to follow any piece. The tail is a stored block with the
-// closing text, then the checksum. Because the file has only one member, readers need no support for several.
+// closing text, then the checksum. Because the file has only one member, readers do not have to support gzip
+// files with several members.
 type gzipped struct {
 	out   bytes.Buffer
 	w     *flate.Writer
@@ -66,8 +67,8 @@ func (g *gzipped) reset() {
 func (g *gzipped) encode(dst, text []byte) (out, next []byte) {
 	if !g.begun {
 		g.begun = true
-		// These bytes are the header of RFC 1952: method deflate, no flags, no modification time, fastest
-		// level, unknown system.
+		// These bytes are the gzip header of RFC 1952: method deflate, no flags, no modification time,
+		// fastest compression level, unknown operating system.
 		dst = append(dst, 0x1f, 0x8b, 8, 0, 0, 0, 0, 0, 4, 255)
 	}
 	g.out.Reset()
@@ -81,7 +82,7 @@ func (g *gzipped) encode(dst, text []byte) (out, next []byte) {
 
 func (g *gzipped) tail(dst []byte) []byte {
 	const n = uint16(len(closing))
-	dst = append(dst, 1) // begins the last block, which is stored (RFC 1951, 3.2.4)
+	dst = append(dst, 1) // begins the last block, which is not compressed (RFC 1951, 3.2.4)
 	dst = binary.LittleEndian.AppendUint16(dst, n)
 	dst = binary.LittleEndian.AppendUint16(dst, ^n)
 	dst = append(dst, closing...)

@@ -298,7 +298,7 @@ func TestCap(t *testing.T) {
 		if tl.Dropped() > 0 {
 			t.Errorf("%s: %d dropped", name, tl.Dropped())
 		}
-		var last uint64 // may be in the segment before the last
+		var last uint64 // the last operation, which may be in the last segment or the one before
 		for _, f := range folder(t, dir) {
 			for _, op := range mustRead(t, filepath.Join(dir, f)).Operations {
 				last = max(last, op.Number)
@@ -679,7 +679,7 @@ func TestFIFO(t *testing.T) {
 		var wg sync.WaitGroup
 		var s *timelinetest.Summary
 		wg.Go(func() { s, err = timelinetest.Read(f) })
-		for n := range uint64(300) { // the text of these operations is four times what a pipe holds
+		for n := range uint64(300) { // their text is four times as large as the buffer of a pipe
 			tl.Record(simple(n+1, "g"))
 		}
 		mustClose(t, tl)
@@ -799,7 +799,7 @@ func fillDisk(path string) error {
 	cfg := testConfig(path)
 	cfg.Log = log
 	k := quick
-	k.tensors = 16 // batches are small, so that their content fits as soon as there is room
+	k.tensors = 16 // the batches are small, so that they fit on the disk as soon as it has a little room
 	ballast := filepath.Join(filepath.Dir(path), "ballast")
 	if err := os.WriteFile(ballast, make([]byte, 150<<10), 0o600); err != nil {
 		return err
@@ -809,7 +809,7 @@ func fillDisk(path string) error {
 		return err
 	}
 	number := uint64(0)
-	// MaxBytes is not set, so the disk becomes full first and the batches become full after it.
+	// Because MaxBytes is not set, the timeline fills the disk. After that, the batches become full.
 	full := func() bool { return testnet.Logged(entries, "no space left") && tl.Write() != nil }
 	if err := until("full", tl, &number, full); err != nil {
 		return err

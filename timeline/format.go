@@ -23,8 +23,8 @@ const maxTracks = 1 << 17
 // negotiate is the prefix that turns the name of an operation into the name of its negotiation.
 const negotiate = "NEGOTIATE_"
 
-// names has the name of the negotiation of each kind. The names are Horovod's (RequestTypeName in common.h).
-// Kinds that Horovod does not have are named in the same style.
+// names maps each kind of operation to the name of its negotiation. The names are Horovod's (RequestTypeName
+// in common.h). Kinds that Horovod does not have are named in the same style.
 var names = [...]string{
 	0:                 negotiate + "ERROR", // stands for an error without a known request
 	message.Allreduce: negotiate + "ALLREDUCE", message.Allgather: negotiate + "ALLGATHER",
@@ -62,12 +62,12 @@ type formatter struct {
 	cfg    *Config
 	tracks map[trackKey]*track
 	pids   int
-	zero   track         // the track with pid 0, which stands for the rank itself
+	zero   track         // the track of the rank itself, with pid 0
 	offset *trace.Offset // the last clock measurement; nil if there is none
 	latest time.Duration
 
-	// before is the state that undo restores. It has the track of the last tensor and the latest time of the
-	// track before this tensor. fresh is set if the track was created for this tensor.
+	// before is the state that undo restores: the track of the tensor that was formatted last, and the latest
+	// time on this track before that tensor. fresh is set if the track was created for that tensor.
 	before struct {
 		key   trackKey
 		track *track
@@ -141,7 +141,7 @@ func (f *formatter) end(dst []byte, dropped uint64) []byte {
 }
 
 // event appends the beginning of an event on track t, and the caller appends the rest. The time of the event
-// is the greater of at and the track's latest time.
+// is the time in at or the latest time on the track, whichever is later.
 func (f *formatter) event(dst []byte, name, phase string, t *track, at time.Duration) []byte {
 	t.last = max(t.last, at)
 	f.latest = max(f.latest, at)

@@ -325,8 +325,8 @@ func (r *random) operation() *trace.Operation {
 	return op
 }
 
-// Random operations are recorded and read back from the file. The operations read equal the operations
-// recorded, in each file format, with and without segments, and with a ring.
+// Random operations are recorded. The file contains exactly these operations, in each file format, with and
+// without segments, and with a ring.
 func TestRandomOperations(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -398,8 +398,8 @@ func TestRandomOperations(t *testing.T) {
 				want = want[len(want)-len(got):]
 				for i := range got {
 					if w := want[i]; len(w.Arrivals) > 0 {
-						// If several requests arrived last at the same time, each of them may be the last.
-						// Read checks that.
+						// If several requests arrived last at the same time, the file may name any of them as
+						// the last. Read has checked that it names one of them.
 						got[i].Last = w.Last
 					}
 					if got[i].Late-want[i].Late < 0.001 && want[i].Late-got[i].Late < 0.001 {
@@ -575,7 +575,7 @@ func TestVisibleSoon(t *testing.T) {
 	})
 }
 
-// Record allocates no memory, because the engine's lanes call it for every operation.
+// Record must not allocate memory, because the engine's lanes call it for every operation.
 func TestRecordAllocatesNothing(t *testing.T) {
 	k := quick
 	k.interval = time.Hour

@@ -67,7 +67,7 @@ func TestRecordedDuringFailure(t *testing.T) {
 	}
 }
 
-// The interval is long. A batch that is half full is nevertheless written at once.
+// A batch that is half full is written at once, although the interval between writes is long.
 func TestHalfFull(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "t.json")
 	k := byHand()
@@ -365,8 +365,8 @@ func limits(cfg Config, k knobs, r *rand.Rand) error {
 			tl.Record(simple(number, fmt.Sprint(r.Uint64()), "g"))
 			want = append(want, number, number)
 		}
-		// The limit is about the current size of the file, any size, or none. In every fourth round the write
-		// must fail, and in the round after it the write must succeed.
+		// The limit is near the current size of the file, or it is random, or there is no limit. In every
+		// fourth round the write must fail, and in the round after it the write must succeed.
 		if which := r.IntN(4); round%4 == 0 || which > 0 && round%4 != 1 {
 			most := r.Int64N(8<<10) >> r.IntN(6)
 			if at, err := os.Stat(cfg.Path); err == nil && cfg.Last == 0 {

@@ -24,9 +24,9 @@ type ring struct {
 // timeout. In memory the records take about a fifth of this size.
 const ringBytes = 256 << 20
 
-// newRing returns an empty ring. It keeps the records of the most recent period of the length last. most is
-// the limit for the bytes of the files, or 0 if there is no limit. The size of the ring is limited to half of
-// it, because record.text may underestimate.
+// newRing returns an empty ring. The ring keeps the most recent records, and the parameter last is the length
+// of the period that they cover. most is the limit for the bytes of the files, or 0 if there is no limit. The
+// size of the ring is limited to half of most, because record.text may underestimate the size of a record.
 func newRing(last time.Duration, most int64) *ring {
 	r := &ring{last: last, max: ringBytes}
 	if most > 0 {

@@ -18,20 +18,21 @@ import (
 
 // sink is the destination of the encoded bytes: regular files or a stream.
 type sink interface {
-	// begin starts a new file with the bytes first. The last tail bytes of first complete the file and will
-	// be overwritten by the next write. The previous file becomes the segment with the given number.
+	// begin starts a new file and writes the bytes in first to it. The last bytes of first, tail in number,
+	// complete the file, and the next write overwrites them. The previous file becomes the segment with the
+	// given number.
 	begin(number int, first []byte, tail int) error
 	// write replaces the tail of the file by p and the new tail, so that the file is complete again. It
 	// returns how many bytes of p were written, even if it fails.
 	write(p, tail []byte) (int, error)
-	// show gives the file its final name, if the file has its hidden name.
+	// show renames the file to its final name if it still has its hidden name.
 	show() error
 	// end completes the file. tail has the bytes that complete the file after all earlier writes.
 	end(tail []byte) error
 	close() error
 }
 
-// errLost is the error of a disk if the path no longer names the file that the disk writes.
+// errLost is the error of a disk whose path no longer names the file that the disk writes.
 var errLost = errors.New("the file was removed or replaced")
 
 // stream is a sink for a FIFO, a terminal or another device, where written bytes cannot be overwritten.
@@ -56,8 +57,8 @@ func openStream(path string, mode os.FileMode) (*stream, error) {
 	return &stream{f: f}, nil
 }
 
-// limit sets the deadline for the write in progress and all later writes. Its error is ignored, because a
-// device that does not support deadlines does not block either.
+// limit sets the deadline for the write in progress and all later writes. The error of SetWriteDeadline is
+// ignored, because a device that does not support deadlines does not block either.
 func (s *stream) limit(until time.Time) { _ = s.f.SetWriteDeadline(until) }
 
 func (s *stream) begin(_ int, first []byte, tail int) error {
@@ -111,7 +112,7 @@ func hidden(path string) string {
 func newDisk(path string, most int64, late bool) (*disk, error) {
 	d := &disk{path: path, max: most, limit: segmentLimit(most), late: late}
 	if late {
-		d.limit = most / 2 // half of the limit, so that the content of a ring fits in one file
+		d.limit = most / 2 // half of MaxBytes, so that the content of a ring fits in one file
 	}
 	old, err := segments(path)
 	if err != nil {
@@ -165,8 +166,8 @@ func segments(path string) (names []string, err error) {
 	return names, err
 }
 
-// isTimeline reports whether a file begins as a timeline does. Another file with the name of a segment must
-// not be removed.
+// isTimeline reports whether a file begins as a timeline does. A file that has the name of a segment but is
+// not a timeline must not be removed.
 func isTimeline(name string) bool {
 	f, err := os.Open(name)
 	if err != nil {

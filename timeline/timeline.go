@@ -50,8 +50,8 @@ type Config struct {
 	// MaxBytes limits the bytes of all segments together. When the limit is reached, the oldest segments are
 	// removed. 0 means no limit and only one segment.
 	MaxBytes int64
-	// Last, if greater than 0, is the length of the period whose operations are kept, up to the most recent
-	// one. They stay in memory, and only Write and Close write them.
+	// If Last is greater than 0, the timeline keeps only the most recent operations, for a period of this
+	// length. They stay in memory until Write or Close writes them.
 	Last time.Duration
 	// Log receives a warning if files cannot be written, at most one per minute for each kind of problem. If
 	// Log is nil, nothing is logged.
@@ -156,8 +156,9 @@ func start(cfg Config, k knobs) (*Timeline, error) {
 	return t, nil
 }
 
-// Record records an operation that has ended. It takes tens of nanoseconds per tensor. After the call the
-// timeline uses only strings and shapes of op. After Close, Record does nothing.
+// Record records an operation that has ended. It takes tens of nanoseconds per tensor. The timeline copies
+// op, so the caller may reuse op, except that its strings and shapes must not change. After Close, Record
+// does nothing.
 func (t *Timeline) Record(op *trace.Operation) {
 	t.add(func(b *batch) bool { return b.operation(op) })
 }
@@ -234,8 +235,7 @@ func (t *Timeline) Write() error {
 	}
 }
 
-// slow returns the error that reports that the disk did not finish a write in time. doing says which call
-// waited.
+// slow returns the error of a call that waited too long for the disk. The parameter doing describes the call.
 func (t *Timeline) slow(doing string) error {
 	return fmt.Errorf("timeline: %s: the disk did not finish within %v", doing, t.knobs.timeout)
 }

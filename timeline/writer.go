@@ -38,7 +38,7 @@ type writer struct {
 	at, inside int
 	pending    []byte // text that is not encoded yet
 	out        []byte // encoded bytes that are not written yet
-	unwritten  int    // the number of records whose text is complete, with the end still in pending or out
+	unwritten  int    // the number of records that are completely formatted, but not completely written
 	tail       []byte
 
 	segment int
@@ -231,8 +231,9 @@ func (w *writer) place(format func([]byte) []byte) error {
 		if w.pending = format(w.pending); w.fits() {
 			return nil
 		}
-		// The earlier text must be written in any case, and may compress better than fits assumes. So place
-		// writes it first and tries the new text once more, before it begins the next segment.
+		// The earlier text must be written in any case, and may compress better than the function fits
+		// assumes. So place writes the earlier text and tries the new text once more, before it begins the
+		// next segment.
 		text := w.pending[before:]
 		w.pending = w.pending[:before]
 		if err := w.push(); err != nil {
@@ -304,8 +305,8 @@ func (w *writer) close(err error, left int) error {
 		w.cfg.Path, lost, err)
 }
 
-// report logs errors, new drops, and recovery after an error. It logs at most one warning of each kind in the
-// time warnEvery.
+// report logs errors, new drops, and recovery after an error. It logs at most one warning of each kind per
+// period of warnEvery.
 func (w *writer) report(err error) {
 	dropped := w.dropped.Load()
 	if err == nil && w.failed {

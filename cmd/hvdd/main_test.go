@@ -83,7 +83,8 @@ func (p *process) status() int {
 	}
 }
 
-// wants checks that p ends with the given exit status and that its output contains the text says.
+// wants checks that p ends with the given exit status and that its output contains the text in the parameter
+// says.
 func (p *process) wants(status int, says string) {
 	p.t.Helper()
 	if got := p.status(); got != status || !strings.Contains(p.stderr.String(), says) {

@@ -20,7 +20,7 @@ const notifyTimeout = 100 * time.Millisecond
 // notifier reports the state of the daemon to systemd (sd_notify). A zero notifier reports nothing.
 type notifier struct {
 	path  string
-	every time.Duration // interval between watchdog messages; 0: sends none
+	every time.Duration // interval between watchdog messages; 0 means that none are sent
 	log   *zap.Logger
 }
 
@@ -29,7 +29,8 @@ func newNotifier(settings *config.Config, log *zap.Logger) notifier {
 	pid := settings.Variable("WATCHDOG_PID")
 	if usec, err := strconv.ParseInt(settings.Variable("WATCHDOG_USEC"), 10, 64); err == nil && usec > 0 &&
 		(pid == "" || pid == strconv.Itoa(os.Getpid())) {
-		n.every = time.Duration(usec) * time.Microsecond / 2 // half, as sd_watchdog_enabled(3) advises
+		// half of its timeout, as sd_watchdog_enabled(3) says
+		n.every = time.Duration(usec) * time.Microsecond / 2
 	}
 	return n
 }

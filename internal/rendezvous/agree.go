@@ -20,11 +20,11 @@ const (
 	maxTriedRanks = 100
 )
 
-// errStopped is the cause with which the context of a rank's try ends because another rank of the host has
-// failed.
+// errStopped is the cause of the context of a rank's try if the context ends because another rank of the host
+// has failed.
 var errStopped = errors.New("another rank of this host has failed")
 
-// agreement is what the root has told a rank about the tries of its host in Agree.
+// agreement has what one rank has learned from the root about the tries of all ranks of its host in Agree.
 type agreement struct {
 	stopped chan struct{} // closed when another rank of this host has failed
 	done    chan struct{} // closed when failed is set
@@ -56,16 +56,16 @@ func (a *agreement) handle(answer *rendezvouspb.Answer) error {
 	return nil
 }
 
-// Agree runs try at all ranks of this rank's host (Record.HostID). try is something that needs all of them,
-// such as sharing memory. Agree returns the same result at each of these ranks: failed maps each rank whose
-// try failed to the text of its error, and is empty if all tries succeeded. When one try fails, the contexts
-// of the others end, so that they do not wait for that rank. Errors that may pass, such as a refused
-// connection, are usually caused by the failure of another rank. They count only if no rank has failed for
-// another reason.
+// Agree runs try at all ranks of this rank's host (Record.HostID). try does something in which all of them
+// must take part, such as sharing memory. Agree returns the same result at each of these ranks: failed maps
+// each rank whose try failed to the text of its error, and is empty if all tries succeeded. When one try
+// fails, the contexts of the others end, so that they do not wait for that rank. Errors that may pass, such
+// as a refused connection, are usually caused by the failure of another rank. They count only if no rank has
+// failed for another reason.
 //
-// All ranks of the host must call Agree once, before Ready. If a rank leaves the epoch (Fail, or the end of
-// its process), the error is a *FailedError. If ctx ends first, the error is the error of ctx. In both cases
-// failed is nil.
+// All ranks of the host must call Agree once, before Ready. If a rank leaves the epoch, because it calls Fail
+// or its process ends, the error is a *FailedError. If ctx ends first, the error is the error of ctx. In both
+// cases failed is nil.
 func (s *Session) Agree(ctx context.Context,
 	try func(context.Context) error) (failed map[topo.Rank]string, err error) {
 	ctx, unwatch := s.Watch(ctx)
@@ -112,9 +112,9 @@ func (s *Session) tried(err error) {
 // mayPass reports whether err may have been caused by the end of another rank's try.
 func mayPass(err error) bool { return dial.MayRecover(err) || errors.Is(err, syscall.ENOENT) }
 
-// isConsequence reports whether the stop has caused err, the error of a try that was told to stop. Any other
-// error is a failure of this rank itself. A failing rank can be told to stop before it has reported its
-// failure: it closes its connections, and a peer that notices this may report it first.
+// isConsequence is called with the error of a try that was told to stop. It reports whether the stop caused
+// this error. Any other error is a failure of this rank itself. A failing rank can be told to stop before it
+// has reported its failure: it closes its connections, and a peer that notices this may report it first.
 func isConsequence(err error) bool {
 	return errors.Is(err, context.Canceled) || errors.Is(err, os.ErrDeadlineExceeded) ||
 		err != nil && mayPass(err)

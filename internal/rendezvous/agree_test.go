@@ -21,7 +21,7 @@ import (
 )
 
 // onHosts makes one rank join for each letter of the string hosts. Ranks with the same letter are on the same
-// host. It returns the sessions by rank.
+// host. It returns the sessions, indexed by rank.
 func onHosts(t *testing.T, key secret.Secret, hosts string) []result {
 	t.Helper()
 	kv := newStore(t)
@@ -40,8 +40,8 @@ func onHosts(t *testing.T, key secret.Secret, hosts string) []result {
 	return results
 }
 
-// agree calls the function try for each rank, and calls Agree with its result concurrently at all ranks for
-// which the result is not nil. It returns the results of Agree by rank.
+// agree calls the function try for each rank. Then it calls Agree with each result that is not nil,
+// concurrently at all these ranks. It returns the results of Agree, indexed by rank.
 func agree(ctx context.Context, sessions []result,
 	try func(rank int) func(context.Context) error) (failed []map[topo.Rank]string, errs []error) {
 	failed, errs = make([]map[topo.Rank]string, len(sessions)), make([]error, len(sessions))

@@ -13,7 +13,7 @@
 //     together, such as sharing memory ([Session.Agree]), and all ranks learn whether every rank is ready
 //     ([Session.Ready]) or which ranks have failed ([Session.Fail], [Session.Watch]). Rank 0 is a member of
 //     its own root like the others, over a pipe. After this step, the engine's control connections take over,
-//     and internal/joblink carries what the launcher asks.
+//     and internal/joblink carries the messages between the ranks and the launcher.
 //
 // Steps 1 and 2 are [Join].
 //
@@ -42,8 +42,8 @@
 //
 // A process that calls Init again may find the root of the epoch that it has just left, because rank 0 is
 // still in that epoch. A process that was just started may find the root of an epoch that it never belonged
-// to. Numbers do not tell an old root from a new one, because the store may have been restarted and count
-// from 1 again. So a rank always asks the root, which knows its own state:
+// to. The numbers of the epochs do not show which of two roots is newer, because the store may have been
+// restarted and count from 1 again. So a rank always asks the root, which knows its own state:
 //
 //   - A forming root accepts the rank.
 //   - A complete root answers "epoch N is complete". The rank cannot know whether its job has one process too

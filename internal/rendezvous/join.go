@@ -28,7 +28,7 @@ const (
 	maxEpoch = 1 << 62
 )
 
-// Record is what a rank tells all other ranks about itself.
+// Record describes a rank. Each rank sends its Record to all other ranks.
 type Record struct {
 	Addr   string // address, host:port, on which the rank accepts data connections
 	Host   string // name of the rank's host, for people
@@ -132,8 +132,7 @@ const (
 
 // RefusedError is the error of Join if the ranks found each other, but no epoch was formed, or an epoch was
 // formed without this rank. All ranks that have joined get the same error, with two exceptions: only a
-// latecomer gets Late, and if the reason is GaveUp or RootFailed, rank 0 returns the error that it had
-// itself.
+// latecomer gets Late, and if the reason is GaveUp or RootFailed, rank 0 returns its own error.
 type RefusedError struct {
 	Reason Reason
 	Text   string
@@ -144,12 +143,12 @@ func (e *RefusedError) Error() string { return e.Text }
 // Join meets the other ranks of the job and returns when all Size ranks have joined.
 //
 // If ranks are missing, Join waits until ctx ends, so give ctx a deadline. The error then says what was
-// missing. At rank 0 it names the missing ranks. At any other rank it names the store, the root or the
-// missing ranks, whatever that rank was waiting for. If ranks contradict each other (different sizes, two
-// ranks with one number, a rank out of range, another job, different terms), Join fails at once and returns
-// the same *RefusedError at all ranks. Before rank 0 returns, it answers for up to 2 s, so that ranks that
-// arrive late get the error too. A process that finds the epoch complete waits for the next epoch (see the
-// package comment).
+// missing. At rank 0 it names the missing ranks. At any other rank it names what that rank was waiting for:
+// the store, the root or the missing ranks. If ranks contradict each other (different sizes, two ranks with
+// one number, a rank out of range, another job, different terms), Join fails at once and returns the same
+// *RefusedError at all ranks. Before rank 0 returns, it answers for up to 2 s, so that ranks that arrive late
+// get the error too. A process that finds the epoch complete waits for the next epoch (see the package
+// comment).
 //
 // Every rank except 0 watches one key of the store and opens one connection. Rank 0 sends all records to each
 // rank, Size² records in total. In a large job rank 0 sends each rank two records, and Gather gets the

@@ -43,7 +43,7 @@ func config(kv store.Store, rank, size int) JoinConfig {
 	return JoinConfig{Store: kv, Job: "job", Rank: topo.Rank(rank), Size: size, Self: recordOf(rank, 0)}
 }
 
-// keyed returns the result of config with the secret key added.
+// keyed returns the JoinConfig that the function config returns, with key as its Secret.
 func keyed(kv store.Store, rank, size int, key secret.Secret) JoinConfig {
 	cfg := config(kv, rank, size)
 	cfg.Secret = key
@@ -59,7 +59,7 @@ func overBoth(t *testing.T, test func(*testing.T, secret.Secret)) {
 	})
 }
 
-// say connects to the root at addr, proves the secret key, and sends parts.
+// say connects to the root at addr, proves that it knows the secret in key, and sends the parts in order.
 func say(t *testing.T, key secret.Secret, addr string, parts ...[]byte) net.Conn {
 	t.Helper()
 	over, err := key.Dial(testnet.RawDial(t, addr), rootMagic)
@@ -284,11 +284,11 @@ func TestContradictions(t *testing.T) {
 	for _, test := range []struct {
 		name string
 		size int
-		// change[i] changes the config of process i. If there is no change[i], process i is rank i of the
-		// job.
+		// change[i] changes the config of process i. If there is no change[i], process i joins as rank i,
+		// without a contradiction.
 		change map[int]func(*JoinConfig)
-		// If last is not 0, the process last joins only after the root has failed. If it joined earlier, the
-		// epoch might be complete before the changed process joins.
+		// If last is not 0, process number last joins only after the root has failed. If it joined earlier,
+		// the epoch might be complete before the changed process joins.
 		last   int
 		reason Reason
 		text   []string
@@ -580,7 +580,7 @@ func TestLateWhileAsking(t *testing.T) {
 	addr := testnet.FakeServer(t, func(conn net.Conn) {
 		if asked.Add(1) > 1 {
 			cancel()
-			io.Copy(io.Discard, conn) // sends no further answer
+			io.Copy(io.Discard, conn) // keeps the connection open, but sends no further answer
 			return
 		}
 		dial.ReadGreeting(conn, rootMagic)

@@ -21,7 +21,7 @@ var errNewerRoot = errors.New("the store has a newer root")
 func joinRoot(ctx context.Context, cfg *JoinConfig) (*Session, error) {
 	c := &client{cfg: cfg, nonce: newToken()}
 	var (
-		seen []byte // the last value of the root key whose root has not accepted this rank
+		seen []byte // the newest value of the root key whose root has not accepted this rank
 		why  error  // why the root in seen has not accepted this rank
 	)
 	for {
@@ -63,8 +63,8 @@ func isVersion(err error) bool {
 	return ok
 }
 
-// askUntilNewer asks root, which the root key of the store holds as value. If it cannot reach the root, it
-// tries again until the root answers or the store has a newer root.
+// askUntilNewer asks root to accept this rank. value is root as encoded in the store. If askUntilNewer cannot
+// reach the root, it tries again until the root answers or the store has a newer root.
 func (c *client) askUntilNewer(ctx context.Context, root *rendezvouspb.Root, value []byte) (*Session, error) {
 	newest, cancel := context.WithCancel(ctx) // ends when there is a newer root
 	var lost error                            // why the store was lost; set before watched is closed

@@ -32,7 +32,7 @@ const (
 	// a dead rank may be about to end.
 	suspicionTime = 300 * time.Millisecond
 	probeTimeout  = 5 * time.Second // how long a new rank 0 waits for the answer of an older root
-	windDown      = 2 * time.Second // how long a failed root still answers
+	windDown      = 2 * time.Second // how long a failed root continues to answer
 	maxAnswered   = 4096            // maximum number of answered processes that the root remembers
 	maxAnswers    = 4               // maximum number of answers that a caller gets
 )
@@ -128,8 +128,8 @@ func joinAsRoot(ctx context.Context, cfg *JoinConfig) (*Session, error) {
 		member: newMember(r.own, bufio.NewReader(r.own))}, nil
 }
 
-// openRoot opens a listener and starts to answer. No process knows the address yet, with one exception: if an
-// older root of this job had the same port, the store still has this address.
+// openRoot opens a listener and starts to answer requests. No process knows the address of the listener yet,
+// with one exception: if an older root of this job had the same port, the store still contains this address.
 func openRoot(cfg *JoinConfig) (*root, error) {
 	ln, err := dial.Listen(net.JoinHostPort(cfg.ListenHost, "0"))
 	if err != nil {
@@ -247,8 +247,8 @@ func (r *root) form(ctx context.Context) error {
 	}
 }
 
-// draw gets a number from the counter of the job that is greater than the number above. No number is drawn
-// twice, because each is a result of Add.
+// draw increments the counter of the job in the store until it is greater than the parameter above, and
+// returns the new value. No number is drawn twice, because each number is a result of Add.
 func (r *root) draw(ctx context.Context, above uint64) (uint64, error) {
 	delta := int64(1)
 	for {
@@ -263,8 +263,8 @@ func (r *root) draw(ctx context.Context, above uint64) (uint64, error) {
 	}
 }
 
-// publish writes value to the root key of the store. It first waits until no older root prevents that
-// (outlive).
+// publish writes value to the root key of the store. If the store has an older root, publish first waits
+// until outlive allows this process to replace it.
 func (r *root) publish(ctx context.Context, value []byte) error {
 	c := &client{cfg: r.cfg, nonce: newToken()}
 	var expected []byte
@@ -282,10 +282,10 @@ func (r *root) publish(ctx context.Context, value []byte) error {
 	}
 }
 
-// outlive decides whether this process may replace an older root, which the store has as value. It returns
-// nil if the older root does not answer, or has an epoch that this process knows. If the epoch of the older
-// root is still running, outlive waits until the root is gone. If the older root is forming, outlive returns
-// an error, because then the job has two ranks 0.
+// outlive decides whether this process may replace an older root. The parameter value is the older root as
+// encoded in the store. It returns nil if the older root does not answer, or has an epoch that this process
+// knows. If the epoch of the older root is still running, outlive waits until the root is gone. If the older
+// root is forming, outlive returns an error, because then the job has two ranks 0.
 func (r *root) outlive(ctx context.Context, c *client, value []byte) error {
 	old, err := decodeRoot(value)
 	if err != nil {
@@ -429,9 +429,9 @@ func (r *root) disagreement() *RefusedError {
 		strings.Join(differ, "; ")}
 }
 
-// complete completes the epoch and gives it the number epoch. If a rank is missing, or a rank has seen this
-// or a greater number, complete does nothing and returns false. If ranks contradict each other, complete
-// fails the root.
+// complete completes the epoch and sets its number to the parameter epoch. If a rank is missing, or a rank
+// has seen this or a greater number, complete does nothing and returns false. If ranks contradict each other,
+// complete fails the root.
 func (r *root) complete(epoch uint64) (bool, error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -469,7 +469,7 @@ func (r *root) admitSelf() {
 		out: make(chan []byte, maxAnswers)}
 	r.members[0], r.callers[g] = g, struct{}{}
 	r.wg.Go(func() {
-		_ = r.converse(g) // ends with the Session, whose calls return the error
+		_ = r.converse(g) // ends when the Session ends; calls of the Session return the error
 		conn.Close()
 		r.mu.Lock()
 		delete(r.callers, g)
@@ -491,8 +491,8 @@ func (r *root) tableOf(rank int) []byte {
 	return table
 }
 
-// deviceTwice looks for two ranks of a host that have the same Device but not both SharesDevice. It returns
-// an error that names the first two such ranks, or nil if there are none.
+// deviceTwice returns an error if two ranks of a host have the same Device, unless both have SharesDevice
+// set. The error names the first two such ranks. If there are none, deviceTwice returns nil.
 func deviceTwice(records []Record) *RefusedError {
 	type device struct{ host, name string }
 	owner := make(map[device]int)
@@ -637,7 +637,7 @@ func (r *root) sendAnswers(g *caller) (err error) {
 		g.conn.SetWriteDeadline(time.Now().Add(answerTimeout))
 		if _, err = g.over.Write(answer); err != nil {
 			err = fmt.Errorf("answering rank %d, %v: %w", g.q.GetRank(), g.q.record, err)
-			g.conn.Close() // makes receive end
+			g.conn.Close() // ends the call of receive
 		}
 	}
 	if err == nil {

@@ -86,7 +86,7 @@ func (s *Session) wait(ctx context.Context) error {
 }
 
 // Watch derives a context that ends if a rank fails before all ranks are ready. Its cause is the
-// *FailedError. The caller must call stop when it no longer needs watched.
+// *FailedError. The caller must call stop when it no longer needs the derived context.
 func (s *Session) Watch(ctx context.Context) (watched context.Context, stop func()) {
 	watched, cancel := context.WithCancelCause(ctx)
 	var watcher sync.WaitGroup
@@ -233,7 +233,7 @@ func readStatus(in io.Reader) (*rendezvouspb.Status, error) {
 	return s, err
 }
 
-// hungUp describes the failure of a rank whose connection to the root has ended with err.
+// hungUp returns the text for the failure of a rank whose connection to the root has ended with err.
 func hungUp(err error) string {
 	const text = "the process hung up during Init"
 	if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) || errors.Is(err, syscall.ECONNRESET) {
@@ -358,9 +358,9 @@ func (r *root) noteReport(p report) {
 	})
 }
 
-// judge decides which ranks have caused a failure if no rank has died. If a rank has named itself, it is the
-// cause. Else the suspects of the first report are, and if there are no suspects, the ranks that are not
-// ready and have reported nothing. r.mu is held.
+// judge decides which ranks have caused a failure if no rank has died. If a rank has named itself, this rank
+// is the cause. Otherwise the suspects in the first report are the cause. If the first report has no
+// suspects, the ranks that are not ready and have not reported a failure are the cause. r.mu is held.
 func (r *root) judge() *FailedError {
 	first := r.reports[0]
 	for _, p := range r.reports {

@@ -43,8 +43,8 @@ func meetWith(t *testing.T, size int, key secret.Secret, suspicion time.Duration
 	return sessions
 }
 
-// each calls f concurrently for all ranks except one, which is the parameter without. It returns the errors
-// by rank.
+// each calls f concurrently for all ranks except the rank in the parameter without. It returns the errors,
+// indexed by rank.
 func each(sessions []*Session, without int, f func(rank int, s *Session) error) []error {
 	errs := make([]error, len(sessions))
 	var wg sync.WaitGroup

@@ -46,7 +46,7 @@ func (s *Session) Gather(ctx context.Context, mesh transport.Mesh) error {
 		return nil
 	}
 	defer mesh.Release(tableLane)
-	// A Conn does not take a context, so the end of ctx has to abort the lane.
+	// The methods of a Conn have no context as a parameter, so the end of ctx has to abort the lane.
 	defer context.AfterFunc(ctx, func() { mesh.Abort(tableLane, context.Cause(ctx)) })()
 	records, err := s.gather(ctx, mesh)
 	if err != nil {

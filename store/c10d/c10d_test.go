@@ -446,7 +446,7 @@ func answerModern(t *testing.T, conn net.Conn, old func()) {
 
 // answerOld plays an old server: it answers the client's requests for the number of keys with 3. If the first
 // bytes are those of a modern client, it reads them as a request to set a key, as PyTorch's old servers do.
-// When it has read the length of the key, which must be greater than any memory, it calls the function
+// When it has read the length of the key, which must exceed the size of any memory, it calls the function
 // modern.
 func answerOld(t *testing.T, conn net.Conn, modern func()) {
 	for {

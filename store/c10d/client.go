@@ -461,7 +461,8 @@ func (s *Store) CompareAndSet(ctx context.Context, key string, expected,
 	}
 	swapped = bytes.Equal(actual, desired)
 	if !swapped && bytes.Equal(actual, expected) {
-		// The server answers with expected if the key has no value, so there is no value.
+		// The answer is the value in expected and not the one in desired. The server sends this answer if the
+		// key has no value.
 		actual = nil
 	}
 	return actual, swapped, nil

@@ -8,9 +8,10 @@
 // numbered from 1. Before 2.2 there was no validation, and operations were numbered from 0. PyTorch 2.1 had
 // removed watch_key, so the operations after watch_key have other numbers than in earlier versions. A Server
 // detects the dialect of a client: if the connection does not start with a validation, the client is older
-// than 2.2. If such a client uses an operation that only 2.1 has, the client is 2.1. Until it does, two
-// numbers are ambiguous: 7 is watch_key up to 2.0 and delete_key in 2.1, and 8 is delete_key up to 2.0 and
-// append in 2.1. A Server interprets them as 2.0 does, unless [Config] says otherwise, and refuses watch_key.
+// than 2.2. If such a client uses an operation that only 2.1 has, the client is PyTorch 2.1. Until it does,
+// two numbers are ambiguous: 7 is watch_key up to 2.0 and delete_key in 2.1, and 8 is delete_key up to 2.0
+// and append in 2.1. A Server interprets them as 2.0 does, unless [Config] says otherwise, and refuses
+// watch_key.
 //
 // In some cases, a Server behaves better than PyTorch's, for clients of any version:
 //

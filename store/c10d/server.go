@@ -93,7 +93,7 @@ type session struct {
 	mu      sync.Mutex
 	out     *bufio.Writer
 	waiting context.CancelFunc // cancels the pending wait; nil if none is pending
-	wait    uint64             // number of the last wait, counted from 1
+	wait    uint64             // number of the most recent wait, counted from 1
 }
 
 // run serves requests until the connection ends, and returns the reason. The reason is io.EOF if the client

@@ -12,10 +12,10 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// most is the share of a whole from which the report calls a part most of it.
+// most is the share from which the report says that a part is most of the whole.
 const most = 0.5
 
-// steady returns the length of the time after the start-up and its number of steps.
+// steady returns the length of the time after the start-up and the number of steps in this time.
 func (r *Report) steady() analysis.Span {
 	return analysis.Span{Time: time.Duration((r.DurationUS - r.StartupUS) * nanosPerMicro), Steps: r.Steps}
 }
@@ -82,7 +82,7 @@ func (r *Report) perStep(d time.Duration) string {
 	return duration(micros(d)/float64(max(r.Steps, 1))) + " " + r.per()
 }
 
-// per returns the words after a time from perStep: "per step" if there are steps, otherwise "in total".
+// per returns the words that perStep puts after a time: "per step" if there are steps, otherwise "in total".
 func (r *Report) per() string {
 	if r.Steps > 0 {
 		return "per step"

@@ -118,7 +118,7 @@ func TestTwoMillionEvents(t *testing.T) {
 	if l := r.Lateness.Ranks[1]; l.Share != 1 || l.P50US != 1000 {
 		t.Errorf("got %+v, want all waiting caused by it and 1 ms late", l)
 	}
-	if heap > 32<<20 { // most of the heap is garbage, and busy processors leave more of it
+	if heap > 32<<20 { // most of the heap is garbage, which is collected later if the processors are busy
 		t.Errorf("got %d bytes of heap, want at most 32 MiB", heap)
 	}
 }

@@ -28,7 +28,7 @@ type stream struct {
 	*rankReader
 	*rankStats
 	member   *analysis.Member
-	observe  func(*instance)           // is called with each instance
+	observe  func(*instance)           // called with each instance
 	next     func() (*operation, bool) // returns the next operation
 	frontier time.Duration             // the end of the operation that next returned last
 	failed   error                     // the error that ended reading
@@ -37,18 +37,18 @@ type stream struct {
 // rankStats are the statistics of one rank.
 type rankStats struct {
 	phases      [numPhases]cover
-	inside      cover         // the time with at least one operation in flight
-	stepsInside time.Duration // the part of inside that is in complete steps
+	inside      cover         // the time during which at least one operation was in flight
+	stepsInside time.Duration // the part of the time in inside that belongs to complete steps
 	begin, end  time.Duration
 	any         bool
-	// steadyFrom is the time at which the first complete step of the rank began. It is never if none has
-	// begun yet. phases and inside do not include the time before steadyFrom.
+	// steadyFrom is the time at which the first complete step of the rank began. It is the constant never if
+	// none has begun yet. phases and inside do not include the time before steadyFrom.
 	steadyFrom   time.Duration
 	steps        stepFinder
 	errors       int64
 	tensors      int64
 	hits, misses int64
-	// steadyHits and steadyMisses count all requests but the first request of each name.
+	// steadyHits and steadyMisses count all requests except the first one of each name.
 	steadyHits, steadyMisses int64
 }
 
@@ -72,7 +72,7 @@ type collection struct {
 	tensors []nameStats
 	late    *analysis.Late
 	// steadyFrom is the time at which the first complete step began at the lowest rank that has a file. It is
-	// never if none has begun yet.
+	// the constant never if none has begun yet.
 	steadyFrom time.Duration
 
 	operations               int64
@@ -206,8 +206,8 @@ func (c *collection) observe(s *stream, i *instance) {
 			}
 			if s.steps.step != step {
 				s.stepsInside = s.inside.sum()
-				// The first stream's steps stand for those of all ranks, because the ranks wait for each
-				// other in each step.
+				// The steps of the first stream are used for all ranks, because the ranks wait for each other
+				// in each step.
 				if s == c.streams[0] {
 					c.late.Step(s.member, i.Submitted)
 				}

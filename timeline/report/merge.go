@@ -229,7 +229,8 @@ func (m *merger) event(r *mergedRank, s *source, pids map[int64]int, e *event, t
 	m.at(out, t, now(e.at))
 }
 
-// at writes a record on thread t. The time of the record is the greater of at and the thread's latest time.
+// at writes a record on thread t. The time of the record is the time in at or the latest time on the thread,
+// whichever is later.
 func (m *merger) at(r *record, t *thread, at int64) {
 	t.last = max(t.last, at)
 	us := micros(t.last)

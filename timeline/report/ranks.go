@@ -28,8 +28,8 @@ const (
 // phaseNames has the names of the phases as the report prints them.
 var phaseNames = [numPhases]string{"waiting", "negotiation", "queue", "copies", "exchange", "reduce", "other"}
 
-// exchanges has suffixes of activity names. An activity with one of them moves data. The prefix of the name
-// is the backend's.
+// exchanges has the suffixes of the names of activities that move data between ranks. The prefix of such a
+// name is the name of the backend.
 var exchanges = []string{"_ALLREDUCE", "_ALLGATHER", "_BCAST", "_BROADCAST", "_ALLTOALL", "_REDUCESCATTER",
 	"_REDUCE", "_ADASUM"}
 
@@ -128,8 +128,8 @@ type track struct {
 	cursor time.Duration // the time at which the last part ended
 }
 
-// openEvent is a begin event whose end event has not been read. top is set if it is the bar of the operation,
-// and neg if it is the bar of the negotiation.
+// openEvent is a begin event whose end event has not been read. top is set if the event begins the bar of the
+// operation, and neg if it begins the bar of the negotiation.
 type openEvent struct {
 	phase    phase
 	top, neg bool
@@ -170,7 +170,7 @@ func (r *rankReader) instances(yield func(*instance) bool) error {
 			return more
 		})
 		r.malformed += malformed
-		// Tracks end with their segment.
+		// A track does not continue in the next segment.
 		for _, t := range r.open {
 			if t.Begun != 0 || t.depth > 0 {
 				r.unfinished++
@@ -259,7 +259,7 @@ func (r *rankReader) apply(e *event) *track {
 func (r *rankReader) push(e *event, t *track, now time.Duration) (ended *track) {
 	name, neg := strings.CutPrefix(e.Name, negotiate)
 	if t != nil && t.depth == 0 && neg {
-		// The previous operation was negotiated and not executed, as Horovod writes barriers.
+		// The previous operation was negotiated but not executed. Horovod writes barriers in this way.
 		r.closed(e.PID)
 		if t.Granted != 0 {
 			t.Ended = t.Granted

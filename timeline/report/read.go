@@ -123,8 +123,8 @@ func (s *scanner) scan() (jsontext.Value, error) {
 	return nil, s.fault(err, errNoEvent)
 }
 
-// fault returns the error for the current position in the file. err is the error of a failed read. If err is
-// nil, the cause is the error want.
+// fault returns the error for the current position in the file. err is the error of a failed read, or nil if
+// the text violates the format. want is the violation.
 func (s *scanner) fault(err, want error) error {
 	f := &FormatError{File: s.file, Byte: s.InputOffset(), Err: err}
 	var syntax *jsontext.SyntacticError

@@ -1,12 +1,12 @@
 // Package report reads the timelines of the ranks of a job, written by gohvd or Horovod. It reports which
-// ranks were late, on what the ranks spent time and which settings could be changed. It also merges the
+// ranks were late, how the ranks spent their time, and which settings could be changed. It also merges the
 // timelines into one trace.
 //
 // The files of all ranks are read side by side, as streams. Memory is bounded by the number of ranks and the
 // number of names, not by the length of the files. It is at most about 60 MB (4 MB in an ordinary job) plus
 // about 200 KB for each rank while its file is open. The package accepts any input. For a file that is not a
-// timeline, the error says what is wrong and at which byte. Of a damaged file, the part before the damage is
-// used.
+// timeline, the error says what is wrong and at which byte. If a file is damaged, the package uses the part
+// before the damage.
 package report
 
 import (
@@ -82,8 +82,8 @@ type Lateness struct {
 	// was no start-up.
 	Verdict string `json:"verdict"`
 	Startup string `json:"startup"`
-	// HeldUS is the sum over all ranks of the time during which this one rank held up all others. AnybodyUS
-	// is the wall time during which at least one rank waited for another.
+	// HeldUS is the sum of LateRank.HeldUS over all ranks. AnybodyUS is the wall time during which at least
+	// one rank waited for another.
 	HeldUS    float64 `json:"held_us"`
 	AnybodyUS float64 `json:"anybody_waited_us"`
 	// Compared is the number of operations for which submission times of at least two ranks are known. Alone
@@ -111,8 +111,8 @@ type LateRank struct {
 	CausedUS float64 `json:"caused_us"`
 	Share    float64 `json:"share"`
 	// HeldUS is the wall time during which the rank held up all others. No moment counts twice, neither for
-	// one rank nor for two ranks. HeldShare is the share of HeldUS in the sum over all ranks. StartupHeldUS
-	// is the same as HeldUS, for the start-up.
+	// one rank nor for two ranks. HeldShare is HeldUS as a share of the sum over all ranks. StartupHeldUS is
+	// the same as HeldUS, for the start-up.
 	HeldUS        float64 `json:"held_us"`
 	HeldPerStepUS float64 `json:"held_per_step_us"`
 	HeldShare     float64 `json:"held_share"`

@@ -182,7 +182,7 @@ func TestFusionAndTensors(t *testing.T) {
 	}
 }
 
-// Only rank 0's file exists. The report uses the times in this file at which requests arrived.
+// Only rank 0's file exists. It contains the arrival times of all ranks' requests, and the report uses them.
 func TestArrivalsStandForFiles(t *testing.T) {
 	s := oneClock()
 	s.arrivals = true
@@ -626,8 +626,8 @@ func TestSuggestions(t *testing.T) {
 			r := job(t, 2, 10, c.n, c.change)
 			want := strings.Split(c.want, "|")
 			if len(r.Suggestions) == 2 {
-				// In these jobs the ranks are idle most of the time. The report suggests to look at the
-				// program, which this test ignores.
+				// In these jobs the ranks are idle most of the time. So the report suggests looking at the
+				// program. The test ignores this suggestion.
 				r.Suggestions = slices.DeleteFunc(r.Suggestions, func(s Suggestion) bool {
 					return strings.HasPrefix(s.Do, "look at the program")
 				})
@@ -643,7 +643,8 @@ func TestSuggestions(t *testing.T) {
 	}
 }
 
-// tcp returns an argument change for job. It makes each operation spend 30 ms in the given activity.
+// tcp returns a function for the parameter change of job. The function makes each operation spend 30 ms in
+// the given activity.
 func tcp(activity, backend string) func(int, int, *testOp) {
 	return func(_, _ int, o *testOp) {
 		o.backend, o.ended = backend, o.begun+30*ms

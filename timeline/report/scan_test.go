@@ -156,8 +156,8 @@ func TestFilesThatAreNone(t *testing.T) {
 				!strings.Contains(err.Error(), filepath.Dir(path)) {
 				t.Errorf("got %v, want %q of %s", err, c.want, path)
 			}
-			// A good and a bad file are opened together. Open returns the error of the bad file as bad, and
-			// the report uses the good file.
+			// A good and a bad file are opened together. Open returns the error of the bad file as its second
+			// result, and the report uses the good file.
 			j, bad, err := Open([]string{put(t, t.TempDir(), "good.json", good), path}, nil)
 			if err != nil || bad == nil || !strings.Contains(bad.Error(), c.want) {
 				t.Fatalf("got %v and %v, want %q", bad, err, c.want)

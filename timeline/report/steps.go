@@ -11,9 +11,9 @@ import (
 //   - A name occurs that has already occurred in the step, and the step has at least half as many names as
 //     the previous step. A name that occurs several times in each step, as with micro-batches, does not end
 //     a step by itself.
-//   - At least half of the names of the step have occurred again, and these are at least an eighth as many as
-//     the previous step has names. Then the previous step was of another kind, such as the broadcasts at the
-//     beginning.
+//   - At least half of the names of the step have occurred again, and their number is at least an eighth of
+//     the number of names in the previous step. Then the previous step was of another kind, such as the
+//     broadcasts at the beginning.
 //   - In the first step after the start-up, a name occurs for the fourth time.
 type stepFinder struct {
 	// last is indexed by nameID. Its value is 4 * step + repeats: step is the number of the step in which the

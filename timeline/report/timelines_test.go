@@ -27,7 +27,8 @@ type training struct {
 	exchange int
 	skew     []int
 	trip     int
-	// starts is a rank. It begins to broadcast its parameters later than the other ranks, by lateBy.
+	// starts is the rank that begins to broadcast its parameters later than the other ranks. lateBy is how
+	// much later it begins.
 	starts, lateBy int
 	// hosts is the number of hosts. Each host has its own clock. Rank r is on host r mod hosts. If firstHost
 	// is set, only the ranks on host 0 write files.
@@ -92,8 +93,8 @@ func (t training) write(tb testing.TB, dir string, rng *rand.Rand) {
 	}
 }
 
-// submit makes all ranks submit a number of operations with the time gap between two submissions, and wait
-// for the operations.
+// submit makes all ranks submit the given number of operations and wait for them. gap is the time between two
+// submissions.
 func (r *trainingRun) submit(kind string, count, gap int, oneByOne bool) {
 	for i := range count {
 		name := fmt.Sprint(strings.ToLower(kind), ".", i)
@@ -165,7 +166,8 @@ func TestKnownTimelines(t *testing.T) {
 	if raceEnabled { // more variations take long and find no further races
 		variations = 2
 	}
-	// normal returns a normally distributed duration with the mean us and a standard deviation of 3 %.
+	// normal returns a normally distributed duration. Its mean is the parameter us, and its standard
+	// deviation is 3 % of the mean.
 	normal := func(rng *rand.Rand, us int) int {
 		return int(float64(us) * max(1+0.03*rng.NormFloat64(), 0.8))
 	}
@@ -179,8 +181,8 @@ func TestKnownTimelines(t *testing.T) {
 		}
 	}
 	for name, c := range map[string]struct {
-		// make changes a job in which each rank computes for about the time usual. If the job has a culprit,
-		// it is the given rank.
+		// make changes the given job. Before the change, each rank computes for about the time in usual. If
+		// the change makes one rank the culprit, it is the given rank.
 		make func(rng *rand.Rand, job *training, usual, rank int)
 		// guilty is set if the given rank is the culprit. Otherwise the verdict must begin with the text in
 		// the field verdict, and the first suggestion with the text in the field suggestion.

@@ -45,7 +45,7 @@ type testActivity struct {
 
 type testOp struct {
 	set, number           int
-	kind                  string // ALLREDUCE if the string is empty
+	kind                  string // the empty string means ALLREDUCE
 	granted, begun, ended int
 	tensors               []testTensor
 	activities            []testActivity

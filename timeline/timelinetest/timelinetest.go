@@ -104,9 +104,8 @@ type checker struct {
 	s      Summary
 	line   int
 	tracks map[int]*track
-	// waiting is the pid of a track whose name was the last event, because the first event of a track must
-	// follow its name. It is -1 if there is no such track. sorted is set if the sort index of the track has
-	// been read too.
+	// waiting is the pid of the track whose name has been read and whose first event must come next. It is -1
+	// if there is no such track. sorted is set if the sort index of the track has been read too.
 	waiting int
 	sorted  bool
 }
