@@ -15,8 +15,8 @@ import (
 	"github.com/gohvd/gohvd/ops/tcp"
 )
 
-// rawBackend is a backend of all ranks of the job that runs operations without names and without negotiation.
-// It owns the mesh and the session that the backend uses.
+// rawBackend is a backend that all ranks of the job share. Its operations have no names and are not
+// negotiated. It owns the mesh and the session that the backend uses.
 type rawBackend struct {
 	ops.Backend
 	ops.Registration

@@ -70,8 +70,8 @@ func cluster(t *testing.T, n int, settings map[string]string,
 	return errors.Join(errs...)
 }
 
-// runs calls measure at n ranks. Each rank has the options that sample returns, changed by the function
-// change. It returns what rank 0 prints, and fails the test if another rank prints a result.
+// runs executes the function measure at n ranks. Each rank has the options that sample returns, changed by
+// the function change. It returns what rank 0 prints, and fails the test if another rank prints a result.
 func runs(t *testing.T, n int, settings map[string]string,
 	change func(o *options, rank int)) (out, log string, err error) {
 	t.Helper()

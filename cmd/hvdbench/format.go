@@ -22,7 +22,7 @@ func (l line) results() []*result {
 }
 
 // formats holds the values of --format. nccl prints the table of nccl-tests with two more columns, the median
-// and the 99th percentile. csv prints what bench/plot.py and bench/report.py read.
+// and the 99th percentile. csv prints rows for bench/plot.py and bench/report.py.
 var formats = []string{"nccl", "csv"}
 
 // printer prints results as they arrive. If the writer returns an error, the printer keeps the error and
@@ -42,7 +42,7 @@ func (p *printer) printf(format string, args ...any) {
 	}
 }
 
-// begin prints the heading of the output, which shows title.
+// begin prints the heading of the output. The heading contains the title.
 func (p *printer) begin(title string) {
 	p.printf("# %s\n", title)
 	if p.csv {

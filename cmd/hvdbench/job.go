@@ -11,7 +11,7 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// jobPlace says how this rank finds its job. For the zero value, the environment says so.
+// jobPlace says how this rank finds its job. With the zero value, the rank finds its job by the environment.
 type jobPlace struct {
 	settings map[string]string // values of settings by name; they override the environment
 	store    store.Store       // where the ranks meet; nil for the launcher's store
@@ -29,7 +29,7 @@ type job struct {
 }
 
 // join joins the job. If raw is set, the rank has only a backend, otherwise it has an engine. All ranks must
-// pass the same raw.
+// pass the same value of raw.
 func join(ctx context.Context, at jobPlace, raw bool) (*job, error) {
 	j := &job{}
 	err := j.open(ctx, at, raw)

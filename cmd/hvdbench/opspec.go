@@ -27,7 +27,7 @@ var kinds = []message.Kind{
 	message.Barrier,
 }
 
-// parts returns the ratio of the elements in the whole tensor of all n ranks to opSpec.count.
+// parts returns the number of elements in the whole tensor of all n ranks, divided by opSpec.count.
 func parts(kind message.Kind, n int) int64 {
 	switch kind {
 	case message.Allgather, message.Reducescatter, message.Alltoall:
@@ -114,7 +114,7 @@ func newTeam(p path) (*team, error) {
 // barrier waits until all ranks have called it.
 func (t *team) barrier(ctx context.Context) error { return t.meet.run(ctx) }
 
-// gather returns the values of each rank, by rank. All ranks must pass the same number of values.
+// gather returns the values of all ranks, indexed by rank. All ranks must pass the same number of values.
 func (t *team) gather(ctx context.Context, mine []float64) ([][]float64, error) {
 	n := t.Size()
 	all := make([]float64, n*len(mine))

@@ -25,7 +25,7 @@ type options struct {
 	types               []tensor.DType
 	ops                 []tensor.ReduceOp
 	roots               []int  // nil means all ranks
-	placements          []bool // true stands for in place, false for out of place
+	placements          []bool // true means in place, false means out of place
 	average             average
 
 	raw   bool // use only the backend, without negotiation

@@ -36,7 +36,7 @@ func modulus(dt tensor.DType, n int) int {
 		exact = 127
 	}
 	m := min(101, max(2, exact/n))
-	for m%7 == 0 || m%13 == 0 { // with such an m the values would not depend on i or not on r
+	for m%7 == 0 || m%13 == 0 { // with such an m, the values would be the same for all i or for all r
 		m--
 	}
 	return m

@@ -122,8 +122,8 @@ func misroute(t *testing.T, s opSpec, n int, block func(id int) []byte) {
 		}
 		buf := make([]byte, s.bufferBytes(n))
 		want := prepareInput(s, r, n, buf)
-		// At least an eighth of the wrong elements must be noticed. Not all can be, because half of the bools
-		// are right by chance.
+		// At least an eighth of the wrong elements must be noticed. It is impossible to notice all of them,
+		// because half of the bools are right by chance.
 		expect := func(what string, blocks int, from func(b int) (rank, block int)) {
 			t.Helper()
 			got := make([]byte, 0, len(buf))

@@ -58,8 +58,8 @@ type benchmark struct {
 	wrong      int64
 }
 
-// agree returns an error if ranks have different options, because such ranks would wait for each other for
-// ever.
+// agree returns an error if ranks have different options, because such ranks would wait for each other
+// forever.
 func (b *benchmark) agree(ctx context.Context) error {
 	h := fnv.New32a()
 	fmt.Fprintf(h, "%+v", b.options)
@@ -324,7 +324,7 @@ func (b *benchmark) measure(ctx context.Context, w work, r *result) error {
 }
 
 // warmUp makes the untimed calls and sets r.iters, the number of timed calls. That is the value of --iters
-// or, if --seconds is given, the number of calls that take so long.
+// or, if --seconds is given, the number of calls that take this time.
 func (b *benchmark) warmUp(ctx context.Context, r *result, how average, before func() error,
 	run func(ctx context.Context) error) error {
 	n := b.warmup

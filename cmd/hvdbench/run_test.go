@@ -156,8 +156,8 @@ func TestRanksMustMeasureTheSame(t *testing.T) {
 	}
 }
 
-// TestWhatABackendHasNot checks --raw with a reduction that backends do not support. It must fail if no other
-// reduction is given, and otherwise leave out this reduction.
+// TestWhatABackendHasNot checks --raw with a reduction that backends do not support. If no other reduction is
+// given, the benchmark must fail. Otherwise it must leave out this reduction.
 func TestWhatABackendHasNot(t *testing.T) {
 	_, _, err := runs(t, 2, nil, func(o *options, _ int) {
 		o.raw, o.ops, o.placements = true, []tensor.ReduceOp{tensor.Average}, []bool{true}
@@ -237,7 +237,7 @@ func (p corrupted) spoil(b []byte) {
 func TestAWrongByteIsSeen(t *testing.T) {
 	for _, kind := range []message.Kind{message.Allreduce, message.Allgather, message.Broadcast,
 		message.Reducescatter, message.Alltoall, message.Join} {
-		for _, after := range []int{0, 4} { // 4 is enough for the verification before the timed calls to pass
+		for _, after := range []int{0, 4} { // with 4, the verification before the timed calls passes
 			var out strings.Builder
 			err := cluster(t, 2, nil, func(ctx context.Context, at jobPlace, rank int) error {
 				o := sample()

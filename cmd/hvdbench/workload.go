@@ -108,7 +108,7 @@ func readWorkload(name string, r io.Reader) (workload, error) {
 	return w, nil
 }
 
-// elemsOf returns the number of elements of a shape that is written as in 64x3x7x7.
+// elemsOf returns the number of elements of a shape in the form 64x3x7x7.
 func elemsOf(text string) (int64, error) {
 	var shape tensor.Shape
 	for d := range strings.SplitSeq(text, "x") {

@@ -29,7 +29,7 @@ func newNotifier(settings *config.Config, log *zap.Logger) notifier {
 	pid := settings.Variable("WATCHDOG_PID")
 	if usec, err := strconv.ParseInt(settings.Variable("WATCHDOG_USEC"), 10, 64); err == nil && usec > 0 &&
 		(pid == "" || pid == strconv.Itoa(os.Getpid())) {
-		// half of its timeout, as sd_watchdog_enabled(3) says
+		// The interval is half of the watchdog's timeout, as sd_watchdog_enabled(3) recommends.
 		n.every = time.Duration(usec) * time.Microsecond / 2
 	}
 	return n

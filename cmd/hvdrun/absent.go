@@ -100,7 +100,7 @@ func foreignError(dashes, name string) error {
 }
 
 // fixedWorld returns an error unless --min-np and --max-np both equal np or neither is given, because gohvd
-// has no elastic jobs.
+// does not support elastic jobs.
 func (r *runner) fixedWorld(np int) error {
 	if r.minNP == r.maxNP && (r.minNP == "" || r.minNP == strconv.Itoa(np)) {
 		return nil

@@ -75,7 +75,7 @@ func (r *runner) command() *cobra.Command {
 		Use:     configCommand + " [flags]",
 		Short:   "Show every setting of the ranks and where its value comes from",
 		Version: root.Version,
-		Args:    cobra.ArbitraryArgs, // the same arguments as to launch a job
+		Args:    cobra.ArbitraryArgs, // any arguments, as when hvdrun launches a job
 		RunE:    r.showSettings,
 
 		DisableFlagsInUseLine: true,

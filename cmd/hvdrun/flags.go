@@ -26,7 +26,7 @@ func newGroup(title string) group {
 	return g
 }
 
-// jobFlags returns the group of those flags for a job that do not set a setting.
+// jobFlags returns the group of the flags that apply to a job but do not set a setting.
 func (r *runner) jobFlags() group {
 	g := newGroup("The job and its output")
 	f := g.flags
@@ -72,8 +72,8 @@ func (r *runner) settingFlags() []group {
 	return groups
 }
 
-// usage returns the help text of flag i of a setting. The text of the first flag describes the setting. The
-// texts of the others refer to the first.
+// usage returns the help text of the flag with index i of a setting. The text of the first flag describes the
+// setting, and the texts of the other flags refer to the first flag.
 func usage(s config.Setting, i int) string {
 	switch first := s.Flags[0]; {
 	case i == 0:

@@ -24,7 +24,8 @@ type hostFlags struct {
 	agent        string
 	remoteHvdrun string
 
-	// sshOptions holds further arguments for ssh. The method reach adds some arguments in any case.
+	// sshOptions holds further arguments for ssh. In addition, the method reach always passes some arguments
+	// of its own.
 	sshOptions []string
 }
 
@@ -114,8 +115,8 @@ func onSeveral(hosts []launch.Host) bool {
 	return len(hosts) > 1 || len(hosts) == 1 && !launch.IsThisHost(hosts[0].Name)
 }
 
-// reach returns the command that runs a program on host. The first of words is the program, and the rest are
-// its arguments.
+// reach returns the command that runs a program on host. words[0] is the program, and the other words are its
+// arguments.
 func (h *hostFlags) reach(host string, words []string) []string {
 	if h.agent != "" {
 		// The words are not quoted for a shell, because not every agent runs a shell on the other host.

@@ -103,7 +103,7 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 	signals := make(chan os.Signal, 16)
 	for _, s := range []os.Signal{unix.SIGINT, unix.SIGTERM, unix.SIGHUP, unix.SIGQUIT, unix.SIGUSR1,
 		unix.SIGUSR2} {
-		if !signal.Ignored(s) { // a signal may be ignored, as SIGHUP under nohup
+		if !signal.Ignored(s) { // a signal stays ignored if the parent ignored it, as nohup does with SIGHUP
 			signal.Notify(signals, s)
 		}
 	}

@@ -66,7 +66,8 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// accuse runs a rank that sends a verdict which names rank 1, as an engine does.
+// accuse runs as a rank without an engine. It sends a verdict that blames rank 1, in the same way as an
+// engine.
 func accuse() error {
 	ctx, cancel := context.WithTimeout(context.Background(), deadline)
 	defer cancel()

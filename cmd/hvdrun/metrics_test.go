@@ -37,7 +37,7 @@ import (
 const ranksOfMetrics = "RANKS_OF_METRICS"
 
 // TestMetricsRank runs a rank that answers requests for metrics. Other tests run it as a rank, with this test
-// binary as the program. When all tests run, it is skipped.
+// binary as the program. If it does not run as a rank, it is skipped.
 func TestMetricsRank(t *testing.T) {
 	kinds := strings.Split(os.Getenv(ranksOfMetrics), ",")
 	rank, err := strconv.Atoi(os.Getenv("HOROVOD_RANK"))
@@ -80,7 +80,7 @@ func TestMetricsRank(t *testing.T) {
 		select {} // waits until it is killed at the end of the job
 	}
 	if err := joblink.New(kv, rank).Answer(t.Context(), answer); err != nil {
-		t.Log(err) // the job has ended
+		t.Log(err) // Answer returns an error when the job has ended
 	}
 }
 

@@ -42,7 +42,7 @@ type reporter struct {
 	cancel context.CancelFunc
 
 	mu        sync.Mutex
-	failures  map[int][]byte           // the last dump of each rank whose job has failed
+	failures  map[int][]byte           // the last dump that each rank sent because its job had failed
 	kept      int                      // total number of bytes in failures
 	reported  map[stalled]map[int]wait // for each reported stall, the wait of each rank
 	lastStall time.Time
@@ -58,7 +58,7 @@ type stalled struct {
 // same name recurs in every step.
 type wait struct {
 	epoch     uint64
-	submitted time.Duration // by the rank's clock
+	submitted time.Duration // on the rank's clock
 	seen      time.Time     // when a dump last contained the wait
 }
 

@@ -200,8 +200,8 @@ func watchCommand(t *testing.T, args ...string) *watched {
 	return w
 }
 
-// until reads the output up to the n-th line that contains text, and returns it. It fails the test if the
-// output ends before that line.
+// until reads the output up to and including the n-th line that contains text, and returns all lines that it
+// has read. It fails the test if the output ends before that line.
 func (w *watched) until(text string, n int) string {
 	w.t.Helper()
 	var b strings.Builder
@@ -496,7 +496,8 @@ func TestStallsAreReportedOnce(t *testing.T) {
 	r.handleMessage(t.Context(), 0, joblink.Stall, []byte("x"))
 	r.handleMessage(t.Context(), 0, "what", nil)
 	expectAlarm("")
-	// The alarm for e is still pending. So the message about f is dropped, and handling it must not block.
+	// The report about e has not been printed yet. So the message about f is dropped, and handling it must
+	// not block.
 	sendStall("e")
 	advancePeriod()
 	sendStall("f")
@@ -520,7 +521,7 @@ func TestEachStallIsReported(t *testing.T) {
 		begun := time.Now()
 		var (
 			mu    sync.Mutex
-			since time.Duration // when ranks 0 and 2 began to wait; 0 if they do not
+			since time.Duration // when ranks 0 and 2 began to wait; 0 if they do not wait
 			mute  []int         // ranks that do not answer
 			asked int
 			wg    sync.WaitGroup
@@ -577,7 +578,7 @@ func TestEachStallIsReported(t *testing.T) {
 				t.Errorf("%v: got %d reports, want %d", time.Since(begun), got, want)
 			}
 		}
-		synctest.Wait() // until the reporter is ready for messages
+		synctest.Wait() // waits until the reporter is ready for messages
 
 		begins()
 		r.survey(ctx, "SIGQUIT", nil)
@@ -611,7 +612,7 @@ func TestEachStallIsReported(t *testing.T) {
 		expectReports(1)
 		time.Sleep(period)
 		expectReports(0)
-		// It is still the same stall if now other ones of the waiting ranks answer.
+		// Now other waiting ranks answer than before. It is still the same stall.
 		ends()
 		time.Sleep(period)
 		begins()

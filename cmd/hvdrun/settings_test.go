@@ -93,8 +93,8 @@ func TestOrderOfFileAndFlags(t *testing.T) {
 	}
 }
 
-// TestWarnings checks the warnings about wrong variables and flags. The ranks must get the names for which
-// hvdrun has printed warnings.
+// TestWarnings checks the warnings about wrong variables and flags. The ranks must get a list of the names
+// that hvdrun has warned about, so that they do not repeat the warnings.
 func TestWarnings(t *testing.T) {
 	cmd := hvdrun(t, "-np", "2", "--log-hide-timestamp", "-x", "NO_SUCH_NAME", "-x", "PATH", "-x",
 		"HVD_TYPO=1",

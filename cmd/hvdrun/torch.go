@@ -11,7 +11,7 @@ import (
 // torchStoreOff is the value of --torch-store that turns off the TCPStore.
 const torchStoreOff = "off"
 
-// serveTorch serves a TCPStore, at which torch.distributed in the ranks can meet. It serves none if
+// serveTorch serves a TCPStore through which torch.distributed in the ranks can connect. It serves none if
 // --torch-store is off, or if the job has several hosts and the flag was not given. The TCPStore is separate
 // from the store of the job, because the protocol of the TCPStore has no secret. For the same reason other
 // hosts can reach it only if the user asked for that with the flag. The function end closes the TCPStore.

@@ -54,7 +54,8 @@ for step in range(10):
     hvd.allreduce(np.ones(3, np.float32), name="gradient")
 `
 
-// ends is the program of a Go rank, which may end early. Its structure is that of the program in the README.
+// ends is the program of a Go rank, which may end early. It has the same structure as the program in the
+// README.
 func ends() error {
 	ctx := context.Background()
 	if err := hvd.Init(ctx); err != nil {

@@ -19,8 +19,8 @@ func TestFaults(t *testing.T) {
 					negotiation, "HVD_LIVENESS_SECONDS=3")
 			},
 			"timeout": func(t *testing.T, rng *rand.Rand, negotiation string) {
-				// The program large cannot be used, because one of its operations may take 5 s on a busy
-				// machine.
+				// The program "large" cannot be used here. On a busy machine one of its operations may take 5
+				// s, and 5 s is the timeout of an operation in this test.
 				program := []string{"small", "steady"}[rng.IntN(2)]
 				stopped(t, rng, program, 5*time.Second, "timed out after 5s", "HVD_NEGOTIATION="+negotiation,
 					"HVD_OPERATION_TIMEOUT_SECONDS=5", "HVD_LIVENESS_SECONDS=60")
@@ -58,7 +58,7 @@ func stopped(t *testing.T, rng *rand.Rand, what string, limit time.Duration, tex
 	t.Logf("rank %d of %d, %s over %s", victim, n, what, memory)
 	j := start(t, n, what, append(env, "HOROVOD_CPU_OPERATIONS="+memory)...)
 	pids := j.ready(n)
-	<-time.After(time.Duration(rng.IntN(50)) * time.Millisecond) // to a random point of an operation
+	<-time.After(time.Duration(rng.IntN(50)) * time.Millisecond) // waits until a random point of an operation
 	if err := syscall.Kill(pids[victim], syscall.SIGSTOP); err != nil {
 		t.Fatal(err)
 	}

@@ -14,8 +14,8 @@ import (
 	"time"
 )
 
-// An unauthenticated peer sends garbage to each port of a job. The job goes on. It does not allocate memory
-// for a length that it finds in garbage.
+// An unauthenticated peer sends garbage to each port of a job. The job goes on. Its processes do not trust
+// the lengths in the garbage: they do not allocate memory for them.
 func TestGarbageOnEveryPort(t *testing.T) {
 	stop := filepath.Join(t.TempDir(), "stop")
 	j := start(t, 3, "steady", stopVariable+"="+stop, "HOROVOD_LOG_LEVEL=info")

@@ -27,8 +27,9 @@ func on(t *testing.T, h *testnet.Host) []string {
 	return h.Command(t.Context(), "env").Args
 }
 
-// list returns a value for --hosts that has perHost ranks on each host. It contains the names of the hosts.
-// If byAddress is set it contains their addresses, for tests in which the hosts cannot resolve names.
+// list returns a value for --hosts that has perHost ranks on each host. The value contains the names of the
+// hosts or, if byAddress is set, their addresses. Addresses are for tests in which the hosts cannot resolve
+// names.
 func list(hosts []*testnet.Host, perHost int, byAddress bool) string {
 	var words []string
 	for _, h := range hosts {
@@ -343,8 +344,8 @@ func sshHosts(t *testing.T, n int) (hosts []*testnet.Host, command, flags []stri
 		})
 		awaitPort(t, hosts[0], net.JoinHostPort(h.Addr.String(), sshdPort))
 	}
-	// ssh ignores HOME. It reads the configuration in the home directory of the password file, and after it
-	// this file.
+	// ssh ignores HOME: it reads the configuration of the user in the home directory that the password file
+	// names, and then /etc/ssh/ssh_config. So the test mounts its own configuration over /etc/ssh/ssh_config.
 	command = append(on(t, hosts[0]), "sh", "-c", `mount --bind "$0" /etc/ssh/ssh_config && exec "$@"`,
 		at("ssh_config"))
 	return hosts, command, []string{"--ssh-port", sshdPort, "--ssh-identity-file", at("user")}
@@ -399,7 +400,7 @@ func TestHvdrunIsKilledOverSSH(t *testing.T) {
 func TestLinkDownUnderHvdrun(t *testing.T) {
 	const (
 		liveness = 3 * time.Second
-		deadline = 40 * time.Second // hvdrun gives the others 10 s to notice and to end
+		deadline = 40 * time.Second // hvdrun gives the other ranks 10 s to notice the loss and to end
 	)
 	t.Parallel()
 	hosts, command, flags := sshHosts(t, 2)

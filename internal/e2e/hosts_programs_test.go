@@ -19,14 +19,14 @@ import (
 )
 
 const (
-	// storeAddrVariable names the variable that tells the program store the address to listen on.
+	// storeAddrVariable names the variable that tells the program "store" the address to listen on.
 	storeAddrVariable = "GOHVD_E2E_STORE"
-	// secondsVariable names the variable that tells the program checked for how many seconds to run
+	// secondsVariable names the variable that tells the program "checked" for how many seconds to run
 	// operations.
 	secondsVariable = "GOHVD_E2E_SECONDS"
-	// idVariable and methodVariable name variables that tell the program checked how to meet the other ranks.
-	// One has the form "RANK SIZE ID", and the other is a URL. If neither is set, the program uses the
-	// default of Init.
+	// idVariable and methodVariable name variables that tell the program "checked" how to meet the other
+	// ranks. The first has the form "RANK SIZE ID", and the second is a URL. If neither is set, the program
+	// uses the default of Init.
 	idVariable     = "GOHVD_E2E_ID"
 	methodVariable = "GOHVD_E2E_METHOD"
 )
@@ -53,7 +53,7 @@ func initialize(ctx context.Context) error {
 	return hvd.InitWithID(ctx, id, rank, size)
 }
 
-// makeID is the program id. It prints a new unique id and serves the ranks that use this id. It ends when
+// makeID is the program "id". It prints a new unique id and serves the ranks that use this id. It ends when
 // standard input ends.
 func makeID(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
@@ -77,8 +77,8 @@ func overHosts(run func() error) int {
 	return 0
 }
 
-// serveStore is the program store, which serves the store of a job without hvdrun. It prints its address and
-// ends when standard input ends.
+// serveStore is the program "store", which serves the store of a job without hvdrun. It prints its address
+// and ends when standard input ends.
 func serveStore() error {
 	s, err := secret.Parse(os.Getenv("HVD_SECRET"))
 	if err != nil {

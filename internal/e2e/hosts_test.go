@@ -28,7 +28,7 @@ type spread struct {
 	running sync.WaitGroup
 }
 
-// locked is a writer that appends to the standard error output of a job.
+// locked is a writer that appends to the standard error output of a job while it holds the lock of the job.
 type locked struct{ *job }
 
 func (l locked) Write(p []byte) (int, error) {
@@ -242,11 +242,11 @@ func TestLinkComesBack(t *testing.T) {
 	s.tell()
 }
 
-// One of two hosts has no link when the job starts. Every rank on both hosts fails when its time to meet the
-// others is over. Its error names the rank or the store that it could not reach.
+// One of two hosts has no link when the job starts. Every rank on both hosts fails when its time limit for
+// meeting the other ranks is reached. Its error names the rank or the store that it could not reach.
 func TestNoLinkAtStart(t *testing.T) {
 	t.Parallel()
-	const deadline = 30 * time.Second // if it takes longer, the job hangs; the time to meet is 3 s
+	const deadline = 30 * time.Second // if it takes longer, the job hangs; the time limit for meeting is 3 s
 	hosts := testnet.NewHosts(t, 2)
 	missed := []string{"waiting for rank 1: ", "store: dial " + hosts[0].Addr.String()}
 	hosts[1].SetLink(false)

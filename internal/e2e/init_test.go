@@ -24,8 +24,8 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// The first three variables tell the program dies which rank is the victim, after which step of Init the
-// victim dies, and how much later.
+// The first three variables tell the program "dies" which rank is the victim, after which step of Init the
+// victim dies, and how long after this step.
 const (
 	victimVariable = "GOHVD_E2E_VICTIM"
 	stepVariable   = "GOHVD_E2E_STEP"

@@ -31,7 +31,7 @@ func TestKill(t *testing.T) {
 	for _, program := range []string{"large", "arena", "small", "waiting", "mixed", "joined"} {
 		for _, memory := range []string{"shm", "tcp"} {
 			if program == "arena" && memory == "tcp" {
-				continue // over TCP, the programs arena and large do the same
+				continue // over TCP, the programs "arena" and "large" do the same
 			}
 			for _, negotiation := range []string{"event", "lockstep"} {
 				for victim := range ranks {

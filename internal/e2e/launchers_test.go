@@ -19,7 +19,7 @@ import (
 )
 
 // Open MPI, MPICH and torchrun start ranks. The ranks find each other, know their rank, local rank and cross
-// rank, and can call Init again after Shutdown. The program again does this five times.
+// rank, and can call Init again after Shutdown. The program "again" does this five times.
 func TestOtherLaunchers(t *testing.T) {
 	self, err := os.Executable()
 	if err != nil {
@@ -70,8 +70,8 @@ func TestOtherLaunchers(t *testing.T) {
 	}
 }
 
-// launched starts ranks on hosts with the variables that a launcher sets, in place of this launcher, which is
-// not installed. It checks that the ranks meet and that operations work.
+// launched starts ranks on hosts, in place of a launcher that is not installed. The ranks get the variables
+// that this launcher sets. It checks that the ranks meet and that operations work.
 func launched(t *testing.T, hosts []*testnet.Host, perHost int, env func(rank, host, local int) []string) {
 	t.Helper()
 	s, ctx := newSpread(t)

@@ -27,8 +27,8 @@ const programVariable = "GOHVD_E2E_PROGRAM"
 
 var hvdrunPath string
 
-// There are too many combinations in the tests of deaths to run all of them each time. So the tests run
-// samples of them, unless the flag -whole is set.
+// The tests of deaths have too many combinations to run all of them each time. So they run samples of the
+// combinations, unless the flag -whole is set.
 var (
 	whole = flag.Int("whole", 0,
 		"run the matrices of deaths, faults and endings so often; 0 runs a sample of each once")

@@ -46,8 +46,8 @@ func TestStoppedRankWritesNothing(t *testing.T) {
 // Shared memory cannot be allocated. The job fails before any operation, with one clear error that states the
 // size. If the user's list of backends has TCP too, the job uses TCP instead.
 func TestNoSharedMemory(t *testing.T) {
-	// These limits are in KiB. nothing is too little for the control channels. controlAlone is enough for the
-	// control channels and too little for a lane.
+	// The constants are limits in KiB. The limit "nothing" is too low for the control channels. The limit
+	// "controlAlone" is high enough for the control channels, but too low for a lane.
 	const nothing, controlAlone = 40, 1000
 	for _, c := range []struct {
 		operations string

@@ -338,7 +338,7 @@ func sums(ctx context.Context) error {
 	return nil
 }
 
-// stopVariable names the variable with the path of the stop file. The program steady ends when this file
+// stopVariable names the variable with the path of the stop file. The program "steady" ends when this file
 // exists.
 const stopVariable = "GOHVD_E2E_STOP"
 

@@ -199,7 +199,7 @@ func isClientHello(data []byte) bool {
 		int(binary.BigEndian.Uint16(data[3:]))+5 == len(data)
 }
 
-// hasRound reports whether data contains a tensor of the program steady. Such a tensor is the int64 0
+// hasRound reports whether data contains a tensor of the program "steady". Such a tensor is the int64 0
 // followed by the number of a round.
 func hasRound(data []byte) bool {
 	for i := 0; i+16 <= len(data); i++ {

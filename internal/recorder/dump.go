@@ -121,7 +121,7 @@ func (r *Recorder) Dump(about About) *analysis.Snapshot {
 	return d
 }
 
-// word returns text if the condition says is true, and "" otherwise.
+// word returns text if the parameter says is true. Otherwise it returns "".
 func word(text string, says bool) string {
 	if !says {
 		return ""
@@ -138,7 +138,7 @@ func cut(text string, most int) string {
 	return strings.ToValidUTF8(text, "\uFFFD")
 }
 
-// OperationsOf returns the number of operations that each rank's dump has at most when hvdrun asks for dumps.
+// OperationsOf returns the maximum number of operations in the dump of each rank when hvdrun asks for dumps.
 // size is the number of ranks in the job.
 func OperationsOf(size int) int { return min(max(operationsOfAll/max(size, 1), 16), DefaultOperations) }
 
@@ -186,7 +186,7 @@ func pack(b *bytes.Buffer, plain []byte) error {
 }
 
 // Decode decodes the result of Encode. It returns ErrMalformed if the input is not valid. For any input, it
-// uses at most the memory that maxPlainBytes of JSON need.
+// uses at most as much memory as for maxPlainBytes bytes of JSON.
 func Decode(text []byte) (*analysis.Snapshot, error) {
 	if len(text) > MaxBytes {
 		return nil, fmt.Errorf("recorder: %w: got %d bytes, want at most %d", ErrMalformed, len(text),

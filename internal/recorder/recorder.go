@@ -47,8 +47,8 @@ type slot struct {
 }
 
 // New returns a recorder with room for the given number of operations, or for 1 if the number is less. It
-// allocates all memory of the recorder, which is 128 bytes per operation. In addition, recorded tensors'
-// names and shapes stay in memory while the recorder has them.
+// allocates all memory of the recorder, which is 128 bytes per operation. In addition, the names and shapes
+// of the recorded tensors stay in memory until their slots are overwritten.
 func New(operations int) *Recorder { return &Recorder{slots: make([]slot, max(operations, 1))} }
 
 // Record records an operation that has ended. It allocates no memory. It blocks only while another goroutine

@@ -23,7 +23,8 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 const ms = time.Millisecond
 
-// operation returns an allreduce of the named tensors in set 0. It has grant n and ended at the time ended.
+// operation returns an allreduce of the named tensors in set 0. The number of its grant is n, and it ended at
+// the time in ended.
 func operation(n uint64, ended time.Duration, names ...string) *trace.Operation {
 	op := &trace.Operation{
 		Number: n, Kind: message.Allreduce, Backend: message.SHM, Granted: ended - 2*ms, Begun: ended - ms,

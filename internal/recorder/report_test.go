@@ -34,15 +34,15 @@ func job(size int) []*rankAt {
 	return all
 }
 
-// waits adds allreduces that the rank submitted at the time since. They have not been granted.
+// waits adds allreduces that the rank submitted at the time in since. They have not been granted.
 func (k *rankAt) waits(since time.Duration, names ...string) {
 	for _, name := range names {
 		k.Pending = append(k.Pending, trace.Pending{Kind: message.Allreduce, Name: name, Submitted: since})
 	}
 }
 
-// runs adds an allreduce that the rank submitted at the time since. It has been granted. If begun is not 0,
-// the rank began to execute it at the time begun.
+// runs adds an allreduce that the rank submitted at the time in since. The allreduce has been granted. If
+// begun is not 0, it is the time at which the rank began to execute the allreduce.
 func (k *rankAt) runs(since, begun time.Duration, number uint64, name string) {
 	k.Pending = append(k.Pending, trace.Pending{
 		Kind: message.Allreduce, Backend: message.TCP, Name: name, Submitted: since, Granted: since + ms,

@@ -100,8 +100,8 @@ type Clock struct {
 	Monotonic time.Duration
 }
 
-// Job returns a name for one epoch of a job. c must be the clock of rank 0. Each epoch of each job has
-// another name. If the domain of the clock is unknown, Job returns "".
+// Job returns a name for one epoch of a job. c must be the clock of rank 0. No two epochs have the same name.
+// If the domain of the clock is unknown, Job returns "".
 func (c Clock) Job() string {
 	if c.Domain == "" {
 		return ""

@@ -92,9 +92,9 @@ class Chunk:
             self.close_fd()
 
     def take(self, size: int) -> int:
-        """Takes size bytes and returns their offset, or -1 if there is no room.
+        """Allocates size bytes and returns their offset, or -1 if there is no room.
 
-        It prefers memory of exactly this size that was given back. Otherwise it takes the first free memory that is
+        It prefers memory of exactly this size that was freed before. Otherwise it uses the first free memory that is
         large enough.
         """
         same = self._bins.get(size)
@@ -150,8 +150,8 @@ Extent = Tuple[Chunk, int, int]
 class Block:
     """Memory that operations read and write in place.
 
-    ``free`` gives the memory back, and the view must not be used afterwards. If ``free`` is not called, the memory is
-    given back when the block and all objects made of its view (slices, numpy arrays, tensors) are gone.
+    ``free`` frees the memory, and the view must not be used afterwards. If ``free`` is not called, the memory is freed
+    when the block and all objects made of its view (slices, numpy arrays, tensors) are gone.
     """
 
     __slots__ = ("nbytes", "view", "_finalizer", "__weakref__")
@@ -171,7 +171,7 @@ class Block:
 
 
 def rounded(nbytes: int) -> int:
-    """Returns the number of bytes of a chunk that a block of nbytes takes."""
+    """Returns how many bytes of a chunk a block of nbytes bytes occupies."""
     unit = PAGE if nbytes >= _PAGED_FROM else ALIGNMENT
     return max(-(-nbytes // unit), 1) * unit
 
@@ -192,7 +192,7 @@ class Arena:
         self._returned: Deque[Extent] = collections.deque()
 
     def take(self, nbytes: int) -> Extent:
-        """Takes nbytes bytes and returns their place. The memory is not zeroed. Raises MemoryError if there is not
+        """Allocates nbytes bytes and returns their place. The memory is not zeroed. Raises MemoryError if there is not
         enough memory.
         """
         size = rounded(nbytes)
@@ -220,7 +220,7 @@ class Arena:
         self._returned.append(extent)
 
     def collect(self) -> None:
-        """Frees the memory that was given back, and drops chunks in which no memory is taken any more."""
+        """Frees the memory that was given back, and drops chunks in which no memory is in use any more."""
         dropped: List[Chunk] = []
         with self._lock:
             self._collect(dropped)

@@ -241,7 +241,9 @@ class Client:
             self._child.end(_EXIT_SECONDS)
 
     def _end(self, why: Callable[[], Exception]) -> None:
-        """Closes the connection. All pending requests end with the error that why returns. The caller holds _lock."""
+        """Closes the connection. All pending requests end with the error that the function why returns. The caller
+        holds _lock.
+        """
         if self._over is not None:
             return
         self._over = why
@@ -375,9 +377,9 @@ class Client:
                     self._notify(_NOW)
 
     def _notify(self, when: int) -> None:
-        """Makes sure that the sidecar looks at the ring. If when is _NOW, it looks immediately. If when is _SOON, it
-        looks within a millisecond, and while submissions follow each other closely no doorbell is sent. The caller
-        holds _lock.
+        """Makes sure that the sidecar looks at the ring. If the argument when is _NOW, the sidecar looks immediately.
+        If it is _SOON, the sidecar looks within a millisecond, and while submissions follow each other closely no
+        doorbell is sent. The caller holds _lock.
         """
         words = self._words
         # No submission is missed. The sidecar sets _LOOKING before it looks at the ring. If the new value requires
@@ -444,8 +446,8 @@ class Client:
         """Begins an operation and returns it as a pending request.
 
         The object keep is kept alive until the operation is done. The sidecar sees the submission within a millisecond.
-        If later is true, it may see the submission only at the next notify_now, submission or wait. The memory that op
-        uses must not be touched until the operation is done.
+        If the argument later is true, the sidecar may not see the submission before the next notify_now, submission or
+        wait. The memory that op uses must not be touched until the operation is done.
 
         Raises ValueError if the name in op.key is in use. A name is in use until its operation is done. If held is
         true, the name stays in use until wait has ended or the attribute held of the returned request is set to False.
@@ -520,8 +522,8 @@ class Client:
                 p.held = False
 
     def in_use(self, key: Tuple[int, str]) -> bool:
-        """Returns whether the name is in use, according to the completions that have been read. It reads no further
-        ones.
+        """Returns whether the name is in use, according to the completions that have been read. It does not read any
+        further completions.
         """
         p = self._names.get(key)
         return p is not None and p.in_use()
@@ -560,7 +562,7 @@ class Client:
             chunk.close_fd()
 
     def take(self, nbytes: int) -> Extent:
-        """Takes nbytes bytes of memory that the sidecar has mapped, and returns their place."""
+        """Allocates nbytes bytes of memory that the sidecar has mapped, and returns their place."""
         extent = self.arena.take(nbytes)
         try:
             self.ensure_mapped(extent[0])
@@ -610,9 +612,9 @@ class Client:
     def wait(self, p: Pending, others: Sequence[Pending] = ()) -> None:
         """Waits until p is done, and raises the error of p if there is one. Afterwards the name of p is free.
 
-        others are the requests for which the caller waits next. To save wake-ups, the thread may sleep until half of
-        them are done too. An exception of a signal handler ends the wait. In that case the name becomes free as soon as
-        p is done, because the caller may have lost p.
+        The argument others has the requests for which the caller waits next. To save wake-ups, the thread may sleep
+        until half of them are done too. An exception of a signal handler ends the wait. In that case the name becomes
+        free as soon as p is done, because the caller may have lost p.
         """
         try:
             self._wait(p, others)
@@ -630,7 +632,7 @@ class Client:
                 words[_WANTED] = _POLLING
             self.notify_now()
             # _SEEN is read before the done flags, because other threads may handle completions between the two.
-            # Otherwise until could exceed the number of completions that can come.
+            # Otherwise the value of until could exceed the number of completions that can come.
             until = words[_SEEN] + 1
             until += len([True for q in others if q.in_ring and not q.done]) // 2
             if self._take_turn(_WAITING, p, until):
@@ -676,8 +678,8 @@ class Client:
 
     def _take_turn(self, flags: Tuple[int, ...], p: Optional[Pending] = None, until: int = 0) -> bool:
         """Makes this thread the reader and reads until p is done, or reads once if p is None. While the thread sleeps,
-        the sidecar wakes it when the number of completions in the ring reaches until. Returns False if another thread
-        is the reader.
+        the sidecar wakes it when the number of completions in the ring reaches the value of until. Returns False if
+        another thread is the reader.
         """
         # A signal handler may raise an exception between any two steps, even right after _reader was taken or in the
         # first finally block. The nested finally blocks release _reader in each of these cases, so that other threads
@@ -749,8 +751,8 @@ class Client:
             os.sched_yield()
 
     def _may_sleep(self, until: int) -> bool:
-        """Asks the sidecar for a doorbell when the number of completions in the ring reaches until. Returns whether the
-        thread may sleep.
+        """Asks the sidecar for a doorbell when the number of completions in the ring reaches the value of until.
+        Returns whether the thread may sleep.
 
         If another thread waits, the doorbell is for the next completion. If there is a new completion or unread data
         already, _may_sleep handles it and returns False. The caller holds _reader.

@@ -154,14 +154,14 @@ class Call(Generic[A]):
             self.pending.held = False
 
     def known(self) -> bool:
-        """Returns whether the operation is done, according to the completions that have been read. It reads no further
-        ones.
+        """Returns whether the operation is done, according to the completions that have been read. It does not read any
+        further completions.
         """
         return self.pending is None or self.pending.done
 
     def settle(self, others: Sequence[Call[A]]) -> None:
-        """Waits until the operation is done, with or without an error. others are the operations for which the caller
-        waits next.
+        """Waits until the operation is done, with or without an error. The argument others has the operations for which
+        the caller waits next.
         """
         pending, plan = self.pending, self.plan
         if pending is None or plan is None:

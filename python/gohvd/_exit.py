@@ -24,16 +24,16 @@ def _describe(e: BaseException) -> str:
 
 
 def of_shutdown() -> Tuple[str, bool]:
-    """Returns the reason to send with an explicit shutdown, and whether the shutdown is a failure. A shutdown is never
-    a failure, because the program may have handled the exception.
+    """Returns the reason to send with an explicit shutdown, and whether the shutdown is a failure. An explicit shutdown
+    is never a failure. Even if it follows an exception, the program may have handled the exception.
     """
     e = sys.exc_info()[1]
     return (f"while handling {_describe(e)}" if e is not None else "", False)
 
 
 def of_exit() -> Tuple[str, bool]:
-    """Returns the reason why this process exits, and whether the exit is a failure. It is one after an uncaught
-    exception.
+    """Returns the reason why this process exits, and whether the exit is a failure. The exit is a failure if it follows
+    an uncaught exception.
     """
     e: Optional[BaseException] = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if e is None or hasattr(sys, "ps1"):  # in an interactive interpreter, an exception does not end the process

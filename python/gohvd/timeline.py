@@ -17,7 +17,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     to another file, that timeline ends. If it is already being written to this file, nothing changes.
 
     Raises ValueError before ``init`` and if the file cannot be created. As in Horovod, it also raises ValueError if
-    HOROVOD_TIMELINE is not set. Set it to the first file, or to DYNAMIC.
+    HOROVOD_TIMELINE is not set. Set the variable to the path of the first file, or to DYNAMIC.
     """
     path = os.path.abspath(os.fspath(file_path))  # the sidecar's working directory may be different
     _ready("start_timeline")
