@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Compares this library with the others that the machine has, and writes docs/benchmarks.md with its chart.
+# Measures gohvd and the other libraries that are installed on this machine, and writes docs/benchmarks.md with a chart.
+# These environment variables change what it does:
 #
-#   ROUNDS=5       rounds, in each of which every program runs once
-#   NPS="2 4"      numbers of ranks
-#   PEERS="..."    programs, of those in bench/peers/run.sh; default: all that are there
-#   QUICK=1        a short look: 2 rounds, small sizes, little time for each; the page is written beside the results
-#   RESULTS=DIR    where the results go, by default a new folder of the temporary directory
-#   PAGE=FILE.md   the page, by default docs/benchmarks.md
-#   BENCH_...      as bench/peers/README.md says
+#   ROUNDS=5       the number of rounds; in each round every program runs once
+#   NPS="2 4"      the numbers of ranks
+#   PEERS="..."    names of programs in bench/peers/run.sh; the default is all that are installed
+#   QUICK=1        run a short measurement: 2 rounds, small sizes, short times; the page is written beside the results
+#   RESULTS=DIR    the folder for the results; the default is a new folder in the temporary directory
+#   PAGE=FILE.md   the page; the default is docs/benchmarks.md
+#   BENCH_...      see bench/peers/README.md
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -37,7 +38,7 @@ for tool in unshare ip timeout gcc g++; do
 	fi
 done
 found=()
-offer() { # PEERS PACKAGES TEST...: PEERS are there if TEST succeeds
+offer() { # PEERS PACKAGES TEST...: PEERS are installed if the command TEST succeeds, else PACKAGES are missing
 	local peers=$1 packages=$2
 	shift 2
 	if "$@" >/dev/null 2>&1; then
@@ -83,22 +84,22 @@ field() { lscpu | sed -n "s/^$1: *//p" | head -1; }
 } >"$out/about.txt"
 echo "make bench-peers ROUNDS=$rounds NPS=\"$nps\"${QUICK:+ QUICK=1}" >"$out/commands.txt"
 
-# Nothing else depends on it.
+# A failure is not fatal, because no other result depends on the limits.
 [ -n "${QUICK:-}" ] || bench/peers/run.sh limits >"$out/limits.csv" || echo "bench-peers: the limits of this machine were not measured to the end" >&2
 for ((round = 1; round <= rounds; round++)); do
 	for np in $nps; do
-		# Every other round goes backwards, so that nobody is always the one after somebody else.
+		# Every second round runs the programs in reverse order, so that no program always runs after the same one.
 		order=("${peers[@]}")
 		if ((round % 2 == 0)); then
 			order=()
 			for p in "${peers[@]}"; do order=("$p" ${order[@]+"${order[@]}"}); done
 		fi
 		for p in "${order[@]}"; do
-			# Who spins needs a core for each rank.
+			# A program that spins needs a core for each rank.
 			[ "$p" != ompi-spin ] || [ "$np" -le "$cores" ] || continue
 			file=$out/$p-np$np-round$round.csv
 			start=$SECONDS
-			OUT=$file bench/peers/run.sh "$p" "$np" >/dev/null || true # the file says so
+			OUT=$file bench/peers/run.sh "$p" "$np" >/dev/null || true # the file contains the failure
 			echo "round $round of $rounds, np=$np, $p: $(grep -c '^[a-z]' "$file" || true) rows in $((SECONDS - start)) s" >&2
 		done
 	done

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Draws results over the size of the tensors, as SVG.
+"""Plots benchmark results against the size of the tensors, as SVG.
 
-The files are CSV of hvdbench (--format csv) or of the programs in bench/peers. Each line of the drawing stands for the
-results that differ in nothing but their size; the legend names what tells the lines apart. Several results of one size
-count as their median.
+The input files are CSV files from hvdbench (--format csv) or from the programs in bench/peers. Results that differ only
+in size form one line of the plot, and the legend shows in which attributes the lines differ. If a line has several
+results of the same size, the plot shows their median.
 """
 
 import argparse
@@ -15,7 +15,8 @@ import sys
 from html import escape
 
 HARNESS = ["peer", "op", "np", "bytes", "iters", "median_us", "min_us", "algbw_GBps", "busbw_GBps"]
-SAME = {"op": "collective", "np": "ranks", "median_us": "p50_us"}  # the harness's names of hvdbench's columns
+# Maps the column names of bench/peers to those of hvdbench.
+SAME = {"op": "collective", "np": "ranks", "median_us": "p50_us"}
 ATTRIBUTES = ["peer", "collective", "ranks", "path", "memory", "touch", "type", "redop", "root", "placement"]
 NUMBERS = ["bytes", "ranks", "p50_us", "algbw_GBps", "busbw_GBps"]
 METRICS = {  # column, label, whether the axis is logarithmic
@@ -26,11 +27,13 @@ METRICS = {  # column, label, whether the axis is logarithmic
 
 
 class InputError(Exception):
-    """Something about the files is wrong. The text names file and line."""
+    """An error in the input files. The text names the file and, if possible, the line."""
 
 
 def read_results(name, lines):
-    """Returns the rows of a CSV as dictionaries by hvdbench's names of the columns. Rows without a header are the harness's."""
+    """Returns the rows of a CSV file as dictionaries with hvdbench's column names. A file without a header is from
+    bench/peers.
+    """
     rows, columns = [], HARNESS
     for number, text in enumerate(lines, 1):
         if not text.strip() or text.startswith("#"):
@@ -51,14 +54,14 @@ def read_results(name, lines):
 
 
 def describe(attribute, row):
-    """How a legend names the value of an attribute."""
+    """Returns the text in the legend for the value of an attribute."""
     value = row.get(attribute, "")
     words = {"ranks": f"{value} ranks", "root": f"root {value}", "touch": "touched" if value == "true" else "untouched"}
     return words.get(attribute, value) if attribute in row else ""
 
 
 def make_series(rows, column):
-    """Returns [(name, [(bytes, value)])]."""
+    """Returns the lines of the plot as a list of pairs (name, points). Each point is a pair (bytes, value)."""
     rows = [row for row in rows if row["bytes"] > 0 and 0 < row[column] < math.inf]
     varying = [a for a in ATTRIBUTES if len({row.get(a) for row in rows}) > 1]
     if len({row["file"] for row in rows}) > 1:
@@ -74,13 +77,14 @@ WIDTH, HEIGHT = 860, 480
 LEFT, TOP, PLOT_WIDTH, PLOT_HEIGHT = 72, 52, 540, 364
 BOTTOM, RIGHT = TOP + PLOT_HEIGHT, LEFT + PLOT_WIDTH
 LEGEND_ROW = 22
-# Colours that people with any colour vision can tell apart (Okabe and Ito, Color universal design, 2008), without the yellow.
+# These colours can be distinguished with any colour vision (Okabe and Ito, Color universal design, 2008). Their yellow
+# is left out.
 COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#333333"]
 DASHES = ["", ' stroke-dasharray="7 4"', ' stroke-dasharray="2 3"']
 
 
 def plain(value):
-    """A number without an exponent and without trailing zeros."""
+    """Formats a number without an exponent and without trailing zeros."""
     return f"{value:.6f}".rstrip("0").rstrip(".")
 
 
@@ -121,7 +125,7 @@ def value_axis(values, logarithmic):
 
 
 def draw(title, label, logarithmic, series):
-    """Returns the drawing of make_series's result. It is as high as its legend needs."""
+    """Returns the SVG of the lines in series, as returned by make_series. The image is high enough for the legend."""
     x, x_ticks = size_axis([size for _, points in series for size, _ in points])
     y, y_ticks = value_axis([value for _, points in series for _, value in points], logarithmic)
     height = max(HEIGHT, TOP + 10 + LEGEND_ROW * len(series))
@@ -176,7 +180,7 @@ def main():
             break
     else:
         raise InputError("there is no result with a size to draw")
-    # The title says what all results have in common.
+    # The default title has the attributes that all results have in common.
     common = [describe(a, rows[0]) for a in ("collective", "ranks", "path", "memory", "type", "redop", "placement") if len({row.get(a) for row in rows}) == 1]
     svg = draw(args.title or ", ".join(filter(None, common)), label, logarithmic, series)
     with open(args.output, "w", encoding="utf-8") as out:

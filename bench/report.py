@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the page that compares this library with others, from a folder that bench/compare.sh has filled."""
+"""Writes a page that compares gohvd with other libraries, from the results in a folder that bench/compare.sh has filled."""
 
 import argparse
 import os
@@ -10,7 +10,8 @@ from collections import defaultdict
 
 import plot
 
-MPI = ["ompi", "ompi-spin", "mpich"]  # what the ratios of collectives are relative to; Open MPI runs yielding and spinning
+# Ratios of collectives are relative to the best of these. Open MPI runs in two modes: yielding and spinning.
+MPI = ["ompi", "ompi-spin", "mpich"]
 PEERS = ["ompi", "ompi-spin", "ompi-tcp", "mpich", "gloo", "torch", "horovod"]  # the order of the columns
 COLLECTIVES = ["allreduce", "allgather", "broadcast", "barrier"]
 WORKLOADS = ["resnet50", "gpt2"]
@@ -37,7 +38,7 @@ median of these ratios over the rounds and, in parentheses, the least and the gr
 
 
 class Comparison:
-    """The medians in microseconds, times[op, ranks, bytes][peer][round]."""
+    """The medians of all runs. times[op, ranks, bytes][peer][round] is a median in microseconds."""
 
     def __init__(self, folder):
         self.times = defaultdict(lambda: defaultdict(dict))
@@ -53,7 +54,8 @@ class Comparison:
             self.failed += [f"round {number}: {line.removeprefix('# FAILED,').strip()}" for line in lines if line.startswith("# FAILED,")]
             for row in plot.read_results(name, lines):
                 rounds.add(number)
-                # Gloo's algorithms are one peer, which has the best of their times: its users may choose.
+                # Gloo's algorithms count as one peer, which has the best of their times, because a user of Gloo can
+                # choose the algorithm.
                 peer = "gloo" if row["peer"].startswith("gloo-") else row["peer"]
                 of = self.times[row["collective"], row["ranks"], row["bytes"]][peer]
                 of[number] = min(row["p50_us"], of.get(number, row["p50_us"]))
@@ -63,7 +65,9 @@ class Comparison:
         self.ranks = sorted({ranks for _, ranks, _ in self.times})
 
     def peers(self, ranks):
-        """Returns the names of ours, and those of the others, that have a time at so many ranks."""
+        """Returns the names of gohvd's variants and the names of the other peers that have results for this number of
+        ranks.
+        """
         seen = {peer for case, by_peer in self.times.items() if case[1] == ranks for peer in by_peer}
         own = sorted(peer for peer in seen if peer.split("-")[0] == "ours")
         return own, [peer for peer in PEERS if peer in seen] + sorted(seen - set(own) - set(PEERS))
@@ -75,7 +79,7 @@ class Comparison:
         return [case for mode in MODES for case in self.cases(f"{workload}_{mode}", ranks)]
 
     def best(self, cases, peers):
-        """Returns the least time of the peers in any of the cases by round, and the peer that has it most often."""
+        """Returns the least time in each round, over the given cases and peers, and the peer that has it most often."""
         times, winner = {}, {}
         for case in cases:
             for peer in peers:
@@ -86,7 +90,9 @@ class Comparison:
         return times, max(peers, key=wins.count) if wins else ""
 
     def ratio_rows(self, cases, against, scale, own):
-        """Yields rows of cells. Those of a workload are relative to the best of the others in its best mode."""
+        """Yields rows of the table of ratios. For a workload, a ratio is relative to the best time of any other peer in
+        any mode.
+        """
         for case in cases:
             base, who = self.best(cases if scale == 1000 else [case], against)
             cells = []
@@ -122,7 +128,7 @@ class Comparison:
         yield from table(f"{ranks} ranks", ["case", *own, *others], rows)
 
     def chart(self):
-        """Draws allreduce at the least number of ranks."""
+        """Returns an SVG of the bus bandwidth of allreduce at the smallest number of ranks."""
         ranks = self.ranks[0]
         own, others = self.peers(ranks)
         series = []
@@ -146,7 +152,7 @@ def name_of(case):
 
 
 def digits(value):
-    """Three digits, as many as are significant."""
+    """Formats a number with about three significant digits."""
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
@@ -165,7 +171,7 @@ def read_if_there(folder, name):
 
 
 def page(folder, comparison, chart):
-    """Returns the page. chart is the path of the drawing."""
+    """Returns the text of the page. chart is the path of the SVG file."""
     about = [f"- {line}\n" for line in read_if_there(folder, "about.txt").splitlines()]
     about.append(f"- Rounds: {comparison.rounds}; in each round every program ran once, in turn\n")
     command = read_if_there(folder, "commands.txt")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tests of the scripts beside it. cmd/hvdbench runs them with the Go tests."""
+"""Tests the scripts in this folder. The Go tests of cmd/hvdbench run these tests."""
 
 import os
 import subprocess
@@ -43,7 +43,8 @@ class Folder(unittest.TestCase):
 
 class Plot(Folder):
     def test_drawing(self):
-        many = [(f"s<{i}", [(4, 0.001), (1 << 10, 3), (256 << 20, i + 1)]) for i in range(40)]  # more than colours and rows beside the plot
+        # There are more lines than colours, and the legend is higher than the plot.
+        many = [(f"s<{i}", [(4, 0.001), (1 << 10, 3), (256 << 20, i + 1)]) for i in range(40)]
         for logarithmic, series in ((False, many), (False, [("x", [(1024, 7)])]), (True, [("x", [(8, 0.3), (64 << 20, 44000)])]), (True, [("x", [(8, 1)])])):
             root = xml.etree.ElementTree.fromstring(plot.draw('a < b & "c"', "y", logarithmic, series))
             self.assertEqual(len(root.findall(f"{SVG}polyline")), len(series))
@@ -105,7 +106,7 @@ class Report(Folder):
         self.add("ompi", "ompi", "allreduce", 1024, 4, 10)
         self.add("ompi-spin", "ompi-spin", "allreduce", 1024, 5, 2)
         self.add("mpich", "mpich", "allreduce", 1024, 40, 100)
-        self.add("gloo", "gloo-ring", "allreduce", 1024, 0.5, 0.25)  # not what the ratios are about
+        self.add("gloo", "gloo-ring", "allreduce", 1024, 0.5, 0.25)  # ratios of collectives are not relative to gloo
         self.add("gloo", "gloo-hd", "allreduce", 1024, 0.125, 8)
         self.add("ours", "ours", "resnet50_async", 102228128, 10000, 10000)
         self.add("ompi", "ompi", "resnet50_pertensor", 102228128, 40000, 20000)
@@ -121,16 +122,18 @@ class Report(Folder):
         self.assertEqual((done.returncode, done.stderr), (0, ""))
         self.assertEqual(self.read("chart.md"), golden("report.md"))
         for want in (
-            # Round 1: 2 and 1 of ompi's 4. Round 2: 3 and 1 of ompi-spin's 2.
+            # In round 1, the best of the others is ompi with 4, and ours have 2 and 1. In round 2, it is ompi-spin with
+            # 2, and ours have 3 and 1.
             "| allreduce 1 KiB | 3.00 ompi | **1.00** (0.50–1.50) | **0.38** (0.25–0.50) |",
-            # In each round against the best of all others in any mode: 30 ms of gloo, then 20 of ompi.
+            # Each round is compared with the best time of all others in any mode: 30 ms of gloo in round 1, and 20 ms
+            # of ompi in round 2.
             "| resnet50 async | 25.0 ompi | **0.42** (0.33–0.50) | – |",
             "| barrier | 1.00 ompi | **1.50** (1.50–1.50) of 1 | – |",
             "- round 2: mpich,2,status 124",
         ):
             self.assertIn(want, self.read("chart.md"))
         svg = xml.etree.ElementTree.fromstring(self.read("chart.svg"))
-        self.assertEqual(len(svg.findall(f"{SVG}polyline")), 6)  # gloo's algorithms are one
+        self.assertEqual(len(svg.findall(f"{SVG}polyline")), 6)  # gloo's algorithms form one line
 
     def test_errors(self):
         with self.assertRaisesRegex(plot.InputError, "no results"):

@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""What watching and negotiation cost: steps over ResNet-50's gradients with timeline, metrics or flight recorder, and steps of the
-backend without negotiation, against steps with none of the three.
+"""Measures the cost of the timeline, the metrics, the flight recorder and the negotiation, in steps over ResNet-50's
+gradients. Steps with one of the first three, and steps of the backend without negotiation, are compared with steps with
+none of the three.
 
     bench/watch-cost.py [ROUNDS [ITERATIONS [RANKS]]]
 
-In each round hvdbench runs once in each way, in random order. Printed are, for each way, the median of the rounds' ratios to the
-round's run without, and the 95 % interval of their mean (Student's t on logarithms). The time of a run is the median of its
-steps, each a job of its own; metrics are read from all ranks twice a second.
+In each round hvdbench runs once in each way, in random order, and each run is a job of its own. The time of a run is
+the median of its steps. In each round, it is divided by the time of the run with none of the three. For each way, the
+script prints the median of these ratios over the rounds, and the 95 % confidence interval of their mean (Student's t on
+logarithms). In the runs with metrics, the metrics of all ranks are read twice a second.
 """
 
 import csv
@@ -33,14 +35,16 @@ PORT = 19100
 
 
 def scrape(ended):
-    """Reads all ranks' metrics twice a second until ended, and returns how often that worked."""
+    """Reads the metrics of all ranks twice a second until the event ended is set. Returns the number of successful
+    reads.
+    """
     times = 0
     while not ended.wait(0.5):
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{PORT}/metrics", timeout=2) as response:
                 times += len(response.read()) > 0
         except OSError:
-            pass  # the job begins, or ends
+            pass  # the job has not started yet, or is ending
     return times
 
 
@@ -71,7 +75,7 @@ def run(way, programs, iterations, ranks):
 
 
 def t_quantile(df):
-    """The 97.5 % quantile of Student's t (Cornish and Fisher's expansion)."""
+    """Returns the 97.5 % quantile of Student's t distribution (Cornish and Fisher's expansion)."""
     z = 1.959964
     return z + (z**3 + z) / (4 * df) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * df**2)
 

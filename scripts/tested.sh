@@ -1,10 +1,10 @@
-# Says whether a slow check needs to run again. It does not if its input files have not changed since it last passed.
+# Reports whether a slow check has to run again: it has to if its input files have changed since it last passed.
 #
 #   scripts/tested.sh NAME         succeeds if check NAME has passed with the current files
 #   scripts/tested.sh --note NAME  records that check NAME has passed with the current files
 #
 # .ci/tested/NAME has a hash of the input files and is part of the repository. After a change of the input files, run
-# make NAME. Otherwise CI runs it.
+# "make NAME". If you do not, CI runs the check.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Runs hvdbench over the matrix that README.md describes, and prints its rows.
+"""Runs hvdbench for all cases in README.md, and prints the results in the format of the programs for the other
+libraries.
 
-HVD_PROGRAMS is the folder with hvdrun and hvdbench. The settings are the BENCH_ variables.
+The variable HVD_PROGRAMS is the folder with hvdrun and hvdbench. The settings are the variables that begin with BENCH_.
 """
 
 import csv
@@ -12,7 +13,8 @@ import sys
 VARIANTS = {"slices": [], "arena": ["--arena"], "raw": ["--raw"], "arena-raw": ["--arena", "--raw"]}
 OPS = ["barrier", "allreduce", "allgather", "broadcast", "resnet50", "gpt2"]
 MIB = 1 << 20
-# Sizes from, to, and by which factor. None of these ranges crosses 1 MiB, above which other times hold.
+# Each range is the first size, the last size, and the factor between successive sizes. No range crosses 1 MiB, because
+# larger sizes are measured for another time.
 RANGES = {
     "allreduce": [(4, 16 << 10, 16), (64 << 10, MIB, 4), (4 * MIB, 256 * MIB, 4)],
     "allgather": [(64 << 10, 64 << 10, 2), (4 * MIB, 64 * MIB, 16)],
@@ -21,7 +23,7 @@ RANGES = {
 
 
 def settings():
-    """Returns the BENCH_ variables, and stops if one is wrong."""
+    """Returns the settings in the BENCH_ variables. Ends the program if one of them is wrong."""
     def listed(name, known):
         words = [word for word in os.environ.get(name, "").split(",") if word] or list(known)
         wrong = set(words) - set(known)
@@ -44,11 +46,11 @@ def settings():
 
 
 def calls(s, variant):
-    """Yields the arguments of hvdbench for the cases of a variant."""
+    """Yields the arguments of each call of hvdbench for a variant."""
     def timed(seconds):
         return ["--seconds", str(seconds), "--max-seconds", str(s["hard"])]
 
-    if "barrier" in s["ops"] and "arena" not in variant:  # it has no tensor
+    if "barrier" in s["ops"] and "arena" not in variant:  # a barrier has no tensor
         yield ["barrier", *timed(s["small"])]
     for op, ranges in RANGES.items():
         for low, high, factor in ranges if op in s["ops"] else []:
@@ -75,7 +77,8 @@ def main():
     for variant in s["variants"]:
         name = peer if variant == "slices" else f"{peer}-{variant}"
         for arguments in calls(s, variant):
-            # Rank 0's times count, but for a broadcast the longest of all ranks.
+            # The times of rank 0 are used. For a broadcast, the longest time of all ranks is used, which is hvdbench's
+            # default.
             average = [] if arguments[0] == "broadcast" else ["--average", "0"]
             command = launch + arguments + average + VARIANTS[variant] + ["--out-of-place=false", "--format", "csv"]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# run.sh NAME [np]: builds one program if need be, runs it with np ranks (default 2) and prints its rows; with OUT=FILE
-# they are appended there too. See README.md.
+# run.sh NAME [np]: builds a program if necessary, runs it with np ranks (default 2) and prints its rows. If OUT=FILE is
+# set, it also appends the rows to FILE. See README.md.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 name=${1:?usage: run.sh NAME [np]}
@@ -9,7 +9,7 @@ built=${PEERS_BUILD:-${TMPDIR:-/tmp}/gohvd-peers}
 congestion=${BENCH_CC:-reno}
 mkdir -p "$built"
 
-# A network namespace of its own: only loopback, with the congestion control of an ordinary host.
+# The program runs in a new network namespace, which has only loopback, and the congestion control of an ordinary host.
 if [ "$congestion" != host ]; then
 	if [ -z "${IN_NETNS:-}" ]; then
 		as_root=()
@@ -25,7 +25,7 @@ trap 'rm -rf "$scratch"' EXIT
 export BENCH_NP=$np BENCH_PEER=$name BENCH_SHAPES=$here/../../cmd/hvdbench/shapes BENCH_STORE=$scratch
 export OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo
 
-older() { # TARGET SOURCE...: TARGET is missing, or older than a source
+older() { # TARGET SOURCE...: succeeds if TARGET is missing or older than one of the sources
 	local target=$1 source
 	shift
 	for source; do
@@ -41,7 +41,7 @@ build_gloo() {
 	older "$built/gloo_bench" "$here/gloo_bench.cc" "$here/bench.h" || return 0
 	g++ -O3 -march=native -std=c++17 -w "$here/gloo_bench.cc" -o "$built/gloo_bench" -lgloo -lpthread >&2
 }
-each_rank() { # one process for each rank, which finds its number in the environment
+each_rank() { # COMMAND...: runs the command once for each rank, with the number of the rank in BENCH_RANK
 	local pids=() r status=0
 	for ((r = 0; r < np; r++)); do
 		BENCH_RANK=$r "$@" &

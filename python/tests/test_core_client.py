@@ -208,7 +208,7 @@ class InTheJob(Bounded):
                 self.assertEqual(handles[i].wait()[0], i * hvd.size())
 
     def test_names_in_use(self) -> None:
-        """A name stays in use until the program has learned that its operation is done. This is so even if the
+        """A name stays in use until the program has learned that its operation is done. This is true even if the
         operation was done long before.
         """
         hvd.init()
@@ -867,7 +867,7 @@ class WithFake(Bounded):
 
 @unittest.skipUnless(programs.alone, "it has nothing to do with other ranks")
 class Ring(WithFake):
-    """Tests when the client sends doorbells, and after which completion it wants a doorbell from the sidecar."""
+    """Tests when the client sends doorbells, and after which completion it requests a doorbell from the sidecar."""
 
     class Sidecar:
         """The end of the ring that belongs to the sidecar."""

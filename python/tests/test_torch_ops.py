@@ -431,7 +431,7 @@ class OtherOperations(RanksTest):
 class Names(RanksTest):
     def test_same_name_twice(self) -> None:
         """A second operation with the same name is refused at every rank until the first operation is synchronized.
-        This is so even if the first operation is already done.
+        This is true even if the first operation is already done.
         """
         x = torch.ones(self.size)
         rows = torch.ones(self.size, dtype=torch.float64)

@@ -26,11 +26,11 @@ except ImportError:
 def broadcast_parameters(
     params: Union[Mapping[str, Optional[torch.Tensor]], Iterable[Any]], root_rank: int
 ) -> None:
-    """Overwrites the tensors in params, at all ranks, with the values at root_rank.
+    """Overwrites the tensors in params, at all ranks, with the values of rank root_rank.
 
     params is the result of model.state_dict(), or a sequence of parameters or of pairs (name, parameter). All ranks
     must pass the same parameters. They are changed in place, and all are in flight at the same time. Raises ValueError
-    if params is anything else.
+    if params has another form.
     """
     named: List[Tuple[Optional[str], Any]]
     if isinstance(params, collections.abc.Mapping):
@@ -52,8 +52,8 @@ def broadcast_parameters(
 
 
 def _broadcast_all(tensors: List[torch.Tensor], root_rank: int, names: List[Optional[str]]) -> None:
-    """Overwrites tensors with their values at root_rank. All of them are in flight at the same time. If one broadcast
-    fails, it raises the error without waiting for the others.
+    """Overwrites tensors with their values at rank root_rank. All of them are in flight at the same time. If one
+    broadcast fails, it raises the error without waiting for the others.
     """
     handles: List[int] = []
     try:
@@ -86,7 +86,9 @@ def _take_out(tree: Any, tensors: List[torch.Tensor]) -> Any:
 
 
 def _put_in(tree: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """Returns a copy of tree with each slot replaced by the next of tensors. It reverses _take_out."""
+    """Returns a copy of tree in which each slot is replaced by the next tensor of the argument tensors. It reverses
+    _take_out.
+    """
     if isinstance(tree, _Slot):
         return next(tensors)
     if isinstance(tree, dict):
@@ -178,10 +180,11 @@ def _sparse_parameters(model: Optional[torch.nn.Module]) -> Set[torch.Tensor]:
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: Optional[str] = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Returns the object that root_rank passes as obj, at all members of process_set. Other ranks' obj is ignored.
+    """Returns the object that root_rank passes as obj, at all members of process_set. The argument obj of the other
+    ranks is ignored.
 
-    root_rank is a rank of the job. The root gets its own object back, the other ranks a copy. broadcast_object makes
-    two broadcasts: one of the length, then one of the bytes.
+    root_rank is a rank of the job. The root gets its own object back, and the other ranks get a copy. broadcast_object
+    makes two broadcasts: one of the length, then one of the bytes.
     """
     # The name does not depend on obj. Horovod names the operation after the type of obj, and waits forever if the other
     # ranks pass None.
@@ -196,8 +199,8 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: Optional[str] = None) -> List[Any]:
-    """Returns a list of the objects of all ranks, by rank. It makes two allgathers: one of the lengths, then one of the
-    bytes.
+    """Returns a list of the objects of all ranks, in the order of the ranks. It makes two allgathers: one of the
+    lengths, then one of the bytes.
     """
     name = "allgather_object" if name is None else name
     data = _dumps(obj)

@@ -78,8 +78,8 @@ class _Torch(_engine.Framework[Tensor]):
         return torch.frombuffer(view, dtype=dtype).view(shape)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        # detach, so that autograd does not record the copy. torch also refuses to write to a leaf that requires a
-        # gradient.
+        # detach keeps autograd from recording the copy. Without detach, torch also refuses to write to a leaf that
+        # requires a gradient.
         if target.requires_grad:
             target = target.detach()
         target.copy_(source.detach() if source.requires_grad else source)
@@ -92,7 +92,7 @@ class _Torch(_engine.Framework[Tensor]):
         if len(data) != x.numel() * x.element_size():
             raise ValueError(f"got a result of {len(data)} bytes, want a {x.dtype} tensor of shape {shape}")
         if len(data):
-            # The data is copied into the memory of x, because torch makes no tensor over read-only memory.
+            # The data is copied into the memory of x, because torch cannot make a tensor over read-only memory.
             _engine.memory_at(x.data_ptr(), len(data))[:] = data
         return x if like.is_cpu else x.to(like.device)
 
@@ -163,7 +163,7 @@ def _check(tensor: Tensor) -> _engine.Code:
 
 
 class _Handles:
-    """A map from handles to operations in flight. A handle is a number. Numbers count from 1, again in each job."""
+    """A map from handles to operations in flight. A handle is a number. In each job, handles are counted from 1."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
@@ -182,7 +182,7 @@ class _Handles:
         return entry[0].done()
 
     def settle(self, number: int, others: Sequence[int]) -> None:
-        """Waits until an operation has ended. others are the handles for which the caller waits next."""
+        """Waits until an operation has ended. The argument others has the handles for which the caller waits next."""
         entry = self._entries.get(number)
         if entry is not None and not entry[0].known():
             entry[0].settle([self._entries[n][0] for n in others if n in self._entries])
@@ -219,9 +219,9 @@ def poll(handle: int) -> bool:
 def synchronize(handle: int) -> Any:
     """Waits until an operation is done and returns its result.
 
-    The result is a tensor. For a group it is a list of tensors, for an alltoall a tensor and the received splits. For a
-    handle that is unknown or was synchronized before it is None. Raises HorovodInternalError if the operation has
-    failed.
+    The result is a tensor. For a group it is a list of tensors, for an alltoall a tensor and the received splits. If
+    the handle is unknown or was synchronized before, the result is None. Raises HorovodInternalError if the operation
+    has failed.
     """
     return _handles.take(handle)
 
@@ -446,7 +446,9 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> List[Tensor]:
-    """Reduces tensors as ``allreduce`` does, and returns a list of new tensors. All of them are reduced or none."""
+    """Reduces tensors as ``allreduce`` does, and returns a list of new tensors. Either all tensors are reduced or none
+    is.
+    """
     op = _reduction(op, average)
     pairs = [compression.compress(t) for t in tensors]
     compressed = [p[0] for p in pairs]
@@ -552,7 +554,7 @@ def allgather_async(
 
 def _gathered_rows(rows: List[int], process_set: ProcessSet) -> List[Tuple[int, int]]:
     """Returns for each gathered tensor the index of this rank's first row in it, and the number of this rank's rows.
-    rows has this rank's numbers of rows.
+    The argument rows has the number of rows of this rank in each tensor.
     """
     everyone = allgather(torch.tensor([rows], dtype=torch.int64), process_set=process_set)
     me = process_set.rank()
@@ -610,7 +612,7 @@ class HorovodGroupedAllgather(torch.autograd.Function):
 def grouped_allgather(
     tensors: Sequence[Tensor], name: Optional[str] = None, process_set: ProcessSet = global_process_set
 ) -> List[Tensor]:
-    """Gathers tensors as ``allgather`` does, and returns the results. All of them are gathered or none."""
+    """Gathers tensors as ``allgather`` does, and returns the results. Either all tensors are gathered or none is."""
     if any([_wants_grad(t) for t in tensors]):
         return list(HorovodGroupedAllgather.apply(name, process_set, *tensors))
     return synchronize(_engine.begin_and_wait(grouped_allgather_async, tensors, name, process_set))
@@ -646,7 +648,7 @@ class HorovodBroadcast(torch.autograd.Function):
 def broadcast(
     tensor: Tensor, root_rank: int, name: Optional[str] = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Returns the tensor of rank root_rank, a rank of the job even if process_set is given.
+    """Returns the tensor of rank root_rank. root_rank is a rank of the job even if process_set is given.
 
     The tensor must have the same shape and type at all ranks.
     """
@@ -667,7 +669,7 @@ def broadcast_async_(
 def broadcast_(
     tensor: Tensor, root_rank: int, name: Optional[str] = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Overwrites a tensor with that of rank root_rank, without autograd, and returns it."""
+    """Overwrites a tensor with the tensor of rank root_rank, without autograd, and returns it."""
     return synchronize(_engine.begin_and_wait(broadcast_async_, tensor, root_rank, name, process_set))
 
 
@@ -847,7 +849,8 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> List[Tensor]:
-    """Reduces and scatters tensors as ``reducescatter`` does, and returns the results. All of them are reduced or none.
+    """Reduces and scatters tensors as ``reducescatter`` does, and returns the results. Either all tensors are reduced
+    or none is.
     """
     pairs = [compression.compress(t) for t in tensors]
     compressed = [p[0] for p in pairs]

@@ -152,7 +152,7 @@ class _Distributed(torch.optim.Optimizer):
             super().load_state_dict(*args, **kwargs)
 
     def _forget(self) -> None:
-        """Discards what the current step has begun. Operations in flight go on, but nobody waits for their results."""
+        """Discards the state of the current step. Operations in flight go on, but their results are not used."""
         _forget(self._handles)
         self._reset_delays()
 
@@ -217,8 +217,8 @@ class _Memory:
         self._last: Callable[[], Optional[memoryview]] = lambda: None
 
     def tensor(self, like: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor with the size, type and memory layout of like. The layout must be that of the parameter,
-        because autograd requires that of gradients.
+        """Returns a tensor with the size, type and memory layout of like. The layout must be the same as that of the
+        parameter, because autograd requires this of gradients.
         """
         count = like.numel()
         if count == 0:
@@ -262,7 +262,7 @@ class _DistributedOptimizer(_Distributed):
         # in place.
         self._views = views and self._compression is Compression.none
         self._memory: Dict[torch.Tensor, _Memory] = {}  # by parameter: the shared memory of its gradients
-        # By parameter with sparse gradients: their number of sparse dimensions.
+        # Maps each parameter with sparse gradients to the number of sparse dimensions of these gradients.
         self._was_sparse: Dict[torch.Tensor, int] = {}
         self._oversubscribed = _oversubscribed_host()
         self._synchronized = False
@@ -417,7 +417,8 @@ class _DistributedOptimizer(_Distributed):
         if grad is None:
             p.grad = _unflat(output, p.shape).to(p.dtype)
         elif grad.is_sparse:
-            # The object stays the same, as for dense gradients, because the program may refer to it.
+            # The values are written to the existing gradient, as for dense gradients, because the program may refer to
+            # this object.
             grad.zero_().add_(output if output.is_sparse else output.to_sparse(grad.sparse_dim()))
         elif grad.data_ptr() != output.data_ptr():
             grad.copy_(_unflat(output, grad.shape))
@@ -577,7 +578,7 @@ def _flat(p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
 
 
 def _unflat(tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Returns a tensor that _flat has returned in its original shape. It reverses _flat."""
+    """Converts a tensor that _flat has returned back to its original shape."""
     if tensor.shape == shape:
         return tensor
     return tensor.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1)
@@ -658,9 +659,9 @@ def DistributedOptimizer(
     compression: the compressor of the gradients.
     backward_passes_per_step: the number of backward passes whose gradients are added up before they are reduced. The
         sum is not divided by this number.
-    op: the reduction: Average, Sum, ... With Adasum each rank computes its own step, and the steps are combined.
-    gradient_predivide_factor: with Average, gradients are divided by this factor before the sum, and by size divided by
-        this factor after it.
+    op: the reduction, such as Average or Sum. With Adasum each rank computes its own step, and the steps are combined.
+    gradient_predivide_factor: with Average, each rank divides its gradients by this factor before the sum. The sum is
+        divided by size() / gradient_predivide_factor.
     groups: lists of parameters whose gradients are reduced together, or the number of groups to divide all parameters
         into. num_groups is the old name of this argument.
     sparse_as_dense: if true, sparse gradients are sent as dense tensors.
