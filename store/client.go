@@ -50,8 +50,8 @@ type Client struct {
 var _ Store = (*Client)(nil)
 
 // Dial connects to the server at addr, which has the form host:port. If the server cannot be reached, Dial
-// retries until ctx ends. Its error then wraps ctx.Err() and the error of the last attempt. The end of ctx
-// does not affect later calls.
+// retries until ctx ends. Its error then wraps ctx.Err() and the error of the last attempt. After Dial has
+// returned, the end of ctx has no effect.
 func Dial(ctx context.Context, addr string, cfg Config) (*Client, error) {
 	return connect(ctx, addr, cfg, pingInterval, serverSilence)
 }

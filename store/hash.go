@@ -260,7 +260,7 @@ func (s *HashStore) sleep(ctx context.Context, key string) {
 	}
 }
 
-// wake wakes the calls that wait for key. s.mu is held.
+// wake wakes the calls that wait for key. The caller holds s.mu.
 func (s *HashStore) wake(key string) {
 	if w := s.waits[key]; w != nil {
 		delete(s.waits, key)
@@ -268,10 +268,10 @@ func (s *HashStore) wake(key string) {
 	}
 }
 
-// isThere reports whether key has a value or a queue. s.mu is held.
+// isThere reports whether key has a value or a queue. The caller holds s.mu.
 func (s *HashStore) isThere(key string) bool { return s.hasValue(key) || s.queues[key] != nil }
 
-// hasValue reports whether key has a value. s.mu is held.
+// hasValue reports whether key has a value. The caller holds s.mu.
 func (s *HashStore) hasValue(key string) bool {
 	_, ok := s.values[key]
 	return ok
@@ -489,7 +489,7 @@ func (s *HashStore) tryPop(ctx context.Context, key string) ([]byte, bool, error
 	return value, ok, nil
 }
 
-// take removes and returns the first value of the queue of key. s.mu is held.
+// take removes and returns the first value of the queue of key. The caller holds s.mu.
 func (s *HashStore) take(key string) ([]byte, bool) {
 	q := s.queues[key]
 	if q == nil {
@@ -535,7 +535,7 @@ func (s *HashStore) begin(ctx context.Context) error {
 	return nil
 }
 
-// put sets the value of key to a copy of value, and wakes the calls that wait for key. s.mu is held.
+// put sets the value of key to a copy of value, and wakes the calls that wait for key. The caller holds s.mu.
 func (s *HashStore) put(key string, value []byte) error {
 	if err := CheckValue(value); err != nil {
 		return err
@@ -555,7 +555,8 @@ func (s *HashStore) put(key string, value []byte) error {
 	return nil
 }
 
-// room returns an error if the limits do not allow this number of additional keys and bytes. s.mu is held.
+// room returns an error if the limits do not allow this number of additional keys and bytes. The caller holds
+// s.mu.
 func (s *HashStore) room(keys int, bytes int64) error {
 	if keys > 0 && len(s.values)+len(s.queues)+keys > s.limits.Keys {
 		return &refusal{ErrLimit, fmt.Sprintf("the store has %d keys, and at most %d are allowed",

@@ -12,7 +12,8 @@ type record struct {
 	trace.Operation
 	// offset is the clock measurement. It is nil in records of other kinds.
 	offset *trace.Offset
-	// cycle is set if the record marks the beginning of a cycle. The time of the beginning is in Granted.
+	// cycle is set if the record marks the beginning of a cycle. In that case Granted is the time of the
+	// beginning.
 	cycle bool
 	// fused is the number of tensors in the operation, including tensors that this rank did not submit
 	// because it had joined.
@@ -22,9 +23,9 @@ type record struct {
 // when returns the time that decides how long the ring keeps the record.
 func (r *record) when() time.Duration { return max(r.Granted, r.Ended) }
 
-// batch holds records in flat slices of fixed capacity, so that adding a record only copies. If an operation
-// does not fit even into an empty batch, the batch allocates memory for this operation. It does so at most
-// once until reset.
+// batch holds records in flat slices of fixed capacity, so that adding a record does not allocate memory. If
+// an operation does not fit even into an empty batch, the batch allocates memory for this operation. It does
+// so at most once between two calls of reset.
 type batch struct {
 	records    []record
 	tensors    []trace.Tensor
@@ -92,8 +93,8 @@ func (b *batch) operation(op *trace.Operation) bool {
 // stoodIn reports whether this rank took part in op as an absent rank, without having submitted tensor n.
 func stoodIn(op *trace.Operation, n *trace.Tensor) bool { return op.Absent && n.Submitted == 0 }
 
-// keep copies the slice what to the end of memory and returns the copy, which shares memory's array. The
-// capacity of memory must suffice for the copy.
+// keep appends a copy of the second slice to the first, and returns the copy. The first slice must have
+// enough capacity, because earlier copies share its array.
 func keep[T any](memory *[]T, what []T) []T {
 	n := len(*memory)
 	*memory = append(*memory, what...)

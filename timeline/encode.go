@@ -15,8 +15,8 @@ type encoder interface {
 	// reset prepares the encoder for a new file.
 	reset()
 	// encode appends the encoding of the whole text to dst and returns the result as out. The result ends at
-	// a byte boundary. next is the buffer for the caller's next text. If dst is empty, encode may return text
-	// itself as out and dst as next.
+	// a byte boundary. next is a buffer that the caller can use for its next text. If dst is empty, encode
+	// may return text itself as out and dst as next.
 	encode(dst, text []byte) (out, next []byte)
 	// tail appends to dst the bytes that would complete the file if it ended here. It does not change the
 	// state of the encoder.

@@ -25,8 +25,8 @@ import (
 	"github.com/gohvd/gohvd/timeline/timelinetest"
 )
 
-// child runs the part of a test that needs a process of its own, and exits. The test starts its own binary
-// with the arguments what and args, and TestMain of the new process calls child.
+// child runs the part of a test that needs a process of its own, and exits. A test starts its own binary with
+// the arguments in what and args, and TestMain of the new process calls child.
 func child(what string, args []string) {
 	var err error
 	switch what {
@@ -68,14 +68,14 @@ func writeForever(path, most string) error {
 	}
 	number := uint64(0)
 	for {
-		for range 1 + rand.IntN(100) { // the smallest segments hold about 7 operations
+		for range 1 + rand.IntN(100) { // the smallest segments hold about 7 operations each
 			number++
 			tl.Record(simple(number, "a", "b\n", "c"))
 		}
 		if err := tl.Write(); err != nil {
 			return err
 		}
-		if tl.Dropped() == 0 { // otherwise the last operation may not be in the file
+		if tl.Dropped() == 0 { // if an operation was dropped, the last one may not be in the file
 			fmt.Println(number)
 		}
 	}
@@ -95,7 +95,7 @@ func TestKilled(t *testing.T) {
 			dir, cut := t.TempDir(), 0
 			path := filepath.Join(dir, c.name)
 			for range c.kills {
-				// Each process starts in the folder that has the files of the previous process.
+				// When a process starts, the folder still has the files of the previous process.
 				cmd := command(t, "write", path, c.most)
 				var stderr bytes.Buffer
 				cmd.Stderr = &stderr
@@ -269,8 +269,8 @@ func usage(t *testing.T, dir string) (sum int64) {
 	return sum
 }
 
-// Far more is recorded than MaxBytes. The files never take more than MaxBytes, the oldest segments are
-// removed, and the last operations are in the files.
+// The recorded operations need far more bytes than MaxBytes. The files never take more than MaxBytes, the
+// oldest segments are removed, and the last operations are in the files.
 func TestCap(t *testing.T) {
 	for _, name := range []string{"t.json", "t.json.gz"} {
 		dir := t.TempDir()
@@ -314,8 +314,8 @@ func TestCap(t *testing.T) {
 	}
 }
 
-// An operation has a tensor whose events are larger than a segment. It is dropped, so that the files stay
-// within MaxBytes, and the next operation is written.
+// The events of one tensor are larger than a segment. The operation of this tensor is dropped, so that the
+// files stay within MaxBytes, and the next operation is written.
 func TestTooLarge(t *testing.T) {
 	dir := t.TempDir()
 	cfg := testConfig(filepath.Join(dir, "t.json"))
@@ -446,8 +446,8 @@ func TestRingMemory(t *testing.T) {
 	}
 }
 
-// The operations of the period cfg.Last need more than MaxBytes. The file has the last of them and is no
-// larger than MaxBytes.
+// The operations of the period cfg.Last need more than MaxBytes. The file has the most recent of these
+// operations, and is not larger than MaxBytes.
 func TestRingCap(t *testing.T) {
 	dir := t.TempDir()
 	cfg := testConfig(filepath.Join(dir, "t.json"))
@@ -472,8 +472,8 @@ func TestRingCap(t *testing.T) {
 	}
 }
 
-// Write is called again without a new record, and does not touch the folder. After Close, Record does nothing
-// and Write returns ErrClosed.
+// Write is called again although there is no new record, and does not touch the folder. After Close, Record
+// does nothing and Write returns ErrClosed.
 func TestIdle(t *testing.T) {
 	dir := t.TempDir()
 	cfg := testConfig(filepath.Join(dir, "t.json"))
@@ -779,7 +779,8 @@ func readFile(path string) (*timelinetest.Summary, error) {
 	return timelinetest.Read(f)
 }
 
-// until records operations until the condition holds. It returns an error after 30 s.
+// until records operations repeatedly, and returns as soon as the function cond returns true. After 30 s it
+// returns an error.
 func until(what string, tl *Timeline, number *uint64, cond func() bool) error {
 	begin := time.Now()
 	for !cond() {
@@ -867,8 +868,8 @@ func fillDisk(path string) error {
 	return os.Remove(path)
 }
 
-// readOnly makes the folder read-only while a timeline writes to a file in it. A second timeline cannot be
-// started there. The first timeline writes its file to the end.
+// readOnly makes the folder read-only while a timeline writes to a file in it. It checks that a second
+// timeline cannot be started there, and that the first timeline still completes its file.
 func readOnly(path string) error {
 	dir := filepath.Dir(path)
 	cfg := testConfig(path)

@@ -26,7 +26,7 @@ const negotiate = "NEGOTIATE_"
 // names maps each kind of operation to the name of its negotiation. The names are Horovod's (RequestTypeName
 // in common.h). Kinds that Horovod does not have are named in the same style.
 var names = [...]string{
-	0:                 negotiate + "ERROR", // stands for an error without a known request
+	0:                 negotiate + "ERROR", // an error that belongs to no known request
 	message.Allreduce: negotiate + "ALLREDUCE", message.Allgather: negotiate + "ALLGATHER",
 	message.Broadcast: negotiate + "BROADCAST",
 	message.Alltoall:  negotiate + "ALLTOALL", message.Reducescatter: negotiate + "REDUCESCATTER",
@@ -123,7 +123,7 @@ func (f *formatter) clock(dst []byte, o *trace.Offset) []byte {
 	return append(dst, "}}"...)
 }
 
-// cycle appends the mark of the beginning of a cycle.
+// cycle appends an event that marks the beginning of a cycle.
 func (f *formatter) cycle(dst []byte, at time.Duration) []byte {
 	f.before.track = nil
 	return append(f.event(dst, "CYCLE_START", `i","s":"g`, &f.zero, at), '}')
@@ -289,7 +289,8 @@ func meta(dst []byte, name, pid string) []byte {
 	return append(append(dst, pid...), `,"args":{`...)
 }
 
-// arg appends the name of an argument. It appends a comma first, unless the argument is the event's first.
+// arg appends the name of an argument. If it is not the first argument of the event, arg appends a comma
+// before the name.
 func arg(dst []byte, name string) []byte {
 	if dst[len(dst)-1] != '{' {
 		dst = append(dst, ',')

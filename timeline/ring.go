@@ -9,7 +9,7 @@ import (
 
 // ring keeps the most recent records in memory.
 type ring struct {
-	last    time.Duration // records older than this are dropped
+	last    time.Duration // the length of the period that the ring covers; older records are dropped
 	max     int64         // the limit for size, in bytes
 	records []record
 	head    int           // the index in records of the oldest record in the ring

@@ -18,12 +18,12 @@ import (
 
 // sink is the destination of the encoded bytes: regular files or a stream.
 type sink interface {
-	// begin starts a new file and writes the bytes in first to it. The last bytes of first, tail in number,
-	// complete the file, and the next write overwrites them. The previous file becomes the segment with the
-	// given number.
+	// begin starts a new file with the content in first. The parameter tail is the number of bytes at the end
+	// of first that complete the file. The next write overwrites these bytes. The previous file becomes the
+	// segment with the given number.
 	begin(number int, first []byte, tail int) error
-	// write replaces the tail of the file by p and the new tail, so that the file is complete again. It
-	// returns how many bytes of p were written, even if it fails.
+	// write replaces the tail of the file by the bytes in p and a new tail, so that the file is complete
+	// again. It returns how many bytes of p were written, even if it fails.
 	write(p, tail []byte) (int, error)
 	// show renames the file to its final name if it still has its hidden name.
 	show() error

@@ -1,6 +1,6 @@
 // Package timeline writes the operations of a rank to a file as a Chrome trace. The trace shows when each
 // rank submitted a tensor, when the operation was granted, and how it was executed. docs/timeline.md
-// describes the format and what programs that read the files can rely on.
+// describes the format, and says on which properties of the files programs can rely.
 //
 // Invariants:
 //
@@ -50,8 +50,8 @@ type Config struct {
 	// MaxBytes limits the bytes of all segments together. When the limit is reached, the oldest segments are
 	// removed. 0 means no limit and only one segment.
 	MaxBytes int64
-	// If Last is greater than 0, the timeline keeps only the most recent operations, for a period of this
-	// length. They stay in memory until Write or Close writes them.
+	// If Last is greater than 0, the timeline keeps only the operations of the most recent period of this
+	// length. It keeps them in memory, and only Write and Close write them to the file.
 	Last time.Duration
 	// Log receives a warning if files cannot be written, at most one per minute for each kind of problem. If
 	// Log is nil, nothing is logged.

@@ -33,8 +33,8 @@ type writer struct {
 	ring    *ring // nil unless Config.Last is set
 
 	reading *batch // the batch being written
-	// at is the index of the first record whose text is not completely in pending. inside is the index of the
-	// first tensor of this record whose text is not in pending.
+	// at is the index of the first record that is not completely formatted. inside is the index of the first
+	// tensor of this record that is not formatted.
 	at, inside int
 	pending    []byte // text that is not encoded yet
 	out        []byte // encoded bytes that are not written yet
@@ -55,7 +55,7 @@ type writer struct {
 	failed                   bool
 }
 
-// newWriter returns a writer for the file that cfg names. The file is opened by open.
+// newWriter returns a writer for the file that cfg names. The method open opens the file.
 func newWriter(cfg Config, k knobs, dropped *atomic.Uint64) *writer {
 	w := &writer{cfg: cfg, dropped: dropped, enc: plain{}, reading: newBatch(k.tensors), stale: true}
 	if strings.HasSuffix(cfg.Path, ".gz") {
@@ -159,8 +159,9 @@ func (w *writer) flush() error {
 	return nil
 }
 
-// writeRing writes the records of the ring. A regular file is replaced, and the records stay in the ring. To
-// a stream the records are appended, and then they are dropped from the ring.
+// writeRing writes the records of the ring. If the sink has regular files, writeRing replaces the file, and
+// the records stay in the ring. If the sink is a stream, writeRing appends the records and drops them from
+// the ring.
 func (w *writer) writeRing() error {
 	_, once := w.sink.(*stream)
 	if !once {
@@ -214,7 +215,7 @@ func (w *writer) write(records []record) error {
 	return w.push()
 }
 
-// place appends the text that the function format makes to the segment. If the text does not fit, place
+// place calls format to get a text, and appends the text to the segment. If the text does not fit, place
 // begins the next segment. If place fails, the text is not used. A text that is too large for any segment is
 // dropped and counted.
 func (w *writer) place(format func([]byte) []byte) error {

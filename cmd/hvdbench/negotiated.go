@@ -10,7 +10,7 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// negotiated is the path that runs operations with package hvd.
+// negotiated implements the interface path with package hvd, which negotiates each operation.
 type negotiated struct{ *hvd.Engine }
 
 func (negotiated) String() string { return "negotiated" }

@@ -22,7 +22,7 @@ type pattern struct {
 const movedModulus = 101
 
 // modulus returns the period m of the values to reduce: element i of rank r is (7i+13r) mod m. m is 101, as
-// in the harness of bench/peers. If a sum of n such values would not be exact in type dt, m is smaller.
+// in the programs of bench/peers. If a sum of n such values would not be exact in type dt, m is smaller.
 func modulus(dt tensor.DType, n int) int {
 	exact := math.MaxInt
 	switch dt {
@@ -76,9 +76,9 @@ func (in inputs) value(i, r int) int {
 }
 
 // moved returns element i of block r. All blocks must differ, and an alltoall has n*n of them. The first 101
-// blocks are as in the harness of bench/peers and differ from each other in every element. A block is a
-// straight line modulo the prime 101, and later blocks have other slopes. Two such lines meet once in a
-// period. So any two of the first 101*100 blocks agree in at most one of 101 elements.
+// blocks are the same as in the programs of bench/peers, and they differ from each other in every element. A
+// block is a straight line modulo the prime 101, and later blocks have other slopes. Two such lines meet once
+// in a period. So any two of the first 101*100 blocks agree in at most one of 101 elements.
 func (in inputs) moved(i, r int) int {
 	const m = movedModulus
 	if in.dt == tensor.Bool {

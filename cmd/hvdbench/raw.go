@@ -9,7 +9,7 @@ import (
 	"github.com/gohvd/gohvd/ops"
 )
 
-// rawPath is the path that runs operations directly on a backend, without negotiation.
+// rawPath implements the interface path. It runs operations directly on a backend, without negotiation.
 type rawPath struct {
 	backend *rawBackend
 	// fusionBytes is the maximum size of a fused operation, as in the engine.

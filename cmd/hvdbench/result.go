@@ -79,9 +79,9 @@ type average int
 
 // Ways to combine the ranks' times.
 const (
-	// byKind stands for the mean of the ranks' times, with two exceptions. For a broadcast it stands for the
-	// longest time, because the root returns first. If buffers are touched, it stands for the shortest time,
-	// because only the rank that arrives last does not wait for another rank.
+	// byKind means the mean of the ranks' times, with two exceptions. For a broadcast it means the longest
+	// time, because the root returns first. If buffers are touched, it means the shortest time, because only
+	// the rank that arrives last does not wait for another rank.
 	byKind average = iota - 1
 	ofRank0
 	ofMean
@@ -89,7 +89,8 @@ const (
 	ofMax
 )
 
-// resolve returns the value that byKind stands for. It returns other values unchanged.
+// resolve replaces byKind by the way that applies to a collective of this kind. It returns other values
+// unchanged.
 func (a average) resolve(kind message.Kind, touched bool) average {
 	switch {
 	case a != byKind:

@@ -145,7 +145,7 @@ func (b *benchmark) sweep(ctx context.Context) error {
 			if b.kind.Reduces() {
 				if err := tensor.CheckReduce(op, dt); err != nil {
 					none = err
-					continue // "all" stands for all supported combinations
+					continue // "all" means all supported combinations
 				}
 			}
 			err := b.lines(ctx, opSpec{kind: b.kind, dt: dt, op: op}, roots, sizes)

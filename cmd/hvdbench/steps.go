@@ -56,8 +56,8 @@ func (g *gradients) buckets() (*gradients, error) {
 	return g.memory.allocate(w, g.dt, g.arena)
 }
 
-// step prepares a step over g in the given mode. The result run runs the step, and the result free frees the
-// memory that run uses.
+// step prepares a step over g in the given mode. It returns a function that executes the step, and a function
+// that frees the memory of the step.
 func (g *gradients) step(p path,
 	mode stepMode) (run func(ctx context.Context) error, free func() error, err error) {
 	free = func() error { return nil }

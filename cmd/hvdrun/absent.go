@@ -51,8 +51,8 @@ func addAbsentFlags(flags *pflag.FlagSet) {
 	}
 }
 
-// foreignFlags lists flags of torchrun and mpirun that hvdrun has under another name or does not need. For
-// each flag it has advice on what to use instead.
+// foreignFlags lists flags of torchrun and mpirun for which hvdrun has another name or which it does not
+// need. For each flag it has advice on what to use instead.
 var foreignFlags = []struct {
 	program string
 	names   []string

@@ -13,8 +13,9 @@ import (
 	"github.com/gohvd/gohvd/internal/doctor"
 )
 
-// agentScript creates an agent that writes its arguments to the file notes and does not run the command. The
-// agent fails for a host named bad and succeeds for all other hosts.
+// agentScript creates an agent that does not run the command, but writes its arguments to a file. The result
+// notes is the path of this file. The agent fails for a host with the name "bad" and succeeds for all other
+// hosts.
 func agentScript(t *testing.T) (agent, notes string) {
 	t.Helper()
 	dir := t.TempDir()
@@ -27,8 +28,9 @@ func agentScript(t *testing.T) (agent, notes string) {
 	return agent, notes
 }
 
-// examined runs hvdrun doctor --json. It returns the lines of the output by name, the number of failures and
-// the exit status. The number of failures depends on the machine, so tests must not expect a certain number.
+// examined runs hvdrun doctor --json. It returns the lines of the output as a map from name to line, the
+// number of failures and the exit status. The number of failures depends on the machine, so tests must not
+// expect a certain number.
 func examined(t *testing.T, args ...string) (lines map[string]doctor.Line, failed int, status int) {
 	t.Helper()
 	stdout, stderr, status := output(t, append([]string{"doctor", "--json"}, args...)...)
@@ -218,7 +220,7 @@ func TestDoctorHelp(t *testing.T) {
 		!strings.Contains(stdout, "--hosts") {
 		t.Errorf("got exit status %d and %q, want the flag", status, stdout)
 	}
-	// After flags, the word doctor is a command to launch, and there is no such command.
+	// After flags, the word "doctor" is a command to launch, and there is no such command.
 	if _, stderr, status := output(t, "-np", "1", "doctor"); status != 127 ||
 		!strings.Contains(stderr, "doctor") {
 		t.Errorf("got exit status %d and %q, want 127", status, stderr)

@@ -126,7 +126,7 @@ func (f *settingFlag) Set(text string) error {
 }
 
 // file returns path as an absolute path, so that the path stays valid if a rank changes its working
-// directory. It is an error if path is empty or the flag was given before.
+// directory. It returns an error if path is empty or the flag was given before.
 func (f *settingFlag) file(path string) (string, error) {
 	given := func(v config.FlagValue) bool { return v.Name == config.FileVariable }
 	if path == "" || slices.ContainsFunc(f.r.flags, given) {

@@ -110,7 +110,7 @@ func (h *hostFlags) unusedFlags(given *pflag.FlagSet, hosts []launch.Host) (warn
 	return warnings
 }
 
-// onSeveral reports whether some rank runs on another host.
+// onSeveral reports whether at least one rank runs on another host.
 func onSeveral(hosts []launch.Host) bool {
 	return len(hosts) > 1 || len(hosts) == 1 && !launch.IsThisHost(hosts[0].Name)
 }

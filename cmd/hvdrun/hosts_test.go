@@ -14,8 +14,9 @@ import (
 	"github.com/gohvd/gohvd/internal/netif"
 )
 
-// fakeSSH creates a directory with a program named ssh. The program writes its arguments to the file notes,
-// one per line. Then it runs its last numWords arguments in a shell as sshd does, but on this host.
+// fakeSSH creates a directory with a program named ssh. The program writes its arguments to a file, one per
+// line, and the result notes is the path of this file. Then it runs its last numWords arguments in a shell as
+// sshd does, but on this host.
 func fakeSSH(t *testing.T, numWords int) (dir, notes string) {
 	t.Helper()
 	dir = t.TempDir()
@@ -76,8 +77,8 @@ func TestHostsBySSH(t *testing.T) {
 	}
 }
 
-// TestHostsByAgent checks the command that --agent gives. hvdrun must replace {host} in it by the name of the
-// host. Without {host}, it must add the name at the end.
+// TestHostsByAgent checks that hvdrun uses the command in --agent. It must replace {host} in the command by
+// the name of the host. If the command has no {host}, hvdrun must add the name at the end.
 func TestHostsByAgent(t *testing.T) {
 	dir := t.TempDir()
 	file, script := filepath.Join(dir, "hosts"), filepath.Join(dir, "agent")
@@ -104,8 +105,8 @@ func TestHostsByAgent(t *testing.T) {
 	}
 }
 
-// TestThisHostInTheList checks that a host name that means this host needs no agent. If all ranks are on this
-// host, the store must listen on loopback.
+// TestThisHostInTheList checks that hvdrun uses no agent for a host name that refers to this host. If all
+// ranks are on this host, the store must listen on loopback.
 func TestThisHostInTheList(t *testing.T) {
 	stdout, stderr, status := output(t, "-H", "localhost:2", "--agent", "no-such-agent", "sh", "-c",
 		"echo $HOROVOD_HOSTNAME $HOROVOD_GLOO_RENDEZVOUS_ADDR $MASTER_ADDR")

@@ -12,8 +12,8 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// TestLogFormat checks which log format hvdrun gives to the ranks: the console format, if the format is auto
-// and hvdrun's standard error is a terminal.
+// TestLogFormat checks which log format hvdrun sets for the ranks. It must set the console format if the
+// format is auto and hvdrun's standard error is a terminal.
 func TestLogFormat(t *testing.T) {
 	_, slave := testnet.Terminal(t)
 	for _, test := range []struct {

@@ -23,7 +23,7 @@ const (
 	// maxReportLines caps how many lines of a report are printed.
 	maxReportLines = 120
 	// maxFailureBytes caps the total packed size of the dumps that ranks send when their job has failed. A
-	// dump that would exceed it is dropped.
+	// dump that would exceed this limit is dropped.
 	maxFailureBytes = 256 << 20
 	// maxReported caps how many reported stalls are remembered.
 	maxReported = 100_000
@@ -35,7 +35,7 @@ const (
 type reporter struct {
 	ranks  *joblink.Launcher
 	size   int
-	dir    string        // folder for the dumps and the last report, or empty
+	dir    string        // folder for the dumps and the last report; empty if there is none
 	period time.Duration // minimum time between two reports that stalls trigger
 
 	alarms chan string
@@ -109,7 +109,7 @@ func (r *reporter) handleMessage(ctx context.Context, rank int, what string, bod
 		r.mu.Lock()
 		r.lastStall = time.Now()
 		if key := (stalled{s.Set, s.Name}); r.reported[key] == nil && len(r.reported) < maxReported {
-			r.reported[key] = make(map[int]wait) // even if no waiting rank answers
+			r.reported[key] = make(map[int]wait) // reported even if no waiting rank answers
 		}
 		r.mu.Unlock()
 		select {
@@ -151,7 +151,7 @@ func (r *reporter) isNews(ctx context.Context, s stalled) bool {
 	}
 	ctx, cancel := context.WithTimeout(ctx, surveyTime)
 	defer cancel()
-	answers, _, _ := r.ranks.Ask(ctx, joblink.Dump) // survey reports errors of the store
+	answers, _, _ := r.ranks.Ask(ctx, joblink.Dump) // the method survey reports errors of the store
 	dumps, _ := r.decode(answers, nil)
 	return r.newWait(s, dumps)
 }
@@ -182,7 +182,7 @@ func (r *reporter) newWait(s stalled, dumps []*analysis.Snapshot) bool {
 	return waits && !continues
 }
 
-// markReported records that a report about a stall has shown the waits in dumps. The caller holds mu.
+// markReported records that a report about a stall has shown the waits in dumps. The caller holds r.mu.
 func (r *reporter) markReported(dumps []*analysis.Snapshot) {
 	now := time.Now()
 	for _, d := range dumps {
@@ -281,7 +281,8 @@ func (r *reporter) text(title string, f *analysis.Findings, dumps []*analysis.Sn
 	return rule + full + rule
 }
 
-// write writes a report, as text and as JSON, and its dumps to the folder for dumps.
+// write writes a report, as text and as JSON, to the folder for dumps. It also writes the dumps of the report
+// there.
 func (r *reporter) write(text string, f *analysis.Findings, dumps []*analysis.Snapshot) error {
 	found, err := json.MarshalIndent(f, "", " ")
 	if err != nil {

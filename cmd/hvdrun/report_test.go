@@ -156,7 +156,7 @@ func pretend(do string) error {
 	return nil
 }
 
-// watched is a running hvdrun whose ranks run pretend, with the lines that hvdrun prints.
+// watched is a running hvdrun whose ranks run pretend. It has the lines that hvdrun prints.
 type watched struct {
 	t     *testing.T
 	lines chan string
@@ -552,8 +552,8 @@ func TestEachStallIsReported(t *testing.T) {
 		}
 		begins := func() { set(func() { since = time.Since(begun) }) }
 		ends := func() { set(func() { since = 0 }) }
-		// expectReports sends the messages about both stalls as rank 0 would. It checks that they trigger
-		// exactly want reports.
+		// expectReports sends the messages about both stalls as rank 0 would. It checks that the number of
+		// reports that they trigger equals want.
 		expectReports := func(want int) {
 			t.Helper()
 			got := 0
@@ -656,7 +656,7 @@ func TestStallOfSilentRanks(t *testing.T) {
 	})
 }
 
-// TestDumpsOfFailures checks that the reporter keeps a bounded amount of dumps that ranks send after a
+// TestDumpsOfFailures checks that the reporter limits the total size of the dumps that it keeps after a
 // failure. If a dump is malformed or comes from another rank than it says, the report must say so.
 func TestDumpsOfFailures(t *testing.T) {
 	kv := store.NewHashStore(store.Limits{})

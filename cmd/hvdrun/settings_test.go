@@ -283,7 +283,7 @@ func TestTimelineSignal(t *testing.T) {
 	}
 }
 
-// horovodrun lists all flags of horovodrun.
+// horovodrun is a list of all flags of the program horovodrun.
 const horovodrun = `
 version num-proc np check-build disable-cache start-timeout network-interfaces network-interface output-filename verbose
 config-file ssh-port ssh-identity-file fusion-threshold-mb cycle-time-ms cache-capacity hierarchical-allreduce

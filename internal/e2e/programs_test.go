@@ -369,7 +369,7 @@ func steady(ctx context.Context) error {
 }
 
 // again joins and leaves the job five times. In the last round it prints its rank, local rank and cross rank,
-// and the size of each.
+// and the three sizes.
 func again(ctx context.Context) int {
 	const rounds = 5
 	for i := range rounds {

@@ -308,8 +308,8 @@ func WriteText(dir, name string, text []byte) (path string, err error) {
 	return path, nil
 }
 
-// addSets adds process sets with their members to a snapshot, in the order of the numbers of the sets. It
-// stops before the first set that would exceed a limit.
+// addSets adds process sets with their members to a snapshot, sorted by the number of the set. It stops
+// before the first set that would exceed a limit.
 func addSets(d *analysis.Snapshot, sets map[topo.ProcessSetID][]topo.Rank) {
 	members := 0
 	for _, id := range slices.Sorted(maps.Keys(sets)) {

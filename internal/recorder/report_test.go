@@ -83,7 +83,7 @@ func TestReport(t *testing.T) {
 		name   string
 		size   int
 		play   func(j []*rankAt)
-		answer []int // the ranks that answer; nil stands for all ranks
+		answer []int // the ranks that answer; nil means all ranks
 		absent map[int]string
 		want   string
 	}{

@@ -121,8 +121,8 @@ func isConsequence(err error) bool {
 }
 
 // noteTried records the result of the try of a rank. At the first failure on a host, it tells the host's
-// other ranks to stop. When all ranks of the host have reported, it sends them the result. r.mu is held, and
-// r is complete.
+// other ranks to stop. When all ranks of the host have reported, it sends them the result. The caller holds
+// r.mu, and r is complete.
 func (r *root) noteTried(rank int, s *rendezvouspb.Status) {
 	host := r.records[rank].HostID
 	reports := r.tried[host]
@@ -174,7 +174,7 @@ func hasFailed(reports map[int]*rendezvouspb.Status) bool {
 	return false
 }
 
-// sendTried sends a rank an answer about the tries of its host. r.mu is held.
+// sendTried sends a rank an answer about the tries of its host. The caller holds r.mu.
 func (r *root) sendTried(rank int, a *rendezvouspb.Answer) {
 	if m := r.members[rank]; !m.finished {
 		if frame, err := appendMessage(nil, a); err == nil { // never fails, as all texts are UTF-8

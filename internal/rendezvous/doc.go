@@ -12,8 +12,8 @@
 //  4. Stay connected. Over the connection to the root, the ranks of a host agree on what they can only do
 //     together, such as sharing memory ([Session.Agree]), and all ranks learn whether every rank is ready
 //     ([Session.Ready]) or which ranks have failed ([Session.Fail], [Session.Watch]). Rank 0 is a member of
-//     its own root like the others, over a pipe. After this step, the engine's control connections take over,
-//     and internal/joblink carries the messages between the ranks and the launcher.
+//     its own root too, and its connection is a pipe. After this step, the engine's control connections take
+//     over, and internal/joblink carries the messages between the ranks and the launcher.
 //
 // Steps 1 and 2 are [Join].
 //

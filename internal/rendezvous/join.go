@@ -42,7 +42,8 @@ type Record struct {
 	// unless all of these ranks have SharesDevice set.
 	Device       string
 	SharesDevice bool
-	// Memory is the rank's offer to share memory with the ranks of its host. The zero Memory is no offer.
+	// Memory is the rank's offer to share memory with the ranks of its host. The zero Memory means that there
+	// is no offer.
 	Memory Memory
 }
 
@@ -74,7 +75,7 @@ type JoinConfig struct {
 	// error names the terms that differ.
 	Terms map[string]string
 	Self  Record // must not change until Join has returned
-	// RingAbove is the number of ranks above which a job is large. In a large job, the root gives each rank
+	// RingAbove is the number of ranks above which a job is large. In a large job, the root sends each rank
 	// only the records of its two neighbours, and Session.Gather gets the others. The default is 128, and the
 	// minimum is 2. Only rank 0 uses RingAbove.
 	RingAbove int

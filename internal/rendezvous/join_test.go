@@ -27,8 +27,8 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// recordOf returns the record of a process with the given rank. Processes that have the same rank differ in
-// incarnation.
+// recordOf returns the record of a process with the given rank. Processes with the same rank must have
+// different incarnations.
 func recordOf(rank, incarnation int) Record {
 	return Record{
 		Addr: fmt.Sprintf("10.0.0.%d:7", rank), Host: fmt.Sprintf("host%d", rank/2),
@@ -50,7 +50,7 @@ func keyed(kv store.Store, rank, size int, key secret.Secret) JoinConfig {
 	return cfg
 }
 
-// overBoth runs a test twice: without a secret, and with a secret that encrypts.
+// overBoth runs a test twice: without a secret, and with a secret and encryption.
 func overBoth(t *testing.T, test func(*testing.T, secret.Secret)) {
 	t.Run("plain", func(t *testing.T) { test(t, secret.Secret{}) })
 	t.Run("TLS", func(t *testing.T) {
@@ -262,7 +262,7 @@ func TestJoinChecksConfig(t *testing.T) {
 }
 
 // aliasStore is a store that replaces the name of one job (the field from) by the name of another (the field
-// to) in the keys that are watched. So a rank of one job finds the root of the other by mistake.
+// to) in the keys that are watched. So a rank of the first job finds the root of the second job by mistake.
 type aliasStore struct {
 	store.Store
 	from, to string
@@ -475,7 +475,7 @@ func TestFailedRootTellsEachCallOnce(t *testing.T) {
 func TestTwoRootsAtOnce(t *testing.T) {
 	ctx := testnet.Context(t)
 	var cfgs []JoinConfig
-	for range 20 { // 20 jobs, because the timing of the two processes differs
+	for range 20 { // 20 jobs, because the timing of the two processes varies
 		kv := newStore(t)
 		second := config(kv, 0, 2)
 		second.Self = recordOf(0, 9)
@@ -603,8 +603,8 @@ func TestLateWhileAsking(t *testing.T) {
 	testnet.WantError(t, err, "epoch 7 is complete", addr)
 }
 
-// If the replacement of a dead rank starts while the other ranks are still in the old epoch, it waits and
-// then takes part in the new epoch.
+// If the replacement of a dead rank starts while the other ranks are still in the old epoch, the replacement
+// waits and then takes part in the new epoch.
 func TestReplacementMeetsOldRoot(t *testing.T) {
 	for _, dead := range []int{0, 1, 2} {
 		t.Run(fmt.Sprint("rank ", dead), func(t *testing.T) {

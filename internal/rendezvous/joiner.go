@@ -11,8 +11,7 @@ import (
 	"github.com/gohvd/gohvd/internal/rendezvous/rendezvouspb"
 )
 
-// errNewerRoot is the error of an attempt to join a root if the attempt was ended because the store has a
-// newer root.
+// errNewerRoot is the error of an attempt to join a root that ended because the store has a newer root.
 var errNewerRoot = errors.New("the store has a newer root")
 
 // joinRoot implements Join for every rank except 0. It asks the root in the store. If this root does not

@@ -19,8 +19,8 @@ import (
 
 // In the root protocol, a rank sends one JoinRequest after the greetings and gets one Answer. If that Answer
 // is a table, messages with the records come next. The rank then sends Statuses and gets further Answers.
-// These are results of Agree and, as the last Answer, the result of the start: all ranks are ready, or the
-// ranks that have failed. Each message is a protobuf in a frame.
+// These are results of Agree and, as the last Answer, the result of the start, which says that all ranks are
+// ready, or which ranks have failed. Each message is a protobuf in a frame.
 const (
 	rootMagic   = "GHVB"
 	rootVersion = 3
@@ -32,9 +32,10 @@ const (
 	maxTermsBytes       = 2 * MaxTermsBytes // includes field headers
 	maxJoinRequestBytes = maxRecordBytes + MaxNameBytes + 2*tokenBytes + maxTermsBytes + 256
 	maxTextBytes        = 8 << 10
-	maxAnswerBytes      = maxTriedRanks*(maxTriedBytes+16) + 256 // bounds TRIED, which is the longest answer
-	maxStatusBytes      = maxTextBytes + 256
-	maxFailedRanks      = 1000 // maximum number of failed ranks that an answer names
+	// maxAnswerBytes bounds answers of kind TRIED, which are the longest.
+	maxAnswerBytes = maxTriedRanks*(maxTriedBytes+16) + 256
+	maxStatusBytes = maxTextBytes + 256
+	maxFailedRanks = 1000 // maximum number of failed ranks that an answer names
 )
 
 // newToken returns tokenBytes random bytes.
@@ -217,7 +218,7 @@ func (c *client) askRoot(ctx, newest context.Context, root *rendezvouspb.Root) (
 			return
 		}
 		conn.SetDeadline(time.Now().Add(missingGrace))
-		// The root answers a TIMEOUT with the missing ranks.
+		// The root answers the status TIMEOUT with the list of missing ranks.
 		_ = sendStatus(conn, &rendezvouspb.Status{Kind: rendezvouspb.Status_TIMEOUT})
 	})
 	ended := sync.OnceFunc(func() {

@@ -62,29 +62,30 @@ type root struct {
 	changed     chan struct{} // gets an element when all ranks have joined or the root has failed; capacity 1
 	allAnswered chan struct{} // closed when a failed root has sent the failure to every other rank
 
-	start outcome // the result of the start: whether all ranks became ready once they had the table
+	start outcome // the result of the start: whether all ranks became ready after they got the table
 
 	mu      sync.Mutex
 	state   rootState
 	callers map[*caller]struct{} // all open connections to the root
-	// members has the connection of rank r at index r, or nil if rank r is missing. Element 0 is set once
-	// complete.
+	// members has the connection of rank r at index r, or nil if rank r is missing. Element 0 is set when the
+	// root is complete.
 	members   []*caller
 	missing   int
 	gaveUp    map[int]bool  // missing ranks that had joined and then gave up at their deadline
 	lastEpoch uint64        // greatest LastEpoch of all ranks that have ever joined this root
-	epoch     uint64        // set once complete
-	records   []Record      // set once complete
-	own       net.Conn      // rank 0's end of its own connection as a member; set once complete
-	ring      bool          // whether members get only the records of their neighbours; set once complete
-	table     []byte        // the frames that all members get; set once complete, unless ring is set
-	failure   *RefusedError // set once failed
+	epoch     uint64        // set when the root is complete
+	records   []Record      // set when the root is complete
+	own       net.Conn      // rank 0's end of its own connection as a member; set when the root is complete
+	ring      bool          // members get only their neighbours' records; set when the root is complete
+	table     []byte        // the frames for all members; set when the root is complete, unless ring is set
+	failure   *RefusedError // set when the root has failed
 	// answered has the nonces of processes. In a failed root, these processes have been sent the failure. In
 	// a complete root, these processes are latecomers that have been logged.
 	answered      map[process][]byte
 	answeredRanks map[topo.Rank]struct{} // ranks that have received the failure
-	ready         map[int]bool           // the ranks that are ready; set once complete
-	// tried maps host and rank to the result of the rank's try in Session.Agree. It is set once complete.
+	ready         map[int]bool           // the ranks that are ready; set when the root is complete
+	// tried maps host and rank to the result of the rank's try in Session.Agree. It is set when the root is
+	// complete.
 	tried   map[string]map[int]*rendezvouspb.Status
 	reports []report // failures that ranks have reported
 }
@@ -367,7 +368,7 @@ func (r *root) missingRanks() string {
 }
 
 // awaited returns text that lists the ranks for which the root waits: the ranks that have never joined or, if
-// there are none, the ranks that joined and then gave up. r.mu is held.
+// there are none, the ranks that joined and then gave up. The caller holds r.mu.
 func (r *root) awaited() string {
 	var missing, absent []int
 	for rank := 1; rank < len(r.members); rank++ {
@@ -386,7 +387,7 @@ func (r *root) awaited() string {
 }
 
 // disagreement returns an error that names every term that differs between the ranks, or nil if all terms
-// agree. All ranks must have joined, and r.mu is held.
+// agree. All ranks must have joined, and the caller holds r.mu.
 func (r *root) disagreement() *RefusedError {
 	terms := make([]map[string]string, len(r.members))
 	terms[0] = r.cfg.Terms
@@ -461,7 +462,7 @@ func (r *root) complete(epoch uint64) (bool, error) {
 }
 
 // admitSelf makes rank 0 a member of its own root. The connection is a pipe, and r.own becomes rank 0's end
-// of the pipe. r.mu is held, and r is complete.
+// of the pipe. The caller holds r.mu, and r is complete.
 func (r *root) admitSelf() {
 	var conn net.Conn
 	r.own, conn = net.Pipe()
@@ -469,7 +470,7 @@ func (r *root) admitSelf() {
 		out: make(chan []byte, maxAnswers)}
 	r.members[0], r.callers[g] = g, struct{}{}
 	r.wg.Go(func() {
-		_ = r.converse(g) // ends when the Session ends; calls of the Session return the error
+		_ = r.converse(g) // the error is ignored, because calls of the Session return it
 		conn.Close()
 		r.mu.Lock()
 		delete(r.callers, g)
@@ -526,7 +527,7 @@ func (r *root) giveUp(err error) error {
 }
 
 // fail changes the state of the root from forming to failed. If the root is complete or failed already, fail
-// does nothing. r.mu is held.
+// does nothing. The caller holds r.mu.
 func (r *root) fail(why *RefusedError) {
 	if r.state != forming {
 		return
@@ -536,7 +537,8 @@ func (r *root) fail(why *RefusedError) {
 	r.signal()
 }
 
-// decide sets the final state of the root, complete or failed, and sends it to the members. r.mu is held.
+// decide sets the final state of the root, complete or failed, and sends it to the members. The caller holds
+// r.mu.
 func (r *root) decide(s rootState) {
 	r.state = s
 	for rank, m := range r.members {
@@ -735,7 +737,7 @@ func (r *root) admit(g *caller) (member bool) {
 }
 
 // contradiction returns an error if q contradicts the configuration of rank 0 or the request of another rank,
-// else nil. r.mu is held, and r is forming.
+// else nil. The caller holds r.mu, and r is forming.
 func (r *root) contradiction(q *joinRequest) *RefusedError {
 	rank, size := q.GetRank(), q.GetSize()
 	refused := func(why Reason, format string, args ...any) *RefusedError {
@@ -758,7 +760,7 @@ func (r *root) contradiction(q *joinRequest) *RefusedError {
 	return nil
 }
 
-// verdict answers g, which is not a member, if the root is complete or failed. r.mu is held.
+// verdict answers g, which is not a member, if the root is complete or failed. The caller holds r.mu.
 func (r *root) verdict(g *caller) {
 	nonce, known := r.answered[g.q.process()]
 	switch {
@@ -780,7 +782,7 @@ func (r *root) verdict(g *caller) {
 	r.answer(g, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_COMPLETE, Epoch: r.epoch})
 }
 
-// outcome answers g with the failure. r.mu is held, and r is failed.
+// outcome answers g with the failure. The caller holds r.mu, and r is failed.
 func (r *root) outcome(g *caller) {
 	g.refused = true
 	// The process is remembered before the answer is sent, because it may join again as soon as it has the
@@ -789,7 +791,7 @@ func (r *root) outcome(g *caller) {
 	r.answer(g, refusalAnswer(r.failure))
 }
 
-// answer sends g its last answer. r.mu is held.
+// answer sends g its last answer. The caller holds r.mu.
 func (r *root) answer(g *caller, a *rendezvouspb.Answer) {
 	if frame, err := appendMessage(nil, a); err == nil { // never fails, as all texts are UTF-8
 		g.out <- frame
@@ -815,7 +817,7 @@ func (r *root) noteAnswered(g *caller) {
 	}
 }
 
-// remember adds the process that sent q to r.answered. r.mu is held.
+// remember adds the process that sent q to r.answered. The caller holds r.mu.
 func (r *root) remember(q *joinRequest) {
 	if len(r.answered) < maxAnswered {
 		r.answered[q.process()] = q.GetNonce()

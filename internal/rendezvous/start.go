@@ -115,7 +115,7 @@ func (s *Session) Ready(ctx context.Context) error {
 	if s.member == nil {
 		return nil
 	}
-	// If the connection is broken, listen ends with the reason, and wait returns that.
+	// If the connection is broken, listen ends with the reason, and wait returns this reason.
 	_ = sendStatus(s.member.conn, &rendezvouspb.Status{Kind: rendezvouspb.Status_READY})
 	return s.wait(ctx)
 }
@@ -140,7 +140,7 @@ func (s *Session) Fail(err error, suspects ...topo.Rank) error {
 	for _, r := range suspects {
 		status.Ranks = append(status.Ranks, int32(r))
 	}
-	_ = sendStatus(s.member.conn, status) // as in Ready, listen reports a broken connection
+	_ = sendStatus(s.member.conn, status) // the error is ignored, because listen reports a broken connection
 	ctx, cancel := context.WithTimeout(context.Background(), failWait)
 	defer cancel()
 	why, failed := errors.AsType[*FailedError](s.wait(ctx))
@@ -290,8 +290,8 @@ func (r *root) receive(g *caller) {
 	}
 }
 
-// handleStatus processes a status of g or, if err is not nil, the end of its connection. r.mu is held, and g
-// is a member.
+// handleStatus processes a status of g or, if err is not nil, the end of its connection. The caller holds
+// r.mu, and g is a member.
 func (r *root) handleStatus(g *caller, s *rendezvouspb.Status, err error) {
 	rank := int(g.q.GetRank())
 	switch {
@@ -324,7 +324,7 @@ func (r *root) handleStatus(g *caller, s *rendezvouspb.Status, err error) {
 	}
 }
 
-// noteReady records that rank is ready. When all ranks are ready, it ends the start. r.mu is held.
+// noteReady records that rank is ready. When all ranks are ready, it ends the start. The caller holds r.mu.
 func (r *root) noteReady(rank int) {
 	if r.ready[rank] = true; len(r.ready) == len(r.members) {
 		r.conclude(nil)
@@ -333,7 +333,7 @@ func (r *root) noteReady(rank int) {
 
 // noteReport records that a rank cannot continue. Only the first report of each rank counts. After the first
 // report of any rank, the root waits for suspicionTime: if a rank has died, its connection to the root ends
-// in that time and shows who died. r.mu is held, and r is complete.
+// in that time and shows who died. The caller holds r.mu, and r is complete.
 func (r *root) noteReport(p report) {
 	if r.start.ended() || r.ctx.Err() != nil || slices.ContainsFunc(r.reports, func(q report) bool {
 		return q.rank == p.rank
@@ -360,7 +360,8 @@ func (r *root) noteReport(p report) {
 
 // judge decides which ranks have caused a failure if no rank has died. If a rank has named itself, this rank
 // is the cause. Otherwise the suspects in the first report are the cause. If the first report has no
-// suspects, the ranks that are not ready and have not reported a failure are the cause. r.mu is held.
+// suspects, the ranks that are not ready and have not reported a failure are the cause. The caller holds
+// r.mu.
 func (r *root) judge() *FailedError {
 	first := r.reports[0]
 	for _, p := range r.reports {
@@ -388,8 +389,8 @@ func (r *root) judge() *FailedError {
 	return why
 }
 
-// conclude ends the start with the result why, which is nil if all ranks are ready, and sends it to all
-// members. If the start has ended already, conclude does nothing. r.mu is held, and r is complete.
+// conclude ends the start and sends the result to all members. The result is why, which is nil if all ranks
+// are ready. If the start has ended already, conclude does nothing. The caller holds r.mu, and r is complete.
 func (r *root) conclude(why *FailedError) {
 	if r.start.ended() {
 		return

@@ -194,7 +194,7 @@ func TestFailure(t *testing.T) {
 				return s.Fail(watched.Err())
 			}) {
 				if len(test.ranks) == 1 && int(test.ranks[0]) == rank && (err == own || err == peer) {
-					// This rank gets its own error.
+					// This rank is the only cause, so it gets its own error.
 					continue
 				}
 				wantFailure(t, sessions[rank], err, test.reason, test.ranks...)

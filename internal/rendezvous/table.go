@@ -14,7 +14,7 @@ import (
 const (
 	// ringAbove is the default of JoinConfig.RingAbove.
 	ringAbove = 128
-	// tableLane is the lane of the mesh on which the ranks pass the records. Lanes have the numbers of
+	// tableLane is the lane of the mesh on which the ranks pass the records. Other lanes have the numbers of
 	// process sets, and no process set has a number as great as this.
 	tableLane = transport.Lane(math.MaxUint32)
 )

@@ -14,8 +14,8 @@ import (
 	"github.com/gohvd/gohvd/internal/transport/mem"
 )
 
-// gather calls Gather at all ranks that are not in dead. If Gather returns an error at a rank, it calls Fail
-// there. It returns the errors, indexed by rank.
+// gather calls Gather at all ranks except the ranks in dead. If Gather returns an error at a rank, it calls
+// Fail there. It returns the errors, indexed by rank.
 func gather(ctx context.Context, sessions []result, cluster *mem.Cluster, dead ...int) []error {
 	errs := make([]error, len(sessions))
 	var wg sync.WaitGroup

@@ -211,7 +211,7 @@ func (s *Store) number(op opcode) (byte, error) {
 	return 0, fmt.Errorf("%w: the server's PyTorch is too old for %v", store.ErrUnsupported, op)
 }
 
-// exchange is a call's use of a connection.
+// exchange is the use of a connection by one call.
 type exchange struct {
 	store *Store
 	*conn

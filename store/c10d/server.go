@@ -137,8 +137,8 @@ func (c *session) validate() error {
 	if err != nil || b[0] != 0 {
 		return err
 	}
-	// The first byte of a validation is 0. An old client may start with 0 too, because that is its number of
-	// set. The length of a key comes next, and it cannot be as great as magic.
+	// The first byte of a validation is 0. An old client may start with 0 too, because 0 is its number for
+	// the operation set. In that case the length of a key comes next, which cannot be as great as magic.
 	if b, err = c.in.Peek(5); err != nil {
 		return unexpected(err)
 	}
@@ -455,7 +455,7 @@ func (c *session) flush() error {
 	return c.flushLocked()
 }
 
-// flushLocked sends the buffered answers. c.mu is held.
+// flushLocked sends the buffered answers. The caller holds c.mu.
 func (c *session) flushLocked() error {
 	if c.out.Buffered() == 0 {
 		return nil

@@ -96,7 +96,7 @@ var ops = [...][]opcode{
 // to 8 do not show it, because earlier versions use them too.
 func is21(number uint8) bool { return number > 8 }
 
-// reader reads the fields of requests and answers, and bounds their lengths.
+// reader reads the fields of requests and answers, and limits their lengths.
 type reader struct {
 	*bufio.Reader
 	scratch []byte

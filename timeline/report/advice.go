@@ -63,8 +63,8 @@ func (r *Report) verdict(f *analysis.Lateness) string {
 		r.time(worst.Held), second.Rank, r.time(second.Held))
 }
 
-// startup returns a clause about the start-up: how long it was, and which rank held up all others, if there
-// is one. The clause is empty if there was no start-up.
+// startup returns a clause about the start-up: how long it was, and which rank held up all others, if one
+// did. The clause is empty if there was no start-up.
 func (r *Report) startup(f *analysis.Lateness) string {
 	if r.StartupUS == 0 {
 		return ""

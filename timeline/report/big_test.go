@@ -13,7 +13,7 @@ import (
 	"time"
 )
 
-// peak calls the given function and returns by how many bytes the heap grew at most during the call.
+// peak calls the given function and returns the maximum growth of the heap during the call, in bytes.
 func peak(do func()) uint64 {
 	sample := []metrics.Sample{{Name: "/memory/classes/heap/objects:bytes"}}
 	read := func() uint64 {
@@ -82,7 +82,7 @@ func TestTwoMillionEvents(t *testing.T) {
 	const names = 200
 	steps := 500
 	if raceEnabled {
-		steps = 25 // with the race detector the test is 20 times slower
+		steps = 25 // fewer steps, because with the race detector the test is 20 times slower
 	}
 	dir := t.TempDir()
 	for r := range 2 {

@@ -12,8 +12,8 @@ import (
 type clock struct {
 	// base is the time on the domain's clock, in ns, at which the times in the rank's file begin.
 	base int64
-	// points are the clock measurements of the domain's leader. If there are none, shift is added to the
-	// leader's times.
+	// points are the clock measurements of the domain's leader. If there are no measurements, shift is added
+	// to the leader's times instead.
 	points []clockPoint
 	shift  int64
 	// lead is added to a time of this rank to get the leader's time. This is exact, because both ranks read

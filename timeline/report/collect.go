@@ -30,7 +30,7 @@ type stream struct {
 	member   *analysis.Member
 	observe  func(*instance)           // called with each instance
 	next     func() (*operation, bool) // returns the next operation
-	frontier time.Duration             // the end of the operation that next returned last
+	frontier time.Duration             // the end of the last operation that next returned
 	failed   error                     // the error that ended reading
 }
 
@@ -64,7 +64,7 @@ type nameStats struct {
 
 const never = math.MinInt64
 
-// collection holds what the report needs from the files of a job.
+// collection holds the statistics of the files of a job from which the report is made.
 type collection struct {
 	job     *Job
 	names   *nameTable
@@ -259,12 +259,12 @@ func (c *collection) take(s *stream, o *operation) {
 	c.late.Add(s.member, &o.Record, o.arrivals)
 }
 
-// beginSteady records that the first complete step of a rank began at the given time. It resets those
-// statistics of the rank that exclude the start-up.
+// beginSteady records that the first complete step of a rank began at the given time. It resets the
+// statistics of the rank that do not cover the start-up.
 func (c *collection) beginSteady(s *stream, at time.Duration) {
 	s.steadyFrom, s.phases, s.inside = at, [numPhases]cover{}, cover{}
-	// Horovod's file has arrivals only of uncached requests, and these are in the first step. So the
-	// comparison of a Horovod file keeps the start-up.
+	// Horovod's file has arrivals only for uncached requests, and these are in the first step. So if Horovod
+	// wrote the file, the comparison of the ranks includes the start-up.
 	if s == c.streams[0] && !c.job.horovod {
 		c.steadyFrom = at
 		c.late.Steady(at)

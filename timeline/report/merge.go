@@ -20,7 +20,7 @@ import (
 type Merged struct {
 	Ranks  int
 	Events int64
-	// LeftOut is the number of events of the files that are not in the merged trace: end events without a
+	// LeftOut is the number of events that are in the files but not in the merged trace: end events without a
 	// begin event, and events of tensors beyond the limit for the number of tensors.
 	LeftOut int64
 }
@@ -59,7 +59,7 @@ type merger struct {
 	shift     int64 // added to all times, in ns
 	named     int   // the number of threads of all ranks
 	sum       Merged
-	err       error // the error of an earlier write; the bufio.Writer returns it again
+	err       error // the error of the last write; a bufio.Writer returns an error again
 }
 
 // Merge writes the events of all ranks to a file as one Chrome trace. If the name of the file ends in .gz,

@@ -159,8 +159,8 @@ func TestMerge(t *testing.T) {
 	}
 }
 
-// Merge converts all times to rank 0's clock and adds the same constant to each. It treats times in args like
-// ts, and changes no other number.
+// Merge converts all times to rank 0's clock and adds the same constant to each. It converts the times in
+// args in the same way as ts, and changes no other number.
 func TestMergeMovesAllTimes(t *testing.T) {
 	dir := t.TempDir()
 	f := newFile(rankID{rank: 0, size: 2, domain: "a", epoch: 1})

@@ -119,7 +119,7 @@ type instance struct {
 	parts       []part
 }
 
-// track is the state of a track of the file on which an operation has begun and not ended.
+// track is the state of a track in the file while an operation on it has begun and not ended.
 type track struct {
 	instance
 	// depth is the number of open events. opened has the first of them, at most maxTrack.
@@ -140,7 +140,7 @@ type rankReader struct {
 	files *rankFiles
 	names *nameTable
 
-	shift  int64 // is added to times of the current segment to get times of the first segment
+	shift  int64 // added to times of the current segment to get times of the first segment
 	tracks map[int64]nameID
 	open   map[int64]*track
 

@@ -181,8 +181,8 @@ type args struct {
 	Uptime   float64 `json:"monotonic_us"`
 	Offset   float64 `json:"offset_us"`
 	ClockErr float64 `json:"error_us"`
-	// Submitted and At are the exact times of events. The ts of such an event is later, because the times on
-	// a track must not decrease.
+	// Submitted and At are the exact times of events. The ts of such an event may be later, because the times
+	// on a track must not decrease.
 	Submitted float64 `json:"submitted"`
 	At        float64 `json:"at"`
 }
@@ -227,8 +227,8 @@ func argsOf(text jsontext.Value) map[string]jsontext.Value {
 
 func nanos(us float64) int64 { return int64(math.Round(us * nanosPerMicro)) }
 
-// position returns the position of the rank whose arrival the event shows, which is the name of the event. It
-// returns false if the name is not a position.
+// position returns the position of the rank whose request arrived at the time of the event. The name of the
+// event is this position. If the name is not a position, the second result is false.
 func (e *event) position() (int, bool) {
 	n, err := strconv.Atoi(e.Name)
 	return n, err == nil && n >= 0 && n < maxRanks

@@ -110,9 +110,9 @@ type LateRank struct {
 	// that submits next. Their waiting is charged to that rank.
 	CausedUS float64 `json:"caused_us"`
 	Share    float64 `json:"share"`
-	// HeldUS is the wall time during which the rank held up all others. No moment counts twice, neither for
-	// one rank nor for two ranks. HeldShare is HeldUS as a share of the sum over all ranks. StartupHeldUS is
-	// the same as HeldUS, for the start-up.
+	// HeldUS is the wall time during which the rank held up all others. Each moment counts at most once, and
+	// for at most one rank. HeldShare is HeldUS as a share of the sum over all ranks. StartupHeldUS is the
+	// same as HeldUS, for the start-up.
 	HeldUS        float64 `json:"held_us"`
 	HeldPerStepUS float64 `json:"held_per_step_us"`
 	HeldShare     float64 `json:"held_share"`
@@ -125,9 +125,9 @@ type LateRank struct {
 	MaxUS float64 `json:"lateness_max_us"`
 }
 
-// Outside is the time per step during which a rank has no operation in flight, at the rank with the least
-// such time. It is the mean over the complete steps after the start-up. If there are no complete steps, it is
-// the total over the whole time.
+// Outside is the time per step during which a rank has no operation in flight. Rank is the rank for which
+// this time is shortest. It is the mean over the complete steps after the start-up. If there are no complete
+// steps, it is the total over the whole time.
 type Outside struct {
 	Rank   int     `json:"rank"`
 	US     float64 `json:"us_per_step"`
@@ -170,8 +170,8 @@ type Cache struct {
 	SteadyMisses int64 `json:"steady_misses"`
 }
 
-// Tensor has the statistics of one tensor name over all ranks. Its times are from submission to the end of
-// the operation.
+// Tensor has the statistics of one tensor name over all ranks. Its times are measured from the submission to
+// the end of the operation.
 type Tensor struct {
 	Name    string  `json:"name"`
 	Kind    string  `json:"kind"`
@@ -188,7 +188,7 @@ type Tensor struct {
 
 // Suggestion is a proposed change and the reason for it.
 type Suggestion struct {
-	// Setting is the name of the setting to change. It is empty if the change is not to a setting.
+	// Setting is the name of the setting to change. It is empty if the suggestion is not to change a setting.
 	Setting string `json:"setting,omitempty"`
 	Do      string `json:"do"`
 	Because string `json:"because"`

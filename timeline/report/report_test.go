@@ -20,7 +20,7 @@ import (
 
 var rewrite = flag.Bool("rewrite", false, "rewrite the golden files")
 
-// near reports whether got and want differ at most by the width of a bucket of a sketch.
+// near reports whether got and want differ by at most the width of a sketch's bucket.
 func near(got, want float64) bool { return math.Abs(got-want) <= 0.02*math.Abs(want)+0.001 }
 
 func TestTheLateRankIsNamed(t *testing.T) {
@@ -275,7 +275,8 @@ func TestClocks(t *testing.T) {
 			switch r {
 			case 1, 2:
 				at = n*1_000_000 - 5_000_000
-				// On this rank's clock, ts satisfies ts + 5 s + ts/10^4 = n s.
+				// Rank 0's clock is 5 s ahead and drifts by 1/10^4. So at n s on rank 0's clock, this rank's
+				// ts satisfies ts + 5 s + ts/10^4 = n s.
 				at = int(math.Round(float64(at) / (1 + float64(drift)/1e7)))
 				if r == 2 {
 					at, late = at-300, 50 // rank 2 submits 50 us after rank 1, and its clock is 300 us ahead
@@ -293,8 +294,8 @@ func TestClocks(t *testing.T) {
 	if len(r.Lateness.Ranks) != 3 {
 		t.Fatalf("got %+v, want rank 3 not judged", r.Lateness)
 	}
-	// Rank 0 differs from ranks 1 and 2 by less than the clock error. So only rank 2 is late, in comparison
-	// with rank 1 on the same host.
+	// The submission times of rank 0 differ from those of ranks 1 and 2 by less than the clock error. So only
+	// rank 2 is late, in comparison with rank 1 on the same host.
 	for rank, want := range []float64{0, 0, 8 * 50} {
 		if got := r.Lateness.Ranks[rank].CausedUS; math.Abs(got-want) > 9 {
 			t.Errorf("rank %d: got %g us caused, want %g", rank, got, want)
@@ -351,15 +352,15 @@ func TestFilesOfAnEarlierJob(t *testing.T) {
 					t.Errorf("got %q, want %s left out", r.Problems, file)
 				}
 			}
-			if c.leftOut != nil && r.Lateness.WaitedUS > 10 { // within one job, starts differ by up to 5 us
+			if c.leftOut != nil && r.Lateness.WaitedUS > 10 { // in one job, start times differ by up to 5 us
 				t.Errorf("got %+v, want no late rank", r.Lateness)
 			}
 		})
 	}
 }
 
-// Process sets other than 0 number their operations themselves and have only some of the ranks. Lateness in
-// them is attributed to the right ranks.
+// Each process set other than 0 numbers its own operations and has only some of the ranks. Lateness in these
+// sets is attributed to the right ranks.
 func TestProcessSets(t *testing.T) {
 	dir := t.TempDir()
 	for r := range 3 {
@@ -663,7 +664,7 @@ func TestErrorsAreCounted(t *testing.T) {
 }
 
 // A name that occurs more than once within a step does not end the step. Names that occur only before the
-// first step do not keep the steps from being found.
+// first step do not prevent the report from finding the steps.
 func TestSteps(t *testing.T) {
 	for name, c := range map[string]struct {
 		before, repeats int

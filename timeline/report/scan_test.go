@@ -12,7 +12,7 @@ import (
 	"testing/iotest"
 )
 
-// records returns the records that a scanner finds in r before the end or the first error, and this error.
+// records returns the records that a scanner reads from r until the end or an error, and the error.
 func records(r io.Reader) (all []string, err error) {
 	s := newScanner(r, "f")
 	for {

@@ -24,7 +24,7 @@ const (
 	maxRanks = 1 << 16
 	// maxClockPoints limits how many clock measurements are kept for each file.
 	maxClockPoints = 1024
-	// Stdin is the path that stands for standard input.
+	// Stdin is the path that means standard input.
 	Stdin = "-"
 )
 
@@ -59,9 +59,9 @@ var (
 	rankEnd     = regexp.MustCompile(`\.rank[0-9]{1,5}$`)
 )
 
-// find returns the files that a path stands for. A folder stands for the files in it. A rank's file stands
-// for itself and its older segments. Rank 0's file also stands for the files and segments of the other ranks
-// beside it.
+// find returns the files that belong to a path. If the path is a folder, these are the files in the folder.
+// If it is a rank's file, these are the file and its older segments. If it is rank 0's file, the files and
+// segments of the other ranks in the same folder belong to it too.
 func find(path string) ([]string, error) {
 	if path == Stdin {
 		return []string{path}, nil
@@ -260,8 +260,8 @@ type Job struct {
 	spools   []*os.File
 }
 
-// Open finds and surveys the files that the paths stand for. A path is a rank's file, a folder, Stdin, or
-// rank 0's file, which also stands for the files of the other ranks beside it. Files of another job and files
+// Open finds and surveys the files that belong to the paths. A path is Stdin, a folder or a rank's file. The
+// files of the other ranks in the same folder also belong to rank 0's file. Files of another job and files
 // that cannot be read are left out. bad is the error if a path does not exist, or if it names a file that
 // cannot be read. err is set if no file can be used.
 //

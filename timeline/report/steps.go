@@ -6,7 +6,8 @@ import (
 	"github.com/gohvd/gohvd/internal/analysis"
 )
 
-// stepFinder infers training steps from tensor names that occur again. A step ends by one of these rules:
+// stepFinder infers training steps from tensor names that occur again. A step ends when one of these rules
+// applies:
 //
 //   - A name occurs that has already occurred in the step, and the step has at least half as many names as
 //     the previous step. A name that occurs several times in each step, as with micro-batches, does not end

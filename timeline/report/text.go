@@ -18,8 +18,8 @@ const mostRanks = 32
 func (r *Report) WriteText(w io.Writer) error {
 	var b strings.Builder
 	line := func(format string, args ...any) { fmt.Fprintf(&b, format+"\n", args...) }
-	// The cells of a row are right-aligned in their columns. After the last column, the row ends with its
-	// text.
+	// The cells of a row are right-aligned in columns. The parameter text is the end of the row, after the
+	// last column, and is not aligned.
 	table := func(columns, text string, rows func(row func(text string, cells ...any))) {
 		t := tabwriter.NewWriter(&b, 0, 0, 2, ' ', tabwriter.AlignRight)
 		put := func(text string, cells []any) {

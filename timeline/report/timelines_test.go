@@ -21,9 +21,9 @@ type training struct {
 	// end of the step. If oneByOne is set, it waits for each gradient before it submits the next one.
 	backward int
 	oneByOne bool
-	// exchange is the time that the exchange of a gradient takes. skew is indexed by rank: it is how much
-	// later than the first rank this rank gets the result. trip is the travel time of a message between rank
-	// 0 and a rank on another host.
+	// exchange is the time that the exchange of a gradient takes. skew[r] is how much later rank r gets the
+	// result than the first rank that gets it. trip is the travel time of a message between rank 0 and a rank
+	// on another host.
 	exchange int
 	skew     []int
 	trip     int
