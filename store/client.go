@@ -17,7 +17,7 @@ import (
 const (
 	pingInterval = 5 * time.Second
 	// serverSilence is how long a client waits for data from the server before it considers the connection
-	// broken. The server answers pings, so it is never silent for so long if it works.
+	// broken. The server answers pings, so a working server is never silent for this long.
 	serverSilence = 20 * time.Second
 	// clientSilence is how long a server waits for data from a client before it closes the connection. It is
 	// longer than serverSilence, because a client process may be paused for a while, for example by a

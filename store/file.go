@@ -18,7 +18,7 @@ import (
 )
 
 // FileStore is a Store in a file, for processes that share a file system but have no network between them.
-// Processes with PyTorch's FileStore can use the same file at the same time.
+// Processes that use PyTorch's FileStore can share the file.
 //
 // The file is a log of records. A record has a key and a value, each preceded by its length. The value of a
 // key is the value in the last record of the key. Each call locks the file (flock). A waiting call reads the
@@ -366,7 +366,8 @@ func (s *FileStore) change(ctx context.Context, f func() ([]byte, error)) error 
 }
 
 // withFile opens and locks the file, locks s.mu, reads the new records of the file, and calls f. It returns
-// an error if ctx ends, and ErrClosed if the channel closed is closed. Close itself passes a nil channel.
+// an error if ctx ends, and ErrClosed if the channel in the parameter closed is closed. Close itself passes a
+// nil channel.
 func (s *FileStore) withFile(ctx context.Context, closed <-chan struct{}, flags, lock int,
 	f func(*os.File) error) error {
 	for {

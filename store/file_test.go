@@ -127,8 +127,8 @@ func TestFileStoreWaitsForLock(t *testing.T) {
 	}
 }
 
-// If another process holds a shared lock, a call that writes waits for it. Calls that read do not wait,
-// neither for the lock nor for the waiting call.
+// If another process holds a shared lock, a call that writes waits for it. Calls that read wait neither for
+// the lock nor for the waiting call.
 func TestFileStoreReadsBesideWaitingWrite(t *testing.T) {
 	s, lock := lockedStore(t)
 	defer s.Close()

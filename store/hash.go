@@ -26,7 +26,7 @@ type HashStore struct {
 	queues map[string]*queue // a queue is removed when it becomes empty
 	bytes  int64
 	waits  map[string]*wait
-	isDone bool // whether closed has been closed
+	isDone bool // whether the channel closed has been closed
 }
 
 var _ Store = (*HashStore)(nil)
@@ -198,7 +198,7 @@ func (s *HashStore) Waits() int {
 	return len(s.waits)
 }
 
-// failed returns err with the names of the operation and of the key added. If err is nil, it returns nil.
+// failed adds the name of the operation and the key to err. If err is nil, it returns nil.
 func failed(op, key string, err error) error {
 	if err == nil {
 		return nil
@@ -239,7 +239,7 @@ func (s *HashStore) look(ctx context.Context, key string) (value []byte, ok bool
 }
 
 // sleep waits until the value or the queue of key changes, s is closed, or ctx ends. The caller must hold
-// s.mu. sleep unlocks s.mu and returns without it.
+// s.mu. sleep unlocks s.mu and does not lock it again.
 func (s *HashStore) sleep(ctx context.Context, key string) {
 	w := s.waits[key]
 	if w == nil {

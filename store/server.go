@@ -182,8 +182,8 @@ func (c *serverConn) handle(q *request) error {
 }
 
 // startWait starts a goroutine that executes a waiting call and replies. If too many calls are waiting, or a
-// waiting call has the same number, it starts none and returns an error, which the caller sends to the
-// client.
+// waiting call has the same number, it starts no goroutine and returns an error, which the caller sends to
+// the client.
 func (c *serverConn) startWait(q *request) (started bool, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -146,7 +146,7 @@ func (r *refusal) Error() string { return r.kind.Error() + ": " + r.detail }
 
 func (r *refusal) Unwrap() error { return r.kind }
 
-// Error returns err with the operation, the key and the store added. where is the address or path of the
+// Error adds the operation, the key and the store to err. The parameter where is the address or path of the
 // store, or empty if the store is in this process.
 func Error(op, key, where string, err error) error {
 	if where != "" {

@@ -14,7 +14,7 @@ import (
 // jobPlace says how this rank finds its job. With the zero value, the rank finds its job by the environment.
 type jobPlace struct {
 	settings map[string]string // values of settings by name; they override the environment
-	store    store.Store       // where the ranks meet; nil for the launcher's store
+	store    store.Store       // where the ranks meet; nil means the launcher's store
 }
 
 // leaveTimeout is the time limit for the shutdown of a rank that was interrupted.

@@ -15,8 +15,8 @@ type opSpec struct {
 	op   tensor.ReduceOp // NoReduce if operations of this kind do not reduce
 	root int             // the root of a broadcast
 	// count is the number of elements as nccl-tests prints it. For allreduce and broadcast it is the size of
-	// the tensor, for allgather the input of each rank, for reducescatter the output of each rank, and for
-	// alltoall what each rank sends to each other rank.
+	// the tensor, for allgather the size of each rank's input, for reducescatter the size of each rank's
+	// output, and for alltoall the number of elements that each rank sends to each other rank.
 	count   int64
 	inPlace bool
 }

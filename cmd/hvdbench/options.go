@@ -196,7 +196,7 @@ func parseModes(text string) ([]stepMode, error) {
 	})
 }
 
-// maxLines is the maximum number of sizes.
+// maxLines is the maximum number of sizes to measure.
 const maxLines = 100000
 
 // sizes returns the sizes to measure, but at most maxLines+1 of them. That is enough, because check rejects

@@ -36,7 +36,7 @@ func modulus(dt tensor.DType, n int) int {
 		exact = 127
 	}
 	m := min(101, max(2, exact/n))
-	for m%7 == 0 || m%13 == 0 { // with such an m, the values would be the same for all i or for all r
+	for m%7 == 0 || m%13 == 0 { // with such an m, the values would depend less on i or on r
 		m--
 	}
 	return m

@@ -95,8 +95,8 @@ func TestMisroutedBlocksAreSeen(t *testing.T) {
 // misroute checks that wrongBlocks accepts the right result of s at n ranks. It also checks that wrongBlocks
 // notices blocks that come from or go to a wrong place.
 func misroute(t *testing.T, s opSpec, n int, block func(id int) []byte) {
-	// arg returns block b of the argument of a rank. A block is zeros if it is only room for data of another
-	// rank.
+	// arg returns block b of the argument of a rank. A block that is only room for the data of another rank
+	// contains zeros.
 	arg := func(rank, b int) []byte {
 		switch {
 		case s.kind == message.Alltoall:

@@ -324,7 +324,7 @@ func (b *benchmark) measure(ctx context.Context, w work, r *result) error {
 }
 
 // warmUp makes the untimed calls and sets r.iters, the number of timed calls. That is the value of --iters
-// or, if --seconds is given, the number of calls that take this time.
+// or, if --seconds is given, the number of calls that fit in this time.
 func (b *benchmark) warmUp(ctx context.Context, r *result, how average, before func() error,
 	run func(ctx context.Context) error) error {
 	n := b.warmup

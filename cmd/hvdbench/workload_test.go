@@ -71,8 +71,8 @@ func TestBuckets(t *testing.T) {
 	}
 }
 
-// FuzzReadWorkload passes arbitrary lists to readWorkload. Each must be refused, or give at least one tensor
-// and no tensor of negative size.
+// FuzzReadWorkload passes arbitrary lists to readWorkload. readWorkload must refuse a list, or return at
+// least one tensor and no tensor of negative size.
 func FuzzReadWorkload(f *testing.F) {
 	f.Add("a 12 3x4 # comment\nb 5\n")
 	f.Add("a -1\na 99999999999999999999 1x1\n")

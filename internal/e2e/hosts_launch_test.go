@@ -127,7 +127,7 @@ func TestHvdrunOverHosts(t *testing.T) {
 var digitsResult = regexp.MustCompile(
 	`(?m)^\[(\d)\]<stdout>:digits: ranks=4 epochs=\d+ test_accuracy=([0-9.]+) seconds=[0-9.]+ weights_sha256=([0-9a-f]{64})$`)
 
-// buildDigits builds the example digits and returns the path of the binary.
+// buildDigits builds the program examples/digits and returns the path of the binary.
 func buildDigits(t *testing.T) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "digits")
@@ -139,8 +139,8 @@ func buildDigits(t *testing.T) string {
 	return path
 }
 
-// checkDigits checks the output of four ranks of the example digits. All ranks must have the same weights and
-// an accuracy of at least 0.95.
+// checkDigits checks the output of four ranks of the program examples/digits. All ranks must have the same
+// weights and an accuracy of at least 0.95.
 func checkDigits(t *testing.T, output string) {
 	t.Helper()
 	seen, hashes := make(map[string]bool), make(map[string]bool)
@@ -156,7 +156,7 @@ func checkDigits(t *testing.T, output string) {
 	}
 }
 
-// The example digits trains on two hosts. The agents are started without ssh.
+// The program examples/digits trains on two hosts. The agents are started without ssh.
 func TestDigitsOverHosts(t *testing.T) {
 	hosts := testnet.NewHosts(t, 2)
 	digits := buildDigits(t)
@@ -280,9 +280,9 @@ const (
 	sshdPort = "2222"
 )
 
-// sshHosts returns n hosts and runs an sshd on all but the first. The result command is a prefix that runs
-// hvdrun on the first host. The result flags makes hvdrun reach the other hosts by ssh. If ssh is not
-// installed, sshHosts skips the test.
+// sshHosts returns n hosts and runs an sshd on all of them except the first. The result command is a prefix
+// that runs hvdrun on the first host. The result flags makes hvdrun reach the other hosts by ssh. If ssh is
+// not installed, sshHosts skips the test.
 func sshHosts(t *testing.T, n int) (hosts []*testnet.Host, command, flags []string) {
 	t.Helper()
 	testnet.NeedHosts(t)
@@ -366,8 +366,8 @@ func awaitPort(t *testing.T, from *testnet.Host, addr string) {
 	}
 }
 
-// The example digits trains on two hosts, and hvdrun reaches them by ssh. Afterwards no process of the job is
-// left.
+// The program examples/digits trains on two hosts, and hvdrun reaches them by ssh. Afterwards no process of
+// the job is left.
 func TestDigitsOverSSH(t *testing.T) {
 	hosts, command, flags := sshHosts(t, 2)
 	digits := buildDigits(t)
@@ -396,7 +396,7 @@ func TestHvdrunIsKilledOverSSH(t *testing.T) {
 }
 
 // A host loses its link in the middle of a job. The ranks on the other hosts name ranks of this host. hvdrun
-// ends in time and names the host. The processes on the lost host end too.
+// ends before the deadline and names the host. The processes on the lost host end too.
 func TestLinkDownUnderHvdrun(t *testing.T) {
 	const (
 		liveness = 3 * time.Second

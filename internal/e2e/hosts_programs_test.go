@@ -67,8 +67,8 @@ func makeID(ctx context.Context) error {
 	return err
 }
 
-// overHosts runs a program of a job over hosts and returns the exit status. It prints the error on standard
-// output, because the tests read only this stream line by line.
+// overHosts runs a program of a job on several hosts and returns the exit status. It prints the error on
+// standard output, because the tests read only this stream line by line.
 func overHosts(run func() error) int {
 	if err := run(); err != nil {
 		fmt.Println("error", err)
@@ -96,7 +96,7 @@ func serveStore() error {
 }
 
 // checked is the program of a rank that runs every operation with inputs whose results are known. It ends
-// when the time has passed at rank 0.
+// when the number of seconds in secondsVariable has passed at rank 0.
 func checked(ctx context.Context) error {
 	if err := initialize(ctx); err != nil {
 		return err
@@ -326,7 +326,7 @@ func checkGroups(ctx context.Context, round, me, n int) error {
 	return nil
 }
 
-// checkProcessSet checks operations on a process set with all ranks but one. If the job has two ranks, the
+// checkProcessSet checks operations on a process set with all ranks except one. If the job has two ranks, the
 // set has one rank.
 func checkProcessSet(ctx context.Context, round, me, n int) error {
 	ranks := slices.DeleteFunc(all(n), func(r int) bool { return r == round%n })
@@ -349,7 +349,7 @@ func checkProcessSet(ctx context.Context, round, me, n int) error {
 	return hvd.RemoveProcessSet(ctx, set)
 }
 
-// checkJoin makes all ranks but the last join. The last rank runs three allreduces by itself and then joins
+// checkJoin makes all ranks except one join. This one rank runs three allreduces by itself and then joins
 // too.
 func checkJoin(ctx context.Context, round, me, n int) error {
 	late := round % n

@@ -19,7 +19,7 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// spread is a job over hosts without a launcher. The test starts its ranks, with the variables that a
+// spread is a job on several hosts without a launcher. The test starts its ranks, with the variables that a
 // launcher would set. If job.cmd is set, it is the process of the store, which ends after the last rank.
 type spread struct {
 	*job

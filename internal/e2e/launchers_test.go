@@ -104,7 +104,7 @@ func jobSecret(t *testing.T) string {
 }
 
 // Ranks on several hosts meet by the variables that Slurm, Kubernetes and PyTorch set according to their
-// documentation. Where a launcher sets names that need a name server, the test uses addresses.
+// documentation. If a launcher sets names that need a name server, the test uses addresses instead.
 func TestLaunchersOnSeveralHosts(t *testing.T) {
 	file := "HVD_SECRET_FILE=" + jobSecret(t)
 	t.Run("Slurm", func(t *testing.T) {

@@ -109,7 +109,7 @@ func start(t testing.TB, n int, program string, env ...string) *job {
 	return startWith(t, nil, n, program, env...)
 }
 
-// startWith is like start, but runs hvdrun through the prefix command, which executes its arguments.
+// startWith is like start, but uses command as a prefix that runs hvdrun by executing its arguments.
 func startWith(t testing.TB, command []string, n int, program string, env ...string) *job {
 	return startHvdrun(t, command, []string{"-np", strconv.Itoa(n)}, program, env...)
 }
@@ -184,7 +184,7 @@ func startIn(t testing.TB, dir string, command []string, env ...string) *job {
 	return j
 }
 
-// until reads lines until the function enough returns true for one. The test fails if the job ends before
+// until reads lines until the function enough returns true for a line. The test fails if the job ends before
 // that, or after a minute. what describes the awaited event in the failure message.
 func (j *job) until(what string, enough func(l line) bool) {
 	j.t.Helper()

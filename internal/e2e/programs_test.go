@@ -13,7 +13,7 @@ import (
 	"github.com/gohvd/gohvd/hvd"
 )
 
-// program runs the rank's program that has the given name, and returns the exit status.
+// program runs the program with the given name as a rank, and returns the exit status.
 func program(name string) int {
 	ctx := context.Background()
 	switch name {
@@ -284,7 +284,8 @@ func mixed(ctx context.Context) error {
 	}
 }
 
-// joined makes all ranks but the last join. The last rank runs allreduces until one of them fails.
+// joined makes all ranks join except the rank with the highest number. That rank runs allreduces until one of
+// them fails.
 func joined(ctx context.Context) error {
 	if hvd.Rank() < hvd.Size()-1 {
 		h, err := hvd.JoinAsync()

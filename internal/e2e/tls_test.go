@@ -17,8 +17,8 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// A job is run without encryption, with the flag --tls, and with the variable HVD_TLS. Its results are the
-// same.
+// A job is run without encryption, with the flag --tls, and with the variable HVD_TLS. The results are the
+// same in all three cases.
 func TestTLSResults(t *testing.T) {
 	hash := func(command []string, env ...string) string {
 		t.Helper()

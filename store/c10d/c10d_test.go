@@ -300,7 +300,8 @@ func TestStaleWait(t *testing.T) {
 	c.say("05 [1 '/late'", "00")
 }
 
-// If a client waits for a key, each operation of another client that sets the key wakes it.
+// If a client waits for a key, every operation with which another client sets the key wakes the waiting
+// client.
 func TestWake(t *testing.T) {
 	addr, hash := serve(t, c10d.Config{})
 	for i, request := range []string{"02 '/k0' '' 'v'", "04 '/k1' +1", "09 '/k2' 'v'", "0b [1 '/k3' 'v'",

@@ -227,7 +227,7 @@ func (c *session) set() error {
 }
 
 // compareSet serves compare_set. In this protocol an empty value is the same as no value. If the key has no
-// value and expected is not empty, the answer is expected.
+// value and the expected value is not empty, the answer is the expected value.
 func (c *session) compareSet() error {
 	key, err := c.in.key()
 	if err != nil {
@@ -272,7 +272,7 @@ func (c *session) get() error {
 	return c.write(appendBytes(nil, value))
 }
 
-// now returns the current value of a key, or nil.
+// now returns the current value of a key, or nil if the key has no value.
 func (c *session) now(key string) ([]byte, error) {
 	value, ok, err := c.store.Look(c.ctx, key)
 	if err != nil || !ok {

@@ -76,7 +76,8 @@ func Run(t *testing.T, lacks Lacks, open func(t *testing.T) store.Store) {
 	}
 }
 
-// short is the time after which a test considers a call waiting. Calls that do not wait usually take less.
+// short is the time after which a test considers a call to be waiting. Calls that do not wait usually take
+// less time.
 const short = 30 * time.Millisecond
 
 func noErr(t *testing.T, err error) {
