@@ -87,7 +87,7 @@ func (d *daemon) clients() (clients, error) {
 	return c, err
 }
 
-// serve serves clients until no more can come, a signal arrives or the rank fails.
+// serve serves clients until no more clients can come, a signal arrives or the rank fails.
 func (d *daemon) serve(from clients) error {
 	signals := make(chan os.Signal, 2)
 	signal.Notify(signals, unix.SIGTERM, unix.SIGINT)

@@ -39,7 +39,7 @@ func newListener(l *net.UnixListener) *listener {
 }
 
 // listen makes a socket at path and listens on it. If path already has a socket on which no process listens,
-// listen replaces it. Any other file at path is an error.
+// listen replaces it. If there is any other file at path, listen returns an error.
 func listen(path string) (clients, error) {
 	unlock, err := lock(filepath.Dir(path))
 	if err != nil {
@@ -157,5 +157,5 @@ func (l *listener) serve(s *sidecar.Server, log *zap.Logger) error {
 
 func (l *listener) stop() {
 	l.cancel()
-	_ = l.Close() // ignored, because nothing depends on the success of Close
+	_ = l.Close() // the error is ignored, because nothing depends on the success of Close
 }

@@ -149,7 +149,7 @@ func TestCommandLine(t *testing.T) {
 		}
 		cmd := exec.CommandContext(t.Context(), self, c.args...)
 		cmd.Env = append(os.Environ(), asDaemon+"=1")
-		out, _ := cmd.CombinedOutput() // the exit status is checked below
+		out, _ := cmd.CombinedOutput() // the error is ignored, because the exit status is checked below
 		if got := cmd.ProcessState.ExitCode(); got != c.status || !strings.Contains(string(out), c.says) {
 			t.Errorf("hvdd %q: status %d, want %d and %q:\n%s", c.args, got, c.status, c.says, out)
 		}
@@ -197,7 +197,7 @@ func TestSignals(t *testing.T) {
 		}
 	}
 	signal(p, syscall.SIGINT)
-	c.Must(sidecartest.Status()) // the sidecar still runs
+	c.Must(sidecartest.Status()) // succeeds only if the sidecar still runs
 	signal(p, syscall.SIGTERM)
 	if err := readToEnd(c); err != nil {
 		t.Error(err)
@@ -215,7 +215,8 @@ func TestSignals(t *testing.T) {
 	p.wants(0, "") // the sidecar has given up Init
 }
 
-// readToEnd reads until the sidecar closes the connection and then returns nil. It returns other errors.
+// readToEnd reads until the sidecar closes the connection and then returns nil. If reading fails in another
+// way, it returns the error.
 func readToEnd(c *sidecartest.Client) error {
 	for {
 		if err := c.Read(); err != nil {

@@ -31,7 +31,7 @@ func defaults() options {
 const momentum = 0.9
 
 // train trains a model together with the other ranks of the job. It returns the model and its accuracy on the
-// test images. Rank 0 writes lines about its progress to progress.
+// test images. Rank 0 writes one line for each epoch to the writer progress.
 func train(ctx context.Context, on *hvd.Engine, o options, progress io.Writer) (*model, float64, error) {
 	trainSet, testSet, err := loadImages(o.seed)
 	if err != nil {

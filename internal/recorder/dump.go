@@ -142,9 +142,9 @@ func cut(text string, most int) string {
 // size is the number of ranks in the job.
 func OperationsOf(size int) int { return min(max(operationsOfAll/max(size, 1), 16), DefaultOperations) }
 
-// Encode encodes a dump as JSON, compressed by gzip. The result has at most the given number of operations,
-// and these are the last ones. If the result would exceed MaxBytes, Encode leaves out more operations. It
-// fails if the result exceeds MaxBytes even without operations. It takes about 5 us per operation.
+// Encode encodes a dump as JSON, compressed by gzip. The result has only the most recent operations, at most
+// the given number of them. If the result would exceed MaxBytes, Encode leaves out more operations. It fails
+// if the result exceeds MaxBytes even without operations. It takes about 5 us per operation.
 func Encode(d *analysis.Snapshot, operations int) ([]byte, error) {
 	return encodeWithin(d, operations, MaxBytes)
 }

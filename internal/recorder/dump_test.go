@@ -71,7 +71,8 @@ func TestDumpTravels(t *testing.T) {
 	}
 }
 
-// Encode keeps only the given number of last operations. If these exceed the size limit, it keeps fewer.
+// Encode keeps only the most recent operations, at most the given number. If these exceed the size limit, it
+// keeps fewer.
 func TestEncodeBounds(t *testing.T) {
 	const recorded, most = 500, 20 << 10
 	r := New(400)

@@ -16,8 +16,8 @@ import (
 )
 
 // Operation is a granted response that has ended. It has one tensor, or several tensors that ran as one
-// operation. A receiver must not use the Operation after returning, except for its strings and shapes, which
-// do not change.
+// operation. A function that receives an Operation must not use it after returning, except for its strings
+// and shapes, which do not change.
 type Operation struct {
 	Set topo.ProcessSetID
 	// Number is the number of the grant, counted from 1 in each set. It is equal at all members, so Set and
@@ -55,8 +55,8 @@ type Tensor struct {
 	Submitted, Sent time.Duration
 	// Cached says that the tensor was granted by its bit in the response cache.
 	Cached bool
-	// Arrivals are the times at which the members' requests reached the coordinator, by position in the
-	// process set. A member that had joined has the time 0. Arrivals is nil except at rank 0.
+	// Arrivals are the times at which the members' requests reached the coordinator, indexed by position in
+	// the process set. A member that had joined has the time 0. Arrivals is nil except at rank 0.
 	Arrivals []time.Duration
 	// Partial says that the recording of arrival times began after the first request for the tensor. In this
 	// case Arrivals also has 0 for members whose requests had arrived before.
@@ -64,7 +64,8 @@ type Tensor struct {
 	// Parts is the number of tensors if this is a group that ran as one tensor, else 0. For such a group,
 	// Shape is the total number of elements, and DType is Invalid if there are several element types.
 	Parts int
-	// Refused is the error with which this tensor ended while the others completed, or nil.
+	// Refused is the error with which this tensor ended while the other tensors of the operation completed,
+	// or nil.
 	Refused error
 }
 

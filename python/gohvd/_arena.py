@@ -163,7 +163,7 @@ class Block:
         self._finalizer = finalizer
 
     def free(self) -> None:
-        """Gives the memory back. No operation on the block may be in flight. A further call does nothing."""
+        """Frees the memory. No operation on the block may be in flight. A further call does nothing."""
         self._finalizer()
 
     def __repr__(self) -> str:

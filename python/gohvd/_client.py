@@ -285,7 +285,7 @@ class Client:
 
     @property
     def over(self) -> bool:
-        """Whether the connection is over. If it is, every call raises."""
+        """Whether the connection is over. If it is, every call raises an error."""
         return self._over is not None
 
     @property
@@ -382,8 +382,8 @@ class Client:
         doorbell is sent. The caller holds _lock.
         """
         words = self._words
-        # No submission is missed. The sidecar sets _LOOKING before it looks at the ring. If the new value requires
-        # doorbells from clients, the sidecar looks once more after it has set the value.
+        # No submission is missed, because the sidecar sets _LOOKING before it looks at the ring. If the new value
+        # requires doorbells from clients, the sidecar looks once more after it has set the value.
         self._order()
         state = words[_LOOKING]
         if state > when or not state:
@@ -595,7 +595,7 @@ class Client:
         return view[offset : offset + nbytes]
 
     def free_result(self, place: wire.Place) -> None:
-        """Gives the memory of a result back to the sidecar. The bytes must not be read any more."""
+        """Hands the memory of a result back to the sidecar. The bytes must not be read any more."""
         if place[0] >> 31 == 0:
             return
         with self._lock:
@@ -641,8 +641,8 @@ class Client:
             try:
                 self._wake_reader()
                 with self._mutex:
-                    # No wake-up is lost. The reader checks _waiting after it has set done, and again after it has
-                    # released _reader.
+                    # No wake-up is lost, because the reader checks _waiting after it has set done, and again after it
+                    # has released _reader.
                     while not p.done and not self._no_reader():
                         self._cond.wait()
             finally:

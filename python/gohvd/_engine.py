@@ -30,7 +30,7 @@ Shape = Tuple[int, ...]
 Code = Tuple[int, int]
 """An element type: its number in the protocol, and its size in bytes."""
 
-# The reductions. All but AverageActive are Horovod's, with Horovod's numbers.
+# The reductions. All except AverageActive have the same names and numbers as in Horovod.
 Average, Sum, Adasum, Min, Max, Product, AverageActive = range(7)
 _ON_WIRE = {Average: 1, Sum: 2, Min: 3, Max: 4, Product: 5, Adasum: 6, AverageActive: 7}
 

@@ -89,8 +89,8 @@ def connect(address: str) -> socket.socket:
 
 
 def find_sidecar() -> str:
-    """Returns the path of hvdd. It is HVD_SIDECAR_BINARY if set, else the file beside this package, else the one on
-    PATH.
+    """Returns the path of hvdd. It is the value of HVD_SIDECAR_BINARY if that is set, else the hvdd in this package,
+    else the hvdd on PATH.
     """
     named = os.environ.get("HVD_SIDECAR_BINARY", "")
     if named:

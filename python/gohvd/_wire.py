@@ -273,7 +273,7 @@ def _signed(value: int) -> int:
 
 
 def _ints(into: List[int], data: Buffer, wire: int, a: int, b: int) -> None:
-    """Appends the numbers of a repeated field to a list. A packed field has any count of numbers, other fields have
+    """Appends the numbers of a repeated field to a list. A packed field has any number of them, and any other field has
     one.
     """
     if wire == 0:

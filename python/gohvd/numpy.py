@@ -297,7 +297,7 @@ def alltoall(
     name: Optional[str] = None,
     process_set: ProcessSet = global_process_set,
 ) -> Tuple[Array, List[int]]:
-    """Sends splits[i] rows of the array to member i. Without splits, each member gets the same number of rows.
+    """Sends splits[i] rows of the array to member i. If splits is None, each member gets the same number of rows.
 
     Returns the received rows, in the order of the members that sent them, and the number of rows received from each
     member.

@@ -723,7 +723,8 @@ class HorovodAlltoall(torch.autograd.Function):
 def alltoall(
     tensor: Tensor, splits: _Splits = None, name: Optional[str] = None, process_set: ProcessSet = global_process_set
 ) -> Union[Tensor, Tuple[Tensor, Tensor]]:
-    """Sends rows to all members: splits[i] rows to member i. Without splits each member gets the same number of rows.
+    """Sends rows to all members: splits[i] rows to member i. If splits is None, each member gets the same number of
+    rows.
 
     Returns the received rows, in the order of the members. If splits are given, it also returns the number of rows
     received from each member, as an int32 tensor.

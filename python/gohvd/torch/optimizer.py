@@ -647,21 +647,21 @@ def DistributedOptimizer(
     *,
     gradient_as_arena_view: bool = True,
 ) -> Any:
-    """Returns an optimizer that replaces optimizer and steps on the gradients of all ranks.
+    """Returns an optimizer that replaces the given optimizer and steps on the gradients of all ranks.
 
-    Its class derives from the class of optimizer. It also has the methods synchronize(), skip_synchronize() and
+    Its class derives from the class of the given optimizer. It also has the methods synchronize(), skip_synchronize() and
     set_backward_passes_per_step(). Gradients are reduced while backward runs. If no processor is free for that, they
     are reduced when backward ends. step() waits until all gradients are reduced. Call zero_grad after step() or
     synchronize(), before the next backward.
 
     named_parameters: model.named_parameters(). It must name all parameters of the optimizer, with the same names at all
-        ranks. Without it the parameters are named by their positions.
+        ranks. If it is None, the parameters are named by their positions.
     compression: the compressor of the gradients.
     backward_passes_per_step: the number of backward passes whose gradients are added up before they are reduced. The
         sum is not divided by this number.
     op: the reduction, such as Average or Sum. With Adasum each rank computes its own step, and the steps are combined.
-    gradient_predivide_factor: with Average, each rank divides its gradients by this factor before the sum. The sum is
-        divided by size() / gradient_predivide_factor.
+    gradient_predivide_factor: with Average, each rank divides its gradients by this factor before the sum. Afterwards the
+        sum is multiplied by this factor and divided by the number of ranks.
     groups: lists of parameters whose gradients are reduced together, or the number of groups to divide all parameters
         into. num_groups is the old name of this argument.
     sparse_as_dense: if true, sparse gradients are sent as dense tensors.
