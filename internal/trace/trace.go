@@ -76,7 +76,7 @@ type Activity struct {
 	Begun, End time.Duration
 }
 
-// Pending is an operation on a tensor that has not ended.
+// Pending is an unfinished operation on a tensor.
 type Pending struct {
 	Set   topo.ProcessSetID
 	Kind  message.Kind

@@ -58,9 +58,9 @@ def shutdown() -> None:
     """Leaves the job. After this call, this rank submits no more operations.
 
     Other ranks can still use process sets that do not include this rank. If another rank waits, now or later, for an
-    operation that this rank has not submitted, it gets a ``PeerError`` that names this rank. Rank 0 serves the other
-    ranks until they have left too. After shutdown, ``init`` may be called again. When the process exits, shutdown runs
-    automatically. If an uncaught exception ends the process, this rank counts as failed.
+    operation that this rank has not submitted, that other rank gets a ``PeerError`` that names this rank. Rank 0 serves
+    the other ranks until they have left too. After shutdown, ``init`` may be called again. When the process exits,
+    shutdown runs automatically. If an uncaught exception ends the process, this rank counts as failed.
     """
     _engine_.shutdown()
 

@@ -31,7 +31,7 @@ const (
 // source is one timeline file of a rank.
 type source struct {
 	path string // the path as messages show it
-	at   string // the path to open, which can be opened more than once
+	at   string // the path to open; it can be opened more than once
 
 	// survey sets the following fields. Times are in ns, except that start is in microseconds since 1970.
 	horovod          bool

@@ -649,8 +649,8 @@ def DistributedOptimizer(
 ) -> Any:
     """Returns an optimizer that replaces the given optimizer and steps on the gradients of all ranks.
 
-    Its class derives from the class of the given optimizer. It also has the methods synchronize(), skip_synchronize() and
-    set_backward_passes_per_step(). Gradients are reduced while backward runs. If no processor is free for that, they
+    Its class derives from the class of the given optimizer. It also has the methods synchronize(),
+    skip_synchronize() and set_backward_passes_per_step(). Gradients are reduced while backward runs. If no processor is free for that, they
     are reduced when backward ends. step() waits until all gradients are reduced. Call zero_grad after step() or
     synchronize(), before the next backward.
 
@@ -660,8 +660,8 @@ def DistributedOptimizer(
     backward_passes_per_step: the number of backward passes whose gradients are added up before they are reduced. The
         sum is not divided by this number.
     op: the reduction, such as Average or Sum. With Adasum each rank computes its own step, and the steps are combined.
-    gradient_predivide_factor: with Average, each rank divides its gradients by this factor before the sum. Afterwards the
-        sum is multiplied by this factor and divided by the number of ranks.
+    gradient_predivide_factor: with Average, each rank divides its gradients by this factor before the sum. Afterwards
+        the sum is multiplied by this factor and divided by the number of ranks.
     groups: lists of parameters whose gradients are reduced together, or the number of groups to divide all parameters
         into. num_groups is the old name of this argument.
     sparse_as_dense: if true, sparse gradients are sent as dense tensors.
