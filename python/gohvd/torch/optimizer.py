@@ -649,9 +649,9 @@ def DistributedOptimizer(
 ) -> Any:
     """Returns an optimizer that replaces the given optimizer and steps on the gradients of all ranks.
 
-    Its class derives from the class of the given optimizer. It also has the methods synchronize(),
-    skip_synchronize() and set_backward_passes_per_step(). Gradients are reduced while backward runs. If no processor is free for that, they
-    are reduced when backward ends. step() waits until all gradients are reduced. Call zero_grad after step() or
+    Its class derives from the class of the given optimizer. It also has the methods synchronize(), skip_synchronize()
+    and set_backward_passes_per_step(). Gradients are reduced while backward runs. If no processor is free for that,
+    they are reduced when backward ends. step() waits until all gradients are reduced. Call zero_grad after step() or
     synchronize(), before the next backward.
 
     named_parameters: model.named_parameters(). It must name all parameters of the optimizer, with the same names at all
