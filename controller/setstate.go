@@ -11,10 +11,11 @@ import (
 	"github.com/gohvd/gohvd/responsecache"
 )
 
-// Planner is a function that chooses the backend and the algorithm for a response of a process set. numBytes
-// is the number of bytes to send for r and for the responses that are fused with r. A Planner must be pure.
+// Planner is a function that chooses the backend and the algorithm for a response of the process set that has
+// the given members. numBytes is the number of bytes to send for r and for the responses that are fused with
+// r. A Planner must be pure.
 // If it returns an error, the request is answered with that error.
-type Planner func(set topo.ProcessSetID, r *message.Response,
+type Planner func(members []topo.Rank, r *message.Response,
 	numBytes int64) (message.Backend, message.Algorithm, error)
 
 // setState is the part of the coordinator for one process set. It holds the requests of the members in full
@@ -113,7 +114,8 @@ func newSetState(s Set, cacheCapacity int, w *waits) *setState {
 // vote returns an error, the member has broken the protocol.
 func (s *setState) vote(member int, bit uint32, seen uint64) error {
 	if s.joined.has(member) {
-		return fmt.Errorf("got a vote for cache bit %d of process set %d after the rank had joined", bit, s.ID)
+		return fmt.Errorf("got a vote for cache bit %d of process set %d after the rank had joined", bit,
+			s.ID)
 	}
 	late, err := s.cache.Vote(member, bit, seen)
 	switch {
@@ -153,7 +155,8 @@ func (s *setState) bitWait(bit uint32) *wait {
 func (s *setState) request(member int, q message.Request) error {
 	switch {
 	case s.joined.has(member):
-		return fmt.Errorf("got a request for %v %q of process set %d after the rank had joined", q.Kind, q.Name,
+		return fmt.Errorf("got a request for %v %q of process set %d after the rank had joined", q.Kind,
+			q.Name,
 			s.ID)
 	case changesSets(q.Kind) && s.ID != topo.Global:
 		return fmt.Errorf("request for %v %q: got process set %d, want process set 0", q.Kind, q.Name, s.ID)
@@ -165,7 +168,8 @@ func (s *setState) request(member int, q message.Request) error {
 	// cache and in the table.
 	if bit, ok := s.cache.BitOf(q.Name); ok {
 		if s.cache.Voted(member, bit) {
-			return fmt.Errorf("got a request for %v %q while a vote of the rank for it is pending", q.Kind, q.Name)
+			return fmt.Errorf("got a request for %v %q while a vote of the rank for it is pending", q.Kind,
+				q.Name)
 		}
 		if err := s.invalidate(bit); err != nil {
 			return err
@@ -382,7 +386,7 @@ func (s *setState) choose(group []int, planner Planner) (p plan, err error) {
 	for _, i := range group {
 		numBytes += s.tensors[i].Response.WireBytes()
 	}
-	p.backend, p.algorithm, err = planner(s.ID, first, numBytes)
+	p.backend, p.algorithm, err = planner(s.Ranks, first, numBytes)
 	return p, err
 }
 

@@ -47,17 +47,18 @@ func NewManager(registry Registry, set topo.ProcessSetID, ranks []topo.Rank, me 
 }
 
 // Plan chooses the first backend of the registry that can run r, and returns its ID and the algorithm. The
-// output of r has numBytes bytes. If no backend can run r, Plan returns an error that names each backend with
-// its reason and wraps the reasons. Kinds that move no data need no backend: for them Plan returns NoBackend.
-// Plan may be called while operations run.
-func (m *Manager) Plan(r *message.Response, numBytes int64) (message.Backend, message.Algorithm, error) {
+// output of r has numBytes bytes, and the process set of r has the given members. If no backend can run r,
+// Plan returns an error that names each backend with its reason and wraps the reasons. Kinds that move no
+// data need no backend: for them Plan returns NoBackend. Plan may be called while operations run.
+func (m *Manager) Plan(members []topo.Rank, r *message.Response,
+	numBytes int64) (message.Backend, message.Algorithm, error) {
 	if !r.Kind.MovesData() {
 		return message.NoBackend, message.NoAlgorithm, nil
 	}
 	var refusals error
 	for i, b := range m.backends {
 		id := m.registry[i].ID
-		alg, err := b.Plan(r, numBytes)
+		alg, err := b.Plan(members, r, numBytes)
 		if err == nil {
 			return id, alg, nil
 		}

@@ -7,6 +7,7 @@ import (
 
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/topo"
 )
 
 // Backend runs collectives among the members of one process set on one lane, one after another. All members
@@ -20,11 +21,12 @@ import (
 // message.
 type Backend interface {
 	// Plan returns the algorithm that the backend would use for a response of r's kind whose output has
-	// numBytes bytes. If the backend cannot run the response, Plan returns an error. The error states only
+	// numBytes bytes, in the process set that has the given members. This need not be the process set of the
+	// backend. If the backend cannot run the response, Plan returns an error. The error states only
 	// the reason, because the Manager adds the backend and the operation. Only the coordinator calls Plan,
 	// and all ranks use its result. So Plan must return the same result on every rank with the same
 	// capabilities.
-	Plan(r *message.Response, numBytes int64) (message.Algorithm, error)
+	Plan(members []topo.Rank, r *message.Response, numBytes int64) (message.Algorithm, error)
 
 	// Start begins op. It does not wait for other ranks.
 	Start(op Operation) error

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 
+	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/ops"
@@ -28,7 +29,7 @@ func (p *rawPath) plan(s opSpec) (message.Algorithm, error) {
 	}
 	r := &message.Response{Kind: s.kind, DType: s.dt, Op: s.op,
 		Shape: tensor.Shape{s.count * parts(s.kind, p.Size())}, Prescale: 1, Postscale: 1}
-	alg, err := p.backend.Plan(r, s.numBytes(p.Size()))
+	alg, err := p.backend.Plan(controller.Global(p.Size()).Ranks, r, s.numBytes(p.Size()))
 	if err != nil {
 		return 0, errUnsupported{fmt.Sprintf("%v: %v", p.backend.ID, err)}
 	}

@@ -309,7 +309,7 @@ func TestPlan(t *testing.T) {
 			{message.Response{Kind: message.Alltoall}, true},
 			{message.Response{Kind: message.Barrier}, false},
 		} {
-			alg, err := r.Plan(&c.response, 4)
+			alg, err := r.Plan(nil, &c.response, 4)
 			if (err == nil) != c.ok || c.ok && alg != message.Direct {
 				t.Errorf("%v by %v: got %v, %v", c.response.Kind, c.response.Op, alg, err)
 			}

@@ -270,7 +270,7 @@ var errGivenUp = errors.New("the peer gave up the operation")
 
 // Plan implements ops.Backend. The algorithm is always direct: the owner of a block reads the block from all
 // other ranks.
-func (b *Backend) Plan(r *message.Response, _ int64) (message.Algorithm, error) {
+func (b *Backend) Plan(_ []topo.Rank, r *message.Response, _ int64) (message.Algorithm, error) {
 	switch r.Kind {
 	case message.Allreduce, message.Reducescatter:
 		if r.Op.Base() == tensor.Adasum {

@@ -146,7 +146,7 @@ func Register(mesh transport.Mesh, cfg Config) ops.Registration {
 }
 
 // Plan implements ops.Backend. The size of the output does not affect the choice.
-func (b *Backend) Plan(r *message.Response, _ int64) (message.Algorithm, error) {
+func (b *Backend) Plan(_ []topo.Rank, r *message.Response, _ int64) (message.Algorithm, error) {
 	switch r.Kind {
 	case message.Allreduce, message.Reducescatter:
 		return b.planReduction(r)
