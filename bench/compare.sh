@@ -80,7 +80,7 @@ field() { lscpu | sed -n "s/^$1: *//p" | head -1; }
 		torch) echo "PyTorch: $(version python3-torch), its gloo backend" ;;
 		esac
 	done
-	echo "Seconds for a case: ${BENCH_SMALL_S} up to 1 MiB, ${BENCH_LARGE_S} above, at most ${BENCH_HARD_S}"
+	echo "Seconds for a case: ${BENCH_SMALL_S} for up to 1 MiB and ${BENCH_LARGE_S} for larger sizes; at most ${BENCH_HARD_S}"
 } >"$out/about.txt"
 echo "make bench-peers ROUNDS=$rounds NPS=\"$nps\"${QUICK:+ QUICK=1}" >"$out/commands.txt"
 

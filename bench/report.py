@@ -19,21 +19,26 @@ MODES = ["pertensor", "async", "grouped", "bucket25"]
 
 INTRODUCTION = """# Benchmarks
 
-Times of gohvd and of other libraries: float32 sums in CPU memory, in place, by ranks of one host. All were
-measured on one machine in one session. `make bench-peers` measures and writes this page;
-[bench/peers](../bench/peers/README.md) has the programs and their rules.
+This page compares the times of gohvd with those of other libraries. All programs ran on one machine, in turn,
+and summed float32 tensors in CPU memory, in place if the library allows it. `make bench-peers` repeats the
+measurement and writes this page. [bench/peers](../bench/peers/README.md) has the programs and their rules.
 """
 
 LEGEND = """
-`ours` is package hvd on ordinary Go slices, with names, negotiation, cache and fusion. With `-arena` its
-tensors are in the shared arena, and with `-raw` only the backend runs. A rank of `ompi` yields while it
-waits; a rank of `ompi-spin` spins on a core of its own. `gloo` is the best of Gloo's algorithms at each size.
+In the column `ours`, gohvd reduces ordinary Go slices, with names, negotiation, cache and fusion. With
+`-arena` the tensors are in shared memory, where the other ranks read them in place. With `-raw` only the
+backend runs, without names and negotiation. A rank of `ompi` yields its core while it waits; a rank of
+`ompi-spin` spins on a core of its own. `gloo` is the fastest of Gloo's algorithms at each size. In training
+steps, `pertensor` runs one allreduce after the other, `async` starts all and then waits for all, and
+`bucket25` reduces the gradients in buckets of 25 MiB.
 
 ## Ratios
 
-The tables show our time divided by the best time of the others, so a ratio below 1 means that we are faster.
-For each round, our median is divided by the best of the others' medians of the same round. A cell has the
-median of these ratios over the rounds and, in parentheses, the least and the greatest ratio.
+The tables show gohvd's time divided by the time of the fastest library that the table's title names, so gohvd
+is faster if the ratio is below 1. For each round, gohvd's median is divided by the least median of these
+libraries in the same round. A cell has the median of these ratios over all rounds and, in parentheses, the
+least and the greatest ratio. The column `best` has the median of these least medians, and the library that
+was the fastest most often.
 """
 
 
@@ -112,10 +117,10 @@ class Comparison:
         if against:
             cases = [case for op in COLLECTIVES for case in self.cases(op, ranks)]
             rows = [row for case in cases for row in self.ratio_rows([case], against, 1, own)]
-            yield from table(f"{ranks} ranks: collectives, relative to the best of Open MPI and MPICH", ["case", "best, µs", *own], rows)
+            yield from table(f"{ranks} ranks: collectives, relative to the faster of Open MPI and MPICH", ["case", "best, µs", *own], rows)
         rows = [row for workload in WORKLOADS for row in self.ratio_rows(self.steps(workload, ranks), others, 1000, own)]
         if rows:
-            yield from table(f"{ranks} ranks: training steps, relative to the best of all others in its best mode", ["case", "best, ms", *own], rows)
+            yield from table(f"{ranks} ranks: training steps, relative to the fastest other library in its fastest mode", ["case", "best, ms", *own], rows)
 
     def all_times(self, ranks):
         own, others = self.peers(ranks)
@@ -173,7 +178,7 @@ def read_if_there(folder, name):
 def page(folder, comparison, chart):
     """Returns the text of the page. chart is the path of the SVG file."""
     about = [f"- {line}\n" for line in read_if_there(folder, "about.txt").splitlines()]
-    about.append(f"- Rounds: {comparison.rounds}; in each round every program ran once, in turn\n")
+    about.append(f"- Rounds: {comparison.rounds}; each program ran once in each round\n")
     command = read_if_there(folder, "commands.txt")
     parts = [INTRODUCTION, "\n", *about]
     if command:
@@ -181,7 +186,7 @@ def page(folder, comparison, chart):
     parts += [f"\n![bus bandwidth of allreduce]({os.path.basename(chart)})\n", LEGEND]
     for ranks in comparison.ranks:
         parts += comparison.ratios(ranks)
-    parts.append("\n## Times\n\nThe tables show the median of the rounds' medians, for collectives in µs, for training steps in ms.\n")
+    parts.append("\n## Times\n\nThe tables show the median of the rounds' medians, in µs for collectives and in ms for training steps.\n")
     for ranks in comparison.ranks:
         parts += comparison.all_times(ranks)
     if comparison.failed:
