@@ -33,15 +33,16 @@ print(*versions)
 _NEED_TORCH = ("test_torch_*.py", "test_shim.py")
 _PAGE = """# Compatibility
 
-The tests of the Python package (python/tests) were run with these versions, with these results.
-`make test-torch2` runs them and writes this page.
+The table shows the results of the tests of the Python package (python/tests) with several versions of Python,
+torch and numpy. `make test-torch2` runs the tests and writes this page.
 
 | Python | torch | numpy | ranks | tests | skipped | failed |
 |---|---|---|---|---|---|---|
 {rows}
 
-Every rank runs the tests; they are counted at one rank. A test is skipped if it needs something that this
-torch does not have, or another number of ranks. Without torch, the tests of gohvd.torch are left out.
+Every rank runs all tests; the table counts those of one rank. A test is skipped if it needs a feature that
+this version of torch does not have, or another number of ranks. Without torch, the tests of gohvd.torch do
+not run.
 """
 
 
