@@ -30,8 +30,8 @@ const (
 	// does not dial the others.
 	storeWait = 5 * time.Second
 	headStart = 250 * time.Millisecond
-	// killWait is how long ranks may take to disappear after the launcher is gone. Their helpers then get the
-	// same time.
+	// killWait is how long the agent waits for the ranks to end after it has killed them because the launcher
+	// is gone. If ranks are left then, the agent kills their helpers and waits for the same time again.
 	killWait = 2 * time.Second
 )
 
@@ -45,18 +45,18 @@ type agent struct {
 	control   *yamux.Stream
 
 	job     hostJob
-	path    string     // path of the command
-	envs    [][]string // environments of the ranks
+	path    string     // path of the program that each rank runs
+	envs    [][]string // environment of each rank on this host
 	outputs []io.WriteCloser
 
 	helpers *batch
-	members []*member // helpers that were started
+	members []*member // helpers that were started, in the order of the ranks
 	reports sync.WaitGroup
 	relays  sync.WaitGroup
 
 	// prepared is closed when the ranks can be started. begun is closed when the ranks were started, or when
-	// starting them has failed. lost is closed when the session has ended. After that no order is carried
-	// out.
+	// starting them has failed. lost is closed when the connection to the launcher has ended. After that the
+	// agent carries out no more orders.
 	prepared, begun, lost chan struct{}
 }
 
@@ -64,17 +64,17 @@ type agent struct {
 type member struct {
 	helper  int      // process ID
 	orders  *os.File // pipe to the helper; closing it ends the rank
-	reports *os.File // pipe from the helper
+	reports *os.File // pipe from the helper, which carries its reports
 	outputs [2]*pipeSource
 }
 
 // AgentMain runs the ranks of a host for the launcher at the other end of standard input and output, and
 // returns the exit status of the process. If the first argument of the program is AgentArg, its main must
-// call AgentMain before anything else. args holds the arguments after AgentArg: only the liveness timeout.
-// environ is the environment of the process. The process must exit when AgentMain returns.
+// call AgentMain before anything else. args holds the arguments after AgentArg. There is one, the liveness
+// timeout. environ is the environment of the process. The process must exit when AgentMain returns.
 //
-// When standard input ends, or nothing arrives from the launcher for longer than the timeout, AgentMain kills
-// all processes of the ranks. It writes messages for the user to standard error.
+// AgentMain kills all processes of the ranks when standard input ends, or when nothing arrives from the
+// launcher for longer than the timeout. It writes messages for the user to standard error.
 func AgentMain(args, environ []string) int {
 	err := func() error {
 		if len(args) != 1 {
@@ -98,7 +98,7 @@ func AgentMain(args, environ []string) int {
 }
 
 // standardLink returns a link over standard input and output. Closing the link ends pending reads and writes,
-// unless the kind of file, such as a regular file, does not permit that.
+// except on files that do not support this, such as regular files.
 func standardLink() (*link, error) {
 	for _, fd := range []int{unix.Stdin, unix.Stdout} {
 		if err := unix.SetNonblock(fd, true); err != nil {
@@ -132,7 +132,7 @@ func serveLauncher(l *link, liveness time.Duration, environ []string, f *family)
 	if err != nil {
 		return fmt.Errorf("waiting for the launcher's orders: %w", err)
 	}
-	var why error // valid once a.lost is closed
+	var why error // why handleOrders ended; valid once a.lost is closed
 	go func() {
 		defer close(a.lost)
 		why = session.reason(a.handleOrders())
@@ -145,8 +145,8 @@ func serveLauncher(l *link, liveness time.Duration, environ []string, f *family)
 	return err
 }
 
-// accept receives the first order, which contains the job, and accepts the streams for the output of the
-// ranks.
+// accept receives the first order, which contains the job, and accepts the streams that carry the output of
+// the ranks.
 func (a *agent) accept() error {
 	var o order
 	if err := receive(a.control, maxOrderBytes, &o); err != nil {
@@ -175,7 +175,8 @@ func (a *agent) notify(n notice) {
 	_ = send(a.control, n)
 }
 
-// run prepares the ranks. It returns when all of them have ended and their output is sent.
+// run prepares the ranks, which start when the launcher orders it. run returns when all ranks have ended and
+// their output is sent.
 func (a *agent) run() error {
 	if no := a.prepare(); no != nil {
 		a.notify(notice{Refused: no})
@@ -207,8 +208,8 @@ func (a *agent) run() error {
 	return nil
 }
 
-// killAll kills the ranks after the launcher was lost. It always returns an error, which describes the
-// outcome.
+// killAll kills the ranks after the connection to the launcher was lost. It always returns an error, which
+// says whether ranks are still alive.
 func (a *agent) killAll() error {
 	a.signal(unix.SIGKILL)
 	timer := time.NewTimer(killWait)
@@ -287,7 +288,7 @@ func (a *agent) startHelpers() error {
 	defer null.Close()
 	argv := append([]string{"hvdrun", HelperArg, a.path}, a.job.Command...)
 	for _, env := range a.envs {
-		var mine []*os.File // for the helper's descriptors from 1 on
+		var mine []*os.File // mine[i] is this end of the pipe that is the helper's descriptor i+1
 		pid, err := a.family.start(a.helpers, func() (pid int, err error) {
 			mine, pid, err = startWithPipes("/proc/self/exe", argv, env, null,
 				[]bool{true, true, false, true})
@@ -304,7 +305,8 @@ func (a *agent) startHelpers() error {
 	return nil
 }
 
-// forwardReports forwards the reports from the helper m. i is the index on this host of the rank of m.
+// forwardReports forwards the reports of the helper m to the launcher, with the number i. The rank of m is
+// the i-th rank on this host.
 func (a *agent) forwardReports(i int, m *member) {
 	reports := json.NewDecoder(m.reports)
 	for {
@@ -314,7 +316,7 @@ func (a *agent) forwardReports(i int, m *member) {
 		}
 		a.notify(notice{Rank: i, Report: &p})
 	}
-	// Only the helper holds the other end of the pipe, so the pipe ends when the helper has ended.
+	// Only the helper holds the other end of the pipe. So Copy returns when the helper has ended.
 	_, _ = io.Copy(io.Discard, m.reports)
 	a.notify(notice{Rank: i, Report: &report{Gone: true}})
 }
@@ -322,8 +324,9 @@ func (a *agent) forwardReports(i int, m *member) {
 // relay copies the output of a rank to its stream, then closes both.
 func (a *agent) relay(in *pipeSource, out io.WriteCloser) {
 	defer in.Close()
-	// The blocks are small, because a notice may have to wait until 64 of them are sent. An error means that
-	// the session has ended, so it is ignored.
+	// The blocks are small, because a notice is sent only after the blocks that are queued before it, which
+	// may be
+	// 64. An error means that the session has ended, so it is ignored.
 	_, _ = io.CopyBuffer(out, in, make([]byte, 16<<10))
 	out.Close()
 }
@@ -332,11 +335,11 @@ func (a *agent) relay(in *pipeSource, out io.WriteCloser) {
 // processes of their ranks. signal does not block, because a pipe has room for 65536 signals.
 func (a *agent) signal(s syscall.Signal) {
 	for _, m := range a.members {
-		_, _ = m.orders.Write([]byte{byte(s)}) // an error means that the helper has ended
+		_, _ = m.orders.Write([]byte{byte(s)}) // fails only if the helper has ended
 	}
 }
 
-// force kills the helpers. The ranks die with them.
+// force kills the helpers. When a helper dies, its rank dies too.
 func (a *agent) force() {
 	for _, m := range a.members {
 		a.family.kill(m.helper)
@@ -387,14 +390,15 @@ func (a *agent) prepare() *refusal {
 	return nil
 }
 
-// environment returns the environment of all ranks. It is the environment of this host without the settings
-// of Horovod and gohvd, to which the variables of the job are added.
+// environment returns the variables that all ranks have in common. They are the environment of this host,
+// without the settings of Horovod and gohvd, plus the variables of the job.
 func (a *agent) environment() []string {
 	given := a.job.Env
 	if len(a.job.Dir) > 0 && !has(given, "PWD") {
 		given = append(given, "PWD="+a.job.Dir[0])
 	}
-	own := without(without(a.environ, given), a.job.Ranks[0]) // every rank has variables of the same names
+	// the variables have the same names for every rank
+	own := without(without(a.environ, given), a.job.Ranks[0])
 	own = slices.DeleteFunc(own, func(v string) bool {
 		name := nameOf(v)
 		return (strings.HasPrefix(name, "HOROVOD_") || strings.HasPrefix(name, "HVD_")) && !IsOfHost(name)
@@ -402,8 +406,9 @@ func (a *agent) environment() []string {
 	return append(own, given...)
 }
 
-// reachStore returns the first address of the store at which a server proves that it knows the job's secret.
-// It dials the addresses in turn, headStart apart, without waiting until earlier attempts have failed.
+// reachStore dials the addresses of the job's store and returns the first one at which a server proves that
+// it knows the job's secret. It starts the attempts headStart apart and does not wait for earlier attempts to
+// fail.
 func (a *agent) reachStore() (at netip.AddrPort, err error) {
 	key, err := secret.Parse(a.job.Secret[0])
 	if err != nil {

@@ -11,8 +11,8 @@ import (
 )
 
 // TestLauncherIsGoneAtBegin ends the connection to the launcher while the agent starts ranks. Afterwards no
-// rank may be alive. The agent reaps all children of its process, so the test runs it in a process of its
-// own.
+// rank may be alive. The test runs the agent in a process of its own, because the agent reaps all children of
+// its process.
 func TestLauncherIsGoneAtBegin(t *testing.T) {
 	const inChild = "LAUNCH_TEST_GONE_AT_BEGIN"
 	if os.Getenv(inChild) == "" {

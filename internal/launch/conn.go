@@ -18,13 +18,13 @@ import (
 )
 
 const (
-	// endWait is how long a command may take to end after its connection has ended, and how long its standard
-	// error may take to end.
+	// endWait is how long a command may take to end after its connection has ended. The standard error of the
+	// command must end within the same time.
 	endWait = 2 * time.Second
-	// routeWait is how long it may take to look up the routes to all hosts.
+	// routeWait is the time limit for looking up the routes to all hosts.
 	routeWait = 2 * time.Second
-	// maxOrders is how many orders may wait for an agent to read them. If more would wait, the launcher kills
-	// the agent.
+	// maxOrders is how many orders may wait for an agent to read them. If there would be more, the launcher
+	// kills the agent.
 	maxOrders = 1000
 )
 
@@ -33,26 +33,26 @@ type agentConn struct {
 	host     string
 	local    bool // the agent runs in this process
 	ranks    []*rank
-	liveness time.Duration // how long the agent may send nothing; 0 (no limit) if it is local
+	liveness time.Duration // how long the agent may send nothing; 0 means no limit, for a local agent
 	orders   chan order
 
 	link    *link
 	command string  // the first word of the command that reaches the agent
 	pid     int     // process ID of the command
 	stderr  *stream // standard error of the command
-	greeted bool    // the agent has said hello
+	greeted bool    // the launcher has received the agent's hello
 	status  unix.WaitStatus
 	// ended is closed when the command was reaped or, for the agent in this process, when serveLauncher has
 	// returned.
 	ended  chan struct{}
 	silent chan struct{} // closed when stderr was read to its end
 
-	// ready is set when the agent can start its ranks. over is set when no process of the ranks is left. Only
-	// the supervisor's goroutine uses ready and over.
+	// ready is set when the agent can start its ranks. over is set when no process of its ranks is left. Only
+	// the supervisor's goroutine uses the two fields.
 	ready, over bool
 
-	// lost is set if the agent ended after all its ranks but before it had sent all output. No rank has
-	// failed then. It is valid after job.writers is done.
+	// lost is an error if the agent ended after all its ranks but before it had sent all output. It does not
+	// mean that a rank has failed. It is valid after job.writers is done.
 	lost error
 }
 
@@ -110,7 +110,7 @@ func (j *job) startAgent(commands *batch, c *agentConn) error {
 		j.family.killOrphans(status)
 		c.status = status
 		c.stderr.in.(*pipeSource).finish()
-		// A process outside the job may keep the other end of the link open.
+		// A process outside the job may keep the other end of the link open, so that reading would never end.
 		time.AfterFunc(endWait, func() { c.link.Close() })
 		close(c.ended)
 	})
@@ -129,7 +129,7 @@ func (j *job) startAgent(commands *batch, c *agentConn) error {
 	return nil
 }
 
-// hostJobs returns, for each host, the hostJob for the first order to its agent.
+// hostJobs returns for each host the job that is sent to its agent in the first order.
 func (j *job) hostJobs() ([]hostJob, error) {
 	travelling := slices.DeleteFunc(slices.Clone(j.env), func(v string) bool {
 		return IsOfHost(nameOf(v)) && !has(j.o.Set, nameOf(v))
@@ -165,10 +165,10 @@ func (j *job) hostJobs() ([]hostJob, error) {
 	return jobs, nil
 }
 
-// routes returns, for each host, the source address of the packets that this host sends to it. The address is
-// invalid if it is not known, for instance because the name is an alias that only ssh understands. If the
-// store has one of these addresses, the first such address is also the entry of this host itself, because
-// this host must reach the store at the same address.
+// routes returns, for each host, the address of this host from which it sends packets to that host. If the
+// address is not known, the entry is invalid, for instance because the name is an alias that only ssh
+// understands. The entry of this host itself is the first of the addresses found that is also an address of
+// the store, because this host must reach the store at the same address as the other hosts.
 func (j *job) routes() []netip.Addr {
 	ctx, cancel := context.WithTimeout(context.Background(), routeWait)
 	defer cancel()
@@ -213,7 +213,7 @@ func (j *job) serveAgent(c *agentConn) {
 	heard := time.Unix(0, c.link.heard.Load())
 	c.close()
 	if err != nil {
-		// If the supervision has ended already, only output can have been lost.
+		// If the supervision has ended, all ranks have ended too, so only output can have been lost.
 		if !j.post(func() { j.handleLoss(c, err, heard) }) {
 			c.cutShort(j, err)
 		}
@@ -228,7 +228,7 @@ func (c *agentConn) cutShort(j *job, err error) {
 	}
 }
 
-// close closes the link. For ranks whose streams were not opened, it also closes the output files.
+// close closes the link. It also closes the output files of ranks whose streams were not opened.
 func (c *agentConn) close() {
 	if c.link != nil {
 		c.link.Close()
@@ -236,7 +236,7 @@ func (c *agentConn) close() {
 	for _, k := range c.ranks {
 		for _, s := range k.streams {
 			if s != nil && s.in == nil {
-				s.file.Close() // nothing was written, so the error is ignored; s.file may be nil
+				s.file.Close() // the error is ignored, because nothing was written; s.file may be nil
 			}
 		}
 	}
@@ -268,7 +268,8 @@ func (j *job) openStreams(c *agentConn, session *session) error {
 		for {
 			select {
 			case o := <-c.orders:
-				_ = send(control, o) // handleNotices reports a broken connection
+				// the error is ignored, because handleNotices reports a broken connection
+				_ = send(control, o)
 			case <-session.CloseChan():
 				return
 			}
@@ -287,8 +288,8 @@ func (j *job) openStreams(c *agentConn, session *session) error {
 	return j.handleNotices(c, control)
 }
 
-// handleNotices passes the notices from an agent to the supervisor. It returns nil on Bye, which must come
-// after Over.
+// handleNotices passes the notices from an agent to the supervisor. It returns nil when it receives Bye. It
+// returns an error if Bye arrives before Over.
 func (j *job) handleNotices(c *agentConn, control io.Reader) error {
 	over := false
 	for {
@@ -307,7 +308,8 @@ func (j *job) handleNotices(c *agentConn, control io.Reader) error {
 				n.Rank, len(c.ranks))
 		case n.Report != nil:
 			if !c.local {
-				n.Report.At = time.Now().UnixNano() // the clock of that host may differ
+				// use this host's clock, because the clock of that host may differ
+				n.Report.At = time.Now().UnixNano()
 			}
 			j.post(func() { j.handleReport(c.ranks[n.Rank], n.Report) })
 		case n.Over:
@@ -334,9 +336,9 @@ func (r *refusal) error(j *job, c *agentConn) error {
 	return &HostError{c.host, errors.New(text)}
 }
 
-// explain returns the reason why an agent ended without Bye. If err says more than that the connection ended,
-// the reason is err. Otherwise the reason contains the exit status of the command and the last line of its
-// standard error. If the command has not ended after endWait, explain kills it.
+// explain returns an error that says why an agent ended without sending Bye. If err says more than that the
+// connection ended, explain returns err. Otherwise the error contains the exit status of the command and the
+// last line of its standard error. If the command has not ended after endWait, explain kills it.
 func (j *job) explain(c *agentConn, err error) error {
 	if !errors.Is(err, io.EOF) && !errors.Is(err, io.ErrUnexpectedEOF) || c.local {
 		j.cut(c)
@@ -372,8 +374,7 @@ func (j *job) explain(c *agentConn, err error) error {
 }
 
 // cut ends an agent. If the agent is in this process, cut closes the link to it. Otherwise cut kills the
-// command that reaches the agent. When the command has ended, the processes that it has started are killed as
-// orphans.
+// command that reaches the agent. The processes that the command leaves behind are killed as orphans.
 func (j *job) cut(c *agentConn) {
 	switch {
 	case c.link == nil: // the agent was not started
@@ -393,8 +394,8 @@ func (j *job) cutAll() {
 }
 
 // awaitAgents waits until all agents, and the commands that reach them, have ended. They end when they have
-// sent everything. When timeout has passed, awaitAgents kills those that are left. When timeout has passed
-// again, it gives up and returns an error.
+// sent everything. After timeout, awaitAgents kills those that are left and waits for timeout once more. If
+// some are still left then, it returns an error.
 func (j *job) awaitAgents(timeout time.Duration) error {
 	all := make(chan struct{})
 	go func() {

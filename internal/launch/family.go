@@ -18,19 +18,19 @@ import (
 type orphanAction int
 
 const (
-	ignoreOrphan orphanAction = iota // reap does not wait for it
-	awaitOrphan                      // reap returns only when it has ended
-	killOrphan                       // it is killed at once, and reap returns only when it has ended
+	ignoreOrphan orphanAction = iota // reap does not wait for the orphan
+	awaitOrphan                      // reap returns only when the orphan has ended
+	killOrphan                       // the orphan is killed at once, and reap returns only when it has ended
 )
 
 // family manages the children of this process: those that the process has started and those that it has
 // inherited.
 //
-// A process is killed by its ID only while it is an unreaped child, and children are reaped only with mu
-// held. So a signal never hits another process that has got the same ID later. The family need not search for
-// deeper descendants. When their parent dies, they become children of the nearest subreaper, which is this
-// process, and they do so before the parent can be reaped. So the family lists the children again after each
-// death, until none is left.
+// The family kills a process by its ID only while the process is an unreaped child, and it reaps children
+// only with mu held. So a signal never hits another process to which the system has given the same ID later.
+// The family need not search for deeper descendants. When their parent dies, they become children of the
+// nearest subreaper, which is this process, before the parent can be reaped. So the family lists the children
+// again after each death, until none is left.
 //
 // A family reaps every child of its process. So there can be only one family in a process, and no other code
 // in the process may wait for children.
@@ -38,20 +38,20 @@ type family struct {
 	mu sync.Mutex
 	// own holds the children that this family started and that are not reaped yet.
 	own map[int]relative
-	// orphans returns the action for a child that is not in own, from its process ID and process group. If
-	// orphans is nil, all such children are ignored, and the family need not list the children.
+	// orphans returns the action for a child that is not in own, given its process ID and process group. If
+	// orphans is nil, the family ignores all such children and does not list the children of the process.
 	orphans func(pid, pgrp int) orphanAction
 	// before holds the children that the process already had when adopt was called.
 	before map[int]bool
 
-	batches []*batch // batches that are complete but not gone
+	batches []*batch // batches to which no child is added any more and whose children are not all reaped
 	reaping bool     // a goroutine is running reap
-	err     error    // why reap gave up, after which all batches count as gone
+	err     error    // why reap gave up; from then on all batches count as gone
 	reaper  sync.WaitGroup
 }
 
-// relative is a child that the family has started. ended is called with family.mu held when the child is
-// reaped.
+// relative is a child that the family has started. ended is called when the child is reaped, with family.mu
+// held.
 type relative struct {
 	batch *batch
 	ended func(unix.WaitStatus)
@@ -60,13 +60,13 @@ type relative struct {
 // batch is a set of children that are started for one purpose.
 type batch struct {
 	left int           // number of children that are not reaped yet; guarded by family.mu
-	gone chan struct{} // closed when every child is reaped and reap waits for no orphan
+	gone chan struct{} // closed when every child in the batch is reaped and reap need not wait for an orphan
 }
 
 func newBatch() *batch { return &batch{gone: make(chan struct{})} }
 
-// adopt makes this process a subreaper. The family never kills children that exist at this time. Such
-// children exist if another program started them and then replaced itself by the launcher (execve).
+// adopt makes this process a subreaper. The family never kills children that exist at the time of the call.
+// Such children exist if another program started them and then replaced itself with the launcher (execve).
 func (f *family) adopt() error {
 	if f.before != nil {
 		return nil
@@ -85,9 +85,9 @@ func (f *family) adopt() error {
 	return nil
 }
 
-// killOrphans handles the end of a child that must leave no processes behind. A child whose status is not 0
-// may have left some. So if status is not 0, all orphans are killed from then on, except the children from
-// before adopt. The caller holds mu.
+// killOrphans is called when a child ends that should leave no processes behind. A child whose status is not
+// 0 may have left some. Then killOrphans makes the family kill all orphans from now on, except children that
+// existed before adopt. The caller holds mu.
 func (f *family) killOrphans(status unix.WaitStatus) {
 	if status.Exited() && status.ExitStatus() == 0 {
 		return
@@ -100,11 +100,11 @@ func (f *family) killOrphans(status unix.WaitStatus) {
 	}
 }
 
-// start calls the function start with mu held to start a child, and adds the child to b. b must not be
-// complete. ended is called when the child is reaped.
+// start calls the function start, which starts a child, and adds the child to b. It holds mu meanwhile.
+// complete must not have been called for b. ended is called when the child is reaped.
 func (f *family) start(b *batch, start func() (pid int, err error),
 	ended func(unix.WaitStatus)) (pid int, err error) {
-	f.mu.Lock() // the child must not be reaped before it is in own
+	f.mu.Lock() // so that the child is not reaped before it is in own
 	defer f.mu.Unlock()
 	if pid, err = start(); err == nil {
 		if f.own == nil {
@@ -116,7 +116,7 @@ func (f *family) start(b *batch, start func() (pid int, err error),
 	return pid, err
 }
 
-// complete marks a batch as complete: no more children will be added. Its children are reaped from now on.
+// complete declares that no more children will be added to b. From now on the family reaps its children.
 func (f *family) complete(b *batch) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -143,14 +143,14 @@ func (f *family) kill(pid int) {
 // reap reaps children until own is empty and there is no orphan to wait for.
 func (f *family) reap() {
 	for !f.collect() {
-		// WNOWAIT leaves the reaping to collect, which holds mu while it reaps. An error can be ignored here,
+		// WNOWAIT leaves the child unreaped, because collect reaps it with mu held. The error can be ignored,
 		// because collect gets the same error.
 		_ = unix.Waitid(unix.P_ALL, 0, nil, unix.WEXITED|unix.WNOWAIT, nil)
 	}
 }
 
-// collect reaps the dead children, then calls sweep for the inherited children. It reports whether reap has
-// to end.
+// collect reaps the dead children, then calls sweep for the inherited children. It reports whether reap must
+// return.
 func (f *family) collect() bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -199,8 +199,8 @@ func (f *family) reapDead() (none bool, err error) {
 	}
 }
 
-// sweep takes the action that f.orphans returns for each child that is not in own. It returns for how many of
-// these children reap must wait. The caller holds mu.
+// sweep calls f.orphans for each child that is not in own, and carries out the action that it returns. sweep
+// returns the number of these children for which reap must wait. The caller holds mu.
 func (f *family) sweep() (awaiting int, err error) {
 	if f.orphans == nil {
 		return 0, nil
@@ -215,8 +215,8 @@ func (f *family) sweep() (awaiting int, err error) {
 		}
 		switch f.orphans(c.pid, c.pgrp) {
 		case killOrphan:
-			// An error means that the child runs as another user. reap waits for it nevertheless, because the
-			// launcher has a deadline after which it reports the process.
+			// An error means that the child runs as another user. reap waits for the child nevertheless: if
+			// it does not end, the launcher reports it after a deadline.
 			_ = unix.Kill(c.pid, unix.SIGKILL)
 			awaiting++
 		case awaitOrphan:
@@ -250,7 +250,7 @@ func listChildren() ([]child, error) {
 		stat, err := os.ReadFile("/proc/" + name + "/stat")
 		if errors.Is(err, os.ErrNotExist) || errors.Is(err, syscall.ESRCH) ||
 			errors.Is(err, os.ErrPermission) {
-			continue // the process has ended meanwhile, or belongs to another user
+			continue // the process has ended since the directory was read, or belongs to another user
 		}
 		if err != nil {
 			return nil, fmt.Errorf("launch: list children: %w", err)
@@ -266,9 +266,9 @@ func listChildren() ([]child, error) {
 	return children, nil
 }
 
-// parseStat returns the parent and the process group from the text of /proc/PID/stat (proc(5)). The name of
-// the program is in parentheses, and may itself contain parentheses and blanks. After it come the state, the
-// parent and the group.
+// parseStat returns the parent process and the process group from the text of /proc/PID/stat (proc(5)). The
+// name of the program is in parentheses, and may itself contain parentheses and blanks. After the name come
+// the state, the parent and the group.
 func parseStat(text string) (ppid, pgrp int, err error) {
 	fields := strings.Fields(text[strings.LastIndexByte(text, ')')+1:])
 	if len(fields) < 3 {

@@ -22,8 +22,8 @@ const HelperArg = "__hvdrun-rank-helper"
 
 // The helper's file descriptors besides 0, 1 and 2. It shares 0, 1 and 2 with the rank.
 const (
-	// orderFD carries the launcher's orders: signal numbers of one byte each. Its end means that the launcher
-	// is gone.
+	// orderFD is a pipe that carries the launcher's orders. Each order is one byte, a signal number. The end
+	// of the pipe means that the launcher is gone.
 	orderFD  = 3
 	reportFD = 4 // carries the helper's reports, as JSON
 )
@@ -32,20 +32,20 @@ const (
 const shell = "/bin/sh"
 
 // report is a message about a rank. The helper first sends PID or Errno. When the command has ended, the
-// helper sends Ended with the fields after it. The agent itself sends Gone.
+// helper sends a report with Ended and the fields below it. Gone is sent by the agent, not by the helper.
 type report struct {
 	// PID is the process ID of the command. It is sent when the command was started.
 	PID int `json:"pid,omitempty"`
 	// Errno is the reason why the command could not be started.
 	Errno syscall.Errno `json:"errno,omitempty"`
 
-	// Ended is set if the command has ended, at time At (nanoseconds since 1970). If Signal is 0, the command
-	// ended with exit status Code. Otherwise Signal killed the command.
+	// Ended is set if the command has ended. At is the time of its end in nanoseconds since 1970. If Signal
+	// is 0, the command ended with exit status Code. Otherwise Signal killed the command.
 	Ended  bool           `json:"ended,omitempty"`
 	At     int64          `json:"at,omitempty"`
 	Code   int            `json:"code,omitempty"`
 	Signal syscall.Signal `json:"signal,omitempty"`
-	// Sent is the last signal with which the helper had asked the command to end, or 0.
+	// Sent is the last signal that the helper sent to ask the command to end, or 0.
 	Sent syscall.Signal `json:"sent,omitempty"`
 
 	// Gone is set if the helper has ended.
@@ -70,10 +70,10 @@ type helper struct {
 // the command unchanged. The process must exit when HelperMain returns.
 //
 // The command runs in a process group of its own. When the command has ended, HelperMain kills the processes
-// that the command left behind, in any process group or session. One exception: if the command ended after a
-// signal that asked it to end, the other processes in its group received that signal too. They may run on
-// until the next order of the launcher. If the launcher orders SIGKILL or is gone, HelperMain kills
-// everything. It returns when no descendant is left.
+// that the command left behind, in any process group or session. There is one exception: if the command ended
+// after the launcher sent a signal that asked it to end, the other processes of its group received that
+// signal too. They may run on until the next order of the launcher. If the launcher orders SIGKILL or is
+// gone, HelperMain kills everything. It returns when no descendant is left.
 func HelperMain(args, env []string) int {
 	// The kernel sends the command its parent-death signal when the thread that started the command ends
 	// (prctl(2)). So this goroutine must keep its thread.
@@ -82,14 +82,14 @@ func HelperMain(args, env []string) int {
 		fmt.Fprintf(os.Stderr, "hvdrun: %s is an internal argument of hvdrun\n", HelperArg)
 		return 2
 	}
-	// The timeline signal is ignored until a rank installs a handler. The default action of the signal would
-	// end a program that has not installed a handler yet or never does, such as a shell. The command and its
-	// children inherit the setting to ignore the signal.
+	// The helper ignores the timeline signal, and the command and its children inherit that. So the signal
+	// does not end a program that has no handler for it, such as a shell or a rank that has not installed its
+	// handler yet.
 	if s := timelineSignal(env); s != 0 {
 		signal.Ignore(s)
 	}
-	// The launcher decides what a signal means. The helper catches the signals instead of ignoring them,
-	// because the command would inherit ignored signals.
+	// The launcher decides what a signal means, so the helper must not die of one. It catches the signals
+	// instead of ignoring them, because the command would inherit ignored signals.
 	for _, s := range []os.Signal{unix.SIGINT, unix.SIGTERM, unix.SIGHUP, unix.SIGQUIT, unix.SIGUSR1,
 		unix.SIGUSR2} {
 		if !signal.Ignored(s) {
@@ -106,13 +106,14 @@ func HelperMain(args, env []string) int {
 	if err := h.start(args[0], args[1:], env); err != nil {
 		var errno syscall.Errno
 		if !errors.As(err, &errno) {
-			errno = syscall.EINVAL // an argument contains a zero byte, an error without a number
+			errno = syscall.EINVAL // an argument contains a zero byte; that error has no number
 		}
 		h.sendReport(report{Errno: errno})
 		return 0
 	}
 	go h.handleOrders(os.NewFile(orderFD, "orders"))
-	h.family.reap() // on this goroutine, because its thread started the command and must not end
+	// this goroutine must stay, because the kernel would kill the command if the thread that started it ended
+	h.family.reap()
 	if err := h.family.err; err != nil {
 		fmt.Fprintf(os.Stderr, "hvdrun: %s\n", strings.TrimPrefix(err.Error(), "launch: "))
 		return 1
@@ -120,8 +121,8 @@ func HelperMain(args, env []string) int {
 	return 0
 }
 
-// timelineSignal returns the signal that starts and stops the timeline of a rank with environment env:
-// SIGUSR1 or SIGUSR2, or 0 if the setting has neither value.
+// timelineSignal returns the signal that starts and stops the timeline of a rank. env is the environment of
+// the rank. The signal is SIGUSR1 or SIGUSR2, or 0 if the setting has neither value.
 func timelineSignal(env []string) syscall.Signal {
 	switch name := valueOf(env, "HVD_TIMELINE_SIGNAL"); {
 	case strings.EqualFold(name, "SIGUSR1"):
@@ -152,9 +153,9 @@ func (h *helper) start(path string, argv, env []string) error {
 	return err
 }
 
-// isText reports whether the shell should run a file that the kernel cannot execute. By POSIX it should if
-// the first line of the file contains no zero byte (XCU 2.9.1.4). So it does not run a binary for another
-// kind of machine.
+// isText reports whether the shell should run a file that the kernel cannot execute. According to POSIX it
+// should if the first line of the file contains no zero byte (XCU 2.9.1.4). So it does not run a binary for
+// another processor.
 func isText(path string) bool {
 	f, err := os.Open(path)
 	if err != nil {
@@ -170,8 +171,8 @@ func isText(path string) bool {
 	return bytes.IndexByte(line, 0) < 0
 }
 
-// ended reports the end of the command to the launcher, and sets what happens to the processes that the
-// command left behind. The caller holds family.mu.
+// ended reports the end of the command to the launcher. From then on orphanAction decides about the processes
+// that the command left behind. The caller holds family.mu.
 func (h *helper) ended(status unix.WaitStatus) {
 	h.alive = false
 	r := report{Ended: true, At: time.Now().UnixNano(), Sent: h.sent}
@@ -184,7 +185,7 @@ func (h *helper) ended(status unix.WaitStatus) {
 	h.family.orphans = h.orphanAction
 }
 
-// orphanAction returns the action for a process in process group pgrp that the command left behind. The
+// orphanAction returns the action for a process that the command left behind. pgrp is its process group. The
 // caller holds family.mu.
 func (h *helper) orphanAction(_, pgrp int) orphanAction {
 	if h.sent != 0 && !h.killed && pgrp == h.pid {
@@ -197,7 +198,8 @@ func (h *helper) orphanAction(_, pgrp int) orphanAction {
 // the command.
 func (h *helper) sendReport(r report) { _ = h.reports.Encode(r) }
 
-// handleOrders carries out the launcher's orders until the launcher is gone. Then it kills everything.
+// handleOrders carries out the launcher's orders. When the launcher is gone, it kills all processes of the
+// rank.
 func (h *helper) handleOrders(orders *os.File) {
 	for {
 		var order [1]byte

@@ -36,8 +36,8 @@ type Host struct {
 }
 
 // ParseHosts parses a list of hosts such as h1:2,[fd00::1]:2,10.0.0.1:4,h3. A host without a number has one
-// slot. It is an error if a host occurs twice, because the list would not say whether to add the two numbers
-// of slots.
+// slot. If a host occurs twice, ParseHosts returns an error, because it is unclear whether the numbers of
+// slots are to be added.
 func ParseHosts(list string) ([]Host, error) {
 	var hosts []Host
 	for word := range strings.SplitSeq(list, ",") {
@@ -98,8 +98,8 @@ func checkHostName(name string) error {
 	if name == "" || name[0] == '-' || len(name) > maxNameBytes || strange >= 0 {
 		return errors.New("want names or addresses of hosts")
 	}
-	// Without this check, a list that lacks a comma would be taken for one host, and the job would have fewer
-	// hosts than intended.
+	// Without this check, ParseHosts would accept a list that lacks a comma as one host. The job would then
+	// have fewer hosts than intended.
 	if strings.Contains(name, ":") {
 		if _, err := netip.ParseAddr(name[strings.LastIndexByte(name, '@')+1:]); err != nil {
 			return errors.New("want NAME:SLOTS, such as h1:2, or an IP address for each host, with commas between hosts")
@@ -189,8 +189,8 @@ type Assignment struct {
 }
 
 // Assign places np ranks, at least 1, on the hosts. The first ranks fill the slots of the first host, the
-// next ranks those of the second, and so on. Hosts at the end of the list may get no ranks. It is an error if
-// there are fewer than np slots.
+// next ranks fill the slots of the second host, and so on. Hosts at the end of the list may get no ranks. If
+// there are fewer than np slots, Assign returns an error.
 func Assign(hosts []Host, np int) ([]Assignment, error) {
 	if have := Slots(hosts); np > have {
 		names := make([]string, 0, len(hosts))
@@ -202,7 +202,7 @@ func Assign(hosts []Host, np int) ([]Assignment, error) {
 				"in -H or --hostfile", np, have, strings.Join(names, ", "))
 	}
 	places := make([]Assignment, 0, np)
-	var crossSize []int // by local rank: the number of hosts that have it
+	var crossSize []int // crossSize[l] is the number of hosts so far that have a rank with local rank l
 	for i, h := range hosts {
 		n := min(h.Slots, np-len(places))
 		for local := range n {

@@ -36,8 +36,8 @@ func TestParseHosts(t *testing.T) {
 	}
 }
 
-// TestListsThatCannotBe checks that ParseHosts refuses invalid lists, with a short error that says what is
-// wrong.
+// TestListsThatCannotBe checks that ParseHosts returns an error for invalid lists. The error must be short
+// and say what is wrong.
 func TestListsThatCannotBe(t *testing.T) {
 	var many []string
 	for i := range launch.MaxHosts + 1 {
@@ -119,8 +119,8 @@ func TestParseHostFile(t *testing.T) {
 	}
 }
 
-// TestAssignHosts places random numbers of ranks on random hosts. The ranks must fill the hosts in order, and
-// their local and cross ranks must equal those that package topo computes.
+// TestAssignHosts places random numbers of ranks on random hosts. The ranks must fill the hosts in order.
+// Their local and cross ranks must equal the ones that package topo computes.
 func TestAssignHosts(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -184,8 +184,8 @@ func ExampleAssign() {
 	// b 2 local 0 of 1 cross 1 of 2
 }
 
-// FuzzParseHosts parses arbitrary lists. If a list is valid, the test writes its hosts as a list with
-// brackets, which must parse to the same hosts.
+// FuzzParseHosts parses arbitrary lists. If a list is valid, the test writes its hosts as a new list, with
+// brackets around addresses. Parsing the new list must return the same hosts.
 func FuzzParseHosts(f *testing.F) {
 	f.Add("h1:2,[fe80::1]:2,10.0.0.1:4,h3")
 	f.Add("[]:1,a@b:3")

@@ -21,8 +21,8 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// several holds the options that a launcher needs for agents on other hosts. In these tests the agents of all
-// hosts run on this host.
+// several holds the options with which a launcher starts agents on other hosts. In these tests the agents of
+// all hosts run on this host.
 type several struct {
 	list   []launch.Host
 	addrs  []netip.AddrPort
@@ -71,8 +71,8 @@ func severalHosts(s *spec) (h several, err error) {
 	return h, nil
 }
 
-// byShell returns a Reach that runs an agent by a shell script. The script finds the command of the agent in
-// "$@", and the host in $AT.
+// byShell returns the value of spec.Reach that runs an agent by a shell script. In the script, "$@" is the
+// command of the agent and $AT is the host.
 func byShell(script string) []string {
 	return []string{"env", "AT={host}", "sh", "-c", script, "sh"}
 }
@@ -186,8 +186,8 @@ func TestStatusOverHosts(t *testing.T) {
 	}
 }
 
-// TestReportNamesHosts checks that the report of a failure names hosts also for ranks that failed only
-// because another rank had failed.
+// TestReportNamesHosts checks that the report of a failure names the host of every failed rank, also of ranks
+// that failed only because another rank had failed.
 func TestReportNamesHosts(t *testing.T) {
 	t.Parallel()
 	r := start(t, spec{NP: 2, Hosts: "h1,h2", NoticeMS: 10,
@@ -239,7 +239,7 @@ func TestSecondInterruptKillsOverHosts(t *testing.T) {
 }
 
 // TestNothingOutlivesTheLauncherOverHosts kills the launcher with SIGKILL. All processes of the ranks must
-// end, including those in other sessions that ignore signals.
+// end, including processes in other sessions and processes that ignore signals.
 func TestNothingOutlivesTheLauncherOverHosts(t *testing.T) {
 	t.Parallel()
 	r := start(t, spec{NP: 2, Hosts: "h1,localhost",
@@ -250,8 +250,8 @@ func TestNothingOutlivesTheLauncherOverHosts(t *testing.T) {
 	r.await("the end of all processes", func() bool { return len(r.processes()) == 0 })
 }
 
-// agentOf returns the process ID of the agent of a host. If several processes have the agent's command line,
-// it returns the ID of the process that is listed last.
+// agentOf returns the process ID of the agent of a host. If several processes have the command line of the
+// agent, agentOf returns the ID of the process that is last in the list of processes.
 func (r *run) agentOf(host string) (pid int) {
 	r.t.Helper()
 	r.await("agent of "+host, func() bool {
@@ -314,7 +314,7 @@ func TestLauncherIsStopped(t *testing.T) {
 		Reach:   byShell(`tee '` + orders + `' | "$@" | tee '` + answers + `'`),
 		Command: sh("echo ready; " + laterScript(flood) + "yes")})
 	r.awaitOutput(&r.stdout, "ready", 3)
-	// From now on the launcher and the agents send only pings to each other.
+	// When the job has started, the launcher and the agents send only pings to each other.
 	awaitPings := func(file string, n int64) {
 		t.Helper()
 		size := func() int64 {
@@ -347,7 +347,8 @@ func TestLauncherIsStopped(t *testing.T) {
 	r.signal(unix.SIGSTOP)
 	r.await("the end of all agents", func() bool {
 		return !slices.ContainsFunc(r.processes(), func(p process) bool {
-			ofShell := strings.HasPrefix(p.command, "sh ") // its arguments contain those of the agent
+			// the arguments of the shell contain the command of the agent
+			ofShell := strings.HasPrefix(p.command, "sh ")
 			return p.isAgent() && !ofShell || p.isHelper() || p.command == "yes"
 		})
 	})
@@ -361,12 +362,12 @@ func TestLauncherIsStopped(t *testing.T) {
 	}
 }
 
-// pingBytes is the size of a ping, and of the answer to it.
+// pingBytes is the size of a ping. The reply to a ping has the same size.
 const pingBytes = 12
 
-// TestLostHostIsBlamed checks that the ranks of a lost host count as failed at the time when the launcher
-// last received something from the host. So the rank on the lost host is the root cause, although a rank on
-// another host failed before the host was declared lost.
+// TestLostHostIsBlamed checks that the ranks of a lost host count as failed from the time at which the
+// launcher last received something from the host. So the rank on the lost host must be the root cause,
+// although a rank on another host failed before the launcher declared the host lost.
 func TestLostHostIsBlamed(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
@@ -399,8 +400,8 @@ func TestLostHostIsBlamed(t *testing.T) {
 	}
 }
 
-// TestAgentThatObeysNothing runs an agent that stays alive but carries out no order. A signal or the failure
-// of a rank ends the job. In both cases the launcher must kill that agent and name its ranks.
+// TestAgentThatObeysNothing runs an agent that stays alive but carries out no orders. The job is ended by a
+// signal or by the failure of a rank. In both cases the launcher must kill that agent and name its ranks.
 func TestAgentThatObeysNothing(t *testing.T) {
 	for name, c := range map[string]struct {
 		command []string
@@ -464,7 +465,8 @@ func TestAgentThatEndsEarly(t *testing.T) {
 			if out := r.stdout.String(); out != "[0]<stdout>:half\n" {
 				t.Errorf("got %q, want the output that the agent had sent", out)
 			}
-			// The clock of the agent's host may differ, so the launcher records the time of its own clock.
+			// The report has the time of the launcher's clock, because the clock of the agent's host may
+			// differ.
 			if e := r.outcome().Ranks[0]; time.Since(e.At) > deadline || e.PID != 12345 {
 				t.Errorf("got %+v, want this host's time", e)
 			}
@@ -472,8 +474,8 @@ func TestAgentThatEndsEarly(t *testing.T) {
 	}
 }
 
-// TestSecretIsForAgents runs a program in place of an agent that does not send the greeting of an agent. The
-// launcher must send nothing to it, because the first order contains the secret.
+// TestSecretIsForAgents runs, in place of an agent, a program that does not send the hello of an agent. The
+// launcher must not send anything to it, because the first order contains the secret.
 func TestSecretIsForAgents(t *testing.T) {
 	t.Parallel()
 	file := filepath.Join(t.TempDir(), "received")
@@ -501,7 +503,7 @@ func TestHelperIsKilledOverHosts(t *testing.T) {
 	}
 }
 
-// TestHelperIsStoppedOverHosts stops a helper, so that the helper carries out no order. The agent must kill
+// TestHelperIsStoppedOverHosts stops a helper, so that the helper carries out no orders. The agent must kill
 // the helper, and the launcher must not kill the agent.
 func TestHelperIsStoppedOverHosts(t *testing.T) {
 	t.Parallel()
@@ -613,8 +615,8 @@ func brokenScript(t *testing.T) string {
 	return path
 }
 
-// TestLoginThatPrints runs an agent after a login that prints text. The launcher must skip the text on
-// standard output and print the text on standard error.
+// TestLoginThatPrints starts an agent through a login that prints text first. The launcher must skip the text
+// that the login prints on standard output, and must print its text on standard error.
 func TestLoginThatPrints(t *testing.T) {
 	t.Parallel()
 	r := start(t, spec{NP: 1, Hosts: "h1",
@@ -626,7 +628,8 @@ func TestLoginThatPrints(t *testing.T) {
 	}
 }
 
-// TestStoreAddresses checks that an agent chooses the first address of the store that works.
+// TestStoreAddresses checks that an agent chooses, from several addresses of the store, the first one at
+// which the store can be reached.
 func TestStoreAddresses(t *testing.T) {
 	t.Parallel()
 	r := start(t, spec{NP: 1, Hosts: "h1", StoreAddrs: []string{"127.0.0.1:9", "STORE", "[::1]:9"},
@@ -661,8 +664,8 @@ func TestContextEndsHostsThatGetReady(t *testing.T) {
 	}
 }
 
-// TestOutputOverHosts checks that large output of ranks on two hosts arrives completely. The lines of each
-// stream must keep their order.
+// TestOutputOverHosts checks that large output of ranks on two hosts arrives completely, and that the lines
+// of each stream keep their order.
 func TestOutputOverHosts(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()

@@ -8,28 +8,28 @@ import (
 	"time"
 )
 
-// quitRepeat is the time after a SIGQUIT in which another SIGQUIT is forwarded to the ranks.
+// quitRepeat is the time after a SIGQUIT during which the launcher forwards another SIGQUIT to the ranks.
 const quitRepeat = 5 * time.Second
 
-// Inquiry holds functions with which the launcher finds out what the ranks are doing. The launcher itself
-// sees only that their processes are alive, even if they hang. Each function is called in a goroutine of its
+// Inquiry holds functions that find out what the ranks are doing. The launcher itself sees only that their
+// processes are alive, which is also the case if they hang. Each function is called in a goroutine of its
 // own, one call at a time. The launcher prints the texts that the functions return on Options.Stderr.
 type Inquiry struct {
 	// Survey asks the ranks what they are doing and returns a text about it. why is the reason for the
-	// survey. known says for each rank, in a clause, what the launcher knows about its process. ctx ends when
-	// no rank is left to ask. Then Survey must return soon.
+	// survey. known[r] is a clause that says what the launcher knows about the process of rank r. When no
+	// rank is left to ask, ctx is cancelled and Survey must return soon.
 	Survey func(ctx context.Context, why string, known []string) string
 	// Alarms delivers reasons for surveys. SIGQUIT starts a survey too, unless it is the second SIGQUIT
 	// within 5 s. A reason that arrives during a survey is dropped.
 	Alarms <-chan string
 	// Epilogue returns a text that is printed after the report of a failure. It is called when all ranks have
-	// ended, and must not take long. known is as for Survey. culprits holds the ranks that the verdict of the
-	// survivors names. It is nil without a verdict.
+	// ended, and must return soon. known has the same meaning as in Survey. culprits holds the ranks that the
+	// verdict of the survivors names. It is nil if there is no verdict.
 	Epilogue func(known []string, culprits []int) string
 }
 
-// handleQuit handles SIGQUIT. It returns true if the signal started a survey or was dropped because a survey
-// is in progress. It returns false if the signal must be forwarded to the ranks.
+// handleQuit handles SIGQUIT. If the signal starts a survey, or is dropped because a survey is in progress,
+// handleQuit returns true. If the signal must be forwarded to the ranks, it returns false.
 func (j *job) handleQuit() bool {
 	if j.o.Inquiry == nil || !j.quitAt.IsZero() && time.Since(j.quitAt) < quitRepeat {
 		return false
@@ -47,19 +47,19 @@ func (j *job) survey(why string) {
 	}
 	j.surveying = true
 	ctx, known := j.surveys, j.known()
-	// conclude waits for writers before it closes the console, so the text is not lost.
+	// conclude waits for writers before it closes the console. So the text is not lost.
 	j.writers.Go(func() {
 		text := j.o.Inquiry.Survey(ctx, why, known)
 		if text != "" {
 			j.console.put(chunk{err: true, text: []byte(text)})
 		}
-		// This send does not block, because the channel has room for one value and there is only one survey
-		// at a time.
+		// This send does not block, because the channel has room for one value and only one survey runs at a
+		// time.
 		j.surveyed <- struct{}{}
 	})
 }
 
-// alarms returns the channel of reasons for surveys, or nil if there is no such channel.
+// alarms returns the channel of reasons for surveys, or nil if the job has no such channel.
 func (j *job) alarms() <-chan string {
 	if j.o.Inquiry == nil {
 		return nil
@@ -67,7 +67,7 @@ func (j *job) alarms() <-chan string {
 	return j.o.Inquiry.Alarms
 }
 
-// known says for each rank, in a clause, what the launcher knows about its process.
+// known returns a clause for each rank that says what the launcher knows about its process.
 func (j *job) known() []string {
 	known := make([]string, len(j.ranks))
 	for r, k := range j.ranks {
@@ -89,7 +89,7 @@ func (j *job) known() []string {
 	return known
 }
 
-// activity says, in a clause, what a process on this host is doing according to the kernel.
+// activity returns a clause that says what a process on this host is doing according to the kernel.
 func activity(pid int) string {
 	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
 	// The state follows the name, which may contain any character (proc_pid_stat(5)).

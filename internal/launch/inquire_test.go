@@ -8,8 +8,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// TestQuitAsks checks that SIGQUIT starts a survey. A second SIGQUIT must be forwarded to the ranks even if
-// the survey has not ended. The survey must end with the job.
+// TestQuitAsks checks that SIGQUIT starts a survey. A second SIGQUIT must be forwarded to the ranks, even if
+// the survey has not ended. The survey must end when the job ends.
 func TestQuitAsks(t *testing.T) {
 	r := start(t, spec{NP: 2, Inquire: true, Verbose: true, Command: []string{self(), "rank", "obey"}})
 	r.awaitOutput(&r.stdout, "ready", 2)

@@ -8,9 +8,9 @@ import (
 	"github.com/gohvd/gohvd/internal/netif"
 )
 
-// IsThisHost reports whether a name in a list of hosts means this host, on which no command is needed to
-// start an agent. The names of this host are localhost, every loopback address, every address of a network
-// interface of this host, and its host name, with or without the domain.
+// IsThisHost reports whether a name in a list of hosts means this host. The launcher needs no command to
+// start an agent on this host. The names of this host are localhost, every loopback address, every address of
+// a network interface of this host, and its host name, with or without the domain.
 func IsThisHost(name string) bool {
 	if strings.EqualFold(name, "localhost") {
 		return true

@@ -5,16 +5,16 @@
 //
 //  1. When Run has returned, no process of the job is alive, in any process group or session. There are two
 //     exceptions: processes that the error of Run names, and processes on a host that was lost. The latter end
-//     when their host has received nothing from the launcher for Options.Liveness. If the launcher, an agent
-//     or a helper is killed by SIGKILL, its processes of the job end soon after.
-//  2. The job's status is not 0 if a rank failed.
+//     when their host has received nothing from the launcher for Options.Liveness. If SIGKILL kills the
+//     launcher, an agent or a helper, the processes that it has started for the job end soon after.
+//  2. If a rank failed, the job's status is not 0.
 //  3. The output of the ranks takes bounded memory and delays no signal, whether or not it is read.
 //  4. Once a rank has failed, a signal has arrived or all commands have ended, every wait of the supervision
 //     has a deadline.
 //
 // Each rank has a helper process (see HelperMain). The helper is the subreaper of the rank, and reads a pipe
-// from the launcher. If the helper reads the end of the file, the launcher is gone. The launcher is a
-// subreaper too. If a helper is killed, the launcher adopts the orphans.
+// from the launcher. If the pipe ends, the launcher is gone. The launcher is a subreaper too: if a helper is
+// killed, its children become children of the launcher.
 //
 // Each host has an agent, which runs the helpers. On the launcher's own host the agent is part of the
 // launcher's process. On another host the launcher starts it by a command such as ssh (see AgentMain).
@@ -66,30 +66,31 @@ type Options struct {
 	// Env is the environment of the ranks, as NAME=value. Run adds or replaces the variables that tell a rank
 	// its number, the number of ranks, and the like.
 	Env []string
-	// Set holds variables, as NAME=value, that are added to Env or replace variables there. It cannot set the
-	// variables that Run itself adds.
+	// Set holds variables, as NAME=value, that are added to Env. A variable in Set replaces the variable with
+	// the same name in Env. Set must not contain variables that Run itself adds.
 	Set []string
 
-	// Verdict waits for the verdict of the surviving ranks about the ranks that failed, at most until ctx
-	// ends. Verdict is nil if there cannot be a verdict.
+	// Verdict waits for the verdict of the surviving ranks about the ranks that failed. It returns an error
+	// if ctx ends first. The field is nil if there cannot be a verdict.
 	Verdict func(ctx context.Context) (joblink.Verdict, error)
-	// StoreAddrs holds the addresses, at least one, at which ranks reach the store. If not all ranks run on
-	// this host, each host tries all addresses and uses one that works.
+	// StoreAddrs holds the addresses, at least one, at which ranks reach the store. If some ranks run on
+	// other hosts, each host tries all addresses and uses one that works.
 	StoreAddrs []netip.AddrPort
 	// Secret is the text of the job's secret, which the ranks receive in their environment. TLS is set if the
 	// store accepts only TLS connections.
 	Secret string
 	TLS    bool
-	// TorchStore is the address of a server for PyTorch's TCPStore protocol, at which the torch.distributed
-	// processes of the ranks meet. If it is not valid, the variables for torch.distributed are not set.
+	// TorchStore is the address of a server for the protocol of PyTorch's TCPStore. The torch.distributed
+	// processes of the ranks meet there. If the address is not valid, Run does not set the variables for
+	// torch.distributed.
 	TorchStore netip.AddrPort
 
 	// Stdout and Stderr receive the output of the ranks. Stderr also receives the report. One goroutine
-	// writes to both. When Run returns, all output is written. One exception: if a Write hangs, a signal or
-	// the end of ctx makes Run return, and the goroutine remains.
+	// writes to both. When Run returns, all output is written. There is one exception: if a Write hangs, a
+	// signal or the end of ctx makes Run return, and the goroutine remains.
 	Stdout, Stderr io.Writer
-	// NoPrefix leaves out the prefix of each line, such as [0]<stdout>: for rank 0. Timestamp puts the time
-	// before each line.
+	// NoPrefix leaves out the prefix of each line, which is [0]<stdout>: for the standard output of rank 0.
+	// Timestamp puts the time before each line.
 	NoPrefix, Timestamp bool
 	// OutputDir is a directory for copies of the unchanged output, or empty for no copies. Rank R writes to
 	// rank.R/stdout and rank.R/stderr, where R is padded with zeros.
@@ -98,43 +99,46 @@ type Options struct {
 	Verbose bool
 
 	// Signals delivers the signals that are sent to the launcher. SIGINT, SIGTERM and SIGHUP end the job.
-	// Other signals are forwarded to the process groups of the ranks. A second signal that ends the job kills
-	// the ranks, unless it equals the first and arrives within Echo after it.
+	// Other signals are forwarded to the process groups of the ranks. If a second signal arrives that ends
+	// the job, the launcher kills the ranks. An equal signal within Echo after the first does not count as a
+	// second one.
 	Signals <-chan os.Signal
 
 	// Inquiry makes the launcher print a report on the ranks when SIGQUIT arrives. If it is nil, SIGQUIT is
 	// forwarded to the ranks.
 	Inquiry *Inquiry
 
-	// Reach returns a command, such as an ssh command, that runs a program on another host. The first of
-	// words is the program, and the rest are its arguments. Reach is needed if there are other hosts. The
-	// first word of the command is looked up in PATH. The command must connect its standard input and output
-	// to those of the program, and must end when the program ends.
+	// Reach returns a command, such as an ssh command, that runs a program on another host. The first element
+	// of words is the program, and the rest are its arguments. Reach is needed if ranks run on other hosts.
+	// The first word of the command is looked up in PATH. The command must connect its standard input and
+	// output to the standard input and output of the program, and must end when the program ends.
 	Reach func(host string, words []string) []string
-	// AgentPath is the path of the program that calls AgentMain on the other hosts.
+	// AgentPath is the path, on the other hosts, of the program that calls AgentMain.
 	AgentPath string
-	// Start is how long the hosts may take until they are ready to start their ranks. The default is 30 s.
+	// Start is the time limit for all hosts to get ready to start their ranks. The default is 30 s.
 	Start time.Duration
-	// Liveness is how long the launcher and an agent wait when they receive nothing from each other. After
-	// that the launcher considers the host lost, and the agent kills its ranks. The default is 10 s, the
-	// minimum 3 s.
+	// Liveness is how long the launcher and an agent may receive nothing from each other. After that the
+	// launcher considers the host lost, and the agent kills its ranks. The default is 10 s, the minimum is 3
+	// s.
 	Liveness time.Duration
 
-	// Notice is how long ranks may take to end by themselves after a rank has failed. The default is 5 s.
+	// Notice is how long the other ranks may take to end by themselves after a rank has failed. The default
+	// is 5 s.
 	Notice time.Duration
 	// Grace is how long ranks may take to end after a signal. Then the launcher sends them SIGKILL. The
 	// default is 5 s.
 	Grace time.Duration
 	// Echo is the time after a signal during which an equal signal counts as the same signal. The default is
-	// 500 ms. That is shorter than the time a user needs to read that a second signal kills the ranks, and to
-	// press the key again.
+	// 500 ms. In so short a time no user can read that a second signal kills the ranks and press the key
+	// again.
 	Echo time.Duration
-	// Kill is how long processes may take to disappear after SIGKILL. After this time the helpers are killed
-	// as well. If processes are left when this time has passed again, Run gives up. The default is 5 s.
+	// Kill is how long processes may take to disappear after SIGKILL. After this time the launcher kills the
+	// helpers as well, and waits for the same time again. If processes are left then, Run gives up. The
+	// default is 5 s.
 	Kill time.Duration
 }
 
-// OptionError is the error for an option that is not valid. Nothing was started.
+// OptionError is the error for an option that is not valid. Run has started nothing.
 type OptionError struct{ Text string }
 
 func (e *OptionError) Error() string { return "launch: " + e.Text }
@@ -142,7 +146,7 @@ func (e *OptionError) Error() string { return "launch: " + e.Text }
 // CommandError is the error for a command that could not be started. No rank is running.
 type CommandError struct {
 	Command string
-	Host    string // empty if all ranks run on this host
+	Host    string // host of the rank; empty if all ranks run on this host
 	Status  int    // exit status that a shell would return: 127 for not found, 126 for not executable
 	Err     error
 }
@@ -183,10 +187,10 @@ type Result struct {
 	Signal syscall.Signal
 	// Ranks describes for each rank how it ended.
 	Ranks []Exit
-	// Roots are the ranks that caused the failure: the ranks that the verdict of the survivors names or,
-	// without a verdict, the rank that failed first. It is empty if no rank failed.
+	// Roots are the ranks that caused the failure. These are the ranks that the verdict of the survivors
+	// names. If there is no verdict, Roots is the rank that failed first. If no rank failed, Roots is empty.
 	Roots []int
-	// Verdict is the verdict of the surviving ranks, or nil if there is none or no rank failed.
+	// Verdict is the verdict of the surviving ranks. It is nil if there is no verdict or if no rank failed.
 	Verdict *joblink.Verdict
 }
 
@@ -200,21 +204,21 @@ type Exit struct {
 	// 0.
 	Code   int
 	Signal syscall.Signal
-	// Sent is the last signal with which the launcher asked the command to end, or 0.
+	// Sent is the last signal that the launcher sent to ask the command to end, or 0.
 	Sent syscall.Signal
-	// Lost is set if the launcher cannot know how the command ended. If the helper was killed, and the
-	// command with it, Why is empty. If the host was lost, Why is the reason. In both cases Signal is
-	// SIGKILL.
+	// Lost is set if the launcher cannot know how the command ended. There are two reasons. If the helper was
+	// killed, and the command with it, Why is empty. If the host was lost, Why says why. In both cases Signal
+	// is SIGKILL.
 	Lost bool
 	Why  string
-	// At is when the command ended, by the clock of this host. If the host was lost, At is when the launcher
-	// last received something from it.
+	// At is the time at which the command ended, by the clock of this host. If the host was lost, At is the
+	// time at which the launcher last received something from it.
 	At time.Time
 	// Stderr holds the last lines that the command wrote to standard error, at most 20.
 	Stderr []string
 }
 
-// Status returns the exit status that a shell reports for e: Code, or 128+n for signal n.
+// Status returns the exit status that a shell reports for e: Code, or 128+n if signal n killed the command.
 func (e Exit) Status() int {
 	if e.Signal != 0 {
 		return statusSignal + int(e.Signal)
@@ -224,14 +228,14 @@ func (e Exit) Status() int {
 
 // Run runs the job and reports a failure on o.Stderr. The result describes the ranks. The error is not nil if
 // some ranks could not be started (*OptionError, *CommandError, *HostError), if the launcher itself failed,
-// or if ctx ended the job. If ctx ends, the job ends as after SIGTERM, and the error wraps the cause of ctx.
-// After any error, no process of the job is left except those that the error names.
+// or if ctx ended the job. If ctx ends, the job ends in the same way as after SIGTERM, and the error wraps
+// the cause of ctx. After any error, no process of the job is left except the processes that the error names.
 //
 // The calling process must not start any other child during Run, because Run waits for all children. Run
 // makes the process a subreaper for the rest of its life (prctl(2)). The executable of the process must call
 // HelperMain and AgentMain. Each rank needs two goroutines. A rank on this host also needs a helper process,
-// four file descriptors and three more goroutines. Each other host needs the command of its agent, three file
-// descriptors and seven goroutines.
+// four file descriptors and three more goroutines. Each other host needs the command that reaches its agent,
+// three file descriptors and seven goroutines.
 func Run(ctx context.Context, o Options) (Result, error) {
 	o.Notice = cmp.Or(o.Notice, 5*time.Second)
 	o.Grace = cmp.Or(o.Grace, 5*time.Second)
@@ -301,23 +305,23 @@ func nameOf(v string) string {
 	return name
 }
 
-// has reports whether vars has a variable with this name.
+// has reports whether vars contains a variable with the given name.
 func has(vars []string, name string) bool {
 	return slices.ContainsFunc(vars, func(v string) bool { return nameOf(v) == name })
 }
 
-// without returns a copy of env without the variables that have the same names as those in vars.
+// without returns a copy of env without the variables whose names occur in vars.
 func without(env, vars []string) []string {
-	named := make(map[string]bool, len(vars)) // a map, because a pod of a large cluster may have thousands
+	// a map, because a pod of a large cluster may have thousands of variables
+	named := make(map[string]bool, len(vars))
 	for _, v := range vars {
 		named[nameOf(v)] = true
 	}
 	return slices.DeleteFunc(slices.Clone(env), func(v string) bool { return named[nameOf(v)] })
 }
 
-// torchVariables returns the variables that torch.distributed expects from a launcher, for rank r. If a user
-// sets some of them with Options.Set, torchVariables leaves those out, because the user then uses another
-// store.
+// torchVariables returns the variables that torch.distributed expects from a launcher, for rank r. It leaves
+// out the variables that the user sets with Options.Set, because the user may want another store.
 func (j *job) torchVariables(r int) []string {
 	addr, p := j.o.TorchStore, j.places[r]
 	if !addr.IsValid() {
@@ -338,9 +342,10 @@ func (j *job) torchVariables(r int) []string {
 	}, j.o.Set)
 }
 
-// merge returns the environment of all ranks. It takes the variables from inherited, except those that are
-// also in set or placing, and adds those in set. If a name occurs more than once in set, the last occurrence
-// counts. It is an error if set has a variable of placing.
+// merge returns the environment of all ranks. It contains the variables of inherited and of set. If both have
+// a variable with the same name, merge uses the one in set. If a name occurs more than once in set, merge
+// uses the last one. placing holds the variables that the launcher sets itself: merge drops them from
+// inherited, and returns an error if set contains one.
 func merge(inherited, set, placing []string) ([]string, error) {
 	env := without(inherited, placing)
 	// The launcher puts a prefix before each line of output, so Python should not keep lines in a buffer.
@@ -356,8 +361,8 @@ func merge(inherited, set, placing []string) ([]string, error) {
 	return env, nil
 }
 
-// lookPath returns the path of the program file. If file contains a slash, file is the path. Otherwise the
-// path is the first match in the directories of PATH in env.
+// lookPath returns the path of a program. If file contains a slash, file is the path. Otherwise lookPath
+// returns the first match in the directories that the variable PATH in env lists.
 func lookPath(file string, env []string) (string, error) {
 	err := error(exec.ErrNotFound)
 	candidates := []string{file}
@@ -376,7 +381,7 @@ func lookPath(file string, env []string) (string, error) {
 			return path, nil
 		}
 		if lookup, ok := errors.AsType[*exec.Error](err); ok {
-			err = lookup.Err // callers add the name of the program
+			err = lookup.Err // keep only the cause, because callers add the name of the program
 		}
 	}
 	if len(candidates) != 1 || candidates[0] != file {
@@ -385,7 +390,8 @@ func lookPath(file string, env []string) (string, error) {
 	return "", err
 }
 
-// valueOf returns the last value of the variable name in env, or "".
+// valueOf returns the value of the variable with the given name in env. If the name occurs more than once, it
+// returns the last value. If the name does not occur, it returns "".
 func valueOf(env []string, name string) (value string) {
 	for _, v := range env {
 		if text, ok := strings.CutPrefix(v, name+"="); ok {

@@ -122,7 +122,7 @@ func TestScriptWithoutInterpreter(t *testing.T) {
 }
 
 // TestEnvironment checks the environment of a rank on one host. If the launcher's own environment has
-// variables such as HOROVOD_RANK, a rank must get its own values instead.
+// variables such as HOROVOD_RANK, the rank must get its own values of them.
 func TestEnvironment(t *testing.T) {
 	r := start(t, spec{NP: 2, NoPrefix: true, Set: []string{"A=1", "A=2", "HOROVOD_CYCLE_TIME=3"},
 		Command: sh(`env | sed "s/^/$HOROVOD_RANK:/"; [ -z "$(cat)" ]`)})
@@ -208,8 +208,8 @@ func TestSignalsEndTheJob(t *testing.T) {
 
 func TestSignalsAreForwarded(t *testing.T) {
 	for _, s := range []syscall.Signal{unix.SIGUSR1, unix.SIGUSR2, unix.SIGQUIT} {
-		// A rank starts with the timeline signal ignored. If the rank installs a handler, it receives that
-		// signal too.
+		// A rank starts with the timeline signal ignored. But this rank installs a handler, so it must
+		// receive that signal too.
 		for _, set := range [][]string{nil, {"HVD_TIMELINE_SIGNAL=" + strings.ToLower(unix.SignalName(s))}} {
 			t.Run(unix.SignalName(s)+strings.Join(set, ""), func(t *testing.T) {
 				t.Parallel()
@@ -227,8 +227,8 @@ func TestSignalsAreForwarded(t *testing.T) {
 	}
 }
 
-// TestTimelineSignalIsIgnored checks that the timeline signal does not end a program without a handler or its
-// children, and that other signals keep their default actions.
+// TestTimelineSignalIsIgnored sends the timeline signal to ranks without a handler. The signal must end
+// neither the program of the rank nor its children. Other signals must keep their default actions.
 func TestTimelineSignalIsIgnored(t *testing.T) {
 	const script = `trap 'kill $p; wait $p; echo slept $?; exit 0' USR1; sleep 1000 & p=$!; echo ready; wait`
 	for _, hosts := range []string{"", "h1,localhost"} {
@@ -288,7 +288,7 @@ func (r *run) interruptAgain() {
 // TestSignalThatComesTwice checks that two equal signals within Echo count as one, so that the ranks keep
 // their grace period. timeout(1), for instance, sends a signal to its child and then to the process group of
 // both. After the two signals the test sends another signal, which the launcher forwards. When the ranks
-// print it, the launcher has handled both signals before it.
+// print that signal, the launcher has handled the first two.
 func TestSignalThatComesTwice(t *testing.T) {
 	for _, s := range []syscall.Signal{unix.SIGINT, unix.SIGTERM, unix.SIGHUP} {
 		t.Run(unix.SignalName(s), func(t *testing.T) {
@@ -314,7 +314,7 @@ func TestSignalThatComesTwice(t *testing.T) {
 }
 
 // signalTwice sends s, waits until the function between returns true, and sends s again. If less than EchoMS
-// has passed in between, both count as one signal.
+// has passed between the two signals, they count as one.
 func (r *run) signalTwice(s syscall.Signal, between func() bool) {
 	r.t.Helper()
 	r.signal(s)
@@ -322,8 +322,8 @@ func (r *run) signalTwice(s syscall.Signal, between func() bool) {
 	r.signal(s)
 }
 
-// TestSignalThatComesTwiceKeepsOutput sends two equal signals within Echo while output waits for a reader.
-// The output must not be discarded.
+// TestSignalThatComesTwiceKeepsOutput sends two equal signals within Echo while nothing reads the launcher's
+// output. The launcher must not discard the output.
 func TestSignalThatComesTwiceKeepsOutput(t *testing.T) {
 	reader, writer, err := os.Pipe()
 	if err != nil {
@@ -352,7 +352,7 @@ func TestCommandThatLeavesItsGroup(t *testing.T) {
 	r.awaitOutput(&r.stdout, "ready", 2)
 	r.signal(unix.SIGINT)
 	r.awaitOutput(&r.stdout, "got SIGINT", 2)
-	r.signal(unix.SIGTERM) // counts as a second signal at once, because it differs from the first
+	r.signal(unix.SIGTERM) // counts as a second signal, because it differs from the first
 	if got := r.wait(); got != 130 {
 		t.Errorf("got exit status %d, want 130", got)
 	}
@@ -379,7 +379,7 @@ func TestContextEndsTheJob(t *testing.T) {
 
 // TestGraceIsForTheWholeGroup checks that after SIGTERM the processes in a rank's process group get time to
 // clean up, even if the shell that started them dies at once. Processes that have left the group do not get
-// the signal, so they must be killed.
+// the signal, so the launcher must kill them.
 func TestGraceIsForTheWholeGroup(t *testing.T) {
 	r := start(t, spec{NP: 2, GraceMS: 600_000, Command: sh(`setsid sleep 1000 & "` + self() +
 		`" rank tidy; true`)})
@@ -416,8 +416,8 @@ func TestRanksStartWithDefaultSignals(t *testing.T) {
 	}
 }
 
-// TestOthersGetTimeThenAreEnded lets one rank fail. The other ranks must first get time to end by themselves,
-// then SIGTERM, and then SIGKILL.
+// TestOthersGetTimeThenAreEnded lets one rank fail. The launcher must first give the other ranks time to end
+// by themselves, then send SIGTERM, and then SIGKILL.
 func TestOthersGetTimeThenAreEnded(t *testing.T) {
 	t.Parallel()
 	file := filepath.Join(t.TempDir(), "later")
@@ -446,8 +446,8 @@ func TestOthersGetTimeThenAreEnded(t *testing.T) {
 	}
 }
 
-// goProgram writes a Go program for "go run" and returns the folder of the program. The program prints ready
-// and runs for an hour.
+// goProgram writes a program that "go run" can run, and returns its directory. The program prints "ready" and
+// then sleeps for an hour.
 func goProgram(t *testing.T) string {
 	dir := t.TempDir()
 	for name, text := range map[string]string{
@@ -540,7 +540,7 @@ func TestHelperIsKilled(t *testing.T) {
 }
 
 // TestCommandDiesWithItsHelper checks that the command of a rank dies if its helper is killed. The launcher
-// is stopped meanwhile, so it cannot be the launcher that kills the command.
+// is stopped meanwhile, so it cannot kill the command.
 func TestCommandDiesWithItsHelper(t *testing.T) {
 	r := start(t, spec{NP: 1, Command: []string{"sleep", "1000"}})
 	r.await("all processes", func() bool { return len(r.processes()) == 2 })
@@ -566,7 +566,7 @@ func TestHelperObeysOnlyTheLauncher(t *testing.T) {
 	}
 }
 
-// TestHelperIsStopped stops a helper, so that the helper carries out no order. The launcher must kill the
+// TestHelperIsStopped stops a helper, so that the helper carries out no orders. The launcher must kill the
 // helper.
 func TestHelperIsStopped(t *testing.T) {
 	r := start(t, spec{NP: 2, GraceMS: 50, KillMS: 50, Command: sh("setsid sleep 1000 & sleep 1000; true")})
@@ -622,8 +622,8 @@ func TestOutputHeldFromOutside(t *testing.T) {
 	}
 }
 
-// TestChildrenOfBeforeAreLeftAlone starts children in a process that then becomes the launcher. The launcher
-// must not kill them.
+// TestChildrenOfBeforeAreLeftAlone starts children in a process that then replaces itself with the launcher
+// (execve). The launcher must not kill these children.
 func TestChildrenOfBeforeAreLeftAlone(t *testing.T) {
 	r := start(t, spec{NP: 2, Command: sh("kill -9 $PPID; sleep 1000"), NoticeMS: 10,
 		wrap: []string{"sh", "-c", `sleep 1000 >/dev/null 2>&1 & echo $! >&2; exec "$@"`, "sh"}})
@@ -641,8 +641,8 @@ func TestChildrenOfBeforeAreLeftAlone(t *testing.T) {
 // laterScript returns shell commands that wait until file exists.
 func laterScript(file string) string { return `until [ -e "` + file + `" ]; do sleep 0.01; done; ` }
 
-// TestRootCause checks which ranks the report names as the root cause: the ranks of the verdict or, without a
-// verdict, the rank that failed first.
+// TestRootCause checks which ranks the report names as the root cause. These must be the ranks of the
+// verdict. If there is no verdict, it must be the rank that failed first.
 func TestRootCause(t *testing.T) {
 	for _, c := range []struct {
 		name, verdict string
@@ -726,8 +726,8 @@ func TestPrefixes(t *testing.T) {
 		if got := r.wait(); got != 0 {
 			t.Errorf("got exit status %d, want 0", got)
 		}
-		// If standard error is written while a line of standard output ends in \r, the console ends that
-		// line.
+		// If standard error is written while a line of standard output ends in \r, the console adds \n to
+		// that line first.
 		out := strings.Replace(r.stdout.String(), "10%\r\n", "10%\r", 1)
 		if !regexp.MustCompile(c.stdout).MatchString(out) {
 			t.Errorf("%+v: got %q on stdout, want %q", c.s, out, c.stdout)

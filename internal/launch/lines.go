@@ -6,15 +6,15 @@ import "bytes"
 // incomplete line takes bounded memory.
 const maxLineBytes = 64 << 10
 
-// splitter splits a stream of bytes into lines. A line ends in \n, in \r\n, or in \r as the lines of progress
-// bars do.
+// splitter splits a stream of bytes into lines. A line ends with \n or \r\n, or with \r, as the lines of
+// progress bars do.
 type splitter struct {
-	// line is called for each line. text is the line without its end, and is valid only during the call. end
-	// is '\n' if the line ends in \n or \r\n, and '\r' if it ends in \r. It is 0 for a piece of a line that
-	// is too long, and for the last line if that has no end.
+	// line is called for each line. text is the line without its line end, and is valid only during the call.
+	// end is '\n' if the line ends with \n or \r\n, and '\r' if it ends with \r. end is 0 for a piece of a
+	// line that is too long, and for a last line without a line end.
 	line func(text []byte, end byte)
-	// ended is called if line was called with '\r' and the next byte to arrive is \n. So that line ended in
-	// \r\n.
+	// ended is called if line was called with '\r' and the next byte of the stream is \n. In this case the
+	// line ended with \r\n.
 	ended func()
 	max   int // maximum length of a line in bytes, greater than 0
 
@@ -61,7 +61,7 @@ func (s *splitter) write(p []byte) {
 	}
 }
 
-// flush passes the rest of the stream, which is a line without an end, to line.
+// flush calls line for the rest of the stream, if any: a line without a line end.
 func (s *splitter) flush() {
 	if len(s.part) > 0 {
 		s.line(s.part, 0)
@@ -76,7 +76,7 @@ const (
 )
 
 // tail keeps the last lines of a stream as a terminal would show them: the text after a \r replaces the text
-// before the \r.
+// before it.
 type tail struct {
 	lines []string
 	open  bool // the last line ended in \r

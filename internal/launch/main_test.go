@@ -28,8 +28,8 @@ import (
 	"github.com/gohvd/gohvd/internal/launch"
 )
 
-// TestMain runs the tests. If the first argument of the test binary selects another role, it runs a launcher,
-// helper, agent or rank instead.
+// TestMain runs the tests. The first argument of the test binary can select another role. Then TestMain runs
+// a launcher, a helper, an agent or a rank instead.
 func TestMain(m *testing.M) {
 	if len(os.Args) > 1 {
 		switch os.Args[1] {
@@ -53,8 +53,8 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// spec tells the launcher process of a test which job to run. Fields with zero values have the defaults of
-// package launch.
+// spec tells the launcher process of a test which job to run. If a field is zero, the default of package
+// launch applies.
 type spec struct {
 	NP                                   int
 	Command, Set                         []string
@@ -62,7 +62,7 @@ type spec struct {
 	EchoMS                               int
 	OutputDir, Verdict, ResultFile       string
 	NoPrefix, Timestamp, Verbose         bool
-	// Inquire gives the job an Inquiry whose survey lasts until no rank is left to ask.
+	// Inquire gives the job an Inquiry. Its survey lasts until no rank is left to ask.
 	Inquire bool
 	// Hosts is a list of hosts. Reach is the command that runs an agent on one of these hosts. In the
 	// command, {host} stands for the name of the host, and {mark} for the variable that marks the processes
@@ -70,16 +70,17 @@ type spec struct {
 	Hosts               string
 	Reach               []string
 	TorchStore          string
-	StoreAddrs          []string // addresses of the store; the word STORE stands for the real address
+	StoreAddrs          []string // addresses of the store; STORE in the text stands for the real address
 	StartMS, LivenessMS int
-	wrap                []string // a command before the launcher's command line, which runs it
-	dir                 string   // working directory of the launcher
-	stdout              *os.File // standard output of the launcher; nil means the buffer run.stdout
+	// if not empty, a command that runs the launcher; the launcher's command line is its arguments
+	wrap   []string
+	dir    string   // working directory of the launcher
+	stdout *os.File // standard output of the launcher; if nil, the buffer run.stdout
 }
 
 const lostByLauncher = 99 // exit status if the launcher has leaked a goroutine
 
-// verdict returns the verdict that the test has chosen, because the ranks of the tests give none.
+// verdict returns the verdict that the test has chosen, because the ranks in these tests never send one.
 func (s *spec) verdict(ctx context.Context) (v joblink.Verdict, err error) {
 	if s.Verdict == "" {
 		<-ctx.Done()
@@ -165,7 +166,8 @@ func launcher(text string) int {
 			status = 1
 		}
 	}
-	// If a Write hangs, Run leaves one goroutine behind, as its documentation says.
+	// If a Write hangs, Run leaves one goroutine behind, as its documentation says. In all other cases there
+	// must be no leak.
 	if err == nil || !strings.Contains(err.Error(), "standard error was not read") {
 		signal.Stop(signals)
 		if leak := goleak.Find(); leak != nil {
@@ -203,7 +205,7 @@ func fakeAgent(text string) int {
 	}{os.Stdin, os.Stdout}, config))
 	control := must(s.Accept())
 	out := must(s.Accept())
-	must(s.Accept()) // standard error, which the launcher opens before it reads
+	must(s.Accept()) // accept the stream of standard error, which the launcher opens before it reads
 	fmt.Fprint(out, f.Print)
 	for _, n := range f.Notices {
 		must(control.Write(dial.SealFrame(append(dial.NewFrame(len(n)), n...))))
@@ -355,11 +357,12 @@ func start(t *testing.T, s spec) *run {
 	return r
 }
 
-// wait waits for the launcher and returns its exit status. It fails the test if a process of the job is still
-// alive then.
+// wait waits for the launcher and returns its exit status. If a process of the job is still alive then, the
+// test fails.
 func (r *run) wait() int {
 	r.t.Helper()
-	late := time.AfterFunc(deadline, func() { r.cmd.Process.Signal(unix.SIGABRT) }) // prints stacks
+	// SIGABRT makes the launcher print its stacks
+	late := time.AfterFunc(deadline, func() { r.cmd.Process.Signal(unix.SIGABRT) })
 	defer late.Stop()
 	r.cmd.Wait()
 	if left := r.processes(); len(left) > 0 {

@@ -14,18 +14,18 @@ import (
 
 const (
 	// chunkBytes is the approximate size of the chunks that are passed to the console. queuedChunks is how
-	// many chunks the console queues. So the queue holds at most about 4 MiB. When the queue is full, the
-	// pipes from the ranks fill up. Then ranks that write output block.
+	// many chunks the console queues, so the queue holds at most about 4 MiB. When the queue is full, the
+	// pipes from the ranks fill up, and then ranks that write output block.
 	chunkBytes   = 64 << 10
 	queuedChunks = 64
 	readBytes    = 32 << 10
 )
 
-// chunk is a sequence of whole lines from one stream. If the last line of a stream ended in \r, a chunk
-// without text makes the console write \n.
+// chunk is a sequence of whole lines from one stream. A chunk without text makes the console write \n if the
+// last line of the stream ended with \r.
 type chunk struct {
 	from *stream // nil for a message from the launcher
-	err  bool    // is written to standard error
+	err  bool    // the chunk is written to standard error
 	text []byte
 }
 
@@ -38,7 +38,7 @@ type console struct {
 	done     chan struct{} // closed when all chunks are written, or after abandon
 	abandon  func()        // drops the queue and all later chunks
 
-	lost error // error of the first failed write; valid once done is closed
+	lost error // error of the first failed write, or nil; valid once done is closed
 }
 
 func newConsole(out, err io.Writer) *console {
@@ -53,7 +53,7 @@ func newConsole(out, err io.Writer) *console {
 	return c
 }
 
-// put queues k. It blocks while the queue is full, and drops k after abandon.
+// put queues k. While the queue is full, put blocks. After abandon, put drops k.
 func (c *console) put(k chunk) {
 	select {
 	case c.queue <- k:
@@ -61,13 +61,13 @@ func (c *console) put(k chunk) {
 	}
 }
 
-// close ends the queue. It returns when all chunks in the queue are written, or after abandon.
+// close closes the queue. It returns when all chunks in the queue are written, or after abandon.
 func (c *console) close() {
 	close(c.queue)
 	<-c.done
 }
 
-// note prints a line from the launcher itself. If the queue is full because nothing reads the terminal, note
+// note prints a line from the launcher itself. If the queue is full because nothing reads the output, note
 // drops the line instead of blocking, so that the supervision can go on.
 func (c *console) note(format string, args ...any) {
 	select {
@@ -78,7 +78,7 @@ func (c *console) note(format string, args ...any) {
 
 func (c *console) run() {
 	defer close(c.done)
-	var open *chunk // the last chunk, if its last line ended in \r
+	var open *chunk // the last chunk, if its last line ended with \r; else nil
 	write := func(toErr bool, text []byte) {
 		w := c.out
 		if toErr {
@@ -115,12 +115,14 @@ func (c *console) run() {
 	}
 }
 
-// pipeSource is the non-blocking read end of a pipe. Read returns io.EOF when all write ends are closed, or
-// when the pipe is empty after finish.
+// pipeSource is the non-blocking read end of a pipe. Read returns io.EOF when all write ends are closed.
+// After finish, it also returns io.EOF when the pipe is empty.
 type pipeSource struct {
 	file *os.File
-	last bool // finish was called, so read the rest without waiting
-	left int  // the most bytes to read after finish, because a process could refill the pipe
+	last bool // finish was called, so Read must not wait for more bytes
+	// how many bytes may still be read after finish; without a limit, a process could refill the pipe for
+	// ever
+	left int
 }
 
 func (p *pipeSource) Read(b []byte) (n int, err error) {
@@ -129,7 +131,7 @@ func (p *pipeSource) Read(b []byte) (n int, err error) {
 		if n > 0 || !errors.Is(err, os.ErrDeadlineExceeded) {
 			return n, err
 		}
-		// RawConn.Read would not call its function, because the deadline has passed. So remove the deadline.
+		// RawConn.Read would not call its function after a deadline has passed. So this removes the deadline.
 		if err := p.file.SetReadDeadline(time.Time{}); err != nil {
 			return 0, err
 		}
@@ -155,14 +157,14 @@ func (p *pipeSource) Read(b []byte) (n int, err error) {
 }
 
 // finish makes Read return the bytes that are in the pipe now, and then io.EOF. It is called when no process
-// of the job is left that could write more. The pipe might never end by itself, because a process outside the
-// job may have inherited the other end.
+// of the job is left that could write to the pipe. Without finish the pipe might never end, because a process
+// outside the job may have inherited the other end.
 func (p *pipeSource) finish() { _ = p.file.SetReadDeadline(time.Unix(1, 0)) }
 
 func (p *pipeSource) Close() error { return p.file.Close() }
 
-// stream copies the standard output or standard error of one rank to the console. If file and tail are not
-// nil, it copies to them too.
+// stream copies the standard output or standard error of one rank to the console. It also copies to file and
+// to tail if they are not nil.
 type stream struct {
 	in        io.ReadCloser
 	console   *console

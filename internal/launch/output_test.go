@@ -17,7 +17,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// cut passes pieces of input to a splitter. It returns the splitter's calls of line and ended as texts.
+// cut passes pieces of input to a splitter. It returns the splitter's calls of line and of ended as texts.
 func cut(pieces ...string) (calls []string) {
 	s := splitter{
 		line:  func(text []byte, end byte) { calls = append(calls, string(text)+fmt.Sprintf("%q", end)) },
@@ -53,8 +53,8 @@ func TestSplitter(t *testing.T) {
 	}
 }
 
-// FuzzSplitter divides an input into arbitrary pieces. The lines and line ends from the splitter, put
-// together, must equal the input.
+// FuzzSplitter divides an input into arbitrary pieces. The lines and line ends that the splitter returns must
+// together equal the input.
 func FuzzSplitter(f *testing.F) {
 	f.Add([]byte("a\rb\r\nc\n\n"), uint8(3), uint8(80))
 	f.Add([]byte("\r\r\n\n\r"), uint8(0), uint8(0))
@@ -105,10 +105,10 @@ func TestTail(t *testing.T) {
 	}
 }
 
-// text is a writer that keeps all writes in their order.
+// text is a writer that records all writes in their order.
 type text struct{ bytes.Buffer }
 
-// TestConsoleEndsOpenLines checks that the console ends a line that one stream has left at \r before it
+// TestConsoleEndsOpenLines checks that the console ends a line of one stream that ends with \r before it
 // writes a line of another stream.
 func TestConsoleEndsOpenLines(t *testing.T) {
 	var out text
@@ -118,7 +118,7 @@ func TestConsoleEndsOpenLines(t *testing.T) {
 		{from: a, text: []byte("a1\r")},
 		{from: a, text: []byte("a2\r")},
 		{from: b, text: []byte("b1\n")},
-		{from: a},                       // no effect, because the line of a has been ended already
+		{from: a},                       // writes nothing, because the line of a has ended already
 		{from: a, text: []byte("a3\r")}, // leaves another line of a open
 		{from: a},                       // ends that other line
 		{text: []byte("hvdrun\n")},
@@ -132,12 +132,12 @@ func TestConsoleEndsOpenLines(t *testing.T) {
 	}
 }
 
-// stuck is a terminal. Its first write sends on entered and blocks until release is closed. A second write
-// blocks for ever.
+// stuck is a terminal that hangs. Its first write sends on entered and blocks until release is closed. A
+// second write blocks for ever.
 type stuck struct{ entered, release chan struct{} }
 
 func (s stuck) Write(p []byte) (int, error) {
-	s.entered <- struct{}{} // blocks in a second write, because nothing receives
+	s.entered <- struct{}{} // a second write blocks here, because nothing receives
 	<-s.release
 	return len(p), nil
 }
@@ -191,7 +191,7 @@ func TestStreamFinishesWithAnOpenPipe(t *testing.T) {
 	if _, err := unix.Write(theirs, []byte("one\ntwo")); err != nil {
 		t.Fatal(err)
 	}
-	in.finish() // before run has read anything
+	in.finish() // called before run has read anything
 	done := make(chan struct{})
 	go func() { s.run(); close(done) }()
 	select {
@@ -205,8 +205,8 @@ func TestStreamFinishesWithAnOpenPipe(t *testing.T) {
 	}
 }
 
-// TestStreamGoesOnWithoutItsFile checks that the console still gets all output if the disk is full and the
-// output file is incomplete.
+// TestStreamGoesOnWithoutItsFile uses an output file on a full disk. The file stays incomplete, but the
+// console must still get all output.
 func TestStreamGoesOnWithoutItsFile(t *testing.T) {
 	full, err := os.OpenFile("/dev/full", os.O_WRONLY, 0)
 	if err != nil {

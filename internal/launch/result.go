@@ -12,7 +12,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// result returns the Result of the job, without the last lines on standard error. conclude adds those.
+// result returns the Result of the job, but without the last lines on standard error, which conclude adds.
 func (j *job) result(ctx context.Context) Result {
 	var res Result
 	for _, k := range j.ranks {
@@ -46,8 +46,8 @@ func (j *job) readVerdict(ctx context.Context) *joblink.Verdict {
 	return &v
 }
 
-// judge returns the ranks that caused the failure, and the exit status of the job. At least one of exits must
-// be a failure. v may be nil.
+// judge returns the ranks that caused the failure, and the exit status of the job. At least one rank in exits
+// must have failed. v may be nil.
 func judge(exits []Exit, v *joblink.Verdict) (roots []int, status int) {
 	var failures []int
 	for r, e := range exits {
@@ -58,7 +58,8 @@ func judge(exits []Exit, v *joblink.Verdict) (roots []int, status int) {
 			failures = append(failures, r)
 		}
 	}
-	// A rank that got a signal to end did not fail first, even if its time is the earliest.
+	// A rank that the launcher asked to end did not fail first, even if it ended before all other failed
+	// ranks.
 	slices.SortStableFunc(failures, func(a, b int) int {
 		x, y := exits[a], exits[b]
 		if (x.Sent == 0) != (y.Sent == 0) {
@@ -75,7 +76,7 @@ func judge(exits []Exit, v *joblink.Verdict) (roots []int, status int) {
 	if i := slices.IndexFunc(failures, func(r int) bool { return slices.Contains(roots, r) }); i >= 0 {
 		return roots, exits[failures[i]].Status()
 	}
-	return roots, 1 // the roots ended with status 0 while other ranks still waited for them
+	return roots, 1 // the roots ended with status 0, although other ranks still waited for them
 }
 
 // named reports whether v names rank r. v may be nil.
@@ -91,7 +92,7 @@ func (r Result) culprits() []int {
 	return r.Roots
 }
 
-// describe says how the rank ended, in a clause such as "exit status 3".
+// describe returns a clause that says how the rank ended, such as "exit status 3".
 func (e Exit) describe() string {
 	switch {
 	case e.Why != "":

@@ -7,10 +7,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// startWithPipes starts a program and gives it one pipe for each element of reading. The pipes are the first
-// file descriptors of the program, beginning at 0. If first is not nil, it is descriptor 0, and the pipes
-// begin at 1. mine holds the ends of the pipes in this process. If reading[i] is true, this process reads
-// from pipe i. On an error all pipes are closed.
+// startWithPipes starts a program and gives it one pipe for each element of reading. The pipes are file
+// descriptors 0, 1, ... of the program. If first is not nil, first is descriptor 0 and the pipes begin at
+// descriptor 1. mine holds the ends of the pipes in this process. If reading[i] is true, this process reads
+// from pipe i, otherwise it writes to it. On an error all pipes are closed.
 func startWithPipes(path string, argv, env []string, first *os.File,
 	reading []bool) (mine []*os.File, pid int, err error) {
 	var theirs, files []uintptr
@@ -49,7 +49,7 @@ func startWithPipes(path string, argv, env []string, first *os.File,
 
 // pipe makes a pipe and returns its two ends. mine is the end for this process and is non-blocking. theirs is
 // the end for another program and is blocking, as programs expect. If readingIsMine is true, mine is the read
-// end. A child inherits an end only if the end is passed to it explicitly.
+// end. A child inherits an end of the pipe only if the caller passes that end to it explicitly.
 func pipe(readingIsMine bool) (mine *os.File, theirs int, err error) {
 	var p [2]int
 	if err := unix.Pipe2(p[:], unix.O_CLOEXEC); err != nil {

@@ -22,7 +22,7 @@ type phase int
 const (
 	preparing   phase = iota // the agents of the hosts get ready to start ranks
 	running                  // the ranks run, and there is no deadline
-	noticing                 // a rank has failed, and the others may end by themselves
+	noticing                 // a rank has failed, and the other ranks may end by themselves
 	terminating              // the ranks were sent a signal and may clean up
 	killing                  // the ranks were sent SIGKILL
 	forcing                  // the helpers were sent SIGKILL
@@ -33,14 +33,14 @@ const (
 type reaction int
 
 const (
-	goOn    reaction = iota // the other ranks go on
+	goOn    reaction = iota // the other ranks run on
 	failJob                 // the job has failed: the other ranks must end, and are killed if they do not
 )
 
 // policy returns the reaction to the end of a rank's command.
 type policy func(rank int, e Exit) reaction
 
-// endAll makes the job fail when the command of a rank has failed.
+// endAll implements policy: it makes the job fail when the command of a rank has failed.
 func endAll(_ int, e Exit) reaction {
 	if e.Status() != 0 {
 		return failJob
@@ -48,47 +48,47 @@ func endAll(_ int, e Exit) reaction {
 	return goOn
 }
 
-// verdictWait is the time limit for reading the verdict. It is short, because all ranks have ended: either
-// the verdict exists already, or there will be none.
+// verdictWait is the time limit for reading the verdict. It is short: all ranks have ended, so the verdict
+// either exists already or will never exist.
 const verdictWait = 100 * time.Millisecond
 
 // job is the state of one Run. Its fields belong to the goroutine of Run unless noted otherwise.
 type job struct {
 	o       Options
-	places  []Assignment // by rank
+	places  []Assignment // place of each rank
 	hosts   int          // number of hosts that have ranks
 	several bool         // some rank runs on another host
 	id      string
-	env     []string // environment of all ranks
+	env     []string // environment that all ranks have in common
 	policy  policy
 
 	ranks   []*rank
-	conns   []*agentConn // by host
+	conns   []*agentConn // connection to each host
 	waiting int          // number of agents that are not ready yet
-	open    int          // number of elements of conns whose over is not set
+	open    int          // number of hosts with processes of ranks: elements of conns whose over is not set
 	begun   bool         // ranks were started
 
 	family      family
 	commands    *batch         // the commands that reach agents
 	commandErrs sync.WaitGroup // goroutines that read the commands' standard error
-	dropped     atomic.Bool    // set by cutAll: errors of agents no longer matter
+	dropped     atomic.Bool    // set by cutAll: from then on errors of agents do not matter
 
 	console *console
-	events  chan func()    // supervise calls these functions
+	events  chan func()    // functions that supervise calls
 	done    chan struct{}  // closed when supervise has returned
 	writers sync.WaitGroup // goroutines for connections to agents, for streams and for surveys
 
 	phase    phase
-	deadline time.Time // end of the phase, except in phase running
+	deadline time.Time // end of the phase; phase running has no deadline
 	failed   bool      // a rank has failed
 	signal   syscall.Signal
-	first    syscall.Signal // the signal that ended the job, even if a rank had failed before, or 0
+	first    syscall.Signal // the first signal that ended the job, even if a rank had failed before, or 0
 	firstAt  time.Time      // when first arrived
 	asked    bool           // a signal or the end of ctx has ended the job
 	cause    error          // the cause of ctx, if ctx ended the job
 	aborted  error          // why some ranks could not be started
 
-	surveys   context.Context // ends when no rank is left to ask
+	surveys   context.Context // cancelled when no rank is left to ask
 	surveying bool
 	surveyed  chan struct{} // receives a value when a survey has ended
 	quitAt    time.Time     // when SIGQUIT last started a survey
@@ -175,7 +175,7 @@ func (j *job) handleReport(k *rank, p *report) {
 		}
 		j.verbosef("rank %d: all its processes have ended", k.number)
 	case p.Errno != 0:
-		k.ended = true // the command has never run
+		k.ended = true // the command was never started
 		err := newCommandError(j.o.Command[0], p.Errno)
 		if j.several {
 			err.Host = k.exit.Host
@@ -193,8 +193,8 @@ func (j *job) handleReport(k *rank, p *report) {
 	j.consider(k)
 }
 
-// markLost records that the launcher cannot learn how the rank's command ended. at and why are the values for
-// exit.At and exit.Why.
+// markLost records that the launcher cannot learn how the rank's command ended. It stores at and why in
+// k.exit.
 func (k *rank) markLost(at time.Time, why string) {
 	k.gone, k.ended = true, true
 	k.exit.Lost, k.exit.Signal, k.exit.At, k.exit.Why = true, unix.SIGKILL, at, why
@@ -246,8 +246,8 @@ func (j *job) setOver(c *agentConn) {
 	}
 }
 
-// consider is called after a change of rank k. It acts if the job has failed, or if the commands of all ranks
-// have ended.
+// consider is called when the state of rank k has changed. It acts if the job has failed, or if the commands
+// of all ranks have ended.
 func (j *job) consider(k *rank) {
 	alive := 0
 	for _, k := range j.ranks {
@@ -264,8 +264,8 @@ func (j *job) consider(k *rank) {
 		}
 	}
 	if alive == 0 && j.phase < terminating {
-		// The helpers kill the remaining processes even without an order. j.kill also sets a deadline for
-		// processes that the helpers cannot kill.
+		// The helpers kill the remaining processes even without an order. j.kill is needed because it sets a
+		// deadline for processes that the helpers cannot kill.
 		j.kill()
 	}
 }
@@ -304,8 +304,9 @@ func (j *job) handleSignal(s os.Signal) {
 	}
 }
 
-// isEcho reports whether s repeats the signal that has ended the job, so soon that it probably comes from the
-// same sender. timeout(1), for instance, sends the signal to its child and then to the process group of both.
+// isEcho reports whether s repeats the signal that has ended the job, so soon after it that both probably
+// come from the same sender. timeout(1), for instance, sends a signal to its child and then to the process
+// group of both.
 func (j *job) isEcho(s syscall.Signal) bool { return s == j.first && time.Since(j.firstAt) < j.o.Echo }
 
 func ends(s syscall.Signal) bool { return s == unix.SIGINT || s == unix.SIGTERM || s == unix.SIGHUP }
@@ -336,8 +337,8 @@ func (j *job) expire() {
 
 func (j *job) enter(p phase, d time.Duration) { j.phase, j.deadline = p, time.Now().Add(d) }
 
-// end asks the ranks to end by sending them signal s. If there is already a deadline for their end, end does
-// not change it.
+// end asks the ranks to end by sending them signal s. If the ranks already have a deadline for their end, end
+// does not change it.
 func (j *job) end(s syscall.Signal) {
 	if j.phase == preparing {
 		j.kill()
@@ -351,7 +352,7 @@ func (j *job) end(s syscall.Signal) {
 
 func (j *job) kill() {
 	if !j.begun {
-		j.cutAll() // only agents were started, and no ranks
+		j.cutAll() // there are only agents, because no rank was started
 	}
 	j.enter(killing, j.o.Kill)
 	j.send(unix.SIGKILL)
@@ -394,9 +395,9 @@ func (j *job) verbosef(format string, args ...any) {
 	}
 }
 
-// conclude determines the result, waits until the output is written, and reports a failure. If a
-// further terminating signal arrives, it no longer waits for the output. If a signal or ctx has ended the
-// job, the wait also has a timeout.
+// conclude determines the result, waits until the output is written, and reports a failure. If a signal or
+// ctx has ended the job, conclude waits for the output only for a limited time. It stops waiting if ctx ends
+// or a further signal that ends the job arrives.
 func (j *job) conclude(ctx context.Context) (Result, error) {
 	var errs []error
 	if j.phase == givenUp {
@@ -408,7 +409,7 @@ func (j *job) conclude(ctx context.Context) (Result, error) {
 		}
 		errs = append(errs, fmt.Errorf("launch: processes of %s are still alive after SIGKILL",
 			topo.FormatRanks(left)))
-		j.cutAll() // because the output of processes that remain would never end
+		j.cutAll() // the remaining processes keep their output open, so the connections would never end
 	}
 	result := j.result(ctx)
 	if j.cause != nil {
@@ -417,7 +418,7 @@ func (j *job) conclude(ctx context.Context) (Result, error) {
 
 	known := j.known()
 	written := make(chan struct{})
-	var agents error // valid after written is closed
+	var agents error // error of awaitAgents; valid after written is closed
 	go func() {
 		defer close(written)
 		j.writers.Wait()
@@ -439,7 +440,7 @@ func (j *job) conclude(ctx context.Context) (Result, error) {
 	if j.asked {
 		wait := j.o.Grace
 		if j.several {
-			wait += endWait // output from other hosts takes longer to arrive
+			wait += endWait // because output from other hosts takes longer to arrive
 		}
 		timer := time.NewTimer(wait)
 		defer timer.Stop()

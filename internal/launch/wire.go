@@ -40,14 +40,15 @@ import (
 // pingInterval. An end that receives nothing for Options.Liveness ends the session.
 const (
 	agentVersion = 2
-	// helloMagic is the beginning of hello. A login may print other text before hello, but never this text.
+	// helloMagic is the beginning of hello. A login may print other text before hello, but does not print
+	// this text.
 	helloMagic = "\x00hvdrun host agent\x00"
-	// maxBannerBytes is how much text a login may print before hello.
+	// maxBannerBytes is the maximum length of the text that a login may print before hello.
 	maxBannerBytes = 64 << 10
 
-	maxOrderBytes  = 16 << 20 // the environment is the largest part of an order
+	maxOrderBytes  = 16 << 20 // large enough for the environment, the largest part of an order
 	maxNoticeBytes = 64 << 10
-	maxTextBytes   = 4 << 10 // how much of the text of a refusal is used
+	maxTextBytes   = 4 << 10 // length to which the text of a refusal is cut
 
 	pingInterval = time.Second
 	minLiveness  = 3 * time.Second
@@ -63,13 +64,13 @@ type order struct {
 
 // hostJob tells an agent what to run.
 type hostJob struct {
-	Dir     words   // the working directory as its only word, or empty for the agent's own
+	Dir     words   // the working directory; if empty, the agent keeps its own
 	Command words   // the command that every rank runs
 	Env     words   // variables for all ranks, added to the environment of the host
 	Ranks   []words // further variables for each rank
-	// Stores holds addresses of the job's store, best first. The agent tries them, and gives the ranks the
-	// first address that works. If Stores is empty, the variables in Ranks contain the address. Secret holds
-	// one word, the text of the store's secret. TLS is as in Options.
+	// Stores holds addresses of the job's store, best first. The agent tries them and uses the first that
+	// works as the address for its ranks. If Stores is empty, the variables in Ranks contain the address.
+	// Secret holds one word, the text of the store's secret. TLS has the same meaning as in Options.
 	Stores []string
 	Secret words
 	TLS    bool
@@ -88,8 +89,8 @@ type notice struct {
 // refusal says why an agent cannot start its ranks.
 type refusal struct {
 	Text string
-	// If the reason is that the program was not found or cannot be run, Command is the program, and Status is
-	// the exit status that a shell would return. Otherwise Command is empty and Status is 0.
+	// If the program was not found or cannot be run, Command is the program, and Status is the exit status
+	// that a shell would return. If there is another reason, Command is empty and Status is 0.
 	Command string
 	Status  int
 }
@@ -141,8 +142,8 @@ func receive(r io.Reader, limit int, message any) error {
 
 func hello() []byte { return binary.BigEndian.AppendUint32([]byte(helloMagic), agentVersion) }
 
-// readHello reads up to the end of hello and checks its version. It skips text that a login has printed
-// before.
+// readHello reads until the end of hello and checks its version. It skips text that a login has printed
+// before hello.
 func readHello(r io.Reader) error {
 	var seen []byte
 	readByte := func() error {
@@ -189,8 +190,8 @@ func (l *link) Read(b []byte) (int, error) {
 	return n, err
 }
 
-// Write ignores errors and never fails. If it failed, yamux would end the session at once, but data that the
-// peer sent before it closed its end must still be read. The session ends when that data has been read.
+// Write never fails and ignores errors. If Write returned an error, yamux would end the session at once and
+// lose data that the peer sent before it closed its end. The session ends when that data has been read.
 func (l *link) Write(b []byte) (int, error) {
 	_, _ = l.out.Write(b)
 	return len(b), nil
@@ -205,16 +206,16 @@ type session struct {
 	silent   atomic.Bool // nothing arrived for liveness
 }
 
-// newSession opens a session with open, which is yamux.Client or yamux.Server. The session ends if nothing
-// arrives from the peer for the duration liveness. A liveness of 0 means no limit; it is used if both ends
-// are in one process.
+// newSession opens a session by calling open, which is yamux.Client or yamux.Server. The session ends if
+// nothing arrives from the peer for the duration liveness. If both ends are in one process, liveness is 0,
+// which means no limit.
 func newSession(open func(io.ReadWriteCloser, *yamux.Config) (*yamux.Session, error), l *link,
 	liveness time.Duration) (*session, error) {
 	c := yamux.DefaultConfig()
 	c.LogOutput = io.Discard
-	c.StreamOpenTimeout, c.StreamCloseTimeout = 0, 0 // output may wait for its reader without a limit
-	// On a slow connection the answer to a ping may wait behind output for a long time. So yamux must not end
-	// the session because of a late answer or a slow write.
+	c.StreamOpenTimeout, c.StreamCloseTimeout = 0, 0 // no limits, because output may wait for its reader
+	// On a slow connection the reply to a ping may wait behind output for a long time. So yamux must not end
+	// the session because of a late reply or a slow write.
 	c.EnableKeepAlive, c.ConnectionWriteTimeout = false, math.MaxInt64
 	y, err := open(l, c)
 	if err != nil {
@@ -228,8 +229,8 @@ func newSession(open func(io.ReadWriteCloser, *yamux.Config) (*yamux.Session, er
 }
 
 // keepAlive sends a ping every pingInterval. It ends the session when nothing has been received from the peer
-// for liveness. It counts intervals instead of reading the clock, so that time during which this process was
-// stopped does not count.
+// for the time s.liveness. It counts intervals instead of reading the clock, so that time during which this
+// process was stopped does not count.
 func (s *session) keepAlive(l *link) {
 	last, silence := l.heard.Load(), time.Duration(0)
 	for silence < s.liveness {
@@ -238,7 +239,7 @@ func (s *session) keepAlive(l *link) {
 			return
 		case <-time.After(pingInterval):
 		}
-		go func() { _, _ = s.Ping() }() // the answer updates heard, as all received bytes do
+		go func() { _, _ = s.Ping() }() // the reply updates heard, as all received bytes do
 		silence += pingInterval
 		if heard := l.heard.Load(); heard != last {
 			last, silence = heard, 0
@@ -248,12 +249,13 @@ func (s *session) keepAlive(l *link) {
 	s.Close()
 }
 
-// reason ends the session and returns why it ended. If err says only that the session has ended, reason
-// returns the error that ended the session. Otherwise it returns err.
+// reason ends the session and returns the reason for its end. If nothing was received for too long, the
+// reason says so. If err says only that the session has ended, reason returns the error that ended the
+// session. Otherwise it returns err.
 func (s *session) reason(err error) error {
 	s.Close()
 	if err == io.EOF || errors.Is(err, yamux.ErrSessionShutdown) {
-		_, err = s.Accept() // does not block on a closed session; the peer opens no streams here
+		_, err = s.Accept() // returns at once, because the session is closed; the peer opens no streams here
 	}
 	if s.silent.Load() {
 		return fmt.Errorf("received nothing for %v", s.liveness)

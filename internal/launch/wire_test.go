@@ -17,7 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// messages returns an order of each kind and a notice of each kind.
+// messages returns orders and notices, one of each kind.
 func messages() (orders []order, notices []notice) {
 	job := hostJob{
 		Dir: words{"/\xff"}, Command: words{"a", "", "b"}, Env: words{"A=\xfe", "B="},
@@ -34,8 +34,8 @@ func messages() (orders []order, notices []notice) {
 	return orders, notices
 }
 
-// TestMessages checks that each order and each notice arrives as it was sent, and that a message above the
-// limit is refused.
+// TestMessages checks that each order and each notice arrives unchanged, and that receive returns an error
+// for a message above the limit.
 func TestMessages(t *testing.T) {
 	var b bytes.Buffer
 	orders, notices := messages()
@@ -136,7 +136,7 @@ func TestHello(t *testing.T) {
 	}
 }
 
-// TestWords checks that a list of texts survives encoding and decoding unchanged, even if the texts are not
+// TestWords checks that encoding and decoding does not change a list of texts, even if the texts are not
 // UTF-8.
 func TestWords(t *testing.T) {
 	for _, w := range []words{nil, {""}, {"", ""}, {"a"}, {"a", "", "\xff\n"}} {
@@ -151,8 +151,8 @@ func TestWords(t *testing.T) {
 	}
 }
 
-// TestStreamThatNobodyReads writes to a stream that nothing reads. That must delay neither other output, nor
-// notices, nor orders.
+// TestStreamThatNobodyReads writes to a stream that nothing reads. Output on other streams, notices and
+// orders must arrive without delay.
 func TestStreamThatNobodyReads(t *testing.T) {
 	here, there := net.Pipe()
 	launcher, err := newSession(yamux.Client, &link{in: here, out: here}, minLiveness)
@@ -200,8 +200,7 @@ func TestStreamThatNobodyReads(t *testing.T) {
 	}
 }
 
-// slow is a link that accepts each write at once and delivers it later in small pieces, as a slow network
-// does.
+// slow is a link that accepts each write at once and delivers it later in small pieces, like a slow network.
 type slow struct {
 	net.Conn
 	written chan []byte
@@ -232,8 +231,8 @@ func (s *slow) Write(b []byte) (int, error) {
 	return len(b), nil
 }
 
-// TestSlowLink checks that a peer that sends data counts as alive, even if its answer to a ping waits behind
-// so much output that it arrives later than liveness permits.
+// TestSlowLink checks that a peer counts as alive while it sends data, even if its reply to a ping waits
+// behind so much output that it arrives later than liveness permits.
 func TestSlowLink(t *testing.T) {
 	const liveness, streams, numBytes = 2 * time.Second, 4, 256 << 10
 	here, there := net.Pipe()

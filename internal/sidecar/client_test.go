@@ -26,15 +26,15 @@ func TestMain(m *testing.M) {
 	goleak.VerifyTestMain(m)
 }
 
-// server returns a new Server. It closes the Server when the test ends.
+// server returns a new Server, which is closed when the test ends.
 func server(t testing.TB, cfg Config) *Server {
 	s := New(cfg)
 	t.Cleanup(func() { gone(t, s) })
 	return s
 }
 
-// gone closes s with a context that has ended already, so that the rank does not leave the job in an orderly
-// way. To the other ranks this looks as if the process had ended.
+// gone closes s with a context that has already ended. So the rank does not leave the job in an orderly way,
+// and the other ranks see the same as if the process had ended.
 func gone(t testing.TB, s *Server) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
@@ -45,7 +45,7 @@ func gone(t testing.TB, s *Server) {
 }
 
 // job returns n Servers that use one store. When their clients send Init, the Servers become the ranks of one
-// job. settings alternates names and values.
+// job. settings holds names and values of settings in turn.
 func job(t testing.TB, n int, settings ...string) []*Server {
 	kv := store.NewHashStore(store.Limits{})
 	t.Cleanup(func() { kv.Close() })
@@ -62,7 +62,7 @@ func job(t testing.TB, n int, settings ...string) []*Server {
 	return servers
 }
 
-// stub is a runner that has no engine.
+// stub is a runner without an engine. It calls the functions in its fields.
 type stub struct {
 	begin func(*operation) error
 	drive func(context.Context, func() bool)
@@ -107,7 +107,8 @@ func newClient(t testing.TB, s *Server) *client {
 	return c
 }
 
-// bye sends Bye. The test fails if the connection then ends with an error.
+// bye sends Bye and waits for the end of the connection. If the connection ends with an error, the test
+// fails.
 func (c *client) bye() {
 	c.t.Helper()
 	c.Bye()
@@ -116,7 +117,7 @@ func (c *client) bye() {
 	}
 }
 
-// end waits until ServeConn has returned for the connection, and returns its result.
+// end waits until ServeConn has returned for the connection, and returns the error that ServeConn returned.
 func (c *client) end() error {
 	c.t.Helper()
 	select {
@@ -128,7 +129,7 @@ func (c *client) end() error {
 	}
 }
 
-// all calls f concurrently with each element of the slice some, and returns when all calls have returned.
+// all calls f in a goroutine for each element of some, and returns when all calls have returned.
 func all[T any](some []T, f func(i int, one T)) {
 	var wg sync.WaitGroup
 	for i, one := range some {

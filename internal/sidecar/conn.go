@@ -16,18 +16,18 @@ import (
 )
 
 const (
-	// maxSlots is the number of slots of a connection; slot numbers are less than maxSlots. There are
-	// maxInFlight slots for operations in flight, and as many for prepared operations that the client keeps
-	// for later.
+	// maxSlots is the number of slots of a connection; slot numbers are less than maxSlots. maxInFlight of
+	// the slots are for operations in flight. The same number is for prepared operations that the client
+	// keeps for later.
 	maxSlots = 2 * maxInFlight
-	// looksPerRead is how many times the reader looks at the ring between two reads of the socket while it
-	// drives the engine. It reads the socket less often than the ring because reading the socket is a system
+	// looksPerRead is how many times the reader polls the ring between two reads of the socket while it
+	// drives the engine. It reads the socket less often than the ring, because reading the socket is a system
 	// call.
 	looksPerRead = 32
-	// If the client has submitted an operation that it does not wait for, the reader looks at the ring
-	// extraPolls more times before it sleeps, and pauses for pollInterval between two looks. So a client that
-	// submits one operation after the other needs no doorbell for them. During the pauses the client can use
-	// the processor, and operations accumulate that the engine then receives together.
+	// If the client has submitted an operation and does not wait for it, the reader polls the ring extraPolls
+	// more times before it sleeps. Before each poll it pauses for pollInterval. So a client that submits one
+	// operation after the other needs no doorbells. During the pauses the client can use the processor, and
+	// the operations accumulate, so that the engine receives several at once.
 	extraPolls   = 5
 	pollInterval = 1 // ms
 )
@@ -39,33 +39,33 @@ var (
 	errBye = errors.New("the client sent Bye before Shutdown")
 )
 
-// conn is a connection to a client. One goroutine, the reader, reads requests and starts operations. While
-// operations of the connection are in flight, the reader also drives the engine. The goroutine that finishes
-// an operation sends the answer.
+// conn is a connection to a client. It has one goroutine, the reader, which reads requests and starts
+// operations. While operations of the connection are in flight, the reader also drives the engine. The
+// goroutine that finishes an operation sends the answer.
 type conn struct {
 	server *Server
 	pid    int
 	in     inbox
 	out    *outbox
 
-	// Only the reader uses the fields from ring to looks.
+	// Only the reader uses the fields ring to looks.
 	ring      *ring
 	until     uint64           // the reader starts only submissions whose index is less than this
-	pollsLeft int              // how many more times the reader looks at the ring before it sleeps
-	plans     map[uint32]*plan // by slot
-	// looks counts how many times drive has looked at the ring.
+	pollsLeft int              // how many more times the reader polls the ring before it sleeps
+	plans     map[uint32]*plan // the plan that is prepared in each slot
+	// looks counts how many times drive has polled the ring.
 	looks int
 
-	// driving is true while the reader drives the engine. In that time, a goroutine that finishes an
-	// operation sends no doorbell. It sets doorbellOwed, and the reader sends the doorbell.
+	// driving is true while the reader drives the engine. During that time, a goroutine that finishes an
+	// operation does not send a doorbell. It sets doorbellOwed, and the reader sends the doorbell.
 	driving, doorbellOwed atomic.Bool
 	inFlight              atomic.Int64 // number of operations in flight
 
 	mu        sync.Mutex
-	busy      map[uint64]struct{} // numbers of requests and operations without an answer
-	left      bool                // set when the connection has ended; the client receives no more results
-	places    map[origin][]byte   // results that the client has not freed
-	announced map[uint32]bool     // arenas of the sidecar that the client knows
+	busy      map[uint64]struct{} // numbers of requests and operations that are not answered yet
+	left      bool                // the connection has ended, so the client receives no more results
+	places    map[origin][]byte   // results that the client has received and not freed
+	announced map[uint32]bool     // arenas of the sidecar that were sent to the client
 	why       error               // why the connection was closed
 }
 
@@ -85,7 +85,7 @@ func newConn(s *Server, fd, pid int) *conn {
 }
 
 // serve serves the client until the connection ends. Then it frees the resources of the connection and
-// returns the reason for the end, which is never nil.
+// returns the reason for the end as an error. The error is never nil.
 func (c *conn) serve() error {
 	var sending sync.WaitGroup
 	sending.Go(c.out.Run)
@@ -102,8 +102,8 @@ func (c *conn) serve() error {
 		c.server.check(arena.Free(b))
 	}
 	c.out.Close()
-	// The method Run of the outbox may be waiting for room in the socket. The shutdown of the socket ends
-	// this wait.
+	// The goroutine in c.out.Run may be waiting for room in the socket. Shutting down the socket ends this
+	// wait.
 	_ = unix.Shutdown(c.in.FD, unix.SHUT_RDWR)
 	sending.Wait()
 	c.in.Close()
@@ -114,19 +114,20 @@ func (c *conn) serve() error {
 	return err
 }
 
-// disconnect closes the connection and records why as the reason. The reader still handles data that the
-// client had sent before.
+// disconnect closes the connection for the reason why. The reader still handles data that the client has sent
+// before.
 func (c *conn) disconnect(why error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.why == nil && !c.left {
 		c.why = why
-		// Shutdown fails if the connection has ended already.
+		// An error means that the connection has ended already.
 		_ = unix.Shutdown(c.in.FD, unix.SHUT_RDWR)
 	}
 }
 
-// read handles requests and submissions until the connection ends. It returns the reason, which is never nil.
+// read handles requests and submissions until the connection ends. It returns the reason for the end, which
+// is never nil.
 func (c *conn) read() error {
 	for {
 		if err := c.park(); err != nil {
@@ -161,7 +162,7 @@ func (c *conn) park() error {
 }
 
 // turn handles the frames and submissions that have arrived, and drives the engine. It reports whether there
-// may be more to handle.
+// may be more frames or submissions to handle.
 func (c *conn) turn() (again bool, err error) {
 	if c.ring != nil {
 		// startLooking is called in each turn, because the client may have sent the ring in the previous
@@ -169,7 +170,7 @@ func (c *conn) turn() (again bool, err error) {
 		c.ring.startLooking()
 		c.until = c.ring.pending()
 	}
-	// The client sends the frames that a submission refers to before it writes the submission. So turn
+	// The client first sends the frames that a submission refers to, and then writes the submission. So turn
 	// handles frames first.
 	came := true
 	for came {
@@ -199,14 +200,14 @@ func (c *conn) frames() error {
 			return err
 		}
 		if !ok {
-			// If the socket of a client has no room for a doorbell, the frames in the socket serve as the
-			// doorbell.
+			// If the socket has no room for a doorbell, the client does not send it, because the frames in
+			// the socket have the same effect. So this code does what a doorbell would do.
 			c.notifyOverdue()
 			return c.in.Spare()
 		}
 		if len(body) == 0 {
-			// The frame is a doorbell. It needs no other handling, because turn looks at the ring after the
-			// frames in any case.
+			// The frame is a doorbell. The submissions need no handling here, because turn looks at the ring
+			// after it has handled the frames.
 			c.notifyOverdue()
 			continue
 		}
@@ -223,8 +224,8 @@ func (c *conn) frames() error {
 	}
 }
 
-// submissions starts the operations that the client has submitted in the ring. It stops before the submission
-// with the index c.until. The result some says whether it has started any operation.
+// submissions starts the operations that the client has submitted in the ring, up to but not including the
+// submission with the index c.until. It reports whether it has started any operation.
 func (c *conn) submissions() (some bool, err error) {
 	if c.ring == nil {
 		return false, nil
@@ -249,7 +250,7 @@ func (c *conn) submissions() (some bool, err error) {
 }
 
 // enter records that a request or an operation uses the number id, and adds weight to the number of
-// operations in flight. If the number is in use already, or a limit of the connection is exceeded, enter
+// operations in flight. If the number is already in use, or if a limit of the connection is exceeded, enter
 // returns an error.
 func (c *conn) enter(id uint64, weight int) error {
 	c.mu.Lock()
@@ -267,7 +268,7 @@ func (c *conn) enter(id uint64, weight int) error {
 	return nil
 }
 
-// leave undoes enter.
+// leave reverses enter.
 func (c *conn) leave(id uint64, weight int) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -275,8 +276,8 @@ func (c *conn) leave(id uint64, weight int) {
 	c.inFlight.Add(-int64(weight))
 }
 
-// submit starts an execution of the plan p. If the client has broken the protocol, submit returns an error,
-// and the caller closes the connection. Any other error is sent to the client as the answer to the operation.
+// submit executes the plan p once. If the client has broken the protocol, submit returns an error, and the
+// caller closes the connection. Any other error is sent to the client as the answer to the operation.
 func (c *conn) submit(p *plan, id uint64) error {
 	if err := c.enter(id, p.weight()); err != nil {
 		return err
@@ -291,14 +292,15 @@ func (c *conn) submit(p *plan, id uint64) error {
 	return nil
 }
 
-// done handles the end of the operation o, which has finished with err. It is called once for each operation
-// that was started.
+// done is called once for each operation that was started, when the operation has finished. err is the error
+// of the operation, or nil.
 func (o *operation) done(err error) {
 	o.conn.server.operations.Add(1)
 	o.answer(err)
 }
 
-// answer releases the memory that o uses and sends the client the result of o, or err.
+// answer releases the memory that o uses, and then sends the client the result of o or, if err is not nil,
+// err.
 func (o *operation) answer(err error) {
 	c := o.conn
 	c.server.check(c.server.memory.unuse(o.uses))
@@ -325,23 +327,23 @@ func (o *operation) answer(err error) {
 	}
 }
 
-// handOver gives the client the results of o, which the completion a describes. If the client has left, or an
-// arena cannot be sent to the client, handOver frees the results.
+// handOver gives the client access to the results of o, which the completion a describes. If the client has
+// left, or an arena cannot be sent to the client, handOver frees the results.
 func (c *conn) handOver(o *operation, a *sidecarpb.Completion) error {
 	if o.allocated == nil {
 		return nil
 	}
 	given, err := c.announce(o, a)
-	// The caller does not hold mu here, because freeing may call Server.chunkRemoved, which acquires mu.
+	// The caller must not hold mu here, because freeing may call Server.chunkRemoved, which acquires mu.
 	if !given {
 		o.freeOutputs()
 	}
 	return err
 }
 
-// announce sends the client those arenas that contain results of o and that the client does not know yet.
-// Then it records that the client holds the results. If the client has left, announce does neither, and given
-// is false.
+// announce sends the client the arenas that contain results of o, except arenas that the client already
+// knows. Then it records that the client holds the results. If the client has left, announce does nothing and
+// given is false.
 func (c *conn) announce(o *operation, a *sidecarpb.Completion) (given bool, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -368,8 +370,8 @@ func (c *conn) announce(o *operation, a *sidecarpb.Completion) (given bool, err 
 	return true, nil
 }
 
-// announceRemoval tells the client that an arena of the sidecar was removed. If the client does not know the
-// arena, it does nothing.
+// announceRemoval notifies the client that an arena of the sidecar was removed. If the client does not know
+// the arena, announceRemoval does nothing.
 func (c *conn) announceRemoval(number uint32) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -380,8 +382,8 @@ func (c *conn) announceRemoval(number uint32) {
 	}
 }
 
-// notifyLater sends a doorbell. If the reader is driving the engine, the reader sends it later, so that
-// several completions share one doorbell. Otherwise notifyLater sends it at once.
+// notifyLater makes sure that a doorbell is sent. If the reader is driving the engine, the reader sends the
+// doorbell later, so that several completions share it. Otherwise notifyLater sends the doorbell at once.
 func (c *conn) notifyLater() {
 	if c.driving.Load() {
 		c.doorbellOwed.Store(true)
@@ -393,8 +395,8 @@ func (c *conn) notifyLater() {
 	c.out.SendDoorbell()
 }
 
-// notifyOverdue sends a doorbell if there are completions for which the client wanted no doorbell when they
-// were written, but wants a doorbell now.
+// notifyOverdue sends a doorbell if there are completions for which the client did not want a doorbell at the
+// time when they were written, but wants one now.
 func (c *conn) notifyOverdue() {
 	if c.ring != nil && c.ring.overdue() {
 		c.out.SendDoorbell()
@@ -403,7 +405,7 @@ func (c *conn) notifyOverdue() {
 
 // drive drives the engine while operations are in flight. It returns when no operation is in flight any more,
 // when a frame or a submission arrives from the client, when the client does not wait for completions, or
-// when nothing has happened for a while. The result came says whether something has arrived.
+// when nothing has happened for a while. came reports whether a frame or a submission has arrived.
 func (c *conn) drive() (came bool, err error) {
 	run := c.server.running.Load()
 	if run == nil {
@@ -434,8 +436,7 @@ func (c *conn) drive() (came bool, err error) {
 	return came || c.ring != nil && c.ring.pending() != c.ring.read, err
 }
 
-// reply sends an answer or a notice to the client. If fd is not -1, reply sends the descriptor fd along with
-// it.
+// reply sends an answer or a notice to the client. If fd is not -1, reply also sends the descriptor fd.
 func (c *conn) reply(r *sidecarpb.Reply, fd int) {
 	if err := c.out.Send(r, fd); err != nil {
 		c.server.log.Error("cannot send a reply to a client", zap.Int("pid", c.pid),
@@ -443,7 +444,7 @@ func (c *conn) reply(r *sidecarpb.Reply, fd int) {
 	}
 }
 
-// answer sends the answer to the request with the number id: an error answer if err is not nil, else r.
+// answer sends the answer to the request with the number id. The answer is r or, if err is not nil, an error.
 func (c *conn) answer(id uint64, r *sidecarpb.Reply, err error) {
 	c.leave(id, 0)
 	if r == nil || err != nil {
@@ -486,8 +487,7 @@ func (c *conn) request(q *sidecarpb.Request) error {
 		return err
 	}
 	if _, is := q.What.(*sidecarpb.Request_Shutdown); is && c.ring != nil {
-		// Operations that the client has submitted before the Shutdown are still executed. Later submissions
-		// are not.
+		// Submissions that the client made before this request are still executed. Later submissions are not.
 		c.until = c.ring.pending()
 		if _, err := c.submissions(); err != nil {
 			return err
@@ -497,7 +497,8 @@ func (c *conn) request(q *sidecarpb.Request) error {
 	return nil
 }
 
-// now answers a request that the reader has handled itself: with success if err is nil, else with err.
+// now answers the request with the number id, which the reader has handled itself. If err is nil, the answer
+// means success.
 func (c *conn) now(id uint64, err error) error {
 	if entered := c.enter(id, 0); entered != nil {
 		return entered
@@ -506,7 +507,7 @@ func (c *conn) now(id uint64, err error) error {
 	return nil
 }
 
-// asUsage returns err as a usage error of the operation op, or nil if err is nil.
+// asUsage returns err as a usage error of the operation op. If err is nil, asUsage returns nil.
 func asUsage(op string, err error) error {
 	if err == nil {
 		return nil
@@ -540,7 +541,7 @@ func (c *conn) takeRing(numBytes uint64) error {
 	return nil
 }
 
-// free frees the result at position at, which the client does not need any more. If the client holds no
+// free frees the result at the position at, which the client does not need any more. If the client holds no
 // result there, free only logs that.
 func (c *conn) free(at origin) {
 	c.mu.Lock()

@@ -25,7 +25,7 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// refused checks that the reply r is an error of the given class and that its text contains the string says.
+// refused checks that the reply r is an error of the given class whose text contains says.
 func refused(t *testing.T, what string, r *sidecarpb.Reply, class uint32, says string) {
 	t.Helper()
 	if r.Error.GetClass() != class || !strings.Contains(r.Error.GetText(), says) {
@@ -33,7 +33,8 @@ func refused(t *testing.T, what string, r *sidecarpb.Reply, class uint32, says s
 	}
 }
 
-// If a client sends a request with invalid parameters, it gets an error. Its connection and the job continue.
+// TestUsage sends requests with invalid parameters. Each must fail with an error. The connection of the
+// client and the job must continue.
 func TestUsage(t *testing.T) {
 	ranks(t, 1, func(_ int, c *client, b []byte) {
 		good := func(f func(*sidecarpb.Operation, *sidecarpb.Tensor)) *sidecarpb.Operation {
@@ -119,8 +120,8 @@ func TestUsage(t *testing.T) {
 		fd, rb := sidecartest.NewRing(t, 16)
 		refused(t, "a second ring", c.Call(sidecartest.Ring(uint64(len(rb))), fd), classUsage, "already")
 		release(t, fd, rb)
-		// If a client drops an arena, an operation that was prepared with this arena fails when it is
-		// submitted.
+		// An operation that was prepared with an arena must fail if it is submitted after the client has
+		// dropped the arena.
 		c.Send(sidecartest.Prepare(1, good(func(*op, *tens) {})))
 		c.Must(sidecartest.DropArena(1))
 		id = c.Push(1)
@@ -146,8 +147,8 @@ func release(t *testing.T, fd int, b []byte) {
 	}
 }
 
-// The sidecar refuses an arena with an invalid number, size or seals, and a ring with an invalid header. It
-// closes the descriptors that came with them.
+// TestArenaRefused sends arenas with invalid numbers, sizes or seals, and rings with invalid headers. The
+// sidecar must refuse them and close the descriptors that came with them.
 func TestArenaRefused(t *testing.T) {
 	const size = 1 << 16
 	s := server(t, Config{})
@@ -209,8 +210,8 @@ func TestArenaRefused(t *testing.T) {
 		release(t, fd, b)
 	}
 	c.Ring(16)
-	// When the sidecar has accepted an arena, the arena can no longer be mapped for writing. Existing
-	// mappings still work.
+	// Once the sidecar has accepted an arena, nobody can map the arena for writing any more. Existing
+	// mappings must still work.
 	fd, b := sidecartest.File(t, size, sidecartest.Seals)
 	c.Must(sidecartest.Arena(6, size), fd)
 	if _, err := unix.Mmap(fd, 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED); !errors.Is(err,
@@ -224,8 +225,8 @@ func TestArenaRefused(t *testing.T) {
 	}
 }
 
-// If a client tries to use or drop an arena of another client of the same rank, it gets an error, and the
-// owner is not affected.
+// TestArenaOfAnother lets a client use and drop an arena of another client of the same rank. The client must
+// get an error, and the owner of the arena must not be affected.
 func TestArenaOfAnother(t *testing.T) {
 	s := job(t, 1)[0]
 	first, second := connect(t, s), connect(t, s)
@@ -240,7 +241,8 @@ func TestArenaOfAnother(t *testing.T) {
 	out.Tensors[0].Output = at(0, 0, 4)
 	refused(t, "the output", second.Run(out), classUsage, others)
 	refused(t, "dropped", second.Call(sidecartest.DropArena(1)), classUsage, others)
-	// After the refused requests, both arenas can still be used and dropped.
+	// Both arenas must still be usable after the requests that were refused, and it must be possible to drop
+	// them.
 	for i, c := range []*client{first, second} {
 		number := uint32(i + 1)
 		c.MustRun(sidecartest.Sum("x", number, 0, 1))
@@ -254,8 +256,9 @@ func TestArenaOfAnother(t *testing.T) {
 	second.bye()
 }
 
-// The sidecar seals the memory of a result before it gives the client access to it (sidecartest checks the
-// seals). The job has one rank, so that sharing memory between ranks has not sealed the memory before.
+// TestResultsAreSealed checks that the sidecar seals the memory of a result before it gives the client access
+// to it; sidecartest checks the seals. The job has only one rank, because in a larger job sharing memory
+// between the ranks would already have sealed it.
 func TestResultsAreSealed(t *testing.T) {
 	const large = 65 << 20 // more than the sealed memory that the sidecar may have kept from earlier jobs
 	ranks(t, 1, func(_ int, c *client, _ []byte) {
@@ -276,8 +279,8 @@ func descriptors(t *testing.T) int {
 	return len(entries)
 }
 
-// If an operation in flight uses an arena, the client gets an error when it drops the arena. If the client
-// leaves, the sidecar unmaps the arena when the operation is done.
+// TestArenaInUse drops an arena that an operation in flight uses. The client must get an error. If the client
+// leaves instead, the sidecar must unmap the arena when the operation is done.
 func TestArenaInUse(t *testing.T) {
 	servers := job(t, 2)
 	clients := make([]*client, 2)
@@ -292,7 +295,7 @@ func TestArenaInUse(t *testing.T) {
 		got.State != StateRunning {
 		t.Errorf("status: %v", got)
 	}
-	c.bye() // another client stays connected, so the rank does not fail
+	c.bye() // the rank does not fail, because another client stays connected
 	if chunks, _, _ := arena.Stats(); chunks == 0 {
 		t.Error("the arena has gone in the middle of the operation")
 	}
@@ -307,9 +310,9 @@ func TestArenaInUse(t *testing.T) {
 	all(clients, func(_ int, c *client) { c.Shutdown(); c.bye() })
 }
 
-// within calls the function done every millisecond until it returns true. If that takes longer than
-// sidecartest.HangTimeout, the test fails. Tests use it only for conditions for which they cannot wait in
-// another way.
+// within calls done every millisecond until it returns true. If that takes longer than
+// sidecartest.HangTimeout, the test fails. Tests use within only if there is no other way to wait for a
+// condition.
 func within(t *testing.T, what string, done func() bool) {
 	t.Helper()
 	for deadline := time.Now().Add(sidecartest.HangTimeout); !done(); {
@@ -320,8 +323,8 @@ func within(t *testing.T, what string, done func() bool) {
 	}
 }
 
-// If a client breaks the protocol, the sidecar closes its connection, leaks no descriptor, and continues to
-// serve other clients.
+// TestGarbage lets clients break the protocol. The sidecar must close their connections, leak no descriptor,
+// and continue to serve other clients.
 func TestGarbage(t *testing.T) {
 	s := server(t, Config{})
 	var opened []func()
@@ -351,7 +354,7 @@ func TestGarbage(t *testing.T) {
 		},
 		"5 submissions, of which 0 were taken and 0 completed": func(c *client) {
 			c.Ring(16)
-			c.RingBytes[64] = 5 // the entries are empty, so the operations have the number 0
+			c.RingBytes[64] = 5 // the entries are empty, so all five operations have the number 0
 			c.Doorbell()
 		},
 		"17 submissions": func(c *client) {
@@ -394,8 +397,8 @@ func TestGarbage(t *testing.T) {
 	c.bye()
 }
 
-// If a client uses a number that is still in use, or exceeds the limit on operations in flight, the sidecar
-// closes the connection.
+// TestTooMany lets a client use a number that is still in use, and exceed the limit on operations in flight.
+// In each case the sidecar must close the connection.
 func TestTooMany(t *testing.T) {
 	const most = 100
 	for _, what := range []string{"number", "operations", "tensors", "ring"} {
@@ -452,8 +455,9 @@ func TestTooMany(t *testing.T) {
 	}
 }
 
-// If a client does not read its answers, the sidecar queues a limited number of bytes for it, and still
-// serves other clients. When the client reads, it gets all answers.
+// TestClientThatNeverReads runs a client that does not read its answers. The sidecar must queue only a
+// limited number of bytes for it and must still serve other clients. When the client starts to read, it must
+// get all answers.
 func TestClientThatNeverReads(t *testing.T) {
 	const asked = 5000
 	s := server(t, Config{Version: strings.Repeat("v", 1000)})
@@ -495,8 +499,9 @@ func TestClientThatNeverReads(t *testing.T) {
 	other.bye()
 }
 
-// If a client does not read its replies, the sidecar stops reading its requests. Operations that the client
-// has submitted before are still completed.
+// TestOperationOfClientThatNeverReads runs a client that does not read its replies. The sidecar must stop
+// reading the client's requests, and must still complete the operations that the client has already
+// submitted.
 func TestOperationOfClientThatNeverReads(t *testing.T) {
 	s := server(t, Config{Version: strings.Repeat("v", 1000)})
 	helped := make(chan struct{}, 1)
@@ -533,12 +538,12 @@ func TestOperationOfClientThatNeverReads(t *testing.T) {
 		t.Errorf("%d completions, want 1", got)
 	}
 	gone(t, s)
-	<-sent // the write has ended; it has failed if the sidecar has not read everything
+	<-sent // the write has ended, with an error if the sidecar has not read everything
 	s.running.Store(nil)
 }
 
-// If a client disconnects without having read its replies, ServeConn returns, although more replies are
-// queued.
+// TestClientThatNeverReadsGoes lets a client disconnect that has not read its replies. ServeConn must return,
+// although replies are still queued.
 func TestClientThatNeverReadsGoes(t *testing.T) {
 	s := server(t, Config{Version: strings.Repeat("v", 1000)})
 	c := connect(t, s)
@@ -565,8 +570,8 @@ func TestClientThatNeverReadsGoes(t *testing.T) {
 	}
 }
 
-// The sidecar refuses a client that sends nothing, uses another protocol or version, or does not know the
-// secret.
+// TestUnauthenticatedPeers connects clients that send nothing, that use another protocol or version, or that
+// do not know the secret. The sidecar must refuse them.
 func TestUnauthenticatedPeers(t *testing.T) {
 	s, hasty := server(t, Config{}), server(t, Config{HelloTimeout: 50 * time.Millisecond})
 	for what, hello := range map[string]string{
@@ -630,8 +635,8 @@ func TestUnauthenticatedPeers(t *testing.T) {
 
 const otherUserVariable = "GOHVD_SIDECAR_OTHER_USER"
 
-// otherUser connects to the socket at path. The test calls it in a process of another user. The result is the
-// exit status of this process, which is 0 if the sidecar serves the process.
+// otherUser connects to the socket at path. The test calls it in a process of another user. otherUser returns
+// the exit status of this process: 0 if the sidecar serves it.
 func otherUser(path string) int {
 	conn, err := net.Dial("unix", path)
 	if err != nil {
@@ -647,7 +652,7 @@ func otherUser(path string) int {
 	return 0
 }
 
-// The sidecar refuses a process of another user, even if that process can open the socket.
+// TestOtherUser connects from a process of another user that can open the socket. The sidecar must refuse it.
 func TestOtherUser(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Skip("only root can start processes of other users")
@@ -696,8 +701,8 @@ func TestOtherUser(t *testing.T) {
 	}
 }
 
-// Close closes all connections: idle connections, connections without a greeting, and connections of clients
-// in a job. A later connection is refused.
+// TestClose checks that Close closes all connections: idle connections, connections without a greeting, and
+// connections of clients in a job. It also checks that a later connection is refused.
 func TestClose(t *testing.T) {
 	s := New(Config{})
 	idle, silent := connect(t, s), newClient(t, s)

@@ -22,8 +22,8 @@ const (
 	classInternal
 )
 
-// usage returns err as an error that the client has caused. The result has the type that package hvd uses for
-// such errors.
+// usage returns err as an error that the client has caused. It has the same type as such errors of package
+// hvd.
 func usage(op, tensor string, err error) error {
 	return &engine.UsageError{Op: op, Tensor: tensor, Err: err}
 }

@@ -14,7 +14,7 @@ import (
 )
 
 // FuzzFrames decodes arbitrary bytes. cutFrame must cut frames at their lengths. A request that can be
-// decoded must be the same after it is encoded and decoded again. A valid operation must have an input and an
+// decoded must not change if it is encoded and decoded again. A valid operation must have one input and one
 // output for each tensor.
 func FuzzFrames(f *testing.F) {
 	c := new(sidecartest.Client)
@@ -93,8 +93,8 @@ func hasNaN(b []byte) bool {
 	return false
 }
 
-// FuzzRing fills a ring with arbitrary values. The sidecar must take at most as many submissions as the ring
-// has entries, or return an error.
+// FuzzRing fills a ring with arbitrary values. The sidecar must either read at most as many submissions as
+// the ring has entries, or return an error.
 func FuzzRing(f *testing.F) {
 	f.Add(uint32(ringMagic), uint32(2), uint32(16), uint64(3), uint64(0), []byte{1, 0, 0, 0, 0, 0, 0, 0, 5})
 	f.Add(uint32(ringMagic), uint32(2), uint32(32), uint64(1<<63), uint64(9), []byte{})

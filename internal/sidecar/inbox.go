@@ -13,32 +13,32 @@ import (
 )
 
 const (
-	// magic and version are the contents of the greeting.
+	// magic and version are the content of a greeting.
 	magic   = "GHVD"
 	version = 2
-	// maxFrameBytes bounds the length of a frame, without its length prefix.
+	// maxFrameBytes is the maximum length of a frame, without its length prefix.
 	maxFrameBytes = 16 << 20
-	// maxInFlight bounds the number of operations of a connection that are in flight.
+	// maxInFlight is the maximum number of operations in flight on a connection.
 	maxInFlight = 1 << 16
-	// Arenas of the sidecar have numbers from ownArenas: each such arena is a chunk of the allocator, and its
-	// number is ownArenas plus the ID of the chunk.
+	// ownArenas is the lowest number of an arena of the sidecar. Each such arena is a chunk of the allocator.
+	// Its number is ownArenas plus the ID of the chunk.
 	ownArenas = 1 << 31
 
-	// maxHeadBytes is the maximum size of a length prefix, which the longest frame needs.
+	// maxHeadBytes is the maximum length of a length prefix. The longest frame needs this length.
 	maxHeadBytes = 4
 
-	// readBytes is the minimum free space in the buffer for a read of the socket. When all bytes of the
-	// buffer have been used, the buffer is kept if its size is at most keptBytes.
+	// readBytes is the minimum free space in the buffer before a read from the socket. When all bytes in the
+	// buffer have been used, the inbox frees the buffer if it is larger than keptBytes.
 	readBytes = 16 << 10
 	keptBytes = 1 << 20
 )
 
-// errFrame is wrapped by every error about data that breaks the protocol. After such an error the connection
-// is closed.
+// errFrame is wrapped by every error about data that breaks the protocol. The sidecar closes the connection
+// after such an error.
 var errFrame = errors.New("protocol error")
 
-// cutFrame returns the body of the first frame in b, and the length of the frame with its prefix. If the
-// frame is incomplete, the length is 0.
+// cutFrame returns the body of the first frame in b, and the length of that frame including its prefix. If
+// the frame is incomplete, the length is 0.
 func cutFrame(b []byte) (body []byte, numBytes int, err error) {
 	n, head := binary.Uvarint(b[:min(len(b), maxHeadBytes)])
 	switch {
@@ -52,8 +52,8 @@ func cutFrame(b []byte) (body []byte, numBytes int, err error) {
 	return b[head : head+int(n)], head + int(n), nil
 }
 
-// inbox reads from a connection, and keeps the bytes and descriptors that have not been used yet. Only one
-// goroutine may use it at a time.
+// inbox reads from a connection, and keeps bytes and descriptors until they are used. Only one goroutine may
+// use it at a time.
 type inbox struct {
 	FD  int // the socket, which the caller owns
 	buf []byte
@@ -63,7 +63,7 @@ type inbox struct {
 }
 
 // Fill reads from the socket once. If wait is set, it blocks until something arrives. It reports whether
-// something has arrived. If the connection has ended, the error is errEnd.
+// something has arrived. If the connection has ended, Fill returns errEnd.
 func (i *inbox) Fill(wait bool) (bool, error) {
 	switch {
 	case i.at == len(i.buf):
@@ -74,7 +74,8 @@ func (i *inbox) Fill(wait bool) (bool, error) {
 		i.buf, i.at = i.buf[:copy(i.buf, i.buf[i.at:])], 0
 	}
 	if len(i.buf) == cap(i.buf) {
-		// The buffer grows with the bytes that have arrived, not with the length that a frame announces.
+		// The buffer grows when bytes arrive. It does not grow when a frame announces its length, because
+		// that length may be a lie.
 		i.buf = slices.Grow(i.buf, readBytes)
 	}
 	flags := unix.MSG_CMSG_CLOEXEC
@@ -103,8 +104,8 @@ func (i *inbox) Fill(wait bool) (bool, error) {
 	}
 }
 
-// Wait waits until something can be read, but at most ms milliseconds. It reports whether something can be
-// read.
+// Wait waits for at most ms milliseconds until something can be read from the socket, and reports whether it
+// can.
 func (i *inbox) Wait(ms int) bool {
 	fds := [1]unix.PollFd{{Fd: int32(i.FD), Events: unix.POLLIN}}
 	n, err := unix.Poll(fds[:], ms)
@@ -112,8 +113,8 @@ func (i *inbox) Wait(ms int) bool {
 	return n > 0 || err != nil && err != unix.EINTR
 }
 
-// take keeps the descriptor that has arrived with a read, if there is one. It returns an error if there are
-// several, or if an earlier descriptor has not been used yet.
+// take stores the descriptor that has arrived with a read, if there is one. It returns an error if several
+// descriptors have arrived, or if an earlier descriptor has not been used yet.
 func (i *inbox) take(oob []byte, flags int) error {
 	messages, err := unix.ParseSocketControlMessage(oob)
 	if err != nil {
@@ -136,8 +137,8 @@ func (i *inbox) take(oob []byte, flags int) error {
 	return nil
 }
 
-// Next returns the body of the next complete frame. If there is none, ok is false. The body is valid until
-// the next Fill.
+// Next returns the body of the next complete frame. ok is false if there is no complete frame. The body is
+// valid until the next call of Fill.
 func (i *inbox) Next() (body []byte, ok bool, err error) {
 	body, n, err := cutFrame(i.buf[i.at:])
 	if n == 0 || err != nil {
@@ -147,8 +148,8 @@ func (i *inbox) Next() (body []byte, ok bool, err error) {
 	return body, true, nil
 }
 
-// Descriptor returns the descriptor that has arrived with the current frame, or an error if there is none.
-// The caller must close the descriptor.
+// Descriptor returns the descriptor that has arrived with the current frame, or an error if no descriptor has
+// arrived. The caller must close the descriptor.
 func (i *inbox) Descriptor() (int, error) {
 	if len(i.fds) == 0 {
 		return -1, errors.New("no descriptor came with the request")
@@ -158,7 +159,7 @@ func (i *inbox) Descriptor() (int, error) {
 	return fd, nil
 }
 
-// Spare returns an error if a descriptor is left that no frame has taken, although all bytes have been used.
+// Spare returns an error if all bytes have been used but a descriptor is left that no frame needed.
 func (i *inbox) Spare() error {
 	if len(i.fds) > 0 && i.at == len(i.buf) {
 		return fmt.Errorf("%w: a descriptor came with a frame that needs none", errFrame)
@@ -166,7 +167,7 @@ func (i *inbox) Spare() error {
 	return nil
 }
 
-// Close closes the descriptors that no frame has taken.
+// Close closes the descriptors that no frame has used.
 func (i *inbox) Close() {
 	for _, fd := range i.fds {
 		_ = unix.Close(fd) // the descriptor was never used

@@ -22,8 +22,8 @@ func (c *client) ended() *sidecarpb.Ended {
 	return c.Until(func(r *sidecarpb.Reply) bool { return r.GetEnded() != nil }).GetEnded()
 }
 
-// If the client of rank 1 disconnects without Bye in the middle of a job, rank 1 fails. The client of rank 0
-// is notified, and can then end the job and start another one.
+// TestDeathOfAClient disconnects the client of rank 1 without Bye in the middle of a job. Rank 1 must fail.
+// The client of rank 0 must be notified, and must then be able to end the job and to start another one.
 func TestDeathOfAClient(t *testing.T) {
 	servers := job(t, 2)
 	clients := make([]*client, 2)
@@ -42,7 +42,8 @@ func TestDeathOfAClient(t *testing.T) {
 	if err := clients[1].end(); err == nil {
 		t.Error("the death of the rank is no error of the connection")
 	}
-	// In production the process of the sidecar exits now. The test calls gone instead.
+	// In production the process of the sidecar exits now. The test calls gone instead, because all ranks are
+	// in one process.
 	gone(t, servers[1])
 
 	for _, id := range ids {
@@ -70,8 +71,8 @@ func TestDeathOfAClient(t *testing.T) {
 	c.bye()
 }
 
-// If a job has failed, a client that leaves does not make the rank fail. When the last client has left, the
-// sidecar frees the resources of the job.
+// TestLeavingAFailedJob lets clients leave a job that has failed. This must not make their rank fail. When
+// the last client has left, the sidecar must free the resources of the job.
 func TestLeavingAFailedJob(t *testing.T) {
 	servers := job(t, 2)
 	clients := make([]*client, 2)
@@ -86,8 +87,9 @@ func TestLeavingAFailedJob(t *testing.T) {
 	}
 }
 
-// The rank does not fail if a client disconnects while there is no job, or sends Bye while another client of
-// the job stays. If the last client sends Bye during the job, the rank fails.
+// TestBye checks when the end of a client makes its rank fail. The rank must not fail if a client disconnects
+// while there is no job, or if a client sends Bye while another client of the job stays. It must fail if the
+// last client sends Bye during the job.
 func TestBye(t *testing.T) {
 	s := job(t, 1)[0]
 	connect(t, s).bye()
@@ -115,8 +117,8 @@ func TestBye(t *testing.T) {
 	}
 }
 
-// Two ranks init and shut down ten times. Each job has a new epoch, and all clients are notified when it
-// ends.
+// TestInitAgain lets two ranks init and shut down ten times. Each job must have a new epoch, and all clients
+// must be notified when a job ends.
 func TestInitAgain(t *testing.T) {
 	servers := job(t, 2)
 	all(servers, func(r int, s *Server) {
@@ -138,7 +140,8 @@ func TestInitAgain(t *testing.T) {
 	})
 }
 
-// All ranks get the same value of Homogeneous, which is true if all hosts have the same number of ranks.
+// TestHomogeneous checks that all ranks get the same value of Homogeneous. It must be true if and only if all
+// hosts have the same number of ranks.
 func TestHomogeneous(t *testing.T) {
 	for _, q := range []struct {
 		hosts []string
@@ -157,7 +160,8 @@ func TestHomogeneous(t *testing.T) {
 	}
 }
 
-// If rank 1 shuts down, an operation that only rank 0 has submitted fails. Its error names rank 1.
+// TestShutDownByAnother shuts down rank 1 while rank 0 waits for an operation that only rank 0 has submitted.
+// The operation must fail with an error that names rank 1.
 func TestShutDownByAnother(t *testing.T) {
 	all(job(t, 2), func(r int, s *Server) {
 		c := connect(t, s)
@@ -171,19 +175,20 @@ func TestShutDownByAnother(t *testing.T) {
 			c.bye()
 			return
 		}
-		// The answer is an error if rank 0's barrier arrives first, so it is not checked.
+		// The answer to Shutdown is not checked, because it is an error if rank 0's barrier arrives first.
 		c.Call(sidecartest.Shutdown())
 		c.bye()
 	})
 }
 
-// If ranks disagree on an operation, or a rank submits a name that is in flight, the client gets an error.
+// TestDisagreement lets ranks disagree on an operation, and submits a name that is in flight. The client must
+// get an error.
 func TestDisagreement(t *testing.T) {
 	ranks(t, 2, func(r int, c *client, b []byte) {
 		refused(t, "another length", c.Run(sidecartest.Sum("x", uint32(r+1), 0, int64(r+1))), classMismatch,
 			"x")
 		first := c.Begin(sidecartest.Sum("y", uint32(r+1), 0, 4))
-		// Only rank 0 has to wait here, because rank 1's operation y completes together with rank 0's
+		// Rank 1 need not wait for its operation y here, because it completes together with rank 0's
 		// operation y.
 		if r == 0 {
 			refused(t, "twice", c.Run(sidecartest.Sum("z", 9, 0, 4)), classUsage, "arena 9 does not exist")
@@ -195,8 +200,8 @@ func TestDisagreement(t *testing.T) {
 		if r == 0 {
 			id := c.Begin(late)
 			refused(t, "twice", c.Run(late), classDuplicate, "late")
-			// If the sidecar has to allocate the output of this operation, the operation fails in the same
-			// way, and the sidecar frees the output.
+			// If the sidecar has to allocate the output of this operation, the operation must fail in the
+			// same way, and the sidecar must free the output.
 			same := sidecartest.Sum("late", 1, 0, 4)
 			same.Tensors[0].Output = nil
 			refused(t, "twice", c.Run(same), classDuplicate, "late")
@@ -211,12 +216,12 @@ func TestDisagreement(t *testing.T) {
 			c.MustRun(&sidecarpb.Operation{Kind: 6, Name: "go"})
 			c.MustRun(late)
 		}
-		// After these errors, y can be executed again, now from the response cache.
+		// After these errors it must be possible to execute y again, now from the response cache.
 		c.MustRun(sidecartest.Sum("y", uint32(r+1), 0, 4))
 	})
 }
 
-// If an operation exceeds its timeout, it fails and the job ends.
+// TestTimeout submits an operation that exceeds its timeout. The operation must fail and the job must end.
 func TestTimeout(t *testing.T) {
 	all(job(t, 2), func(r int, s *Server) {
 		c := connect(t, s)
@@ -231,7 +236,7 @@ func TestTimeout(t *testing.T) {
 	})
 }
 
-// Process sets can be registered by Init, and added later by all ranks together.
+// TestProcessSets registers process sets in Init, and adds others later. All ranks must add them together.
 func TestProcessSets(t *testing.T) {
 	all(job(t, 3), func(r int, s *Server) {
 		c := connect(t, s)
@@ -286,7 +291,7 @@ func TestProcessSets(t *testing.T) {
 	})
 }
 
-// If Init fails, the sidecar has no job and serves its clients as before.
+// TestInitFails lets Init fail. The sidecar must not have a job then, and must serve its clients as before.
 func TestInitFails(t *testing.T) {
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
@@ -302,7 +307,7 @@ func TestInitFails(t *testing.T) {
 	c.bye()
 }
 
-// If a client disconnects while its Init waits for other ranks, the rank fails.
+// TestDeathDuringInit disconnects a client while its Init waits for other ranks. The rank must fail.
 func TestDeathDuringInit(t *testing.T) {
 	s := job(t, 2)[0]
 	c := connect(t, s)
@@ -312,8 +317,8 @@ func TestDeathDuringInit(t *testing.T) {
 	<-s.Dead()
 }
 
-// The timeline is written to the file that the client names. It contains the operations between its start and
-// its end, and no others.
+// TestTimeline checks that the timeline is written to the file that the client names. The file must contain
+// the operations between the start and the end of the timeline, and no others.
 func TestTimeline(t *testing.T) {
 	s := job(t, 1)[0]
 	c := connect(t, s)
@@ -349,17 +354,17 @@ func TestTimeline(t *testing.T) {
 			t.Errorf("%s in the timeline: %v, want %v\n%s", word, !want, want, got)
 		}
 	}
-	c.Must(sidecartest.StopTimeline()) // the timeline has been stopped already, so the request does nothing
+	c.Must(sidecartest.StopTimeline()) // does nothing, because the timeline has been stopped already
 	c.Shutdown()
 	c.bye()
 }
 
-// If a request that changes the engine arrives while the server is closing, the request fails and does not
-// keep the lock that Close needs.
+// TestChangeWhileClosing sends a request that changes the engine while the server is closing. The request
+// must fail and release the lock that Close needs.
 func TestChangeWhileClosing(t *testing.T) {
 	s := New(Config{})
 	s.cancel()
-	for range 100 { // select chooses randomly between its two cases
+	for range 100 { // repeat, because select chooses randomly between its two cases
 		if err := s.change(); err != errEnding {
 			t.Fatalf("got %v, want %v", err, errEnding)
 		}

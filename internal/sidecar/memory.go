@@ -13,10 +13,10 @@ import (
 )
 
 const (
-	// maxArenaBytes bounds the size of a client's arena.
+	// maxArenaBytes is the maximum size of a client's arena.
 	maxArenaBytes = 1 << 40
-	// maxArenas bounds the number of arenas of all clients together, because each arena takes a descriptor
-	// and a mapping in this process and in every peer.
+	// maxArenas is the maximum number of arenas of all clients together. There is a limit because each arena
+	// needs a descriptor and a mapping in this process and in every peer.
 	maxArenas = 4096
 )
 
@@ -29,11 +29,11 @@ type memory struct {
 // clientArena is an arena of a client.
 type clientArena struct {
 	number uint32
-	id     uint32 // ID of the chunk in package arena
+	id     uint32 // ID of the chunk that package arena has assigned to the arena
 	bytes  []byte
 	owner  *conn
-	users  int  // number of inputs and outputs of operations in flight that are in this arena
-	left   bool // set when the owner has left; the arena is removed when its last use ends
+	users  int  // number of inputs and outputs in this arena that belong to operations in flight
+	left   bool // the owner has left, so the arena is removed when its last use ends
 }
 
 // add maps the file fd and records it as the arena of owner with the given number. It takes ownership of fd,
@@ -65,8 +65,8 @@ func (m *memory) add(number uint32, numBytes uint64, fd int, owner *conn) error 
 	return nil
 }
 
-// of returns the arena that has the given number and belongs to owner. It returns an error if owner has no
-// such arena. The caller holds mu.
+// of returns the arena of owner with the given number. It returns an error if owner has no such arena. The
+// caller holds mu.
 func (m *memory) of(owner *conn, number uint32) (*clientArena, error) {
 	g := m.all[number]
 	switch {
@@ -98,8 +98,8 @@ func (m *memory) remove(g *clientArena) error {
 	return arena.Abandon(g.id)
 }
 
-// leave removes all arenas of owner, which has left. If operations in flight use an arena, the arena is
-// removed when the last of these operations ends.
+// leave removes all arenas of owner, because owner has left. If operations in flight use an arena, the arena
+// is removed when the last of these operations ends.
 func (m *memory) leave(owner *conn) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -115,9 +115,10 @@ func (m *memory) leave(owner *conn) error {
 	return errors.Join(errs...)
 }
 
-// use sets the memory (the field to) of each of places, which belong to an operation of owner, and keeps the
-// arenas mapped until unuse. It appends the arena of each place to the slice uses and returns the result. If
-// it returns an error, it keeps no arena in use.
+// use finds the memory of each location in places and stores it in the field "to" of the location. The
+// locations belong to an operation of owner. The arenas of the locations stay mapped until unuse is called.
+// use appends these arenas to uses and returns the extended slice. If it returns an error, it keeps no arena
+// in use.
 func (m *memory) use(owner *conn, places []location, uses []*clientArena) ([]*clientArena, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -147,7 +148,7 @@ func (m *memory) use(owner *conn, places []location, uses []*clientArena) ([]*cl
 	return uses, nil
 }
 
-// unuse undoes use. It removes each arena that has no uses any more and whose owner has left.
+// unuse reverses use. It removes each arena that has no other uses and whose owner has left.
 func (m *memory) unuse(uses []*clientArena) error {
 	if len(uses) == 0 {
 		return nil
@@ -163,8 +164,8 @@ func (m *memory) unuse(uses []*clientArena) error {
 	return errors.Join(errs...)
 }
 
-// chunks maps the ID of each chunk of the sidecar's own allocator to the chunk. A client gets the descriptor
-// of a chunk when the chunk contains a result for the client.
+// chunks holds the chunks of the sidecar's own allocator by their IDs. A client gets the descriptor of a
+// chunk when the chunk contains a result for the client.
 type chunks struct {
 	mu  sync.Mutex
 	all map[uint32]*shmem.Segment
@@ -182,9 +183,9 @@ func (c *chunks) removed(id uint32) {
 	delete(c.all, id)
 }
 
-// announcement returns the notice that tells a client about chunk id, and a descriptor to send with it. The
-// caller must ensure that the chunk is not removed meanwhile. A chunk that contains a tensor is never
-// removed.
+// announcement returns the notice that tells a client about chunk id, and a descriptor to send with the
+// notice. The caller must ensure that the chunk is not removed meanwhile. A chunk that contains a tensor is
+// never removed.
 func (c *chunks) announcement(id uint32) (*sidecarpb.Reply, int, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -192,8 +193,7 @@ func (c *chunks) announcement(id uint32) (*sidecarpb.Reply, int, error) {
 	if s == nil {
 		return nil, -1, fmt.Errorf("chunk %d was removed", id)
 	}
-	// The seals restrict the client to reading the chunk. They are set here because in a job of one rank no
-	// other code has set them.
+	// The seals let the client only read the chunk. In a job of one rank, no other code has set them before.
 	if err := s.Seal(); err != nil {
 		return nil, -1, fmt.Errorf("chunk %d: %w", id, err)
 	}

@@ -19,7 +19,7 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// maxTensors bounds the number of tensors in a group.
+// maxTensors is the maximum number of tensors in a group.
 const maxTensors = maxInFlight
 
 // plan is an operation as a client has described it. It can be executed any number of times.
@@ -30,13 +30,13 @@ type plan struct {
 	splits  []int64 // splits of an alltoall; nil means equal splits
 	grouped bool
 	tensors []tensorSpec
-	places  []location // for each tensor, the place of its input and then the place of its output
-	// A grouped allreduce is a single request. parts has its tensors, and whole is a one-dimensional shape
-	// with the elements of all its tensors. For other operations parts is nil.
+	places  []location // for each tensor, the location of its input followed by the location of its output
+	// A grouped allreduce is a single request. parts holds its tensors. whole is a one-dimensional shape with
+	// as many elements as all its tensors together. For other operations parts is nil.
 	parts message.Parts
 	whole tensor.Shape
-	makes bool  // whether the sidecar allocates at least one output
-	wrong error // why the plan cannot be executed; nil if it can
+	makes bool  // the sidecar allocates at least one output
+	wrong error // why the plan cannot be executed; nil if it can be executed
 }
 
 // tensorSpec is the element type and the shape of a tensor, as a client has described them.
@@ -45,17 +45,18 @@ type tensorSpec struct {
 	shape tensor.Shape
 }
 
-// location is the place of an input or an output in an arena of the client.
+// location is the position of an input or an output in an arena of the client.
 type location struct {
 	arena            uint32
 	offset, numBytes uint64
-	none             bool // set if this is an output that the sidecar allocates
-	// to is the memory at this place. It is set again for each execution.
+	none             bool // this is an output that the sidecar allocates, so it has no location
+	// to is the memory at this location. It is set again for each execution.
 	to []byte
 }
 
-// newPlan returns the plan for a client's description. It makes the checks that are possible before the
-// operation is executed. If one fails, the field wrong of the plan is set to a usage error.
+// newPlan returns the plan for the operation that a client describes. It makes the checks that are possible
+// before the operation is executed. If a check fails, newPlan sets the field wrong of the plan to a usage
+// error.
 func newPlan(o *sidecarpb.Operation) *plan {
 	kind := message.Kind(min(o.GetKind(), math.MaxUint8))
 	misuse := func(format string, args ...any) *plan {
@@ -129,7 +130,8 @@ func newPlan(o *sidecarpb.Operation) *plan {
 	return p
 }
 
-// timeoutOf converts a client's timeout, which is in seconds. 0 means the timeout in the settings.
+// timeoutOf converts a timeout from a client, in seconds, to a Duration. 0 means that the timeout of the
+// settings applies.
 func timeoutOf(seconds float64) (time.Duration, error) {
 	if seconds != 0 && !(seconds >= 1e-9 && seconds < math.MaxInt64/1e9) {
 		return 0, fmt.Errorf("got a timeout of %v s, want 0 or at least 1e-9 s and less than 2^63 ns",
@@ -169,7 +171,8 @@ func (p *plan) add(t *sidecarpb.Tensor) error {
 	case dt != p.DType && !p.grouped:
 		return fmt.Errorf("got element type %v in an operation on %v: only tensors of a group may have different types", dt, p.DType)
 	case uint64(n) > in.numBytes/size || uint64(n)*size != in.numBytes:
-		return fmt.Errorf("got an input of %d bytes, which do not match the shape %v of %v", in.numBytes, shape, dt)
+		return fmt.Errorf("got an input of %d bytes, which do not match the shape %v of %v", in.numBytes,
+			shape, dt)
 	case in.offset%size != 0 || out.offset%size != 0 || out.numBytes%size != 0:
 		return fmt.Errorf("got input at byte %d and output at byte %d of %d bytes, want multiples of %d",
 			in.offset, out.offset, out.numBytes, size)
@@ -184,8 +187,8 @@ func (p *plan) add(t *sidecarpb.Tensor) error {
 	return nil
 }
 
-// overlaps returns an error if memory that the operation writes overlaps other memory of the operation.
-// Inputs may overlap each other, and an output may be the same memory as its input.
+// overlaps returns an error if memory that the operation writes overlaps other memory that it uses. Inputs
+// may overlap each other, and the output of a tensor may be the same memory as its input.
 func (p *plan) overlaps() error {
 	type stretch struct {
 		*location
@@ -196,7 +199,8 @@ func (p *plan) overlaps() error {
 	for i := range p.places {
 		at := stretch{&p.places[i], i / 2, i%2 == 1}
 		if at.numBytes == 0 || at.output && at.same(&p.places[i-1]) {
-			// The place is empty, or it is an output in the memory of its input, and the input is checked.
+			// The location is empty, or it is an output in the same memory as its input, which is checked
+			// itself.
 			continue
 		}
 		all = append(all, at)
@@ -205,8 +209,9 @@ func (p *plan) overlaps() error {
 	slices.SortFunc(all, func(a, b stretch) int {
 		return cmp.Or(cmp.Compare(a.arena, b.arena), cmp.Compare(a.offset, b.offset))
 	})
-	// reads is the stretch with the greatest end among the stretches of this arena seen so far. writes is the
-	// stretch with the greatest end among the stretches seen so far that are written.
+	// Both variables refer to the part of all that the loop has seen in the current arena. reads is the
+	// stretch with the greatest end. writes is the stretch with the greatest end among those that are
+	// written.
 	var reads, writes stretch
 	for i, s := range all {
 		if i == 0 || s.arena != all[i-1].arena {
@@ -227,8 +232,8 @@ func (p *plan) overlaps() error {
 	return nil
 }
 
-// end returns the offset in the arena at which p ends. If the offset overflows 64 bits, end returns 2^64-1,
-// which is outside of every arena.
+// end returns the offset in the arena at which p ends. If that offset does not fit in 64 bits, end returns
+// 2^64-1, which is outside every arena.
 func (p *location) end() uint64 {
 	if p.offset > math.MaxUint64-p.numBytes {
 		return math.MaxUint64
@@ -236,13 +241,13 @@ func (p *location) end() uint64 {
 	return p.offset + p.numBytes
 }
 
-// same reports whether p and q are the same memory.
+// same reports whether p and q are the same location.
 func (p *location) same(q *location) bool {
 	return p.arena == q.arena && p.offset == q.offset && p.numBytes == q.numBytes && p.none == q.none
 }
 
-// weight returns by how much p counts towards the limit on operations in flight: by the number of its
-// tensors, and at least by 1.
+// weight returns by how much p counts towards the limit on operations in flight. This is the number of its
+// tensors, but at least 1.
 func (p *plan) weight() int { return max(len(p.tensors), 1) }
 
 // operation is one execution of a plan.
@@ -253,12 +258,12 @@ type operation struct {
 	uses []*clientArena
 	set  *rank.Set
 	// entries has one entry for each tensor. A grouped allreduce is one request, so it has a single entry,
-	// whose Parts are the tensors.
+	// and the Parts of that entry are the tensors.
 	entries []entry
 	left    atomic.Int64          // number of entries that are not done yet
 	failed  atomic.Pointer[error] // error of the first allocation of an output that failed
-	// allocated has, at the index of each tensor, the output that the sidecar has allocated for the tensor.
-	// If the client provides all outputs, allocated is nil.
+	// allocated[i] is the output that the sidecar has allocated for tensor i. If the client provides all
+	// outputs, allocated is nil.
 	allocated [][]byte
 }
 
@@ -269,8 +274,8 @@ type entry struct {
 }
 
 // newOperation returns an operation that executes p, and marks its memory as in use until answer is called.
-// If newOperation returns an error, no memory is in use, and only the method answer of the operation may be
-// called.
+// If newOperation returns an error, it has marked nothing, and the caller must not call any method of the
+// operation except answer.
 func (c *conn) newOperation(p *plan, id uint64) (*operation, error) {
 	o := &operation{plan: p, conn: c, id: id}
 	if p.wrong != nil {
@@ -296,7 +301,8 @@ func (c *conn) newOperation(p *plan, id uint64) (*operation, error) {
 	return o, nil
 }
 
-// buffers returns pointers to the input buffer and the output buffer of tensor i in its entry.
+// buffers returns pointers to the two fields of the entry that hold the input buffer and the output buffer of
+// tensor i.
 func (o *operation) buffers(i int) (in, out *[]byte) {
 	if parts := o.entries[0].Parts; parts != nil {
 		return &parts[i].Input, &parts[i].Output
@@ -313,7 +319,7 @@ func (r rankRunner) Drive(ctx context.Context, done func() bool) { r.Engine.Driv
 // Notify implements runner.
 func (r rankRunner) Notify() { r.Engine.Notify() }
 
-// Begin implements runner: it fills the entries of o and submits them to the engine.
+// Begin implements runner. It fills the entries of o and submits them to the engine.
 func (r rankRunner) Begin(o *operation) error {
 	p := o.plan
 	c := p.Call
@@ -357,8 +363,8 @@ func (r rankRunner) Begin(o *operation) error {
 	return c.Submit(queued[0])
 }
 
-// place copies the type and shape of tensor i to its entry. It checks the size of the output, or allocates
-// the output.
+// place copies the type and shape of tensor i to its entry. If the client provides the output, place checks
+// the size of the output. Otherwise it allocates the output, or lets the engine do so later.
 func (o *operation) place(c *rank.Call, i int) (err error) {
 	in, out := o.buffers(i)
 	numBytes, t := len(*in), &o.plan.tensors[i] // numBytes becomes the size of the output
@@ -372,7 +378,8 @@ func (o *operation) place(c *rank.Call, i int) (err error) {
 			}
 			e.Request.Root = topo.Rank(o.plan.root)
 		case message.Reducescatter:
-			// A scalar has no rows, which is an error here. The negotiation reports it at all ranks.
+			// A scalar has no rows, so the operation will fail. The negotiation reports that error at all
+			// ranks.
 			if len(t.shape) > 0 {
 				numBytes = int(o.shape(i)[0]) * (numBytes / max(int(t.shape[0]), 1))
 			}
@@ -382,7 +389,7 @@ func (o *operation) place(c *rank.Call, i int) (err error) {
 					return err
 				}
 			}
-			// The size of the output is not known yet.
+			// The size of the output is known only after the negotiation, so the engine calls Allocate then.
 			if *out == nil {
 				e.Allocate = func(numBytes int) []byte {
 					b, err := o.allocate(i, numBytes)
@@ -406,7 +413,7 @@ func (o *operation) place(c *rank.Call, i int) (err error) {
 	return nil
 }
 
-// allocate allocates the output of tensor i in the sidecar's arena.
+// allocate allocates the output of tensor i in an arena of the sidecar.
 func (o *operation) allocate(i, numBytes int) ([]byte, error) {
 	if numBytes == 0 {
 		return []byte{}, nil
@@ -418,7 +425,7 @@ func (o *operation) allocate(i, numBytes int) ([]byte, error) {
 	return b, err
 }
 
-// finished records that the entry e has completed with err; it is the Done function of e. When the last entry
+// finished records that the entry e has completed with err. It is the Done function of e. When the last entry
 // has completed, finished ends the operation.
 func (o *operation) finished(e *entry, err error) {
 	if o.plan.Kind == message.Join {
@@ -431,7 +438,8 @@ func (o *operation) finished(e *entry, err error) {
 	for i := range o.entries {
 		if err := o.entries[i].err; err != nil {
 			if why := o.failed.Load(); why != nil {
-				// The engine's error says only that there is no memory; this error says why.
+				// The error of the engine says only that memory could not be allocated. The error *why gives
+				// the reason.
 				err = *why
 			}
 			o.done(err)
@@ -481,14 +489,14 @@ func (o *operation) freeOutputs() {
 	o.allocated = nil
 }
 
-// plain reports whether it is enough to tell the client that o has succeeded. It is false if the sidecar
-// provides an output, even an empty output, because the client then needs the shape of the output.
+// plain reports whether a client needs to know no more about o than that it has succeeded. It is false if the
+// sidecar provides an output, even an empty output, because the client then needs the shape of the output.
 func (o *operation) plain() bool {
 	return !o.plan.makes && o.plan.Kind != message.Alltoall && o.plan.Kind != message.Join
 }
 
-// completion returns the answer to an operation that has succeeded. If the sidecar provides an output and the
-// output is empty, the answer has arena 0 for this output.
+// completion returns the answer to an operation that has succeeded. For an empty output that the sidecar
+// provides, the answer has arena 0.
 func (o *operation) completion() *sidecarpb.Completion {
 	a := new(sidecarpb.Completion)
 	switch o.plan.Kind {

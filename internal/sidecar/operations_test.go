@@ -21,8 +21,8 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// ranks starts a job of n ranks with a client each, and calls f concurrently for all ranks r between Init and
-// Shutdown. c is the client of rank r. It has an arena with the number r+1, and b is the memory of this
+// ranks starts a job of n ranks with one client each. Between Init and Shutdown it calls f concurrently for
+// all ranks r. c is the client of rank r. It has an arena with the number r+1, and b is the memory of this
 // arena.
 func ranks(t *testing.T, n int, f func(r int, c *client, b []byte)) {
 	t.Helper()
@@ -37,7 +37,8 @@ func ranks(t *testing.T, n int, f func(r int, c *client, b []byte)) {
 	})
 }
 
-// An allreduce in place gives the sum over all ranks, for 1 to 3 ranks and 0 to 100000 elements.
+// TestAllreduce checks that an allreduce in place computes the sum over all ranks, for 1 to 3 ranks and 0 to
+// 100000 elements.
 func TestAllreduce(t *testing.T) {
 	for _, n := range []int{1, 2, 3} {
 		ranks(t, n, func(r int, c *client, b []byte) {
@@ -63,8 +64,8 @@ func at(r int, offset, numBytes int) *sidecarpb.Memory {
 	return &sidecarpb.Memory{Arena: uint32(r + 1), Offset: uint64(offset), Bytes: uint64(numBytes)}
 }
 
-// Each operation gives the right result, both if the client provides the output and if the sidecar allocates
-// it.
+// TestOperations checks the result of each operation, with outputs that the client provides and with outputs
+// that the sidecar allocates.
 func TestOperations(t *testing.T) {
 	const n = 3
 	ranks(t, n, func(r int, c *client, b []byte) {
@@ -138,7 +139,7 @@ func TestOperations(t *testing.T) {
 				}
 				if !given {
 					c.Send(sidecartest.Free(m.Arena, m.Offset))
-					c.Send(sidecartest.Free(m.Arena, m.Offset)) // the second Free has no effect
+					c.Send(sidecartest.Free(m.Arena, m.Offset)) // the second Free must have no effect
 				}
 				if want := int32(100 * r); x[0] != want {
 					t.Errorf("%s: the input was overwritten", c2.what)
@@ -157,16 +158,16 @@ func TestOperations(t *testing.T) {
 		if m := a.Results[0].Memory; (m.Bytes == 0) != (m.Arena == 0) {
 			t.Errorf("a result of %d bytes is in arena %d", m.Bytes, m.Arena)
 		}
-		// The test does not free the other results: when a client leaves, the sidecar frees the results that
-		// the client has not freed.
+		// The test does not free the other results, because the sidecar must free them when the client
+		// leaves.
 	})
 	if _, _, live := arena.Stats(); live != 0 {
 		t.Errorf("%d bytes of results are left when their clients have gone", live)
 	}
 }
 
-// own runs an allreduce whose input is the memory in and whose output the sidecar allocates. It returns the
-// place of the result.
+// own runs an allreduce of the memory in. The sidecar allocates the output. own returns the location of the
+// output.
 func (c *client) own(name string, in *sidecarpb.Memory) *sidecarpb.Memory {
 	c.t.Helper()
 	o := &sidecarpb.Operation{Kind: 1, Dtype: 1, ReduceOp: 2, Name: name,
@@ -174,8 +175,8 @@ func (c *client) own(name string, in *sidecarpb.Memory) *sidecarpb.Memory {
 	return c.MustRun(o).Results[0].Memory
 }
 
-// If a client frees a result twice, the second request has no effect, even if the same memory has become a
-// result of another client in between.
+// TestFreeTwice frees a result twice. The second request must have no effect, even if the same memory has
+// become a result of another client in between.
 func TestFreeTwice(t *testing.T) {
 	s := job(t, 1)[0]
 	first, second := connect(t, s), connect(t, s)
@@ -184,7 +185,7 @@ func TestFreeTwice(t *testing.T) {
 	second.Arena(2, 4096)
 	place := first.own("a", at(0, 0, 64))
 	first.Send(sidecartest.Free(place.Arena, place.Offset))
-	first.Must(sidecartest.Status()) // the answer shows that the sidecar has read the Free before
+	first.Must(sidecartest.Status()) // the answer shows that the sidecar has read the earlier Free
 	if again := second.own("b", at(1, 0, 64)); again.Offset != place.Offset || again.Arena != place.Arena {
 		t.Fatalf("the place %v was not used again, but %v", place, again)
 	}
@@ -197,8 +198,8 @@ func TestFreeTwice(t *testing.T) {
 	second.bye()
 }
 
-// When the sidecar removes an arena of its own, each client that knows the arena is notified, so that it can
-// unmap the arena.
+// TestArenaOfTheSidecarGoes checks that each client that knows an arena of the sidecar is notified when the
+// sidecar removes the arena. Then the client can unmap it.
 func TestArenaOfTheSidecarGoes(t *testing.T) {
 	const large = 65 << 20 // more than the sidecar keeps for later results
 	ranks(t, 1, func(_ int, c *client, _ []byte) {
@@ -215,8 +216,8 @@ func TestArenaOfTheSidecarGoes(t *testing.T) {
 	})
 }
 
-// If one or two operations complete while the reader drives the engine, the client gets exactly one doorbell,
-// even if the reader is about to stop driving.
+// TestBellIsOwed completes one or two operations while the reader drives the engine. The client must get
+// exactly one doorbell, even if the reader is about to stop driving.
 func TestBellIsOwed(t *testing.T) {
 	s := server(t, Config{})
 	pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
@@ -247,16 +248,16 @@ func TestBellIsOwed(t *testing.T) {
 	s.running.Store(nil)
 }
 
-// A client gets a doorbell when the number of completions reaches the value in the word RingWanted. If the
-// client lowers the value and then sends a doorbell, it also gets a doorbell for completions that it has not
-// been notified of.
+// TestWantedCompletions checks that a client gets a doorbell when the number of completions reaches the value
+// in the word RingWanted. If the client lowers this value and then sends a doorbell, it must also get a
+// doorbell for completions of which it has not been notified.
 func TestWantedCompletions(t *testing.T) {
 	ranks(t, 1, func(_ int, c *client, b []byte) {
 		c.Ring(16)
 		c.Send(sidecartest.Prepare(0, sidecartest.Sum("x", 1, 0, 1)))
 		wanted := c.Word(sidecartest.RingWanted)
-		// do runs n operations one after the other, and returns how many doorbells the sidecar has sent. It
-		// then waits for the answer to a Status, which arrives after all doorbells.
+		// do runs n operations one after the other, and returns the number of doorbells that the sidecar has
+		// sent meanwhile. It waits for the answer to a Status request, which arrives after all doorbells.
 		do := func(n int) int {
 			before := c.Doorbells
 			for range n {
@@ -299,8 +300,8 @@ func TestWantedCompletions(t *testing.T) {
 			t.Errorf("got %d doorbells in return where nothing is wanted, then %d and %d, want 0, 1 and 0",
 				never, first, second)
 		}
-		// A request that has no answer serves as a doorbell too. So if the socket has no room for a doorbell,
-		// the requests in it have the same effect.
+		// A request without an answer must have the effect of a doorbell too. So a client can leave out the
+		// doorbell if requests have filled the socket.
 		wanted.Store(math.MaxUint64)
 		do(1)
 		wanted.Store(0)
@@ -315,7 +316,8 @@ func TestWantedCompletions(t *testing.T) {
 	})
 }
 
-// While the word RingLooking says that the sidecar looks at the ring, a submission needs no doorbell.
+// TestLookingNeedsNoDoorbell checks that a submission needs no doorbell while the word RingLooking says that
+// the sidecar is looking at the ring.
 func TestLookingNeedsNoDoorbell(t *testing.T) {
 	taken := make(chan struct{})
 	all(job(t, 2), func(r int, s *Server) {
@@ -328,7 +330,7 @@ func TestLookingNeedsNoDoorbell(t *testing.T) {
 				64*uint64(slot), 1)))
 		}
 		if r == 0 {
-			// The sidecar drives the engine, and looks at the ring, until rank 1 has submitted the operation.
+			// The reader drives the engine and polls the ring until rank 1 has submitted the operation too.
 			engine := *s.running.Load()
 			install(s, stub{begin: engine.Begin, drive: func(ctx context.Context, done func() bool) {
 				for !done() {
@@ -355,9 +357,9 @@ func TestLookingNeedsNoDoorbell(t *testing.T) {
 	})
 }
 
-// If the client does not wait for the completion of its submissions, the sidecar polls the ring for a while
-// before it sleeps, and a submission in this time needs no doorbell. If the client waits for the completion,
-// the sidecar does not poll.
+// TestDozingNeedsNoDoorbell submits an operation for which the client does not wait. The sidecar must poll
+// the ring for a while before it sleeps, so that a submission in this time needs no doorbell. If the client
+// waits for the operation, the sidecar must not poll.
 func TestDozingNeedsNoDoorbell(t *testing.T) {
 	ranks(t, 1, func(_ int, c *client, _ []byte) {
 		c.Ring(16)
@@ -387,7 +389,7 @@ func TestDozingNeedsNoDoorbell(t *testing.T) {
 	})
 }
 
-// until calls the function so until it returns true. If that takes longer than sidecartest.HangTimeout, the
+// until calls so repeatedly until it returns true. If that takes longer than sidecartest.HangTimeout, the
 // test fails.
 func until(t *testing.T, so func() bool) {
 	t.Helper()
@@ -399,8 +401,8 @@ func until(t *testing.T, so func() bool) {
 	}
 }
 
-// If the ring has a submission that the reader has not taken, park returns false, so that the reader does not
-// sleep.
+// TestPark checks that park returns false if the ring has a submission that the reader has not read yet. So
+// the reader does not sleep.
 func TestPark(t *testing.T) {
 	fd, b := sidecartest.NewRing(t, 16)
 	segment, err := shmem.Adopt(fd)
@@ -434,8 +436,8 @@ func TestPark(t *testing.T) {
 	}
 }
 
-// Groups give the right results, with outputs that the client provides, with outputs that the sidecar
-// allocates, and without tensors.
+// TestGroups checks the results of groups with outputs that the client provides, with outputs that the
+// sidecar allocates, and without tensors.
 func TestGroups(t *testing.T) {
 	ranks(t, 2, func(r int, c *client, b []byte) {
 		x := tensor.View[int32](b)
@@ -477,8 +479,9 @@ func TestGroups(t *testing.T) {
 	})
 }
 
-// In a group, tensors may have different types. Outside of a group, a tensor must have the type of the
-// operation. If a type is unknown, a place is unaligned or a shape is wrong, the client gets an error.
+// TestGroupOfSeveralTypes checks that the tensors in a group may have different types, and that a tensor
+// outside of a group must have the type of the operation. If a type is unknown, a location is unaligned or a
+// shape is wrong, the client must get an error.
 func TestGroupOfSeveralTypes(t *testing.T) {
 	ranks(t, 2, func(r int, c *client, b []byte) {
 		own := func(dt tensor.DType, offset, numBytes int) *sidecarpb.Tensor {
@@ -533,8 +536,8 @@ func TestGroupOfSeveralTypes(t *testing.T) {
 	})
 }
 
-// If the sidecar allocates an output, it sends an answer even if the result is empty. If the client provides
-// all outputs, the sidecar sends no answer.
+// TestEmptyOverTheRing runs operations with empty results. If the sidecar allocates an output, it must send
+// an answer. If the client provides all outputs, it must not send one.
 func TestEmptyOverTheRing(t *testing.T) {
 	for _, n := range []int{1, 2, 3} {
 		ranks(t, n, func(r int, c *client, _ []byte) {
@@ -597,8 +600,8 @@ func TestEmptyOverTheRing(t *testing.T) {
 	}
 }
 
-// A barrier and a join complete. The answer to the join names an existing rank as the last rank that has
-// joined.
+// TestBarrierAndJoin checks that a barrier and a join complete. The answer to the join must name an existing
+// rank as the rank that joined last.
 func TestBarrierAndJoin(t *testing.T) {
 	ranks(t, 2, func(r int, c *client, b []byte) {
 		c.Ring(16)
@@ -621,7 +624,7 @@ func TestBarrierAndJoin(t *testing.T) {
 	})
 }
 
-// An allreduce computes the maximum of one element. The test does this for each element type.
+// TestTypes computes the maximum of one element by an allreduce, for each element type.
 func TestTypes(t *testing.T) {
 	ranks(t, 2, func(r int, c *client, b []byte) {
 		for _, dt := range tensor.DTypes() {
@@ -637,8 +640,8 @@ func TestTypes(t *testing.T) {
 				t.Errorf("rank %d: %v: got %v, byte %d", r, dt, a, b[0])
 			}
 		}
-		// A bool in the result of a broadcast is 0 or 1, even if the byte in the root's input was another
-		// number.
+		// In the result of a broadcast a bool must be 0 or 1, even if the root's input had another value in
+		// that byte.
 		b[0] = byte(200 * r)
 		o := &sidecarpb.Operation{Kind: 3, Dtype: 11, RootRank: 1, Name: "bool", Tensors: []*sidecarpb.Tensor{
 			{Shape: []int64{1}, Input: at(r, 0, 1), Output: at(r, 1, 1)},
@@ -649,8 +652,8 @@ func TestTypes(t *testing.T) {
 	})
 }
 
-// Compression rounds each value of an allreduce. With error feedback, the rounding error is added to the next
-// value, so the third sum is not 2.
+// TestCompression checks that compression rounds each value of an allreduce. With error feedback, the
+// rounding error is added to the next value, so the third sum must not be 2.
 func TestCompression(t *testing.T) {
 	ranks(t, 2, func(r int, c *client, b []byte) {
 		x := tensor.View[float32](b)
@@ -666,14 +669,14 @@ func TestCompression(t *testing.T) {
 	})
 }
 
-// Two ranks submit 16 operations in opposite orders to a ring of 16 entries, in 50 rounds. All complete with
-// the right results.
+// TestManyOverTheRing lets two ranks submit 16 operations in opposite orders to a ring of 16 entries, in 50
+// rounds. All must complete with the right results.
 func TestManyOverTheRing(t *testing.T) {
 	const n, rounds = 16, 50
 	ranks(t, 2, func(r int, c *client, b []byte) {
 		x := tensor.View[float32](b)
 		c.Ring(n)
-		for slot := range uint32(n) { // the requests are sent without waiting for answers
+		for slot := range uint32(n) { // send the requests without waiting for answers
 			c.Send(sidecartest.Prepare(slot, sidecartest.Sum(fmt.Sprint("x", slot), uint32(r+1),
 				uint64(1024*slot), 100)))
 		}
@@ -711,8 +714,9 @@ func TestManyOverTheRing(t *testing.T) {
 	})
 }
 
-// A client may prepare a slot and submit it at once. Because of an earlier doorbell, the sidecar may see the
-// submission before it has read the frame that prepares the slot. The operation is executed anyway.
+// TestPrepareAndSubmitAtOnce prepares a slot and submits it at once. If an earlier doorbell wakes the
+// sidecar, it may see the submission before it has read the frame that prepares the slot. It must execute the
+// operation anyway.
 func TestPrepareAndSubmitAtOnce(t *testing.T) {
 	ranks(t, 1, func(_ int, c *client, b []byte) {
 		c.Ring(16)

@@ -9,18 +9,19 @@ import (
 	"google.golang.org/protobuf/proto"
 )
 
-// Room blocks while more than maxUnsentBytes bytes are queued.
+// maxUnsentBytes is the number of queued bytes above which Room blocks.
 const maxUnsentBytes = 1 << 20
 
 // doorbell is a frame of length 0.
 var doorbell = []byte{0}
 
 // outbox sends frames over a connection. Only its methods Room and Run block. If the socket has no room for a
-// frame, the frame is queued, and Run sends it later. The outbox does not bound the queue. Its user must do
-// that, by a limit on unanswered requests or by calls of Room. The methods are safe for concurrent use.
+// frame, the outbox queues the frame, and Run sends it later. The outbox does not limit the length of the
+// queue. Its user must do that, by a limit on unanswered requests or by calling Room. The methods are safe
+// for concurrent use.
 type outbox struct {
 	fd int
-	// wake gets an element when a frame was added to the queue, so that Run sends the frame.
+	// wake gets an element when a frame is added to the queue. This makes Run send the frame.
 	wake chan struct{}
 
 	mu     sync.Mutex
@@ -30,14 +31,14 @@ type outbox struct {
 	closed bool
 }
 
-// packet has the bytes of one or more frames that have not been sent yet; the first frame may have been sent
-// in part. If fd is not -1, it is a descriptor that is sent with the first byte.
+// packet holds the bytes of one or more frames that have not been sent yet. A part of the first frame may
+// have been sent. If fd is not -1, it is a descriptor that is sent together with the first byte.
 type packet struct {
 	data []byte
 	fd   int
 }
 
-// newOutbox returns an outbox that sends over the socket fd. The caller stays responsible for closing fd.
+// newOutbox returns an outbox that sends over the socket fd. The outbox never closes fd.
 func newOutbox(fd int) *outbox {
 	o := &outbox{fd: fd, wake: make(chan struct{}, 1)}
 	o.less.L = &o.mu
@@ -56,8 +57,8 @@ func (o *outbox) Send(m proto.Message, fd int) error {
 	return nil
 }
 
-// Put sends data, which is encoded frames, and takes ownership of data. If fd is not -1, Put also sends the
-// descriptor fd, and then closes it.
+// Put sends data, which consists of encoded frames, and takes ownership of data. If fd is not -1, Put also
+// sends the descriptor fd, and then closes it.
 func (o *outbox) Put(data []byte, fd int) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -77,15 +78,15 @@ func (o *outbox) Put(data []byte, fd int) {
 	}
 }
 
-// SendDoorbell sends a doorbell. If the client has other bytes to read anyway, it sends nothing.
+// SendDoorbell sends a doorbell, unless the client has other bytes to read anyway.
 func (o *outbox) SendDoorbell() {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	if o.closed || len(o.queue) > 0 {
 		return
 	}
-	// The client still has to read earlier bytes. When it reads them, it also sees the completions that were
-	// written to the ring before this call.
+	// The client has not read all earlier bytes yet. When it reads them, it also sees the completions that
+	// were written to the ring before this call.
 	if unread, err := unix.IoctlGetInt(o.fd, unix.TIOCOUTQ); err == nil && unread > 0 {
 		return
 	}
@@ -94,8 +95,8 @@ func (o *outbox) SendDoorbell() {
 	_, _ = unix.SendmsgN(o.fd, doorbell, nil, nil, unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL)
 }
 
-// write sends as many bytes of p as the socket has room for. It returns true if all bytes of p have been sent
-// or the socket is broken. The caller holds mu.
+// write sends as many bytes of p as the socket has room for. It reports whether p is finished: all bytes of p
+// have been sent, or the socket is broken. The caller holds mu.
 func (o *outbox) write(p *packet) bool {
 	for len(p.data) > 0 {
 		var oob []byte
@@ -108,7 +109,7 @@ func (o *outbox) write(p *packet) bool {
 			continue
 		case err == unix.EAGAIN:
 			return false
-		// The reader of the connection gets the reason.
+		// The reader of the connection will get the same error, so it is not reported here.
 		case err != nil:
 			discard(p.fd)
 			p.fd = -1 // p may be in the queue, and shut would close its descriptor again
@@ -134,8 +135,8 @@ func (o *outbox) Run() {
 	}
 }
 
-// flush sends frames from the queue until the queue is empty or the socket is full. It reports whether frames
-// are left in the queue.
+// flush sends frames from the queue until the queue is empty or the socket is full. It reports whether the
+// queue still contains frames.
 func (o *outbox) flush() (left bool) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -144,7 +145,7 @@ func (o *outbox) flush() (left bool) {
 		before := len(p.data)
 		done := o.write(p)
 		if o.closed {
-			return false // shut has emptied the queue
+			return false // shut has emptied the queue meanwhile
 		}
 		o.bytes -= before - len(p.data)
 		o.less.Broadcast()
@@ -186,7 +187,7 @@ func (o *outbox) shut() {
 	}
 	o.queue, o.bytes = nil, 0
 	o.less.Broadcast()
-	close(o.wake) // Put sends to wake only while closed is false
+	close(o.wake) // safe, because Put sends to wake only while closed is false
 }
 
 // Close drops the queue and makes Run return. Later sends do nothing. It may be called more than once.

@@ -40,7 +40,8 @@ func drain(t *testing.T, fd int) (got []byte) {
 	}
 }
 
-// numbered returns n bytes, each computed from its position. No byte is 0, because a 0 would be a doorbell.
+// numbered returns n bytes. Each is computed from its position. No byte is 0, because a 0 would be a
+// doorbell.
 func numbered(n int) []byte {
 	b := make([]byte, n)
 	for i := range b {
@@ -49,8 +50,8 @@ func numbered(n int) []byte {
 	return b
 }
 
-// SendDoorbell sends no doorbell in the middle of a frame. It also sends none while the other end still has a
-// doorbell or bytes of a frame to read.
+// TestBell checks that SendDoorbell sends no doorbell in the middle of a frame, and none while the other end
+// still has a doorbell or bytes of a frame to read.
 func TestBell(t *testing.T) {
 	near, far := pair(t)
 	o := newOutbox(near)
@@ -87,7 +88,7 @@ func TestBell(t *testing.T) {
 	}
 }
 
-// If too many bytes are queued, Room blocks until the other end has read enough.
+// TestRoom queues too many bytes. Room must block until the other end has read enough of them.
 func TestRoom(t *testing.T) {
 	near, far := pair(t)
 	synctest.Test(t, func(t *testing.T) {
@@ -99,7 +100,7 @@ func TestRoom(t *testing.T) {
 			defer close(waited)
 			o.Room()
 		}()
-		synctest.Wait() // waits until Room blocks
+		synctest.Wait() // wait until Room blocks
 		var running sync.WaitGroup
 		running.Go(o.Run)
 		for n := 0; n < len(sent); {
@@ -111,7 +112,7 @@ func TestRoom(t *testing.T) {
 	})
 }
 
-// Close makes Room return. It closes the descriptors in the queue.
+// TestOutboxCloses checks that Close makes Room return and closes the descriptors in the queue.
 func TestOutboxCloses(t *testing.T) {
 	near, _ := pair(t)
 	queued, err := unix.FcntlInt(uintptr(near), unix.F_DUPFD_CLOEXEC, 0)

@@ -11,8 +11,8 @@ import (
 	"github.com/gohvd/gohvd/internal/shmem"
 )
 
-// These constants are the layout of a ring, which docs/sidecar.md defines. ringSubmitted to ringLooking are
-// the offsets of words, and ringEntries is the offset of the first entry.
+// These constants describe the layout of a ring, which docs/sidecar.md defines. ringSubmitted to ringLooking
+// are offsets of words. ringEntries is the offset of the first entry.
 const (
 	ringMagic   = 0x52564847 // "GHVR"
 	ringVersion = 2
@@ -29,22 +29,22 @@ const (
 	maxRing        = maxInFlight
 )
 
-// The word at ringLooking has one of these values. It says what the reader is doing, so the client knows
-// whether to send a doorbell.
+// The word at ringLooking has one of these values. From it the client learns what the reader is doing, and
+// whether it needs to send a doorbell.
 const (
 	asleep  = 0 // the reader waits for a doorbell
-	looking = 1 // the reader looks at the ring
-	polling = 2 // the reader looks at the ring again within pollInterval
+	looking = 1 // the reader is looking at the ring
+	polling = 2 // the reader will look at the ring again within pollInterval
 )
 
-// Statuses of a completion.
+// These are the statuses of a completion.
 const (
-	statusDone  = 0 // all results are in their outputs
-	statusReply = 1 // the answer is in a frame
+	statusDone  = 0 // all results are in the outputs, and no answer is sent
+	statusReply = 1 // the answer is sent in a frame
 )
 
-// ring is the shared memory for submissions and completions. The client can write to it at any time, so the
-// sidecar reads each value only once and then checks it.
+// ring is the shared memory for submissions and completions. The client can write to it at any time. So the
+// sidecar reads each value only once, and then checks the value that it has read.
 type ring struct {
 	bytes              []byte
 	n                  uint64
@@ -52,15 +52,15 @@ type ring struct {
 	taken, completedAt *atomic.Uint64
 	wanted, state      *atomic.Uint64
 
-	read uint64 // number of submissions that the reader has taken; only the reader uses it
+	read uint64 // number of submissions that the reader has read; only the reader uses it
 
 	mu        sync.Mutex
 	segment   *shmem.Segment // nil after close
 	completed uint64
-	notified  uint64 // number of completions at the last doorbell
+	notified  uint64 // number of completions when the last doorbell was sent
 }
 
-// newRing returns the ring in the segment s. The ring owns s, unless newRing returns an error.
+// newRing returns the ring in the segment s. If newRing returns no error, the ring owns s.
 func newRing(s *shmem.Segment) (*ring, error) {
 	b := s.Bytes()
 	if len(b) < ringEntries {
@@ -86,35 +86,35 @@ func newRing(s *shmem.Segment) (*ring, error) {
 	}, nil
 }
 
-// word returns the 64-bit word at offset at in b.
+// word returns the 64-bit word of b at the offset at.
 func word(b []byte, at int) *atomic.Uint64 { return (*atomic.Uint64)(unsafe.Pointer(&b[at])) }
 
-// pending returns how many submissions the client has made, according to the client's counter. Only the
-// reader calls it.
+// pending returns the number of submissions that the client has made so far, according to the client's
+// counter. Only the reader calls it.
 func (r *ring) pending() uint64 { return r.submitted.Load() }
 
-// startLooking tells the client that the reader is looking at the ring until it calls park, so that the
-// client sends no doorbell in that time.
+// startLooking tells the client that the reader is looking at the ring until the next call of park, so that
+// the client sends no doorbell in that time.
 func (r *ring) startLooking() {
 	if r.state.Load() != looking {
 		r.state.Store(looking)
 	}
 }
 
-// park sets the word at ringLooking to state, asleep or polling, so that the client knows what the reader is
-// about to do. If there is a new submission, park returns false and the reader must handle it first. Only the
-// reader calls park.
+// park stores state, which is asleep or polling, in the word at ringLooking. It tells the client what the
+// reader is about to do. If there is a new submission, park returns false, and the reader must handle the
+// submission first. Only the reader calls park.
 func (r *ring) park(state uint64) bool {
 	r.state.Store(state)
 	return r.pending() == r.read
 }
 
-// awaited reports whether the client wants doorbells for completions. It is false if the client has written
-// to the ring that it wants none.
+// awaited reports whether the client wants doorbells for completions. The client can switch them off in the
+// ring.
 func (r *ring) awaited() bool { return r.wanted.Load() != math.MaxUint64 }
 
-// next takes the next submission whose index is less than the parameter until. If there is none, ok is false.
-// Only the reader calls next.
+// next returns the next submission if its index is less than until. If there is no such submission, ok is
+// false. Only the reader calls next.
 func (r *ring) next(until uint64) (id uint64, slot uint32, ok bool, err error) {
 	if r.read == until {
 		return 0, 0, false, nil
@@ -138,8 +138,8 @@ func (r *ring) next(until uint64) (id uint64, slot uint32, ok bool, err error) {
 	return id, slot, true, nil
 }
 
-// complete writes the completion of the operation with the number id. It reports whether the client waits for
-// a doorbell.
+// complete writes the completion of the operation with the number id. If it returns true, the caller must
+// send a doorbell.
 func (r *ring) complete(id uint64, status uint32) (ring bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -155,16 +155,16 @@ func (r *ring) complete(id uint64, status uint32) (ring bool) {
 	return r.due()
 }
 
-// overdue reports whether there are completions for which the client wanted no doorbell when they were
-// written, but wants a doorbell now.
+// overdue reports whether there are completions for which the client did not want a doorbell at the time when
+// they were written, but wants one now.
 func (r *ring) overdue() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.segment != nil && r.notified != r.completed && r.due()
 }
 
-// due reports whether the client waits for a doorbell. If it does, the caller must send one. The caller holds
-// mu.
+// due reports whether the client waits for a doorbell. If it returns true, the caller must send one. The
+// caller holds mu.
 func (r *ring) due() bool {
 	if r.wanted.Load() > r.completed {
 		return false
@@ -173,7 +173,7 @@ func (r *ring) due() bool {
 	return true
 }
 
-// close unmaps the ring. It must be called after the reader has ended.
+// close unmaps the ring. It must not be called before the reader has ended.
 func (r *ring) close() error {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -13,7 +13,7 @@ import (
 // ofRank returns the number that rank r sends at position i.
 func ofRank(r, i int) int32 { return int32(100*r + i) }
 
-// gatherings returns operations of rank r in a job of two ranks. The size of each result depends on the
+// gatherings returns the operations of rank r in a job of two ranks. The size of each result depends on the
 // inputs of both ranks. Each rank sends n numbers to each rank.
 func gatherings(r, n int) []*sidecarpb.Operation {
 	rows := int64(n)
@@ -25,8 +25,8 @@ func gatherings(r, n int) []*sidecarpb.Operation {
 	}
 }
 
-// If the output that one client provides has the wrong size, only this client gets an error, and the job
-// continues.
+// TestOutputOfAnotherSize lets one client provide an output of the wrong size. Only this client must get an
+// error, and the job must continue.
 func TestOutputOfAnotherSize(t *testing.T) {
 	for _, backend := range []string{"shm", "tcp"} {
 		t.Run(backend, func(t *testing.T) {
@@ -58,7 +58,8 @@ func TestOutputOfAnotherSize(t *testing.T) {
 						c.MustRun(sidecartest.Sum("after", uint32(r+1), 0, 2))
 					}
 				}
-				// In this operation rows have no elements, so the ranks exchange only the numbers of rows.
+				// The rows of this operation have no elements, so the ranks exchange only the numbers of
+				// rows.
 				rows := &sidecarpb.Operation{Name: "rows", Kind: 4, Dtype: 5, Tensors: []*sidecarpb.Tensor{
 					{Shape: []int64{2, 0}, Input: at(r, 0, 0), Output: at(r, 0, 4*r)},
 				}}
@@ -74,7 +75,8 @@ func TestOutputOfAnotherSize(t *testing.T) {
 	}
 }
 
-// If the sidecar cannot allocate a result, the error gives the reason, and the job continues.
+// TestNoRoomForAResult lets the allocation of a result fail. The error must give the reason, and the job must
+// continue.
 func TestNoRoomForAResult(t *testing.T) {
 	var old unix.Rlimit
 	if err := unix.Getrlimit(unix.RLIMIT_FSIZE, &old); err != nil {
@@ -86,8 +88,8 @@ func TestNoRoomForAResult(t *testing.T) {
 		}
 	}
 	t.Cleanup(func() { limit(old.Cur) })
-	// Each rank sends numElems elements. The result is larger than the memory that the sidecar has kept from
-	// earlier results.
+	// Each rank sends numElems elements, so that the result is larger than the memory that the sidecar has
+	// kept from earlier results.
 	const numElems = 10 << 20
 	all(job(t, 2), func(r int, s *Server) {
 		c := connect(t, s)

@@ -1,4 +1,4 @@
-// Package sidecar runs the engine of one rank for other processes of its host, over Unix sockets and shared
+// Package sidecar runs the engine of one rank for other processes on its host, over Unix sockets and shared
 // memory. docs/sidecar.md describes the protocol.
 //
 // Invariants:
@@ -8,7 +8,7 @@
 //     the sidecar closes its connection.
 //  2. The sidecar writes to a client's memory only while an operation of that client is in flight. The memory
 //     stays mapped until the last operation that uses it is done, even if the client has left.
-//  3. If a client leaves in the middle of a job, the rank has failed. The Server then closes the channel that
+//  3. If a client leaves in the middle of a job, the rank fails. The Server then closes the channel that
 //     Dead returns, and the program that runs the Server must end the process.
 package sidecar
 
@@ -41,32 +41,33 @@ import (
 )
 
 const (
-	// maxConns bounds the number of clients of a rank.
+	// maxConns is the maximum number of clients of a rank.
 	maxConns = 1024
-	// maxPathBytes is the maximum length of a path in a request, which is also Linux's limit.
+	// maxPathBytes is the maximum length of a path in a request. Linux has the same limit.
 	maxPathBytes = 4096
 	// helloTimeout is the default of Config.HelloTimeout.
 	helloTimeout = 30 * time.Second
 )
 
-// Config has the settings of a Server.
+// Config holds the settings of a Server.
 type Config struct {
-	// Version is the version of the program that runs the Server. Clients get it in the status report.
+	// Version is the version of the program that runs the Server. The status report contains it.
 	Version string
-	// Secret is the secret that a client must prove to know if it connects through a path. If Secret is zero,
-	// no proof is required.
+	// Secret is the job's secret. A client that connects through a path must prove that it knows the secret.
+	// If Secret is zero, no proof is required.
 	Secret secret.Secret
 	// Options are the options of each Init. Settings that the client sends override them.
 	Options rank.Options
-	// HelloTimeout is how long the Server waits for a client's greeting. 0 means 30 s.
+	// HelloTimeout is how long the Server waits for a client's greeting. If it is 0, the Server waits for 30
+	// s.
 	HelloTimeout time.Duration
-	// MaxInFlight is the maximum number of operations in flight of a connection, and also the maximum number
-	// of its unanswered requests. 0 means 65536.
+	// MaxInFlight is the maximum number of operations in flight on a connection, and also the maximum number
+	// of unanswered requests. If it is 0, the maximum is 65536.
 	MaxInFlight int
 	Log         *zap.Logger
 }
 
-// errEnding is the error of requests and connections that come after Close was called.
+// errEnding is the error of requests and connections that arrive after Close was called.
 var errEnding = errors.New("the sidecar is shutting down")
 
 // Server runs the engine of one rank for its clients. Its methods are safe for concurrent use.
@@ -77,23 +78,24 @@ type Server struct {
 	chunks chunks
 	unwatch,
 	cancel func()
-	ctx        context.Context // ends when Close is called
+	ctx        context.Context // cancelled when Close is called
 	wg         sync.WaitGroup
 	operations atomic.Uint64
 	// running runs operations on the rank. It is nil while there is no rank.
 	running atomic.Pointer[runner]
-	// changing is a channel with room for one element, used as a lock. The goroutine that has put an element
-	// in holds the lock, and takes the element out to release it. Only the holder starts or ends an engine.
+	// changing is a channel with room for one element, used as a lock. A goroutine acquires the lock by
+	// putting an element in, and releases it by taking the element out. Only the holder starts or ends an
+	// engine.
 	changing chan struct{}
 
 	// Only the holder of changing may use met and last.
 	met  *place.Meeting
-	last uint64 // the last epoch of this process
+	last uint64 // epoch of the last job of this process
 
 	mu     sync.Mutex
 	state  string
 	rank   *rank.Rank
-	over   chan struct{} // closed when the job is over and all clients have been told
+	over   chan struct{} // closed when the job is over and all clients have been notified
 	conns  map[*conn]struct{}
 	closed bool
 	dead   chan struct{}
@@ -102,14 +104,14 @@ type Server struct {
 
 // runner runs operations on a rank. rankRunner implements it.
 type runner interface {
-	// Begin queues o for the engine, which processes it at the next Notify or Drive. If Begin returns an
-	// error, o was not queued and o.done is not called.
+	// Begin queues o for the engine, which processes it at the next call of Notify or Drive. If Begin returns
+	// an error, o is not queued and o.done will not be called.
 	Begin(o *operation) error
 	Notify()
 	Drive(ctx context.Context, done func() bool)
 }
 
-// States of the rank in a StatusReport.
+// These are the states of the rank in a StatusReport.
 const (
 	StateIdle     = "idle"
 	StateStarting = "starting"
@@ -140,9 +142,9 @@ func New(cfg Config) *Server {
 	return s
 }
 
-// chunkRemoved tells all clients that a chunk of the sidecar's own arena was removed. The arena calls
-// chunkRemoved while it holds the lock of the arena. So, to avoid a deadlock, no goroutine may call the arena
-// while it holds s.mu or another lock that chunkRemoved acquires.
+// chunkRemoved notifies all clients that a chunk of the sidecar's own arena was removed. The arena calls
+// chunkRemoved while it holds its own lock. To avoid a deadlock, a goroutine that holds s.mu, or another lock
+// that chunkRemoved acquires, must not call the arena.
 func (s *Server) chunkRemoved(id uint32) {
 	s.chunks.removed(id)
 	s.mu.Lock()
@@ -153,11 +155,11 @@ func (s *Server) chunkRemoved(id uint32) {
 }
 
 // Dead returns a channel that is closed when the rank has failed because of a client. Death then returns the
-// reason. The process must exit without leaving the job, because this shows the other ranks that this rank
-// has failed.
+// reason. The process must then exit without leaving the job in an orderly way. This shows the other ranks
+// that this rank has failed.
 func (s *Server) Dead() <-chan struct{} { return s.dead }
 
-// Death returns the reason why the rank has failed if it has failed because of a client, else nil.
+// Death returns the reason why the rank has failed if a client has made it fail. Otherwise it returns nil.
 func (s *Server) Death() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -182,17 +184,17 @@ func (s *Server) Close(ctx context.Context) error {
 	return err
 }
 
-// ServeConn serves a client until the connection ends. It returns nil if the client has sent Bye, or if the
-// connection has ended without Bye and this has not made the rank fail. It takes ownership of conn. path is
-// true if the client has connected through a path in the file system. Other processes can open such a path
-// too, so the client must then prove that it knows the secret.
+// ServeConn serves a client until the connection ends. It takes ownership of conn. It returns nil if the
+// client has sent Bye, or if the connection has ended without Bye but the rank has not failed because of
+// that. path is true if the client has connected through a path in the file system. Other processes can open
+// such a path too, so the client must then prove that it knows the secret.
 func (s *Server) ServeConn(conn *net.UnixConn, path bool) error {
 	s.mu.Lock()
 	if s.closed {
 		s.mu.Unlock()
 		return errors.Join(errEnding, conn.Close())
 	}
-	// Add is called while mu is held, so that it cannot be called after Close has started to wait.
+	// Add is called with mu held, so that it is not called after Close has started to wait.
 	s.wg.Add(1)
 	s.mu.Unlock()
 	defer s.wg.Done()
@@ -200,7 +202,7 @@ func (s *Server) ServeConn(conn *net.UnixConn, path bool) error {
 	if err != nil {
 		return err
 	}
-	// This deferred call runs last, when nothing uses the descriptor any more.
+	// This deferred call runs last, when nothing else uses the descriptor any more.
 	defer func() { _ = unix.Close(fd) }()
 	c := newConn(s, fd, pid)
 	s.mu.Lock()
@@ -212,8 +214,8 @@ func (s *Server) ServeConn(conn *net.UnixConn, path bool) error {
 		refused = fmt.Errorf("refused: %d clients are connected already, which is the limit", maxConns)
 	default:
 		s.conns[c] = struct{}{}
-		// The connection is recorded and the greeting is sent while mu is held, so that a client is counted
-		// before it has the greeting, and no notice is sent before the greeting.
+		// The connection is recorded and the greeting is sent with mu held. So a client is counted before it
+		// receives the greeting, and it receives no notice before the greeting.
 		c.out.Put(dial.Greeting(magic, version), -1)
 	}
 	s.mu.Unlock()
@@ -246,8 +248,8 @@ func (s *Server) forget(c *conn) (last bool) {
 	return len(s.conns) == 0
 }
 
-// departed handles the end of the connection c for the reason why, and decides whether the rank has failed.
-// last says whether c was the last connection. If it was, and the job is over, departed starts tidy.
+// departed handles the end of the connection c and decides whether the rank has failed. why is the reason for
+// the end. last says whether c was the last connection. If so, and if the job is over, departed starts tidy.
 func (s *Server) departed(c *conn, why error, last bool) {
 	bye := errors.Is(why, errBye)
 	s.mu.Lock()
@@ -269,7 +271,8 @@ func (s *Server) departed(c *conn, why error, last bool) {
 	}
 }
 
-// tidy frees the resources of a job that is over if no client is left that could send Shutdown.
+// tidy frees the resources of a job that is over, unless a Shutdown has freed them already. It is called when
+// no client is left that could send Shutdown.
 func (s *Server) tidy() {
 	if s.change() != nil {
 		return
@@ -283,8 +286,8 @@ func (s *Server) tidy() {
 	}
 }
 
-// watch closes the connection when the client's process ends. The end of the process alone does not close the
-// connection if other processes have inherited the socket.
+// watch closes the connection when the client's process ends. Without it, the connection would stay open if
+// other processes have inherited the socket.
 func (c *conn) watch(pidfd *os.File) {
 	raw, err := pidfd.SyscallConn()
 	if err == nil {
@@ -294,15 +297,15 @@ func (c *conn) watch(pidfd *os.File) {
 			return err == nil && n > 0
 		})
 	}
-	// If err is not nil, the pidfd was closed because the connection has ended.
+	// If err is not nil, the pidfd was closed, because the connection has ended.
 	if err == nil {
 		c.disconnect(errors.New("the client's process exited"))
 	}
 }
 
 // accept authenticates a new client and reads its greeting. It returns the socket in blocking mode, the
-// process ID of the client, and a pidfd of the client's process. It closes conn. The caller sends the
-// sidecar's greeting.
+// process ID of the client, and a pidfd of the client's process. It closes conn. The caller must send the
+// greeting of the sidecar.
 func (s *Server) accept(conn *net.UnixConn, path bool) (fd, pid int, pidfd *os.File, err error) {
 	defer conn.Close()
 	stop := context.AfterFunc(s.ctx, func() { conn.Close() })
@@ -338,8 +341,8 @@ func (s *Server) accept(conn *net.UnixConn, path bool) (fd, pid int, pidfd *os.F
 	return fd, pid, pidfd, nil
 }
 
-// peer returns the process ID and a pidfd of the process at the other end of conn. It returns an error if
-// this process belongs to another user. If the kernel does not support pidfds, pidfd is nil.
+// peer returns the process ID and a pidfd of the process at the other end of conn. If this process belongs to
+// another user, peer returns an error. If the kernel does not support pidfds, pidfd is nil.
 func peer(conn *net.UnixConn) (pid int, pidfd *os.File, err error) {
 	control, err := conn.SyscallConn()
 	if err != nil {
@@ -360,9 +363,9 @@ func peer(conn *net.UnixConn) (pid int, pidfd *os.File, err error) {
 	return pid, pidfd, errors.Join(err, failed)
 }
 
-// openPidfd returns a pidfd for the process at the other end of the socket fd, or nil if the kernel supports
-// no pidfds. If the kernel can return the pidfd from the socket, openPidfd uses that, because it is correct
-// even if the process ID pid was reused.
+// openPidfd returns a pidfd for the process at the other end of the socket fd. If the kernel supports no
+// pidfds, it returns nil. If the kernel can return the pidfd from the socket, openPidfd uses that one,
+// because it is correct even if the process ID pid was reused.
 func openPidfd(fd, pid int) (*os.File, error) {
 	p, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_PEERPIDFD)
 	if err == unix.ENOPROTOOPT { // the kernel is older than Linux 6.5
@@ -370,7 +373,7 @@ func openPidfd(fd, pid int) (*os.File, error) {
 	}
 	switch {
 	case err == unix.ENOSYS || err == unix.EPERM || err == unix.EINVAL && pid == 0:
-		// Without a pidfd, only the end of the connection shows that the process has ended.
+		// The sidecar then notices the end of the process only by the end of the connection.
 		return nil, nil
 	case err != nil:
 		return nil, fmt.Errorf("open a pidfd of the client: %w", err)
@@ -392,7 +395,7 @@ func rawSocket(conn *net.UnixConn) (int, error) {
 	if err = errors.Join(err, failed); err != nil {
 		return -1, err
 	}
-	// Both descriptors share the blocking mode. So the socket is removed from Go's poller, by closing conn,
+	// conn and fd share the blocking mode. So conn is closed, which removes the socket from Go's poller,
 	// before the mode is changed.
 	if err := errors.Join(conn.Close(), unix.SetNonblock(fd, false)); err != nil {
 		return -1, errors.Join(err, unix.Close(fd))
@@ -400,8 +403,8 @@ func rawSocket(conn *net.UnixConn) (int, error) {
 	return fd, nil
 }
 
-// request handles a request that takes long or concerns all clients. If it is a request for the status,
-// request answers it at once. Otherwise it starts a goroutine, which sends the answer later.
+// request handles a request that takes a long time or concerns all clients. It answers a request for the
+// status at once. For any other request it starts a goroutine, which sends the answer later.
 func (s *Server) request(c *conn, q *sidecarpb.Request) {
 	var do func() (*sidecarpb.Reply, error)
 	switch what := q.What.(type) {
@@ -436,7 +439,7 @@ func (s *Server) change() error {
 	case <-s.ctx.Done():
 		return errEnding
 	}
-	// If both cases of the select are ready, it may choose changing although ctx has ended.
+	// If both cases of the select were ready, it may have chosen changing although ctx had ended.
 	if s.ctx.Err() != nil {
 		<-s.changing
 		return errEnding
@@ -444,7 +447,7 @@ func (s *Server) change() error {
 	return nil
 }
 
-// init starts the rank, if there is none, and returns the rank's place in the job.
+// init starts the rank if it does not run yet. It returns the rank's place in the job.
 func (s *Server) init(q *sidecarpb.Init) (*sidecarpb.Reply, error) {
 	if err := s.change(); err != nil {
 		return nil, err
@@ -473,8 +476,8 @@ func (s *Server) init(q *sidecarpb.Init) (*sidecarpb.Reply, error) {
 	return &sidecarpb.Reply{What: &sidecarpb.Reply_Ready{Ready: ready}}, nil
 }
 
-// options returns the options for an Init: the options of the configuration, with the client's settings and
-// process sets added.
+// options returns the options for an Init: the options of the configuration plus the settings and process
+// sets of the client.
 func (s *Server) options(q *sidecarpb.Init) rank.Options {
 	o := s.cfg.Options
 	o.ForClient, o.Kept, o.LastEpoch = true, &s.met, s.last
@@ -497,8 +500,8 @@ func (s *Server) current() *rank.Rank {
 	return s.rank
 }
 
-// setState sets the state, and sets the rank to r. If r is not nil, setState starts a goroutine that waits
-// for the end of the job and then tells the clients.
+// setState sets the state to state and the rank to r. If r is not nil, setState starts a goroutine that waits
+// for the end of the job and then notifies the clients.
 func (s *Server) setState(state string, r *rank.Rank) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -518,7 +521,7 @@ func (s *Server) setState(state string, r *rank.Rank) {
 	})
 }
 
-// ended notifies all clients that the job is over, and why.
+// ended notifies all clients that the job is over. why is the reason.
 func (s *Server) ended(why error) {
 	ended := new(sidecarpb.Ended)
 	if why != nil {
@@ -541,7 +544,7 @@ func (s *Server) end(q *sidecarpb.Shutdown) error {
 	return s.shutdown(s.ctx, q.GetReason(), q.GetFailed())
 }
 
-// shutdown shuts the engine down, if there is one. The caller holds changing.
+// shutdown shuts down the engine, if there is one. The caller holds changing.
 func (s *Server) shutdown(ctx context.Context, reason string, failed bool) error {
 	s.mu.Lock()
 	r, over := s.rank, s.over
@@ -569,7 +572,7 @@ func (s *Server) begin(o *operation) error {
 	return (*r).Begin(o)
 }
 
-// addSet adds a process set to the job. It waits until all ranks have added the set.
+// addSet adds a process set to the job. It returns when all ranks have added the set.
 func (s *Server) addSet(q *sidecarpb.AddProcessSet) (*sidecarpb.Reply, error) {
 	ch, err := s.changeSets(message.AddProcessSet, q.GetTimeoutSeconds(),
 		func(c *rank.Call, done func(*rank.Change, error)) error {
@@ -581,7 +584,7 @@ func (s *Server) addSet(q *sidecarpb.AddProcessSet) (*sidecarpb.Reply, error) {
 	return &sidecarpb.Reply{What: &sidecarpb.Reply_ProcessSet{ProcessSet: describeSet(ch.Set)}}, nil
 }
 
-// removeSet removes a process set from the job. It waits until all ranks have removed the set.
+// removeSet removes a process set from the job. It returns when all ranks have removed the set.
 func (s *Server) removeSet(q *sidecarpb.RemoveProcessSet) error {
 	_, err := s.changeSets(message.RemoveProcessSet, q.GetTimeoutSeconds(),
 		func(c *rank.Call, done func(*rank.Change, error)) error {
@@ -594,8 +597,7 @@ func (s *Server) removeSet(q *sidecarpb.RemoveProcessSet) error {
 	return err
 }
 
-// changeSets calls the function ask, which submits a change of the process sets, and waits until the change
-// is done.
+// changeSets calls ask, which submits a change of the process sets, and waits until the change is done.
 func (s *Server) changeSets(kind message.Kind, timeoutSeconds float64,
 	ask func(c *rank.Call, done func(*rank.Change, error)) error) (*rank.Change, error) {
 	c := rank.NewCall(kind, tensor.Invalid)
@@ -618,8 +620,8 @@ func (s *Server) changeSets(kind message.Kind, timeoutSeconds float64,
 	return change, err
 }
 
-// startTimeline starts to write the timeline to the path that the client has sent. The path needs no check of
-// permissions, because the client runs as the same user and can write to the same files as the sidecar.
+// startTimeline starts to write the timeline to the path that the client has sent. It does not check
+// permissions, because the client runs as the same user as the sidecar and can write to the same files.
 func (s *Server) startTimeline(q *sidecarpb.StartTimeline) error {
 	r, path := s.current(), q.GetPath()
 	switch {
@@ -672,8 +674,8 @@ func (s *Server) Report() *sidecarpb.StatusReport {
 	return r
 }
 
-// check logs err, an error from the release of resources. Such errors are not expected, and they affect only
-// this process.
+// check logs err, an error from releasing resources, unless it is nil. Such errors are not expected, and they
+// affect only this process.
 func (s *Server) check(err error) {
 	if err != nil {
 		s.log.Error("cannot release resources that are no longer used", zap.Error(err))

@@ -1,5 +1,5 @@
-// Package sidecartest implements a client of a sidecar for tests. It implements the protocol as
-// docs/sidecar.md describes it, and shares no code with the sidecar except the messages.
+// Package sidecartest implements a client of a sidecar for tests. It follows the protocol in docs/sidecar.md.
+// It shares no code with the sidecar except the messages.
 package sidecartest
 
 import (
@@ -22,7 +22,7 @@ import (
 // HangTimeout is how long a Client waits for a message before the test fails.
 const HangTimeout = 30 * time.Second
 
-// ErrEnd is the error of a read from a connection that the sidecar has closed.
+// ErrEnd is the error of reading from a connection that the sidecar has closed.
 var ErrEnd = errors.New("the sidecar closed the connection")
 
 // TB is the part of testing.TB that a Client needs. Programs that are not tests can implement it too.
@@ -36,45 +36,46 @@ type TB interface {
 // Seals are the seals that the memfd of a client's arena must have.
 const Seals = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW
 
-// Offsets in a ring, and sizes of its parts.
+// These are offsets in a ring, and sizes of its parts.
 const (
 	ringSubmitted = 64
 	ringCompleted = 192
 	ringEntries   = 4096
 	entryBytes    = 16
-	ownRing       = 64 // number of entries of the ring that Begin makes if the client has no ring
+	ownRing       = 64 // number of entries in the ring that Begin makes if the client has no ring
 	firstSlot     = 1 << 16
 
-	// RingSeen, RingWanted and RingLooking are offsets of words in the ring, to be passed to Word.
+	// RingSeen, RingWanted and RingLooking are offsets of words in the ring. They are arguments of Word.
 	RingSeen    = 256
 	RingWanted  = 320
 	RingLooking = 384
 )
 
-// Client is a client of a sidecar. It is not safe for concurrent use. If an error occurs, a method that
-// returns errors returns it, and any other method fails the test (TB.Fatal).
+// Client is a client of a sidecar. It is not safe for concurrent use. If an error occurs in a method that
+// returns no error, the method fails the test (TB.Fatal).
 type Client struct {
 	// FD is the socket. It is -1 after Close.
 	FD int
-	// News has the replies that are notices, not answers to requests. Doorbells is the number of doorbells
+	// News holds the replies that are notices, not answers to requests. Doorbells is the number of doorbells
 	// that have arrived.
 	News      []*sidecarpb.Reply
 	Doorbells int
-	// Arenas has the mapped arenas of the client and of the sidecar, by number. RingBytes is the memory of
-	// the ring, or nil if there is no ring.
+	// Arenas holds the mapped arenas of the client and of the sidecar by their numbers. RingBytes is the
+	// memory of the ring, or nil if there is no ring.
 	Arenas    map[uint32][]byte
 	RingBytes []byte
 
-	t         TB
-	buf       []byte
-	fds       []int
-	lastID    uint64
-	early     map[uint64]*sidecarpb.Reply // replies that have arrived but have not been waited for
-	n         uint64                      // number of entries of the ring
+	t      TB
+	buf    []byte
+	fds    []int
+	lastID uint64
+	// answers that have arrived before the test waited for them, by number
+	early     map[uint64]*sidecarpb.Reply
+	n         uint64 // number of entries in the ring
 	submitted uint64
 	seen      uint64
 	begun     map[uint64]*sidecarpb.Operation
-	ended     map[uint64]uint32 // statuses, by number, of the finished operations that Begin had submitted
+	ended     map[uint64]uint32 // status of each finished operation of Begin, by number
 }
 
 // New returns a client that uses the socket fd. The client owns fd.
@@ -89,7 +90,7 @@ func New(t TB, fd int) *Client {
 	return c
 }
 
-// Close closes the socket and unmaps the memory. A second call does nothing.
+// Close closes the socket and unmaps the memory. If it is called again, it does nothing.
 func (c *Client) Close() {
 	if c.FD < 0 {
 		return
@@ -135,7 +136,7 @@ func (c *Client) Hello() {
 	c.buf = c.buf[len(greeting):]
 }
 
-// Write sends all of b, and the descriptors fds with it.
+// Write sends all of b together with the descriptors fds.
 func (c *Client) Write(b []byte, fds ...int) {
 	c.t.Helper()
 	if err := c.TryWrite(b, fds...); err != nil {
@@ -162,7 +163,8 @@ func (c *Client) TryWrite(b []byte, fds ...int) error {
 	return nil
 }
 
-// Read reads from the socket once. It keeps the bytes and descriptors that arrive, and sort decodes them.
+// Read reads from the socket once. It keeps the bytes and descriptors that arrive, and calls sort to decode
+// them.
 func (c *Client) Read() error {
 	var (
 		b   [4096]byte
@@ -228,7 +230,8 @@ func (c *Client) sort() error {
 	}
 }
 
-// take maps the arena a of the sidecar. It uses the oldest descriptor that has arrived and was not used yet.
+// take maps the arena a of the sidecar. Its descriptor is the oldest one that has arrived and was not used
+// yet.
 func (c *Client) take(a *sidecarpb.Arena) error {
 	if len(c.fds) == 0 {
 		return fmt.Errorf("arena %d came without a descriptor", a.Arena)
@@ -250,8 +253,8 @@ func (c *Client) take(a *sidecarpb.Arena) error {
 	return nil
 }
 
-// sealed returns an error if a process that has the descriptor fd could write to the sidecar's memory or
-// shrink it.
+// sealed returns an error if it is possible to write to the sidecar's memory or to shrink it through the
+// descriptor fd.
 func sealed(fd, numBytes int) error {
 	if b, err := unix.Mmap(fd, 0, numBytes, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED); err == nil {
 		return errors.Join(errors.New("the file can be mapped to write"), unix.Munmap(b))
@@ -263,7 +266,7 @@ func sealed(fd, numBytes int) error {
 	return nil
 }
 
-// Frame encodes q as a frame. If q has no number, Frame sets its number to the next unused number.
+// Frame encodes q as a frame. If q has no number yet, Frame sets it to the next unused number.
 func (c *Client) Frame(q *sidecarpb.Request) []byte {
 	if q.Id == 0 {
 		c.lastID++
@@ -276,7 +279,7 @@ func (c *Client) Frame(q *sidecarpb.Request) []byte {
 	return append(protowire.AppendVarint(nil, uint64(len(body))), body...)
 }
 
-// Send sends q and the descriptors fds, and returns the number of the request.
+// Send sends q together with the descriptors fds, and returns the number of the request.
 func (c *Client) Send(q *sidecarpb.Request, fds ...int) uint64 {
 	c.t.Helper()
 	c.Write(c.Frame(q), fds...)
@@ -309,8 +312,8 @@ func (c *Client) TryReply(id uint64) (*sidecarpb.Reply, error) {
 	}
 }
 
-// Until waits until News contains a reply for which the function enough returns true, and returns the first
-// such reply. Replies that arrived before the call count too.
+// Until waits for a notice for which enough returns true, and returns the first such notice. It also
+// considers notices that arrived before the call.
 func (c *Client) Until(enough func(*sidecarpb.Reply) bool) *sidecarpb.Reply {
 	c.t.Helper()
 	for at := 0; ; {
@@ -362,8 +365,8 @@ func (c *Client) Bye() {
 	c.Send(&sidecarpb.Request{What: &sidecarpb.Request_Bye{Bye: &sidecarpb.Bye{}}})
 }
 
-// File makes a memfd of numBytes bytes with the given seals, and returns its descriptor and its mapping.
-// Clients make such files for arenas and rings. numBytes must be a multiple of the page size.
+// File creates a memfd of numBytes bytes with the given seals, and returns its descriptor and its mapping. A
+// client creates such a file for an arena or a ring. numBytes must be a multiple of the page size.
 func File(t TB, numBytes int64, seals int) (fd int, b []byte) {
 	t.Helper()
 	fd, err := unix.MemfdCreate("client", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
@@ -382,7 +385,7 @@ func File(t TB, numBytes int64, seals int) (fd int, b []byte) {
 	return fd, b
 }
 
-// Arena makes an arena, sends it to the sidecar and returns its mapping. numBytes must be a multiple of the
+// Arena creates an arena, sends it to the sidecar and returns its mapping. numBytes must be a multiple of the
 // page size.
 func (c *Client) Arena(number uint32, numBytes int64) []byte {
 	c.t.Helper()
@@ -393,8 +396,8 @@ func (c *Client) Arena(number uint32, numBytes int64) []byte {
 	return b
 }
 
-// NewRing makes a memfd that contains a ring of n entries, and returns its descriptor and its mapping. The
-// descriptor can be sent to the sidecar with a Ring request.
+// NewRing creates a memfd that contains a ring of n entries, and returns its descriptor and its mapping. A
+// Ring request can send the descriptor to the sidecar.
 func NewRing(t TB, n uint64) (fd int, b []byte) {
 	t.Helper()
 	page := uint64(os.Getpagesize())
@@ -405,7 +408,7 @@ func NewRing(t TB, n uint64) (fd int, b []byte) {
 	return fd, b
 }
 
-// Ring makes a ring of n entries and sends it to the sidecar.
+// Ring creates a ring of n entries and sends it to the sidecar.
 func (c *Client) Ring(n uint64) {
 	c.t.Helper()
 	if bits.OnesCount64(n) != 1 {
@@ -440,7 +443,7 @@ func (c *Client) Doorbell() {
 	c.Write([]byte{0})
 }
 
-// Begin prepares and submits an operation, and returns its number for Await.
+// Begin prepares and submits an operation, and returns its number. Await waits for that number.
 func (c *Client) Begin(o *sidecarpb.Operation) uint64 {
 	c.t.Helper()
 	if c.RingBytes == nil {
@@ -454,9 +457,9 @@ func (c *Client) Begin(o *sidecarpb.Operation) uint64 {
 	return id
 }
 
-// Await waits for an operation that Begin has submitted and returns the answer. If the status in the ring
-// says that all results are in their outputs, the sidecar sends no answer. Then Await returns an answer that
-// has the operation's outputs as results, without shapes.
+// Await waits for an operation that Begin has submitted, and returns the answer. If the status in the ring
+// says that all results are in their outputs, the sidecar sends no answer. Then Await itself makes an answer,
+// in which the results are the operation's outputs, without shapes.
 func (c *Client) Await(id uint64) *sidecarpb.Reply {
 	c.t.Helper()
 	o, waits := c.begun[id]

@@ -31,8 +31,8 @@ func StopTimeline() *sidecarpb.Request {
 		StopTimeline: new(sidecarpb.StopTimeline)}}
 }
 
-// Arena returns a request that gives the sidecar access to an arena of the client. The descriptor of the
-// arena is sent with it.
+// Arena returns a request that gives the sidecar access to an arena of the client. The client must send the
+// descriptor of the arena with it.
 func Arena(number uint32, numBytes int64) *sidecarpb.Request {
 	return &sidecarpb.Request{What: &sidecarpb.Request_Arena{Arena: &sidecarpb.Arena{Arena: number,
 		Bytes: uint64(numBytes)}}}
@@ -44,7 +44,8 @@ func DropArena(number uint32) *sidecarpb.Request {
 		DropArena: &sidecarpb.DropArena{Arena: number}}}
 }
 
-// Ring returns a request that gives the sidecar access to a ring. The descriptor of the ring is sent with it.
+// Ring returns a request that gives the sidecar access to a ring. The client must send the descriptor of the
+// ring with it.
 func Ring(numBytes uint64) *sidecarpb.Request {
 	return &sidecarpb.Request{What: &sidecarpb.Request_Ring{Ring: &sidecarpb.Ring{Bytes: numBytes}}}
 }
@@ -61,7 +62,8 @@ func Free(arena uint32, offset uint64) *sidecarpb.Request {
 		Offset: offset}}}
 }
 
-// Sum returns an allreduce that sums numElems float32 elements in place, at offset in the arena.
+// Sum returns an allreduce operation. It sums numElems float32 elements in place, at the given offset in the
+// arena.
 func Sum(name string, arena uint32, offset uint64, numElems int64) *sidecarpb.Operation {
 	at := &sidecarpb.Memory{Arena: arena, Offset: offset, Bytes: uint64(4 * numElems)}
 	return &sidecarpb.Operation{
