@@ -2,18 +2,18 @@ package transport
 
 import "slices"
 
-// LaneSet is a set of lanes. Meshes use it to remember released lanes. The zero value is an empty set. A
-// LaneSet is not safe for concurrent use.
+// LaneSet is a set of lanes. Meshes use it to record which lanes were released. The zero value is an empty
+// set. A LaneSet is not safe for concurrent use.
 //
-// A LaneSet takes 8 bytes for each run of consecutive lanes. A gap of lanes that are not in the set adds at
-// most one run. Lane numbers rise and are not reused. So if every removed process set is released, the size
-// of the LaneSet depends on the number of process sets that exist at a time, and not on the number that ever
-// existed. The time of Has is logarithmic in the number of runs, and the time of Add linear.
+// A LaneSet takes 8 bytes for each run of consecutive lanes. Each gap of lanes that are not in the set adds
+// at most one run. Lane numbers rise and are not reused. So if every removed process set is released, the
+// size of the LaneSet depends on how many process sets exist at the same time, not on how many have ever
+// existed. Has takes time logarithmic in the number of runs, and Add takes time linear in it.
 type LaneSet struct {
 	runs []laneRun // ascending, with a gap between neighbours
 }
 
-// laneRun is the run of lanes from first to last, both included.
+// laneRun is a run of consecutive lanes. It includes first and last.
 type laneRun struct{ first, last Lane }
 
 // Has reports whether lane is in the set.
@@ -29,7 +29,7 @@ func (s *LaneSet) Add(lane Lane) {
 		return
 	}
 	run := laneRun{lane, lane}
-	from, to := i, i // runs[from:to] are replaced by run
+	from, to := i, i // the new run replaces runs[from:to]
 	if i > 0 && s.runs[i-1].last+1 == lane {
 		from--
 		run.first = s.runs[from].first
@@ -41,8 +41,8 @@ func (s *LaneSet) Add(lane Lane) {
 	s.runs = slices.Replace(s.runs, from, to, run)
 }
 
-// find returns the index of the run that contains lane, and true. If no run contains lane, it returns the
-// index of the first run above lane, and false.
+// find looks up the run that contains lane. If there is one, find returns its index and true. Otherwise it
+// returns false and the index of the first run above lane.
 func (s *LaneSet) find(lane Lane) (int, bool) {
 	return slices.BinarySearchFunc(s.runs, lane, func(r laneRun, lane Lane) int {
 		switch {

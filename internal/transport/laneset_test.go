@@ -6,8 +6,8 @@ import (
 	"testing"
 )
 
-// TestLaneSetAgainstMap adds the same lanes to a LaneSet and to a map. After each addition both must have the
-// same lanes, and the LaneSet must have as few runs as possible.
+// TestLaneSetAgainstMap adds the same lanes to a LaneSet and to a map. After each addition both must contain
+// the same lanes, and the LaneSet must have as few runs as possible.
 func TestLaneSetAgainstMap(t *testing.T) {
 	for seed := range uint64(50) {
 		r := rand.New(rand.NewPCG(seed, 0))
@@ -37,8 +37,8 @@ func TestLaneSetAgainstMap(t *testing.T) {
 	}
 }
 
-// TestLaneSetStaysSmall releases 100,000 lanes in random order while eight are in use at a time. The set must
-// never have more than nine runs.
+// TestLaneSetStaysSmall releases 100,000 lanes in random order while only eight lanes are in use at a time.
+// The set must never have more than nine runs.
 func TestLaneSetStaysSmall(t *testing.T) {
 	const inUse, lanes = 8, 100_000
 	r := rand.New(rand.NewPCG(1, 0))

@@ -14,11 +14,11 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// Lane is a number that identifies one of several sets of channels between the ranks of an epoch. The sets
-// are independent of each other.
+// Lane identifies one of several sets of channels between the ranks of an epoch. The sets are independent of
+// each other.
 type Lane uint32
 
-// Control is the lane of the negotiation. Process set s executes its operations on lane 1+s.
+// Control is the lane that carries the negotiation. Process set s executes its operations on lane 1+s.
 const Control Lane = 0
 
 // DataLane returns the lane on which process set s executes its operations.
@@ -27,14 +27,15 @@ func DataLane(s topo.ProcessSetID) Lane { return Lane(s) + 1 }
 // ErrClosed is the error of calls on a Mesh or Conn that this process has closed.
 var ErrClosed = errors.New("transport: closed")
 
-// ErrReleased is the error of calls for a lane that this rank has released, and of calls on the lane's Conns.
+// ErrReleased is the error of calls for a lane that this rank has released, and of calls on the Conns of such
+// a lane.
 var ErrReleased = errors.New("transport: lane was released")
 
-// ErrControl is the reason why the Control lane fails after a call of Release for that lane.
+// ErrControl is the error with which the Control lane fails if Release was called for that lane.
 var ErrControl = errors.New("transport: the control lane cannot be released: it lasts as long as the mesh")
 
-// PeerError is the error if the channel to a peer has failed. It does not prove that the peer has failed,
-// because the coordinator decides which rank failed.
+// PeerError is the error if the channel to a peer has failed. It does not mean that the peer itself has
+// failed. Only the coordinator decides which rank failed.
 type PeerError struct {
 	Peer topo.Rank
 	Lane Lane
@@ -49,32 +50,32 @@ func (e *PeerError) Unwrap() error { return e.Err }
 
 // Mesh is one rank's end of the channels of an epoch. Its methods are safe for concurrent use.
 //
-// A call may fail for several reasons. It then reports the first of these that applies: ErrReleased,
-// ErrClosed, the error that was passed to Abort, the failure of a peer.
+// If a call may fail for several reasons, it reports the first of these that applies: ErrReleased, ErrClosed,
+// the error that was passed to Abort, the failure of a peer.
 type Mesh interface {
 	// Conn returns the channel to the given peer on the lane. The lower of the two ranks makes the channel
-	// when it calls Conn, and the higher rank waits until then. This suffices because both ranks of an
-	// operation call Conn for the channel between them. Conn also waits until the peer is connected. It fails
-	// if ctx ends (the error wraps ctx.Err()), if the transport gives up the peer (*PeerError), if the lane
-	// is aborted, or if the mesh is closed. Later calls return the same Conn. A rank has no channel to
+	// when it calls Conn, and the higher rank waits until then. This works because both ranks of an operation
+	// call Conn for the channel between them. Conn also waits until the peer is connected. It fails if ctx
+	// ends (the error wraps ctx.Err()), if the transport gives up the peer (*PeerError), if the lane is
+	// aborted, or if the mesh is closed. Later calls return the same Conn. There is no channel from a rank to
 	// itself.
 	Conn(ctx context.Context, lane Lane, peer topo.Rank) (Conn, error)
 
 	// Abort makes every pending and future call on every Conn of the lane, and every call of Mesh.Conn for
-	// the lane, fail with err. It closes nothing, so the peers receive nothing more and no reset. (If a rank
-	// closed its connections when it gives up, its neighbours would take it for the rank that died.) Only the
-	// first Abort of a lane has an effect. err must not be nil.
+	// the lane, fail with err. It does not close the connections, so the peers only stop receiving data. If a
+	// rank closed its connections when it gives up, its neighbours would conclude that this rank has died.
+	// Only the first Abort of a lane has an effect. err must not be nil.
 	Abort(lane Lane, err error)
 
 	// Release gives up a lane that this rank will not use again. Pending and future calls on the lane's
 	// Conns, and calls of Mesh.Conn for the lane, fail with ErrReleased. Release does not wait.
 	//
-	// Bytes that were flushed still reach the peers. Then the peers' Reads fail as after a Close, so a peer
-	// that reads no more than was sent does not notice the release. Data from peers is dropped if this rank
-	// has not read it before the release. If a peer opens a channel afterwards, the channel ends at once.
-	// This rank opens no more channels on the lane, so a peer that waits for one in Conn eventually gets an
-	// error. A connection and its goroutine may live on for a limited time until the peer has released the
-	// lane too.
+	// Bytes that were flushed still reach the peers. After these bytes, the peers' Reads fail as after a
+	// Close. So a peer that reads no more than was sent does not notice the release. Data from peers is
+	// dropped if this rank has not read it before the release. If a peer opens a channel afterwards, the
+	// channel ends at once. This rank opens no more channels on the lane, so a peer that waits for one in
+	// Conn eventually gets an error. A connection and its goroutine may live on for a limited time until the
+	// peer has released the lane too.
 	//
 	// Release should be called when all operations of the lane have flushed and returned. If it is called
 	// earlier, data that was sent but not flushed may be lost. Nothing else goes wrong.
@@ -84,47 +85,47 @@ type Mesh interface {
 	// long as the mesh: Release aborts it with ErrControl.
 	//
 	// The mesh remembers released lanes as long as it lives, so that it can refuse late connections. It keeps
-	// them in a LaneSet. The LaneSet stays small if a rank also releases the lanes of the process sets to
+	// them in a LaneSet. To keep the LaneSet small, a rank must also release the lanes of process sets to
 	// which it does not belong.
 	Release(lane Lane)
 
 	// Close closes every Conn and waits for the goroutines of the mesh. Pending and future calls fail with
-	// ErrClosed. Bytes that were sent but not flushed may be lost. A second call of Close waits for the first
-	// call and returns nil.
+	// ErrClosed. Bytes that were sent but not flushed may be lost. If Close is called again, it waits for the
+	// first call and returns nil.
 	Close() error
 
 	Poller
 }
 
-// Poller lets one goroutine poll the Control lane: the goroutine calls TryRead of each Conn of that lane in
-// turn. So there need not be a goroutine in Read for each peer. This suits a loop that answers in less time
-// than it takes to wake a goroutine. While nothing arrives, the polling goroutine may park, and the mesh then
-// notifies it.
+// Poller is implemented by meshes whose Control lane one goroutine can poll. The goroutine calls TryRead of
+// each Conn of that lane in turn, instead of one goroutine for each peer blocking in Read. This suits a loop
+// that answers in less time than it takes to wake a goroutine. While nothing arrives, the polling goroutine
+// may park, and the mesh then notifies it.
 type Poller interface {
 	// OnNotify sets the function notify. While the polling goroutine is parked, the mesh calls notify from a
 	// goroutine of its own when something has arrived on the Control lane or one of its Conns has failed.
 	// OnNotify is called once, before the first Park. notify must not block. The mesh may call it more often
 	// than necessary. After OnNotify, a Send of this rank on the Control lane need not notify a parked peer,
-	// because the caller calls NotifyPeers.
+	// because the caller must then call NotifyPeers.
 	OnNotify(notify func())
 
-	// NotifyPeers notifies the peers that are parked and have not read everything that was sent to them since
-	// the last NotifyPeers. A caller that goes on polling may delay the call. Peers may then find the bytes
-	// by polling, which costs both sides less than a notification. Only the polling goroutine may call
+	// NotifyPeers notifies each peer that is parked and has not read everything that was sent to it since the
+	// last NotifyPeers. A caller that goes on polling may delay the call. Peers may then find the bytes by
+	// polling, which costs both sides less than a notification. Only the polling goroutine may call
 	// NotifyPeers.
 	NotifyPeers()
 
-	// Park says that the caller stops polling. If Park returns false, something may have arrived already, and
-	// the caller must poll again instead of sleeping. Before Park, the caller must have called TryRead of
+	// Park declares that the caller stops polling. If Park returns false, something may have arrived already,
+	// and the caller must poll again instead of sleeping. Before Park, the caller must have called TryRead of
 	// every Conn until it returned 0 bytes. Otherwise Park may return false although nothing new has arrived.
 	// The caller may poll again without calling Unpark, but polling is faster after Unpark.
 	Park() bool
 
-	// Unpark says that the caller polls again. The mesh then need not notify it.
+	// Unpark declares that the caller polls again. The mesh then need not notify it.
 	Unpark()
 
-	// EntersKernel reports whether polling needs system calls. If it does, a loop may yield its processor
-	// after each round of polling, which hardly makes it slower.
+	// EntersKernel reports whether polling needs system calls. If it does, the polling loop may yield its
+	// processor after each round, because this makes it hardly slower.
 	EntersKernel() bool
 }
 
@@ -134,27 +135,29 @@ type Poller interface {
 //
 // If sending or receiving has failed, it fails forever, because the position in the stream is lost.
 type Conn interface {
-	// Read receives at least one byte and at most len(p) bytes into p, as an io.Reader does. If the peer has
-	// closed its end or died, Read first returns the bytes that have arrived, and then a *PeerError, never
-	// io.EOF.
+	// Read receives at least one byte and at most len(p) bytes into p. If the peer has closed its end or
+	// died, Read first returns the bytes that have arrived. After that it returns a *PeerError. Unlike an
+	// io.Reader, it never returns io.EOF.
 	Read(p []byte) (int, error)
 
-	// TryRead is like Read, but returns 0 and no error if Read would wait. In that case it allocates nothing.
+	// TryRead is like Read, but does not wait. If nothing has arrived, it returns 0 and no error, and
+	// allocates nothing.
 	TryRead(p []byte) (int, error)
 
 	// Send queues p behind the bytes that were sent before, and returns without waiting for the peer. p must
-	// not change until Sent has passed the last byte of p or Flush has returned. Send never waits for the
-	// receiver, so ranks that all send before they receive make progress. If the peer has died, Send may
+	// not change until the count of Sent includes its last byte or Flush has returned. Send never waits for
+	// the receiver, so ranks that all send before they receive make progress. If the peer has died, Send may
 	// still return nil. A later Send then fails.
 	Send(p []byte) error
 
-	// Sent returns the number of bytes that have left the senders' buffers since the connection was made. The
-	// senders may reuse the memory of these bytes. The peer need not have received the bytes yet. Sent is
-	// safe for concurrent use.
+	// Sent returns how many bytes, since the connection was made, no longer use the memory of the callers of
+	// Send. The callers may reuse that memory. The peer may not have received the bytes yet. Sent is safe for
+	// concurrent use.
 	Sent() uint64
 
-	// Flush waits until all bytes that were sent have left the senders' buffers. When it has returned, even
-	// with an error, the Conn holds no buffer of a sender. How long Flush takes may depend on the peer,
-	// because some transports take bytes only when the peer reads them.
+	// Flush waits until no byte that was sent uses the memory of the callers of Send any more. When Flush has
+	// returned, even with an error, the Conn refers to no buffer that was passed to Send. How long Flush
+	// takes may depend on the peer, because with some transports bytes leave the buffers only when the peer
+	// reads them.
 	Flush() error
 }

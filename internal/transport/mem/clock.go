@@ -2,8 +2,8 @@ package mem
 
 import "time"
 
-// clock measures the time since it was made, and knows the latency of the links. If the latency is 0, its
-// time is always 0, and bytes arrive at time 0.
+// clock measures the time since it was created. It also knows the latency of the links. If the latency is 0,
+// its time is always 0, and bytes arrive at time 0.
 type clock struct {
 	latency time.Duration // at least 0
 	began   time.Time

@@ -16,16 +16,16 @@ import (
 
 const latency = 10 * time.Millisecond
 
-// A cluster with latency obeys the contract of package transport. The test runs in real time, because some
-// tests of the contract poll Sent without blocking. The clock of a synctest bubble does not advance while a
-// goroutine polls.
+// TestContractWithLatency checks that a cluster with latency obeys the contract of package transport. The
+// test runs in real time, because some tests of the contract poll Sent without blocking. The clock of a
+// synctest bubble does not advance while a goroutine polls.
 func TestContractWithLatency(t *testing.T) {
 	transporttest.Run(t, func(_ testing.TB, size int) []transport.Mesh {
 		return meshesOf(mem.NewWithLatency(size, 100*time.Microsecond), size)
 	})
 }
 
-// stopwatch measures the time in a synctest bubble since newStopwatch was called.
+// stopwatch measures the time since newStopwatch was called. It is used in a synctest bubble.
 type stopwatch struct {
 	t     *testing.T
 	began time.Time
@@ -33,7 +33,7 @@ type stopwatch struct {
 
 func newStopwatch(t *testing.T) *stopwatch { return &stopwatch{t, time.Now()} }
 
-// at fails the test unless exactly d has passed since the start.
+// at fails the test unless exactly the time d has passed since newStopwatch.
 func (w *stopwatch) at(what string, d time.Duration) {
 	w.t.Helper()
 	if got := time.Since(w.began); got != d {
@@ -41,10 +41,10 @@ func (w *stopwatch) at(what string, d time.Duration) {
 	}
 }
 
-// wait sleeps until d has passed since the start.
+// wait sleeps until the time d has passed since newStopwatch.
 func (w *stopwatch) wait(d time.Duration) { time.Sleep(d - time.Since(w.began)) }
 
-// wantRead fails the test unless one Read of c returns want.
+// wantRead fails the test unless one call of c.Read returns want.
 func wantRead(t *testing.T, c transport.Conn, want string) {
 	t.Helper()
 	got := make([]byte, 100)
@@ -61,8 +61,8 @@ func mustSend(t *testing.T, c transport.Conn, text string) {
 	}
 }
 
-// Each byte arrives exactly one latency after it was sent, however many bytes are in flight. Sent counts a
-// byte when the receiver has read it.
+// TestLatency checks that each byte arrives exactly one latency after it was sent, however many bytes are in
+// flight. Sent must count a byte when the receiver has read it.
 func TestLatency(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := mem.NewWithLatency(2, latency)
@@ -98,8 +98,8 @@ func TestLatency(t *testing.T) {
 	})
 }
 
-// Lanes, pairs of ranks and directions are separate links: bytes that are in flight or unread on one link do
-// not delay bytes on another link.
+// TestLinksAreIndependent checks that lanes, pairs of ranks and directions are separate links. Bytes that are
+// in flight or unread on one link must not delay bytes on another link.
 func TestLinksAreIndependent(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := mem.NewWithLatency(3, latency)
@@ -126,7 +126,7 @@ func TestLinksAreIndependent(t *testing.T) {
 		}
 		w := newStopwatch(t)
 		// The bytes on each link are sent 1 ms after the bytes on the previous link. The bytes on links[0]
-		// stay unread.
+		// are never read.
 		for i := range links {
 			mustSend(t, ends[i][0], string(make([]byte, 1<<20)))
 			time.Sleep(time.Millisecond)
@@ -147,8 +147,8 @@ func TestLinksAreIndependent(t *testing.T) {
 	})
 }
 
-// If a rank is killed, its peers notice when the last bytes of the rank have arrived. Ranks that wait for it
-// in Conn notice at once, and its own calls fail at once.
+// TestKillWithLatency kills a rank. Its peers must notice when the last bytes of the rank have arrived. Ranks
+// that wait for it in Conn must notice at once, and its own calls must fail at once.
 func TestKillWithLatency(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := mem.NewWithLatency(3, latency)
@@ -188,7 +188,8 @@ func TestKillWithLatency(t *testing.T) {
 	})
 }
 
-// Abort makes the rank's own calls fail at once. The bytes that it had sent still arrive.
+// TestAbortWithLatency checks that Abort makes the rank's own calls fail at once, and that the bytes that the
+// rank had sent still arrive.
 func TestAbortWithLatency(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := mem.NewWithLatency(2, latency)
@@ -230,8 +231,8 @@ func TestAbortWithLatency(t *testing.T) {
 	})
 }
 
-// If a rank releases a lane, its peer first receives the bytes that were sent on the lane, and then learns of
-// the release.
+// TestReleaseWithLatency lets a rank release a lane. Its peer must first receive the bytes that were sent on
+// the lane, and then learn of the release.
 func TestReleaseWithLatency(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := mem.NewWithLatency(2, latency)
@@ -249,7 +250,7 @@ func TestReleaseWithLatency(t *testing.T) {
 		wantRead(t, b, "last words")
 		w.at("last words", latency)
 		w.wait(12 * time.Millisecond)
-		c.Kill(0) // must not delay the end of the stream
+		c.Kill(0) // this must not delay the end of the stream
 		_, err := b.Read(make([]byte, 1))
 		wantPeer(t, "read", err, 0)
 		w.at("read", latency+4*time.Millisecond)

@@ -3,9 +3,9 @@
 // rank closes its mesh, its peers receive the bytes that it had sent, and then a *transport.PeerError.
 // Package mem does no I/O and leaves no goroutine behind, so it works in a testing/synctest bubble.
 //
-// In one way package mem is stricter than transport/tcp: there is no socket buffer. A byte leaves the
-// sender's buffer only when the receiver reads it, so Flush waits for the receiver. So tests with this
-// transport detect callers that rely on a buffer of TCP.
+// Package mem is stricter than transport/tcp because it has no socket buffer. A byte leaves the sender's
+// buffer only when the receiver reads it, so Flush waits for the receiver. So tests with this transport
+// detect callers that rely on a buffer of TCP.
 //
 // The links of a cluster from NewWithLatency have a latency, which is exact in a bubble. A cluster from New
 // does not read the clock.
@@ -22,7 +22,7 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// Cluster has the meshes of all ranks and the channels between them.
+// Cluster holds the meshes of all ranks and the channels between them.
 type Cluster struct {
 	meshes []mesh
 	clock  clock
@@ -30,10 +30,10 @@ type Cluster struct {
 	// mu may be locked before the mu of a pipe, but not after it.
 	mu       sync.Mutex
 	channels map[key]*channel
-	changed  chan struct{} // closed and replaced when a channel is made or a mesh is aborted or closed
+	changed  chan struct{} // closed and replaced when a channel is created or a mesh is aborted or closed
 }
 
-// key identifies a channel by its lane and its two ranks, the lower one first.
+// key identifies a channel by its lane and its two ranks. The lower rank comes first.
 type key struct {
 	lane   transport.Lane
 	lo, hi topo.Rank
@@ -53,18 +53,18 @@ type mesh struct {
 	waker waker
 }
 
-// New makes a cluster with size ranks. Bytes arrive as soon as they are sent.
+// New creates a cluster with size ranks. Bytes arrive as soon as they are sent.
 func New(size int) *Cluster { return NewWithLatency(size, 0) }
 
-// NewWithLatency makes a cluster with size ranks whose bytes arrive with the given latency. In a
+// NewWithLatency creates a cluster with size ranks whose bytes arrive with the given latency. In a
 // testing/synctest bubble the latency is exact. Otherwise bytes may arrive later. Bytes arrive in order. They
 // never wait for other bytes: the bandwidth is unlimited, and each lane, each pair of ranks and each
 // direction is a separate link. If a rank has closed its mesh, died or released a lane, its peers learn that
 // with the same latency. Until then, their Read, Flush and Send work as before.
 //
-// A byte leaves the sender's buffer when the receiver reads it, and the sender's Conn.Sent counts it at
-// once, without the latency. A call of Mesh.Conn is not delayed either. Abort, Release and Close take effect
-// at once on the rank that calls them. If latency is 0 or less, there is no latency.
+// A byte leaves the sender's buffer when the receiver reads it, and the sender's Conn.Sent counts it at once,
+// without the latency. Calls of Mesh.Conn have no latency either. Abort, Release and Close take effect at
+// once on the rank that calls them. If latency is 0 or negative, there is no latency.
 //
 // In a bubble, no loop may wait by polling Sent. The clock of a bubble does not advance while a goroutine
 // polls, so bytes in flight would never arrive.
@@ -85,8 +85,8 @@ func NewWithLatency(size int, latency time.Duration) *Cluster {
 func (c *Cluster) Mesh(rank topo.Rank) transport.Mesh { return &c.meshes[rank] }
 
 // Kill ends a rank as if its process had died. Its peers can still read the bytes that the rank had sent.
-// After that, their reads fail with a *transport.PeerError, and so do their sends. Calls of the rank itself
-// fail with ErrClosed.
+// After that, their reads and sends fail with a *transport.PeerError. Calls of the rank itself fail with
+// ErrClosed.
 func (c *Cluster) Kill(rank topo.Rank) { c.meshes[rank].close() }
 
 // notify wakes all goroutines that wait in Mesh.Conn. The caller holds mu.
@@ -117,9 +117,9 @@ func (m *mesh) Conn(ctx context.Context, lane transport.Lane, peer topo.Rank) (t
 	}
 }
 
-// find returns this rank's end of a channel. If the channel does not exist and this rank is the lower one,
-// find makes it. If the channel does not exist and this rank is the higher one, find returns a Go channel.
-// The caller must then call find again when the Go channel is closed.
+// find returns this rank's end of a channel. If the channel does not exist, the lower rank creates it in
+// find. For the higher rank, find then returns a Go channel, and the caller must call find again when that Go
+// channel is closed.
 func (m *mesh) find(lane transport.Lane, peer topo.Rank) (*conn, <-chan struct{}, error) {
 	m.c.mu.Lock()
 	defer m.c.mu.Unlock()

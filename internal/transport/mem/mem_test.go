@@ -78,8 +78,8 @@ func wantPeer(t *testing.T, call string, err error, peer topo.Rank) {
 	}
 }
 
-// If a rank is killed, calls that wait for it return an error. Its peers can read the bytes that it had sent,
-// and its buffers may be reused.
+// TestKill kills a rank. Calls that wait for it must return an error. Its peers must be able to read the
+// bytes that it had sent, even if its buffers are reused.
 func TestKill(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := mem.New(4)
@@ -124,7 +124,7 @@ func TestKill(t *testing.T) {
 	})
 }
 
-// Flush returns exactly when the receiver has read all bytes.
+// TestFlushWaitsForReceiver checks that Flush returns exactly when the receiver has read all bytes.
 func TestFlushWaitsForReceiver(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := mem.New(2)
@@ -154,7 +154,7 @@ func TestFlushWaitsForReceiver(t *testing.T) {
 	})
 }
 
-// If the peer never calls Conn, Conn returns exactly when its context ends.
+// TestConnInFakeTime checks that Conn returns exactly when its context ends if the peer never calls Conn.
 func TestConnInFakeTime(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithTimeout(t.Context(), time.Hour)

@@ -15,7 +15,7 @@ import (
 // channel connects two ranks on one lane, in both directions.
 type channel struct {
 	lo, hi   conn
-	up, down pipe // up carries bytes from the lower rank to the higher
+	up, down pipe // up carries bytes from the lower rank to the higher one, down carries them back
 }
 
 func newChannel(k key, c *clock) *channel {
@@ -27,7 +27,7 @@ func newChannel(k key, c *clock) *channel {
 	return ch
 }
 
-// end returns the end of the channel at rank.
+// end returns the end of the channel that belongs to rank.
 func (ch *channel) end(rank topo.Rank) *conn {
 	if rank == ch.lo.rank {
 		return &ch.lo
@@ -35,7 +35,7 @@ func (ch *channel) end(rank topo.Rank) *conn {
 	return &ch.hi
 }
 
-// conn is the end of a channel at one rank: the sender of one pipe and the receiver of the other.
+// conn is one rank's end of a channel. It is the sender of one pipe and the receiver of the other.
 type conn struct {
 	lane       transport.Lane
 	rank, peer topo.Rank
@@ -71,8 +71,8 @@ func (c *conn) close() {
 	c.in.closeReceiver(transport.ErrClosed, c.peerError(io.ErrClosedPipe))
 }
 
-// release makes the calls of this end fail with ErrReleased. Read of the other end fails after it has read
-// all bytes. Bytes that the other end sends are dropped.
+// release makes the calls of this end fail with ErrReleased. At the other end, Read fails after it has read
+// all bytes, and bytes that are sent are dropped.
 func (c *conn) release() {
 	c.released = true
 	c.out.closeSender(transport.ErrReleased, c.peerError(io.ErrUnexpectedEOF))
@@ -80,7 +80,7 @@ func (c *conn) release() {
 	c.in.drop()
 }
 
-// peerError returns the error with which the other end reports that this end failed.
+// peerError returns the error with which the other end reports the failure of this end.
 func (c *conn) peerError(err error) error {
 	return &transport.PeerError{Peer: c.rank, Lane: c.lane, Err: err}
 }
@@ -90,33 +90,33 @@ type pipe struct {
 	clock *clock
 	sent  atomic.Uint64
 
-	receiverWaker *waker // both wakers are nil on lanes other than Control
+	receiverWaker *waker // nil, as is senderWaker, except on the Control lane
 	senderWaker   *waker
-	notifyDue     atomic.Bool // set if bytes were sent without waking receiverWaker
+	notifyDue     atomic.Bool // bytes were sent without waking receiverWaker
 	mu            sync.Mutex
 	changed       sync.Cond
 	queue         []piece // the unread pieces are queue[head:]
 	head          int
 	drops         bool // bytes that are sent from now on are dropped
-	errReturned   bool // a read has returned the receiver's error
+	errReturned   bool // a read has already returned the receiver's error
 	sender        side
 	receiver      side
 }
 
-// piece is the unread part of a buffer that was sent. The receiver can read it from the time in due on.
+// piece is the unread part of a buffer that was sent. The receiver can read it when the time due has come.
 type piece struct {
 	bytes []byte
 	due   time.Duration
 }
 
-// side has the errors with which the calls of one end of a pipe fail. own is an error that the rank at this
+// side holds the errors with which the calls of one end of a pipe fail. own is an error that the rank at this
 // end has caused, and peer is an error that the other rank has caused. If both are set, calls fail with own.
 type side struct {
 	own, peer error
-	due       time.Duration // the time at which peer takes effect
+	due       time.Duration // time at which the error peer takes effect
 }
 
-// err returns the error with which calls of this end fail at the given time, or nil.
+// err returns the error with which calls of this end fail at the time now, or nil.
 func (s *side) err(now time.Duration) error {
 	if s.own == nil && s.due <= now {
 		return s.peer
@@ -132,7 +132,7 @@ func (s *side) fail(err error) {
 	}
 }
 
-// failRemote sets peer to err, unless peer is already set. The error takes effect at the given time.
+// failRemote sets peer to err, unless peer is already set. The error takes effect at the time due.
 func (s *side) failRemote(err error, due time.Duration) {
 	if s.peer == nil {
 		s.peer, s.due = err, due
@@ -184,9 +184,9 @@ func (p *pipe) flush() error {
 	return p.sender.err(p.clock.now())
 }
 
-// read copies into b the bytes that have arrived. It holds mu while it copies. So when another call has
-// returned a buffer to its sender, no read uses the buffer any more. If wait is not set, read may return 0
-// and no error.
+// read copies the bytes that have arrived into b. It holds mu while it copies. So when another call has
+// returned a buffer to its sender, no read uses the buffer any more. If wait is false, read does not wait for
+// bytes and may return 0 and no error.
 func (p *pipe) read(b []byte, wait bool) (int, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -213,14 +213,14 @@ func (p *pipe) read(b []byte, wait bool) (int, error) {
 	if p.head == len(p.queue) {
 		p.queue, p.head = p.queue[:0], 0
 	}
-	// This comes last, because from here on a sender that polls sent may reuse its buffers, without locking
-	// mu.
+	// This must come last. From here on, a sender that polls sent may reuse its buffers, and it does so
+	// without locking mu.
 	p.sent.Add(uint64(total))
 	p.changed.Broadcast()
 	return total, nil
 }
 
-// arrived reports whether there are bytes to read at the given time. The caller holds mu.
+// arrived reports whether there are bytes to read at the time now. The caller holds mu.
 func (p *pipe) arrived(now time.Duration) bool {
 	return p.head < len(p.queue) && p.queue[p.head].due <= now
 }
@@ -234,7 +234,7 @@ func (p *pipe) hasUnread() bool {
 	return p.receiver.own == nil && p.arrived(now) || err != nil && !p.errReturned
 }
 
-// closeSender makes the calls of the sender fail with own. Unless other is nil, reads fail with other after
+// closeSender makes the calls of the sender fail with own. If other is not nil, reads fail with other after
 // all bytes have been read. closeSender copies the unread bytes, because the sender may reuse its buffers
 // afterwards.
 func (p *pipe) closeSender(own, other error) {
@@ -245,7 +245,7 @@ func (p *pipe) closeSender(own, other error) {
 		p.receiver.failRemote(other, p.clock.arrival())
 	}
 	if p.receiver.own != nil {
-		p.empty() // the receiver will not read the bytes
+		p.empty() // the receiver will never read these bytes
 	}
 	for i := range p.queue[p.head:] {
 		unread := &p.queue[p.head+i]
@@ -254,7 +254,7 @@ func (p *pipe) closeSender(own, other error) {
 	p.announce()
 }
 
-// closeReceiver makes reads fail with own. Unless other is nil, the calls of the sender fail with other. The
+// closeReceiver makes reads fail with own. If other is not nil, the calls of the sender fail with other. The
 // unread bytes are never read, but Flush of the sender waits for them until other takes effect.
 func (p *pipe) closeReceiver(own, other error) {
 	p.mu.Lock()
@@ -266,7 +266,7 @@ func (p *pipe) closeReceiver(own, other error) {
 	p.announce()
 }
 
-// drop drops the unread bytes and all bytes that are sent later. Sent counts them as if they had been read.
+// drop drops the unread bytes and all bytes that will be sent. Sent counts them as if they had been read.
 func (p *pipe) drop() {
 	p.mu.Lock()
 	defer p.mu.Unlock()

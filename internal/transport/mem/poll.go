@@ -8,7 +8,7 @@ type waker struct {
 	parked atomic.Bool
 }
 
-// wake calls notify if the rank is parked. It calls notify at most once for each Park.
+// wake calls notify if the rank is parked. It calls notify at most once after each call of Park.
 func (w *waker) wake() {
 	if !w.parked.CompareAndSwap(true, false) {
 		return
@@ -36,8 +36,8 @@ func (m *mesh) NotifyPeers() {
 	}
 }
 
-// Park implements transport.Poller. It sets parked before it looks for bytes, and senders look at parked
-// after they have sent. So at least one of the two notices the other.
+// Park implements transport.Poller. It sets parked before it checks for bytes, and senders check parked after
+// they have sent. So either Park sees the bytes or the sender sees that the rank is parked.
 func (m *mesh) Park() bool {
 	m.waker.parked.Store(true)
 	m.c.mu.Lock()

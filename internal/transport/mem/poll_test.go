@@ -9,8 +9,8 @@ import (
 	"github.com/gohvd/gohvd/internal/transport/mem"
 )
 
-// looker is rank 1 of a cluster with 3 ranks. It polls its Control channel to rank 0 and counts the
-// notifications that it gets.
+// looker is rank 1 of a cluster with 3 ranks. It polls its Control channel to rank 0 and counts its
+// notifications.
 type looker struct {
 	t     *testing.T
 	c     *mem.Cluster
@@ -65,7 +65,7 @@ func TestPolling(t *testing.T) {
 	l.read("")
 	mustSend(t, l.peer, "looking")
 	l.rang(0)
-	l.park(false) // because bytes have arrived
+	l.park(false) // must not park, because bytes have arrived
 	mustSend(t, l.peer, " on")
 	l.rang(0)
 	l.read("looking on")
@@ -91,8 +91,8 @@ func TestPolling(t *testing.T) {
 	}
 }
 
-// After OnNotify, Send does not notify a parked peer, but NotifyPeers does. If the peer has already read the
-// bytes, NotifyPeers does not notify it.
+// TestRing checks that after OnNotify, NotifyPeers notifies a parked peer, and Send does not. If the peer has
+// already read the bytes, NotifyPeers must not notify it.
 func TestRing(t *testing.T) {
 	l := newLooker(t)
 	teller := l.c.Mesh(0)

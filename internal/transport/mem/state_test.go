@@ -7,8 +7,9 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// When all ranks have released a lane, the cluster keeps no state of it. This also holds for aborted lanes,
-// and for a lane on which a rank called Conn only after its peer had released the lane.
+// TestReleaseKeepsNothing checks that the cluster keeps no state of a lane that all ranks have released. This
+// must also hold for aborted lanes, and for a lane on which a rank calls Conn only after its peer has
+// released the lane.
 func TestReleaseKeepsNothing(t *testing.T) {
 	c := New(2)
 	for lane := transport.Lane(1); lane <= 200; lane++ {
@@ -29,7 +30,7 @@ func TestReleaseKeepsNothing(t *testing.T) {
 	}
 }
 
-// A cluster without latency never reads the clock.
+// TestNoLatencyNoClock checks that a cluster without latency never reads the clock.
 func TestNoLatencyNoClock(t *testing.T) {
 	for _, c := range []*Cluster{New(2), NewWithLatency(2, 0), NewWithLatency(2, -1)} {
 		if c.clock != (clock{}) {

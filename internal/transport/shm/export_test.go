@@ -10,7 +10,7 @@ import (
 // Inner returns the Mesh behind a Sharer from Connect.
 func Inner(s Sharer) *Mesh { return s.(*Mesh) }
 
-// Put queues a message to another rank, as if this rank's mesh had sent it. The message owns the descriptors
+// Put queues a message to the rank to, as if this rank's mesh had sent it. The message owns the descriptors
 // fds.
 func (m *Mesh) Put(to topo.Rank, kind, id uint32, size uint64, fds ...int) {
 	m.peer(to).outbox.put(message{kind, id, size, fds})
@@ -25,22 +25,23 @@ const (
 	DropMessage    = dropMessage
 )
 
-// SetHead and SetTail overwrite a word that the peer with rank to must check. SetHead overwrites the head of
-// the ring in which this rank sends to the peer. SetTail overwrites the tail of the ring in which the peer
-// sends to this rank.
+// SetHead and SetTail overwrite words that the peer must check. SetHead overwrites the head of the ring in
+// which this rank sends to the peer. SetTail overwrites the tail of the ring in which the peer sends to this
+// rank. The peer is the rank with the number to.
 func (m *Mesh) SetHead(to topo.Rank, v uint64) { atomic.StoreUint64(m.peer(to).conn.outHead, v) }
 
 func (m *Mesh) SetTail(to topo.Rank, v uint64) { atomic.StoreUint64(m.peer(to).conn.inTail, v) }
 
-// Sleepers returns the number of parked goroutines, and whether peers see that a goroutine is parked.
+// Sleepers returns the number of parked goroutines, and whether peers see that at least one goroutine is
+// parked.
 func (m *Mesh) Sleepers() (int, bool) {
 	m.waker.mu.Lock()
 	defer m.waker.mu.Unlock()
 	return m.waker.sleepers, atomic.LoadUint32(m.waker.word) != 0
 }
 
-// Loopback returns the channel to a peer that never runs, with rings of 64 bytes. setWords sets the head and
-// the tail that the peer would write.
+// Loopback returns the channel to a peer that does not exist, with rings of 64 bytes. setWords sets the head
+// and the tail, which that peer would write.
 func Loopback() (c transport.Conn, setWords func(head, tail uint64)) {
 	const index, bytes = 1, 64
 	layout := controlLayout{size: 2, ringBytes: bytes}

@@ -17,8 +17,8 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// form connects this rank with the other ranks of the group. If this fails at one of these ranks, no rank of
-// the group shares memory, and form sets unsharedReason.
+// form connects this rank with the other ranks of the group. If this fails at any rank of the group, no rank
+// of the group shares memory, and form sets unsharedReason.
 func (m *Mesh) form(ctx context.Context, e *Endpoint, ep *Epoch, group []topo.Rank) error {
 	s := &setup{m: m, e: e, ep: ep, group: group}
 	failed, err := ep.Agree(ctx, func(ctx context.Context) error {
@@ -39,7 +39,7 @@ func (m *Mesh) form(ctx context.Context, e *Endpoint, ep *Epoch, group []topo.Ra
 	return nil
 }
 
-// dissolve frees everything that setup has made.
+// dissolve frees everything that the setup has created.
 func (m *Mesh) dissolve() error {
 	var errs []error
 	for _, p := range m.peers {
@@ -61,7 +61,7 @@ type setup struct {
 	e     *Endpoint
 	ep    *Epoch
 	group []topo.Rank
-	index int // the index of this rank in the group
+	index int // index of this rank in the group
 
 	layout controlLayout
 	peers  []*peer // by rank; nil for this rank and for ranks outside of the group
@@ -72,13 +72,14 @@ type setup struct {
 
 // exchange exchanges descriptors with all peers. It returns when this is done, when it has failed for a peer,
 // or when ctx has ended. It does not close a connection whose handshake is complete, because the peer would
-// take the end of the connection for the death of this rank.
+// take the end of the connection as the death of this rank.
 func (s *setup) exchange(ctx context.Context) (err error) {
 	s.layout = controlLayout{len(s.group), s.e.cfg.RingBytes}
 	s.index = slices.Index(s.group, s.ep.Rank)
 	s.peers = make([]*peer, len(s.ep.Hosts))
 	s.claimed = make(map[topo.Rank]bool)
-	dialers := make([]*Offer, len(s.ep.Hosts)) // by rank, the offers of the ranks that dial this rank
+	// dialers[r] is the offer of rank r if rank r dials this rank, else nil
+	dialers := make([]*Offer, len(s.ep.Hosts))
 	for i, r := range s.group {
 		if i == s.index {
 			continue
@@ -112,7 +113,7 @@ func (s *setup) exchange(ctx context.Context) (err error) {
 	results := make(chan error, len(s.group))
 	var wg sync.WaitGroup
 	defer wg.Wait()
-	defer func() { err = errors.Join(err, s.e.Close()) }() // closes the listener, so that accept ends
+	defer func() { err = errors.Join(err, s.e.Close()) }() // close the listener, so that accept returns
 	defer cancel()
 	wg.Go(func() { s.accept(ctx, &wg, dialers, results) })
 	for i, r := range s.group {
@@ -133,7 +134,7 @@ func (s *setup) exchange(ctx context.Context) (err error) {
 	return nil
 }
 
-// dial connects to the higher rank p.rank, does the handshake and exchanges descriptors.
+// dial connects to the peer p, which has a higher rank. Then it does the handshake and exchanges descriptors.
 func (s *setup) dial(ctx context.Context, p *peer) error {
 	var d net.Dialer
 	nc, err := d.DialContext(ctx, network, s.ep.Offers[p.rank].Socket)
@@ -149,12 +150,12 @@ func (s *setup) dial(ctx context.Context, p *peer) error {
 	return s.exchangeDescriptors(p)
 }
 
-// interrupt makes calls on uc fail when ctx ends, until the caller calls the function end.
+// interrupt makes calls on uc fail when ctx ends. The caller calls end to stop this.
 func interrupt(ctx context.Context, uc *net.UnixConn) (end func()) {
 	done := make(chan struct{})
 	stop := context.AfterFunc(ctx, func() {
 		defer close(done)
-		_ = uc.SetDeadline(time.Unix(1, 0)) // fails only if uc is closed, and then calls on uc fail anyway
+		_ = uc.SetDeadline(time.Unix(1, 0)) // fails only if uc is closed, and then the calls fail anyway
 	})
 	return func() {
 		if !stop() {
@@ -172,8 +173,8 @@ func (s *setup) accept(ctx context.Context, wg *sync.WaitGroup, dialers []*Offer
 			return
 		}
 		if err != nil {
-			// This error means that the process has run out of descriptors or memory, so this rank cannot
-			// share memory.
+			// Accept fails if the process has run out of descriptors or memory. Then this rank cannot share
+			// memory.
 			results <- fmt.Errorf("accept a connection: %w", err)
 			return
 		}
@@ -188,12 +189,13 @@ func (s *setup) receive(ctx context.Context, uc *net.UnixConn, dialers []*Offer,
 		switch {
 		case ctx.Err() != nil:
 		case errors.Is(err, io.EOF):
-			// Another job has checked whether a process still listens on this socket (see abandoned).
+			// Another job has checked whether a process still listens on this socket (see abandoned), so
+			// there is no warning.
 			s.e.log.Debug("shm: a process connected and disconnected without a hello")
 		default:
 			s.e.log.Warn("shm: refused a connection", zap.Error(err))
 		}
-		_ = uc.Close() // an error does not matter, because the connection is not used any more
+		_ = uc.Close() // the error is ignored, because the connection is not used any more
 	}
 	if err := uc.SetDeadline(time.Now().Add(s.e.cfg.HandshakeTimeout)); err != nil {
 		refuse(err)

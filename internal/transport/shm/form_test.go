@@ -21,7 +21,7 @@ import (
 	"github.com/gohvd/gohvd/internal/transport/shm"
 )
 
-// exchange sends a byte in each direction between ranks a and b on the given lane.
+// exchange sends one byte in each direction between the ranks a and b on the given lane.
 func exchange(t *testing.T, meshes []shm.Sharer, lane transport.Lane, a, b int) {
 	t.Helper()
 	done := make(chan error, 2)
@@ -51,8 +51,8 @@ func exchange(t *testing.T, meshes []shm.Sharer, lane transport.Lane, a, b int) 
 	}
 }
 
-// The group of a rank has exactly the ranks of its host. Their Control channels are in shared memory, and the
-// mesh also reaches the ranks of other hosts.
+// TestGroups checks that the group of a rank consists of exactly the ranks on its host. Their Control
+// channels must be in shared memory, and the mesh must also reach the ranks of other hosts.
 func TestGroups(t *testing.T) {
 	for _, hosts := range []string{"a", "aa", "ab", "aaaa", "abab", "abbba", "abcb"} {
 		t.Run(hosts, func(t *testing.T) {
@@ -84,12 +84,13 @@ func TestGroups(t *testing.T) {
 	}
 }
 
-// If one rank cannot share memory, no rank of its host shares memory. The ranks of other hosts still do. At
-// all ranks of the host, UnsharedReason names the rank and the reason.
+// TestDissolved makes one rank unable to share memory. Then no rank of its host must share memory, but the
+// ranks of other hosts must still share it. At all ranks of the host, UnsharedReason must name the rank and
+// the reason.
 func TestDissolved(t *testing.T) {
 	for name, c := range map[string]struct {
 		spoil func(t *testing.T, j *job)
-		why   []string // UnsharedReason on host a must contain these
+		why   []string // texts that UnsharedReason on host a must contain
 	}{
 		"no offer": {func(t *testing.T, j *job) {
 			j.offers[2] = shm.Offer{}
@@ -115,7 +116,7 @@ func TestDissolved(t *testing.T) {
 			j.after = func() error { return os.Remove(path + "x") }
 		}, []string{"rank 0: connect to rank 2"}},
 		"wrong token": {func(t *testing.T, j *job) {
-			// The other ranks get this changed token, and rank 2 still has the original.
+			// The other ranks get this changed token, but rank 2 itself uses the original token.
 			j.offers[2].Token = append([]byte{j.offers[2].Token[0] + 1}, j.offers[2].Token[1:]...)
 		}, []string{"rank 2"}},
 		"wrong epoch": {func(t *testing.T, j *job) {
@@ -141,8 +142,8 @@ func TestDissolved(t *testing.T) {
 	}
 }
 
-// dissolved connects j, whose ranks are on the hosts a, b, a, b, a. Connect must return soon at all ranks, no
-// rank of host a may share memory, and UnsharedReason there must contain the texts in why.
+// dissolved connects the ranks of j, which are on the hosts a, b, a, b, a. Connect must return soon at all
+// ranks. No rank of host a may share memory, and UnsharedReason of these ranks must contain the texts in why.
 func dissolved(t *testing.T, j *job, why []string) {
 	t.Helper()
 	if j.offers[2].Token == nil && j.offers[2].Reason == "" {
@@ -183,8 +184,8 @@ func dissolved(t *testing.T, j *job, why []string) {
 	exchange(t, meshes, 1, 0, 4)
 }
 
-// If a rank cannot allocate its segment, UnsharedReason has the size of the segment, and the other ranks do
-// not wait for this rank.
+// TestNoMemory lets one rank fail to allocate its segment. UnsharedReason must contain the size of the
+// segment, and the other ranks must not wait for this rank.
 func TestNoMemory(t *testing.T) {
 	under := overTCP(t, 5)
 	j := newJob(t, shm.Config{}, under, "a", "b", "a", "b", "a")
@@ -211,8 +212,8 @@ func TestNoMemory(t *testing.T) {
 	dissolved(t, j, []string{"rank 2: shmem: gohvd-control: cannot allocate 3221", "RLIMIT_FSIZE"})
 }
 
-// If one rank never calls Connect, Connect of the other ranks returns when their context ends. No socket is
-// left in the directory.
+// TestAbsentRank runs a job in which one rank never calls Connect. Connect of the other ranks must return
+// when their context ends. No socket may be left in the directory.
 func TestAbsentRank(t *testing.T) {
 	for _, absent := range []int{0, 1, 2} {
 		j := newJob(t, shm.Config{}, overTCP(t, 3), "a", "a", "a")
@@ -236,8 +237,8 @@ func TestAbsentRank(t *testing.T) {
 	}
 }
 
-// If a rank dies while the others form a group, Connect of all others returns an error that names the rank.
-// They do not wait for it.
+// TestDeathWhileForming kills a rank while the other ranks form a group. Connect of all other ranks must
+// return an error that names the dead rank. They must not wait for it.
 func TestDeathWhileForming(t *testing.T) {
 	for _, dead := range []int{0, 2} {
 		j := newJob(t, shm.Config{}, overTCP(t, 3), "a", "a", "a")
@@ -258,7 +259,8 @@ func TestDeathWhileForming(t *testing.T) {
 	}
 }
 
-// Ranks form a group even if strange processes connect to their sockets and send arbitrary bytes or nothing.
+// TestUnauthenticatedPeers connects strange processes to the sockets of two ranks. They send arbitrary bytes
+// or nothing. The ranks must form a group nevertheless.
 func TestUnauthenticatedPeers(t *testing.T) {
 	j := newJob(t, shm.Config{}, overTCP(t, 2), "a", "a")
 	for _, sent := range [][]byte{nil, []byte("GET / HTTP/1.1\r\n\r\n"), make([]byte, 72),
@@ -336,8 +338,8 @@ func TestListenChecks(t *testing.T) {
 	}
 }
 
-// If the directory for temporary files is missing, as in a container image made from scratch, Listen creates
-// it.
+// TestListenWithoutTemporaryDirectory checks that Listen creates the directory for temporary files if it is
+// missing, as in a container image made from scratch.
 func TestListenWithoutTemporaryDirectory(t *testing.T) {
 	missing := filepath.Join(t.TempDir(), "missing", "tmp")
 	t.Setenv("TMPDIR", missing)
@@ -354,8 +356,8 @@ func TestListenWithoutTemporaryDirectory(t *testing.T) {
 	}
 }
 
-// Listen removes sockets of gohvd on which no process listens. It does not remove sockets in use or other
-// files.
+// TestSweep checks that Listen removes the sockets of gohvd on which no process listens any more. It must not
+// remove sockets that are in use, or other files.
 func TestSweep(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "s")
 	live, err := shm.Listen(shm.Config{Dir: dir})

@@ -21,13 +21,13 @@ const (
 	maxPacketBytes = 256
 )
 
-// encodeHello encodes the hello, which the dialer of a Unix connection sends first. It says which rank the
-// dialer is:
+// encodeHello encodes the hello, which the dialer of a Unix connection sends first. It contains the rank of
+// the dialer:
 //
 //	magic u32 | version u32 | rank u32      (little-endian)
 //
 // After the hello, both ends prove that they know the tokens of both ranks (package secret). Only the
-// rendezvous has handed out these tokens. The proof is valid only for these two ranks in this epoch of this
+// rendezvous has distributed these tokens. The proof is valid only for these two ranks in this epoch of this
 // job.
 func encodeHello(from topo.Rank) []byte {
 	b := binary.LittleEndian.AppendUint32(make([]byte, 0, helloBytes), magic)
@@ -47,8 +47,8 @@ func decodeHello(b []byte) (from topo.Rank, err error) {
 	return topo.Rank(binary.LittleEndian.Uint32(b[8:])), nil
 }
 
-// proofOf returns the key and the purpose with which a dialer and an acceptor prove their identity to each
-// other.
+// proofOf returns the key and the purpose of the proof by which a dialer and an acceptor authenticate each
+// other. dials is the offer of the dialer, and accepts is the offer of the acceptor.
 func proofOf(ep *Epoch, dialer, acceptor topo.Rank, dials,
 	accepts *Offer) (key secret.Secret, purpose string, err error) {
 	key, err = secret.Parse(hex.EncodeToString(slices.Concat(dials.Token, accepts.Token)))
@@ -72,7 +72,7 @@ func dialHandshake(c *net.UnixConn, ep *Epoch, own *Offer, to topo.Rank) error {
 }
 
 // acceptHandshake does the handshake on the side of the acceptor, and returns the rank of the dialer.
-// dialers[r] is the offer of rank r if rank r may connect, and otherwise nil.
+// dialers[r] is the offer of rank r if rank r may connect, else nil.
 func acceptHandshake(c *net.UnixConn, ep *Epoch, own *Offer, dialers []*Offer) (topo.Rank, error) {
 	if err := sameUser(c); err != nil {
 		return 0, err
@@ -97,7 +97,7 @@ func acceptHandshake(c *net.UnixConn, ep *Epoch, own *Offer, dialers []*Offer) (
 	return from, err
 }
 
-// packets is a connection that carries packets. Its Read returns their bytes as a stream.
+// packets is a connection that carries packets. Read returns the bytes of the packets as a stream.
 type packets struct {
 	*net.UnixConn
 	packet [maxPacketBytes]byte
@@ -117,7 +117,7 @@ func (p *packets) Read(b []byte) (int, error) {
 	return n, nil
 }
 
-// sameUser returns an error if the process at the other end does not run as the same user as this process.
+// sameUser returns an error if the process at the other end runs as another user than this process.
 func sameUser(c *net.UnixConn) error {
 	raw, err := c.SyscallConn()
 	if err != nil {

@@ -26,35 +26,36 @@ type Mesh struct {
 	under          transport.Mesh
 	group          []topo.Rank // in ascending order, including this rank
 	unsharedReason string
-	unsharedRanks  []topo.Rank // the ranks that are named in unsharedReason
+	unsharedRanks  []topo.Rank // the ranks that unsharedReason names
 	peers          []*peer     // the ranks of the group except this rank
-	// byRank has the peers, indexed by rank. The entries of ranks that are not peers are nil.
+	// byRank[r] is the peer with rank r. It is nil if rank r is not a peer.
 	byRank []*peer
 
-	control *shmem.Segment // this rank's control segment; control and waker are nil if there are no peers
-	// reserved has the segments that were made for Epoch.Reserve and were not shared yet. Guarded by mu.
+	control *shmem.Segment // this rank's control segment; nil, as is waker, if there are no peers
+	// reserved holds the segments that were made for Epoch.Reserve and are not shared yet. It is guarded by
+	// mu.
 	reserved map[transport.Lane]*shmem.Segment
 	waker    *waker
 	wg       sync.WaitGroup
 	unwatch  func() // makes package arena stop calling offer and withdraw
 
-	// parked is set from Park until Unpark. notifyPoller is the function that was passed to OnNotify.
+	// parked is true from Park until Unpark. notifyPoller is the function that was passed to OnNotify.
 	parked       atomic.Bool
 	notifyPoller atomic.Pointer[func()]
-	// deferNotify is set by OnNotify. Send then does not notify the peer, because NotifyPeers does.
+	// deferNotify is set by OnNotify. Then Send does not notify the peer, because NotifyPeers will.
 	deferNotify atomic.Bool
-	// reachesOut is set if some ranks are not peers, so that the mesh underneath has Control channels too.
+	// reachesOut is true if some ranks are not peers. Then the mesh underneath has Control channels too.
 	reachesOut bool
 
-	// lanes are the lanes in use. A goroutine that holds mu may replace the map, but nothing changes a map in
-	// place. isClosed is the same as closed, for goroutines that do not hold mu.
+	// lanes holds the lanes in use. Nothing changes a map in place: a goroutine that holds mu stores a
+	// changed copy. isClosed has the same value as closed, for goroutines that do not hold mu.
 	lanes    atomic.Pointer[map[transport.Lane]*lane]
 	isClosed atomic.Bool
 
 	// mu is locked before the locks of conns and outboxes. It is never held together with the lock of package
 	// arena.
 	mu sync.Mutex
-	// changed is closed when the state that calls of await check has changed. It is nil if no goroutine
+	// changed is closed when the state that calls of await check may have changed. It is nil if no goroutine
 	// waits.
 	changed  chan struct{}
 	released transport.LaneSet
@@ -78,7 +79,7 @@ func (m *Mesh) begin() error {
 		return nil
 	}
 	for _, p := range m.peers {
-		if err := p.uc.SetDeadline(time.Time{}); err != nil { // removes the deadline of the handshake
+		if err := p.uc.SetDeadline(time.Time{}); err != nil { // remove the deadline of the handshake
 			return fmt.Errorf("shm: connect: %w", err)
 		}
 	}
@@ -100,7 +101,7 @@ func (m *Mesh) UnsharedReason() string { return m.unsharedReason }
 // UnsharedRanks implements Sharer.
 func (m *Mesh) UnsharedRanks() []topo.Rank { return slices.Clone(m.unsharedRanks) }
 
-// peer returns the peer with the given rank, or nil.
+// peer returns the peer with the given rank, or nil if there is no such peer.
 func (m *Mesh) peer(rank topo.Rank) *peer {
 	if rank < 0 || int(rank) >= len(m.byRank) {
 		return nil
@@ -108,8 +109,8 @@ func (m *Mesh) peer(rank topo.Rank) *peer {
 	return m.byRank[rank]
 }
 
-// await calls check with mu held, at once and after each change, until check returns true or an error. It
-// fails with ctx.Err() if ctx ends first.
+// await calls check with mu held, first at once and then after each change, until check returns true or an
+// error. If ctx ends first, await returns ctx.Err().
 func (m *Mesh) await(ctx context.Context, check func() (bool, error)) error {
 	for {
 		m.mu.Lock()
@@ -131,7 +132,7 @@ func (m *Mesh) await(ctx context.Context, check func() (bool, error)) error {
 	}
 }
 
-// notify makes all calls of await check again. The caller holds mu.
+// notify makes every pending call of await call its check again. The caller holds mu.
 func (m *Mesh) notify() {
 	if m.changed != nil {
 		close(m.changed)
@@ -145,8 +146,8 @@ func (m *Mesh) announce() {
 	m.notify()
 }
 
-// wakeAll wakes every parked goroutine. Each goroutine then checks whether it still has to wait. The waker
-// calls wakeAll.
+// wakeAll wakes every parked goroutine, so that it checks whether it still has to wait. The waker calls
+// wakeAll.
 func (m *Mesh) wakeAll() {
 	for _, p := range m.peers {
 		p.conn.wake()
@@ -162,7 +163,7 @@ func (m *Mesh) wakePoller() {
 	}
 }
 
-// lose records that a peer has gone or has violated the protocol, with err as the reason.
+// lose records that a peer has gone or has violated the protocol. err is the reason.
 func (m *Mesh) lose(p *peer, err error) {
 	m.mu.Lock()
 	if m.closed || !p.gone.CompareAndSwap(nil, &err) {
@@ -232,13 +233,14 @@ func (m *Mesh) Abort(id transport.Lane, err error) {
 		for _, p := range m.peers {
 			p.conn.fail(err)
 		}
-		m.announce() // wakes the calls of Conn, which then find the error
+		m.announce() // wake the calls of Conn, which then return err
 		m.wakePoller()
 	}
 	m.under.Abort(id, err)
 }
 
-// Release implements transport.Mesh. It unmaps the lane's segments, so no operation may be using them.
+// Release implements transport.Mesh. It unmaps the lane's segments, so it must not be called while an
+// operation uses them.
 func (m *Mesh) Release(id transport.Lane) {
 	if id == transport.Control {
 		m.Abort(id, transport.ErrControl)
@@ -255,7 +257,7 @@ func (m *Mesh) Release(id transport.Lane) {
 	m.under.Release(id)
 }
 
-// release takes a lane out of use, and returns it if it was in use. The caller holds mu.
+// release marks a lane as released. If the lane was in use, release returns it. The caller holds mu.
 func (m *Mesh) release(id transport.Lane) *lane {
 	if m.closed || m.released.Has(id) {
 		return nil
@@ -319,7 +321,8 @@ func (m *Mesh) Close() error {
 	return errors.Join(errs...)
 }
 
-// unmap frees all memory and the descriptors of the peers. It is called when no goroutine uses them any more.
+// unmap frees all memory, and the descriptors of the peers. It is called when no goroutine uses them any
+// more.
 func (m *Mesh) unmap() error {
 	var errs []error
 	for _, l := range *m.lanes.Load() {
@@ -339,8 +342,8 @@ func (m *Mesh) unmap() error {
 	return errors.Join(errs...)
 }
 
-// freeControl frees the control segments and the eventfds of the peers. It may be called after form has
-// failed at any step.
+// freeControl frees the control segments and the eventfds of the peers. It may be called after any step of
+// form has failed.
 func (m *Mesh) freeControl() error {
 	var errs []error
 	for _, p := range m.peers {
@@ -378,7 +381,7 @@ func (m *Mesh) NotifyPeers() {
 	}
 }
 
-// Park implements transport.Poller. It ignores Conns that Mesh.Conn has not returned yet.
+// Park implements transport.Poller. It considers only the Conns that Mesh.Conn has returned.
 func (m *Mesh) Park() bool {
 	if !m.parked.Swap(true) && m.waker != nil {
 		m.waker.park()

@@ -16,21 +16,21 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// At any time, a peer may have shared at most maxChunks arena chunks and at most maxShares segments for
-// lanes. Each of them may have at most maxSegmentBytes bytes.
+// At any time, a peer may have shared at most maxChunks arena chunks, and at most maxShares segments for
+// lanes. Each chunk or segment may have at most maxSegmentBytes bytes.
 const (
 	maxChunks       = 1 << 16
 	maxShares       = 1 << 12
 	maxSegmentBytes = 1 << 44
 	// maxStaleBytes limits the address space that is kept for chunks that the peer has withdrawn. These
-	// chunks take no memory.
+	// chunks use address space, but no memory.
 	maxStaleBytes = 1 << 37
 )
 
 // peer is another rank of the group and the connection to it.
 type peer struct {
 	rank  topo.Rank
-	index int // the peer's index in the group
+	index int // index of the peer in the group
 	uc    *net.UnixConn
 	// control is the mapping of the peer's control segment.
 	control *shmem.Segment
@@ -39,26 +39,26 @@ type peer struct {
 	outbox  outbox
 
 	gone atomic.Pointer[error] // why the peer is lost, without its rank; nil while it is connected
-	// arenas has the arena chunks of the peer by ID. A map is never changed in place: a changed copy replaces
-	// it.
+	// arenas holds the arena chunks of the peer by their IDs. Nothing changes a map in place: a changed copy
+	// replaces it.
 	arenas atomic.Pointer[map[uint32]chunk]
-	// stale are chunks that the peer has withdrawn, oldest first, and staleBytes is their total size. An
+	// stale holds the chunks that the peer has withdrawn, oldest first. staleBytes is their total size. An
 	// operation that has failed may still read them, so their addresses stay readable. Only the receiving
-	// goroutine uses these fields, and Close after that goroutine has ended.
+	// goroutine uses these fields, and Close uses them after that goroutine has ended.
 	stale      []*shmem.Segment
 	staleBytes int64
-	// shares is the number of segments that the peer has shared for lanes that this rank has not released.
-	// Guarded by the Mesh's mu.
+	// shares is the number of segments that the peer has shared for lanes, except lanes that this rank has
+	// released. It is guarded by the Mesh's mu.
 	shares int
 }
 
-// chunk is the mapping of a peer's segment, or the reason why it cannot be mapped.
+// chunk is the mapping of a peer's segment. If the segment could not be mapped, chunk holds the reason.
 type chunk struct {
 	seg *shmem.Segment
 	err error
 }
 
-// outbox is a queue of messages to a peer. Putting a message there never blocks.
+// outbox is a queue of messages to a peer. Adding a message never blocks.
 type outbox struct {
 	mu     sync.Mutex
 	filled sync.Cond
@@ -66,7 +66,7 @@ type outbox struct {
 	closed bool
 }
 
-// put queues m. If the outbox is closed, put drops m. In both cases the outbox closes the descriptors of m.
+// put queues m, or drops m if the outbox is closed. In both cases the outbox will close the descriptors of m.
 func (o *outbox) put(m message) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -108,7 +108,8 @@ func (o *outbox) close() {
 	o.filled.Broadcast()
 }
 
-// send writes the messages of the outbox to the peer until the outbox is closed or the peer has gone.
+// send sends the messages of the outbox to the peer. It returns when the outbox is closed or the peer has
+// gone.
 func (p *peer) send(m *Mesh) {
 	defer p.outbox.close()
 	for {
@@ -117,8 +118,8 @@ func (p *peer) send(m *Mesh) {
 			return
 		}
 		if err := msg.write(p.uc); err != nil {
-			// If the peer has gone, receive reports that, after it has handled all messages that the peer had
-			// sent. So send does not report it.
+			// If the peer has gone, send does not report that. receive does, after it has handled all
+			// messages that the peer had sent.
 			if !errors.Is(err, unix.EPIPE) && !errors.Is(err, unix.ECONNRESET) {
 				m.lose(p, fmt.Errorf("shm: send a descriptor: %w", err))
 			}
@@ -127,14 +128,14 @@ func (p *peer) send(m *Mesh) {
 	}
 }
 
-// receive handles the messages of the peer until the peer has gone or violates the protocol, or the mesh is
-// closed.
+// receive handles the messages of the peer. It returns when the peer has gone or has violated the protocol,
+// or when the mesh is closed.
 func (p *peer) receive(m *Mesh) {
 	for {
 		msg, err := readMessage(p.uc)
 		if err == nil {
 			err = p.handle(m, &msg)
-			msg.close() // a mapping stays valid when its descriptor is closed
+			msg.close() // safe, because a mapping stays valid when its descriptor is closed
 		}
 		if err != nil {
 			m.lose(p, err)
@@ -143,7 +144,7 @@ func (p *peer) receive(m *Mesh) {
 	}
 }
 
-// handle acts on a message. It returns an error if the message violates the protocol.
+// handle processes a message. It returns an error if the message violates the protocol.
 func (p *peer) handle(m *Mesh, msg *message) error {
 	switch msg.kind {
 	case shareMessage:
@@ -167,9 +168,8 @@ func (p *peer) handle(m *Mesh, msg *message) error {
 
 var errBreach = errors.New("shm: the peer violated the protocol")
 
-// mapSegment maps a segment that should have size bytes, as the peer has announced. If the peer has violated
-// the protocol, the error wraps errBreach. Otherwise the error is caused by a lack of resources in this
-// process.
+// mapSegment maps the segment fd, whose size should be size, as the peer has announced. If the peer has
+// violated the protocol, the error wraps errBreach. Any other error means that this process lacks a resource.
 func mapSegment(fd int, size uint64) (*shmem.Segment, error) {
 	var st unix.Stat_t
 	if err := unix.Fstat(fd, &st); err != nil {
@@ -193,7 +193,7 @@ func (p *peer) addArena(m *Mesh, id uint32, c chunk) error {
 	_, twice := old[id]
 	if twice || id == 0 || len(old) >= maxChunks {
 		if c.seg != nil {
-			_ = c.seg.Close() // the violation of the protocol is the error to report
+			_ = c.seg.Close() // the error is ignored, because the violation of the protocol is reported
 		}
 		return fmt.Errorf("%w: got arena chunk %d in addition to %d chunks, want a new number from 1 on and at most %d chunks", errBreach, id, len(old), maxChunks)
 	}
@@ -217,7 +217,7 @@ func (p *peer) dropArena(m *Mesh, id uint32) error {
 		return nil
 	}
 	if err := c.seg.Blank(); err != nil {
-		m.log.Warn(err.Error()) // the memory stays in use until Close
+		m.log.Warn(err.Error()) // the memory stays mapped until Close
 	}
 	p.stale = append(p.stale, c.seg)
 	p.staleBytes += int64(len(c.seg.Bytes()))

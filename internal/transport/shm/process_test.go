@@ -23,7 +23,7 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// child is the main function of a child process that runs one rank. The directory dir has its socket, and
+// child is the main function of a child process that runs one rank. dir is the directory of its socket, and
 // waits is its time limit. The test writes lines to the process (<) and reads lines that it prints (>):
 //
 //	> its address and offer
@@ -100,7 +100,7 @@ func child(dir, waits string) error {
 	return in.Err()
 }
 
-// offerText returns an offer as JSON, which has no spaces.
+// offerText returns the offer o as JSON without spaces.
 func offerText(o shm.Offer) string {
 	text, err := json.Marshal(o)
 	if err != nil {
@@ -114,7 +114,7 @@ func offerOf(text string) (o shm.Offer, err error) {
 	return o, err
 }
 
-// join checks in the given rank at the store kv and returns the session of the rank.
+// join checks in the given rank at the store kv and returns its session.
 func join(ctx context.Context, kv store.Store, rank topo.Rank, size int) (*rendezvous.Session, error) {
 	return rendezvous.Join(ctx, rendezvous.JoinConfig{
 		Store: kv, Job: "job", Rank: rank, Size: size, Self: rendezvous.Record{PID: os.Getpid(),
@@ -122,7 +122,8 @@ func join(ctx context.Context, kv store.Store, rank topo.Rank, size int) (*rende
 	})
 }
 
-// serve serves a new store until the test ends.
+// serve serves a new store until the test ends. It returns a client of the store and the address of the
+// store.
 func serve(tb testing.TB) (kv store.Store, addr string) {
 	tb.Helper()
 	h := store.NewHashStore(store.Limits{})
@@ -138,14 +139,13 @@ func serve(tb testing.TB) (kv store.Store, addr string) {
 	return h, server.Addr()
 }
 
-// act runs an action in a child process. The test has sent the name of the action, which is in the parameter
-// what:
+// act runs an action in a child process. what is the name of the action, which the test has sent:
 //
-//   - share: share a segment and a tensor with all ranks, and read the segments and tensors of the others
+//   - share: share a segment and a tensor with all ranks, and read the segments and tensors of the other ranks
 //   - watch: wait until the other ranks have gone, and check that their memory can still be read
 //   - pong: in a job with two ranks, answer the messages of the other rank
 func act(ctx context.Context, m shm.Sharer, rank topo.Rank, what string) error {
-	// peer is the other rank if there are two ranks.
+	// peer is the other rank if the job has two ranks.
 	peer := 1 - rank
 	switch what {
 	case "share":
@@ -172,8 +172,7 @@ func act(ctx context.Context, m shm.Sharer, rank topo.Rank, what string) error {
 			if err != nil {
 				return err
 			}
-			// The peers write their bytes after they have shared the memory, so this loop waits for the
-			// bytes.
+			// A peer writes these bytes only after it has shared the memory, so this loop waits for them.
 			for theirs[0] != byte(100+r) || chunk[at.Offset] != byte(200+r) {
 				if err := m.Err(1, r); err != nil {
 					return err
@@ -201,7 +200,7 @@ func act(ctx context.Context, m shm.Sharer, rank topo.Rank, what string) error {
 		if err != nil {
 			return err
 		}
-		fmt.Println("gone", strings.Join(gone, " "), b[0]) // b can still be read
+		fmt.Println("gone", strings.Join(gone, " "), b[0]) // b must still be readable
 	case "pong":
 		c, err := m.Conn(ctx, transport.Control, peer)
 		if err != nil {
@@ -246,7 +245,7 @@ func start(tb testing.TB, dir string, limit time.Duration) *process {
 
 func (p *process) kill() {
 	_ = p.cmd.Process.Kill() // fails only if the process has ended already
-	_ = p.cmd.Wait()         // the exit status does not matter
+	_ = p.cmd.Wait()         // the exit status is ignored
 }
 
 func (p *process) send(tb testing.TB, line string) {
@@ -266,7 +265,7 @@ func (p *process) receive(tb testing.TB) string {
 }
 
 // launch starts size ranks in child processes and reads their addresses and offers. It returns the processes
-// and, for each rank, the line with which the test makes the rank join.
+// and, for each rank, the line that the test sends to the rank to make it join.
 func launch(tb testing.TB, dir string, size int, limit time.Duration) (ranks []*process, epoch []string) {
 	tb.Helper()
 	_, kv := serve(tb)
@@ -283,7 +282,7 @@ func launch(tb testing.TB, dir string, size int, limit time.Duration) (ranks []*
 	return ranks, epoch
 }
 
-// meetAll sends each rank its line of epoch and waits until all ranks have checked in.
+// meetAll sends to each rank its line in epoch, and waits until all ranks have checked in.
 func meetAll(tb testing.TB, ranks []*process, epoch []string) {
 	tb.Helper()
 	for r, p := range ranks {
@@ -318,8 +317,9 @@ func empty(t *testing.T, when, dir string) {
 	}
 }
 
-// If one of three processes that share memory is killed, the other two notice it at once and can still read
-// the memory that it shared. No file is left in the socket directory or in /dev/shm.
+// TestKill kills one of three processes that share memory. The other two must notice it at once, and must
+// still be able to read the memory that the killed process shared. No file may be left in the socket
+// directory or in /dev/shm.
 func TestKill(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "s")
 	ranks := form(t, dir, 3)
@@ -332,7 +332,7 @@ func TestKill(t *testing.T) {
 			t.Fatalf("got %q", got)
 		}
 	}
-	for _, p := range ranks[:2] { // rank 0 waits for ranks 1 and 2, and rank 1 for ranks 0 and 2
+	for _, p := range ranks[:2] { // rank 0 waits for ranks 1 and 2, and rank 1 waits for ranks 0 and 2
 		p.send(t, "watch")
 	}
 	began := time.Now()
@@ -356,7 +356,8 @@ func TestKill(t *testing.T) {
 	}
 }
 
-// If a rank is killed before it calls Connect, its socket stays until the next Listen, which removes it.
+// TestKillBeforeConnect kills a rank before it calls Connect. Its socket must stay until the next Listen,
+// which must remove it.
 func TestKillBeforeConnect(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "s")
 	ranks, _ := launch(t, dir, 2, hangTimeout)
@@ -379,7 +380,8 @@ func TestKillBeforeConnect(t *testing.T) {
 	empty(t, "closed", dir)
 }
 
-// If a rank is killed before it has connected to a peer, the other ranks report it and do not wait for it.
+// TestKillInConnect kills a rank before it has connected to a peer. The other ranks must report its death and
+// must not wait for it.
 func TestKillInConnect(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "s")
 	ranks, epoch := launch(t, dir, 3, hangTimeout)
@@ -399,8 +401,8 @@ func TestKillInConnect(t *testing.T) {
 	}
 }
 
-// BenchmarkProcesses is like BenchmarkPingPong, but the rank that answers is in a child process. It polls
-// too.
+// BenchmarkProcesses is like BenchmarkPingPong, but the rank that answers runs in a child process. Both ranks
+// poll.
 func BenchmarkProcesses(b *testing.B) {
 	dir := filepath.Join(b.TempDir(), "s")
 	other := start(b, dir, hangTimeout)

@@ -11,31 +11,31 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// These constants are the layout of a control segment, in bytes. Words that different ranks access are in
-// different cache lines. lineBytes is two lines, because processors fetch lines in pairs.
+// These constants define the layout of a control segment, in bytes. Words that different ranks access are in
+// different cache lines. lineBytes is the size of two cache lines, because processors fetch lines in pairs.
 const (
 	lineBytes = 128
-	// parkedAt is the offset of a u32 that is 1 while a goroutine of the owner is parked. A peer must then
-	// write to the eventfd of the owner.
+	// parkedAt is the offset of a u32 that is 1 while a goroutine of the owner is parked. A peer that sends
+	// something must then write to the eventfd of the owner.
 	parkedAt = 0
 	// slotsAt is the offset of the slots. There is one slot for each rank of the group, in the order of the
-	// group. The owner's slot for itself is not used.
+	// group. The slot of the owner itself is not used.
 	slotsAt = lineBytes
 	// headAt is the offset in a slot of a u64: the number of bytes that the owner has written for the rank of
-	// the slot. fullAt is the offset of a u32 that is not 0 if the owner has more bytes for that rank, which
-	// wait for room. openAt is the offset of a u32 that is not 0 if the owner has asked for the Conn to that
+	// the slot. fullAt is the offset of a u32. It is not 0 if the owner has more bytes for that rank, which
+	// wait for room. openAt is the offset of a u32. It is not 0 if the owner has asked for the Conn to that
 	// rank.
 	headAt, fullAt, openAt = 0, 8, 12
 	// tailAt is the offset in a slot of a u64: the number of bytes that the owner has read from the rank of
 	// the slot.
 	tailAt    = lineBytes
 	slotBytes = 2 * lineBytes
-	// pageBytes is the alignment of the first ring, which follows the slots. So a ring of whole pages shares
-	// no page with another ring.
+	// pageBytes is the alignment of the first ring, which follows the slots. So if the size of a ring is a
+	// multiple of pageBytes, the ring shares no page with another ring.
 	pageBytes = 4096
 )
 
-// controlLayout computes the offsets in the control segment of a group with size ranks.
+// controlLayout computes the offsets in a control segment. size is the number of ranks in the group.
 type controlLayout struct{ size, ringBytes int }
 
 func (l controlLayout) slot(index int) int { return slotsAt + index*slotBytes }
@@ -46,25 +46,25 @@ func (l controlLayout) ringOffset(index int) int {
 
 func (l controlLayout) bytes() int { return l.ringOffset(l.size) }
 
-// word32 returns a pointer to the u32 at the given offset of a segment. A segment is aligned to a page, and
-// is larger than the offset.
+// word32 returns a pointer to the u32 at the offset at of the segment b. A segment is aligned to a page and
+// larger than any offset, so the pointer is aligned and inside the segment.
 func word32(b []byte, at int) *uint32 { return (*uint32)(unsafe.Pointer(&b[at : at+4][0])) }
 func word64(b []byte, at int) *uint64 { return (*uint64)(unsafe.Pointer(&b[at : at+8][0])) }
 
 // conn is the Control channel to a peer of the group. It consists of two rings and of words that each rank
-// writes. Each ring is in the segment of the rank that writes to it.
+// writes. A ring is in the segment of the rank that writes to it.
 //
-// The words are accessed only with sync/atomic, whose operations are sequentially consistent. Before a
-// rank parks, it sets its parked word and then loads the head. A sender stores the head and then loads the
-// peer's parked word. So at least one of the two sees the store of the other (Dekker's algorithm).
+// The words are accessed only with sync/atomic, whose operations are sequentially consistent. Before a rank
+// parks, it sets its parked word and then loads the head. A sender stores the head and then loads the peer's
+// parked word. So at least one of the two sees what the other has stored (Dekker's algorithm).
 type conn struct {
 	peer      topo.Rank
-	waker     *waker     // of this rank
-	peerWaker *peerWaker // of the peer
+	waker     *waker     // wakes goroutines of this rank
+	peerWaker *peerWaker // wakes the peer
 	lane      transport.Lane
 
-	// cause is the reason why this rank gave up the Conn, and gone is the reason why the peer did. Each of
-	// them is nil until then.
+	// cause is the reason why this rank has given up the Conn. gone is the reason why the peer has. Each of
+	// them is nil as long as the rank has not given up the Conn.
 	cause, gone atomic.Pointer[error]
 	sent        atomic.Uint64
 	taken       atomic.Bool  // Mesh.Conn has returned this channel
@@ -73,29 +73,29 @@ type conn struct {
 
 	reading      sync.Mutex
 	arrived      sync.Cond // signals that bytes or an error may have arrived
-	in           []byte    // in the peer's segment
-	inHead       *uint64   // in the peer's segment
-	inFull       *uint32   // in the peer's segment
-	inOpen       *uint32   // in the peer's segment
-	inTail       *uint64   // in this rank's segment
+	in           []byte    // ring in the peer's segment, from which this rank reads
+	inHead       *uint64   // word in the peer's segment
+	inFull       *uint32   // word in the peer's segment
+	inOpen       *uint32   // word in the peer's segment
+	inTail       *uint64   // word in this rank's segment
 	tail         uint64
-	seen         uint64 // the largest head that was read from inHead
-	notifiedTail uint64 // the value of tail when the peer was last notified of room
+	seen         uint64 // last value that was read from inHead
+	notifiedTail uint64 // value of tail when the peer was last notified of room
 	rerr         error
-	errReturned  bool // a call has returned the error cause or rerr
+	errReturned  bool // a call has already returned the error cause or rerr
 
 	writing sync.Mutex
 	emptied sync.Cond // signals that queue is empty
-	out     []byte    // in this rank's segment
-	outHead *uint64   // in this rank's segment
-	outFull *uint32   // in this rank's segment
-	outOpen *uint32   // in this rank's segment
-	outTail *uint64   // in the peer's segment
+	out     []byte    // ring in this rank's segment, to which this rank writes
+	outHead *uint64   // word in this rank's segment
+	outFull *uint32   // word in this rank's segment
+	outOpen *uint32   // word in this rank's segment
+	outTail *uint64   // word in the peer's segment
 	head    uint64
-	freed   uint64   // the largest tail that was read from outTail
+	freed   uint64   // last value that was read from outTail
 	queue   [][]byte // the unwritten buffers are queue[first:]
 	first   int
-	full    bool // the value that was last written to outFull
+	full    bool // last value that was written to outFull
 	werr    error
 }
 
@@ -151,7 +151,7 @@ func (c *conn) take(p []byte) (int, error) {
 	if c.rerr != nil || len(p) == 0 {
 		return 0, c.rerr
 	}
-	// gone is loaded before head. So if gone is set, head counts all bytes that the peer wrote before it
+	// gone is loaded before head. So if gone is set, head includes all bytes that the peer wrote before it
 	// died.
 	gone := c.gone.Load()
 	head := atomic.LoadUint64(c.inHead)
@@ -181,8 +181,8 @@ func (c *conn) take(p []byte) (int, error) {
 }
 
 // notifyRoom wakes the peer if half of the ring is free. It is called while the peer waits for room to write.
-// The peer fills all free room before it waits again. So notifyRoom does not wake the peer again before a
-// quarter of the ring has been read.
+// The peer then fills all free room before it waits again. So a quarter of the ring must be read before
+// notifyRoom wakes the peer again.
 func (c *conn) notifyRoom() {
 	size := uint64(len(c.in))
 	if atomic.LoadUint64(c.inHead)-c.tail <= size/2 && c.tail-c.notifiedTail >= size/4 {
@@ -215,8 +215,8 @@ func (c *conn) Send(p []byte) error {
 	return c.werr
 }
 
-// notify wakes the peer if it is parked and has not read all bytes that were written since it was last
-// notified.
+// notify wakes the peer if it is parked, unless it has already read all bytes that were written since it was
+// last notified.
 func (c *conn) notify() {
 	if !c.notifyDue.Load() {
 		return
@@ -278,8 +278,8 @@ func (c *conn) put(p []byte) int {
 	return len(p)
 }
 
-// pump writes from the queue until the queue is empty or the ring is full. If the ring is full, pump lets the
-// peer know that this rank waits for room. The caller holds writing.
+// pump writes from the queue until the queue is empty or the ring is full. If the ring is full, pump tells
+// the peer that this rank waits for room. The caller holds writing.
 func (c *conn) pump() {
 	for c.first < len(c.queue) {
 		p := c.queue[c.first]
@@ -295,7 +295,8 @@ func (c *conn) pump() {
 		case c.full:
 			return
 		default:
-			// The next round looks for room again, because the peer may have read without seeing this store.
+			// The next iteration checks for room again, because the peer may have read before it could see
+			// that this rank waits for room.
 			c.setFull(1)
 		}
 	}
@@ -317,7 +318,7 @@ func (c *conn) dropQueue() {
 	c.emptied.Broadcast()
 }
 
-// sendErr returns the error with which sending fails, or nil. The caller holds writing.
+// sendErr returns the error that makes sending fail, or nil if sending is possible. The caller holds writing.
 func (c *conn) sendErr() error {
 	if cause := c.cause.Load(); cause != nil {
 		return *cause
@@ -330,7 +331,8 @@ func (c *conn) sendErr() error {
 	return c.werr
 }
 
-// breach returns the error for a word whose value violates the protocol.
+// breach returns the error for a word in shared memory whose value violates the protocol. The value must be
+// between least and most.
 func (c *conn) breach(word string, got, least, most uint64) error {
 	return &transport.PeerError{Peer: c.peer, Lane: c.lane,
 		Err: fmt.Errorf("shm: the peer wrote %d as %s, want %d to %d", got, word, least, most)}
@@ -361,8 +363,8 @@ func (c *conn) wake() {
 	}
 }
 
-// fail gives up the Conn with err. When it returns, no goroutine uses the queue any more. If err is
-// transport.ErrClosed, no goroutine uses the shared memory either.
+// fail makes the Conn fail with err. When fail returns, no goroutine uses the queue any more. If err is
+// transport.ErrClosed, no goroutine uses the shared memory any more either.
 func (c *conn) fail(err error) {
 	for {
 		old := c.cause.Load()
@@ -379,7 +381,7 @@ func (c *conn) fail(err error) {
 	c.wake()
 }
 
-// lose makes the Conn fail because the peer has gone.
+// lose makes the Conn fail because the peer has gone. err is the reason.
 func (c *conn) lose(err error) {
 	err = &transport.PeerError{Peer: c.peer, Lane: c.lane, Err: err}
 	c.gone.CompareAndSwap(nil, &err)

@@ -20,7 +20,8 @@ import (
 	"github.com/gohvd/gohvd/internal/transport/shm"
 )
 
-// controls returns the Control channel between ranks 0 and 1: its end at rank 0 and its end at rank 1.
+// controls returns both ends of the Control channel between ranks 0 and 1. zero is the end at rank 0, and one
+// is the end at rank 1.
 func controls(tb testing.TB, meshes []shm.Sharer) (zero, one transport.Conn) {
 	tb.Helper()
 	a, err := meshes[0].Conn(tb.Context(), transport.Control, 1)
@@ -34,7 +35,7 @@ func controls(tb testing.TB, meshes []shm.Sharer) (zero, one transport.Conn) {
 	return a, b
 }
 
-// poll calls TryRead until p is full.
+// poll calls TryRead until it has filled p.
 func poll(c transport.Conn, p []byte) error {
 	for len(p) > 0 {
 		n, err := c.TryRead(p)
@@ -58,8 +59,8 @@ func bytesOf(seed uint64, n int) []byte {
 	return b
 }
 
-// Pieces of many sizes around the size of the ring arrive unchanged, with TryRead and with Read, whether the
-// sender is faster or slower than the receiver.
+// TestRing sends pieces of many sizes around the size of the ring. They must arrive unchanged, with TryRead
+// and with Read, whether the sender is faster or slower than the receiver.
 func TestRing(t *testing.T) {
 	for _, ringBytes := range []int{64, 256} {
 		meshes := onOneHost(t, shm.Config{RingBytes: ringBytes}, 2)
@@ -114,8 +115,8 @@ func TestRing(t *testing.T) {
 	}
 }
 
-// A parked rank is notified if bytes arrive, and a rank that is not parked is not notified. If there are
-// unread bytes, Park returns false.
+// TestPark checks that a parked rank is notified if bytes arrive, and that a rank that is not parked is not
+// notified. If there are unread bytes, Park must return false.
 func TestPark(t *testing.T) {
 	meshes := onOneHost(t, shm.Config{}, 3)
 	zero, one := controls(t, meshes)
@@ -139,7 +140,7 @@ func TestPark(t *testing.T) {
 	if n, err := one.TryRead(got); n != 0 || err != nil {
 		t.Errorf("nothing has come: got %d, %v", n, err)
 	}
-	for range 2 { // the second call of Park has no effect
+	for range 2 { // the second call of Park must have no effect
 		if !polls.Park() {
 			t.Error("cannot park though nothing has arrived")
 		}
@@ -172,15 +173,15 @@ func TestPark(t *testing.T) {
 		t.Error("notified though no goroutine is parked")
 	}
 
-	// The failure of a channel does not prevent parking if Mesh.Conn has not returned the channel, or if a
-	// read has already returned the error.
+	// A failed channel does not prevent parking if Mesh.Conn has never returned it, or if a read has already
+	// returned the error.
 	if !polls.Park() {
 		t.Error("cannot park")
 	}
 	if err := meshes[2].Close(); err != nil {
 		t.Fatal(err)
 	}
-	<-notified // there may be more notifications than one
+	<-notified // there may be more than one notification
 	within(t, "the death is not noticed", func() bool { return meshes[1].Err(1, 2) != nil })
 	polls.Unpark()
 	if !polls.Park() {
@@ -204,7 +205,8 @@ func TestPark(t *testing.T) {
 	}
 }
 
-// A rank parks while its peer sends. However the two overlap, the rank is notified of the bytes.
+// TestParkRace lets a rank park while its peer sends. In whatever order the two run, the rank must be
+// notified of the bytes.
 func TestParkRace(t *testing.T) {
 	const rounds = 20_000
 	meshes := onOneHost(t, shm.Config{RingBytes: 64}, 2)
@@ -258,8 +260,8 @@ func TestParkRace(t *testing.T) {
 	wg.Wait()
 }
 
-// If a head or tail has a value that no correct peer writes, calls for that direction of the channel fail
-// with a *PeerError.
+// TestImpossibleWords writes values to a head or tail that a correct peer never writes. Calls for that
+// direction of the channel must then fail with a *PeerError.
 func TestImpossibleWords(t *testing.T) {
 	for name, c := range map[string]struct {
 		spoil func(m *shm.Mesh)
@@ -274,7 +276,8 @@ func TestImpossibleWords(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			meshes := onOneHost(t, shm.Config{RingBytes: 64}, 2)
 			zero, one := controls(t, meshes)
-			for _, way := range [][2]transport.Conn{{zero, one}, {one, zero}} { // 100 bytes in each direction
+			// send 100 bytes in each direction
+			for _, way := range [][2]transport.Conn{{zero, one}, {one, zero}} {
 				if err := way[0].Send(make([]byte, 100)); err != nil {
 					t.Fatal(err)
 				}
@@ -301,8 +304,8 @@ func TestImpossibleWords(t *testing.T) {
 	}
 }
 
-// Whatever values a peer writes into the words of its segment, reading and sending either fail or continue.
-// They never access memory outside of the ring.
+// FuzzRingWords writes arbitrary values to the words that a peer writes. Reading and sending must either fail
+// or continue. They must never access memory outside the ring.
 func FuzzRingWords(f *testing.F) {
 	f.Add(uint64(10), uint64(0), uint64(64), uint64(0))
 	f.Add(uint64(65), uint64(1), uint64(1<<63), uint64(1<<63))
@@ -322,8 +325,8 @@ func FuzzRingWords(f *testing.F) {
 	})
 }
 
-// Once the first messages have been sent, no call allocates. This holds for a ring that has room for a whole
-// message and for a smaller ring.
+// TestRingAllocatesNothing checks that no call allocates once the first messages have been sent. It uses a
+// ring that has room for a whole message, and a smaller ring.
 func TestRingAllocatesNothing(t *testing.T) {
 	for _, ringBytes := range []int{0, 64} {
 		meshes := onOneHost(t, shm.Config{RingBytes: ringBytes}, 2)
@@ -344,8 +347,8 @@ func TestRingAllocatesNothing(t *testing.T) {
 	}
 }
 
-// Waiting ranks use almost no processor time, whether they are parked, wait in Read, or have sent bytes that
-// the peer does not read.
+// TestIdle checks that waiting ranks use almost no processor time, whether they are parked, wait in Read, or
+// have sent bytes that the peer does not read.
 func TestIdle(t *testing.T) {
 	meshes := onOneHost(t, shm.Config{RingBytes: 64}, 3)
 	zero, one := controls(t, meshes)
@@ -371,11 +374,11 @@ func TestIdle(t *testing.T) {
 		}
 		return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 	}
-	runtime.GC() // so that no garbage collection runs during the measurement
+	runtime.GC() // collect garbage now, so that no collection runs during the measurement
 	const idle = 300 * time.Millisecond
 	for tries := 1; ; tries++ { // on a busy machine it takes some time until all ranks wait
 		before := used()
-		<-time.After(idle) // the measurement counts the processor time that is used meanwhile
+		<-time.After(idle) // the measurement is the processor time that is used during this time
 		took := used() - before
 		if took <= idle/10 {
 			break
@@ -393,8 +396,8 @@ func TestIdle(t *testing.T) {
 	}
 }
 
-// After OnNotify, Send does not notify a parked peer, but NotifyPeers does. If the peer has already read the
-// bytes, NotifyPeers does not notify it.
+// TestNotifyPeers checks that after OnNotify, NotifyPeers notifies a parked peer, and Send does not. If the
+// peer has already read the bytes, NotifyPeers must not notify it.
 func TestNotifyPeers(t *testing.T) {
 	meshes := onOneHost(t, shm.Config{}, 2)
 	zero, one := controls(t, meshes)
@@ -402,7 +405,7 @@ func TestNotifyPeers(t *testing.T) {
 	sender.OnNotify(func() {})
 	notified := make(chan struct{}, 10)
 	looker.OnNotify(func() { notified <- struct{}{} })
-	// Connecting has also notified the looker. The loop consumes these notifications.
+	// Connecting has also notified looker. This loop receives these notifications.
 	looker.Park()
 	for settled := false; !settled; {
 		select {
@@ -441,8 +444,8 @@ func TestNotifyPeers(t *testing.T) {
 	}
 }
 
-// If a mesh is closed while all of its methods run, they fail with ErrClosed or a *PeerError. No call
-// accesses unmapped memory.
+// TestCloseWhileInUse closes a mesh while all of its methods run. They must fail with ErrClosed or a
+// *PeerError. No call may access unmapped memory.
 func TestCloseWhileInUse(t *testing.T) {
 	for i := range 20 {
 		meshes := onOneHost(t, shm.Config{RingBytes: 64}, 2)
@@ -481,8 +484,8 @@ func TestCloseWhileInUse(t *testing.T) {
 	}
 }
 
-// If a rank closes its mesh right after it has sent, its peer receives all bytes and then the end of the
-// stream.
+// TestLastWords lets a rank close its mesh right after it has sent. Its peer must receive all bytes, and then
+// the end of the stream.
 func TestLastWords(t *testing.T) {
 	meshes := onOneHost(t, shm.Config{}, 2)
 	zero, one := controls(t, meshes)
@@ -521,7 +524,7 @@ func BenchmarkPingPong(b *testing.B) {
 	}
 }
 
-// measure sends messages of size bytes to a rank that answers each of them, and reports half of the median
+// measure sends messages of size bytes to a rank that answers each of them. It reports half of the median
 // round-trip time.
 func measure(b *testing.B, c transport.Conn, size int) {
 	runtime.LockOSThread()
@@ -538,7 +541,7 @@ func measure(b *testing.B, c transport.Conn, size int) {
 			took = append(took, time.Since(began))
 		}
 	}
-	// The median is reported because the mean depends more on the load of the machine.
+	// Report the median, because the mean depends more on the load of the machine.
 	slices.Sort(took)
 	b.ReportMetric(float64(took[len(took)/2])/2, "p50-ns/way")
 }

@@ -14,25 +14,25 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// errNoPeer is the error for a rank that is not in the group. Calls that need another rank also return it for
-// this rank.
+// errNoPeer is the error for a rank that is not in the group. Calls that need a rank other than this one also
+// return it for this rank.
 var errNoPeer = errors.New("the rank shares no memory with this rank")
 
-// lane has the memory that the ranks share for a lane, and the errors of the lane.
+// lane holds the memory that the ranks share for a lane, and the errors of the lane.
 type lane struct {
-	// err is the error of Abort, Release or Close, or nil. gone has an error for each peer whose process has
-	// gone, by index in the group.
+	// err is the error of Abort, Release or Close, or nil. gone has one element for each rank of the group:
+	// an error if the process of that rank has gone, else nil.
 	err  atomic.Pointer[error]
 	gone []atomic.Pointer[error]
 
-	// own, sharing and theirs are guarded by the Mesh's mu. sharing is set if Share was called.
+	// own, sharing and theirs are guarded by the Mesh's mu. sharing is set when Share is called.
 	own     *shmem.Segment
 	sharing bool
-	theirs  []chunk // by index in the group; zero until the segment or an error has arrived
+	theirs  []chunk // one for each rank of the group; zero until the segment or an error has arrived
 }
 
-// fail makes the lane fail with err, unless it has failed with an error that has precedence. The caller holds
-// mu.
+// fail makes the lane fail with err. If the lane has failed already, the error that has precedence stays. The
+// caller holds mu.
 func (l *lane) fail(err error) {
 	if old := l.err.Load(); old == nil || err == transport.ErrReleased || err == transport.ErrClosed &&
 		*old != transport.ErrReleased {
@@ -54,8 +54,8 @@ func (l *lane) close() error {
 	return errors.Join(errs...)
 }
 
-// lane returns the lane with number id, and makes it if necessary. If the lane was released or the mesh is
-// closed, it returns an error. The caller holds mu.
+// lane returns the lane with the number id. If the lane is not in use yet, lane creates it. If the lane was
+// released or the mesh is closed, it returns an error. The caller holds mu.
 func (m *Mesh) lane(id transport.Lane) (*lane, error) {
 	lanes := *m.lanes.Load()
 	if l := lanes[id]; l != nil {
@@ -79,7 +79,7 @@ func (m *Mesh) lane(id transport.Lane) (*lane, error) {
 	return l, nil
 }
 
-// lose records that the process of p has gone, with err as the reason.
+// lose records that the process of p has gone. err is the reason.
 func (l *lane) lose(p *peer, id transport.Lane, err error) {
 	err = &transport.PeerError{Peer: p.rank, Lane: id, Err: err}
 	l.gone[p.index].Store(&err)
@@ -145,8 +145,9 @@ func (m *Mesh) Share(id transport.Lane, numBytes int64, peers []topo.Rank) ([]by
 	return seg.Bytes(), nil
 }
 
-// segment returns the segment that was reserved for a lane. If no segment of at least numBytes bytes was
-// reserved for the lane, it makes one. The caller must not hold mu, because making a segment takes long.
+// segment returns a segment for a lane. This is the segment that was reserved for the lane if it has at least
+// numBytes bytes. Otherwise segment makes a new one. The caller must not hold mu, because making a segment
+// takes a long time.
 func (m *Mesh) segment(id transport.Lane, numBytes int64) (*shmem.Segment, error) {
 	m.mu.Lock()
 	seg := m.reserved[id]
@@ -161,8 +162,8 @@ func (m *Mesh) segment(id transport.Lane, numBytes int64) (*shmem.Segment, error
 
 func laneName(id transport.Lane) string { return fmt.Sprintf("gohvd-lane-%d", id) }
 
-// beginShare checks and records a call of Share. It returns an error if Share was called for the lane before.
-// Otherwise it returns the peers with the given ranks.
+// beginShare checks and records a call of Share. It returns the peers with the given ranks. If Share was
+// called for the lane before, it returns an error.
 func (m *Mesh) beginShare(id transport.Lane, ranks []topo.Rank) ([]*peer, error) {
 	var to []*peer
 	for _, r := range ranks {
@@ -191,8 +192,8 @@ func (m *Mesh) beginShare(id transport.Lane, ranks []topo.Rank) ([]*peer, error)
 	return to, nil
 }
 
-// shared handles a shareMessage: it maps the segment of a peer for a lane. It returns an error if the message
-// violates the protocol.
+// shared handles a shareMessage. It maps the segment that a peer shares for a lane. If the message violates
+// the protocol, shared returns an error.
 func (m *Mesh) shared(p *peer, id transport.Lane, msg *message) error {
 	seg, err := mapSegment(msg.fds[0], msg.size)
 	if errors.Is(err, errBreach) {
@@ -209,7 +210,7 @@ func (m *Mesh) shared(p *peer, id transport.Lane, msg *message) error {
 	}
 	if c := l.theirs[p.index]; c != (chunk{}) || p.shares >= maxShares {
 		if seg != nil {
-			_ = seg.Close() // the violation of the protocol is the error to report
+			_ = seg.Close() // the error is ignored, because the violation of the protocol is reported
 		}
 		return fmt.Errorf("%w: got a segment for lane %d after segments for %d lanes, want one for each lane and at most %d lanes", errBreach, id, p.shares, maxShares)
 	}
@@ -258,11 +259,12 @@ func (m *Mesh) Peer(ctx context.Context, id transport.Lane, rank topo.Rank) ([]b
 	return b, nil
 }
 
-// offer shares an arena chunk of this process with all peers. Package arena holds its lock while it calls
-// offer and withdraw, so they only queue messages.
+// offer shares an arena chunk of this process with all peers. offer and withdraw only queue messages, because
+// package arena holds its lock while it calls them.
 func (m *Mesh) offer(c arena.Chunk) {
 	size := uint64(len(c.Segment.Bytes()))
-	sealed := c.Segment.Seal() // before a peer gets a descriptor, because peers must not write to the chunk
+	// seal before a peer gets a descriptor, because peers must not write to the chunk
+	sealed := c.Segment.Seal()
 	for _, p := range m.peers {
 		fd, err := -1, sealed
 		if err == nil {

@@ -34,8 +34,8 @@ func wantErr(t *testing.T, call string, err, want error) {
 	}
 }
 
-// within polls the condition done until it is true, because no event announces the change. After hangTimeout
-// it fails the test with the message in what.
+// within calls done repeatedly until it returns true, because no event announces the change. If that takes
+// longer than hangTimeout, the test fails with the message what.
 func within(t *testing.T, what string, done func() bool) {
 	t.Helper()
 	for end := time.Now().Add(hangTimeout); !done(); runtime.Gosched() {
@@ -45,8 +45,8 @@ func within(t *testing.T, what string, done func() bool) {
 	}
 }
 
-// Every rank can read the segments that were shared with it, and no other segments. The order of the calls of
-// Share and Peer does not matter.
+// TestShare checks that every rank can read the segments that were shared with it, and no other segments. The
+// order of the calls of Share and Peer must not matter.
 func TestShare(t *testing.T) {
 	const size = 3
 	meshes := onOneHost(t, shm.Config{}, size)
@@ -117,13 +117,13 @@ func TestShare(t *testing.T) {
 	}
 }
 
-// Pending and later calls on a lane end if the lane is aborted or released, the mesh is closed, or the peer
-// dies. Err returns the same error as the calls.
+// TestLaneEnds checks that pending and later calls on a lane fail if the lane is aborted or released, if the
+// mesh is closed, or if the peer dies. Err must return the same error as these calls.
 func TestLaneEnds(t *testing.T) {
 	boom := errors.New("boom")
 	for name, c := range map[string]struct {
 		end  func(meshes []shm.Sharer)
-		want error // nil means a *PeerError
+		want error // expected error; nil means a *PeerError
 	}{
 		"abort":   {func(m []shm.Sharer) { m[1].Abort(2, boom) }, boom},
 		"release": {func(m []shm.Sharer) { m[1].Release(2) }, transport.ErrReleased},
@@ -183,8 +183,8 @@ func TestLaneEnds(t *testing.T) {
 	}
 }
 
-// If a lane has ended for several reasons, ErrReleased has precedence over ErrClosed, ErrClosed over the
-// error of Abort, and the error of Abort over the death of a peer.
+// TestErrOrder lets a lane end for several reasons. ErrReleased must have precedence over ErrClosed,
+// ErrClosed over the error of Abort, and the error of Abort over the death of a peer.
 func TestErrOrder(t *testing.T) {
 	meshes := onOneHost(t, shm.Config{}, 2)
 	boom := errors.New("boom")
@@ -219,8 +219,8 @@ func TestErrCosts(t *testing.T) {
 	}
 }
 
-// Arena returns chunks that existed before Connect and chunks that were made later. A chunk that has been
-// freed reads as zeros.
+// TestArena checks that Arena returns chunks that existed before Connect and chunks that were made later. A
+// chunk that has been freed must read as zeros.
 func TestArena(t *testing.T) {
 	const large = 65 << 20 // so large that each tensor gets its own chunk
 	early := mustAlloc(t, large)
@@ -291,11 +291,12 @@ func mustAlloc(t *testing.T, n int) []byte {
 	return b
 }
 
-// If a peer does not read, Alloc does not wait: messages about new chunks are queued if the socket is full.
+// TestAllocDoesNotWait checks that Alloc does not wait if a peer does not read. When the socket is full,
+// messages about new chunks must be queued.
 func TestAllocDoesNotWait(t *testing.T) {
 	meshes := onOneHost(t, shm.Config{}, 2)
-	// This test cannot stop the receiving goroutine of a peer. So it sends more messages than the socket
-	// holds.
+	// This test cannot stop the receiving goroutine of a peer. So it sends more messages than fit in the
+	// socket.
 	m := shm.Inner(meshes[0])
 	for i := range uint32(5000) {
 		m.Put(1, shm.KeptMessage, 1<<20+i, uint64(unix.EMFILE))
@@ -312,7 +313,8 @@ func TestAllocDoesNotWait(t *testing.T) {
 	}
 }
 
-// After Release and Close, the process has no more mappings and open descriptors than before.
+// TestNothingIsLeft checks that after Release and Close the process has no more mappings and open descriptors
+// than before the test.
 func TestNothingIsLeft(t *testing.T) {
 	b := mustAlloc(t, 100)
 	defer func() {
@@ -366,7 +368,7 @@ func TestNothingIsLeft(t *testing.T) {
 				t.Fatal(err)
 			}
 			if lane%2 == 0 {
-				continue // so that Close has to unmap the segments of these lanes
+				continue // leave these lanes, so that Close has to unmap their segments
 			}
 			for _, m := range meshes {
 				m.Release(lane)
@@ -410,8 +412,8 @@ func mappings(t *testing.T) int {
 	return strings.Count(string(text), "/memfd:gohvd-")
 }
 
-// If a message violates the protocol, the channels to its sender fail with a *PeerError. The receiver does
-// not close its connection, so the sender does not notice.
+// TestBreaches sends messages that violate the protocol. The channels to the sender must fail with a
+// *PeerError. The receiver must not close its connection, so the sender notices nothing.
 func TestBreaches(t *testing.T) {
 	segment := func(t *testing.T) (int, uint64) {
 		s, err := shmem.Create("test", 1)
@@ -515,8 +517,8 @@ func TestBreaches(t *testing.T) {
 	}
 }
 
-// Each chunk is sealed before its descriptor is sent to peers, because the allocator leaves chunks writable
-// for sidecars.
+// TestArenaIsSealed checks that each chunk is sealed before its descriptor is sent to peers. The allocator
+// does not seal chunks, because a sidecar must be able to write to them.
 func TestArenaIsSealed(t *testing.T) {
 	seals := func() (all []int) {
 		arena.Watch(func(c arena.Chunk) {

@@ -3,11 +3,11 @@
 //
 // A rank opens an Endpoint and publishes its Offer with its check-in record. When it knows all offers and has
 // a mesh that reaches all ranks (package tcp), it calls Connect. The ranks of one host then connect over Unix
-// sockets and prove their identity on these connections. After that, they send each other file descriptors.
-// They agree on whether all of this has succeeded: either all ranks of a host share memory or none does. In
-// the mesh that Connect returns, the Control lane between ranks of the host is in shared memory, and all
-// other lanes use the mesh underneath. The backends get memory for their lanes through Sharer. docs/arena.md
-// describes the formats, and what happens when a rank dies.
+// sockets and authenticate each other on these connections. After that, they send each other file
+// descriptors. They agree on whether all of this has succeeded: either all ranks of a host share memory or
+// none does. In the mesh that Connect returns, the Control lane between ranks of the host is in shared
+// memory, and all other lanes use the mesh underneath. The backends get memory for their lanes through
+// Sharer. docs/arena.md describes the formats, and what happens when a rank dies.
 //
 // Invariants:
 //
@@ -16,7 +16,7 @@
 //     before that, the next Listen removes the socket.
 //  3. A Unix connection ends exactly when one of its two processes ends or closes its mesh. No rank closes a
 //     connection before it gives up the mesh.
-//  4. All of this belongs to one epoch. The next epoch makes new connections and new memory.
+//  4. Connections and memory belong to one epoch. The next epoch makes new ones.
 package shm
 
 import (
@@ -42,7 +42,7 @@ import (
 )
 
 const (
-	// defaultRingBytes is enough for about a hundred frames of negotiation.
+	// defaultRingBytes is enough for about a hundred frames of the negotiation.
 	defaultRingBytes         = 64 << 10
 	minRingBytes             = 64
 	maxRingBytes             = 1 << 30
@@ -58,15 +58,16 @@ const (
 // Config configures an Endpoint. If a field is zero, its default applies.
 type Config struct {
 	// Dir is the directory of the socket. Listen makes the directory if it does not exist. Only this user may
-	// have access to it. Its path may have at most about 80 bytes. Default: gohvd-UID in os.TempDir().
+	// have access to it. Its path may have at most about 80 bytes. The default is gohvd-UID in os.TempDir().
 	Dir string
 	// RingBytes is the size of the ring to each peer: the number of bytes that can be sent on the Control
 	// channel before the sender waits for the peer to read. It must be a power of two from 64 bytes to 1 GiB.
-	// A rank allocates one ring for each peer of its host. Default 64 KiB.
+	// A rank allocates one ring for each peer on its host. The default is 64 KiB.
 	RingBytes int
-	// HandshakeTimeout is the time that a process has for the handshake after it has connected. Default 10 s.
+	// HandshakeTimeout is the time limit for the handshake after a process has connected. The default is 10
+	// s.
 	HandshakeTimeout time.Duration
-	// Log receives a warning for each refused connection. nil discards them.
+	// Log receives a warning for each refused connection. If it is nil, warnings are discarded.
 	Log *zap.Logger
 }
 
@@ -84,14 +85,14 @@ type Endpoint struct {
 }
 
 // Listen makes the socket. First it removes the sockets in the directory on which no process listens any
-// more. If the caller does not call Connect, it must call Close.
+// more. If the caller does not call Connect, the caller must call Close.
 func Listen(cfg Config) (*Endpoint, error) {
 	e, err := newEndpoint(cfg)
 	if err != nil {
 		return nil, err
 	}
 	if e.cfg.Dir == "" {
-		// A container image that is made from scratch has no directory for temporary files.
+		// A container image that is made from scratch has no directory for temporary files, so create it.
 		if err := os.MkdirAll(os.TempDir(), permSocketUp); err != nil {
 			return nil, fmt.Errorf("shm: listen: %w (set TMPDIR to choose another directory)", err)
 		}
@@ -111,8 +112,9 @@ func Listen(cfg Config) (*Endpoint, error) {
 }
 
 // lock locks dir. Between bind and listen, a socket looks like a socket of a process that is gone, and the
-// lock keeps other processes from removing it. If a process dies, its lock is released. But the process that
-// holds the lock may be stopped. So lock waits only for a short time, and then continues without the lock.
+// lock keeps other processes from removing it. If a process dies, the kernel releases its lock. But a process
+// that holds the lock may be stopped. So lock waits only for a short time, and then continues without the
+// lock.
 func lock(dir string) (unlock func() error, err error) {
 	d, err := os.Open(dir)
 	if err != nil {
@@ -121,7 +123,7 @@ func lock(dir string) (unlock func() error, err error) {
 	for end := time.Now().Add(lockTimeout); time.Now().Before(end); {
 		err := unix.Flock(int(d.Fd()), unix.LOCK_EX|unix.LOCK_NB)
 		if err != unix.EWOULDBLOCK && err != unix.EINTR {
-			break // this process has the lock, or the file system has no locks
+			break // this process has the lock, or the file system does not support locks
 		}
 		<-time.After(lockPause)
 	}
@@ -129,7 +131,7 @@ func lock(dir string) (unlock func() error, err error) {
 }
 
 // Unavailable returns the Endpoint of a rank that cannot share memory, for example because Listen failed. Its
-// Offer has the reason. So the other ranks do not wait for this rank, and their UnsharedReason names it.
+// Offer contains the reason. So the other ranks do not wait for this rank, and their UnsharedReason names it.
 func Unavailable(reason error) *Endpoint {
 	e := &Endpoint{log: zap.NewNop()}
 	text := reason.Error()
@@ -187,7 +189,8 @@ func (e *Endpoint) listen() error {
 	return nil
 }
 
-// prepare makes dir. If dir exists, prepare checks that no other user can create files there.
+// prepare makes the directory dir. If dir exists already, prepare returns an error if other users can create
+// files there.
 func prepare(dir string) error {
 	if err := os.Mkdir(dir, permSocketUp); err != nil && !errors.Is(err, os.ErrExist) {
 		return err
@@ -203,8 +206,8 @@ func prepare(dir string) error {
 	return nil
 }
 
-// sweep removes sockets of this package on which no process listens any more. It looks at the first thousand
-// names in dir. The caller holds the lock of dir.
+// sweep removes sockets of this package on which no process listens any more. It checks only the first
+// thousand names in dir. The caller holds the lock of dir.
 func sweep(dir string) error {
 	d, err := os.Open(dir)
 	if err != nil {
@@ -228,23 +231,22 @@ func sweep(dir string) error {
 	return nil
 }
 
-// abandoned reports whether no process listens on the socket any more. If a process does listen, it accepts a
-// connection that ends at once.
+// abandoned reports whether no process listens on the socket any more. To find out, it connects. A process
+// that listens accepts a connection that ends at once.
 func abandoned(path string) bool {
 	fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		return false
 	}
-	defer func() { _ = unix.Close(fd) }() // an error does not matter, because nothing was written
+	defer func() { _ = unix.Close(fd) }() // the error is ignored, because nothing was written
 	return unix.Connect(fd, &unix.SockaddrUnix{Name: path}) == unix.ECONNREFUSED
 }
 
 // Offer returns what the other ranks must know to share memory with this rank. It contains a secret: a
-// process that knows it and runs as the same user can take the place of this rank until its peers have
-// connected.
+// process that knows it and runs as the same user can impersonate this rank until its peers have connected.
 func (e *Endpoint) Offer() Offer { return e.offer }
 
-// Close removes the socket. After Connect it does nothing.
+// Close removes the socket. After a call of Connect it does nothing.
 func (e *Endpoint) Close() error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -262,29 +264,29 @@ func (e *Endpoint) Close() error {
 	return err
 }
 
-// Epoch describes the epoch to connect, as the ranks agreed on it in the rendezvous. The fields Job, Epoch,
-// Hosts and Offers are the same at all ranks.
+// Epoch describes the epoch to connect, as the ranks agreed on it in the rendezvous. All ranks have the same
+// values of the fields Job, Epoch, Hosts and Offers.
 type Epoch struct {
-	// Job identifies the job. It has 1 to 64 bytes, which have no meaning for this package.
+	// Job identifies the job. It has 1 to 64 arbitrary bytes.
 	Job string
-	// Epoch is the number of the epoch, which is greater than in all earlier epochs of the job.
+	// Epoch is the number of the epoch. It is greater than the numbers of all earlier epochs of the job.
 	Epoch uint64
 	// Rank is the number of this rank.
 	Rank topo.Rank
-	// Hosts are the identities of the hosts, by rank.
+	// Hosts[r] identifies the host of rank r.
 	Hosts []string
-	// Offers are the offers of the ranks, by rank. The offer of a rank that does not call Connect is zero.
+	// Offers[r] is the offer of rank r. If that rank does not call Connect, it is zero.
 	Offers []Offer
-	// Reserve has the number of bytes that this rank will Share for each lane. They are allocated before the
-	// ranks agree. So if a rank lacks the memory, the ranks agree to share no memory.
+	// Reserve holds, for each lane, the number of bytes that this rank will later Share. Connect allocates
+	// them before the ranks agree. So if a rank lacks the memory, the ranks agree to share no memory.
 	Reserve map[transport.Lane]int64
-	// Agree runs try, which connects this rank to the other ranks of the host, and tells the others the
-	// result. It returns the same at each of these ranks: the ranks at which try failed, with the reasons
-	// (rendezvous.Session.Agree). When try fails at a rank, Agree cancels the context of try at the other
-	// ranks. Connect does not call Agree if the rank is alone on its host.
+	// Agree calls try, which connects this rank to the other ranks of the host, and tells these ranks the
+	// result. It returns the ranks at which try has failed, with the reasons. All ranks of the host get the
+	// same ranks and reasons (rendezvous.Session.Agree). When try fails at a rank, Agree cancels the context
+	// of try at the other ranks. Connect does not call Agree if the rank is alone on its host.
 	Agree func(ctx context.Context, try func(context.Context) error) (failed map[topo.Rank]string, err error)
 	// Under is a mesh that reaches all ranks. Connect takes ownership of Under. If Connect fails, it closes
-	// Under. If it succeeds, Close of the new mesh also closes Under.
+	// Under. If Connect succeeds, Close of the new mesh also closes Under.
 	Under transport.Mesh
 }
 
@@ -299,8 +301,8 @@ func (ep *Epoch) validate() error {
 }
 
 // Connect makes the mesh of the epoch. It returns when the ranks of this host have agreed on whether they
-// share memory. If ctx ends first, it returns an error. If the ranks cannot share memory, Connect returns no
-// error, but a mesh with a Group of one rank and an UnsharedReason.
+// share memory. If ctx ends first, it returns an error. If the ranks cannot share memory, this is not an
+// error: Connect returns a mesh whose Group is only this rank, and whose UnsharedReason says why.
 func (e *Endpoint) Connect(ctx context.Context, ep Epoch) (Sharer, error) {
 	m, err := e.connect(ctx, &ep)
 	if err != nil {
@@ -337,19 +339,19 @@ func (e *Endpoint) connect(ctx context.Context, ep *Epoch) (*Mesh, error) {
 		}
 	}
 	if m.unsharedReason != "" || len(group) == 1 {
-		return m, nil // all ranks of this host come to the same result, so none calls Agree
+		return m, nil // all ranks of this host get the same result, so none of them calls Agree
 	}
 	return m, m.form(ctx, e, ep, group)
 }
 
-// exclusion says why the ranks of a host cannot share memory, and which ranks are the cause.
+// exclusion holds the reason why the ranks of a host cannot share memory, and the ranks that are the cause.
 type exclusion struct {
 	why   string
 	ranks []topo.Rank
 }
 
-// checkOffers checks the offers. For each host whose ranks cannot share memory, the map that it returns has
-// the reason. The result is the same at all ranks.
+// checkOffers checks the offers. It returns, for each host whose ranks cannot share memory, the reason. All
+// ranks compute the same result.
 func checkOffers(ep *Epoch) (excluded map[string]exclusion) {
 	excluded = make(map[string]exclusion)
 	first := make(map[string]topo.Rank)
@@ -374,14 +376,14 @@ func checkOffers(ep *Epoch) (excluded map[string]exclusion) {
 		if n := len(slices.DeleteFunc(slices.Clone(ep.Hosts), func(h string) bool {
 			return h != host
 		})); n == 1 {
-			delete(excluded, host) // the rank is the only one of its host
+			delete(excluded, host) // the rank is alone on its host
 		}
 	}
 	return excluded
 }
 
-// join appends to text the statement that rank r cannot share memory, with the reason. text has the
-// statements about other ranks.
+// join appends to text a clause that says why rank r cannot share memory. text may already contain clauses
+// about other ranks.
 func join(text string, r topo.Rank, reason string) string {
 	if text != "" {
 		text += "; "

@@ -22,7 +22,7 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// overTCP returns the meshes of size ranks that are connected over TCP on loopback.
+// overTCP returns the meshes of size ranks, connected over TCP on loopback.
 func overTCP(tb testing.TB, size int) []transport.Mesh {
 	tb.Helper()
 	endpoints := make([]*tcp.Endpoint, size)
@@ -45,7 +45,7 @@ func overTCP(tb testing.TB, size int) []transport.Mesh {
 	return meshes
 }
 
-// overMem returns the meshes of size ranks that are connected within this process.
+// overMem returns the meshes of size ranks, connected within this process.
 func overMem(_ testing.TB, size int) []transport.Mesh {
 	c := mem.New(size)
 	meshes := make([]transport.Mesh, size)
@@ -55,14 +55,14 @@ func overMem(_ testing.TB, size int) []transport.Mesh {
 	return meshes
 }
 
-// job has the arguments of Connect for all ranks of a test.
+// job holds the arguments of Connect for all ranks of a test.
 type job struct {
 	cfg       shm.Config
 	hosts     []string
 	endpoints []*shm.Endpoint
 	offers    []shm.Offer
 	under     []transport.Mesh
-	sessions  []*rendezvous.Session         // Connect gets the method Agree of the rank's session
+	sessions  []*rendezvous.Session         // the method Agree of a session is passed to Connect
 	epoch     func(rank int, ep *shm.Epoch) // if not nil, changes the Epoch that a rank passes to Connect
 	after     func() error                  // if not nil, called when Connect has returned at all ranks
 }
@@ -95,8 +95,8 @@ func newJob(tb testing.TB, cfg shm.Config, under []transport.Mesh, hosts ...stri
 	return j
 }
 
-// meet checks in one rank on each of the given hosts. The sessions end with the test or when the test calls
-// leave.
+// meet checks in one rank on each of the given hosts. The sessions end when the test ends or when the test
+// calls leave.
 func meet(tb testing.TB, hosts []string) []*rendezvous.Session {
 	tb.Helper()
 	kv := store.NewHashStore(store.Limits{})
@@ -121,15 +121,15 @@ func meet(tb testing.TB, hosts []string) []*rendezvous.Session {
 	return sessions
 }
 
-// leave closes the sessions. It may be called several times. It ignores errors, because the session of one
-// rank reports an error if the session of another rank was closed before.
+// leave closes the sessions. It may be called several times. It ignores errors, because closing a session
+// returns an error if the session of another rank was closed before.
 func leave(sessions []*rendezvous.Session) {
 	for _, s := range sessions {
 		_ = s.Close()
 	}
 }
 
-// connect calls Connect at all ranks at the same time. It returns their meshes and errors, by rank.
+// connect calls Connect at all ranks at the same time. It returns the mesh and the error of each rank.
 func (j *job) connect(ctx context.Context) ([]shm.Sharer, []error) {
 	meshes, errs := make([]shm.Sharer, len(j.hosts)), make([]error, len(j.hosts))
 	var wg sync.WaitGroup
@@ -192,8 +192,8 @@ func onOneHost(tb testing.TB, cfg shm.Config, size int) []shm.Sharer {
 	return meshes
 }
 
-// swapped is a Mesh that exchanges the Control lane with another lane, whose number is in the field lane. The
-// tests of the contract use that other lane, so they test the Control channels in shared memory.
+// swapped is a Mesh in which the Control lane and the lane with the number lane are exchanged. The tests of
+// the contract use that other lane, so with swapped they test the Control channels in shared memory.
 type swapped struct {
 	transport.Mesh
 	lane transport.Lane
@@ -219,7 +219,7 @@ func (s swapped) Conn(ctx context.Context, lane transport.Lane, peer topo.Rank) 
 
 func (s swapped) Abort(lane transport.Lane, err error) { s.Mesh.Abort(s.other(lane), err) }
 
-// blame replaces the lane of a *PeerError with the lane that the test has used.
+// blame replaces the lane in a *PeerError with the lane that the test has used.
 func (s swapped) blame(err error) error {
 	var p *transport.PeerError
 	if errors.As(err, &p) {
@@ -260,8 +260,8 @@ func contractMeshes(ringBytes, ranksPerHost int,
 	}
 }
 
-// The mesh obeys the contract of package transport on every lane, even if only some of its Control channels
-// are in shared memory.
+// TestContract checks that the mesh obeys the contract of package transport on every lane, even if only some
+// of its Control channels are in shared memory.
 func TestContract(t *testing.T) {
 	for name, ranksPerHost := range map[string]int{"one host": 8, "two ranks a host": 2} {
 		t.Run(name, func(t *testing.T) {
@@ -272,8 +272,9 @@ func TestContract(t *testing.T) {
 	}
 }
 
-// The channels in shared memory obey the contract of package transport, even if the rings are so small that
-// all sends wait for room. One test of the contract uses only lane 3, so there is a case for that lane.
+// TestContractInMemory checks that the channels in shared memory obey the contract of package transport, even
+// if the rings are so small that all sends wait for room. One test of the contract uses only lane 3, so there
+// is a case for that lane.
 func TestContractInMemory(t *testing.T) {
 	for _, c := range []struct {
 		ringBytes int
@@ -288,7 +289,7 @@ func TestContractInMemory(t *testing.T) {
 	}
 }
 
-// TestMain runs the tests. In a child process that a test has started, it runs one rank (see child).
+// TestMain runs the tests. In a child process that a test has started, it runs one rank instead (see child).
 func TestMain(m *testing.M) {
 	if len(os.Args) > 3 && os.Args[1] == "rank" {
 		if err := child(os.Args[2], os.Args[3]); err != nil {

@@ -10,15 +10,15 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// waker wakes the parked goroutines of this rank. It has an eventfd. If word is not 0, a goroutine of this
-// rank is parked, and a peer writes to the eventfd to wake it.
+// waker wakes the parked goroutines of this rank. While a goroutine of this rank is parked, *word is not 0. A
+// peer then writes to the eventfd fd to wake it.
 type waker struct {
 	fd   int
-	file *os.File // owns fd, and lets the runtime poll it
+	file *os.File // owns fd, so that the runtime can poll it
 
 	mu       sync.Mutex
 	sleepers int
-	word     *uint32 // in this rank's control segment; nil when that is unmapped
+	word     *uint32 // points into this rank's control segment; nil when that is unmapped
 }
 
 func newWaker(word *uint32) (*waker, error) {
@@ -29,19 +29,19 @@ func newWaker(word *uint32) (*waker, error) {
 	return &waker{fd: fd, file: os.NewFile(uintptr(fd), "eventfd"), word: word}, nil
 }
 
-// park counts a goroutine that is about to park. After park the goroutine must check once more whether it has
-// to wait.
+// park records that a goroutine is about to park. After park the goroutine must check once more whether it
+// has to wait.
 func (w *waker) park() { w.count(1) }
 
-// unpark undoes one call of park.
+// unpark reverses one call of park.
 func (w *waker) unpark() { w.count(-1) }
 
 func (w *waker) count(n int) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.sleepers += n
-	// The word is written only if it changes, because a write removes the word's cache line from the caches
-	// of all peers.
+	// Write the word only if its value changes, because a write removes its cache line from the caches of all
+	// peers.
 	if w.word != nil && (w.sleepers == 0 || w.sleepers == n) {
 		atomic.StoreUint32(w.word, uint32(min(w.sleepers, 1)))
 	}
@@ -80,15 +80,15 @@ func (p *peerWaker) wakeIfParked() {
 }
 
 // wake wakes the parked goroutines of the peer. It never blocks, because the eventfd is non-blocking. The
-// write fails only if the counter of the eventfd is at its maximum. Then the peer has not read earlier
-// writes, so it will wake anyway.
+// write fails only if the counter of the eventfd is at its maximum. In this case the peer has not read
+// earlier writes yet, so it will wake anyway.
 func (p *peerWaker) wake() {
 	one := uint64(1)
 	_, _, _ = unix.RawSyscall(unix.SYS_WRITE, uintptr(p.fd), uintptr(unsafe.Pointer(&one)), 8)
 }
 
-// checkEventfd returns an error if a descriptor from a peer is not a non-blocking eventfd, because a write to
-// another kind of file could block.
+// checkEventfd returns an error if a descriptor from a peer is not a non-blocking eventfd. A write to another
+// kind of file could block.
 func checkEventfd(fd int) error {
 	kind, err := os.Readlink(fmt.Sprintf("/proc/self/fd/%d", fd))
 	if err != nil {

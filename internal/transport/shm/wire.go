@@ -11,35 +11,35 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// These are the messages on a Unix connection after the handshake. Each message is one packet, with the
-// descriptors that belong to its kind:
+// These are the kinds of messages on a Unix connection after the handshake. Each message is one packet. The
+// descriptors that belong to its kind are sent with it:
 //
 //	kind u32 | id u32 | size u64      (little-endian)
 const (
-	// controlMessage is the first message, and is sent once. It has descriptors of the sender's control
-	// segment and eventfd. The field id is the index of the sender in the group, and the field size is the
-	// number of bytes of one of the sender's rings.
+	// controlMessage is the first message and is sent once. It carries descriptors of the sender's control
+	// segment and of the sender's eventfd. The field id is the index of the sender in the group, and the
+	// field size is the size of one of the sender's rings in bytes.
 	controlMessage = 1 + iota
-	// shareMessage has a descriptor of the segment that the sender shares for a lane. The field id is the
+	// shareMessage carries a descriptor of the segment that the sender shares for a lane. The field id is the
 	// lane, and the field size is the size of the segment in bytes.
 	shareMessage
-	// arenaMessage has a descriptor of an arena chunk of the sender. The field id is the ID of the chunk, and
-	// the field size is its size in bytes.
+	// arenaMessage carries a descriptor of an arena chunk of the sender. The field id is the ID of the chunk,
+	// and the field size is its size in bytes.
 	arenaMessage
-	// keptMessage says that the sender could not send a descriptor of the arena chunk whose ID is in the
-	// field id. The field size is the error number (errno).
+	// keptMessage means that the sender could not send a descriptor of an arena chunk. The field id is the ID
+	// of the chunk, and the field size is the error number (errno).
 	keptMessage
-	// dropMessage says that the sender no longer shares the arena chunk whose ID is in the field id.
+	// dropMessage means that the sender no longer shares an arena chunk. The field id is the ID of the chunk.
 	dropMessage
 
 	messageBytes = 16
 	maxFDs       = 2
 )
 
-// numFDs is the number of descriptors in a message of each kind.
+// numFDs[k] is the number of descriptors in a message of kind k.
 var numFDs = [...]int{controlMessage: 2, shareMessage: 1, arenaMessage: 1, keptMessage: 0, dropMessage: 0}
 
-// message is one packet. The holder of a message must close its descriptors.
+// message is one packet. A function that receives a message must close its descriptors.
 type message struct {
 	kind, id uint32
 	size     uint64
@@ -75,7 +75,7 @@ func (m *message) close() { closeAll(m.fds) }
 
 func closeAll(fds []int) {
 	for _, fd := range fds {
-		_ = unix.Close(fd) // an error does not matter, because nothing was written through it
+		_ = unix.Close(fd) // the error is ignored, because nothing was written through fd
 	}
 }
 
@@ -90,7 +90,8 @@ func (m *message) write(c *net.UnixConn) error {
 	return err
 }
 
-// readMessage receives one message. If the connection has ended in any way, the error is io.ErrUnexpectedEOF.
+// readMessage receives one message. If the connection has ended for any reason, the error is
+// io.ErrUnexpectedEOF.
 func readMessage(c *net.UnixConn) (message, error) {
 	var b [messageBytes + 1]byte
 	rights := make([]byte, unix.CmsgSpace(4*maxFDs))
@@ -120,7 +121,7 @@ func readMessage(c *net.UnixConn) (message, error) {
 	return m, err
 }
 
-// received returns the descriptors in the control data of a packet.
+// received returns the descriptors in rights, the control data of a packet.
 func received(rights []byte) ([]int, error) {
 	if len(rights) == 0 {
 		return nil, nil
@@ -140,5 +141,5 @@ func received(rights []byte) ([]int, error) {
 	return fds, nil
 }
 
-// duplicate returns a new descriptor for the file of fd.
+// duplicate returns a new descriptor for the same open file as fd.
 func duplicate(fd int) (int, error) { return unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 0) }

@@ -65,8 +65,8 @@ func FuzzMessage(f *testing.F) {
 	})
 }
 
-// A handshake fails if one side does not know the token of the other side, or if the sides belong to
-// different epochs or jobs. Each case says which of the two sides get an error.
+// TestHandshake checks that a handshake fails if one side does not know the token of the other side, or if
+// the sides belong to different epochs or jobs. Each case says which of the two sides must get an error.
 func TestHandshake(t *testing.T) {
 	good := [2]Offer{{Token: make([]byte, tokenBytes)}, {Token: append(make([]byte, tokenBytes-1), 1)}}
 	wrong := Offer{Token: append(make([]byte, tokenBytes-1), 3)}
@@ -76,7 +76,8 @@ func TestHandshake(t *testing.T) {
 		rank             topo.Rank // the rank that the dialer claims to be
 		ofAcceptor       Offer     // the acceptor's offer as the dialer knows it
 		ofDialer         Offer     // the dialer's offer as the acceptor knows it
-		dials, accepts   error     // nil means no error, and errAny any error
+		// errors that the sides must get; nil means no error, and errAny means any error
+		dials, accepts error
 	}{
 		"good":                   {here, here, 0, good[1], good[0], nil, nil},
 		"dialer without token":   {here, here, 0, wrong, good[0], secret.ErrWrong, errAny},

@@ -14,21 +14,21 @@ import (
 )
 
 const (
-	// maxWrite is the largest number of bytes of one write, because some systems refuse 2 GiB and more.
+	// maxWrite is the maximum number of bytes in one write, because some systems refuse 2 GiB and more.
 	maxWrite = 1 << 30
-	// In one system call the writer writes at most maxBatch buffers with at most maxBatchBytes bytes in
-	// total. With batches, small messages that are queued for a slow reader drain many times faster
-	// (BenchmarkDrain). A larger buffer is written by itself, so that Sent can rise while it is written.
+	// In one system call the writer writes at most maxBatch buffers, which have at most maxBatchBytes bytes
+	// in total. Batches empty a queue of small messages for a slow reader many times faster (BenchmarkDrain).
+	// A larger buffer is written by itself, so that the count of Sent can rise while it is written.
 	maxBatch      = 64
 	maxBatchBytes = 256 << 10
-	// recordBytes is the largest number of bytes of one TLS record (RFC 8446, section 5.1).
+	// recordBytes is the maximum number of bytes in one TLS record (RFC 8446, section 5.1).
 	recordBytes = 16 << 10
 )
 
-// conn is the channel to one peer on one lane. Send writes as many bytes as the socket takes at once and
+// conn is the channel to one peer on one lane. Send writes as many bytes as the socket has room for and
 // appends the rest to queue. The writer, a goroutine that is started when it is first needed, writes the
-// queue as the socket drains. While the queue is not empty, Send only appends to it. So Send and the writer
-// never write at the same time. On an encrypted connection only the writer writes.
+// queue as the socket gets room. While the queue is not empty, Send only appends to it. So Send and the
+// writer never write at the same time. On an encrypted connection only the writer writes.
 //
 // With TLS, deadlines and the end of the stream work as without TLS, because both belong to the socket. The
 // close message of TLS is not sent, because it would have to wait for room in the socket. It is not needed,
@@ -37,38 +37,39 @@ type conn struct {
 	lane transport.Lane
 	peer topo.Rank
 	sock *socket
-	over net.Conn        // sock, or TLS over it; with TLS, only out writes to sock
+	over net.Conn        // sock, or the TLS connection over sock, which writes to sock only through out
 	out  *recordBuffer   // nil if over is sock
-	wg   *sync.WaitGroup // the wait group of the Endpoint, whose Close waits for the writer
+	wg   *sync.WaitGroup // wait group of the Endpoint, whose Close waits for the writer
 	poll *poller         // nil on all lanes except Control
 
-	// cause is the reason why this side gave up the connection. It is set before the socket is changed. The
-	// change interrupts system calls, and the interrupted calls then find the cause.
+	// cause is the reason why this side has given up the connection, or nil. It is set before a change of the
+	// socket that interrupts system calls, so that the interrupted calls find the cause.
 	cause atomic.Pointer[error]
 	sent  atomic.Uint64
 
 	reading sync.Mutex  // held by Read and TryRead
-	rerr    error       // the error of the receiving half
+	rerr    error       // error of the receiving half
 	unread  atomic.Bool // TLS may hold decrypted bytes that were not read yet
 
-	// The fields of this block belong to the writer. They are kept between batches because the writer should
+	// The fields of this block belong to the writer. They live longer than a batch, because the writer should
 	// not allocate.
 	small    [maxBatch][]byte
-	batch    [][]byte // the buffers to write; the first elements of small
+	batch    [][]byte // the buffers to write, at the beginning of small
 	gathered []byte   // a copy of the bytes of batch
-	record   []byte   // the bytes of the next record, if over is TLS
-	unsent   int      // the number of bytes that were passed to out and are not counted in sent yet
+	record   []byte   // the bytes of the next TLS record
+	unsent   int      // number of bytes that were passed to out and that sent does not include yet
 
 	mu      sync.Mutex
-	changed sync.Cond // signals that queue became empty or got a buffer, or that cause was set
+	changed sync.Cond // signals that queue has become empty or has got a buffer, or that cause was set
 	// The unwritten buffers are queue[head:]. The writer removes a buffer after it has written it.
 	queue  [][]byte
 	head   int
 	writer bool  // the writer has been started
-	serr   error // the error of the sending half
+	serr   error // error of the sending half
 }
 
-// newConn makes a channel from a socket whose handshake is complete. over is sock, or the *sealed over sock.
+// newConn makes a channel from the socket sock, whose handshake is complete. over is either sock or the
+// *sealed over it.
 func newConn(wg *sync.WaitGroup, lane transport.Lane, peer topo.Rank, sock *socket, over net.Conn) *conn {
 	c := &conn{lane: lane, peer: peer, sock: sock, over: over, wg: wg}
 	c.changed.L = &c.mu
@@ -111,7 +112,8 @@ func (c *conn) TryRead(p []byte) (n int, err error) {
 }
 
 // leaveRuntimePoller takes the socket out of the runtime's poller, because a goroutine polls it now. This
-// changes the descriptor of the socket. So the channel is removed from poll before and added again after.
+// changes the descriptor of the socket. So leaveRuntimePoller first removes the channel from c.poll, and adds
+// it again afterwards.
 func (c *conn) leaveRuntimePoller() {
 	if c.poll != nil {
 		c.poll.remove(c)
@@ -125,8 +127,8 @@ func (c *conn) leaveRuntimePoller() {
 	}
 }
 
-// read calls r and records the error if r fails. If r returns errWouldBlock, read returns 0 and no error. The
-// caller holds reading.
+// read calls r with p. If r fails, read records the error. If r returns errWouldBlock, read returns 0 and no
+// error. The caller holds reading.
 func (c *conn) read(r func([]byte) (int, error), p []byte) (int, error) {
 	if cause := c.cause.Load(); cause != nil {
 		return 0, *cause
@@ -145,7 +147,7 @@ func (c *conn) read(r func([]byte) (int, error), p []byte) (int, error) {
 	return n, c.rerr
 }
 
-// hasUnread reports whether TryRead may return bytes or an error that epoll does not report.
+// hasUnread reports whether TryRead may return bytes or an error of which epoll does not notify.
 func (c *conn) hasUnread() bool { return c.unread.Load() || c.cause.Load() != nil }
 
 // Send implements transport.Conn.
@@ -157,7 +159,7 @@ func (c *conn) Send(p []byte) error {
 		return err
 	}
 	if !busy && c.out == nil {
-		// The writer is idle, and only this goroutine could give it work. So this goroutine may write.
+		// The writer is idle and only this goroutine could give it work, so this goroutine may write itself.
 		p, err = c.write(p, c.sock.TryWrite)
 	}
 	if err == nil && len(p) == 0 {
@@ -182,8 +184,8 @@ func (c *conn) Send(p []byte) error {
 // Sent implements transport.Conn.
 func (c *conn) Sent() uint64 { return c.sent.Load() }
 
-// Flush implements transport.Conn. After an abort or a failure it returns as soon as the writer has returned
-// from its system call and has emptied the queue.
+// Flush implements transport.Conn. After an abort or a failure, Flush returns as soon as the writer has
+// returned from its system call and has emptied the queue.
 func (c *conn) Flush() error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -193,8 +195,8 @@ func (c *conn) Flush() error {
 	return c.sendErr()
 }
 
-// drain writes the buffers in queue. It runs in the writer goroutine. It returns when the sending half has
-// failed, which happens at close at the latest.
+// drain writes the buffers in queue. It is the function of the writer goroutine. It returns when the sending
+// half has failed. This happens at the latest when the channel is closed.
 func (c *conn) drain() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -228,8 +230,8 @@ func (c *conn) drain() {
 	}
 }
 
-// fillBatch puts the first buffer of queue into batch, and the buffers after it as long as the batch has at
-// most maxBatchBytes. It returns the number of buffers. The caller holds mu.
+// fillBatch puts the first buffer of queue into batch. It then adds the next buffers as long as the batch has
+// at most maxBatchBytes. It returns the number of buffers in the batch. The caller holds mu.
 func (c *conn) fillBatch() int {
 	n, numBytes := 0, 0
 	for _, p := range c.queue[c.head:min(c.head+maxBatch, len(c.queue))] {
@@ -243,8 +245,8 @@ func (c *conn) fillBatch() int {
 	return n
 }
 
-// writeBatch copies batch into one buffer and writes that buffer, because a copy costs less than a system
-// call.
+// writeBatch copies batch into one buffer and writes that buffer. A copy costs less than a system call for
+// each buffer.
 func (c *conn) writeBatch() error {
 	c.gathered = c.gathered[:0]
 	for _, p := range c.batch {
@@ -254,8 +256,8 @@ func (c *conn) writeBatch() error {
 	return err
 }
 
-// writeRecords writes batch in as few TLS records as possible. For this it copies small buffers, because a
-// copy costs less than a system call.
+// writeRecords writes batch in as few TLS records as possible. It copies small buffers into one record,
+// because a copy costs less than a system call.
 func (c *conn) writeRecords() error {
 	for _, p := range c.batch {
 		for len(p) > 0 {
@@ -280,8 +282,8 @@ func (c *conn) writeRecords() error {
 	return c.flushRecords()
 }
 
-// writeRecord makes a TLS record of b and empties the field record. b is either that field, or the bytes of a
-// full record that were not copied to it.
+// writeRecord makes a TLS record from b and empties the field record. b is either that field, or a part of a
+// buffer that fills a record and was not copied.
 func (c *conn) writeRecord(b []byte) error {
 	n, err := c.over.Write(b)
 	c.unsent += n
@@ -305,8 +307,9 @@ func (c *conn) flushRecords() error {
 	return nil
 }
 
-// push appends p to queue. If the queue was not empty for a long time, push first moves its buffers to the
-// front of the array, which would otherwise grow without limit. The caller holds mu.
+// push appends p to queue. Before the array of the queue would grow, push moves the buffers to its front if
+// there is enough free space. Otherwise the array would grow without limit while the queue is never empty.
+// The caller holds mu.
 func (c *conn) push(p []byte) {
 	if len(c.queue) == cap(c.queue) && c.head > len(c.queue)/2 {
 		c.queue, c.head = slices.Delete(c.queue, 0, c.head), 0
@@ -324,7 +327,7 @@ func (c *conn) pop(n int) {
 	}
 }
 
-// sendErr returns the reason why the sending half has failed, or nil. The caller holds mu.
+// sendErr returns the error that makes sending fail, or nil if sending is possible. The caller holds mu.
 func (c *conn) sendErr() error {
 	if cause := c.cause.Load(); cause != nil {
 		return *cause
@@ -332,7 +335,7 @@ func (c *conn) sendErr() error {
 	return c.serr
 }
 
-// explain returns the error to report after a system call has failed with err.
+// explain returns the error to report if a system call has failed with err.
 func (c *conn) explain(err error) error {
 	if cause := c.cause.Load(); cause != nil {
 		return *cause
@@ -344,7 +347,7 @@ func (c *conn) explain(err error) error {
 func (c *conn) abort(err error) {
 	c.cause.Store(&err)
 	// A deadline in the past interrupts calls that wait for the socket and makes later calls fail.
-	// SetDeadline fails only on a closed socket, which has the same effect on calls.
+	// SetDeadline itself fails only on a closed socket, on which calls fail anyway.
 	_ = c.sock.SetDeadline(time.Unix(1, 0))
 	c.wake()
 }
@@ -357,23 +360,23 @@ func (c *conn) close() {
 	c.wake()
 }
 
-// linger ends an aborted connection so that the peer receives the bytes that the socket has taken, and then
-// the end of the stream. Until the peer ends its stream or d has passed, linger reads and drops the bytes
-// that the peer sends. If bytes arrived at a closed socket, or were unread when it is closed, the kernel
-// would send a reset, and the peer could lose bytes that it has not read yet.
+// linger ends an aborted connection in such a way that the peer receives the bytes that are already in the
+// socket, and then the end of the stream. Until the peer ends its stream or d has passed, linger reads and
+// drops the bytes that the peer sends. If bytes arrived at a closed socket, or were unread when it is closed,
+// the kernel would send a reset, and the peer could lose bytes that it has not read yet.
 func (c *conn) linger(d time.Duration) {
 	defer hangUp(c.sock)
 	if err := c.endStream(d); err != nil {
 		return // the connection has already ended
 	}
-	// The result does not matter: linger has nothing left to wait for.
+	// The result is ignored, because the connection is closed next in any case.
 	_, _ = io.Copy(io.Discard, c.sock)
 }
 
-// endStream ends the outgoing stream and sets the deadline for reading to d from now.
+// endStream ends the outgoing stream and sets the deadline for reading to the time d from now.
 func (c *conn) endStream(d time.Duration) error {
-	// A Read that still waited would get the new deadline and wait again. So endStream first waits until Read
-	// has returned. Later calls of Read find cause.
+	// A pending Read would get the new deadline and wait again. So endStream first waits until Read has
+	// returned. Later calls of Read find cause.
 	c.reading.Lock()
 	defer c.reading.Unlock()
 	if err := c.sock.CloseWrite(); err != nil {
@@ -382,16 +385,16 @@ func (c *conn) endStream(d time.Duration) error {
 	return c.sock.SetReadDeadline(time.Now().Add(d))
 }
 
-// wake wakes the goroutines that wait for changed, so that they notice cause.
+// wake wakes the goroutines that wait for changed, so that they see cause.
 func (c *conn) wake() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.changed.Broadcast()
 }
 
-// write writes p with the function by, a method of the socket. It returns the rest of p that by could not
-// write without waiting. It checks cause before each call of by. A deadline alone would not suffice, because
-// it interrupts only a call that waits, and with a fast peer no call waits.
+// write writes p by calling by, a method of the socket. It returns the part of p that by could not write
+// without waiting. It checks cause before each call. The deadline that abort sets is not enough, because a
+// deadline interrupts only a call that waits, and with a fast peer no call waits.
 func (c *conn) write(p []byte, by func([]byte) (int, error)) ([]byte, error) {
 	for len(p) > 0 {
 		if c.cause.Load() != nil {

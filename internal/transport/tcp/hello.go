@@ -12,11 +12,12 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// Refusal is the reason why a rank has refused a connection. The error of Conn at the rank that dialed wraps
+// Refusal is the reason why a rank has refused a connection. At the rank that dialed, the error of Conn wraps
 // the Refusal, so that for example errors.Is(err, StaleEpoch) is true.
 type Refusal uint32
 
-// These are the reasons for a refusal. Zero is the status of a rank that accepts.
+// These are the reasons for a refusal. The value 0 is not a reason: it means that the rank accepts the
+// connection.
 const (
 	accepted Refusal = iota
 
@@ -25,11 +26,12 @@ const (
 	// WrongJob means that the dialer belongs to another job.
 	WrongJob
 	// StaleEpoch means that the dialer is in another epoch. Either the dialer has used an outdated address,
-	// or this rank's epoch is outdated.
+	// or the rank that refuses is in an outdated epoch.
 	StaleEpoch
 	// NotMe means that the dialer expected another rank at this address.
 	NotMe
-	// UnknownRank means that the dialer's rank is not lower than this rank. Only lower ranks may dial.
+	// UnknownRank means that the dialer's rank is not lower than the rank that it dials. Only lower ranks may
+	// dial.
 	UnknownRank
 	// DuplicateChannel means that this rank already has a connection to the dialer on this lane.
 	DuplicateChannel
@@ -55,14 +57,14 @@ var errNotOurs = errors.New("tcp: handshake: the peer does not use the protocol 
 
 const (
 	magic      = 0x67687664 // "ghvd"
-	purpose    = "ghvd"     // the name of this protocol in the proof of the secret
+	purpose    = "ghvd"     // name of this protocol in the proof of the secret
 	version    = 1
 	helloSize  = 44
 	answerSize = 8
 )
 
-// hello is the first message of a dialer. In all versions of the protocol the hello has this size and begins
-// with the same eight bytes. So a rank can read and answer a hello of a version that it does not know.
+// hello is the first message of a dialer. In all versions of the protocol it has this size and begins with
+// the same eight bytes. So a rank can read a hello of a version that it does not know, and can answer it.
 //
 //	magic u32 | version u32 | job [16] | epoch u64 | from u32 | to u32 | lane u32     (big-endian)
 type hello struct {
@@ -73,8 +75,8 @@ type hello struct {
 	lane     transport.Lane
 }
 
-// hashJob returns a hash of the job's identity. The hello has the hash because the hash has a fixed size. It
-// is not meant to hide the identity.
+// hashJob returns a hash of the job's identity. The hello contains the hash because it has a fixed size. The
+// hash is not meant to hide the identity.
 func hashJob(job string) [16]byte {
 	sum := sha256.Sum256([]byte(job))
 	return [16]byte(sum[:16])
@@ -110,14 +112,15 @@ func readHello(r io.Reader) (hello, error) {
 	}, nil
 }
 
-// encodeAnswer returns the answer to a hello: magic u32 | status u32. Status 0 means accepted, and any other
-// status is the Refusal.
+// encodeAnswer returns the answer to a hello: magic u32 | status u32. Status 0 means that the connection is
+// accepted. Any other status is a Refusal.
 func encodeAnswer(r Refusal) []byte {
 	b := binary.BigEndian.AppendUint32(make([]byte, 0, answerSize), magic)
 	return binary.BigEndian.AppendUint32(b, uint32(r))
 }
 
-// readAnswer returns nil if the other end has accepted, and the Refusal if it has refused.
+// readAnswer reads the answer to a hello. If the other end has accepted, readAnswer returns nil. If the other
+// end has refused, it returns the Refusal.
 func readAnswer(r io.Reader) error {
 	var b [answerSize]byte
 	if err := readMagic(r, b[:4]); err != nil {

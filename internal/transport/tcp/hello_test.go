@@ -18,8 +18,8 @@ func sampleHello() hello {
 		lane: 0xfffffffe}
 }
 
-// The encoding of a hello does not change. It is part of the protocol, and other versions must be able to
-// read the first eight bytes.
+// TestHelloBytes checks the encoding of a hello against fixed bytes. The encoding must not change: it is part
+// of the protocol, and other versions must be able to read the first eight bytes.
 func TestHelloBytes(t *testing.T) {
 	want := "67687664" + "00000001" + "9f86d081884c7d659a2feaa0c55ad015" + "0102030405060708" + "00000003" +
 		"11223344" + "fffffffe"
@@ -82,15 +82,16 @@ func FuzzReadHello(f *testing.F) {
 	})
 }
 
-// Ranks prove to each other that they know the secret of their job before they send a hello. If they do not
-// share a secret, the dialer gets an error.
+// TestSecret checks that ranks prove to each other that they know the secret of their job before they send a
+// hello. If they do not have the same secret, the dialer must get an error.
 func TestSecret(t *testing.T) {
 	key, _ := secret.New()
 	other, _ := secret.New()
 	for _, test := range []struct {
 		name      string
 		zero, one secret.Secret
-		want      error // the error of the dialer, rank 0: nil means none, and io.EOF means any error
+		// expected error of the dialer, rank 0; nil means no error, and io.EOF means any error
+		want error
 	}{
 		{"the same", key, key, nil},
 		{"another", key, other, secret.ErrWrong},
@@ -118,9 +119,9 @@ func TestSecret(t *testing.T) {
 				pair(t, zero, one, transport.Control)
 				return
 			}
-			// The dialer retries until its timeout ends, because another process may have used the port at
-			// first. On a busy machine perhaps no handshake completes within a short timeout, so the test
-			// repeats with longer ones.
+			// The dialer retries until its timeout ends, because at first another process may have used the
+			// port. On a busy machine, a short timeout may end before any handshake is complete. So the test
+			// repeats with longer timeouts.
 			var err error
 			for timeout := 2 * time.Second; timeout < hangTimeout; timeout *= 4 {
 				zero, _ := meshes(timeout)

@@ -24,22 +24,22 @@ type Mesh struct {
 	addrs []string // guarded by e.mu when the Mesh is in use
 	lanes map[transport.Lane]*lane
 	poll  *poller // polls the Control lane
-	// released has the lanes that were released. They are not in lanes any more and do not return there.
+	// released is the set of released lanes. The map lanes does not contain them.
 	released transport.LaneSet
 }
 
-// lane has the channels of one lane.
+// lane holds the channels of one lane.
 type lane struct {
 	id     transport.Lane
-	ctx    context.Context // ends when the lane is released or Close begins
+	ctx    context.Context // cancelled when the lane is released or Close begins
 	cancel context.CancelFunc
 
-	err   error               // the error of Abort, ErrReleased, or nil
-	conns map[topo.Rank]*conn // has a nil conn while the channel is being made
+	err   error               // error of Abort, ErrReleased, or nil
+	conns map[topo.Rank]*conn // the conn is nil while the channel is being made
 	waits map[topo.Rank]*wait
 }
 
-// wait is the common state of all goroutines that wait for one channel. It gets the result of the wait.
+// wait is the state that all goroutines share that wait for the same channel. It gets the result of the wait.
 type wait struct {
 	done chan struct{} // closed when conn or err is set
 	conn *conn
@@ -48,8 +48,8 @@ type wait struct {
 	attempt error
 }
 
-// Learn sets the addresses of all ranks. It must be called if the Mesh was made without some of the
-// addresses.
+// Learn sets the addresses of all ranks. If the Mesh was made without some of the addresses, Learn must be
+// called.
 func (m *Mesh) Learn(addrs []string) error {
 	if len(addrs) != len(m.addrs) {
 		return fmt.Errorf("tcp: connect: got %d addresses, want %d, one for each rank", len(addrs),
@@ -70,8 +70,8 @@ func (m *Mesh) addr(peer topo.Rank) string {
 	return m.addrs[peer]
 }
 
-// lane returns the lane with number id, and makes it if it does not exist. For a released lane, every call
-// makes a new lane that has ended, and does not keep it. The caller holds mu.
+// lane returns the lane with the number id. If the lane does not exist, lane creates it. For a released lane,
+// every call returns a new lane that has already ended, and does not keep it. The caller holds mu.
 func (m *Mesh) lane(id transport.Lane) *lane {
 	l := m.lanes[id]
 	if l == nil {
@@ -106,7 +106,7 @@ func (l *lane) end() {
 	l.cancel()
 }
 
-// finish ends the wait for the channel to a peer. The result of the wait is c or err. The caller holds mu.
+// finish ends the wait for the channel to peer with the result c or err. The caller holds mu.
 func (l *lane) finish(peer topo.Rank, c *conn, err error) {
 	if w := l.waits[peer]; w != nil {
 		w.conn, w.err = c, err
@@ -116,8 +116,8 @@ func (l *lane) finish(peer topo.Rank, c *conn, err error) {
 }
 
 // Conn implements transport.Mesh. If ctx ends, the attempt to connect continues for up to Config.DialTimeout,
-// because this rank cannot know whether the peer has already accepted. A later Conn waits for the same
-// attempt.
+// because this rank cannot know whether the peer has already accepted. A later call of Conn waits for the
+// same attempt.
 func (m *Mesh) Conn(ctx context.Context, id transport.Lane, peer topo.Rank) (transport.Conn, error) {
 	if peer < 0 || int(peer) >= len(m.addrs) || peer == m.rank {
 		return nil, fmt.Errorf("tcp: connect lane %d: got peer rank %d, want 0 to %d except this rank, %d",
@@ -146,7 +146,7 @@ func (m *Mesh) Conn(ctx context.Context, id transport.Lane, peer topo.Rank) (tra
 	}
 	m.e.mu.Unlock()
 
-	var expired <-chan time.Time // nil if this rank dials, because dial has its own timeout
+	var expired <-chan time.Time // nil if this rank dials, because dial has a timeout of its own
 	if !dials {
 		t := time.NewTimer(m.e.cfg.DialTimeout)
 		defer t.Stop()
@@ -172,7 +172,7 @@ func (m *Mesh) Conn(ctx context.Context, id transport.Lane, peer topo.Rank) (tra
 	}
 }
 
-// laneErr returns the error with which Conn fails for the lane, or nil. The caller holds mu.
+// laneErr returns the error that makes Conn fail for the lane, or nil. The caller holds mu.
 func (m *Mesh) laneErr(l *lane) error {
 	if m.e.closed && l.err != transport.ErrReleased {
 		return transport.ErrClosed
@@ -180,8 +180,8 @@ func (m *Mesh) laneErr(l *lane) error {
 	return l.err
 }
 
-// Abort implements transport.Mesh. It closes no connections of the lane, and also none that are being made or
-// are made later.
+// Abort implements transport.Mesh. It closes no connections of the lane, not even connections that are being
+// made or will be made later.
 func (m *Mesh) Abort(id transport.Lane, err error) {
 	if err == nil {
 		panic("tcp: bug: Abort was called without an error")
@@ -196,8 +196,8 @@ func (m *Mesh) Abort(id transport.Lane, err error) {
 	}
 }
 
-// Release implements transport.Mesh. If the peer does not release the lane, the connections of the lane stay
-// open for up to Config.LingerTimeout. A handshake that has begun is completed.
+// Release implements transport.Mesh. If the peer does not release the lane too, the connections of the lane
+// stay open for up to Config.LingerTimeout. A handshake that has begun is completed.
 func (m *Mesh) Release(id transport.Lane) {
 	if id == transport.Control {
 		m.Abort(id, transport.ErrControl)
@@ -222,7 +222,7 @@ func (m *Mesh) Release(id transport.Lane) {
 	}
 }
 
-// startLinger starts a goroutine that ends the aborted connection c by a call of linger. The caller holds mu.
+// startLinger starts a goroutine that ends the aborted connection c by calling linger. The caller holds mu.
 func (m *Mesh) startLinger(c *conn) {
 	m.e.unattached[c.sock] = struct{}{}
 	m.e.wg.Go(func() {
@@ -250,8 +250,8 @@ func (m *Mesh) EntersKernel() bool { return true }
 // Close implements transport.Mesh. It closes the Endpoint.
 func (m *Mesh) Close() error { return m.e.Close() }
 
-// closeConns closes the connections of the Mesh when the Endpoint is closed. The caller holds mu and has set
-// closed.
+// closeConns closes the connections of the Mesh because the Endpoint is being closed. The caller holds mu and
+// has set closed.
 func (m *Mesh) closeConns() {
 	for _, l := range m.lanes {
 		for _, c := range l.conns {
@@ -266,8 +266,9 @@ func (m *Mesh) closeConns() {
 	m.poll.notifyParked()
 }
 
-// reserve reserves the channel that h asks for. If h must be refused, it returns an error that wraps a
-// Refusal. A released lane is not refused, because the peer cannot know of the release.
+// reserve reserves the channel that h asks for. If the channel must be refused, reserve returns an error that
+// wraps a Refusal. It does not refuse a channel of a released lane, because the peer cannot know of the
+// release.
 func (m *Mesh) reserve(h hello) (*lane, error) {
 	switch {
 	case h.job != m.job:
@@ -293,7 +294,7 @@ func (m *Mesh) reserve(h hello) (*lane, error) {
 	return l, nil
 }
 
-// unreserve undoes reserve.
+// unreserve reverses reserve.
 func (m *Mesh) unreserve(l *lane, peer topo.Rank) {
 	m.e.mu.Lock()
 	defer m.e.mu.Unlock()
@@ -321,12 +322,12 @@ func (m *Mesh) publish(l *lane, c *conn) error {
 	}
 	delete(m.e.unattached, c.sock)
 	l.conns[c.peer] = c
-	l.finish(c.peer, c, nil) // has no effect if the lane was aborted, because fail has ended the waits
+	l.finish(c.peer, c, nil) // does nothing if the lane was aborted, because fail has ended the waits
 	return nil
 }
 
-// dial makes the channel to a higher rank. It retries until it succeeds, the peer refuses, or DialTimeout has
-// passed.
+// dial makes the channel to a higher rank. It retries until an attempt succeeds, the peer refuses, or
+// DialTimeout has passed.
 func (m *Mesh) dial(l *lane, peer topo.Rank) {
 	ctx, cancel := context.WithTimeout(l.ctx, m.e.cfg.DialTimeout)
 	defer cancel()
@@ -342,7 +343,8 @@ func (m *Mesh) dial(l *lane, peer topo.Rank) {
 			return
 		}
 		if ctx.Err() == nil || last == nil {
-			// If ctx has ended, the error of the previous attempt says more than err.
+			// If ctx has ended, err says only that. The error of the previous attempt says why the dial has
+			// failed.
 			last = err
 		}
 		m.failed(l, peer, last)
@@ -381,7 +383,7 @@ func (m *Mesh) attempt(ctx context.Context, l *lane, peer topo.Rank) error {
 	return nil
 }
 
-// dialHandshake does the handshake of the dialing side, and publishes the channel.
+// dialHandshake does the handshake on the side of the dialer, and publishes the channel.
 func (m *Mesh) dialHandshake(ctx context.Context, l *lane, peer topo.Rank, nc *socket) error {
 	deadline := time.Now().Add(2 * m.e.cfg.HandshakeTimeout)
 	if end, ok := ctx.Deadline(); ok && end.Before(deadline) {
@@ -417,13 +419,14 @@ func (m *Mesh) failed(l *lane, peer topo.Rank, err error) {
 	}
 }
 
-// giveUp makes the calls of Conn that wait for the given peer fail with err. A later Conn dials again.
+// giveUp makes the calls of Conn that wait for the given peer fail with err. The next call of Conn dials
+// again.
 func (m *Mesh) giveUp(l *lane, peer topo.Rank, err error) {
 	m.e.mu.Lock()
 	defer m.e.mu.Unlock()
 	delete(l.conns, peer)
 	if dial.IsExhausted(err) {
-		err = dial.ExplainLimit(err) // the peer has not failed, so no PeerError
+		err = dial.ExplainLimit(err) // no PeerError, because it is not the peer that has failed
 	} else {
 		err = &transport.PeerError{Peer: peer, Lane: l.id, Err: err}
 	}

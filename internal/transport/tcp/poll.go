@@ -14,12 +14,12 @@ import (
 )
 
 // poller notifies the goroutine that polls the Control lane if data arrives while that goroutine is parked.
-// The sockets are in an inner epoll instance, which is in an outer epoll instance. Another goroutine waits
-// for the outer instance in the runtime's poller. While the polling goroutine is not parked, the outer
-// instance ignores the inner one, so that arriving data wakes no thread.
+// An inner epoll instance contains the sockets, and an outer epoll instance contains the inner one. Another
+// goroutine waits for the outer instance in the runtime's poller. While the polling goroutine is not parked,
+// the outer instance ignores the inner one, so that arriving data wakes no thread.
 type poller struct {
-	inner  int      // descriptor of the epoll instance that has the sockets
-	outer  int      // descriptor of the epoll instance that has inner
+	inner  int      // descriptor of the epoll instance that contains the sockets
+	outer  int      // descriptor of the epoll instance that contains inner
 	file   *os.File // owns outer
 	raw    syscall.RawConn
 	notify atomic.Pointer[func()]
@@ -28,7 +28,7 @@ type poller struct {
 	mu     sync.Mutex // held while inner is used
 	closed bool
 	conns  []*conn
-	event  unix.EpollEvent // kept here so that report does not allocate
+	event  unix.EpollEvent // a field, so that report does not allocate
 	events [1]unix.EpollEvent
 }
 
@@ -44,7 +44,8 @@ func newPoller() (*poller, error) {
 		if err := unix.EpollCtl(p.outer, unix.EPOLL_CTL_ADD, p.inner, &unix.EpollEvent{}); err != nil {
 			return os.NewSyscallError("epoll_ctl", err)
 		}
-		// Package os puts only non-blocking files into the runtime's poller.
+		// The descriptor must be non-blocking, because package os puts only such files into the runtime's
+		// poller.
 		return unix.SetNonblock(p.outer, true)
 	}()
 	if err != nil {
@@ -73,16 +74,16 @@ func (p *poller) add(c *conn) error {
 	return nil
 }
 
-// remove removes the socket of c from the inner instance. It is called because the descriptor changes, or
-// because c has failed: a failed socket stays readable and would cause notifications forever.
+// remove removes the socket of c from the inner instance. There are two reasons to call it: the descriptor
+// changes, or c has failed. A failed socket stays readable and would cause notifications forever.
 func (p *poller) remove(c *conn) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	_ = p.change(unix.EPOLL_CTL_DEL, c) // fails only on a closed socket, which the kernel has removed already
+	_ = p.change(unix.EPOLL_CTL_DEL, c) // fails only on a closed socket, which the kernel has already removed
 	p.conns = slices.DeleteFunc(p.conns, func(other *conn) bool { return other == c })
 }
 
-// change calls epoll_ctl for the socket of c with operation op. The caller holds mu.
+// change calls epoll_ctl with the operation op for the socket of c. The caller holds mu.
 func (p *poller) change(op int, c *conn) error {
 	if p.closed {
 		return net.ErrClosed
@@ -101,7 +102,8 @@ func (p *poller) notifyParked() {
 	}
 }
 
-// watch notifies the polling goroutine when data arrives after park. It runs until close.
+// watch notifies the polling goroutine when data arrives while it is parked. It runs until the poller is
+// closed.
 func (p *poller) watch() {
 	var events [1]unix.EpollEvent
 	for p.raw.Read(func(outer uintptr) bool { return arrived(int(outer), events[:]) }) == nil {
@@ -109,14 +111,15 @@ func (p *poller) watch() {
 	}
 }
 
-// arrived reports whether an epoll instance has an event. If the instance fails, it also returns true.
+// arrived reports whether the epoll instance has an event. If the instance is broken, arrived returns true
+// too.
 func arrived(epoll int, events []unix.EpollEvent) bool {
 	n, err := unix.EpollWait(epoll, events, 0)
 	return n > 0 || err != nil && err != unix.EINTR
 }
 
-// report sets which events of the inner instance the outer instance reports. The caller holds mu, and the
-// poller is not closed, so the system call cannot fail.
+// report sets the events of the inner instance of which the outer instance notifies. The caller holds mu, and
+// the poller is not closed, so the system call cannot fail.
 func (p *poller) report(events uint32) {
 	p.event.Events = events
 	_ = unix.EpollCtl(p.outer, unix.EPOLL_CTL_MOD, p.inner, &p.event)
@@ -130,9 +133,9 @@ func (p *poller) park() bool {
 		return false
 	}
 	p.parked.Store(true)
-	p.report(unix.EPOLLIN | unix.EPOLLONESHOT) // also reports data that arrived after the check
+	p.report(unix.EPOLLIN | unix.EPOLLONESHOT) // also notifies of data that arrived after the check
 	if slices.ContainsFunc(p.conns, (*conn).hasUnread) {
-		p.parked.Store(false) // abort may have set cause before parked was set, without notifying
+		p.parked.Store(false) // abort may have set cause, without a notification, before parked was set
 		return false
 	}
 	return true

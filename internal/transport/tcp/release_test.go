@@ -15,8 +15,8 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// eventually polls the condition until it is true, because no event announces the change. After hangTimeout
-// it fails the test with the message in what.
+// eventually calls is repeatedly until it returns true, because no event announces the change. If that takes
+// longer than hangTimeout, the test fails with the message what.
 func eventually(t *testing.T, what string, is func() bool) {
 	t.Helper()
 	for end := time.Now().Add(hangTimeout); !is(); runtime.Gosched() {
@@ -26,17 +26,17 @@ func eventually(t *testing.T, what string, is func() bool) {
 	}
 }
 
-// unattachedConns returns the number of connections that are not channels, because their handshake is not
-// complete or their lane was released.
+// unattachedConns returns the number of connections that are not channels. Their handshake is not complete,
+// or their lane was released.
 func unattachedConns(e *Endpoint) int {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	return len(e.unattached)
 }
 
-// After Release, all bytes that the kernel has taken still arrive. This holds even if the peer's socket
-// cannot hold them all, if the rank that released has not read the peer's bytes, and if the peer sends more
-// before it reads.
+// TestReleaseWithoutReset checks that after Release all bytes that are already in the kernel still arrive.
+// They must arrive even if the peer's socket cannot hold them all, if the rank that released has not read the
+// peer's bytes, and if the peer sends more before it reads.
 func TestReleaseWithoutReset(t *testing.T) { overBoth(t, testReleaseWithoutReset) }
 
 func testReleaseWithoutReset(t *testing.T, key secret.Secret) {
@@ -63,7 +63,7 @@ func testReleaseWithoutReset(t *testing.T, key secret.Secret) {
 	}
 	got := make([]byte, len(data))
 	n, err := io.ReadFull(b, got)
-	// With encryption the kernel may have taken records that Sent does not count yet.
+	// With encryption, the kernel may already have records that Sent does not count yet.
 	if n < sent || key.IsZero() && n > sent || n > sent+2*maxUnwrittenBytes {
 		t.Fatalf("got %d bytes, %v, and %d were sent", n, err, sent)
 	}
@@ -77,8 +77,9 @@ func testReleaseWithoutReset(t *testing.T, key secret.Secret) {
 	}
 }
 
-// After many lanes were released, a mesh remembers their numbers as a single run and keeps nothing else. This
-// also holds for lanes on which the peer called Conn only after this rank had released them.
+// TestReleaseKeepsNothing releases many lanes. The mesh must remember their numbers as a single run and keep
+// nothing else. This must also hold for lanes on which the peer calls Conn only after this rank has released
+// them.
 func TestReleaseKeepsNothing(t *testing.T) { overBoth(t, testReleaseKeepsNothing) }
 
 func testReleaseKeepsNothing(t *testing.T, key secret.Secret) {
@@ -87,7 +88,7 @@ func testReleaseKeepsNothing(t *testing.T, key secret.Secret) {
 	pair(t, zero, one, transport.Control)
 	for id := transport.Lane(1); id <= lanes; id++ {
 		if id%3 == 0 {
-			one.Release(id) // so that rank 0 connects after this release
+			one.Release(id) // rank 0 then connects after this release
 		}
 		c, err := zero.Conn(ctx(t), id, 1)
 		if err != nil {
@@ -109,8 +110,9 @@ func testReleaseKeepsNothing(t *testing.T, key secret.Secret) {
 	}
 }
 
-// If a peer does not release a lane, the connection stays open until the linger timeout and is then closed.
-// If the peer only reads, it receives all bytes and then the end of the stream.
+// TestLingerExpires releases a lane that the peer does not release. The connection must stay open until the
+// linger timeout and must then be closed. If the peer only reads, it must receive all bytes and then the end
+// of the stream.
 func TestLingerExpires(t *testing.T) { overBoth(t, testLingerExpires) }
 
 func testLingerExpires(t *testing.T, key secret.Secret) {
@@ -135,7 +137,8 @@ func testLingerExpires(t *testing.T, key secret.Secret) {
 	}
 }
 
-// Close does not wait for peers that have not released a lane, even if the linger timeout is an hour.
+// TestCloseEndsLinger checks that Close does not wait for peers that have not released a lane, even if the
+// linger timeout is an hour.
 func TestCloseEndsLinger(t *testing.T) { overBoth(t, testCloseEndsLinger) }
 
 func testCloseEndsLinger(t *testing.T, key secret.Secret) {
@@ -159,8 +162,8 @@ func testCloseEndsLinger(t *testing.T, key secret.Secret) {
 	}
 }
 
-// If a lane is released while Conn waits for the peer to listen, Conn ends at once and no further attempt is
-// made.
+// TestReleaseEndsDial releases a lane while Conn waits for the peer to listen. Conn must return at once, and
+// there must be no further attempt.
 func TestReleaseEndsDial(t *testing.T) {
 	log, book := newLog()
 	e, gone := listen(t, Config{Log: log, DialTimeout: time.Hour}), listen(t, Config{})
@@ -181,7 +184,8 @@ func TestReleaseEndsDial(t *testing.T) {
 	eventually(t, "the dial ends", func() bool { return runtime.NumGoroutine() <= before })
 }
 
-// If a lane is released during a handshake, the handshake is completed. Then the connection ends gracefully.
+// TestReleaseDuringHandshake releases a lane during a handshake. The handshake must be completed, and then
+// the connection must end gracefully.
 func TestReleaseDuringHandshake(t *testing.T) {
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -219,8 +223,8 @@ func TestReleaseDuringHandshake(t *testing.T) {
 	eventually(t, "the connection is closed", func() bool { return unattachedConns(e) == 0 })
 }
 
-// If a lane is released during a handshake, the connection belongs to the released lane. It does not become a
-// channel of the lane with the same number that is reserved after Release.
+// TestReleaseOfReserved releases a lane during a handshake. The connection must belong to the released lane.
+// It must not become a channel of the lane with the same number that is reserved after Release.
 func TestReleaseOfReserved(t *testing.T) {
 	e := listen(t, Config{})
 	m := join(t, e, Epoch{Rank: 1, Addrs: addrsOf(e, e)})
@@ -229,7 +233,7 @@ func TestReleaseOfReserved(t *testing.T) {
 		t.Fatal(err)
 	}
 	m.Release(3)
-	after, err := m.reserve(goodHello(3)) // a released lane can be reserved
+	after, err := m.reserve(goodHello(3)) // it must be possible to reserve a released lane
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -13,16 +13,16 @@ type sealed struct {
 	out *recordBuffer
 }
 
-// maxUnwrittenBytes limits the bytes of TLS records that are collected for one system call. The last record
+// maxUnwrittenBytes limits how many bytes of TLS records are collected for one system call. The last record
 // may exceed the limit.
 const maxUnwrittenBytes = 64 << 10
 
-// recordBuffer is the connection below TLS. After begin, Write only stores the bytes from TLS, and flush
-// writes them to the socket. So one system call writes several records.
+// recordBuffer is the connection below TLS. After begin, Write only stores the bytes that TLS produces, and
+// flush writes them to the socket. So one system call writes several records.
 //
-// More importantly, TLS never waits for the peer while it holds its lock. A read that finds tampered data
-// also takes this lock, to send an alert. If a write waited with the lock held, the read could not return its
-// error before the peer had made room.
+// There is a more important reason: TLS holds a lock while it calls Write, and Write must not wait for the
+// peer then. A read that finds tampered data acquires the same lock, to send an alert. If Write waited, the
+// read could not return its error before the peer had made room.
 type recordBuffer struct {
 	net.Conn
 
@@ -30,18 +30,18 @@ type recordBuffer struct {
 	begun     bool
 	unwritten []byte
 
-	spare []byte // memory for the next value of unwritten; only flush uses it
+	spare []byte // memory that flush will use for unwritten next; only flush uses it
 
-	// The fields below belong to the reader. While trying is set, Read does not wait. Read first returns the
+	// The fields below belong to the reader. While trying is true, Read does not wait. Read first returns the
 	// bytes that fill has read, and then reads from the socket.
 	trying    bool
-	readAhead []byte // the bytes that fill has read, a part of room
+	readAhead []byte // bytes that fill has read; a slice of room
 	room      [recordBytes]byte
-	failed    error // the error that Read returns after the bytes of readAhead
+	failed    error // error that Read returns after the bytes of readAhead
 }
 
-// seal makes both ends of nc prove that they know key. The function by does this for one side: it is
-// secret.Secret.Dial or secret.Secret.Accept. If key is encrypted, seal returns a *sealed, and otherwise nc.
+// seal makes both ends of nc prove that they know key. by does this for one side: it is secret.Secret.Dial or
+// secret.Secret.Accept. If key is encrypted, seal returns a *sealed. Otherwise it returns nc.
 func seal(key secret.Secret, nc net.Conn,
 	by func(secret.Secret, net.Conn, string) (net.Conn, error)) (net.Conn, error) {
 	if !key.IsEncrypted() {
@@ -77,8 +77,8 @@ func (r *recordBuffer) Read(b []byte) (int, error) {
 	return r.Conn.Read(b)
 }
 
-// fill reads ahead without waiting, and reports whether Read has bytes or an error to return. Without fill, a
-// read through TLS that finds nothing would allocate.
+// fill reads ahead without waiting, and reports whether Read has bytes or an error to return. fill avoids a
+// read through TLS when nothing has arrived, because such a read would allocate.
 func (r *recordBuffer) fill(s *socket) bool {
 	if len(r.readAhead) == 0 && r.failed == nil {
 		n, err := s.TryRead(r.room[:])
@@ -106,7 +106,8 @@ func (r *recordBuffer) full() bool {
 	return len(r.unwritten) >= maxUnwrittenBytes
 }
 
-// flush writes the stored bytes. It waits until the socket has taken them. Only one goroutine may call it.
+// flush writes the stored bytes and waits until all of them are in the socket. Only one goroutine may call
+// it.
 func (r *recordBuffer) flush() error {
 	r.mu.Lock()
 	b := r.unwritten

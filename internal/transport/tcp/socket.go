@@ -15,14 +15,16 @@ import (
 )
 
 // socket is a TCP connection that can be polled without the runtime's poller. While a socket is in the
-// runtime's poller, arriving data wakes a thread of the process even if no goroutine waits for the data. So
-// only a call that has to wait puts the socket into the runtime's poller, and polling takes it out again.
+// runtime's poller, arriving data wakes a thread of the process even if no goroutine waits for the data. So a
+// call puts the socket into the runtime's poller only if the call has to wait, and polling takes the socket
+// out again.
 //
-// One goroutine may read while another writes.
+// One goroutine may read while another one writes.
 type socket struct {
 	local, remote net.Addr
 
-	mu              sync.RWMutex // read-locked while fd is used; locked while the fields below change
+	// held for reading while fd is used, and for writing while the fields below change
+	mu              sync.RWMutex
 	fd              int
 	file            *os.File // owns fd while the socket is in the runtime's poller, otherwise nil
 	raw             syscall.RawConn
@@ -33,8 +35,8 @@ type socket struct {
 	inRuntimePoller atomic.Bool
 }
 
-// transfer is the state of a read or write that waits. The function try is made once per socket, because
-// reading and writing must not allocate.
+// transfer is the state of a read or write that waits. The function try is created once for each socket,
+// because reading and writing must not allocate.
 type transfer struct {
 	p   []byte
 	n   int
@@ -42,8 +44,8 @@ type transfer struct {
 	try func(fd uintptr) bool
 }
 
-// errWouldBlock is the error of a call that must not wait but would have to. For TLS it is a timeout, after
-// which the caller may read again.
+// errWouldBlock is the error of a call that would have to wait but must not. To TLS it looks like a timeout,
+// after which the caller may read again.
 var errWouldBlock error = wouldBlock{}
 
 // wouldBlock is the type of errWouldBlock. It implements net.Error.
@@ -128,7 +130,7 @@ func writeNow(fd int, p []byte) (int, error) {
 	}
 }
 
-// now calls f with the descriptor and p. If the socket is closed, it returns net.ErrClosed.
+// now calls f with the descriptor and p. If the socket is closed, now returns net.ErrClosed.
 func (s *socket) now(f func(fd int, p []byte) (int, error), p []byte) (int, error) {
 	s.mu.RLock()
 	defer s.mu.RUnlock()
@@ -172,7 +174,7 @@ func (s *socket) Write(p []byte) (total int, err error) {
 	return total, err
 }
 
-// wait runs the transfer t on p. It waits in the runtime's poller until the socket is ready.
+// wait does the transfer t with the bytes p. It waits in the runtime's poller until the socket is ready.
 func (s *socket) wait(t *transfer, p []byte,
 	by func(syscall.RawConn, func(uintptr) bool) error) (int, error) {
 	raw, err := s.enter()
@@ -189,7 +191,7 @@ func (s *socket) wait(t *transfer, p []byte,
 	return t.n, t.err
 }
 
-// enter puts the socket into the runtime's poller, for a call that waits.
+// enter puts the socket into the runtime's poller, for a call that has to wait.
 func (s *socket) enter() (syscall.RawConn, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -210,8 +212,8 @@ func (s *socket) enter() (syscall.RawConn, error) {
 	return s.raw, nil
 }
 
-// leave takes the socket out of the runtime's poller, unless a call waits there. The descriptor of the socket
-// changes.
+// leave takes the socket out of the runtime's poller, unless a call waits there. This changes the descriptor
+// of the socket.
 func (s *socket) leave() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -228,8 +230,8 @@ func (s *socket) leave() error {
 	return file.Close()
 }
 
-// isWaitedFor reports whether leave would take the socket out of the runtime's poller: the socket is there
-// and no call waits.
+// isWaitedFor reports whether leave would have an effect: the socket is in the runtime's poller and no call
+// waits.
 func (s *socket) isWaitedFor() bool { return s.inRuntimePoller.Load() && s.waiters.Load() == 0 }
 
 // Close implements net.Conn.

@@ -7,9 +7,9 @@
 // If the job has a secret, a connection starts with the proof of the secret. After that, a handshake of fixed
 // size refuses connections that come by mistake from other jobs or other epochs. Without a secret, any
 // process that can reach the listener and knows the job's identity can join. If a handshake fails, the
-// Endpoint logs the reason and closes the connection. If the peer uses this protocol, it receives an answer
-// first. Other connections are not affected. After the handshake a connection carries only the bytes of the
-// caller: in TLS if the secret is encrypted, and otherwise in plain text.
+// Endpoint logs the reason and closes the connection. If the peer uses this protocol, the Endpoint first
+// sends an answer. Other connections are not affected. After the handshake a connection carries only the
+// bytes of the caller, in TLS if the secret is encrypted and in plain text if not.
 package tcp
 
 import (
@@ -32,14 +32,14 @@ import (
 )
 
 const (
-	// maxJobBytes is the largest length of a job identity.
+	// maxJobBytes is the maximum length of a job's identity.
 	maxJobBytes = 64
-	// maxHandshakes is the largest number of accepted connections that have not sent their hello yet. If
+	// maxHandshakes is the maximum number of accepted connections that have not sent their hello yet. If
 	// there are more, the oldest is closed. The same number of connections may wait for this rank to join its
-	// epoch, and a further connection is closed. In both cases the dialer retries.
+	// epoch. Any further connection is closed. In both cases the dialer retries.
 	maxHandshakes = 256
-	// firstPause is the first pause after a failed attempt to dial or to accept. The pause doubles from
-	// attempt to attempt, up to lastPause.
+	// firstPause is the pause after the first failed attempt to dial or to accept. The pause doubles after
+	// each further failure, up to lastPause.
 	firstPause = 5 * time.Millisecond
 	lastPause  = 500 * time.Millisecond
 )
@@ -49,35 +49,37 @@ type Config struct {
 	// ListenAddr is the host and port to listen on. An empty host means all interfaces, and port 0 means any
 	// free port.
 	ListenAddr string
-	// DialTimeout is how long a rank tries to reach a peer, counted from the first Conn for the channel.
-	// Default 30 s.
+	// DialTimeout is how long a rank tries to reach a peer, counted from the first call of Conn for the
+	// channel. The default is 30 s.
 	DialTimeout time.Duration
-	// HandshakeTimeout is the time that an accepted connection has to send its hello and, if it came early,
-	// to wait for Connect. Default 10 s. It should be the same on all ranks. The dialer waits twice as long
-	// for the answer, so that it does not give up a connection that the other side has just accepted.
+	// HandshakeTimeout is the time limit for an accepted connection to send its hello and, if it came before
+	// Connect, to wait for Connect. The default is 10 s. It should be the same on all ranks. The dialer waits
+	// twice as long for the answer, so that it does not give up a connection that the other side has just
+	// accepted.
 	HandshakeTimeout time.Duration
 	// LingerTimeout limits how long a connection of a released lane waits for the peer to release the lane
-	// too. Default 30 s. Bytes that this rank had sent arrive even after the timeout, unless the peer
+	// too. The default is 30 s. Bytes that this rank had sent arrive even after the timeout, unless the peer
 	// continues to send.
 	LingerTimeout time.Duration
-	// Secret is the secret of the job. Both ends of a connection prove that they know it. Zero means no
-	// secret. An encrypted secret costs processor time for every byte. It also wakes a goroutine for every
-	// message, because TLS cannot write without waiting.
+	// Secret is the secret of the job. Both ends of a connection prove that they know it. Zero means that the
+	// job has no secret. An encrypted secret costs processor time for every byte. It also wakes a goroutine
+	// for every message, because TLS cannot write without waiting.
 	Secret secret.Secret
-	// Log receives refused connections (warnings) and failed attempts to dial (debug). nil discards them.
+	// Log receives warnings for refused connections and debug messages for failed attempts to dial. If it is
+	// nil, they are discarded.
 	Log *zap.Logger
 }
 
 // Epoch describes the epoch to connect, as the ranks agreed on it in the rendezvous.
 type Epoch struct {
-	// Job identifies the job. It has 1 to 64 bytes, which have no meaning for this package.
+	// Job identifies the job. It has 1 to 64 arbitrary bytes.
 	Job string
-	// Epoch is the number of the epoch, which is greater than in all earlier epochs of the job.
+	// Epoch is the number of the epoch. It is greater than the numbers of all earlier epochs of the job.
 	Epoch uint64
 	// Rank is the number of this rank.
 	Rank topo.Rank
-	// Addrs are the addresses of all ranks, by rank. The address of this rank is not used. The address of
-	// another rank may be empty if no channel to that rank is needed before Mesh.Learn.
+	// Addrs[r] is the address of rank r. The address of this rank is not used. The address of another rank
+	// may be empty if no channel to that rank is needed before Mesh.Learn is called.
 	Addrs []string
 }
 
@@ -103,18 +105,18 @@ func checkAddrs(addrs []string, own topo.Rank, unknown bool) error {
 	return nil
 }
 
-// Endpoint is a listener. Connect makes a Mesh from it.
+// Endpoint is a listener for connections of other ranks. Connect makes a Mesh from it.
 type Endpoint struct {
 	cfg Config
 	log *zap.Logger
 	ln  net.Listener
 
-	ctx       context.Context // ends when Close begins
+	ctx       context.Context // cancelled when Close begins
 	cancel    context.CancelFunc
 	connected chan struct{} // closed by Connect
-	refused   *zap.Logger   // log for refused connections, which shortens floods of messages (logs.Quiet)
+	refused   *zap.Logger   // log for refused connections; it shortens floods of messages (logs.Quiet)
 	limiter   *dial.Limiter
-	// slots holds a token for each connection that has sent its hello and is not a channel yet.
+	// slots contains a token for each connection that has sent its hello and is not a channel yet.
 	slots chan struct{}
 	wg    sync.WaitGroup
 
@@ -122,16 +124,16 @@ type Endpoint struct {
 	mu     sync.Mutex
 	closed bool
 	mesh   *Mesh
-	// unattached has the connections that are not channels: they are in their handshake, or their lane was
-	// released.
+	// unattached contains the connections that are not channels. They are in their handshake, or their lane
+	// was released.
 	unattached map[net.Conn]struct{}
 }
 
-// Listen opens an Endpoint. Connections that arrive before Connect wait for Connect, for at most
+// Listen opens an Endpoint. Connections that arrive before Connect wait for it, for at most
 // Config.HandshakeTimeout.
 func Listen(cfg Config) (*Endpoint, error) {
-	// Keepalive and TCP_NODELAY are on by default. Multipath TCP is on by default for listeners, but is
-	// useless here because no dialer asks for it.
+	// Keepalive and TCP_NODELAY are on by default. Multipath TCP is on by default for listeners, but has no
+	// effect unless dialers use it too, and ours do not.
 	var lc net.ListenConfig
 	lc.SetMultipathTCP(false)
 	ln, err := lc.Listen(context.Background(), "tcp", cfg.ListenAddr)
@@ -160,8 +162,9 @@ func newEndpoint(cfg Config, ln net.Listener) *Endpoint {
 	return e
 }
 
-// Addr returns the address that the Endpoint listens on, with the actual port. If the Endpoint listens on all
-// interfaces, the host is unspecified, and callers must replace it with a host that their peers can reach.
+// Addr returns the address on which the Endpoint listens, with the actual port. If the Endpoint listens on
+// all interfaces, the host is unspecified, and callers must replace it with a host that their peers can
+// reach.
 func (e *Endpoint) Addr() string { return e.ln.Addr().String() }
 
 // Connect joins the epoch and returns its Mesh. It does not wait: the Mesh makes connections when they are
@@ -193,13 +196,13 @@ func (e *Endpoint) Connect(ep Epoch) (*Mesh, error) {
 		addrs: slices.Clone(ep.Addrs),
 		lanes: make(map[transport.Lane]*lane),
 	}
-	// All ranks may dial this rank at once.
+	// Grow the limit, because all ranks may dial this rank at once.
 	e.limiter.Grow(2 * len(ep.Addrs))
 	close(e.connected)
 	return e.mesh, nil
 }
 
-// Close closes the listener and the Mesh, if there is one. It waits for all goroutines.
+// Close closes the listener and the Mesh, if Connect has made one. It waits for all goroutines.
 func (e *Endpoint) Close() error {
 	e.mu.Lock()
 	first := !e.closed
@@ -229,7 +232,7 @@ func (e *Endpoint) Close() error {
 }
 
 // accept accepts connections until the listener is closed. All other errors are temporary: this process has
-// no file descriptor left, or a connection was reset before it was accepted. accept pauses after each error,
+// no file descriptor left, or a connection was reset before it was accepted. After each error accept pauses,
 // so that it does not spin. If there is no file descriptor left, the goroutines that wait for a connection
 // get that error at once.
 func (e *Endpoint) accept() {
@@ -262,7 +265,8 @@ func (e *Endpoint) accept() {
 	}
 }
 
-// failWaits makes the calls of Conn that wait for a peer to dial fail with err. A later Conn waits again.
+// failWaits makes the calls of Conn that wait for a peer to dial fail with err. The next call of Conn waits
+// again.
 func (e *Endpoint) failWaits(err error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -278,8 +282,8 @@ func (e *Endpoint) failWaits(err error) {
 	}
 }
 
-// receive does the handshake on an accepted connection, which then becomes a channel. If that fails, it logs
-// the reason and closes the connection.
+// receive does the handshake on an accepted connection, which then becomes a channel. If the handshake fails,
+// receive logs the reason and closes the connection.
 func (e *Endpoint) receive(nc *socket) {
 	if !e.track(nc) {
 		hangUp(nc)
@@ -292,7 +296,7 @@ func (e *Endpoint) receive(nc *socket) {
 	}
 }
 
-// handshake does the handshake of the accepting side.
+// handshake does the handshake on the side of the acceptor.
 func (e *Endpoint) handshake(nc *socket) error {
 	deadline := time.Now().Add(e.cfg.HandshakeTimeout)
 	if err := nc.SetDeadline(deadline); err != nil {
@@ -339,21 +343,22 @@ func (e *Endpoint) authenticate(nc net.Conn) (over net.Conn, h hello, err error)
 	return over, h, err
 }
 
-// acceptHello accepts a hello whose channel is reserved, and publishes the channel. nc and over are the
-// socket and the connection for newConn.
+// acceptHello sends the answer that accepts a hello, and publishes the channel, which is already reserved. nc
+// is the socket, and over is the connection over it, as for newConn.
 func (e *Endpoint) acceptHello(m *Mesh, l *lane, peer topo.Rank, nc *socket, over net.Conn) error {
 	if err := answer(over, accepted); err != nil {
 		return err
 	}
 	c := newConn(&e.wg, l.id, peer, nc, over)
-	// This comes before publish, because from publish on, Abort may set the deadline.
+	// This must come before publish, because Abort may set the deadline after publish.
 	if err := nc.SetDeadline(time.Time{}); err != nil {
 		return fmt.Errorf("tcp: handshake: %w", err)
 	}
 	return m.publish(l, c)
 }
 
-// refuse answers a hello with the Refusal that the error reason wraps, and returns reason.
+// refuse sends the answer that refuses a hello. reason wraps the Refusal in that answer. refuse returns
+// reason.
 func refuse(nc net.Conn, reason error) error {
 	var r Refusal
 	if !errors.As(reason, &r) {
@@ -372,13 +377,13 @@ func answer(nc net.Conn, r Refusal) error {
 	return nil
 }
 
-// awaitConnect waits for Connect until deadline, and returns the Mesh.
+// awaitConnect waits until Connect is called or the deadline has passed, and returns the Mesh.
 func (e *Endpoint) awaitConnect(deadline time.Time) (*Mesh, error) {
 	expired := time.NewTimer(time.Until(deadline))
 	defer expired.Stop()
 	select {
 	case <-e.connected:
-		return e.mesh, nil // set once, before connected was closed
+		return e.mesh, nil // mesh is set once, before connected is closed
 	case <-e.ctx.Done():
 		return nil, transport.ErrClosed
 	case <-expired.C:
@@ -387,8 +392,8 @@ func (e *Endpoint) awaitConnect(deadline time.Time) (*Mesh, error) {
 	}
 }
 
-// track registers a connection that is not a channel, so that Close closes it. If Close was called before,
-// track returns false.
+// track registers a connection that is not a channel yet, so that Close closes it. If Close was called
+// before, track returns false.
 func (e *Endpoint) track(nc net.Conn) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -412,6 +417,5 @@ func (e *Endpoint) logRefused(nc net.Conn, reason error) {
 	e.refused.Warn("tcp: refused a connection", zap.Stringer("remote", nc.RemoteAddr()), zap.Error(reason))
 }
 
-// hangUp closes a connection that is not used any more. It drops an error of Close, which does not matter
-// then.
+// hangUp closes a connection that is not used any more. So it ignores the error of Close.
 func hangUp(nc net.Conn) { _ = nc.Close() }

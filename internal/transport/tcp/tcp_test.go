@@ -32,11 +32,11 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// hangTimeout is the time after which a test assumes that a call hangs, and fails. No test that passes waits
-// so long.
+// hangTimeout is the time after which a test concludes that a call hangs, and fails. A test that passes never
+// waits so long.
 const hangTimeout = time.Minute
 
-// overBoth runs test with plain connections without a secret, and with encrypted connections.
+// overBoth runs test twice: with plain connections without a secret, and with encrypted connections.
 func overBoth(t *testing.T, test func(*testing.T, secret.Secret)) {
 	t.Run("plain", func(t *testing.T) { test(t, secret.Secret{}) })
 	t.Run("TLS", func(t *testing.T) { test(t, encrypted()) })
@@ -47,7 +47,7 @@ func encrypted() secret.Secret {
 	return key.Encrypted()
 }
 
-// meshes returns the meshes of size ranks that are connected over loopback.
+// meshes returns the meshes of size ranks, connected over loopback.
 func meshes(tb testing.TB, size int) []transport.Mesh { return meshesOf(tb, size, secret.Secret{}) }
 
 // sealedMeshes is like meshes, but the connections use TLS.
@@ -91,7 +91,7 @@ func addrsOf(endpoints ...*Endpoint) []string {
 	return addrs
 }
 
-// join calls Connect with ep and returns the Mesh. Empty fields of ep get defaults.
+// join calls Connect with ep and returns the Mesh. Fields of ep that are empty get default values.
 func join(tb testing.TB, e *Endpoint, ep Epoch) *Mesh {
 	tb.Helper()
 	if ep.Job == "" {
@@ -112,7 +112,7 @@ func goodHello(lane transport.Lane) hello {
 	return hello{version: version, job: hashJob("test"), epoch: 1, from: 0, to: 1, lane: lane}
 }
 
-// ctx returns a context that ends with the test, or after hangTimeout.
+// ctx returns a context that is cancelled when the test ends, or after hangTimeout.
 func ctx(t *testing.T) context.Context {
 	ctx, cancel := context.WithTimeout(t.Context(), hangTimeout)
 	t.Cleanup(cancel)
@@ -133,7 +133,7 @@ func pair(t *testing.T, zero, one transport.Mesh, lane transport.Lane) (a, b *co
 	return x.(*conn), y.(*conn)
 }
 
-// pass sends a text from a and checks that it arrives at b.
+// pass sends a text at a and checks that it arrives at b.
 func pass(t *testing.T, a, b transport.Conn) {
 	t.Helper()
 	if err := a.Send([]byte("still here")); err != nil {
@@ -159,8 +159,8 @@ func dialRaw(t *testing.T, addr string, b []byte) net.Conn {
 	return sendAs(t, secret.Secret{}, nc, b)
 }
 
-// sendAs proves on nc that it knows key, and writes b. The other end may close the connection before it has
-// read all of b.
+// sendAs proves to the other end of nc that it knows key, and writes b. The other end may close the
+// connection before it has read all of b.
 func sendAs(t *testing.T, key secret.Secret, nc net.Conn, b []byte) net.Conn {
 	t.Helper()
 	over, err := key.Dial(nc, purpose)
@@ -203,8 +203,8 @@ func newLog() (*zap.Logger, *logBook) {
 	})), book
 }
 
-// wait waits for an entry with this message and with a field that contains text. The parameter field is the
-// name of the field. wait returns all fields of the entry.
+// wait waits for an entry with the given message in which the field named field contains text. It returns all
+// fields of the entry.
 func (b *logBook) wait(t *testing.T, message, field, text string) map[string]any {
 	t.Helper()
 	for {
@@ -229,15 +229,15 @@ func TestContract(t *testing.T) {
 	t.Run("TLS", func(t *testing.T) { transporttest.Run(t, sealedMeshes) })
 }
 
-// If a process sends bytes that are not a good hello, it gets the right answer, and its connection is logged
-// with the reason. Connections of real ranks are not affected.
+// TestRefusals connects processes that send bytes that are not a good hello. Each must get the right answer,
+// and the reason must be logged. Connections of real ranks must not be affected.
 func TestRefusals(t *testing.T) { overBoth(t, testRefusals) }
 
 func testRefusals(t *testing.T, key secret.Secret) {
 	log, book := newLog()
-	// The silent connections stay open for a second. In this time the deadlines of the handshakes of the real
-	// ranks pass too. (The dialer's deadline is twice its timeout.) The test fails if these deadlines are
-	// still set after the handshake.
+	// The silent connections stay open for a second. During this time the deadlines of the handshakes of the
+	// real ranks pass too. (The dialer's deadline is twice its timeout.) So the test fails if these deadlines
+	// are still set after the handshake.
 	e0 := listen(t, Config{Secret: key, HandshakeTimeout: 450 * time.Millisecond})
 	e1 := listen(t, Config{Secret: key, Log: log, HandshakeTimeout: time.Second})
 	zero := join(t, e0, Epoch{Rank: 0, Addrs: addrsOf(e0, e1)})
@@ -253,8 +253,8 @@ func testRefusals(t *testing.T, key secret.Secret) {
 	cases := []struct {
 		name   string
 		sent   []byte
-		finish bool    // end the outgoing stream after sent
-		answer Refusal // the expected answer; accepted stands for no answer
+		finish bool    // end the outgoing stream after the bytes of sent
+		answer Refusal // expected answer; accepted means no answer
 		reason string
 	}{
 		{"garbage", bytes.Repeat([]byte("garbage!"), 1<<17), false, accepted,
@@ -295,7 +295,7 @@ func testRefusals(t *testing.T, key secret.Secret) {
 			}
 		}
 	}
-	pass(t, a, b) // the real ranks communicate while the silent connections are open
+	pass(t, a, b) // the real ranks must communicate while the silent connections are open
 	for i, c := range cases {
 		t.Run(c.name, func(t *testing.T) {
 			var want []byte
@@ -320,10 +320,10 @@ func testRefusals(t *testing.T, key secret.Secret) {
 	}
 }
 
-// If a process that does not belong to the job sends a lot of data, this process allocates only the memory
-// for a handshake.
+// TestUnauthenticatedPeersCostLittle lets processes that do not belong to the job send a lot of data. This
+// process must allocate only the memory for a handshake.
 func TestUnauthenticatedPeersCostLittle(t *testing.T) {
-	const otherJobs, limit = 16, 16 << 10 // with more connections, not all would be logged
+	const otherJobs, limit = 16, 16 << 10 // if there were more connections, not all of them would be logged
 	log, book := newLog()
 	e := listen(t, Config{Log: log})
 	join(t, e, Epoch{Rank: 1, Addrs: addrsOf(e, e)})
@@ -345,7 +345,8 @@ func TestUnauthenticatedPeersCostLittle(t *testing.T) {
 	}
 }
 
-// If the peer refuses a connection, Conn of the dialer returns the reason and does not retry.
+// TestDialRefused lets a peer refuse a connection. Conn of the dialer must return the reason and must not
+// retry.
 func TestDialRefused(t *testing.T) { overBoth(t, testDialRefused) }
 
 func testDialRefused(t *testing.T, key secret.Secret) {
@@ -414,7 +415,7 @@ func TestDialNotOurs(t *testing.T) {
 	}
 }
 
-// If the peer does not listen yet, the dialer retries until the peer listens.
+// TestDialRetries dials a peer that does not listen yet. The dialer must retry until the peer listens.
 func TestDialRetries(t *testing.T) {
 	log, book := newLog()
 	e0 := listen(t, Config{Log: log})
@@ -449,7 +450,7 @@ func TestDialTimeout(t *testing.T) {
 	}
 	zero := join(t, e0, Epoch{Addrs: addrsOf(e0, gone)})
 	one := join(t, e1, Epoch{Rank: 1, Addrs: addrsOf(gone, e1)})
-	for range 2 { // the second call dials again
+	for range 2 { // the second call must dial again
 		_, err := zero.Conn(ctx(t), 1, 1)
 		wantPeer(t, err, 1, 1)
 		if !errors.Is(err, syscall.ECONNREFUSED) || !strings.Contains(err.Error(), timeout.String()) {
@@ -465,7 +466,7 @@ func TestDialTimeout(t *testing.T) {
 
 func TestContextEndSaysWhatFailed(t *testing.T) {
 	log, book := newLog()
-	// The dial timeout is an hour. At the end of the test, Close must not wait for it.
+	// The dial timeout is an hour, so that the test sees whether Close waits for it. It must not.
 	e, gone := listen(t, Config{Log: log, DialTimeout: time.Hour}), listen(t, Config{})
 	if err := gone.Close(); err != nil {
 		t.Fatal(err)
@@ -483,8 +484,9 @@ func TestContextEndSaysWhatFailed(t *testing.T) {
 	}
 }
 
-// If the context of Conn ends, the attempt to dial continues. A later Conn gets its connection, because the
-// peer may already have accepted it and would refuse another one as a duplicate.
+// TestDialOutlivesContext lets the context of Conn end. The attempt to dial must continue, and a later call
+// of Conn must get its connection. The peer may already have accepted this connection, and would refuse
+// another one as a duplicate.
 func TestDialOutlivesContext(t *testing.T) {
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -529,8 +531,8 @@ func TestDialOutlivesContext(t *testing.T) {
 	}
 }
 
-// A faster peer may connect and send data before this rank calls Connect. Its connection becomes a channel of
-// the epoch. A connection from another job is refused.
+// TestEarlyConnection lets a faster peer connect and send data before this rank calls Connect. Its connection
+// must become a channel of the epoch. A connection from another job must be refused.
 func TestEarlyConnection(t *testing.T) { overBoth(t, testEarlyConnection) }
 
 func testEarlyConnection(t *testing.T, key secret.Secret) {
@@ -557,8 +559,8 @@ func testEarlyConnection(t *testing.T, key secret.Secret) {
 	}
 }
 
-// While the handshake of a channel runs, the channel cannot be reserved again. After the handshake has
-// failed, it can.
+// TestReserve checks that a channel cannot be reserved again while its handshake runs, and that it can be
+// reserved again after the handshake has failed.
 func TestReserve(t *testing.T) {
 	e := listen(t, Config{})
 	m := join(t, e, Epoch{Rank: 1, Addrs: addrsOf(e, e)})
@@ -588,8 +590,8 @@ func TestEarlyConnectionExpires(t *testing.T) {
 	}
 }
 
-// If too many connections send nothing, the oldest are closed, so that real ranks can connect. Close closes
-// all of them.
+// TestTooManyHandshakes opens too many connections that send nothing. The oldest must be closed, so that real
+// ranks can connect. Close must close all of them.
 func TestTooManyHandshakes(t *testing.T) { overBoth(t, testTooManyHandshakes) }
 
 func testTooManyHandshakes(t *testing.T, key secret.Secret) {
@@ -613,8 +615,8 @@ func testTooManyHandshakes(t *testing.T, key secret.Secret) {
 	}
 }
 
-// failingListener is a listener whose Accept returns EMFILE at first. The field failures is the number of
-// such calls.
+// failingListener is a listener whose first calls of Accept return EMFILE. failures is the number of these
+// calls.
 type failingListener struct {
 	net.Listener
 	failures int
@@ -652,8 +654,8 @@ func TestAcceptFailureIsNotTheEnd(t *testing.T) {
 	}
 }
 
-// If a rank has no file descriptor left to accept a peer's connection, Conn fails at once. The error does not
-// blame the peer.
+// TestAcceptWithoutDescriptors checks that Conn fails at once if its rank has no file descriptor left to
+// accept a peer's connection. The error must not blame the peer.
 func TestAcceptWithoutDescriptors(t *testing.T) {
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -715,7 +717,8 @@ func twoRanks(t *testing.T, key secret.Secret) (zero, one transport.Mesh) {
 	return m[0], m[1]
 }
 
-// If the sender closes its mesh, the bytes that the kernel has taken still arrive.
+// TestDataBeforeClose checks that the bytes that are already in the kernel still arrive if the sender closes
+// its mesh.
 func TestDataBeforeClose(t *testing.T) { overBoth(t, testDataBeforeClose) }
 
 func testDataBeforeClose(t *testing.T, key secret.Secret) {
@@ -802,7 +805,7 @@ func TestSteadyStateAllocatesNothing(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			buf := make([]byte, c.pieceBytes)
-			// The receiver begins when all bytes were sent, so most of the bytes are queued.
+			// The receiver begins only when all bytes were sent, so that most of the bytes are queued.
 			start := make(chan struct{})
 			var wg sync.WaitGroup
 			defer wg.Wait()
@@ -816,8 +819,8 @@ func TestSteadyStateAllocatesNothing(t *testing.T) {
 				}
 			})
 			defer close(start)
-			// Goroutines of earlier tests may still allocate during some of the runs, so the test takes the
-			// minimum. If a message allocates, it does so in all runs.
+			// Goroutines of earlier tests may still allocate during some of the runs, so the test uses the
+			// minimum of all runs. If sending a message allocates, it does so in all runs.
 			least := math.Inf(1)
 			for range 5 {
 				least = min(least, testing.AllocsPerRun(1, func() {

@@ -14,8 +14,8 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// tappedListener is a listener that records all bytes from dialers. If spoil is set, it also changes some of
-// them.
+// tappedListener is a listener that records all bytes that it receives from dialers. If spoil is set, it also
+// changes some of them.
 type tappedListener struct {
 	net.Listener
 	mu    sync.Mutex
@@ -74,9 +74,9 @@ func socketPair() (a, b net.Conn, err error) {
 	return a, b, err
 }
 
-// The bytes of a tensor appear on the wire of a plain connection. On an encrypted connection they do not
-// appear, whether a message is sent in one piece, in many pieces, or in a batch of the writer. If a byte is
-// changed on the way, the receiver of an encrypted connection gets an error.
+// TestWire checks that the bytes of a tensor appear on the wire of a plain connection, but not on the wire of
+// an encrypted connection. A message may be sent in one piece, in many pieces, or in a batch of the writer.
+// If a byte is changed on the way, the receiver of an encrypted connection must get an error.
 func TestWire(t *testing.T) {
 	const pattern = "-0123456789abcdef-" // every message repeats this pattern
 	overBoth(t, func(t *testing.T, key secret.Secret) {
@@ -126,7 +126,8 @@ func TestWire(t *testing.T) {
 	})
 }
 
-// Small messages share TLS records. With one record for each message, each would need a system call.
+// TestRecordsAreShared checks that several small messages share one TLS record. Otherwise each message would
+// need a system call of its own.
 func TestRecordsAreShared(t *testing.T) {
 	for _, test := range []struct {
 		pieces  []int
@@ -174,8 +175,8 @@ func (r *recorder) Write(b []byte) (int, error) {
 	return len(b), nil
 }
 
-// If a peer does not read, or has not completed the handshake, Send does not wait. Sent rises while a large
-// buffer is being written.
+// TestEncryptedSendDoesNotWait checks that Send does not wait if a peer does not read or has not completed
+// the handshake. The count of Sent must rise while a large buffer is being written.
 func TestEncryptedSendDoesNotWait(t *testing.T) {
 	zero, one := twoRanks(t, encrypted())
 	a, b := pair(t, zero, one, 1)
@@ -197,10 +198,10 @@ func TestEncryptedSendDoesNotWait(t *testing.T) {
 	}
 }
 
-// If a process without the secret uses TLS, or sends bytes that look like TLS, this process allocates little
-// memory.
+// TestUnauthenticatedPeersWithTLSCostLittle connects processes without the secret that use TLS, or send bytes
+// that look like TLS. This process must allocate only little memory for them.
 func TestUnauthenticatedPeersWithTLSCostLittle(t *testing.T) {
-	const peers, limit = 16, 64 << 10 // with more connections, not all would be logged
+	const peers, limit = 16, 64 << 10 // if there were more connections, not all of them would be logged
 	hello := append([]byte{22, 3, 1, 0x40, 0, 1, 0, 0xff, 0xff}, make([]byte, 1<<20)...)
 	for name, sent := range map[string][]byte{
 		"garbage": bytes.Repeat([]byte("garbage!"), 1<<17), "a length": hello[:5], "a long hello": hello,
@@ -226,7 +227,8 @@ func TestUnauthenticatedPeersWithTLSCostLittle(t *testing.T) {
 	}
 }
 
-// Once the first messages were sent, this package allocates nothing for a message, with encryption too.
+// TestEncryptedSteadyState checks that with encryption this package allocates nothing for a message once the
+// first messages were sent.
 func TestEncryptedSteadyState(t *testing.T) {
 	zero, one := twoRanks(t, encrypted())
 	a, b := pair(t, zero, one, 1)
@@ -248,8 +250,8 @@ func TestEncryptedSteadyState(t *testing.T) {
 	}
 }
 
-// If a peer that knows the secret closes its connection in the middle of a record, Read reports a lost peer
-// and not the end of the stream.
+// TestCutInARecord lets a peer that knows the secret close its connection in the middle of a record. Read
+// must report a lost peer, not the end of the stream.
 func TestCutInARecord(t *testing.T) {
 	key := encrypted()
 	e0, e1 := listen(t, Config{Secret: key}), listen(t, Config{Secret: key})
@@ -278,8 +280,8 @@ func TestCutInARecord(t *testing.T) {
 	}
 }
 
-// If a rank reads bytes that were changed on the way, it gets an error at once, even while its own bytes wait
-// for a peer that does not read.
+// TestTamperingIsSeenWhileSending lets a rank read bytes that were changed on the way. The rank must get an
+// error at once, even while its own bytes wait for a peer that does not read.
 func TestTamperingIsSeenWhileSending(t *testing.T) {
 	key := encrypted()
 	e0, e1 := listen(t, Config{Secret: key}), listen(t, Config{Secret: key})

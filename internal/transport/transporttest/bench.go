@@ -9,7 +9,7 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// PingPong measures round trips of a message to the peer and back. The throughput counts the bytes of both
+// PingPong measures round trips of a message to the peer and back. The throughput includes the bytes of both
 // directions.
 func PingPong(b *testing.B, f Factory) {
 	for _, size := range []int{8, 64 << 10} {
@@ -17,7 +17,7 @@ func PingPong(b *testing.B, f Factory) {
 			zero, done := benchPair(b, f, func(one transport.Conn) {
 				for buf := make([]byte, size); ; {
 					if _, err := io.ReadFull(one, buf); err != nil {
-						return // the benchmark is over
+						return // zero is closed when the benchmark is over
 					}
 					if one.Send(buf) != nil || one.Flush() != nil {
 						return
@@ -40,13 +40,14 @@ func PingPong(b *testing.B, f Factory) {
 	}
 }
 
-// Stream measures messages of 1 MiB in one direction. Each message is flushed before the next is sent.
+// Stream measures how fast messages of 1 MiB are sent in one direction. Each message is flushed before the
+// next one is sent.
 func Stream(b *testing.B, f Factory) {
 	const size = 1 << 20
 	zero, done := benchPair(b, f, func(one transport.Conn) {
 		for buf := make([]byte, size); ; {
 			if _, err := one.Read(buf); err != nil {
-				return // the benchmark is over
+				return // zero is closed when the benchmark is over
 			}
 		}
 	})
@@ -64,9 +65,9 @@ func Stream(b *testing.B, f Factory) {
 	}
 }
 
-// benchPair connects two ranks on lane 1 and returns the Conn of rank 0. It calls peer with the Conn of rank
-// 1. When peer returns because of an error, rank 1 is closed. The function done closes rank 0 and waits until
-// peer has returned.
+// benchPair connects two ranks on lane 1 and returns the Conn of rank 0. It calls peer in a goroutine with
+// the Conn of rank 1. When peer returns because of an error, rank 1 is closed. The function done closes rank
+// 0 and waits until peer has returned.
 func benchPair(b *testing.B, f Factory, peer func(one transport.Conn)) (zero transport.Conn, done func()) {
 	meshes := f(b, 2)
 	closeMesh := func(m transport.Mesh) {

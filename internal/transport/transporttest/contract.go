@@ -15,8 +15,8 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// unread is a number of bytes that is too large for the kernel's buffers. Flush of so many bytes waits if the
-// peer does not read.
+// unread is a number of bytes that does not fit in the kernel's buffers. If so many bytes are sent and the
+// peer does not read, Flush waits.
 const unread = 64 << 20
 
 // sendPieces sends data in pieces of random size. Some pieces are empty.
@@ -35,7 +35,8 @@ func sendPieces(c transport.Conn, data []byte, seed uint64) error {
 	return c.Flush()
 }
 
-// readPieces reads len(want) bytes into buffers of random sizes, and compares them with want.
+// readPieces reads len(want) bytes into buffers of random sizes, and returns an error if they differ from
+// want.
 func readPieces(c transport.Conn, want []byte, seed uint64) error {
 	r := rand.New(rand.NewPCG(seed, 1))
 	buf := make([]byte, 70_001)
@@ -106,8 +107,8 @@ func testAllSendFirst(s *suite) {
 				if p == r {
 					continue
 				}
-				// Each peer gets the bytes of data[r], rotated by a different offset, so that the test
-				// detects swapped streams.
+				// Each peer gets the bytes of data[r] from a different offset on, so that the test detects
+				// swapped streams.
 				if err := errors.Join(conns[r][p].Send(data[r][p+1:]),
 					conns[r][p].Send(data[r][:p+1])); err != nil {
 					return err
@@ -314,8 +315,8 @@ func testSent(s *suite) {
 	)
 }
 
-// waitSent polls c.Sent until it has reached want. It has to poll, because a Conn does not report when Sent
-// changes.
+// waitSent polls c.Sent until it has reached want. It has to poll, because a Conn does not notify of a change
+// of Sent.
 func waitSent(c transport.Conn, want int) error {
 	for end := time.Now().Add(hangTimeout); c.Sent() < uint64(want); runtime.Gosched() {
 		if time.Now().After(end) {
@@ -331,7 +332,7 @@ func fill(b []byte, v byte) {
 	}
 }
 
-// readRounds reads n bytes in each round, and checks that in round i all of them have the value i.
+// readRounds reads n bytes in each round. In round i, all of them must have the value i.
 func readRounds(c transport.Conn, rounds, n int) error {
 	got, want := make([]byte, n), make([]byte, n)
 	for i := range rounds {
@@ -364,7 +365,7 @@ func testContext(s *suite) {
 	s.exchange(s.pair(meshes, 1))
 }
 
-// testUnblocks makes rank 1 wait in Read, Flush and Conn on lane 1, and then calls end. The waiting calls and
+// testUnblocks makes rank 1 wait in Read, Flush and Conn on lane 1, and then calls end. The pending calls and
 // all later calls must fail with want.
 func testUnblocks(s *suite, end func(m transport.Mesh), want error) {
 	meshes := s.open(3)
@@ -386,7 +387,7 @@ func testUnblocks(s *suite, end func(m transport.Mesh), want error) {
 	s.together(func() error { return c.Send(buf) })
 	flushing := s.begin(func() error {
 		err := c.Flush()
-		fill(buf[unread-1000:], 1) // if the Conn still reads buf, the race detector reports this write
+		fill(buf[unread-1000:], 1) // if the Conn still read buf, the race detector would report this write
 		return wantErr("pending flush", err, want)
 	})
 	if got := c.Sent(); got >= unread {
@@ -433,15 +434,15 @@ func testAbortIsSilent(s *suite) {
 		return wantErr("read", err, errMine)
 	})
 	meshes[0].Abort(1, errBoom)
-	s.exchange(zero2, one2) // afterwards Abort has certainly taken effect on lane 1
+	s.exchange(zero2, one2) // after this exchange, Abort has certainly taken effect on lane 1
 	s.silent(one, read)
 	meshes[1].Abort(1, errMine)
 	s.await(read)
 	s.together(func() error { return wantErr("send", zero.Send([]byte{1}), errBoom) })
 }
 
-// silent checks that c gets neither bytes nor an error from its peer. The channel read gets the result of a
-// pending Read of c.
+// silent checks that c gets neither bytes nor an error from its peer. The channel read receives the result of
+// a pending c.Read.
 func (s *suite) silent(c transport.Conn, read <-chan error) {
 	s.Helper()
 	select {

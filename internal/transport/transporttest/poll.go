@@ -13,7 +13,7 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// polling is a rank that polls its Control lane and parks when nothing arrives.
+// polling is a rank that polls its Control lane. It parks when nothing arrives.
 type polling struct {
 	mesh     transport.Mesh
 	conns    []transport.Conn
@@ -39,21 +39,20 @@ func newPolling(m transport.Mesh, conns ...transport.Conn) *polling {
 	return p
 }
 
-// send sends b on the first Conn and then notifies the peer, as a loop does before it parks.
+// send sends b on the first Conn and then calls NotifyPeers, as a loop does before it parks.
 func (p *polling) send(b []byte) error {
 	err := p.conns[0].Send(b)
 	p.mesh.NotifyPeers()
 	return err
 }
 
-// next polls the first Conn until it returns bytes or an error. If polling returns nothing several times,
-// next parks.
+// next polls the first Conn until it returns bytes or an error. If several polls return nothing, next parks.
 func (p *polling) next(b []byte) (int, error) {
 	hung := time.NewTimer(hangTimeout)
 	defer hung.Stop()
 	for {
 		p.mesh.Unpark()
-		// The rank polls several times, because bytes may arrive between two polls.
+		// Poll several times, because bytes may arrive between two polls.
 		for range 3 {
 			if n, err := p.conns[0].TryRead(b); n > 0 || err != nil {
 				return n, err
@@ -70,7 +69,7 @@ func (p *polling) next(b []byte) (int, error) {
 	}
 }
 
-// park parks the rank. If there is nothing to read, parking must succeed, perhaps after some attempts.
+// park parks the rank. If there is nothing to read, parking must succeed, but it may take several attempts.
 func (p *polling) park() error {
 	for end := time.Now().Add(hangTimeout); !p.mesh.Park(); runtime.Gosched() {
 		for _, c := range p.conns {
@@ -96,7 +95,7 @@ func (p *polling) awaitNotify() error {
 }
 
 // testTryRead reads a stream with TryRead, on the Control lane and on another lane. The sender often pauses,
-// so that TryRead often finds nothing.
+// so that TryRead often finds no bytes.
 func testTryRead(s *suite) {
 	meshes := s.open(2)
 	for _, lane := range []transport.Lane{transport.Control, 1} {
@@ -125,11 +124,11 @@ func testTryRead(s *suite) {
 				return nil
 			},
 		)
-		s.exchange(zero, one) // Read continues at the byte at which TryRead has stopped
+		s.exchange(zero, one) // Read must continue at the byte at which TryRead has stopped
 		if n, err := one.TryRead(make([]byte, 1)); n != 0 || err != nil {
 			s.Fatalf("after all was read: got %d, %v, want 0, nil", n, err)
 		}
-		// TryRead continues at the byte at which Read has stopped.
+		// TryRead must continue at the byte at which Read has stopped.
 		s.together(
 			func() error { return errors.Join(zero.Send([]byte("somemore")), zero.Flush()) },
 			func() error {
@@ -157,8 +156,8 @@ func testTryRead(s *suite) {
 	}
 }
 
-// testPollPingPong lets two ranks wait for each other 2000 times, polling or parked. The test hangs if a
-// notification is lost.
+// testPollPingPong lets two ranks wait for each other 2000 times, polling or parked. If a notification is
+// lost, the test hangs.
 func testPollPingPong(s *suite) {
 	_, zero, one := s.polls()
 	const rounds = 2000
@@ -190,8 +189,8 @@ func testPollPingPong(s *suite) {
 	s.together(play(zero, true), play(one, false))
 }
 
-// testPollParks checks that a parked rank is notified of bytes on the Control lane, from a peer that polls
-// and from a peer that does not. It must not be notified of bytes on another lane.
+// testPollParks checks that a parked rank is notified of bytes on the Control lane, both from a peer that
+// polls and from a peer that does not poll. It must not be notified of bytes on another lane.
 func testPollParks(s *suite) {
 	meshes := s.open(3)
 	var toZero, toTwo, zero, two transport.Conn
@@ -230,8 +229,8 @@ func testPollParks(s *suite) {
 	}
 }
 
-// testPollPeerCloses checks that a parked rank is notified when a peer closes its mesh. The rank must then
-// read the last bytes of the peer, and then get an error. After that it must be able to park.
+// testPollPeerCloses closes the mesh of a peer. A parked rank must be notified. It must read the last bytes
+// of the peer and then get an error. After that it must be able to park.
 func testPollPeerCloses(s *suite) {
 	meshes, zero, one := s.polls()
 	s.together(one.park)

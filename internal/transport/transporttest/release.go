@@ -66,7 +66,7 @@ func testReleaseOneLane(s *suite) {
 }
 
 // testReleaseIsFinal releases lanes in every state, each of them twice. All later calls must fail with
-// ErrReleased, even after Close. A lane that is released after Close must not count as released.
+// ErrReleased, even after Close. If a lane is released after Close, its calls must still fail with ErrClosed.
 func testReleaseIsFinal(s *suite) {
 	meshes := s.open(2)
 	used, _ := s.pair(meshes, 1)
@@ -76,7 +76,7 @@ func testReleaseIsFinal(s *suite) {
 	for range 2 {
 		for _, lane := range []transport.Lane{1, 2, never} {
 			meshes[0].Release(lane)
-			meshes[0].Abort(lane, errBoom) // has no effect after Release
+			meshes[0].Abort(lane, errBoom) // must have no effect after Release
 		}
 	}
 	released := func() error {
@@ -104,7 +104,7 @@ func testReleaseIsFinal(s *suite) {
 }
 
 // testReleaseEndsLateChannels opens channels for which the peer has never called Conn, before and after the
-// peer's release. They must end with a *PeerError.
+// peer releases the lane. The channels must end with a *PeerError.
 func testReleaseEndsLateChannels(s *suite) {
 	meshes := s.open(2)
 	for lane, open := range map[transport.Lane]bool{1: true, 2: false} {
@@ -145,7 +145,8 @@ func testReleaseOfControl(s *suite) {
 	s.await(read)
 }
 
-// testReleaseWhileInUse releases lanes that are in use, which is a misuse. All calls must still end.
+// testReleaseWhileInUse releases lanes that are in use, which is a misuse. All pending calls must return
+// nevertheless.
 func testReleaseWhileInUse(s *suite) {
 	meshes := s.open(2)
 	for lane := range transport.Lane(20) {
@@ -188,7 +189,7 @@ func testReleaseWhileInUse(s *suite) {
 	}
 }
 
-// testReleaseFreesAll makes, uses and releases many lanes. Afterwards the process must have no more
+// testReleaseFreesAll creates, uses and releases many lanes. Afterwards the process must have no more
 // goroutines and open files than before.
 func testReleaseFreesAll(s *suite) {
 	meshes := s.open(2)
@@ -198,7 +199,7 @@ func testReleaseFreesAll(s *suite) {
 		lane := transport.Lane(1 + i)
 		zero, one := s.pair(meshes, lane)
 		s.exchange(zero, one)
-		if i%20 == 0 { // enough bytes to start a writer
+		if i%20 == 0 { // send enough bytes to start a writer
 			big := random(byte(i), 8<<20)
 			s.together(
 				func() error { return errors.Join(zero.Send(big), zero.Flush()) },
@@ -217,7 +218,7 @@ func testReleaseFreesAll(s *suite) {
 	}
 }
 
-// openFiles returns the number of file descriptors of this process, or 0 if the system does not report it.
+// openFiles returns the number of file descriptors of this process, or 0 if the system does not provide it.
 func openFiles(s *suite) int {
 	s.Helper()
 	fds, err := os.ReadDir("/proc/self/fd")

@@ -18,23 +18,23 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// Factory makes the meshes of ranks 0 to size-1 of a new epoch. The caller closes the meshes.
+// Factory creates the meshes of ranks 0 to size-1 for a new epoch. The caller closes the meshes.
 type Factory func(tb testing.TB, size int) []transport.Mesh
 
-// hangTimeout is the time after which a test assumes that a call hangs, and fails. No test that passes waits
-// so long.
+// hangTimeout is the time after which a test concludes that a call hangs, and fails. A test that passes never
+// waits so long.
 const hangTimeout = time.Minute
 
-// Run checks the contract with meshes from f. Each clause of the contract is a subtest.
+// Run checks that the meshes that f creates obey the contract. Each clause of the contract is a subtest.
 func Run(t *testing.T, f Factory) {
 	for _, c := range contract {
 		t.Run(c.name, func(t *testing.T) { c.run(&suite{T: t, factory: f}) })
 	}
 }
 
-// RunUnreleased runs the tests of Run, but not the tests of Release and of polling. It is for meshes that
+// RunUnreleased runs the tests of Run except the tests of Release and of polling. It is for meshes that
 // exchange the Control lane with another lane, so that the tests use the Control lane. The Control lane
-// cannot be released, and goroutines poll and park only for that lane.
+// cannot be released, and only for that lane can goroutines poll and park.
 func RunUnreleased(t *testing.T, f Factory) {
 	for _, c := range contract {
 		if strings.HasPrefix(c.name, "Release") || strings.HasPrefix(c.name, "Poll") {
@@ -94,13 +94,13 @@ var contract = []struct {
 	{"ReleaseFreesAll", testReleaseFreesAll},
 }
 
-// suite is the testing.T of one clause, with the factory of the meshes.
+// suite is the testing.T of one clause together with the factory of the meshes.
 type suite struct {
 	*testing.T
 	factory Factory
 }
 
-// open makes meshes for size ranks. When the clause ends, the meshes are closed, and the suite checks that no
+// open creates meshes for size ranks. When the clause ends, open closes the meshes and checks that no
 // goroutine is left.
 func (s *suite) open(size int) []transport.Mesh {
 	s.Helper()
@@ -117,13 +117,13 @@ func (s *suite) open(size int) []transport.Mesh {
 	return meshes
 }
 
-// together runs fns at the same time and waits for all of them. If one fails or hangs, the clause ends.
+// together calls fns concurrently and waits for all of them. If one of them fails or hangs, the clause ends.
 func (s *suite) together(fns ...func() error) {
 	s.Helper()
 	s.await(s.begin(fns...))
 }
 
-// begin starts fns. When all have returned, the channel gets their joined errors, or nil.
+// begin starts fns. When all of them have returned, the channel receives their joined errors, or nil.
 func (s *suite) begin(fns ...func() error) <-chan error {
 	var wg sync.WaitGroup
 	errs := make([]error, len(fns))
@@ -145,7 +145,7 @@ func (s *suite) await(done <-chan error) {
 	}
 }
 
-// result returns the error that arrives on done. If none arrives within hangTimeout, the clause ends.
+// result returns the error that arrives on done. If nothing arrives within hangTimeout, the clause ends.
 func (s *suite) result(done <-chan error) error {
 	s.Helper()
 	hung := time.NewTimer(hangTimeout)
@@ -166,7 +166,7 @@ func (s *suite) pair(meshes []transport.Mesh, lane transport.Lane) (zero, one tr
 	return zero, one
 }
 
-// connect returns a function that asks mesh m for the Conn to the given peer and lane, and stores it in *c.
+// connect returns a function that calls Conn of m for the given lane and peer, and stores the result in *c.
 func (s *suite) connect(c *transport.Conn, m transport.Mesh, lane transport.Lane,
 	peer topo.Rank) func() error {
 	return func() (err error) {
@@ -203,7 +203,7 @@ func random(seed byte, n int) []byte {
 	return b
 }
 
-// wantPeer returns an error unless err is a *PeerError with the given peer and lane.
+// wantPeer returns nil if err is a *PeerError with the given peer and lane. Otherwise it returns an error.
 func wantPeer(err error, lane transport.Lane, peer topo.Rank) error {
 	var pe *transport.PeerError
 	if !errors.As(err, &pe) || pe.Peer != peer || pe.Lane != lane {
@@ -212,7 +212,8 @@ func wantPeer(err error, lane transport.Lane, peer topo.Rank) error {
 	return nil
 }
 
-// wantErr returns an error unless err wraps want. call names the call that has returned err.
+// wantErr returns nil if err wraps want. Otherwise it returns an error. call names the call that has returned
+// err.
 func wantErr(call string, err, want error) error {
 	if !errors.Is(err, want) {
 		return fmt.Errorf("%s: got error %v, want %v", call, err, want)
