@@ -8,9 +8,9 @@ import (
 	"strings"
 )
 
-// Limits of lists of hosts. MaxListBytes is the maximum length of the text of a list, MaxHosts the maximum
-// number of names in a list, maxNameBytes the maximum length of a name, and maxTasks the maximum number of
-// tasks on one host.
+// These are the limits of lists of hosts. MaxListBytes is the maximum length of the text of a list, MaxHosts
+// the maximum number of names in a list, maxNameBytes the maximum length of a name, and maxTasks the maximum
+// number of tasks on one host.
 const (
 	MaxListBytes = 1 << 20
 	MaxHosts     = 1 << 16
@@ -18,13 +18,13 @@ const (
 	maxTasks     = 1 << 16
 )
 
-// ExpandHosts expands a host list of Slurm, such as "node[01-03,7],gpu-[1-2]-x". A list is names separated by
-// commas, in which brackets hold numbers and ranges of numbers. A range keeps the leading zeros of its first
-// number. If a name has several brackets, the numbers in the last one change fastest. The names are returned
-// in the order of the list and may repeat.
+// ExpandHosts expands a host list of Slurm, such as "node[01-03,7],gpu-[1-2]-x". A list consists of names
+// separated by commas. Brackets in a name hold numbers and ranges of numbers. The numbers of a range are
+// padded with zeros to the width of its first number. If a name has several brackets, the numbers in the last
+// one change fastest. The names are returned in the order of the list and may repeat.
 //
 // A list may have up to MaxListBytes bytes and expand to up to MaxHosts names of up to 255 bytes. If it
-// exceeds a bound, ExpandHosts returns an error before it allocates memory for the names.
+// exceeds a limit, ExpandHosts returns an error before it allocates memory for the names.
 func ExpandHosts(list string) ([]string, error) {
 	hosts, err := expandHosts(list)
 	if err != nil {
@@ -54,8 +54,8 @@ func expandHosts(list string) (hosts []string, err error) {
 	}
 }
 
-// cutHost splits list at the first comma outside of brackets into an item and the rest. The result more says
-// whether there is such a comma.
+// cutHost splits list at the first comma outside of brackets. item is the text before the comma, and rest is
+// the text after it. If there is no such comma, item is the whole list and more is false.
 func cutHost(list string) (item, rest string, more bool, err error) {
 	open := false
 	for i, c := range []byte(list) {
@@ -78,15 +78,15 @@ func cutHost(list string) (item, rest string, more bool, err error) {
 	return list, "", false, nil
 }
 
-// expandHost expands one item of a list. The brackets of the item must match. If the item has more names than
-// the limit most, expandHost returns an error.
+// expandHost expands one item of a list. The brackets of the item must match. If the item has more than most
+// names, expandHost returns an error.
 func expandHost(item string, most int) ([]string, error) {
 	if item == "" {
 		return nil, errors.New("got an empty name")
 	}
-	// Each element of parts belongs to one bracket and has its alternatives, each prefixed with the literal
-	// text before the bracket. The names are made from parts only after their number and length have been
-	// checked.
+	// Each element of parts belongs to one bracket. It holds the alternatives of the bracket, each prefixed
+	// with the literal text before the bracket. The names are built from parts only after their number and
+	// length have been checked.
 	var parts [][]string
 	count, length := 1, 0
 	for item != "" {
@@ -140,8 +140,7 @@ func notInNames(c rune) bool {
 
 func tooMany() error { return fmt.Errorf("got more than %d hosts", MaxHosts) }
 
-// expandNumbers expands the text inside a bracket. If there are more numbers than the limit most, it returns
-// an error.
+// expandNumbers expands the text inside a bracket. If there are more than most numbers, it returns an error.
 func expandNumbers(inside string, most int) (numbers []string, err error) {
 	for part := range strings.SplitSeq(inside, ",") {
 		first, last, isRange := strings.Cut(part, "-")
@@ -168,8 +167,8 @@ func expandNumbers(inside string, most int) (numbers []string, err error) {
 	return numbers, nil
 }
 
-// hostNumber parses a number in a bracket. At most 18 digits are allowed, so that counting past the number
-// cannot overflow.
+// hostNumber parses the number s in a bracket. A number may have at most 18 digits, so that counting past it
+// cannot overflow. part is the text for the error message.
 func hostNumber(s, part string) (uint64, error) {
 	if s == "" || len(s) > 18 || strings.Trim(s, "0123456789") != "" {
 		return 0, fmt.Errorf("got %s in brackets, want a number or a range of numbers", quote(part))
@@ -178,8 +177,8 @@ func hostNumber(s, part string) (uint64, error) {
 }
 
 // ExpandTasks expands Slurm's list of the number of tasks on each host of a step. For example, "2(x3),1"
-// means 2 tasks on each of the first three hosts and 1 on the fourth. A list for more than MaxHosts hosts is
-// an error.
+// means 2 tasks on each of the first three hosts and 1 task on the fourth. If a list is for more than
+// MaxHosts hosts, ExpandTasks returns an error.
 func ExpandTasks(list string) ([]int, error) {
 	tasks, err := expandTasks(list)
 	if err != nil {
@@ -219,7 +218,7 @@ func expandTasks(list string) (tasks []int, err error) {
 	return tasks, nil
 }
 
-// decimal parses a number from 0 to the limit most. It accepts only digits.
+// decimal parses a number from 0 to most. It accepts only digits.
 func decimal(s string, most int) (int, error) {
 	n, err := strconv.Atoi(s)
 	if err != nil || n < 0 || n > most || strings.Trim(s, "0123456789") != "" {
@@ -228,7 +227,7 @@ func decimal(s string, most int) (int, error) {
 	return n, nil
 }
 
-// quote returns s in quotes for an error message. It cuts s after 200 bytes, because s comes from another
+// quote returns s in quotes for an error message. It cuts s off after 200 bytes, because s comes from another
 // program and may be long.
 func quote(s string) string {
 	if len(s) > 200 {

@@ -119,8 +119,8 @@ func FuzzExpandHosts(f *testing.F) {
 				t.Fatalf("%q gives the name %q", list, h)
 			}
 		}
-		// A name without brackets expands to itself. So a list that is made of the expanded names expands to
-		// the same names.
+		// A name without brackets expands to itself. So if the expanded names are joined to a list, this list
+		// must expand to the same names.
 		if plain := strings.Join(hosts, ","); len(plain) <= MaxListBytes {
 			if again, err := ExpandHosts(plain); err != nil || !slices.Equal(again, hosts) {
 				t.Fatalf("%q: %d names, written out %d, %v", list, len(hosts), len(again), err)

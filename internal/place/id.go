@@ -46,10 +46,10 @@ const (
 	flagEncrypt = 1
 )
 
-// idText is the encoding of ids as text. It is strict, so that each id has exactly one valid text.
+// idText is the encoding of ids as text. It is strict, so that each id has only one valid text.
 var idText = base64.RawURLEncoding.Strict()
 
-// newID makes an id from a key and the address of a store.
+// newID makes an id from the address of a store and a key.
 func newID(addr netip.AddrPort, key [keyBytes]byte, encrypt bool) (ID, error) {
 	ip := addr.Addr().Unmap()
 	switch {
@@ -85,7 +85,8 @@ func (id *ID) seal() {
 // String returns the id as text: 171 letters, digits, '-' and '_'.
 func (id ID) String() string { return idText.EncodeToString(id[:]) }
 
-// ParseID parses the text of an id. It ignores surrounding white space. Its error does not contain the text.
+// ParseID parses the text of an id. It ignores white space around it. Its error does not contain the text,
+// which is a secret.
 func ParseID(text string) (ID, error) {
 	text = strings.TrimSpace(text)
 	if want := idText.EncodedLen(len(ID{})); len(text) != want {
@@ -103,10 +104,10 @@ func ParseID(text string) (ID, error) {
 	return id, nil
 }
 
-// idStore describes the store that an id names.
+// idStore describes the store to which an id refers.
 type idStore struct {
 	addr    string        // host:port
-	key     secret.Secret // makes encrypted connections if the id has the flag
+	key     secret.Secret // makes encrypted connections if the id has the flag for them
 	encrypt bool
 }
 
@@ -156,13 +157,13 @@ func secretOf(key [keyBytes]byte, encrypt bool) (secret.Secret, error) {
 // metKey is the key that rank 0 sets in the store of an id when all ranks have met.
 const metKey = "gohvd/met"
 
-// lateTime is how long the store of an id is still served after all ranks have met, so that a process that
-// comes too late gets an answer that says so.
+// lateTime is how long the store of an id is still served after all ranks have met. A process that comes too
+// late connects in this time and gets an error that says so.
 const lateTime = 30 * time.Second
 
 // NewID serves a store for the ranks of one job, on a free port of listenHost, and returns the id by which
 // the ranks find the store. The store is served until 30 s after all ranks have met, or until ctx ends. Then
-// served is closed.
+// the channel served is closed.
 func NewID(ctx context.Context, listenHost string, encrypt bool,
 	log *zap.Logger) (id ID, served <-chan struct{}, err error) {
 	if id, served, err = serveID(ctx, listenHost, encrypt, log, lateTime); err != nil {
@@ -210,8 +211,8 @@ func serveID(ctx context.Context, listenHost string, encrypt bool, log *zap.Logg
 
 // OpenIDs connects to the store of a job by one or several ids. All ranks must pass the same ids in the same
 // order. With one id, all ranks use the same store. With several ids, each id has its own store in a process
-// of its own, and each rank uses one of the stores. Rank 0 uses the first store, and publishes the address of
-// its root in all stores.
+// of its own, and each rank uses one of the stores. Rank 0 uses the store of the first id. It publishes the
+// address of its root in all stores.
 func OpenIDs(ctx context.Context, ids []ID, rank, size int) (*Place, error) {
 	if len(ids) < 1 || len(ids) > max(size, 1) {
 		return nil, fmt.Errorf("place: got %d ids, want 1 to %d, at most one per rank", len(ids), size)
@@ -237,8 +238,8 @@ func OpenIDs(ctx context.Context, ids []ID, rank, size int) (*Place, error) {
 		Terms: map[string]string{"the list of unique ids": hex.EncodeToString(names.Sum(nil)[:8])},
 	}
 	if rank != 0 {
-		// A rank that is out of range connects to the first store, so that Join can report the error to the
-		// other ranks.
+		// If rank is out of range, this process connects to the first store, so that Join can report the
+		// error to the other ranks.
 		own := 0
 		if rank > 0 && rank < size {
 			own = rank * len(ids) / size
@@ -251,7 +252,7 @@ func OpenIDs(ctx context.Context, ids []ID, rank, size int) (*Place, error) {
 	return p, nil
 }
 
-// dialIDs connects to the given stores and sets p.Store.
+// dialIDs connects to the given stores and sets p.Store and p.Addr.
 func (p *Place) dialIDs(ctx context.Context, stores []idStore) error {
 	var all spread
 	for _, s := range stores {
@@ -273,7 +274,7 @@ func (p *Place) dialIDs(ctx context.Context, stores []idStore) error {
 	return nil
 }
 
-// spread has the stores of all ids of a job, in the order of the ids.
+// spread holds the stores of all ids of a job, in the order of the ids.
 type spread []store.Store
 
 func (s spread) set(ctx context.Context, key string, value []byte) error {

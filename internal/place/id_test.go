@@ -17,7 +17,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// newIDs returns n ids, each with a store that listens on loopback until the test ends.
+// newIDs returns n ids. The store of each id listens on loopback until the test ends.
 func newIDs(t testing.TB, n int, encrypt bool) (ids []ID) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
@@ -36,8 +36,8 @@ func newIDs(t testing.TB, n int, encrypt bool) (ids []ID) {
 	return ids
 }
 
-// meetByIDs makes one rank join for each argument after t. The argument is the list of ids that this rank
-// has, and the rank has no other information. meetByIDs returns the sessions and errors by rank.
+// meetByIDs lets one rank for each element of ids join a job. The element is the list of ids of this rank.
+// The rank has no other information. meetByIDs returns the session and the error of each rank.
 func meetByIDs(t *testing.T, ids ...[]ID) ([]*rendezvous.Session, []error) {
 	t.Helper()
 	size := len(ids)
@@ -101,7 +101,8 @@ func TestID(t *testing.T) {
 	}
 }
 
-// Ranks that are given only ids meet. The job may have one id for each rank, or fewer ids.
+// TestJoinByIDs checks that ranks can meet if they have only ids. The job has one id for each rank, or fewer
+// ids.
 func TestJoinByIDs(t *testing.T) {
 	for _, encrypt := range []bool{false, true} {
 		for _, size := range []int{2, 3, 7} {
@@ -124,7 +125,8 @@ func TestJoinByIDs(t *testing.T) {
 	}
 }
 
-// The store of an id is closed some time after rank 0 has called Met, and not before.
+// TestStoreOfIDEnds checks that the store of an id is closed some time after rank 0 has called Met, and not
+// before.
 func TestStoreOfIDEnds(t *testing.T) {
 	ctx := testnet.Context(t)
 	id, served, err := serveID(ctx, "127.0.0.1", false, nil, time.Millisecond)
@@ -242,8 +244,8 @@ func TestNoIDForWhatCannotBeDialed(t *testing.T) {
 	}
 }
 
-// The flag in an id decides whether connections are encrypted. If only some ids of a job have the flag,
-// OpenIDs returns an error.
+// TestIDSaysWhetherToEncrypt checks that the flag in an id decides whether connections are encrypted. If only
+// some ids of a job have the flag, OpenIDs must return an error.
 func TestIDSaysWhetherToEncrypt(t *testing.T) {
 	ctx := testnet.Context(t)
 	plain, sealed := newIDs(t, 1, false)[0], newIDs(t, 1, true)[0]
@@ -251,7 +253,8 @@ func TestIDSaysWhetherToEncrypt(t *testing.T) {
 		_, err := OpenIDs(ctx, ids, 0, 2)
 		testnet.WantError(t, err, "of ids 0 and 1 only one is for encrypted connections")
 	}
-	// If the store encrypts and the id of a rank lacks the flag, the rank gets an error that names HVD_TLS.
+	// If the store encrypts connections and the id of a rank lacks the flag, the rank must get an error that
+	// names HVD_TLS.
 	bare := sealed
 	bare[idFlags] = 0
 	bare.seal()
@@ -287,8 +290,9 @@ func FuzzParseID(f *testing.F) {
 	})
 }
 
-// FuzzOpenID fuzzes the bytes of an id before the checksum and appends the right checksum, because a fuzzed
-// checksum is rarely right. If an id can be opened, newID returns the same id for the result.
+// FuzzOpenID changes the bytes of an id before the checksum and appends the right checksum, because a random
+// checksum is rarely right. If open accepts the id, newID must return the same id for the values that open
+// returns.
 func FuzzOpenID(f *testing.F) {
 	for _, addr := range []string{"10.1.2.3:4567", "[2001:db8::1]:80"} {
 		id := someID(f, addr)
@@ -309,7 +313,7 @@ func FuzzOpenID(f *testing.F) {
 	})
 }
 
-// addrOf returns the address of the store that id names.
+// addrOf returns the address of the store to which id refers.
 func addrOf(t *testing.T, id ID) string {
 	t.Helper()
 	s, err := id.open()

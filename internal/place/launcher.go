@@ -11,10 +11,10 @@ import (
 	"sync/atomic"
 )
 
-// Kind is a kind of launcher. Its value is the launcher's usual name.
+// Kind is a kind of launcher. Its text is the usual name of the launcher.
 type Kind string
 
-// Kinds of launchers, in the order in which Detect looks for them.
+// These are the kinds of launchers, in the order in which Detect checks them.
 const (
 	Hvdrun     Kind = "hvdrun"
 	Alone      Kind = "HVD_SIZE=1"
@@ -28,43 +28,43 @@ const (
 	Plain Kind = "plain environment"
 )
 
-// Env has the rank, the size and the meeting place of this process, as its launcher says. Unknown numbers are
-// -1.
+// Env is what the launcher says about this process: its rank, the size of the job, and the place where the
+// ranks meet. Unknown numbers are -1.
 type Env struct {
 	Kind       Kind
 	Rank, Size int
 	// LocalRank is the number of this rank among the ranks on this host, and LocalSize is the number of ranks
-	// on this host. CrossRank is the number of this host among the hosts that have a rank with this
+	// on this host. CrossRank is the number of this host among the hosts that have a rank with the same
 	// LocalRank, and CrossSize is the number of those hosts.
 	LocalRank, LocalSize, CrossRank, CrossSize int
 	// JobID is the same at all ranks of a job and differs between jobs. It is empty if the environment does
-	// not contain it. With MPICH, the launcher sends the name later, and it is in Place.JobID.
+	// not contain it. With MPICH, the launcher sends it later, and Place.JobID contains it.
 	JobID string
 
 	met atomic.Bool
 
-	// Each kind of launcher sets only some of the fields from host to loopback.
+	// Each kind of launcher sets only some of the fields host to loopback.
 	host  string // host of the store, which rank 0 or the launcher serves
 	port  int    // port of that store, 0 if unknown
 	dir   string // directory of the job on this host; Open MPI only
 	pmiFD int
-	// agentStore is set if torchrun's agent serves the TCPStore. Otherwise rank 0 serves the TCPStore.
+	// agentStore is true if torchrun's agent serves the TCPStore. Otherwise rank 0 serves it.
 	agentStore bool
 	node       int // number of this host in the job, -1 if unknown
-	// loopback is set if the address at which the ranks meet is a loopback address. Then this rank takes all
-	// other ranks to be on this host too.
+	// loopback is true if the address at which the ranks meet is a loopback address. Then this rank assumes
+	// that all other ranks are on this host too.
 	loopback bool
 }
 
-// Line says whether one kind of launcher has started this process, as Detect has found out.
+// Line is a line of the result of Detect. It says whether one kind of launcher has started this process.
 type Line struct {
 	Kind Kind
-	// Matched is set if Detect returns the Env of this kind. At most one Line has it set.
+	// Matched is true if Detect returns the Env of this kind. At most one Line has Matched set.
 	Matched bool
-	// Why explains in words why the kind matched or did not match, and names the variables that decided it.
+	// Why says why the kind matched or did not match, and names the variables that decided it.
 	Why string
-	// Suspect is set if the launcher seems to have started a job of several ranks, but not this process as
-	// one of them.
+	// Suspect is true if the launcher seems to have started a job of several ranks of which this process is
+	// not one.
 	Suspect bool
 }
 
@@ -72,7 +72,7 @@ type Line struct {
 func (l Line) String() string { return string(l.Kind) + ": " + l.Why }
 
 // Detect finds the launcher of this process. getenv returns the value of an environment variable, like
-// os.Getenv. An empty variable counts as not set. Env is nil if no kind matches. If the variables of the
+// os.Getenv. An empty variable counts as not set. If no kind matches, Env is nil. If the variables of the
 // first kind that matches contradict each other, Detect returns an error. In all cases it returns one Line
 // for each kind, in order.
 func Detect(getenv func(string) string) (*Env, []Line, error) {
@@ -136,7 +136,7 @@ func (e *Env) place() string {
 // OneHost reports whether e shows that all ranks of the job are on this host.
 func (e *Env) OneHost() bool { return e.LocalSize == e.Size || e.loopback }
 
-// variables reads the environment for one kind of launcher, and keeps the first error.
+// variables reads the environment for one kind of launcher. It keeps the first error.
 type variables struct {
 	getenv  func(string) string
 	err     error
@@ -149,7 +149,7 @@ func (v *variables) fail(format string, args ...any) {
 	}
 }
 
-// firstSet returns the first of the given variables that is set.
+// firstSet returns the first of the given names whose variable is set. If none is set, ok is false.
 func (v *variables) firstSet(names ...string) (name string, ok bool) {
 	for _, name := range names {
 		if v.getenv(name) != "" {
@@ -160,7 +160,7 @@ func (v *variables) firstSet(names ...string) (name string, ok bool) {
 }
 
 // number returns the value of a variable, which must be a number of at least 0. If the variable is not set,
-// or is not such a number, it returns -1.
+// or if its value is not such a number, number returns -1.
 func (v *variables) number(name string) int {
 	text := v.getenv(name)
 	if text == "" {
@@ -174,8 +174,8 @@ func (v *variables) number(name string) int {
 	return int(n)
 }
 
-// pair returns the values of two variables: one has a rank, and the other has the number of ranks. If neither
-// is set, it returns -1 and -1.
+// pair returns the values of two variables, which hold a rank and the number of ranks. If neither variable is
+// set, it returns -1 and -1.
 func (v *variables) pair(rankName, sizeName string) (rank, size int) {
 	if _, ok := v.firstSet(rankName, sizeName); !ok {
 		return -1, -1
@@ -192,8 +192,8 @@ func (v *variables) pair(rankName, sizeName string) (rank, size int) {
 	return rank, size
 }
 
-// part is like pair, but for variables about a part of the job, such as the ranks of one host. It is an error
-// if the part has more ranks than the job.
+// part is like pair, but for variables about a part of the job, such as the ranks on one host. If the part
+// has more ranks than the job, part records an error.
 func (v *variables) part(rankName, sizeName string, e *Env) (rank, size int) {
 	rank, size = v.pair(rankName, sizeName)
 	if size > e.Size {
@@ -202,7 +202,7 @@ func (v *variables) part(rankName, sizeName string, e *Env) (rank, size int) {
 	return rank, size
 }
 
-// newEnv returns an Env with the given rank and size. If the size is 1, it also sets the local and cross
+// newEnv returns an Env with the given rank and size. If size is 1, newEnv also sets the local and cross
 // ranks and sizes. All other fields are unknown.
 func newEnv(rank, size int) *Env {
 	e := &Env{Rank: rank, Size: size, LocalRank: -1, LocalSize: -1, CrossRank: -1, CrossSize: -1, pmiFD: -1,
@@ -221,8 +221,8 @@ func (e *Env) deriveCross() {
 	}
 }
 
-// mpi returns the Env of a process whose launcher sets rank, size, local rank and local size. The arguments
-// are the names of the environment variables that have these values.
+// mpi returns the Env of a process whose launcher sets rank, size, local rank and local size. The parameters
+// are the names of the environment variables that hold these values.
 func (v *variables) mpi(rank, size, localRank, localSize string) *Env {
 	e := newEnv(v.pair(rank, size))
 	if r, n := v.part(localRank, localSize, e); r >= 0 {
@@ -268,14 +268,14 @@ func findOpenMPI(v *variables) (*Env, string) {
 	}
 	e := v.mpi("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
 		"OMPI_COMM_WORLD_LOCAL_SIZE")
-	// Open MPI 5.x names jobs, for example prterun-host-pid@1. Open MPI 4.x numbers them.
+	// Open MPI 5.x gives jobs names such as prterun-host-pid@1. Open MPI 4.x gives them numbers.
 	e.JobID = v.getenv("PMIX_NAMESPACE")
 	if e.JobID == "" {
 		e.JobID = v.getenv("OMPI_MCA_ess_base_jobid")
 	}
-	// Each of these variables has the path of a directory that this mpirun has made on this host. Only the
-	// user can read the directory, and mpirun removes it at the end. OMPI_FILE_LOCATION is not used, because
-	// its directory vanishes when the first rank ends.
+	// Each of these variables holds the path of a directory that this mpirun has created on this host. Only
+	// the user can read the directory, and mpirun removes it at the end. OMPI_FILE_LOCATION is not used,
+	// because its directory is removed when the first rank ends.
 	if dir, ok := v.firstSet("PMIX_SERVER_TMPDIR", "OMPI_MCA_orte_jobfam_session_dir"); ok {
 		e.dir = v.getenv(dir)
 	}
@@ -310,20 +310,20 @@ func findTorchrun(v *variables) (*Env, string) {
 	restarts := max(v.number("TORCHELASTIC_RESTART_COUNT"), 0)
 	run := v.getenv("TORCHELASTIC_RUN_ID")
 	if run == "" {
-		run = "none" // torchrun's own name for a run without an id
+		run = "none" // the id that torchrun itself uses for a run without an id
 	}
 	e.JobID = run + "/" + strconv.Itoa(restarts)
-	// The comparison is exact, as in PyTorch.
+	// PyTorch compares the value in the same way, including the case.
 	e.agentStore = v.getenv("TORCHELASTIC_USE_AGENT_STORE") == "True"
 	v.master(e)
 	return e, why
 }
 
-// master reads the address of rank 0 from MASTER_ADDR and MASTER_PORT, as PyTorch does.
+// master sets the address of rank 0 from MASTER_ADDR and MASTER_PORT, as PyTorch does.
 func (v *variables) master(e *Env) {
 	e.host, e.port = v.getenv("MASTER_ADDR"), v.port("MASTER_PORT")
 	if _, ok := v.firstSet("HVD_INIT_METHOD", "HVD_UNIQUE_ID"); ok || e.Size < 2 {
-		return // hvd's own settings decide where to meet, and a single rank needs no address
+		return // the settings of gohvd decide where to meet, and a single rank needs no address
 	}
 	missing := slices.DeleteFunc([]string{"MASTER_ADDR", "MASTER_PORT"}, func(name string) bool {
 		return v.getenv(name) != ""
@@ -345,7 +345,7 @@ func findPlain(v *variables) (*Env, string) {
 	}
 	e := newEnv(v.pair("RANK", "WORLD_SIZE"))
 	// Scripts often set LOCAL_RANK without LOCAL_WORLD_SIZE, for torch.cuda.set_device. In this case the
-	// local ranks are derived later from the hosts of all ranks.
+	// local ranks are computed later from the hosts of all ranks.
 	if v.getenv("LOCAL_RANK") != "" && v.getenv("LOCAL_WORLD_SIZE") != "" {
 		e.LocalRank, e.LocalSize = v.part("LOCAL_RANK", "LOCAL_WORLD_SIZE", e)
 	}
@@ -396,9 +396,9 @@ func findSlurm(v *variables) (*Env, string) {
 	return e, "SLURM_STEP_ID"
 }
 
-// slurmAllocation describes the allocation of a process that runs in an allocation of Slurm but not in a
-// step. If the allocation has several tasks, slurmAllocation sets v.suspect, because the user may have meant
-// the process to be one of the tasks.
+// slurmAllocation returns a description of the allocation for a process that runs in an allocation of Slurm
+// but not in a step. If the allocation has several tasks, slurmAllocation sets v.suspect, because the user
+// may have meant the process to be one of the tasks.
 func (v *variables) slurmAllocation() string {
 	text := v.getenv("SLURM_NTASKS")
 	if n, err := strconv.Atoi(text); err != nil || n < 2 {
@@ -408,20 +408,20 @@ func (v *variables) slurmAllocation() string {
 	return "an allocation for SLURM_NTASKS=" + text + " tasks"
 }
 
-// If the user chooses no port, the ranks of a step of Slurm meet at one of these ports. They are below 32768,
-// because Linux assigns ports from 32768 upwards to sockets that do not ask for a particular port.
+// If the user chooses no port, the ranks of a step of Slurm meet at a port in this range. The range is below
+// 32768, because Linux assigns ports from 32768 upwards to sockets that do not ask for a particular port.
 const (
 	slurmPortFirst = 20000
 	slurmPortCount = 10000
 )
 
-// slurmPort returns a port for a step of a job. It returns different ports for different steps of a job, and
-// for jobs whose numbers are close to each other.
+// slurmPort returns a port for a step of a job. Different steps of a job get different ports, and so do jobs
+// whose numbers are close to each other.
 func slurmPort(job, step uint64) int {
 	return slurmPortFirst + int((job%slurmPortCount*97+step)%slurmPortCount)
 }
 
-// slurmHosts finds the first host of the step, and the local rank and cross rank of this process.
+// slurmHosts sets the first host of the step, and the local rank and cross rank of this process.
 func (v *variables) slurmHosts(e *Env) {
 	list := v.getenv("SLURM_STEP_NODELIST")
 	if list == "" {
@@ -451,7 +451,7 @@ func (v *variables) slurmHosts(e *Env) {
 		return
 	}
 	e.LocalRank, e.LocalSize = local, tasks[e.node]
-	// Hosts with fewer tasks have no rank with this local rank, so they do not count.
+	// A host with fewer tasks has no rank with this local rank, so it does not count.
 	e.CrossRank, e.CrossSize = 0, 0
 	for i, n := range tasks {
 		if n > local {
@@ -467,8 +467,8 @@ func (v *variables) slurmHosts(e *Env) {
 func (v *variables) slurmTasks(hosts, size int) []int {
 	if _, ok := v.firstSet("SLURM_STEP_TASKS_PER_NODE"); !ok {
 		// SLURM_NTASKS_PER_NODE is the number of tasks per host that the user requested. A step may have
-		// fewer tasks on a host, so the variable is used only if tasks per host times hosts is the size of
-		// the step.
+		// fewer tasks on a host. So the variable is used only if it gives the right number of tasks for the
+		// whole step.
 		if n := v.number("SLURM_NTASKS_PER_NODE"); n > 0 && n <= size && n*hosts == size {
 			return slices.Repeat([]int{n}, hosts)
 		}
@@ -491,7 +491,7 @@ func (v *variables) slurmTasks(hosts, size int) []int {
 	return tasks
 }
 
-// KubernetesPort is the port at which the pods of a job meet if the user chooses no port.
+// KubernetesPort is the port at which the pods of a job meet if the user does not choose a port.
 const KubernetesPort = 29550
 
 func findKubernetes(v *variables) (*Env, string) {
@@ -511,8 +511,8 @@ func findKubernetes(v *variables) (*Env, string) {
 	// A pod has its own network and its own shared memory, so it counts as a host.
 	e.LocalRank, e.LocalSize, e.CrossRank, e.CrossSize = 0, 1, e.Rank, e.Size
 	e.port = KubernetesPort
-	// The controller of indexed jobs gives a pod the host name <job>-<index>. If the pod has
-	// setHostnameAsFQDN, a domain is appended to this name.
+	// The controller of indexed jobs gives a pod the host name <job>-<index>. If the pod sets
+	// setHostnameAsFQDN, a domain follows this name.
 	host := v.getenv("HOSTNAME")
 	name, _, _ := strings.Cut(host, ".")
 	job, ok := strings.CutSuffix(name, "-"+index)
@@ -529,11 +529,11 @@ func findKubernetes(v *variables) (*Env, string) {
 	return e, "JOB_COMPLETION_INDEX"
 }
 
-// atMaster reports whether rank 0 publishes the address of its own store in a TCPStore at
+// atMaster reports whether rank 0 serves a store of its own and publishes its address in a TCPStore at
 // MASTER_ADDR:MASTER_PORT.
 func (e *Env) atMaster() bool { return e.Kind == Plain || e.Kind == Torchrun && !e.agentStore }
 
-// Where describes for people where the ranks meet.
+// Where returns a text for users that says where the ranks meet.
 func (e *Env) Where() string {
 	host := e.host
 	if e.OneHost() && (e.atMaster() || e.Kind == Slurm) {

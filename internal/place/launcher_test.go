@@ -9,7 +9,7 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// Each of these maps has the variables that a kind of launcher sets for a rank.
+// Each of these maps holds the variables that one kind of launcher sets for a rank.
 var (
 	hvdrunEnv = environment{
 		"HOROVOD_RANK": "5", "HOROVOD_SIZE": "8", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "4",
@@ -45,8 +45,8 @@ func TestDetect(t *testing.T) {
 	for _, c := range []struct {
 		name string
 		env  environment
-		// want is text with the kind, rank/size, local rank/local size, cross rank/cross size and the job. If
-		// where is not empty, it is the wanted result of Where.
+		// want is text with the kind, rank/size, local rank/local size, cross rank/cross size and the job.
+		// where is the expected result of Where. If it is empty, the test does not check that result.
 		want, where string
 	}{
 		{"hvdrun", hvdrunEnv, "hvdrun 5/8 1/4 1/2 abc", "at the store at 10.0.0.1:4711"},
@@ -256,8 +256,8 @@ func TestNoLauncher(t *testing.T) {
 		"Kubernetes: JOB_COMPLETION_INDEX is not set",
 		"plain environment: none of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT is set",
 	)
-	// A process runs in a Slurm allocation but not in a step. If the allocation is for several tasks, Suspect
-	// is set, because the user may have forgotten srun.
+	// These processes run in a Slurm allocation but not in a step. If the allocation is for several tasks,
+	// Suspect must be set, because the user may have forgotten srun.
 	for _, c := range []struct {
 		env     environment
 		why     string
@@ -290,8 +290,8 @@ func wantLines(t *testing.T, lines []Line, want ...string) {
 	}
 }
 
-// If the variables of several launchers are set, Detect returns the first kind in the order of this test.
-// Each iteration then removes the variables of that kind.
+// TestFirstWins sets the variables of several launchers. Detect must return the first kind in the order of
+// this test. Each iteration then removes the variables of that kind.
 func TestFirstWins(t *testing.T) {
 	env := environment{}
 	kinds := []struct {
@@ -309,7 +309,7 @@ func TestFirstWins(t *testing.T) {
 		if err != nil || e.Kind != k.kind || len(lines) != len(kinds)+1 {
 			t.Fatalf("detected %v, %v; %v", e, err, lines)
 		}
-		lines = slices.Delete(lines, 1, 2) // removes the Line of HVD_SIZE=1
+		lines = slices.Delete(lines, 1, 2) // remove the Line of HVD_SIZE=1
 		for j, l := range lines {
 			if l.Kind != kinds[j].kind || l.Matched != (j == i) {
 				t.Errorf("with %s first, line %d is %v", k.kind, j, l)
@@ -328,8 +328,8 @@ func TestFirstWins(t *testing.T) {
 	wantLines(t, lines[5:7],
 		"Slurm: rank 5 of 7, local rank 1 of 2, cross rank 2 of 3, by SLURM_STEP_ID",
 		"Kubernetes: ignored, because Slurm takes precedence")
-	// If the variables of the first launcher that matches contradict each other, Detect returns an error. It
-	// does not try the launchers after this one.
+	// If the variables of the first launcher that matches contradict each other, Detect must return an error.
+	// It must not try the launchers that come later.
 	e, lines, err := Detect(openMPIEnv.with("PMI_RANK", "0", "PMI_SIZE", "1", "OMPI_COMM_WORLD_RANK",
 		"9").get)
 	if e != nil || err == nil || !strings.Contains(lines[3].Why, "ignored") {

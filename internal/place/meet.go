@@ -25,54 +25,56 @@ import (
 	"github.com/gohvd/gohvd/store/c10d"
 )
 
-// ErrNoSecret is the error of Meet if the user gave no secret and the launcher has no private channel through
-// which rank 0 could send a secret to the other ranks.
+// ErrNoSecret is the error of Meet if the user has given no secret, and the launcher has no private channel
+// on which rank 0 could send a secret to the other ranks.
 var ErrNoSecret = errors.New(
 	"no secret: give all ranks the same file in HVD_SECRET_FILE, or set HVD_INSECURE=1 to accept " +
 		"any process that can connect to the ports of the job")
 
-// ErrMet is the error of a second call to Meet. The launcher allows a process to meet the others only once.
+// ErrMet is the error of a second call of Meet. The launcher allows a process to meet the other ranks only
+// once.
 var ErrMet = errors.New("this process has already met the other ranks, which the launcher allows only once")
 
-// MeetOptions says how the ranks meet. The zero value works if the launcher provides a secret, or a private
-// channel for it, and the address where the ranks meet.
+// MeetOptions says how the ranks meet. The zero value is enough if the launcher provides the address where
+// the ranks meet, and either a secret or a private channel on which rank 0 can send one.
 type MeetOptions struct {
-	// Secret is the secret that the user gave, the same at all ranks. If it is zero and the launcher has a
-	// private channel, rank 0 makes a secret and passes it to the others.
+	// Secret is the secret that the user has given. It must be the same at all ranks. If it is zero and the
+	// launcher has a private channel, rank 0 makes a secret and sends it to the other ranks.
 	Secret secret.Secret
-	// Insecure permits a job without a secret if the user gave none and the launcher has no private channel.
+	// Insecure permits a job without a secret if the user has given none and the launcher has no private
+	// channel.
 	Insecure bool
-	// If rank 0 makes the secret, Encrypt says whether connections are encrypted (secret.Secret.Encrypted).
-	// If the user gave Secret, Encrypt has no effect, because Secret itself says that. Encrypt must be the
-	// same at all ranks.
+	// Encrypt says whether connections are encrypted if rank 0 makes the secret (secret.Secret.Encrypted). It
+	// must be the same at all ranks. If the user has given Secret, Encrypt has no effect, because Secret
+	// itself says whether connections are encrypted.
 	Encrypt bool
 	// Host is the name or address of the host of rank 0. It replaces the name from the launcher. It is used
 	// only if the ranks are on several hosts. The other ranks dial Host and Port, so Port is needed too,
 	// unless the launcher provides one. With MPICH, rank 0 sends Host to the other ranks. With hvdrun, Host
 	// has no effect.
 	Host string
-	// Port is the port on which rank 0 serves its store. If it is 0, the launcher's port or the default is
-	// used. In a plain environment Port replaces MASTER_PORT. Port does not change the ports of torchrun's
-	// TCPStore and of hvdrun's store.
+	// Port is the port on which rank 0 serves its store. If it is 0, rank 0 uses the port from the launcher
+	// or the default port. In a plain environment Port replaces MASTER_PORT. Port does not change the ports
+	// of torchrun's TCPStore and of hvdrun's store.
 	Port int
 	// Interfaces are the network interfaces that the user has chosen.
 	//
-	// If the ranks are on several hosts, rank 0 listens on the first chosen address at which the others reach
-	// it. If no interface is chosen, or if the name that the others dial does not resolve to a chosen
-	// address, it listens on all interfaces. If rank 0 announces an address to the others and Host is empty,
-	// rank 0 announces the first chosen address. If all ranks are on one host, rank 0 listens on loopback.
+	// If all ranks are on one host, rank 0 listens on loopback. If the ranks are on several hosts, rank 0
+	// listens on a chosen address to which the name that the other ranks dial resolves. If there is no such
+	// address, or if no interface is chosen, it listens on all interfaces. If rank 0 has to send its address
+	// to the other ranks and Host is empty, it sends the first chosen address.
 	Interfaces netif.Choice
 	// Log is the log of the servers that Meet starts. It may be nil.
 	Log *zap.Logger
 
-	// resolver replaces the system's lookup of host names in tests. It may be nil. If it returns a
+	// resolver, if not nil, replaces the system's lookup of host names in tests. If it returns a
 	// *net.DNSError, the lookup is repeated until ctx ends.
 	resolver func(ctx context.Context, host string) (addr string, err error)
 }
 
-// Meet connects the ranks to one store. It does this for all launchers except hvdrun (see Dial for that).
-// Each rank calls it once. At rank 0 it returns as soon as the others can find the store. At the other ranks
-// it returns when they are connected. It fails when ctx ends.
+// Meet connects the ranks to one store. It supports all launchers except hvdrun (see Dial for that). Each
+// rank calls it once. At rank 0 it returns as soon as the other ranks can find the store. At the other ranks
+// it returns when they are connected. If ctx ends before, it returns an error.
 //
 // A launcher that speaks PMI gives each process only one connection, and Meet uses that connection. So a
 // program that meets through PMI cannot call MPI_Init as well.
@@ -83,7 +85,7 @@ func (e *Env) Meet(ctx context.Context, o MeetOptions) (*Place, error) {
 		err = e.meet(ctx, o, m)
 	}
 	if err != nil {
-		// The error of Close is dropped, because the caller needs the cause of the failure.
+		// The error of Close is ignored, because the caller needs the cause of the failure.
 		_ = m.Close()
 		return nil, fmt.Errorf("place: rank %d of %d (%s): meeting the other ranks: %w", e.Rank, e.Size,
 			e.Kind, err)
@@ -96,8 +98,8 @@ func (e *Env) meet(ctx context.Context, o MeetOptions, m *Place) error {
 		o.Port = e.port
 	}
 	if !o.Secret.IsZero() || o.Insecure {
-		// The user has given a secret or permitted a job without a secret, so ranks may be on other hosts,
-		// even if the address is a loopback name here. Older versions of Kubeflow give rank 0 the name
+		// The user has given a secret or permitted a job without one. So ranks may be on other hosts, even if
+		// the address is a loopback name here. For example, older versions of Kubeflow give rank 0 the name
 		// localhost, and give the other ranks the name of rank 0's host.
 		e.loopback = false
 	}
@@ -122,7 +124,7 @@ func (e *Env) meet(ctx context.Context, o MeetOptions, m *Place) error {
 	return e.meetAt(ctx, o, m, e.host)
 }
 
-// single makes m the place of a job that has only one rank.
+// single sets m for a job that has only one rank.
 func (m *Place) single(o MeetOptions) error {
 	h := store.NewHashStore(store.Limits{})
 	m.Store, m.Secret = h, o.Secret
@@ -131,14 +133,14 @@ func (m *Place) single(o MeetOptions) error {
 }
 
 // jobKey is the key under which rank 0 writes the name of the job to its store. The other ranks check the
-// name, because the store on a fixed port may belong to another job.
+// name, because a store on a fixed port may belong to another job.
 const jobKey = "place/job"
 
 func (e *Env) jobValue(m *Place) string {
 	return fmt.Sprintf("%s of %d ranks by %s", quote(m.JobID), e.Size, e.Kind)
 }
 
-// serve serves a store at host:port. Rank 0 itself uses the store without a connection.
+// serve serves a store at host:port. Rank 0 itself uses the store directly, without a connection.
 func (e *Env) serve(ctx context.Context, o MeetOptions, m *Place, host string,
 	port int) (*store.Server, error) {
 	h := store.NewHashStore(store.Limits{})
@@ -208,7 +210,7 @@ func (o *MeetOptions) resolve(ctx context.Context, host string) (addr string, er
 	return addr, nil
 }
 
-// meetAt meets at a host and a port that all ranks know beforehand.
+// meetAt meets at a host and a port that all ranks know in advance.
 func (e *Env) meetAt(ctx context.Context, o MeetOptions, m *Place, host string) error {
 	if o.Secret.IsZero() && !o.Insecure {
 		return ErrNoSecret
@@ -233,12 +235,13 @@ func (e *Env) meetAt(ctx context.Context, o MeetOptions, m *Place, host string) 
 
 const loopback = "127.0.0.1"
 
-// lookupTime is how long rank 0 retries the lookup of its own name, because the DNS name of a pod may appear
-// shortly after the pod has started. The other ranks retry until they succeed or ctx ends.
+// lookupTime is how long rank 0 retries to look up its own name. The retries are needed because the DNS name
+// of a pod may appear only shortly after the pod has started. The other ranks retry until they succeed or ctx
+// ends.
 const lookupTime = 2 * time.Second
 
-// listenHost returns the address on which rank 0 listens for ranks that dial host. An empty result means all
-// interfaces.
+// listenHost returns the address on which rank 0 must listen if the other ranks dial host. An empty address
+// means all interfaces.
 func (e *Env) listenHost(ctx context.Context, o MeetOptions, host string) (string, error) {
 	if e.OneHost() {
 		return loopback, nil
@@ -270,7 +273,7 @@ func (e *Env) listenHost(ctx context.Context, o MeetOptions, host string) (strin
 	return "", nil
 }
 
-// addresses returns the addresses of a host, as this host resolves its name.
+// addresses returns the addresses of a host that its name resolves to on this host.
 func (o *MeetOptions) addresses(ctx context.Context, host string) ([]netip.Addr, error) {
 	if o.resolver != nil {
 		text, err := o.resolver(ctx, host)
@@ -287,15 +290,15 @@ func (o *MeetOptions) addresses(ctx context.Context, host string) ([]netip.Addr,
 	return addrs, err
 }
 
-// Rank 0 sends one of these words in place of a secret. They are shorter than any secret, so they cannot be
-// confused with one.
+// Rank 0 sends one of these words instead of a secret. They are shorter than any secret, so no secret can be
+// equal to one of them.
 const (
-	wordGiven = "given" // the user gave every rank the secret
+	wordGiven = "given" // the user has given the secret to every rank
 	wordNone  = "none"
 )
 
-// ownSecret returns the secret of rank 0, and what rank 0 sends the other ranks so that they get the same
-// secret: a word such as wordGiven, or the text of the secret.
+// ownSecret returns the secret of rank 0 and the word that rank 0 sends to the other ranks, so that they get
+// the same secret. The word is one of the constants above, or the text of the secret.
 func (o *MeetOptions) ownSecret() (secret.Secret, string) {
 	if !o.Secret.IsZero() {
 		return o.Secret, wordGiven
@@ -304,7 +307,8 @@ func (o *MeetOptions) ownSecret() (secret.Secret, string) {
 	return o.encrypted(s), word
 }
 
-// encrypted returns s, a secret that rank 0 has made, with encryption if Encrypt is set.
+// encrypted returns s, a secret that rank 0 has made. If Encrypt is set, the secret that it returns encrypts
+// connections.
 func (o *MeetOptions) encrypted(s secret.Secret) secret.Secret {
 	if o.Encrypt {
 		return s.Encrypted()
@@ -312,7 +316,8 @@ func (o *MeetOptions) encrypted(s secret.Secret) secret.Secret {
 	return s
 }
 
-// secretFor returns the secret of a rank to which rank 0 has sent word, a result of ownSecret.
+// secretFor returns the secret of a rank that has received word from rank 0. At rank 0, ownSecret has
+// returned word.
 func (o *MeetOptions) secretFor(word string) (secret.Secret, error) {
 	switch {
 	case word == wordGiven && o.Secret.IsZero():
@@ -328,8 +333,8 @@ func (o *MeetOptions) secretFor(word string) (secret.Secret, error) {
 	return o.encrypted(s), err
 }
 
-// announce serves a store at rank 0, on o.Port or, if that is 0, on a free port. It returns the address of
-// the store and the secret as text that parseAnnouncement reads.
+// announce serves a store at rank 0. The port is o.Port or, if that is 0, a free port. announce returns a
+// text with the address of the store and the word of ownSecret. parseAnnouncement parses this text.
 func (e *Env) announce(ctx context.Context, o MeetOptions, m *Place) (text string, err error) {
 	var word string
 	m.Secret, word = o.ownSecret()
@@ -352,7 +357,7 @@ func (e *Env) announce(ctx context.Context, o MeetOptions, m *Place) (text strin
 	return net.JoinHostPort(host, port) + "," + word, nil
 }
 
-// announcedHost returns the host that rank 0 announces for the other ranks to dial.
+// announcedHost returns the host that the other ranks must dial to reach rank 0.
 func (e *Env) announcedHost(o MeetOptions) (string, error) {
 	switch {
 	case e.OneHost():
@@ -370,7 +375,7 @@ func (e *Env) announcedHost(o MeetOptions) (string, error) {
 	return host, nil
 }
 
-// dialAnnounced connects to the store that text describes. text is the result of announce at rank 0.
+// dialAnnounced connects to the store that text describes. At rank 0, announce has returned text.
 func (e *Env) dialAnnounced(ctx context.Context, o MeetOptions, m *Place, text string) error {
 	host, port, word, err := parseAnnouncement(text)
 	if err != nil {
@@ -382,7 +387,8 @@ func (e *Env) dialAnnounced(ctx context.Context, o MeetOptions, m *Place, text s
 	return e.dial(ctx, o, m, host, port)
 }
 
-// parseAnnouncement parses host:port,word. Its errors do not contain the word, because it may be a secret.
+// parseAnnouncement parses a text host:port,word. Its errors do not contain the word, because the word may be
+// a secret.
 func parseAnnouncement(text string) (host string, port int, word string, err error) {
 	at, word, ok := strings.Cut(text, ",")
 	if !ok {
@@ -400,8 +406,8 @@ func parseAnnouncement(text string) (host string, port int, word string, err err
 	return host, port, word, nil
 }
 
-// meetByFile meets through a file. All ranks must be on one host, and the launcher must have a directory for
-// the job.
+// meetByFile meets through a file. All ranks must be on one host, and the launcher must provide a directory
+// for the job.
 func (e *Env) meetByFile(ctx context.Context, o MeetOptions, m *Place) error {
 	if !e.OneHost() {
 		return fmt.Errorf("only %d of %d ranks are on this host, and Open MPI does not say on which host rank 0 is: set "+
@@ -411,8 +417,7 @@ func (e *Env) meetByFile(ctx context.Context, o MeetOptions, m *Place) error {
 		return fmt.Errorf("PMIX_SERVER_TMPDIR is %q, want the absolute path of the job's session directory",
 			e.dir)
 	}
-	// If this job spawns other jobs, they use the same directory, so the name of the file contains the name
-	// of the job.
+	// Jobs that this job spawns use the same directory. So the name of the file contains the name of the job.
 	path := filepath.Join(e.dir, "gohvd-"+fileName(e.JobID))
 	if e.Rank != 0 {
 		text, err := waitPrivate(ctx, path)
@@ -435,7 +440,7 @@ func (e *Env) meetByFile(ctx context.Context, o MeetOptions, m *Place) error {
 // pmiKey is the key under which rank 0 publishes its announcement.
 const pmiKey = "gohvd-meet"
 
-// meetByPMI meets through the key-value space that the launcher provides for the ranks.
+// meetByPMI meets through the key-value space that the launcher provides.
 func (e *Env) meetByPMI(ctx context.Context, o MeetOptions, m *Place) error {
 	if e.pmiFD < 0 {
 		return errors.New("PMI_FD is not set: the launcher has not given this process a connection")
@@ -472,9 +477,9 @@ func (e *Env) meetByPMI(ctx context.Context, o MeetOptions, m *Place) error {
 	return p.finalize()
 }
 
-// torchSecretKey is the key under which rank 0 writes how the others get the secret: a word, or the path of a
-// file that contains the secret. The value is never the secret itself, because anybody who can connect to the
-// TCPStore can read the value.
+// torchSecretKey is the key under which rank 0 writes how the other ranks get the secret: a word, or the path
+// of a file that contains the secret. The value is never the secret itself, because anybody who can connect
+// to the TCPStore can read the value.
 const torchSecretKey = "secret"
 
 // meetAtTorch meets at the TCPStore of torchrun's agent.
@@ -508,8 +513,8 @@ func (e *Env) meetAtTorch(ctx context.Context, o MeetOptions, m *Place) error {
 	return e.adoptTorchSecret(o, m, string(word))
 }
 
-// adoptTorchSecret sets the secret at a rank other than 0. word is the result of torchSecret at rank 0: a
-// word such as wordGiven, or the path of the file with the secret.
+// adoptTorchSecret sets the secret at a rank other than 0. word is what torchSecret has returned at rank 0:
+// either a constant such as wordGiven, or the path of the file with the secret.
 func (e *Env) adoptTorchSecret(o MeetOptions, m *Place, word string) (err error) {
 	if filepath.IsAbs(word) {
 		if !e.OneHost() {
@@ -529,8 +534,8 @@ func (e *Env) adoptTorchSecret(o MeetOptions, m *Place, word string) (err error)
 	return err
 }
 
-// torchSecret sets the secret at rank 0. It returns the word that rank 0 publishes and that the other ranks
-// pass to adoptTorchSecret.
+// torchSecret sets the secret at rank 0. It returns the word that rank 0 must publish and that the other
+// ranks pass to adoptTorchSecret.
 func (e *Env) torchSecret(o MeetOptions, m *Place) (word string, err error) {
 	if o.Secret.IsZero() && !e.OneHost() {
 		return wordNone, nil
@@ -552,8 +557,8 @@ const (
 	// masterPlace is the key under which rank 0 publishes the port of its own store in the TCPStore at
 	// MASTER_ADDR:MASTER_PORT. The value is port,word, where word is the result of torchSecret.
 	masterPlace = "place"
-	// masterClaim is the key of a counter in the same TCPStore. Each rank 0 that meets there increments it. A
-	// value above 1 means that a second job uses the same port.
+	// masterClaim is the key of a counter in the same TCPStore. Each rank 0 that meets there increments the
+	// counter. A value above 1 means that a second job uses the same port.
 	masterClaim = "claim"
 	// masterFreeKey is the key that rank 0 sets in its own store when it has closed the server at
 	// MASTER_PORT.
@@ -561,10 +566,10 @@ const (
 )
 
 // meetAtMaster meets at MASTER_ADDR:MASTER_PORT, where rank 0 serves a TCPStore by PyTorch's convention.
-// PyTorch in the same process may serve that TCPStore already, or may want to serve it later. So the ranks
+// PyTorch in the same process may already serve that TCPStore, or may have to serve it later. So the ranks
 // use it only to learn the port of another store that rank 0 serves. If PyTorch's TCPStore exists, rank 0
-// publishes the port there. Otherwise rank 0 serves a TCPStore itself, and closes it when all ranks have met,
-// before any other rank continues.
+// publishes the port there. Otherwise rank 0 serves a TCPStore itself. When all ranks have met, it closes
+// this TCPStore before any other rank continues.
 func (e *Env) meetAtMaster(ctx context.Context, o MeetOptions, m *Place) error {
 	if o.Secret.IsZero() && !o.Insecure && !e.OneHost() {
 		return ErrNoSecret
@@ -605,13 +610,13 @@ func (e *Env) meetAtMaster(ctx context.Context, o MeetOptions, m *Place) error {
 	return e.dial(ctx, o, m, host, port)
 }
 
-// atMasterStore returns a view of s, the TCPStore at MASTER_ADDR:MASTER_PORT. The view adds the prefix of
-// this package to all keys.
+// atMasterStore returns a view of s, the TCPStore at MASTER_ADDR:MASTER_PORT. The view adds a prefix for this
+// package and the job to all keys.
 func (e *Env) atMasterStore(s store.Store) store.Store {
 	return store.NewPrefixStore("gohvd/"+cmp.Or(e.JobID, "plain"), s)
 }
 
-// publishAtMaster implements meetAtMaster at rank 0.
+// publishAtMaster does the work of meetAtMaster at rank 0.
 func (e *Env) publishAtMaster(ctx context.Context, o MeetOptions, m *Place, host string, port int) error {
 	word, err := e.torchSecret(o, m)
 	if err != nil {
@@ -635,17 +640,18 @@ func (e *Env) publishAtMaster(ctx context.Context, o MeetOptions, m *Place, host
 	}
 	m.removeWhenMet(release)
 	s := e.atMasterStore(master)
-	// A compare-and-set would not work here, because older servers of PyTorch do not wake ranks that wait for
-	// the key that it sets.
+	// The key is counted with Add and not set by a compare-and-set, because older servers of PyTorch do not
+	// wake ranks that wait for a key if a compare-and-set sets it.
 	if n, err := s.Add(ctx, masterClaim, 1); err != nil {
 		return err
-		// The check of the secret does not find this mistake, because the other job may have the same secret.
+		// The proof of the secret does not detect this mistake, because the other job may have the same
+		// secret.
 	} else if n != 1 {
 		return fmt.Errorf("another job, or another rank 0 of this job, uses port %d of this host: set RANK to another number at each rank, and MASTER_PORT to another port for each job", port)
 	}
 	m.removeWhenMet(func() error {
-		// PyTorch's store exists after this meeting, and the same processes may meet there again, so the keys
-		// must be removed.
+		// PyTorch's store continues to exist after this meeting, and the same processes may meet there again.
+		// So the keys must be removed.
 		ctx, cancel := context.WithTimeout(context.Background(), lookupTime)
 		defer cancel()
 		_, err := s.Delete(ctx, masterPlace)
@@ -659,8 +665,9 @@ func (e *Env) publishAtMaster(ctx context.Context, o MeetOptions, m *Place, host
 	return nil
 }
 
-// masterStore serves a TCPStore on the port and returns it. If another server uses the port already,
-// masterStore returns a client of that TCPStore. The result release closes the server or the client.
+// masterStore serves a TCPStore on the port and returns it. If another server already uses the port,
+// masterStore returns a client of that TCPStore. The caller must call release, which closes the server or the
+// client.
 func masterStore(ctx context.Context, o MeetOptions, listen string,
 	port int) (s store.Store, release func() error, err error) {
 	h := store.NewHashStore(store.Limits{})
@@ -678,7 +685,8 @@ func masterStore(ctx context.Context, o MeetOptions, listen string,
 			watching.Wait()
 			return errors.Join(server.Close(), h.Close())
 		}
-		return store.NewPrefixStore("", h), release, nil // the keys of a TCPStore begin with a slash
+		// an empty prefix, because the keys of a TCPStore begin with a slash
+		return store.NewPrefixStore("", h), release, nil
 	}
 	if err = errors.Join(err, h.Close()); !errors.Is(err, syscall.EADDRINUSE) {
 		return nil, nil, err

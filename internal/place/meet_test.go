@@ -26,15 +26,15 @@ import (
 	"github.com/gohvd/gohvd/store/c10d"
 )
 
-// soon returns a context that ends after 300 ms, for meetings that must fail.
+// soon returns a context that ends after 300 ms. It is used for meetings that must fail.
 func soon(t *testing.T) context.Context {
 	ctx, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
 	t.Cleanup(cancel)
 	return ctx
 }
 
-// loopbackNames returns a resolver that resolves the names in want to a loopback address, and returns an
-// error for other names.
+// loopbackNames returns a resolver that resolves each name in want to a loopback address. For all other names
+// it returns an error.
 func loopbackNames(want ...string) func(context.Context, string) (string, error) {
 	return func(_ context.Context, host string) (string, error) {
 		for _, w := range want {
@@ -58,8 +58,8 @@ func interfaces(t *testing.T, list ...string) netif.Choice {
 
 func onLoopback(t *testing.T) netif.Choice { return interfaces(t, loopback) }
 
-// slurmRanks returns the four ranks of a Slurm step. If hosts is 1, all are on one host. If it is 2, two
-// ranks are on each host.
+// slurmRanks returns the four ranks of a Slurm step. If hosts is 1, all ranks are on one host. If hosts is 2,
+// two ranks are on each host.
 func slurmRanks(t *testing.T, hosts int) (envs []*Env) {
 	t.Helper()
 	for r := range 4 {
@@ -78,18 +78,18 @@ func TestSlurm(t *testing.T) {
 	mustMeet(t, true, same(o), slurmRanks(t, 2)...)
 	o.Port, o.Secret, o.Insecure = testnet.FreePort(t), secret.Secret{}, true
 	mustMeet(t, false, same(o), slurmRanks(t, 2)...)
-	// If all ranks are on one host, they meet even if the host's name cannot be resolved and the chosen
+	// If all ranks are on one host, they must meet even if the host's name cannot be resolved and the chosen
 	// interface does not exist.
 	o.Port, o.resolver, o.Interfaces = testnet.FreePort(t), loopbackNames(), interfaces(t, "192.0.2.1")
 	mustMeet(t, false, same(o), slurmRanks(t, 1)...)
-	// If the user sets a host, the ranks meet there instead of at the first host of the step.
+	// If the user sets a host, the ranks must meet there instead of at the first host of the step.
 	o = MeetOptions{Insecure: true, Port: testnet.FreePort(t), Interfaces: onLoopback(t), Host: "other",
 		resolver: loopbackNames("other")}
 	mustMeet(t, false, same(o), slurmRanks(t, 2)...)
 }
 
-// If the user has chosen interfaces and the name that the other ranks dial resolves to an address of one of
-// them, rank 0 listens only on this address. Otherwise it listens on all interfaces.
+// TestInterfaces chooses interfaces. If the name that the other ranks dial resolves to an address of a chosen
+// interface, rank 0 must listen only on this address. Otherwise it must listen on all interfaces.
 func TestInterfaces(t *testing.T) {
 	meet := func(o MeetOptions) (*Place, int, error) {
 		o.Insecure, o.Port = true, testnet.FreePort(t)
@@ -106,7 +106,7 @@ func TestInterfaces(t *testing.T) {
 	}
 	for name, c := range map[string]struct {
 		o       MeetOptions
-		onOther bool // whether rank 0 also listens on other loopback addresses
+		onOther bool // rank 0 must also listen on other loopback addresses
 	}{
 		"none chosen": {MeetOptions{resolver: node1(loopback, nil)}, true},
 		"chosen": {MeetOptions{Interfaces: interfaces(t, "203.0.113.1", "127.0.0.0/30"),
@@ -135,7 +135,7 @@ func TestInterfaces(t *testing.T) {
 	}
 }
 
-// listens reports whether a process listens at host and port.
+// listens reports whether a process listens on host and port.
 func listens(t *testing.T, host string, port int) bool {
 	t.Helper()
 	conn, err := net.Dial("tcp", net.JoinHostPort(host, strconv.Itoa(port)))
@@ -172,8 +172,8 @@ func kubernetesRanks(t *testing.T) (envs []*Env) {
 	return envs
 }
 
-// The name of rank 0's pod cannot be resolved at first, as if the pod had not started. All ranks meet anyway,
-// because the other ranks retry the lookup until it succeeds.
+// TestKubernetes lets the lookup of the name of rank 0's pod fail at first, as if the pod had not started.
+// All ranks must meet nevertheless, because the other ranks retry the lookup until it succeeds.
 func TestKubernetes(t *testing.T) {
 	var asked atomic.Int32
 	o := MeetOptions{Secret: parse(t, userSecret), Port: testnet.FreePort(t), Interfaces: onLoopback(t)}
@@ -204,8 +204,8 @@ func TestSecretIsNeeded(t *testing.T) {
 	}
 }
 
-// A rank with another secret, or without a secret, cannot meet the others. Its error says why and does not
-// contain the secret.
+// TestSecretDiffers checks that a rank with another secret, or without a secret, cannot meet the other ranks.
+// Its error must give the reason and must not contain the secret.
 func TestSecretDiffers(t *testing.T) {
 	ours := parse(t, userSecret)
 	for what, theirs := range map[string]secret.Secret{"another": parse(t, userSecret+"!"), "none": {}} {
@@ -231,8 +231,8 @@ func TestSecretDiffers(t *testing.T) {
 	}
 }
 
-// If two jobs without secrets use the same port, the ranks of the second job get an error. If a rank has
-// connected to the store of the first job, its error names the first job.
+// TestAnotherJobsStore lets two jobs without secrets use the same port. The ranks of the second job must get
+// an error. If a rank has connected to the store of the first job, its error must name the first job.
 func TestAnotherJobsStore(t *testing.T) {
 	o := MeetOptions{Insecure: true, Port: testnet.FreePort(t), Interfaces: onLoopback(t),
 		resolver: loopbackNames("train-0.ranks", "eval-0.eval")}
@@ -250,14 +250,14 @@ func TestAnotherJobsStore(t *testing.T) {
 	if !errors.Is(err, syscall.EADDRINUSE) {
 		t.Errorf("got %v", err)
 	}
-	// A rank of the same job but with another size is refused too.
+	// A rank of the same job but with another size must be refused too.
 	_, err = detect(t, kubernetesEnv.with("HVD_SUBDOMAIN", "ranks", "HVD_SIZE", "5")).Meet(testnet.Context(t),
 		o)
 	testnet.WantError(t, err, "of 4 ranks", "of 5 ranks")
 }
 
-// Close calls the registered functions in reverse order, so that a server is closed before its store. It
-// calls all of them even if one fails, and a second Close calls none.
+// TestClose checks that Close calls the registered functions in reverse order, so that a server is closed
+// before its store. It must call all of them even if one fails, and a second Close must call none.
 func TestClose(t *testing.T) {
 	p := new(Place)
 	var order []int
@@ -320,8 +320,8 @@ func TestAlone(t *testing.T) {
 	}
 }
 
-// openMPIRanks returns the four ranks of an Open MPI job on one host, and the new session directory of the
-// job.
+// openMPIRanks returns the four ranks of an Open MPI job on one host, and the session directory of the job,
+// which it has created.
 func openMPIRanks(t *testing.T) (envs []*Env, dir string) {
 	t.Helper()
 	dir = t.TempDir()
@@ -354,7 +354,7 @@ func TestTheFile(t *testing.T) {
 	if err != nil || info.Mode() != 0o600 {
 		t.Errorf("the file has mode %v, %v", info.Mode(), err)
 	}
-	// If mpirun has removed the file, Close returns no error.
+	// If mpirun has removed the file, Close must return no error.
 	if err := os.Remove(filepath.Join(dir, left[0].Name())); err != nil {
 		t.Error(err)
 	}
@@ -377,8 +377,8 @@ func TestTheFileDoesNotCome(t *testing.T) {
 	testnet.WantError(t, err, "no such file")
 }
 
-// If the user has given a secret only to rank 0, or only to the other ranks, the other ranks get an error
-// that says so.
+// TestGivenToSome gives the secret of the user only to rank 0, or only to the other ranks. The other ranks
+// must get an error that says so.
 func TestGivenToSome(t *testing.T) {
 	given := MeetOptions{Secret: parse(t, userSecret)}
 	for first, part := range map[bool]string{true: "rank 0 was given a secret, but this rank was not",
@@ -397,8 +397,8 @@ func TestGivenToSome(t *testing.T) {
 	}
 }
 
-// With Open MPI on several hosts, the ranks do not know the host of rank 0. Meet returns an error unless the
-// user sets the host and the port.
+// TestOpenMPIOnHosts runs Open MPI on several hosts, where the ranks do not know the host of rank 0. Meet
+// must return an error, unless the user sets the host and the port.
 func TestOpenMPIOnHosts(t *testing.T) {
 	ranks := func() (envs []*Env) {
 		for r := range 2 {
@@ -429,7 +429,8 @@ func TestPrivateFiles(t *testing.T) {
 	if text, err := readPrivate(path("good")); text != "text" || err != nil {
 		t.Errorf("got %q, %v", text, err)
 	}
-	// writePrivate replaces an existing file, even if its mode is 0644, by a file that readPrivate accepts.
+	// writePrivate must replace an existing file, even one with mode 0644, by a file that readPrivate
+	// accepts.
 	if err := errors.Join(os.WriteFile(path("old"), []byte("old"), 0o644), os.Chmod(path("old"), 0o644),
 		writePrivate(path("old"), "new")); err != nil {
 		t.Fatal(err)
@@ -462,7 +463,7 @@ func TestPrivateFiles(t *testing.T) {
 		_, err := readPrivate(path("good"))
 		testnet.WantError(t, err, "belongs to user 12345")
 	}
-	// writePrivate returns an error if the path is a directory, and leaves no temporary file behind.
+	// If the path is a directory, writePrivate must return an error and leave no temporary file behind.
 	if err := writePrivate(path("directory"), "text"); err == nil {
 		t.Error("replaced a directory")
 	}
@@ -497,8 +498,8 @@ func FuzzAnnouncement(f *testing.F) {
 	})
 }
 
-// torchRanks returns four workers of torchrun. If hosts is 1, all are on one host. If it is 2, two workers
-// are on each host. more alternates names and values of further variables.
+// torchRanks returns four workers of torchrun. If hosts is 1, all workers are on one host. If hosts is 2, two
+// workers are on each host. more holds names and values of further variables in turn.
 func torchRanks(t *testing.T, hosts int, more ...string) (envs []*Env) {
 	t.Helper()
 	for r := range 4 {
@@ -531,16 +532,16 @@ func TestTorchrunsStore(t *testing.T) {
 	mustMeet(t, true, same(given), torchRanks(t, 2, "MASTER_PORT", port, "TORCHELASTIC_RUN_ID", "hosts")...)
 	mustMeet(t, false, same(insecure), torchRanks(t, 2, "MASTER_PORT", port, "TORCHELASTIC_RUN_ID",
 		"insecure")...)
-	// After a restart by torchrun, the ranks can meet again in the same store, because each run uses other
-	// keys.
+	// After a restart by torchrun, the ranks must be able to meet again in the same store, because each run
+	// uses other keys.
 	mustMeet(t, true, same(o), torchRanks(t, 1, "MASTER_PORT", port, "TORCHELASTIC_RUN_ID", "one",
 		"TORCHELASTIC_RESTART_COUNT", "3")...)
 
 	if v, err := h.Get(testnet.Context(t), "/gohvd/one/3/count"); string(v) != "4" || err != nil {
 		t.Errorf("count is %q, %v", v, err)
 	}
-	// Any process can read the TCPStore, so it contains only the path of the file with the secret. The file
-	// is removed when the ranks have met.
+	// Any process can read the TCPStore. So it must contain only the path of the file with the secret. The
+	// file must be removed when the ranks have met.
 	word, err := h.Get(t.Context(), "/gohvd/one/3/"+torchSecretKey)
 	if err != nil || !filepath.IsAbs(string(word)) {
 		t.Errorf("the store has %q, %v, want a path", word, err)
@@ -549,7 +550,7 @@ func TestTorchrunsStore(t *testing.T) {
 		t.Errorf("left: %v, %v", left, err)
 	}
 
-	// A rank refuses these values of the key, which another program may have written.
+	// A rank must refuse these values of the key, which another program may have written.
 	for word, part := range map[string]string{
 		"0123456789abcdef0123456789abcdef": "or the path of a file",
 		"/nonexistent/file":                "no such file",
@@ -572,8 +573,8 @@ func TestTorchrunsStore(t *testing.T) {
 		"bad")[1].Meet(testnet.Context(t), o); !errors.Is(err, ErrNoSecret) {
 		t.Errorf("got %v, want %v", err, ErrNoSecret)
 	}
-	// If not all ranks are on one host, a rank refuses the path of a file, because it cannot read a file on
-	// rank 0's host.
+	// If the ranks are not all on one host, a rank must refuse the path of a file, because it cannot read a
+	// file on rank 0's host.
 	if err := h.Set(t.Context(), "/gohvd/bad/2/"+torchSecretKey, []byte("/tmp/secret")); err != nil {
 		t.Fatal(err)
 	}
@@ -582,8 +583,8 @@ func TestTorchrunsStore(t *testing.T) {
 	testnet.WantError(t, err, "only 2 of 4 ranks")
 }
 
-// If torchrun's agent serves no TCPStore, rank 0 serves a store at MASTER_PORT, or at the port that the user
-// sets, and the ranks meet there.
+// TestTorchrunWithoutStore covers a torchrun whose agent serves no TCPStore. Rank 0 must serve a store at
+// MASTER_PORT, or at the port that the user sets, and the ranks must meet there.
 func TestTorchrunWithoutStore(t *testing.T) {
 	for _, hosts := range []int{1, 2} {
 		port := testnet.FreePort(t)
@@ -597,8 +598,8 @@ func TestTorchrunWithoutStore(t *testing.T) {
 	}
 }
 
-// plainRanks returns the n ranks of a job whose environment has only PyTorch's variables, such as RANK and
-// MASTER_ADDR.
+// plainRanks returns n ranks of a job. Their environments have only PyTorch's variables, such as RANK and
+// MASTER_ADDR, and the variables in more.
 func plainRanks(t *testing.T, n int, more ...string) (envs []*Env) {
 	t.Helper()
 	for r := range n {
@@ -611,14 +612,15 @@ func plainRanks(t *testing.T, n int, more ...string) (envs []*Env) {
 func TestPlain(t *testing.T) {
 	t.Setenv("TMPDIR", t.TempDir())
 	at := func() []string { return []string{"MASTER_PORT", strconv.Itoa(testnet.FreePort(t))} }
-	// If MASTER_ADDR is a loopback address, rank 0 makes the secret. If MASTER_ADDR is a host name, the user
-	// must give a secret.
+	// If MASTER_ADDR is a loopback address, rank 0 must make the secret. If MASTER_ADDR is a host name, the
+	// user must give a secret.
 	mustMeet(t, true, same(MeetOptions{}), plainRanks(t, 3, append(at(), "MASTER_ADDR", "127.0.0.1")...)...)
 	o := MeetOptions{Secret: parse(t, userSecret), Interfaces: onLoopback(t), resolver: loopbackNames("head")}
 	mustMeet(t, true, same(o), plainRanks(t, 3, at()...)...)
 	o.Secret, o.Insecure = secret.Secret{}, true
 	mustMeet(t, false, same(o), plainRanks(t, 3, at()...)...)
-	// The ranks meet even if MASTER_ADDR is localhost at rank 0 and the name of its host at the other ranks.
+	// The ranks must meet even if MASTER_ADDR is localhost at rank 0 and is the name of rank 0's host at the
+	// other ranks.
 	o.Secret, o.Insecure, o.Interfaces, o.resolver = parse(t, userSecret), false, netif.Choice{},
 		func(_ context.Context, host string) (string, error) {
 			return map[string]string{"head": "127.0.0.2", "localhost": loopback}[host], nil
@@ -627,7 +629,7 @@ func TestPlain(t *testing.T) {
 	mustMeet(t, true, same(o), append(plainRanks(t, 3, append(from, "MASTER_ADDR", "localhost")...)[:1],
 		plainRanks(t, 3, from...)[1:]...)...)
 	o.Secret, o.Insecure, o.Interfaces = secret.Secret{}, true, onLoopback(t)
-	// If the user sets a host and a port, the ranks use them instead of MASTER_ADDR and MASTER_PORT.
+	// If the user sets a host and a port, the ranks must use them instead of MASTER_ADDR and MASTER_PORT.
 	o.Host, o.Port, o.resolver = "other", testnet.FreePort(t), loopbackNames("other")
 	mustMeet(t, false, same(o), plainRanks(t, 3, "MASTER_PORT", "1")...)
 	if left, err := os.ReadDir(os.TempDir()); len(left) > 0 || err != nil {
@@ -635,7 +637,7 @@ func TestPlain(t *testing.T) {
 	}
 }
 
-// meetBoth makes the two ranks in envs meet, and returns their places.
+// meetBoth lets the two ranks in envs meet, and returns their places.
 func meetBoth(t *testing.T, envs []*Env) (met [2]*Place) {
 	t.Helper()
 	var errs [2]error
@@ -659,9 +661,9 @@ func closeBoth(t *testing.T, met [2]*Place) {
 	}
 }
 
-// PyTorch in rank 0 may need MASTER_PORT as soon as a rank returns from Met. So Met at rank 0 closes the
-// server on this port, and Met at rank 1 returns only after that. The store in which the ranks have met stays
-// open.
+// TestMasterPortIsGivenUp checks when MASTER_PORT becomes free. PyTorch in rank 0 may need it as soon as a
+// rank returns from Met. So Met at rank 0 must close the server on this port, and Met at rank 1 must return
+// only after that. The store in which the ranks have met must stay open.
 func TestMasterPortIsGivenUp(t *testing.T) {
 	port := strconv.Itoa(testnet.FreePort(t))
 	met := meetBoth(t, plainRanks(t, 2, "MASTER_ADDR", "localhost", "MASTER_PORT", port))
@@ -689,9 +691,9 @@ func TestMasterPortIsGivenUp(t *testing.T) {
 	}
 }
 
-// If PyTorch in rank 0 serves a TCPStore at MASTER_PORT already, the ranks meet through that store. They
-// leave no key in it, so they can meet there again. A second job that uses the store at the same time gets an
-// error.
+// TestTorchWasHere lets PyTorch in rank 0 serve a TCPStore at MASTER_PORT. The ranks must meet through that
+// store. They must leave no key in it, so that they can meet there again. A second job that uses the store at
+// the same time must get an error.
 func TestTorchWasHere(t *testing.T) {
 	h := store.NewHashStore(store.Limits{})
 	defer h.Close()
@@ -715,7 +717,8 @@ func TestTorchWasHere(t *testing.T) {
 	}
 }
 
-// If the other ranks are in PyTorch's init_process_group while rank 0 is in Init, rank 0 logs why they wait.
+// TestMasterOutOfOrder runs rank 0 in Init while the other ranks are in PyTorch's init_process_group. Rank 0
+// must log why they wait.
 func TestMasterOutOfOrder(t *testing.T) {
 	log, entries := testnet.Logs()
 	port := strconv.Itoa(testnet.FreePort(t))
@@ -737,8 +740,8 @@ func TestMasterOutOfOrder(t *testing.T) {
 	if err := errors.Join(torch.Close(), m.Close()); err != nil {
 		t.Error(err)
 	}
-	// If rank 0 is in init_process_group while the other ranks are in Init, the errors of the other ranks say
-	// why they have found no address.
+	// If rank 0 is in init_process_group while the other ranks are in Init, the errors of the other ranks
+	// must say why they have found no address.
 	h := store.NewHashStore(store.Limits{})
 	defer h.Close()
 	server, err := c10d.Serve("127.0.0.1:"+port, h, c10d.Config{})
@@ -759,7 +762,8 @@ func TestMasterOutOfOrder(t *testing.T) {
 		"in the same order")
 }
 
-// If the ranks have different values of WORLD_SIZE, they do not meet, and the error names both values.
+// TestMasterOfAnotherSize gives the ranks different values of WORLD_SIZE. They must not meet, and the error
+// must name both values.
 func TestMasterOfAnotherSize(t *testing.T) {
 	port := strconv.Itoa(testnet.FreePort(t))
 	m, err := plainRanks(t, 3, "MASTER_ADDR", "localhost", "MASTER_PORT", port)[0].Meet(t.Context(),
@@ -773,7 +777,8 @@ func TestMasterOfAnotherSize(t *testing.T) {
 	testnet.WantError(t, err, "of 3 ranks", "of 2 ranks", "set the same WORLD_SIZE at all ranks")
 }
 
-// If the server at MASTER_PORT belongs neither to gohvd nor to PyTorch, both ranks get an error that says so.
+// TestMasterPortIsTaken uses a MASTER_PORT on which a server listens that belongs neither to gohvd nor to
+// PyTorch. Both ranks must get an error that says so.
 func TestMasterPortIsTaken(t *testing.T) {
 	addr := testnet.FakeServer(t, func(conn net.Conn) {
 		io.WriteString(conn, "220 mail.example.org\r\n")
@@ -788,8 +793,8 @@ func TestMasterPortIsTaken(t *testing.T) {
 	}
 }
 
-// Ranks meet under the torchrun of Debian's PyTorch. With --standalone, rank 0 serves the store. Without it,
-// torchrun's agent serves the store.
+// TestTorchrun lets ranks meet under the torchrun of Debian's PyTorch. With --standalone, rank 0 serves the
+// store. Without it, torchrun's agent serves the store.
 func TestTorchrun(t *testing.T) {
 	testnet.NeedTorch(t)
 	for secret, arg := range map[string][]string{
@@ -798,8 +803,8 @@ func TestTorchrun(t *testing.T) {
 	} {
 		t.Run(secret, func(t *testing.T) {
 			argv := append([]string{testnet.Python, "-m", "torch.distributed.run"}, arg...)
-			// The options redirect only the output of rank 9, which does not exist. The default, to redirect
-			// the output of all ranks, fails on Python 3.11.
+			// These options redirect only the output of rank 9, which does not exist. The default is to
+			// redirect the output of all ranks, but that fails on Python 3.11.
 			argv = append(argv, "--redirects=9:1", "--tee=9:1", "--monitor_interval=0.1")
 			launch(t, Torchrun, 4, []string{rankVariable + "=once", bothSecrets[secret]},
 				append(argv, "--nproc_per_node=4", "--no_python", self(t))...)
@@ -807,8 +812,8 @@ func TestTorchrun(t *testing.T) {
 	}
 }
 
-// If the other ranks do not arrive, Meet returns when ctx ends. The test checks this for each kind of
-// launcher.
+// TestNobodyComes checks for each kind of launcher that Meet returns when ctx ends if the other ranks do not
+// arrive.
 func TestNobodyComes(t *testing.T) {
 	port := strconv.Itoa(testnet.FreePort(t))
 	o := MeetOptions{Insecure: true, Interfaces: onLoopback(t),

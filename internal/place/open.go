@@ -24,49 +24,50 @@ import (
 )
 
 // Config says how a rank finds the place where its job meets. At most one of Store, Method and ID may be
-// given. If none is given, the settings HVD_INIT_METHOD or HVD_UNIQUE_ID are used. If they are not set, and
-// no other settings (such as HVD_SIZE) place this process in a job, the launcher that Detect finds is used.
-// If there is no launcher, the process is a job of one rank.
+// given. If none is given, Open uses the setting HVD_INIT_METHOD or HVD_UNIQUE_ID. If neither is set, and no
+// other settings (such as HVD_SIZE) place this process in a job, Open uses the launcher that Detect finds. If
+// there is no launcher, the process is a job of one rank.
 type Config struct {
 	Settings config.Config
 	// Store is a store that the program has opened. The program must close it.
 	Store store.Store
-	// Method is the URL of an init method. If the settings have rank and size, these are used, else the rank
-	// and size of the URL.
+	// Method is the URL of an init method. If the settings contain rank and size, Open uses these, else the
+	// rank and size in the URL.
 	Method string
 	// Methods are init methods that the program adds to the built-in ones.
 	Methods Methods
-	// ID has the unique ids by which the ranks meet.
+	// ID holds the unique ids by which the ranks meet.
 	ID  *ByID
 	Log *zap.Logger // may be nil
 }
 
-// ByID has the unique ids by which the ranks meet, and the rank and size of this process.
+// ByID holds the unique ids by which the ranks meet, and the rank and size of this process.
 type ByID struct {
 	IDs        []ID
 	Rank, Size int
 }
 
-// Meeting is the result of Open: the place where the ranks meet, and the rank, size and address of this
-// process there.
+// Meeting is the result of Open. It contains the place where the ranks meet, and the rank, size and address
+// of this process.
 type Meeting struct {
-	// Place has the store, which is nil in a job of one rank, and the secret. It has the secret even if the
-	// secret comes from the settings.
+	// Place contains the store and the secret. The store is nil in a job of one rank. The secret is there
+	// even if it comes from the settings.
 	*Place
-	// Settings are the given settings, with the rank, size and job of this process added. Size is at least 1.
+	// Settings are the settings of Config with the rank, size and job of this process added. Size is at least
+	// 1.
 	Settings config.Config
 	// Listen is the address of this host on which the rank must listen. All other ranks can dial it.
 	Listen string
-	// Once is set if the launcher allows the ranks to meet only once. A process that may have to call Init
-	// again must then keep the Meeting and call Again. The store lives until rank 0 closes it.
+	// Once is true if the launcher allows the ranks to meet only once. If the process may have to call Init
+	// again, it must keep the Meeting and call Again. The store exists until rank 0 closes it.
 	Once bool
 
-	launcher store.Store // equal to Store if hvdrun serves it, else nil
-	again    bool        // this Meeting was made by Again; the original Meeting closes the Place
+	launcher store.Store // equal to Store if hvdrun serves the store, else nil
+	again    bool        // Again has made this Meeting; the original Meeting closes the Place
 }
 
-// Open finds the place where the ranks meet and connects to it. It waits until the store is reachable, and
-// fails if ctx ends or if the inputs contradict each other. After an error, Open has closed all that it
+// Open finds the place where the ranks meet and connects to it. It waits until the store is reachable. It
+// fails if ctx ends or if the inputs contradict each other. If Open fails, it closes everything that it has
 // opened.
 func Open(ctx context.Context, cfg Config) (*Meeting, error) {
 	m := &Meeting{Place: &Place{Store: cfg.Store}, Settings: cfg.Settings, Listen: loopback}
@@ -79,8 +80,8 @@ func Open(ctx context.Context, cfg Config) (*Meeting, error) {
 	return m, nil
 }
 
-// Again returns a Meeting at the same place, for an Init after a Shutdown. The settings of that Init, set,
-// must not place this process in a job themselves. Close of the result does nothing.
+// Again returns a Meeting at the same place, for an Init after a Shutdown. set holds the settings of that
+// Init. They must not place this process in a job themselves. Close of the new Meeting does nothing.
 func (m *Meeting) Again(set config.Config) *Meeting {
 	a := &Meeting{Place: m.Place, Settings: set, Listen: m.Listen, Once: true, again: true}
 	from := &m.Settings
@@ -90,7 +91,7 @@ func (m *Meeting) Again(set config.Config) *Meeting {
 	return a
 }
 
-// Close closes the store, unless the store belongs to the program. If this rank serves the store, Close ends
+// Close closes the store, unless the program has opened the store. If this rank serves the store, Close ends
 // the store for all ranks.
 func (m *Meeting) Close() error {
 	if m.again {
@@ -144,7 +145,7 @@ func (m *Meeting) open(ctx context.Context, cfg *Config) error {
 	return m.checkSecret()
 }
 
-// bySettings sets cfg.Method or cfg.ID from the settings, if the settings have an init method or a unique id.
+// bySettings sets cfg.Method or cfg.ID if the settings contain an init method or a unique id.
 func (m *Meeting) bySettings(cfg *Config) error {
 	set := &m.Settings
 	switch {
@@ -174,7 +175,7 @@ func (m *Meeting) bySettings(cfg *Config) error {
 	return nil
 }
 
-// placeByLauncher takes the rank and size of this process from the launcher, if there is one.
+// placeByLauncher sets the rank and size of this process to the values from its launcher, if there is one.
 func (m *Meeting) placeByLauncher() error {
 	env, _, err := Detect(m.Settings.Variable)
 	if err == nil && env != nil {
@@ -183,8 +184,8 @@ func (m *Meeting) placeByLauncher() error {
 	return err
 }
 
-// take copies ranks and sizes from env to the settings. If the settings have a local rank, local size, cross
-// rank or cross size already, take does not change it.
+// take copies ranks and sizes from env to the settings. It does not change a local rank, local size, cross
+// rank or cross size that the settings already contain.
 func (m *Meeting) take(env *Env) {
 	set := &m.Settings
 	set.Rank, set.Size = env.Rank, env.Size
@@ -201,7 +202,7 @@ func (m *Meeting) take(env *Env) {
 	}
 }
 
-// place sets the rank and size of this process. It returns an error if the settings have other values.
+// place sets the rank and size of this process. If the settings contain other values, place returns an error.
 func (m *Meeting) place(rank, size int) error {
 	if s := &m.Settings; s.Size != config.Unset && (s.Rank != rank || s.Size != size) {
 		return fmt.Errorf("HOROVOD_RANK and HOROVOD_SIZE say rank %d of %d, but the init method or unique id says rank %d of %d: "+
@@ -211,8 +212,8 @@ func (m *Meeting) place(rank, size int) error {
 	return nil
 }
 
-// checkSecret returns an error if the job has no secret although TLS is on, or although it would accept
-// connections from the network and the user has not permitted that.
+// checkSecret returns an error if the job has no secret and one is needed. One is needed if TLS is on, or if
+// the job would accept connections from the network and the user has not permitted that without a secret.
 func (m *Meeting) checkSecret() error {
 	ip, err := netip.ParseAddr(m.Listen)
 	if err != nil {
@@ -228,8 +229,8 @@ func (m *Meeting) checkSecret() error {
 	return nil
 }
 
-// choose makes the rank listen on the interface that the user has chosen. If the user has chosen none, it
-// listens on loopback.
+// choose makes the rank listen on the interface that the user has chosen, or on loopback if the user has
+// chosen none.
 func (m *Meeting) choose(choice netif.Choice) error {
 	if choice.IsZero() {
 		return nil
@@ -243,7 +244,7 @@ func (m *Meeting) choose(choice netif.Choice) error {
 func (m *Meeting) byLauncher(ctx context.Context, _ *Config, choice netif.Choice) error {
 	address := net.JoinHostPort(m.Settings.RendezvousAddr, strconv.Itoa(m.Settings.RendezvousPort))
 	var listen netip.Addr
-	// The connection is retried, because DNS may not have the name yet.
+	// Retry the connection, because DNS may not have the name yet.
 	err := dial.Retry(ctx, func() (err error) {
 		listen, err = choice.Towards(ctx, address)
 		return err
@@ -253,7 +254,7 @@ func (m *Meeting) byLauncher(ctx context.Context, _ *Config, choice netif.Choice
 	}
 	m.Listen = listen.String()
 	if err := m.checkSecret(); err != nil {
-		// checkSecret is called here so that a job that is refused makes no connection.
+		// checkSecret is called before the connection, so that a job that is refused makes no connection.
 		return err
 	}
 	p, err := Dial(ctx, address, m.Secret)
@@ -265,7 +266,7 @@ func (m *Meeting) byLauncher(ctx context.Context, _ *Config, choice netif.Choice
 	return nil
 }
 
-// meetAt makes p the place of m. If p has no secret, meetAt sets p's secret from the settings.
+// meetAt sets the place of m to p. If p has no secret, meetAt sets it to the secret from the settings.
 func (m *Meeting) meetAt(p *Place) {
 	if p.Secret.IsZero() {
 		p.Secret = m.Secret
@@ -273,7 +274,8 @@ func (m *Meeting) meetAt(p *Place) {
 	m.Place = p
 }
 
-// Launcher returns the store if hvdrun serves it, else nil. The rank uses this store for package joblink.
+// Launcher returns the store if hvdrun serves it, else nil. Package joblink uses this store for the link to
+// the launcher.
 func (m *Meeting) Launcher() store.Store { return m.launcher }
 
 // byEnvironment finds the launcher that has started this process, and meets the other ranks with Env.Meet.
@@ -349,13 +351,13 @@ func (m *Meeting) byMethod(ctx context.Context, cfg *Config, choice netif.Choice
 	return err
 }
 
-// byID meets at the store of the process that made the unique id.
+// byID meets at the store of the process that has made the unique id.
 func (m *Meeting) byID(ctx context.Context, cfg *Config, choice netif.Choice) error {
 	id := cfg.ID
 	if err := m.place(id.Rank, id.Size); err != nil {
 		return err
 	}
-	// The ids are checked before the first connection.
+	// Check the ids before the first connection.
 	for _, id := range id.IDs {
 		if s, err := id.open(); err == nil && m.Settings.TLS && !s.encrypt {
 			return errors.New("HVD_TLS is set, but the unique id was made without HVD_TLS")
@@ -372,20 +374,20 @@ func (m *Meeting) byID(ctx context.Context, cfg *Config, choice netif.Choice) er
 	return err
 }
 
-// counted is the value that the key nearKey/RANK gets when this rank is added to the count in nearKey.
+// counted is the value of the key nearKey/RANK once this rank is included in the count in nearKey.
 const counted = "counted"
 
-// The ranks use these keys to agree on the addresses on which they listen.
+// With these keys the ranks agree on the addresses on which they listen.
 const (
 	agreePrefix = "gohvd/listen"
 	nearKey     = "near"  // number of ranks on the host of the store
-	hostKey     = "host"  // address at which ranks on other hosts reach that host
-	missingKey  = "lack"  // list of the missing ranks; rank 0 writes it before it closes the store
+	hostKey     = "host"  // address at which ranks on other hosts reach the host of the store
+	missingKey  = "lack"  // list of missing ranks, which rank 0 writes before it closes the store
 	readKey     = "heard" // number of ranks that have read missingKey
 )
 
-// agree finds the address to listen on in a job whose ranks may be on several hosts. addr is the address at
-// which this rank reaches the store, or empty if this rank serves the store.
+// agree finds the address on which this rank listens in a job whose ranks may be on several hosts. addr is
+// the address at which this rank reaches the store, or empty if this rank serves the store.
 //
 // If the store is on another host, the rank listens on the interface that leads to the store. If the store is
 // on the rank's own host, the rank sees only a loopback address, which other hosts cannot dial. The rank then
@@ -406,8 +408,8 @@ func (m *Meeting) agree(ctx context.Context, addr string, choice netif.Choice) e
 			return s.Set(ctx, hostKey, []byte(remote.String()))
 		}
 	}
-	// If an attempt to meet fails, the store may still exist at the next attempt. The compare-and-set ensures
-	// that each rank is counted only once even then.
+	// If an attempt to meet fails, the store may still exist at the next attempt. With the compare-and-set,
+	// each rank is counted only once even then.
 	var near int64
 	placeKey := fmt.Sprintf("%s/%d", nearKey, m.Settings.Rank)
 	_, first, err := s.CompareAndSet(ctx, placeKey, nil, []byte("1"))
@@ -437,8 +439,8 @@ func (m *Meeting) agree(ctx context.Context, addr string, choice netif.Choice) e
 	if err != nil {
 		return err
 	}
-	// The other ranks reach this host at an address that it does not have, because of network address
-	// translation.
+	// If this host does not have that address, the other ranks reach it by network address translation. Then
+	// listen on the interface that leads to the address.
 	if !own {
 		if host, _, err = netif.Route(ctx, net.JoinHostPort(host.String(), "9")); err != nil {
 			return err
@@ -449,12 +451,12 @@ func (m *Meeting) agree(ctx context.Context, addr string, choice netif.Choice) e
 }
 
 // awaitHost waits for the address of the store's host, which another rank sets. If the address does not
-// arrive before ctx ends, the error names the missing ranks. If serves is set, this rank serves the store and
-// is about to close it, so awaitHost first tells the other ranks which ranks are missing.
+// arrive before ctx ends, the error names the missing ranks. If serves is true, this rank serves the store
+// and will close it soon, so awaitHost first tells the other ranks which ranks are missing.
 func (m *Meeting) awaitHost(ctx context.Context, s store.Store, serves bool) ([]byte, error) {
 	waiting, cancel := context.WithCancel(ctx)
 	defer cancel()
-	// The calls below exchange the list of missing ranks after ctx has ended, so they use a context that does
+	// The calls below exchange the list of missing ranks after ctx has ended. So they use a context that does
 	// not end with ctx.
 	ctx, stop := context.WithCancel(context.WithoutCancel(ctx))
 	defer stop()
@@ -466,7 +468,8 @@ func (m *Meeting) awaitHost(ctx context.Context, s store.Store, serves bool) ([]
 			cancel()
 			last, done := context.WithTimeout(ctx, time.Second)
 			defer done()
-			// Rank 0 waits for at most 1 s until this count says that all ranks have read the list.
+			// With this count, rank 0 learns that the ranks have read the list. It waits for them for at most
+			// 1 s.
 			_, _ = s.Add(last, readKey, 1)
 		}
 	})
@@ -503,14 +506,15 @@ func (m *Meeting) awaitHost(ctx context.Context, s store.Store, serves bool) ([]
 	return nil, fmt.Errorf("%s did not connect: %w", text, err)
 }
 
-// maxJob is the maximum length of the name of a job (HVD_JOB_ID).
+// maxJob is the maximum length in bytes of the name of a job (HVD_JOB_ID).
 const maxJob = 64
 
-// short returns the last maxJob bytes of the name of a job. Launchers put the part that differs between jobs
-// at the end.
+// short returns the last maxJob bytes of the name of a job. It keeps the end of the name, because launchers
+// put the part that differs between jobs there.
 func short(job string) string { return strings.ToValidUTF8(job[max(0, len(job)-maxJob):], "") }
 
-// HostID returns a text that identifies the memory of this host. Ranks with the same text can share memory.
+// HostID returns a text that identifies the host of this rank. Ranks for which it is the same can share
+// memory.
 func HostID(set *config.Config) (string, error) {
 	if set.HostID != "" {
 		return topo.HostID(set.HostID, "", "", ""), nil

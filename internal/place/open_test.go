@@ -21,7 +21,7 @@ import (
 	"github.com/gohvd/gohvd/store/c10d"
 )
 
-// settings returns the settings of a process whose environment has only the variables in vars.
+// settings returns the settings of a process whose environment contains only the variables in vars.
 func settings(t *testing.T, vars map[string]string) config.Config {
 	t.Helper()
 	var environ []string
@@ -36,8 +36,8 @@ func settings(t *testing.T, vars map[string]string) config.Config {
 	return cfg
 }
 
-// all calls Open with each of configs concurrently. It returns the meetings and errors in the same order, and
-// closes the meetings when the test ends.
+// all calls Open concurrently with each of configs. It returns the meetings and errors in the order of
+// configs, and closes the meetings when the test ends.
 func all(t *testing.T, configs ...Config) ([]*Meeting, []error) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
@@ -103,8 +103,8 @@ func outside(t *testing.T) string {
 
 const given = "a secret that the user gave"
 
-// If neither the settings nor a launcher place a process in a job, or if the job has one rank, Open returns a
-// job of one rank.
+// TestOpenAlone checks that Open returns a job of one rank if neither the settings nor a launcher place the
+// process in a job, or if the job has one rank.
 func TestOpenAlone(t *testing.T) {
 	for name, vars := range map[string]map[string]string{
 		"nothing":       nil,
@@ -118,8 +118,8 @@ func TestOpenAlone(t *testing.T) {
 	}
 }
 
-// A rank without a secret neither connects to a store on the network nor listens on a network address, unless
-// HVD_INSECURE is set.
+// TestOpenNeedsSecret checks that a rank without a secret neither connects to a store on the network nor
+// listens on a network address, unless HVD_INSECURE is set.
 func TestOpenNeedsSecret(t *testing.T) {
 	out := outside(t)
 	launched := map[string]string{
@@ -146,8 +146,8 @@ func TestOpenNeedsSecret(t *testing.T) {
 	}
 }
 
-// The program's own store stays open after Close of the Meeting. The rank listens on the interface that the
-// settings choose, or else on loopback.
+// TestOwnStore lets the program pass its own store. The store must stay open after Close of the Meeting. The
+// rank must listen on the interface that the settings choose, or else on loopback.
 func TestOwnStore(t *testing.T) {
 	h := store.NewHashStore(store.Limits{})
 	defer h.Close()
@@ -224,8 +224,8 @@ func TestByMethod(t *testing.T) {
 	}
 }
 
-// If the settings say where the ranks meet, Open meets there, and takes the rank and size from the launcher's
-// variables.
+// TestBySettings checks that Open meets at the place that the settings give, and uses the rank and size from
+// the launcher's variables.
 func TestBySettings(t *testing.T) {
 	free := func() string { return net.JoinHostPort(loopback, strconv.Itoa(testnet.FreePort(t))) }
 	placed := map[string][2]string{
@@ -251,8 +251,8 @@ func TestBySettings(t *testing.T) {
 		var configs []Config
 		at := free()
 		for r := range 2 {
-			// The ranks meet although WORLD_SIZE is set and MASTER_ADDR is not, because the URL has the
-			// address.
+			// The ranks must meet although WORLD_SIZE is set and MASTER_ADDR is not, because the URL contains
+			// the address.
 			vars := map[string]string{"HVD_INIT_METHOD": "tcp://" + at + "?world_size=2&rank=" +
 				strconv.Itoa(r), "WORLD_SIZE": "2"}
 			configs = append(configs, Config{Settings: settings(t, vars)})
@@ -282,7 +282,7 @@ func TestBySettings(t *testing.T) {
 			t.Errorf("%s: got %v, want %q", name, errs[0], test.want)
 		}
 	}
-	// An id that the program gives takes precedence over the init method in the settings.
+	// An id that the program passes must have precedence over the init method in the settings.
 	h := store.NewHashStore(store.Limits{})
 	defer h.Close()
 	met, errs := all(t, Config{Settings: settings(t, map[string]string{"HVD_INIT_METHOD": "tcp://" + free()}),
@@ -290,8 +290,8 @@ func TestBySettings(t *testing.T) {
 	meets(t, met, errs)
 }
 
-// If variables of a job are set, but the rank or the address where the ranks meet is missing, Open returns an
-// error. If HVD_SIZE=1 is set too, the process becomes a job of its own.
+// TestNoWayToMeet sets variables of a job without the rank or without the address where the ranks meet. Open
+// must return an error. If HVD_SIZE=1 is set too, the process must become a job of its own.
 func TestNoWayToMeet(t *testing.T) {
 	for name, vars := range map[string]map[string]string{
 		"no address": {"RANK": "1", "WORLD_SIZE": "2"},
@@ -336,7 +336,7 @@ func TestByID(t *testing.T) {
 		}
 		met, errs := all(t, configs...)
 		// If there are several ids, each has a store of its own. So the ranks do not all use the same store,
-		// and meets cannot be called.
+		// and this test cannot call meets.
 		if test.ids == 1 {
 			meets(t, met, errs)
 		} else if err := errors.Join(errs...); err != nil {
@@ -355,7 +355,7 @@ func TestByID(t *testing.T) {
 	}
 }
 
-// If the given unique ids contradict the settings, Open returns an error at each rank.
+// TestByIDRefused passes unique ids that contradict the settings. Open must return an error at each rank.
 func TestByIDRefused(t *testing.T) {
 	rank := func(t *testing.T, id ByID, vars map[string]string) Config {
 		return Config{Settings: settings(t, vars), ID: &id}
@@ -386,13 +386,13 @@ func TestByIDRefused(t *testing.T) {
 	}
 }
 
-// If all ranks are on the store's host, agree makes them listen on loopback. Otherwise a rank listens on the
-// address at which ranks on other hosts reach its host.
+// TestAgree checks the address on which agree makes each rank listen. If all ranks are on the store's host,
+// it must be loopback. Otherwise it must be the address at which ranks on other hosts reach the rank's host.
 func TestAgree(t *testing.T) {
 	out := outside(t)
 	for name, test := range map[string]struct {
-		// via has the address at which each rank reaches the store. It is empty for the rank that serves the
-		// store.
+		// via[r] is the address at which rank r reaches the store, or empty if rank r serves the store.
+		// want[r] is the address on which rank r must listen.
 		via  []string
 		want []string
 	}{
@@ -422,8 +422,8 @@ func TestAgree(t *testing.T) {
 	h := store.NewHashStore(store.Limits{})
 	defer h.Close()
 	m := &Meeting{Place: &Place{Store: h}, Settings: config.Config{Size: 3}}
-	// A rank on another host has reached this host at an address that none of its interfaces has, because of
-	// network address translation.
+	// A rank on another host has reached this host by network address translation, at an address that none of
+	// this host's interfaces has.
 	if err := store.NewPrefixStore(agreePrefix, h).Set(t.Context(), hostKey,
 		[]byte("127.77.0.1")); err != nil {
 		t.Fatal(err)
@@ -444,7 +444,7 @@ func TestAgree(t *testing.T) {
 	h = store.NewHashStore(store.Limits{})
 	defer h.Close()
 	m = &Meeting{Place: &Place{Store: h}, Settings: config.Config{Size: 3}}
-	// A rank that calls agree again after a failure is counted only once.
+	// A rank that calls agree again after a failure must be counted only once.
 	for range 3 {
 		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Millisecond)
 		defer cancel()
@@ -455,8 +455,9 @@ func TestAgree(t *testing.T) {
 	}
 }
 
-// If a rank does not arrive before the deadline of another rank passes, the errors of all ranks that have
-// arrived name the missing rank, even if rank 0, which serves the store, is the first to give up.
+// TestMissingRanksAreNamed lets a rank not arrive before the deadline of another rank passes. The errors of
+// all ranks that have arrived must name the missing rank, even if rank 0, which serves the store, is the
+// first to give up.
 func TestMissingRanksAreNamed(t *testing.T) {
 	for _, first := range []int{0, 1} {
 		h := store.NewHashStore(store.Limits{})
@@ -497,8 +498,9 @@ func TestMissingRanksAreNamed(t *testing.T) {
 	}
 }
 
-// Two ranks on this host that have only PyTorch's variables meet, even if MASTER_ADDR is localhost at one
-// rank and the address of this host at the other. They listen on the address that the table gives.
+// TestOpenPlain lets two ranks on this host meet that have only PyTorch's variables. MASTER_ADDR may be
+// localhost at one rank and the address of this host at the other. Both ranks must listen on the address in
+// the table.
 func TestOpenPlain(t *testing.T) {
 	out := outside(t)
 	for name, test := range map[string]struct {
@@ -532,7 +534,8 @@ func TestOpenPlain(t *testing.T) {
 	}
 }
 
-// Under torchrun, the ranks meet in torchrun's TCPStore. After a restart they can meet there again.
+// TestByEnvironment checks that ranks under torchrun meet in torchrun's TCPStore, and can meet there again
+// after a restart.
 func TestByEnvironment(t *testing.T) {
 	tmp := t.TempDir() // rank 0 writes the file with the secret to this directory
 	t.Setenv("TMPDIR", tmp)
@@ -605,7 +608,8 @@ func TestByEnvironment(t *testing.T) {
 	}
 }
 
-// Under a launcher other than hvdrun, rank 0 serves the store only on the interface that the settings choose.
+// TestChosenInterface checks that under a launcher other than hvdrun, rank 0 serves the store only on the
+// interface that the settings choose.
 func TestChosenInterface(t *testing.T) {
 	port := strconv.Itoa(testnet.FreePort(t))
 	m, err := Open(testnet.Context(t), Config{Settings: settings(t, map[string]string{
@@ -630,8 +634,8 @@ func TestChosenInterface(t *testing.T) {
 	}
 }
 
-// jobSecret returns the secret from the settings. If TLS is set, the secret encrypts connections. If the
-// settings have no secret, the result is not encrypted.
+// TestSecretOf checks that jobSecret returns the secret from the settings, and that this secret encrypts
+// connections if TLS is set. If the settings have no secret, the result must not be encrypted.
 func TestSecretOf(t *testing.T) {
 	for _, set := range []config.Config{
 		{}, {TLS: true}, {Secret: "sixteen bytes it is"}, {Secret: "sixteen bytes it is", TLS: true},
@@ -647,8 +651,8 @@ func TestSecretOf(t *testing.T) {
 	}
 }
 
-// proves runs the proof over a connection with the secret a at one end and the secret b at the other. It
-// returns nil if both ends accept the proof.
+// proves runs the proof of the secret over a connection. One end uses the secret a, and the other end uses
+// the secret b. proves returns nil if both ends accept the proof.
 func proves(a, b secret.Secret) error {
 	x, y := net.Pipe()
 	defer x.Close()

@@ -37,25 +37,26 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// Place describes to one rank where the ranks of its job meet.
+// Place tells one rank where the ranks of its job meet.
 type Place struct {
-	// Store is where rank 0 publishes the address of its root, at which the ranks check in. All ranks use the
-	// same store, or they use several stores, in each of which rank 0 publishes that address.
+	// Store is the store in which rank 0 publishes the address of its root, at which the ranks check in.
+	// Either all ranks use the same store, or there are several stores and rank 0 publishes that address in
+	// each of them.
 	Store      store.Store
 	Rank, Size int
 	// Addr is the address, host:port, at which this rank reaches the store. It is empty at the rank that
 	// serves the store.
 	Addr string
-	// NoAddr is set if the store has no network address, for example if it is a file.
+	// NoAddr is true if the store has no network address, for example because it is a file.
 	NoAddr bool
-	// Secret is the secret of the job if the place provides one, else the zero Secret. It is the same at all
-	// ranks.
+	// Secret is the secret of the job. It is the same at all ranks. If the place provides no secret, it is
+	// zero.
 	Secret secret.Secret
-	// JobID is the name of the job if the place provides one, else empty. It is the same at all ranks of a
-	// job and differs between jobs.
+	// JobID is the name of the job. It is the same at all ranks of a job and differs between jobs. If the
+	// place provides no name, it is empty.
 	JobID string
-	// Terms maps names to further values that the way of meeting requires to be the same at all ranks. The
-	// names appear in error messages.
+	// Terms holds further values that must be the same at all ranks. The keys are their names in error
+	// messages.
 	Terms map[string]string
 
 	mu      sync.Mutex
@@ -66,7 +67,7 @@ type Place struct {
 // Met cleans up after the meeting. Each rank calls it when all ranks have met. At rank 0, Met removes what
 // the other ranks needed to find rank 0, such as the file with the secret, and frees a port that another
 // program may use later. At the other ranks, Met waits until rank 0 has freed that port. Further calls do
-// nothing. If Met was not called, Close does the clean-up.
+// nothing. If Met is not called, Close cleans up.
 func (p *Place) Met(ctx context.Context) error {
 	p.mu.Lock()
 	todo := p.atMet
@@ -79,8 +80,9 @@ func (p *Place) Met(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// Close closes the store and the resources opened for it. If this rank serves the store, Close ends the store
-// for all ranks, so it must come after all use of the store by the other ranks. Further calls do nothing.
+// Close closes the store and the resources that were opened for it. If this rank serves the store, Close ends
+// the store for all ranks. So it must be called after all other ranks have used the store for the last time.
+// Further calls do nothing.
 func (p *Place) Close() error {
 	p.mu.Lock()
 	todo := p.closers

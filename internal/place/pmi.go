@@ -13,26 +13,27 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// maxPMILine is the maximum length of a line. MPICH allows at most 1024 bytes for a value in the line.
+// maxPMILine is the maximum length of a line in bytes. MPICH allows at most 1024 bytes for a value in the
+// line.
 const maxPMILine = 8 << 10
 
 // pmi is a client of PMI-1, the protocol between a process and MPICH's mpiexec. A request is one line of
-// words, and the first word is cmd=NAME. The answer is one line too. See MPICH, src/pmi, simple_pmi.c.
+// words, and its first word is cmd=NAME. The answer is one line too. See src/pmi, simple_pmi.c in MPICH.
 type pmi struct {
 	ctx   context.Context
 	fd    int
 	conn  net.Conn
 	in    *bufio.Reader
 	stop  func() bool
-	space string // the name of the job's key-value space
-	// maxKey and maxValue are the launcher's bounds on the lengths of a key and of a value.
+	space string // name of the job's key-value space
+	// maxKey and maxValue are the launcher's limits for the lengths of a key and of a value.
 	maxKey, maxValue int
 }
 
-// startPMI opens the protocol on fd, the number in PMI_FD. All calls fail when ctx ends.
+// startPMI starts the protocol on the descriptor fd, whose number is in PMI_FD. All calls fail when ctx ends.
 //
 // fd is never closed, so that its number is not reused for another file. close shuts the socket down, so that
-// further use of fd fails.
+// later use of fd fails.
 func startPMI(ctx context.Context, fd int) (*pmi, error) {
 	dup, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 0)
 	if err != nil {
@@ -81,7 +82,7 @@ func (p *pmi) start() error {
 // put sets key to value. Neither may contain white space. Other ranks can read the value after the next
 // barrier.
 func (p *pmi) put(key, value string) error {
-	// The launcher's bounds include the zero byte that ends a C string.
+	// The launcher's limits include the zero byte at the end of a C string.
 	if len(key) >= p.maxKey || len(value) >= p.maxValue {
 		return fmt.Errorf("pmi: put: the key has %d bytes and the value %d, want less than %d and %d", len(key),
 			len(value),
@@ -109,8 +110,8 @@ func (p *pmi) get(key string) (string, error) {
 	return value, nil
 }
 
-// finalize tells the launcher that this process is done. If a process ends without it, the launcher considers
-// the process crashed.
+// finalize tells the launcher that this process is done. If a process ends without it, the launcher assumes
+// that the process has crashed.
 func (p *pmi) finalize() error {
 	_, err := p.call("cmd=finalize", "finalize_ack")
 	return err
@@ -118,14 +119,13 @@ func (p *pmi) finalize() error {
 
 func (p *pmi) close() {
 	p.stop()
-	// Shutdown fails if the launcher has closed its end, which is harmless.
+	// Shutdown fails if the launcher has closed its end. The error does not matter.
 	_ = unix.Shutdown(p.fd, unix.SHUT_RDWR)
 	p.conn.Close()
 }
 
-// call sends a request and reads the answer. The word cmd of the answer must be the string want. Errors
-// contain the name of the request, but nothing else of the request or the answer, because they may contain a
-// secret.
+// call sends a request and reads the answer. The word cmd of the answer must be want. Errors contain the name
+// of the request, but nothing else of the request or of the answer, because they may contain a secret.
 func (p *pmi) call(request, want string) (map[string]string, error) {
 	name, _, _ := strings.Cut(strings.TrimPrefix(request, "cmd="), " ")
 	answer, err := p.exchange(request)
@@ -160,8 +160,8 @@ func (p *pmi) exchange(request string) (map[string]string, error) {
 	return parsePMI(string(line)), nil
 }
 
-// parsePMI splits a line into words of the form name=value, and returns a map from name to value. If a word
-// has no =, its value is empty.
+// parsePMI splits a line into words of the form name=value, and returns a map from names to values. If a word
+// contains no =, its value is empty.
 func parsePMI(line string) map[string]string {
 	words := make(map[string]string)
 	for word := range strings.FieldsSeq(line) {

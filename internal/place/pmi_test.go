@@ -16,8 +16,8 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// fakePMI plays a PMI-1 launcher and returns fd, the rank's end of the connection. The launcher answers a
-// request with the entry of the map answers for the request's cmd. If there is no entry, it closes the
+// fakePMI acts as a PMI-1 launcher and returns fd, the rank's end of the connection. The launcher looks up
+// the cmd of each request in answers and sends the entry as its answer. If there is no entry, it closes the
 // connection. If the entry is empty, it does not answer, but calls the functions in silent. The function
 // asked returns the requests that the launcher has received. It may be called only after fd was closed.
 func fakePMI(t *testing.T, answers map[string]string, silent ...func()) (fd int, asked func() []string) {
@@ -95,7 +95,7 @@ func TestPMIConversation(t *testing.T) {
 		t.Errorf("asked\n%s\nwant\n%s...", got, want)
 	}
 
-	// Rank 1 gets the announcement of rank 0 from the launcher and connects to the store of rank 0.
+	// Rank 1 must get the announcement of rank 0 from the launcher and connect to the store of rank 0.
 	_, value, _ := strings.Cut(got, "value=")
 	value, _, _ = strings.Cut(value, "\n")
 	fd, asked = fakePMI(t, goodPMI(value))
@@ -106,7 +106,7 @@ func TestPMIConversation(t *testing.T) {
 	if last := asked(); last[len(last)-2] != "cmd=get kvsname=kvs_1 key=gohvd-meet" {
 		t.Errorf("asked %q", last)
 	}
-	// A second Meet with the same descriptor fails, because the first one has shut the socket down.
+	// A second Meet with the same descriptor must fail, because the first one has shut the socket down.
 	_, err = pmiRank(t, 1, fd).Meet(testnet.Context(t), MeetOptions{})
 	testnet.WantError(t, err, "pmi: init")
 	if err := errors.Join(other.Close(), m.Close()); err != nil {
@@ -114,9 +114,9 @@ func TestPMIConversation(t *testing.T) {
 	}
 }
 
-// On several hosts, rank 0 announces the name of its host, unless the user sets a host or an interface. If
-// the announced name resolves to the chosen interface, rank 0 listens only on this interface. Otherwise it
-// listens on all interfaces.
+// TestPMIOnHosts checks the address that rank 0 announces if the ranks are on several hosts. It must be the
+// name of its host, unless the user sets a host or an interface. If the announced name resolves to the chosen
+// interface, rank 0 must listen only on this interface. Otherwise it must listen on all interfaces.
 func TestPMIOnHosts(t *testing.T) {
 	name, err := os.Hostname()
 	if err != nil {
@@ -125,7 +125,7 @@ func TestPMIOnHosts(t *testing.T) {
 	for _, c := range []struct {
 		o       MeetOptions
 		want    string
-		onOther bool // whether rank 0 also listens on other loopback addresses
+		onOther bool // rank 0 must also listen on other loopback addresses
 	}{
 		{MeetOptions{}, name, true},
 		{MeetOptions{Host: "192.0.2.1"}, "192.0.2.1", true},
@@ -196,7 +196,7 @@ func TestPMIRefuses(t *testing.T) {
 		}
 		asked()
 	}
-	// If the launcher closes the connection during the barrier, Meet returns an error.
+	// If the launcher closes the connection during the barrier, Meet must return an error.
 	answers := goodPMI("")
 	delete(answers, "barrier_in")
 	fd, _ := fakePMI(t, answers)
@@ -204,7 +204,7 @@ func TestPMIRefuses(t *testing.T) {
 	testnet.WantError(t, err, "pmi: barrier_in: EOF")
 }
 
-// If the launcher does not answer a request, Meet returns when ctx ends.
+// TestPMISilence uses a launcher that does not answer a request. Meet must return when ctx ends.
 func TestPMISilence(t *testing.T) {
 	for _, cmd := range []string{"init", "barrier_in", "finalize"} {
 		answers := goodPMI("")

@@ -24,9 +24,9 @@ const (
 )
 
 // writePrivate writes a file that only this user can read. Its directory must exist. The file appears with
-// its complete contents, so no process reads a part of them.
+// its complete contents, so that no process reads only a part of them.
 func writePrivate(path, text string) error {
-	// CreateTemp makes a new file with mode 0600.
+	// CreateTemp creates the file with mode 0600.
 	f, err := os.CreateTemp(filepath.Dir(path), ".gohvd-*")
 	if err != nil {
 		return err
@@ -43,9 +43,9 @@ func writePrivate(path, text string) error {
 }
 
 // readPrivate reads a file that writePrivate has written. The file must belong to this user, and other users
-// must not have permission to read or write it, because another user could then know the secret in the file.
+// must not have permission to read or write it. Otherwise another user could know the secret in the file.
 func readPrivate(path string) (text string, err error) {
-	// O_NONBLOCK keeps open from blocking if the path is a named pipe without a writer.
+	// O_NONBLOCK makes open return at once if the path is a named pipe without a writer.
 	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0)
 	if err != nil {
 		return "", err
@@ -86,7 +86,7 @@ func waitPrivate(ctx context.Context, path string) (text string, err error) {
 	}
 }
 
-// remove removes a file. It is not an error if the launcher has removed the file already.
+// remove removes a file. If the launcher has already removed the file, this is not an error.
 func remove(path string) error {
 	if err := os.Remove(path); !errors.Is(err, fs.ErrNotExist) {
 		return err
@@ -94,7 +94,7 @@ func remove(path string) error {
 	return nil
 }
 
-// fileName converts s to a text that can be part of a file name.
+// fileName replaces characters in s, so that the result can be part of a file name.
 func fileName(s string) string {
 	return strings.Map(func(r rune) rune {
 		if notInNames(r) {

@@ -21,11 +21,12 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// rankVariable is the name of an environment variable. It is set in processes of this test binary that a real
-// launcher starts as ranks, and its value says what the process does.
+// rankVariable is the name of an environment variable. A real launcher in a test starts this test binary as a
+// rank, with the variable set. Its value says what the rank has to do.
 const rankVariable = "PLACE_TEST_RANK"
 
-// givenVariable is the name of the environment variable with the secret that the user gives to the ranks.
+// givenVariable is the name of the environment variable that holds the secret that the user gives to the
+// ranks.
 const givenVariable = "PLACE_TEST_SECRET"
 
 func TestMain(m *testing.M) {
@@ -64,7 +65,7 @@ func rankMain(what string) error {
 	if err := work(ctx, e, m, true); err != nil {
 		return err
 	}
-	// The line is written with one call, so that the launcher does not mix it with lines of other ranks.
+	// Write the line with one call, so that the launcher does not mix it with lines of other ranks.
 	fmt.Printf("met by %s: rank %d of %d, local rank %d of %d, job %s\n", e.Kind, e.Rank, e.Size, e.LocalRank,
 		e.LocalSize, m.JobID)
 	return nil
@@ -87,9 +88,9 @@ func twice(ctx context.Context, first *Place) error {
 	return nil
 }
 
-// work does what a rank does after the meeting. The rank counts itself in the store and reads the values of
-// all other ranks. If there is a secret, it checks that all ranks have the same secret. Then it calls Met.
-// Rank 0 returns only when all others are done.
+// work does what a rank does after the meeting. The rank writes a value to the store and reads the values of
+// all other ranks. It checks that it has a secret if wantSecret is true, and that all ranks have the same
+// secret. Then it calls Met. Rank 0 returns only when all other ranks are done.
 func work(ctx context.Context, e *Env, m *Place, wantSecret bool) (err error) {
 	defer func() { err = errors.Join(err, m.Close()) }()
 	if m.Secret.IsZero() == wantSecret {
@@ -168,7 +169,7 @@ func sameSecret(ctx context.Context, e *Env, m *Place) error {
 	return errors.Join(awaitCount(ctx, m.Store, "proven", e.Size-1), s.Close(), h.Close())
 }
 
-// needLauncher skips the test if the launcher is not installed. In CI the test fails instead.
+// needLauncher skips the test if the launcher is not installed. In CI, the test fails instead.
 func needLauncher(t *testing.T, name, pkg string) {
 	t.Helper()
 	if _, err := exec.LookPath(name); err != nil {
@@ -179,7 +180,7 @@ func needLauncher(t *testing.T, name, pkg string) {
 	}
 }
 
-// launch runs a launcher that starts n ranks, waits until the launcher ends, and checks that each rank has
+// launch runs a launcher that starts n ranks. It waits until the launcher ends, and checks that each rank has
 // printed its line.
 func launch(t *testing.T, kind Kind, n int, env []string, argv ...string) {
 	t.Helper()
@@ -247,12 +248,12 @@ func TestMPICH(t *testing.T) {
 	})
 }
 
-// environment has the environment variables of a rank in a test.
+// environment holds the environment variables of a rank in a test.
 type environment map[string]string
 
 func (e environment) get(name string) string { return e[name] }
 
-// with returns a copy of e that is changed by more, which alternates names and values. An empty value removes
+// with returns a changed copy of e. more holds names and values of variables in turn. An empty value removes
 // the variable.
 func (e environment) with(more ...string) environment {
 	all := make(environment)
@@ -274,7 +275,7 @@ func detect(t *testing.T, env environment) *Env {
 	return e
 }
 
-// meetAll runs Meet and then work for each rank in a goroutine. It returns the errors by rank.
+// meetAll starts a goroutine for each rank, which runs Meet and then work. It returns the error of each rank.
 func meetAll(ctx context.Context, wantSecret bool, options func(rank int) MeetOptions, envs ...*Env) []error {
 	errs := make([]error, len(envs))
 	var wg sync.WaitGroup

@@ -5,7 +5,7 @@ import (
 	"github.com/gohvd/gohvd/internal/secret"
 )
 
-// jobSecret returns the secret from the settings. If the setting TLS is on, the result makes connections
+// jobSecret returns the secret from the settings. If the setting TLS is on, connections with this secret are
 // encrypted.
 func jobSecret(set *config.Config) (secret.Secret, error) {
 	s, err := set.JobSecret()

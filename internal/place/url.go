@@ -19,21 +19,22 @@ import (
 	"github.com/gohvd/gohvd/store/c10d"
 )
 
-// MethodOptions has the inputs of an init method other than its URL.
+// MethodOptions holds the inputs of an init method other than its URL.
 type MethodOptions struct {
-	// Rank and Size are those of this process, or -1 if the URL or the environment has to give them.
+	// Rank and Size are the rank of this process and the size of the job. They are -1 if they must come from
+	// the URL or the environment.
 	Rank, Size int
 	// Getenv returns the value of an environment variable, like os.Getenv.
 	Getenv func(name string) string
-	// Secret is the secret of the job, which gohvd's own stores require of their clients. A zero Secret means
-	// that there is none.
+	// Secret is the secret of the job, which gohvd's own stores require of their clients. If it is zero, the
+	// job has no secret.
 	Secret secret.Secret
 	// Log is the log of a server that the method starts. It may be nil.
 	Log *zap.Logger
 }
 
-// A Method opens the store that the URL u names. If rank and size are known, the query of u has them as the
-// parameters rank and world_size.
+// Method is a function that opens the store to which the URL u refers. If rank and size are known, the query
+// of u contains them as the parameters rank and world_size.
 type Method func(ctx context.Context, u *url.URL, o MethodOptions) (*Place, error)
 
 // Methods maps the scheme of a URL to the init method for such URLs.
@@ -51,7 +52,7 @@ func NewMethods() Methods { return Methods{"env": envMethod, "tcp": tcpMethod, "
 
 // MethodError is the error of Methods.Open if the init method of a URL cannot be used.
 type MethodError struct {
-	Scheme string // empty if the URL has none
+	Scheme string // scheme of the URL; empty if the URL has none
 	Err    error
 }
 
@@ -64,7 +65,7 @@ func (e *MethodError) Error() string {
 
 func (e *MethodError) Unwrap() error { return e.Err }
 
-// Open opens the store of a job with the init method that the URL names.
+// Open opens the store of a job with the init method for the scheme of the URL.
 func (m Methods) Open(ctx context.Context, rawURL string, o MethodOptions) (*Place, error) {
 	u, err := url.Parse(rawURL)
 	if err != nil {
@@ -152,7 +153,7 @@ func placeAt(s store.Store, rank, size int, addr string) *Place {
 	return p
 }
 
-// Dial connects to the store of a launcher. Rank and Size of the result are -1, because the store does not
+// Dial connects to the store of a launcher. Rank and Size of the Place are -1, because the store does not
 // contain them.
 func Dial(ctx context.Context, addr string, s secret.Secret) (*Place, error) {
 	client, err := store.Dial(ctx, addr, store.Config{Secret: s})
@@ -164,7 +165,7 @@ func Dial(ctx context.Context, addr string, s secret.Secret) (*Place, error) {
 	return p, nil
 }
 
-// meetAt meets at addr: it serves a store there if rank is 0, and connects to this store otherwise.
+// meetAt meets at addr. If rank is 0, it serves a store there. Otherwise it connects to this store.
 func meetAt(ctx context.Context, addr string, rank, size int, o MethodOptions) (*Place, error) {
 	if rank > 0 {
 		client, err := store.Dial(ctx, addr, store.Config{Secret: o.Secret})

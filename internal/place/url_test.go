@@ -17,7 +17,8 @@ import (
 	"github.com/gohvd/gohvd/store/c10d"
 )
 
-// unknown returns options without rank and size, so that the URL or the variables in env must have them.
+// unknown returns options without rank and size, so that they must come from the URL or from the variables in
+// env.
 func unknown(env map[string]string) MethodOptions {
 	return MethodOptions{Rank: -1, Size: -1, Getenv: func(name string) string { return env[name] }}
 }
@@ -180,8 +181,8 @@ func TestMethodErrors(t *testing.T) {
 	} {
 		testMethodError(t, test.url, test.o, test.want)
 	}
-	// The port is in use, for example because PyTorch serves its own store there. The error says that gohvd's
-	// store needs another port.
+	// The port is in use, for example because PyTorch serves its own store there. The error must say that
+	// gohvd's store needs another port.
 	_, port, err := net.SplitHostPort(testnet.FakeServer(t, func(net.Conn) {}))
 	if err != nil {
 		t.Fatal(err)
@@ -199,8 +200,8 @@ func testMethodError(t *testing.T, rawURL string, o MethodOptions, want string) 
 	}
 }
 
-// A program can add a method of its own. If a method cannot connect, Open returns when ctx ends, and the
-// error has the reason.
+// TestOwnMethod adds a method of the program's own. If a method cannot connect, Open must return when ctx
+// ends, and the error must contain the reason.
 func TestOwnMethod(t *testing.T) {
 	m := NewMethods()
 	m["own"] = func(ctx context.Context, u *url.URL, _ MethodOptions) (*Place, error) {
@@ -214,7 +215,7 @@ func TestOwnMethod(t *testing.T) {
 	if err := p.Close(); err != nil {
 		t.Error(err)
 	}
-	// The timeout is long enough for at least one refused connection.
+	// The timeout is long enough for at least one attempt to connect.
 	ctx, cancel := context.WithTimeout(t.Context(), 500*time.Millisecond)
 	defer cancel()
 	_, err = m.Open(ctx, "tcp://127.0.0.1:"+freePort(t), MethodOptions{Rank: 1, Size: 2})
