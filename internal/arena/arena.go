@@ -1,9 +1,9 @@
 // Package arena allocates tensors in memory that other processes can map.
 //
 // There is one allocator per process, like the heap, because tensors outlive engines, and several engines of
-// a process may use the same tensor. Memory comes in chunks, so that peers map few large pieces. Each chunk
-// is a shmem.Segment. Tensors are freed explicitly. A tensor that is not freed keeps its chunk until the
-// process ends.
+// a process may use the same tensor. Memory comes in large chunks, so that peers map only a few pieces. Each
+// chunk is a shmem.Segment. Tensors are freed explicitly. A tensor that is not freed keeps its chunk until
+// the process ends.
 //
 // Invariants:
 //
@@ -35,7 +35,7 @@ const (
 
 // Ref is the position of a tensor: a chunk and an offset in it.
 type Ref struct {
-	// Chunk is the ID of the chunk that has the tensor.
+	// Chunk is the ID of the chunk that contains the tensor.
 	Chunk uint32
 	// Offset is the offset of the tensor's first byte in the chunk.
 	Offset int64
@@ -44,20 +44,20 @@ type Ref struct {
 // Chunk is a piece of shared memory for tensors.
 type Chunk struct {
 	ID uint32
-	// Segment is the memory. Any process that has its descriptor can map it for writing until it is sealed.
+	// Segment is the memory. Until it is sealed, any process that has its descriptor can map it for writing.
 	// So call Segment.Seal before you send the descriptor to peers.
 	Segment *shmem.Segment
-	// Adopted is set if another process allocates the tensors in the chunk. Alloc then does not use it.
+	// Adopted is true if another process allocates the tensors in the chunk. Alloc does not use such a chunk.
 	Adopted bool
 }
 
-// chunk is a Chunk and the state of its allocation.
+// chunk is a Chunk together with the state of its allocation.
 type chunk struct {
 	Chunk
 	bytes []byte
-	live  map[int64]int64 // maps the offset of each tensor to the bytes that it takes up, a multiple of align
-	free  []span          // the free ranges, in ascending order; neighbours have live tensors between them
-	// fresh is the offset after the last byte that was ever allocated. The bytes from there on are still
+	live  map[int64]int64 // size of each tensor in bytes, a multiple of align, by the offset of the tensor
+	free  []span          // free ranges, in ascending order; between two of them there are live tensors
+	// fresh is the offset of the first byte that has never been allocated. All bytes from there on are still
 	// zero.
 	fresh int64
 }
@@ -67,18 +67,19 @@ type span struct{ offset, size int64 }
 
 // heap is the allocator behind the functions of this package.
 type heap struct {
-	// growing is held while a chunk is made, which takes long. An allocation that has waited for growing
-	// first looks for room in the new chunk. growing is locked before mu.
+	// growing is held while a chunk is made, which takes a long time. An allocation that has waited for
+	// growing first checks whether the new chunk has room. growing is locked before mu.
 	growing sync.Mutex
 
-	mu       sync.Mutex
-	chunks   []*chunk // in ascending order of ID
-	lastID   uint32
-	live     int64 // the bytes that live tensors take up, each a multiple of align
+	mu     sync.Mutex
+	chunks []*chunk // in ascending order of ID
+	lastID uint32
+	// total size of live tensors in bytes; the size of each tensor is rounded up to a multiple of align
+	live     int64
 	watchers []*watcher
 
-	// index has the chunks in ascending order of address, for Find. It is never changed in place: a new index
-	// replaces it.
+	// index contains the chunks in ascending order of address, for Find. Nothing changes it in place: a new
+	// index replaces it.
 	index atomic.Pointer[[]chunkRange]
 }
 
@@ -98,23 +99,24 @@ var process heap
 // Alloc allocates numBytes of zeroed shared memory, aligned to 64 bytes. The memory is valid until Free. If
 // there is not enough memory, the error is a *shmem.NoMemoryError.
 //
-// Alloc takes a few hundred ns, and the time to clear reused memory. If it has to make a chunk, it takes
-// about 20 ms per 64 MiB.
+// Alloc takes a few hundred ns plus the time to clear memory that was used before. If it has to make a chunk,
+// it takes about 20 ms per 64 MiB.
 func Alloc(numBytes int) ([]byte, error) { return process.alloc(numBytes) }
 
-// Free frees the tensor that begins at the first byte of b. If no tensor begins there, it returns an error.
+// Free frees the tensor that begins at the first byte of b. If no tensor begins there, Free returns an error.
 func Free(b []byte) error { return process.release(b) }
 
-// Adopt makes a chunk of a segment in which another process allocates tensors. From then on Find finds
-// tensors in the chunk, and watchers learn of the chunk. The arena owns the Segment until Abandon.
+// Adopt makes a chunk from a segment in which another process allocates tensors. From then on Find finds
+// tensors in the chunk, and watchers know the chunk. The arena owns the Segment until Abandon.
 func Adopt(s *shmem.Segment) Chunk { return process.adopt(s) }
 
-// Abandon removes an adopted chunk and unmaps it. The caller must ensure that nothing uses it any more.
+// Abandon removes an adopted chunk and unmaps it. The caller must ensure that nothing uses the chunk any
+// more.
 func Abandon(id uint32) error { return process.abandon(id) }
 
 // Find returns the position of b and true if all of b is in one live chunk. Otherwise it returns false. It
-// locks nothing, allocates nothing, and takes some tens of ns. If b is empty but has capacity, Find returns
-// the position of the first byte of the capacity.
+// locks nothing, allocates nothing, and takes some tens of ns. If b is empty but its capacity is not 0, Find
+// returns the position of the first byte of the capacity.
 func Find(b []byte) (Ref, bool) { return process.find(b) }
 
 // Watch calls added for every chunk: first for the chunks that exist, and then for each new chunk. It calls
@@ -125,15 +127,15 @@ func Watch(added func(Chunk), removed func(id uint32)) (stop func()) {
 	return process.watch(added, removed)
 }
 
-// Stats returns the number of chunks, the sum of their sizes, and the sum of the sizes of live tensors, each
-// rounded up to 64 bytes.
+// Stats returns the number of chunks, the sum of their sizes, and the sum of the sizes of live tensors. The
+// size of each tensor is rounded up to 64 bytes.
 func Stats() (chunks int, mappedBytes, liveBytes int64) { return process.stats() }
 
 func (h *heap) alloc(numBytes int) ([]byte, error) {
 	if numBytes < 0 {
 		return nil, fmt.Errorf("arena: allocate: got %d bytes, want at least 0", numBytes)
 	}
-	// An empty tensor takes align bytes too, so that it has an address of its own.
+	// An empty tensor takes up align bytes too, so that it has an address of its own.
 	size := max(align, (int64(numBytes)+align-1)/align*align)
 	if size < int64(numBytes) {
 		return nil, &shmem.NoMemoryError{What: "tensor", NeedBytes: int64(numBytes),
@@ -151,7 +153,7 @@ func (h *heap) alloc(numBytes int) ([]byte, error) {
 }
 
 // take allocates size bytes in the smallest free range that is large enough. If no chunk has such a range, b
-// is nil. The first dirty bytes of b have been used before, so they may differ from zero.
+// is nil. dirty is the number of bytes at the beginning of b that were used before and may not be zero.
 func (h *heap) take(size int64) (b []byte, dirty int64) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -170,8 +172,8 @@ func (h *heap) take(size int64) (b []byte, dirty int64) {
 	return h.cut(best, at, size)
 }
 
-// cut allocates the first size bytes of the free range of c with index i. The first dirty bytes of b have
-// been used before, so they may differ from zero. The caller holds mu.
+// cut allocates the first size bytes of the free range c.free[i]. dirty is the number of bytes at the
+// beginning of b that were used before and may not be zero. The caller holds mu.
 func (h *heap) cut(c *chunk, i int, size int64) (b []byte, dirty int64) {
 	s := &c.free[i]
 	offset := s.offset
@@ -186,8 +188,8 @@ func (h *heap) cut(c *chunk, i int, size int64) (b []byte, dirty int64) {
 	return c.bytes[offset : offset+size], dirty
 }
 
-// grow makes a chunk and allocates size bytes in it. If another goroutine has made enough room in the
-// existing chunks in the meantime, grow allocates the bytes there and makes no chunk.
+// grow makes a chunk and allocates size bytes in it. If another goroutine has in the meantime made enough
+// room in the existing chunks, grow allocates the bytes there and makes no chunk.
 func (h *heap) grow(size int64) (b []byte, dirty int64, err error) {
 	h.growing.Lock()
 	defer h.growing.Unlock()
@@ -202,7 +204,7 @@ func (h *heap) grow(size int64) (b []byte, dirty int64, err error) {
 	defer h.mu.Unlock()
 	h.lastID++
 	c := &chunk{Chunk: Chunk{ID: h.lastID, Segment: seg}, bytes: seg.Bytes(), live: make(map[int64]int64)}
-	// After a large tensor, the rest of the last page stays unused, because a small tensor there would keep
+	// The rest of the last page after a large tensor stays unused, because a small tensor there would keep
 	// the whole chunk alive.
 	c.free = []span{{0, max(size, chunkBytes)}}
 	h.add(c)
@@ -210,7 +212,7 @@ func (h *heap) grow(size int64) (b []byte, dirty int64, err error) {
 	return b, dirty, nil
 }
 
-// add adds a chunk to the heap and tells the watchers. The caller holds mu.
+// add adds a chunk to the heap and notifies the watchers. The caller holds mu.
 func (h *heap) add(c *chunk) {
 	h.chunks = append(h.chunks, c)
 	h.reindex()
@@ -219,7 +221,7 @@ func (h *heap) add(c *chunk) {
 	}
 }
 
-// remove removes chunk i from the heap and tells the watchers. The caller holds mu.
+// remove removes h.chunks[i] from the heap and notifies the watchers. The caller holds mu.
 func (h *heap) remove(i int) {
 	id := h.chunks[i].ID
 	h.chunks = slices.Delete(h.chunks, i, i+1)
@@ -248,13 +250,13 @@ func (h *heap) abandon(id uint32) error {
 	segment := h.chunks[i].Segment
 	h.remove(i)
 	h.mu.Unlock()
-	return segment.Close() // without the lock, because this takes long
+	return segment.Close() // without holding mu, because this takes a long time
 }
 
 func (h *heap) release(b []byte) error {
 	unused, err := h.free(b)
 	if unused != nil {
-		// This is done without the lock, because it takes long: 0.1 s per GiB.
+		// Close is called without holding mu, because it takes a long time: 0.1 s per GiB.
 		err = unused.Segment.Close()
 	}
 	if err != nil {
@@ -263,8 +265,8 @@ func (h *heap) release(b []byte) error {
 	return nil
 }
 
-// free frees the tensor at the start of b. If this was the last tensor of its chunk and the chunk is not kept
-// for further tensors, free removes the chunk from the heap and returns it.
+// free frees the tensor at the start of b. If this was the last tensor in its chunk, and the heap does not
+// keep the chunk for further tensors, free removes the chunk from the heap and returns it.
 func (h *heap) free(b []byte) (unused *chunk, err error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -296,7 +298,7 @@ func (c *chunk) addFree(s span) {
 	i, _ := slices.BinarySearchFunc(c.free, s.offset, func(f span, offset int64) int {
 		return cmp.Compare(f.offset, offset)
 	})
-	from, to := i, i // free[from:to] are merged into s
+	from, to := i, i // s replaces free[from:to], which it includes
 	if i > 0 && c.free[i-1].offset+c.free[i-1].size == s.offset {
 		from--
 		s = span{c.free[from].offset, c.free[from].size + s.size}
@@ -308,8 +310,8 @@ func (c *chunk) addFree(s span) {
 	c.free = slices.Replace(c.free, from, to, s)
 }
 
-// keeps reports whether an empty chunk stays for further tensors. One empty chunk of the standard size stays.
-// The caller holds mu.
+// keeps reports whether the heap keeps an empty chunk for further tensors. It keeps one empty chunk of the
+// standard size. The caller holds mu.
 func (h *heap) keeps(c *chunk) bool {
 	if len(c.bytes) != chunkBytes {
 		return false
@@ -341,7 +343,7 @@ func (h *heap) find(b []byte) (Ref, bool) {
 		return Ref{}, false
 	}
 	at := address(b)
-	// This finds the last chunk that begins at or before b. A search with a closure would take twice as long.
+	// Find the last chunk that begins at or before b. A search that calls a closure would take twice as long.
 	lo, hi := 0, len(*index)
 	for lo < hi {
 		if mid := int(uint(lo+hi) / 2); (*index)[mid].from <= at {

@@ -33,8 +33,8 @@ func mustFree(t testing.TB, h *heap, b []byte) {
 	}
 }
 
-// drain fails the test if a tensor is live or if h has more chunks than the one empty chunk that it may keep.
-// Then it frees all chunks.
+// drain fails the test if a tensor is still live, or if h has more chunks than the one empty chunk that it
+// may keep. Then it frees all chunks.
 func drain(t testing.TB, h *heap) {
 	t.Helper()
 	chunks, mapped, live := h.stats()
@@ -85,7 +85,7 @@ func TestAlloc(t *testing.T) {
 }
 
 // TestModel makes random allocations and compares the heap with a list of the live tensors. The tensors must
-// not overlap, must be zeroed and keep their bytes, and Find must return where they are.
+// not overlap, must be zeroed when allocated and must keep their bytes. Find must return their positions.
 func TestModel(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("seed %d", seed)
@@ -160,7 +160,8 @@ func TestModel(t *testing.T) {
 	}
 }
 
-// Free ranges are merged in whatever order they were freed, so that the whole chunk can be allocated again.
+// TestCoalesce frees ranges in different orders. They must always be merged, so that the whole chunk can be
+// allocated again.
 func TestCoalesce(t *testing.T) {
 	h := newHeap(t)
 	for _, order := range [][]int{{0, 1, 2, 3}, {3, 2, 1, 0}, {0, 2, 1, 3}, {1, 3, 0, 2}} {
@@ -179,7 +180,8 @@ func TestCoalesce(t *testing.T) {
 	}
 }
 
-// An allocation uses the smallest free range that is large enough, so that large ranges stay whole.
+// TestBestFit checks that an allocation uses the smallest free range that is large enough, so that large
+// ranges stay whole.
 func TestBestFit(t *testing.T) {
 	h := newHeap(t)
 	small, wall := mustAlloc(t, h, 4096), mustAlloc(t, h, 64)
@@ -203,7 +205,7 @@ func TestFreeChecks(t *testing.T) {
 			t.Errorf("%s: got no error from Free, want one", name)
 		}
 	}
-	mustFree(t, h, b[:10]) // Free needs only a slice that begins where the tensor begins
+	mustFree(t, h, b[:10]) // Free only needs a slice that begins where the tensor begins
 }
 
 func TestFind(t *testing.T) {
@@ -235,7 +237,7 @@ func TestFind(t *testing.T) {
 			t.Errorf("%s: got %v, %v, want %v", name, at, ok, c.ok)
 		}
 	}
-	// This slice ends one byte after the chunk. Nothing reads it.
+	// This slice ends one byte after the chunk. Nothing reads that byte.
 	if _, ok := h.find(beyond(chunk)); ok {
 		t.Error("Find found a slice that ends after the chunk")
 	}
@@ -246,8 +248,8 @@ func TestFind(t *testing.T) {
 	}
 }
 
-// A heap keeps at most one empty chunk and does not reuse the IDs of chunks. If it removes a chunk, it frees
-// the chunk's memory and file.
+// TestChunks checks that a heap keeps at most one empty chunk and does not reuse the IDs of chunks. When it
+// removes a chunk, it must free the chunk's memory and file.
 func TestChunks(t *testing.T) {
 	h := newHeap(t)
 	before := openFiles(t)
@@ -275,7 +277,7 @@ func TestChunks(t *testing.T) {
 			t.Errorf("got %d open files, want %d", n, before+1)
 		}
 	}
-	// a is freed before b, so the chunk of a is kept.
+	// The test frees a before b, so the heap keeps the chunk of a.
 	if want := []uint32{1, 2, 3, 1, 4, 5, 1, 6, 7}; !slices.Equal(got, want) {
 		t.Errorf("got chunks %v, want %v", got, want)
 	}
@@ -326,11 +328,11 @@ func TestWatch(t *testing.T) {
 	expect("after stop", "")
 }
 
-// Find finds tensors in an adopted chunk, watchers learn of the chunk, and Alloc does not use it. Only
-// Abandon removes it.
+// TestAdopt adopts a chunk. Find must find tensors in it, watchers must be notified of it, and Alloc must not
+// use it. Only Abandon may remove it.
 func TestAdopt(t *testing.T) {
 	h := newHeap(t)
-	adopted, err := shmem.Create("adopted", chunkBytes) // as large as the chunks that the heap makes
+	adopted, err := shmem.Create("adopted", chunkBytes) // as large as the chunks that the heap itself makes
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -353,7 +355,7 @@ func TestAdopt(t *testing.T) {
 	if err := h.release(b[:64]); err == nil {
 		t.Error("memory of another process was freed")
 	}
-	mustFree(t, h, own) // own's chunk is kept although the adopted chunk is empty too
+	mustFree(t, h, own) // the heap must keep the chunk of own, although the adopted chunk is empty too
 	if chunks, mapped, live := h.stats(); chunks != 2 || mapped != 2*chunkBytes || live != 0 {
 		t.Errorf("got %d chunks of %d bytes, %d in use", chunks, mapped, live)
 	}
@@ -376,8 +378,8 @@ func TestAdopt(t *testing.T) {
 	}
 }
 
-// Alloc, Free, Find and Watch may be called at the same time: no memory is allocated twice, and watchers know
-// all chunks in use.
+// TestConcurrent calls Alloc, Free, Find and Watch at the same time. No memory may be allocated twice, and
+// watchers must know all chunks in use.
 func TestConcurrent(t *testing.T) {
 	h := newHeap(t)
 	known := make(map[uint32]bool)
@@ -429,7 +431,7 @@ func TestConcurrent(t *testing.T) {
 	wg.Wait()
 }
 
-// All exported functions work on the heap of the process.
+// TestProcess checks that all exported functions work on the heap of the process.
 func TestProcess(t *testing.T) {
 	b, err := Alloc(100)
 	if err != nil {
@@ -479,8 +481,8 @@ func BenchmarkAllocFree(b *testing.B) {
 
 func beyond(b []byte) []byte { return unsafe.Slice(unsafe.SliceData(b), len(b)+1) }
 
-// Another process can write to a chunk until the chunk is sealed. Adopted is set for an adopted chunk, and
-// not for other chunks.
+// TestChunksAreOpen checks that another process can write to a chunk until the chunk is sealed. Adopted must
+// be true for an adopted chunk, and false for other chunks.
 func TestChunksAreOpen(t *testing.T) {
 	h := newHeap(t)
 	var chunks []Chunk

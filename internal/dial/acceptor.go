@@ -12,13 +12,13 @@ import (
 	"github.com/gohvd/gohvd/internal/logs"
 )
 
-// A Handler serves conn until the connection ends, and returns the reason. The reason is io.EOF if the peer
-// closed the connection in an orderly way. ctx ends when the Handler must stop. The caller of the Handler
-// closes conn.
+// Handler is a function that serves conn until the connection ends, and returns the reason. The reason is
+// io.EOF if the peer has closed the connection in an orderly way. When ctx ends, the Handler must return. Its
+// caller closes conn.
 type Handler func(ctx context.Context, conn net.Conn) error
 
-// Acceptor accepts connections until Close is called, and serves each in its own goroutine. It serves a
-// limited number of connections at a time. Close closes all of them.
+// Acceptor accepts connections until Close is called, and serves each in a goroutine of its own. It serves
+// only a limited number of connections at a time. Close closes all of them.
 type Acceptor struct {
 	name   string
 	most   int
@@ -26,7 +26,7 @@ type Acceptor struct {
 	handle Handler
 
 	ln    net.Listener
-	ctx   context.Context // ends when Close is called
+	ctx   context.Context // cancelled when Close is called
 	stop  context.CancelFunc
 	wg    sync.WaitGroup
 	close func() error
@@ -36,9 +36,9 @@ type Acceptor struct {
 }
 
 // Serve listens on addr and calls handle for each connection. addr has the form host:port, where port 0 means
-// any free port. The parameter most is the maximum number of connections at a time; Serve closes further
-// connections. It logs errors at a limited rate (logs.Quiet). The log lines begin with name, for example
-// "store: server". log may be nil.
+// any free port. most is the maximum number of connections at a time. Serve closes any further connection. It
+// logs errors at a limited rate (logs.Quiet). The log lines begin with name, for example "store: server". log
+// may be nil.
 func Serve(addr, name string, most int, log *zap.Logger, handle Handler) (*Acceptor, error) {
 	ln, err := Listen(addr)
 	if err != nil {
@@ -52,7 +52,7 @@ func Serve(addr, name string, most int, log *zap.Logger, handle Handler) (*Accep
 	return a, nil
 }
 
-// Addr returns the address that a listens on.
+// Addr returns the address on which a listens.
 func (a *Acceptor) Addr() string { return a.ln.Addr().String() }
 
 // Close closes all connections and waits for the goroutines of a.
@@ -80,7 +80,7 @@ func (a *Acceptor) accept() {
 		case a.ctx.Err() != nil:
 			return
 		default:
-			// The usual cause is that the process has no free file descriptor. Then the retry succeeds when a
+			// Usually the process has no free file descriptor. Then the retry succeeds when another
 			// connection has ended.
 			a.log.Error(a.name+": accepting a connection failed", zap.Error(err))
 			Pause(a.ctx, wait.Next(), nil)

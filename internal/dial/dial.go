@@ -1,10 +1,10 @@
-// Package dial opens connections: it dials with retries, accepts connections, and exchanges greetings. It
-// also splits the stream of bytes into frames.
+// Package dial opens connections. It dials with retries, accepts connections, and exchanges greetings. It
+// also splits a stream of bytes into frames.
 //
 // If the job has a secret, the two ends first prove to each other that they know it (package secret, which
 // may also encrypt the connection). Then the dialing end sends a greeting, and the accepting end answers with
-// a greeting. A greeting has four magic bytes, which name the protocol, and the version of the protocol as
-// four bytes, big-endian.
+// a greeting. A greeting consists of four magic bytes, which name the protocol, and the version of the
+// protocol as four bytes, big-endian.
 package dial
 
 import (
@@ -20,7 +20,7 @@ import (
 	"github.com/gohvd/gohvd/internal/secret"
 )
 
-// keepAlive makes the kernel detect within about 15 s that the peer of an idle connection has vanished.
+// keepAlive makes the kernel detect within about 15 s that the peer of an idle connection is gone.
 var keepAlive = net.KeepAliveConfig{Enable: true, Idle: 5 * time.Second, Interval: 2 * time.Second, Count: 5}
 
 // Listen listens on addr, which has the form host:port. Port 0 means any free port.
@@ -29,8 +29,8 @@ func Listen(addr string) (net.Listener, error) {
 	return lc.Listen(context.Background(), "tcp", addr)
 }
 
-// Backoff computes the pauses between attempts: 10 ms at first, then twice the previous pause, up to 1 s. The
-// zero Backoff is ready to use.
+// Backoff computes the pauses between attempts. The first pause is 10 ms. Each further pause is twice as long
+// as the previous one, up to 1 s. The zero Backoff is ready to use.
 type Backoff time.Duration
 
 // Next returns the next pause.
@@ -39,8 +39,8 @@ func (b *Backoff) Next() time.Duration {
 	return time.Duration(*b)
 }
 
-// MayRecover reports whether another attempt to dial or greet a peer may succeed after the error err. This is
-// so if the peer may be starting or stopping, or if the network or name resolution may not be available yet.
+// MayRecover reports whether another attempt to dial or greet a peer may succeed after the error err. It may
+// if the peer may be starting or stopping, or if the network or name resolution may not be available yet.
 func MayRecover(err error) bool {
 	if ne, ok := errors.AsType[net.Error](err); ok && ne.Timeout() {
 		return true
@@ -59,13 +59,13 @@ func MayRecover(err error) bool {
 	return false
 }
 
-// IsExhausted reports whether err says that this process or its host has no free file descriptor. It does not
-// help then to wait for a peer.
+// IsExhausted reports whether err says that this process or its host has no free file descriptor. In this
+// case it does not help to wait for a peer.
 func IsExhausted(err error) bool {
 	return errors.Is(err, syscall.EMFILE) || errors.Is(err, syscall.ENFILE)
 }
 
-// limitError adds the limit of file descriptors to an error that this limit has caused.
+// limitError is an error caused by the limit of file descriptors, together with that limit.
 type limitError struct {
 	err   error
 	limit uint64
@@ -77,8 +77,8 @@ func (e *limitError) Error() string {
 
 func (e *limitError) Unwrap() error { return e.err }
 
-// ExplainLimit adds the limit of file descriptors to err if err says that this process has reached it.
-// Otherwise it returns err unchanged.
+// ExplainLimit adds the limit of file descriptors to err if err says that this process has reached that
+// limit. Otherwise it returns err unchanged.
 func ExplainLimit(err error) error {
 	var limit syscall.Rlimit
 	if _, explained := errors.AsType[*limitError](err); explained || !errors.Is(err, syscall.EMFILE) ||
@@ -88,12 +88,12 @@ func ExplainLimit(err error) error {
 	return &limitError{err, limit.Cur}
 }
 
-// Retry calls the function try until it succeeds, until it returns an error for which MayRecover is false, or
-// until ctx ends. If ctx ends, the error wraps ctx.Err() and the error of the last attempt.
+// Retry calls try until it succeeds, until it returns an error for which MayRecover is false, or until ctx
+// ends. If ctx ends, the error wraps ctx.Err() and the error of the last attempt.
 func Retry(ctx context.Context, try func() error) error {
 	var (
 		wait Backoff
-		last error // why the previous attempt failed
+		last error // error of the previous attempt
 	)
 	for {
 		err := try()
@@ -108,7 +108,7 @@ func Retry(ctx context.Context, try func() error) error {
 			return err
 		}
 		// At the deadline of ctx, try may return a timeout before ctx.Err returns an error. Such a timeout
-		// does not replace last, because last has the real cause.
+		// does not replace last, because last says more about the cause.
 		ne, ok := errors.AsType[net.Error](err)
 		deadline, bounded := ctx.Deadline()
 		if last == nil || !ok || !ne.Timeout() || !bounded || time.Now().Before(deadline) {
@@ -118,8 +118,7 @@ func Retry(ctx context.Context, try func() error) error {
 	}
 }
 
-// Pause waits until the duration d has passed, ctx ends, or the channel done is closed, whichever comes
-// first.
+// Pause waits until d has passed, ctx ends, or done is closed, whichever comes first.
 func Pause(ctx context.Context, d time.Duration, done <-chan struct{}) {
 	t := time.NewTimer(d)
 	defer t.Stop()
@@ -132,13 +131,13 @@ func Pause(ctx context.Context, d time.Duration, done <-chan struct{}) {
 
 const greetingBytes = 8
 
-// Greeting returns the bytes of a greeting with the given magic, which must be four bytes long, and version.
+// Greeting returns the bytes of a greeting with the given magic and version. magic must be four bytes long.
 func Greeting(magic string, version uint32) []byte {
 	return binary.BigEndian.AppendUint32([]byte(magic), version)
 }
 
-// ReadGreeting reads the peer's greeting and returns the version in it. If the peer speaks another protocol,
-// it returns an error.
+// ReadGreeting reads the peer's greeting and returns the version in it. If the peer uses another protocol,
+// ReadGreeting returns an error.
 func ReadGreeting(r io.Reader, magic string) (version uint32, err error) {
 	var g [greetingBytes]byte
 	if _, err := io.ReadFull(r, g[:]); err != nil {
@@ -153,11 +152,11 @@ func ReadGreeting(r io.Reader, magic string) (version uint32, err error) {
 	return binary.BigEndian.Uint32(g[4:]), nil
 }
 
-// dialTimeout is the maximum duration of one attempt to connect to a peer and read its greeting.
+// dialTimeout is the time limit for one attempt to connect to a peer and read its greeting.
 const dialTimeout = 5 * time.Second
 
-// VersionError is the error of a greeting in which the peer's version of the protocol differs from this
-// process's version.
+// VersionError is the error if the greeting of the peer contains another version of the protocol than the
+// version that this process uses.
 type VersionError struct{ Got, Want uint32 }
 
 func (e *VersionError) Error() string {
@@ -170,8 +169,8 @@ func Connect(ctx context.Context, addr string) (net.Conn, error) {
 	return d.DialContext(ctx, "tcp", addr)
 }
 
-// Greet connects to addr, proves the secret of the job and exchanges greetings. The returned connection has
-// no deadline. It is encrypted if s.IsEncrypted().
+// Greet connects to addr, proves the secret of the job and exchanges greetings. The connection that it
+// returns has no deadline. It is encrypted if s.IsEncrypted().
 func Greet(ctx context.Context, addr string, s secret.Secret, magic string,
 	version uint32) (net.Conn, error) {
 	ctx, cancel := context.WithTimeout(ctx, dialTimeout)

@@ -7,13 +7,13 @@ import (
 	"slices"
 )
 
-// A frame is the length of its body (four bytes, big-endian) and then the body.
+// A frame is the length of its body (four bytes, big-endian) followed by the body.
 
 const (
-	// FrameHeaderBytes is the size of a frame's header, which is the length of the body.
+	// FrameHeaderBytes is the size of a frame's header, which contains only the length of the body.
 	FrameHeaderBytes = 4
-	// frameStep is the maximum number of bytes that are allocated for a body before any byte of the body has
-	// arrived.
+	// frameStep is the maximum number of bytes that are allocated for a body before the first byte of the
+	// body has arrived.
 	frameStep = 4 << 10
 )
 
@@ -21,16 +21,17 @@ const (
 // the body and then calls SealFrame.
 func NewFrame(capacity int) []byte { return make([]byte, FrameHeaderBytes, FrameHeaderBytes+capacity) }
 
-// SealFrame writes the length of the body into the header of frame, and returns frame. The body must be
-// complete.
+// SealFrame writes the length of the body into the header of frame, and returns frame. The body must already
+// be complete.
 func SealFrame(frame []byte) []byte {
 	binary.BigEndian.PutUint32(frame, uint32(len(frame)-FrameHeaderBytes))
 	return frame
 }
 
-// ReadFrame reads one frame and returns its body. It returns an error if the body is longer than limit bytes.
-// It allocates memory as bytes arrive: 4 KiB first, then twice the bytes that have arrived. If the stream
-// ends between two frames, the error is io.EOF. If it ends within a frame, the error is io.ErrUnexpectedEOF.
+// ReadFrame reads one frame and returns its body. If the body is longer than limit bytes, it returns an
+// error. It allocates memory as bytes arrive: first 4 KiB, then twice the number of bytes that have arrived.
+// If the stream ends between two frames, the error is io.EOF. If it ends within a frame, the error is
+// io.ErrUnexpectedEOF.
 func ReadFrame(r io.Reader, limit int) ([]byte, error) {
 	var head [FrameHeaderBytes]byte
 	if _, err := io.ReadFull(r, head[:]); err != nil {
@@ -43,8 +44,8 @@ func ReadFrame(r io.Reader, limit int) ([]byte, error) {
 	return ReadBytes(r, nil, int(n))
 }
 
-// ReadBytes reads n bytes and returns them. It reads into buf if buf is large enough, else into new memory,
-// which it allocates as bytes arrive. If the stream ends before n bytes have arrived, the error is
+// ReadBytes reads n bytes and returns them. It reads into buf if buf is large enough. Otherwise it allocates
+// new memory as bytes arrive. If the stream ends before n bytes have arrived, the error is
 // io.ErrUnexpectedEOF.
 func ReadBytes(r io.Reader, buf []byte, n int) ([]byte, error) {
 	if buf = buf[:0]; buf == nil {

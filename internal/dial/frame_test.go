@@ -50,8 +50,8 @@ func TestReadFrameTrustsNoLength(t *testing.T) {
 		}
 	}
 	runtime.ReadMemStats(&after)
-	// TotalAlloc also counts buffers that were later replaced by larger ones, so the limit is greater than
-	// the memory in use at any time.
+	// TotalAlloc also counts buffers that were later replaced by larger ones. So the limit here is greater
+	// than the memory in use at any time.
 	if got, most := (after.TotalAlloc-before.TotalAlloc)/frames, uint64(8*len(large)); got > most {
 		t.Errorf("a frame of %d bytes, %d of them there, allocates %d, want at most %d", limit, len(large),
 			got, most)

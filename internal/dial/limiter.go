@@ -7,13 +7,13 @@ import (
 	"sync"
 )
 
-// ErrEvicted is the error of a connection that a Limiter has closed.
+// ErrEvicted is the error of a connection that a Limiter has closed to make room for another one.
 var ErrEvicted = errors.New(
 	"closed before its handshake ended, because too many newer connections are in their handshake")
 
 // Limiter limits the number of connections whose peer has not proved its identity yet. If there is one
 // connection more than the limit, the Limiter closes the oldest of these connections. A peer that belongs to
-// the job proves its identity at once, so the oldest peer most likely does not belong to it. If it does, it
+// the job proves its identity at once, so the oldest peer probably does not belong to it. If it does, it
 // dials again.
 type Limiter struct {
 	most int
@@ -22,25 +22,25 @@ type Limiter struct {
 	slots list.List // elements are *Slot, oldest first
 }
 
-// NewLimiter makes a Limiter with the limit most, which must be at least one.
+// NewLimiter returns a Limiter with the limit most, which must be at least one.
 func NewLimiter(most int) *Limiter { return &Limiter{most: most} }
 
-// Grow raises the limit to most. If the limit is greater already, Grow does nothing.
+// Grow raises the limit to most. If the limit is not less than most, Grow does nothing.
 func (l *Limiter) Grow(most int) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.most = max(l.most, most)
 }
 
-// Slot is the place of one connection among the connections that a Limiter allows.
+// Slot is the permission of a Limiter for one connection.
 type Slot struct {
 	of   *Limiter
 	conn io.Closer
 	at   *list.Element // nil after release or eviction
 }
 
-// Acquire gives conn a slot. If no slot is free, Acquire first closes the connection with the oldest slot and
-// takes its slot away. The caller must call Release on the result.
+// Acquire gives conn a slot. If no slot is free, Acquire first closes the connection that has the oldest slot
+// and takes its slot away. The caller must call Release on the slot that Acquire returns.
 func (l *Limiter) Acquire(conn io.Closer) *Slot {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -55,7 +55,7 @@ func (l *Limiter) Acquire(conn io.Closer) *Slot {
 }
 
 // Release frees the slot. If the Limiter has closed the connection and taken the slot away, Release returns
-// false. It must be called once.
+// false. Release must be called once.
 func (s *Slot) Release() bool {
 	s.of.mu.Lock()
 	defer s.of.mu.Unlock()

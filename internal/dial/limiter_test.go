@@ -9,8 +9,8 @@ func (c *closer) Close() error {
 	return nil
 }
 
-// If all slots are taken, Acquire closes the connection with the oldest slot. It never closes a connection
-// whose slot was released.
+// TestLimiter checks that Acquire closes the connection with the oldest slot if all slots are taken. It must
+// never close a connection whose slot was released.
 func TestLimiter(t *testing.T) {
 	l := NewLimiter(2)
 	var conns [4]closer
@@ -26,7 +26,7 @@ func TestLimiter(t *testing.T) {
 	if !third.Release() || !fourth.Release() {
 		t.Error("there was room for two")
 	}
-	l.Grow(1) // Grow does not lower the limit of 2
+	l.Grow(1) // must not lower the limit of 2
 	var more [4]closer
 	for i := range more[:2] {
 		l.Acquire(&more[i])

@@ -1,6 +1,6 @@
 // Package joblink connects the ranks of a job with their launcher while the job runs. The launcher asks all
-// ranks questions. The ranks send answers, and also reports for which the launcher has not asked, for example
-// that a rank has failed.
+// ranks questions. The ranks send answers. They also send reports for which the launcher has not asked, for
+// example that a rank has failed.
 //
 // Launcher and ranks communicate through the launcher's store. Every rank is connected to this store as long
 // as the job runs, no matter which ranks die. The launcher writes the list of open questions, and every rank
@@ -8,9 +8,9 @@
 //
 //  1. A rank needs only one waiting call for all questions. The launcher may ask several questions at a time,
 //     and each question gets only its own answers.
-//  2. Only the first answer of a rank to a question counts. The launcher drops an answer if nobody waits for
-//     it any more.
-//  3. An epoch has one verdict: the first verdict that arrives. The verdict of a later epoch replaces it.
+//  2. Only the first answer of a rank to a question counts. If nobody waits for an answer any more, the launcher
+//     drops it.
+//  3. An epoch has one verdict: the first one that arrives. The verdict of a later epoch replaces it.
 //
 // Every rank has the secret of the job and is trusted. Nothing prevents a rank from sending an answer in the
 // name of another rank.
@@ -31,7 +31,7 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// The launcher asks these questions.
+// These are the questions that the launcher asks.
 const (
 	// Dump asks for the dump of the rank's flight recorder.
 	Dump = "dump"
@@ -39,7 +39,7 @@ const (
 	Metrics = "metrics"
 )
 
-// Ranks send reports of these kinds without being asked.
+// These are the kinds of reports, which ranks send without being asked.
 const (
 	// Stall is a report of rank 0. Its text says that tensors have waited for longer than the warning time.
 	Stall = "stall"
@@ -52,20 +52,20 @@ const (
 const (
 	// MaxBodyBytes is the maximum length of the body of an answer or a report.
 	MaxBodyBytes = store.MaxValueBytes - maxHeadBytes
-	// MaxReasonBytes is the maximum length of Verdict.Reason. ReportVerdict shortens a longer reason.
+	// MaxReasonBytes is the maximum length of Verdict.Reason. ReportVerdict shortens a reason that is longer.
 	MaxReasonBytes = 4 << 10
 
 	maxHeadBytes = 1 << 10
-	// maxReports is the maximum length of a queue of messages that the launcher has not read yet. It allows
+	// maxReports is the maximum number of messages in a queue that the launcher has not read yet. It allows
 	// several reports from each rank of the largest job.
 	maxReports = 16 << 10
 )
 
-// Keys in the store.
+// These are the keys in the store.
 const (
-	keyQuestions = "joblink/questions" // the open questions; the key exists only if a launcher listens
-	keyAnswers   = "joblink/answers"   // a queue of answers and verdicts
-	keyReports   = "joblink/reports"   // a queue of reports
+	keyQuestions = "joblink/questions" // list of open questions; this key exists only if a launcher listens
+	keyAnswers   = "joblink/answers"   // queue of answers and verdicts
+	keyReports   = "joblink/reports"   // queue of reports
 )
 
 // ErrNoLauncher is the error of Report and ReportVerdict if no launcher listens. For example, nothing listens
@@ -83,17 +83,17 @@ type Link interface {
 	HasListener(ctx context.Context) (bool, error)
 	// Answer answers the launcher's questions. It returns nil when ctx ends, and an error when the connection
 	// is lost. It calls handle for one question at a time, and sends the result to the launcher. If handle
-	// returns nil or more than MaxBodyBytes bytes, Answer tells the launcher that this rank has no answer.
+	// returns nil or more than MaxBodyBytes bytes, the launcher learns that this rank has no answer.
 	Answer(ctx context.Context, handle func(what string) []byte) error
 }
 
-// Verdict says which ranks have failed and so ended an epoch.
+// Verdict says which ranks have failed, which ended an epoch.
 type Verdict struct {
 	// Epoch is the epoch that failed.
 	Epoch uint64 `json:"epoch"`
-	// Ranks has the failed ranks, at least one.
+	// Ranks holds the failed ranks, at least one.
 	Ranks []topo.Rank `json:"ranks"`
-	// Reason explains the failure to people, in at most MaxReasonBytes of UTF-8.
+	// Reason explains the failure to users. It is UTF-8 with at most MaxReasonBytes bytes.
 	Reason string `json:"reason"`
 }
 
@@ -103,8 +103,7 @@ type question struct {
 	What string `json:"what"`
 }
 
-// New returns the link of a rank. kv is a client of the launcher's store; the caller stays responsible for
-// closing it.
+// New returns the link of a rank. kv is a client of the launcher's store. The caller must close kv.
 func New(kv store.Store, rank int) Link { return &link{kv, rank} }
 
 type link struct {
@@ -201,8 +200,8 @@ func (l *link) reply(ctx context.Context, question uint64, body []byte) error {
 			return err
 		}
 	}
-	// The answer is too long, or the store has no room for it. An answer without a body tells the launcher
-	// that this rank has no answer.
+	// The answer is too long, or the store has no room for it. A message without a body says that this rank
+	// has no answer.
 	m.Has, m.body = false, nil
 	if text, err = m.encode(); err != nil {
 		return err
@@ -213,7 +212,7 @@ func (l *link) reply(ctx context.Context, question uint64, body []byte) error {
 	return err
 }
 
-// unlessOver returns err, or nil if ctx has ended, because then the end of ctx has caused err.
+// unlessOver returns err. But if ctx has ended, it returns nil, because then the end of ctx has caused err.
 func unlessOver(ctx context.Context, err error) error {
 	if ctx.Err() != nil {
 		return nil
@@ -227,7 +226,7 @@ type Launcher struct {
 	ranks  int
 	cancel context.CancelFunc
 	wg     sync.WaitGroup
-	ended  chan struct{} // closed when the launcher has stopped reading answers; the field err has the reason
+	ended  chan struct{} // closed when the launcher has stopped reading answers; the field err is the reason
 
 	mu      sync.Mutex
 	err     error
@@ -237,7 +236,7 @@ type Launcher struct {
 	decided chan struct{} // closed when verdict is set
 }
 
-// inquiry is a question for whose answers the launcher waits.
+// inquiry is a question together with the answers for which the launcher waits.
 type inquiry struct {
 	question
 	pending map[int]bool // the ranks that have not answered yet
@@ -245,8 +244,8 @@ type inquiry struct {
 	done    chan struct{} // closed when pending is empty
 }
 
-// Listen receives answers, verdicts and reports from the ranks of a job through the store kv until Close is
-// called. It calls handle with each report, from one goroutine, but not with answers or verdicts. handle may
+// Listen receives answers, verdicts and reports from the ranks of a job through the store kv, until Close is
+// called. It calls handle with each report, in one goroutine, but not with answers or verdicts. handle may
 // call Ask.
 func Listen(kv *store.HashStore, ranks int,
 	handle func(rank int, what string, body []byte)) (*Launcher, error) {
@@ -264,16 +263,16 @@ func Listen(kv *store.HashStore, ranks int,
 	return l, nil
 }
 
-// Close stops the receiving of messages. It first processes the messages that are already in the queues. If
-// the store had an error, Close returns it.
+// Close stops receiving messages. It first processes the messages that are already in the queues. If the
+// store had an error, Close returns it.
 func (l *Launcher) Close() error {
 	l.cancel()
 	l.wg.Wait()
 	return l.Err()
 }
 
-// Err returns the error because of which the launcher has stopped receiving messages. It returns nil while
-// the launcher receives messages, and after a Close that returned nil.
+// Err returns the error that made the launcher stop receiving messages. While the launcher receives messages,
+// and after a Close without an error, Err returns nil.
 func (l *Launcher) Err() error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -288,8 +287,8 @@ func (l *Launcher) note(err error) {
 	}
 }
 
-// read calls the function take with each message of a queue until ctx ends, and then with the remaining
-// messages in the queue. It drops malformed messages.
+// read calls take with each message of a queue until ctx ends, and then with the remaining messages in the
+// queue. It drops malformed messages.
 func (l *Launcher) read(ctx context.Context, queue string, take func(message)) error {
 	for {
 		b, err := l.kv.Pop(ctx, queue)
@@ -353,10 +352,10 @@ func (l *Launcher) Verdict(ctx context.Context) (Verdict, error) {
 	return l.verdict, nil
 }
 
-// Ask sends a question to all ranks and waits until they have answered or ctx ends. answers has the answers
-// by rank. missing has, in ascending order, the ranks that have not answered or have no answer. err is an
-// error of the store; the end of ctx is not an error. If err is not nil, Ask also returns the answers
-// received so far.
+// Ask sends a question to all ranks and waits until they have answered or ctx ends. answers[r] is the answer
+// of rank r. missing holds, in ascending order, the ranks that have not answered or have no answer. err is an
+// error of the store; the end of ctx is not an error. If err is not nil, Ask also returns the answers that it
+// has received so far.
 //
 // Ask holds all answers in memory, each of at most MaxBodyBytes.
 func (l *Launcher) Ask(ctx context.Context, what string) (answers map[int][]byte, missing []int, err error) {
@@ -427,8 +426,8 @@ func decodeVerdict(text []byte) (Verdict, error) {
 	return v, nil
 }
 
-// message is an answer to a question or, if Question is 0, a report. It is encoded as a line of JSON followed
-// by the body.
+// message is an answer to a question. If Question is 0, it is a report. It is encoded as a line of JSON
+// followed by the body.
 type message struct {
 	Rank     int    `json:"rank"`
 	Question uint64 `json:"question"`

@@ -23,7 +23,7 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// served serves a launcher's store. It returns the store, and a function that returns a new client of the
+// served serves a launcher's store. It returns the store, and a function that returns a new client of that
 // store.
 func served(t *testing.T) (*store.HashStore, func() store.Store) {
 	t.Helper()
@@ -47,7 +47,7 @@ func served(t *testing.T) (*store.HashStore, func() store.Store) {
 	}
 }
 
-// listen calls Listen. It closes the Launcher when the test ends.
+// listen calls Listen. The Launcher is closed when the test ends.
 func listen(t *testing.T, kv *store.HashStore, ranks int,
 	hear func(rank int, what string, body []byte)) *Launcher {
 	t.Helper()
@@ -65,8 +65,8 @@ func listen(t *testing.T, kv *store.HashStore, ranks int,
 
 func deaf(int, string, []byte) {}
 
-// answers makes ranks 0 to n-1 answer questions with the function handle, until the result end is called or
-// the test ends.
+// answers makes ranks 0 to n-1 answer questions by calling handle, until the function end is called or the
+// test ends.
 func answers(t *testing.T, n int, dial func() store.Store,
 	handle func(rank int, what string) []byte) (end func()) {
 	t.Helper()
@@ -102,8 +102,8 @@ func wantEchoes(t *testing.T, what string, n int, got map[int][]byte, missing []
 	}
 }
 
-// If several questions are asked at the same time, each gets its own answers. Afterwards no question and no
-// answer is left in the store.
+// TestAsk asks several questions at the same time. Each must get its own answers. Afterwards no question and
+// no answer may be left in the store.
 func TestAsk(t *testing.T) {
 	const n, askers, times = 32, 4, 5
 	kv, dial := served(t)
@@ -135,8 +135,8 @@ func TestAsk(t *testing.T) {
 	}
 }
 
-// Ask returns when its context ends, and reports the ranks that have not answered as missing. An answer that
-// arrives later is not taken for the answer to another question.
+// TestDeadline checks that Ask returns when its context ends, and that missing contains the ranks that have
+// not answered. An answer that arrives later must not count as the answer to another question.
 func TestDeadline(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		kv := store.NewHashStore(store.Limits{})
@@ -175,8 +175,8 @@ func TestDeadline(t *testing.T) {
 	})
 }
 
-// If handle returns nil or too many bytes, Ask reports the rank as missing at once, without waiting for the
-// deadline.
+// TestNothingToSay lets handle return nil or too many bytes. Ask must report the rank as missing at once,
+// without waiting for the deadline.
 func TestNothingToSay(t *testing.T) {
 	kv, dial := served(t)
 	l := listen(t, kv, 4, deaf)
@@ -199,8 +199,8 @@ func TestNothingToSay(t *testing.T) {
 	}
 }
 
-// If the store has no room for an answer, Ask reports the rank as missing. The rank still answers later
-// questions.
+// TestFullStore uses a store that has no room for an answer. Ask must report the rank as missing. The rank
+// must still answer later questions.
 func TestFullStore(t *testing.T) {
 	kv := store.NewHashStore(store.Limits{Bytes: 64 << 10})
 	t.Cleanup(func() { kv.Close() })
@@ -220,8 +220,8 @@ func TestFullStore(t *testing.T) {
 	wantEchoes(t, Metrics, 2, got, missing, err)
 }
 
-// If two processes with the same rank answer, only the first answer counts. An answer from a rank number that
-// is outside of the job does not count.
+// TestRepeatedAnswers lets two processes with the same rank answer. Only the first answer must count. An
+// answer from a rank number that is outside of the job must not count.
 func TestRepeatedAnswers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		kv := store.NewHashStore(store.Limits{})
@@ -247,8 +247,8 @@ func TestRepeatedAnswers(t *testing.T) {
 	})
 }
 
-// Each report arrives once, and the reports of one rank arrive in order. Reports that are in the store when
-// Close is called are still delivered.
+// TestReports checks that each report arrives once, and that the reports of one rank arrive in order. Reports
+// that are in the store when Close is called must still be delivered.
 func TestReports(t *testing.T) {
 	kv, dial := served(t)
 	ctx := testnet.Context(t)
@@ -308,8 +308,8 @@ func TestReports(t *testing.T) {
 	testnet.WantError(t, New(kv, 0).Report(ctx, Stall, nil), "16384 reports wait")
 }
 
-// If several verdicts of an epoch arrive, the first counts. A verdict of a later epoch replaces it, and a
-// verdict of an earlier epoch is ignored.
+// TestVerdict sends several verdicts. The first verdict of an epoch must count. A verdict of a later epoch
+// must replace it, and a verdict of an earlier epoch must be ignored.
 func TestVerdict(t *testing.T) {
 	kv, dial := served(t)
 	ctx := testnet.Context(t)
@@ -352,7 +352,7 @@ func TestVerdict(t *testing.T) {
 	}
 }
 
-// If the store is closed, all waiting and later calls return ErrClosed.
+// TestStoreGoesAway closes the store. All waiting and later calls must return ErrClosed.
 func TestStoreGoesAway(t *testing.T) {
 	kv := store.NewHashStore(store.Limits{})
 	l, err := Listen(kv, 1, deaf)
@@ -392,7 +392,7 @@ func FuzzDecode(f *testing.F) {
 		if m, err := decodeMessage(b); err == nil {
 			text, err := m.encode()
 			if err != nil {
-				return // the name is too long when it is escaped
+				return // the name is too long once it is escaped
 			}
 			again, err := decodeMessage(text)
 			if err != nil || again.Rank != m.Rank || again.Question != m.Question ||

@@ -5,7 +5,7 @@
 //
 //  1. At most 20 lines with the same level and message are written per minute (zap's sampler). The next line
 //     that is written says how many lines were dropped.
-//  2. Text from a peer or a client cannot make a line longer than a fixed bound, nor start a new line.
+//  2. Text from a peer or a client can neither make a line longer than a fixed limit nor start a new line.
 //  3. At level Trace no entry is dropped, and texts in the fields of an entry are not shortened.
 //  4. Logging blocks only on the write to the file. There is no goroutine and no queue.
 package logs
@@ -20,22 +20,22 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// New returns a logger that writes entries of at least the given level to w. If format is "console", it
-// writes text, and if format is "json", it writes JSON. With any other format, it writes text if w is a
-// terminal, else JSON. The logger writes each line with one call of Write, so other code may write to w too.
-// If lines were dropped after the last line that was written, Sync writes their number.
+// New returns a logger that writes entries of at least the given level to w. The format is "console" for text
+// or "json" for JSON. With any other format, the logger writes text if w is a terminal, and JSON if not. The
+// logger writes each line with one call of Write, so other code may write to w too. If lines were dropped
+// after the last line that was written, Sync writes their number.
 func New(w io.Writer, level zapcore.Level, format string, withTime bool) *zap.Logger {
-	// The struct hides the Sync method of w, because Sync returns an error if w is a pipe.
+	// The struct hides the method Sync of w. If w is a pipe, that method would return an error.
 	sink := zapcore.Lock(zapcore.AddSync(struct{ io.Writer }{w}))
 	core := zapcore.NewCore(newEncoder(isConsole(w, format), withTime), sink, level)
 	return Quiet(zap.New(core, zap.ErrorOutput(sink)))
 }
 
-// Trace is the level below debug. It is used for entries that are logged in each cycle of the negotiation.
+// Trace is the level below debug. It is for entries that are logged in each cycle of the negotiation.
 const Trace = zapcore.DebugLevel - 1
 
-// Level returns the level that word means as the value of HOROVOD_LOG_LEVEL. For an unknown word it returns
-// the warning level.
+// Level returns the level for word, a value of HOROVOD_LOG_LEVEL. For an unknown word it returns the warning
+// level.
 func Level(word string) zapcore.Level {
 	switch word {
 	case "trace":
@@ -52,8 +52,8 @@ func Level(word string) zapcore.Level {
 	return zapcore.WarnLevel
 }
 
-// withTrace returns an encoder of levels. The encoder writes word for the level Trace, which zap does not
-// know, and calls the encoder others for all other levels.
+// withTrace returns an encoder of levels. For the level Trace, which zap does not know, it writes word. For
+// all other levels it calls others.
 func withTrace(word string, others zapcore.LevelEncoder) zapcore.LevelEncoder {
 	return func(l zapcore.Level, enc zapcore.PrimitiveArrayEncoder) {
 		if l == Trace {

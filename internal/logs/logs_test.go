@@ -22,7 +22,7 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// settings returns the settings of a process whose environment has only the variables in environ.
+// settings returns the settings of a process whose environment contains only the variables in environ.
 func settings(t *testing.T, environ ...string) *config.Config {
 	t.Helper()
 	c, err := config.Load(config.Sources{Environ: environ})
@@ -32,7 +32,7 @@ func settings(t *testing.T, environ ...string) *config.Config {
 	return &c
 }
 
-// objects decodes lines of JSON. The test fails if a line is not an object.
+// objects decodes lines of JSON. If a line is not an object, the test fails.
 func objects(t *testing.T, b []byte) (all []map[string]any) {
 	t.Helper()
 	for line := range bytes.Lines(b) {
@@ -48,7 +48,7 @@ func objects(t *testing.T, b []byte) (all []map[string]any) {
 func TestLevels(t *testing.T) {
 	for _, test := range []struct {
 		word string
-		want string // the levels that are written, as first letters of trace, debug, info, warn and error
+		want string // levels that must be written, as the first letters of trace, debug, info, warn and error
 	}{
 		{"trace", "tdiwe"}, {"debug", "diwe"}, {"info", "iwe"}, {"warning", "we"}, {"error", "e"},
 		{"fatal", ""},
@@ -145,8 +145,8 @@ func TestAuto(t *testing.T) {
 	}
 }
 
-// Text from peers, in the message or in fields, cannot start a new line, move the cursor of a terminal, or
-// make a line longer than the limit.
+// TestWhatPeersSay logs hostile text from peers, in the message and in fields. The text must not start a new
+// line, move the cursor of a terminal, or make a line longer than the limit.
 func TestWhatPeersSay(t *testing.T) {
 	evil := "grad\n{\"level\":\"error\"}\r\x1b[2J\u009b2J\u202e\xff" + strings.Repeat("é", 5000)
 	for _, format := range []string{"json", "console"} {
@@ -174,8 +174,8 @@ func TestWhatPeersSay(t *testing.T) {
 	}
 }
 
-// A text of 1024 bytes is written in full. A longer text is cut after 1024 bytes. If this would split a
-// character, the text is cut before the character.
+// TestBound checks that a text of 1024 bytes is written in full and that a longer text is cut after 1024
+// bytes. If this would split a character, the text must be cut before the character.
 func TestBound(t *testing.T) {
 	var out bytes.Buffer
 	log := settings(t).Logger(&out)
@@ -197,8 +197,8 @@ func observed() (*zap.Logger, *observer.ObservedLogs) {
 	return logs.Quiet(log), entries
 }
 
-// lines returns the messages of entries, joined by spaces. If an entry has a number of dropped lines, lines
-// appends a plus sign and the number to the message.
+// lines returns the messages of entries, joined by spaces. If an entry contains a number of dropped lines,
+// lines appends a plus sign and the number to the message.
 func lines(entries *observer.ObservedLogs) string {
 	var all []string
 	for _, e := range entries.TakeAll() {
@@ -211,8 +211,8 @@ func lines(entries *observer.ObservedLogs) string {
 	return strings.Join(all, " ")
 }
 
-// If the same line is logged many times, 20 lines are written per minute. The first line of the next minute
-// has the number of dropped lines.
+// TestStorm logs the same line many times. Only 20 lines must be written per minute. The first line of the
+// next minute must contain the number of dropped lines.
 func TestStorm(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		log, entries := observed()
@@ -241,8 +241,8 @@ func TestStorm(t *testing.T) {
 	})
 }
 
-// The next line with any message has the number of dropped lines. If there is no such line, Sync writes a
-// line with the number. The number is written only once.
+// TestLeftOutIsTold checks that the next line, with any message, contains the number of dropped lines. If
+// there is no such line, Sync must write a line with the number. The number must be written only once.
 func TestLeftOutIsTold(t *testing.T) {
 	log, entries := observed()
 	for range 23 {
@@ -266,7 +266,7 @@ func TestLeftOutIsTold(t *testing.T) {
 	}
 }
 
-// The limit of 20 lines applies to each message and level separately.
+// TestMessagesAndLevels checks that the limit of 20 lines applies to each message and level separately.
 func TestMessagesAndLevels(t *testing.T) {
 	log, entries := observed()
 	for range 100 {
@@ -280,8 +280,8 @@ func TestMessagesAndLevels(t *testing.T) {
 	}
 }
 
-// If Quiet is called with a result of Quiet, it returns the logger unchanged, so that lines are not counted
-// twice. The result of Quiet for a nil logger writes nothing.
+// TestQuietTwice passes a logger that Quiet has returned to Quiet again. Quiet must return it unchanged, so
+// that lines are not counted twice. The logger that Quiet returns for a nil logger must write nothing.
 func TestQuietTwice(t *testing.T) {
 	log, entries := observed()
 	inner := log.With(zap.Int("i", 1))
@@ -299,8 +299,8 @@ func TestQuietTwice(t *testing.T) {
 	logs.Quiet(nil).Warn("nobody hears")
 }
 
-// If the logger that is passed to Quiet has several cores, each core writes only entries of the levels for
-// which it is enabled.
+// TestLevelsBelow passes a logger with several cores to Quiet. Each core must write only entries of the
+// levels for which it is enabled.
 func TestLevelsBelow(t *testing.T) {
 	all, allSeen := observer.New(zapcore.DebugLevel)
 	some, someSeen := observer.New(zapcore.ErrorLevel)
@@ -312,7 +312,7 @@ func TestLevelsBelow(t *testing.T) {
 	}
 }
 
-// If a line cannot be written, the error output of the logger gets the error.
+// TestFullDisk lets the writing of a line fail. The error output of the logger must receive the error.
 func TestFullDisk(t *testing.T) {
 	var said bytes.Buffer
 	bad := zapcore.NewCore(zapcore.NewJSONEncoder(zap.NewProductionEncoderConfig()),
@@ -328,7 +328,8 @@ type failing struct{}
 
 func (failing) Write([]byte) (int, error) { return 0, errors.New("no room") }
 
-// If several goroutines log the same line, each line is either written or counted as dropped, and not both.
+// TestManyGoroutines lets several goroutines log the same line. Each line must be either written or counted
+// as dropped, not both.
 func TestManyGoroutines(t *testing.T) {
 	var out bytes.Buffer
 	log := settings(t).Logger(&out)
@@ -344,8 +345,8 @@ func TestManyGoroutines(t *testing.T) {
 	if err := log.Sync(); err != nil {
 		t.Error(err)
 	}
-	// The line with the number of dropped lines may itself be a line "w". At the start, the sampler may let a
-	// few more than 20 lines through.
+	// The line that contains the number of dropped lines may itself be a line "w". At the start, the sampler
+	// may let a few more than 20 lines through.
 	written, leftOut := 0, 0.0
 	for _, line := range objects(t, out.Bytes()) {
 		if line["msg"] == "w" {
@@ -372,8 +373,8 @@ func ExampleNew() {
 	// {"level":"warn","msg":"an operation failed","rank":1,"size":4,"host":"h1","epoch":1,"tensor":"grad/7"}
 }
 
-// The level Trace has a name in both formats. At this level no line is dropped, and long texts are not
-// shortened.
+// TestTrace checks that the level Trace has a name in both formats. At this level no line may be dropped, and
+// long texts must not be shortened.
 func TestTrace(t *testing.T) {
 	for format, want := range map[string]string{"json": `"level":"trace"`, "console": "TRACE"} {
 		var out bytes.Buffer

@@ -18,11 +18,12 @@ const (
 	leftOut = "left_out"
 )
 
-// Quiet returns log with zap's sampler, so that floods of messages do not fill disks. The result writes at
-// most 20 lines per minute with the same level and message. The next line that is written has the number of
-// all dropped lines in the field left_out. If no line is written, Sync writes the number. Lines at level
-// Trace are never dropped. Long texts are shortened, and unprintable characters are escaped. If log is nil,
-// the result writes nothing. If log is already a result of Quiet, it is returned unchanged.
+// Quiet returns a logger that writes to log through zap's sampler, so that floods of messages do not fill
+// disks. It writes at most 20 lines per minute with the same level and message. The next line that is written
+// contains the number of all dropped lines in the field left_out. If no other line is written, Sync writes
+// the number. Lines at level Trace are never dropped. Long texts are shortened, and unprintable characters
+// are escaped. If log is nil, the new logger writes nothing. If log was already returned by Quiet, Quiet
+// returns it unchanged.
 func Quiet(log *zap.Logger) *zap.Logger {
 	if log == nil {
 		return zap.NewNop()
@@ -48,8 +49,8 @@ type sampled struct{ zapcore.Core }
 // With implements zapcore.Core.
 func (s sampled) With(fields []zapcore.Field) zapcore.Core { return sampled{s.Core.With(fields)} }
 
-// core shortens and escapes texts, and adds to each line the number of lines that were dropped before it.
-// Loggers derived by With share the counter.
+// core shortens and escapes texts. It adds to a line the number of lines that were dropped before it. Loggers
+// that With has derived share the counter.
 type core struct {
 	zapcore.Core
 	dropped *atomic.Int64
@@ -68,8 +69,8 @@ func (c *core) Check(e zapcore.Entry, ce *zapcore.CheckedEntry) *zapcore.Checked
 	return ce
 }
 
-// Write implements zapcore.Core. It calls Check of the wrapped core again, because that core may be a tee of
-// several cores of which only some accept the entry.
+// Write implements zapcore.Core. It calls Check of the wrapped core, because that core may consist of several
+// cores, and perhaps only some of them accept the entry.
 func (c *core) Write(e zapcore.Entry, fields []zapcore.Field) error {
 	e.Message = plain(e.Message)
 	shorten := cut
@@ -91,7 +92,7 @@ func (c *core) Write(e zapcore.Entry, fields []zapcore.Field) error {
 }
 
 // Sync flushes the wrapped core. If lines were dropped and no line has reported their number yet, Sync first
-// writes a line with the number.
+// writes a line that contains the number.
 func (c *core) Sync() error {
 	var err error
 	if n := c.dropped.Load(); n > 0 {

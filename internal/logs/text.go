@@ -11,17 +11,17 @@ import (
 )
 
 // maxTextBytes is the maximum length of a message and of a text in a field. Longer texts are shortened. They
-// occur, for example, because the name of a tensor may have 4096 bytes.
+// can occur because, for example, the name of a tensor may have 4096 bytes.
 const maxTextBytes = 1 << 10
 
-// plain returns a message shortened to maxTextBytes. It escapes unprintable characters (line ends, control
-// characters of terminals, invalid UTF-8) in the same way as strconv.Quote.
+// plain returns text, shortened to maxTextBytes and with unprintable characters escaped as by strconv.Quote.
+// Unprintable characters are line ends, control characters of terminals, and invalid UTF-8.
 func plain(text string) string { return escape(cut(text), unprintable) }
 
 func unprintable(r rune) bool { return r == utf8.RuneError || !strconv.IsPrint(r) }
 
-// unquoted reports whether r is an unprintable character that zap's encoders do not escape. They quote the
-// texts of fields as JSON.
+// unquoted reports whether r is an unprintable character that zap's encoders do not escape. They escape other
+// characters, because they quote the texts of fields as JSON.
 func unquoted(r rune) bool { return r >= 0x7f && unprintable(r) }
 
 func escape(text string, which func(rune) bool) string {
@@ -42,7 +42,7 @@ func escape(text string, which func(rune) bool) string {
 	return b.String()
 }
 
-// cut shortens text to maxTextBytes and appends the original length. If text is not longer than that, cut
+// cut shortens text to maxTextBytes and appends its original length. If text is not longer than that, cut
 // returns it unchanged.
 func cut(text string) string {
 	if len(text) <= maxTextBytes {
@@ -55,9 +55,9 @@ func cut(text string) string {
 	return fmt.Sprintf("%s... (%d bytes)", text[:n], len(text))
 }
 
-// bounded returns fields with changed texts: each text is shortened with the function shorten, and the
-// unprintable characters that the encoder does not escape are escaped. bounded does not modify the given
-// slice.
+// bounded returns a copy of fields with changed texts. Each text is shortened by calling shorten, and
+// unprintable characters that the encoder does not escape are escaped. If no text changes, bounded returns
+// fields itself. It never modifies that slice.
 func bounded(fields []zapcore.Field, shorten func(string) string) []zapcore.Field {
 	var changed []zapcore.Field
 	for i, f := range fields {
@@ -78,7 +78,7 @@ func bounded(fields []zapcore.Field, shorten func(string) string) []zapcore.Fiel
 	return fields
 }
 
-// textOf returns the text of a field that holds a string or an error. For other fields, ok is false.
+// textOf returns the text of a field that holds a string or an error. For any other field, ok is false.
 func textOf(f zapcore.Field) (text string, ok bool) {
 	switch f.Type {
 	case zapcore.StringType:

@@ -2,7 +2,7 @@
 //
 // Users choose interfaces by name or by address, because the interfaces of one network may have different
 // names on different hosts. A [Choice] says which interfaces may be used. If the user has chosen none, the
-// interface of the route to the rendezvous is used.
+// rank uses the interface of the route to the rendezvous.
 package netif
 
 import (
@@ -14,8 +14,8 @@ import (
 	"strings"
 )
 
-// Choice is a choice of interfaces. The zero Choice permits all interfaces; the interface of the route to the
-// rendezvous is then used.
+// Choice is a choice of interfaces. The zero Choice permits all interfaces. The rank then uses the interface
+// of the route to the rendezvous.
 type Choice struct{ items []item }
 
 // item selects interfaces, either by name or by a network that contains one of their addresses.
@@ -31,7 +31,7 @@ func (i item) has(name string, a netip.Addr) bool {
 	return i.network.Contains(a)
 }
 
-// maxName is the maximum length of an interface name (IFNAMSIZ without the terminating zero).
+// maxName is the maximum length of an interface name (IFNAMSIZ without the zero byte at the end).
 const maxName = 15
 
 // Parse parses a list whose items are interface names, networks such as 10.0.0.0/8, or addresses. It ignores
@@ -82,7 +82,7 @@ func (c Choice) String() string {
 	return strings.Join(words, ",")
 }
 
-// own is an address of this host and the name of the interface that has this address. The interface is up.
+// own is an address of this host and the name of the interface that has it. The interface is up.
 type own struct {
 	name string
 	addr netip.Addr
@@ -105,8 +105,8 @@ func list() (all []own, err error) {
 		}
 		for _, a := range addrs {
 			p, err := netip.ParsePrefix(a.String())
-			// Link-local addresses are excluded, because a peer could dial them only if it also knew which of
-			// its own interfaces to use.
+			// Link-local addresses are excluded, because a peer could dial one only if it knew which of its
+			// own interfaces to use.
 			if err != nil || p.Addr().IsLinkLocalUnicast() {
 				continue
 			}
@@ -160,9 +160,9 @@ func (c Choice) of(all []own) (addrs []netip.Addr) {
 }
 
 // Towards returns the address of this host on which a rank should listen if the ranks meet at target, which
-// has the form host:port. The result is the source address of the route to target if c permits that address.
-// Otherwise it is the first address that c permits, preferably an address of the same IP version as target's.
-// Towards sends no packets except to resolve names.
+// has the form host:port. This is the source address of the route to target if c permits that address.
+// Otherwise it is the first address that c permits, preferably one of the same IP version as the address of
+// target. Towards sends no packets except to resolve names.
 func (c Choice) Towards(ctx context.Context, target string) (netip.Addr, error) {
 	local, remote, err := Route(ctx, target)
 	if err != nil || c.IsZero() {
@@ -181,16 +181,16 @@ func (c Choice) Towards(ctx context.Context, target string) (netip.Addr, error) 
 }
 
 // Any returns the address of this host on which a rank should listen if it does not know the rendezvous yet.
-// The result is the first address that c permits. If c is zero, it is the source address of the default
-// route, else the first address that is not loopback, else 127.0.0.1.
+// This is the first address that c permits. If c is zero, it is the source address of the default route. If
+// there is none, it is the first address that is not loopback, or else 127.0.0.1.
 func (c Choice) Any() (netip.Addr, error) {
 	addrs, err := c.Addresses()
 	if err != nil {
 		return netip.Addr{}, err
 	}
 	if c.IsZero() {
-		// These addresses are reserved for documentation (RFC 5737 and 3849), so only the default route leads
-		// to them. Route sends no packets to them.
+		// These addresses are reserved for documentation (RFC 5737 and 3849), so no route except the default
+		// route leads to them. Route sends no packets to them.
 		for _, far := range []string{"192.0.2.1:9", "[2001:db8::1]:9"} {
 			if local, _, err := Route(context.Background(), far); err == nil &&
 				slices.Contains(addrs, local) {

@@ -12,7 +12,7 @@ import (
 )
 
 // variable is the name of an environment variable. A test that starts this test binary on another host sets
-// it to a list for Parse. The process then prints the addresses of its host that the list permits.
+// the variable to a list for Parse. The process then prints the addresses of its host that this list permits.
 const variable = "GOHVD_NETIF"
 
 func TestMain(m *testing.M) {
@@ -31,8 +31,8 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// Addresses returns the addresses of interfaces that are up, except link-local addresses. It returns no
-// address of an interface that is down.
+// TestInterfaces checks that Addresses returns the addresses of interfaces that are up, except link-local
+// addresses. It must not return an address of an interface that is down.
 func TestInterfaces(t *testing.T) {
 	host := testnet.NewHosts(t, 1)[0]
 	self, err := os.Executable()

@@ -18,12 +18,12 @@ import (
 )
 
 const (
-	never    = time.Hour // longer than any test, so that no wait ends by its timeout
+	never    = time.Hour // longer than any test, so no call of Wait returns because of its timeout
 	pageSize = 4096
 )
 
-// TestMain runs the tests. In a child process it runs the child of TestProcesses, or the child of
-// TestFileLimit, which has a limit on the size of files.
+// TestMain runs the tests. In a child process, it runs the child of TestProcesses, or the child of
+// TestFileLimit, for which the size of files is limited.
 func TestMain(m *testing.M) {
 	switch {
 	case len(os.Args) > 1 && os.Args[1] == "wake":
@@ -45,7 +45,7 @@ func TestMain(m *testing.M) {
 }
 
 // wakeParent waits until the word in the file with descriptor 3 is 1. Then it sets the word in the file with
-// descriptor 4 and wakes its waiters.
+// descriptor 4 to 1 and wakes the threads that wait for it.
 func wakeParent() error {
 	b, err := mapFD(3, unix.PROT_READ) // a waiter needs only read access
 	if err != nil {
@@ -69,8 +69,8 @@ func mapFD(fd, prot int) ([]byte, error) {
 	return unix.Mmap(fd, 0, pageSize, prot, unix.MAP_SHARED)
 }
 
-// page allocates a page of shared memory and maps it once with each of the protections in prots. It returns
-// the first word of each mapping, and the file.
+// page allocates a page of shared memory and maps it once for each element of prots, with that protection. It
+// returns the first word of each mapping, and the file.
 func page(t *testing.T, prots ...int) ([]*uint32, *os.File) {
 	t.Helper()
 	fd, err := unix.MemfdCreate("test", unix.MFD_CLOEXEC)
@@ -112,8 +112,8 @@ func waitFor(t *testing.T, what string, done func() bool) {
 	}
 }
 
-// Wake wakes waiters that have another mapping of the same page. It does so even if the mappings of the
-// waiters and of the waker are read-only.
+// TestMappings checks that Wake wakes waiters that have another mapping of the same page, even if the
+// mappings of the waiters and of the waker are read-only.
 func TestMappings(t *testing.T) {
 	for _, waker := range []int{readOnly, readWrite} {
 		words, _ := page(t, readWrite, readOnly, waker)
@@ -127,8 +127,8 @@ func TestMappings(t *testing.T) {
 				returned.Add(1)
 			}()
 		}
-		// The test cannot see whether a thread sleeps, so some waiters may not have begun to wait. In that
-		// case the test passes too. It fails if a sleeping waiter is not woken.
+		// The test cannot see whether a thread sleeps. So perhaps some waiters have not begun to wait, and
+		// then the test passes too. It fails if a sleeping waiter is not woken.
 		for range 1000 {
 			shmem.Yield()
 		}
@@ -138,8 +138,8 @@ func TestMappings(t *testing.T) {
 	}
 }
 
-// Two processes wake each other. Each waits on a page that it has mapped read-only, and wakes the other on a
-// second page.
+// TestProcesses lets two processes wake each other. Each waits on a page that it has mapped read-only, and
+// wakes the other process on a second page.
 func TestProcesses(t *testing.T) {
 	here, toChild := page(t, readWrite)
 	there, toParent := page(t, readOnly)
@@ -169,12 +169,12 @@ func TestProcesses(t *testing.T) {
 
 func TestWaitReturns(t *testing.T) {
 	words, _ := page(t, readWrite)
-	shmem.Wait(words[0], 1, never) // returns at once, because the word is not 1
+	shmem.Wait(words[0], 1, never) // must return at once, because the word is not 1
 	shmem.Wait(words[0], 0, 0)
 	shmem.Wait(words[0], 0, -time.Second)
 	const d = 20 * time.Millisecond
 	began := time.Now()
-	for time.Since(began) < d { // Wait may return early
+	for time.Since(began) < d { // the loop is needed because Wait may return early
 		shmem.Wait(words[0], 0, d)
 	}
 	if took := time.Since(began); took > 30*time.Second {
@@ -190,12 +190,12 @@ func TestWaitReturns(t *testing.T) {
 	if waits > 100 {
 		t.Errorf("got %d waits in %v, want them to sleep", waits, d)
 	}
-	shmem.Wake(words[0]) // Wake without waiters has no effect
+	shmem.Wake(words[0]) // a Wake without waiters must have no effect
 }
 
-// If two threads each store to one word and then load the other's word, at least one of them sees the other's
-// store. The test uses ordinary loads and stores, and the threads meet before each round. So without Fence
-// the test would fail even on amd64.
+// TestFence lets two threads each store to one word and then load the word of the other thread. At least one
+// of them must see the store of the other. The test uses ordinary loads and stores, and the threads meet
+// before each round. So without Fence the test would fail even on amd64.
 func TestFence(t *testing.T) {
 	if raceEnabled {
 		t.Skip("plain words, on purpose")
@@ -249,7 +249,7 @@ func TestPause(t *testing.T) {
 	shmem.Pause(0)
 	shmem.Pause(-1)
 	// If the thread is interrupted often, even the fastest of ten measurements may be slow. So the test
-	// repeats the measurements.
+	// repeats them.
 	for end := time.Now().Add(20 * time.Second); ; {
 		few, many := took(1000), took(100_000)
 		if many >= 10*few {

@@ -12,8 +12,8 @@ import (
 )
 
 // checkLimits returns an error if a segment of need bytes would exceed a known limit. The error names the
-// limit. Callers must call it before they allocate: if an allocation exceeds the limit of a cgroup or the
-// memory of the machine, the kernel kills a process instead of reporting an error.
+// limit. checkLimits must be called before the allocation. If an allocation exceeds the limit of a cgroup or
+// the memory of the machine, the kernel kills a process instead of returning an error.
 func checkLimits(need int64) error {
 	var files unix.Rlimit
 	if err := unix.Getrlimit(unix.RLIMIT_FSIZE, &files); err == nil && uint64(need) > files.Cur {
@@ -25,7 +25,7 @@ func checkLimits(need int64) error {
 	return cgroups{"/proc/self/cgroup", "/sys/fs/cgroup"}.check(need)
 }
 
-// explain adds the likely cause to an error of the kernel.
+// explain returns an error that adds the likely cause to err, an error from the kernel.
 func explain(err error) error {
 	switch {
 	case errors.Is(err, unix.EFBIG):
@@ -37,15 +37,15 @@ func explain(err error) error {
 	}
 }
 
-// machine is the path of the kernel's file about the memory of the machine, /proc/meminfo.
+// machine is the path of the file in which the kernel describes the memory of the machine, /proc/meminfo.
 type machine string
 
-// check returns an error if the machine has less than need bytes left. If the file cannot be read, it returns
-// nil.
+// check returns an error if the machine has less than need bytes of memory left. If the file cannot be read,
+// check returns nil.
 func (m machine) check(need int64) error {
 	text, err := os.ReadFile(string(m))
 	if err != nil {
-		return nil // without /proc, only the allocation shows whether there is enough
+		return nil // without /proc, only the allocation itself shows whether there is enough memory
 	}
 	available, known := field(string(text), "MemAvailable:")
 	swap, _ := field(string(text), "SwapFree:")
@@ -55,16 +55,16 @@ func (m machine) check(need int64) error {
 	return nil
 }
 
-// cgroups tells where to find the cgroups of this process: self is the file that names the cgroups, and mount
-// is the directory under which their hierarchies are mounted.
+// cgroups says where the cgroups of this process are found. self is the path of the file that lists them, and
+// mount is the directory under which their hierarchies are mounted.
 type cgroups struct{ self, mount string }
 
-// files has the names of the files of a memory controller, which differ between versions 1 and 2 of cgroups.
+// files holds the names of the files of a memory controller. They differ between versions 1 and 2 of cgroups.
 type files struct {
 	limit, usage string
-	// cache has the names of the fields in memory.stat that count the page cache, which has file contents
-	// that were read. The kernel can reclaim these pages. If they counted as used, a job that has read its
-	// data would seem to have no memory left.
+	// cache holds the names of the fields in memory.stat that count the page cache, which contains parts of
+	// files that were read. The kernel can reclaim these pages. If they counted as used, a job that has read
+	// its data would seem to have no memory left.
 	cache []string
 }
 
@@ -75,15 +75,15 @@ var (
 )
 
 // check returns an error if a cgroup of this process, or a cgroup above it, has less than need bytes left. It
-// ignores a limit that it cannot read.
+// ignores limits that it cannot read.
 func (c cgroups) check(need int64) error {
 	text, err := os.ReadFile(c.self)
 	if err != nil {
 		return nil
 	}
 	for line := range strings.Lines(string(text)) {
-		// A line has the form hierarchy-ID:controllers:path. In version 2 the ID is 0 and the list of
-		// controllers is empty (cgroups(7)).
+		// A line has the form hierarchy-ID:controllers:path. In version 2 of cgroups the ID is 0 and the list
+		// of controllers is empty (cgroups(7)).
 		part := strings.SplitN(strings.TrimSuffix(line, "\n"), ":", 3)
 		if len(part) != 3 {
 			continue
@@ -105,7 +105,7 @@ func (c cgroups) check(need int64) error {
 
 // check checks a cgroup and all cgroups above it. root is the directory of the hierarchy, and path is the
 // path of the cgroup in it. Inside a container, path may be the path on the host, which does not exist in the
-// container. The container's cgroup is then root itself.
+// container. In this case root itself is the container's cgroup.
 func (f files) check(root, path string, need int64) error {
 	for path = filepath.Clean("/" + path); ; path = filepath.Dir(path) {
 		if err := f.checkOne(filepath.Join(root, path), need); err != nil {
@@ -136,7 +136,8 @@ func (f files) checkOne(dir string, need int64) error {
 	return nil
 }
 
-// number returns the number in a file. If the file has no number, but for example "max", it returns false.
+// number returns the number in a file and true. If the file contains another text, for example "max", it
+// returns false.
 func number(file string) (int64, bool) {
 	text, err := os.ReadFile(file)
 	if err != nil {
@@ -146,7 +147,8 @@ func number(file string) (int64, bool) {
 	return n, err == nil
 }
 
-// field returns the number after name, from the line of text that begins with name.
+// field finds the line of text that begins with name. It returns the number after name and true, or false if
+// there is none.
 func field(text, name string) (int64, bool) {
 	for line := range strings.Lines(text) {
 		words := strings.Fields(line)

@@ -9,8 +9,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// tree makes a new directory with the given files and returns its path. The keys of the map are the paths of
-// the files, and the values are their contents.
+// tree creates a directory with the given files and returns its path. The keys of files are the paths of the
+// files, and the values are their contents.
 func tree(t *testing.T, files map[string]string) string {
 	t.Helper()
 	root := t.TempDir()
@@ -29,7 +29,7 @@ func tree(t *testing.T, files map[string]string) string {
 func TestCgroups(t *testing.T) {
 	for name, c := range map[string]struct {
 		files map[string]string
-		left  int64 // the bytes that are left; -1 means no limit
+		left  int64 // number of bytes that are left; -1 means no limit
 	}{
 		"none":       {nil, -1},
 		"not in one": {map[string]string{"self": "0::/\n"}, -1},
@@ -102,8 +102,9 @@ func TestMachine(t *testing.T) {
 	}
 }
 
-// If only the kernel enforces the limit on the size of files, fill returns an error that names the limit and
-// the size. The signal of the kernel does not end the process, because Go ignores it.
+// TestFileLimitByKernel calls fill when only the kernel enforces the limit on the size of files. fill must
+// return an error that names the limit and the size. The kernel also sends a signal, which does not end the
+// process because Go ignores it.
 func TestFileLimitByKernel(t *testing.T) {
 	var old unix.Rlimit
 	if err := unix.Getrlimit(unix.RLIMIT_FSIZE, &old); err != nil {

@@ -4,7 +4,7 @@ package shmem
 
 import "sync/atomic"
 
-// Pause takes a short time, in proportion to n.
+// Pause takes a short time that is proportional to n.
 func Pause(n int) {
 	for range n {
 		spent.Load()
@@ -14,5 +14,5 @@ func Pause(n int) {
 // Fence executes a full memory barrier, by an atomic write.
 func Fence() { spent.Add(1) }
 
-// spent only gives Pause a variable to read and Fence a variable to write. Its value has no meaning.
+// spent is a variable that Pause reads and Fence writes. Its value has no meaning.
 var spent atomic.Uint32

@@ -1,6 +1,6 @@
 // Package shmem makes memory that other processes can map, from files without a name (memfd_create(2)). It
 // also lets a process wait until another process changes a word in such memory (futex(2)). Package arena
-// allocates tensors in it.
+// allocates tensors in such memory.
 //
 // Invariants of a Segment:
 //
@@ -10,17 +10,17 @@
 //     process does.
 //  3. A process that gets the descriptor can map it only for reading (F_SEAL_FUTURE_WRITE, Linux 5.1). Only
 //     the process that made the Segment writes to it. A Segment made by CreateOpen has this property only
-//     from Seal on. Until then, its descriptor may be given to one other process that works for this process.
+//     after Seal. Before that, its descriptor may be sent to one other process, which works for this process.
 //     That process also writes to the Segment, and seals it (Adopt).
 //  4. A Segment is not in any file system. The kernel frees it when the last mapping and the last descriptor
-//     are gone, however the processes ended.
+//     are gone, no matter how the processes ended.
 //
 // Different processes may call Wait and Wake for the same word. They may have mapped its page at different
 // addresses, and the waiting process may have mapped it read-only. Invariants of Wait and Wake:
 //
 //  1. Wait checks the word after it has queued itself. So if a waker first changes the word and then calls
 //     Wake, it wakes every waiter that saw the old value.
-//  2. When Wait returns, the word need not have changed: the caller must check it again.
+//  2. When Wait returns, the word may not have changed. So the caller must check it again.
 //
 // The word must not be in a mapping that is both private and read-only.
 package shmem
@@ -36,15 +36,15 @@ import (
 )
 
 const (
-	// allocStep is the number of bytes of one fallocate call. A signal makes the kernel undo the whole call.
-	// So a call must take less time than passes between two signals of a profiler.
+	// allocStep is the number of bytes that one call of fallocate allocates. If a signal arrives, the kernel
+	// undoes the whole call. So a call must take less time than passes between two signals of a profiler.
 	allocStep = 4 << 20
-	// maxRetries is how many times in a row a call is retried after a signal has interrupted it.
+	// maxRetries is how many times in a row a call is retried because a signal has interrupted it.
 	maxRetries = 1000
 )
 
 // Segment is a mapping of a memfd. Its methods are safe for concurrent use. But a slice from Bytes must not
-// be used during or after Close.
+// be used during Close or afterwards.
 type Segment struct {
 	name  string // appears in the errors of Seal
 	bytes []byte
@@ -55,11 +55,11 @@ type Segment struct {
 	err     error
 }
 
-// NoMemoryError is the error of a call that has not enough memory for a segment.
+// NoMemoryError is the error of a call for which there is not enough memory for a segment.
 type NoMemoryError struct {
 	// What names the purpose of the memory, such as "tensor".
 	What string
-	// NeedBytes is the size of the segment.
+	// NeedBytes is the size of the segment that the call needs.
 	NeedBytes int64
 	// Err is the reason. It names the limit if the limit is known.
 	Err error
@@ -87,8 +87,8 @@ func Create(name string, numBytes int64) (*Segment, error) {
 	return s, nil
 }
 
-// CreateOpen is like Create, but seals only the size of the Segment. Until Seal, any process that has the
-// descriptor can map the Segment for writing.
+// CreateOpen is like Create, but seals only the size of the Segment. Until Seal is called, any process that
+// has the descriptor can map the Segment for writing.
 func CreateOpen(name string, numBytes int64) (*Segment, error) {
 	if numBytes <= 0 {
 		return nil, fmt.Errorf("shmem: %s: got a size of %d bytes, want at least 1", name, numBytes)
@@ -112,8 +112,8 @@ func CreateOpen(name string, numBytes int64) (*Segment, error) {
 	return s, nil
 }
 
-// open makes the file. If the kernel supports it (6.3 and later), the file is not executable, because a
-// kernel may be configured to refuse executable files.
+// open creates the file. If the kernel supports it (Linux 6.3 and later), the file is not executable, because
+// some kernels are configured to refuse executable files.
 func open(name string) (int, error) {
 	const flags = unix.MFD_CLOEXEC | unix.MFD_ALLOW_SEALING
 	fd, err := unix.MemfdCreate(name, flags|unix.MFD_NOEXEC_SEAL)
@@ -146,7 +146,7 @@ func fill(name string, fd int, size int64) (*Segment, error) {
 }
 
 // populate writes to b through the mapping, because only then does the kernel use huge pages. If populate
-// fails, allocate allocates the remaining pages, and the only consequence is that the memory is slower.
+// fails, allocate allocates the remaining pages. The only consequence is that access to the memory is slower.
 func populate(b []byte) {
 	if unix.Madvise(b, unix.MADV_HUGEPAGE) == nil && len(b) >= hugePage {
 		for at := 0; at < len(b); at += allocStep {
@@ -160,7 +160,7 @@ func populate(b []byte) {
 // hugePage is the size of a huge page. Smaller Segments cannot use one.
 const hugePage = 2 << 20
 
-// allocate makes the kernel reserve every page.
+// allocate makes the kernel allocate every page of the file.
 func allocate(fd int, size int64) error {
 	for at := int64(0); at < size; at += allocStep {
 		if err := retry(func() error {
@@ -172,7 +172,8 @@ func allocate(fd int, size int64) error {
 	return nil
 }
 
-// retry calls f again as long as a signal interrupts it, up to maxRetries times.
+// retry calls f. While f fails because a signal has interrupted it, retry calls f again, up to maxRetries
+// times.
 func retry(f func() error) (err error) {
 	for range maxRetries {
 		if err = f(); err != unix.EINTR {
@@ -182,7 +183,7 @@ func retry(f func() error) (err error) {
 	return err
 }
 
-// fixed are the seals against shrinking and growing.
+// fixed is the set of seals against shrinking and growing.
 const fixed = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW
 
 // fix seals the size of a file.
@@ -193,12 +194,12 @@ func fix(name string, fd int) error {
 	return nil
 }
 
-// seal fixes the size of a file and prevents other processes from mapping the file for writing. The last seal
-// that it sets prevents further seals, so that a peer cannot add a harmful seal. If the file already has
-// these seals, seal returns no error.
+// seal fixes the size of a file and prevents other processes from mapping the file for writing. It also
+// prevents further seals, so that a peer cannot add a harmful one. If the file already has these seals, seal
+// returns no error.
 func seal(name string, fd int) error {
 	err := addSeals(fd, fixed|unix.F_SEAL_FUTURE_WRITE|unix.F_SEAL_SEAL)
-	if err == unix.EINVAL { // Linux before 5.1, where peers can map the file for writing
+	if err == unix.EINVAL { // Linux is older than 5.1, so peers can map the file for writing
 		err = addSeals(fd, fixed|unix.F_SEAL_SEAL)
 	}
 	if err != nil {
@@ -210,7 +211,7 @@ func seal(name string, fd int) error {
 // addSeals adds seals to the file fd. If the file already has them, it returns no error.
 func addSeals(fd, seals int) error {
 	_, err := unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, seals)
-	if err == unix.EPERM { // the seals of the file cannot change any more
+	if err == unix.EPERM { // the seals of the file can no longer change
 		if has, unknown := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0); unknown == nil &&
 			has&seals == seals {
 			return nil
@@ -219,9 +220,9 @@ func addSeals(fd, seals int) error {
 	return err
 }
 
-// Map maps all of a peer's segment for reading. The caller still owns fd, and may close it afterwards. If the
-// file could shrink, is empty, or is not a whole number of pages, Map returns an error, because reading could
-// raise SIGBUS.
+// Map maps all of a peer's segment for reading. The caller still owns fd, and may close it afterwards. Map
+// returns an error if reading could raise SIGBUS: if the file could shrink, is empty, or does not consist of
+// whole pages.
 func Map(fd int) (*Segment, error) {
 	size, err := check(fd, unix.F_SEAL_SHRINK)
 	if err != nil {
@@ -231,16 +232,16 @@ func Map(fd int) (*Segment, error) {
 	if err != nil {
 		return nil, fmt.Errorf("shmem: map %d bytes: %w", size, err)
 	}
-	// An error does not matter: huge pages only make access faster.
+	// The error is ignored, because huge pages only make access faster.
 	_ = unix.Madvise(b, unix.MADV_HUGEPAGE)
 	return &Segment{bytes: b, own: -1}, nil
 }
 
-// Adopt maps all of a file that another process has made, for reading and writing, and seals it as Create
-// does. From then on no other process can map the file for writing, but existing mappings remain. The Segment
-// owns fd. If Adopt returns an error, it has closed fd. Adopt returns an error if access to the file could
-// raise SIGBUS: if the file is not sealed against shrinking and growing, is not a whole number of pages, or
-// has holes.
+// Adopt maps all of a file that another process has made, for reading and writing. It seals the file as
+// Create does. From then on no other process can map the file for writing, but existing mappings remain. The
+// Segment owns fd. If Adopt returns an error, it has closed fd. Adopt returns an error if access to the file
+// could raise SIGBUS: if the file is not sealed against shrinking and growing, does not consist of whole
+// pages, or has holes.
 func Adopt(fd int) (*Segment, error) {
 	s, err := adopt(fd)
 	if err != nil {
@@ -265,13 +266,13 @@ func adopt(fd int) (*Segment, error) {
 	if err != nil {
 		return nil, fmt.Errorf("map %d bytes: %w", size, err)
 	}
-	// An error does not matter: huge pages only make access faster.
+	// The error is ignored, because huge pages only make access faster.
 	_ = unix.Madvise(b, unix.MADV_HUGEPAGE)
 	if err := seal("adopt", fd); err != nil {
 		return nil, errors.Join(err, unmap(b))
 	}
-	// Until seal had set the seals, another process could punch a hole into the file. So Adopt checks again
-	// whether all of the file is allocated.
+	// Another process could punch a hole into the file until seal had set the seals. So Adopt checks once
+	// more whether all of the file is allocated.
 	if err := unix.Fstat(fd, &st); err != nil || st.Blocks*blockBytes < size {
 		return nil, errors.Join(
 			fmt.Errorf("another process has removed memory of descriptor %d: got %d bytes allocated, want %d",
@@ -283,8 +284,8 @@ func adopt(fd int) (*Segment, error) {
 // blockBytes is the unit of st_blocks, in bytes.
 const blockBytes = 512
 
-// check returns the size of the file fd. If the file lacks one of the seals in want, or is not a whole number
-// of pages, check returns an error.
+// check returns the size of the file fd. If the file lacks a seal in want, or does not consist of whole
+// pages, check returns an error.
 func check(fd int, want int) (size int64, err error) {
 	seals, err := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0)
 	if err != nil {
@@ -304,17 +305,17 @@ func check(fd int, want int) (size int64, err error) {
 	return st.Size, nil
 }
 
-// Bytes returns the memory. If the segment was made by Map, the process must not write to it: a write raises
-// SIGSEGV.
+// Bytes returns the memory. If the segment was made by Map, the process must not write to the memory, because
+// a write raises SIGSEGV.
 func (s *Segment) Bytes() []byte { return s.bytes }
 
 // Seal prevents all processes from mapping the memory for writing from now on. Existing mappings stay valid,
-// such as the mapping of this process. Seal may be called again. The segment must have been made by Create,
-// CreateOpen or Adopt.
+// such as the mapping of this process. Seal may be called more than once. The segment must have been made by
+// Create, CreateOpen or Adopt.
 func (s *Segment) Seal() error { return seal(s.name, s.own) }
 
-// FD returns the descriptor, to send it to peers. It is valid until Close. For a segment made by CreateOpen,
-// Seal must be called first. For a segment made by Map, FD returns -1.
+// FD returns the descriptor, which can be sent to peers. It is valid until Close. If the segment was made by
+// CreateOpen, Seal must be called first. If it was made by Map, FD returns -1.
 func (s *Segment) FD() int { return s.own }
 
 // Close unmaps the memory and closes the descriptor. Later calls return the same result as the first call.
@@ -328,8 +329,8 @@ func (s *Segment) Close() error {
 	return s.err
 }
 
-// Blank replaces the memory of a segment made by Map with zeros, and releases the original memory. Until
-// Close, readers of Bytes read zeros, so that they do not fault.
+// Blank replaces the memory of a segment made by Map with zeros, and releases the original memory. So until
+// Close, a goroutine that still reads Bytes reads zeros and does not fault.
 func (s *Segment) Blank() error {
 	const flags = unix.MAP_PRIVATE | unix.MAP_ANONYMOUS | unix.MAP_FIXED | unix.MAP_NORESERVE
 	at := unsafe.Pointer(unsafe.SliceData(s.bytes))

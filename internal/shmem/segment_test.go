@@ -77,7 +77,8 @@ func TestSizes(t *testing.T) {
 	}
 }
 
-// A peer that has the descriptor of a segment cannot write to it, change its size, remove pages or add seals.
+// TestPeerMayOnlyRead checks that a peer that has the descriptor of a segment cannot write to the segment,
+// change its size, remove pages or add seals.
 func TestPeerMayOnlyRead(t *testing.T) {
 	s := create(t, 2*int64(os.Getpagesize()))
 	s.Bytes()[0] = 1
@@ -117,8 +118,8 @@ func TestPeerMayOnlyRead(t *testing.T) {
 	}
 }
 
-// Map refuses a file that is not sealed and a file that is not a whole number of pages. The caller then still
-// owns the descriptor.
+// TestMapChecks checks that Map refuses a file that is not sealed, and a file that does not consist of whole
+// pages. The caller must then still own the descriptor.
 func TestMapChecks(t *testing.T) {
 	file := func(size int64, seals int) int {
 		fd, err := unix.MemfdCreate("test", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
@@ -157,8 +158,8 @@ func TestMapChecks(t *testing.T) {
 	mapped(t, file(page, unix.F_SEAL_SHRINK))
 }
 
-// Adopt maps another process's file for writing and prevents further writable mappings. It refuses a file if
-// access to it could raise SIGBUS.
+// TestAdopt checks that Adopt maps another process's file for writing and prevents further writable mappings.
+// If access to the file could raise SIGBUS, Adopt must refuse it.
 func TestAdopt(t *testing.T) {
 	const size, fixed = 8192, unix.F_SEAL_SHRINK | unix.F_SEAL_GROW
 	for _, c := range []struct {
@@ -250,7 +251,7 @@ func TestClose(t *testing.T) {
 			t.Error(err)
 		}
 	}
-	peer, err := shmem.Map(fd) // the file exists as long as a process has a descriptor of it
+	peer, err := shmem.Map(fd) // the file exists as long as any process has a descriptor of it
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -276,8 +277,8 @@ func openFiles(t *testing.T) int {
 	return len(fds)
 }
 
-// After Blank, a peer's mapping reads as zeros and no longer maps the file. The owner's mapping does not
-// change.
+// TestBlank checks that a peer's mapping reads as zeros after Blank and no longer maps the file. The owner's
+// mapping must not change.
 func TestBlank(t *testing.T) {
 	s := create(t, 3*int64(os.Getpagesize()))
 	for i := range s.Bytes() {
@@ -314,8 +315,8 @@ func TestImpossibleSizes(t *testing.T) {
 	}
 }
 
-// If the size of files is limited (ulimit -f), Create returns an error with the size and the limit. No signal
-// ends the process.
+// TestFileLimit limits the size of files (ulimit -f). Create must return an error with the size and the
+// limit. No signal may end the process.
 func TestFileLimit(t *testing.T) {
 	exe, err := os.Executable()
 	if err != nil {
@@ -329,7 +330,7 @@ func TestFileLimit(t *testing.T) {
 		{1<<20 + 1, fmt.Sprintf(
 			"true shmem: child: cannot allocate %d bytes of shared memory: files are limited to %d bytes (RLIMIT_FSIZE, ulimit -f)\n", 1<<20+os.Getpagesize(), 1<<20)},
 	} {
-		// The unit of ulimit -f in bash is KiB.
+		// In bash, the unit of ulimit -f is KiB.
 		cmd := exec.Command("bash", "-c", `ulimit -f 1024 && exec "$0" create "$1"`, exe,
 			strconv.FormatInt(c.n, 10))
 		out, err := cmd.CombinedOutput()
@@ -339,8 +340,9 @@ func TestFileLimit(t *testing.T) {
 	}
 }
 
-// Until a segment from CreateOpen is sealed, a process that has its descriptor can write to it. The size is
-// fixed from the start. Seal and Adopt both seal the segment.
+// TestCreateOpen checks that a process that has the descriptor of a segment from CreateOpen can write to it
+// until the segment is sealed. The size must be fixed from the start. Both Seal and Adopt must seal the
+// segment.
 func TestCreateOpen(t *testing.T) {
 	for _, how := range []string{"by its maker", "by who adopts it"} {
 		s, err := shmem.CreateOpen("test", 1)
@@ -378,7 +380,7 @@ func TestCreateOpen(t *testing.T) {
 			unix.MAP_SHARED); err != unix.EPERM {
 			t.Errorf("sealed %s: map to write: got %d bytes and %v, want %v", how, len(b), err, unix.EPERM)
 		}
-		if s.Bytes()[0] = 1; theirs[0] != 1 { // existing writable mappings stay writable
+		if s.Bytes()[0] = 1; theirs[0] != 1 { // existing mappings must stay writable
 			t.Errorf("got %d, want 1", theirs[0])
 		}
 		if _, err := shmem.Adopt(dup(t, s.FD())); err == nil {
@@ -390,7 +392,8 @@ func TestCreateOpen(t *testing.T) {
 	}
 }
 
-// If another process has set seals that allow writing, and has prevented further seals, Seal fails.
+// TestSealIsRefused lets another process set seals that still allow writing, and then prevent further seals.
+// Seal must fail.
 func TestSealIsRefused(t *testing.T) {
 	s, err := shmem.CreateOpen("test", 1)
 	if err != nil {

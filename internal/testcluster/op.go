@@ -10,14 +10,14 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// Op is one rank's part in an operation. The functions below make Ops. The fields of an Op may be changed
+// Op is one rank's part of an operation. The functions below make Ops. The fields of an Op may be changed
 // until it is submitted. An Op may be submitted only once.
 type Op struct {
 	// Entry is passed to the engine. If Output is nil, Submit allocates the output. If the operation is an
 	// alltoall and Splits is nil, Submit sends every member the same number of rows. Submit sets Done and
 	// Allocate.
 	tensorqueue.Entry
-	// Err is the result of the operation. It is valid after Wait.
+	// Err is the error of the operation, or nil. It is valid after Wait.
 	Err error
 
 	done chan struct{}
@@ -41,7 +41,7 @@ func Allreduce(name string, dt tensor.DType, shape tensor.Shape, op tensor.Reduc
 	return o
 }
 
-// Reducescatter returns an Op that reduces input with op and distributes the rows of the result among the
+// Reducescatter returns an Op that reduces input with op and distributes the rows of the result over the
 // ranks.
 func Reducescatter(name string, dt tensor.DType, shape tensor.Shape, op tensor.ReduceOp, input []byte) *Op {
 	o := newOp(message.Reducescatter, name, dt, shape, input)
@@ -68,22 +68,22 @@ func Alltoall(name string, dt tensor.DType, shape tensor.Shape, splits []int64, 
 	return o
 }
 
-// Barrier returns an Op that ends when all ranks have started it.
+// Barrier returns an Op that completes when all ranks have started it.
 func Barrier(name string) *Op { return newOp(message.Barrier, name, tensor.Invalid, nil, nil) }
 
-// Join returns an Op that joins this rank: the rank has nothing more to submit. When the Op has ended, Last
-// returns the rank that joined last.
+// Join returns an Op with which this rank joins: it has nothing more to submit. When the Op has completed,
+// Last returns the rank that joined last.
 func Join(name string) *Op { return newOp(message.Join, name, tensor.Invalid, nil, nil) }
 
-// AddSet returns an Op that adds a process set with the given ranks, in ascending order. When the Op has
-// ended, its Response.Set is the number of the new process set.
+// AddSet returns an Op that adds a process set with the given ranks, which must be in ascending order. When
+// the Op has completed, its Response.Set is the ID of the new process set.
 func AddSet(ranks ...topo.Rank) *Op {
 	o := newOp(message.AddProcessSet, "process_set.add", tensor.Invalid, nil, nil)
 	o.Request.Ranks = ranks
 	return o
 }
 
-// RemoveSet returns an Op that removes the process set with number set.
+// RemoveSet returns an Op that removes the process set with the ID set.
 func RemoveSet(set topo.ProcessSetID) *Op {
 	o := newOp(message.RemoveProcessSet, "process_set.remove", tensor.Invalid, nil, nil)
 	o.Request.Set = set
@@ -98,18 +98,19 @@ func Over(set topo.ProcessSetID, ops ...*Op) *Op {
 	return ops[len(ops)-1]
 }
 
-// Group makes a group of ops, which must be submitted together.
+// Group makes a group of ops. The ops must be submitted together.
 func Group(name string, ops ...*Op) {
 	for _, op := range ops {
 		op.Request.Group, op.Request.GroupSize = name, int32(len(ops))
 	}
 }
 
-// InPlace makes op store its result in place of its input, and returns op. r is the rank that will submit op.
+// InPlace makes op store its result in the memory of its input, and returns op. r is the rank that will
+// submit op.
 //
-// In an allgather, InPlace moves the input into a buffer that has room for the same number of rows from each
-// rank. In a reducescatter, the result becomes a part of the input. In both cases Output is the memory of the
-// result.
+// In an allgather, InPlace moves the input into a larger buffer, which has room for the same number of rows
+// from each rank. In a reducescatter, the result becomes a part of the input. In both cases Output is the
+// memory of the result.
 func (op *Op) InPlace(r *Rank) *Op {
 	op.Entry.InPlace = true
 	switch members := r.Members(op.Set); op.Request.Kind {
@@ -127,7 +128,7 @@ func (op *Op) InPlace(r *Rank) *Op {
 	return op
 }
 
-// part returns the rows of a reducescatter's input whose reduction is the output of r.
+// part returns the rows of a reducescatter's input in which r gets its part of the result.
 func (op *Op) part(r *Rank) []byte {
 	shape := op.Request.Shape
 	if len(shape) == 0 || shape[0] == 0 {
@@ -175,7 +176,7 @@ func (op *Op) prepare(r *Rank) error {
 	return nil
 }
 
-// splitEvenly sets Splits so that each of n members gets the same number of rows.
+// splitEvenly sets Splits so that each of the n members gets the same number of rows.
 func (op *Op) splitEvenly(n int) error {
 	shape := op.Request.Shape
 	if len(shape) == 0 || shape[0]%int64(n) != 0 {
@@ -185,5 +186,5 @@ func (op *Op) splitEvenly(n int) error {
 	return nil
 }
 
-// Last returns the rank that joined last. op must be a Join that has ended.
+// Last returns the rank that joined last. op must be a Join that has completed.
 func (op *Op) Last() topo.Rank { return op.Response.Root }

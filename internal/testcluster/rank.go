@@ -15,9 +15,8 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// Rank is one rank of a job. Its methods may be called from several goroutines, with an exception: Wait, Try,
-// Do, Must and Fatalf may end the rank's function, so only the goroutine that runs this function may call
-// them.
+// Rank is one rank of a job. Most of its methods may be called from several goroutines. But Wait, Try, Do,
+// Must and Fatalf may end the rank's function, so only the goroutine that runs this function may call them.
 type Rank struct {
 	topo.Rank
 	Size   int
@@ -25,7 +24,7 @@ type Rank struct {
 	c      *cluster
 
 	mu   sync.Mutex
-	sets []controller.Set // all process sets of the job, including those without this rank
+	sets []controller.Set // all process sets of the job, including sets without this rank
 }
 
 func newRank(c *cluster, rank topo.Rank, e *engine.Engine, sets []controller.Set) *Rank {
@@ -45,7 +44,7 @@ func (r *Rank) Members(set topo.ProcessSetID) []topo.Rank {
 	return nil
 }
 
-// changeSets updates the list of process sets if done is the response of an operation that adds or removes a
+// changeSets updates the list of process sets if done is the response to an operation that adds or removes a
 // process set.
 func (r *Rank) changeSets(done *message.Response) {
 	r.mu.Lock()
@@ -58,8 +57,8 @@ func (r *Rank) changeSets(done *message.Response) {
 	}
 }
 
-// Submit passes operations of one process set to the engine. If it returns an error, it has passed none of
-// them. Submit does not wait for the operations. It allocates missing outputs and sets missing Splits.
+// Submit passes operations of one process set to the engine. If it returns an error, it has passed no
+// operation. Submit does not wait for the operations. It allocates missing outputs and sets missing Splits.
 func (r *Rank) Submit(ops ...*Op) error {
 	entries := make([]*tensorqueue.Entry, len(ops))
 	for i, op := range ops {
@@ -80,7 +79,7 @@ func (r *Rank) Submit(ops ...*Op) error {
 }
 
 // Wait waits for operations that were submitted, and returns their joined errors. If the job fails in the
-// meantime, Wait ends the rank's function like Fatalf.
+// meantime, Wait ends the rank's function, as Fatalf does.
 func (r *Rank) Wait(ops ...*Op) error {
 	var errs []error
 	for _, op := range ops {
@@ -103,10 +102,10 @@ func (r *Rank) Try(ops ...*Op) error {
 	return r.Wait(ops...)
 }
 
-// Do submits operations and waits for them. They must succeed, else Do calls Fatalf.
+// Do submits operations and waits for them. If an operation fails, Do calls Fatalf.
 func (r *Rank) Do(ops ...*Op) { r.Must(r.Try(ops...)) }
 
-// Must calls Fatalf unless err is nil.
+// Must calls Fatalf if err is not nil.
 func (r *Rank) Must(err error) {
 	if err != nil {
 		r.Fatalf("%v", err)
@@ -118,9 +117,9 @@ func (r *Rank) Errorf(format string, args ...any) {
 	r.c.t.Errorf("rank %d: %s", r.Rank, fmt.Sprintf(format, args...))
 }
 
-// Fatalf makes the test fail, ends the job and does not return. The other ranks' waits then end with an
-// error. If another rank has ended the job before, Fatalf only logs the message, because this failure is a
-// consequence of the other one.
+// Fatalf makes the test fail, ends the job and does not return. Waits of the other ranks then end with an
+// error. If another rank has already ended the job, Fatalf only logs the message, because this failure is a
+// consequence of the earlier one.
 func (r *Rank) Fatalf(format string, args ...any) {
 	if r.c.ctx.Err() != nil {
 		r.c.t.Logf("rank %d: %s", r.Rank, fmt.Sprintf(format, args...))

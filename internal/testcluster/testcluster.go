@@ -53,32 +53,34 @@ const (
 
 func (t Transport) String() string { return [...]string{"mem", "tcp", "shm"}[t] }
 
-// Options are the settings of a job.
+// Options holds the settings of a job.
 type Options struct {
 	// Ranks is the number of ranks, at least 1.
 	Ranks     int
 	Transport Transport
-	// Latency is the time that a byte takes from one rank to another. It is only for Mem. Default 0.
+	// Latency is the time that a byte takes from one rank to another. It applies only to Mem. The default is
+	// 0.
 	Latency time.Duration
-	// Sets has the members, in ascending order, of the process sets 1, 2, ... that exist from the start.
+	// Sets holds the members of the process sets 1, 2, ... that exist from the start. The members of a set
+	// are in ascending order.
 	Sets [][]topo.Rank
 	// Config, if not nil, changes the configuration of the engine of rank Config.Rank. It is called for all
-	// ranks at the same time, and must give all of them the same settings of the negotiation. With Mem, Spin
-	// is preset to -1, because in a bubble no time passes while a loop polls.
+	// ranks at the same time, and must choose the same settings of the negotiation for all of them. With Mem,
+	// Spin is preset to -1, because in a bubble no time passes while a loop polls.
 	Config func(*engine.Config)
-	// OnFrame, if not nil, gets every frame of the negotiation before it is sent from one rank to another.
+	// OnFrame, if not nil, is called with every frame of the negotiation before one rank sends it to another.
 	// The ranks may call it at the same time. It must not keep or change the frame.
 	OnFrame func(from, to topo.Rank, frame []byte)
-	// SegmentBytes is the size of the segments in which the backends transfer data. Default: the defaults of
-	// the backends.
+	// SegmentBytes is the size of the segments in which the backends transfer data. If it is 0, the defaults
+	// of the backends apply.
 	SegmentBytes int
-	// Deadline is how long the job may take. Default 60 s.
+	// Deadline is the time limit for the job. The default is 60 s.
 	Deadline time.Duration
 }
 
 const (
 	defaultDeadline = time.Minute
-	// shutdownTime is how long the ranks may take to shut down at the end of the job.
+	// shutdownTime is the time limit for all ranks to shut down at the end of the job.
 	shutdownTime = 20 * time.Second
 )
 
@@ -86,15 +88,15 @@ const (
 type cluster struct {
 	t      testing.TB
 	o      Options
-	ctx    context.Context // ends with the job
+	ctx    context.Context // cancelled when the job ends
 	fail   context.CancelCauseFunc
 	meshes []transport.Mesh
-	memory []opsshm.Memory // by rank; only for SHM
+	memory []opsshm.Memory // memory of each rank; only for SHM
 	ranks  []*Rank
 }
 
-// Run starts the engines of a job, calls f for each rank, and shuts the job down when f has returned for all
-// ranks. If the job cannot be started, Run ends the test. If the job fails later, Run makes the test fail.
+// Run starts the engines of a job and calls f for each rank. When f has returned for all ranks, Run shuts the
+// job down. If the job cannot be started, Run ends the test. If the job fails later, Run makes the test fail.
 func Run(t testing.TB, o Options, f func(r *Rank)) {
 	t.Helper()
 	if o.Deadline == 0 {
@@ -114,8 +116,8 @@ func Run(t testing.TB, o Options, f func(r *Rank)) {
 	c.shutdown()
 }
 
-// watch starts a timer. At the deadline the timer logs the stacks of all goroutines and ends the job. The
-// function end stops the timer. If the timer has fired, end waits until the job has ended.
+// watch starts a timer. At the deadline of the job, the timer logs the stacks of all goroutines and ends the
+// job. The function end stops the timer. If the timer has already fired, end waits until the job has ended.
 func (c *cluster) watch() (end func()) {
 	over := make(chan struct{})
 	timer := time.AfterFunc(c.o.Deadline, func() {
@@ -192,7 +194,7 @@ func (c *cluster) shareMemory() error {
 	errs := make([]error, n)
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
-	sessions := make([]*rendezvous.Session, n) // by rank; shm.Epoch.Agree calls them
+	sessions := make([]*rendezvous.Session, n) // session of each rank, which shm.Epoch.Agree uses
 	defer func() {
 		for _, s := range sessions {
 			if s != nil {
@@ -234,8 +236,8 @@ func (c *cluster) shareMemory() error {
 	return err
 }
 
-// start starts the engines of all ranks. If an engine cannot be started, start closes the others and returns
-// the error.
+// start starts the engines of all ranks. If an engine cannot be started, start closes the other engines and
+// returns the error.
 func (c *cluster) start() error {
 	sets := []controller.Set{controller.Global(c.o.Ranks)}
 	for i, ranks := range c.o.Sets {
@@ -270,7 +272,7 @@ func (c *cluster) start() error {
 			e, err := engine.Start(c.ctx, cfg)
 			if err != nil {
 				errs[i] = fmt.Errorf("rank %d: %w", i, err)
-				c.fail(errs[i]) // so that the other ranks do not wait for this rank
+				c.fail(errs[i]) // end the job, so that the other ranks do not wait for this rank
 				return
 			}
 			c.ranks[i] = newRank(c, topo.Rank(i), e, sets)
@@ -297,7 +299,7 @@ func (c *cluster) each(f func(r *Rank)) {
 	wg.Wait()
 }
 
-// shutdown shuts down all engines. Unless the job has failed before, errors make the test fail.
+// shutdown shuts down all engines. If this fails, the test fails, unless the job has failed before.
 func (c *cluster) shutdown() {
 	failed := c.ctx.Err() != nil
 	ctx, cancel := context.WithTimeout(c.ctx, shutdownTime)
@@ -326,7 +328,7 @@ func (m *tapped) Conn(ctx context.Context, lane transport.Lane, peer topo.Rank) 
 }
 
 // tap is a control connection that passes each frame to onFrame of its mesh. The engine sends each frame with
-// one call of Send, which begins with the length and the number of the frame.
+// one call of Send. The bytes in this call begin with the length and the number of the frame.
 type tap struct {
 	transport.Conn
 	mesh *tapped

@@ -25,14 +25,15 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 // i64 returns the bytes of the int64 elements v.
 func i64(v ...int64) []byte { return bytes.Clone(tensor.Bytes(v)) }
 
-// want fails the test unless the elements of op's output are v.
+// want fails the test if the elements of op's output are not v.
 func want(r *testcluster.Rank, op *testcluster.Op, v ...int64) {
 	if !bytes.Equal(op.Output, tensor.Bytes(v)) {
 		r.Errorf("%v %q: got %v, want %v", op.Request.Kind, op.Request.Name, tensor.View[int64](op.Output), v)
 	}
 }
 
-// All operations give the right results, in place or not, with all transports and both kinds of negotiation.
+// TestEveryOperation checks the results of all operations, in place and not in place, with all transports and
+// both kinds of negotiation.
 func TestEveryOperation(t *testing.T) {
 	for _, over := range []testcluster.Transport{testcluster.Mem, testcluster.TCP, testcluster.SHM} {
 		for _, lockstep := range []bool{false, true} {
@@ -100,8 +101,8 @@ func everyOperation(r *testcluster.Rank) {
 	}
 }
 
-// In a synctest bubble the time of an operation is exact. With a latency of 1 ms, a barrier takes 2 ms at
-// rank 1: the request takes 1 ms to reach rank 0, and the grant takes 1 ms back.
+// TestVirtualTime checks that the time of an operation is exact in a synctest bubble. With a latency of 1 ms,
+// a barrier must take 2 ms at rank 1. The request takes 1 ms to reach rank 0, and the grant takes 1 ms back.
 func TestVirtualTime(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		testcluster.Run(t, testcluster.Options{Ranks: 2, Latency: time.Millisecond},
@@ -116,7 +117,7 @@ func TestVirtualTime(t *testing.T) {
 	})
 }
 
-// OnFrame gets each frame of the negotiation as a whole.
+// TestFrames checks that OnFrame receives each frame of the negotiation as a whole.
 func TestFrames(t *testing.T) {
 	var (
 		mu    sync.Mutex
@@ -147,7 +148,8 @@ func TestFrames(t *testing.T) {
 	}
 }
 
-// recorder is a testing.TB that only records whether the test has failed and what was logged.
+// recorder is a testing.TB that does not fail. It only records whether the test has failed and what was
+// logged.
 type recorder struct {
 	testing.TB
 	mu   sync.Mutex
@@ -162,8 +164,8 @@ func (t *recorder) Errorf(format string, args ...any) {
 	t.text = append(t.text, fmt.Sprintf(format, args...))
 }
 
-// The deadline ends an operation that would wait forever. The report has the stack of the goroutine that
-// waits.
+// TestDeadline checks that the deadline ends an operation that would wait forever. The report must contain
+// the stack of the goroutine that waits.
 func TestDeadline(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		rec := &recorder{TB: t}
@@ -184,7 +186,7 @@ func TestDeadline(t *testing.T) {
 	})
 }
 
-// If one rank calls Fatalf, the waits of the other ranks end.
+// TestFatal checks that the waits of all other ranks end if one rank calls Fatalf.
 func TestFatal(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		rec := &recorder{TB: t}

@@ -10,8 +10,8 @@ import (
 const maxRuns = 10
 
 // FormatRanks formats ranks for reports and errors, as "rank 3", "ranks 0 and 1" or "ranks 0-2, 5 and 7". The
-// ranks must be in ascending order. If there are more than 10 runs of consecutive ranks, the text ends with
-// the number of the remaining ranks, as "and 7 more".
+// ranks must be in ascending order. If there are more than 10 runs of consecutive ranks, the text lists only
+// 10 and ends with the number of the other ranks, as "and 7 more".
 func FormatRanks[R ~int | ~int32](ranks []R) string {
 	var runs []string
 	rest := ranks

@@ -1,31 +1,32 @@
-// Package topo has the types that identify the parts of a job: ranks, process sets, and the positions of
+// Package topo defines the types that identify the parts of a job: ranks, process sets, and the positions of
 // ranks on hosts.
 package topo
 
 import "fmt"
 
-// Rank is the number of a process in the job, from 0 to size-1. A variable of this type always has the number
-// in the whole job, not a position in a process set.
+// Rank is the number of a process in the job, from 0 to size-1. A variable of this type always holds the
+// number in the whole job, not a position in a process set.
 type Rank int32
 
-// ProcessSetID identifies a process set in frames. The coordinator assigns it and does not reuse it within an
-// epoch.
+// ProcessSetID identifies a process set in frames. The coordinator assigns the ID and does not reuse it
+// within an epoch.
 type ProcessSetID uint32
 
 // Global is the ID of the process set of all ranks.
 const Global ProcessSetID = 0
 
-// Topology is the position of one rank in the job. LocalRank is the rank's index among the LocalSize ranks on
-// its host. CrossRank is its index among the CrossSize ranks of the job that have the same local rank.
+// Topology is the position of one rank in the job. LocalRank is the index of the rank among the LocalSize
+// ranks on its host. CrossRank is its index among the CrossSize ranks of the job that have the same local
+// rank.
 type Topology struct {
 	Rank, Size           int
 	LocalRank, LocalSize int
 	CrossRank, CrossSize int
 }
 
-// FromHosts computes the topology of rank from hosts, which has the host identity of each rank. Local ranks
-// are numbered in the order of the ranks. The cross rank is the index of the rank's host among the hosts that
-// have the same local rank. As in Horovod, these hosts are ordered by their lowest ranks.
+// FromHosts computes the topology of rank. hosts[r] is the host identity of rank r. Local ranks are numbered
+// in the order of the ranks. The cross rank is the index of the rank's host among the hosts on which some
+// rank has the same local rank. As in Horovod, these hosts are ordered by their lowest ranks.
 func FromHosts(hosts []string, rank Rank) Topology {
 	t := Topology{Rank: int(rank), Size: len(hosts)}
 	local := make(map[string]int, len(hosts))
@@ -35,7 +36,7 @@ func FromHosts(hosts []string, rank Rank) Topology {
 		local[h]++
 	}
 	t.LocalRank, t.LocalSize = localRankOf[rank], local[hosts[rank]]
-	before := true // whether the loop has not reached the rank's host yet
+	before := true // the loop has not reached the rank's host yet
 	seen := make(map[string]bool, len(local))
 	for _, h := range hosts {
 		if seen[h] {
@@ -55,8 +56,8 @@ func FromHosts(hosts []string, rank Rank) Topology {
 	return t
 }
 
-// IsHomogeneous reports whether every host has the same number of ranks. hosts has the host identity of each
-// rank.
+// IsHomogeneous reports whether every host has the same number of ranks. hosts[r] is the host identity of
+// rank r.
 func IsHomogeneous(hosts []string) bool {
 	ranks := make(map[string]int)
 	for _, h := range hosts {
@@ -90,10 +91,10 @@ func (t Topology) Validate() error {
 	return nil
 }
 
-// HostID returns the identity of a host's memory. Ranks with equal identities may share memory. If given is
-// not empty, it is the identity. Otherwise the identity consists of the host's name, the ID of its boot, and
-// the ID of the network namespace. So if two containers agree in all three, they are treated like processes
-// of one host.
+// HostID returns a text that identifies a host. Ranks for which it is the same may share memory. If given is
+// not empty, HostID returns given. Otherwise the text consists of the host's name, the ID of its boot, and
+// the ID of the network namespace. So if two containers have the same values of all three, they are treated
+// like processes of one host.
 func HostID(given, hostname, bootID, netns string) string {
 	if given != "" {
 		return given
