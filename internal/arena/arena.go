@@ -74,7 +74,8 @@ type heap struct {
 	mu     sync.Mutex
 	chunks []*chunk // in ascending order of ID
 	lastID uint32
-	// total size of live tensors in bytes; the size of each tensor is rounded up to a multiple of align
+	// live is the total size of live tensors in bytes. The size of each tensor is rounded up to a multiple of
+	// align.
 	live     int64
 	watchers []*watcher
 

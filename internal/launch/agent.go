@@ -397,7 +397,7 @@ func (a *agent) environment() []string {
 	if len(a.job.Dir) > 0 && !has(given, "PWD") {
 		given = append(given, "PWD="+a.job.Dir[0])
 	}
-	// the variables have the same names for every rank
+	// The variables of Ranks[0] have the same names as the variables of every other rank.
 	own := without(without(a.environ, given), a.job.Ranks[0])
 	own = slices.DeleteFunc(own, func(v string) bool {
 		name := nameOf(v)

@@ -268,7 +268,7 @@ func (j *job) openStreams(c *agentConn, session *session) error {
 		for {
 			select {
 			case o := <-c.orders:
-				// the error is ignored, because handleNotices reports a broken connection
+				// The error is ignored, because handleNotices reports a broken connection.
 				_ = send(control, o)
 			case <-session.CloseChan():
 				return
@@ -308,7 +308,7 @@ func (j *job) handleNotices(c *agentConn, control io.Reader) error {
 				n.Rank, len(c.ranks))
 		case n.Report != nil:
 			if !c.local {
-				// use this host's clock, because the clock of that host may differ
+				// Use the clock of this host, because the clock of the agent's host may differ.
 				n.Report.At = time.Now().UnixNano()
 			}
 			j.post(func() { j.handleReport(c.ranks[n.Rank], n.Report) })

@@ -112,7 +112,8 @@ func HelperMain(args, env []string) int {
 		return 0
 	}
 	go h.handleOrders(os.NewFile(orderFD, "orders"))
-	// this goroutine must stay, because the kernel would kill the command if the thread that started it ended
+	// Call reap on this goroutine, so that its thread does not end. Otherwise the kernel would kill the
+	// command, because this thread has started it.
 	h.family.reap()
 	if err := h.family.err; err != nil {
 		fmt.Fprintf(os.Stderr, "hvdrun: %s\n", strings.TrimPrefix(err.Error(), "launch: "))

@@ -312,7 +312,7 @@ func has(vars []string, name string) bool {
 
 // without returns a copy of env without the variables whose names occur in vars.
 func without(env, vars []string) []string {
-	// a map, because a pod of a large cluster may have thousands of variables
+	// Use a map, because a pod of a large cluster may have thousands of variables.
 	named := make(map[string]bool, len(vars))
 	for _, v := range vars {
 		named[nameOf(v)] = true

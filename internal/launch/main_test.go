@@ -72,7 +72,7 @@ type spec struct {
 	TorchStore          string
 	StoreAddrs          []string // addresses of the store; STORE in the text stands for the real address
 	StartMS, LivenessMS int
-	// if not empty, a command that runs the launcher; the launcher's command line is its arguments
+	// wrap, if not empty, is a command that runs the launcher. The launcher's command line is appended to it.
 	wrap   []string
 	dir    string   // working directory of the launcher
 	stdout *os.File // standard output of the launcher; if nil, the buffer run.stdout

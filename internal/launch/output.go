@@ -120,8 +120,8 @@ func (c *console) run() {
 type pipeSource struct {
 	file *os.File
 	last bool // finish was called, so Read must not wait for more bytes
-	// how many bytes may still be read after finish; without a limit, a process could refill the pipe for
-	// ever
+	// left is how many bytes Read may still return after finish. Without a limit, a process could refill the
+	// pipe for ever.
 	left int
 }
 

@@ -685,7 +685,7 @@ func masterStore(ctx context.Context, o MeetOptions, listen string,
 			watching.Wait()
 			return errors.Join(server.Close(), h.Close())
 		}
-		// an empty prefix, because the keys of a TCPStore begin with a slash
+		// The prefix is empty, because the keys of a TCPStore begin with a slash.
 		return store.NewPrefixStore("", h), release, nil
 	}
 	if err = errors.Join(err, h.Close()); !errors.Is(err, syscall.EADDRINUSE) {

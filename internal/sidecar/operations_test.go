@@ -494,7 +494,7 @@ func TestGroupOfSeveralTypes(t *testing.T) {
 		f[0], f[16], n[16] = 1.5, 2.5, int64(r)<<40
 		o := &sidecarpb.Operation{Kind: 1, Dtype: uint32(tensor.Float32), ReduceOp: 2, Grouped: true,
 			Name: "g", Tensors: []*sidecarpb.Tensor{
-				// type 0 means the type of the operation
+				// Type 0 means the type of the operation.
 				own(tensor.Float32, 0, 4), own(tensor.Int64, 128, 8), own(0, 64, 4),
 			}}
 		c.MustRun(o)

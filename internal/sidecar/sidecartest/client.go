@@ -69,7 +69,7 @@ type Client struct {
 	buf    []byte
 	fds    []int
 	lastID uint64
-	// answers that have arrived before the test waited for them, by number
+	// early holds, by request number, the answers that have arrived before the test waited for them.
 	early     map[uint64]*sidecarpb.Reply
 	n         uint64 // number of entries in the ring
 	submitted uint64

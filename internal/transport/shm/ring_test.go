@@ -276,7 +276,7 @@ func TestImpossibleWords(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			meshes := onOneHost(t, shm.Config{RingBytes: 64}, 2)
 			zero, one := controls(t, meshes)
-			// send 100 bytes in each direction
+			// Send 100 bytes in each direction.
 			for _, way := range [][2]transport.Conn{{zero, one}, {one, zero}} {
 				if err := way[0].Send(make([]byte, 100)); err != nil {
 					t.Fatal(err)

@@ -263,7 +263,7 @@ func (m *Mesh) Peer(ctx context.Context, id transport.Lane, rank topo.Rank) ([]b
 // package arena holds its lock while it calls them.
 func (m *Mesh) offer(c arena.Chunk) {
 	size := uint64(len(c.Segment.Bytes()))
-	// seal before a peer gets a descriptor, because peers must not write to the chunk
+	// Seal the chunk before a peer gets a descriptor, because peers must not write to the chunk.
 	sealed := c.Segment.Seal()
 	for _, p := range m.peers {
 		fd, err := -1, sealed

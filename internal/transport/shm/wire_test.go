@@ -76,7 +76,8 @@ func TestHandshake(t *testing.T) {
 		rank             topo.Rank // the rank that the dialer claims to be
 		ofAcceptor       Offer     // the acceptor's offer as the dialer knows it
 		ofDialer         Offer     // the dialer's offer as the acceptor knows it
-		// errors that the sides must get; nil means no error, and errAny means any error
+		// dials and accepts are the errors that the sides must get. nil means no error, and errAny means any
+		// error.
 		dials, accepts error
 	}{
 		"good":                   {here, here, 0, good[1], good[0], nil, nil},

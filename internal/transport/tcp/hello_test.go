@@ -90,7 +90,7 @@ func TestSecret(t *testing.T) {
 	for _, test := range []struct {
 		name      string
 		zero, one secret.Secret
-		// expected error of the dialer, rank 0; nil means no error, and io.EOF means any error
+		// want is the expected error of the dialer, rank 0. nil means no error, and io.EOF means any error.
 		want error
 	}{
 		{"the same", key, key, nil},

@@ -23,7 +23,7 @@ import (
 type socket struct {
 	local, remote net.Addr
 
-	// held for reading while fd is used, and for writing while the fields below change
+	// mu is held for reading while fd is used, and for writing while the fields below change.
 	mu              sync.RWMutex
 	fd              int
 	file            *os.File // owns fd while the socket is in the runtime's poller, otherwise nil
