@@ -288,7 +288,7 @@ func (a *agent) startHelpers() error {
 	defer null.Close()
 	argv := append([]string{"hvdrun", HelperArg, a.path}, a.job.Command...)
 	for _, env := range a.envs {
-		var mine []*os.File // mine[i] is this end of the pipe that is the helper's descriptor i+1
+		var mine []*os.File // mine[i] is this process's end of the pipe to the helper's descriptor i+1
 		pid, err := a.family.start(a.helpers, func() (pid int, err error) {
 			mine, pid, err = startWithPipes("/proc/self/exe", argv, env, null,
 				[]bool{true, true, false, true})
@@ -305,8 +305,8 @@ func (a *agent) startHelpers() error {
 	return nil
 }
 
-// forwardReports forwards the reports of the helper m to the launcher, with the number i. The rank of m is
-// the i-th rank on this host.
+// forwardReports forwards the reports of the helper m to the launcher. i is the index of m's rank among the
+// ranks on this host.
 func (a *agent) forwardReports(i int, m *member) {
 	reports := json.NewDecoder(m.reports)
 	for {
@@ -324,9 +324,8 @@ func (a *agent) forwardReports(i int, m *member) {
 // relay copies the output of a rank to its stream, then closes both.
 func (a *agent) relay(in *pipeSource, out io.WriteCloser) {
 	defer in.Close()
-	// The blocks are small, because a notice is sent only after the blocks that are queued before it, which
-	// may be
-	// 64. An error means that the session has ended, so it is ignored.
+	// The blocks are small, because up to 64 blocks may be queued before a notice, which is sent after them.
+	// An error means that the session has ended, so it is ignored.
 	_, _ = io.CopyBuffer(out, in, make([]byte, 16<<10))
 	out.Close()
 }

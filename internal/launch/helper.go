@@ -20,7 +20,7 @@ import (
 // HelperArg is the first argument of a process whose main must call HelperMain.
 const HelperArg = "__hvdrun-rank-helper"
 
-// The helper's file descriptors besides 0, 1 and 2. It shares 0, 1 and 2 with the rank.
+// These are the helper's file descriptors except 0, 1 and 2, which it shares with the rank.
 const (
 	// orderFD is a pipe that carries the launcher's orders. Each order is one byte, a signal number. The end
 	// of the pipe means that the launcher is gone.

@@ -14,7 +14,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// Limits of a list of hosts.
+// These are the limits of a list of hosts.
 const (
 	// MaxHosts is the maximum number of hosts in a list.
 	MaxHosts = 4096

@@ -347,7 +347,8 @@ func TestLauncherIsStopped(t *testing.T) {
 	r.signal(unix.SIGSTOP)
 	r.await("the end of all agents", func() bool {
 		return !slices.ContainsFunc(r.processes(), func(p process) bool {
-			// The arguments of the shell contain the command of the agent.
+			// The arguments of the shell contain the command of the agent, so isAgent is true for the shell
+			// too.
 			ofShell := strings.HasPrefix(p.command, "sh ")
 			return p.isAgent() && !ofShell || p.isHelper() || p.command == "yes"
 		})

@@ -46,7 +46,7 @@ import (
 // MaxRanks is the maximum of Options.NP.
 const MaxRanks = 4096
 
-// Exit statuses that do not come from a rank.
+// These exit statuses do not come from a rank.
 const (
 	statusNotExecutable = 126
 	statusNotFound      = 127
@@ -118,8 +118,8 @@ type Options struct {
 	// Start is the time limit for all hosts to get ready to start their ranks. The default is 30 s.
 	Start time.Duration
 	// Liveness is how long the launcher and an agent may receive nothing from each other. After that the
-	// launcher considers the host lost, and the agent kills its ranks. The default is 10 s, the minimum is 3
-	// s.
+	// launcher considers the host lost, and the agent kills its ranks. The default is 10 s. It must be at
+	// least 3 s.
 	Liveness time.Duration
 
 	// Notice is how long the other ranks may take to end by themselves after a rank has failed. The default
@@ -188,7 +188,8 @@ type Result struct {
 	// Ranks describes for each rank how it ended.
 	Ranks []Exit
 	// Roots are the ranks that caused the failure. These are the ranks that the verdict of the survivors
-	// names. If there is no verdict, Roots is the rank that failed first. If no rank failed, Roots is empty.
+	// names. If there is no verdict, Roots contains the rank that failed first. If no rank failed, Roots is
+	// empty.
 	Roots []int
 	// Verdict is the verdict of the surviving ranks. It is nil if there is no verdict or if no rank failed.
 	Verdict *joblink.Verdict
@@ -200,15 +201,15 @@ type Exit struct {
 	Host string
 	// PID is the process ID of the command. It is 0 if the helper was killed before it reported the ID.
 	PID int
-	// Code is the exit status of the command. If Signal is not 0, that signal killed the command and Code is
-	// 0.
+	// Code is the exit status of the command. It is 0 if Signal is not 0, because then that signal killed the
+	// command.
 	Code   int
 	Signal syscall.Signal
 	// Sent is the last signal that the launcher sent to ask the command to end, or 0.
 	Sent syscall.Signal
 	// Lost is set if the launcher cannot know how the command ended. There are two reasons. If the helper was
-	// killed, and the command with it, Why is empty. If the host was lost, Why says why. In both cases Signal
-	// is SIGKILL.
+	// killed, and the command with it, Why is empty. If the host was lost, Why contains the reason. In both
+	// cases Signal is SIGKILL.
 	Lost bool
 	Why  string
 	// At is the time at which the command ended, by the clock of this host. If the host was lost, At is the

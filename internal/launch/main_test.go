@@ -361,7 +361,7 @@ func start(t *testing.T, s spec) *run {
 // test fails.
 func (r *run) wait() int {
 	r.t.Helper()
-	// SIGABRT makes the launcher print its stacks
+	// SIGABRT makes the launcher print its stacks.
 	late := time.AfterFunc(deadline, func() { r.cmd.Process.Signal(unix.SIGABRT) })
 	defer late.Stop()
 	r.cmd.Wait()

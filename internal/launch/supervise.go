@@ -83,7 +83,7 @@ type job struct {
 	failed   bool      // a rank has failed
 	signal   syscall.Signal
 	first    syscall.Signal // the first signal that ended the job, even if a rank had failed before, or 0
-	firstAt  time.Time      // when first arrived
+	firstAt  time.Time      // when the signal in first arrived
 	asked    bool           // a signal or the end of ctx has ended the job
 	cause    error          // the cause of ctx, if ctx ended the job
 	aborted  error          // why some ranks could not be started

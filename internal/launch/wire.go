@@ -203,7 +203,7 @@ func (l *link) Close() error { return errors.Join(l.out.Close(), l.in.Close()) }
 type session struct {
 	*yamux.Session
 	liveness time.Duration
-	silent   atomic.Bool // nothing arrived for liveness
+	silent   atomic.Bool // nothing has arrived for the time liveness
 }
 
 // newSession opens a session by calling open, which is yamux.Client or yamux.Server. The session ends if

@@ -53,8 +53,7 @@ type Meeting struct {
 	// Place contains the store and the secret. The store is nil in a job of one rank. The secret is there
 	// even if it comes from the settings.
 	*Place
-	// Settings are the settings of Config with the rank, size and job of this process added. Size is at least
-	// 1.
+	// Settings are the settings of Config with the rank, size and job of this process added. Size is never 0.
 	Settings config.Config
 	// Listen is the address of this host on which the rank must listen. All other ranks can dial it.
 	Listen string

@@ -129,7 +129,7 @@ func (c *client) end() error {
 	}
 }
 
-// all calls f in a goroutine for each element of some, and returns when all calls have returned.
+// all calls f in a goroutine for each element of the slice some, and returns when all calls have returned.
 func all[T any](some []T, f func(i int, one T)) {
 	var wg sync.WaitGroup
 	for i, one := range some {

@@ -114,7 +114,7 @@ func (c *conn) serve() error {
 	return err
 }
 
-// disconnect closes the connection for the reason why. The reader still handles data that the client has sent
+// disconnect closes the connection. why is the reason. The reader still handles data that the client has sent
 // before.
 func (c *conn) disconnect(why error) {
 	c.mu.Lock()

@@ -25,7 +25,7 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// refused checks that the reply r is an error of the given class whose text contains says.
+// refused checks that the reply r is an error of the given class, and that its text contains the string says.
 func refused(t *testing.T, what string, r *sidecarpb.Reply, class uint32, says string) {
 	t.Helper()
 	if r.Error.GetClass() != class || !strings.Contains(r.Error.GetText(), says) {
@@ -310,7 +310,7 @@ func TestArenaInUse(t *testing.T) {
 	all(clients, func(_ int, c *client) { c.Shutdown(); c.bye() })
 }
 
-// within calls done every millisecond until it returns true. If that takes longer than
+// within calls the function done every millisecond until it returns true. If that takes longer than
 // sidecartest.HangTimeout, the test fails. Tests use within only if there is no other way to wait for a
 // condition.
 func within(t *testing.T, what string, done func() bool) {

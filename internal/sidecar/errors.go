@@ -9,7 +9,7 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// Classes of errors. docs/sidecar.md lists their numbers.
+// These are the classes of errors. docs/sidecar.md lists their numbers.
 const (
 	classUsage = 1 + iota
 	classDuplicate

@@ -75,7 +75,7 @@ func (i *inbox) Fill(wait bool) (bool, error) {
 	}
 	if len(i.buf) == cap(i.buf) {
 		// The buffer grows when bytes arrive. It does not grow when a frame announces its length, because
-		// that length may be a lie.
+		// that length may be wrong.
 		i.buf = slices.Grow(i.buf, readBytes)
 	}
 	flags := unix.MSG_CMSG_CLOEXEC

@@ -117,8 +117,8 @@ func (m *memory) leave(owner *conn) error {
 
 // use finds the memory of each location in places and stores it in the field "to" of the location. The
 // locations belong to an operation of owner. The arenas of the locations stay mapped until unuse is called.
-// use appends these arenas to uses and returns the extended slice. If it returns an error, it keeps no arena
-// in use.
+// use appends these arenas to the slice uses and returns the result. If it returns an error, it keeps no
+// arena in use.
 func (m *memory) use(owner *conn, places []location, uses []*clientArena) ([]*clientArena, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()

@@ -209,9 +209,8 @@ func (p *plan) overlaps() error {
 	slices.SortFunc(all, func(a, b stretch) int {
 		return cmp.Or(cmp.Compare(a.arena, b.arena), cmp.Compare(a.offset, b.offset))
 	})
-	// Both variables refer to the part of all that the loop has seen in the current arena. reads is the
-	// stretch with the greatest end. writes is the stretch with the greatest end among those that are
-	// written.
+	// Both variables describe the stretches that the loop has seen in the current arena. reads is the one
+	// with the greatest end. writes is the one with the greatest end among those that the operation writes.
 	var reads, writes stretch
 	for i, s := range all {
 		if i == 0 || s.arena != all[i-1].arena {

@@ -389,8 +389,8 @@ func TestDozingNeedsNoDoorbell(t *testing.T) {
 	})
 }
 
-// until calls so repeatedly until it returns true. If that takes longer than sidecartest.HangTimeout, the
-// test fails.
+// until calls the function so again and again until it returns true. If that takes longer than
+// sidecartest.HangTimeout, the test fails.
 func until(t *testing.T, so func() bool) {
 	t.Helper()
 	for deadline := time.Now().Add(sidecartest.HangTimeout); !so(); runtime.Gosched() {
@@ -629,8 +629,8 @@ func TestTypes(t *testing.T) {
 	ranks(t, 2, func(r int, c *client, b []byte) {
 		for _, dt := range tensor.DTypes() {
 			clear(b[:64])
-			// The first byte is 0 or 1. In an integer type the value is 0 or 1, in a floating-point type it
-			// is 0 or the smallest positive number.
+			// The first byte is 0 or 1. So the value is 0 or 1 in an integer type, and 0 or the smallest
+			// positive number in a floating-point type.
 			b[0] = byte(r)
 			o := &sidecarpb.Operation{Kind: 1, Dtype: uint32(dt), ReduceOp: 4, Name: dt.String(),
 				Tensors: []*sidecarpb.Tensor{

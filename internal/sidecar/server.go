@@ -58,8 +58,7 @@ type Config struct {
 	Secret secret.Secret
 	// Options are the options of each Init. Settings that the client sends override them.
 	Options rank.Options
-	// HelloTimeout is how long the Server waits for a client's greeting. If it is 0, the Server waits for 30
-	// s.
+	// HelloTimeout is how long the Server waits for a client's greeting. The default, for 0, is 30 s.
 	HelloTimeout time.Duration
 	// MaxInFlight is the maximum number of operations in flight on a connection, and also the maximum number
 	// of unanswered requests. If it is 0, the maximum is 65536.

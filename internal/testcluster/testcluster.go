@@ -59,7 +59,7 @@ type Options struct {
 	Ranks     int
 	Transport Transport
 	// Latency is the time that a byte takes from one rank to another. It applies only to Mem. The default is
-	// 0.
+	// no latency.
 	Latency time.Duration
 	// Sets holds the members of the process sets 1, 2, ... that exist from the start. The members of a set
 	// are in ascending order.

@@ -64,8 +64,8 @@ type Config struct {
 	// channel before the sender waits for the peer to read. It must be a power of two from 64 bytes to 1 GiB.
 	// A rank allocates one ring for each peer on its host. The default is 64 KiB.
 	RingBytes int
-	// HandshakeTimeout is the time limit for the handshake after a process has connected. The default is 10
-	// s.
+	// HandshakeTimeout is the time limit for the handshake, counted from the connect of the peer. The default
+	// is 10 s.
 	HandshakeTimeout time.Duration
 	// Log receives a warning for each refused connection. If it is nil, warnings are discarded.
 	Log *zap.Logger
