@@ -79,8 +79,8 @@ type heap struct {
 	live     int64
 	watchers []*watcher
 
-	// index contains the chunks in ascending order of address, for Find. Nothing changes it in place: a new
-	// index replaces it.
+	// index contains the chunks in ascending order of address, for Find. Nothing changes the slice in place:
+	// a new one replaces it.
 	index atomic.Pointer[[]chunkRange]
 }
 

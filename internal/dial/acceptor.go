@@ -36,9 +36,9 @@ type Acceptor struct {
 }
 
 // Serve listens on addr and calls handle for each connection. addr has the form host:port, where port 0 means
-// any free port. most is the maximum number of connections at a time. Serve closes any further connection. It
-// logs errors at a limited rate (logs.Quiet). The log lines begin with name, for example "store: server". log
-// may be nil.
+// any free port. The parameter most is the maximum number of connections at a time. Serve closes any further
+// connection. It logs errors at a limited rate (logs.Quiet). The log lines begin with name, for example
+// "store: server". log may be nil.
 func Serve(addr, name string, most int, log *zap.Logger, handle Handler) (*Acceptor, error) {
 	ln, err := Listen(addr)
 	if err != nil {

@@ -88,8 +88,8 @@ func ExplainLimit(err error) error {
 	return &limitError{err, limit.Cur}
 }
 
-// Retry calls try until it succeeds, until it returns an error for which MayRecover is false, or until ctx
-// ends. If ctx ends, the error wraps ctx.Err() and the error of the last attempt.
+// Retry calls the function try until it succeeds, until it returns an error for which MayRecover is false, or
+// until ctx ends. If ctx ends, the error wraps ctx.Err() and the error of the last attempt.
 func Retry(ctx context.Context, try func() error) error {
 	var (
 		wait Backoff
@@ -118,7 +118,7 @@ func Retry(ctx context.Context, try func() error) error {
 	}
 }
 
-// Pause waits until d has passed, ctx ends, or done is closed, whichever comes first.
+// Pause waits until the time d has passed, ctx ends, or the channel done is closed, whichever comes first.
 func Pause(ctx context.Context, d time.Duration, done <-chan struct{}) {
 	t := time.NewTimer(d)
 	defer t.Stop()

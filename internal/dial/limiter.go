@@ -25,7 +25,7 @@ type Limiter struct {
 // NewLimiter returns a Limiter with the limit most, which must be at least one.
 func NewLimiter(most int) *Limiter { return &Limiter{most: most} }
 
-// Grow raises the limit to most. If the limit is not less than most, Grow does nothing.
+// Grow raises the limit to the value of most. If the limit is already as high, Grow does nothing.
 func (l *Limiter) Grow(most int) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -287,8 +287,8 @@ func (l *Launcher) note(err error) {
 	}
 }
 
-// read calls take with each message of a queue until ctx ends, and then with the remaining messages in the
-// queue. It drops malformed messages.
+// read calls the function take with each message of a queue until ctx ends, and then with the remaining
+// messages in the queue. It drops malformed messages.
 func (l *Launcher) read(ctx context.Context, queue string, take func(message)) error {
 	for {
 		b, err := l.kv.Pop(ctx, queue)

@@ -27,7 +27,7 @@ const AgentArg = "__hvdrun-host-agent"
 const (
 	// storeWait is how long an agent tries to reach the job's store. headStart is the delay between the
 	// attempts at two successive addresses. Usually the first address works within that time, so the agent
-	// does not dial the others.
+	// does not dial another one.
 	storeWait = 5 * time.Second
 	headStart = 250 * time.Millisecond
 	// killWait is how long the agent waits for the ranks to end after it has killed them because the launcher

@@ -394,8 +394,8 @@ func (j *job) cutAll() {
 }
 
 // awaitAgents waits until all agents, and the commands that reach them, have ended. They end when they have
-// sent everything. After timeout, awaitAgents kills those that are left and waits for timeout once more. If
-// some are still left then, it returns an error.
+// sent everything. When timeout has passed, awaitAgents kills the ones that are left and waits for the same
+// time again. If some are still left then, it returns an error.
 func (j *job) awaitAgents(timeout time.Duration) error {
 	all := make(chan struct{})
 	go func() {

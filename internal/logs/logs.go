@@ -53,7 +53,7 @@ func Level(word string) zapcore.Level {
 }
 
 // withTrace returns an encoder of levels. For the level Trace, which zap does not know, it writes word. For
-// all other levels it calls others.
+// all other levels it calls the encoder others.
 func withTrace(word string, others zapcore.LevelEncoder) zapcore.LevelEncoder {
 	return func(l zapcore.Level, enc zapcore.PrimitiveArrayEncoder) {
 		if l == Trace {

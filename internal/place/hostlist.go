@@ -78,8 +78,8 @@ func cutHost(list string) (item, rest string, more bool, err error) {
 	return list, "", false, nil
 }
 
-// expandHost expands one item of a list. The brackets of the item must match. If the item has more than most
-// names, expandHost returns an error.
+// expandHost expands one item of a list. The brackets of the item must match. If the item has more names than
+// the limit most, expandHost returns an error.
 func expandHost(item string, most int) ([]string, error) {
 	if item == "" {
 		return nil, errors.New("got an empty name")
@@ -140,7 +140,8 @@ func notInNames(c rune) bool {
 
 func tooMany() error { return fmt.Errorf("got more than %d hosts", MaxHosts) }
 
-// expandNumbers expands the text inside a bracket. If there are more than most numbers, it returns an error.
+// expandNumbers expands the text inside a bracket. If there are more numbers than the limit most, it returns
+// an error.
 func expandNumbers(inside string, most int) (numbers []string, err error) {
 	for part := range strings.SplitSeq(inside, ",") {
 		first, last, isRange := strings.Cut(part, "-")
@@ -218,7 +219,7 @@ func expandTasks(list string) (tasks []int, err error) {
 	return tasks, nil
 }
 
-// decimal parses a number from 0 to most. It accepts only digits.
+// decimal parses a number from 0 to the limit most. It accepts only digits.
 func decimal(s string, most int) (int, error) {
 	n, err := strconv.Atoi(s)
 	if err != nil || n < 0 || n > most || strings.Trim(s, "0123456789") != "" {

@@ -68,7 +68,7 @@ type Line struct {
 	Suspect bool
 }
 
-// String returns the line as text for people.
+// String returns the line as text for users.
 func (l Line) String() string { return string(l.Kind) + ": " + l.Why }
 
 // Detect finds the launcher of this process. getenv returns the value of an environment variable, like

@@ -124,7 +124,7 @@ func (e *Env) meet(ctx context.Context, o MeetOptions, m *Place) error {
 	return e.meetAt(ctx, o, m, e.host)
 }
 
-// single sets m for a job that has only one rank.
+// single fills the fields of m for a job that has only one rank.
 func (m *Place) single(o MeetOptions) error {
 	h := store.NewHashStore(store.Limits{})
 	m.Store, m.Secret = h, o.Secret
@@ -210,7 +210,7 @@ func (o *MeetOptions) resolve(ctx context.Context, host string) (addr string, er
 	return addr, nil
 }
 
-// meetAt meets at a host and a port that all ranks know in advance.
+// meetAt lets the ranks meet at a host and a port that all of them know in advance.
 func (e *Env) meetAt(ctx context.Context, o MeetOptions, m *Place, host string) error {
 	if o.Secret.IsZero() && !o.Insecure {
 		return ErrNoSecret

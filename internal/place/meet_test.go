@@ -499,7 +499,7 @@ func FuzzAnnouncement(f *testing.F) {
 }
 
 // torchRanks returns four workers of torchrun. If hosts is 1, all workers are on one host. If hosts is 2, two
-// workers are on each host. more holds names and values of further variables in turn.
+// workers are on each host. The slice more holds names and values of further variables in turn.
 func torchRanks(t *testing.T, hosts int, more ...string) (envs []*Env) {
 	t.Helper()
 	for r := range 4 {
@@ -599,7 +599,7 @@ func TestTorchrunWithoutStore(t *testing.T) {
 }
 
 // plainRanks returns n ranks of a job. Their environments have only PyTorch's variables, such as RANK and
-// MASTER_ADDR, and the variables in more.
+// MASTER_ADDR, and the variables in the slice more.
 func plainRanks(t *testing.T, n int, more ...string) (envs []*Env) {
 	t.Helper()
 	for r := range n {

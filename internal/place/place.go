@@ -99,7 +99,7 @@ func (p *Place) onClose(c func() error) { p.closers = append(p.closers, c) }
 
 func (p *Place) onMet(f func(context.Context) error) { p.atMet = append(p.atMet, f) }
 
-// removeWhenMet makes Met call remove. If Met is not called, Close calls remove.
+// removeWhenMet makes Met call the function remove. If Met is not called, Close calls it.
 func (p *Place) removeWhenMet(remove func() error) {
 	remove = sync.OnceValue(remove)
 	p.atMet = append([]func(context.Context) error{func(context.Context) error { return remove() }},

@@ -253,8 +253,8 @@ type environment map[string]string
 
 func (e environment) get(name string) string { return e[name] }
 
-// with returns a changed copy of e. more holds names and values of variables in turn. An empty value removes
-// the variable.
+// with returns a changed copy of e. The slice more holds names and values of variables in turn. An empty
+// value removes the variable.
 func (e environment) with(more ...string) environment {
 	all := make(environment)
 	for name, value := range e {

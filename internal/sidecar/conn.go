@@ -541,8 +541,8 @@ func (c *conn) takeRing(numBytes uint64) error {
 	return nil
 }
 
-// free frees the result at the position at, which the client does not need any more. If the client holds no
-// result there, free only logs that.
+// free frees the result whose position is at, because the client does not need it any more. If the client
+// holds no result there, free only logs that.
 func (c *conn) free(at origin) {
 	c.mu.Lock()
 	b := c.places[at]

@@ -86,7 +86,7 @@ func newRing(s *shmem.Segment) (*ring, error) {
 	}, nil
 }
 
-// word returns the 64-bit word of b at the offset at.
+// word returns the 64-bit word of b whose byte offset is at.
 func word(b []byte, at int) *atomic.Uint64 { return (*atomic.Uint64)(unsafe.Pointer(&b[at])) }
 
 // pending returns the number of submissions that the client has made so far, according to the client's

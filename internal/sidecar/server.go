@@ -278,7 +278,8 @@ func (s *Server) tidy() {
 	}
 	defer func() { <-s.changing }()
 	if s.Report().State == StateEnded {
-		// The context has ended already, because no client waits for an orderly shutdown of the engine.
+		// Use a context that has already ended, because no client waits for an orderly shutdown of the
+		// engine.
 		over, cancel := context.WithCancel(s.ctx)
 		cancel()
 		s.check(s.shutdown(over, "", false))
@@ -372,7 +373,7 @@ func openPidfd(fd, pid int) (*os.File, error) {
 	}
 	switch {
 	case err == unix.ENOSYS || err == unix.EPERM || err == unix.EINVAL && pid == 0:
-		// The sidecar then notices the end of the process only by the end of the connection.
+		// Without a pidfd, the sidecar notices the end of the process only by the end of the connection.
 		return nil, nil
 	case err != nil:
 		return nil, fmt.Errorf("open a pidfd of the client: %w", err)
@@ -596,7 +597,8 @@ func (s *Server) removeSet(q *sidecarpb.RemoveProcessSet) error {
 	return err
 }
 
-// changeSets calls ask, which submits a change of the process sets, and waits until the change is done.
+// changeSets calls the function ask, which submits a change of the process sets, and waits until the change
+// is done.
 func (s *Server) changeSets(kind message.Kind, timeoutSeconds float64,
 	ask func(c *rank.Call, done func(*rank.Change, error)) error) (*rank.Change, error) {
 	c := rank.NewCall(kind, tensor.Invalid)

@@ -58,8 +58,8 @@ type Options struct {
 	// Ranks is the number of ranks, at least 1.
 	Ranks     int
 	Transport Transport
-	// Latency is the time that a byte takes from one rank to another. It applies only to Mem. The default is
-	// no latency.
+	// Latency is the time that a byte takes from one rank to another. It applies only to Mem. By default it
+	// is 0.
 	Latency time.Duration
 	// Sets holds the members of the process sets 1, 2, ... that exist from the start. The members of a set
 	// are in ascending order.

@@ -420,7 +420,7 @@ func (c *Client) Ring(n uint64) {
 	c.close(fd)
 }
 
-// Word returns the word of the ring at the byte offset at.
+// Word returns the word of the ring whose byte offset is at.
 func (c *Client) Word(at int) *atomic.Uint64 {
 	return (*atomic.Uint64)(unsafe.Pointer(&c.RingBytes[at]))
 }

@@ -10,7 +10,7 @@ import (
 // Inner returns the Mesh behind a Sharer from Connect.
 func Inner(s Sharer) *Mesh { return s.(*Mesh) }
 
-// Put queues a message to the rank to, as if this rank's mesh had sent it. The message owns the descriptors
+// Put queues a message to another rank, as if this rank's mesh had sent it. The message owns the descriptors
 // fds.
 func (m *Mesh) Put(to topo.Rank, kind, id uint32, size uint64, fds ...int) {
 	m.peer(to).outbox.put(message{kind, id, size, fds})
@@ -27,7 +27,7 @@ const (
 
 // SetHead and SetTail overwrite words that the peer must check. SetHead overwrites the head of the ring in
 // which this rank sends to the peer. SetTail overwrites the tail of the ring in which the peer sends to this
-// rank. The peer is the rank with the number to.
+// rank. The parameter to is the rank of the peer.
 func (m *Mesh) SetHead(to topo.Rank, v uint64) { atomic.StoreUint64(m.peer(to).conn.outHead, v) }
 
 func (m *Mesh) SetTail(to topo.Rank, v uint64) { atomic.StoreUint64(m.peer(to).conn.inTail, v) }

@@ -150,7 +150,7 @@ func (s *setup) dial(ctx context.Context, p *peer) error {
 	return s.exchangeDescriptors(p)
 }
 
-// interrupt makes calls on uc fail when ctx ends. The caller calls end to stop this.
+// interrupt makes calls on uc fail when ctx ends. The caller must call the function end, which stops this.
 func interrupt(ctx context.Context, uc *net.UnixConn) (end func()) {
 	done := make(chan struct{})
 	stop := context.AfterFunc(ctx, func() {

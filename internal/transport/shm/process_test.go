@@ -27,7 +27,7 @@ import (
 // waits is its time limit. The test writes lines to the process (<) and reads lines that it prints (>):
 //
 //	> its address and offer
-//	< rank, the store of the job, addresses and offers of all
+//	< rank, the store of the job, addresses and offers of all ranks
 //	> joined
 //	< any line
 //	> formed
@@ -139,7 +139,8 @@ func serve(tb testing.TB) (kv store.Store, addr string) {
 	return h, server.Addr()
 }
 
-// act runs an action in a child process. what is the name of the action, which the test has sent:
+// act runs an action in a child process. The parameter what is the name of the action, which the test has
+// sent. The actions are:
 //
 //   - share: share a segment and a tensor with all ranks, and read the segments and tensors of the other ranks
 //   - watch: wait until the other ranks have gone, and check that their memory can still be read

@@ -46,8 +46,8 @@ func (l controlLayout) ringOffset(index int) int {
 
 func (l controlLayout) bytes() int { return l.ringOffset(l.size) }
 
-// word32 returns a pointer to the u32 at the offset at of the segment b. A segment is aligned to a page and
-// larger than any offset, so the pointer is aligned and inside the segment.
+// word32 returns a pointer to the u32 in the segment b whose byte offset is at. A segment is aligned to a
+// page and larger than any offset, so the pointer is aligned and inside the segment.
 func word32(b []byte, at int) *uint32 { return (*uint32)(unsafe.Pointer(&b[at : at+4][0])) }
 func word64(b []byte, at int) *uint64 { return (*uint64)(unsafe.Pointer(&b[at : at+8][0])) }
 

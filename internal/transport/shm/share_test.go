@@ -34,8 +34,8 @@ func wantErr(t *testing.T, call string, err, want error) {
 	}
 }
 
-// within calls done repeatedly until it returns true, because no event announces the change. If that takes
-// longer than hangTimeout, the test fails with the message what.
+// within calls the function done repeatedly until it returns true, because no event announces the change. If
+// that takes longer than hangTimeout, the test fails with the message in what.
 func within(t *testing.T, what string, done func() bool) {
 	t.Helper()
 	for end := time.Now().Add(hangTimeout); !done(); runtime.Gosched() {

@@ -277,13 +277,13 @@ type Epoch struct {
 	Hosts []string
 	// Offers[r] is the offer of rank r. If that rank does not call Connect, it is zero.
 	Offers []Offer
-	// Reserve holds, for each lane, the number of bytes that this rank will later Share. Connect allocates
+	// Reserve holds, for each lane, the number of bytes that this rank will pass to Share. Connect allocates
 	// them before the ranks agree. So if a rank lacks the memory, the ranks agree to share no memory.
 	Reserve map[transport.Lane]int64
-	// Agree calls try, which connects this rank to the other ranks of the host, and tells these ranks the
-	// result. It returns the ranks at which try has failed, with the reasons. All ranks of the host get the
-	// same ranks and reasons (rendezvous.Session.Agree). When try fails at a rank, Agree cancels the context
-	// of try at the other ranks. Connect does not call Agree if the rank is alone on its host.
+	// Agree calls the function try, which connects this rank to the other ranks of the host, and tells these
+	// ranks the result. It returns the ranks at which try has failed, with the reasons. All ranks of the host
+	// get the same ranks and reasons (rendezvous.Session.Agree). When try fails at a rank, Agree cancels the
+	// context of try at the other ranks. Connect does not call Agree if the rank is alone on its host.
 	Agree func(ctx context.Context, try func(context.Context) error) (failed map[topo.Rank]string, err error)
 	// Under is a mesh that reaches all ranks. Connect takes ownership of Under. If Connect fails, it closes
 	// Under. If Connect succeeds, Close of the new mesh also closes Under.
@@ -350,8 +350,8 @@ type exclusion struct {
 	ranks []topo.Rank
 }
 
-// checkOffers checks the offers. It returns, for each host whose ranks cannot share memory, the reason. All
-// ranks compute the same result.
+// checkOffers checks the offers. For each host whose ranks cannot share memory, the map that it returns
+// contains the reason. All ranks compute the same result.
 func checkOffers(ep *Epoch) (excluded map[string]exclusion) {
 	excluded = make(map[string]exclusion)
 	first := make(map[string]topo.Rank)

@@ -147,7 +147,7 @@ func (c *conn) read(r func([]byte) (int, error), p []byte) (int, error) {
 	return n, c.rerr
 }
 
-// hasUnread reports whether TryRead may return bytes or an error of which epoll does not notify.
+// hasUnread reports whether TryRead may return bytes or an error that epoll does not report.
 func (c *conn) hasUnread() bool { return c.unread.Load() || c.cause.Load() != nil }
 
 // Send implements transport.Conn.
@@ -392,9 +392,10 @@ func (c *conn) wake() {
 	c.changed.Broadcast()
 }
 
-// write writes p by calling by, a method of the socket. It returns the part of p that by could not write
-// without waiting. It checks cause before each call. The deadline that abort sets is not enough, because a
-// deadline interrupts only a call that waits, and with a fast peer no call waits.
+// write writes p with the function by, a method of the socket. It returns the part of p that the function
+// could not write without waiting. It checks cause before each call of the function. The deadline that abort
+// sets is not enough, because a deadline interrupts only a call that waits, and with a fast peer no call
+// waits.
 func (c *conn) write(p []byte, by func([]byte) (int, error)) ([]byte, error) {
 	for len(p) > 0 {
 		if c.cause.Load() != nil {

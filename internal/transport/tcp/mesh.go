@@ -39,7 +39,8 @@ type lane struct {
 	waits map[topo.Rank]*wait
 }
 
-// wait is the state that all goroutines share that wait for the same channel. It gets the result of the wait.
+// wait is the state that is shared by all goroutines that wait for the same channel. It gets the result of
+// the wait.
 type wait struct {
 	done chan struct{} // closed when conn or err is set
 	conn *conn
@@ -343,8 +344,7 @@ func (m *Mesh) dial(l *lane, peer topo.Rank) {
 			return
 		}
 		if ctx.Err() == nil || last == nil {
-			// If ctx has ended, err says only that. The error of the previous attempt says why the dial has
-			// failed.
+			// If ctx has ended, err says only that. So the error of the previous attempt is kept then.
 			last = err
 		}
 		m.failed(l, peer, last)

@@ -118,7 +118,7 @@ func arrived(epoll int, events []unix.EpollEvent) bool {
 	return n > 0 || err != nil && err != unix.EINTR
 }
 
-// report sets the events of the inner instance of which the outer instance notifies. The caller holds mu, and
+// report sets which events of the inner instance the outer instance reports. The caller holds mu, and
 // the poller is not closed, so the system call cannot fail.
 func (p *poller) report(events uint32) {
 	p.event.Events = events

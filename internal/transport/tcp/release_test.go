@@ -15,8 +15,8 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// eventually calls is repeatedly until it returns true, because no event announces the change. If that takes
-// longer than hangTimeout, the test fails with the message what.
+// eventually calls the function is repeatedly until it returns true, because no event announces the change.
+// If that takes longer than hangTimeout, the test fails with the message in what.
 func eventually(t *testing.T, what string, is func() bool) {
 	t.Helper()
 	for end := time.Now().Add(hangTimeout); !is(); runtime.Gosched() {

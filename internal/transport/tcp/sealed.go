@@ -40,8 +40,9 @@ type recordBuffer struct {
 	failed    error // error that Read returns after the bytes of readAhead
 }
 
-// seal makes both ends of nc prove that they know key. by does this for one side: it is secret.Secret.Dial or
-// secret.Secret.Accept. If key is encrypted, seal returns a *sealed. Otherwise it returns nc.
+// seal makes both ends of nc prove that they know key. The function by does this for one side: it is
+// secret.Secret.Dial or secret.Secret.Accept. If key is encrypted, seal returns a *sealed. Otherwise it
+// returns nc.
 func seal(key secret.Secret, nc net.Conn,
 	by func(secret.Secret, net.Conn, string) (net.Conn, error)) (net.Conn, error) {
 	if !key.IsEncrypted() {

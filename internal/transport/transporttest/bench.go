@@ -65,9 +65,9 @@ func Stream(b *testing.B, f Factory) {
 	}
 }
 
-// benchPair connects two ranks on lane 1 and returns the Conn of rank 0. It calls peer in a goroutine with
-// the Conn of rank 1. When peer returns because of an error, rank 1 is closed. The function done closes rank
-// 0 and waits until peer has returned.
+// benchPair connects two ranks on lane 1 and returns the Conn of rank 0. It calls the function peer in a
+// goroutine with the Conn of rank 1. When peer returns because of an error, rank 1 is closed. The function
+// done closes rank 0 and waits until peer has returned.
 func benchPair(b *testing.B, f Factory, peer func(one transport.Conn)) (zero transport.Conn, done func()) {
 	meshes := f(b, 2)
 	closeMesh := func(m transport.Mesh) {

@@ -365,8 +365,8 @@ func testContext(s *suite) {
 	s.exchange(s.pair(meshes, 1))
 }
 
-// testUnblocks makes rank 1 wait in Read, Flush and Conn on lane 1, and then calls end. The pending calls and
-// all later calls must fail with want.
+// testUnblocks makes rank 1 wait in Read, Flush and Conn on lane 1, and then calls the function end. The
+// pending calls and all later calls must fail with want.
 func testUnblocks(s *suite, end func(m transport.Mesh), want error) {
 	meshes := s.open(3)
 	m := meshes[1]
