@@ -55,7 +55,7 @@ type Chunk struct {
 type chunk struct {
 	Chunk
 	bytes []byte
-	live  map[int64]int64 // size of each tensor in bytes, a multiple of align, by the offset of the tensor
+	live  map[int64]int64 // maps the offset of each tensor to its size, a multiple of align
 	free  []span          // free ranges, in ascending order; between two of them there are live tensors
 	// fresh is the offset of the first byte that has never been allocated. All bytes from there on are still
 	// zero.
@@ -120,10 +120,11 @@ func Abandon(id uint32) error { return process.abandon(id) }
 // returns the position of the first byte of the capacity.
 func Find(b []byte) (Ref, bool) { return process.find(b) }
 
-// Watch calls added for every chunk: first for the chunks that exist, and then for each new chunk. It calls
-// removed when a chunk is removed. The allocator makes one call at a time and holds its lock. So added and
-// removed must return soon and must not call this package. The Segment of a Chunk may be used until removed
-// returns. When stop has returned, neither function is running, and neither is called again.
+// Watch calls the function added for every chunk: first for the chunks that exist, and then for each new
+// chunk. It calls the function removed when a chunk is removed. The allocator makes one call at a time and
+// holds its lock. So both functions must return soon and must not call this package. The Segment of a Chunk
+// may be used until removed returns. When stop has returned, neither of the two functions is running, and
+// neither is called again.
 func Watch(added func(Chunk), removed func(id uint32)) (stop func()) {
 	return process.watch(added, removed)
 }

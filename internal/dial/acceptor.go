@@ -52,10 +52,10 @@ func Serve(addr, name string, most int, log *zap.Logger, handle Handler) (*Accep
 	return a, nil
 }
 
-// Addr returns the address on which a listens.
+// Addr returns the address on which the Acceptor listens.
 func (a *Acceptor) Addr() string { return a.ln.Addr().String() }
 
-// Close closes all connections and waits for the goroutines of a.
+// Close closes all connections and waits for the goroutines of the Acceptor.
 func (a *Acceptor) Close() error { return a.close() }
 
 func (a *Acceptor) closeOnce() error {

@@ -39,8 +39,9 @@ func (b *Backoff) Next() time.Duration {
 	return time.Duration(*b)
 }
 
-// MayRecover reports whether another attempt to dial or greet a peer may succeed after the error err. It may
-// if the peer may be starting or stopping, or if the network or name resolution may not be available yet.
+// MayRecover reports whether another attempt to dial or greet a peer may succeed after the error err. This is
+// so if the peer is perhaps starting or stopping, or if the network or name resolution is perhaps not
+// available yet.
 func MayRecover(err error) bool {
 	if ne, ok := errors.AsType[net.Error](err); ok && ne.Timeout() {
 		return true
@@ -155,8 +156,7 @@ func ReadGreeting(r io.Reader, magic string) (version uint32, err error) {
 // dialTimeout is the time limit for one attempt to connect to a peer and read its greeting.
 const dialTimeout = 5 * time.Second
 
-// VersionError is the error if the greeting of the peer contains another version of the protocol than the
-// version that this process uses.
+// VersionError is the error if the peer and this process use different versions of the protocol.
 type VersionError struct{ Got, Want uint32 }
 
 func (e *VersionError) Error() string {

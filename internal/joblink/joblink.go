@@ -87,7 +87,7 @@ type Link interface {
 	Answer(ctx context.Context, handle func(what string) []byte) error
 }
 
-// Verdict says which ranks have failed, which ended an epoch.
+// Verdict says which ranks have failed. Their failure ended an epoch.
 type Verdict struct {
 	// Epoch is the epoch that failed.
 	Epoch uint64 `json:"epoch"`
@@ -212,7 +212,8 @@ func (l *link) reply(ctx context.Context, question uint64, body []byte) error {
 	return err
 }
 
-// unlessOver returns err. But if ctx has ended, it returns nil, because then the end of ctx has caused err.
+// unlessOver returns nil if ctx has ended, because then the end of ctx has caused err. Otherwise it returns
+// err.
 func unlessOver(ctx context.Context, err error) error {
 	if ctx.Err() != nil {
 		return nil

@@ -175,8 +175,8 @@ func TestDeadline(t *testing.T) {
 	})
 }
 
-// TestNothingToSay lets handle return nil or too many bytes. Ask must report the rank as missing at once,
-// without waiting for the deadline.
+// TestNothingToSay lets the function handle return nil or too many bytes. Ask must report the rank as missing
+// at once, without waiting for the deadline.
 func TestNothingToSay(t *testing.T) {
 	kv, dial := served(t)
 	l := listen(t, kv, 4, deaf)

@@ -512,8 +512,7 @@ const maxJob = 64
 // put the part that differs between jobs there.
 func short(job string) string { return strings.ToValidUTF8(job[max(0, len(job)-maxJob):], "") }
 
-// HostID returns a text that identifies the host of this rank. Ranks for which it is the same can share
-// memory.
+// HostID returns a text that identifies the host of this rank. Ranks with the same text can share memory.
 func HostID(set *config.Config) (string, error) {
 	if set.HostID != "" {
 		return topo.HostID(set.HostID, "", "", ""), nil

@@ -36,7 +36,7 @@ func settings(t *testing.T, vars map[string]string) config.Config {
 	return cfg
 }
 
-// all calls Open concurrently with each of configs. It returns the meetings and errors in the order of
+// all calls Open concurrently with each Config in configs. It returns the meetings and errors in the order of
 // configs, and closes the meetings when the test ends.
 func all(t *testing.T, configs ...Config) ([]*Meeting, []error) {
 	t.Helper()
@@ -290,8 +290,8 @@ func TestBySettings(t *testing.T) {
 	meets(t, met, errs)
 }
 
-// TestNoWayToMeet sets variables of a job without the rank or without the address where the ranks meet. Open
-// must return an error. If HVD_SIZE=1 is set too, the process must become a job of its own.
+// TestNoWayToMeet sets variables of a job, but leaves out the rank or the address at which the ranks meet.
+// Open must return an error. If HVD_SIZE=1 is set too, the process must become a job of its own.
 func TestNoWayToMeet(t *testing.T) {
 	for name, vars := range map[string]map[string]string{
 		"no address": {"RANK": "1", "WORLD_SIZE": "2"},
@@ -455,9 +455,9 @@ func TestAgree(t *testing.T) {
 	}
 }
 
-// TestMissingRanksAreNamed lets a rank not arrive before the deadline of another rank passes. The errors of
-// all ranks that have arrived must name the missing rank, even if rank 0, which serves the store, is the
-// first to give up.
+// TestMissingRanksAreNamed runs a job in which one rank does not arrive before the deadline of another rank.
+// The errors of all ranks that have arrived must name the missing rank, even if rank 0, which serves the
+// store, is the first to give up.
 func TestMissingRanksAreNamed(t *testing.T) {
 	for _, first := range []int{0, 1} {
 		h := store.NewHashStore(store.Limits{})

@@ -124,8 +124,9 @@ func (p *pmi) close() {
 	p.conn.Close()
 }
 
-// call sends a request and reads the answer. The word cmd of the answer must be want. Errors contain the name
-// of the request, but nothing else of the request or of the answer, because they may contain a secret.
+// call sends a request and reads the answer. The word cmd of the answer must be the string want. Errors
+// contain the name of the request, but nothing else of the request or of the answer, because they may contain
+// a secret.
 func (p *pmi) call(request, want string) (map[string]string, error) {
 	name, _, _ := strings.Cut(strings.TrimPrefix(request, "cmd="), " ")
 	answer, err := p.exchange(request)

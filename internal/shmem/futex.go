@@ -19,8 +19,8 @@ const (
 const maxWake = 1<<31 - 1
 
 // Wait sleeps until Wake is called for addr, but at most for d. If *addr is not val or if d is not positive,
-// Wait returns at once. It may also return early for no reason. While Wait sleeps, it occupies a thread but
-// not a P of the Go scheduler.
+// Wait returns at once. It may also return early (a spurious wake-up). While Wait sleeps, it occupies a
+// thread but not a P of the Go scheduler.
 func Wait(addr *uint32, val uint32, d time.Duration) {
 	if d <= 0 {
 		return

@@ -59,7 +59,8 @@ func (m machine) check(need int64) error {
 // mount is the directory under which their hierarchies are mounted.
 type cgroups struct{ self, mount string }
 
-// files holds the names of the files of a memory controller. They differ between versions 1 and 2 of cgroups.
+// files holds the names of the files of a memory controller. These names differ between versions 1 and 2 of
+// cgroups.
 type files struct {
 	limit, usage string
 	// cache holds the names of the fields in memory.stat that count the page cache, which contains parts of

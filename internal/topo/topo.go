@@ -91,7 +91,7 @@ func (t Topology) Validate() error {
 	return nil
 }
 
-// HostID returns a text that identifies a host. Ranks for which it is the same may share memory. If given is
+// HostID returns a text that identifies a host. Ranks with the same text may share memory. If given is
 // not empty, HostID returns given. Otherwise the text consists of the host's name, the ID of its boot, and
 // the ID of the network namespace. So if two containers have the same values of all three, they are treated
 // like processes of one host.

@@ -98,9 +98,9 @@ type Mesh interface {
 }
 
 // Poller is implemented by meshes whose Control lane one goroutine can poll. The goroutine calls TryRead of
-// each Conn of that lane in turn, instead of one goroutine for each peer blocking in Read. This suits a loop
-// that answers in less time than it takes to wake a goroutine. While nothing arrives, the polling goroutine
-// may park, and the mesh then notifies it.
+// each Conn of that lane in turn. So there need not be a goroutine for each peer that blocks in Read. This
+// suits a loop that answers in less time than it takes to wake a goroutine. While nothing arrives, the
+// polling goroutine may park, and the mesh then notifies it.
 type Poller interface {
 	// OnNotify sets the function notify. While the polling goroutine is parked, the mesh calls notify from a
 	// goroutine of its own when something has arrived on the Control lane or one of its Conns has failed.
@@ -150,14 +150,14 @@ type Conn interface {
 	// still return nil. A later Send then fails.
 	Send(p []byte) error
 
-	// Sent returns how many bytes, since the connection was made, no longer use the memory of the callers of
-	// Send. The callers may reuse that memory. The peer may not have received the bytes yet. Sent is safe for
-	// concurrent use.
+	// Sent returns the number of bytes, counted since the connection was made, that have left the buffers
+	// passed to Send. The caller may reuse the memory of these bytes. The peer may not have received them
+	// yet. Sent is safe for concurrent use.
 	Sent() uint64
 
-	// Flush waits until no byte that was sent uses the memory of the callers of Send any more. When Flush has
-	// returned, even with an error, the Conn refers to no buffer that was passed to Send. How long Flush
-	// takes may depend on the peer, because with some transports bytes leave the buffers only when the peer
-	// reads them.
+	// Flush waits until all bytes that were sent have left the buffers passed to Send. When Flush has
+	// returned, even with an error, the Conn does not refer to these buffers any more. How long Flush takes
+	// may depend on the peer, because with some transports bytes leave the buffers only when the peer reads
+	// them.
 	Flush() error
 }

@@ -443,7 +443,7 @@ func (c *Client) Doorbell() {
 	c.Write([]byte{0})
 }
 
-// Begin prepares and submits an operation, and returns its number. Await waits for that number.
+// Begin prepares and submits an operation, and returns its number, which is the argument of Await.
 func (c *Client) Begin(o *sidecarpb.Operation) uint64 {
 	c.t.Helper()
 	if c.RingBytes == nil {

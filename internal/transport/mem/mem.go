@@ -117,9 +117,9 @@ func (m *mesh) Conn(ctx context.Context, lane transport.Lane, peer topo.Rank) (t
 	}
 }
 
-// find returns this rank's end of a channel. If the channel does not exist, the lower rank creates it in
-// find. For the higher rank, find then returns a Go channel, and the caller must call find again when that Go
-// channel is closed.
+// find returns this rank's end of a channel. If the channel does not exist and this rank is the lower one,
+// find creates it. If this rank is the higher one, find returns a Go channel instead, and the caller must
+// call find again when that Go channel is closed.
 func (m *mesh) find(lane transport.Lane, peer topo.Rank) (*conn, <-chan struct{}, error) {
 	m.c.mu.Lock()
 	defer m.c.mu.Unlock()

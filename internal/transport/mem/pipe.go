@@ -103,7 +103,8 @@ type pipe struct {
 	receiver      side
 }
 
-// piece is the unread part of a buffer that was sent. The receiver can read it when the time due has come.
+// piece is the unread part of a buffer that was sent. The receiver can read it once the clock has reached
+// due.
 type piece struct {
 	bytes []byte
 	due   time.Duration

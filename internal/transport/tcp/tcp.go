@@ -357,8 +357,7 @@ func (e *Endpoint) acceptHello(m *Mesh, l *lane, peer topo.Rank, nc *socket, ove
 	return m.publish(l, c)
 }
 
-// refuse sends the answer that refuses a hello. reason wraps the Refusal in that answer. refuse returns
-// reason.
+// refuse refuses a hello: it sends an answer that contains the Refusal that reason wraps. It returns reason.
 func refuse(nc net.Conn, reason error) error {
 	var r Refusal
 	if !errors.As(reason, &r) {

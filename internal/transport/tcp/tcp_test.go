@@ -36,7 +36,8 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 // waits so long.
 const hangTimeout = time.Minute
 
-// overBoth runs test twice: with plain connections without a secret, and with encrypted connections.
+// overBoth runs the function test twice: with plain connections without a secret, and with encrypted
+// connections.
 func overBoth(t *testing.T, test func(*testing.T, secret.Secret)) {
 	t.Run("plain", func(t *testing.T) { test(t, secret.Secret{}) })
 	t.Run("TLS", func(t *testing.T) { test(t, encrypted()) })
@@ -203,8 +204,8 @@ func newLog() (*zap.Logger, *logBook) {
 	})), book
 }
 
-// wait waits for an entry with the given message in which the field named field contains text. It returns all
-// fields of the entry.
+// wait waits for an entry with the given message. The entry must have a field with the given name whose value
+// contains text. wait returns all fields of the entry.
 func (b *logBook) wait(t *testing.T, message, field, text string) map[string]any {
 	t.Helper()
 	for {
@@ -253,7 +254,7 @@ func testRefusals(t *testing.T, key secret.Secret) {
 	cases := []struct {
 		name   string
 		sent   []byte
-		finish bool    // end the outgoing stream after the bytes of sent
+		finish bool    // end the outgoing stream after the bytes in sent
 		answer Refusal // expected answer; accepted means no answer
 		reason string
 	}{

@@ -35,8 +35,8 @@ func sendPieces(c transport.Conn, data []byte, seed uint64) error {
 	return c.Flush()
 }
 
-// readPieces reads len(want) bytes into buffers of random sizes, and returns an error if they differ from
-// want.
+// readPieces reads len(want) bytes into buffers of random sizes, and returns an error if the bytes differ
+// from want.
 func readPieces(c transport.Conn, want []byte, seed uint64) error {
 	r := rand.New(rand.NewPCG(seed, 1))
 	buf := make([]byte, 70_001)
@@ -366,7 +366,7 @@ func testContext(s *suite) {
 }
 
 // testUnblocks makes rank 1 wait in Read, Flush and Conn on lane 1, and then calls the function end. The
-// pending calls and all later calls must fail with want.
+// pending calls and all later calls must fail with the error want.
 func testUnblocks(s *suite, end func(m transport.Mesh), want error) {
 	meshes := s.open(3)
 	m := meshes[1]

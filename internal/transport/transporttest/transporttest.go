@@ -34,7 +34,7 @@ func Run(t *testing.T, f Factory) {
 
 // RunUnreleased runs the tests of Run except the tests of Release and of polling. It is for meshes that
 // exchange the Control lane with another lane, so that the tests use the Control lane. The Control lane
-// cannot be released, and only for that lane can goroutines poll and park.
+// cannot be released, and goroutines can poll and park only for that lane.
 func RunUnreleased(t *testing.T, f Factory) {
 	for _, c := range contract {
 		if strings.HasPrefix(c.name, "Release") || strings.HasPrefix(c.name, "Poll") {
@@ -212,8 +212,8 @@ func wantPeer(err error, lane transport.Lane, peer topo.Rank) error {
 	return nil
 }
 
-// wantErr returns nil if err wraps want. Otherwise it returns an error. call names the call that has returned
-// err.
+// wantErr returns nil if err wraps want. Otherwise it returns an error. The parameter call is the name of the
+// call that has returned err.
 func wantErr(call string, err, want error) error {
 	if !errors.Is(err, want) {
 		return fmt.Errorf("%s: got error %v, want %v", call, err, want)
