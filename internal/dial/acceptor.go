@@ -80,8 +80,8 @@ func (a *Acceptor) accept() {
 		case a.ctx.Err() != nil:
 			return
 		default:
-			// Usually the process has no free file descriptor. Then the retry succeeds when another
-			// connection has ended.
+			// The usual cause is that the process has no free file descriptor. The retry succeeds when
+			// another connection has ended.
 			a.log.Error(a.name+": accepting a connection failed", zap.Error(err))
 			Pause(a.ctx, wait.Next(), nil)
 			continue

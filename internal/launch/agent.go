@@ -132,7 +132,7 @@ func serveLauncher(l *link, liveness time.Duration, environ []string, f *family)
 	if err != nil {
 		return fmt.Errorf("waiting for the launcher's orders: %w", err)
 	}
-	var why error // why handleOrders ended; valid once a.lost is closed
+	var why error // error that ended handleOrders; valid once a.lost is closed
 	go func() {
 		defer close(a.lost)
 		why = session.reason(a.handleOrders())

@@ -47,7 +47,7 @@ type agentConn struct {
 	ended  chan struct{}
 	silent chan struct{} // closed when stderr was read to its end
 
-	// ready is set when the agent can start its ranks. over is set when no process of its ranks is left. Only
+	// ready is set when the agent can start its ranks, and over when no process of its ranks is left. Only
 	// the supervisor's goroutine uses the two fields.
 	ready, over bool
 

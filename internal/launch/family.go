@@ -100,8 +100,8 @@ func (f *family) killOrphans(status unix.WaitStatus) {
 	}
 }
 
-// start calls the function start, which starts a child, and adds the child to b. It holds mu meanwhile.
-// complete must not have been called for b. ended is called when the child is reaped.
+// start calls the function start, which starts a child, and adds the child to b. It holds mu meanwhile. The
+// caller must not have called complete for b. ended is called when the child is reaped.
 func (f *family) start(b *batch, start func() (pid int, err error),
 	ended func(unix.WaitStatus)) (pid int, err error) {
 	f.mu.Lock() // so that the child is not reaped before it is in own

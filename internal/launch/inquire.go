@@ -15,9 +15,9 @@ const quitRepeat = 5 * time.Second
 // processes are alive, which is also the case if they hang. Each function is called in a goroutine of its
 // own, one call at a time. The launcher prints the texts that the functions return on Options.Stderr.
 type Inquiry struct {
-	// Survey asks the ranks what they are doing and returns a text about it. why is the reason for the
-	// survey. known[r] is a clause that says what the launcher knows about the process of rank r. When no
-	// rank is left to ask, ctx is cancelled and Survey must return soon.
+	// Survey asks the ranks what they are doing and returns a text about it. The parameter why is the reason
+	// for the survey. known[r] is a clause that says what the launcher knows about the process of rank r.
+	// When no rank is left to ask, ctx is cancelled and Survey must return soon.
 	Survey func(ctx context.Context, why string, known []string) string
 	// Alarms delivers reasons for surveys. SIGQUIT starts a survey too, unless it is the second SIGQUIT
 	// within 5 s. A reason that arrives during a survey is dropped.
@@ -39,7 +39,7 @@ func (j *job) handleQuit() bool {
 	return true
 }
 
-// survey starts a survey for the reason why. If a survey is in progress, it does nothing.
+// survey starts a survey and passes the reason in why to it. If a survey is in progress, it does nothing.
 func (j *job) survey(why string) {
 	if j.surveying {
 		j.verbosef("%s: ignored, because the ranks are already being asked for a report", why)
@@ -47,7 +47,8 @@ func (j *job) survey(why string) {
 	}
 	j.surveying = true
 	ctx, known := j.surveys, j.known()
-	// conclude waits for writers before it closes the console. So the text is not lost.
+	// The goroutine is in writers, because conclude waits for writers before it closes the console. Otherwise
+	// the text could be lost.
 	j.writers.Go(func() {
 		text := j.o.Inquiry.Survey(ctx, why, known)
 		if text != "" {

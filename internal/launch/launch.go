@@ -50,7 +50,7 @@ const MaxRanks = 4096
 const (
 	statusNotExecutable = 126
 	statusNotFound      = 127
-	statusSignal        = 128 // plus the signal's number
+	statusSignal        = 128 // the signal's number is added to it
 )
 
 // Options describes the job to run. If a duration is 0, its default applies.

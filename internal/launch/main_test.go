@@ -330,7 +330,8 @@ func start(t *testing.T, s spec) *run {
 	}
 	argv := append(s.wrap, self(), "launcher", string(must(json.Marshal(s))))
 	r.cmd = exec.Command(argv[0], argv[1:]...)
-	// By default the race detector makes each process sleep for a second before it exits.
+	// By default the race detector makes each process sleep for a second before it exits. The setting in
+	// GORACE turns this off.
 	r.cmd.Env = append(os.Environ(), "GORACE=atexit_sleep_ms=0 "+os.Getenv("GORACE"), markVariable+"="+r.mark,
 		"HOROVOD_RANK=77", "HVD_JOB_ID=stale", "HOROVOD_SIZE=78")
 	r.cmd.Stdout, r.cmd.Stderr = &r.stdout, &r.stderr

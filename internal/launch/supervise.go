@@ -33,7 +33,7 @@ const (
 type reaction int
 
 const (
-	goOn    reaction = iota // the other ranks run on
+	goOn    reaction = iota // the other ranks continue to run
 	failJob                 // the job has failed: the other ranks must end, and are killed if they do not
 )
 

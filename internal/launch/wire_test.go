@@ -136,7 +136,7 @@ func TestHello(t *testing.T) {
 	}
 }
 
-// TestWords checks that encoding and decoding does not change a list of texts, even if the texts are not
+// TestWords checks that encoding and decoding do not change a list of texts, even if the texts are not
 // UTF-8.
 func TestWords(t *testing.T) {
 	for _, w := range []words{nil, {""}, {"", ""}, {"a"}, {"a", "", "\xff\n"}} {

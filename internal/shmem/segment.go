@@ -172,8 +172,7 @@ func allocate(fd int, size int64) error {
 	return nil
 }
 
-// retry calls f. While f fails because a signal has interrupted it, retry calls f again, up to maxRetries
-// times.
+// retry calls f again and again while a signal interrupts it, at most maxRetries times.
 func retry(f func() error) (err error) {
 	for range maxRetries {
 		if err = f(); err != unix.EINTR {

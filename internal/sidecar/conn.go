@@ -114,8 +114,8 @@ func (c *conn) serve() error {
 	return err
 }
 
-// disconnect closes the connection. why is the reason. The reader still handles data that the client has sent
-// before.
+// disconnect closes the connection and records the reason, which is in why. The reader still handles data
+// that the client has sent before.
 func (c *conn) disconnect(why error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -50,7 +50,7 @@ type location struct {
 	arena            uint32
 	offset, numBytes uint64
 	none             bool // this is an output that the sidecar allocates, so it has no location
-	// to is the memory at this location. It is set again for each execution.
+	// The field to is the memory at this location. It is set again for each execution.
 	to []byte
 }
 

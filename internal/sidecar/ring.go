@@ -113,8 +113,8 @@ func (r *ring) park(state uint64) bool {
 // ring.
 func (r *ring) awaited() bool { return r.wanted.Load() != math.MaxUint64 }
 
-// next returns the next submission if its index is less than until. If there is no such submission, ok is
-// false. Only the reader calls next.
+// next returns the next submission if its index is less than the parameter until. If there is no such
+// submission, ok is false. Only the reader calls next.
 func (r *ring) next(until uint64) (id uint64, slot uint32, ok bool, err error) {
 	if r.read == until {
 		return 0, 0, false, nil

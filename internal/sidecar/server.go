@@ -247,8 +247,9 @@ func (s *Server) forget(c *conn) (last bool) {
 	return len(s.conns) == 0
 }
 
-// departed handles the end of the connection c and decides whether the rank has failed. why is the reason for
-// the end. last says whether c was the last connection. If so, and if the job is over, departed starts tidy.
+// departed handles the end of the connection c and decides whether the rank has failed. The parameter why is
+// the reason for the end, and last says whether c was the last connection. If it was, and if the job is over,
+// departed starts tidy.
 func (s *Server) departed(c *conn, why error, last bool) {
 	bye := errors.Is(why, errBye)
 	s.mu.Lock()
@@ -521,7 +522,7 @@ func (s *Server) setState(state string, r *rank.Rank) {
 	})
 }
 
-// ended notifies all clients that the job is over. why is the reason.
+// ended notifies all clients that the job is over, with the reason in why.
 func (s *Server) ended(why error) {
 	ended := new(sidecarpb.Ended)
 	if why != nil {

@@ -83,7 +83,7 @@ func AddSet(ranks ...topo.Rank) *Op {
 	return o
 }
 
-// RemoveSet returns an Op that removes the process set with the ID set.
+// RemoveSet returns an Op that removes the process set with the given ID.
 func RemoveSet(set topo.ProcessSetID) *Op {
 	o := newOp(message.RemoveProcessSet, "process_set.remove", tensor.Invalid, nil, nil)
 	o.Request.Set = set

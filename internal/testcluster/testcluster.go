@@ -194,7 +194,7 @@ func (c *cluster) shareMemory() error {
 	errs := make([]error, n)
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
-	sessions := make([]*rendezvous.Session, n) // session of each rank, which shm.Epoch.Agree uses
+	sessions := make([]*rendezvous.Session, n) // session of each rank; shm.Epoch.Agree calls it
 	defer func() {
 		for _, s := range sessions {
 			if s != nil {

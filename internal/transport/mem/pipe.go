@@ -90,7 +90,7 @@ type pipe struct {
 	clock *clock
 	sent  atomic.Uint64
 
-	receiverWaker *waker // nil, as is senderWaker, except on the Control lane
+	receiverWaker *waker // both wakers are nil on lanes other than Control
 	senderWaker   *waker
 	notifyDue     atomic.Bool // bytes were sent without waking receiverWaker
 	mu            sync.Mutex
@@ -125,7 +125,7 @@ func (s *side) err(now time.Duration) error {
 	return s.own
 }
 
-// fail sets own to err. ErrClosed replaces an error from Abort, and ErrReleased replaces both.
+// fail sets the field own to err. ErrClosed replaces an error from Abort, and ErrReleased replaces both.
 func (s *side) fail(err error) {
 	if s.own == nil || err == transport.ErrReleased || err == transport.ErrClosed &&
 		s.own != transport.ErrReleased {
@@ -133,7 +133,7 @@ func (s *side) fail(err error) {
 	}
 }
 
-// failRemote sets peer to err, unless peer is already set. The error takes effect at the time due.
+// failRemote sets the field peer to err, unless it is already set. The error takes effect at the time due.
 func (s *side) failRemote(err error, due time.Duration) {
 	if s.peer == nil {
 		s.peer, s.due = err, due
@@ -235,9 +235,9 @@ func (p *pipe) hasUnread() bool {
 	return p.receiver.own == nil && p.arrived(now) || err != nil && !p.errReturned
 }
 
-// closeSender makes the calls of the sender fail with own. If other is not nil, reads fail with other after
-// all bytes have been read. closeSender copies the unread bytes, because the sender may reuse its buffers
-// afterwards.
+// closeSender makes the calls of the sender fail with the error own. If the error other is not nil, reads
+// fail with it after all bytes have been read. closeSender copies the unread bytes, because the sender may
+// reuse its buffers afterwards.
 func (p *pipe) closeSender(own, other error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -255,8 +255,9 @@ func (p *pipe) closeSender(own, other error) {
 	p.announce()
 }
 
-// closeReceiver makes reads fail with own. If other is not nil, the calls of the sender fail with other. The
-// unread bytes are never read, but Flush of the sender waits for them until other takes effect.
+// closeReceiver makes reads fail with the error own. If the error other is not nil, the calls of the sender
+// fail with it. The unread bytes are never read, but Flush of the sender waits for them until the error takes
+// effect.
 func (p *pipe) closeReceiver(own, other error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -78,7 +78,7 @@ func (s *setup) exchange(ctx context.Context) (err error) {
 	s.index = slices.Index(s.group, s.ep.Rank)
 	s.peers = make([]*peer, len(s.ep.Hosts))
 	s.claimed = make(map[topo.Rank]bool)
-	// dialers[r] is the offer of rank r if rank r dials this rank, else nil
+	// dialers[r] is the offer of rank r if rank r dials this rank, else nil.
 	dialers := make([]*Offer, len(s.ep.Hosts))
 	for i, r := range s.group {
 		if i == s.index {

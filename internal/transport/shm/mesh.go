@@ -31,7 +31,7 @@ type Mesh struct {
 	// byRank[r] is the peer with rank r. It is nil if rank r is not a peer.
 	byRank []*peer
 
-	control *shmem.Segment // this rank's control segment; nil, as is waker, if there are no peers
+	control *shmem.Segment // this rank's control segment; control and waker are nil if there are no peers
 	// reserved holds the segments that were made for Epoch.Reserve and are not shared yet. It is guarded by
 	// mu.
 	reserved map[transport.Lane]*shmem.Segment

@@ -181,7 +181,7 @@ func TestPark(t *testing.T) {
 	if err := meshes[2].Close(); err != nil {
 		t.Fatal(err)
 	}
-	<-notified // there may be more than one notification
+	<-notified // wait for one notification; more may follow
 	within(t, "the death is not noticed", func() bool { return meshes[1].Err(1, 2) != nil })
 	polls.Unpark()
 	if !polls.Park() {

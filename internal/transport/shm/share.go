@@ -28,7 +28,7 @@ type lane struct {
 	// own, sharing and theirs are guarded by the Mesh's mu. sharing is set when Share is called.
 	own     *shmem.Segment
 	sharing bool
-	theirs  []chunk // one for each rank of the group; zero until the segment or an error has arrived
+	theirs  []chunk // segment of each rank of the group; zero until the segment or an error has arrived
 }
 
 // fail makes the lane fail with err. If the lane has failed already, the error that has precedence stays. The

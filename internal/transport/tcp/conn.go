@@ -68,8 +68,8 @@ type conn struct {
 	serr   error // error of the sending half
 }
 
-// newConn makes a channel from the socket sock, whose handshake is complete. over is either sock or the
-// *sealed over it.
+// newConn makes a channel from the socket sock, whose handshake is complete. The parameter over is sock, or
+// the *sealed that wraps sock.
 func newConn(wg *sync.WaitGroup, lane transport.Lane, peer topo.Rank, sock *socket, over net.Conn) *conn {
 	c := &conn{lane: lane, peer: peer, sock: sock, over: over, wg: wg}
 	c.changed.L = &c.mu

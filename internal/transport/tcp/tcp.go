@@ -343,8 +343,8 @@ func (e *Endpoint) authenticate(nc net.Conn) (over net.Conn, h hello, err error)
 	return over, h, err
 }
 
-// acceptHello sends the answer that accepts a hello, and publishes the channel, which is already reserved. nc
-// is the socket, and over is the connection over it, as for newConn.
+// acceptHello sends the answer that accepts a hello, and publishes the channel, which is already reserved.
+// The parameters nc and over are the arguments sock and over of newConn.
 func (e *Endpoint) acceptHello(m *Mesh, l *lane, peer topo.Rank, nc *socket, over net.Conn) error {
 	if err := answer(over, accepted); err != nil {
 		return err
