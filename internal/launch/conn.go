@@ -23,8 +23,8 @@ const (
 	endWait = 2 * time.Second
 	// routeWait is the time limit for looking up the routes to all hosts.
 	routeWait = 2 * time.Second
-	// maxOrders is how many orders may wait for an agent to read them. If there would be more, the launcher
-	// kills the agent.
+	// maxOrders is how many orders may wait for an agent to read them. If there are more, the launcher kills
+	// the agent.
 	maxOrders = 1000
 )
 

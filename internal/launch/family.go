@@ -85,9 +85,9 @@ func (f *family) adopt() error {
 	return nil
 }
 
-// killOrphans is called when a child ends that should leave no processes behind. A child whose status is not
-// 0 may have left some. Then killOrphans makes the family kill all orphans from now on, except children that
-// existed before adopt. The caller holds mu.
+// killOrphans is called when a child that should leave no processes behind has ended. A child whose status is
+// not 0 may have left some. Then killOrphans makes the family kill all orphans from now on, except children
+// that existed before adopt. The caller holds mu.
 func (f *family) killOrphans(status unix.WaitStatus) {
 	if status.Exited() && status.ExitStatus() == 0 {
 		return

@@ -314,7 +314,7 @@ func TestLauncherIsStopped(t *testing.T) {
 		Reach:   byShell(`tee '` + orders + `' | "$@" | tee '` + answers + `'`),
 		Command: sh("echo ready; " + laterScript(flood) + "yes")})
 	r.awaitOutput(&r.stdout, "ready", 3)
-	// When the job has started, the launcher and the agents send only pings to each other.
+	// From here on the ranks only run, so the launcher and the agents send each other only pings.
 	awaitPings := func(file string, n int64) {
 		t.Helper()
 		size := func() int64 {

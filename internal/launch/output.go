@@ -131,7 +131,7 @@ func (p *pipeSource) Read(b []byte) (n int, err error) {
 		if n > 0 || !errors.Is(err, os.ErrDeadlineExceeded) {
 			return n, err
 		}
-		// RawConn.Read would not call its function after a deadline has passed. So this removes the deadline.
+		// RawConn.Read would not call its function after a deadline has passed. So remove the deadline first.
 		if err := p.file.SetReadDeadline(time.Time{}); err != nil {
 			return 0, err
 		}

@@ -132,8 +132,8 @@ func TestConsoleEndsOpenLines(t *testing.T) {
 	}
 }
 
-// stuck is a terminal that hangs. Its first write sends on entered and blocks until release is closed. A
-// second write blocks for ever.
+// stuck is a terminal that hangs. Its first write sends on the channel entered and blocks until the channel
+// release is closed. A second write blocks for ever.
 type stuck struct{ entered, release chan struct{} }
 
 func (s stuck) Write(p []byte) (int, error) {

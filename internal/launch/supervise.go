@@ -74,7 +74,7 @@ type job struct {
 	dropped     atomic.Bool    // set by cutAll: from then on errors of agents do not matter
 
 	console *console
-	events  chan func()    // functions that supervise calls
+	events  chan func()    // the method supervise calls these functions
 	done    chan struct{}  // closed when supervise has returned
 	writers sync.WaitGroup // goroutines for connections to agents, for streams and for surveys
 

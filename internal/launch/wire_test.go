@@ -165,7 +165,7 @@ func TestStreamThatNobodyReads(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer agent.Close()
-	var mine, theirs [3]*yamux.Stream // control, a stream that is not read, a stream that is read
+	var mine, theirs [3]*yamux.Stream // the control stream, a stream that is not read, and one that is read
 	for i := range mine {
 		if mine[i], err = launcher.OpenStream(); err == nil {
 			theirs[i], err = agent.AcceptStream()

@@ -211,7 +211,7 @@ func lines(entries *observer.ObservedLogs) string {
 	return strings.Join(all, " ")
 }
 
-// TestStorm logs the same line many times. Only 20 lines must be written per minute. The first line of the
+// TestStorm logs the same line many times. Only 20 lines may be written per minute. The first line of the
 // next minute must contain the number of dropped lines.
 func TestStorm(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

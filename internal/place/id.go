@@ -107,7 +107,7 @@ func ParseID(text string) (ID, error) {
 // idStore describes the store to which an id refers.
 type idStore struct {
 	addr    string        // host:port
-	key     secret.Secret // makes encrypted connections if the id has the flag for them
+	key     secret.Secret // secret of the job; it encrypts connections if the id has the flag for that
 	encrypt bool
 }
 

@@ -273,7 +273,7 @@ func (e *Env) listenHost(ctx context.Context, o MeetOptions, host string) (strin
 	return "", nil
 }
 
-// addresses returns the addresses of a host that its name resolves to on this host.
+// addresses returns the addresses to which the name of a host resolves on this host.
 func (o *MeetOptions) addresses(ctx context.Context, host string) ([]netip.Addr, error) {
 	if o.resolver != nil {
 		text, err := o.resolver(ctx, host)
@@ -640,8 +640,8 @@ func (e *Env) publishAtMaster(ctx context.Context, o MeetOptions, m *Place, host
 	}
 	m.removeWhenMet(release)
 	s := e.atMasterStore(master)
-	// The key is counted with Add and not set by a compare-and-set, because older servers of PyTorch do not
-	// wake ranks that wait for a key if a compare-and-set sets it.
+	// This uses Add instead of a compare-and-set, because on older servers of PyTorch a compare-and-set does
+	// not wake ranks that wait for its key.
 	if n, err := s.Add(ctx, masterClaim, 1); err != nil {
 		return err
 		// The proof of the secret does not detect this mistake, because the other job may have the same

@@ -498,7 +498,7 @@ func TestMissingRanksAreNamed(t *testing.T) {
 	}
 }
 
-// TestOpenPlain lets two ranks on this host meet that have only PyTorch's variables. MASTER_ADDR may be
+// TestOpenPlain lets two ranks meet on this host. They have only PyTorch's variables. MASTER_ADDR may be
 // localhost at one rank and the address of this host at the other. Both ranks must listen on the address in
 // the table.
 func TestOpenPlain(t *testing.T) {

@@ -22,8 +22,8 @@ const (
 	classInternal
 )
 
-// usage returns err as an error that the client has caused. It has the same type as such errors of package
-// hvd.
+// usage returns err as an error that the client has caused. It has the same type as errors of this kind in
+// package hvd.
 func usage(op, tensor string, err error) error {
 	return &engine.UsageError{Op: op, Tensor: tensor, Err: err}
 }

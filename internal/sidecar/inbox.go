@@ -24,7 +24,7 @@ const (
 	// Its number is ownArenas plus the ID of the chunk.
 	ownArenas = 1 << 31
 
-	// maxHeadBytes is the maximum length of a length prefix. The longest frame needs this length.
+	// maxHeadBytes is the maximum length of a length prefix. The longest frame needs a prefix of this length.
 	maxHeadBytes = 4
 
 	// readBytes is the minimum free space in the buffer before a read from the socket. When all bytes in the

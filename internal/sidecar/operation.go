@@ -199,8 +199,8 @@ func (p *plan) overlaps() error {
 	for i := range p.places {
 		at := stretch{&p.places[i], i / 2, i%2 == 1}
 		if at.numBytes == 0 || at.output && at.same(&p.places[i-1]) {
-			// The location is empty, or it is an output in the same memory as its input, which is checked
-			// itself.
+			// The location is empty, or it is an output in the same memory as its input. The input itself is
+			// checked.
 			continue
 		}
 		all = append(all, at)

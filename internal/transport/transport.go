@@ -97,10 +97,10 @@ type Mesh interface {
 	Poller
 }
 
-// Poller is implemented by meshes whose Control lane one goroutine can poll. The goroutine calls TryRead of
-// each Conn of that lane in turn. So there need not be a goroutine for each peer that blocks in Read. This
-// suits a loop that answers in less time than it takes to wake a goroutine. While nothing arrives, the
-// polling goroutine may park, and the mesh then notifies it.
+// Poller is implemented by a mesh if one goroutine can poll all of its Control lane. The goroutine calls
+// TryRead of each Conn of that lane in turn. So there need not be a goroutine for each peer that blocks in
+// Read. This suits a loop that answers in less time than it takes to wake a goroutine. While nothing arrives,
+// the polling goroutine may park, and the mesh then notifies it.
 type Poller interface {
 	// OnNotify sets the function notify. While the polling goroutine is parked, the mesh calls notify from a
 	// goroutine of its own when something has arrived on the Control lane or one of its Conns has failed.

@@ -75,7 +75,7 @@ type Client struct {
 	submitted uint64
 	seen      uint64
 	begun     map[uint64]*sidecarpb.Operation
-	ended     map[uint64]uint32 // status of each finished operation of Begin, by number
+	ended     map[uint64]uint32 // statuses of the finished operations of Begin, by number
 }
 
 // New returns a client that uses the socket fd. The client owns fd.

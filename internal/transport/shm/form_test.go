@@ -84,9 +84,9 @@ func TestGroups(t *testing.T) {
 	}
 }
 
-// TestDissolved makes one rank unable to share memory. Then no rank of its host must share memory, but the
-// ranks of other hosts must still share it. At all ranks of the host, UnsharedReason must name the rank and
-// the reason.
+// TestDissolved makes one rank unable to share memory. Then the ranks of its host must not share memory, but
+// the ranks of other hosts must still share it. At all ranks of the host, UnsharedReason must name the rank
+// and the reason.
 func TestDissolved(t *testing.T) {
 	for name, c := range map[string]struct {
 		spoil func(t *testing.T, j *job)

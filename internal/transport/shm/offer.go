@@ -27,8 +27,8 @@ type Offer struct {
 	Socket, Reason string
 }
 
-// check returns an error if a peer with the offer o cannot share memory. The text of the error is the
-// predicate of a sentence whose subject is the rank.
+// check returns an error if a peer with the offer o cannot share memory. The text of the error begins with a
+// verb, so that the caller can put the rank before it.
 func (o *Offer) check() error {
 	switch {
 	case o.Reason != "":

@@ -168,7 +168,7 @@ func (p *peer) handle(m *Mesh, msg *message) error {
 
 var errBreach = errors.New("shm: the peer violated the protocol")
 
-// mapSegment maps the segment fd, whose size should be size, as the peer has announced. If the peer has
+// mapSegment maps the segment fd. According to the peer it has size bytes. If the peer has
 // violated the protocol, the error wraps errBreach. Any other error means that this process lacks a resource.
 func mapSegment(fd int, size uint64) (*shmem.Segment, error) {
 	var st unix.Stat_t

@@ -64,8 +64,8 @@ type Config struct {
 	// channel before the sender waits for the peer to read. It must be a power of two from 64 bytes to 1 GiB.
 	// A rank allocates one ring for each peer on its host. The default is 64 KiB.
 	RingBytes int
-	// HandshakeTimeout is the time limit for the handshake, counted from the connect of the peer. The default
-	// is 10 s.
+	// HandshakeTimeout is the time limit for the handshake, counted from the time when the peer connects. The
+	// default is 10 s.
 	HandshakeTimeout time.Duration
 	// Log receives a warning for each refused connection. If it is nil, warnings are discarded.
 	Log *zap.Logger
@@ -231,8 +231,8 @@ func sweep(dir string) error {
 	return nil
 }
 
-// abandoned reports whether no process listens on the socket any more. To find out, it connects. A process
-// that listens accepts a connection that ends at once.
+// abandoned reports whether no process listens on the socket any more. To find out, it connects. If a process
+// listens, it accepts a connection that ends at once.
 func abandoned(path string) bool {
 	fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
 	if err != nil {

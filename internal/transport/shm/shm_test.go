@@ -192,7 +192,7 @@ func onOneHost(tb testing.TB, cfg shm.Config, size int) []shm.Sharer {
 	return meshes
 }
 
-// swapped is a Mesh in which the Control lane and the lane with the number lane are exchanged. The tests of
+// swapped is a Mesh that exchanges the Control lane with the lane in its field lane. The tests of
 // the contract use that other lane, so with swapped they test the Control channels in shared memory.
 type swapped struct {
 	transport.Mesh

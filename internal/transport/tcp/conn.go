@@ -17,8 +17,9 @@ const (
 	// maxWrite is the maximum number of bytes in one write, because some systems refuse 2 GiB and more.
 	maxWrite = 1 << 30
 	// In one system call the writer writes at most maxBatch buffers, which have at most maxBatchBytes bytes
-	// in total. Batches empty a queue of small messages for a slow reader many times faster (BenchmarkDrain).
-	// A larger buffer is written by itself, so that the count of Sent can rise while it is written.
+	// in total. With batches, a queue of small messages for a slow reader is emptied many times faster
+	// (BenchmarkDrain). A larger buffer is written by itself, so that the count of Sent can rise while it is
+	// written.
 	maxBatch      = 64
 	maxBatchBytes = 256 << 10
 	// recordBytes is the maximum number of bytes in one TLS record (RFC 8446, section 5.1).
@@ -57,7 +58,7 @@ type conn struct {
 	batch    [][]byte // the buffers to write, at the beginning of small
 	gathered []byte   // a copy of the bytes of batch
 	record   []byte   // the bytes of the next TLS record
-	unsent   int      // number of bytes that were passed to out and that sent does not include yet
+	unsent   int      // number of bytes that were passed to out and are not counted in sent yet
 
 	mu      sync.Mutex
 	changed sync.Cond // signals that queue has become empty or has got a buffer, or that cause was set

@@ -230,8 +230,8 @@ func TestContract(t *testing.T) {
 	t.Run("TLS", func(t *testing.T) { transporttest.Run(t, sealedMeshes) })
 }
 
-// TestRefusals connects processes that send bytes that are not a good hello. Each must get the right answer,
-// and the reason must be logged. Connections of real ranks must not be affected.
+// TestRefusals connects processes that send something other than a good hello. Each must get the right
+// answer, and the reason must be logged. Connections of real ranks must not be affected.
 func TestRefusals(t *testing.T) { overBoth(t, testRefusals) }
 
 func testRefusals(t *testing.T, key secret.Secret) {

@@ -17,7 +17,7 @@ func PingPong(b *testing.B, f Factory) {
 			zero, done := benchPair(b, f, func(one transport.Conn) {
 				for buf := make([]byte, size); ; {
 					if _, err := io.ReadFull(one, buf); err != nil {
-						return // the benchmark is over and has closed zero
+						return // an error means that the benchmark is over
 					}
 					if one.Send(buf) != nil || one.Flush() != nil {
 						return
@@ -47,7 +47,7 @@ func Stream(b *testing.B, f Factory) {
 	zero, done := benchPair(b, f, func(one transport.Conn) {
 		for buf := make([]byte, size); ; {
 			if _, err := one.Read(buf); err != nil {
-				return // the benchmark is over and has closed zero
+				return // an error means that the benchmark is over
 			}
 		}
 	})

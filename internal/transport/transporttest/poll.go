@@ -156,8 +156,8 @@ func testTryRead(s *suite) {
 	}
 }
 
-// testPollPingPong lets two ranks wait for each other 2000 times, polling or parked. If a notification is
-// lost, the test hangs.
+// testPollPingPong lets two ranks wait for each other 2000 times. A rank that waits polls or is parked. If a
+// notification is lost, the test hangs.
 func testPollPingPong(s *suite) {
 	_, zero, one := s.polls()
 	const rounds = 2000
