@@ -4,6 +4,7 @@ package ops
 
 import (
 	"context"
+	"runtime"
 
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/tensor"
@@ -113,6 +114,12 @@ type Tensor struct {
 type Scaling struct {
 	Pre, Post float64
 	Divisor   int64
+}
+
+// Oversubscribed reports whether the given number of processes exceeds the number of processors that they can
+// use, so that a waiting rank must soon yield its core.
+func Oversubscribed(processes int) bool {
+	return processes > min(runtime.NumCPU(), runtime.GOMAXPROCS(0))
 }
 
 // Run starts op and waits until it has ended.

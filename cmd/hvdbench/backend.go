@@ -72,10 +72,11 @@ func openRaw(ctx context.Context, at jobPlace) (b *rawBackend, err error) {
 		}
 		b.mesh = b.session.Mesh
 	}
-	b.Registration = tcp.Register(b.mesh, tcp.Config{Deterministic: cfg.Deterministic})
+	crowded := b.session != nil && ops.Oversubscribed(b.session.LocalSize)
+	b.Registration = tcp.Register(b.mesh,
+		tcp.Config{Deterministic: cfg.Deterministic, Oversubscribed: crowded})
 	if b.session != nil && b.session.Memory != nil {
-		b.Registration = shm.Register(b.session.Memory,
-			shm.Config{Oversubscribed: shm.Oversubscribed(b.session.LocalSize)})
+		b.Registration = shm.Register(b.session.Memory, shm.Config{Oversubscribed: crowded})
 	}
 	b.Backend, err = b.New(topo.Global, controller.Global(cfg.Size).Ranks, cfg.Rank)
 	return b, err

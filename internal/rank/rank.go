@@ -178,14 +178,15 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 		if r.session.Memory != nil {
 			ecfg.Backends = append(ecfg.Backends,
 				shm.Register(r.session.Memory,
-					shm.Config{Oversubscribed: shm.Oversubscribed(ecfg.LocalProcesses)}))
+					shm.Config{Oversubscribed: ops.Oversubscribed(ecfg.LocalProcesses)}))
 		}
 	}
 	if err := r.meeting.Met(ctx); err != nil {
 		log.Warn("removing the rendezvous data of rank 0 failed", zap.Error(err))
 	}
 	ecfg.Backends = append(ecfg.Backends,
-		tcp.Register(ecfg.Mesh, tcp.Config{Deterministic: cfg.Deterministic}))
+		tcp.Register(ecfg.Mesh, tcp.Config{Deterministic: cfg.Deterministic,
+			Oversubscribed: ops.Oversubscribed(ecfg.LocalProcesses)}))
 	if r.session != nil {
 		ecfg.Backends = slices.DeleteFunc(ecfg.Backends, func(b ops.Registration) bool {
 			ranks, _ := r.session.Lacking(b.ID)

@@ -33,6 +33,7 @@ import (
 	"github.com/gohvd/gohvd/internal/transport/mem"
 	"github.com/gohvd/gohvd/internal/transport/shm"
 	"github.com/gohvd/gohvd/internal/transport/tcp"
+	"github.com/gohvd/gohvd/ops"
 	opsshm "github.com/gohvd/gohvd/ops/shm"
 	opstcp "github.com/gohvd/gohvd/ops/tcp"
 	"github.com/gohvd/gohvd/store"
@@ -260,15 +261,14 @@ func (c *cluster) start() error {
 			if c.o.Config != nil {
 				c.o.Config(&cfg)
 			}
+			crowded := ops.Oversubscribed(cmp.Or(cfg.LocalProcesses, c.o.Ranks))
 			if c.memory != nil {
 				cfg.Backends = append(cfg.Backends, opsshm.Register(c.memory[i], opsshm.Config{
-					StageBytes:     int64(c.o.SegmentBytes),
-					Oversubscribed: opsshm.Oversubscribed(cmp.Or(cfg.LocalProcesses, c.o.Ranks)),
-				}))
+					StageBytes: int64(c.o.SegmentBytes), Oversubscribed: crowded}))
 			}
 			cfg.Backends = append(cfg.Backends,
 				opstcp.Register(cfg.Mesh, opstcp.Config{SegmentBytes: c.o.SegmentBytes,
-					Deterministic: cfg.Deterministic}))
+					Deterministic: cfg.Deterministic, Oversubscribed: crowded}))
 			e, err := engine.Start(c.ctx, cfg)
 			if err != nil {
 				errs[i] = fmt.Errorf("rank %d: %w", i, err)

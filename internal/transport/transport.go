@@ -150,6 +150,11 @@ type Conn interface {
 	// still return nil. A later Send then fails.
 	Send(p []byte) error
 
+	// TrySend is like Send, but may queue only the first bytes of p, and returns their number. The transport
+	// queues only bytes that it can pass on at once, without another goroutine. It may return 0. In that case
+	// it allocates nothing. A transport that cannot know queues all of p.
+	TrySend(p []byte) (int, error)
+
 	// Sent returns the number of bytes, counted since the connection was made, that have left the buffers
 	// passed to Send. The caller may reuse the memory of these bytes. The peer may not have received them
 	// yet. Sent is safe for concurrent use.

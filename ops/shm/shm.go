@@ -27,7 +27,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"runtime"
 	"slices"
 	"sync/atomic"
 
@@ -202,12 +201,6 @@ func Register(mem Memory, cfg Config) ops.Registration {
 			}
 			return b, nil
 		}}
-}
-
-// Oversubscribed reports whether the given number of processes exceeds the number of processors that they can
-// use, so that a waiting rank must soon yield its core.
-func Oversubscribed(processes int) bool {
-	return processes > min(runtime.NumCPU(), runtime.GOMAXPROCS(0))
 }
 
 // Open makes and shares this rank's segment, so that the first operation need not do it.

@@ -205,6 +205,12 @@ func (c *strictConn) Send(p []byte) error {
 	return c.Conn.Send(p)
 }
 
+// TrySend queues at most half of p, as a socket without much room does.
+func (c *strictConn) TrySend(p []byte) (int, error) {
+	n := (len(p) + 1) / 2
+	return n, c.Send(p[:n])
+}
+
 // Sent returns the value that the channel below returned at the previous call of Sent or Flush.
 func (c *strictConn) Sent() uint64 {
 	said := c.said

@@ -179,9 +179,20 @@ func (c *countdownConn) Read(p []byte) (int, error) {
 	return c.Conn.Read(p)
 }
 
+func (c *countdownConn) TryRead(p []byte) (int, error) {
+	n, err := c.Conn.TryRead(p)
+	c.mesh.use(n)
+	return n, err
+}
+
 func (c *countdownConn) Send(p []byte) error {
 	c.mesh.use(len(p))
 	return c.Conn.Send(p)
+}
+
+func (c *countdownConn) TrySend(p []byte) (int, error) {
+	c.mesh.use(len(p))
+	return c.Conn.TrySend(p)
 }
 
 // TestAbort aborts the lane of all ranks in the middle of an operation. Every rank must get the error that

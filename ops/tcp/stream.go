@@ -7,8 +7,159 @@ import (
 	"io"
 	"runtime"
 
+	"github.com/gohvd/gohvd/internal/shmem"
+	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/ops"
 )
+
+// stream is the channel to a peer. Its calls block only in steps that may wait.
+//
+// A stream keeps the bytes that the transport does not take at once, and the backend sends them while it
+// waits for something else. So one thread sends, receives and reduces. Only if a rank has waited for a while,
+// or must not poll, it hands these bytes to the transport, which sends them in a goroutine of its own.
+type stream struct {
+	transport.Conn
+	b      *Backend
+	queued uint64 // the number of bytes that were given to Send
+	// pending[head:] are the buffers that the transport has not taken yet.
+	pending [][]byte
+	head    int
+}
+
+// polls is the number of times that a rank polls its channels before it blocks. With a yield after each poll,
+// this takes about 50 us.
+const polls = 64
+
+// Send queues p. It does not wait.
+func (s *stream) Send(p []byte) error {
+	s.queued += uint64(len(p))
+	if s.head == len(s.pending) {
+		n, err := s.TrySend(p)
+		if p = p[n:]; err != nil || len(p) == 0 {
+			return err
+		}
+		s.pending, s.head = s.pending[:0], 0
+		s.b.unsent = append(s.b.unsent, s)
+	}
+	s.pending = append(s.pending, p)
+	return nil
+}
+
+// push passes bytes of the first pending buffer to the transport, without waiting. It returns the number of
+// bytes that the transport has taken.
+func (s *stream) push() (int, error) {
+	p := s.pending[s.head]
+	n, err := s.TrySend(p)
+	if n < len(p) {
+		s.pending[s.head] = p[n:]
+		return n, err
+	}
+	s.pending[s.head] = nil
+	s.head++
+	return n, err
+}
+
+// push passes pending bytes of all streams to the transport, at most one buffer of each stream, so that the
+// caller soon receives again. It reports whether the transport has taken any bytes.
+func (b *Backend) push() (moved bool, err error) {
+	left := b.unsent[:0]
+	for i, s := range b.unsent {
+		n, err := s.push()
+		if err != nil {
+			return false, err
+		}
+		moved = moved || n > 0
+		if s.head < len(s.pending) {
+			left = append(left, b.unsent[i])
+		}
+	}
+	clear(b.unsent[len(left):])
+	b.unsent = left
+	return moved, nil
+}
+
+// handOver passes all pending bytes to the transport. If the transport does not take them at once, it sends
+// them in a goroutine of its own.
+func (b *Backend) handOver() error {
+	for _, s := range b.unsent {
+		for ; s.head < len(s.pending); s.head++ {
+			if err := s.Conn.Send(s.pending[s.head]); err != nil {
+				return err
+			}
+			s.pending[s.head] = nil
+		}
+	}
+	clear(b.unsent)
+	b.unsent = b.unsent[:0]
+	return nil
+}
+
+// dropPending forgets the pending bytes, because the operation has failed.
+func (b *Backend) dropPending() {
+	for _, s := range b.unsent {
+		clear(s.pending)
+		s.head = len(s.pending)
+	}
+	clear(b.unsent)
+	b.unsent = b.unsent[:0]
+}
+
+// progress sends pending bytes. If the transport takes none, and the step may not wait, progress suspends the
+// operation until the next step. If the step may wait, progress counts the poll and yields the processor. It
+// returns true if the rank has polled often enough and should block.
+func (b *Backend) progress(polled *int) (block bool, err error) {
+	switch moved, err := b.push(); {
+	case err != nil:
+		return false, err
+	case moved:
+		*polled = 0
+	case b.ctx == nil:
+		return false, b.await(ops.Waiting)
+	default:
+		if *polled++; *polled >= b.polls {
+			return true, b.handOver()
+		}
+		shmem.Yield()
+	}
+	return false, nil
+}
+
+// Read implements io.Reader.
+func (s *stream) Read(p []byte) (int, error) {
+	if len(p) == 0 {
+		return 0, nil
+	}
+	for polled := 0; s.b.ctx == nil || s.b.polls > 0; {
+		if n, err := s.TryRead(p); n > 0 || err != nil {
+			return n, err
+		}
+		block, err := s.b.progress(&polled)
+		if err != nil {
+			return 0, err
+		}
+		if block {
+			break
+		}
+	}
+	if err := s.b.handOver(); err != nil {
+		return 0, err
+	}
+	return s.Conn.Read(p)
+}
+
+// Flush waits until all bytes that were given to Send have left.
+func (s *stream) Flush() error {
+	for polled := 0; s.head < len(s.pending) || s.b.ctx == nil && s.Sent() < s.queued; {
+		// An empty TrySend returns an error if the lane was aborted.
+		if _, err := s.TrySend(nil); err != nil {
+			return err
+		}
+		if _, err := s.b.progress(&polled); err != nil {
+			return err
+		}
+	}
+	return s.Conn.Flush()
+}
 
 // conn returns the channel to rank i of the set. If the channel does not exist yet, conn makes it.
 func (b *Backend) conn(i int) (*stream, error) {
@@ -113,16 +264,25 @@ func (b *Backend) replace(c, out *stream, p []byte, sent uint64) error {
 	if err := receive(c, in); err != nil {
 		return err
 	}
-	for out.Sent() < sent {
-		// An empty Send returns an error if the lane was aborted.
-		if err := out.Send(nil); err != nil {
+	if err := b.awaitSent(out, sent); err != nil {
+		return err
+	}
+	copy(p, in)
+	return nil
+}
+
+// awaitSent waits until the bytes before the given position in the stream c have left. It is for short waits,
+// because it polls.
+func (b *Backend) awaitSent(c *stream, position uint64) error {
+	for polled := 0; c.Sent() < position; {
+		// An empty TrySend returns an error if the lane was aborted.
+		if _, err := c.TrySend(nil); err != nil {
 			return err
 		}
-		if err := b.await(ops.Waiting); err != nil {
+		if _, err := b.progress(&polled); err != nil {
 			return err
 		}
 		runtime.Gosched()
 	}
-	copy(p, in)
 	return nil
 }

@@ -81,6 +81,10 @@ type Config struct {
 	// Deterministic does not change Adasum, which has only one algorithm: the last bits of an Adasum are
 	// reproducible only if its tensors are not fused. Default false.
 	Deterministic bool
+
+	// Oversubscribed says that the host has more ranks than cores, so that a rank that waits must block
+	// instead of polling. Default false.
+	Oversubscribed bool
 }
 
 // Backend is the ops.Backend of one process set. It has a lane of its own.
@@ -98,7 +102,9 @@ type Backend struct {
 
 	segBytes      int
 	deterministic bool
+	polls         int       // number of times that a step that may wait polls before it blocks
 	conns         []*stream // indexed by rank of the set; nil until the channel is needed
+	unsent        []*stream // the streams with pending bytes
 	watch         watch
 	err           error // the error that ended the backend, or nil
 
@@ -132,6 +138,9 @@ func New(mesh transport.Mesh, lane transport.Lane, ranks []topo.Rank, me int, cf
 	}
 	if b.segBytes <= 0 {
 		b.segBytes = DefaultSegmentBytes
+	}
+	if !cfg.Oversubscribed {
+		b.polls = polls
 	}
 	b.watch.abort = func(err error) { mesh.Abort(lane, err) }
 	return b
@@ -228,6 +237,7 @@ func (b *Backend) fail(err error) error {
 	// not wait for peers. It only waits until the channel holds no buffer of the operation. The error of
 	// Flush is dropped because it adds no information.
 	b.mesh.Abort(b.lane, b.err)
+	b.dropPending()
 	for _, c := range b.conns {
 		if c != nil {
 			_ = c.Conn.Flush()

@@ -52,6 +52,9 @@ func (c *conn) TryRead(p []byte) (int, error) { return c.in.read(p, false) }
 // Send implements transport.Conn.
 func (c *conn) Send(p []byte) error { return c.out.send(p) }
 
+// TrySend implements transport.Conn. Like Send it needs no other goroutine.
+func (c *conn) TrySend(p []byte) (int, error) { return len(p), c.out.send(p) }
+
 // Sent implements transport.Conn.
 func (c *conn) Sent() uint64 { return c.out.sent.Load() }
 

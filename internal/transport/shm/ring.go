@@ -215,6 +215,9 @@ func (c *conn) Send(p []byte) error {
 	return c.werr
 }
 
+// TrySend implements transport.Conn. It queues all of p, because Send needs no other goroutine either.
+func (c *conn) TrySend(p []byte) (int, error) { return len(p), c.Send(p) }
+
 // notify wakes the peer if it is parked, unless it has already read all bytes that were written since it was
 // last notified.
 func (c *conn) notify() {

@@ -182,6 +182,28 @@ func (c *conn) Send(p []byte) error {
 	return nil
 }
 
+// TrySend implements transport.Conn. On an encrypted connection it queues all of p, because only the writer
+// makes records.
+func (c *conn) TrySend(p []byte) (int, error) {
+	if c.out != nil {
+		return len(p), c.Send(p)
+	}
+	c.mu.Lock()
+	err, busy := c.sendErr(), c.head < len(c.queue)
+	c.mu.Unlock()
+	if err != nil || busy {
+		return 0, err
+	}
+	rest, err := c.write(p, c.sock.TryWrite)
+	if err != nil {
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		c.serr = err
+		return 0, err
+	}
+	return len(p) - len(rest), nil
+}
+
 // Sent implements transport.Conn.
 func (c *conn) Sent() uint64 { return c.sent.Load() }
 

@@ -19,7 +19,8 @@ import (
 // peer does not read, Flush waits.
 const unread = 64 << 20
 
-// sendPieces sends data in pieces of random size. Some pieces are empty.
+// sendPieces sends data in pieces of random size. Some pieces are empty. TrySend sends the first bytes of
+// some pieces, and Send sends the rest.
 func sendPieces(c transport.Conn, data []byte, seed uint64) error {
 	r := rand.New(rand.NewPCG(seed, 0))
 	for len(data) > 0 {
@@ -27,7 +28,14 @@ func sendPieces(c transport.Conn, data []byte, seed uint64) error {
 		if r.IntN(8) == 0 {
 			n = 0
 		}
-		if err := c.Send(data[:n]); err != nil {
+		tried := 0
+		if r.IntN(2) == 0 {
+			var err error
+			if tried, err = c.TrySend(data[:n]); err != nil {
+				return err
+			}
+		}
+		if err := c.Send(data[tried:n]); err != nil {
 			return err
 		}
 		data = data[n:]
@@ -399,11 +407,13 @@ func testUnblocks(s *suite, end func(m transport.Mesh), want error) {
 
 	s.together(func() error {
 		_, read := c.Read(make([]byte, 1))
+		_, tried := c.TrySend([]byte{1})
 		_, again := m.Conn(s.Context(), 1, 2)
 		_, fresh := m.Conn(s.Context(), 1, 0)
 		return errors.Join(
 			wantErr("read", read, want),
 			wantErr("send", c.Send([]byte{1}), want),
+			wantErr("send without waiting", tried, want),
 			wantErr("flush", c.Flush(), want),
 			wantErr("conn", again, want),
 			wantErr("conn", fresh, want),
