@@ -47,38 +47,6 @@ func promptly(t *testing.T, began time.Time) {
 	}
 }
 
-// If each rank queues 20 operations in quick succession and then calls Flush, the 20 tensors run as at most
-// 10 fused operations.
-func TestNotifyOnceForMany(t *testing.T) {
-	const tensors = 20
-	var recorded [2]log
-	c := startOversubscribed(t, &recorded, time.Hour)
-	c.each(func(r int) {
-		done := make(chan error, tensors)
-		for i := range tensors {
-			c.queue(r, fmt.Sprint(i), done)
-			time.Sleep(time.Millisecond) // if the loop was notified, it runs a turn in this time
-		}
-		c.engines[r].Flush()
-		for range tensors {
-			if err := c.wait(done); err != nil {
-				t.Errorf("rank %d: %v", r, err)
-			}
-		}
-		grants := make(map[uint64]int)
-		for _, op := range recorded[r].operations() {
-			grants[op.Number] += len(op.Tensors)
-		}
-		// There can be more than one operation, because a heartbeat or a clock probe may cause a turn before
-		// Flush.
-		if len(grants) > tensors/2 {
-			t.Errorf("rank %d: %d tensors ran as %d operations; tensors by operation: %v", r, tensors,
-				len(grants), grants)
-		}
-	})
-	c.shutdown()
-}
-
 // Queued operations complete soon even if the caller does not call Flush.
 func TestNotifyLaterWithoutFlush(t *testing.T) {
 	var recorded [2]log
