@@ -50,7 +50,7 @@ type mesh struct {
 	released transport.LaneSet
 	control  []*conn
 
-	waker waker
+	waker transport.Waker
 }
 
 // New creates a cluster with size ranks. Bytes arrive as soon as they are sent.

@@ -93,9 +93,9 @@ type pipe struct {
 	clock *clock
 	sent  atomic.Uint64
 
-	receiverWaker *waker // both wakers are nil on lanes other than Control
-	senderWaker   *waker
-	notifyDue     atomic.Bool // bytes were sent without waking receiverWaker
+	receiverWaker *transport.Waker // both wakers are nil on lanes other than Control
+	senderWaker   *transport.Waker
+	notifyDue     atomic.Bool // set if bytes were sent without waking receiverWaker
 	mu            sync.Mutex
 	changed       sync.Cond
 	queue         []piece // the unread pieces are queue[head:]
@@ -157,7 +157,7 @@ func (p *pipe) send(b []byte) error {
 		p.queue, p.head = slices.Delete(p.queue, 0, p.head), 0
 	}
 	p.queue = append(p.queue, piece{b, p.clock.arrival()})
-	if p.senderWaker != nil && p.senderWaker.notify.Load() != nil && p.clock.latency == 0 {
+	if p.senderWaker != nil && p.senderWaker.Notifies() && p.clock.latency == 0 {
 		p.notifyDue.Store(true)
 		p.changed.Broadcast()
 		return nil
@@ -175,7 +175,7 @@ func (p *pipe) notify() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.notifyDue.Swap(false) && p.head < len(p.queue) {
-		p.receiverWaker.wake()
+		p.receiverWaker.Wake()
 	}
 }
 
@@ -291,7 +291,7 @@ func (p *pipe) empty() { p.queue, p.head = nil, 0 }
 func (p *pipe) announce() {
 	p.changed.Broadcast()
 	if p.receiverWaker != nil {
-		p.receiverWaker.wake()
+		p.receiverWaker.Wake()
 	}
 	if p.clock.latency > 0 {
 		time.AfterFunc(p.clock.latency, p.wake)
@@ -303,6 +303,6 @@ func (p *pipe) wake() {
 	defer p.mu.Unlock()
 	p.changed.Broadcast()
 	if p.receiverWaker != nil {
-		p.receiverWaker.wake()
+		p.receiverWaker.Wake()
 	}
 }

@@ -1,22 +1,6 @@
 package mem
 
-import "sync/atomic"
-
-// waker notifies a parked rank when something arrives on its Control lane.
-type waker struct {
-	notify atomic.Pointer[func()]
-	parked atomic.Bool
-}
-
-// wake calls notify if the rank is parked. It calls notify at most once after each call of Park.
-func (w *waker) wake() {
-	if !w.parked.CompareAndSwap(true, false) {
-		return
-	}
-	if notify := w.notify.Load(); notify != nil {
-		(*notify)()
-	}
-}
+import "slices"
 
 // attach makes the pipes of c use the waker of this rank. The caller holds the Cluster's mu.
 func (m *mesh) attach(c *conn) {
@@ -25,7 +9,7 @@ func (m *mesh) attach(c *conn) {
 }
 
 // OnNotify implements transport.Poller.
-func (m *mesh) OnNotify(notify func()) { m.waker.notify.Store(&notify) }
+func (m *mesh) OnNotify(notify func()) { m.waker.OnNotify(notify) }
 
 // NotifyPeers implements transport.Poller.
 func (m *mesh) NotifyPeers() {
@@ -36,23 +20,17 @@ func (m *mesh) NotifyPeers() {
 	}
 }
 
-// Park implements transport.Poller. It sets parked before it checks for bytes, and senders check parked after
-// they have sent. So either Park sees the bytes or the sender sees that the rank is parked.
+// Park implements transport.Poller.
 func (m *mesh) Park() bool {
-	m.waker.parked.Store(true)
-	m.c.mu.Lock()
-	defer m.c.mu.Unlock()
-	for _, c := range m.control {
-		if c.in.hasUnread() {
-			m.Unpark()
-			return false
-		}
-	}
-	return true
+	return m.waker.Park(func() bool {
+		m.c.mu.Lock()
+		defer m.c.mu.Unlock()
+		return slices.ContainsFunc(m.control, func(c *conn) bool { return c.in.hasUnread() })
+	})
 }
 
 // Unpark implements transport.Poller.
-func (m *mesh) Unpark() { m.waker.parked.Store(false) }
+func (m *mesh) Unpark() { m.waker.Unpark() }
 
 // EntersKernel implements transport.Poller.
 func (m *mesh) EntersKernel() bool { return false }
