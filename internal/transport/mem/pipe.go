@@ -95,7 +95,7 @@ type pipe struct {
 
 	receiverWaker *transport.Waker // both wakers are nil on lanes other than Control
 	senderWaker   *transport.Waker
-	notifyDue     atomic.Bool // set if bytes were sent without waking receiverWaker
+	notifyDue     atomic.Bool // bytes were sent without waking receiverWaker
 	mu            sync.Mutex
 	changed       sync.Cond
 	queue         []piece // the unread pieces are queue[head:]
