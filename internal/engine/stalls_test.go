@@ -1,7 +1,6 @@
 package engine_test
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"math"
@@ -19,6 +18,7 @@ import (
 	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
+	"github.com/gohvd/gohvd/internal/transport/faulty"
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
@@ -403,11 +403,9 @@ func TestOperationWithoutDeadline(t *testing.T) {
 func TestOperationTimeoutCrossesTheGrant(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const delay = 10 * time.Millisecond
-		c := start(t, 3, func(cfg *engine.Config) {
-			if cfg.Rank == 1 {
-				cfg.Mesh = slowMesh{cfg.Mesh, delay}
-			}
-		})
+		net := faulty.New(1, &faulty.Rule{Name: "distance", Pairs: faulty.Pair(0, 1), Delay: delay,
+			Lanes: faulty.Lane(transport.Control)})
+		c := start(t, 3, func(cfg *engine.Config) { cfg.Mesh = net.Wrap(cfg.Rank, cfg.Mesh) })
 		release := make(chan struct{})
 		c.each(func(r int) {
 			e := gather("gather", allocate)
@@ -440,35 +438,8 @@ func TestOperationTimeoutCrossesTheGrant(t *testing.T) {
 	})
 }
 
-// slowMesh is a Mesh in which data on control connections arrives late.
-type slowMesh struct {
-	transport.Mesh
-	delay time.Duration
-}
-
-func (m slowMesh) Conn(ctx context.Context, lane transport.Lane, peer topo.Rank) (transport.Conn, error) {
-	conn, err := m.Mesh.Conn(ctx, lane, peer)
-	if err == nil && lane == transport.Control {
-		conn = slowConn{conn, m.delay}
-	}
-	return conn, err
-}
-
-type slowConn struct {
-	transport.Conn
-	delay time.Duration
-}
-
-func (c slowConn) TryRead(p []byte) (int, error) {
-	n, err := c.Conn.TryRead(p)
-	if n > 0 {
-		time.Sleep(c.delay) // this takes no real time in the bubble
-	}
-	return n, err
-}
-
-// Many steps use the same tensor name. Each step takes a little less than the heartbeat period. The steps are
-// not reported as one long operation, even if every heartbeat contains the name of the tensor.
+// Steps use the same tensor name again and again and take a little less than the heartbeat period. They are
+// not reported as one long operation, even if every heartbeat names this tensor.
 func TestRepeatedNameIsNoStall(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
 		synctest.Test(t, func(t *testing.T) {
