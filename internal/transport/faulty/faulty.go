@@ -27,7 +27,8 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// Network has the rules of an epoch and the state that its ranks share.
+// Network has the rules of an epoch and the state that its ranks share. It remembers each connection that was
+// ever made, also after the release of its lane.
 type Network struct {
 	seed  uint64
 	rules []*Rule

@@ -417,6 +417,26 @@ func TestSilentCut(t *testing.T) {
 	})
 }
 
+// If the peer closes its mesh after a silent cut, not even bytes that were on their way make calls fail.
+func TestSilentCutWithBytesOnTheirWay(t *testing.T) {
+	cable := &faulty.Rule{Name: "cable", Pairs: faulty.Pair(0, 1), Silent: true}
+	inBubble(t, 2, []*faulty.Rule{cable}, func(t *testing.T, meshes []transport.Mesh) {
+		zero, _ := connect(t, meshes, 1, 0, 1)
+		send(t, zero, make([]byte, 10e6)) // not read, so a part stays in the wrapped connection
+		synctest.Wait()
+		cable.Cut()
+		closeAll(t, meshes[1:])
+		synctest.Wait()
+		send(t, zero, []byte("anyone?"))
+		if err := zero.Flush(); err != nil {
+			t.Errorf("flush: %v", err)
+		}
+		if n, err := zero.TryRead(make([]byte, 1)); n != 0 || err != nil {
+			t.Errorf("got %d bytes and error %v, want silence", n, err)
+		}
+	})
+}
+
 // A silent cut in one direction leaves the other direction alone.
 func TestSilentCutOneWay(t *testing.T) {
 	cable := &faulty.Rule{Name: "cable", Pairs: faulty.Pair(0, 1), Silent: true, OneWay: true}

@@ -119,7 +119,7 @@ func (p *pipe) forward(inner transport.Conn) {
 			err = inner.Flush()
 		}
 		p.mu.Lock()
-		if err != nil {
+		if err != nil && !p.silenced {
 			p.failSender(err)
 		} else {
 			p.sent.Add(uint64(n))
