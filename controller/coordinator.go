@@ -210,7 +210,7 @@ func (c *Coordinator) Step(from topo.Rank, up *message.Up) {
 	k := &c.ranks[from]
 	k.lastReceived = c.now
 	if up.Seen < k.seen || up.Seen > c.cycle {
-		c.failSender(from, fmt.Errorf("got an acknowledgment of cycle %d, want one of cycles %d to %d",
+		c.failSender(from, fmt.Errorf("got an acknowledgment of cycle %d, want a cycle from %d to %d",
 			up.Seen, k.seen, c.cycle))
 		return
 	}
@@ -226,7 +226,7 @@ func (c *Coordinator) Step(from topo.Rank, up *message.Up) {
 	case message.UpBye:
 		switch {
 		case k.stop == 0 || up.Seen != k.stop: // the stop must be the last cycle that the rank has applied
-			c.failSender(from, fmt.Errorf("got a bye before the coordinator had stopped the rank"))
+			c.failSender(from, fmt.Errorf("got a bye from a rank that the coordinator has not stopped"))
 			return
 		case k.bye:
 			c.failSender(from, fmt.Errorf("got a second bye"))
@@ -235,7 +235,7 @@ func (c *Coordinator) Step(from topo.Rank, up *message.Up) {
 		c.handleBye(from)
 	case message.UpReleased:
 		if int(up.Suspect) >= len(c.ranks) {
-			c.failSender(from, fmt.Errorf("got a release of rank %d, want a rank from 0 to %d", up.Suspect,
+			c.failSender(from, fmt.Errorf("got a report that all operations with rank %d have ended, want a rank from 0 to %d", up.Suspect,
 				len(c.ranks)-1))
 			return
 		}
@@ -285,7 +285,7 @@ func (c *Coordinator) news(from topo.Rank, up *message.Up) error {
 		}
 		if u.Done > 0 {
 			if member != 0 {
-				return fmt.Errorf("got a report of finished responses of process set %d, want it only from rank %d",
+				return fmt.Errorf("got a report of finished responses of process set %d, but only rank %d, the first rank of the set, may send it",
 					u.Set, s.Ranks[0])
 			}
 			if unfinished := s.granted - s.done; uint64(u.Done) > unfinished {

@@ -164,7 +164,7 @@ func (c *Coordinator) awaitedText(s *setState, st *Stall, gone, waiting []topo.R
 	}
 	fmt.Fprintf(&b, ", while %s %s for ", topo.FormatRanks(waiting), verb)
 	if st.Group != "" {
-		fmt.Fprintf(&b, "the rest of group %q", st.Group)
+		fmt.Fprintf(&b, "the missing tensors of group %q", st.Group)
 	} else {
 		b.WriteString(label(st.Kind, st.Name))
 	}

@@ -586,7 +586,7 @@ func TestLockstepErrors(t *testing.T) {
 		{"set that is there",
 			step(&message.Down{Sets: []message.DownSet{{Grants: []message.Grant{{Full: []*message.Response{
 				{Kind: message.AddProcessSet, Name: "s", Set: 1, Ranks: []topo.Rank{0}},
-			}}}}}}), "added process set 1, which exists already"},
+			}}}}}}), "adds process set 1, which already exists"},
 		{"ready bit that is free", decide(1),
 			"rank 0 failed: protocol error: responsecache: got a vote for cache bit 0, which had no entry"},
 		{"news of another's set", decide(0, up(0), up(1, q)),

@@ -268,7 +268,7 @@ func (m *Member) Step(d *message.Down) error {
 	switch d.Type {
 	case message.DownFail:
 		if len(d.Ranks) == 0 {
-			err = fmt.Errorf("got a verdict without ranks")
+			err = fmt.Errorf("got a verdict that names no failed rank")
 		} else {
 			m.fail(&Verdict{Ranks: append([]topo.Rank(nil), d.Ranks...), Reason: d.Reason})
 		}
@@ -276,7 +276,7 @@ func (m *Member) Step(d *message.Down) error {
 		m.left = append(m.left, d.Ranks...)
 	case message.DownClose:
 		if m.state == memberRunning {
-			err = fmt.Errorf("got a close before a stop")
+			err = fmt.Errorf("got a close frame before the cycle that stops the job")
 		} else {
 			m.state = memberClosed
 		}
@@ -294,7 +294,7 @@ func (m *Member) apply(d *message.Down) error {
 		return fmt.Errorf("got cycle %d after cycle %d", d.Cycle, m.seen)
 	}
 	if m.state != memberRunning {
-		return fmt.Errorf("got cycle %d after the stop", d.Cycle)
+		return fmt.Errorf("got cycle %d after the cycle that stopped the job", d.Cycle)
 	}
 	for i := range d.Sets {
 		ds := &d.Sets[i]
@@ -339,7 +339,7 @@ func (s *memberSet) apply(ds *message.DownSet, grants []*Grant, newGrant func() 
 		for _, bit := range dg.Bits {
 			r := s.cache.At(bit)
 			if r == nil {
-				return grants, fmt.Errorf("got a grant of cache bit %d, which has no entry", bit)
+				return grants, fmt.Errorf("got a grant of cache bit %d, but the cache has no entry for this bit", bit)
 			}
 			s.answered(bit)
 			g.Responses = append(g.Responses, r)

@@ -47,7 +47,7 @@ func TestMemberRefuses(t *testing.T) {
 		{"another's set", cycle(2, message.DownSet{Set: 3}),
 			"process set 3, but rank 1 is not a member of it"},
 		{"a free bit", cycle(2, message.DownSet{Grants: []message.Grant{good, {Bits: []uint32{1}}}}),
-			"got a grant of cache bit 1, which has no entry"},
+			"got a grant of cache bit 1, but the cache has no entry for this bit"},
 		{"nothing", cycle(2, message.DownSet{Grants: []message.Grant{good, {}}}), "got a grant without a response"},
 		{"two kinds", cycle(2,
 			message.DownSet{Grants: []message.Grant{good,
@@ -60,7 +60,7 @@ func TestMemberRefuses(t *testing.T) {
 			})}}), `allgather "r": got 1 first dimensions, want 2, one for each rank`},
 		{"erasure of a free bit",
 			cycle(2, message.DownSet{Grants: []message.Grant{good}, Erase: []uint32{5}}),
-			"got an erasure of cache bit 5, which has no entry"},
+			"got an erasure of cache bit 5, but the cache has no entry for this bit"},
 		{"put to a taken bit",
 			cycle(2, message.DownSet{Grants: []message.Grant{good}, Puts: []message.Put{{}}}),
 			`put "good": cache bit 0 has the entry "a"`},
@@ -105,7 +105,7 @@ func TestMemberRefuses(t *testing.T) {
 		{"a set that is there",
 			cycle(2, message.DownSet{Grants: []message.Grant{good,
 				full(&message.Response{Kind: message.AddProcessSet, Name: "s", Set: 5,
-					Ranks: []topo.Rank{1}})}}), "added process set 5, which exists already"},
+					Ranks: []topo.Rank{1}})}}), "adds process set 5, which already exists"},
 		{"a set from another set",
 			cycle(2, message.DownSet{Set: 5,
 				Grants: []message.Grant{full(&message.Response{Kind: message.RemoveProcessSet, Name: "s",
@@ -114,7 +114,7 @@ func TestMemberRefuses(t *testing.T) {
 			cycle(2, message.DownSet{Grants: []message.Grant{good,
 				full(&message.Response{Kind: message.Join, Name: "j"})}}),
 			"got the end of a join of process set 0, but rank 1 has not joined"},
-		{"close without a stop", &message.Down{Type: message.DownClose, Cycle: 1}, "got a close before a stop"},
+		{"close without a stop", &message.Down{Type: message.DownClose, Cycle: 1}, "got a close frame before the cycle that stops the job"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			m := controller.NewMember(controller.MemberConfig{
@@ -153,7 +153,7 @@ func TestMemberRefuses(t *testing.T) {
 			t.Fatal(err)
 		}
 		if err := m.Step(cycle(2, message.DownSet{Grants: []message.Grant{good}})); err == nil ||
-			!strings.Contains(err.Error(), "cycle 2 after the stop") {
+			!strings.Contains(err.Error(), "cycle 2 after the cycle that stopped the job") {
 			t.Errorf("got error %v", err)
 		}
 	})

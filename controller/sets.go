@@ -125,7 +125,7 @@ func (m *Member) change(r *message.Response) error {
 	switch r.Kind {
 	case message.AddProcessSet:
 		if m.set(r.Set) != nil {
-			return fmt.Errorf("added process set %d, which exists already", r.Set)
+			return fmt.Errorf("got a grant that adds process set %d, which already exists", r.Set)
 		}
 		if s := newMemberSet(Set{ID: r.Set, Ranks: r.Ranks}, m.cfg.Rank); s.me >= 0 || m.cfg.Lockstep {
 			m.sets = append(m.sets, s)

@@ -25,7 +25,7 @@ func Alloc[T Element](n int) ([]T, error) {
 	size := int64(len(tensor.Bytes([]T{zero})))
 	if n < 0 || int64(n) > math.MaxInt64/size {
 		return nil, &UsageError{Op: "alloc",
-			Err: fmt.Errorf("got %d elements of %d bytes, want at least 0 elements and less than 2^63 bytes",
+			Err: fmt.Errorf("got %d elements of %d bytes, want at least 0 elements and less than 2^63 bytes in total",
 				n, size)}
 	}
 	if n == 0 {

@@ -95,7 +95,7 @@ func AddProcessSet(ctx context.Context, ranks []int, opts ...Option) (*ProcessSe
 // finish. All other pending operations on the set fail with ErrNoProcessSet. The option Timeout applies.
 func RemoveProcessSet(ctx context.Context, set *ProcessSet, opts ...Option) error {
 	if set == nil {
-		return &UsageError{Op: message.RemoveProcessSet.String(), Err: fmt.Errorf("process set is nil")}
+		return &UsageError{Op: message.RemoveProcessSet.String(), Err: fmt.Errorf("process set is nil, want one from AddProcessSet or ProcessSets")}
 	}
 	c, err := prepare(message.RemoveProcessSet, tensor.Invalid, false,
 		append(slices.Clone(opts), On(set.engine)))

@@ -108,7 +108,7 @@ func (c *Cache) Put(bit uint32, r *message.Response) error {
 func (c *Cache) Erase(bit uint32) error {
 	r := c.At(bit)
 	if r == nil {
-		return fmt.Errorf("responsecache: got an erasure of cache bit %d, which has no entry", bit)
+		return fmt.Errorf("responsecache: got an erasure of cache bit %d, but the cache has no entry for this bit", bit)
 	}
 	delete(c.byName, r.Name)
 	c.entries[bit] = nil

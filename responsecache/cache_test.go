@@ -103,9 +103,9 @@ func TestPutAndErase(t *testing.T) {
 		{"bit too high", c.Put(message.MaxCacheBits, allreduce("b", 1)),
 			`responsecache: put "b": got cache bit 1048576, want less than 1048576`},
 		{"highest number", c.Put(math.MaxUint32, allreduce("b", 1)), `want less than 1048576`},
-		{"free bit", c.Erase(0), "responsecache: got an erasure of cache bit 0, which has no entry"},
+		{"free bit", c.Erase(0), "responsecache: got an erasure of cache bit 0, but the cache has no entry for this bit"},
 		{"bit that never was", c.Erase(math.MaxUint32),
-			"responsecache: got an erasure of cache bit 4294967295, which has no entry"},
+			"responsecache: got an erasure of cache bit 4294967295, but the cache has no entry for this bit"},
 	} {
 		if test.err == nil || !strings.Contains(test.err.Error(), test.want) {
 			t.Errorf("%s: got error %v, want %q", test.name, test.err, test.want)

@@ -106,39 +106,39 @@ func newCommand(measure func(ctx context.Context, o options) error) *cobra.Comma
 	add(f, &o.minBytes, "minbytes", "b", "SIZE", "32M", parseSize, "smallest size")
 	add(f, &o.maxBytes, "maxbytes", "e", "SIZE", "32M", parseSize, "largest size")
 	add(f, &o.stepBytes, "stepbytes", "i", "SIZE", "1M", parseSize,
-		"bytes from one size to the next")
-	f.IntVarP(&o.stepFactor, "stepfactor", "f", 0, "factor from one size to the next, instead of --stepbytes")
-	f.IntVarP(&o.iters, "iters", "n", 20, "timed calls of each case")
-	f.IntVarP(&o.warmup, "warmup-iters", "w", 1, "untimed calls before the timed ones")
+		"number of bytes by which each size is larger than the one before")
+	f.IntVarP(&o.stepFactor, "stepfactor", "f", 0, "multiply the size by this factor from one case to the next, instead of adding --stepbytes")
+	f.IntVarP(&o.iters, "iters", "n", 20, "number of timed calls of each case")
+	f.IntVarP(&o.warmup, "warmup-iters", "w", 1, "number of untimed calls before the timed calls")
 	f.Float64Var(&o.seconds, "seconds", 0,
-		"time each case for this many seconds, with 20 to 20000 calls, instead of --iters")
+		"time each case for this many seconds, with 20 to 20000 calls, instead of for --iters calls")
 	f.Float64Var(&o.maxSeconds, "max-seconds", 3,
-		"with --seconds, make fewer than 20 calls if 20 would take longer than this; at least 5, or 3 above 64M")
+		"with --seconds: if 20 calls would take longer than this many seconds, make fewer, but at least 5, or 3 for sizes above 64M")
 	f.IntVarP(&o.checks, "check", "c", 1,
-		"how often each case is verified before it is timed, and once after; 0 turns both off")
+		"number of verified calls of each case before the timed calls; one more call is verified after them. 0 turns verification off")
 	add(f, &o.types, "datatype", "d", "TYPES", "float", parseTypes,
-		"element types, separated by commas, or all; names of nccl-tests or of gohvd")
+		"element types, separated by commas, or all; the names of nccl-tests and of gohvd are accepted")
 	add(f, &o.ops, "op", "o", "OPS", "sum", parseOps,
 		"reductions, separated by commas, or all: sum, prod, min, max, avg")
-	add(f, &o.roots, "root", "r", "RANK", "0", parseRoots, "root of broadcasts, or all")
+	add(f, &o.roots, "root", "r", "RANK", "0", parseRoots, "root rank of broadcasts, or all to measure each rank as root")
 	f.IntVarP(&c.blocking, "blocking", "z", 1,
-		"accepted because nccl-tests has it; 1 is the only value, because every call waits for its end")
+		"accepted for compatibility with nccl-tests; 1 is the only valid value, because every call waits for its end")
 	f.IntVarP((*int)(&o.average), "average", "a", int(byKind),
-		"how the ranks' times for a call are combined: 0 rank 0's time, 1 the mean, 2 the least, "+
-			"3 the greatest; -1 the greatest for broadcast, otherwise the least with --touch and the mean without")
+		"how to combine the times that the ranks measured for a call: 0 uses rank 0's time, 1 the mean, 2 the minimum, "+
+			"3 the maximum; -1 uses the maximum for broadcast, otherwise the minimum with --touch and the mean without it")
 	f.BoolVar(&c.in, "in-place", true, "measure in place")
 	f.BoolVar(&c.out, "out-of-place", true, "measure out of place")
 	f.BoolVar(&o.raw, "raw", false, "measure only the backend, without negotiation")
 	f.BoolVar(&o.arena, "arena", false, "allocate tensors in the shared arena")
 	f.BoolVar(&o.touch, "touch", false,
-		"each rank writes its tensor before every call; that is not timed")
-	f.StringVar(&o.workload, "workload", "", "measure steps over the gradients of "+
+		"write to each rank's tensor before every call, outside the timed part")
+	f.StringVar(&o.workload, "workload", "", "measure training steps that reduce the gradients of a built-in model ("+
 		strings.Join(workloadNames, ", ")+
-		", or over those listed in `FILE`, one per line: name, number of elements, shape")
-	add(f, &o.many, "many", "", "N:BYTES", "", parseMany, "measure steps over N tensors of BYTES each")
+		") or the tensors listed in `FILE`, one per line: name, number of elements, shape")
+	add(f, &o.many, "many", "", "N:BYTES", "", parseMany, "measure steps that reduce N tensors of BYTES bytes each")
 	add(f, &o.modes, "mode", "", "MODES", "async", parseModes,
 		"how a step reduces its tensors, separated by commas, or all: "+strings.Join(modeNames[:], ", "))
-	f.StringVar(&o.format, "format", "nccl", "output: "+strings.Join(formats, ", "))
+	f.StringVar(&o.format, "format", "nccl", "format of the output: "+strings.Join(formats, ", "))
 	for name, of := range map[string][]string{"format": formats, "mode": modeNames[:],
 		"collective": root.ValidArgs} {
 		if err := root.RegisterFlagCompletionFunc(name,

@@ -22,7 +22,7 @@ func (m *memory) alloc(numBytes int64, inArena bool) ([]byte, error) {
 		return nil, fmt.Errorf("read the memory size of this host: %w", err)
 	}
 	if total := int64(host.Totalram) * int64(host.Unit); numBytes > total-m.live {
-		return nil, fmt.Errorf("tensors of %s do not fit in the memory of this host, which is %s",
+		return nil, fmt.Errorf("the tensors need %s of memory, but this host has only %s",
 			formatSize(m.live+numBytes), formatSize(total))
 	}
 	m.live += numBytes

@@ -161,7 +161,7 @@ func parseRoots(text string) ([]int, error) {
 	}
 	root, err := strconv.Atoi(text)
 	if err != nil || root < 0 {
-		return nil, fmt.Errorf("got %q, want a rank or all", text)
+		return nil, fmt.Errorf("got %q, want a rank or the word all", text)
 	}
 	return []int{root}, nil
 }
@@ -223,7 +223,7 @@ func (o *options) check() error {
 	case o.maxBytes < o.minBytes:
 		return fmt.Errorf("--maxbytes is %d, want at least --minbytes, %d", o.maxBytes, o.minBytes)
 	case o.stepFactor == 1 || o.stepFactor < 0:
-		return fmt.Errorf("--stepfactor is %d, want 2 or more, or 0 for --stepbytes", o.stepFactor)
+		return fmt.Errorf("--stepfactor is %d, want 2 or more, or 0 to use --stepbytes", o.stepFactor)
 	case o.stepFactor > 1 && o.minBytes == 0 && o.maxBytes > 0:
 		return fmt.Errorf("--minbytes is 0, want 1 or more with --stepfactor")
 	case o.stepFactor == 0 && o.stepBytes <= 0 && o.maxBytes > o.minBytes:
@@ -236,15 +236,15 @@ func (o *options) check() error {
 		return fmt.Errorf("--seconds is %v, want 0 or more, and --max-seconds is %v, want more than 0",
 			o.seconds, o.maxSeconds)
 	case o.average < byKind || o.average > ofMax:
-		return fmt.Errorf("--average is %d, want 0 (rank 0), 1 (mean), 2 (least) or 3 (greatest)", o.average)
+		return fmt.Errorf("--average is %d, want 0 (rank 0), 1 (mean), 2 (minimum), 3 (maximum) or -1 (the default)", o.average)
 	case !slices.Contains(formats, o.format):
 		return fmt.Errorf("--format is %q, want one of %s", o.format, strings.Join(formats, ", "))
 	case len(o.placements) == 0:
 		return fmt.Errorf("--in-place and --out-of-place are both false, want at least one of them")
 	case o.workload != "" && o.many.count > 0:
-		return fmt.Errorf("--workload and --many exclude each other")
+		return fmt.Errorf("--workload and --many cannot be used together")
 	case len(o.sizes()) > maxLines:
-		return fmt.Errorf("the range has more than %d sizes: raise --stepbytes or --stepfactor", maxLines)
+		return fmt.Errorf("the range from --minbytes to --maxbytes has more than %d sizes: raise --stepbytes or --stepfactor", maxLines)
 	}
 	return nil
 }

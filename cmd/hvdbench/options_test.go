@@ -135,14 +135,14 @@ func TestContradictions(t *testing.T) {
 		"--stepbytes is 0": func(o *options) {
 			o.stepFactor, o.maxBytes = 0, 2000
 		},
-		"--iters is 0":         func(o *options) { o.iters = 0 },
-		"--warmup-iters is -1": func(o *options) { o.warmup = -1 },
-		"--average is 4":       func(o *options) { o.average = 4 },
-		`--format is "xml"`:    func(o *options) { o.format = "xml" },
-		"exclude each other":   func(o *options) { o.workload, o.many = "gpt2", many{1, 4} },
+		"--iters is 0":                                 func(o *options) { o.iters = 0 },
+		"--warmup-iters is -1":                         func(o *options) { o.warmup = -1 },
+		"--average is 4":                               func(o *options) { o.average = 4 },
+		`--format is "xml"`:                            func(o *options) { o.format = "xml" },
+		"cannot be used together":                      func(o *options) { o.workload, o.many = "gpt2", many{1, 4} },
 		"--in-place and --out-of-place are both false": func(o *options) { o.placements = nil },
-		"--seconds is -1":    func(o *options) { o.seconds = -1 },
-		"--max-seconds is 0": func(o *options) { o.maxSeconds = 0 },
+		"--seconds is -1":                              func(o *options) { o.seconds = -1 },
+		"--max-seconds is 0":                           func(o *options) { o.maxSeconds = 0 },
 		"raise --stepbytes or --": func(o *options) {
 			o.minBytes, o.maxBytes, o.stepFactor, o.stepBytes = 0,
 				1<<20, 0, 1

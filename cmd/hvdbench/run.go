@@ -69,7 +69,7 @@ func (b *benchmark) agree(ctx context.Context) error {
 	}
 	for rank, v := range all {
 		if v[0] != all[0][0] {
-			return fmt.Errorf("rank %d has other options than rank 0: start all ranks with the same flags",
+			return fmt.Errorf("the options of rank %d differ from the options of rank 0: start all ranks with the same flags",
 				rank)
 		}
 	}
@@ -120,7 +120,7 @@ func (b *benchmark) add(l line) {
 // skip prints on standard error why a case is not measured.
 func (b *benchmark) skip(what string, err error) {
 	if b.team.Rank() == 0 {
-		fmt.Fprintf(b.log, "hvdbench: left out: %s: %v\n", what, err)
+		fmt.Fprintf(b.log, "hvdbench: skipped %s: %v\n", what, err)
 	}
 }
 
@@ -247,7 +247,7 @@ func (b *benchmark) shoot(ctx context.Context, s opSpec) (*result, error) {
 // adds the number of wrong elements at all ranks to r.
 func (b *benchmark) count(ctx context.Context, r *result, wrong int64, first string) error {
 	if wrong > 0 {
-		fmt.Fprintf(b.log, "hvdbench: rank %d: %s of %d bytes: %d elements are wrong: %s\n", b.team.Rank(),
+		fmt.Fprintf(b.log, "hvdbench: rank %d: %s of %d bytes: %d elements of the result are wrong: %s\n", b.team.Rank(),
 			r.collective, r.bytes, wrong, first)
 	}
 	all, err := b.team.gather(ctx, []float64{float64(wrong)})

@@ -83,7 +83,7 @@ func readWorkload(name string, r io.Reader) (workload, error) {
 		}
 		n, err := strconv.ParseInt(fields[1], 10, 64)
 		if err != nil || n < 0 || n > 1<<40 {
-			return fail("got %q, want a number of elements", fields[1])
+			return fail("got %q as the number of elements, want an integer from 0 to 2^40", fields[1])
 		}
 		if seen[fields[0]] {
 			return fail("tensor %q occurs twice", fields[0])
@@ -132,7 +132,7 @@ func openWorkload(name string) (workload, error) {
 		f, err = shapes.Open("shapes/" + name + ".txt")
 	} else {
 		if f, err = os.Open(name); errors.Is(err, fs.ErrNotExist) {
-			err = fmt.Errorf("%w, and the built-in workloads are %s", err, strings.Join(workloadNames, ", "))
+			err = fmt.Errorf("%w (the built-in workloads are %s)", err, strings.Join(workloadNames, ", "))
 		}
 		name = strings.TrimSuffix(filepath.Base(name), ".txt")
 	}

@@ -162,7 +162,7 @@ func inherited(fd int) (clients, error) {
 func unixConn(fd int) (*net.UnixConn, error) {
 	f := os.NewFile(uintptr(fd), fmt.Sprintf("descriptor %d", fd))
 	if f == nil {
-		return nil, errors.New("the number is not an open descriptor")
+		return nil, errors.New("the number is not an open file descriptor")
 	}
 	c, err := net.FileConn(f)
 	if err := errors.Join(err, f.Close()); err != nil {

@@ -26,7 +26,7 @@ func (f *absentFlag) Set(text string) error {
 	if f.without {
 		switch on, err := strconv.ParseBool(text); {
 		case err != nil:
-			return errors.New("want no value")
+			return errors.New("want the flag without a value")
 		case on:
 			return nil
 		}
@@ -78,7 +78,7 @@ var foreignFlags = []struct {
 	{"mpirun", []string{"oversubscribe"}, "leave it out, because a host gets as many ranks as -np or -H say"},
 	{"mpirun", []string{"allow-run-as-root"}, "leave it out"},
 	{"mpirun", []string{"mca", "gmca", "prtemca"},
-		"hvdrun has no MPI parameters; hvdrun config shows its settings"},
+		"hvdrun has no MPI parameters; hvdrun config shows the settings that it has"},
 	{"mpirun", []string{"genv", "env"}, "use -x NAME=value"},
 	{"mpirun", []string{"wdir", "wd"}, "use sh -c 'cd DIR && exec COMMAND' as the command"},
 	{"mpirun", []string{"timestamp-output"}, "use --prefix-output-with-timestamp"},

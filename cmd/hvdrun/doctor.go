@@ -49,7 +49,7 @@ func (r *runner) doctor() *cobra.Command {
 		"also check whether the hosts in `LIST`, separated by commas, can be reached. Slots, as in h1:2, are ignored")
 	given.where.addReach(g.flags)
 	g.flags.BoolVar(&given.asJSON, "json", false,
-		"print the lines as a JSON array of objects with section, name, status, text and fix")
+		"print the findings as a JSON array of objects with the fields section, name, status, text and fix")
 
 	cmd := &cobra.Command{
 		Use:   doctorCommand + " [flags]",

@@ -37,17 +37,19 @@ func (r *runner) jobFlags() group {
 	f.Lookup("min-num-proc").Hidden, f.Lookup("max-num-proc").Hidden = true, true
 	f.VarP(&exportFlag{r}, "x", "x",
 		"set `NAME=value` in the environment of the ranks. The ranks inherit the environment of hvdrun. Ranks on other hosts do "+
-			"not inherit variables of this host or login, such as TMPDIR, unless -x NAME, without a value, is given")
+			"not inherit variables that describe this host or login, such as TMPDIR; to pass such a variable on, give -x NAME "+
+			"without a value")
 	f.StringVar(&r.outputDir, "output-filename", "",
 		"also write the output of each rank R to `DIR`/rank.R/stdout and DIR/rank.R/stderr, without prefixes")
 	f.BoolVar(&r.tagOutput, "tag-output", true, "print [rank]<stdout>: or [rank]<stderr>: before each line")
 	f.BoolVar(&r.timestamp, "prefix-output-with-timestamp", false,
 		"print the time before each line; also -prefix-timestamp")
 	f.StringVar(&r.torchStore, "torch-store", "127.0.0.1:0",
-		"`ADDR`, host:port, at which hvdrun serves a TCPStore for torch.distributed in the ranks, or off. Every client that can "+
-			"reach ADDR can change the store. With several hosts hvdrun serves none unless this flag is given")
+		"address `ADDR`, as host:port, at which hvdrun serves a TCPStore for torch.distributed in the ranks, or off. Every "+
+			"client that can reach ADDR can change the store. In a job on several hosts, hvdrun serves a TCPStore only if this "+
+			"flag is given")
 	f.StringVar(&r.metricsAddr, "metrics-addr", "",
-		"`ADDR`, host:port, at which hvdrun serves the metrics of all ranks for Prometheus (docs/metrics.md). The default host is "+
+		"address `ADDR`, as host:port, at which hvdrun serves the metrics of all ranks for Prometheus (docs/metrics.md). The default host is "+
 			"127.0.0.1. 0.0.0.0:PORT listens on all interfaces. Every client that can reach ADDR can read the metrics")
 	f.BoolVar(&r.verbose, "verbose", false, "log what hvdrun does")
 	f.BoolVar(&r.checkBuild, "check-build", false, "print the features of this build and exit; also -cb")
@@ -89,7 +91,7 @@ func usage(s config.Setting, i int) string {
 func (r *runner) showFlags() group {
 	g := newGroup("Output")
 	g.flags.BoolVar(&r.asJSON, "json", false, "print the settings as JSON")
-	g.flags.BoolVar(&r.asMarkdown, "markdown", false, "print the reference page of all settings instead")
+	g.flags.BoolVar(&r.asMarkdown, "markdown", false, "print the reference page of all settings, as Markdown")
 	return g
 }
 
@@ -130,7 +132,7 @@ func (f *settingFlag) Set(text string) error {
 func (f *settingFlag) file(path string) (string, error) {
 	given := func(v config.FlagValue) bool { return v.Name == config.FileVariable }
 	if path == "" || slices.ContainsFunc(f.r.flags, given) {
-		return "", errors.New("want one file, given once")
+		return "", errors.New("want one file: give the flag once, with the name of a file")
 	}
 	return filepath.Abs(path)
 }

@@ -51,8 +51,8 @@ func (h *hostFlags) addReach(f *pflag.FlagSet) {
 		"`PORT` of sshd on the other hosts (default: from the configuration of ssh)")
 	f.StringVarP(&h.sshIdentity, "ssh-identity-file", "i", "", "`FILE` with the private key for ssh")
 	f.StringVar(&h.agent, "agent", "",
-		"`COMMAND` that runs a command on another host, instead of ssh. {host} in it stands for the name of the host; "+
-			"without {host}, the name follows COMMAND")
+		"`COMMAND` that runs a command on another host, used instead of ssh. hvdrun replaces {host} in COMMAND by the name of "+
+			"the host; if COMMAND does not contain {host}, hvdrun appends the name")
 }
 
 // hosts returns the hosts that the flags name. It returns an empty list if no flag names hosts.

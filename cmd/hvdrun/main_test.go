@@ -146,7 +146,7 @@ func TestWrongUsage(t *testing.T) {
 		{append([]string{"-np", "2", "--cache-capacity=x"}, touch...),
 			`--cache-capacity: got "x", want a whole number`},
 		{append([]string{"-np", "2", "--deterministic=x"}, touch...),
-			`--deterministic: got "x", want no value`},
+			`--deterministic: got "x", want the flag without a value`},
 		{append([]string{"-np", "2", "-x", "HOROVOD_CACHE_CAPACITY=x"}, touch...),
 			`HOROVOD_CACHE_CAPACITY from flag -x: got "x"`},
 		{append([]string{"-np", "2", "-x", "HOROVOD_CPU_OPERATIONS=ccl"}, touch...),

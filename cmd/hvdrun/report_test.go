@@ -682,7 +682,7 @@ func TestDumpsOfFailures(t *testing.T) {
 	delete(r.failures, 3)
 	got := r.epilogue([]string{"a", "b", "c", "exit status 7"}, nil)
 	for _, want := range []string{
-		"from 1 of 4 ranks", "Rank 1 did not answer: cannot decode its dump: got the dump of rank 0 of 4",
+		"from 1 of 4 ranks", "Rank 1 did not answer: cannot decode its dump: got the dump of rank 0 in a job of 4 ranks, want rank 1 in a job of 4",
 		"Rank 2 did not answer: cannot decode its dump: recorder: malformed dump",
 		"Rank 3 did not answer: exit status 7.",
 	} {

@@ -326,7 +326,7 @@ func TestAllFlagsOfHorovodrunAreKnown(t *testing.T) {
 				t.Errorf("--%s: got error %v, want the flag accepted", name, err)
 			}
 			refused(name, "false", i.Reason)
-			if err := flags.Set(name, "x"); err == nil || !strings.Contains(err.Error(), "want no value") {
+			if err := flags.Set(name, "x"); err == nil || !strings.Contains(err.Error(), "want the flag without a value") {
 				t.Errorf("--%s=x: got error %v, want an error that says so", name, err)
 			}
 		}

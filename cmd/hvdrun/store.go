@@ -34,8 +34,8 @@ func (r *runner) storeCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   storeCommand + " --listen HOST:PORT [flags]",
 		Short: "Serve a store for ranks that another launcher starts",
-		Long: `Serve a store for ranks that another launcher starts, until SIGINT or SIGTERM. When the store listens, its address is
-printed. The store keeps its contents only in memory.
+		Long: `Serve a store for ranks that another launcher starts, until SIGINT or SIGTERM. Once the store accepts connections,
+hvdrun prints its address. The store keeps its contents only in memory.
 
 Set HOROVOD_GLOO_RENDEZVOUS_ADDR and HOROVOD_GLOO_RENDEZVOUS_PORT in the environment of the ranks to the host and the
 port of this address. With --torch, set MASTER_ADDR and MASTER_PORT for torch.distributed instead, and also
@@ -47,7 +47,7 @@ TORCHELASTIC_USE_AGENT_STORE=True.`,
 	}
 	f := cmd.Flags()
 	f.SortFlags = false
-	f.StringVar(&s.listen, "listen", "127.0.0.1:0", "`HOST:PORT` to listen on; port 0 chooses a free port")
+	f.StringVar(&s.listen, "listen", "127.0.0.1:0", "address `HOST:PORT` at which the store listens; port 0 chooses a free port")
 	f.StringVar(&s.secretFile, "secret-file", "",
 		"`FILE` with the secret that clients must know, at least 16 bytes (for the ranks: HVD_SECRET_FILE)")
 	f.BoolVar(&s.tls, "tls", false, "encrypt connections (for the ranks: HVD_TLS); requires --secret-file")
@@ -55,7 +55,7 @@ TORCHELASTIC_USE_AGENT_STORE=True.`,
 		"serve without a secret even if other hosts can reach the address")
 	f.BoolVar(&s.torch, "torch", false, "use PyTorch's TCPStore protocol, which has no secret")
 	f.BoolVar(&s.torch21, "torch-2.1", false,
-		"assume that old clients run PyTorch 2.1, and not an older version")
+		"if a client is older than PyTorch 2.2, assume that it is PyTorch 2.1 and not an earlier version")
 	f.BoolVar(&r.verbose, "verbose", false, "log when clients connect and disconnect")
 	return cmd
 }

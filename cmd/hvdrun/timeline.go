@@ -45,11 +45,11 @@ func (r *runner) timeline() *cobra.Command {
 	g := newGroup("Flags")
 	g.flags.BoolVar(&given.asJSON, "json", false, "print the report as a JSON object")
 	g.flags.StringVar(&given.merge, "merge", "",
-		"also write a Chrome trace of all ranks, with times of rank 0's clock, to `OUT.json`. If the name ends in .gz, compress it")
+		"also write a Chrome trace of all ranks to `OUT.json`, with all times on rank 0's clock. If the name ends in .gz, the trace is compressed")
 	g.flags.Int64Var(&given.thresholdMB, "fusion-threshold-mb", defaultOf("HOROVOD_FUSION_THRESHOLD")>>20,
-		"HOROVOD_FUSION_THRESHOLD of the job in `MIB`, which timelines do not record")
+		"HOROVOD_FUSION_THRESHOLD of the job, in `MIB`; timelines do not record it")
 	g.flags.Int64Var(&given.capacity, "cache-capacity", defaultOf("HOROVOD_CACHE_CAPACITY"),
-		"HOROVOD_CACHE_CAPACITY of the job, `N` responses, which timelines do not record")
+		"HOROVOD_CACHE_CAPACITY of the job, `N` responses; timelines do not record it")
 
 	cmd := &cobra.Command{
 		Use:   timelineCommand + " [flags] FILE...",
@@ -106,7 +106,7 @@ func (r *runner) readTimelines(given *timelineFlags, paths []string) (err error)
 		fmt.Fprintf(r.stderr, "hvdrun: merged %d events of %d ranks to %s\n", sum.Events, sum.Ranks,
 			given.merge)
 		if sum.LeftOut > 0 {
-			fmt.Fprintf(r.stderr, "hvdrun: left out %d events without a begin event or a tensor name\n",
+			fmt.Fprintf(r.stderr, "hvdrun: %d events were not merged, because they have no begin event or no tensor name\n",
 				sum.LeftOut)
 		}
 	}

@@ -141,7 +141,7 @@ func (h *heap) alloc(numBytes int) ([]byte, error) {
 	size := max(align, (int64(numBytes)+align-1)/align*align)
 	if size < int64(numBytes) {
 		return nil, &shmem.NoMemoryError{What: "tensor", NeedBytes: int64(numBytes),
-			Err: errors.New("the size exceeds the address space")}
+			Err: errors.New("the size in bytes exceeds the address space")}
 	}
 	b, dirty := h.take(size)
 	if b == nil {
@@ -275,7 +275,7 @@ func (h *heap) free(b []byte) (unused *chunk, err error) {
 	ref, ok := h.find(b[:0])
 	if !ok {
 		return nil, fmt.Errorf(
-			"got %d bytes at %p, which are not in an arena: they were not allocated by Alloc, or were freed before", len(b), unsafe.SliceData(b))
+			"got a slice of %d bytes at %p, which is not in an arena: it was not allocated by Alloc, or its memory was already freed", len(b), unsafe.SliceData(b))
 	}
 	i := slices.IndexFunc(h.chunks, func(c *chunk) bool { return c.ID == ref.Chunk })
 	c := h.chunks[i]

@@ -213,8 +213,8 @@ func FromEnvironment(overrides map[string]string, haveStore bool) (Config, error
 	}
 	if at := c.Variable(SidecarVariable); at != "" {
 		return Config{}, fmt.Errorf(
-			"config: %s is %q, but this program runs its own engine; only clients of a sidecar, such as "+
-				"gohvd in Python, may set it: unset it", SidecarVariable, at)
+			"config: %[1]s is %[2]q, but this program runs its own engine: unset %[1]s here; it is only for "+
+				"clients of a sidecar, such as gohvd in Python", SidecarVariable, at)
 	}
 	if c.Hostname == "" {
 		if c.Hostname, err = os.Hostname(); err != nil {
@@ -290,7 +290,7 @@ func (c *Config) check(haveStore bool) error {
 			c.Size)
 	case c.Size > 1 && !haveStore && c.InitMethod == "" && c.UniqueID == "" && (c.RendezvousAddr == "" ||
 		c.RendezvousPort == 0):
-		return fmt.Errorf("config: a job of %d ranks needs HOROVOD_GLOO_RENDEZVOUS_ADDR and HOROVOD_GLOO_RENDEZVOUS_PORT, which hvdrun sets", c.Size)
+		return fmt.Errorf("config: a job of %d ranks needs HOROVOD_GLOO_RENDEZVOUS_ADDR and HOROVOD_GLOO_RENDEZVOUS_PORT: start it with hvdrun, which sets them", c.Size)
 	}
 	return nil
 }

@@ -530,9 +530,9 @@ func TestFromFlag(t *testing.T) {
 		{"HOROVOD_LOG_HIDE_TIME", "no-log-hide-timestamp", "true", "0"},
 		{"HVD_DETERMINISTIC", "deterministic", "false", "0"},
 		{"HVD_DETERMINISTIC", "deterministic", "x",
-			"want no value or a boolean: 1, 0, true, false, yes or no"},
+			"want the flag without a value, or with a boolean: 1, 0, true, false, yes or no"},
 		{"HOROVOD_CONTROLLER", "gloo", "true", "gloo"},
-		{"HOROVOD_CONTROLLER", "gloo", "false", "want no value"},
+		{"HOROVOD_CONTROLLER", "gloo", "false", "want the flag without a value"},
 	} {
 		s := setting(t, c.name)
 		i := slices.IndexFunc(s.Flags, func(f config.Flag) bool { return f.Name == c.flag })

@@ -70,7 +70,7 @@ func (p *fileParser) mapping(node *yaml.Node, section string) error {
 		return nil
 	}
 	if node.Kind != yaml.MappingNode {
-		return fmt.Errorf("line %d: want keys and values%s, not a single value or a list", node.Line,
+		return fmt.Errorf("line %d: got a single value or a list%s, want keys and values", node.Line,
 			within(section))
 	}
 	for i := 0; i+1 < len(node.Content); i += 2 {
@@ -111,7 +111,7 @@ func (p *fileParser) entry(key string, line int, node *yaml.Node) error {
 	}
 	text, ok := scalar(node)
 	if !ok {
-		return fmt.Errorf("line %d: %s: got a mapping, want a value", line, key)
+		return fmt.Errorf("line %d: %s: got nested values, want a value or a list of values", line, key)
 	}
 	if inert {
 		if !same(text, noUse.Default) {

@@ -134,8 +134,8 @@ var settings = []Setting{
 	{
 		Name: "HVD_SECRET_FILE", Section: sectionStart, Scope: PathPerJob,
 		Otherwise: "none",
-		Doc: "file with the job's secret, at least 16 bytes. A job on several hosts that hvdrun does " +
-			"not start needs it. All ranks must have the same secret",
+		Doc: "file with the job's secret, at least 16 bytes. A job on several hosts needs it, unless " +
+			"hvdrun starts the job. All ranks must have the same secret",
 		kind: text("the name of a file", func(c *Config) *string { return &c.SecretFile }),
 	},
 	{
@@ -182,16 +182,16 @@ var settings = []Setting{
 	{
 		Name: "HVD_SIZE", Section: sectionStart, Scope: ToMeet,
 		Otherwise: "none",
-		Doc: "number of ranks. With 1, this process is a job with one rank, even if a launcher other " +
-			"than hvdrun says otherwise. Another value is for an Indexed Job of Kubernetes and is its " +
-			"number of pods, which the pods do not know by themselves",
+		Doc: "number of ranks. The value 1 makes this process a job with one rank, even if a launcher " +
+			"other than hvdrun says otherwise. In an Indexed Job of Kubernetes, set it to the number of " +
+			"pods, because a pod cannot find out this number itself",
 		kind: anything("a number of at least 1"),
 	},
 	{
 		Name: "HVD_SUBDOMAIN", Section: sectionStart, Scope: ToMeet,
 		Otherwise: "the name of the Kubernetes job",
-		Doc: "headless service of an Indexed Job of Kubernetes, through which the pods find each " +
-			"other",
+		Doc: "name of the headless service through which the pods of an Indexed Job of Kubernetes find " +
+			"each other",
 		kind: anything("a name"),
 	},
 	{
@@ -199,8 +199,8 @@ var settings = []Setting{
 		Key:       "library_options.thread_affinity",
 		Flags:     []Flag{{Name: "thread-affinity", Arg: "CORES"}},
 		Otherwise: "not pinned",
-		Doc: "processor cores for the background threads of the ranks of a host, in the order of " +
-			"local ranks, as in 0,2,4",
+		Doc: "processor cores to which the ranks of a host pin their background threads: one core for " +
+			"each local rank, in the order of local ranks, as in 0,2,4",
 		kind: cores(func(c *Config) *[]int { return &c.ThreadAffinity }),
 	},
 	{
@@ -208,7 +208,7 @@ var settings = []Setting{
 		Key:     "params.fusion_threshold_mb",
 		Flags:   []Flag{{Name: "fusion-threshold-mb", Arg: "MIB"}},
 		Default: "134217728",
-		Doc: "maximum size of the tensors that are fused into one response. 0 turns fusion off. A " +
+		Doc: "maximum total size of the tensors that are fused into one response. 0 turns fusion off. A " +
 			"grouped allreduce is one response whatever its size",
 		Raise: "Raising it saves round trips, but causes more misses in the caches of the processor.",
 		kind:  bytesOf(func(c *Config) *int64 { return &c.FusionThresholdBytes }), form: mebibytes,
@@ -247,8 +247,8 @@ var settings = []Setting{
 		Key:     "params.negotiation",
 		Flags:   []Flag{{Name: "negotiation", Arg: "WORD"}},
 		Default: "event",
-		Doc: "how ranks negotiate. With event, a rank sends requests when it has some. With lockstep, " +
-			"all ranks enter every cycle, as in Horovod",
+		Doc: "how ranks negotiate. With event, a rank sends its requests as soon as it has some. With " +
+			"lockstep, all ranks take part in every cycle, as in Horovod",
 		kind: oneOf(func(c *Config, word string) { c.Lockstep = word == "lockstep" }, "event", "lockstep"),
 	},
 	{
@@ -265,7 +265,7 @@ var settings = []Setting{
 		Key:     "library_options.dynamic_process_sets",
 		Flags:   onOff("dynamic-process-sets"),
 		Default: "1",
-		Doc: "allow process sets to be added and removed after Init. Unlike in Horovod it is on by " +
+		Doc: "allow process sets to be added and removed after Init. Unlike in Horovod, this is on by " +
 			"default, because it costs nothing",
 		kind: boolOf(func(c *Config) *bool { return &c.DynamicProcessSets }),
 	},
@@ -295,7 +295,7 @@ var settings = []Setting{
 		Flags:   []Flag{{Name: "stall-check-shutdown-time-seconds", Arg: "SECONDS"}},
 		Default: "0",
 		Doc: "time that a tensor may wait for ranks before the job is ended. It must be at least " +
-			"HOROVOD_STALL_CHECK_TIME_SECONDS. With 0 a stall never ends the job",
+			"HOROVOD_STALL_CHECK_TIME_SECONDS. With 0, a stall never ends the job",
 		Raise: "Raising it lets a stalled job run, and occupy its machines, for longer.",
 		kind:  seconds(func(c *Config) *time.Duration { return &c.StallShutdown }, 0),
 	},
@@ -334,8 +334,8 @@ var settings = []Setting{
 		Default: "gloo",
 		Doc: "backend for tensors in host memory. With gloo, a job on one host uses shared memory and " +
 			"fails if there is none, and a job on several hosts uses TCP. shm,tcp is like gloo, but uses " +
-			"TCP if there is no shared memory. With shm every job uses shared memory, with tcp every job " +
-			"uses TCP",
+			"TCP if there is no shared memory. With shm, every job uses shared memory. With tcp, every " +
+			"job uses TCP",
 		kind: builtOnly(cpuOperations(), "mpi", "ccl"),
 	},
 	{
@@ -344,8 +344,8 @@ var settings = []Setting{
 		Flags:     []Flag{{Name: "timeline-filename", Arg: "FILE"}},
 		Otherwise: "none",
 		Doc: "file to which rank 0 writes its timeline (docs/timeline.md). The other ranks write to " +
-			"files beside it, with .rankN before the extension. If the name ends in .gz the file is " +
-			"compressed. With DYNAMIC no timeline is written until the program or a signal starts one",
+			"files beside it, with .rankN before the extension. If the name ends in .gz, the files are " +
+			"compressed. With DYNAMIC, no timeline is written until the program or a signal starts one",
 		kind: text("the name of a file, or DYNAMIC", func(c *Config) *string { return &c.Timeline }),
 	},
 	{
@@ -372,8 +372,8 @@ var settings = []Setting{
 		Key:     "timeline.last_seconds",
 		Flags:   []Flag{{Name: "timeline-last-seconds", Arg: "SECONDS"}},
 		Default: "0",
-		Doc: "length of the last part of the timeline, to be kept in memory. It is written when the " +
-			"timeline is stopped or the job ends or fails, and earlier events are dropped. 0 writes " +
+		Doc: "number of seconds for which events of the timeline are kept in memory. They are written " +
+			"when the timeline is stopped or the job ends or fails. Older events are dropped. 0 writes " +
 			"every event as it occurs",
 		Raise: "Raising it keeps more of the timeline, but takes more memory.",
 		kind:  seconds(func(c *Config) *time.Duration { return &c.TimelineLast }, 0),
@@ -383,17 +383,17 @@ var settings = []Setting{
 		Key:       "timeline.signal",
 		Otherwise: "none",
 		Doc: "signal that starts the timeline and, when it is sent again, stops it. hvdrun forwards " +
-			"the signal to all ranks. It starts them with the signal ignored, so that the signal does " +
-			"not kill a program that does not handle it",
+			"the signal to all ranks. hvdrun starts the ranks with the signal ignored, because otherwise " +
+			"it would kill a program that does not handle it",
 		kind: oneOf(func(c *Config, word string) { c.TimelineSignal = word }, "SIGUSR1", "SIGUSR2"),
 	},
 	{
 		Name: "HVD_METRICS_ADDR", Section: sectionSee, Scope: PerProcess,
 		Key:       "metrics.addr",
 		Otherwise: "none",
-		Doc: "host:port at which each rank serves its metrics (docs/metrics.md). The local rank is " +
-			"added to the port unless the port is 0. With hvdrun --metrics-addr, hvdrun serves the " +
-			"metrics of all ranks at one address",
+		Doc: "host:port at which each rank serves its metrics (docs/metrics.md). Each rank adds its " +
+			"local rank to the port, unless the port is 0. To get the metrics of all ranks at one " +
+			"address, use hvdrun --metrics-addr",
 		kind: text("host:port", func(c *Config) *string { return &c.MetricsAddr }),
 	},
 	{
@@ -459,7 +459,7 @@ var settings = []Setting{
 	{
 		Name: "HOROVOD_LOCAL_RANK", Section: sectionPlace, Scope: ByLauncher,
 		Otherwise: "derived from the hosts of the ranks",
-		Doc:       "number of this rank among the ranks on its host, from 0",
+		Doc:       "number of this rank among the ranks on its host, counted from 0",
 		kind:      whole(func(c *Config) *int { return &c.LocalRank }, 0),
 	},
 	{
@@ -495,13 +495,13 @@ var settings = []Setting{
 	{
 		Name: "HOROVOD_GLOO_RENDEZVOUS_ADDR", Section: sectionPlace, Scope: ByLauncher,
 		Otherwise: "none",
-		Doc:       "host of the launcher's store",
+		Doc:       "host of the launcher's store, through which the ranks find each other",
 		kind:      text("a host's name or address", func(c *Config) *string { return &c.RendezvousAddr }),
 	},
 	{
 		Name: "HOROVOD_GLOO_RENDEZVOUS_PORT", Section: sectionPlace, Scope: ByLauncher,
 		Otherwise: "none",
-		Doc:       "port of the launcher's store",
+		Doc:       "port of the launcher's store, through which the ranks find each other",
 		kind:      port(func(c *Config) *int { return &c.RendezvousPort }),
 	},
 	{
@@ -514,16 +514,16 @@ var settings = []Setting{
 		Name: "HVD_INIT_METHOD", Section: sectionPlace, Scope: PerProcess,
 		Otherwise: "the ranks meet as the launcher says",
 		Doc: "URL at which the ranks meet, as for PyTorch's init_process_group: env://, " +
-			"tcp://HOST:PORT or file:///PATH (docs/launchers.md). ?rank=R&world_size=N must follow " +
-			"unless a launcher, or HOROVOD_RANK and HOROVOD_SIZE, give these numbers",
+			"tcp://HOST:PORT or file:///PATH (docs/launchers.md). Append ?rank=R&world_size=N unless a " +
+			"launcher, or HOROVOD_RANK and HOROVOD_SIZE, give these numbers",
 		kind: text("a URL", func(c *Config) *string { return &c.InitMethod }),
 	},
 	{
 		Name: "HVD_UNIQUE_ID", Section: sectionPlace, Scope: PerProcess, Secret: true,
 		Otherwise: "the ranks meet as the launcher says",
 		Doc: "id, made by hvd.NewUniqueID, by which the ranks meet. It must be the same at all ranks. " +
-			"A launcher, or HOROVOD_RANK and HOROVOD_SIZE, give rank and size. Every process that has " +
-			"the id can join the job",
+			"Rank and size come from a launcher, or from HOROVOD_RANK and HOROVOD_SIZE. Every process " +
+			"that has the id can join the job",
 		kind: text("the text of an id, or several with commas between them", func(c *Config) *string {
 			return &c.UniqueID
 		}),
@@ -531,8 +531,8 @@ var settings = []Setting{
 	{
 		Name: "HVD_SECRET", Section: sectionPlace, Scope: ByLauncher, Secret: true,
 		Otherwise: "none",
-		Doc: "text of the job's secret, by which a process proves that it belongs to the job. " +
-			"Processes refuse connections from a peer with another secret",
+		Doc: "text of the job's secret, with which a process proves that it belongs to the job. " +
+			"Processes refuse connections from a peer that has a different secret",
 		kind: text("any text", func(c *Config) *string { return &c.Secret }),
 	},
 	{
@@ -557,9 +557,9 @@ var settings = []Setting{
 	{
 		Name: shownVariable, Section: sectionPlace, Scope: ByLauncher,
 		Otherwise: "none",
-		Doc: "names about which hvdrun has printed warnings, so that the ranks do not print these " +
-			"warnings again",
-		kind: anything("what hvdrun writes"),
+		Doc: "names of settings about which hvdrun has already printed warnings, so that the ranks do " +
+			"not print these warnings again",
+		kind: anything("set by hvdrun for its ranks; do not set it yourself"),
 	},
 }
 
@@ -592,9 +592,9 @@ func (s Setting) FromFlag(f Flag, text string) (string, error) {
 	case ok && negatable:
 		return off, nil
 	case negatable:
-		return "", fmt.Errorf("want no value or %s", wantBoolean)
+		return "", fmt.Errorf("want the flag without a value, or with %s", wantBoolean)
 	}
-	return "", fmt.Errorf("want no value")
+	return "", fmt.Errorf("want the flag without a value")
 }
 
 // fromForm converts text, which has the form of the settings file, to the form of the environment.

@@ -96,7 +96,7 @@ func CreateOpen(name string, numBytes int64) (*Segment, error) {
 	page := int64(os.Getpagesize())
 	size := (numBytes + page - 1) / page * page
 	if size < numBytes || int64(int(size)) != size {
-		return nil, &NoMemoryError{name, numBytes, errors.New("the size exceeds the address space")}
+		return nil, &NoMemoryError{name, numBytes, errors.New("the size in bytes exceeds the address space")}
 	}
 	if err := checkLimits(size); err != nil {
 		return nil, &NoMemoryError{name, size, err}
