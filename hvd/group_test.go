@@ -174,7 +174,7 @@ func TestGroupOfSeveralTypesRefused(t *testing.T) {
 			_, err := mixed(ctx, e, "", tensor.Adasum, false, []tensor.DType{tensor.Float32, tensor.Int64},
 				[]int{1, 1})
 			var misuse *hvd.UsageError
-			if !errors.As(err, &misuse) || !strings.Contains(err.Error(), "reduce with adasum: got int64") {
+			if !errors.As(err, &misuse) || !strings.Contains(err.Error(), "reduce with adasum: got element type int64") {
 				t.Errorf("got %v, want the misuse", err)
 			}
 		}

@@ -124,7 +124,7 @@ func (w *world) beforeEnqueue() []refusal {
 		{"reducescatter: adasum", "reducescatter", func(name hvd.Option) error {
 			_, err := hvd.Reducescatter(ctx, []float32{1}, hvd.Op(hvd.Adasum), name, hvd.On(e))
 			return err
-		}, nil, "reduction adasum is supported only by allreduce"},
+		}, nil, "got reduction adasum, which only allreduce supports"},
 	}
 	cases = append(cases, w.over(w.removed, "removed set", hvd.ErrNoProcessSet.Error(),
 		hvd.ErrNoProcessSet)...)

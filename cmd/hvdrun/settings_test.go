@@ -207,7 +207,7 @@ func TestCheckBuildFindsSidecar(t *testing.T) {
 		}
 	}
 	for _, c := range []struct{ named, path, want, examined string }{
-		{"", none, "[ ] PyTorch (no hvdd: HVD_SIDECAR_BINARY is not set, and hvdd is neither beside hvdrun nor on PATH)", "Go; not built in: PyTorch (no hvdd: "},
+		{"", none, "[ ] PyTorch (found no hvdd: HVD_SIDECAR_BINARY is not set, and hvdd is neither beside hvdrun nor on PATH)", "Go; not built in: PyTorch (found no hvdd: "},
 		{"", dir, "[X] PyTorch (over hvdd)", "Go, PyTorch (over hvdd); not built in: TensorFlow"},
 		{program, none, "[X] PyTorch (over hvdd)", "Go, PyTorch (over hvdd); not built in: TensorFlow"},
 		{plain, dir, fmt.Sprintf("[ ] PyTorch (HVD_SIDECAR_BINARY is %q, which is not a program)", plain),

@@ -73,7 +73,7 @@ type limitError struct {
 }
 
 func (e *limitError) Error() string {
-	return fmt.Sprintf("%v (this process may have %d file descriptors: raise RLIMIT_NOFILE, as with ulimit -n)", e.err, e.limit)
+	return fmt.Sprintf("%v (this process may open at most %d file descriptors: raise RLIMIT_NOFILE, as with ulimit -n)", e.err, e.limit)
 }
 
 func (e *limitError) Unwrap() error { return e.err }
@@ -148,7 +148,7 @@ func ReadGreeting(r io.Reader, magic string) (version uint32, err error) {
 		return 0, err
 	}
 	if string(g[:4]) != magic {
-		return 0, fmt.Errorf("greeting is %q, want %q", g[:4], magic)
+		return 0, fmt.Errorf("the peer's greeting is %q, want %q", g[:4], magic)
 	}
 	return binary.BigEndian.Uint32(g[4:]), nil
 }

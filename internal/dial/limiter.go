@@ -9,7 +9,7 @@ import (
 
 // ErrEvicted is the error of a connection that a Limiter has closed to make room for another one.
 var ErrEvicted = errors.New(
-	"closed before its handshake ended, because too many newer connections are in their handshake")
+	"the connection was closed before its handshake ended, because too many newer connections are in a handshake")
 
 // Limiter limits the number of connections whose peer has not proved its identity yet. If there is one
 // connection more than the limit, the Limiter closes the oldest of these connections. A peer that belongs to

@@ -160,7 +160,7 @@ func TestABrokenMachine(t *testing.T) {
 	s.Hostname = func() (string, error) { return "", broken }
 	s.LookPath = func(string) (string, error) { return "", broken }
 	holds(t, "broken", Run(t.Context(), s, Checks(), testLimit),
-		"ok version", "ok compiler", "ok frameworks: Go; not built in: PyTorch (no hvdd", "ok controllers",
+		"ok version", "ok compiler", "ok frameworks: Go; not built in: PyTorch (found no hvdd", "ok controllers",
 		"ok tensor operations", "ok cpu operations",
 		"ok libnccl.so.2: not found", "ok libcudart.so: not found", "ok nvidia: no device",
 		"ok mpirun: not found", "ok python: not in PATH", "ok hvdd: not beside",

@@ -133,7 +133,7 @@ func (s *System) findSidecar() error {
 		return nil
 	}
 	if _, err := s.LookPath(sidecarName); err != nil {
-		return fmt.Errorf("no %s: %s is not set, and %[1]s is neither beside hvdrun nor on PATH", sidecarName,
+		return fmt.Errorf("found no %s: %s is not set, and %[1]s is neither beside hvdrun nor on PATH", sidecarName,
 			config.SidecarBinaryVariable)
 	}
 	return nil

@@ -274,7 +274,7 @@ func planTypes(m *ops.Manager, members []topo.Rank, r *message.Response,
 			backend, algorithm = b, a
 		case b != backend:
 			return message.NoBackend, message.NoAlgorithm,
-				fmt.Errorf("no backend supports all element types of the group: got %v for %v, but %v for another type", b, dt, backend)
+				fmt.Errorf("no backend supports all element types of the group: the backend is %v for %v, but %v for another type", b, dt, backend)
 		case a != algorithm:
 			algorithm = message.Direct
 		}

@@ -47,8 +47,8 @@ type outgoing struct {
 // errBacklog is the error of send if the peer is not reading its frames. errTooLarge is the error of send if
 // the frame exceeds the size limit, which applies to frames to any peer.
 var (
-	errBacklog  = errors.New("send backlog is full")
-	errTooLarge = errors.New("negotiation frame is too large")
+	errBacklog  = errors.New("the peer does not read its messages: the send queue is full")
+	errTooLarge = errors.New("the negotiation frame is too large")
 )
 
 // send queues a frame for sending. It copies the frame, does not block, and allocates nothing in steady
@@ -67,11 +67,11 @@ func (l *link) send(frame []byte) error {
 	clear(l.queued[kept:])
 	l.queued = l.queued[:kept]
 	if len(frame) > message.MaxFrameBytes {
-		return fmt.Errorf("%w: got %d bytes, want at most %d: submit fewer tensors at once", errTooLarge,
+		return fmt.Errorf("%w: it has %d bytes, want at most %d: submit fewer tensors at once", errTooLarge,
 			len(frame), message.MaxFrameBytes)
 	}
 	if l.total-sent > maxBacklogBytes {
-		return fmt.Errorf("%w: got %d bytes, want at most %d: the peer is not reading", errBacklog,
+		return fmt.Errorf("%w: it holds %d bytes, want at most %d", errBacklog,
 			l.total-sent, maxBacklogBytes)
 	}
 	var buf []byte
@@ -125,7 +125,7 @@ var errFrame = errors.New("malformed frame")
 
 // errPeerClosed is the error for the end of a stream. The peer's process has ended, or it has closed its
 // connections without a shutdown.
-var errPeerClosed = errors.New("the process exited or closed it")
+var errPeerClosed = errors.New("the process exited or closed the connection")
 
 // event is a frame from a peer, or the error with which a connection ended.
 type event struct {

@@ -94,7 +94,7 @@ func TestLockstepNamesWhoBreaksTheProtocol(t *testing.T) {
 		"broken vectors": {[][]byte{message.AppendVectors(nil, []uint64{0}, []uint64{0, 0})[:9]},
 			"protocol error"},
 		"another capacity": {[][]byte{message.AppendVectors(nil, []uint64{0, 0}, []uint64{0, 0, 0})},
-			"vectors of 2 and 3 words, want 1 and 2"},
+			"an OR vector of 3 words, want 1 and 2"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			wantRank1(t, againstFrames(t, func(_ context.Context, send func([]byte) error) (err error) {

@@ -299,7 +299,7 @@ func (e *Engine) match(w *work) error {
 				e.cfg.Rank)
 		}
 		if q := &entry.Request; r.Kind != message.Error && q.Hit != r && !r.Matches(q, l.me) {
-			return fmt.Errorf("rank 0 granted %v %q with other parameters than rank %d submitted", r.Kind,
+			return fmt.Errorf("rank 0 granted %v %q with parameters that differ from the request of rank %d", r.Kind,
 				r.Name, e.cfg.Rank)
 		}
 		if entry.Times.Granted.Load() != 0 {

@@ -97,7 +97,7 @@ func (e *Engine) reportStalls(events []controller.Event) {
 // closeStallLog ends the window and logs the number of stalls that got no line.
 func (e *Engine) closeStallLog() {
 	if n := e.stallLog.unnamed; n > 0 {
-		e.log.Warn("stalled: further tensors, not listed one by one", zap.Int("tensors", n))
+		e.log.Warn("stalled: more tensors have stalled, but are not listed one by one", zap.Int("tensors", n))
 	}
 	e.stallLog = stallLog{}
 }

@@ -70,7 +70,7 @@ const (
 
 // ErrNoLauncher is the error of Report and ReportVerdict if no launcher listens. For example, nothing listens
 // to a job whose store is served by "hvdrun store".
-var ErrNoLauncher = errors.New("no launcher listens to this job")
+var ErrNoLauncher = errors.New("no launcher is listening to this job")
 
 // Link is a rank's connection to its launcher.
 type Link interface {
@@ -157,7 +157,7 @@ func (l *link) send(ctx context.Context, queue string, m message) error {
 	}
 	n, err := l.kv.QueueLen(ctx, queue)
 	if err == nil && n >= maxReports {
-		err = fmt.Errorf("%d reports wait for the launcher to read them, want fewer than %d", n, maxReports)
+		err = fmt.Errorf("the launcher has %d reports to read, want fewer than %d", n, maxReports)
 	}
 	if err != nil {
 		return err
@@ -421,7 +421,7 @@ func decodeVerdict(text []byte) (Verdict, error) {
 	}
 	if len(v.Ranks) == 0 || slices.Min(v.Ranks) < 0 || len(v.Reason) > MaxReasonBytes {
 		return Verdict{}, fmt.Errorf(
-			"malformed verdict: got ranks %d and a reason of %d bytes, want at least one rank, none negative, and at most %d bytes",
+			"malformed verdict: got ranks %d and a reason of %d bytes, want at least one rank, no negative rank, and a reason of at most %d bytes",
 			v.Ranks, len(v.Reason), MaxReasonBytes)
 	}
 	return v, nil
@@ -457,8 +457,12 @@ func decodeMessage(b []byte) (m message, err error) {
 	if err := json.Unmarshal(head, &m); err != nil {
 		return m, fmt.Errorf("malformed message: %w", err)
 	}
-	if m.Rank < 0 || !m.Has && len(body) > 0 {
-		return m, fmt.Errorf("malformed message: got rank %d and a body of %d bytes, has=%t", m.Rank, len(body), m.Has)
+	switch {
+	case m.Rank < 0:
+		return m, fmt.Errorf("malformed message: got rank %d, want at least 0", m.Rank)
+	case !m.Has && len(body) > 0:
+		return m, fmt.Errorf("malformed message: got a body of %d bytes in a message that says that it has no body",
+			len(body))
 	}
 	m.body = body
 	return m, nil

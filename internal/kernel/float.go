@@ -34,7 +34,7 @@ type CombineFunc func(dst, a, b []byte, ca, cb float64)
 // stays a NaN.
 func Convert(to, from tensor.DType) (ConvertFunc, error) {
 	if !to.IsFloat() || !from.IsFloat() {
-		return nil, fmt.Errorf("kernel: convert: got %v to %v, want floating-point types", from, to)
+		return nil, fmt.Errorf("kernel: convert: got a conversion from %v to %v, want floating-point types", from, to)
 	}
 	return rowOf(to).from[from], nil
 }

@@ -185,8 +185,7 @@ func ReduceInto(op tensor.ReduceOp, dt tensor.DType) (IntoFunc, error) {
 }
 
 func notReduced(op tensor.ReduceOp, dt tensor.DType) error {
-	return fmt.Errorf("kernel: reduce: got %v for type %v, want sum, min, max or product for a type that has it", op,
-		dt)
+	return fmt.Errorf("kernel: reduce: operation %v is not supported for type %v", op, dt)
 }
 
 // Scale returns the function that multiplies elements of type dt by a factor, with Horovod's arithmetic
@@ -200,7 +199,7 @@ func notReduced(op tensor.ReduceOp, dt tensor.DType) error {
 func Scale(dt tensor.DType) (ScaleFunc, error) {
 	f := rowOf(dt).scale
 	if f == nil {
-		return nil, fmt.Errorf("kernel: scale: got %v, want a type of numbers", dt)
+		return nil, fmt.Errorf("kernel: scale: got element type %v, want a numeric type", dt)
 	}
 	return f, nil
 }

@@ -236,7 +236,7 @@ func (a *agent) handleOrders() error {
 		running := isClosed(a.begun)
 		switch {
 		case o.Begin && (running || !isClosed(a.prepared)):
-			return errors.New("unexpected Begin order: want one Begin order, after Ready")
+			return errors.New("got an unexpected Begin order, want one Begin order after this agent has sent Ready")
 		case o.Begin:
 			a.begin()
 		case o.Force && running:

@@ -96,7 +96,7 @@ func checkHostName(name string) error {
 			!strings.ContainsRune(".:-_%@", r)
 	})
 	if name == "" || name[0] == '-' || len(name) > maxNameBytes || strange >= 0 {
-		return errors.New("want names or addresses of hosts")
+		return errors.New("want the name or the address of a host")
 	}
 	// Without this check, ParseHosts would accept a list that lacks a comma as one host. The job would then
 	// have fewer hosts than intended.
@@ -198,8 +198,8 @@ func Assign(hosts []Host, np int) ([]Assignment, error) {
 			names = append(names, fmt.Sprintf("%s has %d", h.Name, h.Slots))
 		}
 		return nil, fmt.Errorf(
-			"got %d ranks for %d slots (%.200s): lower -np, or raise the number after a host "+
-				"in -H or --hostfile", np, have, strings.Join(names, ", "))
+			"got %d ranks, but the hosts have only %d slots (%.200s): lower -np, or raise the number after a "+
+				"host in -H or --hostfile", np, have, strings.Join(names, ", "))
 	}
 	places := make([]Assignment, 0, np)
 	var crossSize []int // crossSize[l] is the number of hosts so far that have a rank with local rank l

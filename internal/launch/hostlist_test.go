@@ -54,22 +54,22 @@ func TestListsThatCannotBe(t *testing.T) {
 		{"h1:x", "from 1 to 65536"},
 		{"h1:", "from 1 to 65536"},
 		{"[::1]22", "as in h1:2"},
-		{"[::1", "names or addresses"},
-		{"-oProxyCommand=x", "names or addresses"},
-		{"[-v]", "names or addresses"},
-		{"h1;reboot", "names or addresses"},
-		{"$(x)", "names or addresses"},
-		{"h 1", "names or addresses"},
-		{"{host}", "names or addresses"},
+		{"[::1", "the name or the address of a host"},
+		{"-oProxyCommand=x", "the name or the address of a host"},
+		{"[-v]", "the name or the address of a host"},
+		{"h1;reboot", "the name or the address of a host"},
+		{"$(x)", "the name or the address of a host"},
+		{"h 1", "the name or the address of a host"},
+		{"{host}", "the name or the address of a host"},
 		{"a:2b:1", "with commas between hosts"},
 		{"h1:2:3", "with commas between hosts"},
-		{"h1:2 h2:2", "names or addresses"},
+		{"h1:2 h2:2", "the name or the address of a host"},
 		{"me@h1:2me@h2:1", "with commas between hosts"},
 		{"[h1:2]", "with commas between hosts"},
 		{"fd00::7x,h2", "with commas between hosts"},
-		{":2", "names or addresses"},
-		{"]", "names or addresses"},
-		{strings.Repeat("x", 256), "names or addresses"},
+		{":2", "the name or the address of a host"},
+		{"]", "the name or the address of a host"},
+		{strings.Repeat("x", 256), "the name or the address of a host"},
 		{strings.Join(many, ","), "at most 4096 hosts"},
 	} {
 		got, err := launch.ParseHosts(c.list)
@@ -102,7 +102,7 @@ func TestParseHostFile(t *testing.T) {
 		{"h1:2:3 slots=2", "with commas between hosts"},
 		{"h1 2", "want HOST slots=N or HOST:N"},
 		{"h1 slots=2 max_slots=4", "want HOST slots=N or HOST:N"},
-		{"-x slots=2", "names or addresses"},
+		{"-x slots=2", "the name or the address of a host"},
 		{"h0\nh1:2 slots=2", "line 2: got \"h1:2 slots=2\", want HOST slots=N"},
 		{"h1\nh1 slots=2", "want each host once"},
 		{strings.Repeat("#", 1<<20), "names no host"},
@@ -159,7 +159,7 @@ func TestAssignHosts(t *testing.T) {
 
 func TestAssignNeedsSlots(t *testing.T) {
 	_, err := launch.Assign([]launch.Host{{"h1", 2}, {"h2", 1}}, 4)
-	const want = "got 4 ranks for 3 slots (h1 has 2, h2 has 1): lower -np, or raise the number after a host in -H or --hostfile"
+	const want = "got 4 ranks, but the hosts have only 3 slots (h1 has 2, h2 has 1): lower -np, or raise the number after a host in -H or --hostfile"
 	if err == nil || err.Error() != want {
 		t.Errorf("got error %v, want %s", err, want)
 	}

@@ -564,7 +564,7 @@ func TestHostsThatAreNotReady(t *testing.T) {
 		{"gone and done", spec{Reach: fake{Notices: []string{`{"Rank":256,"Report":{"gone":true}}`}}.reach()},
 			1, []string{"malformed notice from the agent: got rank index 256, want less than 2"}, ""},
 		{"hangs", spec{StartMS: 3000, Reach: byShell(`[ $AT = h1 ] || exec sleep 1000; exec "$@"`)}, 1,
-			[]string{"host h2: not ready within 3s"}, "h1:"},
+			[]string{"host h2: its agent was not ready within 3s"}, "h1:"},
 		{"closes its output", spec{Reach: byShell(`[ $AT = h1 ] || exec sleep 1000 >/dev/null; exec "$@"`)},
 			1, []string{"host h2: the agent closed its output, but env is still running"}, ""},
 		{"no store", spec{StoreAddrs: []string{"127.0.0.1:9", "127.0.0.1:7"}}, 1,
@@ -719,7 +719,7 @@ func TestOutputHeldFromOutsideOverHosts(t *testing.T) {
 func TestTooFewSlots(t *testing.T) {
 	_, err := launch.Run(t.Context(), launch.Options{NP: 4, Hosts: []launch.Host{{Name: "h1", Slots: 3}},
 		Command: []string{"true"}})
-	if _, ok := err.(*launch.OptionError); !ok || !strings.Contains(err.Error(), "got 4 ranks for 3 slots") {
+	if _, ok := err.(*launch.OptionError); !ok || !strings.Contains(err.Error(), "got 4 ranks, but the hosts have only 3 slots") {
 		t.Errorf("got error %v, want an OptionError", err)
 	}
 }

@@ -320,7 +320,7 @@ func (j *job) expire() {
 				late = append(late, c.host)
 			}
 		}
-		j.abort(&HostError{strings.Join(late, ", "), fmt.Errorf("not ready within %v", j.o.Start)})
+		j.abort(&HostError{strings.Join(late, ", "), fmt.Errorf("its agent was not ready within %v", j.o.Start)})
 	case noticing:
 		j.verbosef("sending SIGTERM to the ranks that are still alive")
 		j.end(unix.SIGTERM)

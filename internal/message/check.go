@@ -28,7 +28,7 @@ func (r *Request) Check() error {
 // name the operation.
 func (r *Request) CheckParameters() error {
 	if (r.Group == "") != (r.GroupSize == 0) || r.GroupSize < 0 || r.Group != "" && !r.Kind.MovesData() {
-		return fmt.Errorf("got group %q of %d tensors, want a name and a positive number for an operation that moves data, or no group", r.Group, r.GroupSize)
+		return fmt.Errorf("got group %q with a size of %d, want a name and a size of at least 1, or no group; only an operation that moves data can be in a group", r.Group, r.GroupSize)
 	}
 	if r.Group != "" {
 		if err := CheckName(r.Group); err != nil {
@@ -65,11 +65,11 @@ func (r *Request) CheckParameters() error {
 func (r *Request) checkParts() error {
 	switch {
 	case r.Kind != Allreduce:
-		return fmt.Errorf("got a group as one request, which only allreduce supports")
+		return fmt.Errorf("got a request for a whole group, but only allreduce supports such requests")
 	case r.Group != "":
-		return fmt.Errorf("got a group as one request inside group %q", r.Group)
+		return fmt.Errorf("got a request for a whole group that itself belongs to group %q", r.Group)
 	case len(r.Shape) != 1:
-		return fmt.Errorf("got a group as one request with shape %v, want one dimension: the number of elements of all tensors", r.Shape)
+		return fmt.Errorf("got shape %v for a request that stands for a whole group, want a single dimension, the total number of elements", r.Shape)
 	}
 	if err := r.Parts.check(r.DType, r.Shape[0]); err != nil {
 		return err
@@ -89,10 +89,10 @@ func (r *Request) checkReduction(dt tensor.DType) error {
 		return err
 	}
 	if r.Kind == Reducescatter && r.Op == tensor.Adasum {
-		return fmt.Errorf("reduction adasum is supported only by allreduce")
+		return fmt.Errorf("got reduction adasum, which only allreduce supports")
 	}
 	if math.IsNaN(r.Prescale) || math.IsNaN(r.Postscale) {
-		return fmt.Errorf("got scale factors %v and %v, want numbers", r.Prescale, r.Postscale)
+		return fmt.Errorf("got prescale factor %v and postscale factor %v, want factors that are not NaN", r.Prescale, r.Postscale)
 	}
 	if r.Prescale != 1 || r.Postscale != 1 {
 		if err := tensor.CheckScale(dt); err != nil {
@@ -122,14 +122,14 @@ func (r *Response) check() error {
 	}
 	if r.Kind.Ragged() && (len(r.Shape) == 0 || r.Shape[0] != 0) || r.Kind == Reducescatter &&
 		len(r.Shape) == 0 {
-		return fmt.Errorf("%v %q: got a response with shape %v", r.Kind, r.Name, r.Shape)
+		return fmt.Errorf("%v %q: got a response with shape %v, want at least one dimension, and 0 as the first dimension of an allgather or alltoall", r.Kind, r.Name, r.Shape)
 	}
 	if r.Kind == AddProcessSet && r.Set == topo.Global {
 		return fmt.Errorf("%v %q: got process set 0, want the number of a new process set", r.Kind, r.Name)
 	}
 	if r.Kind == Allgather {
 		if _, err := r.NumElems(); err != nil {
-			return fmt.Errorf("allgather %q: got first dimensions %v for shape %v: one is negative, or the result is too large", r.Name, r.FirstDims, r.Shape)
+			return fmt.Errorf("allgather %q: got first dimensions %v for shape %v: a dimension is negative, or the result is too large", r.Name, r.FirstDims, r.Shape)
 		}
 	}
 	return nil
@@ -174,7 +174,7 @@ func checkTensor(dt tensor.DType, s tensor.Shape) (numElems int64, err error) {
 		return 0, err
 	}
 	if n > math.MaxInt64/int64(dt.Size()) {
-		return 0, fmt.Errorf("shape %v of %v has more than 2^63-1 bytes", s, dt)
+		return 0, fmt.Errorf("a tensor of type %[2]v with shape %[1]v has more than 2^63-1 bytes", s, dt)
 	}
 	return n, nil
 }

@@ -68,8 +68,8 @@ const (
 )
 
 var (
-	errShort    = errors.New("ends in the middle of a field")
-	errTrailing = errors.New("has bytes after its end")
+	errShort    = errors.New("the frame ends in the middle of a field")
+	errTrailing = errors.New("the frame has bytes after its last field")
 )
 
 // AppendUp appends the encoding of u to b. It returns an error if a request cannot be encoded. It allocates
@@ -135,7 +135,7 @@ func DecodeUp(b []byte, u *Up) error {
 			before := len(u.Sets)
 			s := u.At(id)
 			if len(u.Sets) == before {
-				d.fail(fmt.Errorf("names process set %d twice", id))
+				d.fail(fmt.Errorf("got process set %d twice", id))
 			}
 			s.Done = d.u32()
 			d.bits(&s.Hits)
@@ -160,7 +160,7 @@ func DecodeUp(b []byte, u *Up) error {
 		u.Set = topo.ProcessSetID(d.u32())
 		u.Millis = d.u32()
 		if u.Tensor = d.text(); u.Tensor == "" && u.Type == UpTimeout {
-			d.fail(errors.New("reports a timeout without a tensor"))
+			d.fail(errors.New("got a timeout without the name of the tensor"))
 		}
 	case UpSuspect:
 		u.Suspect = d.rank()
@@ -168,11 +168,11 @@ func DecodeUp(b []byte, u *Up) error {
 	case UpReleased:
 		u.Suspect = d.rank()
 	default:
-		d.fail(fmt.Errorf("has unknown type %d", u.Type))
+		d.fail(fmt.Errorf("got unknown type %d", u.Type))
 	}
 	if err := d.end(); err != nil {
 		u.Reset()
-		return fmt.Errorf("message: up frame %w", err)
+		return fmt.Errorf("message: malformed Up frame: %w", err)
 	}
 	return nil
 }
@@ -257,11 +257,11 @@ func DecodeDown(b []byte, out *Down) error {
 	case DownLeft:
 		d.ranks(&out.Ranks)
 	default:
-		d.fail(fmt.Errorf("has unknown type %d", out.Type))
+		d.fail(fmt.Errorf("got unknown type %d", out.Type))
 	}
 	if err := d.end(); err != nil {
 		out.Reset()
-		return fmt.Errorf("message: down frame %w", err)
+		return fmt.Errorf("message: malformed Down frame: %w", err)
 	}
 	return nil
 }
@@ -292,7 +292,7 @@ func (d *decoder) downSet(s *DownSet) {
 			return
 		}
 		if int64(p.Grant) >= int64(len(s.Grants)) || int64(p.Tensor) >= int64(len(s.Grants[p.Grant].Full)) {
-			d.fail(fmt.Errorf("assigns a cache bit to tensor %d of grant %d, which does not exist", p.Tensor,
+			d.fail(fmt.Errorf("got a cache bit for tensor %d of grant %d, but there is no such tensor", p.Tensor,
 				p.Grant))
 			return
 		}
@@ -317,13 +317,13 @@ func AppendVectors(b []byte, and, or []uint64) []byte {
 func DecodeVectors(b []byte, and, or []uint64) (_, _ []uint64, err error) {
 	d := decoder{b: b}
 	if t := d.u8(); t != vectorsType {
-		d.fail(fmt.Errorf("has type %d, want %d", t, vectorsType))
+		d.fail(fmt.Errorf("got type %d, want %d", t, vectorsType))
 	}
 	and, or = and[:0], or[:0]
 	d.vector(&and)
 	d.vector(&or)
 	if err := d.end(); err != nil {
-		return and[:0], or[:0], fmt.Errorf("message: vectors frame %w", err)
+		return and[:0], or[:0], fmt.Errorf("message: malformed Vectors frame: %w", err)
 	}
 	return and, or, nil
 }
@@ -349,12 +349,12 @@ func IsProbe(frame []byte) bool { return len(frame) > 0 && frame[0] == probeType
 func DecodeProbe(b []byte) (p Probe, err error) {
 	d := decoder{b: b}
 	if t := d.u8(); t != probeType {
-		d.fail(fmt.Errorf("has type %d, want %d", t, probeType))
+		d.fail(fmt.Errorf("got type %d, want %d", t, probeType))
 	}
 	p.Sent, p.Received, p.Replied, p.Monotonic = d.u64(), d.u64(), d.u64(), d.u64()
 	p.Domain = d.text()
 	if err := d.end(); err != nil {
-		return Probe{}, fmt.Errorf("message: probe frame %w", err)
+		return Probe{}, fmt.Errorf("message: malformed Probe frame: %w", err)
 	}
 	return p, nil
 }
@@ -478,7 +478,7 @@ func (d *decoder) count(size int) int {
 func (d *decoder) sets() int {
 	n := d.u16()
 	if n > MaxSets {
-		d.fail(fmt.Errorf("has %d process sets, want at most %d", n, MaxSets))
+		d.fail(fmt.Errorf("got %d process sets, want at most %d", n, MaxSets))
 		return 0
 	}
 	return int(n)
@@ -487,7 +487,7 @@ func (d *decoder) sets() int {
 func (d *decoder) bit() uint32 {
 	b := d.u32()
 	if b >= MaxCacheBits {
-		d.fail(fmt.Errorf("has cache bit %d, want less than %d", b, MaxCacheBits))
+		d.fail(fmt.Errorf("got cache bit %d, want less than %d", b, MaxCacheBits))
 		return 0
 	}
 	return b
@@ -496,7 +496,7 @@ func (d *decoder) bit() uint32 {
 func (d *decoder) rank() topo.Rank {
 	r := d.u32()
 	if r >= MaxRanks {
-		d.fail(fmt.Errorf("has rank %d, want less than %d", int32(r), MaxRanks))
+		d.fail(fmt.Errorf("got rank %d, want less than %d", int32(r), MaxRanks))
 		return 0
 	}
 	return topo.Rank(r)
@@ -536,7 +536,7 @@ func (d *decoder) words(v *[]uint32) {
 func (d *decoder) text() string {
 	n := int(d.u16())
 	if n > MaxReasonBytes {
-		d.fail(fmt.Errorf("has a text of %d bytes, want at most %d", n, MaxReasonBytes))
+		d.fail(fmt.Errorf("got a text of %d bytes, want at most %d", n, MaxReasonBytes))
 		return ""
 	}
 	// Truncate as appendText does, so that encoding the result again gives the same bytes.
@@ -550,7 +550,7 @@ func (d *decoder) proto(m proto.Message) bool {
 		return false
 	}
 	if err := proto.Unmarshal(p, m); err != nil {
-		d.fail(fmt.Errorf("has a malformed part: %w", err))
+		d.fail(fmt.Errorf("got a malformed request or response: %w", err))
 		return false
 	}
 	return true

@@ -146,7 +146,7 @@ func (r *Response) NumElems() (int64, error) {
 	for _, n := range r.FirstDims {
 		if n < 0 || rows > math.MaxInt64-n {
 			return 0, fmt.Errorf(
-				"message: allgather %q: first dimensions %v: one is negative, or their sum is too large",
+				"message: allgather %q: got first dimensions %v: a dimension is negative, or the sum is too large",
 				r.Name, r.FirstDims)
 		}
 		rows += n

@@ -116,7 +116,7 @@ func (p Parts) check(dt tensor.DType, numElems int64) error {
 	var elems, bytes int64
 	for rest, i := p, 1; len(rest) > 0; i++ {
 		if len(rest) < 2 || rest[1] < 0 || rest[1] > int64(len(rest))-2 {
-			return fmt.Errorf("tensor %d of the group is truncated", i)
+			return fmt.Errorf("the description of tensor %d of the group is truncated", i)
 		}
 		dims := 2 + rest[1]
 		each, shape := tensor.DType(min(uint64(rest[0]), math.MaxUint8)), tensor.Shape(rest[2:dims])

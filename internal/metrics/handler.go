@@ -53,7 +53,7 @@ func Text(get func() trace.Stats) ([]byte, error) {
 	var text bytes.Buffer
 	for _, f := range families {
 		if _, err := expfmt.MetricFamilyToText(&text, f); err != nil {
-			return nil, fmt.Errorf("metrics: %s as text: %w", f.GetName(), err)
+			return nil, fmt.Errorf("metrics: write %s as text: %w", f.GetName(), err)
 		}
 	}
 	return text.Bytes(), nil

@@ -58,7 +58,7 @@ func newID(addr netip.AddrPort, key [keyBytes]byte, encrypt bool) (ID, error) {
 			"unique id: its store cannot listen on %s, want an address that other ranks can dial", addr)
 	case ip.Zone() != "":
 		return ID{}, fmt.Errorf(
-			"unique id: its store cannot listen on %s, want an address without a zone: other hosts have other zones", addr)
+			"unique id: its store cannot listen on %s, want an address without a zone, because zones differ between hosts", addr)
 	}
 	var id ID
 	copy(id[:], idMagic)
@@ -137,7 +137,7 @@ func (id *ID) open() (idStore, error) {
 	port := binary.BigEndian.Uint16(id[idAddr+2:])
 	switch {
 	case ip.IsUnspecified() || ip.Is4In6() || port == 0:
-		return idStore{}, fmt.Errorf("address is %s port %d, want one that can be dialed", ip, port)
+		return idStore{}, fmt.Errorf("the address is %s port %d, want an address and a port that can be dialed", ip, port)
 	case id[idFlags]&^flagEncrypt != 0 || !bytes.Equal(id[used:idSum], zeros[used:]):
 		return idStore{}, errors.New("reserved bytes are not zero")
 	}

@@ -109,7 +109,7 @@ func Detect(getenv func(string) string) (*Env, []Line, error) {
 		case v.err != nil:
 			first, firstErr = k.kind, fmt.Errorf("place: %s: %w", k.kind, v.err)
 			if k.kind != Hvdrun {
-				firstErr = fmt.Errorf("%w; HVD_SIZE=1 makes this process a job of its own", firstErr)
+				firstErr = fmt.Errorf("%w; to run this process as a job with one rank, set HVD_SIZE=1", firstErr)
 			}
 			line.Why = v.err.Error()
 		default:

@@ -205,7 +205,7 @@ func TestDetectRefuses(t *testing.T) {
 		{environment{"HVD_SIZE": "4"}, []string{"Kubernetes", "JOB_COMPLETION_INDEX is not set",
 			`HVD_SIZE is "4"`}},
 		{plainEnv.with("RANK", ""), []string{"plain environment", "RANK is not set", `WORLD_SIZE is "2"`,
-			"HVD_SIZE=1 makes this process a job of its own"}},
+			"to run this process as a job with one rank, set HVD_SIZE=1"}},
 		{plainEnv.with("WORLD_SIZE", ""), []string{"WORLD_SIZE is not set", `RANK is "1"`}},
 		{plainEnv.with("RANK", "", "WORLD_SIZE", ""), []string{"neither RANK nor WORLD_SIZE is set",
 			`MASTER_ADDR is "head"`}},

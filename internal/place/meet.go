@@ -119,7 +119,7 @@ func (e *Env) meet(ctx context.Context, o MeetOptions, m *Place) error {
 	case e.Kind == Torchrun:
 		return e.meetAtTorch(ctx, o, m)
 	case e.Kind == Slurm && e.Rank == 0 && e.node > 0:
-		return fmt.Errorf("rank 0 is on node %d of the step, want node 0: set HVD_RENDEZVOUS_HOST to the host of rank 0", e.node)
+		return fmt.Errorf("rank 0 is on node %d of the Slurm step, want node 0: set HVD_RENDEZVOUS_HOST to the host of rank 0", e.node)
 	}
 	return e.meetAt(ctx, o, m, e.host)
 }
@@ -266,7 +266,7 @@ func (e *Env) listenHost(ctx context.Context, o MeetOptions, host string) (strin
 		}
 	}
 	if o.Log != nil {
-		o.Log.Warn("the store listens on all interfaces: the name that the other ranks dial resolves to no address of the chosen interfaces",
+		o.Log.Warn("the store listens on all interfaces, because the name that the other ranks dial does not resolve to an address of the chosen interfaces",
 			zap.String("name", host), zap.Stringers("addresses", addrs), zap.Stringer("chosen", o.Interfaces),
 			zap.Error(err))
 	}
@@ -321,9 +321,9 @@ func (o *MeetOptions) encrypted(s secret.Secret) secret.Secret {
 func (o *MeetOptions) secretFor(word string) (secret.Secret, error) {
 	switch {
 	case word == wordGiven && o.Secret.IsZero():
-		return secret.Secret{}, errors.New("rank 0 was given a secret, but this rank was not")
+		return secret.Secret{}, errors.New("rank 0 was given a secret, but this rank was not: set HVD_SECRET_FILE at all ranks")
 	case word != wordGiven && !o.Secret.IsZero():
-		return secret.Secret{}, errors.New("this rank was given a secret, but rank 0 was not")
+		return secret.Secret{}, errors.New("this rank was given a secret, but rank 0 was not: set HVD_SECRET_FILE at all ranks")
 	case word == wordGiven:
 		return o.Secret, nil
 	case word == wordNone:
@@ -392,7 +392,7 @@ func (e *Env) dialAnnounced(ctx context.Context, o MeetOptions, m *Place, text s
 func parseAnnouncement(text string) (host string, port int, word string, err error) {
 	at, word, ok := strings.Cut(text, ",")
 	if !ok {
-		return "", 0, "", fmt.Errorf("malformed announcement from rank 0: got %d bytes, want host:port,secret",
+		return "", 0, "", fmt.Errorf("malformed announcement from rank 0: got %d bytes without a comma, want host:port,secret",
 			len(text))
 	}
 	host, portText, err := net.SplitHostPort(at)
@@ -593,7 +593,7 @@ func (e *Env) meetAtMaster(ctx context.Context, o MeetOptions, m *Place) error {
 	text, err := e.atMasterStore(client).Get(ctx, masterPlace)
 	if err != nil {
 		return errors.Join(fmt.Errorf(
-			"rank 0 has published no address in the TCPStore at %s; if PyTorch serves it, all ranks must call "+
+			"rank 0 has published no address in the TCPStore at %s; if PyTorch serves this store, all ranks must call "+
 				"init_process_group and Init in the same order: %w", master, err), client.Close())
 	}
 	if err := client.Close(); err != nil {
@@ -647,7 +647,7 @@ func (e *Env) publishAtMaster(ctx context.Context, o MeetOptions, m *Place, host
 		// The proof of the secret does not detect this mistake, because the other job may have the same
 		// secret.
 	} else if n != 1 {
-		return fmt.Errorf("another job, or another rank 0 of this job, uses port %d of this host: set RANK to another number at each rank, and MASTER_PORT to another port for each job", port)
+		return fmt.Errorf("another job, or another rank 0 of this job, uses port %d of this host: set a different RANK at each rank, and a different MASTER_PORT for each job", port)
 	}
 	m.removeWhenMet(func() error {
 		// PyTorch's store continues to exist after this meeting, and the same processes may meet there again.

@@ -151,7 +151,7 @@ func listens(t *testing.T, host string, port int) bool {
 func TestSlurmRankZeroElsewhere(t *testing.T) {
 	env := slurmEnv.with("SLURM_PROCID", "0", "SLURM_NODEID", "1")
 	_, err := detect(t, env).Meet(soon(t), MeetOptions{Insecure: true})
-	testnet.WantError(t, err, "rank 0 is on node 1 of the step, want node 0")
+	testnet.WantError(t, err, "rank 0 is on node 1 of the Slurm step, want node 0")
 	m, err := detect(t, env).Meet(soon(t), MeetOptions{Insecure: true, Host: "here",
 		Interfaces: onLoopback(t), Port: testnet.FreePort(t), resolver: loopbackNames("here")})
 	if err != nil {

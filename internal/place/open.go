@@ -107,7 +107,7 @@ func (m *Meeting) open(ctx context.Context, cfg *Config) error {
 		}
 	}
 	if ways > 1 {
-		return fmt.Errorf("got %d ways to meet, want only one of a store, an init method and a unique id",
+		return fmt.Errorf("got %d of a store, an init method and a unique id, want only one of them",
 			ways)
 	}
 	if ways == 0 {
@@ -205,7 +205,7 @@ func (m *Meeting) take(env *Env) {
 func (m *Meeting) place(rank, size int) error {
 	if s := &m.Settings; s.Size != config.Unset && (s.Rank != rank || s.Size != size) {
 		return fmt.Errorf("HOROVOD_RANK and HOROVOD_SIZE say rank %d of %d, but the init method or unique id says rank %d of %d: "+
-			"give both the same", s.Rank, s.Size, rank, size)
+			"give the same rank and size in both", s.Rank, s.Size, rank, size)
 	}
 	m.Settings.Rank, m.Settings.Size = rank, size
 	return nil
@@ -287,7 +287,7 @@ func (m *Meeting) byEnvironment(ctx context.Context, cfg *Config, choice netif.C
 	if env == nil {
 		for _, l := range lines {
 			if l.Suspect {
-				cfg.Log.Warn("this process is a job of its own, rank 0 of 1; set HVD_SIZE=1 if that is intended", zap.Stringer("launcher", l))
+				cfg.Log.Warn("this process runs as a job of its own, with one rank; set HVD_SIZE=1 if that is intended", zap.Stringer("launcher", l))
 			}
 		}
 		return nil
@@ -359,7 +359,7 @@ func (m *Meeting) byID(ctx context.Context, cfg *Config, choice netif.Choice) er
 	// Check the ids before the first connection.
 	for _, id := range id.IDs {
 		if s, err := id.open(); err == nil && m.Settings.TLS && !s.encrypt {
-			return errors.New("HVD_TLS is set, but the unique id was made without HVD_TLS")
+			return errors.New("HVD_TLS is set, but the unique id was made without HVD_TLS: set HVD_TLS also in the process that makes the id")
 		}
 	}
 	p, err := OpenIDs(ctx, id.IDs, id.Rank, id.Size)

@@ -215,7 +215,7 @@ func TestByMethod(t *testing.T) {
 	}
 	_, errs := all(t, Config{Settings: settings(t, nil), Method: "tcp://" + free + "?rank=0&world_size=2",
 		ID: &ByID{Size: 1}})
-	if errs[0] == nil || !strings.Contains(errs[0].Error(), "2 ways to meet") {
+	if errs[0] == nil || !strings.Contains(errs[0].Error(), "got 2 of a store, an init method and a unique id") {
 		t.Errorf("two ways at once: got %v", errs[0])
 	}
 	_, errs = all(t, Config{Settings: settings(t, nil), Method: "tcp://" + free + "?rank=0"})
@@ -301,7 +301,7 @@ func TestNoWayToMeet(t *testing.T) {
 		"pods":       {"HVD_SIZE": "3"},
 	} {
 		if _, errs := all(t, Config{Settings: settings(t, vars)}); errs[0] == nil ||
-			!strings.Contains(errs[0].Error(), "HVD_SIZE=1 makes this process a job of its own") {
+			!strings.Contains(errs[0].Error(), "to run this process as a job with one rank, set HVD_SIZE=1") {
 			t.Errorf("%s: got %v", name, errs[0])
 		}
 		vars["HVD_SIZE"] = "1"
@@ -312,7 +312,7 @@ func TestNoWayToMeet(t *testing.T) {
 	allocation := map[string]string{"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}
 	met, errs := all(t, Config{Settings: settings(t, allocation), Log: log})
 	meets(t, met, errs)
-	if !testnet.Logged(entries, "this process is a job of its own", "SLURM_NTASKS=4", "start it with srun") {
+	if !testnet.Logged(entries, "this process runs as a job of its own", "SLURM_NTASKS=4", "start it with srun") {
 		t.Errorf("a process in an allocation for four tasks trains alone without a warning: %v",
 			entries.All())
 	}

@@ -84,7 +84,7 @@ func (p *pmi) start() error {
 func (p *pmi) put(key, value string) error {
 	// The launcher's limits include the zero byte at the end of a C string.
 	if len(key) >= p.maxKey || len(value) >= p.maxValue {
-		return fmt.Errorf("pmi: put: the key has %d bytes and the value %d, want less than %d and %d", len(key),
+		return fmt.Errorf("pmi: put: the key has %d bytes and the value has %d bytes, want less than %d and less than %d", len(key),
 			len(value),
 			p.maxKey, p.maxValue)
 	}

@@ -231,7 +231,7 @@ func fileMethod(ctx context.Context, u *url.URL, _ MethodOptions) (*Place, error
 		return nil, err
 	}
 	if u.Host != "" {
-		return nil, fmt.Errorf("%q is not a path of this host: want three slashes before the path",
+		return nil, fmt.Errorf("%q is not a path of this host: want three slashes before the path, as in file:///PATH",
 			u.Host+u.Path)
 	}
 	s, err := store.NewFileStore(ctx, u.Path, size)

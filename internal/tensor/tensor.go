@@ -247,13 +247,13 @@ func (op ReduceOp) String() string {
 func CheckReduce(op ReduceOp, dt DType) error {
 	switch {
 	case !op.Valid():
-		return fmt.Errorf("tensor: reduce %v: got %v, want a reduction", dt, op)
+		return fmt.Errorf("tensor: reduce %v: got the unknown reduction %v", dt, op)
 	case !dt.Valid():
-		return fmt.Errorf("tensor: reduce with %v: got %v, want an element type", op, dt)
+		return fmt.Errorf("tensor: reduce with %v: got the unknown element type %v", op, dt)
 	case dt == Bool && op != Min && op != Max:
-		return fmt.Errorf("tensor: reduce bool: got %v, want min (all) or max (any)", op)
+		return fmt.Errorf("tensor: reduce bool: got operation %v, want min (logical and) or max (logical or)", op)
 	case op == Adasum && !dt.IsFloat():
-		return fmt.Errorf("tensor: reduce with adasum: got %v, want a floating-point type", dt)
+		return fmt.Errorf("tensor: reduce with adasum: got element type %v, want a floating-point type", dt)
 	}
 	return nil
 }
@@ -262,7 +262,7 @@ func CheckReduce(op ReduceOp, dt DType) error {
 // holds for Bool.
 func CheckScale(dt DType) error {
 	if !dt.Valid() || dt == Bool {
-		return fmt.Errorf("tensor: scale: got %v, want a type of numbers", dt)
+		return fmt.Errorf("tensor: prescale or postscale factor: got element type %v, want a numeric type", dt)
 	}
 	return nil
 }

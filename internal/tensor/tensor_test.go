@@ -236,17 +236,17 @@ func TestCheckReduce(t *testing.T) {
 	}{
 		{tensor.Min, tensor.Bool, ""},
 		{tensor.Max, tensor.Bool, ""},
-		{tensor.Sum, tensor.Bool, "reduce bool: got sum, want min (all) or max (any)"},
-		{tensor.Average, tensor.Bool, "got average"},
-		{tensor.AverageActive, tensor.Bool, "got average-active"},
-		{tensor.Product, tensor.Bool, "got product"},
-		{tensor.Adasum, tensor.Bool, "got adasum"},
-		{tensor.Adasum, tensor.Int32, "reduce with adasum: got int32, want a floating-point type"},
+		{tensor.Sum, tensor.Bool, "reduce bool: got operation sum, want min (logical and) or max (logical or)"},
+		{tensor.Average, tensor.Bool, "got operation average"},
+		{tensor.AverageActive, tensor.Bool, "got operation average-active"},
+		{tensor.Product, tensor.Bool, "got operation product"},
+		{tensor.Adasum, tensor.Bool, "got operation adasum"},
+		{tensor.Adasum, tensor.Int32, "reduce with adasum: got element type int32, want a floating-point type"},
 		{tensor.Adasum, tensor.BFloat16, ""},
-		{tensor.NoReduce, tensor.Float32, "reduce float32: got none, want a reduction"},
-		{200, tensor.Float32, "got ReduceOp(200)"},
-		{tensor.Sum, tensor.Invalid, "reduce with sum: got DType(0), want an element type"},
-		{tensor.Sum, tensor.Bool + 1, "got DType(12)"},
+		{tensor.NoReduce, tensor.Float32, "reduce float32: got the unknown reduction none"},
+		{200, tensor.Float32, "got the unknown reduction ReduceOp(200)"},
+		{tensor.Sum, tensor.Invalid, "reduce with sum: got the unknown element type DType(0)"},
+		{tensor.Sum, tensor.Bool + 1, "got the unknown element type DType(12)"},
 	} {
 		checkError(t, tensor.CheckReduce(c.op, c.dt), c.want)
 	}
@@ -266,12 +266,12 @@ func TestCheckScale(t *testing.T) {
 	for _, dt := range tensor.DTypes() {
 		want := ""
 		if dt == tensor.Bool {
-			want = "scale: got bool, want a type of numbers"
+			want = "prescale or postscale factor: got element type bool, want a numeric type"
 		}
 		checkError(t, tensor.CheckScale(dt), want)
 	}
-	checkError(t, tensor.CheckScale(tensor.Invalid), "got DType(0)")
-	checkError(t, tensor.CheckScale(255), "got DType(255)")
+	checkError(t, tensor.CheckScale(tensor.Invalid), "got element type DType(0)")
+	checkError(t, tensor.CheckScale(255), "got element type DType(255)")
 }
 
 // checkError fails the test if the text of err does not contain want. If want is empty, it fails the test if
