@@ -345,7 +345,7 @@ func TestTooManyStaticProcessSets(t *testing.T) {
 		sets = append(sets, []int{i})
 	}
 	if _, err := hvd.New(t.Context(), hvd.WithProcessSets(sets...)); err == nil ||
-		!strings.Contains(err.Error(), "1024 process sets, want less than 1024") {
+		!strings.Contains(err.Error(), "1024 process sets, want fewer than 1024") {
 		t.Errorf("got error %v, want that there are too many sets", err)
 	}
 }

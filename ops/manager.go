@@ -68,7 +68,7 @@ func (m *Manager) Plan(members []topo.Rank, r *message.Response,
 		refusals = err
 	}
 	if refusals == nil {
-		refusals = errors.New("none is configured")
+		refusals = errors.New("no backend is configured")
 	}
 	return message.NoBackend, message.NoAlgorithm,
 		fmt.Errorf("ops: no backend can run %v %q of type %v: %w", r.Kind, r.Name, r.DType, refusals)

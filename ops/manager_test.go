@@ -73,7 +73,7 @@ func TestManagerPlanNone(t *testing.T) {
 	one, two := errors.New("no such processor"), errors.New("too long")
 	r := &message.Response{Kind: message.Allreduce, Name: "g0", DType: tensor.Float32}
 	_, _, err := newManager(t).Plan(nil, r, 4)
-	if want := `ops: no backend can run allreduce "g0" of type float32: none is configured`; err == nil ||
+	if want := `ops: no backend can run allreduce "g0" of type float32: no backend is configured`; err == nil ||
 		err.Error() != want {
 		t.Errorf("got %v, want %v", err, want)
 	}

@@ -310,7 +310,7 @@ func (d death) check(t *testing.T, lines []line, died time.Time) string {
 // isMissing reports whether an error says that the victim has not joined, and does not say this of any other
 // rank.
 func (d death) isMissing(text string) bool {
-	if d.victim == 0 && (strings.Contains(text, "the root of rank 0") ||
+	if d.victim == 0 && (strings.Contains(text, "the root of rank 0") || strings.Contains(text, "rank 0 serves its root") ||
 		strings.Contains(text, "the store of rank 0")) {
 		return true
 	}

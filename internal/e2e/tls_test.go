@@ -221,9 +221,9 @@ func TestTLSOfSome(t *testing.T) {
 		who   string
 	}{
 		{"one rank without", `if [ "$HOROVOD_RANK" = 1 ]; then export HVD_TLS=0; fi`, "HVD_TLS=1",
-			"(it is set at the peer)"},
+			"(HVD_TLS is set at the peer)"},
 		{"one rank with", `if [ "$HOROVOD_RANK" = 1 ]; then export HVD_TLS=1; fi`, "HVD_TLS=0",
-			"(it is set in this process)"},
+			"(HVD_TLS is set in this process)"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			t.Parallel()

@@ -259,7 +259,7 @@ func TestIDSaysWhetherToEncrypt(t *testing.T) {
 	bare[idFlags] = 0
 	bare.seal()
 	_, err := OpenIDs(ctx, []ID{bare}, 0, 1)
-	testnet.WantError(t, err, "connecting to the process that made the id", "HVD_TLS", "(it is set at the peer)")
+	testnet.WantError(t, err, "connecting to the process that made the id", "HVD_TLS", "(HVD_TLS is set at the peer)")
 	wrong := plain
 	wrong[idKey] ^= 1
 	wrong.seal()

@@ -183,7 +183,7 @@ func (s *Session) open(ctx context.Context, cfg *SessionConfig) (err error) {
 		if err := s.joined.Ready(watched); err != nil {
 			return abandon(err)
 		}
-		return abandon(fmt.Errorf("HOROVOD_CPU_OPERATIONS is shm, but the ranks are on several hosts: %s",
+		return abandon(fmt.Errorf("HOROVOD_CPU_OPERATIONS is shm, but the ranks are on several hosts (%s): set it to gloo or tcp",
 			strings.Join(s.Hosts, ", ")))
 	case set.SharedMemory == config.SharedAlways && why != "":
 		return abandon(s.Fail(&memoryError{lacking, "HOROVOD_CPU_OPERATIONS is shm, but " + why +

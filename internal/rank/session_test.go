@@ -142,9 +142,9 @@ func TestOpenWithoutMemory(t *testing.T) {
 		"disabled": {[]string{"a", "a"}, map[int]map[string]string{0: tcp, 1: tcp},
 			""},
 		"several hosts, required": {[]string{"a", "b"}, map[int]map[string]string{0: only, 1: only},
-			"several hosts: a, b"},
+			"several hosts (a, b"},
 		"several hosts in a ring, required": {[]string{"a", "b", "a", "b", "a"},
-			map[int]map[string]string{0: only, 1: only, 2: only, 3: only, 4: only}, "several hosts: a, b"},
+			map[int]map[string]string{0: only, 1: only, 2: only, 3: only, 4: only}, "several hosts (a, b"},
 		"one no, one if possible": {[]string{"a", "a"}, map[int]map[string]string{0: either, 1: tcp},
 			"HOROVOD_CPU_OPERATIONS is shm,tcp at rank 0, tcp at rank 1"},
 	} {

@@ -165,7 +165,7 @@ func membersOf(ranks []int, size int) ([]topo.Rank, error) {
 // staticSets checks the process sets that were passed to Start and returns them with their IDs.
 func staticSets(given [][]int, size int) ([]controller.Set, error) {
 	if len(given) >= message.MaxSets {
-		return nil, fmt.Errorf("got %d process sets, want less than %d", len(given), message.MaxSets)
+		return nil, fmt.Errorf("got %d process sets, want fewer than %d", len(given), message.MaxSets)
 	}
 	sets := []controller.Set{controller.Global(size)}
 	for k, ranks := range given {

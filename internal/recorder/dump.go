@@ -169,7 +169,7 @@ func encodeWithin(d *analysis.Snapshot, operations, most int) ([]byte, error) {
 		}
 		if n == 0 {
 			return nil, fmt.Errorf(
-				"recorder: dump of rank %d: got %d bytes without operations, %d compressed, want at most %d compressed", d.Rank, len(plain), b.Len(), most)
+				"recorder: dump of rank %d: even without operations it has %d bytes, and %d bytes when compressed, want at most %d compressed bytes", d.Rank, len(plain), b.Len(), most)
 		}
 	}
 }
@@ -229,7 +229,7 @@ func check(d *analysis.Snapshot) error {
 	case d.Format != format:
 		return fmt.Errorf("got format %d, want %d", d.Format, format)
 	case d.Size < 1 || d.Rank < 0 || d.Rank >= d.Size:
-		return fmt.Errorf("got rank %d of %d ranks", d.Rank, d.Size)
+		return fmt.Errorf("got rank %d in a job of %d ranks", d.Rank, d.Size)
 	case len(d.Pending) > maxPending:
 		return fmt.Errorf("got %d pending operations, want at most %d", len(d.Pending), maxPending)
 	case len(d.Operations) > DefaultOperations:
@@ -237,7 +237,7 @@ func check(d *analysis.Snapshot) error {
 	case len(d.Stalls) > maxStalls:
 		return fmt.Errorf("got %d stalls, want at most %d", len(d.Stalls), maxStalls)
 	case len(d.Sets) > maxSets || members > maxMembers:
-		return fmt.Errorf("got %d process sets with %d members, want at most %d with %d", len(d.Sets),
+		return fmt.Errorf("got %d process sets with %d members in total, want at most %d sets and %d members", len(d.Sets),
 			members, maxSets, maxMembers)
 	}
 	return nil

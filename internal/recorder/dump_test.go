@@ -201,9 +201,9 @@ func TestDecodeRefuses(t *testing.T) {
 		"unexpected end":    packed(t, nil),
 		"format 0":          packed(t, []byte("{}")),
 		"format 2":          with(func(d *analysis.Snapshot) { d.Format = 2 }),
-		"rank 4 of 4":       with(func(d *analysis.Snapshot) { d.Rank = 4 }),
-		"rank -1 of 4":      with(func(d *analysis.Snapshot) { d.Rank = -1 }),
-		"rank 0 of 0": with(func(d *analysis.Snapshot) {
+		"rank 4 in a job of 4":       with(func(d *analysis.Snapshot) { d.Rank = 4 }),
+		"rank -1 in a job of 4":      with(func(d *analysis.Snapshot) { d.Rank = -1 }),
+		"rank 0 in a job of 0": with(func(d *analysis.Snapshot) {
 			d.Size, d.Rank, d.Sets = 0, 0, nil
 		}),
 		"16385 pending": with(func(d *analysis.Snapshot) {

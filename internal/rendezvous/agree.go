@@ -43,7 +43,7 @@ func (a *agreement) handle(answer *rendezvouspb.Answer) error {
 	}
 	select {
 	case <-to:
-		return fmt.Errorf("the root sent %v twice", answer.GetKind())
+		return fmt.Errorf("the root sent the answer %v twice", answer.GetKind())
 	default:
 	}
 	if to == a.done {

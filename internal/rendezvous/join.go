@@ -192,7 +192,7 @@ func join(ctx context.Context, cfg *JoinConfig) (*Session, error) {
 	}
 	// This process joins although its rank is wrong, so that the root reports the error to the other ranks,
 	// which would otherwise wait.
-	cfg.Log.Error("rendezvous: cannot join, telling rank 0", zap.Error(outOfRange))
+	cfg.Log.Error("rendezvous: this rank cannot join, and reports the reason to rank 0", zap.Error(outOfRange))
 	_, err := joinRoot(ctx, cfg)
 	if refused, ok := errors.AsType[*RefusedError](err); ok && refused.Reason != Late {
 		return nil, err
@@ -211,7 +211,7 @@ func (cfg *JoinConfig) check() error {
 		return fmt.Errorf("size is %d, want 1 to %d", cfg.Size, MaxSize)
 	}
 	if cfg.Store == nil && cfg.Size > 1 {
-		return errors.New("no store is given, but a job of more than 1 rank needs one")
+		return errors.New("no store was given, but a job of more than 1 rank needs a store")
 	}
 	if cfg.LastEpoch > maxEpoch {
 		return fmt.Errorf("last epoch is %d, want at most %d", cfg.LastEpoch, uint64(maxEpoch))
@@ -232,11 +232,11 @@ func checkTexts(what string, texts map[string]string, most int) error {
 	for name, text := range texts {
 		n += len(name) + len(text)
 		if !utf8.ValidString(name) || !utf8.ValidString(text) {
-			return fmt.Errorf("%s have %q for %q, want UTF-8", what, text, name)
+			return fmt.Errorf("%s: got value %q for name %q, want valid UTF-8", what, text, name)
 		}
 	}
 	if n > most {
-		return fmt.Errorf("%s have %d bytes, want at most %d", what, n, most)
+		return fmt.Errorf("%s: got %d bytes in total, want at most %d", what, n, most)
 	}
 	return nil
 }
@@ -271,7 +271,7 @@ func checkName(what, name string) error {
 		return fmt.Errorf("%s has %d bytes, want at most %d", what, len(name), MaxNameBytes)
 	}
 	if !utf8.ValidString(name) {
-		return fmt.Errorf("%s is %q, want UTF-8", what, name)
+		return fmt.Errorf("%s is %q, want valid UTF-8", what, name)
 	}
 	return nil
 }

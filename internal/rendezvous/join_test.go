@@ -225,12 +225,12 @@ func TestJoinTakesLargestRecords(t *testing.T) {
 func TestJoinChecksConfig(t *testing.T) {
 	kv := newStore(t)
 	for want, spoil := range map[string]func(*JoinConfig){
-		"the job has no name":        func(c *JoinConfig) { c.Job = "" },
-		"job has 257 bytes":          func(c *JoinConfig) { c.Job = strings.Repeat("j", 257) },
-		`job is "\xff", want UTF-8`:  func(c *JoinConfig) { c.Job = "\xff" },
-		"size is 0, want 1 to 65536": func(c *JoinConfig) { c.Size = 0 },
-		"size is 65537":              func(c *JoinConfig) { c.Size = 65537 },
-		"no store is given, but a job of more than 1 rank needs one": func(c *JoinConfig) { c.Store = nil },
+		"the job has no name":             func(c *JoinConfig) { c.Job = "" },
+		"job has 257 bytes":               func(c *JoinConfig) { c.Job = strings.Repeat("j", 257) },
+		`job is "\xff", want valid UTF-8`: func(c *JoinConfig) { c.Job = "\xff" },
+		"size is 0, want 1 to 65536":      func(c *JoinConfig) { c.Size = 0 },
+		"size is 65537":                   func(c *JoinConfig) { c.Size = 65537 },
+		"no store was given, but a job of more than 1 rank needs a store": func(c *JoinConfig) { c.Store = nil },
 		"last epoch is 4611686018427387905": func(c *JoinConfig) {
 			c.LastEpoch = 1<<62 + 1
 		},
@@ -249,7 +249,7 @@ func TestJoinChecksConfig(t *testing.T) {
 		"reason not to share memory has 257 bytes": func(c *JoinConfig) {
 			c.Self.Memory.Reason = strings.Repeat("x", MaxNameBytes+1)
 		},
-		"capabilities have 4099 bytes, want at most 4096": func(c *JoinConfig) {
+		"capabilities: got 4099 bytes in total, want at most 4096": func(c *JoinConfig) {
 			c.Self.Capabilities = map[string]string{"tcp": strings.Repeat("x", MaxCapabilitiesBytes)}
 		},
 		"rank 1 is out of range, want 0 to 0": func(c *JoinConfig) { c.Rank, c.Size = 1, 1 },
@@ -857,7 +857,7 @@ func TestDeadlines(t *testing.T) {
 	testnet.WantError(t, err, "rank 2 of 5", "joining at the root of rank 0", "deadline exceeded",
 		"connection refused")
 	_, err = Join(brief(), config(newStore(t), 2, 5))
-	testnet.WantError(t, err, "rank 2 of 5", "waiting for the root of rank 0", `watch "gohvd/job/root"`,
+	testnet.WantError(t, err, "rank 2 of 5", "waiting until rank 0 serves its root", `watch "gohvd/job/root"`,
 		"deadline exceeded")
 	_, err = Join(brief(), config(newStore(t), 9, 5))
 	testnet.WantError(t, err, "rank 9 is out of range, want 0 to 4", "reporting this to rank 0 failed")
@@ -1141,7 +1141,7 @@ func testGarbageToRoot(t *testing.T, key secret.Secret) {
 		{"oversized", [][]byte{hello, {0xff, 0, 0, 0}}, "frame of 4278190080 bytes"},
 		{"not protobuf", [][]byte{hello, dial.SealFrame(append(dial.NewFrame(2), 0xff, 0xff))}, "proto"},
 		{"empty", [][]byte{hello, dial.SealFrame(dial.NewFrame(0))}, "token has 0 bytes"},
-		{"nonce", [][]byte{hello, shortNonce}, "nonce 5"},
+		{"nonce", [][]byte{hello, shortNonce}, "the nonce has 5 bytes"},
 		{"two requests", [][]byte{hello, request, request}, "reading a status"},
 		{"a failure before the table", [][]byte{hello, request, early},
 			"reading a status: got FAILED before all ranks have joined"},

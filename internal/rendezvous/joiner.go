@@ -12,7 +12,7 @@ import (
 )
 
 // errNewerRoot is the error of an attempt to join a root that ended because the store has a newer root.
-var errNewerRoot = errors.New("the store has a newer root")
+var errNewerRoot = errors.New("rank 0 has published a newer root in the store")
 
 // joinRoot implements Join for every rank except 0. It asks the root in the store. If this root does not
 // accept this rank, joinRoot waits until the store has another root and asks that root. It repeats this until
@@ -27,9 +27,9 @@ func joinRoot(ctx context.Context, cfg *JoinConfig) (*Session, error) {
 		value, err := cfg.Store.Watch(ctx, cfg.rootKey(), seen)
 		switch {
 		case err != nil && why == nil:
-			return nil, fmt.Errorf("waiting for the root of rank 0: %w", err)
+			return nil, fmt.Errorf("waiting until rank 0 serves its root, at which the ranks check in: %w", err)
 		case err != nil:
-			return nil, fmt.Errorf("waiting for a newer root: %w (joining the last root failed: %w)", err, why)
+			return nil, fmt.Errorf("waiting for a newer root: %w (joining at the previous root failed: %w)", err, why)
 		}
 		seen = value
 		root, err := decodeRoot(value)

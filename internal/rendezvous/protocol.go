@@ -85,13 +85,13 @@ func decodeRecord(body []byte) (Record, error) {
 func decodeRoot(value []byte) (*rendezvouspb.Root, error) {
 	var m rendezvouspb.Root
 	if err := proto.Unmarshal(value, &m); err != nil {
-		return nil, fmt.Errorf("root key: %w", err)
+		return nil, fmt.Errorf("rank 0's entry in the store is malformed: %w", err)
 	}
 	if len(m.GetToken()) != tokenBytes {
-		return nil, fmt.Errorf("root key: token has %d bytes, want %d", len(m.GetToken()), tokenBytes)
+		return nil, fmt.Errorf("rank 0's entry in the store is malformed: the token has %d bytes, want %d", len(m.GetToken()), tokenBytes)
 	}
 	if _, _, err := net.SplitHostPort(m.GetAddr()); err != nil {
-		return nil, fmt.Errorf("root key: %w", err)
+		return nil, fmt.Errorf("rank 0's entry in the store is malformed: %w", err)
 	}
 	return &m, nil
 }
@@ -109,11 +109,11 @@ func decodeJoinRequest(body []byte) (*joinRequest, error) {
 		return nil, err
 	}
 	if len(q.GetToken()) != tokenBytes || len(q.GetNonce()) != tokenBytes {
-		return nil, fmt.Errorf("token has %d bytes and nonce %d, want %d", len(q.GetToken()),
+		return nil, fmt.Errorf("the token has %d bytes and the nonce has %d bytes, want %d bytes each", len(q.GetToken()),
 			len(q.GetNonce()), tokenBytes)
 	}
 	if q.GetLastEpoch() > maxEpoch {
-		return nil, fmt.Errorf("last epoch is %d, want at most %d", q.GetLastEpoch(), uint64(maxEpoch))
+		return nil, fmt.Errorf("the last epoch is %d, want at most %d", q.GetLastEpoch(), uint64(maxEpoch))
 	}
 	if err := checkName("job", q.GetJob()); err != nil {
 		return nil, err
@@ -138,7 +138,7 @@ func cut(text string, most int) string {
 // errStale is the error for the answer STALE, with which a root refuses this rank. For the other answers with
 // which a root refuses a rank, the errors are *completeError and *RefusedError.
 var errStale = errors.New(
-	"the root of rank 0 at this address is not the one in the store (it may belong to an earlier attempt), " +
+	"the root of rank 0 at this address is not the root in the store (it may belong to an earlier attempt), " +
 		"or it has already answered this process")
 
 type completeError struct{ epoch uint64 }

@@ -306,7 +306,7 @@ func (r *root) outlive(ctx context.Context, c *client, value []byte) error {
 		switch {
 		case err == nil:
 			// The nonce of this call is new, so this call cannot have joined the older root.
-			return fmt.Errorf("the root at %s answers as if this call of Join had joined it", old.GetAddr())
+			return fmt.Errorf("the older root at %s answered this process as a member, but this process has not joined there", old.GetAddr())
 		case ok && running.epoch > r.cfg.LastEpoch:
 			if late == nil {
 				r.log.Warn("rendezvous: waiting for an older root to close",
@@ -638,8 +638,8 @@ func (r *root) sendAnswers(g *caller) (err error) {
 		}
 		g.conn.SetWriteDeadline(time.Now().Add(answerTimeout))
 		if _, err = g.over.Write(answer); err != nil {
-			err = fmt.Errorf("answering rank %d, %v: %w", g.q.GetRank(), g.q.record, err)
-			g.conn.Close() // ends the call of receive
+			err = fmt.Errorf("sending an answer to rank %d, %v: %w", g.q.GetRank(), g.q.record, err)
+			g.conn.Close() // makes receive end
 		}
 	}
 	if err == nil {

@@ -235,7 +235,7 @@ func readStatus(in io.Reader) (*rendezvouspb.Status, error) {
 
 // hungUp returns the text for the failure of a rank whose connection to the root has ended with err.
 func hungUp(err error) string {
-	const text = "the process hung up during Init"
+	const text = "the process closed its connection during Init"
 	if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) || errors.Is(err, syscall.ECONNRESET) {
 		return text
 	}

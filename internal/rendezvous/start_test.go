@@ -134,7 +134,7 @@ func testDeathBeforeReady(t *testing.T, key secret.Secret) {
 				// The FailedError that is the cause of a context has no epoch.
 				why.Epoch = sessions[rank].Epoch
 			}
-			wantFailure(t, sessions[rank], err, "the process hung up during Init", topo.Rank(dead))
+			wantFailure(t, sessions[rank], err, "the process closed its connection during Init", topo.Rank(dead))
 		}
 	}
 }

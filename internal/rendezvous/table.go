@@ -84,7 +84,7 @@ func (s *Session) gather(ctx context.Context, mesh transport.Mesh) ([]Record, er
 			return nil, fmt.Errorf("record of rank %d: %w", from, err)
 		}
 		if records[from], err = decodeRecord(body); err != nil {
-			return nil, fmt.Errorf("record of rank %d, from rank %d: %w", from, at(-1), err)
+			return nil, fmt.Errorf("record of rank %d, received from rank %d: %w", from, at(-1), err)
 		}
 		piece = dial.SealFrame(append(dial.NewFrame(len(body)), body...))
 	}

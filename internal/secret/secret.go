@@ -257,7 +257,7 @@ func readHead(r io.Reader) error {
 	case h[5] == statusNeeded:
 		return ErrNeeded
 	case h[5] == statusMixed:
-		return fmt.Errorf("%w (it is set at the peer)", ErrMixed)
+		return fmt.Errorf("%w (HVD_TLS is set at the peer)", ErrMixed)
 	case h[5] != statusChallenge:
 		return fmt.Errorf("the peer sent the unknown status %d", h[5])
 	}
@@ -267,7 +267,7 @@ func readHead(r io.Reader) error {
 // notOurs returns the error for a peer whose first bytes are not Magic.
 func notOurs(first []byte) error {
 	if bytes.HasPrefix(first, []byte(clientHello)) {
-		return fmt.Errorf("%w (it is set at the peer)", ErrMixed)
+		return fmt.Errorf("%w (HVD_TLS is set at the peer)", ErrMixed)
 	}
 	return fmt.Errorf("%w: its first bytes are %q", ErrNone, first)
 }

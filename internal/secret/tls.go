@@ -132,7 +132,7 @@ func (o *opening) explain(err error) error {
 	alert, isOp := errors.AsType[*net.OpError](err)
 	switch {
 	case notTLS && bytes.HasPrefix(record.RecordHeader[:], []byte(Magic)):
-		return fmt.Errorf("%w (it is set in this process)", ErrMixed)
+		return fmt.Errorf("%w (HVD_TLS is set in this process)", ErrMixed)
 	case notTLS && record.Conn != nil: // the peer's first bytes are not a TLS record
 		return notOurs(record.RecordHeader[:4])
 	// The usual reason is that the peer has rejected the key of this process's certificate.

@@ -188,8 +188,8 @@ func TestMixed(t *testing.T) {
 		client, server secret.Secret
 		want           [2]string // texts that the errors of client and server must contain
 	}{
-		{"the client encrypts", s.Encrypted(), s, [2]string{"(it is set in this process)", "(it is set at the peer)"}},
-		{"the server encrypts", s, s.Encrypted(), [2]string{"(it is set at the peer)", "(it is set in this process)"}},
+		{"the client encrypts", s.Encrypted(), s, [2]string{"(HVD_TLS is set in this process)", "(HVD_TLS is set at the peer)"}},
+		{"the server encrypts", s, s.Encrypted(), [2]string{"(HVD_TLS is set at the peer)", "(HVD_TLS is set in this process)"}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			c, e := meet(t, func(conn net.Conn) error { return dial(test.client, conn, "p") },

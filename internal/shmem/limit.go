@@ -50,7 +50,7 @@ func (m machine) check(need int64) error {
 	available, known := field(string(text), "MemAvailable:")
 	swap, _ := field(string(text), "SwapFree:")
 	if left := (available + swap) << 10; known && need > left {
-		return fmt.Errorf("the machine has %d bytes left", left)
+		return fmt.Errorf("the machine has only %d bytes of free memory", left)
 	}
 	return nil
 }
@@ -132,7 +132,7 @@ func (f files) checkOne(dir string, need int64) error {
 		}
 	}
 	if left = max(0, left); need > left {
-		return fmt.Errorf("the cgroup has %d bytes left of its limit of %d bytes (%s)", left, limit, filepath.Join(dir, f.limit))
+		return fmt.Errorf("the cgroup has only %d bytes left of its memory limit of %d bytes (%s)", left, limit, filepath.Join(dir, f.limit))
 	}
 	return nil
 }

@@ -259,7 +259,7 @@ func adopt(fd int) (*Segment, error) {
 		return nil, fmt.Errorf("get the allocated memory of descriptor %d: %w", fd, err)
 	}
 	if have := st.Blocks * blockBytes; have < size {
-		return nil, fmt.Errorf("got a file with %d of %d bytes allocated, want all", have, size)
+		return nil, fmt.Errorf("got a file of %d bytes with %d bytes allocated, want all bytes allocated", size, have)
 	}
 	b, err := unix.Mmap(fd, 0, int(size), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
 	if err != nil {
@@ -299,7 +299,7 @@ func check(fd int, want int) (size int64, err error) {
 		return 0, fmt.Errorf("get the size of descriptor %d: %w", fd, err)
 	}
 	if page := int64(os.Getpagesize()); st.Size <= 0 || st.Size%page != 0 || int64(int(st.Size)) != st.Size {
-		return 0, fmt.Errorf("got a file of %d bytes, want whole pages of %d bytes", st.Size, page)
+		return 0, fmt.Errorf("got a file of %d bytes, want a multiple of the page size, %d bytes", st.Size, page)
 	}
 	return st.Size, nil
 }

@@ -175,11 +175,11 @@ func TestAdopt(t *testing.T) {
 		{"can grow", size, unix.F_SEAL_SHRINK, nil, "sealed"},
 		{"can shrink", size, unix.F_SEAL_GROW, nil, "sealed"},
 		{"cannot be sealed", size, fixed | unix.F_SEAL_SEAL, nil, "seal"},
-		{"no pages", 0, fixed, nil, "whole pages"},
-		{"part of a page", size + 1, fixed, nil, "whole pages"},
+		{"no pages", 0, fixed, nil, "a multiple of the page size"},
+		{"part of a page", size + 1, fixed, nil, "a multiple of the page size"},
 		{"a hole", size, fixed, func(fd int) error {
 			return unix.Fallocate(fd, unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, 4096, 4096)
-		}, "4096 of 8192 bytes"},
+		}, "a file of 8192 bytes with 4096 bytes allocated"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			before := openFiles(t)

@@ -256,7 +256,7 @@ func (c *conn) enter(id uint64, weight int) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if _, ok := c.busy[id]; ok {
-		return fmt.Errorf("%w: number %d is in use by a request or an operation in flight", errFrame, id)
+		return fmt.Errorf("%w: got number %d, which a request or an operation in flight already has", errFrame, id)
 	}
 	most := c.server.cfg.MaxInFlight
 	if n := c.inFlight.Load() + int64(weight); n > int64(most) || len(c.busy) >= most {
@@ -523,7 +523,7 @@ func (c *conn) takeRing(numBytes uint64) error {
 	}
 	if c.ring != nil {
 		discard(fd)
-		return errors.New("the connection has a ring already")
+		return errors.New("the connection already has a ring")
 	}
 	s, err := shmem.Adopt(fd)
 	if err != nil {

@@ -58,7 +58,7 @@ func TestUsage(t *testing.T) {
 			"timeout of NaN":       good(func(o *op, _ *tens) { o.TimeoutSeconds = math.NaN() }),
 			"timeout of -1":        good(func(o *op, _ *tens) { o.TimeoutSeconds = -1 }),
 			"timeout of 1e+30":     good(func(o *op, _ *tens) { o.TimeoutSeconds = 1e30 }),
-			"scale factors":        good(func(o *op, _ *tens) { o.Prescale = new(math.NaN()) }),
+			"prescale factor NaN":  good(func(o *op, _ *tens) { o.Prescale = new(math.NaN()) }),
 			"0 tensors, want one":  good(func(o *op, _ *tens) { o.Tensors = nil }),
 			"2 tensors, want one": good(func(o *op, tt *tens) {
 				o.Tensors = append(o.Tensors, &tens{Shape: []int64{0}})
@@ -83,15 +83,15 @@ func TestUsage(t *testing.T) {
 			"an input of 16 bytes":     good(func(o *op, tt *tens) { tt.Shape = []int64{5} }),
 			"the output has 8 bytes":   good(func(o *op, tt *tens) { tt.Output = at(0, 64, 8) }),
 			"input at byte 2":          good(func(o *op, tt *tens) { tt.Input = at(0, 2, 16) }),
-			"output at byte 66":        good(func(o *op, tt *tens) { tt.Output = at(0, 66, 16) }),
+			"16 bytes at byte 66":      good(func(o *op, tt *tens) { tt.Output = at(0, 66, 16) }),
 			"overlap in arena 1":       good(func(o *op, tt *tens) { tt.Output = at(0, 12, 16) }),
 			"arena 9 does not exist":   good(func(o *op, tt *tens) { tt.Input = at(8, 0, 16) }),
 			"arena 2147483649 does not exist": good(func(o *op, tt *tens) {
 				tt.Input = &sidecarpb.Memory{Arena: ownArenas + 1, Bytes: 16}
 			}),
-			"16 bytes from byte 1048572": good(func(o *op, tt *tens) { tt.Input = at(0, 1<<20-4, 16) }),
-			"from byte 1844674407370955": good(func(o *op, tt *tens) { tt.Output = at(0, -16, 16) }),
-			"tensor name of 5000 bytes":  good(func(o *op, _ *tens) { o.Name = strings.Repeat("x", 5000) }),
+			"16 bytes at byte 1048572":  good(func(o *op, tt *tens) { tt.Input = at(0, 1<<20-4, 16) }),
+			"at byte 1844674407370955":  good(func(o *op, tt *tens) { tt.Output = at(0, -16, 16) }),
+			"tensor name of 5000 bytes": good(func(o *op, _ *tens) { o.Name = strings.Repeat("x", 5000) }),
 			"needs option Name": good(func(o *op, _ *tens) {
 				o.Name, o.WireDtype, o.ErrorFeedback = "", 7, true
 			}),
@@ -290,7 +290,7 @@ func TestArenaInUse(t *testing.T) {
 	c.Arena(1, 4096)
 	c.Begin(sidecartest.Sum("x", 1, 0, 1))
 	within(t, "it is begun", func() bool { return c.Word(ringTaken).Load() == 1 })
-	refused(t, "in use", c.Call(sidecartest.DropArena(1)), classUsage, "in use")
+	refused(t, "in use", c.Call(sidecartest.DropArena(1)), classUsage, "use it 2 times")
 	if got := c.Must(sidecartest.Status()).GetStatus(); got.InFlight != 1 || got.Clients != 2 ||
 		got.State != StateRunning {
 		t.Errorf("status: %v", got)
@@ -352,7 +352,7 @@ func TestGarbage(t *testing.T) {
 				t.Error(err)
 			}
 		},
-		"5 submissions, of which 0 were taken and 0 completed": func(c *client) {
+		"5 submissions, of which hvdd has taken 0 and completed 0": func(c *client) {
 			c.Ring(16)
 			c.RingBytes[64] = 5 // the entries are empty, so all five operations have the number 0
 			c.Doorbell()

@@ -45,7 +45,7 @@ func cutFrame(b []byte) (body []byte, numBytes int, err error) {
 	case head == 0 && len(b) < maxHeadBytes:
 		return nil, 0, nil
 	case head <= 0 || n > maxFrameBytes:
-		return nil, 0, fmt.Errorf("%w: the length of a frame is more than %d bytes", errFrame, maxFrameBytes)
+		return nil, 0, fmt.Errorf("%w: got a frame of more than %d bytes", errFrame, maxFrameBytes)
 	case uint64(len(b)-head) < n:
 		return nil, 0, nil
 	}
@@ -131,7 +131,7 @@ func (i *inbox) take(oob []byte, flags int) error {
 		i.fds = append(i.fds, fds...)
 	}
 	if len(i.fds) > 1 || flags&unix.MSG_CTRUNC != 0 {
-		return fmt.Errorf("%w: at least %d descriptors came with a frame, want at most 1", errFrame,
+		return fmt.Errorf("%w: got at least %d descriptors with a frame, want at most 1", errFrame,
 			len(i.fds))
 	}
 	return nil
@@ -152,7 +152,7 @@ func (i *inbox) Next() (body []byte, ok bool, err error) {
 // arrived. The caller must close the descriptor.
 func (i *inbox) Descriptor() (int, error) {
 	if len(i.fds) == 0 {
-		return -1, errors.New("no descriptor came with the request")
+		return -1, errors.New("got no descriptor with the request, want one")
 	}
 	fd := i.fds[0]
 	i.fds = i.fds[:0]
@@ -162,7 +162,7 @@ func (i *inbox) Descriptor() (int, error) {
 // Spare returns an error if all bytes have been used but a descriptor is left that no frame needed.
 func (i *inbox) Spare() error {
 	if len(i.fds) > 0 && i.at == len(i.buf) {
-		return fmt.Errorf("%w: a descriptor came with a frame that needs none", errFrame)
+		return fmt.Errorf("%w: got a descriptor with a frame that needs none", errFrame)
 	}
 	return nil
 }

@@ -49,9 +49,9 @@ func (m *memory) add(number uint32, numBytes uint64, fd int, owner *conn) error 
 	if m.all[number] != nil || len(m.all) >= maxArenas {
 		discard(fd)
 		if m.all[number] != nil {
-			return fmt.Errorf("arena %d exists already", number)
+			return fmt.Errorf("arena %d already exists", number)
 		}
-		return fmt.Errorf("arena %d: %d arenas exist already, which is the limit", number, len(m.all))
+		return fmt.Errorf("arena %d: the client already has %d arenas, which is the limit", number, len(m.all))
 	}
 	s, err := shmem.Adopt(fd)
 	if err != nil {
@@ -87,7 +87,7 @@ func (m *memory) drop(owner *conn, number uint32) error {
 	case err != nil:
 		return err
 	case g.users > 0:
-		return fmt.Errorf("arena %d is in use %d times by operations in flight", number, g.users)
+		return fmt.Errorf("arena %d cannot be removed: operations in flight use it %d times", number, g.users)
 	}
 	return m.remove(g)
 }
@@ -132,7 +132,7 @@ func (m *memory) use(owner *conn, places []location, uses []*clientArena) ([]*cl
 		}
 		g, err := m.of(owner, p.arena)
 		if err == nil && (p.offset > uint64(len(g.bytes)) || p.numBytes > uint64(len(g.bytes))-p.offset) {
-			err = fmt.Errorf("got %d bytes from byte %d of arena %d, which has only %d bytes", p.numBytes,
+			err = fmt.Errorf("got a range of %d bytes at byte %d of arena %d, which has only %d bytes", p.numBytes,
 				p.offset, p.arena, len(g.bytes))
 		}
 		if err != nil {

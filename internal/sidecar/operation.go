@@ -171,11 +171,10 @@ func (p *plan) add(t *sidecarpb.Tensor) error {
 	case dt != p.DType && !p.grouped:
 		return fmt.Errorf("got element type %v in an operation on %v: only tensors of a group may have different types", dt, p.DType)
 	case uint64(n) > in.numBytes/size || uint64(n)*size != in.numBytes:
-		return fmt.Errorf("got an input of %d bytes, which do not match the shape %v of %v", in.numBytes,
-			shape, dt)
+		return fmt.Errorf("got an input of %d bytes, which does not match shape %v and element type %v", in.numBytes, shape, dt)
 	case in.offset%size != 0 || out.offset%size != 0 || out.numBytes%size != 0:
-		return fmt.Errorf("got input at byte %d and output at byte %d of %d bytes, want multiples of %d",
-			in.offset, out.offset, out.numBytes, size)
+		return fmt.Errorf("got an input at byte %d and an output of %d bytes at byte %d, want multiples of %d",
+			in.offset, out.numBytes, out.offset, size)
 	}
 	p.tensors = append(p.tensors, tensorSpec{dt, shape})
 	if p.grouped && p.Kind == message.Allreduce {

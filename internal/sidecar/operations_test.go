@@ -525,7 +525,7 @@ func TestGroupOfSeveralTypes(t *testing.T) {
 			{func(o *sidecarpb.Operation) { o.Tensors[1].Dtype = 256 + uint32(tensor.Int64) }, "is unknown"},
 			{func(o *sidecarpb.Operation) { o.Tensors[1].Input.Offset += 4 }, "want multiples of 8"},
 			{func(o *sidecarpb.Operation) { o.Tensors[1].Shape[0] = 2 },
-				"an input of 8 bytes, which do not match the shape [2] of int64"},
+				"an input of 8 bytes, which does not match shape [2] and element type int64"},
 		} {
 			o := proto.Clone(o).(*sidecarpb.Operation)
 			refused.change(o)

@@ -124,7 +124,7 @@ func (r *ring) next(until uint64) (id uint64, slot uint32, ok bool, err error) {
 	r.mu.Unlock()
 	if until-r.read > r.n || r.read+1-completed > r.n {
 		return 0, 0, false, fmt.Errorf(
-			"%w: the ring of %d entries has %d submissions, of which %d were taken and %d completed",
+			"%w: the ring has %d entries, but %d submissions, of which hvdd has taken %d and completed %d",
 			errFrame, r.n, until, r.read, completed)
 	}
 	e := r.bytes[ringEntries+ringEntryBytes*(r.read&(r.n-1)):][:ringEntryBytes]

@@ -210,7 +210,7 @@ func (s *Server) ServeConn(conn *net.UnixConn, path bool) error {
 	case s.closed:
 		refused = errEnding
 	case len(s.conns) >= maxConns:
-		refused = fmt.Errorf("refused: %d clients are connected already, which is the limit", maxConns)
+		refused = fmt.Errorf("refused: %d clients are already connected, which is the limit", maxConns)
 	default:
 		s.conns[c] = struct{}{}
 		// The connection is recorded and the greeting is sent with mu held. So a client is counted before it

@@ -25,14 +25,14 @@ const Control Lane = 0
 func DataLane(s topo.ProcessSetID) Lane { return Lane(s) + 1 }
 
 // ErrClosed is the error of calls on a Mesh or Conn that this process has closed.
-var ErrClosed = errors.New("transport: closed")
+var ErrClosed = errors.New("transport: the mesh or connection is closed")
 
 // ErrReleased is the error of calls for a lane that this rank has released, and of calls on the Conns of such
 // a lane.
-var ErrReleased = errors.New("transport: lane was released")
+var ErrReleased = errors.New("transport: the lane was released")
 
 // ErrControl is the error with which the Control lane fails if Release was called for that lane.
-var ErrControl = errors.New("transport: the control lane cannot be released: it lasts as long as the mesh")
+var ErrControl = errors.New("transport: the control lane cannot be released, because it lasts as long as the mesh")
 
 // PeerError is the error if the channel to a peer has failed. It does not mean that the peer itself has
 // failed. Only the coordinator decides which rank failed.

@@ -22,7 +22,7 @@ func (b *Backend) startAlltoall() error {
 		return fmt.Errorf("got %d ranks, want at most %d", n, maxMembers)
 	}
 	if total := b.plan.ends[n-1]; total != int64(len(in)) {
-		return fmt.Errorf("got blocks of %d bytes in total, want %d", total, len(in))
+		return fmt.Errorf("got blocks of %d bytes in total, want %d, the size of the input", total, len(in))
 	}
 	copy(b.counts[b.me], counts)
 	if n == 1 {
@@ -108,7 +108,7 @@ func (b *Backend) readCounts() error {
 				c := int64(binary.LittleEndian.Uint64(countsOf(table)[8*k:]))
 				if c < 0 || c > math.MaxInt64-total {
 					return b.peerError(i,
-						fmt.Errorf("got a block of %d bytes, want at least 0 and at most %d in all blocks", c,
+						fmt.Errorf("got a block of %d bytes, want at least 0, and at most %d bytes in all blocks", c,
 							int64(math.MaxInt64)))
 				}
 				total += c
@@ -120,7 +120,7 @@ func (b *Backend) readCounts() error {
 			}
 			// pullBlocks reads only the first extent, so this extent must cover the whole buffer.
 			if n := len(b.layouts[i].extents); n > 1 {
-				return b.peerError(i, fmt.Errorf("got a table with %d extents, want 1 in an alltoall", n))
+				return b.peerError(i, fmt.Errorf("the peer violated the protocol: it described its alltoall input as %d memory ranges, want 1", n))
 			}
 		}
 		for k, c := range b.counts[i] {
@@ -146,8 +146,8 @@ func (b *Backend) allocate() error {
 			continue
 		}
 		if rest := math.MaxInt64 - total; c > rest {
-			return b.peerError(i, fmt.Errorf("got a block of %d bytes for this rank, want at most %d", c,
-				rest))
+			return b.peerError(i, fmt.Errorf("got a block of %d bytes for this rank, want at most %d bytes, so that the output has less than 2^63",
+				c, rest))
 		}
 		total += c
 	}

@@ -108,7 +108,7 @@ func (l *layout) read(table []byte, total, elem int64, chunk func(id uint32) ([]
 	l.extents, l.direct = l.extents[:0], false
 	n := binary.LittleEndian.Uint32(table)
 	if n > maxExtents {
-		return fmt.Errorf("got a table with %d extents, want at most %d", n, maxExtents)
+		return fmt.Errorf("the peer violated the protocol: it described its buffer as %d memory ranges, want at most %d", n, maxExtents)
 	}
 	at := table[tableHeader:]
 	var begin int64
@@ -120,11 +120,11 @@ func (l *layout) read(table []byte, total, elem int64, chunk func(id uint32) ([]
 		e.out.offset = int64(binary.LittleEndian.Uint64(at[24:]))
 		at = at[extentBytes:]
 		if e.end <= begin || e.end > total {
-			return fmt.Errorf("got an extent from byte %d to byte %d, want a larger end of at most %d", begin,
+			return fmt.Errorf("got a memory range from byte %d to byte %d of the buffer, want an end after the begin and at most %d", begin,
 				e.end, total)
 		}
 		if (e.end|e.in.offset|e.out.offset)&(elem-1) != 0 {
-			return fmt.Errorf("got an extent with end %d and offsets %d and %d, want multiples of %d", e.end,
+			return fmt.Errorf("got a memory range with end %d and offsets %d and %d, want multiples of %d", e.end,
 				e.in.offset, e.out.offset, elem)
 		}
 		for _, p := range []*place{&e.in, &e.out} {
@@ -137,14 +137,14 @@ func (l *layout) read(table []byte, total, elem int64, chunk func(id uint32) ([]
 				return err
 			}
 			if p.offset < 0 || p.offset > int64(len(p.mem)) || e.end-begin > int64(len(p.mem))-p.offset {
-				return fmt.Errorf("got an extent of %d bytes at offset %d of arena chunk %d, which has %d bytes", e.end-begin, p.offset, p.chunk, len(p.mem))
+				return fmt.Errorf("got a memory range of %d bytes at offset %d of arena chunk %d, which has only %d bytes", e.end-begin, p.offset, p.chunk, len(p.mem))
 			}
 		}
 		begin = e.end
 		l.extents = append(l.extents, e)
 	}
 	if begin != total {
-		return fmt.Errorf("got a table for a buffer of %d bytes, want %d", begin, total)
+		return fmt.Errorf("got memory ranges for a buffer of %d bytes, want a buffer of %d bytes", begin, total)
 	}
 	return nil
 }

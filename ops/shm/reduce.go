@@ -37,7 +37,7 @@ type reducer struct {
 func (r *reducer) prepare(op tensor.ReduceOp, dt tensor.DType, s ops.Scaling, n int) (err error) {
 	r.wide = dt.IsHalf() && n > 2 && (op == tensor.Sum || op == tensor.Product)
 	if s.Divisor > 1 && kernel.Divide(dt) == nil {
-		return fmt.Errorf("got a divisor for type %v, want an integer type", dt)
+		return fmt.Errorf("got a divisor for element type %v, want an integer type", dt)
 	}
 	if r.op == op && r.dt == dt && r.into != nil {
 		r.s = s

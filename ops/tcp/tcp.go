@@ -205,7 +205,7 @@ func (b *Backend) Start(op ops.Operation) error {
 func (b *Backend) Step(ctx context.Context, wait bool) (p ops.Progress, err error) {
 	switch {
 	case b.err != nil:
-		return ops.Waiting, fmt.Errorf("ops/tcp: step of a backend that has failed before: %w", b.err)
+		return ops.Waiting, fmt.Errorf("ops/tcp: Step was called for a backend that has failed before: %w", b.err)
 	case !b.started:
 		return ops.Waiting, errors.New("ops/tcp: Step was called without an operation in progress")
 	}

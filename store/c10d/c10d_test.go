@@ -330,7 +330,7 @@ func TestGarbage(t *testing.T) {
 		"almost validated":   {"00 ce f7 85 3d 00000000", "set: got 1032189902 bytes, want at most 8192"},
 		"validated twice":    {hello + " " + hello, "a second validation"},
 		"unknown operation":  {hello + " 11", "unknown operation 17"},
-		"a watch":            {"07 '/k'", "watch_key is not supported"},
+		"a watch":            {"07 '/k'", "operation 7 is watch_key, which is not supported"},
 		"unknown to the old": {"0d", "unknown operation 13"},
 		"huge key":           {"02 " + huge, "get: got 1152921504606846976 bytes"},
 		"huge value":         {"00 '/k' " + huge, "set: got 1152921504606846976 bytes"},

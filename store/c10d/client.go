@@ -248,7 +248,7 @@ func (x *exchange) wait(keys []string) error {
 	}
 	b, err := in.ReadByte()
 	if err == nil && b != waitStopped {
-		err = fmt.Errorf("the server answered wait with byte %d, want %d", b, waitStopped)
+		err = fmt.Errorf("the server answered the WAIT request with byte %d, want %d", b, waitStopped)
 	}
 	return err
 }
@@ -286,7 +286,7 @@ func (x *exchange) check(keys []string) (bool, error) {
 	}
 	b, err := in.ReadByte()
 	if err == nil && b != checkReady && b != checkNotReady {
-		err = fmt.Errorf("the server answered check with byte %d, want %d or %d", b, checkReady,
+		err = fmt.Errorf("the server answered the CHECK request with byte %d, want %d or %d", b, checkReady,
 			checkNotReady)
 	}
 	return b == checkReady, err

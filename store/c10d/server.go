@@ -123,7 +123,7 @@ func (c *session) run() error {
 		case opValidate:
 			return errors.New("the client sent a second validation")
 		case opWatch:
-			return errors.New("watch_key is not supported; operation 7 of a client of PyTorch 2.1 is delete_key, which needs Config.Torch21")
+			return errors.New("operation 7 is watch_key, which is not supported; if the client runs PyTorch 2.1, operation 7 is delete_key: set Config.Torch21, or give --torch-2.1 to hvdrun store")
 		}
 		if err := c.handle(op); err != nil {
 			return fmt.Errorf("%v: %w", op, unexpected(err))

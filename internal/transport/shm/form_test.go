@@ -94,13 +94,13 @@ func TestDissolved(t *testing.T) {
 	}{
 		"no offer": {func(t *testing.T, j *job) {
 			j.offers[2] = shm.Offer{}
-		}, []string{"rank 2: offers no memory"}},
+		}, []string{"rank 2: it offers no shared memory"}},
 		"bad offer": {func(t *testing.T, j *job) {
 			j.offers[2].Token = j.offers[2].Token[:20]
-		}, []string{"rank 2: has a token of 20 bytes"}},
+		}, []string{"rank 2: its token has 20 bytes"}},
 		"other user": {func(t *testing.T, j *job) {
 			j.offers[2].UID++
-		}, []string{"rank 2: runs as user", "rank 0 as user"}},
+		}, []string{"rank 2: it runs as user", "rank 0 runs as user"}},
 		"unavailable": {func(t *testing.T, j *job) {
 			if err := j.endpoints[2].Close(); err != nil {
 				t.Fatal(err)

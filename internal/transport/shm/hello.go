@@ -134,7 +134,7 @@ func sameUser(c *net.UnixConn) error {
 		return fmt.Errorf("get the user of the peer process: %w", failed)
 	}
 	if own := uint32(unix.Geteuid()); cred.Uid != own {
-		return fmt.Errorf("the peer process runs as user %d, want user %d as this process", cred.Uid, own)
+		return fmt.Errorf("the peer process runs as user %d, want user %d, the user of this process", cred.Uid, own)
 	}
 	return nil
 }

@@ -34,13 +34,13 @@ func (o *Offer) check() error {
 	case o.Reason != "":
 		return errors.New(o.Reason)
 	case o.Socket == "":
-		return errors.New("offers no memory")
+		return errors.New("it offers no shared memory")
 	case len(o.Token) != tokenBytes:
-		return fmt.Errorf("has a token of %d bytes, want %d", len(o.Token), tokenBytes)
+		return fmt.Errorf("its token has %d bytes, want %d", len(o.Token), tokenBytes)
 	case len(o.Socket) > maxPathBytes || !filepath.IsAbs(o.Socket):
 		// A path that is not absolute may be a name in the abstract namespace, where any user can create
 		// sockets.
-		return fmt.Errorf("has its socket at %q, want an absolute path of at most %d bytes", o.Socket,
+		return fmt.Errorf("its socket is %q, want an absolute path of at most %d bytes", o.Socket,
 			maxPathBytes)
 	}
 	return nil

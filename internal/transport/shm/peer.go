@@ -156,13 +156,13 @@ func (p *peer) handle(m *Mesh, msg *message) error {
 		}
 		return p.addArena(m, msg.id, chunk{seg, err})
 	case keptMessage:
-		return p.addArena(m, msg.id, chunk{err: fmt.Errorf("the peer could not send its descriptor: %w",
+		return p.addArena(m, msg.id, chunk{err: fmt.Errorf("the peer could not send the descriptor of the chunk: %w",
 			unix.Errno(uint16(msg.size)))})
 	case dropMessage:
 		return p.dropArena(m, msg.id)
 	default:
-		return fmt.Errorf("%w: got a message of kind %d, want it only in the handshake", errBreach,
-			msg.kind)
+		return fmt.Errorf("%w: got a message of kind %d after the handshake, but this kind is allowed only in the handshake",
+			errBreach, msg.kind)
 	}
 }
 
@@ -177,7 +177,7 @@ func mapSegment(fd int, size uint64) (*shmem.Segment, error) {
 	}
 	if size == 0 || size > maxSegmentBytes || st.Size != int64(size) {
 		return nil, fmt.Errorf(
-			"%w: got a segment of %d bytes, announced with %d bytes, want the same size, from 1 to %d", errBreach,
+			"%w: got a segment of %d bytes that was announced with %d bytes, want the announced size, from 1 to %d bytes", errBreach,
 			st.Size, size, int64(maxSegmentBytes))
 	}
 	seg, err := shmem.Map(fd)
@@ -190,12 +190,21 @@ func mapSegment(fd int, size uint64) (*shmem.Segment, error) {
 
 func (p *peer) addArena(m *Mesh, id uint32, c chunk) error {
 	old := *p.arenas.Load()
-	_, twice := old[id]
-	if twice || id == 0 || len(old) >= maxChunks {
+	var err error
+	switch _, twice := old[id]; {
+	case id == 0:
+		err = fmt.Errorf("%w: got an arena chunk with number 0, want at least 1", errBreach)
+	case twice:
+		err = fmt.Errorf("%w: got arena chunk %d twice", errBreach, id)
+	case len(old) >= maxChunks:
+		err = fmt.Errorf("%w: got arena chunk %d after %d other chunks, want at most %d chunks", errBreach, id,
+			len(old), maxChunks)
+	}
+	if err != nil {
 		if c.seg != nil {
 			_ = c.seg.Close() // the error is ignored, because the violation of the protocol is reported
 		}
-		return fmt.Errorf("%w: got arena chunk %d in addition to %d chunks, want a new number from 1 on and at most %d chunks", errBreach, id, len(old), maxChunks)
+		return err
 	}
 	arenas := maps.Clone(old)
 	arenas[id] = c
@@ -208,7 +217,7 @@ func (p *peer) dropArena(m *Mesh, id uint32) error {
 	old := *p.arenas.Load()
 	c, ok := old[id]
 	if !ok {
-		return fmt.Errorf("%w: the peer withdrew arena chunk %d, which it had not shared", errBreach, id)
+		return fmt.Errorf("%w: it withdrew arena chunk %d, which it had not shared", errBreach, id)
 	}
 	arenas := maps.Clone(old)
 	delete(arenas, id)

@@ -396,7 +396,7 @@ func TestKillInConnect(t *testing.T) {
 			t.Errorf("rank %d said %q, want an error", r, ranks[r].out.Text())
 		}
 		if err := ranks[r].cmd.Wait(); err == nil ||
-			!strings.Contains(ranks[r].err.String(), "rank 2 failed: the process hung up during Init") {
+			!strings.Contains(ranks[r].err.String(), "rank 2 failed: the process closed its connection during Init") {
 			t.Errorf("rank %d: %v\n%s", r, err, ranks[r].err.String())
 		}
 	}

@@ -338,7 +338,7 @@ func (c *conn) sendErr() error {
 // between least and most.
 func (c *conn) breach(word string, got, least, most uint64) error {
 	return &transport.PeerError{Peer: c.peer, Lane: c.lane,
-		Err: fmt.Errorf("shm: the peer wrote %d as %s, want %d to %d", got, word, least, most)}
+		Err: fmt.Errorf("shm: the peer set the %[2]s to %[1]d, want %[3]d to %[4]d", got, word, least, most)}
 }
 
 // waiting reports whether a read would return bytes, or an error that no read has returned yet.

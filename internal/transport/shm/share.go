@@ -186,7 +186,7 @@ func (m *Mesh) beginShare(id transport.Lane, ranks []topo.Rank) ([]*peer, error)
 		return nil, *e
 	}
 	if l.sharing {
-		return nil, errors.New("this rank has already shared the lane")
+		return nil, errors.New("this rank has already shared its memory for the lane")
 	}
 	l.sharing = true
 	return to, nil
@@ -208,11 +208,19 @@ func (m *Mesh) shared(p *peer, id transport.Lane, msg *message) error {
 		}
 		return nil
 	}
-	if c := l.theirs[p.index]; c != (chunk{}) || p.shares >= maxShares {
+	var breach error
+	switch {
+	case l.theirs[p.index] != (chunk{}):
+		breach = fmt.Errorf("%w: got a second segment for lane %d, want one for each lane", errBreach, id)
+	case p.shares >= maxShares:
+		breach = fmt.Errorf("%w: got a segment for lane %d after segments for %d other lanes, want at most %d lanes",
+			errBreach, id, p.shares, maxShares)
+	}
+	if breach != nil {
 		if seg != nil {
 			_ = seg.Close() // the error is ignored, because the violation of the protocol is reported
 		}
-		return fmt.Errorf("%w: got a segment for lane %d after segments for %d lanes, want one for each lane and at most %d lanes", errBreach, id, p.shares, maxShares)
+		return breach
 	}
 	p.shares++
 	l.theirs[p.index] = chunk{seg, err}

@@ -292,10 +292,10 @@ type Epoch struct {
 
 func (ep *Epoch) validate() error {
 	if len(ep.Job) < 1 || len(ep.Job) > maxJobBytes {
-		return fmt.Errorf("shm: connect: job identity has %d bytes, want 1 to %d", len(ep.Job), maxJobBytes)
+		return fmt.Errorf("shm: connect: the job identity has %d bytes, want 1 to %d", len(ep.Job), maxJobBytes)
 	}
 	if ep.Rank < 0 || int(ep.Rank) >= len(ep.Hosts) || len(ep.Offers) != len(ep.Hosts) {
-		return fmt.Errorf("shm: connect: got rank %d, %d host identities and %d socket offers, want one of each for every rank", ep.Rank, len(ep.Hosts), len(ep.Offers))
+		return fmt.Errorf("shm: connect: got %[2]d host identities and %[3]d socket offers at rank %[1]d, want one of each for every rank", ep.Rank, len(ep.Hosts), len(ep.Offers))
 	}
 	return nil
 }
@@ -365,7 +365,7 @@ func checkOffers(ep *Epoch) (excluded map[string]exclusion) {
 			reason = err.Error()
 		} else if uid, other := ep.Offers[r].UID, &ep.Offers[lowest]; uid != other.UID &&
 			other.check() == nil {
-			reason = fmt.Sprintf("runs as user %d, rank %d as user %d", uid, lowest, other.UID)
+			reason = fmt.Sprintf("it runs as user %d, but rank %d runs as user %d", uid, lowest, other.UID)
 		}
 		if reason != "" {
 			d := excluded[host]

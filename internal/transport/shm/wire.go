@@ -109,7 +109,7 @@ func readMessage(c *net.UnixConn) (message, error) {
 	case flags&unix.MSG_CTRUNC != 0 && len(fds) < maxFDs:
 		err = fmt.Errorf("receive the descriptors of a message: %w", unix.EMFILE)
 	case flags&(unix.MSG_CTRUNC|unix.MSG_TRUNC) != 0:
-		err = errors.New("got a message with more bytes or descriptors than any kind has")
+		err = errors.New("got a message with more bytes or descriptors than any kind of message has")
 	}
 	var m message
 	if err == nil {

@@ -278,7 +278,7 @@ func (m *Mesh) reserve(h hello) (*lane, error) {
 		return nil, fmt.Errorf("%w: rank %d is in epoch %d, this rank in epoch %d", StaleEpoch, h.from,
 			h.epoch, m.epoch)
 	case h.to != m.rank:
-		return nil, fmt.Errorf("%w: rank %d wants to connect to rank %d, but this is rank %d", NotMe, h.from,
+		return nil, fmt.Errorf("%w: rank %d tried to connect to rank %d, but this is rank %d", NotMe, h.from,
 			h.to, m.rank)
 	case h.from < 0 || h.from >= m.rank:
 		return nil, fmt.Errorf("%w: got rank %d, want a rank below %d, because only lower ranks dial",

@@ -85,7 +85,7 @@ type Epoch struct {
 
 func (ep *Epoch) validate() error {
 	if len(ep.Job) < 1 || len(ep.Job) > maxJobBytes {
-		return fmt.Errorf("tcp: connect: job identity has %d bytes, want 1 to %d", len(ep.Job), maxJobBytes)
+		return fmt.Errorf("tcp: connect: the job identity has %d bytes, want 1 to %d", len(ep.Job), maxJobBytes)
 	}
 	if ep.Rank < 0 || int(ep.Rank) >= len(ep.Addrs) {
 		return fmt.Errorf("tcp: connect: rank is %d, want 0 to %d", ep.Rank, len(ep.Addrs)-1)
@@ -179,7 +179,7 @@ func (e *Endpoint) Connect(ep Epoch) (*Mesh, error) {
 		return nil, transport.ErrClosed
 	}
 	if e.mesh != nil {
-		return nil, fmt.Errorf("tcp: connect: endpoint already serves epoch %d, got epoch %d", e.mesh.epoch,
+		return nil, fmt.Errorf("tcp: connect: got epoch %[2]d, but the endpoint already serves epoch %[1]d", e.mesh.epoch,
 			ep.Epoch)
 	}
 	poller, err := newPoller()
