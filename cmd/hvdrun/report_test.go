@@ -339,8 +339,8 @@ func TestFailurePrintsReport(t *testing.T) {
 		t.Fatalf("got %s, want a report after the root cause", text)
 	}
 	for _, want := range []string{
-		"Ranks 0 and 2 have waited for allreduce \"grad/7\" for 5.0 s: perhaps for rank 1, which did not answer.\n",
-		"Rank 1 did not answer: killed by SIGKILL, not from hvdrun",
+		"Ranks 0 and 2 have waited for allreduce \"grad/7\" for 5.0 s, perhaps because it was not called by rank 1, which did not answer.\n",
+		"Rank 1 did not answer: killed by SIGKILL, which hvdrun did not send",
 	} {
 		if !strings.Contains(report, want) {
 			t.Errorf("got %s, want %q", report, want)

@@ -89,7 +89,7 @@ func (f *Findings) writeWaiting(b *strings.Builder, w *Waiting) {
 	}
 	switch {
 	case len(missing) > 0 && join:
-		fmt.Fprintf(b, "%s %s joined%s and %s not, for %s%s.\n",
+		fmt.Fprintf(b, "%s %s joined%s, but %s not; the join has waited for %s%s.\n",
 			capital(topo.FormatRanks(w.Ranks)), have(w.Ranks), ofSet(w.Set), topo.FormatRanks(missing)+" "+
 				have(missing), long, unknown)
 	case len(missing) > 0:
@@ -97,7 +97,7 @@ func (f *Findings) writeWaiting(b *strings.Builder, w *Waiting) {
 			capital(topo.FormatRanks(missing)), have(missing), what, topo.FormatRanks(w.Ranks), have(w.Ranks),
 			long, unknown)
 	case len(w.Silent) > 0:
-		fmt.Fprintf(b, "%s %s waited for %s for %s: perhaps for %s, which did not answer.\n",
+		fmt.Fprintf(b, "%s %s waited for %s for %s, perhaps because it was not called by %s, which did not answer.\n",
 			capital(topo.FormatRanks(w.Ranks)), have(w.Ranks), what, long, topo.FormatRanks(w.Silent))
 	default:
 		fmt.Fprintf(b, "%s %s called %s, which has not been granted for %s: the grant is in progress, or other tensors of its group are missing.\n",
@@ -184,8 +184,11 @@ func (r *Rank) describe() string {
 		}
 		text = fmt.Sprintf("it %s %s for %s", state, label(r.First.Kind, []string{r.First.Name}, 1,
 			r.First.Set), span(r.Waited))
-		if r.Pending > 1 {
-			text += fmt.Sprintf(" and %d more", r.Pending-1)
+		switch more := r.Pending - 1; {
+		case more == 1:
+			text += " and for 1 more operation"
+		case more > 1:
+			text += fmt.Sprintf(" and for %d more operations", more)
 		}
 	}
 	if r.Last == nil {

@@ -369,7 +369,7 @@ func TestInterfaces(t *testing.T) {
 			[]string{"ok interface lo", "warn interface eth0: without a carrier"}},
 		"no member": {[]Interface{lo, with(eth, func(i *Interface) {
 			i.Name, i.Running = "docker0", false
-		})}, []string{"ok interface lo", "ok interface docker0: a bridge without members that are up, mtu"}},
+		})}, []string{"ok interface lo", "ok interface docker0: a bridge that has no member that is up, mtu"}},
 		"idle": {append([]Interface{lo}, many[:2]...),
 			[]string{"ok interface lo", "ok no address: v0 v1"}},
 		"many idle": {append([]Interface{lo}, many...),

@@ -168,7 +168,7 @@ func TestABrokenMachine(t *testing.T) {
 		"warn memory", "ok cgroup: no limit", "warn /dev/shm: broken", "fail memfd: broken",
 		"warn file size: broken", "warn locked memory: broken", "warn open files: broken",
 		"warn interfaces: broken", "fail host name: broken", "warn clock: broken",
-		"warn agent: broken; only jobs on several hosts", "ok hosts: none",
+		"warn agent: broken; only jobs on several hosts", "ok hosts: no hosts were given",
 		"ok hvdrun", "ok HVD_SIZE=1", "ok Open MPI", "ok MPICH (PMI)", "ok torchrun", "ok Slurm",
 		"ok Kubernetes", "ok plain environment",
 		"ok variables: no setting")

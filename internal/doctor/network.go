@@ -39,7 +39,7 @@ func interfaces(_ context.Context, s *System) []Line {
 				found))
 		// A bridge without members, such as docker0 if no container runs, is normally not running.
 		case !i.Running && s.isBridge(i.Name):
-			lines = append(lines, ok(name, "a bridge without members that are up, %s", found))
+			lines = append(lines, ok(name, "a bridge that has no member that is up, %s", found))
 		case !i.Running:
 			lines = append(lines,
 				warn(name, "check the cable and the device at its other end, or remove the address of the interface",
@@ -57,7 +57,7 @@ func interfaces(_ context.Context, s *System) []Line {
 	}
 	if !loopback {
 		lines = append(lines, fail("loopback", "ip link set lo up; ip address add 127.0.0.1/8 dev lo",
-			"no loopback interface is up and has an address: the ranks of one host connect over it"))
+			"no loopback interface is up and has an address, but the ranks of one host connect over it"))
 	}
 	return lines
 }

@@ -14,7 +14,7 @@ import (
 
 const (
 	sidecarName  = config.SidecarProgram
-	sidecarFix   = "go build ./cmd/hvdd beside hvdrun, or give its path with " + config.SidecarBinaryVariable
+	sidecarFix   = "build hvdd beside hvdrun (go build ./cmd/hvdd), or give its path with " + config.SidecarBinaryVariable
 	oldestPython = 10 // the minor version of the oldest supported Python, 3.10
 )
 
@@ -92,7 +92,7 @@ func python(ctx context.Context, s *System) []Line {
 	lines = append(lines, ok("gohvd", "%s at %s", facts.Gohvd, facts.At))
 	switch running := s.getenv(config.SidecarVariable); {
 	case running != "":
-		return append(lines, ok(sidecarName, "%s is %s, which is running already", config.SidecarVariable,
+		return append(lines, ok(sidecarName, "%s is %s, which is already running", config.SidecarVariable,
 			running))
 	case facts.Hvdd == "":
 		return append(lines, fail(sidecarName, sidecarFix, "%s", facts.Error))

@@ -51,7 +51,7 @@ func TestPythonPrograms(t *testing.T) {
 			facts:   `{"version": "3.12", "minor": 12, ` + gohvd + `, "error": "SidecarError: none on PATH"}`,
 			environ: []string{"HVD_SIDECAR=unix:///s"},
 			want: []string{"ok python", "ok torch", "ok numpy", "ok gohvd",
-				"ok hvdd: HVD_SIDECAR is unix:///s, which is running already"},
+				"ok hvdd: HVD_SIDECAR is unix:///s, which is already running"},
 		},
 		"hvdd does not run": {
 			facts: `{"version": "3.12", "minor": 12, ` + gohvd + `, "hvdd": "/b/hvdd"}`,

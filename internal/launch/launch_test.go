@@ -652,7 +652,7 @@ func TestRootCause(t *testing.T) {
 	}{
 		{"first by time", "", []int{0}, 1,
 			[]string{"Root cause (first observed failure):\n  rank 0: exit status 1\n",
-				"Other ranks that failed:\n  rank 2: killed by SIGKILL, not from hvdrun"}},
+				"Other ranks that failed:\n  rank 2: killed by SIGKILL, which hvdrun did not send"}},
 		{"verdict", `{"epoch":1,"ranks":[2],"reason":"connection\nlost"}`, []int{2}, 137,
 			[]string{"Root cause (found by the surviving ranks): connection?lost\n  rank 2: killed by SIGKILL", "Other ranks that failed:\n  rank 0: exit status 1, pid "}},
 		{"verdict on two", `{"epoch":1,"ranks":[0,2],"reason":"x"}`, []int{0, 2}, 1,

@@ -106,7 +106,7 @@ func (e Exit) describe() string {
 	case e.Signal == e.Sent:
 		return fmt.Sprintf("killed by %s from hvdrun", unix.SignalName(e.Signal))
 	case e.Signal == unix.SIGKILL:
-		return "killed by SIGKILL, not from hvdrun (the kernel's out-of-memory killer?)"
+		return "killed by SIGKILL, which hvdrun did not send (perhaps the kernel's out-of-memory killer did)"
 	}
 	return "killed by " + unix.SignalName(e.Signal)
 }

@@ -195,14 +195,14 @@ func TestDecodeRefuses(t *testing.T) {
 		return packed(t, text)
 	}
 	for want, text := range map[string][]byte{
-		"EOF":               nil,
-		"invalid header":    []byte("not packed at all"),
-		"invalid character": packed(t, []byte("x")),
-		"unexpected end":    packed(t, nil),
-		"format 0":          packed(t, []byte("{}")),
-		"format 2":          with(func(d *analysis.Snapshot) { d.Format = 2 }),
-		"rank 4 in a job of 4":       with(func(d *analysis.Snapshot) { d.Rank = 4 }),
-		"rank -1 in a job of 4":      with(func(d *analysis.Snapshot) { d.Rank = -1 }),
+		"EOF":                   nil,
+		"invalid header":        []byte("not packed at all"),
+		"invalid character":     packed(t, []byte("x")),
+		"unexpected end":        packed(t, nil),
+		"format 0":              packed(t, []byte("{}")),
+		"format 2":              with(func(d *analysis.Snapshot) { d.Format = 2 }),
+		"rank 4 in a job of 4":  with(func(d *analysis.Snapshot) { d.Rank = 4 }),
+		"rank -1 in a job of 4": with(func(d *analysis.Snapshot) { d.Rank = -1 }),
 		"rank 0 in a job of 0": with(func(d *analysis.Snapshot) {
 			d.Size, d.Rank, d.Sets = 0, 0, nil
 		}),

@@ -141,7 +141,7 @@ func TestReport(t *testing.T) {
 			j[0].waits(2*time.Second, "x")
 			j[1].waits(2*time.Second, "x")
 		}, []int{0, 1}, map[int]string{2: "process 5 on host \x1bh runs\n"},
-			"Ranks 0 and 1 have waited for allreduce \"x\" for 18.0 s: perhaps for rank 2, which did not answer.\n" +
+			"Ranks 0 and 1 have waited for allreduce \"x\" for 18.0 s, perhaps because it was not called by rank 2, which did not answer.\n" +
 				"Rank 2 did not answer: process 5 on host ?h runs?.\n"},
 
 		{"one stays away and others give no answer", 5, func(j []*rankAt) {
@@ -155,7 +155,7 @@ func TestReport(t *testing.T) {
 		{"one has joined and another gives no answer", 3, func(j []*rankAt) {
 			j[0].Pending = []trace.Pending{{Kind: message.Join, Name: "join", Submitted: 3 * time.Second}}
 		}, []int{0, 1}, nil,
-			"Rank 0 has joined and rank 1 has not, for 17.0 s; rank 2 did not answer and may be missing too.\n" +
+			"Rank 0 has joined, but rank 1 has not; the join has waited for 17.0 s; rank 2 did not answer and may be missing too.\n" +
 				"  rank 1 has not joined" + where1 + "Rank 2 did not answer.\n"},
 
 		{"no rank answers", 5, func([]*rankAt) {}, []int{}, map[int]string{1: "it has ended",
@@ -200,7 +200,7 @@ func TestReport(t *testing.T) {
 			j[0].Pending = []trace.Pending{{Kind: message.Join, Name: "join", Submitted: 3 * time.Second}}
 			j[1].waits(4*time.Second, "x")
 			j[2].waits(5*time.Second, "x")
-		}, nil, nil, "Rank 0 has joined and ranks 1 and 2 have not, for 17.0 s.\n" +
+		}, nil, nil, "Rank 0 has joined, but ranks 1 and 2 have not; the join has waited for 17.0 s.\n" +
 			"  rank 1 has not joined; it has waited for allreduce \"x\" for 16.0 s; its last operation was allreduce \"grad/1\", which ended 19.0 s ago\n" +
 			"  rank 2 has not joined; it has waited for allreduce \"x\" for 15.0 s; its last operation was allreduce \"grad/1\", which ended 19.0 s ago\n" +
 			"Ranks 1 and 2 have called allreduce \"x\", which has not been granted for 16.0 s: the grant is in progress, or other tensors of its group are missing.\n"},
@@ -224,17 +224,17 @@ func TestReport(t *testing.T) {
 			}
 		}, nil, nil,
 			"Rank 3 has not called allreduce \"x\", for which ranks 1 and 2 have waited for 10.0 s.\n" +
-				"  rank 3 never called it in this epoch; it has waited to execute allreduce \"queued\" for 16.0 s and 1 more; " +
+				"  rank 3 never called it in this epoch; it has waited to execute allreduce \"queued\" for 16.0 s and for 1 more operation; " +
 				"its last operation was allreduce \"x\", which ended 18.5 s ago\n" +
-				"Rank 0 has joined and ranks 1-3 have not, for 17.0 s.\n" +
+				"Rank 0 has joined, but ranks 1-3 have not; the join has waited for 17.0 s.\n" +
 				func() (lines string) {
 					for r := 1; r < 4; r++ {
-						more := 2
+						more := "2 more operations"
 						if r == 3 {
-							more = 1
+							more = "1 more operation"
 						}
 						lines += fmt.Sprintf(
-							"  rank %d has not joined; it has waited to execute allreduce \"queued\" for 16.0 s and %d more; "+
+							"  rank %d has not joined; it has waited to execute allreduce \"queued\" for 16.0 s and for %s; "+
 								"its last operation was allreduce \"x\", which ended 18.5 s ago\n", r, more)
 					}
 					return lines
@@ -326,7 +326,7 @@ func TestStateOfEachRank(t *testing.T) {
 	lines := strings.Split(got, "\n")
 	for i, want := range []string{
 		"  rank 0 (host h0, pid 100): " + atLast,
-		"  rank 1 (host h0, pid 101): it has waited for allreduce \"x\" for 18.0 s and 1 more; its last operation was allreduce \"grad/1\", which ended 19.0 s ago",
+		"  rank 1 (host h0, pid 101): it has waited for allreduce \"x\" for 18.0 s and for 1 more operation; its last operation was allreduce \"grad/1\", which ended 19.0 s ago",
 		"  rank 2 (host h1, pid 102): it has executed allreduce \"x\" for 18.0 s; its last operation was allreduce \"grad/1\", which ended 19.0 s ago",
 		"  rank 3 (host h1, pid 103): it has waited to execute allreduce \"x\" for 1.0 s; its last operation was allreduce \"grad/1\", which ended 19.0 s ago",
 		"  rank 4 (host h2, pid 104): no operation is pending; no operation has ended",
@@ -370,7 +370,7 @@ func TestBlame(t *testing.T) {
 		want  string
 	}{
 		{dumps(t, ranks[1], ranks[2]),
-			`Rank 2 has waited for allreduce "grad/0" for 10 ms: perhaps for rank 0, which did not answer.`},
+			`Rank 2 has waited for allreduce "grad/0" for 10 ms, perhaps because it was not called by rank 0, which did not answer.`},
 		{dumps(t, ranks...),
 			`Rank 0 has not called allreduce "grad/0", for which rank 2 has waited for 10 ms.`},
 	} {

@@ -203,10 +203,10 @@ class Client:
             self._sock.sendall(_GREETING, socket.MSG_NOSIGNAL)
             got = receive(self._sock, len(_GREETING))
         except (OSError, EOFError) as e:
-            self._fail(f"no answer to the greeting: {e}")
+            self._fail(f"the sidecar did not answer the greeting: {e}")
             raise self._over_error() from e
         if got != _GREETING:
-            self._fail(f"got greeting {got!r}, want {_GREETING!r}: sidecar and package may be of different versions")
+            self._fail(f"got greeting {got!r}, want {_GREETING!r}: the versions of the sidecar and this package may differ")
             raise self._over_error()
         self._sock.settimeout(None)
 
@@ -585,12 +585,12 @@ class Client:
             return memoryview(b"")
         known = self._maps.get(number)
         if known is None:
-            raise SidecarError(f"{self._sidecar_name}: result in arena {number}, which the sidecar has not announced")
+            raise SidecarError(f"{self._sidecar_name}: got a result in arena {number}, which the sidecar has not announced")
         view = known[1]
         if offset > len(view) or nbytes > len(view) - offset:
             raise SidecarError(
-                f"{self._sidecar_name}: result of {nbytes} bytes at offset {offset} is not in arena {number}, "
-                f"which has {len(view)} bytes"
+                f"{self._sidecar_name}: got a result of {nbytes} bytes at offset {offset} of arena {number}, "
+                f"which has only {len(view)} bytes"
             )
         return view[offset : offset + nbytes]
 
@@ -827,7 +827,7 @@ class Client:
                     reply = wire.decode_reply(data, start, start + size)
                     if reply.arena is not None:
                         if not fds:
-                            raise wire.WireError(f"arena {reply.arena[0]} without a file descriptor")
+                            raise wire.WireError(f"got arena {reply.arena[0]} without a file descriptor")
                         self._map(reply.arena, fds[0])
                         fd, fds = fds[0], fds[1:]
                         self._state = data, start + size, fds, inbox, taken
@@ -857,7 +857,7 @@ class Client:
         if p is None:
             if reply.id == self._just_answered:
                 return
-            raise wire.WireError(f"answer to request {reply.id}, which is not pending")
+            raise wire.WireError(f"got an answer to request {reply.id}, which is not pending")
         p.reply = reply
         if reply.error is not None:
             error = reply.error
@@ -884,7 +884,7 @@ class Client:
                     self._just_completed = ident
                     self._finish(ident, p)
                 elif ident != self._just_completed:
-                    self._fail(f"invalid ring: completion of operation {ident}, which is not in flight")
+                    self._fail(f"invalid ring: got a completion of operation {ident}, which is not in flight")
                     return
             seen += 1
             words[_SEEN] = seen

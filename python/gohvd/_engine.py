@@ -183,7 +183,7 @@ class Call(Generic[A]):
         if self._results is None:
             if pending is not None and pending.error is not None:
                 raise pending.error()
-            raise HorovodInternalError("the results of this operation were lost: a call that took them was interrupted")
+            raise HorovodInternalError("the results of this operation were lost, because a call that fetched them was interrupted")
         return self._results
 
     def _finish(self, plan: Plan[A], pending: Pending) -> None:
@@ -348,7 +348,8 @@ class Engine:
                 self._registered.append(s)
                 return ident
         raise ValueError(
-            f"process set {s.ranks} is not registered: this process has joined its job already, without this process set"
+            f"process set {s.ranks} is not registered: the job was started without it. Pass it to the first init() of this "
+            "process, or call add_process_set()"
         )
 
     def shutdown(self) -> None:
@@ -428,10 +429,10 @@ class Engine:
         if s.ranks is None:
             s.ranks = ranks_of(s.mpi_comm)
         if s.process_set_id is not None:
-            raise ValueError(f"{s} is registered already")
+            raise ValueError(f"{s} is already registered")
         for other in self._sets.values():
             if other.ranks == s.ranks:
-                raise ValueError(f"a process set with these ranks is registered already: {other}")
+                raise ValueError(f"a process set with these ranks is already registered: {other}")
         reply = self._call(lambda i: wire.add_process_set(i, s.ranks or []))
         if reply.process_set is None:
             raise HorovodInternalError(f"add_process_set: the sidecar's answer has no number for {s}")

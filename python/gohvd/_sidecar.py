@@ -68,14 +68,14 @@ def connect(address: str) -> socket.socket:
             if head[:5] != b"GHVA\1":
                 raise SidecarError(
                     f"the sidecar at {address} answered the challenge of the secret with {head!r}: "
-                    "the sidecar has no secret, or is of another version"
+                    "the sidecar has no secret, or its version differs from the version of this package"
                 )
             if head[5]:
                 raise SidecarError(f"the sidecar at {address} refused this client with status {head[5]}")
             rest = receive(sock, 64)
             if not hmac.compare_digest(rest[32:], proof(key, b"gohvd server", nonce, rest[:32])):
                 raise SidecarError(
-                    f"the sidecar at {address} has another secret than this process: "
+                    f"the secret of the sidecar at {address} differs from the secret of this process: "
                     "set the same HVD_SECRET or HVD_SECRET_FILE for both"
                 )
             sock.sendall(proof(key, b"gohvd client", nonce, rest[:32]), socket.MSG_NOSIGNAL)

@@ -36,7 +36,7 @@ class TimelineSignal:
         if threading.current_thread() is not threading.main_thread():
             self._warn("init was called outside of the main thread, and Python sets signal handlers only in the main thread")
         elif _has_handler(number):
-            self._warn("the program has a handler of its own")
+            self._warn("the program already has a handler for this signal")
         else:
             self._before = signal.signal(number, self._handle) or signal.SIG_DFL
             self._number = number

@@ -72,7 +72,7 @@ def frame(message: bytes) -> bytes:
     empty, because an empty frame is a doorbell.
     """
     if not 0 < len(message) <= MAX_FRAME_BYTES:
-        raise ValueError(f"frame of {len(message)} bytes, want 1 to {MAX_FRAME_BYTES}")
+        raise ValueError(f"got a frame of {len(message)} bytes, want 1 to {MAX_FRAME_BYTES}")
     return varint(len(message)) + message
 
 
@@ -229,11 +229,11 @@ def take_varint(data: Buffer, at: int, end: int) -> Tuple[int, int]:
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
             if value >> 64:
-                raise WireError("varint of more than 64 bits")
+                raise WireError("got a varint of more than 64 bits")
             return value, at
         shift += 7
         if shift >= 70:
-            raise WireError("varint of more than 10 bytes")
+            raise WireError("got a varint of more than 10 bytes")
     return 0, -1
 
 
@@ -280,7 +280,7 @@ def _ints(into: List[int], data: Buffer, wire: int, a: int, b: int) -> None:
         into.append(_signed(a))
         return
     if wire != 2:
-        raise WireError(f"repeated number has wire type {wire}, want 0 or 2")
+        raise WireError(f"got a repeated number with wire type {wire}, want 0 or 2")
     while a < b:
         value, a = _varint_at(data, a, b)
         into.append(_signed(value))
@@ -456,7 +456,7 @@ def _result(data: Buffer, at: int, end: int) -> Tuple[Place, Tuple[int, ...]]:
         elif number == 2:
             _ints(shape, data, wire, a, b)
     if any(d < 0 for d in shape):
-        raise WireError(f"result has negative shape {shape}")
+        raise WireError(f"got a result with shape {shape}, want no negative dimension")
     return place, tuple(shape)
 
 

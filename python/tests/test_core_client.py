@@ -602,8 +602,8 @@ class Alone(Bounded):
             ("default", "True True []"),
             ("not set", "False True []"),
             ("ignored", "True True []"),
-            ("own", "False True ['RuntimeWarning gohvd: HVD_TIMELINE_SIGNAL has no effect: the program has a handler"),
-            ("of C", "False True ['RuntimeWarning gohvd: HVD_TIMELINE_SIGNAL has no effect: the program has a handler"),
+            ("own", "False True ['RuntimeWarning gohvd: HVD_TIMELINE_SIGNAL has no effect: the program already has a handler"),
+            ("of C", "False True ['RuntimeWarning gohvd: HVD_TIMELINE_SIGNAL has no effect: the program already has a handler"),
             ("thread", "False True ['RuntimeWarning gohvd: HVD_TIMELINE_SIGNAL has no effect: init was called outside"),
             ("kept", "True"),
             ("lives", ""),
@@ -1278,7 +1278,7 @@ class Nonsense(WithFake):
         self.refuses("malformed frame", lambda f: f.send(b"\x0b"))
         too_long = wire.varint((16 << 20) + 1)
         self.refuses("malformed frame from the sidecar: got 16777217 bytes, want at most", lambda f: f.sock.sendall(too_long))
-        self.refuses("malformed frame from the sidecar: varint", lambda f: f.sock.sendall(b"\xff" * 11))
+        self.refuses("malformed frame from the sidecar: got a varint", lambda f: f.sock.sendall(b"\xff" * 11))
         self.refuses("request 77, which is not pending", lambda f: f.send(b"\x08\x4d"))
         self.refuses("closed the connection", lambda f: f.sock.shutdown(socket.SHUT_WR))
         self.refuses("closed the connection", lambda f: (f.sock.sendall(b"\x05\x08"), f.sock.shutdown(socket.SHUT_WR)))
@@ -1357,7 +1357,7 @@ class Nonsense(WithFake):
     def test_greeting(self) -> None:
         with self.assertRaisesRegex(SidecarError, "got greeting"):
             self.meet(lambda f: None, lambda c: None, greet=b"GHVD\0\0\0\3")
-        with self.assertRaisesRegex(SidecarError, "no answer to the greeting"):
+        with self.assertRaisesRegex(SidecarError, "did not answer the greeting"):
             self.meet(lambda f: None, lambda c: None, greet=b"")
 
     def test_one_that_does_not_read(self) -> None:

@@ -48,18 +48,18 @@ func (r *Report) verdict(f *analysis.Lateness) string {
 		return fmt.Sprintf("rank %d held up all others for %s; no other rank did", late[0].Rank,
 			r.time(late[0].Held))
 	case len(late) == 1:
-		return fmt.Sprintf("rank %d held up all others for %s; no other rank for more than %s", late[0].Rank,
+		return fmt.Sprintf("rank %d held up all others for %s; no other rank held up all others for more than %s", late[0].Rank,
 			r.time(late[0].Held), r.perStep(second.Held))
 	case len(late) > 1:
-		return fmt.Sprintf("%s are late together: they caused %s of the waiting; some rank waited for another during %s", ranksOf(late), percent(f.Share(late...)), r.time(f.Anybody))
+		return fmt.Sprintf("%s are late together: they caused %s of the waiting; at least one rank waited for another for %s", ranksOf(late), percent(f.Share(late...)), r.time(f.Anybody))
 	case !r.steady().Long(worst.Held):
-		return fmt.Sprintf("no rank held up the others for long: the longest was rank %d, for %s", worst.Rank,
+		return fmt.Sprintf("no rank held up all others for long: rank %d did for the longest time, %s", worst.Rank,
 			r.time(worst.Held))
 	case second == nil:
 		return fmt.Sprintf("no rank stands out: rank %d held up all others for %s", worst.Rank,
 			r.time(worst.Held))
 	}
-	return fmt.Sprintf("no rank stands out: rank %d held up all others for %s, rank %d for %s", worst.Rank,
+	return fmt.Sprintf("no rank stands out: rank %d held up all others for %s, and rank %d for %s", worst.Rank,
 		r.time(worst.Held), second.Rank, r.time(second.Held))
 }
 
@@ -144,7 +144,7 @@ func (r *Report) suggest(c *collection, f *analysis.Lateness, o Options) []Sugge
 		missed := percent(float64(r.Cache.SteadyMisses) / float64(n))
 		if o.CacheCapacity > 0 && r.Names > o.CacheCapacity {
 			add("HOROVOD_CACHE_CAPACITY", fmt.Sprintf("set it to %d or more", r.Names),
-				"%s of the requests whose name had occurred before were not cached: there are %d names, but the cache holds %d", missed, r.Names, o.CacheCapacity)
+				"%s of the requests whose name had occurred before were not cached: there are %d names, but the cache holds only %d responses", missed, r.Names, o.CacheCapacity)
 		} else {
 			add("", "keep shapes, types and operations of a name the same from step to step",
 				"%s of the requests whose name had occurred before were not cached, although the cache has room for all %d names", missed, r.Names)
@@ -167,7 +167,7 @@ func (r *Report) suggest(c *collection, f *analysis.Lateness, o Options) []Sugge
 	switch {
 	case tcp > 0 && 2*tcp > c.operations && c.hosts() == 1 && len(r.Missing) == 0 && r.Size > 1 &&
 		r.part(exchange) >= 0.1:
-		add("HOROVOD_CPU_OPERATIONS", "set it to shm, or leave it out",
+		add("HOROVOD_CPU_OPERATIONS", "set it to shm, or unset it",
 			"all ranks are on one host, and the exchange of data over TCP takes %s of the time",
 			percent(r.part(exchange)))
 	case len(late) == 0 && exchanging >= 0.3 && r.Size > 1 && !r.Horovod:

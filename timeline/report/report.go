@@ -354,22 +354,22 @@ func (r *Report) fillProblems(c *collection) {
 	switch {
 	case len(r.Missing) == 0:
 	case r.Horovod:
-		add("Horovod writes only rank 0's file: requests of other ranks are known by their arrival at rank 0, and not at all if they were cached")
+		add("Horovod writes only rank 0's file: the report uses the times at which requests of other ranks arrived at rank 0, and has no times of cached requests")
 	default:
-		add("no file of %s: for operations of process set 0, the times at which their requests arrived at rank 0 are used instead, if rank 0's file has them", topo.FormatRanks(r.Missing))
+		add("there is no file of %s: for operations of process set 0, the times at which their requests arrived at rank 0 are used instead, if rank 0's file has these times", topo.FormatRanks(r.Missing))
 	}
 	if r.Dropped > 0 {
 		add("%d operations are missing in the files and in this report: a rank could not write its timeline fast enough, or not at all", r.Dropped)
 	}
 	if len(r.Unaligned) > 0 {
-		add("%s: the clock is aligned only by the time of day, so lateness is not measured",
+		add("the clock of %s is aligned only by the time of day, so lateness is not measured",
 			topo.FormatRanks(r.Unaligned))
 	}
 	if c.malformed > 0 {
 		add("%d events could not be read and are left out", c.malformed)
 	}
 	if c.unfinished > 0 {
-		add("%d operations have no end and are left out", c.unfinished)
+		add("%d operations have no end event and are left out", c.unfinished)
 	}
 	if c.tooMany > 0 {
 		add("more than %d operations are in flight at once: %d events are left out", maxOpen, c.tooMany)

@@ -94,9 +94,9 @@ func TestWhatIsWorthwhile(t *testing.T) {
 		{60 * time.Millisecond, 100,
 			"rank 1 held up all others for 600 us per step (6.0 % of the time); no other rank did"},
 		{40 * time.Millisecond, 100,
-			"no rank held up the others for long: the longest was rank 1, for 400 us per step (4.0 % of the time)"},
+			"no rank held up all others for long: rank 1 did for the longest time, 400 us per step (4.0 % of the time)"},
 		{60 * time.Millisecond, 1000,
-			"no rank held up the others for long: the longest was rank 1, for 60.0 us per step (6.0 % of the time)"},
+			"no rank held up all others for long: rank 1 did for the longest time, 60.0 us per step (6.0 % of the time)"},
 	} {
 		r := Report{DurationUS: 1e6, Steps: c.steps}
 		f := &analysis.Lateness{Compared: 1, Ranks: []*analysis.RankLateness{{}, {Rank: 1, Held: c.held}}}
@@ -346,7 +346,7 @@ func TestFilesOfAnEarlierJob(t *testing.T) {
 				}
 				if !slices.ContainsFunc(r.Problems, func(p string) bool {
 					return strings.Contains(p,
-						file+": of another job: its rank started at 2023-11-14T22:13:20Z, but that of ") &&
+						file+" is left out: it is of another job, whose rank started at 2023-11-14T22:13:20Z, but the rank of ") &&
 						strings.Contains(p, "2023-11-14T22:15:00Z")
 				}) {
 					t.Errorf("got %q, want %s left out", r.Problems, file)
@@ -476,7 +476,7 @@ func TestHorovodsFile(t *testing.T) {
 				t.Errorf("got %+v", s)
 			}
 			truncated := slices.ContainsFunc(r.Problems, func(p string) bool {
-				return strings.HasPrefix(p, "truncated")
+				return strings.HasPrefix(p, "a truncated")
 			})
 			if truncated != (name == "cut off") {
 				t.Errorf("got problems %q", r.Problems)
@@ -562,8 +562,8 @@ func TestOtherJobsFilesAreLeftOut(t *testing.T) {
 			r.Operations, r.Dropped)
 	}
 	text := strings.Join(r.Problems, "\n")
-	for _, want := range []string{"t.rank1.json: another file is segment 1 of rank 1 already",
-		"t.rank3.json: of another job", "t.rank2.json: of another job",
+	for _, want := range []string{"t.rank1.json is left out: another file is already segment 1 of rank 1",
+		"t.rank3.json is left out: it is of another job", "t.rank2.json is left out: it is of another job",
 		`t.rank9.json: byte 1: invalid character 'o'`, "6 operations are missing in the files"} {
 		if !strings.Contains(text, want) &&
 			!strings.Contains(text, strings.Replace(want, "t.rank1.json: segment", "t.rank1.7.json: segment",
@@ -607,7 +607,7 @@ func TestSuggestions(t *testing.T) {
 		"nothing": {func(int, int, *testOp) {}, 20,
 			"|look at the program|every rank has no operation in flight for at least 99.9 ms of 100 ms per step"},
 		"capacity": {func(_, _ int, o *testOp) { o.tensors[0].miss = true }, 1100,
-			"HOROVOD_CACHE_CAPACITY|set it to 1100 or more|there are 1100 names, but the cache holds 1024"},
+			"HOROVOD_CACHE_CAPACITY|set it to 1100 or more|there are 1100 names, but the cache holds only 1024"},
 		"shapes": {func(_, _ int, o *testOp) { o.tensors[0].miss = true }, 20,
 			"|keep shapes|100 % of the requests"},
 		"no names": {func(step, i int, o *testOp) { o.tensors[0].name = fmt.Sprint("noname.", step, ".", i) },

@@ -194,7 +194,7 @@ func TestTruncatedAnywhere(t *testing.T) {
 			t.Fatal(err)
 		}
 		if r.Operations < last || len(r.Problems) == 0 ||
-			!strings.Contains(r.Problems[0], "truncated file, used up to the error: standard input: byte "+
+			!strings.Contains(r.Problems[0], "truncated file is used only up to the error: standard input: byte "+
 				fmt.Sprint(cut)) {
 			t.Fatalf("cut at %d: got %d operations after %d, and %q", cut, r.Operations, last, r.Problems)
 		}

@@ -298,7 +298,7 @@ func Open(paths []string, stdin io.Reader) (job *Job, bad error, err error) {
 			if len(found) == 1 || filepath.Clean(p) == filepath.Clean(path) {
 				bad = errors.Join(bad, err)
 			}
-			j.problems = append(j.problems, "left out: "+err.Error())
+			j.problems = append(j.problems, "a file is left out: "+err.Error())
 		}
 	}
 	if len(sources) == 0 {
@@ -369,21 +369,21 @@ func (j *Job) arrange(sources []*source) {
 	for _, s := range sources {
 		switch last := len(j.ranks) - 1; {
 		case s.horovod != newest.horovod || s.horovod && s != newest:
-			j.problemf("left out: %s: not of the same job as %s: one of the two files is Horovod's", s.path,
+			j.problemf("%s is left out: it is not of the same job as %s, because only one of the two files is Horovod's", s.path,
 				newest.path)
 			continue
 		case s.epoch != newest.epoch || s.size != newest.size:
-			j.problemf("left out: %s: of another job: epoch %d, %d ranks, but %s has epoch %d, %d ranks",
+			j.problemf("%s is left out: it is of another job, with epoch %d and %d ranks, but %s has epoch %d and %d ranks",
 				s.path, s.epoch, s.size, newest.path, newest.epoch, newest.size)
 			continue
 		case s.job != named.job && s.job != "" && named.job != "":
-			j.problemf("left out: %s: of another job: its rank started at %s, but that of %s at %s", s.path,
+			j.problemf("%s is left out: it is of another job, whose rank started at %s, but the rank of %s started at %s", s.path,
 				s.started(), named.path, named.started())
 			continue
 		case last < 0 || j.ranks[last].rank != s.rank:
 			j.ranks = append(j.ranks, &rankFiles{rank: s.rank, segments: []*source{s}})
 		case j.ranks[last].segments[len(j.ranks[last].segments)-1].segment == s.segment:
-			j.problemf("left out: %s: another file is segment %d of rank %d already", s.path,
+			j.problemf("%s is left out: another file is already segment %d of rank %d", s.path,
 				s.segment, s.rank)
 			continue
 		default:
@@ -395,7 +395,7 @@ func (j *Job) arrange(sources []*source) {
 			if errors.As(s.problem, &f) && f.Truncated {
 				what = "truncated"
 			}
-			j.problemf("%s file, used up to the error: %v", what, s.problem)
+			j.problemf("a %s file is used only up to the error: %v", what, s.problem)
 		}
 	}
 	j.setClocks()

@@ -49,10 +49,10 @@ func (r *Report) WriteText(w io.Writer) error {
 	line("%s: %s, %d operations on %d tensors, %d errors", what, duration(r.DurationUS), r.Operations,
 		r.Tensors, r.Errors)
 	if r.Steps > 0 {
-		line("%d steps of %s (median) after the start-up; a step begins when a tensor's name occurs again",
+		line("%d steps of %s (median) after the start-up; a step begins when a tensor name occurs again",
 			r.Steps, duration(r.StepUS))
 	} else {
-		line("no steps: no tensor's name occurs again")
+		line("no steps: no tensor name occurs more than once")
 	}
 	switch {
 	case r.ClockErrorUS > 0:

@@ -224,7 +224,7 @@ func TestKnownTimelines(t *testing.T) {
 				}
 				return usual
 			}
-		}, verdict: "no rank held up the others for long", suggestion: "look at the program"},
+		}, verdict: "no rank held up all others for long", suggestion: "look at the program"},
 		"two slow ranks": {make: func(rng *rand.Rand, job *training, usual, _ int) {
 			job.ranks = max(job.ranks, 4)
 			job.compute = func(r, _ int) int {

@@ -178,7 +178,7 @@ class _Handles:
     def poll(self, number: int) -> bool:
         entry = self._entries.get(number)
         if entry is None:
-            raise ValueError(f"handle {number} does not exist, or was synchronized already")
+            raise ValueError(f"handle {number} does not exist, or was already synchronized")
         return entry[0].done()
 
     def settle(self, number: int, others: Sequence[int]) -> None:

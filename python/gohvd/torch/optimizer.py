@@ -129,7 +129,7 @@ class _Distributed(torch.optim.Optimizer):
             )
         # p.grad may be None: before torch 2.1 the hook also runs if a backward pass computes no gradient for p.
         if p.grad is not None and p.grad.requires_grad:
-            raise AssertionError("cannot reduce gradients that require gradients (backward with create_graph=True)")
+            raise AssertionError("cannot reduce gradients that themselves require gradients, as after backward(create_graph=True)")
         self._allreduce_delay[p] -= 1
         self._accumulated(p, self._allreduce_delay[p] == 0)
 
@@ -686,7 +686,7 @@ def DistributedOptimizer(
     if backward_passes_per_step <= 0:
         raise ValueError("backward_passes_per_step must be > 0")
     if isinstance(optimizer, _Distributed):
-        raise ValueError("the optimizer is a DistributedOptimizer already")
+        raise ValueError("the optimizer is already a DistributedOptimizer")
 
     adasum = op == Adasum and size() > 1
     base = _DistributedAdasumOptimizer if adasum else _DistributedOptimizer
