@@ -142,7 +142,7 @@ func (v *requestSet) parts() string {
 	size := func(q *message.Request) int { return q.Parts.Len() }
 	text := v.mismatch("groups", "sent", func(q *message.Request) string {
 		if len(q.Parts) == 0 {
-			return "a tensor by itself"
+			return "a tensor outside a group"
 		}
 		return fmt.Sprintf("a group of %d", size(q))
 	}, func(q *message.Request) bool { return size(q) == size(v.first) })

@@ -38,7 +38,7 @@ func (s *Stall) String() string {
 	case s.Executing:
 		text += topo.FormatRanks(s.Missing) + " to finish it"
 	case s.Group != "":
-		text += fmt.Sprintf("the rest of its group %q from %s", s.Group, topo.FormatRanks(s.Missing))
+		text += fmt.Sprintf("%s to submit the missing tensors of its group %q", topo.FormatRanks(s.Missing), s.Group)
 	default:
 		text += topo.FormatRanks(s.Missing)
 	}

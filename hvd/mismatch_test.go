@@ -356,7 +356,7 @@ func TestMismatchInAnAllreduceOfAGroup(t *testing.T) {
 			}, {
 				func() error { return group(tensors(1, 2)) },
 				func() error { return p.allreduce(3) },
-				`mismatched groups: MOST sent a group of 2, ODD sent a tensor by itself`,
+				`mismatched groups: MOST sent a group of 2, ODD sent a tensor outside a group`,
 			}, {
 				func() error { return group(tensors(1, 2), hvd.Op(hvd.Sum)) },
 				func() error { return group(tensors(1, 2), hvd.Op(hvd.Max)) },

@@ -314,7 +314,7 @@ func (s *Client) read(silence time.Duration) {
 		}
 		r, err := decodeReply(body)
 		if err != nil {
-			s.fail(fmt.Errorf("reply from the server: %w", err))
+			s.fail(fmt.Errorf("malformed reply from the server: %w", err))
 			return
 		}
 		s.mu.Lock()

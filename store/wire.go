@@ -215,7 +215,7 @@ func (r *reply) err() error {
 	case statusUnsupported:
 		return ErrUnsupported
 	default:
-		return fmt.Errorf("error from the server: %s", r.value)
+		return fmt.Errorf("the server returned an error: %s", r.value)
 	}
 }
 

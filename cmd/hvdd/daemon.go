@@ -36,7 +36,7 @@ type daemon struct {
 // run runs hvdd with the settings of its environment. It serves clients until hvdd has to end.
 func (d *daemon) run() error {
 	if d.fd >= 0 && d.socket != "" {
-		return usagef("got --fd and --socket, want one of them")
+		return usagef("got --fd and --socket, want only one of them")
 	}
 	var err error
 	// With --fd, an error in the settings is not reported here, because Init of the client reports it. With a

@@ -59,7 +59,7 @@ func (h *hostFlags) addReach(f *pflag.FlagSet) {
 func (h *hostFlags) hosts() (hosts []launch.Host, err error) {
 	switch {
 	case h.list != "" && h.file != "":
-		return nil, usagef("--hosts and --hostfile exclude each other")
+		return nil, usagef("--hosts and --hostfile cannot be used together")
 	case h.list != "":
 		if hosts, err = launch.ParseHosts(h.list); err != nil {
 			return nil, usagef("--hosts: %w", err)

@@ -169,7 +169,7 @@ func TestWrongUsage(t *testing.T) {
 			"--hostfile: open no/such/file"},
 		{append([]string{"-np", "2", "--hostfile="}, touch...), "--hostfile: got an empty value"},
 		{append([]string{"-H", "h1", "-hostfile", "f"}, touch...),
-			"--hosts and --hostfile exclude each other"},
+			"--hosts and --hostfile cannot be used together"},
 		{append([]string{"-H", "h1", "-p", "0"}, touch...), "--ssh-port: got 0, want 1 to 65535"},
 		{append([]string{"-H", "h1", "-p", "x"}, touch...), `--ssh-port: got "x"`},
 		{append([]string{"-H", "h1", "-p", "22", "--agent", "rsh"}, touch...),

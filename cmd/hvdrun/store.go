@@ -69,7 +69,7 @@ func (r *runner) serveStore(ctx context.Context, s *storeFlags) error {
 	case s.tls && s.secretFile == "":
 		return usagef("--tls needs --secret-file, because certificates are derived from the secret")
 	case s.torch && s.secretFile != "":
-		return usagef("--torch and --secret-file exclude each other, because PyTorch's protocol has no secret")
+		return usagef("--torch and --secret-file cannot be used together, because PyTorch's protocol has no secret")
 	case s.secretFile != "":
 		text, err := os.ReadFile(s.secretFile)
 		if err == nil {

@@ -96,7 +96,7 @@ func TestStoreAloneRefuses(t *testing.T) {
 		{[]string{"--listen", ":0", "--torch"}, "other hosts can reach this address"},
 		{[]string{"--secret-file", short}, "the secret has 5 bytes, want 16"},
 		{[]string{"--secret-file", short + ".not"}, "no such file"},
-		{[]string{"--torch", "--secret-file", short}, "exclude each other"},
+		{[]string{"--torch", "--secret-file", short}, "cannot be used together"},
 		{[]string{"--tls"}, "--tls needs --secret-file"},
 		{[]string{"--tls", "--torch"}, "--tls needs --secret-file"},
 		{[]string{"extra"}, "extra"},

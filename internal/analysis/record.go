@@ -83,7 +83,7 @@ type Snapshot struct {
 func (s *Snapshot) JSON() ([]byte, error) {
 	text, err := json.MarshalIndent(s, "", " ")
 	if err != nil {
-		return nil, fmt.Errorf("dump of rank %d: %w", s.Rank, err)
+		return nil, fmt.Errorf("encode the dump of rank %d: %w", s.Rank, err)
 	}
 	return append(text, '\n'), nil
 }

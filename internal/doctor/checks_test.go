@@ -465,7 +465,7 @@ func TestLauncher(t *testing.T) {
 		{[]string{"RANK=1", "WORLD_SIZE=2", "HVD_SIZE=1"}, nil,
 			"rank 0 of 1, local rank 0 of 1, cross rank 0 of 1, by HVD_SIZE; the ranks meet nowhere"},
 		{[]string{"SLURM_JOB_ID=7", "SLURM_NTASKS=4"},
-			[]string{"warn Slurm: SLURM_STEP_ID is not set: a process in an allocation for SLURM_NTASKS=4"},
+			[]string{"warn Slurm: SLURM_STEP_ID is not set: this process runs in an allocation for SLURM_NTASKS=4"},
 			""},
 		{[]string{"SLURM_JOB_ID=7", "SLURM_NTASKS=4", "HVD_SIZE=1"}, nil, "SLURM_NTASKS=4"},
 	} {

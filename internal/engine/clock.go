@@ -157,7 +157,7 @@ func monotonic(at time.Time) (time.Duration, error) {
 		before := time.Since(at)
 		var ts unix.Timespec
 		if err := unix.ClockGettime(unix.CLOCK_MONOTONIC, &ts); err != nil {
-			return 0, fmt.Errorf("clock: %w", err)
+			return 0, fmt.Errorf("read the monotonic clock: %w", err)
 		}
 		if took := time.Since(at) - before; took < best {
 			best, shown = took, time.Duration(ts.Nano())-before-took/2

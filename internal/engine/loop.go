@@ -192,7 +192,7 @@ func (e *Engine) takeRequests() {
 	case leaving.expired && e.coordinator != nil:
 		e.coordinator.Abandon()
 	case leaving.expired:
-		e.member.Suspect(e.cfg.Rank, "the context of its Shutdown ended before it had left the job")
+		e.member.Suspect(e.cfg.Rank, "the context of its call of Shutdown ended before it had left the job")
 	case accepts:
 		e.member.Shutdown(leaving.Reason)
 	}

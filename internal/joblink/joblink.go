@@ -120,7 +120,7 @@ func (l *link) failed(what string, err error) error {
 
 func (l *link) HasListener(ctx context.Context) (bool, error) {
 	listens, err := l.kv.Check(ctx, keyQuestions)
-	return listens, l.failed("asking whether a launcher listens", err)
+	return listens, l.failed("asking whether a launcher is listening", err)
 }
 
 func (l *link) Report(ctx context.Context, what string, body []byte) error {

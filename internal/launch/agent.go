@@ -283,7 +283,7 @@ func (a *agent) startHelpers() error {
 	}
 	null, err := os.Open(os.DevNull)
 	if err != nil {
-		return fmt.Errorf("launch: standard input of the ranks: %w", err)
+		return fmt.Errorf("launch: open the standard input of the ranks: %w", err)
 	}
 	defer null.Close()
 	argv := append([]string{"hvdrun", HelperArg, a.path}, a.job.Command...)
@@ -411,7 +411,7 @@ func (a *agent) environment() []string {
 func (a *agent) reachStore() (at netip.AddrPort, err error) {
 	key, err := secret.Parse(a.job.Secret[0])
 	if err != nil {
-		return at, fmt.Errorf("the job's secret: %w", err)
+		return at, fmt.Errorf("parse the job's secret: %w", err)
 	}
 	if a.job.TLS {
 		key = key.Encrypted()

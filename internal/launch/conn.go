@@ -141,7 +141,7 @@ func (j *job) hostJobs() ([]hostJob, error) {
 		if !c.local {
 			dir, err := os.Getwd()
 			if err != nil {
-				return nil, fmt.Errorf("launch: working directory: %w", err)
+				return nil, fmt.Errorf("launch: get the working directory: %w", err)
 			}
 			jobs[i].Dir = words{dir}
 		}

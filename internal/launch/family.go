@@ -275,10 +275,10 @@ func parseStat(text string) (ppid, pgrp int, err error) {
 		return 0, 0, fmt.Errorf("stat: got %.64q, want at least 5 fields", text)
 	}
 	if ppid, err = strconv.Atoi(fields[1]); err != nil {
-		return 0, 0, fmt.Errorf("stat: parent: %w", err)
+		return 0, 0, fmt.Errorf("stat: parse the parent process: %w", err)
 	}
 	if pgrp, err = strconv.Atoi(fields[2]); err != nil {
-		return 0, 0, fmt.Errorf("stat: group: %w", err)
+		return 0, 0, fmt.Errorf("stat: parse the process group: %w", err)
 	}
 	return ppid, pgrp, nil
 }

@@ -445,7 +445,7 @@ func (j *job) makeRanks() error {
 				s.file, err = os.Create(filepath.Join(dir, name))
 			}
 			if err != nil {
-				return fmt.Errorf("launch: output files: %w", err)
+				return fmt.Errorf("launch: create the output files: %w", err)
 			}
 		}
 	}

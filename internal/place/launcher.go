@@ -364,14 +364,14 @@ func findSlurm(v *variables) (*Env, string) {
 	id := v.getenv("SLURM_STEP_ID")
 	if id == "" {
 		if _, ok := v.firstSet("SLURM_JOB_ID"); ok {
-			return nil, "SLURM_STEP_ID is not set: a process in " + v.slurmAllocation() +
-				", but not a task of a step; start it with srun"
+			return nil, "SLURM_STEP_ID is not set: this process runs in " + v.slurmAllocation() +
+				", but is not a task of a step; start it with srun"
 		}
 		return nil, "SLURM_STEP_ID is not set"
 	}
 	step, err := strconv.ParseUint(id, 10, 32)
 	if err == nil && step >= firstSpecialStep {
-		return nil, "SLURM_STEP_ID is " + id + ": a script in " + v.slurmAllocation() +
+		return nil, "SLURM_STEP_ID is " + id + ": this process is a script in " + v.slurmAllocation() +
 			", but not a task of a step; start it with srun"
 	}
 	if err != nil {
@@ -484,8 +484,8 @@ func (v *variables) slurmTasks(hosts, size int) []int {
 		sum += n
 	}
 	if len(tasks) != hosts || sum != size {
-		v.fail("SLURM_STEP_TASKS_PER_NODE is %s, %d tasks on %d hosts, but the step has %d tasks and SLURM_STEP_NODELIST "+
-			"%d hosts", quote(v.getenv("SLURM_STEP_TASKS_PER_NODE")), sum, len(tasks), size, hosts)
+		v.fail("SLURM_STEP_TASKS_PER_NODE is %s, which means %d tasks on %d hosts, but the step has %d tasks and "+
+			"SLURM_STEP_NODELIST has %d hosts", quote(v.getenv("SLURM_STEP_TASKS_PER_NODE")), sum, len(tasks), size, hosts)
 		return nil
 	}
 	return tasks
@@ -505,7 +505,7 @@ func findKubernetes(v *variables) (*Env, string) {
 	}
 	if v.getenv("HVD_SIZE") == "" {
 		v.fail("HVD_SIZE is not set, but JOB_COMPLETION_INDEX is %s: Kubernetes does not tell a pod how many pods there are, so "+
-			"set HVD_SIZE to the job's completions", quote(index))
+			"set HVD_SIZE to the number of completions of the job", quote(index))
 	}
 	e := newEnv(v.pair("JOB_COMPLETION_INDEX", "HVD_SIZE"))
 	// A pod has its own network and its own shared memory, so it counts as a host.

@@ -252,7 +252,7 @@ func TestNoLauncher(t *testing.T) {
 		"Open MPI: neither OMPI_COMM_WORLD_RANK nor OMPI_COMM_WORLD_SIZE is set",
 		"MPICH (PMI): neither PMI_RANK nor PMI_SIZE is set",
 		"torchrun: neither TORCHELASTIC_RUN_ID nor TORCHELASTIC_USE_AGENT_STORE is set",
-		"Slurm: SLURM_STEP_ID is not set: a process in an allocation, but not a task of a step; start it with srun",
+		"Slurm: SLURM_STEP_ID is not set: this process runs in an allocation, but is not a task of a step; start it with srun",
 		"Kubernetes: JOB_COMPLETION_INDEX is not set",
 		"plain environment: none of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT is set",
 	)
@@ -267,9 +267,9 @@ func TestNoLauncher(t *testing.T) {
 		{environment{"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}, "an allocation for SLURM_NTASKS=4 tasks, but",
 			true},
 		{slurmEnv.with("SLURM_STEP_ID", "4294967291", "SLURM_NTASKS", ""),
-			"4294967291: a script in an allocation, but", false},
+			"4294967291: this process is a script in an allocation, but", false},
 		{slurmEnv.with("SLURM_STEP_ID", "4294967291"),
-			"4294967291: a script in an allocation for SLURM_NTASKS=99 tasks, but", true},
+			"4294967291: this process is a script in an allocation for SLURM_NTASKS=99 tasks, but", true},
 	} {
 		e, lines, err := Detect(c.env.get)
 		if slurm := lines[5]; e != nil || err != nil || !strings.Contains(slurm.Why, c.why) ||

@@ -294,11 +294,11 @@ func TestContradictions(t *testing.T) {
 		text   []string
 	}{
 		{"size, 2 ranks", 2, map[int]func(*JoinConfig){1: is(1, 3, 0)}, 0,
-			SizeMismatch, []string{"rank 1 says size 3, rank 0 says size 2"}},
+			SizeMismatch, []string{"the job size is 3 at rank 1, but 2 at rank 0"}},
 		{"size, 4 ranks", 4, map[int]func(*JoinConfig){2: is(2, 3, 0)}, 3,
-			SizeMismatch, []string{"rank 2 says size 3, rank 0 says size 4"}},
+			SizeMismatch, []string{"the job size is 3 at rank 2, but 4 at rank 0"}},
 		{"size 1 too small, 5 ranks", 5, map[int]func(*JoinConfig){4: is(4, 6, 0)}, 1,
-			SizeMismatch, []string{"rank 4 says size 6, rank 0 says size 5"}},
+			SizeMismatch, []string{"the job size is 6 at rank 4, but 5 at rank 0"}},
 		{"duplicate", 3, map[int]func(*JoinConfig){3: is(1, 3, 9)}, 2,
 			DuplicateRank, []string{"rank 1 joined twice", `pid 100 on host "host0" at 10.0.0.1:7`,
 				`pid 109 on host "host0" at 10.0.0.1:7`}},
@@ -316,7 +316,7 @@ func TestContradictions(t *testing.T) {
 		{"two rank 0, two sizes", 3, map[int]func(*JoinConfig){3: is(0, 2, 9)}, 2,
 			DuplicateRank, []string{"rank 0 joined twice", "pid 0 ", "pid 9 "}},
 		{"job", 3, map[int]func(*JoinConfig){2: otherJob}, 1,
-			WrongJob, []string{`rank 2 says job "other", rank 0 says job "job"`}},
+			WrongJob, []string{`the job is "other" at rank 2, but "job" at rank 0`}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			ctx := testnet.Context(t)
@@ -408,7 +408,7 @@ func TestRankComesBackToFailedRoot(t *testing.T) {
 	kv := newStore(t)
 	r := start(t, ctx, config(kv, 0, 3))
 	one := config(kv, 1, 4)
-	testnet.WantError(t, (<-start(t, ctx, one)).err, "rank 1 says size 4, rank 0 says size 3")
+	testnet.WantError(t, (<-start(t, ctx, one)).err, "the job size is 4 at rank 1, but 3 at rank 0")
 	one.Size = 3
 	log, entries := testnet.Logs()
 	one.Log = log
@@ -427,7 +427,7 @@ func TestRankComesBackToFailedRoot(t *testing.T) {
 		r := <-r
 		failed = &r
 	}
-	testnet.WantError(t, failed.err, "rank 1 says size 4, rank 0 says size 3")
+	testnet.WantError(t, failed.err, "the job size is 4 at rank 1, but 3 at rank 0")
 	rest := joinAll(t, ctx, config(kv, 0, 3), config(kv, 2, 3))
 	formed(t, []result{rest[0], <-again, rest[1]}, recordOf(0, 0), recordOf(1, 0), recordOf(2, 0))
 }

@@ -267,10 +267,10 @@ func (c *client) readTable(in *bufio.Reader, a *rendezvouspb.Answer) (*Session, 
 	for _, i := range sentWith(int(s.rank), c.cfg.Size, s.ring) {
 		body, err := dial.ReadFrame(in, maxRecordBytes)
 		if err != nil {
-			return nil, fmt.Errorf("record of rank %d: %w", i, err)
+			return nil, fmt.Errorf("reading the record of rank %d: %w", i, err)
 		}
 		if s.Records[i], err = decodeRecord(body); err != nil {
-			return nil, fmt.Errorf("record of rank %d: %w", i, err)
+			return nil, fmt.Errorf("malformed record of rank %d: %w", i, err)
 		}
 	}
 	return s, nil

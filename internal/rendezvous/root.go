@@ -745,11 +745,11 @@ func (r *root) contradiction(q *joinRequest) *RefusedError {
 	}
 	switch {
 	case q.GetJob() != r.cfg.Job:
-		return refused(WrongJob, "rank %d says job %q, rank 0 says job %q", rank, q.GetJob(), r.cfg.Job)
+		return refused(WrongJob, "the job is %q at rank %d, but %q at rank 0", q.GetJob(), rank, r.cfg.Job)
 	case rank == 0:
 		return refused(DuplicateRank, "rank 0 joined twice: %v and %v", r.cfg.Self, q.record)
 	case size != int64(r.cfg.Size):
-		return refused(SizeMismatch, "rank %d says size %d, rank 0 says size %d", rank, size, r.cfg.Size)
+		return refused(SizeMismatch, "the job size is %d at rank %d, but %d at rank 0", size, rank, r.cfg.Size)
 	}
 	if err := checkRank(int64(rank), r.cfg.Size); err != nil {
 		return refused(RankOutOfRange, "%v: %v", q.record, err)

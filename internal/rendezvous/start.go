@@ -377,7 +377,7 @@ func (r *root) judge() *FailedError {
 	for _, p := range r.reports {
 		reported[p.rank] = true
 	}
-	why := &FailedError{Reason: fmt.Sprintf("not ready when rank %d gave up: %s", first.rank, first.text)}
+	why := &FailedError{Reason: fmt.Sprintf("it was not ready when rank %d gave up: %s", first.rank, first.text)}
 	for rank := range r.members {
 		if !r.ready[rank] && !reported[rank] {
 			why.Ranks = append(why.Ranks, topo.Rank(rank))

@@ -81,10 +81,10 @@ func (s *Session) gather(ctx context.Context, mesh transport.Mesh) ([]Record, er
 		from := at(-i)
 		body, err := dial.ReadFrame(in, maxRecordBytes)
 		if err != nil {
-			return nil, fmt.Errorf("record of rank %d: %w", from, err)
+			return nil, fmt.Errorf("reading the record of rank %d: %w", from, err)
 		}
 		if records[from], err = decodeRecord(body); err != nil {
-			return nil, fmt.Errorf("record of rank %d, received from rank %d: %w", from, at(-1), err)
+			return nil, fmt.Errorf("malformed record of rank %d, received from rank %d: %w", from, at(-1), err)
 		}
 		piece = dial.SealFrame(append(dial.NewFrame(len(body)), body...))
 	}
