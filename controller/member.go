@@ -97,7 +97,8 @@ func (s *memberSet) admit(q *message.Request) error {
 		return fmt.Errorf("%v %q: this rank has joined process set %d: wait for the join to end", q.Kind,
 			q.Name, s.ID)
 	case changesSets(q.Kind) && s.ID != topo.Global:
-		return fmt.Errorf("%v %q: got process set %d, want process set 0", q.Kind, q.Name, s.ID)
+		return fmt.Errorf("%v %q: got process set %d, want process set 0, because all ranks take part", q.Kind,
+			q.Name, s.ID)
 	}
 	return nil
 }
@@ -432,7 +433,8 @@ func checkResponse(s *memberSet, g *Grant, r *message.Response) error {
 		}
 	case message.AddProcessSet, message.RemoveProcessSet:
 		if s.ID != topo.Global {
-			return fmt.Errorf("%v %q: got process set %d, want process set 0", r.Kind, r.Name, s.ID)
+			return fmt.Errorf("%v %q: got process set %d, want process set 0, because all ranks take part", r.Kind,
+				r.Name, s.ID)
 		}
 	}
 	return nil

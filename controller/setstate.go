@@ -159,7 +159,8 @@ func (s *setState) request(member int, q message.Request) error {
 			q.Name,
 			s.ID)
 	case changesSets(q.Kind) && s.ID != topo.Global:
-		return fmt.Errorf("request for %v %q: got process set %d, want process set 0", q.Kind, q.Name, s.ID)
+		return fmt.Errorf("request for %v %q: got process set %d, want process set 0, because all ranks take part",
+			q.Kind, q.Name, s.ID)
 	case q.Kind == message.Join:
 		s.join(member, &q)
 		return nil

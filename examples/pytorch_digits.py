@@ -89,7 +89,7 @@ def weights_sha256(model):
 def main():
     parser = argparse.ArgumentParser(description="Train a network on handwritten digits, data-parallel.")
     parser.add_argument("--epochs", type=int, default=20, help="passes over the training images")
-    parser.add_argument("--batch", type=int, default=64, help="images in a step, of all ranks together")
+    parser.add_argument("--batch", type=int, default=64, help="number of images in a step, over all ranks")
     parser.add_argument("--rate", type=float, default=0.1, help="learning rate")
     parser.add_argument("--seed", type=int, default=1, help="seed of the split, the weights and the order of the images")
     o = parser.parse_args()

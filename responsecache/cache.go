@@ -87,7 +87,7 @@ func (c *Cache) Put(bit uint32, r *message.Response) error {
 			message.MaxCacheBits)
 	}
 	if old := c.At(bit); old != nil {
-		return fmt.Errorf("responsecache: put %q: cache bit %d has the entry %q", r.Name, bit, old.Name)
+		return fmt.Errorf("responsecache: put %q: cache bit %d already has the entry %q", r.Name, bit, old.Name)
 	}
 	if old, ok := c.byName[r.Name]; ok {
 		return fmt.Errorf("responsecache: put %q: got cache bit %d, but the name already has cache bit %d", r.Name,

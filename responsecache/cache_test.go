@@ -97,7 +97,7 @@ func TestPutAndErase(t *testing.T) {
 		err  error
 		want string
 	}{
-		{"taken bit", c.Put(1, allreduce("b", 1)), `responsecache: put "b": cache bit 1 has the entry "a"`},
+		{"taken bit", c.Put(1, allreduce("b", 1)), `responsecache: put "b": cache bit 1 already has the entry "a"`},
 		{"taken name", c.Put(0, allreduce("a", 1)),
 			`responsecache: put "a": got cache bit 0, but the name already has cache bit 1`},
 		{"bit too high", c.Put(message.MaxCacheBits, allreduce("b", 1)),

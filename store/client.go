@@ -329,12 +329,12 @@ func (s *Client) read(silence time.Duration) {
 
 func lostServer(err error, silence time.Duration) error {
 	if ne, ok := errors.AsType[net.Error](err); ok && ne.Timeout() {
-		return fmt.Errorf("no data from the server for %v, not even answers to pings: %w", silence, err)
+		return fmt.Errorf("the server sent no data for %v, not even answers to pings: %w", silence, err)
 	}
 	if errors.Is(err, io.EOF) {
 		return fmt.Errorf("the server closed the connection: %w", err)
 	}
-	return fmt.Errorf("connection to the server lost: %w", err)
+	return fmt.Errorf("the connection to the server was lost: %w", err)
 }
 
 func (s *Client) write(ping time.Duration) {
@@ -359,7 +359,7 @@ func (s *Client) write(ping time.Duration) {
 		}
 		s.conn.SetWriteDeadline(time.Now().Add(serverIOTimeout))
 		if _, err := s.conn.Write(frames); err != nil {
-			s.fail(fmt.Errorf("connection to the server lost: %w", err))
+			s.fail(fmt.Errorf("the connection to the server was lost: %w", err))
 			return
 		}
 	}

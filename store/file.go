@@ -292,7 +292,7 @@ func (s *FileStore) Close() error {
 			old, ok := s.values[c.key]
 			var err error
 			if counts[i], err = Sum(old, ok, c.delta); err != nil {
-				return fmt.Errorf("counter %q in the file: %w", c.key, err)
+				return fmt.Errorf("malformed counter %q in the file: %w", c.key, err)
 			}
 			if err := s.write(f,
 				appendRecord(nil, c.key, strconv.AppendInt(nil, counts[i], 10))); err != nil {

@@ -226,7 +226,7 @@ func TestSilentServer(t *testing.T) {
 	}
 	defer client.Close()
 	_, err = client.Get(testnet.Context(t), "k")
-	testnet.WantError(t, err, `get "k"`, addr, "no data from the server for 1s")
+	testnet.WantError(t, err, `get "k"`, addr, "the server sent no data for 1s")
 	for i := range 3 {
 		if op := <-pings; op != opPing && (i > 1 || op != opGet) {
 			t.Errorf("the silent server got %v, want pings", op)

@@ -78,7 +78,7 @@ func newCommand(measure func(ctx context.Context, o options) error) *cobra.Comma
 		Example: examples,
 		Args: func(_ *cobra.Command, args []string) error {
 			if len(args) > 1 {
-				return usageError{fmt.Errorf("got %q, want one collective", args)}
+				return usageError{fmt.Errorf("got %q, want the name of one collective", args)}
 			}
 			return nil
 		},

@@ -221,11 +221,11 @@ func (o *options) sizes() []int64 {
 func (o *options) check() error {
 	switch {
 	case o.maxBytes < o.minBytes:
-		return fmt.Errorf("--maxbytes is %d, want at least --minbytes, %d", o.maxBytes, o.minBytes)
+		return fmt.Errorf("--maxbytes is %d, want at least %d, the value of --minbytes", o.maxBytes, o.minBytes)
 	case o.stepFactor == 1 || o.stepFactor < 0:
 		return fmt.Errorf("--stepfactor is %d, want 2 or more, or 0 to use --stepbytes", o.stepFactor)
 	case o.stepFactor > 1 && o.minBytes == 0 && o.maxBytes > 0:
-		return fmt.Errorf("--minbytes is 0, want 1 or more with --stepfactor")
+		return fmt.Errorf("--minbytes is 0, want 1 or more, because --stepfactor multiplies it")
 	case o.stepFactor == 0 && o.stepBytes <= 0 && o.maxBytes > o.minBytes:
 		return fmt.Errorf("--stepbytes is %d, want 1 or more", o.stepBytes)
 	case o.iters < 1:

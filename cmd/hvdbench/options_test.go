@@ -129,9 +129,9 @@ func TestContradictions(t *testing.T) {
 		t.Fatal(err)
 	}
 	for want, change := range map[string]func(o *options){
-		"want at least --minbytes":         func(o *options) { o.maxBytes = 10 },
-		"--stepfactor is 1":                func(o *options) { o.stepFactor = 1 },
-		"want 1 or more with --stepfactor": func(o *options) { o.minBytes = 0 },
+		"the value of --minbytes":    func(o *options) { o.maxBytes = 10 },
+		"--stepfactor is 1":          func(o *options) { o.stepFactor = 1 },
+		"--stepfactor multiplies it": func(o *options) { o.minBytes = 0 },
 		"--stepbytes is 0": func(o *options) {
 			o.stepFactor, o.maxBytes = 0, 2000
 		},

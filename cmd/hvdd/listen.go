@@ -91,11 +91,11 @@ func removeStale(path string) error {
 	case err != nil:
 		return err
 	case info.Mode()&os.ModeSocket == 0:
-		return fmt.Errorf("a file that is not a socket exists there, with mode %v", info.Mode())
+		return fmt.Errorf("the path belongs to a file that is not a socket, with mode %v", info.Mode())
 	}
 	conn, err := net.DialTimeout("unix", path, lockTimeout)
 	if err == nil {
-		return errors.Join(errors.New("another process is listening there already"), conn.Close())
+		return errors.Join(errors.New("another process is already listening at this path"), conn.Close())
 	}
 	if !errors.Is(err, unix.ECONNREFUSED) {
 		return fmt.Errorf("check whether the socket is in use: %w", err)
@@ -113,7 +113,7 @@ func fromSystemd(settings *config.Config) (clients, error) {
 		return nil, nil
 	case "1":
 	default:
-		return nil, fmt.Errorf("LISTEN_FDS is %q, want 1", n)
+		return nil, fmt.Errorf("LISTEN_FDS is %q, want 1, because hvdd listens at one socket", n)
 	}
 	unix.CloseOnExec(firstListenFD)
 	f := os.NewFile(firstListenFD, "LISTEN_FDS")
@@ -143,7 +143,7 @@ func (l *listener) serve(s *sidecar.Server, log *zap.Logger) error {
 			wait = 0
 			serving.Go(func() {
 				if err := s.ServeConn(conn, true); err != nil {
-					log.Warn("a connection ended with an error", zap.Error(err))
+					log.Warn("the connection of a client ended with an error", zap.Error(err))
 				}
 			})
 		case l.ctx.Err() != nil:

@@ -18,9 +18,9 @@ func TestLog(t *testing.T) {
 		t.Fatal(err)
 	}
 	for want, env := range map[string][]string{
-		`{"level":"warn","logger":"hvdd","msg":"a connection ended with an error","error":"`: {
+		`{"level":"warn","logger":"hvdd","msg":"the connection of a client ended with an error","error":"`: {
 			"HOROVOD_LOG_HIDE_TIME=1"},
-		"WARN\thvdd\ta connection ended with an error\t{\"error\": \"": {"HOROVOD_LOG_HIDE_TIME=1",
+		"WARN\thvdd\tthe connection of a client ended with an error\t{\"error\": \"": {"HOROVOD_LOG_HIDE_TIME=1",
 			"HVD_LOG_FORMAT=console"},
 	} {
 		dir := t.TempDir()

@@ -247,7 +247,7 @@ func TestSocket(t *testing.T) {
 	if err != nil || info.Mode().Perm() != 0o600 {
 		t.Errorf("%v, %v", info, err)
 	}
-	start(t, "1", nil, nil, "--socket", path).wants(1, "is listening there already")
+	start(t, "1", nil, nil, "--socket", path).wants(1, "is already listening at this path")
 	second := at(t, path)
 	second.Hello()
 	first.Init()

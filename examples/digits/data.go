@@ -30,11 +30,11 @@ type image struct {
 func loadImages(seed uint64) (train, test []image, err error) {
 	z, err := gzip.NewReader(bytes.NewReader(optdigits))
 	if err != nil {
-		return nil, nil, fmt.Errorf("digits: data: %w", err)
+		return nil, nil, fmt.Errorf("digits: read the data: %w", err)
 	}
 	rows, err := csv.NewReader(z).ReadAll()
 	if err != nil {
-		return nil, nil, fmt.Errorf("digits: data: %w", err)
+		return nil, nil, fmt.Errorf("digits: read the data: %w", err)
 	}
 	images := make([]image, len(rows))
 	for i, row := range rows {

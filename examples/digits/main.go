@@ -16,12 +16,12 @@ import (
 
 func main() {
 	o := defaults()
-	flag.IntVar(&o.epochs, "epochs", o.epochs, "passes over the training images")
-	flag.IntVar(&o.batch, "batch", o.batch, "images in a step, of all ranks together")
+	flag.IntVar(&o.epochs, "epochs", o.epochs, "number of passes over the training images")
+	flag.IntVar(&o.batch, "batch", o.batch, "number of images in a step, over all ranks")
 	flag.Float64Var(&o.rate, "rate", o.rate, "learning rate")
 	flag.Uint64Var(&o.seed, "seed", o.seed, "seed of the split, the weights and the order of the images")
 	flag.IntVar(&o.slowRank, "slow-rank", o.slowRank,
-		"rank that is made slow, to see it in the timeline; -1 for none")
+		"rank that takes longer for each step, as an example for the timeline; -1 makes no rank slow")
 	flag.DurationVar(&o.slow, "slow", o.slow, "how much longer the slow rank takes for each step")
 	flag.Parse()
 	if flag.NArg() > 0 || o.epochs < 0 || o.batch < 1 || o.slow < 0 {

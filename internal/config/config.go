@@ -219,7 +219,7 @@ func FromEnvironment(overrides map[string]string, haveStore bool) (Config, error
 	if c.Hostname == "" {
 		if c.Hostname, err = os.Hostname(); err != nil {
 			return Config{}, fmt.Errorf(
-				"config: get the name of the host, because HOROVOD_HOSTNAME is not set: %w", err)
+				"config: HOROVOD_HOSTNAME is not set, and the name of this host cannot be read: %w", err)
 		}
 	}
 	return c, nil

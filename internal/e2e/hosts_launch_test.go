@@ -422,7 +422,7 @@ func TestLinkDownUnderHvdrun(t *testing.T) {
 			t.Errorf("rank %d does not name ranks 2 or 3", r)
 		}
 	}
-	for _, want := range []string{"lost host " + hosts[1].Addr.String() + ": received nothing for 3s",
+	for _, want := range []string{"lost host " + hosts[1].Addr.String() + ": received nothing from the other end for 3s",
 		"  rank 2: ", "  rank 3: "} {
 		if !strings.Contains(j.err(), want) {
 			t.Errorf("the report lacks %q", want)

@@ -185,7 +185,7 @@ func (l *lane) receiveSplits(counts []int64) ([]byte, error) {
 	x := &l.execution
 	for _, n := range counts {
 		if n != splitBytes {
-			return nil, fmt.Errorf("alltoall %q: got row counts of %v bytes, want %d bytes from each rank",
+			return nil, fmt.Errorf("alltoall %q: got %v bytes of row counts from the ranks, want %d bytes from each rank",
 				x.work.grant.Responses[0].Name, counts, splitBytes)
 		}
 	}

@@ -19,7 +19,7 @@ func (e *Engine) pin() {
 		set.Set(c)
 	}
 	if err := unix.SchedSetaffinity(0, &set); err != nil {
-		e.log.Warn("binding to the processors of HOROVOD_THREAD_AFFINITY failed",
+		e.log.Warn("pinning a background thread to the cores of HOROVOD_THREAD_AFFINITY failed",
 			zap.Ints("processors", e.cfg.Cores), zap.Error(err))
 	}
 }

@@ -157,7 +157,7 @@ func (l *link) send(ctx context.Context, queue string, m message) error {
 	}
 	n, err := l.kv.QueueLen(ctx, queue)
 	if err == nil && n >= maxReports {
-		err = fmt.Errorf("the launcher has %d reports to read, want fewer than %d", n, maxReports)
+		err = fmt.Errorf("the launcher has %d unread reports, want fewer than %d", n, maxReports)
 	}
 	if err != nil {
 		return err
@@ -443,7 +443,7 @@ func (m *message) encode() ([]byte, error) {
 		return nil, err
 	}
 	if len(head) >= maxHeadBytes || len(m.body) > MaxBodyBytes {
-		return nil, fmt.Errorf("message %.64[2]q: got %[1]d bytes, want at most %[3]d", len(m.body), m.What,
+		return nil, fmt.Errorf("message %.64[2]q: got a body of %[1]d bytes, want at most %[3]d", len(m.body), m.What,
 			MaxBodyBytes)
 	}
 	return append(append(head, '\n'), m.body...), nil
@@ -452,7 +452,7 @@ func (m *message) encode() ([]byte, error) {
 func decodeMessage(b []byte) (m message, err error) {
 	head, body, ok := bytes.Cut(b, []byte("\n"))
 	if !ok || len(head) >= maxHeadBytes {
-		return m, fmt.Errorf("malformed message of %d bytes: no header line", len(b))
+		return m, fmt.Errorf("malformed message of %d bytes: it has no header line", len(b))
 	}
 	if err := json.Unmarshal(head, &m); err != nil {
 		return m, fmt.Errorf("malformed message: %w", err)

@@ -305,7 +305,7 @@ func TestReports(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	testnet.WantError(t, New(kv, 0).Report(ctx, Stall, nil), "16384 reports to read")
+	testnet.WantError(t, New(kv, 0).Report(ctx, Stall, nil), "16384 unread reports")
 }
 
 // TestVerdict sends several verdicts. The first verdict of an epoch must count. A verdict of a later epoch

@@ -154,7 +154,7 @@ func (a *agent) accept() error {
 	}
 	if o.Job == nil || len(o.Job.Command) == 0 || len(o.Job.Ranks) == 0 || len(o.Job.Stores) > 0 &&
 		len(o.Job.Secret) != 1 {
-		return errors.New("malformed first order: want a job with command, ranks and secret")
+		return errors.New("got a malformed first order, want a job with command, ranks and secret")
 	}
 	a.job = *o.Job
 	for range 2 * len(a.job.Ranks) {

@@ -316,7 +316,7 @@ func (j *job) handleNotices(c *agentConn, control io.Reader) error {
 			over = true
 			j.post(func() { j.setOver(c) })
 		case n.Bye && !over:
-			return errors.New("unexpected Bye from the agent before its ranks have ended")
+			return errors.New("the agent sent Bye before its ranks had ended")
 		case n.Bye:
 			return nil
 		}

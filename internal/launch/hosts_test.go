@@ -297,7 +297,7 @@ func TestAgentIsStopped(t *testing.T) {
 	if got := r.wait(); got != 137 {
 		t.Errorf("got exit status %d, want 137", got)
 	}
-	if want := "rank 1: lost host h2: received nothing for 3s"; !strings.Contains(r.stderr.String(), want) {
+	if want := "rank 1: lost host h2: received nothing from the other end for 3s"; !strings.Contains(r.stderr.String(), want) {
 		t.Errorf("the report lacks %q:\n%s", want, r.stderr.String())
 	}
 }
@@ -357,7 +357,7 @@ func TestLauncherIsStopped(t *testing.T) {
 	if got := r.wait(); got != 137 {
 		t.Errorf("got exit status %d, want 137", got)
 	}
-	const want = "the launcher is gone, and the ranks were killed (connection to the launcher: received nothing for 6s)"
+	const want = "the launcher is gone, and the ranks were killed (connection to the launcher: received nothing from the other end for 6s)"
 	if strings.Count(r.stderr.String(), want) == 0 || strings.Contains(r.stderr.String(), "are still alive") {
 		t.Errorf("got %s, want %q", r.stderr.String(), want)
 	}
@@ -450,7 +450,7 @@ func TestAgentThatEndsEarly(t *testing.T) {
 		{"gone alone", []string{ready, started, gone}, 137, "env: exit status 7: bad line"},
 		{"without bye", []string{ready, started, ended, gone, over}, 1, "env: exit status 7: bad line"},
 		{"bye before the end", []string{ready, started, ended, gone, bye}, 1,
-			"unexpected Bye from the agent before"},
+			"the agent sent Bye before"},
 		{"all", []string{ready, started, ended, gone, over, bye}, 0, ""},
 	} {
 		t.Run(c.name, func(t *testing.T) {

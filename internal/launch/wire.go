@@ -258,7 +258,7 @@ func (s *session) reason(err error) error {
 		_, err = s.Accept() // returns at once, because the session is closed; the peer opens no streams here
 	}
 	if s.silent.Load() {
-		return fmt.Errorf("received nothing for %v", s.liveness)
+		return fmt.Errorf("received nothing from the other end for %v", s.liveness)
 	}
 	return err
 }

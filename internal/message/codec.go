@@ -97,7 +97,7 @@ func AppendUp(b []byte, u *Up) ([]byte, error) {
 			for j := range s.Requests {
 				var err error
 				if b, err = appendProto(b, requestToPB(&s.Requests[j])); err != nil {
-					return b, fmt.Errorf("message: request %q: %w", s.Requests[j].Name, err)
+					return b, fmt.Errorf("message: encode request %q: %w", s.Requests[j].Name, err)
 				}
 			}
 		}
@@ -217,7 +217,7 @@ func appendDownSet(b []byte, s *DownSet) ([]byte, error) {
 		for _, r := range g.Full {
 			var err error
 			if b, err = appendProto(b, responseToPB(r)); err != nil {
-				return b, fmt.Errorf("message: response %q: %w", r.Name, err)
+				return b, fmt.Errorf("message: encode response %q: %w", r.Name, err)
 			}
 		}
 	}

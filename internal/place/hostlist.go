@@ -61,11 +61,11 @@ func cutHost(list string) (item, rest string, more bool, err error) {
 	for i, c := range []byte(list) {
 		switch {
 		case c == '[' && open:
-			return "", "", false, errors.New("nested brackets")
+			return "", "", false, errors.New("got nested brackets")
 		case c == '[':
 			open = true
 		case c == ']' && !open:
-			return "", "", false, errors.New("a closing bracket without an opening one")
+			return "", "", false, errors.New("got a closing bracket without an opening bracket")
 		case c == ']':
 			open = false
 		case c == ',' && !open:
@@ -73,7 +73,7 @@ func cutHost(list string) (item, rest string, more bool, err error) {
 		}
 	}
 	if open {
-		return "", "", false, errors.New("an opening bracket without a closing one")
+		return "", "", false, errors.New("got an opening bracket without a closing bracket")
 	}
 	return list, "", false, nil
 }

@@ -116,11 +116,11 @@ func (id *ID) open() (idStore, error) {
 	version := binary.BigEndian.Uint32(id[4:])
 	switch {
 	case string(id[:4]) != idMagic:
-		return idStore{}, errors.New("not a unique id: the magic number is missing")
+		return idStore{}, errors.New("the text is not a unique id: its magic number is missing")
 	case version != idVersion:
-		return idStore{}, fmt.Errorf("version is %d, want %d", version, idVersion)
+		return idStore{}, fmt.Errorf("the version of the id is %d, want %d", version, idVersion)
 	case !bytes.Equal(id[idSum:], sum[:len(id)-idSum]):
-		return idStore{}, errors.New("wrong checksum: the id is damaged")
+		return idStore{}, errors.New("the checksum is wrong, so the id is damaged")
 	}
 	var zeros [idSum]byte
 	var ip netip.Addr
@@ -132,14 +132,14 @@ func (id *ID) open() (idStore, error) {
 	case 6:
 		ip = netip.AddrFrom16([16]byte(id[idAddr+4:]))
 	default:
-		return idStore{}, fmt.Errorf("address family is %d, want 4 or 6", id[idAddr])
+		return idStore{}, fmt.Errorf("the address family is %d, want 4 or 6", id[idAddr])
 	}
 	port := binary.BigEndian.Uint16(id[idAddr+2:])
 	switch {
 	case ip.IsUnspecified() || ip.Is4In6() || port == 0:
 		return idStore{}, fmt.Errorf("the address is %s port %d, want an address and a port that can be dialed", ip, port)
 	case id[idFlags]&^flagEncrypt != 0 || !bytes.Equal(id[used:idSum], zeros[used:]):
-		return idStore{}, errors.New("reserved bytes are not zero")
+		return idStore{}, errors.New("the reserved bytes are not zero")
 	}
 	encrypt := id[idFlags] == flagEncrypt
 	key, err := secretOf([keyBytes]byte(id[idKey:]), encrypt)
@@ -228,7 +228,7 @@ func OpenIDs(ctx context.Context, ids []ID, rank, size int) (*Place, error) {
 		}
 		if stores[i] = s; s.encrypt != stores[0].encrypt {
 			return nil, fmt.Errorf(
-				"place: of ids 0 and %d only one is for encrypted connections, want both or neither", i)
+				"place: only one of ids 0 and %d is for encrypted connections, want both or neither", i)
 		}
 		names.Write(id[:])
 	}

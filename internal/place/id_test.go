@@ -201,7 +201,7 @@ func TestDamagedIDs(t *testing.T) {
 		want   string
 	}{
 		{func(id *ID) { id[0] = 'X' }, "not a unique id"},
-		{func(id *ID) { id[7] = 1 }, "version is 1, want 2"},
+		{func(id *ID) { id[7] = 1 }, "the version of the id is 1, want 2"},
 		{func(id *ID) { id[idAddr] = 5 }, "address family is 5"},
 		{func(id *ID) { id[idAddr+2], id[idAddr+3] = 0, 0 }, "port 0"},
 		{func(id *ID) { copy(id[idAddr+4:], make([]byte, 4)) }, "address is 0.0.0.0"},
@@ -224,7 +224,7 @@ func TestDamagedIDs(t *testing.T) {
 	changed := id
 	changed[idSum] ^= 1
 	_, err := ParseID(changed.String())
-	testnet.WantError(t, err, "wrong checksum")
+	testnet.WantError(t, err, "the checksum is wrong")
 	for _, wrong := range []string{"", text[1:], text + "A"} {
 		_, err := ParseID(wrong)
 		testnet.WantError(t, err, "characters, want 171")
@@ -251,7 +251,7 @@ func TestIDSaysWhetherToEncrypt(t *testing.T) {
 	plain, sealed := newIDs(t, 1, false)[0], newIDs(t, 1, true)[0]
 	for _, ids := range [][]ID{{plain, sealed}, {sealed, plain}} {
 		_, err := OpenIDs(ctx, ids, 0, 2)
-		testnet.WantError(t, err, "of ids 0 and 1 only one is for encrypted connections")
+		testnet.WantError(t, err, "only one of ids 0 and 1 is for encrypted connections")
 	}
 	// If the store encrypts connections and the id of a rank lacks the flag, the rank must get an error that
 	// names HVD_TLS.

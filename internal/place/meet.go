@@ -28,7 +28,7 @@ import (
 // ErrNoSecret is the error of Meet if the user has given no secret, and the launcher has no private channel
 // on which rank 0 could send a secret to the other ranks.
 var ErrNoSecret = errors.New(
-	"no secret: give all ranks the same file in HVD_SECRET_FILE, or set HVD_INSECURE=1 to accept " +
+	"the job has no secret: give all ranks the same file in HVD_SECRET_FILE, or set HVD_INSECURE=1 to accept " +
 		"any process that can connect to the ports of the job")
 
 // ErrMet is the error of a second call of Meet. The launcher allows a process to meet the other ranks only

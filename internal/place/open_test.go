@@ -219,7 +219,7 @@ func TestByMethod(t *testing.T) {
 		t.Errorf("two ways at once: got %v", errs[0])
 	}
 	_, errs = all(t, Config{Settings: settings(t, nil), Method: "tcp://" + free + "?rank=0"})
-	if errs[0] == nil || !strings.Contains(errs[0].Error(), "world size parameter missing") {
+	if errs[0] == nil || !strings.Contains(errs[0].Error(), "the URL has no parameter world_size") {
 		t.Errorf("without a size: got %v", errs[0])
 	}
 }
@@ -274,7 +274,7 @@ func TestBySettings(t *testing.T) {
 			"WORLD_SIZE is not set"},
 		"no scheme": {map[string]string{"HVD_INIT_METHOD": "host:1"}, "init method"},
 		"size": {map[string]string{"HVD_INIT_METHOD": "tcp://" + free()},
-			"world size parameter missing"},
+			"the URL has no parameter world_size"},
 	} {
 		_, errs := all(t, Config{Settings: settings(t, test.vars)})
 		if errs[0] == nil || !strings.Contains(errs[0].Error(), test.want) ||

@@ -108,7 +108,7 @@ func placeOf(q url.Values) (rank, size int, err error) {
 	number := func(name, what string) int {
 		text := q.Get(name)
 		if text == "" {
-			err = errors.Join(err, fmt.Errorf("%s parameter missing", what))
+			err = errors.Join(err, fmt.Errorf("the URL has no parameter %s, as in ?rank=R&world_size=N", name))
 			return 0
 		}
 		n, convErr := strconv.Atoi(text)
@@ -130,7 +130,7 @@ func placeOf(q url.Values) (rank, size int, err error) {
 
 func tcpMethod(ctx context.Context, u *url.URL, o MethodOptions) (*Place, error) {
 	if u.Port() == "" {
-		return nil, errors.New("port number missing")
+		return nil, errors.New("the URL has no port number")
 	}
 	rank, size, err := placeOf(u.Query())
 	if err != nil {
@@ -195,7 +195,7 @@ func envMethod(ctx context.Context, u *url.URL, o MethodOptions) (*Place, error)
 	need := func(name string) string {
 		value := o.Getenv(name)
 		if value == "" {
-			err = errors.Join(err, fmt.Errorf("environment variable %s expected, but not set", name))
+			err = errors.Join(err, fmt.Errorf("the environment variable %s is not set", name))
 		}
 		return value
 	}
@@ -224,7 +224,7 @@ func envMethod(ctx context.Context, u *url.URL, o MethodOptions) (*Place, error)
 
 func fileMethod(ctx context.Context, u *url.URL, _ MethodOptions) (*Place, error) {
 	if u.Path == "" {
-		return nil, errors.New("path missing")
+		return nil, errors.New("the URL has no path")
 	}
 	rank, size, err := placeOf(u.Query())
 	if err != nil {

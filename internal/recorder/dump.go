@@ -257,7 +257,7 @@ func EncodeStall(s Stall) ([]byte, error) {
 	s.Name, s.Text = cut(s.Name, maxNameBytes), cut(s.Text, maxTextBytes)
 	text, err := json.Marshal(s)
 	if err != nil {
-		return nil, fmt.Errorf("recorder: encode stall: %w", err)
+		return nil, fmt.Errorf("recorder: encode a stall: %w", err)
 	}
 	return text, nil
 }

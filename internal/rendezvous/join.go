@@ -208,16 +208,16 @@ func (cfg *JoinConfig) check() error {
 		return errors.New("the job has no name")
 	}
 	if cfg.Size < 1 || cfg.Size > MaxSize {
-		return fmt.Errorf("size is %d, want 1 to %d", cfg.Size, MaxSize)
+		return fmt.Errorf("the size of the job is %d, want 1 to %d", cfg.Size, MaxSize)
 	}
 	if cfg.Store == nil && cfg.Size > 1 {
 		return errors.New("no store was given, but a job of more than 1 rank needs a store")
 	}
 	if cfg.LastEpoch > maxEpoch {
-		return fmt.Errorf("last epoch is %d, want at most %d", cfg.LastEpoch, uint64(maxEpoch))
+		return fmt.Errorf("the last epoch is %d, want at most %d", cfg.LastEpoch, uint64(maxEpoch))
 	}
 	if ip := net.ParseIP(cfg.ListenHost); cfg.Rank == 0 && ip != nil && ip.IsUnspecified() {
-		return fmt.Errorf("listen host is %s, want an address that other ranks can dial", cfg.ListenHost)
+		return fmt.Errorf("the listen host is %s, want an address that other ranks can dial", cfg.ListenHost)
 	}
 	if err := checkTexts("terms", cfg.Terms, MaxTermsBytes); err != nil {
 		return err
@@ -259,7 +259,7 @@ func (r *Record) check() error {
 	}
 	m := &r.Memory
 	if len(m.Token) > MaxNameBytes {
-		return fmt.Errorf("memory token has %d bytes, want at most %d", len(m.Token), MaxNameBytes)
+		return fmt.Errorf("the memory token has %d bytes, want at most %d", len(m.Token), MaxNameBytes)
 	}
 	return errors.Join(checkName("memory socket", m.Socket), checkName("reason not to share memory",
 		m.Reason))

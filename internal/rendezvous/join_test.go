@@ -225,12 +225,12 @@ func TestJoinTakesLargestRecords(t *testing.T) {
 func TestJoinChecksConfig(t *testing.T) {
 	kv := newStore(t)
 	for want, spoil := range map[string]func(*JoinConfig){
-		"the job has no name":             func(c *JoinConfig) { c.Job = "" },
-		"job has 257 bytes":               func(c *JoinConfig) { c.Job = strings.Repeat("j", 257) },
-		`job is "\xff", want valid UTF-8`: func(c *JoinConfig) { c.Job = "\xff" },
-		"size is 0, want 1 to 65536":      func(c *JoinConfig) { c.Size = 0 },
-		"size is 65537":                   func(c *JoinConfig) { c.Size = 65537 },
-		"no store was given, but a job of more than 1 rank needs a store": func(c *JoinConfig) { c.Store = nil },
+		"the job has no name":                     func(c *JoinConfig) { c.Job = "" },
+		"job has 257 bytes":                       func(c *JoinConfig) { c.Job = strings.Repeat("j", 257) },
+		`job is "\xff", want valid UTF-8`:         func(c *JoinConfig) { c.Job = "\xff" },
+		"size of the job is 0, want 1 to 65536":   func(c *JoinConfig) { c.Size = 0 },
+		"size of the job is 65537":                func(c *JoinConfig) { c.Size = 65537 },
+		"a job of more than 1 rank needs a store": func(c *JoinConfig) { c.Store = nil },
 		"last epoch is 4611686018427387905": func(c *JoinConfig) {
 			c.LastEpoch = 1<<62 + 1
 		},

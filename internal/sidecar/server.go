@@ -222,7 +222,7 @@ func (s *Server) ServeConn(conn *net.UnixConn, path bool) error {
 		if pidfd != nil {
 			err = pidfd.Close()
 		}
-		return errors.Join(fmt.Errorf("sidecar: client %d: %w", pid, refused), err)
+		return errors.Join(fmt.Errorf("sidecar: client process %d: %w", pid, refused), err)
 	}
 	if pidfd != nil {
 		var watching sync.WaitGroup
@@ -236,7 +236,7 @@ func (s *Server) ServeConn(conn *net.UnixConn, path bool) error {
 	if errors.Is(err, errBye) || errors.Is(err, errEnd) && s.Death() == nil {
 		return nil
 	}
-	return fmt.Errorf("sidecar: client %d: %w", pid, err)
+	return fmt.Errorf("sidecar: client process %d: %w", pid, err)
 }
 
 // forget removes a connection from s.conns. It reports whether no connection is left.
@@ -256,7 +256,7 @@ func (s *Server) departed(c *conn, why error, last bool) {
 	inJob := s.state == StateStarting || s.state == StateRunning
 	dies := inJob && s.ctx.Err() == nil && s.death == nil && (!bye || last)
 	if dies {
-		s.death = fmt.Errorf("client %d ended during the job: %w", c.pid, why)
+		s.death = fmt.Errorf("client process %d ended during the job: %w", c.pid, why)
 		close(s.dead)
 	}
 	if last && s.state == StateEnded {
@@ -315,7 +315,7 @@ func (s *Server) accept(conn *net.UnixConn, path bool) (fd, pid int, pidfd *os.F
 		if pidfd != nil {
 			err = errors.Join(err, pidfd.Close())
 		}
-		return -1, pid, nil, fmt.Errorf("sidecar: client %d: %w", pid, err)
+		return -1, pid, nil, fmt.Errorf("sidecar: client process %d: %w", pid, err)
 	}
 	if pid, pidfd, err = peer(conn); err != nil {
 		return fail(err)

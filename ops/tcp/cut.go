@@ -35,7 +35,7 @@ func (c cut) by(counts []int64, numBytes, size int) error {
 	}
 	for i, k := range counts {
 		if rest := int64(numBytes) - c[i]; k < 0 || k > rest || k%int64(size) != 0 {
-			return fmt.Errorf("got %d bytes for part %d, want a multiple of %d and at most %d, the rest of %d bytes",
+			return fmt.Errorf("got %d bytes for part %d, want a multiple of the element size, %d, and at most %d, the rest of %d bytes",
 				k, i, size, rest, numBytes)
 		}
 		c[i+1] = c[i] + k

@@ -537,8 +537,8 @@ func TestDial(t *testing.T) {
 		parts []string
 	}{
 		"silent": {func(conn net.Conn) { io.Copy(io.Discard, conn) },
-			[]string{"using the protocol of PyTorch 2.2 and later: no answer for",
-				"using the protocol of PyTorch before 2.1: no answer for"}},
+			[]string{"using the protocol of PyTorch 2.2 and later: the server did not answer for",
+				"using the protocol of PyTorch before 2.1: the server did not answer for"}},
 		"closes": {func(conn net.Conn) {}, []string{"using the protocol of PyTorch 2.2 and later",
 			"using the protocol of PyTorch before 2.1"}},
 	} {

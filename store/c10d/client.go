@@ -104,7 +104,7 @@ func (s *Store) probe(ctx context.Context, dialects []Dialect, timeout time.Dura
 			return err // an attempt in another dialect would end with the same error
 		}
 		if errors.Is(err, context.DeadlineExceeded) {
-			err = fmt.Errorf("no answer for %v: %w", timeout, err)
+			err = fmt.Errorf("the server did not answer for %v: %w", timeout, err)
 		}
 		failed = errors.Join(failed, fmt.Errorf("using the protocol of %v: %w", d, err))
 	}

@@ -275,7 +275,7 @@ func (m *Mesh) reserve(h hello) (*lane, error) {
 	case h.job != m.job:
 		return nil, WrongJob
 	case h.epoch != m.epoch:
-		return nil, fmt.Errorf("%w: rank %d is in epoch %d, this rank in epoch %d", StaleEpoch, h.from,
+		return nil, fmt.Errorf("%w: rank %d is in epoch %d, but this rank is in epoch %d", StaleEpoch, h.from,
 			h.epoch, m.epoch)
 	case h.to != m.rank:
 		return nil, fmt.Errorf("%w: rank %d tried to connect to rank %d, but this is rank %d", NotMe, h.from,

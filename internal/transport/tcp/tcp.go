@@ -99,7 +99,7 @@ func checkAddrs(addrs []string, own topo.Rank, unknown bool) error {
 			continue
 		}
 		if _, _, err := net.SplitHostPort(addr); err != nil {
-			return fmt.Errorf("tcp: connect: address of rank %d: %w", r, err)
+			return fmt.Errorf("tcp: connect: parse the address of rank %d: %w", r, err)
 		}
 	}
 	return nil
