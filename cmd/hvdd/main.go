@@ -72,10 +72,10 @@ func run(args []string, stdout, stderr io.Writer) int {
 	cmd.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return usageError{err} })
 	f := cmd.Flags()
 	f.SortFlags = false
-	f.IntVar(&d.fd, "fd", -1, "file descriptor of a Unix socket that is already connected to the only client of hvdd")
-	f.StringVar(&d.socket, "socket", "", "path of the Unix socket at which hvdd listens for clients")
+	f.IntVar(&d.fd, "fd", -1, "file descriptor `N` of a Unix socket that is already connected to the only client of hvdd")
+	f.StringVar(&d.socket, "socket", "", "`PATH` of the Unix socket at which hvdd listens for clients")
 	f.StringVar(&d.health, "health", "",
-		"address, HOST:PORT or PORT, at which hvdd serves /healthz over HTTP; the default host is 127.0.0.1")
+		"address `ADDR`, as HOST:PORT or PORT, at which hvdd serves /healthz over HTTP; the default host is 127.0.0.1")
 	// cobra adds a completion command only to programs with subcommands, so hvdd adds its own.
 	cmd.AddCommand(completion(cmd))
 	err := cmd.Execute()

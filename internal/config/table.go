@@ -192,7 +192,7 @@ var settings = []Setting{
 		Otherwise: "the name of the Kubernetes job",
 		Doc: "name of the headless service through which the pods of an Indexed Job of Kubernetes find " +
 			"each other",
-		kind: anything("a name"),
+		kind: anything("the name of a service"),
 	},
 	{
 		Name: "HOROVOD_THREAD_AFFINITY", Section: sectionStart, Scope: PerProcess,

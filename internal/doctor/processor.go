@@ -31,7 +31,7 @@ func cores(_ context.Context, s *System) []Line {
 	if text, err := fs.ReadFile(s.Root, "proc/stat"); err != nil {
 		lines = append(lines, warn("online", "mount /proc", "%v", err))
 	} else { // the first line is for all cores, then there is a line for each core (proc_stat(5))
-		lines = append(lines, ok("online", "%d", strings.Count(string(text), "\ncpu")))
+		lines = append(lines, ok("online", "%d cores", strings.Count(string(text), "\ncpu")))
 	}
 	lines = append(lines, ok("affinity", "this process may run on %d cores", s.Affinity))
 	if s.GOMAXPROCS > s.Affinity {
@@ -39,7 +39,7 @@ func cores(_ context.Context, s *System) []Line {
 			warn("GOMAXPROCS", "unset GOMAXPROCS, or allow more cores (taskset, --cpuset-cpus, --cpus-per-task)",
 				"%d threads for %d cores: threads wait for each other", s.GOMAXPROCS, s.Affinity))
 	}
-	return append(lines, ok("GOMAXPROCS", "%d", s.GOMAXPROCS))
+	return append(lines, ok("GOMAXPROCS", "%d threads", s.GOMAXPROCS))
 }
 
 // quota reports how much processor time the cgroups permit. When a quota is used up, the kernel stops all

@@ -50,7 +50,7 @@ func (m machine) check(need int64) error {
 	available, known := field(string(text), "MemAvailable:")
 	swap, _ := field(string(text), "SwapFree:")
 	if left := (available + swap) << 10; known && need > left {
-		return fmt.Errorf("the machine has only %d bytes of free memory", left)
+		return fmt.Errorf("the machine has only %d bytes of memory and swap left", left)
 	}
 	return nil
 }

@@ -183,7 +183,9 @@ class Call(Generic[A]):
         if self._results is None:
             if pending is not None and pending.error is not None:
                 raise pending.error()
-            raise HorovodInternalError("the results of this operation were lost, because a call that fetched them was interrupted")
+            raise HorovodInternalError(
+                "the results of this operation were lost, because a call that fetched them was interrupted"
+            )
         return self._results
 
     def _finish(self, plan: Plan[A], pending: Pending) -> None:

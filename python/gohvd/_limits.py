@@ -26,7 +26,7 @@ def lacking(
     if "MemAvailable:" in machine:
         left = (machine["MemAvailable:"] + machine.get("SwapFree:", 0)) << 10
         if need > left:
-            return f"the machine has only {left} bytes of free memory"
+            return f"the machine has only {left} bytes of memory and swap left"
     for directory, (limit_file, use_file, cached) in _groups(own, mount):
         limit, used = _number(os.path.join(directory, limit_file)), _number(os.path.join(directory, use_file))
         if limit is None or used is None:
@@ -34,7 +34,8 @@ def lacking(
         stat = _fields(os.path.join(directory, "memory.stat"))
         left = max(0, limit - used + sum([stat.get(name, 0) for name in cached]))
         if need > left:
-            return f"the cgroup has only {left} bytes left of its memory limit of {limit} bytes ({os.path.join(directory, limit_file)})"
+            where = os.path.join(directory, limit_file)
+            return f"the cgroup has only {left} bytes left of its memory limit of {limit} bytes ({where})"
     return None
 
 

@@ -29,7 +29,7 @@ class Limits(unittest.TestCase):
     def test_machine(self) -> None:
         files = {"meminfo": "MemTotal: 100 kB\nMemFree: 1 kB\nMemAvailable:  50 kB\nSwapFree: 10 kB\n"}
         self.assertEqual(self.lacking(60 << 10, files), "")
-        self.assertIn(f"the machine has only {60 << 10} bytes of free memory", self.lacking((60 << 10) + 1, files))
+        self.assertIn(f"the machine has only {60 << 10} bytes of memory and swap left", self.lacking((60 << 10) + 1, files))
         self.assertEqual(self.lacking(1 << 50, {"meminfo": "MemTotal: 100 kB\n"}), "")
         self.assertEqual(self.lacking(1 << 50, {}), "")
 

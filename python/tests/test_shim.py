@@ -247,8 +247,8 @@ class Run(RanksTest):
             self.skipTest("runs at one rank")
         if not os.environ.get("HVD_RUN") and not shutil.which("hvdrun"):
             if os.environ.get("CI"):
-                self.fail("hvdrun is not on the path, and HVD_RUN does not say where it is")
-            self.skipTest("hvdrun is not on the path, and HVD_RUN does not say where it is")
+                self.fail("HVD_RUN is not set, and hvdrun is not on PATH")
+            self.skipTest("HVD_RUN is not set, and hvdrun is not on PATH")
 
     def test_results_by_rank(self) -> None:
         import horovod

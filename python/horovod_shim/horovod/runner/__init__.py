@@ -103,7 +103,7 @@ def run(
 def _hvdrun() -> str:
     program = os.environ.get("HVD_RUN") or shutil.which("hvdrun")
     if program is None:
-        raise RuntimeError("gohvd: run: hvdrun is not on the path, and HVD_RUN does not say where it is")
+        raise RuntimeError("gohvd: run: found no hvdrun: HVD_RUN is not set, and hvdrun is not on PATH")
     return program
 
 
@@ -121,5 +121,7 @@ def _results(directory: str, status: int) -> List[Any]:
     if errors or status != 0:
         raise RuntimeError(f"gohvd: run: hvdrun ended with status {status}\n" + "\n".join(sorted(errors)))
     if not results or len(results) != size:
-        raise RuntimeError(f"gohvd: run: got results only of ranks {sorted(results)}: do all hosts see {directory}?")
+        raise RuntimeError(
+            f"gohvd: run: got results only from ranks {sorted(results)}: check that all hosts share {directory}"
+        )
     return [results[rank] for rank in sorted(results)]
