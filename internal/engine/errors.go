@@ -11,7 +11,7 @@ import (
 
 // ErrShutDown is the error of an operation that cannot run anymore because this rank has shut down, or
 // because every rank that could have submitted it has shut down.
-var ErrShutDown = errors.New("the job was shut down before every rank had submitted the operation")
+var ErrShutDown = errors.New("this rank or the job was shut down before every rank had submitted the operation")
 
 // ErrClosed is the error of an epoch that this rank has ended by a call of Close.
 var ErrClosed = errors.New("the engine was closed")

@@ -79,7 +79,7 @@ var (
 		counter("hvd_fusion_bytes_total",
 			"Bytes in executed responses of kinds that can be fused. A response counts for at most the fusion threshold.", func(s *trace.Stats) uint64 { return s.FusedBytes }),
 		gauge("hvd_fusion_buffer_bytes",
-			"Fusion threshold: the most bytes that are fused into one response. 0 disables fusion.",
+			"Fusion threshold: the maximum number of bytes that are fused into one response. 0 disables fusion.",
 			func(s *trace.Stats) float64 { return float64(s.FusionThresholdBytes) }),
 		counter("hvd_response_cache_hits_total", "Requests that were in the response cache and were sent as one bit.",
 			func(s *trace.Stats) uint64 { return s.CacheHits }),
@@ -92,7 +92,7 @@ var (
 			"Tensors that completed with an error because the job failed or was shut down.",
 			func(s *trace.Stats) uint64 { return s.Failed }),
 		counter("hvd_timeline_dropped_operations_total",
-			"Operations that are missing in the timeline because its file could not be written, or not fast enough.",
+			"Operations that are missing in the timeline because its file could not be written or was written too slowly.",
 			func(s *trace.Stats) uint64 { return s.TimelineDropped }),
 	}
 )
@@ -106,9 +106,9 @@ var (
 		})
 	clock = []number{
 		gauge("hvd_start_offset_seconds",
-			"Time since rank 0's start minus time since this rank's start, as last measured. It changes if the clocks drift apart. A wrong time of day does not affect it.",
+			"Time by which rank 0 started before this rank, as last measured. It changes if the clocks drift apart. A wrong time of day does not affect it.",
 			func(s *trace.Stats) float64 { return s.ClockOffset.Seconds() }),
-		gauge("hvd_clock_error_seconds", "Bound of the error of hvd_start_offset_seconds in either direction.",
+		gauge("hvd_clock_error_seconds", "Maximum error of hvd_start_offset_seconds, in either direction.",
 			func(s *trace.Stats) float64 { return s.ClockError.Seconds() }),
 	}
 )
@@ -128,7 +128,7 @@ var (
 	}
 	last     = desc("hvd_rank_last_total", "Tensors for which this rank's request arrived last.", labelLate)
 	lateness = desc("hvd_rank_lateness_seconds_total",
-		"Wall time during which this rank held up all others: they had requested an operation and this rank had not. It counts once if several operations waited.", labelLate)
+		"Wall time during which this rank held up all others: they had requested an operation and this rank had not. If several operations waited at the same time, the time counts once.", labelLate)
 )
 
 // NewCollector returns a collector of a rank's metrics. For each scrape the collector calls get once, which

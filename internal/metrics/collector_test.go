@@ -82,10 +82,10 @@ func gather(t *testing.T, c prometheus.Collector) []*dto.MetricFamily {
 
 func TestCollector(t *testing.T) {
 	const want = `
-# HELP hvd_clock_error_seconds Bound of the error of hvd_start_offset_seconds in either direction.
+# HELP hvd_clock_error_seconds Maximum error of hvd_start_offset_seconds, in either direction.
 # TYPE hvd_clock_error_seconds gauge
 hvd_clock_error_seconds 5e-05
-# HELP hvd_start_offset_seconds Time since rank 0's start minus time since this rank's start, as last measured. It changes if the clocks drift apart. A wrong time of day does not affect it.
+# HELP hvd_start_offset_seconds Time by which rank 0 started before this rank, as last measured. It changes if the clocks drift apart. A wrong time of day does not affect it.
 # TYPE hvd_start_offset_seconds gauge
 hvd_start_offset_seconds -1.5
 # HELP hvd_collective_bytes_total Bytes that this rank contributed to operations, or received in broadcasts.
@@ -141,7 +141,7 @@ hvd_epoch 2
 # HELP hvd_failed_tensors_total Tensors that completed with an error because the job failed or was shut down.
 # TYPE hvd_failed_tensors_total counter
 hvd_failed_tensors_total 4
-# HELP hvd_fusion_buffer_bytes Fusion threshold: the most bytes that are fused into one response. 0 disables fusion.
+# HELP hvd_fusion_buffer_bytes Fusion threshold: the maximum number of bytes that are fused into one response. 0 disables fusion.
 # TYPE hvd_fusion_buffer_bytes gauge
 hvd_fusion_buffer_bytes 1.34217728e+08
 # HELP hvd_fusion_bytes_total Bytes in executed responses of kinds that can be fused. A response counts for at most the fusion threshold.
@@ -166,7 +166,7 @@ hvd_rank_info{host="h1",rank="0"} 1
 # TYPE hvd_rank_last_total counter
 hvd_rank_last_total{late_rank="0"} 8
 hvd_rank_last_total{late_rank="3"} 90
-# HELP hvd_rank_lateness_seconds_total Wall time during which this rank held up all others: they had requested an operation and this rank had not. It counts once if several operations waited.
+# HELP hvd_rank_lateness_seconds_total Wall time during which this rank held up all others: they had requested an operation and this rank had not. If several operations waited at the same time, the time counts once.
 # TYPE hvd_rank_lateness_seconds_total counter
 hvd_rank_lateness_seconds_total{late_rank="0"} 1
 hvd_rank_lateness_seconds_total{late_rank="3"} 9.5
@@ -185,7 +185,7 @@ hvd_stall_reports_total 11
 # HELP hvd_stalled_tensors Tensors that have waited for ranks longer than HOROVOD_STALL_CHECK_TIME_SECONDS.
 # TYPE hvd_stalled_tensors gauge
 hvd_stalled_tensors 10
-# HELP hvd_timeline_dropped_operations_total Operations that are missing in the timeline because its file could not be written, or not fast enough.
+# HELP hvd_timeline_dropped_operations_total Operations that are missing in the timeline because its file could not be written or was written too slowly.
 # TYPE hvd_timeline_dropped_operations_total counter
 hvd_timeline_dropped_operations_total 6
 # HELP hvd_world_size Ranks in the job.

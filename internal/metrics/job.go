@@ -209,7 +209,7 @@ var (
 	upDesc    = desc(upName, "1 if the rank has answered with its metrics, else 0.", labelRank, labelHost)
 	ranksDesc = desc(jobPrefix+"ranks", "Ranks that the launcher has started.")
 	startDesc = desc(jobPrefix+"start_time_seconds", "When the job was started, in seconds since 1970.")
-	tookDesc  = desc(jobPrefix+"gather_seconds", "Time from asking the ranks for these metrics to their last answer.")
+	tookDesc  = desc(jobPrefix+"gather_seconds", "Time from the request for these metrics to the last answer of a rank.")
 	badDesc   = desc(jobPrefix+"bad_answers_total", "Answers of ranks that could not be used because they were invalid.")
 )
 

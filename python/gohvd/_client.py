@@ -466,7 +466,7 @@ class Client:
                 if len(self._pending) >= _MAX_IN_FLIGHT - 1:
                     raise ValueError(
                         f"{op.label}: {len(self._pending)} operations are in flight, want at most {_MAX_IN_FLIGHT - 1}; "
-                        "synchronize some first"
+                        "synchronize some of them first"
                     )
             words = self._words
             n = words[_SUBMITTED]
@@ -538,7 +538,7 @@ class Client:
             slot = self._next_slot
             self._next_slot += 1
         else:
-            raise ValueError(f"{op.label}: {_SLOTS} operations have not been synchronized; synchronize some first")
+            raise ValueError(f"{op.label}: {_SLOTS} operations have not been synchronized; synchronize some of them first")
         self._outbox.append(_OutgoingFrame(wire.prepare(next(self._ids), slot, op.body)))
         op.slot = slot
         self._flush()
