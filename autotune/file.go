@@ -126,7 +126,8 @@ func unknown(f file, s Space) error {
 	return fmt.Errorf("unknown settings %s: want only %s", strings.Join(extra, ", "), strings.Join(known, ", "))
 }
 
-// decode returns the value that a JSON text stands for. The error says what is valid.
+// decode returns the value of the parameter that text encodes in JSON. If text is not valid, decode returns
+// an error that lists the valid values. Its text fits after the word "want".
 func (p *Parameter) decode(text jsontext.Value) (float64, error) {
 	switch p.Kind {
 	case Choice:

@@ -33,8 +33,9 @@ func (r *random) shuffle(n int) []int {
 	return order
 }
 
-// hypercube returns n vectors of which every coordinate has one value in each n-th part of 0 to 1 (Latin
-// hypercube; McKay, Beckman and Conover, 1979).
+// hypercube returns n points of a Latin hypercube sample (McKay, Beckman and Conover, 1979). It divides the
+// range from 0 to 1 of each dimension into n equal parts. Each part contains the coordinate of exactly one
+// point.
 func (r *random) hypercube(n, dims int) [][]float64 {
 	all := make([][]float64, n)
 	for i := range all {

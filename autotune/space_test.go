@@ -7,7 +7,9 @@ import (
 	"testing"
 )
 
-// The tuner may try these values of the parameters of gohvd.
+// TestValues checks which values the tuner may try for parameters of each kind. A case lists all values, or
+// the first four and the last three. The values must include the default. The coordinates of numbers must
+// increase.
 func TestValues(t *testing.T) {
 	for _, test := range []struct {
 		name string

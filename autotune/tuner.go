@@ -16,10 +16,10 @@ type Options struct {
 	// (HOROVOD_AUTOTUNE_WARMUP_SAMPLES). The default is 3.
 	WarmupSamples int
 	// StepsPerSample is the number of steps of a sample (HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE). The default is
-	// 10. Raising it makes samples less noisy, but tuning takes longer.
+	// 10. A higher value makes samples less noisy, but tuning takes longer.
 	StepsPerSample int
-	// SamplesPerRound is the maximum number of samples of a round. The default is 3. Raising it makes scores
-	// less noisy, but tuning takes longer.
+	// SamplesPerRound is the maximum number of samples of a round. The default is 3. A higher value makes
+	// scores less noisy, but tuning takes longer.
 	SamplesPerRound int
 	// MaxRounds is the maximum number of rounds, and so of points that are tried
 	// (HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES). The comparison at the end is not included. The default is 20.
@@ -112,20 +112,20 @@ type Tuner struct {
 	phase  phase
 	warm   int // the number of warm-up samples so far
 
-	at      place     // what is measured now
-	samples []float64 // of the current round of the search
+	at      place     // the place that is measured now
+	samples []float64 // the scores of the samples in the current round of the search
 	trials  []trial   // one for each round of the search; trials[0] is the defaults
-	design  []place   // what is measured before the model proposes places
+	design  []place   // the places that are measured before the model proposes places
 	idle    int       // the number of negligible proposals in succession
 	rounds  []Round
 
 	best  Point
-	score float64 // of best; 0 if best was not measured
+	score float64 // the score of best; 0 if best was not measured
 
 	contest []trial // the finalists, with their new samples; contest[0] is the defaults
 	turn    int     // the index in contest of the finalist that is measured now
 
-	steps         int // of the current sample, including discarded steps
+	steps         int // the number of steps in the current sample, including discarded steps
 	bytes, micros float64
 }
 

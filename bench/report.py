@@ -19,9 +19,10 @@ MODES = ["pertensor", "async", "grouped", "bucket25"]
 
 INTRODUCTION = """# Benchmarks
 
-This page compares the times of gohvd with those of other libraries. All programs ran on one machine, in turn,
-and summed float32 tensors in CPU memory, in place if the library allows it. `make bench-peers` repeats the
-measurement and writes this page. [bench/peers](../bench/peers/README.md) has the programs and their rules.
+This page compares the performance of gohvd with that of other libraries. All programs ran on one machine, one
+after the other, and summed float32 tensors in CPU memory, in place if the library allows it. `make
+bench-peers` repeats the measurement and writes this page. [bench/peers](../bench/peers/README.md) contains
+the programs and describes how they measure.
 """
 
 LEGEND = """
@@ -65,7 +66,7 @@ class Comparison:
                 of = self.times[row["collective"], row["ranks"], row["bytes"]][peer]
                 of[number] = min(row["p50_us"], of.get(number, row["p50_us"]))
         if not rounds:
-            raise plot.InputError(f"{folder} has no results: no rows in files named PEER-npN-roundR.csv")
+            raise plot.InputError(f"{folder} contains no results: no rows in files named PEER-npN-roundR.csv")
         self.rounds = len(rounds)
         self.ranks = sorted({ranks for _, ranks, _ in self.times})
 

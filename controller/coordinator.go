@@ -226,10 +226,10 @@ func (c *Coordinator) Step(from topo.Rank, up *message.Up) {
 	case message.UpBye:
 		switch {
 		case k.stop == 0 || up.Seen != k.stop: // the stop must be the last cycle that the rank has applied
-			c.failSender(from, fmt.Errorf("got a bye from a rank that the coordinator has not stopped"))
+			c.failSender(from, fmt.Errorf("the rank announced its departure before the coordinator had stopped it"))
 			return
 		case k.bye:
-			c.failSender(from, fmt.Errorf("got a second bye"))
+			c.failSender(from, fmt.Errorf("the rank announced its departure twice"))
 			return
 		}
 		c.handleBye(from)

@@ -12,7 +12,7 @@ import (
 type arrivals struct {
 	bits [][]time.Duration // for cached tensors without a grant, by bit and member; nil if a bit has no votes
 	// granted holds the arrival times for granted tensors. They are ordered by grant, then by tensor, then by
-	// member. taken is the number of times that Arrivals has already returned.
+	// member. Arrivals has already returned granted[:taken].
 	granted []time.Duration
 	taken   int
 }

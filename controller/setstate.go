@@ -79,7 +79,7 @@ func (i *readyItem) kind() message.Kind {
 	return i.response.Kind
 }
 
-// fail turns an item into an error with the given reason.
+// fail replaces the response of an item with an error that gives the reason.
 func (i *readyItem) fail(reason string) {
 	r := i.response
 	i.response = &message.Response{Kind: message.Error, Name: r.Name, Text: fmt.Sprintf("%v %q: %s", r.Kind,
@@ -241,7 +241,7 @@ func (s *setState) completeBit(bit uint32) {
 	s.complete(&item, groupKey{entry.Group, entry.GroupSize})
 }
 
-// votesInFull returns, by member, the full requests that the votes for bit stand for.
+// votesInFull returns, by member, the full requests that correspond to the votes for bit.
 func (s *setState) votesInFull(bit uint32) []message.Request {
 	requests := make([]message.Request, len(s.Ranks))
 	for m := range requests {
@@ -391,7 +391,8 @@ func (s *setState) choose(group []int, planner Planner) (p plan, err error) {
 	return p, err
 }
 
-// refuse turns tensors that were planned to run together into errors, because no backend can run them.
+// refuse makes tensors that were planned to run together fail with the given reason, because no backend can
+// run them.
 func (s *setState) refuse(group []int, reason error) {
 	for _, i := range group {
 		s.ready[i].fail(reason.Error())

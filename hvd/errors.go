@@ -9,25 +9,25 @@ import (
 
 // Errors that operations return, to be compared with errors.Is.
 var (
-	// ErrNotInitialized is the error of an operation before Init or after Shutdown.
+	// ErrNotInitialized is returned by operations before Init and after Shutdown.
 	ErrNotInitialized = rank.ErrNotInitialized
-	// ErrShutDown is the error of an operation that cannot run because this rank has shut down, or because
-	// every rank that could have submitted it has shut down. Two other errors match ErrShutDown in errors.Is:
-	// a *PeerError that names ranks that have shut down, and every *StallError.
+	// ErrShutDown reports that an operation cannot run because this rank has shut down, or because every rank
+	// that could have submitted it has shut down. Two other errors match ErrShutDown in errors.Is: a
+	// *PeerError that names ranks that have shut down, and every *StallError.
 	ErrShutDown = engine.ErrShutDown
 	// ErrClosed replaces ErrShutDown if the context of this rank's Shutdown ended before the other ranks were
 	// ready to end the job.
 	ErrClosed = engine.ErrClosed
-	// ErrNoProcessSet is the error of an operation on a process set that has been removed. The operation may
-	// have been submitted before or after the removal.
+	// ErrNoProcessSet reports that the process set of an operation has been removed. The operation may have
+	// been submitted before or after the removal.
 	ErrNoProcessSet = engine.ErrNoProcessSet
 )
 
 // Types of errors that operations return, to be found with errors.As.
 type (
-	// UsageError is the error of a call that is wrong at this rank. Nothing was submitted, and the other
-	// ranks do not know of the call. Its fields are Op, the operation, such as "allreduce"; Tensor, the name,
-	// or "" if the call gave none; and Err, the cause.
+	// UsageError reports that a call was wrong at this rank. Nothing was submitted, and the other ranks do
+	// not know of the call. Its fields are Op, the operation, such as "allreduce"; Tensor, the name, or "" if
+	// the call did not specify a name; and Err, the cause.
 	UsageError = engine.UsageError
 	// MismatchError says that the requests of the ranks for a tensor contradict each other, or that they
 	// cannot be executed. Its fields are Tensor, the name, and Text, which says which rank sent what.

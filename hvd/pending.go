@@ -19,7 +19,7 @@ type Pending interface {
 	Done() <-chan struct{}
 }
 
-// PendingError is the error of a wait whose context ended before the operation was done. The request is not
+// PendingError reports that the context of a wait ended before the operation was done. The request is not
 // withdrawn and the operation goes on. The slices stay in use until the operation is done. The name stays in
 // use until the program has observed through Handle that the operation is done.
 //
@@ -111,7 +111,7 @@ func jobOver(err error) bool {
 	return errors.Is(err, ErrShutDown) || errors.Is(err, ErrClosed) || errors.As(err, new(*PeerError))
 }
 
-// afterTimeoutError is the error of a job that ended after a wait of this rank had timed out.
+// afterTimeoutError reports that the job ended after a wait of this rank had timed out.
 type afterTimeoutError struct {
 	text string
 	err  error

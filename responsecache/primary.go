@@ -220,8 +220,8 @@ func (p *Primary) lowestFree() (uint32, bool) {
 	return uint32(len(p.entries)), true
 }
 
-// Issue ends the given cycle. It appends to dst the bits that were erased since the last call. When a member
-// has seen this cycle, its votes for these bits no longer stand for the erased entries.
+// Issue ends the given cycle. It appends to dst the bits that were erased since the last call. A member that
+// has seen this cycle does not use these bits to vote for the erased entries anymore.
 func (p *Primary) Issue(cycle uint64, dst []uint32) []uint32 {
 	for i := len(p.erased) - p.unissued; i < len(p.erased); i++ {
 		p.erased[i].erase = cycle
@@ -231,8 +231,8 @@ func (p *Primary) Issue(cycle uint64, dst []uint32) []uint32 {
 	return dst
 }
 
-// Forget drops erased entries that no vote can stand for anymore. seen is the last cycle that all members
-// have seen.
+// Forget drops the erased entries for which no vote can arrive anymore. seen is the last cycle that all
+// members have seen.
 func (p *Primary) Forget(seen uint64) {
 	kept := p.erased[:0]
 	for _, e := range p.erased {

@@ -28,13 +28,13 @@ const (
 )
 
 var (
-	// ErrClosed is the error of pending and later calls on a store or handle that has been closed.
+	// ErrClosed is returned by pending and later calls on a store or handle that has been closed.
 	ErrClosed = errors.New("the store is closed")
-	// ErrLimit is the error of a call that exceeds a limit of the store.
+	// ErrLimit reports that a call exceeds a limit of the store.
 	ErrLimit = errors.New("limit exceeded")
-	// ErrNotNumber is the error of Add if the value is not a decimal number or if the sum overflows 64 bits.
+	// ErrNotNumber is returned by Add if the value is not a decimal number or if the sum overflows 64 bits.
 	ErrNotNumber = errors.New("the value is not a decimal number of 64 bits")
-	// ErrUnsupported is the error of a call that this kind of store does not support.
+	// ErrUnsupported reports that this kind of store does not support the call.
 	ErrUnsupported = errors.New("not supported by this store")
 )
 

@@ -19,8 +19,8 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// DuplicateNameError is the error of Add if the name of a tensor is in use: either a tensor with that name is
-// in flight, or the program has not yet observed the completion of such a tensor.
+// DuplicateNameError reports that Add was called with the name of a tensor that is in use: either a tensor
+// with that name is in flight, or the program has not yet observed the completion of such a tensor.
 type DuplicateNameError struct {
 	Kind message.Kind
 	Name string

@@ -371,7 +371,7 @@ func limits(cfg Config, k knobs, r *rand.Rand) error {
 			most := r.Int64N(8<<10) >> r.IntN(6)
 			if at, err := os.Stat(cfg.Path); err == nil && cfg.Last == 0 {
 				if round%4 == 0 {
-					most = 10 // too few for any write; in round 0 the file has only its header
+					most = 10 // too small for any write; in round 0 the file contains only its header
 				}
 				// The limit affects only growth, because a process can still overwrite a file on a full disk.
 				most += at.Size()

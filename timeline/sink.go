@@ -32,7 +32,7 @@ type sink interface {
 	close() error
 }
 
-// errLost is the error of a disk whose path no longer names the file that the disk writes.
+// errLost reports that the path of a disk no longer names the file that the disk writes.
 var errLost = errors.New("the file was removed or replaced")
 
 // stream is a sink for a FIFO, a terminal or another device, where written bytes cannot be overwritten.

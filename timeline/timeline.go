@@ -32,7 +32,7 @@ import (
 	"github.com/gohvd/gohvd/internal/trace"
 )
 
-// ErrClosed is the error that Write returns after Close.
+// ErrClosed is returned by Write after Close.
 var ErrClosed = errors.New("timeline: closed")
 
 // Config is the configuration of a timeline.

@@ -115,7 +115,7 @@ func newCommand(measure func(ctx context.Context, o options) error) *cobra.Comma
 	f.Float64Var(&o.maxSeconds, "max-seconds", 3,
 		"with --seconds: if 20 calls would take longer than this many seconds, make fewer, but at least 5, or 3 for sizes above 64M")
 	f.IntVarP(&o.checks, "check", "c", 1,
-		"number of verified calls of each case before the timed calls; one more call is verified after them. 0 turns verification off")
+		"verify this many calls of each case before the timed calls, and one call after them; 0 turns verification off")
 	add(f, &o.types, "datatype", "d", "TYPES", "float", parseTypes,
 		"element types, separated by commas, or all; the names of nccl-tests and of gohvd are accepted")
 	add(f, &o.ops, "op", "o", "OPS", "sum", parseOps,

@@ -89,7 +89,7 @@ type named struct {
 	buf  []byte
 }
 
-// errUnsupported is the error of a path that does not support an operation. text says why.
+// errUnsupported reports that a path does not support an operation. text says why.
 type errUnsupported struct{ text string }
 
 func (e errUnsupported) Error() string { return e.text }

@@ -21,7 +21,7 @@ type options struct {
 	// If seconds is not 0, the number of calls is computed from seconds and maxSeconds (see the method
 	// calls). Otherwise it is iters.
 	seconds, maxSeconds float64
-	checks              int // how often each case is verified; 0 means never
+	checks              int // number of verified calls before the timed calls; 0 turns verification off
 	types               []tensor.DType
 	ops                 []tensor.ReduceOp
 	roots               []int  // nil means all ranks

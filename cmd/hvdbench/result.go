@@ -89,8 +89,8 @@ const (
 	ofMax
 )
 
-// resolve replaces byKind by the way that applies to a collective of this kind. It returns other values
-// unchanged.
+// resolve returns the average that byKind means for a collective of this kind: ofMean, ofMin or ofMax.
+// touched is set if buffers are touched. If a is not byKind, resolve returns a.
 func (a average) resolve(kind message.Kind, touched bool) average {
 	switch {
 	case a != byKind:

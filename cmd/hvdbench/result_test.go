@@ -53,7 +53,9 @@ func TestBusFactor(t *testing.T) {
 	}
 }
 
-// TestCallsFillTheTime checks that the number of calls follows the same rule as in bench/peers/bench.h.
+// TestCallsFillTheTime checks how many calls are timed. They fill o.seconds, but there are at least 20 and at
+// most 20000. If 20 calls would take longer than o.maxSeconds, there are as many calls as fit into that time,
+// but at least 5, or 3 for sizes above 64 MiB. bench_run in bench/peers/bench.h has the same rule.
 func TestCallsFillTheTime(t *testing.T) {
 	for _, c := range []struct {
 		seconds  float64

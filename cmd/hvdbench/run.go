@@ -13,7 +13,7 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// wrongError is the error of a benchmark with wrong results. count is the number of wrong elements.
+// wrongError reports that a benchmark computed wrong results. count is the number of wrong elements.
 type wrongError struct{ count int64 }
 
 func (e *wrongError) Error() string { return fmt.Sprintf("%d elements are wrong", e.count) }

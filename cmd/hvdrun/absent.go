@@ -34,8 +34,7 @@ func (f *absentFlag) Set(text string) error {
 	return &absentError{f}
 }
 
-// absentError is the error for a flag of horovodrun that has no effect in hvdrun. Its text contains the
-// reason.
+// absentError reports that a flag of horovodrun has no effect in hvdrun. Its text contains the reason.
 type absentError struct{ flag *absentFlag }
 
 func (e *absentError) Error() string { return fmt.Sprintf("--%s: %s", e.flag.name, e.flag.reason) }

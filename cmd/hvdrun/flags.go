@@ -132,7 +132,7 @@ func (f *settingFlag) Set(text string) error {
 func (f *settingFlag) file(path string) (string, error) {
 	given := func(v config.FlagValue) bool { return v.Name == config.FileVariable }
 	if path == "" || slices.ContainsFunc(f.r.flags, given) {
-		return "", errors.New("want one file: give the flag once, with the name of a file")
+		return "", errors.New("want the path of one settings file: pass this flag only once")
 	}
 	return filepath.Abs(path)
 }

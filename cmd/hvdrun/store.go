@@ -53,7 +53,7 @@ TORCHELASTIC_USE_AGENT_STORE=True.`,
 	f.BoolVar(&s.tls, "tls", false, "encrypt connections (for the ranks: HVD_TLS); requires --secret-file")
 	f.BoolVar(&s.insecure, "insecure", false,
 		"serve without a secret even if other hosts can reach the address")
-	f.BoolVar(&s.torch, "torch", false, "serve clients of PyTorch's TCPStore protocol, which has no secret, instead of clients of gohvd's store")
+	f.BoolVar(&s.torch, "torch", false, "speak PyTorch's TCPStore protocol, which is unauthenticated, instead of gohvd's own store protocol")
 	f.BoolVar(&s.torch21, "torch-2.1", false,
 		"if a client is older than PyTorch 2.2, assume that it is PyTorch 2.1 and not an earlier version")
 	f.BoolVar(&r.verbose, "verbose", false, "log when clients connect and disconnect")

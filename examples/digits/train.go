@@ -17,8 +17,8 @@ type options struct {
 	batch  int // number of images in a step, over all ranks
 	rate   float64
 	seed   uint64
-	// slowRank is the rank whose steps take longer than those of the other ranks, each by the duration slow.
-	// It is -1 if no rank is slow.
+	// slowRank is the rank that is slowed down for demonstration, or -1 if no rank is. This rank waits in
+	// each step for the duration in the field slow.
 	slowRank int
 	slow     time.Duration
 }

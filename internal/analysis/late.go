@@ -403,8 +403,8 @@ func (l *Late) judge(p *slot) {
 	var all []submission
 	latest := never
 	// A single submission cannot be compared with others, so the arrivals of all ranks' requests are compared
-	// instead. Timelines of Horovod have no submissions but have the arrivals, because each bar in them
-	// begins with the first rank's request.
+	// instead. Horovod timelines contain the arrivals but no submissions, because each bar in them begins
+	// when the first rank's request arrives.
 	if len(p.submitted) > 1 || len(p.arrivals) == 0 {
 		for _, s := range p.submitted {
 			if s.at != 0 && s.Clock.Known {

@@ -66,16 +66,16 @@ type Config struct {
 	JobID string
 	// StartTimeout is the time limit of Init. Within this time all ranks must have met.
 	StartTimeout time.Duration
-	// LivenessTimeout is the time without a message after which a rank is considered dead. Raising it delays
-	// the verdict on a host that has vanished. The death of a process is detected at once, even with a high
-	// value.
+	// LivenessTimeout is the time without a message after which a rank is considered dead. A higher value
+	// delays the verdict on a host that has vanished. The death of a process is detected at once, even with a
+	// high value.
 	LivenessTimeout time.Duration
 	// FusionThresholdBytes is the maximum size of a fused response. With 0 there is no fusion. A grouped
 	// allreduce is one response even if it is larger. Raising the value saves round trips and costs cache
 	// misses.
 	FusionThresholdBytes int64
-	// CycleTime is the least time between two cycles of the coordinator. Raising it makes more tensors fuse
-	// and delays responses. With 0, the default, the coordinator answers as soon as possible. Horovod's
+	// CycleTime is the least time between two cycles of the coordinator. A higher value makes more tensors
+	// fuse and delays responses. With 0, the default, the coordinator answers as soon as possible. Horovod's
 	// default is 1 ms.
 	CycleTime time.Duration
 	// CacheCapacity is the number of responses in the cache of each process set. With 0 there is no cache,

@@ -128,7 +128,7 @@ var settings = []Setting{
 			{Name: "start-timeout", Arg: "SECONDS"}},
 		Default: "30",
 		Doc:     "time limit of Init, within which all ranks must have joined",
-		Raise:   "Raising it tolerates ranks that start late, and delays the error if a rank never starts.",
+		Raise:   "A higher value tolerates ranks that start late, and delays the error if a rank never starts.",
 		kind:    seconds(func(c *Config) *time.Duration { return &c.StartTimeout }, 0.001),
 	},
 	{
@@ -167,16 +167,16 @@ var settings = []Setting{
 	},
 	{
 		Name: "HVD_RENDEZVOUS_HOST", Section: sectionStart, Scope: ToMeet,
-		Otherwise: "the address that the launcher gives",
-		Doc: "host of rank 0, for launchers whose ranks meet at a store that rank 0 serves " +
-			"(docs/launchers.md)",
+		Otherwise: "the address that the launcher provides",
+		Doc: "name or address of the host of rank 0. It is used only under launchers whose ranks meet at a " +
+			"store that rank 0 serves (docs/launchers.md)",
 		kind: text("a host's name or address", func(c *Config) *string { return &c.MeetHost }),
 	},
 	{
 		Name: "HVD_RENDEZVOUS_PORT", Section: sectionStart, Scope: ToMeet,
-		Otherwise: "the port that the launcher gives",
-		Doc: "port of the store that rank 0 serves, for launchers whose ranks meet there " +
-			"(docs/launchers.md)",
+		Otherwise: "the port that the launcher provides",
+		Doc: "port of the store that rank 0 serves. It is used only under launchers whose ranks meet at " +
+			"this store (docs/launchers.md)",
 		kind: port(func(c *Config) *int { return &c.MeetPort }),
 	},
 	{
@@ -210,7 +210,7 @@ var settings = []Setting{
 		Default: "134217728",
 		Doc: "maximum total size of the tensors that are fused into one response. 0 turns fusion off. A " +
 			"grouped allreduce is one response whatever its size",
-		Raise: "Raising it saves round trips, but causes more misses in the caches of the processor.",
+		Raise: "A higher value saves round trips, but causes more misses in the caches of the processor.",
 		kind:  bytesOf(func(c *Config) *int64 { return &c.FusionThresholdBytes }), form: mebibytes,
 	},
 	{
@@ -220,7 +220,7 @@ var settings = []Setting{
 		Default: "0",
 		Doc: "minimum time between two negotiation cycles. If it is 0, requests are answered at once. " +
 			"Horovod's default is 1 ms",
-		Raise: "Raising it fuses more tensors into one response, but delays responses.",
+		Raise: "A higher value fuses more tensors into one response, but delays responses.",
 		kind:  milliseconds(func(c *Config) *time.Duration { return &c.CycleTime }, 0),
 	},
 	{
@@ -285,7 +285,7 @@ var settings = []Setting{
 		Default: "60",
 		Doc: "time that a tensor may wait for ranks before a warning names these ranks. 0 turns the " +
 			"warnings off",
-		Raise: "Raising it avoids warnings about ranks that are slow now and then, but reports stalls " +
+		Raise: "A higher value avoids warnings about ranks that are slow now and then, but reports stalls " +
 			"later.",
 		kind: seconds(func(c *Config) *time.Duration { return &c.StallWarning }, 0),
 	},
@@ -296,7 +296,7 @@ var settings = []Setting{
 		Default: "0",
 		Doc: "time that a tensor may wait for ranks before the job is ended. It must be at least " +
 			"HOROVOD_STALL_CHECK_TIME_SECONDS. With 0, a stall never ends the job",
-		Raise: "Raising it lets a stalled job run, and occupy its machines, for longer.",
+		Raise: "A higher value lets a stalled job run, and occupy its machines, for longer.",
 		kind:  seconds(func(c *Config) *time.Duration { return &c.StallShutdown }, 0),
 	},
 	{
@@ -306,7 +306,7 @@ var settings = []Setting{
 		Default: "0",
 		Doc: "time limit of every operation except Join, from submission to completion. When it has " +
 			"passed, the job fails. 0 sets no limit",
-		Raise: "Raising it tolerates slow operations, but detects stuck operations later.",
+		Raise: "A higher value tolerates slow operations, but detects stuck operations later.",
 		kind:  seconds(func(c *Config) *time.Duration { return &c.OperationTimeout }, 0),
 	},
 	{
@@ -315,7 +315,7 @@ var settings = []Setting{
 		Flags:   []Flag{{Name: "liveness-seconds", Arg: "SECONDS"}},
 		Default: "10",
 		Doc:     "time without a message after which a rank is considered dead",
-		Raise: "Raising it delays the error if a host vanishes. The death of a process is noticed at once, " +
+		Raise: "A higher value delays the error if a host vanishes. The death of a process is noticed at once, " +
 			"whatever the value.",
 		// The minimum of 3 s leaves time for a few heartbeats, because ranks send one every second.
 		kind: seconds(func(c *Config) *time.Duration { return &c.LivenessTimeout }, 3),
@@ -364,7 +364,7 @@ var settings = []Setting{
 		Default: "1024",
 		Doc: "maximum disk space, in MiB, for the timeline of a rank. When it is used up, the oldest " +
 			"part is deleted",
-		Raise: "Raising it keeps the timeline of a longer part of the job.",
+		Raise: "A higher value keeps the timeline of a longer part of the job.",
 		kind:  whole(func(c *Config) *int { return &c.TimelineMaxMiB }, 1),
 	},
 	{
@@ -375,7 +375,7 @@ var settings = []Setting{
 		Doc: "number of seconds for which events of the timeline are kept in memory. They are written " +
 			"when the timeline is stopped or the job ends or fails. Older events are dropped. 0 writes " +
 			"every event as it occurs",
-		Raise: "Raising it keeps more of the timeline, but takes more memory.",
+		Raise: "A higher value keeps more of the timeline, but takes more memory.",
 		kind:  seconds(func(c *Config) *time.Duration { return &c.TimelineLast }, 0),
 	},
 	{
@@ -446,13 +446,13 @@ var settings = []Setting{
 	},
 	{
 		Name: "HOROVOD_RANK", Section: sectionPlace, Scope: ByLauncher,
-		Otherwise: "0, in a job with one rank",
+		Otherwise: "the rank that another launcher provides, or 0 without a launcher",
 		Doc:       "rank of this process, from 0 to HOROVOD_SIZE - 1",
 		kind:      whole(func(c *Config) *int { return &c.Rank }, 0),
 	},
 	{
 		Name: "HOROVOD_SIZE", Section: sectionPlace, Scope: ByLauncher,
-		Otherwise: "1, in a job with one rank",
+		Otherwise: "the number that another launcher provides, or 1 without a launcher, so that the job has one rank",
 		Doc:       "number of ranks in the job",
 		kind:      whole(func(c *Config) *int { return &c.Size }, 1),
 	},

@@ -66,7 +66,7 @@ var (
 		}}
 	// negated is the form for a setting that turns a feature off but whose key in the file turns the feature
 	// on.
-	negated = &form{", with the opposite meaning", wantBoolean, func(text string) (string, bool) {
+	negated = &form{", which is inverted: true there means 0 here", wantBoolean, func(text string) (string, bool) {
 		v, ok := boolean(text)
 		return digit(!v), ok
 	}}

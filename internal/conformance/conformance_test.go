@@ -17,9 +17,8 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// These are the values of the parameters of a trial, other than its operation. With -full all values are
-// combined, with two exceptions: each trial has only one value of joining, and its inputs are either wild or
-// not wild.
+// These are the values of the parameters of a trial, other than its operation. With -full, all values are
+// combined, except that a hash of the trial's number chooses its joining and whether its inputs are wild.
 var (
 	rankCounts    = []int{1, 2, 3, 4, 5, 8}
 	elementCounts = []int{0, 1, 7, 64, 1000, 65537}

@@ -39,9 +39,9 @@ func (c configuration) apply(cfg *engine.Config) {
 	}
 }
 
-// configurations returns one configuration for each row that the function rows returns. With product as rows,
-// these are all configurations. With pairs as rows, they are fewer, but they cover each pair of values of any
-// two settings.
+// configurations returns one configuration for each row of a table that the function rows returns. The table
+// has a column for each setting. If rows is product, the table contains every combination of values. If rows
+// is pairs, it is smaller, but it contains each pair of values of any two settings.
 func configurations(rows func(sizes []int) [][]int) (all []configuration) {
 	capacities, thresholds, segments := []int{1024, 2, 0}, []int64{64 << 20, 64, 0}, []int{0, 64}
 	for _, row := range rows([]int{len(links), len(capacities), len(thresholds), len(segments), 2, 2}) {
@@ -51,7 +51,8 @@ func configurations(rows func(sizes []int) [][]int) (all []configuration) {
 	return all
 }
 
-// product returns all rows of a table whose column a has values from 0 to sizes[a]-1.
+// product returns the Cartesian product of the ranges from 0 to sizes[a]-1: one row for every combination of
+// values.
 func product(sizes []int) [][]int {
 	rows := [][]int{nil}
 	for _, n := range sizes {

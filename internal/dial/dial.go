@@ -156,7 +156,7 @@ func ReadGreeting(r io.Reader, magic string) (version uint32, err error) {
 // dialTimeout is the time limit for one attempt to connect to a peer and read its greeting.
 const dialTimeout = 5 * time.Second
 
-// VersionError is the error if the peer and this process use different versions of the protocol.
+// VersionError reports that the peer and this process use different versions of the protocol.
 type VersionError struct{ Got, Want uint32 }
 
 func (e *VersionError) Error() string {

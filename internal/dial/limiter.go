@@ -7,7 +7,7 @@ import (
 	"sync"
 )
 
-// ErrEvicted is the error of a connection that a Limiter has closed to make room for another one.
+// ErrEvicted reports that a Limiter has closed a connection to make room for another one.
 var ErrEvicted = errors.New(
 	"the connection was closed before its handshake ended, because too many newer connections are in a handshake")
 

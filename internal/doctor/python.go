@@ -100,8 +100,8 @@ func python(ctx context.Context, s *System) []Line {
 	return append(lines, s.hvddLine(ctx, facts.Hvdd))
 }
 
-// hvddLine runs the hvdd whose path is file, to get its version. The version should equal the version of this
-// program.
+// hvddLine runs the hvdd at the path file with --version and returns a line about the result: a failure if
+// hvdd does not run, or a warning if its version differs from the version of this program.
 func (s *System) hvddLine(ctx context.Context, file string) Line {
 	if file == "" {
 		return ok(sidecarName, "not beside hvdrun; only Python programs need it")

@@ -274,9 +274,9 @@ func TestSidecarDeaths(t *testing.T) {
 	}
 }
 
-// BenchmarkSidecarAllreduce measures single allreduces of two ranks. Each rank has a sidecar and a
-// shared-memory ring for its requests. A training program waits for this time when it needs the result before
-// it can go on.
+// BenchmarkSidecarAllreduce measures the latency of an allreduce between two ranks, one allreduce at a time.
+// Each rank has a sidecar and submits its requests through a ring in shared memory. A training program waits
+// for this time if it needs the result before it can go on.
 func BenchmarkSidecarAllreduce(b *testing.B) {
 	for _, bytes := range []int64{4, 64 << 10, 64 << 20} {
 		b.Run(strconv.FormatInt(bytes, 10), func(b *testing.B) {

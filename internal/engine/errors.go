@@ -9,18 +9,18 @@ import (
 	"github.com/gohvd/gohvd/internal/message"
 )
 
-// ErrShutDown is the error of an operation that cannot run anymore because this rank has shut down, or
-// because every rank that could have submitted it has shut down.
+// ErrShutDown reports that an operation cannot run anymore because this rank has shut down, or because every
+// rank that could have submitted it has shut down.
 var ErrShutDown = errors.New("this rank or the job was shut down before every rank had submitted the operation")
 
-// ErrClosed is the error of an epoch that this rank has ended by a call of Close.
+// ErrClosed reports that this rank has ended the epoch by a call of Close.
 var ErrClosed = errors.New("the engine was closed")
 
-// ErrCutShort is the error of a shutdown that has aborted running operations because they made no progress.
+// ErrCutShort reports that a shutdown has aborted running operations because they made no progress.
 var ErrCutShort = fmt.Errorf("%w: running operations were aborted because they made no progress", ErrShutDown)
 
-// StallError is the error of a job that was shut down because some ranks did not submit a tensor for which
-// the other ranks had waited too long. It matches ErrShutDown.
+// StallError reports that the job was shut down because some ranks did not submit a tensor for which the
+// other ranks had waited too long. It matches ErrShutDown.
 type StallError struct {
 	// Reason names the operation, the tensor, the missing ranks and how long the other ranks have waited.
 	Reason string
@@ -31,9 +31,9 @@ func (e *StallError) Error() string { return fmt.Sprintf("the job was shut down:
 // Is reports whether target is ErrShutDown.
 func (e *StallError) Is(target error) bool { return target == ErrShutDown }
 
-// UsageError is the error of a call that this rank should not have made. For example, the name is in use, the
-// process set does not contain this rank, or the options contradict each other. Nothing was submitted, and
-// the other ranks do not know of the call.
+// UsageError reports that this rank should not have made a call. For example, the name is in use, the process
+// set does not contain this rank, or the options contradict each other. Nothing was submitted, and the other
+// ranks do not know of the call.
 type UsageError struct {
 	// Op is the operation, such as "allreduce". Tensor is the name of the tensor, or "" if the call gave
 	// none.
@@ -50,8 +50,8 @@ func (e *UsageError) Error() string {
 
 func (e *UsageError) Unwrap() error { return e.Err }
 
-// MismatchError is the error of a tensor if the requests of the ranks contradict each other or together ask
-// for something impossible. The coordinator detects this. If the output has no room for the result, this rank
+// MismatchError reports that the requests of the ranks for a tensor contradict each other or together ask for
+// something impossible. The coordinator detects this. If the output has no room for the result, this rank
 // detects it. The job continues, because the program is at fault, not a machine.
 type MismatchError struct {
 	// Tensor is the name of the tensor, which is equal in all requests.
@@ -62,7 +62,7 @@ type MismatchError struct {
 
 func (e *MismatchError) Error() string { return e.Text }
 
-// PeerError is the error of an epoch that ended because ranks failed. At the surviving ranks, every pending
+// PeerError reports that the epoch ended because ranks failed. At the surviving ranks, every pending
 // operation and every later operation fails with it.
 type PeerError struct {
 	// Ranks are the ranks that failed. If it is unknown which of two ranks failed, Ranks contains both.
@@ -96,7 +96,7 @@ func newPeerError(v *controller.Verdict) *PeerError {
 	return e
 }
 
-// OpError is the error with which one operation has ended.
+// OpError reports why one operation has failed.
 type OpError struct {
 	// Op is the operation, such as "allreduce". Tensor is the name of the tensor.
 	Op, Tensor string

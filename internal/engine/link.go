@@ -44,10 +44,10 @@ type outgoing struct {
 	end uint64 // the value of total after the buffer was sent
 }
 
-// errBacklog is the error of send if the peer is not reading its frames. errTooLarge is the error of send if
-// the frame exceeds the size limit, which applies to frames to any peer.
 var (
-	errBacklog  = errors.New("the peer does not read its messages: the send queue is full")
+	// errBacklog is returned by send if the peer is not reading its frames.
+	errBacklog = errors.New("the peer does not read its messages: the send queue is full")
+	// errTooLarge is returned by send if the frame exceeds the size limit, which is the same for all peers.
 	errTooLarge = errors.New("the negotiation frame is too large")
 )
 
@@ -119,12 +119,12 @@ func cause(err error) error {
 	return err
 }
 
-// errFrame is the error of a received frame that breaks the protocol. This rank may still send a verdict over
-// the connection.
+// errFrame reports that a received frame breaks the protocol. This rank may still send a verdict over the
+// connection.
 var errFrame = errors.New("malformed frame")
 
-// errPeerClosed is the error for the end of a stream. The peer's process has ended, or it has closed its
-// connections without a shutdown.
+// errPeerClosed reports the end of a stream. The peer's process has ended, or it has closed its connections
+// without a shutdown.
 var errPeerClosed = errors.New("the process exited or closed the connection")
 
 // event is a frame from a peer, or the error with which a connection ended.

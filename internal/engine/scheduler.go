@@ -128,8 +128,8 @@ type pollLimits struct {
 	pinned bool
 	// oversubscribed is set if polling would take the processor away from lanes that execute.
 	oversubscribed bool
-	// onlyAfterDrive is set if BackgroundThreadLoop polls only after a drive. Its own work does not extend
-	// the time for which it polls.
+	// onlyAfterDrive is set if BackgroundThreadLoop polls only for one budget after the last turn of a
+	// driver. Turns of BackgroundThreadLoop itself do not extend this time.
 	onlyAfterDrive bool
 }
 
@@ -146,7 +146,7 @@ type pace struct {
 // measurements.
 //
 // forClient is set if one of the other processes is the program that submits the operations. If that program
-// has no processor of its own, BackgroundThreadLoop polls for one budget after a drive, but not otherwise:
+// has no processor of its own, BackgroundThreadLoop polls only for one budget after a driver's last turn:
 // while the program waits, it drives the loop, and while it computes, it needs the processor.
 func newPollLimits(budget time.Duration, pinned, entersKernel, forClient bool, processes, cores,
 	threads int) pollLimits {

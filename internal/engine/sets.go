@@ -12,8 +12,8 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// ErrNoProcessSet is the error of an operation if its process set was removed or does not contain this rank.
-// It is also the error of operations that wait in a process set when the set is removed.
+// ErrNoProcessSet reports that the process set of an operation was removed or does not contain this rank. If
+// a set is removed, the operations that wait in it also fail with this error.
 var ErrNoProcessSet = errors.New("the process set was removed, or this rank is not a member of it")
 
 // laneTable holds the lanes of the process sets to which this rank belongs. Only the loop changes it.

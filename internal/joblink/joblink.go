@@ -68,7 +68,7 @@ const (
 	keyReports   = "joblink/reports"   // queue of reports
 )
 
-// ErrNoLauncher is the error of Report and ReportVerdict if no launcher listens. For example, nothing listens
+// ErrNoLauncher is returned by Report and ReportVerdict if no launcher listens. For example, nothing listens
 // to a job whose store is served by "hvdrun store".
 var ErrNoLauncher = errors.New("no launcher is listening to this job")
 

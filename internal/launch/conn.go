@@ -425,5 +425,5 @@ func (j *job) awaitAgents(timeout time.Duration) error {
 			c.link.Close()
 		}
 	}
-	return errors.New("launch: the commands that reach other hosts are still alive after SIGKILL")
+	return errors.New("launch: the commands that reach other hosts, such as ssh, are still alive after SIGKILL")
 }

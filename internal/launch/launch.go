@@ -138,12 +138,12 @@ type Options struct {
 	Kill time.Duration
 }
 
-// OptionError is the error for an option that is not valid. Run has started nothing.
+// OptionError reports that an option is not valid. Run has started nothing.
 type OptionError struct{ Text string }
 
 func (e *OptionError) Error() string { return "launch: " + e.Text }
 
-// CommandError is the error for a command that could not be started. No rank is running.
+// CommandError reports that a command could not be started. No rank is running.
 type CommandError struct {
 	Command string
 	Host    string // host of the rank; empty if all ranks run on this host
@@ -160,7 +160,7 @@ func (e *CommandError) Error() string {
 
 func (e *CommandError) Unwrap() error { return e.Err }
 
-// HostError is the error for a host on which ranks could not be started. No rank is running.
+// HostError reports that ranks could not be started on a host. No rank is running.
 type HostError struct {
 	Host string
 	Err  error

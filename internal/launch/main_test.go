@@ -178,11 +178,11 @@ func launcher(text string) int {
 	return status
 }
 
-// fake describes an agent that sends hello, accepts the launcher's streams, sends the given notices, and ends
-// with status 7.
+// fake describes what a fake agent does. It greets the launcher, accepts the launcher's streams, sends the
+// notices, and exits with status 7.
 type fake struct {
 	Notices []string // each notice is JSON
-	Print   string   // output of rank 0
+	Print   string   // what the agent sends as the output of rank 0
 	Lives   bool     // the agent stays alive, answers pings and carries out no order
 }
 

@@ -536,7 +536,7 @@ func (d *decoder) words(v *[]uint32) {
 func (d *decoder) text() string {
 	n := int(d.u16())
 	if n > MaxReasonBytes {
-		d.fail(fmt.Errorf("got a text of %d bytes, want at most %d", n, MaxReasonBytes))
+		d.fail(fmt.Errorf("got a string of %d bytes, want at most %d", n, MaxReasonBytes))
 		return ""
 	}
 	// Truncate as appendText does, so that encoding the result again gives the same bytes.

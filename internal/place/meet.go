@@ -25,13 +25,13 @@ import (
 	"github.com/gohvd/gohvd/store/c10d"
 )
 
-// ErrNoSecret is the error of Meet if the user has given no secret, and the launcher has no private channel
-// on which rank 0 could send a secret to the other ranks.
+// ErrNoSecret is returned by Meet if the user has given no secret, and the launcher has no private channel on
+// which rank 0 could send a secret to the other ranks.
 var ErrNoSecret = errors.New(
 	"the job has no secret: give all ranks the same file in HVD_SECRET_FILE, or set HVD_INSECURE=1 to accept " +
 		"any process that can connect to the ports of the job")
 
-// ErrMet is the error of a second call of Meet. The launcher allows a process to meet the other ranks only
+// ErrMet is returned by a second call of Meet. The launcher allows a process to meet the other ranks only
 // once.
 var ErrMet = errors.New("this process has already met the other ranks, which the launcher allows only once")
 
@@ -392,16 +392,16 @@ func (e *Env) dialAnnounced(ctx context.Context, o MeetOptions, m *Place, text s
 func parseAnnouncement(text string) (host string, port int, word string, err error) {
 	at, word, ok := strings.Cut(text, ",")
 	if !ok {
-		return "", 0, "", fmt.Errorf("malformed announcement from rank 0: got %d bytes without a comma, want host:port,secret",
+		return "", 0, "", fmt.Errorf("malformed announcement from rank 0: got %d bytes without a comma, want \"host:port,secret\"",
 			len(text))
 	}
 	host, portText, err := net.SplitHostPort(at)
 	if err != nil || host == "" {
 		return "", 0, "", errors.New(
-			"malformed announcement from rank 0: got no address, want host:port,secret")
+			"malformed announcement from rank 0: got no address, want \"host:port,secret\"")
 	}
 	if port, err = decimal(portText, 1<<16-1); err != nil || port == 0 {
-		return "", 0, "", errors.New("malformed announcement from rank 0: got no port, want host:port,secret")
+		return "", 0, "", errors.New("malformed announcement from rank 0: got no port, want \"host:port,secret\"")
 	}
 	return host, port, word, nil
 }
@@ -601,7 +601,7 @@ func (e *Env) meetAtMaster(ctx context.Context, o MeetOptions, m *Place) error {
 	}
 	portText, word, _ := strings.Cut(string(text), ",")
 	if port, err = decimal(portText, 1<<16-1); err != nil || port == 0 {
-		return fmt.Errorf("malformed announcement from rank 0 in the TCPStore at %s: got no port, want port,secret", master)
+		return fmt.Errorf("malformed announcement from rank 0 in the TCPStore at %s: got no port, want \"port,secret\"", master)
 	}
 	if err := e.adoptTorchSecret(o, m, word); err != nil {
 		return err

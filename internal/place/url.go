@@ -50,7 +50,7 @@ type Methods map[string]Method
 // no rank does. Callers may add methods.
 func NewMethods() Methods { return Methods{"env": envMethod, "tcp": tcpMethod, "file": fileMethod} }
 
-// MethodError is the error of Methods.Open if the init method of a URL cannot be used.
+// MethodError reports that Methods.Open cannot use the init method of a URL.
 type MethodError struct {
 	Scheme string // scheme of the URL; empty if the URL has none
 	Err    error

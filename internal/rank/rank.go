@@ -28,7 +28,7 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// ErrNotInitialized is the error of an operation that is called before Init.
+// ErrNotInitialized is returned by operations that are called before Init.
 var ErrNotInitialized = errors.New("not initialized: call hvd.Init first")
 
 // Options override settings that Start otherwise reads from the environment.

@@ -41,8 +41,8 @@ func (t *timelines) dropped() uint64 {
 	return t.past + t.current.Dropped()
 }
 
-// count sets current to next, which may be nil. It adds to the counter past the number of operations that the
-// previous timeline has dropped.
+// count makes next the current timeline. next may be nil. count adds the number of operations that the
+// previous timeline has dropped to t.past.
 func (t *timelines) count(next *timeline.Timeline) {
 	t.countMu.Lock()
 	defer t.countMu.Unlock()

@@ -44,7 +44,7 @@ const (
 	format          = 1
 )
 
-// ErrMalformed is the error for data that is not a valid dump or stall.
+// ErrMalformed reports that data is not a valid dump or stall.
 var ErrMalformed = errors.New("malformed dump")
 
 // About is the content of a dump in addition to the recorded operations.
@@ -243,8 +243,8 @@ func check(d *analysis.Snapshot) error {
 	return nil
 }
 
-// Stall is a tensor that has waited for ranks for too long. Rank 0 sends it to hvdrun, which then collects
-// dumps for a report.
+// Stall is a tensor that has waited too long for some ranks to submit it. Rank 0 sends it to hvdrun, which
+// then collects dumps for a report.
 type Stall struct {
 	Set  uint32 `json:"set"`
 	Name string `json:"name"`

@@ -20,8 +20,8 @@ const (
 	maxTriedRanks = 100
 )
 
-// errStopped is the cause of the context of a rank's try if the context ends because another rank of the host
-// has failed.
+// errStopped is the cause with which Agree cancels the context of this rank's try when another rank of the
+// host has failed.
 var errStopped = errors.New("another rank of this host has failed")
 
 // agreement has what one rank has learned from the root about the tries of all ranks of its host in Agree.

@@ -31,7 +31,7 @@ const (
 // Record describes a rank. Each rank sends its Record to all other ranks.
 type Record struct {
 	Addr   string // address, host:port, on which the rank accepts data connections
-	Host   string // name of the rank's host, for people
+	Host   string // name of the rank's host, used only in messages
 	HostID string // identity of the rank's host, equal for ranks that can share memory
 	PID    int
 	// Capabilities maps the name of each backend in the rank's build to the reason why the rank cannot use
@@ -131,7 +131,7 @@ const (
 	RootFailed // rank 0 had an error of its own
 )
 
-// RefusedError is the error of Join if the ranks found each other, but no epoch was formed, or an epoch was
+// RefusedError is returned by Join if the ranks found each other, but no epoch was formed, or an epoch was
 // formed without this rank. All ranks that have joined get the same error, with two exceptions: only a
 // latecomer gets Late, and if the reason is GaveUp or RootFailed, rank 0 returns its own error.
 type RefusedError struct {

@@ -11,7 +11,7 @@ import (
 	"github.com/gohvd/gohvd/internal/rendezvous/rendezvouspb"
 )
 
-// errNewerRoot is the error of an attempt to join a root that ended because the store has a newer root.
+// errNewerRoot is returned when an attempt to join a root ends because the store has a newer root.
 var errNewerRoot = errors.New("rank 0 has published a newer root in the store")
 
 // joinRoot implements Join for every rank except 0. It asks the root in the store. If this root does not

@@ -135,8 +135,8 @@ func cut(text string, most int) string {
 	return strings.ToValidUTF8(text[:min(len(text), most)], "") // the cut may have split a character
 }
 
-// errStale is the error for the answer STALE, with which a root refuses this rank. For the other answers with
-// which a root refuses a rank, the errors are *completeError and *RefusedError.
+// errStale reports that a root has refused this rank with the answer STALE. For the other answers with which
+// a root refuses a rank, the errors are *completeError and *RefusedError.
 var errStale = errors.New(
 	"the root of rank 0 at this address is not the root in the store (it may belong to an earlier attempt), " +
 		"or it has already answered this process")

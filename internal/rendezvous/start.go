@@ -21,7 +21,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// FailedError is the error of a start in which ranks failed after the epoch was complete but before all ranks
+// FailedError reports that ranks failed during a start, after the epoch was complete but before all ranks
 // were ready. All ranks get the same FailedError.
 type FailedError struct {
 	Epoch uint64

@@ -57,11 +57,11 @@ const (
 )
 
 var (
-	// ErrWrong is the error of a proof with a peer that has another secret.
+	// ErrWrong reports that the peer has another secret.
 	ErrWrong = errors.New("the peer has another secret, so it does not belong to this job")
-	// ErrNone is the error of a proof if this process has a secret and the peer has none.
+	// ErrNone reports that this process has a secret and the peer has none.
 	ErrNone = errors.New("the peer has no secret, so it does not belong to this job")
-	// ErrNeeded is the error of a connection if the peer has a secret and this process has none.
+	// ErrNeeded reports that the peer has a secret and this process has none.
 	ErrNeeded = errors.New("the peer requires the secret of its job, but this process has none")
 )
 

@@ -17,7 +17,7 @@ import (
 	"time"
 )
 
-// ErrMixed is the error of a connection of which one end encrypts and the other does not.
+// ErrMixed reports that one end of a connection encrypts and the other does not.
 var ErrMixed = errors.New(
 	"only one side of the connection has HVD_TLS set: set it for all processes of the job or for none")
 

@@ -55,7 +55,7 @@ type Segment struct {
 	err     error
 }
 
-// NoMemoryError is the error of a call for which there is not enough memory for a segment.
+// NoMemoryError reports that there is not enough memory for a segment.
 type NoMemoryError struct {
 	// What names the purpose of the memory, such as "tensor".
 	What string

@@ -102,8 +102,8 @@ func (c *conn) serve() error {
 		c.server.check(arena.Free(b))
 	}
 	c.out.Close()
-	// The goroutine in c.out.Run may be waiting for room in the socket. Shutting down the socket ends this
-	// wait.
+	// The goroutine that runs c.out.Run may be waiting for the client to read. Shutting down the socket ends
+	// this wait.
 	_ = unix.Shutdown(c.in.FD, unix.SHUT_RDWR)
 	sending.Wait()
 	c.in.Close()

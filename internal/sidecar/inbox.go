@@ -118,7 +118,7 @@ func (i *inbox) Wait(ms int) bool {
 func (i *inbox) take(oob []byte, flags int) error {
 	messages, err := unix.ParseSocketControlMessage(oob)
 	if err != nil {
-		return fmt.Errorf("%w: descriptors of a frame: %w", errFrame, err)
+		return fmt.Errorf("%w: cannot decode the descriptors of a frame: %w", errFrame, err)
 	}
 	for _, m := range messages {
 		if m.Header.Level != unix.SOL_SOCKET || m.Header.Type != unix.SCM_RIGHTS {
@@ -126,7 +126,7 @@ func (i *inbox) take(oob []byte, flags int) error {
 		}
 		fds, err := unix.ParseUnixRights(&m)
 		if err != nil {
-			return fmt.Errorf("%w: descriptors of a frame: %w", errFrame, err)
+			return fmt.Errorf("%w: cannot decode the descriptors of a frame: %w", errFrame, err)
 		}
 		i.fds = append(i.fds, fds...)
 	}

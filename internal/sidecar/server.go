@@ -66,7 +66,7 @@ type Config struct {
 	Log         *zap.Logger
 }
 
-// errEnding is the error of requests and connections that arrive after Close was called.
+// errEnding reports that a request or connection has arrived after Close was called.
 var errEnding = errors.New("the sidecar is shutting down")
 
 // Server runs the engine of one rank for its clients. Its methods are safe for concurrent use.

@@ -24,18 +24,19 @@ const Control Lane = 0
 // DataLane returns the lane on which process set s executes its operations.
 func DataLane(s topo.ProcessSetID) Lane { return Lane(s) + 1 }
 
-// ErrClosed is the error of calls on a Mesh or Conn that this process has closed.
+// ErrClosed is returned by calls on a Mesh or Conn that this process has closed.
 var ErrClosed = errors.New("transport: the mesh or connection is closed")
 
-// ErrReleased is the error of calls for a lane that this rank has released, and of calls on the Conns of such
+// ErrReleased is returned by calls for a lane that this rank has released, and by calls on the Conns of such
 // a lane.
 var ErrReleased = errors.New("transport: the lane was released")
 
-// ErrControl is the error with which the Control lane fails if Release was called for that lane.
+// ErrControl reports that Release was called for the Control lane. The Control lane then fails with this
+// error.
 var ErrControl = errors.New("transport: the control lane cannot be released, because it lasts as long as the mesh")
 
-// PeerError is the error if the channel to a peer has failed. It does not mean that the peer itself has
-// failed. Only the coordinator decides which rank failed.
+// PeerError reports that the channel to a peer has failed. It does not mean that the peer itself has failed.
+// Only the coordinator decides which rank failed.
 type PeerError struct {
 	Peer topo.Rank
 	Lane Lane

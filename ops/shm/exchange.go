@@ -204,7 +204,7 @@ func (b *Backend) awaitReaders(wait bool) (bool, error) {
 	return true, b.checkAborts()
 }
 
-// checkAborts returns an error if a peer has given up the operation. A rank sets its abort word before it
+// checkAborts returns an error if a peer has abandoned the operation. A rank sets its abort word before it
 // gives its buffers back to its caller. So if there is no error, no buffer has changed while this rank read
 // it.
 func (b *Backend) checkAborts() error {

@@ -44,7 +44,7 @@ func TestDeadPeer(t *testing.T) {
 				switch again := op(t.Context(), r); {
 				case !errors.As(err, &p):
 					t.Errorf("rank %d: got %v, want a PeerError", r.me, err)
-				case p.Peer != 2 && !strings.Contains(err.Error(), "gave up the operation"):
+				case p.Peer != 2 && !strings.Contains(err.Error(), "abandoned the operation"):
 					t.Errorf("rank %d: got %v, want a *PeerError for rank 2", r.me, err)
 				case again == nil || !errors.Is(again, err):
 					t.Errorf("rank %d: got %v after a failure, want that failure", r.me, again)
@@ -129,8 +129,8 @@ func TestAbandonedBuffer(t *testing.T) {
 				return nil
 			}
 			switch err := r.Allreduce(t.Context(), message.Direct, tensor.Float32, tensor.Sum, buf); {
-			case gaveUp && (err == nil || !strings.Contains(err.Error(), "gave up the operation")):
-				t.Errorf("got %v, want the error that rank 1 gave up the operation", err)
+			case gaveUp && (err == nil || !strings.Contains(err.Error(), "abandoned the operation")):
+				t.Errorf("got %v, want the error that rank 1 abandoned the operation", err)
 			case !gaveUp && err != nil:
 				t.Error(err)
 			}

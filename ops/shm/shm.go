@@ -257,9 +257,9 @@ func (b *Backend) peerError(i int, err error) error {
 	return &transport.PeerError{Peer: b.ranks[i], Lane: b.lane, Err: err}
 }
 
-// errGivenUp is the error for a peer that has given up the operation. The peer may have changed its buffers
-// while this rank read them.
-var errGivenUp = errors.New("the peer gave up the operation")
+// errGivenUp reports that a peer has abandoned the operation. The peer may have changed its buffers while
+// this rank read them.
+var errGivenUp = errors.New("the peer abandoned the operation")
 
 // Plan implements ops.Backend. The algorithm is always direct: the owner of a block reads the block from all
 // other ranks.

@@ -182,8 +182,8 @@ var endedContext = func() context.Context {
 }()
 
 var (
-	// errNotFinished is the error of Start if an operation is in progress.
+	// errNotFinished is returned by Start if an operation is in progress.
 	errNotFinished = errors.New("Start was called before the previous operation had finished")
-	// errNotStarted is the error of Step if no operation is in progress.
+	// errNotStarted is returned by Step if no operation is in progress.
 	errNotStarted = errors.New("Step was called without an operation in progress")
 )

@@ -28,8 +28,8 @@ func BenchmarkAllreduce(b *testing.B) {
 	}
 }
 
-// BenchmarkTypes compares the time of an allreduce for each floating-point type and algorithm. Direct
-// converts half-precision types to float32.
+// BenchmarkTypes compares the time of an allreduce for each floating-point type and algorithm. For
+// half-precision types, the algorithm message.Direct also converts the elements to float32 and back.
 func BenchmarkTypes(b *testing.B) {
 	for _, dt := range floatTypes {
 		for _, alg := range reduceAlgs {

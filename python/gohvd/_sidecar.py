@@ -104,8 +104,8 @@ def find_sidecar() -> str:
     if on_path:
         return on_path
     raise SidecarError(
-        "the sidecar program hvdd was not found: HVD_SIDECAR_BINARY is not set, the package has no "
-        f"{os.path.join('gohvd', 'bin', 'hvdd')}, and PATH has no hvdd; "
+        "hvdd was not found: HVD_SIDECAR_BINARY is not set, the Python package does not contain "
+        f"{os.path.join('gohvd', 'bin', 'hvdd')}, and hvdd is not in PATH; "
         "in a checkout, build it with `go build ./cmd/hvdd` and set HVD_SIDECAR_BINARY"
     )
 

@@ -23,12 +23,13 @@ type Lacks struct {
 	Empty bool
 	// Reasons is set if a refused call may return any error instead of ErrLimit or ErrNotNumber.
 	Reasons bool
-	// OwnKeys is the number of keys that NumKeys counts in an empty store.
+	// OwnKeys is the number of keys that the store itself creates. NumKeys counts them even in an empty
+	// store.
 	OwnKeys int64
 }
 
-// Run tests a kind of store. The function open must return an empty store, which Run closes. If open creates
-// other resources, it must register their clean-up with t.Cleanup.
+// Run tests one implementation of store.Store. Each call of open must return a new, empty store, which Run
+// closes. If open creates other resources, it must register their clean-up with t.Cleanup.
 func Run(t *testing.T, lacks Lacks, open func(t *testing.T) store.Store) {
 	for _, test := range []struct {
 		name string

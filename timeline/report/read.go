@@ -19,7 +19,7 @@ const (
 	scanBuffer = 1 << 16
 )
 
-// FormatError is the error for a file that violates the timeline format.
+// FormatError reports that a file violates the timeline format.
 type FormatError struct {
 	File string
 	// Byte is the offset in the uncompressed file at which the violation was found. The first byte has offset

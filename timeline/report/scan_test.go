@@ -140,7 +140,7 @@ func TestFilesThatAreNone(t *testing.T) {
 			"got a merged trace, want the timeline files of the ranks"},
 		"half a gz":  {string(packed[:12]), "the file ends before the closing ]"},
 		"no file":    {"-", "no such file"},
-		"empty path": {"/", "the folder has no timeline files"},
+		"empty path": {"/", "the folder contains no timeline files"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			path := filepath.Join(t.TempDir(), "bad.json")

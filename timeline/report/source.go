@@ -111,7 +111,7 @@ func find(path string) ([]string, error) {
 		all = append(all, path) // the path is a pipe made by the shell, which is read like standard input
 	}
 	if len(all) == 0 {
-		return nil, fmt.Errorf("%s: the folder has no timeline files", path)
+		return nil, fmt.Errorf("%s: the folder contains no timeline files", path)
 	}
 	return all, nil
 }
@@ -260,10 +260,10 @@ type Job struct {
 	spools   []*os.File
 }
 
-// Open finds and surveys the files that belong to the paths. A path is Stdin, a folder or a rank's file. The
-// files of the other ranks in the same folder also belong to rank 0's file. Files of another job and files
-// that cannot be read are left out. bad is the error if a path does not exist, or if it names a file that
-// cannot be read. err is set if no file can be used.
+// Open finds and surveys the files of a job. Each path is Stdin, a folder or a rank's file. If a path is rank
+// 0's file, Open also uses the files of the other ranks in the same folder. It leaves out files of other jobs
+// and files that it cannot read. bad is set if a path does not exist, or if a path names a file that cannot
+// be read. err is set if no file can be used.
 //
 // A report reads each file twice, and a merge reads it once more. Standard input is kept in a temporary file
 // until Close.

@@ -136,15 +136,16 @@ var (
 
 // half has functions that write the code for a half-precision type.
 type half struct {
-	// widen sets d to one half of n, converted to float32: the lower half if the parameter up is 0, the upper
-	// half if it is 1.
+	// widen converts one half of the vector n to float32 and stores the result in d. It converts the lower
+	// half if the parameter up is 0, and the upper half if up is 1.
 	widen func(p *program, d, n vec, up uint32)
-	// pack sets d to the float32s in v and v+1. The half-precision type must be able to represent them.
+	// pack converts the float32s in v and v+1 to the half-precision type and stores them in d. If the field
+	// round is not nil, the type must be able to represent them.
 	pack func(p *program, d, v vec)
-	// round rounds float32s so that pack accepts them. They must be results of arithmetic with this type.
-	// round changes t. It is nil if pack itself rounds.
+	// round rounds the float32s in v to values that pack accepts. The float32s must be results of arithmetic
+	// on values of this type. round overwrites the register t. The field is nil if pack itself rounds.
 	round func(p *program, v, t vec)
-	// convert is like round, but accepts any float32s.
+	// convert is like round, but v may hold any float32s.
 	convert func(p *program, v, t vec)
 }
 

@@ -22,7 +22,7 @@ import (
 // HangTimeout is how long a Client waits for a message before the test fails.
 const HangTimeout = 30 * time.Second
 
-// ErrEnd is the error of reading from a connection that the sidecar has closed.
+// ErrEnd reports that the sidecar has closed the connection.
 var ErrEnd = errors.New("the sidecar closed the connection")
 
 // TB is the part of testing.TB that a Client needs. Programs that are not tests can implement it too.

@@ -48,8 +48,8 @@ type pipe struct {
 	errReturned bool         // a read has returned an error
 }
 
-// piece is the part of a message that has not passed the rules. It passes at the time in ready at the
-// earliest.
+// piece is the part of a message that the rules still hold back. The rules release it no earlier than at the
+// time in the field ready.
 type piece struct {
 	bytes []byte
 	ready time.Time

@@ -21,10 +21,10 @@ const (
 	// slotsAt is the offset of the slots. There is one slot for each rank of the group, in the order of the
 	// group. The slot of the owner itself is not used.
 	slotsAt = lineBytes
-	// headAt is the offset in a slot of a u64: the number of bytes that the owner has written for the rank of
-	// the slot. fullAt is the offset of a u32. It is not 0 if the owner has more bytes for that rank, which
-	// wait for room. openAt is the offset of a u32. It is not 0 if the owner has asked for the Conn to that
-	// rank.
+	// These are the offsets of words in a slot. At headAt is a u64, the number of bytes that the owner has
+	// written for the rank of the slot. At fullAt is a u32, which is not 0 while the owner has more bytes for
+	// that rank than the ring has room for. At openAt is a u32, which is not 0 if the owner has asked for the
+	// Conn to that rank.
 	headAt, fullAt, openAt = 0, 8, 12
 	// tailAt is the offset in a slot of a u64: the number of bytes that the owner has read from the rank of
 	// the slot.

@@ -14,8 +14,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// errNoPeer is the error for a rank that is not in the group. Calls that need a rank other than this one also
-// return it for this rank.
+// errNoPeer reports that a rank is not in the group. Calls that need a rank other than this one also return
+// it for this rank.
 var errNoPeer = errors.New("the rank shares no memory with this rank")
 
 // lane holds the memory that the ranks share for a lane, and the errors of the lane.

@@ -52,7 +52,7 @@ func (r Refusal) Error() string {
 	return "tcp: refused: " + refusals[r]
 }
 
-// errNotOurs is the error if a message does not begin with the magic of this protocol.
+// errNotOurs reports that a message does not begin with the magic of this protocol.
 var errNotOurs = errors.New("tcp: handshake: the peer does not use the protocol of gohvd ranks")
 
 const (

@@ -44,8 +44,8 @@ type transfer struct {
 	try func(fd uintptr) bool
 }
 
-// errWouldBlock is the error of a call that would have to wait but must not. To TLS it looks like a timeout,
-// after which the caller may read again.
+// errWouldBlock reports that a call would have to wait but must not. To TLS it looks like a timeout, after
+// which the caller may read again.
 var errWouldBlock error = wouldBlock{}
 
 // wouldBlock is the type of errWouldBlock. It implements net.Error.

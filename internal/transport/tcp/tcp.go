@@ -52,10 +52,10 @@ type Config struct {
 	// DialTimeout is how long a rank tries to reach a peer, counted from the first call of Conn for the
 	// channel. The default is 30 s.
 	DialTimeout time.Duration
-	// HandshakeTimeout is the time limit for an accepted connection to send its hello and, if it came before
-	// Connect, to wait for Connect. The default is 10 s. It should be the same on all ranks. The dialer waits
-	// twice as long for the answer, so that it does not give up a connection that the other side has just
-	// accepted.
+	// HandshakeTimeout is the time limit for the handshake of an accepted connection. If Connect has not been
+	// called yet, the handshake waits for this call. The default is 10 s. All ranks should use the same
+	// value. The dialer allows twice this time, so that it does not give up a connection that the other side
+	// has just accepted.
 	HandshakeTimeout time.Duration
 	// LingerTimeout limits how long a connection of a released lane waits for the peer to release the lane
 	// too. The default is 30 s. Bytes that this rank had sent arrive even after the timeout, unless the peer

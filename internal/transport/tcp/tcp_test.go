@@ -48,7 +48,7 @@ func encrypted() secret.Secret {
 	return key.Encrypted()
 }
 
-// meshes returns the meshes of size ranks, connected over loopback.
+// meshes returns one mesh for each of size ranks, which are connected over loopback.
 func meshes(tb testing.TB, size int) []transport.Mesh { return meshesOf(tb, size, secret.Secret{}) }
 
 // sealedMeshes is like meshes, but the connections use TLS.

@@ -52,8 +52,8 @@ def broadcast_parameters(
 
 
 def _broadcast_all(tensors: List[torch.Tensor], root_rank: int, names: List[Optional[str]]) -> None:
-    """Overwrites tensors with their values at rank root_rank. All of them are in flight at the same time. If one
-    broadcast fails, it raises the error without waiting for the others.
+    """Overwrites the tensors with their values at rank root_rank. All broadcasts are in flight at the same time. If a
+    broadcast fails, _broadcast_all raises its error and does not wait for the other broadcasts.
     """
     handles: List[int] = []
     try:
