@@ -73,8 +73,12 @@ func openRaw(ctx context.Context, at jobPlace) (b *rawBackend, err error) {
 		b.mesh = b.session.Mesh
 	}
 	crowded := b.session != nil && ops.Oversubscribed(b.session.LocalSize)
-	b.Registration = tcp.Register(b.mesh,
-		tcp.Config{Deterministic: cfg.Deterministic, Oversubscribed: crowded})
+	overTCP, err := rank.TCPConfig(&cfg)
+	if err != nil {
+		return nil, err
+	}
+	overTCP.Oversubscribed = crowded
+	b.Registration = tcp.Register(b.mesh, overTCP)
 	if b.session != nil && b.session.Memory != nil {
 		b.Registration = shm.Register(b.session.Memory, shm.Config{Oversubscribed: crowded})
 	}

@@ -96,6 +96,11 @@ type Config struct {
 	// Deterministic makes results bitwise equal from run to run, even if data arrives in another order. It
 	// makes operations slower.
 	Deterministic bool
+	// Algorithm is a list of algorithms that the user has chosen for operations over TCP.
+	Algorithm string
+	// AlgorithmTable is a file with the table by which rank 0 chooses algorithms. If it is empty, the default
+	// table applies.
+	AlgorithmTable string
 	// OperationTimeout is the time limit of every operation except Join, from submission to completion. With
 	// 0 there is no limit.
 	OperationTimeout time.Duration

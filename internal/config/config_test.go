@@ -95,6 +95,7 @@ var every = map[string]string{
 	"HVD_SIZE": "4", "HVD_SUBDOMAIN": "train",
 	"HVD_INIT_METHOD": "env://", "HVD_UNIQUE_ID": "id",
 	"HVD_SIDECAR": "unix:///run/hvdd.sock", "HVD_DETERMINISTIC": "true",
+	"HVD_ALGORITHM": "allreduce=ring", "HVD_ALGORITHM_TABLE": "a.json",
 	"HVD_OPERATION_TIMEOUT_SECONDS": "0.25",
 }
 
@@ -125,6 +126,7 @@ func TestEverySettingIsHonoured(t *testing.T) {
 		StartTimeout: 2500 * time.Millisecond, LivenessTimeout: 3 * time.Second,
 		FusionThresholdBytes: 65536, CycleTime: 500 * time.Microsecond, CacheCapacity: 2,
 		Lockstep: true, DisableGroupFusion: true, DynamicProcessSets: false, Deterministic: true,
+		Algorithm: "allreduce=ring", AlgorithmTable: "a.json",
 		StallWarning: 5 * time.Second, StallShutdown: 5 * time.Second,
 		OperationTimeout: 250 * time.Millisecond,
 		Timeline:         "t.json", TimelineMarkCycles: true, TimelineMaxMiB: 3,

@@ -47,6 +47,8 @@ library_options:
   network_interfaces: eth0
   tls: yes
   deterministic: 1
+  algorithm: allreduce=direct
+  algorithm_table: b.json
   dynamic_process_sets: false
   operation_timeout_seconds: 9
   liveness_seconds: 10.5
@@ -86,6 +88,7 @@ func TestEveryKeyIsHonoured(t *testing.T) {
 	want.NetworkInterfaces = []string{"eth0"}
 	want.TLS = true
 	want.Deterministic = true
+	want.Algorithm, want.AlgorithmTable = "allreduce=direct", "b.json"
 	want.DynamicProcessSets = false
 	want.OperationTimeout = 9 * time.Second
 	want.LivenessTimeout = 10500 * time.Millisecond

@@ -339,6 +339,26 @@ var settings = []Setting{
 		kind: builtOnly(cpuOperations(), "mpi", "ccl"),
 	},
 	{
+		Name: "HVD_ALGORITHM", Section: sectionChoice, Scope: PerJob,
+		Key:       "library_options.algorithm",
+		Flags:     []Flag{{Name: "algorithm", Arg: "OPERATION=ALGORITHM"}},
+		Otherwise: "chosen by the table of algorithms",
+		Doc: "algorithms over TCP, such as allreduce=ring,broadcast=tree. docs/execution.md lists them. An " +
+			"operation that the algorithm cannot serve fails",
+		kind: text("a list such as allreduce=ring,broadcast=tree", func(c *Config) *string {
+			return &c.Algorithm
+		}),
+	},
+	{
+		Name: "HVD_ALGORITHM_TABLE", Section: sectionChoice, Scope: PerProcess,
+		Key:       "library_options.algorithm_table",
+		Flags:     []Flag{{Name: "algorithm-table", Arg: "FILE"}},
+		Otherwise: "the table of gohvd",
+		Doc: "file with the table by which rank 0 chooses the algorithms over TCP (docs/execution.md). " +
+			"Other ranks ignore the file",
+		kind: text("the name of a file", func(c *Config) *string { return &c.AlgorithmTable }),
+	},
+	{
 		Name: "HOROVOD_TIMELINE", Section: sectionSee, Scope: PathPerJob,
 		Key:       "timeline.filename",
 		Flags:     []Flag{{Name: "timeline-filename", Arg: "FILE"}},

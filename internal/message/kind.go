@@ -96,10 +96,22 @@ const (
 	// HalvingDoubling exchanges halves of the buffer, then quarters and so on, with ranks at doubling
 	// distances.
 	HalvingDoubling
+	// Exchange sends the whole contribution of every rank to every other rank. Every rank computes the whole
+	// result, in the order of the ranks.
+	Exchange
+	// RecursiveDoubling exchanges the whole buffer with ranks at doubling distances.
+	RecursiveDoubling
+	// Bruck sends the blocks that a rank has collected so far to ranks at doubling distances.
+	Bruck
+	// Chain passes the buffer from rank to rank, segment by segment.
+	Chain
 	numAlgorithms
 )
 
-var algorithms = [numAlgorithms]string{"none", "ring", "tree", "direct", "halving-doubling"}
+var algorithms = [numAlgorithms]string{
+	"none", "ring", "tree", "direct", "halving-doubling", "exchange", "recursive-doubling", "bruck",
+	"chain",
+}
 
 func (a Algorithm) String() string {
 	if a >= numAlgorithms {

@@ -147,6 +147,10 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 	if err != nil {
 		return err
 	}
+	overTCP, err := TCPConfig(&cfg)
+	if err != nil {
+		return err
+	}
 	log := o.Log.With(zap.Int("rank", rank), zap.Int("size", size), zap.String("host", cfg.Hostname))
 	hosts := []string{cfg.Hostname}
 	r.Epoch = o.LastEpoch + 1
@@ -181,12 +185,15 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 					shm.Config{Oversubscribed: ops.Oversubscribed(ecfg.LocalProcesses)}))
 		}
 	}
+	overTCP.Oversubscribed = ops.Oversubscribed(ecfg.LocalProcesses)
+	if rank > 0 && cfg.AlgorithmTable != "" {
+		log.Warn("HVD_ALGORITHM_TABLE has no effect at this rank: rank 0 chooses the algorithms")
+	}
 	if err := r.meeting.Met(ctx); err != nil {
 		log.Warn("removing the rendezvous data of rank 0 failed", zap.Error(err))
 	}
 	ecfg.Backends = append(ecfg.Backends,
-		tcp.Register(ecfg.Mesh, tcp.Config{Deterministic: cfg.Deterministic,
-			Oversubscribed: ops.Oversubscribed(ecfg.LocalProcesses)}))
+		tcp.Register(ecfg.Mesh, overTCP))
 	if r.session != nil {
 		ecfg.Backends = slices.DeleteFunc(ecfg.Backends, func(b ops.Registration) bool {
 			ranks, _ := r.session.Lacking(b.ID)

@@ -65,7 +65,7 @@ func (b *Backend) adasumHalvingDoubling(seg int, buf []byte) error {
 		}
 	}
 	for d := p / 2; d > 0; d /= 2 {
-		if err := b.unite(d, seg, buf); err != nil {
+		if err := b.unite(d, b.op.DType.Size(), buf); err != nil {
 			return err
 		}
 	}
@@ -73,19 +73,6 @@ func (b *Backend) adasumHalvingDoubling(seg int, buf []byte) error {
 		return exchange(b.conns[sender], buf, nil, seg)
 	}
 	return nil
-}
-
-// delegate lets the rank of the set with index host take part in this rank's place: it sends buf to that
-// rank, and receives the result from it.
-func (b *Backend) delegate(host, seg int, buf []byte) error {
-	c, err := b.conn(host)
-	if err != nil {
-		return err
-	}
-	if err := exchange(c, buf, nil, seg); err != nil {
-		return err
-	}
-	return exchange(c, nil, buf, seg)
 }
 
 // combineFrom receives the vector that another rank sends with delegate, and combines buf with it. The
@@ -112,7 +99,7 @@ func (b *Backend) halve(d, seg int, buf []byte) error {
 	if err != nil {
 		return err
 	}
-	mine, theirs := a.half(b.me, d, len(buf)), a.half(b.me^d, d, len(buf))
+	mine, theirs := halved(b.me, d, len(buf), a.size), halved(b.me^d, d, len(buf), a.size)
 	if err := send(c, theirs.of(buf), seg); err != nil {
 		return err
 	}
@@ -133,35 +120,6 @@ func (b *Backend) halve(d, seg int, buf []byte) error {
 	a.combineRange(buf, mine, lower)
 	return nil
 }
-
-// unite reverses halve at distance d: this rank and its partner send each other the parts that they hold.
-func (b *Backend) unite(d, seg int, buf []byte) error {
-	c, err := b.conn(b.me ^ d)
-	if err != nil {
-		return err
-	}
-	mine, theirs := b.adasum.half(b.me, d, len(buf)), b.adasum.half(b.me^d, d, len(buf))
-	return exchange(c, mine.of(buf), theirs.of(buf), seg)
-}
-
-// exchange sends the content of one buffer (out) to the peer, and fills another buffer (in) with data from
-// the peer. The peer makes the matching call. exchange cannot deadlock: send does not wait, so both sides
-// reach receive, and so both flushes end.
-func exchange(c *stream, out, in []byte, seg int) error {
-	if err := send(c, out, seg); err != nil {
-		return err
-	}
-	if err := receive(c, in); err != nil {
-		return err
-	}
-	return c.Flush()
-}
-
-// byteRange is a range of bytes of a buffer. The field from is the offset of the first byte, and the field to
-// is the offset after the last byte.
-type byteRange struct{ from, to int }
-
-func (s byteRange) of(buf []byte) []byte { return buf[s.from:s.to] }
 
 // adasum is the state of one rank during an Adasum.
 type adasum struct {
@@ -193,21 +151,6 @@ func (a *adasum) prepare(dt tensor.DType, numBytes int, counts []int64) (err err
 	a.dots = slices.Grow(a.dots[:0], 3*n)[:3*n]
 	a.otherDots = slices.Grow(a.otherDots[:0], 3*n)[:3*n]
 	return a.tensors.by(counts, numBytes, a.size)
-}
-
-// half returns the part that rank r of the set holds after a buffer of numBytes bytes was halved at all
-// distances up to d. The lower of two ranks gets the lower half. If the halves differ in size, the lower half
-// is the smaller one.
-func (a *adasum) half(r, d, numBytes int) byteRange {
-	s := byteRange{0, numBytes / a.size}
-	for e := 1; e <= d; e *= 2 {
-		if mid := s.from + (s.to-s.from)/2; r&e == 0 {
-			s.to = mid
-		} else {
-			s.from = mid
-		}
-	}
-	return byteRange{s.from * a.size, s.to * a.size}
 }
 
 // receiveDots receives range s of the other vector into a.other, segment by segment, and computes the dot

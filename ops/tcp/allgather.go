@@ -4,10 +4,11 @@ import (
 	"github.com/gohvd/gohvd/internal/message"
 )
 
-// allgather runs an allgather with the algorithm Ring: every block travels once round the ring. Each rank
-// sends all blocks except the block of its right neighbour, in n-1 steps.
+// allgather runs an allgather. For n ranks, Ring takes n-1 steps with channels to 2 other ranks, and Bruck
+// takes ceil(log2 n) steps with channels to twice as many ranks. In both a rank receives every block except
+// its own once.
 func (b *Backend) allgather() error {
-	if err := b.by(message.Ring); err != nil {
+	if err := b.by(algorithms[message.Allgather]...); err != nil {
 		return err
 	}
 	if err := b.parts.by(b.op.Counts, len(b.op.Buf), 1); err != nil {
@@ -15,6 +16,9 @@ func (b *Backend) allgather() error {
 	}
 	if len(b.ranks) == 1 || len(b.op.Buf) == 0 {
 		return nil
+	}
+	if b.op.Algorithm == message.Bruck {
+		return b.allgatherBruck(b.op.Buf)
 	}
 	return b.allgatherRing(b.op.Buf)
 }

@@ -15,7 +15,7 @@ import (
 func BenchmarkAllreduce(b *testing.B) {
 	for _, net := range networks {
 		for _, n := range []int{2, 4} {
-			for _, alg := range reduceAlgs {
+			for _, alg := range tcp.Algorithms(message.Allreduce) {
 				for numBytes := 1 << 10; numBytes <= 64<<20; numBytes <<= 2 {
 					b.Run(fmt.Sprintf("%s/%v/ranks=%d/bytes=%d", net.name, alg, n, numBytes),
 						func(b *testing.B) {
@@ -32,7 +32,7 @@ func BenchmarkAllreduce(b *testing.B) {
 // half-precision types, the algorithm message.Direct also converts the elements to float32 and back.
 func BenchmarkTypes(b *testing.B) {
 	for _, dt := range floatTypes {
-		for _, alg := range reduceAlgs {
+		for _, alg := range tcp.Algorithms(message.Allreduce) {
 			b.Run(fmt.Sprintf("%v/%v", dt, alg), func(b *testing.B) {
 				benchmarkAllreduce(b, newCluster(tcpMeshes(b, 2), upTo(2), tcp.Config{}), alg, dt, 16<<20)
 			})

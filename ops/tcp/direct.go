@@ -67,9 +67,10 @@ func (b *Backend) reducePart(op tensor.ReduceOp, dt tensor.DType, buf []byte, sh
 	for rest := b.parts.part(buf, b.me); len(rest) > 0; {
 		var p []byte
 		p, rest = split(rest, seg)
-		if err := b.reduceInOrder(p); err != nil {
+		if err := b.accumulate(p); err != nil {
 			return err
 		}
+		b.ordered.end(p)
 		for k := 1; k < n && share; k++ {
 			if err := b.conns[(b.me+k)%n].Send(p); err != nil {
 				return err
@@ -79,9 +80,9 @@ func (b *Backend) reducePart(op tensor.ReduceOp, dt tensor.DType, buf []byte, sh
 	return nil
 }
 
-// reduceInOrder replaces p, a segment of this rank's part, with its reduction over all ranks in ascending
-// order.
-func (b *Backend) reduceInOrder(p []byte) error {
+// accumulate receives the contributions of the other ranks to a segment, and combines them with p, which is
+// this rank's contribution, in the order of the ranks. The result is in b.ordered.
+func (b *Backend) accumulate(p []byte) error {
 	for i, c := range b.conns {
 		x := p // x is the contribution of rank i
 		if i != b.me {
@@ -96,7 +97,6 @@ func (b *Backend) reduceInOrder(p []byte) error {
 			b.ordered.add(x)
 		}
 	}
-	b.ordered.end(p)
 	return nil
 }
 

@@ -47,6 +47,15 @@ var operations = map[string]func(ctx context.Context, b *opstest.Blocking, a *ar
 	"allreduce direct halves": func(ctx context.Context, b *opstest.Blocking, a *arguments) error {
 		return b.Allreduce(ctx, message.Direct, tensor.Float16, tensor.Sum, a.buf)
 	},
+	"allreduce exchange": func(ctx context.Context, b *opstest.Blocking, a *arguments) error {
+		return b.Allreduce(ctx, message.Exchange, tensor.Float32, tensor.Sum, a.buf)
+	},
+	"allreduce recursive-doubling": func(ctx context.Context, b *opstest.Blocking, a *arguments) error {
+		return b.Allreduce(ctx, message.RecursiveDoubling, tensor.Float32, tensor.Sum, a.buf)
+	},
+	"allreduce halving-doubling": func(ctx context.Context, b *opstest.Blocking, a *arguments) error {
+		return b.Allreduce(ctx, message.HalvingDoubling, tensor.Float32, tensor.Sum, a.buf)
+	},
 	"adasum": func(ctx context.Context, b *opstest.Blocking, a *arguments) error {
 		return b.Adasum(ctx, message.HalvingDoubling, tensor.BFloat16, a.buf, a.counts)
 	},
@@ -58,6 +67,12 @@ var operations = map[string]func(ctx context.Context, b *opstest.Blocking, a *ar
 	},
 	"allgather ring": func(ctx context.Context, b *opstest.Blocking, a *arguments) error {
 		return b.Allgather(ctx, message.Ring, a.buf, a.counts)
+	},
+	"allgather bruck": func(ctx context.Context, b *opstest.Blocking, a *arguments) error {
+		return b.Allgather(ctx, message.Bruck, a.buf, a.counts)
+	},
+	"broadcast chain": func(ctx context.Context, b *opstest.Blocking, a *arguments) error {
+		return b.Broadcast(ctx, message.Chain, 0, a.buf)
 	},
 	"broadcast tree": func(ctx context.Context, b *opstest.Blocking, a *arguments) error {
 		return b.Broadcast(ctx, message.Tree, 0, a.buf)
@@ -112,14 +127,19 @@ func TestPeerDies(t *testing.T) {
 	}
 }
 
-// concerned reports whether the operation must fail at rank i if another rank dies. The parameter dying is
-// the number of that rank. There are five ranks. A broadcast sends from rank 0 to ranks 1, 2 and 4, and from
-// rank 2 to rank 3. Over sockets, a sender finishes before the death of its receiver can make it fail.
+// parents has the parent of each of five ranks in a broadcast from rank 0.
+var parents = map[string][]int{
+	"broadcast tree":  {-1, 0, 0, 2, 0},
+	"broadcast chain": {-1, 0, 1, 2, 3},
+}
+
+// concerned reports whether the operation must fail at rank i if the rank with number dying dies. There are
+// five ranks. Over sockets, a sender finishes before the death of its receiver can make it fail.
 func concerned(name string, dying, i int, sockets bool) bool {
-	if name != "broadcast tree" {
+	parents := parents[name]
+	if parents == nil {
 		return true
 	}
-	parents := []int{-1, 0, 0, 2, 0}
 	for v := i; v > 0; v = parents[v] {
 		if parents[v] == dying {
 			return true

@@ -42,19 +42,21 @@ func checkAllgather(t *testing.T, c *cluster, of func(r int) int64) {
 			want = append(want, byte(17*r+int(i)%251))
 		}
 	}
-	got := make([][]byte, len(c.backends))
-	c.must(t, func(r int, b *opstest.Blocking) error {
-		got[r] = bytes.Repeat([]byte{0xee}, len(want))
-		from := int64(0)
-		for _, k := range counts[:r] {
-			from += k
-		}
-		copy(got[r][from:from+counts[r]], want[from:])
-		return b.Allgather(t.Context(), message.Ring, got[r], counts)
-	})
-	for r := range got {
-		if !bytes.Equal(got[r], want) {
-			t.Errorf("counts %v: rank %d has bytes that differ from the input", counts, r)
+	for _, alg := range tcp.Algorithms(message.Allgather) {
+		got := make([][]byte, len(c.backends))
+		c.must(t, func(r int, b *opstest.Blocking) error {
+			got[r] = bytes.Repeat([]byte{0xee}, len(want))
+			from := int64(0)
+			for _, k := range counts[:r] {
+				from += k
+			}
+			copy(got[r][from:from+counts[r]], want[from:])
+			return b.Allgather(t.Context(), alg, got[r], counts)
+		})
+		for r := range got {
+			if !bytes.Equal(got[r], want) {
+				t.Errorf("%v, counts %v: rank %d has bytes that differ from the input", alg, counts, r)
+			}
 		}
 	}
 }
@@ -63,25 +65,32 @@ func TestBroadcast(t *testing.T) {
 	eachCluster(t, func(t *testing.T, c *cluster, _ int) {
 		for root := range c.backends {
 			for _, size := range []int{0, 1, 63, 64, 65, 5000} {
-				want := make([]byte, size)
-				for i := range want {
-					want[i] = byte(i*31 + root)
-				}
-				got := make([][]byte, len(c.backends))
-				c.must(t, func(r int, b *opstest.Blocking) error {
-					if got[r] = make([]byte, size); r == root {
-						copy(got[r], want)
-					}
-					return b.Broadcast(t.Context(), message.Tree, root, got[r])
-				})
-				for r := range got {
-					if !bytes.Equal(got[r], want) {
-						t.Errorf("root %d, %d bytes: rank %d has other bytes", root, size, r)
-					}
-				}
+				checkBroadcast(t, c, root, size)
 			}
 		}
 	})
+}
+
+func checkBroadcast(t *testing.T, c *cluster, root, size int) {
+	t.Helper()
+	want := make([]byte, size)
+	for i := range want {
+		want[i] = byte(i*31 + i>>8 + root)
+	}
+	for _, alg := range tcp.Algorithms(message.Broadcast) {
+		got := make([][]byte, len(c.backends))
+		c.must(t, func(r int, b *opstest.Blocking) error {
+			if got[r] = make([]byte, size); r == root {
+				copy(got[r], want)
+			}
+			return b.Broadcast(t.Context(), alg, root, got[r])
+		})
+		for r := range got {
+			if !bytes.Equal(got[r], want) {
+				t.Errorf("%v from root %d, %d bytes: rank %d has other bytes", alg, root, size, r)
+			}
+		}
+	}
 }
 
 func TestAlltoall(t *testing.T) {

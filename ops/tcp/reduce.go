@@ -5,8 +5,7 @@ import (
 	"github.com/gohvd/gohvd/internal/message"
 )
 
-// allreduce runs an allreduce. For each element, one rank completes the result, and the other ranks receive
-// it.
+// allreduce runs an allreduce.
 //
 // Ring: each rank's share of the buffer travels round the ring and is reduced on its way. Then the result
 // travels round once more (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of
@@ -21,8 +20,14 @@ import (
 // may differ.) Direct keeps two segments in memory: one for input and one for sums. For half-precision types
 // the segment of sums has twice the size, and Direct keeps a third segment, of the same size, for the input
 // in float32.
+//
+// Exchange: every rank sends its whole contribution to all other ranks and reduces all contributions, in the
+// same order and with the same result as Direct. Each rank sends and reduces (n-1) × len(buf) bytes in one
+// step.
+//
+// RecursiveDoubling and HalvingDoubling: see allreduceDoubling.
 func (b *Backend) allreduce() error {
-	if err := b.by(message.Ring, message.Direct); err != nil {
+	if err := b.by(algorithms[message.Allreduce]...); err != nil {
 		return err
 	}
 	op, dt := b.op.Op, b.op.DType
@@ -40,10 +45,15 @@ func (b *Backend) allreduce() error {
 	if len(b.ranks) == 1 || len(buf) == 0 {
 		return nil
 	}
-	if b.op.Algorithm == message.Ring {
+	switch b.op.Algorithm {
+	case message.Ring:
 		return b.allreduceRing(dt.Size(), reduce, buf)
+	case message.Exchange:
+		return b.allreduceExchange(op, dt, buf)
+	case message.Direct:
+		return b.allreduceDirect(op, dt, buf)
 	}
-	return b.allreduceDirect(op, dt, buf)
+	return b.allreduceDoubling(dt.Size(), reduce, buf, b.op.Algorithm == message.HalvingDoubling)
 }
 
 // reducescatter runs the first half of an allreduce, by Ring or Direct. If the blocks are equal, each rank

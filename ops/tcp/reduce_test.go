@@ -9,6 +9,7 @@ import (
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/ops/opstest"
+	"github.com/gohvd/gohvd/ops/tcp"
 )
 
 // value returns element i of the contribution of the given rank, for type dt. The values are small, positive
@@ -88,14 +89,11 @@ func fill[T tensor.Element](numElems int, v func(i int) T) []byte {
 	return tensor.Bytes(s)
 }
 
-var (
-	reduceOps  = []tensor.ReduceOp{tensor.Sum, tensor.Min, tensor.Max, tensor.Product}
-	reduceAlgs = []message.Algorithm{message.Ring, message.Direct}
-)
+var reduceOps = []tensor.ReduceOp{tensor.Sum, tensor.Min, tensor.Max, tensor.Product}
 
 // eachReduction calls f with the contributions of all ranks of c and the expected result. It does so for
-// every element type, and for every reduction and algorithm that the type supports.
-func eachReduction(c *cluster, numElems int,
+// every element type, every reduction that the type supports, and every algorithm of algs.
+func eachReduction(c *cluster, algs []message.Algorithm, numElems int,
 	f func(op tensor.ReduceOp, dt tensor.DType, alg message.Algorithm, in [][]byte, want []byte)) {
 	n := len(c.backends)
 	for _, dt := range tensor.DTypes() {
@@ -108,7 +106,7 @@ func eachReduction(c *cluster, numElems int,
 				continue
 			}
 			want := elements(dt, numElems, func(i int) int64 { return fold(op, dt, n, i) })
-			for _, alg := range reduceAlgs {
+			for _, alg := range algs {
 				in := make([][]byte, n)
 				for r := range in {
 					in[r] = aligned(given[r])
@@ -128,7 +126,7 @@ func aligned(p []byte) []byte {
 
 func checkAllreduce(t *testing.T, c *cluster, numElems int) {
 	t.Helper()
-	eachReduction(c, numElems,
+	eachReduction(c, tcp.Algorithms(message.Allreduce), numElems,
 		func(op tensor.ReduceOp, dt tensor.DType, alg message.Algorithm, bufs [][]byte, want []byte) {
 			t.Helper()
 			c.must(t, func(r int, b *opstest.Blocking) error {
@@ -159,7 +157,7 @@ func wantElements(t *testing.T, what string, dt tensor.DType, got, want []byte) 
 
 func TestAllreduce(t *testing.T) {
 	eachCluster(t, func(t *testing.T, c *cluster, seg int) {
-		for _, numElems := range []int{0, 1, 2, 7, 64, 1000} {
+		for _, numElems := range []int{0, 1, 7, 1000} {
 			checkAllreduce(t, c, numElems)
 		}
 		// With short segments, 1000 elements test the same code in less time.
@@ -172,7 +170,7 @@ func TestAllreduce(t *testing.T) {
 // All ranks get the same bits, even if the sum of their contributions depends on the order of the additions.
 func TestAllreduceSameBits(t *testing.T) {
 	eachCluster(t, func(t *testing.T, c *cluster, _ int) {
-		for _, alg := range reduceAlgs {
+		for _, alg := range tcp.Algorithms(message.Allreduce) {
 			bufs := make([][]byte, len(c.backends))
 			for r := range bufs {
 				bufs[r] = floats(tensor.Float32, 1000, func(i int) float64 {
@@ -211,7 +209,7 @@ func divisions(n, numElems int) map[string][]int64 {
 func checkReducescatter(t *testing.T, c *cluster, numElems int) {
 	t.Helper()
 	for name, elems := range divisions(len(c.backends), numElems) {
-		eachReduction(c, numElems,
+		eachReduction(c, tcp.Algorithms(message.Reducescatter), numElems,
 			func(op tensor.ReduceOp, dt tensor.DType, alg message.Algorithm, bufs [][]byte, want []byte) {
 				t.Helper()
 				var counts []int64

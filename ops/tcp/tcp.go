@@ -7,25 +7,33 @@
 // ranks know. The only exception is an alltoall, which also sends the lengths of its blocks. Once the
 // channels exist and the buffers have grown, an operation allocates nothing.
 //
-// These are the algorithms for n ranks, and their costs for messages so long that latency does not count:
+// These are the algorithms for n ranks and a buffer of B bytes, and what a rank sends. L is log2 n, rounded
+// up:
 //
-//	allreduce      ring    2(n-1) steps; each rank sends and receives 2(n-1)/n of the buffer
-//	allreduce      direct  2 steps; the same bytes, on n-1 channels
-//	reducescatter  ring    n-1 steps; each rank sends and receives (n-1)/n of the buffer
-//	reducescatter  direct  1 step; the same bytes, on n-1 channels
-//	allgather      ring    n-1 steps; each rank sends all blocks but one
-//	broadcast      tree    ceil(log2 n) deep; the root sends ceil(log2 n) times the buffer, the leaves nothing
-//	alltoall       direct  1 step; each rank sends all blocks but its own, and 8 bytes before each
-//	adasum         halving-doubling: log2 n halvings and doublings; each rank sends 2(n-1)/n of the buffer
+//	allreduce      ring                2(n-1) steps, 2(n-1)/n B
+//	allreduce      direct              2 steps, 2(n-1)/n B, on n-1 channels
+//	allreduce      halving-doubling    2L steps, 2(n-1)/n B; 2 steps and B more if n is not a power of two
+//	allreduce      recursive-doubling  L steps, L B; the same if n is not a power of two
+//	allreduce      exchange            1 step, (n-1) B, on n-1 channels
+//	reducescatter  ring                n-1 steps, (n-1)/n B
+//	reducescatter  direct              1 step, (n-1)/n B, on n-1 channels
+//	allgather      ring                n-1 steps, all blocks but one
+//	allgather      bruck               L steps, all blocks but one
+//	broadcast      tree                L deep; the root sends L B, the leaves nothing
+//	broadcast      chain               n-1 deep; B
+//	alltoall       direct              1 step, all blocks but its own, and 8 bytes before each
+//	adasum         halving-doubling    see runAdasum
+//
+// A Table chooses between them by the number of ranks and bytes.
 //
 // # Order of additions
 //
 // Floating-point addition is not associative. Every algorithm gives all ranks the same bits. In a ring, the
 // position of an element in the buffer decides with which rank its sum begins. So the result depends on the
-// tensors that are fused with it. Direct adds in the order of the ranks at every position. For sums and
-// products of floats, Plan chooses direct if Config.Deterministic is set. For sums and products of
-// half-precision types it always chooses direct, which converts them to float32, reduces, and rounds once. A
-// ring would round at every rank.
+// tensors that are fused with it. With recursive doubling and halving-doubling the sum is computed in the
+// same tree at every position. Direct and exchange add in the order of the ranks at every position, convert
+// half-precision types to float32 before, and round once at the end. So Plan chooses only between direct and
+// exchange for sums and products of half-precision types and, if Config.Deterministic is set, of all floats.
 //
 // # Adasum
 //
@@ -82,6 +90,14 @@ type Config struct {
 	// reproducible only if its tensors are not fused. Default false.
 	Deterministic bool
 
+	// Table chooses the algorithms of operations. Only rank 0 needs it, because all ranks use the algorithms
+	// that rank 0 chooses. If it is nil, DefaultTable applies.
+	Table Table
+
+	// Forced has algorithms that Plan chooses whatever the table says. Plan returns an error for an operation
+	// that the forced algorithm cannot serve.
+	Forced Forced
+
 	// Oversubscribed says that the host has more ranks than cores, so that a rank that waits must block
 	// instead of polling. Default false.
 	Oversubscribed bool
@@ -102,6 +118,8 @@ type Backend struct {
 
 	segBytes      int
 	deterministic bool
+	table         Table
+	forced        Forced
 	polls         int       // number of times that a step that may wait polls before it blocks
 	conns         []*stream // indexed by rank of the set; nil until the channel is needed
 	unsent        []*stream // the streams with pending bytes
@@ -131,6 +149,7 @@ func New(mesh transport.Mesh, lane transport.Lane, ranks []topo.Rank, me int, cf
 	b := &Backend{
 		mesh: mesh, lane: lane, ranks: slices.Clone(ranks), me: me,
 		segBytes: cfg.SegmentBytes, deterministic: cfg.Deterministic,
+		table: cfg.Table, forced: cfg.Forced,
 		conns:  make([]*stream, n),
 		parts:  make(cut, n+1),
 		starts: make([]uint64, n),
@@ -141,6 +160,9 @@ func New(mesh transport.Mesh, lane transport.Lane, ranks []topo.Rank, me int, cf
 	}
 	if !cfg.Oversubscribed {
 		b.polls = polls
+	}
+	if b.table == nil {
+		b.table = DefaultTable
 	}
 	b.watch.abort = func(err error) { mesh.Abort(lane, err) }
 	return b
@@ -154,39 +176,55 @@ func Register(mesh transport.Mesh, cfg Config) ops.Registration {
 		}}
 }
 
-// Plan implements ops.Backend. The size of the output does not affect the choice.
-func (b *Backend) Plan(_ []topo.Rank, r *message.Response, _ int64) (message.Algorithm, error) {
-	switch r.Kind {
-	case message.Allreduce, message.Reducescatter:
-		return b.planReduction(r)
-	case message.Allgather:
-		return message.Ring, nil
-	case message.Broadcast:
-		return message.Tree, nil
-	case message.Alltoall:
-		return message.Direct, nil
+// Plan implements ops.Backend. It chooses the algorithm that the user has forced, or else the algorithm of
+// the first rule of the table that applies.
+func (b *Backend) Plan(members []topo.Rank, r *message.Response, numBytes int64) (message.Algorithm, error) {
+	all := algorithms[r.Kind]
+	if all == nil {
+		return message.NoAlgorithm, fmt.Errorf("%v is not supported", r.Kind)
 	}
-	return message.NoAlgorithm, fmt.Errorf("%v is not supported", r.Kind)
+	if r.Kind.Reduces() {
+		if err := tensor.CheckReduce(r.Op, r.WireType()); err != nil {
+			return message.NoAlgorithm, err
+		}
+		if op := r.Op.Base(); op == tensor.Adasum {
+			if r.Kind != message.Allreduce {
+				return message.NoAlgorithm, fmt.Errorf("%v with %v is not supported", r.Kind, op)
+			}
+			return message.HalvingDoubling, nil
+		}
+	}
+	can := func(a message.Algorithm) bool { return keepsOrder(a) || !b.needsOrder(r) }
+	if alg := b.forced[r.Kind]; alg != message.NoAlgorithm {
+		if can(alg) {
+			return alg, nil
+		}
+		return message.NoAlgorithm, fmt.Errorf(
+			"%v=%v cannot be forced for a %v of %v, which is computed in the order of the ranks and rounded once: %s can",
+			r.Kind, alg, r.Op, r.WireType(), list(slices.DeleteFunc(slices.Clone(all),
+				func(a message.Algorithm) bool { return !can(a) })))
+	}
+	for i := range b.table {
+		if rule := &b.table[i]; rule.applies(r.Kind, len(members), numBytes) && can(rule.Algorithm) {
+			return rule.Algorithm, nil
+		}
+	}
+	return all[slices.IndexFunc(all, can)], nil
 }
 
-// planReduction implements Plan for reductions. If the order of the additions cannot change the result,
-// planReduction chooses the ring.
-func (b *Backend) planReduction(r *message.Response) (message.Algorithm, error) {
+// needsOrder reports whether a reduction must be computed in the order of the ranks, in full precision: sums
+// and products of half-precision types, and in deterministic mode of all floating-point types. The order
+// cannot change any other result.
+func (b *Backend) needsOrder(r *message.Response) bool {
 	dt := r.WireType()
-	if err := tensor.CheckReduce(r.Op, dt); err != nil {
-		return message.NoAlgorithm, err
-	}
-	switch op := r.Op.Base(); {
-	case op == tensor.Adasum && r.Kind == message.Allreduce:
-		return message.HalvingDoubling, nil
-	case op == tensor.Adasum:
-		return message.NoAlgorithm, fmt.Errorf("%v with %v is not supported", r.Kind, op)
-	case !dt.IsFloat() || op == tensor.Min || op == tensor.Max:
-		return message.Ring, nil
-	case dt.IsHalf() || b.deterministic:
-		return message.Direct, nil
-	}
-	return message.Ring, nil
+	op := r.Op.Base()
+	return r.Kind.Reduces() && dt.IsFloat() && op != tensor.Min && op != tensor.Max &&
+		(dt.IsHalf() || b.deterministic)
+}
+
+// keepsOrder reports whether the algorithm computes reductions in the order of the ranks.
+func keepsOrder(a message.Algorithm) bool {
+	return a == message.Direct || a == message.Exchange
 }
 
 // Start implements ops.Backend.
@@ -205,7 +243,8 @@ func (b *Backend) Start(op ops.Operation) error {
 func (b *Backend) Step(ctx context.Context, wait bool) (p ops.Progress, err error) {
 	switch {
 	case b.err != nil:
-		return ops.Waiting, fmt.Errorf("ops/tcp: Step was called for a backend that has failed before: %w", b.err)
+		return ops.Waiting, fmt.Errorf("ops/tcp: Step was called for a backend that has failed before: %w",
+			b.err)
 	case !b.started:
 		return ops.Waiting, errors.New("ops/tcp: Step was called without an operation in progress")
 	}

@@ -78,7 +78,7 @@ func checkBigSum(t *testing.T, c *cluster, numElems int) {
 	want := elements(tensor.Float32, numElems, func(i int) int64 {
 		return fold(tensor.Sum, tensor.Float32, len(c.backends), i)
 	})
-	for _, alg := range reduceAlgs {
+	for _, alg := range tcp.Algorithms(message.Allreduce) {
 		c.must(t, func(r int, b *opstest.Blocking) error {
 			buf := elements(tensor.Float32, numElems, func(i int) int64 {
 				return value(tensor.Float32, r, i)
@@ -149,9 +149,10 @@ func TestAllocs(t *testing.T) {
 	}
 }
 
+// If no rule of the table applies, Plan chooses the first algorithm that can serve the operation.
 func TestPlan(t *testing.T) {
-	fast := newCluster(memMeshes(2), upTo(2), tcp.Config{}).backends[0]
-	same := newCluster(memMeshes(2), upTo(2), tcp.Config{Deterministic: true}).backends[0]
+	fast := newCluster(memMeshes(2), upTo(2), tcp.Config{Table: tcp.Table{}}).backends[0]
+	same := newCluster(memMeshes(2), upTo(2), tcp.Config{Table: tcp.Table{}, Deterministic: true}).backends[0]
 	const none = message.NoAlgorithm // means that Plan must return an error
 	for _, test := range []struct {
 		r                        message.Response
