@@ -39,6 +39,10 @@ type options struct {
 	many     many
 	modes    []stepMode
 
+	// If tuneFile is not empty, hvdbench measures the algorithms of the TCP backend and writes a table of the
+	// best ones to this file.
+	tuneFile string
+
 	format string // one of formats
 }
 
@@ -243,6 +247,8 @@ func (o *options) check() error {
 		return fmt.Errorf("--in-place and --out-of-place are both false, want at least one of them")
 	case o.workload != "" && o.many.count > 0:
 		return fmt.Errorf("--workload and --many cannot be used together")
+	case o.tuneFile != "" && (o.workload != "" || o.many.count > 0 || o.arena || o.format != "nccl"):
+		return fmt.Errorf("--tune cannot be used with --workload, --many, --arena and --format")
 	case len(o.sizes()) > maxLines:
 		return fmt.Errorf("the range from --minbytes to --maxbytes has more than %d sizes: raise --stepbytes or --stepfactor", maxLines)
 	}

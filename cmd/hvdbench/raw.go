@@ -21,7 +21,7 @@ func (p *rawPath) Rank() int      { return p.backend.rank }
 func (p *rawPath) Size() int      { return p.backend.size }
 func (p *rawPath) String() string { return "raw" }
 
-// plan returns the algorithm that the backend chooses for s. If the backend does not support s, the error is
+// plan returns the algorithm for s. If the backend does not support s, the error is
 // errUnsupported.
 func (p *rawPath) plan(s opSpec) (message.Algorithm, error) {
 	if s.op.IsAverage() {
@@ -29,6 +29,9 @@ func (p *rawPath) plan(s opSpec) (message.Algorithm, error) {
 	}
 	r := &message.Response{Kind: s.kind, DType: s.dt, Op: s.op,
 		Shape: tensor.Shape{s.count * parts(s.kind, p.Size())}, Prescale: 1, Postscale: 1}
+	if s.algorithm != message.NoAlgorithm {
+		return s.algorithm, nil
+	}
 	alg, err := p.backend.Plan(controller.Global(p.Size()).Ranks, r, s.numBytes(p.Size()))
 	if err != nil {
 		return 0, errUnsupported{fmt.Sprintf("%v: %v", p.backend.ID, err)}

@@ -85,12 +85,18 @@ func (b *benchmark) all(ctx context.Context) error {
 	if b.touch {
 		touched = ", written before every call"
 	}
-	b.out.begin(fmt.Sprintf("hvdbench: %v of %d ranks, %s, %s%s, %d timed calls after %d untimed calls",
-		b.kind, b.team.Size(), b.team, memoryName(b.arena), touched, b.iters, b.warmup))
+	title := fmt.Sprintf("hvdbench: %v of %d ranks, %s, %s%s, %d timed calls after %d untimed calls",
+		b.kind, b.team.Size(), b.team, memoryName(b.arena), touched, b.iters, b.warmup)
+	if b.tuneFile == "" {
+		b.out.begin(title)
+	}
 	var err error
-	if b.workload != "" || b.many.count > 0 {
+	switch {
+	case b.tuneFile != "":
+		err = b.tune(ctx)
+	case b.workload != "" || b.many.count > 0:
 		err = b.workloads(ctx)
-	} else {
+	default:
 		err = b.sweep(ctx)
 	}
 	b.out.end(b.wrong)

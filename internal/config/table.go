@@ -354,8 +354,8 @@ var settings = []Setting{
 		Key:       "library_options.algorithm_table",
 		Flags:     []Flag{{Name: "algorithm-table", Arg: "FILE"}},
 		Otherwise: "the table of gohvd",
-		Doc: "file with the table by which rank 0 chooses the algorithms over TCP (docs/execution.md). " +
-			"Other ranks ignore the file",
+		Doc: "file with the table by which rank 0 chooses the algorithms over TCP (docs/execution.md), " +
+			"written by hvdbench --tune. Other ranks ignore the file",
 		kind: text("the name of a file", func(c *Config) *string { return &c.AlgorithmTable }),
 	},
 	{
