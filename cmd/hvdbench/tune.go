@@ -43,8 +43,9 @@ func tunings() []tuning {
 // keep is how much faster an algorithm must be than the best algorithm of the size before to replace it.
 const keep = 0.95
 
-// tune measures the algorithms of the TCP backend at all sizes, and makes rules for the table of algorithms. At
-// rank 0 it writes the rules to the file of --tune. Rules in the file for other numbers of ranks stay there.
+// tune measures the algorithms of the TCP backend at all sizes, and makes rules for the table of algorithms.
+// At rank 0 it writes the rules to the file of --tune. Rules in the file for other numbers of ranks stay
+// there.
 func (b *benchmark) tune(ctx context.Context) error {
 	if b.job.backend.ID != message.TCP {
 		return errors.New("--tune measures algorithms over TCP: set HOROVOD_CPU_OPERATIONS=tcp")
@@ -131,9 +132,9 @@ func describe(s opSpec, ranks int, algorithms []message.Algorithm, times map[mes
 		strings.Join(all, ", "), best)
 }
 
-// writeRules puts rules for the given number of ranks into the table in a file. It replaces the rules that the
-// table has for this number of ranks. Rules for fewer ranks come first, because the first rule that applies
-// counts.
+// writeRules puts rules for the given number of ranks into the table in a file. It replaces the rules that
+// the table has for this number of ranks. Rules for fewer ranks come first, because the first rule that
+// applies counts.
 func writeRules(file string, rules tcp.Table, ranks int) error {
 	table, err := readRules(file)
 	if err != nil {

@@ -11,8 +11,8 @@ import (
 	"github.com/gohvd/gohvd/ops/tcp"
 )
 
-// --tune writes rules for the number of ranks of the job. It keeps the rules of the file for other numbers, and
-// replaces those for the same number.
+// --tune writes rules for the number of ranks of the job. It keeps the rules of the file for other numbers,
+// and replaces those for the same number.
 func TestTune(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "table.json")
 	others := tcp.Table{
@@ -51,7 +51,8 @@ func TestTune(t *testing.T) {
 		}
 		kinds[r.Kind] = kinds[r.Kind] || r.MaxBytes == 0
 	}
-	want := map[message.Kind]bool{message.Allreduce: true, message.Reducescatter: true, message.Allgather: true,
+	want := map[message.Kind]bool{message.Allreduce: true, message.Reducescatter: true,
+		message.Allgather: true,
 		message.Broadcast: true}
 	if !reflect.DeepEqual(kinds, want) {
 		t.Errorf("got unlimited rules for %v, want %v", kinds, want)
