@@ -4,7 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"os"
+	"slices"
 	"sync"
 	"syscall"
 
@@ -15,7 +17,7 @@ import (
 
 const (
 	// maxTriedBytes is the maximum length of the text in which a rank describes its failure in Agree.
-	// maxTriedRanks is the maximum number of failed ranks that the result of Agree names.
+	// maxTriedRanks is the maximum number of failed ranks of its own host that a rank learns from Agree.
 	maxTriedBytes = 512
 	maxTriedRanks = 100
 )
@@ -24,7 +26,7 @@ const (
 // host has failed.
 var errStopped = errors.New("another rank of this host has failed")
 
-// agreement has what one rank has learned from the root about the tries of all ranks of its host in Agree.
+// agreement has what one rank has learned from the root about the tries of all ranks in Agree.
 type agreement struct {
 	stopped chan struct{} // closed when another rank of this host has failed
 	done    chan struct{} // closed when failed is set
@@ -56,18 +58,27 @@ func (a *agreement) handle(answer *rendezvouspb.Answer) error {
 	return nil
 }
 
-// Agree runs try at all ranks of this rank's host (Record.HostID). try does something in which all of them
-// must take part, such as sharing memory. Agree returns the same result at each of these ranks: failed maps
-// each rank whose try failed to the text of its error, and is empty if all tries succeeded. When one try
-// fails, the contexts of the others end, so that they do not wait for that rank. Errors that may pass, such
-// as a refused connection, are usually caused by the failure of another rank. They count only if no rank has
-// failed for another reason.
+// Agree runs try at all ranks of the job. try does something in which all ranks of a host (Record.HostID)
+// must take part, such as sharing memory. When one try fails, the contexts of the others on the same host
+// end, so that they do not wait for that rank. Errors that may pass, such as a refused connection, are
+// usually caused by the failure of another rank. They count only if no rank of the host has failed for
+// another reason.
 //
-// All ranks of the host must call Agree once, before Ready. If a rank leaves the epoch, because it calls Fail
+// Agree returns when the tries have ended at all ranks. The map failed is empty if all of them succeeded. It
+// maps each rank of this host whose try failed to the text of its error. For each other host on which a try
+// failed, it has the lowest failed rank, with an empty text.
+//
+// All ranks of the job must call Agree once, before Ready. If a rank leaves the epoch, because it calls Fail
 // or its process ends, the error is a *FailedError. If ctx ends first, the error is the error of ctx. In both
-// cases failed is nil.
+// cases failed is nil. In a job of one rank, Agree only runs try.
 func (s *Session) Agree(ctx context.Context,
 	try func(context.Context) error) (failed map[topo.Rank]string, err error) {
+	if s.member == nil {
+		if err := try(ctx); err != nil {
+			failed = map[topo.Rank]string{s.rank: cut(err.Error(), maxTriedBytes)}
+		}
+		return failed, ctx.Err()
+	}
 	ctx, unwatch := s.Watch(ctx)
 	defer unwatch()
 	a := s.member.tries
@@ -94,7 +105,7 @@ func (s *Session) Agree(ctx context.Context,
 		case <-ctx.Done():
 		}
 	}
-	return nil, fmt.Errorf("rendezvous: waiting for the ranks of this host to agree: %w", context.Cause(ctx))
+	return nil, fmt.Errorf("rendezvous: waiting for the other ranks to agree: %w", context.Cause(ctx))
 }
 
 // tried sends the root the result of this rank's try: err, or success if err is nil.
@@ -121,7 +132,7 @@ func isConsequence(err error) bool {
 }
 
 // noteTried records the result of the try of a rank. At the first failure on a host, it tells the host's
-// other ranks to stop. When all ranks of the host have reported, it sends them the result. The caller holds
+// other ranks to stop. When all ranks of the job have reported, it sends them the result. The caller holds
 // r.mu, and r is complete.
 func (r *root) noteTried(rank int, s *rendezvouspb.Status) {
 	host := r.records[rank].HostID
@@ -135,34 +146,53 @@ func (r *root) noteTried(rank int, s *rendezvouspb.Status) {
 	}
 	first := s.GetText() != "" && !hasFailed(reports)
 	reports[rank] = s
-	size := 0
 	for other := range r.records {
-		if r.records[other].HostID != host {
-			continue
-		}
-		size++
-		if first && other != rank {
+		if first && other != rank && r.records[other].HostID == host {
 			r.sendTried(other, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_STOP})
 		}
 	}
-	if len(reports) < size {
-		return
+	if r.triedRanks++; r.triedRanks == len(r.records) {
+		r.sendOutcome()
 	}
-	outcome := &rendezvouspb.Answer{Kind: rendezvouspb.Answer_TRIED, Tried: make(map[int32]string)}
-	for _, mayPass := range []bool{false, true} {
-		for rank, report := range reports {
-			if report.GetText() != "" && report.GetMayPass() == mayPass &&
-				len(outcome.Tried) < maxTriedRanks {
-				outcome.Tried[int32(rank)] = cut(report.GetText(), maxTriedBytes)
+}
+
+// sendOutcome sends all ranks the result of their tries. The caller holds r.mu.
+func (r *root) sendOutcome() {
+	causes := make(map[string]map[int32]string) // for each host with a failed try, the failed ranks
+	for host, reports := range r.tried {
+		if failed := causesOf(reports); len(failed) > 0 {
+			causes[host] = failed
+		}
+	}
+	for host, reports := range r.tried {
+		tried := make(map[int32]string)
+		for other, failed := range causes {
+			if other != host {
+				tried[slices.Min(slices.Collect(maps.Keys(failed)))] = ""
 			}
 		}
-		if len(outcome.Tried) > 0 {
+		maps.Copy(tried, causes[host])
+		for rank := range reports {
+			r.sendTried(rank, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_TRIED, Tried: tried})
+		}
+	}
+}
+
+// causesOf returns the failed ranks of a host with the texts of their errors. If ranks have failed for a
+// reason that does not pass, it returns only those.
+func causesOf(reports map[int]*rendezvouspb.Status) map[int32]string {
+	failed := make(map[int32]string)
+	for _, mayPass := range []bool{false, true} {
+		for rank, report := range reports {
+			if report.GetText() != "" && report.GetMayPass() == mayPass && len(failed) < maxTriedRanks {
+				failed[int32(rank)] = cut(report.GetText(), maxTriedBytes)
+			}
+		}
+		if len(failed) > 0 {
 			break
 		}
 	}
-	for rank := range reports {
-		r.sendTried(rank, outcome)
-	}
+	return failed
 }
 
 func hasFailed(reports map[int]*rendezvouspb.Status) bool {
@@ -174,7 +204,7 @@ func hasFailed(reports map[int]*rendezvouspb.Status) bool {
 	return false
 }
 
-// sendTried sends a rank an answer about the tries of its host. The caller holds r.mu.
+// sendTried sends a rank an answer about the tries. The caller holds r.mu.
 func (r *root) sendTried(rank int, a *rendezvouspb.Answer) {
 	if m := r.members[rank]; !m.finished {
 		if frame, err := appendMessage(nil, a); err == nil { // never fails, as all texts are UTF-8

@@ -76,7 +76,7 @@ func fails(err error) func(context.Context) error {
 }
 
 // All ranks of a host get the same result of Agree, which names the failed ranks of this host with their
-// errors. The result does not name failed ranks of other hosts.
+// errors. It names the lowest failed rank of each other host without the error.
 func TestAgree(t *testing.T) { overBoth(t, testAgree) }
 
 func testAgree(t *testing.T, key secret.Secret) {
@@ -101,7 +101,10 @@ func testAgree(t *testing.T, key secret.Secret) {
 			stoppedAfter(syscall.ENOENT)}, []map[topo.Rank]string{{0: "connection reset by peer"},
 			{0: "connection reset by peer"}}},
 		"another host is fine": {"abab", []func(context.Context) error{succeeds, waits, succeeds,
-			fails(errors.New("x"))}, []map[topo.Rank]string{{}, {3: "x"}, {}, {3: "x"}}},
+			fails(errors.New("x"))}, []map[topo.Rank]string{{3: ""}, {3: "x"}, {3: ""}, {3: "x"}}},
+		"two hosts fail": {"abbcb", []func(context.Context) error{succeeds, fails(errors.New("x")), waits,
+			succeeds, fails(errors.New("y"))}, []map[topo.Rank]string{{1: ""}, {1: "x", 4: "y"},
+			{1: "x", 4: "y"}, {1: ""}, {1: "x", 4: "y"}}},
 		"the consequence does not count": {"aaa", []func(context.Context) error{fails(syscall.ECONNREFUSED),
 			fails(errors.New("no memory")), fails(syscall.ENOENT)},
 			[]map[topo.Rank]string{{1: "no memory"}, {1: "no memory"}, {1: "no memory"}}},

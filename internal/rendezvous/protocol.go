@@ -32,8 +32,9 @@ const (
 	maxTermsBytes       = 2 * MaxTermsBytes // includes field headers
 	maxJoinRequestBytes = maxRecordBytes + MaxNameBytes + 2*tokenBytes + maxTermsBytes + 256
 	maxTextBytes        = 8 << 10
-	// maxAnswerBytes bounds answers of kind TRIED, which are the longest.
-	maxAnswerBytes = maxTriedRanks*(maxTriedBytes+16) + 256
+	// maxAnswerBytes bounds answers of kind TRIED, which are the longest. They have a rank without a text for
+	// each other host. A host on which a try can fail has at least two ranks.
+	maxAnswerBytes = maxTriedRanks*(maxTriedBytes+16) + MaxSize/2*10 + 256
 	maxStatusBytes = maxTextBytes + 256
 	maxFailedRanks = 1000 // maximum number of failed ranks that an answer names
 )

@@ -85,9 +85,10 @@ type root struct {
 	answeredRanks map[topo.Rank]struct{} // ranks that have received the failure
 	ready         map[int]bool           // the ranks that are ready; set when the root is complete
 	// tried maps host and rank to the result of the rank's try in Session.Agree. It is set when the root is
-	// complete.
-	tried   map[string]map[int]*rendezvouspb.Status
-	reports []report // failures that ranks have reported
+	// complete. triedRanks is the number of ranks in it.
+	tried      map[string]map[int]*rendezvouspb.Status
+	triedRanks int
+	reports    []report // failures that ranks have reported
 }
 
 // caller is a connection to the root.

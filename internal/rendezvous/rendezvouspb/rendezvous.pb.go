@@ -105,7 +105,7 @@ const (
 	Answer_MISSING Answer_Kind = 7
 	// Another rank of the host has failed in Session.Agree. The rank stops its own try.
 	Answer_STOP Answer_Kind = 8
-	// The tries of all ranks of the host have ended. tried says which ranks have failed, and why.
+	// The tries of all ranks have ended. tried says which ranks have failed, and why.
 	Answer_TRIED Answer_Kind = 9
 )
 
@@ -593,7 +593,7 @@ func (x *Status) GetMayPass() bool {
 }
 
 // Answer is a message of the root to a rank. A rank gets a single answer, or TABLE, followed by STOP and TRIED if the
-// ranks of its host call Session.Agree, and at last START or FAILED.
+// ranks call Session.Agree, and at last START or FAILED.
 type Answer struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Kind  Answer_Kind            `protobuf:"varint,1,opt,name=kind,proto3,enum=gohvd.rendezvous.v1.Answer_Kind" json:"kind,omitempty"`
@@ -605,7 +605,7 @@ type Answer struct {
 	Ranks []int32 `protobuf:"varint,5,rep,packed,name=ranks,proto3" json:"ranks,omitempty"`
 	// For TABLE.
 	Ring bool `protobuf:"varint,6,opt,name=ring,proto3" json:"ring,omitempty"`
-	// For TRIED: why each failed rank has failed.
+	// For TRIED: why each failed rank of this host has failed, and one failed rank of each other host, without text.
 	Tried         map[int32]string `protobuf:"bytes,7,rep,name=tried,proto3" json:"tried,omitempty" protobuf_key:"varint,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

@@ -17,26 +17,35 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// form connects this rank with the other ranks of the group. If this fails at any rank of the group, no rank
-// of the group shares memory, and form sets unsharedReason.
-func (m *Mesh) form(ctx context.Context, e *Endpoint, ep *Epoch, group []topo.Rank) error {
-	s := &setup{m: m, e: e, ep: ep, group: group}
-	failed, err := ep.Agree(ctx, func(ctx context.Context) error {
+// form connects this rank with the other ranks of its host, unless unsharedReason is set. If this fails at
+// one of these ranks, none of them shares memory, and form sets unsharedReason. It returns the result of
+// Epoch.Agree.
+func (m *Mesh) form(ctx context.Context, e *Endpoint, ep *Epoch) (failed map[topo.Rank]string, err error) {
+	s := &setup{m: m, e: e, ep: ep}
+	for r, h := range ep.Hosts {
+		if h == ep.Hosts[ep.Rank] {
+			s.group = append(s.group, topo.Rank(r))
+		}
+	}
+	failed, err = ep.Agree(ctx, func(ctx context.Context) error {
+		if m.unsharedReason != "" || len(s.group) == 1 {
+			return nil
+		}
 		return dial.ExplainLimit(s.exchange(ctx))
 	})
-	for _, r := range group {
+	for _, r := range s.group {
 		if text, ok := failed[r]; ok {
 			m.unsharedReason, m.unsharedRanks = join(m.unsharedReason, r, text), append(m.unsharedRanks, r)
 		}
 	}
 	if err != nil || m.unsharedReason != "" {
-		return errors.Join(err, m.dissolve())
+		return failed, errors.Join(err, m.dissolve())
 	}
-	m.group = group
+	m.group = s.group
 	for _, p := range m.peers {
 		m.byRank[p.rank] = p
 	}
-	return nil
+	return failed, nil
 }
 
 // dissolve frees everything that the setup has created.

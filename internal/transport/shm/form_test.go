@@ -64,6 +64,10 @@ func TestGroups(t *testing.T) {
 					if hosts[p] == hosts[r] {
 						want = append(want, topo.Rank(p))
 					}
+					lowest := topo.Rank(strings.IndexByte(hosts, hosts[p]))
+					if got := m.Groups()[p]; got != lowest {
+						t.Errorf("rank %d: rank %d is in the group of rank %d, want %d", r, p, got, lowest)
+					}
 				}
 				if got := m.Group(); !slices.Equal(got, want) || m.UnsharedReason() != "" {
 					t.Errorf("rank %d: got group %v, %q, want %v", r, got, m.UnsharedReason(), want)
@@ -155,6 +159,9 @@ func dissolved(t *testing.T, j *job, why []string) {
 		t.Errorf("Connect took %v", took)
 	}
 	for r, m := range meshes {
+		if got, want := m.Groups(), []topo.Rank{0, 1, 2, 1, 4}; !slices.Equal(got, want) {
+			t.Errorf("rank %d: got groups %v, want %v", r, got, want)
+		}
 		if r%2 == 1 {
 			if got := m.Group(); len(got) != 2 || m.UnsharedReason() != "" {
 				t.Errorf("rank %d: got group %v, %q, want both ranks of its host", r, got, m.UnsharedReason())

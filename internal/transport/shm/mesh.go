@@ -25,6 +25,7 @@ type Mesh struct {
 	size           int
 	under          transport.Mesh
 	group          []topo.Rank // in ascending order, including this rank
+	groups         []topo.Rank // by rank, the lowest rank of its group
 	unsharedReason string
 	unsharedRanks  []topo.Rank // the ranks that unsharedReason names
 	peers          []*peer     // the ranks of the group except this rank
@@ -94,6 +95,9 @@ func (m *Mesh) begin() error {
 
 // Group implements Sharer.
 func (m *Mesh) Group() []topo.Rank { return slices.Clone(m.group) }
+
+// Groups implements Sharer.
+func (m *Mesh) Groups() []topo.Rank { return slices.Clone(m.groups) }
 
 // UnsharedReason implements Sharer.
 func (m *Mesh) UnsharedReason() string { return m.unsharedReason }

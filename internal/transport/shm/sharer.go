@@ -19,6 +19,10 @@ type Sharer interface {
 	// never changes.
 	Group() []topo.Rank
 
+	// Groups returns, for each rank of the job, the lowest rank of the group in which the rank shares memory.
+	// A rank that shares no memory is the only rank of its group. The result is the same at all ranks.
+	Groups() []topo.Rank
+
 	// UnsharedReason returns the reason why the ranks of this host do not share memory. It names the ranks
 	// that are the cause. If the ranks share memory, or if this rank is alone on its host, UnsharedReason
 	// returns "".

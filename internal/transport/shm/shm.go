@@ -275,15 +275,16 @@ type Epoch struct {
 	Rank topo.Rank
 	// Hosts[r] identifies the host of rank r.
 	Hosts []string
-	// Offers[r] is the offer of rank r. If that rank does not call Connect, it is zero.
+	// Offers[r] is the offer of rank r.
 	Offers []Offer
 	// Reserve holds, for each lane, the number of bytes that this rank will pass to Share. Connect allocates
 	// them before the ranks agree. So if a rank lacks the memory, the ranks agree to share no memory.
 	Reserve map[transport.Lane]int64
-	// Agree calls the function try, which connects this rank to the other ranks of the host, and tells these
-	// ranks the result. It returns the ranks at which try has failed, with the reasons. All ranks of the host
-	// get the same ranks and reasons (rendezvous.Session.Agree). When try fails at a rank, Agree cancels the
-	// context of try at the other ranks. Connect does not call Agree if the rank is alone on its host.
+	// Agree calls the function try, which connects this rank to the other ranks of the host, and tells the
+	// others the result (rendezvous.Session.Agree). It returns the ranks of this host at which try failed,
+	// with the reasons, and a rank of each other host on which try failed. When try fails at a rank, Agree
+	// cancels the context of try at the other ranks of the host. Connect calls Agree once at every rank of
+	// the job.
 	Agree func(ctx context.Context, try func(context.Context) error) (failed map[topo.Rank]string, err error)
 	// Under is a mesh that reaches all ranks. Connect takes ownership of Under. If Connect fails, it closes
 	// Under. If Connect succeeds, Close of the new mesh also closes Under.
@@ -332,16 +333,33 @@ func (e *Endpoint) connect(ctx context.Context, ep *Epoch) (*Mesh, error) {
 	if d, bad := excluded[ep.Hosts[ep.Rank]]; bad {
 		m.unsharedReason, m.unsharedRanks = d.why, d.ranks
 	}
-	var group []topo.Rank
-	for r, h := range ep.Hosts {
-		if h == ep.Hosts[ep.Rank] {
-			group = append(group, topo.Rank(r))
+	failed, err := m.form(ctx, e, ep)
+	m.groups = groups(ep.Hosts, func(host string, r topo.Rank) bool {
+		_, bad := excluded[host]
+		_, fails := failed[r]
+		return bad || fails
+	})
+	return m, err
+}
+
+// groups returns, for each rank, the lowest rank with which the rank shares memory, which may be the rank
+// itself. hosts are the hosts of the ranks. If the function unshared returns true for any rank of a host, the
+// ranks of the host share no memory.
+func groups(hosts []string, unshared func(host string, r topo.Rank) bool) []topo.Rank {
+	lowest, apart := make(map[string]topo.Rank), make(map[string]bool)
+	for r, host := range hosts {
+		if _, seen := lowest[host]; !seen {
+			lowest[host] = topo.Rank(r)
+		}
+		apart[host] = apart[host] || unshared(host, topo.Rank(r))
+	}
+	all := make([]topo.Rank, len(hosts))
+	for r, host := range hosts {
+		if all[r] = lowest[host]; apart[host] {
+			all[r] = topo.Rank(r)
 		}
 	}
-	if m.unsharedReason != "" || len(group) == 1 {
-		return m, nil // all ranks of this host get the same result, so none of them calls Agree
-	}
-	return m, m.form(ctx, e, ep, group)
+	return all
 }
 
 // exclusion holds the reason why the ranks of a host cannot share memory, and the ranks that are the cause.
