@@ -55,14 +55,21 @@ func (m *Manager) Plan(members []topo.Rank, r *message.Response,
 	if !r.Kind.MovesData() {
 		return message.NoBackend, message.NoAlgorithm, nil
 	}
-	var refusals error
 	for i, b := range m.backends {
-		id := m.registry[i].ID
-		alg, err := b.Plan(members, r, numBytes)
-		if err == nil {
-			return id, alg, nil
+		if alg, err := b.Plan(members, r, numBytes); err == nil {
+			return m.registry[i].ID, alg, nil
 		}
-		if err = fmt.Errorf("%v: %w", id, err); refusals != nil {
+	}
+	return message.NoBackend, message.NoAlgorithm, fmt.Errorf("ops: no backend can run %v %q of type %v: %w",
+		r.Kind, r.Name, r.DType, m.refusals(members, r, numBytes))
+}
+
+// refusals returns the reasons for which the backends refuse r. Plan does not collect them itself, so that a
+// response that the first backend refuses and the second one runs costs no memory.
+func (m *Manager) refusals(members []topo.Rank, r *message.Response, numBytes int64) (refusals error) {
+	for i, b := range m.backends {
+		_, err := b.Plan(members, r, numBytes)
+		if err = fmt.Errorf("%v: %w", m.registry[i].ID, err); refusals != nil {
 			err = fmt.Errorf("%w; %w", refusals, err)
 		}
 		refusals = err
@@ -70,8 +77,7 @@ func (m *Manager) Plan(members []topo.Rank, r *message.Response,
 	if refusals == nil {
 		refusals = errors.New("no backend is configured")
 	}
-	return message.NoBackend, message.NoAlgorithm,
-		fmt.Errorf("ops: no backend can run %v %q of type %v: %w", r.Kind, r.Name, r.DType, refusals)
+	return refusals
 }
 
 // Get returns the backend with the given ID, which comes from a granted response. It also returns the field

@@ -178,10 +178,11 @@ type FlagValue struct {
 type SharedMemory uint8
 
 const (
-	// SharedByHost selects shared memory for jobs on one host. If shared memory is not available there, the
-	// job fails.
+	// SharedByHost selects shared memory for the ranks of each host. If shared memory is not available there,
+	// the job fails.
 	SharedByHost SharedMemory = iota
-	// SharedIfPossible selects shared memory for jobs on one host if it is available to all ranks.
+	// SharedIfPossible selects shared memory for the ranks of each host on which it is available to all
+	// ranks.
 	SharedIfPossible
 	// SharedAlways selects shared memory for every job. With this value, a job on several hosts fails.
 	SharedAlways

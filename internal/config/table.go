@@ -332,10 +332,10 @@ var settings = []Setting{
 		Name: "HOROVOD_CPU_OPERATIONS", Section: sectionChoice, Scope: PerJob,
 		Key:     "cpu_operations",
 		Default: "gloo",
-		Doc: "backend for tensors in host memory. With gloo, a job on one host uses shared memory and " +
-			"fails if there is none, and a job on several hosts uses TCP. shm,tcp is like gloo, but uses " +
-			"TCP if there is no shared memory. With shm, every job uses shared memory. With tcp, every " +
-			"job uses TCP",
+		Doc: "backend for tensors in host memory. With gloo, the ranks of a host use shared memory, and the " +
+			"job fails if there is none; ranks on different hosts use TCP. shm,tcp is like gloo, but uses " +
+			"TCP if there is no shared memory. With shm, all ranks must share memory, so the job fails if it " +
+			"has several hosts. With tcp, all ranks use TCP",
 		kind: builtOnly(cpuOperations(), "mpi", "ccl"),
 	},
 	{

@@ -8,7 +8,6 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"slices"
 	"time"
 
 	"go.uber.org/zap"
@@ -179,11 +178,6 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 		r.Epoch, hosts = r.session.Epoch, r.session.Hosts
 		ecfg.Mesh, ecfg.LocalProcesses, ecfg.ForClient = r.session.Mesh, o.processes(r.session.LocalSize),
 			o.ForClient
-		if r.session.Memory != nil {
-			ecfg.Backends = append(ecfg.Backends,
-				shm.Register(r.session.Memory,
-					shm.Config{Oversubscribed: ops.Oversubscribed(ecfg.LocalProcesses)}))
-		}
 	}
 	overTCP.Oversubscribed = ops.Oversubscribed(ecfg.LocalProcesses)
 	if rank > 0 && cfg.AlgorithmTable != "" {
@@ -192,14 +186,7 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 	if err := r.meeting.Met(ctx); err != nil {
 		log.Warn("removing the rendezvous data of rank 0 failed", zap.Error(err))
 	}
-	ecfg.Backends = append(ecfg.Backends,
-		tcp.Register(ecfg.Mesh, overTCP))
-	if r.session != nil {
-		ecfg.Backends = slices.DeleteFunc(ecfg.Backends, func(b ops.Registration) bool {
-			ranks, _ := r.session.Lacking(b.ID)
-			return len(ranks) > 0
-		})
-	}
+	ecfg.Backends = backends(r.session, &ecfg, overTCP)
 	log = log.With(zap.Uint64("epoch", r.Epoch))
 	ecfg.Log = log
 	r.Place, r.Homogeneous = topologyOf(cfg, hosts, rank), topo.IsHomogeneous(hosts)
@@ -233,6 +220,16 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 		return err
 	}
 	return nil
+}
+
+// backends returns the backends that all ranks have, in order of preference. session is nil in a job of one
+// rank.
+func backends(session *Session, cfg *engine.Config, overTCP tcp.Config) (all ops.Registry) {
+	if session != nil && session.Memory != nil {
+		all = append(all, shm.Register(session.Memory,
+			shm.Config{Oversubscribed: overTCP.Oversubscribed, Groups: session.Groups}))
+	}
+	return append(all, tcp.Register(cfg.Mesh, overTCP))
 }
 
 // topologyOf returns the position of this rank among the hosts. Values in the environment take precedence

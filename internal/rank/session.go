@@ -48,9 +48,12 @@ type Session struct {
 	Epoch uint64
 	// Mesh connects the ranks. The engine owns and closes it.
 	Mesh transport.Mesh
-	// Memory is the memory that all ranks of the job share. It is nil if not all of them share memory. It is
-	// valid until the mesh is closed.
+	// Memory is the memory that this rank shares with other ranks. It is nil if no two ranks of the job share
+	// memory. It is valid until the mesh is closed.
 	Memory opsshm.Memory
+	// Groups has, for each rank, the lowest rank with which it shares memory, which may be the rank itself.
+	// It is nil if Memory is nil.
+	Groups []topo.Rank
 	// Hosts has the host name of each rank, in the order of the ranks.
 	Hosts []string
 	// Capabilities says for each rank which backends it can serve (rendezvous.Record).
@@ -60,6 +63,8 @@ type Session struct {
 
 	rank   topo.Rank
 	joined *rendezvous.Session
+	// opened are the ranks that share their memory for the lane of the global set before the first operation.
+	opened []topo.Rank
 }
 
 // OpenSession joins this rank to the other ranks of the job. It waits until all ranks have joined. It fails
@@ -80,15 +85,13 @@ func OpenSession(ctx context.Context, cfg SessionConfig) (*Session, error) {
 // rendezvous.Session.Watch).
 func (s *Session) Watch(ctx context.Context) (context.Context, func()) { return s.joined.Watch(ctx) }
 
-// Ready waits until every rank is connected to all other ranks. If the ranks share memory, it also waits
-// until every rank has mapped the memory of all other ranks for the lane of the global set. All ranks get the
-// same error.
+// Ready waits until every rank is connected to all other ranks. If the members of the global set use shared
+// memory, it also waits until every rank has mapped the memory of its peers for the lane of that set. All
+// ranks get the same error.
 func (s *Session) Ready(ctx context.Context) error {
-	if s.Memory != nil {
-		for r := range s.Hosts {
-			if _, err := s.Memory.Peer(ctx, transport.DataLane(topo.Global), topo.Rank(r)); err != nil {
-				return err
-			}
+	for _, r := range s.opened {
+		if _, err := s.Memory.Peer(ctx, transport.DataLane(topo.Global), r); err != nil {
+			return err
 		}
 	}
 	return s.joined.Ready(ctx)
@@ -269,7 +272,13 @@ func (s *Session) share(ctx context.Context, set *config.Config, local *shm.Endp
 		return err
 	}
 	s.Mesh = shared
-	return s.useMemory(shared, set, log)
+	if err := s.useMemory(shared, set, log); err != nil {
+		return err
+	}
+	if group := shared.Group(); epoch.Reserve != nil && len(group) > 1 {
+		s.opened = group
+	}
+	return nil
 }
 
 // memoryError says that the ranks of a host cannot share memory, and names the ranks that are the reason.
@@ -280,22 +289,22 @@ type memoryError struct {
 
 func (e *memoryError) Error() string { return e.text }
 
-// useMemory sets s.Memory to the shared memory of mesh if all ranks of the job share it.
+// useMemory sets s.Memory to the shared memory of mesh if any ranks of the job share memory.
 func (s *Session) useMemory(mesh shm.Sharer, set *config.Config, log *zap.Logger) error {
-	if len(mesh.Group()) == set.Size {
-		s.Memory = mesh
-		return nil
-	}
-	why := mesh.UnsharedReason()
-	switch {
+	switch why := mesh.UnsharedReason(); {
 	case why == "":
-		return nil // the other ranks are on other hosts
 	case set.SharedMemory == config.SharedIfPossible:
-		log.Warn("the ranks cannot share memory and use TCP instead", zap.String("why", why))
-		return nil
+		log.Warn("the ranks of this host cannot share memory and use TCP instead", zap.String("why", why))
+	default:
+		return &memoryError{mesh.UnsharedRanks(),
+			fmt.Sprintf("the ranks of this host cannot share memory: %s: set HOROVOD_CPU_OPERATIONS=shm,tcp to use TCP instead", why)}
 	}
-	return &memoryError{mesh.UnsharedRanks(),
-		fmt.Sprintf("the ranks of this host cannot share memory: %s: set HOROVOD_CPU_OPERATIONS=shm,tcp to use TCP instead", why)}
+	for r, lowest := range mesh.Groups() {
+		if lowest != topo.Rank(r) {
+			s.Memory, s.Groups = mesh, mesh.Groups()
+		}
+	}
+	return nil
 }
 
 // listenShared opens the socket over which this rank passes file descriptors. If the settings exclude shared

@@ -83,12 +83,12 @@ func openLacking(t *testing.T, hosts []string, set map[int]map[string]string,
 	return sessions, errs
 }
 
-// Every rank learns the host names and capabilities of all ranks. If all ranks are on one host, they share
-// memory, otherwise they do not.
+// Every rank learns the host names and capabilities of all ranks, and which ranks share memory. The ranks of
+// a host share memory even if the job has other hosts.
 func TestOpen(t *testing.T) {
 	for name, hosts := range map[string][]string{
 		"one host": {"a", "a", "a"}, "two hosts": {"a", "b", "a"}, "no ring": {"a", "a"},
-		"four": {"a", "b", "b", "c"},
+		"four": {"a", "b", "b", "c"}, "all apart": {"a", "b", "c"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			sessions, errs := open(t, hosts, nil)
@@ -97,11 +97,13 @@ func TestOpen(t *testing.T) {
 					t.Errorf("rank %d: %v", r, errs[r])
 					continue
 				}
-				local := 0
+				local, groups, shared := 0, []topo.Rank(nil), false
 				for i, host := range hosts {
 					if host == hosts[r] {
 						local++
 					}
+					lowest := slices.Index(hosts, host)
+					groups, shared = append(groups, topo.Rank(lowest)), shared || lowest != i
 					if s.Hosts[i] != host {
 						t.Errorf("rank %d: rank %d is on %q", r, i, s.Hosts[i])
 					}
@@ -109,9 +111,13 @@ func TestOpen(t *testing.T) {
 						t.Errorf("rank %d: rank %d has capability %q for the device", r, i, why)
 					}
 				}
-				if s.LocalSize != local || s.Epoch != sessions[0].Epoch ||
-					(s.Memory != nil) != (local == len(hosts)) {
-					t.Errorf("rank %d: local size %d, epoch %d, memory %v", r, s.LocalSize, s.Epoch, s.Memory)
+				if !shared {
+					groups = nil
+				}
+				if s.LocalSize != local || s.Epoch != sessions[0].Epoch || (s.Memory != nil) != shared ||
+					!slices.Equal(s.Groups, groups) {
+					t.Errorf("rank %d: local size %d, epoch %d, memory %v, groups %v", r, s.LocalSize, s.Epoch,
+						s.Memory, s.Groups)
 				}
 			}
 		})
@@ -208,6 +214,12 @@ type sharer struct {
 func (s *sharer) Group() []topo.Rank         { return s.group }
 func (s *sharer) UnsharedReason() string     { return s.why }
 func (s *sharer) UnsharedRanks() []topo.Rank { return nil }
+func (s *sharer) Groups() []topo.Rank {
+	if len(s.group) == 2 {
+		return []topo.Rank{0, 0}
+	}
+	return []topo.Rank{0, 1}
+}
 
 func TestShare(t *testing.T) {
 	modes := []config.SharedMemory{config.SharedByHost, config.SharedIfPossible, config.SharedAlways}

@@ -21,6 +21,7 @@ import (
 	"errors"
 	"fmt"
 	"runtime"
+	"slices"
 	"sync"
 	"testing"
 	"time"
@@ -59,6 +60,10 @@ type Options struct {
 	// Ranks is the number of ranks, at least 1.
 	Ranks     int
 	Transport Transport
+	// Hosts, if not nil, has the name of each rank's host. The ranks of a host share memory, and Transport,
+	// which is Mem or TCP, connects the hosts. If Hosts is nil, the ranks share memory only with SHM, and are
+	// then on one host.
+	Hosts []string
 	// Latency is the time that a byte takes from one rank to another. It applies only to Mem. By default it
 	// is 0.
 	Latency time.Duration
@@ -92,7 +97,7 @@ type cluster struct {
 	ctx    context.Context // cancelled when the job ends
 	fail   context.CancelCauseFunc
 	meshes []transport.Mesh
-	memory []opsshm.Memory // memory of each rank; only for SHM
+	memory []shm.Sharer // memory of each rank; nil if no ranks share memory
 	ranks  []*Rank
 }
 
@@ -137,18 +142,18 @@ func (c *cluster) watch() (end func()) {
 
 // connect makes the meshes of all ranks.
 func (c *cluster) connect() error {
-	switch c.o.Transport {
-	case TCP:
-		return c.connectTCP()
-	case SHM:
-		if err := c.connectTCP(); err != nil {
-			return err
+	if c.o.Transport == Mem {
+		net := mem.NewWithLatency(c.o.Ranks, c.o.Latency)
+		for r := range c.o.Ranks {
+			c.meshes = append(c.meshes, net.Mesh(topo.Rank(r)))
 		}
-		return c.shareMemory()
+	} else if err := c.connectTCP(); err != nil {
+		return err
 	}
-	net := mem.NewWithLatency(c.o.Ranks, c.o.Latency)
-	for r := range c.o.Ranks {
-		c.meshes = append(c.meshes, net.Mesh(topo.Rank(r)))
+	if hosts := c.o.Hosts; hosts != nil {
+		return c.shareMemory(hosts)
+	} else if c.o.Transport == SHM {
+		return c.shareMemory(slices.Repeat([]string{"host"}, c.o.Ranks))
 	}
 	return nil
 }
@@ -181,17 +186,17 @@ func (c *cluster) connectTCP() error {
 }
 
 // shareMemory lets the ranks share memory: it replaces their meshes with meshes of transport/shm.
-func (c *cluster) shareMemory() error {
+func (c *cluster) shareMemory(hosts []string) error {
 	n := c.o.Ranks
-	endpoints, offers, hosts := make([]*shm.Endpoint, n), make([]shm.Offer, n), make([]string, n)
+	endpoints, offers := make([]*shm.Endpoint, n), make([]shm.Offer, n)
 	for r := range n {
 		e, err := shm.Listen(shm.Config{})
 		if err != nil {
 			e = shm.Unavailable(err)
 		}
-		endpoints[r], offers[r], hosts[r] = e, e.Offer(), "host"
+		endpoints[r], offers[r] = e, e.Offer()
 	}
-	c.memory = make([]opsshm.Memory, n)
+	c.memory = make([]shm.Sharer, n)
 	errs := make([]error, n)
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
@@ -218,7 +223,7 @@ func (c *cluster) shareMemory() error {
 				Job: "test", Epoch: 1, Rank: topo.Rank(r), Hosts: hosts, Offers: offers, Under: c.meshes[r],
 				Agree: sessions[r].Agree,
 			})
-			if err == nil && len(mesh.Group()) < n {
+			if err == nil && mesh.UnsharedReason() != "" {
 				err = errors.Join(fmt.Errorf("rank %d shares no memory: %s", r, mesh.UnsharedReason()),
 					mesh.Close())
 			}
@@ -264,7 +269,8 @@ func (c *cluster) start() error {
 			crowded := ops.Oversubscribed(cmp.Or(cfg.LocalProcesses, c.o.Ranks))
 			if c.memory != nil {
 				cfg.Backends = append(cfg.Backends, opsshm.Register(c.memory[i], opsshm.Config{
-					StageBytes: int64(c.o.SegmentBytes), Oversubscribed: crowded}))
+					StageBytes: int64(c.o.SegmentBytes), Oversubscribed: crowded,
+					Groups: c.memory[i].Groups()}))
 			}
 			cfg.Backends = append(cfg.Backends,
 				opstcp.Register(cfg.Mesh, opstcp.Config{SegmentBytes: c.o.SegmentBytes,

@@ -18,6 +18,7 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/testcluster"
 	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/trace"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -43,6 +44,60 @@ func TestEveryOperation(t *testing.T) {
 					Config: func(cfg *engine.Config) { cfg.Lockstep = lockstep },
 				}, everyOperation)
 			})
+		}
+	}
+}
+
+// TestHosts runs every operation in jobs on several hosts.
+func TestHosts(t *testing.T) {
+	for _, over := range []testcluster.Transport{testcluster.Mem, testcluster.TCP} {
+		for _, hosts := range []string{"aab", "aba", "abb", "abc", "aaa"} {
+			t.Run(fmt.Sprintf("%v/%s", over, hosts), func(t *testing.T) {
+				testcluster.Run(t, testcluster.Options{Ranks: 3, Transport: over,
+					Hosts: strings.Split(hosts, ""), Sets: [][]topo.Rank{{0, 2}}}, everyOperation)
+			})
+		}
+	}
+}
+
+// backends is a Recorder that stores the backend of the operations of each process set.
+type backends struct {
+	mu   sync.Mutex
+	used map[topo.ProcessSetID]message.Backend
+}
+
+// Record implements engine.Recorder.
+func (b *backends) Record(op *trace.Operation) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.used[op.Set] = op.Backend
+}
+
+// TestBackendOfSet checks that a process set uses shared memory if and only if all its members share memory.
+func TestBackendOfSet(t *testing.T) {
+	used := backends{used: make(map[topo.ProcessSetID]message.Backend)}
+	testcluster.Run(t, testcluster.Options{Ranks: 4, Hosts: []string{"a", "a", "b", "b"},
+		Sets:   [][]topo.Rank{{0, 1}, {2, 3}, {1, 2}, {3}},
+		Config: func(cfg *engine.Config) { cfg.Recorder = &used },
+	}, func(r *testcluster.Rank) {
+		for set := range topo.ProcessSetID(5) {
+			if !slices.Contains(r.Members(set), r.Rank) {
+				continue
+			}
+			var sum int64
+			for _, m := range r.Members(set) {
+				sum += int64(m)
+			}
+			op := testcluster.Over(set, testcluster.Allreduce("x", tensor.Int64, nil, tensor.Sum,
+				i64(int64(r.Rank))))
+			r.Do(op)
+			want(r, op, sum)
+		}
+	})
+	for set, backend := range []message.Backend{message.TCP, message.SHM, message.SHM, message.TCP,
+		message.SHM} {
+		if got := used.used[topo.ProcessSetID(set)]; got != backend {
+			t.Errorf("set %d used %v, want %v", set, got, backend)
 		}
 	}
 }

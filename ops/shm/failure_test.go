@@ -14,6 +14,7 @@ import (
 
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/ops"
 	"github.com/gohvd/gohvd/ops/shm"
@@ -316,6 +317,20 @@ func TestPlan(t *testing.T) {
 		}
 		return nil
 	})
+}
+
+// Plan refuses a process set whose members do not all share memory, and allocates nothing.
+func TestPlanOfMembers(t *testing.T) {
+	b := shm.New(&rankMemory{newHost(), 0}, 1, []topo.Rank{0}, 0, shm.Config{Groups: []topo.Rank{0, 0, 2, 0}})
+	for members, ok := range map[[2]topo.Rank]bool{{0, 1}: true, {1, 3}: true, {0, 2}: false, {2, 2}: true} {
+		r := &message.Response{Kind: message.Allgather}
+		if _, err := b.Plan(members[:], r, 4); (err == nil) != ok {
+			t.Errorf("ranks %v: got %v", members, err)
+		}
+		if n := testing.AllocsPerRun(10, func() { _, _ = b.Plan(members[:], r, 4) }); n > 0 {
+			t.Errorf("ranks %v: Plan made %v allocations", members, n)
+		}
+	}
 }
 
 // After an operation has failed, nothing writes to its buffers, even if the rank that it has waited for

@@ -68,6 +68,11 @@ type Config struct {
 	// core.
 	Oversubscribed bool
 
+	// Groups has, for each rank of the job, the lowest rank with which it shares memory
+	// (transport/shm.Sharer.Groups). Plan refuses process sets whose members do not all share memory. If
+	// Groups is nil, all ranks of the job share memory.
+	Groups []topo.Rank
+
 	// Find returns the place of a buffer in the arenas of this process, and reports whether the buffer lies
 	// in an arena. The default is arena.Find.
 	Find func([]byte) (arena.Ref, bool)
@@ -79,11 +84,12 @@ type Config struct {
 // error wraps a *transport.PeerError that names the peer. If the context of a call ends, the error wraps
 // context.Cause. A waiting call notices the end of its context within 20 ms.
 type Backend struct {
-	mem   Memory
-	lane  transport.Lane
-	ranks []topo.Rank
-	me    int
-	find  func([]byte) (arena.Ref, bool)
+	mem    Memory
+	lane   transport.Lane
+	ranks  []topo.Rank
+	me     int
+	find   func([]byte) (arena.Ref, bool)
+	groups []topo.Rank
 
 	stageBytes     int64
 	smallBytes     int64
@@ -146,7 +152,7 @@ type peer struct {
 func New(mem Memory, lane transport.Lane, ranks []topo.Rank, me int, cfg Config) *Backend {
 	n := len(ranks)
 	b := &Backend{
-		mem: mem, lane: lane, ranks: slices.Clone(ranks), me: me, find: cfg.Find,
+		mem: mem, lane: lane, ranks: slices.Clone(ranks), me: me, find: cfg.Find, groups: cfg.Groups,
 		stageBytes: cfg.stage(n), smallBytes: cfg.SmallBytes, directBytes: cfg.DirectBytes,
 		spins: spins, yields: yields,
 		peers: make([]peer, n), layouts: make([]layout, n), sources: make([][]byte, n),
@@ -187,20 +193,27 @@ func (cfg *Config) stage(n int) int64 {
 	return max(bytes/int64(n*lineBytes), 1) * int64(n*lineBytes)
 }
 
-// Register returns the Registration of the backend. The global process set shares its segment when its
-// backend is made, before any operation. Every other set shares its segment with its first operation, because
-// it may never run an operation on this backend.
+// Register returns the Registration of the backend. If the members of the global process set share memory,
+// they share their segments when the backend of the set is made, before any operation. Every other set shares
+// its segments with its first operation, because it may never run an operation on this backend.
 func Register(mem Memory, cfg Config) ops.Registration {
 	return ops.Registration{ID: message.SHM, Lists: true,
 		New: func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {
 			b := New(mem, transport.DataLane(set), ranks, me, cfg)
-			if set == topo.Global {
+			if set == topo.Global && len(ranks) > 1 && together(cfg.Groups, ranks) {
 				if err := b.Open(); err != nil {
 					return nil, err
 				}
 			}
 			return b, nil
 		}}
+}
+
+// together reports whether the given ranks share memory with each other.
+func together(groups, ranks []topo.Rank) bool {
+	return groups == nil || !slices.ContainsFunc(ranks, func(r topo.Rank) bool {
+		return groups[r] != groups[ranks[0]]
+	})
 }
 
 // Open makes and shares this rank's segment, so that the first operation need not do it.
@@ -261,9 +274,15 @@ func (b *Backend) peerError(i int, err error) error {
 // this rank read them.
 var errGivenUp = errors.New("the peer abandoned the operation")
 
+// errApart is a variable so that a refusal allocates nothing: the coordinator calls Plan for every grant.
+var errApart = errors.New("the members of the process set do not all share memory")
+
 // Plan implements ops.Backend. The algorithm is always direct: the owner of a block reads the block from all
 // other ranks.
-func (b *Backend) Plan(_ []topo.Rank, r *message.Response, _ int64) (message.Algorithm, error) {
+func (b *Backend) Plan(members []topo.Rank, r *message.Response, _ int64) (message.Algorithm, error) {
+	if !together(b.groups, members) {
+		return message.NoAlgorithm, errApart
+	}
 	switch r.Kind {
 	case message.Allreduce, message.Reducescatter:
 		if r.Op.Base() == tensor.Adasum {
