@@ -101,7 +101,7 @@ func (e *Engine) changeSets(g *controller.Grant) (*lane, error) {
 	return answering, nil
 }
 
-// dropSet releases a set whose last work is done. Every rank releases the lane of the set in the mesh, even
+// dropSet releases a set whose last work is done. Every rank releases the lanes of the set in the mesh, even
 // if it is not a member of the set. The mesh stores a contiguous range of released lanes in a few bytes, and
 // a lane that was not released would be a gap in the range.
 func (e *Engine) dropSet(id topo.ProcessSetID) {
@@ -110,6 +110,7 @@ func (e *Engine) dropSet(id topo.ProcessSetID) {
 		e.lanes.drop(id)
 	}
 	e.cfg.Mesh.Release(transport.DataLane(id))
+	e.cfg.Mesh.Release(transport.OuterLane(id))
 }
 
 // refuse closes the queue of a lane and ends all its entries that have no grant with the given error.

@@ -67,10 +67,13 @@ const (
 	TCP
 	// SHM is shared memory between the ranks of one host.
 	SHM
+	// Hier runs an operation on two levels: in shared memory among the ranks of each host, and over TCP
+	// between the hosts.
+	Hier
 	numBackends
 )
 
-var backends = [numBackends]string{"none", "tcp", "shm"}
+var backends = [numBackends]string{"none", "tcp", "shm", "hier"}
 
 func (b Backend) String() string {
 	if b >= numBackends {
@@ -105,12 +108,15 @@ const (
 	Bruck
 	// Chain passes the buffer from rank to rank, segment by segment.
 	Chain
+	// TwoLevel composes operations among the ranks of each host and operations between hosts, whose
+	// algorithms the backends of the levels choose.
+	TwoLevel
 	numAlgorithms
 )
 
 var algorithms = [numAlgorithms]string{
 	"none", "ring", "tree", "direct", "halving-doubling", "exchange", "recursive-doubling", "bruck",
-	"chain",
+	"chain", "two-level",
 }
 
 func (a Algorithm) String() string {

@@ -18,11 +18,16 @@ import (
 // each other.
 type Lane uint32
 
-// Control is the lane that carries the negotiation. Process set s executes its operations on lane 1+s.
+// Control is the lane that carries the negotiation. Process set s executes its operations on the lanes 1+s
+// and 2^31+s.
 const Control Lane = 0
 
 // DataLane returns the lane on which process set s executes its operations.
 func DataLane(s topo.ProcessSetID) Lane { return Lane(s) + 1 }
+
+// OuterLane returns the lane on which process set s exchanges data between hosts when an operation runs on
+// two levels. The inner level uses DataLane.
+func OuterLane(s topo.ProcessSetID) Lane { return Lane(s) + 1<<31 }
 
 // ErrClosed is returned by calls on a Mesh or Conn that this process has closed.
 var ErrClosed = errors.New("transport: the mesh or connection is closed")

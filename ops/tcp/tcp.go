@@ -176,6 +176,18 @@ func Register(mesh transport.Mesh, cfg Config) ops.Registration {
 		}}
 }
 
+// OuterLevel returns a function that makes the backend between the hosts of a process set for ops/hier. It
+// uses a lane of its own, because the backend that Register returns has the other lane of the set. It chooses
+// algorithms by DefaultTable, because each rank plans the operations between hosts itself, and only rank 0
+// has the table of the user.
+func OuterLevel(mesh transport.Mesh,
+	cfg Config) func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {
+	cfg.Table, cfg.Forced = nil, nil
+	return func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {
+		return New(mesh, transport.OuterLane(set), ranks, me, cfg), nil
+	}
+}
+
 // Plan implements ops.Backend. It chooses the algorithm that the user has forced, or else the algorithm of
 // the first rule of the table that applies.
 func (b *Backend) Plan(members []topo.Rank, r *message.Response, numBytes int64) (message.Algorithm, error) {

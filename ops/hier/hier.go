@@ -1,0 +1,294 @@
+// Package hier runs collectives of process sets with members on several hosts, on two levels. It composes two
+// other backends: the inner one connects the members on one host (shared memory), and the outer one connects
+// hosts (TCP). Data crosses the network between hosts as seldom as possible, and the members of a host share
+// the work between hosts.
+//
+// Let n be the number of members, h the number of their hosts, and k the smallest number of members on one of
+// these hosts. The first k members of each host are its owners. A buffer is cut into k slices, and owner i of
+// each host owns slice i. The owners of a slice, one on each host, exchange it through an outer backend of
+// their own. Members that own no slice take part only in the inner operations. A slice has a piece for each
+// host. For a buffer of B bytes:
+//
+//	allreduce      reducescatter of the slices inside each host; reducescatter of the pieces of each slice
+//	               between its owners, then allgather of the pieces; allgather of the slices inside each host.
+//	               All ranks of a host together send 2(h-1)/h × B bytes to other hosts.
+//	reducescatter  the same up to the first outer operation; then an allgather of the host's own blocks inside
+//	               each host. (h-1)/h × B bytes leave a host.
+//	allgather      allgather of the host's own blocks inside each host; allgather of the pieces of each slice
+//	               between its owners; allgather of the slices inside each host. A host sends its own blocks
+//	               h-1 times, or passes on as many bytes of other hosts.
+//	broadcast      broadcast inside the root's host; broadcast of each slice between its owners; allgather of
+//	               the slices inside each other host. Each other host receives B bytes once.
+//
+// Alltoall and Adasum are refused. An alltoall sends no byte to another host twice, so there is nothing to
+// gain. Adasum already combines neighbours first.
+//
+// # Order of additions
+//
+// The members of a host are added in the order of the ranks, and then the sums of the hosts, in an order that
+// depends on the position of the element in the buffer. All ranks get the same bits. Sums and products of
+// 16-bit floats are computed in float32 on both levels and rounded once. In deterministic mode, reductions
+// are refused, because the result must depend only on the values of the ranks, not on their hosts.
+package hier
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+
+	"github.com/gohvd/gohvd/fusion"
+	"github.com/gohvd/gohvd/internal/kernel"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/ops"
+)
+
+// New makes a backend among the given ranks for one level of a process set. ranks[me] is this rank.
+type New func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error)
+
+// Config configures a Backend. All ranks must have the same values.
+type Config struct {
+	// Groups has for each rank of the job the lowest rank with which it shares memory
+	// (transport/shm.Sharer.Groups). Ranks with the same entry are on one host.
+	Groups []topo.Rank
+	// Inner makes the backend among the members of a set on one host. Outer makes the backend among the
+	// owners of a slice. Both must run reducescatter, allgather and broadcast. They must not share a lane.
+	Inner, Outer New
+	// Kinds has the kinds of operations that may run on two levels.
+	Kinds [message.NumKinds]bool
+	// Deterministic forbids reductions.
+	Deterministic bool
+}
+
+// Backend is the ops.Backend of one process set.
+//
+// Any error ends the backend. The error wraps the error of the inner or outer backend, which names the peer
+// if a peer has failed.
+type Backend struct {
+	cfg   *Config
+	me    int
+	place place
+	inner level
+	outer level // has no backend at a member that owns no slice
+
+	// mu guards census, because Plan may be called at any time.
+	mu     sync.Mutex
+	census census
+
+	err     error         // the error that ended the backend, or nil
+	op      ops.Operation // the operation in progress
+	root    int           // in a broadcast, the index of the root's host
+	running ops.Backend   // the level that executes the current stage, or nil
+	stages  []stage       // the stages that were not begun; nil if no operation is in progress
+	active  bool          // an operation is in progress
+
+	// The fields below describe the operation in progress. They are kept so that an operation allocates
+	// nothing.
+	ends          []int64          // where the pieces end in buf: see piece
+	begins        []int64          // where the blocks of each host begin and end in op.Buf
+	counts        []int64          // sizes of the blocks of the running stage
+	response      message.Response // describes the running stage to Plan
+	wide          bool             // reduce 16-bit floats as float32
+	buf           []byte           // the slices of the result
+	work          []byte           // the slices that are reduced; may be the same as buf
+	gathered      fusion.Buffer    // memory for buf
+	packed        fusion.Buffer    // memory for work
+	dt            tensor.DType     // the type of widen and narrow
+	widen, narrow kernel.ConvertFunc
+}
+
+// level is one of the two levels: a backend and the ranks that it connects.
+type level struct {
+	backend ops.Backend
+	ranks   []topo.Rank
+}
+
+// Register returns the Registration of the backend.
+func Register(cfg Config) ops.Registration {
+	return ops.Registration{ID: message.Hier,
+		New: func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {
+			return newBackend(&cfg, set, ranks, me)
+		}}
+}
+
+// newBackend makes the backend of a process set. If the set cannot run on two levels, the backend has no
+// levels, and serves only Plan.
+func newBackend(cfg *Config, set topo.ProcessSetID, ranks []topo.Rank, me int) (_ *Backend, err error) {
+	b := &Backend{cfg: cfg, me: me, census: make(census, len(cfg.Groups))}
+	if b.census.count(cfg.Groups, ranks).refusal() != nil {
+		return b, nil
+	}
+	p := newPlace(cfg.Groups, ranks, me)
+	b.place = p
+	b.ends, b.begins = make([]int64, p.slices*len(p.hosts)), make([]int64, len(p.hosts)+1)
+	b.counts = make([]int64, len(ranks))
+	b.inner.ranks = pick(ranks, p.hosts[p.host])
+	if b.inner.backend, err = cfg.Inner(set, b.inner.ranks, p.local); err != nil || !p.owns() {
+		return b, err
+	}
+	for _, members := range p.hosts {
+		b.outer.ranks = append(b.outer.ranks, ranks[members[p.local]])
+	}
+	if b.outer.backend, err = cfg.Outer(set, b.outer.ranks, p.host); err != nil {
+		b.inner.backend.Close()
+	}
+	return b, err
+}
+
+// pick returns the elements of ranks at the given positions.
+func pick(ranks []topo.Rank, positions []int) (picked []topo.Rank) {
+	for _, i := range positions {
+		picked = append(picked, ranks[i])
+	}
+	return picked
+}
+
+// These are the reasons for which Plan refuses a response. They are variables so that a refusal allocates
+// nothing: the coordinator calls Plan for every grant.
+var (
+	errOff           = errors.New("the settings turn it off")
+	errDeterministic = errors.New("in deterministic mode, a sum must not depend on the hosts of the ranks")
+	errAlltoall      = errors.New("alltoall sends no byte to another host twice")
+	errAdasum        = errors.New("adasum combines neighbouring ranks first in any case")
+	errKind          = errors.New("it moves no data")
+)
+
+// Plan implements ops.Backend. The backends of the levels choose their algorithms when an operation runs.
+func (b *Backend) Plan(members []topo.Rank, r *message.Response, _ int64) (message.Algorithm, error) {
+	if err := b.refusal(members, r); err != nil {
+		return message.NoAlgorithm, err
+	}
+	return message.TwoLevel, nil
+}
+
+// refusal returns the reason why the backend cannot run r, or nil if it can.
+func (b *Backend) refusal(members []topo.Rank, r *message.Response) error {
+	switch {
+	case !r.Kind.MovesData():
+		return errKind
+	case r.Kind == message.Alltoall:
+		return errAlltoall
+	case !b.cfg.Kinds[r.Kind]:
+		return errOff
+	case r.Kind.Reduces() && r.Op.Base() == tensor.Adasum:
+		return errAdasum
+	case r.Kind.Reduces() && b.cfg.Deterministic:
+		return errDeterministic
+	}
+	if r.Kind.Reduces() {
+		if err := tensor.CheckReduce(r.Op, r.WireType()); err != nil {
+			return err
+		}
+	}
+	b.mu.Lock()
+	counted := b.census.count(b.cfg.Groups, members)
+	b.mu.Unlock()
+	if err := counted.refusal(); err != nil {
+		return err
+	}
+	if !counted.together && (r.Kind == message.Allgather || r.Kind == message.Reducescatter) {
+		return errScattered
+	}
+	return nil
+}
+
+// Start implements ops.Backend.
+func (b *Backend) Start(op ops.Operation) error {
+	switch {
+	case b.err != nil:
+		return fmt.Errorf("ops/hier: %v: the backend has failed before: %w", op.Kind, b.err)
+	case b.active:
+		return b.fail(errors.New("Start was called for another operation before this one had finished"))
+	}
+	b.op, b.active = op, true
+	if op.Algorithm != message.TwoLevel {
+		return b.fail(fmt.Errorf("got algorithm %v, want %v", op.Algorithm, message.TwoLevel))
+	}
+	if b.inner.backend == nil {
+		return b.fail(errOneLevel)
+	}
+	if err := b.begin(); err != nil {
+		return b.fail(err)
+	}
+	return nil
+}
+
+// begin cuts the buffer of the operation into slices and begins the first stage.
+func (b *Backend) begin() (err error) {
+	switch b.op.Kind {
+	case message.Allreduce:
+		err = b.beginAllreduce()
+	case message.Reducescatter:
+		err = b.beginReducescatter()
+	case message.Allgather:
+		err = b.beginAllgather()
+	case message.Broadcast:
+		err = b.beginBroadcast()
+	default:
+		err = errors.New("it is not supported")
+	}
+	if err != nil {
+		return err
+	}
+	return b.advance()
+}
+
+// advance begins stages until one of them has to be executed by a level. If no stage remains, b.running is
+// nil.
+func (b *Backend) advance() error {
+	for b.running == nil && len(b.stages) > 0 {
+		next := b.stages[0]
+		b.stages = b.stages[1:]
+		if err := next(b); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// Step implements ops.Backend.
+func (b *Backend) Step(ctx context.Context, wait bool) (ops.Progress, error) {
+	switch {
+	case b.err != nil:
+		return ops.Waiting, fmt.Errorf("ops/hier: step of a backend that has failed before: %w", b.err)
+	case !b.active:
+		return ops.Waiting, errors.New("ops/hier: Step was called without an operation in progress")
+	}
+	if b.running != nil {
+		p, err := b.running.Step(ctx, wait)
+		if err != nil {
+			return ops.Waiting, b.fail(err)
+		}
+		if p != ops.Finished {
+			return p, nil
+		}
+		b.running = nil
+		if err := b.advance(); err != nil {
+			return ops.Waiting, b.fail(err)
+		}
+	}
+	if b.running != nil {
+		return ops.Moving, nil
+	}
+	b.op, b.active, b.buf, b.work = ops.Operation{}, false, nil, nil
+	return ops.Finished, nil
+}
+
+// fail ends the backend because the current operation has failed with err. It returns err with the kind of
+// the operation, for the caller.
+func (b *Backend) fail(err error) error {
+	b.err = fmt.Errorf("ops/hier: %v: %w", b.op.Kind, err)
+	b.op, b.running, b.buf, b.work = ops.Operation{}, nil, nil, nil
+	return b.err
+}
+
+// Close implements ops.Backend.
+func (b *Backend) Close() {
+	for _, l := range []*level{&b.inner, &b.outer} {
+		if l.backend != nil {
+			l.backend.Close()
+		}
+	}
+}

@@ -1,0 +1,547 @@
+package hier_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+
+	"github.com/gohvd/gohvd/half"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
+	"github.com/gohvd/gohvd/internal/transport/mem"
+	"github.com/gohvd/gohvd/ops"
+	"github.com/gohvd/gohvd/ops/hier"
+	"github.com/gohvd/gohvd/ops/opstest"
+	"github.com/gohvd/gohvd/ops/tcp"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// These are the lanes of the two levels.
+const (
+	innerLane = transport.Lane(3)
+	outerLane = transport.Lane(4)
+)
+
+// layouts are jobs: each letter is the host of a rank.
+var layouts = []string{"aabb", "aaab", "abbb", "aabbcc", "aabbb", "abbcc", "abab", "aabcc", "aaaabbbb"}
+
+// groups returns for each rank the lowest rank on the same host.
+func groups(hosts string) (all []topo.Rank) {
+	for _, h := range hosts {
+		all = append(all, topo.Rank(strings.IndexRune(hosts, h)))
+	}
+	return all
+}
+
+func allKinds() (all [message.NumKinds]bool) {
+	for k := range all {
+		all[k] = true
+	}
+	return all
+}
+
+// upTo returns the ranks 0 to n-1.
+func upTo(n int) (all []topo.Rank) {
+	for r := range n {
+		all = append(all, topo.Rank(r))
+	}
+	return all
+}
+
+// cluster has the backends of all ranks of a job in one process. Both levels are backends of ops/tcp.
+type cluster struct {
+	hosts    string
+	meshes   []*counting
+	backends []*opstest.Blocking
+}
+
+// counting is a mesh that counts the bytes that its rank sends to ranks on other hosts.
+type counting struct {
+	transport.Mesh
+	rank  int
+	hosts string
+	sent  atomic.Int64
+}
+
+// Conn implements transport.Mesh.
+func (m *counting) Conn(ctx context.Context, lane transport.Lane, peer topo.Rank) (transport.Conn, error) {
+	c, err := m.Mesh.Conn(ctx, lane, peer)
+	if err != nil || m.hosts[m.rank] == m.hosts[peer] {
+		return c, err
+	}
+	return &countingConn{c, m}, nil
+}
+
+type countingConn struct {
+	transport.Conn
+	mesh *counting
+}
+
+// TrySend implements transport.Conn.
+func (c *countingConn) TrySend(p []byte) (int, error) {
+	n, err := c.Conn.TrySend(p)
+	c.mesh.sent.Add(int64(n))
+	return n, err
+}
+
+// Send implements transport.Conn.
+func (c *countingConn) Send(p []byte) error {
+	c.mesh.sent.Add(int64(len(p)))
+	return c.Conn.Send(p)
+}
+
+// newCluster makes the backends of the process set of all ranks.
+func newCluster(tb testing.TB, hosts string, change func(*hier.Config)) *cluster {
+	tb.Helper()
+	c := &cluster{hosts: hosts}
+	world := mem.New(len(hosts))
+	for r := range hosts {
+		mesh := &counting{Mesh: world.Mesh(topo.Rank(r)), rank: r, hosts: hosts}
+		level := func(lane transport.Lane) hier.New {
+			return func(_ topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {
+				return tcp.New(mesh, lane, ranks, me,
+					tcp.Config{SegmentBytes: 256, Oversubscribed: true}), nil
+			}
+		}
+		cfg := hier.Config{Groups: groups(hosts), Inner: level(innerLane), Outer: level(outerLane),
+			Kinds: allKinds()}
+		if change != nil {
+			change(&cfg)
+		}
+		b, err := hier.Register(cfg).New(topo.Global, upTo(len(hosts)), r)
+		if err != nil {
+			tb.Fatal(err)
+		}
+		tb.Cleanup(b.Close)
+		c.meshes = append(c.meshes, mesh)
+		c.backends = append(c.backends, &opstest.Blocking{Backend: b, Steps: r%3 == 1})
+	}
+	return c
+}
+
+// each calls f for all ranks at the same time and returns their errors. If the calls take longer than a
+// minute, each aborts the lanes, so that the test fails instead of hanging.
+func (c *cluster) each(f func(i int, b *opstest.Blocking) error) []error {
+	hung := time.AfterFunc(time.Minute, func() {
+		for _, m := range c.meshes {
+			m.Abort(innerLane, errors.New("the cluster hangs"))
+			m.Abort(outerLane, errors.New("the cluster hangs"))
+		}
+	})
+	defer hung.Stop()
+	errs := make([]error, len(c.backends))
+	var wg sync.WaitGroup
+	for i, b := range c.backends {
+		wg.Go(func() { errs[i] = f(i, b) })
+	}
+	wg.Wait()
+	return errs
+}
+
+func (c *cluster) must(tb testing.TB, f func(i int, b *opstest.Blocking) error) {
+	tb.Helper()
+	if err := errors.Join(c.each(f)...); err != nil {
+		tb.Fatal(err)
+	}
+}
+
+// sentBy returns how many bytes the ranks of a host have sent to other hosts since the last call.
+func (c *cluster) sentBy(host byte) (sent int64) {
+	for r, m := range c.meshes {
+		if c.hosts[r] == host {
+			sent += m.sent.Swap(0)
+		}
+	}
+	return sent
+}
+
+// value returns element e of the contribution of rank r.
+func value(r, e int) int32 { return int32(r+1)*1000 + int32(e%89) }
+
+func fill(r, n int) []int32 {
+	buf := make([]int32, n)
+	for e := range buf {
+		buf[e] = value(r, e)
+	}
+	return buf
+}
+
+// total returns element e of the sum of all n contributions.
+func total(n, e int) (sum int32) {
+	for r := range n {
+		sum += value(r, e)
+	}
+	return sum
+}
+
+var counts = []int{0, 1, 2, 7, 64, 1000, 5001}
+
+func TestAllreduce(t *testing.T) {
+	for _, hosts := range layouts {
+		c := newCluster(t, hosts, nil)
+		for _, n := range counts {
+			c.must(t, func(i int, b *opstest.Blocking) error {
+				buf := fill(i, n)
+				if err := b.Allreduce(t.Context(), message.TwoLevel, tensor.Int32, tensor.Sum,
+					tensor.Bytes(buf)); err != nil {
+					return err
+				}
+				for e, got := range buf {
+					if want := total(len(hosts), e); got != want {
+						return fmt.Errorf("%s: rank %d: element %d of %d is %d, want %d", hosts, i, e, n, got,
+							want)
+					}
+				}
+				return nil
+			})
+		}
+	}
+}
+
+// Every 16-bit float of a sum is rounded once: the result equals the exact sum, rounded.
+func TestHalfIsRoundedOnce(t *testing.T) {
+	for _, hosts := range layouts {
+		c := newCluster(t, hosts, nil)
+		const n = 500
+		at := func(r, e int) float32 { return half.Float16FromFloat32(1 + float32(r*7+e%13)/1024).Float32() }
+		c.must(t, func(i int, b *opstest.Blocking) error {
+			buf := make([]half.Float16, n)
+			for e := range buf {
+				buf[e] = half.Float16FromFloat32(at(i, e))
+			}
+			whole := slices.Clone(buf)
+			if err := b.Allreduce(t.Context(), message.TwoLevel, tensor.Float16, tensor.Sum,
+				tensor.Bytes(buf)); err != nil {
+				return err
+			}
+			sizes := blocks(len(hosts), n, 2)
+			scattered := hosts == "abab"
+			if !scattered {
+				if err := b.Reducescatter(t.Context(), message.TwoLevel, tensor.Float16, tensor.Sum,
+					tensor.Bytes(whole), sizes); err != nil {
+					return err
+				}
+			}
+			from, to := block(sizes, i)
+			for e := range buf {
+				var sum float32
+				for r := range hosts {
+					sum += at(r, e)
+				}
+				want := half.Float16FromFloat32(sum)
+				if buf[e] != want {
+					return fmt.Errorf("%s: rank %d: element %d is %x, want %x", hosts, i, e, buf[e], want)
+				}
+				if k := int64(2 * e); !scattered && k >= from && k < to && whole[e] != want {
+					return fmt.Errorf("%s: rank %d: element %d of the block is %x, want %x", hosts, i, e,
+						whole[e], want)
+				}
+			}
+			return nil
+		})
+	}
+}
+
+// blocks returns the sizes in bytes of the blocks of ranks, which have n elements of size bytes in total. The
+// blocks have different sizes, and the block of rank 1 is empty.
+func blocks(ranks, n, size int) []int64 {
+	all := make([]int64, ranks)
+	for e := range n {
+		r := (e*e + e/3) % ranks
+		if r == 1 {
+			r = 0
+		}
+		all[r] += int64(size)
+	}
+	return all
+}
+
+// block returns where the block of a rank begins and ends.
+func block(sizes []int64, rank int) (from, to int64) {
+	for _, s := range sizes[:rank] {
+		from += s
+	}
+	return from, from + sizes[rank]
+}
+
+func TestReducescatterAndAllgather(t *testing.T) {
+	for _, hosts := range layouts {
+		if hosts == "abab" {
+			continue // TestScattered
+		}
+		c := newCluster(t, hosts, nil)
+		for _, n := range counts {
+			sizes := blocks(len(hosts), n, 4)
+			c.must(t, func(i int, b *opstest.Blocking) error {
+				buf := fill(i, n)
+				if err := b.Reducescatter(t.Context(), message.TwoLevel, tensor.Int32, tensor.Sum,
+					tensor.Bytes(buf), sizes); err != nil {
+					return err
+				}
+				from, to := block(sizes, i)
+				for e := from / 4; e < to/4; e++ {
+					if want := total(len(hosts), int(e)); buf[e] != want {
+						return fmt.Errorf("%s: rank %d: element %d of %d is %d, want %d", hosts, i, e, n,
+							buf[e], want)
+					}
+				}
+				for e := range buf {
+					if k := int64(4 * e); k < from || k >= to {
+						buf[e] = -1
+					}
+				}
+				if err := b.Allgather(t.Context(), message.TwoLevel, tensor.Bytes(buf), sizes); err != nil {
+					return err
+				}
+				for e, got := range buf {
+					if want := total(len(hosts), e); got != want {
+						return fmt.Errorf("%s: rank %d: gathered element %d of %d is %d, want %d", hosts, i, e,
+							n, got, want)
+					}
+				}
+				return nil
+			})
+		}
+	}
+}
+
+func TestBroadcast(t *testing.T) {
+	for _, hosts := range layouts {
+		c := newCluster(t, hosts, nil)
+		for root := range hosts {
+			for _, n := range counts {
+				want := tensor.Bytes(fill(root, n))
+				c.must(t, func(i int, b *opstest.Blocking) error {
+					buf := tensor.Bytes(fill(i, n))
+					if err := b.Broadcast(t.Context(), message.TwoLevel, root, buf); err != nil {
+						return err
+					}
+					if !bytes.Equal(buf, want) {
+						return fmt.Errorf("%s: rank %d got wrong data from rank %d", hosts, i, root)
+					}
+					return nil
+				})
+			}
+		}
+	}
+}
+
+// The bytes that a host sends to other hosts are those that the package comment states.
+func TestBytesBetweenHosts(t *testing.T) {
+	const n = 6 * 7680 // divisible, so that all pieces have the same size
+	for _, hosts := range []string{"aabb", "aaab", "abbb", "aabbcc", "aabbb", "abab", "aaaabbbb"} {
+		c := newCluster(t, hosts, nil)
+		h, size := int64(len(slices.Compact(slices.Sorted(slices.Values([]byte(hosts)))))), int64(4*n)
+		run := func(what string, each func(b *opstest.Blocking) error, want func(host byte) int64) {
+			t.Helper()
+			c.must(t, func(_ int, b *opstest.Blocking) error { return each(b) })
+			for host := byte('a'); host < 'a'+byte(h); host++ {
+				if got := c.sentBy(host); got != want(host) {
+					t.Errorf("%s: %s: host %c sent %d bytes, want %d", hosts, what, host, got, want(host))
+				}
+			}
+		}
+		run("allreduce", func(b *opstest.Blocking) error {
+			return b.Allreduce(t.Context(), message.TwoLevel, tensor.Int32, tensor.Sum, make([]byte, size))
+		}, func(byte) int64 { return 2 * (h - 1) * size / h })
+		run("allreduce of float16", func(b *opstest.Blocking) error {
+			return b.Allreduce(t.Context(), message.TwoLevel, tensor.Float16, tensor.Sum, make([]byte, size))
+		}, func(byte) int64 { return 3 * (h - 1) * size / h })
+		c.must(t, func(_ int, b *opstest.Blocking) error {
+			return b.Broadcast(t.Context(), message.TwoLevel, 0, make([]byte, size))
+		})
+		var sent int64 // by any host, because a host may pass on what it has received
+		for host := byte('a'); host < 'a'+byte(h); host++ {
+			sent += c.sentBy(host)
+		}
+		if want := (h - 1) * size; sent != want {
+			t.Errorf("%s: broadcast: the hosts sent %d bytes, want %d", hosts, sent, want)
+		}
+		if hosts == "abab" {
+			continue
+		}
+		sizes := make([]int64, len(hosts))
+		for r := range sizes {
+			sizes[r] = size / int64(len(hosts)) / 4 * 4
+		}
+		sizes[0] += size - sizes[0]*int64(len(hosts))
+		own := func(host byte) (own int64) {
+			for r := range hosts {
+				if hosts[r] == host {
+					own += sizes[r]
+				}
+			}
+			return own
+		}
+		run("reducescatter", func(b *opstest.Blocking) error {
+			return b.Reducescatter(t.Context(), message.TwoLevel, tensor.Int32, tensor.Sum, make([]byte, size),
+				sizes)
+		}, func(host byte) int64 { return size - own(host) })
+		run("allgather", func(b *opstest.Blocking) error {
+			return b.Allgather(t.Context(), message.TwoLevel, make([]byte, size), sizes)
+		}, func(host byte) int64 { return size - own('a'+(host-'a'+1)%byte(h)) })
+	}
+}
+
+// Plan refuses what the backend cannot run, with a reason, and allocates nothing.
+func TestPlan(t *testing.T) {
+	sum := func(dt tensor.DType) *message.Response {
+		return &message.Response{Kind: message.Allreduce, DType: dt, Op: tensor.Sum}
+	}
+	gather := &message.Response{Kind: message.Allgather, DType: tensor.Int8}
+	for _, test := range []struct {
+		hosts  string
+		ranks  []topo.Rank // default all
+		r      *message.Response
+		change func(*hier.Config)
+		want   string // empty if the response is accepted
+	}{
+		{"aabb", nil, sum(tensor.Float32), nil, ""},
+		{"abab", nil, sum(tensor.Float32), nil, ""},
+		{"aabb", nil, gather, nil, ""},
+		{"aabb", []topo.Rank{0, 2, 3}, gather, nil, ""},
+		{"aabb", nil, &message.Response{Kind: message.Broadcast, DType: tensor.Int8}, nil, ""},
+		{"abab", nil, gather, nil, "not consecutive"},
+		{"aabb", []topo.Rank{0, 1}, sum(tensor.Float32), nil, "several hosts"},
+		{"aabb", []topo.Rank{1, 2}, sum(tensor.Float32), nil, "several members"},
+		{"aabb", []topo.Rank{3}, sum(tensor.Float32), nil, "several hosts"},
+		{"aabb", nil, sum(tensor.Bool), nil, "bool"},
+		{"aabb", nil, &message.Response{Kind: message.Alltoall}, nil, "alltoall"},
+		{"aabb", nil, &message.Response{Kind: message.Allreduce, DType: tensor.Float32,
+			Op: tensor.Adasum}, nil, "adasum"},
+		{"aabb", nil, &message.Response{Kind: message.Barrier}, nil, "no data"},
+		{"aabb", nil, sum(tensor.Int32), func(c *hier.Config) { c.Deterministic = true }, "deterministic"},
+		{"aabb", nil, gather, func(c *hier.Config) { c.Deterministic = true }, ""},
+		{"aabb", nil, sum(tensor.Int32), func(c *hier.Config) { c.Kinds[message.Allreduce] = false }, "settings"},
+		{"aabb", nil, gather, func(c *hier.Config) { c.Kinds[message.Allreduce] = false }, ""},
+		{"aabb", nil, gather, func(c *hier.Config) { c.Kinds[message.Allgather] = false }, "settings"},
+	} {
+		c := newCluster(t, test.hosts, test.change)
+		ranks := test.ranks
+		if ranks == nil {
+			ranks = upTo(len(test.hosts))
+		}
+		b := c.backends[0]
+		_, err := b.Plan(ranks, test.r, 4)
+		if test.want == "" && err != nil || test.want != "" &&
+			(err == nil || !strings.Contains(err.Error(), test.want)) {
+			t.Errorf("%s: %v of ranks %v: got %v, want %q", test.hosts, test.r.Kind, ranks, err, test.want)
+		}
+		if test.want == "bool" {
+			continue // tensor.CheckReduce makes this error
+		}
+		if n := testing.AllocsPerRun(10, func() { _, _ = b.Plan(ranks, test.r, 4) }); n > 0 {
+			t.Errorf("%s: Plan of ranks %v made %v allocations", test.hosts, ranks, n)
+		}
+	}
+}
+
+// An operation that Plan refuses fails at Start. It is an error and not a wrong result.
+func TestStartOfRefused(t *testing.T) {
+	sizes := []int64{4, 4, 4, 4}
+	for name, test := range map[string]struct {
+		hosts string
+		op    ops.Operation
+	}{
+		"scattered":        {"abab", ops.Operation{Kind: message.Allgather, Buf: make([]byte, 16), Counts: sizes}},
+		"one host":         {"aaaa", ops.Operation{Kind: message.Allgather, Buf: make([]byte, 16), Counts: sizes}},
+		"alltoall":         {"aabb", ops.Operation{Kind: message.Alltoall, Buf: make([]byte, 16), Counts: sizes}},
+		"too few blocks":   {"aabb", ops.Operation{Kind: message.Allgather, Buf: make([]byte, 12), Counts: sizes[:3]}},
+		"too many blocks":  {"aabb", ops.Operation{Kind: message.Allgather, Buf: make([]byte, 20), Counts: append(sizes, 4)}},
+		"too large blocks": {"aabb", ops.Operation{Kind: message.Allgather, Buf: make([]byte, 12), Counts: sizes}},
+		"too few bytes":    {"aabb", ops.Operation{Kind: message.Allgather, Buf: make([]byte, 17), Counts: sizes}},
+		"no tensor":        {"aabb", ops.Operation{Kind: message.Allreduce}},
+		"algorithm":        {"aabb", ops.Operation{Kind: message.Broadcast}},
+		"bad root":         {"aabb", ops.Operation{Kind: message.Broadcast, Root: 4}},
+	} {
+		b := newCluster(t, test.hosts, nil).backends[0]
+		if name != "algorithm" {
+			test.op.Algorithm = message.TwoLevel
+		}
+		err := b.Start(test.op)
+		if err == nil || !strings.HasPrefix(err.Error(), "ops/hier: "+test.op.Kind.String()+": ") {
+			t.Errorf("%s: got %v, want an error", name, err)
+			continue
+		}
+		if _, again := b.Step(t.Context(), true); !errors.Is(again, err) {
+			t.Errorf("%s: the step after a failure: got %v, want %v", name, again, err)
+		}
+	}
+}
+
+// If the process of a rank is gone, the ranks that exchange data with it get a PeerError that names it, on
+// both levels.
+func TestPeerGone(t *testing.T) {
+	for _, test := range []struct {
+		hosts      string
+		gone, asks int
+	}{{"aabb", 1, 0}, {"aabb", 3, 1}, {"abb", 0, 1}} {
+		c := newCluster(t, test.hosts, nil)
+		const n = 1 << 16
+		// Another operation before makes the connections.
+		c.must(t, func(_ int, b *opstest.Blocking) error {
+			return b.Allreduce(t.Context(), message.TwoLevel, tensor.Int32, tensor.Sum, make([]byte, n))
+		})
+		ctx, cancel := context.WithCancelCause(t.Context())
+		over := errors.New("the job is over")
+		c.each(func(i int, b *opstest.Blocking) error {
+			if i == test.gone {
+				return c.meshes[i].Close()
+			}
+			err := b.Allreduce(ctx, message.TwoLevel, tensor.Int32, tensor.Sum, make([]byte, n))
+			if i != test.asks {
+				return nil
+			}
+			peer, ok := errors.AsType[*transport.PeerError](err)
+			if !ok || int(peer.Peer) != test.gone {
+				t.Errorf("%s: rank %d: got %v, want that rank %d failed", test.hosts, i, err, test.gone)
+			}
+			cancel(over) // as the engine does when it has the verdict
+			return nil
+		})
+		cancel(over)
+	}
+}
+
+// In steady state an operation allocates nothing.
+func TestAllocations(t *testing.T) {
+	c := newCluster(t, "aabb", nil)
+	sizes := []int64{1024, 1024, 1024, 1024}
+	bufs := make([][]byte, 4)
+	for i := range bufs {
+		bufs[i] = make([]byte, 4096)
+	}
+	ctx := context.Background()
+	rounds := func(n int) {
+		c.must(t, func(i int, b *opstest.Blocking) error {
+			for range n {
+				if err := errors.Join(
+					b.Allreduce(ctx, message.TwoLevel, tensor.Float16, tensor.Sum, bufs[i]),
+					b.Reducescatter(ctx, message.TwoLevel, tensor.Float32, tensor.Sum, bufs[i], sizes),
+					b.Allgather(ctx, message.TwoLevel, bufs[i], sizes),
+					b.Broadcast(ctx, message.TwoLevel, 1, bufs[i])); err != nil {
+					return err
+				}
+			}
+			return nil
+		})
+	}
+	rounds(10)
+	const n = 200
+	once := testing.AllocsPerRun(3, func() { rounds(1) })
+	if many := testing.AllocsPerRun(3, func() { rounds(n) }); many > once+n/10 {
+		t.Errorf("%d rounds made %.0f allocations, one round %.0f", n, many, once)
+	}
+}

@@ -1,0 +1,247 @@
+package hier
+
+import (
+	"fmt"
+
+	"github.com/gohvd/gohvd/internal/kernel"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/ops"
+)
+
+// stage begins one part of an operation. Either it does the part at once, or it starts an operation of a
+// level and stores the backend of that level in b.running.
+type stage func(b *Backend) error
+
+// These are the stages of each operation.
+var (
+	allreduceStages = []stage{reduceOnHost, reduceBetweenHosts, narrowPiece, gatherBetweenHosts,
+		gatherOnHost}
+	reducescatterStages = []stage{reduceOnHost, reduceBetweenHosts, placePiece, gatherPieces}
+	allgatherStages     = []stage{gatherBlocks, takePiece, gatherBetweenHosts, gatherOnHost, unpack}
+	broadcastStages     = []stage{broadcastOnHost, broadcastBetweenHosts, gatherElsewhere}
+)
+
+// start starts an operation of a level. The level chooses the algorithm.
+func (b *Backend) start(l *level, op ops.Operation) (err error) {
+	b.response.Kind, b.response.DType, b.response.Op = op.Kind, op.DType, op.Op
+	if op.Algorithm, err = l.backend.Plan(l.ranks, &b.response, int64(len(op.Buf))); err != nil {
+		return err
+	}
+	b.running = l.backend
+	return l.backend.Start(op)
+}
+
+// reduces returns an operation of a level that reduces buf, which has blocks of the given sizes.
+func (b *Backend) reduces(buf []byte, counts []int64) ops.Operation {
+	dt := b.op.DType
+	if b.wide {
+		dt = tensor.Float32
+	}
+	return ops.Operation{Kind: message.Reducescatter, DType: dt, Op: b.op.Op, Buf: buf, Counts: counts}
+}
+
+// gathers returns an operation of a level that gathers buf, which has blocks of the given sizes.
+func gathers(buf []byte, counts []int64) ops.Operation {
+	return ops.Operation{Kind: message.Allgather, DType: tensor.Uint8, Buf: buf, Counts: counts}
+}
+
+// reduceOnHost reduces each slice of b.work on this host. The owner of the slice gets the result.
+func reduceOnHost(b *Backend) error {
+	return b.start(&b.inner, b.reduces(b.work, b.slices(b.width())))
+}
+
+// reduceBetweenHosts reduces this rank's slice of b.work over its owners. Each owner gets the result of the
+// piece of its host.
+func reduceBetweenHosts(b *Backend) error {
+	if !b.place.owns() {
+		return nil
+	}
+	from, to := b.slice(b.place.local)
+	w := b.width()
+	return b.start(&b.outer, b.reduces(b.work[from*w:to*w], b.pieces(w)))
+}
+
+// narrowPiece converts the result of this rank's piece from b.work to b.buf.
+func narrowPiece(b *Backend) error {
+	if b.wide && b.place.owns() {
+		from, to := b.piece(b.place.local, b.place.host)
+		b.narrow(b.buf[from:to], b.work[2*from:2*to])
+	}
+	return nil
+}
+
+// gatherBetweenHosts gathers the pieces of this rank's slice of b.buf from its owners.
+func gatherBetweenHosts(b *Backend) error {
+	if !b.place.owns() {
+		return nil
+	}
+	from, to := b.slice(b.place.local)
+	return b.start(&b.outer, gathers(b.buf[from:to], b.pieces(1)))
+}
+
+// gatherOnHost gathers the slices of b.buf on this host.
+func gatherOnHost(b *Backend) error { return b.start(&b.inner, gathers(b.buf, b.slices(1))) }
+
+// placePiece copies the result of this rank's piece from b.work to the host's blocks in the operation's
+// buffer.
+func placePiece(b *Backend) error {
+	if !b.place.owns() {
+		return nil
+	}
+	from, to := b.piece(b.place.local, b.place.host)
+	at, end := b.pieceOfBlocks(b.place.local, b.place.host)
+	if b.wide {
+		b.narrow(b.op.Buf[at:end], b.work[2*from:2*to])
+	} else {
+		copy(b.op.Buf[at:end], b.work[from:to])
+	}
+	return nil
+}
+
+// gatherPieces gathers the pieces of the host's blocks on this host.
+func gatherPieces(b *Backend) error {
+	counts := b.counts[:len(b.inner.ranks)]
+	clear(counts)
+	for k := range b.place.slices {
+		from, to := b.piece(k, b.place.host)
+		counts[k] = to - from
+	}
+	return b.start(&b.inner, gathers(b.blocks(b.place.host), counts))
+}
+
+// gatherBlocks gathers the members' own blocks on this host.
+func gatherBlocks(b *Backend) error {
+	members := b.place.hosts[b.place.host] // consecutive
+	counts := b.op.Counts[members[0]:][:len(members)]
+	return b.start(&b.inner, gathers(b.blocks(b.place.host), counts))
+}
+
+// takePiece copies this rank's piece from the host's blocks to its slice.
+func takePiece(b *Backend) error {
+	if b.place.owns() {
+		from, to := b.piece(b.place.local, b.place.host)
+		at, end := b.pieceOfBlocks(b.place.local, b.place.host)
+		copy(b.buf[from:to], b.op.Buf[at:end])
+	}
+	return nil
+}
+
+// unpack copies the blocks of the other hosts from the slices to the operation's buffer.
+func unpack(b *Backend) error {
+	for k := range b.place.slices {
+		for j := range b.place.hosts {
+			if j != b.place.host {
+				from, to := b.piece(k, j)
+				at, end := b.pieceOfBlocks(k, j)
+				copy(b.op.Buf[at:end], b.buf[from:to])
+			}
+		}
+	}
+	return nil
+}
+
+// broadcastOnHost copies the root's buffer to the members on the root's host.
+func broadcastOnHost(b *Backend) error {
+	if b.place.host != b.root {
+		return nil
+	}
+	_, root := b.place.hostOf(b.op.Root)
+	return b.start(&b.inner, ops.Operation{Kind: message.Broadcast, DType: tensor.Uint8, Buf: b.buf,
+		Root: root})
+}
+
+// broadcastBetweenHosts copies this rank's slice from its owner on the root's host to its other owners.
+func broadcastBetweenHosts(b *Backend) error {
+	if !b.place.owns() {
+		return nil
+	}
+	from, to := b.slice(b.place.local)
+	return b.start(&b.outer, ops.Operation{Kind: message.Broadcast, DType: tensor.Uint8, Buf: b.buf[from:to],
+		Root: b.root})
+}
+
+// gatherElsewhere gathers the slices, except on the root's host.
+func gatherElsewhere(b *Backend) error {
+	if b.place.host == b.root {
+		return nil
+	}
+	return gatherOnHost(b)
+}
+
+func (b *Backend) beginAllreduce() error {
+	if n := len(b.op.Tensors); n != 1 {
+		return fmt.Errorf("got %d tensors, want 1", n)
+	}
+	b.buf, b.stages = b.op.Tensors[0].Out, allreduceStages
+	b.work = b.buf
+	b.cutWhole(len(b.buf))
+	if err := b.prepare(); err != nil || !b.wide {
+		return err
+	}
+	b.work = b.packed.Bytes(2 * len(b.buf))
+	b.widen(b.work, b.buf)
+	return nil
+}
+
+func (b *Backend) beginReducescatter() error {
+	if err := b.cutBlocks(); err != nil {
+		return err
+	}
+	if err := b.prepare(); err != nil {
+		return err
+	}
+	b.stages = reducescatterStages
+	b.work = b.packed.Bytes(len(b.op.Buf) * int(b.width()))
+	for k := range b.place.slices {
+		for j := range b.place.hosts {
+			from, to := b.piece(k, j)
+			at, end := b.pieceOfBlocks(k, j)
+			if b.wide {
+				b.widen(b.work[2*from:2*to], b.op.Buf[at:end])
+			} else {
+				copy(b.work[from:to], b.op.Buf[at:end])
+			}
+		}
+	}
+	return nil
+}
+
+func (b *Backend) beginAllgather() error {
+	b.stages = allgatherStages
+	err := b.cutBlocks()
+	b.buf = b.gathered.Bytes(len(b.op.Buf))
+	return err
+}
+
+func (b *Backend) beginBroadcast() error {
+	if b.root, _ = b.place.hostOf(b.op.Root); b.root < 0 {
+		return fmt.Errorf("got root %d, want a member of the set", b.op.Root)
+	}
+	b.buf, b.stages = b.op.Buf, broadcastStages
+	b.cutWhole(len(b.buf))
+	return nil
+}
+
+// prepare decides whether the reduction is wide: sums and products of 16-bit floats are computed in float32.
+func (b *Backend) prepare() (err error) {
+	dt := b.op.DType
+	b.wide = dt.IsHalf() && (b.op.Op == tensor.Sum || b.op.Op == tensor.Product)
+	if !b.wide || b.dt == dt {
+		return nil
+	}
+	if b.widen, err = kernel.Convert(tensor.Float32, dt); err != nil {
+		return err
+	}
+	b.narrow, err = kernel.Convert(dt, tensor.Float32)
+	b.dt = dt
+	return err
+}
+
+// width returns the size of an element of b.work as a multiple of the size of an element of b.buf.
+func (b *Backend) width() int64 {
+	if b.wide {
+		return 2
+	}
+	return 1
+}
