@@ -41,6 +41,11 @@ type Config struct {
 	// HostID identifies the memory of this host: ranks with the same HostID may share memory. If it is empty,
 	// an ID is derived from properties of the host.
 	HostID string
+	// HierarchicalAllreduce and HierarchicalAllgather run operations of a job with several hosts on two
+	// levels: in shared memory inside each host, and over TCP between hosts. HierarchicalAllgather is for
+	// allgather, HierarchicalAllreduce for allreduce, reducescatter and broadcast. Default true. Turning them
+	// off sends more bytes between hosts.
+	HierarchicalAllreduce, HierarchicalAllgather bool
 	// SharedMemory says which jobs move tensors through shared memory.
 	SharedMemory SharedMemory
 	// Secret is the text of the secret by which a process proves that it belongs to the job. SecretFile is a

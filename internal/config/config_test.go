@@ -59,6 +59,7 @@ func TestEmptyEnvironmentIsDefaults(t *testing.T) {
 		CrossRank: config.Unset, CrossSize: config.Unset,
 		JobID: "gohvd", StartTimeout: 30 * time.Second, LivenessTimeout: 10 * time.Second,
 		FusionThresholdBytes: 128 << 20, CacheCapacity: 1024, DynamicProcessSets: true,
+		HierarchicalAllreduce: true, HierarchicalAllgather: true,
 		StallWarning: time.Minute, TimelineMaxMiB: 1024, FlightRecorder: true, LogLevel: "warning",
 		LogFormat: "auto",
 	}
@@ -79,6 +80,7 @@ var every = map[string]string{
 	"HOROVOD_HOSTNAME": "h1", "HOROVOD_GLOO_TIMEOUT_SECONDS": "2.5",
 	"HOROVOD_FUSION_THRESHOLD": "65536", "HOROVOD_CYCLE_TIME": "0.5", "HOROVOD_CACHE_CAPACITY": "2",
 	"HOROVOD_DISABLE_GROUP_FUSION": "1", "HOROVOD_DYNAMIC_PROCESS_SETS": "0",
+	"HOROVOD_HIERARCHICAL_ALLREDUCE": "0", "HOROVOD_HIERARCHICAL_ALLGATHER": "no",
 	"HOROVOD_STALL_CHECK_TIME_SECONDS": "5", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "5",
 	"HOROVOD_STALL_CHECK_DISABLE": "no",
 	"HOROVOD_CONTROLLER":          "TCP", "HOROVOD_CPU_OPERATIONS": "SHM",

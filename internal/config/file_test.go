@@ -35,6 +35,8 @@ params:
   fusion_threshold_mb: 1.5
   cycle_time_ms: 2
   cache_capacity: 3
+  hierarchical_allreduce: no
+  hierarchical_allgather: no
   disable_group_fusion: true
   negotiation: lockstep
 stall_check:
@@ -81,6 +83,7 @@ func TestEveryKeyIsHonoured(t *testing.T) {
 	want.CycleTime = 2 * time.Millisecond
 	want.CacheCapacity = 3
 	want.DisableGroupFusion = true
+	want.HierarchicalAllreduce, want.HierarchicalAllgather = false, false
 	want.Lockstep = true
 	want.StallWarning, want.StallShutdown = 4*time.Second, 5*time.Second
 	want.ThreadAffinity = []int{6, 7}

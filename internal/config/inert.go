@@ -24,25 +24,21 @@ type Inert struct {
 }
 
 const (
-	noAutotune     = "this version has no autotuning"
-	noElastic      = "this version has no elastic jobs"
-	noHierarchical = "this version has no hierarchical or torus algorithms"
-	noMPI          = "this version has no MPI"
-	noGPU          = "this version moves tensors in host memory only"
-	noSpark        = "gohvd has no Spark integration"
-	noPreflight    = "hvdrun does not check the network before the start; HOROVOD_GLOO_TIMEOUT_SECONDS limits Init"
-	noSecret       = "each job has a secret of its own: see HVD_SECRET_FILE"
-	testOnly       = "only Horovod's own tests use it"
-	buildOnly      = "only the build of Horovod uses it; gohvd is built by the go command"
+	noAutotune  = "this version has no autotuning"
+	noElastic   = "this version has no elastic jobs"
+	noTorus     = "this version has no torus algorithm"
+	noMPI       = "this version has no MPI"
+	noGPU       = "this version moves tensors in host memory only"
+	noSpark     = "gohvd has no Spark integration"
+	noPreflight = "hvdrun does not check the network before the start; HOROVOD_GLOO_TIMEOUT_SECONDS limits Init"
+	noSecret    = "each job has a secret of its own: see HVD_SECRET_FILE"
+	testOnly    = "only Horovod's own tests use it"
+	buildOnly   = "only the build of Horovod uses it; gohvd is built by the go command"
 )
 
 var inerts = []Inert{
-	{"HOROVOD_HIERARCHICAL_ALLREDUCE", "params.hierarchical_allreduce", "0",
-		"hierarchical-allreduce no-hierarchical-allreduce", noHierarchical},
-	{"HOROVOD_HIERARCHICAL_ALLGATHER", "params.hierarchical_allgather", "0",
-		"hierarchical-allgather no-hierarchical-allgather", noHierarchical},
 	{"HOROVOD_TORUS_ALLREDUCE", "params.torus_allreduce", "0", "torus-allreduce no-torus-allreduce",
-		noHierarchical},
+		noTorus},
 	{"HOROVOD_AUTOTUNE", "autotune.enabled", "0", "autotune no-autotune", noAutotune},
 	{"HOROVOD_AUTOTUNE_LOG", "autotune.log_file", "", "autotune-log-file", noAutotune},
 	{"HOROVOD_AUTOTUNE_WARMUP_SAMPLES", "autotune.warmup_samples", "3", "autotune-warmup-samples",

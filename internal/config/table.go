@@ -359,6 +359,28 @@ var settings = []Setting{
 		kind: text("the name of a file", func(c *Config) *string { return &c.AlgorithmTable }),
 	},
 	{
+		Name: "HOROVOD_HIERARCHICAL_ALLREDUCE", Section: sectionChoice, Scope: PerJob,
+		Key:     "params.hierarchical_allreduce",
+		Flags:   onOff("hierarchical-allreduce"),
+		Default: "1",
+		Doc: "run allreduce, reducescatter and broadcast on two levels if the ranks are on several hosts: " +
+			"in shared memory inside each host, and over TCP between hosts. Unlike in Horovod it is on by " +
+			"default. In deterministic mode, reductions always run on one level, and so do operations whose " +
+			"algorithm HVD_ALGORITHM chooses",
+		Raise: "Turning it off makes all ranks exchange data over TCP, which sends more bytes between hosts.",
+		kind:  boolOf(func(c *Config) *bool { return &c.HierarchicalAllreduce }),
+	},
+	{
+		Name: "HOROVOD_HIERARCHICAL_ALLGATHER", Section: sectionChoice, Scope: PerJob,
+		Key:     "params.hierarchical_allgather",
+		Flags:   onOff("hierarchical-allgather"),
+		Default: "1",
+		Doc: "run allgather on two levels, as HOROVOD_HIERARCHICAL_ALLREDUCE does with other operations. " +
+			"The ranks of each host must be consecutive",
+		Raise: "Turning it off makes all ranks exchange data over TCP, which sends more bytes between hosts.",
+		kind:  boolOf(func(c *Config) *bool { return &c.HierarchicalAllgather }),
+	},
+	{
 		Name: "HOROVOD_TIMELINE", Section: sectionSee, Scope: PathPerJob,
 		Key:       "timeline.filename",
 		Flags:     []Flag{{Name: "timeline-filename", Arg: "FILE"}},

@@ -66,8 +66,10 @@ func TestOneParameterChanges(t *testing.T) {
 				}
 			}
 			c := configuration{link: l, cacheCapacity: 1024, fusionThreshold: 64 << 20}
-			testcluster.Run(t, testcluster.Options{Ranks: ranks, Transport: l.transport, Config: c.apply,
-				SegmentBytes: c.segmentBytes}, func(r *testcluster.Rank) {
+			testcluster.Run(t, testcluster.Options{
+				Ranks: ranks, Transport: l.transport, Hosts: l.layout.hosts(ranks), Config: c.apply,
+				SegmentBytes: c.segmentBytes,
+			}, func(r *testcluster.Rank) {
 				for _, jobs := range steps {
 					var ops []*testcluster.Op
 					for _, j := range jobs {

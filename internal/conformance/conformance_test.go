@@ -20,13 +20,16 @@ import (
 // These are the values of the parameters of a trial, other than its operation. With -full, all values are
 // combined, except that a hash of the trial's number chooses its joining and whether its inputs are wild.
 var (
-	rankCounts    = []int{1, 2, 3, 4, 5, 8}
+	rankCounts    = []int{1, 2, 3, 4, 5, 6, 8}
 	elementCounts = []int{0, 1, 7, 64, 1000, 65537}
 	modes         = []mode{plain, fused, cached, grouped, subset}
 	joinings      = []joining{nobody, withoutData, withNothing}
 	links         = []link{
-		{testcluster.Mem, false}, {testcluster.Mem, true}, {testcluster.TCP, false}, {testcluster.TCP, true},
-		{testcluster.SHM, false}, {testcluster.SHM, true},
+		{testcluster.Mem, oneHost, false}, {testcluster.Mem, oneHost, true},
+		{testcluster.TCP, oneHost, false}, {testcluster.TCP, oneHost, true},
+		{testcluster.SHM, oneHost, false}, {testcluster.SHM, oneHost, true},
+		{testcluster.Mem, pairsOfRanks, false}, {testcluster.TCP, lastApart, false},
+		{testcluster.Mem, firstApart, true}, {testcluster.TCP, alternating, false},
 	}
 )
 
@@ -52,17 +55,45 @@ const (
 	withNothing // the joined ranks submit empty contributions (Request.Empty)
 )
 
-// link is a transport with a kind of negotiation: in lock-step or not.
+// layout is the way in which the ranks are placed on hosts.
+type layout uint8
+
+const (
+	oneHost      layout = iota
+	pairsOfRanks        // 2+2, 2+2+2 and so on; the last host may have one rank
+	lastApart           // the last rank is on a host of its own, as in 3+1
+	firstApart          // the first rank is on a host of its own, as in 1+3
+	alternating         // even and odd ranks are on two hosts
+)
+
+func (l layout) String() string {
+	return [...]string{"", "/pairs", "/last-apart", "/first-apart", "/alternating"}[l]
+}
+
+// hosts returns the hosts of the ranks, or nil if the transport decides whether the ranks share memory.
+func (l layout) hosts(ranks int) (hosts []string) {
+	for r := range ranks {
+		host := map[layout]int{pairsOfRanks: r / 2, lastApart: (r + 1) / ranks, firstApart: min(r, 1),
+			alternating: r % 2}[l]
+		if l != oneHost {
+			hosts = append(hosts, fmt.Sprint("host", host))
+		}
+	}
+	return hosts
+}
+
+// link is a transport with a layout and a kind of negotiation: in lock-step or not.
 type link struct {
 	transport testcluster.Transport
+	layout    layout
 	lockstep  bool
 }
 
 func (l link) String() string {
 	if l.lockstep {
-		return l.transport.String() + "/lockstep"
+		return l.transport.String() + l.layout.String() + "/lockstep"
 	}
-	return l.transport.String() + "/event"
+	return l.transport.String() + l.layout.String() + "/event"
 }
 
 // sensible reports whether the operation is a valid one. Bools support minimum and maximum, but no
@@ -348,7 +379,8 @@ func runTrials(t *testing.T, l link, trials []trial) {
 	}
 	heard := newFrames()
 	testcluster.Run(t, testcluster.Options{
-		Ranks: trials[0].ranks, Transport: l.transport, Sets: sets(trials[0].ranks), OnFrame: heard.hear,
+		Ranks: trials[0].ranks, Transport: l.transport, Hosts: l.layout.hosts(trials[0].ranks),
+		Sets: sets(trials[0].ranks), OnFrame: heard.hear,
 		Deadline: clusterTime,
 		Config: func(cfg *engine.Config) {
 			if cfg.Lockstep = l.lockstep; l.lockstep {

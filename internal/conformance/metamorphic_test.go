@@ -94,8 +94,8 @@ func sameAnswers(t *testing.T, seed uint64, configurations []configuration) {
 			p := write(seed, 200, 10, choices(func(what) bool { return true }), false)
 			got := p.newAnswers()
 			testcluster.Run(t, testcluster.Options{
-				Ranks: p.ranks, Transport: c.link.transport, Sets: p.sets[1:], Config: c.apply,
-				SegmentBytes: c.segmentBytes,
+				Ranks: p.ranks, Transport: c.link.transport, Hosts: c.link.layout.hosts(p.ranks),
+				Sets: p.sets[1:], Config: c.apply, SegmentBytes: c.segmentBytes,
 			}, func(r *testcluster.Rank) { p.run(r, hash(seed, uint64(i)), got, yield) })
 			if !c.deterministic || t.Failed() {
 				return

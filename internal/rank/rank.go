@@ -17,11 +17,13 @@ import (
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/joblink"
+	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/place"
 	"github.com/gohvd/gohvd/internal/rendezvous"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/ops"
+	"github.com/gohvd/gohvd/ops/hier"
 	"github.com/gohvd/gohvd/ops/shm"
 	"github.com/gohvd/gohvd/ops/tcp"
 	"github.com/gohvd/gohvd/store"
@@ -186,7 +188,7 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 	if err := r.meeting.Met(ctx); err != nil {
 		log.Warn("removing the rendezvous data of rank 0 failed", zap.Error(err))
 	}
-	ecfg.Backends = backends(r.session, &ecfg, overTCP)
+	ecfg.Backends = backends(r.session, &cfg, &ecfg, overTCP)
 	log = log.With(zap.Uint64("epoch", r.Epoch))
 	ecfg.Log = log
 	r.Place, r.Homogeneous = topologyOf(cfg, hosts, rank), topo.IsHomogeneous(hosts)
@@ -224,12 +226,33 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 
 // backends returns the backends that all ranks have, in order of preference. session is nil in a job of one
 // rank.
-func backends(session *Session, cfg *engine.Config, overTCP tcp.Config) (all ops.Registry) {
+func backends(session *Session, set *config.Config, cfg *engine.Config,
+	overTCP tcp.Config) (all ops.Registry) {
 	if session != nil && session.Memory != nil {
-		all = append(all, shm.Register(session.Memory,
-			shm.Config{Oversubscribed: overTCP.Oversubscribed, Groups: session.Groups}))
+		inMemory := shm.Register(session.Memory,
+			shm.Config{Oversubscribed: overTCP.Oversubscribed, Groups: session.Groups})
+		all = append(all, inMemory)
+		if set.HierarchicalAllreduce || set.HierarchicalAllgather {
+			all = append(all, hier.Register(hier.Config{
+				Groups: session.Groups, Inner: inMemory.New, Outer: tcp.OuterLevel(cfg.Mesh, overTCP),
+				Kinds: onTwoLevels(set, overTCP.Forced), Deterministic: cfg.Deterministic,
+			}))
+		}
 	}
 	return append(all, tcp.Register(cfg.Mesh, overTCP))
+}
+
+// onTwoLevels returns the kinds of operations that may run on two levels. If the user has forced an algorithm
+// for a kind, operations of that kind run on one level, with this algorithm.
+func onTwoLevels(set *config.Config, forced tcp.Forced) (kinds [message.NumKinds]bool) {
+	for _, k := range []message.Kind{message.Allreduce, message.Reducescatter, message.Broadcast} {
+		kinds[k] = set.HierarchicalAllreduce
+	}
+	kinds[message.Allgather] = set.HierarchicalAllgather
+	for k := range forced {
+		kinds[k] = false
+	}
+	return kinds
 }
 
 // topologyOf returns the position of this rank among the hosts. Values in the environment take precedence

@@ -262,10 +262,11 @@ func (s *Session) share(ctx context.Context, set *config.Config, local *shm.Endp
 		epoch.Hosts, epoch.Offers = append(epoch.Hosts, rec.HostID),
 			append(epoch.Offers, shm.Offer(rec.Memory))
 	}
-	if s.LocalSize == set.Size {
+	twoLevels := set.HierarchicalAllreduce || set.HierarchicalAllgather
+	if s.LocalSize == set.Size || s.LocalSize > 1 && twoLevels {
 		// Reserve the segment of the global set now. If that fails, the ranks can still choose TCP.
 		epoch.Reserve = map[transport.Lane]int64{transport.DataLane(topo.Global): opsshm.SegmentBytes(
-			set.Size, opsshm.Config{})}
+			s.LocalSize, opsshm.Config{})}
 	}
 	shared, err := local.Connect(ctx, epoch)
 	if err != nil {

@@ -28,6 +28,7 @@ import (
 
 	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/internal/engine"
+	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/rendezvous"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
@@ -35,6 +36,7 @@ import (
 	"github.com/gohvd/gohvd/internal/transport/shm"
 	"github.com/gohvd/gohvd/internal/transport/tcp"
 	"github.com/gohvd/gohvd/ops"
+	"github.com/gohvd/gohvd/ops/hier"
 	opsshm "github.com/gohvd/gohvd/ops/shm"
 	opstcp "github.com/gohvd/gohvd/ops/tcp"
 	"github.com/gohvd/gohvd/store"
@@ -267,14 +269,20 @@ func (c *cluster) start() error {
 				c.o.Config(&cfg)
 			}
 			crowded := ops.Oversubscribed(cmp.Or(cfg.LocalProcesses, c.o.Ranks))
+			overTCP := opstcp.Config{SegmentBytes: c.o.SegmentBytes, Deterministic: cfg.Deterministic,
+				Oversubscribed: crowded}
 			if c.memory != nil {
-				cfg.Backends = append(cfg.Backends, opsshm.Register(c.memory[i], opsshm.Config{
-					StageBytes: int64(c.o.SegmentBytes), Oversubscribed: crowded,
-					Groups: c.memory[i].Groups()}))
+				groups := c.memory[i].Groups()
+				inMemory := opsshm.Register(c.memory[i], opsshm.Config{StageBytes: int64(c.o.SegmentBytes),
+					Oversubscribed: crowded, Groups: groups})
+				cfg.Backends = append(cfg.Backends, inMemory, hier.Register(hier.Config{
+					Groups: groups, Inner: inMemory.New, Outer: opstcp.OuterLevel(cfg.Mesh, overTCP),
+					Kinds: [message.NumKinds]bool{message.Allreduce: true, message.Reducescatter: true,
+						message.Allgather: true, message.Broadcast: true},
+					Deterministic: cfg.Deterministic,
+				}))
 			}
-			cfg.Backends = append(cfg.Backends,
-				opstcp.Register(cfg.Mesh, opstcp.Config{SegmentBytes: c.o.SegmentBytes,
-					Deterministic: cfg.Deterministic, Oversubscribed: crowded}))
+			cfg.Backends = append(cfg.Backends, opstcp.Register(cfg.Mesh, overTCP))
 			e, err := engine.Start(c.ctx, cfg)
 			if err != nil {
 				errs[i] = fmt.Errorf("rank %d: %w", i, err)

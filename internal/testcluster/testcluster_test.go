@@ -73,7 +73,8 @@ func (b *backends) Record(op *trace.Operation) {
 	b.used[op.Set] = op.Backend
 }
 
-// TestBackendOfSet checks that a process set uses shared memory if and only if all its members share memory.
+// TestBackendOfSet checks that a process set uses shared memory if all its members share memory, two levels
+// if only some of them do, and TCP if none do.
 func TestBackendOfSet(t *testing.T) {
 	used := backends{used: make(map[topo.ProcessSetID]message.Backend)}
 	testcluster.Run(t, testcluster.Options{Ranks: 4, Hosts: []string{"a", "a", "b", "b"},
@@ -94,7 +95,7 @@ func TestBackendOfSet(t *testing.T) {
 			want(r, op, sum)
 		}
 	})
-	for set, backend := range []message.Backend{message.TCP, message.SHM, message.SHM, message.TCP,
+	for set, backend := range []message.Backend{message.Hier, message.SHM, message.SHM, message.TCP,
 		message.SHM} {
 		if got := used.used[topo.ProcessSetID(set)]; got != backend {
 			t.Errorf("set %d used %v, want %v", set, got, backend)

@@ -386,8 +386,8 @@ func TestBytesBetweenHosts(t *testing.T) {
 			return own
 		}
 		run("reducescatter", func(b *opstest.Blocking) error {
-			return b.Reducescatter(t.Context(), message.TwoLevel, tensor.Int32, tensor.Sum, make([]byte, size),
-				sizes)
+			return b.Reducescatter(t.Context(), message.TwoLevel, tensor.Int32, tensor.Sum,
+				make([]byte, size), sizes)
 		}, func(host byte) int64 { return size - own(host) })
 		run("allgather", func(b *opstest.Blocking) error {
 			return b.Allgather(t.Context(), message.TwoLevel, make([]byte, size), sizes)
