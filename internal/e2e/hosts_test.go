@@ -178,6 +178,7 @@ func TestSeveralHosts(t *testing.T) {
 	}{
 		{"2x2", 2, 2, nil},
 		{"lockstep", 2, 2, []string{"HVD_NEGOTIATION=lockstep"}},
+		{"one level", 2, 2, []string{"HOROVOD_HIERARCHICAL_ALLREDUCE=0", "HOROVOD_HIERARCHICAL_ALLGATHER=0"}},
 		// A user who starts ranks by hand sets none of these variables. In that case the ranks learn their
 		// hosts and local ranks from each other.
 		{"by hand", 2, 2, []string{

@@ -13,11 +13,13 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/place"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/internal/transport/shm"
+	"github.com/gohvd/gohvd/ops/tcp"
 	"github.com/gohvd/gohvd/store"
 )
 
@@ -265,6 +267,57 @@ func TestOneHostLacksMemory(t *testing.T) {
 	for r, s := range sessions[:2] {
 		if mesh, shares := s.Mesh.(shm.Sharer); !shares || !slices.Equal(mesh.Group(), []topo.Rank{0, 1}) {
 			t.Errorf("rank %d: it does not share memory with the other rank of its host", r)
+		}
+	}
+}
+
+// Operations whose algorithm the user has forced run on one level.
+func TestForcedAlgorithmsOnOneLevel(t *testing.T) {
+	on := &config.Config{HierarchicalAllreduce: true, HierarchicalAllgather: true}
+	for _, test := range []struct {
+		set    *config.Config
+		forced tcp.Forced
+		want   []message.Kind
+	}{
+		{on, nil, []message.Kind{message.Allreduce, message.Allgather, message.Broadcast, message.Reducescatter}},
+		{on, tcp.Forced{message.Allreduce: message.Ring},
+			[]message.Kind{message.Allgather, message.Broadcast, message.Reducescatter}},
+		{&config.Config{HierarchicalAllgather: true}, nil, []message.Kind{message.Allgather}},
+	} {
+		var got []message.Kind
+		for k, allowed := range onTwoLevels(test.set, test.forced) {
+			if allowed {
+				got = append(got, message.Kind(k))
+			}
+		}
+		if !slices.Equal(got, test.want) {
+			t.Errorf("forced %v: got %v, want %v", test.forced, got, test.want)
+		}
+	}
+}
+
+// The backends of a job depend on which ranks share memory and on the settings.
+func TestBackends(t *testing.T) {
+	shared := &Session{Memory: &sharer{}, Groups: []topo.Rank{0, 0, 2, 2}}
+	for _, test := range []struct {
+		session              *Session
+		allreduce, allgather bool
+		want                 []message.Backend
+	}{
+		{nil, true, true, []message.Backend{message.TCP}},
+		{&Session{}, true, true, []message.Backend{message.TCP}},
+		{shared, true, true, []message.Backend{message.SHM, message.Hier, message.TCP}},
+		{shared, false, true, []message.Backend{message.SHM, message.Hier, message.TCP}},
+		{shared, true, false, []message.Backend{message.SHM, message.Hier, message.TCP}},
+		{shared, false, false, []message.Backend{message.SHM, message.TCP}},
+	} {
+		var got []message.Backend
+		for _, b := range backends(test.session, &config.Config{HierarchicalAllreduce: test.allreduce,
+			HierarchicalAllgather: test.allgather}, &engine.Config{}, tcp.Config{}) {
+			got = append(got, b.ID)
+		}
+		if !slices.Equal(got, test.want) {
+			t.Errorf("got %v, want %v", got, test.want)
 		}
 	}
 }
