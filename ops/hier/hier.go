@@ -3,15 +3,16 @@
 // hosts (TCP). Data crosses the network between hosts as seldom as possible, and the members of a host share
 // the work between hosts.
 //
-// Let n be the number of members, h the number of their hosts, and k the smallest number of members on one of
-// these hosts. The first k members of each host are its owners. A buffer is cut into k slices, and owner i of
-// each host owns slice i. The owners of a slice, one on each host, exchange it through an outer backend of
-// their own. Members that own no slice take part only in the inner operations. A slice has a piece for each
-// host. For a buffer of B bytes:
+// Let h be the number of hosts of the members, and k the smallest number of members on one of these hosts.
+// The first k members of each host are its owners. A buffer is cut into k slices, and owner i of each host
+// owns slice i. The owners of a slice, one on each host, exchange it through an outer backend of their own.
+// Members that own no slice take part only in the inner operations. A slice has a piece for each host. For a
+// buffer of B bytes:
 //
 //	allreduce      reducescatter of the slices inside each host; reducescatter of the pieces of each slice
 //	               between its owners, then allgather of the pieces; allgather of the slices inside each host.
-//	               All ranks of a host together send 2(h-1)/h × B bytes to other hosts.
+//	               All ranks of a host together send 2(h-1)/h × B bytes to other hosts, or 3(h-1)/h × B
+//	               bytes for 16-bit floats, whose sums are sent as float32.
 //	reducescatter  the same up to the first outer operation; then an allgather of the host's own blocks inside
 //	               each host. (h-1)/h × B bytes leave a host.
 //	allgather      allgather of the host's own blocks inside each host; allgather of the pieces of each slice
@@ -63,6 +64,9 @@ type Config struct {
 }
 
 // Backend is the ops.Backend of one process set.
+//
+// An allreduce of 16-bit floats needs memory for its buffer in float32, and a reducescatter and an allgather
+// need memory for a copy of their buffers. The backend keeps this memory for later operations.
 //
 // Any error ends the backend. The error wraps the error of the inner or outer backend, which names the peer
 // if a peer has failed.
