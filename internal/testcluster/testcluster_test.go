@@ -103,6 +103,33 @@ func TestBackendOfSet(t *testing.T) {
 	}
 }
 
+// TestNewSetsOnTwoLevels adds and removes process sets whose members are on two hosts. Their operations run
+// on two levels with lanes of their own, which are released when a set is removed.
+func TestNewSetsOnTwoLevels(t *testing.T) {
+	testcluster.Run(t, testcluster.Options{Ranks: 4, Hosts: []string{"a", "a", "b", "b"}},
+		func(r *testcluster.Rank) {
+			for _, members := range [][]topo.Rank{{0, 1, 2}, {1, 2, 3}, {0, 1, 2}, {0, 1, 3}} {
+				added := testcluster.AddSet(members...)
+				r.Do(added)
+				set := added.Response.Set
+				if slices.Contains(members, r.Rank) {
+					var sum int64
+					for _, m := range members {
+						sum += int64(m)
+					}
+					reduced := testcluster.Over(set, testcluster.Allreduce("a", tensor.Int64,
+						tensor.Shape{2}, tensor.Sum, i64(int64(r.Rank), 1)))
+					copied := testcluster.Over(set, testcluster.Broadcast("b", tensor.Int64, nil, members[2],
+						i64(int64(r.Rank))))
+					r.Do(reduced, copied)
+					want(r, reduced, sum, int64(len(members)))
+					want(r, copied, int64(members[2]))
+				}
+				r.Do(testcluster.RemoveSet(set))
+			}
+		})
+}
+
 func everyOperation(r *testcluster.Rank) {
 	me := int64(r.Rank)
 	const dt = tensor.Int64
