@@ -36,6 +36,9 @@ type node struct {
 
 	up, down [][]byte // the frames in flight from and to this rank, oldest first
 	in       message.Down
+	// A leader has the fields below. ups and downs are the frames in flight between the leader and rank 0.
+	comb       *controller.Combiner
+	ups, downs [][]byte
 
 	pending []request // requests that were submitted and have not been answered
 	gone    []topo.ProcessSetID
@@ -93,6 +96,7 @@ type watcher interface {
 	submitted(n *node, r request)
 	sent(n *node, u *message.Up)
 	arrived(n *node, u *message.Up)                    // the coordinator is about to apply u
+	relayed(p *message.Part, u *message.Up)            // a leader has passed on u
 	issued(outs []controller.Outgoing)                 // the coordinator has sent outs, which may be empty
 	happened(e controller.Event)                       // the coordinator has reported e
 	applied(n *node, d *message.Down)                  // the member has applied d
@@ -132,11 +136,99 @@ func newCluster(tb testing.TB, cfg controller.CoordinatorConfig, w watcher) *clu
 			}
 		}
 		n.lanes = make([]lane, len(n.sets))
-		n.m = controller.NewMember(controller.MemberConfig{Rank: r, Sets: n.sets,
+		n.m = controller.NewMember(controller.MemberConfig{Rank: r, Sets: n.sets, Leader: c.upstream(r),
 			LivenessTimeout: cfg.LivenessTimeout}, 0)
 		c.nodes = append(c.nodes, n)
+		if led := c.led(r); len(led) > 1 {
+			n.comb = controller.NewCombiner(led, cfg.Sets, 0)
+		}
 	}
 	return c
+}
+
+// upstream returns the rank to which rank r has its control connection.
+func (c *cluster) upstream(r topo.Rank) topo.Rank {
+	if c.cfg.Leaders == nil || c.cfg.Leaders[r] == r {
+		return 0
+	}
+	return c.cfg.Leaders[r]
+}
+
+// led returns the ranks that rank r leads, with r itself as the first. If r leads no other rank, it returns
+// at most one rank.
+func (c *cluster) led(r topo.Rank) (ranks []topo.Rank) {
+	for f, leader := range c.cfg.Leaders {
+		if leader == r {
+			ranks = append(ranks, topo.Rank(f))
+		}
+	}
+	return ranks
+}
+
+// leader returns the node of the leader to which the rank belongs, or nil. A leader belongs to itself.
+func (n *node) leader() *node {
+	if n.c.cfg.Leaders == nil {
+		return nil
+	}
+	if l := n.c.nodes[n.c.cfg.Leaders[n.rank]]; l.comb != nil {
+		return l
+	}
+	return nil
+}
+
+// combine executes a turn of a leader. In this turn, the oldest frames in flight from some of its ranks
+// arrive: as many as the function pick returns for each rank.
+func (n *node) combine(pick func(of *node) int) (moved bool) {
+	n.comb.Tick(n.c.now)
+	for _, r := range n.c.led(n.rank) {
+		of := n.c.nodes[r]
+		for range min(pick(of), len(of.up)) {
+			n.comb.Up(r, of.up[0])
+			of.up = of.up[1:]
+			moved = true
+		}
+	}
+	return n.combined() || moved
+}
+
+// combined sends the frames that the combiner returns.
+func (n *node) combined() bool {
+	parts, quiet := n.comb.Ready()
+	if len(parts) > 0 {
+		n.ups = append(n.ups, message.AppendCombined(nil, parts))
+	}
+	n.comb.Advance()
+	if beat, err := message.AppendDown(nil, &message.Down{Type: message.DownHeartbeat}); err != nil {
+		n.c.tb.Fatal(err)
+	} else {
+		n.passDown(quiet, beat)
+	}
+	return len(parts) > 0
+}
+
+func (n *node) passDown(to []topo.Rank, frame []byte) {
+	for _, r := range to {
+		if of := n.c.nodes[r]; !of.dead {
+			of.down = append(of.down, frame)
+		}
+	}
+}
+
+// distribute executes a turn of a leader in which the oldest frame in flight from rank 0 arrives.
+func (n *node) distribute() {
+	n.comb.Tick(n.c.now)
+	to, frame, err := message.DecodeAddressed(n.downs[0], nil)
+	n.downs = n.downs[1:]
+	var d message.Down
+	if err == nil {
+		err = message.DecodeDown(frame, &d)
+	}
+	if err != nil {
+		n.c.tb.Fatalf("leader %d: %v", n.rank, err)
+	}
+	n.comb.Down(to, &d)
+	n.combined()
+	n.passDown(to, frame)
 }
 
 // submit submits a request to the member. The next call of send sends it.
@@ -253,6 +345,9 @@ func (n *node) take() {
 	case n.over:
 	case n.m.Verdict() != nil:
 		n.over = true
+		if n.comb != nil {
+			n.tell(n.m.Verdict())
+		}
 		n.c.watch.failed(n, n.m.Verdict())
 	case n.m.Closed():
 		n.over = true
@@ -305,9 +400,21 @@ func (n *node) drain() {
 	n.take()
 }
 
+// arriving reports whether a frame is in flight from the node to the coordinator.
+func (n *node) arriving() bool {
+	if n.leader() != nil {
+		return len(n.ups) > 0
+	}
+	return len(n.up) > 0
+}
+
 // receive executes the first part of a turn of the coordinator: it applies the oldest frame in flight from a
 // rank.
 func (c *cluster) receive(n *node) {
+	if n.leader() != nil {
+		c.receiveCombined(n)
+		return
+	}
 	frame := n.up[0]
 	n.up = n.up[1:]
 	if err := message.DecodeUp(frame, &c.in); err != nil {
@@ -316,6 +423,26 @@ func (c *cluster) receive(n *node) {
 	c.watch.arrived(n, &c.in)
 	c.coord.Step(n.rank, &c.in)
 	c.watch.frameReceived()
+}
+
+// receiveCombined applies the oldest frame in flight from a leader.
+func (c *cluster) receiveCombined(n *node) {
+	parts, err := message.DecodeCombined(n.ups[0], nil)
+	n.ups = n.ups[1:]
+	if err != nil {
+		c.tb.Fatalf("coordinator: frame of leader %d: %v", n.rank, err)
+	}
+	for _, p := range parts {
+		if err := message.DecodeUp(p.Frame, &c.in); err != nil {
+			c.tb.Fatalf("coordinator: frame of ranks %v: %v", p.Ranks, err)
+		}
+		c.watch.relayed(&p, &c.in)
+		for _, r := range p.Ranks {
+			c.watch.arrived(c.nodes[r], &c.in)
+		}
+		c.coord.Relay(n.rank, p.Ranks, p.Held, &c.in)
+		c.watch.frameReceived()
+	}
 }
 
 // decide executes the last part of a turn of the coordinator: it sends the frames that Ready returns, and
@@ -332,9 +459,18 @@ func (c *cluster) decide() bool {
 		if err != nil {
 			c.tb.Fatalf("coordinator: %v", err)
 		}
+		led := make(map[*node][]topo.Rank)
 		for _, r := range o.To {
-			if n := c.nodes[r]; !n.dead {
+			n := c.nodes[r]
+			if l := n.leader(); l != nil {
+				led[l] = append(led[l], r)
+			} else if !n.dead {
 				n.down = append(n.down, frame)
+			}
+		}
+		for l, to := range led {
+			if !l.dead {
+				l.downs = append(l.downs, message.AppendAddressed(nil, to, frame))
 			}
 		}
 	}
@@ -353,28 +489,42 @@ func (c *cluster) kill(r topo.Rank, reason string) {
 func (c *cluster) die(r topo.Rank) {
 	n := c.nodes[r]
 	n.dead, n.over = true, true
-	n.up, n.down = nil, nil
+	n.up, n.down, n.ups, n.downs = nil, nil, nil, nil
 }
 
 func (c *cluster) endConnection(r topo.Rank, reason string) {
-	if r != 0 {
-		if !c.nodes[0].dead {
-			c.coord.Tick(c.now)
-			c.coord.Lost(r, reason)
+	switch l := c.nodes[r].leader(); {
+	case l != nil && l.rank != r:
+		if !l.over {
+			l.comb.Tick(c.now)
+			l.comb.Lost(r, reason)
+			l.combined()
 		}
-		return
+	case r != 0 && !c.nodes[0].dead:
+		c.coord.Tick(c.now)
+		c.coord.Lost(r, reason)
 	}
 	for _, n := range c.nodes {
-		if n.over {
+		if n.rank == r || c.upstream(n.rank) != r || n.over {
 			continue
 		}
-		n.down = nil
+		n.down, n.downs = nil, nil
 		n.send()
 		if !n.over {
 			n.m.Lost(reason)
 			n.take()
 		}
 	}
+}
+
+// tell sends the verdict that the leader has found to its ranks, if they have got none.
+func (n *node) tell(v *controller.Verdict) {
+	frame, err := message.AppendDown(nil, &message.Down{Type: message.DownFail, Ranks: v.Ranks,
+		Reason: v.Reason})
+	if err != nil {
+		n.c.tb.Fatal(err)
+	}
+	n.passDown(n.comb.Fail(), frame)
 }
 
 // next returns the earliest time at which a turn is due. It considers the coordinator and the ranks for which
@@ -387,6 +537,9 @@ func (c *cluster) next(pass func(n *node) bool) time.Duration {
 	for _, n := range c.nodes {
 		if !n.over && pass(n) {
 			next = min(next, n.m.Next())
+		}
+		if n.comb != nil && !n.over && pass(n) {
+			next = min(next, n.comb.Next())
 		}
 	}
 	return next
@@ -406,16 +559,24 @@ func (c *cluster) settle() {
 				n.send()
 			}
 		}
+		for _, n := range c.nodes {
+			if n.comb != nil && !n.over {
+				moved = n.combine(func(of *node) int { return len(of.up) }) || moved
+			}
+		}
 		if !c.nodes[0].dead {
 			c.coord.Tick(c.now)
 			for _, n := range c.nodes {
-				for ; len(n.up) > 0; moved = true {
+				for ; n.arriving(); moved = true {
 					c.receive(n)
 				}
 			}
 			moved = c.decide() || moved
 		}
 		for _, n := range c.nodes {
+			for ; n.comb != nil && !n.over && len(n.downs) > 0; moved = true {
+				n.distribute()
+			}
 			for ; !n.over && len(n.down) > 0; moved = true {
 				n.read()
 			}

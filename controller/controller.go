@@ -1,11 +1,11 @@
 // Package controller implements the negotiation, in which ranks agree on the operations to run and on their
 // order. docs/negotiation.md specifies the protocol.
 //
-// The package is pure. A Member is the state of a rank as a participant, and the Coordinator is the state of
-// rank 0 as the coordinator. Their inputs are events (submitted requests, frames, the time). Their outputs
-// are frames to send and grants to run. They use no socket, clock or lock, they never wait, and the same
-// inputs give the same outputs. All times are durations since the same fixed moment, which the caller
-// chooses. Every turn begins with Tick.
+// The package is pure. A Member is the state of a rank as a participant, the Coordinator is the state of rank
+// 0 as the coordinator, and a Combiner is the state of a rank that leads the ranks of its host. Their inputs
+// are events (submitted requests, frames, the time). Their outputs are frames to send and grants to run. They
+// use no socket, clock or lock, they never wait, and the same inputs give the same outputs. All times are
+// durations since the same fixed moment, which the caller chooses. Every turn begins with Tick.
 //
 // A rank sends a request once, and the coordinator remembers the request until it is answered. The answers of
 // the coordinator are numbered. They form a log that every rank replays.
@@ -36,6 +36,8 @@ const (
 	verdictTimeout = time.Second
 	// closeTimeout is the maximum time for which a shutdown may make no progress.
 	closeTimeout = 10 * time.Second
+	// holdPeriod is how long a leader holds a vote or a request that other ranks of its host have not made.
+	holdPeriod = 200 * time.Millisecond
 )
 
 // gap returns the time since the last turn if the process did not run in this time, because it was stopped or

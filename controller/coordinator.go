@@ -36,6 +36,9 @@ type CoordinatorConfig struct {
 	// Lockstep is set if a controller.Lockstep carries the requests and the cycles. In this case all cycles
 	// go to all ranks, and all ranks are stopped together, when the last rank has shut down.
 	Lockstep bool
+	// Leaders has for each rank the rank that passes on its frames: the leader of its host, or the rank
+	// itself if it has a connection to rank 0. It is nil if all ranks have one.
+	Leaders []topo.Rank
 	// Plan chooses the backend and the algorithm of each response.
 	Plan Planner
 }
@@ -101,6 +104,7 @@ type rankState struct {
 	lost         bool          // whether the rank's control connection has ended
 	// executing is the oldest grant that the rank has not finished.
 	executing execution
+	timeouts  timeoutReports // used only if there are leaders
 	departure
 }
 
@@ -168,7 +172,7 @@ func (c *Coordinator) Tick(now time.Duration) {
 // silent returns the ranks that have sent nothing for the duration d.
 func (c *Coordinator) silent(d time.Duration) (ranks []topo.Rank) {
 	for r := range c.ranks {
-		if k := &c.ranks[r]; !k.bye && c.now-k.lastReceived >= d {
+		if k := &c.ranks[r]; !k.bye && c.heard(topo.Rank(r))-k.lastReceived >= d {
 			ranks = append(ranks, topo.Rank(r))
 		}
 	}
@@ -188,6 +192,9 @@ func (c *Coordinator) failSilent() {
 	if len(silent) > 1 {
 		text = fmt.Sprintf("silent for up to %v", c.cfg.LivenessTimeout)
 	}
+	if behind := c.behind(silent); len(behind) > 0 {
+		text += fmt.Sprintf("; it passes on the frames of %s", topo.FormatRanks(behind))
+	}
 	c.fail(silent, text)
 }
 
@@ -203,13 +210,17 @@ func (c *Coordinator) endStuckShutdown() {
 }
 
 // Step applies a frame from a rank. If the frame breaks the protocol, Step fails the rank.
-func (c *Coordinator) Step(from topo.Rank, up *message.Up) {
+func (c *Coordinator) Step(from topo.Rank, up *message.Up) { c.step(from, up, false) }
+
+// step applies a frame from a rank. relayed is set if a leader has passed the frame on. Such a frame may
+// stand for frames of several ranks, some of which have applied later cycles than the frame says.
+func (c *Coordinator) step(from topo.Rank, up *message.Up, relayed bool) {
 	if c.state == closed || c.state == failed {
 		return
 	}
 	k := &c.ranks[from]
 	k.lastReceived = c.now
-	if up.Seen < k.seen || up.Seen > c.cycle {
+	if up.Seen < k.seen && !relayed || up.Seen > c.cycle {
 		c.failSender(from, fmt.Errorf("got an acknowledgment of cycle %d, want a cycle from %d to %d",
 			up.Seen, k.seen, c.cycle))
 		return
@@ -222,7 +233,9 @@ func (c *Coordinator) Step(from topo.Rank, up *message.Up) {
 	case message.UpHeartbeat:
 		k.executing.handle(up, c.waits)
 	case message.UpTimeout:
-		c.timeout(from, up)
+		if !c.postpone(from) {
+			c.timeout(from, up)
+		}
 	case message.UpBye:
 		switch {
 		case k.stop == 0 || up.Seen != k.stop: // the stop must be the last cycle that the rank has applied
@@ -242,6 +255,8 @@ func (c *Coordinator) Step(from topo.Rank, up *message.Up) {
 		c.released(up.Suspect, from)
 	case message.UpSuspect:
 		c.suspect(from, up)
+	case message.UpLost, message.UpFault:
+		c.failMember(from, up)
 	case message.UpNews:
 		if k.stop != 0 {
 			c.progress = c.now
@@ -341,6 +356,7 @@ func (c *Coordinator) Lost(r topo.Rank, reason string) {
 	if !k.bye && (c.state == running || c.state == stopping) {
 		c.fail([]topo.Rank{r}, reason)
 	}
+	c.closeLeader(r)
 }
 
 // Fault fails a rank whose control connection still works, so that the rank receives the verdict too.
@@ -375,7 +391,7 @@ func (c *Coordinator) suspect(by topo.Rank, up *message.Up) {
 // also names the rank that suspects it, because either of the two may have failed.
 func (c *Coordinator) decideSuspicion(s *suspicion) {
 	ranks := []topo.Rank{s.suspect}
-	if k := &c.ranks[s.suspect]; !k.lost && c.now-k.lastReceived < 2*heartbeatPeriod {
+	if k := &c.ranks[s.suspect]; !k.lost && c.heard(s.suspect)-k.lastReceived < 2*heartbeatPeriod {
 		ranks = append(ranks, s.by)
 		slices.Sort(ranks)
 	}
@@ -533,11 +549,13 @@ func sameSets(d *message.Down, states []*setState, mine []int) bool {
 	return true
 }
 
-// sendHeartbeats sends a heartbeat to the ranks to which no frame was sent for heartbeatPeriod.
+// sendHeartbeats sends a heartbeat to the ranks to which no frame was sent for heartbeatPeriod. Leaders send
+// heartbeats to the ranks behind them.
 func (c *Coordinator) sendHeartbeats() {
 	var quiet []topo.Rank
 	for r := range c.ranks {
-		if k := &c.ranks[r]; !k.lost && !k.closed && c.now-k.lastSent >= heartbeatPeriod {
+		k, direct := &c.ranks[r], c.leaderOf(topo.Rank(r)) == topo.Rank(r)
+		if direct && !k.lost && !k.closed && c.now-k.lastSent >= heartbeatPeriod {
 			quiet = append(quiet, topo.Rank(r))
 		}
 	}
@@ -558,6 +576,9 @@ func (c *Coordinator) Next() time.Duration {
 	next := never
 	for r := range c.ranks {
 		k := &c.ranks[r]
+		if c.leaderOf(topo.Rank(r)) != topo.Rank(r) {
+			continue // the next turn for this rank is due when a frame from its leader arrives
+		}
 		if !k.lost && !k.closed {
 			next = min(next, k.lastSent+heartbeatPeriod)
 		}

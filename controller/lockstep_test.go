@@ -226,6 +226,7 @@ type unwatched struct{}
 func (unwatched) submitted(*node, request)                    {}
 func (unwatched) sent(*node, *message.Up)                     {}
 func (unwatched) arrived(*node, *message.Up)                  {}
+func (unwatched) relayed(*message.Part, *message.Up)          {}
 func (unwatched) issued([]controller.Outgoing)                {}
 func (unwatched) applied(*node, *message.Down)                {}
 func (unwatched) granted(*node, *controller.Grant)            {}
@@ -255,7 +256,7 @@ func (a *answering) granted(n *node, g *controller.Grant) {
 
 // TestEventsAndLockstepAgree checks invariant 14: if the ranks of a job that negotiates by events and the
 // ranks of a job in lock-step submit the same requests, they get the same answers. This holds for all cache
-// capacities and fusion thresholds.
+// capacities and fusion thresholds, with and without leaders.
 func TestEventsAndLockstepAgree(t *testing.T) {
 	n := 300
 	if testing.Short() {
@@ -270,6 +271,9 @@ func TestEventsAndLockstepAgree(t *testing.T) {
 		cfg := controller.CoordinatorConfig{
 			Sets: sets, CacheCapacity: pick(0, 1, 2, 4, 64), FusionThresholdBytes: int64(pick(0, 16, 1<<20)),
 			LivenessTimeout: livenessTimeout, Plan: plan(refusedType),
+		}
+		if pick(0, 1) == 1 {
+			cfg.Leaders = randomLeaders(rng, len(sets[0].Ranks))
 		}
 		events := &answering{checker: newChecker(t, seed, cfg)}
 		events.c.watch = events

@@ -17,6 +17,8 @@ type MemberConfig struct {
 	// Sets are process sets with which the job begins, in ascending order of ID. With Lockstep, these are all
 	// process sets of the job. Otherwise, they are the sets that contain the rank.
 	Sets []Set
+	// Leader is the rank to which the rank has its control connection: the leader of its host, or rank 0.
+	Leader topo.Rank
 	// LivenessTimeout is the maximum time between two frames from the coordinator. If the coordinator is
 	// silent for longer, it has failed.
 	LivenessTimeout time.Duration
@@ -236,15 +238,16 @@ func (m *Member) Suspect(r topo.Rank, reason string) {
 	m.suspectedAt, m.suspectFrame = m.now, true
 }
 
-// Lost records that the connection to the coordinator has ended. If this rank has sent bye, the epoch is
-// over. Otherwise, unless there is a verdict already, the verdict is that rank 0 has failed.
+// Lost records that the connection to rank 0, or to the leader, has ended. If this rank has sent bye, the
+// epoch is over. Otherwise, unless there is a verdict already, the verdict is that the rank at the other end
+// has failed.
 func (m *Member) Lost(reason string) {
 	switch m.state {
 	case memberClosed, memberFailed:
 	case memberBye:
 		m.state = memberClosed
 	default:
-		m.fail(&Verdict{Ranks: []topo.Rank{0}, Reason: reason})
+		m.fail(&Verdict{Ranks: []topo.Rank{m.cfg.Leader}, Reason: reason})
 	}
 }
 

@@ -61,7 +61,7 @@ type checker struct {
 type counts struct {
 	grants, byBit, fused, errors, refused, erased, late, invalid, stopsWithWork, verdicts int
 	joins, absent, absentByBit, groups, failedGroups, added, removed, impossible, crossed int
-	left, awaited, closedEarly                                                            int
+	left, awaited, closedEarly, combined, alone                                           int
 }
 
 type setModel struct {
@@ -221,9 +221,18 @@ type issuedGrant struct {
 	order int
 }
 
+// vote is a cache bit of a process set for which a rank has voted.
+type vote struct {
+	set topo.ProcessSetID
+	bit uint32
+}
+
 type rankModel struct {
-	fresh     []request   // requests that were submitted but have not been sent
-	intents   [][]request // the requests in each news frame that is in flight from the rank
+	fresh    []request          // requests that were submitted but have not been sent
+	inFlight []request          // requests in full that are in flight from the rank
+	votes    map[vote][]request // votes that are in flight from the rank, oldest first
+	// caches are the caches of the sets after the cycles that the rank has applied.
+	caches    map[topo.ProcessSetID]*responsecache.Cache
 	submitted int
 	finished  int  // number of finished grants that the rank must report
 	news      int  // number of news frames that the rank has sent
@@ -245,6 +254,7 @@ func newChecker(t *testing.T, seed uint64, cfg controller.CoordinatorConfig) *ch
 	for range cfg.Sets[0].Ranks {
 		ch.ranks = append(ch.ranks, rankModel{
 			position: make(map[topo.ProcessSetID]int), order: -1, running: make(map[*controller.Grant]string),
+			votes: make(map[vote][]request), caches: make(map[topo.ProcessSetID]*responsecache.Cache),
 		})
 	}
 	ch.c = newCluster(t, cfg, ch)
@@ -276,15 +286,23 @@ func (ch *checker) sent(n *node, u *message.Up) {
 	k := &ch.ranks[n.rank]
 	said := 0
 	for i := range u.Sets {
-		said += len(u.Sets[i].Requests)
-		for bit, ok := u.Sets[i].Hits.Next(0); ok; bit, ok = u.Sets[i].Hits.Next(bit + 1) {
+		s := &u.Sets[i]
+		said += len(s.Requests)
+		for _, q := range s.Requests {
+			k.inFlight = append(k.inFlight, request{set: s.Set, q: q})
+		}
+		for bit, ok := s.Hits.Next(0); ok; bit, ok = s.Hits.Next(bit + 1) {
 			said++
+			v, name := vote{s.Set, bit}, k.cache(s.Set).At(bit).Name
+			at := slices.IndexFunc(k.fresh, func(r request) bool {
+				return r.set == s.Set && r.q.Name == name
+			})
+			k.votes[v] = append(k.votes[v], k.fresh[at])
 		}
 	}
 	if said != len(k.fresh) {
 		ch.broken(2, "rank %d sent %d requests, of %d that were submitted", n.rank, said, len(k.fresh))
 	}
-	k.intents = append(k.intents, k.fresh)
 	k.fresh = nil
 	k.news++
 	most := k.submitted + k.finished
@@ -297,13 +315,24 @@ func (ch *checker) sent(n *node, u *message.Up) {
 	}
 }
 
+func (ch *checker) relayed(p *message.Part, u *message.Up) {
+	for i := range u.Sets {
+		switch {
+		case !u.Sets[i].Hits.Any():
+		case len(p.Ranks) > 1:
+			ch.seen.combined++
+		default:
+			ch.seen.alone++
+		}
+	}
+}
+
 func (ch *checker) arrived(n *node, u *message.Up) {
 	if u.Type != message.UpNews {
 		return
 	}
 	k := &ch.ranks[n.rank]
-	meant := k.intents[0]
-	k.intents = k.intents[1:]
+	meant := k.take(u)
 	if k.stopSent || ch.failing {
 		return
 	}
@@ -334,6 +363,34 @@ func (ch *checker) arrived(n *node, u *message.Up) {
 		}
 	}
 	k.leaving = k.leaving || u.Shutdown
+}
+
+// cache returns the rank's cache of a set.
+func (k *rankModel) cache(set topo.ProcessSetID) *responsecache.Cache {
+	if k.caches[set] == nil {
+		k.caches[set] = new(responsecache.Cache)
+	}
+	return k.caches[set]
+}
+
+// take returns the requests that the rank has meant with what arrives in u. They are no longer in flight.
+func (k *rankModel) take(u *message.Up) (meant []request) {
+	for i := range u.Sets {
+		s := &u.Sets[i]
+		for bit, ok := s.Hits.Next(0); ok; bit, ok = s.Hits.Next(bit + 1) {
+			v := vote{s.Set, bit}
+			meant = append(meant, k.votes[v][0])
+			k.votes[v] = k.votes[v][1:]
+		}
+		for _, q := range s.Requests {
+			at := slices.IndexFunc(k.inFlight, func(r request) bool {
+				return r.set == s.Set && r.q.Name == q.Name
+			})
+			meant = append(meant, k.inFlight[at])
+			k.inFlight = slices.Delete(k.inFlight, at, at+1)
+		}
+	}
+	return meant
 }
 
 // awaited holds the ranks that wait for an operation, and the ranks that have not submitted it.
@@ -768,6 +825,17 @@ func (ch *checker) applied(n *node, d *message.Down) {
 		return
 	}
 	for i := range d.Sets {
+		c := ch.ranks[n.rank].cache(d.Sets[i].Set)
+		for _, bit := range d.Sets[i].Erase {
+			if err := c.Erase(bit); err != nil {
+				ch.broken(3, "rank %d: %v", n.rank, err)
+			}
+		}
+		for _, p := range d.Sets[i].Puts {
+			if err := c.Put(p.Bit, d.Sets[i].Grants[p.Grant].Full[p.Tensor]); err != nil {
+				ch.broken(3, "rank %d: %v", n.rank, err)
+			}
+		}
 		if s := ch.set(d.Sets[i].Set); n.m.Digest(s.ID) != s.digests[d.Cycle] &&
 			!slices.Contains(removals(n.m.Ready().Grants), s.ID) {
 			ch.broken(3, "after cycle %d the cache of rank %d of set %d differs from the coordinator's",
@@ -842,7 +910,9 @@ func (ch *checker) failed(n *node, v *controller.Verdict) {
 		ch.verdict = v
 		ch.seen.verdicts++
 	}
-	if !reflect.DeepEqual(v, ch.verdict) {
+	// The ranks behind a leader that has died find the verdict themselves, and may give another reason.
+	behind := len(ch.died) > 0 && ch.c.nodes[ch.died[0]].comb != nil
+	if !slices.Equal(v.Ranks, ch.verdict.Ranks) || v.Reason != ch.verdict.Reason && !behind {
 		ch.broken(10, "rank %d says %v, others say %v", n.rank, v, ch.verdict)
 	}
 	if len(ch.died) == 0 && len(ch.accused) == 0 {
@@ -897,7 +967,8 @@ func (a counts) plus(b counts) counts {
 		a.joins + b.joins, a.absent + b.absent, a.absentByBit + b.absentByBit, a.groups + b.groups,
 		a.failedGroups + b.failedGroups,
 		a.added + b.added, a.removed + b.removed, a.impossible + b.impossible, a.crossed + b.crossed,
-		a.left + b.left, a.awaited + b.awaited, a.closedEarly + b.closedEarly,
+		a.left + b.left, a.awaited + b.awaited, a.closedEarly + b.closedEarly, a.combined + b.combined,
+		a.alone + b.alone,
 	}
 }
 
@@ -913,6 +984,9 @@ func randomRun(t *testing.T, seed uint64) counts {
 		LivenessTimeout:      livenessTimeout,
 		Plan:                 plan(refusedType),
 	}
+	if pick(0, 1) == 1 {
+		cfg.Leaders = randomLeaders(rng, len(cfg.Sets[0].Ranks))
+	}
 	r := &run{checker: newChecker(t, seed, cfg), rng: rng, todo: randomPrograms(rng, cfg.Sets, 1+rng.IntN(16),
 		true), halfDead: -1}
 	// At a random time the job begins to end in one of four ways: a shutdown after all programs are done, a
@@ -926,6 +1000,20 @@ func randomRun(t *testing.T, seed uint64) counts {
 	}
 	r.finish()
 	return r.checker.seen
+}
+
+// randomLeaders puts the ranks on random hosts and returns the leader of each rank.
+func randomLeaders(rng *rand.Rand, size int) []topo.Rank {
+	first := make(map[int]topo.Rank) // the lowest rank of each host
+	var leaders []topo.Rank
+	for r := range size {
+		host := rng.IntN(2)
+		if _, found := first[host]; !found || first[host] == 0 {
+			first[host] = topo.Rank(r)
+		}
+		leaders = append(leaders, first[host])
+	}
+	return leaders
 }
 
 // end begins the end of the job. how selects one of the four ways (see randomRun).
@@ -963,7 +1051,16 @@ func (r *run) shutdown(n *node) {
 // act executes one event, which it chooses at random from the events that are possible next.
 func (r *run) act() {
 	n := r.c.nodes[r.rng.IntN(len(r.c.nodes))]
-	switch k := r.rng.IntN(14); {
+	switch k := r.rng.IntN(18); {
+	case k >= 14:
+		if n.comb == nil || n.over {
+			return
+		}
+		if k < 16 {
+			n.combine(func(*node) int { return r.rng.IntN(3) })
+		} else if len(n.downs) > 0 {
+			n.distribute()
+		}
 	case k < 4:
 		r.submit(n)
 	case k < 6:
@@ -974,7 +1071,7 @@ func (r *run) act() {
 		if !r.c.nodes[0].dead {
 			r.c.coord.Tick(r.c.now)
 			for range r.rng.IntN(4) {
-				if from := r.c.nodes[r.rng.IntN(len(r.c.nodes))]; len(from.up) > 0 {
+				if from := r.c.nodes[r.rng.IntN(len(r.c.nodes))]; from.arriving() {
 					r.c.receive(from)
 				}
 			}
@@ -994,8 +1091,9 @@ func (r *run) act() {
 			r.noticeDeath(n)
 		} else if r.leavers && r.rng.IntN(8) == 0 {
 			r.shutdown(n)
-		} else if !r.failing && len(r.accused) == 0 && r.c.now < time.Second {
-			r.pass(time.Duration(r.rng.IntN(10)) * time.Millisecond)
+		} else if !r.failing && len(r.accused)+len(r.died) == 0 && r.c.now < 4*time.Second {
+			// Sometimes enough time passes for heartbeats and for votes that leaders hold.
+			r.pass(time.Duration(r.rng.IntN([]int{10, 10, 10, 400}[r.rng.IntN(4)])) * time.Millisecond)
 		}
 	}
 }
@@ -1039,6 +1137,10 @@ func (r *run) pass(d time.Duration) {
 	for _, n := range r.c.nodes {
 		if !n.over && n.m.Next() <= r.c.now {
 			n.send()
+		}
+		if n.comb != nil && !n.over && n.comb.Next() <= r.c.now {
+			n.comb.Tick(r.c.now)
+			n.combined()
 		}
 	}
 }
@@ -1137,8 +1239,8 @@ func (r *run) idle() {
 		if len(n.pending) > 0 || len(r.todo[n.rank]) > 0 {
 			r.broken(2, "rank %d waits for %v in an idle job", n.rank, n.pending)
 		}
-		if len(n.up)+len(n.down) > 0 {
-			r.broken(6, "%d frames move at rank %d in an idle job", len(n.up)+len(n.down), n.rank)
+		if moving := len(n.up) + len(n.down) + len(n.ups) + len(n.downs); moving > 0 {
+			r.broken(6, "%d frames move at rank %d in an idle job", moving, n.rank)
 		}
 	}
 }

@@ -496,11 +496,12 @@ func (s *script) removed(n *node, set topo.ProcessSetID, unanswered []request) {
 	s.event(n, "set %d is removed%s", set, namesText("; failed: ", unanswered))
 }
 
-func (s *script) submitted(*node, request)          {}
-func (s *script) arrived(*node, *message.Up)        {}
-func (s *script) applied(*node, *message.Down)      {}
-func (s *script) finished(*node, *controller.Grant) {}
-func (s *script) frameReceived()                    {}
+func (s *script) submitted(*node, request)           {}
+func (s *script) arrived(*node, *message.Up)         {}
+func (s *script) relayed(*message.Part, *message.Up) {}
+func (s *script) applied(*node, *message.Down)       {}
+func (s *script) finished(*node, *controller.Grant)  {}
+func (s *script) frameReceived()                     {}
 
 func (s *script) sent(n *node, u *message.Up) {
 	if u.Type != message.UpHeartbeat || s.beats {

@@ -127,17 +127,17 @@ func (s *setState) vote(member int, bit uint32, seen uint64) error {
 	votes := s.cache.Votes(bit)
 	w := s.bitWait(bit)
 	if votes == 1 {
-		*w = s.waits.begin()
+		*w = s.waits.begin(s.Ranks[member])
+	} else {
+		s.waits.arrived(s.Ranks[member], w)
 	}
 	if s.waits.trace {
 		s.arrive(s.bitArrivals(bit), member)
 	}
 	// Compare the numbers first, because that is cheap and false for most votes.
 	if votes+s.joined.count >= len(s.Ranks) && s.bitComplete(bit) {
-		s.waits.last(s.Ranks[member], w)
+		s.waits.over(w)
 		s.completeBit(bit)
-	} else {
-		w.latest = s.waits.now
 	}
 	return nil
 }
@@ -184,9 +184,12 @@ func (s *setState) request(member int, q message.Request) error {
 func (s *setState) addRequest(member int, q message.Request) error {
 	row := s.table[q.Name]
 	if row == nil {
-		row = &tableRow{wait: s.waits.begin(), requests: make([]message.Request, len(s.Ranks))}
+		row = &tableRow{wait: s.waits.begin(s.Ranks[member]),
+			requests: make([]message.Request, len(s.Ranks))}
 		s.table[q.Name] = row
 		s.rows = append(s.rows, row)
+	} else {
+		s.waits.arrived(s.Ranks[member], &row.wait)
 	}
 	if row.requests[member].Kind != message.NoKind {
 		return fmt.Errorf("got a second request for %v %q while the first is pending", q.Kind,
@@ -196,10 +199,8 @@ func (s *setState) addRequest(member int, q message.Request) error {
 	row.count++
 	s.arrive(&row.arrivals, member)
 	if s.rowComplete(row) {
-		s.waits.last(s.Ranks[member], &row.wait)
+		s.waits.over(&row.wait)
 		s.completeRow(row)
-	} else {
-		row.latest = s.waits.now
 	}
 	return nil
 }

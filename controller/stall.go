@@ -54,10 +54,12 @@ func label(k message.Kind, name string) string {
 }
 
 // wait records since when a tensor has waited, and how often Events has reported it. All requests that arrive
-// in the same turn have the same arrival time.
+// in the same turn have the same arrival time, except requests that a leader has held.
 type wait struct {
 	since   time.Duration // the time at which the first request arrived
 	latest  time.Duration // the time at which the latest request arrived
+	by      topo.Rank     // the rank that made the latest request
+	others  time.Duration // the time at which the latest request of another rank arrived
 	reports int
 }
 
@@ -65,7 +67,7 @@ type wait struct {
 // coordinator share this time. So a vote costs only a comparison of times, and no tensor is checked before
 // due.
 type waits struct {
-	now        time.Duration
+	now        time.Duration // the time at which the requests that are being applied arrived
 	checkAfter time.Duration // the time after which a waiting tensor is checked; 0 means never
 	due        time.Duration
 	late       analysis.Held // lateness of the ranks over all process sets
@@ -80,17 +82,32 @@ func newWaits(warning, shutdown, now time.Duration, ranks int) *waits {
 	return w
 }
 
-func (w *waits) begin() wait { return w.beginAt(w.now) }
+func (w *waits) begin(r topo.Rank) wait {
+	begun := w.beginAt(w.now)
+	begun.by = r
+	return begun
+}
 
 func (w *waits) beginAt(since time.Duration) wait {
 	if w.checkAfter > 0 {
 		w.due = min(w.due, since+w.checkAfter)
 	}
-	return wait{since: since, latest: since}
+	return wait{since: since, latest: since, others: since}
 }
 
-// last records that a wait is over because rank r has made its request. r was the last rank that was missing.
-func (w *waits) last(r topo.Rank, ended *wait) { w.late.Add(r, ended.latest, w.now, true) }
+// arrived records that rank r has made a request for the tensor. Requests that leaders have held need not
+// arrive in the order of their times.
+func (w *waits) arrived(r topo.Rank, x *wait) {
+	x.since = min(x.since, w.now)
+	if w.now >= x.latest {
+		x.others, x.latest, x.by = x.latest, w.now, r
+	} else {
+		x.others = max(x.others, w.now)
+	}
+}
+
+// over records that a wait is over because the last rank that was missing has made its request.
+func (w *waits) over(x *wait) { w.late.Add(x.by, x.others, x.latest, true) }
 
 // execution is the oldest grant that a rank has not finished, according to its last heartbeat.
 type execution struct {
@@ -276,6 +293,7 @@ func (s *setState) missing(asked func(member int) bool) []topo.Rank {
 func (w *wait) shift(gap time.Duration) {
 	w.since += gap
 	w.latest += gap
+	w.others += gap
 }
 
 // shiftWaits moves the start of all waits forward by gap, a time during which this process did not run.

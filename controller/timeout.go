@@ -12,7 +12,7 @@ import (
 // Timeout reports that a tensor was not done within the time limit of its caller. The coordinator answers
 // with a verdict, with one exception: if the tensor was granted but this rank has not seen the grant yet,
 // there is no answer. If the tensor still does not finish then, the caller must call Timeout again. If the
-// coordinator has missed its heartbeats, Timeout fails rank 0.
+// coordinator has missed its heartbeats, Timeout fails rank 0, or the leader that sends them.
 func (m *Member) Timeout(set topo.ProcessSetID, tensor string, after time.Duration) {
 	if m.state != memberRunning && m.state != memberDraining {
 		return

@@ -81,7 +81,7 @@ func (e *Engine) sendProbe() {
 	e.clock.left--
 	frame := message.AppendProbe(e.scratch.frame[:0], &message.Probe{Sent: uint64(e.observer.since())})
 	e.scratch.frame = frame
-	_ = e.send(e.links[0], frame)
+	_ = e.sendUp(frame)
 }
 
 // handleProbe handles a frame of a clock measurement. Rank 0 answers a probe from another rank. Any other
@@ -97,7 +97,7 @@ func (e *Engine) handleProbe(from topo.Rank, frame []byte) error {
 		p.Received, p.Monotonic, p.Domain = uint64(at), uint64(e.clock.Monotonic), e.clock.Domain
 		p.Replied = uint64(e.observer.since())
 		answer := message.AppendProbe(nil, &p)
-		_ = e.send(e.links[from-1], answer)
+		_, _ = e.sendDown(from, answer)
 		return nil
 	}
 	e.handleProbeReply(at, &p)

@@ -40,6 +40,11 @@ import (
 type Config struct {
 	Rank topo.Rank
 	Size int
+	// Hosts has the host of each rank. If the job has more than StarRanks ranks, the lowest rank of each host
+	// passes on the control frames of the host's ranks. StarRanks 0 selects 64. If Hosts is empty, every rank
+	// has a control connection to rank 0.
+	Hosts     []string
+	StarRanks int
 	// Mesh connects the ranks of this epoch. The engine owns and closes it.
 	Mesh transport.Mesh
 	// Backends are the backends that every rank has, in order of preference.
@@ -115,8 +120,13 @@ type Engine struct {
 	start  time.Time
 	ctx    context.Context
 	cancel context.CancelCauseFunc // aborts the operations that the lanes execute
-	links  []*link                 // control connections to rank 0, or from rank 0 to all other ranks
-	sched  *scheduler
+	// links are the control connections: to rank 0 or to the leader, and at rank 0 and at leaders those to
+	// other ranks. routes has by rank the link over which this rank reaches it, or nil. leaders has by rank
+	// the rank that passes on its frames to rank 0, or is nil (see Config.leaders).
+	links   []*link
+	routes  []*link
+	leaders []topo.Rank
+	sched   *scheduler
 
 	// Any goroutine may use these fields.
 	lanes     laneTable
@@ -136,6 +146,7 @@ type Engine struct {
 	now         time.Duration // the time at which the turn began
 	member      *controller.Member
 	coordinator *controller.Coordinator // only at rank 0
+	combiner    *controller.Combiner    // only at leaders
 	negotiation negotiation
 	polled      []*frames // the received frames of each link
 	clock       rankClock
@@ -155,6 +166,10 @@ type Engine struct {
 		frame    []byte
 		up       message.Up
 		down     message.Down
+		// The fields below are used only if there are leaders.
+		parts     []message.Part
+		to        []topo.Rank
+		addressed []byte
 	}
 }
 
@@ -226,7 +241,8 @@ func (e *Engine) negotiate() {
 		return !lockstep && !slices.Contains(s.Ranks, e.cfg.Rank)
 	})
 	e.member = controller.NewMember(controller.MemberConfig{
-		Rank: e.cfg.Rank, Sets: own, LivenessTimeout: e.cfg.LivenessTimeout, Lockstep: lockstep,
+		Rank: e.cfg.Rank, Sets: own, Leader: e.upstream(), LivenessTimeout: e.cfg.LivenessTimeout,
+		Lockstep: lockstep,
 	}, 0)
 	if e.cfg.Rank == 0 {
 		e.coordinator = controller.NewCoordinator(controller.CoordinatorConfig{
@@ -234,7 +250,7 @@ func (e *Engine) negotiate() {
 			DisableGroupFusion: e.cfg.DisableGroupFusion, Deterministic: e.cfg.Deterministic,
 			CycleTime: e.cfg.CycleTime, LivenessTimeout: e.cfg.LivenessTimeout,
 			StallWarning: e.cfg.StallWarning, StallShutdown: e.cfg.StallShutdown,
-			Lockstep: lockstep, Plan: e.plan,
+			Lockstep: lockstep, Leaders: e.leaders, Plan: e.plan,
 		}, 0)
 	}
 	if e.negotiation = (events{e}); lockstep {
@@ -293,17 +309,10 @@ func (e *Engine) quit(err error) error {
 	return e.abandon(err)
 }
 
-// connect opens the control connections. At rank 0 these are connections to all other ranks, and at any other
-// rank the connection to rank 0.
+// connect opens the control connections: at rank 0 those to ranks without a leader, at a rank with a leader
+// the one to the leader, and at any other rank the one to rank 0 and those to the ranks that it leads.
 func (e *Engine) connect(ctx context.Context) error {
-	var peers []topo.Rank
-	if e.cfg.Rank == 0 {
-		for r := 1; r < e.cfg.Size; r++ {
-			peers = append(peers, topo.Rank(r))
-		}
-	} else {
-		peers = []topo.Rank{0}
-	}
+	peers := e.setLeaders()
 	e.links = make([]*link, len(peers))
 	errs := make([]error, len(peers))
 	var wg sync.WaitGroup
@@ -314,6 +323,7 @@ func (e *Engine) connect(ctx context.Context) error {
 		})
 	}
 	wg.Wait()
+	e.setRoutes()
 	if err := errors.Join(errs...); err != nil {
 		return fmt.Errorf("engine: rank %d: opening the control connections: %w", e.cfg.Rank, err)
 	}

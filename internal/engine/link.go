@@ -32,6 +32,10 @@ const (
 type link struct {
 	peer topo.Rank
 	conn transport.Conn
+	// The fields below are used at rank 0. leads is set if the peer leads other ranks. to has the ranks for
+	// which the next frame is.
+	leads bool
+	to    []topo.Rank
 
 	seq    uint32
 	total  uint64     // number of bytes passed to the connection so far

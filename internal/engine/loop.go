@@ -109,6 +109,9 @@ func (e *Engine) laneFinished(w *work, err error) {
 func (e *Engine) RunLoopOnce() (next time.Duration, over bool, err error) {
 	e.now = e.sched.now
 	e.member.Tick(e.now)
+	if e.combiner != nil {
+		e.combiner.Tick(e.now)
+	}
 	if e.coordinator != nil {
 		e.coordinator.Tick(e.now)
 		if watched := e.observer.timeline.Load() != nil; watched != e.tracing {

@@ -58,6 +58,7 @@ func (n events) sendReplies() {
 		}
 		again = sent && e.coordinator != nil // the coordinator has to handle these frames
 	}
+	e.combinerReady()
 }
 
 func (n events) handleFrame(from topo.Rank, frame []byte) {
@@ -72,6 +73,9 @@ func (n events) next() time.Duration {
 	next := n.e.member.Next()
 	if n.e.coordinator != nil {
 		next = min(next, n.e.coordinator.Next())
+	}
+	if n.e.combiner != nil {
+		next = min(next, n.e.combiner.Next())
 	}
 	return next
 }
@@ -135,9 +139,20 @@ func (e *Engine) suspect(r topo.Rank, err error) {
 	e.sched.notify()
 }
 
-// sendUp sends a frame to rank 0. It returns an error only if this rank is at fault. If the backlog is full,
-// rank 0 is at fault: sendUp declares that rank 0 has failed, and returns nil.
+// sendUp sends a frame of this rank to rank 0, or to the leader that passes it on. It returns an error only
+// if this rank is at fault.
 func (e *Engine) sendUp(frame []byte) error {
+	if e.combiner != nil {
+		e.combiner.Up(e.cfg.Rank, frame)
+		return nil
+	}
+	return e.sendToRoot(frame)
+}
+
+// sendToRoot sends a frame over the link to rank 0 or to the leader. It returns an error only if this rank is
+// at fault. If the backlog is full, the other rank is at fault: sendToRoot declares that it has failed, and
+// returns nil.
+func (e *Engine) sendToRoot(frame []byte) error {
 	err := e.send(e.links[0], frame)
 	switch {
 	case errors.Is(err, errTooLarge):
@@ -152,43 +167,60 @@ func (e *Engine) sendUp(frame []byte) error {
 
 // sendDown sends a frame from rank 0 to another rank. On error, it also returns the rank that is at fault.
 func (e *Engine) sendDown(to topo.Rank, frame []byte) (failed topo.Rank, err error) {
-	err = e.send(e.links[to-1], frame)
-	switch {
-	case errors.Is(err, errTooLarge):
-		return 0, err
-	case errors.Is(err, errBacklog):
-		return to, err
-	}
-	return 0, nil // reading from the connection returns any other error (see sendUp)
+	l := e.routes[to]
+	l.to = append(l.to, to)
+	return e.sendOver(l, frame)
 }
 
 // handleEvent handles a received frame or the end of a control connection. If it returns an error, the epoch
 // ends at once.
 func (e *Engine) handleEvent(ev *event) error {
+	member := e.combiner != nil && ev.from != 0 // the event is from a rank that this rank leads
 	switch {
 	case errors.Is(ev.err, transport.ErrClosed):
 		// This process has closed the connection itself, so the error says nothing about the peer.
 		return ErrClosed
-	case e.coordinator != nil && errors.Is(ev.err, errFrame):
-		e.coordinator.Fault(ev.from, fmt.Sprintf("protocol error: %v", ev.err))
-	case ev.err == nil && message.IsProbe(ev.frame):
-		if err := e.handleProbe(ev.from, ev.frame); err != nil {
-			e.failSender(ev.from, err)
-		}
+	case (e.coordinator != nil || member) && errors.Is(ev.err, errFrame):
+		e.failSender(ev.from, ev.err)
+	case member && ev.err != nil:
+		e.combiner.Lost(ev.from, lostText(ev.err))
 	case e.coordinator != nil && ev.err != nil:
-		e.coordinator.Lost(ev.from, fmt.Sprintf("its control connection ended: %v", ev.err))
+		e.coordinator.Lost(ev.from, lostText(ev.err))
 	case ev.err != nil:
-		e.member.Lost(fmt.Sprintf("its control connection ended: %v", ev.err))
+		e.member.Lost(lostText(ev.err))
+	case member:
+		e.memberUp(ev.from, ev.frame)
+	case e.combiner != nil:
+		e.distribute(ev.frame)
+	case message.IsProbe(ev.frame):
+		e.probeStep(ev.from, ev.frame)
+	case e.coordinator != nil && message.IsCombined(ev.frame):
+		e.combinedStep(ev.from, ev.frame)
 	default:
 		e.negotiation.handleFrame(ev.from, ev.frame)
 	}
 	return nil
 }
 
+// lostText returns the reason of a verdict on a rank whose control connection has ended.
+func lostText(err error) string { return fmt.Sprintf("its control connection ended: %v", err) }
+
+// probeStep handles a frame of a clock measurement.
+func (e *Engine) probeStep(from topo.Rank, frame []byte) {
+	if err := e.handleProbe(from, frame); err != nil {
+		e.failSender(from, err)
+	}
+}
+
 // failSender declares that the peer that sent a malformed frame has failed.
 func (e *Engine) failSender(from topo.Rank, err error) {
-	if e.coordinator != nil {
-		e.coordinator.Fault(from, fmt.Sprintf("protocol error: %v", err))
+	reason := fmt.Sprintf("protocol error: %v", err)
+	switch {
+	case e.coordinator != nil:
+		e.coordinator.Fault(from, reason)
+		return
+	case e.combiner != nil && from != 0:
+		e.combiner.Fault(from, reason)
 		return
 	}
 	e.member.Lost(fmt.Sprintf("malformed frame: %v", err))
@@ -210,6 +242,11 @@ func (e *Engine) memberStep(frame []byte) {
 		e.member.Lost(fmt.Sprintf("malformed frame: %v", err)) // from rank 0, possibly this rank
 		return
 	}
+	e.applyDown()
+}
+
+// applyDown applies the frame in e.scratch.down.
+func (e *Engine) applyDown() {
 	e.traceDown(&e.scratch.down)
 	if t := e.observer.timeline.Load(); t != nil && e.scratch.down.Type == message.DownCycle {
 		(*t).Cycle(e.now)
@@ -233,14 +270,7 @@ func (e *Engine) coordinatorReady() {
 			continue
 		}
 		e.scratch.frame = frame
-		for _, r := range o.To {
-			if r == 0 {
-				continue
-			}
-			if r, err := e.sendDown(r, frame); err != nil {
-				failed = append(failed, event{from: r, err: err})
-			}
-		}
+		failed = e.sendDowns(o.To, frame, failed)
 		if slices.Contains(o.To, 0) {
 			e.memberStep(frame)
 		}

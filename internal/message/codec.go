@@ -41,7 +41,9 @@ const (
 //	Up:       u8 type | u8 flags (1 shutdown, 2 granted) | u64 seen | body
 //	news:     u16 sets | per set: u32 set, u32 done, bits hits, bits invalid, u32 requests, each u32 length + protobuf
 //	          | with shutdown: u64 operations, u32 milliseconds | u16 length + tensor | u16 length + reason
-//	suspect:  u32 rank | u16 length + reason
+//	suspect,
+//	lost,
+//	fault:    u32 rank | u16 length + reason
 //	released: u32 rank
 //	timeout,
 //	heartbeat: u32 set, u32 milliseconds | u16 length + tensor
@@ -55,6 +57,8 @@ const (
 //	bits:     u16 words, u64 each
 //	Vectors:  u8 type | and, or: u32 words, u64 each
 //	Probe:    u8 type | u64 sent, received, replied, monotonic | u16 length + domain
+//	combined: u8 type | u32 parts | per part: u32 ranks, u32 rank, u32 microseconds each | u32 length + Up or Probe
+//	addressed: u8 type | u32 ranks, u32 each | Down or Probe
 //
 // A frame does not contain its own length, because the connection transmits the length.
 const (
@@ -65,6 +69,9 @@ const (
 	vectorsType = 64
 	// probeType must differ from vectorsType and from the types of Up and Down frames too.
 	probeType = 65
+	// combinedType and addressedType are the types of the frames between a leader and rank 0.
+	combinedType  = 66
+	addressedType = 67
 )
 
 var (
@@ -107,7 +114,7 @@ func AppendUp(b []byte, u *Up) ([]byte, error) {
 			b = appendText(b, u.Tensor)
 			b = appendText(b, u.Reason)
 		}
-	case UpSuspect:
+	case UpSuspect, UpLost, UpFault:
 		b = binary.LittleEndian.AppendUint32(b, uint32(u.Suspect))
 		b = appendText(b, u.Reason)
 	case UpReleased:
@@ -162,7 +169,7 @@ func DecodeUp(b []byte, u *Up) error {
 		if u.Tensor = d.text(); u.Tensor == "" && u.Type == UpTimeout {
 			d.fail(errors.New("got a timeout without the name of the tensor"))
 		}
-	case UpSuspect:
+	case UpSuspect, UpLost, UpFault:
 		u.Suspect = d.rank()
 		u.Reason = d.text()
 	case UpReleased:

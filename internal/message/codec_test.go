@@ -38,6 +38,8 @@ func upSamples() []*message.Up {
 		{Type: message.UpTimeout, Seen: 9, Tensor: "g0", Granted: true},
 		{Type: message.UpBye, Seen: math.MaxUint64},
 		{Type: message.UpSuspect, Suspect: 3, Reason: "connection reset"},
+		{Type: message.UpLost, Suspect: 4, Reason: "the process exited"},
+		{Type: message.UpFault, Suspect: 5, Reason: "malformed frame"},
 		{Type: message.UpNews, Seen: 1, Shutdown: true},
 		{Type: message.UpNews, Seen: 2, Sets: []message.UpSet{
 			{Set: 0, Hits: bitsOf(0, 63, 64, 1000), Done: 3},

@@ -38,6 +38,11 @@ const (
 	// UpReleased answers DownLeft. The sender has finished all operations that it executed together with a
 	// rank that has left.
 	UpReleased
+	// UpLost reports that the control connection of a rank to its leader has ended. The leader sends it.
+	UpLost
+	// UpFault reports that a rank has broken the protocol on its control connection to its leader. The leader
+	// sends it.
+	UpFault
 )
 
 // Up is a frame from a rank to the coordinator.
@@ -52,10 +57,11 @@ type Up struct {
 	Operations uint64
 	// Sets has one element for each process set about which the sender has news.
 	Sets []UpSet
-	// Suspect is the suspected rank in an UpSuspect, and the rank that has left in an UpReleased.
+	// Suspect is the suspected rank in an UpSuspect, the rank that has left in an UpReleased, and the rank at
+	// the other end of the connection in an UpLost and an UpFault.
 	Suspect topo.Rank
-	// Reason is why the sender suspects a rank (UpSuspect) or shuts down (Shutdown). With Shutdown, Reason
-	// may be empty.
+	// Reason is why the sender suspects a rank (UpSuspect), what has happened to a connection (UpLost and
+	// UpFault), or why the sender shuts down (Shutdown). With Shutdown, Reason may be empty.
 	Reason string
 	// Tensor, Set and Millis are used in three cases. In an UpTimeout, they are the operation, its process
 	// set and the time limit of the operation. In an UpHeartbeat, they are the oldest grant that the sender

@@ -52,6 +52,14 @@ type Request struct {
 	Hit *Response
 }
 
+// Equal reports whether q and o are sent as the same bytes.
+func (q *Request) Equal(o *Request) bool {
+	return q.Kind == o.Kind && q.Name == o.Name && q.DType == o.DType && q.Shape.Equal(o.Shape) &&
+		q.Op == o.Op && q.Prescale == o.Prescale && q.Postscale == o.Postscale && q.Wire == o.Wire &&
+		q.Root == o.Root && q.Group == o.Group && q.GroupSize == o.GroupSize && q.Parts.Equal(o.Parts) &&
+		q.Empty == o.Empty && slices.Equal(q.Ranks, o.Ranks) && q.Set == o.Set
+}
+
 // Response is what the members of a process set have agreed to do with one tensor. It is immutable. It
 // contains nothing that is specific to one rank, so that the caches of all ranks are equal.
 type Response struct {

@@ -10,7 +10,7 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-var upTypes = [...]string{"?", "up", "heartbeat", "bye", "suspect", "timeout", "released"}
+var upTypes = [...]string{"?", "up", "heartbeat", "bye", "suspect", "timeout", "released", "lost", "fault"}
 
 func (t UpType) String() string {
 	if int(t) >= len(upTypes) {
@@ -25,7 +25,7 @@ func (u *Up) String() string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "%v seen=%d", u.Type, u.Seen)
 	switch u.Type {
-	case UpSuspect:
+	case UpSuspect, UpLost, UpFault:
 		fmt.Fprintf(&b, " rank=%d %s", u.Suspect, u.Reason)
 	case UpReleased:
 		fmt.Fprintf(&b, " rank=%d", u.Suspect)

@@ -178,6 +178,7 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 		defer stop()
 		ecfg.Ready = r.session.Ready
 		r.Epoch, hosts = r.session.Epoch, r.session.Hosts
+		ecfg.Hosts = hosts
 		ecfg.Mesh, ecfg.LocalProcesses, ecfg.ForClient = r.session.Mesh, o.processes(r.session.LocalSize),
 			o.ForClient
 	}

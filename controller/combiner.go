@@ -1,0 +1,658 @@
+package controller
+
+import (
+	"bytes"
+	"slices"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/topo"
+)
+
+// Combiner is the state of the leader of a host, which passes on the frames of the host's ranks to rank 0. It
+// delays only votes and requests, until all ranks of the host that belong to the process set have made them,
+// and heartbeats. No other frame of a rank overtakes them if that could change its meaning. It passes on
+// frames that it cannot decode, so that rank 0 finds the sender at fault. It is not safe for concurrent use.
+//
+// In each turn, call Tick, then Up, Lost and Fault for what has arrived from the ranks and Down for frames
+// from rank 0, then Ready. Send the frames that Ready returns and call Advance. Send a frame from rank 0 to
+// the ranks only after Down.
+type Combiner struct {
+	ranks []ledRank
+	sets  []*heldSet
+	now   time.Duration
+	due   time.Duration // the time at which held votes or heartbeats must be passed on, or never
+	told  bool          // whether the ranks were sent a verdict
+
+	parts []part     // the parts of the next frame to rank 0, in order
+	next  part       // the ranks and times of votes or requests that are to be added to parts
+	in    message.Up // the frame that is being applied
+	rest  message.Up // the content of that frame without the votes that are held
+	frame []byte
+
+	// Ready reuses the memory of the fields below.
+	out   []message.Part
+	quiet []topo.Rank
+}
+
+// ledRank is a rank of the host. The first one is the leader.
+type ledRank struct {
+	rank     topo.Rank
+	seen     uint64        // the last cycle that the rank had applied when it sent its last frame
+	part     int           // the index in parts of the rank's last part, or -1
+	beat     bool          // whether a heartbeat of the rank waits to be passed on
+	closed   bool          // whether the rank was closed or its connection has ended
+	lastSent time.Duration // the time at which the last frame was sent to the rank
+}
+
+// part is a frame to rank 0, or votes and requests in a process set. It stands for several ranks.
+type part struct {
+	ranks []int           // indexes in Combiner.ranks
+	at    []time.Duration // the time at which the frame, or the votes and requests, of each rank arrived
+	frame []byte
+	// If asks is set, the part has the votes hits and the requests.
+	asks     bool
+	set      topo.ProcessSetID
+	seen     uint64 // a cycle that all the ranks have applied, at which hits stand for what they voted for
+	hits     message.Bits
+	requests []message.Request
+}
+
+// heldSet is a process set with members on the host, and the votes and requests that the leader holds.
+type heldSet struct {
+	Set
+	local  []int          // the members on the host, as indexes in Combiner.ranks
+	votes  []message.Bits // the held votes, by element of local
+	joined []bool         // whether the member has joined, by element of local
+	bits   []heldBit
+	// requests are the names that members have requested in full, in the order of their first requests.
+	// byName has the same, without names that all members have requested.
+	requests []*heldRequest
+	byName   map[string]*heldRequest
+	bound    uint32 // greater than every bit that has had an entry
+	cycle    uint64 // the last cycle with decisions about the set
+	erased   uint64 // the last cycle that has erased entries of the set
+}
+
+type heldBit struct {
+	count int             // number of held votes
+	at    []time.Duration // the times at which they arrived, by element of heldSet.local
+	// open says that votes are not held until the next grant of the bit, because some were passed on already.
+	open bool
+}
+
+// heldRequest is a name that members of a process set have requested in full.
+type heldRequest struct {
+	// made are the held requests, by element of heldSet.local. The Kind is NoKind if there is none.
+	made  []message.Request
+	count int             // number of held requests
+	at    []time.Duration // the times at which they arrived
+	open  bool            // as in heldBit, until the name is granted
+	done  bool            // whether the name is no longer in byName
+}
+
+// NewCombiner returns the Combiner of a host for an epoch that begins at the time now. The first of the ranks
+// is the leader. The sets are the process sets with which the job begins.
+func NewCombiner(ranks []topo.Rank, sets []Set, now time.Duration) *Combiner {
+	c := &Combiner{now: now, due: never}
+	for _, r := range ranks {
+		c.ranks = append(c.ranks, ledRank{rank: r, part: -1, lastSent: now})
+	}
+	for _, s := range sets {
+		c.addSet(s)
+	}
+	return c
+}
+
+func (c *Combiner) addSet(s Set) {
+	h := &heldSet{Set: s, byName: make(map[string]*heldRequest)}
+	for i := range c.ranks {
+		if s.index(c.ranks[i].rank) >= 0 {
+			h.local = append(h.local, i)
+		}
+	}
+	if len(h.local) > 0 {
+		h.votes, h.joined = make([]message.Bits, len(h.local)), make([]bool, len(h.local))
+		c.sets = append(c.sets, h)
+	}
+}
+
+// Tick sets the current time to now.
+func (c *Combiner) Tick(now time.Duration) { c.now = now }
+
+// Up applies a frame from a rank of the host.
+func (c *Combiner) Up(from topo.Rank, frame []byte) {
+	i := c.index(from)
+	if message.IsProbe(frame) || message.DecodeUp(frame, &c.in) != nil {
+		c.pass(i, frame)
+		return
+	}
+	k := &c.ranks[i]
+	k.seen = max(k.seen, c.in.Seen)
+	switch {
+	case c.in.Type == message.UpHeartbeat && c.in.Tensor == "":
+		k.beat = true
+		c.due = min(c.due, c.now+holdPeriod)
+	case c.in.Type != message.UpNews:
+		c.passBeat(i) // it must not overtake a heartbeat that names a grant
+		c.pass(i, frame)
+	case c.ordered(i):
+		c.release(i)
+		c.pass(i, frame)
+	default:
+		c.hold(i)
+	}
+}
+
+func (c *Combiner) index(r topo.Rank) int {
+	return slices.IndexFunc(c.ranks, func(k ledRank) bool { return k.rank == r })
+}
+
+// ordered reports whether the news that have arrived from rank i must not overtake its held votes: they have
+// a shutdown, a join or invalid bits. It records joins.
+func (c *Combiner) ordered(i int) bool {
+	ordered := c.in.Shutdown
+	for j := range c.in.Sets {
+		u := &c.in.Sets[j]
+		joins := slices.ContainsFunc(u.Requests, func(q message.Request) bool {
+			return q.Kind == message.Join
+		})
+		if s, m := c.member(u.Set, i); s != nil && joins {
+			s.joined[m] = true
+		}
+		ordered = ordered || joins || u.Invalid.Any()
+	}
+	return ordered
+}
+
+// member returns a process set and the index in local of rank i. It returns nil if the leader does not know
+// the set or if the rank is not a member.
+func (c *Combiner) member(id topo.ProcessSetID, i int) (*heldSet, int) {
+	for _, s := range c.sets {
+		if m := slices.Index(s.local, i); s.ID == id && m >= 0 {
+			return s, m
+		}
+	}
+	return nil, 0
+}
+
+// release passes on what is held in all sets that contain rank i. Votes and requests for what the news from
+// the rank mention are not held until the next grant.
+func (c *Combiner) release(i int) {
+	for _, s := range c.sets {
+		if slices.Contains(s.local, i) {
+			c.releaseSet(s)
+		}
+	}
+	for j := range c.in.Sets {
+		u := &c.in.Sets[j]
+		s, _ := c.member(u.Set, i)
+		if s == nil {
+			continue
+		}
+		for _, bits := range []message.Bits{u.Hits, u.Invalid} {
+			for bit, ok := bits.Next(0); ok && bit < s.bound; bit, ok = bits.Next(bit + 1) {
+				s.bit(bit).open = true
+			}
+		}
+		for _, q := range u.Requests {
+			if q.Kind != message.Join {
+				s.request(q.Name).open = true
+			}
+		}
+	}
+}
+
+func (c *Combiner) releaseSet(s *heldSet) {
+	for bit := range s.bits {
+		c.releaseBit(s, uint32(bit))
+	}
+	for _, h := range s.requests {
+		c.releaseRequest(s, h)
+	}
+}
+
+// releaseRequest passes on the held requests for a name, and from now on all of them until its next grant.
+func (c *Combiner) releaseRequest(s *heldSet, h *heldRequest) {
+	if h.count > 0 {
+		h.open = true
+		c.sendRequests(s, h)
+	}
+}
+
+// request returns what is held for a name.
+func (s *heldSet) request(name string) *heldRequest {
+	h := s.byName[name]
+	if h == nil {
+		h = &heldRequest{made: make([]message.Request, len(s.local)), at: make([]time.Duration, len(s.local))}
+		s.requests, s.byName[name] = append(s.requests, h), h
+	}
+	return h
+}
+
+// forget removes a name because it was granted or because all members have requested it.
+func (s *heldSet) forget(name string) {
+	if h := s.byName[name]; h != nil {
+		h.done = true
+		delete(s.byName, name)
+	}
+}
+
+// releaseBit passes on the held votes for a bit, and from now on all votes for it until its next grant.
+func (c *Combiner) releaseBit(s *heldSet, bit uint32) {
+	if s.bits[bit].count > 0 {
+		s.bits[bit].open = true
+		c.send(s, bit)
+	}
+}
+
+func (s *heldSet) bit(bit uint32) *heldBit {
+	for len(s.bits) <= int(bit) {
+		s.bits = append(s.bits, heldBit{at: make([]time.Duration, len(s.local))})
+	}
+	return &s.bits[bit]
+}
+
+// hold holds the votes and requests in the news that have arrived from rank i, and passes on what else they
+// contain.
+func (c *Combiner) hold(i int) {
+	c.rest.Reset()
+	c.rest.Type, c.rest.Seen = message.UpNews, c.in.Seen
+	for j := range c.in.Sets {
+		u := c.in.Sets[j]
+		if s, m := c.member(u.Set, i); s != nil && uint32(len(u.Hits)) <= (s.bound+63)/64 {
+			for bit, ok := u.Hits.Next(0); ok; bit, ok = u.Hits.Next(bit + 1) {
+				c.vote(s, m, bit)
+			}
+			for _, q := range u.Requests {
+				c.request(s, m, q)
+			}
+			u.Hits, u.Requests = nil, nil
+		}
+		if u.Hits.Any() || u.Done > 0 || len(u.Requests) > 0 {
+			c.rest.Sets = append(c.rest.Sets, u)
+		}
+	}
+	if len(c.rest.Sets) > 0 {
+		c.passUp(i, &c.rest)
+	}
+	clear(c.rest.Sets) // they share memory with c.in
+}
+
+// vote holds a vote of the member m of the host, or passes it on.
+func (c *Combiner) vote(s *heldSet, m int, bit uint32) {
+	b := s.bit(bit)
+	// A vote that may be for an erased entry is passed on alone, with the cycle that its sender had applied.
+	// So is a second vote of a rank for the same entry, so that rank 0 finds the rank at fault.
+	if c.ranks[s.local[m]].seen < s.erased || s.votes[m].Has(bit) {
+		c.releaseBit(s, bit)
+		b.open = true
+	}
+	s.votes[m].Set(bit)
+	b.at[m] = c.now
+	b.count++
+	b.open = b.open || slices.Contains(s.joined, true) // a member that has joined will not vote
+	if b.open || b.count == len(s.local) {
+		c.send(s, bit)
+		return
+	}
+	c.due = min(c.due, c.now+holdPeriod)
+}
+
+// request holds a request of the member m of the host, or passes it on.
+func (c *Combiner) request(s *heldSet, m int, q message.Request) {
+	h := s.request(q.Name)
+	if h.made[m].Kind != message.NoKind {
+		c.releaseRequest(s, h) // rank 0 finds the rank, which has made the request twice, at fault
+	}
+	h.made[m], h.at[m] = q, c.now
+	h.count++
+	h.open = h.open || slices.Contains(s.joined, true)
+	switch {
+	case h.open:
+		c.sendRequests(s, h)
+	case h.count == len(s.local):
+		c.sendRequests(s, h)
+		s.forget(q.Name)
+	default:
+		c.due = min(c.due, c.now+holdPeriod)
+	}
+}
+
+// sendRequests passes on the held requests for a name. Equal requests share a part.
+func (c *Combiner) sendRequests(s *heldSet, h *heldRequest) {
+	for first := range h.made {
+		if h.made[first].Kind == message.NoKind {
+			continue
+		}
+		q := h.made[first]
+		c.beginAsk(s)
+		for m := first; m < len(h.made); m++ {
+			if h.made[m].Equal(&q) {
+				c.addAsk(s, m, h.at[m])
+				h.made[m] = message.Request{}
+			}
+		}
+		x := c.asked()
+		x.requests = append(x.requests, q)
+	}
+	h.count = 0
+}
+
+// send passes on the held votes for a bit.
+func (c *Combiner) send(s *heldSet, bit uint32) {
+	c.beginAsk(s)
+	for m := range s.local {
+		if s.votes[m].Has(bit) {
+			s.votes[m].Clear(bit)
+			c.addAsk(s, m, s.bits[bit].at[m])
+		}
+	}
+	s.bits[bit].count = 0
+	c.asked().hits.Set(bit)
+}
+
+// beginAsk begins to collect the ranks for a part with votes and requests in next.
+func (c *Combiner) beginAsk(s *heldSet) {
+	p := &c.next
+	p.asks, p.set, p.seen, p.ranks, p.at = true, s.ID, 1<<64-1, p.ranks[:0], p.at[:0]
+}
+
+// addAsk adds a member of the host, whose vote or request has arrived at the given time, to next.
+func (c *Combiner) addAsk(s *heldSet, m int, at time.Duration) {
+	i, p := s.local[m], &c.next
+	p.ranks, p.at, p.seen = append(p.ranks, i), append(p.at, at), min(p.seen, c.ranks[i].seen)
+}
+
+// asked returns the part for the ranks in next. Votes and requests of the same ranks that arrived at the same
+// times share a part.
+func (c *Combiner) asked() *part {
+	p := &c.next
+	for i := range c.parts {
+		if x := &c.parts[i]; x.sameAsks(p) && !slices.ContainsFunc(x.ranks, func(r int) bool {
+			return c.ranks[r].part != i
+		}) {
+			return x
+		}
+	}
+	x := c.newPart()
+	x.asks, x.set, x.seen = true, p.set, p.seen
+	x.ranks, x.at = append(x.ranks, p.ranks...), append(x.at, p.at...)
+	for _, i := range x.ranks {
+		c.ranks[i].part = len(c.parts) - 1
+	}
+	return x
+}
+
+func (x *part) sameAsks(p *part) bool {
+	return x.asks && x.set == p.set && x.seen == p.seen && slices.Equal(x.ranks, p.ranks) &&
+		slices.Equal(x.at, p.at)
+}
+
+// newPart appends an empty part. It reuses the memory of an earlier part if there is one.
+func (c *Combiner) newPart() *part {
+	x := extend(&c.parts)
+	x.hits.Reset()
+	clear(x.requests)
+	*x = part{ranks: x.ranks[:0], at: x.at[:0], frame: x.frame[:0], hits: x.hits, requests: x.requests[:0]}
+	return x
+}
+
+// extend appends an element to *s and returns it. If *s has capacity for it, the element has the value of an
+// earlier use, whose memory the caller may reuse.
+func extend[T any](s *[]T) *T {
+	if len(*s) == cap(*s) {
+		*s = slices.Grow(*s, 1)
+	}
+	*s = (*s)[:len(*s)+1]
+	return &(*s)[len(*s)-1]
+}
+
+// pass passes on a frame from rank i. If another rank has sent the same frame in this turn, they share a
+// part.
+func (c *Combiner) pass(i int, frame []byte) {
+	k := &c.ranks[i]
+	at := slices.IndexFunc(c.parts[k.part+1:], func(x part) bool {
+		return !x.asks && bytes.Equal(x.frame, frame)
+	})
+	if at < 0 {
+		x := c.newPart()
+		x.frame = append(x.frame, frame...)
+		at = len(c.parts) - 1
+	} else {
+		at += k.part + 1
+	}
+	k.part = at
+	x := &c.parts[at]
+	x.ranks, x.at = append(x.ranks, i), append(x.at, c.now)
+}
+
+// passUp passes on a frame of rank i that the leader has made.
+func (c *Combiner) passUp(i int, u *message.Up) {
+	c.frame = c.appendUp(c.frame[:0], u)
+	c.pass(i, c.frame)
+}
+
+func (c *Combiner) appendUp(b []byte, u *message.Up) []byte {
+	b, err := message.AppendUp(b, u)
+	if err != nil {
+		panic(err) // cannot happen, because the leader has decoded everything in the frame
+	}
+	return b
+}
+
+// passBeat passes on the heartbeat of rank i that is held, if there is one.
+func (c *Combiner) passBeat(i int) {
+	if k := &c.ranks[i]; k.beat {
+		k.beat = false
+		c.passUp(i, &message.Up{Type: message.UpHeartbeat, Seen: k.seen})
+	}
+}
+
+// Lost records that the connection to a rank of the host has ended.
+func (c *Combiner) Lost(r topo.Rank, reason string) {
+	if k := &c.ranks[c.index(r)]; !k.closed {
+		k.closed = true
+		c.passUp(0, &message.Up{Type: message.UpLost, Seen: c.ranks[0].seen, Suspect: r, Reason: reason})
+	}
+}
+
+// Fault records that a rank of the host has broken the protocol on its connection, which still works, so that
+// the rank receives the verdict too.
+func (c *Combiner) Fault(r topo.Rank, reason string) {
+	c.passUp(0, &message.Up{Type: message.UpFault, Seen: c.ranks[0].seen, Suspect: r, Reason: reason})
+}
+
+// Down applies a frame from rank 0, which the caller then sends to the given ranks of the host.
+func (c *Combiner) Down(to []topo.Rank, d *message.Down) {
+	for _, r := range to {
+		if i := c.index(r); i >= 0 {
+			c.ranks[i].lastSent = c.now
+			c.ranks[i].closed = c.ranks[i].closed || d.Type == message.DownClose
+		}
+	}
+	c.told = c.told || d.Type == message.DownFail
+	if d.Type != message.DownCycle {
+		return
+	}
+	for i := range d.Sets {
+		ds := &d.Sets[i]
+		s := c.set(ds.Set)
+		if s == nil || d.Cycle <= s.cycle { // the ranks may get different frames of one cycle
+			continue
+		}
+		s.cycle = d.Cycle
+		c.decided(s, ds)
+	}
+}
+
+func (c *Combiner) set(id topo.ProcessSetID) *heldSet {
+	for _, s := range c.sets {
+		if s.ID == id {
+			return s
+		}
+	}
+	return nil
+}
+
+// decided applies the decisions of a cycle about a process set.
+func (c *Combiner) decided(s *heldSet, ds *message.DownSet) {
+	for g := range ds.Grants {
+		for _, bit := range ds.Grants[g].Bits {
+			if int(bit) < len(s.bits) {
+				s.bits[bit].open = false
+			}
+		}
+		for _, r := range ds.Grants[g].Full {
+			s.forget(r.Name)
+			switch r.Kind {
+			case message.Join:
+				clear(s.joined)
+			case message.AddProcessSet:
+				c.addSet(Set{ID: r.Set, Ranks: r.Ranks})
+			case message.RemoveProcessSet:
+				c.removeSet(r.Set)
+			}
+		}
+	}
+	for _, bit := range ds.Erase {
+		s.erased = s.cycle
+		if int(bit) < len(s.bits) {
+			c.releaseBit(s, bit)
+			s.bits[bit].open = false
+		}
+	}
+	for _, p := range ds.Puts {
+		s.bound = max(s.bound, p.Bit+1)
+	}
+}
+
+// removeSet passes on the held votes of a set, which rank 0 ignores, and forgets the set.
+func (c *Combiner) removeSet(id topo.ProcessSetID) {
+	if s := c.set(id); s != nil {
+		c.releaseSet(s)
+		c.sets = slices.DeleteFunc(c.sets, func(x *heldSet) bool { return x == s })
+	}
+}
+
+// Ready returns the parts of the frames to send to rank 0, in order, and the ranks of the host to which a
+// heartbeat must be sent. The parts are valid until Advance, and the ranks until the next Ready.
+func (c *Combiner) Ready() (parts []message.Part, quiet []topo.Rank) {
+	expired := c.now >= c.due
+	if expired {
+		c.expire()
+	}
+	if expired || len(c.parts) > 0 {
+		for i := range c.ranks {
+			c.passBeat(i)
+		}
+	}
+	c.out = c.out[:0]
+	for i := range c.parts {
+		c.encode(&c.parts[i], extend(&c.out))
+	}
+	c.quiet = c.quiet[:0]
+	for i := range c.ranks {
+		if k := &c.ranks[i]; i > 0 && !k.closed && !c.told && c.now-k.lastSent >= heartbeatPeriod {
+			k.lastSent = c.now
+			c.quiet = append(c.quiet, k.rank)
+		}
+	}
+	return c.out, c.quiet
+}
+
+// expire passes on the votes and requests that were held for holdPeriod.
+func (c *Combiner) expire() {
+	c.due = never
+	for _, s := range c.sets {
+		for bit := range s.bits {
+			if s.bits[bit].count == 0 {
+				continue
+			}
+			oldest := never
+			for m := range s.local {
+				if s.votes[m].Has(uint32(bit)) {
+					oldest = min(oldest, s.bits[bit].at[m])
+				}
+			}
+			if c.now-oldest >= holdPeriod {
+				c.releaseBit(s, uint32(bit))
+			} else {
+				c.due = min(c.due, oldest+holdPeriod)
+			}
+		}
+		for _, h := range s.requests {
+			c.expireRequest(s, h)
+		}
+	}
+}
+
+// expireRequest passes on the requests for a name if one of them was held for holdPeriod.
+func (c *Combiner) expireRequest(s *heldSet, h *heldRequest) {
+	if h.count == 0 {
+		return
+	}
+	oldest := never
+	for m := range h.made {
+		if h.made[m].Kind != message.NoKind {
+			oldest = min(oldest, h.at[m])
+		}
+	}
+	if c.now-oldest >= holdPeriod {
+		c.releaseRequest(s, h)
+	} else {
+		c.due = min(c.due, oldest+holdPeriod)
+	}
+}
+
+// encode writes a part to p.
+func (c *Combiner) encode(x *part, p *message.Part) {
+	if x.asks {
+		c.rest.Reset()
+		c.rest.Type, c.rest.Seen = message.UpNews, x.seen
+		u := c.rest.At(x.set)
+		u.Hits.Or(x.hits)
+		u.Requests = append(u.Requests, x.requests...)
+		x.frame = c.appendUp(x.frame[:0], &c.rest)
+	}
+	p.Ranks, p.Held, p.Frame = p.Ranks[:0], p.Held[:0], x.frame
+	for j, i := range x.ranks {
+		p.Ranks = append(p.Ranks, c.ranks[i].rank)
+		p.Held = append(p.Held, uint32(min((c.now-x.at[j])/time.Microsecond, 1<<32-1)))
+	}
+}
+
+// Advance drops what the last Ready has returned.
+func (c *Combiner) Advance() {
+	c.parts = c.parts[:0]
+	for i := range c.ranks {
+		c.ranks[i].part = -1
+	}
+	for _, s := range c.sets {
+		s.requests = slices.DeleteFunc(s.requests, func(h *heldRequest) bool { return h.done })
+	}
+}
+
+// Fail returns the ranks of the host that must be sent the verdict of the leader, because the leader has
+// found a verdict itself. It returns none if they were sent a verdict before.
+func (c *Combiner) Fail() []topo.Rank {
+	c.quiet = c.quiet[:0]
+	for i := range c.ranks {
+		if k := &c.ranks[i]; i > 0 && !k.closed && !c.told {
+			c.quiet = append(c.quiet, k.rank)
+		}
+	}
+	c.told = true
+	return c.quiet
+}
+
+// Next returns the time by which Tick and Ready must be called again, even if nothing arrives before.
+func (c *Combiner) Next() time.Duration {
+	next := c.due
+	for i := range c.ranks {
+		if k := &c.ranks[i]; i > 0 && !k.closed && !c.told {
+			next = min(next, k.lastSent+heartbeatPeriod)
+		}
+	}
+	return next
+}

@@ -1,0 +1,103 @@
+package controller
+
+import (
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/topo"
+)
+
+// leaderOf returns the rank through which the frames of rank r reach the coordinator. It is r itself if r has
+// a connection of its own to rank 0.
+func (c *Coordinator) leaderOf(r topo.Rank) topo.Rank {
+	if c.cfg.Leaders == nil {
+		return r
+	}
+	return c.cfg.Leaders[r]
+}
+
+// Relay applies a frame that several ranks have sent and that their leader has passed on. held has for each
+// of the ranks the time in microseconds for which the leader has held the frame. If the frame breaks the
+// protocol, Relay fails its sender.
+func (c *Coordinator) Relay(leader topo.Rank, ranks []topo.Rank, held []uint32, up *message.Up) {
+	for i, r := range ranks {
+		if int(r) >= len(c.ranks) || c.leaderOf(r) != leader {
+			c.failSender(leader, fmt.Errorf("got a frame of rank %d, which it does not lead", r))
+			return
+		}
+		c.waits.now = max(0, c.now-time.Duration(held[i])*time.Microsecond)
+		c.step(r, up, true)
+	}
+	c.waits.now = c.now
+	c.ranks[leader].lastReceived = c.now
+}
+
+// heard returns the last time at which a frame of rank r would have arrived if r had sent one. A rank behind
+// a leader is heard only as long as its leader.
+func (c *Coordinator) heard(r topo.Rank) time.Duration {
+	if leader := c.leaderOf(r); leader != r {
+		return c.ranks[leader].lastReceived
+	}
+	return c.now
+}
+
+// behind returns the ranks whose frames the given ranks pass on.
+func (c *Coordinator) behind(leaders []topo.Rank) (ranks []topo.Rank) {
+	for f, leader := range c.cfg.Leaders {
+		if r := topo.Rank(f); leader != r && slices.Contains(leaders, leader) {
+			ranks = append(ranks, r)
+		}
+	}
+	return ranks
+}
+
+// failMember applies the report of a leader that the control connection of one of its ranks has ended, or
+// that the rank has broken the protocol.
+func (c *Coordinator) failMember(leader topo.Rank, up *message.Up) {
+	r := up.Suspect
+	switch {
+	case int(r) >= len(c.ranks) || r == leader || c.leaderOf(r) != leader:
+		c.failSender(leader, fmt.Errorf("got a report about the connection of rank %d, which it does not lead",
+			r))
+	case up.Type == message.UpLost:
+		c.Lost(r, up.Reason)
+	default:
+		c.Fault(r, up.Reason)
+	}
+}
+
+// leads reports whether a rank that has neither left nor failed is behind the leader r. A leader stays until
+// these ranks are closed.
+func (c *Coordinator) leads(r topo.Rank) bool {
+	return slices.ContainsFunc(c.behind([]topo.Rank{r}), func(f topo.Rank) bool {
+		return !c.ranks[f].closed && !c.ranks[f].lost
+	})
+}
+
+// closeLeader closes the leader of rank r, which is closed or lost, if no rank needs the leader anymore.
+func (c *Coordinator) closeLeader(r topo.Rank) {
+	leader := c.leaderOf(r)
+	if k := &c.ranks[leader]; leader != r && k.bye && !k.closed && c.state == running {
+		c.closeReleased(leader)
+	}
+}
+
+// postpone reports whether the coordinator must not yet act on a timeout that rank r reports, because leaders
+// may hold requests that were made before. The rank repeats the report while the operation is pending.
+func (c *Coordinator) postpone(r topo.Rank) bool {
+	if c.cfg.Leaders == nil {
+		return false
+	}
+	t := &c.ranks[r].timeouts
+	if t.last == 0 || c.now-t.last > 2*heartbeatPeriod {
+		t.first = c.now
+	}
+	t.last = c.now
+	return c.now-t.first < 2*holdPeriod
+}
+
+// timeoutReports has the times of the first and the last report of a rank that operations have timed out.
+// Reports that are farther apart than repetitions do not count as one series.
+type timeoutReports struct{ first, last time.Duration }

@@ -1,0 +1,373 @@
+package controller_test
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/controller"
+	"github.com/gohvd/gohvd/internal/analysis"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/topo"
+)
+
+// leaderConfig is the configuration of a job of five ranks: ranks 0 and 1 have no leader, and rank 2 leads
+// ranks 3 and 4.
+func leaderConfig() controller.CoordinatorConfig {
+	return controller.CoordinatorConfig{
+		Sets: []controller.Set{controller.Global(5)}, CacheCapacity: 8, FusionThresholdBytes: 64,
+		LivenessTimeout: livenessTimeout, Leaders: []topo.Rank{0, 1, 2, 2, 2}, Plan: plan(),
+	}
+}
+
+// sentParts records what leaders pass on, and the verdicts and stalls, and the order in which ranks are
+// closed.
+type sentParts struct {
+	unwatched
+	parts    []string
+	verdicts []string
+	closings []topo.Rank
+	events   []string
+}
+
+func (w *sentParts) relayed(p *message.Part, u *message.Up) {
+	w.parts = append(w.parts, fmt.Sprintf("%v %v", p.Ranks, u))
+}
+
+func (w *sentParts) failed(n *node, v *controller.Verdict) {
+	w.verdicts = append(w.verdicts, fmt.Sprintf("%d: %v", n.rank, v))
+}
+
+func (w *sentParts) issued(outs []controller.Outgoing) {
+	for _, o := range outs {
+		if o.Down.Type == message.DownClose {
+			w.closings = append(w.closings, o.To...)
+		}
+	}
+}
+
+func (w *sentParts) happened(e controller.Event) { w.events = append(w.events, e.Stall.String()) }
+
+func (w *sentParts) take() []string {
+	parts := w.parts
+	w.parts = nil
+	return parts
+}
+
+func newLeaderCluster(t *testing.T, cfg controller.CoordinatorConfig) (*cluster, *sentParts) {
+	w := &sentParts{}
+	return newCluster(t, cfg, w), w
+}
+
+// pass advances the time in steps of 50 ms, and executes all turns after each step.
+func (c *cluster) pass(d time.Duration) {
+	for end := c.now + d; c.now < end; {
+		c.now += 50 * time.Millisecond
+		c.settle()
+	}
+}
+
+func wantParts(t *testing.T, got []string, want ...string) {
+	t.Helper()
+	if !slices.Equal(got, want) {
+		t.Errorf("the leader has passed on\n%s\nwant\n%s", strings.Join(got, "\n"), strings.Join(want, "\n"))
+	}
+}
+
+// A leader passes on one part for equal requests, and one part for the votes of all its ranks. It holds the
+// votes until the last of these ranks has voted.
+func TestLeaderCombines(t *testing.T) {
+	c, w := newLeaderCluster(t, leaderConfig())
+	for _, n := range c.nodes {
+		n.submit(topo.Global, allreduce("a", 3))
+		n.submit(topo.Global, allreduce("b", 4))
+	}
+	c.settle()
+	wantParts(t, w.take(),
+		"[2 3 4] up seen=0 set=0 request allreduce a float32[3] request allreduce b float32[4]")
+	for _, r := range []int{3, 2, 4} {
+		c.nodes[r].submit(topo.Global, allreduce("b", 4))
+		if r != 4 {
+			c.nodes[r].submit(topo.Global, allreduce("a", 3))
+		}
+		c.settle()
+		if r != 4 && len(w.parts) > 0 {
+			t.Errorf("the leader has passed on %v before rank 4 has voted", w.parts)
+		}
+	}
+	wantParts(t, w.take(), "[2 3 4] up seen=1 set=0 hits=2")
+	// Rank 4 does not vote for a, so the leader passes on the other votes after 200 ms, and then each vote at
+	// once.
+	c.pass(150 * time.Millisecond)
+	wantParts(t, w.take())
+	c.pass(50 * time.Millisecond)
+	wantParts(t, w.take(), "[2 3] up seen=1 set=0 hits=1")
+	c.nodes[4].submit(topo.Global, allreduce("a", 3))
+	c.settle()
+	wantParts(t, w.take(), "[4] up seen=1 set=0 hits=1")
+}
+
+// A leader holds the requests for a name until the last of its ranks has made one. Requests that differ do
+// not share a part. If a rank has not made the request after 200 ms, the others are passed on.
+func TestLeaderCombinesRequests(t *testing.T) {
+	cfg := leaderConfig()
+	cfg.CacheCapacity = 0
+	c, w := newLeaderCluster(t, cfg)
+	for i, r := range []int{4, 2, 3} {
+		wantParts(t, w.take())
+		c.nodes[r].submit(topo.Global, allreduce("a", 3))
+		c.nodes[r].submit(topo.Global, allreduce("b", int64(3+i/2)))
+		c.settle()
+	}
+	wantParts(t, w.take(),
+		"[2 3 4] up seen=0 set=0 request allreduce a float32[3]",
+		"[2 4] up seen=0 set=0 request allreduce b float32[3]",
+		"[3] up seen=0 set=0 request allreduce b float32[4]")
+
+	c.nodes[2].submit(topo.Global, allreduce("c", 1))
+	c.settle()
+	c.pass(150 * time.Millisecond)
+	wantParts(t, w.take())
+	c.pass(50 * time.Millisecond)
+	wantParts(t, w.take(), "[2] up seen=0 set=0 request allreduce c float32[1]")
+	c.nodes[4].submit(topo.Global, allreduce("c", 1))
+	c.settle()
+	wantParts(t, w.take(), "[4] up seen=0 set=0 request allreduce c float32[1]")
+	// After the grant, requests for the name are held again.
+	for _, r := range []int{0, 1, 3, 2} {
+		c.nodes[r].submit(topo.Global, allreduce("c", 1))
+		c.settle()
+	}
+	wantParts(t, w.take(), "[3] up seen=0 set=0 request allreduce c float32[1]")
+	if c.nodes[3].waits(topo.Global, "c") {
+		t.Error("c is not granted")
+	}
+}
+
+// A leader holds neither votes nor requests if a rank of its host has joined and so will not make them.
+func TestLeaderPassesVotes(t *testing.T) {
+	c, w := newLeaderCluster(t, leaderConfig())
+	for _, n := range c.nodes {
+		n.submit(topo.Global, allreduce("a", 3))
+		n.submit(topo.Global, allreduce("b", 3))
+	}
+	c.settle()
+	c.nodes[2].submit(topo.Global, allreduce("a", 3))
+	c.settle()
+	w.take()
+	c.nodes[3].submit(topo.Global, message.Request{Kind: message.Join, Name: "j"})
+	c.settle()
+	wantParts(t, w.take(), "[2] up seen=1 set=0 hits=1", "[3] up seen=1 set=0 request join j")
+	c.nodes[4].submit(topo.Global, allreduce("b", 3))
+	c.settle()
+	wantParts(t, w.take(), "[4] up seen=1 set=0 hits=2")
+	c.nodes[4].submit(topo.Global, allreduce("c", 3))
+	c.settle()
+	wantParts(t, w.take(), "[4] up seen=1 set=0 request allreduce c float32[3]")
+}
+
+// Heartbeats of the ranks of a host share a frame.
+func TestLeaderCombinesHeartbeats(t *testing.T) {
+	c, w := newLeaderCluster(t, leaderConfig())
+	c.pass(1200 * time.Millisecond)
+	wantParts(t, w.take(), "[2 3 4] heartbeat seen=0")
+
+	// Heartbeats that are held are sent together with a request.
+	c.pass(900 * time.Millisecond)
+	wantParts(t, w.take())
+	for _, r := range []int{2, 3, 4} {
+		c.nodes[r].submit(topo.Global, allreduce("a", 3))
+	}
+	c.settle()
+	wantParts(t, w.take(), "[2 3 4] up seen=0 set=0 request allreduce a float32[3]", "[2 3 4] heartbeat seen=0")
+}
+
+// The coordinator learns when each vote has arrived at its leader: the rank that was last of all is the one
+// that held up the others, and the arrival times are those of the ranks.
+func TestArrivalsBehindALeader(t *testing.T) {
+	c, _ := newLeaderCluster(t, leaderConfig())
+	c.coord.Trace(true)
+	at := func(ms int, r int) {
+		c.now = time.Duration(ms) * time.Millisecond
+		c.nodes[r].submit(topo.Global, allreduce("a", 3))
+		c.settle()
+	}
+	for r := range 5 {
+		at(0, r)
+	}
+	c.coord.Arrivals(0, 1)
+	for i, r := range []int{2, 3, 0, 1, 4} {
+		at(10+10*i, r)
+	}
+	want := []time.Duration{30, 40, 10, 20, 50}
+	for i := range want {
+		want[i] *= time.Millisecond
+	}
+	if got := c.coord.Arrivals(0, 1); !slices.Equal(got, want) {
+		t.Errorf("got arrival times %v, want %v", got, want)
+	}
+	// The votes of ranks 2 to 4 arrive before those of ranks 0 and 1. Rank 1 is the last.
+	for i, r := range []int{2, 3, 4, 0, 1} {
+		at(100+10*i, r)
+	}
+	// The votes of ranks 2 to 4 do not arrive in the order of the ranks.
+	for i, r := range []int{0, 1, 3, 4, 2} {
+		at(200+10*i, r)
+	}
+	late := c.coord.Stats().Late
+	for _, r := range []topo.Rank{1, 2, 4} {
+		if want := (analysis.HeldUp{Rank: r, Last: 1, Held: 10 * time.Millisecond}); late[r] != want {
+			t.Errorf("got lateness %+v, want %+v", late[r], want)
+		}
+	}
+}
+
+// A stalled tensor is reported with the ranks that are missing, also if they are behind a leader.
+func TestStallBehindALeader(t *testing.T) {
+	cfg := leaderConfig()
+	cfg.StallWarning = time.Second
+	c, w := newLeaderCluster(t, cfg)
+	for range 2 {
+		for _, n := range c.nodes {
+			n.submit(topo.Global, allreduce("a", 3))
+		}
+		c.settle()
+	}
+	for _, r := range []int{0, 1, 2, 4} {
+		c.nodes[r].submit(topo.Global, allreduce("a", 3))
+	}
+	c.settle()
+	c.pass(1100 * time.Millisecond)
+	if len(w.events) != 1 || !strings.HasSuffix(w.events[0], "has waited 1s for rank 3") {
+		t.Errorf("got stalls %q, want one that waits for rank 3", w.events)
+	}
+}
+
+// silence lets the time pass until the job has failed, while the given rank does nothing, and returns the
+// ranks of the verdict of the coordinator.
+func silence(t *testing.T, r topo.Rank) []string {
+	c, w := newLeaderCluster(t, leaderConfig())
+	c.settle()
+	c.nodes[r].over = true // it is stopped, and its connections are open
+	for c.now < 2*livenessTimeout {
+		c.pass(50 * time.Millisecond)
+	}
+	return w.verdicts
+}
+
+// If a rank behind a leader is silent, the verdict names it. If a leader is silent, the verdict names only
+// the leader, at the ranks behind it too.
+func TestSilenceWithLeaders(t *testing.T) {
+	for r := topo.Rank(1); r < 5; r++ {
+		verdicts := silence(t, r)
+		if len(verdicts) != 4 {
+			t.Errorf("rank %d is silent: got verdicts %q, want one at every other rank", r, verdicts)
+		}
+		for _, v := range verdicts {
+			if !strings.Contains(v, fmt.Sprintf(": rank %d failed: silent for 10s", r)) {
+				t.Errorf("rank %d is silent: got verdict %q", r, v)
+			}
+			const behind = "; it passes on the frames of ranks 3 and 4"
+			if strings.HasPrefix(v, "0") && (r == 2) != strings.HasSuffix(v, behind) {
+				t.Errorf("rank %d is silent: got verdict %q", r, v)
+			}
+		}
+	}
+}
+
+// A leader that has shut down is closed after the ranks that it leads.
+func TestLeaderClosesLast(t *testing.T) {
+	c, w := newLeaderCluster(t, leaderConfig())
+	for _, r := range []int{2, 3, 4} {
+		c.nodes[r].m.Shutdown("")
+		c.settle()
+	}
+	if want := []topo.Rank{3, 4, 2}; !slices.Equal(w.closings, want) {
+		t.Errorf("the ranks are closed in the order %v, want %v", w.closings, want)
+	}
+	if len(w.verdicts) > 0 || c.coord.Closed() {
+		t.Errorf("got verdicts %v, closed %v: ranks 0 and 1 have not left", w.verdicts, c.coord.Closed())
+	}
+}
+
+// If an operation times out, votes that a leader holds count: the verdict names only the rank that has not
+// voted.
+func TestTimeoutBehindALeader(t *testing.T) {
+	c, w := newLeaderCluster(t, leaderConfig())
+	for _, n := range c.nodes {
+		n.submit(topo.Global, allreduce("a", 3))
+	}
+	c.settle()
+	for _, r := range []int{0, 1, 2, 4} {
+		c.nodes[r].submit(topo.Global, allreduce("a", 3))
+	}
+	for range 3 { // a rank repeats a timeout every second
+		c.nodes[0].m.Timeout(topo.Global, "a", time.Millisecond)
+		c.settle()
+		c.pass(time.Second)
+	}
+	const want = `rank 3 failed: allreduce "a" timed out`
+	if len(w.verdicts) != 5 || !strings.Contains(w.verdicts[0], want) {
+		t.Errorf("got verdicts %q, want one that names rank 3 at each rank", w.verdicts)
+	}
+}
+
+// A leader that passes on a frame of a rank that it does not lead has failed.
+func TestLeaderOfOthers(t *testing.T) {
+	for _, up := range []*message.Up{
+		{Type: message.UpHeartbeat},
+		{Type: message.UpLost, Suspect: 1},
+		{Type: message.UpLost, Suspect: 2},
+		{Type: message.UpLost, Suspect: 9},
+		{Type: message.UpFault, Suspect: 1},
+	} {
+		c := controller.NewCoordinator(leaderConfig(), 0)
+		if up.Type == message.UpHeartbeat {
+			c.Relay(2, []topo.Rank{1}, []uint32{0}, up)
+		} else {
+			c.Step(2, up)
+		}
+		outs := c.Ready()
+		if len(outs) == 0 || !slices.Equal(outs[0].Down.Ranks, []topo.Rank{2}) ||
+			!strings.Contains(outs[0].Down.Reason, "which it does not lead") {
+			t.Errorf("%v: got %+v, want a verdict that names rank 2", up, outs)
+		}
+	}
+}
+
+// A leader allocates nothing while its ranks vote for cached tensors.
+func TestLeaderAllocatesNothing(t *testing.T) {
+	ranks := []topo.Rank{2, 3, 4}
+	c := controller.NewCombiner(ranks, []controller.Set{controller.Global(5)}, 0)
+	put := &message.Down{Type: message.DownCycle, Cycle: 1, Sets: []message.DownSet{{
+		Grants: []message.Grant{{Full: []*message.Response{response("a", 1), response("b", 1)}}},
+		Puts:   []message.Put{{Bit: 0}, {Tensor: 1, Bit: 1}},
+	}}}
+	c.Down(ranks, put)
+	up, err := message.AppendUp(nil, &message.Up{Type: message.UpNews, Seen: 1,
+		Sets: []message.UpSet{{Hits: bits(0, 1)}}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	down := &message.Down{Type: message.DownCycle, Cycle: 2, Sets: []message.DownSet{{
+		Grants: []message.Grant{{Bits: []uint32{0, 1}}},
+	}}}
+	var frame []byte
+	if n := testing.AllocsPerRun(100, func() {
+		for _, r := range ranks {
+			c.Up(r, up)
+		}
+		parts, _ := c.Ready()
+		if len(parts) != 1 {
+			t.Fatalf("got %d parts, want 1", len(parts))
+		}
+		frame = message.AppendCombined(frame[:0], parts)
+		c.Advance()
+		down.Cycle++
+		c.Down(ranks, down)
+	}); n != 0 {
+		t.Errorf("got %v allocations for a cycle, want none", n)
+	}
+}

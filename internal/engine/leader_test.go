@@ -1,0 +1,219 @@
+package engine_test
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+
+	"github.com/gohvd/gohvd/internal/engine"
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
+	"github.com/gohvd/gohvd/internal/transport/mem"
+)
+
+// hosts are the hosts of a job of eight ranks. Rank 2 leads ranks 3 and 6, and rank 4 leads rank 5. Ranks 1
+// and 7 have no leader.
+var hosts = []string{"a", "a", "b", "b", "c", "c", "b", "d"}
+
+var leaders = []int{0, 1, 2, 2, 4, 4, 2, 7}
+
+// onHosts makes the ranks of a job negotiate through leaders.
+func onHosts(cfg *engine.Config) { cfg.Hosts, cfg.StarRanks = hosts, 1 }
+
+// upstream returns the rank to which rank r has its control connection.
+func upstream(r int) int {
+	if leaders[r] == r {
+		return 0
+	}
+	return leaders[r]
+}
+
+// tappedMesh is a mesh whose control connections are passed to tap when they are made.
+type tappedMesh struct {
+	transport.Mesh
+	tap func(conn transport.Conn, peer topo.Rank) transport.Conn
+}
+
+func (m *tappedMesh) Conn(ctx context.Context, lane transport.Lane, peer topo.Rank) (transport.Conn, error) {
+	c, err := m.Mesh.Conn(ctx, lane, peer)
+	if err != nil || lane != transport.Control {
+		return c, err
+	}
+	return m.tap(c, peer), nil
+}
+
+// The ranks of a host are connected to their leader, and rank 0 only to leaders and to ranks without one. The
+// sums are those of a job in which all ranks are connected to rank 0.
+func TestLeaders(t *testing.T) {
+	n := len(hosts)
+	var mu sync.Mutex
+	var pairs [][2]int
+	c := startOn(t, mem.New(n), n, func(cfg *engine.Config) {
+		onHosts(cfg)
+		rank := int(cfg.Rank)
+		cfg.Mesh = &tappedMesh{cfg.Mesh, func(conn transport.Conn, peer topo.Rank) transport.Conn {
+			mu.Lock()
+			defer mu.Unlock()
+			if rank > int(peer) {
+				pairs = append(pairs, [2]int{rank, int(peer)})
+			}
+			return conn
+		}}
+	})
+	var want [][2]int
+	for r := 1; r < n; r++ {
+		want = append(want, [2]int{r, upstream(r)})
+	}
+	slices.SortFunc(pairs, func(a, b [2]int) int { return a[0] - b[0] })
+	if !slices.Equal(pairs, want) {
+		t.Errorf("got control connections %v, want %v", pairs, want)
+	}
+	c.each(func(r int) {
+		for i := range 50 {
+			buf := binary.LittleEndian.AppendUint64(nil, uint64(i+r))
+			if err := c.wait(c.allreduce(r, fmt.Sprint("x", i%3), buf)); err != nil {
+				t.Errorf("rank %d: %v", r, err)
+				return
+			}
+			if got, want := binary.LittleEndian.Uint64(buf), uint64(n*i+n*(n-1)/2); got != want {
+				t.Errorf("rank %d: got %d, want %d", r, got, want)
+			}
+		}
+	})
+	c.shutdown()
+}
+
+// If a rank of a job with leaders dies, every other rank gets a verdict that names only that rank.
+func TestDeathWithLeaders(t *testing.T) {
+	n := len(hosts)
+	for _, spin := range []bool{false, true} {
+		for _, executing := range []bool{false, true, true} {
+			for victim := range n {
+				c := startOn(t, mem.New(n), n, func(cfg *engine.Config) {
+					onHosts(cfg)
+					if !spin {
+						cfg.Spin = -1
+					}
+				})
+				dies(t, c, victim, executing)
+				if t.Failed() {
+					t.Fatalf("victim %d, executing %v, spin %v", victim, executing, spin)
+				}
+			}
+		}
+	}
+}
+
+// cutConn is a control connection that is cut when the value is set: nothing arrives on it anymore.
+type cutConn struct {
+	transport.Conn
+	cut  *atomic.Bool
+	peer topo.Rank
+}
+
+func (c *cutConn) TryRead(p []byte) (int, error) {
+	if c.cut.Load() {
+		return 0, &transport.PeerError{Peer: c.peer, Err: io.ErrUnexpectedEOF}
+	}
+	return c.Conn.TryRead(p)
+}
+
+// If the control connection of a rank is cut, the verdict of rank 0 names the rank at the other end from rank
+// 0, also if a leader has found the end of the connection. The ranks that are cut off name the rank at the
+// other end of their connection, as they do without leaders.
+func TestCutConnectionsWithLeaders(t *testing.T) {
+	n := len(hosts)
+	for cutOff := 1; cutOff < n; cutOff++ {
+		var cut atomic.Bool
+		c := startOn(t, mem.New(n), n, func(cfg *engine.Config) {
+			onHosts(cfg)
+			rank := int(cfg.Rank)
+			cfg.Mesh = &tappedMesh{cfg.Mesh, func(conn transport.Conn, peer topo.Rank) transport.Conn {
+				if pair := []int{rank, int(peer)}; slices.Contains(pair, cutOff) &&
+					slices.Contains(pair, upstream(cutOff)) {
+					return &cutConn{conn, &cut, peer}
+				}
+				return conn
+			}}
+		})
+		c.each(func(r int) {
+			if err := c.wait(c.allreduce(r, "x", make([]byte, 8))); err != nil {
+				t.Errorf("rank %d: %v", r, err)
+			}
+		})
+		cut.Store(true)
+		c.each(func(r int) {
+			var err error
+			if r != 1 { // so that the operation does not end
+				err = c.wait(c.allreduce(r, "y", make([]byte, 8)))
+			} else {
+				<-c.engines[r].Ended()
+				err = c.engines[r].Err()
+			}
+			want := cutOff
+			if r == cutOff || leaders[r] == cutOff {
+				want = upstream(cutOff)
+			}
+			var peer *engine.PeerError
+			if !errors.As(err, &peer) || !slices.Equal(peer.Ranks, []int{want}) {
+				t.Errorf("connection of rank %d cut: rank %d got error %v, want one that names rank %d", cutOff, r,
+					err, want)
+			}
+		})
+		for _, e := range c.engines {
+			if err := e.Shutdown(c.ctx, engine.Departure{}); err == nil {
+				t.Error("a shutdown after the failure gave no error")
+			}
+		}
+	}
+}
+
+// badConn is a control connection that sends frames with wrong numbers when the value is set.
+type badConn struct {
+	transport.Conn
+	bad *atomic.Bool
+}
+
+func (c *badConn) Send(p []byte) error {
+	if c.bad.Load() {
+		p = slices.Clone(p)
+		p[4] ^= 1
+	}
+	return c.Conn.Send(p)
+}
+
+// If a rank behind a leader sends a malformed frame, every rank gets a verdict that names it, and that rank
+// too.
+func TestGarbageToALeader(t *testing.T) {
+	const culprit = 3
+	n := len(hosts)
+	var bad atomic.Bool
+	c := startOn(t, mem.New(n), n, func(cfg *engine.Config) {
+		onHosts(cfg)
+		if cfg.Rank == culprit {
+			cfg.Mesh = &tappedMesh{cfg.Mesh, func(conn transport.Conn, _ topo.Rank) transport.Conn {
+				return &badConn{conn, &bad}
+			}}
+		}
+	})
+	bad.Store(true)
+	c.each(func(r int) {
+		err := c.wait(c.allreduce(r, "x", make([]byte, 8)))
+		const want = "rank 3 failed: protocol error: malformed frame: got frame number"
+		if err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("rank %d: got error %v, want %s", r, err, want)
+		}
+	})
+	for _, e := range c.engines {
+		if err := e.Shutdown(c.ctx, engine.Departure{}); err == nil {
+			t.Error("a shutdown after the failure gave no error")
+		}
+	}
+}
