@@ -49,10 +49,36 @@ func TestKill(t *testing.T) {
 	}
 }
 
-// kill runs a job of four ranks and kills the victim some time after all ranks are ready. It checks the
-// errors of the survivors and the report and exit status of hvdrun.
+// kill runs a job of four ranks and kills the victim some time after all ranks are ready (see killOf).
 func kill(t *testing.T, program string, victim int, after time.Duration, env ...string) {
-	j := start(t, ranks, program, env...)
+	killOf(t, start(t, ranks, program, env...), ranks, victim, after)
+}
+
+// In a job of 66 ranks on simulated hosts of six ranks, in which leaders pass on the control frames of their
+// hosts, rank 0, a leader or another rank is killed. Every other rank gets an error that names the victim.
+func TestKillWithLeaders(t *testing.T) {
+	if testing.Short() {
+		t.Skip("starts 66 processes several times")
+	}
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, program := range []string{"small", "waiting"} {
+		for _, victim := range []int{0, 6, 8} {
+			t.Run(fmt.Sprintf("%s/%d", program, victim), func(t *testing.T) {
+				const script = `HVD_HOSTID=h$((HOROVOD_RANK / 6)) exec "$0"`
+				j := startCommand(t, []string{hvdrunPath, "-np", "66", "sh", "-c", script, self},
+					programVariable+"="+program)
+				killOf(t, j, 66, victim, 0)
+			})
+		}
+	}
+}
+
+// killOf kills the victim some time after all ranks of a job are ready. It checks the errors of the survivors
+// and the report and exit status of hvdrun.
+func killOf(t *testing.T, j *job, ranks, victim int, after time.Duration) {
 	pids := j.ready(ranks)
 	<-time.After(after)
 	if err := syscall.Kill(pids[victim], syscall.SIGKILL); err != nil {
