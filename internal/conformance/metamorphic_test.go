@@ -22,11 +22,13 @@ type configuration struct {
 	segmentBytes       int
 	deterministic      bool
 	disableGroupFusion bool
+	leaders            bool // whether ranks negotiate through leaders; without effect in lock-step
 }
 
 func (c configuration) String() string {
-	return fmt.Sprintf("%v cache=%d fusion=%d segments=%d deterministic=%v separate groups=%v",
-		c.link, c.cacheCapacity, c.fusionThreshold, c.segmentBytes, c.deterministic, c.disableGroupFusion)
+	return fmt.Sprintf("%v cache=%d fusion=%d segments=%d deterministic=%v separate groups=%v leaders=%v",
+		c.link, c.cacheCapacity, c.fusionThreshold, c.segmentBytes, c.deterministic, c.disableGroupFusion,
+		c.leaders)
 }
 
 func (c configuration) apply(cfg *engine.Config) {
@@ -34,6 +36,12 @@ func (c configuration) apply(cfg *engine.Config) {
 	cfg.CacheCapacity, cfg.FusionThresholdBytes, cfg.DisableGroupFusion = c.cacheCapacity, c.fusionThreshold,
 		c.disableGroupFusion
 	cfg.Deterministic = c.deterministic
+	if c.leaders {
+		cfg.StarRanks = 1
+		for r := range cfg.Size { // rank 0 is alone on its host
+			cfg.Hosts = append(cfg.Hosts, fmt.Sprint("host", (r+2)/3))
+		}
+	}
 	if c.link.lockstep {
 		cfg.CycleTime = 20 * time.Microsecond
 	}
@@ -44,9 +52,9 @@ func (c configuration) apply(cfg *engine.Config) {
 // is pairs, it is smaller, but it contains each pair of values of any two settings.
 func configurations(rows func(sizes []int) [][]int) (all []configuration) {
 	capacities, thresholds, segments := []int{1024, 2, 0}, []int64{64 << 20, 64, 0}, []int{0, 64}
-	for _, row := range rows([]int{len(links), len(capacities), len(thresholds), len(segments), 2, 2}) {
+	for _, row := range rows([]int{len(links), len(capacities), len(thresholds), len(segments), 2, 2, 2}) {
 		all = append(all, configuration{links[row[0]], capacities[row[1]], thresholds[row[2]],
-			segments[row[3]], row[4] == 1, row[5] == 1})
+			segments[row[3]], row[4] == 1, row[5] == 1, row[6] == 1})
 	}
 	return all
 }

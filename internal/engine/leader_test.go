@@ -217,3 +217,35 @@ func TestGarbageToALeader(t *testing.T) {
 		}
 	}
 }
+
+// Clock probes pass through leaders: every rank measures its clock against that of rank 0.
+func TestClocksBehindLeaders(t *testing.T) {
+	n := len(hosts)
+	logs := make([]log, n)
+	c := start(t, n, func(cfg *engine.Config) {
+		onHosts(cfg)
+		cfg.ClockDomain = fmt.Sprint(cfg.Rank)
+	})
+	c.each(func(r int) {
+		aligned := make(chan struct{}, 64)
+		logs[r].aligned = func() {
+			select {
+			case aligned <- struct{}{}:
+			default:
+			}
+		}
+		c.engines[r].Watch(&logs[r])
+		select {
+		case <-aligned:
+		case <-c.ctx.Done():
+			t.Errorf("rank %d: no measurement of the clock", r)
+		}
+	})
+	want := c.engines[0].Clock().Job()
+	for r := range n {
+		if o, _ := c.engines[r].Offset(); o.Job != want || r > 0 && o.Error <= 0 {
+			t.Errorf("rank %d: got offset %+v, want one that was measured against job %q", r, o, want)
+		}
+	}
+	c.shutdown()
+}
