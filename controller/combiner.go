@@ -69,12 +69,22 @@ type heldSet struct {
 	// byName has the same, without names that all members have requested.
 	requests []*heldRequest
 	byName   map[string]*heldRequest
+	erasures []erasure
 	bound    uint32 // greater than every bit that has had an entry
 	cycle    uint64 // the last cycle with decisions about the set
 	erased   uint64 // the last cycle that has erased entries of the set
 }
 
+// erasure says which name a bit stood for until a cycle. It is kept until all members on the host have seen
+// that cycle.
+type erasure struct {
+	bit   uint32
+	cycle uint64
+	name  string
+}
+
 type heldBit struct {
+	name  string          // the name of the last entry of the bit
 	count int             // number of held votes
 	at    []time.Duration // the times at which they arrived, by element of heldSet.local
 	// open says that votes are not held until the next grant of the bit, because some were passed on already.
@@ -220,6 +230,25 @@ func (c *Combiner) releaseRequest(s *heldSet, h *heldRequest) {
 	}
 }
 
+// openName passes on the held requests for a name, and from now on all of them until its next grant, because
+// rank 0 turns a vote of another rank of the host into a request for the name.
+func (c *Combiner) openName(s *heldSet, name string) {
+	h := s.request(name)
+	c.releaseRequest(s, h)
+	h.open = true
+}
+
+// openErased calls openName if a vote for the bit, of a rank that has applied the cycle seen, is for an entry
+// that was erased.
+func (c *Combiner) openErased(s *heldSet, bit uint32, seen uint64) {
+	for _, e := range s.erasures {
+		if e.bit == bit && seen < e.cycle {
+			c.openName(s, e.name)
+			return
+		}
+	}
+}
+
 // request returns what is held for a name.
 func (s *heldSet) request(name string) *heldRequest {
 	h := s.byName[name]
@@ -284,9 +313,10 @@ func (c *Combiner) vote(s *heldSet, m int, bit uint32) {
 	b := s.bit(bit)
 	// A vote that may be for an erased entry is passed on alone, with the cycle that its sender had applied.
 	// So is a second vote of a rank for the same entry, so that rank 0 finds the rank at fault.
-	if c.ranks[s.local[m]].seen < s.erased || s.votes[m].Has(bit) {
+	if seen := c.ranks[s.local[m]].seen; seen < s.erased || s.votes[m].Has(bit) {
 		c.releaseBit(s, bit)
 		b.open = true
+		c.openErased(s, bit, seen)
 	}
 	s.votes[m].Set(bit)
 	b.at[m] = c.now
@@ -516,15 +546,27 @@ func (c *Combiner) decided(s *heldSet, ds *message.DownSet) {
 		}
 	}
 	for _, bit := range ds.Erase {
-		s.erased = s.cycle
-		if int(bit) < len(s.bits) {
-			c.releaseBit(s, bit)
-			s.bits[bit].open = false
-		}
+		c.erase(s, bit)
 	}
 	for _, p := range ds.Puts {
 		s.bound = max(s.bound, p.Bit+1)
+		s.bit(p.Bit).name = ds.Grants[p.Grant].Full[p.Tensor].Name
 	}
+}
+
+// erase passes on the held votes for a bit that the current cycle of the set erases.
+func (c *Combiner) erase(s *heldSet, bit uint32) {
+	s.erased = s.cycle
+	s.erasures = slices.DeleteFunc(s.erasures, func(e erasure) bool {
+		return !slices.ContainsFunc(s.local, func(i int) bool { return c.ranks[i].seen < e.cycle })
+	})
+	b := s.bit(bit)
+	s.erasures = append(s.erasures, erasure{bit, s.cycle, b.name})
+	if b.count > 0 || b.open { // a vote for the name is held or was passed on
+		c.openName(s, b.name)
+	}
+	c.releaseBit(s, bit)
+	b.open = false
 }
 
 // removeSet passes on the held votes of a set, which rank 0 ignores, and forgets the set.

@@ -146,6 +146,79 @@ func TestLeaderCombinesRequests(t *testing.T) {
 	}
 }
 
+// If a rank of a host votes for an entry that was erased, and the others request its name in full, the leader
+// does not hold their requests, because no further request of the first rank will arrive.
+func TestLeaderPassesRequestsForErasedEntries(t *testing.T) {
+	for _, arrives := range []string{"before the erasure", "after it", "after the requests"} {
+		cfg := leaderConfig()
+		cfg.CacheCapacity = 1
+		c, w := newLeaderCluster(t, cfg)
+		submit := func(name string, ranks ...int) {
+			for _, r := range ranks {
+				c.nodes[r].submit(topo.Global, allreduce(name, 3))
+			}
+		}
+		submit("a", 0, 1, 2, 3, 4)
+		c.settle() // a has bit 0
+		submit("b", 0, 1, 2, 3, 4)
+		w.take()
+		for _, n := range c.nodes { // all requests for b arrive, and rank 2 does not apply the grant
+			n.send()
+		}
+		leader := c.nodes[2]
+		leader.combine(func(of *node) int { return len(of.up) })
+		for _, n := range c.nodes {
+			for n.arriving() {
+				c.receive(n)
+			}
+		}
+		c.decide() // this cycle erases a and gives bit 0 to b
+		submit("a", 2)
+		leader.send()
+		if arrives == "before the erasure" {
+			leader.combine(func(of *node) int { return len(of.up) })
+		}
+		leader.distribute()
+		for _, r := range []int{0, 1, 3, 4} {
+			c.nodes[r].read()
+		}
+		submit("a", 0, 1, 3, 4)
+		if arrives == "after the requests" {
+			c.nodes[3].send()
+			c.nodes[4].send()
+			leader.combine(func(of *node) int { return int(of.rank) - 2 })
+		}
+		c.settle()
+		for r := range c.nodes {
+			if c.nodes[r].waits(topo.Global, "a") {
+				t.Errorf("the vote arrives %s: rank %d waits for a after %q", arrives, r, w.parts)
+			}
+		}
+	}
+}
+
+// The same holds if the leader has passed on the vote before the erasure, because it had held it for 200 ms.
+func TestLeaderPassesRequestsAfterAnInvalidation(t *testing.T) {
+	c, _ := newLeaderCluster(t, leaderConfig())
+	submit := func(name string, numElems int64, ranks ...int) {
+		for _, r := range ranks {
+			c.nodes[r].submit(topo.Global, allreduce(name, numElems))
+		}
+		c.settle()
+	}
+	submit("a", 3, 0, 1, 2, 3, 4)
+	submit("a", 3, 2)
+	c.pass(200 * time.Millisecond)
+	submit("a", 5, 0)
+	submit("b", 3, 0, 1, 2, 3, 4) // the cycle that answers b erases a
+	submit("a", 3, 1, 3, 4)       // the answer is an error
+	for r := range c.nodes {
+		if c.nodes[r].waits(topo.Global, "a") {
+			t.Errorf("rank %d waits for a", r)
+		}
+	}
+}
+
 // A leader holds neither votes nor requests if a rank of its host has joined and so will not make them.
 func TestLeaderPassesVotes(t *testing.T) {
 	c, w := newLeaderCluster(t, leaderConfig())

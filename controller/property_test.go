@@ -997,6 +997,10 @@ func randomRun(t *testing.T, seed uint64) counts {
 			r.end(end)
 		}
 		r.act()
+		if seed%2 == 0 && i%50 == 0 && len(r.died) == 0 {
+			r.settle()
+			r.prompt()
+		}
 	}
 	r.finish()
 	return r.checker.seen
@@ -1164,6 +1168,8 @@ func (r *run) finish() {
 	if r.halfDead >= 0 {
 		r.c.endConnection(r.halfDead, "connection reset")
 	}
+	r.settle()
+	r.prompt()
 	// The last requests of the programs take a fraction of a second because of the cycle time. One more
 	// second is enough for the slowest events, which are a suspicion and the heartbeat after which erased
 	// entries are forgotten.
@@ -1206,6 +1212,31 @@ func (r *run) finish() {
 		r.broken(10, "rank %d accused rank %d and there is no verdict", r.accused[0], r.accused[1])
 	case len(r.died) > 0 && len(r.c.nodes) > 1 && !r.c.nodes[r.died[0]].drained:
 		r.broken(10, "rank %d died and there is no verdict", r.died[0])
+	}
+}
+
+// prompt checks that no tensor waits for time to pass, for example because a leader holds requests for it.
+func (r *run) prompt() {
+	if r.c.cfg.CycleTime > 0 || r.leavers || r.stopping || len(r.died)+len(r.accused) > 0 {
+		return
+	}
+	for _, s := range r.sets {
+		if s.gone {
+			continue
+		}
+		asks := func(m topo.Rank, name string) bool {
+			pending := r.c.nodes[m].pending
+			return r.c.nodes[m].waits(s.ID, name) || slices.ContainsFunc(pending, func(q request) bool {
+				return q.set == s.ID && q.q.Kind == message.Join
+			})
+		}
+		for _, p := range r.c.nodes[s.Ranks[0]].pending {
+			if p.set == s.ID && p.q.Group == "" && !slices.ContainsFunc(s.Ranks, func(m topo.Rank) bool {
+				return !asks(m, p.q.Name)
+			}) && p.q.Kind != message.Join {
+				r.broken(6, "%q of set %d is not granted, although every rank has requested it", p.q.Name, s.ID)
+			}
+		}
 	}
 }
 
