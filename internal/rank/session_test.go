@@ -118,7 +118,8 @@ func TestOpen(t *testing.T) {
 				}
 				if s.LocalSize != local || s.Epoch != sessions[0].Epoch || (s.Memory != nil) != shared ||
 					!slices.Equal(s.Groups, groups) {
-					t.Errorf("rank %d: local size %d, epoch %d, memory %v, groups %v", r, s.LocalSize, s.Epoch,
+					t.Errorf("rank %d: local size %d, epoch %d, memory %v, groups %v", r, s.LocalSize,
+						s.Epoch,
 						s.Memory, s.Groups)
 				}
 			}
@@ -279,7 +280,8 @@ func TestForcedAlgorithmsOnOneLevel(t *testing.T) {
 		forced tcp.Forced
 		want   []message.Kind
 	}{
-		{on, nil, []message.Kind{message.Allreduce, message.Allgather, message.Broadcast, message.Reducescatter}},
+		{on, nil, []message.Kind{message.Allreduce, message.Allgather, message.Broadcast,
+			message.Reducescatter}},
 		{on, tcp.Forced{message.Allreduce: message.Ring},
 			[]message.Kind{message.Allgather, message.Broadcast, message.Reducescatter}},
 		{&config.Config{HierarchicalAllgather: true}, nil, []message.Kind{message.Allgather}},
