@@ -80,10 +80,10 @@ func (e *Engine) handOff() {
 // push w to the lane.
 func (e *Engine) startInTurn(l *lane, w *work) bool {
 	moves := w.grant.Responses[0].Kind.MovesData()
-	// A caller that drives the loop has time for many steps. If another rank is late for a step, or if the
-	// caller's context ends, the lane continues the operation. A barrier must not complete before the
-	// operations that were granted before it. So the turn executes a barrier only if the lane has reported
-	// the results of all earlier operations.
+	// A caller that runs the turns waits for its operation, so it has time for many steps. If another rank is
+	// late for a step, or if the caller's context ends, the goroutine of the lane takes over.
+	// A barrier must not complete before the operations that were granted before it. So a turn executes a
+	// barrier only if the lane has reported the results of all earlier operations.
 	if !e.sched.drivable || moves && !l.fitsInTurn(w, !e.sched.background.Load()) || !l.claim(!moves) {
 		return false
 	}
