@@ -478,6 +478,12 @@ func (c *cluster) decide() bool {
 	return sent
 }
 
+// tune changes settings in a turn of the coordinator.
+func (c *cluster) tune(t message.Tuning) {
+	c.coord.Tick(c.now)
+	c.coord.Tune(t)
+}
+
 // kill ends the process of a rank. Frames in flight from and to the rank are lost, and its control connection
 // ends. If the rank is rank 0, the coordinator dies too, and frames from the coordinator that other ranks
 // have not read are lost.

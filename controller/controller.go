@@ -87,6 +87,8 @@ type Grant struct {
 	Number    uint64
 	Backend   message.Backend
 	Algorithm message.Algorithm
+	// SegmentBytes is the segment size that the backend uses, or 0 for its default.
+	SegmentBytes int
 	// Absent are the members that have joined without requesting these tensors, in ascending order. They take
 	// part with neutral elements. This rank may be one of them. The slice is shared and must not be changed.
 	Absent []topo.Rank

@@ -84,6 +84,9 @@ type Coordinator struct {
 	byes       int
 	progress   time.Duration // the time at which the shutdown last made progress
 
+	// tuning has the values that the next cycle changes, or nil if it changes none.
+	tuning *message.Tuning
+
 	suspicion         *suspicion
 	out               []Outgoing
 	events, oldEvents []Event
@@ -129,6 +132,22 @@ func NewCoordinator(cfg CoordinatorConfig, now time.Duration) *Coordinator {
 		c.ranks[r].lastReceived, c.ranks[r].lastSent = now, now
 	}
 	return c
+}
+
+// Tune changes settings. The new values hold from the grants of the next cycle on, at all ranks. With
+// Lockstep, this cycle gathers the requests of all ranks.
+func (c *Coordinator) Tune(t message.Tuning) { c.tuning = &t }
+
+// takeTuning applies the values that the current cycle changes, and returns them for the frames of the cycle.
+// It returns nil if the cycle changes none.
+func (c *Coordinator) takeTuning() *message.Tuning {
+	t := c.tuning
+	if t != nil {
+		c.tuning = nil
+		c.cfg.CycleTime = t.CycleTime
+		c.policy.fusion.ThresholdBytes, c.policy.cacheOff = t.FusionThresholdBytes, t.CacheOff
+	}
+	return t
 }
 
 // Tick sets the current time to now.
@@ -461,10 +480,12 @@ func (c *Coordinator) Advance() {
 }
 
 // decide issues a cycle. Each rank gets a frame with the decisions about its own sets. Ranks that get
-// decisions about the same sets share a frame.
+// decisions about the same sets share a frame. If the cycle changes settings, every rank that is not stopped
+// gets a frame.
 func (c *Coordinator) decide() {
 	stop := c.state == stopping
 	next := c.cycle + 1
+	tuning := c.takeTuning()
 	c.decision.Reset()
 	c.states = c.states[:0]
 	for _, s := range c.sets.sets {
@@ -484,7 +505,7 @@ func (c *Coordinator) decide() {
 			stops = stops || k.stops
 		}
 	}
-	if len(c.states) == 0 && !stops {
+	if len(c.states) == 0 && !stops && tuning == nil {
 		return
 	}
 	c.cycle, c.lastCycle = next, c.now
@@ -500,7 +521,7 @@ rank:
 				c.mine = append(c.mine, i)
 			}
 		}
-		if len(c.mine) == 0 && !stops {
+		if len(c.mine) == 0 && !stops && (tuning == nil || k.stop != 0) {
 			continue
 		}
 		if k.lastSent = c.now; stops {
@@ -515,6 +536,7 @@ rank:
 		o := c.newOutgoing()
 		o.To = append(o.To, rank)
 		o.Down.Type, o.Down.Cycle, o.Down.Stop, o.Down.Reason = message.DownCycle, next, stops, c.stopReason
+		o.Down.Tuning = tuning
 		o.Down.Ranks = append(o.Down.Ranks, c.stopRanks...)
 		for _, i := range c.mine {
 			o.Down.Sets = append(o.Down.Sets, c.decision.Sets[i])
@@ -596,7 +618,7 @@ func (c *Coordinator) Next() time.Duration {
 		next = min(next, c.waits.due)
 	}
 	if c.cfg.CycleTime > 0 && c.state == running && !c.cfg.Lockstep {
-		if c.canStop() {
+		if c.canStop() || c.tuning != nil {
 			next = min(next, c.lastCycle+c.cfg.CycleTime)
 		}
 		for _, s := range c.sets.sets {

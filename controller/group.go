@@ -77,6 +77,13 @@ func (h *heldGroups) has(key groupKey) bool {
 	return slices.ContainsFunc(h.groups, func(g *group) bool { return g.groupKey == key && len(g.items) > 0 })
 }
 
+// hasBit reports whether a complete tensor whose response is the cache entry of bit is held.
+func (h *heldGroups) hasBit(bit uint32) bool {
+	return slices.ContainsFunc(h.groups, func(g *group) bool {
+		return slices.ContainsFunc(g.items, func(i readyItem) bool { return i.cached && i.bit == bit })
+	})
+}
+
 // add holds a complete tensor of a group until the group is complete. If it is the last tensor of the group,
 // add returns all tensors of the group. If the item is an error, the group fails at once: add turns the held
 // tensors into errors and returns them, and does the same with each later tensor. The error is not delayed

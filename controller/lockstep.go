@@ -62,8 +62,8 @@ func (b *voteState) answered(bit uint32) {
 // call.
 func (l *Lockstep) Vectors() (and, or []uint64) {
 	l.and, l.or = l.and[:0], append(l.or[:0], 0)
-	gather := l.member.news || l.coordinator != nil && l.coordinator.state == stopping &&
-		!l.coordinator.stopSent
+	gather := l.member.news || l.coordinator != nil && (l.coordinator.tuning != nil ||
+		l.coordinator.state == stopping && !l.coordinator.stopSent)
 	for _, s := range l.member.sets {
 		for w := range l.words {
 			votes := word(s.votes, w)
@@ -161,7 +161,13 @@ func (l *Lockstep) Decide(ups []*message.Up) *message.Down {
 	if c.Closed() {
 		return nil
 	}
-	return c.decideAll(func(i int) message.Bits { return l.combined.or[1+i*l.words:][:l.words] })
+	d := c.newCycle()
+	if ups != nil {
+		// Without a gather, rank 0 does not know the votes for the entries that a change may erase.
+		d.Tuning = c.takeTuning()
+	}
+	c.decideAll(d, func(i int) message.Bits { return l.combined.or[1+i*l.words:][:l.words] })
+	return d
 }
 
 // voted counts the votes for the given bits. Every member of the set has voted for these bits or has joined.
@@ -180,12 +186,17 @@ func (c *Coordinator) voted(s *setState, bits message.Bits) {
 	}
 }
 
-// decideAll issues a cycle for all ranks, even if there is nothing to decide. The function pinned returns the
-// bits of a set for which ranks have voted, so that the cache does not evict these entries.
-func (c *Coordinator) decideAll(pinned func(set int) message.Bits) *message.Down {
+// newCycle returns the frame of the next cycle, without decisions about process sets.
+func (c *Coordinator) newCycle() *message.Down {
 	c.cycle, c.lastCycle = c.cycle+1, c.now
-	d := &message.Down{Type: message.DownCycle, Cycle: c.cycle, Stop: c.state == stopping,
+	return &message.Down{Type: message.DownCycle, Cycle: c.cycle, Stop: c.state == stopping,
 		Reason: c.stopReason, Ranks: c.stopRanks}
+}
+
+// decideAll adds the decisions about all sets to a cycle for all ranks, even if there is nothing to decide.
+// The function pinned returns the bits of a set for which ranks have voted, so that the cache does not evict
+// these entries.
+func (c *Coordinator) decideAll(d *message.Down, pinned func(set int) message.Bits) {
 	for i, s := range c.sets.sets {
 		if c.sets.find(s.ID) == nil {
 			continue // this cycle removes the set
@@ -199,5 +210,4 @@ func (c *Coordinator) decideAll(pinned func(set int) message.Bits) *message.Down
 			c.ranks[r].stop = c.cycle
 		}
 	}
-	return d
 }

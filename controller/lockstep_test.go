@@ -29,9 +29,12 @@ type lockstepJob struct {
 	pending [][]request
 	answers []map[string]string
 	turns   []map[string]int
-	grants  [][]string // the grants of each rank, in the order in which it got them
-	gathers int
-	gone    []topo.ProcessSetID
+	// grants holds the grants of each rank, in the order in which it got them. segments holds their segment
+	// sizes.
+	grants, segments [][]string
+	gathers          int
+	gone             []topo.ProcessSetID
+	midway           func() // called in every cycle after the vectors were made; may be nil
 }
 
 // lockstepRank is a rank of a lockstepJob.
@@ -58,7 +61,7 @@ func newLockstepJob(tb testing.TB, cfg controller.CoordinatorConfig) *lockstepJo
 		j.turns = append(j.turns, make(map[string]int))
 	}
 	j.pending = make([][]request, len(j.ranks))
-	j.grants = make([][]string, len(j.ranks))
+	j.grants, j.segments = make([][]string, len(j.ranks)), make([][]string, len(j.ranks))
 	return j
 }
 
@@ -90,6 +93,9 @@ func (j *lockstepJob) cycle() bool {
 		for w := range o {
 			or[w] |= o[w]
 		}
+	}
+	if j.midway != nil {
+		j.midway()
 	}
 	var gather, broadcast bool
 	for i, l := range j.ranks {
@@ -158,6 +164,7 @@ func (j *lockstepJob) apply(rank int, d *message.Down) {
 	for _, g := range grants {
 		j.grants[rank] = append(j.grants[rank], grantKey(g.Set, g.Backend, g.Algorithm, g.Absent,
 			g.Responses))
+		j.segments[rank] = append(j.segments[rank], fmt.Sprintf("set %d %d bytes", g.Set, g.SegmentBytes))
 		for _, r := range g.Responses {
 			if slices.Contains(g.Absent, topo.Rank(rank)) {
 				continue
@@ -292,7 +299,7 @@ func TestEventsAndLockstepAgree(t *testing.T) {
 			FusionThresholdBytes: int64(pick(0, 16, 1<<20)), Plan: plan(refusedType),
 			DisableGroupFusion: pick(0, 1) == 1, Deterministic: pick(0, 1) == 1,
 		})
-		l.run(rng, programs)
+		l.run(rng, programs, r.randomTuning)
 		for rank := range programs {
 			if got, want := sameReasons(l.answers[rank]), sameReasons(
 				events.answers[rank]); !reflect.DeepEqual(got, want) {
@@ -304,6 +311,11 @@ func TestEventsAndLockstepAgree(t *testing.T) {
 				if got, want := ofSet(l.grants[r], s.ID), ofSet(l.grants[s.Ranks[0]], s.ID); !slices.Equal(
 					got, want) {
 					events.broken(1, "in lock-step rank %d runs\n%v\nrank %d\n%v", r, got, s.Ranks[0], want)
+				}
+				if got, want := ofSet(l.segments[r], s.ID), ofSet(l.segments[s.Ranks[0]],
+					s.ID); !slices.Equal(got, want) {
+					events.broken(1, "in lock-step rank %d has segments of\n%v\nrank %d\n%v", r, got, s.Ranks[0],
+						want)
 				}
 			}
 		}
@@ -320,9 +332,16 @@ func ofSet(grants []string, id topo.ProcessSetID) []string {
 	return of
 }
 
-// run executes the programs to their ends. In each cycle every rank submits a random number of requests.
-func (j *lockstepJob) run(rng *rand.Rand, programs [][]request) {
+// run executes the programs to their ends. In each cycle every rank submits a random number of requests. In
+// some cycles the settings change.
+func (j *lockstepJob) run(rng *rand.Rand, programs [][]request, tuning func() message.Tuning) {
 	j.tb.Helper()
+	tune := func() {
+		if rng.IntN(10) == 0 {
+			j.coord.Tune(tuning())
+		}
+	}
+	j.midway = tune
 	todo := slices.Clone(programs)
 	cycles := 0
 	for idle := 0; idle < 3; {
@@ -344,6 +363,7 @@ func (j *lockstepJob) run(rng *rand.Rand, programs [][]request) {
 				todo[rank] = todo[rank][1:]
 			}
 		}
+		tune()
 		decided := j.cycle()
 		if idle++; decided || slices.ContainsFunc(todo, func(t []request) bool { return len(t) > 0 }) {
 			idle = 0
@@ -550,6 +570,41 @@ func TestLockstepManyBits(t *testing.T) {
 		if len(j.grants[r]) != want {
 			t.Errorf("rank %d ran %d responses, want %d", r, len(j.grants[r]), want)
 		}
+	}
+}
+
+// In lock-step, a change that arrives in the middle of a cycle without a gather waits for a gather. So no
+// vote is lost that rank 0 does not know when it erases the cache.
+func TestLockstepCacheOff(t *testing.T) {
+	j := newLockstepJob(t, controller.CoordinatorConfig{Sets: []controller.Set{controller.Global(2)},
+		CacheCapacity: 4, FusionThresholdBytes: 1 << 20, Plan: plan()})
+	submit := func(rank int, name string) { j.submit(rank, request{q: allreduce(name, 1)}) }
+	for r := range 2 {
+		submit(r, "a")
+		submit(r, "b")
+	}
+	j.cycle()
+	submit(0, "a")
+	submit(0, "b")
+	submit(1, "a")
+	j.midway = func() { j.coord.Tune(message.Tuning{CacheOff: true}) }
+	if j.cycle(); j.gathers != 1 {
+		t.Fatalf("%d gathers after a cycle with votes only, want 1", j.gathers)
+	}
+	j.midway = nil
+	j.cycle()
+	submit(1, "b")
+	for range 3 {
+		j.cycle()
+	}
+	for r, pending := range j.pending {
+		if len(pending) > 0 {
+			t.Errorf("rank %d still waits for %v", r, pending)
+		}
+	}
+	empty := controller.NewMember(controller.MemberConfig{Sets: j.sets}, 0)
+	if j.ranks[1].Digest(topo.Global) != empty.Digest(topo.Global) {
+		t.Error("the cache has entries although it is off")
 	}
 }
 

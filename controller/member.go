@@ -53,6 +53,7 @@ type Member struct {
 	lastBeat     time.Duration // the time at which the last heartbeat was created
 	seen         uint64        // the last cycle that this rank has applied
 
+	segmentBytes int          // the segment size of the grants from now on
 	up           message.Up   // the next frame
 	news         bool         // whether up has content
 	shutdown     bool         // whether Shutdown was called
@@ -300,6 +301,9 @@ func (m *Member) apply(d *message.Down) error {
 	if m.state != memberRunning {
 		return fmt.Errorf("got cycle %d after the cycle that stopped the job", d.Cycle)
 	}
+	if d.Tuning != nil {
+		m.segmentBytes = d.Tuning.SegmentBytes
+	}
 	for i := range d.Sets {
 		ds := &d.Sets[i]
 		s := m.set(ds.Set)
@@ -317,6 +321,7 @@ func (m *Member) apply(d *message.Down) error {
 		}
 		for _, g := range m.grants[first:] {
 			m.running.add(g, m.now)
+			g.SegmentBytes = m.segmentBytes
 			if err := m.change(g.Responses[0]); err != nil {
 				return fmt.Errorf("cycle %d: %w", d.Cycle, err)
 			}

@@ -5,6 +5,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"time"
 
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/tensor"
@@ -169,6 +170,31 @@ func parseDType(text string) tensor.DType {
 		}
 	}
 	return tensor.Invalid
+}
+
+// parseTuning parses the text that Down.String prints after "tune". Values that the text does not have are
+// those of the cluster's configuration.
+func (c *cluster) parseTuning(f []string) (t message.Tuning, err error) {
+	t.FusionThresholdBytes, t.CycleTime = c.cfg.FusionThresholdBytes, c.cfg.CycleTime
+	for _, word := range f {
+		key, value, _ := strings.Cut(word, "=")
+		switch key {
+		case "fusion":
+			t.FusionThresholdBytes, err = strconv.ParseInt(value, 10, 64)
+		case "cycle":
+			t.CycleTime, err = time.ParseDuration(value)
+		case "segment":
+			t.SegmentBytes, err = strconv.Atoi(value)
+		case "cache-off":
+			t.CacheOff = true
+		default:
+			err = fmt.Errorf("unknown word %q", word)
+		}
+		if err != nil {
+			return t, err
+		}
+	}
+	return t, nil
 }
 
 // parseUp parses the text that upText prints after "1->0".

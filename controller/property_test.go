@@ -48,10 +48,13 @@ type checker struct {
 	stopping  bool // all ranks leave, or a leaving rank has not submitted an awaited tensor
 	stopped   bool // whether the coordinator has stopped every rank
 	order     int  // number of issued grants, over all sets
-	verdict   *controller.Verdict
-	failing   bool // whether the coordinator has given its verdict
-	died      []topo.Rank
-	accused   []topo.Rank // the two ranks that a false suspicion names
+	// tuning has the settings that hold, and pending those that the next cycle must change, or nil.
+	tuning  message.Tuning
+	pending *message.Tuning
+	verdict *controller.Verdict
+	failing bool // whether the coordinator has given its verdict
+	died    []topo.Rank
+	accused []topo.Rank // the two ranks that a false suspicion names
 
 	seen counts
 }
@@ -61,7 +64,7 @@ type checker struct {
 type counts struct {
 	grants, byBit, fused, errors, refused, erased, late, invalid, stopsWithWork, verdicts int
 	joins, absent, absentByBit, groups, failedGroups, added, removed, impossible, crossed int
-	left, awaited, closedEarly, combined, alone                                           int
+	left, awaited, closedEarly, combined, alone, tuned, emptied                           int
 }
 
 type setModel struct {
@@ -217,8 +220,9 @@ func (s *setModel) settle(q *message.Request, fails bool, elsewhere, frame int) 
 }
 
 type issuedGrant struct {
-	text  string
-	order int
+	text         string
+	order        int
+	segmentBytes int
 }
 
 // vote is a cache bit of a process set for which a rank has voted.
@@ -246,7 +250,8 @@ type rankModel struct {
 }
 
 func newChecker(t *testing.T, seed uint64, cfg controller.CoordinatorConfig) *checker {
-	ch := &checker{t: t, seed: seed, lastCycle: -cfg.CycleTime}
+	ch := &checker{t: t, seed: seed, lastCycle: -cfg.CycleTime,
+		tuning: message.Tuning{FusionThresholdBytes: cfg.FusionThresholdBytes, CycleTime: cfg.CycleTime}}
 	for _, s := range cfg.Sets {
 		ch.sets = append(ch.sets, newSetModel(s))
 		ch.nextSet = max(ch.nextSet, s.ID+1)
@@ -531,7 +536,7 @@ func (ch *checker) issued(outs []controller.Outgoing) {
 						ch.broken(7, "rank %d receives news of set %d", r, s.ID)
 					}
 				}
-				if len(o.Down.Sets) == 0 && !o.Down.Stop {
+				if len(o.Down.Sets) == 0 && !o.Down.Stop && o.Down.Tuning == nil {
 					ch.broken(7, "rank %d got a frame about nothing", r)
 				}
 			}
@@ -541,6 +546,7 @@ func (ch *checker) issued(outs []controller.Outgoing) {
 		return
 	}
 	ch.mustDecide(stops, decided)
+	ch.mustTune(cycle, outs)
 	if cycle == nil {
 		return
 	}
@@ -570,6 +576,39 @@ func (ch *checker) issued(outs []controller.Outgoing) {
 	}
 }
 
+// tune changes settings. The next cycle must tell every rank.
+func (ch *checker) tune(t message.Tuning) {
+	ch.pending = &t
+	ch.c.tune(t)
+}
+
+// mustTune checks that a cycle tells all ranks that are not stopped about the settings that change.
+func (ch *checker) mustTune(cycle *message.Down, outs []controller.Outgoing) {
+	if ch.pending == nil || ch.stopped {
+		return
+	}
+	if cycle == nil {
+		if ch.c.now-ch.lastCycle >= ch.tuning.CycleTime {
+			ch.broken(6, "settings change and no cycle says so")
+		}
+		return
+	}
+	told := make(map[topo.Rank]bool)
+	for _, o := range outs {
+		for _, r := range o.To {
+			told[r] = told[r] || o.Down.Tuning != nil && *o.Down.Tuning == *ch.pending
+		}
+	}
+	for r := range ch.ranks {
+		if !told[topo.Rank(r)] && !ch.ranks[r].stopSent {
+			ch.broken(1, "cycle %d does not tell rank %d that settings change to %+v", cycle.Cycle, r,
+				*ch.pending)
+		}
+	}
+	ch.tuning, ch.pending = *ch.pending, nil
+	ch.seen.tuned++
+}
+
 // closing checks that no rank executes an operation with rank r when the coordinator closes rank r.
 func (ch *checker) closing(r topo.Rank) {
 	if ch.stopping {
@@ -591,7 +630,7 @@ func (ch *checker) closing(r topo.Rank) {
 // operation.
 func (ch *checker) mustDecide(stops map[topo.Rank]bool, decided map[topo.ProcessSetID]*message.DownSet) {
 	stop := ch.stopping && !ch.stopped
-	early := ch.c.now-ch.lastCycle < ch.c.cfg.CycleTime
+	early := ch.c.now-ch.lastCycle < ch.tuning.CycleTime
 	for r := range ch.ranks {
 		k := &ch.ranks[r]
 		alone := !early && k.leaving && !ch.outstanding(topo.Rank(r), decided)
@@ -677,13 +716,13 @@ func (ch *checker) decided(s *setModel, d *message.DownSet) {
 			}
 		}
 		if len(responses) > 1 {
-			if ch.seen.fused++; bytes > ch.c.cfg.FusionThresholdBytes {
+			if ch.seen.fused++; bytes > ch.tuning.FusionThresholdBytes {
 				ch.broken(5, "set %d: %d bytes are fused, threshold %d", s.ID, bytes,
-					ch.c.cfg.FusionThresholdBytes)
+					ch.tuning.FusionThresholdBytes)
 			}
 		}
 		s.log = append(s.log, issuedGrant{grantKey(s.ID, grant.Backend, grant.Algorithm, grant.Absent,
-			responses), ch.order})
+			responses), ch.order, ch.tuning.SegmentBytes})
 		ch.order++
 		ch.seen.grants++
 	}
@@ -702,6 +741,14 @@ func (ch *checker) decided(s *setModel, d *message.DownSet) {
 			ch.broken(3, "set %d: %v", s.ID, err)
 		}
 	}
+	if ch.tuning.CacheOff {
+		ch.seen.emptied++
+		for bit := range s.cache.Bound() {
+			if r := s.cache.At(bit); r != nil && !s.holds(r.Name) {
+				ch.broken(3, "set %d: %q is cached although the cache is off", s.ID, r.Name)
+			}
+		}
+	}
 	if n := s.cache.Len(); n > ch.c.cfg.CacheCapacity {
 		ch.broken(3, "set %d: %d entries, capacity %d", s.ID, n, ch.c.cfg.CacheCapacity)
 	}
@@ -709,6 +756,16 @@ func (ch *checker) decided(s *setModel, d *message.DownSet) {
 	if got := ch.c.coord.Digest(s.ID); got != s.digests[ch.cycle] {
 		ch.broken(3, "the coordinator's cache of set %d is not what its frames say", s.ID)
 	}
+}
+
+// holds reports whether a name waits for the rest of its group.
+func (s *setModel) holds(name string) bool {
+	for _, g := range s.held {
+		if slices.ContainsFunc(g.names, func(x readyName) bool { return x.name == name }) {
+			return true
+		}
+	}
+	return false
 }
 
 // answered checks a granted response against the requests of the members. It returns the number of the news
@@ -859,6 +916,10 @@ func (ch *checker) granted(n *node, g *controller.Grant) {
 	if s.log[i].order <= k.order {
 		ch.broken(1, "rank %d applies grant %d after grant %d", n.rank, s.log[i].order, k.order)
 	}
+	if s.log[i].segmentBytes != g.SegmentBytes {
+		ch.broken(1, "rank %d runs grant %d of set %d with segments of %d bytes, want %d", n.rank, i, g.Set,
+			g.SegmentBytes, s.log[i].segmentBytes)
+	}
 	k.order = s.log[i].order
 	k.running[g] = key
 	for _, r := range g.Responses {
@@ -968,7 +1029,7 @@ func (a counts) plus(b counts) counts {
 		a.failedGroups + b.failedGroups,
 		a.added + b.added, a.removed + b.removed, a.impossible + b.impossible, a.crossed + b.crossed,
 		a.left + b.left, a.awaited + b.awaited, a.closedEarly + b.closedEarly, a.combined + b.combined,
-		a.alone + b.alone,
+		a.alone + b.alone, a.tuned + b.tuned, a.emptied + b.emptied,
 	}
 }
 
@@ -1079,6 +1140,9 @@ func (r *run) act() {
 					r.c.receive(from)
 				}
 			}
+			if r.rng.IntN(20) == 0 && !r.failing {
+				r.tune(r.randomTuning())
+			}
 			r.c.decide()
 		}
 	case k < 11:
@@ -1099,6 +1163,16 @@ func (r *run) act() {
 			// Sometimes enough time passes for heartbeats and for votes that leaders hold.
 			r.pass(time.Duration(r.rng.IntN([]int{10, 10, 10, 400}[r.rng.IntN(4)])) * time.Millisecond)
 		}
+	}
+}
+
+func (r *run) randomTuning() message.Tuning {
+	pick := func(v ...int) int { return v[r.rng.IntN(len(v))] }
+	return message.Tuning{
+		FusionThresholdBytes: int64(pick(0, 16, 64, 1<<20)),
+		CycleTime:            time.Duration(pick(0, 0, 5)) * time.Millisecond,
+		SegmentBytes:         pick(0, 64, 1<<10),
+		CacheOff:             pick(0, 0, 0, 1) == 1,
 	}
 }
 
@@ -1217,7 +1291,7 @@ func (r *run) finish() {
 
 // prompt checks that no tensor waits for time to pass, for example because a leader holds requests for it.
 func (r *run) prompt() {
-	if r.c.cfg.CycleTime > 0 || r.leavers || r.stopping || len(r.died)+len(r.accused) > 0 {
+	if r.tuning.CycleTime > 0 || r.leavers || r.stopping || len(r.died)+len(r.accused) > 0 {
 		return
 	}
 	for _, s := range r.sets {

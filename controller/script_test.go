@@ -153,6 +153,14 @@ func (s *script) command(line string) error {
 		s.tick(d)
 		return nil
 	}
+	if f[0] == "tune" {
+		t, err := s.c.parseTuning(f[1:])
+		if err != nil {
+			return err
+		}
+		s.c.tune(t)
+		return nil
+	}
 	if f[0] == "digest" {
 		s.digest()
 		return nil

@@ -92,6 +92,8 @@ type policy struct {
 	fusion fusion.Options
 	plan   Planner
 	sets   *setTable
+	// cacheOff is set if no responses are cached.
+	cacheOff bool
 }
 
 // plan is the backend and the algorithm for a fused response.
@@ -297,8 +299,11 @@ func (s *setState) invalid(member int, bit uint32, seen uint64) error {
 // invalidate erases bit and turns the votes for it into requests. The tensor must not be complete: at least
 // one member has neither voted for bit nor joined. A complete tensor keeps its bit while it waits for the
 // gate or for its group.
-func (s *setState) invalidate(bit uint32) error {
-	late := s.cache.Invalidate(bit)
+func (s *setState) invalidate(bit uint32) error { return s.convert(bit, s.cache.Invalidate(bit)) }
+
+// convert puts the requests for which votes stood into the table. The votes were for bit, whose entry was
+// erased.
+func (s *setState) convert(bit uint32, late []responsecache.LateVote) error {
 	for _, l := range late {
 		if err := s.addRequest(l.Member, l.Request); err != nil {
 			return err
@@ -313,6 +318,19 @@ func (s *setState) invalidate(bit uint32) error {
 		}
 	}
 	return nil
+}
+
+// emptyCache erases all entries of the cache except those of complete tensors, which keep their bits until
+// they are granted. After decide has granted the ready tensors, only held groups have complete tensors.
+func (s *setState) emptyCache() {
+	for bit := range s.cache.Bound() {
+		if s.cache.At(bit) == nil || s.held.hasBit(bit) {
+			continue
+		}
+		if err := s.convert(bit, s.cache.Drop(bit)); err != nil {
+			panic(err) // cannot happen, because a cached name is not in the table
+		}
+	}
 }
 
 // open reports whether the gate of the set is open, which is so while at most one grant is unfinished. While
@@ -330,7 +348,8 @@ func (s *setState) decide(d *message.DownSet, cycle uint64, p *policy, pinned me
 		}
 	}
 	s.fuse(p)
-	cacheable := s.joined.count == 0 // an absent rank has no requests from which to fill its cache
+	// An absent rank has no requests from which to fill its cache.
+	cacheable := s.joined.count == 0 && !p.cacheOff
 	for i, group := range s.groups {
 		s.grant(d, group, s.plans[i])
 	}
@@ -345,6 +364,9 @@ func (s *setState) decide(d *message.DownSet, cycle uint64, p *policy, pinned me
 				}
 			}
 		}
+	}
+	if p.cacheOff {
+		s.emptyCache()
 	}
 	d.Erase = s.cache.Issue(cycle, d.Erase)
 }

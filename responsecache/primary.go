@@ -33,7 +33,7 @@ type Primary struct {
 	// unissued is the number of elements at the end of erased that Issue has not returned yet.
 	unissued      int
 	invalidations map[string]int
-	evicted       bool // whether an entry was ever erased to free its bit for another entry
+	evicted       bool // whether an entry was ever erased although its tensor had not changed
 }
 
 // slot holds the data of a bit except its response.
@@ -137,6 +137,13 @@ func (p *Primary) clearVotes(bit uint32) {
 // votes for the entry, converted to requests.
 func (p *Primary) Invalidate(bit uint32) []LateVote {
 	p.invalidations[p.At(bit).Name]++
+	return p.erase(bit)
+}
+
+// Drop erases the entry of bit although its tensor may be submitted again with the same parameters. It
+// returns the votes for the entry, converted to requests.
+func (p *Primary) Drop(bit uint32) []LateVote {
+	p.evicted = true
 	return p.erase(bit)
 }
 

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"math"
 	"strings"
+	"time"
 
 	"google.golang.org/protobuf/proto"
 
@@ -47,9 +48,10 @@ const (
 //	released: u32 rank
 //	timeout,
 //	heartbeat: u32 set, u32 milliseconds | u16 length + tensor
-//	Down:     u8 type | u8 flags (1 stop) | u64 cycle | body
+//	Down:     u8 type | u8 flags (1 stop, 2 tuning) | u64 cycle | body
 //	cycle:    u16 sets | per set: u32 set, u32 grants, u32 erase, u32 bit each, u32 puts, 3 x u32 each
 //	          | u32 ranks, u32 each | u16 length + reason
+//	          | with tuning: u64 threshold, u64 nanoseconds, u32 segment, u8 cache off
 //	  grant:  u8 backend, u8 algorithm, u32 absent, u32 rank each, u32 bits, u32 bit each, u32 full, each
 //	          u32 length + protobuf
 //	fail:     u32 ranks, u32 each | u16 length + reason
@@ -65,6 +67,7 @@ const (
 	flagShutdown = 1
 	flagGranted  = 2
 	flagStop     = 1
+	flagTuning   = 2
 	// vectorsType must differ from the types of Up and Down frames, which are sent over the same connections.
 	vectorsType = 64
 	// probeType must differ from vectorsType and from the types of Up and Down frames too.
@@ -190,6 +193,9 @@ func AppendDown(b []byte, d *Down) ([]byte, error) {
 	if d.Stop {
 		flags |= flagStop
 	}
+	if d.Tuning != nil {
+		flags |= flagTuning
+	}
 	b = append(b, byte(d.Type), flags)
 	b = binary.LittleEndian.AppendUint64(b, d.Cycle)
 	switch d.Type {
@@ -203,6 +209,9 @@ func AppendDown(b []byte, d *Down) ([]byte, error) {
 		}
 		b = appendRanks(b, d.Ranks)
 		b = appendText(b, d.Reason)
+		if d.Tuning != nil {
+			b = appendTuning(b, d.Tuning)
+		}
 	case DownFail:
 		b = appendRanks(b, d.Ranks)
 		b = appendText(b, d.Reason)
@@ -210,6 +219,16 @@ func AppendDown(b []byte, d *Down) ([]byte, error) {
 		b = appendRanks(b, d.Ranks)
 	}
 	return b, nil
+}
+
+func appendTuning(b []byte, t *Tuning) []byte {
+	b = binary.LittleEndian.AppendUint64(b, uint64(t.FusionThresholdBytes))
+	b = binary.LittleEndian.AppendUint64(b, uint64(t.CycleTime))
+	b = binary.LittleEndian.AppendUint32(b, uint32(t.SegmentBytes))
+	if t.CacheOff {
+		return append(b, 1)
+	}
+	return append(b, 0)
 }
 
 func appendDownSet(b []byte, s *DownSet) ([]byte, error) {
@@ -257,6 +276,9 @@ func DecodeDown(b []byte, out *Down) error {
 		}
 		d.ranks(&out.Ranks)
 		out.Reason = d.text()
+		if flags&flagTuning != 0 {
+			out.Tuning = d.tuning()
+		}
 	case DownHeartbeat, DownClose:
 	case DownFail:
 		d.ranks(&out.Ranks)
@@ -271,6 +293,21 @@ func DecodeDown(b []byte, out *Down) error {
 		return fmt.Errorf("message: malformed Down frame: %w", err)
 	}
 	return nil
+}
+
+func (d *decoder) tuning() *Tuning {
+	limited := func(name string, v, most uint64) uint64 {
+		if v > most && d.err == nil {
+			d.fail(fmt.Errorf("tunes the %s to %d, want at most %d", name, v, most))
+		}
+		return v
+	}
+	return &Tuning{
+		FusionThresholdBytes: int64(limited("fusion threshold", d.u64(), math.MaxInt64)),
+		CycleTime:            time.Duration(limited("cycle time", d.u64(), math.MaxInt64)),
+		SegmentBytes:         int(limited("segment size", uint64(d.u32()), MaxSegmentBytes)),
+		CacheOff:             limited("cache", uint64(d.u8()), 1) == 1,
+	}
 }
 
 func (d *decoder) downSet(s *DownSet) {

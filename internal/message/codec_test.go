@@ -7,6 +7,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/tensor"
@@ -72,6 +73,9 @@ func downSamples() []*message.Down {
 		{Type: message.DownClose},
 		{Type: message.DownFail, Ranks: []topo.Rank{2, 3}, Reason: "silent for 10s"},
 		{Type: message.DownCycle, Cycle: 5, Stop: true},
+		{Type: message.DownCycle, Cycle: 7, Tuning: &message.Tuning{FusionThresholdBytes: 1 << 40,
+			CycleTime: time.Hour, SegmentBytes: message.MaxSegmentBytes, CacheOff: true}},
+		{Type: message.DownCycle, Cycle: 8, Tuning: &message.Tuning{CycleTime: 100 * time.Microsecond}},
 		{Type: message.DownCycle, Cycle: 5, Stop: true, Reason: "stalled"},
 		{Type: message.DownCycle, Cycle: 6, Sets: []message.DownSet{
 			{Set: 0, Grants: []message.Grant{
@@ -197,6 +201,26 @@ func TestTruncatedAndTrailing(t *testing.T) {
 		}
 		if message.DecodeDown(append(b, 0), &down) == nil {
 			t.Errorf("a trailing byte after %+v was accepted", d)
+		}
+	}
+}
+
+// A value that no rank can use is an error and not a negative number or a large allocation.
+func TestTuningLimits(t *testing.T) {
+	valid, err := message.AppendDown(nil, &message.Down{Type: message.DownCycle, Tuning: &message.Tuning{}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	tuning := len(valid) - (8 + 8 + 4 + 1)
+	for _, c := range []struct {
+		at   int
+		want string
+	}{{7, "fusion threshold"}, {15, "cycle time"}, {19, "segment size"}, {20, "cache"}} {
+		frame := slices.Clone(valid)
+		frame[tuning+c.at] = 0x80
+		var down message.Down
+		if err := message.DecodeDown(frame, &down); err == nil || !strings.Contains(err.Error(), c.want) {
+			t.Errorf("byte %d is 0x80: got error %v, want one that names the %s", c.at, err, c.want)
 		}
 	}
 }

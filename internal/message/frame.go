@@ -1,6 +1,8 @@
 package message
 
 import (
+	"time"
+
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
@@ -138,6 +140,8 @@ type Down struct {
 	Cycle uint64
 	// Stop says that nothing more will be granted to the recipient.
 	Stop bool
+	// Tuning has the values that hold from the grants of this cycle on. It is nil if they do not change.
+	Tuning *Tuning
 	// Sets has the decisions about the recipient's process sets. It omits sets without decisions.
 	Sets []DownSet
 	// Ranks are the ranks that have failed (DownFail) or have left (DownLeft). With Stop, they are the ranks
@@ -147,6 +151,22 @@ type Down struct {
 	// recipient has asked for the stop.
 	Reason string
 }
+
+// Tuning has the settings that rank 0 may change during a job.
+type Tuning struct {
+	// FusionThresholdBytes is the maximum number of bytes of a fused response.
+	FusionThresholdBytes int64
+	// CycleTime is the minimum time between two cycles.
+	CycleTime time.Duration
+	// SegmentBytes is the size of the segments into which the backend tcp cuts the data of an operation. 0
+	// stands for the backend's default.
+	SegmentBytes int
+	// CacheOff is set if nothing is put into the caches and their entries are erased.
+	CacheOff bool
+}
+
+// MaxSegmentBytes is the maximum of Tuning.SegmentBytes, because a rank allocates memory for segments.
+const MaxSegmentBytes = 64 << 20
 
 // DownSet has the decisions about one process set. The recipient applies the fields in the order of their
 // declarations.

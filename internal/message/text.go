@@ -161,6 +161,13 @@ func (d *Down) String() string {
 			fmt.Fprintf(&b, " %s=%d", s.Grants[p.Grant].Full[p.Tensor].Name, p.Bit)
 		}
 	}
+	if t := d.Tuning; t != nil {
+		fmt.Fprintf(&b, " tune fusion=%d cycle=%v segment=%d", t.FusionThresholdBytes, t.CycleTime,
+			t.SegmentBytes)
+		if t.CacheOff {
+			b.WriteString(" cache-off")
+		}
+	}
 	if d.Stop {
 		b.WriteString(" stop")
 	}
