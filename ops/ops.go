@@ -64,6 +64,10 @@ type Operation struct {
 	Kind      message.Kind
 	Algorithm message.Algorithm
 
+	// SegmentBytes is the size of the segments into which a backend cuts the data, if the backend's segments
+	// can have different sizes. 0 selects the default of the backend.
+	SegmentBytes int
+
 	// DType is the type of the elements that are reduced. Op is the reduction: Sum, Min, Max or Product, or
 	// for an Allreduce also Adasum. There is no Average: it is a Sum with a Scaling.
 	DType tensor.DType

@@ -95,7 +95,7 @@ func statsOf(rank int) trace.Stats {
 		Moved: []trace.Moved{{Kind: message.Allreduce, Backend: message.SHM, DType: tensor.Float32,
 			Bytes: 100}},
 		Negotiation: h, Queued: h, FusedTensors: 3, FusedBytes: 100, FusionResponses: 1,
-		FusionThresholdBytes: 1000,
+		FusionRoomBytes: 1000, FusionThresholdBytes: 1000,
 	}
 	if rank == 0 {
 		s.Coordinator = &trace.Coordinator{Late: []analysis.HeldUp{{Rank: 2, Last: 3, Held: time.Second}},

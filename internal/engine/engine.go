@@ -152,6 +152,7 @@ type Engine struct {
 	clock       rankClock
 	tracing     bool          // whether the coordinator records arrival times for the observer
 	publishedAt time.Duration // the time at which published was set
+	cycleTime   time.Duration // HOROVOD_CYCLE_TIME or the value that rank 0 has chosen since
 	granted     int           // number of grants that were dispatched and are not finished
 	started     []*lane       // lanes with work that a turn has started
 	stopped     bool          // whether the coordinator's stop was applied
@@ -193,7 +194,7 @@ func Start(ctx context.Context, cfg Config) (*Engine, error) {
 		cfg.MaxResultBytes = int64(host.Totalram) * int64(host.Unit)
 	}
 	e := &Engine{
-		cfg: cfg, log: cfg.Log, start: time.Now(), due: never,
+		cfg: cfg, log: cfg.Log, start: time.Now(), due: never, cycleTime: cfg.CycleTime,
 		stop:     make(chan struct{}),
 		ended:    make(chan struct{}),
 		released: make(chan struct{}),

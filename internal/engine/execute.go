@@ -95,7 +95,7 @@ func (l *lane) start(w *work) (err error) {
 	if x.backend, x.lists, err = l.manager.Get(w.grant.Backend); err != nil {
 		return err
 	}
-	x.op = ops.Operation{Kind: kind, Algorithm: w.grant.Algorithm}
+	x.op = ops.Operation{Kind: kind, Algorithm: w.grant.Algorithm, SegmentBytes: w.grant.SegmentBytes}
 	switch kind {
 	case message.Allreduce:
 		err = l.startAllreduce()

@@ -158,7 +158,7 @@ func (n *lockstep) begin(p phase) { n.phase, n.deadline = p, n.e.now+2*n.e.cfg.L
 
 // endCycle ends the cycle and computes when the next cycle is due.
 func (n *lockstep) endCycle() {
-	period := n.e.cfg.CycleTime
+	period := n.e.cycleTime
 	if period == 0 {
 		period = lockstepCycle
 	}

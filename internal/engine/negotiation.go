@@ -251,6 +251,10 @@ func (e *Engine) applyDown() {
 	if t := e.observer.timeline.Load(); t != nil && e.scratch.down.Type == message.DownCycle {
 		(*t).Cycle(e.now)
 	}
+	if t := e.scratch.down.Tuning; t != nil {
+		e.cycleTime = t.CycleTime
+		e.observer.tuned(t)
+	}
 	// The member collects the grants. The next memberReady dispatches them and sends the frames with which
 	// the member responds.
 	if err := e.member.Step(&e.scratch.down); err != nil {

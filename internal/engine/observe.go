@@ -33,16 +33,16 @@ type Timeline interface {
 // observer records the operations of a rank for Stats, the Recorder and the Timeline. The loop and the lanes
 // call its methods.
 type observer struct {
-	start           time.Time
-	fusionThreshold int64
-	recorder        Recorder // may be nil
-	timeline        atomic.Pointer[Timeline]
+	start    time.Time
+	recorder Recorder // may be nil
+	timeline atomic.Pointer[Timeline]
 
-	mu      sync.Mutex
-	counts  counts
-	offset  trace.Offset
-	aligned bool            // whether offset is set
-	op      trace.Operation // scratch memory
+	mu              sync.Mutex
+	fusionThreshold int64
+	counts          counts
+	offset          trace.Offset
+	aligned         bool            // whether offset is set
+	op              trace.Operation // scratch memory
 }
 
 // counts holds the counters from which Stats computes its result.
@@ -212,6 +212,13 @@ func ownShape(q *message.Request, r *message.Response) tensor.Shape {
 	return r.Shape
 }
 
+// tuned records that rank 0 has changed settings.
+func (o *observer) tuned(t *message.Tuning) {
+	o.mu.Lock()
+	o.fusionThreshold = t.FusionThresholdBytes
+	o.mu.Unlock()
+}
+
 // abandoned counts tensors that have ended without a grant, because the epoch has ended or their process set
 // was removed.
 func (o *observer) abandoned(tensors int) {
@@ -270,6 +277,7 @@ func (o *observer) count(op *trace.Operation, responses []*message.Response) {
 		c.FusionResponses++
 		c.FusedTensors += tensors
 		// A single tensor that is larger than the fusion buffer counts as one full buffer.
+		c.FusionRoomBytes += uint64(max(o.fusionThreshold, 0))
 		c.FusedBytes += uint64(min(numBytes, max(o.fusionThreshold, 0)))
 	}
 }
@@ -361,8 +369,9 @@ func (e *Engine) Stats() trace.Stats {
 		}
 	}
 	st.ClockOffset, st.ClockError, st.ClockKnown = o.offset.Offset, o.offset.Error, o.aligned
+	st.FusionThresholdBytes = o.fusionThreshold
 	o.mu.Unlock()
-	st.Rank, st.Size, st.FusionThresholdBytes = int(e.cfg.Rank), e.cfg.Size, e.cfg.FusionThresholdBytes
+	st.Rank, st.Size = int(e.cfg.Rank), e.cfg.Size
 	for _, l := range e.lanes.snapshot() {
 		st.InFlight += l.queue.Len()
 	}

@@ -102,7 +102,7 @@ var (
 	fill = gauge("hvd_fusion_fill_ratio",
 		"Mean size of executed responses of kinds that can be fused, as a share of the fusion threshold.",
 		func(s *trace.Stats) float64 {
-			return float64(s.FusedBytes) / (float64(s.FusionResponses) * float64(s.FusionThresholdBytes))
+			return float64(s.FusedBytes) / float64(s.FusionRoomBytes)
 		})
 	clock = []number{
 		gauge("hvd_start_offset_seconds",
@@ -173,7 +173,7 @@ func (c *collector) Collect(to chan<- prometheus.Metric) {
 	to <- newHistogram(negotiation, &s.Negotiation)
 	to <- newHistogram(queued, &s.Queued)
 	show(numbers...)
-	if s.FusionResponses > 0 && s.FusionThresholdBytes > 0 {
+	if s.FusionRoomBytes > 0 {
 		show(fill)
 	}
 	if s.ClockKnown {

@@ -46,8 +46,9 @@ func full() trace.Stats {
 			{Kind: message.Allreduce, Backend: message.SHM, DType: tensor.Float16, Bytes: 5},
 		},
 		Negotiation: histogramOf(0, 5*time.Microsecond), Queued: histogramOf(7 * time.Microsecond),
-		FusedTensors: 161, FusedBytes: 64 << 20, FusionResponses: 2, FusionThresholdBytes: 128 << 20,
-		CacheHits: 300, CacheMisses: 161, Refused: 3, Failed: 4, InFlight: 5,
+		FusedTensors: 161, FusedBytes: 64 << 20, FusionResponses: 2, FusionRoomBytes: 256 << 20,
+		FusionThresholdBytes: 128 << 20,
+		CacheHits:            300, CacheMisses: 161, Refused: 3, Failed: 4, InFlight: 5,
 		ClockOffset: -1500 * time.Millisecond, ClockError: 50 * time.Microsecond, ClockKnown: true,
 		TimelineDropped: 6,
 		Coordinator: &trace.Coordinator{
@@ -280,7 +281,7 @@ func TestUnknownIsLeftOut(t *testing.T) {
 		t.Errorf("got %d metrics of %d that are described", len(got), len(described))
 	}
 	s := full()
-	s.Coordinator, s.ClockKnown, s.FusionResponses = nil, false, 0
+	s.Coordinator, s.ClockKnown, s.FusionRoomBytes = nil, false, 0
 	for _, f := range gather(t, metrics.NewCollector(func() trace.Stats { return s })) {
 		switch f.GetName() {
 		case "hvd_cycles_total", "hvd_rank_last_total", "hvd_rank_lateness_seconds_total",

@@ -23,9 +23,11 @@ type Stats struct {
 	// to the beginning of execution for each fused response.
 	Negotiation, Queued Histogram
 	// FusionResponses is the number of responses of kinds that can be fused. FusedTensors and FusedBytes are
-	// the numbers of tensors and bytes in these responses. FusionThresholdBytes is the maximum number of
-	// bytes in one such response.
+	// the numbers of tensors and bytes in these responses. FusionRoomBytes is the sum of the fusion
+	// thresholds of these responses. FusionThresholdBytes is the maximum number of bytes in one such
+	// response. It changes if rank 0 tunes it.
 	FusedTensors, FusedBytes, FusionResponses uint64
+	FusionRoomBytes                           uint64
 	FusionThresholdBytes                      int64
 	// CacheHits is the number of requests that were sent as a cache bit. CacheMisses is the number of
 	// requests that were sent in full.

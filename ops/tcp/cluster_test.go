@@ -188,6 +188,7 @@ type strictConn struct {
 	t        *testing.T
 	position uint64 // the number of bytes that were passed to Send
 	said     uint64
+	longest  int // the greatest number of bytes that were passed to TrySend at once
 	pending  []sending
 }
 
@@ -207,6 +208,7 @@ func (c *strictConn) Send(p []byte) error {
 
 // TrySend queues at most half of p, as a socket without much room does.
 func (c *strictConn) TrySend(p []byte) (int, error) {
+	c.longest = max(c.longest, len(p))
 	n := (len(p) + 1) / 2
 	return n, c.Send(p[:n])
 }

@@ -80,7 +80,8 @@ const DefaultSegmentBytes = 256 << 10
 type Config struct {
 	// SegmentBytes is the size of a segment. It is rounded down to whole elements, but to at least one
 	// element. Larger segments need fewer calls. Smaller segments stay in the processor's cache and let the
-	// next rank start sooner. Ranks may use different sizes. If SegmentBytes is 0 or less, it is 256 KiB.
+	// next rank start sooner. Ranks may use different sizes. If SegmentBytes is 0 or less, it is 256 KiB. An
+	// operation may have another size.
 	SegmentBytes int
 
 	// Deterministic makes Plan choose only algorithms whose result for an element depends only on the ranks'
@@ -116,15 +117,16 @@ type Backend struct {
 	ranks []topo.Rank
 	me    int
 
-	segBytes      int
-	deterministic bool
-	table         Table
-	forced        Forced
-	polls         int       // number of times that a step that may wait polls before it blocks
-	conns         []*stream // indexed by rank of the set; nil until the channel is needed
-	unsent        []*stream // the streams with pending bytes
-	watch         watch
-	err           error // the error that ended the backend, or nil
+	defaultSegment int // the segment size in bytes of operations that do not have one
+	segBytes       int // the segment size of the operation in progress
+	deterministic  bool
+	table          Table
+	forced         Forced
+	polls          int       // number of times that a step that may wait polls before it blocks
+	conns          []*stream // indexed by rank of the set; nil until the channel is needed
+	unsent         []*stream // the streams with pending bytes
+	watch          watch
+	err            error // the error that ended the backend, or nil
 
 	op      ops.Operation // the operation in progress
 	started bool          // an operation is in progress
@@ -148,15 +150,15 @@ func New(mesh transport.Mesh, lane transport.Lane, ranks []topo.Rank, me int, cf
 	n := len(ranks)
 	b := &Backend{
 		mesh: mesh, lane: lane, ranks: slices.Clone(ranks), me: me,
-		segBytes: cfg.SegmentBytes, deterministic: cfg.Deterministic,
+		defaultSegment: cfg.SegmentBytes, deterministic: cfg.Deterministic,
 		table: cfg.Table, forced: cfg.Forced,
 		conns:  make([]*stream, n),
 		parts:  make(cut, n+1),
 		starts: make([]uint64, n),
 		blocks: newBlocks(n),
 	}
-	if b.segBytes <= 0 {
-		b.segBytes = DefaultSegmentBytes
+	if b.defaultSegment <= 0 {
+		b.defaultSegment = DefaultSegmentBytes
 	}
 	if !cfg.Oversubscribed {
 		b.polls = polls
@@ -247,7 +249,10 @@ func (b *Backend) Start(op ops.Operation) error {
 	case b.started:
 		return b.fail(errors.New("Start was called for another operation before this one had finished"))
 	}
-	b.op, b.started = op, true
+	b.op, b.started, b.segBytes = op, true, b.defaultSegment
+	if op.SegmentBytes > 0 {
+		b.segBytes = op.SegmentBytes
+	}
 	return nil
 }
 

@@ -92,6 +92,25 @@ func checkBigSum(t *testing.T, c *cluster, numElems int) {
 	}
 }
 
+// An operation uses its own segment size, and the next operation without one uses the default again.
+func TestSegmentOfOperation(t *testing.T) {
+	c := newCluster(strictMeshes(t, 2), upTo(2), tcp.Config{SegmentBytes: 256})
+	bufs := [2][4096]byte{}
+	for _, step := range []struct{ segment, longest int }{{64, 64}, {0, 256}, {1024, 1024}} {
+		c.must(t, func(r int, b *opstest.Blocking) error {
+			return ops.Run(t.Context(), b.Backend, ops.Operation{
+				Kind: message.Allreduce, Algorithm: message.Ring, DType: tensor.Uint8, Op: tensor.Sum,
+				SegmentBytes: step.segment, Scaling: ops.Scaling{Pre: 1, Post: 1},
+				Tensors: []ops.Tensor{{In: bufs[r][:], Out: bufs[r][:]}},
+			})
+		})
+		if got := c.meshes[0].(*strictMesh).conns[1].longest; got != step.longest {
+			t.Errorf("segment size %d: the longest segment so far has %d bytes, want %d", step.segment, got,
+				step.longest)
+		}
+	}
+}
+
 // TestBufferOwnership uses channels that release buffers late. No operation may change a buffer that a
 // channel still holds, or end while a channel holds one.
 func TestBufferOwnership(t *testing.T) {
