@@ -40,14 +40,14 @@
 //
 // # Use in the engine
 //
-// The engine at rank 0 makes a space of the settings that exist in the job, with the values in force as
-// defaults, and fixes those that the user has set. A feature that the job does not have, such as a backend
-// with segments, has no parameter. When the coordinator has granted an operation of the same tensor again, a
-// training step has ended. Then the engine calls Step with the bytes that were reduced since the last step
-// and the time since then. If Step reports true and Next has changed, the coordinator puts the new values
-// into its next cycle. Each rank applies them when it applies the cycle, so that all ranks change them
-// between the same two operations. After each round the engine rewrites the log ([Tuner.WriteLog]), and at
-// the end it writes the settings to a file ([Save]), which a later job can read ([Load]).
+// Package internal/tuning at rank 0 makes a space of the settings that exist in the job, with the values in
+// force as defaults, and fixes those that the user has set. When the coordinator has granted an operation of
+// the same tensor again, a training step has ended. Then the package calls Step with the bytes that were
+// reduced since the last step and the time since then. If Step reports true and Next has changed, the
+// coordinator puts the new values into its next cycle. Each rank applies them when it applies the cycle, so
+// that all ranks change them between the same two operations. After each round the package rewrites the log
+// ([Tuner.WriteLog]), and at the end it writes the settings to a file ([Save]), which a later job can read
+// ([Load]).
 //
 // The last sample of a round takes some milliseconds of computation, for the model.
 package autotune

@@ -204,8 +204,8 @@ func TestWrongUsage(t *testing.T) {
 		{append([]string{"-ppn", "2"}, touch...), "--ppn is a flag of mpirun: use -H h1:N,h2:N"},
 		{append([]string{"-N", "2"}, touch...), "-N is a flag of mpirun: use -H h1:N,h2:N"},
 		{append([]string{"--mpi"}, touch...), "--mpi: this version has no MPI"},
-		{append([]string{"--autotune-log-file=t.csv"}, touch...),
-			"--autotune-log-file: this version has no autotuning"},
+		{append([]string{"--num-nccl-streams=2"}, touch...),
+			"--num-nccl-streams: this version moves tensors in host memory only"},
 	} {
 		t.Run(strings.Join(c.args, " "), func(t *testing.T) {
 			stdout, stderr, status := output(t, c.args...)

@@ -90,6 +90,18 @@ type Config struct {
 	Lockstep bool
 	// DisableGroupFusion forbids fusing the tensors of a group with other tensors.
 	DisableGroupFusion bool
+	// Autotune makes rank 0 search for good settings while the job runs. The next fields concern only rank 0.
+	Autotune bool
+	// AutotuneLog is the file to which the search writes a table of its rounds. If it is empty, there is no
+	// such file.
+	AutotuneLog string
+	// AutotuneFile is a file with tuned settings, which is read at the start and written when the search has
+	// ended. If it is empty, no file is read or written.
+	AutotuneFile string
+	// AutotuneWarmupSamples, AutotuneStepsPerSample, AutotuneMaxSamples and AutotuneNoise are the fields
+	// WarmupSamples, StepsPerSample, MaxRounds and Noise of autotune.Options.
+	AutotuneWarmupSamples, AutotuneStepsPerSample, AutotuneMaxSamples int
+	AutotuneNoise                                                     float64
 	// StallWarning is how long a tensor may wait for ranks before a warning names these ranks. With 0 there
 	// are no warnings.
 	StallWarning time.Duration
@@ -244,6 +256,12 @@ func (c Config) Variable(name string) string {
 		return v.text
 	}
 	return c.environ[name]
+}
+
+// Given reports whether a source has a value for the named setting.
+func (c Config) Given(name string) bool {
+	_, ok := c.given[name]
+	return ok
 }
 
 // Load reads every setting. An error names the setting, the source of its value, the value, and which values

@@ -61,7 +61,8 @@ func TestEmptyEnvironmentIsDefaults(t *testing.T) {
 		FusionThresholdBytes: 128 << 20, CacheCapacity: 1024, DynamicProcessSets: true,
 		HierarchicalAllreduce: true, HierarchicalAllgather: true,
 		StallWarning: time.Minute, TimelineMaxMiB: 1024, FlightRecorder: true, LogLevel: "warning",
-		LogFormat: "auto",
+		LogFormat: "auto", AutotuneWarmupSamples: 3, AutotuneStepsPerSample: 10, AutotuneMaxSamples: 20,
+		AutotuneNoise: 0.8,
 	}
 	if got := withoutOrigins(got); !reflect.DeepEqual(got, want) {
 		t.Errorf("got  %+v\nwant %+v", got, want)
@@ -99,6 +100,9 @@ var every = map[string]string{
 	"HVD_SIDECAR": "unix:///run/hvdd.sock", "HVD_DETERMINISTIC": "true",
 	"HVD_ALGORITHM": "allreduce=ring", "HVD_ALGORITHM_TABLE": "a.json",
 	"HVD_OPERATION_TIMEOUT_SECONDS": "0.25",
+	"HOROVOD_AUTOTUNE":              "1", "HOROVOD_AUTOTUNE_LOG": "t.csv", "HVD_AUTOTUNE_FILE": "tuned.json",
+	"HOROVOD_AUTOTUNE_WARMUP_SAMPLES": "1", "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE": "2",
+	"HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": "5", "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE": "0.5",
 }
 
 // TestEverySettingIsHonoured checks that the value of every setting arrives in Config. It also checks that
@@ -134,6 +138,8 @@ func TestEverySettingIsHonoured(t *testing.T) {
 		Timeline:         "t.json", TimelineMarkCycles: true, TimelineMaxMiB: 3,
 		TimelineLast: 30 * time.Second, TimelineSignal: "SIGUSR2",
 		MetricsAddr: ":9100", FlightRecorder: false, DumpDir: "dumps",
+		Autotune: true, AutotuneLog: "t.csv", AutotuneFile: "tuned.json", AutotuneWarmupSamples: 1,
+		AutotuneStepsPerSample: 2, AutotuneMaxSamples: 5, AutotuneNoise: 0.5,
 		LogLevel: "debug", LogHideTime: true, LogFormat: "json", ThreadAffinity: []int{4, 2, 0},
 		Warnings: got.Warnings, // the warnings are about settings that have no effect in lock-step
 	}
@@ -347,9 +353,9 @@ func TestWithoutEffect(t *testing.T) {
 		}
 	}
 	for name, texts := range map[string][]string{
-		"HOROVOD_AUTOTUNE":                        {"0", "false", "no", "00"},
-		"HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE": {"0.80"},
-		"HOROVOD_BATCH_D2D_MEMCOPIES":             {"1", "true"},
+		"HOROVOD_TORUS_ALLREDUCE":     {"0", "false", "no", "00"},
+		"HOROVOD_ELASTIC_TIMEOUT":     {"600.0"},
+		"HOROVOD_BATCH_D2D_MEMCOPIES": {"1", "true"},
 	} {
 		for _, text := range texts {
 			if c, err := load(map[string]string{name: text}); err != nil || len(c.Warnings) > 0 {
@@ -453,8 +459,8 @@ func TestPrecedence(t *testing.T) {
 // TestForRanks checks that the ranks get the values of hvdrun's flags, and that they do not repeat warnings
 // that hvdrun has printed.
 func TestForRanks(t *testing.T) {
-	env := []string{"HOROVOD_CYCLE_TIME=2", "HOROVOD_AUTOTUNE=1", "HVD_TYPO=1", "HOROVOD_RANK=77"}
-	file := write(t, "autotune: {log_file: t.csv}\nlogging: {level: info}")
+	env := []string{"HOROVOD_CYCLE_TIME=2", "HOROVOD_TORUS_ALLREDUCE=1", "HVD_TYPO=1", "HOROVOD_RANK=77"}
+	file := write(t, "library_options: {mpi_threads_disable: yes}\nlogging: {level: info}")
 	launcher, err := config.Load(config.Sources{Environ: env, Launcher: true, Flags: []config.FlagValue{
 		{Flag: "--config-file", Name: config.FileVariable, Value: file},
 		{Flag: "-x", Name: "HOROVOD_THREAD_AFFINITY", Value: "0,1"},
@@ -466,8 +472,8 @@ func TestForRanks(t *testing.T) {
 		t.Fatal(err)
 	}
 	want := []string{
-		"HOROVOD_AUTOTUNE has no effect", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS has no effect",
-		"HVD_TYPO is not a setting", "file " + file + " line 1: autotune.log_file has no effect",
+		"HOROVOD_TORUS_ALLREDUCE has no effect", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS has no effect",
+		"HVD_TYPO is not a setting", "file " + file + " line 1: library_options.mpi_threads_disable has no effect",
 		"--log-hide-timestamp is deprecated: use --log-without-timestamp",
 	}
 	if len(launcher.Warnings) != len(want) {

@@ -65,6 +65,14 @@ metrics:
 flight_recorder:
   enabled: no
   dump_dir: dumps
+autotune:
+  enabled: yes
+  log_file: t.csv
+  file: tuned.json
+  warmup_samples: 1
+  steps_per_sample: 2
+  bayes_opt_max_samples: 5
+  gaussian_process_noise: 0.5
 logging:
   format: console
   level: error
@@ -101,6 +109,9 @@ func TestEveryKeyIsHonoured(t *testing.T) {
 	want.MetricsAddr, want.FlightRecorder, want.DumpDir = ":9100", false, "dumps"
 	want.LogLevel, want.LogFormat = "error", "console"
 	want.LogHideTime = true
+	want.Autotune, want.AutotuneLog, want.AutotuneFile = true, "t.csv", "tuned.json"
+	want.AutotuneWarmupSamples, want.AutotuneStepsPerSample, want.AutotuneMaxSamples = 1, 2, 5
+	want.AutotuneNoise = 0.5
 	want.Warnings = c.Warnings // the warnings are about settings that have no effect in lock-step
 	if got := withoutOrigins(c); !reflect.DeepEqual(got, withoutOrigins(want)) {
 		t.Errorf("got  %+v\nwant %+v", got, want)
@@ -190,8 +201,8 @@ func TestFileErrors(t *testing.T) {
 // Horovod's default.
 func TestKeysWithoutEffect(t *testing.T) {
 	c, path, err := loadFile(t,
-		"autotune:\n  enabled: true\n  warmup_samples: 3\nparams: {torus_allreduce: no}\n")
-	want := "file " + path + " line 2: autotune.enabled has no effect: this version has no autotuning"
+		"library_options:\n  mpi_threads_disable: true\n  num_nccl_streams: 1\nparams: {torus_allreduce: no}\n")
+	want := "file " + path + " line 2: library_options.mpi_threads_disable has no effect: this version has no MPI"
 	if err != nil || strings.Join(c.Warnings, "\n") != want {
 		t.Errorf("got %q and error %v, want %q", c.Warnings, err, want)
 	}

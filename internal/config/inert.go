@@ -24,7 +24,6 @@ type Inert struct {
 }
 
 const (
-	noAutotune  = "this version has no autotuning"
 	noElastic   = "this version has no elastic jobs"
 	noTorus     = "this version has no torus algorithm"
 	noMPI       = "this version has no MPI"
@@ -39,16 +38,6 @@ const (
 var inerts = []Inert{
 	{"HOROVOD_TORUS_ALLREDUCE", "params.torus_allreduce", "0", "torus-allreduce no-torus-allreduce",
 		noTorus},
-	{"HOROVOD_AUTOTUNE", "autotune.enabled", "0", "autotune no-autotune", noAutotune},
-	{"HOROVOD_AUTOTUNE_LOG", "autotune.log_file", "", "autotune-log-file", noAutotune},
-	{"HOROVOD_AUTOTUNE_WARMUP_SAMPLES", "autotune.warmup_samples", "3", "autotune-warmup-samples",
-		noAutotune},
-	{"HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", "autotune.steps_per_sample", "10", "autotune-steps-per-sample",
-		noAutotune},
-	{"HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES", "autotune.bayes_opt_max_samples", "20",
-		"autotune-bayes-opt-max-samples", noAutotune},
-	{"HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE", "autotune.gaussian_process_noise", "0.8",
-		"autotune-gaussian-process-noise", noAutotune},
 	{"HOROVOD_BATCH_D2D_MEMCOPIES", "", "1", "", noGPU},
 	{"HOROVOD_NUM_NCCL_STREAMS", "library_options.num_nccl_streams", "1", "num-nccl-streams", noGPU},
 	{"HOROVOD_ENABLE_ASYNC_COMPLETION", "", "0", "", noGPU},

@@ -101,6 +101,7 @@ const shownVariable = "HVD_SHOWN"
 const (
 	sectionStart     = "Start of the job"
 	sectionNegotiate = "Negotiation and fusion"
+	sectionTune      = "Autotuning"
 	sectionTrouble   = "Stalls and failures"
 	sectionChoice    = "Backends"
 	sectionSee       = "Timeline, metrics and reports"
@@ -268,6 +269,74 @@ var settings = []Setting{
 		Doc: "allow process sets to be added and removed after Init. Unlike in Horovod, this is on by " +
 			"default, because it costs nothing",
 		kind: boolOf(func(c *Config) *bool { return &c.DynamicProcessSets }),
+	},
+	{
+		Name: "HOROVOD_AUTOTUNE", Section: sectionTune, Scope: PerProcess,
+		Key:     "autotune.enabled",
+		Flags:   onOff("autotune"),
+		Default: "0",
+		Doc: "search for good settings while the job runs (docs/performance.md). Rank 0 searches, so " +
+			"only its settings of this section count. Settings that have a value from any source " +
+			"are kept",
+		Raise: "Turning it on makes some steps slower until the search has ended.",
+		kind:  boolOf(func(c *Config) *bool { return &c.Autotune }),
+	},
+	{
+		Name: "HOROVOD_AUTOTUNE_LOG", Section: sectionTune, Scope: PerProcess,
+		Key:       "autotune.log_file",
+		Flags:     []Flag{{Name: "autotune-log-file", Arg: "FILE"}},
+		Otherwise: "none",
+		Doc: "file to which rank 0 writes what it has tried and the scores, as comma-separated " +
+			"values with Horovod's columns",
+		kind: text("the name of a file", func(c *Config) *string { return &c.AutotuneLog }),
+	},
+	{
+		Name: "HVD_AUTOTUNE_FILE", Section: sectionTune, Scope: PerProcess,
+		Key:       "autotune.file",
+		Flags:     []Flag{{Name: "autotune-file", Arg: "FILE"}},
+		Otherwise: "none",
+		Doc: "file with tuned settings. Rank 0 reads it at the start, also if HOROVOD_AUTOTUNE is " +
+			"off, and replaces it by the result when the search has ended. If HOROVOD_AUTOTUNE is " +
+			"on, the file need not exist",
+		kind: text("the name of a file", func(c *Config) *string { return &c.AutotuneFile }),
+	},
+	{
+		Name: "HOROVOD_AUTOTUNE_WARMUP_SAMPLES", Section: sectionTune, Scope: PerProcess,
+		Key:     "autotune.warmup_samples",
+		Flags:   []Flag{{Name: "autotune-warmup-samples", Arg: "N"}},
+		Default: "3",
+		Doc:     "number of samples at the beginning that are discarded",
+		Raise:   "Raising it keeps a slow start of the program out of the scores.",
+		kind:    whole(func(c *Config) *int { return &c.AutotuneWarmupSamples }, 0),
+	},
+	{
+		Name: "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", Section: sectionTune, Scope: PerProcess,
+		Key:     "autotune.steps_per_sample",
+		Flags:   []Flag{{Name: "autotune-steps-per-sample", Arg: "N"}},
+		Default: "10",
+		Doc: "number of training steps of a sample. A step ends when a tensor of the step is reduced " +
+			"again",
+		Raise: "Raising it makes scores less noisy, but the search takes longer.",
+		kind:  whole(func(c *Config) *int { return &c.AutotuneStepsPerSample }, 1),
+	},
+	{
+		Name: "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES", Section: sectionTune, Scope: PerProcess,
+		Key:     "autotune.bayes_opt_max_samples",
+		Flags:   []Flag{{Name: "autotune-bayes-opt-max-samples", Arg: "N"}},
+		Default: "20",
+		Doc: "maximum number of points that are tried, for all parameters together. With 0 or 1 " +
+			"there is no search",
+		Raise: "Raising it finds better settings in some jobs, but the search takes longer.",
+		kind:  whole(func(c *Config) *int { return &c.AutotuneMaxSamples }, 0),
+	},
+	{
+		Name: "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE", Section: sectionTune, Scope: PerProcess,
+		Key:     "autotune.gaussian_process_noise",
+		Flags:   []Flag{{Name: "autotune-gaussian-process-noise", Arg: "X"}},
+		Default: "0.8",
+		Doc:     "maximum noise of a score, as a fraction of the spread of the scores",
+		Raise:   "Raising it makes the search trust single scores less.",
+		kind:    fraction(func(c *Config) *float64 { return &c.AutotuneNoise }),
 	},
 	{
 		Name: "HOROVOD_STALL_CHECK_DISABLE", Section: sectionTrouble, Scope: PerJob,

@@ -110,6 +110,16 @@ func integer[T int | int64](unit, want string, field func(*Config) *T, least, mo
 	}}
 }
 
+func fraction(field func(*Config) *float64) kind {
+	return kind{want: "a number from 0 to 1", read: func(c *Config, text string) (bool, error) {
+		v, ok := number(text, 0)
+		if ok = ok && v <= 1; ok {
+			*field(c) = v
+		}
+		return ok, nil
+	}}
+}
+
 func boolOf(field func(*Config) *bool) kind {
 	return kind{want: wantBoolean, read: func(c *Config, text string) (bool, error) {
 		v, ok := boolean(text)

@@ -23,12 +23,14 @@ type configuration struct {
 	deterministic      bool
 	disableGroupFusion bool
 	leaders            bool // whether ranks negotiate through leaders; without effect in lock-step
+	tuned              bool // whether rank 0 changes settings every few grants
 }
 
 func (c configuration) String() string {
-	return fmt.Sprintf("%v cache=%d fusion=%d segments=%d deterministic=%v separate groups=%v leaders=%v",
+	return fmt.Sprintf(
+		"%v cache=%d fusion=%d segments=%d deterministic=%v separate groups=%v leaders=%v tuned=%v",
 		c.link, c.cacheCapacity, c.fusionThreshold, c.segmentBytes, c.deterministic, c.disableGroupFusion,
-		c.leaders)
+		c.leaders, c.tuned)
 }
 
 func (c configuration) apply(cfg *engine.Config) {
@@ -52,9 +54,9 @@ func (c configuration) apply(cfg *engine.Config) {
 // is pairs, it is smaller, but it contains each pair of values of any two settings.
 func configurations(rows func(sizes []int) [][]int) (all []configuration) {
 	capacities, thresholds, segments := []int{1024, 2, 0}, []int64{64 << 20, 64, 0}, []int{0, 64}
-	for _, row := range rows([]int{len(links), len(capacities), len(thresholds), len(segments), 2, 2, 2}) {
+	for _, row := range rows([]int{len(links), len(capacities), len(thresholds), len(segments), 2, 2, 2, 2}) {
 		all = append(all, configuration{links[row[0]], capacities[row[1]], thresholds[row[2]],
-			segments[row[3]], row[4] == 1, row[5] == 1, row[6] == 1})
+			segments[row[3]], row[4] == 1, row[5] == 1, row[6] == 1, row[7] == 1})
 	}
 	return all
 }
@@ -100,11 +102,19 @@ func sameAnswers(t *testing.T, seed uint64, configurations []configuration) {
 	for i, c := range configurations {
 		t.Run(c.String(), func(t *testing.T) {
 			p := write(seed, 200, 10, choices(func(what) bool { return true }), false)
-			got := p.newAnswers()
+			got, tuner := p.newAnswers(), &restless{sameSegments: c.deterministic}
 			testcluster.Run(t, testcluster.Options{
 				Ranks: p.ranks, Transport: c.link.transport, Hosts: c.link.layout.hosts(p.ranks),
-				Sets: p.sets[1:], Config: c.apply, SegmentBytes: c.segmentBytes,
+				Sets: p.sets[1:], SegmentBytes: c.segmentBytes,
+				Config: func(cfg *engine.Config) {
+					if c.apply(cfg); c.tuned && cfg.Rank == 0 {
+						cfg.Tuner = tuner
+					}
+				},
 			}, func(r *testcluster.Rank) { p.run(r, hash(seed, uint64(i)), got, yield) })
+			if c.tuned && tuner.changes == 0 {
+				t.Error("the settings have not changed")
+			}
 			if !c.deterministic || t.Failed() {
 				return
 			}

@@ -85,6 +85,10 @@ type Config struct {
 	// ForClient is set if a program in another process submits the operations, as with the sidecar.
 	ForClient bool
 
+	// If Tuner is not nil, rank 0 changes settings during the job as it says. The engine starts and closes
+	// it.
+	Tuner Tuner
+
 	// If Ready is not nil, Start calls it when this rank is connected, and waits until it returns. Ready
 	// returns when all ranks are connected. If Ready returns an error, Start fails.
 	Ready func(context.Context) error
@@ -109,6 +113,21 @@ type Config struct {
 	// a stall. If so, the log names only one stall in each window of time. Otherwise, and if StallsExplained
 	// is nil, the log names several. Like OnStall, StallsExplained is called at rank 0 and must return soon.
 	StallsExplained func() bool
+}
+
+// Tuner decides which settings change during a job. The engine calls Granted and Changed in its turns, so
+// they must return at once.
+type Tuner interface {
+	// Start begins to tune. After a change, the Tuner calls notify, which does not block.
+	Start(notify func())
+	// Granted reports that a tensor of the global set was granted for an allreduce. bytes is its size.
+	Granted(name string, bytes int64, at time.Duration)
+	// Changed returns the values that must hold from now on, and whether they have changed.
+	Changed() (values message.Tuning, changed bool)
+	// Stats returns the state of the search. Any goroutine may call it.
+	Stats() *trace.Tuning
+	// Close ends the search and waits for its goroutine.
+	Close()
 }
 
 // Engine runs one rank in one epoch of a job.
@@ -253,6 +272,9 @@ func (e *Engine) negotiate() {
 			StallWarning: e.cfg.StallWarning, StallShutdown: e.cfg.StallShutdown,
 			Lockstep: lockstep, Leaders: e.leaders, Plan: e.plan,
 		}, 0)
+	}
+	if e.cfg.Tuner != nil {
+		e.cfg.Tuner.Start(e.sched.notify)
 	}
 	if e.negotiation = (events{e}); lockstep {
 		e.negotiation = newLockstep(e)

@@ -30,6 +30,9 @@ func (e *Engine) BackgroundThreadLoop() {
 	}
 	e.answer(err)
 	close(e.ended)
+	if e.cfg.Tuner != nil {
+		e.cfg.Tuner.Close()
+	}
 	// Make sure that the last frames reach the peers. If this rank closes a connection that has unread input,
 	// the kernel resets the connection, and the reset may overtake the verdict. So after a failure, keep the
 	// connections open until Shutdown or Close is called.
@@ -117,6 +120,11 @@ func (e *Engine) RunLoopOnce() (next time.Duration, over bool, err error) {
 		if watched := e.observer.timeline.Load() != nil; watched != e.tracing {
 			e.tracing = watched
 			e.coordinator.Trace(watched)
+		}
+	}
+	if e.cfg.Tuner != nil {
+		if t, changed := e.cfg.Tuner.Changed(); changed {
+			e.coordinator.Tune(t)
 		}
 	}
 	e.probe()
@@ -268,12 +276,23 @@ func (e *Engine) dispatch(g *controller.Grant) error {
 		return err
 	}
 	e.granted++
+	e.measure(g)
 	e.sched.extend()
 	if !e.startInTurn(l, w) {
 		e.sched.dispatched = true
 		l.push(w)
 	}
 	return nil
+}
+
+// measure tells the tuner which tensors of the global set were granted for an allreduce.
+func (e *Engine) measure(g *controller.Grant) {
+	if e.cfg.Tuner == nil || g.Set != topo.Global || g.Responses[0].Kind != message.Allreduce {
+		return
+	}
+	for _, r := range g.Responses {
+		e.cfg.Tuner.Granted(r.Name, r.WireBytes(), e.now)
+	}
 }
 
 // match finds this rank's tensors for the grant of w. It returns an error if this rank has not submitted one

@@ -376,6 +376,9 @@ func (e *Engine) Stats() trace.Stats {
 		st.InFlight += l.queue.Len()
 	}
 	st.Coordinator = e.published.Load()
+	if e.cfg.Tuner != nil {
+		st.Tuning = e.cfg.Tuner.Stats()
+	}
 	return st
 }
 

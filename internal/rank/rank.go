@@ -192,12 +192,12 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 	ecfg.Backends = backends(r.session, &cfg, &ecfg, overTCP)
 	log = log.With(zap.Uint64("epoch", r.Epoch))
 	ecfg.Log = log
+	if err := configureTuner(&ecfg, &cfg, r.session); err != nil {
+		return r.refuse(&ecfg, err)
+	}
 	r.Place, r.Homogeneous = topologyOf(cfg, hosts, rank), topo.IsHomogeneous(hosts)
 	if err := r.Place.Validate(); err != nil {
-		if r.session != nil {
-			err = errors.Join(r.failed(r.session.Fail(err)), ecfg.Mesh.Close())
-		}
-		return err
+		return r.refuse(&ecfg, err)
 	}
 	r.Global = r.newSet(topo.Global, controller.Global(size).Ranks)
 	for _, s := range sets {
@@ -254,6 +254,14 @@ func onTwoLevels(set *config.Config, forced tcp.Forced) (kinds [message.NumKinds
 		kinds[k] = false
 	}
 	return kinds
+}
+
+// refuse fails the epoch before it has begun, because of an error of this rank, and closes the mesh.
+func (r *Rank) refuse(ecfg *engine.Config, err error) error {
+	if r.session != nil {
+		err = errors.Join(r.failed(r.session.Fail(err)), ecfg.Mesh.Close())
+	}
+	return err
 }
 
 // topologyOf returns the position of this rank among the hosts. Values in the environment take precedence

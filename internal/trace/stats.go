@@ -46,6 +46,20 @@ type Stats struct {
 	TimelineDropped uint64
 	// Coordinator has the coordinator's counters. It is nil except at rank 0.
 	Coordinator *Coordinator
+	// Tuning has the state of the search for settings. It is nil except at rank 0 of a job that tunes.
+	Tuning *Tuning
+}
+
+// Tuning is the state of the search for settings.
+type Tuning struct {
+	// Active is set until the search has ended.
+	Active bool
+	// Rounds is the number of rounds that have ended.
+	Rounds int
+	// BytesPerSecond is the score of the best settings so far, or 0 if nothing was measured.
+	BytesPerSecond float64
+	// Values are the settings that rank 0 has chosen last.
+	Values message.Tuning
 }
 
 // Operations counts the operations of one kind that one backend has run.

@@ -1,0 +1,199 @@
+package tuning_test
+
+import (
+	"encoding/csv"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+	"go.uber.org/zap"
+	"go.uber.org/zap/zaptest/observer"
+
+	"github.com/gohvd/gohvd/autotune"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tuning"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// deadline limits how long a test waits for the goroutine of a Tuner.
+const deadline = time.Minute
+
+var start = message.Tuning{FusionThresholdBytes: 128 << 20, SegmentBytes: 256 << 10}
+
+func options() autotune.Options {
+	o := autotune.DefaultOptions()
+	o.WarmupSamples, o.StepsPerSample, o.SamplesPerRound, o.MaxRounds = 1, 1, 1, 12
+	return o
+}
+
+// program is a simulated training program with the tensors a and b. The duration of a step depends on the
+// settings. It returns when the search has ended.
+func program(t *testing.T, tuner *tuning.Tuner,
+	duration func(message.Tuning) time.Duration) (values message.Tuning, seen []message.Tuning) {
+	t.Helper()
+	notified := make(chan struct{}, 1)
+	tuner.Start(func() {
+		select {
+		case notified <- struct{}{}:
+		default:
+		}
+	})
+	values = start
+	var now time.Duration
+	for began := time.Now(); ; {
+		if v, changed := tuner.Changed(); changed {
+			values, seen = v, append(seen, v)
+		}
+		if !tuner.Stats().Active {
+			tuner.Close()
+			if v, changed := tuner.Changed(); changed {
+				values, seen = v, append(seen, v)
+			}
+			return values, seen
+		}
+		tuner.Granted("a", 1<<20, now)
+		tuner.Granted("b", 1<<10, now)
+		if now += duration(values); time.Since(began) > deadline {
+			t.Fatalf("the search has not ended after %v", deadline)
+		}
+	}
+}
+
+// best is the fastest for segments of 1 MiB and a cycle time of 0.8 ms.
+func best(v message.Tuning) time.Duration {
+	d := 10 * time.Millisecond
+	if v.SegmentBytes != 1<<20 {
+		d += time.Millisecond
+	}
+	if v.CacheOff {
+		d += 20 * time.Millisecond
+	}
+	return d + max(v.CycleTime-800*time.Microsecond, 800*time.Microsecond-v.CycleTime)
+}
+
+// A search improves the settings, keeps those that the user has set, logs its result, and writes the table
+// and the file. A later job begins with the settings in the file.
+func TestSearch(t *testing.T) {
+	dir := t.TempDir()
+	logged, logs := observer.New(zap.InfoLevel)
+	cfg := tuning.Config{
+		Start: start, Segments: true, Search: true, Options: options(), Log: zap.New(logged),
+		Given:   func(setting string) bool { return setting == "HOROVOD_FUSION_THRESHOLD" },
+		LogPath: filepath.Join(dir, "log.csv"), File: filepath.Join(dir, "tuned.json"),
+	}
+	tuner, err := tuning.New(cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	got, seen := program(t, tuner, best)
+	if best(got) >= best(start) {
+		t.Errorf("a step with %+v takes %v, want less than %v", got, best(got), best(start))
+	}
+	different := make(map[message.Tuning]bool)
+	for _, v := range seen {
+		different[v] = true
+		if v.FusionThresholdBytes != start.FusionThresholdBytes {
+			t.Fatalf("the fusion threshold was set by the user, but %+v was tried", v)
+		}
+	}
+	if len(different) < 6 {
+		t.Errorf("tried %d different settings, want at least 6", len(different))
+	}
+	if all := logs.FilterMessage("autotune has ended").All(); len(all) != 1 || logs.Len() != 1 {
+		t.Errorf("got log lines %v, want one about the end", logs.All())
+	}
+	s := tuner.Stats()
+	if s.Active || s.Rounds < 3 || s.Values != got || s.BytesPerSecond <= 0 {
+		t.Errorf("got %+v, want the end of a search with %+v", s, got)
+	}
+	file, err := os.Open(cfg.LogPath)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer file.Close()
+	rows, err := csv.NewReader(file).ReadAll()
+	if err != nil || len(rows) != s.Rounds+2 || rows[0][6] != "score" || rows[1][5] != "128" {
+		t.Errorf("got table %v and error %v, want a row for each of %d rounds and the best", rows, err, s.Rounds)
+	}
+
+	cfg.Search, cfg.LogPath = false, filepath.Join(dir, "unused.csv")
+	if tuner, err = tuning.New(cfg); err != nil {
+		t.Fatal(err)
+	}
+	tuner.Start(func() {})
+	defer tuner.Close()
+	loaded, changed := tuner.Changed()
+	if loaded != got || !changed || tuner.Stats().Active {
+		t.Errorf("loaded %+v, changed %v, want %+v and no search", loaded, changed, got)
+	}
+	if _, changed := tuner.Changed(); changed {
+		t.Error("the settings in the file change the settings twice")
+	}
+	if _, err := os.Stat(cfg.LogPath); err == nil {
+		t.Error("a job without a search has written a table")
+	}
+}
+
+// Every parameter can be fixed, and without any other parameter there is no search. The user learns of it.
+func TestNothingToTune(t *testing.T) {
+	logged, logs := observer.New(zap.WarnLevel)
+	tuner, err := tuning.New(tuning.Config{Start: start, Search: true, Options: options(),
+		Log: zap.New(logged), Given: func(string) bool { return true }})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if tuner.Stats().Active || logs.Len() != 1 || !strings.Contains(logs.All()[0].Message, "nothing to tune") {
+		t.Errorf("active %v, log %v, want no search and a warning", tuner.Stats().Active, logs.All())
+	}
+}
+
+// Close ends a search in progress, in which the program submits nothing more.
+func TestCloseInTheMiddle(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "tuned.json")
+	tuner, err := tuning.New(tuning.Config{Start: start, Search: true, Options: options(), Log: zap.NewNop(),
+		Given: func(string) bool { return false }, File: file})
+	if err != nil {
+		t.Fatal(err)
+	}
+	tuner.Start(func() {})
+	for i := range 100 {
+		tuner.Granted("a", 1, time.Duration(i)*time.Millisecond)
+	}
+	tuner.Close()
+	tuner.Close()
+	if _, err := os.Stat(file); err == nil {
+		t.Error("an unfinished search has written the file")
+	}
+}
+
+// An unusable file is an error that names the setting and the file. A search may begin without a file.
+func TestFiles(t *testing.T) {
+	dir := t.TempDir()
+	broken := filepath.Join(dir, "broken.json")
+	if err := os.WriteFile(broken, []byte(`{"version": 9}`), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	missing := filepath.Join(dir, "missing.json")
+	for _, c := range []struct {
+		search        bool
+		file, logPath string
+		want          string
+	}{
+		{false, missing, "", "HVD_AUTOTUNE_FILE is " + missing + ": open"},
+		{true, missing, "", ""},
+		{true, broken, "", "HVD_AUTOTUNE_FILE is " + broken + ": autotune: load settings: version is 9, want 1"},
+		{false, broken, "", "HVD_AUTOTUNE_FILE is " + broken + ": autotune"},
+		{true, "", filepath.Join(dir, "no", "log.csv"), "HOROVOD_AUTOTUNE_LOG is " + dir},
+	} {
+		_, err := tuning.New(tuning.Config{Start: start, Search: c.search, Options: options(),
+			Log: zap.NewNop(), Given: func(string) bool { return false }, File: c.file, LogPath: c.logPath})
+		if got := fmt.Sprint(err); c.want == "" && err != nil || !strings.Contains(got, c.want) {
+			t.Errorf("search %v, file %q, log %q: got error %v, want %q", c.search, c.file, c.logPath, err, c.want)
+		}
+	}
+}
