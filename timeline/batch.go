@@ -3,15 +3,18 @@ package timeline
 import (
 	"time"
 
+	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/trace"
 )
 
-// record is the data of one call of Record, Offset or Cycle: an operation, a clock measurement, or the
-// beginning of a cycle.
+// record is the data of one call of Record, Offset, Tuned or Cycle: an operation, a clock measurement, a
+// change of settings, or the beginning of a cycle.
 type record struct {
 	trace.Operation
 	// offset is the clock measurement. It is nil in records of other kinds.
 	offset *trace.Offset
+	// tuning has the settings from the time Granted on. It is nil in records of other kinds.
+	tuning *message.Tuning
 	// cycle is set if the record marks the beginning of a cycle. In that case Granted is the time of the
 	// beginning.
 	cycle bool
@@ -107,7 +110,7 @@ func (b *batch) room(tensors, activities, arrivals int) bool {
 	return tensors <= cap(b.tensors) && activities <= cap(b.activities) && arrivals <= cap(b.arrivals)
 }
 
-// mark adds a record of a clock measurement or a cycle. If there is no room it returns false.
+// mark adds a record that is not an operation. If there is no room it returns false.
 func (b *batch) mark(r record) bool {
 	if len(b.records) == cap(b.records) {
 		return false

@@ -129,6 +129,20 @@ func (f *formatter) cycle(dst []byte, at time.Duration) []byte {
 	return append(f.event(dst, "CYCLE_START", `i","s":"g`, &f.zero, at), '}')
 }
 
+// tuned appends an event that marks a change of settings.
+func (f *formatter) tuned(dst []byte, at time.Duration, v *message.Tuning) []byte {
+	f.before.track = nil
+	dst = append(f.event(dst, "hvd_tuning", `i","s":"p`, &f.zero, at), `,"args":{`...)
+	dst = number(dst, "fusion_threshold_bytes", v.FusionThresholdBytes)
+	dst = micros(dst, "cycle_time_us", v.CycleTime)
+	dst = number(dst, "segment_bytes", int64(v.SegmentBytes))
+	cached := int64(1)
+	if v.CacheOff {
+		cached = 0
+	}
+	return append(number(dst, "cache_enabled", cached), "}}"...)
+}
+
 // end appends hvd_end, the last event of a timeline that was closed by Close.
 func (f *formatter) end(dst []byte, dropped uint64) []byte {
 	f.before.track = nil

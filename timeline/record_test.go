@@ -479,6 +479,8 @@ func TestMarks(t *testing.T) {
 		cfg.MaxBytes = 8 * 4096
 		tl := mustStart(t, cfg, quick)
 		tl.Cycle(time.Millisecond)
+		tl.Tuned(time.Millisecond, &message.Tuning{FusionThresholdBytes: 1 << 20, SegmentBytes: 64,
+			CycleTime: 2500 * time.Microsecond, CacheOff: true})
 		job := cfg.Clock.Job()
 		tl.Offset(trace.Offset{At: 2 * time.Millisecond, Offset: -1500, Error: 250, Job: job})
 		for i := range 10 {
@@ -494,6 +496,11 @@ func TestMarks(t *testing.T) {
 			want := []timelinetest.Clock{clock}
 			if i == 0 && rank == 0 {
 				want = []timelinetest.Clock{{}, clock}
+			}
+			changed := []timelinetest.Tuning{{At: 1000, FusionBytes: 1 << 20, CycleMicros: 2500,
+				SegmentBytes: 64}}
+			if i == 0 && !slices.Equal(s.Tunings, changed) {
+				t.Errorf("%s: got changes of settings %+v, want %+v", name, s.Tunings, changed)
 			}
 			if s.Cycles != 0 || !slices.Equal(s.Clocks, want) || s.Rank != rank || s.Job != job {
 				t.Errorf("%s: got %+v, want no cycles, the clock %v and job %s", name, s, want, job)

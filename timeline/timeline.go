@@ -29,6 +29,7 @@ import (
 
 	"go.uber.org/zap"
 
+	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/trace"
 )
 
@@ -171,6 +172,11 @@ func (t *Timeline) Cycle(at time.Duration) {
 			return b.mark(record{Operation: trace.Operation{Granted: at}, cycle: true})
 		})
 	}
+}
+
+// Tuned records that rank 0 has changed settings at the given time. The caller must not change v afterwards.
+func (t *Timeline) Tuned(at time.Duration, v *message.Tuning) {
+	t.add(func(b *batch) bool { return b.mark(record{Operation: trace.Operation{Granted: at}, tuning: v}) })
 }
 
 // Offset records a measurement of this rank's clock against rank 0's clock.

@@ -196,6 +196,12 @@ func (w *writer) write(records []record) error {
 			if err := w.place(func(dst []byte) []byte { return w.format.cycle(dst, r.Granted) }); err != nil {
 				return err
 			}
+		case r.tuning != nil:
+			if err := w.place(func(dst []byte) []byte {
+				return w.format.tuned(dst, r.Granted, r.tuning)
+			}); err != nil {
+				return err
+			}
 		case r.offset != nil:
 			if err := w.place(func(dst []byte) []byte { return w.format.clock(dst, r.offset) }); err != nil {
 				return err

@@ -221,6 +221,7 @@ func Start(ctx context.Context, cfg Config) (*Engine, error) {
 	}
 	e.observer.start, e.observer.recorder, e.observer.fusionThreshold = e.start, cfg.Recorder,
 		cfg.FusionThresholdBytes
+	e.observer.tunes = cfg.Rank == 0
 	e.clock.Clock = newClock(e.start, e.log)
 	if cfg.ClockDomain != "" {
 		e.clock.Domain = cfg.ClockDomain

@@ -253,7 +253,7 @@ func (e *Engine) applyDown() {
 	}
 	if t := e.scratch.down.Tuning; t != nil {
 		e.cycleTime = t.CycleTime
-		e.observer.tuned(t)
+		e.observer.tuned(e.now, t)
 	}
 	// The member collects the grants. The next memberReady dispatches them and sends the frames with which
 	// the member responds.

@@ -28,6 +28,9 @@ type Timeline interface {
 	// measurement of the offset of this rank's clock from rank 0's clock.
 	Cycle(at time.Duration)
 	Offset(o trace.Offset)
+	// Tuned records, at rank 0 only, that the settings have the values v from the given time on. The engine
+	// does not change v afterwards.
+	Tuned(at time.Duration, v *message.Tuning)
 }
 
 // observer records the operations of a rank for Stats, the Recorder and the Timeline. The loop and the lanes
@@ -39,6 +42,8 @@ type observer struct {
 
 	mu              sync.Mutex
 	fusionThreshold int64
+	tunes           bool            // whether the timeline of this rank shows changes of settings
+	tuning          *message.Tuning // the last change, or nil
 	counts          counts
 	offset          trace.Offset
 	aligned         bool            // whether offset is set
@@ -212,11 +217,14 @@ func ownShape(q *message.Request, r *message.Response) tensor.Shape {
 	return r.Shape
 }
 
-// tuned records that rank 0 has changed settings.
-func (o *observer) tuned(t *message.Tuning) {
+// tuned records that rank 0 has changed settings. v must not be changed afterwards.
+func (o *observer) tuned(at time.Duration, v *message.Tuning) {
 	o.mu.Lock()
-	o.fusionThreshold = t.FusionThresholdBytes
-	o.mu.Unlock()
+	defer o.mu.Unlock()
+	o.fusionThreshold, o.tuning = v.FusionThresholdBytes, v
+	if t := o.timeline.Load(); t != nil && o.tunes {
+		(*t).Tuned(at, v)
+	}
 }
 
 // abandoned counts tensors that have ended without a grant, because the epoch has ended or their process set
@@ -304,6 +312,9 @@ func (e *Engine) Watch(t Timeline) (before Timeline) {
 		next = &t
 		if o.aligned {
 			t.Offset(o.offset)
+		}
+		if o.tuning != nil && o.tunes {
+			t.Tuned(o.since(), o.tuning)
 		}
 	}
 	if old := o.timeline.Swap(next); old != nil {

@@ -23,6 +23,7 @@ type log struct {
 	ops     []trace.Operation
 	cycles  int
 	offsets []trace.Offset
+	tunings []message.Tuning
 	aligned func() // called after each offset is recorded, unless it is nil
 }
 
@@ -41,6 +42,12 @@ func (l *log) Cycle(time.Duration) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.cycles++
+}
+
+func (l *log) Tuned(_ time.Duration, v *message.Tuning) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.tunings = append(l.tunings, *v)
 }
 
 func (l *log) Offset(o trace.Offset) {

@@ -126,10 +126,37 @@ var (
 			return s.Coordinator.StallReports
 		}),
 	}
+	// tuned is exported only if the job tunes its settings.
+	tuned = []number{
+		gauge("hvd_autotune_active", "1 while autotune searches for settings, and 0 after that.",
+			func(s *trace.Stats) float64 { return toggle(s.Tuning.Active) }),
+		gauge("hvd_autotune_rounds", "Rounds of the search that have ended. A round measures one point.",
+			func(s *trace.Stats) float64 { return float64(s.Tuning.Rounds) }),
+		gauge("hvd_autotune_best_bytes_per_second",
+			"Score of the best settings so far: bytes that allreduces of all ranks reduce per second. 0 if nothing was measured.",
+			func(s *trace.Stats) float64 { return s.Tuning.BytesPerSecond }),
+		gauge("hvd_autotune_fusion_threshold_bytes", "Fusion threshold that autotune has chosen last.",
+			func(s *trace.Stats) float64 { return float64(s.Tuning.Values.FusionThresholdBytes) }),
+		gauge("hvd_autotune_cycle_time_seconds", "Cycle time that autotune has chosen last.",
+			func(s *trace.Stats) float64 { return s.Tuning.Values.CycleTime.Seconds() }),
+		gauge("hvd_autotune_segment_bytes",
+			"Segment size of operations over TCP that autotune has chosen last.",
+			func(s *trace.Stats) float64 { return float64(s.Tuning.Values.SegmentBytes) }),
+		gauge("hvd_autotune_cache_enabled",
+			"1 if autotune has switched the response cache on last, and 0 if it has switched it off.",
+			func(s *trace.Stats) float64 { return toggle(!s.Tuning.Values.CacheOff) }),
+	}
 	last     = desc("hvd_rank_last_total", "Tensors for which this rank's request arrived last.", labelLate)
 	lateness = desc("hvd_rank_lateness_seconds_total",
 		"Wall time during which this rank held up all others: they had requested an operation and this rank had not. If several operations waited at the same time, the time counts once.", labelLate)
 )
+
+func toggle(on bool) float64 {
+	if on {
+		return 1
+	}
+	return 0
+}
 
 // NewCollector returns a collector of a rank's metrics. For each scrape the collector calls get once, which
 // returns the rank's statistics. get must be safe for concurrent use.
@@ -142,7 +169,7 @@ func (c *collector) Describe(to chan<- *prometheus.Desc) {
 		last, lateness} {
 		to <- d
 	}
-	for _, group := range [][]number{numbers, clock, coordinator} {
+	for _, group := range [][]number{numbers, clock, coordinator, tuned} {
 		for _, n := range group {
 			to <- n.desc
 		}
@@ -187,6 +214,9 @@ func (c *collector) Collect(to chan<- prometheus.Metric) {
 		rank := strconv.Itoa(int(l.Rank))
 		count(last, float64(l.Last), rank)
 		count(lateness, l.Held.Seconds(), rank)
+	}
+	if s.Tuning != nil {
+		show(tuned...)
 	}
 }
 

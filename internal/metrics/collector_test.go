@@ -56,6 +56,9 @@ func full() trace.Stats {
 				{Rank: 3, Last: 90, Held: 9500 * time.Millisecond}},
 			Stalled: 10, StallReports: 11,
 		},
+		Tuning: &trace.Tuning{Active: true, Rounds: 12, BytesPerSecond: 1.5e9,
+			Values: message.Tuning{FusionThresholdBytes: 13, CycleTime: 14 * time.Millisecond,
+				SegmentBytes: 15}},
 	}
 }
 
@@ -63,7 +66,7 @@ func full() trace.Stats {
 // coordinator has one.
 func other() trace.Stats {
 	s := full()
-	s.Rank, s.Coordinator = 1, nil
+	s.Rank, s.Coordinator, s.Tuning = 1, nil, nil
 	return s
 }
 
@@ -83,6 +86,27 @@ func gather(t *testing.T, c prometheus.Collector) []*dto.MetricFamily {
 
 func TestCollector(t *testing.T) {
 	const want = `
+# HELP hvd_autotune_active 1 while autotune searches for settings, and 0 after that.
+# TYPE hvd_autotune_active gauge
+hvd_autotune_active 1
+# HELP hvd_autotune_best_bytes_per_second Score of the best settings so far: bytes that allreduces of all ranks reduce per second. 0 if nothing was measured.
+# TYPE hvd_autotune_best_bytes_per_second gauge
+hvd_autotune_best_bytes_per_second 1.5e+09
+# HELP hvd_autotune_cache_enabled 1 if autotune has switched the response cache on last, and 0 if it has switched it off.
+# TYPE hvd_autotune_cache_enabled gauge
+hvd_autotune_cache_enabled 1
+# HELP hvd_autotune_cycle_time_seconds Cycle time that autotune has chosen last.
+# TYPE hvd_autotune_cycle_time_seconds gauge
+hvd_autotune_cycle_time_seconds 0.014
+# HELP hvd_autotune_fusion_threshold_bytes Fusion threshold that autotune has chosen last.
+# TYPE hvd_autotune_fusion_threshold_bytes gauge
+hvd_autotune_fusion_threshold_bytes 13
+# HELP hvd_autotune_rounds Rounds of the search that have ended. A round measures one point.
+# TYPE hvd_autotune_rounds gauge
+hvd_autotune_rounds 12
+# HELP hvd_autotune_segment_bytes Segment size of operations over TCP that autotune has chosen last.
+# TYPE hvd_autotune_segment_bytes gauge
+hvd_autotune_segment_bytes 15
 # HELP hvd_clock_error_seconds Maximum error of hvd_start_offset_seconds, in either direction.
 # TYPE hvd_clock_error_seconds gauge
 hvd_clock_error_seconds 5e-05
@@ -257,6 +281,8 @@ func TestNothingIsForgotten(t *testing.T) {
 			v.SetUint(v.Uint() ^ 1)
 		case reflect.Int, reflect.Int32, reflect.Int64:
 			v.SetInt(v.Int() + 1<<20) // large enough to be visible after a duration was rounded
+		case reflect.Float64:
+			v.SetFloat(v.Float() * 2)
 		default:
 			t.Fatalf("%s: a %v is new here", path, v.Kind())
 		}
@@ -281,17 +307,18 @@ func TestUnknownIsLeftOut(t *testing.T) {
 		t.Errorf("got %d metrics of %d that are described", len(got), len(described))
 	}
 	s := full()
-	s.Coordinator, s.ClockKnown, s.FusionRoomBytes = nil, false, 0
+	s.Coordinator, s.Tuning, s.ClockKnown, s.FusionRoomBytes = nil, nil, false, 0
 	for _, f := range gather(t, metrics.NewCollector(func() trace.Stats { return s })) {
 		switch f.GetName() {
 		case "hvd_cycles_total", "hvd_rank_last_total", "hvd_rank_lateness_seconds_total",
 			"hvd_stalled_tensors", "hvd_stall_reports_total",
-			"hvd_start_offset_seconds", "hvd_clock_error_seconds", "hvd_fusion_fill_ratio":
+			"hvd_start_offset_seconds", "hvd_clock_error_seconds", "hvd_fusion_fill_ratio",
+			"hvd_autotune_active", "hvd_autotune_rounds", "hvd_autotune_cache_enabled":
 			t.Errorf("%s is there: %v", f.GetName(), f)
 		}
 	}
 	s = full()
-	s.FusionThresholdBytes = 0 // fusion is off
+	s.FusionThresholdBytes, s.FusionRoomBytes = 0, 0 // fusion is off
 	for _, f := range gather(t, metrics.NewCollector(func() trace.Stats { return s })) {
 		for _, m := range f.Metric {
 			if g := m.GetGauge().GetValue(); math.IsNaN(g) || math.IsInf(g, 0) {

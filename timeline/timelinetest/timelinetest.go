@@ -26,6 +26,7 @@ type Summary struct {
 	Operations []Operation
 	Cycles     int
 	Clocks     []Clock
+	Tunings    []Tuning
 	// Names has the names of the tracks, in the order of their pids, which begin at 1.
 	Names []string
 	// Ended is set if the file has the event hvd_end, which Close writes. Then Dropped is the number of
@@ -33,6 +34,15 @@ type Summary struct {
 	// before the segment began.
 	Ended   bool
 	Dropped uint64
+}
+
+// Tuning is a change of settings.
+type Tuning struct {
+	At             float64
+	FusionBytes    int64   `json:"fusion_threshold_bytes"`
+	CycleMicros    float64 `json:"cycle_time_us"`
+	SegmentBytes   int64   `json:"segment_bytes"`
+	CacheIsEnabled int     `json:"cache_enabled"`
 }
 
 // Operation is one operation on one tensor.
@@ -373,6 +383,12 @@ func (c *checker) instant(e *event, ts float64) error {
 	case "CYCLE_START":
 		c.s.Cycles++
 		scope = "g"
+	case "hvd_tuning":
+		v := Tuning{At: ts}
+		if err := args(e, &v); err != nil {
+			return err
+		}
+		c.s.Tunings = append(c.s.Tunings, v)
 	case "hvd_clock":
 		var a struct {
 			Offset *json.RawMessage `json:"offset_us"`
