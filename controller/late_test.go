@@ -100,7 +100,8 @@ func TestArrivals(t *testing.T) {
 			Held: 3 * time.Millisecond})
 }
 
-// If a bit is erased and its votes become requests, the requests keep the arrival times of the votes.
+// If a cache entry is erased, the coordinator turns the votes for it into requests. These requests keep the
+// arrival times of the votes.
 func TestArrivalsOfAnErasedBit(t *testing.T) {
 	a := newArrivals(t)
 	a.c.Trace(true)
