@@ -56,7 +56,7 @@ func stopped(t *testing.T, rng *rand.Rand, what string, limit time.Duration, tex
 	n, memory := 2+rng.IntN(3), []string{"shm", "tcp"}[rng.IntN(2)]
 	victim := rng.IntN(n)
 	t.Logf("rank %d of %d, %s over %s", victim, n, what, memory)
-	j := start(t, n, what, append(env, "HOROVOD_CPU_OPERATIONS="+memory)...)
+	j := start(t, n, what, append(env, "HOROVOD_CPU_OPERATIONS="+memory, staysVariable+"=1")...)
 	pids := j.ready(n)
 	<-time.After(time.Duration(rng.IntN(50)) * time.Millisecond) // waits until a random point of an operation
 	if err := syscall.Kill(pids[victim], syscall.SIGSTOP); err != nil {
@@ -78,6 +78,9 @@ func stopped(t *testing.T, rng *rand.Rand, what string, limit time.Duration, tex
 		}
 		return reports == n-1
 	})
+	if err := j.cmd.Process.Signal(syscall.SIGTERM); err != nil {
+		t.Error(err)
+	}
 	if status := j.wait(); status == 0 {
 		t.Error("hvdrun ended with status 0")
 	}
