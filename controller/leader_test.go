@@ -219,6 +219,34 @@ func TestLeaderPassesRequestsAfterAnInvalidation(t *testing.T) {
 	}
 }
 
+// The same holds if the entry is erased because the cache is turned off, whether the leader holds the vote at
+// that time or has passed it on.
+func TestLeaderPassesRequestsAfterTheCacheIsOff(t *testing.T) {
+	for _, held := range []time.Duration{0, 200 * time.Millisecond} {
+		c, w := newLeaderCluster(t, leaderConfig())
+		submit := func(name string, ranks ...int) {
+			for _, r := range ranks {
+				c.nodes[r].submit(topo.Global, allreduce(name, 3))
+			}
+			c.settle()
+		}
+		submit("a", 0, 1, 2, 3, 4)
+		submit("a", 2)
+		c.pass(held)
+		c.tune(message.Tuning{FusionThresholdBytes: 64, CacheOff: true})
+		submit("b", 0, 1, 2, 3, 4) // the cycle that answers b erases a
+		w.take()
+		submit("a", 0, 1, 3)
+		wantParts(t, w.take(), "[3] up seen=2 set=0 request allreduce a float32[3]")
+		submit("a", 4)
+		for r := range c.nodes {
+			if c.nodes[r].waits(topo.Global, "a") {
+				t.Errorf("the vote was held for %v: rank %d waits for a", held, r)
+			}
+		}
+	}
+}
+
 // A leader holds neither votes nor requests if a rank of its host has joined and so will not make them.
 func TestLeaderPassesVotes(t *testing.T) {
 	c, w := newLeaderCluster(t, leaderConfig())

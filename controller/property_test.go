@@ -64,7 +64,7 @@ type checker struct {
 type counts struct {
 	grants, byBit, fused, errors, refused, erased, late, invalid, stopsWithWork, verdicts int
 	joins, absent, absentByBit, groups, failedGroups, added, removed, impossible, crossed int
-	left, awaited, closedEarly, combined, alone, tuned, emptied                           int
+	left, awaited, closedEarly, combined, alone, tuned, emptied, emptiedLed               int
 }
 
 type setModel struct {
@@ -743,6 +743,11 @@ func (ch *checker) decided(s *setModel, d *message.DownSet) {
 	}
 	if ch.tuning.CacheOff {
 		ch.seen.emptied++
+		if len(d.Erase) > 0 && slices.ContainsFunc(s.Ranks, func(r topo.Rank) bool {
+			return ch.c.nodes[r].leader() != nil
+		}) {
+			ch.seen.emptiedLed++
+		}
 		for bit := range s.cache.Bound() {
 			if r := s.cache.At(bit); r != nil && !s.holds(r.Name) {
 				ch.broken(3, "set %d: %q is cached although the cache is off", s.ID, r.Name)
@@ -1029,7 +1034,7 @@ func (a counts) plus(b counts) counts {
 		a.failedGroups + b.failedGroups,
 		a.added + b.added, a.removed + b.removed, a.impossible + b.impossible, a.crossed + b.crossed,
 		a.left + b.left, a.awaited + b.awaited, a.closedEarly + b.closedEarly, a.combined + b.combined,
-		a.alone + b.alone, a.tuned + b.tuned, a.emptied + b.emptied,
+		a.alone + b.alone, a.tuned + b.tuned, a.emptied + b.emptied, a.emptiedLed + b.emptiedLed,
 	}
 }
 
