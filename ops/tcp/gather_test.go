@@ -6,12 +6,15 @@ import (
 	"encoding/binary"
 	"errors"
 	"math"
+	"runtime"
 	"slices"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/ops/opstest"
 	"github.com/gohvd/gohvd/ops/tcp"
 )
@@ -225,4 +228,42 @@ func TestAlltoallLies(t *testing.T) {
 			}
 		})
 	}
+}
+
+// slowMesh is the mesh of a rank whose sockets have little room, and which reads so late that all data has
+// arrived.
+type slowMesh struct{ transport.Mesh }
+
+func (m *slowMesh) Conn(ctx context.Context, l transport.Lane, peer topo.Rank) (transport.Conn, error) {
+	c, err := m.Mesh.Conn(ctx, l, peer)
+	return &slowConn{c}, err
+}
+
+type slowConn struct{ transport.Conn }
+
+func (c *slowConn) TrySend(p []byte) (int, error) {
+	n := (len(p) + 1) / 2
+	return n, c.Send(p[:n])
+}
+
+func (c *slowConn) TryRead(p []byte) (int, error) {
+	for {
+		if n, err := c.Conn.TryRead(p); n > 0 || err != nil {
+			return n, err
+		}
+		runtime.Gosched()
+	}
+}
+
+// Rank 3 waits for a channel that rank 0 makes when it has received bytes that are pending at rank 3. So rank 3
+// must send them before it waits.
+func TestPendingBytesBeforeDialing(t *testing.T) {
+	const n = 7
+	meshes := tcpMeshes(t, n)
+	meshes[3] = &slowMesh{meshes[3]}
+	c := newCluster(meshes, upTo(n), tcp.Config{})
+	defer c.close()
+	c.must(t, func(_ int, b *opstest.Blocking) error {
+		return b.Allgather(t.Context(), message.Bruck, make([]byte, 64*n), slices.Repeat([]int64{64}, n))
+	})
 }

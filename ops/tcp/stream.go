@@ -170,6 +170,10 @@ func (b *Backend) conn(i int) (*stream, error) {
 		if b.ctx == nil {
 			continue
 		}
+		// The peer may dial only when it has received bytes that are pending here.
+		if err := b.handOver(); err != nil {
+			return nil, err
+		}
 		c, err := b.mesh.Conn(b.ctx, b.lane, b.ranks[i])
 		if err != nil {
 			if cause := context.Cause(b.ctx); cause != nil && !errors.Is(err, cause) {
