@@ -62,7 +62,14 @@ func (b *Backend) double(d, seg int, reduce kernel.Func, buf []byte) error {
 	if err := exchange(c, buf, in, seg); err != nil {
 		return err
 	}
-	reduce(buf, in)
+	// Both ranks put the contribution of the lower rank first, because the bits of a sum of two NaNs may
+	// depend on the order.
+	if b.me&d == 0 {
+		reduce(buf, in)
+		return nil
+	}
+	reduce(in, buf)
+	copy(buf, in)
 	return nil
 }
 

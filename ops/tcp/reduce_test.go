@@ -3,6 +3,7 @@ package tcp_test
 import (
 	"bytes"
 	"fmt"
+	"math"
 	"testing"
 
 	"github.com/gohvd/gohvd/half"
@@ -186,6 +187,22 @@ func TestAllreduceSameBits(t *testing.T) {
 			}
 		}
 	})
+}
+
+// All ranks get the same bits of a NaN, even if they contribute NaNs with different bits.
+func TestAllreduceSameNaN(t *testing.T) {
+	c := newCluster(memMeshes(4), upTo(4), tcp.Config{})
+	defer c.close()
+	for _, alg := range tcp.Algorithms(message.Allreduce) {
+		bufs := make([][]byte, 4)
+		c.must(t, func(r int, b *opstest.Blocking) error {
+			bufs[r] = tensor.Bytes([]float32{math.Float32frombits(0x7fc00000 | uint32(r)<<31 | uint32(r))})
+			return b.Allreduce(t.Context(), alg, tensor.Float32, tensor.Sum, bufs[r])
+		})
+		for r := range bufs {
+			wantElements(t, fmt.Sprintf("%v: rank %d, as rank 0", alg, r), tensor.Float32, bufs[r], bufs[0])
+		}
+	}
 }
 
 // divisions returns several ways to divide numElems elements into blocks for n ranks, by name.
