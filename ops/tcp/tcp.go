@@ -304,7 +304,10 @@ func (b *Backend) fail(err error) error {
 }
 
 // Close implements ops.Backend.
-func (b *Backend) Close() { b.steps.close() }
+func (b *Backend) Close() {
+	b.steps.close()
+	b.watch.close()
+}
 
 // run runs the operation from start to end. It waits only in the methods of streams and in await.
 func (b *Backend) run() error {

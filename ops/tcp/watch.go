@@ -65,3 +65,13 @@ func (w *watch) end(err error) error {
 	}
 	return err
 }
+
+// close ends the registration with the context, which would keep the backend in memory.
+func (w *watch) close() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.stop != nil {
+		w.stop()
+	}
+	w.stop, w.done = nil, nil
+}
