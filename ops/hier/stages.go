@@ -28,6 +28,7 @@ func (b *Backend) start(l *level, op ops.Operation) (err error) {
 	if op.Algorithm, err = l.backend.Plan(l.ranks, &b.response, int64(len(op.Buf))); err != nil {
 		return err
 	}
+	op.SegmentBytes = b.op.SegmentBytes
 	b.running = l.backend
 	return l.backend.Start(op)
 }
