@@ -255,8 +255,8 @@ func (c *slowConn) TryRead(p []byte) (int, error) {
 	}
 }
 
-// Rank 3 waits for a channel that rank 0 makes when it has received bytes that are pending at rank 3. So rank 3
-// must send them before it waits.
+// Rank 3 waits for a channel that rank 0 makes when it has received bytes that are pending at rank 3. So rank
+// 3 must send them before it waits.
 func TestPendingBytesBeforeDialing(t *testing.T) {
 	const n = 7
 	meshes := tcpMeshes(t, n)
