@@ -15,8 +15,9 @@ import (
 
 // Options determine which of the compatible responses are fused.
 type Options struct {
-	// ThresholdBytes is the maximum number of bytes that are fused into one operation, counted as they are
-	// sent, after compression. 0 disables fusion. A group that is one response is not split.
+	// ThresholdBytes is the maximum number of bytes that are fused into one operation. Compressed tensors
+	// count with their compressed size. 0 disables fusion. A response with several tensors of a group is not
+	// split.
 	ThresholdBytes int64
 	// If DisableGroupFusion is set, the tensors of a group are not fused with tensors outside the group.
 	DisableGroupFusion bool

@@ -30,7 +30,8 @@ type (
 	// the call did not specify a name; and Err, the cause.
 	UsageError = engine.UsageError
 	// MismatchError says that the requests of the ranks for a tensor contradict each other, or that they
-	// cannot be executed. Its fields are Tensor, the name, and Text, which says which rank sent what.
+	// cannot be executed. Its field Tensor is the name of the tensor, and its field Text says which rank sent
+	// what.
 	MismatchError = engine.MismatchError
 	// PeerError says that ranks have failed and that the epoch is over. Its fields are Ranks, the ranks that
 	// failed (two ranks if either of them may be the cause); Reason, which says what was observed; and

@@ -417,8 +417,9 @@ func TestRandomOperations(t *testing.T) {
 	}
 }
 
-// Operations have times that are missing or are before the last time on their track. Their bars are moved, so
-// that the times on a track never decrease, and the exact times are in the arguments.
+// TestClamping writes operations whose times are missing or are before the last time on their track. Their
+// bars must be moved so that the times on a track never decrease, and their arguments must hold the exact
+// times.
 func TestClamping(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "t.json")
 	cfg := testConfig(path)

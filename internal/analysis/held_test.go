@@ -10,10 +10,10 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// ask is an operation for which one rank was the last to ask. The field others is the time by which the other
-// ranks had asked, and the field asked is the time at which the last rank asked. Times are in ms. If rank is
-// at least 0, it is the last rank, and the ranks waited for the operation. If rank is negative, the last rank
-// is ^rank, and the others went on without waiting.
+// ask describes the requests for one operation. All ranks but one had asked by the time others, and the last
+// rank asked at the time asked. Times are in ms. If rank is at least 0, it is the last rank, and the ranks
+// waited for the operation. If rank is negative, the last rank is ^rank, and the others went on without
+// waiting.
 type ask struct{ rank, others, asked int }
 
 func held(asks ...ask) []int {

@@ -520,8 +520,8 @@ func TestForRanks(t *testing.T) {
 	}
 }
 
-// TestFromFlag checks that FromFlag converts values of flags to the form of the environment, and that its
-// errors for invalid values say what is valid.
+// TestFromFlag checks that FromFlag converts the value of a flag to that of the environment variable, and
+// that its errors for invalid values say which values are valid.
 func TestFromFlag(t *testing.T) {
 	for _, c := range []struct {
 		name       string

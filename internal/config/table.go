@@ -632,7 +632,7 @@ var settings = []Setting{
 	{
 		Name: "HVD_UNIQUE_ID", Section: sectionPlace, Scope: PerProcess, Secret: true,
 		Otherwise: "the ranks meet as the launcher says",
-		Doc: "id, made by hvd.NewUniqueID, by which the ranks meet. It must be the same at all ranks. " +
+		Doc: "id with which the ranks find each other, made by hvd.NewUniqueID. It must be the same at all ranks. " +
 			"Rank and size come from a launcher, or from HOROVOD_RANK and HOROVOD_SIZE. Every process " +
 			"that has the id can join the job",
 		kind: text("the text of an id, or several with commas between them", func(c *Config) *string {

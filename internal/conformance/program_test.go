@@ -52,7 +52,7 @@ type author struct {
 	kinds []kin
 	// fresh is set if each tensor gets a new name.
 	fresh bool
-	// names has the last operation of each name. Most operations repeat the last operation of their name, so
+	// names maps each name to its last operation. Most operations repeat the last operation of their name, so
 	// that requests are in the cache.
 	names map[string]habit
 }

@@ -20,7 +20,7 @@ const maxStagedBytes = 64 << 20
 type reduction struct {
 	types   []tensor.DType // the element types after the current one
 	scaling scaling
-	// tensors are this rank's tensors of the current type. It is empty if this rank is absent. counts holds
+	// tensors holds this rank's tensors of the current type. It is empty if this rank is absent. counts holds
 	// the number of bytes to send for each tensor. It is nil if all tensors form one part and no counts are
 	// needed. losses holds the key of each tensor's compression loss. It is nil if no tensor has error
 	// feedback.

@@ -314,7 +314,7 @@ func TestLauncherIsStopped(t *testing.T) {
 		Reach:   byShell(`tee '` + orders + `' | "$@" | tee '` + answers + `'`),
 		Command: sh("echo ready; " + laterScript(flood) + "yes")})
 	r.awaitOutput(&r.stdout, "ready", 3)
-	// From here on the ranks only run, so the launcher and the agents send each other only pings.
+	// From here on the ranks start and end nothing, so launcher and agents send each other only pings.
 	awaitPings := func(file string, n int64) {
 		t.Helper()
 		size := func() int64 {

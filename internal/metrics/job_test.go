@@ -230,7 +230,7 @@ func TestLargestJobFits(t *testing.T) {
 }
 
 // asker answers queries for two ranks and counts the queries. A query waits until free is closed and then
-// returns the answers of both ranks. If its time ends before that, it returns only the answer of rank 0.
+// returns the answers of both ranks. If its context ends before that, it returns only the answer of rank 0.
 type asker struct {
 	mu    sync.Mutex
 	asked int

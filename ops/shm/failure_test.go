@@ -20,9 +20,9 @@ import (
 	"github.com/gohvd/gohvd/ops/shm"
 )
 
-// In every kind of operation, a rank waits for a rank that has not started the operation. When the mesh
-// reports that the process of that rank has ended, the operation fails, and all later operations fail with
-// the same error.
+// TestDeadPeer lets a rank wait, in every kind of operation, for a rank that has not started the operation.
+// When the mesh reports that the process of that rank has ended, the operation must fail, and all later
+// operations must fail with the same error.
 func TestDeadPeer(t *testing.T) {
 	for name, op := range operations(t) {
 		t.Run(name, func(t *testing.T) {

@@ -114,7 +114,8 @@ func (c *lateConn) Sent() uint64 {
 	return c.Conn.Sent()
 }
 
-// If the channel still holds a buffer that the operation must overwrite, a step without wait returns Waiting.
+// TestStepsWhileBuffersAreHeld checks that a step that may not wait returns Waiting if the channel still
+// holds a buffer that the operation must overwrite.
 func TestStepsWhileBuffersAreHeld(t *testing.T) {
 	meshes := memMeshes(2)
 	l := &late{Mesh: meshes[0]}

@@ -16,7 +16,7 @@ import (
 	"github.com/go-json-experiment/json/jsontext"
 )
 
-// Merged says what Merge has written.
+// Merged describes the output of Merge.
 type Merged struct {
 	Ranks  int
 	Events int64

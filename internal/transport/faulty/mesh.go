@@ -148,7 +148,7 @@ func (c *conn) TryRead(p []byte) (int, error) { return c.in.read(p, false) }
 // Send implements transport.Conn.
 func (c *conn) Send(p []byte) error { return c.out.send(p) }
 
-// TrySend implements transport.Conn. It queues all of p, because a link has no room that it could report.
+// TrySend implements transport.Conn. It queues all of p, because the queue of a link has no limit.
 func (c *conn) TrySend(p []byte) (int, error) { return len(p), c.out.send(p) }
 
 // Sent implements transport.Conn.
