@@ -121,6 +121,8 @@ func (v *requestSet) disagreement() string {
 		checks = append(checks, v.ids, v.absence)
 	case message.Allreduce:
 		checks = append(checks, v.parts, v.types, v.shapes, v.factors, v.reductions, v.compressions, v.groups)
+	case message.Reduce:
+		checks = append(checks, v.types, v.shapes, v.factors, v.reductions, v.groups, v.roots)
 	case message.Reducescatter:
 		checks = append(checks, v.types, v.shapes, v.factors, v.reductions, v.groups, v.absence, v.scalars)
 	case message.Broadcast:
@@ -249,7 +251,7 @@ func (v *requestSet) roots() string {
 		return v.errorText("root rank %d is not in the process set of %s", v.first.Root,
 			topo.FormatRanks(v.set.Ranks))
 	case v.requests[root].Kind == message.NoKind:
-		return v.errorText("root rank %d has joined and sends nothing", v.first.Root)
+		return v.errorText("root rank %d has joined", v.first.Root)
 	}
 	return ""
 }

@@ -89,8 +89,8 @@ func (s *setState) joinAll() {
 // joining returns the members that have not joined yet.
 func (s *setState) joining() []topo.Rank { return s.missing(func(int) bool { return false }) }
 
-// needsAll reports whether operations of kind k cannot run with neutral elements in place of the data of
-// joined members. Such an operation fails unless these members have joined with empty contributions.
+// needsAll reports whether the response to an operation of kind k may depend on which members have joined. It
+// does not if neutral elements can always take the place of the data of joined members.
 func needsAll(k message.Kind) bool {
 	switch k {
 	case message.Allreduce, message.Barrier:

@@ -415,6 +415,13 @@ func checkGrant(s *memberSet, g *Grant) error {
 
 // checkResponse returns an error if a response of the grant is invalid for the process set.
 func checkResponse(s *memberSet, g *Grant, r *message.Response) error {
+	switch {
+	case r.Kind.HasRoot() && s.index(r.Root) < 0:
+		return fmt.Errorf("%v %q: root rank %d is not a member of process set %d", r.Kind, r.Name, r.Root,
+			s.ID)
+	case r.Kind.HasRoot() && slices.Contains(g.Absent, r.Root):
+		return fmt.Errorf("%v %q: root rank %d is absent", r.Kind, r.Name, r.Root)
+	}
 	switch r.Kind {
 	case message.Allgather:
 		if len(r.FirstDims) != len(s.Ranks) {
@@ -425,14 +432,6 @@ func checkResponse(s *memberSet, g *Grant, r *message.Response) error {
 			if n := r.FirstDims[s.index(a)]; n != 0 {
 				return fmt.Errorf("allgather %q: got %d rows from absent rank %d, want 0", r.Name, n, a)
 			}
-		}
-	case message.Broadcast:
-		if s.index(r.Root) < 0 {
-			return fmt.Errorf("broadcast %q: root rank %d is not a member of process set %d", r.Name, r.Root,
-				s.ID)
-		}
-		if slices.Contains(g.Absent, r.Root) {
-			return fmt.Errorf("broadcast %q: root rank %d is absent", r.Name, r.Root)
 		}
 	case message.Join:
 		if s.join == "" {

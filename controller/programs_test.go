@@ -281,7 +281,7 @@ func randomRequest(rng *rand.Rand, s controller.Set, name string) message.Reques
 	for range rng.IntN(3) {
 		q.Shape = append(q.Shape, rng.Int64N(4))
 	}
-	switch rng.IntN(12) {
+	switch rng.IntN(13) {
 	default:
 		q.Kind, q.Op, q.Prescale, q.Postscale = message.Allreduce, tensor.Sum, 1, 1
 		if rng.IntN(4) == 0 {
@@ -309,6 +309,9 @@ func randomRequest(rng *rand.Rand, s controller.Set, name string) message.Reques
 		q.Kind = message.Alltoall
 	case 4:
 		q.Kind, q.Op, q.Prescale, q.Postscale = message.Reducescatter, tensor.Average, 1, 1
+	case 5:
+		q.Kind, q.Op, q.Prescale, q.Postscale = message.Reduce, tensor.Sum, 1, 1
+		q.Root = s.Ranks[rng.IntN(len(s.Ranks))]
 	}
 	return q
 }
@@ -343,6 +346,10 @@ func agree(s controller.Set, qs []*message.Request, empty []bool) bool {
 		if q == nil {
 			switch first.Kind {
 			case message.Allreduce, message.Barrier:
+			case message.Reduce:
+				if first.Root == s.Ranks[m] {
+					return false
+				}
 			case message.AddProcessSet, message.RemoveProcessSet:
 				return false
 			default:
@@ -375,5 +382,5 @@ func agree(s controller.Set, qs []*message.Request, empty []bool) bool {
 			return false
 		}
 	}
-	return first.Kind != message.Broadcast || slices.Contains(s.Ranks, first.Root)
+	return !first.Kind.HasRoot() || slices.Contains(s.Ranks, first.Root)
 }

@@ -97,11 +97,11 @@ func Compatible(a, b *message.Response) bool {
 		return false
 	}
 	switch a.Kind {
-	case message.Allreduce, message.Reducescatter:
+	case message.Allreduce, message.Reduce, message.Reducescatter:
 		// A group that is one response may have tensors of several element types. Then its DType is not
 		// valid.
 		return a.DType == b.DType && a.DType.Valid() && a.Op == b.Op && a.Prescale == b.Prescale &&
-			a.Postscale == b.Postscale && a.Wire == b.Wire
+			a.Postscale == b.Postscale && a.Wire == b.Wire && a.Root == b.Root
 	case message.Broadcast:
 		return a.Root == b.Root
 	case message.Allgather:

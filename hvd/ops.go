@@ -189,6 +189,42 @@ func broadcast[T Element](x []T, root int, opts []Option) (*Handle[T], error) {
 	})
 }
 
+// Reduce reduces x over all ranks as Allreduce does, and returns the result at the rank root. The other ranks
+// get nil, and their x is not changed. The argument root is a rank of the job, not a position in a process
+// set. The result is a new slice unless InPlace is given.
+//
+// With n ranks over TCP, each rank sends the bytes of x once. The root receives (n-1) times the bytes of x if
+// these are at most 64 KiB. Otherwise it receives 2(n-1)/n times the bytes of x.
+func Reduce[T Element](ctx context.Context, x []T, root int, opts ...Option) ([]T, error) {
+	h, err := reduce(x, root, opts)
+	return await(ctx, h, err)
+}
+
+// ReduceAsync submits a Reduce and returns its handle without waiting.
+func ReduceAsync[T Element](x []T, root int, opts ...Option) (*Handle[T], error) {
+	return started(reduce(x, root, opts))
+}
+
+func reduce[T Element](x []T, root int, opts []Option) (*Handle[T], error) {
+	return one(message.Reduce, x, opts, func(h *Handle[T], c call, i int, x []T) error {
+		if err := c.CheckRoot(root); err != nil {
+			return err
+		}
+		if c.Set.IsRoot(root) {
+			if err := allreduceTensor(h, c, i, x); err != nil { // the buffers are those of an allreduce
+				return err
+			}
+		} else {
+			if err := h.describe(&c, i, len(x)); err != nil {
+				return err
+			}
+			h.slot.entry.Input = tensor.Bytes(x)
+		}
+		h.slot.entry.Request.Root = topo.Rank(root)
+		return nil
+	})
+}
+
 // Reducescatter reduces x over all ranks as Allreduce does and returns to each rank its part of the rows. The
 // rows are divided as evenly as possible. If that leaves a remainder, each of the first ranks gets one row
 // more. The result is a new slice unless InPlace is given.

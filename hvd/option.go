@@ -78,7 +78,7 @@ type Option struct {
 // until the program has observed that the operation is done (see the package comment).
 func Name(name string) Option { return Option{kind: rank.OptName, text: name} }
 
-// Op chooses the reduction of an allreduce or of a reducescatter. The default is Average.
+// Op chooses the reduction of an allreduce, a reduce or a reducescatter. The default is Average.
 func Op(op ReduceOp) Option { return Option{kind: rank.OptOp, op: op} }
 
 // InPlace makes the result overwrite the argument, which saves memory and usually also a copy. In an

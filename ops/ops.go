@@ -60,7 +60,7 @@ const (
 // Operation describes a collective and this rank's buffers for it. Kind decides which of the other fields are
 // used.
 type Operation struct {
-	// Kind is Allreduce, Allgather, Broadcast, Alltoall or Reducescatter.
+	// Kind is a kind that moves data.
 	Kind      message.Kind
 	Algorithm message.Algorithm
 
@@ -73,14 +73,16 @@ type Operation struct {
 	DType tensor.DType
 	Op    tensor.ReduceOp
 
-	// Tensors are the tensors that an Allreduce reduces, as if they were concatenated. The number of tensors
-	// and their lengths may differ between ranks, but the total length must be the same. Afterwards all ranks
-	// hold the same bits. A backend that is registered without Lists gets exactly one tensor, whose In and
+	// Tensors are the tensors that an Allreduce or a Reduce reduces, as if they were concatenated. The number
+	// of tensors and their lengths may differ between ranks, but the total length must be the same. After an
+	// Allreduce all ranks hold the same bits. In a Reduce only Root gets the result. At the other ranks a
+	// backend with Lists neither reads nor writes Out, which may be nil, and any other backend leaves the
+	// tensor undefined. A backend that is registered without Lists gets exactly one tensor, whose In and
 	// Out are the same memory, and ignores Scaling.
 	Tensors []Tensor
 	Scaling Scaling
 
-	// Buf is the buffer of the kinds other than Allreduce:
+	// Buf is the buffer of the kinds other than Allreduce and Reduce:
 	//
 	//   - An Allgather fills Buf with the blocks of all ranks in order. The caller has stored this rank's
 	//     block in its place.
@@ -95,7 +97,7 @@ type Operation struct {
 	// combined separately.
 	Counts []int64
 
-	// Root is the rank whose Buf is broadcast.
+	// Root is the rank whose Buf is broadcast, or the rank that gets the result of a Reduce.
 	Root int
 
 	// Allocate returns the output buffer of an Alltoall, which receives the blocks for this rank in the order
@@ -105,7 +107,7 @@ type Operation struct {
 	Allocate func(counts []int64) ([]byte, error)
 }
 
-// Tensor has this rank's input and output buffers for one tensor of an allreduce.
+// Tensor has this rank's input and output buffers for one tensor of an allreduce or of a reduce.
 type Tensor struct {
 	// In is the rank's contribution, and Out receives the result. Both have the same length and the alignment
 	// of the element type. They are either the same memory or do not overlap.

@@ -26,12 +26,19 @@ var changes = []struct {
 	{"first dimension", sumOf(tensor.Float32), func(j *job) { j.elements = 128 }},
 	{"number of rows to gather", movedOf(message.Allgather), func(j *job) { j.elements = 128 }},
 	{"root", movedOf(message.Broadcast), func(j *job) { j.lead++ }},
+	{"root of a reduce", with(sumOf(tensor.Float32), message.Reduce), func(j *job) { j.lead++ }},
+	{"allreduce or reduce", sumOf(tensor.Float32), func(j *job) { j.kind = message.Reduce }},
 	{"splits", movedOf(message.Alltoall), func(j *job) { j.uneven = true }},
 	{"place", sumOf(tensor.Float32), func(j *job) { j.inPlace = true }},
 }
 
 func sumOf(dt tensor.DType) what {
 	return what{kind: message.Allreduce, reduction: reduction{dt: dt, op: tensor.Sum, pre: 1.5, post: 0.5}}
+}
+
+func with(w what, kind message.Kind) what {
+	w.kind = kind
+	return w
 }
 
 func movedOf(kind message.Kind) what {

@@ -125,7 +125,7 @@ var factors = [][2]float64{{1, 1}, {1.5, 1}, {1, 0.3}, {-0.7, 2.5}}
 // valid.
 func reductions(factors [][2]float64) iter.Seq[what] {
 	return func(yield func(what) bool) {
-		for _, kind := range []message.Kind{message.Allreduce, message.Reducescatter} {
+		for _, kind := range []message.Kind{message.Allreduce, message.Reduce, message.Reducescatter} {
 			for dt := tensor.Invalid; dt <= tensor.Bool+1; dt++ {
 				for op := tensor.NoReduce; op <= tensor.AverageActive+1; op++ {
 					for wire := tensor.Invalid; wire <= tensor.Bool; wire++ {

@@ -179,6 +179,8 @@ func (j *job) submission(r *testcluster.Rank) *testcluster.Op {
 		op = testcluster.Allreduce(j.name, j.dt, j.shape(m), j.op, input)
 	case message.Reducescatter:
 		op = testcluster.Reducescatter(j.name, j.dt, j.shape(m), j.op, input)
+	case message.Reduce:
+		op = testcluster.Reduce(j.name, j.dt, j.shape(m), j.op, j.members[j.root()], input)
 	case message.Allgather:
 		op = testcluster.Allgather(j.name, j.dt, j.shape(m), input)
 	case message.Broadcast:
@@ -234,12 +236,25 @@ func (j *job) checkResult(m int, op *testcluster.Op) error {
 			return err
 		}
 	}
+	if j.kind == message.Reduce && m != j.root() {
+		return j.checkUntouched(m, op)
+	}
 	return j.checkReduced(m, op.Output)
+}
+
+// checkUntouched checks that a reduce has changed nothing at member m, which is not the root.
+func (j *job) checkUntouched(m int, op *testcluster.Op) error {
+	if op.Output != nil || !bytes.Equal(op.Input, j.input(m)) {
+		return fmt.Errorf("got an output of %d bytes and input %x, want no output and input %x",
+			len(op.Output), clip(op.Input), clip(j.input(m)))
+	}
+	return nil
 }
 
 // refusal returns the reason for the error that member m must get, or "" if it must not get an error.
 func (j *job) refusal(m int) string {
-	if j.joined != 0 && !j.empty && j.kind.MovesData() && j.kind != message.Allreduce {
+	neutral := j.kind == message.Allreduce || j.kind == message.Reduce
+	if j.joined != 0 && !j.empty && j.kind.MovesData() && !neutral {
 		return "members have joined"
 	}
 	if j.inPlace && (j.kind == message.Allgather || j.kind == message.Alltoall) {

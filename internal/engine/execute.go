@@ -96,8 +96,11 @@ func (l *lane) start(w *work) (err error) {
 		return err
 	}
 	x.op = ops.Operation{Kind: kind, Algorithm: w.grant.Algorithm, SegmentBytes: w.grant.SegmentBytes}
+	if kind.HasRoot() {
+		x.op.Root = l.root(w)
+	}
 	switch kind {
-	case message.Allreduce:
+	case message.Allreduce, message.Reduce:
 		err = l.startAllreduce()
 	case message.Allgather:
 		err = l.startAllgather()
@@ -134,7 +137,7 @@ func (l *lane) step(ctx context.Context, wait bool) (ops.Progress, error) {
 	if err != nil || p != ops.Finished {
 		return p, err
 	}
-	if x.op.Kind == message.Allreduce {
+	if x.op.Kind == message.Allreduce || x.op.Kind == message.Reduce {
 		if err := l.finishPart(); err != nil {
 			return ops.Waiting, err
 		}
@@ -192,7 +195,8 @@ func (l *lane) fitsInTurn(w *work, waitedFor bool) bool {
 		numBytes = int64(len(w.entries[0].Input)) // this rank does not know yet how many bytes it receives
 	}
 	if !waitedFor {
-		return r.Kind == message.Allreduce && numBytes*int64(max(len(l.set.Ranks)-1, 1)) <= maxLoopBytes
+		return (r.Kind == message.Allreduce || r.Kind == message.Reduce) &&
+			numBytes*int64(max(len(l.set.Ranks)-1, 1)) <= maxLoopBytes
 	}
 	if numBytes <= maxDriveBytes {
 		return true
@@ -202,7 +206,7 @@ func (l *lane) fitsInTurn(w *work, waitedFor bool) bool {
 		return false
 	}
 	switch r.Kind {
-	case message.Allreduce:
+	case message.Allreduce, message.Reduce:
 		return r.DType.Valid() && len(w.grant.Absent) == 0 && r.Op != tensor.Adasum && !r.Wire.Valid()
 	case message.Allgather, message.Broadcast:
 		return len(w.entries) == 1

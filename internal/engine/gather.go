@@ -85,7 +85,6 @@ func (l *lane) unpackAllgather(w *work, from []byte) {
 func (l *lane) startBroadcast() {
 	x := &l.execution
 	w := x.work
-	x.op.Root = l.root(w)
 	if len(w.entries) == 1 {
 		x.op.Buf = l.broadcastBuffer(w)
 		return
@@ -101,14 +100,14 @@ func (l *lane) startBroadcast() {
 	}
 }
 
-// root returns the position of the broadcast's root rank in the process set.
+// root returns the position of the operation's root rank in the process set.
 func (l *lane) root(w *work) int { return slices.Index(l.set.Ranks, w.grant.Responses[0].Root) }
 
 // broadcastBuffer returns the buffer for a broadcast of one tensor, which is the output of the tensor. At the
 // root it first copies the input to the output.
 func (l *lane) broadcastBuffer(w *work) []byte {
 	e := w.entries[0]
-	if l.root(w) == l.me {
+	if l.execution.op.Root == l.me {
 		copyUnlessSame(e.Output, e.Input)
 	}
 	return e.Output

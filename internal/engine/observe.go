@@ -109,7 +109,7 @@ var exchangeNames = func() (names [message.NumBackends][message.NumKinds]string)
 	kinds := map[message.Kind]string{
 		message.Allreduce: "ALLREDUCE", message.Allgather: "ALLGATHER", message.Broadcast: "BCAST",
 		message.Alltoall:      "ALLTOALL",
-		message.Reducescatter: "REDUCESCATTER",
+		message.Reducescatter: "REDUCESCATTER", message.Reduce: "REDUCE",
 	}
 	for b, backend := range map[message.Backend]string{message.TCP: "TCP_", message.SHM: "SHM_"} {
 		for k, kind := range kinds {

@@ -16,7 +16,7 @@ import (
 // tensors that are submitted one by one.
 const maxStagedBytes = 64 << 20
 
-// reduction is the state of an allreduce between its parts.
+// reduction is the state of an allreduce or of a reduce between its parts.
 type reduction struct {
 	types   []tensor.DType // the element types after the current one
 	scaling scaling
@@ -40,7 +40,7 @@ type batch struct {
 	losses  []lossKey
 }
 
-// startAllreduce prepares the first part of an allreduce.
+// startAllreduce prepares the first part of an allreduce or of a reduce.
 func (l *lane) startAllreduce() error {
 	x := &l.execution
 	r := x.work.grant.Responses[0]
@@ -98,8 +98,14 @@ func (l *lane) list() (err error) {
 	return err
 }
 
+// getsResult reports whether this rank gets the result of the reduction.
+func (x *execution) getsResult(me int) bool {
+	return !x.work.absent && (x.op.Kind != message.Reduce || x.op.Root == me)
+}
+
 // pack sets up the backend's operation for a part that is reduced in one buffer. If the part is a single
-// tensor without compression, the buffer is the output of the tensor. Otherwise it is the fusion buffer.
+// tensor without compression and this rank gets the result, the buffer is the output of the tensor. Otherwise
+// it is the fusion buffer.
 func (l *lane) pack() (err error) {
 	x := &l.execution
 	w, b, s := x.work, &x.batch, x.scaling
@@ -108,7 +114,7 @@ func (l *lane) pack() (err error) {
 	if r.Wire.Valid() {
 		wire = r.Wire
 	}
-	if x.direct = len(b.tensors) == 1 && !r.Wire.Valid(); x.direct {
+	if x.direct = len(b.tensors) == 1 && !r.Wire.Valid() && x.getsResult(l.me); x.direct {
 		x.buf = b.tensors[0].Out
 	} else {
 		x.buf = l.scratch.fused.Bytes(int(sum(b.counts)))
@@ -143,14 +149,11 @@ func (l *lane) pack() (err error) {
 func (l *lane) finishPart() error {
 	x := &l.execution
 	w, b, s := x.work, &x.batch, x.scaling
-	if !x.staged {
+	if !x.staged || !x.getsResult(l.me) {
 		return nil
 	}
 	w.enter(unpacking)
-	switch {
-	case w.absent:
-		return nil
-	case w.grant.Responses[0].Wire.Valid():
+	if w.grant.Responses[0].Wire.Valid() {
 		return decompress(b, s, x.op.DType, x.buf)
 	}
 	if err := s.after(x.buf); err != nil || x.direct {

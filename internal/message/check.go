@@ -52,7 +52,7 @@ func (r *Request) CheckParameters() error {
 	if _, err := checkTensor(r.DType, r.Shape); err != nil {
 		return err
 	}
-	if r.Kind == Broadcast && r.Root < 0 {
+	if r.Kind.HasRoot() && r.Root < 0 {
 		return fmt.Errorf("got root rank %d, want at least 0", r.Root)
 	}
 	if r.Kind.Reduces() {
@@ -88,7 +88,7 @@ func (r *Request) checkReduction(dt tensor.DType) error {
 	if err := tensor.CheckReduce(r.Op, dt); err != nil {
 		return err
 	}
-	if r.Kind == Reducescatter && r.Op == tensor.Adasum {
+	if r.Kind != Allreduce && r.Op == tensor.Adasum {
 		return fmt.Errorf("got reduction adasum, which only allreduce supports")
 	}
 	if math.IsNaN(r.Prescale) || math.IsNaN(r.Postscale) {

@@ -21,6 +21,7 @@ const (
 	// AddProcessSet and RemoveProcessSet are operations of all ranks on the global set.
 	AddProcessSet
 	RemoveProcessSet
+	Reduce
 	Error
 	numKinds
 )
@@ -34,7 +35,7 @@ const (
 
 var kinds = [numKinds]string{
 	"none", "allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier", "join",
-	"add process set", "remove process set", "error",
+	"add process set", "remove process set", "reduce", "error",
 }
 
 // Valid reports whether a request may have the kind k.
@@ -42,11 +43,15 @@ func (k Kind) Valid() bool { return k > NoKind && k < Error }
 
 // MovesData reports whether operations of kind k exchange tensors. Operations of other kinds are finished
 // when they are granted.
-func (k Kind) MovesData() bool { return k >= Allreduce && k <= Reducescatter }
+func (k Kind) MovesData() bool { return k >= Allreduce && k <= Reducescatter || k == Reduce }
 
 // Reduces reports whether operations of kind k combine elements. Only such operations have a reduction and
 // scale factors.
-func (k Kind) Reduces() bool { return k == Allreduce || k == Reducescatter }
+func (k Kind) Reduces() bool { return k == Allreduce || k == Reducescatter || k == Reduce }
+
+// HasRoot reports whether one rank, the root, sends or receives more than the other ranks in operations of
+// kind k.
+func (k Kind) HasRoot() bool { return k == Broadcast || k == Reduce }
 
 // Ragged reports whether the first dimension of a tensor may differ between ranks in operations of kind k.
 func (k Kind) Ragged() bool { return k == Allgather || k == Alltoall }

@@ -28,7 +28,7 @@ type Request struct {
 	// Wire is the element type to which an allreduce is compressed for transfer. It is Invalid if the
 	// allreduce is not compressed.
 	Wire tensor.DType
-	// Root is the root of a broadcast. It is a rank of the job, not a position in the process set.
+	// Root is used by kinds that have a root. It is a rank of the job, not a position in the process set.
 	Root topo.Rank
 	// Group is the name of a group of GroupSize tensors that are granted together. If the tensor has no
 	// group, Group is "" and GroupSize is 0.
@@ -75,7 +75,7 @@ type Response struct {
 	Op                  tensor.ReduceOp
 	Prescale, Postscale float64
 	Wire                tensor.DType
-	// Root is the root of a broadcast. For a join, it is the rank that joined last.
+	// Root is used by kinds that have a root. For a join, it is the rank that joined last.
 	Root      topo.Rank
 	Group     string
 	GroupSize int32
@@ -123,7 +123,7 @@ func (r *Response) Matches(q *Request, i int) bool {
 	return r.DType == q.DType && r.matchesShape(q.Shape, i) &&
 		(!r.Kind.Reduces() || r.Op == q.Op && r.Prescale == q.Prescale && r.Postscale == q.Postscale) &&
 		(r.Kind != Allreduce || r.Wire == q.Wire) &&
-		(r.Kind != Broadcast || r.Root == q.Root)
+		(!r.Kind.HasRoot() || r.Root == q.Root)
 }
 
 func (r *Response) matchesShape(s tensor.Shape, i int) bool {

@@ -105,9 +105,11 @@ func (q *Request) String() string {
 		text += " ranks=" + listText(q.Ranks)
 	case RemoveProcessSet:
 		text += fmt.Sprintf(" id=%d", q.Set)
-	case Broadcast:
+	}
+	if q.Kind.HasRoot() {
 		text += fmt.Sprintf(" root=%d", q.Root)
-	case Allreduce, Reducescatter:
+	}
+	if q.Kind.Reduces() {
 		if q.Op != tensor.Sum {
 			text += fmt.Sprintf(" op=%v", q.Op)
 		}

@@ -60,7 +60,7 @@ var applies = func() (sets [message.Error]optionSet) {
 		sets[k] = always
 	}
 	sets[message.Allreduce] = reduces | optionsOf(OptCompress, OptErrorFeedback)
-	sets[message.Reducescatter] = reduces
+	sets[message.Reduce], sets[message.Reducescatter] = reduces, reduces
 	sets[message.Allgather], sets[message.Alltoall], sets[message.Broadcast] = moves, moves, moves
 	sets[message.Barrier] |= optionsOf(OptName)
 	sets[message.Join] |= optionsOf(OptEmpty)

@@ -26,6 +26,9 @@ type Set struct {
 	joined  atomic.Bool                    // whether this rank has joined while some rank has not joined yet
 }
 
+// IsRoot reports whether root is this rank, which must be a member.
+func (s *Set) IsRoot(root int) bool { return int(s.Ranks[s.Me]) == root }
+
 // Size returns the number of members.
 func (s *Set) Size() int { return len(s.Ranks) }
 

@@ -62,8 +62,8 @@ func newPlan(o *sidecarpb.Operation) *plan {
 	misuse := func(format string, args ...any) *plan {
 		return &plan{wrong: usage(kind.String(), o.GetName(), fmt.Errorf(format, args...))}
 	}
-	if kind < message.Allreduce || kind > message.Join {
-		return misuse("got operation %d, want %d to %d", o.GetKind(), message.Allreduce, message.Join)
+	if !kind.MovesData() && kind != message.Barrier && kind != message.Join {
+		return misuse("operation %d is unknown", o.GetKind())
 	}
 	op := tensor.ReduceOp(min(o.ReduceOp, math.MaxUint8))
 	p := &plan{
@@ -122,7 +122,7 @@ func newPlan(o *sidecarpb.Operation) *plan {
 		p.Prescale, p.Postscale = pre, post
 	}
 	switch n := len(o.Tensors); {
-	case o.Grouped && (kind == message.Barrier || kind == message.Broadcast || kind == message.Alltoall):
+	case o.Grouped && (kind == message.Barrier || kind.HasRoot() || kind == message.Alltoall):
 		return misuse("this operation has no grouped form")
 	case !o.Grouped && kind.MovesData() && n != 1:
 		return misuse("got %d tensors, want one", n)
@@ -369,12 +369,17 @@ func (o *operation) place(c *rank.Call, i int) (err error) {
 	if e := &o.entries[min(i, len(o.entries)-1)]; e.Parts == nil {
 		e.Request.DType, e.Request.Shape = t.dtype, t.shape
 		e.InPlace = numBytes > 0 && numBytes == len(*out) && &(*in)[0] == &(*out)[0]
-		switch c.Kind {
-		case message.Broadcast:
+		if c.Kind.HasRoot() {
 			if err := c.CheckRoot(o.plan.root); err != nil {
 				return err
 			}
 			e.Request.Root = topo.Rank(o.plan.root)
+		}
+		switch c.Kind {
+		case message.Reduce:
+			if !c.Set.IsRoot(o.plan.root) {
+				numBytes = 0
+			}
 		case message.Reducescatter:
 			// A scalar has no rows, so the operation will fail. The negotiation reports that error at all
 			// ranks.
@@ -461,6 +466,11 @@ func (o *operation) shape(i int) tensor.Shape {
 	case message.Reducescatter:
 		if len(shape) > 0 {
 			_, shape[0] = tensor.Rows(shape[0], o.set.Size(), o.set.Me)
+		}
+		return shape
+	case message.Reduce:
+		if !o.set.IsRoot(o.plan.root) {
+			return tensor.Shape{0}
 		}
 		return shape
 	case message.Allgather:

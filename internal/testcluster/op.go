@@ -49,6 +49,14 @@ func Reducescatter(name string, dt tensor.DType, shape tensor.Shape, op tensor.R
 	return o
 }
 
+// Reduce returns an Op that reduces input with op. Only root gets the result.
+func Reduce(name string, dt tensor.DType, shape tensor.Shape, op tensor.ReduceOp, root topo.Rank,
+	input []byte) *Op {
+	o := newOp(message.Reduce, name, dt, shape, input)
+	o.Request.Op, o.Request.Root = op, root
+	return o
+}
+
 // Allgather returns an Op that concatenates the inputs of all ranks.
 func Allgather(name string, dt tensor.DType, shape tensor.Shape, input []byte) *Op {
 	return newOp(message.Allgather, name, dt, shape, input)
@@ -122,6 +130,10 @@ func (op *Op) InPlace(r *Rank) *Op {
 		op.Input = mine
 	case message.Reducescatter:
 		op.Output = op.part(r)
+	case message.Reduce:
+		if op.Request.Root == r.Rank {
+			op.Output = op.Input
+		}
 	default:
 		op.Output = op.Input
 	}
@@ -168,6 +180,10 @@ func (op *Op) prepare(r *Rank) error {
 	switch op.Request.Kind {
 	case message.Allreduce, message.Broadcast:
 		op.Output = make([]byte, len(op.Input))
+	case message.Reduce:
+		if op.Request.Root == r.Rank {
+			op.Output = make([]byte, len(op.Input))
+		}
 	case message.Reducescatter:
 		op.Output = make([]byte, len(op.part(r)))
 	case message.Allgather, message.Alltoall:

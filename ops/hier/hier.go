@@ -22,7 +22,8 @@
 //	               the slices inside each other host. Each other host receives B bytes once.
 //
 // Alltoall and Adasum are refused. An alltoall sends no byte to another host twice, so there is nothing to
-// gain. Adasum already combines neighbours first.
+// gain. Adasum already combines neighbours first. All kinds of operations that are not listed above are
+// refused too.
 //
 // # Order of additions
 //
@@ -157,6 +158,7 @@ var (
 	errAlltoall      = errors.New("alltoall sends no byte to another host twice")
 	errAdasum        = errors.New("adasum combines neighbouring ranks first in any case")
 	errKind          = errors.New("it moves no data")
+	errUnsupported   = errors.New("it is not supported on two levels")
 )
 
 // Plan implements ops.Backend. The backends of the levels choose their algorithms when an operation runs.
@@ -174,6 +176,8 @@ func (b *Backend) refusal(members []topo.Rank, r *message.Response) error {
 		return errKind
 	case r.Kind == message.Alltoall:
 		return errAlltoall
+	case starts[r.Kind] == nil:
+		return errUnsupported
 	case !b.cfg.Kinds[r.Kind]:
 		return errOff
 	case r.Kind.Reduces() && r.Op.Base() == tensor.Adasum:
@@ -219,21 +223,22 @@ func (b *Backend) Start(op ops.Operation) error {
 	return nil
 }
 
+// starts has the functions that cut the buffer of an operation into slices and list its stages, for each kind
+// of operation that the backend supports.
+var starts = [message.NumKinds]func(*Backend) error{
+	message.Allreduce:     (*Backend).beginAllreduce,
+	message.Reducescatter: (*Backend).beginReducescatter,
+	message.Allgather:     (*Backend).beginAllgather,
+	message.Broadcast:     (*Backend).beginBroadcast,
+}
+
 // begin cuts the buffer of the operation into slices and begins the first stage.
-func (b *Backend) begin() (err error) {
-	switch b.op.Kind {
-	case message.Allreduce:
-		err = b.beginAllreduce()
-	case message.Reducescatter:
-		err = b.beginReducescatter()
-	case message.Allgather:
-		err = b.beginAllgather()
-	case message.Broadcast:
-		err = b.beginBroadcast()
-	default:
-		err = errors.New("it is not supported")
+func (b *Backend) begin() error {
+	start := starts[b.op.Kind]
+	if start == nil {
+		return errUnsupported
 	}
-	if err != nil {
+	if err := start(b); err != nil {
 		return err
 	}
 	return b.advance()

@@ -421,6 +421,8 @@ func TestPlan(t *testing.T) {
 		{"aabb", nil, &message.Response{Kind: message.Alltoall}, nil, "alltoall"},
 		{"aabb", nil, &message.Response{Kind: message.Allreduce, DType: tensor.Float32,
 			Op: tensor.Adasum}, nil, "adasum"},
+		{"aabb", nil, &message.Response{Kind: message.Reduce, DType: tensor.Float32, Op: tensor.Sum}, nil,
+			"not supported"},
 		{"aabb", nil, &message.Response{Kind: message.Barrier}, nil, "no data"},
 		{"aabb", nil, sum(tensor.Int32), func(c *hier.Config) { c.Deterministic = true }, "deterministic"},
 		{"aabb", nil, gather, func(c *hier.Config) { c.Deterministic = true }, ""},

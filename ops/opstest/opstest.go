@@ -62,6 +62,13 @@ func (b *Blocking) AllreduceFused(ctx context.Context, alg message.Algorithm, dt
 		Tensors: tensors, Scaling: s})
 }
 
+// Reduce reduces tensors, without scaling. The given root gets the result.
+func (b *Blocking) Reduce(ctx context.Context, alg message.Algorithm, dt tensor.DType, op tensor.ReduceOp,
+	root int, tensors ...ops.Tensor) error {
+	return b.run(ctx, ops.Operation{Kind: message.Reduce, Algorithm: alg, DType: dt, Op: op, Root: root,
+		Tensors: tensors, Scaling: ops.Scaling{Pre: 1, Post: 1}})
+}
+
 // Adasum combines the tensors that are concatenated in buf. counts are the sizes of the tensors in bytes.
 func (b *Blocking) Adasum(ctx context.Context, alg message.Algorithm, dt tensor.DType, buf []byte,
 	counts []int64) error {

@@ -7,6 +7,7 @@ import (
 
 	"github.com/gohvd/gohvd/internal/arena"
 	"github.com/gohvd/gohvd/internal/kernel"
+	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/shmem"
 	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/ops"
@@ -27,7 +28,7 @@ type plan struct {
 	// reduce is set if the owner of a block reduces the contributions of all ranks to the block. If it is not
 	// set, the owner's data is the result.
 	reduce bool
-	// pull is set if every rank copies the results of the other ranks' blocks.
+	// pull is set if the results of a block are copied by every other rank, or in a reduce by the root.
 	pull bool
 }
 
@@ -101,6 +102,9 @@ func (b *Backend) start(p *plan) {
 		find = findNone
 	}
 	b.layouts[b.me].describe(b.own.tensors, find)
+	if b.discards {
+		b.layouts[b.me].stageOutputs()
+	}
 	b.layouts[b.me].write(b.table())
 	b.stageStep(p, 0)
 	b.post(b.progress, x.base+1)
@@ -144,7 +148,7 @@ func (b *Backend) round(wait bool) (ops.Progress, error) {
 		b.stageStep(p, r)
 	}
 	b.post(b.progress, x.base+uint64(r)+1)
-	if p.pull && r >= x.lag {
+	if p.pull && r >= x.lag && !b.discards {
 		b.pullStep(p, r-x.lag, x.total)
 	}
 	x.next++
@@ -315,7 +319,8 @@ func (b *Backend) stageRange(p *plan, j, t int, from, to int64) {
 }
 
 // reduceStep reduces the part of this rank's block that step t handles. If peers copy the result but cannot
-// read it in place, reduceStep also stages the result.
+// read it in place, reduceStep also stages the result. If this rank gets no result, reduceStep only stages
+// it.
 func (b *Backend) reduceStep(p *plan, t int) {
 	l := &b.layouts[b.me]
 	from, to := p.block(b.me, t)
@@ -326,8 +331,13 @@ func (b *Backend) reduceStep(p *plan, t int) {
 			b.sources[i] = b.contribution(p, i, b.me, t, from, v, n)
 			n = min(n, int64(len(b.sources[i])))
 		}
+		if b.discards {
+			b.reducer.reduce(b.staged(p, b.me, b.me, t, from, v, n), b.sources)
+			v += n
+			continue
+		}
 		k, _ := l.find(v)
-		copied := p.pull && l.extents[k].out.staged()
+		copied := p.pull && b.op.Kind != message.Reduce && l.extents[k].out.staged()
 		b.reducePiece(p, t, from, v, out[:n], copied)
 		v += n
 	}

@@ -86,6 +86,13 @@ func (l *layout) describe(tensors []ops.Tensor, find func([]byte) (arena.Ref, bo
 	}
 }
 
+// stageOutputs changes the layout of a rank that gets no results: it stages the results that it computes.
+func (l *layout) stageOutputs() {
+	for i := range l.extents {
+		l.extents[i].out = place{}
+	}
+}
+
 // write encodes l into a table.
 func (l *layout) write(table []byte) {
 	binary.LittleEndian.PutUint32(table, uint32(len(l.extents)))

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"fmt"
 	"math/rand/v2"
+	"slices"
 	"testing"
 
 	"github.com/gohvd/gohvd/internal/kernel"
@@ -114,6 +115,54 @@ func TestAllreduce(t *testing.T) {
 				})
 			})
 		}
+	}
+}
+
+// A reduce gives its root the bits of an allreduce. The other ranks pass no outputs and keep their inputs.
+// Ranks divide the bytes into tensors in their own ways, in arenas and in ordinary memory.
+func TestReduce(t *testing.T) {
+	const dt = tensor.Float32
+	for n := 1; n <= 4; n++ {
+		run(t, n, shm.Config{StageBytes: 16 << 10, DirectBytes: 1}, func(r *rank) error {
+			for k, size := range append([]int{400_000}, sizes...) {
+				root := k % n
+				in, tensors := input(dt, r.me, 0, size), []ops.Tensor(nil)
+				for i, rest := 0, in; len(rest) > 0; i++ {
+					from := rest[:min(len(rest), (1+i*(r.me+1))*1000*dt.Size())]
+					rest = rest[len(from):]
+					x := ops.Tensor{In: aligned(len(from))}
+					if (i+r.me+k)%2 == 0 {
+						x.In = r.mem.alloc(len(from))
+					}
+					copy(x.In, from)
+					if r.me == root {
+						if x.Out = x.In; k%3 == 0 {
+							x.Out = aligned(len(from))
+						}
+					}
+					tensors = append(tensors, x)
+				}
+				given := slices.Clone(tensors)
+				err := r.Reduce(t.Context(), message.Direct, dt, tensor.Sum, root, tensors...)
+				if err != nil {
+					return err
+				}
+				want, got := in, []byte(nil)
+				if r.me == root {
+					want = reduced(dt, tensor.Sum, n, 0, size)
+				}
+				for _, x := range given {
+					if r.me == root {
+						x.In = x.Out
+					}
+					got = append(got, x.In...)
+				}
+				if !bytes.Equal(got, want) {
+					return fmt.Errorf("%d elements to rank %d: %s", size, root, difference(got, want))
+				}
+			}
+			return nil
+		})
 	}
 }
 

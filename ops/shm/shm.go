@@ -110,6 +110,8 @@ type Backend struct {
 
 	op    ops.Operation // the operation in progress
 	state state
+	// discards is set if the operation is a reduce whose root is another rank. The outputs are then not used.
+	discards bool
 
 	// rounds is the number of rounds of all operations before this one. All ranks have finished them or will
 	// finish them without waiting for this rank.
@@ -284,7 +286,7 @@ func (b *Backend) Plan(members []topo.Rank, r *message.Response, _ int64) (messa
 		return message.NoAlgorithm, errApart
 	}
 	switch r.Kind {
-	case message.Allreduce, message.Reducescatter:
+	case message.Allreduce, message.Reduce, message.Reducescatter:
 		if r.Op.Base() == tensor.Adasum {
 			return message.NoAlgorithm, fmt.Errorf("%v with %v is not supported", r.Kind, r.Op)
 		}
@@ -394,10 +396,18 @@ func (b *Backend) planPull() {
 	b.plan.reduce, b.plan.pull = false, true
 }
 
+// checkRoot returns an error if the operation needs a root and its root is not a rank of the set.
+func (b *Backend) checkRoot() error {
+	if root := b.op.Root; b.op.Kind.HasRoot() && (root < 0 || root >= len(b.ranks)) {
+		return fmt.Errorf("got root %d, want 0 to %d", root, len(b.ranks)-1)
+	}
+	return nil
+}
+
 func (b *Backend) planBroadcast() error {
 	root := b.op.Root
-	if root < 0 || root >= len(b.ranks) {
-		return fmt.Errorf("got root %d, want 0 to %d", root, len(b.ranks)-1)
+	if err := b.checkRoot(); err != nil {
+		return err
 	}
 	if _, err := b.own.set(b.single()); err != nil {
 		return err

@@ -51,9 +51,13 @@ func (b *Backend) smallArrived() bool {
 	return true
 }
 
-// finishSmall reduces the contributions. All of them must have arrived.
+// finishSmall reduces the contributions, unless this rank gets no result. All contributions must have
+// arrived.
 func (b *Backend) finishSmall() {
 	total := b.smallTotal
+	if b.discards {
+		return
+	}
 	for i := range b.peers {
 		b.sources[i] = b.smallBuffer(b.peers[i].segment, total)
 	}

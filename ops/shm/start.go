@@ -43,7 +43,7 @@ func (b *Backend) Step(ctx context.Context, wait bool) (ops.Progress, error) {
 	}
 	if p == ops.Finished {
 		b.own.clear()
-		b.op, b.state, b.running.out = ops.Operation{}, idle, nil
+		b.op, b.state, b.discards, b.running.out = ops.Operation{}, idle, false, nil
 	}
 	return p, nil
 }
@@ -71,7 +71,7 @@ func (b *Backend) begin() error {
 	}
 	var err error
 	switch op.Kind {
-	case message.Allreduce:
+	case message.Allreduce, message.Reduce:
 		return b.beginAllreduce()
 	case message.Reducescatter:
 		err = b.planReducescatter()
@@ -90,10 +90,20 @@ func (b *Backend) begin() error {
 	return err
 }
 
+// beginAllreduce begins an allreduce or a reduce. In a reduce only the root copies the results.
 func (b *Backend) beginAllreduce() error {
 	op := &b.op
 	if op.Op == tensor.Adasum {
-		return errors.New("allreduce with adasum is not supported")
+		return fmt.Errorf("%v with adasum is not supported", op.Kind)
+	}
+	if err := b.checkRoot(); err != nil {
+		return err
+	}
+	b.discards = op.Kind == message.Reduce && op.Root != b.me
+	if b.discards {
+		for i := range op.Tensors {
+			op.Tensors[i].Out = op.Tensors[i].In
+		}
 	}
 	total, err := b.own.set(op.Tensors)
 	if err != nil {
@@ -155,7 +165,7 @@ func (b *Backend) step(wait bool) (ops.Progress, error) {
 		return ops.Moving, b.begin()
 	case exchanging:
 		p, err := b.round(wait)
-		if p == ops.Finished {
+		if p == ops.Finished && !b.discards {
 			b.own.unpack()
 		}
 		return p, err

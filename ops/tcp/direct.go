@@ -16,10 +16,18 @@ import (
 // allreduceDirect reduces buf over two or more ranks. b.parts must cut buf into even parts. Each rank reduces
 // its own part, and sends each segment of the result to all other ranks as soon as the segment is complete.
 func (b *Backend) allreduceDirect(op tensor.ReduceOp, dt tensor.DType, buf []byte) error {
-	if err := b.reducePart(op, dt, buf, true); err != nil {
+	if err := b.reducePart(op, dt, buf, everyone); err != nil {
 		return err
 	}
-	n, seg := len(b.ranks), b.segment(dt.Size())
+	if err := b.receiveParts(buf, b.segment(dt.Size())); err != nil {
+		return err
+	}
+	return b.flush()
+}
+
+// receiveParts receives the results of the other ranks' parts of buf.
+func (b *Backend) receiveParts(buf []byte, seg int) error {
+	n := len(b.ranks)
 	for k := 1; k < n; k++ {
 		from := (b.me + n - k) % n
 		// This rank has sent its values of the part to the rank that reduces the part, and now receives the
@@ -35,21 +43,66 @@ func (b *Backend) allreduceDirect(op tensor.ReduceOp, dt tensor.DType, buf []byt
 			}
 		}
 	}
+	return nil
+}
+
+// reduceDirect reduces buf over two or more ranks to the root, in two steps: each rank reduces its own part,
+// and sends each segment of the result to the root as soon as the segment is complete. b.parts must cut buf
+// into even parts.
+func (b *Backend) reduceDirect(op tensor.ReduceOp, dt tensor.DType, buf []byte) error {
+	if err := b.reducePart(op, dt, buf, b.op.Root); err != nil {
+		return err
+	}
+	if b.me == b.op.Root {
+		if err := b.receiveParts(buf, b.segment(dt.Size())); err != nil {
+			return err
+		}
+	}
 	return b.flush()
+}
+
+// reduceAtRoot reduces buf over two or more ranks in one step: all other ranks send their buffers to the
+// root, which reduces them.
+func (b *Backend) reduceAtRoot(op tensor.ReduceOp, dt tensor.DType, buf []byte) error {
+	seg := b.segment(dt.Size())
+	if b.me != b.op.Root {
+		c, err := b.conn(b.op.Root)
+		if err != nil {
+			return err
+		}
+		if err := send(c, buf, seg); err != nil {
+			return err
+		}
+		return c.Flush()
+	}
+	if err := b.ordered.prepare(op, dt); err != nil {
+		return err
+	}
+	if err := b.connectAll(); err != nil {
+		return err
+	}
+	return b.reduceSegments(buf, seg, nobody)
 }
 
 // reducescatterDirect reduces buf over two or more ranks. Each rank gets the reduction of its own part.
 func (b *Backend) reducescatterDirect(op tensor.ReduceOp, dt tensor.DType, buf []byte) error {
-	if err := b.reducePart(op, dt, buf, false); err != nil {
+	if err := b.reducePart(op, dt, buf, nobody); err != nil {
 		return err
 	}
 	return b.flush()
 }
 
+// These numbers, and the ranks of the set, say to which other ranks a rank sends the result of its part.
+const (
+	nobody   = -1
+	everyone = -2
+)
+
 // reducePart sends the other ranks their parts of buf and reduces this rank's part. For each other rank, it
-// stores in b.starts the stream position at which that rank's part begins. If share is set, it sends the
-// result to all other ranks. It sends to the next rank first, so that not all ranks begin with the same peer.
-func (b *Backend) reducePart(op tensor.ReduceOp, dt tensor.DType, buf []byte, share bool) error {
+// stores in b.starts the stream position at which that rank's part begins. It sends the result to the ranks
+// that the parameter share names. It sends to the next rank first, so that not all ranks begin with the same
+// peer.
+func (b *Backend) reducePart(op tensor.ReduceOp, dt tensor.DType, buf []byte, share int) error {
 	if err := b.ordered.prepare(op, dt); err != nil {
 		return err
 	}
@@ -64,15 +117,26 @@ func (b *Backend) reducePart(op tensor.ReduceOp, dt tensor.DType, buf []byte, sh
 			return err
 		}
 	}
-	for rest := b.parts.part(buf, b.me); len(rest) > 0; {
+	return b.reduceSegments(b.parts.part(buf, b.me), seg, share)
+}
+
+// reduceSegments replaces part with its reduction over all ranks, segment by segment. It sends each segment
+// to the ranks that the parameter share names.
+func (b *Backend) reduceSegments(part []byte, seg, share int) error {
+	n := len(b.ranks)
+	for rest := part; len(rest) > 0; {
 		var p []byte
 		p, rest = split(rest, seg)
 		if err := b.accumulate(p); err != nil {
 			return err
 		}
 		b.ordered.end(p)
-		for k := 1; k < n && share; k++ {
-			if err := b.conns[(b.me+k)%n].Send(p); err != nil {
+		for k := 1; k < n; k++ {
+			to := (b.me + k) % n
+			if share != everyone && share != to {
+				continue
+			}
+			if err := b.conns[to].Send(p); err != nil {
 				return err
 			}
 		}

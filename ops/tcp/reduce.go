@@ -56,6 +56,38 @@ func (b *Backend) allreduce() error {
 	return b.allreduceDoubling(dt.Size(), reduce, buf, b.op.Algorithm == message.HalvingDoubling)
 }
 
+// maxAtRootBytes is the largest number of bytes that the root of a reduce receives from the other ranks
+// together and reduces alone. If there are more, every rank reduces a part.
+const maxAtRootBytes = 64 << 10
+
+// reduceToRoot runs a reduce, by Direct. Elements are combined as in a direct allreduce, so the root gets the
+// same bits. There is no tree: it would need log2 n steps in place of one or two, and would add in another
+// order.
+func (b *Backend) reduceToRoot() error {
+	if err := b.by(algorithms[message.Reduce]...); err != nil {
+		return err
+	}
+	if err := b.checkRoot(); err != nil {
+		return err
+	}
+	buf, err := b.tensor()
+	if err != nil {
+		return err
+	}
+	op, dt := b.op.Op, b.op.DType
+	if err := b.parts.even(len(buf), dt.Size()); err != nil {
+		return err
+	}
+	switch others := len(b.ranks) - 1; {
+	case others == 0 || len(buf) == 0:
+		return nil
+	case len(buf) <= maxAtRootBytes/others:
+		return b.reduceAtRoot(op, dt, buf)
+	default:
+		return b.reduceDirect(op, dt, buf)
+	}
+}
+
 // reducescatter runs the first half of an allreduce, by Ring or Direct. If the blocks are equal, each rank
 // sends (n-1)/n × len(buf) bytes and reduces the same number of bytes. Ring does this in n-1 steps, Direct in
 // one.

@@ -9,6 +9,7 @@ import (
 	"github.com/gohvd/gohvd/half"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/ops"
 	"github.com/gohvd/gohvd/ops/opstest"
 	"github.com/gohvd/gohvd/ops/tcp"
 )
@@ -244,6 +245,45 @@ func checkReducescatter(t *testing.T, c *cluster, numElems int) {
 					from += k
 				}
 			})
+	}
+}
+
+// A reduce gives its root the bits of a direct allreduce, whether the root reduces alone (up to 64 KiB from
+// all other ranks) or each rank reduces a part.
+func TestReduce(t *testing.T) {
+	eachCluster(t, func(t *testing.T, c *cluster, seg int) {
+		sizes := []int{0, 1, 7, 1000}
+		if seg == 0 {
+			sizes = append(sizes, 16384, 16385, 65537)
+		}
+		for _, numElems := range sizes {
+			for root := range c.backends {
+				checkReduce(t, c, numElems, root)
+			}
+		}
+	})
+}
+
+func checkReduce(t *testing.T, c *cluster, numElems, root int) {
+	t.Helper()
+	for _, dt := range []tensor.DType{tensor.Float16, tensor.Float32, tensor.Int64} {
+		bufs, want := make([][]byte, len(c.backends)), make([][]byte, len(c.backends))
+		for r := range bufs {
+			bufs[r] = elements(dt, numElems, func(i int) int64 { return value(dt, r, i) })
+			if dt == tensor.Float32 { // sums of these numbers depend on the order of the additions
+				bufs[r] = floats(dt, numElems, func(i int) float64 { return 1 / float64(3+(r*11+i)%1009) })
+			}
+			bufs[r], want[r] = aligned(bufs[r]), aligned(bufs[r])
+		}
+		c.must(t, func(r int, b *opstest.Blocking) error {
+			return b.Allreduce(t.Context(), message.Direct, dt, tensor.Sum, want[r])
+		})
+		c.must(t, func(r int, b *opstest.Blocking) error {
+			return b.Reduce(t.Context(), message.Direct, dt, tensor.Sum, root,
+				ops.Tensor{In: bufs[r], Out: bufs[r]})
+		})
+		wantElements(t, fmt.Sprintf("reduce of %d × %v to rank %d", numElems, dt, root), dt, bufs[root],
+			want[root])
 	}
 }
 

@@ -19,6 +19,7 @@ var algorithms = map[message.Kind][]message.Algorithm{
 	message.Allgather:     {message.Ring, message.Bruck},
 	message.Broadcast:     {message.Tree, message.Chain},
 	message.Alltoall:      {message.Direct},
+	message.Reduce:        {message.Direct},
 }
 
 // Algorithms returns the algorithms of operations of the given kind. The caller must not change the slice.

@@ -17,6 +17,7 @@
 //	allreduce      exchange            1 step, (n-1) B, on n-1 channels
 //	reducescatter  ring                n-1 steps, (n-1)/n B
 //	reducescatter  direct              1 step, (n-1)/n B, on n-1 channels
+//	reduce         direct              1 step, B, if the root receives at most 64 KiB; otherwise 2 steps, B
 //	allgather      ring                n-1 steps, all blocks but one
 //	allgather      bruck               L steps, all blocks but one
 //	broadcast      tree                L deep; the root sends L B, the leaves nothing
@@ -316,6 +317,8 @@ func (b *Backend) run() error {
 		return b.runAdasum()
 	case kind == message.Allreduce:
 		return b.allreduce()
+	case kind == message.Reduce:
+		return b.reduceToRoot()
 	case kind == message.Reducescatter:
 		return b.reducescatter()
 	case kind == message.Allgather:
@@ -337,8 +340,16 @@ func (b *Backend) by(known ...message.Algorithm) error {
 	return nil
 }
 
-// tensor returns the buffer of an allreduce. It returns an error if the operation does not have exactly one
-// tensor.
+// checkRoot returns an error if the operation needs a root and its root is not a rank of the set.
+func (b *Backend) checkRoot() error {
+	if root := b.op.Root; b.op.Kind.HasRoot() && (root < 0 || root >= len(b.ranks)) {
+		return fmt.Errorf("got root %d, want 0 to %d", root, len(b.ranks)-1)
+	}
+	return nil
+}
+
+// tensor returns the buffer of an allreduce or of a reduce. It returns an error if the operation does not
+// have exactly one tensor.
 func (b *Backend) tensor() ([]byte, error) {
 	if n := len(b.op.Tensors); n != 1 {
 		return nil, fmt.Errorf("got %d tensors, want 1", n)

@@ -211,6 +211,10 @@ func TestPlan(t *testing.T) {
 			message.Ring},
 		{message.Response{Kind: message.Reducescatter, Op: tensor.Adasum, DType: tensor.Float32}, none, none},
 		{message.Response{Kind: message.Reducescatter, Op: tensor.Average, DType: tensor.Bool}, none, none},
+		{message.Response{Kind: message.Reduce, Op: tensor.Average, DType: tensor.Float32}, message.Direct,
+			message.Direct},
+		{message.Response{Kind: message.Reduce, Op: tensor.Adasum, DType: tensor.Float32}, none, none},
+		{message.Response{Kind: message.Reduce, Op: tensor.Sum, DType: tensor.Bool}, none, none},
 		{message.Response{Kind: message.Allgather, DType: tensor.Uint8}, message.Ring, message.Ring},
 		{message.Response{Kind: message.Broadcast, DType: tensor.Uint8}, message.Tree, message.Tree},
 		{message.Response{Kind: message.Alltoall, DType: tensor.Bool}, message.Direct, message.Direct},
@@ -237,6 +241,12 @@ func TestRefused(t *testing.T) {
 	for name, call := range map[string]func(context.Context, *opstest.Blocking) error{
 		"allreduce by tree": func(ctx context.Context, b *opstest.Blocking) error {
 			return b.Allreduce(ctx, message.Tree, tensor.Float32, tensor.Sum, make([]byte, 8))
+		},
+		"reduce by tree": func(ctx context.Context, b *opstest.Blocking) error {
+			return b.Reduce(ctx, message.Tree, tensor.Float32, tensor.Sum, 0, ops.Tensor{})
+		},
+		"reduce to rank 3": func(ctx context.Context, b *opstest.Blocking) error {
+			return b.Reduce(ctx, message.Direct, tensor.Float32, tensor.Sum, 3, ops.Tensor{})
 		},
 		"average": func(ctx context.Context, b *opstest.Blocking) error {
 			return b.Allreduce(ctx, message.Ring, tensor.Float32, tensor.Average, make([]byte, 8))

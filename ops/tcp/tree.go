@@ -1,7 +1,6 @@
 package tcp
 
 import (
-	"fmt"
 	"math/bits"
 
 	"github.com/gohvd/gohvd/internal/message"
@@ -18,10 +17,10 @@ func (b *Backend) broadcast() error {
 	if err := b.by(algorithms[message.Broadcast]...); err != nil {
 		return err
 	}
-	root, n := b.op.Root, len(b.ranks)
-	if root < 0 || root >= n {
-		return fmt.Errorf("got root %d, want 0 to %d", root, n-1)
+	if err := b.checkRoot(); err != nil {
+		return err
 	}
+	root, n := b.op.Root, len(b.ranks)
 	if n == 1 || len(b.op.Buf) == 0 {
 		return nil
 	}

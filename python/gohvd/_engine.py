@@ -45,7 +45,7 @@ _NOT_SETTINGS = ("HVD_SIDECAR", "HVD_SIDECAR_BINARY", "HVD_SECRET", "HVD_SECRET_
 # noname.1, noname.2 and so on.
 _SYNC_NAME = "noname.0"
 
-_OUTPUT_LIKE_INPUT = (wire.ALLREDUCE, wire.BROADCAST)
+_OUTPUT_LIKE_INPUT = (wire.ALLREDUCE, wire.BROADCAST, wire.REDUCE)
 
 
 class Framework(Generic[A]):
@@ -514,7 +514,7 @@ class Engine:
 
         dtype is the element type of the arrays, and code is the number and size of this type. If the arrays of a group
         have different types, types has the type and the code of each array. An allreduce or broadcast writes its
-        results to the targets, which may be the arrays themselves. at_once says that the caller waits for the operation
+        results to the targets, which may be the arrays themselves; so does a reduce at its root. at_once says that the caller waits for the operation
         immediately after this call. later says that the caller will soon call notify_now, begin another operation, or
         wait.
         """
@@ -585,7 +585,10 @@ class Engine:
             else:
                 source = self._stage(plan, plan.inputs, fw, dtype, shape, nbytes)
             target: Optional[wire.Place] = None
-            if kind in _OUTPUT_LIKE_INPUT:
+            if kind == wire.REDUCE and root != self.place().rank:
+                target = 0, 0, 0
+                plan.outputs.append(None)
+            elif kind in _OUTPUT_LIKE_INPUT:
                 if at is None:
                     target = source
                     plan.outputs.append(plan.inputs[-1])
@@ -603,7 +606,7 @@ class Engine:
         body = wire.operation(
             kind,
             dtype=code[0],
-            reduce_op=_ON_WIRE[reduce_op] if kind in (wire.ALLREDUCE, wire.REDUCESCATTER) else 0,
+            reduce_op=_ON_WIRE[reduce_op] if kind in (wire.ALLREDUCE, wire.REDUCE, wire.REDUCESCATTER) else 0,
             prescale=pre,
             postscale=post,
             root_rank=root,
@@ -702,12 +705,12 @@ def memory_at(address: int, nbytes: int) -> memoryview:
     return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
 
 
-def check_root(root: int, process_set: ProcessSet) -> None:
+def check_root(root: int, process_set: ProcessSet, kind: int = wire.BROADCAST) -> None:
     """Raises ValueError if the rank root is not a member of the set. Before init, the function does nothing, because
     the operation raises the error then.
     """
     if engine.initialized() and process_set.ranks is not None and root not in process_set.ranks:
-        raise ValueError(f"broadcast: root rank {root} is not in process set {process_set.ranks}")
+        raise ValueError(f"{wire.KIND_NAMES[kind]}: root rank {root} is not in process set {process_set.ranks}")
 
 
 def check_splits(splits: Optional[Sequence[int]], shape: Shape, process_set: ProcessSet) -> Tuple[int, ...]:

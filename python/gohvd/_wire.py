@@ -24,6 +24,7 @@ class WireError(Exception):
 
 # The kinds of operations.
 ALLREDUCE, ALLGATHER, BROADCAST, ALLTOALL, REDUCESCATTER, BARRIER, JOIN = range(1, 8)
+REDUCE = 10
 
 KIND_NAMES = {
     ALLREDUCE: "allreduce",
@@ -33,6 +34,7 @@ KIND_NAMES = {
     REDUCESCATTER: "reducescatter",
     BARRIER: "barrier",
     JOIN: "join",
+    REDUCE: "reduce",
 }
 
 # The number and the size in bytes of each element type. The keys are the names of the types in numpy and torch.

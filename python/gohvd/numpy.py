@@ -36,7 +36,8 @@ __all__ = [
     "alltoall_async", "barrier", "broadcast", "broadcast_async", "cross_rank", "cross_size", "global_process_set",
     "grouped_allgather", "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_async",
     "grouped_reducescatter", "grouped_reducescatter_async", "init", "is_homogeneous", "is_initialized", "join",
-    "local_rank", "local_size", "rank", "reducescatter", "reducescatter_async", "remove_process_set", "shutdown", "size",
+    "local_rank", "local_size", "rank", "reduce", "reduce_async", "reducescatter", "reducescatter_async",
+    "remove_process_set", "shutdown", "size",
 ]  # fmt: skip
 
 Array = np.ndarray
@@ -87,6 +88,10 @@ class Handle(Generic[R]):
 
 def _one(call: _engine.Call[Array]) -> Array:
     return call.results()[0]
+
+
+def _none(call: _engine.Call[Array]) -> None:
+    call.results()
 
 
 def _all(call: _engine.Call[Array]) -> List[Array]:
@@ -278,6 +283,42 @@ def broadcast(
     must have the same shape and type at all ranks.
     """
     return _engine.begin_and_wait(broadcast_async, array, root_rank, name, process_set, out).wait()
+
+
+def reduce_async(
+    array: Any,
+    root_rank: int,
+    op: int = Average,
+    name: Optional[str] = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    out: Optional[Array] = None,
+) -> Handle[Optional[Array]]:
+    _engine.check_root(root_rank, process_set, wire.REDUCE)
+    call = _begin(
+        wire.REDUCE, [array], name, process_set, None if out is None else [out], root=root_rank,
+        reduce_op=_reduction(op), prescale=prescale_factor, postscale=postscale_factor,
+    )  # fmt: skip
+    return Handle(call, _one if root_rank == rank() else _none)
+
+
+def reduce(
+    array: Any,
+    root_rank: int,
+    op: int = Average,
+    name: Optional[str] = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    out: Optional[Array] = None,
+) -> Optional[Array]:
+    """Reduces an array as ``allreduce`` does. Returns the result at the rank root_rank, and None at the other ranks.
+    root_rank is a rank of the job even if process_set is given. Only the root uses out.
+    """
+    return _engine.begin_and_wait(
+        reduce_async, array, root_rank, op, name, prescale_factor, postscale_factor, process_set, out
+    ).wait()
 
 
 def alltoall_async(

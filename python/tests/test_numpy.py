@@ -250,6 +250,26 @@ class Numpy(unittest.TestCase):
             with self.assertRaisesRegex(ValueError, "root rank"):
                 hvd.broadcast(np.ones(1), root)
 
+    def test_reduce(self) -> None:
+        for dtype in INTS + FLOATS:
+            for shape in SHAPES:
+                every = np.stack([sample(r, shape, dtype) for r in range(self.size)])
+                for root in range(self.size):
+                    for x in (sample(self.rank, shape, dtype), hvd.alloc(shape, dtype)):
+                        x[...] = sample(self.rank, shape, dtype)
+                        got = hvd.reduce(x, root, op=hvd.Sum)
+                        self.equal(x, sample(self.rank, shape, dtype), "the argument")
+                        if self.rank == root:
+                            self.equal(got, np.add.reduce(every, dtype=dtype), f"{dtype} {shape}")
+                        else:
+                            self.assertIsNone(got)
+        x = np.full(3, self.rank + 1.0)
+        handle = hvd.reduce_async(x, 0, name="in place", postscale_factor=4.0, out=x)
+        self.assertIs(handle.wait(), x if self.rank == 0 else None)
+        self.equal(x, np.full(3, (self.size + 1) * 2.0 if self.rank == 0 else self.rank + 1.0))
+        with self.assertRaisesRegex(ValueError, "reduce: root rank 3 is not in process set"):
+            hvd.reduce(x, 3)
+
     def test_alltoall(self) -> None:
         got, received = hvd.alltoall(np.arange(2 * self.size) + 100 * self.rank)
         self.equal(got, np.concatenate([np.arange(2) + 2 * self.rank + 100 * r for r in range(self.size)]))

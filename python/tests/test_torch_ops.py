@@ -337,6 +337,20 @@ class OtherOperations(RanksTest):
         self.equal(x, torch.tensor([self.size - 1]))
         self.equal(hvd.synchronize(hvd.broadcast_async(torch.tensor([self.rank]), 0)), torch.tensor([0]))
 
+    def test_reduce(self) -> None:
+        for root in range(self.size):
+            for dtype in (torch.float32, torch.bfloat16, torch.int64):
+                x = torch.arange(5).to(dtype) + self.rank
+                got = hvd.reduce(x, root, op=hvd.Sum)
+                self.equal(x, torch.arange(5).to(dtype) + self.rank)
+                if self.rank == root:
+                    self.equal(got, (torch.arange(5) * self.size + self.size * (self.size - 1) // 2).to(dtype))
+                else:
+                    self.assertIsNone(got)
+        got = hvd.synchronize(hvd.reduce_async(torch.ones(2) * (self.rank + 1), 0, name="r"))
+        if self.rank == 0:
+            self.equal(got, torch.ones(2) * (self.size + 1) / 2)
+
     def test_alltoall(self) -> None:
         for dtype in INTS + FLOATS + [torch.bool]:
             # Rank r sends r+i+1 rows to rank i.

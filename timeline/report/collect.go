@@ -277,7 +277,7 @@ func (r *rankStats) cover(c *cover, begin, end time.Duration) { c.add(max(begin,
 // fuses reports whether operations of this kind can be fused.
 func fuses(kind string) bool {
 	switch kind {
-	case "allreduce", "allgather", "broadcast", "reducescatter":
+	case "allreduce", "allgather", "broadcast", "reducescatter", "reduce":
 		return true
 	}
 	return false

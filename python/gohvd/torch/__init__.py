@@ -68,10 +68,13 @@ from .mpi_ops import (
 )
 from .mpi_ops import alloc_tensor as alloc_tensor
 from .mpi_ops import is_homogeneous as is_homogeneous
+from .mpi_ops import reduce as reduce
+from .mpi_ops import reduce_async as reduce_async
 from .optimizer import DistributedOptimizer
 from .sync_batch_norm import SyncBatchNorm
 
-# The names of horovod.torch. alloc_tensor and is_homogeneous are not in the list, because Horovod does not have them.
+# The names of horovod.torch. alloc_tensor, is_homogeneous, reduce and reduce_async are not in the list, because Horovod
+# does not have them.
 __all__ = [
     "Adasum", "Average", "Compression", "DistributedOptimizer", "HorovodInternalError", "Max", "Min", "ProcessSet",
     "Product", "Sum", "SyncBatchNorm", "add_process_set", "allgather", "allgather_async", "allgather_object", "allreduce",

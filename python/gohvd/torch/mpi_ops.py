@@ -56,8 +56,8 @@ __all__ = [
     "grouped_allgather", "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async",
     "grouped_allreduce_async_", "grouped_reducescatter", "grouped_reducescatter_async", "init", "is_homogeneous",
     "is_initialized", "join", "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built",
-    "poll", "rank", "reducescatter", "reducescatter_async", "remove_process_set", "rocm_built", "shutdown", "size",
-    "sparse_allreduce_async", "start_timeline", "stop_timeline", "synchronize",
+    "poll", "rank", "reduce", "reduce_async", "reducescatter", "reducescatter_async", "remove_process_set", "rocm_built",
+    "shutdown", "size", "sparse_allreduce_async", "start_timeline", "stop_timeline", "synchronize",
 ]  # fmt: skip
 
 Tensor = torch.Tensor
@@ -242,6 +242,10 @@ def forget(handle: Union[int, SparseSum]) -> None:
 
 def _one(call: _engine.Call[Tensor]) -> Tensor:
     return call.results()[0]
+
+
+def _none(call: _engine.Call[Tensor]) -> None:
+    call.results()
 
 
 def _all(call: _engine.Call[Tensor]) -> List[Tensor]:
@@ -671,6 +675,43 @@ def broadcast_(
 ) -> Tensor:
     """Overwrites a tensor with the tensor of rank root_rank, without autograd, and returns it."""
     return synchronize(_engine.begin_and_wait(broadcast_async_, tensor, root_rank, name, process_set))
+
+
+# Reduce.
+
+
+def reduce_async(
+    tensor: Tensor,
+    root_rank: int,
+    op: int = Average,
+    name: Optional[str] = None,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Begins a ``reduce`` and returns a handle."""
+    _engine.check_root(root_rank, process_set, wire.REDUCE)
+    call = _begin(
+        wire.REDUCE, [tensor], name, process_set, None, op, prescale_factor, postscale_factor, root=root_rank
+    )
+    return _handles.add(call, _one if root_rank == rank() else _none)
+
+
+def reduce(
+    tensor: Tensor,
+    root_rank: int,
+    op: int = Average,
+    name: Optional[str] = None,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Optional[Tensor]:
+    """Reduces a tensor as ``allreduce`` does, without autograd. Returns the result at rank root_rank, and None at the
+    other ranks. root_rank is a rank of the job even if process_set is given.
+    """
+    return synchronize(_engine.begin_and_wait(
+        reduce_async, tensor, root_rank, op, name, process_set, prescale_factor, postscale_factor
+    ))
 
 
 # Alltoall.
