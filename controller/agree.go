@@ -28,6 +28,9 @@ func agree(set *Set, requests []message.Request, joined *joinState) *message.Res
 	}
 	v := &requestSet{set: set, requests: requests, joined: joined, first: first}
 	text := v.disagreement()
+	if text == "" && first.Kind == message.Scatter {
+		r.Shape = v.root().Shape
+	}
 	if text == "" && first.Kind.Ragged() {
 		r.Shape = append(r.Shape[:0:0], r.Shape...)
 		r.Shape[0] = 0
@@ -92,11 +95,15 @@ func (v *requestSet) mismatch(what, verb string, format func(q *message.Request)
 	return v.errorText("mismatched %s: %s", what, v.valuesByRank(verb, format))
 }
 
-// tensorOf formats the element type and the shape of a tensor. It omits the first dimension of an alltoall,
-// which may differ between ranks and is unknown to the coordinator if a rank has only voted.
+// tensorOf formats the element type and the shape of a tensor. If the operation sends rows, it omits the
+// first dimension, which may differ between ranks and is unknown to the coordinator if a rank has only voted.
+// It omits the shape of a scatter, which only the root has.
 func tensorOf(q *message.Request) string {
+	if q.Kind == message.Scatter {
+		return q.DType.String()
+	}
 	shape := q.Shape.String()
-	if q.Kind == message.Alltoall && len(q.Shape) > 0 {
+	if q.Kind.SendsRows() && len(q.Shape) > 0 {
 		_, rest, more := strings.Cut(shape, " ")
 		if shape = "[*]"; more {
 			shape = "[* " + rest
@@ -127,6 +134,10 @@ func (v *requestSet) disagreement() string {
 		checks = append(checks, v.types, v.shapes, v.factors, v.reductions, v.groups, v.absence, v.scalars)
 	case message.Broadcast:
 		checks = append(checks, v.types, v.shapes, v.groups, v.absence, v.roots)
+	case message.Gather:
+		checks = append(checks, v.types, v.groups, v.absence, v.roots, v.scalars, v.dimensions, v.rows)
+	case message.Scatter:
+		checks = append(checks, v.types, v.groups, v.absence, v.roots, v.scalarRoot)
 	case message.Allgather, message.Alltoall:
 		checks = append(checks, v.types, v.groups, v.absence, v.scalars, v.dimensions, v.rows)
 	}
@@ -254,6 +265,16 @@ func (v *requestSet) roots() string {
 		return v.errorText("root rank %d has joined", v.first.Root)
 	}
 	return ""
+}
+
+// root returns the root's request. The method roots must have checked the root.
+func (v *requestSet) root() *message.Request { return &v.requests[v.set.index(v.first.Root)] }
+
+func (v *requestSet) scalarRoot() string {
+	if len(v.root().Shape) > 0 {
+		return ""
+	}
+	return v.errorText("a scalar has no first dimension: root %d sent %v", v.first.Root, v.first.DType)
 }
 
 func (v *requestSet) members() string {

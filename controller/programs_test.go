@@ -199,6 +199,9 @@ func (p *programmer) tensor(s *plannedSet, i int, joins bool) (qs []message.Requ
 			q.Shape = slices.Clone(q.Shape)
 			q.Shape[0] = t.rows[m]
 		}
+		if q.Kind == message.Scatter && q.Root != s.Ranks[m] {
+			q.Shape = nil
+		}
 		qs = append(qs, q)
 	}
 	return qs
@@ -281,7 +284,7 @@ func randomRequest(rng *rand.Rand, s controller.Set, name string) message.Reques
 	for range rng.IntN(3) {
 		q.Shape = append(q.Shape, rng.Int64N(4))
 	}
-	switch rng.IntN(13) {
+	switch rng.IntN(15) {
 	default:
 		q.Kind, q.Op, q.Prescale, q.Postscale = message.Allreduce, tensor.Sum, 1, 1
 		if rng.IntN(4) == 0 {
@@ -312,6 +315,11 @@ func randomRequest(rng *rand.Rand, s controller.Set, name string) message.Reques
 	case 5:
 		q.Kind, q.Op, q.Prescale, q.Postscale = message.Reduce, tensor.Sum, 1, 1
 		q.Root = s.Ranks[rng.IntN(len(s.Ranks))]
+	case 6:
+		q.Kind, q.Root = message.Gather, s.Ranks[rng.IntN(len(s.Ranks))]
+	case 7:
+		q.Kind, q.Root = message.Scatter, s.Ranks[rng.IntN(len(s.Ranks))]
+		q.Shape = append(q.Shape, 2) // ranks refuse to scatter a scalar
 	}
 	return q
 }
@@ -353,7 +361,7 @@ func agree(s controller.Set, qs []*message.Request, empty []bool) bool {
 			case message.AddProcessSet, message.RemoveProcessSet:
 				return false
 			default:
-				if !empty[m] || first.Kind == message.Broadcast && first.Root == s.Ranks[m] {
+				if !empty[m] || first.Kind.HasRoot() && first.Root == s.Ranks[m] {
 					return false
 				}
 			}
@@ -369,7 +377,12 @@ func agree(s controller.Set, qs []*message.Request, empty []bool) bool {
 		if a.Kind == message.Reducescatter && len(a.Shape) == 0 {
 			return false
 		}
-		if a.Kind.Ragged() {
+		if a.Kind == message.Scatter {
+			if s.Ranks[m] == a.Root && len(a.Shape) == 0 {
+				return false
+			}
+			a.Shape, b.Shape = nil, nil
+		} else if a.Kind.Ragged() {
 			if len(a.Shape) == 0 || len(b.Shape) == 0 {
 				return false
 			}

@@ -199,8 +199,9 @@ func (h *Handle[T]) Wait(ctx context.Context) ([]T, error) {
 	return h.out, nil
 }
 
-// Received returns, after an alltoall, how many rows came from each member of the process set, in the order
-// of the members. It returns nil for other operations, and while the operation is not done.
+// Received returns, after an alltoall, a gather or a scatter, how many rows came from each member of the
+// process set, in the order of the members. It returns nil for other operations, and while the operation is
+// not done.
 func (h *Handle[T]) Received() []int {
 	if !h.ended() || h.received == nil {
 		return nil

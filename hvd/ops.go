@@ -302,6 +302,88 @@ func alltoall[T Element](x []T, splits []int, opts []Option) (*Handle[T], error)
 	})
 }
 
+// Gather concatenates the tensors of all ranks along the first dimension at the rank root, in rank order. It
+// returns the result and the number of rows that came from each member. At the other ranks it returns nil for
+// both. The first dimension may differ between ranks. The other dimensions and the type must be equal. The
+// argument root is a rank of the job, not a position in a process set.
+//
+// Each rank sends its rows once, directly to the root.
+func Gather[T Element](ctx context.Context, x []T, root int,
+	opts ...Option) (out []T, rows []int, err error) {
+	h, err := gather(x, root, opts)
+	if out, err = await(ctx, h, err); out == nil {
+		return nil, nil, err
+	}
+	return out, h.Received(), nil
+}
+
+// GatherAsync submits a Gather and returns its handle without waiting. The method Received of the handle
+// returns the number of rows that came from each member.
+func GatherAsync[T Element](x []T, root int, opts ...Option) (*Handle[T], error) {
+	return started(gather(x, root, opts))
+}
+
+func gather[T Element](x []T, root int, opts []Option) (*Handle[T], error) {
+	return one(message.Gather, x, opts, func(h *Handle[T], c call, i int, x []T) error {
+		if err := c.CheckRoot(root); err != nil {
+			return err
+		}
+		if err := h.describe(&c, i, len(x)); err != nil {
+			return err
+		}
+		e := &h.slot.entry
+		e.Request.Root = topo.Rank(root)
+		// A scalar has no rows. The coordinator refuses it, so that all ranks get the error.
+		if shape := e.Request.Shape; len(shape) > 0 {
+			e.Splits = rank.SplitsTo(&c.Call, root, shape[0])
+		}
+		e.Input = tensor.Bytes(x)
+		if c.Set.IsRoot(root) {
+			allocates(h)
+		}
+		return nil
+	})
+}
+
+// Scatter sends rows of the tensor that the rank root passes as x to the members of the process set, as
+// Alltoall does: the first splits[0] rows go to the first member, and so on. If splits is nil, every member
+// gets the same number of rows. Scatter returns the rows that this rank has received, in a new slice. Only
+// the root needs x, splits and the option Shape; the other ranks' values are ignored. The argument root is a
+// rank of the job, not a position in a process set.
+//
+// The root sends each row once, directly to its destination.
+func Scatter[T Element](ctx context.Context, x []T, splits []int, root int, opts ...Option) ([]T, error) {
+	h, err := scatter(x, splits, root, opts)
+	return await(ctx, h, err)
+}
+
+// ScatterAsync submits a Scatter and returns its handle without waiting.
+func ScatterAsync[T Element](x []T, splits []int, root int, opts ...Option) (*Handle[T], error) {
+	return started(scatter(x, splits, root, opts))
+}
+
+func scatter[T Element](x []T, splits []int, root int, opts []Option) (*Handle[T], error) {
+	return one(message.Scatter, x, opts, func(h *Handle[T], c call, i int, x []T) (err error) {
+		if err := c.CheckRoot(root); err != nil {
+			return err
+		}
+		if !c.Set.IsRoot(root) {
+			x, c.shapes = nil, nil
+		}
+		if err := h.describe(&c, i, len(x)); err != nil {
+			return err
+		}
+		e := &h.slot.entry
+		e.Request.Root = topo.Rank(root)
+		if err := rank.PrepareScatter(&c.Call, e, splits); err != nil {
+			return err
+		}
+		e.Input = tensor.Bytes(x)
+		allocates(h)
+		return nil
+	})
+}
+
 // Barrier waits until every rank has called Barrier.
 func Barrier(ctx context.Context, opts ...Option) error {
 	h, err := barrier(opts)

@@ -90,7 +90,7 @@ func InPlace() Option { return Option{kind: rank.OptInPlace} }
 
 // Shape sets the dimensions of the argument. Their product must be the length of the argument. By default,
 // the argument has one dimension. All ranks must give the same shape, except for the first dimension of an
-// allgather or alltoall.
+// allgather, alltoall or gather.
 func Shape(dims ...int) Option { return Option{kind: rank.OptShape, shapes: [][]int{dims}} }
 
 // Shapes sets the dimensions of each tensor of a group, in the order of the tensors, as Shape does for a
@@ -121,8 +121,8 @@ func CompressBF16() Option { return Option{kind: rank.OptCompress, wire: tensor.
 // Shutdown.
 func ErrorFeedback() Option { return Option{kind: rank.OptErrorFeedback} }
 
-// Empty makes joined ranks take part in an allgather, broadcast, alltoall or reducescatter with an empty
-// tensor. Without this option such an operation fails while a rank has joined.
+// Empty makes joined ranks take part in an allgather, broadcast, alltoall, reducescatter, gather or scatter
+// with an empty tensor. Without this option such an operation fails while a rank has joined.
 func Empty() Option { return Option{kind: rank.OptEmpty} }
 
 // Timeout limits how long the operation may take. If the operation takes longer, the job fails at all ranks

@@ -89,7 +89,8 @@ type Operation struct {
 	//   - A Broadcast copies the Buf of Root to the Buf of all other ranks.
 	//   - A Reducescatter reduces Buf and leaves the result in this rank's block. The other blocks are then
 	//     undefined.
-	//   - An Alltoall sends block i of Buf to rank i.
+	//   - An Alltoall sends block i of Buf to rank i. A Gather does the same, but only the block for Root has
+	//     bytes, and in a Scatter only the blocks of Root have bytes.
 	Buf []byte
 
 	// Counts are the sizes of the blocks of Buf in bytes, one for each rank. In an Adasum, Counts are instead
@@ -97,13 +98,14 @@ type Operation struct {
 	// combined separately.
 	Counts []int64
 
-	// Root is the rank whose Buf is broadcast, or the rank that gets the result of a Reduce.
+	// Root is the rank whose Buf is broadcast or scattered, or the rank that gets the result of a Reduce or
+	// of a Gather.
 	Root int
 
-	// Allocate returns the output buffer of an Alltoall, which receives the blocks for this rank in the order
-	// of the ranks that send them. The backend calls Allocate once, when it has learned the sizes of these
-	// blocks: counts[i] is the number of bytes from rank i. The slice counts is valid only during the call.
-	// An error from Allocate ends the operation.
+	// Allocate returns the output buffer of an Alltoall, a Gather or a Scatter, which receives the blocks for
+	// this rank in the order of the ranks that send them. The backend calls Allocate once, when it has
+	// learned the sizes of these blocks: counts[i] is the number of bytes from rank i. The slice counts is
+	// valid only during the call. An error from Allocate ends the operation.
 	Allocate func(counts []int64) ([]byte, error)
 }
 

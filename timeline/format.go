@@ -33,6 +33,7 @@ var names = [...]string{
 	message.Barrier: negotiate + "BARRIER",
 	message.Join:    negotiate + "JOIN", message.AddProcessSet: negotiate + "ADD_PROCESS_SET",
 	message.RemoveProcessSet: negotiate + "REMOVE_PROCESS_SET", message.Reduce: negotiate + "REDUCE",
+	message.Gather: negotiate + "GATHER", message.Scatter: negotiate + "SCATTER",
 }
 
 // nameOf returns the name of the negotiation of an operation of kind k, and the name of the operation itself.

@@ -28,6 +28,10 @@ var changes = []struct {
 	{"root", movedOf(message.Broadcast), func(j *job) { j.lead++ }},
 	{"root of a reduce", with(sumOf(tensor.Float32), message.Reduce), func(j *job) { j.lead++ }},
 	{"allreduce or reduce", sumOf(tensor.Float32), func(j *job) { j.kind = message.Reduce }},
+	{"root of a gather", movedOf(message.Gather), func(j *job) { j.lead++ }},
+	{"root of a scatter", movedOf(message.Scatter), func(j *job) { j.lead++ }},
+	{"rows of a scatter", movedOf(message.Scatter), func(j *job) { j.elements = 128 }},
+	{"gather or scatter", movedOf(message.Gather), func(j *job) { j.kind = message.Scatter }},
 	{"splits", movedOf(message.Alltoall), func(j *job) { j.uneven = true }},
 	{"place", sumOf(tensor.Float32), func(j *job) { j.inPlace = true }},
 }

@@ -152,7 +152,8 @@ func operations() []what {
 	for _, dt := range tensor.DTypes() {
 		moved := reduction{dt: dt, pre: 1, post: 1}
 		all = append(all, what{message.Allgather, false, moved}, what{message.Broadcast, false, moved},
-			what{message.Alltoall, false, moved}, what{message.Alltoall, true, moved})
+			what{message.Alltoall, false, moved}, what{message.Alltoall, true, moved},
+			what{message.Gather, false, moved}, what{message.Scatter, true, moved})
 	}
 	return append(all, what{kind: message.Barrier}, what{kind: message.Join})
 }
@@ -316,7 +317,7 @@ func (s *script) checkFrames(r *testcluster.Rank, j *job, heard *frames) {
 	if s.mode == cached && s.joined == 0 && s.kind.MovesData() && requests != 1 {
 		r.Errorf("%v: the request was sent in full %d times for 3 tensors of one name", &s.trial, requests)
 	}
-	fusible := s.kind.MovesData() && s.kind != message.Alltoall
+	fusible := s.kind.MovesData() && !s.kind.SendsRows()
 	if together := s.mode == fused || s.mode == grouped; together && fusible && j.refusal(0) == "" &&
 		granted != len(s.rounds[0]) {
 		r.Errorf("%v: %d tensors were granted together, want %d", &s.trial, granted, len(s.rounds[0]))

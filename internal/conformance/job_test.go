@@ -17,7 +17,7 @@ import (
 // what has those parameters of an operation that do not depend on its data.
 type what struct {
 	kind message.Kind
-	// uneven is set for an alltoall in which the number of rows differs from member to member.
+	// uneven is set for an alltoall or a scatter in which the number of rows differs from member to member.
 	uneven bool
 	reduction
 }
@@ -121,7 +121,7 @@ func (j *job) rows(m int) int {
 	}
 	rows := j.elements / width
 	switch {
-	case j.kind == message.Allgather && !j.inPlace:
+	case j.kind == message.Allgather && !j.inPlace, j.kind == message.Gather:
 		return rows >> (m % 3)
 	case j.kind == message.Alltoall && !j.uneven:
 		return rows - rows%n
@@ -165,6 +165,16 @@ func (j *job) splits(m int) []int {
 	return splits
 }
 
+// scatterSplits returns the number of rows that the root sends to each member in a scatter.
+func (j *job) scatterSplits() (splits []int64) {
+	left := j.rows(j.root())
+	for i := range j.members {
+		n := int(hash(j.seed, uint64(i)) % uint64(left/2+1))
+		splits, left = append(splits, int64(n)), left-n
+	}
+	return splits
+}
+
 // submission returns the operation that r submits for the job. r must be a member that has not joined.
 func (j *job) submission(r *testcluster.Rank) *testcluster.Op {
 	m := slices.Index(j.members, r.Rank)
@@ -185,6 +195,15 @@ func (j *job) submission(r *testcluster.Rank) *testcluster.Op {
 		op = testcluster.Allgather(j.name, j.dt, j.shape(m), input)
 	case message.Broadcast:
 		op = testcluster.Broadcast(j.name, j.dt, j.shape(m), j.members[j.root()], input)
+	case message.Gather:
+		op = testcluster.Gather(j.name, j.dt, j.shape(m), j.members[j.root()], input)
+	case message.Scatter:
+		root := j.members[j.root()]
+		op = testcluster.Scatter(j.name, j.dt, nil, nil, root, nil)
+		if m == j.root() {
+			splits := j.scatterSplits()
+			op = testcluster.Scatter(j.name, j.dt, j.shape(m), splits, root, input)
+		}
 	case message.Alltoall:
 		var splits []int64
 		for _, s := range j.splits(m) {
@@ -229,7 +248,7 @@ func (j *job) checkResult(m int, op *testcluster.Op) error {
 		return nil
 	case message.Join:
 		return j.checkLast(op)
-	case message.Allgather, message.Broadcast, message.Alltoall:
+	case message.Allgather, message.Broadcast, message.Alltoall, message.Gather, message.Scatter:
 		return j.checkMoved(m, op)
 	case message.Allreduce:
 		if err := j.same.check(op.Output); err != nil {
@@ -289,6 +308,12 @@ func (j *job) moved(m int) (out []byte, received []int64) {
 		return out, nil
 	}
 	row := j.width() * j.dt.Size()
+	if j.kind == message.Gather {
+		return j.gathered(m)
+	}
+	if j.kind == message.Scatter {
+		return j.scattered(m, row)
+	}
 	received = make([]int64, len(j.members))
 	for _, i := range j.active() {
 		splits := j.splits(i)
@@ -300,6 +325,28 @@ func (j *job) moved(m int) (out []byte, received []int64) {
 		received[i] = int64(splits[m])
 	}
 	return out, received
+}
+
+// gathered returns the correct result of member m for a gather.
+func (j *job) gathered(m int) (out []byte, received []int64) {
+	received = make([]int64, len(j.members))
+	if m == j.root() {
+		for _, i := range j.active() {
+			out, received[i] = append(out, j.input(i)...), int64(j.rows(i))
+		}
+	}
+	return out, received
+}
+
+// scattered returns the correct result of member m for a scatter of rows of the given number of bytes.
+func (j *job) scattered(m, row int) (out []byte, received []int64) {
+	splits, first := j.scatterSplits(), 0
+	for _, s := range splits[:m] {
+		first += int(s)
+	}
+	received = make([]int64, len(j.members))
+	received[j.root()] = splits[m]
+	return j.input(j.root())[first*row:][:int(splits[m])*row], received
 }
 
 func (j *job) checkMoved(m int, op *testcluster.Op) error {

@@ -106,7 +106,7 @@ func (l *lane) start(w *work) (err error) {
 		err = l.startAllgather()
 	case message.Broadcast:
 		l.startBroadcast()
-	case message.Alltoall:
+	case message.Alltoall, message.Gather, message.Scatter:
 		l.startAlltoall()
 	case message.Reducescatter:
 		err = l.startReducescatter()
@@ -169,7 +169,7 @@ func (l *lane) unpack() error {
 		for _, e := range x.work.entries {
 			buf = buf[copy(e.Output, buf):]
 		}
-	case message.Alltoall:
+	case message.Alltoall, message.Gather, message.Scatter:
 		l.unpackAlltoall()
 	case message.Reducescatter:
 		return l.unpackReducescatter()
@@ -191,7 +191,7 @@ const (
 func (l *lane) fitsInTurn(w *work, waitedFor bool) bool {
 	r := w.grant.Responses[0]
 	numBytes := total(w)
-	if r.Kind == message.Alltoall && !w.absent {
+	if r.Kind.SendsRows() && !w.absent {
 		numBytes = int64(len(w.entries[0].Input)) // this rank does not know yet how many bytes it receives
 	}
 	if !waitedFor {

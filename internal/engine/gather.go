@@ -116,8 +116,14 @@ func (l *lane) broadcastBuffer(w *work) []byte {
 // splitBytes is the number of bytes of an encoded row count.
 const splitBytes = 8
 
-// startAlltoall prepares an alltoall of one tensor. Ranks learn only during the exchange how many rows they
-// receive. If the rows have no elements, the ranks exchange only the row counts.
+// sends reports whether the rank at position from sends rows to the rank at position to in the operation.
+func (x *execution) sends(from, to int) bool {
+	return (x.op.Kind != message.Gather || to == x.op.Root) &&
+		(x.op.Kind != message.Scatter || from == x.op.Root)
+}
+
+// startAlltoall prepares an alltoall, a gather or a scatter of one tensor. Ranks learn only during the
+// exchange how many rows they receive. If the rows have no elements, the ranks exchange only the row counts.
 func (l *lane) startAlltoall() {
 	x := &l.execution
 	w := x.work
@@ -125,6 +131,10 @@ func (l *lane) startAlltoall() {
 	row := rowBytes(r)
 	counts := l.scratch.counts[:0]
 	for i := range l.set.Ranks {
+		if !x.sends(l.me, i) {
+			counts = append(counts, 0)
+			continue
+		}
 		var rows int64
 		if !w.absent {
 			rows = w.entries[0].Splits[i]
@@ -149,19 +159,20 @@ func (l *lane) startAlltoall() {
 	}
 }
 
-// receiveRows returns the buffer for the rows that this rank receives in an alltoall, and records how many
+// receiveRows returns the buffer for the rows that this rank receives from other ranks, and records how many
 // rows come from each rank. The slice counts holds the number of bytes that come from each rank.
 func (l *lane) receiveRows(r *message.Response, row int64, counts []int64) ([]byte, error) {
 	x := &l.execution
 	w := x.work
 	numBytes := sum(counts)
-	if err := l.checkResult(message.Alltoall, numBytes); err != nil {
-		return nil, fmt.Errorf("alltoall %q: ranks %v send %v bytes: %w", r.Name, l.set.Ranks, counts, err)
+	if err := l.checkResult(r.Kind, numBytes); err != nil {
+		return nil, fmt.Errorf("%v %q: ranks %v send %v bytes: %w", r.Kind, r.Name, l.set.Ranks, counts, err)
 	}
 	for i, n := range counts {
 		if n%row != 0 {
 			return nil, fmt.Errorf(
-				"alltoall %q: got %[3]d bytes from rank %[2]d, want a multiple of the row size of %[4]d bytes", r.Name, l.set.Ranks[i], n, row)
+				"%v %q: got %d bytes from rank %d, want a multiple of the row size of %d bytes", r.Kind,
+				r.Name, n, l.set.Ranks[i], row)
 		}
 		if !w.absent {
 			w.entries[0].Received = append(w.entries[0].Received, n/row)
@@ -178,17 +189,19 @@ func (l *lane) receiveRows(r *message.Response, row int64, counts []int64) ([]by
 	return x.buf, nil
 }
 
-// receiveSplits returns the buffer for the row counts of an alltoall whose rows have no elements. The slice
-// counts holds the number of bytes that come from each rank.
+// receiveSplits returns the buffer for the row counts if the rows have no elements. The slice counts holds
+// the number of bytes that come from each rank.
 func (l *lane) receiveSplits(counts []int64) ([]byte, error) {
 	x := &l.execution
-	for _, n := range counts {
-		if n != splitBytes {
-			return nil, fmt.Errorf("alltoall %q: got %v bytes of row counts from the ranks, want %d bytes from each rank",
-				x.work.grant.Responses[0].Name, counts, splitBytes)
+	for i, n := range counts {
+		if x.sends(i, l.me) != (n == splitBytes) || n != 0 && n != splitBytes {
+			r := x.work.grant.Responses[0]
+			return nil, fmt.Errorf(
+				"%v %q: got row counts of %v bytes, want %d bytes from each rank that sends rows", r.Kind,
+				r.Name, counts, splitBytes)
 		}
 	}
-	x.buf = make([]byte, splitBytes*len(counts))
+	x.buf = make([]byte, sum(counts))
 	return x.buf, nil
 }
 
@@ -197,8 +210,12 @@ func (l *lane) unpackAlltoall() {
 	e := x.work.entries[0]
 	out := x.buf
 	if rowBytes(x.work.grant.Responses[0]) == 0 {
-		for ; len(out) > 0; out = out[splitBytes:] {
-			e.Received = append(e.Received, int64(binary.LittleEndian.Uint64(out)))
+		for i := range l.set.Ranks {
+			var rows int64
+			if x.sends(i, l.me) {
+				rows, out = int64(binary.LittleEndian.Uint64(out)), out[splitBytes:]
+			}
+			e.Received = append(e.Received, rows)
 		}
 		if !e.InPlace {
 			output(e, 0)

@@ -110,6 +110,7 @@ var exchangeNames = func() (names [message.NumBackends][message.NumKinds]string)
 		message.Allreduce: "ALLREDUCE", message.Allgather: "ALLGATHER", message.Broadcast: "BCAST",
 		message.Alltoall:      "ALLTOALL",
 		message.Reducescatter: "REDUCESCATTER", message.Reduce: "REDUCE",
+		message.Gather: "GATHER", message.Scatter: "SCATTER",
 	}
 	for b, backend := range map[message.Backend]string{message.TCP: "TCP_", message.SHM: "SHM_"} {
 		for k, kind := range kinds {
@@ -281,7 +282,7 @@ func (o *observer) count(op *trace.Operation, responses []*message.Response) {
 	done := &c.operations[op.Kind][op.Backend]
 	done.Durations.Add(op.Ended - op.Begun)
 	done.Tensors += tensors
-	if op.Kind.MovesData() && op.Kind != message.Alltoall && len(op.Tensors) > 0 {
+	if op.Kind.MovesData() && !op.Kind.SendsRows() && len(op.Tensors) > 0 {
 		c.FusionResponses++
 		c.FusedTensors += tensors
 		// A single tensor that is larger than the fusion buffer counts as one full buffer.

@@ -22,6 +22,8 @@ const (
 	AddProcessSet
 	RemoveProcessSet
 	Reduce
+	Gather
+	Scatter
 	Error
 	numKinds
 )
@@ -35,7 +37,7 @@ const (
 
 var kinds = [numKinds]string{
 	"none", "allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier", "join",
-	"add process set", "remove process set", "reduce", "error",
+	"add process set", "remove process set", "reduce", "gather", "scatter", "error",
 }
 
 // Valid reports whether a request may have the kind k.
@@ -43,7 +45,9 @@ func (k Kind) Valid() bool { return k > NoKind && k < Error }
 
 // MovesData reports whether operations of kind k exchange tensors. Operations of other kinds are finished
 // when they are granted.
-func (k Kind) MovesData() bool { return k >= Allreduce && k <= Reducescatter || k == Reduce }
+func (k Kind) MovesData() bool {
+	return k >= Allreduce && k <= Reducescatter || k >= Reduce && k <= Scatter
+}
 
 // Reduces reports whether operations of kind k combine elements. Only such operations have a reduction and
 // scale factors.
@@ -51,10 +55,14 @@ func (k Kind) Reduces() bool { return k == Allreduce || k == Reducescatter || k 
 
 // HasRoot reports whether one rank, the root, sends or receives more than the other ranks in operations of
 // kind k.
-func (k Kind) HasRoot() bool { return k == Broadcast || k == Reduce }
+func (k Kind) HasRoot() bool { return k == Broadcast || k >= Reduce && k <= Scatter }
+
+// SendsRows reports whether operations of kind k send rows from rank to rank. Each rank knows how many rows
+// it sends to which rank, and learns during the operation how many rows it receives.
+func (k Kind) SendsRows() bool { return k == Alltoall || k == Gather || k == Scatter }
 
 // Ragged reports whether the first dimension of a tensor may differ between ranks in operations of kind k.
-func (k Kind) Ragged() bool { return k == Allgather || k == Alltoall }
+func (k Kind) Ragged() bool { return k == Allgather || k.SendsRows() }
 
 func (k Kind) String() string {
 	if k >= numKinds {

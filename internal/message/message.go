@@ -21,7 +21,7 @@ type Request struct {
 	Kind  Kind
 	Name  string
 	DType tensor.DType
-	Shape tensor.Shape
+	Shape tensor.Shape // empty in a scatter, except at the root
 	// Op, Prescale and Postscale are used by kinds that reduce.
 	Op                  tensor.ReduceOp
 	Prescale, Postscale float64
@@ -68,8 +68,9 @@ type Response struct {
 	DType tensor.DType
 	// Shape is the shape of the tensor, which is the same at every rank except possibly in the first
 	// dimension. If the first dimension may differ between ranks, it is 0 in Shape. For an allgather,
-	// FirstDims has the first dimensions of all members, in the order of the set. For an alltoall, the ranks
-	// learn the first dimensions when they execute the operation.
+	// FirstDims has the first dimensions of all members, in the order of the set. For kinds that send rows,
+	// the ranks learn the first dimensions when they execute the operation. For a scatter, Shape is the shape
+	// of the root's tensor.
 	Shape               tensor.Shape
 	FirstDims           []int64
 	Op                  tensor.ReduceOp
@@ -88,7 +89,8 @@ type Response struct {
 }
 
 // Request returns the request that member i of the process set must have submitted to get this response. For
-// an alltoall, the first dimension is unknown, so it is 0 in the result.
+// kinds that send rows, the first dimension is unknown, so it is 0 in the result. For a scatter, the shape
+// counts only if the member is the root.
 func (r *Response) Request(i int) Request {
 	q := r.request()
 	if r.Kind == Allgather {
@@ -127,6 +129,9 @@ func (r *Response) Matches(q *Request, i int) bool {
 }
 
 func (r *Response) matchesShape(s tensor.Shape, i int) bool {
+	if r.Kind == Scatter && len(s) == 0 {
+		return true // only the root has a shape, which is not a scalar: that is refused at submission
+	}
 	if len(r.Shape) != len(s) {
 		return false
 	}
@@ -145,7 +150,7 @@ func (r *Response) matchesShape(s tensor.Shape, i int) bool {
 }
 
 // NumElems returns the number of elements of the result. For an allgather or a reducescatter, it counts the
-// elements of all ranks together. For an alltoall the number is unknown, and NumElems returns 0.
+// elements of all ranks together. For kinds that send rows the number is unknown, and NumElems returns 0.
 func (r *Response) NumElems() (int64, error) {
 	if r.Kind != Allgather {
 		return r.Shape.NumElems()

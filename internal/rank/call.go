@@ -62,6 +62,8 @@ var applies = func() (sets [message.Error]optionSet) {
 	sets[message.Allreduce] = reduces | optionsOf(OptCompress, OptErrorFeedback)
 	sets[message.Reduce], sets[message.Reducescatter] = reduces, reduces
 	sets[message.Allgather], sets[message.Alltoall], sets[message.Broadcast] = moves, moves, moves
+	sets[message.Gather] = always | optionsOf(OptName, OptShape)
+	sets[message.Scatter] = sets[message.Gather]
 	sets[message.Barrier] |= optionsOf(OptName)
 	sets[message.Join] |= optionsOf(OptEmpty)
 	return sets
@@ -139,7 +141,7 @@ func (c *Call) CheckRoot(root int) error {
 }
 
 // Splits checks and returns splits, which has the number of rows that each member gets from this rank in an
-// alltoall. If splits is nil, every member gets the same number of rows.
+// alltoall or a scatter. If splits is nil, every member gets the same number of rows.
 func Splits[N int | int64](c *Call, splits []N, rows int64) ([]int64, error) {
 	n := c.Set.Size()
 	given := make([]int64, n)
@@ -167,6 +169,28 @@ func Splits[N int | int64](c *Call, splits []N, rows int64) ([]int64, error) {
 		given[i] = int64(s)
 	}
 	return given, nil
+}
+
+// SplitsTo returns the splits of a rank that sends all its rows to the given root.
+func SplitsTo(c *Call, root int, rows int64) []int64 {
+	splits := make([]int64, c.Set.Size())
+	splits[slices.Index(c.Set.Ranks, topo.Rank(root))] = rows
+	return splits
+}
+
+// PrepareScatter completes the scatter e, whose request has a root and this rank's shape. At the root it sets
+// the splits. The other ranks send nothing, so it removes their shape.
+func PrepareScatter[N int | int64](c *Call, e *tensorqueue.Entry, splits []N) (err error) {
+	q := &e.Request
+	if !c.Set.IsRoot(int(q.Root)) {
+		q.Shape = nil
+		return nil
+	}
+	if len(q.Shape) == 0 {
+		return c.Misuse("a scalar has no rows")
+	}
+	e.Splits, err = Splits(c, splits, q.Shape[0])
+	return err
 }
 
 // Fill sets the fields of e that have the same values in all entries of the call c.

@@ -386,11 +386,9 @@ func (o *operation) place(c *rank.Call, i int) (err error) {
 			if len(t.shape) > 0 {
 				numBytes = int(o.shape(i)[0]) * (numBytes / max(int(t.shape[0]), 1))
 			}
-		case message.Allgather, message.Alltoall:
-			if c.Kind == message.Alltoall && len(t.shape) > 0 {
-				if e.Splits, err = rank.Splits(c, o.plan.splits, t.shape[0]); err != nil {
-					return err
-				}
+		case message.Allgather, message.Alltoall, message.Gather, message.Scatter:
+			if err := o.split(c, e); err != nil {
+				return err
 			}
 			// The size of the output is known only after the negotiation, so the engine calls Allocate then.
 			if *out == nil {
@@ -414,6 +412,20 @@ func (o *operation) place(c *rank.Call, i int) (err error) {
 		return c.Misuse("the output has %d bytes, want %d", len(*out), numBytes)
 	}
 	return nil
+}
+
+// split sets the splits of e, which say how many rows go to each member.
+func (o *operation) split(c *rank.Call, e *entry) (err error) {
+	switch shape := e.Request.Shape; {
+	case c.Kind == message.Scatter:
+		return rank.PrepareScatter(c, &e.Entry, o.plan.splits)
+	case len(shape) == 0: // The negotiation reports the error at all ranks.
+	case c.Kind == message.Alltoall:
+		e.Splits, err = rank.Splits(c, o.plan.splits, shape[0])
+	case c.Kind == message.Gather:
+		e.Splits = rank.SplitsTo(c, o.plan.root, shape[0])
+	}
+	return err
 }
 
 // allocate allocates the output of tensor i in an arena of the sidecar.
@@ -475,7 +487,10 @@ func (o *operation) shape(i int) tensor.Shape {
 		return shape
 	case message.Allgather:
 		rows = o.entries[i].Response.FirstDims
-	case message.Alltoall:
+	case message.Scatter:
+		shape = slices.Clone(o.entries[i].Response.Shape)
+		rows = o.entries[i].Received
+	case message.Alltoall, message.Gather:
 		rows = o.entries[i].Received
 	default:
 		return shape
@@ -500,17 +515,17 @@ func (o *operation) freeOutputs() {
 // plain reports whether a client needs to know no more about o than that it has succeeded. It is false if the
 // sidecar provides an output, even an empty output, because the client then needs the shape of the output.
 func (o *operation) plain() bool {
-	return !o.plan.makes && o.plan.Kind != message.Alltoall && o.plan.Kind != message.Join
+	return !o.plan.makes && !o.plan.Kind.SendsRows() && o.plan.Kind != message.Join
 }
 
 // completion returns the answer to an operation that has succeeded. For an empty output that the sidecar
 // provides, the answer has arena 0.
 func (o *operation) completion() *sidecarpb.Completion {
 	a := new(sidecarpb.Completion)
-	switch o.plan.Kind {
-	case message.Alltoall:
+	switch kind := o.plan.Kind; {
+	case kind.SendsRows():
 		a.ReceivedSplits = o.entries[0].Received
-	case message.Join:
+	case kind == message.Join:
 		a.LastJoined = int32(o.entries[0].Response.Root)
 	}
 	for i := range o.plan.tensors {

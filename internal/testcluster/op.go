@@ -76,6 +76,22 @@ func Alltoall(name string, dt tensor.DType, shape tensor.Shape, splits []int64, 
 	return o
 }
 
+// Gather returns an Op that concatenates the inputs of all ranks at root.
+func Gather(name string, dt tensor.DType, shape tensor.Shape, root topo.Rank, input []byte) *Op {
+	o := newOp(message.Gather, name, dt, shape, input)
+	o.Request.Root = root
+	return o
+}
+
+// Scatter returns an Op that sends splits[i] rows of the input of root to member i. At ranks other than root,
+// shape, splits and input are nil.
+func Scatter(name string, dt tensor.DType, shape tensor.Shape, splits []int64, root topo.Rank,
+	input []byte) *Op {
+	o := newOp(message.Scatter, name, dt, shape, input)
+	o.Splits, o.Request.Root = splits, root
+	return o
+}
+
 // Barrier returns an Op that completes when all ranks have started it.
 func Barrier(name string) *Op { return newOp(message.Barrier, name, tensor.Invalid, nil, nil) }
 
@@ -120,6 +136,9 @@ func Group(name string, ops ...*Op) {
 // from each rank. In a reducescatter, the result becomes a part of the input. In both cases Output is the
 // memory of the result.
 func (op *Op) InPlace(r *Rank) *Op {
+	if kind := op.Request.Kind; kind == message.Gather || kind == message.Scatter {
+		return op // these have no form in place
+	}
 	op.Entry.InPlace = true
 	switch members := r.Members(op.Set); op.Request.Kind {
 	case message.Allgather:
@@ -174,6 +193,12 @@ func (op *Op) prepare(r *Rank) error {
 			return err
 		}
 	}
+	if op.Request.Kind == message.Gather {
+		op.Splits = make([]int64, len(members))
+		if i := slices.Index(members, op.Request.Root); i >= 0 && len(op.Request.Shape) > 0 {
+			op.Splits[i] = op.Request.Shape[0]
+		}
+	}
 	if op.Output != nil {
 		return nil
 	}
@@ -186,7 +211,7 @@ func (op *Op) prepare(r *Rank) error {
 		}
 	case message.Reducescatter:
 		op.Output = make([]byte, len(op.part(r)))
-	case message.Allgather, message.Alltoall:
+	case message.Allgather, message.Alltoall, message.Gather, message.Scatter:
 		op.Allocate = func(numBytes int) []byte { return make([]byte, numBytes) }
 	}
 	return nil

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"math"
 
+	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/ops"
 )
 
@@ -14,6 +15,9 @@ import (
 // sender of a block knows the size of the block. In step t, a rank stages part t of each of its blocks.
 func (b *Backend) startAlltoall() error {
 	in, counts := b.op.Buf, b.op.Counts
+	if err := b.checkRoot(); err != nil {
+		return err
+	}
 	if err := b.cut(counts); err != nil {
 		return err
 	}
@@ -39,7 +43,9 @@ func (b *Backend) startAlltoall() error {
 	for i, c := range counts {
 		binary.LittleEndian.PutUint64(countsOf(table)[8*i:], uint64(c))
 	}
-	b.columns()
+	if b.columns(); b.op.Kind == message.Gather {
+		b.planPull() // each rank has a block for one rank only, so that block gets the whole stage
+	}
 	b.running = running{base: b.rounds}
 	b.stageBlocks(0)
 	b.post(b.progress, b.rounds+1)
@@ -183,7 +189,7 @@ func (b *Backend) stageBlocks(t int) {
 	var begin int64
 	for k, c := range b.counts[b.me] {
 		if from := int64(t) * column; k != b.me && from < c {
-			copy(b.segment[stage+int64(k)*column:], in[begin+from:begin+min(from+column, c)])
+			copy(b.segment[stage+int64(k)*b.plan.stride:], in[begin+from:begin+min(from+column, c)])
 		}
 		begin += c
 	}
@@ -202,7 +208,7 @@ func (b *Backend) pullBlocks(t int) {
 			continue
 		}
 		size := min(column, c-from)
-		src := b.peers[i].segment[stagingAt+int64((b.stage+t)%stages)*b.stageBytes+int64(b.me)*column:]
+		src := b.peers[i].segment[stagingAt+int64((b.stage+t)%stages)*b.stageBytes+int64(b.me)*b.plan.stride:]
 		if e := &b.layouts[i].extents[0]; !e.in.staged() {
 			src = e.in.mem[e.in.offset+b.blockOffset(i, b.me)+from:]
 		}

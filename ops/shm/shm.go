@@ -294,7 +294,7 @@ func (b *Backend) Plan(members []topo.Rank, r *message.Response, _ int64) (messa
 			return message.NoAlgorithm, err
 		}
 		return message.Direct, nil
-	case message.Allgather, message.Broadcast, message.Alltoall:
+	case message.Allgather, message.Broadcast, message.Alltoall, message.Gather, message.Scatter:
 		return message.Direct, nil
 	}
 	return message.NoAlgorithm, fmt.Errorf("%v is not supported", r.Kind)

@@ -79,7 +79,7 @@ func (b *Backend) begin() error {
 		err = b.planAllgather()
 	case message.Broadcast:
 		err = b.planBroadcast()
-	case message.Alltoall:
+	case message.Alltoall, message.Gather, message.Scatter:
 		return b.startAlltoall()
 	default:
 		return fmt.Errorf("%v is not supported", op.Kind)

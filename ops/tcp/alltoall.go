@@ -17,16 +17,28 @@ const countBytes = 8
 // allocated, and the blocks are read directly into the output. Each rank sends all blocks except its own, in
 // one step, and needs channels to all n-1 other ranks.
 //
+// A gather and a scatter are alltoalls in which only the blocks to or from the root exist, and need only the
+// channels to the root.
+//
 // If the announced lengths add up to more than an int64 can hold, the operation fails before allocate is
 // called. The backend does not check whether there is enough memory for the total, because allocate does.
 func (b *Backend) alltoall() error {
-	if err := b.by(message.Direct); err != nil {
+	if err := b.by(algorithms[b.op.Kind]...); err != nil {
+		return err
+	}
+	if err := b.checkRoot(); err != nil {
 		return err
 	}
 	if err := b.parts.by(b.op.Counts, len(b.op.Buf), 1); err != nil {
 		return err
 	}
 	return b.alltoallDirect(b.op.Buf, b.op.Allocate)
+}
+
+// sends reports whether rank from sends a block to the other rank to in the operation.
+func (b *Backend) sends(from, to int) bool {
+	return (b.op.Kind != message.Gather || to == b.op.Root) &&
+		(b.op.Kind != message.Scatter || from == b.op.Root)
 }
 
 // blocks has the lengths of the blocks of an alltoall.
@@ -43,8 +55,13 @@ func newBlocks(n int) blocks {
 // alltoallDirect sends each part of the input buffer to its rank and receives the blocks for this rank. It
 // cannot deadlock, because every rank queues all its data before it reads anything.
 func (b *Backend) alltoallDirect(in []byte, allocate func([]int64) ([]byte, error)) error {
-	if err := b.connectAll(); err != nil {
-		return err
+	for i := range b.ranks {
+		if i == b.me || !b.sends(i, b.me) && !b.sends(b.me, i) {
+			continue
+		}
+		if _, err := b.conn(i); err != nil {
+			return err
+		}
 	}
 	if err := b.sendBlocks(in); err != nil {
 		return err
@@ -65,6 +82,9 @@ func (b *Backend) alltoallDirect(in []byte, allocate func([]int64) ([]byte, erro
 	n := len(b.ranks)
 	for k := 1; k < n; k++ {
 		from := (b.me + n - k) % n
+		if !b.sends(from, b.me) {
+			continue
+		}
 		if err := receive(b.conns[from], b.blocks.cut.part(out, from)); err != nil {
 			return err
 		}
@@ -79,6 +99,9 @@ func (b *Backend) sendBlocks(in []byte) error {
 	n := len(b.ranks)
 	for k := 1; k < n; k++ {
 		to := (b.me + k) % n
+		if !b.sends(b.me, to) {
+			continue
+		}
 		c, p := b.conns[to], b.parts.part(in, to)
 		header := b.blocks.headers[to*countBytes:][:countBytes]
 		binary.LittleEndian.PutUint64(header, uint64(len(p)))
@@ -98,7 +121,9 @@ func (b *Backend) receiveCounts(own int64) (int64, error) {
 	total := int64(0)
 	for i, c := range b.conns {
 		k := uint64(own)
-		if i != b.me {
+		if i != b.me && !b.sends(i, b.me) {
+			k = 0
+		} else if i != b.me {
 			header := b.in.room(countBytes)
 			if err := receive(c, header); err != nil {
 				return 0, err

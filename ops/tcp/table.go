@@ -20,6 +20,8 @@ var algorithms = map[message.Kind][]message.Algorithm{
 	message.Broadcast:     {message.Tree, message.Chain},
 	message.Alltoall:      {message.Direct},
 	message.Reduce:        {message.Direct},
+	message.Gather:        {message.Direct},
+	message.Scatter:       {message.Direct},
 }
 
 // Algorithms returns the algorithms of operations of the given kind. The caller must not change the slice.

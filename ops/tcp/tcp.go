@@ -23,6 +23,8 @@
 //	broadcast      tree                L deep; the root sends L B, the leaves nothing
 //	broadcast      chain               n-1 deep; B
 //	alltoall       direct              1 step, all blocks but its own, and 8 bytes before each
+//	gather         direct              the same, but blocks are sent only to the root
+//	scatter        direct              the same, but blocks are sent only by the root
 //	adasum         halving-doubling    see runAdasum
 //
 // A Table chooses between them by the number of ranks and bytes.
@@ -325,7 +327,7 @@ func (b *Backend) run() error {
 		return b.allgather()
 	case kind == message.Broadcast:
 		return b.broadcast()
-	case kind == message.Alltoall:
+	case kind.SendsRows():
 		return b.alltoall()
 	default:
 		return fmt.Errorf("%v is not supported", kind)

@@ -713,21 +713,23 @@ def check_root(root: int, process_set: ProcessSet, kind: int = wire.BROADCAST) -
         raise ValueError(f"{wire.KIND_NAMES[kind]}: root rank {root} is not in process set {process_set.ranks}")
 
 
-def check_splits(splits: Optional[Sequence[int]], shape: Shape, process_set: ProcessSet) -> Tuple[int, ...]:
+def check_splits(
+    splits: Optional[Sequence[int]], shape: Shape, process_set: ProcessSet, kind: int = wire.ALLTOALL
+) -> Tuple[int, ...]:
     """Returns splits as a tuple, which is empty if splits is None. Raises ValueError if splits does not fit the process
     set and the shape of the tensor.
     """
-    n = len(process_set.ranks or ())
+    n, what = len(process_set.ranks or ()), wire.KIND_NAMES[kind]
     if not engine.initialized() or not shape:
         return ()
     if splits is None or len(splits) == 0:
         if n and shape[0] % n:
-            raise ValueError(f"alltoall: got {shape[0]} rows and no splits, want a multiple of {n} rows or {n} splits")
+            raise ValueError(f"{what}: got {shape[0]} rows and no splits, want a multiple of {n} rows or {n} splits")
         return ()
     given = tuple([int(s) for s in splits])
     if len(given) != n or min(given) < 0 or sum(given) > shape[0]:
         raise ValueError(
-            f"alltoall: got splits {list(given)}, want one for each of {n} members, none negative, "
+            f"{what}: got splits {list(given)}, want one for each of {n} members, none negative, "
             f"with a sum of at most {shape[0]} rows"
         )
     return given

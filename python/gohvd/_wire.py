@@ -24,7 +24,7 @@ class WireError(Exception):
 
 # The kinds of operations.
 ALLREDUCE, ALLGATHER, BROADCAST, ALLTOALL, REDUCESCATTER, BARRIER, JOIN = range(1, 8)
-REDUCE = 10
+REDUCE, GATHER, SCATTER = range(10, 13)
 
 KIND_NAMES = {
     ALLREDUCE: "allreduce",
@@ -35,6 +35,8 @@ KIND_NAMES = {
     BARRIER: "barrier",
     JOIN: "join",
     REDUCE: "reduce",
+    GATHER: "gather",
+    SCATTER: "scatter",
 }
 
 # The number and the size in bytes of each element type. The keys are the names of the types in numpy and torch.

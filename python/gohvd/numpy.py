@@ -33,11 +33,11 @@ from .process_sets import ProcessSet, add_process_set, global_process_set, remov
 __all__ = [
     "Adasum", "Average", "AverageActive", "Handle", "HorovodInternalError", "Max", "Min", "ProcessSet", "Product", "Sum",
     "add_process_set", "allgather", "allgather_async", "alloc", "allreduce", "allreduce_async", "alltoall",
-    "alltoall_async", "barrier", "broadcast", "broadcast_async", "cross_rank", "cross_size", "global_process_set",
-    "grouped_allgather", "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_async",
+    "alltoall_async", "barrier", "broadcast", "broadcast_async", "cross_rank", "cross_size", "gather", "gather_async",
+    "global_process_set", "grouped_allgather", "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_async",
     "grouped_reducescatter", "grouped_reducescatter_async", "init", "is_homogeneous", "is_initialized", "join",
     "local_rank", "local_size", "rank", "reduce", "reduce_async", "reducescatter", "reducescatter_async",
-    "remove_process_set", "shutdown", "size",
+    "remove_process_set", "scatter", "scatter_async", "shutdown", "size",
 ]  # fmt: skip
 
 Array = np.ndarray
@@ -319,6 +319,55 @@ def reduce(
     return _engine.begin_and_wait(
         reduce_async, array, root_rank, op, name, prescale_factor, postscale_factor, process_set, out
     ).wait()
+
+
+def gather_async(
+    array: Any, root_rank: int, name: Optional[str] = None, process_set: ProcessSet = global_process_set
+) -> Handle[Optional[Array]]:
+    _engine.check_root(root_rank, process_set, wire.GATHER)
+    call = _begin(wire.GATHER, [array], name, process_set, root=root_rank)
+    return Handle(call, _one if root_rank == rank() else _none)
+
+
+def gather(
+    array: Any, root_rank: int, name: Optional[str] = None, process_set: ProcessSet = global_process_set
+) -> Optional[Array]:
+    """Returns the arrays of all ranks at the rank root_rank, concatenated along the first dimension, and None at the
+    other ranks. The arrays may have different sizes in this dimension. root_rank is a rank of the job even if
+    process_set is given.
+    """
+    return _engine.begin_and_wait(gather_async, array, root_rank, name, process_set).wait()
+
+
+def scatter_async(
+    array: Any,
+    root_rank: int,
+    splits: Optional[Sequence[int]] = None,
+    name: Optional[str] = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[Array]:
+    _engine.check_root(root_rank, process_set, wire.SCATTER)
+    array, given = np.asarray(array, order="C"), ()
+    if _engine.engine.initialized() and root_rank != rank():
+        array = np.empty(0, array.dtype)
+    else:
+        given = _engine.check_splits(splits, array.shape, process_set, wire.SCATTER)
+    return Handle(_begin(wire.SCATTER, [array], name, process_set, root=root_rank, splits=given), _one)
+
+
+def scatter(
+    array: Any,
+    root_rank: int,
+    splits: Optional[Sequence[int]] = None,
+    name: Optional[str] = None,
+    process_set: ProcessSet = global_process_set,
+) -> Array:
+    """Returns this rank's rows of the array of the rank root_rank: splits[i] rows go to member i. If splits is None,
+    each member gets the same number of rows. root_rank is a rank of the job even if process_set is given.
+
+    At the other ranks splits is ignored, and only the type of the array counts, which may be empty.
+    """
+    return _engine.begin_and_wait(scatter_async, array, root_rank, splits, name, process_set).wait()
 
 
 def alltoall_async(

@@ -270,6 +270,32 @@ class Numpy(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "reduce: root rank 3 is not in process set"):
             hvd.reduce(x, 3)
 
+    def test_gather(self) -> None:
+        for dtype in INTS + FLOATS:
+            for root in range(self.size):
+                every = [sample(r, (2 * r + 1, 3), dtype) for r in range(self.size)]
+                got = hvd.gather(every[self.rank], root)
+                if self.rank == root:
+                    self.equal(got, np.concatenate(every))
+                else:
+                    self.assertIsNone(got)
+        self.assertEqual(hvd.gather(np.empty((2, 0)), 0) is not None, self.rank == 0)
+
+    def test_scatter(self) -> None:
+        for dtype in INTS + FLOATS:
+            for root in range(self.size):
+                for _ in range(2):
+                    x = sample(root, (self.size * 2, 3), dtype)
+                    mine = x if self.rank == root else np.empty(0, dtype)
+                    self.equal(hvd.scatter(mine, root, name="even"), x[2 * self.rank :][:2])
+                    splits = list(range(self.size)) if self.rank == root else None
+                    first = self.rank * (self.rank - 1) // 2
+                    self.equal(hvd.scatter(mine, root, splits, name="uneven"), x[first:][: self.rank])
+        self.assertEqual(hvd.scatter(np.empty((3, 0)), 0, [3] + [0] * (self.size - 1)).shape[1:], (0,))
+        if self.rank == 0:
+            with self.assertRaisesRegex(ValueError, "scatter: got splits"):
+                hvd.scatter(np.ones(1), 0, [2] * self.size)
+
     def test_alltoall(self) -> None:
         got, received = hvd.alltoall(np.arange(2 * self.size) + 100 * self.rank)
         self.equal(got, np.concatenate([np.arange(2) + 2 * self.rank + 100 * r for r in range(self.size)]))

@@ -351,6 +351,20 @@ class OtherOperations(RanksTest):
         if self.rank == 0:
             self.equal(got, torch.ones(2) * (self.size + 1) / 2)
 
+    def test_gather_and_scatter(self) -> None:
+        for root in range(self.size):
+            every = [torch.full((r + 1, 2), r, dtype=torch.bfloat16) for r in range(self.size)]
+            whole = torch.cat(every)
+            got = hvd.gather(every[self.rank], root)
+            if self.rank == root:
+                self.equal(got, whole)
+            else:
+                self.assertIsNone(got)
+            mine = whole if self.rank == root else whole[:0]
+            splits = torch.arange(1, self.size + 1, dtype=torch.int32)
+            self.equal(hvd.scatter(mine, root, splits), every[self.rank])
+            self.equal(hvd.synchronize(hvd.scatter_async(mine, root, splits, name="s")), every[self.rank])
+
     def test_alltoall(self) -> None:
         for dtype in INTS + FLOATS + [torch.bool]:
             # Rank r sends r+i+1 rows to rank i.

@@ -125,7 +125,8 @@ var (
 	position = regexp.MustCompile(`^(0|[1-9][0-9]*)$`)
 	kinds    = []string{
 		"ALLREDUCE", "ALLGATHER", "BROADCAST", "ALLTOALL", "REDUCESCATTER", "BARRIER", "JOIN",
-		"ADD_PROCESS_SET", "REMOVE_PROCESS_SET", "REDUCE", "ERROR",
+		"ADD_PROCESS_SET", "REMOVE_PROCESS_SET", "REDUCE", "GATHER",
+		"SCATTER", "ERROR",
 	}
 )
 

@@ -52,12 +52,12 @@ __all__ = [
     "Adasum", "Average", "HorovodInternalError", "Max", "Min", "ProcessSet", "Product", "Sum", "add_process_set",
     "alloc_tensor", "allgather", "allgather_async", "allreduce", "allreduce_", "allreduce_async", "allreduce_async_",
     "alltoall", "alltoall_async", "barrier", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "ccl_built",
-    "cross_rank", "cross_size", "cuda_built", "ddl_built", "global_process_set", "gloo_built", "gloo_enabled",
+    "cross_rank", "cross_size", "cuda_built", "ddl_built", "gather", "gather_async", "global_process_set", "gloo_built", "gloo_enabled",
     "grouped_allgather", "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async",
     "grouped_allreduce_async_", "grouped_reducescatter", "grouped_reducescatter_async", "init", "is_homogeneous",
     "is_initialized", "join", "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built",
     "poll", "rank", "reduce", "reduce_async", "reducescatter", "reducescatter_async", "remove_process_set", "rocm_built",
-    "shutdown", "size", "sparse_allreduce_async", "start_timeline", "stop_timeline", "synchronize",
+    "scatter", "scatter_async", "shutdown", "size", "sparse_allreduce_async", "start_timeline", "stop_timeline", "synchronize",
 ]  # fmt: skip
 
 Tensor = torch.Tensor
@@ -714,17 +714,72 @@ def reduce(
     ))
 
 
+# Gather and scatter.
+
+
+def gather_async(
+    tensor: Tensor, root_rank: int, name: Optional[str] = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Begins a ``gather`` and returns a handle."""
+    _engine.check_root(root_rank, process_set, wire.GATHER)
+    call = _begin(wire.GATHER, [tensor], name, process_set, root=root_rank)
+    return _handles.add(call, _one if root_rank == rank() else _none)
+
+
+def gather(
+    tensor: Tensor, root_rank: int, name: Optional[str] = None, process_set: ProcessSet = global_process_set
+) -> Optional[Tensor]:
+    """Returns the tensors of all ranks at rank root_rank, concatenated along the first dimension, and None at the other
+    ranks. Their sizes may differ in this dimension. Gradients do not flow through a gather.
+    """
+    return synchronize(_engine.begin_and_wait(gather_async, tensor, root_rank, name, process_set))
+
+
+def scatter_async(
+    tensor: Tensor,
+    root_rank: int,
+    splits: Union[None, Tensor, Sequence[int]] = None,
+    name: Optional[str] = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begins a ``scatter`` and returns a handle."""
+    _engine.check_root(root_rank, process_set, wire.SCATTER)
+    given: Tuple[int, ...] = ()
+    if _engine.engine.initialized() and root_rank != rank():
+        tensor = tensor.new_empty(0)
+    else:
+        given = _splits(splits, tensor, process_set, wire.SCATTER)
+    return _handles.add(_begin(wire.SCATTER, [tensor], name, process_set, root=root_rank, splits=given), _one)
+
+
+def scatter(
+    tensor: Tensor,
+    root_rank: int,
+    splits: Union[None, Tensor, Sequence[int]] = None,
+    name: Optional[str] = None,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Returns this rank's rows of the tensor of rank root_rank: splits[i] rows go to member i. If splits is None, each
+    member gets the same number of rows. Gradients do not flow through a scatter.
+
+    At the other ranks splits is ignored, and only the type of the tensor counts, which may be empty.
+    """
+    return synchronize(_engine.begin_and_wait(scatter_async, tensor, root_rank, splits, name, process_set))
+
+
 # Alltoall.
 
 _Splits = Union[None, Tensor, Sequence[int]]
 
 
-def _splits(splits: _Splits, tensor: Tensor, process_set: ProcessSet) -> Tuple[int, ...]:
+def _splits(
+    splits: _Splits, tensor: Tensor, process_set: ProcessSet, kind: int = wire.ALLTOALL
+) -> Tuple[int, ...]:
     if isinstance(splits, Tensor):
         if splits.dim() != 1 or splits.dtype != torch.int32:
-            raise ValueError(f"alltoall: splits are {splits.dtype} of shape {tuple(splits.shape)}, want int32 of one dimension")
+            raise ValueError(f"{wire.KIND_NAMES[kind]}: splits are {splits.dtype} of shape {tuple(splits.shape)}, want int32 of one dimension")
         splits = splits.tolist()
-    return _engine.check_splits(splits, tensor.shape, process_set)
+    return _engine.check_splits(splits, tensor.shape, process_set, kind)
 
 
 def alltoall_async(
