@@ -571,18 +571,27 @@ func sameSets(d *message.Down, states []*setState, mine []int) bool {
 	return true
 }
 
-// sendHeartbeats sends a heartbeat to the ranks to which no frame was sent for heartbeatPeriod. Leaders send
-// heartbeats to the ranks behind them.
+// sendHeartbeats sends a heartbeat to the ranks to which no frame was sent for heartbeatPeriod, and to all
+// ranks when a rank has announced its shutdown and not left for as long. A heartbeat names such ranks.
+// Leaders send the other heartbeats to the ranks behind them.
 func (c *Coordinator) sendHeartbeats() {
-	var quiet []topo.Rank
+	var leaving, quiet []topo.Rank
+	news := false
+	for r := range c.ranks {
+		if k := &c.ranks[r]; k.leaving && c.now-k.at >= heartbeatPeriod {
+			leaving = append(leaving, topo.Rank(r))
+			news = news || !k.told
+			k.told = true
+		}
+	}
 	for r := range c.ranks {
 		k, direct := &c.ranks[r], c.leaderOf(topo.Rank(r)) == topo.Rank(r)
-		if direct && !k.lost && !k.closed && c.now-k.lastSent >= heartbeatPeriod {
+		if !k.lost && !k.closed && (news || direct && c.now-k.lastSent >= heartbeatPeriod) {
 			quiet = append(quiet, topo.Rank(r))
 		}
 	}
 	if len(quiet) > 0 {
-		c.emit(&message.Down{Type: message.DownHeartbeat, Cycle: c.cycle}, quiet)
+		c.emit(&message.Down{Type: message.DownHeartbeat, Cycle: c.cycle, Ranks: leaving}, quiet)
 	}
 }
 

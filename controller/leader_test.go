@@ -22,13 +22,14 @@ func leaderConfig() controller.CoordinatorConfig {
 	}
 }
 
-// sentParts records what leaders pass on, and the verdicts and stalls, and the order in which ranks are
-// closed.
+// sentParts records what leaders pass on, and the verdicts and stalls, the order in which ranks are closed,
+// and the heartbeats that name ranks.
 type sentParts struct {
 	unwatched
 	parts    []string
 	verdicts []string
 	closings []topo.Rank
+	leaving  []string
 	events   []string
 }
 
@@ -42,8 +43,11 @@ func (w *sentParts) failed(n *node, v *controller.Verdict) {
 
 func (w *sentParts) issued(outs []controller.Outgoing) {
 	for _, o := range outs {
-		if o.Down.Type == message.DownClose {
+		switch {
+		case o.Down.Type == message.DownClose:
 			w.closings = append(w.closings, o.To...)
+		case o.Down.Type == message.DownHeartbeat && len(o.Down.Ranks) > 0:
+			w.leaving = append(w.leaving, fmt.Sprintf("%v %v", o.To, o.Down))
 		}
 	}
 }
@@ -283,6 +287,21 @@ func TestLeaderCombinesHeartbeats(t *testing.T) {
 	}
 	c.settle()
 	wantParts(t, w.take(), "[2 3 4] up seen=0 set=0 request allreduce a float32[3]", "[2 3 4] heartbeat seen=0")
+}
+
+// All ranks learn once that a rank has announced its shutdown, also the ranks behind a leader.
+func TestShutdownIsAnnouncedBehindALeader(t *testing.T) {
+	c, w := newLeaderCluster(t, leaderConfig())
+	c.nodes[0].m.Shutdown("")
+	c.pass(3500 * time.Millisecond)
+	if want := "[0 1 2 3 4] heartbeat leaving=0"; len(w.leaving) == 0 || w.leaving[0] != want {
+		t.Errorf("got heartbeats %q, want first %q", w.leaving, want)
+	}
+	for _, beat := range w.leaving[min(1, len(w.leaving)):] {
+		if strings.Contains(beat, "3 4") {
+			t.Errorf("got another heartbeat %q, which the leader sends", beat)
+		}
+	}
 }
 
 // The coordinator learns when each vote has arrived at its leader: the rank that was last of all is the one

@@ -16,6 +16,7 @@ import (
 // operation with it, the coordinator closes it.
 type departure struct {
 	leaving bool // whether the rank has announced that it will submit nothing more
+	told    bool // whether the other ranks know that
 	// These fields describe the frame in which the rank announced its shutdown. at is the time at which the
 	// frame arrived.
 	at         time.Duration

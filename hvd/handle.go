@@ -27,6 +27,8 @@ type operation struct {
 	// operation is done. It is nil if the name was generated. It is written before the operation is done and
 	// read afterwards.
 	held interface{ Release() }
+	// apart is set if turns of the loop do not execute the operation, so waiting does not drive the loop.
+	apart bool
 }
 
 // Bits of operation.flags.
@@ -86,7 +88,7 @@ func (o *operation) seen() {
 // start makes the engine notice the queued operation within a bounded time. A caller that waits for the
 // operation right away need not call start, because the wait itself drives the loop.
 func (o *operation) start() {
-	if o.engine != nil {
+	if o.engine != nil && !o.apart {
 		o.engine.rank.Engine.NotifyLater()
 	}
 }
@@ -114,7 +116,7 @@ func (o *operation) ended() bool { return o.signal.Load() == closedSignal }
 
 // flush makes the engine notice the queued operations at once.
 func (o *operation) flush() {
-	if o.engine != nil {
+	if o.engine != nil && !o.apart {
 		o.engine.rank.Engine.Flush()
 	}
 }
@@ -168,7 +170,7 @@ func (o *operation) await(ctx context.Context) {
 		o.start() // no caller drives the loop for this operation, so start must make the engine notice it
 		return
 	}
-	if o.engine != nil {
+	if o.engine != nil && !o.apart {
 		if o.engine.rank.Engine.Drive(ctx, o.ended); o.ended() {
 			return
 		}

@@ -1,6 +1,6 @@
 // Package hvd provides collective communication for data-parallel training: allreduce, allgather, broadcast,
 // alltoall, reducescatter, reduce, gather, scatter, barrier and join on named tensors, over all ranks or over
-// process sets.
+// process sets. Send and Recv move messages between two ranks.
 //
 // A program calls Init, submits operations, and calls Shutdown. Ranks may submit tensors in any order: rank 0
 // learns which ranks have submitted which tensors, and an operation runs when every rank has submitted it.

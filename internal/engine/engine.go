@@ -160,6 +160,8 @@ type Engine struct {
 	failure   error         // why the epoch ended (nil after a shutdown); read only after ended is closed
 	mu        sync.Mutex
 	finished  []finishedWork // work that lanes have ended; guarded by mu
+	broken    []error        // why channels for messages have failed; guarded by mu
+	messages  messages
 
 	// Only the goroutine that runs turns may use these fields. It holds the scheduler's lock.
 	now         time.Duration // the time at which the turn began
@@ -411,6 +413,7 @@ func (e *Engine) depart(how *leaving) {
 	for _, l := range e.lanes.snapshot() {
 		l.queue.Close(ErrShutDown)
 	}
+	e.quitMessages(ErrShutDown)
 	e.leaving.Store(how)
 	e.sched.notify()
 }

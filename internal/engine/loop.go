@@ -82,6 +82,11 @@ func (e *Engine) answer(err error) {
 	if err != nil {
 		e.cancel(err)
 	}
+	ended := reason
+	if err == nil && e.stopCause != nil {
+		ended = e.stopCause
+	}
+	e.endMessages(ended, err == nil)
 	e.running.Wait()
 	for _, l := range e.lanes.all {
 		all := func(*tensorqueue.Entry) bool { return true }
@@ -160,7 +165,15 @@ func (e *Engine) takeFinished() {
 	s.finished = append(s.finished[:0], e.finished...)
 	clear(e.finished)
 	e.finished = e.finished[:0]
+	broken := e.broken
+	e.broken = nil
 	e.mu.Unlock()
+	for _, err := range broken {
+		if !errors.Is(err, transport.ErrClosed) {
+			e.log.Warn("a channel for messages failed", zap.Error(err))
+			e.member.Suspect(blame(err, e.cfg.Rank))
+		}
+	}
 	if len(s.finished) > 0 {
 		e.sched.extend()
 	}

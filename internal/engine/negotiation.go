@@ -260,6 +260,9 @@ func (e *Engine) applyDown() {
 	if err := e.member.Step(&e.scratch.down); err != nil {
 		e.log.Error("the coordinator broke the protocol", zap.Error(err))
 	}
+	if d := &e.scratch.down; d.Type == message.DownLeft || d.Type == message.DownHeartbeat {
+		e.ranksLeft(d.Ranks)
+	}
 }
 
 // coordinatorReady sends the decisions of the coordinator to the members. Rank 0's own member receives them

@@ -111,6 +111,7 @@ func (e *Engine) dropSet(id topo.ProcessSetID) {
 	}
 	e.cfg.Mesh.Release(transport.DataLane(id))
 	e.cfg.Mesh.Release(transport.OuterLane(id))
+	e.dropMessages(id)
 }
 
 // refuse closes the queue of a lane and ends all its entries that have no grant with the given error.

@@ -215,7 +215,7 @@ func AppendDown(b []byte, d *Down) ([]byte, error) {
 	case DownFail:
 		b = appendRanks(b, d.Ranks)
 		b = appendText(b, d.Reason)
-	case DownLeft:
+	case DownLeft, DownHeartbeat:
 		b = appendRanks(b, d.Ranks)
 	}
 	return b, nil
@@ -279,11 +279,11 @@ func DecodeDown(b []byte, out *Down) error {
 		if flags&flagTuning != 0 {
 			out.Tuning = d.tuning()
 		}
-	case DownHeartbeat, DownClose:
+	case DownClose:
 	case DownFail:
 		d.ranks(&out.Ranks)
 		out.Reason = d.text()
-	case DownLeft:
+	case DownLeft, DownHeartbeat:
 		d.ranks(&out.Ranks)
 	default:
 		d.fail(fmt.Errorf("got unknown type %d", out.Type))

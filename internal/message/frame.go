@@ -144,8 +144,9 @@ type Down struct {
 	Tuning *Tuning
 	// Sets has the decisions about the recipient's process sets. It omits sets without decisions.
 	Sets []DownSet
-	// Ranks are the ranks that have failed (DownFail) or have left (DownLeft). With Stop, they are the ranks
-	// whose shutdown is the reason for the stop.
+	// Ranks are the ranks that have failed (DownFail), have left (DownLeft), or have announced their shutdown
+	// and not left for a while (DownHeartbeat). With Stop, they are the ranks whose shutdown is the reason
+	// for the stop.
 	Ranks []topo.Rank
 	// Reason is why the ranks in Ranks have failed, or why the recipient is stopped. It is empty if the
 	// recipient has asked for the stop.

@@ -25,6 +25,9 @@ const (
 	Gather
 	Scatter
 	Error
+	// Send and Recv are operations of two ranks. They are not negotiated, so no request has these kinds.
+	Send
+	Recv
 	numKinds
 )
 
@@ -37,7 +40,7 @@ const (
 
 var kinds = [numKinds]string{
 	"none", "allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier", "join",
-	"add process set", "remove process set", "reduce", "gather", "scatter", "error",
+	"add process set", "remove process set", "reduce", "gather", "scatter", "error", "send", "recv",
 }
 
 // Valid reports whether a request may have the kind k.

@@ -135,6 +135,9 @@ func (d *Down) String() string {
 	switch d.Type {
 	case DownHeartbeat:
 		b.WriteString("heartbeat")
+		if len(d.Ranks) > 0 {
+			fmt.Fprintf(&b, " leaving=%s", listText(d.Ranks))
+		}
 		return b.String()
 	case DownClose:
 		b.WriteString("close")

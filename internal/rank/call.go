@@ -52,7 +52,7 @@ func optionsOf(options ...Option) (s optionSet) {
 }
 
 // applies has, for each kind of operation, the options that apply to it.
-var applies = func() (sets [message.Error]optionSet) {
+var applies = func() (sets [message.NumKinds]optionSet) {
 	always := optionsOf(OptTimeout, OptOver, OptOn)
 	moves := always | optionsOf(OptName, OptShape, OptShapes, OptInPlace)
 	reduces := moves | optionsOf(OptOp, OptPrescale, OptPostscale)
@@ -64,6 +64,8 @@ var applies = func() (sets [message.Error]optionSet) {
 	sets[message.Allgather], sets[message.Alltoall], sets[message.Broadcast] = moves, moves, moves
 	sets[message.Gather] = always | optionsOf(OptName, OptShape)
 	sets[message.Scatter] = sets[message.Gather]
+	sets[message.Send] = optionsOf(OptOver, OptOn)
+	sets[message.Recv] = sets[message.Send]
 	sets[message.Barrier] |= optionsOf(OptName)
 	sets[message.Join] |= optionsOf(OptEmpty)
 	return sets
@@ -133,9 +135,13 @@ func (c *Call) Check() error {
 }
 
 // CheckRoot returns an error if root is not a member of the process set of c.
-func (c *Call) CheckRoot(root int) error {
-	if _, ok := slices.BinarySearch(c.Set.Ranks, topo.Rank(root)); !ok {
-		return c.Misuse("got root rank %d, want a rank of %v", root, c.Set)
+func (c *Call) CheckRoot(root int) error { return c.CheckMember(root, "root rank") }
+
+// CheckMember returns an error if rank is not a member of the process set of c. The argument what says in the
+// error what the rank is.
+func (c *Call) CheckMember(rank int, what string) error {
+	if _, ok := slices.BinarySearch(c.Set.Ranks, topo.Rank(rank)); !ok {
+		return c.Misuse("got %s %d, want a rank of %v", what, rank, c.Set)
 	}
 	return nil
 }

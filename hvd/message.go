@@ -1,0 +1,127 @@
+package hvd
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"github.com/gohvd/gohvd/internal/engine"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/p2p"
+	"github.com/gohvd/gohvd/internal/rank"
+	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/topo"
+)
+
+// AnySource is the source of a Recv that takes a message of any member of the process set.
+const AnySource = int(p2p.AnySource)
+
+// MessageHandle is a Send or a Recv in flight. Its methods are safe for concurrent use.
+type MessageHandle[T any] struct {
+	operation
+	op p2p.Op
+	x  []T
+}
+
+// Wait waits for the operation and returns the tensor that was passed to it. If ctx ends first, the error is
+// a *PendingError. Then the operation goes on, and its tensor stays in use.
+func (h *MessageHandle[T]) Wait(ctx context.Context) ([]T, error) {
+	if err := h.wait(ctx, h); err != nil {
+		return nil, err
+	}
+	return h.x, nil
+}
+
+// Source returns the rank that has sent the message of a Recv. It is valid when the operation is done without
+// an error.
+func (h *MessageHandle[T]) Source() int { return int(h.op.Source) }
+
+// Send sends x to the rank dst, which must receive it with Recv, with the same tag, type and number of
+// elements. dst is a rank of the job, not a position in a process set, and tag is from 0 to 2^31-1. Messages
+// are not negotiated: other ranks take no part. Messages to one rank with one tag are received in the order
+// in which they were sent. The options Over and On apply.
+//
+// A tensor of up to 64 KiB is copied, and Send returns at once, unless tensors of 1 MiB wait for dst to
+// receive them. A larger one is sent when dst calls Recv, and Send returns when x may be changed. The bytes
+// are sent once.
+func Send[T Element](ctx context.Context, x []T, dst, tag int, opts ...Option) error {
+	h, err := post(message.Send, x, dst, tag, opts)
+	if err != nil {
+		return err
+	}
+	_, err = h.Wait(ctx)
+	return err
+}
+
+// SendAsync begins a Send and returns its handle without waiting.
+func SendAsync[T Element](x []T, dst, tag int, opts ...Option) (*MessageHandle[T], error) {
+	return post(message.Send, x, dst, tag, opts)
+}
+
+// Recv receives a message that the rank src has sent with the given tag into x, and returns the rank that has
+// sent it. With AnySource as src, it takes the message that has arrived first. A message of another type or
+// number of elements is dropped, and the error is a *MismatchError. src is a rank of the job, not a position
+// in a process set. The options Over and On apply.
+func Recv[T Element](ctx context.Context, x []T, src, tag int, opts ...Option) (source int, err error) {
+	h, err := post(message.Recv, x, src, tag, opts)
+	if err != nil {
+		return 0, err
+	}
+	if _, err := h.Wait(ctx); err != nil {
+		return 0, err
+	}
+	return h.Source(), nil
+}
+
+// RecvAsync begins a Recv and returns its handle without waiting.
+func RecvAsync[T Element](x []T, src, tag int, opts ...Option) (*MessageHandle[T], error) {
+	return post(message.Recv, x, src, tag, opts)
+}
+
+// post begins a Send or a Recv.
+func post[T Element](kind message.Kind, x []T, peer, tag int, opts []Option) (*MessageHandle[T], error) {
+	c, err := prepare(kind, tensor.Of[T](), false, opts)
+	if err != nil {
+		return nil, err
+	}
+	if tag < 0 || tag > p2p.MaxTag {
+		return nil, c.Misuse("got tag %d, want 0 to %d", tag, p2p.MaxTag)
+	}
+	if peer == int(c.Set.Ranks[c.Set.Me]) {
+		return nil, c.Misuse("got rank %d, which is this rank, want another rank of %v", peer, c.Set)
+	}
+	if peer != AnySource || kind != message.Recv {
+		if err := c.CheckMember(peer, "rank"); err != nil {
+			return nil, err
+		}
+	}
+	h := &MessageHandle[T]{x: x}
+	h.kind, h.engine, h.apart = kind, c.engine, true
+	h.op = p2p.Op{Peer: topo.Rank(peer), Tag: uint32(tag), DType: c.DType, Buf: tensor.Bytes(x),
+		Done: h.finished}
+	h.name = h.op.Name()
+	if err := c.Rank.Engine.Post(c.Set.ID, &h.op, kind == message.Recv); err != nil {
+		return nil, c.submitted(messageError(kind, h.name, err))
+	}
+	return h, nil
+}
+
+// finished completes h. err is the error of the operation, or nil.
+func (h *MessageHandle[T]) finished(err error) {
+	if err == nil && h.kind == message.Recv && h.op.DType == tensor.Bool {
+		rank.OnlyBools(h.op.Buf)
+	}
+	if err != nil {
+		err = messageError(h.kind, h.name, err)
+	}
+	h.complete(err)
+}
+
+// messageError adds the operation to an error.
+func messageError(kind message.Kind, name string, err error) error {
+	var size *p2p.SizeError
+	if errors.As(err, &size) {
+		return &MismatchError{Tensor: name, Text: fmt.Sprintf("hvd: %v %q: %v", kind, name, size)}
+	}
+	return &engine.OpError{Op: kind.String(), Tensor: name, Err: err}
+}

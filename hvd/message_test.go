@@ -1,0 +1,169 @@
+package hvd_test
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/hvd"
+)
+
+// Every rank sends tensors of several sizes to every other rank, beside collectives.
+func TestMessages(t *testing.T) {
+	modes(t, func(t *testing.T, mode []string) {
+		run(t, 3, func(ctx context.Context, e *hvd.Engine) {
+			me, sizes := e.Rank(), []int{0, 1, 1000, 100_000}
+			var sends, receives []*hvd.MessageHandle[float32]
+			for peer := range e.Size() {
+				for tag, n := range sizes {
+					if peer == me {
+						continue
+					}
+					s, err := hvd.SendAsync(fill[float32](n, me), peer, tag, hvd.On(e))
+					r, rerr := hvd.RecvAsync(make([]float32, n), peer, tag, hvd.On(e))
+					if err != nil || rerr != nil {
+						t.Errorf("got errors %v and %v", err, rerr)
+						return
+					}
+					sends, receives = append(sends, s), append(receives, r)
+				}
+			}
+			checkUsable(ctx, t, e.ProcessSets()[0], "beside")
+			for i, h := range receives {
+				got, err := h.Wait(ctx)
+				if err != nil || !slices.Equal(got, fill[float32](sizes[i%len(sizes)], h.Source())) {
+					t.Errorf("rank %d: message from rank %d: wrong, error %v", me, h.Source(), err)
+				}
+				if _, err := sends[i].Wait(ctx); err != nil {
+					t.Error(err)
+				}
+			}
+		}, mode...)
+	})
+}
+
+// A rank takes messages of any rank, and tells the senders that it has got them, on a process set.
+func TestMessagesFromAnySource(t *testing.T) {
+	run(t, 3, func(ctx context.Context, e *hvd.Engine) {
+		set, err := hvd.AddProcessSet(ctx, []int{0, 2}, hvd.On(e))
+		if err != nil || e.Rank() == 1 {
+			return
+		}
+		if e.Rank() == 2 {
+			if err := hvd.Send(ctx, []bool{true, false}, 0, 3, hvd.Over(set)); err != nil {
+				t.Error(err)
+			}
+			if source, err := hvd.Recv(ctx, []int8{0}, 0, 4, hvd.Over(set)); err != nil || source != 0 {
+				t.Errorf("got rank %d and error %v", source, err)
+			}
+			return
+		}
+		got := make([]bool, 2)
+		source, err := hvd.Recv(ctx, got, hvd.AnySource, 3, hvd.Over(set))
+		if err != nil || source != 2 || !got[0] || got[1] {
+			t.Errorf("got %v from rank %d and error %v", got, source, err)
+		}
+		if err := hvd.Send(ctx, []int8{1}, 2, 4, hvd.Over(set)); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// TestMessagesRefused checks the errors of wrong calls and of messages that do not fit.
+func TestMessagesRefused(t *testing.T) {
+	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
+		me := e.Rank()
+		for _, c := range []struct{ peer, tag int }{
+			{me, 1}, {2, 1}, {-2, 1}, {1 - me, -1}, {1 - me, 1 << 31},
+		} {
+			var usage *hvd.UsageError
+			if err := hvd.Send(ctx, []int8{1}, c.peer, c.tag, hvd.On(e)); !errors.As(err, &usage) {
+				t.Errorf("send to rank %d with tag %d: got error %v, want a UsageError", c.peer, c.tag, err)
+			}
+			if _, err := hvd.Recv(ctx, []int8{1}, c.peer, c.tag, hvd.On(e)); !errors.As(err, &usage) {
+				t.Errorf("recv from rank %d with tag %d: got error %v, want a UsageError", c.peer, c.tag, err)
+			}
+		}
+		if me == 0 {
+			for _, x := range [][]float32{make([]float32, 3), {4, 5}} {
+				if err := hvd.Send(ctx, x, 1, 7, hvd.On(e)); err != nil {
+					t.Error(err)
+				}
+			}
+			return
+		}
+		x := make([]float32, 2)
+		var mismatch *hvd.MismatchError
+		const want = `hvd: recv "rank 0, tag 7": ` +
+			`got 3 elements of float32 from rank 0, want 2 elements of float32`
+		if _, err := hvd.Recv(ctx, x, 0, 7, hvd.On(e)); !errors.As(err, &mismatch) || err.Error() != want {
+			t.Errorf("got error %v, want %s", err, want)
+		}
+		if _, err := hvd.Recv(ctx, x, 0, 7, hvd.On(e)); err != nil || !slices.Equal(x, []float32{4, 5}) {
+			t.Errorf("the next message: got %v and error %v", x, err)
+		}
+	})
+}
+
+// If a rank waits for messages of ranks that have shut down, it gets an error that names them, also if there
+// was never a message between them. Messages that were sent before are received.
+func TestMessagesOfALeaver(t *testing.T) {
+	modes(t, func(t *testing.T, mode []string) {
+		for _, leaver := range []int{0, 1} {
+			for _, sends := range []bool{true, false} {
+				engines(t, 2, func(ctx context.Context, e *hvd.Engine) {
+					if other := 1 - e.Rank(); e.Rank() != leaver {
+						awaitLeaver(ctx, t, e, other, sends)
+					} else if sends {
+						if err := hvd.Send(ctx, []int8{5}, other, 1, hvd.On(e)); err != nil {
+							t.Error(err)
+						}
+					}
+					if err := e.Shutdown(ctx); err != nil {
+						t.Errorf("rank %d: %v", e.Rank(), err)
+					}
+				}, nil, mode...)
+			}
+		}
+	})
+}
+
+// awaitLeaver waits for messages of a rank that shuts down, perhaps after it has sent a message.
+func awaitLeaver(ctx context.Context, t *testing.T, e *hvd.Engine, leaver int, sends bool) {
+	x := []int8{0}
+	if sends {
+		if _, err := hvd.Recv(ctx, x, leaver, 1, hvd.On(e)); err != nil || x[0] != 5 {
+			t.Errorf("rank %d: got %v and error %v", e.Rank(), x, err)
+		}
+	}
+	for _, source := range []int{leaver, hvd.AnySource} {
+		var peer *hvd.PeerError
+		_, err := hvd.Recv(ctx, x, source, 2, hvd.On(e))
+		if !errors.As(err, &peer) || !slices.Equal(peer.Ranks, []int{leaver}) || !peer.ShutDown {
+			t.Errorf("rank %d: sends %v: recv from rank %d: got error %v", e.Rank(), sends, source, err)
+		}
+	}
+}
+
+// The context of a Recv bounds the wait and not the operation. The end of the job ends it.
+func TestMessagesPending(t *testing.T) {
+	var late *hvd.PendingError
+	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
+		if e.Rank() == 1 {
+			short, cancel := context.WithTimeout(ctx, time.Millisecond)
+			defer cancel()
+			if _, err := hvd.Recv(short, []int8{0}, 0, 2, hvd.On(e)); !errors.As(err, &late) {
+				t.Errorf("got error %v, want a PendingError", err)
+			}
+		}
+		if err := hvd.Barrier(ctx, hvd.On(e)); err != nil {
+			t.Error(err)
+		}
+	})
+	_, err := late.Handle.(*hvd.MessageHandle[int8]).Wait(t.Context())
+	if !errors.Is(err, hvd.ErrShutDown) {
+		t.Errorf("after Shutdown: got error %v, want ErrShutDown", err)
+	}
+}

@@ -1,0 +1,144 @@
+package engine
+
+import (
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/gohvd/gohvd/internal/p2p"
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
+)
+
+// messages has the exchanges of messages of a rank. Any goroutine may use it.
+type messages struct {
+	mu   sync.Mutex
+	all  map[topo.ProcessSetID]*p2p.Exchange // the exchanges that were used
+	left map[topo.Rank]bool                  // ranks that have shut down
+	err  error                               // why no message can begin any more, or nil
+}
+
+// Post begins a message: it sends o to another member of the process set or, if receive is set, receives it
+// from one. Messages are not negotiated, and turns of the loop do not move them. An error means that nothing
+// was begun and Done of o is never called. Errors that are given to Done and mean that ranks have shut down
+// are of type *PeerError.
+func (e *Engine) Post(set topo.ProcessSetID, o *p2p.Op, receive bool) error {
+	x, err := e.exchange(set)
+	if err != nil {
+		return err
+	}
+	done := o.Done
+	o.Done = func(err error) { done(departed(err, o)) }
+	if receive {
+		return departed(x.Receive(o), o)
+	}
+	return departed(x.Send(o), o)
+}
+
+// departed returns err, or a *PeerError if err says that ranks have shut down while o waits for them.
+func departed(err error, o *p2p.Op) error {
+	var left *p2p.LeftError
+	if !errors.As(err, &left) {
+		return err
+	}
+	p := &PeerError{Reason: fmt.Sprintf("shut down while this rank waits for a message (%v)", o),
+		ShutDown: true}
+	for _, r := range left.Ranks {
+		p.Ranks = append(p.Ranks, int(r))
+	}
+	return p
+}
+
+// exchange returns the exchange of messages of a process set, and makes it if there is none.
+func (e *Engine) exchange(set topo.ProcessSetID) (*p2p.Exchange, error) {
+	e.messages.mu.Lock()
+	defer e.messages.mu.Unlock()
+	if x := e.messages.all[set]; x != nil {
+		return x, nil
+	}
+	if e.messages.err != nil {
+		return nil, e.messages.err
+	}
+	l := e.lanes.find(set)
+	if l == nil {
+		return nil, ErrNoProcessSet
+	}
+	x := p2p.New(p2p.Config{
+		Mesh: e.cfg.Mesh, Lane: transport.MessageLane(set), Ranks: l.set.Ranks, Me: l.me,
+		Failed: e.channelFailed, StallWarning: e.cfg.StallWarning, OnStall: e.messageStalled,
+	})
+	for r := range e.messages.left {
+		x.Left(r)
+	}
+	if e.messages.all == nil {
+		e.messages.all = make(map[topo.ProcessSetID]*p2p.Exchange)
+	}
+	e.messages.all[set] = x
+	return x, nil
+}
+
+// channelFailed reports to the next turn that a channel for messages has failed.
+func (e *Engine) channelFailed(err error) {
+	e.mu.Lock()
+	e.broken = append(e.broken, err)
+	e.mu.Unlock()
+	e.sched.notify()
+}
+
+func (e *Engine) messageStalled(o *p2p.Op, waited time.Duration) {
+	e.log.Warn("a message has waited for long", zap.Stringer("operation", o),
+		zap.Duration("waited", waited.Round(time.Millisecond)))
+}
+
+// ranksLeft records that ranks have shut down, so that no operation waits for messages of them.
+func (e *Engine) ranksLeft(ranks []topo.Rank) {
+	e.messages.mu.Lock()
+	defer e.messages.mu.Unlock()
+	for _, r := range ranks {
+		if e.messages.left == nil {
+			e.messages.left = make(map[topo.Rank]bool)
+		}
+		if e.messages.left[r] {
+			continue
+		}
+		e.messages.left[r] = true
+		for _, x := range e.messages.all {
+			x.Left(r)
+		}
+	}
+}
+
+// quitMessages makes calls of Post fail with err, and says to the peers that this rank sends no more
+// messages.
+func (e *Engine) quitMessages(err error) {
+	e.messages.mu.Lock()
+	defer e.messages.mu.Unlock()
+	e.messages.err = err
+	for _, x := range e.messages.all {
+		x.Quit(err)
+	}
+}
+
+// endMessages ends all messages with err. If flush is set, it first waits, for a short time, until they have
+// left this rank.
+func (e *Engine) endMessages(err error, flush bool) {
+	e.quitMessages(err)
+	for _, x := range e.messages.all {
+		x.Close(err, flush)
+	}
+}
+
+// dropMessages ends the messages of a process set that was removed.
+func (e *Engine) dropMessages(set topo.ProcessSetID) {
+	e.messages.mu.Lock()
+	x := e.messages.all[set]
+	delete(e.messages.all, set)
+	e.messages.mu.Unlock()
+	if x != nil {
+		x.Close(ErrNoProcessSet, false)
+	}
+	e.cfg.Mesh.Release(transport.MessageLane(set))
+}

@@ -1,0 +1,59 @@
+package p2p_test
+
+import (
+	"bytes"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/p2p"
+	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport/mem"
+)
+
+// FuzzFrames sends bytes to a rank that has operations in flight. The rank reports a failure at the end of
+// the bytes, or before.
+func FuzzFrames(f *testing.F) {
+	message := append([]byte{1, 1, 0, 0, 4, 0, 0, 0}, make([]byte, 16)...)
+	message[16] = 3
+	f.Add(append(bytes.Clone(message), 7, 8, 9))
+	f.Add(append([]byte{2, 1, 0, 0, 4, 0, 0, 0}, message[8:]...))
+	f.Add([]byte{3, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0})
+	f.Add([]byte{5, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 255, 255, 255, 255, 255})
+	f.Add(append([]byte{6}, message[1:]...))
+	f.Add(append([]byte{7}, message[1:]...))
+	f.Fuzz(func(t *testing.T, b []byte) {
+		c := mem.New(2)
+		failed := make(chan error, 10)
+		x := p2p.New(p2p.Config{Mesh: c.Mesh(0), Lane: lane, Ranks: []topo.Rank{0, 1},
+			Failed: func(err error) { failed <- err }})
+		ended := make(chan error, 10)
+		op := func(numBytes int) *p2p.Op {
+			return &p2p.Op{Peer: 1, Tag: 4, DType: tensor.Uint8, Buf: make([]byte, numBytes),
+				Done: func(err error) { ended <- err }}
+		}
+		if x.Receive(op(3)) != nil || x.Receive(op(3)) != nil || x.Send(op(100_000)) != nil {
+			t.Fatal("the operations did not begin")
+		}
+		conn, err := c.Mesh(1).Conn(t.Context(), lane, 0)
+		if err == nil {
+			err = conn.Send(b)
+		}
+		if err == nil {
+			err = conn.Flush()
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		_ = c.Mesh(1).Close()
+		// A rank that has said bye does not fail when its channel ends.
+		select {
+		case <-failed:
+		case <-ended:
+		case <-time.After(20 * time.Second):
+			t.Error("the end of the channel was not noticed")
+		}
+		x.Close(errOver, false)
+		_ = c.Mesh(0).Close()
+	})
+}

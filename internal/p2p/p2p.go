@@ -1,0 +1,373 @@
+// Package p2p sends messages between two ranks of a process set, without negotiation.
+//
+// A message goes from one rank to another and has a tag. The receiver matches it with the oldest receive that
+// was posted for its tag, and for its sender or for any sender. Messages of one sender and one tag are
+// matched in the order in which they were sent.
+//
+// A message of up to 64 KiB is sent at once, and its send is done. If the receiver has not posted a receive
+// for it, the receiver keeps it. The messages that a peer keeps for this rank may have 1 MiB. Larger
+// messages, and messages beyond this limit, wait at the sender: the sender offers the message, the receiver
+// accepts it when a receive matches, and then the data goes into the memory of the receive.
+//
+// All messages of a process set use one lane of a transport.Mesh. A rank opens the channel to a peer when it
+// first sends to the peer or waits for a message of it. Each channel has a goroutine that reads and one that
+// writes.
+package p2p
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
+)
+
+// AnySource is the Peer of a receive that takes messages of all ranks.
+const AnySource topo.Rank = -1
+
+// MaxTag is the largest tag of a message.
+const MaxTag = 1<<31 - 1
+
+const (
+	// maxEagerBytes is the largest size of a message that is sent before the receiver has accepted it.
+	maxEagerBytes = 64 << 10
+	// maxKeptBytes limits the eager messages that were sent to a peer and have not been matched there. Each
+	// counts with its size and headerBytes.
+	maxKeptBytes = 1 << 20
+	// maxOffers limits the offers of a peer that no receive has matched. A peer that sends more has failed.
+	maxOffers = 1 << 20
+	// departTimeout is how long a rank waits for messages of a peer that has announced its shutdown. The peer
+	// may have sent them before.
+	departTimeout = time.Second
+	// flushTimeout limits how long Quit waits until all messages have left this rank.
+	flushTimeout = time.Second
+)
+
+// Op is one message that this rank sends or receives. The caller must not change it before Done is called.
+type Op struct {
+	// Peer is the rank to which a message is sent, or the rank from which it is received. In a receive it may
+	// be AnySource.
+	Peer  topo.Rank
+	Tag   uint32
+	DType tensor.DType
+	// Buf is the data to send, or the memory for the message, which must have exactly this size.
+	Buf []byte
+	// Done is called once when the operation has ended. Buf is not used any more.
+	Done func(err error)
+	// Source is the sender of the message. It is valid when a receive has ended without an error.
+	Source topo.Rank
+
+	receive bool
+	begun   time.Time
+	warned  int // number of warnings that the operation has waited too long
+}
+
+// Name returns a text such as "rank 2, tag 7", which says with which rank the operation exchanges a message.
+func (o *Op) Name() string {
+	if o.Peer == AnySource {
+		return fmt.Sprintf("any rank, tag %d", o.Tag)
+	}
+	return fmt.Sprintf("rank %d, tag %d", o.Peer, o.Tag)
+}
+
+// String returns a text such as "recv from rank 2, tag 7".
+func (o *Op) String() string {
+	if o.receive {
+		return "recv from " + o.Name()
+	}
+	return "send to " + o.Name()
+}
+
+// SizeError is the error of a receive that has matched a message with another type or size. The message is
+// dropped. The sender does not get an error.
+type SizeError struct {
+	// Source is the rank that has sent the message.
+	Source topo.Rank
+	// Got is the type and size of the message, and Want that of the receive.
+	Got, Want string
+}
+
+func (e *SizeError) Error() string {
+	return fmt.Sprintf("got %s from rank %d, want %s", e.Got, e.Source, e.Want)
+}
+
+// LeftError is the error of an operation that waits for ranks that have shut down.
+type LeftError struct{ Ranks []topo.Rank }
+
+func (e *LeftError) Error() string { return topo.FormatRanks(e.Ranks) + " shut down" }
+
+// Config configures an Exchange.
+type Config struct {
+	Mesh  transport.Mesh
+	Lane  transport.Lane
+	Ranks []topo.Rank
+	Me    int // the position of this rank in Ranks
+	// Failed is called when the channel to a peer has failed. Operations that wait for the peer go on until
+	// the Exchange is closed.
+	Failed func(error)
+	// StallWarning is how long an operation waits before OnStall is called, and again after each further
+	// period. 0 means never.
+	StallWarning time.Duration
+	OnStall      func(o *Op, waited time.Duration)
+}
+
+// Exchange sends and receives the messages of one rank in one process set. Its methods are safe for
+// concurrent use.
+type Exchange struct {
+	cfg    Config
+	ctx    context.Context // ends with Close
+	cancel context.CancelFunc
+	wg     sync.WaitGroup // the goroutines of the channels and of watch
+
+	mu       sync.Mutex
+	peers    []*peer // by position in the set
+	posted   []*Op   // receives without a message, in the order of their calls
+	arrivals uint64  // number of messages that have arrived
+	err      error   // why no operation can begin any more, or nil
+	watching bool
+}
+
+// New makes an Exchange. It opens no channels and starts no goroutines before the first operation.
+func New(cfg Config) *Exchange {
+	x := &Exchange{cfg: cfg}
+	x.ctx, x.cancel = context.WithCancel(context.Background())
+	for i, r := range cfg.Ranks {
+		p := &peer{x: x, rank: r, self: i == cfg.Me}
+		p.wake.L = &x.mu
+		x.peers = append(x.peers, p)
+	}
+	return x
+}
+
+// Send begins to send o. An error means that nothing was begun and Done is never called.
+func (x *Exchange) Send(o *Op) error {
+	x.mu.Lock()
+	p, err := x.begin(o)
+	if err == nil && p.departed() {
+		err = &LeftError{[]topo.Rank{p.rank}}
+	}
+	if err != nil {
+		x.mu.Unlock()
+		return err
+	}
+	p.open()
+	cost := len(o.Buf) + headerBytes
+	if len(o.Buf) > maxEagerBytes || p.kept+cost > maxKeptBytes {
+		p.offer(o)
+		x.mu.Unlock()
+		return nil
+	}
+	p.kept += cost
+	h := header{kind: eager, tag: o.Tag, dt: o.DType, numBytes: uint64(len(o.Buf))}
+	p.write(outgoing{frame: append(h.append(make([]byte, 0, cost)), o.Buf...)})
+	x.mu.Unlock()
+	o.Done(nil)
+	return nil
+}
+
+// Receive begins to receive a message into o. An error means that nothing was begun and Done is never called.
+func (x *Exchange) Receive(o *Op) error {
+	o.receive = true
+	x.mu.Lock()
+	p, err := x.begin(o)
+	if err != nil {
+		x.mu.Unlock()
+		return err
+	}
+	for _, q := range x.peers {
+		if p == nil || p == q {
+			q.open()
+		}
+	}
+	done, found := x.match(o)
+	if !found {
+		if err = x.unreachable(o); err == nil {
+			x.posted = append(x.posted, o)
+		}
+	}
+	x.mu.Unlock()
+	if done != nil {
+		done()
+	}
+	return err
+}
+
+// begin checks o and returns its peer, which is nil for AnySource. The caller holds mu.
+func (x *Exchange) begin(o *Op) (*peer, error) {
+	if x.err != nil {
+		return nil, x.err
+	}
+	o.begun = time.Now()
+	if !x.watching && x.cfg.StallWarning > 0 {
+		x.watching = true
+		x.wg.Go(x.watch)
+	}
+	if o.Peer == AnySource && o.receive {
+		return nil, nil
+	}
+	i := slices.Index(x.cfg.Ranks, o.Peer)
+	switch {
+	case i < 0:
+		return nil, fmt.Errorf("got rank %d, want a rank of %v", o.Peer, x.cfg.Ranks)
+	case i == x.cfg.Me:
+		return nil, fmt.Errorf("got rank %d, which is this rank, want another rank", o.Peer)
+	}
+	return x.peers[i], nil
+}
+
+// match looks for a message for the receive o, the one that has arrived first. If the message is here, match
+// returns a function that completes o, to be called without mu. If it was offered, match accepts it. The
+// caller holds mu.
+func (x *Exchange) match(o *Op) (done func(), found bool) {
+	var from *peer
+	var at int
+	for _, p := range x.peers {
+		if o.Peer != AnySource && o.Peer != p.rank {
+			continue
+		}
+		i := slices.IndexFunc(p.unexpected, func(m message) bool { return m.tag == o.Tag })
+		if i >= 0 && (from == nil || p.unexpected[i].arrival < from.unexpected[at].arrival) {
+			from, at = p, i
+		}
+	}
+	if from == nil {
+		return nil, false
+	}
+	m := from.unexpected[at]
+	from.unexpected = slices.Delete(from.unexpected, at, at+1)
+	if m.kind == eager {
+		from.stored -= len(m.payload) + headerBytes
+	}
+	return from.take(o, m), true
+}
+
+// unreachable returns an error if no rank can send a message for the receive o any more, because all of its
+// possible senders have shut down. The caller holds mu.
+func (x *Exchange) unreachable(o *Op) error {
+	var left []topo.Rank
+	for _, p := range x.peers {
+		switch {
+		case p.self || o.Peer != AnySource && o.Peer != p.rank:
+		case p.silent:
+			left = append(left, p.rank)
+		default:
+			return nil
+		}
+	}
+	return &LeftError{left}
+}
+
+// Left records that a rank has announced its shutdown. Messages that it has sent before are still received.
+func (x *Exchange) Left(r topo.Rank) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	if i := slices.Index(x.cfg.Ranks, r); i >= 0 {
+		x.peers[i].depart()
+	}
+}
+
+// Quit says to all peers that this rank begins no more operations. Calls after it fail with err. Operations
+// that have begun go on.
+func (x *Exchange) Quit(err error) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	if x.err != nil {
+		return
+	}
+	x.err = err
+	for _, p := range x.peers {
+		if p.state != unopened {
+			p.write(outgoing{frame: header{kind: bye}.append(nil), last: true})
+		}
+	}
+}
+
+// Close ends all operations with err and releases the channels. If flush is set, it first waits, for a short
+// time, until all messages have left this rank.
+func (x *Exchange) Close(err error, flush bool) {
+	if flush {
+		x.Quit(err)
+		x.flush()
+	}
+	x.mu.Lock()
+	x.err = err
+	ops := x.pending()
+	x.posted = nil
+	for _, p := range x.peers {
+		p.closed = true
+		p.offers, p.accepted, p.expected, p.queue = nil, nil, nil, nil
+		p.wake.Broadcast()
+	}
+	x.mu.Unlock()
+	x.cancel()
+	x.cfg.Mesh.Abort(x.cfg.Lane, err)
+	x.wg.Wait() // no goroutine uses the memory of an operation any more
+	for _, o := range ops {
+		o.Done(err)
+	}
+}
+
+// flush waits until the last frames that Quit has queued are sent. It does not wait for a channel that was
+// not opened if there are no messages for it.
+func (x *Exchange) flush() {
+	deadline := time.Now().Add(flushTimeout)
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	timer := time.AfterFunc(flushTimeout, func() {
+		x.mu.Lock()
+		defer x.mu.Unlock()
+		for _, p := range x.peers {
+			p.wake.Broadcast()
+		}
+	})
+	defer timer.Stop()
+	for _, p := range x.peers {
+		for (p.state == opened || len(p.queue) > 1) && !p.left && !p.flushed && p.broken == nil &&
+			time.Now().Before(deadline) {
+			p.wake.Wait()
+		}
+	}
+}
+
+// pending returns all operations in flight. The caller holds mu.
+func (x *Exchange) pending() []*Op {
+	ops := slices.Clone(x.posted)
+	for _, p := range x.peers {
+		for _, some := range []map[uint64]*Op{p.offers, p.accepted, p.expected} {
+			for _, o := range some {
+				ops = append(ops, o)
+			}
+		}
+	}
+	return ops
+}
+
+// watch reports operations that wait too long, until the Exchange is closed.
+func (x *Exchange) watch() {
+	ticker := time.NewTicker(x.cfg.StallWarning)
+	defer ticker.Stop()
+	for {
+		select {
+		case <-x.ctx.Done():
+			return
+		case <-ticker.C:
+		}
+		x.mu.Lock()
+		ops := x.pending()
+		x.mu.Unlock()
+		for _, o := range ops {
+			if waited := time.Since(o.begun); int(waited/x.cfg.StallWarning) > o.warned {
+				o.warned = int(waited / x.cfg.StallWarning)
+				x.cfg.OnStall(o, waited)
+			}
+		}
+	}
+}
+
+// errProtocol is the error of a peer that has sent an invalid frame.
+var errProtocol = errors.New("malformed message")

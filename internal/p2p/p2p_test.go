@@ -1,0 +1,496 @@
+package p2p_test
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"sync"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+
+	"github.com/gohvd/gohvd/internal/p2p"
+	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
+	"github.com/gohvd/gohvd/internal/transport/mem"
+	"github.com/gohvd/gohvd/internal/transport/tcp"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+const lane = transport.Lane(7)
+
+var errOver = errors.New("the epoch is over")
+
+// job has the exchanges of all ranks.
+type job struct {
+	tb       testing.TB
+	meshes   []transport.Mesh
+	ranks    []*p2p.Exchange
+	failures chan error
+}
+
+// eachMesh runs f with n ranks on each mesh.
+func eachMesh(t *testing.T, n int, f func(t *testing.T, j *job)) {
+	t.Run("mem", func(t *testing.T) {
+		c := mem.New(n)
+		var meshes []transport.Mesh
+		for r := range n {
+			meshes = append(meshes, c.Mesh(topo.Rank(r)))
+		}
+		f(t, newJob(t, meshes))
+	})
+	t.Run("tcp", func(t *testing.T) { f(t, newJob(t, tcpMeshes(t, n))) })
+}
+
+func tcpMeshes(tb testing.TB, n int) (meshes []transport.Mesh) {
+	tb.Helper()
+	endpoints, addrs := make([]*tcp.Endpoint, n), make([]string, n)
+	for r := range n {
+		e, err := tcp.Listen(tcp.Config{ListenAddr: "127.0.0.1:0"})
+		if err != nil {
+			tb.Fatal(err)
+		}
+		endpoints[r], addrs[r] = e, e.Addr()
+	}
+	for r, e := range endpoints {
+		m, err := e.Connect(tcp.Epoch{Job: "test", Epoch: 1, Rank: topo.Rank(r), Addrs: addrs})
+		if err != nil {
+			tb.Fatal(err)
+		}
+		meshes = append(meshes, m)
+	}
+	return meshes
+}
+
+func newJob(tb testing.TB, meshes []transport.Mesh) *job {
+	j := &job{tb: tb, meshes: meshes, failures: make(chan error, 100)}
+	var ranks []topo.Rank
+	for r := range meshes {
+		ranks = append(ranks, topo.Rank(r))
+	}
+	for r, m := range meshes {
+		j.ranks = append(j.ranks, p2p.New(p2p.Config{Mesh: m, Lane: lane, Ranks: ranks, Me: r,
+			Failed: func(err error) { j.failures <- fmt.Errorf("rank %d: %w", r, err) }}))
+	}
+	tb.Cleanup(func() {
+		for _, x := range j.ranks {
+			x.Close(errOver, false)
+		}
+		for _, m := range j.meshes {
+			if err := m.Close(); err != nil {
+				tb.Error(err)
+			}
+		}
+	})
+	return j
+}
+
+// pending is an operation in flight.
+type pending struct {
+	p2p.Op
+	done chan error
+}
+
+// wait returns the error of the operation.
+func (p *pending) wait(tb testing.TB) error {
+	tb.Helper()
+	select {
+	case err := <-p.done:
+		return err
+	case <-time.After(20 * time.Second):
+		tb.Fatalf("%v did not end", &p.Op)
+		return nil
+	}
+}
+
+func (j *job) op(peer topo.Rank, tag uint32, buf []byte) *pending {
+	p := &pending{done: make(chan error, 1)}
+	p.Op = p2p.Op{Peer: peer, Tag: tag, DType: tensor.Uint8, Buf: buf,
+		Done: func(err error) { p.done <- err }}
+	return p
+}
+
+func (j *job) send(from, to topo.Rank, tag uint32, buf []byte) *pending {
+	j.tb.Helper()
+	p := j.op(to, tag, buf)
+	if err := j.ranks[from].Send(&p.Op); err != nil {
+		j.tb.Fatal(err)
+	}
+	return p
+}
+
+func (j *job) receive(at, from topo.Rank, tag uint32, numBytes int) *pending {
+	j.tb.Helper()
+	p := j.op(from, tag, make([]byte, numBytes))
+	if err := j.ranks[at].Receive(&p.Op); err != nil {
+		j.tb.Fatal(err)
+	}
+	return p
+}
+
+// payload returns numBytes bytes that depend on the seed.
+func payload(seed uint64, numBytes int) []byte {
+	b := make([]byte, numBytes)
+	for i := range b {
+		b[i] = byte(seed + uint64(i)*7)
+	}
+	return b
+}
+
+// want fails the test unless the receive has ended with the message.
+func (p *pending) want(tb testing.TB, source topo.Rank, message []byte) {
+	tb.Helper()
+	if err := p.wait(tb); err != nil || p.Source != source || !bytes.Equal(p.Buf, message) {
+		tb.Fatalf("%v: got %d bytes from rank %d and error %v, want %d other bytes from rank %d", &p.Op,
+			len(p.Buf), p.Source, err, len(message), source)
+	}
+}
+
+// Messages of all sizes arrive, whether the receive or the send comes first, in both directions.
+func TestSizes(t *testing.T) {
+	eachMesh(t, 2, func(t *testing.T, j *job) {
+		for i, n := range []int{0, 1, 4, 4096, 64 << 10, 64<<10 + 1, 3 << 20} {
+			for from := topo.Rank(0); from < 2; from++ {
+				first := j.receive(1-from, from, 5, n)
+				sent := j.send(from, 1-from, 5, payload(uint64(i), n))
+				first.want(t, from, payload(uint64(i), n))
+				if err := sent.wait(t); err != nil {
+					t.Fatal(err)
+				}
+				sent = j.send(from, 1-from, 6, payload(uint64(i+1), n))
+				j.receive(1-from, p2p.AnySource, 6, n).want(t, from, payload(uint64(i+1), n))
+				if err := sent.wait(t); err != nil {
+					t.Fatal(err)
+				}
+			}
+		}
+	})
+}
+
+// Messages of one tag are matched in the order of the sends, and receives of any source in the order of their
+// calls. Small messages do not overtake large ones.
+func TestOrder(t *testing.T) {
+	eachMesh(t, 2, func(t *testing.T, j *job) {
+		sizes := []int{100_000, 3, 200_000, 1}
+		for i, n := range sizes {
+			j.send(0, 1, 1, payload(uint64(i), n))
+			j.send(0, 1, 2, payload(uint64(i+10), 2))
+		}
+		for i := range sizes {
+			j.receive(1, 0, 2, 2).want(t, 0, payload(uint64(i+10), 2))
+		}
+		var got []*pending
+		for i, n := range sizes {
+			from := topo.Rank(0)
+			if i%2 == 1 {
+				from = p2p.AnySource
+			}
+			got = append(got, j.receive(1, from, 1, n))
+		}
+		for i, p := range got {
+			p.want(t, 0, payload(uint64(i), sizes[i]))
+		}
+	})
+}
+
+// A receive from any rank takes messages of all ranks.
+func TestAnySource(t *testing.T) {
+	eachMesh(t, 4, func(t *testing.T, j *job) {
+		for r := topo.Rank(1); r < 4; r++ {
+			j.send(r, 0, 9, payload(uint64(r), 10))
+		}
+		seen := map[topo.Rank]bool{}
+		for range 3 {
+			p := j.receive(0, p2p.AnySource, 9, 10)
+			err := p.wait(t)
+			if err != nil || seen[p.Source] || !bytes.Equal(p.Buf, payload(uint64(p.Source), 10)) {
+				t.Fatalf("got a message from rank %d, error %v, after messages from %v", p.Source, err, seen)
+			}
+			seen[p.Source] = true
+		}
+	})
+}
+
+// A message of another size or type ends the receive with an error, and is dropped. Nothing else is lost.
+func TestSizeDiffers(t *testing.T) {
+	eachMesh(t, 2, func(t *testing.T, j *job) {
+		for _, n := range []int{8, 100_000} {
+			sent := j.send(1, 0, 1, payload(1, n))
+			j.send(1, 0, 1, payload(2, 8))
+			var size *p2p.SizeError
+			err := j.receive(0, 1, 1, n+1).wait(t)
+			want := fmt.Sprintf("got %d elements of uint8 from rank 1, want %d elements of uint8", n, n+1)
+			if !errors.As(err, &size) || err.Error() != want {
+				t.Errorf("got error %v, want %s", err, want)
+			}
+			j.receive(0, 1, 1, 8).want(t, 1, payload(2, 8))
+			if err := sent.wait(t); err != nil {
+				t.Errorf("the send got error %v", err)
+			}
+		}
+		j.send(1, 0, 1, payload(1, 8))
+		p := j.op(1, 1, make([]byte, 8))
+		p.DType = tensor.Int64
+		if err := j.ranks[0].Receive(&p.Op); err != nil {
+			t.Fatal(err)
+		}
+		const want = "got 8 elements of uint8 from rank 1, want 1 elements of int64"
+		if err := p.wait(t); err == nil || err.Error() != want {
+			t.Errorf("got error %v, want %s", err, want)
+		}
+	})
+}
+
+// A sender sends 1 MiB of small messages that nobody receives. The next ones wait at the sender.
+func TestKeptMessagesAreBounded(t *testing.T) {
+	eachMesh(t, 2, func(t *testing.T, j *job) {
+		const n = 32 << 10
+		var sent []*pending
+		for i := range 100 {
+			sent = append(sent, j.send(0, 1, 1, payload(uint64(i), n)))
+		}
+		done := 0
+		for _, p := range sent {
+			done += len(p.done)
+		}
+		if done != (1<<20)/(n+24) {
+			t.Errorf("%d sends of %d bytes are done, want %d", done, n, (1<<20)/(n+24))
+		}
+		for round := range 3 { // the limit is free again
+			for i := range 100 {
+				if round > 0 {
+					sent[i] = j.send(0, 1, 1, payload(uint64(i), n))
+				}
+				j.receive(1, 0, 1, n).want(t, 0, payload(uint64(i), n))
+				if err := sent[i].wait(t); err != nil {
+					t.Fatal(err)
+				}
+			}
+		}
+	})
+}
+
+// Ranks send random messages to each other. Each rank posts its receives in a random order.
+func TestRandom(t *testing.T) {
+	const ranks, messages, tags = 3, 400, 3
+	seed := rand.Uint64()
+	t.Logf("seed %d", seed)
+	eachMesh(t, ranks, func(t *testing.T, j *job) {
+		type key struct {
+			from, to topo.Rank
+			tag      uint32
+		}
+		random := rand.New(rand.NewPCG(seed, 1))
+		plan := map[key][]int{}
+		for range messages {
+			k := key{topo.Rank(random.IntN(ranks)), 0, uint32(random.IntN(tags))}
+			k.to = (k.from + 1 + topo.Rank(random.IntN(ranks-1))) % ranks
+			plan[k] = append(plan[k], []int{0, 7, 1000, 60_000, 70_000, 300_000}[random.IntN(6)])
+		}
+		var wg sync.WaitGroup
+		for k, sizes := range plan {
+			wg.Go(func() {
+				for i, n := range sizes {
+					j.send(k.from, k.to, k.tag, payload(uint64(i), n))
+				}
+			})
+			wg.Go(func() {
+				var got []*pending
+				for _, n := range sizes {
+					got = append(got, j.receive(k.to, k.from, k.tag, n))
+				}
+				for i, p := range got {
+					p.want(t, k.from, payload(uint64(i), sizes[i]))
+				}
+			})
+		}
+		wg.Wait()
+	})
+}
+
+// A rank that shuts down delivers what it has sent. Operations that then wait for it end with an error, and a
+// receive from any rank ends when no other rank is left.
+func TestLeft(t *testing.T) {
+	eachMesh(t, 3, func(t *testing.T, j *job) {
+		waits, any := j.receive(0, 1, 7, 1), j.receive(0, p2p.AnySource, 8, 1)
+		large := j.send(0, 1, 9, payload(1, 1<<20))
+		j.send(1, 0, 5, payload(1, 3))
+		j.ranks[1].Close(errOver, true)
+		var left *p2p.LeftError
+		for _, p := range []*pending{waits, large} {
+			if err := p.wait(t); !errors.As(err, &left) || err.Error() != "rank 1 shut down" {
+				t.Errorf("%v: got error %v, want rank 1 shut down", &p.Op, err)
+			}
+		}
+		j.receive(0, 1, 5, 3).want(t, 1, payload(1, 3))
+		late := j.op(1, 5, make([]byte, 3))
+		if err := j.ranks[0].Receive(&late.Op); !errors.As(err, &left) {
+			t.Errorf("a later receive: got error %v", err)
+		}
+		if err := j.ranks[0].Send(&late.Op); !errors.As(err, &left) {
+			t.Errorf("a later send: got error %v", err)
+		}
+		if len(any.done) != 0 {
+			t.Errorf("the receive from any rank has ended, but rank 2 may send")
+		}
+		// Rank 2 has sent nothing, so the engine says that it has left, and then its connections end.
+		j.ranks[2].Close(errOver, true)
+		j.ranks[0].Left(2)
+		if err := j.meshes[2].Close(); err != nil {
+			t.Fatal(err)
+		}
+		if err := any.wait(t); !errors.As(err, &left) || err.Error() != "ranks 1 and 2 shut down" {
+			t.Errorf("any source: got error %v", err)
+		}
+	})
+}
+
+// Close ends all operations, and their memory is free.
+func TestClose(t *testing.T) {
+	eachMesh(t, 2, func(t *testing.T, j *job) {
+		ops := []*pending{j.receive(0, 1, 1, 5), j.receive(0, p2p.AnySource, 2, 1<<20),
+			j.send(0, 1, 3, payload(1, 1<<20))}
+		j.ranks[0].Close(errOver, false)
+		for _, p := range ops {
+			if err := p.wait(t); err != errOver {
+				t.Errorf("%v: got error %v, want %v", &p.Op, err, errOver)
+			}
+		}
+		if err := j.ranks[0].Send(&j.op(1, 1, nil).Op); err != errOver {
+			t.Errorf("after Close: got error %v, want %v", err, errOver)
+		}
+	})
+}
+
+// If the channel to a peer breaks, the owner of the Exchange is told which peer it is.
+func TestBrokenChannel(t *testing.T) {
+	eachMesh(t, 2, func(t *testing.T, j *job) {
+		j.send(1, 0, 1, payload(1, 3))
+		j.receive(0, 1, 1, 3).want(t, 1, payload(1, 3))
+		waits := j.receive(0, 1, 2, 1)
+		if err := j.meshes[1].Close(); err != nil {
+			t.Fatal(err)
+		}
+		for {
+			select {
+			case err := <-j.failures:
+				var peer *transport.PeerError
+				if errors.As(err, &peer) && peer.Peer == 1 {
+					if len(waits.done) != 0 {
+						t.Error("the receive has ended before the verdict")
+					}
+					return
+				}
+			case <-time.After(20 * time.Second):
+				t.Fatal("no failure was reported")
+			}
+		}
+	})
+}
+
+// Operations that wait too long are reported.
+func TestStalls(t *testing.T) {
+	c := mem.New(2)
+	stalls := make(chan string, 100)
+	x := p2p.New(p2p.Config{Mesh: c.Mesh(0), Lane: lane, Ranks: []topo.Rank{0, 1}, Failed: func(error) {},
+		StallWarning: time.Millisecond, OnStall: func(o *p2p.Op, _ time.Duration) { stalls <- o.String() }})
+	if err := x.Receive(&p2p.Op{Peer: 1, Tag: 4, Done: func(error) {}}); err != nil {
+		t.Fatal(err)
+	}
+	select {
+	case got := <-stalls:
+		if got != "recv from rank 1, tag 4" {
+			t.Errorf("got %s", got)
+		}
+	case <-time.After(20 * time.Second):
+		t.Error("no stall was reported")
+	}
+	go func() {
+		for range stalls {
+		}
+	}()
+	x.Close(errOver, false)
+	close(stalls)
+	for r := range 2 {
+		_ = c.Mesh(topo.Rank(r)).Close()
+	}
+}
+
+func BenchmarkPingPong(b *testing.B) {
+	for _, n := range []int{4, 4096, 1 << 20} {
+		b.Run(fmt.Sprint(n), func(b *testing.B) {
+			j := newJob(b, tcpMeshes(b, 2))
+			x, y := make([]byte, n), make([]byte, n)
+			swap := func(me topo.Rank, buf []byte, first bool) {
+				if first {
+					_ = j.send(me, 1-me, 1, buf).wait(b)
+				}
+				_ = j.receive(me, 1-me, 1, n).wait(b)
+				if !first {
+					_ = j.send(me, 1-me, 1, buf).wait(b)
+				}
+			}
+			var wg sync.WaitGroup
+			wg.Go(func() {
+				for range b.N {
+					swap(1, y, false)
+				}
+			})
+			b.SetBytes(int64(2 * n))
+			for range b.N {
+				swap(0, x, true)
+			}
+			wg.Wait()
+		})
+	}
+}
+
+// BenchmarkRaw exchanges the same bytes on a bare channel, for comparison with BenchmarkPingPong.
+func BenchmarkRaw(b *testing.B) {
+	meshes := tcpMeshes(b, 2)
+	var conns [2]transport.Conn
+	var wg sync.WaitGroup
+	for r := range conns {
+		wg.Go(func() {
+			conn, err := meshes[r].Conn(b.Context(), lane, topo.Rank(1-r))
+			if err != nil {
+				b.Error(err)
+			}
+			conns[r] = conn
+		})
+	}
+	wg.Wait()
+	swap := func(c transport.Conn, buf []byte, first bool) {
+		for _, sends := range []bool{first, !first} {
+			if sends {
+				_ = c.Send(buf)
+				_ = c.Flush()
+			} else if _, err := io.ReadFull(c, buf); err != nil {
+				b.Error(err)
+			}
+		}
+	}
+	for _, n := range []int{4, 4096, 1 << 20} {
+		b.Run(fmt.Sprint(n), func(b *testing.B) {
+			var wg sync.WaitGroup
+			for r := range conns {
+				wg.Go(func() {
+					buf := make([]byte, n)
+					for range b.N {
+						swap(conns[r], buf, r == 0)
+					}
+				})
+			}
+			b.SetBytes(int64(2 * n))
+			wg.Wait()
+		})
+	}
+	for _, m := range meshes {
+		_ = m.Close()
+	}
+}

@@ -1,0 +1,490 @@
+package p2p
+
+import (
+	"bufio"
+	"context"
+	"encoding/binary"
+	"fmt"
+	"io"
+	"maps"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
+)
+
+// Kinds of frames. Each frame begins with a header. Eager and data frames are followed by the message.
+const (
+	eager  uint8 = 1 + iota // a message
+	offer                   // a message that waits at its sender, under the number id
+	accept                  // the receiver is ready for the message id
+	refuse                  // the receiver does not want the message id
+	data                    // the message id
+	credit                  // numBytes of eager messages were matched
+	bye                     // the sender of the frame sends no more messages
+)
+
+// headerBytes is the size of a header: kind u8, type u8, 0 u16, tag u32, id u64, size u64 (little-endian).
+const headerBytes = 24
+
+// header is the beginning of a frame.
+type header struct {
+	kind     uint8
+	dt       tensor.DType
+	tag      uint32
+	id       uint64
+	numBytes uint64
+}
+
+func (h header) append(b []byte) []byte {
+	b = append(b, h.kind, uint8(h.dt), 0, 0)
+	b = binary.LittleEndian.AppendUint32(b, h.tag)
+	b = binary.LittleEndian.AppendUint64(b, h.id)
+	return binary.LittleEndian.AppendUint64(b, h.numBytes)
+}
+
+func decode(b []byte) header {
+	return header{kind: b[0], dt: tensor.DType(b[1]), tag: binary.LittleEndian.Uint32(b[4:]),
+		id: binary.LittleEndian.Uint64(b[8:]), numBytes: binary.LittleEndian.Uint64(b[16:])}
+}
+
+// message is a message that has arrived or was offered and that no receive has matched.
+type message struct {
+	header
+	payload []byte // of an eager message
+	arrival uint64
+}
+
+// outgoing is a frame to send. If op is set, it is the message with number id, whose buffer follows the
+// frame.
+type outgoing struct {
+	frame []byte
+	id    uint64
+	op    *Op
+	last  bool // whether this is the bye
+}
+
+// state is the state of a channel.
+type state uint8
+
+const (
+	unopened state = iota
+	opening
+	opened
+)
+
+// peer is the other end of a channel. The fields after x are guarded by the mutex of x, except rank and self.
+type peer struct {
+	x    *Exchange
+	rank topo.Rank
+	self bool // whether this is not a peer but this rank
+
+	wake    sync.Cond // wakes the writer, and flush
+	state   state
+	conn    transport.Conn // set when the channel is opened
+	giveUp  context.CancelFunc
+	queue   []outgoing
+	writing bool  // whether the writer sends frames, so that other goroutines must queue theirs
+	flushed bool  // whether the bye has left this rank
+	closed  bool  // whether the Exchange is closed
+	stopped bool  // whether the writer has ended
+	broken  error // why the channel has failed, or nil
+	left    bool  // whether the rank has left the job
+	silent  bool  // whether the rank sends no more messages
+
+	kept     int            // bytes of eager messages that the peer has not matched yet
+	returned int            // bytes of matched eager messages that the peer does not know of yet
+	lastID   uint64         // number of the last offer
+	offers   map[uint64]*Op // messages that the peer has not accepted yet
+	accepted map[uint64]*Op // messages that the peer has accepted, and that are not sent yet
+	expected map[uint64]*Op // receives of messages that this rank has accepted
+	// unexpected are the messages of the peer that no receive has matched, in the order of their arrival.
+	// stored counts the bytes of those that are here.
+	unexpected []message
+	stored     int
+}
+
+// departed reports whether the peer receives no more messages.
+func (p *peer) departed() bool { return p.left || p.silent }
+
+// open begins to open the channel unless that has been done before. The caller holds x.mu.
+func (p *peer) open() {
+	if p.state != unopened || p.self {
+		return
+	}
+	p.state = opening
+	ctx, cancel := context.WithCancel(p.x.ctx)
+	p.giveUp = cancel
+	if p.left {
+		time.AfterFunc(departTimeout, p.expire)
+	}
+	p.x.wg.Go(func() {
+		defer cancel()
+		conn, err := p.x.cfg.Mesh.Conn(ctx, p.x.cfg.Lane, p.rank)
+		if err != nil {
+			p.fail(err)
+			return
+		}
+		p.x.mu.Lock()
+		p.conn, p.state = conn, opened
+		p.x.mu.Unlock()
+		p.x.wg.Go(p.read)
+		p.writeAll()
+	})
+}
+
+// depart records that the peer has announced its shutdown. Messages that it has sent before may still arrive
+// for some time. The caller holds x.mu.
+func (p *peer) depart() {
+	if p.left {
+		return
+	}
+	p.left = true
+	if p.state != unopened {
+		time.AfterFunc(departTimeout, p.expire)
+	}
+}
+
+// expire is called some time after the peer has left. A peer that has used the channel has said bye by now. A
+// peer that has never used it says nothing, and sends no messages.
+func (p *peer) expire() {
+	p.x.mu.Lock()
+	switch {
+	case p.closed || p.silent:
+	case p.state == opening:
+		p.giveUp()
+	case len(p.expected) > 0: // a large message still arrives
+		time.AfterFunc(departTimeout, p.expire)
+	default:
+		p.x.mu.Unlock()
+		p.silence()
+		return
+	}
+	p.x.mu.Unlock()
+}
+
+// write sends a frame, or queues it for the writer. The caller holds x.mu.
+func (p *peer) write(o outgoing) {
+	if p.state == opened && !p.writing && len(p.queue) == 0 && o.op == nil && !o.last && p.broken == nil {
+		_ = p.conn.Send(o.frame) // the reader gets the error too
+		return
+	}
+	p.queue = append(p.queue, o)
+	p.wake.Broadcast()
+}
+
+// writeAll sends the queued frames until the Exchange is closed or the channel fails.
+func (p *peer) writeAll() {
+	p.x.mu.Lock()
+	defer p.x.mu.Unlock()
+	defer func() { p.stopped = true; p.wake.Broadcast() }()
+	for {
+		for len(p.queue) == 0 && !p.closed && p.broken == nil {
+			p.wake.Wait()
+		}
+		if p.closed || p.broken != nil {
+			return
+		}
+		o := p.queue[0]
+		p.queue = slices.Delete(p.queue, 0, 1)
+		p.writing = true
+		p.x.mu.Unlock()
+		err := p.send(o)
+		p.x.mu.Lock()
+		p.writing = false
+		if o.last {
+			p.flushed = true
+			p.wake.Broadcast()
+		}
+		if p.accepted[o.id] != nil && err == nil {
+			delete(p.accepted, o.id)
+			p.x.mu.Unlock()
+			o.op.Done(nil)
+			p.x.mu.Lock()
+		}
+	}
+}
+
+// send sends one frame. When it returns, the channel holds no buffer of an operation.
+func (p *peer) send(o outgoing) error {
+	err := p.conn.Send(o.frame)
+	if err == nil && o.op != nil {
+		err = p.conn.Send(o.op.Buf)
+	}
+	if o.op != nil || o.last {
+		if flushed := p.conn.Flush(); err == nil {
+			err = flushed
+		}
+	}
+	return err
+}
+
+// offer offers the message o to the peer. The caller holds x.mu.
+func (p *peer) offer(o *Op) {
+	p.lastID++
+	put(&p.offers, p.lastID, o)
+	h := header{kind: offer, tag: o.Tag, dt: o.DType, numBytes: uint64(len(o.Buf)), id: p.lastID}
+	p.write(outgoing{frame: h.append(nil)})
+}
+
+// put adds o to a map, which it makes if there is none.
+func put(m *map[uint64]*Op, id uint64, o *Op) {
+	if *m == nil {
+		*m = make(map[uint64]*Op)
+	}
+	(*m)[id] = o
+}
+
+// fail records that the channel has failed with err. If the peer has left the job, that is not an error, but
+// no more messages come from the peer.
+func (p *peer) fail(err error) {
+	p.x.mu.Lock()
+	p.broken = err
+	p.wake.Broadcast()
+	orderly, closed := p.departed(), p.closed
+	for orderly && p.state == opened && !p.stopped {
+		p.wake.Wait() // then the writer uses no buffer of an operation
+	}
+	p.x.mu.Unlock()
+	switch {
+	case closed:
+	case orderly:
+		p.silence()
+	default:
+		p.x.cfg.Failed(err)
+	}
+}
+
+// silence ends the operations that only the peer could complete, because it has shut down. If the channel
+// works, the data of accepted messages still moves.
+func (p *peer) silence() {
+	x := p.x
+	x.mu.Lock()
+	p.silent = true
+	var ops []*Op
+	var errs []error
+	x.posted = slices.DeleteFunc(x.posted, func(o *Op) bool {
+		err := x.unreachable(o)
+		if err != nil {
+			ops, errs = append(ops, o), append(errs, err)
+		}
+		return err != nil
+	})
+	ended := []*map[uint64]*Op{&p.offers}
+	if p.broken != nil {
+		ended = append(ended, &p.accepted, &p.expected)
+	}
+	for _, some := range ended {
+		for _, id := range slices.Sorted(maps.Keys(*some)) {
+			ops, errs = append(ops, (*some)[id]), append(errs, &LeftError{[]topo.Rank{p.rank}})
+		}
+		*some = nil
+	}
+	x.mu.Unlock()
+	for i, o := range ops {
+		o.Done(errs[i])
+	}
+}
+
+// read receives frames until the channel fails.
+func (p *peer) read() {
+	in := bufio.NewReaderSize(p.conn, maxEagerBytes+headerBytes)
+	for {
+		h, err := in.Peek(headerBytes)
+		if err == nil {
+			frame := decode(h)
+			_, _ = in.Discard(headerBytes)
+			err = p.handle(frame, in)
+		}
+		if err != nil {
+			p.fail(err)
+			return
+		}
+	}
+}
+
+// handle handles a frame from the peer. The rest of the frame is read from in.
+func (p *peer) handle(h header, in *bufio.Reader) error {
+	switch h.kind {
+	case eager:
+		return p.arrived(h, in)
+	case offer:
+		return p.offered(h)
+	case accept, refuse:
+		return p.answered(h)
+	case data:
+		return p.received(h, in)
+	case credit:
+		return p.credited(h)
+	case bye:
+		p.silence()
+		return nil
+	}
+	return p.malformed("unknown kind %d", h.kind)
+}
+
+func (p *peer) malformed(format string, args ...any) error {
+	return &transport.PeerError{Peer: p.rank, Lane: p.x.cfg.Lane,
+		Err: fmt.Errorf("%w: %s", errProtocol, fmt.Sprintf(format, args...))}
+}
+
+// arrived handles an eager message.
+func (p *peer) arrived(h header, in *bufio.Reader) error {
+	if h.numBytes > maxEagerBytes {
+		return p.malformed("%d bytes, want at most %d", h.numBytes, maxEagerBytes)
+	}
+	payload, err := in.Peek(int(h.numBytes))
+	if err != nil {
+		return err
+	}
+	x := p.x
+	x.mu.Lock()
+	o := x.takePosted(p.rank, h.tag)
+	if o == nil {
+		if p.stored += len(payload) + headerBytes; p.stored > maxKeptBytes {
+			x.mu.Unlock()
+			return p.malformed("%d bytes that were not matched, want at most %d", p.stored, maxKeptBytes)
+		}
+		x.arrivals++
+		p.unexpected = append(p.unexpected, message{h, slices.Clone(payload), x.arrivals})
+		x.mu.Unlock()
+	} else {
+		done := p.take(o, message{header: h, payload: payload})
+		x.mu.Unlock()
+		done()
+	}
+	_, _ = in.Discard(len(payload))
+	return nil
+}
+
+// offered handles the offer of a message.
+func (p *peer) offered(h header) error {
+	x := p.x
+	x.mu.Lock()
+	o := x.takePosted(p.rank, h.tag)
+	var done func()
+	switch {
+	case o != nil:
+		done = p.take(o, message{header: h})
+	case len(p.unexpected) >= maxOffers:
+		x.mu.Unlock()
+		return p.malformed("%d offers that were not matched", maxOffers)
+	default:
+		x.arrivals++
+		p.unexpected = append(p.unexpected, message{header: h, arrival: x.arrivals})
+	}
+	x.mu.Unlock()
+	if done != nil {
+		done()
+	}
+	return nil
+}
+
+// takePosted removes and returns the oldest receive for a message from the given rank, or nil. The caller
+// holds mu.
+func (x *Exchange) takePosted(from topo.Rank, tag uint32) *Op {
+	for i, o := range x.posted {
+		if o.Tag == tag && (o.Peer == AnySource || o.Peer == from) {
+			x.posted = slices.Delete(x.posted, i, i+1)
+			return o
+		}
+	}
+	return nil
+}
+
+// take gives the message m to the receive o. If the message is here, or if it does not fit, take returns a
+// function that completes o, to be called without x.mu. Otherwise take accepts the message. The caller holds
+// x.mu.
+func (p *peer) take(o *Op, m message) (done func()) {
+	o.Source = p.rank
+	var err error
+	if m.numBytes != uint64(len(o.Buf)) || m.dt != o.DType {
+		err = &SizeError{Source: p.rank, Got: sizeOf(m.dt, m.numBytes),
+			Want: sizeOf(o.DType, uint64(len(o.Buf)))}
+	}
+	if m.kind == offer {
+		answer := header{kind: accept, id: m.id}
+		if err != nil {
+			answer.kind = refuse
+		} else {
+			put(&p.expected, m.id, o)
+		}
+		p.write(outgoing{frame: answer.append(nil)})
+		if err == nil {
+			return nil
+		}
+		return func() { o.Done(err) }
+	}
+	if err == nil {
+		copy(o.Buf, m.payload)
+	}
+	if p.returned += len(m.payload) + headerBytes; p.returned >= maxKeptBytes/2 {
+		p.write(outgoing{frame: header{kind: credit, numBytes: uint64(p.returned)}.append(nil)})
+		p.returned = 0
+	}
+	return func() { o.Done(err) }
+}
+
+// sizeOf returns a text such as "4 elements of float32".
+func sizeOf(dt tensor.DType, numBytes uint64) string {
+	if !dt.Valid() {
+		return fmt.Sprintf("%d bytes of type %d", numBytes, uint8(dt))
+	}
+	return fmt.Sprintf("%d elements of %v", numBytes/uint64(dt.Size()), dt)
+}
+
+// answered handles the answer to an offer.
+func (p *peer) answered(h header) error {
+	p.x.mu.Lock()
+	o := p.offers[h.id]
+	delete(p.offers, h.id)
+	if o != nil && h.kind == accept {
+		put(&p.accepted, h.id, o)
+		d := header{kind: data, id: h.id, numBytes: uint64(len(o.Buf))}
+		p.write(outgoing{frame: d.append(nil), id: h.id, op: o})
+	}
+	closed := p.closed
+	p.x.mu.Unlock()
+	switch {
+	case o == nil && !closed:
+		return p.malformed("an answer to message %d, which was not offered", h.id)
+	case o != nil && h.kind == refuse:
+		o.Done(nil)
+	}
+	return nil
+}
+
+// received receives the data of a message that this rank has accepted.
+func (p *peer) received(h header, in *bufio.Reader) error {
+	p.x.mu.Lock()
+	o := p.expected[h.id]
+	p.x.mu.Unlock()
+	if o == nil || uint64(len(o.Buf)) != h.numBytes {
+		return p.malformed("%d bytes for message %d, which was not accepted", h.numBytes, h.id)
+	}
+	if _, err := io.ReadFull(in, o.Buf); err != nil {
+		return err
+	}
+	p.x.mu.Lock()
+	_, mine := p.expected[h.id]
+	delete(p.expected, h.id)
+	p.x.mu.Unlock()
+	if mine { // otherwise Close ends it
+		o.Done(nil)
+	}
+	return nil
+}
+
+// credited records that the peer has matched eager messages.
+func (p *peer) credited(h header) error {
+	p.x.mu.Lock()
+	defer p.x.mu.Unlock()
+	if h.numBytes > uint64(p.kept) {
+		return p.malformed("%d matched bytes, want at most %d", h.numBytes, p.kept)
+	}
+	p.kept -= int(h.numBytes)
+	return nil
+}
