@@ -28,7 +28,7 @@ func TestKill(t *testing.T) {
 	}
 	random := draws(t)
 	var deaths []death
-	for _, program := range []string{"large", "arena", "small", "waiting", "mixed", "joined"} {
+	for _, program := range []string{"large", "arena", "small", "waiting", "mixed", "joined", "messages"} {
 		for _, memory := range []string{"shm", "tcp"} {
 			if program == "arena" && memory == "tcp" {
 				continue // over TCP, the programs "arena" and "large" do the same
@@ -48,6 +48,9 @@ func TestKill(t *testing.T) {
 		})
 	}
 }
+
+// A rank is killed while the ranks send each other messages.
+func TestKillDuringMessages(t *testing.T) { kill(t, "messages", 2, 5*time.Millisecond) }
 
 // kill runs a job of four ranks and kills the victim some time after all ranks are ready (see killOf).
 func kill(t *testing.T, program string, victim int, after time.Duration, env ...string) {

@@ -62,6 +62,8 @@ func program(name string) int {
 		err = small(ctx)
 	case "waiting":
 		err = waiting(ctx)
+	case "messages":
+		err = messages(ctx)
 	case "mixed":
 		err = mixed(ctx)
 	case "joined":
@@ -251,6 +253,31 @@ func waiting(ctx context.Context) error {
 	fmt.Println("ready")
 	_, err = h.Wait(ctx)
 	return err
+}
+
+// messages passes small and large messages round all ranks in a loop until one of them fails.
+func messages(ctx context.Context) error {
+	me, n := hvd.Rank(), hvd.Size()
+	for step := 0; ; step++ {
+		x := make([]float32, 1+step%3*100_000)
+		sent, err := hvd.SendAsync(x, (me+1)%n, step%5)
+		if err != nil {
+			return err
+		}
+		source := (me + n - 1) % n
+		if step%2 == 1 {
+			source = hvd.AnySource
+		}
+		if _, err := hvd.Recv(ctx, make([]float32, len(x)), source, step%5); err != nil {
+			return err
+		}
+		if _, err := sent.Wait(ctx); err != nil {
+			return err
+		}
+		if step == 10 {
+			fmt.Println("ready")
+		}
+	}
 }
 
 // mixed runs most kinds of operations in a loop until one of them fails. In each iteration it adds, uses and
