@@ -26,7 +26,7 @@ func TestFaults(t *testing.T) {
 					"HVD_OPERATION_TIMEOUT_SECONDS=5", "HVD_LIVENESS_SECONDS=60")
 			},
 			"cut": func(t *testing.T, rng *rand.Rand, negotiation string) {
-				c := linkDown{drawProgram(rng), 2, 1 + rng.IntN(2), rng.IntN(2), rng.IntN(2) == 0,
+				c := linkDown{drawProgram(rng), evenly(2, 1+rng.IntN(2)), rng.IntN(2), rng.IntN(2) == 0,
 					negotiation}
 				t.Log(c.String())
 				c.run(t)

@@ -27,17 +27,17 @@ func on(t *testing.T, h *testnet.Host) []string {
 	return h.Command(t.Context(), "env").Args
 }
 
-// list returns a value for --hosts that has perHost ranks on each host. The value contains the names of the
-// hosts or, if byAddress is set, their addresses. Addresses are for tests in which the hosts cannot resolve
-// names.
-func list(hosts []*testnet.Host, perHost int, byAddress bool) string {
+// list returns a value for --hosts that has the ranks of a layout on the hosts. The value contains the names
+// of the hosts or, if byAddress is set, their addresses. Addresses are for tests in which the hosts cannot
+// resolve names.
+func list(hosts []*testnet.Host, l layout, byAddress bool) string {
 	var words []string
-	for _, h := range hosts {
+	for i, h := range hosts {
 		name := h.Name
 		if byAddress {
 			name = h.Addr.String()
 		}
-		words = append(words, fmt.Sprintf("%s:%d", name, perHost))
+		words = append(words, fmt.Sprintf("%s:%d", name, l[i]))
 	}
 	return strings.Join(words, ",")
 }
@@ -97,22 +97,19 @@ func tellJob(t *testing.T, j *job) {
 // their rank, local rank and cross rank.
 func TestHvdrunOverHosts(t *testing.T) {
 	for _, c := range []struct {
-		hosts, perHost int
-		tls            string
-	}{{2, 2, "0"}, {3, 1, "0"}, {2, 1, "1"}} {
-		t.Run(fmt.Sprintf("%dx%d/tls=%s", c.hosts, c.perHost, c.tls), func(t *testing.T) {
-			hosts := testnet.NewHosts(t, c.hosts)
+		layout layout
+		tls    string
+	}{{layout{2, 2}, "0"}, {layout{1, 1, 1}, "0"}, {layout{2, 2}, "1"}} {
+		t.Run(fmt.Sprintf("%v/tls=%s", c.layout, c.tls), func(t *testing.T) {
+			hosts := testnet.NewHosts(t, len(c.layout))
 			m := mark(t)
-			j := startHvdrun(t, on(t, hosts[0]), []string{"-H", list(hosts, c.perHost, false), "--agent",
+			j := startHvdrun(t, on(t, hosts[0]), []string{"-H", list(hosts, c.layout, false), "--agent",
 				enterHost}, "checked", secondsVariable+"=0.5", m, "HVD_TLS="+c.tls)
 			if status := j.wait(); status != 0 || j.err() != "" {
 				t.Errorf("hvdrun ended with status %d", status)
 			}
-			size := c.hosts * c.perHost
-			for r := range size {
-				place := fmt.Sprintf("[%d]<stdout>:place %d %d %d %d %d %d\n", r, r, size, r%c.perHost,
-					c.perHost, r/c.perHost, c.hosts)
-				for _, want := range []string{place, fmt.Sprintf("[%d]<stdout>:rounds ", r)} {
+			for r := range c.layout.size() {
+				for _, want := range []string{c.layout.line(r), fmt.Sprintf("[%d]<stdout>:rounds ", r)} {
 					if !strings.Contains(j.out(), want) {
 						t.Errorf("rank %d did not say %q", r, want)
 					}
@@ -160,7 +157,7 @@ func checkDigits(t *testing.T, output string) {
 func TestDigitsOverHosts(t *testing.T) {
 	hosts := testnet.NewHosts(t, 2)
 	digits := buildDigits(t)
-	j := startCommand(t, append(on(t, hosts[0]), hvdrunPath, "-H", list(hosts, 2, false), "--agent",
+	j := startCommand(t, append(on(t, hosts[0]), hvdrunPath, "-H", list(hosts, layout{2, 2}, false), "--agent",
 		enterHost, digits))
 	if status := j.wait(); status != 0 {
 		t.Errorf("hvdrun ended with status %d", status)
@@ -173,7 +170,7 @@ func TestDigitsOverHosts(t *testing.T) {
 func TestHvdrunIsKilledOverHosts(t *testing.T) {
 	hosts := testnet.NewHosts(t, 2)
 	m := mark(t)
-	j := startHvdrun(t, on(t, hosts[0]), []string{"-H", list(hosts, 2, false), "--agent", enterHost}, "small",
+	j := startHvdrun(t, on(t, hosts[0]), []string{"-H", list(hosts, layout{2, 2}, false), "--agent", enterHost}, "small",
 		m)
 	j.ready(4)
 	if err := j.cmd.Process.Kill(); err != nil {
@@ -186,7 +183,7 @@ func TestHvdrunIsKilledOverHosts(t *testing.T) {
 // A rank on one host is killed. All other ranks fail, and the report names the rank and its host.
 func TestKillOverHosts(t *testing.T) {
 	hosts := testnet.NewHosts(t, 2)
-	j := startHvdrun(t, on(t, hosts[0]), []string{"-H", list(hosts, 2, false), "--agent", enterHost}, "mixed")
+	j := startHvdrun(t, on(t, hosts[0]), []string{"-H", list(hosts, layout{2, 2}, false), "--agent", enterHost}, "mixed")
 	pids := j.ready(4)
 	if err := unix.Kill(pids[3], unix.SIGKILL); err != nil {
 		t.Fatal(err)
@@ -210,7 +207,7 @@ func TestKillOverHosts(t *testing.T) {
 func TestStoreOutOfReach(t *testing.T) {
 	t.Parallel()
 	hosts := testnet.NewHosts(t, 2)
-	j := startHvdrun(t, on(t, hosts[0]), []string{"-H", list(hosts, 1, false), "--agent", enterHost,
+	j := startHvdrun(t, on(t, hosts[0]), []string{"-H", list(hosts, layout{1, 1}, false), "--agent", enterHost,
 		"--network-interfaces", "lo"}, "checked")
 	if status := j.wait(); status != 1 {
 		t.Errorf("hvdrun ended with status %d, want 1", status)
@@ -232,7 +229,7 @@ func TestAddressBetweenTheHosts(t *testing.T) {
 	if out, err := add.CombinedOutput(); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
-	command := append(on(t, hosts[0]), hvdrunPath, "-H", list(hosts, 1, true), "--agent", "ip netns exec "+
+	command := append(on(t, hosts[0]), hvdrunPath, "-H", list(hosts, layout{1, 1}, true), "--agent", "ip netns exec "+
 		hosts[1].Name+" env AT={host}")
 	j := startCommand(t, append(command, "sh", "-c", "echo at $HOROVOD_GLOO_RENDEZVOUS_ADDR"))
 	if status := j.wait(); status != 0 {
@@ -260,7 +257,7 @@ func TestTorchStoreOverHosts(t *testing.T) {
 		{[]string{"--torch-store", hosts[0].Addr.String() + ":0"}, []string{"0 3 0 2 0 2 10.77.0.1",
 			"1 3 1 2 0 2 10.77.0.1", "2 3 0 1 1 2 10.77.0.1"}},
 	} {
-		command := append(on(t, hosts[0]), hvdrunPath, "-np", "3", "-H", list(hosts, 2, false), "--agent",
+		command := append(on(t, hosts[0]), hvdrunPath, "-np", "3", "-H", list(hosts, layout{2, 2}, false), "--agent",
 			enterHost)
 		j := startCommand(t, append(append(command, c.flags...), "sh", "-c", script))
 		if status := j.wait(); status != 0 {
@@ -372,8 +369,8 @@ func TestDigitsOverSSH(t *testing.T) {
 	hosts, command, flags := sshHosts(t, 2)
 	digits := buildDigits(t)
 	m := mark(t)
-	j := startCommand(t, append(append(append(command, hvdrunPath, "-H", list(hosts, 2, true)), flags...),
-		digits), m)
+	command = append(command, hvdrunPath, "-H", list(hosts, layout{2, 2}, true))
+	j := startCommand(t, append(append(command, flags...), digits), m)
 	if status := j.wait(); status != 0 || j.err() != "" {
 		t.Errorf("hvdrun ended with status %d", status)
 	}
@@ -386,7 +383,7 @@ func TestDigitsOverSSH(t *testing.T) {
 func TestHvdrunIsKilledOverSSH(t *testing.T) {
 	hosts, command, flags := sshHosts(t, 3)
 	m := mark(t)
-	j := startHvdrun(t, command, append(flags, "-H", list(hosts, 1, true)), "small", m)
+	j := startHvdrun(t, command, append(flags, "-H", list(hosts, layout{1, 1, 1}, true)), "small", m)
 	j.ready(3)
 	if err := j.cmd.Process.Kill(); err != nil {
 		t.Fatal(err)
@@ -405,7 +402,7 @@ func TestLinkDownUnderHvdrun(t *testing.T) {
 	t.Parallel()
 	hosts, command, flags := sshHosts(t, 2)
 	m := mark(t)
-	j := startHvdrun(t, command, append(flags, "-H", list(hosts, 2, true)), "mixed",
+	j := startHvdrun(t, command, append(flags, "-H", list(hosts, layout{2, 2}, true)), "mixed",
 		fmt.Sprintf("HVD_LIVENESS_SECONDS=%v", liveness.Seconds()), m)
 	j.ready(4)
 	hosts[1].SetLink(false)

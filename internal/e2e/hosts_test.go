@@ -38,9 +38,56 @@ func (l locked) Write(p []byte) (int, error) {
 	return l.stderr.Write(p)
 }
 
-// startOn runs this binary as the given program, with perHost ranks on each host. The store and rank 0 are on
+// layout has the number of ranks on each host of a job. The ranks of a host are consecutive.
+type layout []int
+
+// evenly returns the layout of the given number of hosts with perHost ranks each.
+func evenly(hosts, perHost int) layout { return slices.Repeat(layout{perHost}, hosts) }
+
+func (l layout) String() string {
+	return strings.ReplaceAll(strings.Trim(fmt.Sprint([]int(l)), "[]"), " ", "+")
+}
+
+func (l layout) size() (ranks int) {
+	for _, n := range l {
+		ranks += n
+	}
+	return ranks
+}
+
+// place returns the host of a rank, and the local rank.
+func (l layout) place(rank int) (host, local int) {
+	for local = rank; local >= l[host]; host++ {
+		local -= l[host]
+	}
+	return host, local
+}
+
+// cross returns the cross rank and the cross size of a rank: the index of its host among the hosts that have
+// a rank with the same local rank, and their number.
+func (l layout) cross(rank int) (cross, size int) {
+	mine, local := l.place(rank)
+	for host, n := range l {
+		if n > local {
+			if size++; host < mine {
+				cross++
+			}
+		}
+	}
+	return cross, size
+}
+
+// line returns the line that a rank of the program "checked" prints about its place.
+func (l layout) line(rank int) string {
+	host, local := l.place(rank)
+	cross, crossSize := l.cross(rank)
+	return fmt.Sprintf("[%d]<stdout>:place %d %d %d %d %d %d\n", rank, rank, l.size(), local, l[host], cross,
+		crossSize)
+}
+
+// startOn runs this binary as the given program on hosts, with the given layout. The store and rank 0 are on
 // hosts[0].
-func startOn(t *testing.T, hosts []*testnet.Host, perHost int, program string, env ...string) *spread {
+func startOn(t *testing.T, hosts []*testnet.Host, l layout, program string, env ...string) *spread {
 	t.Helper()
 	s, ctx := newSpread(t)
 	_, text := secret.New()
@@ -71,15 +118,15 @@ func startOn(t *testing.T, hosts []*testnet.Host, perHost int, program string, e
 	if err != nil {
 		t.Fatalf("the store says %q: %s", said, s.err())
 	}
-	size := len(hosts) * perHost
-	s.run(ctx, hosts, perHost, program, func(r, h, local int) []string {
+	s.run(ctx, hosts, l, program, func(r, h, local int) []string {
+		cross, crossSize := l.cross(r)
 		return slices.Concat(secrets, []string{
 			"HOROVOD_RANK=" + strconv.Itoa(r),
-			"HOROVOD_SIZE=" + strconv.Itoa(size),
+			"HOROVOD_SIZE=" + strconv.Itoa(l.size()),
 			"HOROVOD_LOCAL_RANK=" + strconv.Itoa(local),
-			"HOROVOD_LOCAL_SIZE=" + strconv.Itoa(perHost),
-			"HOROVOD_CROSS_RANK=" + strconv.Itoa(h),
-			"HOROVOD_CROSS_SIZE=" + strconv.Itoa(len(hosts)),
+			"HOROVOD_LOCAL_SIZE=" + strconv.Itoa(l[h]),
+			"HOROVOD_CROSS_RANK=" + strconv.Itoa(cross),
+			"HOROVOD_CROSS_SIZE=" + strconv.Itoa(crossSize),
 			"HOROVOD_HOSTNAME=" + hosts[h].Name,
 			"HOROVOD_GLOO_RENDEZVOUS_ADDR=" + addr,
 			"HOROVOD_GLOO_RENDEZVOUS_PORT=" + port,
@@ -100,19 +147,18 @@ func newSpread(t *testing.T) (s *spread, ctx context.Context) {
 	return s, ctx
 }
 
-// run starts perHost ranks on each host, with the variables that the function env returns. It returns without
-// waiting for the ranks. When the last rank has ended, it calls the function ended.
-func (s *spread) run(ctx context.Context, hosts []*testnet.Host, perHost int, program string,
+// run starts the ranks of a layout on hosts, with the variables that the function env returns. It returns
+// without waiting for the ranks. When the last rank has ended, it calls the function ended.
+func (s *spread) run(ctx context.Context, hosts []*testnet.Host, l layout, program string,
 	env func(rank, host, local int) []string, ended func()) {
 	s.t.Helper()
 	self, err := os.Executable()
 	if err != nil {
 		s.t.Fatal(err)
 	}
-	size := len(hosts) * perHost
-	s.ended = make([]time.Time, size)
-	for r := range size {
-		h, local := r/perHost, r%perHost
+	s.ended = make([]time.Time, l.size())
+	for r := range l.size() {
+		h, local := l.place(r)
 		cmd := hosts[h].Command(ctx, self)
 		cmd.Env = slices.Concat(os.Environ(), []string{programVariable + "=" + program}, env(r, h, local))
 		s.ranks = append(s.ranks, cmd)
@@ -172,31 +218,28 @@ func (s *spread) tell() {
 // and cross rank.
 func TestSeveralHosts(t *testing.T) {
 	for _, c := range []struct {
-		name           string
-		hosts, perHost int
-		env            []string
+		name   string
+		layout layout
+		env    []string
 	}{
-		{"2x2", 2, 2, nil},
-		{"lockstep", 2, 2, []string{"HVD_NEGOTIATION=lockstep"}},
-		{"one level", 2, 2, []string{"HOROVOD_HIERARCHICAL_ALLREDUCE=0", "HOROVOD_HIERARCHICAL_ALLGATHER=0"}},
+		{"2+2", layout{2, 2}, nil},
+		{"lockstep", layout{2, 1}, []string{"HVD_NEGOTIATION=lockstep"}},
+		{"one level", layout{2, 2}, []string{"HOROVOD_HIERARCHICAL_ALLREDUCE=0", "HOROVOD_HIERARCHICAL_ALLGATHER=0"}},
 		// A user who starts ranks by hand sets none of these variables. In that case the ranks learn their
 		// hosts and local ranks from each other.
-		{"by hand", 2, 2, []string{
+		{"by hand", layout{1, 2}, []string{
 			"HOROVOD_HOSTNAME=", "HOROVOD_LOCAL_RANK=", "HOROVOD_LOCAL_SIZE=", "HOROVOD_CROSS_RANK=",
 			"HOROVOD_CROSS_SIZE=",
 		}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			hosts := testnet.NewHosts(t, c.hosts)
-			s := startOn(t, hosts, c.perHost, "checked", append(c.env, secondsVariable+"=0.3")...)
-			size := c.hosts * c.perHost
-			if got, want := s.end(), make([]int, size); !slices.Equal(got, want) {
+			s := startOn(t, testnet.NewHosts(t, len(c.layout)), c.layout, "checked",
+				append(c.env, secondsVariable+"=0.3")...)
+			if got, want := s.end(), make([]int, c.layout.size()); !slices.Equal(got, want) {
 				t.Errorf("the ranks ended with statuses %v", got)
 			}
-			for r := range size {
-				place := fmt.Sprintf("[%d]<stdout>:place %d %d %d %d %d %d\n", r, r, size, r%c.perHost,
-					c.perHost, r/c.perHost, c.hosts)
-				for _, want := range []string{place, fmt.Sprintf("[%d]<stdout>:rounds ", r)} {
+			for r := range c.layout.size() {
+				for _, want := range []string{c.layout.line(r), fmt.Sprintf("[%d]<stdout>:rounds ", r)} {
 					if !strings.Contains(s.out(), want) {
 						t.Errorf("rank %d did not say %q", r, want)
 					}
@@ -211,7 +254,7 @@ func TestSeveralHosts(t *testing.T) {
 // (Sharing would be possible here, because the hosts are namespaces of one machine.)
 func TestHostsShareNoMemory(t *testing.T) {
 	hosts := testnet.NewHosts(t, 2)
-	s := startOn(t, hosts, 1, "checked", "HOROVOD_CPU_OPERATIONS=shm", "HOROVOD_HOSTNAME=same")
+	s := startOn(t, hosts, layout{1, 1}, "checked", "HOROVOD_CPU_OPERATIONS=shm", "HOROVOD_HOSTNAME=same")
 	if got, want := s.end(), []int{1, 1}; !slices.Equal(got, want) {
 		t.Errorf("the ranks ended with statuses %v, want %v", got, want)
 	}
@@ -225,7 +268,7 @@ func TestHostsShareNoMemory(t *testing.T) {
 func TestLinkComesBack(t *testing.T) {
 	t.Parallel()
 	hosts := testnet.NewHosts(t, 2)
-	s := startOn(t, hosts, 2, "checked", secondsVariable+"=3")
+	s := startOn(t, hosts, layout{2, 2}, "checked", secondsVariable+"=3")
 	placed := 0
 	s.until("all ranks had met", func(l line) bool {
 		if strings.HasPrefix(l.text, "place ") {
@@ -253,7 +296,7 @@ func TestNoLinkAtStart(t *testing.T) {
 	missed := []string{"waiting for rank 1: ", "store: dial " + hosts[0].Addr.String()}
 	hosts[1].SetLink(false)
 	began := time.Now()
-	s := startOn(t, hosts, 1, "checked", "HOROVOD_GLOO_TIMEOUT_SECONDS=3")
+	s := startOn(t, hosts, layout{1, 1}, "checked", "HOROVOD_GLOO_TIMEOUT_SECONDS=3")
 	reports := 0
 	s.until("all ranks had reported", func(l line) bool {
 		if text, ok := strings.CutPrefix(l.text, "error "); ok {
@@ -280,11 +323,11 @@ var (
 
 // linkDown is a case of TestLinkDown, in which a host loses its link in the middle of an operation.
 type linkDown struct {
-	program        string
-	hosts, perHost int
-	lost           int  // the index of the host that loses its link
-	atHost         bool // if set, the host's own interface is set down, which also removes its routes
-	negotiation    string
+	program     string
+	layout      layout
+	lost        int  // the index of the host that loses its link
+	atHost      bool // if set, the host's own interface is set down, which also removes its routes
+	negotiation string
 }
 
 // A host loses its link in the middle of an operation. On both sides every rank ends with an error that names
@@ -292,13 +335,13 @@ type linkDown struct {
 // 0's side name all ranks of the lost host. When the link is back, new jobs run on the hosts.
 func TestLinkDown(t *testing.T) {
 	for _, c := range []linkDown{
-		{"mixed", 2, 2, 1, false, "event"},
-		{"mixed", 2, 2, 0, false, "lockstep"},
-		{"large", 2, 2, 0, true, "event"},
-		{"small", 3, 1, 1, true, "event"},
-		{"small", 3, 1, 2, false, "lockstep"},
-		{"waiting", 3, 1, 0, false, "event"},
-		{"joined", 3, 1, 2, false, "event"},
+		{"mixed", evenly(2, 2), 1, false, "event"},
+		{"mixed", evenly(2, 2), 0, false, "lockstep"},
+		{"large", evenly(2, 2), 0, true, "event"},
+		{"small", evenly(3, 1), 1, true, "event"},
+		{"small", evenly(3, 1), 2, false, "lockstep"},
+		{"waiting", evenly(3, 1), 0, false, "event"},
+		{"joined", evenly(3, 1), 2, false, "event"},
 	} {
 		t.Run(c.String(), func(t *testing.T) {
 			t.Parallel()
@@ -308,7 +351,7 @@ func TestLinkDown(t *testing.T) {
 }
 
 func (c *linkDown) String() string {
-	return fmt.Sprintf("%s/%s/%dx%d/%d", c.program, c.negotiation, c.hosts, c.perHost, c.lost)
+	return fmt.Sprintf("%s/%s/%v/%d", c.program, c.negotiation, c.layout, c.lost)
 }
 
 func (c *linkDown) run(t *testing.T) {
@@ -316,10 +359,10 @@ func (c *linkDown) run(t *testing.T) {
 		liveness = 3 * time.Second  // the smallest value that the setting can have
 		deadline = 30 * time.Second // to detect a hang; the verdict comes soon after liveness
 	)
-	hosts := testnet.NewHosts(t, c.hosts)
-	s := startOn(t, hosts, c.perHost, c.program, "HVD_NEGOTIATION="+c.negotiation,
+	hosts := testnet.NewHosts(t, len(c.layout))
+	s := startOn(t, hosts, c.layout, c.program, "HVD_NEGOTIATION="+c.negotiation,
 		fmt.Sprintf("HVD_LIVENESS_SECONDS=%v", liveness.Seconds()))
-	size := c.hosts * c.perHost
+	size := c.layout.size()
 	s.ready(size)
 	setLink := func(up bool) {
 		if !c.atHost {
@@ -334,7 +377,10 @@ func (c *linkDown) run(t *testing.T) {
 	}
 	setLink(false)
 	cut := time.Now()
-	isLost := func(r int) bool { return r/c.perHost == c.lost }
+	isLost := func(r int) bool {
+		host, _ := c.layout.place(r)
+		return host == c.lost
+	}
 	reports := 0
 	s.until("all ranks had reported", func(l line) bool {
 		text, ok := strings.CutPrefix(l.text, "error ")
@@ -359,7 +405,7 @@ func (c *linkDown) run(t *testing.T) {
 		// Rank 0 notices the loss of each rank. The other ranks notice only the loss of rank 0.
 		want := 1
 		if !isLost(0) && !isLost(l.rank) {
-			want = c.perHost
+			want = c.layout[c.lost]
 		}
 		if len(named) < want {
 			t.Errorf("rank %d names %d ranks, want %d at least: %s", l.rank, len(named), want, text)
@@ -377,7 +423,7 @@ func (c *linkDown) run(t *testing.T) {
 	s.tell()
 
 	setLink(true)
-	again := startOn(t, hosts, c.perHost, "checked", secondsVariable+"=0")
+	again := startOn(t, hosts, c.layout, "checked", secondsVariable+"=0")
 	if got, want := again.end(), make([]int, size); !slices.Equal(got, want) {
 		t.Errorf("afterwards the ranks ended with statuses %v", got)
 		again.tell()
@@ -399,7 +445,7 @@ func TestKillOnTwoHosts(t *testing.T) {
 }
 
 func killOnTwoHosts(t *testing.T, program string, victim int, after time.Duration) {
-	s := startOn(t, testnet.NewHosts(t, 2), 2, program)
+	s := startOn(t, testnet.NewHosts(t, 2), layout{2, 2}, program)
 	pids := s.ready(4)
 	<-time.After(after)
 	if err := syscall.Kill(pids[victim], syscall.SIGKILL); err != nil {

@@ -72,20 +72,17 @@ func TestOtherLaunchers(t *testing.T) {
 
 // launched starts ranks on hosts, in place of a launcher that is not installed. The ranks get the variables
 // that this launcher sets. It checks that the ranks meet and that operations work.
-func launched(t *testing.T, hosts []*testnet.Host, perHost int, env func(rank, host, local int) []string) {
+func launched(t *testing.T, hosts []*testnet.Host, l layout, env func(rank, host, local int) []string) {
 	t.Helper()
 	s, ctx := newSpread(t)
-	s.run(ctx, hosts, perHost, "checked", func(r, h, local int) []string {
+	s.run(ctx, hosts, l, "checked", func(r, h, local int) []string {
 		return append(env(r, h, local), secondsVariable+"=0.3")
 	}, func() {})
-	size := len(hosts) * perHost
-	if got, want := s.end(), make([]int, size); !slices.Equal(got, want) {
+	if got, want := s.end(), make([]int, l.size()); !slices.Equal(got, want) {
 		t.Errorf("the ranks ended with statuses %v", got)
 	}
-	for r := range size {
-		place := fmt.Sprintf("[%d]<stdout>:place %d %d %d %d %d %d\n", r, r, size, r%perHost, perHost,
-			r/perHost, len(hosts))
-		if !strings.Contains(s.out(), place) {
+	for r := range l.size() {
+		if place := l.line(r); !strings.Contains(s.out(), place) {
 			t.Errorf("rank %d did not say %q", r, place)
 		}
 	}
@@ -110,7 +107,7 @@ func TestLaunchersOnSeveralHosts(t *testing.T) {
 	t.Run("Slurm", func(t *testing.T) {
 		hosts := testnet.NewHosts(t, 2)
 		list := hosts[0].Addr.String() + "," + hosts[1].Addr.String()
-		launched(t, hosts, 2, func(r, h, local int) []string {
+		launched(t, hosts, evenly(2, 2), func(r, h, local int) []string {
 			return []string{
 				"SLURM_JOB_ID=77", "SLURM_STEP_ID=0", "SLURM_STEP_NUM_TASKS=4", "SLURM_NTASKS=4",
 				"SLURM_STEP_NODELIST=" + list,
@@ -122,7 +119,7 @@ func TestLaunchersOnSeveralHosts(t *testing.T) {
 	})
 	t.Run("Kubernetes", func(t *testing.T) {
 		hosts := testnet.NewHosts(t, 3)
-		launched(t, hosts, 1, func(r, _, _ int) []string {
+		launched(t, hosts, evenly(3, 1), func(r, _, _ int) []string {
 			return []string{
 				"JOB_COMPLETION_INDEX=" + strconv.Itoa(r), "HOSTNAME=train-" + strconv.Itoa(r), "HVD_SIZE=3",
 				"HVD_RENDEZVOUS_HOST=" + hosts[0].Addr.String(), file,
@@ -131,7 +128,7 @@ func TestLaunchersOnSeveralHosts(t *testing.T) {
 	})
 	t.Run("plain", func(t *testing.T) {
 		hosts := testnet.NewHosts(t, 2)
-		launched(t, hosts, 2, func(r, _, _ int) []string {
+		launched(t, hosts, evenly(2, 2), func(r, _, _ int) []string {
 			return []string{
 				"RANK=" + strconv.Itoa(r), "WORLD_SIZE=4", "MASTER_ADDR=" + hosts[0].Addr.String(),
 				"MASTER_PORT=29500", file,
@@ -140,7 +137,7 @@ func TestLaunchersOnSeveralHosts(t *testing.T) {
 	})
 	t.Run("init method", func(t *testing.T) {
 		hosts := testnet.NewHosts(t, 2)
-		launched(t, hosts, 2, func(r, _, _ int) []string {
+		launched(t, hosts, evenly(2, 2), func(r, _, _ int) []string {
 			return []string{methodVariable + fmt.Sprintf("=tcp://%s:4711?rank=%d&world_size=4", hosts[0].Addr,
 				r), file}
 		})
@@ -148,7 +145,7 @@ func TestLaunchersOnSeveralHosts(t *testing.T) {
 	t.Run("no secret", func(t *testing.T) {
 		hosts := testnet.NewHosts(t, 2)
 		s, ctx := newSpread(t)
-		s.run(ctx, hosts, 1, "checked", func(r, _, _ int) []string {
+		s.run(ctx, hosts, evenly(2, 1), "checked", func(r, _, _ int) []string {
 			return []string{
 				"JOB_COMPLETION_INDEX=" + strconv.Itoa(r), "HOSTNAME=train-" + strconv.Itoa(r), "HVD_SIZE=2",
 				"HVD_RENDEZVOUS_HOST=" + hosts[0].Addr.String(), secondsVariable + "=0.3",
@@ -165,9 +162,9 @@ func TestLaunchersOnSeveralHosts(t *testing.T) {
 // Ranks without a launcher meet by a unique id. One process makes the id, and the ranks get it in their
 // environment.
 func TestUniqueID(t *testing.T) {
-	for _, c := range []struct{ hosts, perHost int }{{1, 3}, {2, 2}} {
-		t.Run(fmt.Sprintf("%dx%d", c.hosts, c.perHost), func(t *testing.T) {
-			hosts := testnet.NewHosts(t, c.hosts)
+	for _, l := range []layout{{3}, {2, 2}} {
+		t.Run(l.String(), func(t *testing.T) {
+			hosts := testnet.NewHosts(t, len(l))
 			self, err := os.Executable()
 			if err != nil {
 				t.Fatal(err)
@@ -190,8 +187,8 @@ func TestUniqueID(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			launched(t, hosts, c.perHost, func(r, _, _ int) []string {
-				return []string{idVariable + fmt.Sprintf("=%d %d %s", r, c.hosts*c.perHost, id)}
+			launched(t, hosts, l, func(r, _, _ int) []string {
+				return []string{idVariable + fmt.Sprintf("=%d %d %s", r, l.size(), id)}
 			})
 			hold.Close()
 			if err := root.Wait(); err != nil {
