@@ -1,9 +1,7 @@
 package e2e
 
 import (
-	"fmt"
 	"math/rand/v2"
-	"strings"
 	"syscall"
 	"testing"
 	"time"
@@ -62,22 +60,7 @@ func stopped(t *testing.T, rng *rand.Rand, what string, limit time.Duration, tex
 	if err := syscall.Kill(pids[victim], syscall.SIGSTOP); err != nil {
 		t.Fatal(err)
 	}
-	began := time.Now()
-	reports := 0
-	j.until("the other ranks had reported", func(l line) bool {
-		got, ok := strings.CutPrefix(l.text, "error ")
-		if !ok {
-			return false
-		}
-		reports++
-		if !strings.Contains(got, fmt.Sprintf("rank %d failed: ", victim)) || !strings.Contains(got, text) {
-			t.Errorf("rank %d does not say that rank %d %s: %s", l.rank, victim, text, got)
-		}
-		if took := l.at.Sub(began); took > limit+grace {
-			t.Errorf("rank %d took %v", l.rank, took)
-		}
-		return reports == n-1
-	})
+	j.named(victim, n-1, text, time.Now(), limit+grace)
 	if err := j.cmd.Process.Signal(syscall.SIGTERM); err != nil {
 		t.Error(err)
 	}

@@ -87,22 +87,7 @@ func killOf(t *testing.T, j *job, ranks, victim int, after time.Duration) {
 	if err := syscall.Kill(pids[victim], syscall.SIGKILL); err != nil {
 		t.Fatal(err)
 	}
-	killed := time.Now()
-	reports := 0
-	j.until("all survivors had reported", func(l line) bool {
-		text, ok := strings.CutPrefix(l.text, "error ")
-		if !ok {
-			return false
-		}
-		reports++
-		if !strings.Contains(text, fmt.Sprintf(": rank %d failed:", victim)) {
-			t.Errorf("rank %d does not name rank %d: %s", l.rank, victim, text)
-		}
-		if took := l.at.Sub(killed); took > survivorsDeadline {
-			t.Errorf("rank %d took %v", l.rank, took)
-		}
-		return reports == ranks-1
-	})
+	j.named(victim, ranks-1, "", time.Now(), survivorsDeadline)
 	if status := j.wait(); status != 128+int(syscall.SIGKILL) {
 		t.Errorf("hvdrun ended with status %d, want %d", status, 128+int(syscall.SIGKILL))
 	}
@@ -112,6 +97,29 @@ func killOf(t *testing.T, j *job, ranks, victim int, after time.Duration) {
 	if t.Failed() {
 		t.Logf("hvdrun said:\n%s", j.err())
 	}
+}
+
+// named waits until the given number of survivors have printed their errors. Each of these errors must say
+// that the victim has failed, must contain the given text, and must come within limit after the time began.
+// named returns the time until the last error.
+func (j *job) named(victim, survivors int, text string, began time.Time,
+	limit time.Duration) (took time.Duration) {
+	j.t.Helper()
+	j.until("all survivors had reported", func(l line) bool {
+		got, ok := strings.CutPrefix(l.text, "error ")
+		if !ok {
+			return false
+		}
+		survivors--
+		if !strings.Contains(got, fmt.Sprintf(": rank %d failed:", victim)) || !strings.Contains(got, text) {
+			j.t.Errorf("rank %d does not say that rank %d failed: %q: %s", l.rank, victim, text, got)
+		}
+		if took = l.at.Sub(began); took > limit {
+			j.t.Errorf("rank %d took %v", l.rank, took)
+		}
+		return survivors == 0
+	})
+	return took
 }
 
 // A rank exits with status 0 without having called Shutdown. The job fails.

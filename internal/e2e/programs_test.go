@@ -281,12 +281,12 @@ func messages(ctx context.Context) error {
 }
 
 // mixed runs most kinds of operations in a loop until one of them fails. In each iteration it adds, uses and
-// removes a process set.
+// removes a process set. It needs at least three ranks.
 func mixed(ctx context.Context) error {
 	n := hvd.Size()
 	x := make([]float32, n<<18)
 	for step := 0; ; step++ {
-		set, err := hvd.AddProcessSet(ctx, []int{1 + step%2, n - 1})
+		set, err := hvd.AddProcessSet(ctx, []int{(1 + step) % (n - 1), n - 1})
 		if err != nil {
 			return err
 		}
