@@ -151,8 +151,8 @@ func checkRound(ctx context.Context, round int) error {
 		sums = append(sums, pending{h, want})
 	}
 	for _, check := range []func(ctx context.Context, round, me, n int) error{
-		checkReductions, checkReducescatter, checkAllgather, checkBroadcast, checkAlltoall, checkBarrier,
-		checkGroups, checkProcessSet, checkJoin,
+		checkTypes, checkReductions, checkReducescatter, checkAllgather, checkBroadcast, checkAlltoall,
+		checkBarrier, checkGroups, checkProcessSet, checkJoin,
 	} {
 		if err := check(ctx, round, me, n); err != nil {
 			return err
