@@ -7,10 +7,8 @@ import (
 	"fmt"
 	"slices"
 	"strings"
-	"sync"
 	"sync/atomic"
 	"testing"
-	"time"
 
 	"go.uber.org/goleak"
 
@@ -131,23 +129,14 @@ func newCluster(tb testing.TB, hosts string, change func(*hier.Config)) *cluster
 	return c
 }
 
-// each calls f for all ranks at the same time and returns their errors. If the calls take longer than a
-// minute, each aborts the lanes, so that the test fails instead of hanging.
+// each calls f for all ranks at the same time and returns their errors.
 func (c *cluster) each(f func(i int, b *opstest.Blocking) error) []error {
-	hung := time.AfterFunc(time.Minute, func() {
+	return opstest.Each(c.backends, func(err error) {
 		for _, m := range c.meshes {
-			m.Abort(innerLane, errors.New("the cluster hangs"))
-			m.Abort(outerLane, errors.New("the cluster hangs"))
+			m.Abort(innerLane, err)
+			m.Abort(outerLane, err)
 		}
-	})
-	defer hung.Stop()
-	errs := make([]error, len(c.backends))
-	var wg sync.WaitGroup
-	for i, b := range c.backends {
-		wg.Go(func() { errs[i] = f(i, b) })
-	}
-	wg.Wait()
-	return errs
+	}, f)
 }
 
 func (c *cluster) must(tb testing.TB, f func(i int, b *opstest.Blocking) error) {

@@ -4,7 +4,10 @@ package opstest
 
 import (
 	"context"
+	"errors"
 	"runtime"
+	"sync"
+	"time"
 
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/tensor"
@@ -102,4 +105,19 @@ func (b *Blocking) Alltoall(ctx context.Context, alg message.Algorithm, in []byt
 	allocate func(counts []int64) ([]byte, error)) error {
 	return b.run(ctx, ops.Operation{Kind: message.Alltoall, Algorithm: alg, Buf: in, Counts: counts,
 		Allocate: allocate})
+}
+
+// Each calls f for the backends of all ranks at the same time and returns their errors. If the calls take
+// longer than a minute, Each calls abort, which must make them fail, so that the test fails instead of
+// hanging.
+func Each(backends []*Blocking, abort func(error), f func(i int, b *Blocking) error) []error {
+	hung := time.AfterFunc(time.Minute, func() { abort(errors.New("the cluster hangs")) })
+	defer hung.Stop()
+	errs := make([]error, len(backends))
+	var wg sync.WaitGroup
+	for i, b := range backends {
+		wg.Go(func() { errs[i] = f(i, b) })
+	}
+	wg.Wait()
+	return errs
 }

@@ -5,9 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"sync"
 	"testing"
-	"time"
 
 	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/internal/topo"
@@ -90,22 +88,13 @@ func upTo(n int) []topo.Rank {
 	return all
 }
 
-// each calls f for all ranks at the same time and returns their errors. If the calls take longer than a
-// minute, each aborts the lane, so that the test fails instead of hanging.
+// each calls f for all ranks at the same time and returns their errors.
 func (c *cluster) each(f func(i int, b *opstest.Blocking) error) []error {
-	hung := time.AfterFunc(time.Minute, func() {
+	return opstest.Each(c.backends, func(err error) {
 		for _, m := range c.meshes {
-			m.Abort(lane, errors.New("the cluster hangs"))
+			m.Abort(lane, err)
 		}
-	})
-	defer hung.Stop()
-	errs := make([]error, len(c.backends))
-	var wg sync.WaitGroup
-	for i, b := range c.backends {
-		wg.Go(func() { errs[i] = f(i, b) })
-	}
-	wg.Wait()
-	return errs
+	}, f)
 }
 
 // must is like each, but fails the test if any call of f fails.
