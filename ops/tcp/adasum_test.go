@@ -177,9 +177,9 @@ func TestAdasum(t *testing.T) {
 	})
 }
 
-// Adasum produces the correct result for numbers of ranks that eachCluster leaves out: 6, 7, 9, 11 and 16.
-func TestAdasumNumbersOfRanks(t *testing.T) {
-	for _, n := range []int{6, 7, 9, 11, 16} {
+// Adasum produces the correct result for more ranks than eachCluster has.
+func TestAdasumManyRanks(t *testing.T) {
+	for _, n := range []int{11, 16} {
 		c := newCluster(memMeshes(n), upTo(n), tcp.Config{SegmentBytes: 64})
 		for _, tensors := range adasumShapes {
 			checkAdasum(t, c, tensors)

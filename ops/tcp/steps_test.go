@@ -81,7 +81,7 @@ func TestSteps(t *testing.T) {
 					for r, b := range c.backends {
 						b.Steps = waiting == 0 || r != waiting
 					}
-					checkAll(t, c, 1000)
+					checkAll(t, c, fewReductions, 1000)
 					checkBigSum(t, c, 1<<19)
 					checkAlltoall(t, c, func(from, to int) int64 { return int64(from * (to + 1) << 20) })
 				}

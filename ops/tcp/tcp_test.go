@@ -23,10 +23,10 @@ var _ ops.Backend = (*tcp.Backend)(nil)
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 // checkAll checks all collectives that divide a buffer into parts, with about numElems elements per rank.
-func checkAll(t *testing.T, c *cluster, numElems int) {
+func checkAll(t *testing.T, c *cluster, reductions []reduction, numElems int) {
 	t.Helper()
-	checkAllreduce(t, c, numElems)
-	checkReducescatter(t, c, numElems)
+	checkAllreduce(t, c, reductions, numElems)
+	checkReducescatter(t, c, reductions, numElems)
 	checkAllgather(t, c, func(r int) int64 { return int64(numElems * r % 1021) })
 	checkAlltoall(t, c, func(from, to int) int64 { return int64(numElems * (from + 2*to) % 1021) })
 	checkAdasum(t, c, []int{numElems / 3, 0, numElems - numElems/3})
@@ -36,7 +36,7 @@ func checkAll(t *testing.T, c *cluster, numElems int) {
 // element size except 1.
 func TestProcessSet(t *testing.T) {
 	c := newCluster(memMeshes(6), []topo.Rank{5, 1, 4}, tcp.Config{SegmentBytes: 61})
-	checkAll(t, c, 1000)
+	checkAll(t, c, everyReduction, 1000)
 }
 
 // All collectives produce the correct result if every rank has a different segment size.
@@ -47,7 +47,7 @@ func TestSegmentsDiffer(t *testing.T) {
 		c.backends = append(c.backends,
 			&opstest.Blocking{Backend: tcp.New(meshes[i], lane, ranks, i, tcp.Config{SegmentBytes: seg})})
 	}
-	checkAll(t, c, 1000)
+	checkAll(t, c, everyReduction, 1000)
 	checkAllgather(t, c, func(r int) int64 { return int64(1000*r + 1) })
 }
 
@@ -58,7 +58,7 @@ func TestSockets(t *testing.T) {
 		t.Run(fmt.Sprintf("ranks=%d", n), func(t *testing.T) {
 			c := newCluster(tcpMeshes(t, n), upTo(n), tcp.Config{SegmentBytes: 4 << 10})
 			for _, numElems := range []int{0, 1, 7, 64, 1000} {
-				checkAll(t, c, numElems)
+				checkAll(t, c, fewReductions, numElems)
 			}
 			checkAdasum(t, c, []int{65537, 0, 3})
 			if n > 3 {
@@ -118,7 +118,7 @@ func TestBufferOwnership(t *testing.T) {
 		t.Run(fmt.Sprintf("ranks=%d", n), func(t *testing.T) {
 			c := newCluster(strictMeshes(t, n), upTo(n), tcp.Config{SegmentBytes: 64})
 			for _, numElems := range []int{1, 64, 1000} {
-				checkAll(t, c, numElems)
+				checkAll(t, c, fewReductions, numElems)
 				checkReleased(t, c)
 			}
 			bufs := make([][64]byte, n)
