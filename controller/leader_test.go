@@ -65,6 +65,16 @@ func newLeaderCluster(t *testing.T, cfg controller.CoordinatorConfig) (*cluster,
 	return newCluster(t, cfg, w), w
 }
 
+// submitAll submits the requests at every rank, and executes all turns.
+func (c *cluster) submitAll(requests ...message.Request) {
+	for _, n := range c.nodes {
+		for _, q := range requests {
+			n.submit(topo.Global, q)
+		}
+	}
+	c.settle()
+}
+
 // pass advances the time in steps of 50 ms, and executes all turns after each step.
 func (c *cluster) pass(d time.Duration) {
 	for end := c.now + d; c.now < end; {
@@ -84,11 +94,7 @@ func wantParts(t *testing.T, got []string, want ...string) {
 // votes until the last of these ranks has voted.
 func TestLeaderCombines(t *testing.T) {
 	c, w := newLeaderCluster(t, leaderConfig())
-	for _, n := range c.nodes {
-		n.submit(topo.Global, allreduce("a", 3))
-		n.submit(topo.Global, allreduce("b", 4))
-	}
-	c.settle()
+	c.submitAll(allreduce("a", 3), allreduce("b", 4))
 	wantParts(t, w.take(),
 		"[2 3 4] up seen=0 set=0 request allreduce a float32[3] request allreduce b float32[4]")
 	for _, r := range []int{3, 2, 4} {
@@ -254,11 +260,7 @@ func TestLeaderPassesRequestsAfterTheCacheIsOff(t *testing.T) {
 // A leader holds neither votes nor requests if a rank of its host has joined and so will not make them.
 func TestLeaderPassesVotes(t *testing.T) {
 	c, w := newLeaderCluster(t, leaderConfig())
-	for _, n := range c.nodes {
-		n.submit(topo.Global, allreduce("a", 3))
-		n.submit(topo.Global, allreduce("b", 3))
-	}
-	c.settle()
+	c.submitAll(allreduce("a", 3), allreduce("b", 3))
 	c.nodes[2].submit(topo.Global, allreduce("a", 3))
 	c.settle()
 	w.take()
@@ -350,10 +352,7 @@ func TestStallBehindALeader(t *testing.T) {
 	cfg.StallWarning = time.Second
 	c, w := newLeaderCluster(t, cfg)
 	for range 2 {
-		for _, n := range c.nodes {
-			n.submit(topo.Global, allreduce("a", 3))
-		}
-		c.settle()
+		c.submitAll(allreduce("a", 3))
 	}
 	for _, r := range []int{0, 1, 2, 4} {
 		c.nodes[r].submit(topo.Global, allreduce("a", 3))
@@ -416,10 +415,7 @@ func TestLeaderClosesLast(t *testing.T) {
 // voted.
 func TestTimeoutBehindALeader(t *testing.T) {
 	c, w := newLeaderCluster(t, leaderConfig())
-	for _, n := range c.nodes {
-		n.submit(topo.Global, allreduce("a", 3))
-	}
-	c.settle()
+	c.submitAll(allreduce("a", 3))
 	for _, r := range []int{0, 1, 2, 4} {
 		c.nodes[r].submit(topo.Global, allreduce("a", 3))
 	}
