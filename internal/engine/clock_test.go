@@ -7,6 +7,25 @@ import (
 	"github.com/gohvd/gohvd/internal/engine"
 )
 
+// measureClocks waits until every rank has measured its clock. It records what the ranks report in logs.
+func (c *cluster) measureClocks(logs []log) {
+	c.each(func(r int) {
+		aligned := make(chan struct{}, 64)
+		logs[r].aligned = func() {
+			select {
+			case aligned <- struct{}{}:
+			default:
+			}
+		}
+		c.engines[r].Watch(&logs[r])
+		select {
+		case <-aligned:
+		case <-c.ctx.Done():
+			c.t.Errorf("rank %d: no measurement of the clock", r)
+		}
+	})
+}
+
 // All ranks of a job compute the same name for the job, whether they share a clock or not. The ranks of a
 // different job compute a different name.
 func TestJobIsNamed(t *testing.T) {
@@ -21,21 +40,7 @@ func TestJobIsNamed(t *testing.T) {
 					cfg.ClockDomain = fmt.Sprint(cfg.Rank)
 				}
 			})
-			c.each(func(r int) {
-				aligned := make(chan struct{}, 64)
-				logs[r].aligned = func() {
-					select {
-					case aligned <- struct{}{}:
-					default:
-					}
-				}
-				c.engines[r].Watch(&logs[r])
-				select {
-				case <-aligned:
-				case <-c.ctx.Done():
-					t.Errorf("rank %d: no measurement of the clock", r)
-				}
-			})
+			c.measureClocks(logs)
 			want := c.engines[0].Clock().Job()
 			for r := range n {
 				if o, _ := c.engines[r].Offset(); o.Job != want || want == "" {

@@ -226,21 +226,7 @@ func TestClocksBehindLeaders(t *testing.T) {
 		onHosts(cfg)
 		cfg.ClockDomain = fmt.Sprint(cfg.Rank)
 	})
-	c.each(func(r int) {
-		aligned := make(chan struct{}, 64)
-		logs[r].aligned = func() {
-			select {
-			case aligned <- struct{}{}:
-			default:
-			}
-		}
-		c.engines[r].Watch(&logs[r])
-		select {
-		case <-aligned:
-		case <-c.ctx.Done():
-			t.Errorf("rank %d: no measurement of the clock", r)
-		}
-	})
+	c.measureClocks(logs)
 	want := c.engines[0].Clock().Job()
 	for r := range n {
 		if o, _ := c.engines[r].Offset(); o.Job != want || r > 0 && o.Error <= 0 {
