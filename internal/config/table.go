@@ -661,7 +661,7 @@ var settings = []Setting{
 	},
 	{
 		Name: "HVD_RUN", Section: sectionPlace, Scope: PerProcess,
-		Otherwise: "hvdrun on PATH",
+		Otherwise: "bin/hvdrun of the Python package, then hvdrun on PATH",
 		Doc:       "path of hvdrun, for horovod.run in Python",
 		kind:      anything("the path of a program"),
 	},

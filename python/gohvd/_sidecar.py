@@ -10,7 +10,6 @@ import collections
 import hashlib
 import hmac
 import os
-import shutil
 import signal
 import socket
 import stat
@@ -18,6 +17,7 @@ import subprocess
 import threading
 from typing import Deque, Optional
 
+from . import _programs
 from .exceptions import SidecarError
 
 GREETING_SECONDS = 30.0
@@ -97,16 +97,13 @@ def find_sidecar() -> str:
         if not os.access(named, os.X_OK) or os.path.isdir(named):
             raise SidecarError(f"HVD_SIDECAR_BINARY is {named!r}, want the path of an executable file")
         return named
-    beside = os.path.join(os.path.dirname(os.path.abspath(__file__)), "bin", "hvdd")
-    if os.access(beside, os.X_OK) and not os.path.isdir(beside):
-        return beside
-    on_path = shutil.which("hvdd")
-    if on_path:
-        return on_path
+    found = _programs.find("hvdd")
+    if found:
+        return found
     raise SidecarError(
         "hvdd was not found: HVD_SIDECAR_BINARY is not set, the Python package does not contain "
         f"{os.path.join('gohvd', 'bin', 'hvdd')}, and hvdd is not in PATH; "
-        "in a checkout, build it with `go build ./cmd/hvdd` and set HVD_SIDECAR_BINARY"
+        "install gohvd from a wheel; in a checkout, build it with `go build ./cmd/hvdd` and set HVD_SIDECAR_BINARY"
     )
 
 

@@ -11,6 +11,8 @@ import sys
 import tempfile
 from typing import Any, Callable, Dict, List, Optional, Sequence
 
+from gohvd import _programs
+
 try:
     import cloudpickle as _pickler
 except ImportError:
@@ -48,11 +50,11 @@ def run(
 ) -> List[Any]:
     """Calls func(*args, **kwargs) at each of num_proc ranks (default 1), and returns a list of the results, by rank.
 
-    hvdrun starts the ranks. Its path is HVD_RUN, or else hvdrun on PATH. The ranks run the interpreter executable, by
-    default this one. The function, its arguments and the results are pickled into a directory that only this user can
-    access. Ranks on other hosts must see this directory under the same path: set TMPDIR to a directory that the hosts
-    share. Without cloudpickle the function must be importable. A function of the main module is importable if the
-    module does its work under ``if __name__ == "__main__"``.
+    hvdrun starts the ranks. Its path is HVD_RUN, or else hvdrun in the package gohvd, or else hvdrun on PATH. The ranks
+    run the interpreter executable, by default this one. The function, its arguments and the results are pickled into a
+    directory that only this user can access. Ranks on other hosts must see this directory under the same path: set
+    TMPDIR to a directory that the hosts share. Without cloudpickle the function must be importable. A function of the
+    main module is importable if the module does its work under ``if __name__ == "__main__"``.
 
     Raises RuntimeError with the errors of the ranks if a rank has failed. Raises NotImplementedError for elastic jobs
     and for MPI. disable_cache and use_gloo have no effect.
@@ -101,9 +103,11 @@ def run(
 
 
 def _hvdrun() -> str:
-    program = os.environ.get("HVD_RUN") or shutil.which("hvdrun")
+    program = os.environ.get("HVD_RUN") or _programs.find("hvdrun")
     if program is None:
-        raise RuntimeError("gohvd: run: found no hvdrun: HVD_RUN is not set, and hvdrun is not on PATH")
+        raise RuntimeError(
+            "gohvd: run: found no hvdrun: HVD_RUN is not set, and hvdrun is neither in the package gohvd nor on PATH"
+        )
     return program
 
 

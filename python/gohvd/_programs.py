@@ -1,0 +1,51 @@
+"""Finds gohvd's programs, and runs them as the commands that a wheel installs.
+
+A wheel contains the programs in ``gohvd/bin``. A checkout does not.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from typing import NoReturn, Optional
+
+
+def in_package(name: str) -> Optional[str]:
+    """Returns the path of the program in this package, or None if the package does not contain it."""
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "bin", name)
+    return path if os.access(path, os.X_OK) and not os.path.isdir(path) else None
+
+
+def find(name: str) -> Optional[str]:
+    """Returns the path of the program in this package, or else on PATH, or None if neither has it."""
+    return in_package(name) or shutil.which(name)
+
+
+def execute(name: str, *args: str) -> NoReturn:
+    """Replaces this process by the program of this package.
+
+    It does not look for the program on PATH, because the command that calls this function may be found there.
+    """
+    path = in_package(name)
+    if path is None:
+        sys.exit(
+            f"{name}: {os.path.dirname(os.path.abspath(__file__))} does not contain bin/{name}: install gohvd from a "
+            f"wheel, or build the program in a checkout with `go build ./cmd/{name}`"
+        )
+    os.execv(path, [name, *args])
+
+
+def hvdbench() -> NoReturn:
+    """Runs the command hvdbench."""
+    execute("hvdbench", *sys.argv[1:])
+
+
+def hvdd() -> NoReturn:
+    """Runs the command hvdd."""
+    execute("hvdd", *sys.argv[1:])
+
+
+def hvdrun() -> NoReturn:
+    """Runs the command hvdrun, or horovodrun, which has the same flags."""
+    execute("hvdrun", *sys.argv[1:])

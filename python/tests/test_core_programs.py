@@ -1,0 +1,64 @@
+"""Tests how the programs in the package are found, and the commands that run them."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shutil
+import tempfile
+import unittest
+
+import gohvd
+import programs
+
+COMMAND = "import sys; from gohvd import _programs; getattr(_programs, sys.argv[1])()"
+
+
+@unittest.skipUnless(programs.alone, "runs at one rank")
+class Programs(unittest.TestCase):
+    def setUp(self) -> None:
+        self.top = tempfile.mkdtemp()
+        self.addCleanup(shutil.rmtree, self.top)
+        self.package = pathlib.Path(self.top, "gohvd")
+        ignored = shutil.ignore_patterns("bin", "__pycache__")
+        shutil.copytree(os.path.dirname(gohvd.__file__), self.package, ignore=ignored)
+
+    def make(self, path: pathlib.Path) -> str:
+        """Makes a program that prints its name, arguments and process ID, and returns its path."""
+        path.parent.mkdir(exist_ok=True)
+        path.write_text('#!/bin/sh\necho "$0" "$@" $$\nexit 7\n')
+        path.chmod(0o755)
+        return str(path)
+
+    def test_find(self) -> None:
+        script = "from gohvd import _programs; print(_programs.find('hvdrun'))"
+
+        def find() -> str:
+            return programs.run(script, PYTHONPATH=self.top, PATH=self.top).stdout.strip()
+
+        self.assertEqual(find(), "None")
+        path = self.make(pathlib.Path(self.top, "hvdrun"))
+        self.assertEqual(find(), path)
+        (self.package / "bin" / "hvdrun").mkdir(parents=True)
+        self.assertEqual(find(), path, "a folder is not a program")
+        (self.package / "bin" / "hvdrun").rmdir()
+        path = self.make(self.package / "bin" / "hvdrun")
+        self.assertEqual(find(), path)
+
+    def test_commands(self) -> None:
+        for name in ("hvdbench", "hvdd", "hvdrun"):
+            path = self.make(self.package / "bin" / name)
+            ran = programs.run(COMMAND, name, "-x", "a b", PYTHONPATH=self.top)
+            self.assertEqual(ran.returncode, 7, ran.stderr)
+            self.assertTrue(ran.stdout.startswith(f"{path} {name} -x a b "), ran.stdout)
+
+    def test_no_program(self) -> None:
+        # A program on PATH is not run: it may be the command itself, which would start itself forever.
+        self.make(pathlib.Path(self.top, "hvdrun"))
+        ran = programs.run(COMMAND, "hvdrun", PYTHONPATH=self.top, PATH=self.top)
+        self.assertEqual(ran.returncode, 1)
+        self.assertIn(f"hvdrun: {self.package} does not contain bin/hvdrun", ran.stderr)
+
+
+if __name__ == "__main__":
+    unittest.main()
