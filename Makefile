@@ -76,6 +76,10 @@ conformance: ## test every operation in every configuration against the referenc
 python: ## print which Python has torch and will run the tests
 	@echo $(PYTHON)
 
+.PHONY: wheel
+wheel: ## write the wheels for x86_64 and aarch64 to dist/; needs no C compiler
+	GO="$(GO)" python3 python/wheels.py dist
+
 # The programs that the Python tests run.
 .PHONY: python-programs
 python-programs:

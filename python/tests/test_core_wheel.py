@@ -1,83 +1,131 @@
-"""Tests wheels of the package that contain the sidecar, and wheels that do not."""
+"""Tests what wheels.py writes into wheels. scripts/wheel-check.sh builds real wheels, installs them and uses them."""
 
 from __future__ import annotations
 
-import importlib.util
+import base64
+import configparser
+import email
+import hashlib
 import os
 import pathlib
 import shutil
-import struct
-import subprocess
 import sys
 import tempfile
 import unittest
 import zipfile
-from typing import Optional
+from unittest import mock
 
 import programs
 
-_PACKAGE = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+try:
+    import wheels
+except ModuleNotFoundError:  # Python 3.10 without tomli
+    wheels = None
 
-
-
-def _can_build() -> bool:
-    """Returns whether this Python can build wheels, which requires setuptools 70.1 or newer, or the package wheel."""
-    try:
-        return any(importlib.util.find_spec(name) for name in ("setuptools.command.bdist_wheel", "wheel.bdist_wheel"))
-    except ModuleNotFoundError:
-        return False
+import gohvd
 
 
 @unittest.skipUnless(programs.alone, "a job of one rank builds them")
-@unittest.skipUnless(_can_build(), "this Python cannot build wheels")
+@unittest.skipUnless(wheels, "this Python does not have tomllib or tomli")
 class Wheels(unittest.TestCase):
-    def build(self, hvdd: Optional[bytes]) -> subprocess.CompletedProcess:
-        """Builds a wheel in self.top. If hvdd is not None, the wheel has a sidecar file with this content."""
-        self.top = pathlib.Path(tempfile.mkdtemp())
-        self.addCleanup(shutil.rmtree, self.top)
-        source = self.top / "source"
-        shutil.copytree(_PACKAGE / "gohvd", source / "gohvd", ignore=shutil.ignore_patterns("__pycache__", "bin"))
-        for name in ("pyproject.toml", "setup.py", "README.md"):
-            shutil.copy(_PACKAGE / name, source)
-        if hvdd is not None:
-            (source / "gohvd" / "bin").mkdir()
-            (source / "gohvd" / "bin" / "hvdd").write_bytes(hvdd)
-            (source / "gohvd" / "bin" / "hvdd").chmod(0o755)
-        return subprocess.run(
-            [sys.executable, "-c", "import setuptools.build_meta as b; b.build_wheel('..')"],
-            cwd=source,
-            env=programs.environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=90,
-        )
+    def setUp(self) -> None:
+        self.out = pathlib.Path(tempfile.mkdtemp())
+        self.addCleanup(shutil.rmtree, self.out)
+        for name, value in (("programs", {p: b"\x7fELF" for p in wheels.PROGRAMS}), ("licences", {"a/b/LICENSE": b"free"})):
+            patch = mock.patch.object(wheels, name, lambda machine, value=value: value)
+            patch.start()
+            self.addCleanup(patch.stop)
+
+    def build(self, project: pathlib.Path, machine: str = "x86_64") -> zipfile.ZipFile:
+        wheel = zipfile.ZipFile(wheels.wheel(project, machine, self.out))
+        self.addCleanup(wheel.close)
+        return wheel
 
     def test_tags(self) -> None:
-        elf = b"\x7fELF" + bytes(14)
-        for what, hvdd, tag, pure in (
-            ("none", None, "py3-none-any", "true"),
-            ("amd64", elf + struct.pack("<H", 62), "py3-none-linux_x86_64", "false"),
-            ("arm64", elf + struct.pack("<H", 183), "py3-none-linux_aarch64", "false"),
+        for project, machine, name, pure in (
+            (0, "x86_64", "gohvd-{}-py3-none-manylinux_2_17_x86_64.musllinux_1_1_x86_64", "false"),
+            (0, "aarch64", "gohvd-{}-py3-none-manylinux_2_17_aarch64.musllinux_1_1_aarch64", "false"),
+            (1, "x86_64", "gohvd_horovod-{}-py3-none-any", "true"),
         ):
-            built = self.build(hvdd)
-            (path,) = self.top.glob("*.whl") or [built.stdout]
-            self.assertTrue(path.name.endswith(f"-{tag}.whl"), f"{what}: {path.name}")
-            with zipfile.ZipFile(path) as wheel:
-                names = wheel.namelist()
-                (about,) = [n for n in names if n.endswith(".dist-info/WHEEL")]
-                text = wheel.read(about).decode()
-                self.assertIn(f"Root-Is-Purelib: {pure}\n", text, what)
-                self.assertIn(f"Tag: {tag}\n", text, what)
-                self.assertIn("gohvd/__init__.py", names)
-                self.assertEqual("gohvd/bin/hvdd" in names, hvdd is not None, what)
-                if hvdd is not None:
-                    self.assertTrue(wheel.getinfo("gohvd/bin/hvdd").external_attr >> 16 & 0o111, "it can be run")
+            wheel = self.build(wheels.PROJECTS[project], machine)
+            name = name.format(gohvd.__version__)
+            self.assertEqual(pathlib.Path(str(wheel.filename)).name, name + ".whl")
+            info = "-".join(name.split("-")[:2]) + ".dist-info"
+            about = email.message_from_bytes(wheel.read(f"{info}/WHEEL"))
+            self.assertEqual(about["Root-Is-Purelib"], pure)
+            self.assertEqual(about.get_all("Tag"), ["py3-none-" + system for system in name.rsplit("-", 1)[1].split(".")])
 
-    def test_no_program(self) -> None:
-        built = self.build(b"#!/bin/sh\n")
-        self.assertNotEqual(built.returncode, 0)
-        self.assertIn("hvdd is not a Linux program for x86_64 or aarch64", built.stdout)
+    def test_files(self) -> None:
+        wheel = self.build(wheels.PROJECTS[0])
+        info = f"gohvd-{gohvd.__version__}.dist-info"
+        names = wheel.namelist()
+        self.assertEqual(names[-1], f"{info}/RECORD")
+        for name in ("gohvd/__init__.py", "gohvd/torch/__init__.py", "gohvd/py.typed", f"{info}/licenses/a/b/LICENSE"):
+            self.assertEqual(wheel.getinfo(name).external_attr >> 16, 0o100644, name)
+        for program in wheels.PROGRAMS:
+            self.assertEqual(wheel.getinfo(f"gohvd/bin/{program}").external_attr >> 16, 0o100755, program)
+        self.assertEqual([n for n in names if not n.startswith(("gohvd/", info))], [])
+        # RECORD has every file once, with its hash and size.
+        record = [line.split(",") for line in wheel.read(f"{info}/RECORD").decode().splitlines()]
+        self.assertEqual([name for name, _, _ in record], names)
+        for name, digest, size in record[:-1]:
+            data = wheel.read(name)
+            want = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode().rstrip("=")
+            self.assertEqual((digest, int(size)), ("sha256=" + want, len(data)), name)
+        names = self.build(wheels.PROJECTS[1]).namelist()
+        self.assertIn("horovod/torch/__init__.py", names)
+        self.assertEqual([n for n in names if not n.startswith(("horovod/", "gohvd_horovod-"))], [])
+
+    def test_metadata(self) -> None:
+        version = gohvd.__version__
+        for project, name, requires, commands in (
+            (0, "gohvd", {f'gohvd-horovod=={version} ; extra == "horovod"', 'torch>=1.13 ; extra == "torch"',
+                          'numpy>=1.21 ; extra == "numpy"'}, ["hvdbench", "hvdd", "hvdrun"]),
+            (1, "gohvd-horovod", {f"gohvd=={version}"}, ["horovodrun"]),
+        ):
+            wheel = self.build(wheels.PROJECTS[project])
+            info = f"{name.replace('-', '_')}-{version}.dist-info"
+            about = email.message_from_bytes(wheel.read(f"{info}/METADATA"))
+            self.assertEqual((about["Name"], about["Version"]), (name, version))
+            self.assertEqual(set(about.get_all("Requires-Dist")), requires)
+            for file in about.get_all("License-File"):
+                self.assertIn(f"{info}/licenses/{file}", wheel.namelist())
+            parser = configparser.ConfigParser()
+            parser.read_string(wheel.read(f"{info}/entry_points.txt").decode())
+            self.assertEqual(list(parser["console_scripts"]), commands)
+
+    def test_same_bytes(self) -> None:
+        """The time, the user's umask and the names of folders have no effect, except for SOURCE_DATE_EPOCH."""
+        copy = self.out / "copy"
+        shutil.copytree(wheels.PYTHON / "gohvd", copy / "gohvd", copy_function=shutil.copyfile)
+        for name in ("pyproject.toml", "README.md"):
+            shutil.copyfile(wheels.PYTHON / name, copy / name)
+        with mock.patch.dict(os.environ):
+            os.environ.pop("SOURCE_DATE_EPOCH", None)
+            self.assertEqual(self.build(wheels.PYTHON).infolist()[0].date_time, (1980, 1, 1, 0, 0, 0))
+            one = wheels.wheel(wheels.PYTHON, "x86_64", self.out).read_bytes()
+            self.addCleanup(os.umask, os.umask(0o077))
+            self.assertEqual(wheels.wheel(copy, "x86_64", self.out).read_bytes(), one)
+            os.environ["SOURCE_DATE_EPOCH"] = "1700000000"
+            self.assertEqual(self.build(copy).infolist()[0].date_time, (2023, 11, 14, 22, 13, 20))
+
+
+@unittest.skipUnless(programs.alone and wheels, "a job of one rank tests it, if this Python has tomllib or tomli")
+class NoPrograms(unittest.TestCase):
+    def test_no_go(self) -> None:
+        with mock.patch.dict(os.environ, GO="/nowhere/go"), self.assertRaisesRegex(SystemExit, "go is not on PATH"):
+            wheels.programs("x86_64")
+
+    def test_no_checkout(self) -> None:
+        with mock.patch.object(wheels, "CHECKOUT", pathlib.Path("/nowhere")):
+            with self.assertRaisesRegex(SystemExit, "/nowhere is not a checkout of gohvd"):
+                wheels.programs("x86_64")
+
+    def test_another_machine(self) -> None:
+        with mock.patch.object(wheels.platform, "machine", lambda: "s390x"):
+            with self.assertRaisesRegex(SystemExit, "does not run on s390x, only on x86_64 and aarch64"):
+                wheels.build_wheel("/nowhere")
 
 
 if __name__ == "__main__":
