@@ -14,6 +14,7 @@ import unittest
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
+import programs
 import torch
 from ranks import RanksTest, hvd
 
@@ -236,6 +237,26 @@ class Modules(RanksTest):
         weights = hvd.allgather(names["model"].weight.detach().unsqueeze(0))
         for other in weights:
             self.equal(other, weights[0])
+
+
+class BesideHorovod(RanksTest):
+    """Tests a folder in which the distribution Horovod is installed."""
+
+    def test_import(self) -> None:
+        if self.size > 1:
+            self.skipTest("runs at one rank")
+        import horovod
+
+        with tempfile.TemporaryDirectory() as theirs, tempfile.TemporaryDirectory() as ours:
+            for top in (theirs, ours):
+                shutil.copytree(os.path.dirname(horovod.__file__), os.path.join(top, "horovod"))
+            os.mkdir(os.path.join(theirs, "horovod-0.28.1.dist-info"))
+            with open(os.path.join(theirs, "horovod-0.28.1.dist-info", "METADATA"), "w") as f:
+                f.write("Metadata-Version: 2.1\nName: horovod\nVersion: 0.28.1\n")
+            for path, want in (((theirs, ours), f"both installed in {theirs}, "), ((ours, theirs), "0.28.1 of gohvd")):
+                script = "import horovod; print(horovod.__version__, 'of gohvd')"
+                ran = programs.run(script, PYTHONPATH=os.pathsep.join([*path, *sys.path]))
+                self.assertIn(want, ran.stdout + ran.stderr)
 
 
 class Run(RanksTest):

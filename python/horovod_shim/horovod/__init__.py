@@ -4,6 +4,10 @@ Classes and functions are the same objects as in gohvd, so a program may use nam
 """
 
 from horovod import _absent as _absent
+from horovod import _conflict
+
+_conflict.refuse()
+
 from horovod.runner import run
 
 # The release of Horovod whose interface this package has.
