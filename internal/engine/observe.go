@@ -3,6 +3,7 @@ package engine
 import (
 	"cmp"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -104,20 +105,23 @@ func (w *work) enter(a activity) {
 }
 
 // exchangeNames holds the timeline names of the activity exchanging, by backend and kind. They follow the
-// pattern of Horovod's names, such as MPI_ALLREDUCE.
-var exchangeNames = func() (names [message.NumBackends][message.NumKinds]string) {
+// pattern of Horovod's names, such as MPI_ALLREDUCE. adasumNames holds those of Adasum.
+var exchangeNames, adasumNames = func() (names [message.NumBackends][message.NumKinds]string,
+	adasum [message.NumBackends]string) {
 	kinds := map[message.Kind]string{
 		message.Allreduce: "ALLREDUCE", message.Allgather: "ALLGATHER", message.Broadcast: "BCAST",
 		message.Alltoall:      "ALLTOALL",
 		message.Reducescatter: "REDUCESCATTER", message.Reduce: "REDUCE",
 		message.Gather: "GATHER", message.Scatter: "SCATTER",
 	}
-	for b, backend := range map[message.Backend]string{message.TCP: "TCP_", message.SHM: "SHM_"} {
+	for b := range message.Backend(message.NumBackends) {
+		prefix := strings.ToUpper(b.String()) + "_"
+		adasum[b] = prefix + "ADASUM_ALLREDUCE"
 		for k, kind := range kinds {
-			names[b][k] = backend + kind
+			names[b][k] = prefix + kind
 		}
 	}
-	return names
+	return names, adasum
 }()
 
 // name returns the name of the activity for timelines. It is Horovod's name if Horovod has the same activity.
@@ -128,7 +132,7 @@ func (a activity) name(r *message.Response, b message.Backend) string {
 	case a == unpacking:
 		return "MEMCPY_OUT_FUSION_BUFFER"
 	case r.Op == tensor.Adasum:
-		return "TCP_ADASUM_ALLREDUCE" // no other backend executes Adasum
+		return adasumNames[b]
 	}
 	return exchangeNames[b][r.Kind]
 }
