@@ -1,16 +1,15 @@
 package tcp
 
 import (
-	"iter"
 	"math/bits"
 	"slices"
 
-	"github.com/gohvd/gohvd/internal/kernel"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/ops/adasum"
 )
 
-// runAdasum combines tensors with the algorithm HalvingDoubling, in the tree that the package comment
+// runAdasum combines tensors with the algorithm HalvingDoubling, in the tree that package ops/adasum
 // defines. Let n be the number of ranks, and p the largest power of two that is at most n. First, every rank
 // i >= p sends its vector to rank i-p. The ranks below p then work at distances d = 1, 2, 4 ... p/2. Two
 // ranks at distance d hold the same part of two different vectors. Each sends one half of its part to the
@@ -76,8 +75,8 @@ func (b *Backend) adasumHalvingDoubling(seg int, buf []byte) error {
 }
 
 // combineFrom receives the vector that another rank sends with delegate, and combines buf with it. The
-// parameter sender is the index of that rank in the set. buf is vector a in the formula of the package
-// comment.
+// parameter sender is the index of that rank in the set. buf is vector a in the formula of package
+// ops/adasum.
 func (b *Backend) combineFrom(sender, seg int, buf []byte) error {
 	c, err := b.conn(sender)
 	if err != nil {
@@ -99,7 +98,8 @@ func (b *Backend) halve(d, seg int, buf []byte) error {
 	if err != nil {
 		return err
 	}
-	mine, theirs := halved(b.me, d, len(buf), a.size), halved(b.me^d, d, len(buf), a.size)
+	size := b.op.DType.Size()
+	mine, theirs := halved(b.me, d, len(buf), size), halved(b.me^d, d, len(buf), size)
 	if err := send(c, theirs.of(buf), seg); err != nil {
 		return err
 	}
@@ -121,64 +121,50 @@ func (b *Backend) halve(d, seg int, buf []byte) error {
 	return nil
 }
 
-// adasum is the state of one rank during an Adasum.
-type adasum struct {
-	size    int // size of an element in bytes
-	dot     kernel.DotFunc
-	combine kernel.CombineFunc
-	tensors cut     // the boundaries of the tensors in the buffer
-	other   scratch // the part of the other vector that this rank combines
+// adasumState is the state of one rank during an Adasum.
+type adasumState struct {
+	combiner adasum.Combiner
+	other    scratch // the part of the other vector that this rank combines
 
-	// dots has three numbers for each tensor: a·b, a·a and b·b for the two vectors a and b. At first they are
-	// the dot products over the half that this rank combines. Then they become the sums over more and more
-	// ranks. otherDots receives the numbers of another rank, which are added to dots.
+	// dots has the dot products of each tensor for the two vectors. At first they are the dot products over
+	// the half that this rank combines. Then they become the sums over more and more ranks. otherDots
+	// receives the numbers of another rank, which are added to dots.
 	dots, otherDots []float64
 }
 
 // prepare sets up the state for tensors with elements of type dt. counts are the sizes of the tensors in
 // bytes, and numBytes must be the sum of counts.
-func (a *adasum) prepare(dt tensor.DType, numBytes int, counts []int64) (err error) {
-	if a.dot, err = kernel.Dot(dt); err != nil {
+func (a *adasumState) prepare(dt tensor.DType, numBytes int, counts []int64) error {
+	if err := a.combiner.Prepare(dt, numBytes, counts); err != nil {
 		return err
 	}
-	if a.combine, err = kernel.Combine(dt); err != nil {
-		return err
-	}
-	a.size = dt.Size()
-	n := len(counts)
-	a.tensors = slices.Grow(a.tensors[:0], n+1)[:n+1]
-	a.tensors[0] = 0
-	a.dots = slices.Grow(a.dots[:0], 3*n)[:3*n]
-	a.otherDots = slices.Grow(a.otherDots[:0], 3*n)[:3*n]
-	return a.tensors.by(counts, numBytes, a.size)
+	n := a.combiner.Dots()
+	a.dots = slices.Grow(a.dots[:0], n)[:n]
+	a.otherDots = slices.Grow(a.otherDots[:0], n)[:n]
+	return nil
 }
 
 // receiveDots receives range s of the other vector into a.other, segment by segment, and computes the dot
 // products of each segment when it has arrived. If the parameter lower is set, buf holds vector a. If it is
 // not set, buf holds vector b.
-func (a *adasum) receiveDots(c *stream, buf []byte, s byteRange, seg int, lower bool) error {
+func (a *adasumState) receiveDots(c *stream, buf []byte, s byteRange, seg int, lower bool) error {
 	clear(a.dots)
 	in := a.other.room(s.to - s.from)
 	for at := s.from; at < s.to; at += seg {
 		end := min(at+seg, s.to)
-		if err := receive(c, in[at-s.from:end-s.from]); err != nil {
+		got := in[at-s.from : end-s.from]
+		if err := receive(c, got); err != nil {
 			return err
 		}
-		for t, p := range a.pieces(byteRange{at, end}) {
-			x, y := sides(p.of(buf), in[p.from-s.from:p.to-s.from], lower)
-			ab, aa, bb := a.dot(x, y)
-			dots := a.dots[3*t:][:3]
-			dots[0] += ab
-			dots[1] += aa
-			dots[2] += bb
-		}
+		x, y := sides(buf[at:end], got, lower)
+		a.combiner.AddDots(a.dots, x, y, at)
 	}
 	return nil
 }
 
 // addDots exchanges dot products with the rank at the other end of c, and adds the received dot products to
 // a.dots. The other rank does the same.
-func (a *adasum) addDots(c *stream, seg int) error {
+func (a *adasumState) addDots(c *stream, seg int) error {
 	if err := exchange(c, tensor.Bytes(a.dots), tensor.Bytes(a.otherDots), seg); err != nil {
 		return err
 	}
@@ -190,14 +176,10 @@ func (a *adasum) addDots(c *stream, seg int) error {
 
 // combineRange combines range s of buf with a.other, with the factors that follow from a.dots. The parameter
 // lower has the same meaning as in receiveDots.
-func (a *adasum) combineRange(buf []byte, s byteRange, lower bool) {
-	in := a.other.room(s.to - s.from)
-	for t, p := range a.pieces(s) {
-		dst := p.of(buf)
-		x, y := sides(dst, in[p.from-s.from:p.to-s.from], lower)
-		dots := a.dots[3*t:][:3]
-		a.combine(dst, x, y, factor(dots[0], dots[1]), factor(dots[0], dots[2]))
-	}
+func (a *adasumState) combineRange(buf []byte, s byteRange, lower bool) {
+	own := s.of(buf)
+	x, y := sides(own, a.other.room(len(own)), lower)
+	a.combiner.Combine(own, x, y, s.from, a.dots)
 }
 
 // sides returns this rank's vector and the other vector in the order of their blocks: a is the vector of the
@@ -207,30 +189,4 @@ func sides(own, other []byte, lower bool) (a, b []byte) {
 		return own, other
 	}
 	return other, own
-}
-
-// factor returns the factor by which a vector is multiplied. dot is its dot product with the other vector,
-// and square is its dot product with itself.
-func factor(dot, square float64) float64 {
-	const tiny = 0x1p-511
-	if square < tiny {
-		return 1
-	}
-	return 1 - dot/square/2
-}
-
-// pieces yields the index of each tensor that overlaps s, and the part of s that belongs to that tensor.
-func (a *adasum) pieces(s byteRange) iter.Seq2[int, byteRange] {
-	return func(yield func(int, byteRange) bool) {
-		// t is the first tensor that does not end before s. If t ends exactly where s begins, its piece is
-		// empty. The piece of an empty tensor is empty too.
-		t, _ := slices.BinarySearch(a.tensors[1:], int64(s.from))
-		for at := s.from; at < s.to; t++ {
-			end := min(int(a.tensors[t+1]), s.to)
-			if !yield(t, byteRange{at, end}) {
-				return
-			}
-			at = end
-		}
-	}
 }

@@ -60,7 +60,7 @@ func adasum(t *testing.T, c *cluster, dt tensor.DType, in [][]byte, tensors []in
 }
 
 // adasumReference is a simple implementation to compare Adasum with. It combines whole vectors, tensor by
-// tensor, in the tree that the package comment describes.
+// tensor, in the tree that package ops/adasum defines.
 func adasumReference(dt tensor.DType, in [][]byte, tensors []int) []byte {
 	var out []byte
 	from := 0

@@ -37,29 +37,6 @@
 // same tree at every position. Direct and exchange add in the order of the ranks at every position, convert
 // half-precision types to float32 before, and round once at the end. So Plan chooses only between direct and
 // exchange for sums and products of half-precision types and, if Config.Deterministic is set, of all floats.
-//
-// # Adasum
-//
-// The adaptive sum of two vectors a and b (Maleki et al., "Scaling Distributed Training with Adaptive
-// Summation", 2020) is
-//
-//	(1 - a·b/(2 a·a)) a + (1 - a·b/(2 b·b)) b
-//
-// It adds orthogonal components and averages parallel ones. If a·a is less than the square root of the
-// smallest normal float64, 2^-511, the factor of a is 1. The same holds for b (Horovod's rule,
-// ops/adasum/adasum.h). The dot products and the combination are computed in float64, and the result is
-// rounded once to the element type.
-//
-// The adaptive sum is commutative but not associative, so the tree is part of the definition. Let x[i] be the
-// vector of rank i of n, and p the largest power of two up to n. Written with + for the adaptive sum, the
-// result is c[p, 0] in
-//
-//	c[1, i]  = x[i] + x[p+i]             for i < n-p
-//	c[1, i]  = x[i]                      for n-p <= i < p
-//	c[2d, i] = c[d, 2i] + c[d, 2i+1]     for d = 1, 2, 4 ... p/2 and i < p/2d
-//
-// For six ranks this is ((x[0]+x[4]) + (x[1]+x[5])) + (x[2]+x[3]). Every tensor of a fused buffer is combined
-// separately.
 package tcp
 
 import (
@@ -143,7 +120,7 @@ type Backend struct {
 	ordered inOrder  // state of a reduction by Direct
 	starts  []uint64 // for each rank, the position of the stream to it when this operation began
 	blocks  blocks   // state of an alltoall
-	adasum  adasum
+	adasum  adasumState
 }
 
 // New makes the backend for the process set whose members are ranks. This rank is ranks[me]. Nothing else may
