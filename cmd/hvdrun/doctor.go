@@ -29,6 +29,7 @@ const doctorExamples = `
 Examples:
   hvdrun doctor
   hvdrun doctor --hosts h1,h2 --json
+  hvdrun doctor --python venv/bin/python
   hvdrun doctor --hosts h1 --ssh-port 2222
   hvdrun doctor --hosts pod1 --agent "kubectl exec -i {host} --"
 `
@@ -36,6 +37,7 @@ Examples:
 // doctorFlags holds the flags of hvdrun doctor.
 type doctorFlags struct {
 	asJSON bool
+	python string
 	where  hostFlags
 }
 
@@ -48,6 +50,7 @@ func (r *runner) doctor() *cobra.Command {
 	g.flags.StringVarP(&given.where.list, "hosts", "H", "",
 		"also check whether the hosts in `LIST`, separated by commas, can be reached. Slots, as in h1:2, are ignored")
 	given.where.addReach(g.flags)
+	g.flags.StringVar(&given.python, "python", doctor.AnyPython, "check the Python interpreter `FILE` and its packages")
 	g.flags.BoolVar(&given.asJSON, "json", false,
 		"print the findings as a JSON array of objects with the fields section, name, status, text and fix")
 
@@ -76,6 +79,7 @@ func (r *runner) doctor() *cobra.Command {
 // runDoctor runs the checks and prints their findings.
 func (r *runner) runDoctor(given *doctorFlags) error {
 	s := doctor.Here(r.env)
+	s.Python = given.python
 	hosts, err := given.where.hosts()
 	if err != nil {
 		return err

@@ -83,6 +83,7 @@ func soundSystem() *System {
 		},
 		Hostname:   func() (string, error) { return "h0", nil },
 		LookupHost: func(context.Context, string) ([]string, error) { return []string{"10.0.0.2"}, nil },
+		Python:     AnyPython,
 		LookPath:   func(name string) (string, error) { return "/usr/bin/" + name, nil },
 		Output: func(_ context.Context, _, argv []string) (string, error) {
 			if len(argv) == 2 {

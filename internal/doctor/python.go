@@ -12,9 +12,14 @@ import (
 	"github.com/gohvd/gohvd/internal/config"
 )
 
+// AnyPython is the interpreter that is checked if the user names none. Then it may be missing, because Go
+// programs do not need it.
+const AnyPython = "python3"
+
 const (
-	sidecarName  = config.SidecarProgram
-	sidecarFix   = "build hvdd beside hvdrun (go build ./cmd/hvdd), or give its path with " + config.SidecarBinaryVariable
+	sidecarName = config.SidecarProgram
+	sidecarFix  = "install gohvd from a wheel, build hvdd beside hvdrun (go build ./cmd/hvdd), or give its path with " +
+		config.SidecarBinaryVariable
 	oldestPython = 10 // the minor version of the oldest supported Python, 3.10
 )
 
@@ -51,17 +56,20 @@ type pythonFacts struct {
 	Absent bool
 }
 
-// python reports which python3, torch, numpy, gohvd and hvdd a Python program would find. Go programs need
-// none of them.
+// python reports which interpreter, torch, numpy, gohvd and hvdd a Python program would find. Go programs
+// need none of them.
 func python(ctx context.Context, s *System) []Line {
 	env := s.Environ
 	if s.Sidecar != "" && s.getenv(config.SidecarBinaryVariable) == "" {
 		// hvdrun sets the variable for its ranks in the same way
 		env = append(env[:len(env):len(env)], config.SidecarBinaryVariable+"="+s.Sidecar)
 	}
-	file, err := s.LookPath("python3")
-	if err != nil {
-		return []Line{ok("", "python3 is not in PATH"), s.hvddLine(ctx, s.Sidecar)}
+	file, err := s.LookPath(s.Python)
+	switch {
+	case err != nil && s.Python == AnyPython:
+		return []Line{ok("", "%s is not in PATH", AnyPython), s.hvddLine(ctx, s.Sidecar)}
+	case err != nil:
+		return []Line{fail("", "give the path of a Python interpreter", "%v", err)}
 	}
 	text, err := s.Output(ctx, env, []string{file, "-c", probe})
 	var facts pythonFacts
@@ -86,7 +94,7 @@ func python(ctx context.Context, s *System) []Line {
 	case facts.Absent:
 		return append(lines, ok("gohvd", "not installed for this Python"), s.hvddLine(ctx, s.Sidecar))
 	case facts.Gohvd == "":
-		return append(lines, warn("gohvd", "reinstall it: pip install ./python", "cannot import gohvd: %s",
+		return append(lines, warn("gohvd", "install it again (python/README.md)", "cannot import gohvd: %s",
 			facts.Error))
 	}
 	lines = append(lines, ok("gohvd", "%s at %s", facts.Gohvd, facts.At))

@@ -1,6 +1,7 @@
 package doctor
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"os"
@@ -25,9 +26,16 @@ func TestPythonPrograms(t *testing.T) {
 		environ  []string
 		want     []string
 		noPython bool
+		named    string // the interpreter that the user names, if any
 	}{
 		"without Python": {noPython: true, sidecar: "/b/hvdd", hvdd: "hvdd " + config.VersionText(),
 			want: []string{"ok python: not in PATH", "ok hvdd: " + config.VersionText() + " at /b/hvdd"}},
+		"without the Python that the user names": {noPython: true, named: "python9", sidecar: "/b/hvdd",
+			want: []string{"fail python: exit status 1: no such module"}},
+		"another Python": {named: "python9",
+			facts: `{"version": "9.1", "minor": 12, "absent": true}`,
+			want: []string{"ok python: 9.1 at /usr/bin/python9", "ok torch", "ok numpy", "ok gohvd",
+				"ok hvdd"}},
 		"Python is broken": {want: []string{"warn python: /usr/bin/python3: exit status 1: no such module"}},
 		"it prints rubbish": {
 			facts: "hello", want: []string{"warn python: /usr/bin/python3: invalid"},
@@ -65,7 +73,7 @@ func TestPythonPrograms(t *testing.T) {
 		},
 	} {
 		s := soundSystem()
-		s.Sidecar, s.Environ = c.sidecar, c.environ
+		s.Sidecar, s.Environ, s.Python = c.sidecar, c.environ, cmp.Or(c.named, s.Python)
 		if c.noPython {
 			s.LookPath = func(string) (string, error) { return "", refused }
 		}

@@ -60,6 +60,8 @@ type System struct {
 	// Sidecar is the path of the hvdd in the folder of hvdrun, or empty if there is none. hvdrun passes it to
 	// ranks whose environment does not name another hvdd.
 	Sidecar string
+	// Python is the name or path of the Python interpreter to check.
+	Python string
 	// Output runs the command argv with the environment env and empty standard input. It returns the last
 	// part of the command's standard output. If ctx ends, it kills the command.
 	Output func(ctx context.Context, env, argv []string) (string, error)
@@ -91,7 +93,7 @@ type Interface struct {
 // and Agent.
 func Here(environ []string) *System {
 	s := &System{
-		Environ: environ, Sidecar: BesideSelf(config.SidecarProgram),
+		Environ: environ, Sidecar: BesideSelf(config.SidecarProgram), Python: AnyPython,
 		Root: os.DirFS("/"), SIMD: kernel.Level(), Arch: runtime.GOARCH, Affinity: runtime.NumCPU(),
 		GOMAXPROCS: runtime.GOMAXPROCS(0),
 		Build:      Build{Go: runtime.Version()},

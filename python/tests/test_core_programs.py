@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import shutil
+import sys
 import tempfile
 import unittest
 
@@ -51,6 +52,11 @@ class Programs(unittest.TestCase):
             ran = programs.run(COMMAND, name, "-x", "a b", PYTHONPATH=self.top)
             self.assertEqual(ran.returncode, 7, ran.stderr)
             self.assertTrue(ran.stdout.startswith(f"{path} {name} -x a b "), ran.stdout)
+
+    def test_doctor(self) -> None:
+        path = self.make(self.package / "bin" / "hvdrun")
+        ran = programs.run("import runpy; runpy.run_module('gohvd.doctor', run_name='__main__')", "--json", PYTHONPATH=self.top)
+        self.assertTrue(ran.stdout.startswith(f"{path} doctor --python {sys.executable} --json "), ran.stdout + ran.stderr)
 
     def test_no_program(self) -> None:
         # A program on PATH is not run: it may be the command itself, which would start itself forever.
