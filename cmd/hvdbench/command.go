@@ -7,6 +7,8 @@ import (
 
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
+
+	"github.com/gohvd/gohvd/internal/config"
 )
 
 const long = `hvdbench measures collective operations between the ranks of a job. Its flags and its table are like those of
@@ -76,6 +78,7 @@ func newCommand(measure func(ctx context.Context, o options) error) *cobra.Comma
 		Short:   "Measure collective operations",
 		Long:    long,
 		Example: examples,
+		Version: config.VersionText(),
 		Args: func(_ *cobra.Command, args []string) error {
 			if len(args) > 1 {
 				return usageError{fmt.Errorf("got %q, want the name of one collective", args)}
@@ -94,6 +97,7 @@ func newCommand(measure func(ctx context.Context, o options) error) *cobra.Comma
 	for _, k := range kinds {
 		root.ValidArgs = append(root.ValidArgs, k.String())
 	}
+	root.SetVersionTemplate("hvdbench {{.Version}}\n")
 	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return usageError{err} })
 	f := root.Flags()
 	f.SortFlags = false

@@ -17,6 +17,7 @@ import (
 
 	"go.uber.org/goleak"
 
+	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/tensor"
 )
@@ -200,6 +201,7 @@ func TestHelpAndCompletion(t *testing.T) {
 	}{
 		{[]string{"--help"}, []string{"-b, --minbytes SIZE", "#wrong", "bench/plot.py a.csv",
 			"--workload FILE"}},
+		{[]string{"--version"}, []string{"hvdbench " + config.VersionText() + "\n"}},
 		{[]string{"__complete", "allg"}, []string{"allgather\n"}},
 		{[]string{"__complete", "--format", ""}, []string{"nccl\ncsv\n"}},
 		{[]string{"completion", "bash"}, []string{"__start_hvdbench"}},

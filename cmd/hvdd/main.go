@@ -42,7 +42,10 @@ with status 1.
 
 SIGTERM shuts down the job, for all ranks, and ends hvdd. SIGINT does the same, except with --fd: then hvdd ignores
 SIGINT, because the program itself handles Ctrl-C. A second signal ends hvdd at once. Under systemd (Type=notify) hvdd
-reports its state and sends watchdog messages.`
+reports its state and sends watchdog messages.
+
+The exit status is 0 after an orderly end, also by one signal, 1 if the rank has failed, hvdd cannot serve clients, or
+a second signal has ended it, and 2 for wrong usage.`
 
 // run runs hvdd and returns its exit status.
 func run(args []string, stdout, stderr io.Writer) int {
