@@ -231,7 +231,7 @@ func (c *conn) submissions() (some bool, err error) {
 		return false, nil
 	}
 	for {
-		id, slot, ok, err := c.ring.next(c.until)
+		s, ok, err := c.ring.next(c.until)
 		if err != nil || !ok {
 			if some && !c.ring.awaited() {
 				c.pollsLeft = extraPolls
@@ -239,11 +239,11 @@ func (c *conn) submissions() (some bool, err error) {
 			return some, err
 		}
 		some = true
-		p := c.plans[slot]
+		p := c.plans[s.slot]
 		if p == nil {
-			p = &plan{wrong: usage("submit", "", fmt.Errorf("slot %d has no prepared operation", slot))}
+			p = &plan{wrong: usage("submit", "", fmt.Errorf("slot %d has no prepared operation", s.slot))}
 		}
-		if err := c.submit(p, id); err != nil {
+		if err := c.submit(p, s); err != nil {
 			return false, err
 		}
 	}
@@ -276,13 +276,14 @@ func (c *conn) leave(id uint64, weight int) {
 	c.inFlight.Add(-int64(weight))
 }
 
-// submit executes the plan p once. If the client has broken the protocol, submit returns an error, and the
-// caller closes the connection. Any other error is sent to the client as the answer to the operation.
-func (c *conn) submit(p *plan, id uint64) error {
-	if err := c.enter(id, p.weight()); err != nil {
+// submit executes the plan p once, for the submission s. If the client has broken the protocol, submit
+// returns an error, and the caller closes the connection. Any other error is sent to the client as the answer
+// to the operation.
+func (c *conn) submit(p *plan, s submission) error {
+	if err := c.enter(s.id, p.weight()); err != nil {
 		return err
 	}
-	o, err := c.newOperation(p, id)
+	o, err := c.newOperation(p, s)
 	if err == nil {
 		err = c.server.begin(o)
 	}

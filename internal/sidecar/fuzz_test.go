@@ -123,15 +123,15 @@ func FuzzRing(f *testing.F) {
 		}
 		taken, until := uint64(0), r.pending()
 		for {
-			id, _, ok, err := r.next(until)
+			s, ok, err := r.next(until)
 			if err != nil || !ok {
 				if !errors.Is(err, errFrame) && taken != until {
 					t.Fatalf("took %d of %d: %v", taken, until, err)
 				}
 				break
 			}
-			if taken++; taken > uint64(n) || id == 0 {
-				t.Fatalf("took %d from a ring of %d, the last with number %d", taken, n, id)
+			if taken++; taken > uint64(n) || s.id == 0 {
+				t.Fatalf("took %d from a ring of %d, the last with number %d", taken, n, s.id)
 			}
 		}
 		for i := range taken {

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"math"
 	"slices"
+	"strconv"
 	"sync/atomic"
 	"time"
 
@@ -253,6 +254,7 @@ type operation struct {
 	plan *plan
 	conn *conn
 	id   uint64
+	call uint32 // number that the client has given this call; 0 if it has given none
 	uses []*clientArena
 	set  *rank.Set
 	// entries has one entry for each tensor. A grouped allreduce is one request, so it has a single entry,
@@ -271,11 +273,11 @@ type entry struct {
 	err error // set when the entry is done
 }
 
-// newOperation returns an operation that executes p, and marks its memory as in use until answer is called.
-// If newOperation returns an error, it has marked nothing, and the caller must not call any method of the
-// operation except answer.
-func (c *conn) newOperation(p *plan, id uint64) (*operation, error) {
-	o := &operation{plan: p, conn: c, id: id}
+// newOperation returns an operation that executes p for the submission s, and marks its memory as in use
+// until answer is called. If newOperation returns an error, it has marked nothing, and the caller must not
+// call any method of the operation except answer.
+func (c *conn) newOperation(p *plan, s submission) (*operation, error) {
+	o := &operation{plan: p, conn: c, id: s.id, call: s.call}
 	if p.wrong != nil {
 		return o, p.wrong
 	}
@@ -322,6 +324,12 @@ func (r rankRunner) Begin(o *operation) error {
 	p := o.plan
 	c := p.Call
 	c.Rank = r.Rank
+	if o.call != 0 {
+		if c.Name == "" {
+			return c.Misuse("got call number %d of an operation without a name", o.call)
+		}
+		c.Name = string(strconv.AppendUint(append([]byte(c.Name), '.'), uint64(o.call), 10))
+	}
 	if c.Set = r.FindSet(p.set); c.Set == nil {
 		return c.Misuse("%w", engine.ErrNoProcessSet)
 	}

@@ -624,6 +624,37 @@ func TestBarrierAndJoin(t *testing.T) {
 	})
 }
 
+// TestNumberedCalls submits the operation of one slot as call 1 and as call 2. The ranks submit the calls in
+// different orders, so the sums are right only if the calls are matched by number. A number needs a name.
+func TestNumberedCalls(t *testing.T) {
+	ranks(t, 2, func(r int, c *client, b []byte) {
+		c.Ring(16)
+		x := tensor.View[float32](b)
+		for slot := range 2 {
+			x[slot] = float32(10*slot + 10)
+			c.Send(sidecartest.Prepare(uint32(slot), sidecartest.Sum("a", uint32(r+1), uint64(4*slot), 1)))
+		}
+		for k := range 2 {
+			slot := uint32(k ^ r)
+			c.PushCall(slot, slot+1)
+			c.Doorbell()
+		}
+		for range 2 {
+			if id, status := c.Pop(); status != 0 {
+				t.Errorf("rank %d: operation %d: %v", r, id, c.Reply(id))
+			}
+		}
+		if x[0] != 20 || x[1] != 40 {
+			t.Errorf("rank %d: got sums %v and %v, want 20 and 40", r, x[0], x[1])
+		}
+		c.Send(sidecartest.Prepare(2, sidecartest.Sum("", uint32(r+1), 0, 1)))
+		id := c.PushCall(2, 1)
+		c.Doorbell()
+		c.Pop()
+		refused(t, "no name", c.Reply(id), classUsage, "call number 1 of an operation without a name")
+	})
+}
+
 // TestTypes computes the maximum of one element by an allreduce, for each element type.
 func TestTypes(t *testing.T) {
 	ranks(t, 2, func(r int, c *client, b []byte) {

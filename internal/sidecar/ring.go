@@ -113,29 +113,37 @@ func (r *ring) park(state uint64) bool {
 // ring.
 func (r *ring) awaited() bool { return r.wanted.Load() != math.MaxUint64 }
 
+// submission is an entry of a ring: the client submits the operation in a slot. id is the number of the
+// submission. If call is not 0, it is appended to the name of the operation.
+type submission struct {
+	id         uint64
+	slot, call uint32
+}
+
 // next returns the next submission if its index is less than the parameter until. If there is no such
 // submission, ok is false. Only the reader calls next.
-func (r *ring) next(until uint64) (id uint64, slot uint32, ok bool, err error) {
+func (r *ring) next(until uint64) (s submission, ok bool, err error) {
 	if r.read == until {
-		return 0, 0, false, nil
+		return s, false, nil
 	}
 	r.mu.Lock()
 	completed := r.completed
 	r.mu.Unlock()
 	if until-r.read > r.n || r.read+1-completed > r.n {
-		return 0, 0, false, fmt.Errorf(
+		return s, false, fmt.Errorf(
 			"%w: the ring has %d entries, but %d submissions, of which hvdd has taken %d and completed %d",
 			errFrame, r.n, until, r.read, completed)
 	}
 	e := r.bytes[ringEntries+ringEntryBytes*(r.read&(r.n-1)):][:ringEntryBytes]
-	id, slot = binary.LittleEndian.Uint64(e), binary.LittleEndian.Uint32(e[8:])
-	if zero := binary.LittleEndian.Uint32(e[12:]); zero != 0 || id == 0 {
-		return 0, 0, false, fmt.Errorf(
-			"%w: submission %d of the ring has number %d and reserved bytes %#x, want a number of at least 1 and reserved bytes 0", errFrame, r.read, id, zero)
+	s = submission{id: binary.LittleEndian.Uint64(e), slot: binary.LittleEndian.Uint32(e[8:]),
+		call: binary.LittleEndian.Uint32(e[12:])}
+	if s.id == 0 {
+		return s, false, fmt.Errorf("%w: submission %d of the ring has number 0, want at least 1", errFrame,
+			r.read)
 	}
 	r.read++
 	r.taken.Store(r.read)
-	return id, slot, true, nil
+	return s, true, nil
 }
 
 // complete writes the completion of the operation with the number id. If it returns true, the caller must

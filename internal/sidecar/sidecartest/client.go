@@ -427,11 +427,15 @@ func (c *Client) Word(at int) *atomic.Uint64 {
 
 // Push submits the operation that is prepared in slot, and returns the number of the operation. It sends no
 // doorbell.
-func (c *Client) Push(slot uint32) uint64 {
+func (c *Client) Push(slot uint32) uint64 { return c.PushCall(slot, 0) }
+
+// PushCall is like Push, but gives the call a number, which the sidecar appends to the operation's name.
+func (c *Client) PushCall(slot, call uint32) uint64 {
 	c.lastID++
 	e := c.RingBytes[ringEntries+entryBytes*(c.submitted%c.n):]
 	binary.LittleEndian.PutUint64(e, c.lastID)
 	binary.LittleEndian.PutUint32(e[8:], slot)
+	binary.LittleEndian.PutUint32(e[12:], call)
 	c.submitted++
 	c.Word(ringSubmitted).Store(c.submitted)
 	return c.lastID
