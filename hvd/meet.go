@@ -2,10 +2,8 @@ package hvd
 
 import (
 	"context"
-	"fmt"
 	"net/url"
 
-	"github.com/gohvd/gohvd/internal/netif"
 	"github.com/gohvd/gohvd/internal/place"
 	"github.com/gohvd/gohvd/store"
 )
@@ -73,23 +71,8 @@ func ParseUniqueID(text string) (UniqueID, error) {
 // on loopback if there is no default route.
 func NewUniqueID(ctx context.Context, opts ...InitOption) (UniqueID, error) {
 	o := collect(opts)
-	cfg, err := o.Read()
-	if err != nil {
-		return UniqueID{}, fmt.Errorf("hvd: new unique id: %w", err)
-	}
-	choice, err := netif.Parse(cfg.NetworkInterfaces)
-	if err != nil {
-		return UniqueID{}, fmt.Errorf("hvd: new unique id: %w", err)
-	}
-	listen, err := choice.Any()
-	if err != nil {
-		return UniqueID{}, fmt.Errorf("hvd: new unique id: %w", err)
-	}
-	id, _, err := place.NewID(ctx, listen.String(), cfg.TLS, o.Log)
-	if err != nil {
-		return UniqueID{}, fmt.Errorf("hvd: new unique id: %w", err)
-	}
-	return UniqueID(id), nil
+	id, _, err := o.NewID(ctx)
+	return UniqueID(id), err
 }
 
 // InitWithID joins this process to the job of id, as the given rank. Apart from that, it does what Init does.

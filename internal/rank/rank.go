@@ -18,6 +18,7 @@ import (
 	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/joblink"
 	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/netif"
 	"github.com/gohvd/gohvd/internal/place"
 	"github.com/gohvd/gohvd/internal/rendezvous"
 	"github.com/gohvd/gohvd/internal/topo"
@@ -69,6 +70,28 @@ func (o *Options) Read() (config.Config, error) {
 		o.Log = cfg.Logger(os.Stderr)
 	}
 	return cfg, err
+}
+
+// NewID makes a unique id by which the ranks of a job can meet. This process serves them until ctx ends or
+// until 30 s after all ranks have met. Then the channel served is closed. It listens on the interface that
+// the settings choose, or else on the interface of the default route.
+func (o *Options) NewID(ctx context.Context) (id place.ID, served <-chan struct{}, err error) {
+	cfg, err := o.Read()
+	if err != nil {
+		return id, nil, fmt.Errorf("hvd: new unique id: %w", err)
+	}
+	choice, err := netif.Parse(cfg.NetworkInterfaces)
+	if err != nil {
+		return id, nil, fmt.Errorf("hvd: new unique id: %w", err)
+	}
+	listen, err := choice.Any()
+	if err != nil {
+		return id, nil, fmt.Errorf("hvd: new unique id: %w", err)
+	}
+	if id, served, err = place.NewID(ctx, listen.String(), cfg.TLS, o.Log); err != nil {
+		err = fmt.Errorf("hvd: new unique id: %w", err)
+	}
+	return id, served, err
 }
 
 // meet opens the place where the ranks meet, and returns it.

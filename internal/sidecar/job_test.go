@@ -5,12 +5,15 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 
+	"go.uber.org/zap"
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/arena"
+	"github.com/gohvd/gohvd/internal/rank"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecartest"
 	"github.com/gohvd/gohvd/store"
@@ -375,4 +378,29 @@ func TestChangeWhileClosing(t *testing.T) {
 	if err := s.Close(t.Context()); err != nil {
 		t.Error(err)
 	}
+}
+
+// TestUniqueID makes a unique id at the sidecar that will be rank 0. Two sidecars without a launcher join the
+// job of this id.
+func TestUniqueID(t *testing.T) {
+	servers := make([]*Server, 2)
+	for r := range servers {
+		servers[r] = server(t, Config{Options: rank.Options{Log: zap.NewNop()}, Version: "test"})
+	}
+	first := connect(t, servers[0])
+	id := first.Must(sidecartest.NewUniqueID()).GetUniqueId().GetText()
+	all(servers, func(r int, s *Server) {
+		c := first
+		if r > 0 {
+			c = connect(t, s)
+		}
+		ready := c.Must(sidecartest.Init(map[string]string{
+			"HVD_UNIQUE_ID": id, "HOROVOD_RANK": strconv.Itoa(r), "HOROVOD_SIZE": "2",
+		})).GetReady()
+		if int(ready.Rank) != r || ready.Size != 2 {
+			t.Errorf("rank %d got ready: %v", r, ready)
+		}
+		c.Shutdown()
+		c.bye()
+	})
 }

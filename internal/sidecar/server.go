@@ -414,6 +414,8 @@ func (s *Server) request(c *conn, q *sidecarpb.Request) {
 		return
 	case *sidecarpb.Request_Init:
 		do = func() (*sidecarpb.Reply, error) { return s.init(what.Init) }
+	case *sidecarpb.Request_NewUniqueId:
+		do = func() (*sidecarpb.Reply, error) { return s.newID(what.NewUniqueId) }
 	case *sidecarpb.Request_Shutdown:
 		do = func() (*sidecarpb.Reply, error) { return nil, s.end(what.Shutdown) }
 	case *sidecarpb.Request_AddProcessSet:
@@ -477,16 +479,35 @@ func (s *Server) init(q *sidecarpb.Init) (*sidecarpb.Reply, error) {
 	return &sidecarpb.Reply{What: &sidecarpb.Reply_Ready{Ready: ready}}, nil
 }
 
-// options returns the options for an Init: the options of the configuration plus the settings and process
-// sets of the client.
-func (s *Server) options(q *sidecarpb.Init) rank.Options {
+// newID makes a unique id and serves the store of the id until 30 s after all ranks have met, or until the
+// Server ends.
+func (s *Server) newID(q *sidecarpb.NewUniqueID) (*sidecarpb.Reply, error) {
+	o := s.withSettings(q.GetSettings())
+	id, served, err := o.NewID(s.ctx)
+	if err != nil {
+		return nil, err
+	}
+	s.wg.Go(func() { <-served })
+	made := &sidecarpb.UniqueID{Text: id.String()}
+	return &sidecarpb.Reply{What: &sidecarpb.Reply_UniqueId{UniqueId: made}}, nil
+}
+
+// withSettings returns the options of the configuration plus the settings of a client.
+func (s *Server) withSettings(settings map[string]string) rank.Options {
 	o := s.cfg.Options
-	o.ForClient, o.Kept, o.LastEpoch = true, &s.met, s.last
 	o.Settings = maps.Clone(o.Settings)
 	if o.Settings == nil {
 		o.Settings = make(map[string]string)
 	}
-	maps.Copy(o.Settings, q.GetSettings())
+	maps.Copy(o.Settings, settings)
+	return o
+}
+
+// options returns the options for an Init: the options of the configuration plus the settings and process
+// sets of the client.
+func (s *Server) options(q *sidecarpb.Init) rank.Options {
+	o := s.withSettings(q.GetSettings())
+	o.ForClient, o.Kept, o.LastEpoch = true, &s.met, s.last
 	o.Sets = slices.Clone(o.Sets)
 	for _, set := range q.GetProcessSets() {
 		o.Sets = append(o.Sets, ints(set.GetRanks()))

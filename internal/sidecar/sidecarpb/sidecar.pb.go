@@ -42,6 +42,7 @@ type Request struct {
 	//	*Request_Bye
 	//	*Request_StartTimeline
 	//	*Request_StopTimeline
+	//	*Request_NewUniqueId
 	What          isRequest_What `protobuf_oneof:"what"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -208,6 +209,15 @@ func (x *Request) GetStopTimeline() *StopTimeline {
 	return nil
 }
 
+func (x *Request) GetNewUniqueId() *NewUniqueID {
+	if x != nil {
+		if x, ok := x.What.(*Request_NewUniqueId); ok {
+			return x.NewUniqueId
+		}
+	}
+	return nil
+}
+
 type isRequest_What interface {
 	isRequest_What()
 }
@@ -264,6 +274,10 @@ type Request_StopTimeline struct {
 	StopTimeline *StopTimeline `protobuf:"bytes,15,opt,name=stop_timeline,json=stopTimeline,proto3,oneof"`
 }
 
+type Request_NewUniqueId struct {
+	NewUniqueId *NewUniqueID `protobuf:"bytes,16,opt,name=new_unique_id,json=newUniqueId,proto3,oneof"`
+}
+
 func (*Request_Init) isRequest_What() {}
 
 func (*Request_Shutdown) isRequest_What() {}
@@ -290,6 +304,8 @@ func (*Request_StartTimeline) isRequest_What() {}
 
 func (*Request_StopTimeline) isRequest_What() {}
 
+func (*Request_NewUniqueId) isRequest_What() {}
+
 // Reply is a message of the sidecar. If it answers a request, id is the id of the request. If id is 0, it is a
 // notice.
 type Reply struct {
@@ -305,6 +321,7 @@ type Reply struct {
 	//	*Reply_Arena
 	//	*Reply_Ended
 	//	*Reply_DropArena
+	//	*Reply_UniqueId
 	What          isReply_What `protobuf_oneof:"what"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -424,6 +441,15 @@ func (x *Reply) GetDropArena() *DropArena {
 	return nil
 }
 
+func (x *Reply) GetUniqueId() *UniqueID {
+	if x != nil {
+		if x, ok := x.What.(*Reply_UniqueId); ok {
+			return x.UniqueId
+		}
+	}
+	return nil
+}
+
 type isReply_What interface {
 	isReply_What()
 }
@@ -456,6 +482,10 @@ type Reply_DropArena struct {
 	DropArena *DropArena `protobuf:"bytes,9,opt,name=drop_arena,json=dropArena,proto3,oneof"` // notice: memory of the sidecar that was removed
 }
 
+type Reply_UniqueId struct {
+	UniqueId *UniqueID `protobuf:"bytes,10,opt,name=unique_id,json=uniqueId,proto3,oneof"`
+}
+
 func (*Reply_Ready) isReply_What() {}
 
 func (*Reply_Completion) isReply_What() {}
@@ -469,6 +499,8 @@ func (*Reply_Arena) isReply_What() {}
 func (*Reply_Ended) isReply_What() {}
 
 func (*Reply_DropArena) isReply_What() {}
+
+func (*Reply_UniqueId) isReply_What() {}
 
 type Init struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -1813,6 +1845,94 @@ func (*StopTimeline) Descriptor() ([]byte, []int) {
 	return file_sidecar_proto_rawDescGZIP(), []int{24}
 }
 
+type NewUniqueID struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Settings      map[string]string      `protobuf:"bytes,1,rep,name=settings,proto3" json:"settings,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *NewUniqueID) Reset() {
+	*x = NewUniqueID{}
+	mi := &file_sidecar_proto_msgTypes[25]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *NewUniqueID) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*NewUniqueID) ProtoMessage() {}
+
+func (x *NewUniqueID) ProtoReflect() protoreflect.Message {
+	mi := &file_sidecar_proto_msgTypes[25]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use NewUniqueID.ProtoReflect.Descriptor instead.
+func (*NewUniqueID) Descriptor() ([]byte, []int) {
+	return file_sidecar_proto_rawDescGZIP(), []int{25}
+}
+
+func (x *NewUniqueID) GetSettings() map[string]string {
+	if x != nil {
+		return x.Settings
+	}
+	return nil
+}
+
+type UniqueID struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Text          string                 `protobuf:"bytes,1,opt,name=text,proto3" json:"text,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *UniqueID) Reset() {
+	*x = UniqueID{}
+	mi := &file_sidecar_proto_msgTypes[26]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *UniqueID) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*UniqueID) ProtoMessage() {}
+
+func (x *UniqueID) ProtoReflect() protoreflect.Message {
+	mi := &file_sidecar_proto_msgTypes[26]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use UniqueID.ProtoReflect.Descriptor instead.
+func (*UniqueID) Descriptor() ([]byte, []int) {
+	return file_sidecar_proto_rawDescGZIP(), []int{26}
+}
+
+func (x *UniqueID) GetText() string {
+	if x != nil {
+		return x.Text
+	}
+	return ""
+}
+
 type Error struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	Class     uint32                 `protobuf:"varint,1,opt,name=class,proto3" json:"class,omitempty"`
@@ -1828,7 +1948,7 @@ type Error struct {
 
 func (x *Error) Reset() {
 	*x = Error{}
-	mi := &file_sidecar_proto_msgTypes[25]
+	mi := &file_sidecar_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1840,7 +1960,7 @@ func (x *Error) String() string {
 func (*Error) ProtoMessage() {}
 
 func (x *Error) ProtoReflect() protoreflect.Message {
-	mi := &file_sidecar_proto_msgTypes[25]
+	mi := &file_sidecar_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1853,7 +1973,7 @@ func (x *Error) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Error.ProtoReflect.Descriptor instead.
 func (*Error) Descriptor() ([]byte, []int) {
-	return file_sidecar_proto_rawDescGZIP(), []int{25}
+	return file_sidecar_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *Error) GetClass() uint32 {
@@ -1902,7 +2022,7 @@ var File_sidecar_proto protoreflect.FileDescriptor
 
 const file_sidecar_proto_rawDesc = "" +
 	"\n" +
-	"\rsidecar.proto\x12\x10gohvd.sidecar.v1\"\xa0\x06\n" +
+	"\rsidecar.proto\x12\x10gohvd.sidecar.v1\"\xe5\x06\n" +
 	"\aRequest\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x12,\n" +
 	"\x04init\x18\x02 \x01(\v2\x16.gohvd.sidecar.v1.InitH\x00R\x04init\x128\n" +
@@ -1919,8 +2039,9 @@ const file_sidecar_proto_rawDesc = "" +
 	"\x06status\x18\f \x01(\v2\x18.gohvd.sidecar.v1.StatusH\x00R\x06status\x12)\n" +
 	"\x03bye\x18\r \x01(\v2\x15.gohvd.sidecar.v1.ByeH\x00R\x03bye\x12H\n" +
 	"\x0estart_timeline\x18\x0e \x01(\v2\x1f.gohvd.sidecar.v1.StartTimelineH\x00R\rstartTimeline\x12E\n" +
-	"\rstop_timeline\x18\x0f \x01(\v2\x1e.gohvd.sidecar.v1.StopTimelineH\x00R\fstopTimelineB\x06\n" +
-	"\x04whatJ\x04\b\b\x10\t\"\xda\x03\n" +
+	"\rstop_timeline\x18\x0f \x01(\v2\x1e.gohvd.sidecar.v1.StopTimelineH\x00R\fstopTimeline\x12C\n" +
+	"\rnew_unique_id\x18\x10 \x01(\v2\x1d.gohvd.sidecar.v1.NewUniqueIDH\x00R\vnewUniqueIdB\x06\n" +
+	"\x04whatJ\x04\b\b\x10\t\"\x95\x04\n" +
 	"\x05Reply\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x12-\n" +
 	"\x05error\x18\x02 \x01(\v2\x17.gohvd.sidecar.v1.ErrorR\x05error\x12/\n" +
@@ -1934,7 +2055,9 @@ const file_sidecar_proto_rawDesc = "" +
 	"\x05arena\x18\a \x01(\v2\x17.gohvd.sidecar.v1.ArenaH\x00R\x05arena\x12/\n" +
 	"\x05ended\x18\b \x01(\v2\x17.gohvd.sidecar.v1.EndedH\x00R\x05ended\x12<\n" +
 	"\n" +
-	"drop_arena\x18\t \x01(\v2\x1b.gohvd.sidecar.v1.DropArenaH\x00R\tdropArenaB\x06\n" +
+	"drop_arena\x18\t \x01(\v2\x1b.gohvd.sidecar.v1.DropArenaH\x00R\tdropArena\x129\n" +
+	"\tunique_id\x18\n" +
+	" \x01(\v2\x1a.gohvd.sidecar.v1.UniqueIDH\x00R\buniqueIdB\x06\n" +
 	"\x04what\"\xc1\x01\n" +
 	"\x04Init\x12@\n" +
 	"\bsettings\x18\x01 \x03(\v2$.gohvd.sidecar.v1.Init.SettingsEntryR\bsettings\x12:\n" +
@@ -2041,7 +2164,14 @@ const file_sidecar_proto_rawDesc = "" +
 	"\x04path\x18\x01 \x01(\tR\x04path\x12\x1f\n" +
 	"\vmark_cycles\x18\x02 \x01(\bR\n" +
 	"markCycles\"\x0e\n" +
-	"\fStopTimeline\"\x9a\x01\n" +
+	"\fStopTimeline\"\x93\x01\n" +
+	"\vNewUniqueID\x12G\n" +
+	"\bsettings\x18\x01 \x03(\v2+.gohvd.sidecar.v1.NewUniqueID.SettingsEntryR\bsettings\x1a;\n" +
+	"\rSettingsEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x1e\n" +
+	"\bUniqueID\x12\x12\n" +
+	"\x04text\x18\x01 \x01(\tR\x04text\"\x9a\x01\n" +
 	"\x05Error\x12\x14\n" +
 	"\x05class\x18\x01 \x01(\rR\x05class\x12\x12\n" +
 	"\x04text\x18\x02 \x01(\tR\x04text\x12\x1c\n" +
@@ -2062,7 +2192,7 @@ func file_sidecar_proto_rawDescGZIP() []byte {
 	return file_sidecar_proto_rawDescData
 }
 
-var file_sidecar_proto_msgTypes = make([]protoimpl.MessageInfo, 27)
+var file_sidecar_proto_msgTypes = make([]protoimpl.MessageInfo, 30)
 var file_sidecar_proto_goTypes = []any{
 	(*Request)(nil),          // 0: gohvd.sidecar.v1.Request
 	(*Reply)(nil),            // 1: gohvd.sidecar.v1.Reply
@@ -2089,8 +2219,11 @@ var file_sidecar_proto_goTypes = []any{
 	(*Bye)(nil),              // 22: gohvd.sidecar.v1.Bye
 	(*StartTimeline)(nil),    // 23: gohvd.sidecar.v1.StartTimeline
 	(*StopTimeline)(nil),     // 24: gohvd.sidecar.v1.StopTimeline
-	(*Error)(nil),            // 25: gohvd.sidecar.v1.Error
-	nil,                      // 26: gohvd.sidecar.v1.Init.SettingsEntry
+	(*NewUniqueID)(nil),      // 25: gohvd.sidecar.v1.NewUniqueID
+	(*UniqueID)(nil),         // 26: gohvd.sidecar.v1.UniqueID
+	(*Error)(nil),            // 27: gohvd.sidecar.v1.Error
+	nil,                      // 28: gohvd.sidecar.v1.Init.SettingsEntry
+	nil,                      // 29: gohvd.sidecar.v1.NewUniqueID.SettingsEntry
 }
 var file_sidecar_proto_depIdxs = []int32{
 	2,  // 0: gohvd.sidecar.v1.Request.init:type_name -> gohvd.sidecar.v1.Init
@@ -2106,29 +2239,32 @@ var file_sidecar_proto_depIdxs = []int32{
 	22, // 10: gohvd.sidecar.v1.Request.bye:type_name -> gohvd.sidecar.v1.Bye
 	23, // 11: gohvd.sidecar.v1.Request.start_timeline:type_name -> gohvd.sidecar.v1.StartTimeline
 	24, // 12: gohvd.sidecar.v1.Request.stop_timeline:type_name -> gohvd.sidecar.v1.StopTimeline
-	25, // 13: gohvd.sidecar.v1.Reply.error:type_name -> gohvd.sidecar.v1.Error
-	4,  // 14: gohvd.sidecar.v1.Reply.ready:type_name -> gohvd.sidecar.v1.Ready
-	15, // 15: gohvd.sidecar.v1.Reply.completion:type_name -> gohvd.sidecar.v1.Completion
-	5,  // 16: gohvd.sidecar.v1.Reply.process_set:type_name -> gohvd.sidecar.v1.ProcessSet
-	20, // 17: gohvd.sidecar.v1.Reply.status:type_name -> gohvd.sidecar.v1.StatusReport
-	7,  // 18: gohvd.sidecar.v1.Reply.arena:type_name -> gohvd.sidecar.v1.Arena
-	21, // 19: gohvd.sidecar.v1.Reply.ended:type_name -> gohvd.sidecar.v1.Ended
-	8,  // 20: gohvd.sidecar.v1.Reply.drop_arena:type_name -> gohvd.sidecar.v1.DropArena
-	26, // 21: gohvd.sidecar.v1.Init.settings:type_name -> gohvd.sidecar.v1.Init.SettingsEntry
-	3,  // 22: gohvd.sidecar.v1.Init.process_sets:type_name -> gohvd.sidecar.v1.Ranks
-	5,  // 23: gohvd.sidecar.v1.Ready.process_sets:type_name -> gohvd.sidecar.v1.ProcessSet
-	13, // 24: gohvd.sidecar.v1.Prepare.operation:type_name -> gohvd.sidecar.v1.Operation
-	11, // 25: gohvd.sidecar.v1.Tensor.input:type_name -> gohvd.sidecar.v1.Memory
-	11, // 26: gohvd.sidecar.v1.Tensor.output:type_name -> gohvd.sidecar.v1.Memory
-	12, // 27: gohvd.sidecar.v1.Operation.tensors:type_name -> gohvd.sidecar.v1.Tensor
-	11, // 28: gohvd.sidecar.v1.Result.memory:type_name -> gohvd.sidecar.v1.Memory
-	14, // 29: gohvd.sidecar.v1.Completion.results:type_name -> gohvd.sidecar.v1.Result
-	25, // 30: gohvd.sidecar.v1.Ended.error:type_name -> gohvd.sidecar.v1.Error
-	31, // [31:31] is the sub-list for method output_type
-	31, // [31:31] is the sub-list for method input_type
-	31, // [31:31] is the sub-list for extension type_name
-	31, // [31:31] is the sub-list for extension extendee
-	0,  // [0:31] is the sub-list for field type_name
+	25, // 13: gohvd.sidecar.v1.Request.new_unique_id:type_name -> gohvd.sidecar.v1.NewUniqueID
+	27, // 14: gohvd.sidecar.v1.Reply.error:type_name -> gohvd.sidecar.v1.Error
+	4,  // 15: gohvd.sidecar.v1.Reply.ready:type_name -> gohvd.sidecar.v1.Ready
+	15, // 16: gohvd.sidecar.v1.Reply.completion:type_name -> gohvd.sidecar.v1.Completion
+	5,  // 17: gohvd.sidecar.v1.Reply.process_set:type_name -> gohvd.sidecar.v1.ProcessSet
+	20, // 18: gohvd.sidecar.v1.Reply.status:type_name -> gohvd.sidecar.v1.StatusReport
+	7,  // 19: gohvd.sidecar.v1.Reply.arena:type_name -> gohvd.sidecar.v1.Arena
+	21, // 20: gohvd.sidecar.v1.Reply.ended:type_name -> gohvd.sidecar.v1.Ended
+	8,  // 21: gohvd.sidecar.v1.Reply.drop_arena:type_name -> gohvd.sidecar.v1.DropArena
+	26, // 22: gohvd.sidecar.v1.Reply.unique_id:type_name -> gohvd.sidecar.v1.UniqueID
+	28, // 23: gohvd.sidecar.v1.Init.settings:type_name -> gohvd.sidecar.v1.Init.SettingsEntry
+	3,  // 24: gohvd.sidecar.v1.Init.process_sets:type_name -> gohvd.sidecar.v1.Ranks
+	5,  // 25: gohvd.sidecar.v1.Ready.process_sets:type_name -> gohvd.sidecar.v1.ProcessSet
+	13, // 26: gohvd.sidecar.v1.Prepare.operation:type_name -> gohvd.sidecar.v1.Operation
+	11, // 27: gohvd.sidecar.v1.Tensor.input:type_name -> gohvd.sidecar.v1.Memory
+	11, // 28: gohvd.sidecar.v1.Tensor.output:type_name -> gohvd.sidecar.v1.Memory
+	12, // 29: gohvd.sidecar.v1.Operation.tensors:type_name -> gohvd.sidecar.v1.Tensor
+	11, // 30: gohvd.sidecar.v1.Result.memory:type_name -> gohvd.sidecar.v1.Memory
+	14, // 31: gohvd.sidecar.v1.Completion.results:type_name -> gohvd.sidecar.v1.Result
+	27, // 32: gohvd.sidecar.v1.Ended.error:type_name -> gohvd.sidecar.v1.Error
+	29, // 33: gohvd.sidecar.v1.NewUniqueID.settings:type_name -> gohvd.sidecar.v1.NewUniqueID.SettingsEntry
+	34, // [34:34] is the sub-list for method output_type
+	34, // [34:34] is the sub-list for method input_type
+	34, // [34:34] is the sub-list for extension type_name
+	34, // [34:34] is the sub-list for extension extendee
+	0,  // [0:34] is the sub-list for field type_name
 }
 
 func init() { file_sidecar_proto_init() }
@@ -2150,6 +2286,7 @@ func file_sidecar_proto_init() {
 		(*Request_Bye)(nil),
 		(*Request_StartTimeline)(nil),
 		(*Request_StopTimeline)(nil),
+		(*Request_NewUniqueId)(nil),
 	}
 	file_sidecar_proto_msgTypes[1].OneofWrappers = []any{
 		(*Reply_Ready)(nil),
@@ -2159,6 +2296,7 @@ func file_sidecar_proto_init() {
 		(*Reply_Arena)(nil),
 		(*Reply_Ended)(nil),
 		(*Reply_DropArena)(nil),
+		(*Reply_UniqueId)(nil),
 	}
 	file_sidecar_proto_msgTypes[13].OneofWrappers = []any{}
 	type x struct{}
@@ -2167,7 +2305,7 @@ func file_sidecar_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_sidecar_proto_rawDesc), len(file_sidecar_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   27,
+			NumMessages:   30,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

@@ -8,6 +8,12 @@ func Init(settings map[string]string, sets ...*sidecarpb.Ranks) *sidecarpb.Reque
 		ProcessSets: sets}}}
 }
 
+// NewUniqueID returns a request to make a unique id.
+func NewUniqueID() *sidecarpb.Request {
+	return &sidecarpb.Request{What: &sidecarpb.Request_NewUniqueId{
+		NewUniqueId: new(sidecarpb.NewUniqueID)}}
+}
+
 // Shutdown returns a request to leave the job.
 func Shutdown() *sidecarpb.Request {
 	return &sidecarpb.Request{What: &sidecarpb.Request_Shutdown{Shutdown: &sidecarpb.Shutdown{}}}
