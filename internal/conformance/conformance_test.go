@@ -15,6 +15,7 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/testcluster"
 	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/ops/tcp"
 )
 
 // These are the values of the parameters of a trial, other than its operation. With -full, all values are
@@ -25,11 +26,17 @@ var (
 	modes         = []mode{plain, fused, cached, grouped, subset}
 	joinings      = []joining{nobody, withoutData, withNothing}
 	links         = []link{
-		{testcluster.Mem, oneHost, false}, {testcluster.Mem, oneHost, true},
-		{testcluster.TCP, oneHost, false}, {testcluster.TCP, oneHost, true},
-		{testcluster.SHM, oneHost, false}, {testcluster.SHM, oneHost, true},
-		{testcluster.Mem, pairsOfRanks, false}, {testcluster.TCP, lastApart, false},
-		{testcluster.Mem, firstApart, true}, {testcluster.TCP, alternating, false},
+		{testcluster.Mem, oneHost, false, 0}, {testcluster.Mem, oneHost, true, 0},
+		{testcluster.TCP, oneHost, false, 0}, {testcluster.TCP, oneHost, true, 0},
+		{testcluster.SHM, oneHost, false, 0}, {testcluster.SHM, oneHost, true, 0},
+		{testcluster.Mem, pairsOfRanks, false, 0}, {testcluster.TCP, lastApart, false, 0},
+		{testcluster.Mem, firstApart, true, 0}, {testcluster.TCP, alternating, false, 0},
+	}
+	// byAlgorithm are further links for TestConformance, which together have each algorithm of ops/tcp.
+	byAlgorithm = []link{
+		{testcluster.Mem, oneHost, false, 1}, {testcluster.Mem, oneHost, false, 2},
+		{testcluster.Mem, oneHost, false, 3}, {testcluster.Mem, oneHost, false, 4},
+		{testcluster.Mem, oneHost, false, 5},
 	}
 )
 
@@ -82,18 +89,36 @@ func (l layout) hosts(ranks int) (hosts []string) {
 	return hosts
 }
 
-// link is a transport with a layout and a kind of negotiation: in lock-step or not.
+// link is a transport with a layout, a kind of negotiation, in lock-step or not, and a choice of algorithms.
 type link struct {
 	transport testcluster.Transport
 	layout    layout
 	lockstep  bool
+	// algorithm is 0 for the default table of ops/tcp. 1 stands for the first algorithm of each kind of
+	// operations, 2 for the second, and so on. Operations that this algorithm cannot serve, such as sums of
+	// 16-bit floats in a ring, use the default one.
+	algorithm int
 }
 
 func (l link) String() string {
-	if l.lockstep {
-		return l.transport.String() + l.layout.String() + "/lockstep"
+	text := l.transport.String() + l.layout.String()
+	if l.algorithm > 0 {
+		text += fmt.Sprint("/algorithm-", l.algorithm)
 	}
-	return l.transport.String() + l.layout.String() + "/event"
+	if l.lockstep {
+		return text + "/lockstep"
+	}
+	return text + "/event"
+}
+
+// forced returns the rules that choose the algorithms of a link whose field algorithm is not 0.
+func (l link) forced() (t tcp.Table) {
+	for k := message.Kind(0); int(k) < message.NumKinds; k++ {
+		if all := tcp.Algorithms(k); l.algorithm > 0 && l.algorithm <= len(all) {
+			t = append(t, tcp.Rule{Kind: k, Algorithm: all[l.algorithm-1]})
+		}
+	}
+	return t
 }
 
 // sensible reports whether the operation is a valid one. Bools support minimum and maximum, but no
@@ -326,7 +351,7 @@ func (s *script) checkFrames(r *testcluster.Rank, j *job, heard *frames) {
 
 // pairwise returns the trials for each link. Together they cover each pair of values of any two parameters.
 func pairwise() map[link][]trial {
-	what := operations()
+	what, links := operations(), slices.Concat(links, byAlgorithm)
 	all := make(map[link][]trial)
 	elementCounts := elementCounts
 	if testing.Short() {
@@ -369,8 +394,9 @@ func everything(ranks int) []trial {
 // clusterTime limits the time of all trials on one cluster. Trials that take longer are assumed to hang.
 const clusterTime = 2 * time.Minute
 
-// runTrials runs trials on one cluster. The trials must have the same number of ranks.
-func runTrials(t *testing.T, l link, trials []trial) {
+// runTrials runs trials on one cluster. The trials must have the same number of ranks. It adds the algorithms
+// that were granted to used.
+func runTrials(t *testing.T, l link, trials []trial, used map[tcp.Rule]bool) {
 	if len(trials) == 0 {
 		return
 	}
@@ -379,9 +405,11 @@ func runTrials(t *testing.T, l link, trials []trial) {
 		scripts = append(scripts, c.script())
 	}
 	heard := newFrames()
+	heard.used = used
 	testcluster.Run(t, testcluster.Options{
 		Ranks: trials[0].ranks, Transport: l.transport, Hosts: l.layout.hosts(trials[0].ranks),
 		Sets: sets(trials[0].ranks), OnFrame: heard.hear,
+		Table:    append(l.forced(), tcp.DefaultTable...),
 		Deadline: clusterTime,
 		Config: func(cfg *engine.Config) {
 			if cfg.Lockstep = l.lockstep; l.lockstep {
@@ -395,6 +423,22 @@ func runTrials(t *testing.T, l link, trials []trial) {
 	})
 }
 
+// checkForced checks that the operations of a link have used the link's algorithms, except for sums of 16-bit
+// floats and Adasum, which may have others.
+func checkForced(t *testing.T, l link, used map[tcp.Rule]bool) {
+	for _, r := range l.forced() {
+		if !used[r] {
+			t.Errorf("%v was not granted by %v", r.Kind, r.Algorithm)
+		}
+		for u := range used {
+			if u.Kind == r.Kind && !slices.Contains([]message.Algorithm{r.Algorithm, message.Direct,
+				message.Exchange, message.HalvingDoubling}, u.Algorithm) {
+				t.Errorf("%v was granted by %v, want %v", u.Kind, u.Algorithm, r.Algorithm)
+			}
+		}
+	}
+}
+
 // Every operation gives the result of the reference, in every mode and on every link.
 func TestConformance(t *testing.T) {
 	if *full {
@@ -406,11 +450,13 @@ func TestConformance(t *testing.T) {
 		for l, trials := range pairwise() {
 			t.Run(l.String(), func(t *testing.T) {
 				t.Parallel()
+				used := make(map[tcp.Rule]bool)
 				slices.SortStableFunc(trials, func(a, b trial) int { return cmp.Compare(a.ranks, b.ranks) })
 				for some := range chunks(trials, func(a, b trial) bool { return a.ranks == b.ranks }) {
-					runTrials(t, l, some)
+					runTrials(t, l, some, used)
 					count.Add(int64(len(some)))
 				}
+				checkForced(t, l, used)
 			})
 		}
 	})
@@ -437,6 +483,7 @@ func chunks[T any](s []T, alike func(a, b T) bool) iter.Seq[[]T] {
 // testEverything runs all combinations, in groups of 500 trials. A group runs on all links in parallel.
 func testEverything(t *testing.T) {
 	const atOnce = 500
+	links := slices.Concat(links, byAlgorithm)
 	began, count := time.Now(), 0
 	for _, ranks := range rankCounts {
 		all := everything(ranks)
@@ -446,7 +493,7 @@ func testEverything(t *testing.T) {
 				for _, l := range links {
 					t.Run(l.String(), func(t *testing.T) {
 						t.Parallel()
-						runTrials(t, l, some)
+						runTrials(t, l, some, make(map[tcp.Rule]bool))
 					})
 				}
 			})

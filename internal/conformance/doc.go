@@ -7,7 +7,7 @@
 // that reduction_test.go derives.
 //
 // go test runs pairwise combinations of the parameters: thousands of trials in seconds. All combinations,
-// nearly a million, take an hour or two (make conformance):
+// more than a million, take two or three hours (make conformance):
 //
 //	go test -run TestConformance -v -timeout 0 ./internal/conformance -args -full
 //

@@ -6,6 +6,7 @@ import (
 
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/ops/tcp"
 )
 
 // frames counts the requests and grants in the frames that ranks other than 0 send and receive. The counts
@@ -18,6 +19,8 @@ type frames struct {
 	// log has, for each rank, the received grants that describe responses in full. The grants are in the
 	// order of arrival, each in brackets. If log is nil, no grants are logged.
 	log map[topo.Rank]string
+	// used has a rule with kind and algorithm for each grant that described a response in full.
+	used map[tcp.Rule]bool
 }
 
 // said identifies a tensor in the frames of one rank.
@@ -27,7 +30,7 @@ type said struct {
 }
 
 func newFrames() *frames {
-	return &frames{requests: make(map[said]int), grants: make(map[said]int)}
+	return &frames{requests: make(map[said]int), grants: make(map[said]int), used: make(map[tcp.Rule]bool)}
 }
 
 // hear counts the requests and grants in a frame. It is the value of testcluster.Options.OnFrame.
@@ -64,6 +67,7 @@ func (f *frames) hearDown(to topo.Rank, frame []byte) {
 				f.log[to] += grantText(g)
 			}
 			for _, r := range g.Full {
+				f.used[tcp.Rule{Kind: r.Kind, Algorithm: g.Algorithm}] = true
 				f.grants[said{to, r.Name}] = len(g.Bits) + len(g.Full)
 			}
 		}

@@ -8,7 +8,7 @@ import (
 )
 
 var (
-	full = flag.Bool("full", false, "run all combinations, for an hour or two")
+	full = flag.Bool("full", false, "run all combinations, for hours")
 	seed = flag.Uint64("seed", 0, "make random programs from this seed; 0 draws one")
 )
 

@@ -82,6 +82,8 @@ type Options struct {
 	// SegmentBytes is the size of the segments in which the backends transfer data. If it is 0, the defaults
 	// of the backends apply.
 	SegmentBytes int
+	// Table chooses the algorithms of operations over ops/tcp. If it is nil, the default table applies.
+	Table opstcp.Table
 	// Deadline is the time limit for the job. The default is 60 s.
 	Deadline time.Duration
 }
@@ -270,7 +272,7 @@ func (c *cluster) start() error {
 			}
 			crowded := ops.Oversubscribed(cmp.Or(cfg.LocalProcesses, c.o.Ranks))
 			overTCP := opstcp.Config{SegmentBytes: c.o.SegmentBytes, Deterministic: cfg.Deterministic,
-				Oversubscribed: crowded}
+				Oversubscribed: crowded, Table: c.o.Table}
 			if c.memory != nil {
 				groups := c.memory[i].Groups()
 				inMemory := opsshm.Register(c.memory[i], opsshm.Config{StageBytes: int64(c.o.SegmentBytes),
