@@ -9,7 +9,7 @@ import (
 )
 
 // TCPConfig returns the configuration of the TCP backend for the given settings. At rank 0 it reads the table
-// of algorithms, because only rank 0 chooses algorithms.
+// of algorithms, which the other ranks learn from rank 0 when they join.
 func TCPConfig(set *config.Config) (cfg tcp.Config, err error) {
 	cfg.Deterministic = set.Deterministic
 	if cfg.Forced, err = tcp.ParseForced(set.Algorithm); err != nil {
@@ -26,4 +26,25 @@ func TCPConfig(set *config.Config) (cfg tcp.Config, err error) {
 		return cfg, fmt.Errorf("HVD_ALGORITHM_TABLE: read %s: %w", set.AlgorithmTable, err)
 	}
 	return cfg, nil
+}
+
+// tableText returns the table of algorithms for the check-in record. The text is empty if there is no table.
+func tableText(t tcp.Table) string {
+	if t == nil {
+		return ""
+	}
+	return string(t.Encode())
+}
+
+// tableOf returns the table of algorithms in rank 0's check-in record. It is nil if rank 0 has only the
+// default table.
+func tableOf(text string) (tcp.Table, error) {
+	if text == "" {
+		return nil, nil
+	}
+	t, err := tcp.ParseTable([]byte(text))
+	if err != nil {
+		return nil, fmt.Errorf("rank 0 sent a malformed table of algorithms: %w", err)
+	}
+	return t, nil
 }

@@ -191,7 +191,7 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 		r.session, err = OpenSession(ctx, SessionConfig{
 			At: r.meeting, LastEpoch: o.LastEpoch,
 			Terms: map[string]string{"the list of process sets": setsText(sets)}, Device: o.Device,
-			SharesDevice: o.SharesDevice, Log: log,
+			SharesDevice: o.SharesDevice, Algorithms: tableText(overTCP.Table), Log: log,
 		})
 		if err != nil {
 			return r.failed(err)
@@ -204,6 +204,9 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 		ecfg.Hosts = hosts
 		ecfg.Mesh, ecfg.LocalProcesses, ecfg.ForClient = r.session.Mesh, o.processes(r.session.LocalSize),
 			o.ForClient
+		if overTCP.Table, err = tableOf(r.session.Algorithms); err != nil {
+			return r.refuse(&ecfg, err)
+		}
 	}
 	overTCP.Oversubscribed = ops.Oversubscribed(ecfg.LocalProcesses)
 	if rank > 0 && cfg.AlgorithmTable != "" {

@@ -3,6 +3,7 @@ package rank
 import (
 	"context"
 	"errors"
+	"fmt"
 	"slices"
 	"strings"
 	"sync"
@@ -65,7 +66,7 @@ func openLacking(t *testing.T, hosts []string, set map[int]map[string]string,
 				capabilities["shm"] = why
 			}
 			sessions[r], errs[r] = OpenSession(ctx, SessionConfig{At: at, ringAbove: 2,
-				Capabilities: capabilities})
+				Capabilities: capabilities, Algorithms: fmt.Sprint("table of rank ", r)})
 		})
 	}
 	wg.Wait()
@@ -85,8 +86,8 @@ func openLacking(t *testing.T, hosts []string, set map[int]map[string]string,
 	return sessions, errs
 }
 
-// Every rank learns the host names and capabilities of all ranks, and which ranks share memory. The ranks of
-// a host share memory even if the job has other hosts.
+// Every rank learns the host names and capabilities of all ranks, the table of rank 0, and which ranks share
+// memory. The ranks of a host share memory even if the job has other hosts.
 func TestOpen(t *testing.T) {
 	for name, hosts := range map[string][]string{
 		"one host": {"a", "a", "a"}, "two hosts": {"a", "b", "a"}, "no ring": {"a", "a"},
@@ -106,6 +107,9 @@ func TestOpen(t *testing.T) {
 					}
 					lowest := slices.Index(hosts, host)
 					groups, shared = append(groups, topo.Rank(lowest)), shared || lowest != i
+					if want := "table of rank 0"; s.Algorithms != want {
+						t.Errorf("rank %d: got the table %q, want %q", r, s.Algorithms, want)
+					}
 					if s.Hosts[i] != host {
 						t.Errorf("rank %d: rank %d is on %q", r, i, s.Hosts[i])
 					}

@@ -21,6 +21,7 @@ const (
 	MaxSize      = 1 << 16 // bounds JoinConfig.Size
 	// MaxCapabilitiesBytes bounds the total length of the names and texts in Record.Capabilities.
 	MaxCapabilitiesBytes = 4 << 10
+	MaxAlgorithmsBytes   = 16 << 10 // bounds Record.Algorithms
 	// MaxTermsBytes bounds the total length of the names and values in JoinConfig.Terms.
 	MaxTermsBytes = 16 << 10
 	// maxEpoch bounds LastEpoch, so that greater numbers remain for later epochs. A peer that sends a greater
@@ -45,6 +46,9 @@ type Record struct {
 	// Memory is the rank's offer to share memory with the ranks of its host. The zero Memory means that there
 	// is no offer.
 	Memory Memory
+	// Algorithms is the table by which the rank chooses algorithms (ops/tcp.Table), in JSON. It is empty if
+	// the rank has only the default table. The table of rank 0 applies at all ranks.
+	Algorithms string
 }
 
 // Memory is a rank's offer to share memory. It has the fields of shm.Offer.
@@ -256,6 +260,12 @@ func (r *Record) check() error {
 	}
 	if err := checkTexts("capabilities", r.Capabilities, MaxCapabilitiesBytes); err != nil {
 		return err
+	}
+	if n := len(r.Algorithms); n > MaxAlgorithmsBytes {
+		return fmt.Errorf("the table of algorithms has %d bytes, want at most %d", n, MaxAlgorithmsBytes)
+	}
+	if !utf8.ValidString(r.Algorithms) {
+		return errors.New("the table of algorithms is not valid UTF-8")
 	}
 	m := &r.Memory
 	if len(m.Token) > MaxNameBytes {

@@ -51,6 +51,19 @@ func TestTable(t *testing.T) {
 	}
 }
 
+// The backend between hosts chooses by the same table, and ignores forced algorithms.
+func TestTableOfOuterLevel(t *testing.T) {
+	cfg := tcp.Config{Table: tcp.Table{{Kind: message.Allgather, Algorithm: message.Ring}},
+		Forced: tcp.Forced{message.Allgather: message.Bruck}}
+	b, err := tcp.OuterLevel(memMeshes(2)[0], cfg)(topo.Global, upTo(2), 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got, err := b.Plan(upTo(2), &message.Response{Kind: message.Allgather}, 4); got != message.Ring {
+		t.Errorf("got %v, %v, want ring", got, err)
+	}
+}
+
 // A forced algorithm replaces the table for its kind. If it cannot serve an operation, the error names the
 // algorithms that can.
 func TestForced(t *testing.T) {

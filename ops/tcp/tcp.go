@@ -71,8 +71,8 @@ type Config struct {
 	// reproducible only if its tensors are not fused. Default false.
 	Deterministic bool
 
-	// Table chooses the algorithms of operations. Only rank 0 needs it, because all ranks use the algorithms
-	// that rank 0 chooses. If it is nil, DefaultTable applies.
+	// Table chooses the algorithms of operations. All ranks use the algorithms that rank 0 chooses, so the
+	// other ranks need it only for OuterLevel. If it is nil, DefaultTable applies.
 	Table Table
 
 	// Forced has algorithms that Plan chooses whatever the table says. Plan returns an error for an operation
@@ -159,12 +159,12 @@ func Register(mesh transport.Mesh, cfg Config) ops.Registration {
 }
 
 // OuterLevel returns a function that makes the backend between the hosts of a process set for ops/hier. It
-// uses a lane of its own, because the backend that Register returns has the other lane of the set. It chooses
-// algorithms by DefaultTable, because each rank plans the operations between hosts itself, and only rank 0
-// has the table of the user.
+// uses a lane of its own, because the backend that Register returns has the other lane of the set. Each rank
+// plans the operations between hosts itself, so cfg.Table must be the same at all ranks. cfg.Forced does not
+// apply.
 func OuterLevel(mesh transport.Mesh,
 	cfg Config) func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {
-	cfg.Table, cfg.Forced = nil, nil
+	cfg.Forced = nil
 	return func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {
 		return New(mesh, transport.OuterLane(set), ranks, me, cfg), nil
 	}

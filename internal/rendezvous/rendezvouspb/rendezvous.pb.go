@@ -176,8 +176,11 @@ type Record struct {
 	Memory       *Memory           `protobuf:"bytes,6,opt,name=memory,proto3" json:"memory,omitempty"`
 	// The accelerator that the rank uses; empty if it uses none. Two ranks of a host may use the same accelerator only
 	// if both share it.
-	Device        string `protobuf:"bytes,7,opt,name=device,proto3" json:"device,omitempty"`
-	SharesDevice  bool   `protobuf:"varint,8,opt,name=shares_device,json=sharesDevice,proto3" json:"shares_device,omitempty"`
+	Device       string `protobuf:"bytes,7,opt,name=device,proto3" json:"device,omitempty"`
+	SharesDevice bool   `protobuf:"varint,8,opt,name=shares_device,json=sharesDevice,proto3" json:"shares_device,omitempty"`
+	// The table by which the rank chooses algorithms, in JSON; empty if it has only the default one. The table of rank 0
+	// applies.
+	Algorithms    string `protobuf:"bytes,9,opt,name=algorithms,proto3" json:"algorithms,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -266,6 +269,13 @@ func (x *Record) GetSharesDevice() bool {
 		return x.SharesDevice
 	}
 	return false
+}
+
+func (x *Record) GetAlgorithms() string {
+	if x != nil {
+		return x.Algorithms
+	}
+	return ""
 }
 
 // Memory is a rank's offer to share memory with the ranks of its host.
@@ -694,7 +704,7 @@ var File_rendezvous_proto protoreflect.FileDescriptor
 
 const file_rendezvous_proto_rawDesc = "" +
 	"\n" +
-	"\x10rendezvous.proto\x12\x13gohvd.rendezvous.v1\"\xe1\x02\n" +
+	"\x10rendezvous.proto\x12\x13gohvd.rendezvous.v1\"\x81\x03\n" +
 	"\x06Record\x12\x12\n" +
 	"\x04addr\x18\x01 \x01(\tR\x04addr\x12\x12\n" +
 	"\x04host\x18\x02 \x01(\tR\x04host\x12\x10\n" +
@@ -703,7 +713,10 @@ const file_rendezvous_proto_rawDesc = "" +
 	"\fcapabilities\x18\x05 \x03(\v2-.gohvd.rendezvous.v1.Record.CapabilitiesEntryR\fcapabilities\x123\n" +
 	"\x06memory\x18\x06 \x01(\v2\x1b.gohvd.rendezvous.v1.MemoryR\x06memory\x12\x16\n" +
 	"\x06device\x18\a \x01(\tR\x06device\x12#\n" +
-	"\rshares_device\x18\b \x01(\bR\fsharesDevice\x1a?\n" +
+	"\rshares_device\x18\b \x01(\bR\fsharesDevice\x12\x1e\n" +
+	"\n" +
+	"algorithms\x18\t \x01(\tR\n" +
+	"algorithms\x1a?\n" +
 	"\x11CapabilitiesEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"`\n" +
