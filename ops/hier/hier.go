@@ -21,9 +21,12 @@
 //	broadcast      broadcast inside the root's host; broadcast of each slice between its owners; allgather of
 //	               the slices inside each other host. Each other host receives B bytes once.
 //
-// Alltoall and Adasum are refused. An alltoall sends no byte to another host twice, so there is nothing to
-// gain. Adasum already combines neighbours first. All kinds of operations that are not listed above are
-// refused too.
+// Alltoall and Adasum are refused, because two levels would send as many bytes. An alltoall sends no byte to
+// another host twice. On one level, Adasum combines neighbours first. If the members of each host are
+// consecutive and their number is the same power of two, they then share the work between hosts, and a host
+// sends 2(h-1)/h × B bytes. Adding the members of a host and combining only the sums of the hosts, as Horovod
+// does on GPUs, gives another result.
+// All kinds of operations that are not listed above are refused too.
 //
 // # Order of additions
 //
@@ -156,7 +159,7 @@ var (
 	errOff           = errors.New("the settings turn it off")
 	errDeterministic = errors.New("in deterministic mode, a sum must not depend on the hosts of the ranks")
 	errAlltoall      = errors.New("alltoall sends no byte to another host twice")
-	errAdasum        = errors.New("adasum combines neighbouring ranks first in any case")
+	errAdasum        = errors.New("on one level, adasum combines neighbouring ranks first and sends as few bytes")
 	errKind          = errors.New("it moves no data")
 	errUnsupported   = errors.New("it is not supported on two levels")
 )

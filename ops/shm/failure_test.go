@@ -110,6 +110,9 @@ func operations(t *testing.T) map[string]func(ctx context.Context, r *rank) erro
 			return r.Alltoall(ctx, message.Direct, aligned(100*r.n), []int64{100, 100, 100}[:r.n],
 				func([]int64) ([]byte, error) { return aligned(100 * r.n), nil })
 		},
+		"adasum": func(ctx context.Context, r *rank) error {
+			return r.Adasum(ctx, message.Direct, tensor.Float32, aligned(1000), []int64{400, 600})
+		},
 	}
 }
 
@@ -205,6 +208,16 @@ func TestPeersCounts(t *testing.T) {
 	}
 }
 
+// An Adasum fails if the table of a peer has counts for a buffer of another size.
+func TestPeersVectors(t *testing.T) {
+	besidePretender(t, func(table []byte) {
+		binary.LittleEndian.PutUint64(table[8+32:], pretended-64)
+		binary.LittleEndian.PutUint64(table[8+32+8:], pretended+64)
+	}, func(ctx context.Context, r *rank) error {
+		return r.Adasum(ctx, message.Direct, tensor.Float32, aligned(2*pretended), []int64{2 * pretended})
+	})
+}
+
 // pretended is the size in bytes of the tensor of rank 1 in besidePretender. The arena chunk of rank 1 has
 // twice this size.
 const pretended = 8 << 10
@@ -264,11 +277,11 @@ func TestRefused(t *testing.T) {
 		"algorithm": func(r *rank) error {
 			return r.Allreduce(t.Context(), message.Ring, tensor.Float32, tensor.Sum, aligned(64))
 		},
-		"operation": func(r *rank) error {
+		"adasum without counts": func(r *rank) error {
 			return r.Allreduce(t.Context(), message.Direct, tensor.Float32, tensor.Adasum, aligned(64))
 		},
-		"adasum": func(r *rank) error {
-			return r.Adasum(t.Context(), message.Direct, tensor.Float32, aligned(64), []int64{64})
+		"adasum of integers": func(r *rank) error {
+			return r.Adasum(t.Context(), message.Direct, tensor.Int32, aligned(64), []int64{64})
 		},
 		"root": func(r *rank) error { return r.Broadcast(t.Context(), message.Direct, 2, aligned(64)) },
 		"counts": func(r *rank) error {
@@ -305,7 +318,9 @@ func TestPlan(t *testing.T) {
 		}{
 			{message.Response{Kind: message.Allreduce, DType: tensor.Float32, Op: tensor.Sum}, true},
 			{message.Response{Kind: message.Allreduce, DType: tensor.Float32, Op: tensor.Average}, true},
-			{message.Response{Kind: message.Allreduce, DType: tensor.Float32, Op: tensor.Adasum}, false},
+			{message.Response{Kind: message.Allreduce, DType: tensor.Float32, Op: tensor.Adasum}, true},
+			{message.Response{Kind: message.Allreduce, DType: tensor.Int32, Op: tensor.Adasum}, false},
+			{message.Response{Kind: message.Reducescatter, DType: tensor.Float32, Op: tensor.Adasum}, false},
 			{message.Response{Kind: message.Reducescatter, DType: tensor.Bool, Op: tensor.Sum}, false},
 			{message.Response{Kind: message.Alltoall}, true},
 			{message.Response{Kind: message.Barrier}, false},

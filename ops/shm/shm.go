@@ -19,6 +19,9 @@
 // Small operations take another path: each rank writes its whole contribution and the number of the operation
 // to its segment, and every rank reduces all contributions.
 //
+// An Adasum combines the vectors of the ranks in the same tree as in every other backend (package
+// ops/adasum). adasumState describes its steps.
+//
 // A rank that waits spins for a short while, then yields the core, then sleeps on a futex. If there are more
 // ranks than cores, it yields almost at once. docs/arena.md has the rules for shared memory.
 package shm
@@ -108,7 +111,8 @@ type Backend struct {
 	progress *uint64
 	parked   *uint32
 
-	op    ops.Operation // the operation in progress
+	op    ops.Operation // the operation in progress, or the running part of an Adasum
+	kind  message.Kind  // the kind of the operation in progress
 	state state
 	// discards is set if the operation is a reduce whose root is another rank. The outputs are then not used.
 	discards bool
@@ -135,6 +139,7 @@ type Backend struct {
 	counts     [][]int64 // in an alltoall, counts[i][k] is the number of bytes from member i to member k
 	received   []int64
 	reducer    reducer
+	adasum     adasumState
 	scratch    [smallBytes]byte
 	chunk      func(id uint32) ([]byte, error) // maps an arena chunk of member chunkOwner
 	chunkOwner int
@@ -287,7 +292,7 @@ func (b *Backend) Plan(members []topo.Rank, r *message.Response, _ int64) (messa
 	}
 	switch r.Kind {
 	case message.Allreduce, message.Reduce, message.Reducescatter:
-		if r.Op.Base() == tensor.Adasum {
+		if r.Kind != message.Allreduce && r.Op.Base() == tensor.Adasum {
 			return message.NoAlgorithm, fmt.Errorf("%v with %v is not supported", r.Kind, r.Op)
 		}
 		if err := tensor.CheckReduce(r.Op, r.WireType()); err != nil {

@@ -18,7 +18,7 @@ func (b *Backend) Start(op ops.Operation) error {
 	if b.err != nil || b.state != idle {
 		return b.fail(op.Kind, errNotFinished)
 	}
-	b.op, b.state = op, started
+	b.op, b.kind, b.state = op, op.Kind, started
 	if !b.connected && len(b.ranks) > 1 {
 		return nil // the first step with wait set maps the segments
 	}
@@ -31,19 +31,23 @@ func (b *Backend) Start(op ops.Operation) error {
 // Step implements ops.Backend. Each call runs at most one round.
 func (b *Backend) Step(ctx context.Context, wait bool) (ops.Progress, error) {
 	if b.err != nil || b.state == idle {
-		return ops.Waiting, b.fail(b.op.Kind, errNotStarted)
+		return ops.Waiting, b.fail(b.kind, errNotStarted)
 	}
 	b.ctx = endedContext
 	if wait {
 		b.ctx = ctx
 	}
 	p, err := b.step(wait)
+	if err == nil && p == ops.Finished && b.adasum.buf != nil {
+		p, err = b.nextPart()
+	}
 	if err != nil {
-		return ops.Waiting, b.fail(b.op.Kind, err)
+		return ops.Waiting, b.fail(b.kind, err)
 	}
 	if p == ops.Finished {
 		b.own.clear()
-		b.op, b.state, b.discards, b.running.out = ops.Operation{}, idle, false, nil
+		b.op, b.kind, b.state = ops.Operation{}, message.NoKind, idle
+		b.discards, b.running.out = false, nil
 	}
 	return p, nil
 }
@@ -94,7 +98,10 @@ func (b *Backend) begin() error {
 func (b *Backend) beginAllreduce() error {
 	op := &b.op
 	if op.Op == tensor.Adasum {
-		return fmt.Errorf("%v with adasum is not supported", op.Kind)
+		if op.Kind != message.Allreduce {
+			return fmt.Errorf("%v with adasum is not supported", op.Kind)
+		}
+		return b.beginAdasum()
 	}
 	if err := b.checkRoot(); err != nil {
 		return err
