@@ -10,6 +10,10 @@ import (
 	"testing"
 	"time"
 
+	"go.uber.org/zap"
+	"go.uber.org/zap/zapcore"
+	"go.uber.org/zap/zaptest/observer"
+
 	"github.com/gohvd/gohvd/hvd"
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/secret"
@@ -21,6 +25,12 @@ import (
 // shuts down the ranks whose Init returned no error.
 func initAll(t *testing.T, all map[string]string, ranks ...map[string]string) []error {
 	t.Helper()
+	return initLogged(t, zap.NewNop(), all, ranks...)
+}
+
+// initLogged is like initAll. All ranks use the given logger.
+func initLogged(t *testing.T, log *zap.Logger, all map[string]string, ranks ...map[string]string) []error {
+	t.Helper()
 	t.Setenv("TMPDIR", t.TempDir())
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
@@ -29,7 +39,7 @@ func initAll(t *testing.T, all map[string]string, ranks ...map[string]string) []
 	errs := make([]error, len(ranks))
 	var wg sync.WaitGroup
 	for r, own := range ranks {
-		opts := []hvd.InitOption{hvd.WithStore(kv), hvd.WithSetting("HOROVOD_RANK", fmt.Sprint(r)),
+		opts := []hvd.InitOption{hvd.WithStore(kv), hvd.WithLogger(log), hvd.WithSetting("HOROVOD_RANK", fmt.Sprint(r)),
 			hvd.WithSetting("HOROVOD_SIZE", fmt.Sprint(len(ranks)))}
 		for _, settings := range []map[string]string{all, own} {
 			for name, value := range settings {
@@ -47,6 +57,33 @@ func initAll(t *testing.T, all map[string]string, ranks ...map[string]string) []
 	}
 	wg.Wait()
 	return errs
+}
+
+// Rank 0's table of algorithms applies. If only other ranks have a table, they warn. If rank 0 has one too,
+// there is nothing to warn about, because launchers give all ranks the same settings.
+func TestTableAtOtherRanks(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "table.json")
+	if err := os.WriteFile(file, []byte(`{"version": 1}`), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	with := map[string]string{"HVD_ALGORITHM_TABLE": file}
+	for _, test := range []struct {
+		ranks []map[string]string
+		warn  int
+	}{
+		{[]map[string]string{with, with, with}, 0}, {[]map[string]string{with, nil, nil}, 0},
+		{[]map[string]string{nil, with, nil}, 1}, {[]map[string]string{nil, nil, nil}, 0},
+	} {
+		core, logged := observer.New(zapcore.WarnLevel)
+		for r, err := range initLogged(t, zap.New(core), nil, test.ranks...) {
+			if err != nil {
+				t.Errorf("rank %d: %v", r, err)
+			}
+		}
+		if got := logged.FilterMessageSnippet("HVD_ALGORITHM_TABLE").Len(); got != test.warn {
+			t.Errorf("ranks with %v: got %d warnings, want %d", test.ranks, got, test.warn)
+		}
+	}
 }
 
 // otherValue returns a valid value of the setting s that differs from the value given.

@@ -424,7 +424,7 @@ var settings = []Setting{
 		Flags:     []Flag{{Name: "algorithm-table", Arg: "FILE"}},
 		Otherwise: "the table of gohvd",
 		Doc: "file with the table by which rank 0 chooses the algorithms over TCP (docs/execution.md), " +
-			"written by hvdbench --tune. Other ranks ignore the file",
+			"written by hvdbench --tune. Other ranks ignore the file, and warn if rank 0 has none",
 		kind: text("the name of a file", func(c *Config) *string { return &c.AlgorithmTable }),
 	},
 	{

@@ -209,8 +209,9 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 		}
 	}
 	overTCP.Oversubscribed = ops.Oversubscribed(ecfg.LocalProcesses)
-	if rank > 0 && cfg.AlgorithmTable != "" {
-		log.Warn("HVD_ALGORITHM_TABLE has no effect at this rank: rank 0 chooses the algorithms")
+	if cfg.AlgorithmTable != "" && rank > 0 && overTCP.Table == nil {
+		log.Warn("HVD_ALGORITHM_TABLE has no effect, because it is not set at rank 0, which chooses the " +
+			"algorithms")
 	}
 	if err := r.meeting.Met(ctx); err != nil {
 		log.Warn("removing the rendezvous data of rank 0 failed", zap.Error(err))
