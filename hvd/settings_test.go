@@ -86,6 +86,21 @@ func TestTableAtOtherRanks(t *testing.T) {
 	}
 }
 
+// If a forced algorithm cannot serve an operation, the operation fails at all ranks with an error that names
+// the algorithms that can, and later operations succeed.
+func TestForcedAlgorithmCannotServe(t *testing.T) {
+	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
+		_, err := hvd.Allreduce(ctx, make([]hvd.Float16, 1), hvd.Name("half"), hvd.Op(hvd.Sum), hvd.On(e))
+		if err == nil || !strings.Contains(err.Error(), `"half"`) ||
+			!strings.HasSuffix(err.Error(), "direct or exchange can") {
+			t.Errorf("rank %d: got %v, want an error that names direct and exchange", e.Rank(), err)
+		}
+		if _, err := hvd.Allreduce(ctx, make([]float32, 1), hvd.Name("single"), hvd.On(e)); err != nil {
+			t.Errorf("rank %d: %v", e.Rank(), err)
+		}
+	}, "HOROVOD_CPU_OPERATIONS", "tcp", "HVD_ALGORITHM", "allreduce=ring")
+}
+
 // otherValue returns a valid value of the setting s that differs from the value given.
 func otherValue(t *testing.T, s config.Setting, given string) string {
 	if s.Scope == config.PathPerJob {
