@@ -2,15 +2,11 @@ package hvd
 
 import (
 	"context"
-	"errors"
-	"fmt"
 
-	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/p2p"
 	"github.com/gohvd/gohvd/internal/rank"
 	"github.com/gohvd/gohvd/internal/tensor"
-	"github.com/gohvd/gohvd/internal/topo"
 )
 
 // AnySource is the source of a Recv that takes a message of any member of the process set.
@@ -84,25 +80,13 @@ func post[T Element](kind message.Kind, x []T, peer, tag int, opts []Option) (*M
 	if err != nil {
 		return nil, err
 	}
-	if tag < 0 || tag > p2p.MaxTag {
-		return nil, c.Misuse("got tag %d, want 0 to %d", tag, p2p.MaxTag)
-	}
-	if peer == int(c.Set.Ranks[c.Set.Me]) {
-		return nil, c.Misuse("got rank %d, which is this rank, want another rank of %v", peer, c.Set)
-	}
-	if peer != AnySource || kind != message.Recv {
-		if err := c.CheckMember(peer, "rank"); err != nil {
-			return nil, err
-		}
-	}
 	h := &MessageHandle[T]{x: x}
 	h.kind, h.engine, h.apart = kind, c.engine, true
-	h.op = p2p.Op{Peer: topo.Rank(peer), Tag: uint32(tag), DType: c.DType, Buf: tensor.Bytes(x),
-		Done: h.finished}
-	h.name = h.op.Name()
-	if err := c.Rank.Engine.Post(c.Set.ID, &h.op, kind == message.Recv); err != nil {
-		return nil, c.submitted(messageError(kind, h.name, err))
+	h.op = p2p.Op{Buf: tensor.Bytes(x), Done: h.finished}
+	if err := c.submitted(c.Post(&h.op, peer, tag)); err != nil {
+		return nil, err
 	}
+	h.name = c.Name
 	return h, nil
 }
 
@@ -111,17 +95,5 @@ func (h *MessageHandle[T]) finished(err error) {
 	if err == nil && h.kind == message.Recv && h.op.DType == tensor.Bool {
 		rank.OnlyBools(h.op.Buf)
 	}
-	if err != nil {
-		err = messageError(h.kind, h.name, err)
-	}
 	h.complete(err)
-}
-
-// messageError adds the operation to an error.
-func messageError(kind message.Kind, name string, err error) error {
-	var size *p2p.SizeError
-	if errors.As(err, &size) {
-		return &MismatchError{Tensor: name, Text: fmt.Sprintf("hvd: %v %q: %v", kind, name, size)}
-	}
-	return &engine.OpError{Op: kind.String(), Tensor: name, Err: err}
 }

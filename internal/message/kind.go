@@ -26,6 +26,7 @@ const (
 	Scatter
 	Error
 	// Send and Recv are operations of two ranks. They are not negotiated, so no request has these kinds.
+	// Clients of a sidecar know their numbers (docs/sidecar.md).
 	Send
 	Recv
 	numKinds
@@ -51,6 +52,9 @@ func (k Kind) Valid() bool { return k > NoKind && k < Error }
 func (k Kind) MovesData() bool {
 	return k >= Allreduce && k <= Reducescatter || k >= Reduce && k <= Scatter
 }
+
+// IsMessage reports whether operations of kind k move a tensor from one rank to another, without negotiation.
+func (k Kind) IsMessage() bool { return k == Send || k == Recv }
 
 // Reduces reports whether operations of kind k combine elements. Only such operations have a reduction and
 // scale factors.

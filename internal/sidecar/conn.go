@@ -60,6 +60,7 @@ type conn struct {
 	// operation does not send a doorbell. It sets doorbellOwed, and the reader sends the doorbell.
 	driving, doorbellOwed atomic.Bool
 	inFlight              atomic.Int64 // number of operations in flight
+	messages              atomic.Int64 // number of those that are messages, which need no turns of the engine
 
 	mu        sync.Mutex
 	busy      map[uint64]struct{} // numbers of requests and operations that are not answered yet
@@ -186,7 +187,7 @@ func (c *conn) turn() (again bool, err error) {
 	if err != nil {
 		return false, err
 	}
-	if c.inFlight.Load() > 0 {
+	if c.needsTurns() {
 		came, err = c.drive()
 	}
 	return again || took || came, err
@@ -283,6 +284,9 @@ func (c *conn) submit(p *plan, s submission) error {
 	if err := c.enter(s.id, p.weight()); err != nil {
 		return err
 	}
+	if p.Kind.IsMessage() {
+		c.messages.Add(1)
+	}
 	o, err := c.newOperation(p, s)
 	if err == nil {
 		err = c.server.begin(o)
@@ -321,6 +325,9 @@ func (o *operation) answer(err error) {
 			r.What, r.Error = nil, describe(err)
 		}
 		c.reply(r, -1)
+	}
+	if o.plan.Kind.IsMessage() {
+		c.messages.Add(-1)
 	}
 	c.leave(o.id, o.plan.weight())
 	if c.ring.complete(o.id, status) {
@@ -404,6 +411,9 @@ func (c *conn) notifyOverdue() {
 	}
 }
 
+// needsTurns reports whether operations are in flight that turns of the engine execute.
+func (c *conn) needsTurns() bool { return c.inFlight.Load() > c.messages.Load() }
+
 // drive drives the engine while operations are in flight. It returns when no operation is in flight any more,
 // when a frame or a submission arrives from the client, when the client does not wait for completions, or
 // when nothing has happened for a while. came reports whether a frame or a submission has arrived.
@@ -421,7 +431,7 @@ func (c *conn) drive() (came bool, err error) {
 		if c.doorbellOwed.Load() && c.doorbellOwed.Swap(false) {
 			c.out.SendDoorbell()
 		}
-		if c.inFlight.Load() == 0 || c.ring != nil && (c.ring.pending() != c.ring.read || !c.ring.awaited()) {
+		if !c.needsTurns() || c.ring != nil && (c.ring.pending() != c.ring.read || !c.ring.awaited()) {
 			return true
 		}
 		if c.looks++; c.looks%looksPerRead != 0 {

@@ -27,6 +27,7 @@ func FuzzFrames(f *testing.F) {
 		sidecartest.Init(map[string]string{"HOROVOD_RANK": "1"}, &sidecarpb.Ranks{Ranks: []int32{0, 1}}),
 		sidecartest.Prepare(1, sidecartest.Sum("x", 1, 64, 4)), sidecartest.Prepare(2, group),
 		sidecartest.Prepare(3, sidecartest.Sum("x", 2, 0, 0)),
+		sidecartest.Prepare(4, messageOp(15, 0, -1, 1, 2)),
 		sidecartest.Arena(1, 4096), sidecartest.Free(1<<31, 64), sidecartest.Status(), sidecartest.Shutdown(),
 	} {
 		f.Add(c.Frame(q))

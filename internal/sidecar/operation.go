@@ -13,6 +13,7 @@ import (
 	"github.com/gohvd/gohvd/internal/arena"
 	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/p2p"
 	"github.com/gohvd/gohvd/internal/rank"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 	"github.com/gohvd/gohvd/internal/tensor"
@@ -28,6 +29,8 @@ type plan struct {
 	rank.Call
 	set     int // ID of the process set
 	root    int
+	peer    int     // the other rank of a message
+	tag     int     // the tag of a message
 	splits  []int64 // splits of an alltoall; nil means equal splits
 	grouped bool
 	tensors []tensorSpec
@@ -55,6 +58,9 @@ type location struct {
 	to []byte
 }
 
+// groupable are the kinds of operations that have a grouped form.
+var groupable = []message.Kind{message.Allreduce, message.Allgather, message.Reducescatter}
+
 // newPlan returns the plan for the operation that a client describes. It makes the checks that are possible
 // before the operation is executed. If a check fails, newPlan sets the field wrong of the plan to a usage
 // error.
@@ -63,20 +69,22 @@ func newPlan(o *sidecarpb.Operation) *plan {
 	misuse := func(format string, args ...any) *plan {
 		return &plan{wrong: usage(kind.String(), o.GetName(), fmt.Errorf(format, args...))}
 	}
-	if !kind.MovesData() && kind != message.Barrier && kind != message.Join {
+	hasTensors := kind.MovesData() || kind.IsMessage()
+	if !hasTensors && kind != message.Barrier && kind != message.Join {
 		return misuse("operation %d is unknown", o.GetKind())
 	}
 	op := tensor.ReduceOp(min(o.ReduceOp, math.MaxUint8))
 	p := &plan{
 		Call: rank.NewCall(kind, tensor.DType(min(o.Dtype, math.MaxUint8))),
-		set:  int(o.ProcessSet), root: int(o.RootRank), grouped: o.Grouped, whole: tensor.Shape{0},
+		set:  int(o.ProcessSet), root: int(o.RootRank), peer: int(o.Peer), tag: int(o.Tag),
+		grouped: o.Grouped, whole: tensor.Shape{0},
 	}
 	p.Name, p.Wire, p.ErrorFeedback, p.Empty = o.Name, tensor.DType(min(o.WireDtype, math.MaxUint8)),
 		o.ErrorFeedback, o.Empty
 	timeout, err := timeoutOf(o.TimeoutSeconds)
 	p.Timeout = timeout
 	switch {
-	case kind.MovesData() && !p.DType.Valid():
+	case hasTensors && !p.DType.Valid():
 		return misuse("element type %d is unknown", o.Dtype)
 	case op != tensor.NoReduce && !op.Valid():
 		return misuse("reduction %d is unknown", o.ReduceOp)
@@ -86,7 +94,7 @@ func newPlan(o *sidecarpb.Operation) *plan {
 		return misuse("%w", err)
 	case len(o.Tensors) > maxTensors:
 		return misuse("got %d tensors, want at most %d", len(o.Tensors), maxTensors)
-	case !kind.MovesData() && len(o.Tensors) > 0:
+	case !hasTensors && len(o.Tensors) > 0:
 		return misuse("got %d tensors, want none", len(o.Tensors))
 	}
 	if len(o.Splits) > 0 {
@@ -108,7 +116,7 @@ func newPlan(o *sidecarpb.Operation) *plan {
 		{o.Name != "", rank.OptName}, {op != tensor.NoReduce, rank.OptOp}, {pre != 1, rank.OptPrescale},
 		{post != 1, rank.OptPostscale},
 		{p.Wire != tensor.Invalid, rank.OptCompress}, {o.ErrorFeedback, rank.OptErrorFeedback},
-		{o.Empty, rank.OptEmpty},
+		{o.Empty, rank.OptEmpty}, {timeout != 0, rank.OptTimeout},
 	} {
 		if given.is {
 			if err := p.CheckOption(given.Option); err != nil {
@@ -123,9 +131,9 @@ func newPlan(o *sidecarpb.Operation) *plan {
 		p.Prescale, p.Postscale = pre, post
 	}
 	switch n := len(o.Tensors); {
-	case o.Grouped && (kind == message.Barrier || kind.HasRoot() || kind == message.Alltoall):
+	case o.Grouped && !slices.Contains(groupable, kind):
 		return misuse("this operation has no grouped form")
-	case !o.Grouped && kind.MovesData() && n != 1:
+	case !o.Grouped && hasTensors && n != 1:
 		return misuse("got %d tensors, want one", n)
 	}
 	return p
@@ -183,7 +191,7 @@ func (p *plan) add(t *sidecarpb.Tensor) error {
 		p.whole[0] += n
 	}
 	p.places = append(p.places, in, out)
-	p.makes = p.makes || out.none
+	p.makes = p.makes || out.none && p.Kind != message.Send
 	return nil
 }
 
@@ -260,6 +268,7 @@ type operation struct {
 	// entries has one entry for each tensor. A grouped allreduce is one request, so it has a single entry,
 	// and the Parts of that entry are the tensors.
 	entries []entry
+	message p2p.Op                // the message, if the operation is a send or a recv
 	left    atomic.Int64          // number of entries that are not done yet
 	failed  atomic.Pointer[error] // error of the first allocation of an output that failed
 	// allocated[i] is the output that the sidecar has allocated for tensor i. If the client provides all
@@ -341,6 +350,9 @@ func (r rankRunner) Begin(o *operation) error {
 		o.entries = o.entries[:1]
 	}
 	o.left.Store(int64(len(o.entries)))
+	if c.Kind.IsMessage() {
+		return o.post(&c)
+	}
 	queued := make([]*tensorqueue.Entry, len(o.entries))
 	for i := range o.entries {
 		e := &o.entries[i]
@@ -367,6 +379,26 @@ func (r rankRunner) Begin(o *operation) error {
 		return c.SubmitMembers(queued)
 	}
 	return c.Submit(queued[0])
+}
+
+// post begins the message of o, a send or a recv.
+func (o *operation) post(c *rank.Call) (err error) {
+	in, out := o.buffers(0)
+	want := 0
+	o.message.Buf = *in
+	if c.Kind == message.Recv {
+		if want = len(*in); *out == nil {
+			if *out, err = o.allocate(0, want); err != nil {
+				return err
+			}
+		}
+		o.message.Buf = *out
+	}
+	if len(*out) != want {
+		return c.Misuse("the output has %d bytes, want %d", len(*out), want)
+	}
+	o.message.Done = func(err error) { o.finished(&o.entries[0], err) }
+	return c.Post(&o.message, o.plan.peer, o.plan.tag)
 }
 
 // place copies the type and shape of tensor i to its entry. If the client provides the output, place checks
@@ -523,7 +555,9 @@ func (o *operation) freeOutputs() {
 // plain reports whether a client needs to know no more about o than that it has succeeded. It is false if the
 // sidecar provides an output, even an empty output, because the client then needs the shape of the output.
 func (o *operation) plain() bool {
-	return !o.plan.makes && !o.plan.Kind.SendsRows() && o.plan.Kind != message.Join
+	p := o.plan
+	return !p.makes && !p.Kind.SendsRows() && p.Kind != message.Join &&
+		(p.Kind != message.Recv || p.peer != int(p2p.AnySource))
 }
 
 // completion returns the answer to an operation that has succeeded. For an empty output that the sidecar
@@ -535,6 +569,8 @@ func (o *operation) completion() *sidecarpb.Completion {
 		a.ReceivedSplits = o.entries[0].Received
 	case kind == message.Join:
 		a.LastJoined = int32(o.entries[0].Response.Root)
+	case kind == message.Recv:
+		a.Source = int32(o.message.Source)
 	}
 	for i := range o.plan.tensors {
 		_, out := o.buffers(i)

@@ -1149,6 +1149,8 @@ type Operation struct {
 	Grouped        bool                   `protobuf:"varint,13,opt,name=grouped,proto3" json:"grouped,omitempty"`
 	Tensors        []*Tensor              `protobuf:"bytes,14,rep,name=tensors,proto3" json:"tensors,omitempty"`
 	Splits         []int64                `protobuf:"varint,15,rep,packed,name=splits,proto3" json:"splits,omitempty"`
+	Peer           int32                  `protobuf:"varint,16,opt,name=peer,proto3" json:"peer,omitempty"` // of a send or recv; -1 in a recv from any rank
+	Tag            uint32                 `protobuf:"varint,17,opt,name=tag,proto3" json:"tag,omitempty"`   // of a send or recv
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
 }
@@ -1288,6 +1290,20 @@ func (x *Operation) GetSplits() []int64 {
 	return nil
 }
 
+func (x *Operation) GetPeer() int32 {
+	if x != nil {
+		return x.Peer
+	}
+	return 0
+}
+
+func (x *Operation) GetTag() uint32 {
+	if x != nil {
+		return x.Tag
+	}
+	return 0
+}
+
 type Result struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Memory        *Memory                `protobuf:"bytes,1,opt,name=memory,proto3" json:"memory,omitempty"`
@@ -1345,6 +1361,7 @@ type Completion struct {
 	Results        []*Result              `protobuf:"bytes,1,rep,name=results,proto3" json:"results,omitempty"`
 	ReceivedSplits []int64                `protobuf:"varint,2,rep,packed,name=received_splits,json=receivedSplits,proto3" json:"received_splits,omitempty"`
 	LastJoined     int32                  `protobuf:"varint,3,opt,name=last_joined,json=lastJoined,proto3" json:"last_joined,omitempty"`
+	Source         int32                  `protobuf:"varint,4,opt,name=source,proto3" json:"source,omitempty"` // of a recv: the rank that has sent the message
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
 }
@@ -1396,6 +1413,13 @@ func (x *Completion) GetReceivedSplits() []int64 {
 func (x *Completion) GetLastJoined() int32 {
 	if x != nil {
 		return x.LastJoined
+	}
+	return 0
+}
+
+func (x *Completion) GetSource() int32 {
+	if x != nil {
+		return x.Source
 	}
 	return 0
 }
@@ -2106,7 +2130,7 @@ const file_sidecar_proto_rawDesc = "" +
 	"\x05shape\x18\x01 \x03(\x03R\x05shape\x12.\n" +
 	"\x05input\x18\x02 \x01(\v2\x18.gohvd.sidecar.v1.MemoryR\x05input\x120\n" +
 	"\x06output\x18\x03 \x01(\v2\x18.gohvd.sidecar.v1.MemoryR\x06output\x12\x14\n" +
-	"\x05dtype\x18\x04 \x01(\rR\x05dtype\"\xee\x03\n" +
+	"\x05dtype\x18\x04 \x01(\rR\x05dtype\"\x94\x04\n" +
 	"\tOperation\x12\x12\n" +
 	"\x04kind\x18\x01 \x01(\rR\x04kind\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x14\n" +
@@ -2125,19 +2149,22 @@ const file_sidecar_proto_rawDesc = "" +
 	"\x0ftimeout_seconds\x18\f \x01(\x01R\x0etimeoutSeconds\x12\x18\n" +
 	"\agrouped\x18\r \x01(\bR\agrouped\x122\n" +
 	"\atensors\x18\x0e \x03(\v2\x18.gohvd.sidecar.v1.TensorR\atensors\x12\x16\n" +
-	"\x06splits\x18\x0f \x03(\x03R\x06splitsB\v\n" +
+	"\x06splits\x18\x0f \x03(\x03R\x06splits\x12\x12\n" +
+	"\x04peer\x18\x10 \x01(\x05R\x04peer\x12\x10\n" +
+	"\x03tag\x18\x11 \x01(\rR\x03tagB\v\n" +
 	"\t_prescaleB\f\n" +
 	"\n" +
 	"_postscale\"P\n" +
 	"\x06Result\x120\n" +
 	"\x06memory\x18\x01 \x01(\v2\x18.gohvd.sidecar.v1.MemoryR\x06memory\x12\x14\n" +
-	"\x05shape\x18\x02 \x03(\x03R\x05shape\"\x8a\x01\n" +
+	"\x05shape\x18\x02 \x03(\x03R\x05shape\"\xa2\x01\n" +
 	"\n" +
 	"Completion\x122\n" +
 	"\aresults\x18\x01 \x03(\v2\x18.gohvd.sidecar.v1.ResultR\aresults\x12'\n" +
 	"\x0freceived_splits\x18\x02 \x03(\x03R\x0ereceivedSplits\x12\x1f\n" +
 	"\vlast_joined\x18\x03 \x01(\x05R\n" +
-	"lastJoined\"4\n" +
+	"lastJoined\x12\x16\n" +
+	"\x06source\x18\x04 \x01(\x05R\x06source\"4\n" +
 	"\x04Free\x12\x14\n" +
 	"\x05arena\x18\x01 \x01(\rR\x05arena\x12\x16\n" +
 	"\x06offset\x18\x02 \x01(\x04R\x06offset\"N\n" +

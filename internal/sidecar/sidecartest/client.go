@@ -466,14 +466,15 @@ func (c *Client) Begin(o *sidecarpb.Operation) uint64 {
 // in which the results are the operation's outputs, without shapes.
 func (c *Client) Await(id uint64) *sidecarpb.Reply {
 	c.t.Helper()
-	o, waits := c.begun[id]
-	for ; waits; _, waits = c.begun[id] {
+	status, done := c.ended[id]
+	for ; !done; status, done = c.ended[id] {
 		ended, status := c.Pop()
 		c.ended[ended] = status
-		delete(c.begun, ended)
 	}
-	status := c.ended[id]
-	if delete(c.ended, id); status != 0 {
+	o := c.begun[id]
+	delete(c.ended, id)
+	delete(c.begun, id)
+	if status != 0 {
 		return c.Reply(id)
 	}
 	a := new(sidecarpb.Completion)

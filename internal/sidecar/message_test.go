@@ -1,0 +1,92 @@
+package sidecar
+
+import (
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
+	"github.com/gohvd/gohvd/internal/tensor"
+)
+
+// messageOp returns a send (kind 14) of elems int32 at the beginning of the arena of rank r, or a recv
+// (kind 15) into as many in its second half.
+func messageOp(kind uint32, r, peer int, tag uint32, elems int) *sidecarpb.Operation {
+	offset := 0
+	if kind == 15 {
+		offset = 1 << 19
+	}
+	return &sidecarpb.Operation{Kind: kind, Dtype: 5, Peer: int32(peer), Tag: tag,
+		Tensors: []*sidecarpb.Tensor{{Shape: []int64{int64(elems)}, Input: at(r, offset, 4*elems)}}}
+}
+
+// TestMessages passes tensors of several sizes around a ring of ranks. The receives are in place, or into
+// memory of the sidecar, and from the rank before or from any rank.
+func TestMessages(t *testing.T) {
+	const n = 3
+	ranks(t, n, func(r int, c *client, b []byte) {
+		x := tensor.View[int32](b)
+		next, before := (r+1)%n, (r+n-1)%n
+		for tag, elems := range []int{0, 1, 1000, 1 << 17} {
+			for _, peer := range []int{before, -1} {
+				for _, given := range []bool{true, false} {
+					for i := range x[:elems] {
+						x[i] = int32(1000*r + i)
+					}
+					recv := messageOp(15, r, peer, uint32(tag), elems)
+					if given {
+						recv.Tensors[0].Output = recv.Tensors[0].Input
+					}
+					begun := c.Begin(recv)
+					c.MustRun(messageOp(14, r, next, uint32(tag), elems))
+					reply := c.Await(begun)
+					a := reply.GetCompletion()
+					if reply.Error != nil {
+						t.Error(reply.Error)
+						return
+					}
+					m := a.Results[0].Memory
+					got := tensor.View[int32](c.Arenas[m.Arena][m.Offset : m.Offset+m.Bytes])
+					if len(got) != elems || elems > 0 && (got[0] != int32(1000*before) ||
+						got[elems-1] != int32(1000*before+elems-1)) {
+						t.Errorf("rank %d, %d elements from rank %d: got %d other ones", r, elems, peer, len(got))
+					}
+					if (peer == -1 || !given) && int(a.Source) != before {
+						t.Errorf("got a message of rank %d, want rank %d", a.Source, before)
+					}
+					if !given && !slices.Equal(a.Results[0].Shape, []int64{int64(elems)}) {
+						t.Errorf("got shape %v, want %d elements", a.Results[0].Shape, elems)
+					}
+				}
+			}
+		}
+	})
+}
+
+// TestMessagesRefused sends messages with invalid parameters, and one that does not fit its receive.
+func TestMessagesRefused(t *testing.T) {
+	ranks(t, 2, func(r int, c *client, b []byte) {
+		other := 1 - r
+		timed, named, grouped, short := messageOp(14, r, other, 1, 4), messageOp(14, r, other, 1, 4),
+			messageOp(15, r, other, 1, 4), messageOp(15, r, other, 1, 4)
+		timed.TimeoutSeconds, named.Name, grouped.Grouped = 1, "x", true
+		short.Tensors[0].Output = at(r, 1<<20-8, 8)
+		for what, o := range map[string]*sidecarpb.Operation{
+			"which is this rank": messageOp(14, r, r, 1, 4), "got rank 2": messageOp(15, r, 2, 1, 4),
+			"got rank -1": messageOp(14, r, -1, 1, 4), "got tag 2147483648": messageOp(15, r, other, 1<<31, 4),
+			"no grouped form": grouped, "option Name": named, "option Timeout": timed,
+			"the output has 8 bytes, want 16": short,
+		} {
+			refused(t, what, c.Run(o), classUsage, what)
+		}
+		if r == 0 {
+			c.MustRun(messageOp(14, r, 1, 7, 4))
+			return
+		}
+		reply := c.Run(messageOp(15, r, 0, 7, 3))
+		const want = `hvd: recv "rank 0, tag 7": got 4 elements of int32 from rank 0, want 3 elements of int32`
+		if e := reply.Error; e.GetClass() != classMismatch || !strings.Contains(e.GetText(), want) {
+			t.Errorf("got %v, want class %d and %s", reply, classMismatch, want)
+		}
+	})
+}
