@@ -45,7 +45,8 @@ _NOT_SETTINGS = ("HVD_SIDECAR", "HVD_SIDECAR_BINARY", "HVD_SECRET", "HVD_SECRET_
 # noname.1, noname.2 and so on.
 _SYNC_NAME = "noname.0"
 
-_OUTPUT_LIKE_INPUT = (wire.ALLREDUCE, wire.BROADCAST, wire.REDUCE)
+# Operations whose result, if there is one, has the shape of the tensor.
+_OUTPUT_LIKE_INPUT = (wire.ALLREDUCE, wire.BROADCAST, wire.REDUCE, wire.SEND, wire.RECV)
 
 
 class Framework(Generic[A]):
@@ -113,7 +114,7 @@ class Call(Generic[A]):
     arrays.
     """
 
-    __slots__ = ("engine", "framework", "plan", "arrays", "targets", "pending", "received", "_results")
+    __slots__ = ("engine", "framework", "plan", "arrays", "targets", "pending", "received", "source", "_results")
 
     def __init__(
         self,
@@ -131,6 +132,8 @@ class Call(Generic[A]):
         self.pending: Optional[Pending] = None
         self.received: List[int] = []
         """The number of rows that were received from each member. It is set when an alltoall is done."""
+        self.source = wire.ANY_SOURCE
+        """The sender of a message. It is known from the beginning unless the message may come from any rank."""
         self._results: Optional[List[A]] = None
 
     def done(self) -> bool:
@@ -190,12 +193,12 @@ class Call(Generic[A]):
 
     def _finish(self, plan: Plan[A], pending: Pending) -> None:
         fw, targets = self.framework, self.targets
-        reply = pending.reply
-        if reply is not None and reply.completion is not None and plan.key[0] not in _OUTPUT_LIKE_INPUT:
-            completion = reply.completion
-            self.received = completion.received_splits
-        else:
-            completion = None
+        reply, completion = pending.reply, None
+        if reply is not None and reply.completion is not None:
+            self.source = reply.completion.source
+            if plan.key[0] not in _OUTPUT_LIKE_INPUT:
+                completion = reply.completion
+                self.received = completion.received_splits
         out: List[A] = []
         for i, x in enumerate(self.arrays):
             local = plan.outputs[i]
@@ -504,6 +507,8 @@ class Engine:
         postscale: float = 1.0,
         root: int = 0,
         splits: Tuple[int, ...] = (),
+        peer: int = 0,
+        tag: int = 0,
         grouped: bool = False,
         at_once: bool = False,
         later: bool = False,
@@ -513,10 +518,10 @@ class Engine:
         array.
 
         dtype is the element type of the arrays, and code is the number and size of this type. If the arrays of a group
-        have different types, types has the type and the code of each array. An allreduce or broadcast writes its
-        results to the targets, which may be the arrays themselves; so does a reduce at its root. at_once says that the caller waits for the operation
-        immediately after this call. later says that the caller will soon call notify_now, begin another operation, or
-        wait.
+        have different types, types has the type and the code of each array. An allreduce, a broadcast, a recv, and a
+        reduce at its root write their results to the targets, which may be the arrays themselves. at_once says that
+        the caller waits for the operation immediately after this call. later says that the caller will soon call
+        notify_now, begin another operation, or wait.
         """
         client = self._client
         if self._place is None or client is None:
@@ -535,16 +540,17 @@ class Engine:
         in_place = targets is arrays
         key = (
             kind, framework, name, set_id, code, types, shapes, where, in_place, reduce_op, prescale, postscale, root,
-            splits, grouped,
+            splits, peer, tag, grouped,
         )  # fmt: skip
         plan = self._take(key)
         if plan is None:
             plan = self._plan(key, client, framework, dtype, process_set)
-        if kind != wire.BROADCAST or root == self._place.rank:
+        if kind != wire.RECV and (kind != wire.BROADCAST or root == self._place.rank):
             for local, x in zip(plan.inputs, arrays):
                 if local is not None:
                     framework.copy(local, x)
         call: Call[A] = Call(self, framework, plan, arrays, targets)
+        call.source = peer
         operation = plan.operation
         assert operation is not None
         # The name is held only if the program has given it. For an operation without a name, the sidecar makes a new
@@ -570,7 +576,10 @@ class Engine:
         return found[0].number, found[1]
 
     def _plan(self, key: tuple, client: Client, fw: Framework[A], dtype: Any, process_set: ProcessSet) -> Plan[A]:
-        kind, _, name, set_id, code, types, shapes, where, in_place, reduce_op, pre, post, root, splits, grouped = key
+        (
+            kind, _, name, set_id, code, types, shapes, where, in_place, reduce_op, pre, post, root, splits, peer, tag,
+            grouped,
+        ) = key  # fmt: skip
         plan: Plan[A] = Plan(key, client, self._job)
         tensors: List[Tuple[Shape, Optional[wire.Place], Optional[wire.Place], int]] = []
         number, size = code
@@ -585,7 +594,7 @@ class Engine:
             else:
                 source = self._stage(plan, plan.inputs, fw, dtype, shape, nbytes)
             target: Optional[wire.Place] = None
-            if kind == wire.REDUCE and root != self.place().rank:
+            if kind == wire.SEND or kind == wire.REDUCE and root != self.place().rank:
                 target = 0, 0, 0
                 plan.outputs.append(None)
             elif kind in _OUTPUT_LIKE_INPUT:
@@ -614,6 +623,8 @@ class Engine:
             grouped=grouped,
             tensors=tensors,
             splits=splits,
+            peer=peer,
+            tag=tag,
         )
         if name is None:
             plan.operation = Operation(body, wire.KIND_NAMES[kind])
@@ -711,6 +722,22 @@ def check_root(root: int, process_set: ProcessSet, kind: int = wire.BROADCAST) -
     """
     if engine.initialized() and process_set.ranks is not None and root not in process_set.ranks:
         raise ValueError(f"{wire.KIND_NAMES[kind]}: root rank {root} is not in process set {process_set.ranks}")
+
+
+def check_message(peer: Optional[int], tag: int, process_set: ProcessSet, kind: int) -> int:
+    """Returns the peer of a send or a recv on the wire, which is ANY_SOURCE for None. Raises ValueError if the peer is
+    not another member of the set, or if the tag is not valid. Before init, the function checks only the tag, because
+    the operation raises the error then.
+    """
+    what = wire.KIND_NAMES[kind]
+    if not 0 <= tag < 1 << 31:
+        raise ValueError(f"{what}: got tag {tag}, want 0 to 2147483647")
+    if peer is None:
+        return wire.ANY_SOURCE
+    ranks = process_set.ranks
+    if engine.initialized() and ranks is not None and (peer not in ranks or peer == engine.place().rank):
+        raise ValueError(f"{what}: got rank {peer}, want another rank of process set {ranks}")
+    return peer
 
 
 def check_splits(

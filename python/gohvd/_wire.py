@@ -25,6 +25,10 @@ class WireError(Exception):
 # The kinds of operations.
 ALLREDUCE, ALLGATHER, BROADCAST, ALLTOALL, REDUCESCATTER, BARRIER, JOIN = range(1, 8)
 REDUCE, GATHER, SCATTER = range(10, 13)
+SEND, RECV = range(14, 16)
+
+ANY_SOURCE = -1
+"""The peer of a recv that takes a message of any rank."""
 
 KIND_NAMES = {
     ALLREDUCE: "allreduce",
@@ -37,6 +41,8 @@ KIND_NAMES = {
     REDUCE: "reduce",
     GATHER: "gather",
     SCATTER: "scatter",
+    SEND: "send",
+    RECV: "recv",
 }
 
 # The number and the size in bytes of each element type. The keys are the names of the types in numpy and torch.
@@ -181,6 +187,8 @@ def operation(
     grouped: bool = False,
     tensors: Sequence[Tuple[Sequence[int], Optional[Place], Optional[Place], int]] = (),
     splits: Sequence[int] = (),
+    peer: int = 0,
+    tag: int = 0,
 ) -> bytes:
     """Returns an ``Operation`` without its name.
 
@@ -206,7 +214,7 @@ def operation(
         if its_dtype != dtype:
             body += _uint(4, its_dtype)
         parts.append(_bytes(14, body))
-    parts.append(_packed(15, splits))
+    parts += [_packed(15, splits), _uint(16, peer), _uint(17, tag)]
     return b"".join(parts)
 
 
@@ -321,12 +329,12 @@ class Ready:
 class Completion:
     """The outcome of an operation. Each element of results is a pair of place and shape."""
 
-    __slots__ = ("results", "received_splits", "last_joined")
+    __slots__ = ("results", "received_splits", "last_joined", "source")
 
     def __init__(self) -> None:
         self.results: List[Tuple[Place, Tuple[int, ...]]] = []
         self.received_splits: List[int] = []
-        self.last_joined = 0
+        self.last_joined = self.source = 0
 
 
 class Status:
@@ -447,6 +455,8 @@ def _completion(data: Buffer, at: int, end: int) -> Completion:
             _ints(c.received_splits, data, wire, a, b)
         elif number == 3 and wire == 0:
             c.last_joined = _signed(a)
+        elif number == 4 and wire == 0:
+            c.source = _signed(a)
     return c
 
 

@@ -36,8 +36,8 @@ __all__ = [
     "alltoall_async", "barrier", "broadcast", "broadcast_async", "cross_rank", "cross_size", "gather", "gather_async",
     "global_process_set", "grouped_allgather", "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_async",
     "grouped_reducescatter", "grouped_reducescatter_async", "init", "is_homogeneous", "is_initialized", "join",
-    "local_rank", "local_size", "rank", "reduce", "reduce_async", "reducescatter", "reducescatter_async",
-    "remove_process_set", "scatter", "scatter_async", "shutdown", "size",
+    "local_rank", "local_size", "rank", "recv", "recv_async", "reduce", "reduce_async", "reducescatter",
+    "reducescatter_async", "remove_process_set", "scatter", "scatter_async", "send", "send_async", "shutdown", "size",
 ]  # fmt: skip
 
 Array = np.ndarray
@@ -96,6 +96,11 @@ def _none(call: _engine.Call[Array]) -> None:
 
 def _all(call: _engine.Call[Array]) -> List[Array]:
     return call.results()
+
+
+def _sender(call: _engine.Call[Array]) -> int:
+    call.results()
+    return call.source
 
 
 def _with_splits(call: _engine.Call[Array]) -> Tuple[Array, List[int]]:
@@ -368,6 +373,36 @@ def scatter(
     At the other ranks splits is ignored, and only the type of the array counts, which may be empty.
     """
     return _engine.begin_and_wait(scatter_async, array, root_rank, splits, name, process_set).wait()
+
+
+def send_async(array: Any, dst: int, tag: int = 0, process_set: ProcessSet = global_process_set) -> Handle[None]:
+    peer = _engine.check_message(dst, tag, process_set, wire.SEND)
+    return Handle(_begin(wire.SEND, [array], None, process_set, peer=peer, tag=tag), _none)
+
+
+def send(array: Any, dst: int, tag: int = 0, process_set: ProcessSet = global_process_set) -> None:
+    """Sends an array to the rank dst, which must receive it by ``recv`` with the same tag, into an array of the same
+    type and size. dst is a rank of the job even if process_set is given. No other rank takes part. Large arrays are
+    sent when dst receives them.
+    """
+    _engine.begin_and_wait(send_async, array, dst, tag, process_set).wait()
+
+
+def recv_async(
+    array: Array, src: Optional[int] = None, tag: int = 0, process_set: ProcessSet = global_process_set
+) -> Handle[int]:
+    peer = _engine.check_message(src, tag, process_set, wire.RECV)
+    return Handle(_begin(wire.RECV, [array], None, process_set, [array], peer=peer, tag=tag), _sender)
+
+
+def recv(
+    array: Array, src: Optional[int] = None, tag: int = 0, process_set: ProcessSet = global_process_set
+) -> int:
+    """Receives an array that the rank src has sent by ``send`` with the same tag. If src is None, receives from any
+    rank. Writes the elements to the array and returns the rank that has sent them. src is a rank of the job even if
+    process_set is given.
+    """
+    return _engine.begin_and_wait(recv_async, array, src, tag, process_set).wait()
 
 
 def alltoall_async(

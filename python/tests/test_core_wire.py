@@ -68,6 +68,9 @@ class Encoding(unittest.TestCase):
         )  # fmt: skip
         self.assertEqual(got.hex(), want)
         self.assertEqual(wire.operation_name("ü").hex(), "1202c3bc")
+        # kind: 15 peer: -1 tag: 300
+        message = wire.operation(wire.RECV, peer=wire.ANY_SOURCE, tag=300)
+        self.assertEqual(message.hex(), "080f" "8001" + "ff" * 9 + "01" "8801ac02")
         zero = wire.operation(wire.ALLREDUCE, prescale=0.0, postscale=1.0)
         self.assertEqual(zero.hex(), "0801" "29" "0000000000000000", "0 is said, 1 goes without saying")
 
@@ -96,11 +99,11 @@ class Decoding(unittest.TestCase):
 
     def test_completion(self) -> None:
         place = b"\x08" + wire.varint(1 << 31) + b"\x10\x40\x18\x08"
-        body = _field(1, _field(1, place) + _field(2, b"\x02\x01")) + _field(2, b"\x01\x02") + b"\x10\x03" + b"\x18\x05"
+        body = _field(1, _field(1, place) + _field(2, b"\x02\x01")) + _field(2, b"\x01\x02") + b"\x10\x03" + b"\x18\x05\x20\x06"
         got = self.decode(_field(4, body)).completion
         assert got is not None
         self.assertEqual(got.results, [((1 << 31, 64, 8), (2, 1))])
-        self.assertEqual((got.received_splits, got.last_joined), ([1, 2, 3], 5))
+        self.assertEqual((got.received_splits, got.last_joined, got.source), ([1, 2, 3], 5, 6))
         none = self.decode(_field(4, b"\x18" + wire.varint((1 << 64) - 1))).completion
         assert none is not None
         self.assertEqual(none.last_joined, -1)

@@ -296,6 +296,39 @@ class Numpy(unittest.TestCase):
             with self.assertRaisesRegex(ValueError, "scatter: got splits"):
                 hvd.scatter(np.ones(1), 0, [2] * self.size)
 
+    def test_messages(self) -> None:
+        """Arrays go around a ring of ranks, from any memory to any memory, from a known rank and from any rank."""
+        if self.size == 1:
+            return
+        after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        for dtype in ("int8", "float16", "float64"):
+            for shape in SHAPES:
+                for src in (before, None):
+                    for make in (lambda: np.empty(shape, dtype), lambda: hvd.alloc(shape, dtype)):
+                        x, got = make(), make()
+                        x[...] = sample(self.rank, shape, dtype)
+                        handle = hvd.recv_async(got, src, tag=7)
+                        hvd.send(x, after, tag=7)
+                        self.assertEqual(handle.wait(), before)
+                        self.equal(got, sample(before, shape, dtype), f"{dtype} {shape}")
+        view = np.zeros((4, 6))[:, ::2]
+        sent = hvd.send_async(np.full((4, 3), self.rank), before)
+        with self.assertRaisesRegex(hvd.HorovodInternalError, "got 12 elements of int64 from rank"):
+            hvd.recv(view)
+        sent.wait()
+        sent = hvd.send_async(np.full((4, 3), self.rank + 0.5), before)
+        self.assertEqual(hvd.recv(view, after), after)
+        self.equal(view, np.full((4, 3), after + 0.5))
+        sent.wait()
+        for call, what in (
+            (lambda: hvd.send(view, self.rank), "send: got rank"),
+            (lambda: hvd.recv(view, self.size), "recv: got rank"),
+            (lambda: hvd.recv(view, before, -1), "recv: got tag -1"),
+        ):
+            with self.assertRaisesRegex(ValueError, what):
+                call()
+        hvd.barrier()
+
     def test_alltoall(self) -> None:
         got, received = hvd.alltoall(np.arange(2 * self.size) + 100 * self.rank)
         self.equal(got, np.concatenate([np.arange(2) + 2 * self.rank + 100 * r for r in range(self.size)]))

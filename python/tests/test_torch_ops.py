@@ -365,6 +365,27 @@ class OtherOperations(RanksTest):
             self.equal(hvd.scatter(mine, root, splits), every[self.rank])
             self.equal(hvd.synchronize(hvd.scatter_async(mine, root, splits, name="s")), every[self.rank])
 
+    def test_messages(self) -> None:
+        if self.size == 1:
+            return
+        others = [r for r in range(self.size) if r != self.rank]
+        xs = [(torch.arange(70000) % 50 + r).to(torch.bfloat16).reshape(-1, 7) for r in range(self.size)]
+        x = xs[self.rank]
+        sends = [hvd.send_async(x, r, tag=self.rank) for r in others]
+        for r in others:
+            got = torch.empty_like(x)
+            self.assertEqual(hvd.recv(got, r, r), r)
+            self.equal(got, xs[r])
+        self.assertEqual([hvd.synchronize(s) for s in sends], [None] * len(sends))
+        if self.rank == 0:
+            rows = torch.zeros(self.size, 2, requires_grad=True)
+            handles = [hvd.recv_async(rows.detach()[i]) for i in others]
+            sources = [hvd.synchronize(h) for h in handles]
+            self.assertEqual(sorted(sources), others)
+            self.equal(rows[1:], torch.tensor(sources, dtype=torch.float32)[:, None].expand(-1, 2))
+        else:
+            hvd.send(torch.full((2,), float(self.rank), requires_grad=True), 0)
+
     def test_alltoall(self) -> None:
         for dtype in INTS + FLOATS + [torch.bool]:
             # Rank r sends r+i+1 rows to rank i.

@@ -70,15 +70,19 @@ from .mpi_ops import alloc_tensor as alloc_tensor
 from .mpi_ops import gather as gather
 from .mpi_ops import gather_async as gather_async
 from .mpi_ops import is_homogeneous as is_homogeneous
+from .mpi_ops import recv as recv
+from .mpi_ops import recv_async as recv_async
 from .mpi_ops import reduce as reduce
 from .mpi_ops import reduce_async as reduce_async
 from .mpi_ops import scatter as scatter
 from .mpi_ops import scatter_async as scatter_async
+from .mpi_ops import send as send
+from .mpi_ops import send_async as send_async
 from .optimizer import DistributedOptimizer
 from .sync_batch_norm import SyncBatchNorm
 
-# The names of horovod.torch. What Horovod does not have is not in the list: alloc_tensor, is_homogeneous, reduce, gather,
-# scatter and their asynchronous forms.
+# The names of horovod.torch. What Horovod does not have is not in the list: alloc_tensor, is_homogeneous, and reduce,
+# gather, scatter, send and recv with their asynchronous forms.
 __all__ = [
     "Adasum", "Average", "Compression", "DistributedOptimizer", "HorovodInternalError", "Max", "Min", "ProcessSet",
     "Product", "Sum", "SyncBatchNorm", "add_process_set", "allgather", "allgather_async", "allgather_object", "allreduce",

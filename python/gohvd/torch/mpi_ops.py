@@ -56,8 +56,9 @@ __all__ = [
     "grouped_allgather", "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async",
     "grouped_allreduce_async_", "grouped_reducescatter", "grouped_reducescatter_async", "init", "is_homogeneous",
     "is_initialized", "join", "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built",
-    "poll", "rank", "reduce", "reduce_async", "reducescatter", "reducescatter_async", "remove_process_set", "rocm_built",
-    "scatter", "scatter_async", "shutdown", "size", "sparse_allreduce_async", "start_timeline", "stop_timeline", "synchronize",
+    "poll", "rank", "recv", "recv_async", "reduce", "reduce_async", "reducescatter", "reducescatter_async",
+    "remove_process_set", "rocm_built", "scatter", "scatter_async", "send", "send_async", "shutdown", "size",
+    "sparse_allreduce_async", "start_timeline", "stop_timeline", "synchronize",
 ]  # fmt: skip
 
 Tensor = torch.Tensor
@@ -131,6 +132,8 @@ def _begin(
     postscale: float = 1.0,
     root: int = 0,
     splits: Tuple[int, ...] = (),
+    peer: int = 0,
+    tag: int = 0,
     grouped: bool = False,
     at_once: bool = False,
     later: bool = False,
@@ -142,8 +145,8 @@ def _begin(
     shapes: Tuple[Shape, ...] = tuple([t.shape for t in tensors]) if grouped else (first.shape,)
     return _engine.engine.begin(
         _torch, kind, tensors, shapes, dtype, code, process_set, name, targets=targets, reduce_op=reduce_op,
-        prescale=prescale, postscale=postscale, root=root, splits=splits, grouped=grouped, at_once=at_once,
-        later=later, types=types,
+        prescale=prescale, postscale=postscale, root=root, splits=splits, peer=peer, tag=tag, grouped=grouped,
+        at_once=at_once, later=later, types=types,
     )  # fmt: skip
 
 
@@ -250,6 +253,11 @@ def _none(call: _engine.Call[Tensor]) -> None:
 
 def _all(call: _engine.Call[Tensor]) -> List[Tensor]:
     return call.results()
+
+
+def _sender(call: _engine.Call[Tensor]) -> int:
+    call.results()
+    return call.source
 
 
 def _with_splits(call: _engine.Call[Tensor]) -> Tuple[Tensor, Tensor]:
@@ -960,6 +968,41 @@ def grouped_reducescatter(
             )
         )
     return [compression.decompress(t, p[1]) for t, p in zip(out, pairs)]
+
+
+# Messages.
+
+
+def send_async(tensor: Tensor, dst: int, tag: int = 0, process_set: ProcessSet = global_process_set) -> int:
+    """Begins a ``send`` and returns a handle. Its result is None."""
+    peer = _engine.check_message(dst, tag, process_set, wire.SEND)
+    return _handles.add(_begin(wire.SEND, [tensor], None, process_set, peer=peer, tag=tag), _none)
+
+
+def send(tensor: Tensor, dst: int, tag: int = 0, process_set: ProcessSet = global_process_set) -> None:
+    """Sends a tensor to the rank dst, which must receive it by ``recv`` with the same tag, into a tensor of the same
+    type and size. dst is a rank of the job even if process_set is given. No other rank takes part. Large tensors are
+    sent when dst receives them.
+    """
+    synchronize(_engine.begin_and_wait(send_async, tensor, dst, tag, process_set))
+
+
+def recv_async(
+    tensor: Tensor, src: Optional[int] = None, tag: int = 0, process_set: ProcessSet = global_process_set
+) -> int:
+    """Begins a ``recv`` and returns a handle. Its result is the rank that has sent the tensor."""
+    peer, xs = _engine.check_message(src, tag, process_set, wire.RECV), [tensor]
+    return _handles.add(_begin(wire.RECV, xs, None, process_set, xs, peer=peer, tag=tag), _sender)
+
+
+def recv(
+    tensor: Tensor, src: Optional[int] = None, tag: int = 0, process_set: ProcessSet = global_process_set
+) -> int:
+    """Receives a tensor that the rank src has sent by ``send`` with the same tag. If src is None, receives from any
+    rank. Writes the elements to the tensor and returns the rank that has sent them. src is a rank of the job even if
+    process_set is given.
+    """
+    return synchronize(_engine.begin_and_wait(recv_async, tensor, src, tag, process_set))
 
 
 # Operations without tensors.
