@@ -123,7 +123,7 @@ func (v *requestSet) disagreement() string {
 	var checks []func() string
 	switch first.Kind {
 	case message.AddProcessSet:
-		checks = append(checks, v.members, v.absence)
+		checks = append(checks, v.callers, v.members, v.absence)
 	case message.RemoveProcessSet:
 		checks = append(checks, v.ids, v.absence)
 	case message.Allreduce:
@@ -277,6 +277,16 @@ func (v *requestSet) scalarRoot() string {
 	return v.errorText("a scalar has no first dimension: root %d sent %v", v.first.Root, v.first.DType)
 }
 
+// callers compares who has to make the request to add a process set.
+func (v *requestSet) callers() string {
+	return v.mismatch("callers", "expected", func(q *message.Request) string {
+		if q.MembersOnly {
+			return "only the members to call it"
+		}
+		return "all ranks to call it"
+	}, func(q *message.Request) bool { return q.MembersOnly == v.first.MembersOnly })
+}
+
 func (v *requestSet) members() string {
 	return v.mismatch("members", "named", func(q *message.Request) string {
 		return topo.FormatRanks(q.Ranks)
@@ -303,6 +313,8 @@ func (v *requestSet) absence() string {
 	switch {
 	case len(refuse) == 0:
 		return ""
+	case v.first.MembersOnly:
+		return v.errorText("%s joined, but every member has to call this operation", have(refuse))
 	case changesSets(v.first.Kind):
 		return v.errorText("%s joined, but every rank has to call this operation", have(refuse))
 	}

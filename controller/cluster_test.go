@@ -317,7 +317,7 @@ func (n *node) take() {
 				n.lanes = append(n.lanes, nil)
 			}
 		}
-		l := n.lane(g.Set)
+		l := n.lane(g)
 		*l = append(*l, g)
 	}
 	for _, set := range removals(r.Grants) {
@@ -368,12 +368,15 @@ func answers(pending []request, rank topo.Rank, g *controller.Grant, r *message.
 		return -1
 	}
 	return slices.IndexFunc(pending, func(p request) bool {
-		return p.set == g.Set && p.q.Name == r.Name
+		return p.set == g.Asked && p.q.Name == r.Name
 	})
 }
 
-func (n *node) lane(set topo.ProcessSetID) *lane {
-	return &n.lanes[slices.IndexFunc(n.sets, func(s controller.Set) bool { return s.ID == set })]
+// lane returns the lane that executes g. If g answers requests for a process set that is not added because
+// the members disagree, this is the lane of the global set.
+func (n *node) lane(g *controller.Grant) *lane {
+	i := slices.IndexFunc(n.sets, func(s controller.Set) bool { return s.ID == g.Set })
+	return &n.lanes[max(i, 0)]
 }
 
 // finish marks the oldest grant of lane i as finished. The next call of send reports that to the coordinator.

@@ -341,12 +341,26 @@ func (c *Combiner) request(s *heldSet, m int, q message.Request) {
 	switch {
 	case h.open:
 		c.sendRequests(s, h)
-	case h.count == len(s.local):
+	case h.count == c.askers(s, &q):
 		c.sendRequests(s, h)
 		s.forget(q.Name)
 	default:
 		c.due = min(c.due, c.now+holdPeriod)
 	}
+}
+
+// askers returns how many ranks of the host make the request q.
+func (c *Combiner) askers(s *heldSet, q *message.Request) int {
+	if !q.MembersOnly {
+		return len(s.local)
+	}
+	n := 0
+	for _, i := range s.local {
+		if slices.Contains(q.Ranks, c.ranks[i].rank) {
+			n++
+		}
+	}
+	return n
 }
 
 // sendRequests passes on the held requests for a name. Equal requests share a part.
@@ -508,6 +522,9 @@ func (c *Combiner) Down(to []topo.Rank, d *message.Down) {
 	for i := range d.Sets {
 		ds := &d.Sets[i]
 		s := c.set(ds.Set)
+		if s == nil {
+			s = c.found(ds)
+		}
 		if s == nil || d.Cycle <= s.cycle { // the ranks may get different frames of one cycle
 			continue
 		}
@@ -525,6 +542,23 @@ func (c *Combiner) set(id topo.ProcessSetID) *heldSet {
 	return nil
 }
 
+// found applies the answer to the addition of a process set by its members. If the set was added, found
+// returns it. Otherwise it returns nil.
+func (c *Combiner) found(ds *message.DownSet) *heldSet {
+	r := foundingOf(ds)
+	if r == nil {
+		return nil
+	}
+	// If this is the second frame of the cycle, a rank may have made the next request for the name already.
+	if global := c.set(topo.Global); global.byName[r.Name] != nil && global.byName[r.Name].count == 0 {
+		global.forget(r.Name)
+	}
+	if r.Kind == message.AddProcessSet {
+		c.addSet(Set{ID: r.Set, Ranks: r.Ranks})
+	}
+	return c.set(r.Set)
+}
+
 // decided applies the decisions of a cycle about a process set.
 func (c *Combiner) decided(s *heldSet, ds *message.DownSet) {
 	for g := range ds.Grants {
@@ -539,7 +573,9 @@ func (c *Combiner) decided(s *heldSet, ds *message.DownSet) {
 			case message.Join:
 				clear(s.joined)
 			case message.AddProcessSet:
-				c.addSet(Set{ID: r.Set, Ranks: r.Ranks})
+				if s.ID == topo.Global {
+					c.addSet(Set{ID: r.Set, Ranks: r.Ranks})
+				}
 			case message.RemoveProcessSet:
 				c.removeSet(r.Set)
 			}

@@ -82,6 +82,9 @@ func (s *Set) index(r topo.Rank) int {
 // Grant permits a member to run one fused response.
 type Grant struct {
 	Set topo.ProcessSetID
+	// Asked is the process set in which this rank has made the requests. It is Set, except that the first
+	// grant of a process set that only its members add answers requests in the global set.
+	Asked topo.ProcessSetID
 	// Number is the number of the grant among the grants of the set, counted from 1. It is the same at all
 	// members.
 	Number    uint64

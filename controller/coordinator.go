@@ -328,6 +328,7 @@ func (c *Coordinator) news(from topo.Rank, up *message.Up) error {
 			s.done += uint64(u.Done)
 		}
 	}
+	c.sets.addFounded()
 	if up.Shutdown {
 		return c.leave(from, up)
 	}
@@ -354,7 +355,7 @@ func (c *Coordinator) forget(r topo.Rank) {
 		}
 	}
 	if len(c.sets.removed) > 0 {
-		c.sets.forget(c.leastSeen(c.cfg.Sets[0].Ranks))
+		c.sets.forget(c.leastSeen)
 	}
 }
 

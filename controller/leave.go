@@ -85,7 +85,8 @@ func (c *Coordinator) outstanding(r topo.Rank) (found bool) {
 		// A rank that has joined takes part in every operation that is granted.
 		joined := s.joined.has(s.index(r))
 		s.eachAwaited(func(st Stall, waiting []topo.Rank) {
-			if (joined || slices.Contains(waiting, r)) && !slices.ContainsFunc(st.Missing, c.isLeaving) {
+			waits := joined && st.concerns(s.index(r)) || slices.Contains(waiting, r)
+			if waits && !slices.ContainsFunc(st.Missing, c.isLeaving) {
 				found = true
 			}
 		})
@@ -109,7 +110,9 @@ func (s *setState) eachAwaited(visit func(st Stall, waiting []topo.Rank)) {
 	s.eachWaiting(func(_ *wait, key groupKey, stall func() Stall) {
 		st := stall()
 		held := s.held.has(key) // every member has requested the held tensors, so every member waits
-		visit(st, s.missing(func(m int) bool { return !held && slices.Contains(st.Missing, s.Ranks[m]) }))
+		visit(st, s.missing(func(m int) bool {
+			return !st.concerns(m) || !held && slices.Contains(st.Missing, s.Ranks[m])
+		}))
 	})
 	if s.joined.count > 0 && s.joined.count < len(s.Ranks) {
 		var joined []topo.Rank
@@ -126,9 +129,12 @@ func (s *setState) eachAwaited(visit func(st Stall, waiting []topo.Rank)) {
 // isAwaited reports whether some rank of the set waits for the operation st. Ranks that were stopped do not
 // count.
 func (c *Coordinator) isAwaited(s *setState, st Stall) bool {
-	return slices.ContainsFunc(s.Ranks, func(r topo.Rank) bool {
-		return c.ranks[r].stop == 0 && (st.Group != "" || !slices.Contains(st.Missing, r))
-	})
+	for m, r := range s.Ranks {
+		if c.ranks[r].stop == 0 && st.concerns(m) && (st.Group != "" || !slices.Contains(st.Missing, r)) {
+			return true
+		}
+	}
+	return false
 }
 
 // awaitedText returns a text about ranks that have shut down while other ranks wait for the operation st. The

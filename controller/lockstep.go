@@ -166,7 +166,12 @@ func (l *Lockstep) Decide(ups []*message.Up) *message.Down {
 		// Without a gather, rank 0 does not know the votes for the entries that a change may erase.
 		d.Tuning = c.takeTuning()
 	}
-	c.decideAll(d, func(i int) message.Bits { return l.combined.or[1+i*l.words:][:l.words] })
+	c.decideAll(d, func(i int) message.Bits {
+		if i >= len(sets) {
+			return nil // this cycle has added the set
+		}
+		return l.combined.or[1+i*l.words:][:l.words]
+	})
 	return d
 }
 

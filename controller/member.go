@@ -84,8 +84,9 @@ type Member struct {
 // memberSet is a process set as a member sees it.
 type memberSet struct {
 	Set
-	me        int // the position of the rank in the set, or -1 if it is not a member
-	voteState     // used in lock-step
+	me        int  // the position of the rank in the set, or -1 if it is not a member
+	byMembers bool // whether only the members have added the set and only they may remove it
+	voteState      // used in lock-step
 	cache     responsecache.Cache
 	join      string // the name of the join for which this rank waits, or ""
 	grants    uint64
@@ -99,9 +100,10 @@ func (s *memberSet) admit(q *message.Request) error {
 	case s.join != "":
 		return fmt.Errorf("%v %q: this rank has joined process set %d: wait for the join to end", q.Kind,
 			q.Name, s.ID)
-	case changesSets(q.Kind) && s.ID != topo.Global:
-		return fmt.Errorf("%v %q: got process set %d, want process set 0, because all ranks take part", q.Kind,
-			q.Name, s.ID)
+	case changesSets(q.Kind):
+		if err := s.checkChange(s.byMembers, q); err != nil {
+			return fmt.Errorf("%v %q: %w", q.Kind, q.Name, err)
+		}
 	}
 	return nil
 }
@@ -308,10 +310,14 @@ func (m *Member) apply(d *message.Down) error {
 		ds := &d.Sets[i]
 		s := m.set(ds.Set)
 		if s == nil {
+			s = m.found(ds)
+		}
+		if s == nil || s.me < 0 && !m.cfg.Lockstep {
 			return fmt.Errorf("cycle %d has decisions for process set %d, but rank %d is not a member of it", d.Cycle,
 				ds.Set, m.cfg.Rank)
 		}
 		if s.me < 0 {
+			m.follow(ds)
 			continue
 		}
 		first := len(m.grants)
@@ -322,7 +328,7 @@ func (m *Member) apply(d *message.Down) error {
 		for _, g := range m.grants[first:] {
 			m.running.add(g, m.now)
 			g.SegmentBytes = m.segmentBytes
-			if err := m.change(g.Responses[0]); err != nil {
+			if err := m.change(s, g.Responses[0]); err != nil {
 				return fmt.Errorf("cycle %d: %w", d.Cycle, err)
 			}
 		}
@@ -343,6 +349,9 @@ func (s *memberSet) apply(ds *message.DownSet, grants []*Grant, newGrant func() 
 		g := newGrant()
 		s.grants++
 		g.Set, g.Number, g.Backend, g.Algorithm = s.ID, s.grants, dg.Backend, dg.Algorithm
+		if g.Asked = s.ID; s.byMembers && s.grants == 1 {
+			g.Asked = topo.Global
+		}
 		g.Absent = append(g.Absent[:0], dg.Absent...)
 		g.Bits = append(g.Bits[:0], dg.Bits...)
 		for _, bit := range dg.Bits {
@@ -439,9 +448,11 @@ func checkResponse(s *memberSet, g *Grant, r *message.Response) error {
 				s.Ranks[s.me])
 		}
 	case message.AddProcessSet, message.RemoveProcessSet:
-		if s.ID != topo.Global {
-			return fmt.Errorf("%v %q: got process set %d, want process set 0, because all ranks take part", r.Kind,
-				r.Name, s.ID)
+		if g.Asked == topo.Global {
+			break
+		}
+		if err := s.checkChange(s.byMembers, &message.Request{Kind: r.Kind, Set: r.Set}); err != nil {
+			return fmt.Errorf("%v %q: %w", r.Kind, r.Name, err)
 		}
 	}
 	return nil

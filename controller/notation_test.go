@@ -105,6 +105,8 @@ options:
 			q.Empty = true
 		case "ranks":
 			q.Ranks, err = parseRanks(value, message.MaxRanks)
+		case "members-only":
+			q.MembersOnly = true
 		case "id":
 			var id int
 			id, err = strconv.Atoi(value)

@@ -9,7 +9,9 @@ import (
 )
 
 // setTable is the coordinator's table of the process sets of a job. Operations on the global set, in which
-// all ranks take part, add and remove process sets.
+// all ranks take part, add and remove process sets. A process set may also be added and removed by its
+// members only. Then the members request the addition on the global set, the answer is the first grant of the
+// new set, and they request the removal on the set itself.
 type setTable struct {
 	size          int // number of ranks of the job
 	cacheCapacity int
@@ -21,7 +23,7 @@ type setTable struct {
 	removed []removedSet
 }
 
-// removedSet is a process set that was removed. It is kept until every rank has seen the removal, because
+// removedSet is a process set that was removed. It is kept until every member has seen the removal, because
 // frames about the set may still be in flight.
 type removedSet struct {
 	Set
@@ -64,10 +66,15 @@ func (t *setTable) change(r *message.Response, cycle uint64) *message.Response {
 		reason = t.remove(r.Set, cycle)
 	}
 	if reason != "" {
-		return &message.Response{Kind: message.Error, Name: r.Name, Text: fmt.Sprintf("%v %q: %s", r.Kind,
-			r.Name, reason)}
+		return errorResponse(r, reason)
 	}
 	return &done
+}
+
+// errorResponse returns the error that answers the requests for r.
+func errorResponse(r *message.Response, reason string) *message.Response {
+	return &message.Response{Kind: message.Error, Name: r.Name,
+		Text: fmt.Sprintf("%v %q: %s", r.Kind, r.Name, reason)}
 }
 
 // add adds a process set with the given ranks, which are in ascending order. If the set cannot be added, add
@@ -77,32 +84,140 @@ func (t *setTable) add(ranks []topo.Rank) (id topo.ProcessSetID, reason string) 
 		return 0, fmt.Sprintf("got rank %d, but the job has only %d ranks", last, t.size)
 	}
 	for _, s := range t.sets {
-		if slices.Equal(s.Ranks, ranks) {
+		if !s.byMembers && slices.Equal(s.Ranks, ranks) {
 			return 0, fmt.Sprintf("duplicate process set: process set %d already consists of %s", s.ID,
 				topo.FormatRanks(ranks))
 		}
 	}
-	if len(t.sets) >= message.MaxSets {
-		return 0, fmt.Sprintf("the job already has %d process sets, which is the maximum", len(t.sets))
+	if reason = t.full(); reason != "" {
+		return 0, reason
 	}
-	id = t.next
+	return t.insert(ranks).ID, ""
+}
+
+// checkChange returns an error if the request q to add or remove a process set must not be made in s.
+// byMembers says whether only the members have added s.
+func (s *Set) checkChange(byMembers bool, q *message.Request) error {
+	switch {
+	case s.ID == topo.Global, byMembers && q.Kind == message.RemoveProcessSet && q.Set == s.ID:
+		return nil
+	case byMembers && q.Kind == message.RemoveProcessSet:
+		return fmt.Errorf("got process set %d for a request in process set %d, want the same process set", q.Set, s.ID)
+	}
+	return fmt.Errorf("got process set %d, want process set 0, because all ranks take part", s.ID)
+}
+
+// mayFound reports whether a member of s, the set of all ranks, may request that the given ranks, which are
+// in ascending order, add a process set.
+func (s *setState) mayFound(member int, ranks []topo.Rank) bool {
+	return s.index(ranks[len(ranks)-1]) >= 0 && slices.Contains(ranks, s.Ranks[member])
+}
+
+// full returns a text if the job has the maximum number of process sets. Otherwise it returns "".
+func (t *setTable) full() (reason string) {
+	if len(t.sets) < message.MaxSets {
+		return ""
+	}
+	return fmt.Sprintf("the job already has %d process sets, which is the maximum", len(t.sets))
+}
+
+// insert adds a process set with the next ID.
+func (t *setTable) insert(ranks []topo.Rank) *setState {
+	s := newSetState(Set{ID: t.next, Ranks: ranks}, t.cacheCapacity, t.waits)
 	t.next++
-	t.sets = append(t.sets[:len(t.sets):len(t.sets)], newSetState(Set{ID: id, Ranks: ranks}, t.cacheCapacity,
-		t.waits))
-	return id, ""
+	t.sets = append(t.sets[:len(t.sets):len(t.sets)], s)
+	return s
+}
+
+// addFounded adds the process sets that only their members add, if all of these have requested it. The first
+// grant of each set is the answer. If the members disagree, the answer is an error, and the set exists only
+// until the error is granted.
+func (t *setTable) addFounded() {
+	global := t.sets[0]
+	for _, row := range global.founded {
+		t.found(row)
+	}
+	if len(global.founded) > 0 {
+		clear(global.founded)
+		global.founded = global.founded[:0]
+		global.forgetRows()
+	}
+}
+
+// found adds the process set for which the requests in row ask. The row moves to the new set.
+func (t *setTable) found(row *tableRow) {
+	named := Set{Ranks: ranksIn(row.named)}
+	r := agree(&named, pick(row.requests, named.Ranks), &t.sets[0].joined)
+	if reason := t.full(); reason != "" && r.Kind != message.Error {
+		r = errorResponse(r, reason)
+	}
+	// A rank that has joined may be named and have requested nothing. Then the answer is an error.
+	asked := slices.DeleteFunc(slices.Clone(named.Ranks), func(m topo.Rank) bool {
+		return row.requests[m].Kind == message.NoKind
+	})
+	s := t.insert(asked)
+	s.byMembers = true
+	r.Set, r.Ranks = s.ID, asked
+	moved := &tableRow{wait: row.wait, requests: pick(row.requests, asked), count: len(asked), complete: true}
+	if row.arrivals != nil {
+		moved.arrivals = pick(row.arrivals, asked)
+	}
+	s.table[r.Name], s.rows = moved, append(s.rows, moved)
+	s.ready = append(s.ready, readyItem{response: r, row: moved})
+}
+
+// pick returns the elements of all, which has an element for each rank of the job, that belong to the given
+// ranks.
+func pick[T any](all []T, ranks []topo.Rank) []T {
+	picked := make([]T, len(ranks))
+	for i, r := range ranks {
+		picked[i] = all[r]
+	}
+	return picked
+}
+
+// ranksIn returns the ranks whose bits are set.
+func ranksIn(bits message.Bits) (ranks []topo.Rank) {
+	for r, ok := bits.Next(0); ok; r, ok = bits.Next(r + 1) {
+		ranks = append(ranks, topo.Rank(r))
+	}
+	return ranks
+}
+
+// foundingOf returns the response that ends the addition of a process set by its members if d is the grant of
+// this response. Otherwise it returns nil. Such a grant is the first of its set. If the response is an error,
+// the set is not added.
+func foundingOf(d *message.DownSet) *message.Response {
+	if len(d.Grants) != 1 || len(d.Grants[0].Full) != 1 || len(d.Grants[0].Bits) > 0 {
+		return nil
+	}
+	r := d.Grants[0].Full[0]
+	if r.Kind != message.AddProcessSet && r.Kind != message.Error || r.Set != d.Set || d.Set == topo.Global {
+		return nil
+	}
+	return r
 }
 
 // remove removes a process set and drops the requests that wait in it. The ranks still finish the operations
-// that were granted in it. If the set does not exist, remove returns a text that says so.
+// that were granted in it. If all ranks cannot remove such a set, remove returns the reason as text.
 func (t *setTable) remove(id topo.ProcessSetID, cycle uint64) (reason string) {
 	s := t.find(id)
-	if s == nil {
+	switch {
+	case s == nil:
 		return fmt.Sprintf("process set %d does not exist", id)
+	case s.byMembers:
+		return fmt.Sprintf("the members of process set %d, which are %s, have added it, and only they remove it",
+			id, topo.FormatRanks(s.Ranks))
 	}
 	s.ready = nil // decide nothing else about the set in the cycle that removes it
+	t.drop(s, cycle)
+	return ""
+}
+
+// drop removes a process set that the given cycle has removed.
+func (t *setTable) drop(s *setState, cycle uint64) {
 	t.removed = append(t.removed, removedSet{s.Set, cycle})
 	t.sets = slices.DeleteFunc(slices.Clone(t.sets), func(x *setState) bool { return x == s })
-	return ""
 }
 
 // crossed reports whether rank r could correctly send news of a removed set. It could if it had not seen the
@@ -113,25 +228,62 @@ func (t *setTable) crossed(id topo.ProcessSetID, r topo.Rank, seen uint64) bool 
 	})
 }
 
-// forget drops the removed sets whose removal every rank has seen. seen is the last cycle that every rank has
-// applied.
-func (t *setTable) forget(seen uint64) {
-	t.removed = slices.DeleteFunc(t.removed, func(s removedSet) bool { return s.cycle <= seen })
+// forget drops the removed sets whose removal every member has seen. The function seen returns the last cycle
+// that all the given ranks have applied.
+func (t *setTable) forget(seen func(ranks []topo.Rank) uint64) {
+	t.removed = slices.DeleteFunc(t.removed, func(s removedSet) bool { return s.cycle <= seen(s.Ranks) })
 }
 
-// change adds or removes a process set at a member, as the granted response r says. The engine ends the
-// requests that wait in a removed set. Operations that were granted in the set still run.
-func (m *Member) change(r *message.Response) error {
-	switch r.Kind {
-	case message.AddProcessSet:
+// change adds or removes a process set at a member, as the response r says, which was granted in the process
+// set in. The engine ends the requests that wait in a removed set. Operations that were granted in the set
+// still run.
+func (m *Member) change(in *memberSet, r *message.Response) error {
+	switch {
+	case r.Kind == message.AddProcessSet && in.ID == topo.Global:
 		if m.set(r.Set) != nil {
 			return fmt.Errorf("got a grant that adds process set %d, which already exists", r.Set)
 		}
-		if s := newMemberSet(Set{ID: r.Set, Ranks: r.Ranks}, m.cfg.Rank); s.me >= 0 || m.cfg.Lockstep {
-			m.sets = append(m.sets, s)
-		}
-	case message.RemoveProcessSet:
+		m.addSet(newMemberSet(Set{ID: r.Set, Ranks: r.Ranks}, m.cfg.Rank))
+	case r.Kind == message.RemoveProcessSet:
 		m.sets = slices.DeleteFunc(m.sets, func(s *memberSet) bool { return s.ID == r.Set })
 	}
 	return nil
+}
+
+// addSet adds a process set. Without Lockstep, it ignores sets that do not contain this rank.
+func (m *Member) addSet(s *memberSet) {
+	if s.me < 0 && !m.cfg.Lockstep {
+		return
+	}
+	// A cycle may add several sets, and not in the order of their IDs.
+	i, _ := slices.BinarySearchFunc(m.sets, s.ID, func(x *memberSet, id topo.ProcessSetID) int {
+		return int(x.ID) - int(id)
+	})
+	m.sets = slices.Insert(m.sets, i, s)
+}
+
+// found returns the process set whose addition by its members d answers. If the answer is no error, found
+// adds the set. It returns nil if d is no such answer.
+func (m *Member) found(d *message.DownSet) *memberSet {
+	r := foundingOf(d)
+	if r == nil {
+		return nil
+	}
+	s := newMemberSet(Set{ID: r.Set, Ranks: r.Ranks}, m.cfg.Rank)
+	if s.byMembers = true; r.Kind == message.AddProcessSet {
+		m.addSet(s)
+	}
+	return s
+}
+
+// follow applies the decisions of a cycle about a set to which this rank does not belong. In lock-step, every
+// rank knows all sets, and the members may remove theirs.
+func (m *Member) follow(d *message.DownSet) {
+	for i := range d.Grants {
+		for _, r := range d.Grants[i].Full {
+			if r.Kind == message.RemoveProcessSet {
+				m.sets = slices.DeleteFunc(m.sets, func(s *memberSet) bool { return s.ID == d.Set })
+			}
+		}
+	}
 }

@@ -22,7 +22,9 @@ type Planner func(members []topo.Rank, r *message.Response,
 // (table) or as votes (cache), and the responses that will be granted next (ready).
 type setState struct {
 	Set
-	cache *responsecache.Primary
+	// byMembers is set if only the members have added the set and only they may remove it.
+	byMembers bool
+	cache     *responsecache.Primary
 	// table holds the full requests that have not been granted, by name. rows holds the same requests, in the
 	// order in which each name was first requested.
 	table map[string]*tableRow
@@ -32,6 +34,9 @@ type setState struct {
 	ready  []readyItem
 	held   heldGroups
 	joined joinState
+	// founded are the rows for process sets that only their members add, if all of these have requested it.
+	// Only the global set has such rows.
+	founded []*tableRow
 	// granted is the number of grants so far. done is the number of grants that the lowest rank has finished.
 	granted, done uint64
 	// bitWaits holds the waits of cached tensors, by bit. The wait of a tensor begins with the first vote for
@@ -51,7 +56,10 @@ type tableRow struct {
 	requests []message.Request // by member; the Kind is NoKind for a member without a request
 	arrivals []time.Duration   // by member; nil unless tracing is on
 	count    int
-	complete bool // whether the tensor is ready or held
+	// named are the ranks that must make the request if it is for a process set that only its members add:
+	// all ranks that the requests so far have named. It is nil if all members must make the request.
+	named    message.Bits
+	complete bool // whether the tensor is ready, held or founded
 	granted  bool
 }
 
@@ -160,9 +168,11 @@ func (s *setState) request(member int, q message.Request) error {
 		return fmt.Errorf("got a request for %v %q of process set %d after the rank had joined", q.Kind,
 			q.Name,
 			s.ID)
-	case changesSets(q.Kind) && s.ID != topo.Global:
-		return fmt.Errorf("request for %v %q: got process set %d, want process set 0, because all ranks take part",
-			q.Kind, q.Name, s.ID)
+	case changesSets(q.Kind) && s.checkChange(s.byMembers, &q) != nil:
+		return fmt.Errorf("request for %v %q: %w", q.Kind, q.Name, s.checkChange(s.byMembers, &q))
+	case q.MembersOnly && !s.mayFound(member, q.Ranks):
+		return fmt.Errorf("request for %v %q: got ranks %v, want ranks of the job that include the sender", q.Kind,
+			q.Name, q.Ranks)
 	case q.Kind == message.Join:
 		s.join(member, &q)
 		return nil
@@ -188,11 +198,15 @@ func (s *setState) addRequest(member int, q message.Request) error {
 	if row == nil {
 		row = &tableRow{wait: s.waits.begin(s.Ranks[member]),
 			requests: make([]message.Request, len(s.Ranks))}
+		if q.MembersOnly {
+			row.named = make(message.Bits, 0, 1)
+		}
 		s.table[q.Name] = row
 		s.rows = append(s.rows, row)
 	} else {
 		s.waits.arrived(s.Ranks[member], &row.wait)
 	}
+	row.name(&q)
 	if row.requests[member].Kind != message.NoKind {
 		return fmt.Errorf("got a second request for %v %q while the first is pending", q.Kind,
 			q.Name)
@@ -207,8 +221,26 @@ func (s *setState) addRequest(member int, q message.Request) error {
 	return nil
 }
 
+// name records the ranks that the request q names.
+func (row *tableRow) name(q *message.Request) {
+	switch {
+	case !q.MembersOnly:
+		row.named = nil
+	case row.named != nil:
+		for _, r := range q.Ranks {
+			row.named.Set(uint32(r))
+		}
+	}
+}
+
+// needs reports whether a member must make the request of the row.
+func (row *tableRow) needs(member int) bool { return row.named == nil || row.named.Has(uint32(member)) }
+
 // rowComplete reports whether every member has requested the row's tensor or has joined.
 func (s *setState) rowComplete(row *tableRow) bool {
+	if row.named != nil {
+		return len(s.rowMissing(row)) == 0
+	}
 	return row.count+s.joined.without(func(m int) bool {
 		return row.requests[m].Kind != message.NoKind
 	}) == len(s.Ranks)
@@ -216,6 +248,12 @@ func (s *setState) rowComplete(row *tableRow) bool {
 
 func (s *setState) completeRow(row *tableRow) {
 	row.complete = true
+	if row.named != nil {
+		row.granted = true // in the set that is added
+		delete(s.table, firstOf(row.requests).Name)
+		s.founded = append(s.founded, row)
+		return
+	}
 	item := readyItem{response: agree(&s.Set, row.requests, &s.joined), absent: s.absent(row.requests),
 		row: row}
 	s.complete(&item, groupOf(row.requests))
@@ -343,9 +381,12 @@ func (s *setState) open() bool { return s.granted-s.done <= 1 }
 // know.
 func (s *setState) decide(d *message.DownSet, cycle uint64, p *policy, pinned message.Bits) {
 	for i := range s.ready {
-		if item := &s.ready[i]; changesSets(item.response.Kind) {
+		if item := &s.ready[i]; changesSets(item.response.Kind) && !s.byMembers {
 			item.response = p.sets.change(item.response, cycle)
 		}
+	}
+	if s.byMembers && s.ends() {
+		p.sets.drop(s, cycle)
 	}
 	s.fuse(p)
 	// An absent rank has no requests from which to fill its cache.
@@ -353,7 +394,9 @@ func (s *setState) decide(d *message.DownSet, cycle uint64, p *policy, pinned me
 	for i, group := range s.groups {
 		s.grant(d, group, s.plans[i])
 	}
-	s.forgetGranted()
+	s.forgetRows()
+	clear(s.ready)
+	s.ready = s.ready[:0]
 	if cacheable {
 		// Assign bits only after all grants have marked their entries as recently used. Then an assignment
 		// evicts an entry that was granted in this cycle only if all entries were.
@@ -369,6 +412,23 @@ func (s *setState) decide(d *message.DownSet, cycle uint64, p *policy, pinned me
 		s.emptyCache()
 	}
 	d.Erase = s.cache.Issue(cycle, d.Erase)
+}
+
+// ends reports whether the ready tensors are the last ones of the set, which only its members have added: the
+// members remove the set, or they have not agreed to add it. A removal becomes the last of the ready tensors.
+func (s *setState) ends() bool {
+	for i, item := range s.ready {
+		switch item.response.Kind {
+		case message.RemoveProcessSet:
+			s.ready = append(slices.Delete(s.ready, i, i+1), item)
+			return true
+		case message.Error:
+			if s.granted == 0 { // the first grant answers the addition
+				return true
+			}
+		}
+	}
+	return false
 }
 
 // fuse plans which tensors run together, and on which backend. If no backend can run a tensor, fuse turns the
@@ -448,9 +508,7 @@ func (s *setState) grant(d *message.DownSet, group []int, p plan) {
 	s.granted++
 }
 
-// forgetGranted removes the tensors that decide has granted from rows and ready.
-func (s *setState) forgetGranted() {
+// forgetRows removes the rows that were granted.
+func (s *setState) forgetRows() {
 	s.rows = slices.DeleteFunc(s.rows, func(r *tableRow) bool { return r.granted })
-	clear(s.ready)
-	s.ready = s.ready[:0]
 }

@@ -29,7 +29,13 @@ type Stall struct {
 	Missing   []topo.Rank
 	Waited    time.Duration
 	Executing bool
+
+	// row has the requests for the tensor, or is nil. Only the ranks that it needs take part.
+	row *tableRow
 }
+
+// concerns reports whether the member of the process set takes part in the operation.
+func (s *Stall) concerns(member int) bool { return s.row == nil || s.row.needs(member) }
 
 func (s *Stall) String() string {
 	text := fmt.Sprintf("%s of process set %d has waited %s for ", label(s.Kind, s.Name), s.Set,
@@ -235,7 +241,8 @@ func (s *setState) eachWaiting(visit func(w *wait, key groupKey, stall func() St
 			first, key := firstOf(row.requests), groupOf(row.requests)
 			incomplete[key] = true
 			visit(&row.wait, key, func() Stall {
-				return Stall{Set: s.ID, Kind: first.Kind, Name: first.Name, Missing: s.rowMissing(row)}
+				return Stall{Set: s.ID, Kind: first.Kind, Name: first.Name, Missing: s.rowMissing(row),
+					row: row}
 			})
 		}
 	}
@@ -271,7 +278,9 @@ func (s *setState) waitOf(item *readyItem) *wait {
 func (s *setState) bitWaiting(bit uint32) bool { return s.cache.Votes(bit) > 0 && !s.bitComplete(bit) }
 
 func (s *setState) rowMissing(row *tableRow) []topo.Rank {
-	return s.missing(func(m int) bool { return row.requests[m].Kind != message.NoKind })
+	return s.missing(func(m int) bool {
+		return row.requests[m].Kind != message.NoKind || !row.needs(m)
+	})
 }
 
 func (s *setState) bitMissing(bit uint32) []topo.Rank {

@@ -29,7 +29,7 @@ func (m *Member) Timeout(set topo.ProcessSetID, tensor string, after time.Durati
 // has reports whether a grant in the list contains the tensor.
 func (l *grantList) has(set topo.ProcessSetID, tensor string) bool {
 	for g := l.oldest; g != nil; g = g.newer {
-		if g.Set == set && slices.ContainsFunc(g.Responses, func(r *message.Response) bool {
+		if g.Asked == set && slices.ContainsFunc(g.Responses, func(r *message.Response) bool {
 			return r.Name == tensor
 		}) {
 			return true

@@ -59,7 +59,7 @@ func (l *lane) execute(ctx context.Context, w *work) error {
 // answer reports the results of the tensors of w, which has been executed. A refused tensor ends with the
 // error in w.refused, and every other tensor ends without an error.
 func (l *lane) answer(w *work) {
-	l.observer.ended(l.set.ID, w, nil)
+	l.observer.ended(w, nil)
 	for i, e := range w.entries {
 		var err error
 		if i < len(w.refused) {

@@ -233,7 +233,7 @@ func (l *lane) run(ctx context.Context, finished func(w *work, err error)) {
 		if w.failed {
 			err = l.verdict()
 		}
-		l.observer.ended(l.set.ID, w, err)
+		l.observer.ended(w, err)
 		for _, e := range w.entries {
 			l.finish(e, err)
 		}

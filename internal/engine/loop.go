@@ -319,7 +319,7 @@ func (e *Engine) match(w *work) error {
 	if w.absent = slices.Contains(w.grant.Absent, e.cfg.Rank); w.absent {
 		return nil
 	}
-	l := e.lanes.find(w.grant.Set)
+	l := e.lanes.find(w.grant.Asked)
 	for i, r := range w.grant.Responses {
 		var entry *tensorqueue.Entry
 		if i < len(w.grant.Bits) {

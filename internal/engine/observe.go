@@ -10,7 +10,6 @@ import (
 
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/tensor"
-	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/trace"
 	"github.com/gohvd/gohvd/tensorqueue"
 )
@@ -139,14 +138,14 @@ func (a activity) name(r *message.Response, b message.Backend) string {
 
 // ended records that w has ended. It must be called before the results of w's tensors are reported. err is
 // nil if w has completed. Otherwise it is the reason why w has failed.
-func (o *observer) ended(set topo.ProcessSetID, w *work, err error) {
+func (o *observer) ended(w *work, err error) {
 	now := o.since()
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	op := &o.op
 	g := w.grant
 	*op = trace.Operation{
-		Set: set, Number: g.Number, Kind: g.Responses[0].Kind, Backend: g.Backend, Algorithm: g.Algorithm,
+		Set: g.Set, Number: g.Number, Kind: g.Responses[0].Kind, Backend: g.Backend, Algorithm: g.Algorithm,
 		Absent:  w.absent,
 		Granted: w.granted, Begun: max(w.begun, w.granted), Ended: now, Failed: err,
 		Activities: op.Activities[:0], Tensors: op.Tensors[:0],

@@ -23,6 +23,9 @@ type laneTable struct {
 	all []*lane
 	// shared points to the same slice as all, for goroutines other than the loop.
 	shared atomic.Pointer[[]*lane]
+	// released is an ID. The mesh has released the lanes of all process sets with lower IDs that are not in
+	// all.
+	released topo.ProcessSetID
 }
 
 // find returns the lane of a set, or nil if there is none. Any goroutine may call it.
@@ -84,31 +87,47 @@ func (e *Engine) addSet(set controller.Set) error {
 }
 
 // changeSets applies a grant that adds or removes a process set, and returns the lane that reports the
-// result. For an addition, this is the lane of the global set. For a removal, it is the lane of the removed
-// set, so that the result comes after the last operation of that set. In both cases the entry of the change
-// is in the queue of the global set.
+// result. If all ranks add a set, this is the lane of the global set. If only the members add it, this is the
+// lane of the new set, so that the result does not wait for operations of the global set; an error is
+// reported by the lane of the global set. For a removal, it is the lane of the removed set, so that the
+// result comes after the last operation of that set. The entry of the change is in the queue of the set
+// g.Asked.
 func (e *Engine) changeSets(g *controller.Grant) (*lane, error) {
-	answering := e.lanes.find(g.Set)
 	switch r := g.Responses[0]; r.Kind {
 	case message.AddProcessSet:
-		return answering, e.addSet(controller.Set{ID: r.Set, Ranks: r.Ranks})
+		if err := e.addSet(controller.Set{ID: r.Set, Ranks: r.Ranks}); err != nil {
+			return nil, err
+		}
 	case message.RemoveProcessSet:
 		if l := e.lanes.find(r.Set); l != nil {
 			l.refuse(ErrNoProcessSet)
 			return l, nil
 		}
 	}
-	return answering, nil
+	if l := e.lanes.find(g.Set); l != nil {
+		return l, nil
+	}
+	return e.lanes.find(g.Asked), nil
 }
 
 // dropSet releases a set whose last work is done. Every rank releases the lanes of the set in the mesh, even
-// if it is not a member of the set. The mesh stores a contiguous range of released lanes in a few bytes, and
-// a lane that was not released would be a gap in the range.
+// if it is not a member of the set, and the lanes of all sets with lower IDs of which it is not a member,
+// because it does not learn when their members remove them. The mesh stores a contiguous range of released
+// lanes in a few bytes, and a lane that was not released would be a gap in the range.
 func (e *Engine) dropSet(id topo.ProcessSetID) {
 	if l := e.lanes.find(id); l != nil {
 		l.end(nil)
 		e.lanes.drop(id)
 	}
+	e.releaseLanes(id)
+	for ; e.lanes.released < id; e.lanes.released++ {
+		if e.lanes.find(e.lanes.released) == nil {
+			e.releaseLanes(e.lanes.released)
+		}
+	}
+}
+
+func (e *Engine) releaseLanes(id topo.ProcessSetID) {
 	e.cfg.Mesh.Release(transport.DataLane(id))
 	e.cfg.Mesh.Release(transport.OuterLane(id))
 	e.dropMessages(id)

@@ -38,6 +38,9 @@ func (r *Request) CheckParameters() error {
 	if len(r.Parts) > 0 {
 		return r.checkParts()
 	}
+	if r.MembersOnly && r.Kind != AddProcessSet {
+		return fmt.Errorf("got a request of the members only, but only a process set can be added in this way")
+	}
 	switch r.Kind {
 	case AddProcessSet:
 		return checkMembers(r.Ranks)
@@ -114,6 +117,11 @@ func (r *Request) checkReduction(dt tensor.DType) error {
 // sizes in a response.
 func (r *Response) check() error {
 	if r.Kind == Error {
+		if len(r.Ranks) > 0 {
+			if err := checkMembers(r.Ranks); err != nil {
+				return err
+			}
+		}
 		return CheckName(r.Name)
 	}
 	q := r.request()

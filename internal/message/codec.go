@@ -613,7 +613,7 @@ func requestToPB(r *Request) *messagepb.Request {
 		ReduceOp: uint32(r.Op), Prescale: r.Prescale, Postscale: r.Postscale, WireDtype: uint32(r.Wire),
 		RootRank: int32(r.Root),
 		Group:    r.Group, GroupSize: r.GroupSize, Empty: r.Empty, Ranks: ranksToPB(r.Ranks),
-		ProcessSet: uint32(r.Set), Parts: r.Parts,
+		MembersOnly: r.MembersOnly, ProcessSet: uint32(r.Set), Parts: r.Parts,
 	}
 }
 
@@ -627,7 +627,7 @@ func (d *decoder) request(r *Request) {
 		Op: tensor.ReduceOp(narrow(pb.ReduceOp)), Prescale: pb.Prescale, Postscale: pb.Postscale,
 		Wire: tensor.DType(narrow(pb.WireDtype)), Root: topo.Rank(pb.RootRank),
 		Group: pb.Group, GroupSize: pb.GroupSize, Empty: pb.Empty, Ranks: ranksFromPB(pb.Ranks),
-		Set: topo.ProcessSetID(pb.ProcessSet), Parts: pb.Parts,
+		MembersOnly: pb.MembersOnly, Set: topo.ProcessSetID(pb.ProcessSet), Parts: pb.Parts,
 	}
 	if err := r.Check(); err != nil {
 		d.fail(err)

@@ -61,6 +61,7 @@ func upSamples() []*message.Up {
 				{Kind: message.Alltoall, Name: "x", DType: tensor.Uint16, Shape: tensor.Shape{5, 2}},
 				{Kind: message.Join, Name: "j", Empty: true},
 				{Kind: message.AddProcessSet, Name: "s", Ranks: []topo.Rank{0, 2, message.MaxRanks - 1}},
+				{Kind: message.AddProcessSet, Name: "m", Ranks: []topo.Rank{1}, MembersOnly: true},
 				{Kind: message.RemoveProcessSet, Name: "s", Set: math.MaxUint32},
 			}},
 		}},

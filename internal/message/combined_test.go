@@ -83,7 +83,7 @@ func TestRequestEqual(t *testing.T) {
 	full := message.Request{
 		Kind: message.Allreduce, Name: "a", DType: 1, Shape: []int64{1}, Op: 1, Prescale: 1, Postscale: 1,
 		Wire: 1, Root: 1, Group: "g", GroupSize: 1, Parts: message.Parts{1}, Empty: true,
-		Ranks: []topo.Rank{1}, Set: 1,
+		Ranks: []topo.Rank{1}, MembersOnly: true, Set: 1,
 	}
 	same := full
 	same.Bit, same.Hit = 1, new(message.Response)

@@ -43,6 +43,8 @@ type Request struct {
 	Empty bool
 	// Ranks are the members of a process set to add, in ascending order.
 	Ranks []topo.Rank
+	// MembersOnly is set if only the ranks in Ranks take part in adding the process set.
+	MembersOnly bool
 	// Set is the process set to remove.
 	Set topo.ProcessSetID
 	// Bit is a guess of the cache bit of the name. A wrong guess only makes the lookup slower. Bit is not
@@ -57,7 +59,8 @@ func (q *Request) Equal(o *Request) bool {
 	return q.Kind == o.Kind && q.Name == o.Name && q.DType == o.DType && q.Shape.Equal(o.Shape) &&
 		q.Op == o.Op && q.Prescale == o.Prescale && q.Postscale == o.Postscale && q.Wire == o.Wire &&
 		q.Root == o.Root && q.Group == o.Group && q.GroupSize == o.GroupSize && q.Parts.Equal(o.Parts) &&
-		q.Empty == o.Empty && slices.Equal(q.Ranks, o.Ranks) && q.Set == o.Set
+		q.Empty == o.Empty && slices.Equal(q.Ranks, o.Ranks) && q.MembersOnly == o.MembersOnly &&
+		q.Set == o.Set
 }
 
 // Response is what the members of a process set have agreed to do with one tensor. It is immutable. It
@@ -81,7 +84,9 @@ type Response struct {
 	Group     string
 	GroupSize int32
 	Parts     Parts
-	Ranks     []topo.Rank
+	// Ranks are the members of a process set that was added. An Error in place of a process set that only
+	// its members add has the ranks that asked for it.
+	Ranks []topo.Rank
 	// Set is the process set that was added or is to be removed.
 	Set topo.ProcessSetID
 	// Text is the reason for an Error.

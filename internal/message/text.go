@@ -103,6 +103,9 @@ func (q *Request) String() string {
 		}
 	case AddProcessSet:
 		text += " ranks=" + listText(q.Ranks)
+		if q.MembersOnly {
+			text += " members-only"
+		}
 	case RemoveProcessSet:
 		text += fmt.Sprintf(" id=%d", q.Set)
 	}
@@ -212,6 +215,9 @@ func grantText(g *Grant) string {
 		case RemoveProcessSet:
 			text += fmt.Sprintf(" id=%d", r.Set)
 		case Error:
+			if len(r.Ranks) > 0 {
+				text += " ranks=" + listText(r.Ranks)
+			}
 			text += fmt.Sprintf(" (%s)", r.Text)
 		case Allgather:
 			text += fmt.Sprintf(" dims=%v", tensor.Shape(r.FirstDims))

@@ -41,6 +41,7 @@ type Request struct {
 	Ranks         []int32                `protobuf:"varint,13,rep,packed,name=ranks,proto3" json:"ranks,omitempty"`
 	ProcessSet    uint32                 `protobuf:"varint,14,opt,name=process_set,json=processSet,proto3" json:"process_set,omitempty"`
 	Parts         []int64                `protobuf:"varint,15,rep,packed,name=parts,proto3" json:"parts,omitempty"`
+	MembersOnly   bool                   `protobuf:"varint,16,opt,name=members_only,json=membersOnly,proto3" json:"members_only,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -178,6 +179,13 @@ func (x *Request) GetParts() []int64 {
 		return x.Parts
 	}
 	return nil
+}
+
+func (x *Request) GetMembersOnly() bool {
+	if x != nil {
+		return x.MembersOnly
+	}
+	return false
 }
 
 // Response is what the members of a process set agreed to do with one tensor.
@@ -349,7 +357,7 @@ var File_message_proto protoreflect.FileDescriptor
 
 const file_message_proto_rawDesc = "" +
 	"\n" +
-	"\rmessage.proto\x12\x10gohvd.message.v1\"\x88\x03\n" +
+	"\rmessage.proto\x12\x10gohvd.message.v1\"\xab\x03\n" +
 	"\aRequest\x12\x12\n" +
 	"\x04kind\x18\x01 \x01(\rR\x04kind\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x14\n" +
@@ -369,7 +377,8 @@ const file_message_proto_rawDesc = "" +
 	"\x05ranks\x18\r \x03(\x05R\x05ranks\x12\x1f\n" +
 	"\vprocess_set\x18\x0e \x01(\rR\n" +
 	"processSet\x12\x14\n" +
-	"\x05parts\x18\x0f \x03(\x03R\x05parts\"\xa6\x03\n" +
+	"\x05parts\x18\x0f \x03(\x03R\x05parts\x12!\n" +
+	"\fmembers_only\x18\x10 \x01(\bR\vmembersOnly\"\xa6\x03\n" +
 	"\bResponse\x12\x12\n" +
 	"\x04kind\x18\x01 \x01(\rR\x04kind\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x14\n" +
