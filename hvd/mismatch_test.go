@@ -594,7 +594,8 @@ func TestImpossibleProcessSets(t *testing.T) {
 				{[]int{0, 2}, nil, "got rank 2, want 0 to 1"},
 				{[]int{-1}, nil, "got rank -1, want 0 to 1"},
 				{[]int{1, 0, 1}, nil, "got rank 1 twice in [1 0 1]"},
-				{[]int{0}, []hvd.Option{hvd.Name("x")}, "option Name does not apply to this operation"},
+				{[]int{0}, []hvd.Option{hvd.Empty()}, "option Empty does not apply to this operation"},
+				{[]int{1}, []hvd.Option{hvd.MembersOnly()}, "rank 0 is not among the ranks [1]"},
 			} {
 				_, err := hvd.AddProcessSet(ctx, c.ranks, append(c.opts, hvd.On(e))...)
 				wantMisuse(t, err, "add process set", c.want)

@@ -133,6 +133,10 @@ func Timeout(d time.Duration) Option { return Option{kind: rank.OptTimeout, dura
 // Over runs the operation among the members of set. The default is all ranks.
 func Over(set *ProcessSet) Option { return Option{kind: rank.OptOver, set: set} }
 
+// MembersOnly makes AddProcessSet an operation of the members only: the other ranks do not call it and do not
+// know the set.
+func MembersOnly() Option { return Option{kind: rank.OptMembersOnly} }
+
 // On runs the operation on e. The default is the engine that Init started.
 func On(e *Engine) Option { return Option{kind: rank.OptOn, engine: e} }
 
@@ -195,6 +199,8 @@ func (c *call) take(o *Option, group bool) error {
 		c.ErrorFeedback = true
 	case rank.OptEmpty:
 		c.Empty = true
+	case rank.OptMembersOnly:
+		c.MembersOnly = true
 	case rank.OptTimeout:
 		if c.Timeout = o.duration; c.Timeout <= 0 {
 			return c.Misuse("got timeout %v, want more than 0", o.duration)

@@ -19,7 +19,7 @@ type ProcessSet struct {
 }
 
 // ID returns the number of the set: 0 for the set of all ranks, then 1, 2, ... in the order in which sets
-// were added. The number is the same at all ranks. Unlike in Horovod it is never reused.
+// were added. The number is the same at all ranks that know the set. Unlike in Horovod it is never reused.
 func (p *ProcessSet) ID() int { return int(p.set.ID) }
 
 // Ranks returns the ranks of the members in ascending order.
@@ -53,7 +53,8 @@ func (e *Engine) setOf(s *rank.Set) *ProcessSet {
 }
 
 // ProcessSets returns the process sets that exist, in the order of their IDs, including sets of which this
-// rank is not a member. The first is the set of all ranks.
+// rank is not a member. It omits sets that other ranks have added with MembersOnly. The first is the set of
+// all ranks.
 func (e *Engine) ProcessSets() []*ProcessSet {
 	sets := e.rank.Sets()
 	all := make([]*ProcessSet, len(sets))
@@ -76,8 +77,22 @@ func GlobalProcessSet() *ProcessSet {
 
 // AddProcessSet makes a process set of the given ranks, which may be in any order. All ranks of the job must
 // call it with the same ranks, including ranks that will not be members. It returns when all ranks have
-// called it. A rank adds one set at a time: a second call before the first returns fails with a
-// *DuplicateNameError. The options On and Timeout apply.
+// called it. If a set of these ranks exists already, it fails with a *MismatchError. The options MembersOnly,
+// Name, On and Timeout apply.
+//
+// With MembersOnly, only the given ranks call it, and it returns when all of them have called it. This rank
+// must be one of them. A set of the same ranks may exist already, and each call makes another set.
+//
+// Several goroutines may add sets at the same time if the calls have different names. The default name
+// depends only on the ranks with MembersOnly, and is the same for all other calls. If a call of the same name
+// is in flight at this rank, the call fails with a *DuplicateNameError. Calls of the same name at several
+// ranks belong together, even if their ranks have no rank in common. So if they name different ranks, they
+// fail at all these ranks with a *MismatchError that says which rank named what, as soon as all the named
+// ranks have called it.
+//
+// A call costs one frame from each rank that calls it to rank 0, and one back. A set without operations costs
+// a few KiB of memory and one goroutine at each member. Its first operation opens its connections and shared
+// memory.
 func AddProcessSet(ctx context.Context, ranks []int, opts ...Option) (*ProcessSet, error) {
 	c, err := prepare(message.AddProcessSet, tensor.Invalid, false, opts)
 	if err != nil {
@@ -91,8 +106,9 @@ func AddProcessSet(ctx context.Context, ranks []int, opts ...Option) (*ProcessSe
 }
 
 // RemoveProcessSet removes a process set. All ranks of the job must call it, including ranks that are not
-// members. It returns when all ranks have called it. Operations on the set that have been granted still
-// finish. All other pending operations on the set fail with ErrNoProcessSet. The option Timeout applies.
+// members. If the set was added with MembersOnly, all members must call it. It returns when all these ranks
+// have called it. Operations on the set that have been granted still finish. All other pending operations on
+// the set fail with ErrNoProcessSet. The option Timeout applies.
 func RemoveProcessSet(ctx context.Context, set *ProcessSet, opts ...Option) error {
 	if set == nil {
 		return &UsageError{Op: message.RemoveProcessSet.String(), Err: fmt.Errorf("process set is nil, want one from AddProcessSet or ProcessSets")}

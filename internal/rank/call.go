@@ -32,12 +32,13 @@ const (
 	OptTimeout
 	OptOver
 	OptOn
+	OptMembersOnly
 )
 
 func (o Option) String() string {
 	return [...]string{
 		"Name", "Op", "InPlace", "Shape", "Shapes", "Prescale", "Postscale", "CompressFP16 or CompressBF16",
-		"ErrorFeedback", "Empty", "Timeout", "Over", "On",
+		"ErrorFeedback", "Empty", "Timeout", "Over", "On", "MembersOnly",
 	}[o]
 }
 
@@ -68,6 +69,7 @@ var applies = func() (sets [message.NumKinds]optionSet) {
 	sets[message.Recv] = sets[message.Send]
 	sets[message.Barrier] |= optionsOf(OptName)
 	sets[message.Join] |= optionsOf(OptEmpty)
+	sets[message.AddProcessSet] |= optionsOf(OptName, OptMembersOnly)
 	return sets
 }()
 
@@ -84,6 +86,7 @@ type Call struct {
 	InPlace             bool
 	ErrorFeedback       bool
 	Empty               bool
+	MembersOnly         bool          // whether only the members of a process set add it
 	Hold                bool          // whether the name stays in use until the caller releases it
 	Timeout             time.Duration // 0 stands for the timeout of the settings until Check sets it
 }

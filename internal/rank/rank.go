@@ -226,9 +226,9 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 	if err := r.Place.Validate(); err != nil {
 		return r.refuse(&ecfg, err)
 	}
-	r.Global = r.newSet(topo.Global, controller.Global(size).Ranks)
+	r.Global = r.newSet(topo.Global, controller.Global(size).Ranks, false)
 	for _, s := range sets {
-		r.newSet(s.ID, s.Ranks)
+		r.newSet(s.ID, s.Ranks, false)
 	}
 	if n := r.Place.LocalRank; n < len(cfg.ThreadAffinity) {
 		ecfg.Cores = cfg.ThreadAffinity[n : n+1]

@@ -21,6 +21,8 @@ type Set struct {
 	ID    topo.ProcessSetID
 	Ranks []topo.Rank // in ascending order
 	Me    int         // the position of this rank in Ranks, or -1 if it is not a member
+	// ByMembers is set if only the members have added the set. Only they know it, and only they remove it.
+	ByMembers bool
 
 	unnamed [message.NumKinds]atomic.Int64 // number of unnamed calls at this rank, by kind
 	joined  atomic.Bool                    // whether this rank has joined while some rank has not joined yet
@@ -54,8 +56,8 @@ type setTable struct {
 func bySetID(s *Set, id topo.ProcessSetID) int { return int(s.ID) - int(id) }
 
 // newSet adds a process set to the table when the ranks have agreed on it.
-func (r *Rank) newSet(id topo.ProcessSetID, ranks []topo.Rank) *Set {
-	s := &Set{ID: id, Ranks: ranks, Me: slices.Index(ranks, topo.Rank(r.Place.Rank))}
+func (r *Rank) newSet(id topo.ProcessSetID, ranks []topo.Rank, byMembers bool) *Set {
+	s := &Set{ID: id, Ranks: ranks, Me: slices.Index(ranks, topo.Rank(r.Place.Rank)), ByMembers: byMembers}
 	t := &r.sets
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -71,7 +73,8 @@ func (r *Rank) removeSet(s *Set) {
 	r.sets.all = slices.DeleteFunc(r.sets.all, func(other *Set) bool { return other == s })
 }
 
-// Sets returns the process sets that exist, in ascending order of ID. The first one is the set of all ranks.
+// Sets returns the process sets that exist and that this rank knows, in ascending order of ID. The first one
+// is the set of all ranks.
 func (r *Rank) Sets() []*Set {
 	r.sets.mu.Lock()
 	defer r.sets.mu.Unlock()
@@ -98,32 +101,49 @@ func (r *Rank) members() map[topo.ProcessSetID][]topo.Rank {
 	return m
 }
 
-// Change is an operation of all ranks that adds or removes a process set.
+// Change is an operation of all ranks, or of the members of a process set, that adds or removes the set.
 type Change struct {
 	tensorqueue.Entry
 	// Set is the set to remove, or the set that was added. While an addition has not completed, Set is nil.
 	Set *Set
 }
 
-// AddSet queues an operation that adds a process set of the given ranks. It calls done when the operation has
-// ended.
+// AddSet queues an operation that adds a process set of the given ranks. All ranks take part in it, or with
+// c.MembersOnly only the given ranks. AddSet calls done when the operation has ended.
 func (c *Call) AddSet(ranks []int, done func(*Change, error)) error {
 	members, err := membersOf(ranks, c.Rank.Place.Size)
 	if err != nil {
 		return c.Misuse("%w", err)
 	}
-	return c.change(&Change{}, message.Request{Name: "process_set.add", Ranks: members}, done)
+	q := message.Request{Name: "process_set.add", Ranks: members, MembersOnly: c.MembersOnly}
+	if c.MembersOnly && !slices.Contains(members, topo.Rank(c.Rank.Place.Rank)) {
+		return c.Misuse("rank %d is not among the ranks %v, and only these ranks add the process set: call it only at a member",
+			c.Rank.Place.Rank, members)
+	}
+	switch {
+	case c.Name != "":
+		q.Name += "." + c.Name
+	case c.MembersOnly: // sets with different members may be added at the same time
+		q.Name += short(fmt.Sprint(members), "ranks", len(members))
+	}
+	return c.change(&Change{}, topo.Global, q, done)
 }
 
-// RemoveSet queues an operation that removes s. It calls done when the operation has ended.
+// RemoveSet queues an operation that removes s. If only the members have added s, only they take part in it,
+// otherwise all ranks. RemoveSet calls done when the operation has ended.
 func (c *Call) RemoveSet(s *Set, done func(*Change, error)) error {
 	if !slices.Contains(c.Rank.Sets(), s) {
 		return c.Misuse("%w", engine.ErrNoProcessSet)
 	}
-	return c.change(&Change{Set: s}, message.Request{Name: "process_set.remove", Set: s.ID}, done)
+	in := topo.Global
+	if s.ByMembers {
+		in = s.ID
+	}
+	return c.change(&Change{Set: s}, in, message.Request{Name: "process_set.remove", Set: s.ID}, done)
 }
 
-func (c *Call) change(ch *Change, q message.Request, done func(*Change, error)) error {
+// change queues the request q in the process set in.
+func (c *Call) change(ch *Change, in topo.ProcessSetID, q message.Request, done func(*Change, error)) error {
 	r := c.Rank
 	q.Kind, c.Name = c.Kind, q.Name
 	if c.Set != r.Global {
@@ -132,12 +152,12 @@ func (c *Call) change(ch *Change, q message.Request, done func(*Change, error)) 
 	if !r.dynamicSets {
 		return c.Misuse("process sets cannot be changed after Init: HOROVOD_DYNAMIC_PROCESS_SETS is 0")
 	}
-	ch.Entry = tensorqueue.Entry{Set: topo.Global, Request: q, Timeout: c.Timeout, Hold: c.Hold}
+	ch.Entry = tensorqueue.Entry{Set: in, Request: q, Timeout: c.Timeout, Hold: c.Hold}
 	ch.Done = func(err error) {
 		switch {
 		case err != nil:
 		case c.Kind == message.AddProcessSet:
-			ch.Set = r.newSet(ch.Response.Set, ch.Response.Ranks)
+			ch.Set = r.newSet(ch.Response.Set, ch.Response.Ranks, q.MembersOnly)
 		default:
 			r.removeSet(ch.Set)
 		}
@@ -188,8 +208,9 @@ func staticSets(given [][]int, size int) ([]controller.Set, error) {
 	return sets[1:], nil
 }
 
-// maxSetsText is the maximum length of a list of process sets that a rank sends to the other ranks in full.
-const maxSetsText = 4096
+// maxSetsText is the maximum length of a list of process sets, or of the members of a set in the name of a
+// request, that a rank sends to the other ranks in full.
+const maxSetsText = 2048
 
 // setsText returns a text that describes the process sets. If two ranks were given the same process sets,
 // their texts are equal.
@@ -198,9 +219,14 @@ func setsText(sets []controller.Set) string {
 	for _, s := range sets {
 		fmt.Fprint(&b, s.Ranks)
 	}
-	if b.Len() <= maxSetsText {
-		return b.String()
+	return short(b.String(), "sets", len(sets))
+}
+
+// short returns text, or if text is long, a hash of it and how many things it describes.
+func short(text, things string, n int) string {
+	if len(text) <= maxSetsText {
+		return text
 	}
-	hash := sha256.Sum256([]byte(b.String()))
-	return fmt.Sprintf("%d sets with hash %s", len(sets), hex.EncodeToString(hash[:]))
+	hash := sha256.Sum256([]byte(text))
+	return fmt.Sprintf("%d %s with hash %s", n, things, hex.EncodeToString(hash[:]))
 }

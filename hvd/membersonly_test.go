@@ -1,0 +1,119 @@
+package hvd_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/gohvd/gohvd/hvd"
+)
+
+// addAlone adds a process set that only its members add.
+func addAlone(ctx context.Context, t *testing.T, e *hvd.Engine, name string, members ...int) *hvd.ProcessSet {
+	t.Helper()
+	opts := []hvd.Option{hvd.MembersOnly(), hvd.On(e)}
+	if name != "" {
+		opts = append(opts, hvd.Name(name))
+	}
+	set, err := hvd.AddProcessSet(ctx, members, opts...)
+	if err != nil {
+		t.Errorf("rank %d: adding %q with the ranks %v: %v", e.Rank(), name, members, err)
+	}
+	return set
+}
+
+// TestMembersAddSets adds overlapping process sets, some with equal members, each by its members only. Every
+// rank adds its sets in another order and at the same time. All sets then run operations at the same time.
+// Their IDs must be the same at all members, and no rank may know sets of others.
+func TestMembersAddSets(t *testing.T) {
+	groups := []struct {
+		name  string
+		ranks []int
+	}{
+		{"", []int{0, 1}}, {"", []int{2, 1}}, {"", []int{2, 3}}, {"", []int{0, 3}}, {"", []int{0, 1, 2}},
+		{"tp", []int{0, 1}}, {"dp", []int{0, 1}}, {"alone", []int{3}}, {"", []int{0, 1, 2, 3}},
+	}
+	modes(t, func(t *testing.T, mode []string) {
+		var mu sync.Mutex
+		ids := make(map[int]string) // what the set with this ID is
+		run(t, 4, func(ctx context.Context, e *hvd.Engine) {
+			for round := range 2 {
+				sets := make([]*hvd.ProcessSet, len(groups))
+				order := rand.Perm(len(groups))
+				ranks(len(groups), func(i int) {
+					g := groups[order[i]]
+					if !slices.Contains(g.ranks, e.Rank()) {
+						return
+					}
+					set := addAlone(ctx, t, e, g.name, g.ranks...)
+					if set == nil {
+						return
+					}
+					sets[order[i]] = set
+					checkSet(t, e, set, set.ID(), slices.Sorted(slices.Values(g.ranks)))
+					checkAll(ctx, t, set, numbers[int32](), "")
+					mu.Lock()
+					defer mu.Unlock()
+					what := fmt.Sprint(round, g)
+					if ids[set.ID()] != "" && ids[set.ID()] != what {
+						t.Errorf("set %d is %s and %s", set.ID(), ids[set.ID()], what)
+					}
+					ids[set.ID()] = what
+				})
+				mine := slices.DeleteFunc(sets, func(s *hvd.ProcessSet) bool { return s == nil })
+				if all := e.ProcessSets(); len(all) != 1+len(mine) {
+					t.Errorf("rank %d: process sets %v, want the global one and %v", e.Rank(), all, mine)
+				}
+				ranks(len(mine), func(i int) {
+					checkAll(ctx, t, mine[i], numbers[int32](), "")
+					if err := hvd.RemoveProcessSet(ctx, mine[i]); err != nil {
+						t.Errorf("rank %d: removing: %v", e.Rank(), err)
+					}
+				})
+				if all := e.ProcessSets(); len(all) != 1 {
+					t.Errorf("rank %d: process sets %v after the removals", e.Rank(), all)
+				}
+			}
+			// All ranks add a set although the members of an equal set have added it.
+			if e.Rank() < 2 {
+				addAlone(ctx, t, e, "", 0, 1)
+			}
+			add(ctx, t, e, 0, 1)
+		}, mode...)
+		if len(ids) != 2*len(groups) {
+			t.Errorf("the sets have the IDs %v, want %d different ones", ids, 2*len(groups))
+		}
+	})
+}
+
+// TestMembersDisagree checks the errors of members that name different ranks, and that names can be used
+// again afterwards.
+func TestMembersDisagree(t *testing.T) {
+	modes(t, func(t *testing.T, mode []string) {
+		run(t, 4, func(ctx context.Context, e *hvd.Engine) {
+			named := [][]int{{0, 1}, {0, 1, 2}, {2, 1}}
+			if e.Rank() < len(named) {
+				_, err := hvd.AddProcessSet(ctx, named[e.Rank()], hvd.MembersOnly(), hvd.Name("x"),
+					hvd.On(e))
+				var mismatch *hvd.MismatchError
+				want := `add process set "process_set.add.x": mismatched members: rank 0 named ranks 0 and 1, ` +
+					`rank 1 named ranks 0-2, rank 2 named ranks 1 and 2`
+				if !errors.As(err, &mismatch) || !strings.Contains(err.Error(), want) {
+					t.Errorf("rank %d: got error %v, want %q", e.Rank(), err, want)
+				}
+				checkUsable(ctx, t, addAlone(ctx, t, e, "x", 0, 1, 2), "a")
+			}
+			_, err := hvd.AddProcessSet(ctx, []int{(e.Rank() + 1) % 4}, hvd.MembersOnly(), hvd.On(e))
+			var misuse *hvd.UsageError
+			want := fmt.Sprintf("rank %d is not among the ranks [%d]", e.Rank(), (e.Rank()+1)%4)
+			if !errors.As(err, &misuse) || !strings.Contains(err.Error(), want) {
+				t.Errorf("rank %d: got error %v, want %q", e.Rank(), err, want)
+			}
+		}, mode...)
+	})
+}
