@@ -594,10 +594,12 @@ func (s *Server) begin(o *operation) error {
 	return (*r).Begin(o)
 }
 
-// addSet adds a process set to the job. It returns when all ranks have added the set.
+// addSet adds a process set to the job. It returns when all ranks, or with members_only all members, have
+// added the set.
 func (s *Server) addSet(q *sidecarpb.AddProcessSet) (*sidecarpb.Reply, error) {
 	ch, err := s.changeSets(message.AddProcessSet, q.GetTimeoutSeconds(),
 		func(c *rank.Call, done func(*rank.Change, error)) error {
+			c.MembersOnly, c.Name = q.GetMembersOnly(), q.GetName()
 			return c.AddSet(ints(q.GetRanks()), done)
 		})
 	if err != nil {
@@ -606,7 +608,8 @@ func (s *Server) addSet(q *sidecarpb.AddProcessSet) (*sidecarpb.Reply, error) {
 	return &sidecarpb.Reply{What: &sidecarpb.Reply_ProcessSet{ProcessSet: describeSet(ch.Set)}}, nil
 }
 
-// removeSet removes a process set from the job. It returns when all ranks have removed the set.
+// removeSet removes a process set from the job. It returns when all ranks, or all members of a set that only
+// they have added, have removed the set.
 func (s *Server) removeSet(q *sidecarpb.RemoveProcessSet) error {
 	_, err := s.changeSets(message.RemoveProcessSet, q.GetTimeoutSeconds(),
 		func(c *rank.Call, done func(*rank.Change, error)) error {

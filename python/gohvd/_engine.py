@@ -329,8 +329,12 @@ class Engine:
                 s.process_set_id = self._id_of(s)
 
     def _registered_in_job(self, s: ProcessSet) -> bool:
-        place = self.place()
-        return any([sorted(ranks) == s.ranks for _, ranks in place.process_sets])
+        return any([sorted(ranks) == s.ranks for _, ranks in self._sets_of_all()])
+
+    def _sets_of_all(self) -> List[Tuple[int, List[int]]]:
+        """Returns the numbers and ranks of the process sets that all ranks know, except the set of all ranks."""
+        alone = {ident for ident, s in self._sets.items() if s.members_only}
+        return [p for p in self.place().process_sets if p[0] not in alone]
 
     def _refresh(self) -> None:
         """Updates the list of the job's process sets. It sends Init, because within a job the sidecar answers Init with
@@ -346,8 +350,8 @@ class Engine:
 
         Raises ValueError if no registered set has these ranks.
         """
-        assert self._place is not None and s.ranks is not None
-        for ident, ranks in self._place.process_sets:
+        assert s.ranks is not None
+        for ident, ranks in self._sets_of_all():
             if sorted(ranks) == s.ranks:
                 self._sets[ident] = s
                 self._registered.append(s)
@@ -429,35 +433,40 @@ class Engine:
             ranks = {ident: sorted(members) for ident, members in sorted(self.place().process_sets)}
         return {0: list(self.global_set.ranks), **ranks}
 
-    def add_set(self, s: ProcessSet) -> None:
-        place = self.place()
+    def add_set(self, s: ProcessSet, members_only: bool, name: str) -> None:
+        self.place()
         if s.ranks is None:
             s.ranks = ranks_of(s.mpi_comm)
         if s.process_set_id is not None:
             raise ValueError(f"{s} is already registered")
-        for other in self._sets.values():
-            if other.ranks == s.ranks:
-                raise ValueError(f"a process set with these ranks is already registered: {other}")
-        reply = self._call(lambda i: wire.add_process_set(i, s.ranks or []))
+        if not members_only:
+            for other in list(self._sets.values()):
+                if other.ranks == s.ranks and not other.members_only:
+                    raise ValueError(f"a process set with these ranks is already registered: {other}")
+        reply = self._call(lambda i: wire.add_process_set(i, s.ranks or [], members_only, name))
         if reply.process_set is None:
             raise HorovodInternalError(f"add_process_set: the sidecar's answer has no number for {s}")
-        s.process_set_id = reply.process_set[0]
-        self._sets[s.process_set_id] = s
-        self._registered.append(s)
-        place.process_sets.append((s.process_set_id, list(s.ranks)))
+        number = reply.process_set[0]
+        with self._lock:
+            self._sets[number] = s
+            self._registered.append(s)
+            self.place().process_sets.append((number, list(s.ranks)))
+            s.members_only, s.process_set_id = members_only, number
 
     def remove_set(self, s: ProcessSet) -> bool:
-        place = self.place()
+        self.place()
         ident = s.process_set_id
         if not ident or ident not in self._sets:
             return False
         number: int = ident
         self._call(lambda i: wire.remove_process_set(i, number))
-        del self._sets[number]
-        place.process_sets = [p for p in place.process_sets if p[0] != number]
-        for other in [r for r in self._registered if r.process_set_id == number]:
-            other._invalidate()
-            self._registered.remove(other)
+        with self._lock:
+            self._sets.pop(number, None)
+            place = self.place()
+            place.process_sets = [p for p in place.process_sets if p[0] != number]
+            for other in [r for r in self._registered if r.process_set_id == number]:
+                other._invalidate()
+                self._registered.remove(other)
         return True
 
     # The timeline.

@@ -146,8 +146,8 @@ def free(ident: int, arena_number: int, offset: int) -> bytes:
     return _request(ident, _FREE, _uint(1, arena_number) + _uint(2, offset))
 
 
-def add_process_set(ident: int, ranks: Sequence[int]) -> bytes:
-    return _request(ident, _ADD_SET, _packed(1, ranks))
+def add_process_set(ident: int, ranks: Sequence[int], members_only: bool = False, name: str = "") -> bytes:
+    return _request(ident, _ADD_SET, _packed(1, ranks) + _uint(3, int(members_only)) + _string(4, name))
 
 
 def remove_process_set(ident: int, set_id: int) -> bytes:

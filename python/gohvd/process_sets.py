@@ -23,6 +23,8 @@ class ProcessSet:
         """
         self.ranks: Optional[List[int]] = None
         """The ranks of the members in the job, in ascending order."""
+        self.members_only: bool = False
+        """Whether only the members have registered the set, so that only they remove it."""
         self.mpi_comm: Any = None
         if hasattr(ranks_or_comm, "Get_rank"):
             self.mpi_comm = ranks_or_comm
@@ -69,23 +71,33 @@ global_process_set.process_set_id = 0
 _engine.engine.global_set = global_process_set
 
 
-def add_process_set(process_set: Union[ProcessSet, Sequence[int]]) -> ProcessSet:
+def add_process_set(
+    process_set: Union[ProcessSet, Sequence[int]], members_only: bool = False, name: Optional[str] = None
+) -> ProcessSet:
     """Registers a process set while the job runs, and returns the set.
 
     All ranks of the job must call it with the same set, including the ranks that are not members. It returns when all
     ranks have called it. Raises ValueError if a set with the same members is already registered.
+
+    With members_only, only the members call it, and it returns when all members have called it. Sets with the same
+    members may be registered, and each call registers another set. Raises ValueError if this rank is not a member.
+
+    Several threads may register sets at the same time if the calls have different names. The default name depends only
+    on the members with members_only, and is the same for all other calls. Raises ValueError if a call of the same name
+    is in flight at this rank. Calls of the same name belong together at all ranks of the job: if ranks name different
+    members, the call fails at all these ranks and says which rank named which members.
     """
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
-    _engine.engine.add_set(process_set)
+    _engine.engine.add_set(process_set, members_only, name or "")
     return process_set
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Removes a process set and returns whether the set was removed.
 
-    All ranks of the job must call it, and it returns when all ranks have called it. It returns False if the set is not
-    registered or is the set of all ranks. Operations of the set that the coordinator has granted still run to their
+    All ranks of the job must call it, or all members if the set was registered with members_only, and it returns when
+    all these ranks have called it. It returns False if the set is not registered or is the set of all ranks. Operations of the set that the coordinator has granted still run to their
     end. The other operations of the set fail.
     """
     return _engine.engine.remove_set(process_set)

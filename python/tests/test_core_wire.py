@@ -44,6 +44,7 @@ class Encoding(unittest.TestCase):
             (wire.prepare(6, 0, wire.operation(wire.BARRIER)), "0806" "3a04" "1202" "0806"),
             (wire.free(8, 1 << 31, 64), "0808" "4a08" "088080808008" "1040"),
             (wire.add_process_set(9, [2, 1]), "0809" "5204" "0a020201"),
+            (wire.add_process_set(9, [2], True, "a"), "0809" "5208" "0a0102" "1801" "220161"),
             (wire.remove_process_set(10, 3), "080a" "5a02" "0803"),
             (wire.status(11), "080b" "6200"),
             (wire.bye(12), "080c" "6a00"),

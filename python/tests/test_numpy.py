@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import faulthandler
 import gc
 import importlib.util
+import random
 import unittest
 from unittest import mock
 
@@ -13,6 +15,7 @@ import numpy as np
 import gohvd
 import gohvd.numpy as hvd
 from gohvd import _engine
+from gohvd.process_sets import get_process_set_ids_and_ranks
 
 INTS = ["uint8", "int8", "uint16", "int16", "int32", "int64"]
 FLOATS = ["float16", "float32", "float64"]
@@ -431,6 +434,33 @@ class Numpy(unittest.TestCase):
         self.assertIsNone(alone.process_set_id)
         self.assertFalse(hvd.remove_process_set(alone))
         self.assertFalse(hvd.remove_process_set(hvd.global_process_set))
+
+    def test_sets_that_only_members_add(self) -> None:
+        groups = {"a": range(self.size), "b": range(self.size)}
+        groups.update({f"pair {r}": {r, (r + 1) % self.size} for r in range(self.size)})
+        mine = [(name, sorted(g)) for name, g in groups.items() if self.rank in g]
+        random.shuffle(mine)
+
+        def use(name: str, ranks: "list[int]") -> int:
+            s = hvd.add_process_set(ranks, members_only=True, name=name)
+            self.assertEqual((s.ranks, s.rank(), s.members_only), (ranks, ranks.index(self.rank), True))
+            self.equal(hvd.allreduce(np.ones(2), op=hvd.Sum, name="x", process_set=s), np.full(2, float(len(ranks))))
+            number = s.process_set_id
+            self.assertEqual(get_process_set_ids_and_ranks()[number], ranks)
+            self.assertTrue(hvd.remove_process_set(s))
+            return number
+
+        with concurrent.futures.ThreadPoolExecutor(len(mine)) as pool:
+            numbers = list(pool.map(lambda m: use(*m), mine))
+        self.assertEqual(len(set(numbers)), len(mine))
+        # Without a name, sets with the same members can be added one after the other, and exist at the same time.
+        sets = [hvd.add_process_set([self.rank], members_only=True) for _ in range(2)]
+        self.assertNotEqual(sets[0].process_set_id, sets[1].process_set_id)
+        for s in sets:
+            self.assertTrue(hvd.remove_process_set(s))
+        if self.size > 1:
+            with self.assertRaisesRegex(ValueError, "is not among the ranks"):
+                hvd.add_process_set([(self.rank + 1) % self.size], members_only=True)
 
     def test_sets_of_init(self) -> None:
         hvd.shutdown()

@@ -1480,6 +1480,8 @@ type AddProcessSet struct {
 	state          protoimpl.MessageState `protogen:"open.v1"`
 	Ranks          []int32                `protobuf:"varint,1,rep,packed,name=ranks,proto3" json:"ranks,omitempty"`
 	TimeoutSeconds float64                `protobuf:"fixed64,2,opt,name=timeout_seconds,json=timeoutSeconds,proto3" json:"timeout_seconds,omitempty"` // 0: the timeout in the settings
+	MembersOnly    bool                   `protobuf:"varint,3,opt,name=members_only,json=membersOnly,proto3" json:"members_only,omitempty"`           // only the ranks in ranks send the request
+	Name           string                 `protobuf:"bytes,4,opt,name=name,proto3" json:"name,omitempty"`                                             // empty: a name that depends only on ranks and members_only
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
 }
@@ -1526,6 +1528,20 @@ func (x *AddProcessSet) GetTimeoutSeconds() float64 {
 		return x.TimeoutSeconds
 	}
 	return 0
+}
+
+func (x *AddProcessSet) GetMembersOnly() bool {
+	if x != nil {
+		return x.MembersOnly
+	}
+	return false
+}
+
+func (x *AddProcessSet) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
 }
 
 type RemoveProcessSet struct {
@@ -2167,10 +2183,12 @@ const file_sidecar_proto_rawDesc = "" +
 	"\x06source\x18\x04 \x01(\x05R\x06source\"4\n" +
 	"\x04Free\x12\x14\n" +
 	"\x05arena\x18\x01 \x01(\rR\x05arena\x12\x16\n" +
-	"\x06offset\x18\x02 \x01(\x04R\x06offset\"N\n" +
+	"\x06offset\x18\x02 \x01(\x04R\x06offset\"\x85\x01\n" +
 	"\rAddProcessSet\x12\x14\n" +
 	"\x05ranks\x18\x01 \x03(\x05R\x05ranks\x12'\n" +
-	"\x0ftimeout_seconds\x18\x02 \x01(\x01R\x0etimeoutSeconds\"K\n" +
+	"\x0ftimeout_seconds\x18\x02 \x01(\x01R\x0etimeoutSeconds\x12!\n" +
+	"\fmembers_only\x18\x03 \x01(\bR\vmembersOnly\x12\x12\n" +
+	"\x04name\x18\x04 \x01(\tR\x04name\"K\n" +
 	"\x10RemoveProcessSet\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x05R\x02id\x12'\n" +
 	"\x0ftimeout_seconds\x18\x02 \x01(\x01R\x0etimeoutSeconds\"\b\n" +
