@@ -23,10 +23,10 @@ help: ## list the targets
 check: test others ## everything CI runs
 
 .PHONY: others
-others: format vet lint race nocgo noasm changed generated ## everything CI runs except the tests
+others: format vet lint race nocgo noasm wheel-check changed generated ## everything CI runs except the tests
 
 .PHONY: nightly
-nightly: check arm64 image fuzz conformance deaths test-python ## the checks that take too long for each change: a few hours
+nightly: check wheel arm64 image fuzz conformance deaths test-python ## the checks that take too long for each change: a few hours
 
 .PHONY: test
 test: ## run all tests
@@ -79,6 +79,10 @@ python: ## print which Python has torch and will run the tests
 .PHONY: wheel
 wheel: ## write the wheels for x86_64 and aarch64 to dist/; needs no C compiler
 	GO="$(GO)" python3 python/wheels.py dist
+
+.PHONY: wheel-check
+wheel-check: ## build the wheels, follow docs/quickstart.md with them and uninstall them
+	GO="$(GO)" PYTHON="$(PYTHON)" scripts/wheel-check.sh
 
 # The programs that the Python tests run.
 .PHONY: python-programs

@@ -198,7 +198,8 @@ var otherFlags = []string{
 	"cpus", "cpuset-cpus", "cpus-per-task", "gpus", "memory", "shm-size", "ulimit", // docker, srun
 	"ntasks-per-node", "distribution", "mpi", // srun
 	"standalone", "nproc-per-node", "no-python", "rdzv-backend", // torchrun
-	"config", "storage", // promtool and Prometheus
+	"system-site-packages", // python3 -m venv
+	"config", "storage",    // promtool and Prometheus
 	"min-np", "max-np", // aliases in cmd/hvdrun/args.go
 	"help", // every program
 }

@@ -1,0 +1,77 @@
+#!/usr/bin/env bash
+# Builds the wheels for this machine twice, follows docs/quickstart.md word for word with them, runs Horovod's commands
+# and removes everything again. PYTHON is an interpreter with PyTorch and the module venv. Needs no network.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+fail() {
+	echo "wheel-check: $*" >&2
+	exit 1
+}
+machine=$(uname -m)
+
+"$PYTHON" python/wheels.py --machine "$machine" "$work/first"
+
+# A copy of the checkout in another folder, with other times and modes, gives the same bytes. make wheel in it makes only
+# the wheels of this machine, to save time.
+copy=$work/copy
+mkdir -p "$copy" "$work/bin"
+git ls-files -z --cached --others --exclude-standard | xargs -0 sh -c 'ls -d "$@" 2>/dev/null || true' sh |
+	tar -c -T - | tar -x -m -C "$copy"
+chmod -R go-rwx "$copy"
+ln -s "$PYTHON" "$work/bin/python3"
+sed -i "s/wheels.py dist/wheels.py --machine $machine dist/" "$copy/Makefile"
+
+# The commands of the page's blocks in sh, with its program as train.py.
+block() { awk -v open="^\`\`\`$1\$" '$0 ~ /^```$/ {on = 0} on; $0 ~ open {on = 1}' docs/quickstart.md; }
+block python >"$copy/train.py"
+(
+	cd "$copy"
+	umask 077
+	export PATH=$work/bin:$PATH TZ=Asia/Tokyo PIP_NO_INDEX=1 OMP_NUM_THREADS=1
+	bash -eux <(block sh)
+) | tee "$work/out"
+for wheel in "$work"/first/*.whl; do
+	cmp "$wheel" "$copy/dist/$(basename "$wheel")" || fail "two builds differ"
+done
+for rank in 0 1; do
+	grep -q "^\[$rank\]<stdout>:rank $rank of 2: sum of weights \(7.99\|8.00\)" "$work/out" || fail "rank $rank has not trained"
+done
+grep -q '^rank 0 of 1: sum of weights' "$work/out" || fail "the program has not run without hvdrun"
+
+# From here on, the commands of the environment are the only programs that can be found: no Go and no compiler.
+venv=$copy/venv
+files() { find "$venv" -not -name __pycache__ -not -path '*/__pycache__/*' | LC_ALL=C sort; }
+alone() { env -i PATH="$venv/bin" HOME="$work" OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1 "$@"; }
+pip() { "$venv/bin/python3" -m pip --quiet --no-cache-dir "$@"; }
+version=$(alone python3 -c 'import gohvd; print(gohvd.__version__)')
+for program in hvdrun hvdbench hvdd; do
+	[ "$(alone "$program" --version)" = "$program v$version" ] || fail "$program has another version than gohvd $version"
+done
+alone hvdrun -np 2 --tag-output=false hvdbench -b 8 -e 1K -f 128 | grep -q 'Out of bounds values : 0 OK' || fail "hvdbench"
+alone python3 -m gohvd.doctor --json >"$work/doctor" || true # it may find problems of this machine
+grep -q "\"text\": \"$version at $venv/" "$work/doctor" || fail "doctor has not found the package: $(cat "$work/doctor")"
+grep -q "\"text\": \"v$version at $venv/.*/gohvd/bin/hvdd\"" "$work/doctor" || fail "doctor has not found hvdd: $(cat "$work/doctor")"
+
+# The extra for Horovod. Its command runs a program that is written for Horovod.
+[ ! -e "$venv/bin/horovodrun" ] || fail "gohvd without the extra has horovodrun"
+pip install --no-index --find-links "$copy/dist" 'gohvd[horovod]'
+sed 's/gohvd\.torch/horovod.torch/' "$copy/train.py" >"$work/horovod_train.py"
+alone horovodrun -np 2 -H localhost:2 python3 "$work/horovod_train.py" | tee "$work/out"
+grep -q '^\[1\]<stdout>:rank 1 of 2: sum of weights' "$work/out" || fail "horovodrun"
+alone python3 -c 'import horovod; assert horovod.run(int, ("3",), num_proc=2) == [3, 3]' || fail "horovod.run"
+
+# Nothing is left. Then the package is built and installed by pip alone, and has the same programs.
+pip uninstall --yes gohvd gohvd-horovod
+left=$(find "$venv" -iname '*gohvd*' -o -iname '*horovod*' -o -name 'hvd*')
+[ -z "$left" ] || fail "uninstalling has left $left"
+files >"$work/before"
+pip install --no-index ./python
+cmp "$(alone python3 -c 'from gohvd import _programs; print(_programs.find("hvdrun"))')" \
+	<("$PYTHON" -c 'import sys, zipfile; sys.stdout.buffer.write(zipfile.ZipFile(sys.argv[1]).read("gohvd/bin/hvdrun"))' \
+		"$work"/first/gohvd-*"_$machine.whl") || fail "pip install ./python builds another hvdrun"
+pip uninstall --yes gohvd
+files | diff "$work/before" - || fail "uninstalling has left files"
+echo "wheel-check: passed"
