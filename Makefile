@@ -23,7 +23,7 @@ help: ## list the targets
 check: test others ## everything CI runs
 
 .PHONY: others
-others: format vet lint race nocgo noasm wheel-check changed generated ## everything CI runs except the tests
+others: format vet lint race nocgo noasm test-mpi wheel-check changed generated ## everything CI runs except the tests
 
 .PHONY: nightly
 nightly: check wheel arm64 image fuzz conformance deaths test-python ## the checks that take too long for each change: a few hours
@@ -43,7 +43,7 @@ race: ## test the packages with goroutines under the race detector, in random or
 	$(GO) test -race -shuffle=on -short -timeout 30m $$($(GO) list -f '$(SYNCHRONIZES)' ./...) ./internal/conformance
 	$(GO) test -race -shuffle=on -timeout 30m -run 'Kill$$|StoppedRank|LeaveWithout' ./internal/e2e
 
-# No package of this module contains C, and go vet for arm64 compiles all packages without cgo. So only what
+# Only the build with MPI contains C, and go vet for arm64 compiles all packages without cgo. So only what
 # differs without cgo is tested: how names are resolved.
 .PHONY: nocgo
 nocgo: ## test without a C compiler that ranks find each other by name and jobs run
@@ -71,6 +71,14 @@ deaths: ## test every death (in operations and in Init), fault and ending five t
 .PHONY: conformance
 conformance: ## test every operation in every configuration against the reference; half an hour
 	$(GO) test ./internal/conformance -v -timeout 0 -args -full
+
+# The packages with tests that start MPI jobs. Their tests for ranks are in files with the tag mpi.
+WITH_MPI = ./ops/mpi
+
+.PHONY: test-mpi
+test-mpi: ## test with Open MPI and MPICH, as jobs of 1 to 4 processes
+	$(GO) vet -tags mpi ./...
+	$(GO) test -count 1 -run MPI $(WITH_MPI) -args -mpi
 
 .PHONY: python
 python: ## print which Python has torch and will run the tests

@@ -3,6 +3,7 @@ module github.com/gohvd/gohvd
 go 1.26.0
 
 require (
+	github.com/emer/empi v1.0.22
 	github.com/go-json-experiment/json v1.27.2
 	github.com/hashicorp/yamux v0.1.2
 	github.com/prometheus/client_golang v1.25.0

@@ -90,10 +90,12 @@ const (
 	// Hier runs an operation on two levels: in shared memory among the ranks of each host, and over TCP
 	// between the hosts.
 	Hier
+	// MPI runs operations with the MPI library.
+	MPI
 	numBackends
 )
 
-var backends = [numBackends]string{"none", "tcp", "shm", "hier"}
+var backends = [numBackends]string{"none", "tcp", "shm", "hier", "mpi"}
 
 func (b Backend) String() string {
 	if b >= numBackends {

@@ -1,0 +1,119 @@
+// Package testmpi builds programs with MPI and runs them as jobs of several processes, for tests. It does so
+// for each MPI library of the machine.
+package testmpi
+
+import (
+	"context"
+	"flag"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+)
+
+// Library is an MPI library of this machine.
+type Library struct {
+	// Name is "openmpi" or "mpich".
+	Name  string
+	flags []string // of mpirun
+	env   []string // of the compiler
+}
+
+// libraries are the libraries that the tests know.
+var libraries = []Library{
+	{Name: "openmpi", flags: []string{"--allow-run-as-root", "--oversubscribe"}},
+	{Name: "mpich"},
+}
+
+var enabled = flag.Bool("mpi", false, "run the tests that start MPI jobs; make test-mpi does")
+
+// Each runs f as a subtest for each MPI library. It skips a library that is not installed, unless CI is set.
+// Without the flag -mpi, it skips the test, because such tests take long.
+func Each(t *testing.T, f func(t *testing.T, l Library)) {
+	if !*enabled {
+		t.Skip("make test-mpi runs this test")
+	}
+	for _, l := range libraries {
+		t.Run(l.Name, func(t *testing.T) {
+			for _, program := range []string{"mpirun." + l.Name, "mpicc." + l.Name} {
+				if _, err := exec.LookPath(program); err != nil && os.Getenv("CI") == "" {
+					t.Skipf("%v: install openmpi-bin, libopenmpi-dev, mpich and libmpich-dev", err)
+				}
+			}
+			if l.Name == "mpich" {
+				// The build cache does not notice another result of pkg-config, but it notices flags.
+				l.env = []string{"PKG_CONFIG_PATH=" + filepath.Join(root(), "ops", "mpi", "mpich"),
+					"CGO_CFLAGS=-O2 -g -DMPICH"}
+			}
+			f(t, l)
+		})
+	}
+}
+
+// root returns the folder of the module.
+func root() string {
+	_, file, _, _ := runtime.Caller(0)
+	return filepath.Join(filepath.Dir(file), "..", "..")
+}
+
+// Build runs the go command with the given arguments, such as "build", and adds the flags that make a program
+// with MPI. It returns the path of the program.
+func (l Library) Build(t *testing.T, args ...string) string {
+	t.Helper()
+	program := filepath.Join(t.TempDir(), "program")
+	command, rest := args[:1], args[1:]
+	if args[0] == "test" {
+		command = []string{"test", "-c"}
+	}
+	all := append(append(command, "-tags", "mpi", "-o", program), rest...)
+	cmd := exec.Command("go", all...)
+	cmd.Env = append(cmd.Environ(), l.env...)
+	cmd.Dir = root()
+	if out, err := cmd.CombinedOutput(); err != nil {
+		t.Fatalf("go %s: %v\n%s", strings.Join(all, " "), err, out)
+	}
+	return program
+}
+
+// jobTime is the time limit of a job.
+const jobTime = 2 * time.Minute
+
+// Command returns the command that starts a program as a job with the given number of processes. The job is
+// killed when the test ends, or after two minutes.
+func (l Library) Command(t *testing.T, processes int, program string, args ...string) *exec.Cmd {
+	ctx, cancel := context.WithTimeout(context.Background(), jobTime)
+	t.Cleanup(cancel)
+	all := append([]string{"-np", strconv.Itoa(processes)}, l.flags...)
+	cmd := exec.CommandContext(ctx, "mpirun."+l.Name, append(append(all, program), args...)...)
+	cmd.Env = append(cmd.Environ(), "OMPI_MCA_mpi_yield_when_idle=1")
+	// mpirun ends its processes when it is asked to, but not when it is killed.
+	cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) }
+	cmd.WaitDelay = 10 * time.Second
+	return cmd
+}
+
+// Run runs a program as a job with the given number of processes and returns what it has written. The test
+// fails if the job fails.
+func (l Library) Run(t *testing.T, processes int, program string, args ...string) string {
+	t.Helper()
+	out, err := l.Command(t, processes, program, args...).CombinedOutput()
+	if err != nil {
+		t.Fatalf("%d processes: %v\n%s", processes, err, out)
+	}
+	return string(out)
+}
+
+// RunTests runs a program that was built with Build("test", ...) as jobs with the given numbers of processes.
+// The processes run the tests in the same order.
+func (l Library) RunTests(t *testing.T, program string, processes ...int) {
+	for _, n := range processes {
+		t.Run(fmt.Sprintf("processes=%d", n), func(t *testing.T) {
+			l.Run(t, n, program, "-test.v", "-test.timeout", "100s")
+		})
+	}
+}

@@ -1,0 +1,260 @@
+//go:build mpi
+
+package mpi
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"runtime"
+	"slices"
+
+	"github.com/gohvd/gohvd/internal/kernel"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/ops"
+)
+
+// backend is the ops.Backend of one process set. An error ends it, because MPI does not say in which state an
+// operation is after an error. Then no process set can use MPI any more.
+type backend struct {
+	world          *world
+	comm           comm
+	deterministic  bool
+	oversubscribed bool
+	err            error // the error that ended the backend, or nil
+
+	op      ops.Operation // the operation in progress
+	started bool          // whether an operation is in progress
+	pins    *runtime.Pinner
+	buf     []byte // the buffer of a reduction: that of the operation, or wide
+	wide    []byte // 16-bit floats as float32
+	narrow  kernel.ConvertFunc
+	counts  []int64 // the sizes of blocks, for MPI
+	// whole is set if a reducescatter leaves the result in its place. sizes is set while the ranks exchange
+	// the sizes of the blocks of an alltoall.
+	whole, sizes bool
+
+	tester *tester
+	begin  func() // beginNow, made once so that no call allocates
+	failed error  // the result of begin
+}
+
+// Plan implements ops.Backend.
+func (b *backend) Plan(_ []topo.Rank, r *message.Response, _ int64) (message.Algorithm, error) {
+	if !r.Kind.MovesData() {
+		return message.NoAlgorithm, fmt.Errorf("%v is not supported", r.Kind)
+	}
+	if !r.Kind.Reduces() {
+		return message.NoAlgorithm, nil
+	}
+	dt, op := r.WireType(), r.Op.Base()
+	switch err := tensor.CheckReduce(r.Op, dt); {
+	case err != nil:
+		return message.NoAlgorithm, err
+	case op == tensor.Adasum:
+		return message.NoAlgorithm, fmt.Errorf("%v with %v is not supported", r.Kind, op)
+	case b.deterministic && dt.IsFloat() && (op == tensor.Sum || op == tensor.Product):
+		return message.NoAlgorithm, errors.New(
+			"MPI may add in any order, but HVD_DETERMINISTIC is set")
+	}
+	return message.NoAlgorithm, nil
+}
+
+// Start implements ops.Backend.
+func (b *backend) Start(op ops.Operation) error {
+	switch {
+	case b.err != nil:
+		return fmt.Errorf("ops/mpi: %v: the backend has failed before: %w", op.Kind, b.err)
+	case b.started:
+		return b.fail(errors.New("Start was called for another operation before this one had finished"))
+	}
+	b.op, b.started = op, true
+	if b.pins == nil {
+		b.pins = new(runtime.Pinner)
+	}
+	if err := b.prepare(); err != nil {
+		return b.fail(err)
+	}
+	if err := b.world.failure(); err != nil {
+		return b.fail(err)
+	}
+	b.world.thread.do(b.begin)
+	if b.failed != nil {
+		return b.fail(b.failed)
+	}
+	return nil
+}
+
+// prepare sets the buffers of the operation and pins them.
+func (b *backend) prepare() error {
+	op := &b.op
+	b.counts = append(b.counts[:0], op.Counts...)
+	switch op.Kind {
+	case message.Allreduce:
+		if n := len(op.Tensors); n != 1 {
+			return fmt.Errorf("got %d tensors, want 1", n)
+		}
+		return b.widen(op.Tensors[0].Out)
+	case message.Reducescatter:
+		for i := range b.counts {
+			b.counts[i] /= int64(op.DType.Size())
+		}
+		return b.widen(op.Buf)
+	case message.Alltoall:
+		b.sizes = true
+		pin(b.pins, op.Counts)
+		b.counts = append(b.counts[:0], make([]int64, b.comm.size())...)
+		pin(b.pins, b.counts)
+	case message.Allgather, message.Broadcast:
+	default:
+		return fmt.Errorf("%v is not supported", op.Kind)
+	}
+	pin(b.pins, op.Buf)
+	return nil
+}
+
+// widen sets the buffer of a reduction to buf. Because MPI has no 16-bit floats, they are reduced as float32.
+func (b *backend) widen(buf []byte) error {
+	dt := b.op.DType
+	b.buf, b.narrow = buf, nil
+	if dt.IsHalf() {
+		wide, err := kernel.Convert(tensor.Float32, dt)
+		if err == nil {
+			b.narrow, err = kernel.Convert(dt, tensor.Float32)
+		}
+		if err != nil {
+			return err
+		}
+		b.wide = slices.Grow(b.wide[:0], 2*len(buf))[:2*len(buf)]
+		wide(b.wide, buf)
+		b.buf = b.wide
+	}
+	pin(b.pins, b.buf)
+	return nil
+}
+
+// reduced returns the element type with which MPI reduces.
+func (b *backend) reduced() tensor.DType {
+	if b.narrow != nil {
+		return tensor.Float32
+	}
+	return b.op.DType
+}
+
+// beginNow begins the next MPI operation of the operation. It is called where MPI may be called.
+func (b *backend) beginNow() {
+	op := &b.op
+	switch op.Kind {
+	case message.Allreduce:
+		b.failed = b.comm.allreduce(b.buf, b.reduced(), op.Op)
+	case message.Reducescatter:
+		b.whole, b.failed = b.comm.reduceScatter(b.buf, b.counts, b.reduced(), op.Op)
+	case message.Allgather:
+		b.failed = b.comm.allgather(op.Buf, b.counts)
+	case message.Broadcast:
+		b.failed = b.comm.broadcast(op.Buf, op.Root)
+	case message.Alltoall:
+		if b.sizes {
+			b.failed = b.comm.alltoall(op.Counts, b.counts)
+		} else {
+			b.failed = b.comm.exchange(op.Buf, op.Counts, b.buf, b.counts)
+		}
+	}
+}
+
+// Step implements ops.Backend.
+func (b *backend) Step(ctx context.Context, wait bool) (ops.Progress, error) {
+	switch {
+	case b.err != nil:
+		return ops.Waiting, fmt.Errorf("ops/mpi: Step was called for a backend that has failed before: %w",
+			b.err)
+	case !b.started:
+		return ops.Waiting, errors.New("ops/mpi: Step was called without an operation in progress")
+	}
+	t := b.tester
+	done, err := false, b.world.failure()
+	switch {
+	case err != nil:
+	case wait:
+		done, err = b.world.wait(ctx, t, b.oversubscribed)
+	default:
+		b.world.thread.do(t.poll)
+		done, err = t.done, t.err
+	}
+	switch {
+	case err != nil:
+		return ops.Waiting, b.fail(err)
+	case !done:
+		return ops.Waiting, nil
+	case b.sizes:
+		if err := b.receive(); err != nil {
+			return ops.Waiting, b.fail(err)
+		}
+		return ops.Moving, nil
+	}
+	b.finish()
+	return ops.Finished, nil
+}
+
+// receive begins the exchange of the blocks of an alltoall, whose sizes this rank has received.
+func (b *backend) receive() (err error) {
+	b.sizes = false
+	if b.buf, err = b.op.Allocate(b.counts); err != nil {
+		return err
+	}
+	pin(b.pins, b.buf)
+	b.world.thread.do(b.begin)
+	return b.failed
+}
+
+// finish ends an operation that MPI has completed.
+func (b *backend) finish() {
+	op := &b.op
+	switch {
+	case op.Kind == message.Reducescatter:
+		b.place()
+	case op.Kind == message.Allreduce && b.narrow != nil:
+		b.narrow(op.Tensors[0].Out, b.buf)
+	}
+	b.pins.Unpin()
+	b.op, b.started, b.buf = ops.Operation{}, false, nil
+}
+
+// place moves the result of a reducescatter to this rank's block.
+func (b *backend) place() {
+	size := int64(b.reduced().Size())
+	var before int64
+	for _, n := range b.counts[:b.comm.rank()] {
+		before += n
+	}
+	n := b.counts[b.comm.rank()]
+	result := b.buf
+	if b.whole {
+		result = b.buf[before*size:]
+	}
+	own := b.op.Buf[before*int64(b.op.DType.Size()):][:n*int64(b.op.DType.Size())]
+	if result = result[:n*size]; b.narrow != nil {
+		b.narrow(own, result)
+	} else {
+		copy(own, result)
+	}
+}
+
+// fail ends the backend because the current operation has failed with err. It returns err with the kind of
+// the operation, for the caller.
+func (b *backend) fail(err error) error {
+	b.err = fmt.Errorf("ops/mpi: %v: %w", b.op.Kind, err)
+	b.world.abandon(b.pins, b.err)
+	return b.err
+}
+
+// Close implements ops.Backend.
+func (b *backend) Close() {
+	if b.err != nil || b.started || b.world.failure() != nil {
+		return
+	}
+	b.err = errors.New("the backend was closed")
+	b.world.thread.do(func() { b.failed = b.comm.free() })
+}

@@ -1,0 +1,40 @@
+//go:build !mpi
+
+package mpi_test
+
+import (
+	"errors"
+	"strings"
+	"testing"
+
+	"github.com/gohvd/gohvd/internal/testmpi"
+	"github.com/gohvd/gohvd/ops/mpi"
+)
+
+// The tests of the build with MPI pass with each library and several numbers of ranks.
+func TestWithMPI(t *testing.T) {
+	testmpi.Each(t, func(t *testing.T, l testmpi.Library) {
+		program := l.Build(t, "test", "./ops/mpi")
+		l.RunTests(t, program, 1, 2, 3, 4)
+		t.Run("one thread", func(t *testing.T) {
+			t.Setenv("SINGLE_THREAD", "1")
+			l.RunTests(t, program, 2)
+		})
+		t.Run("failure", func(t *testing.T) {
+			t.Setenv("TEST_FAILURE", "1")
+			cmd := l.Command(t, 2, program, "-test.run", "TestFailure")
+			out, err := cmd.CombinedOutput()
+			handled := strings.Contains(string(out), "the failure was handled")
+			if err == nil || cmd.ProcessState.ExitCode() != 3 || !handled {
+				t.Errorf("got %v, want exit status 3:\n%s", err, out)
+			}
+		})
+	})
+}
+
+// A program that was built without MPI says so.
+func TestNotBuilt(t *testing.T) {
+	if _, err := mpi.Join(t.Context(), mpi.Options{}); !errors.Is(err, mpi.ErrNotBuilt) {
+		t.Errorf("got error %v, want %v", err, mpi.ErrNotBuilt)
+	}
+}

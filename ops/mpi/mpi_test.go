@@ -1,0 +1,447 @@
+//go:build mpi
+
+package mpi
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"math"
+	"os"
+	"runtime"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/half"
+	"github.com/gohvd/gohvd/internal/kernel"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/ops"
+	"github.com/gohvd/gohvd/ops/opstest"
+)
+
+// These tests run in every process of an MPI job, in the same order (TestWithMPI).
+
+// job is the world of the tests.
+var job *world
+
+func TestMain(m *testing.M) {
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	defer cancel()
+	w, err := Join(ctx, Options{SingleThread: os.Getenv("SINGLE_THREAD") != ""})
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
+	job = w.(*world)
+	code := m.Run()
+	if err := w.Leave(ctx); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		code = 1
+	}
+	if _, err := Join(ctx, Options{}); !errors.Is(err, ErrFinalized) {
+		fmt.Fprintf(os.Stderr, "Join after Leave: got error %v, want %v\n", err, ErrFinalized)
+		code = 1
+	}
+	os.Exit(code)
+}
+
+// open makes the backend of a process set with a limit on the elements of an MPI call. It returns nil if this
+// rank is not a member.
+func open(t *testing.T, ranks []topo.Rank, limit int64, steps bool) (*opstest.Blocking, int) {
+	me := slices.Index(ranks, topo.Rank(job.Rank()))
+	if me < 0 {
+		return nil, me
+	}
+	b, err := job.Register(false, true).New(1, ranks, me)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(b.Close)
+	b.(*backend).comm.setLimit(limit)
+	return &opstest.Blocking{Backend: b, Steps: steps}, me
+}
+
+func everyone() (all []topo.Rank) {
+	for r := range job.Size() {
+		all = append(all, topo.Rank(r))
+	}
+	return all
+}
+
+// value returns element i of rank r. As unsigned integers, the negative values are large.
+func value(r, i int) float64 { return float64((i+3*r)%5-1) * 60 }
+
+// encode returns elements of type dt.
+func encode(dt tensor.DType, values []float64) []byte {
+	wide := tensor.Bytes(values)
+	if dt == tensor.Float64 {
+		return bytes.Clone(wide)
+	}
+	out := make([]byte, len(values)*dt.Size())
+	for i, x := range values {
+		at := out[i*dt.Size():]
+		switch dt {
+		case tensor.Float32:
+			copy(at, tensor.Bytes([]float32{float32(x)}))
+		case tensor.Float16:
+			copy(at, tensor.Bytes([]half.Float16{half.Float16FromFloat32(float32(x))}))
+		case tensor.BFloat16:
+			copy(at, tensor.Bytes([]half.BFloat16{half.BFloat16FromFloat32(float32(x))}))
+		default:
+			copy(at[:dt.Size()], tensor.Bytes([]int64{int64(x)}))
+		}
+	}
+	return out
+}
+
+// cases calls f with process sets of all ranks and of every second rank, with small and large calls, and with
+// steps that wait or do not wait.
+func cases(t *testing.T, f func(t *testing.T, b *opstest.Blocking, n, me int)) {
+	var even []topo.Rank
+	for r := 0; r < job.Size(); r += 2 {
+		even = append(even, topo.Rank(r))
+	}
+	for _, ranks := range [][]topo.Rank{everyone(), even} {
+		for _, limit := range []int64{1 << 30, 10} {
+			for _, steps := range []bool{false, true} {
+				t.Run(fmt.Sprintf("ranks=%v/limit=%d/steps=%v", ranks, limit, steps), func(t *testing.T) {
+					if b, me := open(t, ranks, limit, steps); b != nil {
+						f(t, b, len(ranks), me)
+					}
+				})
+			}
+		}
+	}
+}
+
+// reduce returns the result of a reduction of count elements on n ranks, computed by the kernels.
+func reduce(t *testing.T, dt tensor.DType, op tensor.ReduceOp, n, count int) []byte {
+	wide := dt
+	if dt.IsHalf() {
+		wide = tensor.Float32
+	}
+	into, err := kernel.Reduce(op, wide)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var acc []byte
+	for r := range n {
+		in := encode(wide, values(r, count))
+		if acc == nil {
+			acc = in
+		} else {
+			into(acc, in)
+		}
+	}
+	if wide == dt {
+		return acc
+	}
+	narrow, err := kernel.Convert(dt, wide)
+	if err != nil {
+		t.Fatal(err)
+	}
+	out := make([]byte, count*dt.Size())
+	narrow(out, acc)
+	return out
+}
+
+func values(r, count int) []float64 {
+	out := make([]float64, count)
+	for i := range out {
+		out[i] = value(r, i)
+	}
+	return out
+}
+
+var ctx = context.Background()
+
+// Allreduce and reducescatter give the result of the kernels for every type and reduction. The values are
+// small, so sums do not depend on the order.
+func TestReductions(t *testing.T) {
+	cases(t, func(t *testing.T, b *opstest.Blocking, n, me int) {
+		for _, dt := range tensor.DTypes() {
+			for _, op := range []tensor.ReduceOp{tensor.Sum, tensor.Min, tensor.Max, tensor.Product} {
+				if tensor.CheckReduce(op, dt) != nil {
+					continue
+				}
+				for _, count := range []int{0, 1, 7, 100} {
+					checkReductions(t, b, n, me, dt, op, count)
+				}
+			}
+		}
+	})
+}
+
+func checkReductions(t *testing.T, b *opstest.Blocking, n, me int, dt tensor.DType, op tensor.ReduceOp,
+	count int) {
+	t.Helper()
+	want := reduce(t, dt, op, n, count)
+	buf := encode(dt, values(me, count))
+	if dt == tensor.Bool {
+		return // encode makes bytes that are no bools; TestBools tests them
+	}
+	if err := b.Allreduce(ctx, message.NoAlgorithm, dt, op, buf); err != nil {
+		t.Fatal(err)
+	}
+	if !bytes.Equal(buf, want) {
+		t.Fatalf("allreduce %v %v of %d elements: got %x, want %x", op, dt, count, buf, want)
+	}
+	counts := make([]int64, n)
+	for i := range counts {
+		counts[i] = int64(dt.Size() * ((i+1)*count/n - i*count/n))
+	}
+	buf = encode(dt, values(me, count))
+	if err := b.Reducescatter(ctx, message.NoAlgorithm, dt, op, buf, counts); err != nil {
+		t.Fatal(err)
+	}
+	from, to := dt.Size()*(me*count/n), dt.Size()*((me+1)*count/n)
+	if !bytes.Equal(buf[from:to], want[from:to]) {
+		t.Fatalf("reducescatter %v %v of %d elements: got %x, want %x", op, dt, count, buf[from:to],
+			want[from:to])
+	}
+}
+
+// The minimum of bools is their conjunction, and the maximum their disjunction.
+func TestBools(t *testing.T) {
+	cases(t, func(t *testing.T, b *opstest.Blocking, n, me int) {
+		for _, op := range []tensor.ReduceOp{tensor.Min, tensor.Max} {
+			mine := []bool{true, false, me == 0}
+			buf := bytes.Clone(tensor.Bytes(mine))
+			if err := b.Allreduce(ctx, message.NoAlgorithm, tensor.Bool, op, buf); err != nil {
+				t.Fatal(err)
+			}
+			want := tensor.Bytes([]bool{true, false, op == tensor.Max || n == 1})
+			if !bytes.Equal(buf, want) {
+				t.Errorf("%v: got %v, want %v", op, buf, want)
+			}
+		}
+	})
+}
+
+// A NaN of any rank is in the minimum and the maximum, and -0 is less than +0.
+func TestExtremesOfFloats(t *testing.T) {
+	cases(t, func(t *testing.T, b *opstest.Blocking, n, me int) {
+		for _, op := range []tensor.ReduceOp{tensor.Min, tensor.Max} {
+			mine := []float32{1, 0, float32(me)}
+			if me == n-1 {
+				mine[0] = float32(math.NaN())
+			}
+			if me%2 == 1 {
+				mine[1] = float32(math.Copysign(0, -1))
+			}
+			wide := []float64{float64(mine[0]), float64(mine[1]), float64(mine[2])}
+			if err := errors.Join(
+				b.Allreduce(ctx, message.NoAlgorithm, tensor.Float32, op, tensor.Bytes(mine)),
+				b.Allreduce(ctx, message.NoAlgorithm, tensor.Float64, op, tensor.Bytes(wide))); err != nil {
+				t.Fatal(err)
+			}
+			last := float64(n - 1)
+			if op == tensor.Min {
+				last = 0
+			}
+			negative := op == tensor.Min && n > 1
+			for _, got := range [][]float64{wide, {float64(mine[0]), float64(mine[1]), float64(mine[2])}} {
+				if !math.IsNaN(got[0]) || math.Signbit(got[1]) != negative || got[2] != last {
+					t.Errorf("%v: got %v, want NaN, 0 (negative %v) and %v", op, got, negative, last)
+				}
+			}
+		}
+	})
+}
+
+// Allgather, broadcast and alltoall move blocks of different sizes.
+func TestMoves(t *testing.T) {
+	cases(t, func(t *testing.T, b *opstest.Blocking, n, me int) {
+		for _, unit := range []int{0, 1, 33} {
+			checkAllgather(t, b, n, me, unit)
+			checkBroadcast(t, b, n, me, unit)
+			checkAlltoall(t, b, n, me, unit)
+		}
+	})
+}
+
+// block returns count bytes from rank r to rank to.
+func block(r, to, count int) []byte {
+	out := make([]byte, count)
+	for i := range out {
+		out[i] = byte(1 + r + 7*to + i)
+	}
+	return out
+}
+
+func checkAllgather(t *testing.T, b *opstest.Blocking, n, me, unit int) {
+	t.Helper()
+	var want, buf []byte
+	var counts []int64
+	for r := range n {
+		own := block(r, 0, r*unit)
+		want = append(want, own...)
+		if r != me {
+			clear(own)
+		}
+		buf = append(buf, own...)
+		counts = append(counts, int64(len(own)))
+	}
+	if err := b.Allgather(ctx, message.NoAlgorithm, buf, counts); err != nil {
+		t.Fatal(err)
+	}
+	if !bytes.Equal(buf, want) {
+		t.Errorf("allgather: got %v, want %v", buf, want)
+	}
+}
+
+func checkBroadcast(t *testing.T, b *opstest.Blocking, n, me, unit int) {
+	t.Helper()
+	for root := range n {
+		buf := block(me, 0, unit)
+		if err := b.Broadcast(ctx, message.NoAlgorithm, root, buf); err != nil {
+			t.Fatal(err)
+		}
+		if want := block(root, 0, unit); !bytes.Equal(buf, want) {
+			t.Errorf("broadcast from %d: got %v, want %v", root, buf, want)
+		}
+	}
+}
+
+func checkAlltoall(t *testing.T, b *opstest.Blocking, n, me, unit int) {
+	t.Helper()
+	var in, want, out []byte
+	var counts []int64
+	for r := range n {
+		in = append(in, block(me, r, (me+2*r)*unit%50)...)
+		counts = append(counts, int64((me+2*r)*unit%50))
+		want = append(want, block(r, me, (r+2*me)*unit%50)...)
+	}
+	err := b.Alltoall(ctx, message.NoAlgorithm, in, counts, func(counts []int64) ([]byte, error) {
+		var sum int64
+		for r, c := range counts {
+			if int(c) != (r+2*me)*unit%50 {
+				t.Errorf("got %d bytes from rank %d", c, r)
+			}
+			sum += c
+		}
+		out = make([]byte, sum)
+		return out, nil
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !bytes.Equal(out, want) {
+		t.Errorf("alltoall: got %v, want %v", out, want)
+	}
+}
+
+// Operations of two process sets run at the same time, in any order.
+func TestSetsDoNotBlockEachOther(t *testing.T) {
+	a, _ := open(t, everyone(), 1<<30, false)
+	b, me := open(t, everyone(), 1<<30, false)
+	first, second := a, b
+	if me%2 == 1 {
+		first, second = b, a
+	}
+	one, two := []int64{1}, []int64{1}
+	for _, s := range []struct {
+		b   *opstest.Blocking
+		buf []int64
+	}{{first, one}, {second, two}} {
+		buf := tensor.Bytes(s.buf)
+		if err := s.b.Start(ops.Operation{Kind: message.Allreduce, DType: tensor.Int64, Op: tensor.Sum,
+			Tensors: []ops.Tensor{{In: buf, Out: buf}}}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, b := range []*opstest.Blocking{first, second} {
+		if p, err := b.Step(ctx, true); p != ops.Finished || err != nil {
+			t.Fatal(p, err)
+		}
+	}
+	if n := int64(job.Size()); one[0] != n || two[0] != n {
+		t.Errorf("got %d and %d, want %d", one[0], two[0], n)
+	}
+}
+
+// A Go program can still recover from a nil pointer, because MPI has no handler for the signal.
+func TestSignalsBelongToGo(t *testing.T) {
+	defer func() {
+		if _, ok := recover().(runtime.Error); !ok {
+			t.Error("got no runtime error")
+		}
+	}()
+	var p *int
+	*p = 1
+}
+
+// In deterministic mode, the backend refuses sums and products of floats. It always refuses Adasum.
+func TestPlan(t *testing.T) {
+	for _, c := range []struct {
+		deterministic bool
+		dt            tensor.DType
+		op            tensor.ReduceOp
+		refused       bool
+	}{
+		{false, tensor.Float32, tensor.Sum, false}, {true, tensor.Float32, tensor.Sum, true},
+		{true, tensor.Float16, tensor.Product, true}, {true, tensor.Float32, tensor.Max, false},
+		{true, tensor.Int32, tensor.Sum, false}, {false, tensor.Float32, tensor.Adasum, true},
+		{true, tensor.Float32, tensor.Average, true},
+	} {
+		b := &backend{deterministic: c.deterministic}
+		_, err := b.Plan(nil, &message.Response{Kind: message.Allreduce, DType: c.dt, Op: c.op}, 8)
+		if (err != nil) != c.refused {
+			t.Errorf("%+v: got error %v", c, err)
+		}
+	}
+}
+
+// An operation allocates nothing, except an alltoall, which allocates its result.
+func TestAllocations(t *testing.T) {
+	b, _ := open(t, everyone(), 1<<30, false)
+	buf := make([]byte, 1024)
+	one := []ops.Tensor{{In: buf, Out: buf}}
+	op := ops.Operation{Kind: message.Allreduce, DType: tensor.Float16, Op: tensor.Sum, Tensors: one}
+	if n := testing.AllocsPerRun(100, func() {
+		if err := ops.Run(ctx, b.Backend, op); err != nil {
+			t.Fatal(err)
+		}
+	}); n > 0 {
+		t.Errorf("an allreduce allocates %v times", n)
+	}
+}
+
+// failureVariable is set in the job of TestFailure.
+const failureVariable = "TEST_FAILURE"
+
+// A rank whose peers do not take part gets the error of its context. Afterwards every use of MPI fails at
+// once.
+func TestFailure(t *testing.T) {
+	if os.Getenv(failureVariable) == "" {
+		t.Skip("MPI cannot be used any more after a failure, so this test has a job of its own")
+	}
+	b, me := open(t, everyone(), 1<<30, false)
+	other, _ := open(t, everyone(), 1<<30, false)
+	if me > 0 {
+		select {} // mpirun ends this process when rank 0 has ended
+	}
+	ctx, cancel := context.WithTimeoutCause(ctx, 100*time.Millisecond, errors.New("the verdict"))
+	defer cancel()
+	buf := make([]byte, 8)
+	err := b.Allreduce(ctx, message.NoAlgorithm, tensor.Int64, tensor.Sum, buf)
+	if want := "ops/mpi: allreduce: the verdict"; err == nil || err.Error() != want {
+		t.Errorf("got error %v, want %q", err, want)
+	}
+	for _, b := range []*opstest.Blocking{b, other} {
+		if err := b.Broadcast(context.Background(), message.NoAlgorithm, 0, buf); err == nil {
+			t.Error("an operation after the failure has succeeded")
+		}
+	}
+	if err := job.Leave(context.Background()); err == nil {
+		t.Error("Leave has succeeded after the failure")
+	}
+	if !t.Failed() {
+		fmt.Println("the failure was handled")
+	}
+	os.Exit(3)
+}

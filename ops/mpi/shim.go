@@ -1,0 +1,454 @@
+//go:build mpi
+
+package mpi
+
+/*
+#cgo pkg-config: ompi
+#cgo CFLAGS: -O3 -Wno-stringop-overflow
+#include <limits.h>
+#include <math.h>
+#include <signal.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <mpi.h>
+
+// All functions are static, because empi defines global symbols.
+
+// hvd_comm is a communicator with the requests of the operation that runs on it.
+typedef struct {
+	MPI_Comm comm;
+	int size, rank;
+	int64_t limit;         // maximum number of elements or bytes in one call
+	MPI_Request *requests; // pending requests
+	int pending, room;
+	int done;              // the result of hvd_test
+	int *counts, *places;  // arguments of the running call, one element for each rank
+} hvd_comm;
+
+// The numbers of reductions.
+enum { HVD_SUM, HVD_MIN, HVD_MAX, HVD_PRODUCT, HVD_REDUCTIONS };
+
+// HVD_REDUCTION defines a reduction of this package, where x and y are elements of two ranks.
+#define HVD_REDUCTION(name, T, result)                                    \
+	static void name(void *in, void *out, int *n, MPI_Datatype *type) \
+	{                                                                 \
+		const T *a = in;                                          \
+		T *b = out;                                               \
+		(void)type;                                               \
+		for (int i = 0; i < *n; i++) {                            \
+			T x = a[i], y = b[i];                             \
+			b[i] = result;                                    \
+		}                                                         \
+	}
+
+// Sums and products of 8 and 16 bits wrap around. Those of Open MPI 4.1 saturate if the processor has AVX.
+HVD_REDUCTION(hvd_sum8, uint8_t, x + y)
+HVD_REDUCTION(hvd_sum16, uint16_t, x + y)
+HVD_REDUCTION(hvd_product8, uint8_t, x * y)
+HVD_REDUCTION(hvd_product16, uint16_t, (unsigned)x * y)
+// MPICH 4.0 compares unsigned integers of 8 and 16 bits as if they were signed.
+HVD_REDUCTION(hvd_min_u8, uint8_t, x < y ? x : y)
+HVD_REDUCTION(hvd_min_u16, uint16_t, x < y ? x : y)
+HVD_REDUCTION(hvd_max_u8, uint8_t, x > y ? x : y)
+HVD_REDUCTION(hvd_max_u16, uint16_t, x > y ? x : y)
+// A NaN is both the minimum and the maximum, and -0 is less than +0. MPI does not say how it compares these.
+#define HVD_FIRST(before, zero) \
+	y != y ? y : x != x || x before y || (x == y && (signbit(x) != 0) == zero) ? x : y
+HVD_REDUCTION(hvd_min_f32, float, HVD_FIRST(<, 1))
+HVD_REDUCTION(hvd_min_f64, double, HVD_FIRST(<, 1))
+HVD_REDUCTION(hvd_max_f32, float, HVD_FIRST(>, 0))
+HVD_REDUCTION(hvd_max_f64, double, HVD_FIRST(>, 0))
+
+// The numbers of tensor.DType.
+enum {
+	HVD_U8 = 1, HVD_I8, HVD_U16, HVD_I16, HVD_I32, HVD_I64, HVD_F16, HVD_BF16, HVD_F32, HVD_F64, HVD_BOOL,
+	HVD_TYPES
+};
+
+// hvd_own has the reductions of this package, and hvd_own_op their MPI_Ops. For other reductions and types,
+// the reductions of the MPI library are right.
+static MPI_User_function *const hvd_own[HVD_REDUCTIONS][HVD_TYPES] = {
+	[HVD_SUM] = {[HVD_U8] = hvd_sum8, [HVD_I8] = hvd_sum8, [HVD_U16] = hvd_sum16, [HVD_I16] = hvd_sum16},
+	[HVD_PRODUCT] = {[HVD_U8] = hvd_product8, [HVD_I8] = hvd_product8, [HVD_U16] = hvd_product16,
+		[HVD_I16] = hvd_product16},
+	[HVD_MIN] = {[HVD_U8] = hvd_min_u8, [HVD_BOOL] = hvd_min_u8, [HVD_U16] = hvd_min_u16,
+		[HVD_F32] = hvd_min_f32, [HVD_F64] = hvd_min_f64},
+	[HVD_MAX] = {[HVD_U8] = hvd_max_u8, [HVD_BOOL] = hvd_max_u8, [HVD_U16] = hvd_max_u16,
+		[HVD_F32] = hvd_max_f32, [HVD_F64] = hvd_max_f64},
+};
+static MPI_Op hvd_own_op[HVD_REDUCTIONS][HVD_TYPES];
+
+static int hvd_create_ops(void) {
+	int err = MPI_SUCCESS;
+	for (int op = 0; op < HVD_REDUCTIONS; op++)
+		for (int t = 0; t < HVD_TYPES && err == MPI_SUCCESS; t++)
+			if (hvd_own[op][t])
+				err = MPI_Op_create(hvd_own[op][t], 1, &hvd_own_op[op][t]);
+	return err;
+}
+
+// hvd_handled are the signals for which the Go runtime has handlers that must stay.
+static const int hvd_handled[] = {SIGABRT, SIGBUS, SIGFPE, SIGILL, SIGSEGV};
+enum { HVD_HANDLED = sizeof hvd_handled / sizeof hvd_handled[0] };
+
+// hvd_init_thread initializes MPI. Open MPI and UCX install handlers for signals. Without the handlers of the
+// Go runtime, a nil pointer would end the program without a panic.
+static int hvd_init_thread(int required, int *provided) {
+	struct sigaction handlers[HVD_HANDLED];
+	for (int i = 0; i < HVD_HANDLED; i++)
+		sigaction(hvd_handled[i], NULL, &handlers[i]);
+	int err = MPI_Init_thread(NULL, NULL, required, provided);
+	for (int i = 0; i < HVD_HANDLED; i++)
+		sigaction(hvd_handled[i], &handlers[i], NULL);
+	return err;
+}
+
+// hvd_init initializes MPI unless the program has done so. It reports the level of thread support, whether
+// this call has initialized MPI, and whether MPI was finalized before.
+static int hvd_init(int required, int *provided, int *own, int *finalized) {
+	int err, initialized;
+	if ((err = MPI_Finalized(finalized)) != MPI_SUCCESS || *finalized)
+		return err;
+	if ((err = MPI_Initialized(&initialized)) != MPI_SUCCESS)
+		return err;
+	*own = !initialized;
+	err = initialized ? MPI_Query_thread(provided) : hvd_init_thread(required, provided);
+	return err == MPI_SUCCESS ? hvd_create_ops() : err;
+}
+
+// hvd_wrap completes c, whose communicator was just made. Errors on the communicator are returned, and do not
+// end the process.
+static int hvd_wrap(hvd_comm *c) {
+	int err;
+	c->limit = 1 << 30;
+	if ((err = MPI_Comm_set_errhandler(c->comm, MPI_ERRORS_RETURN)) != MPI_SUCCESS ||
+	    (err = MPI_Comm_size(c->comm, &c->size)) != MPI_SUCCESS ||
+	    (err = MPI_Comm_rank(c->comm, &c->rank)) != MPI_SUCCESS)
+		return err;
+	c->counts = calloc(c->size, sizeof(int));
+	c->places = calloc(c->size, sizeof(int));
+	return MPI_SUCCESS;
+}
+
+static int hvd_world(hvd_comm *c) {
+	int err = MPI_Comm_dup(MPI_COMM_WORLD, &c->comm);
+	return err == MPI_SUCCESS ? hvd_wrap(c) : err;
+}
+
+// hvd_sub makes a communicator of some ranks of world. All of them call it, with the same tag.
+static int hvd_sub(const hvd_comm *world, const int *ranks, int n, int tag, hvd_comm *c) {
+	MPI_Group all, some;
+	int err = MPI_Comm_group(world->comm, &all);
+	if (err != MPI_SUCCESS)
+		return err;
+	if ((err = MPI_Group_incl(all, n, ranks, &some)) == MPI_SUCCESS) {
+		err = MPI_Comm_create_group(world->comm, some, tag, &c->comm);
+		MPI_Group_free(&some);
+	}
+	MPI_Group_free(&all);
+	return err == MPI_SUCCESS ? hvd_wrap(c) : err;
+}
+
+static int hvd_free(hvd_comm *c) {
+	int err = MPI_Comm_free(&c->comm);
+	free(c->requests);
+	free(c->counts);
+	free(c->places);
+	free(c);
+	return err;
+}
+
+// hvd_groups stores for each rank the lowest rank with which it can share memory.
+static int hvd_groups(const hvd_comm *world, int *groups) {
+	MPI_Comm host;
+	int lowest = world->rank;
+	int err = MPI_Comm_split_type(world->comm, MPI_COMM_TYPE_SHARED, world->rank, MPI_INFO_NULL, &host);
+	if (err != MPI_SUCCESS)
+		return err;
+	err = MPI_Bcast(&lowest, 1, MPI_INT, 0, host);
+	MPI_Comm_free(&host);
+	if (err == MPI_SUCCESS)
+		err = MPI_Allgather(&lowest, 1, MPI_INT, groups, 1, MPI_INT, world->comm);
+	return err;
+}
+
+// hvd_request returns the place for the request of the next call.
+static MPI_Request *hvd_request(hvd_comm *c) {
+	if (c->pending == c->room) {
+		c->room = 2 * c->room + 1;
+		c->requests = realloc(c->requests, c->room * sizeof(MPI_Request));
+		if (!c->requests)
+			abort();
+	}
+	c->requests[c->pending] = MPI_REQUEST_NULL;
+	return &c->requests[c->pending++];
+}
+
+// hvd_test tests up to polls times whether all requests have completed.
+static int hvd_test(hvd_comm *c, int polls) {
+	int err;
+	do
+		err = MPI_Testall(c->pending, c->requests, &c->done, MPI_STATUSES_IGNORE);
+	while (err == MPI_SUCCESS && !c->done && --polls > 0);
+	if (err == MPI_SUCCESS && c->done)
+		c->pending = 0;
+	return err;
+}
+
+// hvd_type returns the MPI type for a number of tensor.DType. 16-bit floats have none.
+static MPI_Datatype hvd_type(int dtype) {
+	switch (dtype) {
+	case HVD_U8: case HVD_BOOL: return MPI_UINT8_T;
+	case HVD_I8: return MPI_INT8_T;
+	case HVD_U16: return MPI_UINT16_T;
+	case HVD_I16: return MPI_INT16_T;
+	case HVD_I32: return MPI_INT32_T;
+	case HVD_I64: return MPI_INT64_T;
+	case HVD_F32: return MPI_FLOAT;
+	case HVD_F64: return MPI_DOUBLE;
+	}
+	return MPI_DATATYPE_NULL;
+}
+
+static MPI_Op hvd_op(int op, int dtype) {
+	if (hvd_own[op][dtype])
+		return hvd_own_op[op][dtype];
+	switch (op) {
+	case HVD_SUM: return MPI_SUM;
+	case HVD_PRODUCT: return MPI_PROD;
+	case HVD_MIN: return MPI_MIN;
+	}
+	return MPI_MAX;
+}
+
+static int64_t hvd_min(int64_t a, int64_t b) { return a < b ? a : b; }
+
+static int64_t hvd_sum(const int64_t *counts, int n) {
+	int64_t sum = 0;
+	for (int i = 0; i < n; i++)
+		sum += counts[i];
+	return sum;
+}
+
+// The functions below begin operations and add the requests to c. They get addresses as numbers, because the
+// Go caller keeps and pins the memory until the requests have completed. Counts are in elements for
+// reductions, else in bytes. Ranks compare counts with the limit in the same way, because they know the same
+// counts.
+
+static int hvd_allreduce(hvd_comm *c, uintptr_t buf, int64_t count, int size, int dtype, int op) {
+	int err = MPI_SUCCESS;
+	for (int64_t at = 0; at < count && err == MPI_SUCCESS; at += c->limit)
+		err = MPI_Iallreduce(MPI_IN_PLACE, (void *)(buf + at * size), hvd_min(c->limit, count - at),
+			hvd_type(dtype), hvd_op(op, dtype), c->comm, hvd_request(c));
+	return err;
+}
+
+// hvd_reduce_scatter leaves the result of this rank at the beginning of buf, or, if *whole is set, the result
+// of every rank in its place.
+static int hvd_reduce_scatter(hvd_comm *c, uintptr_t buf, const int64_t *counts, int size, int dtype, int op,
+	int *whole) {
+	int64_t sum = hvd_sum(counts, c->size);
+	*whole = sum > c->limit;
+	if (*whole)
+		return hvd_allreduce(c, buf, sum, size, dtype, op);
+	if (sum == 0)
+		return MPI_SUCCESS;
+	for (int i = 0; i < c->size; i++)
+		c->counts[i] = counts[i];
+	return MPI_Ireduce_scatter(MPI_IN_PLACE, (void *)buf, c->counts, hvd_type(dtype), hvd_op(op, dtype),
+		c->comm, hvd_request(c));
+}
+
+static int hvd_broadcast(hvd_comm *c, uintptr_t buf, int64_t count, int root) {
+	int err = MPI_SUCCESS;
+	for (int64_t at = 0; at < count && err == MPI_SUCCESS; at += c->limit)
+		err = MPI_Ibcast((void *)(buf + at), hvd_min(c->limit, count - at), MPI_BYTE, root, c->comm,
+			hvd_request(c));
+	return err;
+}
+
+static int hvd_allgather(hvd_comm *c, uintptr_t buf, const int64_t *counts) {
+	int64_t sum = hvd_sum(counts, c->size), at = 0;
+	int err = MPI_SUCCESS;
+	if (sum == 0)
+		return err;
+	for (int i = 0; i < c->size && err == MPI_SUCCESS; at += counts[i++]) {
+		c->counts[i] = counts[i];
+		c->places[i] = at;
+		if (sum > c->limit)
+			err = hvd_broadcast(c, buf + at, counts[i], i);
+	}
+	if (sum > c->limit)
+		return err;
+	return MPI_Iallgatherv(MPI_IN_PLACE, 0, MPI_DATATYPE_NULL, (void *)buf, c->counts, c->places,
+		MPI_BYTE, c->comm, hvd_request(c));
+}
+
+static int hvd_alltoall(hvd_comm *c, uintptr_t in, uintptr_t out) {
+	return MPI_Ialltoall((void *)in, 1, MPI_INT64_T, (void *)out, 1, MPI_INT64_T, c->comm, hvd_request(c));
+}
+
+// hvd_exchange sends block i of in to rank i and receives block i of out from it.
+static int hvd_exchange(hvd_comm *c, uintptr_t in, const int64_t *sent, uintptr_t out,
+	const int64_t *received) {
+	int err = MPI_SUCCESS;
+	for (int i = 0; i < c->size; out += received[i++])
+		for (int64_t at = 0; at < received[i] && err == MPI_SUCCESS; at += c->limit)
+			err = MPI_Irecv((void *)(out + at), hvd_min(c->limit, received[i] - at), MPI_BYTE, i, 0,
+				c->comm, hvd_request(c));
+	for (int i = 0; i < c->size; in += sent[i++])
+		for (int64_t at = 0; at < sent[i] && err == MPI_SUCCESS; at += c->limit)
+			err = MPI_Isend((void *)(in + at), hvd_min(c->limit, sent[i] - at), MPI_BYTE, i, 0,
+				c->comm, hvd_request(c));
+	return err;
+}
+*/
+import "C"
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+	"unsafe"
+
+	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/topo"
+)
+
+// comm is a communicator. Its methods call MPI, so only the thread that may call MPI calls them. MPI uses the
+// buffers of an operation until test reports that the operation has completed. Until then the caller must
+// keep and pin them.
+type comm struct{ c *C.hvd_comm }
+
+// check returns the error of an MPI call, or nil.
+func check(call string, code C.int) error {
+	if code == C.MPI_SUCCESS {
+		return nil
+	}
+	var text [C.MPI_MAX_ERROR_STRING]C.char
+	var n C.int
+	if C.MPI_Error_string(code, &text[0], &n) != C.MPI_SUCCESS {
+		return fmt.Errorf("%s: MPI error %d", call, code)
+	}
+	// MPICH's texts have several lines.
+	return fmt.Errorf("%s: %s", call, strings.Join(strings.Fields(C.GoStringN(&text[0], n)), " "))
+}
+
+// initialize initializes MPI unless the program has done so. It reports whether MPI may be called from
+// several threads, one at a time, and whether it has initialized MPI.
+func initialize(singleThread bool) (serialized, own bool, err error) {
+	required := C.int(C.MPI_THREAD_SERIALIZED)
+	if singleThread {
+		required = C.MPI_THREAD_FUNNELED
+	}
+	var provided, mine, finalized C.int
+	if err := check("MPI_Init_thread", C.hvd_init(required, &provided, &mine, &finalized)); err != nil {
+		return false, false, err
+	}
+	if finalized != 0 {
+		return false, false, ErrFinalized
+	}
+	if mine == 0 && provided < C.MPI_THREAD_SERIALIZED {
+		return false, false, errors.New("the program has initialized MPI for one thread only: " +
+			"call MPI_Init_thread with MPI_THREAD_SERIALIZED or MPI_THREAD_MULTIPLE")
+	}
+	return provided >= C.MPI_THREAD_SERIALIZED && !singleThread, mine != 0, nil
+}
+
+// libraryVersion returns the first line of the name and version of the MPI library.
+func libraryVersion() string {
+	var text [C.MPI_MAX_LIBRARY_VERSION_STRING]C.char
+	var n C.int
+	if C.MPI_Get_library_version(&text[0], &n) != C.MPI_SUCCESS {
+		return "unknown MPI library"
+	}
+	first, _, _ := strings.Cut(C.GoStringN(&text[0], n), "\n")
+	return strings.Join(strings.Fields(first), " ")
+}
+
+// newWorld returns a communicator of all processes.
+func newWorld() (comm, error) {
+	c := comm{(*C.hvd_comm)(C.calloc(1, C.sizeof_hvd_comm))}
+	return c, check("MPI_Comm_dup", C.hvd_world(c.c))
+}
+
+// sub returns a communicator of some ranks of c. Each of them must call sub, and all must call it in the same
+// order. The call blocks until they have done so.
+func (c comm) sub(ranks []topo.Rank, tag int) (comm, error) {
+	list := make([]C.int, len(ranks))
+	for i, r := range ranks {
+		list[i] = C.int(r)
+	}
+	s := comm{(*C.hvd_comm)(C.calloc(1, C.sizeof_hvd_comm))}
+	return s, check("MPI_Comm_create_group", C.hvd_sub(c.c, &list[0], C.int(len(list)), C.int(tag), s.c))
+}
+
+// free releases a communicator on which no operation runs.
+func (c comm) free() error { return check("MPI_Comm_free", C.hvd_free(c.c)) }
+
+func (c comm) rank() int { return int(c.c.rank) }
+func (c comm) size() int { return int(c.c.size) }
+
+// setLimit sets the maximum number of elements or bytes in one MPI call.
+func (c comm) setLimit(limit int64) { c.c.limit = C.int64_t(limit) }
+
+// groups returns for each rank the lowest rank with which it can share memory. All ranks must call it.
+func (c comm) groups() (groups []topo.Rank, err error) {
+	lowest := make([]C.int, c.size())
+	err = check("MPI_Comm_split_type", C.hvd_groups(c.c, &lowest[0]))
+	for _, r := range lowest {
+		groups = append(groups, topo.Rank(r))
+	}
+	return groups, err
+}
+
+// test reports whether the operation on c has completed. It tests up to polls times.
+func (c comm) test(polls int) (bool, error) {
+	c.c.done = 0
+	err := check("MPI_Testall", C.hvd_test(c.c, C.int(polls)))
+	return c.c.done != 0, err
+}
+
+// address returns the address of a buffer, which the caller has pinned.
+func address[T any](buf []T) C.uintptr_t {
+	return C.uintptr_t(uintptr(unsafe.Pointer(unsafe.SliceData(buf))))
+}
+
+func int64s(s []int64) *C.int64_t { return (*C.int64_t)(unsafe.Pointer(&s[0])) }
+
+// reductions has the numbers of the reductions in C.
+var reductions = map[tensor.ReduceOp]C.int{tensor.Sum: C.HVD_SUM, tensor.Min: C.HVD_MIN,
+	tensor.Max: C.HVD_MAX, tensor.Product: C.HVD_PRODUCT}
+
+func (c comm) allreduce(buf []byte, dt tensor.DType, op tensor.ReduceOp) error {
+	size := dt.Size()
+	return check("MPI_Iallreduce", C.hvd_allreduce(c.c, address(buf), C.int64_t(len(buf)/size), C.int(size),
+		C.int(dt), reductions[op]))
+}
+
+// reduceScatter begins a reducescatter of buf, in which rank i gets counts[i] elements. If the result whole
+// is set, the result of this rank will be in its place, otherwise at the beginning of buf.
+func (c comm) reduceScatter(buf []byte, counts []int64, dt tensor.DType, op tensor.ReduceOp) (whole bool,
+	err error) {
+	var w C.int
+	err = check("MPI_Ireduce_scatter", C.hvd_reduce_scatter(c.c, address(buf), int64s(counts),
+		C.int(dt.Size()), C.int(dt), reductions[op], &w))
+	return w != 0, err
+}
+
+func (c comm) broadcast(buf []byte, root int) error {
+	return check("MPI_Ibcast", C.hvd_broadcast(c.c, address(buf), C.int64_t(len(buf)), C.int(root)))
+}
+
+func (c comm) allgather(buf []byte, counts []int64) error {
+	return check("MPI_Iallgatherv", C.hvd_allgather(c.c, address(buf), int64s(counts)))
+}
+
+func (c comm) alltoall(in, out []int64) error {
+	return check("MPI_Ialltoall", C.hvd_alltoall(c.c, address(in), address(out)))
+}
+
+func (c comm) exchange(in []byte, sent []int64, out []byte, received []int64) error {
+	return check("MPI_Isend or MPI_Irecv", C.hvd_exchange(c.c, address(in), int64s(sent), address(out),
+		int64s(received)))
+}
