@@ -14,6 +14,8 @@
 // Package faulty takes the time from package time, so the times of faults are exact in a testing/synctest
 // bubble. The wrapped mesh must then work in a bubble too. In a bubble, no loop may wait by polling Sent or
 // TryRead for bytes that a rule holds back, because the clock does not advance while a goroutine polls.
+//
+// A Messages injects faults into a stream of messages instead: it drops, duplicates and reorders them.
 package faulty
 
 import (

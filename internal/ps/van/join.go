@@ -1,0 +1,228 @@
+package van
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"strconv"
+	"sync"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/dial"
+	"github.com/gohvd/gohvd/internal/ps/pspb"
+)
+
+const (
+	// handshakeTimeout is the time limit for a peer to prove the secret and send its registration.
+	handshakeTimeout = 10 * time.Second
+	// maxUnproven is the maximum number of connections whose peer has not registered yet.
+	maxUnproven = 1024
+	// maxPeers is the maximum number of connections that a node accepts.
+	maxPeers = 1 << 16
+	// answerTime is how long a node waits for the scheduler's answer after its own time limit. The answer
+	// says which nodes are missing.
+	answerTime = time.Second
+)
+
+// listen accepts connections of other nodes on addr.
+func (v *Van) listen(addr string) (err error) {
+	v.accepts, err = dial.Serve(addr, "ps: "+v.cfg.Role.String(), maxPeers, v.cfg.Log, v.serve)
+	return err
+}
+
+// dial connects to the node at addr and registers the nodes of this process there. It returns the reader of
+// the connection and the nodes in the peer's answer.
+func (v *Van) dial(ctx context.Context, addr string) (net.Conn, *reader, []*pspb.Node, error) {
+	var conn net.Conn
+	err := dial.Retry(ctx, func() (err error) {
+		conn, err = dial.Greet(ctx, addr, v.cfg.Secret, magic, version)
+		return err
+	})
+	if err != nil {
+		return nil, nil, nil, err
+	}
+	r, nodes, err := v.register(ctx, conn)
+	if err != nil {
+		conn.Close()
+		return nil, nil, nil, err
+	}
+	return conn, r, nodes, nil
+}
+
+// register sends the registration on conn and reads the answer.
+func (v *Van) register(ctx context.Context, conn net.Conn) (*reader, []*pspb.Node, error) {
+	if err := writeMessage(conn, controlMessage(&pspb.Control{Command: pspb.Command_ADD_NODE, Nodes: v.self,
+		NumWorkers: int32(v.cfg.NumWorkers), NumServers: int32(v.cfg.NumServers)})); err != nil {
+		return nil, nil, err
+	}
+	wait, cancel := context.WithCancel(context.WithoutCancel(ctx))
+	defer cancel()
+	stop := context.AfterFunc(ctx, func() {
+		dial.Pause(wait, answerTime, nil)
+		conn.SetDeadline(time.Unix(1, 0))
+	})
+	defer stop()
+	r := newReader(conn)
+	r.limit = maxHeaderBytes // the table is long
+	m, err := r.next()
+	switch {
+	case err != nil && ctx.Err() != nil:
+		return nil, nil, fmt.Errorf("no answer to the registration: %w", context.Cause(ctx))
+	case err != nil:
+		return nil, nil, fmt.Errorf("no answer to the registration: %w", err)
+	case m.Header.Error != "":
+		return nil, nil, errors.New(m.Header.Error)
+	case m.Header.Control.GetCommand() != pspb.Command_ADD_NODE:
+		return nil, nil, errors.New("malformed answer to the registration")
+	}
+	if !stop() {
+		return nil, nil, context.Cause(ctx)
+	}
+	return r, m.Header.Control.Nodes, nil
+}
+
+func writeMessage(conn net.Conn, m *Message) error {
+	b, err := m.encode()
+	if err != nil {
+		return err
+	}
+	_, err = conn.Write(b)
+	return err
+}
+
+// join registers with the scheduler and returns the table of all nodes.
+func (v *Van) join(ctx context.Context) ([]*pspb.Node, error) {
+	conn, r, table, err := v.dial(ctx, v.cfg.Root)
+	if err != nil {
+		return nil, fmt.Errorf("register with the scheduler at %s: %w", v.cfg.Root, err)
+	}
+	if err := v.setTable(table); err != nil {
+		conn.Close()
+		return nil, err
+	}
+	l, err := v.addLink([]*pspb.Node{{Id: SchedulerID}}, conn, r)
+	if err != nil {
+		conn.Close()
+		return nil, err
+	}
+	l.run(r)
+	return table, nil
+}
+
+// connectServers connects this worker with all servers of the table.
+func (v *Van) connectServers(ctx context.Context, table []*pspb.Node) error {
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	var wg sync.WaitGroup
+	for _, n := range table {
+		if n.Role != pspb.Role_SERVER {
+			continue
+		}
+		wg.Go(func() {
+			addr := net.JoinHostPort(n.Hostname, strconv.Itoa(int(n.Port)))
+			conn, r, _, err := v.dial(ctx, addr)
+			if err != nil {
+				cancel(fmt.Errorf("connect to %s at %s: %w", Name(int(n.Id)), addr, err))
+				return
+			}
+			l, err := v.addLink([]*pspb.Node{n}, conn, r)
+			if err != nil {
+				conn.Close()
+				cancel(err)
+				return
+			}
+			l.run(r)
+		})
+	}
+	wg.Wait()
+	return context.Cause(ctx)
+}
+
+// serve serves the connection of a node that has dialed. It returns when the connection has ended.
+func (v *Van) serve(ctx context.Context, conn net.Conn) error {
+	slot := v.unproven.Acquire(conn)
+	over, r, hello, err := v.accept(conn)
+	if !slot.Release() && err != nil {
+		return fmt.Errorf("%w: %w", dial.ErrEvicted, err)
+	}
+	if err != nil {
+		return err
+	}
+	answer := controlMessage(&pspb.Control{Command: pspb.Command_ADD_NODE})
+	var l *link
+	nodes, err := v.admit(ctx, hello)
+	if err == nil {
+		l, err = v.addLink(nodes, over, r)
+	}
+	if err != nil {
+		answer.Header.Error = err.Error()
+		return errors.Join(err, writeMessage(over, answer))
+	}
+	if v.sched != nil {
+		answer.Header.Control.Nodes = v.sched.table
+	}
+	// If the write fails, the node has registered and died, which the other nodes must learn.
+	if err = writeMessage(over, answer); err == nil {
+		v.wg.Go(l.write)
+		err = l.read(r)
+	}
+	l.fail(err)
+	return io.EOF // linkEnded reports errors
+}
+
+// accept does the handshake with a node that has dialed, and reads its registration.
+func (v *Van) accept(conn net.Conn) (net.Conn, *reader, *pspb.Control, error) {
+	if err := conn.SetDeadline(time.Now().Add(handshakeTimeout)); err != nil {
+		return nil, nil, nil, err
+	}
+	over, err := v.cfg.Secret.Accept(conn, magic)
+	if err != nil {
+		return nil, nil, nil, err
+	}
+	if _, err := dial.ReadGreeting(over, magic); err != nil {
+		return nil, nil, nil, err
+	}
+	// A peer of another version closes the connection when it reads the greeting.
+	if _, err := over.Write(dial.Greeting(magic, version)); err != nil {
+		return nil, nil, nil, err
+	}
+	r := newReader(over)
+	m, err := r.next()
+	if err != nil {
+		return nil, nil, nil, err
+	}
+	c := m.Header.Control
+	if c.GetCommand() != pspb.Command_ADD_NODE || len(c.Nodes) == 0 {
+		return nil, nil, nil, errors.New("malformed registration")
+	}
+	return over, r, c, conn.SetDeadline(time.Time{})
+}
+
+// admit decides about a registration. It returns the nodes of the table that the peer has.
+func (v *Van) admit(ctx context.Context, hello *pspb.Control) ([]*pspb.Node, error) {
+	if v.sched != nil {
+		return v.sched.register(ctx, hello)
+	}
+	select {
+	case <-v.ready:
+	case <-ctx.Done():
+		return nil, ErrStopped
+	}
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	var own []*pspb.Node
+	for _, n := range hello.Nodes {
+		known := v.nodes[int(n.Id)]
+		if known == nil || known.Incarnation != n.Incarnation ||
+			known.Incarnation != hello.Nodes[0].Incarnation ||
+			known.Role != pspb.Role_WORKER {
+			return nil,
+				fmt.Errorf("%s got a connection from a node that says it is %s, but is not a worker of this job",
+					Name(v.id), Name(int(n.Id)))
+		}
+		own = append(own, known)
+	}
+	return own, nil
+}

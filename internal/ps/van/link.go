@@ -1,0 +1,452 @@
+package van
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/ps/pspb"
+)
+
+const (
+	// maxQueuedBytes is the maximum size of the requests in the queue of a link. A single larger request may
+	// be in the queue alone.
+	maxQueuedBytes = 256 << 20
+	// maxReplies is the maximum number of replies in the queue of a link. A peer that obeys the protocol has
+	// fewer unanswered requests.
+	maxReplies = 1 << 16
+	// batchBytes is the size from which on queued messages are written without waiting for more of them.
+	// Frames of at least wholeBytes are not copied into a batch.
+	batchBytes = 64 << 10
+	wholeBytes = 16 << 10
+)
+
+// errLeft is the reason why a link has ended if the peer has left the job.
+var errLeft = errors.New("it has left the job")
+
+// link is the connection with another process, or of the scheduler with itself. It has a queue with
+// priorities, a goroutine that writes and, unless conn is nil, a goroutine that reads.
+//
+// Requests wait for room: the link has at most WaterMark unanswered requests. Replies do not wait, because
+// each belongs to a request of the peer, whose number the peer limits. So the goroutine that reads never
+// waits for the goroutine that writes, and no two nodes can wait for each other.
+type link struct {
+	van  *Van
+	peer int      // the first id of the process
+	conn net.Conn // nil for the link of the scheduler with itself
+
+	wake  chan struct{} // has an element if the writer has something to do
+	done  chan struct{} // closed when the link has ended
+	heard atomic.Int64  // time of the last message, in ns since the van's start
+
+	mu          sync.Mutex
+	queue       queue
+	again       []*flight     // messages that are to be sent again
+	requests    int           // number of requests that are queued or not answered
+	queuedBytes int           // size of the requests in the queue
+	replies     int           // number of replies in the queue
+	room        chan struct{} // closed when there is room for a request; nil if no call waits
+	end         error         // reason why the link has ended
+	left        bool          // the peer has sent TERMINATE
+	beat        bool          // a heartbeat is to be sent
+	acks        []uint64      // acknowledgements that are to be sent
+	idle        chan struct{} // closed when everything was sent and acknowledged; nil if no call waits
+	busy        bool          // the writer writes
+
+	in  inWindow // used only by the goroutine that reads
+	out outWindow
+}
+
+func newLink(v *Van, peer int, conn net.Conn) *link {
+	l := &link{van: v, peer: peer, conn: conn, wake: make(chan struct{}, 1), done: make(chan struct{})}
+	l.heard.Store(int64(v.now()))
+	return l
+}
+
+// request queues a request. It waits for room until ctx ends.
+func (l *link) request(ctx context.Context, m *Message) error {
+	n := m.dataBytes()
+	l.mu.Lock()
+	for l.end == nil && (l.requests >= l.van.cfg.WaterMark ||
+		l.queuedBytes > 0 && l.queuedBytes+n > maxQueuedBytes) {
+		if l.room == nil {
+			l.room = make(chan struct{})
+		}
+		room, waiting := l.room, l.requests
+		l.mu.Unlock()
+		select {
+		case <-room:
+		case <-l.done:
+		case <-ctx.Done():
+			return fmt.Errorf("the queue to %s has no room, %d requests are not answered: %w", Name(l.peer),
+				waiting, context.Cause(ctx))
+		}
+		l.mu.Lock()
+	}
+	defer l.mu.Unlock()
+	if l.end != nil {
+		return &NodeError{l.peer, l.end}
+	}
+	l.requests++
+	l.queuedBytes += n
+	l.push(&flight{m: m, priority: m.Header.Priority})
+	return nil
+}
+
+// answered makes room for another request, because a request was answered or has failed.
+func (l *link) answered() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.requests--
+	l.hasRoom()
+}
+
+// hasRoom wakes the calls that wait for room. The caller holds mu.
+func (l *link) hasRoom() {
+	if l.room != nil {
+		close(l.room)
+		l.room = nil
+	}
+}
+
+// reply queues a message that does not wait for room.
+func (l *link) reply(m *Message) error {
+	l.mu.Lock()
+	full := l.replies == maxReplies
+	l.mu.Unlock()
+	if full {
+		l.fail(fmt.Errorf("its replies are not read: %d wait", maxReplies))
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.end != nil {
+		return &NodeError{l.peer, l.end}
+	}
+	l.replies++
+	l.push(&flight{m: m, priority: m.Header.Priority, reply: true})
+	return nil
+}
+
+// push appends f to the queue and wakes the writer. The caller holds mu.
+func (l *link) push(f *flight) {
+	l.queue.push(f, f.priority)
+	l.notify()
+}
+
+func (l *link) notify() {
+	select {
+	case l.wake <- struct{}{}:
+	default:
+	}
+}
+
+// next returns the next message to write, or nil if there is none. The method written must be called for it.
+func (l *link) next() *flight {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	switch {
+	case l.end != nil:
+		return nil
+	case l.beat:
+		l.beat = false
+		return &flight{m: controlMessage(&pspb.Control{Command: pspb.Command_HEARTBEAT})}
+	case len(l.acks) > 0:
+		m := controlMessage(&pspb.Control{Command: pspb.Command_ACK, Acks: l.acks})
+		l.acks = nil
+		return &flight{m: m}
+	}
+	f := l.pop()
+	l.busy = l.busy || f != nil
+	return f
+}
+
+// settled records that the writer has written all that next returned.
+func (l *link) settled() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.busy = false
+	if l.idle != nil && l.queue.len() == 0 && len(l.again) == 0 && l.out.empty() {
+		close(l.idle)
+		l.idle = nil
+	}
+}
+
+// pop removes the first message that may be sent from the queue: one that is sent again, or else a new one.
+// The caller holds mu.
+func (l *link) pop() *flight {
+	for len(l.again) > 0 {
+		f := l.again[0]
+		l.again = l.again[1:]
+		f.queued = false
+		if !f.acked {
+			f.writing = true
+			return f
+		}
+		f.m.written()
+	}
+	numbered := l.van.reliable && l.conn != nil
+	if l.queue.len() == 0 || numbered && l.out.full() {
+		return nil // an acknowledgement wakes the writer
+	}
+	f := l.queue.pop()
+	if f.reply {
+		l.replies--
+	} else {
+		l.queuedBytes -= f.m.dataBytes()
+		l.hasRoom()
+	}
+	if numbered {
+		l.out.add(f)
+		f.writing = true
+		f.due = time.Now().Add(l.van.cfg.ResendTimeout)
+	}
+	return f
+}
+
+// written records that f was written, and frees its memory unless it may have to be sent again.
+func (l *link) written(f *flight) {
+	l.mu.Lock()
+	keep := f.writing && !f.acked && l.end == nil
+	f.writing = false
+	l.mu.Unlock()
+	if !keep {
+		f.m.written()
+	}
+}
+
+// acked handles an acknowledgement of the peer.
+func (l *link) acked(sequences []uint64) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, s := range sequences {
+		f := l.out.ack(s)
+		if f == nil {
+			continue
+		}
+		f.acked = true
+		if !f.queued && !f.writing {
+			f.m.written()
+		}
+	}
+	l.notify()
+}
+
+// resend queues the messages again that are not acknowledged and due.
+func (l *link) resend(now time.Time) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.end != nil {
+		return
+	}
+	l.out.late(now, l.van.cfg.ResendTimeout, func(f *flight) {
+		l.van.counters.resent.Add(1)
+		f.queued = true
+		l.again = append(l.again, f)
+	})
+	l.notify()
+}
+
+// heartbeat makes the writer send a heartbeat.
+func (l *link) heartbeat() {
+	l.mu.Lock()
+	l.beat = true
+	l.mu.Unlock()
+	l.notify()
+}
+
+// flush waits until all messages were sent and, if the van resends, acknowledged.
+func (l *link) flush(ctx context.Context) {
+	l.mu.Lock()
+	if l.end != nil || l.queue.len() == 0 && l.out.empty() && !l.busy {
+		l.mu.Unlock()
+		return
+	}
+	if l.idle == nil {
+		l.idle = make(chan struct{})
+	}
+	idle := l.idle
+	l.mu.Unlock()
+	l.notify()
+	select {
+	case <-idle:
+	case <-l.done:
+	case <-ctx.Done():
+	}
+}
+
+// write writes messages until the link ends.
+func (l *link) write() {
+	w := writer{l: l, conn: l.conn}
+	for {
+		select {
+		case <-l.wake:
+		case <-l.done:
+			return
+		}
+		for f := l.next(); f != nil; f = l.next() {
+			if err := w.put(f); err != nil {
+				l.fail(err)
+				return
+			}
+		}
+		l.settled()
+	}
+}
+
+// writer collects small messages and writes them together.
+type writer struct {
+	l     *link
+	conn  net.Conn
+	batch []byte
+}
+
+// put writes f, together with the messages behind it that are small.
+func (w *writer) put(f *flight) error {
+	if w.conn == nil {
+		w.l.van.loop(w.l, f.m)
+		return nil
+	}
+	w.batch = w.batch[:0]
+	for {
+		if err := w.add(f); err != nil {
+			return err
+		}
+		if len(w.batch) >= batchBytes {
+			break
+		}
+		if f = w.l.next(); f == nil {
+			break
+		}
+	}
+	_, err := w.conn.Write(w.batch)
+	return err
+}
+
+// add appends f to the batch. If f has long frames, add writes the batch and these frames.
+func (w *writer) add(f *flight) error {
+	defer w.l.written(f)
+	head, err := f.m.encode()
+	if err != nil {
+		return err
+	}
+	v := w.l.van
+	v.counters.sent.Add(uint64(len(head) + f.m.dataBytes()))
+	v.verbose("sent", w.l.peer, f.m)
+	w.batch = append(w.batch, head...)
+	for _, d := range f.m.Data {
+		if len(d) < wholeBytes {
+			w.batch = append(w.batch, d...)
+			continue
+		}
+		parts := net.Buffers{w.batch, d}
+		if _, err := parts.WriteTo(w.conn); err != nil {
+			return err
+		}
+		w.batch = w.batch[:0]
+	}
+	return nil
+}
+
+// read reads messages until the connection ends, and returns the reason.
+func (l *link) read(r *reader) error {
+	for {
+		if r.in.Buffered() == 0 {
+			l.sendAcks()
+		}
+		m, err := r.next()
+		if err != nil {
+			return err
+		}
+		l.heard.Store(int64(l.van.now()))
+		l.van.counters.received.Add(uint64(m.size))
+		l.van.verbose("received", l.peer, m)
+		if l.van.cfg.Faults == nil {
+			err = l.arrive(m)
+		} else {
+			err = l.van.cfg.Faults(l.peer, l.van.id, m, l.arrive)
+		}
+		if err != nil {
+			return err
+		}
+	}
+}
+
+// arrive handles a message. It acknowledges the message if it has a sequence number, and drops duplicates.
+func (l *link) arrive(m *Message) error {
+	if s := m.Header.Sequence; s != 0 {
+		fresh, err := l.in.arrive(s)
+		if err != nil {
+			return fmt.Errorf("malformed message: %w", err)
+		}
+		l.mu.Lock()
+		if len(l.acks) < windowMessages { // otherwise the peer will send the message again
+			l.acks = append(l.acks, s)
+		}
+		l.mu.Unlock()
+		if !fresh {
+			l.van.counters.duplicates.Add(1)
+			m.Release()
+			return nil
+		}
+	}
+	return l.van.arrive(l, m)
+}
+
+// sendAcks makes the writer acknowledge what has arrived.
+func (l *link) sendAcks() {
+	l.mu.Lock()
+	n := len(l.acks)
+	l.mu.Unlock()
+	if n > 0 {
+		l.notify()
+	}
+}
+
+// run starts the goroutines of the link.
+func (l *link) run(r *reader) {
+	l.van.wg.Go(l.write)
+	if l.conn != nil {
+		l.van.wg.Go(func() { l.fail(l.read(r)) })
+	}
+}
+
+// fail ends the link because of err. Only the first call has an effect.
+func (l *link) fail(err error) {
+	l.mu.Lock()
+	if l.end != nil {
+		l.mu.Unlock()
+		return
+	}
+	if l.left {
+		err = errLeft
+	} else if errors.Is(err, io.EOF) {
+		err = errors.New("its connection has ended")
+	}
+	l.end = err
+	left := l.left
+	var dropped []*flight
+	for l.queue.len() > 0 {
+		dropped = append(dropped, l.queue.pop())
+	}
+	for s := l.out.base + 1; s <= l.out.next; s++ {
+		if f := l.out.ack(s); f != nil && !f.writing {
+			dropped = append(dropped, f)
+		}
+	}
+	l.again = nil
+	l.hasRoom()
+	close(l.done)
+	l.mu.Unlock()
+	if l.conn != nil {
+		l.conn.Close()
+	}
+	for _, f := range dropped {
+		f.m.written()
+	}
+	l.van.linkEnded(l, left, err)
+}

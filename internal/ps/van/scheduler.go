@@ -1,0 +1,355 @@
+package van
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"sync"
+
+	"github.com/gohvd/gohvd/internal/ps/pspb"
+)
+
+// scheduler is what only the scheduler does: it assigns ids to the nodes that register, and counts who has
+// entered a barrier.
+type scheduler struct {
+	van      *Van
+	complete chan struct{} // closed when table or err is set
+
+	mu       sync.Mutex
+	nodes    []*pspb.Node // registered nodes, in the order of registration
+	table    []*pspb.Node // the nodes with their ids, once all have registered
+	err      error        // reason why the job does not start
+	barriers map[int]map[int]entry
+}
+
+// entry is a node that waits in a barrier.
+type entry struct {
+	link     *link
+	customer int32
+	barrier  int64
+}
+
+func newScheduler(v *Van) *scheduler {
+	return &scheduler{van: v, complete: make(chan struct{}), barriers: make(map[int]map[int]entry)}
+}
+
+// wait waits until all nodes have registered.
+func (s *scheduler) wait(ctx context.Context) error {
+	s.mu.Lock()
+	err := s.fill()
+	s.mu.Unlock()
+	if err != nil {
+		return err
+	}
+	select {
+	case <-s.complete:
+	case <-ctx.Done():
+		s.mu.Lock()
+		if s.table == nil && s.err == nil {
+			s.err = fmt.Errorf("%d of %d servers and %d of %d workers have registered: %w",
+				s.count(pspb.Role_SERVER), s.van.cfg.NumServers, s.count(pspb.Role_WORKER),
+				s.van.cfg.NumWorkers, context.Cause(ctx))
+			close(s.complete)
+		}
+		s.mu.Unlock()
+	}
+	return s.err
+}
+
+func (s *scheduler) count(r pspb.Role) (n int) {
+	for _, node := range s.nodes {
+		if node.Role == r {
+			n++
+		}
+	}
+	return n
+}
+
+// register handles a registration. It waits until all nodes have registered.
+func (s *scheduler) register(ctx context.Context, hello *pspb.Control) (own []*pspb.Node, err error) {
+	if err := s.add(hello); err != nil {
+		return nil, fmt.Errorf("the scheduler refused the registration: %w", err)
+	}
+	select {
+	case <-s.complete:
+	case <-ctx.Done():
+		return nil, ErrStopped
+	}
+	if s.err != nil {
+		return nil, fmt.Errorf("the job does not start: %w", s.err)
+	}
+	for _, n := range s.table {
+		if n.Incarnation == hello.Nodes[0].Incarnation {
+			own = append(own, n)
+		}
+	}
+	return own, nil
+}
+
+// add adds the nodes of a process. If they are the last ones, it makes the table.
+func (s *scheduler) add(hello *pspb.Control) error {
+	cfg, first := &s.van.cfg, hello.Nodes[0]
+	if int(hello.NumServers) != cfg.NumServers || int(hello.NumWorkers) != cfg.NumWorkers {
+		return fmt.Errorf("the node has DMLC_NUM_SERVER=%d and DMLC_NUM_WORKER=%d, the scheduler %d and %d",
+			hello.NumServers, hello.NumWorkers, cfg.NumServers, cfg.NumWorkers)
+	}
+	want := map[pspb.Role]int{pspb.Role_SERVER: cfg.NumServers, pspb.Role_WORKER: cfg.NumWorkers}
+	for i, n := range hello.Nodes {
+		if n.Role != first.Role || n.Incarnation != first.Incarnation || int(n.CustomerId) != i {
+			return errors.New("malformed registration: its nodes differ")
+		}
+	}
+	if want[first.Role] == 0 {
+		return fmt.Errorf("the job has no place for a %s: it has one scheduler, %d servers and %d workers",
+			Role(first.Role), cfg.NumServers, cfg.NumWorkers)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if have := s.count(first.Role); have+len(hello.Nodes) > want[first.Role] {
+		return fmt.Errorf("the job has %d of %d %ss already, and %d more want to join: is DMLC_NUM_%s right?",
+			have, want[first.Role], Role(first.Role), len(hello.Nodes),
+			strings.ToUpper(Role(first.Role).String()))
+	}
+	if s.err != nil {
+		return s.err
+	}
+	s.nodes = append(s.nodes, hello.Nodes...)
+	return s.fill()
+}
+
+// fill makes the table if all nodes have registered. The caller holds mu.
+func (s *scheduler) fill() error {
+	cfg := &s.van.cfg
+	if len(s.nodes) < cfg.NumServers+cfg.NumWorkers || s.table != nil || s.err != nil {
+		return nil
+	}
+	self := s.van.self[0]
+	self.Id = SchedulerID
+	s.table = append(assign(s.nodes), self)
+	defer close(s.complete)
+	if s.err = s.van.setTable(s.table); s.err != nil {
+		return s.err
+	}
+	l, err := s.van.addLink([]*pspb.Node{self}, nil, nil)
+	if err != nil {
+		return err
+	}
+	l.run(nil)
+	return nil
+}
+
+// assign gives ids to nodes and returns them in the order of their ranks. A node gets the rank that it
+// wants, unless an earlier one has it. The others get the remaining ranks in ps-lite's order: by descending
+// host name and ascending port.
+func assign(nodes []*pspb.Node) []*pspb.Node {
+	var table []*pspb.Node
+	for _, role := range []struct {
+		role pspb.Role
+		id   func(rank int) int
+	}{{pspb.Role_SERVER, ServerID}, {pspb.Role_WORKER, WorkerID}} {
+		var waiting []*pspb.Node
+		count := 0
+		for _, n := range nodes {
+			if n.Role == role.role {
+				count++
+			}
+		}
+		ranks := make([]*pspb.Node, count)
+		for _, n := range nodes {
+			switch r := int(n.Rank) - 1; {
+			case n.Role != role.role:
+			case r >= 0 && r < count && ranks[r] == nil:
+				ranks[r] = n
+			default:
+				waiting = append(waiting, n)
+			}
+		}
+		slices.SortStableFunc(waiting, func(a, b *pspb.Node) int {
+			return cmp.Or(cmp.Compare(b.Hostname, a.Hostname), cmp.Compare(a.Port, b.Port))
+		})
+		for r := range ranks {
+			if ranks[r] == nil {
+				ranks[r], waiting = waiting[0], waiting[1:]
+			}
+			ranks[r].Id = int32(role.id(r))
+		}
+		table = append(table, ranks...)
+	}
+	return table
+}
+
+// enter handles a node that enters or leaves a barrier.
+func (s *scheduler) enter(l *link, h *pspb.Header) {
+	v, group := s.van, int(h.Control.BarrierGroup)
+	e := entry{l, h.CustomerId, h.Control.Barrier}
+	id, members := v.nodeOf(l.peer, h.CustomerId), Members(group, v.cfg.NumServers, v.cfg.NumWorkers)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if h.Control.Withdraw {
+		if s.barriers[group][id] == e {
+			delete(s.barriers[group], id)
+		}
+		return
+	}
+	if !slices.Contains(members, id) {
+		e.answer(fmt.Sprintf("group %d does not have %s", group, Name(id)))
+		return
+	}
+	for _, m := range members {
+		if err := v.goneError(m); err != nil {
+			e.answer(err.Error())
+			return
+		}
+	}
+	if s.barriers[group] == nil {
+		s.barriers[group] = make(map[int]entry)
+	}
+	s.barriers[group][id] = e
+	if len(s.barriers[group]) == len(members) {
+		s.release(group, "")
+	}
+}
+
+// release answers all nodes in the barrier of a group. If text is not empty, it is their error. The caller
+// holds mu.
+func (s *scheduler) release(group int, text string) {
+	for _, id := range slices.Sorted(maps.Keys(s.barriers[group])) {
+		e := s.barriers[group][id]
+		e.answer(text)
+	}
+	delete(s.barriers, group)
+}
+
+// answer tells the node that the barrier is complete or, if text is not empty, that it has failed.
+func (e entry) answer(text string) {
+	m := controlMessage(&pspb.Control{Command: pspb.Command_BARRIER, Barrier: e.barrier})
+	m.Header.CustomerId, m.Header.Error = e.customer, text
+	_ = e.link.reply(m) // an error means that the node has gone
+}
+
+// lost handles the end of the link with a process. Barriers of groups that have one of its nodes fail. If the
+// process has not left, all other nodes learn that it is dead.
+func (s *scheduler) lost(peer int, left bool, err error) {
+	v := s.van
+	var nodes []*pspb.Node
+	v.mu.Lock()
+	for _, n := range v.nodes {
+		if n.Incarnation == v.nodes[peer].Incarnation {
+			nodes = append(nodes, &pspb.Node{Id: n.Id, Role: n.Role, Incarnation: n.Incarnation})
+		}
+	}
+	v.mu.Unlock()
+	s.mu.Lock()
+	for group := range s.barriers {
+		members := Members(group, v.cfg.NumServers, v.cfg.NumWorkers)
+		if slices.ContainsFunc(nodes, func(n *pspb.Node) bool {
+			return slices.Contains(members,
+				int(n.Id))
+		}) {
+			s.release(group, (&NodeError{peer, err}).Error())
+		}
+	}
+	s.mu.Unlock()
+	if left {
+		return
+	}
+	for id, l := range *v.links.Load() {
+		if id == l.peer && l.conn != nil && id != peer {
+			m := controlMessage(&pspb.Control{Command: pspb.Command_LOST, Nodes: nodes})
+			m.Header.Error = err.Error()
+			_ = l.reply(m) // an error means that this node has gone too
+		}
+	}
+}
+
+// nodeOf returns the id of a customer of the process with the first id peer.
+func (v *Van) nodeOf(peer int, customer int32) int {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	first := v.nodes[peer]
+	for id, n := range v.nodes {
+		if n.Incarnation == first.Incarnation && n.CustomerId == customer {
+			return id
+		}
+	}
+	return peer
+}
+
+// goneError returns an error if the node has died or left, else nil.
+func (v *Van) goneError(id int) error {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if err := v.gone[id]; err != nil {
+		return &NodeError{id, err}
+	}
+	return nil
+}
+
+// Barrier waits until all nodes of the group have called Barrier, or until ctx ends. If a node of the group
+// has died or left, the error says so. customer is the number of the node in this process. The node must be
+// in the group. A group of one node needs no barrier.
+func (v *Van) Barrier(ctx context.Context, customer, group int) error {
+	if len(Members(group, v.cfg.NumServers, v.cfg.NumWorkers)) == 1 && slices.Contains(v.IDs(), group) {
+		return nil
+	}
+	l, err := v.link(SchedulerID)
+	if err != nil {
+		return err
+	}
+	done := make(chan error, 1)
+	v.mu.Lock()
+	if v.stopping {
+		v.mu.Unlock()
+		return ErrStopped
+	}
+	v.barrier++
+	id := v.barrier
+	v.barriers[id] = done
+	v.mu.Unlock()
+	send := func(withdraw bool) error {
+		m := controlMessage(&pspb.Control{Command: pspb.Command_BARRIER, BarrierGroup: int32(group),
+			Barrier:  id,
+			Withdraw: withdraw})
+		m.Header.Request, m.Header.CustomerId = true, int32(customer)
+		return l.reply(m)
+	}
+	if err = send(false); err == nil {
+		select {
+		case err = <-done:
+			return err
+		case <-ctx.Done():
+			err = fmt.Errorf("barrier of group %d: %w", group, context.Cause(ctx))
+			_ = send(true) // an error means that the scheduler has gone
+		}
+	}
+	v.mu.Lock()
+	delete(v.barriers, id)
+	v.mu.Unlock()
+	return err
+}
+
+// barrierMessage handles a message about a barrier.
+func (v *Van) barrierMessage(l *link, h *pspb.Header) {
+	if h.Request {
+		if v.sched != nil {
+			v.sched.enter(l, h)
+		}
+		return
+	}
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	done := v.barriers[h.Control.Barrier]
+	if done == nil {
+		return // the call has returned because its context has ended
+	}
+	delete(v.barriers, h.Control.Barrier)
+	var err error
+	if h.Error != "" {
+		err = fmt.Errorf("barrier: %s", h.Error)
+	}
+	done <- err
+}

@@ -1,0 +1,586 @@
+// Package van moves messages between the nodes of a parameter server: one scheduler, servers and workers. It
+// knows who they are, connects them, and notices when one dies. docs/ps.md describes the protocol.
+//
+// Invariants:
+//
+//  1. Every node is connected with the scheduler, and every worker with every server. Workers are not
+//     connected with workers, nor servers with servers.
+//  2. A message that was passed to Send arrives at most once. With Config.Resend it arrives exactly once,
+//     unless the receiver or the sender ends first, even if messages are lost, duplicated or reordered.
+//  3. A message waits in a bounded queue. Only requests wait for room in it (Request), so no two nodes wait
+//     for each other.
+//  4. If a node dies, all nodes that are connected with it learn it, and their requests to it fail.
+//
+// The methods of a Van are safe for concurrent use.
+package van
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"math"
+	"math/rand/v2"
+	"net"
+	"slices"
+	"strconv"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/gohvd/gohvd/internal/dial"
+	"github.com/gohvd/gohvd/internal/ps/pspb"
+	"github.com/gohvd/gohvd/internal/secret"
+)
+
+// Config is the configuration of a Van.
+type Config struct {
+	// Role is the role of this process. NumWorkers and NumServers are the size of the job, which must be the
+	// same at all nodes.
+	Role                   Role
+	NumWorkers, NumServers int
+	// Customers is the number of workers in this process. It is at least 1, and 1 for other roles.
+	Customers int
+	// Rank is the rank that the first node of this process wants, or -1.
+	Rank int
+	// Root is the address of the scheduler, host:port. The scheduler listens there, or on Listen if that is
+	// not empty.
+	Root string
+	// Host is the name or address under which other hosts reach a server. Listen is the address on which a
+	// server listens, host:port.
+	Host, Listen string
+	// Secret is the secret of the job.
+	Secret secret.Secret
+	// StartTimeout is the time limit of Start.
+	StartTimeout time.Duration
+	// HeartbeatInterval is the time between two heartbeats, and HeartbeatTimeout the time without a message
+	// after which a node is dead. If either is 0, no node dies of silence.
+	HeartbeatInterval, HeartbeatTimeout time.Duration
+	// Resend makes the van send messages again that were not acknowledged for ResendTimeout.
+	Resend        bool
+	ResendTimeout time.Duration
+	// WaterMark is the maximum number of unanswered requests to a node.
+	WaterMark int
+	// Verbose is 1 to log connections, and 2 to log every message.
+	Verbose int
+	// Log receives the log. It may be nil.
+	Log *zap.Logger
+	// Faults injects faults, for tests. For each message from a node it calls deliver any number of times. It
+	// is called by one goroutine for each pair of nodes.
+	Faults func(from, to int, m *Message, deliver func(*Message) error) error
+}
+
+// Handler receives what happens at a node. Its methods must not wait for messages of other nodes.
+type Handler interface {
+	// Receive handles a message of the node from, which belongs to the handler from then on. There is one
+	// call at a time for each sender.
+	Receive(from int, m *Message)
+	// Lost handles the end of a node, which has died or left. It is called once for each process.
+	Lost(id int, err error)
+	// Tick is called regularly.
+	Tick(now time.Time)
+}
+
+// NodeError reports that a node has died or left the job.
+type NodeError struct {
+	// ID is the id of the node.
+	ID int
+	// Err is the reason.
+	Err error
+}
+
+func (e *NodeError) Error() string { return Name(e.ID) + " is gone: " + e.Err.Error() }
+
+func (e *NodeError) Unwrap() error { return e.Err }
+
+// ErrStopped is the error of calls after Stop.
+var ErrStopped = errors.New("this node has been finalized")
+
+// Counters has the numbers of bytes and messages of a Van since its start.
+type Counters struct{ SentBytes, ReceivedBytes, Resent, Duplicates uint64 }
+
+// Van is the connection of this process with the other nodes of its job.
+type Van struct {
+	cfg      Config
+	log      *zap.Logger
+	handler  Handler
+	started  time.Time
+	self     []*pspb.Node // the nodes of this process
+	id       int          // the first of their ids, valid when ready is closed
+	reliable bool
+
+	counters struct{ sent, received, resent, duplicates atomic.Uint64 }
+
+	accepts  *dial.Acceptor
+	unproven *dial.Limiter
+	ctx      context.Context // ends when the van is stopped or has failed
+	cancel   context.CancelCauseFunc
+	wg       sync.WaitGroup
+	ready    chan struct{}                 // closed when nodes is complete
+	links    atomic.Pointer[map[int]*link] // by id of the peer, including further ids of its process
+	sched    *scheduler                    // nil except at the scheduler
+
+	mu       sync.Mutex
+	nodes    map[int]*pspb.Node
+	gone     map[int]error // nodes that have died or left
+	barriers map[int64]chan error
+	barrier  int64 // number of barriers so far
+	stopping bool
+}
+
+// Start joins the job: it registers with the scheduler, waits until all nodes have registered, and connects
+// with those that it needs. It takes at most cfg.StartTimeout. h is called from then on until Stop returns.
+func Start(ctx context.Context, cfg Config, h Handler) (*Van, error) {
+	v := &Van{cfg: cfg, log: cfg.Log, handler: h, started: time.Now(), ready: make(chan struct{}),
+		unproven: dial.NewLimiter(maxUnproven), nodes: make(map[int]*pspb.Node), gone: make(map[int]error),
+		barriers: make(map[int64]chan error), reliable: cfg.Resend}
+	if v.log == nil {
+		v.log = zap.NewNop()
+	}
+	v.links.Store(&map[int]*link{})
+	v.ctx, v.cancel = context.WithCancelCause(context.Background())
+	v.newNodes()
+	ctx, cancel := context.WithTimeoutCause(ctx, cfg.StartTimeout,
+		fmt.Errorf("the time limit of %v has passed", cfg.StartTimeout))
+	defer cancel()
+	if err := v.start(ctx); err != nil {
+		v.close(err)
+		return nil, fmt.Errorf("start of a %s: %w", cfg.Role, err)
+	}
+	v.wg.Go(v.tick)
+	return v, nil
+}
+
+// newNodes makes the records of the nodes of this process.
+func (v *Van) newNodes() {
+	incarnation := rand.Uint64()
+	for i := range v.cfg.Customers {
+		n := &pspb.Node{Role: pspb.Role(v.cfg.Role), Hostname: v.cfg.Host, CustomerId: int32(i),
+			Incarnation: incarnation}
+		if v.cfg.Rank >= 0 {
+			n.Rank = int32(v.cfg.Rank + i + 1)
+		}
+		v.self = append(v.self, n)
+	}
+}
+
+func (v *Van) start(ctx context.Context) error {
+	if v.cfg.Role == Scheduler {
+		v.sched = newScheduler(v)
+		if err := v.listen(cmp.Or(v.cfg.Listen, v.cfg.Root)); err != nil {
+			return fmt.Errorf("listen as the scheduler (is there another scheduler?): %w", err)
+		}
+		return v.sched.wait(ctx)
+	}
+	if v.cfg.Role == Server {
+		if err := v.listen(v.cfg.Listen); err != nil {
+			return err
+		}
+		_, port, err := net.SplitHostPort(v.accepts.Addr())
+		if err != nil {
+			return err
+		}
+		n, err := strconv.ParseUint(port, 10, 16)
+		if err != nil {
+			return err
+		}
+		v.self[0].Port = int32(n)
+	}
+	table, err := v.join(ctx)
+	if err != nil {
+		return err
+	}
+	if v.cfg.Role == Worker {
+		return v.connectServers(ctx, table)
+	}
+	return nil
+}
+
+// now returns the time since the start of the van.
+func (v *Van) now() time.Duration { return time.Since(v.started) }
+
+// ID returns the id of the first node of this process.
+func (v *Van) ID() int { return v.id }
+
+// IDs returns the ids of the nodes of this process.
+func (v *Van) IDs() (ids []int) {
+	for _, n := range v.self {
+		ids = append(ids, int(n.Id))
+	}
+	return ids
+}
+
+// Processes returns the ids of a group without further nodes of a process that has several.
+func (v *Van) Processes(group int) []int {
+	return slices.DeleteFunc(Members(group, v.cfg.NumServers, v.cfg.NumWorkers), func(id int) bool {
+		v.mu.Lock()
+		defer v.mu.Unlock()
+		return v.nodes[id] != nil && v.nodes[id].CustomerId != 0
+	})
+}
+
+// Counters returns the van's counters.
+func (v *Van) Counters() Counters {
+	c := &v.counters
+	return Counters{c.sent.Load(), c.received.Load(), c.resent.Load(), c.duplicates.Load()}
+}
+
+// setTable records the table of all nodes, in which the nodes of this process have their ids.
+func (v *Van) setTable(table []*pspb.Node) error {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	for _, n := range table {
+		v.nodes[int(n.Id)] = n
+	}
+	var own []*pspb.Node
+	for _, n := range table {
+		if n.Incarnation == v.self[0].Incarnation {
+			own = append(own, n)
+		}
+	}
+	if len(own) != len(v.self) || len(v.nodes) != 1+v.cfg.NumServers+v.cfg.NumWorkers {
+		return fmt.Errorf("malformed table: it has %d nodes, %d of this process, want %d and %d",
+			len(v.nodes),
+			len(own), 1+v.cfg.NumServers+v.cfg.NumWorkers, len(v.self))
+	}
+	v.self, v.id = own, int(own[0].Id)
+	close(v.ready)
+	return nil
+}
+
+// addLink makes the link with the process of the given nodes. The caller must start the goroutines of the
+// link. If there is such a link already, or the van is stopped, addLink returns an error.
+func (v *Van) addLink(nodes []*pspb.Node, conn net.Conn, r *reader) (*link, error) {
+	l := newLink(v, int(nodes[0].Id), conn)
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if v.stopping {
+		return nil, ErrStopped
+	}
+	links := maps.Clone(*v.links.Load())
+	for _, n := range nodes {
+		if links[int(n.Id)] != nil {
+			return nil, fmt.Errorf("%s is connected with %s already", Name(int(n.Id)), Name(v.id))
+		}
+		links[int(n.Id)] = l
+	}
+	v.links.Store(&links)
+	if v.cfg.Verbose > 0 {
+		v.log.Info("ps: connected", zap.String("node", Name(v.id)), zap.String("with", Name(l.peer)))
+	}
+	if r != nil {
+		r.open()
+	}
+	return l, nil
+}
+
+// link returns the link with a node.
+func (v *Van) link(id int) (*link, error) {
+	if l := (*v.links.Load())[id]; l != nil {
+		return l, nil
+	}
+	if err := context.Cause(v.ctx); err != nil {
+		return nil, err
+	}
+	v.mu.Lock()
+	known := v.nodes[id] != nil
+	v.mu.Unlock()
+	if known {
+		return nil, fmt.Errorf("%s has no connection with %s: only the scheduler is connected with all nodes",
+			Name(v.id), Name(id))
+	}
+	return nil, fmt.Errorf("the job has no node with the id %d", id)
+}
+
+// Request sends a request to a node. If the node has not answered cfg.WaterMark requests, it waits until ctx
+// ends. The caller must call Answered once if Request returns nil. If Request returns an error, m still
+// belongs to the caller.
+func (v *Van) Request(ctx context.Context, to int, m *Message) error {
+	l, err := v.link(to)
+	if err == nil {
+		err = m.check()
+	}
+	if err != nil {
+		return err
+	}
+	return l.request(ctx, v.own(m))
+}
+
+// own returns a message that stays the same until it is acknowledged. If the van may have to send m again,
+// and the frames of m belong to the caller, it copies them.
+func (v *Van) own(m *Message) *Message {
+	if !v.reliable || m.buf != nil || m.Data == nil {
+		return m
+	}
+	c := m.Clone()
+	m.written()
+	return c
+}
+
+// Answered tells the van that a request to the node was answered or has failed.
+func (v *Van) Answered(to int) {
+	if l, err := v.link(to); err == nil {
+		l.answered()
+	}
+}
+
+// Reply sends the answer to a request. It does not wait.
+func (v *Van) Reply(to int, m *Message) error {
+	l, err := v.link(to)
+	if err == nil {
+		err = m.check()
+	}
+	if err != nil {
+		return err
+	}
+	return l.reply(v.own(m))
+}
+
+// loop delivers a message that this process has sent to itself.
+func (v *Van) loop(l *link, m *Message) {
+	c := m.Clone()
+	l.written(&flight{m: m})
+	if err := v.arrive(l, c); err != nil {
+		v.log.Warn("ps: a message to this node is malformed", zap.Error(err))
+	}
+}
+
+// arrive handles a message that has arrived and is not a duplicate.
+func (v *Van) arrive(l *link, m *Message) error {
+	c := m.Header.Control
+	if c == nil {
+		v.handler.Receive(l.peer, m)
+		return nil
+	}
+	defer m.Release()
+	switch c.Command {
+	case pspb.Command_ACK:
+		l.acked(c.Acks)
+	case pspb.Command_HEARTBEAT:
+		if v.sched != nil {
+			l.heartbeat()
+		}
+	case pspb.Command_TERMINATE:
+		l.mu.Lock()
+		l.left = true
+		l.mu.Unlock()
+	case pspb.Command_BARRIER:
+		v.barrierMessage(l, m.Header)
+	case pspb.Command_LOST:
+		if l.peer == SchedulerID {
+			for _, n := range c.Nodes {
+				v.died(int(n.Id), errors.New(m.Header.Error))
+			}
+		}
+	default:
+		v.log.Warn("ps: dropped an unknown message", zap.String("from", Name(l.peer)),
+			zap.Int32("command", int32(c.Command)))
+	}
+	return nil
+}
+
+// died handles the news of the scheduler that a node is dead.
+func (v *Van) died(id int, err error) {
+	if l := (*v.links.Load())[id]; l != nil {
+		l.fail(err)
+	}
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if v.gone[id] == nil {
+		v.gone[id] = err
+	}
+}
+
+// linkEnded handles the end of a link.
+func (v *Van) linkEnded(l *link, left bool, err error) {
+	v.mu.Lock()
+	stopping := v.stopping
+	for id, other := range *v.links.Load() {
+		if other == l && v.gone[id] == nil {
+			v.gone[id] = err
+		}
+	}
+	v.mu.Unlock()
+	if stopping {
+		return
+	}
+	if v.cfg.Verbose > 0 || !left {
+		v.log.Info("ps: a connection has ended", zap.String("node", Name(v.id)),
+			zap.String("with", Name(l.peer)), zap.Error(err))
+	}
+	switch {
+	case v.sched != nil:
+		v.sched.lost(l.peer, left, err)
+	case l.peer == SchedulerID:
+		v.schedulerGone(left, &NodeError{SchedulerID, err})
+	}
+	v.handler.Lost(l.peer, &NodeError{l.peer, err})
+}
+
+// schedulerGone handles the end of the connection with the scheduler. If the scheduler has left, the other
+// nodes can go on without barriers. If it has died, the job has failed.
+func (v *Van) schedulerGone(left bool, err error) {
+	v.mu.Lock()
+	for id, done := range v.barriers {
+		done <- err
+		delete(v.barriers, id)
+	}
+	v.mu.Unlock()
+	if left {
+		return
+	}
+	v.cancel(err)
+	for _, l := range *v.links.Load() {
+		l.fail(err)
+	}
+}
+
+// Dead returns the ids of the nodes that have died, or from which no message came for the time timeout: at
+// the scheduler of all workers and servers, at other nodes that of the scheduler and those that the scheduler
+// has declared dead. During the time timeout after the start, silence does not count. If timeout is 0, Dead
+// returns nil.
+func (v *Van) Dead(timeout time.Duration) (dead []int) {
+	if timeout <= 0 {
+		return nil
+	}
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	for id, err := range v.gone {
+		if err != errLeft {
+			dead = append(dead, id)
+		}
+	}
+	for id, l := range *v.links.Load() {
+		silent := v.now() - time.Duration(l.heard.Load())
+		if silent > timeout && v.now() > timeout && v.gone[id] == nil && l.conn != nil &&
+			(v.sched != nil || id == SchedulerID) {
+			dead = append(dead, id)
+		}
+	}
+	slices.Sort(dead)
+	return dead
+}
+
+// tick does what time requires until the van is stopped: heartbeats, resending, and noticing silent nodes.
+func (v *Van) tick() {
+	ticker := time.NewTicker(v.tickInterval())
+	defer ticker.Stop()
+	var beaten time.Duration
+	for {
+		select {
+		case now := <-ticker.C:
+			if v.beats() && v.now()-beaten >= v.cfg.HeartbeatInterval {
+				beaten = v.now()
+				v.heartbeat()
+			}
+			for _, l := range *v.links.Load() {
+				if v.reliable && l.conn != nil {
+					l.resend(now)
+				}
+			}
+			v.handler.Tick(now)
+		case <-v.ctx.Done():
+			return
+		}
+	}
+}
+
+// beats reports whether heartbeats are on.
+func (v *Van) beats() bool { return v.cfg.HeartbeatInterval > 0 && v.cfg.HeartbeatTimeout > 0 }
+
+func (v *Van) tickInterval() time.Duration {
+	d := 250 * time.Millisecond
+	if v.beats() {
+		d = min(d, v.cfg.HeartbeatInterval/2)
+	}
+	if v.reliable {
+		d = min(d, v.cfg.ResendTimeout/4)
+	}
+	return max(d, time.Millisecond)
+}
+
+// heartbeat sends a heartbeat to the scheduler, and ends links that have been silent for too long. The
+// scheduler answers heartbeats.
+func (v *Van) heartbeat() {
+	for id, l := range *v.links.Load() {
+		if l.conn == nil || v.sched == nil && id != SchedulerID {
+			continue
+		}
+		if v.sched == nil {
+			l.heartbeat()
+		}
+		if silent := v.now() - time.Duration(l.heard.Load()); silent > v.cfg.HeartbeatTimeout {
+			l.fail(fmt.Errorf("no message came from it for %v (PS_HEARTBEAT_TIMEOUT is %v)",
+				silent.Round(time.Millisecond), v.cfg.HeartbeatTimeout))
+		}
+	}
+}
+
+// verbose logs a message if cfg.Verbose says so.
+func (v *Van) verbose(what string, peer int, m *Message) {
+	if v.cfg.Verbose < 2 {
+		return
+	}
+	v.log.Info("ps: "+what, zap.String("node", Name(v.id)), zap.String("peer", Name(peer)),
+		zap.Stringer("header", m.Header), zap.Int("bytes", m.dataBytes()))
+}
+
+// Stop leaves the job. It sends what is queued, says goodbye to all peers and waits for their answers, but
+// only until ctx ends. Then it closes all connections. Only the first call has an effect.
+func (v *Van) Stop(ctx context.Context) {
+	v.mu.Lock()
+	first := !v.stopping
+	v.stopping = true
+	v.mu.Unlock()
+	if !first {
+		return
+	}
+	var wg sync.WaitGroup
+	for id, l := range *v.links.Load() {
+		if id == l.peer && l.conn != nil {
+			wg.Go(func() { l.leave(ctx) })
+		}
+	}
+	wg.Wait()
+	v.close(ErrStopped)
+}
+
+// leave tells the peer that this process leaves the job, and waits until the peer has closed the connection.
+func (l *link) leave(ctx context.Context) {
+	bye := controlMessage(&pspb.Control{Command: pspb.Command_TERMINATE})
+	bye.Header.Priority = math.MinInt32 // after all other messages
+	if l.reply(bye) != nil {
+		return
+	}
+	l.flush(ctx)
+	// Bytes that this process has not read when it closes the connection would make the kernel reset the
+	// connection, and the peer could lose the last messages. So this process reads until the peer closes.
+	if half, ok := l.conn.(interface{ CloseWrite() error }); ok && half.CloseWrite() == nil {
+		select {
+		case <-l.done:
+		case <-ctx.Done():
+		}
+	}
+}
+
+// close ends everything because of err.
+func (v *Van) close(err error) {
+	v.mu.Lock()
+	v.stopping = true
+	for id, done := range v.barriers {
+		done <- err
+		delete(v.barriers, id)
+	}
+	v.mu.Unlock()
+	v.cancel(err)
+	if v.accepts != nil {
+		v.accepts.Close()
+	}
+	for _, l := range *v.links.Load() {
+		l.fail(err)
+	}
+	v.wg.Wait()
+}

@@ -1,0 +1,553 @@
+package van
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+	"go.uber.org/zap"
+	"google.golang.org/protobuf/proto"
+
+	"github.com/gohvd/gohvd/internal/dial"
+	"github.com/gohvd/gohvd/internal/ps/pspb"
+	"github.com/gohvd/gohvd/internal/secret"
+	"github.com/gohvd/gohvd/internal/testnet"
+	"github.com/gohvd/gohvd/internal/transport/faulty"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+var noLog = zap.NewNop()
+
+// ignore is a Handler that does nothing.
+type ignore struct{}
+
+func (ignore) Receive(_ int, m *Message) { m.Release() }
+func (ignore) Lost(int, error)           {}
+func (ignore) Tick(time.Time)            {}
+
+// node is a node of a test. Its Handler answers requests, and records what arrives.
+type node struct {
+	*Van
+	started chan struct{}
+
+	mu    sync.Mutex
+	got   []string // bodies of requests
+	acked int      // responses
+	lost  map[int]error
+	woken chan struct{}
+}
+
+func (n *node) Receive(from int, m *Message) {
+	defer m.Release()
+	<-n.started
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if m.Header.Request {
+		n.got = append(n.got, string(m.Header.Body))
+		_ = n.Reply(from, &Message{Header: &pspb.Header{Timestamp: m.Header.Timestamp}})
+		return
+	}
+	n.acked++
+	n.Answered(from)
+	n.wake()
+}
+
+func (n *node) Lost(id int, err error) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.lost[id] = err
+	n.wake()
+}
+
+func (n *node) Tick(time.Time) {}
+
+func (n *node) wake() {
+	close(n.woken)
+	n.woken = make(chan struct{})
+}
+
+// until waits until cond, which is called with mu locked, returns true.
+func (n *node) until(t *testing.T, what string, cond func() bool) {
+	t.Helper()
+	deadline := time.After(time.Minute)
+	for {
+		n.mu.Lock()
+		ok, woken := cond(), n.woken
+		n.mu.Unlock()
+		if ok {
+			return
+		}
+		select {
+		case <-woken:
+		case <-deadline:
+			t.Fatalf("%s: not within a minute", what)
+		}
+	}
+}
+
+// config returns the configuration of a node of a test.
+func config(role Role, servers, workers int, root string) Config {
+	c := Config{Role: role, NumServers: servers, NumWorkers: workers, Customers: 1, Rank: -1, Root: root,
+		Host: "127.0.0.1", StartTimeout: time.Minute,
+		HeartbeatInterval: 100 * time.Millisecond, HeartbeatTimeout: 30 * time.Second,
+		ResendTimeout: time.Second, WaterMark: 100}
+	if role == Server {
+		c.Listen = "127.0.0.1:0"
+	}
+	return c
+}
+
+// startNode starts a node in the background.
+func startNode(t *testing.T, cfg Config) (n *node, result chan error) {
+	n = &node{started: make(chan struct{}), lost: make(map[int]error), woken: make(chan struct{})}
+	result = make(chan error, 1)
+	go func() {
+		v, err := Start(t.Context(), cfg, n)
+		n.Van = v
+		close(n.started)
+		result <- err
+	}()
+	return n, result
+}
+
+// startJob starts a job and returns its nodes by id. change may change the configurations. The job is stopped
+// when the test ends.
+func startJob(t *testing.T, servers, workers int, change func(*Config)) map[int]*node {
+	t.Helper()
+	root := fmt.Sprintf("127.0.0.1:%d", testnet.FreePort(t))
+	nodes := make(map[int]*node)
+	var all []*node
+	var results []chan error
+	for i := range 1 + servers + workers {
+		role := Worker
+		if i == 0 {
+			role = Scheduler
+		} else if i <= servers {
+			role = Server
+		}
+		cfg := config(role, servers, workers, root)
+		if change != nil {
+			change(&cfg)
+		}
+		n, result := startNode(t, cfg)
+		all, results = append(all, n), append(results, result)
+	}
+	for i, result := range results {
+		if err := <-result; err != nil {
+			t.Fatal(err)
+		}
+		nodes[all[i].ID()] = all[i]
+	}
+	t.Cleanup(func() { stopAll(nodes) })
+	return nodes
+}
+
+func stopAll(nodes map[int]*node) {
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	defer cancel()
+	var wg sync.WaitGroup
+	for _, n := range nodes {
+		wg.Go(func() { n.Stop(ctx) })
+	}
+	wg.Wait()
+}
+
+// barrier makes all nodes of a group enter a barrier, and returns their errors.
+func barrier(ctx context.Context, nodes map[int]*node, group, servers, workers int) map[int]error {
+	errs := make(map[int]error)
+	var mu sync.Mutex
+	var wg sync.WaitGroup
+	for _, id := range Members(group, servers, workers) {
+		if n := nodes[id]; n != nil {
+			wg.Go(func() {
+				err := n.Barrier(ctx, 0, group)
+				mu.Lock()
+				errs[id] = err
+				mu.Unlock()
+			})
+		}
+	}
+	wg.Wait()
+	return errs
+}
+
+// TestJob starts a job and checks ids, barriers of every group, and that messages arrive between all nodes
+// that are connected.
+func TestJob(t *testing.T) {
+	const servers, workers = 2, 3
+	for _, encrypted := range []bool{false, true} {
+		s, _ := secret.New()
+		if encrypted {
+			s = s.Encrypted()
+		}
+		nodes := startJob(t, servers, workers, func(c *Config) { c.Secret = s })
+		for _, id := range Members(GroupAll, servers, workers) {
+			if nodes[id] == nil {
+				t.Fatalf("no node has the id %d", id)
+			}
+		}
+		for group := 1; group <= 7; group++ {
+			for id, err := range barrier(t.Context(), nodes, group, servers, workers) {
+				if err != nil {
+					t.Errorf("group %d: %s: %v", group, Name(id), err)
+				}
+			}
+		}
+		testnet.WantError(t, nodes[9].Barrier(t.Context(), 0, GroupServers), "group 2 does not have worker 0")
+		testnet.WantError(t, nodes[9].Barrier(t.Context(), 0, 99), "group 99 does not have worker 0")
+		for from, n := range nodes {
+			for to := range nodes {
+				err := n.Request(t.Context(), to, &Message{Header: &pspb.Header{Request: true,
+					Body: []byte{byte(from)}}})
+				if from != 1 && to != 1 && RoleOf(from) == RoleOf(to) {
+					testnet.WantError(t, err, "has no connection with "+Name(to))
+				} else if from == to || err != nil {
+					if from != to || from != 1 || err != nil {
+						t.Errorf("from %d to %d: %v", from, to, err)
+					}
+				}
+			}
+			testnet.WantError(t, n.Request(t.Context(), 77, &Message{Header: &pspb.Header{}}),
+				"no node with the id 77")
+		}
+		for id, n := range nodes {
+			want := len(nodes)
+			switch RoleOf(id) {
+			case Server:
+				want = 1 + workers
+			case Worker:
+				want = 1 + servers
+			}
+			n.until(t, Name(id), func() bool { return n.acked == want })
+		}
+		stopAll(nodes)
+		for id, n := range nodes {
+			testnet.WantError(t, n.Barrier(t.Context(), 0, GroupAll), "finalized")
+			if len(n.lost) > 0 && id != SchedulerID {
+				for other, err := range n.lost {
+					if !errors.Is(err, errLeft) {
+						t.Errorf("%s: %s: %v", Name(id), Name(other), err)
+					}
+				}
+			}
+		}
+	}
+}
+
+// TestDeath checks that everybody who is connected with a node that dies learns it, that a barrier fails with
+// its name, and that the others go on.
+func TestDeath(t *testing.T) {
+	nodes := startJob(t, 2, 2, nil)
+	done := make(chan map[int]error)
+	go func() {
+		done <- barrier(t.Context(), map[int]*node{1: nodes[1], 9: nodes[9], 11: nodes[11]}, GroupAll, 2, 2)
+	}()
+	testnet.Eventually(t, "three nodes wait", func() bool {
+		nodes[1].sched.mu.Lock()
+		defer nodes[1].sched.mu.Unlock()
+		return len(nodes[1].sched.barriers[GroupAll]) == 3
+	})
+	dead := nodes[10]
+	dead.mu.Lock()
+	dead.lost = nil // it is not of interest
+	dead.mu.Unlock()
+	kill(dead)
+	for id, err := range <-done {
+		testnet.WantError(t, err, "server 1 is gone: its connection has ended")
+		_ = id
+	}
+	for _, id := range []int{1, 9, 11} {
+		n := nodes[id]
+		n.until(t, Name(id)+" learns the death", func() bool { return n.lost[10] != nil })
+		testnet.WantError(t, n.Request(t.Context(), 10, &Message{Header: &pspb.Header{}}), "server 1 is gone")
+		if got := n.Dead(time.Hour); !slices.Equal(got, []int{10}) {
+			t.Errorf("%s: dead are %v, want 10", Name(id), got)
+		}
+		testnet.WantError(t, n.Barrier(t.Context(), 0, GroupAll), "server 1 is gone")
+	}
+	testnet.Eventually(t, "server 0 learns the death",
+		func() bool { return len(nodes[8].Dead(time.Hour)) == 1 })
+	for id, err := range barrier(t.Context(), nodes, GroupScheduler+GroupWorkers, 2, 2) {
+		if err != nil {
+			t.Errorf("%s: %v", Name(id), err)
+		}
+	}
+	// The end of the scheduler ends everything.
+	kill(nodes[1])
+	for _, id := range []int{8, 9, 11} {
+		n := nodes[id]
+		n.until(t, Name(id)+" learns the death", func() bool { return n.lost[1] != nil })
+		testnet.WantError(t, n.Barrier(t.Context(), 0, GroupAll), "scheduler is gone")
+	}
+	nodes[9].until(t, "its links end", func() bool { return nodes[9].lost[8] != nil })
+}
+
+// kill closes the connections of a node without a goodbye.
+func kill(n *node) {
+	n.wg.Go(func() {}) // n is running
+	n.close(errors.New("killed"))
+}
+
+// TestSilence checks that a node that sends nothing is dead after the time limit, and that DeadNodes counts
+// silence.
+func TestSilence(t *testing.T) {
+	silent := make(chan struct{})
+	nodes := startJob(t, 1, 1, func(c *Config) {
+		c.HeartbeatInterval, c.HeartbeatTimeout = 20*time.Millisecond, 500*time.Millisecond
+		if c.Role == Worker {
+			c.HeartbeatInterval = 0
+			c.Faults = func(from, to int, m *Message, deliver func(*Message) error) error {
+				m.Release()
+				return nil
+			}
+		}
+	})
+	close(silent)
+	nodes[1].until(t, "the scheduler misses worker 0", func() bool { return nodes[1].lost[9] != nil })
+	testnet.WantError(t, nodes[1].lost[9], "no message came from it for", "PS_HEARTBEAT_TIMEOUT is 500ms")
+	testnet.Eventually(t, "server 0 learns it", func() bool {
+		return slices.Equal(nodes[8].Dead(time.Hour),
+			[]int{9})
+	})
+	if nodes[8].Dead(0) != nil {
+		t.Error("with a time limit of 0 a node is dead")
+	}
+}
+
+// TestStartFails checks the errors of nodes that do not fit the job, and that they disturb nobody.
+func TestStartFails(t *testing.T) {
+	key, _ := secret.New()
+	root := fmt.Sprintf("127.0.0.1:%d", testnet.FreePort(t))
+	config := func(role Role, servers, workers int, root string) Config {
+		c := config(role, servers, workers, root)
+		c.Secret = key
+		return c
+	}
+	sched, scheduled := startNode(t, config(Scheduler, 1, 1, root))
+	_, result := startNode(t, config(Server, 2, 1, root))
+	testnet.WantError(t, <-result, "DMLC_NUM_SERVER=2 and DMLC_NUM_WORKER=1, the scheduler 1 and 1")
+	cfg := config(Worker, 1, 1, root)
+	cfg.Customers = 2
+	_, result = startNode(t, cfg)
+	testnet.WantError(t, <-result, "the job has 0 of 1 workers already, and 2 more want to join",
+		"DMLC_NUM_WORKER")
+	_, result = startNode(t, config(Scheduler, 1, 1, root))
+	testnet.WantError(t, <-result, "is there another scheduler?")
+	cfg = config(Worker, 1, 1, root)
+	cfg.Secret = secret.Secret{}
+	_, result = startNode(t, cfg)
+	testnet.WantError(t, <-result, "register with the scheduler", "this process has none")
+	cfg.Secret, _ = secret.New()
+	_, result = startNode(t, cfg)
+	testnet.WantError(t, <-result, "register with the scheduler", "another secret")
+	for _, garbage := range [][]byte{{}, []byte("GET / HTTP/1.0\r\n\r\n"), dial.Greeting(magic, version),
+		append(dial.Greeting(magic, version), 255, 255, 255, 255), append(dial.Greeting(magic, version),
+			wire(t,
+				controlMessage(&pspb.Control{Command: pspb.Command_BARRIER}))...)} {
+		testnet.RawDial(t, root, garbage).Close()
+	}
+	server, served := startNode(t, config(Server, 1, 1, root))
+	worker, worked := startNode(t, config(Worker, 1, 1, root))
+	for _, result := range []chan error{scheduled, served, worked} {
+		if err := <-result; err != nil {
+			t.Fatal(err)
+		}
+	}
+	nodes := map[int]*node{1: sched, 8: server, 9: worker}
+	defer stopAll(nodes)
+	_, result = startNode(t, config(Worker, 1, 1, root))
+	testnet.WantError(t, <-result, "the job has 1 of 1 workers already, and 1 more want to join")
+	// A stranger connects to the server.
+	addr := net.JoinHostPort("127.0.0.1", fmt.Sprint(server.self[0].Port))
+	for _, n := range []*pspb.Node{{Id: 9, Incarnation: 1}, {Id: 8,
+		Incarnation: server.self[0].Incarnation}, {}} {
+		conn, err := dial.Greet(t.Context(), addr, key, magic, version)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer conn.Close()
+		hello := controlMessage(&pspb.Control{Command: pspb.Command_ADD_NODE, Nodes: []*pspb.Node{n}})
+		if err := writeMessage(conn, hello); err != nil {
+			t.Fatal(err)
+		}
+		m, err := newReader(conn).next()
+		if err != nil || !strings.Contains(m.Header.Error, "is not a worker of this job") {
+			t.Errorf("the answer to a stranger is %v, %v", m, err)
+		}
+	}
+	for id, err := range barrier(t.Context(), nodes, GroupAll, 1, 1) {
+		if err != nil {
+			t.Errorf("%s: %v", Name(id), err)
+		}
+	}
+}
+
+// TestStartWaits checks the error if a node is missing.
+func TestStartWaits(t *testing.T) {
+	root := fmt.Sprintf("127.0.0.1:%d", testnet.FreePort(t))
+	short := func(role Role) Config {
+		c := config(role, 1, 2, root)
+		c.StartTimeout = 300 * time.Millisecond
+		return c
+	}
+	alone := short(Worker)
+	alone.Root = "127.0.0.1:1"
+	_, result := startNode(t, alone)
+	testnet.WantError(t, <-result, "register with the scheduler at 127.0.0.1:1", "refused")
+	late := config(Worker, 1, 2, root)
+	_, worked := startNode(t, late)
+	_, scheduled := startNode(t, short(Scheduler))
+	testnet.WantError(t, <-scheduled, "0 of 1 servers and", "of 2 workers have registered",
+		"300ms has passed")
+	if err := <-worked; err == nil {
+		t.Error("the worker has started")
+	}
+}
+
+// TestRanks checks the order of ranks.
+func TestRanks(t *testing.T) {
+	nodes := []*pspb.Node{
+		{Role: pspb.Role_WORKER, Hostname: "a", Port: 2, Incarnation: 1},
+		{Role: pspb.Role_WORKER, Hostname: "b", Port: 9, Incarnation: 2},
+		{Role: pspb.Role_WORKER, Hostname: "a", Port: 1, Incarnation: 3},
+		{Role: pspb.Role_SERVER, Hostname: "z", Incarnation: 4},
+		{Role: pspb.Role_WORKER, Hostname: "c", Rank: 2, Incarnation: 5},
+		{Role: pspb.Role_WORKER, Hostname: "d", Rank: 2, Incarnation: 6},
+		{Role: pspb.Role_WORKER, Hostname: "0", Rank: 99, Incarnation: 7},
+	}
+	var got []uint64
+	for i, n := range assign(nodes) {
+		got = append(got, n.Incarnation)
+		if want := WorkerID(i - 1); i > 0 && int(n.Id) != want {
+			t.Errorf("node %d has id %d, want %d", i, n.Id, want)
+		}
+	}
+	if want := []uint64{4, 6, 5, 2, 3, 1, 7}; !slices.Equal(got, want) {
+		t.Errorf("the order is %v, want %v", got, want)
+	}
+}
+
+// TestWaterMark checks that requests wait for room, and that a call that waits ends with its context and with
+// the peer.
+func TestWaterMark(t *testing.T) {
+	hold := make(chan struct{})
+	nodes := startJob(t, 1, 1, func(c *Config) {
+		c.WaterMark = 3
+		if c.Role == Server {
+			c.Faults = func(from, to int, m *Message, deliver func(*Message) error) error {
+				if from == 9 {
+					<-hold
+				}
+				return deliver(m)
+			}
+		}
+	})
+	w := nodes[9]
+	send := func(ctx context.Context) error {
+		return w.Request(ctx, 8, &Message{Header: &pspb.Header{Request: true}})
+	}
+	for range 3 {
+		if err := send(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	testnet.WantError(t, send(ctx), "the queue to server 0 has no room, 3 requests are not answered")
+	waiting := make(chan error)
+	go func() { waiting <- send(t.Context()) }()
+	close(hold)
+	if err := <-waiting; err != nil {
+		t.Error(err)
+	}
+	w.until(t, "four answers", func() bool { return w.acked == 4 })
+}
+
+// TestExactlyOnce sends messages through faults in both directions. Each must arrive once.
+func TestExactlyOnce(t *testing.T) {
+	const each = 5000
+	nodes := startJob(t, 2, 2, func(c *Config) {
+		c.Resend, c.ResendTimeout = true, 20*time.Millisecond
+		c.Faults = Lossy(7)
+	})
+	var wg sync.WaitGroup
+	for _, id := range []int{9, 11} {
+		for _, to := range []int{8, 10} {
+			wg.Go(func() {
+				for i := range each {
+					m := NewMessage(&pspb.Header{Request: true, Body: fmt.Appendf(nil, "%d %d", id, i)}, 8)
+					binary.LittleEndian.PutUint64(m.Data[0], uint64(i))
+					if err := nodes[id].Request(t.Context(), to, m); err != nil {
+						t.Error(err)
+						return
+					}
+				}
+			})
+		}
+	}
+	wg.Wait()
+	for _, id := range []int{9, 11} {
+		n := nodes[id]
+		n.until(t, "all answers", func() bool { return n.acked >= 2*each })
+	}
+	for group := range 8 {
+		for id, err := range barrier(t.Context(), nodes, group, 2, 2) {
+			if err != nil {
+				t.Errorf("group %d: %s: %v", group, Name(id), err)
+			}
+		}
+	}
+	stopAll(nodes)
+	var resent, duplicates uint64
+	for id, n := range nodes {
+		resent, duplicates = resent+n.Counters().Resent, duplicates+n.Counters().Duplicates
+		if RoleOf(id) == Worker && n.acked != 2*each {
+			t.Errorf("%s got %d answers, want %d", Name(id), n.acked, 2*each)
+		}
+		if RoleOf(id) != Server {
+			continue
+		}
+		seen := make(map[string]int)
+		for _, body := range n.got {
+			seen[body]++
+		}
+		if len(seen) != 2*each || len(n.got) != 2*each {
+			t.Errorf("%s got %d different messages, %d in all, want %d", Name(id), len(seen), len(n.got),
+				2*each)
+		}
+	}
+	if resent == 0 || duplicates == 0 {
+		t.Errorf("%d messages were sent again and %d dropped: the faults had no effect", resent, duplicates)
+	}
+}
+
+// Lossy returns faults that drop 10% of the messages, duplicate 5% and reorder 20%.
+func Lossy(seed uint64) func(from, to int, m *Message, deliver func(*Message) error) error {
+	var mu sync.Mutex
+	streams := make(map[[2]int]*faulty.Messages[*Message])
+	return func(from, to int, m *Message, deliver func(*Message) error) error {
+		mu.Lock()
+		f := streams[[2]int{from, to}]
+		if f == nil {
+			f = &faulty.Messages[*Message]{Drop: 0.1, Duplicate: 0.05, Reorder: 0.2, Depth: 8,
+				Clone: func(m *Message) *Message {
+					c := m.Clone()
+					c.Header = proto.CloneOf(m.Header)
+					return c
+				}}
+			f.Seed(seed + uint64(from)<<32 + uint64(to))
+			streams[[2]int{from, to}] = f
+		}
+		mu.Unlock()
+		return f.Pass(m, deliver)
+	}
+}

@@ -1,0 +1,239 @@
+package van
+
+import (
+	"bufio"
+	"encoding/binary"
+	"fmt"
+	"io"
+
+	"google.golang.org/protobuf/proto"
+
+	"github.com/gohvd/gohvd/internal/dial"
+	"github.com/gohvd/gohvd/internal/ps/pspb"
+)
+
+const (
+	// magic and version are the content of a greeting.
+	magic   = "GHVP"
+	version = 1
+	// maxHeaderBytes is the maximum length of a header. The table of a job of 10,000 nodes fits.
+	maxHeaderBytes = 4 << 20
+	// maxHelloBytes is the maximum length of the header of the first message on a connection.
+	maxHelloBytes = 64 << 10
+	// maxFrames is the maximum number of frames of a message.
+	maxFrames = 4
+	// MaxDataBytes is the maximum length of all frames of a message together.
+	MaxDataBytes = 2 << 30
+	// firstBytes is the maximum number of bytes that are allocated for frames before their first byte
+	// arrives.
+	firstBytes = 1 << 20
+	// readerBytes is the size of the buffer of a reader.
+	readerBytes = 64 << 10
+)
+
+// Message is a message between two nodes: a header and frames. The frames are not part of the protobuf
+// encoding. Their bytes have the byte order of the machine, so all nodes must have the same one.
+//
+// A Message that was received belongs to the receiver, which must call Release. A Message that was passed to
+// Send belongs to the van.
+type Message struct {
+	Header *pspb.Header
+	// Data has the frames. Their types are in the header.
+	Data [][]byte
+	// Free is called when the van no longer reads Data of a message that was passed to Send. It may be nil.
+	Free func()
+
+	buf     *buffer // memory of Data, or nil
+	encoded []byte  // the header as it is sent, once it was encoded
+	size    int     // number of bytes of a message that was received
+}
+
+// NewMessage returns a message with a frame of each given size, whose content is undefined. The memory of the
+// frames belongs to the message.
+func NewMessage(h *pspb.Header, sizes ...int) *Message {
+	m := &Message{Header: h, buf: newBuffer(room(sizes))}
+	m.Data = m.buf.split(sizes)
+	return m
+}
+
+// Release frees the memory of the message. The caller must not use the frames any more.
+func (m *Message) Release() {
+	if m.buf != nil {
+		m.buf.free()
+		m.buf = nil
+	}
+	m.Data = nil
+}
+
+// Clone returns a copy of a message that was received.
+func (m *Message) Clone() *Message {
+	sizes := make([]int, len(m.Data))
+	for i, d := range m.Data {
+		sizes[i] = len(d)
+	}
+	c := NewMessage(m.Header, sizes...)
+	for i, d := range m.Data {
+		copy(c.Data[i], d)
+	}
+	return c
+}
+
+// controlMessage returns a message for the van of another node.
+func controlMessage(c *pspb.Control) *Message { return &Message{Header: &pspb.Header{Control: c}} }
+
+// written frees the memory of a message that was sent.
+func (m *Message) written() {
+	m.Release()
+	if m.Free != nil {
+		m.Free()
+		m.Free = nil
+	}
+}
+
+// dataBytes returns the length of all frames together.
+func (m *Message) dataBytes() (n int) {
+	for _, d := range m.Data {
+		n += len(d)
+	}
+	return n
+}
+
+// check returns an error if a peer would not accept the message.
+func (m *Message) check() error {
+	if len(m.Data) > maxFrames {
+		return fmt.Errorf("a message has %d frames, want at most %d", len(m.Data), maxFrames)
+	}
+	if n := m.dataBytes(); n > MaxDataBytes {
+		return fmt.Errorf("a message has %d bytes, want at most %d", n, MaxDataBytes)
+	}
+	if n := proto.Size(m.Header); n > maxHeaderBytes-maxFrames*64 {
+		return fmt.Errorf("the header of a message has %d bytes, want at most %d", n,
+			maxHeaderBytes-maxFrames*64)
+	}
+	return nil
+}
+
+// setType sets the type of frame i. It grows the list of frames in the header as necessary.
+func setType(h *pspb.Header, i int, t pspb.DataType) {
+	for len(h.Frames) <= i {
+		h.Frames = append(h.Frames, &pspb.Frame{})
+	}
+	h.Frames[i].Type = t
+}
+
+// encode returns the header as it is sent.
+func (m *Message) encode() ([]byte, error) {
+	if m.encoded != nil {
+		return m.encoded, nil
+	}
+	for i, d := range m.Data {
+		if i >= len(m.Header.Frames) {
+			setType(m.Header, i, pspb.DataType_OTHER)
+		}
+		m.Header.Frames[i].Bytes = uint64(len(d))
+	}
+	b, err := proto.MarshalOptions{}.MarshalAppend(dial.NewFrame(128), m.Header)
+	if err != nil {
+		return nil, err
+	}
+	m.encoded = dial.SealFrame(b)
+	return m.encoded, nil
+}
+
+// reader reads messages from a connection.
+type reader struct {
+	in     *bufio.Reader
+	head   []byte // memory for headers
+	limit  int    // maximum length of a header
+	frames bool   // messages may have frames
+}
+
+// newReader returns a reader that accepts only short messages without frames, until open is called.
+func newReader(r io.Reader) *reader {
+	return &reader{in: bufio.NewReaderSize(r, readerBytes), limit: maxHelloBytes}
+}
+
+// open makes the reader accept all messages, because the peer has proved that it belongs to the job.
+func (r *reader) open() { r.limit, r.frames = maxHeaderBytes, true }
+
+// next reads a message. If the stream ends before a message, the error is io.EOF.
+func (r *reader) next() (*Message, error) {
+	var size [dial.FrameHeaderBytes]byte
+	if _, err := io.ReadFull(r.in, size[:]); err != nil {
+		return nil, err
+	}
+	n := binary.BigEndian.Uint32(size[:])
+	if uint64(n) > uint64(r.limit) {
+		return nil, fmt.Errorf("malformed message: its header has %d bytes, want at most %d", n, r.limit)
+	}
+	var err error
+	if r.head, err = dial.ReadBytes(r.in, r.head, int(n)); err != nil {
+		return nil, err
+	}
+	m := &Message{Header: new(pspb.Header)}
+	if err := proto.Unmarshal(r.head, m.Header); err != nil {
+		return nil, fmt.Errorf("malformed message: %w", err)
+	}
+	if cap(r.head) > readerBytes {
+		r.head = nil // a long header is rare
+	}
+	err = r.data(m)
+	m.size = dial.FrameHeaderBytes + int(n) + m.dataBytes()
+	return m, err
+}
+
+// data reads the frames of m.
+func (r *reader) data(m *Message) error {
+	frames := m.Header.Frames
+	if len(frames) == 0 {
+		return nil
+	}
+	if !r.frames {
+		return fmt.Errorf("malformed message: it has %d frames before the registration", len(frames))
+	}
+	if len(frames) > maxFrames {
+		return fmt.Errorf("malformed message: it has %d frames, want at most %d", len(frames), maxFrames)
+	}
+	sizes, left := make([]int, len(frames)), uint64(MaxDataBytes)
+	for i, f := range frames {
+		if f.Bytes > left {
+			return fmt.Errorf("malformed message: its frames have more than %d bytes", MaxDataBytes)
+		}
+		left -= f.Bytes
+		sizes[i] = int(f.Bytes)
+	}
+	var err error
+	if m.buf, err = r.fill(sizes); err == nil {
+		m.Data = m.buf.split(sizes)
+	}
+	return err
+}
+
+// fill reads frames of the given sizes into a buffer. If no free buffer is large enough, it allocates memory
+// as bytes arrive.
+func (r *reader) fill(sizes []int) (*buffer, error) {
+	total := room(sizes)
+	b := pooled(total)
+	if b == nil {
+		b = newBuffer(min(total, firstBytes))
+	}
+	at := 0
+	for _, n := range sizes {
+		for end := at + n; at < end; {
+			if at >= len(b.mem) {
+				b = b.grow(min(total, 2*len(b.mem)))
+			}
+			part := b.mem[at:min(end, len(b.mem))]
+			if _, err := io.ReadFull(r.in, part); err != nil {
+				b.free()
+				if err == io.EOF {
+					err = io.ErrUnexpectedEOF
+				}
+				return nil, err
+			}
+			at += len(part)
+		}
+		at = aligned(at)
+	}
+	return b, nil
+}
