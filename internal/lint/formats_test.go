@@ -219,6 +219,7 @@ func (s *source) look(fset *token.FileSet, file string, parsed *ast.File) {
 // withoutRow has the files that decode bytes but need no row on the page, with the reason.
 var withoutRow = map[string]string{
 	"ops/tcp/alltoall.go":                    "numbers, each compared with a bound",
+	"ops/tcp/bruck.go":                       "numbers, each compared with a bound",
 	"ops/shm/alltoall.go":                    "numbers, each compared with a bound",
 	"internal/engine/gather.go":              "numbers, each compared with a bound",
 	"internal/launch/agent.go":               "reports of a child that runs this program, through a pipe that only it has",

@@ -126,7 +126,8 @@ const (
 	Exchange
 	// RecursiveDoubling exchanges the whole buffer with ranks at doubling distances.
 	RecursiveDoubling
-	// Bruck sends the blocks that a rank has collected so far to ranks at doubling distances.
+	// Bruck sends the blocks that a rank has collected so far to ranks at doubling distances. In an alltoall,
+	// blocks pass through other ranks at these distances.
 	Bruck
 	// Chain passes the buffer from rank to rank, segment by segment.
 	Chain

@@ -2,6 +2,7 @@ package tcp_test
 
 import (
 	"fmt"
+	"slices"
 	"testing"
 
 	"github.com/gohvd/gohvd/internal/message"
@@ -23,6 +24,29 @@ func BenchmarkAllreduce(b *testing.B) {
 								tensor.Float32, numBytes)
 						})
 				}
+			}
+		}
+	}
+}
+
+// BenchmarkAlltoall compares the algorithms for small blocks. The limits in DefaultTable and the maximum size
+// of blocks that pass through other ranks were chosen by its results.
+func BenchmarkAlltoall(b *testing.B) {
+	for _, n := range []int{4, 8, 16, 32, 64} {
+		for _, block := range []int64{16, 512, 2048} {
+			for _, alg := range tcp.Algorithms(message.Alltoall) {
+				b.Run(fmt.Sprintf("ranks=%d/block=%d/%v", n, block, alg), func(b *testing.B) {
+					counts := slices.Repeat([]int64{block}, n)
+					in, outs := make([]byte, int64(n)*block), make([][]byte, n)
+					for r := range outs {
+						outs[r] = make([]byte, len(in))
+					}
+					repeat(b, newCluster(tcpMeshes(b, n), upTo(n), tcp.Config{}),
+						func(r int, be *opstest.Blocking) error {
+							return be.Alltoall(b.Context(), alg, in, counts,
+								func([]int64) ([]byte, error) { return outs[r], nil })
+						})
+				})
 			}
 		}
 	}
@@ -52,6 +76,21 @@ func BenchmarkSegment(b *testing.B) {
 	}
 }
 
+// repeat runs an operation b.N times at all ranks.
+func repeat(b *testing.B, c *cluster, op func(r int, be *opstest.Blocking) error) {
+	c.must(b, op) // the first operation makes the channels
+	b.ResetTimer()
+	// Each rank runs its own loop, because the operations themselves synchronize the ranks.
+	c.must(b, func(r int, be *opstest.Blocking) error {
+		for range b.N {
+			if err := op(r, be); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+}
+
 func benchmarkAllreduce(b *testing.B, c *cluster, alg message.Algorithm, dt tensor.DType, numBytes int) {
 	n := len(c.backends)
 	bufs := make([][]byte, n)
@@ -61,19 +100,9 @@ func benchmarkAllreduce(b *testing.B, c *cluster, alg message.Algorithm, dt tens
 	sum := func(r int, be *opstest.Blocking) error {
 		return be.Allreduce(b.Context(), alg, dt, tensor.Sum, bufs[r])
 	}
-	c.must(b, sum) // the first operation makes the channels
 	b.SetBytes(int64(numBytes))
 	b.ReportAllocs()
-	b.ResetTimer()
-	// Each rank runs its own loop, because the operations themselves synchronize the ranks.
-	c.must(b, func(r int, be *opstest.Blocking) error {
-		for range b.N {
-			if err := sum(r, be); err != nil {
-				return err
-			}
-		}
-		return nil
-	})
+	repeat(b, c, sum)
 	algbw := float64(numBytes) * float64(b.N) / b.Elapsed().Seconds() / 1e9
 	b.ReportMetric(algbw*2*float64(n-1)/float64(n), "busbw-GB/s")
 }

@@ -80,6 +80,9 @@ var operations = map[string]func(ctx context.Context, b *opstest.Blocking, a *ar
 	"alltoall direct": func(ctx context.Context, b *opstest.Blocking, a *arguments) error {
 		return b.Alltoall(ctx, message.Direct, a.buf, a.counts, a.allocate)
 	},
+	"alltoall bruck": func(ctx context.Context, b *opstest.Blocking, a *arguments) error {
+		return b.Alltoall(ctx, message.Bruck, a.buf, a.counts, a.allocate)
+	},
 }
 
 // runOperation runs an operation. When the operation has ended, it overwrites the buffers, so that the race

@@ -5,10 +5,14 @@ import (
 	"context"
 	"encoding/binary"
 	"errors"
+	"fmt"
+	"io"
 	"math"
 	"runtime"
 	"slices"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -107,6 +111,9 @@ func TestAlltoall(t *testing.T) {
 			// Only the last rank receives bytes.
 			func(from, to int) int64 { return int64(to / (n - 1 + 1/n) * 7) },
 			func(int, int) int64 { return 0 },
+			// Bruck passes blocks of up to 2048 bytes through other ranks.
+			func(from, to int) int64 { return int64(2048 - from) },
+			func(from, to int) int64 { return int64(2048 + from*to%2) },
 		} {
 			checkAlltoall(t, c, of)
 		}
@@ -114,9 +121,16 @@ func TestAlltoall(t *testing.T) {
 	})
 }
 
-// checkAlltoall runs an alltoall and checks its result. The function of returns the number of bytes that one
-// rank sends to another.
+// checkAlltoall runs an alltoall with each algorithm and checks its result. The function of returns how many
+// bytes one rank sends to another.
 func checkAlltoall(t *testing.T, c *cluster, of func(from, to int) int64) {
+	t.Helper()
+	for _, alg := range tcp.Algorithms(message.Alltoall) {
+		checkAlltoallBy(t, c, alg, of)
+	}
+}
+
+func checkAlltoallBy(t *testing.T, c *cluster, alg message.Algorithm, of func(from, to int) int64) {
 	t.Helper()
 	n := len(c.backends)
 	blocks := func(count func(i int) int64, first func(i int) int) (buf []byte, counts []int64) {
@@ -131,7 +145,7 @@ func checkAlltoall(t *testing.T, c *cluster, of func(from, to int) int64) {
 	got, gotCounts, calls := make([][]byte, n), make([][]int64, n), make([]int, n)
 	c.must(t, func(r int, b *opstest.Blocking) error {
 		in, counts := blocks(func(to int) int64 { return of(r, to) }, func(to int) int { return 31*r + 7*to })
-		return b.Alltoall(t.Context(), message.Direct, in, counts, func(counts []int64) ([]byte, error) {
+		return b.Alltoall(t.Context(), alg, in, counts, func(counts []int64) ([]byte, error) {
 			calls[r]++
 			gotCounts[r] = slices.Clone(counts)
 			total := int64(0)
@@ -147,11 +161,11 @@ func checkAlltoall(t *testing.T, c *cluster, of func(from, to int) int64) {
 			return 31*from + 7*r
 		})
 		if calls[r] != 1 || !slices.Equal(gotCounts[r], counts) {
-			t.Errorf("rank %d: allocate was called %d times, the last time with %v, want once with %v", r,
-				calls[r], gotCounts[r], counts)
+			t.Errorf("%v: rank %d: allocate was called %d times, the last time with %v, want once with %v", alg,
+				r, calls[r], gotCounts[r], counts)
 		}
 		if !bytes.Equal(got[r], want) {
-			t.Errorf("counts %v: rank %d has bytes that differ from the input", counts, r)
+			t.Errorf("%v, counts %v: rank %d has bytes that differ from the input", alg, counts, r)
 		}
 	}
 }
@@ -159,6 +173,12 @@ func checkAlltoall(t *testing.T, c *cluster, of func(from, to int) int64) {
 // If allocate of one rank fails or returns a buffer of the wrong length, the alltoall and all later
 // operations of this rank fail.
 func TestAlltoallNoRoom(t *testing.T) {
+	for _, alg := range tcp.Algorithms(message.Alltoall) {
+		t.Run(alg.String(), func(t *testing.T) { testNoRoom(t, alg) })
+	}
+}
+
+func testNoRoom(t *testing.T, alg message.Algorithm) {
 	noRoom := errors.New("no room")
 	for name, test := range map[string]struct {
 		size int
@@ -173,7 +193,7 @@ func TestAlltoallNoRoom(t *testing.T) {
 			c := newCluster(memMeshes(3), upTo(3), tcp.Config{})
 			const nobody = -1
 			errs := c.judge(nobody, func(r int, b *opstest.Blocking) error {
-				return b.Alltoall(t.Context(), message.Direct, make([]byte, 6), []int64{2, 2, 2},
+				return b.Alltoall(t.Context(), alg, make([]byte, 6), []int64{2, 2, 2},
 					func([]int64) ([]byte, error) {
 						if r == 0 {
 							return make([]byte, test.size), test.err
@@ -193,40 +213,99 @@ func TestAlltoallNoRoom(t *testing.T) {
 }
 
 // The lengths that peers announce add up to more than an int64 can hold. The alltoall then fails with an
-// error that names the rank, and does not call allocate.
+// error that names the rank, and does not call allocate. With Bruck the same holds for a length that exceeds
+// the largest length of all ranks.
 func TestAlltoallLies(t *testing.T) {
+	lies := func(name string, alg message.Algorithm, said ...[]uint64) {
+		t.Run(fmt.Sprint(alg, "/", name), func(t *testing.T) { testAlltoallLies(t, alg, said) })
+	}
 	for name, counts := range map[string][2]uint64{
 		"negative":        {math.MaxUint64, 0},
 		"below zero":      {1 << 63, 0},
 		"overflow":        {math.MaxInt64, 1},
 		"two that exceed": {1 << 62, 1 << 62},
 	} {
-		t.Run(name, func(t *testing.T) {
-			ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
-			defer cancel()
-			meshes := memMeshes(3)
-			b := &opstest.Blocking{Backend: tcp.New(meshes[0], lane, upTo(3), 0, tcp.Config{})}
-			done := make(chan error, 1)
-			go func() {
-				done <- b.Alltoall(ctx, message.Direct, nil, []int64{0, 0, 0},
-					func(counts []int64) ([]byte, error) {
-						t.Errorf("allocate was called with %v, want no call", counts)
-						return nil, errors.New("no room")
-					})
-			}()
-			for i, count := range counts {
-				liar, err := meshes[i+1].Conn(ctx, lane, 0)
-				if err != nil {
-					t.Fatal(err)
-				}
-				if err := liar.Send(binary.LittleEndian.AppendUint64(nil, count)); err != nil {
-					t.Fatal(err)
-				}
-			}
-			if err := <-done; err == nil || !strings.Contains(err.Error(), "from rank") {
-				t.Errorf("got %v, want an error that names the rank", err)
-			}
+		lies(name, message.Direct, counts[:1], counts[1:])
+		// With Bruck, a message has the largest length, and then a length for rank 0.
+		largest := max(counts[0], counts[1])
+		lies(name, message.Bruck, []uint64{largest, counts[0]}, []uint64{largest, counts[1]})
+	}
+	lies("more than the largest", message.Bruck, []uint64{4, 4}, []uint64{4, 5})
+}
+
+// testAlltoallLies runs an alltoall at rank 0. The ranks 1 and 2 send the numbers in said.
+func testAlltoallLies(t *testing.T, alg message.Algorithm, said [][]uint64) {
+	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
+	defer cancel()
+	meshes := memMeshes(3)
+	b := &opstest.Blocking{Backend: tcp.New(meshes[0], lane, upTo(3), 0, tcp.Config{})}
+	done := make(chan error, 1)
+	go func() {
+		done <- b.Alltoall(ctx, alg, nil, []int64{0, 0, 0}, func(counts []int64) ([]byte, error) {
+			t.Errorf("allocate was called with %v, want no call", counts)
+			return nil, errors.New("no room")
 		})
+	}()
+	for i, numbers := range said {
+		liar, err := meshes[i+1].Conn(ctx, lane, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var p []byte
+		for _, k := range numbers {
+			p = binary.LittleEndian.AppendUint64(p, k)
+		}
+		if err := liar.Send(p); err != nil {
+			t.Fatal(err)
+		}
+		var reader sync.WaitGroup
+		reader.Go(func() { _, _ = io.Copy(io.Discard, liar) }) // rank 0 waits until its bytes have left
+		defer reader.Wait()
+		defer meshes[i+1].Abort(lane, errors.New("the test has ended"))
+	}
+	if err := <-done; err == nil || !strings.Contains(err.Error(), "from rank") {
+		t.Errorf("got %v, want an error that names the rank", err)
+	}
+}
+
+// counting is a mesh that counts the buffers that its rank passes to channels.
+type counting struct {
+	transport.Mesh
+	sent atomic.Int64
+}
+
+type countingConn struct {
+	transport.Conn
+	sent *atomic.Int64
+}
+
+func (m *counting) Conn(ctx context.Context, l transport.Lane, peer topo.Rank) (transport.Conn, error) {
+	c, err := m.Mesh.Conn(ctx, l, peer)
+	return &countingConn{c, &m.sent}, err
+}
+
+func (c *countingConn) TrySend(p []byte) (int, error) {
+	c.sent.Add(1)
+	return c.Conn.TrySend(p)
+}
+
+// In an alltoall of small blocks among 64 ranks, each rank sends 12 messages with Bruck, 6 with lengths and 6
+// with blocks. With Direct it sends a length and a block to each of 63 ranks.
+func TestMessagesOfAlltoall(t *testing.T) {
+	const n = 64
+	for alg, want := range map[message.Algorithm]int64{message.Bruck: 12, message.Direct: 126} {
+		meshes := memMeshes(n)
+		for r := range meshes {
+			meshes[r] = &counting{Mesh: meshes[r]}
+		}
+		c := newCluster(meshes, upTo(n), tcp.Config{})
+		checkAlltoallBy(t, c, alg, func(from, to int) int64 { return int64(16 + from%2) })
+		for r, m := range meshes {
+			if got := m.(*counting).sent.Load(); got != want {
+				t.Errorf("%v: rank %d sent %d messages, want %d", alg, r, got, want)
+			}
+		}
+		c.close()
 	}
 }
 

@@ -18,7 +18,7 @@ var algorithms = map[message.Kind][]message.Algorithm{
 	message.Reducescatter: {message.Ring, message.Direct},
 	message.Allgather:     {message.Ring, message.Bruck},
 	message.Broadcast:     {message.Tree, message.Chain},
-	message.Alltoall:      {message.Direct},
+	message.Alltoall:      {message.Direct, message.Bruck},
 	message.Reduce:        {message.Direct},
 	message.Gather:        {message.Direct},
 	message.Scatter:       {message.Direct},
@@ -47,7 +47,8 @@ func (r *Rule) applies(k message.Kind, ranks int, numBytes int64) bool {
 
 // DefaultTable is the table that applies if Config.Table is nil. Its limits for 2 to 4 ranks were measured on
 // loopback (HVD_ALGORITHM with hvdbench --raw), and its limits for more ranks follow from the numbers of
-// steps and bytes in the package comment. The rules with Exchange are for sums of half-precision types and
+// steps and bytes in the package comment. The size of an alltoall is not known when it is planned, so its
+// rules have no limits of bytes. The rules with Exchange are for sums of half-precision types and
 // for deterministic mode, which no algorithm of an earlier rule serves.
 var DefaultTable = Table{
 	{message.Allreduce, 4, 256 << 10, message.RecursiveDoubling},
@@ -61,6 +62,8 @@ var DefaultTable = Table{
 	{message.Broadcast, 8, 0, message.Chain},
 	{message.Broadcast, 0, 512 << 10, message.Tree},
 	{message.Broadcast, 0, 0, message.Chain},
+	{message.Alltoall, 32, 0, message.Direct},
+	{message.Alltoall, 0, 0, message.Bruck},
 }
 
 // tableVersion is the version of the format of tables in files.

@@ -51,6 +51,17 @@ func TestTable(t *testing.T) {
 	}
 }
 
+// By default an alltoall among more than 32 ranks uses Bruck's algorithm. Its size is not known.
+func TestAlltoallByDefault(t *testing.T) {
+	b := newCluster(memMeshes(2), upTo(2), tcp.Config{}).backends[0]
+	for n, want := range map[int]message.Algorithm{2: message.Direct, 32: message.Direct,
+		33: message.Bruck} {
+		if got, err := b.Plan(upTo(n), &message.Response{Kind: message.Alltoall}, 0); got != want {
+			t.Errorf("%d ranks: got %v, %v, want %v", n, got, err, want)
+		}
+	}
+}
+
 // The backend between hosts chooses by the same table, and ignores forced algorithms.
 func TestTableOfOuterLevel(t *testing.T) {
 	cfg := tcp.Config{Table: tcp.Table{{Kind: message.Allgather, Algorithm: message.Ring}},

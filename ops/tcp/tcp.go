@@ -22,9 +22,11 @@
 //	allgather      bruck               L steps, all blocks but one
 //	broadcast      tree                L deep; the root sends L B, the leaves nothing
 //	broadcast      chain               n-1 deep; B
-//	alltoall       direct              1 step, all blocks but its own, and 8 bytes before each
-//	gather         direct              the same, but blocks are sent only to the root
-//	scatter        direct              the same, but blocks are sent only by the root
+//	alltoall       direct              1 step, all blocks but its own, and 8 bytes before each, on n-1 channels
+//	alltoall       bruck               L steps for the lengths of the blocks, 8 bytes through L/2 ranks; then
+//	                                   the same for blocks of at most 2 KiB, or 1 step as in direct
+//	gather         direct              as alltoall, but blocks are sent only to the root
+//	scatter        direct              as alltoall, but blocks are sent only by the root
 //	adasum         halving-doubling    see runAdasum
 //
 // A Table chooses between them by the number of ranks and bytes.
