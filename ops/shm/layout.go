@@ -231,7 +231,7 @@ func (o *own) set(tensors []ops.Tensor) (total int64, err error) {
 	return total, nil
 }
 
-// clear drops the references to the tensors, so that the tensors can be garbage collected.
+// clear drops the references to the tensors.
 func (o *own) clear() {
 	clear(o.tensors)
 	clear(o.packed)

@@ -27,6 +27,11 @@ type reducer struct {
 	narrow  kernel.ConvertFunc
 	combine kernel.Func // reduces float32 elements if wide is set
 
+	*blocks // nil before the first operation
+}
+
+// blocks has the memory of a reducer for blocks.
+type blocks struct {
 	// the reduction of the sources so far; large enough for a block of float32 elements
 	sum     [2 * blockBytes]byte
 	scaled  [2][blockBytes]byte
@@ -35,6 +40,9 @@ type reducer struct {
 
 // prepare configures r for an operation with n ranks.
 func (r *reducer) prepare(op tensor.ReduceOp, dt tensor.DType, s ops.Scaling, n int) (err error) {
+	if r.blocks == nil {
+		r.blocks = new(blocks)
+	}
 	r.wide = dt.IsHalf() && n > 2 && (op == tensor.Sum || op == tensor.Product)
 	if s.Divisor > 1 && kernel.Divide(dt) == nil {
 		return fmt.Errorf("got a divisor for element type %v, want an integer type", dt)

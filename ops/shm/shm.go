@@ -140,7 +140,7 @@ type Backend struct {
 	received   []int64
 	reducer    reducer
 	adasum     adasumState
-	scratch    [smallBytes]byte
+	scratch    []byte                          // the result of a small operation of several tensors
 	chunk      func(id uint32) ([]byte, error) // maps an arena chunk of member chunkOwner
 	chunkOwner int
 }
@@ -311,13 +311,21 @@ func (b *Backend) fail(kind message.Kind, err error) error {
 	if b.err != nil {
 		return fmt.Errorf("ops/shm: %v: the backend has failed before: %w", kind, b.err)
 	}
-	b.own.clear()
+	b.forget()
 	b.err = fmt.Errorf("ops/shm: %v: %w", kind, err)
 	if b.segment != nil {
 		atomic.StoreUint32(flag(b.segment, abortAt), 1)
 		shmem.Fence() // so that peers see the abort word before the caller changes its buffers
 	}
 	return b.err
+}
+
+// forget drops the references to the tensors of an operation that has ended, so that the tensors can be
+// garbage collected.
+func (b *Backend) forget() {
+	b.own.clear()
+	clear(b.one[:])
+	clear(b.sources)
 }
 
 // column returns how many bytes of each of n blocks a step handles.

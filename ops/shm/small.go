@@ -68,6 +68,9 @@ func (b *Backend) finishSmall() {
 	}
 	out := b.own.tensors[0].Out
 	if len(b.own.tensors) > 1 {
+		if b.scratch == nil {
+			b.scratch = make([]byte, smallBytes)
+		}
 		out = b.scratch[:total]
 	}
 	b.reducer.reduce(out, b.sources)

@@ -45,7 +45,7 @@ func (b *Backend) Step(ctx context.Context, wait bool) (ops.Progress, error) {
 		return ops.Waiting, b.fail(b.kind, err)
 	}
 	if p == ops.Finished {
-		b.own.clear()
+		b.forget()
 		b.op, b.kind, b.state = ops.Operation{}, message.NoKind, idle
 		b.discards, b.running.out = false, nil
 	}

@@ -1,0 +1,54 @@
+package shm_test
+
+import (
+	"context"
+	"fmt"
+	"runtime"
+	"testing"
+	"unsafe"
+	"weak"
+
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/ops"
+	"github.com/gohvd/gohvd/ops/shm"
+)
+
+// A job may have dozens of process sets that never run an operation on this backend, so a backend must be
+// small before its first operation.
+func TestUnusedBackendIsSmall(t *testing.T) {
+	if got := unsafe.Sizeof(shm.Backend{}); got > 2<<10 {
+		t.Errorf("a Backend has %d bytes, want at most 2 KiB", got)
+	}
+}
+
+// When an operation has ended, the backend does not keep its tensors from being garbage collected, because a
+// process set may be idle for long.
+func TestForgetsTensors(t *testing.T) {
+	ctx := context.Background()
+	for name, do := range map[string]func(r *rank, in, out []byte) error{
+		"allreduce": func(r *rank, in, out []byte) error {
+			return r.AllreduceFused(ctx, message.Direct, tensor.Float32, tensor.Sum, one,
+				[]ops.Tensor{{In: in, Out: out}})
+		},
+		"broadcast": func(r *rank, in, _ []byte) error { return r.Broadcast(ctx, message.Direct, 0, in) },
+	} {
+		for _, numBytes := range []int{64, 1 << 20} {
+			run(t, 2, shm.Config{}, func(r *rank) error {
+				in, out := make([]byte, numBytes), make([]byte, numBytes)
+				kept := []weak.Pointer[byte]{weak.Make(&in[0]), weak.Make(&out[0])}
+				if err := do(r, in, out); err != nil {
+					return err
+				}
+				runtime.GC()
+				for i, p := range kept {
+					if p.Value() != nil {
+						return fmt.Errorf("%s of %d bytes: buffer %d is still referred to", name, numBytes, i)
+					}
+				}
+				runtime.KeepAlive(r)
+				return nil
+			})
+		}
+	}
+}
