@@ -67,6 +67,8 @@ type lane struct {
 	observer       *observer
 	scratch        scratch
 	execution      execution
+	// spawn starts the goroutine of run. It is called when run has something to do for the first time.
+	spawn func()
 
 	// voted holds submitted entries, indexed by their cache bits. Only the loop uses it.
 	voted votes
@@ -76,6 +78,7 @@ type lane struct {
 	mu        sync.Mutex
 	changed   sync.Cond // wakes run
 	todo      []*work
+	spawned   bool  // whether the goroutine of run was started
 	executing bool  // whether run is executing an operation
 	answering bool  // whether run has executed an operation but not reported all its results
 	claimed   bool  // whether the loop has claimed the lane, so that run waits
@@ -136,8 +139,18 @@ func (l *lane) push(w *work) {
 // wake wakes the goroutine of run if it has something to do. The caller holds mu.
 func (l *lane) wake() {
 	if !l.claimed && (len(l.todo) > 0 || l.ended) {
-		l.changed.Signal()
+		l.signal()
 	}
+}
+
+// signal wakes the goroutine of run, or starts it if it was not started before. The caller holds mu.
+func (l *lane) signal() {
+	if l.spawned {
+		l.changed.Signal()
+		return
+	}
+	l.spawned = true
+	l.spawn()
 }
 
 // claim claims the lane for the loop if run has nothing to do, and reports whether it has succeeded. If
@@ -169,7 +182,7 @@ func (l *lane) end(err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.err, l.ended = err, true
-	l.changed.Signal() // this wakes run even if it waits for the verdict
+	l.signal() // this wakes run even if it waits for the verdict
 }
 
 // next removes and returns the oldest work. It also returns the error that was passed to end, if any. It

@@ -44,7 +44,7 @@ func TestStartedWorkIsEndedBeforeItsAnswer(t *testing.T) {
 	}
 	l := &lane{
 		set: controller.Global(2), queue: tensorqueue.New(), manager: m,
-		observer: &observer{start: time.Now()}, claimed: true,
+		observer: &observer{start: time.Now()}, claimed: true, spawned: true,
 	}
 	l.changed.L = &l.mu
 	var answer error
@@ -82,7 +82,7 @@ func TestStartedWorkIsEndedBeforeItsAnswer(t *testing.T) {
 // claim(false), but not with claim(true), which is for a barrier. While the lane executes an operation, both
 // calls fail.
 func TestClaimInOrder(t *testing.T) {
-	l := &lane{observer: &observer{start: time.Now()}}
+	l := &lane{observer: &observer{start: time.Now()}, spawned: true}
 	l.changed.L = &l.mu
 	l.push(&work{})
 	if w, err := l.next(); w == nil || err != nil {

@@ -67,7 +67,9 @@ func (t *laneTable) snapshot() []*lane {
 	return nil
 }
 
-// addSet creates and starts a lane for a set. It does nothing if this rank is not a member of the set.
+// addSet creates a lane for a set. It does nothing if this rank is not a member of the set. The goroutine of
+// the lane starts with the first work that turns of the loop do not execute, so a set without such work has
+// none.
 func (e *Engine) addSet(set controller.Set) error {
 	me := slices.Index(set.Ranks, e.cfg.Rank)
 	if me < 0 {
@@ -77,12 +79,14 @@ func (e *Engine) addSet(set controller.Set) error {
 	if err != nil {
 		return err
 	}
+	l.spawn = func() {
+		e.running.Go(func() {
+			e.pin()
+			l.run(e.ctx, e.laneFinished)
+			l.manager.Close()
+		})
+	}
 	e.lanes.add(l)
-	e.running.Go(func() {
-		e.pin()
-		l.run(e.ctx, e.laneFinished)
-		l.manager.Close()
-	})
 	return nil
 }
 
