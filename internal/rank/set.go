@@ -124,7 +124,7 @@ func (c *Call) AddSet(ranks []int, done func(*Change, error)) error {
 	case c.Name != "":
 		q.Name += "." + c.Name
 	case c.MembersOnly: // sets with different members may be added at the same time
-		q.Name += short(fmt.Sprint(members), "ranks", len(members))
+		q.Name += short(fmt.Sprint(members), maxRanksText, "ranks", len(members))
 	}
 	return c.change(&Change{}, topo.Global, q, done)
 }
@@ -208,9 +208,12 @@ func staticSets(given [][]int, size int) ([]controller.Set, error) {
 	return sets[1:], nil
 }
 
-// maxSetsText is the maximum length of a list of process sets, or of the members of a set in the name of a
-// request, that a rank sends to the other ranks in full.
-const maxSetsText = 2048
+// maxSetsText is the maximum length of a list of process sets that a rank sends to the other ranks in full.
+// maxRanksText is the maximum length of the list of members in the name of a request to add a process set.
+const (
+	maxSetsText  = 4096
+	maxRanksText = 256
+)
 
 // setsText returns a text that describes the process sets. If two ranks were given the same process sets,
 // their texts are equal.
@@ -219,12 +222,12 @@ func setsText(sets []controller.Set) string {
 	for _, s := range sets {
 		fmt.Fprint(&b, s.Ranks)
 	}
-	return short(b.String(), "sets", len(sets))
+	return short(b.String(), maxSetsText, "sets", len(sets))
 }
 
-// short returns text, or if text is long, a hash of it and how many things it describes.
-func short(text, things string, n int) string {
-	if len(text) <= maxSetsText {
+// short returns text, or a hash of it and how many things it describes if it has more than limit bytes.
+func short(text string, limit int, things string, n int) string {
+	if len(text) <= limit {
 		return text
 	}
 	hash := sha256.Sum256([]byte(text))
