@@ -261,9 +261,12 @@ func membersOf(views []*view) map[uint32][]int {
 // pendingTensor combines the records of all ranks about a tensor that is pending at some rank.
 type pendingTensor struct {
 	tensorKey
-	kind, backend                                   string
-	number                                          uint64 // the number of the grant; 0 if there is no grant
-	since                                           time.Duration
+	kind, backend string
+	number        uint64 // the number of the grant; 0 if there is no grant
+	since         time.Duration
+	// among are the ranks that the records of the tensor name. It is nil if all members of the set take
+	// part.
+	among                                           []int
 	waiting, queued, inside, ended, missing, silent []int
 }
 
@@ -281,19 +284,35 @@ func pendingTensors(views []*view) (all []*pendingTensor) {
 			key := tensorKey{p.Set, p.Name}
 			t := known[key]
 			if t == nil {
-				t = &pendingTensor{tensorKey: key, kind: p.Kind}
+				t = &pendingTensor{tensorKey: key, kind: p.Kind, among: p.Among}
 				known[key] = t
 				all = append(all, t)
 			}
+			t.addAmong(p)
 			t.since = max(t.since, v.ago(p.Submitted))
 			t.number = max(t.number, p.Number)
 			t.backend = cmp.Or(t.backend, p.Backend)
 		}
 	}
 	for _, t := range all {
-		t.classify(views, members[t.set])
+		if t.among == nil {
+			t.among = members[t.set]
+		}
+		t.classify(views, t.among)
 	}
 	return all
+}
+
+// addAmong adds the ranks that the record p names to t.among. If p names none, all members of the set take
+// part.
+func (t *pendingTensor) addAmong(p *Record) {
+	if len(p.Among) == 0 || t.among == nil {
+		t.among = nil
+		return
+	}
+	t.among = slices.Concat(t.among, p.Among)
+	slices.Sort(t.among)
+	t.among = slices.Compact(t.among)
 }
 
 // classify adds each member of the process set to the list that says how far the member is with the tensor.

@@ -36,6 +36,9 @@ type Record struct {
 	Granted   time.Duration `json:"granted_ns,omitempty"`
 	Begun     time.Duration `json:"begun_ns,omitempty"`
 	Ended     time.Duration `json:"ended_ns,omitempty"`
+	// Among are the ranks that take part in a pending operation if these are not all members of the process
+	// set. Otherwise it is empty.
+	Among []int `json:"among,omitempty"`
 }
 
 // Set is a process set other than 0, with its members.

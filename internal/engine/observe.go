@@ -10,6 +10,7 @@ import (
 
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/trace"
 	"github.com/gohvd/gohvd/tensorqueue"
 )
@@ -346,11 +347,15 @@ func (e *Engine) Pending() []trace.Pending {
 		l.queue.Each(func(entry *tensorqueue.Entry) {
 			q, t := &entry.Request, &entry.Times
 			grant := t.Grant.Load()
+			var among []topo.Rank
+			if q.MembersOnly {
+				among = q.Ranks
+			}
 			all = append(all, trace.Pending{
 				Set: l.set.ID, Number: grant >> 8, Backend: message.Backend(grant), Kind: q.Kind,
 				Name: q.Name, DType: q.DType, Shape: q.Shape, Submitted: t.Submitted,
 				Sent: time.Duration(t.Sent.Load()), Granted: time.Duration(t.Granted.Load()),
-				Begun: time.Duration(t.Begun.Load()),
+				Begun: time.Duration(t.Begun.Load()), Among: among,
 			})
 		})
 	}

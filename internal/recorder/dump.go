@@ -30,7 +30,7 @@ const (
 	maxPending = 1 << 14
 	maxStalls  = 256
 	maxSets    = 256
-	maxMembers = 1 << 16 // for all sets together
+	maxMembers = 1 << 16 // for all sets and pending operations together
 	// maxNameBytes and maxTextBytes limit tensor names and other texts in a dump. Longer ones are cut.
 	// Outside of dumps, names have no such limit.
 	maxNameBytes = 512
@@ -95,12 +95,15 @@ func (r *Recorder) Dump(about About) *analysis.Snapshot {
 	}
 	addSets(d, about.Sets)
 	d.Pending = make([]analysis.Record, 0, len(about.Pending)-d.NotShown)
+	room := maxMembers - members(d)
 	for _, p := range about.Pending[:len(about.Pending)-d.NotShown] {
+		among := p.Among[:min(len(p.Among), max(room, 0))]
+		room -= len(among)
 		d.Pending = append(d.Pending, analysis.Record{
 			Set: uint32(p.Set), Number: p.Number, Kind: p.Kind.String(), Name: cut(p.Name, maxNameBytes),
 			DType: word(p.DType.String(), p.DType.Valid()),
 			Shape: p.Shape[:min(len(p.Shape), maxDims)], Backend: word(p.Backend.String(), p.Backend != 0),
-			Submitted: p.Submitted, Sent: p.Sent, Granted: p.Granted, Begun: p.Begun,
+			Submitted: p.Submitted, Sent: p.Sent, Granted: p.Granted, Begun: p.Begun, Among: ints(among),
 		})
 	}
 	for i := range slots {
@@ -216,12 +219,17 @@ func Decode(text []byte) (*analysis.Snapshot, error) {
 
 // check returns an error if the snapshot is not valid or exceeds a limit for dumps.
 func check(d *analysis.Snapshot) error {
-	members := 0
 	for _, s := range d.Sets {
-		members += len(s.Ranks)
 		for _, r := range s.Ranks {
 			if r < 0 || r >= d.Size {
 				return fmt.Errorf("process set %d has rank %d, want 0 to %d", s.ID, r, d.Size-1)
+			}
+		}
+	}
+	for i := range d.Pending {
+		for _, r := range d.Pending[i].Among {
+			if r < 0 || r >= d.Size {
+				return fmt.Errorf("%q takes place among rank %d, want 0 to %d", d.Pending[i].Name, r, d.Size-1)
 			}
 		}
 	}
@@ -236,9 +244,9 @@ func check(d *analysis.Snapshot) error {
 		return fmt.Errorf("got %d operations, want at most %d", len(d.Operations), DefaultOperations)
 	case len(d.Stalls) > maxStalls:
 		return fmt.Errorf("got %d stalls, want at most %d", len(d.Stalls), maxStalls)
-	case len(d.Sets) > maxSets || members > maxMembers:
+	case len(d.Sets) > maxSets || members(d) > maxMembers:
 		return fmt.Errorf("got %d process sets with %d members in total, want at most %d sets and %d members", len(d.Sets),
-			members, maxSets, maxMembers)
+			members(d), maxSets, maxMembers)
 	}
 	return nil
 }
@@ -317,10 +325,25 @@ func addSets(d *analysis.Snapshot, sets map[topo.ProcessSetID][]topo.Rank) {
 		if len(d.Sets) == maxSets || members > maxMembers {
 			return
 		}
-		s := analysis.Set{ID: uint32(id), Ranks: make([]int, 0, len(sets[id]))}
-		for _, r := range sets[id] {
-			s.Ranks = append(s.Ranks, int(r))
-		}
-		d.Sets = append(d.Sets, s)
+		d.Sets = append(d.Sets, analysis.Set{ID: uint32(id), Ranks: ints(sets[id])})
 	}
+}
+
+// members returns the number of ranks in the lists of members of all sets, and of the ranks that take part in
+// pending operations.
+func members(d *analysis.Snapshot) (n int) {
+	for _, s := range d.Sets {
+		n += len(s.Ranks)
+	}
+	for i := range d.Pending {
+		n += len(d.Pending[i].Among)
+	}
+	return n
+}
+
+func ints(ranks []topo.Rank) (all []int) {
+	for _, r := range ranks {
+		all = append(all, int(r))
+	}
+	return all
 }

@@ -95,6 +95,26 @@ func TestReport(t *testing.T) {
 			"Rank 1 has not called allreduce \"grad/0\", for which ranks 0, 2 and 3 have waited for 18.0 s.\n" +
 				"  rank 1 called it 2 times before; the last call ended 19.0 s ago" + where1},
 
+		{"a member has not asked for its process set", 4, func(j []*rankAt) {
+			for _, r := range []int{0, 3} {
+				j[r].waits(time.Duration(r+2)*time.Second, "process_set.add.x")
+				j[r].Pending[0].Kind, j[r].Pending[0].Among = message.AddProcessSet, []topo.Rank{0, 1, 3}
+			}
+		}, nil, nil,
+			"Rank 1 has not called add process set \"process_set.add.x\", for which ranks 0 and 3 have waited for 18.0 s.\n" +
+				"  rank 1 never called it in this epoch" + where1},
+
+		{"ranks name different members", 4, func(j []*rankAt) {
+			for r, among := range [][]topo.Rank{{0, 1}, nil, {2, 3}} {
+				if among != nil {
+					j[r].waits(2*time.Second, "process_set.add.x")
+					j[r].Pending[0].Kind, j[r].Pending[0].Among = message.AddProcessSet, among
+				}
+			}
+		}, nil, nil,
+			"Ranks 1 and 3 have not called add process set \"process_set.add.x\", for which ranks 0 and 2 have waited for 18.0 s.\n" +
+				"  rank 1 never called it in this epoch" + where1 + "  rank 3 never called it in this epoch" + where1},
+
 		{"two ranks at different names", 2, func(j []*rankAt) {
 			j[0].waits(2*time.Second, "a")
 			j[1].waits(3*time.Second, "b")

@@ -88,6 +88,9 @@ type Pending struct {
 	// Number and Backend have the same meaning as in Operation. They are 0 before the operation is granted.
 	Number  uint64
 	Backend message.Backend
+	// Among are the ranks that take part in the operation if these are not all members of Set. Otherwise it
+	// is nil.
+	Among []topo.Rank
 }
 
 // Clock describes a rank's clock. With it, times of the rank can be compared with times of other ranks.
