@@ -33,7 +33,7 @@ type backend struct {
 	narrow  kernel.ConvertFunc
 	counts  []int64 // the sizes of blocks, for MPI
 	// whole is set if a reducescatter leaves the result in its place. sizes is set while the ranks exchange
-	// the sizes of the blocks of an alltoall.
+	// the sizes of the blocks of an alltoall, gather or scatter.
 	whole, sizes bool
 
 	tester *tester
@@ -92,7 +92,7 @@ func (b *backend) prepare() error {
 	op := &b.op
 	b.counts = append(b.counts[:0], op.Counts...)
 	switch op.Kind {
-	case message.Allreduce:
+	case message.Allreduce, message.Reduce:
 		if n := len(op.Tensors); n != 1 {
 			return fmt.Errorf("got %d tensors, want 1", n)
 		}
@@ -102,7 +102,7 @@ func (b *backend) prepare() error {
 			b.counts[i] /= int64(op.DType.Size())
 		}
 		return b.widen(op.Buf)
-	case message.Alltoall:
+	case message.Alltoall, message.Gather, message.Scatter:
 		b.sizes = true
 		pin(b.pins, op.Counts)
 		b.counts = append(b.counts[:0], make([]int64, b.comm.size())...)
@@ -149,13 +149,15 @@ func (b *backend) beginNow() {
 	switch op.Kind {
 	case message.Allreduce:
 		b.failed = b.comm.allreduce(b.buf, b.reduced(), op.Op)
+	case message.Reduce:
+		b.failed = b.comm.reduce(b.buf, b.reduced(), op.Op, op.Root)
 	case message.Reducescatter:
 		b.whole, b.failed = b.comm.reduceScatter(b.buf, b.counts, b.reduced(), op.Op)
 	case message.Allgather:
 		b.failed = b.comm.allgather(op.Buf, b.counts)
 	case message.Broadcast:
 		b.failed = b.comm.broadcast(op.Buf, op.Root)
-	case message.Alltoall:
+	case message.Alltoall, message.Gather, message.Scatter:
 		if b.sizes {
 			b.failed = b.comm.alltoall(op.Counts, b.counts)
 		} else {
@@ -215,7 +217,7 @@ func (b *backend) finish() {
 	switch {
 	case op.Kind == message.Reducescatter:
 		b.place()
-	case op.Kind == message.Allreduce && b.narrow != nil:
+	case op.Kind.Reduces() && b.narrow != nil:
 		b.narrow(op.Tensors[0].Out, b.buf)
 	}
 	b.pins.Unpin()

@@ -7,10 +7,13 @@
 //
 //	operation      MPI
 //	allreduce      MPI_Iallreduce in place
+//	reduce         MPI_Ireduce in place
 //	reducescatter  MPI_Ireduce_scatter in place
 //	allgather      MPI_Iallgatherv in place
 //	broadcast      MPI_Ibcast
 //	alltoall       MPI_Ialltoall of the sizes of the blocks, then MPI_Isend and MPI_Irecv
+//	gather         the same
+//	scatter        the same
 //
 // The counts of MPI are of type int. An operation with more elements is cut into several calls, and above
 // this limit a reducescatter is an allreduce and an allgather is a broadcast of each block.

@@ -190,6 +190,16 @@ func checkReductions(t *testing.T, b *opstest.Blocking, n, me int, dt tensor.DTy
 	if !bytes.Equal(buf, want) {
 		t.Fatalf("allreduce %v %v of %d elements: got %x, want %x", op, dt, count, buf, want)
 	}
+	for root := range n {
+		buf = encode(dt, values(me, count))
+		one := ops.Tensor{In: buf, Out: buf}
+		if err := b.Reduce(ctx, message.NoAlgorithm, dt, op, root, one); err != nil {
+			t.Fatal(err)
+		}
+		if me == root && !bytes.Equal(buf, want) {
+			t.Fatalf("reduce %v %v of %d elements: got %x, want %x", op, dt, count, buf, want)
+		}
+	}
 	counts := make([]int64, n)
 	for i := range counts {
 		counts[i] = int64(dt.Size() * ((i+1)*count/n - i*count/n))

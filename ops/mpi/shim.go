@@ -243,6 +243,16 @@ static int hvd_allreduce(hvd_comm *c, uintptr_t buf, int64_t count, int size, in
 	return err;
 }
 
+static int hvd_reduce(hvd_comm *c, uintptr_t buf, int64_t count, int size, int dtype, int op, int root) {
+	int err = MPI_SUCCESS;
+	for (int64_t at = 0; at < count && err == MPI_SUCCESS; at += c->limit) {
+		void *part = (void *)(buf + at * size);
+		err = MPI_Ireduce(c->rank == root ? MPI_IN_PLACE : part, part, hvd_min(c->limit, count - at),
+			hvd_type(dtype), hvd_op(op, dtype), root, c->comm, hvd_request(c));
+	}
+	return err;
+}
+
 // hvd_reduce_scatter leaves the result of this rank at the beginning of buf, or, if *whole is set, the result
 // of every rank in its place.
 static int hvd_reduce_scatter(hvd_comm *c, uintptr_t buf, const int64_t *counts, int size, int dtype, int op,
@@ -355,15 +365,18 @@ func initialize(singleThread bool) (serialized, own bool, err error) {
 	return provided >= C.MPI_THREAD_SERIALIZED && !singleThread, mine != 0, nil
 }
 
-// libraryVersion returns the first line of the name and version of the MPI library.
+// libraryVersion returns the name and the version of the MPI library.
 func libraryVersion() string {
 	var text [C.MPI_MAX_LIBRARY_VERSION_STRING]C.char
 	var n C.int
 	if C.MPI_Get_library_version(&text[0], &n) != C.MPI_SUCCESS {
 		return "unknown MPI library"
 	}
-	first, _, _ := strings.Cut(C.GoStringN(&text[0], n), "\n")
-	return strings.Join(strings.Fields(first), " ")
+	name := C.GoStringN(&text[0], n)
+	if end := strings.IndexAny(name, ",\n\x00"); end >= 0 {
+		name = name[:end] // what follows says how the library was built
+	}
+	return strings.Join(strings.Fields(name), " ")
 }
 
 // newWorld returns a communicator of all processes.
@@ -424,6 +437,13 @@ func (c comm) allreduce(buf []byte, dt tensor.DType, op tensor.ReduceOp) error {
 	size := dt.Size()
 	return check("MPI_Iallreduce", C.hvd_allreduce(c.c, address(buf), C.int64_t(len(buf)/size), C.int(size),
 		C.int(dt), reductions[op]))
+}
+
+// reduce begins a reduction to one rank. At the other ranks, buf is undefined afterwards.
+func (c comm) reduce(buf []byte, dt tensor.DType, op tensor.ReduceOp, root int) error {
+	size := dt.Size()
+	return check("MPI_Ireduce", C.hvd_reduce(c.c, address(buf), C.int64_t(len(buf)/size), C.int(size),
+		C.int(dt), reductions[op], C.int(root)))
 }
 
 // reduceScatter begins a reducescatter of buf, in which rank i gets counts[i] elements. If the result whole
