@@ -22,6 +22,7 @@ type rawBackend struct {
 	ops.Registration
 	rank, size int
 	mesh       transport.Mesh
+	mpi        *rank.MPI // nil without MPI
 	at         *place.Meeting
 	session    *rank.Session // nil in a job with one rank
 }
@@ -38,12 +39,16 @@ func (b *rawBackend) close() error {
 	if b.session != nil {
 		errs = append(errs, b.session.Close())
 	}
-	return errors.Join(append(errs, b.at.Close())...)
+	if b.at != nil {
+		errs = append(errs, b.at.Close())
+	}
+	b.mpi.Close()
+	return errors.Join(errs...)
 }
 
 // openRaw meets the other ranks and opens a backend with them. It uses a job name of its own, so that this
 // process can also have an engine in the job. It opens the backend that an engine would choose: shared memory
-// if the ranks have it, otherwise TCP.
+// if the ranks have it, otherwise TCP, or MPI if the settings choose it.
 func openRaw(ctx context.Context, at jobPlace) (b *rawBackend, err error) {
 	cfg, err := config.FromEnvironment(at.settings, at.store != nil)
 	if err != nil {
@@ -51,16 +56,24 @@ func openRaw(ctx context.Context, at jobPlace) (b *rawBackend, err error) {
 	}
 	ctx, cancel := context.WithTimeout(ctx, cfg.StartTimeout)
 	defer cancel()
-	met, err := place.Open(ctx, place.Config{Settings: cfg, Store: at.store})
-	if err != nil {
-		return nil, err
-	}
-	b = &rawBackend{at: met}
+	b = new(rawBackend)
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, b.close())
 		}
 	}()
+	if b.mpi, err = rank.JoinMPI(ctx, &cfg, at.store != nil, nil); err != nil {
+		return nil, err
+	}
+	where := place.Config{Settings: cfg, Store: at.store}
+	if b.mpi != nil {
+		where.ID = b.mpi.ID
+	}
+	met, err := place.Open(ctx, where)
+	if err != nil {
+		return nil, err
+	}
+	b.at = met
 	cfg = met.Settings
 	b.rank, b.size = int(cfg.Rank), cfg.Size
 	if cfg.Size == 1 {
@@ -79,7 +92,9 @@ func openRaw(ctx context.Context, at jobPlace) (b *rawBackend, err error) {
 	}
 	overTCP.Oversubscribed = crowded
 	b.Registration = tcp.Register(b.mesh, overTCP)
-	if b.session != nil && b.session.Memory != nil {
+	if cfg.MPIOperations {
+		b.Registration = b.mpi.Register(false, crowded)
+	} else if b.session != nil && b.session.Memory != nil {
 		b.Registration = shm.Register(b.session.Memory, shm.Config{Oversubscribed: crowded})
 	}
 	b.Backend, err = b.New(topo.Global, controller.Global(cfg.Size).Ranks, cfg.Rank)

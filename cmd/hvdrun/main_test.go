@@ -150,7 +150,7 @@ func TestWrongUsage(t *testing.T) {
 		{append([]string{"-np", "2", "-x", "HOROVOD_CACHE_CAPACITY=x"}, touch...),
 			`HOROVOD_CACHE_CAPACITY from flag -x: got "x"`},
 		{append([]string{"-np", "2", "-x", "HOROVOD_CPU_OPERATIONS=ccl"}, touch...),
-			"not built into this version"},
+			"which gohvd does not have"},
 		{append([]string{"-np", "2", "--cache-capasity", "7"}, touch...),
 			"unknown flag: --cache-capasity; did you mean --cache-capacity?"},
 		{append([]string{"-np", "2", "--config-file", "no/such.yaml"}, touch...), "no/such.yaml"},
@@ -203,7 +203,7 @@ func TestWrongUsage(t *testing.T) {
 			"--mca is a flag of mpirun: hvdrun has no MPI parameters"},
 		{append([]string{"-ppn", "2"}, touch...), "--ppn is a flag of mpirun: use -H h1:N,h2:N"},
 		{append([]string{"-N", "2"}, touch...), "-N is a flag of mpirun: use -H h1:N,h2:N"},
-		{append([]string{"--mpi"}, touch...), "--mpi: this version has no MPI"},
+		{append([]string{"--mpi"}, touch...), "--mpi: hvdrun does not start MPI jobs"},
 		{append([]string{"--num-nccl-streams=2"}, touch...),
 			"--num-nccl-streams: this version moves tensors in host memory only"},
 	} {

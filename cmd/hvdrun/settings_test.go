@@ -253,14 +253,14 @@ func TestCheckBuildFindsSidecar(t *testing.T) {
 func TestFlagsForWhatHolds(t *testing.T) {
 	flags := []string{
 		"--disable-cache", "--no-hierarchical-allreduce", "--no-hierarchical-allgather",
-		"--no-torus-allreduce", "--no-mpi-threads-disable",
+		"--no-torus-allreduce",
 	}
 	stdout, stderr, status := output(t, append(flags, "-np", "1", "--tag-output=false", "sh", "-c",
 		"echo $HOROVOD_CACHE_CAPACITY.")...)
 	if status != 0 || stdout != ".\n" || stderr != "" {
 		t.Errorf("got exit status %d, %q and %q, want the command run and no setting", status, stdout, stderr)
 	}
-	for _, flag := range []string{"--torus-allreduce", "--disable-cache=false", "--mpi-threads-disable"} {
+	for _, flag := range []string{"--torus-allreduce", "--disable-cache=false"} {
 		if _, stderr, status := output(t, flag, "-np", "1", "true"); status != 2 ||
 			!strings.Contains(stderr, "hvdrun: "+strings.TrimSuffix(flag, "=false")+": ") {
 			t.Errorf("%s: got exit status %d and %q, want 2", flag, status, stderr)

@@ -48,6 +48,9 @@ type Config struct {
 	HierarchicalAllreduce, HierarchicalAllgather bool
 	// SharedMemory says which jobs move tensors through shared memory.
 	SharedMemory SharedMemory
+	// MPIController makes the ranks meet by MPI. MPIOperations moves tensors with MPI. With
+	// MPIThreadsDisable, only one thread calls MPI.
+	MPIController, MPIOperations, MPIThreadsDisable bool
 	// Secret is the text of the secret by which a process proves that it belongs to the job. SecretFile is a
 	// file that contains that text. Insecure permits a job without a secret on several hosts.
 	Secret, SecretFile string

@@ -85,8 +85,8 @@ var every = map[string]string{
 	"HOROVOD_STALL_CHECK_TIME_SECONDS": "5", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "5",
 	"HOROVOD_STALL_CHECK_DISABLE": "no",
 	"HOROVOD_CONTROLLER":          "TCP", "HOROVOD_CPU_OPERATIONS": "SHM",
-	"HOROVOD_THREAD_AFFINITY": "4, 2,0",
-	"HOROVOD_LOG_LEVEL":       "DEBUG", "HOROVOD_LOG_HIDE_TIME": "yes", "HVD_LOG_FORMAT": "json",
+	"HOROVOD_THREAD_AFFINITY": "4, 2,0", "HOROVOD_MPI_THREADS_DISABLE": "1",
+	"HOROVOD_LOG_LEVEL": "DEBUG", "HOROVOD_LOG_HIDE_TIME": "yes", "HVD_LOG_FORMAT": "json",
 	"HOROVOD_TIMELINE": "t.json", "HOROVOD_TIMELINE_MARK_CYCLES": "1", "HVD_TIMELINE_MAX_MB": "3",
 	"HVD_TIMELINE_LAST_SECONDS": "30",
 	"HVD_TIMELINE_SIGNAL":       "sigusr2", "HVD_METRICS_ADDR": ":9100", "HVD_FLIGHT_RECORDER": "0",
@@ -125,7 +125,7 @@ func TestEverySettingIsHonoured(t *testing.T) {
 	want := config.Config{
 		Rank: 1, Size: 4, LocalRank: 0, LocalSize: 2, CrossRank: 1, CrossSize: 2,
 		RendezvousAddr: "127.0.0.1", RendezvousPort: 4711, Hostname: "h1", HostID: "rack",
-		SharedMemory: config.SharedAlways, JobID: "j",
+		SharedMemory: config.SharedAlways, MPIThreadsDisable: true, JobID: "j",
 		Secret: "shh", SecretFile: "s.txt", Insecure: true, TLS: true,
 		NetworkInterfaces: []string{"eth0", "10.0.0.0/8"}, MeetHost: "h0", MeetPort: 4712,
 		InitMethod: "env://", UniqueID: "id",
@@ -172,10 +172,10 @@ func TestBadValuesNameTheVariable(t *testing.T) {
 		{"HVD_DETERMINISTIC", "1x", "true, false"},
 		{"HOROVOD_STALL_CHECK_TIME_SECONDS", "-1", "seconds"},
 		{"HVD_OPERATION_TIMEOUT_SECONDS", "", ""},
-		{"HOROVOD_CONTROLLER", "MPI", "not built into this version: want gloo or tcp"},
-		{"HOROVOD_CONTROLLER", "ccl", "want gloo or tcp"},
-		{"HOROVOD_CPU_OPERATIONS", "mpi", "not built into this version"},
-		{"HOROVOD_CPU_OPERATIONS", "ccl", "not built into this version"},
+		{"HOROVOD_CONTROLLER", "MPI", "built without MPI: build it with -tags mpi"},
+		{"HOROVOD_CONTROLLER", "ccl", "does not have: want gloo, tcp or mpi"},
+		{"HOROVOD_CPU_OPERATIONS", "mpi", "built without MPI"},
+		{"HOROVOD_CPU_OPERATIONS", "ccl", "which gohvd does not have"},
 		{"HOROVOD_THREAD_AFFINITY", "1,,2", "commas"},
 		{"HOROVOD_THREAD_AFFINITY", "-1", "commas"},
 		{"HOROVOD_LOG_LEVEL", "loud", "trace, debug"},
@@ -460,7 +460,7 @@ func TestPrecedence(t *testing.T) {
 // that hvdrun has printed.
 func TestForRanks(t *testing.T) {
 	env := []string{"HOROVOD_CYCLE_TIME=2", "HOROVOD_TORUS_ALLREDUCE=1", "HVD_TYPO=1", "HOROVOD_RANK=77"}
-	file := write(t, "library_options: {mpi_threads_disable: yes}\nlogging: {level: info}")
+	file := write(t, "library_options: {num_nccl_streams: 2}\nlogging: {level: info}")
 	launcher, err := config.Load(config.Sources{Environ: env, Launcher: true, Flags: []config.FlagValue{
 		{Flag: "--config-file", Name: config.FileVariable, Value: file},
 		{Flag: "-x", Name: "HOROVOD_THREAD_AFFINITY", Value: "0,1"},
@@ -473,7 +473,7 @@ func TestForRanks(t *testing.T) {
 	}
 	want := []string{
 		"HOROVOD_TORUS_ALLREDUCE has no effect", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS has no effect",
-		"HVD_TYPO is not a setting", "file " + file + " line 1: library_options.mpi_threads_disable has no effect",
+		"HVD_TYPO is not a setting", "file " + file + " line 1: library_options.num_nccl_streams has no effect",
 		"--log-hide-timestamp is deprecated: use --log-without-timestamp",
 	}
 	if len(launcher.Warnings) != len(want) {

@@ -45,6 +45,7 @@ stall_check:
   shutdown_time_seconds: 5
 library_options:
   thread_affinity: [6, 7]
+  mpi_threads_disable: yes
   gloo_timeout_seconds: 8
   network_interfaces: eth0
   tls: yes
@@ -112,6 +113,7 @@ func TestEveryKeyIsHonoured(t *testing.T) {
 	want.Autotune, want.AutotuneLog, want.AutotuneFile = true, "t.csv", "tuned.json"
 	want.AutotuneWarmupSamples, want.AutotuneStepsPerSample, want.AutotuneMaxSamples = 1, 2, 5
 	want.AutotuneNoise = 0.5
+	want.MPIThreadsDisable = true
 	want.Warnings = c.Warnings // the warnings are about settings that have no effect in lock-step
 	if got := withoutOrigins(c); !reflect.DeepEqual(got, withoutOrigins(want)) {
 		t.Errorf("got  %+v\nwant %+v", got, want)
@@ -179,7 +181,7 @@ func TestFileErrors(t *testing.T) {
 		{"params: 7\n", "line 1: got a single value or a list in params, want keys and values"},
 		{"- params\n", "line 1: got a single value or a list, want keys and values"},
 		{"params: &x\n  cache_capacity: *x\n", "line 2: params.cache_capacity: got nested values, want a value or a list of values"},
-		{"controller: mpi\n", `line 1: controller: got "mpi", which is not built into this version`},
+		{"controller: mpi\n", `line 1: controller: got "mpi", but this program was built without MPI`},
 		{"params:\n\tcache_capacity: 1\n", "line 2"},
 		{"a: [\n", "line "},
 		{"logging: {level: info}\n---\nlogging: {level: error}\n", "got several YAML documents, want one"},
@@ -201,8 +203,8 @@ func TestFileErrors(t *testing.T) {
 // Horovod's default.
 func TestKeysWithoutEffect(t *testing.T) {
 	c, path, err := loadFile(t,
-		"library_options:\n  mpi_threads_disable: true\n  num_nccl_streams: 1\nparams: {torus_allreduce: no}\n")
-	want := "file " + path + " line 2: library_options.mpi_threads_disable has no effect: this version has no MPI"
+		"library_options:\n  num_nccl_streams: 2\nparams: {torus_allreduce: no}\n")
+	want := "file " + path + " line 2: library_options.num_nccl_streams has no effect: this version moves tensors in host memory only"
 	if err != nil || strings.Join(c.Warnings, "\n") != want {
 		t.Errorf("got %q and error %v, want %q", c.Warnings, err, want)
 	}

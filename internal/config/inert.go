@@ -26,7 +26,7 @@ type Inert struct {
 const (
 	noElastic   = "this version has no elastic jobs"
 	noTorus     = "this version has no torus algorithm"
-	noMPI       = "this version has no MPI"
+	noMPI       = "hvdrun does not start MPI jobs: run mpirun (docs/mpi.md)"
 	noGPU       = "this version moves tensors in host memory only"
 	noSpark     = "gohvd has no Spark integration"
 	noPreflight = "hvdrun does not check the network before the start; HOROVOD_GLOO_TIMEOUT_SECONDS limits Init"
@@ -43,9 +43,7 @@ var inerts = []Inert{
 	{"HOROVOD_ENABLE_ASYNC_COMPLETION", "", "0", "", noGPU},
 	{"HOROVOD_DISABLE_NVTX_RANGES", "", "0", "", noGPU},
 	{"HOROVOD_ENABLE_XLA_OPS", "", "0", "", "gohvd does not run inside TensorFlow"},
-	{"HOROVOD_MPI_THREADS_DISABLE", "library_options.mpi_threads_disable", "0",
-		"mpi-threads-disable no-mpi-threads-disable", noMPI},
-	{"HOROVOD_ADASUM_MPI_CHUNK_SIZE", "", "1073741824", "", noMPI},
+	{"HOROVOD_ADASUM_MPI_CHUNK_SIZE", "", "1073741824", "", "gohvd has no Adasum over MPI"},
 	{"", "", "", "mpi jsrun mpi-args tcp binding-args", noMPI},
 	{"HOROVOD_CCL_CACHE", "", "0", "", "this version has no oneCCL"},
 	{"HOROVOD_ELASTIC", "", "0", "host-discovery-script slots-per-host reset-limit blacklist-cooldown-range",

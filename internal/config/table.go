@@ -394,8 +394,10 @@ var settings = []Setting{
 		Key:     "controller",
 		Flags:   []Flag{{Name: "gloo", Means: "gloo"}},
 		Default: "gloo",
-		Doc:     "controller for the negotiation. gloo and tcp both mean gohvd's own controller",
-		kind:    builtOnly(ownController(), "mpi"),
+		Doc: "controller for the negotiation. gloo and tcp both mean gohvd's own controller, whose ranks " +
+			"meet by their launcher. With mpi, the ranks meet by MPI; this needs a build with MPI " +
+			"(docs/mpi.md)",
+		kind: builtOnly(controllers(), "ccl"),
 	},
 	{
 		Name: "HOROVOD_CPU_OPERATIONS", Section: sectionChoice, Scope: PerJob,
@@ -404,8 +406,18 @@ var settings = []Setting{
 		Doc: "backend for tensors in host memory. With gloo, the ranks of a host use shared memory, and the " +
 			"job fails if there is none; ranks on different hosts use TCP. shm,tcp is like gloo, but uses " +
 			"TCP if there is no shared memory. With shm, all ranks must share memory, so the job fails if it " +
-			"has several hosts. With tcp, all ranks use TCP",
-		kind: builtOnly(cpuOperations(), "mpi", "ccl"),
+			"has several hosts. With tcp, all ranks use TCP. With mpi, all ranks use MPI, and TCP for what " +
+			"MPI cannot do; this needs a build with MPI (docs/mpi.md)",
+		kind: builtOnly(cpuOperations(), "ccl"),
+	},
+	{
+		Name: "HOROVOD_MPI_THREADS_DISABLE", Section: sectionChoice, Scope: PerProcess,
+		Key:     "library_options.mpi_threads_disable",
+		Flags:   onOff("mpi-threads-disable"),
+		Default: "0",
+		Doc:     "let only one thread of each rank call MPI",
+		Raise:   "Turning it on makes operations over MPI slower.",
+		kind:    boolOf(func(c *Config) *bool { return &c.MPIThreadsDisable }),
 	},
 	{
 		Name: "HVD_ALGORITHM", Section: sectionChoice, Scope: PerJob,

@@ -220,34 +220,36 @@ func oneOf(set func(c *Config, word string), words ...string) kind {
 }
 
 // builtOnly returns the kind of a setting that chooses among Horovod's names for backends. known is the kind
-// for the names that stand for a backend of gohvd. others holds the names of backends that gohvd does not
-// have.
+// for the names that stand for a backend of gohvd. One of them is mpi, which only some builds have. others
+// holds the names of backends that gohvd does not have.
 func builtOnly(known kind, others ...string) kind {
 	k := known
 	k.read = func(c *Config, text string) (bool, error) {
 		for _, o := range others {
 			if strings.EqualFold(o, text) {
-				return false, fmt.Errorf("which is not built into this version: want %s", k.want)
+				return false, fmt.Errorf("which gohvd does not have: want %s", k.want)
 			}
+		}
+		if strings.EqualFold(text, "mpi") && !BuiltMPI {
+			return false, errors.New("but this program was built without MPI: build it with -tags mpi (docs/mpi.md)")
 		}
 		return known.read(c, text)
 	}
 	return k
 }
 
-// ownController returns the kind of the setting that chooses a controller.
-func ownController() kind {
-	k := oneOf(func(*Config, string) {}, "gloo", "tcp")
-	k.want += ", which both mean gohvd's own controller"
-	return k
+// controllers returns the kind of the setting that chooses a controller.
+func controllers() kind {
+	return oneOf(func(c *Config, word string) { c.MPIController = word == "mpi" }, "gloo", "tcp", "mpi")
 }
 
 // cpuOperations returns the kind of the setting that chooses a backend for tensors in host memory.
 func cpuOperations() kind {
 	return oneOf(func(c *Config, word string) {
 		c.SharedMemory = map[string]SharedMemory{"gloo": SharedByHost, "shm,tcp": SharedIfPossible,
-			"shm": SharedAlways, "tcp": SharedNever}[word]
-	}, "gloo", "shm,tcp", "shm", "tcp")
+			"shm": SharedAlways, "tcp": SharedNever, "mpi": SharedNever}[word]
+		c.MPIOperations = word == "mpi"
+	}, "gloo", "shm,tcp", "shm", "tcp", "mpi")
 }
 
 func interfaces(field func(*Config) *[]string) kind {

@@ -33,10 +33,10 @@ func (s *System) Parts() []Part {
 	return []Part{
 		{"Frameworks", "Go", true}, torch, {"Frameworks", "TensorFlow", false},
 		{"Frameworks", "MXNet", false},
-		{"Controllers", "MPI", false}, {"Controllers", own, true},
+		{"Controllers", "MPI", config.BuiltMPI}, {"Controllers", own, true},
 		{"Tensor Operations", "NCCL", false}, {"Tensor Operations", "DDL", false},
 		{"Tensor Operations", "CCL", false},
-		{"Tensor Operations", "MPI", false}, {"Tensor Operations", own, true},
+		{"Tensor Operations", "MPI", config.BuiltMPI}, {"Tensor Operations", own, true},
 	}
 }
 

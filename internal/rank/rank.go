@@ -94,10 +94,14 @@ func (o *Options) NewID(ctx context.Context) (id place.ID, served <-chan struct{
 	return id, served, err
 }
 
+// chosen reports whether the program or the settings choose where the ranks meet.
+func (o *Options) chosen(cfg config.Config) bool {
+	return o.Store != nil || o.Method != "" || o.ID != nil || cfg.InitMethod != "" || cfg.UniqueID != ""
+}
+
 // meet opens the place where the ranks meet, and returns it.
 func (o *Options) meet(ctx context.Context, cfg config.Config) (*place.Meeting, error) {
-	byLauncher := o.Store == nil && o.Method == "" && o.ID == nil && cfg.InitMethod == "" &&
-		cfg.UniqueID == "" && cfg.Size == config.Unset
+	byLauncher := !o.chosen(cfg) && cfg.Size == config.Unset
 	if byLauncher && o.Kept != nil && *o.Kept != nil {
 		return (*o.Kept).Again(cfg), nil
 	}
@@ -130,6 +134,7 @@ type Rank struct {
 	Epoch       uint64
 	Global      *Set // the set of all ranks
 
+	mpi         *MPI // nil if the rank does not use MPI
 	meeting     *place.Meeting
 	session     *Session    // nil in a job with one rank
 	log         *zap.Logger // nil if the logger belongs to the program
@@ -162,11 +167,20 @@ func (r *Rank) Start(ctx context.Context, o Options) error {
 }
 
 func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err error) {
+	if r.mpi, err = JoinMPI(ctx, &cfg, o.chosen(cfg), o.Log); err != nil {
+		return err
+	}
+	if r.mpi != nil && r.mpi.ID != nil {
+		o.ID = r.mpi.ID
+	}
 	if r.meeting, err = o.meet(ctx, cfg); err != nil {
 		return err
 	}
 	cfg = r.meeting.Settings
 	rank, size := cfg.Rank, cfg.Size
+	if err := r.mpi.check(rank, size); err != nil {
+		return err
+	}
 	sets, err := staticSets(o.Sets, size)
 	if err != nil {
 		return err
@@ -216,7 +230,7 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 	if err := r.meeting.Met(ctx); err != nil {
 		log.Warn("removing the rendezvous data of rank 0 failed", zap.Error(err))
 	}
-	ecfg.Backends = backends(r.session, &cfg, &ecfg, overTCP)
+	ecfg.Backends = backends(r.mpi, r.session, &cfg, &ecfg, overTCP)
 	log = log.With(zap.Uint64("epoch", r.Epoch))
 	ecfg.Log = log
 	if err := configureTuner(&ecfg, &cfg, r.session); err != nil {
@@ -252,10 +266,13 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 	return nil
 }
 
-// backends returns the backends that all ranks have, in order of preference. session is nil in a job of one
-// rank.
-func backends(session *Session, set *config.Config, cfg *engine.Config,
+// backends returns the backends that all ranks have, in order of preference. m is nil without MPI, and
+// session is nil in a job of one rank.
+func backends(m *MPI, session *Session, set *config.Config, cfg *engine.Config,
 	overTCP tcp.Config) (all ops.Registry) {
+	if set.MPIOperations {
+		all = append(all, m.Register(cfg.Deterministic, overTCP.Oversubscribed))
+	}
 	if session != nil && session.Memory != nil {
 		inMemory := shm.Register(session.Memory,
 			shm.Config{Oversubscribed: overTCP.Oversubscribed, Groups: session.Groups})
@@ -360,6 +377,9 @@ func (r *Rank) launcher() joblink.Link {
 // Shutdown makes r leave the job, as hvd.Shutdown does, and then closes it.
 func (r *Rank) Shutdown(ctx context.Context, why engine.Departure) error {
 	err := r.Engine.Shutdown(ctx, why)
+	if err == nil && r.mpi != nil {
+		err = r.mpi.Leave(ctx)
+	}
 	if err != nil {
 		err = fmt.Errorf("hvd: shutdown: %w", err)
 	}
@@ -385,6 +405,7 @@ func (r *Rank) release() error {
 	if r.meeting != nil {
 		errs = append(errs, r.meeting.Close())
 	}
+	r.mpi.Close()
 	if r.log != nil {
 		// Sync logs how many lines were omitted. Ignore the error that Sync returns, because the file to
 		// which standard error is connected may not support Sync.

@@ -20,6 +20,8 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/internal/transport/shm"
+	"github.com/gohvd/gohvd/ops"
+	"github.com/gohvd/gohvd/ops/mpi"
 	"github.com/gohvd/gohvd/ops/tcp"
 	"github.com/gohvd/gohvd/store"
 )
@@ -302,24 +304,33 @@ func TestForcedAlgorithmsOnOneLevel(t *testing.T) {
 	}
 }
 
-// The backends of a job depend on which ranks share memory and on the settings.
+// onMPI is an MPI job.
+type onMPI struct{ mpi.World }
+
+func (onMPI) Register(bool, bool) ops.Registration { return ops.Registration{ID: message.MPI} }
+
+// The backends of a job depend on which ranks share memory and on the settings. MPI comes first.
 func TestBackends(t *testing.T) {
 	shared := &Session{Memory: &sharer{}, Groups: []topo.Rank{0, 0, 2, 2}}
 	for _, test := range []struct {
-		session              *Session
-		allreduce, allgather bool
-		want                 []message.Backend
+		session                      *Session
+		allreduce, allgather, useMPI bool
+		want                         []message.Backend
 	}{
-		{nil, true, true, []message.Backend{message.TCP}},
-		{&Session{}, true, true, []message.Backend{message.TCP}},
-		{shared, true, true, []message.Backend{message.SHM, message.Hier, message.TCP}},
-		{shared, false, true, []message.Backend{message.SHM, message.Hier, message.TCP}},
-		{shared, true, false, []message.Backend{message.SHM, message.Hier, message.TCP}},
-		{shared, false, false, []message.Backend{message.SHM, message.TCP}},
+		{nil, true, true, false, []message.Backend{message.TCP}},
+		{&Session{}, true, true, false, []message.Backend{message.TCP}},
+		{&Session{}, true, true, true, []message.Backend{message.MPI, message.TCP}},
+		{shared, true, true, false, []message.Backend{message.SHM, message.Hier, message.TCP}},
+		{shared, true, true, true, []message.Backend{message.MPI, message.SHM, message.Hier, message.TCP}},
+		{shared, false, true, false, []message.Backend{message.SHM, message.Hier, message.TCP}},
+		{shared, true, false, false, []message.Backend{message.SHM, message.Hier, message.TCP}},
+		{shared, false, false, false, []message.Backend{message.SHM, message.TCP}},
 	} {
 		var got []message.Backend
-		for _, b := range backends(test.session, &config.Config{HierarchicalAllreduce: test.allreduce,
-			HierarchicalAllgather: test.allgather}, &engine.Config{}, tcp.Config{}) {
+		for _, b := range backends(&MPI{World: onMPI{}}, test.session, &config.Config{
+			HierarchicalAllreduce: test.allreduce, HierarchicalAllgather: test.allgather,
+			MPIOperations: test.useMPI,
+		}, &engine.Config{}, tcp.Config{}) {
 			got = append(got, b.ID)
 		}
 		if !slices.Equal(got, test.want) {

@@ -1,0 +1,153 @@
+package e2e
+
+import (
+	"bytes"
+	"maps"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/testmpi"
+)
+
+// digitsHash matches the line that each rank of the example prints at the end.
+var digitsHash = regexp.MustCompile(`(?m)^digits: ranks=(\d+) .* weights_sha256=(\w+)`)
+
+// allMPI are the settings with which a job meets by MPI and moves tensors with it.
+var allMPI = []string{"HOROVOD_CONTROLLER=mpi", "HOROVOD_CPU_OPERATIONS=mpi"}
+
+// The example trains under mpirun with MPI. All ranks get the same weights, and the timeline shows that MPI
+// moved the tensors.
+func TestDigitsWithMPI(t *testing.T) {
+	testmpi.Each(t, func(t *testing.T, l testmpi.Library) {
+		program := l.Build(t, "build", "./examples/digits")
+		for _, settings := range [][]string{
+			nil, {"HVD_NEGOTIATION=lockstep"}, {"HOROVOD_CPU_OPERATIONS=gloo"}, {"HOROVOD_CONTROLLER=gloo"},
+			{"HOROVOD_MPI_THREADS_DISABLE=1"},
+		} {
+			t.Run(strings.Join(settings, ","), func(t *testing.T) {
+				file := filepath.Join(t.TempDir(), "timeline.json")
+				cmd := l.Command(t, 3, program, "-epochs", "2")
+				cmd.Env = append(append(append(cmd.Env, allMPI...), "HOROVOD_TIMELINE="+file), settings...)
+				out, err := cmd.CombinedOutput()
+				if err != nil {
+					t.Fatalf("%v\n%s", err, out)
+				}
+				same := map[string]int{}
+				for _, e := range digitsHash.FindAllStringSubmatch(string(out), -1) {
+					same[e[1]+" "+e[2]]++
+				}
+				if len(same) != 1 || slices.Max(slices.Collect(maps.Values(same))) != 3 {
+					t.Errorf("got ranks and weights %v, want the same 3 times", same)
+				}
+				timeline, err := os.ReadFile(file)
+				if err != nil {
+					t.Fatal(err)
+				}
+				byMPI := len(settings) == 0 || settings[0] != "HOROVOD_CPU_OPERATIONS=gloo"
+				for _, activity := range []string{"MPI_ALLREDUCE", "MPI_BCAST"} {
+					if bytes.Contains(timeline, []byte(activity)) != byMPI {
+						t.Errorf("the timeline has %s: %v, want %v", activity, !byMPI, byMPI)
+					}
+				}
+			})
+		}
+	})
+}
+
+// If a rank is killed, mpirun ends the job, and no process is left.
+func TestDeathWithMPI(t *testing.T) {
+	testmpi.Each(t, func(t *testing.T, l testmpi.Library) {
+		program := l.Build(t, "build", "./examples/digits")
+		cmd := l.Command(t, 3, program, "-epochs", "1000000")
+		cmd.Env = append(cmd.Env, allMPI...)
+		out, err := cmd.StdoutPipe()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := cmd.Start(); err != nil {
+			t.Fatal(err)
+		}
+		var text []byte
+		for buf := make([]byte, 4096); !bytes.Contains(text, []byte("epoch 2/")); {
+			n, err := out.Read(buf)
+			if text = append(text, buf[:n]...); err != nil {
+				t.Fatalf("%v\n%s", err, text)
+			}
+		}
+		ranks := ranksOf(program)
+		if len(ranks) != 3 {
+			t.Fatalf("got ranks %v, want 3", ranks)
+		}
+		if err := unix.Kill(ranks[1], unix.SIGKILL); err != nil {
+			t.Fatal(err)
+		}
+		killed := time.Now()
+		go func() { _, _ = out.Read(make([]byte, 1<<20)) }()
+		if err := cmd.Wait(); err == nil {
+			t.Error("mpirun has succeeded")
+		}
+		t.Logf("the job ended after %v", time.Since(killed).Round(time.Millisecond))
+		for deadline := time.Now().Add(20 * time.Second); len(ranksOf(program)) > 0; {
+			if time.Now().After(deadline) {
+				t.Fatalf("processes %v are left", ranksOf(program))
+			}
+		}
+	})
+}
+
+// ranksOf returns the processes that run a program, in the order of their numbers.
+func ranksOf(program string) (pids []int) {
+	links, _ := filepath.Glob("/proc/[0-9]*/exe")
+	for _, l := range links {
+		if exe, err := os.Readlink(l); err == nil && exe == program {
+			pid, _ := strconv.Atoi(strings.Split(l, "/")[2])
+			pids = append(pids, pid)
+		}
+	}
+	return pids
+}
+
+// A program that was built for another MPI library than the launcher's, and programs that were built without
+// MPI, refuse to start, and say why.
+func TestRefusalsWithMPI(t *testing.T) {
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	var programs []string
+	var launchers []testmpi.Library
+	testmpi.Each(t, func(t2 *testing.T, l testmpi.Library) {
+		program := l.Build(t, "build", "./examples/digits")
+		programs, launchers = append(programs, program), append(launchers, l)
+		refuses(t2, exec.Command(hvdrunPath, "-np", "2", program), "HOROVOD_CPU_OPERATIONS=mpi",
+			"this program was built without MPI")
+		t.Setenv(programVariable, "sums")
+		refuses(t2, l.Command(t2, 2, self), "HOROVOD_CONTROLLER=mpi", "this program was built without MPI")
+	})
+	for i, l := range launchers {
+		for j, program := range programs {
+			if i != j {
+				refuses(t, l.Command(t, 2, program), "HOROVOD_CONTROLLER=mpi",
+					"has started a job of 2, but MPI sees a job of 1: this program was built with")
+			}
+		}
+	}
+}
+
+// refuses checks that a job fails with a message.
+func refuses(t *testing.T, cmd *exec.Cmd, setting, want string) {
+	t.Helper()
+	cmd.Env = append(cmd.Environ(), setting)
+	if out, err := cmd.CombinedOutput(); err == nil || !bytes.Contains(out, []byte(want)) {
+		t.Errorf("%v: got %v, want %q:\n%s", cmd.Args, err, want, out)
+	}
+}

@@ -1,0 +1,116 @@
+package rank
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"go.uber.org/zap"
+
+	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/netif"
+	"github.com/gohvd/gohvd/internal/place"
+	"github.com/gohvd/gohvd/ops/mpi"
+)
+
+// MPI is the MPI job to which this process belongs, and the unique id by which its ranks meet.
+type MPI struct {
+	mpi.World
+	// ID is nil if the program or the settings choose another place to meet.
+	ID *place.ByID
+
+	stop   context.CancelFunc // ends the store of the id, at rank 0
+	served <-chan struct{}    // closed when that store has ended
+}
+
+// JoinMPI initializes MPI if the settings choose it, and makes an id by which the ranks of the MPI job meet,
+// unless elsewhere is set. All ranks of the job must call it. It returns nil if the settings do not choose
+// MPI.
+func JoinMPI(ctx context.Context, cfg *config.Config, elsewhere bool, log *zap.Logger) (*MPI, error) {
+	if !cfg.MPIController && !cfg.MPIOperations {
+		return nil, nil
+	}
+	world, err := mpi.Join(ctx, mpi.Options{SingleThread: cfg.MPIThreadsDisable})
+	if err != nil {
+		return nil, err
+	}
+	m := &MPI{World: world, stop: func() {}}
+	if err := m.checkLauncher(cfg); err != nil || elsewhere || world.Size() == 1 {
+		return m, err
+	}
+	var id place.ID
+	if world.Rank() == 0 {
+		if id, err = m.serve(cfg, log); err != nil {
+			// The other ranks get an id that is not valid, so they need not wait for this one.
+			return nil, errors.Join(err, world.Broadcast(ctx, make([]byte, len(id))))
+		}
+	}
+	if err := world.Broadcast(ctx, id[:]); err != nil {
+		m.Close()
+		return nil, err
+	}
+	if id == (place.ID{}) {
+		return nil, errors.New("rank 0 could not serve the store at which the ranks meet")
+	}
+	m.ID = &place.ByID{IDs: []place.ID{id}, Rank: world.Rank(), Size: world.Size()}
+	return m, nil
+}
+
+// checkLauncher returns an error if the launcher has started another number of processes than MPI sees.
+func (m *MPI) checkLauncher(cfg *config.Config) error {
+	env, _, err := place.Detect(cfg.Variable)
+	if err != nil || env == nil || env.Size == m.Size() {
+		return err
+	}
+	return fmt.Errorf("%s has started a job of %d, but MPI sees a job of %d: this program was built with %s: "+
+		"start it with the mpirun of this library, or build it with the library of the launcher (docs/mpi.md)",
+		env.Kind, env.Size, m.Size(), m.Library())
+}
+
+// serve serves the store of an id at rank 0. If all ranks are on one host, it listens on loopback.
+func (m *MPI) serve(cfg *config.Config, log *zap.Logger) (place.ID, error) {
+	listen := "127.0.0.1"
+	for _, lowest := range m.Groups() {
+		if lowest == 0 {
+			continue
+		}
+		choice, err := netif.Parse(cfg.NetworkInterfaces)
+		if err != nil {
+			return place.ID{}, err
+		}
+		addr, err := choice.Any()
+		if err != nil {
+			return place.ID{}, err
+		}
+		listen = addr.String()
+		break
+	}
+	ctx, stop := context.WithCancel(context.Background())
+	id, served, err := place.NewID(ctx, listen, cfg.TLS, log)
+	if err != nil {
+		stop()
+		return id, err
+	}
+	m.stop, m.served = stop, served
+	return id, nil
+}
+
+// check returns an error if this rank has another number in the job than in MPI.
+func (m *MPI) check(rank, size int) error {
+	if m == nil || rank == m.Rank() && size == m.Size() {
+		return nil
+	}
+	return fmt.Errorf("this process is rank %d of %d in the job, but rank %d of %d in MPI: the ranks must be the same",
+		rank, size, m.Rank(), m.Size())
+}
+
+// Close ends the store of the id. It does not finalize MPI. m may be nil.
+func (m *MPI) Close() {
+	if m == nil {
+		return
+	}
+	m.stop()
+	if m.served != nil {
+		<-m.served
+	}
+}
