@@ -1,8 +1,9 @@
 // Package config holds all settings in one table, loads their values, and knows the version of gohvd.
 //
-// A setting that Horovod also has keeps Horovod's name (HOROVOD_...). The names of all other settings begin
-// with HVD_. The table determines how values are parsed, which flags and help texts hvdrun has, and what the
-// page docs/settings.md says. No other package of this module reads the environment.
+// A setting that Horovod or ps-lite also has keeps its name there (HOROVOD_..., DMLC_..., PS_...). The names
+// of all other settings begin with HVD_. The table determines how values are parsed, which flags and help
+// texts hvdrun has, and what the page docs/settings.md says. No other package of this module reads the
+// environment.
 //
 // A value comes from the first of these sources that has one: the program (API), a flag of hvdrun, the
 // environment, the file named by HVD_CONFIG_FILE, the default. Config.Origin returns which source it was.
@@ -156,6 +157,8 @@ type Config struct {
 	// ThreadAffinity holds, for each local rank, the number of the core for its background thread. If it is
 	// empty, threads are not pinned.
 	ThreadAffinity []int
+	// PS has the settings of a node of the parameter server.
+	PS ParameterServer
 	// Warnings holds sentences for the user about settings that may not have the intended effect. Warnings
 	// that the launcher has already printed are not repeated.
 	Warnings []string
@@ -164,6 +167,41 @@ type Config struct {
 	environ            map[string]string
 	given              map[string]value // values that come from sources, by name of the setting
 	warned             []string         // names about which the user has been or will be warned
+}
+
+// ParameterServer holds the settings of a node of the parameter server.
+type ParameterServer struct {
+	// Role is "scheduler", "server" or "worker", or empty if no source has a value.
+	Role string
+	// NumWorkers and NumServers are the size of the job, or Unset.
+	NumWorkers, NumServers int
+	// RootHost and RootPort are the address of the scheduler. They are "" and 0 if no source has a value.
+	RootHost string
+	RootPort int
+	// Rank is the rank that the node wants, or Unset.
+	Rank int
+	// NodeHost is the name or address of a server for other nodes. If it is empty, it is the address of the
+	// network interface.
+	NodeHost string
+	// Interfaces selects the network interface of a server (see package netif).
+	Interfaces []string
+	// Local says that all nodes are on this host.
+	Local bool
+	// Kubernetes makes the scheduler listen on all addresses.
+	Kubernetes bool
+	// WaterMark is the maximum number of unanswered requests to a node. Default 1000.
+	WaterMark int
+	// HeartbeatInterval is the time between two heartbeats. Default 1 s. With 0 there are no heartbeats.
+	HeartbeatInterval time.Duration
+	// HeartbeatTimeout is the time without a message after which a node is dead. Default 10 s. With 0 silence
+	// does not count.
+	HeartbeatTimeout time.Duration
+	// Resend makes the node send messages again that are not acknowledged within ResendTimeout, 1 s by
+	// default. It costs acknowledgements and copies.
+	Resend        bool
+	ResendTimeout time.Duration
+	// Verbose is 1 to log connections and 2 to log messages too.
+	Verbose int
 }
 
 // Sources holds the places from which values come. If a value in the environment or from the program is
@@ -216,6 +254,7 @@ func Defaults() Config {
 		Rank: Unset, Size: Unset,
 		LocalRank: Unset, LocalSize: Unset,
 		CrossRank: Unset, CrossSize: Unset,
+		PS: ParameterServer{NumWorkers: Unset, NumServers: Unset, Rank: Unset},
 	}
 	for _, s := range settings {
 		if s.Default == "" {

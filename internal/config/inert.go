@@ -6,8 +6,8 @@ import (
 	"strings"
 )
 
-// Inert is a row of the second table of this package. That table lists the settings that Horovod has but that
-// have no effect in gohvd.
+// Inert is a row of the second table of this package. That table lists the settings that Horovod or ps-lite
+// has but that have no effect in gohvd.
 type Inert struct {
 	// Name is an environment variable, or empty. If Name ends in *, the row applies to all variables that
 	// begin with the part before the *.
@@ -53,6 +53,10 @@ var inerts = []Inert{
 	{"HOROVOD_START_TIMEOUT", "", "30", "disable-cache", noPreflight},
 	{"HOROVOD_SECRET_KEY", "", "", "", noSecret},
 	{"_HOROVOD_SECRET_KEY", "", "", "", noSecret},
+	{"DMLC_PS_VAN_TYPE", "", "zmq", "",
+		"nodes always use TCP; the priority of a request, as of the van p3, always counts"},
+	{"PS_DROP_MSG", "", "0", "",
+		"tests of this module inject faults by rule and seed (internal/transport/faulty)"},
 	{"HOROVOD_SPARK_START_TIMEOUT", "", "600", "", noSpark},
 	{"HOROVOD_SPARK_*", "", "", "", noSpark},
 	{"HOROVOD_TEST_GPU", "", "0", "", testOnly},

@@ -107,6 +107,7 @@ const (
 	sectionSee       = "Timeline, metrics and reports"
 	sectionLog       = "Logging"
 	sectionPlace     = "Place in the job"
+	sectionServer    = "Parameter server"
 )
 
 // onOff returns the two flags of a boolean setting: --name turns it on, and --no-name turns it off.
@@ -374,7 +375,8 @@ var settings = []Setting{
 		Flags:   []Flag{{Name: "operation-timeout-seconds", Arg: "SECONDS"}},
 		Default: "0",
 		Doc: "time limit of every operation except Join, from submission to completion. When it has " +
-			"passed, the job fails. 0 sets no limit",
+			"passed, the job fails. It is also the time limit of a request of the parameter server, but " +
+			"then only the request fails. 0 sets no limit",
 		Raise: "A higher value tolerates slow operations, but detects stuck operations later.",
 		kind:  seconds(func(c *Config) *time.Duration { return &c.OperationTimeout }, 0),
 	},
@@ -683,6 +685,119 @@ var settings = []Setting{
 		Doc: "names of settings about which hvdrun has already printed warnings, so that the ranks do " +
 			"not print these warnings again",
 		kind: anything("set by hvdrun for its ranks; do not set it yourself"),
+	},
+	{
+		Name: "DMLC_ROLE", Section: sectionServer, Scope: ByLauncher,
+		Otherwise: "none",
+		Doc:       "role of this process in a job with a parameter server (docs/ps.md)",
+		kind: oneOf(func(c *Config, word string) { c.PS.Role = word }, "scheduler", "server",
+			"worker"),
+	},
+	{
+		Name: "DMLC_NUM_WORKER", Section: sectionServer, Scope: ByLauncher,
+		Otherwise: "none",
+		Doc:       "number of workers of the job. A process with several customers counts as several workers",
+		kind:      whole(func(c *Config) *int { return &c.PS.NumWorkers }, 0),
+	},
+	{
+		Name: "DMLC_NUM_SERVER", Section: sectionServer, Scope: ByLauncher,
+		Otherwise: "none",
+		Doc:       "number of servers of the job",
+		kind:      whole(func(c *Config) *int { return &c.PS.NumServers }, 0),
+	},
+	{
+		Name: "DMLC_PS_ROOT_URI", Section: sectionServer, Scope: ByLauncher,
+		Otherwise: "none",
+		Doc:       "name or address of the scheduler's host",
+		kind:      text("a host's name or address", func(c *Config) *string { return &c.PS.RootHost }),
+	},
+	{
+		Name: "DMLC_PS_ROOT_PORT", Section: sectionServer, Scope: ByLauncher,
+		Otherwise: "none",
+		Doc:       "port of the scheduler",
+		kind:      port(func(c *Config) *int { return &c.PS.RootPort }),
+	},
+	{
+		Name: "DMLC_RANK", Section: sectionServer, Scope: ByLauncher,
+		Otherwise: "the scheduler assigns it",
+		Doc: "rank that this worker or server wants among the nodes of its role. The scheduler assigns it " +
+			"unless another node has it already",
+		kind: whole(func(c *Config) *int { return &c.PS.Rank }, 0),
+	},
+	{
+		Name: "DMLC_NODE_HOST", Section: sectionServer, Scope: PerProcess,
+		Otherwise: "the address of the network interface",
+		Doc:       "name or address under which the workers reach this server",
+		kind:      text("a host's name or address", func(c *Config) *string { return &c.PS.NodeHost }),
+	},
+	{
+		Name: "DMLC_INTERFACE", Section: sectionServer, Scope: PerProcess,
+		Otherwise: "the interface of the route to the scheduler",
+		Doc:       "network interface on which this server listens: a name, an address or a network",
+		kind:      interfaces(func(c *Config) *[]string { return &c.PS.Interfaces }),
+	},
+	{
+		Name: "PORT", Section: sectionServer, Scope: PerProcess,
+		Otherwise: "a free port",
+		Doc:       "port on which this server listens. It has no effect at other nodes",
+		// Any process may have a variable PORT, so its value is checked only at a server.
+		kind: anything("a port, 1 to 65535"),
+	},
+	{
+		Name: "DMLC_LOCAL", Section: sectionServer, Scope: PerProcess,
+		Default: "0",
+		Doc:     "whether all nodes are on this host. Then servers listen on 127.0.0.1",
+		kind:    boolOf(func(c *Config) *bool { return &c.PS.Local }),
+	},
+	{
+		Name: "DMLC_USE_KUBERNETES", Section: sectionServer, Scope: PerProcess,
+		Default: "0",
+		Doc: "whether the scheduler listens on all addresses of its host, because DMLC_PS_ROOT_URI names a " +
+			"service and not the host",
+		kind: boolOf(func(c *Config) *bool { return &c.PS.Kubernetes }),
+	},
+	{
+		Name: "DMLC_PS_WATER_MARK", Section: sectionServer, Scope: PerProcess,
+		Default: "1000",
+		Doc:     "maximum number of unanswered requests of a node to another node. Further requests wait",
+		Raise:   "A higher value allows more requests in flight and takes more memory.",
+		kind: integer("", "a whole number, 1 to 65536", func(c *Config) *int { return &c.PS.WaterMark },
+			1, 1<<16),
+	},
+	{
+		Name: "PS_HEARTBEAT_INTERVAL", Section: sectionServer, Scope: PerProcess,
+		Default: "1",
+		Doc:     "time between two heartbeats of a node to the scheduler. 0 turns heartbeats off",
+		kind:    seconds(func(c *Config) *time.Duration { return &c.PS.HeartbeatInterval }, 0),
+	},
+	{
+		Name: "PS_HEARTBEAT_TIMEOUT", Section: sectionServer, Scope: PerProcess,
+		Default: "10",
+		Doc: "time without a message after which a node is dead. 0 means that no node is dead because of " +
+			"silence",
+		Raise: "A higher value delays the error if a host vanishes. The death of a process is noticed at once.",
+		kind:  seconds(func(c *Config) *time.Duration { return &c.PS.HeartbeatTimeout }, 0),
+	},
+	{
+		Name: "PS_RESEND", Section: sectionServer, Scope: PerProcess,
+		Default: "0",
+		Doc: "whether this node sends messages again that were not acknowledged. TCP does not lose messages, " +
+			"so this is for tests and for networks with proxies",
+		Raise: "Turning it on costs an acknowledgement for each message, and a copy of values.",
+		kind:  boolOf(func(c *Config) *bool { return &c.PS.Resend }),
+	},
+	{
+		Name: "PS_RESEND_TIMEOUT", Section: sectionServer, Scope: PerProcess,
+		Default: "1000",
+		Doc: "time after which a message is sent again. Each further time is twice as long, up to 32 times " +
+			"this one",
+		kind: milliseconds(func(c *Config) *time.Duration { return &c.PS.ResendTimeout }, 1),
+	},
+	{
+		Name: "PS_VERBOSE", Section: sectionServer, Scope: PerProcess,
+		Default: "0",
+		Doc:     "1 logs the connections of the node, 2 also every message",
+		kind:    integer("", "0, 1 or 2", func(c *Config) *int { return &c.PS.Verbose }, 0, 2),
 	},
 }
 

@@ -234,7 +234,7 @@ func TestOnlyMetricsKnowsPrometheus(t *testing.T) {
 // type, for example to declare a variable. Errors and store.Secret may be aliases of internal types, because
 // a second type would only be a copy.
 func TestUsersCanNameWhatIsExported(t *testing.T) {
-	for name, atLeast := range map[string]int{"hvd": 50, "store": 50, "store/c10d": 20} {
+	for name, atLeast := range map[string]int{"hvd": 50, "store": 50, "store/c10d": 20, "ps": 30} {
 		t.Run(name, func(t *testing.T) { testUsersCanName(t, name, atLeast) })
 	}
 }
@@ -277,7 +277,7 @@ func testUsersCanName(t *testing.T, pkgName string, atLeast int) {
 		for _, d := range parsed.Decls {
 			switch d := d.(type) {
 			case *ast.FuncDecl:
-				if d.Name.IsExported() {
+				if d.Name.IsExported() && (d.Recv == nil || exportedReceiver(d)) {
 					check(d.Name.Name, d.Type)
 				}
 			case *ast.GenDecl:

@@ -70,7 +70,7 @@ func newLink(v *Van, peer int, conn net.Conn) *link {
 
 // request queues a request. It waits for room until ctx ends.
 func (l *link) request(ctx context.Context, m *Message) error {
-	n := m.dataBytes()
+	n := m.Bytes()
 	l.mu.Lock()
 	for l.end == nil && (l.requests >= l.van.cfg.WaterMark ||
 		l.queuedBytes > 0 && l.queuedBytes+n > maxQueuedBytes) {
@@ -187,7 +187,7 @@ func (l *link) pop() *flight {
 			f.writing = true
 			return f
 		}
-		f.m.written()
+		f.m.Drop()
 	}
 	numbered := l.van.reliable && l.conn != nil
 	if l.queue.len() == 0 || numbered && l.out.full() {
@@ -197,7 +197,7 @@ func (l *link) pop() *flight {
 	if f.reply {
 		l.replies--
 	} else {
-		l.queuedBytes -= f.m.dataBytes()
+		l.queuedBytes -= f.m.Bytes()
 		l.hasRoom()
 	}
 	if numbered {
@@ -215,7 +215,7 @@ func (l *link) written(f *flight) {
 	f.writing = false
 	l.mu.Unlock()
 	if !keep {
-		f.m.written()
+		f.m.Drop()
 	}
 }
 
@@ -230,7 +230,7 @@ func (l *link) acked(sequences []uint64) {
 		}
 		f.acked = true
 		if !f.queued && !f.writing {
-			f.m.written()
+			f.m.Drop()
 		}
 	}
 	l.notify()
@@ -335,7 +335,7 @@ func (w *writer) add(f *flight) error {
 		return err
 	}
 	v := w.l.van
-	v.counters.sent.Add(uint64(len(head) + f.m.dataBytes()))
+	v.counters.sent.Add(uint64(len(head) + f.m.Bytes()))
 	v.verbose("sent", w.l.peer, f.m)
 	w.batch = append(w.batch, head...)
 	for _, d := range f.m.Data {
@@ -446,7 +446,7 @@ func (l *link) fail(err error) {
 		l.conn.Close()
 	}
 	for _, f := range dropped {
-		f.m.written()
+		f.m.Drop()
 	}
 	l.van.linkEnded(l, left, err)
 }

@@ -70,7 +70,7 @@ func (s *scheduler) count(r pspb.Role) (n int) {
 }
 
 // register handles a registration. It waits until all nodes have registered.
-func (s *scheduler) register(ctx context.Context, hello *pspb.Control) (own []*pspb.Node, err error) {
+func (s *scheduler) register(ctx context.Context, hello *pspb.Control) ([]*pspb.Node, error) {
 	if err := s.add(hello); err != nil {
 		return nil, fmt.Errorf("the scheduler refused the registration: %w", err)
 	}
@@ -82,12 +82,7 @@ func (s *scheduler) register(ctx context.Context, hello *pspb.Control) (own []*p
 	if s.err != nil {
 		return nil, fmt.Errorf("the job does not start: %w", s.err)
 	}
-	for _, n := range s.table {
-		if n.Incarnation == hello.Nodes[0].Incarnation {
-			own = append(own, n)
-		}
-	}
-	return own, nil
+	return nodesOf(s.table, hello.Nodes[0].Incarnation), nil
 }
 
 // add adds the nodes of a process. If they are the last ones, it makes the table.

@@ -125,17 +125,19 @@ type Van struct {
 
 	mu       sync.Mutex
 	nodes    map[int]*pspb.Node
-	gone     map[int]error // nodes that have died or left
+	first    map[uint64]int // id of customer 0 of each process, by incarnation
+	gone     map[int]error  // nodes that have died or left
 	barriers map[int64]chan error
 	barrier  int64 // number of barriers so far
 	stopping bool
 }
 
-// Start joins the job: it registers with the scheduler, waits until all nodes have registered, and connects
-// with those that it needs. It takes at most cfg.StartTimeout. h is called from then on until Stop returns.
-func Start(ctx context.Context, cfg Config, h Handler) (*Van, error) {
+// New returns a Van that is not connected. It calls the methods of h from the beginning of Start until the
+// end of Stop.
+func New(cfg Config, h Handler) *Van {
 	v := &Van{cfg: cfg, log: cfg.Log, handler: h, started: time.Now(), ready: make(chan struct{}),
-		unproven: dial.NewLimiter(maxUnproven), nodes: make(map[int]*pspb.Node), gone: make(map[int]error),
+		unproven: dial.NewLimiter(maxUnproven), nodes: make(map[int]*pspb.Node),
+		first: make(map[uint64]int), gone: make(map[int]error),
 		barriers: make(map[int64]chan error), reliable: cfg.Resend}
 	if v.log == nil {
 		v.log = zap.NewNop()
@@ -143,15 +145,21 @@ func Start(ctx context.Context, cfg Config, h Handler) (*Van, error) {
 	v.links.Store(&map[int]*link{})
 	v.ctx, v.cancel = context.WithCancelCause(context.Background())
 	v.newNodes()
-	ctx, cancel := context.WithTimeoutCause(ctx, cfg.StartTimeout,
-		fmt.Errorf("the time limit of %v has passed", cfg.StartTimeout))
+	return v
+}
+
+// Start joins the job: it registers with the scheduler, waits until all nodes have registered, and connects
+// with those that it needs. It takes at most Config.StartTimeout. If it fails, Stop need not be called.
+func (v *Van) Start(ctx context.Context) error {
+	ctx, cancel := context.WithTimeoutCause(ctx, v.cfg.StartTimeout,
+		fmt.Errorf("the time limit of %v has passed", v.cfg.StartTimeout))
 	defer cancel()
 	if err := v.start(ctx); err != nil {
 		v.close(err)
-		return nil, fmt.Errorf("start of a %s: %w", cfg.Role, err)
+		return fmt.Errorf("start of a %s: %w", v.cfg.Role, err)
 	}
 	v.wg.Go(v.tick)
-	return v, nil
+	return nil
 }
 
 // newNodes makes the records of the nodes of this process.
@@ -213,13 +221,16 @@ func (v *Van) IDs() (ids []int) {
 	return ids
 }
 
-// Processes returns the ids of a group without further nodes of a process that has several.
-func (v *Van) Processes(group int) []int {
-	return slices.DeleteFunc(Members(group, v.cfg.NumServers, v.cfg.NumWorkers), func(id int) bool {
-		v.mu.Lock()
-		defer v.mu.Unlock()
-		return v.nodes[id] != nil && v.nodes[id].CustomerId != 0
-	})
+// Processes returns the ids of a group, in which the first id of a process stands for all ids of the process.
+func (v *Van) Processes(group int) (ids []int) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	for _, id := range Members(group, v.cfg.NumServers, v.cfg.NumWorkers) {
+		if first := v.first[v.nodes[id].GetIncarnation()]; !slices.Contains(ids, first) {
+			ids = append(ids, first)
+		}
+	}
+	return ids
 }
 
 // Counters returns the van's counters.
@@ -234,13 +245,11 @@ func (v *Van) setTable(table []*pspb.Node) error {
 	defer v.mu.Unlock()
 	for _, n := range table {
 		v.nodes[int(n.Id)] = n
-	}
-	var own []*pspb.Node
-	for _, n := range table {
-		if n.Incarnation == v.self[0].Incarnation {
-			own = append(own, n)
+		if n.CustomerId == 0 {
+			v.first[n.Incarnation] = int(n.Id)
 		}
 	}
+	own := nodesOf(table, v.self[0].Incarnation)
 	if len(own) != len(v.self) || len(v.nodes) != 1+v.cfg.NumServers+v.cfg.NumWorkers {
 		return fmt.Errorf("malformed table: it has %d nodes, %d of this process, want %d and %d",
 			len(v.nodes),
@@ -249,6 +258,17 @@ func (v *Van) setTable(table []*pspb.Node) error {
 	v.self, v.id = own, int(own[0].Id)
 	close(v.ready)
 	return nil
+}
+
+// nodesOf returns the nodes of a process, ordered by customer.
+func nodesOf(table []*pspb.Node, incarnation uint64) (own []*pspb.Node) {
+	for _, n := range table {
+		if n.Incarnation == incarnation {
+			own = append(own, n)
+		}
+	}
+	slices.SortFunc(own, func(a, b *pspb.Node) int { return cmp.Compare(a.CustomerId, b.CustomerId) })
+	return own
 }
 
 // addLink makes the link with the process of the given nodes. The caller must start the goroutines of the
@@ -316,7 +336,7 @@ func (v *Van) own(m *Message) *Message {
 		return m
 	}
 	c := m.Clone()
-	m.written()
+	m.Drop()
 	return c
 }
 
@@ -525,7 +545,7 @@ func (v *Van) verbose(what string, peer int, m *Message) {
 		return
 	}
 	v.log.Info("ps: "+what, zap.String("node", Name(v.id)), zap.String("peer", Name(peer)),
-		zap.Stringer("header", m.Header), zap.Int("bytes", m.dataBytes()))
+		zap.Stringer("header", m.Header), zap.Int("bytes", m.Bytes()))
 }
 
 // Stop leaves the job. It sends what is queued, says goodbye to all peers and waits for their answers, but

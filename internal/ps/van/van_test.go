@@ -37,7 +37,6 @@ func (ignore) Tick(time.Time)            {}
 // node is a node of a test. Its Handler answers requests, and records what arrives.
 type node struct {
 	*Van
-	started chan struct{}
 
 	mu    sync.Mutex
 	got   []string // bodies of requests
@@ -48,7 +47,6 @@ type node struct {
 
 func (n *node) Receive(from int, m *Message) {
 	defer m.Release()
-	<-n.started
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	if m.Header.Request {
@@ -108,14 +106,10 @@ func config(role Role, servers, workers int, root string) Config {
 
 // startNode starts a node in the background.
 func startNode(t *testing.T, cfg Config) (n *node, result chan error) {
-	n = &node{started: make(chan struct{}), lost: make(map[int]error), woken: make(chan struct{})}
+	n = &node{lost: make(map[int]error), woken: make(chan struct{})}
+	n.Van = New(cfg, n)
 	result = make(chan error, 1)
-	go func() {
-		v, err := Start(t.Context(), cfg, n)
-		n.Van = v
-		close(n.started)
-		result <- err
-	}()
+	go func() { result <- n.Start(t.Context()) }()
 	return n, result
 }
 
@@ -293,14 +287,12 @@ func TestDeath(t *testing.T) {
 
 // kill closes the connections of a node without a goodbye.
 func kill(n *node) {
-	n.wg.Go(func() {}) // n is running
 	n.close(errors.New("killed"))
 }
 
 // TestSilence checks that a node that sends nothing is dead after the time limit, and that DeadNodes counts
 // silence.
 func TestSilence(t *testing.T) {
-	silent := make(chan struct{})
 	nodes := startJob(t, 1, 1, func(c *Config) {
 		c.HeartbeatInterval, c.HeartbeatTimeout = 20*time.Millisecond, 500*time.Millisecond
 		if c.Role == Worker {
@@ -311,7 +303,6 @@ func TestSilence(t *testing.T) {
 			}
 		}
 	})
-	close(silent)
 	nodes[1].until(t, "the scheduler misses worker 0", func() bool { return nodes[1].lost[9] != nil })
 	testnet.WantError(t, nodes[1].lost[9], "no message came from it for", "PS_HEARTBEAT_TIMEOUT is 500ms")
 	testnet.Eventually(t, "server 0 learns it", func() bool {

@@ -81,8 +81,8 @@ func (m *Message) Clone() *Message {
 // controlMessage returns a message for the van of another node.
 func controlMessage(c *pspb.Control) *Message { return &Message{Header: &pspb.Header{Control: c}} }
 
-// written frees the memory of a message that was sent.
-func (m *Message) written() {
+// Drop frees the memory of a message that was sent, or that is not sent after all.
+func (m *Message) Drop() {
 	m.Release()
 	if m.Free != nil {
 		m.Free()
@@ -90,8 +90,8 @@ func (m *Message) written() {
 	}
 }
 
-// dataBytes returns the length of all frames together.
-func (m *Message) dataBytes() (n int) {
+// Bytes returns the length of all frames together.
+func (m *Message) Bytes() (n int) {
 	for _, d := range m.Data {
 		n += len(d)
 	}
@@ -103,7 +103,7 @@ func (m *Message) check() error {
 	if len(m.Data) > maxFrames {
 		return fmt.Errorf("a message has %d frames, want at most %d", len(m.Data), maxFrames)
 	}
-	if n := m.dataBytes(); n > MaxDataBytes {
+	if n := m.Bytes(); n > MaxDataBytes {
 		return fmt.Errorf("a message has %d bytes, want at most %d", n, MaxDataBytes)
 	}
 	if n := proto.Size(m.Header); n > maxHeaderBytes-maxFrames*64 {
@@ -178,7 +178,7 @@ func (r *reader) next() (*Message, error) {
 		r.head = nil // a long header is rare
 	}
 	err = r.data(m)
-	m.size = dial.FrameHeaderBytes + int(n) + m.dataBytes()
+	m.size = dial.FrameHeaderBytes + int(n) + m.Bytes()
 	return m, err
 }
 

@@ -137,7 +137,7 @@ func FuzzMessage(f *testing.F) {
 			if err != nil {
 				return
 			}
-			if n := m.dataBytes(); n > len(in) {
+			if n := m.Bytes(); n > len(in) {
 				t.Fatalf("%d bytes became a message of %d bytes", len(in), n)
 			}
 			// What was read can be sent, and is the same again.

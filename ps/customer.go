@@ -1,0 +1,336 @@
+package ps
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"math"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/ps/van"
+)
+
+// maxOutstanding is the maximum number of requests of a customer that have not completed.
+const maxOutstanding = 1 << 16
+
+// customerKey identifies a customer in its process.
+type customerKey struct{ app, id int }
+
+// customer sends the requests of an app and receives the responses, and handles the requests of others. It
+// tracks the requests that are not answered. Requests of others are handled one at a time.
+type customer struct {
+	po  *Postoffice
+	key customerKey
+	// request handles a request of another node, which it must answer. The lock handling is locked.
+	request  func(from int, m *van.Message)
+	handling sync.Mutex
+
+	mu        sync.Mutex
+	timestamp int64 // number of requests so far
+	pending   map[int64]*Request
+	callbacks []*Request // requests whose callback is to be called
+	calling   bool       // a goroutine calls callbacks
+	uncalled  int        // number of requests that are answered and whose callback has not returned
+	ended     error      // reason why no further request is sent
+}
+
+// RemoteError reports that a node has answered a request with an error.
+type RemoteError struct {
+	// Node is the id of the node.
+	Node int
+	// Text is the error at that node.
+	Text string
+}
+
+func (e *RemoteError) Error() string { return van.Name(e.Node) + ": " + e.Text }
+
+// Request is a request in flight, to one node or several. Its methods are safe for concurrent use.
+type Request struct {
+	c         *customer
+	timestamp int64
+	what      string
+	done      chan struct{}
+	callback  func(error)
+	// finish is called with the responses when all have arrived, before the callback. It may be nil.
+	finish func(parts []part) error
+
+	// The following fields are guarded by c.mu until the request has completed.
+	parts    []part
+	answered int
+	deadline time.Time // zero if there is none
+	err      error
+}
+
+// part is the part of a request that goes to one node.
+type part struct {
+	to       int
+	m        *van.Message // the request, before it is sent
+	response *van.Message // nil before it has arrived
+
+	// sent is set before the part is sent, so the response may arrive from then on. inFlight is set when the
+	// van has accepted the part. From then on van.Answered must be called once.
+	sent, inFlight, answered bool
+}
+
+// newCustomer returns a customer. The caller sets request and passes the customer to Postoffice.add.
+func newCustomer(po *Postoffice, app, id int) (*customer, error) {
+	if app < 0 || app > math.MaxInt32 {
+		return nil, fmt.Errorf("the app has the number %d, want 0 to %d", app, math.MaxInt32)
+	}
+	if _, err := po.RankOf(id); err != nil {
+		return nil, err
+	}
+	return &customer{po: po, key: customerKey{app, id}, pending: make(map[int64]*Request)}, nil
+}
+
+// start sends the parts of r. If a part cannot be sent, for example because ctx ends while the queue is
+// full, the request fails, and start returns the error. It owns the messages in any case.
+func (c *customer) start(ctx context.Context, r *Request) error {
+	r.c, r.done = c, make(chan struct{})
+	if limit := c.po.set.OperationTimeout; limit > 0 {
+		r.deadline = time.Now().Add(limit)
+	}
+	c.mu.Lock()
+	err := c.ended
+	if n := len(c.pending) + c.uncalled; err == nil && n >= maxOutstanding {
+		err = fmt.Errorf("%d requests have not completed, want at most %d", n, maxOutstanding)
+	}
+	if err != nil {
+		c.mu.Unlock()
+		for _, p := range r.parts {
+			p.m.Drop()
+		}
+		return fmt.Errorf("ps: %s: %w", r.what, err)
+	}
+	c.timestamp++
+	r.timestamp = c.timestamp
+	c.pending[r.timestamp] = r
+	c.mu.Unlock()
+	if len(r.parts) == 0 {
+		c.complete(r, nil)
+		return nil
+	}
+	for i := range r.parts {
+		if err := c.send(ctx, r, &r.parts[i]); err != nil {
+			for _, p := range r.parts[i+1:] {
+				p.m.Drop()
+			}
+			c.complete(r, err)
+			return fmt.Errorf("ps: %s: %w", r.what, err)
+		}
+	}
+	return nil
+}
+
+// send sends one part of a request, unless the request has failed already.
+func (c *customer) send(ctx context.Context, r *Request, p *part) error {
+	m := p.m
+	h := m.Header
+	h.Request, h.Timestamp, h.AppId, h.CustomerId = true, r.timestamp, int32(c.key.app), int32(c.key.id)
+	c.mu.Lock()
+	p.m = nil
+	p.sent = c.pending[r.timestamp] == r
+	c.mu.Unlock()
+	if !p.sent {
+		m.Drop()
+		return nil
+	}
+	if err := c.po.van.Request(ctx, p.to, m); err != nil {
+		m.Drop()
+		return err
+	}
+	c.mu.Lock()
+	p.inFlight = true
+	failed := c.pending[r.timestamp] != r && !p.answered
+	c.mu.Unlock()
+	if failed {
+		c.po.van.Answered(p.to)
+	}
+	return nil
+}
+
+// receive handles a message of another node.
+func (c *customer) receive(from int, m *van.Message) {
+	if m.Header.Request {
+		c.handling.Lock()
+		defer c.handling.Unlock()
+		c.request(from, m)
+		return
+	}
+	c.response(from, m)
+}
+
+// response handles a response.
+func (c *customer) response(from int, m *van.Message) {
+	c.mu.Lock()
+	r := c.pending[m.Header.Timestamp]
+	i := -1
+	if r != nil {
+		i = slices.IndexFunc(r.parts, func(p part) bool { return p.to == from && p.sent && !p.answered })
+	}
+	if i < 0 {
+		c.mu.Unlock()
+		m.Release() // the request has failed, or the peer has answered twice
+		return
+	}
+	p := &r.parts[i]
+	p.answered, p.response = true, m
+	r.answered++
+	all := r.answered == len(r.parts)
+	c.mu.Unlock()
+	c.po.van.Answered(from)
+	switch text := m.Header.Error; {
+	case text != "":
+		c.complete(r, &RemoteError{from, text})
+	case all:
+		c.complete(r, nil)
+	}
+}
+
+// complete ends a request because all responses have arrived, or because of an error. Only the first call has
+// an effect.
+func (c *customer) complete(r *Request, err error) {
+	c.mu.Lock()
+	if c.pending[r.timestamp] != r {
+		c.mu.Unlock()
+		return
+	}
+	delete(c.pending, r.timestamp)
+	var unanswered []int
+	for i := range r.parts {
+		if p := &r.parts[i]; p.inFlight && !p.answered {
+			unanswered = append(unanswered, p.to)
+		}
+	}
+	c.mu.Unlock()
+	for _, to := range unanswered {
+		c.po.van.Answered(to)
+	}
+	if err == nil && r.finish != nil {
+		err = r.finish(r.parts)
+	}
+	for i := range r.parts {
+		if m := r.parts[i].response; m != nil {
+			m.Release()
+		}
+	}
+	if err != nil {
+		r.err = fmt.Errorf("ps: %s: %w", r.what, err)
+	}
+	if r.callback == nil {
+		close(r.done)
+		return
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.uncalled++
+	c.callbacks = append(c.callbacks, r)
+	if !c.calling {
+		c.calling = true
+		c.po.wg.Go(c.call)
+	}
+}
+
+// call calls callbacks in the order in which the requests were answered, until there are no more.
+func (c *customer) call() {
+	for {
+		c.mu.Lock()
+		if len(c.callbacks) == 0 {
+			c.calling = false
+			c.mu.Unlock()
+			return
+		}
+		r := c.callbacks[0]
+		c.callbacks = c.callbacks[1:]
+		c.mu.Unlock()
+		r.callback(r.err)
+		close(r.done)
+		c.mu.Lock()
+		c.uncalled--
+		c.mu.Unlock()
+	}
+}
+
+// failIf fails the requests for which the function why returns an error. why is called with mu locked.
+func (c *customer) failIf(why func(*Request) error) {
+	errs := make(map[*Request]error)
+	c.mu.Lock()
+	for r := range maps.Values(c.pending) {
+		if err := why(r); err != nil {
+			errs[r] = err
+		}
+	}
+	c.mu.Unlock()
+	for r, err := range errs {
+		c.complete(r, err)
+	}
+}
+
+// lost fails the requests that a node will not answer.
+func (c *customer) lost(id int, err error) {
+	c.failIf(func(r *Request) error {
+		if slices.ContainsFunc(r.parts, func(p part) bool { return p.to == id && p.sent && !p.answered }) {
+			return err
+		}
+		return nil
+	})
+}
+
+// errTimeout is the reason why a request has failed if HVD_OPERATION_TIMEOUT_SECONDS have passed.
+var errTimeout = errors.New("no answer within HVD_OPERATION_TIMEOUT_SECONDS")
+
+// tick fails the requests whose time limit has passed.
+func (c *customer) tick(now time.Time) {
+	c.failIf(func(r *Request) error {
+		if r.deadline.IsZero() || now.Before(r.deadline) {
+			return nil
+		}
+		for _, p := range r.parts {
+			if !p.answered {
+				return fmt.Errorf("%w: %s has not answered", errTimeout, van.Name(p.to))
+			}
+		}
+		return errTimeout
+	})
+}
+
+// end fails all requests, also later ones.
+func (c *customer) end(err error) {
+	c.mu.Lock()
+	c.ended = err
+	c.mu.Unlock()
+	c.failIf(func(*Request) error { return err })
+}
+
+// Timestamp returns the number of the request among those of its customer, counted from 1.
+func (r *Request) Timestamp() int64 { return r.timestamp }
+
+// Done returns a channel that is closed when the request has completed and its callback has returned.
+func (r *Request) Done() <-chan struct{} { return r.done }
+
+// Wait waits until the request has completed and its callback has returned, and returns its error. If ctx
+// ends first, Wait returns its error, and the request continues. A callback must not call Wait, because
+// callbacks of a customer are called one at a time.
+func (r *Request) Wait(ctx context.Context) error {
+	select {
+	case <-r.done:
+		return r.err
+	default:
+	}
+	select {
+	case <-r.done:
+		return r.err
+	case <-ctx.Done():
+		return fmt.Errorf("ps: wait for %s: %w", r.what, context.Cause(ctx))
+	}
+}
+
+// NumResponses returns the number of nodes that have answered.
+func (r *Request) NumResponses() int {
+	r.c.mu.Lock()
+	defer r.c.mu.Unlock()
+	return r.answered
+}

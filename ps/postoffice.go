@@ -1,0 +1,457 @@
+package ps
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"strconv"
+	"sync"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/netif"
+	"github.com/gohvd/gohvd/internal/ps/pspb"
+	"github.com/gohvd/gohvd/internal/ps/van"
+	"github.com/gohvd/gohvd/internal/secret"
+)
+
+// These are the groups of nodes. A sum of groups is their union. The id of a node is the group that has only
+// this node.
+const (
+	SchedulerGroup = van.GroupScheduler
+	ServerGroup    = van.GroupServers
+	WorkerGroup    = van.GroupWorkers
+	AllGroup       = van.GroupAll
+)
+
+const (
+	// customerWait is how long a message waits for the customer that it is for.
+	customerWait = 10 * time.Second
+	// leaveTime is how long Finalize waits for the goodbye of the other nodes.
+	leaveTime = 5 * time.Second
+	// maxHeld and maxHeldBytes bound the messages that wait for customers.
+	maxHeld      = 1 << 12
+	maxHeldBytes = 256 << 20
+)
+
+// NodeError reports that a node has died or left the job. Requests to it fail with this error.
+type NodeError = van.NodeError
+
+// Options configures Start.
+type Options struct {
+	// Settings has settings by name, such as DMLC_ROLE. They override the environment.
+	Settings map[string]string
+	// Customers is the number of workers in this process, 1 if it is 0. Each counts for DMLC_NUM_WORKER.
+	Customers int
+	// Log receives the log. If it is nil, the log goes to stderr.
+	Log *zap.Logger
+
+	faults func(from, to int, m *van.Message, deliver func(*van.Message) error) error
+}
+
+// Postoffice is the place of a process in a job. Its methods are safe for concurrent use.
+type Postoffice struct {
+	cfg     van.Config
+	set     config.Config
+	van     *van.Van
+	log     *zap.Logger
+	wg      sync.WaitGroup // goroutines that call callbacks
+	started time.Time
+
+	mu        sync.Mutex
+	customers map[customerKey]*customer
+	held      []held // messages for customers that do not exist yet, in the order of arrival
+	heldBytes int
+	exits     []func()
+	finalized chan struct{} // closed when Finalize has ended; nil before Finalize
+}
+
+// held is a message for a customer that does not exist yet.
+type held struct {
+	from  int
+	m     *van.Message
+	bytes int
+	since time.Time
+}
+
+// Start joins the job that the settings describe, and waits until all nodes of the job have done so. A
+// process may start again after Finalize, and may have several Postoffices, each of which is a node of its
+// own.
+func Start(ctx context.Context, opts Options) (*Postoffice, error) {
+	p, err := StartAsync(ctx, opts)
+	if err != nil {
+		return nil, err
+	}
+	if err := p.barrierAll(ctx); err != nil {
+		p.stop()
+		return nil, fmt.Errorf("ps: start: %w", err)
+	}
+	return p, nil
+}
+
+// StartAsync is like Start, but returns when this process is connected, without waiting for the others.
+func StartAsync(ctx context.Context, opts Options) (*Postoffice, error) {
+	set, err := config.FromEnvironment(opts.Settings, true)
+	if err != nil {
+		return nil, fmt.Errorf("ps: %w", err)
+	}
+	p := &Postoffice{set: set, log: opts.Log, started: time.Now(), customers: make(map[customerKey]*customer)}
+	if p.log == nil {
+		if set.PS.Verbose > 0 {
+			set.LogLevel = "info"
+		}
+		p.log = set.Logger(os.Stderr)
+	}
+	for _, w := range set.Warnings {
+		p.log.Warn(w)
+	}
+	if p.cfg, err = vanConfig(ctx, &set, opts); err != nil {
+		return nil, fmt.Errorf("ps: %w", err)
+	}
+	p.cfg.Log = p.log
+	p.van = van.New(p.cfg, router{p})
+	if err := p.van.Start(ctx); err != nil {
+		return nil, fmt.Errorf("ps: %w", err)
+	}
+	return p, nil
+}
+
+// vanConfig checks the settings and returns the configuration of the van.
+func vanConfig(ctx context.Context, set *config.Config, opts Options) (cfg van.Config, err error) {
+	s := &set.PS
+	cfg = van.Config{NumWorkers: s.NumWorkers, NumServers: s.NumServers, Customers: max(opts.Customers, 1),
+		Rank: s.Rank, Root: net.JoinHostPort(s.RootHost, strconv.Itoa(s.RootPort)),
+		StartTimeout:      set.StartTimeout,
+		HeartbeatInterval: s.HeartbeatInterval, HeartbeatTimeout: s.HeartbeatTimeout, Resend: s.Resend,
+		ResendTimeout: s.ResendTimeout, WaterMark: s.WaterMark, Verbose: s.Verbose, Faults: opts.faults}
+	cfg.Role = map[string]van.Role{"scheduler": van.Scheduler, "server": van.Server,
+		"worker": van.Worker}[s.Role]
+	for name, missing := range map[string]bool{"DMLC_ROLE": cfg.Role == 0,
+		"DMLC_PS_ROOT_URI":  s.RootHost == "",
+		"DMLC_PS_ROOT_PORT": s.RootPort == 0, "DMLC_NUM_WORKER": s.NumWorkers == config.Unset,
+		"DMLC_NUM_SERVER": s.NumServers == config.Unset} {
+		if missing {
+			return cfg, fmt.Errorf("%s is not set: set it, or start the program with hvdrun --servers", name)
+		}
+	}
+	if cfg.Role != van.Worker && cfg.Customers > 1 {
+		return cfg, fmt.Errorf("a %s has %d customers, want 1: only a worker may have several", cfg.Role,
+			cfg.Customers)
+	}
+	if cfg.Secret, err = set.JobSecret(); err != nil {
+		return cfg, err
+	}
+	if set.TLS {
+		if cfg.Secret.IsZero() {
+			return cfg, errors.New("HVD_TLS needs a secret: set HVD_SECRET_FILE")
+		}
+		cfg.Secret = cfg.Secret.Encrypted()
+	}
+	switch cfg.Role {
+	case van.Scheduler:
+		cfg.Listen, cfg.Host = cfg.Root, s.RootHost
+		if s.Kubernetes {
+			cfg.Listen = net.JoinHostPort("", strconv.Itoa(s.RootPort))
+		}
+	case van.Server:
+		if err := serverAddress(ctx, set, &cfg); err != nil {
+			return cfg, err
+		}
+	default:
+		cfg.Host = set.Hostname
+		return cfg, nil // a worker does not listen
+	}
+	return cfg, checkSecret(set, cfg.Listen, cfg.Secret)
+}
+
+// serverAddress sets the address on which a server listens.
+func serverAddress(ctx context.Context, set *config.Config, cfg *van.Config) error {
+	port := set.Variable("PORT")
+	if port == "" {
+		port = "0"
+	} else if n, err := strconv.ParseUint(port, 10, 16); err != nil || n == 0 {
+		return fmt.Errorf("PORT is %q, want a port, 1 to 65535", port)
+	}
+	switch s := &set.PS; {
+	case s.Local:
+		cfg.Host = "127.0.0.1"
+	case s.NodeHost != "":
+		cfg.Host = s.NodeHost
+	default:
+		choice, err := netif.Parse(s.Interfaces)
+		if err != nil {
+			return err
+		}
+		addr, err := choice.Towards(ctx, cfg.Root)
+		if err != nil {
+			return err
+		}
+		cfg.Host = addr.String()
+	}
+	cfg.Listen = net.JoinHostPort(cfg.Host, port)
+	return nil
+}
+
+// checkSecret returns an error if other hosts can connect to listen and need no secret for it.
+func checkSecret(set *config.Config, listen string, s secret.Secret) error {
+	host, _, err := net.SplitHostPort(listen)
+	if err != nil || !s.IsZero() || set.Insecure {
+		return err
+	}
+	if a, err := netip.ParseAddr(host); err == nil && a.IsLoopback() || host == "localhost" {
+		return nil
+	}
+	return fmt.Errorf("this node would listen on %s without a secret: set HVD_SECRET_FILE at all nodes, or "+
+		"HVD_INSECURE=1 if every process that reaches the port may take part", listen)
+}
+
+// IsScheduler reports whether this process is the scheduler.
+func (p *Postoffice) IsScheduler() bool { return p.cfg.Role == van.Scheduler }
+
+// IsServer reports whether this process is a server.
+func (p *Postoffice) IsServer() bool { return p.cfg.Role == van.Server }
+
+// IsWorker reports whether this process is a worker.
+func (p *Postoffice) IsWorker() bool { return p.cfg.Role == van.Worker }
+
+// NumWorkers returns the number of workers of the job.
+func (p *Postoffice) NumWorkers() int { return p.cfg.NumWorkers }
+
+// NumServers returns the number of servers of the job.
+func (p *Postoffice) NumServers() int { return p.cfg.NumServers }
+
+// ID returns the id of the first node of this process.
+func (p *Postoffice) ID() int { return p.van.ID() }
+
+// Rank returns the rank of the first node of this process among the nodes of its role.
+func (p *Postoffice) Rank() int { return van.Rank(p.van.ID()) }
+
+// RankOf returns the rank of a customer of this process. Customer 0 has the rank that Rank returns.
+func (p *Postoffice) RankOf(customer int) (int, error) {
+	ids := p.van.IDs()
+	if customer < 0 || customer >= len(ids) {
+		return 0, fmt.Errorf("ps: this process has no customer %d, it has %d: see Options.Customers",
+			customer,
+			len(ids))
+	}
+	return van.Rank(ids[customer]), nil
+}
+
+// NodeIDs returns the ids of the nodes of a group: the scheduler, servers by rank, workers by rank. It
+// returns nil if there is no such group.
+func (p *Postoffice) NodeIDs(group int) []int {
+	return van.Members(group, p.cfg.NumServers, p.cfg.NumWorkers)
+}
+
+// Barrier waits until every node of the group has called Barrier for it, or until ctx ends. A customer of a
+// process is a node of its own. If a node of the group dies or has left the job, the error names it.
+func (p *Postoffice) Barrier(ctx context.Context, customer, group int) error {
+	if _, err := p.RankOf(customer); err != nil {
+		return err
+	}
+	if err := p.van.Barrier(ctx, customer, group); err != nil {
+		return fmt.Errorf("ps: %w", err)
+	}
+	return nil
+}
+
+// DeadNodes returns the ids of nodes that have died, or that have been silent for the time timeout. At the
+// scheduler this concerns all nodes. Another node knows of silence only for the scheduler. During the time
+// timeout after the start, silence does not count. If timeout is 0, DeadNodes returns nil.
+func (p *Postoffice) DeadNodes(timeout time.Duration) []int { return p.van.Dead(timeout) }
+
+// Traffic returns the number of bytes that this process has sent to other nodes and received from them.
+func (p *Postoffice) Traffic() (sent, received uint64) {
+	c := p.van.Counters()
+	return c.SentBytes, c.ReceivedBytes
+}
+
+// RegisterExitCallback makes Finalize call f at its end. Functions are called in the order in which they were
+// registered.
+func (p *Postoffice) RegisterExitCallback(f func()) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.exits = append(p.exits, f)
+}
+
+// barrierAll enters the barrier of all nodes for every customer of this process.
+func (p *Postoffice) barrierAll(ctx context.Context) error {
+	errs := make([]error, p.cfg.Customers)
+	var wg sync.WaitGroup
+	for c := range errs {
+		wg.Go(func() { errs[c] = p.van.Barrier(ctx, c, AllGroup) })
+	}
+	wg.Wait()
+	return errors.Join(errs...)
+}
+
+// Finalize waits for all other nodes of the job at a barrier, unless barrier is false, and leaves the job.
+// Requests that are not answered fail. Then it calls the exit callbacks. A further call waits until the
+// first one has ended. If the barrier fails, the process leaves the job nevertheless, and Finalize returns
+// the error.
+func (p *Postoffice) Finalize(ctx context.Context, barrier bool) (err error) {
+	p.mu.Lock()
+	ended, first := p.finalized, p.finalized == nil
+	if first {
+		ended = make(chan struct{})
+		p.finalized = ended
+	}
+	p.mu.Unlock()
+	if !first {
+		<-ended
+		return nil
+	}
+	defer close(ended)
+	if barrier {
+		if err = p.barrierAll(ctx); err != nil {
+			err = fmt.Errorf("ps: finalize: %w", err)
+		}
+	}
+	p.stop()
+	p.mu.Lock()
+	exits := p.exits
+	p.mu.Unlock()
+	for _, f := range exits {
+		f()
+	}
+	return err
+}
+
+// stop leaves the job and ends all requests.
+func (p *Postoffice) stop() {
+	ctx, cancel := context.WithTimeout(context.Background(), leaveTime)
+	defer cancel()
+	p.van.Stop(ctx)
+	p.mu.Lock()
+	customers := p.list()
+	for _, h := range p.held {
+		h.m.Release()
+	}
+	p.held, p.heldBytes = nil, 0
+	p.mu.Unlock()
+	for _, c := range customers {
+		c.end(van.ErrStopped)
+	}
+	p.wg.Wait()
+}
+
+// list returns all customers. The caller holds mu.
+func (p *Postoffice) list() (all []*customer) {
+	for _, c := range p.customers {
+		all = append(all, c)
+	}
+	return all
+}
+
+// router passes what the van receives to the customers of a Postoffice. It implements van.Handler.
+type router struct{ *Postoffice }
+
+// Receive passes a message to its customer.
+func (p router) Receive(from int, m *van.Message) {
+	h := m.Header
+	p.mu.Lock()
+	c := p.customers[customerKey{int(h.AppId), int(h.CustomerId)}]
+	if c == nil && h.Request {
+		c = p.customers[customerKey{int(h.AppId), 0}]
+	}
+	if c != nil {
+		p.mu.Unlock()
+		c.receive(from, m)
+		return
+	}
+	n, waiting := m.Bytes(), len(p.held)
+	full := waiting == maxHeld || p.heldBytes > 0 && p.heldBytes+n > maxHeldBytes
+	if h.Request && !full {
+		p.held = append(p.held, held{from, m, n, time.Now()})
+		p.heldBytes += n
+	}
+	p.mu.Unlock()
+	switch {
+	case !h.Request:
+		m.Release() // the customer has gone
+	case full:
+		p.refuse(from, m, fmt.Errorf("it has no app %d yet, and %d messages wait for their apps", h.AppId,
+			waiting))
+	}
+}
+
+// refuse answers a request with an error.
+func (p *Postoffice) refuse(from int, m *van.Message, err error) {
+	h := m.Header
+	m.Release()
+	p.answer(from, &van.Message{Header: &pspb.Header{AppId: h.AppId, CustomerId: h.CustomerId,
+		Timestamp: h.Timestamp, SimpleApp: h.SimpleApp, Error: err.Error()}})
+}
+
+// answer sends a response. If the node that has asked is gone, nobody needs the response.
+func (p *Postoffice) answer(to int, m *van.Message) {
+	if err := p.van.Reply(to, m); err != nil {
+		p.log.Debug("ps: a response was not sent", zap.Error(err))
+	}
+}
+
+// add registers a customer and passes it the messages that wait for it.
+func (p *Postoffice) add(c *customer) error {
+	// Messages that arrive from now on wait for handling, so they do not overtake those that wait already.
+	c.handling.Lock()
+	defer c.handling.Unlock()
+	p.mu.Lock()
+	if p.finalized != nil {
+		p.mu.Unlock()
+		return van.ErrStopped
+	}
+	if p.customers[c.key] != nil {
+		p.mu.Unlock()
+		return fmt.Errorf("app %d has a customer %d already", c.key.app, c.key.id)
+	}
+	p.customers[c.key] = c
+	var mine, others []held
+	for _, h := range p.held {
+		if int(h.m.Header.AppId) == c.key.app && (c.key.id == 0 || int(h.m.Header.CustomerId) == c.key.id) {
+			mine = append(mine, h)
+			p.heldBytes -= h.bytes
+		} else {
+			others = append(others, h)
+		}
+	}
+	p.held = others
+	p.mu.Unlock()
+	for _, h := range mine {
+		c.request(h.from, h.m)
+	}
+	return nil
+}
+
+// Lost fails the requests to a node.
+func (p router) Lost(id int, err error) {
+	p.mu.Lock()
+	customers := p.list()
+	p.mu.Unlock()
+	for _, c := range customers {
+		c.lost(id, err)
+	}
+}
+
+// Tick fails what has waited for too long.
+func (p router) Tick(now time.Time) {
+	p.mu.Lock()
+	customers := p.list()
+	late := p.held[:0:0]
+	for len(p.held) > 0 && now.Sub(p.held[0].since) > customerWait {
+		late = append(late, p.held[0])
+		p.heldBytes -= p.held[0].bytes
+		p.held = p.held[1:]
+	}
+	p.mu.Unlock()
+	for _, h := range late {
+		p.refuse(h.from, h.m, fmt.Errorf("it has had no app %d for %v", h.m.Header.AppId, customerWait))
+	}
+	for _, c := range customers {
+		c.tick(now)
+	}
+}

@@ -1,0 +1,321 @@
+package ps
+
+import (
+	"context"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+	"go.uber.org/zap"
+
+	"github.com/gohvd/gohvd/internal/ps/van"
+	"github.com/gohvd/gohvd/internal/testnet"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// job is a job in this process.
+type job struct {
+	t                testing.TB
+	servers, workers int
+	settings         map[string]string
+	customers        int  // of each worker process
+	leave            bool // the nodes leave the job without a barrier
+	faults           func(from, to int, m *van.Message, deliver func(*van.Message) error) error
+}
+
+// run starts a node for each role and rank, and calls node for each of them in a goroutine. When node
+// returns, the node leaves the job with a barrier.
+func (j job) run(node func(po *Postoffice)) {
+	j.t.Helper()
+	customers := max(j.customers, 1)
+	port := strconv.Itoa(testnet.FreePort(j.t.(*testing.T)))
+	roles := slices.Concat([]string{"scheduler"}, slices.Repeat([]string{"server"}, j.servers),
+		slices.Repeat([]string{"worker"}, j.workers/customers))
+	var wg sync.WaitGroup
+	for _, role := range roles {
+		wg.Go(func() {
+			opts := Options{Log: zap.NewNop(), faults: j.faults,
+				Settings: map[string]string{"DMLC_ROLE": role,
+					"DMLC_NUM_SERVER": strconv.Itoa(j.servers), "DMLC_NUM_WORKER": strconv.Itoa(j.workers),
+					"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": port,
+					"HOROVOD_GLOO_TIMEOUT_SECONDS": "60"}}
+			for name, text := range j.settings {
+				opts.Settings[name] = text
+			}
+			if role == "worker" {
+				opts.Customers = customers
+			}
+			ctx, cancel := context.WithTimeout(j.t.Context(), time.Minute)
+			defer cancel()
+			po, err := Start(ctx, opts)
+			if err != nil {
+				j.t.Errorf("%s: %v", role, err)
+				return
+			}
+			node(po)
+			if err := po.Finalize(ctx, !j.leave); err != nil {
+				j.t.Errorf("%s %d: %v", role, po.Rank(), err)
+			}
+		})
+	}
+	wg.Wait()
+}
+
+// wait waits for a request.
+func wait(t testing.TB, r *Request, err error) {
+	t.Helper()
+	if err == nil {
+		err = r.Wait(t.Context())
+	}
+	if err != nil {
+		t.Error(err)
+	}
+}
+
+// TestConnection is ps-lite's test_connection: start and finalize.
+func TestConnection(t *testing.T) {
+	var ran atomic.Int32
+	job{t: t, servers: 2, workers: 2}.run(func(po *Postoffice) {
+		po.RegisterExitCallback(func() { ran.Add(1) })
+		if po.IsScheduler() != (po.ID() == 1) || po.IsServer() != (po.ID()%2 == 0) || po.NumServers() != 2 ||
+			po.NumWorkers() != 2 || !slices.Contains(po.NodeIDs(AllGroup), po.ID()) ||
+			po.DeadNodes(time.Minute) != nil {
+			t.Errorf("node %d has the wrong place", po.ID())
+		}
+	})
+	if n := ran.Load(); n != 5 {
+		t.Errorf("%d exit callbacks ran, want 5", n)
+	}
+}
+
+// TestSimpleApp is ps-lite's test_simple_app: the scheduler sends 100 requests to all nodes, itself included.
+func TestSimpleApp(t *testing.T) {
+	const n = 100
+	job{t: t, servers: 2, workers: 2}.run(func(po *Postoffice) {
+		var requests, responses atomic.Int32
+		app, err := NewSimpleApp(po, 0, 0, SimpleHandlers{
+			Request: func(req SimpleData, app *SimpleApp) {
+				if req.Head != 1 || string(req.Body) != "test" || req.Sender != SchedulerGroup {
+					t.Errorf("node %d got %+v", po.ID(), req)
+				}
+				requests.Add(1)
+				if err := app.Response(req, []byte("re")); err != nil {
+					t.Error(err)
+				}
+				if err := app.Response(req, nil); err == nil {
+					t.Error("a second answer is no error")
+				}
+			},
+			Response: func(resp SimpleData, app *SimpleApp) {
+				if string(resp.Body) != "re" {
+					t.Errorf("got the response %q", resp.Body)
+				}
+				responses.Add(1)
+			},
+		})
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		if po.IsScheduler() {
+			var all []*Request
+			for range n {
+				r, err := app.Request(t.Context(), 1, []byte("test"), AllGroup)
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				all = append(all, r)
+			}
+			for _, r := range all {
+				wait(t, r, nil)
+				if r.NumResponses() != 5 {
+					t.Errorf("got %d responses, want 5", r.NumResponses())
+				}
+			}
+			if responses.Load() != 5*n {
+				t.Errorf("got %d responses, want %d", responses.Load(), 5*n)
+			}
+			_, err := app.Request(t.Context(), 1, nil, 99)
+			testnet.WantError(t, err, "ps: request 1 of app 0 to 99: there is no such node or group")
+			_, err = NewSimpleApp(po, 0, 0, SimpleHandlers{})
+			testnet.WantError(t, err, "app 0 has a customer 0 already")
+			_, err = NewSimpleApp(po, 0, 1, SimpleHandlers{})
+			testnet.WantError(t, err, "this process has no customer 1")
+		}
+		if err := po.Barrier(t.Context(), 0, AllGroup); err != nil {
+			t.Error(err)
+		}
+		if requests.Load() != n {
+			t.Errorf("node %d got %d requests, want %d", po.ID(), requests.Load(), n)
+		}
+	})
+}
+
+// TestRestart starts jobs one after the other in one process.
+func TestRestart(t *testing.T) {
+	for range 3 {
+		TestConnection(t)
+	}
+}
+
+// TestSettings checks the errors of settings that do not describe a node.
+func TestSettings(t *testing.T) {
+	good := map[string]string{"DMLC_ROLE": "server", "DMLC_NUM_SERVER": "1", "DMLC_NUM_WORKER": "1",
+		"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": "1", "HOROVOD_GLOO_TIMEOUT_SECONDS": "1"}
+	for _, c := range []struct {
+		name, text string
+		customers  int
+		want       string
+	}{
+		{"DMLC_ROLE", "", 1, "DMLC_ROLE is not set"},
+		{"DMLC_ROLE", "boss", 1, "want scheduler, server or worker"},
+		{"DMLC_NUM_SERVER", "", 1, "DMLC_NUM_SERVER is not set"},
+		{"DMLC_PS_ROOT_URI", "", 1, "DMLC_PS_ROOT_URI is not set"},
+		{"PORT", "99999", 1, `PORT is "99999", want a port`},
+		{"DMLC_NODE_HOST", "192.0.2.1", 1, "listen on 192.0.2.1:0 without a secret: set HVD_SECRET_FILE"},
+		{"HVD_TLS", "1", 1, "HVD_TLS needs a secret"},
+		{"HVD_TLS", "", 2, "a server has 2 customers, want 1"},
+		{"HVD_TLS", "", 1, "register with the scheduler at 127.0.0.1:1"},
+	} {
+		settings := map[string]string{c.name: c.text}
+		for name, text := range good {
+			if name != c.name {
+				settings[name] = text
+			}
+		}
+		_, err := Start(t.Context(), Options{Settings: settings, Customers: c.customers, Log: zap.NewNop()})
+		testnet.WantError(t, err, "ps: ", c.want)
+	}
+}
+
+// TestMissingApp checks that requests wait for an app that is made later, and fail if it is never made.
+func TestMissingApp(t *testing.T) {
+	sent := make(chan struct{})
+	job{t: t, servers: 1, workers: 1}.run(func(po *Postoffice) {
+		if po.IsServer() {
+			<-sent
+			var got []int32
+			app, err := NewSimpleApp(po, 3, 0, SimpleHandlers{Request: func(req SimpleData, app *SimpleApp) {
+				got = append(got, req.Head)
+				if err := app.Response(req, nil); err != nil {
+					t.Error(err)
+				}
+			}})
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			if err := po.Barrier(t.Context(), 0, ServerGroup+WorkerGroup); err != nil {
+				t.Error(err)
+			}
+			app.c.handling.Lock()
+			defer app.c.handling.Unlock()
+			if !slices.Equal(got, []int32{0, 1, 2, 3, 4, 5, 6, 7, 8, 9}) {
+				t.Errorf("the requests came as %v", got)
+			}
+		}
+		if po.IsWorker() {
+			app, err := NewSimpleApp(po, 3, 0, SimpleHandlers{})
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			var all []*Request
+			for i := range 10 {
+				r, err := app.Request(t.Context(), int32(i), nil, 8)
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				all = append(all, r)
+				if i == 5 {
+					testnet.Eventually(t, "requests wait", func() bool { s, _ := po.Traffic(); return s > 0 })
+					close(sent)
+				}
+			}
+			for _, r := range all {
+				wait(t, r, nil)
+			}
+			if err := po.Barrier(t.Context(), 0, ServerGroup+WorkerGroup); err != nil {
+				t.Error(err)
+			}
+		}
+	})
+}
+
+// TestDeathFailsRequests checks that requests to a server that leaves fail, and so do later ones.
+func TestDeathFailsRequests(t *testing.T) {
+	asked := make(chan struct{})
+	var workers sync.WaitGroup
+	workers.Add(2)
+	job{t: t, servers: 1, workers: 2, leave: true}.run(func(po *Postoffice) {
+		app, err := NewSimpleApp(po, 0, 0, SimpleHandlers{Request: func(SimpleData, *SimpleApp) {
+			asked <- struct{}{} // it never answers
+		}})
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		if po.IsScheduler() {
+			workers.Wait()
+		}
+		if po.IsServer() {
+			<-asked
+			<-asked
+		}
+		if !po.IsWorker() {
+			return
+		}
+		defer workers.Done()
+		r, err := app.Request(t.Context(), 1, nil, 8)
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		ctx, cancel := context.WithCancel(t.Context())
+		cancel()
+		testnet.WantError(t, r.Wait(ctx), "ps: wait for request 1 of app 0 to 8: context canceled")
+		testnet.WantError(t, r.Wait(t.Context()), "server 0 is gone", "left the job")
+		_, err = app.Request(t.Context(), 1, nil, 8)
+		testnet.WantError(t, err, "server 0 is gone")
+		testnet.Eventually(t, "the scheduler knows too", func() bool {
+			err := po.Barrier(t.Context(), 0, AllGroup)
+			return strings.Contains(err.Error(), "server 0 is gone: it has left the job")
+		})
+	})
+}
+
+func TestOperationTimeout(t *testing.T) {
+	held, failed := make(chan SimpleData, 1), make(chan struct{})
+	limit := map[string]string{"HVD_OPERATION_TIMEOUT_SECONDS": "0.3"}
+	job{t: t, servers: 1, workers: 1, settings: limit}.run(func(po *Postoffice) {
+		app, err := NewSimpleApp(po, 0, 0, SimpleHandlers{
+			Request: func(req SimpleData, app *SimpleApp) { held <- req }})
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		if po.IsWorker() {
+			r, err := app.Request(t.Context(), 1, nil, 8)
+			if err == nil {
+				err = r.Wait(t.Context())
+			}
+			testnet.WantError(t, err,
+				"no answer within HVD_OPERATION_TIMEOUT_SECONDS: server 0 has not answered")
+			close(failed)
+		}
+		if po.IsServer() {
+			<-failed
+			if err := app.Response(<-held, nil); err != nil { // too late, and without effect
+				t.Error(err)
+			}
+		}
+	})
+}

@@ -1,0 +1,132 @@
+package ps
+
+import (
+	"context"
+	"fmt"
+	"sync/atomic"
+
+	"github.com/gohvd/gohvd/internal/ps/pspb"
+	"github.com/gohvd/gohvd/internal/ps/van"
+)
+
+// SimpleData is a request or response of a SimpleApp.
+type SimpleData struct {
+	// Head and Body are the content. The sender chooses their meaning.
+	Head int32
+	Body []byte
+	// Sender is the id of the node that has sent the message, the first id of its process.
+	Sender int
+	// Customer and Timestamp identify the request at its sender.
+	Customer  int
+	Timestamp int64
+
+	answered *atomic.Bool // nil in a response
+}
+
+// SimpleHandlers has the functions that a SimpleApp calls. Both may be nil.
+type SimpleHandlers struct {
+	// Request handles a request of another node, or of this node itself. It must answer each request once
+	// with SimpleApp.Response, but may do so later and from any goroutine. There is one call at a time. If
+	// it is nil, every request is answered with an empty body.
+	Request func(req SimpleData, app *SimpleApp)
+	// Response handles the response of a node. When the last response to a request has arrived, it is called
+	// for each of them, before Wait returns. The goroutine that calls it also receives messages, so it must
+	// not wait for messages.
+	Response func(resp SimpleData, app *SimpleApp)
+}
+
+// SimpleApp sends and handles requests that consist of a number and some bytes. Its methods are safe for
+// concurrent use.
+type SimpleApp struct {
+	c        *customer
+	handlers SimpleHandlers
+}
+
+// NewSimpleApp makes the customer of an app in this process. Apps with the same number in different processes
+// belong together. customer is 0, or the number of a further customer of this process (Options.Customers).
+func NewSimpleApp(po *Postoffice, app, customer int, h SimpleHandlers) (*SimpleApp, error) {
+	a, err := newApp(po, app, customer, h)
+	if err == nil {
+		err = a.add(func(from int, m *van.Message) {
+			po.refuse(from, m, fmt.Errorf("app %d handles no push or pull", app))
+		})
+	}
+	if err != nil {
+		return nil, fmt.Errorf("ps: new app %d: %w", app, err)
+	}
+	return a, nil
+}
+
+// newApp returns a SimpleApp. It receives nothing before add is called.
+func newApp(po *Postoffice, app, customer int, h SimpleHandlers) (*SimpleApp, error) {
+	c, err := newCustomer(po, app, customer)
+	if err != nil {
+		return nil, err
+	}
+	if h.Request == nil {
+		h.Request = func(req SimpleData, a *SimpleApp) {
+			_ = a.Response(req,
+				nil)
+		} // the node that asks has gone
+	}
+	return &SimpleApp{c, h}, nil
+}
+
+// add registers the app. Requests that are not those of a SimpleApp are passed to the function other.
+func (a *SimpleApp) add(other func(from int, m *van.Message)) error {
+	a.c.request = func(from int, m *van.Message) {
+		if !m.Header.SimpleApp {
+			other(from, m)
+			return
+		}
+		req := simpleData(from, m)
+		req.answered = new(atomic.Bool)
+		a.handlers.Request(req, a)
+	}
+	return a.c.po.add(a.c)
+}
+
+// simpleData returns the content of a message, and frees the message.
+func simpleData(from int, m *van.Message) SimpleData {
+	h := m.Header
+	m.Release()
+	return SimpleData{Head: h.Head, Body: h.Body, Sender: from, Customer: int(h.CustomerId),
+		Timestamp: h.Timestamp}
+}
+
+// Request sends a request to a node, or to each process of a group, of which this process may be one. If the
+// queue to a node is full, Request waits until ctx ends. Wait of the result waits for all responses.
+func (a *SimpleApp) Request(ctx context.Context, head int32, body []byte, to int) (*Request, error) {
+	r := &Request{what: fmt.Sprintf("request %d of app %d to %d", head, a.c.key.app, to)}
+	for _, id := range a.c.po.van.Processes(to) {
+		r.parts = append(r.parts, part{to: id, m: &van.Message{Header: &pspb.Header{Head: head,
+			Body: body, SimpleApp: true}}})
+	}
+	if len(r.parts) == 0 {
+		return nil, fmt.Errorf("ps: %s: there is no such node or group", r.what)
+	}
+	if a.handlers.Response != nil {
+		r.finish = func(parts []part) error {
+			for i := range parts {
+				a.handlers.Response(simpleData(parts[i].to, parts[i].response), a)
+			}
+			return nil
+		}
+	}
+	return r, a.c.start(ctx, r)
+}
+
+// Response answers a request. It does not wait. A second answer is an error.
+func (a *SimpleApp) Response(req SimpleData, body []byte) error {
+	if req.answered == nil || req.answered.Swap(true) {
+		return fmt.Errorf("ps: response of app %d to %s: the request was answered already, or is none",
+			a.c.key.app, van.Name(req.Sender))
+	}
+	err := a.c.po.van.Reply(req.Sender, &van.Message{Header: &pspb.Header{Head: req.Head, Body: body,
+		SimpleApp: true, AppId: int32(a.c.key.app), CustomerId: int32(req.Customer),
+		Timestamp: req.Timestamp}})
+	if err != nil {
+		return fmt.Errorf("ps: response of app %d: %w", a.c.key.app, err)
+	}
+	return nil
+}
