@@ -26,7 +26,7 @@ check: test others ## everything CI runs
 others: format vet lint race nocgo noasm test-mpi wheel-check changed generated ## everything CI runs except the tests
 
 .PHONY: nightly
-nightly: check wheel arm64 image fuzz conformance deaths test-python ## the checks that take too long for each change: a few hours
+nightly: check wheel arm64 image slurm fuzz conformance deaths test-python ## the checks that take too long for each change: a few hours
 
 .PHONY: test
 test: ## run all tests
@@ -153,6 +153,10 @@ generate: ## generate all generated files again
 .PHONY: generated
 generated: generate ## fail if generated files are not up to date
 	git diff --exit-code -- '*.pb.go' internal/kernel docs/settings.md
+
+.PHONY: slurm
+slurm: ## run the scripts of deploy/slurm under a real Slurm; needs root, slurm-wlm and munge
+	GO="$(GO)" PYTHON="$(PYTHON)" scripts/slurm-check.sh
 
 .PHONY: image
 image: ## build the Dockerfile with buildah and run the example in it

@@ -195,8 +195,9 @@ var otherVariables = []string{
 
 // otherFlags has flags that pages name and that belong to other programs.
 var otherFlags = []string{
-	"cpus", "cpuset-cpus", "cpus-per-task", "gpus", "memory", "shm-size", "ulimit", // docker, srun
-	"ntasks-per-node", "distribution", "mpi", // srun
+	"cpus", "cpuset-cpus", "cpus-per-task", "gpus", "memory", "rm", "shm-size", "ulimit", // docker, srun
+	"ntasks-per-node", "distribution", "mpi", "unbuffered", // srun
+	"from-literal",                                              // kubectl
 	"standalone", "nproc-per-node", "no-python", "rdzv-backend", // torchrun
 	"system-site-packages", // python3 -m venv
 	"config", "storage",    // promtool and Prometheus

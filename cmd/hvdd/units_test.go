@@ -1,0 +1,56 @@
+package main
+
+import (
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+)
+
+// TestUnits checks the units in deploy/systemd with systemd-analyze. The service must pass what hvdd needs
+// from systemd: a socket, and a place for its notifications.
+func TestUnits(t *testing.T) {
+	const installed = "/opt/gohvd/bin/hvdd" // the path in the unit
+	analyze, err := exec.LookPath("systemd-analyze")
+	if err != nil {
+		if os.Getenv("CI") != "" {
+			t.Fatalf("%v; CI installs systemd", err)
+		}
+		t.Skip("systemd-analyze is not in PATH")
+	}
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	dir := t.TempDir()
+	args, texts := []string{"verify", "--man=no"}, make(map[string]string)
+	for _, name := range []string{"hvdd.service", "hvdd.socket"} {
+		text, err := os.ReadFile(filepath.Join("..", "..", "deploy", "systemd", name))
+		if err != nil {
+			t.Fatal(err)
+		}
+		texts[name] = string(text)
+		file := filepath.Join(dir, name)
+		// systemd-analyze reports a program that does not exist.
+		unit := strings.ReplaceAll(texts[name], installed, self)
+		if err := os.WriteFile(file, []byte(unit), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		args = append(args, file)
+	}
+	if out, err := exec.CommandContext(t.Context(), analyze, args...).CombinedOutput(); err != nil ||
+		len(out) > 0 {
+		t.Errorf("%v\n%s", err, out)
+	}
+	for name, lines := range map[string][]string{
+		"hvdd.service": {"Type=notify", "Requires=hvdd.socket", "ExecStart=" + installed},
+		"hvdd.socket":  {"SocketMode=0600", "ListenStream=/run/gohvd/hvdd.sock"},
+	} {
+		for _, line := range lines {
+			if !strings.Contains(texts[name], "\n"+line+"\n") {
+				t.Errorf("%s has no line %s", name, line)
+			}
+		}
+	}
+}
