@@ -30,7 +30,7 @@ import struct
 import threading
 import time
 import weakref
-from typing import Callable, Deque, Dict, List, Optional, Sequence, Set, Tuple
+from typing import Callable, Deque, Dict, List, Optional, Sequence, Set, Tuple, Union
 
 from . import _wire as wire
 from ._arena import PAGE, Arena, Chunk, Extent
@@ -121,6 +121,21 @@ class Pending:
     def in_use(self) -> bool:
         """Returns whether the name of the request is still in use."""
         return self.held or not self.done
+
+
+class AnyOf:
+    """Stands for several pending requests in a wait. It is done when one of them is done or when there are none. Other
+    threads may append requests during the wait.
+    """
+
+    in_ring = False
+
+    def __init__(self, requests: List[Pending]) -> None:
+        self.requests = requests
+
+    @property
+    def done(self) -> bool:
+        return not self.requests or any([p.done for p in self.requests])
 
 
 # The state of reading. Its elements are the data that is not fully parsed, the number of parsed bytes in it, the
@@ -442,12 +457,15 @@ class Client:
         assert p.reply is not None
         return p.reply
 
-    def submit(self, op: Operation, keep: object = None, later: bool = False, held: bool = False) -> Pending:
+    def submit(
+        self, op: Operation, keep: object = None, later: bool = False, held: bool = False, call: int = 0
+    ) -> Pending:
         """Begins an operation and returns it as a pending request.
 
-        The object keep is kept alive until the operation is done. The sidecar sees the submission within a millisecond.
-        If the argument later is true, the sidecar may not see the submission before the next notify_now, submission or
-        wait. The memory that op uses must not be touched until the operation is done.
+        If call is not 0, the sidecar appends this number to the name of the operation. The object keep is kept alive
+        until the operation is done. The sidecar sees the submission within a millisecond. If the argument later is
+        true, the sidecar may not see the submission before the next notify_now, submission or wait. The memory that op
+        uses must not be touched until the operation is done.
 
         Raises ValueError if the name in op.key is in use. A name is in use until its operation is done. If held is
         true, the name stays in use until wait has ended or the attribute held of the returned request is set to False.
@@ -479,7 +497,7 @@ class Client:
                 self._pending[ident] = p
                 if key is not None:
                     self._names[key] = p
-                _submission(self._ring, 4096 + 16 * (n & _MASK), ident, op.slot, 0)
+                _submission(self._ring, 4096 + 16 * (n & _MASK), ident, op.slot, call)
                 self._order()
                 self._notification_deferred = True
                 words[_SUBMITTED] = n + 1
@@ -622,7 +640,13 @@ class Client:
             p.held = False
         self._raise(p)
 
-    def _wait(self, p: Pending, others: Sequence[Pending]) -> None:
+    def wait_any(self, requests: List[Pending]) -> None:
+        """Waits until one of the requests is done. Other threads may append requests during the wait. They must check
+        afterwards that the appended request is not done yet, because only later completions end the wait.
+        """
+        self._wait(AnyOf(requests), ())
+
+    def _wait(self, p: Union[Pending, AnyOf], others: Sequence[Pending]) -> None:
         words, me = self._words, threading.get_ident()
         while not p.done:
             if words[_WANTED] == _NEVER:
@@ -676,7 +700,7 @@ class Client:
         if not self._take_turn(_NOT_WAITING):
             self._wake_reader()
 
-    def _take_turn(self, flags: Tuple[int, ...], p: Optional[Pending] = None, until: int = 0) -> bool:
+    def _take_turn(self, flags: Tuple[int, ...], p: Union[Pending, AnyOf, None] = None, until: int = 0) -> bool:
         """Makes this thread the reader and reads until p is done, or reads once if p is None. While the thread sleeps,
         the sidecar wakes it when the number of completions in the ring reaches the value of until. Returns False if
         another thread is the reader.

@@ -208,6 +208,8 @@ class Call(Generic[A]):
                 else:
                     fw.copy(targets[i], local)
                     out.append(targets[i])
+            elif targets is not None:
+                out.append(targets[i])  # the sidecar has written the result to the target
             elif plan.key[0] in _OUTPUT_LIKE_INPUT:
                 out.append(x)
             else:
@@ -302,9 +304,7 @@ class Engine:
         with self._lock:
             if self._place is None:
                 client = self.client()
-                now = _settings()
-                changed = {k: v for k, v in now.items() if self._environment.get(k) != v}
-                changed.update({k: "" for k in self._environment if k not in now})
+                changed = self._changed_settings()
                 changed.update(settings)
                 ranks = [s.ranks or [] for s in process_sets]
                 try:
@@ -327,6 +327,19 @@ class Engine:
                 if s.ranks == self.global_set.ranks:
                     raise ValueError(f"process_sets entry number {k} is a duplicate: {s} has all ranks of the job")
                 s.process_set_id = self._id_of(s)
+
+    def _changed_settings(self) -> Dict[str, str]:
+        """Returns the settings that have changed in the environment since the sidecar was started."""
+        now = _settings()
+        changed = {k: v for k, v in now.items() if self._environment.get(k) != v}
+        changed.update({k: "" for k in self._environment if k not in now})
+        return changed
+
+    def new_unique_id(self) -> str:
+        """Makes a unique id, with which all ranks can join one job. The sidecar of this process serves the job's store.
+        """
+        client = self.client()
+        return client.call(lambda i: wire.new_unique_id(i, self._changed_settings())).unique_id
 
     def _registered_in_job(self, s: ProcessSet) -> bool:
         return any([sorted(ranks) == s.ranks for _, ranks in self._sets_of_all()])
@@ -364,6 +377,10 @@ class Engine:
     def shutdown(self) -> None:
         """Leaves the job, and keeps the sidecar for the next job. Outside a job this has no effect."""
         self._leave(*_exit.of_shutdown())
+
+    def fail(self, reason: str) -> None:
+        """Leaves the job as a failed rank, so that the operations of the other ranks end with an error."""
+        self._leave(reason, True)
 
     def _leave(self, reason: str, failed: bool) -> None:
         with self._lock:
@@ -522,15 +539,23 @@ class Engine:
         at_once: bool = False,
         later: bool = False,
         types: Optional[Tuple[Tuple[Any, Code], ...]] = None,
+        outputs: Optional[Tuple[Shape, ...]] = None,
+        timeout: float = 0.0,
+        number: int = 0,
     ) -> Call[A]:
         """Begins an operation on contiguous arrays and returns it as a Call. If grouped is false, there must be one
-        array.
+        array, or none for a barrier.
 
         dtype is the element type of the arrays, and code is the number and size of this type. If the arrays of a group
         have different types, types has the type and the code of each array. An allreduce, a broadcast, a recv, and a
-        reduce at its root write their results to the targets, which may be the arrays themselves. at_once says that
-        the caller waits for the operation immediately after this call. later says that the caller will soon call
-        notify_now, begin another operation, or wait.
+        reduce at its root write their results to the targets, which may be the arrays themselves. Any other operation
+        writes its results to the targets if outputs has the shapes of the results. If a result turns out to have
+        another size, the operation fails. timeout is in seconds; 0 means the timeout of the settings.
+
+        If number is not 0, the operation is named by the given name, a point and the number, without its kind. So ranks
+        that call different operations get a mismatch error. The caller makes sure that no earlier operation with this
+        name is in flight. at_once says that the caller waits for the operation immediately after this call. later says
+        that the caller will soon call notify_now, begin another operation, or wait.
         """
         client = self._client
         if self._place is None or client is None:
@@ -547,9 +572,17 @@ class Engine:
         else:
             where = tuple([self._where(client, framework.address(x), its[1]) for x, (_, its) in zip(arrays, types)])
         in_place = targets is arrays
+        where_out: Tuple[Optional[Tuple[int, int]], ...] = ()
+        if outputs is not None and targets is not None:
+            # A target in an arena might overlap an array in the same arena, which the sidecar refuses. So only the
+            # arrays or the targets are used in place.
+            in_arena = any([at is not None for at in where])
+            where_out = tuple(
+                [None if in_arena else self._where(client, framework.address(x), code[1]) for x in targets]
+            )
         key = (
             kind, framework, name, set_id, code, types, shapes, where, in_place, reduce_op, prescale, postscale, root,
-            splits, peer, tag, grouped,
+            splits, peer, tag, grouped, outputs, where_out, timeout, number != 0,
         )  # fmt: skip
         plan = self._take(key)
         if plan is None:
@@ -565,7 +598,8 @@ class Engine:
         # The name is held only if the program has given it. For an operation without a name, the sidecar makes a new
         # name each time.
         later = later or at_once or _caller.waits
-        call.pending = client.submit(operation, call, later, name is not None and not at_once)
+        held = name is not None and not at_once and not number
+        call.pending = client.submit(operation, call, later, held, number)
         return call
 
     def notify_now(self) -> None:
@@ -587,7 +621,7 @@ class Engine:
     def _plan(self, key: tuple, client: Client, fw: Framework[A], dtype: Any, process_set: ProcessSet) -> Plan[A]:
         (
             kind, _, name, set_id, code, types, shapes, where, in_place, reduce_op, pre, post, root, splits, peer, tag,
-            grouped,
+            grouped, outputs, where_out, timeout, numbered,
         ) = key  # fmt: skip
         plan: Plan[A] = Plan(key, client, self._job)
         tensors: List[Tuple[Shape, Optional[wire.Place], Optional[wire.Place], int]] = []
@@ -615,6 +649,13 @@ class Engine:
                     plan.outputs.append(None)
                 else:
                     target = self._stage(plan, plan.outputs, fw, dtype, shape, nbytes)
+            elif outputs is not None:
+                nbytes = math.prod(outputs[i]) * size
+                if where_out[i] is not None:
+                    target = where_out[i][0], where_out[i][1], nbytes
+                    plan.outputs.append(None)
+                else:
+                    target = self._stage(plan, plan.outputs, fw, dtype, outputs[i], nbytes)
             elif kind == wire.REDUCESCATTER and shape:
                 mine = (_rows(shape[0], process_set),) + shape[1:]
                 target = self._stage(plan, plan.outputs, fw, dtype, mine, math.prod(mine) * size)
@@ -629,13 +670,16 @@ class Engine:
             postscale=post,
             root_rank=root,
             process_set=set_id,
+            timeout=timeout,
             grouped=grouped,
             tensors=tensors,
             splits=splits,
             peer=peer,
             tag=tag,
         )
-        if name is None:
+        if numbered:
+            plan.operation = Operation(body + wire.operation_name(name), f'{wire.KIND_NAMES[kind]} "{name}"')
+        elif name is None:
             plan.operation = Operation(body, wire.KIND_NAMES[kind])
         else:
             full = _full_name(kind, name, grouped)

@@ -62,7 +62,7 @@ DTYPES: Dict[str, Tuple[int, int]] = {
 
 # The field numbers of the oneof Request.what.
 _INIT, _SHUTDOWN, _ARENA, _DROP_ARENA, _RING, _PREPARE = range(2, 8)
-_FREE, _ADD_SET, _REMOVE_SET, _STATUS, _BYE, _START_TIMELINE, _STOP_TIMELINE = range(9, 16)
+_FREE, _ADD_SET, _REMOVE_SET, _STATUS, _BYE, _START_TIMELINE, _STOP_TIMELINE, _NEW_UNIQUE_ID = range(9, 17)
 
 
 def varint(n: int) -> bytes:
@@ -118,8 +118,15 @@ def _request(ident: int, number: int, body: bytes = b"") -> bytes:
 
 
 def init(ident: int, settings: Dict[str, str], process_sets: Sequence[Sequence[int]]) -> bytes:
-    body = b"".join([_bytes(1, _string(1, k) + _string(2, v)) for k, v in sorted(settings.items())])
-    return _request(ident, _INIT, body + b"".join([_bytes(2, _packed(1, ranks)) for ranks in process_sets]))
+    return _request(ident, _INIT, _settings(settings) + b"".join([_bytes(2, _packed(1, ranks)) for ranks in process_sets]))
+
+
+def _settings(settings: Dict[str, str]) -> bytes:
+    return b"".join([_bytes(1, _string(1, k) + _string(2, v)) for k, v in sorted(settings.items())])
+
+
+def new_unique_id(ident: int, settings: Dict[str, str]) -> bytes:
+    return _request(ident, _NEW_UNIQUE_ID, _settings(settings))
 
 
 def shutdown(ident: int, reason: str = "", failed: bool = False) -> bytes:
@@ -184,6 +191,7 @@ def operation(
     postscale: float = 1.0,
     root_rank: int = 0,
     process_set: int = 0,
+    timeout: float = 0.0,
     grouped: bool = False,
     tensors: Sequence[Tuple[Sequence[int], Optional[Place], Optional[Place], int]] = (),
     splits: Sequence[int] = (),
@@ -193,7 +201,8 @@ def operation(
     """Returns an ``Operation`` without its name.
 
     Each tensor is a tuple of shape, input, output and element type. Input and output may be None. If the element type
-    is 0 or equal to dtype, the message does not contain it.
+    is 0 or equal to dtype, the message does not contain it. The timeout is in seconds; 0 means the timeout of the
+    settings.
     """
     parts = [
         _uint(1, kind),
@@ -203,6 +212,7 @@ def operation(
         _scale(6, postscale),
         _uint(7, root_rank),
         _uint(8, process_set),
+        _double(12, timeout) if timeout else b"",
         _uint(13, grouped),
     ]
     for shape, source, target, its_dtype in tensors:
@@ -348,11 +358,11 @@ class Status:
 
 
 class Reply:
-    """A message from the sidecar. At most one of the attributes ready, completion, process_set, status, arena, dropped
-    and ended is set.
+    """A message from the sidecar. At most one of the attributes ready, completion, process_set, status, unique_id,
+    arena, dropped and ended is set.
     """
 
-    __slots__ = ("id", "error", "ready", "completion", "process_set", "status", "arena", "dropped", "ended")
+    __slots__ = ("id", "error", "ready", "completion", "process_set", "status", "unique_id", "arena", "dropped", "ended")
 
     def __init__(self) -> None:
         self.id = 0
@@ -361,6 +371,7 @@ class Reply:
         self.completion: Optional[Completion] = None
         self.process_set: Optional[Tuple[int, List[int]]] = None
         self.status: Optional[Status] = None
+        self.unique_id = ""
         self.arena: Optional[Tuple[int, int]] = None
         """The number and the size in bytes of a new arena in the sidecar's memory."""
         self.dropped = 0
@@ -397,6 +408,10 @@ def decode_reply(data: Buffer, at: int, end: int) -> Reply:
                     r.error = _error(data, c, d)
         elif number == 9:
             r.dropped = _numbers(data, a, b).get(1, 0)
+        elif number == 10:
+            for n, w, c, d in _fields(data, a, b):
+                if n == 1 and w == 2:
+                    r.unique_id = _text(data, c, d)
     return r
 
 

@@ -512,9 +512,9 @@ class Numpy(unittest.TestCase):
         client = _engine.engine._client
         submit, later = client.submit, []
 
-        def record(operation, keep, is_later, held):
+        def record(operation, keep, is_later, *others):
             later.append(is_later)
-            return submit(operation, keep, is_later, held)
+            return submit(operation, keep, is_later, *others)
 
         x = np.ones((self.size, 2), np.float32)
         with mock.patch.object(client, "submit", record):
