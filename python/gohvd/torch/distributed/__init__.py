@@ -1,0 +1,31 @@
+"""The backend ``gohvd`` of torch.distributed: ``import gohvd.torch.distributed``, then
+``torch.distributed.init_process_group("gohvd")``.
+
+The import registers the backend for tensors on the CPU and on CUDA devices, which are copied through host memory. The
+ranks meet through torch's store, so the backend works with every launcher and init method of torch.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+_OLDEST = (2, 1)
+
+if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < _OLDEST:
+    raise ImportError(
+        f"gohvd.torch.distributed needs torch 2.1 or newer, but torch {torch.__version__} is installed; "
+        "gohvd.torch, with Horovod's interface, also works with older versions"
+    )
+
+import torch.distributed as dist  # noqa: E402
+
+if not dist.is_available():
+    raise ImportError("gohvd.torch.distributed needs a torch that was built with torch.distributed")
+
+from ._group import DEVICES, ProcessGroup, create  # noqa: E402
+
+__all__ = ["ProcessGroup"]
+
+dist.Backend.register_backend("gohvd", create, extended_api=True, devices=DEVICES)

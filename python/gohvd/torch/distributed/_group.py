@@ -1,0 +1,486 @@
+"""torch's ProcessGroup over the operations of gohvd.
+
+The calls of a group are matched by their order, as torch requires. Each call has a number, and its operation has the
+name of the group and the number. So ranks that make different calls get a mismatch error. The numbers repeat after
+``_CALLS`` calls, so that the names stay in the response cache. A call waits if the call with the same number is still
+in flight.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from datetime import timedelta
+from typing import Any, Callable, List, Optional, Sequence, Tuple
+
+import torch
+import torch.distributed as dist
+
+from ... import _engine
+from ... import _wire as wire
+from ..._client import Pending
+from ..._engine import Call, Shape
+from . import _job
+from ._tensors import LISTS, Parts, code, dense, moved, reduction
+from ._work import Operation, Work
+
+Tensor = torch.Tensor
+
+# Training often repeats the same calls. With a number that has many divisors, each name then often has the same type
+# and shape again, and the response cache finds it.
+_CALLS = 240
+
+DEVICES = ["cpu", "cuda"]
+
+
+def create(options: Any, backend_options: Any) -> ProcessGroup:
+    """Makes a process group. torch calls it at all members of the group, with a store that belongs to the group."""
+    return ProcessGroup(
+        options.store, options.group_rank, options.group_size, options.timeout, options.group_id,
+        list(options.global_ranks_in_group) or None,
+    )  # fmt: skip
+
+
+class ProcessGroup(dist.ProcessGroup):
+    """A process group of the backend gohvd."""
+
+    def __init__(
+        self, store: Any, rank: int, size: int, timeout: timedelta, group_id: str, ranks: Optional[List[int]]
+    ) -> None:
+        super().__init__(rank, size)
+        self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
+        self._label = group_id
+        self._lock = threading.Lock()  # held while a call gets its number and is submitted
+        self._calls = 0
+        self._in_flight: List[Optional[Pending]] = [None] * _CALLS
+        self._coalesced: Optional[List[Operation]] = None
+        self._barriers = 0
+        self._why_invalid = self._description = ""
+        job = _job.enter(store, rank, size, ranks, timeout)
+        self._set = job.process_set(list(range(size)) if ranks is None and job.ranks is None else ranks or [])
+        job.groups.add(self)
+
+    # What torch asks of a group.
+
+    def getBackendName(self) -> str:
+        return "gohvd"
+
+    name = getBackendName
+
+    def __repr__(self) -> str:
+        return f"<gohvd process group {self._label}: rank {self._rank} of {self._size}>"
+
+    def getGroupName(self) -> str:
+        return self._label
+
+    def setGroupName(self, name: str) -> None:
+        pass  # create got the name already
+
+    def getGroupDesc(self) -> str:
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:
+        self._description = description
+
+    group_name, group_desc = property(getGroupName), property(getGroupDesc)
+
+    @property
+    def _device_types(self) -> List[torch.device]:
+        # While torch creates the group, it takes devices as a sign of a backend in C++, whose operations it records.
+        return [torch.device(kind) for kind in DEVICES] if self in dist.distributed_c10d._world.pg_map else []
+
+    def _get_backend(self, device: Any) -> ProcessGroup:
+        """Returns the group itself, because a group that is written in Python has no other backend."""
+        return self
+
+    def get_group_store(self) -> Any:
+        return self._store
+
+    def _set_sequence_number_for_group(self) -> None:
+        pass  # the ranks count the calls themselves
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._calls
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+
+    _set_default_timeout = set_timeout
+
+    def invalidate(self, why: str = "was destroyed") -> None:
+        """Makes all later calls fail."""
+        self._why_invalid = self._why_invalid or why
+
+    def shutdown(self) -> None:
+        self.invalidate()
+        _job.leave(self)
+
+    def abort(self) -> None:
+        """Ends the job of the group. Operations in flight fail at all ranks, with an error that names this rank."""
+        self.invalidate("was aborted")
+        _engine.engine.fail(f"its program has aborted process group {self._label}")
+        _job.leave_all()
+
+    # Calls.
+
+    def _begin(
+        self,
+        what: str,
+        kind: int,
+        inputs: Sequence[Parts],
+        dtype: Any,
+        dtype_code: _engine.Code,
+        shapes: Tuple[Shape, ...],
+        opts: Any,
+        *,
+        targets: Optional[Sequence[Parts]] = None,
+        **kw: Any,
+    ) -> Tuple[str, Call]:
+        """Begins an operation as the next call of the group. Returns its description and the engine's call."""
+        if self._why_invalid:
+            raise RuntimeError(f"torch.distributed.{what}: process group {self._label} {self._why_invalid}")
+        with self._lock:
+            slot = self._calls % _CALLS
+            before = self._in_flight[slot]
+            if before is not None and not before.done:
+                _wait(before)
+            call = _engine.engine.begin(
+                LISTS, kind, inputs, shapes, dtype, dtype_code, self._set, f"torch.{self._label}",
+                targets=targets, timeout=self._seconds(opts), number=slot + 1,
+                later=not getattr(opts, "asyncOp", True), **kw,
+            )  # fmt: skip
+            # If begin raises, the number is not used up: the call has failed before other ranks knew of it.
+            self._calls += 1
+            self._in_flight[slot] = call.pending
+        return f"{what} (call {self._calls} of group {self._label})", call
+
+    def _seconds(self, opts: Any) -> float:
+        timeout = getattr(opts, "timeout", None)
+        return (timeout if timeout is not None and timeout > timedelta(0) else self._timeout).total_seconds()
+
+    def _work(self, operation: Operation) -> dist.Work:
+        if self._coalesced is not None:
+            self._coalesced.append(operation)
+            operation.part = True
+        return Work(operation)
+
+    def _one(
+        self,
+        what: str,
+        kind: int,
+        source: Parts,
+        shape: Shape,
+        target: Optional[Parts],
+        output: Optional[Shape],
+        result: Any,
+        opts: Any,
+        **kw: Any,
+    ) -> dist.Work:
+        """Begins an operation with one input and at most one output, and returns its work."""
+        first = source.tensors[0]
+        label, call = self._begin(
+            what, kind, [source], first.dtype, code(first), (shape,), opts,
+            targets=None if target is None else [target], outputs=None if output is None else (output,), **kw,
+        )  # fmt: skip
+        return self._work(Operation(label, [call], result))
+
+    def _root(self, opts: Any) -> int:
+        """Returns the rank of the root in the job."""
+        return (self._set.ranks or [])[opts.rootRank]
+
+    # Collectives on one tensor.
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
+        opts = _options(opts, dist.AllreduceOptions)
+        (t,) = given = dense(tensors, 1)
+        op, flat = reduction(opts.reduceOp, t)
+        parts = [Parts((flat,))]
+        label, call = self._begin(
+            "all_reduce", wire.ALLREDUCE, parts, flat.dtype, code(flat), ((flat.numel(),),), opts,
+            targets=parts, reduce_op=op,
+        )  # fmt: skip
+        return self._work(Operation(label, [call], given))
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> dist.Work:
+        opts = _options(opts, dist.BroadcastOptions)
+        (t,) = given = dense(tensors, 1)
+        flat = moved(t)
+        parts = [Parts((flat,))]
+        label, call = self._begin(
+            "broadcast", wire.BROADCAST, parts, flat.dtype, code(flat), ((flat.numel(),),), opts,
+            targets=parts, root=self._root(opts),
+        )  # fmt: skip
+        return self._work(Operation(label, [call], given))
+
+    # Collectives whose result has a part for each rank. A row of gohvd's operation is all that a rank contributes, so
+    # ranks whose tensors have different numbers of elements get a mismatch error.
+
+    def allgather(self, output_lists: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        (t,) = dense(inputs, 1)
+        (outputs,) = _lists(output_lists, 1, self._size)
+        _same(outputs, t)
+        return self._gather_all("all_gather", outputs, t, output_lists, opts)
+
+    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        dense([output, input])
+        if output.numel() != input.numel() * self._size:
+            raise ValueError(
+                f"the output has {output.numel()} elements, want {self._size} times the {input.numel()} of the input"
+            )
+        return self._gather_all("all_gather_into_tensor", [output], input, output, opts)
+
+    def _gather_all(self, what: str, outputs: List[Tensor], t: Tensor, result: Any, opts: Any) -> dist.Work:
+        flat, n = moved(t), moved(t).numel()
+        target = Parts(tuple([moved(o) for o in outputs]))
+        return self._one(what, wire.ALLGATHER, Parts((flat,)), (1, n), target, (self._size, n), result, opts)
+
+    def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> dist.Work:
+        (output,) = dense(outputs, 1)
+        (inputs,) = _lists(input_lists, 1, self._size)
+        _same(inputs, output)
+        return self._scatter_sum("reduce_scatter", output, inputs, outputs, opts)
+
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        dense([output, input])
+        if input.numel() != output.numel() * self._size:
+            raise ValueError(
+                f"the input has {input.numel()} elements, want {self._size} times the {output.numel()} of the output"
+            )
+        return self._scatter_sum("reduce_scatter_tensor", output, [input], output, opts)
+
+    def _scatter_sum(self, what: str, output: Tensor, inputs: List[Tensor], result: Any, opts: Any) -> dist.Work:
+        opts = _options(opts, dist.ReduceScatterOptions)
+        op, flat = reduction(opts.reduceOp, output)
+        source = Parts(tuple([reduction(opts.reduceOp, t).tensor for t in inputs]))
+        n = flat.numel()
+        return self._one(
+            what, wire.REDUCESCATTER, source, (self._size, n), Parts((flat,)), (1, n), result, opts, reduce_op=op
+        )
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        outputs, inputs = dense(outputs, self._size), dense(inputs, self._size)
+        dense(outputs + inputs)
+        return self._exchange("all_to_all", outputs, inputs, [t.numel() for t in outputs], [t.numel() for t in inputs], opts)
+
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, output_splits: List[int], input_splits: List[int], opts: Any = None
+    ) -> dist.Work:
+        dense([output, input])
+        sent, received = self._splits("input", input, input_splits), self._splits("output", output, output_splits)
+        return self._exchange("all_to_all_single", [output], [input], received, sent, opts)
+
+    def _splits(self, which: str, t: Tensor, splits: Sequence[int]) -> List[int]:
+        """Returns the number of elements of each rank's part of a tensor that is split by rows."""
+        rows = t.shape[0] if t.dim() else 1
+        if not len(splits):
+            if rows % self._size:
+                raise ValueError(f"the {which} has {rows} rows, want a multiple of {self._size}, or splits")
+            splits = [rows // self._size] * self._size
+        if len(splits) != self._size or min(splits) < 0 or sum(splits) != rows:
+            raise ValueError(
+                f"got {which} splits {list(splits)}, want {self._size} numbers of rows with the sum {rows}, none negative"
+            )
+        each = math.prod(t.shape[1:])
+        return [n * each for n in splits]
+
+    def _exchange(
+        self, what: str, outputs: List[Tensor], inputs: List[Tensor], received: List[int], sent: List[int], opts: Any
+    ) -> dist.Work:
+        source, target = Parts(tuple(map(moved, inputs))), Parts(tuple(map(moved, outputs)))
+        first = source.tensors[0]
+        scale = first.element_size() and inputs[0].element_size() // first.element_size()
+        want = [n * scale for n in received]
+        label, call = self._begin(
+            what, wire.ALLTOALL, [source], first.dtype, code(first), ((source.numel(),),), opts,
+            targets=[target], outputs=((target.numel(),),), splits=tuple([n * scale for n in sent]),
+        )  # fmt: skip
+
+        def check() -> None:
+            if list(call.received) != want:
+                raise ValueError(
+                    f"got {[n // scale for n in call.received]} elements from the ranks, want {received}: "
+                    "the output splits differ from what the other ranks have sent"
+                )
+
+        return self._work(Operation(label, [call], outputs, check))
+
+    # Collectives with a root.
+
+    def reduce(self, tensors: Any, opts: Any = None) -> dist.Work:
+        opts = _options(opts, dist.ReduceOptions)
+        (t,) = given = dense(tensors, 1)
+        op, flat = reduction(opts.reduceOp, t)
+        parts = [Parts((flat,))]
+        label, call = self._begin(
+            "reduce", wire.REDUCE, parts, flat.dtype, code(flat), ((flat.numel(),),), opts,
+            targets=parts if opts.rootRank == self._rank else None, reduce_op=op, root=self._root(opts),
+        )  # fmt: skip
+        return self._work(Operation(label, [call], given))
+
+    def gather(self, output_lists: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        opts = _options(opts, dist.GatherOptions)
+        (t,) = dense(inputs, 1)
+        flat = moved(t)
+        target, shape = Parts((flat.new_empty(0),)), (0, flat.numel())
+        if opts.rootRank == self._rank:
+            (outputs,) = _lists(output_lists, 1, self._size)
+            _same(outputs, t)
+            target, shape = Parts(tuple(map(moved, outputs))), (self._size, flat.numel())
+        elif output_lists:
+            raise ValueError(f"got output tensors at rank {self._rank}, want them only at the root, rank {opts.rootRank}")
+        return self._one(
+            "gather", wire.GATHER, Parts((flat,)), (1, flat.numel()), target, shape, output_lists, opts, root=self._root(opts)
+        )
+
+    def scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> dist.Work:
+        opts = _options(opts, dist.ScatterOptions)
+        (output,) = dense(outputs, 1)
+        flat = moved(output)
+        source, shape = Parts((flat.new_empty(0),)), (0, flat.numel())
+        if opts.rootRank == self._rank:
+            (inputs,) = _lists(input_lists, 1, self._size)
+            _same(inputs, output)
+            source, shape = Parts(tuple(map(moved, inputs))), (self._size, flat.numel())
+        elif input_lists:
+            raise ValueError(f"got input tensors at rank {self._rank}, want them only at the root, rank {opts.rootRank}")
+        return self._one(
+            "scatter", wire.SCATTER, source, shape, Parts((flat,)), (1, flat.numel()), outputs, opts, root=self._root(opts)
+        )
+
+    # Several operations that torch makes in one call.
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
+        return self._together("all_reduce_coalesced", tensors, [lambda t=t: self.allreduce([t], opts) for t in tensors])
+
+    def allgather_coalesced(self, output_lists: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        # The outputs are a list for each rank, which has a tensor for each input.
+        each = list(zip(*output_lists))
+        return self._together(
+            "all_gather_coalesced", output_lists,
+            [lambda o=o, t=t: self.allgather([list(o)], [t], opts) for o, t in zip(each, inputs)],
+        )  # fmt: skip
+
+    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        return self._together(
+            "all_gather_into_tensor_coalesced", outputs,
+            [lambda o=o, t=t: self._allgather_base(o, t, opts) for o, t in zip(outputs, inputs)],
+        )  # fmt: skip
+
+    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        return self._together(
+            "reduce_scatter_tensor_coalesced", outputs,
+            [lambda o=o, t=t: self._reduce_scatter_base(o, t, opts) for o, t in zip(outputs, inputs)],
+        )  # fmt: skip
+
+    def _together(self, what: str, result: Any, begins: List[Callable[[], dist.Work]]) -> dist.Work:
+        """Begins several operations and returns one work for all of them."""
+        outer = self._coalesced
+        self.start_coalescing()
+        try:
+            for begin in begins:
+                begin()
+            operations = self._coalesced or []
+        finally:
+            self._coalesced = outer
+        return self._work(Operation.of(f"{what} (of group {self._label})", operations, result))
+
+    def start_coalescing(self, device: Any = None) -> None:
+        self._coalesced = []
+
+    def end_coalescing(self, device: Any = None) -> dist.Work:
+        operations, self._coalesced = self._coalesced or [], None
+        return Work(
+            Operation.of(f"coalesced operations (of group {self._label})", operations, [o.result for o in operations])
+        )
+
+    _start_coalescing, _end_coalescing = start_coalescing, end_coalescing
+
+    # torch 2.12 has renamed these functions.
+    all_gather_single, reduce_scatter_single, all_to_all_single = _allgather_base, _reduce_scatter_base, alltoall_base
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+
+    # Barriers.
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        label, call = self._begin("barrier", wire.BARRIER, [], torch.uint8, (0, 1), (), opts)
+        return self._work(Operation(label, [call], []))
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """Waits until all ranks have called it. If some have not when the timeout of rank 0 passes, all ranks that have
+        called it raise RuntimeError with the numbers of the missing ranks. The group can still be used afterwards.
+
+        The ranks meet in torch's store, so a rank that hangs in another operation is found.
+        """
+        if isinstance(timeout, timedelta) or timeout is None:
+            limit = timeout or self._timeout
+        else:
+            limit = timedelta(seconds=self._seconds(timeout))
+        self._barriers += 1
+        prefix = f"gohvd/monitored barrier {self._barriers}"
+        if self._rank != 0:
+            self._store.set(f"{prefix}/{self._rank}", "")
+            self._store.wait([f"{prefix}/outcome"], limit * 2)
+            outcome = self._store.get(f"{prefix}/outcome").decode()
+        else:
+            outcome = self._missing(prefix, limit, wait_all_ranks)
+            self._store.set(f"{prefix}/outcome", outcome)
+        if outcome:
+            raise RuntimeError(f"torch.distributed.monitored_barrier: {outcome}")
+
+    def _has(self, keys: List[str], limit: timedelta) -> bool:
+        """Returns whether the store gets all keys within the limit."""
+        try:
+            self._store.wait(keys, limit)
+            return True
+        except RuntimeError:
+            return False
+
+    def _missing(self, prefix: str, limit: timedelta, wait_all_ranks: bool) -> str:
+        keys = [f"{prefix}/{r}" for r in range(1, self._size)]
+        if self._has(keys, limit):
+            return ""
+        missing = [r for r, key in enumerate(keys, 1) if not self._has([key], timedelta(milliseconds=1))]
+        if not missing:
+            return ""
+        named = missing if wait_all_ranks else missing[:1]
+        ranks = ", ".join(map(str, named))
+        return (
+            f"rank{'s' if len(named) > 1 else ''} {ranks} failed to pass monitoredBarrier in "
+            f"{limit.total_seconds() * 1000:g} ms"
+        )
+
+
+def _wait(pending: Pending) -> None:
+    """Waits until a request is done. Its error is raised elsewhere."""
+    client = _engine.engine.client()
+    try:
+        client.wait(pending)
+    except Exception:
+        if not pending.done:
+            raise
+
+
+def _options(opts: Any, kind: Any) -> Any:
+    """Returns the options of a call. A program that calls the group itself may pass none, or a ReduceOp."""
+    if hasattr(opts, "timeout"):
+        return opts
+    made = kind()
+    if opts is not None:
+        made.reduceOp = opts
+    return made
+
+
+def _lists(lists: Any, want: int, size: int) -> List[List[Tensor]]:
+    if len(lists) != want:
+        raise ValueError(f"got {len(lists)} lists of tensors, want {want}")
+    return [dense(tensors, size) for tensors in lists]
+
+
+def _same(tensors: List[Tensor], t: Tensor) -> None:
+    for i, other in enumerate(tensors):
+        if other.numel() != t.numel() or other.dtype != t.dtype:
+            raise ValueError(
+                f"tensor {i} of the list is {other.dtype} of shape {tuple(other.shape)}, "
+                f"want {t.dtype} with the {t.numel()} elements of shape {tuple(t.shape)}"
+            )

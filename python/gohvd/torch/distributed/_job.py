@@ -1,0 +1,112 @@
+"""The job of this process, and how its ranks meet through torch's store.
+
+Rank 0 makes a unique id and puts it into the store. The other ranks read it there. If all ranks are already in a job of
+gohvd with the same numbers, because the program has called ``hvd.init()``, the groups use that job.
+"""
+
+from __future__ import annotations
+
+import weakref
+from datetime import timedelta
+from typing import Any, List, Optional
+
+from ... import _engine
+from ...process_sets import ProcessSet, global_process_set
+
+_engine_ = _engine.engine
+
+
+class Job:
+    """The job in which this process is a rank, and the numbers that torch has given to its ranks."""
+
+    def __init__(self, ranks: Optional[List[int]], ours: bool) -> None:
+        self.ranks = ranks
+        """The ranks in torch's default group that are the ranks of the job. It is None if they have the same numbers in
+        both.
+        """
+        self.ours = ours
+        """Whether a group has begun the job. If not, the program has."""
+        self.groups: "weakref.WeakSet[Any]" = weakref.WeakSet()
+
+    def process_set(self, ranks: List[int]) -> ProcessSet:
+        """Returns the process set of the given ranks of the default group."""
+        known = list(range(_engine_.place().size)) if self.ranks is None else self.ranks
+        if ranks == known:
+            return global_process_set
+        outside = [r for r in ranks if r not in known]
+        if outside:
+            raise ValueError(f"new_group: ranks {outside} are not in the job, which has ranks {known}")
+        raise NotImplementedError(
+            f"new_group: the group has ranks {ranks}, but the backend gohvd supports only groups of all ranks {known}"
+        )
+
+
+_job: Optional[Job] = None
+
+
+def enter(store: Any, rank: int, size: int, ranks: Optional[List[int]], timeout: timedelta) -> Job:
+    """Returns the job of this process. If there is none, joins the ranks of a new group to a job. ranks has the ranks of
+    the new group in the default group, or is None for a new default group.
+    """
+    global _job
+    if ranks is None and _job is not None:
+        leave_all()  # torch versions before 2.3 do not tell a group that it is destroyed
+    if _job is None or not _engine_.initialized():
+        ours = _meet(store, rank, size, timeout)
+        _job = Job(ranks, ours)
+    return _job
+
+
+def leave(group: Any) -> None:
+    """Removes a group from the job. The last group leaves the job, unless the program has begun the job."""
+    job = _job
+    if job is not None:
+        job.groups.discard(group)
+        if not job.groups:
+            leave_all()
+
+
+def leave_all() -> None:
+    global _job
+    job, _job = _job, None
+    if job is not None:
+        for group in list(job.groups):
+            group.invalidate()
+        if job.ours:
+            _engine_.shutdown()
+
+
+def _meet(store: Any, rank: int, size: int, timeout: timedelta) -> bool:
+    """Joins this process to the job of a group. Returns whether the job is new. All ranks of the group must call it."""
+    # A store may outlive a group, so the ranks count their meetings at this store.
+    key = f"gohvd/meeting {store.add(f'gohvd/meetings of {rank}', 1)}"
+    running = _engine_.place() if _engine_.initialized() else None
+    same = running is not None and (running.rank, running.size) == (rank, size)
+    mine = f"this process is rank {rank} of {size} of the new group"
+    if running is not None:
+        mine += f", and it is already rank {running.rank} of {running.size} of a job, because it has called hvd.init()"
+    if rank == 0:
+        try:
+            if running is not None and not same:
+                raise ValueError(f"{mine}: call hvd.shutdown() first, or use the same ranks in both")
+            word = "running" if same else "id " + _engine_.new_unique_id()
+        except Exception as e:
+            store.set(key, f"error {e}")
+            raise
+        store.set(key, word)
+    else:
+        store.wait([key], timeout)
+        word = store.get(key).decode()
+    kind, _, rest = word.partition(" ")
+    if kind == "error":
+        raise RuntimeError(f"rank 0 of the new group could not begin a job: {rest}")
+    if kind == "running":
+        if not same:
+            raise ValueError(f"{mine}, but rank 0 of the group is already in a job of {size} ranks: all ranks must call hvd.init(), or none")
+        return False
+    if running is not None:
+        raise ValueError(f"{mine}, but rank 0 of the group has not: all ranks must call hvd.init(), or none")
+    _engine_.init(
+        [], {"HVD_UNIQUE_ID": rest, "HVD_INIT_METHOD": "", "HOROVOD_RANK": str(rank), "HOROVOD_SIZE": str(size)}
+    )
+    return True

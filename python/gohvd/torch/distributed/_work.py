@@ -1,0 +1,258 @@
+"""The results of operations: torch's Work and Future over calls of the engine.
+
+The thread that calls ``wait`` waits for the operation itself. Only if the program asks for a future or waits with a
+timeout, a thread of this module, the *finisher*, waits for the operation too.
+"""
+
+from __future__ import annotations
+
+import collections
+import sys
+import threading
+from datetime import timedelta
+from typing import Any, Callable, List, Optional, Sequence
+
+import torch
+import torch.distributed as dist
+
+from ..._engine import Call
+
+_NO_TIMEOUT = timedelta(0)
+
+
+class Operation:
+    """One call of torch.distributed: the calls of the engine that carry it out, and its outcome."""
+
+    def __init__(
+        self, what: str, calls: Sequence[Call], result: Any, after: Optional[Callable[[], None]] = None
+    ) -> None:
+        self.what = what
+        """The function of torch that was called, and the number of the call, for errors."""
+        self.calls = calls
+        self.result = result
+        """The output tensors, which is what a future returns."""
+        self.error: Optional[BaseException] = None
+        self.done = False
+        self.part = False
+        """Whether the operation is a part of another one, which finishes it."""
+        self._after = after
+        self._lock = threading.Lock()
+        self._ended: Optional[threading.Event] = None
+        self._future: Optional[torch.futures.Future] = None
+        self._public: Optional[torch.futures.Future] = None
+
+    @classmethod
+    def of(cls, what: str, parts: Sequence[Operation], result: Any) -> Operation:
+        """Returns an operation that consists of other operations."""
+        for part in parts:
+            part.part = True
+        return cls(what, [call for part in parts for call in part.calls], result, lambda: _finish_all(parts))
+
+    def finish(self) -> None:
+        """Waits for the operation and writes its results to the output tensors. It does not raise the operation's
+        error.
+        """
+        if self.done:
+            return
+        calls = self.calls
+        for i, call in enumerate(calls):
+            call.settle(calls[i + 1 :])
+        with self._lock:
+            if self.done:
+                return
+            try:
+                self._write()
+            except Exception as e:
+                e.args = (f"torch.distributed.{self.what}: {e}", *e.args[1:])
+                self.error = e.with_traceback(None)
+            self.calls, self._after = (), None
+            self.done = True
+        if self._ended is not None:
+            self._ended.set()
+        if self._future is not None:
+            self._future.set_result(None)
+
+    def _write(self) -> None:
+        for call in self.calls:
+            call.results()
+        if self._after is not None:
+            self._after()
+
+    def poll(self) -> bool:
+        """Returns whether the operation is done. If it is, its results have been written."""
+        if not self.done and all([_ended(call) for call in self.calls]):
+            self.finish()
+        return self.done
+
+    def known(self) -> bool:
+        return all([call.known() for call in self.calls])
+
+    def wait_until(self, timeout: timedelta) -> bool:
+        """Waits until the operation is done, at most for the timeout. Returns whether it is done."""
+        with self._lock:
+            if self.done:
+                return True
+            if self._ended is None:
+                self._ended = threading.Event()
+        _finisher.add(self)
+        return self._ended.wait(timeout.total_seconds())
+
+    def future(self, devices: List[torch.device]) -> torch.futures.Future:
+        """Returns the future of the operation. All calls return the same future."""
+        with self._lock:
+            if self._public is not None:
+                return self._public
+            # The error is raised in a callback, because only then code in C++ that waits for the future gets it.
+            first: torch.futures.Future = torch.futures.Future(devices=devices)
+            self._public = public = first.then(self._outcome)
+            done = self.done
+            self._future = None if done else first
+        if done:
+            first.set_result(None)
+        else:
+            _finisher.add(self)
+        return public
+
+    def _outcome(self, _: Any) -> Any:
+        if self.error is not None:
+            raise self.error
+        return self.result
+
+
+def _ended(call: Call) -> bool:
+    pending, plan = call.pending, call.plan
+    return pending is None or plan is None or plan.client.poll(pending)
+
+
+class _Finisher:
+    """A thread that finishes operations as soon as they are done, in any order."""
+
+    def __init__(self) -> None:
+        self._cond = threading.Condition()
+        self._operations: List[Operation] = []
+        self._requests: List[Any] = []
+        self._thread: Optional[threading.Thread] = None
+
+    def add(self, operation: Operation) -> None:
+        with self._cond:
+            self._operations.append(operation)
+            self._requests.extend([c.pending for c in operation.calls if c.pending is not None])
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._run, name="gohvd futures", daemon=True)
+                self._thread.start()
+            self._cond.notify()
+        if operation.known():
+            # The thread may wait for other requests and not notice this one, which was done before it was added.
+            operation.finish()
+
+    def _run(self) -> None:
+        while True:
+            with self._cond:
+                while not self._operations:
+                    self._cond.wait()
+                ended = [o for o in self._operations if o.known()]
+                self._operations = [o for o in self._operations if o not in ended]
+                self._requests = [p for p in self._requests if not p.done]
+                requests, client = self._requests, _client_of(self._operations)
+            for operation in ended:
+                operation.finish()
+            if not ended and client is not None:
+                client.wait_any(requests)
+
+
+def _client_of(operations: Sequence[Operation]) -> Any:
+    for operation in operations:
+        for call in operation.calls:
+            plan = call.plan
+            if plan is not None and not call.known():
+                return plan.client
+    return None
+
+
+def _finish_all(operations: Sequence[Operation]) -> None:
+    for operation in operations:
+        operation.finish()
+    for operation in operations:
+        if operation.error is not None:
+            raise operation.error
+
+
+_finisher = _Finisher()
+
+
+# Before torch 2.7, code in C++ that calls a group written in Python forgets the Python object of the work, and then waits
+# forever for a work without a wait method. So the last works are kept here until they are waited for.
+_FORGETS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7)
+_MOST_KEPT = 256
+_kept: "collections.OrderedDict[int, Work]" = collections.OrderedDict()
+
+
+class Work(dist.Work):
+    """The handle of an asynchronous operation, as ``torch.distributed`` returns it."""
+
+    def __init__(self, operation: Operation, source: int = -1) -> None:
+        super().__init__()
+        self._operation = operation
+        self._source = source
+        if _FORGETS:
+            _kept[id(self)] = self
+            if len(_kept) > _MOST_KEPT:
+                _kept.popitem(last=False)
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Waits until the operation is done, and raises its error. Raises RuntimeError if the timeout passes before; the
+        operation goes on then.
+        """
+        operation = self._operation
+        _kept.pop(id(self), None)
+        if timeout > _NO_TIMEOUT:
+            if not operation.wait_until(timeout):
+                raise RuntimeError(
+                    f"torch.distributed.{operation.what}: timed out after {timeout.total_seconds():g} s, "
+                    "waiting for the other ranks; the operation goes on"
+                )
+        else:
+            operation.finish()
+        if operation.error is not None:
+            raise operation.error
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._operation.poll()
+
+    def is_success(self) -> bool:
+        return self._operation.poll() and self._operation.error is None
+
+    def exception(self) -> Optional[BaseException]:
+        return self._operation.error
+
+    def result(self) -> Any:
+        self.wait()
+        return self._operation.result
+
+    def source_rank(self) -> int:
+        return self._source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future:
+        _kept.pop(id(self), None)
+        return self._operation.future(_devices(self._operation.result))
+
+    def __del__(self) -> None:
+        # The results must be written even if the program never waits.
+        operation = getattr(self, "_operation", None)
+        if operation is not None and not operation.done and not operation.part and not sys.is_finalizing():
+            _finisher.add(operation)
+
+
+def _devices(result: Any) -> List[torch.device]:
+    if isinstance(result, torch.Tensor):
+        return [] if result.is_cpu else [result.device]
+    found: List[torch.device] = []
+    for item in result:
+        found += [d for d in _devices(item) if d not in found]
+    return found

@@ -1,0 +1,375 @@
+"""Tests of gohvd.torch.distributed. Every rank runs all tests, in the same order.
+
+distributed_ranks.py runs as one rank if RANK is set, for example by torchrun. ``distributed_ranks.py N`` starts N ranks
+with torch.multiprocessing, which meet at a file. Then rank 0 prints ``N ranks: M tests passed``. The name does not begin
+with test_, because hvdrun does not start these tests.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import math
+import os
+import sys
+import tempfile
+import threading
+import unittest
+from datetime import timedelta
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.nn.parallel import DistributedDataParallel
+
+import gohvd.torch as hvd
+import gohvd.torch.distributed
+from gohvd.exceptions import MismatchError
+from gohvd.torch.distributed import _work
+
+_LIMIT_SECONDS = 100
+
+INIT: dict = {}
+
+
+class Ranks(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls) -> None:
+        torch.set_num_threads(1)
+        if not dist.is_initialized():
+            dist.init_process_group("gohvd", **INIT)
+        cls.rank, cls.size = dist.get_rank(), dist.get_world_size()
+        cls.all = range(cls.size)
+
+    def setUp(self) -> None:
+        faulthandler.dump_traceback_later(_LIMIT_SECONDS, exit=True)
+        self.addCleanup(faulthandler.cancel_dump_traceback_later)
+        torch.manual_seed(1)
+
+    def equal(self, got: torch.Tensor, want: object, **kw: object) -> None:
+        want = torch.as_tensor(want, dtype=got.dtype)
+        self.assertTrue(torch.equal(got, want.expand_as(got)), f"got {got}, want {want}")
+
+    def ours(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.full(shape, self.rank + 1, dtype=dtype)
+
+
+class Collectives(Ranks):
+    def test_all_reduce(self) -> None:
+        total = sum(r + 1 for r in self.all)
+        product = math.prod(r + 1 for r in self.all)
+        wants = {
+            dist.ReduceOp.SUM: total, dist.ReduceOp.PRODUCT: product, dist.ReduceOp.MIN: 1,
+            dist.ReduceOp.MAX: self.size, dist.ReduceOp.AVG: total / self.size,
+        }  # fmt: skip
+        for op, want in wants.items():
+            for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8):
+                for shape in ((), (1,), (0,), (3, 4), (1000,)):
+                    x = self.ours(*shape, dtype=dtype)
+                    dist.all_reduce(x, op=op)
+                    self.equal(x, int(want) if not dtype.is_floating_point else want)
+
+    def test_other_reductions(self) -> None:
+        for op, dtype in (
+            (dist.ReduceOp.BAND, torch.int32), (dist.ReduceOp.BXOR, torch.int32), (dist.ReduceOp.MAX, torch.complex64),
+            (dist.ReduceOp.AVG, torch.bool),
+        ):  # fmt: skip
+            with self.assertRaisesRegex((ValueError, RuntimeError), "not supported|does not support"):
+                dist.all_reduce(torch.ones(2, dtype=dtype), op=op)
+        with self.assertRaisesRegex(TypeError, "reductions of torch.quint8|float8"):
+            dist.all_reduce(torch.ones(2).to(torch.float8_e5m2))
+
+    def test_bool_complex_and_views(self) -> None:
+        x = torch.tensor([self.rank == 0, False, True])
+        dist.all_reduce(x)
+        self.equal(x, [True, False, True])
+        x = torch.tensor([self.rank == 0, False, True])
+        dist.all_reduce(x, op=dist.ReduceOp.PRODUCT)
+        self.equal(x, [self.size == 1, False, True])
+        for dtype in (torch.complex64, torch.complex128):
+            x = torch.full((2,), complex(self.rank, 1), dtype=dtype)
+            dist.all_reduce(x)
+            self.equal(x, torch.full((2,), complex(sum(self.all), self.size), dtype=dtype))
+        for view in (
+            torch.arange(12.0).view(3, 4).t(), torch.arange(24.0).view(2, 3, 4)[:, 1], torch.arange(9.0)[::2],
+            torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        ):  # fmt: skip
+            want = view.clone() * self.size
+            dist.all_reduce(view)
+            self.equal(view, want)
+            before = view.clone()
+            outputs = [torch.zeros_like(view) for _ in self.all]
+            dist.all_gather(outputs, view + self.rank)
+            for r, got in enumerate(outputs):
+                self.equal(got, before + r)
+
+    def test_broadcast(self) -> None:
+        for root in self.all:
+            for dtype in (torch.float32, torch.bool, torch.complex64, torch.uint8, torch.int64, torch.float8_e5m2):
+                x = self.ours(3).to(dtype)
+                dist.broadcast(x, root)
+                self.equal(x.to(torch.complex64), torch.full((3,), root + 1.0).to(dtype).to(torch.complex64))
+
+    def test_all_gather(self) -> None:
+        for dtype in (torch.float32, torch.bool, torch.complex64, torch.int16):
+            outputs = [torch.zeros(2, 3, dtype=dtype) for _ in self.all]
+            dist.all_gather(outputs, self.ours(2, 3).to(dtype))
+            for r, got in enumerate(outputs):
+                self.equal(got, torch.full((2, 3), r + 1.0).to(dtype))
+        flat = torch.zeros(self.size * 2, 3)
+        dist.all_gather_into_tensor(flat, self.ours(2, 3))
+        self.equal(flat, torch.arange(1.0, self.size + 1).repeat_interleave(2).view(-1, 1).expand(-1, 3))
+        objects = [None for _ in self.all]
+        dist.all_gather_object(objects, {"rank": self.rank})
+        self.assertEqual(objects, [{"rank": r} for r in self.all])
+
+    def test_reduce_scatter(self) -> None:
+        out = torch.zeros(2)
+        dist.reduce_scatter_tensor(out, torch.arange(2.0 * self.size))
+        self.equal(out, torch.arange(2.0 * self.size)[2 * self.rank : 2 * self.rank + 2] * self.size)
+        dist.reduce_scatter(out, [torch.full((2,), float(r)) for r in self.all], op=dist.ReduceOp.MAX)
+        self.equal(out, float(self.rank))
+
+    def test_all_to_all(self) -> None:
+        out = torch.zeros(self.size, 2)
+        dist.all_to_all_single(out, torch.full((self.size, 2), float(self.rank)))
+        self.equal(out, torch.arange(float(self.size)).view(-1, 1).expand(-1, 2))
+        # Rank a sends a + b rows to rank b.
+        sent, received = [self.rank + b for b in self.all], [a + self.rank for a in self.all]
+        out = torch.zeros(sum(received), 2)
+        dist.all_to_all_single(out, self.ours(sum(sent), 2), received, sent)
+        want = [torch.full((n, 2), a + 1.0) for a, n in enumerate(received)]
+        self.equal(out, torch.cat(want))
+        outputs = [torch.zeros(n) for n in received]
+        dist.all_to_all(outputs, [self.ours(n) for n in sent])
+        for a, got in enumerate(outputs):
+            self.equal(got, a + 1.0)
+
+    def test_roots(self) -> None:
+        for root in self.all:
+            x = self.ours(3)
+            dist.reduce(x, root)
+            self.equal(x, sum(r + 1.0 for r in self.all) if self.rank == root else self.rank + 1.0)
+            outputs = [torch.zeros(2) for _ in self.all] if self.rank == root else None
+            dist.gather(self.ours(2), outputs, root)
+            for r, got in enumerate(outputs or []):
+                self.equal(got, r + 1.0)
+            out = torch.zeros(2)
+            dist.scatter(out, [torch.full((2,), float(r)) for r in self.all] if self.rank == root else None, root)
+            self.equal(out, float(self.rank))
+        objects = [{"from": self.rank}]
+        dist.broadcast_object_list(objects, self.size - 1)
+        self.assertEqual(objects, [{"from": self.size - 1}])
+
+    def test_coalesced(self) -> None:
+        group = dist.group.WORLD
+        a, b = self.ours(3), self.ours(2, dtype=torch.int64)
+        group.allreduce_coalesced([a, b], dist.AllreduceCoalescedOptions()).wait()
+        self.equal(a, sum(r + 1.0 for r in self.all))
+        self.equal(b, sum(r + 1 for r in self.all))
+        outputs = [torch.zeros(2 * self.size), torch.zeros(self.size)]
+        work = group.allgather_into_tensor_coalesced(outputs, [self.ours(2), self.ours(1)])
+        work.wait()
+        self.equal(outputs[1], torch.arange(1.0, self.size + 1))
+        with dist._coalescing_manager(group):
+            for x in (a, b):
+                dist.all_reduce(x, op=dist.ReduceOp.MAX)
+        self.equal(b, sum(r + 1 for r in self.all))
+
+    def test_many_calls(self) -> None:
+        """More calls are in flight than a group has numbers."""
+        works = []
+        for i in range(600):
+            x = torch.full((4,), float(i))
+            works.append((i, x, dist.all_reduce(x, async_op=True)))
+        for i, x, work in reversed(works):
+            work.wait()
+            self.equal(x, float(i * self.size))
+
+
+class Works(Ranks):
+    def test_work(self) -> None:
+        x = self.ours(2)
+        work = dist.all_reduce(x, async_op=True)
+        self.assertTrue(work.wait())
+        self.assertTrue(work.is_completed())
+        self.assertTrue(work.is_success())
+        self.assertIsNone(work.exception())
+        self.assertIs(work.result()[0], x)
+        if self.size > 1 and self.rank == 0:
+            late = dist.all_reduce(torch.ones(1), async_op=True)
+            self.assertFalse(late.is_completed())
+            with self.assertRaisesRegex(RuntimeError, r"all_reduce \(call \d+ of group .*timed out after 0.01 s"):
+                late.wait(timedelta(seconds=0.01))
+        self.store_barrier("late")
+        if self.size > 1 and self.rank > 0:
+            late = dist.all_reduce(torch.ones(1), async_op=True)
+        if self.size > 1:
+            self.assertTrue(late.wait(timedelta(seconds=60)))
+
+    def store_barrier(self, name: str) -> None:
+        """Waits for all ranks without an operation of the group."""
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"{name} {self.rank}", "")
+        store.wait([f"{name} {r}" for r in self.all], timedelta(seconds=60))
+
+    def test_future(self) -> None:
+        order = []
+        x = self.ours(2)
+        future = dist.all_reduce(x, async_op=True).get_future()
+        first = future.then(lambda f: order.append("first") or f.value()[0] / self.size)
+        second = first.then(lambda f: order.append("second") or f.value() + 1)
+        self.equal(second.wait(), sum(r + 1.0 for r in self.all) / self.size + 1)
+        self.assertEqual(order, ["first", "second"])
+        # Several futures are done in any order.
+        futures = [dist.all_reduce(torch.full((1,), float(i)), async_op=True).get_future() for i in range(20)]
+        self.assertEqual([f.wait()[0].item() for f in reversed(futures)], [float(i * self.size) for i in reversed(range(20))])
+
+    def test_dropped(self) -> None:
+        """The result is written even if the program drops the work."""
+        if _work._FORGETS:
+            return  # the package keeps the last works
+        x = self.ours(2)
+        dist.all_reduce(x, async_op=True)
+        dist.barrier()
+        limit = threading.Event()
+        for _ in range(2000):
+            if torch.equal(x, torch.full((2,), sum(r + 1.0 for r in self.all))):
+                return
+            limit.wait(0.01)
+        self.fail(f"got {x}")
+
+    def test_errors(self) -> None:
+        for make in (
+            lambda: dist.all_reduce(torch.ones(2).to_sparse()),
+            lambda: dist.all_gather([torch.ones(3)] * self.size, torch.ones(2)),
+            lambda: dist.all_gather_into_tensor(torch.ones(self.size * 2 + 1), torch.ones(2)),
+            lambda: dist.all_to_all_single(torch.ones(2 * self.size), torch.ones(2 * self.size), [1] * self.size, [1] * self.size),
+            lambda: dist.all_reduce(torch.ones(2, device="meta")),
+        ):
+            with self.assertRaises((ValueError, RuntimeError)):
+                make()
+        self.equal_after()
+
+    def equal_after(self) -> None:
+        """After an error the group can still be used."""
+        x = torch.ones(2)
+        dist.all_reduce(x)
+        self.equal(x, float(self.size))
+
+    def test_mismatch(self) -> None:
+        if self.size == 1:
+            return
+        last = self.rank == self.size - 1
+        call = (lambda: dist.broadcast(torch.ones(3), 0)) if last else (lambda: dist.all_reduce(torch.ones(3)))
+        name = "broadcast" if last else "all_reduce"
+        with self.assertRaisesRegex(MismatchError, rf"torch.distributed.{name} \(call \d+ of group .*mismatched operations"):
+            call()
+        self.equal_after()
+        with self.assertRaisesRegex(MismatchError, "mismatched shapes"):
+            dist.all_reduce(torch.ones(4 if last else 3))
+        with self.assertRaisesRegex(RuntimeError, "mismatched data types"):
+            dist.all_reduce(torch.ones(3, dtype=torch.float64 if last else torch.float32), async_op=True).get_future().wait()
+        self.equal_after()
+
+    def test_monitored_barrier(self) -> None:
+        group = dist.group.WORLD
+        group.monitored_barrier(timedelta(seconds=60))
+        if self.size > 1:
+            if self.rank != 1:
+                with self.assertRaisesRegex(RuntimeError, "rank 1 failed to pass"):
+                    group.monitored_barrier(timedelta(seconds=0.5), wait_all_ranks=True)
+            else:
+                group._barriers += 1
+        self.store_barrier("monitored")
+        self.equal_after()
+
+
+class Training(Ranks):
+    def test_ddp(self) -> None:
+        torch.manual_seed(self.rank)
+        layers = torch.nn.Sequential(torch.nn.Linear(10, 300), torch.nn.BatchNorm1d(300), torch.nn.Linear(300, 5))
+        model = DistributedDataParallel(layers, bucket_cap_mb=0.01)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(10):
+            optimizer.zero_grad()
+            model(torch.randn(8, 10)).square().mean().backward()
+            optimizer.step()
+        for p in model.parameters():
+            outputs = [torch.zeros_like(p) for _ in self.all]
+            dist.all_gather(outputs, p.detach())
+            for got in outputs:
+                self.equal(got, p.detach())
+
+    def test_comm_hook(self) -> None:
+        def half(state, bucket):
+            work = dist.all_reduce(bucket.buffer().to(torch.float16), async_op=True)
+            return work.get_future().then(lambda f: f.value()[0].to(torch.float32) / self.size)
+
+        model = DistributedDataParallel(torch.nn.Linear(4, 1))
+        model.register_comm_hook(None, half)
+        model(self.ours(2, 4)).sum().backward()
+        mean = sum(r + 1 for r in self.all) / self.size
+        self.assertTrue(torch.allclose(model.module.weight.grad, torch.full((1, 4), 2 * mean), rtol=1e-2))
+
+
+class Lives(Ranks):
+    """The process group is made several times in one process. The order of the names makes these tests the second."""
+
+    def test_again(self) -> None:
+        for k in range(2):
+            old = dist.group.WORLD
+            dist.destroy_process_group()
+            begin(k)
+            x = torch.ones(2)
+            dist.all_reduce(x)
+            self.equal(x, float(self.size))
+            with self.assertRaisesRegex(RuntimeError, "was destroyed"):
+                old.allreduce([torch.ones(1)])
+
+    def test_job_of_the_program(self) -> None:
+        """If the program has called hvd.init, the group uses that job and does not end it."""
+        if "RANK" not in os.environ:
+            return  # hvd.init finds no launcher
+        dist.destroy_process_group()
+        hvd.init()
+        for k in range(2):
+            begin(f"mine {k}")
+            x = torch.ones(2)
+            dist.all_reduce(x)
+            self.equal(x, float(self.size))
+            self.equal(hvd.allreduce(torch.ones(2), op=hvd.Sum, name="x"), float(self.size))
+            dist.destroy_process_group()
+            self.equal(hvd.allreduce(torch.ones(2), op=hvd.Sum, name="x"), float(self.size))
+        hvd.shutdown()
+        begin("ours")
+
+
+def begin(k: object) -> None:
+    """Makes the default group again. A file can be used only once."""
+    args = dict(INIT)
+    if args:
+        args["init_method"] += f" {k}"
+    dist.init_process_group("gohvd", **args)
+
+
+def run(rank: int, size: int, file: str) -> None:
+    if file:
+        INIT.update(init_method=f"file://{file}", rank=rank, world_size=size)
+    suite = unittest.defaultTestLoader.loadTestsFromModule(sys.modules[__name__])
+    result = unittest.TextTestRunner(verbosity=2 if rank == 0 else 1).run(suite)
+    size = dist.get_world_size()
+    dist.destroy_process_group()
+    if not result.wasSuccessful():
+        sys.exit(1)
+    if rank == 0:
+        print(f"{size} ranks: {result.testsRun} tests passed", flush=True)
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        run(int(os.environ["RANK"]), 0, "")
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(run, (int(sys.argv[1]), os.path.join(folder, "store")), int(sys.argv[1]))
