@@ -73,7 +73,7 @@ conformance: ## test every operation in every configuration against the referenc
 	$(GO) test ./internal/conformance -v -timeout 0 -args -full
 
 # The packages with tests that start MPI jobs. Their tests for ranks are in files with the tag mpi.
-WITH_MPI = ./ops/mpi ./internal/e2e
+WITH_MPI = ./ops/mpi ./internal/conformance ./internal/e2e
 
 .PHONY: test-mpi
 test-mpi: ## test with Open MPI and MPICH, as jobs of 1 to 4 processes

@@ -11,6 +11,8 @@
 //
 //	go test -run TestConformance -v -timeout 0 ./internal/conformance -args -full
 //
+// make test-mpi runs some of the combinations with each MPI library, where each rank is a process.
+//
 // Random programs are generated from a seed. A failed test prints the seed, and -args -seed N generates the
 // same program again.
 package conformance

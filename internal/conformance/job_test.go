@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
+	"io"
 	"slices"
 	"sync"
 
@@ -56,6 +57,9 @@ type job struct {
 	empty  bool
 
 	same agreement // checks that results are the same for all members
+	// digest, if not nil, gets the results that must be the same for all members. It is for members that are
+	// in different processes.
+	digest io.Writer
 }
 
 func (j *job) String() string {
@@ -253,6 +257,9 @@ func (j *job) checkResult(m int, op *testcluster.Op) error {
 	case message.Allreduce:
 		if err := j.same.check(op.Output); err != nil {
 			return err
+		}
+		if j.digest != nil {
+			_, _ = j.digest.Write(op.Output) // a hash never fails
 		}
 	}
 	if j.kind == message.Reduce && m != j.root() {

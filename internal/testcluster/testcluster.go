@@ -84,8 +84,17 @@ type Options struct {
 	SegmentBytes int
 	// Table chooses the algorithms of operations over ops/tcp. If it is nil, the default table applies.
 	Table opstcp.Table
+	// Process, if not nil, is the rank that runs in this process. Each other rank runs in a process of its
+	// own, with the same Options, and Transport, Latency and Hosts have no effect.
+	Process *Process
 	// Deadline is the time limit for the job. The default is 60 s.
 	Deadline time.Duration
+}
+
+// Process is the only rank in this process.
+type Process struct {
+	Rank topo.Rank
+	Mesh transport.Mesh
 }
 
 const (
@@ -146,6 +155,11 @@ func (c *cluster) watch() (end func()) {
 
 // connect makes the meshes of all ranks.
 func (c *cluster) connect() error {
+	if p := c.o.Process; p != nil {
+		c.meshes = make([]transport.Mesh, c.o.Ranks)
+		c.meshes[p.Rank] = p.Mesh
+		return nil
+	}
 	if c.o.Transport == Mem {
 		net := mem.NewWithLatency(c.o.Ranks, c.o.Latency)
 		for r := range c.o.Ranks {
@@ -255,13 +269,16 @@ func (c *cluster) start() error {
 	}
 	errs := make([]error, c.o.Ranks)
 	var wg sync.WaitGroup
-	for i := range c.ranks {
+	for i, mesh := range c.meshes {
+		if mesh == nil {
+			continue // the rank runs in another process
+		}
 		wg.Go(func() {
 			cfg := engine.Config{
-				Rank: topo.Rank(i), Size: c.o.Ranks, Mesh: c.meshes[i], Sets: sets[1:],
+				Rank: topo.Rank(i), Size: c.o.Ranks, Mesh: mesh, Sets: sets[1:],
 				CacheCapacity: 1024, FusionThresholdBytes: 64 << 20, LivenessTimeout: 10 * time.Second,
 			}
-			if c.o.Transport == Mem {
+			if c.o.Transport == Mem && c.o.Process == nil {
 				cfg.Spin = -1
 			}
 			if c.o.OnFrame != nil {
@@ -306,11 +323,13 @@ func (c *cluster) start() error {
 	return err
 }
 
-// each calls f for all ranks at the same time, and waits until all calls have returned.
+// each calls f for all ranks of this process at the same time, and waits until all calls have returned.
 func (c *cluster) each(f func(r *Rank)) {
 	var wg sync.WaitGroup
 	for _, r := range c.ranks {
-		wg.Go(func() { f(r) })
+		if r != nil {
+			wg.Go(func() { f(r) })
+		}
 	}
 	wg.Wait()
 }

@@ -15,7 +15,7 @@ import (
 func TestWithMPI(t *testing.T) {
 	testmpi.Each(t, func(t *testing.T, l testmpi.Library) {
 		program := l.Build(t, "test", "./ops/mpi")
-		l.RunTests(t, program, 1, 2, 3, 4)
+		l.RunTests(t, program, 1, 3)
 		t.Run("one thread", func(t *testing.T) {
 			t.Setenv("SINGLE_THREAD", "1")
 			l.RunTests(t, program, 2)

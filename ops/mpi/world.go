@@ -279,5 +279,8 @@ func (w *world) Leave(ctx context.Context) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.err = ErrFinalized
+	if err == nil {
+		close(w.thread.calls)
+	}
 	return err
 }

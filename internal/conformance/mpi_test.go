@@ -1,0 +1,117 @@
+//go:build mpi
+
+package conformance
+
+import (
+	"cmp"
+	"context"
+	"crypto/sha256"
+	"fmt"
+	stdhash "hash"
+	"slices"
+	"testing"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/engine"
+	"github.com/gohvd/gohvd/internal/place"
+	"github.com/gohvd/gohvd/internal/rank"
+	"github.com/gohvd/gohvd/internal/testcluster"
+	"github.com/gohvd/gohvd/internal/topo"
+)
+
+// TestRankOfMPI runs one rank of the pairwise trials. mpirun starts a process for each rank
+// (TestConformanceMPI).
+func TestRankOfMPI(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), clusterTime)
+	defer cancel()
+	cfg := config.Defaults()
+	cfg.MPIController, cfg.MPIOperations, cfg.SharedMemory = true, true, config.SharedNever
+	for _, lockstep := range []bool{false, true} {
+		runRank(ctx, t, &cfg, lockstep)
+	}
+	m, err := rank.JoinMPI(ctx, &cfg, true, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := m.Leave(ctx); err != nil {
+		t.Error(err)
+	}
+}
+
+// runRank runs the trials of this process in a job of all processes.
+func runRank(ctx context.Context, t *testing.T, cfg *config.Config, lockstep bool) {
+	m, err := rank.JoinMPI(ctx, cfg, false, zap.NewNop())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer m.Close()
+	at, err := place.Open(ctx, place.Config{Settings: *cfg, ID: m.ID})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer at.Close()
+	session, err := rank.OpenSession(ctx, rank.SessionConfig{At: at})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer session.Close()
+	scripts := trialsOfMPI(m.Size(), lockstep)
+	digests := make(map[string]stdhash.Hash)
+	for _, s := range scripts {
+		me := slices.Index(s.members, topo.Rank(m.Rank()))
+		if me < 0 || s.joined>>me&1 == 1 {
+			continue // this rank does not get all results
+		}
+		key := fmt.Sprint(s.members, s.joined)
+		if digests[key] == nil {
+			digests[key] = sha256.New()
+		}
+		for _, jobs := range s.rounds {
+			for _, j := range jobs {
+				j.digest = digests[key]
+			}
+		}
+	}
+	testcluster.Run(t, testcluster.Options{
+		Ranks: m.Size(), Sets: sets(m.Size()), Deadline: clusterTime,
+		Process: &testcluster.Process{Rank: topo.Rank(m.Rank()), Mesh: session.Mesh},
+		Config: func(cfg *engine.Config) {
+			cfg.Ready = session.Ready
+			cfg.Backends = append(cfg.Backends, m.Register(false, true))
+			if cfg.Lockstep = lockstep; lockstep {
+				cfg.CycleTime = 20 * time.Microsecond
+			}
+		},
+	}, func(r *testcluster.Rank) {
+		for _, s := range scripts {
+			s.run(r, nil)
+		}
+	})
+	for key, d := range digests {
+		fmt.Printf("digest of %s in lock-step %v: %x\n", key, lockstep, d.Sum(nil))
+	}
+	t.Logf("%d cases", len(scripts))
+}
+
+// trialsOfMPI returns the pairwise trials of all links that have the given number of ranks. Without -full, it
+// returns every sixth of them, which differ between the kinds of negotiation.
+func trialsOfMPI(ranks int, lockstep bool) (scripts []*script) {
+	var all []trial
+	for _, trials := range pairwise() {
+		all = append(all, trials...)
+	}
+	slices.SortFunc(all, func(a, b trial) int { return cmp.Compare(a.number, b.number) })
+	first := 0
+	if lockstep {
+		first = 1
+	}
+	for i, c := range slices.DeleteFunc(all, func(c trial) bool { return c.ranks != ranks }) {
+		if *full || i%6 == first {
+			scripts = append(scripts, c.script())
+		}
+	}
+	return scripts
+}
