@@ -78,7 +78,7 @@ WITH_MPI = ./ops/mpi ./internal/conformance ./internal/e2e
 .PHONY: test-mpi
 test-mpi: ## test with Open MPI and MPICH, as jobs of 1 to 4 processes
 	$(GO) vet -tags mpi ./...
-	$(GO) test -count 1 -run MPI $(WITH_MPI) -args -mpi
+	$(GO) test -p 1 -count 1 -run MPI $(WITH_MPI) -args -mpi
 
 .PHONY: python
 python: ## print which Python has torch and will run the tests
