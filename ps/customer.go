@@ -10,6 +10,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/gohvd/gohvd/internal/ps/pspb"
 	"github.com/gohvd/gohvd/internal/ps/van"
 )
 
@@ -27,6 +28,8 @@ type customer struct {
 	// request handles a request of another node, which it must answer. The lock handling is locked.
 	request  func(from int, m *van.Message)
 	handling sync.Mutex
+	// gone is called when a process has died or left. It may be nil.
+	gone func(id int)
 
 	mu        sync.Mutex
 	timestamp int64 // number of requests so far
@@ -56,6 +59,8 @@ type Request struct {
 	callback  func(error)
 	// finish is called with the responses when all have arrived, before the callback. It may be nil.
 	finish func(parts []part) error
+	// keys returns the keys of the part for a server. It is nil unless the request is a push or pull.
+	keys func(server int) []uint64
 
 	// The following fields are guarded by c.mu until the request has completed.
 	parts    []part
@@ -176,6 +181,11 @@ func (c *customer) response(from int, m *van.Message) {
 		m.Release() // the request has failed, or the peer has answered twice
 		return
 	}
+	if m.Header.WantKeys && r.keys != nil {
+		c.mu.Unlock()
+		c.sendKeys(r, from, m)
+		return
+	}
 	p := &r.parts[i]
 	p.answered, p.response = true, m
 	r.answered++
@@ -188,6 +198,17 @@ func (c *customer) response(from int, m *van.Message) {
 	case all:
 		c.complete(r, nil)
 	}
+}
+
+// sendKeys sends the keys of a request to a server that does not know them, which m says. This answers m, so
+// it does not wait.
+func (c *customer) sendKeys(r *Request, from int, m *van.Message) {
+	h := m.Header
+	m.Release()
+	keys := &van.Message{Header: &pspb.Header{Request: true, WantKeys: true, Timestamp: h.Timestamp,
+		AppId: h.AppId, CustomerId: h.CustomerId, KeyList: h.KeyList},
+		Data: [][]byte{bytesOfKeys(r.keys(from))}}
+	c.po.answer(from, keys)
 }
 
 // complete ends a request because all responses have arrived, or because of an error. Only the first call has
@@ -271,6 +292,9 @@ func (c *customer) failIf(why func(*Request) error) {
 
 // lost fails the requests that a node will not answer.
 func (c *customer) lost(id int, err error) {
+	if c.gone != nil {
+		c.gone(id)
+	}
 	c.failIf(func(r *Request) error {
 		if slices.ContainsFunc(r.parts, func(p part) bool { return p.to == id && p.sent && !p.answered }) {
 			return err

@@ -51,7 +51,7 @@ func (j job) run(node func(po *Postoffice)) {
 			if role == "worker" {
 				opts.Customers = customers
 			}
-			ctx, cancel := context.WithTimeout(j.t.Context(), time.Minute)
+			ctx, cancel := context.WithTimeout(j.t.Context(), 10*time.Minute)
 			defer cancel()
 			po, err := Start(ctx, opts)
 			if err != nil {

@@ -113,12 +113,12 @@ func (m *Message) check() error {
 	return nil
 }
 
-// setType sets the type of frame i. It grows the list of frames in the header as necessary.
-func setType(h *pspb.Header, i int, t pspb.DataType) {
-	for len(h.Frames) <= i {
-		h.Frames = append(h.Frames, &pspb.Frame{})
+// SetTypes sets the types of the frames of a message.
+func SetTypes(h *pspb.Header, types ...pspb.DataType) {
+	h.Frames = make([]*pspb.Frame, len(types))
+	for i, t := range types {
+		h.Frames[i] = &pspb.Frame{Type: t}
 	}
-	h.Frames[i].Type = t
 }
 
 // encode returns the header as it is sent.
@@ -128,7 +128,7 @@ func (m *Message) encode() ([]byte, error) {
 	}
 	for i, d := range m.Data {
 		if i >= len(m.Header.Frames) {
-			setType(m.Header, i, pspb.DataType_OTHER)
+			m.Header.Frames = append(m.Header.Frames, &pspb.Frame{Type: pspb.DataType_OTHER})
 		}
 		m.Header.Frames[i].Bytes = uint64(len(d))
 	}

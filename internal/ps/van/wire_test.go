@@ -42,12 +42,12 @@ func TestMessagesArriveUnchanged(t *testing.T) {
 		{firstBytes, 1}, {firstBytes - 10, 10, 0}} {
 		m := NewMessage(&pspb.Header{Head: int32(len(want)), Body: []byte("body"), Request: true, Push: true,
 			KeyList: random.Uint64()}, sizes...)
-		for i, d := range m.Data {
+		for _, d := range m.Data {
 			for j := range d {
 				d[j] = byte(random.Uint32())
 			}
-			setType(m.Header, i, pspb.DataType_FLOAT)
 		}
+		SetTypes(m.Header, slices.Repeat([]pspb.DataType{pspb.DataType_FLOAT}, len(sizes))...)
 		want = append(want, m)
 		stream = append(stream, wire(t, m)...)
 	}

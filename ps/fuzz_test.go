@@ -1,0 +1,94 @@
+package ps
+
+import (
+	"testing"
+
+	"go.uber.org/zap"
+	"google.golang.org/protobuf/proto"
+
+	"github.com/gohvd/gohvd/internal/ps/pspb"
+	"github.com/gohvd/gohvd/internal/ps/van"
+)
+
+// message returns a message with the encoded header h and frames.
+func message(h []byte, frames ...[]byte) *van.Message {
+	header := new(pspb.Header)
+	if proto.Unmarshal(h, header) != nil {
+		return nil
+	}
+	sizes := make([]int, len(frames))
+	header.Frames = header.Frames[:min(len(header.Frames), len(frames))]
+	for i, f := range frames {
+		sizes[i] = len(f)
+		if i == len(header.Frames) {
+			header.Frames = append(header.Frames, &pspb.Frame{})
+		}
+	}
+	m := van.NewMessage(header, sizes...)
+	for i, f := range frames {
+		copy(m.Data[i], f)
+	}
+	return m
+}
+
+// FuzzServer passes requests to a KVServer. None may crash it, and what it accepts must fit together.
+func FuzzServer(f *testing.F) {
+	add := func(h *pspb.Header, keys, vals, lens []byte) {
+		b, err := proto.Marshal(h)
+		if err != nil {
+			f.Fatal(err)
+		}
+		f.Add(b, keys, vals, lens)
+	}
+	types := []*pspb.Frame{{}, {Type: pspb.DataType_FLOAT}}
+	add(&pspb.Header{Push: true, KeyList: 1, Frames: types}, make([]byte, 8), make([]byte, 8), nil)
+	add(&pspb.Header{Pull: true, KeyList: 1, Frames: types}, nil, nil, nil)
+	add(&pspb.Header{Push: true, Pull: true, KeyList: 2, Frames: types}, make([]byte, 16), make([]byte, 8),
+		make([]byte, 8))
+	add(&pspb.Header{WantKeys: true, KeyList: 3}, make([]byte, 8), nil, nil)
+	f.Fuzz(func(t *testing.T, h, keys, vals, lens []byte) {
+		po := &Postoffice{log: zap.NewNop(), customers: make(map[customerKey]*customer)}
+		po.van = van.New(van.Config{Role: van.Server, Customers: 1, Rank: -1}, router{po})
+		sum := Sum[float32]()
+		s := &KVServer[float32]{lists: make(map[senderKey]*serverLists),
+			parked: make(map[parkedKey]*van.Message),
+			handler: func(meta KVMeta, data KVPairs[float32], s *KVServer[float32]) {
+				if n := len(data.Vals); meta.Push && data.Lens == nil && n%len(data.Keys) != 0 ||
+					!meta.Push && n > 0 {
+					t.Errorf("%d values came with %d keys", n, len(data.Keys))
+				}
+				sum(meta, data, s)
+			}}
+		c := &customer{po: po, request: s.handle}
+		s.SimpleApp = &SimpleApp{c: c}
+		for _, frames := range [][][]byte{{keys, vals, lens}, {nil, vals, lens}, {keys}, {keys, vals}, {}} {
+			if m := message(h, frames...); m != nil {
+				s.handle(9, m)
+			}
+		}
+	})
+}
+
+// FuzzResponse passes responses to a pull of a KVWorker.
+func FuzzResponse(f *testing.F) {
+	f.Add([]byte{}, make([]byte, 8), []byte{})
+	f.Add([]byte{}, make([]byte, 12), []byte{1, 0, 0, 0, 2, 0, 0, 0})
+	f.Fuzz(func(t *testing.T, h, vals, lens []byte) {
+		for _, frames := range [][][]byte{{vals, lens}, {vals}, {}} {
+			m := message(h, frames...)
+			if m == nil {
+				return
+			}
+			if len(m.Header.Frames) > 0 {
+				m.Header.Frames[0].Type = pspb.DataType_FLOAT
+			}
+			var out []float32
+			var outLens []int32
+			op := operation[float32]{out: &out, options: options{outLens: &outLens}}
+			list := &keyList{keys: []uint64{1, 2}, bounds: []int{0, 2}}
+			if op.assemble(list, []part{{to: van.ServerID(0), response: m}}) == nil && len(outLens) != 2 {
+				t.Errorf("2 keys have %d lengths", len(outLens))
+			}
+		}
+	})
+}

@@ -1,0 +1,567 @@
+package ps
+
+import (
+	"context"
+	"flag"
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"runtime"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"google.golang.org/protobuf/proto"
+
+	"github.com/gohvd/gohvd/half"
+	"github.com/gohvd/gohvd/internal/ps/van"
+	"github.com/gohvd/gohvd/internal/testnet"
+	"github.com/gohvd/gohvd/internal/transport/faulty"
+)
+
+var full = flag.Bool("full", false, "run 10 million requests in TestRandom")
+
+// kv runs a job whose servers have the handler that the function handler returns, and calls worker for each
+// customer of each worker.
+func kv[T Value](j job, handler func() KVHandler[T], worker func(po *Postoffice, rank int, w *KVWorker[T])) {
+	j.run(func(po *Postoffice) {
+		if po.IsServer() {
+			if _, err := NewKVServer(po, 0, handler(), SimpleHandlers{}); err != nil {
+				j.t.Error(err)
+			}
+		}
+		if !po.IsWorker() {
+			return
+		}
+		var wg sync.WaitGroup
+		for c := range max(j.customers, 1) {
+			wg.Go(func() {
+				w, err := NewKVWorker[T](po, 0, c, SimpleHandlers{})
+				if err != nil {
+					j.t.Error(err)
+					return
+				}
+				rank, err := po.RankOf(c)
+				if err != nil {
+					j.t.Error(err)
+				}
+				worker(po, rank, w)
+			})
+		}
+		wg.Wait()
+	})
+}
+
+// testKVApp is ps-lite's test_kv_app for one worker: pushes with at most ten in flight, a pull, and
+// PushPulls.
+func testKVApp(t *testing.T, rank int, w *KVWorker[float32]) {
+	const num, repeat = 10000, 50
+	keys, vals := make([]uint64, num), make([]float32, num)
+	for i := range keys {
+		keys[i] = MaxKey/num*uint64(i) + uint64(rank)
+		vals[i] = float32(rand.IntN(1000))
+	}
+	var flying []*Request
+	for range repeat {
+		r, err := w.Push(t.Context(), keys, vals)
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		if flying = append(flying, r); len(flying) > 10 {
+			wait(t, flying[0], nil)
+			flying = flying[1:]
+		}
+	}
+	for _, r := range flying {
+		wait(t, r, nil)
+	}
+	check := func(got []float32, times float32) {
+		for i, v := range got {
+			if v != vals[i]*times {
+				t.Errorf("key %d is %v, want %v", keys[i], v, vals[i]*times)
+				return
+			}
+		}
+		if len(got) != num {
+			t.Errorf("got %d values, want %d", len(got), num)
+		}
+	}
+	var got []float32
+	r, err := w.Pull(t.Context(), keys, &got)
+	wait(t, r, err)
+	check(got, repeat)
+	outs := make([]float32, num)
+	for i := range repeat {
+		r, err := w.PushPull(t.Context(), keys, vals, &outs)
+		wait(t, r, err)
+		check(outs, float32(repeat+i+1))
+	}
+}
+
+func TestKVApp(t *testing.T) {
+	kv(job{t: t, servers: 2, workers: 2}, Sum[float32], func(_ *Postoffice, rank int, w *KVWorker[float32]) {
+		testKVApp(t, rank, w)
+	})
+}
+
+// TestSeveralCustomers is ps-lite's test_kv_app_multi_workers: two customers in each worker process.
+func TestSeveralCustomers(t *testing.T) {
+	var ranks sync.Map
+	j := job{t: t, servers: 2, workers: 4, customers: 2}
+	kv(j, Sum[float32], func(po *Postoffice, rank int, w *KVWorker[float32]) {
+		if _, twice := ranks.LoadOrStore(rank, true); twice {
+			t.Errorf("two customers have the rank %d", rank)
+		}
+		testKVApp(t, rank, w)
+		if err := po.Barrier(t.Context(), w.c.key.id, WorkerGroup); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// TestValuesPerKey checks several values per key, with the same number for all keys and with lens, over three
+// servers, in every form of the calls, and that several lists share keys.
+func TestValuesPerKey(t *testing.T) {
+	keys := []uint64{1, 5, MaxKey / 3, MaxKey/3 + 7, MaxKey - 9}
+	kv(job{t: t, servers: 3, workers: 1}, Sum[int64], func(_ *Postoffice, _ int, w *KVWorker[int64]) {
+		vals := []int64{1, 2, 3, 4, 5, 6, 7, 8, 9, 10}
+		called := make(chan error, 10)
+		r, err := w.Push(t.Context(), keys, vals, Priority(3), Callback(func(err error) { called <- err }))
+		wait(t, r, err)
+		if len(called) != 1 {
+			t.Error("Wait has returned before the callback was called")
+		}
+		r, err = w.ZPush(t.Context(), keys[1:3], []int64{100, 200, 300, 400})
+		wait(t, r, err)
+		var got []int64
+		var lens []int32
+		r, err = w.Pull(t.Context(), keys, &got, OutLens(&lens))
+		wait(t, r, err)
+		if want := []int64{1, 2, 103, 204, 305, 406, 7, 8, 9, 10}; !slices.Equal(got, want) ||
+			!slices.Equal(lens, []int32{2, 2, 2, 2, 2}) {
+			t.Errorf("got %v with lens %v, want %v", got, lens, want)
+		}
+		other := []uint64{0, 2, 3, MaxKey / 2}
+		r, err = w.ZPushPull(t.Context(), other, vals[:6], &[]int64{}, Lens([]int32{3, 0, 1, 2}))
+		wait(t, r, err)
+		all := []uint64{0, 1, 2, 3, MaxKey / 3, MaxKey / 2}
+		into := make([]int64, 10)
+		r, err = w.Pull(t.Context(), all, &into, OutLens(&lens))
+		wait(t, r, err)
+		if want := []int64{1, 2, 3, 1, 2, 4, 305, 406, 5, 6}; !slices.Equal(into, want) ||
+			!slices.Equal(lens, []int32{3, 2, 0, 1, 2, 2}) {
+			t.Errorf("got %v with lens %v, want %v", into, lens, want)
+		}
+		r, err = w.Push(t.Context(), nil, nil)
+		wait(t, r, err)
+		r, err = w.Pull(t.Context(), []uint64{}, &into)
+		testnet.WantError(t, waitErr(t, r, err),
+			"the keys have 0 values, but the slice for them has the length 10")
+		// Mistakes of the caller.
+		push := func(keys []uint64, vals []int64, opts ...Option) error {
+			r, err := w.Push(t.Context(), keys, vals, opts...)
+			return waitErr(t, r, err)
+		}
+		testnet.WantError(t, push([]uint64{3, 3}, vals[:2]),
+			"ps: push of 2 keys: key 1 is 3 and follows key 3",
+			"sorted and unique")
+		testnet.WantError(t, push([]uint64{3, 2}, vals[:2]), "key 1 is 2 and follows key 3")
+		testnet.WantError(t, push(keys, vals[:7]), "7 values do not fit 5 keys")
+		testnet.WantError(t, push(nil, vals), "10 values do not fit 0 keys")
+		testnet.WantError(t, push([]uint64{MaxKey}, vals), "key 0 is 18446744073709551615, want less than")
+		testnet.WantError(t, push(keys, vals, Lens([]int32{1})),
+			"Lens gives 1 values for 1 keys, want 10 and 5")
+		testnet.WantError(t, push(keys[:1], vals, Lens([]int32{-1})), "key 0 has -1 values")
+		testnet.WantError(t, push(keys, vals[:5]), "has 2 values here, got 1")
+		testnet.WantError(t, push(other, vals[:4]), "values here, got 1")
+		testnet.WantError(t, push([]uint64{1, 77}, vals[:2]), "key 1 has 2 values here, got 1")
+		r, err = w.Pull(t.Context(), []uint64{77}, &got)
+		testnet.WantError(t, waitErr(t, r, err), "server 0: there is no key 77 here")
+		_, err = w.Pull(t.Context(), keys, nil)
+		testnet.WantError(t, err, "the pointer to the slice for the values is nil")
+		_, err = w.Pull(t.Context(), keys, &got, Lens(nil), Lens([]int32{1}))
+		testnet.WantError(t, err, "the option Lens is for a push")
+	})
+}
+
+func waitErr(t *testing.T, r *Request, err error) error {
+	if err == nil {
+		err = r.Wait(t.Context())
+	}
+	return err
+}
+
+// TestKeysAreNamed checks that keys are sent once, that a server asks for keys that it has forgotten, and
+// that a slicer replaces the ranges.
+func TestKeysAreNamed(t *testing.T) {
+	const num = 10000
+	keys := make([]uint64, num)
+	for i := range keys {
+		keys[i] = uint64(i)
+	}
+	var server atomic.Pointer[KVServer[uint8]]
+	job{t: t, servers: 2, workers: 1}.run(func(po *Postoffice) {
+		if po.IsServer() {
+			s, err := NewKVServer(po, 0, Sum[uint8](), SimpleHandlers{})
+			if err != nil {
+				t.Error(err)
+			}
+			if po.Rank() == 0 {
+				server.Store(s)
+			}
+		}
+		if !po.IsWorker() {
+			return
+		}
+		w, err := NewKVWorker[uint8](po, 0, 0, SimpleHandlers{})
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		vals := slices.Repeat([]uint8{1}, num)
+		push := func() int {
+			before, _ := po.Traffic()
+			r, err := w.Push(t.Context(), keys, vals)
+			wait(t, r, err)
+			after, _ := po.Traffic()
+			return int(after - before)
+		}
+		if n := push(); n < num*9 {
+			t.Errorf("the first push sent %d bytes", n)
+		}
+		if n := push(); n > num+1000 {
+			t.Errorf("the second push sent %d bytes, want about %d", n, num)
+		}
+		s := server.Load()
+		s.c.handling.Lock()
+		clear(s.lists)
+		s.c.handling.Unlock()
+		if n := push(); n < num*9 {
+			t.Errorf("the push after the server had forgotten the keys sent %d bytes", n)
+		}
+		if n := push(); n > num+1000 {
+			t.Errorf("the next push sent %d bytes, want about %d", n, num)
+		}
+		w.SetSlicer(func(keys []uint64, ranges []Range) ([]int, error) { return []int{0, 1, len(keys)}, nil })
+		push() // server 1 has all keys but the first
+		var got []uint8
+		r, err := w.Pull(t.Context(), keys, &got)
+		wait(t, r, err)
+		if got[0] != 5 || got[1] != 1 || got[num-1] != 1 {
+			t.Errorf("got %d, %d and %d, want 5, 1 and 1", got[0], got[1], got[num-1])
+		}
+		w.SetSlicer(func([]uint64, []Range) ([]int, error) { return []int{0, 2, 1}, nil })
+		_, err = w.Push(t.Context(), keys, vals)
+		testnet.WantError(t, err, "the slicer returned the bounds [0 2 1] for 10000 keys and 2 servers")
+	})
+}
+
+// TestLateAnswers checks a handler that answers when all workers have pushed, from other goroutines.
+func TestLateAnswers(t *testing.T) {
+	const workers = 3
+	handler := func() KVHandler[float64] {
+		var sum float64
+		var waiting []KVMeta
+		return func(meta KVMeta, data KVPairs[float64], s *KVServer[float64]) {
+			if meta.Cmd != 7 || !slices.Equal(data.Keys, []uint64{4}) {
+				t.Errorf("got command %d for keys %v", meta.Cmd, data.Keys)
+			}
+			sum += data.Vals[0]
+			if waiting = append(waiting, meta); len(waiting) < workers {
+				return
+			}
+			answer, all := KVPairs[float64]{Keys: data.Keys, Vals: []float64{sum}}, waiting
+			waiting = nil
+			for _, m := range all {
+				go func() {
+					if err := s.Response(m, KVPairs[float64]{Vals: []float64{1, 2},
+						Lens: []int32{1}}); err == nil {
+						t.Error("values that do not fit were sent")
+					}
+					if err := s.Response(m, answer); err != nil {
+						t.Error(err)
+					}
+					if s.Response(m, answer) == nil || s.Fail(m, context.Canceled) == nil {
+						t.Error("a second answer is no error")
+					}
+				}()
+			}
+		}
+	}
+	j := job{t: t, servers: 1, workers: workers}
+	kv(j, handler, func(_ *Postoffice, rank int, w *KVWorker[float64]) {
+		for i := range 20 {
+			var got []float64
+			r, err := w.PushPull(t.Context(), []uint64{4}, []float64{float64(rank + 1)}, &got, Cmd(7))
+			wait(t, r, err)
+			if want := float64((i + 1) * workers * (workers + 1) / 2); len(got) != 1 || got[0] != want {
+				t.Errorf("got %v, want %v", got, want)
+			}
+		}
+	})
+}
+
+// TestTypes checks the error if worker and server have different types, and the types of all sums.
+func TestTypes(t *testing.T) {
+	job{t: t, servers: 1, workers: 1}.run(func(po *Postoffice) {
+		if po.IsServer() {
+			for app, err := range []error{
+				server(po, 0, Sum[uint8]()), server(po, 1, Sum[int16]()), server(po, 2, Sum[half.Float16]()),
+				server(po, 3, Sum[half.BFloat16]()), server(po, 4, Sum[int32]()),
+			} {
+				if err != nil {
+					t.Errorf("app %d: %v", app, err)
+				}
+			}
+			if _, err := NewKVWorker[int8](po, 0, 0, SimpleHandlers{}); err == nil {
+				t.Error("a server has a KVWorker")
+			}
+		}
+		if po.IsWorker() {
+			sumOf(t, po, 0, []uint8{200, 100}, []uint8{144, 200})
+			sumOf(t, po, 1, []int16{-3, 4}, []int16{-6, 8})
+			sumOf(t, po, 2, []half.Float16{half.Float16FromFloat32(1.5)},
+				[]half.Float16{half.Float16FromFloat32(3)})
+			sumOf(t, po, 3, []half.BFloat16{half.BFloat16FromFloat32(-2)},
+				[]half.BFloat16{half.BFloat16FromFloat32(-4)})
+			w, err := NewKVWorker[float32](po, 4, 0, SimpleHandlers{})
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			r, err := w.Push(t.Context(), []uint64{1}, []float32{1})
+			testnet.WantError(t, waitErr(t, r, err),
+				"the worker has values of type FLOAT, the server of type INT32")
+		}
+	})
+}
+
+func server[T Value](po *Postoffice, app int, h KVHandler[T]) error {
+	_, err := NewKVServer(po, app, h, SimpleHandlers{})
+	return err
+}
+
+// sumOf pushes vals twice and compares what is pulled with want.
+func sumOf[T Value](t *testing.T, po *Postoffice, app int, vals, want []T) {
+	w, err := NewKVWorker[T](po, app, 0, SimpleHandlers{})
+	if err != nil {
+		t.Error(err)
+		return
+	}
+	var got []T
+	for range 2 {
+		r, err := w.PushPull(t.Context(), []uint64{3}, vals, &got)
+		wait(t, r, err)
+	}
+	if fmt.Sprint(got) != fmt.Sprint(want) {
+		t.Errorf("app %d: got %v, want %v", app, got, want)
+	}
+}
+
+// TestOptimizers compares the built-in optimizers with their formulas.
+func TestOptimizers(t *testing.T) {
+	const rate, beta, beta2, eps = 0.1, 0.9, 0.99, 1e-8
+	var m, v, s float64
+	for name, c := range map[string]struct {
+		f64  func() KVHandler[float64]
+		f16  func() KVHandler[half.BFloat16]
+		step func(w, g float64, step int) float64
+	}{
+		"sgd": {func() KVHandler[float64] { return SGD[float64](rate) },
+			func() KVHandler[half.BFloat16] { return SGD[half.BFloat16](rate) },
+			func(w, g float64, _ int) float64 { return w - rate*g }},
+		"momentum": {func() KVHandler[float64] { return Momentum[float64](rate, beta) },
+			func() KVHandler[half.BFloat16] { return Momentum[half.BFloat16](rate, beta) },
+			func(w, g float64, _ int) float64 { m = beta*m + g; return w - rate*m }},
+		"adagrad": {func() KVHandler[float64] { return Adagrad[float64](rate, eps) },
+			func() KVHandler[half.BFloat16] { return Adagrad[half.BFloat16](rate, eps) },
+			func(w, g float64, _ int) float64 { s += g * g; return w - rate*g/(math.Sqrt(s)+eps) }},
+		"adam": {func() KVHandler[float64] { return Adam[float64](rate, beta, beta2, eps) },
+			func() KVHandler[half.BFloat16] { return Adam[half.BFloat16](rate, beta, beta2, eps) },
+			func(w, g float64, step int) float64 {
+				m, v = beta*m+(1-beta)*g, beta2*v+(1-beta2)*g*g
+				return w - rate*m/(1-math.Pow(beta, float64(step)))/(math.Sqrt(v/(1-math.Pow(beta2,
+					float64(step))))+eps)
+			}},
+	} {
+		m, v, s = 0, 0, 0
+		want := []float64{3}
+		for step := range 10 {
+			want = append(want, c.step(want[step], math.Sin(float64(step)), step+1))
+		}
+		kv(job{t: t, servers: 1, workers: 1}, c.f64, func(_ *Postoffice, _ int, w *KVWorker[float64]) {
+			follow(t, name, w, func(f float64) float64 { return f }, func(f float64) float64 { return f },
+				want, 1e-12)
+		})
+		kv(job{t: t, servers: 1, workers: 1}, c.f16, func(_ *Postoffice, _ int, w *KVWorker[half.BFloat16]) {
+			follow(t, name, w, func(f float64) half.BFloat16 { return half.BFloat16FromFloat32(float32(f)) },
+				func(h half.BFloat16) float64 { return float64(h.Float32()) }, want, 0.05)
+		})
+	}
+}
+
+// follow pushes gradients and compares the values with want. Another key in between has fewer steps.
+func follow[T Value](t *testing.T, name string, w *KVWorker[T], from func(float64) T, to func(T) float64,
+	want []float64, most float64) {
+	r, err := w.Push(t.Context(), []uint64{1, 2, 3}, []T{from(3), from(3), from(3)}, Cmd(InitCmd))
+	wait(t, r, err)
+	for step := range 10 {
+		g := from(math.Sin(float64(step)))
+		r, err := w.Push(t.Context(), []uint64{1, 3}, []T{g, g})
+		wait(t, r, err)
+		var got []T
+		r, err = w.Pull(t.Context(), []uint64{1, 2, 3}, &got)
+		wait(t, r, err)
+		if t.Failed() {
+			return
+		}
+		for i, w := range []float64{want[step+1], 3, want[step+1]} {
+			if diff := math.Abs(to(got[i]) - w); diff > most {
+				t.Errorf("%s: key %d is %v after %d steps, want %v", name, i+1, to(got[i]), step+1, w)
+			}
+		}
+	}
+}
+
+// Test130Workers checks ids that do not fit a byte.
+func Test130Workers(t *testing.T) {
+	const workers = 130
+	kv(job{t: t, servers: 2, workers: workers}, Sum[int32], func(po *Postoffice, _ int, w *KVWorker[int32]) {
+		keys := []uint64{1, 2, MaxKey - 5}
+		for range 5 {
+			r, err := w.Push(t.Context(), keys, []int32{1, 10, 100})
+			wait(t, r, err)
+		}
+		if err := po.Barrier(t.Context(), 0, WorkerGroup); err != nil {
+			t.Error(err)
+		}
+		var got []int32
+		r, err := w.Pull(t.Context(), keys, &got)
+		wait(t, r, err)
+		if want := []int32{5 * workers, 50 * workers, 500 * workers}; !slices.Equal(got, want) {
+			t.Errorf("got %v, want %v", got, want)
+		}
+	})
+}
+
+// lossy returns faults that drop 10% of the messages, duplicate 5% and reorder 20%.
+func lossy(seed uint64) func(from, to int, m *van.Message, deliver func(*van.Message) error) error {
+	var mu sync.Mutex
+	streams := make(map[[2]int]*faulty.Messages[*van.Message])
+	clone := func(m *van.Message) *van.Message {
+		c := m.Clone()
+		c.Header = proto.CloneOf(m.Header)
+		return c
+	}
+	return func(from, to int, m *van.Message, deliver func(*van.Message) error) error {
+		mu.Lock()
+		f := streams[[2]int{from, to}]
+		if f == nil {
+			f = &faulty.Messages[*van.Message]{Drop: 0.1, Duplicate: 0.05, Reorder: 0.2, Depth: 8,
+				Clone: clone}
+			f.Seed(seed + uint64(from)<<32 + uint64(to))
+			streams[[2]int{from, to}] = f
+		}
+		mu.Unlock()
+		return f.Pass(m, deliver)
+	}
+}
+
+// TestRandom makes random pushes and pulls of 64 keys while messages are dropped, duplicated and reordered.
+// The sums must be exact, and the memory must not grow with the number of requests.
+func TestRandom(t *testing.T) {
+	const workers, batch, space = 4, 64, 4096
+	requests := 200_000
+	switch {
+	case *full:
+		requests = 10_000_000
+	case testing.Short():
+		requests = 20_000
+	}
+	seed := uint64(time.Now().UnixNano())
+	t.Logf("seed %d", seed)
+	var total [space]atomic.Int64 // what was pushed, by key
+	j := job{t: t, servers: 2, workers: workers, faults: lossy(seed), settings: map[string]string{
+		"PS_RESEND": "1", "PS_RESEND_TIMEOUT": "10", "HOROVOD_GLOO_TIMEOUT_SECONDS": "600"}}
+	var before, after runtime.MemStats
+	kv(j, Sum[float64], func(po *Postoffice, rank int, w *KVWorker[float64]) {
+		random := rand.New(rand.NewPCG(seed, uint64(rank)))
+		all, ones := make([]uint64, space), make([]float64, space)
+		for i := range all {
+			all[i] = MaxKey / space * uint64(i)
+		}
+		r, err := w.Push(t.Context(), all, ones)
+		wait(t, r, err)
+		var flying []*Request
+		step := func(n int) {
+			for range n {
+				keys, vals := make([]uint64, 0, batch), make([]float64, batch)
+				at := random.IntN(space - batch*8)
+				for i := range batch {
+					at += 1 + random.IntN(7)
+					keys = append(keys, all[at])
+					vals[i] = float64(random.IntN(1000))
+				}
+				var r *Request
+				var err error
+				var out []float64
+				switch random.IntN(3) {
+				case 0:
+					r, err = w.Pull(t.Context(), keys, &out)
+				case 1:
+					r, err = w.PushPull(t.Context(), keys, vals, &out)
+				default:
+					r, err = w.ZPush(t.Context(), keys, vals)
+				}
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				if r.what[:4] == "push" {
+					for i, k := range keys {
+						total[k/(MaxKey/space)].Add(int64(vals[i]))
+					}
+				}
+				if flying = append(flying, r); len(flying) > 800 {
+					wait(t, flying[0], nil)
+					flying = flying[1:]
+				}
+			}
+			for _, r := range flying {
+				wait(t, r, nil)
+			}
+			flying = nil
+		}
+		barrier := func() {
+			if err := po.Barrier(t.Context(), 0, WorkerGroup); err != nil {
+				t.Error(err)
+			}
+		}
+		measure := func(m *runtime.MemStats) {
+			if barrier(); rank == 0 {
+				runtime.GC()
+				runtime.ReadMemStats(m)
+			}
+			barrier()
+		}
+		step(requests / workers / 4)
+		measure(&before)
+		step(requests / workers * 3 / 4)
+		measure(&after)
+		var got []float64
+		r, err = w.Pull(t.Context(), all, &got)
+		wait(t, r, err)
+		for i, v := range got {
+			if want := float64(total[i].Load()); v != want {
+				t.Errorf("key %d is %v, want %v", i, v, want)
+			}
+		}
+	})
+	t.Logf("heap %d KiB after a quarter, %d KiB at the end", before.HeapAlloc>>10, after.HeapAlloc>>10)
+	if after.HeapAlloc > before.HeapAlloc+16<<20 {
+		t.Errorf("the heap grew from %d to %d bytes", before.HeapAlloc, after.HeapAlloc)
+	}
+}

@@ -1,0 +1,296 @@
+package ps
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"github.com/gohvd/gohvd/internal/ps/pspb"
+	"github.com/gohvd/gohvd/internal/ps/van"
+	"github.com/gohvd/gohvd/internal/tensor"
+)
+
+// KVWorker pushes values to the servers and pulls values from them. Its methods are safe for concurrent use.
+//
+// Keys must be sorted and unique. A list of keys is sent to a server once; after that, requests with the same
+// list only name it. Each key has the same number of values, len(vals)/len(keys), unless the option Lens says
+// otherwise.
+//
+// If ctx ends while a request waits for room in the queue to a server, the request fails. Parts of it may
+// have been sent to other servers.
+type KVWorker[T Value] struct {
+	*SimpleApp
+	slicer Slicer
+	lists  keyLists
+}
+
+// An Option changes a push or pull.
+type Option func(*options)
+
+type options struct {
+	lens          []int32
+	outLens       *[]int32
+	cmd, priority int32
+	callback      func(err error)
+}
+
+// Lens gives the number of values of each key in a push.
+func Lens(lens []int32) Option { return func(o *options) { o.lens = lens } }
+
+// OutLens makes a pull set *lens to the number of values of each key.
+func OutLens(lens *[]int32) Option { return func(o *options) { o.outLens = lens } }
+
+// Cmd sets the command word, which the handler of the server gets. The default is 0.
+func Cmd(cmd int32) Option { return func(o *options) { o.cmd = cmd } }
+
+// Priority sets the priority of the request in the queue. Requests with a higher priority are sent first. The
+// default is 0.
+func Priority(p int32) Option { return func(o *options) { o.priority = p } }
+
+// Callback makes the worker call f once when the request has completed or failed, before Wait returns.
+// Callbacks are called one at a time. f may send requests but must not wait for any.
+func Callback(f func(err error)) Option { return func(o *options) { o.callback = f } }
+
+// NewKVWorker makes the worker of an app in this process. customer is 0, or the number of a further customer
+// of this process. The worker is a SimpleApp too, whose requests go to the handlers h of the servers' apps.
+func NewKVWorker[T Value](po *Postoffice, app, customer int, h SimpleHandlers) (*KVWorker[T], error) {
+	if !po.IsWorker() {
+		return nil, fmt.Errorf("ps: new KVWorker: this process is a %s", po.cfg.Role)
+	}
+	a, err := newApp(po, app, customer, h)
+	w := &KVWorker[T]{SimpleApp: a, slicer: rangeSlicer}
+	if err == nil {
+		err = a.add(func(from int, m *van.Message) {
+			po.refuse(from, m, fmt.Errorf("app %d is a worker here and handles no push or pull", app))
+		})
+	}
+	if err != nil {
+		return nil, fmt.Errorf("ps: new KVWorker of app %d: %w", app, err)
+	}
+	return w, nil
+}
+
+// SetSlicer replaces the function that splits keys among the servers. It must not be called during a push or
+// pull.
+func (w *KVWorker[T]) SetSlicer(s Slicer) {
+	w.slicer = s
+	w.lists.clear()
+}
+
+// Push sends values to the servers. It copies vals, so the caller may change it when Push returns.
+func (w *KVWorker[T]) Push(ctx context.Context, keys []uint64, vals []T, opts ...Option) (*Request, error) {
+	return w.do(ctx, "push", operation[T]{keys: keys, vals: vals, push: true, copies: true}, opts)
+}
+
+// ZPush is like Push, but does not copy vals, unless PS_RESEND is on. The caller must not change vals before
+// the request has completed. If the request fails, vals may be read until Finalize.
+func (w *KVWorker[T]) ZPush(ctx context.Context, keys []uint64, vals []T, opts ...Option) (*Request, error) {
+	return w.do(ctx, "push", operation[T]{keys: keys, vals: vals, push: true}, opts)
+}
+
+// Pull gets values from the servers. When the request has completed, *out has the values in the order of the
+// keys. If *out is not empty before, its length must be the number of values, and the values are written to
+// its memory. Otherwise Pull allocates memory unless the capacity suffices. The caller must not use *out
+// before the request has completed.
+func (w *KVWorker[T]) Pull(ctx context.Context, keys []uint64, out *[]T, opts ...Option) (*Request, error) {
+	return w.do(ctx, "pull", operation[T]{keys: keys, out: out, pull: true}, opts)
+}
+
+// PushPull pushes values and pulls the values of the same keys after that. It copies vals. out is as in Pull.
+func (w *KVWorker[T]) PushPull(ctx context.Context, keys []uint64, vals []T, out *[]T,
+	opts ...Option) (*Request, error) {
+	return w.do(ctx, "pushpull", operation[T]{keys: keys, vals: vals, out: out, push: true, pull: true,
+		copies: true}, opts)
+}
+
+// ZPushPull is like PushPull, but does not copy vals (see ZPush).
+func (w *KVWorker[T]) ZPushPull(ctx context.Context, keys []uint64, vals []T, out *[]T,
+	opts ...Option) (*Request, error) {
+	return w.do(ctx, "pushpull", operation[T]{keys: keys, vals: vals, out: out, push: true, pull: true}, opts)
+}
+
+// operation has the arguments of a push or pull.
+type operation[T Value] struct {
+	keys               []uint64
+	vals               []T
+	out                *[]T
+	push, pull, copies bool
+	options
+}
+
+func (w *KVWorker[T]) do(ctx context.Context, what string, op operation[T], opts []Option) (*Request, error) {
+	for _, o := range opts {
+		o(&op.options)
+	}
+	r := &Request{what: fmt.Sprintf("%s of %d keys", what, len(op.keys)), callback: op.callback}
+	list, err := w.lists.get(op.keys, func(keys []uint64) ([]int, error) {
+		return sliced(w.slicer, keys, w.c.po.ServerKeyRanges())
+	})
+	if err == nil {
+		err = op.check()
+	}
+	if err != nil {
+		return nil, fmt.Errorf("ps: %s: %w", r.what, err)
+	}
+	r.keys = func(server int) []uint64 {
+		rank := van.Rank(server)
+		return list.keys[list.bounds[rank]:list.bounds[rank+1]]
+	}
+	if op.pull {
+		r.finish = func(parts []part) error { return op.assemble(list, parts) }
+	}
+	at := 0 // position in vals
+	for rank := range list.sent {
+		from, to := list.bounds[rank], list.bounds[rank+1]
+		if from == to {
+			continue
+		}
+		n := op.numVals(from, to)
+		r.parts = append(r.parts, part{to: van.ServerID(rank),
+			m: op.message(list, from, to, at, at+n, w.lists.first(list, rank))})
+		at += n
+	}
+	return r, w.c.start(ctx, r)
+}
+
+// sliced calls a Slicer and checks its result.
+func sliced(s Slicer, keys []uint64, ranges []Range) ([]int, error) {
+	bounds, err := s(keys, ranges)
+	if err != nil {
+		return nil, err
+	}
+	ok := len(bounds) == len(ranges)+1 && bounds[0] == 0 && bounds[len(bounds)-1] == len(keys)
+	for i := 1; ok && i < len(bounds); i++ {
+		ok = bounds[i] >= bounds[i-1]
+	}
+	if !ok {
+		return nil, fmt.Errorf("the slicer returned the bounds %v for %d keys and %d servers", bounds,
+			len(keys),
+			len(ranges))
+	}
+	return bounds, nil
+}
+
+// check returns an error if the values do not fit the keys.
+func (op *operation[T]) check() error {
+	if op.pull && op.out == nil {
+		return errors.New("the pointer to the slice for the values is nil")
+	}
+	if !op.push {
+		if op.lens != nil {
+			return errors.New("the option Lens is for a push: a pull gets the numbers of values from the servers")
+		}
+		return nil
+	}
+	if op.lens == nil {
+		if len(op.keys) == 0 && len(op.vals) > 0 || len(op.keys) > 0 && len(op.vals)%len(op.keys) != 0 {
+			return fmt.Errorf("%d values do not fit %d keys: want a multiple, or the option Lens",
+				len(op.vals),
+				len(op.keys))
+		}
+		return nil
+	}
+	sum := 0
+	for i, n := range op.lens {
+		if n < 0 {
+			return fmt.Errorf("key %d has %d values", i, n)
+		}
+		sum += int(n)
+	}
+	if len(op.lens) != len(op.keys) || sum != len(op.vals) {
+		return fmt.Errorf("Lens gives %d values for %d keys, want %d and %d", sum, len(op.lens), len(op.vals),
+			len(op.keys))
+	}
+	return nil
+}
+
+// numVals returns the number of values of the keys from the index from to the index to.
+func (op *operation[T]) numVals(from, to int) (n int) {
+	if op.lens == nil {
+		return len(op.vals) / max(len(op.keys), 1) * (to - from)
+	}
+	for _, l := range op.lens[from:to] {
+		n += int(l)
+	}
+	return n
+}
+
+// message returns the message to a server for the keys with the indices from and to, whose values have the
+// indices begin and end. If first is not set, it only names the keys.
+func (op *operation[T]) message(list *keyList, from, to, begin, end int, first bool) *van.Message {
+	h := &pspb.Header{Head: op.cmd, Push: op.push, Pull: op.pull, Priority: op.priority, KeyList: list.number}
+	var keys, vals, lens []byte
+	if first {
+		keys = bytesOfKeys(list.keys[from:to])
+	}
+	if op.push {
+		vals = tensor.Bytes(op.vals[begin:end])
+	}
+	if op.lens != nil {
+		lens = tensor.Bytes(op.lens[from:to])
+	}
+	m := &van.Message{Header: h}
+	if op.copies {
+		m = van.NewMessage(h, len(vals), len(lens))
+		vals, lens = m.Data[0][:copy(m.Data[0], vals)], m.Data[1][:copy(m.Data[1], lens)]
+	} else if lens != nil {
+		lens = append([]byte(nil), lens...)
+	}
+	m.Data = [][]byte{keys, vals, lens}
+	van.SetTypes(h, pspb.DataType_UINT64, wireTypes[tensor.Of[T]()], pspb.DataType_INT32)
+	return m
+}
+
+// assemble writes the values of the responses to *op.out. The parts are in the order of the keys.
+func (op *operation[T]) assemble(list *keyList, parts []part) error {
+	total := 0
+	for i := range parts {
+		m := parts[i].response
+		if len(m.Data) != 2 || m.Header.Frames[0].Type != wireTypes[tensor.Of[T]()] ||
+			len(m.Data[0])%tensor.Of[T]().Size() != 0 {
+			return &RemoteError{parts[i].to, "malformed response to a pull"}
+		}
+		total += len(m.Data[0]) / tensor.Of[T]().Size()
+	}
+	out := *op.out
+	switch {
+	case len(out) == 0 && cap(out) >= total:
+		out = out[:total]
+	case len(out) == 0:
+		out = make([]T, total)
+	case len(out) != total:
+		return fmt.Errorf("the keys have %d values, but the slice for them has the length %d", total,
+			len(out))
+	}
+	at := 0
+	for i := range parts {
+		at += copy(out[at:], tensor.View[T](parts[i].response.Data[0]))
+	}
+	*op.out = out
+	if op.outLens == nil {
+		return nil
+	}
+	return op.assembleLens(list, parts)
+}
+
+// assembleLens writes the number of values of each key to *op.outLens.
+func (op *operation[T]) assembleLens(list *keyList, parts []part) error {
+	all := make([]int32, 0, len(list.keys))
+	for i := range parts {
+		rank := van.Rank(parts[i].to)
+		n := list.bounds[rank+1] - list.bounds[rank]
+		lens := tensor.View[int32](parts[i].response.Data[1])
+		if vals := len(parts[i].response.Data[0]) / tensor.Of[T]().Size(); len(lens) == 0 && vals%n == 0 {
+			for range n {
+				all = append(all, int32(vals/n))
+			}
+			continue
+		}
+		if len(lens) != n {
+			return &RemoteError{parts[i].to, "malformed response to a pull"}
+		}
+		all = append(all, lens...)
+	}
+	*op.outLens = all
+	return nil
+}

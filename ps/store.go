@@ -1,0 +1,241 @@
+package ps
+
+import (
+	"fmt"
+	"slices"
+	"unsafe"
+
+	"go.uber.org/zap"
+
+	"github.com/gohvd/gohvd/internal/kernel"
+	"github.com/gohvd/gohvd/internal/tensor"
+)
+
+// InitCmd is the command word with which a push sets values at a server with a built-in handler, whatever the
+// handler does with other pushes. The state of an optimizer, for example its momentum, becomes zero.
+const InitCmd = -1
+
+// store has the values of a server with a built-in handler. Keys are added by pushes. The values of keys that
+// are first pushed together are next to each other, so that one call of a kernel updates them all.
+type store struct {
+	dt      tensor.DType
+	rule    rule
+	entries map[uint64]entry
+	scratch [2][]byte // memory for conversions
+}
+
+// rule says how a push changes values.
+type rule struct {
+	// compute is the type with which update computes: the type of the values, or float32 if update needs more
+	// precision.
+	compute tensor.DType
+	// planes is the number of arrays of state. Each has an element of type compute for each value.
+	planes int
+	// update changes the values w and their state by the pushed values g.
+	update func(w, g []byte, state [][]byte)
+}
+
+// chunk has the values of keys that were first pushed together, and their state.
+type chunk struct {
+	vals  []byte
+	state [][]byte
+}
+
+// entry has the place of the values of a key: n elements of chunk from the element at.
+type entry struct {
+	chunk *chunk
+	at, n int
+}
+
+// resolved has the places of the values of a list of keys. Adjacent values are one run.
+type resolved struct {
+	store *store
+	runs  []entry
+	lens  []int32 // nil if all keys have k values
+	k     int
+	total int // number of all values
+}
+
+// fits returns an error unless the pushed values have the sizes of the stored ones.
+func (r *resolved) fits(keys []uint64, lens []int32, total int) error {
+	for i, key := range keys {
+		want, got := r.k, total/len(keys)
+		if r.lens != nil {
+			want = int(r.lens[i])
+		}
+		if lens != nil {
+			got = int(lens[i])
+		}
+		if got != want {
+			return fmt.Errorf("key %d has %d values here, got %d", key, want, got)
+		}
+	}
+	return nil
+}
+
+// resolve returns the places of the values of a list. If lens or total is given, it adds keys that are new.
+func (s *store) resolve(list *serverList, push bool, lens []int32, total int) (*resolved, error) {
+	if r := list.resolved; r != nil && r.store == s {
+		if push && (lens != nil || r.lens != nil || total != r.total) {
+			return r, r.fits(list.keys, lens, total)
+		}
+		return r, nil
+	}
+	if push {
+		if err := s.grow(list.keys, lens, total); err != nil {
+			return nil, err
+		}
+	}
+	r := &resolved{store: s, k: -1}
+	lensHere := make([]int32, len(list.keys))
+	for i, key := range list.keys {
+		e, ok := s.entries[key]
+		if !ok {
+			return nil, fmt.Errorf("there is no key %d here: push it before you pull it", key)
+		}
+		lensHere[i] = int32(e.n)
+		r.total += e.n
+		if last := len(r.runs) - 1; last >= 0 && r.runs[last].chunk == e.chunk &&
+			r.runs[last].at+r.runs[last].n == e.at {
+			r.runs[last].n += e.n
+		} else {
+			r.runs = append(r.runs, e)
+		}
+	}
+	if r.k = int(lensHere[0]); slices.ContainsFunc(lensHere, func(n int32) bool { return int(n) != r.k }) {
+		r.lens = lensHere
+	}
+	list.resolved = r
+	return r, nil
+}
+
+// grow adds the keys that are new. If the pushed values of another key have not the size of the stored ones,
+// it returns an error and adds nothing.
+func (s *store) grow(keys []uint64, lens []int32, total int) error {
+	size := func(i int) int {
+		if lens != nil {
+			return int(lens[i])
+		}
+		return total / len(keys)
+	}
+	added := 0
+	for i, key := range keys {
+		if e, ok := s.entries[key]; !ok {
+			added += size(i)
+		} else if e.n != size(i) {
+			return fmt.Errorf("key %d has %d values here, got %d", key, e.n, size(i))
+		}
+	}
+	c := &chunk{vals: zeros(added * s.dt.Size())}
+	for range s.rule.planes {
+		c.state = append(c.state, zeros(added*s.rule.compute.Size()))
+	}
+	at := 0
+	for i, key := range keys {
+		if _, ok := s.entries[key]; !ok {
+			s.entries[key] = entry{c, at, size(i)}
+			at += size(i)
+		}
+	}
+	return nil
+}
+
+// zeros returns n zero bytes that are aligned for all elements.
+func zeros(n int) []byte {
+	words := make([]uint64, (n+7)/8)
+	return unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(words))), len(words)*8)[:n]
+}
+
+// push updates the values of a list.
+func (s *store) push(r *resolved, vals []byte, assign bool) {
+	size := s.dt.Size()
+	for _, run := range r.runs {
+		g := vals[:run.n*size]
+		vals = vals[run.n*size:]
+		w := run.chunk.vals[run.at*size:][:run.n*size]
+		state := make([][]byte, s.rule.planes)
+		for i, plane := range run.chunk.state {
+			n := s.rule.compute.Size()
+			state[i] = plane[run.at*n:][:run.n*n]
+		}
+		if assign {
+			copy(w, g)
+			for _, plane := range state {
+				clear(plane)
+			}
+			continue
+		}
+		s.update(w, g, state)
+	}
+}
+
+// update calls the rule, which may compute with another type than that of the values.
+func (s *store) update(w, g []byte, state [][]byte) {
+	if s.rule.compute == s.dt {
+		s.rule.update(w, g, state)
+		return
+	}
+	n := len(w) / s.dt.Size() * s.rule.compute.Size()
+	for i, src := range [][]byte{w, g} {
+		if len(s.scratch[i]) < n {
+			s.scratch[i] = zeros(n)
+		}
+		convert(s.rule.compute, s.dt)(s.scratch[i][:n], src)
+	}
+	s.rule.update(s.scratch[0][:n], s.scratch[1][:n], state)
+	convert(s.dt, s.rule.compute)(w, s.scratch[0][:n])
+}
+
+func convert(to, from tensor.DType) kernel.ConvertFunc {
+	f, err := kernel.Convert(to, from)
+	if err != nil {
+		panic("ps: " + err.Error()) // both are floating-point types
+	}
+	return f
+}
+
+// pull copies the values of a list to vals, and their numbers to lens if lens is not empty.
+func (s *store) pull(r *resolved, vals, lens []byte) {
+	size := s.dt.Size()
+	for _, run := range r.runs {
+		vals = vals[copy(vals, run.chunk.vals[run.at*size:][:run.n*size]):]
+	}
+	copy(lens, tensor.Bytes(r.lens))
+}
+
+// builtIn returns a handler that keeps values in a store.
+func builtIn[T Value](r rule) KVHandler[T] {
+	st := &store{dt: tensor.Of[T](), rule: r, entries: make(map[uint64]entry)}
+	return func(meta KVMeta, data KVPairs[T], s *KVServer[T]) {
+		vals := tensor.Bytes(data.Vals)
+		r, err := st.resolve(data.list, meta.Push, data.Lens, len(data.Vals))
+		if err == nil {
+			if meta.Push {
+				st.push(r, vals, meta.Cmd == InitCmd)
+			}
+			err = s.respond(meta, []int{r.total * st.dt.Size(), 4 * len(r.lens)}, func(vals, lens []byte) {
+				st.pull(r, vals, lens)
+			})
+		} else {
+			err = s.Fail(meta, err)
+		}
+		if err != nil {
+			s.c.po.log.Debug("ps: a response was not sent", zap.Error(err))
+		}
+	}
+}
+
+// Sum returns a handler that adds pushed values to the stored ones, which are zero at first. Pulls get the
+// sums.
+func Sum[T Value]() KVHandler[T] {
+	add, err := kernel.Reduce(tensor.Sum, tensor.Of[T]())
+	if err != nil {
+		panic("ps: " + err.Error()) // every Value has a sum
+	}
+	return builtIn[T](rule{compute: tensor.Of[T](), update: func(w, g []byte, _ [][]byte) { add(w, g) }})
+}
+
+// Assign returns a handler that replaces the stored values by the pushed ones.
+func Assign[T Value]() KVHandler[T] {
+	return builtIn[T](rule{compute: tensor.Of[T](), update: func(w, g []byte, _ [][]byte) { copy(w, g) }})
+}
