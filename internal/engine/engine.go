@@ -29,6 +29,7 @@ import (
 	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/internal/logs"
 	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/p2p"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/trace"
 	"github.com/gohvd/gohvd/internal/transport"
@@ -47,6 +48,10 @@ type Config struct {
 	StarRanks int
 	// Mesh connects the ranks of this epoch. The engine owns and closes it.
 	Mesh transport.Mesh
+	// Memory is the memory that this rank shares with other ranks, for messages. It is nil if no ranks share
+	// memory. Groups has, for each rank, the lowest rank with which it shares memory.
+	Memory p2p.Memory
+	Groups []topo.Rank
 	// Backends are the backends that every rank has, in order of preference.
 	Backends ops.Registry
 

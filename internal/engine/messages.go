@@ -68,6 +68,7 @@ func (e *Engine) exchange(set topo.ProcessSetID) (*p2p.Exchange, error) {
 	}
 	x := p2p.New(p2p.Config{
 		Mesh: e.cfg.Mesh, Lane: transport.MessageLane(set), Ranks: l.set.Ranks, Me: l.me,
+		Memory: e.cfg.Memory, Groups: e.cfg.Groups,
 		Failed: e.channelFailed, StallWarning: e.cfg.StallWarning, OnStall: e.messageStalled,
 	})
 	for r := range e.messages.left {

@@ -2,14 +2,35 @@ package p2p_test
 
 import (
 	"bytes"
+	"context"
+	"slices"
 	"testing"
 	"time"
 
 	"github.com/gohvd/gohvd/internal/p2p"
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/internal/transport/mem"
 )
+
+// someMemory is the memory of peers that have shared one chunk of 100 bytes.
+type someMemory struct{}
+
+func (someMemory) Share(transport.Lane, int64, []topo.Rank) ([]byte, error) {
+	return make([]byte, 64), nil
+}
+
+func (someMemory) Peer(context.Context, transport.Lane, topo.Rank) ([]byte, error) {
+	return make([]byte, 64), nil
+}
+
+func (someMemory) Arena(_ context.Context, _ topo.Rank, chunk uint32) ([]byte, error) {
+	if chunk != 1 {
+		return nil, errOver
+	}
+	return make([]byte, 100), nil
+}
 
 // FuzzFrames sends bytes to a rank that has operations in flight. The rank reports a failure at the end of
 // the bytes, or before.
@@ -18,14 +39,20 @@ func FuzzFrames(f *testing.F) {
 	message[16] = 3
 	f.Add(append(bytes.Clone(message), 7, 8, 9))
 	f.Add(append([]byte{2, 1, 0, 0, 4, 0, 0, 0}, message[8:]...))
-	f.Add([]byte{3, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0})
-	f.Add([]byte{5, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 255, 255, 255, 255, 255})
-	f.Add(append([]byte{6}, message[1:]...))
+	for _, offset := range []byte{0, 97, 98, 101} {
+		place := []byte{1, 0, 0, 0, 0, 0, 0, 0, offset, 0, 0, 0, 0, 0, 0, 0}
+		f.Add(slices.Concat([]byte{3, 1, 0, 0, 4, 0, 0, 0}, message[8:], place))
+	}
+	f.Add([]byte{4, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0})
+	f.Add([]byte{5, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0})
+	f.Add([]byte{6, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 255, 255, 255, 255, 255})
 	f.Add(append([]byte{7}, message[1:]...))
+	f.Add(append([]byte{8}, message[1:]...))
 	f.Fuzz(func(t *testing.T, b []byte) {
 		c := mem.New(2)
 		failed := make(chan error, 10)
 		x := p2p.New(p2p.Config{Mesh: c.Mesh(0), Lane: lane, Ranks: []topo.Rank{0, 1},
+			Memory: someMemory{}, Groups: []topo.Rank{0, 0},
 			Failed: func(err error) { failed <- err }})
 		ended := make(chan error, 10)
 		op := func(numBytes int) *p2p.Op {

@@ -7,7 +7,8 @@
 // A message of up to 64 KiB is sent at once, and its send is done. If the receiver has not posted a receive
 // for it, the receiver keeps it. The messages that a peer keeps for this rank may have 1 MiB. Larger
 // messages, and messages beyond this limit, wait at the sender: the sender offers the message, the receiver
-// accepts it when a receive matches, and then the data goes into the memory of the receive.
+// accepts it when a receive matches, and then the data goes into the memory of the receive. If the two ranks
+// share memory and the message is in an arena, the receiver copies it from there (shared.go).
 //
 // All messages of a process set use one lane of a transport.Mesh. A rank opens the channel to a peer when it
 // first sends to the peer or waits for a message of it. Each channel has a goroutine that reads and one that
@@ -63,6 +64,7 @@ type Op struct {
 	Source topo.Rank
 
 	receive bool
+	shared  bool // whether the receiver copies the message from Buf itself
 	begun   time.Time
 	warned  int // number of warnings that the operation has waited too long
 }
@@ -107,6 +109,10 @@ type Config struct {
 	Lane  transport.Lane
 	Ranks []topo.Rank
 	Me    int // the position of this rank in Ranks
+	// Memory is the memory that this rank shares with other ranks. It may be nil. Groups has, for each rank
+	// of the job, the lowest rank with which it shares memory.
+	Memory Memory
+	Groups []topo.Rank
 	// Failed is called when the channel to a peer has failed. Operations that wait for the peer go on until
 	// the Exchange is closed.
 	Failed func(error)
@@ -130,6 +136,7 @@ type Exchange struct {
 	arrivals uint64  // number of messages that have arrived
 	err      error   // why no operation can begin any more, or nil
 	watching bool
+	revoked  *uint32 // the word of this rank that peers check after they have copied messages (shared.go)
 }
 
 // New makes an Exchange. It opens no channels and starts no goroutines before the first operation.
@@ -137,7 +144,8 @@ func New(cfg Config) *Exchange {
 	x := &Exchange{cfg: cfg}
 	x.ctx, x.cancel = context.WithCancel(context.Background())
 	for i, r := range cfg.Ranks {
-		p := &peer{x: x, rank: r, self: i == cfg.Me}
+		p := &peer{x: x, rank: r, self: i == cfg.Me, near: cfg.Memory != nil && i != cfg.Me &&
+			cfg.Groups[r] == cfg.Groups[cfg.Ranks[cfg.Me]]}
 		p.wake.L = &x.mu
 		x.peers = append(x.peers, p)
 	}
@@ -158,9 +166,9 @@ func (x *Exchange) Send(o *Op) error {
 	p.open()
 	cost := len(o.Buf) + headerBytes
 	if len(o.Buf) > maxEagerBytes || p.kept+cost > maxKeptBytes {
-		p.offer(o)
+		err = p.offer(o)
 		x.mu.Unlock()
-		return nil
+		return err
 	}
 	p.kept += cost
 	h := header{kind: eager, tag: o.Tag, dt: o.DType, numBytes: uint64(len(o.Buf))}
@@ -296,6 +304,7 @@ func (x *Exchange) Close(err error, flush bool) {
 	}
 	x.mu.Lock()
 	x.err = err
+	x.revoke()
 	ops := x.pending()
 	x.posted = nil
 	for _, p := range x.peers {
@@ -312,8 +321,9 @@ func (x *Exchange) Close(err error, flush bool) {
 	}
 }
 
-// flush waits until the last frames that Quit has queued are sent. It does not wait for a channel that was
-// not opened if there are no messages for it.
+// flush waits until the last frames that Quit has queued are sent, and until peers have copied the messages
+// that they have accepted. It does not wait for a channel that was not opened if there are no messages for
+// it.
 func (x *Exchange) flush() {
 	deadline := time.Now().Add(flushTimeout)
 	x.mu.Lock()
@@ -327,8 +337,8 @@ func (x *Exchange) flush() {
 	})
 	defer timer.Stop()
 	for _, p := range x.peers {
-		for (p.state == opened || len(p.queue) > 1) && !p.left && !p.flushed && p.broken == nil &&
-			time.Now().Before(deadline) {
+		for (p.state == opened || len(p.queue) > 1) && !p.left && (!p.flushed || len(p.accepted) > 0) &&
+			p.broken == nil && time.Now().Before(deadline) {
 			p.wake.Wait()
 		}
 	}

@@ -2,21 +2,26 @@ package p2p_test
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"fmt"
 	"io"
 	"math/rand/v2"
+	"slices"
 	"sync"
 	"testing"
 	"time"
 
 	"go.uber.org/goleak"
 
+	"github.com/gohvd/gohvd/internal/arena"
 	"github.com/gohvd/gohvd/internal/p2p"
 	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/testcluster"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/internal/transport/mem"
+	"github.com/gohvd/gohvd/internal/transport/shm"
 	"github.com/gohvd/gohvd/internal/transport/tcp"
 )
 
@@ -32,6 +37,9 @@ type job struct {
 	meshes   []transport.Mesh
 	ranks    []*p2p.Exchange
 	failures chan error
+	shares   bool // whether the ranks share memory, and messages are in arenas
+	mu       sync.Mutex
+	tensors  [][]byte // the memory of messages in arenas
 }
 
 // eachMesh runs f with n ranks on each mesh.
@@ -45,6 +53,21 @@ func eachMesh(t *testing.T, n int, f func(t *testing.T, j *job)) {
 		f(t, newJob(t, meshes))
 	})
 	t.Run("tcp", func(t *testing.T) { f(t, newJob(t, tcpMeshes(t, n))) })
+	t.Run("shm", func(t *testing.T) { f(t, newJob(t, sharedMeshes(t, n))) })
+}
+
+// sharedMeshes returns meshes of ranks that share memory.
+func sharedMeshes(tb testing.TB, n int) []transport.Mesh {
+	tb.Helper()
+	meshes := tcpMeshes(tb, n)
+	memory, err := testcluster.ShareMemory(context.Background(), meshes, slices.Repeat([]string{"host"}, n))
+	if err != nil {
+		tb.Fatal(err)
+	}
+	for r, m := range memory {
+		meshes[r] = m
+	}
+	return meshes
 }
 
 func tcpMeshes(tb testing.TB, n int) (meshes []transport.Mesh) {
@@ -74,8 +97,12 @@ func newJob(tb testing.TB, meshes []transport.Mesh) *job {
 		ranks = append(ranks, topo.Rank(r))
 	}
 	for r, m := range meshes {
-		j.ranks = append(j.ranks, p2p.New(p2p.Config{Mesh: m, Lane: lane, Ranks: ranks, Me: r,
-			Failed: func(err error) { j.failures <- fmt.Errorf("rank %d: %w", r, err) }}))
+		cfg := p2p.Config{Mesh: m, Lane: lane, Ranks: ranks, Me: r,
+			Failed: func(err error) { j.failures <- fmt.Errorf("rank %d: %w", r, err) }}
+		if memory, ok := m.(shm.Sharer); ok {
+			cfg.Memory, cfg.Groups, j.shares = memory, memory.Groups(), true
+		}
+		j.ranks = append(j.ranks, p2p.New(cfg))
 	}
 	tb.Cleanup(func() {
 		for _, x := range j.ranks {
@@ -83,6 +110,11 @@ func newJob(tb testing.TB, meshes []transport.Mesh) *job {
 		}
 		for _, m := range j.meshes {
 			if err := m.Close(); err != nil {
+				tb.Error(err)
+			}
+		}
+		for _, b := range j.tensors {
+			if err := arena.Free(b); err != nil {
 				tb.Error(err)
 			}
 		}
@@ -115,8 +147,28 @@ func (j *job) op(peer topo.Rank, tag uint32, buf []byte) *pending {
 	return p
 }
 
+// alloc returns memory for a message, in an arena if the ranks share memory.
+func (j *job) alloc(numBytes int) []byte {
+	j.tb.Helper()
+	if !j.shares {
+		return make([]byte, numBytes)
+	}
+	b, err := arena.Alloc(numBytes)
+	if err != nil {
+		j.tb.Fatal(err)
+	}
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	j.tensors = append(j.tensors, b)
+	return b
+}
+
+// send begins to send buf. If the ranks share memory, it sends a copy in an arena.
 func (j *job) send(from, to topo.Rank, tag uint32, buf []byte) *pending {
 	j.tb.Helper()
+	if _, ok := arena.Find(buf); j.shares && !ok {
+		buf = append(j.alloc(len(buf))[:0], buf...)
+	}
 	p := j.op(to, tag, buf)
 	if err := j.ranks[from].Send(&p.Op); err != nil {
 		j.tb.Fatal(err)
@@ -372,6 +424,46 @@ func TestClose(t *testing.T) {
 	})
 }
 
+// gate is the memory of peers whose chunks arrive when open is closed.
+type gate struct {
+	shm.Sharer
+	waits, open chan struct{}
+}
+
+// Arena implements p2p.Memory.
+func (g *gate) Arena(ctx context.Context, rank topo.Rank, chunk uint32) ([]byte, error) {
+	close(g.waits)
+	<-g.open
+	return g.Sharer.Arena(ctx, rank, chunk)
+}
+
+// A sender ends its operations while the receiver copies a message. The receive does not succeed, because the
+// message may have changed. If the sender has shut down, the error says so. Otherwise the receive waits for
+// the verdict.
+func TestRevoked(t *testing.T) {
+	for _, leaves := range []bool{false, true} {
+		meshes := sharedMeshes(t, 2)
+		g := &gate{meshes[1].(shm.Sharer), make(chan struct{}), make(chan struct{})}
+		meshes[1] = g
+		j := newJob(t, meshes)
+		sent, received := j.send(0, 1, 1, payload(1, 1<<20)), j.receive(1, 0, 1, 1<<20)
+		<-g.waits
+		j.ranks[0].Close(errOver, leaves)
+		if err := sent.wait(t); err != errOver {
+			t.Errorf("the send has ended with error %v, want %v", err, errOver)
+		}
+		close(g.open)
+		want := "rank 0 shut down"
+		if !leaves {
+			want = errOver.Error()
+			j.ranks[1].Close(errOver, false)
+		}
+		if err := received.wait(t); err == nil || err.Error() != want {
+			t.Errorf("the receive has ended with error %v, want %s", err, want)
+		}
+	}
+}
+
 // If the channel to a peer breaks, the owner of the Exchange is told which peer it is.
 func TestBrokenChannel(t *testing.T) {
 	eachMesh(t, 2, func(t *testing.T, j *job) {
@@ -427,10 +519,15 @@ func TestStalls(t *testing.T) {
 }
 
 func BenchmarkPingPong(b *testing.B) {
+	b.Run("tcp", func(b *testing.B) { pingPong(b, tcpMeshes) })
+	b.Run("shm", func(b *testing.B) { pingPong(b, sharedMeshes) })
+}
+
+func pingPong(b *testing.B, meshes func(testing.TB, int) []transport.Mesh) {
 	for _, n := range []int{4, 4096, 1 << 20} {
 		b.Run(fmt.Sprint(n), func(b *testing.B) {
-			j := newJob(b, tcpMeshes(b, 2))
-			x, y := make([]byte, n), make([]byte, n)
+			j := newJob(b, meshes(b, 2))
+			x, y := j.alloc(n), j.alloc(n)
 			swap := func(me topo.Rank, buf []byte, first bool) {
 				if first {
 					_ = j.send(me, 1-me, 1, buf).wait(b)

@@ -11,17 +11,20 @@ import (
 	"sync"
 	"time"
 
+	"github.com/gohvd/gohvd/internal/arena"
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// Kinds of frames. Each frame begins with a header. Eager and data frames are followed by the message.
+// Kinds of frames. Each frame begins with a header. Eager and data frames are followed by the message, and
+// share frames by its place.
 const (
 	eager  uint8 = 1 + iota // a message
 	offer                   // a message that waits at its sender, under the number id
+	share                   // the same, but the receiver copies it from the memory of the sender
 	accept                  // the receiver is ready for the message id
-	refuse                  // the receiver does not want the message id
+	finish                  // the receiver does not need the message id any more
 	data                    // the message id
 	credit                  // numBytes of eager messages were matched
 	bye                     // the sender of the frame sends no more messages
@@ -46,6 +49,18 @@ func (h header) append(b []byte) []byte {
 	return binary.LittleEndian.AppendUint64(b, h.numBytes)
 }
 
+// placeBytes is the size of the place of a shared message: chunk u32, 0 u32, offset u64 (little-endian).
+const placeBytes = 16
+
+func appendPlace(b []byte, at arena.Ref) []byte {
+	b = binary.LittleEndian.AppendUint64(b, uint64(at.Chunk))
+	return binary.LittleEndian.AppendUint64(b, uint64(at.Offset))
+}
+
+func decodePlace(b []byte) arena.Ref {
+	return arena.Ref{Chunk: binary.LittleEndian.Uint32(b), Offset: int64(binary.LittleEndian.Uint64(b[8:]))}
+}
+
 func decode(b []byte) header {
 	return header{kind: b[0], dt: tensor.DType(b[1]), tag: binary.LittleEndian.Uint32(b[4:]),
 		id: binary.LittleEndian.Uint64(b[8:]), numBytes: binary.LittleEndian.Uint64(b[16:])}
@@ -54,7 +69,8 @@ func decode(b []byte) header {
 // message is a message that has arrived or was offered and that no receive has matched.
 type message struct {
 	header
-	payload []byte // of an eager message
+	payload []byte    // of an eager message
+	place   arena.Ref // of a shared message, in the process of the sender
 	arrival uint64
 }
 
@@ -76,11 +92,12 @@ const (
 	opened
 )
 
-// peer is the other end of a channel. The fields after x are guarded by the mutex of x, except rank and self.
+// peer is the other end of a channel. The fields after near are guarded by the mutex of x.
 type peer struct {
 	x    *Exchange
 	rank topo.Rank
 	self bool // whether this is not a peer but this rank
+	near bool // whether the peer shares memory with this rank
 
 	wake    sync.Cond // wakes the writer, and flush
 	state   state
@@ -223,11 +240,22 @@ func (p *peer) send(o outgoing) error {
 }
 
 // offer offers the message o to the peer. The caller holds x.mu.
-func (p *peer) offer(o *Op) {
+func (p *peer) offer(o *Op) error {
+	place, shared, err := p.share(o)
+	if err != nil {
+		return err
+	}
+	o.shared = shared
 	p.lastID++
 	put(&p.offers, p.lastID, o)
 	h := header{kind: offer, tag: o.Tag, dt: o.DType, numBytes: uint64(len(o.Buf)), id: p.lastID}
-	p.write(outgoing{frame: h.append(nil)})
+	if shared {
+		h.kind = share
+		p.write(outgoing{frame: appendPlace(h.append(nil), place)})
+	} else {
+		p.write(outgoing{frame: h.append(nil)})
+	}
+	return nil
 }
 
 // put adds o to a map, which it makes if there is none.
@@ -264,6 +292,7 @@ func (p *peer) silence() {
 	x := p.x
 	x.mu.Lock()
 	p.silent = true
+	p.wake.Broadcast()
 	var ops []*Op
 	var errs []error
 	x.posted = slices.DeleteFunc(x.posted, func(o *Op) bool {
@@ -312,9 +341,13 @@ func (p *peer) handle(h header, in *bufio.Reader) error {
 	case eager:
 		return p.arrived(h, in)
 	case offer:
-		return p.offered(h)
-	case accept, refuse:
-		return p.answered(h)
+		return p.offered(message{header: h})
+	case share:
+		return p.shared(h, in)
+	case accept:
+		return p.accept(h)
+	case finish:
+		return p.finish(h)
 	case data:
 		return p.received(h, in)
 	case credit:
@@ -349,7 +382,8 @@ func (p *peer) arrived(h header, in *bufio.Reader) error {
 			return p.malformed("%d bytes that were not matched, want at most %d", p.stored, maxKeptBytes)
 		}
 		x.arrivals++
-		p.unexpected = append(p.unexpected, message{h, slices.Clone(payload), x.arrivals})
+		m := message{header: h, payload: slices.Clone(payload), arrival: x.arrivals}
+		p.unexpected = append(p.unexpected, m)
 		x.mu.Unlock()
 	} else {
 		done := p.take(o, message{header: h, payload: payload})
@@ -360,21 +394,26 @@ func (p *peer) arrived(h header, in *bufio.Reader) error {
 	return nil
 }
 
-// offered handles the offer of a message.
-func (p *peer) offered(h header) error {
+// offered handles the offer of the message m. After Quit no message is accepted, because the peer may have
+// ended its operation when it received the bye.
+func (p *peer) offered(m message) error {
 	x := p.x
 	x.mu.Lock()
-	o := x.takePosted(p.rank, h.tag)
+	var o *Op
+	if x.err == nil {
+		o = x.takePosted(p.rank, m.tag)
+	}
 	var done func()
 	switch {
 	case o != nil:
-		done = p.take(o, message{header: h})
+		done = p.take(o, m)
 	case len(p.unexpected) >= maxOffers:
 		x.mu.Unlock()
 		return p.malformed("%d offers that were not matched", maxOffers)
 	default:
 		x.arrivals++
-		p.unexpected = append(p.unexpected, message{header: h, arrival: x.arrivals})
+		m.arrival = x.arrivals
+		p.unexpected = append(p.unexpected, m)
 	}
 	x.mu.Unlock()
 	if done != nil {
@@ -405,18 +444,17 @@ func (p *peer) take(o *Op, m message) (done func()) {
 		err = &SizeError{Source: p.rank, Got: sizeOf(m.dt, m.numBytes),
 			Want: sizeOf(o.DType, uint64(len(o.Buf)))}
 	}
-	if m.kind == offer {
-		answer := header{kind: accept, id: m.id}
+	if m.kind != eager {
 		if err != nil {
-			answer.kind = refuse
-		} else {
-			put(&p.expected, m.id, o)
+			p.answer(finish, m.id)
+			return func() { o.Done(err) }
 		}
-		p.write(outgoing{frame: answer.append(nil)})
-		if err == nil {
-			return nil
+		p.answer(accept, m.id)
+		put(&p.expected, m.id, o)
+		if m.kind == share {
+			p.x.wg.Go(func() { p.fetch(o, m) })
 		}
-		return func() { o.Done(err) }
+		return nil
 	}
 	if err == nil {
 		copy(o.Buf, m.payload)
@@ -436,25 +474,54 @@ func sizeOf(dt tensor.DType, numBytes uint64) string {
 	return fmt.Sprintf("%d elements of %v", numBytes/uint64(dt.Size()), dt)
 }
 
-// answered handles the answer to an offer.
-func (p *peer) answered(h header) error {
+// answer answers the offer with the number id. The caller holds x.mu.
+func (p *peer) answer(kind uint8, id uint64) {
+	p.write(outgoing{frame: header{kind: kind, id: id}.append(nil)})
+}
+
+// accept handles the answer that the peer is ready for an offered message.
+func (p *peer) accept(h header) error {
 	p.x.mu.Lock()
+	defer p.x.mu.Unlock()
 	o := p.offers[h.id]
+	if o == nil {
+		return p.unknown(h)
+	}
 	delete(p.offers, h.id)
-	if o != nil && h.kind == accept {
-		put(&p.accepted, h.id, o)
+	put(&p.accepted, h.id, o)
+	if !o.shared {
 		d := header{kind: data, id: h.id, numBytes: uint64(len(o.Buf))}
 		p.write(outgoing{frame: d.append(nil), id: h.id, op: o})
 	}
-	closed := p.closed
-	p.x.mu.Unlock()
-	switch {
-	case o == nil && !closed:
-		return p.malformed("an answer to message %d, which was not offered", h.id)
-	case o != nil && h.kind == refuse:
-		o.Done(nil)
-	}
 	return nil
+}
+
+// finish handles the answer that the peer does not need an offered message any more: it has copied a shared
+// message, or the message does not fit its receive.
+func (p *peer) finish(h header) error {
+	p.x.mu.Lock()
+	o := p.offers[h.id]
+	if o == nil {
+		if o = p.accepted[h.id]; o == nil || !o.shared {
+			defer p.x.mu.Unlock()
+			return p.unknown(h)
+		}
+	}
+	delete(p.offers, h.id)
+	delete(p.accepted, h.id)
+	p.wake.Broadcast() // flush waits for accepted messages
+	p.x.mu.Unlock()
+	o.Done(nil)
+	return nil
+}
+
+// unknown returns the error for an answer to a message that this rank has not offered. If the Exchange is
+// closed, it returns nil. The caller holds x.mu.
+func (p *peer) unknown(h header) error {
+	if p.closed {
+		return nil
+	}
+	return p.malformed("an answer to message %d, which was not offered", h.id)
 }
 
 // received receives the data of a message that this rank has accepted.

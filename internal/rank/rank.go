@@ -218,6 +218,7 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 		ecfg.Hosts = hosts
 		ecfg.Mesh, ecfg.LocalProcesses, ecfg.ForClient = r.session.Mesh, o.processes(r.session.LocalSize),
 			o.ForClient
+		ecfg.Memory, ecfg.Groups = r.session.Memory, r.session.Groups
 		if overTCP.Table, err = tableOf(r.session.Algorithms); err != nil {
 			return r.refuse(&ecfg, err)
 		}

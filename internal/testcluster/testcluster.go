@@ -168,12 +168,19 @@ func (c *cluster) connect() error {
 	} else if err := c.connectTCP(); err != nil {
 		return err
 	}
-	if hosts := c.o.Hosts; hosts != nil {
-		return c.shareMemory(hosts)
-	} else if c.o.Transport == SHM {
-		return c.shareMemory(slices.Repeat([]string{"host"}, c.o.Ranks))
+	hosts := c.o.Hosts
+	if c.o.Transport == SHM && hosts == nil {
+		hosts = slices.Repeat([]string{"host"}, c.o.Ranks)
 	}
-	return nil
+	if hosts == nil {
+		return nil
+	}
+	var err error
+	c.memory, err = ShareMemory(c.ctx, c.meshes, hosts)
+	for r, m := range c.memory {
+		c.meshes[r] = m
+	}
+	return err
 }
 
 func (c *cluster) connectTCP() error {
@@ -203,9 +210,10 @@ func (c *cluster) connectTCP() error {
 	return nil
 }
 
-// shareMemory lets the ranks share memory: it replaces their meshes with meshes of transport/shm.
-func (c *cluster) shareMemory(hosts []string) error {
-	n := c.o.Ranks
+// ShareMemory lets the ranks of a job share memory. under has the meshes of all ranks, which belong to the
+// result. hosts[r] is the host of rank r. If ShareMemory fails, it closes all meshes.
+func ShareMemory(ctx context.Context, under []transport.Mesh, hosts []string) ([]shm.Sharer, error) {
+	n := len(under)
 	endpoints, offers := make([]*shm.Endpoint, n), make([]shm.Offer, n)
 	for r := range n {
 		e, err := shm.Listen(shm.Config{})
@@ -214,7 +222,7 @@ func (c *cluster) shareMemory(hosts []string) error {
 		}
 		endpoints[r], offers[r] = e, e.Offer()
 	}
-	c.memory = make([]shm.Sharer, n)
+	meshes, memory := slices.Clone(under), make([]shm.Sharer, n)
 	errs := make([]error, n)
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
@@ -230,15 +238,15 @@ func (c *cluster) shareMemory(hosts []string) error {
 	for r, e := range endpoints {
 		wg.Go(func() {
 			var err error
-			if sessions[r], err = rendezvous.Join(c.ctx, rendezvous.JoinConfig{
+			if sessions[r], err = rendezvous.Join(ctx, rendezvous.JoinConfig{
 				Store: kv, Job: "test", Rank: topo.Rank(r), Size: n,
 				Self: rendezvous.Record{HostID: hosts[r]},
 			}); err != nil {
 				errs[r] = errors.Join(err, e.Close())
 				return
 			}
-			mesh, err := e.Connect(c.ctx, shm.Epoch{
-				Job: "test", Epoch: 1, Rank: topo.Rank(r), Hosts: hosts, Offers: offers, Under: c.meshes[r],
+			mesh, err := e.Connect(ctx, shm.Epoch{
+				Job: "test", Epoch: 1, Rank: topo.Rank(r), Hosts: hosts, Offers: offers, Under: under[r],
 				Agree: sessions[r].Agree,
 			})
 			if err == nil && mesh.UnsharedReason() != "" {
@@ -246,18 +254,19 @@ func (c *cluster) shareMemory(hosts []string) error {
 					mesh.Close())
 			}
 			if errs[r] = err; err == nil {
-				c.meshes[r], c.memory[r] = mesh, mesh
+				meshes[r], memory[r] = mesh, mesh
 			}
 		})
 	}
 	wg.Wait()
 	err := errors.Join(errs...)
-	if err != nil {
-		for _, m := range c.meshes {
-			err = errors.Join(err, m.Close())
-		}
+	if err == nil {
+		return memory, nil
 	}
-	return err
+	for _, m := range meshes {
+		err = errors.Join(err, m.Close())
+	}
+	return nil, err
 }
 
 // start starts the engines of all ranks. If an engine cannot be started, start closes the other engines and
@@ -287,15 +296,17 @@ func (c *cluster) start() error {
 			if c.o.Config != nil {
 				c.o.Config(&cfg)
 			}
+			if c.memory != nil {
+				cfg.Memory, cfg.Groups = c.memory[i], c.memory[i].Groups()
+			}
 			crowded := ops.Oversubscribed(cmp.Or(cfg.LocalProcesses, c.o.Ranks))
 			overTCP := opstcp.Config{SegmentBytes: c.o.SegmentBytes, Deterministic: cfg.Deterministic,
 				Oversubscribed: crowded, Table: c.o.Table}
 			if c.memory != nil {
-				groups := c.memory[i].Groups()
 				inMemory := opsshm.Register(c.memory[i], opsshm.Config{StageBytes: int64(c.o.SegmentBytes),
-					Oversubscribed: crowded, Groups: groups})
+					Oversubscribed: crowded, Groups: cfg.Groups})
 				cfg.Backends = append(cfg.Backends, inMemory, hier.Register(hier.Config{
-					Groups: groups, Inner: inMemory.New, Outer: opstcp.OuterLevel(cfg.Mesh, overTCP),
+					Groups: cfg.Groups, Inner: inMemory.New, Outer: opstcp.OuterLevel(cfg.Mesh, overTCP),
 					Kinds: [message.NumKinds]bool{message.Allreduce: true, message.Reducescatter: true,
 						message.Allgather: true, message.Broadcast: true},
 					Deterministic: cfg.Deterministic,
