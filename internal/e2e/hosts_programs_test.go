@@ -152,7 +152,7 @@ func checkRound(ctx context.Context, round int) error {
 	}
 	for _, check := range []func(ctx context.Context, round, me, n int) error{
 		checkTypes, checkReductions, checkReducescatter, checkAllgather, checkBroadcast, checkAlltoall,
-		checkBarrier, checkGroups, checkProcessSet, checkJoin,
+		checkBarrier, checkGroups, checkProcessSet, checkJoin, checkLarge,
 	} {
 		if err := check(ctx, round, me, n); err != nil {
 			return err
@@ -364,6 +364,35 @@ func checkJoin(ctx context.Context, round, me, n int) error {
 	}
 	last, err := hvd.Join(ctx)
 	return check("join", []int{last}, []int{late}, err)
+}
+
+// checkLarge checks allreduces of 6 MiB, which two levels cut into several chunks. It runs in every third
+// round, because it takes much time.
+func checkLarge(ctx context.Context, round, me, n int) error {
+	if round%3 != 0 {
+		return nil
+	}
+	contribution := func(r int) []float32 {
+		x := make([]float32, 6<<18)
+		for k := range x {
+			x[k] = float32((k + 3*r + round) % 7)
+		}
+		return x
+	}
+	want := contribution(0)
+	for r := 1; r < n; r++ {
+		for k, v := range contribution(r) {
+			want[k] += v
+		}
+	}
+	for _, options := range [][]hvd.Option{{hvd.Name("6 MiB")},
+		{hvd.Name("compressed 6 MiB"), hvd.CompressFP16()}} {
+		got, err := hvd.Allreduce(ctx, contribution(me), append(options, hvd.Op(hvd.Sum))...)
+		if err := check("large allreduce", got, want, err); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // checkBarrier makes one rank enter a barrier late and checks that no rank leaves the barrier before that.

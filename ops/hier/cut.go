@@ -23,6 +23,17 @@ func (b *Backend) cutWhole(numBytes int) {
 	}
 }
 
+// selectChunk makes a chunk of an allreduce the current one. In other operations it does nothing.
+func (b *Backend) selectChunk(chunk int) {
+	if b.chunks == 0 {
+		return
+	}
+	from, to := boundary(int64(len(b.all)), chunk, b.chunks), boundary(int64(len(b.all)), chunk+1, b.chunks)
+	w := b.width()
+	b.buf, b.work = b.all[from:to], b.allWork[w*from:w*to]
+	b.cutWhole(len(b.buf))
+}
+
 // cutBlocks cuts the blocks of each host, which are consecutive in the operation's buffer, into a piece for
 // each slice.
 func (b *Backend) cutBlocks() error {
@@ -85,9 +96,9 @@ func (b *Backend) slice(k int) (from, to int64) {
 }
 
 // slices returns the sizes of the slices, multiplied by width, by member of this host. The size is 0 for a
-// member that owns no slice. The result is valid until the next operation of a level.
+// member that owns no slice. The result is valid until the next operation of the inner level.
 func (b *Backend) slices(width int64) []int64 {
-	counts := b.counts[:len(b.inner.ranks)]
+	counts := b.inner.counts
 	clear(counts)
 	for k := range b.place.slices {
 		from, to := b.slice(k)
@@ -97,9 +108,9 @@ func (b *Backend) slices(width int64) []int64 {
 }
 
 // pieces returns the sizes of the pieces of this rank's slice, multiplied by width. The result is valid until
-// the next operation of a level.
+// the next operation of the outer level.
 func (b *Backend) pieces(width int64) []int64 {
-	counts := b.counts[:len(b.place.hosts)]
+	counts := b.outer.counts
 	for j := range counts {
 		from, to := b.piece(b.place.local, j)
 		counts[j] = (to - from) * width

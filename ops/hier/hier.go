@@ -25,8 +25,10 @@
 // another host twice. On one level, Adasum combines neighbours first. If the members of each host are
 // consecutive and their number is the same power of two, they then share the work between hosts, and a host
 // sends 2(h-1)/h × B bytes. Adding the members of a host and combining only the sums of the hosts, as Horovod
-// does on GPUs, gives another result.
-// All kinds of operations that are not listed above are refused too.
+// does on GPUs, gives another result. All kinds of operations that are not listed above are refused too.
+//
+// An allreduce is cut into chunks, and the levels work at the same time: while a chunk is exchanged between
+// the hosts, the next chunk is reduced inside each host, and the previous one is gathered.
 //
 // # Order of additions
 //
@@ -65,7 +67,13 @@ type Config struct {
 	Kinds [message.NumKinds]bool
 	// Deterministic forbids reductions.
 	Deterministic bool
+	// ChunkBytes is the size of the chunks of an allreduce. While a chunk is exchanged between hosts, other
+	// chunks are reduced and gathered inside the hosts. Smaller chunks leave less time in which the network
+	// is idle, but need more operations. Default 2 MiB.
+	ChunkBytes int
 }
+
+const defaultChunkBytes = 2 << 20
 
 // Backend is the ops.Backend of one process set.
 //
@@ -75,32 +83,35 @@ type Config struct {
 // Any error ends the backend. The error wraps the error of the inner or outer backend, which names the peer
 // if a peer has failed.
 type Backend struct {
-	cfg   *Config
-	me    int
-	place place
-	inner level
-	outer level // has no backend at a member that owns no slice
+	cfg *Config
+	me  int
+	// chunkBytes is Config.ChunkBytes or its default.
+	chunkBytes int
+	place      place
+	inner      level
+	outer      level // has no backend at a member that owns no slice
 
 	// mu guards census, because Plan may be called at any time.
 	mu     sync.Mutex
 	census census
 
-	err     error         // the error that ended the backend, or nil
-	op      ops.Operation // the operation in progress
-	root    int           // in a broadcast, the index of the root's host
-	running ops.Backend   // the level that executes the current stage, or nil
-	stages  []stage       // the stages that were not begun; nil if no operation is in progress
-	active  bool          // an operation is in progress
+	err    error         // the error that ended the backend, or nil
+	op     ops.Operation // the operation in progress
+	root   int           // in a broadcast, the index of the root's host
+	stages []stage       // the stages that were not begun
+	active bool          // an operation is in progress
 
 	// The fields below describe the operation in progress. They are kept so that an operation allocates
 	// nothing.
 	ends          []int64          // where the pieces end in buf: see piece
 	begins        []int64          // where the blocks of each host begin and end in op.Buf
-	counts        []int64          // sizes of the blocks of the running stage
-	response      message.Response // describes the running stage to Plan
+	response      message.Response // describes a stage to Plan
 	wide          bool             // reduce 16-bit floats as float32
-	buf           []byte           // the slices of the result
-	work          []byte           // the slices that are reduced; may be the same as buf
+	pipeline      []stage          // the stages of an allreduce
+	chunks        int              // the number of chunks of an allreduce; 0 in other operations
+	all, allWork  []byte           // buf and work of all chunks
+	buf           []byte           // the slices of the result of the current chunk
+	work          []byte           // the slices of the chunk that are reduced; may be the same as buf
 	gathered      fusion.Buffer    // memory for buf
 	packed        fusion.Buffer    // memory for work
 	dt            tensor.DType     // the type of widen and narrow
@@ -111,6 +122,17 @@ type Backend struct {
 type level struct {
 	backend ops.Backend
 	ranks   []topo.Rank
+	running bool    // an operation of the level is in progress
+	counts  []int64 // sizes of the blocks of this operation
+}
+
+// step runs a step of the level's operation.
+func (l *level) step(ctx context.Context, wait bool) (ops.Progress, error) {
+	p, err := l.backend.Step(ctx, wait)
+	if err != nil || p == ops.Finished {
+		l.running = false
+	}
+	return p, err
 }
 
 // Register returns the Registration of the backend.
@@ -124,14 +146,17 @@ func Register(cfg Config) ops.Registration {
 // newBackend makes the backend of a process set. If the set cannot run on two levels, the backend has no
 // levels, and serves only Plan.
 func newBackend(cfg *Config, set topo.ProcessSetID, ranks []topo.Rank, me int) (_ *Backend, err error) {
-	b := &Backend{cfg: cfg, me: me, census: make(census, len(cfg.Groups))}
+	b := &Backend{cfg: cfg, me: me, census: make(census, len(cfg.Groups)), chunkBytes: cfg.ChunkBytes}
+	if b.chunkBytes <= 0 {
+		b.chunkBytes = defaultChunkBytes
+	}
 	if b.census.count(cfg.Groups, ranks).refusal() != nil {
 		return b, nil
 	}
 	p := newPlace(cfg.Groups, ranks, me)
 	b.place = p
 	b.ends, b.begins = make([]int64, p.slices*len(p.hosts)), make([]int64, len(p.hosts)+1)
-	b.counts = make([]int64, len(ranks))
+	b.inner.counts, b.outer.counts = make([]int64, len(p.hosts[p.host])), make([]int64, len(p.hosts))
 	b.inner.ranks = pick(ranks, p.hosts[p.host])
 	if b.inner.backend, err = cfg.Inner(set, b.inner.ranks, p.local); err != nil || !p.owns() {
 		return b, err
@@ -235,8 +260,9 @@ var starts = [message.NumKinds]func(*Backend) error{
 	message.Broadcast:     (*Backend).beginBroadcast,
 }
 
-// begin cuts the buffer of the operation into slices and begins the first stage.
+// begin cuts the buffer of the operation into slices and begins the first stages.
 func (b *Backend) begin() error {
+	b.chunks = 0
 	start := starts[b.op.Kind]
 	if start == nil {
 		return errUnsupported
@@ -247,13 +273,16 @@ func (b *Backend) begin() error {
 	return b.advance()
 }
 
-// advance begins stages until one of them has to be executed by a level. If no stage remains, b.running is
-// nil.
+// advance begins stages until the next one has to wait for a level.
 func (b *Backend) advance() error {
-	for b.running == nil && len(b.stages) > 0 {
+	for len(b.stages) > 0 {
 		next := b.stages[0]
+		if b.inner.running && next.after&innerLevel != 0 || b.outer.running && next.after&outerLevel != 0 {
+			break
+		}
 		b.stages = b.stages[1:]
-		if err := next(b); err != nil {
+		b.selectChunk(next.chunk)
+		if err := next.begin(b); err != nil {
 			return err
 		}
 	}
@@ -268,33 +297,66 @@ func (b *Backend) Step(ctx context.Context, wait bool) (ops.Progress, error) {
 	case !b.active:
 		return ops.Waiting, errors.New("ops/hier: Step was called without an operation in progress")
 	}
-	if b.running != nil {
-		p, err := b.running.Step(ctx, wait)
-		if err != nil {
-			return ops.Waiting, b.fail(err)
-		}
-		if p != ops.Finished {
-			return p, nil
-		}
-		b.running = nil
-		if err := b.advance(); err != nil {
-			return ops.Waiting, b.fail(err)
-		}
+	p, err := b.stepLevels(ctx, wait)
+	if err == nil && p == ops.Finished {
+		p, err = ops.Moving, b.advance()
 	}
-	if b.running != nil {
-		return ops.Moving, nil
+	switch {
+	case err != nil:
+		return ops.Waiting, b.fail(err)
+	case b.inner.running || b.outer.running:
+		return p, nil
 	}
-	b.op, b.active, b.buf, b.work = ops.Operation{}, false, nil, nil
+	b.op, b.active = ops.Operation{}, false
+	b.drop()
 	return ops.Finished, nil
 }
 
+// stepLevels runs a step of each level that has an operation in progress. It returns Finished if one of these
+// operations has finished, or if there is none.
+//
+// If both levels have an operation and may wait, stepLevels waits for the inner one. This cannot deadlock:
+// all ranks wait for their operations in the same order, because each operation of the inner level begins
+// after and ends before the same operations of the outer level at every rank. So the ranks that wait for the
+// earliest operation make progress.
+func (b *Backend) stepLevels(ctx context.Context, wait bool) (ops.Progress, error) {
+	switch {
+	case b.inner.running && b.outer.running:
+	case b.inner.running:
+		return b.inner.step(ctx, wait)
+	case b.outer.running:
+		return b.outer.step(ctx, wait)
+	default:
+		return ops.Finished, nil
+	}
+	outer, err := b.outer.step(ctx, false)
+	if err != nil {
+		return ops.Waiting, err
+	}
+	// Waiting is less than Blocked, Moving and Finished.
+	inner, err := b.inner.step(ctx, wait && outer <= ops.Blocked)
+	return max(inner, outer), err
+}
+
 // fail ends the backend because the current operation has failed with err. It returns err with the kind of
-// the operation, for the caller.
+// the operation, for the caller. If the other level has an operation in progress, fail makes this level
+// abandon it, because the buffers of the operation belong to the caller again.
 func (b *Backend) fail(err error) error {
 	b.err = fmt.Errorf("ops/hier: %v: %w", b.op.Kind, err)
-	b.op, b.running, b.buf, b.work = ops.Operation{}, nil, nil, nil
+	ctx, cancel := context.WithCancelCause(context.Background())
+	cancel(b.err)
+	for _, l := range []*level{&b.inner, &b.outer} {
+		for l.running {
+			_, _ = l.step(ctx, true) // fails with b.err, unless the operation has just finished
+		}
+	}
+	b.op = ops.Operation{}
+	b.drop()
 	return b.err
 }
+
+// drop drops the references to the buffers of the operation.
+func (b *Backend) drop() { b.all, b.allWork, b.buf, b.work = nil, nil, nil, nil }
 
 // Close implements ops.Backend.
 func (b *Backend) Close() {

@@ -114,7 +114,7 @@ func newCluster(tb testing.TB, hosts string, change func(*hier.Config)) *cluster
 			}
 		}
 		cfg := hier.Config{Groups: groups(hosts), Inner: level(innerLane), Outer: level(outerLane),
-			Kinds: allKinds()}
+			Kinds: allKinds(), ChunkBytes: 6 << 10}
 		if change != nil {
 			change(&cfg)
 		}
@@ -202,7 +202,7 @@ func TestAllreduce(t *testing.T) {
 // Every 16-bit float of a sum is rounded once: the result equals the exact sum, rounded.
 func TestHalfIsRoundedOnce(t *testing.T) {
 	for _, hosts := range layouts {
-		c := newCluster(t, hosts, nil)
+		c := newCluster(t, hosts, func(cfg *hier.Config) { cfg.ChunkBytes = 256 })
 		const n = 500
 		at := func(r, e int) float32 { return half.Float16FromFloat32(1 + float32(r*7+e%13)/1024).Float32() }
 		c.must(t, func(i int, b *opstest.Blocking) error {
@@ -509,10 +509,10 @@ func TestPeerGone(t *testing.T) {
 // In steady state an operation allocates nothing.
 func TestAllocations(t *testing.T) {
 	c := newCluster(t, "aabb", nil)
-	sizes := []int64{1024, 1024, 1024, 1024}
+	sizes := []int64{4096, 4096, 4096, 4096}
 	bufs := make([][]byte, 4)
 	for i := range bufs {
-		bufs[i] = make([]byte, 4096)
+		bufs[i] = make([]byte, 16<<10) // the allreduce has three chunks
 	}
 	ctx := context.Background()
 	rounds := func(n int) {
@@ -534,5 +534,103 @@ func TestAllocations(t *testing.T) {
 	once := testing.AllocsPerRun(3, func() { rounds(1) })
 	if many := testing.AllocsPerRun(3, func() { rounds(n) }); many > once+n/10 {
 		t.Errorf("%d rounds made %.0f allocations, one round %.0f", n, many, once)
+	}
+}
+
+// recorded is a level that records in log when operations begin and end. An operation of the outer level ends
+// only in a step that may wait.
+type recorded struct {
+	name  string
+	outer bool
+	log   *[]string
+	kind  message.Kind
+}
+
+func (l *recorded) Plan([]topo.Rank, *message.Response, int64) (message.Algorithm, error) {
+	return message.Direct, nil
+}
+
+func (l *recorded) Start(op ops.Operation) error {
+	l.kind = op.Kind
+	*l.log = append(*l.log, fmt.Sprintf("%s %v begins", l.name, op.Kind))
+	return nil
+}
+
+func (l *recorded) Step(_ context.Context, wait bool) (ops.Progress, error) {
+	if l.outer && !wait {
+		return ops.Waiting, nil
+	}
+	*l.log = append(*l.log, fmt.Sprintf("%s %v ends", l.name, l.kind))
+	return ops.Finished, nil
+}
+
+func (l *recorded) Close() {}
+
+// While a chunk of an allreduce is exchanged between the hosts, the next one is reduced and the previous one
+// is gathered on the host.
+func TestLevelsOverlap(t *testing.T) {
+	var log []string
+	level := func(name string, outer bool) hier.New {
+		return func(topo.ProcessSetID, []topo.Rank, int) (ops.Backend, error) {
+			return &recorded{name: name, outer: outer, log: &log}, nil
+		}
+	}
+	b, err := hier.Register(hier.Config{Groups: groups("aabb"), Inner: level("inner", false),
+		Outer: level("outer", true), Kinds: allKinds(), ChunkBytes: 1 << 10}).New(topo.Global, upTo(4), 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer b.Close()
+	buf := make([]byte, 3<<10)
+	if err := ops.Run(t.Context(), b, ops.Operation{Kind: message.Allreduce, Algorithm: message.TwoLevel,
+		DType: tensor.Float32, Op: tensor.Sum, Tensors: []ops.Tensor{{In: buf, Out: buf}}}); err != nil {
+		t.Fatal(err)
+	}
+	const want = `
+inner reducescatter begins
+inner reducescatter ends
+outer reducescatter begins
+inner reducescatter begins
+inner reducescatter ends
+outer reducescatter ends
+outer allgather begins
+outer allgather ends
+outer reducescatter begins
+inner reducescatter begins
+inner reducescatter ends
+outer reducescatter ends
+outer allgather begins
+inner allgather begins
+inner allgather ends
+outer allgather ends
+outer reducescatter begins
+outer reducescatter ends
+outer allgather begins
+inner allgather begins
+inner allgather ends
+outer allgather ends
+inner allgather begins
+inner allgather ends
+`
+	if got := "\n" + strings.Join(log, "\n") + "\n"; got != want {
+		t.Errorf("got%s", got)
+	}
+}
+
+// Allreduces in many chunks end at all ranks, whether their steps may wait or not, with float32 and float16.
+func TestManyChunks(t *testing.T) {
+	for _, hosts := range layouts {
+		c := newCluster(t, hosts, func(cfg *hier.Config) { cfg.ChunkBytes = 64 })
+		for _, dt := range []tensor.DType{tensor.Float32, tensor.Float16} {
+			c.must(t, func(_ int, b *opstest.Blocking) error {
+				for range 5 {
+					if err := b.Allreduce(t.Context(), message.TwoLevel, dt, tensor.Sum,
+						make([]byte, 20_000)); err != nil {
+						return err
+					}
+				}
+				return nil
+			})
+		}
 	}
 }

@@ -9,18 +9,56 @@ import (
 	"github.com/gohvd/gohvd/ops"
 )
 
-// stage begins one part of an operation. Either it does the part at once, or it starts an operation of a
-// level and stores the backend of that level in b.running.
-type stage func(b *Backend) error
+// stage is one part of an operation. Stages begin in order, each as soon as the levels in after have no
+// operation in progress. begin either does the part at once, or starts an operation of a level.
+type stage struct {
+	after levels
+	begin func(b *Backend) error
+	chunk int // the chunk of the operation's buffer
+}
 
-// These are the stages of each operation.
-var (
-	allreduceStages = []stage{reduceOnHost, reduceBetweenHosts, narrowPiece, gatherBetweenHosts,
-		gatherOnHost}
-	reducescatterStages = []stage{reduceOnHost, reduceBetweenHosts, placePiece, gatherPieces}
-	allgatherStages     = []stage{gatherBlocks, takePiece, gatherBetweenHosts, gatherOnHost, unpack}
-	broadcastStages     = []stage{broadcastOnHost, broadcastBetweenHosts, gatherElsewhere}
+// levels is a set of levels.
+type levels uint8
+
+const (
+	innerLevel levels = 1 << iota
+	outerLevel
+	bothLevels = innerLevel | outerLevel
 )
+
+// sequence returns stages that run one after another.
+func sequence(parts ...func(b *Backend) error) (stages []stage) {
+	for _, begin := range parts {
+		stages = append(stages, stage{after: bothLevels, begin: begin})
+	}
+	return stages
+}
+
+// These are the stages of the operations that are not cut into chunks.
+var (
+	reducescatterStages = sequence(reduceOnHost, reduceBetweenHosts, placePiece, gatherPieces)
+	allgatherStages     = sequence(gatherBlocks, takePiece, gatherBetweenHosts, gatherOnHost, unpack)
+	broadcastStages     = sequence(broadcastOnHost, broadcastBetweenHosts, gatherElsewhere)
+)
+
+// allreduceStages sets b.pipeline to the stages of an allreduce. While chunk c is reduced between the hosts,
+// chunk c+1 is reduced on each host. While chunk c is gathered between the hosts, chunk c-1 is gathered on
+// each host.
+func (b *Backend) allreduceStages() []stage {
+	p := append(b.pipeline[:0], stage{bothLevels, widenChunk, 0}, stage{bothLevels, reduceOnHost, 0})
+	for c := range b.chunks {
+		p = append(p, stage{bothLevels, reduceBetweenHosts, c})
+		if c+1 < b.chunks {
+			p = append(p, stage{innerLevel, widenChunk, c + 1}, stage{innerLevel, reduceOnHost, c + 1})
+		}
+		p = append(p, stage{outerLevel, narrowPiece, c}, stage{outerLevel, gatherBetweenHosts, c})
+		if c > 0 {
+			p = append(p, stage{innerLevel, gatherOnHost, c - 1})
+		}
+	}
+	b.pipeline = append(p, stage{bothLevels, gatherOnHost, b.chunks - 1})
+	return b.pipeline
+}
 
 // start starts an operation of a level. The level chooses the algorithm.
 func (b *Backend) start(l *level, op ops.Operation) (err error) {
@@ -29,8 +67,9 @@ func (b *Backend) start(l *level, op ops.Operation) (err error) {
 		return err
 	}
 	op.SegmentBytes = b.op.SegmentBytes
-	b.running = l.backend
-	return l.backend.Start(op)
+	err = l.backend.Start(op)
+	l.running = err == nil
+	return err
 }
 
 // reduces returns an operation of a level that reduces buf, which has blocks of the given sizes.
@@ -45,6 +84,14 @@ func (b *Backend) reduces(buf []byte, counts []int64) ops.Operation {
 // gathers returns an operation of a level that gathers buf, which has blocks of the given sizes.
 func gathers(buf []byte, counts []int64) ops.Operation {
 	return ops.Operation{Kind: message.Allgather, DType: tensor.Uint8, Buf: buf, Counts: counts}
+}
+
+// widenChunk converts the chunk to the type in which it is reduced.
+func widenChunk(b *Backend) error {
+	if b.wide {
+		b.widen(b.work, b.buf)
+	}
+	return nil
 }
 
 // reduceOnHost reduces each slice of b.work on this host. The owner of the slice gets the result.
@@ -102,7 +149,7 @@ func placePiece(b *Backend) error {
 
 // gatherPieces gathers the pieces of the host's blocks on this host.
 func gatherPieces(b *Backend) error {
-	counts := b.counts[:len(b.inner.ranks)]
+	counts := b.inner.counts
 	clear(counts)
 	for k := range b.place.slices {
 		from, to := b.piece(k, b.place.host)
@@ -174,14 +221,16 @@ func (b *Backend) beginAllreduce() error {
 	if n := len(b.op.Tensors); n != 1 {
 		return fmt.Errorf("got %d tensors, want 1", n)
 	}
-	b.buf, b.stages = b.op.Tensors[0].Out, allreduceStages
-	b.work = b.buf
-	b.cutWhole(len(b.buf))
-	if err := b.prepare(); err != nil || !b.wide {
+	if err := b.prepare(); err != nil {
 		return err
 	}
-	b.work = b.packed.Bytes(2 * len(b.buf))
-	b.widen(b.work, b.buf)
+	b.all = b.op.Tensors[0].Out
+	b.allWork = b.all
+	if b.wide {
+		b.allWork = b.packed.Bytes(2 * len(b.all))
+	}
+	b.chunks = max((len(b.all)+b.chunkBytes-1)/b.chunkBytes, 1)
+	b.stages = b.allreduceStages()
 	return nil
 }
 
