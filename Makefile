@@ -121,6 +121,10 @@ bench: ## run all benchmarks, or those that match BENCH=regexp
 bench-peers: ## benchmark gohvd and other libraries in turn, nearly an hour; writes docs/benchmarks.md
 	bench/compare.sh
 
+.PHONY: bench-hosts
+bench-hosts: ## measure allreduces between hosts over links of 1 Gbit/s, on two levels and on one; five minutes, needs root
+	bench/hosts.sh
+
 .PHONY: format
 format: ## fail if gofmt would change something
 	@out=$$(gofmt -l $$(git ls-files '*.go')); test -z "$$out" || { echo "gofmt would change:"; echo "$$out"; exit 1; }
