@@ -112,7 +112,7 @@ type watcher interface {
 // plan returns the Planner of the tests. It chooses the algorithm tree for broadcasts and ring for all other
 // operations. It returns an error for reductions of an element type in refused.
 func plan(refused ...tensor.DType) controller.Planner {
-	return func(_ []topo.Rank, r *message.Response, _ int64) (
+	return func(_ []topo.Rank, r *message.Response, _ int64, _ *message.Tuning) (
 		message.Backend, message.Algorithm, error,
 	) {
 		switch {

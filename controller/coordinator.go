@@ -145,6 +145,7 @@ func (c *Coordinator) takeTuning() *message.Tuning {
 	if t != nil {
 		c.tuning = nil
 		c.cfg.CycleTime = t.CycleTime
+		c.policy.tuning = t
 		c.policy.fusion.ThresholdBytes, c.policy.cacheOff = t.FusionThresholdBytes, t.CacheOff
 	}
 	return t

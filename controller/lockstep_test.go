@@ -390,7 +390,7 @@ func allreduce(name string, numElems int64) message.Request {
 // answered once, with an error.
 func TestRefusedThoughCached(t *testing.T) {
 	large := errors.New("no backend: tcp: more than 16 bytes")
-	planner := func(_ []topo.Rank, _ *message.Response, numBytes int64) (
+	planner := func(_ []topo.Rank, _ *message.Response, numBytes int64, _ *message.Tuning) (
 		message.Backend, message.Algorithm, error,
 	) {
 		if numBytes > 16 {

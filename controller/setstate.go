@@ -13,10 +13,10 @@ import (
 
 // Planner is a function that chooses the backend and the algorithm for a response of the process set that has
 // the given members. numBytes is the number of bytes to send for r and for the responses that are fused with
-// r. A Planner must be pure.
+// r. t has the settings that were changed last, or is nil. A Planner must be pure.
 // If it returns an error, the request is answered with that error.
-type Planner func(members []topo.Rank, r *message.Response,
-	numBytes int64) (message.Backend, message.Algorithm, error)
+type Planner func(members []topo.Rank, r *message.Response, numBytes int64,
+	t *message.Tuning) (message.Backend, message.Algorithm, error)
 
 // setState is the part of the coordinator for one process set. It holds the requests of the members in full
 // (table) or as votes (cache), and the responses that will be granted next (ready).
@@ -100,6 +100,8 @@ type policy struct {
 	fusion fusion.Options
 	plan   Planner
 	sets   *setTable
+	// tuning has the settings that were changed last. It is nil if none was changed.
+	tuning *message.Tuning
 	// cacheOff is set if no responses are cached.
 	cacheOff bool
 }
@@ -443,7 +445,7 @@ func (s *setState) fuse(p *policy) {
 		}
 		s.groups = fusion.Plan(s.groups[:0], s.tensors, p.fusion)
 		for _, group := range s.groups {
-			plan, err := s.choose(group, p.plan)
+			plan, err := s.choose(group, p)
 			if err != nil {
 				s.refuse(group, err)
 				again = true
@@ -461,7 +463,7 @@ func (s *setState) fuse(p *policy) {
 	clear(s.tensors)
 }
 
-func (s *setState) choose(group []int, planner Planner) (p plan, err error) {
+func (s *setState) choose(group []int, by *policy) (p plan, err error) {
 	first := s.tensors[group[0]].Response
 	if !first.Kind.MovesData() {
 		return plan{}, nil
@@ -470,7 +472,7 @@ func (s *setState) choose(group []int, planner Planner) (p plan, err error) {
 	for _, i := range group {
 		numBytes += s.tensors[i].Response.WireBytes()
 	}
-	p.backend, p.algorithm, err = planner(s.Ranks, first, numBytes)
+	p.backend, p.algorithm, err = by.plan(s.Ranks, first, numBytes, by.tuning)
 	return p, err
 }
 

@@ -47,28 +47,30 @@ func NewManager(registry Registry, set topo.ProcessSetID, ranks []topo.Rank, me 
 }
 
 // Plan chooses the first backend of the registry that can run r, and returns its ID and the algorithm. The
-// output of r has numBytes bytes, and the process set of r has the given members. If no backend can run r,
+// output of r has numBytes bytes, and the process set of r has the given members. t has the settings that
+// rank 0 has changed last, or is nil. If no backend can run r,
 // Plan returns an error that names each backend with its reason and wraps the reasons. Kinds that move no
 // data need no backend: for them Plan returns NoBackend. Plan may be called while operations run.
-func (m *Manager) Plan(members []topo.Rank, r *message.Response,
-	numBytes int64) (message.Backend, message.Algorithm, error) {
+func (m *Manager) Plan(members []topo.Rank, r *message.Response, numBytes int64,
+	t *message.Tuning) (message.Backend, message.Algorithm, error) {
 	if !r.Kind.MovesData() {
 		return message.NoBackend, message.NoAlgorithm, nil
 	}
 	for i, b := range m.backends {
-		if alg, err := b.Plan(members, r, numBytes); err == nil {
+		if alg, err := b.Plan(members, r, numBytes, t); err == nil {
 			return m.registry[i].ID, alg, nil
 		}
 	}
 	return message.NoBackend, message.NoAlgorithm, fmt.Errorf("ops: no backend can run %v %q of type %v: %w",
-		r.Kind, r.Name, r.DType, m.refusals(members, r, numBytes))
+		r.Kind, r.Name, r.DType, m.refusals(members, r, numBytes, t))
 }
 
 // refusals returns the reasons for which the backends refuse r. Plan does not collect them itself, so that a
 // response that the first backend refuses and the second one runs costs no memory.
-func (m *Manager) refusals(members []topo.Rank, r *message.Response, numBytes int64) (refusals error) {
+func (m *Manager) refusals(members []topo.Rank, r *message.Response, numBytes int64,
+	t *message.Tuning) (refusals error) {
 	for i, b := range m.backends {
-		_, err := b.Plan(members, r, numBytes)
+		_, err := b.Plan(members, r, numBytes, t)
 		if err = fmt.Errorf("%v: %w", m.registry[i].ID, err); refusals != nil {
 			err = fmt.Errorf("%w; %w", refusals, err)
 		}

@@ -21,7 +21,7 @@ type planner struct {
 
 func (p *planner) Close() { p.closed = true }
 
-func (p *planner) Plan([]topo.Rank, *message.Response, int64) (message.Algorithm, error) {
+func (p *planner) Plan([]topo.Rank, *message.Response, int64, *message.Tuning) (message.Algorithm, error) {
 	return p.alg, p.err
 }
 
@@ -62,7 +62,7 @@ func TestManagerPlan(t *testing.T) {
 		message.Join:      {message.NoBackend, message.NoAlgorithm},
 		message.Error:     {message.NoBackend, message.NoAlgorithm},
 	} {
-		id, alg, err := m.Plan(nil, &message.Response{Kind: kind, DType: tensor.Float32}, 4)
+		id, alg, err := m.Plan(nil, &message.Response{Kind: kind, DType: tensor.Float32}, 4, nil)
 		if err != nil || id != want.id || alg != want.alg {
 			t.Errorf("%v: got %v, %v, %v, want %v, %v", kind, id, alg, err, want.id, want.alg)
 		}
@@ -72,13 +72,13 @@ func TestManagerPlan(t *testing.T) {
 func TestManagerPlanNone(t *testing.T) {
 	one, two := errors.New("no such processor"), errors.New("too long")
 	r := &message.Response{Kind: message.Allreduce, Name: "g0", DType: tensor.Float32}
-	_, _, err := newManager(t).Plan(nil, r, 4)
+	_, _, err := newManager(t).Plan(nil, r, 4, nil)
 	if want := `ops: no backend can run allreduce "g0" of type float32: no backend is configured`; err == nil ||
 		err.Error() != want {
 		t.Errorf("got %v, want %v", err, want)
 	}
 	_, _, err = newManager(t, entry(message.TCP, &planner{err: one}), entry(first, &planner{err: two})).Plan(
-		nil, r, 4)
+		nil, r, 4, nil)
 	if want := `ops: no backend can run allreduce "g0" of type float32: tcp: no such processor; Backend(101): too long`; err == nil || err.Error() != want {
 		t.Errorf("got %v, want %v", err, want)
 	}

@@ -23,11 +23,12 @@ import (
 type Backend interface {
 	// Plan returns the algorithm that the backend would use for a response of r's kind whose output has
 	// numBytes bytes, in the process set that has the given members. This need not be the process set of the
-	// backend. If the backend cannot run the response, Plan returns an error. The error states only
-	// the reason, because the Manager adds the backend and the operation. Only the coordinator calls Plan,
-	// and all ranks use its result. So Plan must return the same result on every rank with the same
-	// capabilities.
-	Plan(members []topo.Rank, r *message.Response, numBytes int64) (message.Algorithm, error)
+	// backend. t has the settings that rank 0 has changed last, or is nil. If the backend cannot run the
+	// response, Plan returns an error. The error states only the reason, because the Manager adds the backend
+	// and the operation. Only the coordinator calls Plan, and all ranks use its result. So Plan must return
+	// the same result on every rank with the same capabilities.
+	Plan(members []topo.Rank, r *message.Response, numBytes int64, t *message.Tuning) (message.Algorithm,
+		error)
 
 	// Start begins op. It does not wait for other ranks.
 	Start(op Operation) error

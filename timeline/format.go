@@ -137,11 +137,18 @@ func (f *formatter) tuned(dst []byte, at time.Duration, v *message.Tuning) []byt
 	dst = number(dst, "fusion_threshold_bytes", v.FusionThresholdBytes)
 	dst = micros(dst, "cycle_time_us", v.CycleTime)
 	dst = number(dst, "segment_bytes", int64(v.SegmentBytes))
-	cached := int64(1)
-	if v.CacheOff {
-		cached = 0
+	for _, s := range []struct {
+		name string
+		off  bool
+	}{{"cache_enabled", v.CacheOff}, {"hierarchical_allreduce", v.OneLevelAllreduce},
+		{"hierarchical_allgather", v.OneLevelAllgather}} {
+		on := int64(1)
+		if s.off {
+			on = 0
+		}
+		dst = number(dst, s.name, on)
 	}
-	return append(number(dst, "cache_enabled", cached), "}}"...)
+	return append(text(dst, "algorithm", v.AllreduceText()), "}}"...)
 }
 
 // end appends hvd_end, the last event of a timeline that was closed by Close.

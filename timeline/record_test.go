@@ -481,7 +481,8 @@ func TestMarks(t *testing.T) {
 		tl := mustStart(t, cfg, quick)
 		tl.Cycle(time.Millisecond)
 		tl.Tuned(time.Millisecond, &message.Tuning{FusionThresholdBytes: 1 << 20, SegmentBytes: 64,
-			CycleTime: 2500 * time.Microsecond, CacheOff: true})
+			CycleTime: 2500 * time.Microsecond, CacheOff: true, OneLevelAllgather: true,
+			Allreduce: message.Ring})
 		job := cfg.Clock.Job()
 		tl.Offset(trace.Offset{At: 2 * time.Millisecond, Offset: -1500, Error: 250, Job: job})
 		for i := range 10 {
@@ -499,7 +500,7 @@ func TestMarks(t *testing.T) {
 				want = []timelinetest.Clock{{}, clock}
 			}
 			changed := []timelinetest.Tuning{{At: 1000, FusionBytes: 1 << 20, CycleMicros: 2500,
-				SegmentBytes: 64}}
+				SegmentBytes: 64, Allreduce: 1, Algorithm: "ring"}}
 			if i == 0 && !slices.Equal(s.Tunings, changed) {
 				t.Errorf("%s: got changes of settings %+v, want %+v", name, s.Tunings, changed)
 			}

@@ -32,7 +32,7 @@ func (p *rawPath) plan(s opSpec) (message.Algorithm, error) {
 	if s.algorithm != message.NoAlgorithm {
 		return s.algorithm, nil
 	}
-	alg, err := p.backend.Plan(controller.Global(p.Size()).Ranks, r, s.numBytes(p.Size()))
+	alg, err := p.backend.Plan(controller.Global(p.Size()).Ranks, r, s.numBytes(p.Size()), nil)
 	if err != nil {
 		return 0, errUnsupported{fmt.Sprintf("%v: %v", p.backend.ID, err)}
 	}

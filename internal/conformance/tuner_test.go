@@ -5,6 +5,7 @@ import (
 
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/trace"
+	"github.com/gohvd/gohvd/ops/tcp"
 )
 
 // restless is a tuner that changes all settings after every second grant of a tensor.
@@ -35,6 +36,8 @@ func (t *restless) Changed() (message.Tuning, bool) {
 		CycleTime:            []time.Duration{0, 20 * time.Microsecond, 200 * time.Microsecond}[pick(3)],
 		SegmentBytes:         []int{0, 1, 64, 1000, 64 << 10}[pick(5)],
 		CacheOff:             pick(2) == 1,
+		OneLevelAllreduce:    pick(6) > 2, OneLevelAllgather: pick(7) > 3,
+		Allreduce: append(tcp.Algorithms(message.Allreduce), message.NoAlgorithm)[pick(8)%6],
 	}
 	if t.sameSegments {
 		v.SegmentBytes = 0

@@ -290,30 +290,31 @@ func (e *Engine) negotiate() {
 }
 
 // plan chooses the backend and the algorithm of a response for the coordinator. numBytes is the total size of
-// the response and of all responses that are fused with it. plan uses the lane of the global set, because
+// the response and of all responses that are fused with it, and t has the settings that were changed last, or
+// is nil. plan uses the lane of the global set, because
 // rank 0 need not be a member of the response's process set and all lanes have the same backends.
-func (e *Engine) plan(members []topo.Rank, r *message.Response,
-	numBytes int64) (message.Backend, message.Algorithm, error) {
+func (e *Engine) plan(members []topo.Rank, r *message.Response, numBytes int64,
+	t *message.Tuning) (message.Backend, message.Algorithm, error) {
 	l := e.lanes.all[0]
 	if err := l.checkResult(r.Kind, numBytes); err != nil {
 		return message.NoBackend, message.NoAlgorithm, err
 	}
 	if len(r.Parts) == 0 || r.DType.Valid() {
-		return l.manager.Plan(members, r, numBytes)
+		return l.manager.Plan(members, r, numBytes, t)
 	}
-	return planTypes(l.manager, members, r, numBytes)
+	return planTypes(l.manager, members, r, numBytes, t)
 }
 
 // planTypes chooses the backend and the algorithm of a group with several element types, which are reduced
 // one type after another. All types must have the same backend. If the algorithms for the types differ,
 // planTypes chooses message.Direct, which has no preconditions.
-func planTypes(m *ops.Manager, members []topo.Rank, r *message.Response,
-	numBytes int64) (backend message.Backend, algorithm message.Algorithm, err error) {
+func planTypes(m *ops.Manager, members []topo.Rank, r *message.Response, numBytes int64,
+	t *message.Tuning) (backend message.Backend, algorithm message.Algorithm, err error) {
 	one := *r
 	one.Parts = nil
 	for dt := range r.Parts.Types() {
 		one.DType = dt
-		b, a, err := m.Plan(members, &one, numBytes)
+		b, a, err := m.Plan(members, &one, numBytes, t)
 		switch {
 		case err != nil:
 			return message.NoBackend, message.NoAlgorithm, err

@@ -46,7 +46,7 @@ func TestTuner(t *testing.T) {
 	for _, lockstep := range []bool{false, true} {
 		t.Run(fmt.Sprint("lockstep=", lockstep), func(t *testing.T) {
 			tuner := &fakeTuner{change: message.Tuning{FusionThresholdBytes: 1234, SegmentBytes: 64,
-				CycleTime: 100 * time.Microsecond, CacheOff: true}}
+				CycleTime: 100 * time.Microsecond, CacheOff: true, Allreduce: message.HalvingDoubling}}
 			const n = 3
 			timelines := make([]log, n)
 			c := startOn(t, mem.New(n), n, func(cfg *engine.Config) {
@@ -89,6 +89,10 @@ func TestTuner(t *testing.T) {
 			for r := range n {
 				if got := c.engines[r].Stats().FusionThresholdBytes; got != 1234 {
 					t.Errorf("rank %d has the fusion threshold %d, want 1234", r, got)
+				}
+				if ops := timelines[r].ops; ops[len(ops)-1].Algorithm != message.HalvingDoubling {
+					t.Errorf("rank %d: the last operation ran by %v, want %v", r, ops[len(ops)-1].Algorithm,
+						message.HalvingDoubling)
 				}
 				var want []message.Tuning
 				if r == 0 {

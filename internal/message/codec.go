@@ -225,10 +225,13 @@ func appendTuning(b []byte, t *Tuning) []byte {
 	b = binary.LittleEndian.AppendUint64(b, uint64(t.FusionThresholdBytes))
 	b = binary.LittleEndian.AppendUint64(b, uint64(t.CycleTime))
 	b = binary.LittleEndian.AppendUint32(b, uint32(t.SegmentBytes))
-	if t.CacheOff {
-		return append(b, 1)
+	flags := byte(0)
+	for i, on := range []bool{t.CacheOff, t.OneLevelAllreduce, t.OneLevelAllgather} {
+		if on {
+			flags |= 1 << i
+		}
 	}
-	return append(b, 0)
+	return append(b, flags, byte(t.Allreduce))
 }
 
 func appendDownSet(b []byte, s *DownSet) ([]byte, error) {
@@ -302,12 +305,15 @@ func (d *decoder) tuning() *Tuning {
 		}
 		return v
 	}
-	return &Tuning{
+	t := &Tuning{
 		FusionThresholdBytes: int64(limited("fusion threshold", d.u64(), math.MaxInt64)),
 		CycleTime:            time.Duration(limited("cycle time", d.u64(), math.MaxInt64)),
 		SegmentBytes:         int(limited("segment size", uint64(d.u32()), MaxSegmentBytes)),
-		CacheOff:             limited("cache", uint64(d.u8()), 1) == 1,
 	}
+	flags := limited("switches", uint64(d.u8()), 7)
+	t.CacheOff, t.OneLevelAllreduce, t.OneLevelAllgather = flags&1 != 0, flags&2 != 0, flags&4 != 0
+	t.Allreduce = Algorithm(limited("algorithm", uint64(d.u8()), uint64(numAlgorithms-1)))
+	return t
 }
 
 func (d *decoder) downSet(s *DownSet) {

@@ -75,7 +75,10 @@ func downSamples() []*message.Down {
 		{Type: message.DownFail, Ranks: []topo.Rank{2, 3}, Reason: "silent for 10s"},
 		{Type: message.DownCycle, Cycle: 5, Stop: true},
 		{Type: message.DownCycle, Cycle: 7, Tuning: &message.Tuning{FusionThresholdBytes: 1 << 40,
-			CycleTime: time.Hour, SegmentBytes: message.MaxSegmentBytes, CacheOff: true}},
+			CycleTime: time.Hour, SegmentBytes: message.MaxSegmentBytes, CacheOff: true,
+			OneLevelAllgather: true}},
+		{Type: message.DownCycle, Cycle: 9, Tuning: &message.Tuning{OneLevelAllreduce: true,
+			Allreduce: message.TwoLevel}},
 		{Type: message.DownCycle, Cycle: 8, Tuning: &message.Tuning{CycleTime: 100 * time.Microsecond}},
 		{Type: message.DownCycle, Cycle: 5, Stop: true, Reason: "stalled"},
 		{Type: message.DownCycle, Cycle: 6, Sets: []message.DownSet{
@@ -212,11 +215,11 @@ func TestTuningLimits(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	tuning := len(valid) - (8 + 8 + 4 + 1)
+	tuning := len(valid) - (8 + 8 + 4 + 1 + 1)
 	for _, c := range []struct {
 		at   int
 		want string
-	}{{7, "fusion threshold"}, {15, "cycle time"}, {19, "segment size"}, {20, "cache"}} {
+	}{{7, "fusion threshold"}, {15, "cycle time"}, {19, "segment size"}, {20, "switches"}, {21, "algorithm"}} {
 		frame := slices.Clone(valid)
 		frame[tuning+c.at] = 0x80
 		var down message.Down

@@ -164,6 +164,28 @@ type Tuning struct {
 	SegmentBytes int
 	// CacheOff is set if nothing is put into the caches and their entries are erased.
 	CacheOff bool
+	// OneLevelAllreduce is set if no allreduce, reducescatter or broadcast runs on two levels, and
+	// OneLevelAllgather if no allgather does.
+	OneLevelAllreduce, OneLevelAllgather bool
+	// Allreduce is the algorithm of the allreduces over the backend tcp that it can serve. NoAlgorithm leaves
+	// the choice to the backend.
+	Allreduce Algorithm
+}
+
+// OneLevel reports whether no operation of kind k runs on two levels. A nil Tuning changes nothing.
+func (t *Tuning) OneLevel(k Kind) bool {
+	if k == Allgather {
+		return t != nil && t.OneLevelAllgather
+	}
+	return t != nil && t.OneLevelAllreduce
+}
+
+// AllreduceText returns the name of t.Allreduce, or "table" if the backend chooses the algorithm.
+func (t *Tuning) AllreduceText() string {
+	if t.Allreduce == NoAlgorithm {
+		return "table"
+	}
+	return t.Allreduce.String()
 }
 
 // MaxSegmentBytes is the maximum of Tuning.SegmentBytes, because a rank allocates memory for segments.

@@ -175,6 +175,15 @@ func (d *Down) String() string {
 		if t.CacheOff {
 			b.WriteString(" cache-off")
 		}
+		if t.OneLevelAllreduce {
+			b.WriteString(" one-level-allreduce")
+		}
+		if t.OneLevelAllgather {
+			b.WriteString(" one-level-allgather")
+		}
+		if t.Allreduce != NoAlgorithm {
+			fmt.Fprintf(&b, " allreduce=%v", t.Allreduce)
+		}
 	}
 	if d.Stop {
 		b.WriteString(" stop")

@@ -14,14 +14,15 @@ import (
 // These constants are the names of labels.
 const (
 	// labelOp is the label for the kind of an operation. It has the same name as in Horovod.
-	labelOp      = "op"
-	labelBackend = "backend"
-	labelDType   = "dtype"
-	labelLate    = "late_rank"
-	labelRank    = "rank"
-	labelHost    = "host"
-	labelVersion = "version"
-	labelGo      = "goversion"
+	labelOp        = "op"
+	labelBackend   = "backend"
+	labelDType     = "dtype"
+	labelAlgorithm = "algorithm"
+	labelLate      = "late_rank"
+	labelRank      = "rank"
+	labelHost      = "host"
+	labelVersion   = "version"
+	labelGo        = "goversion"
 )
 
 func desc(name, help string, labels ...string) *prometheus.Desc {
@@ -145,7 +146,15 @@ var (
 		gauge("hvd_autotune_cache_enabled",
 			"1 if autotune has switched the response cache on last, and 0 if it has switched it off.",
 			func(s *trace.Stats) float64 { return toggle(!s.Tuning.Values.CacheOff) }),
+		gauge("hvd_autotune_hierarchical_allreduce",
+			"1 if allreduces run on two levels with the settings that autotune has chosen last, and 0 if not.",
+			func(s *trace.Stats) float64 { return toggle(!s.Tuning.Values.OneLevelAllreduce) }),
+		gauge("hvd_autotune_hierarchical_allgather",
+			"1 if allgathers run on two levels with the settings that autotune has chosen last, and 0 if not.",
+			func(s *trace.Stats) float64 { return toggle(!s.Tuning.Values.OneLevelAllgather) }),
 	}
+	algorithm = desc("hvd_autotune_algorithm",
+		"1, with the algorithm of allreduces over TCP that autotune has chosen last, or table.", labelAlgorithm)
 	last     = desc("hvd_rank_last_total", "Tensors for which this rank's request arrived last.", labelLate)
 	lateness = desc("hvd_rank_lateness_seconds_total",
 		"Wall time during which this rank held up all others: they had requested an operation and this rank had not. If several operations waited at the same time, the time counts once.", labelLate)
@@ -166,7 +175,7 @@ type collector struct{ get func() trace.Stats }
 
 func (c *collector) Describe(to chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{rankInfo, duration, tensors, moved, negotiation, queued, fill.desc,
-		last, lateness} {
+		last, lateness, algorithm} {
 		to <- d
 	}
 	for _, group := range [][]number{numbers, clock, coordinator, tuned} {
@@ -217,6 +226,8 @@ func (c *collector) Collect(to chan<- prometheus.Metric) {
 	}
 	if s.Tuning != nil {
 		show(tuned...)
+		to <- prometheus.MustNewConstMetric(algorithm, prometheus.GaugeValue, 1,
+			s.Tuning.Values.AllreduceText())
 	}
 }
 

@@ -58,7 +58,7 @@ func full() trace.Stats {
 		},
 		Tuning: &trace.Tuning{Active: true, Rounds: 12, BytesPerSecond: 1.5e9,
 			Values: message.Tuning{FusionThresholdBytes: 13, CycleTime: 14 * time.Millisecond,
-				SegmentBytes: 15}},
+				SegmentBytes: 15, OneLevelAllgather: true}},
 	}
 }
 
@@ -89,6 +89,9 @@ func TestCollector(t *testing.T) {
 # HELP hvd_autotune_active 1 while autotune searches for settings, and 0 after that.
 # TYPE hvd_autotune_active gauge
 hvd_autotune_active 1
+# HELP hvd_autotune_algorithm 1, with the algorithm of allreduces over TCP that autotune has chosen last, or table.
+# TYPE hvd_autotune_algorithm gauge
+hvd_autotune_algorithm{algorithm="table"} 1
 # HELP hvd_autotune_best_bytes_per_second Score of the best settings so far: bytes that allreduces of all ranks reduce per second. 0 if nothing was measured.
 # TYPE hvd_autotune_best_bytes_per_second gauge
 hvd_autotune_best_bytes_per_second 1.5e+09
@@ -101,6 +104,12 @@ hvd_autotune_cycle_time_seconds 0.014
 # HELP hvd_autotune_fusion_threshold_bytes Fusion threshold that autotune has chosen last.
 # TYPE hvd_autotune_fusion_threshold_bytes gauge
 hvd_autotune_fusion_threshold_bytes 13
+# HELP hvd_autotune_hierarchical_allgather 1 if allgathers run on two levels with the settings that autotune has chosen last, and 0 if not.
+# TYPE hvd_autotune_hierarchical_allgather gauge
+hvd_autotune_hierarchical_allgather 0
+# HELP hvd_autotune_hierarchical_allreduce 1 if allreduces run on two levels with the settings that autotune has chosen last, and 0 if not.
+# TYPE hvd_autotune_hierarchical_allreduce gauge
+hvd_autotune_hierarchical_allreduce 1
 # HELP hvd_autotune_rounds Rounds of the search that have ended. A round measures one point.
 # TYPE hvd_autotune_rounds gauge
 hvd_autotune_rounds 12

@@ -38,9 +38,9 @@ func TestMeterWithoutRepetition(t *testing.T) {
 // Each parameter has a name and an effect of its own: every field of message.Tuning survives the way into a
 // point and back.
 func TestEveryParameterHasAnEffect(t *testing.T) {
-	cfg := &Config{Given: func(string) bool { return false }, Segments: true}
+	cfg := &Config{Given: func(string) bool { return false }, OverTCP: true}
 	want := message.Tuning{FusionThresholdBytes: 3 << 20, CycleTime: 1234567, SegmentBytes: 1 << 20,
-		CacheOff: true}
+		CacheOff: true, OneLevelAllreduce: true, OneLevelAllgather: true, Allreduce: message.HalvingDoubling}
 	for i := range reflect.ValueOf(want).NumField() {
 		if reflect.ValueOf(want).Field(i).IsZero() {
 			t.Errorf("the test has no value for %s", reflect.TypeOf(want).Field(i).Name)

@@ -2,6 +2,7 @@ package tuning
 
 import (
 	"math"
+	"slices"
 	"time"
 
 	"github.com/gohvd/gohvd/autotune"
@@ -21,6 +22,44 @@ type parameter struct {
 }
 
 var parameters = []parameter{
+	{
+		of: func(t *message.Tuning) autotune.Parameter {
+			return autotune.Toggle(autotune.HierarchicalAllreduceName, !t.OneLevelAllreduce)
+		},
+		set: func(t *message.Tuning, p autotune.Point, name string) {
+			on, _ := p.Switch(name)
+			t.OneLevelAllreduce = !on
+		},
+		fixed: func(c *Config) bool {
+			return c.Given("HOROVOD_HIERARCHICAL_ALLREDUCE") || c.Start.OneLevelAllreduce
+		},
+	},
+	{
+		of: func(t *message.Tuning) autotune.Parameter {
+			return autotune.Toggle(autotune.HierarchicalAllgatherName, !t.OneLevelAllgather)
+		},
+		set: func(t *message.Tuning, p autotune.Point, name string) {
+			on, _ := p.Switch(name)
+			t.OneLevelAllgather = !on
+		},
+		fixed: func(c *Config) bool {
+			return c.Given("HOROVOD_HIERARCHICAL_ALLGATHER") || c.Start.OneLevelAllgather
+		},
+	},
+	{
+		of: func(t *message.Tuning) autotune.Parameter {
+			p := autotune.Algorithm(words()...)
+			p.Default = float64(slices.Index(allreduces, t.Allreduce))
+			return p
+		},
+		set: func(t *message.Tuning, p autotune.Point, name string) {
+			word, _ := p.Choice(name)
+			t.Allreduce = allreduces[slices.Index(words(), word)]
+		},
+		fixed: func(c *Config) bool {
+			return !c.OverTCP || c.Given("HVD_ALGORITHM") || c.Given("HVD_ALGORITHM_TABLE")
+		},
+	},
 	{
 		of: func(t *message.Tuning) autotune.Parameter {
 			return autotune.FusionThreshold(t.FusionThresholdBytes)
@@ -56,8 +95,21 @@ var parameters = []parameter{
 		set: func(t *message.Tuning, p autotune.Point, name string) {
 			t.SegmentBytes = int(number(p, name))
 		},
-		fixed: func(c *Config) bool { return !c.Segments },
+		fixed: func(c *Config) bool { return !c.OverTCP },
 	},
+}
+
+// allreduces has the algorithms of allreduce that are tried. NoAlgorithm stands for the table. Direct and
+// Exchange are left out: they are for sums that no other algorithm serves.
+var allreduces = []message.Algorithm{message.NoAlgorithm, message.Ring, message.RecursiveDoubling,
+	message.HalvingDoubling}
+
+// words returns the names of allreduces in points, logs and files.
+func words() (all []string) {
+	for _, a := range allreduces {
+		all = append(all, (&message.Tuning{Allreduce: a}).AllreduceText())
+	}
+	return all
 }
 
 func number(p autotune.Point, name string) float64 {

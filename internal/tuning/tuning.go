@@ -25,12 +25,12 @@ import (
 
 // Config configures a Tuner.
 type Config struct {
-	// Start has the values with which the job begins.
+	// Start has the values with which the job begins. Switches that are off in it stay off.
 	Start message.Tuning
 	// Given reports whether the user has set the setting with the given name. Its value is never changed.
 	Given func(setting string) bool
-	// Segments is set if the job's operations use Tuning.SegmentBytes.
-	Segments bool
+	// OverTCP is set if the job's operations use Tuning.SegmentBytes and Tuning.Allreduce.
+	OverTCP bool
 	// Search turns the search on. Without it, only the settings in File are applied.
 	Search  bool
 	Options autotune.Options

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -82,7 +83,7 @@ func TestSearch(t *testing.T) {
 	dir := t.TempDir()
 	logged, logs := observer.New(zap.InfoLevel)
 	cfg := tuning.Config{
-		Start: start, Segments: true, Search: true, Options: options(), Log: zap.New(logged),
+		Start: start, OverTCP: true, Search: true, Options: options(), Log: zap.New(logged),
 		Given:   func(setting string) bool { return setting == "HOROVOD_FUSION_THRESHOLD" },
 		LogPath: filepath.Join(dir, "log.csv"), File: filepath.Join(dir, "tuned.json"),
 	}
@@ -136,6 +137,56 @@ func TestSearch(t *testing.T) {
 	}
 	if _, err := os.Stat(cfg.LogPath); err == nil {
 		t.Error("a job without a search has written a table")
+	}
+}
+
+// A value that the user has set never moves, and the others do.
+func TestGivenValuesNeverMove(t *testing.T) {
+	values := map[string]func(message.Tuning) any{
+		"HOROVOD_FUSION_THRESHOLD":       func(v message.Tuning) any { return v.FusionThresholdBytes },
+		"HOROVOD_CYCLE_TIME":             func(v message.Tuning) any { return v.CycleTime },
+		"HOROVOD_CACHE_CAPACITY":         func(v message.Tuning) any { return v.CacheOff },
+		"HOROVOD_HIERARCHICAL_ALLREDUCE": func(v message.Tuning) any { return v.OneLevelAllreduce },
+		"HOROVOD_HIERARCHICAL_ALLGATHER": func(v message.Tuning) any { return v.OneLevelAllgather },
+		"HVD_ALGORITHM":                  func(v message.Tuning) any { return v.Allreduce },
+		"HVD_ALGORITHM_TABLE":            func(v message.Tuning) any { return v.Allreduce },
+	}
+	for given := range values {
+		tuner, err := tuning.New(tuning.Config{
+			Start: start, OverTCP: true, Search: true, Options: options(), Log: zap.NewNop(),
+			Given: func(setting string) bool { return setting == given },
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, seen := program(t, tuner, best)
+		for name, of := range values {
+			moved := slices.ContainsFunc(seen, func(v message.Tuning) bool { return of(v) != of(start) })
+			if fixed := name == given || strings.HasPrefix(given, "HVD_ALG") && strings.HasPrefix(name,
+				"HVD_ALG"); moved == fixed {
+				t.Errorf("%s is given: the value of %s has moved: %v, want %v", given, name, moved, !fixed)
+			}
+		}
+	}
+}
+
+// Switches that are off at the start, because the job does not use them, stay off. Without TCP, neither the
+// segment size nor the algorithm moves.
+func TestUnusedValuesNeverMove(t *testing.T) {
+	off := start
+	off.OneLevelAllreduce, off.OneLevelAllgather, off.CacheOff = true, true, true
+	tuner, err := tuning.New(tuning.Config{Start: off, Search: true, Options: options(), Log: zap.NewNop(),
+		Given: func(string) bool { return false }})
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, seen := program(t, tuner, best)
+	for _, v := range seen {
+		want := off
+		want.FusionThresholdBytes, want.CycleTime = v.FusionThresholdBytes, v.CycleTime
+		if v != want {
+			t.Errorf("%+v was tried, want only other fusion thresholds and cycle times than in %+v", v, off)
+		}
 	}
 }
 

@@ -190,15 +190,16 @@ var (
 )
 
 // Plan implements ops.Backend. The backends of the levels choose their algorithms when an operation runs.
-func (b *Backend) Plan(members []topo.Rank, r *message.Response, _ int64) (message.Algorithm, error) {
-	if err := b.refusal(members, r); err != nil {
+func (b *Backend) Plan(members []topo.Rank, r *message.Response, _ int64,
+	t *message.Tuning) (message.Algorithm, error) {
+	if err := b.refusal(members, r, t); err != nil {
 		return message.NoAlgorithm, err
 	}
 	return message.TwoLevel, nil
 }
 
 // refusal returns the reason why the backend cannot run r, or nil if it can.
-func (b *Backend) refusal(members []topo.Rank, r *message.Response) error {
+func (b *Backend) refusal(members []topo.Rank, r *message.Response, t *message.Tuning) error {
 	switch {
 	case !r.Kind.MovesData():
 		return errKind
@@ -206,7 +207,7 @@ func (b *Backend) refusal(members []topo.Rank, r *message.Response) error {
 		return errAlltoall
 	case starts[r.Kind] == nil:
 		return errUnsupported
-	case !b.cfg.Kinds[r.Kind]:
+	case !b.cfg.Kinds[r.Kind] || t.OneLevel(r.Kind):
 		return errOff
 	case r.Kind.Reduces() && r.Op.Base() == tensor.Adasum:
 		return errAdasum

@@ -425,7 +425,7 @@ func TestPlan(t *testing.T) {
 			ranks = upTo(len(test.hosts))
 		}
 		b := c.backends[0]
-		_, err := b.Plan(ranks, test.r, 4)
+		_, err := b.Plan(ranks, test.r, 4, nil)
 		if test.want == "" && err != nil || test.want != "" &&
 			(err == nil || !strings.Contains(err.Error(), test.want)) {
 			t.Errorf("%s: %v of ranks %v: got %v, want %q", test.hosts, test.r.Kind, ranks, err, test.want)
@@ -433,8 +433,28 @@ func TestPlan(t *testing.T) {
 		if test.want == "bool" {
 			continue // tensor.CheckReduce makes this error
 		}
-		if n := testing.AllocsPerRun(10, func() { _, _ = b.Plan(ranks, test.r, 4) }); n > 0 {
+		if n := testing.AllocsPerRun(10, func() { _, _ = b.Plan(ranks, test.r, 4, nil) }); n > 0 {
 			t.Errorf("%s: Plan of ranks %v made %v allocations", test.hosts, ranks, n)
+		}
+	}
+}
+
+// A tuner can turn off the operations on two levels.
+func TestPlanTuned(t *testing.T) {
+	b := newCluster(t, "aabb", nil).backends[0]
+	for _, c := range []struct {
+		kind                     message.Kind
+		noAllreduce, noAllgather bool // whether Plan refuses the kind with the allreduce or the allgather off
+	}{
+		{message.Allreduce, true, false}, {message.Reducescatter, true, false},
+		{message.Broadcast, true, false}, {message.Allgather, false, true},
+	} {
+		r := &message.Response{Kind: c.kind, DType: tensor.Float32, Op: tensor.Sum}
+		for tuned, want := range map[message.Tuning]bool{{}: false, {OneLevelAllreduce: true}: c.noAllreduce,
+			{OneLevelAllgather: true}: c.noAllgather} {
+			if _, err := b.Plan(upTo(4), r, 4, &tuned); (err != nil) != want {
+				t.Errorf("%v with %+v: got error %v, want one: %v", c.kind, tuned, err, want)
+			}
 		}
 	}
 }

@@ -63,7 +63,8 @@ func (b *Backend) allreduceStages() []stage {
 // start starts an operation of a level. The level chooses the algorithm.
 func (b *Backend) start(l *level, op ops.Operation) (err error) {
 	b.response.Kind, b.response.DType, b.response.Op = op.Kind, op.DType, op.Op
-	if op.Algorithm, err = l.backend.Plan(l.ranks, &b.response, int64(len(op.Buf))); err != nil {
+	if op.Algorithm, err = l.backend.Plan(l.ranks, &b.response, int64(len(op.Buf)),
+		nil); err != nil {
 		return err
 	}
 	op.SegmentBytes = b.op.SegmentBytes

@@ -42,7 +42,8 @@ type backend struct {
 }
 
 // Plan implements ops.Backend.
-func (b *backend) Plan(_ []topo.Rank, r *message.Response, _ int64) (message.Algorithm, error) {
+func (b *backend) Plan(_ []topo.Rank, r *message.Response, _ int64,
+	_ *message.Tuning) (message.Algorithm, error) {
 	if !r.Kind.MovesData() {
 		return message.NoAlgorithm, fmt.Errorf("%v is not supported", r.Kind)
 	}

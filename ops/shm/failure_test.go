@@ -325,7 +325,7 @@ func TestPlan(t *testing.T) {
 			{message.Response{Kind: message.Alltoall}, true},
 			{message.Response{Kind: message.Barrier}, false},
 		} {
-			alg, err := r.Plan(nil, &c.response, 4)
+			alg, err := r.Plan(nil, &c.response, 4, nil)
 			if (err == nil) != c.ok || c.ok && alg != message.Direct {
 				t.Errorf("%v by %v: got %v, %v", c.response.Kind, c.response.Op, alg, err)
 			}
@@ -339,10 +339,10 @@ func TestPlanOfMembers(t *testing.T) {
 	b := shm.New(&rankMemory{newHost(), 0}, 1, []topo.Rank{0}, 0, shm.Config{Groups: []topo.Rank{0, 0, 2, 0}})
 	for members, ok := range map[[2]topo.Rank]bool{{0, 1}: true, {1, 3}: true, {0, 2}: false, {2, 2}: true} {
 		r := &message.Response{Kind: message.Allgather}
-		if _, err := b.Plan(members[:], r, 4); (err == nil) != ok {
+		if _, err := b.Plan(members[:], r, 4, nil); (err == nil) != ok {
 			t.Errorf("ranks %v: got %v", members, err)
 		}
-		if n := testing.AllocsPerRun(10, func() { _, _ = b.Plan(members[:], r, 4) }); n > 0 {
+		if n := testing.AllocsPerRun(10, func() { _, _ = b.Plan(members[:], r, 4, nil) }); n > 0 {
 			t.Errorf("ranks %v: Plan made %v allocations", members, n)
 		}
 	}

@@ -286,7 +286,8 @@ var errApart = errors.New("the members of the process set do not all share memor
 
 // Plan implements ops.Backend. The algorithm is always direct: the owner of a block reads the block from all
 // other ranks.
-func (b *Backend) Plan(members []topo.Rank, r *message.Response, _ int64) (message.Algorithm, error) {
+func (b *Backend) Plan(members []topo.Rank, r *message.Response, _ int64,
+	_ *message.Tuning) (message.Algorithm, error) {
 	if !together(b.groups, members) {
 		return message.NoAlgorithm, errApart
 	}

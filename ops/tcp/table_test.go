@@ -43,7 +43,7 @@ func TestTable(t *testing.T) {
 		{message.Broadcast, tensor.Float32, 5, 1 << 40, message.Tree},
 	} {
 		r := &message.Response{Kind: c.kind, DType: c.dt, Op: tensor.Sum}
-		if got, err := b.Plan(upTo(c.ranks), r, c.numBytes); got != c.want || err != nil {
+		if got, err := b.Plan(upTo(c.ranks), r, c.numBytes, nil); got != c.want || err != nil {
 			t.Errorf("%v of %d bytes of %v among %d ranks: got %v, %v, want %v", c.kind, c.numBytes, c.dt,
 				c.ranks,
 				got, err, c.want)
@@ -56,7 +56,7 @@ func TestAlltoallByDefault(t *testing.T) {
 	b := newCluster(memMeshes(2), upTo(2), tcp.Config{}).backends[0]
 	for n, want := range map[int]message.Algorithm{2: message.Direct, 32: message.Direct,
 		33: message.Bruck} {
-		if got, err := b.Plan(upTo(n), &message.Response{Kind: message.Alltoall}, 0); got != want {
+		if got, err := b.Plan(upTo(n), &message.Response{Kind: message.Alltoall}, 0, nil); got != want {
 			t.Errorf("%d ranks: got %v, %v, want %v", n, got, err, want)
 		}
 	}
@@ -70,7 +70,7 @@ func TestTableOfOuterLevel(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if got, err := b.Plan(upTo(2), &message.Response{Kind: message.Allgather}, 4); got != message.Ring {
+	if got, err := b.Plan(upTo(2), &message.Response{Kind: message.Allgather}, 4, nil); got != message.Ring {
 		t.Errorf("got %v, %v, want ring", got, err)
 	}
 }
@@ -84,7 +84,7 @@ func TestForced(t *testing.T) {
 	}
 	b := newCluster(memMeshes(2), upTo(2), tcp.Config{Forced: forced}).backends[0]
 	plan := func(kind message.Kind, dt tensor.DType, op tensor.ReduceOp) (message.Algorithm, error) {
-		return b.Plan(upTo(2), &message.Response{Kind: kind, DType: dt, Op: op}, 4)
+		return b.Plan(upTo(2), &message.Response{Kind: kind, DType: dt, Op: op}, 4, nil)
 	}
 	for _, c := range []struct {
 		kind message.Kind
@@ -105,6 +105,33 @@ func TestForced(t *testing.T) {
 	_, err = plan(message.Allreduce, tensor.Float16, tensor.Average)
 	if err == nil || !strings.HasSuffix(err.Error(), "direct or exchange can") {
 		t.Errorf("got %v, want an error that names direct and exchange", err)
+	}
+}
+
+// A tuned algorithm comes after a forced one and before the table. If it cannot serve an operation, the table
+// applies.
+func TestTunedAlgorithm(t *testing.T) {
+	free := newCluster(memMeshes(2), upTo(2), tcp.Config{}).backends[0]
+	forced := newCluster(memMeshes(2), upTo(2),
+		tcp.Config{Forced: tcp.Forced{message.Allreduce: message.Ring}}).backends[0]
+	tuned := &message.Tuning{Allreduce: message.HalvingDoubling}
+	for _, c := range []struct {
+		b    *opstest.Blocking
+		kind message.Kind
+		dt   tensor.DType
+		t    *message.Tuning
+		want message.Algorithm
+	}{
+		{free, message.Allreduce, tensor.Float32, tuned, message.HalvingDoubling},
+		{free, message.Allreduce, tensor.Float32, &message.Tuning{}, message.RecursiveDoubling},
+		{free, message.Allreduce, tensor.Float16, tuned, message.Exchange},
+		{free, message.Reducescatter, tensor.Float32, tuned, message.Ring},
+		{forced, message.Allreduce, tensor.Float32, tuned, message.Ring},
+	} {
+		r := &message.Response{Kind: c.kind, DType: c.dt, Op: tensor.Sum}
+		if got, err := c.b.Plan(upTo(2), r, 4, c.t); got != c.want || err != nil {
+			t.Errorf("%v of %v with %+v: got %v, %v, want %v", c.kind, c.dt, c.t, got, err, c.want)
+		}
 	}
 }
 

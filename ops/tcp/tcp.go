@@ -172,9 +172,10 @@ func OuterLevel(mesh transport.Mesh,
 	}
 }
 
-// Plan implements ops.Backend. It chooses the algorithm that the user has forced, or else the algorithm of
-// the first rule of the table that applies.
-func (b *Backend) Plan(members []topo.Rank, r *message.Response, numBytes int64) (message.Algorithm, error) {
+// Plan implements ops.Backend. It chooses the algorithm that the user has forced, or else the algorithm that
+// was tuned, or else the algorithm of the first rule of the table that applies.
+func (b *Backend) Plan(members []topo.Rank, r *message.Response, numBytes int64,
+	t *message.Tuning) (message.Algorithm, error) {
 	all := algorithms[r.Kind]
 	if all == nil {
 		return message.NoAlgorithm, fmt.Errorf("%v is not supported", r.Kind)
@@ -199,6 +200,9 @@ func (b *Backend) Plan(members []topo.Rank, r *message.Response, numBytes int64)
 			"%v=%v cannot be forced for a %v of %v, which is computed in the order of the ranks and rounded once: %s can",
 			r.Kind, alg, r.Op, r.WireType(), list(slices.DeleteFunc(slices.Clone(all),
 				func(a message.Algorithm) bool { return !can(a) })))
+	}
+	if t != nil && r.Kind == message.Allreduce && t.Allreduce != message.NoAlgorithm && can(t.Allreduce) {
+		return t.Allreduce, nil
 	}
 	for i := range b.table {
 		if rule := &b.table[i]; rule.applies(r.Kind, len(members), numBytes) && can(rule.Algorithm) {

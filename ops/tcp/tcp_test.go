@@ -225,7 +225,7 @@ func TestPlan(t *testing.T) {
 		for b, want := range map[*opstest.Blocking]message.Algorithm{fast: test.usual,
 			same: test.wantDeterministic} {
 			for _, numBytes := range []int64{0, 1 << 10, 1 << 40} {
-				got, err := b.Plan(upTo(2), &test.r, numBytes)
+				got, err := b.Plan(upTo(2), &test.r, numBytes, nil)
 				if got != want || (err == nil) != (want != none) {
 					t.Errorf("%v %v of %v, deterministic=%v: got %v, %v, want %v", test.r.Kind, test.r.Op,
 						test.r.WireType(), b == same, got, err, want)

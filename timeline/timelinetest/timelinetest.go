@@ -43,6 +43,9 @@ type Tuning struct {
 	CycleMicros    float64 `json:"cycle_time_us"`
 	SegmentBytes   int64   `json:"segment_bytes"`
 	CacheIsEnabled int     `json:"cache_enabled"`
+	Allreduce      int     `json:"hierarchical_allreduce"`
+	Allgather      int     `json:"hierarchical_allgather"`
+	Algorithm      string
 }
 
 // Operation is one operation on one tensor.
