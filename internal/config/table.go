@@ -297,8 +297,8 @@ var settings = []Setting{
 		Flags:     []Flag{{Name: "autotune-file", Arg: "FILE"}},
 		Otherwise: "none",
 		Doc: "file with tuned settings. Rank 0 reads it at the start, also if HOROVOD_AUTOTUNE is " +
-			"off, and replaces it by the result when the search has ended. If HOROVOD_AUTOTUNE is " +
-			"on, the file need not exist",
+			"off, and replaces it by the result when the search has ended, or by the best settings so far " +
+			"when the job ends. If HOROVOD_AUTOTUNE is on, the file need not exist",
 		kind: text("the name of a file", func(c *Config) *string { return &c.AutotuneFile }),
 	},
 	{

@@ -37,7 +37,7 @@ type Config struct {
 	// LogPath is the file for the table of the rounds (autotune.Tuner.WriteLog), or empty.
 	LogPath string
 	// File is the file with tuned settings, or empty. New reads the file, and the Tuner replaces it when the
-	// search has ended. If Search is set, the file need not exist.
+	// search has ended, or at Close. If Search is set, the file need not exist.
 	File string
 	Log  *zap.Logger
 }
@@ -135,11 +135,16 @@ func (cfg *Config) load() (message.Tuning, error) {
 func (t *Tuner) Start(notify func()) {
 	t.notify = notify
 	if t.active.Load() {
-		t.ended.Go(t.run)
+		t.ended.Go(func() {
+			if t.run(); t.active.Load() {
+				t.abandon()
+			}
+		})
 	}
 }
 
-// Close ends the search and returns when its goroutine has ended.
+// Close ends the search and returns when its goroutine has ended. If the search has not ended before, the
+// best settings so far are saved.
 func (t *Tuner) Close() {
 	t.once.Do(func() { close(t.stop) })
 	t.ended.Wait()
@@ -213,10 +218,22 @@ func (t *Tuner) run() {
 // finish saves and logs the result.
 func (t *Tuner) finish() {
 	t.active.Store(false)
+	t.keep("autotune has ended")
+}
+
+// abandon saves and logs the best settings so far, unless only the first settings were measured.
+func (t *Tuner) abandon() {
+	if len(t.search.Rounds()) > 1 {
+		t.keep("autotune has not ended; these are the best settings so far")
+	}
+}
+
+// keep saves the best settings and logs them with the given message.
+func (t *Tuner) keep(message string) {
 	if err := t.save(); err != nil {
 		t.cfg.Log.Warn("the tuned settings were not saved", zap.Error(err))
 	}
-	t.cfg.Log.Info("autotune has ended", zap.Stringer("settings", t.search.Best()),
+	t.cfg.Log.Info(message, zap.Stringer("settings", t.search.Best()),
 		zap.Float64("bytes_per_us", t.search.BestScore()), zap.Int("rounds", len(t.search.Rounds())))
 }
 

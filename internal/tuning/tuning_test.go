@@ -203,22 +203,52 @@ func TestNothingToTune(t *testing.T) {
 	}
 }
 
-// Close ends a search in progress, in which the program submits nothing more.
+// Close ends a search in progress, in which the program submits nothing more. If at least two rounds have
+// ended, the best settings so far are saved. A later search begins with them.
 func TestCloseInTheMiddle(t *testing.T) {
-	file := filepath.Join(t.TempDir(), "tuned.json")
-	tuner, err := tuning.New(tuning.Config{Start: start, Search: true, Options: options(), Log: zap.NewNop(),
-		Given: func(string) bool { return false }, File: file})
-	if err != nil {
-		t.Fatal(err)
-	}
-	tuner.Start(func() {})
-	for i := range 100 {
-		tuner.Granted("a", 1, time.Duration(i)*time.Millisecond)
-	}
-	tuner.Close()
-	tuner.Close()
-	if _, err := os.Stat(file); err == nil {
-		t.Error("an unfinished search has written the file")
+	for rounds := range 4 {
+		logged, logs := observer.New(zap.InfoLevel)
+		cfg := tuning.Config{Start: start, OverTCP: true, Search: true, Options: options(),
+			Log: zap.New(logged), Given: func(string) bool { return false },
+			File: filepath.Join(t.TempDir(), "tuned.json")}
+		tuner, err := tuning.New(cfg)
+		if err != nil {
+			t.Fatal(err)
+		}
+		tuner.Start(func() {})
+		tried, now := start, time.Duration(0)
+		scores := map[message.Tuning]time.Duration{start: best(start)}
+		for began := time.Now(); tuner.Stats().Rounds < rounds; {
+			if v, changed := tuner.Changed(); changed {
+				tried = v
+				scores[v] = best(v)
+			}
+			tuner.Granted("a", 1<<20, now)
+			if now += best(tried); time.Since(began) > deadline {
+				t.Fatalf("%d rounds after %v, want %d", tuner.Stats().Rounds, deadline, rounds)
+			}
+		}
+		tuner.Close()
+		tuner.Close()
+		_, err = os.Stat(cfg.File)
+		if saved := err == nil; saved != (tuner.Stats().Rounds > 1) || saved != (logs.Len() == 1) {
+			t.Errorf("%d rounds: saved %v, log %v, want both if there were at least two", tuner.Stats().Rounds,
+				saved, logs.All())
+		} else if !saved {
+			continue
+		}
+		if tuner, err = tuning.New(cfg); err != nil {
+			t.Fatal(err)
+		}
+		got, changed := tuner.Changed()
+		if !changed {
+			got = start
+		}
+		for v, d := range scores {
+			if d < best(got) && v != tried {
+				t.Errorf("%d rounds: saved %+v, but %+v is better", rounds, got, v)
+			}
+		}
 	}
 }
 
