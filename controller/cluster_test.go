@@ -23,6 +23,7 @@ type cluster struct {
 	nodes []*node
 	now   time.Duration
 	watch watcher
+	names setNames
 
 	in message.Up // memory that is reused for every frame, as in the engine
 }
@@ -55,11 +56,55 @@ type node struct {
 // If await is set, the rank makes the request only when no other request of the rank is in flight. If the
 // request is for a tensor of a group, step is the number of the step in which the group is submitted. The
 // rank submits the group of the next step only after all tensors of the previous group have been answered.
+//
+// A random program does not know the IDs of the sets that it adds, and uses planned IDs instead. If the
+// request adds a process set, adds is its planned ID.
 type request struct {
 	set   topo.ProcessSetID
 	q     message.Request
 	await bool
 	step  int
+	adds  topo.ProcessSetID
+}
+
+// firstPlanned is the lowest planned ID. It is greater than the IDs of all sets of the random jobs.
+const firstPlanned topo.ProcessSetID = 1000
+
+// setNames has the ID of each process set that was added in a job, by planned ID.
+type setNames map[topo.ProcessSetID]topo.ProcessSetID
+
+// resolve returns the request r with IDs in place of planned IDs. It returns false if an ID is not known yet.
+func (s setNames) resolve(r request) (request, bool) {
+	for _, id := range []*topo.ProcessSetID{&r.set, &r.q.Set} {
+		if *id >= firstPlanned {
+			if s[*id] == 0 {
+				return r, false
+			}
+			*id = s[*id]
+		}
+	}
+	return r, true
+}
+
+// planned returns the planned ID of a set, or the ID itself if the set has no planned ID.
+func (s setNames) planned(id topo.ProcessSetID) topo.ProcessSetID {
+	for planned, x := range s {
+		if x == id {
+			return planned
+		}
+	}
+	return id
+}
+
+// answered records the ID of a set that the request r has added.
+func (s setNames) answered(tb testing.TB, r request, to *message.Response) {
+	if to.Kind != message.AddProcessSet || r.adds == 0 {
+		return
+	}
+	if old, known := s[r.adds]; known && old != to.Set {
+		tb.Fatalf("the set %v has the ID %d at one member and %d at another", r.q.Ranks, old, to.Set)
+	}
+	s[r.adds] = to.Set
 }
 
 // turn says when a rank can make the next request of its program.
@@ -127,7 +172,7 @@ func plan(refused ...tensor.DType) controller.Planner {
 }
 
 func newCluster(tb testing.TB, cfg controller.CoordinatorConfig, w watcher) *cluster {
-	c := &cluster{tb: tb, cfg: cfg, watch: w, coord: controller.NewCoordinator(cfg, 0)}
+	c := &cluster{tb: tb, cfg: cfg, watch: w, names: make(setNames), coord: controller.NewCoordinator(cfg, 0)}
 	for _, r := range cfg.Sets[0].Ranks {
 		n := &node{c: c, rank: r, numbers: make(map[topo.ProcessSetID]uint64)}
 		for _, s := range cfg.Sets {
@@ -240,15 +285,19 @@ func (n *node) submit(set topo.ProcessSetID, q message.Request) {
 }
 
 func (n *node) trySubmit(set topo.ProcessSetID, q message.Request) error {
-	if err := q.Check(); err != nil {
+	return n.trySubmitRequest(request{set: set, q: q})
+}
+
+func (n *node) trySubmitRequest(r request) error {
+	if err := r.q.Check(); err != nil {
 		return err
 	}
 	n.m.Tick(n.c.now)
-	if err := n.m.Submit(set, &q); err != nil {
+	if err := n.m.Submit(r.set, &r.q); err != nil {
 		return err
 	}
-	n.pending = append(n.pending, request{set: set, q: q})
-	n.c.watch.submitted(n, request{set: set, q: q})
+	n.pending = append(n.pending, r)
+	n.c.watch.submitted(n, r)
 	return nil
 }
 
@@ -310,6 +359,7 @@ func (n *node) take() {
 		}
 		for _, resp := range g.Responses {
 			if i := n.asked(g, resp); i >= 0 {
+				n.c.names.answered(n.c.tb, n.pending[i], resp)
 				n.pending = slices.Delete(n.pending, i, i+1)
 			}
 			if resp.Kind == message.AddProcessSet && slices.Contains(resp.Ranks, n.rank) {

@@ -487,3 +487,83 @@ func TestLeaderAllocatesNothing(t *testing.T) {
 		t.Errorf("got %v allocations for a cycle, want none", n)
 	}
 }
+
+func founding(name string, ranks ...topo.Rank) message.Request {
+	return message.Request{Kind: message.AddProcessSet, Name: name, Ranks: ranks, MembersOnly: true}
+}
+
+// A leader holds requests to add a process set by its members only until the members on its host have made
+// them. It knows the new set, so it then holds the requests on that set until these members have made them.
+func TestLeaderHoldsRequestsOfMembers(t *testing.T) {
+	c, w := newLeaderCluster(t, leaderConfig())
+	c.nodes[2].submit(topo.Global, founding("s", 0, 2, 4))
+	c.settle()
+	wantParts(t, w.take())
+	c.nodes[4].submit(topo.Global, founding("s", 0, 2, 4))
+	c.settle()
+	wantParts(t, w.take(), "[2 4] up seen=0 set=0 request add-process-set s ranks=0,2,4 members-only")
+	c.nodes[0].submit(topo.Global, founding("s", 0, 2, 4))
+	c.settle()
+	c.nodes[4].submit(1, allreduce("a", 3))
+	c.settle()
+	wantParts(t, w.take())
+	c.nodes[2].submit(1, allreduce("a", 3))
+	c.settle()
+	wantParts(t, w.take(), "[2 4] up seen=1 set=1 request allreduce a float32[3]")
+	for _, r := range []int{2, 4} {
+		c.nodes[r].submit(1, message.Request{Kind: message.RemoveProcessSet, Name: "r", Set: 1})
+	}
+	c.settle()
+	wantParts(t, w.take(), "[2 4] up seen=1 set=1 request remove-process-set r id=1")
+}
+
+// The members of a set get the error that they disagree in different frames of one cycle. The first of them
+// requests the same name again before the second frame arrives at the leader, which must not forget this
+// request.
+func TestLeaderKeepsTheNextRequest(t *testing.T) {
+	c, w := newLeaderCluster(t, leaderConfig())
+	leader := c.nodes[2]
+	c.nodes[2].submit(topo.Global, founding("s", 2, 3))
+	c.nodes[3].submit(topo.Global, founding("s", 0, 2, 3))
+	c.nodes[3].submit(topo.Global, founding("t", 3))
+	c.settle()
+	c.pass(200 * time.Millisecond)
+	w.take()
+	c.nodes[0].submit(topo.Global, founding("s", 0, 2, 3))
+	c.nodes[0].submit(topo.Global, founding("u", 0, 3))
+	c.nodes[3].submit(topo.Global, founding("u", 0, 3))
+	c.nodes[3].send()
+	leader.combine(func(of *node) int { return len(of.up) })
+	c.nodes[0].send()
+	for _, n := range c.nodes {
+		for n.arriving() {
+			c.receive(n)
+		}
+	}
+	c.decide()
+	if len(leader.downs) != 2 {
+		t.Fatalf("the leader gets %d frames, want one for each of the ranks 2 and 3", len(leader.downs))
+	}
+	leader.distribute()
+	for _, n := range []*node{c.nodes[2], c.nodes[3]} {
+		if len(n.down) > 0 {
+			n.read()
+			n.submit(topo.Global, founding("s", 2, 3))
+			n.send()
+		}
+	}
+	leader.combine(func(of *node) int { return len(of.up) })
+	leader.distribute()
+	for _, n := range []*node{c.nodes[2], c.nodes[3]} {
+		for len(n.down) > 0 {
+			n.read()
+			n.submit(topo.Global, founding("s", 2, 3))
+		}
+	}
+	c.settle()
+	for _, r := range []int{2, 3} {
+		if pending := c.nodes[r].pending; len(pending) > 0 {
+			t.Errorf("rank %d still waits for %v", r, pending)
+		}
+	}
+}

@@ -6,7 +6,9 @@ import (
 	"maps"
 	"math/rand/v2"
 	"reflect"
+	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -34,6 +36,7 @@ type lockstepJob struct {
 	grants, segments [][]string
 	gathers          int
 	gone             []topo.ProcessSetID
+	names            setNames
 	midway           func() // called in every cycle after the vectors were made; may be nil
 }
 
@@ -47,7 +50,7 @@ type lockstepRank struct {
 
 func newLockstepJob(tb testing.TB, cfg controller.CoordinatorConfig) *lockstepJob {
 	cfg.Lockstep, cfg.LivenessTimeout = true, livenessTimeout
-	j := &lockstepJob{tb: tb, sets: cfg.Sets, coord: controller.NewCoordinator(cfg, 0)}
+	j := &lockstepJob{tb: tb, sets: cfg.Sets, names: make(setNames), coord: controller.NewCoordinator(cfg, 0)}
 	for _, r := range cfg.Sets[0].Ranks {
 		m := controller.NewMember(controller.MemberConfig{Rank: r, Sets: cfg.Sets,
 			LivenessTimeout: livenessTimeout, Lockstep: true}, 0)
@@ -174,11 +177,10 @@ func (j *lockstepJob) apply(rank int, d *message.Down) {
 				j.tb.Fatalf("rank %d got an answer to %q of set %d, which it does not wait for", rank, r.Name,
 					g.Set)
 			}
+			j.names.answered(j.tb, j.pending[rank][p], r)
 			j.pending[rank] = slices.Delete(j.pending[rank], p, p+1)
-			answer(j.answers[rank], j.turns[rank], g, r)
-			if rank == 0 {
-				j.change(r)
-			}
+			answer(j.answers[rank], j.turns[rank], j.names, g, r)
+			j.change(r)
 		}
 	}
 	removed := removals(grants)
@@ -204,28 +206,43 @@ func verdictOf(c *controller.Coordinator) *controller.Verdict {
 	return nil
 }
 
-// change records that a response has added or removed a process set. It is called once for the whole job.
+// change records that a response has added or removed a process set. The first rank that gets the response
+// changes the sets of the whole job.
 func (j *lockstepJob) change(r *message.Response) {
-	switch r.Kind {
-	case message.AddProcessSet:
+	known := slices.ContainsFunc(j.sets, func(s controller.Set) bool { return s.ID == r.Set })
+	switch {
+	case r.Kind == message.AddProcessSet && !known:
 		j.sets = append(j.sets, controller.Set{ID: r.Set, Ranks: r.Ranks})
-	case message.RemoveProcessSet:
+	case r.Kind == message.RemoveProcessSet && known:
 		j.gone = append(j.gone, r.Set)
 		j.sets = slices.DeleteFunc(slices.Clone(j.sets), func(s controller.Set) bool { return s.ID == r.Set })
 	}
 }
 
 // answer records the answer to the next request for a name. It does not record which rank joined last,
-// because that depends on timing.
-func answer(answers map[string]string, turns map[string]int, g *controller.Grant, r *message.Response) {
-	if r.Kind == message.Join {
-		r = &message.Response{Kind: r.Kind, Name: r.Name}
+// because that depends on timing. The IDs of sets that the programs have added also depend on timing, so it
+// records their planned IDs.
+func answer(answers map[string]string, turns map[string]int, names setNames, g *controller.Grant,
+	r *message.Response) {
+	planned := *r
+	switch planned.Set = names.planned(r.Set); r.Kind {
+	case message.Join:
+		planned = message.Response{Kind: r.Kind, Name: r.Name}
+	case message.Error:
+		planned.Set = 0
+		planned.Text = numberedSet.ReplaceAllStringFunc(r.Text, func(text string) string {
+			id, _ := strconv.Atoi(strings.TrimPrefix(text, "process set "))
+			return fmt.Sprintf("process set %d", names.planned(topo.ProcessSetID(id)))
+		})
 	}
-	name := fmt.Sprintf("set %d %q", g.Set, r.Name)
+	set := names.planned(g.Asked)
+	name := fmt.Sprintf("set %d %q", set, r.Name)
 	turns[name]++
-	answers[fmt.Sprintf("%s, turn %d", name, turns[name])] = grantKey(g.Set, 0, 0, g.Absent,
-		[]*message.Response{r})
+	answers[fmt.Sprintf("%s, turn %d", name, turns[name])] = grantKey(set, 0, 0, g.Absent,
+		[]*message.Response{&planned})
 }
+
+var numberedSet = regexp.MustCompile(`process set \d+`)
 
 // unwatched is a watcher that ignores all events.
 type unwatched struct{}
@@ -256,7 +273,8 @@ func (a *answering) granted(n *node, g *controller.Grant) {
 	a.checker.granted(n, g)
 	for _, r := range g.Responses {
 		if !slices.Contains(g.Absent, n.rank) {
-			answer(a.answers[n.rank], a.turns[n.rank], g, r)
+			a.c.names.answered(a.t, n.pending[n.asked(g, r)], r)
+			answer(a.answers[n.rank], a.turns[n.rank], a.c.names, g, r)
 		}
 	}
 }
@@ -353,12 +371,16 @@ func (j *lockstepJob) run(rng *rand.Rand, programs [][]request, tuning func() me
 				if len(todo[rank]) == 0 {
 					break
 				}
-				turn := turnOf(todo[rank][0], j.pending[rank], j.sets, j.gone)
+				next, known := j.names.resolve(todo[rank][0])
+				if !known {
+					break
+				}
+				turn := turnOf(next, j.pending[rank], j.sets, j.gone)
 				if turn == turnLater {
 					break
 				}
 				if turn == turnNow {
-					j.submit(rank, todo[rank][0])
+					j.submit(rank, next)
 				}
 				todo[rank] = todo[rank][1:]
 			}

@@ -57,6 +57,7 @@ type programmer struct {
 // plannedSet is a process set and its tensors. The first groupSize tensors form a group.
 type plannedSet struct {
 	controller.Set
+	byMembers bool // whether only the members add and remove the set
 	specs     []spec
 	groupSize int
 	steps     int // number of steps that have been generated
@@ -68,17 +69,19 @@ type spec struct {
 }
 
 func randomPrograms(rng *rand.Rand, sets []controller.Set, steps int, races bool) [][]request {
-	p := &programmer{rng: rng, races: races, all: sets[0].Ranks,
+	p := &programmer{rng: rng, races: races, all: sets[0].Ranks, next: firstPlanned,
 		programs: make([][]request, len(sets[0].Ranks))}
 	for _, s := range sets {
 		p.plan(s)
 	}
 	for range steps {
-		switch p.rng.IntN(10) {
+		switch p.rng.IntN(12) {
 		case 0:
 			p.addSet()
 		case 1:
 			p.removeSet()
+		case 2, 3:
+			p.addSetsByMembers()
 		default:
 			p.step()
 		}
@@ -87,7 +90,7 @@ func randomPrograms(rng *rand.Rand, sets []controller.Set, steps int, races bool
 }
 
 // plan generates the tensors of a set.
-func (p *programmer) plan(s controller.Set) {
+func (p *programmer) plan(s controller.Set) *plannedSet {
 	set := &plannedSet{Set: s}
 	for i := range 1 + p.rng.IntN(6) {
 		set.specs = append(set.specs, spec{q: message.Request{Name: string(rune('a' + i))}})
@@ -96,7 +99,7 @@ func (p *programmer) plan(s controller.Set) {
 		set.groupSize = n
 	}
 	p.sets = append(p.sets, set)
-	p.next = max(p.next, s.ID+1)
+	return set
 }
 
 // step appends one step for all sets to the programs of all ranks.
@@ -228,7 +231,9 @@ func (p *programmer) addSet() {
 	if len(ranks) == 0 {
 		return
 	}
-	possible := !slices.ContainsFunc(p.sets, func(s *plannedSet) bool { return slices.Equal(s.Ranks, ranks) })
+	possible := !slices.ContainsFunc(p.sets, func(s *plannedSet) bool {
+		return !s.byMembers && slices.Equal(s.Ranks, ranks)
+	})
 	if p.rng.IntN(6) == 0 {
 		ranks, possible = append(ranks, topo.Rank(len(p.all))), false
 	}
@@ -237,17 +242,53 @@ func (p *programmer) addSet() {
 		if r > 0 && p.rng.IntN(16) == 0 && !slices.Equal(ranks, p.all[:1]) {
 			q.Ranks, possible = p.all[:1], false
 		}
-		p.programs[r] = append(p.programs[r], request{q: q, await: true})
+		p.programs[r] = append(p.programs[r], request{q: q, await: true, adds: p.next})
 	}
 	if possible {
 		p.plan(controller.Set{ID: p.next, Ranks: ranks})
 	}
+	p.next++
 }
 
-// removeSet makes all ranks remove a process set. Sometimes the set does not exist.
+// addSetsByMembers makes some ranks add process sets by themselves. The sets may overlap or be equal. Each
+// rank adds its sets in a random order, and continues before they are added. Sometimes the members of a set
+// disagree about it.
+func (p *programmer) addSetsByMembers() {
+	turns := make([][]request, len(p.programs))
+	for range 1 + p.rng.IntN(4) {
+		ranks := randomRanks(p.rng, p.all)
+		if len(ranks) == 0 {
+			continue
+		}
+		odd := -1
+		if len(ranks) > 2 && p.rng.IntN(6) == 0 {
+			odd = p.rng.IntN(len(ranks))
+		}
+		for i, r := range ranks {
+			q := message.Request{Kind: message.AddProcessSet, Name: fmt.Sprintf("set%d", p.next), Ranks: ranks,
+				MembersOnly: true}
+			if i == odd { // the other rank that it names asks for all ranks, so the answer waits for all
+				first := min(i, len(ranks)-2)
+				q.Ranks = ranks[first : first+2]
+			}
+			turns[r] = append(turns[r], request{q: q, adds: p.next})
+		}
+		if odd < 0 {
+			p.plan(controller.Set{ID: p.next, Ranks: ranks}).byMembers = true
+		}
+		p.next++
+	}
+	for r := range turns {
+		p.rng.Shuffle(len(turns[r]), func(i, j int) { turns[r][i], turns[r][j] = turns[r][j], turns[r][i] })
+		p.programs[r] = append(p.programs[r], turns[r]...)
+	}
+}
+
+// removeSet makes all ranks remove a process set, or its members if only they have added it. Sometimes the
+// set does not exist.
 func (p *programmer) removeSet() {
 	if p.rng.IntN(4) == 0 {
-		p.remove(99)
+		p.remove(topo.Global, p.all, 99)
 		return
 	}
 	if len(p.sets) == 1 {
@@ -256,7 +297,11 @@ func (p *programmer) removeSet() {
 	i := 1 + p.rng.IntN(len(p.sets)-1)
 	s := p.sets[i]
 	p.sets = slices.Delete(p.sets, i, i+1)
-	p.remove(s.ID)
+	if s.byMembers {
+		p.remove(s.ID, s.Ranks, s.ID)
+	} else {
+		p.remove(topo.Global, p.all, s.ID)
+	}
 	if p.races {
 		for _, r := range s.Ranks {
 			if p.rng.IntN(2) == 0 {
@@ -266,10 +311,11 @@ func (p *programmer) removeSet() {
 	}
 }
 
-func (p *programmer) remove(id topo.ProcessSetID) {
-	for _, r := range p.all {
+// remove makes the given ranks request on the set in that the set with the given ID is removed.
+func (p *programmer) remove(in topo.ProcessSetID, ranks []topo.Rank, id topo.ProcessSetID) {
+	for _, r := range ranks {
 		q := message.Request{Kind: message.RemoveProcessSet, Name: "sets", Set: id}
-		p.programs[r] = append(p.programs[r], request{q: q, await: !p.races})
+		p.programs[r] = append(p.programs[r], request{set: in, q: q, await: !p.races})
 	}
 }
 

@@ -65,6 +65,7 @@ type counts struct {
 	grants, byBit, fused, errors, refused, erased, late, invalid, stopsWithWork, verdicts int
 	joins, absent, absentByBit, groups, failedGroups, added, removed, impossible, crossed int
 	left, awaited, closedEarly, combined, alone, tuned, emptied, emptiedLed               int
+	founded, disagreed, removedByMembers                                                  int
 }
 
 type setModel struct {
@@ -81,6 +82,11 @@ type setModel struct {
 	log        []issuedGrant
 	digests    map[uint64]uint64
 	gone       bool // whether the set was removed
+	// founding has by name the requests to add sets by their members. Only the global set has them.
+	founding map[string]map[topo.Rank]*message.Request
+	// byMembers is set if the members have asked to add the set. founded is set in such a set until its first
+	// grant, and refused if this grant is an error.
+	byMembers, founded, refused bool
 }
 
 // groupModel is a group of which some tensors are neither ready nor answered.
@@ -103,8 +109,9 @@ type readyName struct {
 func newSetModel(s controller.Set) *setModel {
 	return &setModel{
 		Set: s, asked: make(map[string][]*message.Request), complete: make(map[string]bool),
-		held:   make(map[string]*groupModel),
-		joined: make([]bool, len(s.Ranks)), empty: make([]bool, len(s.Ranks)),
+		held:     make(map[string]*groupModel),
+		founding: make(map[string]map[topo.Rank]*message.Request),
+		joined:   make([]bool, len(s.Ranks)), empty: make([]bool, len(s.Ranks)),
 		digests: make(map[uint64]uint64),
 	}
 }
@@ -346,7 +353,7 @@ func (ch *checker) arrived(n *node, u *message.Up) {
 		if s := ch.set(r.set); s.gone {
 			ch.seen.crossed++
 		} else {
-			s.ask(slices.Index(s.Ranks, n.rank), &r.q, ch.arrivals)
+			ch.ask(s, n.rank, &r.q)
 		}
 	}
 	for i := range u.Sets {
@@ -368,6 +375,42 @@ func (ch *checker) arrived(n *node, u *message.Up) {
 		}
 	}
 	k.leaving = k.leaving || u.Shutdown
+}
+
+// ask records a request that has just arrived.
+func (ch *checker) ask(s *setModel, r topo.Rank, q *message.Request) {
+	if !q.MembersOnly {
+		s.ask(slices.Index(s.Ranks, r), q, ch.arrivals)
+		return
+	}
+	if s.founding[q.Name] == nil {
+		s.founding[q.Name] = make(map[topo.Rank]*message.Request)
+	}
+	asked := s.founding[q.Name]
+	asked[r] = q
+	named := namedBy(asked)
+	if len(asked) < len(named) {
+		return
+	}
+	delete(s.founding, q.Name)
+	x := newSetModel(controller.Set{ID: ch.nextSet, Ranks: named})
+	ch.nextSet++
+	var qs []*message.Request
+	for _, r := range named {
+		qs = append(qs, asked[r])
+	}
+	x.byMembers, x.founded, x.asked[q.Name], x.complete[q.Name] = true, true, qs, true
+	x.ready = append(x.ready, readyName{name: q.Name, frame: ch.arrivals, fails: !agree(x.Set, qs, x.empty)})
+	ch.sets = append(ch.sets, x)
+}
+
+// namedBy returns all ranks that the requests name, in ascending order.
+func namedBy(asked map[topo.Rank]*message.Request) (ranks []topo.Rank) {
+	for _, q := range asked {
+		ranks = append(ranks, q.Ranks...)
+	}
+	slices.Sort(ranks)
+	return slices.Compact(ranks)
 }
 
 // cache returns the rank's cache of a set.
@@ -398,8 +441,12 @@ func (k *rankModel) take(u *message.Up) (meant []request) {
 	return meant
 }
 
-// awaited holds the ranks that wait for an operation, and the ranks that have not submitted it.
-type awaited struct{ waiting, missing []topo.Rank }
+// awaited holds the ranks that wait for an operation, and the ranks that have not submitted it. If a rank has
+// joined the set, it waits too, unless apart is set.
+type awaited struct {
+	waiting, missing []topo.Rank
+	apart            bool
+}
 
 // awaited returns an element for each operation of the set, including joins, for which some ranks wait.
 func (s *setModel) awaited() (all []awaited) {
@@ -431,11 +478,24 @@ func (s *setModel) awaited() (all []awaited) {
 	}
 	for group, g := range s.held {
 		if len(g.names) > 0 && !open[group] {
-			all = append(all, awaited{present, present})
+			all = append(all, awaited{waiting: present, missing: present})
 		}
 	}
+	for _, asked := range s.founding {
+		named := namedBy(asked)
+		a := awaited{apart: true}
+		for _, r := range present {
+			switch {
+			case asked[r] != nil:
+				a.waiting = append(a.waiting, r)
+			case slices.Contains(named, r):
+				a.missing = append(a.missing, r)
+			}
+		}
+		all = append(all, a)
+	}
 	if s.joins > 0 && s.joins < len(s.Ranks) {
-		all = append(all, awaited{ranks(func(m int) bool { return s.joined[m] }), present})
+		all = append(all, awaited{waiting: ranks(func(m int) bool { return s.joined[m] }), missing: present})
 	}
 	return all
 }
@@ -471,7 +531,7 @@ func (ch *checker) checkLeavers() {
 func (ch *checker) outstanding(r topo.Rank, decided map[topo.ProcessSetID]*message.DownSet) bool {
 	for _, s := range ch.sets {
 		m := slices.Index(s.Ranks, r)
-		if m < 0 || s.gone || removes(decided[topo.Global], s.ID) {
+		if m < 0 || s.gone || removes(decided[topo.Global], s.ID) || removes(decided[s.ID], s.ID) {
 			continue
 		}
 		if len(s.ready) > 0 && decided[s.ID] == nil {
@@ -479,7 +539,8 @@ func (ch *checker) outstanding(r topo.Rank, decided map[topo.ProcessSetID]*messa
 		}
 		joined := s.joined[m] && s.joins < len(s.Ranks)
 		for _, a := range s.awaited() {
-			if (joined || slices.Contains(a.waiting, r)) && !slices.ContainsFunc(a.missing, ch.isLeaving) {
+			if (joined && !a.apart || slices.Contains(a.waiting, r)) &&
+				!slices.ContainsFunc(a.missing, ch.isLeaving) {
 				return true
 			}
 		}
@@ -661,7 +722,7 @@ func (ch *checker) mustDecide(stops map[topo.Rank]bool, decided map[topo.Process
 	}
 }
 
-// removes reports whether the decisions d about the global set remove the set with the given ID.
+// removes reports whether the decisions d about a set remove the set with the given ID.
 func removes(d *message.DownSet, id topo.ProcessSetID) bool {
 	return d != nil && slices.ContainsFunc(d.Grants, func(g message.Grant) bool {
 		return len(g.Full) > 0 && g.Full[0].Kind == message.RemoveProcessSet && g.Full[0].Set == id
@@ -703,7 +764,7 @@ func (ch *checker) decided(s *setModel, d *message.DownSet) {
 			first = min(first, ch.answered(s, grant, r))
 			bytes += r.WireBytes()
 		}
-		if first < last {
+		if first < last && responses[0].Kind != message.RemoveProcessSet {
 			ch.broken(6, "set %d: a grant completed by frame %d after one completed by frame %d", s.ID, first,
 				last)
 		}
@@ -758,7 +819,7 @@ func (ch *checker) decided(s *setModel, d *message.DownSet) {
 		ch.broken(3, "set %d: %d entries, capacity %d", s.ID, n, ch.c.cfg.CacheCapacity)
 	}
 	s.digests[ch.cycle] = s.cache.Digest()
-	if got := ch.c.coord.Digest(s.ID); got != s.digests[ch.cycle] {
+	if got := ch.c.coord.Digest(s.ID); !s.gone && got != s.digests[ch.cycle] {
 		ch.broken(3, "the coordinator's cache of set %d is not what its frames say", s.ID)
 	}
 }
@@ -805,7 +866,14 @@ func (ch *checker) answered(s *setModel, g *message.Grant, r *message.Response) 
 	if x.group != "" {
 		ch.seen.groups++
 	}
+	if s.founded {
+		ch.foundedBy(s, x.fails, r)
+		return x.frame
+	}
 	if q := firstOf(qs); !x.fails && (q.Kind == message.AddProcessSet || q.Kind == message.RemoveProcessSet) {
+		if s.ID != topo.Global && len(s.ready) > 0 {
+			ch.broken(6, "set %d is removed before %v are granted", s.ID, s.ready)
+		}
 		ch.change(q, r)
 		return x.frame
 	}
@@ -839,7 +907,7 @@ func firstOf(qs []*message.Request) *message.Request {
 
 // change checks the answer to a request to add or remove a set and applies the answer to the model.
 func (ch *checker) change(q *message.Request, r *message.Response) {
-	same := func(s *setModel) bool { return !s.gone && slices.Equal(s.Ranks, q.Ranks) }
+	same := func(s *setModel) bool { return !s.gone && !s.byMembers && slices.Equal(s.Ranks, q.Ranks) }
 	switch {
 	case q.Kind == message.RemoveProcessSet:
 		i := slices.IndexFunc(ch.sets, func(s *setModel) bool { return !s.gone && s.ID == q.Set })
@@ -848,7 +916,9 @@ func (ch *checker) change(q *message.Request, r *message.Response) {
 		}
 		if i >= 0 {
 			ch.sets[i].gone = true
-			ch.seen.removed++
+			if ch.seen.removed++; ch.sets[i].byMembers {
+				ch.seen.removedByMembers++
+			}
 		}
 	case slices.ContainsFunc(ch.sets, same) || int(q.Ranks[len(q.Ranks)-1]) >= len(ch.ranks):
 		if ch.seen.impossible++; r.Kind != message.Error {
@@ -862,6 +932,21 @@ func (ch *checker) change(q *message.Request, r *message.Response) {
 		ch.nextSet++
 		ch.sets = append(ch.sets, newSetModel(controller.Set{ID: r.Set, Ranks: r.Ranks}))
 		ch.seen.added++
+	}
+}
+
+// foundedBy checks the first grant of a set that its members have added, or that they have disagreed about.
+func (ch *checker) foundedBy(s *setModel, fails bool, r *message.Response) {
+	s.founded = false
+	if (r.Kind == message.Error) != fails || !fails && r.Kind != message.AddProcessSet || r.Set != s.ID ||
+		!slices.Equal(r.Ranks, s.Ranks) {
+		ch.broken(4, "the members %v of set %d add it and get %v (%s) with id %d and ranks %v, must it fail: %v",
+			s.Ranks, s.ID, r.Kind, r.Text, r.Set, r.Ranks, fails)
+	}
+	if s.gone, s.refused = fails, fails; fails {
+		ch.seen.disagreed++
+	} else {
+		ch.seen.founded++
 	}
 }
 
@@ -898,7 +983,7 @@ func (ch *checker) applied(n *node, d *message.Down) {
 				ch.broken(3, "rank %d: %v", n.rank, err)
 			}
 		}
-		if s := ch.set(d.Sets[i].Set); n.m.Digest(s.ID) != s.digests[d.Cycle] &&
+		if s := ch.set(d.Sets[i].Set); n.m.Digest(s.ID) != s.digests[d.Cycle] && !s.refused &&
 			!slices.Contains(removals(n.m.Ready().Grants), s.ID) {
 			ch.broken(3, "after cycle %d the cache of rank %d of set %d differs from the coordinator's",
 				d.Cycle, n.rank, s.ID)
@@ -1035,6 +1120,7 @@ func (a counts) plus(b counts) counts {
 		a.added + b.added, a.removed + b.removed, a.impossible + b.impossible, a.crossed + b.crossed,
 		a.left + b.left, a.awaited + b.awaited, a.closedEarly + b.closedEarly, a.combined + b.combined,
 		a.alone + b.alone, a.tuned + b.tuned, a.emptied + b.emptied, a.emptiedLed + b.emptiedLed,
+		a.founded + b.founded, a.disagreed + b.disagreed, a.removedByMembers + b.removedByMembers,
 	}
 }
 
@@ -1200,11 +1286,17 @@ func (r *run) submit(n *node) bool {
 	if len(todo) == 0 || n.over || n.stopped || r.ranks[n.rank].shutdown {
 		return false
 	}
-	switch turnOf(todo[0], n.pending, n.sets, n.gone) {
+	next, known := r.c.names.resolve(todo[0])
+	if !known {
+		return false
+	}
+	switch turnOf(next, n.pending, n.sets, n.gone) {
 	case turnLater:
 		return false
 	case turnNow:
-		n.submit(todo[0].set, todo[0].q)
+		if err := n.trySubmitRequest(next); err != nil {
+			r.t.Fatalf("rank %d: %v", n.rank, err)
+		}
 	}
 	r.todo[n.rank] = todo[1:]
 	return true
@@ -1310,6 +1402,9 @@ func (r *run) prompt() {
 			})
 		}
 		for _, p := range r.c.nodes[s.Ranks[0]].pending {
+			if p.q.MembersOnly {
+				continue // a leader may hold the requests for a while if they differ
+			}
 			if p.set == s.ID && p.q.Group == "" && !slices.ContainsFunc(s.Ranks, func(m topo.Rank) bool {
 				return !asks(m, p.q.Name)
 			}) && p.q.Kind != message.Join {
