@@ -28,7 +28,8 @@ func TestKill(t *testing.T) {
 	}
 	random := draws(t)
 	var deaths []death
-	for _, program := range []string{"large", "arena", "small", "waiting", "mixed", "joined", "messages"} {
+	for _, program := range []string{"large", "arena", "small", "waiting", "mixed", "groups", "joined",
+		"messages"} {
 		for _, memory := range []string{"shm", "tcp"} {
 			if program == "arena" && memory == "tcp" {
 				continue // over TCP, the programs "arena" and "large" do the same
@@ -52,6 +53,22 @@ func TestKill(t *testing.T) {
 // A rank is killed while the ranks send each other messages.
 func TestKillDuringMessages(t *testing.T) { kill(t, "messages", 2, 5*time.Millisecond) }
 
+// A rank is killed while the ranks add, use and remove overlapping process sets by themselves.
+func TestKillDuringGroups(t *testing.T) { kill(t, "groups", 1, 20*time.Millisecond) }
+
+// Overlapping process sets are added, used and removed by their members only, at the same time, in both modes
+// of negotiation.
+func TestGroups(t *testing.T) {
+	for _, negotiation := range []string{"event", "lockstep"} {
+		t.Run(negotiation, func(t *testing.T) {
+			j := start(t, ranks, "some-groups", "HVD_NEGOTIATION="+negotiation)
+			if status := j.wait(); status != 0 {
+				t.Errorf("hvdrun ended with status %d:\n%s\n%s", status, j.out(), j.err())
+			}
+		})
+	}
+}
+
 // kill runs a job of four ranks and kills the victim some time after all ranks are ready (see killOf).
 func kill(t *testing.T, program string, victim int, after time.Duration, env ...string) {
 	killOf(t, start(t, ranks, program, env...), ranks, victim, after)
@@ -67,8 +84,8 @@ func TestKillWithLeaders(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, program := range []string{"small", "waiting"} {
-		for _, victim := range []int{0, 6, 8} {
+	for program, victims := range map[string][]int{"small": {0, 6, 8}, "waiting": {0, 6, 8}, "groups": {8}} {
+		for _, victim := range victims {
 			t.Run(fmt.Sprintf("%s/%d", program, victim), func(t *testing.T) {
 				const script = `HVD_HOSTID=h$((HOROVOD_RANK / 6)) exec "$0"`
 				j := startCommand(t, []string{hvdrunPath, "-np", "66", "sh", "-c", script, self},

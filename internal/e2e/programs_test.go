@@ -6,8 +6,11 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"math"
 	"math/rand/v2"
 	"os"
+	"slices"
+	"sync"
 	"time"
 
 	"github.com/gohvd/gohvd/hvd"
@@ -66,6 +69,10 @@ func program(name string) int {
 		err = messages(ctx)
 	case "mixed":
 		err = mixed(ctx)
+	case "groups":
+		err = groups(ctx, math.MaxInt)
+	case "some-groups":
+		err = groups(ctx, 10)
 	case "joined":
 		err = joined(ctx)
 	case "sums":
@@ -316,6 +323,75 @@ func mixed(ctx context.Context) error {
 			fmt.Println("ready")
 		}
 	}
+}
+
+// groups adds overlapping process sets, each by its members only: all pairs of neighbours and one set of three
+// ranks. For each set of this rank a goroutine adds the set, runs operations on it and removes it, for the
+// given number of rounds or until an operation fails. The goroutines start in a random order.
+func groups(ctx context.Context, rounds int) error {
+	n := hvd.Size()
+	sets := [][]int{{0, 1, 2}}
+	for r := range n {
+		sets = append(sets, []int{r, (r + 1) % n})
+	}
+	var all, begun sync.WaitGroup // begun waits until each goroutine has run three rounds
+	failed := make(chan error, len(sets))
+	for _, i := range rand.Perm(len(sets)) {
+		if !slices.Contains(sets[i], hvd.Rank()) {
+			continue
+		}
+		begun.Add(1)
+		all.Go(func() {
+			for round := range rounds {
+				if err := useGroup(ctx, sets[i], round); err != nil {
+					failed <- err
+					return
+				}
+				if round == 2 {
+					begun.Done()
+				}
+			}
+		})
+	}
+	go func() {
+		begun.Wait()
+		fmt.Println("ready")
+	}()
+	all.Wait()
+	close(failed)
+	return <-failed
+}
+
+// useGroup adds a process set by its members only, runs operations on it and removes it.
+func useGroup(ctx context.Context, ranks []int, round int) error {
+	set, err := hvd.AddProcessSet(ctx, ranks, hvd.MembersOnly())
+	if err != nil {
+		return err
+	}
+	want := 0
+	for _, r := range ranks {
+		want += r + round
+	}
+	for _, elements := range []int{1, 1000, 100_000} {
+		x := slices.Repeat([]float32{float32(hvd.Rank() + round)}, elements)
+		sum, err := hvd.Allreduce(ctx, x, hvd.Op(hvd.Sum), hvd.Over(set))
+		if err != nil {
+			return err
+		}
+		if sum[0] != float32(want) || sum[elements-1] != float32(want) {
+			return fmt.Errorf("round %d of %v: got the sum %v, want %d", round, set, sum[0], want)
+		}
+	}
+	all, err := hvd.Allgather(ctx, []int32{int32(hvd.Rank())}, hvd.Over(set))
+	if err != nil {
+		return err
+	}
+	for i, r := range set.Ranks() {
+		if int(all[i]) != r {
+			return fmt.Errorf("round %d of %v: gathered %v", round, set, all)
+		}
+	}
+	return hvd.RemoveProcessSet(ctx, set)
 }
 
 // joined makes all ranks join except the rank with the highest number. That rank runs allreduces until one of
