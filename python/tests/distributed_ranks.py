@@ -188,6 +188,81 @@ class Collectives(Ranks):
             self.equal(x, float(i * self.size))
 
 
+class Messages(Ranks):
+    def test_send_and_recv(self) -> None:
+        after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        if self.size == 1:
+            return
+        for dtype in (torch.float32, torch.bool, torch.complex64, torch.int64):
+            sent = dist.isend(self.ours(3, 2).to(dtype), after, tag=7)
+            x = torch.zeros(3, 2, dtype=dtype)
+            dist.recv(x, before, tag=7)
+            self.equal(x, torch.full((3, 2), before + 1.0).to(dtype))
+            sent.wait()
+        x, y = torch.zeros(2), torch.zeros(2)
+        ops = [dist.P2POp(dist.isend, self.ours(2), after), dist.P2POp(dist.irecv, x, before)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        self.equal(x, before + 1.0)
+        # A message of any rank, while another one is awaited and a collective runs.
+        late = dist.irecv(y, before, tag=9)
+        dist.all_reduce(x)
+        if self.rank == 0:
+            seen = []
+            for _ in range(self.size - 1):
+                seen.append(dist.recv(x))
+                self.equal(x, seen[-1] + 1.0)
+            self.assertEqual(sorted(seen), list(range(1, self.size)))
+        else:
+            dist.send(self.ours(2), 0)
+        dist.isend(self.ours(2), after, tag=9)
+        late.wait()
+        self.equal(y, before + 1.0)
+        with self.assertRaisesRegex(ValueError, "want another rank|Invalid (source|destination) rank|itself|current rank"):
+            dist.send(x, self.rank)
+
+
+class Groups(Ranks):
+    def test_new_group(self) -> None:
+        """Groups overlap, and only the members of a group call the backend."""
+        ranks = [list(range(k, self.size)) for k in self.all] + [[r] for r in self.all] + [list(self.all)]
+        groups = [dist.new_group(r) for r in ranks]
+        for group, members in zip(groups, ranks):
+            if self.rank not in members:
+                continue
+            x = self.ours(3)
+            dist.all_reduce(x, group=group)
+            self.equal(x, sum(r + 1.0 for r in members))
+            dist.broadcast(x, members[-1], group=group)
+            outputs = [torch.zeros(1) for _ in members]
+            dist.all_gather(outputs, self.ours(1), group=group)
+            self.assertEqual([o.item() for o in outputs], [r + 1.0 for r in members])
+            if len(members) > 1 and self.rank == members[0]:
+                dist.send(x, members[1], group=group)
+            elif len(members) > 1 and self.rank == members[1]:
+                self.assertEqual(dist.recv(x, group=group), members[0])
+        # The groups are used at the same time, in a different order at each rank.
+        mine = [g for g, members in zip(groups, ranks) if self.rank in members]
+        works = [dist.all_reduce(torch.ones(1), group=g, async_op=True) for g in (reversed(mine) if self.rank % 2 else mine)]
+        for work in works:
+            work.wait()
+        dist.barrier()
+        for group, members in zip(groups, ranks):
+            if self.rank in members:
+                dist.destroy_process_group(group)
+                with self.assertRaises((RuntimeError, ValueError)):
+                    dist.all_reduce(torch.ones(1), group=group)
+        dist.barrier()
+
+    def test_device_mesh(self) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = init_device_mesh("cpu", (1, self.size), mesh_dim_names=("a", "b"))
+        x = self.ours(1)
+        dist.all_reduce(x, group=mesh["b"].get_group() if hasattr(mesh, "__getitem__") else mesh.get_dim_groups()[1])
+        self.equal(x, sum(r + 1.0 for r in self.all))
+
+
 class Works(Ranks):
     def test_work(self) -> None:
         x = self.ours(2)
@@ -327,6 +402,20 @@ class Lives(Ranks):
             self.equal(x, float(self.size))
             with self.assertRaisesRegex(RuntimeError, "was destroyed"):
                 old.allreduce([torch.ones(1)])
+
+    def test_local_groups(self) -> None:
+        """Only the members call new_group. Afterwards torch names new groups differently at other ranks, with any backend,
+        so the default group is made again.
+        """
+        if self.rank != 0 or self.size == 1:
+            members = [r for r in self.all if r > 0 or self.size == 1]
+            group = dist.new_group(members, use_local_synchronization=True)
+            x = self.ours(1)
+            dist.all_reduce(x, group=group)
+            self.equal(x, sum(r + 1.0 for r in members))
+        dist.barrier()
+        dist.destroy_process_group()
+        begin("local")
 
     def test_job_of_the_program(self) -> None:
         """If the program has called hvd.init, the group uses that job and does not end it."""

@@ -32,6 +32,9 @@ _CALLS = 240
 
 DEVICES = ["cpu", "cuda"]
 
+# How much longer a rank waits for rank 0 in a monitored barrier than rank 0 waits for the others.
+_GRACE = timedelta(seconds=10)
+
 
 def create(options: Any, backend_options: Any) -> ProcessGroup:
     """Makes a process group. torch calls it at all members of the group, with a store that belongs to the group."""
@@ -57,7 +60,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._barriers = 0
         self._why_invalid = self._description = ""
         job = _job.enter(store, rank, size, ranks, timeout)
-        self._set = job.process_set(list(range(size)) if ranks is None and job.ranks is None else ranks or [])
+        self._set = job.process_set(ranks, group_id)
         job.groups.add(self)
 
     # What torch asks of a group.
@@ -137,8 +140,7 @@ class ProcessGroup(dist.ProcessGroup):
         **kw: Any,
     ) -> Tuple[str, Call]:
         """Begins an operation as the next call of the group. Returns its description and the engine's call."""
-        if self._why_invalid:
-            raise RuntimeError(f"torch.distributed.{what}: process group {self._label} {self._why_invalid}")
+        self._check_valid(what)
         with self._lock:
             slot = self._calls % _CALLS
             before = self._in_flight[slot]
@@ -154,15 +156,19 @@ class ProcessGroup(dist.ProcessGroup):
             self._in_flight[slot] = call.pending
         return f"{what} (call {self._calls} of group {self._label})", call
 
+    def _check_valid(self, what: str) -> None:
+        if self._why_invalid:
+            raise RuntimeError(f"torch.distributed.{what}: process group {self._label} {self._why_invalid}")
+
     def _seconds(self, opts: Any) -> float:
         timeout = getattr(opts, "timeout", None)
         return (timeout if timeout is not None and timeout > timedelta(0) else self._timeout).total_seconds()
 
-    def _work(self, operation: Operation) -> dist.Work:
+    def _work(self, operation: Operation, source: Optional[Callable[[], int]] = None) -> dist.Work:
         if self._coalesced is not None:
             self._coalesced.append(operation)
             operation.part = True
-        return Work(operation)
+        return Work(operation, source)
 
     def _one(
         self,
@@ -347,6 +353,37 @@ class ProcessGroup(dist.ProcessGroup):
             "scatter", wire.SCATTER, source, shape, Parts((flat,)), (1, flat.numel()), outputs, opts, root=self._root(opts)
         )
 
+    # Messages. They are matched by sender and tag, and do not count as calls of the group.
+
+    def send(self, tensors: Any, rank: int, tag: int = 0) -> dist.Work:
+        return self._message("send", wire.SEND, tensors, rank, tag)
+
+    def recv(self, tensors: Any, rank: int, tag: int = 0) -> dist.Work:
+        return self._message("recv", wire.RECV, tensors, rank, tag)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
+        return self._message("recv", wire.RECV, tensors, None, tag)
+
+    recvAnysource = recv_anysource
+
+    def _message(self, what: str, kind: int, tensors: Any, rank: Optional[int], tag: int) -> dist.Work:
+        self._check_valid(what)
+        (t,) = given = dense(tensors, 1)
+        flat = moved(t)
+        ranks = self._set.ranks or []
+        if rank is not None and not 0 <= rank < self._size:
+            raise ValueError(f"{what}: got rank {rank}, want 0 to {self._size - 1}")
+        peer = _engine.check_message(None if rank is None else ranks[rank], tag, self._set, kind)
+        parts = [Parts((flat,))]
+        call = _engine.engine.begin(
+            LISTS, kind, parts, ((flat.numel(),),), flat.dtype, code(flat), self._set, None,
+            targets=parts if kind == wire.RECV else None, peer=peer, tag=tag,
+        )  # fmt: skip
+        label = f"{what} ({'any rank' if rank is None else f'rank {rank}'} and tag {tag} of group {self._label})"
+        operation = Operation(label, [call], given)
+        operation.limit = self._timeout
+        return self._work(operation, lambda: ranks.index(call.source))
+
     # Several operations that torch makes in one call.
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
@@ -420,8 +457,8 @@ class ProcessGroup(dist.ProcessGroup):
         prefix = f"gohvd/monitored barrier {self._barriers}"
         if self._rank != 0:
             self._store.set(f"{prefix}/{self._rank}", "")
-            self._store.wait([f"{prefix}/outcome"], limit * 2)
-            outcome = self._store.get(f"{prefix}/outcome").decode()
+            heard = self._has([f"{prefix}/outcome"], limit * 2 + _GRACE)
+            outcome = self._store.get(f"{prefix}/outcome").decode() if heard else _late([0], limit * 2 + _GRACE)
         else:
             outcome = self._missing(prefix, limit, wait_all_ranks)
             self._store.set(f"{prefix}/outcome", outcome)
@@ -443,12 +480,15 @@ class ProcessGroup(dist.ProcessGroup):
         missing = [r for r, key in enumerate(keys, 1) if not self._has([key], timedelta(milliseconds=1))]
         if not missing:
             return ""
-        named = missing if wait_all_ranks else missing[:1]
-        ranks = ", ".join(map(str, named))
-        return (
-            f"rank{'s' if len(named) > 1 else ''} {ranks} failed to pass monitoredBarrier in "
-            f"{limit.total_seconds() * 1000:g} ms"
-        )
+        return _late(missing if wait_all_ranks else missing[:1], limit)
+
+
+def _late(ranks: List[int], limit: timedelta) -> str:
+    numbers = ", ".join(map(str, ranks))
+    return (
+        f"rank{'s' if len(ranks) > 1 else ''} {numbers} failed to pass monitoredBarrier in "
+        f"{limit.total_seconds() * 1000:g} ms"
+    )
 
 
 def _wait(pending: Pending) -> None:

@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Any, List, Optional
 
 from ... import _engine
-from ...process_sets import ProcessSet, global_process_set
+from ...process_sets import ProcessSet, add_process_set, global_process_set
 
 _engine_ = _engine.engine
 
@@ -28,17 +28,20 @@ class Job:
         """Whether a group has begun the job. If not, the program has."""
         self.groups: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
-    def process_set(self, ranks: List[int]) -> ProcessSet:
-        """Returns the process set of the given ranks of the default group."""
-        known = list(range(_engine_.place().size)) if self.ranks is None else self.ranks
-        if ranks == known:
+    def process_set(self, ranks: Optional[List[int]], name: str) -> ProcessSet:
+        """Returns a new process set for the group with the given name. ranks has its ranks in the default group, or is
+        None for the default group. The members of the group, and only they, must call it.
+        """
+        if ranks is None or ranks == self.ranks:
             return global_process_set
+        known = list(range(_engine_.place().size)) if self.ranks is None else self.ranks
         outside = [r for r in ranks if r not in known]
         if outside:
             raise ValueError(f"new_group: ranks {outside} are not in the job, which has ranks {known}")
-        raise NotImplementedError(
-            f"new_group: the group has ranks {ranks}, but the backend gohvd supports only groups of all ranks {known}"
-        )
+        members = [known.index(r) for r in ranks]
+        if members != sorted(members):
+            raise ValueError(f"new_group: got ranks {ranks}, want them in ascending order")
+        return add_process_set(members, members_only=True, name=f"torch.{name}")
 
 
 _job: Optional[Job] = None

@@ -33,6 +33,8 @@ class Operation:
         """The output tensors, which is what a future returns."""
         self.error: Optional[BaseException] = None
         self.done = False
+        self.limit = _NO_TIMEOUT
+        """How long a wait without a timeout may take, if the engine does not limit the time of the operation itself."""
         self.part = False
         """Whether the operation is a part of another one, which finishes it."""
         self._after = after
@@ -89,6 +91,8 @@ class Operation:
 
     def wait_until(self, timeout: timedelta) -> bool:
         """Waits until the operation is done, at most for the timeout. Returns whether it is done."""
+        if self.poll():
+            return True
         with self._lock:
             if self.done:
                 return True
@@ -190,7 +194,7 @@ _kept: "collections.OrderedDict[int, Work]" = collections.OrderedDict()
 class Work(dist.Work):
     """The handle of an asynchronous operation, as ``torch.distributed`` returns it."""
 
-    def __init__(self, operation: Operation, source: int = -1) -> None:
+    def __init__(self, operation: Operation, source: Optional[Callable[[], int]] = None) -> None:
         super().__init__()
         self._operation = operation
         self._source = source
@@ -205,10 +209,11 @@ class Work(dist.Work):
         """
         operation = self._operation
         _kept.pop(id(self), None)
-        if timeout > _NO_TIMEOUT:
-            if not operation.wait_until(timeout):
+        limit = timeout if timeout > _NO_TIMEOUT else operation.limit
+        if limit > _NO_TIMEOUT:
+            if not operation.wait_until(limit):
                 raise RuntimeError(
-                    f"torch.distributed.{operation.what}: timed out after {timeout.total_seconds():g} s, "
+                    f"torch.distributed.{operation.what}: timed out after {limit.total_seconds():g} s, "
                     "waiting for the other ranks; the operation goes on"
                 )
         else:
@@ -234,7 +239,11 @@ class Work(dist.Work):
         return self._operation.result
 
     def source_rank(self) -> int:
-        return self._source
+        """Returns the rank in the group that has sent the message that was received."""
+        if self._source is None:
+            raise RuntimeError(f"torch.distributed.{self._operation.what}: only a recv has a source rank")
+        self.wait()
+        return self._source()
 
     _source_rank = source_rank
 
