@@ -48,7 +48,7 @@ alone() { env -i PATH="$venv/bin" HOME="$work" OMP_NUM_THREADS=1 PYTHONDONTWRITE
 pip() { "$venv/bin/python3" -m pip --quiet --no-cache-dir "$@"; }
 version=$(alone python3 -c 'import gohvd; print(gohvd.__version__)')
 for program in hvdrun hvdbench hvdd; do
-	[ "$(alone "$program" --version)" = "$program v$version" ] || fail "$program has another version than gohvd $version"
+	[ "$(alone "$program" --version)" = "$program version v$version" ] || fail "$program has another version than gohvd $version"
 done
 alone hvdrun -np 2 --tag-output=false hvdbench -b 8 -e 1K -f 128 | grep -q 'Out of bounds values : 0 OK' || fail "hvdbench"
 alone python3 -m gohvd.doctor --json >"$work/doctor" || true # it may find problems of this machine

@@ -97,7 +97,6 @@ func newCommand(measure func(ctx context.Context, o options) error) *cobra.Comma
 	for _, k := range kinds {
 		root.ValidArgs = append(root.ValidArgs, k.String())
 	}
-	root.SetVersionTemplate("hvdbench {{.Version}}\n")
 	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return usageError{err} })
 	f := root.Flags()
 	f.SortFlags = false

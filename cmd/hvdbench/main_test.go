@@ -201,7 +201,7 @@ func TestHelpAndCompletion(t *testing.T) {
 	}{
 		{[]string{"--help"}, []string{"-b, --minbytes SIZE", "#wrong", "bench/plot.py a.csv",
 			"--workload FILE"}},
-		{[]string{"--version"}, []string{"hvdbench " + config.VersionText() + "\n"}},
+		{[]string{"--version"}, []string{"hvdbench version " + config.VersionText() + "\n"}},
 		{[]string{"__complete", "allg"}, []string{"allgather\n"}},
 		{[]string{"__complete", "--format", ""}, []string{"nccl\ncsv\n"}},
 		{[]string{"completion", "bash"}, []string{"__start_hvdbench"}},

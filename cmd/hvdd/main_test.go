@@ -20,6 +20,7 @@ import (
 	"go.uber.org/zap"
 	"golang.org/x/sys/unix"
 
+	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/sidecar"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecartest"
 )
@@ -131,7 +132,7 @@ func TestCommandLine(t *testing.T) {
 		says   string
 	}{
 		{[]string{"--help"}, 0, "--socket"},
-		{[]string{"--version"}, 0, "hvdd "},
+		{[]string{"--version"}, 0, "hvdd version " + config.VersionText()},
 		{[]string{"completion", "bash"}, 0, "hvdd"},
 		{[]string{"completion", "tcsh"}, 2, "tcsh"},
 		{nil, 2, "LISTEN_FDS"},

@@ -69,7 +69,6 @@ func (r *runner) command() *cobra.Command {
 	}
 	root.SetOut(r.stdout)
 	root.SetErr(r.stderr)
-	root.SetVersionTemplate("hvdrun {{.Version}}\n")
 	root.SetFlagErrorFunc(flagError)
 	show := &cobra.Command{
 		Use:     configCommand + " [flags]",

@@ -87,7 +87,7 @@ func soundSystem() *System {
 		LookPath:   func(name string) (string, error) { return "/usr/bin/" + name, nil },
 		Output: func(_ context.Context, _, argv []string) (string, error) {
 			if len(argv) == 2 {
-				return "hvdd " + config.VersionText() + "\n", nil
+				return "hvdd version " + config.VersionText() + "\n", nil
 			}
 			return `{"version": "3.12.1", "minor": 12, "torch": "2.4", "numpy": "2", "gohvd": "0.6", "at": "/p/gohvd", "hvdd": "/b/hvdd"}`, nil
 		},

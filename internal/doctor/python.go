@@ -115,7 +115,7 @@ func (s *System) hvddLine(ctx context.Context, file string) Line {
 		return ok(sidecarName, "not beside hvdrun; only Python programs need it")
 	}
 	text, err := s.Output(ctx, s.Environ, []string{file, "--version"})
-	its := strings.TrimSpace(strings.TrimPrefix(strings.TrimSpace(text), sidecarName))
+	its := strings.TrimSpace(strings.TrimPrefix(strings.TrimSpace(text), sidecarName+" version"))
 	switch {
 	case err != nil:
 		return fail(sidecarName, sidecarFix, "%s: %v", file, err)

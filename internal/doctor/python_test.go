@@ -28,7 +28,7 @@ func TestPythonPrograms(t *testing.T) {
 		noPython bool
 		named    string // the interpreter that the user names, if any
 	}{
-		"without Python": {noPython: true, sidecar: "/b/hvdd", hvdd: "hvdd " + config.VersionText(),
+		"without Python": {noPython: true, sidecar: "/b/hvdd", hvdd: "hvdd version " + config.VersionText(),
 			want: []string{"ok python: not in PATH", "ok hvdd: " + config.VersionText() + " at /b/hvdd"}},
 		"without the Python that the user names": {noPython: true, named: "python9", sidecar: "/b/hvdd",
 			want: []string{"fail python: exit status 1: no such module"}},
@@ -67,7 +67,7 @@ func TestPythonPrograms(t *testing.T) {
 				"fail hvdd: /b/hvdd: exit status 1"},
 		},
 		"hvdd is another": {
-			facts: `{"version": "3.12", "minor": 12, ` + gohvd + `, "hvdd": "/b/hvdd"}`, hvdd: "hvdd v0\n",
+			facts: `{"version": "3.12", "minor": 12, ` + gohvd + `, "hvdd": "/b/hvdd"}`, hvdd: "hvdd version v0\n",
 			want: []string{"ok python", "ok torch", "ok numpy", "ok gohvd",
 				"warn hvdd: /b/hvdd has version v0, and hvdrun has version " + config.VersionText()},
 		},
@@ -102,7 +102,7 @@ func TestThisPython(t *testing.T) {
 		t.Fatal(err)
 	}
 	hvdd := filepath.Join(t.TempDir(), "hvdd")
-	if err := os.WriteFile(hvdd, []byte("#!/bin/sh\necho "+"'hvdd "+config.VersionText()+"'\n"),
+	if err := os.WriteFile(hvdd, []byte("#!/bin/sh\necho "+"'hvdd version "+config.VersionText()+"'\n"),
 		0o700); err != nil {
 		t.Fatal(err)
 	}
