@@ -131,12 +131,16 @@ func vanConfig(ctx context.Context, set *config.Config, opts Options) (cfg van.C
 		ResendTimeout: s.ResendTimeout, WaterMark: s.WaterMark, Verbose: s.Verbose, Faults: opts.faults}
 	cfg.Role = map[string]van.Role{"scheduler": van.Scheduler, "server": van.Server,
 		"worker": van.Worker}[s.Role]
-	for name, missing := range map[string]bool{"DMLC_ROLE": cfg.Role == 0,
-		"DMLC_PS_ROOT_URI":  s.RootHost == "",
-		"DMLC_PS_ROOT_PORT": s.RootPort == 0, "DMLC_NUM_WORKER": s.NumWorkers == config.Unset,
-		"DMLC_NUM_SERVER": s.NumServers == config.Unset} {
-		if missing {
-			return cfg, fmt.Errorf("%s is not set: set it, or start the program with hvdrun --servers", name)
+	for _, v := range []struct {
+		name    string
+		missing bool
+	}{{"DMLC_ROLE", cfg.Role == 0}, {"DMLC_PS_ROOT_URI", s.RootHost == ""}, {"DMLC_PS_ROOT_PORT",
+		s.RootPort == 0},
+		{"DMLC_NUM_WORKER", s.NumWorkers == config.Unset}, {"DMLC_NUM_SERVER",
+			s.NumServers == config.Unset}} {
+		if v.missing {
+			return cfg,
+				fmt.Errorf("%s is not set: set the variables of the parameter server (docs/settings.md)", v.name)
 		}
 	}
 	if cfg.Role != van.Worker && cfg.Customers > 1 {

@@ -29,9 +29,23 @@ const examples = `  hvdrun -np 2 hvdbench -b 8 -e 128M -f 2
   hvdrun -np 2 --tag-output=false hvdbench --format csv -b 1K -e 64M -f 4 >a.csv
   bench/plot.py a.csv b.csv -o out.svg    # in a checkout`
 
+// psUsage returns an error if the command line has more than --ps and --seconds.
+func psUsage(f *pflag.FlagSet, args []string) (err error) {
+	if len(args) > 0 {
+		err = fmt.Errorf("got %q, but --ps measures no collective", args)
+	}
+	f.Visit(func(flag *pflag.Flag) {
+		if flag.Name != "ps" && flag.Name != "seconds" {
+			err = fmt.Errorf("--%s has no effect with --ps", flag.Name)
+		}
+	})
+	return err
+}
+
 // command holds the values of the flags on a command line.
 type command struct {
 	options
+	ps       bool // measure the parameter server instead
 	in, out  bool // whether to measure in place and out of place
 	blocking int
 }
@@ -88,6 +102,12 @@ func newCommand(measure func(ctx context.Context, o options) error) *cobra.Comma
 		SilenceErrors: true,
 		SilenceUsage:  true,
 		RunE: func(cmd *cobra.Command, args []string) error {
+			if c.ps {
+				if err := psUsage(cmd.Flags(), args); err != nil {
+					return usageError{err}
+				}
+				return measurePS(cmd.Context(), c.seconds, cmd.OutOrStdout())
+			}
 			if err := c.complete(cmd.Flags(), args); err != nil {
 				return usageError{err}
 			}
@@ -104,6 +124,8 @@ func newCommand(measure func(ctx context.Context, o options) error) *cobra.Comma
 		return pflag.NormalizedName(strings.ReplaceAll(name, "_", "-")) // as in --warmup_iters
 	})
 	o := &c.options
+	f.BoolVar(&c.ps, "ps", false,
+		"measure pushes and pulls of the parameter server instead, as the node that DMLC_ROLE says (docs/ps.md)")
 	add(f, &o.kind, "collective", "", "NAME", "allreduce", parseCollective, "what to measure: "+
 		strings.Join(root.ValidArgs, ", "))
 	add(f, &o.minBytes, "minbytes", "b", "SIZE", "32M", parseSize, "smallest size")

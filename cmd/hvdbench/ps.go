@@ -1,0 +1,177 @@
+package main
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"io"
+	"slices"
+	"time"
+
+	"github.com/gohvd/gohvd/ps"
+)
+
+// psShape is a case of the benchmark of the parameter server: a number of keys with len values each.
+type psShape struct{ keys, len int }
+
+// psShapes are the cases in their order.
+var psShapes = []psShape{{1, 1}, {64, 1}, {64, 16}, {1024, 64}, {1, 1024}, {1, 16384}, {1, 262144}, {16,
+	65536},
+	{4, 1048576}, {1000000, 1}}
+
+const (
+	// psSeconds is the default time for each case.
+	psSeconds = 0.5
+	// psLeast and psMost bound the number of calls of a case, and psFlying is how many pushes zpush8 has in
+	// flight.
+	psLeast, psMost, psFlying = 10, 20000, 8
+)
+
+// psHead is the first line of the table.
+const psHead = "peer,op,workers,servers,keys,bytes,iters,median_us,min_us,GBps"
+
+// psBench measures the pushes and pulls of a worker.
+type psBench struct {
+	po      *ps.Postoffice
+	w       *ps.KVWorker[float32]
+	out     io.Writer
+	seconds float64
+}
+
+// measurePS takes part in a job with a parameter server, in the role that DMLC_ROLE says. The worker with
+// rank 0 prints a table with a line for each case and operation. Each time is that of one operation or, for
+// zpush8, of eight that are in flight together.
+func measurePS(ctx context.Context, seconds float64, out io.Writer) error {
+	po, err := ps.Start(ctx, ps.Options{})
+	if err != nil {
+		return err
+	}
+	if po.IsServer() {
+		_, err = ps.NewKVServer(po, 0, ps.Sum[float32](), ps.SimpleHandlers{})
+	}
+	if po.IsWorker() {
+		b := &psBench{po: po, out: out, seconds: cmp.Or(seconds, psSeconds)}
+		if b.w, err = ps.NewKVWorker[float32](po, 0, 0, ps.SimpleHandlers{}); err == nil {
+			err = b.run(ctx)
+		}
+	}
+	if err != nil {
+		_ = po.Finalize(ctx, false) // err is the cause
+		return err
+	}
+	return po.Finalize(ctx, true)
+}
+
+// run measures all cases.
+func (b *psBench) run(ctx context.Context) error {
+	if b.po.Rank() == 0 {
+		fmt.Fprintln(b.out, psHead)
+	}
+	for i, s := range psShapes {
+		if err := b.shape(ctx, i, s); err != nil {
+			return fmt.Errorf("%d keys of %d values: %w", s.keys, s.len, err)
+		}
+	}
+	return nil
+}
+
+// shape measures a case. The keys are spread over all servers, and each worker has keys of its own.
+func (b *psBench) shape(ctx context.Context, index int, s psShape) error {
+	keys := make([]uint64, s.keys)
+	for i := range keys {
+		spread := ps.MaxKey / uint64(s.keys+1) * uint64(i+1)
+		keys[i] = spread/64*64 + uint64(b.po.Rank()) + 8*uint64(index)
+	}
+	vals := slices.Repeat([]float32{1}, s.keys*s.len)
+	var got []float32
+	pushes := 0
+	push := func() error {
+		pushes++
+		return finish(ctx)(b.w.Push(ctx, keys, vals))
+	}
+	pull := func() error {
+		got = got[:0]
+		return finish(ctx)(b.w.Pull(ctx, keys, &got))
+	}
+	zpush := func() error {
+		pushes++
+		return finish(ctx)(b.w.ZPush(ctx, keys, vals))
+	}
+	flying := func() error {
+		var all [psFlying]*ps.Request
+		for i := range all {
+			r, err := b.w.ZPush(ctx, keys, vals)
+			if err != nil {
+				return err
+			}
+			all[i] = r
+		}
+		pushes += psFlying
+		for _, r := range all {
+			if err := r.Wait(ctx); err != nil {
+				return err
+			}
+		}
+		return nil
+	}
+	if err := push(); err != nil {
+		return err
+	}
+	for _, op := range []struct {
+		name string
+		once func() error
+	}{{"push", push}, {"pull", pull}, {"zpush", zpush}, {"zpush8", flying}} {
+		if err := b.time(op.name, s, op.once); err != nil {
+			return fmt.Errorf("%s: %w", op.name, err)
+		}
+	}
+	if err := pull(); err != nil {
+		return err
+	}
+	for i, v := range got {
+		// Above 2^24 a float32 does not count further.
+		if want := min(float32(pushes), 1<<24); v != want {
+			return fmt.Errorf("the value %d is %v after %d pushes of 1", i, v, pushes)
+		}
+	}
+	return nil
+}
+
+// finish returns a function that waits for a request.
+func finish(ctx context.Context) func(*ps.Request, error) error {
+	return func(r *ps.Request, err error) error {
+		if err != nil {
+			return err
+		}
+		return r.Wait(ctx)
+	}
+}
+
+// time measures an operation and prints a line about it.
+func (b *psBench) time(name string, s psShape, once func() error) error {
+	for range 3 {
+		if err := once(); err != nil {
+			return err
+		}
+	}
+	var times []time.Duration
+	for begin := time.Now(); len(times) < psLeast || time.Since(begin).Seconds() < b.seconds; {
+		start := time.Now()
+		if err := once(); err != nil {
+			return err
+		}
+		if times = append(times, time.Since(start)); len(times) == psMost {
+			break
+		}
+	}
+	if b.po.Rank() != 0 {
+		return nil
+	}
+	slices.Sort(times)
+	micros := func(d time.Duration) float64 { return float64(d) / float64(time.Microsecond) }
+	median, numBytes := micros(times[len(times)/2]), 4*s.keys*s.len
+	_, err := fmt.Fprintf(b.out, "gohvd,%s,%d,%d,%d,%d,%d,%.2f,%.2f,%.4f\n", name, b.po.NumWorkers(),
+		b.po.NumServers(), s.keys, numBytes, len(times), median, micros(times[0]),
+		float64(numBytes)/median/1e3)
+	return err
+}
