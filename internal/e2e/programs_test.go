@@ -325,9 +325,9 @@ func mixed(ctx context.Context) error {
 	}
 }
 
-// groups adds overlapping process sets, each by its members only: all pairs of neighbours and one set of three
-// ranks. For each set of this rank a goroutine adds the set, runs operations on it and removes it, for the
-// given number of rounds or until an operation fails. The goroutines start in a random order.
+// groups adds overlapping process sets, each by its members only: all pairs of neighbours and one set of
+// three ranks. For each set of this rank a goroutine adds the set, runs operations on it and removes it,
+// for the given number of rounds or until an operation fails. The goroutines start in a random order.
 func groups(ctx context.Context, rounds int) error {
 	n := hvd.Size()
 	sets := [][]int{{0, 1, 2}}

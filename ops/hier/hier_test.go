@@ -566,7 +566,7 @@ type recorded struct {
 	kind  message.Kind
 }
 
-func (l *recorded) Plan([]topo.Rank, *message.Response, int64) (message.Algorithm, error) {
+func (l *recorded) Plan([]topo.Rank, *message.Response, int64, *message.Tuning) (message.Algorithm, error) {
 	return message.Direct, nil
 }
 
