@@ -253,6 +253,11 @@ func (c *Coordinator) step(from topo.Rank, up *message.Up, relayed bool) {
 	case message.UpHeartbeat:
 		k.executing.handle(up, c.waits)
 	case message.UpTimeout:
+		if int(up.Suspect) >= len(c.ranks) {
+			c.failSender(from, fmt.Errorf("got a timeout of a message of rank %d, want a rank from 0 to %d",
+				up.Suspect, len(c.ranks)-1))
+			return
+		}
 		if !c.postpone(from) {
 			c.timeout(from, up)
 		}

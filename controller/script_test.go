@@ -251,7 +251,15 @@ func (s *script) command(line string) error {
 				return err
 			}
 			s.c.nodes[r].m.Tick(s.c.now)
-			s.c.nodes[r].m.Timeout(set, rest[0], d)
+			if len(rest) == 2 {
+				s.c.nodes[r].m.Timeout(set, rest[0], d)
+				continue
+			}
+			of, err := strconv.Atoi(strings.TrimPrefix(rest[2], "of="))
+			if err != nil {
+				return err
+			}
+			s.c.nodes[r].m.TimeoutOfMessage(set, rest[0], topo.Rank(of), d)
 		case "suspect":
 			of, err := strconv.Atoi(strings.TrimPrefix(rest[0], "of="))
 			if err != nil {

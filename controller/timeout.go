@@ -14,16 +14,26 @@ import (
 // there is no answer. If the tensor still does not finish then, the caller must call Timeout again. If the
 // coordinator has missed its heartbeats, Timeout fails rank 0, or the leader that sends them.
 func (m *Member) Timeout(set topo.ProcessSetID, tensor string, after time.Duration) {
+	m.timedOut(message.Up{Set: set, Tensor: tensor}, after)
+}
+
+// TimeoutOfMessage is like Timeout for a message to or from the given rank, which is this rank if the message
+// may come from any rank.
+func (m *Member) TimeoutOfMessage(set topo.ProcessSetID, name string, peer topo.Rank, after time.Duration) {
+	m.timedOut(message.Up{Set: set, Tensor: name, Message: true, Suspect: peer}, after)
+}
+
+func (m *Member) timedOut(u message.Up, after time.Duration) {
 	if m.state != memberRunning && m.state != memberDraining {
 		return
 	}
 	if silent := m.now - m.lastReceived; silent >= 2*heartbeatPeriod {
 		m.Lost(fmt.Sprintf("silent for %s, and %s timed out after %s", seconds(silent),
-			label(message.NoKind, tensor), seconds(after)))
+			label(message.NoKind, u.Tensor), seconds(after)))
 		return
 	}
-	m.timeouts = append(m.timeouts, message.Up{Type: message.UpTimeout, Set: set, Tensor: tensor,
-		Millis: millis(after)})
+	u.Type, u.Millis = message.UpTimeout, millis(after)
+	m.timeouts = append(m.timeouts, u)
 }
 
 // has reports whether a grant in the list contains the tensor.
@@ -48,6 +58,14 @@ func (c *Coordinator) timeout(by topo.Rank, u *message.Up) {
 			seconds(c.now-c.ranks[silent[0]].lastReceived)))
 		return
 	}
+	if u.Message {
+		why := fmt.Sprintf("rank %d has not taken part in it", u.Suspect)
+		if u.Suspect == by {
+			why = "no rank has sent it"
+		}
+		c.fail([]topo.Rank{u.Suspect}, timeoutText(message.NoKind, by, u, why))
+		return
+	}
 	if c.cfg.Lockstep && c.now-c.combined >= max(heartbeatPeriod, 2*c.cfg.CycleTime) {
 		// Some rank has not entered the cycle. It is silent, but not for long enough yet. When the report is
 		// repeated, it will have been.
@@ -70,7 +88,11 @@ func (c *Coordinator) timeout(by topo.Rank, u *message.Up) {
 }
 
 func timeoutText(k message.Kind, by topo.Rank, u *message.Up, why string) string {
-	return fmt.Sprintf("%s timed out after %s at rank %d: %s", label(k, u.Tensor),
+	what := label(k, u.Tensor)
+	if u.Message {
+		what = u.Tensor
+	}
+	return fmt.Sprintf("%s timed out after %s at rank %d: %s", what,
 		seconds(time.Duration(u.Millis)*time.Millisecond), by, why)
 }
 

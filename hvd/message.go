@@ -35,7 +35,7 @@ func (h *MessageHandle[T]) Source() int { return int(h.op.Source) }
 // Send sends x to the rank dst, which must receive it with Recv, with the same tag, type and number of
 // elements. dst is a rank of the job, not a position in a process set, and tag is from 0 to 2^31-1. Messages
 // are not negotiated: other ranks take no part. Messages to one rank with one tag are received in the order
-// in which they were sent. The options Over and On apply.
+// in which they were sent. The options Timeout, Over and On apply.
 //
 // A tensor of up to 64 KiB is copied, and Send returns at once, unless tensors of 1 MiB wait for dst to
 // receive them. A larger one is sent when dst calls Recv, and Send returns when x may be changed. The bytes
@@ -57,7 +57,7 @@ func SendAsync[T Element](x []T, dst, tag int, opts ...Option) (*MessageHandle[T
 // Recv receives a message that the rank src has sent with the given tag into x, and returns the rank that has
 // sent it. With AnySource as src, it takes the message that has arrived first. A message of another type or
 // number of elements is dropped, and the error is a *MismatchError. src is a rank of the job, not a position
-// in a process set. The options Over and On apply.
+// in a process set. The options Timeout, Over and On apply.
 func Recv[T Element](ctx context.Context, x []T, src, tag int, opts ...Option) (source int, err error) {
 	h, err := post(message.Recv, x, src, tag, opts)
 	if err != nil {

@@ -167,3 +167,28 @@ func TestMessagesPending(t *testing.T) {
 		t.Errorf("after Shutdown: got error %v, want ErrShutDown", err)
 	}
 }
+
+// If a message is not sent in time, the job fails, and the verdict names the rank that should have sent it.
+func TestMessageTimesOut(t *testing.T) {
+	modes(t, func(t *testing.T, mode []string) {
+		for _, src := range []int{2, hvd.AnySource} {
+			engines(t, 3, func(ctx context.Context, e *hvd.Engine) {
+				var err error
+				if e.Rank() == 1 {
+					_, err = hvd.Recv(ctx, make([]int8, 1), src, 4, hvd.Timeout(time.Second), hvd.On(e))
+				} else {
+					err = hvd.Barrier(ctx, hvd.On(e))
+				}
+				var peer *hvd.PeerError
+				want, why := 2, `recv from rank 2, tag 4 timed out after 1s at rank 1: rank 2 has not taken part in it`
+				if src == hvd.AnySource {
+					want, why = 1, `recv from any rank, tag 4 timed out after 1s at rank 1: no rank has sent it`
+				}
+				if !errors.As(err, &peer) || !slices.Equal(peer.Ranks, []int{want}) || peer.Reason != why {
+					t.Errorf("rank %d: got error %v, want one that names rank %d: %s", e.Rank(), err, want, why)
+				}
+				_ = e.Shutdown(ctx)
+			}, nil, mode...)
+		}
+	})
+}

@@ -166,6 +166,7 @@ type Engine struct {
 	mu        sync.Mutex
 	finished  []finishedWork // work that lanes have ended; guarded by mu
 	broken    []error        // why channels for messages have failed; guarded by mu
+	late      []lateMessage  // messages that have timed out; guarded by mu
 	messages  messages
 
 	// Only the goroutine that runs turns may use these fields. It holds the scheduler's lock.

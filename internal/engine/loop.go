@@ -165,14 +165,17 @@ func (e *Engine) takeFinished() {
 	s.finished = append(s.finished[:0], e.finished...)
 	clear(e.finished)
 	e.finished = e.finished[:0]
-	broken := e.broken
-	e.broken = nil
+	broken, late := e.broken, e.late
+	e.broken, e.late = nil, nil
 	e.mu.Unlock()
 	for _, err := range broken {
 		if !errors.Is(err, transport.ErrClosed) {
 			e.log.Warn("a channel for messages failed", zap.Error(err))
 			e.member.Suspect(blame(err, e.cfg.Rank))
 		}
+	}
+	for _, m := range late {
+		e.member.TimeoutOfMessage(m.set, m.name, m.peer, m.timeout)
 	}
 	if len(s.finished) > 0 {
 		e.sched.extend()

@@ -70,6 +70,7 @@ func (e *Engine) exchange(set topo.ProcessSetID) (*p2p.Exchange, error) {
 		Mesh: e.cfg.Mesh, Lane: transport.MessageLane(set), Ranks: l.set.Ranks, Me: l.me,
 		Memory: e.cfg.Memory, Groups: e.cfg.Groups,
 		Failed: e.channelFailed, StallWarning: e.cfg.StallWarning, OnStall: e.messageStalled,
+		OnTimeout: func(o *p2p.Op) { e.messageTimedOut(set, o) },
 	})
 	for r := range e.messages.left {
 		x.Left(r)
@@ -92,6 +93,26 @@ func (e *Engine) channelFailed(err error) {
 func (e *Engine) messageStalled(o *p2p.Op, waited time.Duration) {
 	e.log.Warn("a message has waited for long", zap.Stringer("operation", o),
 		zap.Duration("waited", waited.Round(time.Millisecond)))
+}
+
+// lateMessage is a message that has timed out. peer is this rank if the message may come from any rank.
+type lateMessage struct {
+	set     topo.ProcessSetID
+	name    string
+	peer    topo.Rank
+	timeout time.Duration
+}
+
+// messageTimedOut makes the next turn report to the coordinator that the message o has timed out.
+func (e *Engine) messageTimedOut(set topo.ProcessSetID, o *p2p.Op) {
+	late := lateMessage{set, o.String(), o.Peer, o.Timeout}
+	if o.Peer == p2p.AnySource {
+		late.peer = e.cfg.Rank
+	}
+	e.mu.Lock()
+	e.late = append(e.late, late)
+	e.mu.Unlock()
+	e.sched.notify()
 }
 
 // ranksLeft records that ranks have shut down, so that no operation waits for messages of them.

@@ -66,6 +66,7 @@ const (
 const (
 	flagShutdown = 1
 	flagGranted  = 2
+	flagMessage  = 4
 	flagStop     = 1
 	flagTuning   = 2
 	// vectorsType must differ from the types of Up and Down frames, which are sent over the same connections.
@@ -91,6 +92,9 @@ func AppendUp(b []byte, u *Up) ([]byte, error) {
 	}
 	if u.Granted {
 		flags |= flagGranted
+	}
+	if u.Message {
+		flags |= flagMessage
 	}
 	b = append(b, byte(u.Type), flags)
 	b = binary.LittleEndian.AppendUint64(b, u.Seen)
@@ -126,6 +130,9 @@ func AppendUp(b []byte, u *Up) ([]byte, error) {
 		b = binary.LittleEndian.AppendUint32(b, uint32(u.Set))
 		b = binary.LittleEndian.AppendUint32(b, u.Millis)
 		b = appendText(b, u.Tensor)
+		if u.Message {
+			b = binary.LittleEndian.AppendUint32(b, uint32(u.Suspect))
+		}
 	}
 	return b, nil
 }
@@ -171,6 +178,9 @@ func DecodeUp(b []byte, u *Up) error {
 		u.Millis = d.u32()
 		if u.Tensor = d.text(); u.Tensor == "" && u.Type == UpTimeout {
 			d.fail(errors.New("got a timeout without the name of the tensor"))
+		}
+		if u.Message = u.Type == UpTimeout && flags&flagMessage != 0; u.Message {
+			u.Suspect = d.rank()
 		}
 	case UpSuspect, UpLost, UpFault:
 		u.Suspect = d.rank()

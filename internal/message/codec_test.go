@@ -37,6 +37,7 @@ func upSamples() []*message.Up {
 		{Type: message.UpHeartbeat, Seen: 8, Tensor: "g0", Set: 3, Millis: 1500},
 		{Type: message.UpTimeout, Seen: 9, Tensor: "w\x00ü", Set: 3, Millis: math.MaxUint32},
 		{Type: message.UpTimeout, Seen: 9, Tensor: "g0", Granted: true},
+		{Type: message.UpTimeout, Seen: 9, Set: 2, Tensor: "recv from rank 3, tag 1", Message: true, Suspect: 3},
 		{Type: message.UpBye, Seen: math.MaxUint64},
 		{Type: message.UpSuspect, Suspect: 3, Reason: "connection reset"},
 		{Type: message.UpLost, Suspect: 4, Reason: "the process exited"},

@@ -59,8 +59,9 @@ type Up struct {
 	Operations uint64
 	// Sets has one element for each process set about which the sender has news.
 	Sets []UpSet
-	// Suspect is the suspected rank in an UpSuspect, the rank that has left in an UpReleased, and the rank at
-	// the other end of the connection in an UpLost and an UpFault.
+	// Suspect is the suspected rank in an UpSuspect, the rank that has left in an UpReleased, the rank at the
+	// other end of the connection in an UpLost and an UpFault, and the rank with which the sender exchanges
+	// the message in an UpTimeout with Message. That is the sender itself if it can be any rank.
 	Suspect topo.Rank
 	// Reason is why the sender suspects a rank (UpSuspect), what has happened to a connection (UpLost and
 	// UpFault), or why the sender shuts down (Shutdown). With Shutdown, Reason may be empty.
@@ -76,6 +77,9 @@ type Up struct {
 	// Granted is used in an UpTimeout. It says that the sender has received the grant of the operation but
 	// has not finished the operation.
 	Granted bool
+	// Message is used in an UpTimeout. It says that the operation is a message, which the coordinator does
+	// not know.
+	Message bool
 }
 
 // UpSet is a rank's news about one process set.

@@ -33,6 +33,9 @@ func (u *Up) String() string {
 	if u.Tensor != "" && !u.Shutdown {
 		fmt.Fprintf(&b, " set=%d %s %v", u.Set, u.Tensor, time.Duration(u.Millis)*time.Millisecond)
 	}
+	if u.Message {
+		fmt.Fprintf(&b, " message rank=%d", u.Suspect)
+	}
 	if u.Granted {
 		b.WriteString(" granted")
 	}

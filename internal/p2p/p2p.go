@@ -58,6 +58,8 @@ type Op struct {
 	DType tensor.DType
 	// Buf is the data to send, or the memory for the message, which must have exactly this size.
 	Buf []byte
+	// Timeout is the time limit of the operation. 0 means that there is none.
+	Timeout time.Duration
 	// Done is called once when the operation has ended. Buf is not used any more.
 	Done func(err error)
 	// Source is the sender of the message. It is valid when a receive has ended without an error.
@@ -66,7 +68,8 @@ type Op struct {
 	receive bool
 	shared  bool // whether the receiver copies the message from Buf itself
 	begun   time.Time
-	warned  int // number of warnings that the operation has waited too long
+	stalls  time.Time // when OnStall is called next, or zero
+	expires time.Time // when OnTimeout is called next, or zero
 }
 
 // Name returns a text such as "rank 2, tag 7", which says with which rank the operation exchanges a message.
@@ -120,6 +123,9 @@ type Config struct {
 	// period. 0 means never.
 	StallWarning time.Duration
 	OnStall      func(o *Op, waited time.Duration)
+	// OnTimeout is called when an operation has not ended within its time limit, and again every second. The
+	// operation goes on until the Exchange is closed.
+	OnTimeout func(o *Op)
 }
 
 // Exchange sends and receives the messages of one rank in one process set. Its methods are safe for
@@ -128,14 +134,16 @@ type Exchange struct {
 	cfg    Config
 	ctx    context.Context // ends with Close
 	cancel context.CancelFunc
-	wg     sync.WaitGroup // the goroutines of the channels and of watch
+	wg     sync.WaitGroup // the goroutines of the channels and of check
 
 	mu       sync.Mutex
-	peers    []*peer // by position in the set
-	posted   []*Op   // receives without a message, in the order of their calls
-	arrivals uint64  // number of messages that have arrived
-	err      error   // why no operation can begin any more, or nil
-	watching bool
+	peers    []*peer     // by position in the set
+	posted   []*Op       // receives without a message, in the order of their calls
+	arrivals uint64      // number of messages that have arrived
+	err      error       // why no operation can begin any more, or nil
+	timer    *time.Timer // calls check at due; nil if no operation has needed it yet
+	due      time.Time   // when the next operation stalls or expires, or zero
+	closed   bool
 	revoked  *uint32 // the word of this rank that peers check after they have copied messages (shared.go)
 }
 
@@ -210,11 +218,8 @@ func (x *Exchange) begin(o *Op) (*peer, error) {
 	if x.err != nil {
 		return nil, x.err
 	}
-	o.begun = time.Now()
-	if !x.watching && x.cfg.StallWarning > 0 {
-		x.watching = true
-		x.wg.Go(x.watch)
-	}
+	o.begin(x.cfg.StallWarning)
+	x.schedule(o)
 	if o.Peer == AnySource && o.receive {
 		return nil, nil
 	}
@@ -303,7 +308,10 @@ func (x *Exchange) Close(err error, flush bool) {
 		x.flush()
 	}
 	x.mu.Lock()
-	x.err = err
+	x.err, x.closed = err, true
+	if x.timer != nil {
+		x.timer.Stop()
+	}
 	x.revoke()
 	ops := x.pending()
 	x.posted = nil
@@ -357,25 +365,66 @@ func (x *Exchange) pending() []*Op {
 	return ops
 }
 
-// watch reports operations that wait too long, until the Exchange is closed.
-func (x *Exchange) watch() {
-	ticker := time.NewTicker(x.cfg.StallWarning)
-	defer ticker.Stop()
-	for {
-		select {
-		case <-x.ctx.Done():
-			return
-		case <-ticker.C:
-		}
-		x.mu.Lock()
-		ops := x.pending()
+// repeatTimeout is the time between two reports of one expired operation.
+const repeatTimeout = time.Second
+
+// begin sets the times of o, which begins now.
+func (o *Op) begin(stallWarning time.Duration) {
+	o.begun = time.Now()
+	if stallWarning > 0 {
+		o.stalls = o.begun.Add(stallWarning)
+	}
+	if o.Timeout > 0 {
+		o.expires = o.begun.Add(o.Timeout)
+	}
+}
+
+// schedule makes the timer fire when o stalls or expires. The caller holds mu.
+func (x *Exchange) schedule(o *Op) {
+	due := o.stalls
+	if due.IsZero() || !o.expires.IsZero() && o.expires.Before(due) {
+		due = o.expires
+	}
+	if due.IsZero() || !x.due.IsZero() && !due.Before(x.due) {
+		return
+	}
+	x.due = due
+	if x.timer == nil {
+		x.timer = time.AfterFunc(time.Until(due), x.check)
+	} else {
+		x.timer.Reset(time.Until(due))
+	}
+}
+
+// check reports the operations that have stalled or expired.
+func (x *Exchange) check() {
+	x.mu.Lock()
+	if x.closed {
 		x.mu.Unlock()
-		for _, o := range ops {
-			if waited := time.Since(o.begun); int(waited/x.cfg.StallWarning) > o.warned {
-				o.warned = int(waited / x.cfg.StallWarning)
-				x.cfg.OnStall(o, waited)
-			}
+		return
+	}
+	x.wg.Add(1)
+	defer x.wg.Done()
+	x.due = time.Time{}
+	now := time.Now()
+	var stalled, expired []*Op
+	for _, o := range x.pending() {
+		if !o.stalls.IsZero() && !now.Before(o.stalls) {
+			stalled = append(stalled, o)
+			o.stalls = now.Add(x.cfg.StallWarning)
 		}
+		if !o.expires.IsZero() && !now.Before(o.expires) {
+			expired = append(expired, o)
+			o.expires = now.Add(repeatTimeout)
+		}
+		x.schedule(o)
+	}
+	x.mu.Unlock()
+	for _, o := range stalled {
+		x.cfg.OnStall(o, now.Sub(o.begun))
+	}
+	for _, o := range expired {
+		x.cfg.OnTimeout(o)
 	}
 }
 

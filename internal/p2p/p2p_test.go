@@ -464,6 +464,33 @@ func TestRevoked(t *testing.T) {
 	}
 }
 
+// An operation that does not end in time is reported, again and again. One that ends is not.
+func TestTimeout(t *testing.T) {
+	c := mem.New(2)
+	late := make(chan *p2p.Op, 100)
+	x := p2p.New(p2p.Config{Mesh: c.Mesh(0), Lane: lane, Ranks: []topo.Rank{0, 1}, Failed: func(error) {},
+		OnTimeout: func(o *p2p.Op) { late <- o }})
+	never := &p2p.Op{Peer: 1, Tag: 4, Timeout: 2 * time.Millisecond, Done: func(error) {}}
+	ended := &p2p.Op{Peer: 1, Tag: 5, Timeout: time.Millisecond, Done: func(error) {}}
+	if x.Send(ended) != nil || x.Receive(never) != nil {
+		t.Fatal("the operations did not begin")
+	}
+	for range 2 {
+		select {
+		case o := <-late:
+			if o != never {
+				t.Errorf("%v timed out", o)
+			}
+		case <-time.After(20 * time.Second):
+			t.Fatal("no timeout was reported")
+		}
+	}
+	x.Close(errOver, false)
+	for r := range 2 {
+		_ = c.Mesh(topo.Rank(r)).Close()
+	}
+}
+
 // If the channel to a peer breaks, the owner of the Exchange is told which peer it is.
 func TestBrokenChannel(t *testing.T) {
 	eachMesh(t, 2, func(t *testing.T, j *job) {

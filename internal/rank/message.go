@@ -25,7 +25,7 @@ func (c *Call) Post(o *p2p.Op, peer, tag int) error {
 			return err
 		}
 	}
-	o.Peer, o.Tag, o.DType = topo.Rank(peer), uint32(tag), c.DType
+	o.Peer, o.Tag, o.DType, o.Timeout = topo.Rank(peer), uint32(tag), c.DType, c.Timeout
 	c.Name = o.Name()
 	kind, name, done := c.Kind, c.Name, o.Done
 	o.Done = func(err error) { done(messageError(kind, name, err)) }

@@ -67,14 +67,14 @@ func TestMessages(t *testing.T) {
 func TestMessagesRefused(t *testing.T) {
 	ranks(t, 2, func(r int, c *client, b []byte) {
 		other := 1 - r
-		timed, named, grouped, short := messageOp(14, r, other, 1, 4), messageOp(14, r, other, 1, 4),
-			messageOp(15, r, other, 1, 4), messageOp(15, r, other, 1, 4)
-		timed.TimeoutSeconds, named.Name, grouped.Grouped = 1, "x", true
+		named, grouped, short := messageOp(14, r, other, 1, 4), messageOp(15, r, other, 1, 4),
+			messageOp(15, r, other, 1, 4)
+		named.Name, grouped.Grouped = "x", true
 		short.Tensors[0].Output = at(r, 1<<20-8, 8)
 		for what, o := range map[string]*sidecarpb.Operation{
 			"which is this rank": messageOp(14, r, r, 1, 4), "got rank 2": messageOp(15, r, 2, 1, 4),
 			"got rank -1": messageOp(14, r, -1, 1, 4), "got tag 2147483648": messageOp(15, r, other, 1<<31, 4),
-			"no grouped form": grouped, "option Name": named, "option Timeout": timed,
+			"no grouped form": grouped, "option Name": named,
 			"the output has 8 bytes, want 16": short,
 		} {
 			refused(t, what, c.Run(o), classUsage, what)
