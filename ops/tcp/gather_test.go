@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"math"
 	"runtime"
 	"slices"
@@ -19,6 +20,7 @@ import (
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
+	"github.com/gohvd/gohvd/ops"
 	"github.com/gohvd/gohvd/ops/opstest"
 	"github.com/gohvd/gohvd/ops/tcp"
 )
@@ -345,4 +347,40 @@ func TestPendingBytesBeforeDialing(t *testing.T) {
 	c.must(t, func(_ int, b *opstest.Blocking) error {
 		return b.Allgather(t.Context(), message.Bruck, make([]byte, 64*n), slices.Repeat([]int64{64}, n))
 	})
+}
+
+// A gather and a scatter open only the channels to the root.
+func TestRootedChannels(t *testing.T) {
+	const n, root = 4, 2
+	for _, kind := range []message.Kind{message.Gather, message.Scatter} {
+		c := newCluster(strictMeshes(t, n), upTo(n), tcp.Config{})
+		c.must(t, func(r int, b *opstest.Blocking) error {
+			counts, total := make([]int64, n), 0
+			for to := range counts {
+				if kind == message.Gather && to == root || kind == message.Scatter && r == root {
+					counts[to] = 1
+					total++
+				}
+			}
+			allocate := func(counts []int64) ([]byte, error) {
+				total := int64(0)
+				for _, k := range counts {
+					total += k
+				}
+				return make([]byte, total), nil
+			}
+			return ops.Run(t.Context(), b.Backend, ops.Operation{Kind: kind, Algorithm: message.Direct,
+				Root: root, Buf: make([]byte, total), Counts: counts, Allocate: allocate})
+		})
+		for r, m := range c.meshes {
+			got := slices.Sorted(maps.Keys(m.(*strictMesh).conns))
+			want := []topo.Rank{root}
+			if r == root {
+				want = []topo.Rank{0, 1, 3}
+			}
+			if !slices.Equal(got, want) {
+				t.Errorf("%v: rank %d has channels to ranks %v, want %v", kind, r, got, want)
+			}
+		}
+	}
 }
