@@ -101,6 +101,9 @@ const (
 	defaultDeadline = time.Minute
 	// shutdownTime is the time limit for all ranks to shut down at the end of the job.
 	shutdownTime = 20 * time.Second
+	// chunkBytes is the size of the chunks of an allreduce on two levels. It is so small that the larger
+	// tensors of tests have several chunks.
+	chunkBytes = 32 << 10
 )
 
 // cluster is a running job.
@@ -310,6 +313,7 @@ func (c *cluster) start() error {
 					Kinds: [message.NumKinds]bool{message.Allreduce: true, message.Reducescatter: true,
 						message.Allgather: true, message.Broadcast: true},
 					Deterministic: cfg.Deterministic,
+					ChunkBytes:    chunkBytes,
 				}))
 			}
 			cfg.Backends = append(cfg.Backends, opstcp.Register(cfg.Mesh, overTCP))
