@@ -492,6 +492,7 @@ func (c *Coordinator) Advance() {
 func (c *Coordinator) decide() {
 	stop := c.state == stopping
 	next := c.cycle + 1
+	c.sets.addFounded()
 	tuning := c.takeTuning()
 	c.decision.Reset()
 	c.states = c.states[:0]
@@ -632,6 +633,9 @@ func (c *Coordinator) Next() time.Duration {
 	}
 	if c.state == running {
 		next = min(next, c.waits.due)
+	}
+	if len(c.sets.sets[0].founded) > 0 && !c.cfg.Lockstep {
+		next = min(next, c.lastCycle+c.cfg.CycleTime)
 	}
 	if c.cfg.CycleTime > 0 && c.state == running && !c.cfg.Lockstep {
 		if c.canStop() || c.tuning != nil {

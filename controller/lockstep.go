@@ -62,8 +62,7 @@ func (b *voteState) answered(bit uint32) {
 // call.
 func (l *Lockstep) Vectors() (and, or []uint64) {
 	l.and, l.or = l.and[:0], append(l.or[:0], 0)
-	gather := l.member.news || l.coordinator != nil && (l.coordinator.tuning != nil ||
-		l.coordinator.state == stopping && !l.coordinator.stopSent)
+	gather := l.member.news || l.coordinator != nil && l.coordinator.mustGather()
 	for _, s := range l.member.sets {
 		for w := range l.words {
 			votes := word(s.votes, w)
@@ -80,6 +79,11 @@ func (l *Lockstep) Vectors() (and, or []uint64) {
 		l.or[0] |= flagGather
 	}
 	return l.and, l.or
+}
+
+// mustGather reports whether the coordinator needs the next cycle, even if no rank has news.
+func (c *Coordinator) mustGather() bool {
+	return c.tuning != nil || len(c.sets.sets[0].founded) > 0 || c.state == stopping && !c.stopSent
 }
 
 func word(v message.Bits, w int) uint64 {
@@ -161,6 +165,7 @@ func (l *Lockstep) Decide(ups []*message.Up) *message.Down {
 	if c.Closed() {
 		return nil
 	}
+	c.sets.addFounded()
 	d := c.newCycle()
 	if ups != nil {
 		// Without a gather, rank 0 does not know the votes for the entries that a change may erase.

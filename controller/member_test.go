@@ -517,6 +517,45 @@ func TestTooManySets(t *testing.T) {
 	}
 }
 
+// If a rank asks for more process sets at once than a frame can hold, the answers are in several frames. Here
+// the job has the maximum number of sets, so all answers are errors.
+func TestAnswersDoNotFitIntoAFrame(t *testing.T) {
+	const asked = 1500
+	cfg := controller.CoordinatorConfig{Sets: []controller.Set{controller.Global(1)}, Plan: plan()}
+	for id := range topo.ProcessSetID(message.MaxSets - 1) {
+		cfg.Sets = append(cfg.Sets, controller.Set{ID: id + 1, Ranks: []topo.Rank{0}})
+	}
+	t.Run("events", func(t *testing.T) {
+		cfg.LivenessTimeout = livenessTimeout
+		c := newCluster(t, cfg, unwatched{})
+		for i := range asked {
+			c.nodes[0].submit(topo.Global, founding(fmt.Sprint(i), 0))
+		}
+		c.nodes[0].send()
+		c.receive(c.nodes[0])
+		c.decide()
+		if next := c.coord.Next(); next > c.now {
+			t.Errorf("the next turn is due at %v, although answers wait", next)
+		}
+		c.settle()
+		if n := len(c.nodes[0].pending); n > 0 {
+			t.Errorf("%d of %d requests are not answered", n, asked)
+		}
+	})
+	t.Run("lockstep", func(t *testing.T) {
+		j := newLockstepJob(t, cfg)
+		for i := range asked {
+			j.submit(0, request{q: founding(fmt.Sprint(i), 0)})
+		}
+		for range 3 {
+			j.cycle()
+		}
+		if n := len(j.pending[0]); n > 0 {
+			t.Errorf("%d of %d requests are not answered", n, asked)
+		}
+	})
+}
+
 // If a shutdown makes no progress and a rank is silent, the verdict names that rank, even before its liveness
 // timeout has passed.
 func TestSilentInShutdown(t *testing.T) {

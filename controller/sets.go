@@ -131,17 +131,18 @@ func (t *setTable) insert(ranks []topo.Rank) *setState {
 
 // addFounded adds the process sets that only their members add, if all of these have requested it. The first
 // grant of each set is the answer. If the members disagree, the answer is an error, and the set exists only
-// until the error is granted.
+// until the error is granted. If a frame has no room for more answers, they wait for a later cycle.
 func (t *setTable) addFounded() {
 	global := t.sets[0]
-	for _, row := range global.founded {
+	n := min(len(global.founded), message.MaxFrameSets-len(t.sets))
+	if n == 0 {
+		return
+	}
+	for _, row := range global.founded[:n] {
 		t.found(row)
 	}
-	if len(global.founded) > 0 {
-		clear(global.founded)
-		global.founded = global.founded[:0]
-		global.forgetRows()
-	}
+	global.founded = slices.Delete(global.founded, 0, n)
+	global.forgetRows()
 }
 
 // found adds the process set for which the requests in row ask. The row moves to the new set.

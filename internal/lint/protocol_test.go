@@ -74,7 +74,8 @@ func TestProtocolNumbers(t *testing.T) {
 		{"tensor or group name", fmt.Sprintf("1 to %d bytes of UTF-8", message.MaxNameBytes)},
 		{"dimensions of a shape", fmt.Sprint(message.MaxDims)},
 		{"cache bits of a set", power(message.MaxCacheBits)},
-		{"process sets", fmt.Sprint(message.MaxSets)},
+		{"process sets of a job", fmt.Sprint(message.MaxSets)},
+		{"process sets of a frame", fmt.Sprint(message.MaxFrameSets)},
 		{"rank", "below " + power(message.MaxRanks)},
 	} {
 		if row := fmt.Sprintf("| %s | %s |\n", limit.name, limit.value); !strings.Contains(string(text),

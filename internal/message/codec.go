@@ -32,8 +32,11 @@ const (
 	maxWords = 1<<16 - 1
 	// MaxRanks is the maximum number of ranks of a job.
 	MaxRanks = 1 << 20
-	// MaxSets is the maximum number of process sets in a frame.
-	MaxSets = 1024
+	// MaxSets is the maximum number of process sets of a job. MaxFrameSets is the maximum number of process
+	// sets in a frame. It is greater, because each answer to ranks that cannot add a process set by
+	// themselves has the number of a set.
+	MaxSets      = 1024
+	MaxFrameSets = 2 * MaxSets
 )
 
 // A frame has these fields in this order. u8 to u64 are unsigned integers in little-endian order. The number
@@ -537,8 +540,8 @@ func (d *decoder) count(size int) int {
 
 func (d *decoder) sets() int {
 	n := d.u16()
-	if n > MaxSets {
-		d.fail(fmt.Errorf("got %d process sets, want at most %d", n, MaxSets))
+	if n > MaxFrameSets {
+		d.fail(fmt.Errorf("got %d process sets, want at most %d", n, MaxFrameSets))
 		return 0
 	}
 	return int(n)
