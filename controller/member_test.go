@@ -2,6 +2,7 @@ package controller_test
 
 import (
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
 	"testing"
@@ -514,6 +515,45 @@ func TestTooManySets(t *testing.T) {
 	got := c.Ready()[0].Down.Sets[0].Grants[0].Full[0]
 	if want := `add process set "s": the job already has 1024 process sets, which is the maximum`; got.Text != want {
 		t.Errorf("got %v %q, want %q", got.Kind, got.Text, want)
+	}
+}
+
+// counting counts the frames that ranks send and get.
+type counting struct {
+	unwatched
+	ups, downs map[topo.Rank]int
+}
+
+func (w *counting) sent(n *node, _ *message.Up)      { w.ups[n.rank]++ }
+func (w *counting) applied(n *node, _ *message.Down) { w.downs[n.rank]++ }
+
+// To add a process set by its members, each member sends one frame and gets one. In addition, the lowest
+// member reports that the addition has ended. If members add several sets at once, these frames serve for
+// all. The other ranks send and get no frame.
+func TestFramesToAddSets(t *testing.T) {
+	const sets = 50
+	for _, atOnce := range []bool{false, true} {
+		w := &counting{ups: make(map[topo.Rank]int), downs: make(map[topo.Rank]int)}
+		c := newCluster(t, controller.CoordinatorConfig{Sets: []controller.Set{controller.Global(6)},
+			LivenessTimeout: livenessTimeout, Plan: plan()}, w)
+		for i := range sets {
+			for _, r := range []topo.Rank{1, 2, 3, 4} {
+				c.nodes[r].submit(topo.Global, founding(fmt.Sprint(i), 1, 2, 3, 4))
+			}
+			if !atOnce {
+				c.settle()
+			}
+		}
+		c.settle()
+		n := sets
+		if atOnce {
+			n = 1
+		}
+		ups, downs := map[topo.Rank]int{1: 2 * n, 2: n, 3: n, 4: n}, map[topo.Rank]int{1: n, 2: n, 3: n, 4: n}
+		if !maps.Equal(w.ups, ups) || !maps.Equal(w.downs, downs) {
+			t.Errorf("at once: %v: ranks sent %v and got %v frames, want %v and %v", atOnce, w.ups, w.downs, ups,
+				downs)
+		}
 	}
 }
 

@@ -5,6 +5,8 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"os"
+	"runtime"
 	"slices"
 	"strings"
 	"sync"
@@ -116,4 +118,62 @@ func TestMembersDisagree(t *testing.T) {
 			}
 		}, mode...)
 	})
+}
+
+// TestUnusedSetsAreCheap adds 50 process sets of 4 ranks. Without operations, a set must cost no goroutine,
+// no descriptor and little memory. After their removal, the sets must leave nothing.
+func TestUnusedSetsAreCheap(t *testing.T) {
+	const size, sets = 4, 50
+	type cost struct{ goroutines, descriptors, heapBytes int }
+	var before, during, after cost
+	measure := func(ctx context.Context, e *hvd.Engine, c *cost) {
+		for range 2 { // in between, only rank 0 does something
+			if err := hvd.Barrier(ctx, hvd.On(e)); err != nil {
+				t.Errorf("rank %d: %v", e.Rank(), err)
+			}
+			if e.Rank() == 0 && c.heapBytes == 0 {
+				files, err := os.ReadDir("/proc/self/fd")
+				if err != nil {
+					t.Error(err)
+				}
+				runtime.GC()
+				var m runtime.MemStats
+				runtime.ReadMemStats(&m)
+				*c = cost{runtime.NumGoroutine(), len(files), int(m.HeapAlloc)}
+			}
+		}
+	}
+	run(t, size, func(ctx context.Context, e *hvd.Engine) {
+		measure(ctx, e, &before)
+		var added []*hvd.ProcessSet
+		for range sets {
+			set := addAlone(ctx, t, e, "", 0, 1, 2, 3)
+			if set == nil {
+				return
+			}
+			added = append(added, set)
+		}
+		measure(ctx, e, &during)
+		for _, set := range added {
+			if err := hvd.RemoveProcessSet(ctx, set); err != nil {
+				t.Errorf("rank %d: %v", e.Rank(), err)
+			}
+		}
+		measure(ctx, e, &after)
+	})
+	// A few goroutines of the measurement itself may differ, but not one for each set.
+	if n := during.goroutines - before.goroutines; n > size {
+		t.Errorf("%d sets at %d ranks cost %d goroutines, want none", sets, size, n)
+	}
+	if n := during.descriptors - before.descriptors; n > size {
+		t.Errorf("%d sets at %d ranks cost %d descriptors, want none", sets, size, n)
+	}
+	perSet := func(c cost) int { return (c.heapBytes - before.heapBytes) / sets / size }
+	if n := perSet(during); n > 16<<10 {
+		t.Errorf("a set costs each rank %d bytes of memory, want at most 16 KiB", n)
+	}
+	if n := perSet(after); n > 2<<10 {
+		t.Errorf("after its removal a set costs each rank %d bytes of memory, want at most 2 KiB", n)
+	}
+	t.Logf("before %+v, with %d sets %+v, after their removal %+v", before, sets, during, after)
 }

@@ -294,6 +294,42 @@ func TestProcessSets(t *testing.T) {
 	})
 }
 
+// TestMembersAddProcessSets adds process sets by their members only: rank 0 sends no request. Two sets have
+// the same members.
+func TestMembersAddProcessSets(t *testing.T) {
+	all(job(t, 3), func(r int, s *Server) {
+		c := connect(t, s)
+		c.Must(sidecartest.Init(nil))
+		b := c.Arena(uint32(r+1), 4096)
+		add := func(name string) *sidecarpb.Request {
+			return &sidecarpb.Request{What: &sidecarpb.Request_AddProcessSet{
+				AddProcessSet: &sidecarpb.AddProcessSet{Ranks: []int32{2, 1}, MembersOnly: true, Name: name}}}
+		}
+		if r == 0 {
+			refused(t, "of others", c.Call(add("")), classUsage, "rank 0 is not among the ranks")
+		} else {
+			one, two := c.Must(add("")).GetProcessSet(), c.Must(add("b")).GetProcessSet()
+			if one.Id != 1 || two.Id != 2 || !slices.Equal(two.Ranks, []int32{1, 2}) {
+				t.Errorf("added %v and %v", one, two)
+			}
+			b[3] = 0x40 // 2.0
+			o := sidecartest.Sum("x", uint32(r+1), 0, 1)
+			o.ProcessSet = two.Id
+			if a := c.Run(o); a.Error != nil || b[2] != 0x80 { // 4.0
+				t.Errorf("sum of two: %v, %v", a, b[:4])
+			}
+			c.Must(&sidecarpb.Request{What: &sidecarpb.Request_RemoveProcessSet{
+				RemoveProcessSet: &sidecarpb.RemoveProcessSet{Id: one.Id}}})
+			sets := c.Must(sidecartest.Init(nil)).GetReady().ProcessSets
+			if len(sets) != 1 || sets[0].Id != 2 {
+				t.Errorf("process sets: %v", sets)
+			}
+		}
+		c.Shutdown()
+		c.bye()
+	})
+}
+
 // TestInitFails lets Init fail. The sidecar must not have a job then, and must serve its clients as before.
 func TestInitFails(t *testing.T) {
 	kv := store.NewHashStore(store.Limits{})
