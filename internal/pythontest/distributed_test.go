@@ -5,6 +5,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"strconv"
 	"strings"
 	"testing"
@@ -64,5 +65,67 @@ func passed(t *testing.T, n int, cmd *exec.Cmd) {
 	out, err := cmd.CombinedOutput()
 	if err != nil || !strings.Contains(string(out), strconv.Itoa(n)+" ranks: ") {
 		t.Fatalf("%v\n%s", err, out)
+	}
+}
+
+// distributedVictim is a program that trains until an operation fails, and then prints the error. In the
+// first attempt of torchrun, rank 1 kills itself after a few operations.
+const distributedVictim = `
+import os, signal, sys
+import torch, torch.distributed as dist
+import gohvd.torch.distributed
+
+dist.init_process_group("gohvd")
+rank, first = dist.get_rank(), os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(100, 100))
+x = torch.ones(4)
+for step in range(10):
+    dist.all_reduce(x)
+if rank == 1 and first:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    while first:
+        if sys.argv[1] == "ddp":
+            model(torch.randn(2, 100)).sum().backward()
+        elif sys.argv[1] == "wait":
+            dist.all_reduce(x)
+        else:
+            dist.all_reduce(x, async_op=True).get_future().wait()
+except RuntimeError as e:
+    sys.stdout.write("rank %d got %s\n" % (rank, str(e).replace("\n", " ")))
+    raise SystemExit(1)
+dist.destroy_process_group()
+sys.stdout.write("rank %d ends\n" % rank)
+`
+
+// TestTorchDistributedKilled kills rank 1 of three. The wait of every other rank raises an error that names
+// rank 1, in each kind of wait. Then torchrun starts all ranks again, and they end in order.
+func TestTorchDistributedKilled(t *testing.T) {
+	if !hasDistributed(t) {
+		return
+	}
+	script := filepath.Join(t.TempDir(), "script.py")
+	if err := os.WriteFile(script, []byte(distributedVictim), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for _, how := range []string{"wait", "future", "ddp"} {
+		t.Run(how, func(t *testing.T) {
+			args := append([]string{"-m", "torch.distributed.run"}, testnet.Standalone(t)...)
+			cmd := distributed(t, append(args, "--nproc_per_node=3", "--max_restarts=1", script, how)...)
+			out, err := cmd.CombinedOutput()
+			if err != nil {
+				t.Fatalf("%v\n%s", err, out)
+			}
+			for r := range 3 {
+				if end := "rank " + strconv.Itoa(r) + " ends\n"; !strings.Contains(string(out), end) {
+					t.Errorf("the output does not contain %q\n%s", end, out)
+				}
+				got := regexp.MustCompile(`(?m)^rank ` + strconv.Itoa(r) + ` got .*torch.distributed.all_reduce ` +
+					`\(call \d+ of group 0\): .*rank 1 failed`).Match(out)
+				if got != (r != 1) {
+					t.Errorf("rank %d got an error that names rank 1: %v, want %v\n%s", r, got, r != 1, out)
+				}
+			}
+		})
 	}
 }

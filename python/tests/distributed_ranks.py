@@ -250,12 +250,16 @@ class Groups(Ranks):
         for group, members in zip(groups, ranks):
             if self.rank in members:
                 dist.destroy_process_group(group)
-                with self.assertRaises((RuntimeError, ValueError)):
-                    dist.all_reduce(torch.ones(1), group=group)
+                if group._why_invalid:  # old versions of torch do not tell the group
+                    with self.assertRaises((RuntimeError, ValueError)):
+                        dist.all_reduce(torch.ones(1), group=group)
         dist.barrier()
 
     def test_device_mesh(self) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
+        try:
+            from torch.distributed.device_mesh import init_device_mesh
+        except ImportError:
+            return  # torch 2.1 does not have it
 
         mesh = init_device_mesh("cpu", (1, self.size), mesh_dim_names=("a", "b"))
         x = self.ours(1)
@@ -353,7 +357,7 @@ class Works(Ranks):
         group.monitored_barrier(timedelta(seconds=60))
         if self.size > 1:
             if self.rank != 1:
-                with self.assertRaisesRegex(RuntimeError, "rank 1 failed to pass"):
+                with self.assertRaisesRegex(RuntimeError, "Rank 1 failed to pass"):
                     group.monitored_barrier(timedelta(seconds=0.5), wait_all_ranks=True)
             else:
                 group._barriers += 1

@@ -445,23 +445,30 @@ class ProcessGroup(dist.ProcessGroup):
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Waits until all ranks have called it. If some have not when the timeout of rank 0 passes, all ranks that have
-        called it raise RuntimeError with the numbers of the missing ranks. The group can still be used afterwards.
+        called it raise RuntimeError with the numbers of the missing ranks, or of the first of them unless
+        wait_all_ranks is true. The group can still be used afterwards.
 
         The ranks meet in torch's store, so a rank that hangs in another operation is found.
         """
         if isinstance(timeout, timedelta) or timeout is None:
-            limit = timeout or self._timeout
+            limit = self._timeout if timeout is None else timeout
         else:
             limit = timedelta(seconds=self._seconds(timeout))
         self._barriers += 1
         prefix = f"gohvd/monitored barrier {self._barriers}"
-        if self._rank != 0:
+        if self._rank == 0:
+            outcome = self._missing(prefix, limit, wait_all_ranks)
+            self._store.set(f"{prefix}/outcome", outcome)
+        else:
             self._store.set(f"{prefix}/{self._rank}", "")
             heard = self._has([f"{prefix}/outcome"], limit * 2 + _GRACE)
             outcome = self._store.get(f"{prefix}/outcome").decode() if heard else _late([0], limit * 2 + _GRACE)
-        else:
-            outcome = self._missing(prefix, limit, wait_all_ranks)
-            self._store.set(f"{prefix}/outcome", outcome)
+            if outcome:
+                # This is what gloo says. It is followed by the reason.
+                outcome = (
+                    f"Rank {self._rank} successfully reached monitoredBarrier, but received errors while waiting for "
+                    f"send/recv from rank 0: {outcome}"
+                )
         if outcome:
             raise RuntimeError(f"torch.distributed.monitored_barrier: {outcome}")
 
@@ -474,6 +481,8 @@ class ProcessGroup(dist.ProcessGroup):
             return False
 
     def _missing(self, prefix: str, limit: timedelta, wait_all_ranks: bool) -> str:
+        if limit <= timedelta(0):
+            return f"Rank 0 timed out in monitoredBarrier after {limit.total_seconds() * 1000:g} ms"
         keys = [f"{prefix}/{r}" for r in range(1, self._size)]
         if self._has(keys, limit):
             return ""
@@ -486,7 +495,7 @@ class ProcessGroup(dist.ProcessGroup):
 def _late(ranks: List[int], limit: timedelta) -> str:
     numbers = ", ".join(map(str, ranks))
     return (
-        f"rank{'s' if len(ranks) > 1 else ''} {numbers} failed to pass monitoredBarrier in "
+        f"Rank{'s' if len(ranks) > 1 else ''} {numbers} failed to pass monitoredBarrier in "
         f"{limit.total_seconds() * 1000:g} ms"
     )
 
