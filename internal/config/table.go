@@ -397,8 +397,8 @@ var settings = []Setting{
 		Flags:   []Flag{{Name: "gloo", Means: "gloo"}},
 		Default: "gloo",
 		Doc: "controller for the negotiation. gloo and tcp both mean gohvd's own controller, whose ranks " +
-			"meet by their launcher. With mpi, the ranks meet by MPI; this needs a build with MPI " +
-			"(docs/mpi.md)",
+			"meet by their launcher. With mpi, the ranks meet by MPI, and HVD_NEGOTIATION=lockstep uses MPI; " +
+			"this needs a build with MPI (docs/mpi.md)",
 		kind: builtOnly(controllers(), "ccl"),
 	},
 	{

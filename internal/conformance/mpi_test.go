@@ -10,7 +10,6 @@ import (
 	stdhash "hash"
 	"slices"
 	"testing"
-	"time"
 
 	"go.uber.org/zap"
 
@@ -82,7 +81,7 @@ func runRank(ctx context.Context, t *testing.T, cfg *config.Config, lockstep boo
 			cfg.Ready = session.Ready
 			cfg.Backends = append(cfg.Backends, m.Register(false, true))
 			if cfg.Lockstep = lockstep; lockstep {
-				cfg.CycleTime = 20 * time.Microsecond
+				cfg.Collectives = m.Collectives()
 			}
 		},
 	}, func(r *testcluster.Rank) {

@@ -2,6 +2,8 @@ package e2e
 
 import (
 	"bytes"
+	"fmt"
+	"io"
 	"maps"
 	"os"
 	"os/exec"
@@ -69,20 +71,7 @@ func TestDeathWithMPI(t *testing.T) {
 		program := l.Build(t, "build", "./examples/digits")
 		cmd := l.Command(t, 3, program, "-epochs", "1000000")
 		cmd.Env = append(cmd.Env, allMPI...)
-		out, err := cmd.StdoutPipe()
-		if err != nil {
-			t.Fatal(err)
-		}
-		if err := cmd.Start(); err != nil {
-			t.Fatal(err)
-		}
-		var text []byte
-		for buf := make([]byte, 4096); !bytes.Contains(text, []byte("epoch 2/")); {
-			n, err := out.Read(buf)
-			if text = append(text, buf[:n]...); err != nil {
-				t.Fatalf("%v\n%s", err, text)
-			}
-		}
+		startDigits(t, cmd)
 		ranks := ranksOf(program)
 		if len(ranks) != 3 {
 			t.Fatalf("got ranks %v, want 3", ranks)
@@ -91,7 +80,6 @@ func TestDeathWithMPI(t *testing.T) {
 			t.Fatal(err)
 		}
 		killed := time.Now()
-		go func() { _, _ = out.Read(make([]byte, 1<<20)) }()
 		if err := cmd.Wait(); err == nil {
 			t.Error("mpirun has succeeded")
 		}
@@ -100,6 +88,57 @@ func TestDeathWithMPI(t *testing.T) {
 			if time.Now().After(deadline) {
 				t.Fatalf("processes %v are left", ranksOf(program))
 			}
+		}
+	})
+}
+
+// startDigits starts a job and returns when it trains.
+func startDigits(t *testing.T, cmd *exec.Cmd) {
+	t.Helper()
+	out, in, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { out.Close() })
+	cmd.Stdout = in
+	err = cmd.Start()
+	in.Close()
+	if err != nil {
+		t.Fatal(err)
+	}
+	var text []byte
+	for buf := make([]byte, 4096); !bytes.Contains(text, []byte("epoch 2/")); {
+		n, err := out.Read(buf)
+		if text = append(text, buf[:n]...); err != nil {
+			t.Fatalf("%v\n%s", err, text)
+		}
+	}
+	go func() { _, _ = io.Copy(io.Discard, out) }()
+}
+
+// If a rank is stopped, the other ranks name it within the liveness limit, although they wait for it in MPI.
+func TestStoppedRankWithMPI(t *testing.T) {
+	testmpi.Each(t, func(t *testing.T, l testmpi.Library) {
+		program := l.Build(t, "build", "./examples/digits")
+		cmd := l.Command(t, 3, program, "-epochs", "1000000")
+		cmd.Env = append(append(cmd.Env, allMPI...), "HVD_NEGOTIATION=lockstep", "HVD_LIVENESS_SECONDS=3")
+		var stderr bytes.Buffer
+		cmd.Stderr = &stderr
+		startDigits(t, cmd)
+		for _, pid := range ranksOf(program) {
+			env, err := os.ReadFile(fmt.Sprintf("/proc/%d/environ", pid))
+			if err != nil {
+				t.Fatal(err)
+			}
+			if !regexp.MustCompile(`(OMPI_COMM_WORLD_RANK|PMI_RANK)=2\x00`).Match(env) {
+				continue
+			}
+			if err := unix.Kill(pid, unix.SIGSTOP); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := cmd.Wait(); err == nil || !strings.Contains(stderr.String(), "rank 2 failed") {
+			t.Errorf("got %v, want an error that names rank 2:\n%s", err, &stderr)
 		}
 	})
 }

@@ -53,7 +53,7 @@ func (e *Engine) arrived() bool {
 			return true
 		}
 	}
-	return len(e.started) > 0 && e.stepStarted()
+	return len(e.started) > 0 && e.stepStarted() || e.negotiation.arrived()
 }
 
 // executing implements the interface loop.

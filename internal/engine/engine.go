@@ -73,6 +73,8 @@ type Config struct {
 	MaxResultBytes int64
 	// Lockstep makes the ranks negotiate by collectives that all ranks enter in every cycle.
 	Lockstep bool
+	// Collectives are the collectives for Lockstep. If it is nil, the ranks use their control connections.
+	Collectives Collectives
 	// Deterministic makes each sum bitwise equal in every run of the program.
 	Deterministic bool
 	// Cores are the processors to which the threads of the loop and of the lanes are bound. If Cores is

@@ -10,31 +10,44 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
+// These constants determine the time between two cycles. All ranks count the same cycles, so they pause for
+// the same time. Cycles are counted, because a pause that depends on clocks would differ between ranks.
 const (
-	// lockstepCycle is the time between two cycles if HOROVOD_CYCLE_TIME is not set.
-	lockstepCycle = time.Millisecond
-	// lockstepIdleCycle is the maximum time between two cycles while no rank has votes or news. In this
-	// state, the time between cycles doubles until it reaches this maximum.
-	lockstepIdleCycle = 8 * time.Millisecond
+	// eagerCycles is the number of cycles without a decision that follow a decision with no other pause than
+	// HOROVOD_CYCLE_TIME. A program that waits for its operations begins the next one in this time.
+	eagerCycles = 100
+	// Later, the pause doubles from cycle to cycle, from shortestPause to waitingPause if a rank has votes or
+	// news, and to idlePause if no rank has any.
+	shortestPause = 50 * time.Microsecond
+	waitingPause  = time.Millisecond
+	idlePause     = 8 * time.Millisecond
+	// pollCollective is how long a rank polls a collective that cannot wake it, before it parks. It does so
+	// only in eager cycles, because an idle job must use little processor time.
+	pollCollective = 5 * time.Millisecond
+	parkedPoll     = time.Millisecond // the time between two polls afterwards
 )
 
-// collectives are the operations that negotiation in lock-step needs. All ranks start the same collectives in
-// the same order. Starting a collective does not block. Then the rank polls test until the collective has
+// Collectives are the operations that negotiation in lock-step needs. All ranks start the same collectives in
+// the same order. Starting a collective does not block. Then the rank calls Test until the collective has
 // completed. Until then it must not change the arguments or start another collective.
-type collectives interface {
-	// andOr combines two bit vectors of all ranks, the first by bitwise AND and the second by bitwise OR. The
+type Collectives interface {
+	// AndOr combines two bit vectors of all ranks, the first by bitwise AND and the second by bitwise OR. The
 	// results replace the arguments.
-	andOr(and, or []uint64)
-	// gather sends one frame of each rank to rank 0.
-	gather(frame []byte)
-	// broadcast sends a frame from rank 0 to all ranks. Ranks other than 0 pass nil.
-	broadcast(frame []byte)
-	// test reports whether the collective that this rank started last has completed at this rank. After a
+	AndOr(and, or []uint64)
+	// Gather sends one frame of each rank to rank 0.
+	Gather(frame []byte)
+	// Broadcast sends a frame from rank 0 to all ranks. Ranks other than 0 pass nil.
+	Broadcast(frame []byte)
+	// Poll reports whether Test has to be called, because the collective has moved on. The loop calls it
+	// while it polls. Collectives that notify the loop return false.
+	Poll() bool
+	// Test reports whether the collective that this rank started last has completed at this rank. After a
 	// gather, rank 0 gets the frames of all ranks, in the order of the ranks, and other ranks get no frames.
-	// After a broadcast, every rank gets one frame. The frames are valid until the next collective starts.
-	test() (frames [][]byte, done bool)
-	// missing returns the ranks for which the collective still waits, as far as this rank knows them.
-	missing() []topo.Rank
+	// After a broadcast, every rank gets one frame. The frames are valid until the next collective starts. An
+	// error ends the negotiation.
+	Test() (frames [][]byte, done bool, err error)
+	// Missing returns the ranks for which the collective still waits, as far as this rank knows them.
+	Missing() []topo.Rank
 }
 
 // phase is a part of a lock-step cycle.
@@ -53,13 +66,16 @@ const (
 type lockstep struct {
 	events
 	core        *controller.Lockstep
-	collectives collectives
-	star        *star // star implements the collectives with control connections
+	collectives Collectives
+	// star implements the collectives with control connections. It is nil if Config.Collectives is set.
+	star *star
 
 	phase    phase
 	and, or  []uint64      // the bit vectors of this cycle
 	due      time.Duration // the time at which the next cycle begins
 	pause    time.Duration // the time between two cycles
+	idle     int           // number of cycles since the last decision
+	began    time.Duration // the time at which the pending collective began
 	deadline time.Duration // the time by which the pending collective must have completed
 	last     time.Duration // the time at which the last turn began
 }
@@ -67,9 +83,12 @@ type lockstep struct {
 func newLockstep(e *Engine) *lockstep {
 	n := &lockstep{
 		events: events{e}, core: controller.NewLockstep(e.member, e.coordinator, e.cfg.CacheCapacity),
-		star: &star{e: e, arrived: make([][][]byte, e.cfg.Size)},
+		collectives: e.cfg.Collectives,
 	}
-	n.collectives = n.star
+	if n.collectives == nil {
+		n.star = &star{e: e, frames: make([][][]byte, e.cfg.Size)}
+		n.collectives = n.star
+	}
 	return n
 }
 
@@ -82,11 +101,25 @@ func (n *lockstep) handleFrame(from topo.Rank, frame []byte) {
 	if n.e.cfg.Rank == 0 {
 		ofCycle = byte(message.UpNews)
 	}
-	if message.IsVectors(frame) || len(frame) > 0 && frame[0] == ofCycle {
-		n.star.arrived[from] = append(n.star.arrived[from], slices.Clone(frame))
+	if n.star != nil && (message.IsVectors(frame) || len(frame) > 0 && frame[0] == ofCycle) {
+		n.star.frames[from] = append(n.star.frames[from], slices.Clone(frame))
 		return
 	}
 	n.events.handleFrame(from, frame)
+}
+
+// arrived implements the interface negotiation.
+func (n *lockstep) arrived() bool {
+	if n.phase == pausing {
+		return n.pause == 0 && !n.over()
+	}
+	if n.collectives.Poll() {
+		return true
+	}
+	if sched := n.e.sched; n.star == nil && n.idle <= eagerCycles && sched.now < n.began+pollCollective {
+		sched.extend() // nothing would wake this rank
+	}
+	return false
 }
 
 func (n *lockstep) turn() error {
@@ -116,13 +149,21 @@ func (n *lockstep) next() time.Duration {
 	case n.phase == pausing:
 		return min(next, n.due)
 	}
+	if n.star == nil {
+		next = min(next, n.e.now+parkedPoll) // nothing notifies the loop of the end of the collective
+	}
 	return min(next, n.deadline)
+}
+
+// over reports whether this rank begins no more cycles.
+func (n *lockstep) over() bool {
+	return n.core.Over() || n.e.coordinator != nil && n.e.coordinator.Closed()
 }
 
 // step moves the cycle to its next phase if that is possible now, and reports whether it has done so.
 func (n *lockstep) step() bool {
 	e := n.e
-	if n.core.Over() || e.coordinator != nil && e.coordinator.Closed() {
+	if n.over() {
 		return false
 	}
 	if n.phase == pausing {
@@ -131,10 +172,15 @@ func (n *lockstep) step() bool {
 		}
 		n.begin(combining)
 		n.and, n.or = n.core.Vectors()
-		n.collectives.andOr(n.and, n.or)
+		n.collectives.AndOr(n.and, n.or)
 		return true
 	}
-	frames, done := n.collectives.test()
+	frames, done, err := n.collectives.Test()
+	if err != nil {
+		n.deadline = never
+		e.suspect(e.cfg.Rank, err)
+		return false
+	}
 	if !done {
 		if e.now >= n.deadline {
 			n.expire()
@@ -148,23 +194,30 @@ func (n *lockstep) step() bool {
 		n.gathered(frames)
 	case broadcasting:
 		e.memberStep(frames[0])
-		n.endCycle()
+		n.endCycle(true)
 	}
-	return true
+	return n.phase != pausing // requests are taken before the next cycle
 }
 
 // begin enters a phase. The collective of the phase must complete within two liveness timeouts.
-func (n *lockstep) begin(p phase) { n.phase, n.deadline = p, n.e.now+2*n.e.cfg.LivenessTimeout }
+func (n *lockstep) begin(p phase) {
+	n.phase, n.began, n.deadline = p, n.e.now, n.e.now+2*n.e.cfg.LivenessTimeout
+}
 
-// endCycle ends the cycle and computes when the next cycle is due.
-func (n *lockstep) endCycle() {
-	period := n.e.cycleTime
-	if period == 0 {
-		period = lockstepCycle
+// endCycle ends the cycle and computes when the next cycle is due. decided says whether rank 0 has decided
+// something.
+func (n *lockstep) endCycle(decided bool) {
+	longest := waitingPause
+	if n.core.Quiet() {
+		longest = idlePause
 	}
-	if n.pause = min(2*n.pause, max(lockstepIdleCycle, period)); !n.core.Quiet() || n.pause == 0 {
-		n.pause = period
+	if n.idle++; decided {
+		n.idle = 0
 	}
+	if n.pause = min(max(2*n.pause, shortestPause), longest); n.idle <= eagerCycles {
+		n.pause = 0
+	}
+	n.pause = max(n.pause, n.e.cycleTime)
 	n.phase, n.due = pausing, n.e.now+n.pause
 }
 
@@ -185,11 +238,11 @@ func (n *lockstep) combined() {
 			return
 		}
 		n.begin(gathering)
-		n.collectives.gather(frame)
+		n.collectives.Gather(frame)
 	case broadcast:
 		n.decide(nil)
 	default:
-		n.endCycle()
+		n.endCycle(false)
 	}
 }
 
@@ -223,15 +276,21 @@ func (n *lockstep) decide(ups []*message.Up) {
 		}
 	}
 	n.begin(broadcasting)
-	n.collectives.broadcast(frame)
+	n.collectives.Broadcast(frame)
 }
 
-// expire fails the ranks for which the pending collective waits, even if they have sent heartbeats.
+// expire fails the ranks for which the pending collective waits, even if they have sent heartbeats. If it is
+// unknown for which ranks the collective waits, this rank fails, so that the job does not hang.
 func (n *lockstep) expire() {
 	n.deadline = never
-	reason := fmt.Sprintf("it has not entered a negotiation cycle for %v, although it sends heartbeats",
-		2*n.e.cfg.LivenessTimeout)
-	for _, r := range n.collectives.missing() {
+	limit := 2 * n.e.cfg.LivenessTimeout
+	reason := fmt.Sprintf("it has not entered a negotiation cycle for %v, although it sends heartbeats", limit)
+	missing := n.collectives.Missing()
+	if len(missing) == 0 {
+		n.e.suspect(n.e.cfg.Rank, fmt.Errorf(
+			"a negotiation cycle has not ended for %v, although all ranks send heartbeats", limit))
+	}
+	for _, r := range missing {
 		if n.e.coordinator != nil {
 			n.e.coordinator.Fault(r, reason)
 		} else {
@@ -243,28 +302,31 @@ func (n *lockstep) expire() {
 // star implements the collectives over the control connections, with rank 0 in the center.
 type star struct {
 	e       *Engine
-	arrived [][][]byte // for each rank, the frames that have arrived and have not been used
+	frames  [][][]byte // for each rank, the frames that have arrived and have not been used
 	phase   phase      // the phase of the pending collective
 	and, or []uint64   // the vectors that andOr combines
 	own     []byte     // the frame of this rank
 	scratch struct{ and, or []uint64 }
 }
 
-func (s *star) andOr(and, or []uint64) {
+// AndOr implements Collectives.
+func (s *star) AndOr(and, or []uint64) {
 	s.phase, s.and, s.or = combining, and, or
 	if s.e.cfg.Rank != 0 {
 		s.up(message.AppendVectors(nil, and, or))
 	}
 }
 
-func (s *star) gather(frame []byte) {
+// Gather implements Collectives.
+func (s *star) Gather(frame []byte) {
 	s.phase, s.own = gathering, frame
 	if s.e.cfg.Rank != 0 {
 		s.up(frame)
 	}
 }
 
-func (s *star) broadcast(frame []byte) {
+// Broadcast implements Collectives.
+func (s *star) Broadcast(frame []byte) {
 	s.phase, s.own = broadcasting, frame
 	if s.e.cfg.Rank == 0 {
 		s.down(frame)
@@ -285,59 +347,64 @@ func (s *star) down(frame []byte) {
 	}
 }
 
-func (s *star) missing() (ranks []topo.Rank) {
+// Poll returns false, because a frame notifies the loop.
+func (s *star) Poll() bool { return false }
+
+// Missing implements Collectives.
+func (s *star) Missing() (ranks []topo.Rank) {
 	for r := range s.e.cfg.Size {
 		waits := s.phase != broadcasting && s.e.cfg.Rank == 0 && r != 0 || s.phase != gathering &&
 			s.e.cfg.Rank != 0 && r == 0
-		if waits && len(s.arrived[r]) == 0 {
+		if waits && len(s.frames[r]) == 0 {
 			ranks = append(ranks, topo.Rank(r))
 		}
 	}
 	return ranks
 }
 
-func (s *star) test() (frames [][]byte, done bool) {
-	if len(s.missing()) > 0 {
-		return nil, false
+// Test implements Collectives.
+func (s *star) Test() (frames [][]byte, done bool, err error) {
+	if len(s.Missing()) > 0 {
+		return nil, false, nil
 	}
 	root := s.e.cfg.Rank == 0
 	switch s.phase {
 	case gathering:
 		if !root {
-			return nil, true
+			return nil, true, nil
 		}
 		frames = append(frames, s.own)
 		for r := 1; r < s.e.cfg.Size; r++ {
 			frames = append(frames, s.take(topo.Rank(r)))
 		}
-		return frames, true
+		return frames, true, nil
 	case broadcasting:
 		if !root {
 			s.own = s.take(0)
 		}
-		return [][]byte{s.own}, true
+		return [][]byte{s.own}, true, nil
 	}
 	if !root {
 		ok := s.decode(0)
 		copy(s.and, s.scratch.and)
 		copy(s.or, s.scratch.or)
-		return nil, ok
+		return nil, ok, nil
 	}
 	for r := 1; r < s.e.cfg.Size; r++ {
 		if !s.decode(topo.Rank(r)) {
-			return nil, false
+			return nil, false, nil
 		}
 		(*message.Bits)(&s.and).And(s.scratch.and)
 		(*message.Bits)(&s.or).Or(s.scratch.or)
 	}
 	s.down(message.AppendVectors(nil, s.and, s.or))
-	return nil, true
+	return nil, true, nil
 }
 
 // take removes and returns the oldest unused frame that came from a rank.
 func (s *star) take(from topo.Rank) []byte {
-	frame := s.arrived[from][0]
-	s.arrived[from] = slices.Delete(s.arrived[from], 0, 1)
+	frame := s.frames[from][0]
+	s.frames[from] = slices.Delete(s.frames[from], 0, 1)
 	return frame
 }
 

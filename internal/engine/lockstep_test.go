@@ -13,6 +13,7 @@ import (
 	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/internal/transport/mem"
 )
@@ -132,4 +133,45 @@ func TestLockstepDeadline(t *testing.T) {
 			t.Errorf("took %v, want 20s", took)
 		}
 	})
+}
+
+// stuck are collectives that never complete, or that fail with err.
+type stuck struct{ err error }
+
+func (stuck) AndOr(_, _ []uint64)  {}
+func (stuck) Gather([]byte)        {}
+func (stuck) Broadcast([]byte)     {}
+func (s stuck) Poll() bool         { return s.err != nil }
+func (stuck) Missing() []topo.Rank { return nil }
+
+func (s stuck) Test() ([][]byte, bool, error) { return nil, false, s.err }
+
+// If a collective of another library fails or does not end, the job ends with the reason. The library does
+// not say for which rank it waits.
+func TestCollectivesFail(t *testing.T) {
+	for _, c := range []struct {
+		collectives stuck
+		want        string
+		after       time.Duration
+	}{
+		{stuck{}, "a negotiation cycle has not ended for 20s", 20 * time.Second},
+		{stuck{errors.New("the network is down")}, "the network is down", 0},
+	} {
+		synctest.Test(t, func(t *testing.T) {
+			began := time.Now()
+			e, err := engine.Start(t.Context(), engine.Config{Size: 1, Mesh: mem.New(1).Mesh(0), Spin: -1,
+				LivenessTimeout: 10 * time.Second, Lockstep: true, Collectives: c.collectives})
+			if err != nil {
+				t.Fatal(err)
+			}
+			<-e.Ended()
+			if err := e.Err(); err == nil || !strings.Contains(err.Error(), c.want) {
+				t.Errorf("got error %v, want %q", err, c.want)
+			}
+			if took := time.Since(began).Round(time.Second); took != c.after {
+				t.Errorf("took %v, want %v", took, c.after)
+			}
+			e.Close()
+		})
+	}
 }

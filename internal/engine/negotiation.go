@@ -23,6 +23,8 @@ type negotiation interface {
 	turn() error
 	// handleFrame applies a frame that arrived on a control connection. Clock probes are not passed to it.
 	handleFrame(from topo.Rank, frame []byte)
+	// arrived reports whether a turn has something to do, apart from frames.
+	arrived() bool
 	// next returns the latest time for the next turn.
 	next() time.Duration
 }
@@ -32,6 +34,8 @@ type negotiation interface {
 type events struct{ e *Engine }
 
 func (n events) accepts() bool { return true }
+
+func (n events) arrived() bool { return false }
 
 func (n events) turn() error {
 	n.e.memberReady()

@@ -232,6 +232,9 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 		log.Warn("removing the rendezvous data of rank 0 failed", zap.Error(err))
 	}
 	ecfg.Backends = backends(r.mpi, r.session, &cfg, &ecfg, overTCP)
+	if cfg.MPIController && cfg.Lockstep && size > 1 {
+		ecfg.Collectives = r.mpi.Collectives()
+	}
 	log = log.With(zap.Uint64("epoch", r.Epoch))
 	ecfg.Log = log
 	if err := configureTuner(&ecfg, &cfg, r.session); err != nil {

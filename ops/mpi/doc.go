@@ -56,6 +56,16 @@ type Options struct {
 	SingleThread bool
 }
 
+// Collectives has the methods of engine.Collectives.
+type Collectives interface {
+	AndOr(and, or []uint64)
+	Gather(frame []byte)
+	Broadcast(frame []byte)
+	Poll() bool
+	Test() (frames [][]byte, done bool, err error)
+	Missing() []topo.Rank
+}
+
 // World contains all processes that the MPI launcher has started. Its methods may be called from any
 // goroutine.
 type World interface {
@@ -74,6 +84,9 @@ type World interface {
 	// reductions whose result depends on the order of additions. If oversubscribed is set, there are more
 	// ranks than cores, and a rank that waits yields its core.
 	Register(deterministic, oversubscribed bool) ops.Registration
+	// Collectives returns the collectives for negotiation in lock-step. Only one rank of the process may use
+	// them at a time.
+	Collectives() Collectives
 	// Leave finalizes MPI if Join has initialized it, and waits for the other ranks to do so too. It fails if
 	// ctx ends, or if an operation has failed.
 	Leave(ctx context.Context) error

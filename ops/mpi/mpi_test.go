@@ -345,6 +345,51 @@ func checkAlltoall(t *testing.T, b *opstest.Blocking, n, me, unit int) {
 	}
 }
 
+// The collectives of the negotiation combine vectors, and pass frames of any length.
+func TestCollectives(t *testing.T) {
+	c := job.Collectives()
+	n, me := job.Size(), job.Rank()
+	await := func() [][]byte {
+		t.Helper()
+		for {
+			if frames, done, err := c.Test(); done || err != nil {
+				if err != nil {
+					t.Fatal(err)
+				}
+				return frames
+			}
+			runtime.Gosched()
+		}
+	}
+	frame := func(r, length int) []byte { return bytes.Repeat([]byte{byte(r + 1)}, length) }
+	for _, length := range []int{0, 1, headBytes - lengthSize, headBytes - lengthSize + 1, 100000} {
+		and, or := []uint64{^uint64(1 << me), 7}, []uint64{1 << me}
+		c.AndOr(and, or)
+		await()
+		if all := uint64(1)<<n - 1; and[0] != ^all || and[1] != 7 || or[0] != all {
+			t.Fatalf("got %x and %x", and, or)
+		}
+		c.Gather(frame(me, length*me))
+		frames := await()
+		for r, f := range frames {
+			if !bytes.Equal(f, frame(r, length*r)) {
+				t.Fatalf("length %d: got %d bytes from rank %d", length, len(f), r)
+			}
+		}
+		if me == 0 && len(frames) != n || me > 0 && frames != nil {
+			t.Fatalf("got %d frames", len(frames))
+		}
+		var own []byte
+		if me == 0 {
+			own = frame(0, length)
+		}
+		c.Broadcast(own)
+		if frames := await(); len(frames) != 1 || !bytes.Equal(frames[0], frame(0, length)) {
+			t.Fatalf("broadcast of %d bytes: got %d frames", length, len(frames))
+		}
+	}
+}
+
 // Operations of two process sets run at the same time, in any order.
 func TestSetsDoNotBlockEachOther(t *testing.T) {
 	a, _ := open(t, everyone(), 1<<30, false)

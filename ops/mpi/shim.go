@@ -294,6 +294,27 @@ static int hvd_allgather(hvd_comm *c, uintptr_t buf, const int64_t *counts) {
 		MPI_BYTE, c->comm, hvd_request(c));
 }
 
+static int hvd_and_or(hvd_comm *c, uintptr_t and, int and_count, uintptr_t or, int or_count) {
+	int err = MPI_Iallreduce(MPI_IN_PLACE, (void *)and, and_count, MPI_UINT64_T, MPI_BAND, c->comm,
+		hvd_request(c));
+	if (err != MPI_SUCCESS)
+		return err;
+	return MPI_Iallreduce(MPI_IN_PLACE, (void *)or, or_count, MPI_UINT64_T, MPI_BOR, c->comm, hvd_request(c));
+}
+
+// hvd_gather gathers size bytes of each rank at rank 0.
+static int hvd_gather(hvd_comm *c, uintptr_t in, int size, uintptr_t out) {
+	return MPI_Igather((void *)in, size, MPI_BYTE, (void *)out, size, MPI_BYTE, 0, c->comm, hvd_request(c));
+}
+
+static int hvd_send(hvd_comm *c, uintptr_t buf, int size, int to) {
+	return MPI_Isend((void *)buf, size, MPI_BYTE, to, 0, c->comm, hvd_request(c));
+}
+
+static int hvd_receive(hvd_comm *c, uintptr_t buf, int size, int from) {
+	return MPI_Irecv((void *)buf, size, MPI_BYTE, from, 0, c->comm, hvd_request(c));
+}
+
 static int hvd_alltoall(hvd_comm *c, uintptr_t in, uintptr_t out) {
 	return MPI_Ialltoall((void *)in, 1, MPI_INT64_T, (void *)out, 1, MPI_INT64_T, c->comm, hvd_request(c));
 }
@@ -471,4 +492,21 @@ func (c comm) alltoall(in, out []int64) error {
 func (c comm) exchange(in []byte, sent []int64, out []byte, received []int64) error {
 	return check("MPI_Isend or MPI_Irecv", C.hvd_exchange(c.c, address(in), int64s(sent), address(out),
 		int64s(received)))
+}
+
+func (c comm) andOr(and, or []uint64) error {
+	return check("MPI_Iallreduce", C.hvd_and_or(c.c, address(and), C.int(len(and)), address(or), C.int(len(or))))
+}
+
+// gather begins to gather in, which has the same length at all ranks, in out at rank 0.
+func (c comm) gather(in, out []byte) error {
+	return check("MPI_Igather", C.hvd_gather(c.c, address(in), C.int(len(in)), address(out)))
+}
+
+func (c comm) send(buf []byte, to int) error {
+	return check("MPI_Isend", C.hvd_send(c.c, address(buf), C.int(len(buf)), C.int(to)))
+}
+
+func (c comm) receive(buf []byte, from int) error {
+	return check("MPI_Irecv", C.hvd_receive(c.c, address(buf), C.int(len(buf)), C.int(from)))
 }

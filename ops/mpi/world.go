@@ -28,7 +28,7 @@ var process struct {
 type world struct {
 	thread  thread
 	own     bool // whether this package has initialized MPI
-	comm    comm // used only by Join and Broadcast
+	comm    comm // used by Join, then by Broadcast, then by Collectives
 	groups  []topo.Rank
 	library string
 
