@@ -8,6 +8,7 @@ import (
 
 	"go.uber.org/zap"
 
+	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/p2p"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
@@ -30,8 +31,14 @@ func (e *Engine) Post(set topo.ProcessSetID, o *p2p.Op, receive bool) error {
 	if err != nil {
 		return err
 	}
-	done := o.Done
-	o.Done = func(err error) { done(departed(err, o)) }
+	done, begun, kind := o.Done, e.observer.since(), message.Send
+	if receive {
+		kind = message.Recv
+	}
+	o.Done = func(err error) {
+		e.observer.countMessage(kind, o, begun, err)
+		done(departed(err, o))
+	}
 	if receive {
 		return departed(x.Receive(o), o)
 	}

@@ -2,6 +2,7 @@ package engine
 
 import (
 	"cmp"
+	"errors"
 	"slices"
 	"strings"
 	"sync"
@@ -9,6 +10,7 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/p2p"
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/trace"
@@ -293,6 +295,29 @@ func (o *observer) count(op *trace.Operation, responses []*message.Response) {
 		c.FusionRoomBytes += uint64(max(o.fusionThreshold, 0))
 		c.FusedBytes += uint64(min(numBytes, max(o.fusionThreshold, 0)))
 	}
+}
+
+// countMessage adds a Send or a Recv to the counters. begun is when it was called, and err its error or nil.
+func (o *observer) countMessage(kind message.Kind, m *p2p.Op, begun time.Duration, err error) {
+	backend := message.TCP
+	if m.Shared() {
+		backend = message.SHM
+	}
+	took := o.since() - begun
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if _, refused := errors.AsType[*p2p.SizeError](err); refused {
+		o.counts.Refused++
+		return
+	}
+	if err != nil {
+		o.counts.Failed++
+		return
+	}
+	done := &o.counts.operations[kind][backend]
+	done.Durations.Add(took)
+	done.Tensors++
+	o.counts.moved[kind][backend][m.DType] += uint64(len(m.Buf))
 }
 
 // align records a measurement of the offset of this rank's clock from rank 0's clock.

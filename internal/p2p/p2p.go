@@ -66,7 +66,7 @@ type Op struct {
 	Source topo.Rank
 
 	receive bool
-	shared  bool // whether the receiver copies the message from Buf itself
+	shared  bool // whether the receiver copies the message from the memory of the sender
 	begun   time.Time
 	stalls  time.Time // when OnStall is called next, or zero
 	expires time.Time // when OnTimeout is called next, or zero
@@ -79,6 +79,10 @@ func (o *Op) Name() string {
 	}
 	return fmt.Sprintf("rank %d, tag %d", o.Peer, o.Tag)
 }
+
+// Shared reports whether the receiver has copied the message from the memory of the sender. It is valid when
+// the operation has ended.
+func (o *Op) Shared() bool { return o.shared }
 
 // String returns a text such as "recv from rank 2, tag 7".
 func (o *Op) String() string {

@@ -452,6 +452,7 @@ func (p *peer) take(o *Op, m message) (done func()) {
 		p.answer(accept, m.id)
 		put(&p.expected, m.id, o)
 		if m.kind == share {
+			o.shared = true
 			p.x.wg.Go(func() { p.fetch(o, m) })
 		}
 		return nil
