@@ -535,9 +535,15 @@ class Topology(RanksTest):
         self.assertTrue(hvd.is_initialized())
         self.assertEqual(hvd.size(), int(os.environ.get("HOROVOD_SIZE", "1")))
         self.assertEqual(hvd.rank(), int(os.environ.get("HOROVOD_RANK", "0")))
-        self.assertEqual((hvd.local_rank(), hvd.local_size()), (self.rank, self.size))
-        self.assertEqual((hvd.cross_rank(), hvd.cross_size()), (0, 1))
-        self.assertTrue(hvd.mpi_ops.is_homogeneous())
+        # hvdrun sets the variable. The ranks of a host are consecutive.
+        hosts = hvd.allgather_object(os.environ.get("HOROVOD_HOSTNAME", ""))
+        sizes = {host: hosts.count(host) for host in hosts}
+        mine = hosts[self.rank]
+        local_rank = self.rank - hosts.index(mine)
+        self.assertEqual((hvd.local_rank(), hvd.local_size()), (local_rank, sizes[mine]))
+        peers = [host for host in sizes if sizes[host] > local_rank]
+        self.assertEqual((hvd.cross_rank(), hvd.cross_size()), (peers.index(mine), len(peers)))
+        self.assertEqual(hvd.mpi_ops.is_homogeneous(), len(set(sizes.values())) == 1)
         self.assertEqual(hvd.allgather(torch.tensor([hvd.rank()])).tolist(), list(range(self.size)))
 
     def test_probes(self) -> None:
