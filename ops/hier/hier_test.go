@@ -643,14 +643,58 @@ func TestManyChunks(t *testing.T) {
 		c := newCluster(t, hosts, func(cfg *hier.Config) { cfg.ChunkBytes = 64 })
 		for _, dt := range []tensor.DType{tensor.Float32, tensor.Float16} {
 			c.must(t, func(_ int, b *opstest.Blocking) error {
-				for range 5 {
+				for range 3 {
 					if err := b.Allreduce(t.Context(), message.TwoLevel, dt, tensor.Sum,
-						make([]byte, 20_000)); err != nil {
+						make([]byte, 5000)); err != nil {
 						return err
 					}
 				}
 				return nil
 			})
 		}
+	}
+}
+
+// busy is a level whose operations end only when the context of a step has ended. If failure is set, the
+// first step fails with it.
+type busy struct {
+	recorded
+	failure error
+	ended   error // the cause of the context that has ended
+}
+
+func (l *busy) Step(ctx context.Context, wait bool) (ops.Progress, error) {
+	switch {
+	case l.failure != nil:
+		return ops.Waiting, l.failure
+	case wait && ctx.Err() != nil:
+		l.ended = context.Cause(ctx)
+		return ops.Waiting, l.ended
+	case l.kind == message.Reducescatter && l.ended == nil && len(*l.log) == 1:
+		return ops.Finished, nil // the first chunk, so that the outer level begins
+	}
+	return ops.Waiting, nil
+}
+
+// If one level fails, the other level abandons its operation before the operation on two levels ends.
+func TestFailureEndsBothLevels(t *testing.T) {
+	var log []string
+	failure := errors.New("the link is gone")
+	inner := &busy{recorded: recorded{name: "inner", log: &log}}
+	outer := &busy{recorded: recorded{name: "outer", log: &log}, failure: failure}
+	level := func(b ops.Backend) hier.New {
+		return func(topo.ProcessSetID, []topo.Rank, int) (ops.Backend, error) { return b, nil }
+	}
+	b, err := hier.Register(hier.Config{Groups: groups("aabb"), Inner: level(inner), Outer: level(outer),
+		Kinds: allKinds(), ChunkBytes: 1 << 10}).New(topo.Global, upTo(4), 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer b.Close()
+	buf := make([]byte, 2<<10)
+	err = ops.Run(t.Context(), b, ops.Operation{Kind: message.Allreduce, Algorithm: message.TwoLevel,
+		DType: tensor.Float32, Op: tensor.Sum, Tensors: []ops.Tensor{{In: buf, Out: buf}}})
+	if !errors.Is(err, failure) || !errors.Is(inner.ended, failure) {
+		t.Errorf("got %v, and the inner level ended with %v, want %v", err, inner.ended, failure)
 	}
 }
