@@ -11,6 +11,7 @@ import (
 	"github.com/gohvd/gohvd/internal/arena"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
+	"github.com/gohvd/gohvd/ops"
 	"github.com/gohvd/gohvd/ops/opstest"
 	"github.com/gohvd/gohvd/ops/shm"
 )
@@ -160,6 +161,7 @@ func try(h *host, n int, cfg shm.Config, f func(r *rank) error) error {
 			if own.SmallBytes == 0 && own.DirectBytes == 0 {
 				own.SmallBytes, own.DirectBytes = 4<<10, 1
 			}
+			own.Oversubscribed = own.Oversubscribed || ops.Oversubscribed(n)
 			own.Find = mem.find
 			if err := f(&rank{opstest.Blocking{Backend: shm.New(mem, 1, ranks, i, own)}, mem, i,
 				n}); err != nil {
