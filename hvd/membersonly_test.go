@@ -59,6 +59,7 @@ func TestMembersAddSets(t *testing.T) {
 					sets[order[i]] = set
 					checkSet(t, e, set, set.ID(), slices.Sorted(slices.Values(g.ranks)))
 					checkAll(ctx, t, set, numbers[int32](), "")
+					passOn(ctx, t, set)
 					mu.Lock()
 					defer mu.Unlock()
 					what := fmt.Sprint(round, g)
@@ -91,6 +92,28 @@ func TestMembersAddSets(t *testing.T) {
 			t.Errorf("the sets have the IDs %v, want %d different ones", ids, 2*len(groups))
 		}
 	})
+}
+
+// passOn sends a message to the next member of the set and receives one from the member before.
+func passOn(ctx context.Context, t *testing.T, set *hvd.ProcessSet) {
+	t.Helper()
+	all, me := set.Ranks(), set.Rank()
+	if len(all) == 1 {
+		return
+	}
+	next, before := all[(me+1)%len(all)], all[(me+len(all)-1)%len(all)]
+	h, err := hvd.SendAsync([]int32{int32(set.ID())}, next, 7, hvd.Over(set))
+	if err != nil {
+		t.Error(err)
+		return
+	}
+	got := make([]int32, 1)
+	if _, err := hvd.Recv(ctx, got, before, 7, hvd.Over(set)); err != nil || int(got[0]) != set.ID() {
+		t.Errorf("%v: got %v and error %v from rank %d", set, got, err, before)
+	}
+	if _, err := h.Wait(ctx); err != nil {
+		t.Error(err)
+	}
 }
 
 // TestMembersDisagree checks the errors of members that name different ranks, and that names can be used
