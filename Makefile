@@ -17,7 +17,7 @@ PYTHON   ?= $(or $(firstword $(foreach p,python3 /usr/bin/python3,$(shell $(p) -
 
 .PHONY: help
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "%-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: check
 check: test others ## everything CI runs
@@ -26,7 +26,7 @@ check: test others ## everything CI runs
 others: format vet lint race nocgo noasm test-mpi wheel-check changed generated ## everything CI runs except the tests
 
 .PHONY: nightly
-nightly: check wheel arm64 image slurm fuzz conformance deaths test-python ## the checks that take too long for each change: a few hours
+nightly: check wheel arm64 image pytorch-image slurm fuzz conformance deaths test-python ## the checks that take too long for each change: a few hours
 
 .PHONY: test
 test: ## run all tests
@@ -157,6 +157,10 @@ generate: ## generate all generated files again
 .PHONY: generated
 generated: generate ## fail if generated files are not up to date
 	git diff --exit-code -- '*.pb.go' internal/kernel docs/settings.md
+
+.PHONY: pytorch-image
+pytorch-image: ## build deploy/pytorch.Dockerfile with buildah and run its programs; needs root, debootstrap and registries
+	scripts/pytorch-image-check.sh
 
 .PHONY: slurm
 slurm: ## run the scripts of deploy/slurm under a real Slurm; needs root, slurm-wlm and munge
