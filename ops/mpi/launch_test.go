@@ -20,6 +20,10 @@ func TestWithMPI(t *testing.T) {
 			t.Setenv("SINGLE_THREAD", "1")
 			l.RunTests(t, program, 2)
 		})
+		t.Run("initialized by the program", func(t *testing.T) {
+			t.Setenv("INITIALIZED", "1")
+			l.RunTests(t, program, 2)
+		})
 		t.Run("failure", func(t *testing.T) {
 			t.Setenv("TEST_FAILURE", "1")
 			cmd := l.Command(t, 2, program, "-test.run", "TestFailure")

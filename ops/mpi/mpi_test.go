@@ -14,6 +14,8 @@ import (
 	"testing"
 	"time"
 
+	empi "github.com/emer/empi/mpi"
+
 	"github.com/gohvd/gohvd/half"
 	"github.com/gohvd/gohvd/internal/kernel"
 	"github.com/gohvd/gohvd/internal/message"
@@ -31,6 +33,14 @@ var job *world
 func TestMain(m *testing.M) {
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
+	given := os.Getenv("INITIALIZED") != ""
+	if given {
+		runtime.LockOSThread() // the thread that initializes MPI must finalize it
+		if err := empi.InitThreadSafe(); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			os.Exit(1)
+		}
+	}
 	w, err := Join(ctx, Options{SingleThread: os.Getenv("SINGLE_THREAD") != ""})
 	if err != nil {
 		fmt.Fprintln(os.Stderr, err)
@@ -42,9 +52,21 @@ func TestMain(m *testing.M) {
 		fmt.Fprintln(os.Stderr, err)
 		code = 1
 	}
-	if _, err := Join(ctx, Options{}); !errors.Is(err, ErrFinalized) {
-		fmt.Fprintf(os.Stderr, "Join after Leave: got error %v, want %v\n", err, ErrFinalized)
+	var want error
+	if !given {
+		want = ErrFinalized
+	}
+	if _, err := Join(ctx, Options{}); !errors.Is(err, want) {
+		fmt.Fprintf(os.Stderr, "Join after Leave: got error %v, want %v\n", err, want)
 		code = 1
+	}
+	if given {
+		// MPI is still initialized, so the program can use it.
+		if err := w.Broadcast(ctx, make([]byte, 8)); err != nil || !empi.IsOn() {
+			fmt.Fprintln(os.Stderr, "Leave has finalized the MPI of the program:", err)
+			code = 1
+		}
+		empi.Finalize()
 	}
 	os.Exit(code)
 }
