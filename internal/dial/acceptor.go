@@ -35,10 +35,9 @@ type Acceptor struct {
 	conns map[net.Conn]struct{}
 }
 
-// Serve listens on addr and calls handle for each connection. addr has the form host:port, where port 0 means
-// any free port. The parameter most is the maximum number of connections at a time. Serve closes any further
-// connection. It logs errors at a limited rate (logs.Quiet). The log lines begin with name, for example
-// "store: server". log may be nil.
+// Serve listens on addr and calls handle for each connection. addr is as in Listen. The parameter most is
+// the maximum number of connections at a time. Serve closes any further connection. It logs errors at a
+// limited rate (logs.Quiet). The log lines begin with name, for example "store: server". log may be nil.
 func Serve(addr, name string, most int, log *zap.Logger, handle Handler) (*Acceptor, error) {
 	ln, err := Listen(addr)
 	if err != nil {
@@ -52,7 +51,7 @@ func Serve(addr, name string, most int, log *zap.Logger, handle Handler) (*Accep
 	return a, nil
 }
 
-// Addr returns the address on which the Acceptor listens.
+// Addr returns the address on which the Acceptor listens. For a Unix socket it has no prefix.
 func (a *Acceptor) Addr() string { return a.ln.Addr().String() }
 
 // Close closes all connections and waits for the goroutines of the Acceptor.

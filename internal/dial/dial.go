@@ -14,6 +14,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"strings"
 	"syscall"
 	"time"
 
@@ -23,10 +24,24 @@ import (
 // keepAlive makes the kernel detect within about 15 s that the peer of an idle connection is gone.
 var keepAlive = net.KeepAliveConfig{Enable: true, Idle: 5 * time.Second, Interval: 2 * time.Second, Count: 5}
 
-// Listen listens on addr, which has the form host:port. Port 0 means any free port.
+// UnixPrefix is the beginning of an address that is not host:port but the path of a Unix socket. A path that
+// begins with @ is in the abstract namespace.
+const UnixPrefix = "unix:"
+
+// network returns the network of addr, and the address there.
+func network(addr string) (network, address string) {
+	if path, ok := strings.CutPrefix(addr, UnixPrefix); ok {
+		return "unix", path
+	}
+	return "tcp", addr
+}
+
+// Listen listens on addr, which has the form host:port, or begins with UnixPrefix. Port 0 means any free
+// port.
 func Listen(addr string) (net.Listener, error) {
 	lc := net.ListenConfig{KeepAliveConfig: keepAlive}
-	return lc.Listen(context.Background(), "tcp", addr)
+	network, address := network(addr)
+	return lc.Listen(context.Background(), network, address)
 }
 
 // Backoff computes the pauses between attempts. The first pause is 10 ms. Each further pause is twice as long
@@ -163,10 +178,12 @@ func (e *VersionError) Error() string {
 	return fmt.Sprintf("the peer speaks version %d of the protocol, want %d", e.Got, e.Want)
 }
 
-// Connect connects over TCP to addr, which has the form host:port. The connection sends keep-alives.
+// Connect connects to addr, which has the form host:port, or begins with UnixPrefix. A TCP connection sends
+// keep-alives.
 func Connect(ctx context.Context, addr string) (net.Conn, error) {
 	d := net.Dialer{KeepAliveConfig: keepAlive}
-	return d.DialContext(ctx, "tcp", addr)
+	network, address := network(addr)
+	return d.DialContext(ctx, network, address)
 }
 
 // Greet connects to addr, proves the secret of the job and exchanges greetings. The connection that it
