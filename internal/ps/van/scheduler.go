@@ -209,12 +209,11 @@ func (s *scheduler) enter(l *link, h *pspb.Header) {
 	}
 }
 
-// release answers all nodes in the barrier of a group. If text is not empty, it is their error. The caller
-// holds mu.
+// release answers all nodes in the barrier of a group. If text is not empty, it is their error. The scheduler
+// itself is answered last, because it may then say goodbye to the others. The caller holds mu.
 func (s *scheduler) release(group int, text string) {
-	for _, id := range slices.Sorted(maps.Keys(s.barriers[group])) {
-		e := s.barriers[group][id]
-		e.answer(text)
+	for _, id := range slices.Backward(slices.Sorted(maps.Keys(s.barriers[group]))) {
+		s.barriers[group][id].answer(text)
 	}
 	delete(s.barriers, group)
 }
