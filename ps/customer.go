@@ -144,7 +144,6 @@ func (c *customer) send(ctx context.Context, r *Request, p *part) error {
 		return nil
 	}
 	if err := c.po.van.Request(ctx, p.to, m); err != nil {
-		m.Drop()
 		return err
 	}
 	c.mu.Lock()

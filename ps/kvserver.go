@@ -45,8 +45,8 @@ type kvRequest struct {
 }
 
 // KVHandler handles a push or pull of a worker. It must answer each request once, with Response or Fail, but
-// may do so later and from any goroutine. The slices of data may be read until then and must not be changed.
-// There is one call at a time.
+// may do so later and from any goroutine. The slices of data may be read until then and must not be changed:
+// they may be shared memory that is mapped for reading only. There is one call at a time.
 type KVHandler[T Value] func(meta KVMeta, data KVPairs[T], s *KVServer[T])
 
 // KVServer handles the pushes and pulls of the workers. Its methods are safe for concurrent use.
@@ -287,13 +287,12 @@ func (s *KVServer[T]) respond(meta KVMeta, sizes []int, fill func(vals, lens []b
 	h := meta.header(s.c.key.app)
 	m := &van.Message{Header: h}
 	if meta.Pull {
-		m = van.NewMessage(h, sizes...)
+		m = s.c.po.van.NewMessage(meta.Sender, h, sizes...)
 		van.SetTypes(h, wireTypes[tensor.Of[T]()], pspb.DataType_INT32)
 		fill(m.Data[0], m.Data[1])
 	}
 	meta.req.m.Release()
 	if err := s.c.po.van.Reply(meta.Sender, m); err != nil {
-		m.Drop()
 		return fmt.Errorf("ps: response of app %d: %w", s.c.key.app, err)
 	}
 	return nil

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 
 	"github.com/gohvd/gohvd/internal/ps/pspb"
 	"github.com/gohvd/gohvd/internal/ps/van"
@@ -146,8 +147,9 @@ func (w *KVWorker[T]) do(ctx context.Context, what string, op operation[T], opts
 			continue
 		}
 		n := op.numVals(from, to)
-		r.parts = append(r.parts, part{to: van.ServerID(rank),
-			m: op.message(list, from, to, at, at+n, w.lists.first(list, rank))})
+		server := part{to: van.ServerID(rank)}
+		server.m = op.message(w.c.po.van, server.to, list, from, to, at, at+n, w.lists.first(list, rank))
+		r.parts = append(r.parts, server)
 		at += n
 	}
 	return r, w.c.start(ctx, r)
@@ -215,29 +217,29 @@ func (op *operation[T]) numVals(from, to int) (n int) {
 	return n
 }
 
-// message returns the message to a server for the keys with the indices from and to, whose values have the
-// indices begin and end. If first is not set, it only names the keys.
-func (op *operation[T]) message(list *keyList, from, to, begin, end int, first bool) *van.Message {
+// message returns the message to the server to for the keys with the indices first and last, whose values
+// have the indices begin and end. Without keys, it only names them.
+func (op *operation[T]) message(v *van.Van, to int, list *keyList, first, last, begin, end int,
+	withKeys bool) *van.Message {
 	h := &pspb.Header{Head: op.cmd, Push: op.push, Pull: op.pull, Priority: op.priority, KeyList: list.number}
 	var keys, vals, lens []byte
-	if first {
-		keys = bytesOfKeys(list.keys[from:to])
+	if withKeys {
+		keys = bytesOfKeys(list.keys[first:last])
 	}
 	if op.push {
 		vals = tensor.Bytes(op.vals[begin:end])
 	}
 	if op.lens != nil {
-		lens = tensor.Bytes(op.lens[from:to])
+		lens = tensor.Bytes(op.lens[first:last])
 	}
-	m := &van.Message{Header: h}
-	if op.copies {
-		m = van.NewMessage(h, len(vals), len(lens))
-		vals, lens = m.Data[0][:copy(m.Data[0], vals)], m.Data[1][:copy(m.Data[1], lens)]
-	} else if lens != nil {
-		lens = append([]byte(nil), lens...)
-	}
-	m.Data = [][]byte{keys, vals, lens}
 	van.SetTypes(h, pspb.DataType_UINT64, wireTypes[tensor.Of[T]()], pspb.DataType_INT32)
+	if !op.copies {
+		return &van.Message{Header: h, Data: [][]byte{keys, vals, slices.Clone(lens)}}
+	}
+	m := v.NewMessage(to, h, len(keys), len(vals), len(lens))
+	for i, frame := range [][]byte{keys, vals, lens} {
+		copy(m.Data[i], frame)
+	}
 	return m
 }
 

@@ -15,6 +15,7 @@ import (
 
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/netif"
+	"github.com/gohvd/gohvd/internal/place"
 	"github.com/gohvd/gohvd/internal/ps/pspb"
 	"github.com/gohvd/gohvd/internal/ps/van"
 	"github.com/gohvd/gohvd/internal/secret"
@@ -140,7 +141,13 @@ func vanConfig(ctx context.Context, set *config.Config, opts Options) (cfg van.C
 			s.NumServers == config.Unset}} {
 		if v.missing {
 			return cfg,
-				fmt.Errorf("%s is not set: set the variables of the parameter server (docs/settings.md)", v.name)
+				fmt.Errorf("%s is not set: set the variables of the parameter server (docs/settings.md)",
+					v.name)
+		}
+	}
+	if set.SharedMemory != config.SharedNever {
+		if cfg.HostID, err = place.HostID(set); err != nil {
+			return cfg, err
 		}
 	}
 	if cfg.Role != van.Worker && cfg.Customers > 1 {

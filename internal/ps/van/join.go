@@ -2,6 +2,7 @@ package van
 
 import (
 	"context"
+	"crypto/rand"
 	"errors"
 	"fmt"
 	"io"
@@ -9,6 +10,8 @@ import (
 	"strconv"
 	"sync"
 	"time"
+
+	"go.uber.org/zap"
 
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/ps/pspb"
@@ -30,6 +33,41 @@ const (
 func (v *Van) listen(addr string) (err error) {
 	v.accepts, err = dial.Serve(addr, "ps: "+v.cfg.Role.String(), maxPeers, v.cfg.Log, v.serve)
 	return err
+}
+
+// shares reports whether this process may share memory with others.
+func (v *Van) shares() bool {
+	return v.cfg.HostID != "" && !v.cfg.Resend && !v.cfg.Secret.IsEncrypted()
+}
+
+// listenLocal accepts Unix connections of workers on this host.
+func (v *Van) listenLocal() (err error) {
+	v.local, err = dial.Serve(dial.UnixPrefix+"@gohvd-ps-"+rand.Text(), "ps: server", maxPeers, v.cfg.Log,
+		v.serve)
+	if err == nil {
+		v.self[0].HostId, v.self[0].Socket = v.cfg.HostID, v.local.Addr()
+	}
+	return err
+}
+
+// dialServer connects with a server: over its Unix socket if it is on this host and shares memory, or else
+// over TCP.
+func (v *Van) dialServer(ctx context.Context, n *pspb.Node) (net.Conn, *reader, error) {
+	if v.shares() && n.HostId == v.cfg.HostID {
+		conn, r, _, err := v.dial(ctx, dial.UnixPrefix+n.Socket)
+		if err == nil {
+			return conn, r, nil
+		}
+		// The usual reason is that the socket is in another network namespace.
+		v.log.Info("ps: a server on this host is not reachable over its Unix socket",
+			zap.String("server", Name(int(n.Id))), zap.Error(err))
+	}
+	addr := net.JoinHostPort(n.Hostname, strconv.Itoa(int(n.Port)))
+	conn, r, _, err := v.dial(ctx, addr)
+	if err != nil {
+		return nil, nil, fmt.Errorf("connect to %s at %s: %w", Name(int(n.Id)), addr, err)
+	}
+	return conn, r, nil
 }
 
 // dial connects to the node at addr and registers the nodes of this process there. It returns the reader of
@@ -121,10 +159,9 @@ func (v *Van) connectServers(ctx context.Context, table []*pspb.Node) error {
 			continue
 		}
 		wg.Go(func() {
-			addr := net.JoinHostPort(n.Hostname, strconv.Itoa(int(n.Port)))
-			conn, r, _, err := v.dial(ctx, addr)
+			conn, r, err := v.dialServer(ctx, n)
 			if err != nil {
-				cancel(fmt.Errorf("connect to %s at %s: %w", Name(int(n.Id)), addr, err))
+				cancel(err)
 				return
 			}
 			l, err := v.addLink([]*pspb.Node{n}, conn, r)

@@ -10,6 +10,8 @@ import (
 	"sync/atomic"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/gohvd/gohvd/internal/ps/pspb"
 )
 
@@ -57,6 +59,9 @@ type link struct {
 	acks        []uint64      // acknowledgements that are to be sent
 	idle        chan struct{} // closed when everything was sent and acknowledged; nil if no call waits
 	busy        bool          // the writer writes
+
+	own    ownBlocks  // blocks of messages to the peer
+	theirs peerBlocks // blocks of messages of the peer
 
 	in  inWindow // used only by the goroutine that reads
 	out outWindow
@@ -215,7 +220,7 @@ func (l *link) written(f *flight) {
 	f.writing = false
 	l.mu.Unlock()
 	if !keep {
-		f.m.Drop()
+		f.m.written()
 	}
 }
 
@@ -337,8 +342,16 @@ func (w *writer) add(f *flight) error {
 	v := w.l.van
 	v.counters.sent.Add(uint64(len(head) + f.m.Bytes()))
 	v.verbose("sent", w.l.peer, f.m)
+	if len(f.m.fds) > 0 {
+		if head, err = w.pass(head, f.m.fds); err != nil {
+			return err
+		}
+	}
 	w.batch = append(w.batch, head...)
-	for _, d := range f.m.Data {
+	for i, d := range f.m.Data {
+		if f.m.own != nil && f.m.own[i] != nil {
+			continue // the receiver reads the block
+		}
 		if len(d) < wholeBytes {
 			w.batch = append(w.batch, d...)
 			continue
@@ -352,8 +365,20 @@ func (w *writer) add(f *flight) error {
 	return nil
 }
 
+// pass writes the batch, and then bytes together with descriptors. It returns the bytes that are not written.
+func (w *writer) pass(b []byte, fds []int) ([]byte, error) {
+	_, err := w.conn.Write(w.batch)
+	w.batch = w.batch[:0]
+	if err != nil {
+		return nil, err
+	}
+	n, _, err := w.conn.(*net.UnixConn).WriteMsgUnix(b, unix.UnixRights(fds...), nil)
+	return b[n:], err
+}
+
 // read reads messages until the connection ends, and returns the reason.
 func (l *link) read(r *reader) error {
+	defer r.close()
 	for {
 		if r.in.Buffered() == 0 {
 			l.sendAcks()
@@ -448,5 +473,7 @@ func (l *link) fail(err error) {
 	for _, f := range dropped {
 		f.m.Drop()
 	}
+	l.own.end()
+	l.theirs.end()
 	l.van.linkEnded(l, left, err)
 }

@@ -9,7 +9,9 @@
 //     unless the receiver or the sender ends first, even if messages are lost, duplicated or reordered.
 //  3. A message waits in a bounded queue. Only requests wait for room in it (Request), so no two nodes wait
 //     for each other.
-//  4. If a node dies, all nodes that are connected with it learn it, and their requests to it fail.
+//  4. Frames of a received message may be in memory of the sender that is mapped for reading. They are valid
+//     until Release.
+//  5. If a node dies, all nodes that are connected with it learn it, and their requests to it fail.
 //
 // The methods of a Van are safe for concurrent use.
 package van
@@ -62,6 +64,9 @@ type Config struct {
 	// Resend makes the van send messages again that were not acknowledged for ResendTimeout.
 	Resend        bool
 	ResendTimeout time.Duration
+	// HostID identifies the memory of this host. A worker and a server with the same HostID use a Unix
+	// connection and shared memory. They do not if it is empty, or with encryption or Resend.
+	HostID string
 	// WaterMark is the maximum number of unanswered requests to a node.
 	WaterMark int
 	// Verbose is 1 to log connections, and 2 to log every message.
@@ -115,6 +120,7 @@ type Van struct {
 	counters struct{ sent, received, resent, duplicates atomic.Uint64 }
 
 	accepts  *dial.Acceptor
+	local    *dial.Acceptor // accepts Unix connections; nil except at a server that shares memory
 	unproven *dial.Limiter
 	ctx      context.Context // ends when the van is stopped or has failed
 	cancel   context.CancelCauseFunc
@@ -196,6 +202,11 @@ func (v *Van) start(ctx context.Context) error {
 			return err
 		}
 		v.self[0].Port = int32(n)
+		if v.shares() {
+			if err := v.listenLocal(); err != nil {
+				return err
+			}
+		}
 	}
 	table, err := v.join(ctx)
 	if err != nil {
@@ -292,7 +303,7 @@ func (v *Van) addLink(nodes []*pspb.Node, conn net.Conn, r *reader) (*link, erro
 		v.log.Info("ps: connected", zap.String("node", Name(v.id)), zap.String("with", Name(l.peer)))
 	}
 	if r != nil {
-		r.open()
+		r.open(l)
 	}
 	return l, nil
 }
@@ -315,18 +326,42 @@ func (v *Van) link(id int) (*link, error) {
 	return nil, fmt.Errorf("the job has no node with the id %d", id)
 }
 
-// Request sends a request to a node. If the node has not answered cfg.WaterMark requests, it waits until ctx
-// ends. The caller must call Answered once if Request returns nil. If Request returns an error, m still
-// belongs to the caller.
+// NewMessage returns a message for the node to with a frame of each given size, whose content is undefined.
+// Long frames are in shared memory if the node is on the same host. The caller must pass the message to
+// Request or Reply, or call its method Drop.
+func (v *Van) NewMessage(to int, h *pspb.Header, sizes ...int) *Message {
+	if l, err := v.link(to); err == nil {
+		return l.newMessage(h, sizes)
+	}
+	return NewMessage(h, sizes...)
+}
+
+// Request sends a request to a node. If the node has not answered Config.WaterMark requests, it waits until
+// ctx ends. The caller must call Answered once if Request returns nil. The message belongs to the van in any
+// case.
 func (v *Van) Request(ctx context.Context, to int, m *Message) error {
+	return v.send(to, m, func(l *link, m *Message) error { return l.request(ctx, m) })
+}
+
+// Reply sends the answer to a request. It does not wait. The message belongs to the van in any case.
+func (v *Van) Reply(to int, m *Message) error {
+	return v.send(to, m, (*link).reply)
+}
+
+// send passes a message to a link with the function queue.
+func (v *Van) send(to int, m *Message, queue func(*link, *Message) error) error {
 	l, err := v.link(to)
 	if err == nil {
 		err = m.check()
 	}
-	if err != nil {
-		return err
+	if err == nil {
+		m = l.share(v.own(m))
+		err = queue(l, m)
 	}
-	return l.request(ctx, v.own(m))
+	if err != nil {
+		m.Drop()
+	}
+	return err
 }
 
 // own returns a message that stays the same until it is acknowledged. If the van may have to send m again,
@@ -345,18 +380,6 @@ func (v *Van) Answered(to int) {
 	if l, err := v.link(to); err == nil {
 		l.answered()
 	}
-}
-
-// Reply sends the answer to a request. It does not wait.
-func (v *Van) Reply(to int, m *Message) error {
-	l, err := v.link(to)
-	if err == nil {
-		err = m.check()
-	}
-	if err != nil {
-		return err
-	}
-	return l.reply(v.own(m))
 }
 
 // loop delivers a message that this process has sent to itself.
@@ -389,6 +412,8 @@ func (v *Van) arrive(l *link, m *Message) error {
 		l.mu.Unlock()
 	case pspb.Command_BARRIER:
 		v.barrierMessage(l, m.Header)
+	case pspb.Command_RELEASE:
+		l.own.released(c.Blocks)
 	case pspb.Command_LOST:
 		if l.peer == SchedulerID {
 			for _, n := range c.Nodes {
@@ -596,8 +621,10 @@ func (v *Van) close(err error) {
 	}
 	v.mu.Unlock()
 	v.cancel(err)
-	if v.accepts != nil {
-		v.accepts.Close()
+	for _, a := range []*dial.Acceptor{v.accepts, v.local} {
+		if a != nil {
+			a.Close()
+		}
 	}
 	for _, l := range *v.links.Load() {
 		l.fail(err)

@@ -37,6 +37,8 @@ func (ignore) Tick(time.Time)            {}
 // node is a node of a test. Its Handler answers requests, and records what arrives.
 type node struct {
 	*Van
+	request  func(from int, m *Message) // handles requests instead; may be nil
+	response func(m *Message)           // is called for responses; may be nil, guarded by mu
 
 	mu    sync.Mutex
 	got   []string // bodies of requests
@@ -46,6 +48,10 @@ type node struct {
 }
 
 func (n *node) Receive(from int, m *Message) {
+	if m.Header.Request && n.request != nil {
+		n.request(from, m)
+		return
+	}
 	defer m.Release()
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -53,6 +59,9 @@ func (n *node) Receive(from int, m *Message) {
 		n.got = append(n.got, string(m.Header.Body))
 		_ = n.Reply(from, &Message{Header: &pspb.Header{Timestamp: m.Header.Timestamp}})
 		return
+	}
+	if n.response != nil {
+		n.response(m)
 	}
 	n.acked++
 	n.Answered(from)
@@ -95,7 +104,7 @@ func (n *node) until(t *testing.T, what string, cond func() bool) {
 // config returns the configuration of a node of a test.
 func config(role Role, servers, workers int, root string) Config {
 	c := Config{Role: role, NumServers: servers, NumWorkers: workers, Customers: 1, Rank: -1, Root: root,
-		Host: "127.0.0.1", StartTimeout: time.Minute,
+		Host: "127.0.0.1", HostID: "here", StartTimeout: time.Minute,
 		HeartbeatInterval: 100 * time.Millisecond, HeartbeatTimeout: 30 * time.Second,
 		ResendTimeout: time.Second, WaterMark: 100}
 	if role == Server {

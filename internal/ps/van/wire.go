@@ -3,8 +3,10 @@ package van
 import (
 	"bufio"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"io"
+	"net"
 
 	"google.golang.org/protobuf/proto"
 
@@ -46,6 +48,11 @@ type Message struct {
 	buf     *buffer // memory of Data, or nil
 	encoded []byte  // the header as it is sent, once it was encoded
 	size    int     // number of bytes of a message that was received
+
+	link   *link    // the link to which the following fields belong
+	fds    []int    // descriptors that are sent with the message, once the header was encoded
+	own    []*block // blocks of the frames of a message that is sent, nil for other frames
+	theirs []uint32 // blocks of the frames of a message that was received
 }
 
 // NewMessage returns a message with a frame of each given size, whose content is undefined. The memory of the
@@ -61,6 +68,10 @@ func (m *Message) Release() {
 	if m.buf != nil {
 		m.buf.free()
 		m.buf = nil
+	}
+	if m.theirs != nil {
+		m.link.release(m.theirs)
+		m.theirs = nil
 	}
 	m.Data = nil
 }
@@ -81,8 +92,25 @@ func (m *Message) Clone() *Message {
 // controlMessage returns a message for the van of another node.
 func controlMessage(c *pspb.Control) *Message { return &Message{Header: &pspb.Header{Control: c}} }
 
-// Drop frees the memory of a message that was sent, or that is not sent after all.
+// written frees the memory of a message that was sent, except that its blocks belong to the receiver.
+func (m *Message) written() {
+	for _, b := range m.own {
+		if b != nil {
+			m.link.own.written(b)
+		}
+	}
+	m.own = nil
+	m.Drop()
+}
+
+// Drop frees the memory of a message that is not sent.
 func (m *Message) Drop() {
+	for _, b := range m.own {
+		if b != nil {
+			m.link.own.give(b)
+		}
+	}
+	m.own = nil
 	m.Release()
 	if m.Free != nil {
 		m.Free()
@@ -132,6 +160,7 @@ func (m *Message) encode() ([]byte, error) {
 		}
 		m.Header.Frames[i].Bytes = uint64(len(d))
 	}
+	m.fds = m.describe()
 	b, err := proto.MarshalOptions{}.MarshalAppend(dial.NewFrame(128), m.Header)
 	if err != nil {
 		return nil, err
@@ -143,18 +172,33 @@ func (m *Message) encode() ([]byte, error) {
 // reader reads messages from a connection.
 type reader struct {
 	in     *bufio.Reader
-	head   []byte // memory for headers
-	limit  int    // maximum length of a header
-	frames bool   // messages may have frames
+	head   []byte       // memory for headers
+	limit  int          // maximum length of a header
+	frames bool         // messages may have frames
+	link   *link        // the link of the connection, once the peer has registered
+	fds    *descriptors // nil unless the connection may pass blocks
 }
 
 // newReader returns a reader that accepts only short messages without frames, until open is called.
-func newReader(r io.Reader) *reader {
-	return &reader{in: bufio.NewReaderSize(r, readerBytes), limit: maxHelloBytes}
+func newReader(in io.Reader) *reader {
+	r := &reader{limit: maxHelloBytes}
+	if uc, ok := in.(*net.UnixConn); ok {
+		r.fds = &descriptors{conn: uc}
+		in = r.fds
+	}
+	r.in = bufio.NewReaderSize(in, readerBytes)
+	return r
 }
 
 // open makes the reader accept all messages, because the peer has proved that it belongs to the job.
-func (r *reader) open() { r.limit, r.frames = maxHeaderBytes, true }
+func (r *reader) open(l *link) { r.limit, r.frames, r.link = maxHeaderBytes, true, l }
+
+// close frees what the reader holds. The caller closes the connection.
+func (r *reader) close() {
+	if r.fds != nil {
+		r.fds.close()
+	}
+}
 
 // next reads a message. If the stream ends before a message, the error is io.EOF.
 func (r *reader) next() (*Message, error) {
@@ -200,13 +244,52 @@ func (r *reader) data(m *Message) error {
 			return fmt.Errorf("malformed message: its frames have more than %d bytes", MaxDataBytes)
 		}
 		left -= f.Bytes
-		sizes[i] = int(f.Bytes)
+		if sizes[i] = int(f.Bytes); f.Block != 0 {
+			sizes[i] = 0
+		}
 	}
 	var err error
-	if m.buf, err = r.fill(sizes); err == nil {
-		m.Data = m.buf.split(sizes)
+	if m.buf, err = r.fill(sizes); err != nil {
+		return err
 	}
-	return err
+	m.Data = m.buf.split(sizes)
+	return r.blocks(m)
+}
+
+// blocks sets the frames of m that are in blocks of shared memory.
+func (r *reader) blocks(m *Message) (err error) {
+	for i, f := range m.Header.Frames {
+		if f.Block == 0 {
+			continue
+		}
+		if r.fds == nil {
+			return errors.New("malformed message: it has a block, but the connection shares no memory")
+		}
+		if m.theirs == nil {
+			m.link = r.link
+			r.link.theirs.hold() // from now on the blocks stay mapped until m is released
+		}
+		m.theirs = append(m.theirs, f.Block)
+		if m.Data[i], err = r.block(f); err != nil {
+			m.Release()
+			return err
+		}
+	}
+	return nil
+}
+
+// block returns a frame that is in a block of shared memory. If the block is new, its descriptor has arrived.
+func (r *reader) block(f *pspb.Frame) ([]byte, error) {
+	if f.BlockBytes > 0 {
+		fd, err := r.fds.take()
+		if err != nil {
+			return nil, err
+		}
+		if err := r.link.theirs.add(f.Block, f.BlockBytes, fd); err != nil {
+			return nil, err
+		}
+	}
+	return r.link.theirs.frame(f.Block, f.Bytes)
 }
 
 // fill reads frames of the given sizes into a buffer. If no free buffer is large enough, it allocates memory

@@ -30,7 +30,7 @@ func wire(t testing.TB, m *Message) []byte {
 // openReader returns a reader of a registered peer.
 func openReader(b []byte) *reader {
 	r := newReader(bytes.NewReader(b))
-	r.open()
+	r.open(nil)
 	return r
 }
 
@@ -105,7 +105,7 @@ func TestReaderRefuses(t *testing.T) {
 	} {
 		r := newReader(bytes.NewReader(c.in))
 		if c.open {
-			r.open()
+			r.open(nil)
 		}
 		_, err := r.next()
 		testnet.WantError(t, err, c.want)

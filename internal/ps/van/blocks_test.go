@@ -1,0 +1,196 @@
+package van
+
+import (
+	"bytes"
+	"errors"
+	"io"
+	"math/rand/v2"
+	"net"
+	"os"
+	"slices"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/ps/pspb"
+	"github.com/gohvd/gohvd/internal/shmem"
+	"github.com/gohvd/gohvd/internal/testnet"
+)
+
+// TestBlocks sends messages of many sizes, whose long frames are in shared memory, and gets them back.
+// Blocks must be used again, and none may stay with the receiver.
+func TestBlocks(t *testing.T) {
+	for _, host := range []string{"here", ""} {
+		nodes := startJob(t, 1, 1, func(c *Config) { c.HostID, c.WaterMark = host, 4 })
+		s, w := nodes[8], nodes[9]
+		s.request = func(from int, m *Message) {
+			sizes := make([]int, len(m.Data))
+			for i, d := range m.Data {
+				sizes[i] = len(d)
+			}
+			back := s.NewMessage(from, &pspb.Header{Timestamp: m.Header.Timestamp}, sizes...)
+			for i, d := range m.Data {
+				copy(back.Data[i], d)
+			}
+			m.Release()
+			if err := s.Reply(from, back); err != nil {
+				t.Error(err)
+			}
+		}
+		random := rand.New(rand.NewPCG(1, 2))
+		sizes := []int{0, 1, 1000, sharedBytes - 1, sharedBytes, sharedBytes + 1, 300_000, 1<<20 + 3}
+		link, err := w.link(8)
+		if err != nil || link.shares() != (host != "") {
+			t.Fatalf("the connection shares memory: %v, %v", link.shares(), err)
+		}
+		for i := range 100 {
+			frames := make([][]byte, random.IntN(maxFrames+1))
+			for j := range frames {
+				frames[j] = make([]byte, sizes[random.IntN(len(sizes))])
+				for k := range frames[j] {
+					frames[j][k] = byte(random.Uint32())
+				}
+			}
+			m := &Message{Header: &pspb.Header{Request: true, Timestamp: int64(i)},
+				Data: slices.Clone(frames)}
+			got := make(chan bool, 1)
+			w.mu.Lock()
+			w.response = func(m *Message) { got <- slices.EqualFunc(m.Data, frames, bytes.Equal) }
+			w.mu.Unlock()
+			if err := w.Request(t.Context(), 8, m); err != nil {
+				t.Fatal(err)
+			}
+			if !<-got {
+				t.Fatalf("message %d has changed", i)
+			}
+		}
+		for _, n := range []*node{s, w} {
+			l, err := n.link(17 - n.ID())
+			if err != nil {
+				t.Fatal(err)
+			}
+			if shared := l.own.count > 0; shared != (host != "") || l.own.count > 3*maxFrames {
+				t.Errorf("%s has made %d blocks", Name(n.ID()), l.own.count)
+			}
+			testnet.Eventually(t, "all blocks are released", func() bool {
+				l.own.mu.Lock()
+				defer l.own.mu.Unlock()
+				return len(l.own.flying) == 0
+			})
+		}
+	}
+}
+
+// TestBlocksOutliveTheLink checks that a message can be read when its sender is gone.
+func TestBlocksOutliveTheLink(t *testing.T) {
+	nodes := startJob(t, 1, 1, nil)
+	got := make(chan *Message, 1)
+	nodes[8].request = func(_ int, m *Message) { got <- m }
+	want := bytes.Repeat([]byte{7}, 1<<20)
+	if err := nodes[9].Request(t.Context(), 8, &Message{Header: &pspb.Header{Request: true},
+		Data: [][]byte{want}}); err != nil {
+		t.Fatal(err)
+	}
+	m := <-got
+	kill(nodes[9])
+	nodes[8].until(t, "the worker is gone", func() bool { return nodes[8].lost[9] != nil })
+	if m.theirs == nil || !bytes.Equal(m.Data[0], want) {
+		t.Errorf("the message has changed, or is in no block: %v", m.theirs)
+	}
+	m.Release()
+	l, err := nodes[8].link(9)
+	if err != nil || l.theirs.segs != nil {
+		t.Errorf("the blocks are still mapped: %v", err)
+	}
+}
+
+// TestNoBlocks checks that frames are sent over the connection if there are too many blocks.
+func TestNoBlocks(t *testing.T) {
+	var o ownBlocks
+	var taken []*block
+	for range maxBlocks {
+		b := o.take(sharedBytes)
+		if b == nil {
+			t.Fatalf("there are only %d blocks", len(taken))
+		}
+		taken = append(taken, b)
+	}
+	if o.take(1) != nil {
+		t.Errorf("there are more than %d blocks", maxBlocks)
+	}
+	o.give(taken[0])
+	if o.take(sharedBytes/2+1) != taken[0] {
+		t.Error("a free block is not used again")
+	}
+	o.end()
+	for _, b := range taken {
+		o.give(b) // unmaps it, because the link has ended
+		if b.seg.FD() >= 0 && unix.Fstat(b.seg.FD(), new(unix.Stat_t)) == nil {
+			t.Fatal("a block is not closed")
+		}
+	}
+	if o.take(1) != nil {
+		t.Error("there is a block after the end")
+	}
+}
+
+// TestBadBlocks checks the errors of messages whose blocks are wrong.
+func TestBadBlocks(t *testing.T) {
+	seg, err := shmem.Create("test", sharedBytes)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer seg.Close()
+	plain, err := os.CreateTemp(t.TempDir(), "")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer plain.Close()
+	for _, c := range []struct {
+		frame *pspb.Frame
+		fd    int
+		want  string
+	}{
+		{&pspb.Frame{Bytes: 1, Block: 1}, -1, "it has 1 bytes in the block 1, which has fewer"},
+		{&pspb.Frame{Bytes: 1, Block: 1, BlockBytes: 1}, -1, "the descriptor of a block is missing"},
+		{&pspb.Frame{Bytes: 1, Block: 1, BlockBytes: sharedBytes + 1}, seg.FD(),
+			"number 1 with 65536 bytes, want 65537"},
+		{&pspb.Frame{Bytes: sharedBytes + 1, Block: 1, BlockBytes: sharedBytes}, seg.FD(),
+			"it has 65537 bytes in the block 1"},
+		{&pspb.Frame{Bytes: 1, Block: 1, BlockBytes: 1}, int(plain.Fd()), "map a block of shared memory"},
+	} {
+		pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		ends := [2]*net.UnixConn{}
+		for i, fd := range pair {
+			f := os.NewFile(uintptr(fd), "")
+			conn, err := net.FileConn(f)
+			if err != nil {
+				t.Fatal(err)
+			}
+			f.Close()
+			ends[i] = conn.(*net.UnixConn)
+		}
+		r := newReader(ends[1])
+		r.open(newLink(&Van{}, 9, ends[1]))
+		var rights []byte
+		if c.fd >= 0 {
+			rights = unix.UnixRights(c.fd)
+		}
+		b := wire(t, &Message{Header: &pspb.Header{Frames: []*pspb.Frame{c.frame}}})
+		if _, _, err := ends[0].WriteMsgUnix(b, rights, nil); err != nil {
+			t.Fatal(err)
+		}
+		_, err = r.next()
+		testnet.WantError(t, err, c.want)
+		ends[0].Close()
+		if _, err := r.next(); !errors.Is(err, io.EOF) {
+			t.Errorf("at the end: got %v", err)
+		}
+		r.close()
+		r.link.theirs.end()
+		ends[1].Close()
+	}
+}
