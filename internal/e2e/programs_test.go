@@ -262,11 +262,20 @@ func waiting(ctx context.Context) error {
 	return err
 }
 
-// messages passes small and large messages round all ranks in a loop until one of them fails.
+// messages passes small and large messages round all ranks in a loop until one of them fails. Those of every
+// second step are in shared memory.
 func messages(ctx context.Context) error {
 	me, n := hvd.Rank(), hvd.Size()
+	const most = 200_001
+	shared, err := hvd.Alloc[float32](most)
+	if err != nil {
+		return err
+	}
 	for step := 0; ; step++ {
-		x := make([]float32, 1+step%3*100_000)
+		x := shared[:1+step%3*100_000]
+		if step%2 == 0 {
+			x = make([]float32, len(x))
+		}
 		sent, err := hvd.SendAsync(x, (me+1)%n, step%5)
 		if err != nil {
 			return err
