@@ -122,6 +122,16 @@ func (e *Engine) messageTimedOut(set topo.ProcessSetID, o *p2p.Op) {
 	e.sched.notify()
 }
 
+// messagesInFlight returns the number of messages in flight.
+func (e *Engine) messagesInFlight() (n int) {
+	e.messages.mu.Lock()
+	defer e.messages.mu.Unlock()
+	for _, x := range e.messages.all {
+		n += x.InFlight()
+	}
+	return n
+}
+
 // ranksLeft records that ranks have shut down, so that no operation waits for messages of them.
 func (e *Engine) ranksLeft(ranks []topo.Rank) {
 	e.messages.mu.Lock()

@@ -23,6 +23,7 @@ func TestMessagesAreCounted(t *testing.T) {
 			t.Error(err)
 		}
 	}()
+	counted := make(chan struct{}) // closed when rank 0 has counted the messages in flight
 	testcluster.Run(t, testcluster.Options{Ranks: 2, Transport: testcluster.SHM}, func(r *testcluster.Rank) {
 		kind, refused := message.Send, uint64(0)
 		if r.Rank == 1 {
@@ -33,12 +34,21 @@ func TestMessagesAreCounted(t *testing.T) {
 			if tag == 1 && r.Rank == 0 {
 				buf = large
 			}
+			if tag == 1 && r.Rank == 1 {
+				<-counted
+			}
 			done := make(chan error, 1)
 			o := &p2p.Op{Peer: 1 - r.Rank, Tag: uint32(tag), DType: tensor.Uint8, Buf: buf,
 				Done: func(err error) { done <- err }}
 			if err := r.Engine.Post(topo.Global, o, kind == message.Recv); err != nil {
 				t.Error(err)
 				return
+			}
+			if tag == 1 && r.Rank == 0 {
+				if n := r.Engine.Stats().InFlight; n != 1 {
+					t.Errorf("got %d messages in flight, want 1", n)
+				}
+				close(counted)
 			}
 			if err := <-done; err != nil && tag < 2 {
 				t.Error(err)

@@ -420,6 +420,7 @@ func (e *Engine) Stats() trace.Stats {
 	for _, l := range e.lanes.snapshot() {
 		st.InFlight += l.queue.Len()
 	}
+	st.InFlight += e.messagesInFlight()
 	st.Coordinator = e.published.Load()
 	if e.cfg.Tuner != nil {
 		st.Tuning = e.cfg.Tuner.Stats()

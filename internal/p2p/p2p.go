@@ -356,6 +356,17 @@ func (x *Exchange) flush() {
 	}
 }
 
+// InFlight returns the number of operations in flight.
+func (x *Exchange) InFlight() int {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	n := len(x.posted)
+	for _, p := range x.peers {
+		n += len(p.offers) + len(p.accepted) + len(p.expected)
+	}
+	return n
+}
+
 // pending returns all operations in flight. The caller holds mu.
 func (x *Exchange) pending() []*Op {
 	ops := slices.Clone(x.posted)
