@@ -94,7 +94,8 @@ func TestMembersAddSets(t *testing.T) {
 	})
 }
 
-// passOn sends a message to the next member of the set and receives one from the member before.
+// passOn sends a message to the next member of the set and receives one from the member before. When the set
+// is removed, one member closes the channels of these messages before another member gets the removal.
 func passOn(ctx context.Context, t *testing.T, set *hvd.ProcessSet) {
 	t.Helper()
 	all, me := set.Ranks(), set.Rank()
@@ -112,6 +113,10 @@ func passOn(ctx context.Context, t *testing.T, set *hvd.ProcessSet) {
 		t.Errorf("%v: got %v and error %v from rank %d", set, got, err, before)
 	}
 	if _, err := h.Wait(ctx); err != nil {
+		t.Error(err)
+	}
+	// No member receives this message, which is dropped with the set.
+	if err := hvd.Send(ctx, []int32{0}, before, 8, hvd.Over(set)); err != nil {
 		t.Error(err)
 	}
 }
