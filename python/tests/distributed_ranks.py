@@ -104,6 +104,17 @@ class Collectives(Ranks):
             for r, got in enumerate(outputs):
                 self.equal(got, before + r)
 
+    def test_sparse(self) -> None:
+        for dtype in (torch.float32, torch.int64):
+            # Rank r has the elements 0 and r + 1 of the rows 0 to r.
+            x = torch.zeros(self.size, self.size + 1, dtype=dtype)
+            x[: self.rank + 1, 0] = x[: self.rank + 1, self.rank + 1] = 1
+            want = x.clone()
+            dist.all_reduce(want)
+            sparse = x.to_sparse()
+            dist.all_reduce(sparse)
+            self.equal(sparse.to_dense(), want)
+
     def test_broadcast(self) -> None:
         for root in self.all:
             for dtype in (torch.float32, torch.bool, torch.complex64, torch.uint8, torch.int64, torch.float8_e5m2):
@@ -321,7 +332,8 @@ class Works(Ranks):
 
     def test_errors(self) -> None:
         for make in (
-            lambda: dist.all_reduce(torch.ones(2).to_sparse()),
+            lambda: dist.all_reduce(torch.ones(2).to_sparse(), op=dist.ReduceOp.MAX),
+            lambda: dist.broadcast(torch.ones(2).to_sparse(), 0),
             lambda: dist.all_gather([torch.ones(3)] * self.size, torch.ones(2)),
             lambda: dist.all_gather_into_tensor(torch.ones(self.size * 2 + 1), torch.ones(2)),
             lambda: dist.all_to_all_single(torch.ones(2 * self.size), torch.ones(2 * self.size), [1] * self.size, [1] * self.size),

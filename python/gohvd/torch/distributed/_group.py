@@ -198,6 +198,8 @@ class ProcessGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
         opts = _options(opts, dist.AllreduceOptions)
+        if isinstance(tensors, list) and len(tensors) == 1 and tensors[0].is_sparse:
+            return self._allreduce_sparse(tensors[0], opts)
         (t,) = given = dense(tensors, 1)
         op, flat = reduction(opts.reduceOp, t)
         parts = [Parts((flat,))]
@@ -206,6 +208,29 @@ class ProcessGroup(dist.ProcessGroup):
             targets=parts, reduce_op=op,
         )  # fmt: skip
         return self._work(Operation(label, [call], given))
+
+    def _allreduce_sparse(self, t: Tensor, opts: Any) -> dist.Work:
+        """Adds sparse tensors: it gathers the indices and the values of all ranks, in two calls of the group."""
+        if opts.reduceOp != dist.ReduceOp.SUM:
+            raise ValueError(f"all_reduce: got {opts.reduceOp.op} of sparse tensors, want ReduceOp.SUM")
+        if t.is_complex():
+            raise ValueError(f"all_reduce: sparse tensors of type {t.dtype} are not supported")
+        mine = t.coalesce()
+        calls = []
+        for rows in (mine.indices().t().contiguous(), mine.values().contiguous()):
+            (rows,) = dense([reduction(opts.reduceOp, rows).tensor], 1)
+            parts = [Parts((rows,))]
+            label, call = self._begin("all_reduce", wire.ALLGATHER, parts, rows.dtype, code(rows), (tuple(rows.shape),), opts)
+            calls.append(call)
+
+        def add() -> None:
+            (indices,), (values,) = calls[0].results(), calls[1].results()
+            total = torch.sparse_coo_tensor(indices.t(), values, t.shape, check_invariants=True)
+            t.copy_(total.coalesce())
+
+        return self._work(Operation(label, calls, [t], add))
+
+    allreduce_sparse = allreduce
 
     def broadcast(self, tensors: Any, opts: Any = None) -> dist.Work:
         opts = _options(opts, dist.BroadcastOptions)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any, Dict, List, NamedTuple, Sequence, Tuple, Union
 
 import torch
-import torch.distributed as dist
 
 from ... import _engine
 from ..._engine import Shape
@@ -26,10 +25,6 @@ class Parts(NamedTuple):
     def numel(self) -> int:
         return sum([t.numel() for t in self.tensors])
 
-    @property
-    def is_cpu(self) -> bool:
-        return self.tensors[0].is_cpu
-
 
 class _Lists(_engine.Framework[Union[Tensor, Parts]]):
     """The engine's arrays are Parts, except its staging arrays, which are tensors."""
@@ -43,20 +38,28 @@ class _Lists(_engine.Framework[Union[Tensor, Parts]]):
 
     def copy(self, target: Any, source: Any) -> None:
         parts = source if isinstance(source, Parts) else target
-        staged = (target if parts is source else source).view(-1)
-        at = 0
-        for t in parts.tensors:
-            piece = staged[at : at + t.numel()].view(t.shape)
-            at += t.numel()
+        staged = target if parts is source else source
+        for t, piece in zip(parts.tensors, _pieces(staged, parts)):
             if parts is source:
                 _torch.copy(piece, t)
             else:
                 _torch.copy(t, piece)
 
+    def fresh(self, data: memoryview, shape: Shape, like: Any) -> Tensor:
+        return _torch.fresh(data, shape, like.tensors[0])
+
+
+def _pieces(staged: Tensor, parts: Parts) -> List[Tensor]:
+    """Returns views of a staging array, one for each of the parts and with its shape."""
+    if len(parts.tensors) == 1:
+        return [staged.view(parts.tensors[0].shape)]
+    pieces = staged.view(-1).split([t.numel() for t in parts.tensors])
+    return [piece.view(t.shape) for piece, t in zip(pieces, parts.tensors)]
+
 
 LISTS = _Lists()
 
-# The types of torch with which reductions work, and the type that stands for each of them.
+# The types that stand for a type of the same size that gohvd does not know, if elements are only moved.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -132,6 +135,3 @@ def dense(tensors: Sequence[Tensor], want: int = 0) -> List[Tensor]:
         if t.dtype != given[0].dtype:
             raise ValueError(f"got tensors of types {given[0].dtype} and {t.dtype}, want one type")
     return given
-
-
-__all__ = ["LISTS", "Parts", "Reduction", "code", "dense", "dist", "moved", "reduction"]
