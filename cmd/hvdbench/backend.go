@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"errors"
+	"time"
 
 	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/internal/config"
@@ -27,6 +28,9 @@ type rawBackend struct {
 	session    *rank.Session // nil in a job with one rank
 }
 
+// leaveTime is the time limit for all ranks to finalize MPI.
+const leaveTime = 10 * time.Second
+
 // close closes the backend, its mesh and its session. All ranks must have finished their operations.
 func (b *rawBackend) close() error {
 	var errs []error
@@ -42,7 +46,12 @@ func (b *rawBackend) close() error {
 	if b.at != nil {
 		errs = append(errs, b.at.Close())
 	}
-	b.mpi.Close()
+	if b.mpi != nil {
+		b.mpi.Close()
+		ctx, cancel := context.WithTimeout(context.Background(), leaveTime)
+		defer cancel()
+		errs = append(errs, b.mpi.Leave(ctx))
+	}
 	return errors.Join(errs...)
 }
 

@@ -28,12 +28,12 @@ func TestRankOfMPI(t *testing.T) {
 	defer cancel()
 	cfg := config.Defaults()
 	cfg.MPIController, cfg.MPIOperations, cfg.SharedMemory = true, true, config.SharedNever
-	for _, lockstep := range []bool{false, true} {
-		runRank(ctx, t, &cfg, lockstep)
-	}
 	m, err := rank.JoinMPI(ctx, &cfg, true, nil)
 	if err != nil {
 		t.Fatal(err)
+	}
+	for _, lockstep := range []bool{false, true} {
+		runRank(ctx, t, &cfg, lockstep)
 	}
 	if err := m.Leave(ctx); err != nil {
 		t.Error(err)
@@ -91,6 +91,9 @@ func runRank(ctx context.Context, t *testing.T, cfg *config.Config, lockstep boo
 	})
 	for key, d := range digests {
 		fmt.Printf("digest of %s in lock-step %v: %x\n", key, lockstep, d.Sum(nil))
+	}
+	if err := m.Leave(ctx); err != nil {
+		t.Error(err)
 	}
 	t.Logf("%d cases", len(scripts))
 }

@@ -87,7 +87,8 @@ type World interface {
 	// Collectives returns the collectives for negotiation in lock-step. Only one rank of the process may use
 	// them at a time.
 	Collectives() Collectives
-	// Leave finalizes MPI if Join has initialized it, and waits for the other ranks to do so too. It fails if
-	// ctx ends, or if an operation has failed.
+	// Leave ends the use of MPI that a call of Join has begun. The last Leave finalizes MPI if Join has
+	// initialized it, and waits for the other ranks to do so too. It fails if ctx ends, or if an operation
+	// has failed.
 	Leave(ctx context.Context) error
 }

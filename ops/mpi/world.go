@@ -33,6 +33,7 @@ type world struct {
 	library string
 
 	mu     sync.Mutex // guards the fields below
+	users  int        // number of calls of Join minus number of calls of Leave
 	err    error      // why MPI cannot be used any more, or nil
 	pinned []*runtime.Pinner
 }
@@ -92,6 +93,9 @@ func Join(ctx context.Context, o Options) (World, error) {
 	if err := process.world.failure(); err != nil {
 		return nil, err
 	}
+	process.world.mu.Lock()
+	defer process.world.mu.Unlock()
+	process.world.users++
 	return process.world, nil
 }
 
@@ -269,7 +273,11 @@ func (w *world) Leave(ctx context.Context) error {
 	if err := w.failure(); err != nil {
 		return fmt.Errorf("ops/mpi: MPI is not finalized: %w", err)
 	}
-	if !w.own {
+	w.mu.Lock()
+	w.users--
+	last := w.users == 0
+	w.mu.Unlock()
+	if !w.own || !last {
 		return nil
 	}
 	err := w.await(ctx, "finalizing", func() error {
