@@ -4,9 +4,12 @@ built in.
 
 from __future__ import annotations
 
+import functools
+import os
+import subprocess
 from typing import Any, Dict, List, Optional, Sequence, Union
 
-from . import _engine
+from . import _engine, _programs
 from .process_sets import ProcessSet
 
 Average = _engine.Average
@@ -106,7 +109,7 @@ def is_homogeneous() -> bool:
 
 
 # Horovod's queries for the libraries that it was built with. gohvd reports its own transport, which is always built in,
-# as Gloo.
+# as Gloo. Some builds contain MPI.
 
 
 def mpi_threads_supported() -> bool:
@@ -115,11 +118,18 @@ def mpi_threads_supported() -> bool:
 
 
 def mpi_enabled() -> bool:
-    return False
+    """Returns whether the environment chooses MPI for the controller."""
+    return os.environ.get("HOROVOD_CONTROLLER", "").lower() == "mpi"
 
 
+@functools.lru_cache(maxsize=None)
 def mpi_built() -> bool:
-    return False
+    """Returns whether hvdrun was built with MPI. The other programs of the same build have it too."""
+    program = os.environ.get("HVD_RUN") or _programs.find("hvdrun")
+    if program is None:
+        return False
+    build = subprocess.run([program, "--check-build"], stdout=subprocess.PIPE, universal_newlines=True, check=False)
+    return "[X] MPI" in build.stdout
 
 
 def gloo_enabled() -> bool:

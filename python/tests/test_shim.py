@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 import unittest
+from unittest import mock
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
@@ -218,6 +219,16 @@ class Modules(RanksTest):
         self.assertTrue(util.gloo_built())
         self.assertFalse(util.ddl_built() or util.ccl_built() or util.gpu_available("torch"))
         self.assertEqual(util.mpi_built(), bool(hvd.mpi_built()))
+        with tempfile.TemporaryDirectory() as top:
+            for mark, want in (("X", True), (" ", False)):
+                program = os.path.join(top, "hvdrun" + mark.strip())
+                with open(program, "w") as f:
+                    f.write(f"#!/bin/sh\necho '    [{mark}] MPI'\n")
+                os.chmod(program, 0o700)
+                with mock.patch.dict(os.environ, HVD_RUN=program, HOROVOD_CONTROLLER="MPI" if want else "gloo"):
+                    hvd.mpi_built.cache_clear()
+                    self.assertEqual((hvd.mpi_built(), hvd.mpi_enabled()), (want, want))
+        hvd.mpi_built.cache_clear()
         self.assertEqual(util.nccl_built(), bool(hvd.nccl_built()))
         util.check_extension("horovod.torch", "HOROVOD_WITH_PYTORCH", __file__, "mpi_lib_v2")
         with self.assertRaises(ImportError):
