@@ -18,6 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/testmpi"
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 // digitsHash matches the line that each rank of the example prints at the end.
@@ -88,6 +89,32 @@ func TestDeathWithMPI(t *testing.T) {
 			if time.Now().After(deadline) {
 				t.Fatalf("processes %v are left", ranksOf(program))
 			}
+		}
+	})
+}
+
+// pythonSums is a program in Python that sums the ranks.
+const pythonSums = `
+import torch, gohvd.torch as hvd
+hvd.init()
+print("sum", hvd.size(), hvd.allreduce(torch.tensor([hvd.rank() + 1.0]), op=hvd.Sum).item(), flush=True)
+hvd.shutdown()
+`
+
+// A program in Python runs under mpirun. Its sidecar, which is its child, uses MPI.
+func TestPythonWithMPI(t *testing.T) {
+	testnet.NeedTorch(t)
+	python, err := filepath.Abs("../../python")
+	if err != nil {
+		t.Fatal(err)
+	}
+	testmpi.Each(t, func(t *testing.T, l testmpi.Library) {
+		cmd := l.Command(t, 3, testnet.Python, "-c", pythonSums)
+		cmd.Env = append(append(cmd.Env, allMPI...), "HVD_SIDECAR_BINARY="+l.Build(t, "build", "./cmd/hvdd"),
+			"PYTHONPATH="+python, "OMP_NUM_THREADS=1")
+		out, err := cmd.CombinedOutput()
+		if n := bytes.Count(out, []byte("sum 3 6.0\n")); err != nil || n != 3 {
+			t.Errorf("got %v and %d right sums, want 3:\n%s", err, n, out)
 		}
 	})
 }
