@@ -405,6 +405,34 @@ class Training(Ranks):
         self.assertTrue(torch.allclose(model.module.weight.grad, torch.full((1, 4), 2 * mean), rtol=1e-2))
 
 
+    def test_fsdp(self) -> None:
+        """Sharded training finds the same weights as training in one process with the batches of all ranks."""
+        try:
+            from torch.distributed.fsdp import fully_shard
+        except ImportError:
+            return  # torch 2.1 does not have it
+        from torch.distributed.device_mesh import init_device_mesh
+
+        def layers() -> torch.nn.Module:
+            torch.manual_seed(0)
+            return torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.Tanh(), torch.nn.Linear(10, 5))
+
+        alone, sharded = layers(), layers()
+        mesh = init_device_mesh("cpu", (self.size,))
+        for layer in (sharded[0], sharded[2], sharded):
+            fully_shard(layer, mesh=mesh)
+        batches = [torch.randn(4, 6) for _ in self.all]
+        optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (alone, sharded)]
+        for _ in range(3):
+            (sum(alone(b).square().mean() for b in batches) / self.size).backward()
+            sharded(batches[self.rank]).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        for want, got in zip(alone.parameters(), sharded.parameters()):
+            self.assertTrue(torch.allclose(got.full_tensor(), want, atol=1e-6), f"got {got}, want {want}")
+
+
 class Lives(Ranks):
     """The process group is made several times in one process. The order of the names makes these tests the second."""
 
