@@ -79,7 +79,7 @@ func (o *ownBlocks) fly(b *block) {
 	defer o.mu.Unlock()
 	b.writing, b.sent = true, true
 	if o.flying == nil {
-		o.flying, o.free = make(map[uint32]*block), make(map[int][]*block)
+		o.flying = make(map[uint32]*block)
 	}
 	if !o.ended {
 		o.flying[b.id] = b
@@ -98,9 +98,13 @@ func (o *ownBlocks) written(b *block) {
 
 // give makes a block free that belongs to a message that is not sent.
 func (o *ownBlocks) give(b *block) {
-	o.fly(b)
-	o.released([]uint32{b.id})
-	o.written(b)
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if o.ended {
+		b.seg.Close()
+		return
+	}
+	o.makeFree(b)
 }
 
 // released makes blocks free that the receiver has released.
@@ -110,10 +114,18 @@ func (o *ownBlocks) released(ids []uint32) {
 	for _, id := range ids {
 		if b := o.flying[id]; b != nil {
 			delete(o.flying, id)
-			class := bits.Len(uint(len(b.seg.Bytes()) - 1))
-			o.free[class] = append(o.free[class], b)
+			o.makeFree(b)
 		}
 	}
+}
+
+// makeFree adds a block to the free ones. The caller holds mu.
+func (o *ownBlocks) makeFree(b *block) {
+	if o.free == nil {
+		o.free = make(map[int][]*block)
+	}
+	class := bits.Len(uint(len(b.seg.Bytes()) - 1))
+	o.free[class] = append(o.free[class], b)
 }
 
 // end unmaps all blocks that do not belong to a message. The peer keeps its mappings.

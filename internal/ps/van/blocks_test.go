@@ -23,7 +23,7 @@ func TestBlocks(t *testing.T) {
 	for _, host := range []string{"here", ""} {
 		nodes := startJob(t, 1, 1, func(c *Config) { c.HostID, c.WaterMark = host, 4 })
 		s, w := nodes[8], nodes[9]
-		s.request = func(from int, m *Message) {
+		s.handle(func(from int, m *Message) {
 			sizes := make([]int, len(m.Data))
 			for i, d := range m.Data {
 				sizes[i] = len(d)
@@ -36,7 +36,7 @@ func TestBlocks(t *testing.T) {
 			if err := s.Reply(from, back); err != nil {
 				t.Error(err)
 			}
-		}
+		})
 		random := rand.New(rand.NewPCG(1, 2))
 		sizes := []int{0, 1, 1000, sharedBytes - 1, sharedBytes, sharedBytes + 1, 300_000, 1<<20 + 3}
 		link, err := w.link(8)
@@ -85,7 +85,7 @@ func TestBlocks(t *testing.T) {
 func TestBlocksOutliveTheLink(t *testing.T) {
 	nodes := startJob(t, 1, 1, nil)
 	got := make(chan *Message, 1)
-	nodes[8].request = func(_ int, m *Message) { got <- m }
+	nodes[8].handle(func(_ int, m *Message) { got <- m })
 	want := bytes.Repeat([]byte{7}, 1<<20)
 	if err := nodes[9].Request(t.Context(), 8, &Message{Header: &pspb.Header{Request: true},
 		Data: [][]byte{want}}); err != nil {

@@ -8,6 +8,7 @@ import (
 	"net"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -41,6 +42,10 @@ type link struct {
 	van  *Van
 	peer int      // the first id of the process
 	conn net.Conn // nil for the link of the scheduler with itself
+
+	unread  atomic.Bool // the reader has more bytes in its buffer
+	writing sync.Mutex  // guards writer
+	writer  writer
 
 	wake  chan struct{} // has an element if the writer has something to do
 	done  chan struct{} // closed when the link has ended
@@ -93,13 +98,16 @@ func (l *link) request(ctx context.Context, m *Message) error {
 		}
 		l.mu.Lock()
 	}
-	defer l.mu.Unlock()
 	if l.end != nil {
+		defer l.mu.Unlock()
 		return &NodeError{l.peer, l.end}
 	}
 	l.requests++
 	l.queuedBytes += n
-	l.push(&flight{m: m, priority: m.Header.Priority})
+	l.queue.push(&flight{m: m}, m.Header.Priority)
+	alone := l.requests == 1
+	l.mu.Unlock()
+	l.send(alone)
 	return nil
 }
 
@@ -128,21 +136,18 @@ func (l *link) reply(m *Message) error {
 		l.fail(fmt.Errorf("its replies are not read: %d wait", maxReplies))
 	}
 	l.mu.Lock()
-	defer l.mu.Unlock()
 	if l.end != nil {
+		defer l.mu.Unlock()
 		return &NodeError{l.peer, l.end}
 	}
 	l.replies++
-	l.push(&flight{m: m, priority: m.Header.Priority, reply: true})
+	l.queue.push(&flight{m: m, reply: true}, m.Header.Priority)
+	l.mu.Unlock()
+	l.send(!l.unread.Load())
 	return nil
 }
 
-// push appends f to the queue and wakes the writer. The caller holds mu.
-func (l *link) push(f *flight) {
-	l.queue.push(f, f.priority)
-	l.notify()
-}
-
+// notify wakes the writer.
 func (l *link) notify() {
 	select {
 	case l.wake <- struct{}{}:
@@ -150,8 +155,9 @@ func (l *link) notify() {
 	}
 }
 
-// next returns the next message to write, or nil if there is none. The method written must be called for it.
-func (l *link) next() *flight {
+// next returns the next message to write, or nil if there is none. If short is set, it returns nil for a
+// message that may take long to write. The method written must be called for the message.
+func (l *link) next(short bool) *flight {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	switch {
@@ -165,27 +171,34 @@ func (l *link) next() *flight {
 		l.acks = nil
 		return &flight{m: m}
 	}
-	f := l.pop()
+	f := l.pop(short)
 	l.busy = l.busy || f != nil
 	return f
 }
 
-// settled records that the writer has written all that next returned.
-func (l *link) settled() {
+// settled records that all that next returned was written. If the queue is not empty, it returns false.
+func (l *link) settled() bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	if l.queue.len() > 0 || len(l.again) > 0 {
+		return false
+	}
 	l.busy = false
-	if l.idle != nil && l.queue.len() == 0 && len(l.again) == 0 && l.out.empty() {
+	if l.idle != nil && l.out.empty() {
 		close(l.idle)
 		l.idle = nil
 	}
+	return true
 }
 
 // pop removes the first message that may be sent from the queue: one that is sent again, or else a new one.
-// The caller holds mu.
-func (l *link) pop() *flight {
+// If short is set, it leaves a long message in the queue. The caller holds mu.
+func (l *link) pop(short bool) *flight {
 	for len(l.again) > 0 {
 		f := l.again[0]
+		if short && !f.m.short() {
+			return nil
+		}
 		l.again = l.again[1:]
 		f.queued = false
 		if !f.acked {
@@ -197,6 +210,9 @@ func (l *link) pop() *flight {
 	numbered := l.van.reliable && l.conn != nil
 	if l.queue.len() == 0 || numbered && l.out.full() {
 		return nil // an acknowledgement wakes the writer
+	}
+	if short && !l.queue.items[0].f.m.short() {
+		return nil
 	}
 	f := l.queue.pop()
 	if f.reply {
@@ -286,28 +302,121 @@ func (l *link) flush(ctx context.Context) {
 
 // write writes messages until the link ends.
 func (l *link) write() {
-	w := writer{l: l, conn: l.conn}
+	l.writing.Lock()
+	l.writer = writer{l: l, conn: l.conn}
+	if sc, ok := l.conn.(syscall.Conn); ok {
+		// An error means that the connection is closed, which the next write reports.
+		l.writer.raw, _ = sc.SyscallConn()
+	}
+	l.writing.Unlock()
+	l.notify() // messages may have been queued before
 	for {
 		select {
 		case <-l.wake:
 		case <-l.done:
 			return
 		}
-		for f := l.next(); f != nil; f = l.next() {
-			if err := w.put(f); err != nil {
-				l.fail(err)
-				return
-			}
+		l.writing.Lock()
+		err := l.writer.drain()
+		l.writing.Unlock()
+		if err != nil {
+			l.fail(err)
+			return
 		}
-		l.settled()
 	}
 }
 
-// writer collects small messages and writes them together.
+// send writes what is queued. If alone is set, it writes as much as is possible without waiting, so that a
+// short message leaves in the goroutine that sends it. The goroutine that writes does the rest. If alone is
+// not set, more messages are about to be queued, and that goroutine writes several together.
+func (l *link) send(alone bool) {
+	if !alone || !l.writing.TryLock() {
+		l.notify()
+		return
+	}
+	done := l.writer.try()
+	l.writing.Unlock()
+	if !done {
+		l.notify()
+	}
+}
+
+// writer collects small messages and writes them together. It is guarded by the lock writing of its link.
 type writer struct {
 	l     *link
 	conn  net.Conn
+	raw   syscall.RawConn // nil if the connection cannot be written without waiting
 	batch []byte
+	rest  []byte // the part of batch that could not be written without waiting
+	err   error  // error of a write without waiting
+}
+
+// drain writes all messages in the queue.
+func (w *writer) drain() error {
+	if w.err != nil {
+		return w.err
+	}
+	if len(w.rest) > 0 {
+		if _, err := w.conn.Write(w.rest); err != nil {
+			return err
+		}
+		w.rest = nil
+	}
+	for f := w.l.next(false); f != nil; f = w.l.next(false) {
+		if err := w.put(f); err != nil {
+			return err
+		}
+	}
+	w.l.settled()
+	return nil
+}
+
+// try writes messages without waiting. It returns false if something is left to write.
+func (w *writer) try() bool {
+	if w.raw == nil || len(w.rest) > 0 || w.err != nil {
+		return false
+	}
+	w.batch = w.batch[:0]
+	for f := w.l.next(true); f != nil; f = w.l.next(true) {
+		if w.err = w.add(f); w.err != nil {
+			return false
+		}
+		if len(w.batch) >= batchBytes {
+			break
+		}
+	}
+	if len(w.batch) > 0 {
+		w.rest = w.batch[w.writeRaw(w.batch):]
+	}
+	return len(w.rest) == 0 && w.err == nil && w.l.settled()
+}
+
+// writeRaw writes as much of b as the connection takes without waiting, and returns the number of bytes.
+func (w *writer) writeRaw(b []byte) (n int) {
+	var errno error
+	err := w.raw.Write(func(fd uintptr) bool {
+		n, errno = unix.Write(int(fd), b)
+		return true // do not wait
+	})
+	if errno == unix.EAGAIN || errno == unix.EINTR {
+		errno = nil
+	}
+	w.err = errors.Join(err, errno)
+	return max(n, 0)
+}
+
+// short reports whether the message can be written without waiting, because it is copied into the batch.
+func (m *Message) short() bool {
+	for i, d := range m.Data {
+		if m.own != nil && m.own[i] != nil {
+			if !m.own[i].sent {
+				return false // its descriptor is to be sent
+			}
+		} else if len(d) >= wholeBytes {
+			return false
+		}
+	}
+	return true
 }
 
 // put writes f, together with the messages behind it that are small.
@@ -324,7 +433,7 @@ func (w *writer) put(f *flight) error {
 		if len(w.batch) >= batchBytes {
 			break
 		}
-		if f = w.l.next(); f == nil {
+		if f = w.l.next(false); f == nil {
 			break
 		}
 	}
@@ -388,6 +497,7 @@ func (l *link) read(r *reader) error {
 			return err
 		}
 		l.heard.Store(int64(l.van.now()))
+		l.unread.Store(r.in.Buffered() > 0)
 		l.van.counters.received.Add(uint64(m.size))
 		l.van.verbose("received", l.peer, m)
 		if l.van.cfg.Faults == nil {

@@ -37,8 +37,11 @@ func (ignore) Tick(time.Time)            {}
 // node is a node of a test. Its Handler answers requests, and records what arrives.
 type node struct {
 	*Van
-	request  func(from int, m *Message) // handles requests instead; may be nil
-	response func(m *Message)           // is called for responses; may be nil, guarded by mu
+
+	// The following two are guarded by mu and may be nil. request handles requests instead, and response is
+	// called for responses.
+	request  func(from int, m *Message)
+	response func(m *Message)
 
 	mu    sync.Mutex
 	got   []string // bodies of requests
@@ -48,8 +51,11 @@ type node struct {
 }
 
 func (n *node) Receive(from int, m *Message) {
-	if m.Header.Request && n.request != nil {
-		n.request(from, m)
+	n.mu.Lock()
+	request := n.request
+	n.mu.Unlock()
+	if m.Header.Request && request != nil {
+		request(from, m)
 		return
 	}
 	defer m.Release()
@@ -99,6 +105,13 @@ func (n *node) until(t *testing.T, what string, cond func() bool) {
 			t.Fatalf("%s: not within a minute", what)
 		}
 	}
+}
+
+// handle makes the function f handle the requests.
+func (n *node) handle(f func(from int, m *Message)) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.request = f
 }
 
 // config returns the configuration of a node of a test.
@@ -313,7 +326,10 @@ func TestSilence(t *testing.T) {
 		}
 	})
 	nodes[1].until(t, "the scheduler misses worker 0", func() bool { return nodes[1].lost[9] != nil })
-	testnet.WantError(t, nodes[1].lost[9], "no message came from it for", "PS_HEARTBEAT_TIMEOUT is 500ms")
+	nodes[1].mu.Lock()
+	lost := nodes[1].lost[9]
+	nodes[1].mu.Unlock()
+	testnet.WantError(t, lost, "no message came from it for", "PS_HEARTBEAT_TIMEOUT is 500ms")
 	testnet.Eventually(t, "server 0 learns it", func() bool {
 		return slices.Equal(nodes[8].Dead(time.Hour),
 			[]int{9})

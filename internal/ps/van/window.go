@@ -43,9 +43,8 @@ func (w *inWindow) get(sequence uint64) bool {
 
 // flight is a message that is queued, or was sent and is not acknowledged.
 type flight struct {
-	m        *Message
-	priority int32
-	reply    bool // counts as a reply in the link's queue
+	m     *Message
+	reply bool // counts as a reply in the link's queue
 
 	// The following fields are used only for messages with a sequence number. queued says that the message
 	// is to be sent again.
