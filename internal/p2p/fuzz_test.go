@@ -59,8 +59,10 @@ func FuzzFrames(f *testing.F) {
 			return &p2p.Op{Peer: 1, Tag: 4, DType: tensor.Uint8, Buf: make([]byte, numBytes),
 				Done: func(err error) { ended <- err }}
 		}
-		if x.Receive(op(3)) != nil || x.Receive(op(3)) != nil || x.Send(op(100_000)) != nil {
-			t.Fatal("the operations did not begin")
+		for _, err := range []error{x.Receive(op(3)), x.Receive(op(3)), x.Send(op(100_000))} {
+			if err != nil {
+				t.Fatal(err)
+			}
 		}
 		conn, err := c.Mesh(1).Conn(t.Context(), lane, 0)
 		if err == nil {

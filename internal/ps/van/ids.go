@@ -27,17 +27,6 @@ func (r Role) String() string {
 	return "role " + strconv.Itoa(int(r))
 }
 
-// group returns the group that has all nodes of the role.
-func (r Role) group() int {
-	switch r {
-	case Server:
-		return GroupServers
-	case Worker:
-		return GroupWorkers
-	}
-	return GroupScheduler
-}
-
 // These are the groups. A sum of groups is their union, so 7 is the group of all nodes.
 const (
 	GroupScheduler = 1
