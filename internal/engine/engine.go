@@ -166,9 +166,9 @@ type Engine struct {
 	released  chan struct{} // when closed, connections and goroutines are gone too
 	failure   error         // why the epoch ended (nil after a shutdown); read only after ended is closed
 	mu        sync.Mutex
-	finished  []finishedWork  // work that lanes have ended; guarded by mu
-	broken    []brokenChannel // channels for messages that have failed; guarded by mu
-	late      []lateMessage   // messages that have timed out; guarded by mu
+	finished  []finishedWork // work that lanes have ended; guarded by mu
+	broken    []error        // why channels for messages have failed; guarded by mu
+	late      []lateMessage  // messages that have timed out; guarded by mu
 	messages  messages
 
 	// Only the goroutine that runs turns may use these fields. It holds the scheduler's lock.
@@ -179,15 +179,14 @@ type Engine struct {
 	negotiation negotiation
 	polled      []*frames // the received frames of each link
 	clock       rankClock
-	tracing     bool            // whether the coordinator records arrival times for the observer
-	publishedAt time.Duration   // the time at which published was set
-	cycleTime   time.Duration   // HOROVOD_CYCLE_TIME or the value that rank 0 has chosen since
-	granted     int             // number of grants that were dispatched and are not finished
-	doubtful    []brokenChannel // channels for messages whose process set may have been removed, oldest first
-	started     []*lane         // lanes with work that a turn has started
-	stopped     bool            // whether the coordinator's stop was applied
-	stopCause   error           // *StallError or *PeerError; nil if this rank asked for the stop
-	due         time.Duration   // the earliest deadline of the operations in flight
+	tracing     bool          // whether the coordinator records arrival times for the observer
+	publishedAt time.Duration // the time at which published was set
+	cycleTime   time.Duration // HOROVOD_CYCLE_TIME or the value that rank 0 has chosen since
+	granted     int           // number of grants that were dispatched and are not finished
+	started     []*lane       // lanes with work that a turn has started
+	stopped     bool          // whether the coordinator's stop was applied
+	stopCause   error         // *StallError or *PeerError; nil if this rank asked for the stop
+	due         time.Duration // the earliest deadline of the operations in flight
 	stallLog    stallLog
 	works       []*work // work values that later grants can reuse
 	scratch     struct {

@@ -70,10 +70,8 @@ type lane struct {
 	// spawn starts the goroutine of run. It is called when run has something to do for the first time.
 	spawn func()
 
-	// voted holds submitted entries, indexed by their cache bits. removed is set if the set was removed. Only
-	// the loop uses these fields.
-	voted   votes
-	removed bool
+	// voted holds submitted entries, indexed by their cache bits. Only the loop uses it.
+	voted votes
 
 	// mu guards the fields below. The fields executing and claimed also determine the owner of scratch and
 	// execution: run owns them while executing is set, and the loop while claimed is set.

@@ -156,9 +156,6 @@ func (e *Engine) RunLoopOnce() (next time.Duration, over bool, err error) {
 		e.publish(len(stalls) > 0)
 		e.reportStalls(stalls)
 	}
-	if len(e.doubtful) > 0 {
-		next = min(next, e.doubtful[0].at+e.cfg.LivenessTimeout)
-	}
 	return min(next, e.due, e.clock.due, e.stallLog.due()), false, nil
 }
 
@@ -171,8 +168,12 @@ func (e *Engine) takeFinished() {
 	broken, late := e.broken, e.late
 	e.broken, e.late = nil, nil
 	e.mu.Unlock()
-	e.doubtful = append(e.doubtful, broken...)
-	e.judgeChannels()
+	for _, err := range broken {
+		if !errors.Is(err, transport.ErrClosed) {
+			e.log.Warn("a channel for messages failed", zap.Error(err))
+			e.member.Suspect(blame(err, e.cfg.Rank))
+		}
+	}
 	for _, m := range late {
 		e.member.TimeoutOfMessage(m.set, m.name, m.peer, m.timeout)
 	}

@@ -3,7 +3,6 @@ package engine
 import (
 	"errors"
 	"fmt"
-	"slices"
 	"sync"
 	"time"
 
@@ -77,8 +76,7 @@ func (e *Engine) exchange(set topo.ProcessSetID) (*p2p.Exchange, error) {
 	x := p2p.New(p2p.Config{
 		Mesh: e.cfg.Mesh, Lane: transport.MessageLane(set), Ranks: l.set.Ranks, Me: l.me,
 		Memory: e.cfg.Memory, Groups: e.cfg.Groups,
-		Failed:       func(err error) { e.channelFailed(set, err) },
-		StallWarning: e.cfg.StallWarning, OnStall: e.messageStalled,
+		Failed: e.channelFailed, StallWarning: e.cfg.StallWarning, OnStall: e.messageStalled,
 		OnTimeout: func(o *p2p.Op) { e.messageTimedOut(set, o) },
 	})
 	for r := range e.messages.left {
@@ -91,42 +89,12 @@ func (e *Engine) exchange(set topo.ProcessSetID) (*p2p.Exchange, error) {
 	return x, nil
 }
 
-// brokenChannel is a channel for messages of a process set that has failed with err at the given time.
-type brokenChannel struct {
-	set topo.ProcessSetID
-	err error
-	at  time.Duration
-}
-
 // channelFailed reports to the next turn that a channel for messages has failed.
-func (e *Engine) channelFailed(set topo.ProcessSetID, err error) {
+func (e *Engine) channelFailed(err error) {
 	e.mu.Lock()
-	e.broken = append(e.broken, brokenChannel{set, err, e.observer.since()})
+	e.broken = append(e.broken, err)
 	e.mu.Unlock()
 	e.sched.notify()
-}
-
-// judgeChannels suspects the peers whose channels for messages have failed. A peer also closes its channel
-// when it has removed the process set, perhaps before this rank gets the removal. So the failure of a channel
-// counts only if the set still exists after the liveness timeout. By then this rank has got the removal, or a
-// verdict if the peer has died. The global set is never removed, so failures of its channels count at once.
-func (e *Engine) judgeChannels() {
-	e.doubtful = slices.DeleteFunc(e.doubtful, func(b brokenChannel) bool {
-		if errors.Is(b.err, transport.ErrClosed) {
-			return true
-		}
-		if b.set != topo.Global {
-			if l := e.lanes.find(b.set); l == nil || l.removed {
-				return true
-			}
-			if e.now < b.at+e.cfg.LivenessTimeout {
-				return false
-			}
-		}
-		e.log.Warn("a channel for messages failed", zap.Error(b.err))
-		e.member.Suspect(blame(b.err, e.cfg.Rank))
-		return true
-	})
 }
 
 func (e *Engine) messageStalled(o *p2p.Op, waited time.Duration) {

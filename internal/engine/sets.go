@@ -105,7 +105,6 @@ func (e *Engine) changeSets(g *controller.Grant) (*lane, error) {
 	case message.RemoveProcessSet:
 		if l := e.lanes.find(r.Set); l != nil {
 			l.refuse(ErrNoProcessSet)
-			l.removed = true
 			return l, nil
 		}
 	}
