@@ -404,6 +404,7 @@ func (c *Coordinator) suspect(by topo.Rank, up *message.Up) {
 	case int(up.Suspect) >= len(c.ranks):
 		c.failSender(by, fmt.Errorf("got a suspicion of rank %d, want a rank from 0 to %d", up.Suspect,
 			len(c.ranks)-1))
+	case c.sets.find(up.Set) == nil: // the suspect has removed the set, and the sender is about to
 	case up.Suspect == by:
 		c.fail([]topo.Rank{by}, up.Reason)
 	case c.suspicion == nil:

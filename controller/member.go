@@ -70,7 +70,7 @@ type Member struct {
 	left         []topo.Rank // ranks that have left (DownLeft) but that this rank still needs
 	stopReason   string
 	stopRanks    []topo.Rank
-	timeouts     []message.Up // timeout frames to send
+	reports      []message.Up // frames about timeouts and broken channels to send
 	suspected    *Verdict     // the suspicion that this rank has reported
 	suspectedAt  time.Duration
 	suspectFrame bool // whether the suspicion has yet to be sent
@@ -239,6 +239,19 @@ func (m *Member) Suspect(r topo.Rank, reason string) {
 	}
 	m.suspected = &Verdict{Ranks: []topo.Rank{r}, Reason: reason}
 	m.suspectedAt, m.suspectFrame = m.now, true
+}
+
+// SuspectChannel records that the channel for messages of a process set to rank r has failed. If other ranks
+// have removed the set already, that is no failure. The coordinator knows whether they have, so in a set that
+// can be removed the suspicion never becomes the verdict by itself.
+func (m *Member) SuspectChannel(set topo.ProcessSetID, r topo.Rank, reason string) {
+	switch {
+	case set == topo.Global:
+		m.Suspect(r, reason)
+	case m.state == memberRunning || m.state == memberDraining:
+		m.reports = append(m.reports,
+			message.Up{Type: message.UpSuspect, Set: set, Suspect: r, Reason: reason})
+	}
 }
 
 // Lost records that the connection to rank 0, or to the leader, has ended. If this rank has sent bye, the
@@ -490,9 +503,9 @@ func (m *Member) appendFrames() {
 		m.ups = append(m.ups, &message.Up{Type: message.UpReleased, Seen: m.seen, Suspect: r})
 		return true
 	})
-	for i := range m.timeouts {
-		u := &m.timeouts[i]
-		u.Seen, u.Granted = m.seen, m.running.has(u.Set, u.Tensor)
+	for i := range m.reports {
+		u := &m.reports[i]
+		u.Seen, u.Granted = m.seen, u.Type == message.UpTimeout && m.running.has(u.Set, u.Tensor)
 		m.ups = append(m.ups, u)
 	}
 	switch {
@@ -553,7 +566,7 @@ func (m *Member) Advance() {
 		}
 	}
 	m.ups = m.ups[:0]
-	m.timeouts = m.timeouts[:0]
+	m.reports = m.reports[:0]
 	if m.news && !m.cfg.Lockstep {
 		m.newsTaken()
 	}

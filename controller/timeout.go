@@ -33,7 +33,7 @@ func (m *Member) timedOut(u message.Up, after time.Duration) {
 		return
 	}
 	u.Type, u.Millis = message.UpTimeout, millis(after)
-	m.timeouts = append(m.timeouts, u)
+	m.reports = append(m.reports, u)
 }
 
 // has reports whether a grant in the list contains the tensor.
@@ -57,6 +57,9 @@ func (c *Coordinator) timeout(by topo.Rank, u *message.Up) {
 		c.fail(silent, timeoutText(message.NoKind, by, u, have(silent)+" been silent for "+
 			seconds(c.now-c.ranks[silent[0]].lastReceived)))
 		return
+	}
+	if u.Message && c.sets.find(u.Set) == nil {
+		return // the removal of the set is about to end the message
 	}
 	if u.Message {
 		why := fmt.Sprintf("rank %d has not taken part in it", u.Suspect)

@@ -166,9 +166,9 @@ type Engine struct {
 	released  chan struct{} // when closed, connections and goroutines are gone too
 	failure   error         // why the epoch ended (nil after a shutdown); read only after ended is closed
 	mu        sync.Mutex
-	finished  []finishedWork // work that lanes have ended; guarded by mu
-	broken    []error        // why channels for messages have failed; guarded by mu
-	late      []lateMessage  // messages that have timed out; guarded by mu
+	finished  []finishedWork  // work that lanes have ended; guarded by mu
+	broken    []brokenChannel // channels for messages that have failed; guarded by mu
+	late      []lateMessage   // messages that have timed out; guarded by mu
 	messages  messages
 
 	// Only the goroutine that runs turns may use these fields. It holds the scheduler's lock.

@@ -168,10 +168,11 @@ func (e *Engine) takeFinished() {
 	broken, late := e.broken, e.late
 	e.broken, e.late = nil, nil
 	e.mu.Unlock()
-	for _, err := range broken {
-		if !errors.Is(err, transport.ErrClosed) {
-			e.log.Warn("a channel for messages failed", zap.Error(err))
-			e.member.Suspect(blame(err, e.cfg.Rank))
+	for _, b := range broken {
+		if !errors.Is(b.err, transport.ErrClosed) {
+			e.log.Info("a channel for messages failed", zap.Int("set", int(b.set)), zap.Error(b.err))
+			suspect, reason := blame(b.err, e.cfg.Rank)
+			e.member.SuspectChannel(b.set, suspect, reason)
 		}
 	}
 	for _, m := range late {

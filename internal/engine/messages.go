@@ -76,7 +76,8 @@ func (e *Engine) exchange(set topo.ProcessSetID) (*p2p.Exchange, error) {
 	x := p2p.New(p2p.Config{
 		Mesh: e.cfg.Mesh, Lane: transport.MessageLane(set), Ranks: l.set.Ranks, Me: l.me,
 		Memory: e.cfg.Memory, Groups: e.cfg.Groups,
-		Failed: e.channelFailed, StallWarning: e.cfg.StallWarning, OnStall: e.messageStalled,
+		Failed:       func(err error) { e.channelFailed(set, err) },
+		StallWarning: e.cfg.StallWarning, OnStall: e.messageStalled,
 		OnTimeout: func(o *p2p.Op) { e.messageTimedOut(set, o) },
 	})
 	for r := range e.messages.left {
@@ -89,10 +90,17 @@ func (e *Engine) exchange(set topo.ProcessSetID) (*p2p.Exchange, error) {
 	return x, nil
 }
 
-// channelFailed reports to the next turn that a channel for messages has failed.
-func (e *Engine) channelFailed(err error) {
+// brokenChannel is a channel for messages of a process set that has failed.
+type brokenChannel struct {
+	set topo.ProcessSetID
+	err error
+}
+
+// channelFailed reports to the next turn that a channel for messages has failed, perhaps only because the
+// peer has removed the process set earlier than this rank.
+func (e *Engine) channelFailed(set topo.ProcessSetID, err error) {
 	e.mu.Lock()
-	e.broken = append(e.broken, err)
+	e.broken = append(e.broken, brokenChannel{set, err})
 	e.mu.Unlock()
 	e.sched.notify()
 }

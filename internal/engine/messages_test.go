@@ -1,15 +1,20 @@
 package engine_test
 
 import (
+	"errors"
 	"testing"
+	"testing/synctest"
+	"time"
 
 	"github.com/gohvd/gohvd/internal/arena"
+	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/p2p"
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/testcluster"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/trace"
+	"github.com/gohvd/gohvd/tensorqueue"
 )
 
 // Rank 0 sends a small message, a large one in an arena, and one that does not fit. Both ranks count them.
@@ -74,6 +79,54 @@ func TestMessagesAreCounted(t *testing.T) {
 			t.Errorf("rank %d: got %d messages, want %d", r.Rank, n, 3-refused)
 		}
 	})
+}
+
+// One member removes a process set while the other one still waits for a message and for an earlier
+// operation. The end of the channel is then no failure, and the removal ends the message.
+func TestMessagesOfARemovedSet(t *testing.T) {
+	both(t, func(t *testing.T, lockstep bool) {
+		synctest.Test(t, func(t *testing.T) {
+			c := start(t, 2, withSet(lockstep))
+			message := make(chan error, 1)
+			recv := &p2p.Op{Peer: 0, DType: tensor.Uint8, Buf: make([]byte, 1),
+				Timeout: time.Second, Done: func(err error) { message <- err }}
+			if err := c.engines[1].Post(1, recv, true); err != nil {
+				t.Fatal(err)
+			}
+			sent, release := c.submit(0, over(1, broadcast())), make(chan struct{})
+			received := over(1, broadcast())
+			received.Done = func(error) { <-release }
+			if err := c.engines[1].Submit(received); err != nil {
+				t.Fatal(err)
+			}
+			if err := c.wait(sent); err != nil {
+				t.Error(err)
+			}
+			one := c.submit(1, removal(1))
+			if err := c.wait(c.submit(0, removal(1))); err != nil {
+				t.Error(err)
+			}
+			time.Sleep(5 * time.Second) // longer than the timeout, and than it takes to decide a suspicion
+			if isDone(one) || isDone(message) {
+				t.Error("the removal or the message has ended before the earlier operation")
+			}
+			close(release)
+			if err := c.wait(one); err != nil {
+				t.Error(err)
+			}
+			if err := c.wait(message); !errors.Is(err, engine.ErrNoProcessSet) {
+				t.Errorf("the message: got error %v, want ErrNoProcessSet", err)
+			}
+			c.shutdown()
+		})
+	})
+}
+
+// broadcast returns a broadcast of one byte from rank 0.
+func broadcast() *tensorqueue.Entry {
+	b := make([]byte, 1)
+	return &tensorqueue.Entry{Request: message.Request{Kind: message.Broadcast, Name: "b", DType: tensor.Uint8,
+		Shape: tensor.Shape{1}}, Input: b, Output: b}
 }
 
 // total returns the number of operations of the given kind.

@@ -125,6 +125,9 @@ func AppendUp(b []byte, u *Up) ([]byte, error) {
 			b = appendText(b, u.Reason)
 		}
 	case UpSuspect, UpLost, UpFault:
+		if u.Type == UpSuspect {
+			b = binary.LittleEndian.AppendUint32(b, uint32(u.Set))
+		}
 		b = binary.LittleEndian.AppendUint32(b, uint32(u.Suspect))
 		b = appendText(b, u.Reason)
 	case UpReleased:
@@ -186,6 +189,9 @@ func DecodeUp(b []byte, u *Up) error {
 			u.Suspect = d.rank()
 		}
 	case UpSuspect, UpLost, UpFault:
+		if u.Type == UpSuspect {
+			u.Set = topo.ProcessSetID(d.u32())
+		}
 		u.Suspect = d.rank()
 		u.Reason = d.text()
 	case UpReleased:

@@ -40,6 +40,7 @@ func upSamples() []*message.Up {
 		{Type: message.UpTimeout, Seen: 9, Set: 2, Tensor: "recv from rank 3, tag 1", Message: true, Suspect: 3},
 		{Type: message.UpBye, Seen: math.MaxUint64},
 		{Type: message.UpSuspect, Suspect: 3, Reason: "connection reset"},
+		{Type: message.UpSuspect, Set: 7, Suspect: 3, Reason: "connection reset"},
 		{Type: message.UpLost, Suspect: 4, Reason: "the process exited"},
 		{Type: message.UpFault, Suspect: 5, Reason: "malformed frame"},
 		{Type: message.UpNews, Seen: 1, Shutdown: true},

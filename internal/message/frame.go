@@ -70,7 +70,8 @@ type Up struct {
 	// set and the time limit of the operation. In an UpHeartbeat, they are the oldest grant that the sender
 	// has not finished, its process set and its age. They are zero if there is no such grant. With Shutdown,
 	// Tensor is the last operation that the sender has finished, such as `allreduce "g"`, and Millis is the
-	// time since its end.
+	// time since its end. In an UpSuspect, Set alone is used: if a channel for messages has failed, it is the
+	// process set of the channel, otherwise the global set.
 	Tensor string
 	Set    topo.ProcessSetID
 	Millis uint32

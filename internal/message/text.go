@@ -26,6 +26,9 @@ func (u *Up) String() string {
 	fmt.Fprintf(&b, "%v seen=%d", u.Type, u.Seen)
 	switch u.Type {
 	case UpSuspect, UpLost, UpFault:
+		if u.Set != 0 {
+			fmt.Fprintf(&b, " set=%d", u.Set)
+		}
 		fmt.Fprintf(&b, " rank=%d %s", u.Suspect, u.Reason)
 	case UpReleased:
 		fmt.Fprintf(&b, " rank=%d", u.Suspect)
