@@ -464,6 +464,39 @@ func TestRevoked(t *testing.T) {
 	}
 }
 
+// The sender shuts down and its channel ends while the receiver copies a message. The receive does not end
+// before the receiver has stopped to write into its memory.
+func TestChannelEndsDuringCopy(t *testing.T) {
+	meshes := sharedMeshes(t, 2)
+	g := &gate{meshes[1].(shm.Sharer), make(chan struct{}), make(chan struct{})}
+	meshes[1] = g
+	j := newJob(t, meshes)
+	j.send(0, 1, 1, payload(1, 1<<20))
+	received := j.receive(1, 0, 1, 1<<20)
+	<-g.waits
+	j.ranks[1].Left(0)
+	j.ranks[0].Close(errOver, true)
+	j.ranks = j.ranks[1:] // the cleanup must not use rank 0 any more
+	if err := meshes[0].Close(); err != nil {
+		t.Error(err)
+	}
+	select {
+	case err := <-received.done:
+		t.Errorf("the receive has ended during the copy with error %v", err)
+		received.done <- err
+	case <-time.After(time.Second):
+	}
+	close(g.open)
+	if err := received.wait(t); err == nil || err.Error() != "rank 0 shut down" {
+		t.Errorf("the receive has ended with error %v, want that rank 0 shut down", err)
+	}
+	select {
+	case err := <-j.failures:
+		t.Errorf("got failure %v", err)
+	default:
+	}
+}
+
 // An operation that does not end in time is reported, again and again. One that ends is not.
 func TestTimeout(t *testing.T) {
 	c := mem.New(2)

@@ -308,9 +308,11 @@ func (p *peer) silence() {
 	}
 	for _, some := range ended {
 		for _, id := range slices.Sorted(maps.Keys(*some)) {
-			ops, errs = append(ops, (*some)[id]), append(errs, &LeftError{[]topo.Rank{p.rank}})
+			if o := (*some)[id]; !o.receive || !o.shared { // otherwise fetch uses its memory and ends it
+				ops, errs = append(ops, o), append(errs, &LeftError{[]topo.Rank{p.rank}})
+				delete(*some, id)
+			}
 		}
-		*some = nil
 	}
 	x.mu.Unlock()
 	for i, o := range ops {

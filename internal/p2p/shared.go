@@ -96,15 +96,16 @@ func (p *peer) shared(h header, in *bufio.Reader) error {
 // the peer.
 func (p *peer) fetch(o *Op, m message) {
 	err := p.copyFrom(m.place, o.Buf)
-	if err != nil && err != errRevoked {
-		p.fail(err)
-		return // o ends with the failure, or when the peer has left
-	}
 	x := p.x
 	x.mu.Lock()
 	for err == errRevoked && !p.silent && !p.closed {
 		// The job has failed or the peer has left, and this rank is about to learn which.
 		p.wake.Wait()
+	}
+	if err != nil && err != errRevoked && !p.departed() && !p.closed {
+		x.mu.Unlock()
+		x.cfg.Failed(err)
+		return // Close ends o
 	}
 	_, mine := p.expected[m.id]
 	delete(p.expected, m.id)
@@ -115,7 +116,7 @@ func (p *peer) fetch(o *Op, m message) {
 	if err != nil {
 		err = &LeftError{[]topo.Rank{p.rank}}
 	}
-	if mine { // otherwise silence or Close ends it
+	if mine { // otherwise Close ends it
 		o.Done(err)
 	}
 }
