@@ -424,6 +424,27 @@ func TestClose(t *testing.T) {
 	})
 }
 
+// lateMesh opens channels only when the caller gives up.
+type lateMesh struct{ transport.Mesh }
+
+// Conn implements transport.Mesh.
+func (m lateMesh) Conn(ctx context.Context, l transport.Lane, peer topo.Rank) (transport.Conn, error) {
+	<-ctx.Done()
+	return m.Mesh.Conn(context.Background(), l, peer)
+}
+
+// A channel to a rank that has shut down opens at the moment at which this rank gives it up. The receive that
+// waits for the rank ends nevertheless.
+func TestLeftOpensLate(t *testing.T) {
+	c := mem.New(2)
+	j := newJob(t, []transport.Mesh{lateMesh{c.Mesh(0)}, c.Mesh(1)})
+	received := j.receive(0, 1, 1, 10)
+	j.ranks[0].Left(1)
+	if err := received.wait(t); err == nil || err.Error() != "rank 1 shut down" {
+		t.Errorf("the receive has ended with error %v, want that rank 1 shut down", err)
+	}
+}
+
 // gate is the memory of peers whose chunks arrive when open is closed.
 type gate struct {
 	shm.Sharer

@@ -171,9 +171,8 @@ func (p *peer) expire() {
 	p.x.mu.Lock()
 	switch {
 	case p.closed || p.silent:
-	case p.state == opening:
-		p.giveUp()
-	case len(p.expected) > 0: // a large message still arrives
+	case p.state == opening || len(p.expected) > 0: // a large message still arrives
+		p.giveUp() // the channel may open nevertheless at this moment
 		time.AfterFunc(departTimeout, p.expire)
 	default:
 		p.x.mu.Unlock()
