@@ -107,6 +107,18 @@ func TestMessagesRefused(t *testing.T) {
 	})
 }
 
+// A rank that is alone cannot receive a message of any rank. It gets an error at once, which names no rank.
+func TestMessagesOfNobody(t *testing.T) {
+	run(t, 1, func(ctx context.Context, e *hvd.Engine) {
+		var usage *hvd.UsageError
+		_, err := hvd.Recv(ctx, []int8{0}, hvd.AnySource, 1, hvd.On(e))
+		const want = `hvd: recv: got process set 0 of ranks [0], want a process set with another rank`
+		if !errors.As(err, &usage) || err.Error() != want {
+			t.Errorf("got error %v, want %s", err, want)
+		}
+	})
+}
+
 // If a rank waits for messages of ranks that have shut down, it gets an error that names them, also if there
 // was never a message between them. Messages that were sent before are received.
 func TestMessagesOfALeaver(t *testing.T) {

@@ -20,6 +20,9 @@ func (c *Call) Post(o *p2p.Op, peer, tag int) error {
 	if peer == int(c.Set.Ranks[c.Set.Me]) {
 		return c.Misuse("got rank %d, which is this rank, want another rank of %v", peer, c.Set)
 	}
+	if c.Set.Size() == 1 {
+		return c.Misuse("got %v, want a process set with another rank", c.Set)
+	}
 	if peer != int(p2p.AnySource) || c.Kind != message.Recv {
 		if err := c.CheckMember(peer, "rank"); err != nil {
 			return err
