@@ -50,7 +50,8 @@ version=$(alone python3 -c 'import gohvd; print(gohvd.__version__)')
 for program in hvdrun hvdbench hvdd; do
 	[ "$(alone "$program" --version)" = "$program version v$version" ] || fail "$program has another version than gohvd $version"
 done
-alone hvdrun -np 2 --tag-output=false hvdbench -b 8 -e 1K -f 128 | grep -q 'Out of bounds values : 0 OK' || fail "hvdbench"
+alone hvdrun -np 2 --tag-output=false hvdbench -b 8 -e 1K -f 128 | tee "$work/out"
+grep -q 'Out of bounds values : 0 OK' "$work/out" || fail "hvdbench"
 alone python3 -m gohvd.doctor --json >"$work/doctor" || true # it may find problems of this machine
 grep -q "\"text\": \"$version at $venv/" "$work/doctor" || fail "doctor has not found the package: $(cat "$work/doctor")"
 grep -q "\"text\": \"v$version at $venv/.*/gohvd/bin/hvdd\"" "$work/doctor" || fail "doctor has not found hvdd: $(cat "$work/doctor")"
