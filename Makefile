@@ -11,6 +11,9 @@ TOOLS    := $(CURDIR)/.tools
 # ends in the middle of a run.
 FUZZTIME ?= 1000000x
 BENCH    ?= .
+# The folder for the wheels, and the machines for which make wheel makes them, as Go names them.
+DIST     ?= dist
+WHEELS   ?= amd64 arm64
 # The first interpreter that can import torch. The first one on the path may not find Debian's packages.
 PYTHON   ?= $(or $(firstword $(foreach p,python3 /usr/bin/python3,$(shell $(p) -c 'import torch' 2>/dev/null && echo $(p)))),\
 	$(error no interpreter imports torch; Debian has it in python3-torch))
@@ -85,8 +88,12 @@ python: ## print which Python has torch and will run the tests
 	@echo $(PYTHON)
 
 .PHONY: wheel
-wheel: ## write the wheels for x86_64 and aarch64 to dist/; needs no C compiler
-	GO="$(GO)" python3 python/wheels.py dist
+wheel: ## write the wheels for x86_64 and aarch64 to dist/; needs PyPI, and no C compiler
+	python3 -m venv --clear "$(TOOLS)/wheel"
+	for goarch in $(WHEELS); do \
+		GO="$(GO)" GOARCH=$$goarch "$(TOOLS)/wheel/bin/python" -m pip --quiet wheel --no-deps --wheel-dir "$(DIST)" \
+			./python ./python/horovod_shim; \
+	done
 
 .PHONY: wheel-check
 wheel-check: ## build the wheels, follow docs/quickstart.md with them and uninstall them

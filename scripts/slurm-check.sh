@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the scripts of deploy/slurm under a real Slurm with two nodes, n1 and n2, which are both this machine. Needs root,
-# Debian's slurm-wlm and munge, and PYTHON, an interpreter with PyTorch and the module venv.
+# Debian's slurm-wlm and munge, PyPI, and PYTHON, an interpreter with PyTorch and the module venv.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -48,7 +48,7 @@ export SLURM_CONF=$work/slurm.conf
 slurmctld -f "$SLURM_CONF"
 for node in n1 n2; do slurmd -f "$SLURM_CONF" -N $node; done
 
-"$PYTHON" python/wheels.py --machine "$(uname -m)" "$work/dist"
+make --no-print-directory wheel WHEELS="$("${GO:-go}" env GOARCH)" DIST="$work/dist"
 "$PYTHON" -m venv --system-site-packages "$work/venv"
 "$work/venv/bin/pip" install --quiet --no-index "$work"/dist/gohvd-*.whl
 awk '/^```$/ {on = 0} on; /^```python$/ {on = 1}' docs/quickstart.md >"$work/train.py"

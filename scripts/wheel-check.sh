@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds the wheels for this machine twice, follows docs/quickstart.md word for word with them, runs Horovod's commands
-# and removes everything again. PYTHON is an interpreter with PyTorch and the module venv. Needs no network.
+# and removes everything again. PYTHON is an interpreter with PyTorch and the module venv. pip gets hatchling from PyPI.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -10,19 +10,20 @@ fail() {
 	echo "wheel-check: $*" >&2
 	exit 1
 }
-machine=$(uname -m)
+# make wheel makes only the wheels of this machine, to save time.
+machine=$(uname -m) WHEELS=$("${GO:-go}" env GOARCH)
+export WHEELS
+mkdir "$work/bin"
+ln -s "$PYTHON" "$work/bin/python3"
+PATH=$work/bin:$PATH make --no-print-directory wheel TOOLS="$work/tools" DIST="$work/first"
+"$PYTHON" scripts/wheel-files.py "$work/first"
 
-"$PYTHON" python/wheels.py --machine "$machine" "$work/first"
-
-# A copy of the checkout in another folder, with other times and modes, gives the same bytes. make wheel in it makes only
-# the wheels of this machine, to save time.
+# A copy of the checkout in another folder, with other times and modes, gives the same bytes.
 copy=$work/copy
-mkdir -p "$copy" "$work/bin"
+mkdir "$copy"
 git ls-files -z --cached --others --exclude-standard | xargs -0 sh -c 'ls -d "$@" 2>/dev/null || true' sh |
 	tar -c -T - | tar -x -m -C "$copy"
 chmod -R go-rwx "$copy"
-ln -s "$PYTHON" "$work/bin/python3"
-sed -i "s/wheels.py dist/wheels.py --machine $machine dist/" "$copy/Makefile"
 
 # The commands of the page's blocks in sh, with its program as train.py.
 block() { awk -v open="^\`\`\`$1\$" '$0 ~ /^```$/ {on = 0} on; $0 ~ open {on = 1}' docs/quickstart.md; }
@@ -30,7 +31,7 @@ block python >"$copy/train.py"
 (
 	cd "$copy"
 	umask 077
-	export PATH=$work/bin:$PATH TZ=Asia/Tokyo PIP_NO_INDEX=1 OMP_NUM_THREADS=1
+	export PATH=$work/bin:$PATH TZ=Asia/Tokyo OMP_NUM_THREADS=1
 	bash -eux <(block sh)
 ) | tee "$work/out"
 for wheel in "$work"/first/*.whl; do
@@ -69,7 +70,7 @@ pip uninstall --yes gohvd gohvd-horovod
 left=$(find "$venv" -iname '*gohvd*' -o -iname '*horovod*' -o -name 'hvd*')
 [ -z "$left" ] || fail "uninstalling has left $left"
 files >"$work/before"
-pip install --no-index ./python
+pip install ./python
 cmp "$(alone python3 -c 'from gohvd import _programs; print(_programs.find("hvdrun"))')" \
 	<("$PYTHON" -c 'import sys, zipfile; sys.stdout.buffer.write(zipfile.ZipFile(sys.argv[1]).read("gohvd/bin/hvdrun"))' \
 		"$work"/first/gohvd-*"_$machine.whl") || fail "pip install ./python builds another hvdrun"
