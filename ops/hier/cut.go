@@ -16,8 +16,17 @@ func boundary(numBytes int64, i, n int) int64 {
 	return min(lines*int64(i)/int64(n)*lineBytes, numBytes)
 }
 
-// cutWhole cuts a buffer of numBytes bytes into pieces: it becomes a buffer of slices as it is.
+// smallBytes is the size up to which the number of steps and messages counts more than the number of bytes.
+const smallBytes = 32 << 10
+
+// cutWhole cuts a buffer of numBytes bytes into pieces: it becomes a buffer of slices as it is. A small
+// buffer is one piece, the last one, so that only one owner on each host exchanges messages with other hosts.
 func (b *Backend) cutWhole(numBytes int) {
+	if numBytes <= smallBytes {
+		clear(b.ends)
+		b.ends[len(b.ends)-1] = int64(numBytes)
+		return
+	}
 	for i := range b.ends {
 		b.ends[i] = boundary(int64(numBytes), i+1, len(b.ends))
 	}

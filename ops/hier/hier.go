@@ -30,6 +30,11 @@
 // An allreduce is cut into chunks, and the levels work at the same time: while a chunk is exchanged between
 // the hosts, the next chunk is reduced inside each host, and the previous one is gathered.
 //
+// For a small allreduce the number of steps counts. If there is only one chunk, and the outer backend plans
+// recursive doubling for a slice, the owners allreduce the slice: one step between two hosts instead of two.
+// If that sends more bytes, it is only for buffers of at most 32 KiB. In an allreduce or a broadcast, such a
+// buffer is not cut: it is the last piece of the last slice.
+//
 // # Order of additions
 //
 // The members of a host are added in the order of the ranks, and then the sums of the hosts, in an order that
@@ -110,6 +115,8 @@ type Backend struct {
 	pipeline      []stage          // the stages of an allreduce
 	chunks        int              // the number of chunks of an allreduce; 0 in other operations
 	all, allWork  []byte           // buf and work of all chunks
+	whole         [1]ops.Tensor    // the slice of the current chunk, if the outer level allreduces it
+	doubled       bool             // the outer level allreduces the slice of the current chunk
 	buf           []byte           // the slices of the result of the current chunk
 	work          []byte           // the slices of the chunk that are reduced; may be the same as buf
 	gathered      fusion.Buffer    // memory for buf
@@ -357,7 +364,10 @@ func (b *Backend) fail(err error) error {
 }
 
 // drop drops the references to the buffers of the operation.
-func (b *Backend) drop() { b.all, b.allWork, b.buf, b.work = nil, nil, nil, nil }
+func (b *Backend) drop() {
+	b.all, b.allWork, b.buf, b.work = nil, nil, nil, nil
+	b.whole[0] = ops.Tensor{}
+}
 
 // Close implements ops.Backend.
 func (b *Backend) Close() {

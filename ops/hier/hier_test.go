@@ -114,7 +114,7 @@ func newCluster(tb testing.TB, hosts string, change func(*hier.Config)) *cluster
 			}
 		}
 		cfg := hier.Config{Groups: groups(hosts), Inner: level(innerLane), Outer: level(outerLane),
-			Kinds: allKinds(), ChunkBytes: 6 << 10}
+			Kinds: allKinds(), ChunkBytes: 48 << 10}
 		if change != nil {
 			change(&cfg)
 		}
@@ -175,7 +175,8 @@ func total(n, e int) (sum int32) {
 	return sum
 }
 
-var counts = []int{0, 1, 2, 7, 64, 1000, 5001}
+// counts are numbers of elements of 4 bytes. The last but one is cut into slices, the last into chunks too.
+var counts = []int{0, 1, 2, 7, 64, 1000, 10001, 30001}
 
 func TestAllreduce(t *testing.T) {
 	for _, hosts := range layouts {
@@ -201,9 +202,12 @@ func TestAllreduce(t *testing.T) {
 
 // Every 16-bit float of a sum is rounded once: the result equals the exact sum, rounded.
 func TestHalfIsRoundedOnce(t *testing.T) {
-	for _, hosts := range layouts {
-		c := newCluster(t, hosts, func(cfg *hier.Config) { cfg.ChunkBytes = 256 })
-		const n = 500
+	for i, hosts := range slices.Concat(layouts, layouts) {
+		c := newCluster(t, hosts, nil)
+		n := 500 // small
+		if i >= len(layouts) {
+			n = 60001 // three chunks
+		}
 		at := func(r, e int) float32 { return half.Float16FromFloat32(1 + float32(r*7+e%13)/1024).Float32() }
 		c.must(t, func(i int, b *opstest.Blocking) error {
 			buf := make([]half.Float16, n)
@@ -384,6 +388,37 @@ func TestBytesBetweenHosts(t *testing.T) {
 	}
 }
 
+// A small tensor is one slice, which only the last owner on each host exchanges, as a whole. A slice of a
+// larger tensor is exchanged as a whole only if that does not send more bytes.
+func TestSmallAllreduce(t *testing.T) {
+	const small = 32 << 10
+	for _, test := range []struct {
+		hosts string
+		dt    tensor.DType
+		size  int64
+		want  []int64 // the bytes that each rank sends to other hosts
+	}{
+		{"aabb", tensor.Int32, 4, []int64{0, 4, 0, 4}},
+		{"aabb", tensor.Int32, small, []int64{0, small, 0, small}},
+		{"aabb", tensor.Float16, small, []int64{0, 2 * small, 0, 2 * small}},
+		{"aabb", tensor.Float16, small + 256, []int64{24768, 24768, 24768, 24768}},
+		{"aabbcc", tensor.Int32, small, []int64{0, 2 * small, 0, small, 0, small}},
+	} {
+		c := newCluster(t, test.hosts, nil)
+		c.must(t, func(_ int, b *opstest.Blocking) error {
+			return b.Allreduce(t.Context(), message.TwoLevel, test.dt, tensor.Sum, make([]byte, test.size))
+		})
+		var got []int64
+		for _, m := range c.meshes {
+			got = append(got, m.sent.Load())
+		}
+		if !slices.Equal(got, test.want) {
+			t.Errorf("%s: %d bytes of %v: the ranks sent %d bytes, want %d", test.hosts, test.size, test.dt, got,
+				test.want)
+		}
+	}
+}
+
 // Plan refuses what the backend cannot run, with a reason, and allocates nothing.
 func TestPlan(t *testing.T) {
 	sum := func(dt tensor.DType) *message.Response {
@@ -529,10 +564,10 @@ func TestPeerGone(t *testing.T) {
 // In steady state an operation allocates nothing.
 func TestAllocations(t *testing.T) {
 	c := newCluster(t, "aabb", nil)
-	sizes := []int64{4096, 4096, 4096, 4096}
+	sizes := []int64{32 << 10, 32 << 10, 32 << 10, 32 << 10}
 	bufs := make([][]byte, 4)
 	for i := range bufs {
-		bufs[i] = make([]byte, 16<<10) // the allreduce has three chunks
+		bufs[i] = make([]byte, 128<<10) // the allreduce has three chunks
 	}
 	ctx := context.Background()
 	rounds := func(n int) {
@@ -540,6 +575,7 @@ func TestAllocations(t *testing.T) {
 			for range n {
 				if err := errors.Join(
 					b.Allreduce(ctx, message.TwoLevel, tensor.Float16, tensor.Sum, bufs[i]),
+					b.Allreduce(ctx, message.TwoLevel, tensor.Float16, tensor.Sum, bufs[i][:4]),
 					b.Reducescatter(ctx, message.TwoLevel, tensor.Float32, tensor.Sum, bufs[i], sizes),
 					b.Allgather(ctx, message.TwoLevel, bufs[i], sizes),
 					b.Broadcast(ctx, message.TwoLevel, 1, bufs[i])); err != nil {
@@ -564,10 +600,11 @@ type recorded struct {
 	outer bool
 	log   *[]string
 	kind  message.Kind
+	alg   message.Algorithm
 }
 
 func (l *recorded) Plan([]topo.Rank, *message.Response, int64, *message.Tuning) (message.Algorithm, error) {
-	return message.Direct, nil
+	return l.alg, nil
 }
 
 func (l *recorded) Start(op ops.Operation) error {
@@ -589,23 +626,6 @@ func (l *recorded) Close() {}
 // While a chunk of an allreduce is exchanged between the hosts, the next one is reduced and the previous one
 // is gathered on the host.
 func TestLevelsOverlap(t *testing.T) {
-	var log []string
-	level := func(name string, outer bool) hier.New {
-		return func(topo.ProcessSetID, []topo.Rank, int) (ops.Backend, error) {
-			return &recorded{name: name, outer: outer, log: &log}, nil
-		}
-	}
-	b, err := hier.Register(hier.Config{Groups: groups("aabb"), Inner: level("inner", false),
-		Outer: level("outer", true), Kinds: allKinds(), ChunkBytes: 1 << 10}).New(topo.Global, upTo(4), 0)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer b.Close()
-	buf := make([]byte, 3<<10)
-	if err := ops.Run(t.Context(), b, ops.Operation{Kind: message.Allreduce, Algorithm: message.TwoLevel,
-		DType: tensor.Float32, Op: tensor.Sum, Tensors: []ops.Tensor{{In: buf, Out: buf}}}); err != nil {
-		t.Fatal(err)
-	}
 	const want = `
 inner reducescatter begins
 inner reducescatter ends
@@ -632,20 +652,61 @@ outer allgather ends
 inner allgather begins
 inner allgather ends
 `
-	if got := "\n" + strings.Join(log, "\n") + "\n"; got != want {
+	if got := stagesOf(t, message.Direct, 3); got != want {
 		t.Errorf("got%s", got)
 	}
+}
+
+// If the outer level would use recursive doubling, an allreduce in one chunk is one operation between hosts.
+func TestDoublingBetweenHosts(t *testing.T) {
+	const want = `
+inner reducescatter begins
+inner reducescatter ends
+outer allreduce begins
+outer allreduce ends
+inner allgather begins
+inner allgather ends
+`
+	if got := stagesOf(t, message.RecursiveDoubling, 1); got != want {
+		t.Errorf("got%s", got)
+	}
+	if got, want := stagesOf(t, message.RecursiveDoubling, 2), stagesOf(t, message.Direct, 2); got != want {
+		t.Errorf("two chunks: got%swant%s", got, want)
+	}
+}
+
+// stagesOf returns the log of an allreduce in the given number of chunks, if the levels choose alg.
+func stagesOf(t *testing.T, alg message.Algorithm, chunks int) string {
+	t.Helper()
+	var log []string
+	level := func(name string, outer bool) hier.New {
+		return func(topo.ProcessSetID, []topo.Rank, int) (ops.Backend, error) {
+			return &recorded{name: name, outer: outer, log: &log, alg: alg}, nil
+		}
+	}
+	b, err := hier.Register(hier.Config{Groups: groups("aabb"), Inner: level("inner", false),
+		Outer: level("outer", true), Kinds: allKinds(), ChunkBytes: 1 << 10}).New(topo.Global, upTo(4), 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer b.Close()
+	buf := make([]byte, chunks<<10)
+	if err := ops.Run(t.Context(), b, ops.Operation{Kind: message.Allreduce, Algorithm: message.TwoLevel,
+		DType: tensor.Float32, Op: tensor.Sum, Tensors: []ops.Tensor{{In: buf, Out: buf}}}); err != nil {
+		t.Fatal(err)
+	}
+	return "\n" + strings.Join(log, "\n") + "\n"
 }
 
 // Allreduces in many chunks end at all ranks, whether their steps may wait or not, with float32 and float16.
 func TestManyChunks(t *testing.T) {
 	for _, hosts := range layouts {
-		c := newCluster(t, hosts, func(cfg *hier.Config) { cfg.ChunkBytes = 64 })
+		c := newCluster(t, hosts, func(cfg *hier.Config) { cfg.ChunkBytes = 40 << 10 })
 		for _, dt := range []tensor.DType{tensor.Float32, tensor.Float16} {
 			c.must(t, func(_ int, b *opstest.Blocking) error {
 				for range 3 {
 					if err := b.Allreduce(t.Context(), message.TwoLevel, dt, tensor.Sum,
-						make([]byte, 5000)); err != nil {
+						make([]byte, 400<<10)); err != nil {
 						return err
 					}
 				}

@@ -47,11 +47,11 @@ var (
 func (b *Backend) allreduceStages() []stage {
 	p := append(b.pipeline[:0], stage{bothLevels, widenChunk, 0}, stage{bothLevels, reduceOnHost, 0})
 	for c := range b.chunks {
-		p = append(p, stage{bothLevels, reduceBetweenHosts, c})
+		p = append(p, stage{bothLevels, allreduceBetweenHosts, c})
 		if c+1 < b.chunks {
 			p = append(p, stage{innerLevel, widenChunk, c + 1}, stage{innerLevel, reduceOnHost, c + 1})
 		}
-		p = append(p, stage{outerLevel, narrowPiece, c}, stage{outerLevel, gatherBetweenHosts, c})
+		p = append(p, stage{outerLevel, narrowResult, c}, stage{outerLevel, gatherResults, c})
 		if c > 0 {
 			p = append(p, stage{innerLevel, gatherOnHost, c - 1})
 		}
@@ -60,26 +60,41 @@ func (b *Backend) allreduceStages() []stage {
 	return b.pipeline
 }
 
-// start starts an operation of a level. The level chooses the algorithm.
-func (b *Backend) start(l *level, op ops.Operation) (err error) {
+// plan sets the algorithm of an operation of a level with numBytes bytes. The level chooses it.
+func (b *Backend) plan(l *level, op *ops.Operation, numBytes int) (err error) {
 	b.response.Kind, b.response.DType, b.response.Op = op.Kind, op.DType, op.Op
-	if op.Algorithm, err = l.backend.Plan(l.ranks, &b.response, int64(len(op.Buf)),
-		nil); err != nil {
+	op.Algorithm, err = l.backend.Plan(l.ranks, &b.response, int64(numBytes), nil)
+	return err
+}
+
+// start plans and starts an operation of a level.
+func (b *Backend) start(l *level, op ops.Operation) error {
+	if err := b.plan(l, &op, len(op.Buf)); err != nil {
 		return err
 	}
+	return b.startPlanned(l, op)
+}
+
+// startPlanned starts an operation of a level that has an algorithm.
+func (b *Backend) startPlanned(l *level, op ops.Operation) error {
 	op.SegmentBytes = b.op.SegmentBytes
-	err = l.backend.Start(op)
+	err := l.backend.Start(op)
 	l.running = err == nil
 	return err
 }
 
+// sumType returns the type of the elements of b.work.
+func (b *Backend) sumType() tensor.DType {
+	if b.wide {
+		return tensor.Float32
+	}
+	return b.op.DType
+}
+
 // reduces returns an operation of a level that reduces buf, which has blocks of the given sizes.
 func (b *Backend) reduces(buf []byte, counts []int64) ops.Operation {
-	dt := b.op.DType
-	if b.wide {
-		dt = tensor.Float32
-	}
-	return ops.Operation{Kind: message.Reducescatter, DType: dt, Op: b.op.Op, Buf: buf, Counts: counts}
+	return ops.Operation{Kind: message.Reducescatter, DType: b.sumType(), Op: b.op.Op, Buf: buf,
+		Counts: counts}
 }
 
 // gathers returns an operation of a level that gathers buf, which has blocks of the given sizes.
@@ -111,13 +126,50 @@ func reduceBetweenHosts(b *Backend) error {
 	return b.start(&b.outer, b.reduces(b.work[from*w:to*w], b.pieces(w)))
 }
 
-// narrowPiece converts the result of this rank's piece from b.work to b.buf.
-func narrowPiece(b *Backend) error {
-	if b.wide && b.place.owns() {
-		from, to := b.piece(b.place.local, b.place.host)
-		b.narrow(b.buf[from:to], b.work[2*from:2*to])
+// allreduceBetweenHosts does as reduceBetweenHosts, unless the owners of a slice can allreduce it in fewer
+// steps, by recursive doubling. Then each owner gets the result of the whole slice. Recursive doubling sends
+// more bytes if the sums are wide or if there are more than two hosts, and then it is only for small tensors.
+// It is not for several chunks, because two outer operations for a chunk overlap with the two inner ones.
+// All owners of a slice decide the same, because their slices have the same size.
+func allreduceBetweenHosts(b *Backend) error {
+	if !b.place.owns() {
+		return nil
 	}
+	from, to := b.slice(b.place.local)
+	w := b.width()
+	slice := b.work[from*w : to*w]
+	b.whole[0] = ops.Tensor{In: slice, Out: slice}
+	op := ops.Operation{Kind: message.Allreduce, DType: b.sumType(), Op: b.op.Op, Tensors: b.whole[:]}
+	if err := b.plan(&b.outer, &op, len(slice)); err != nil {
+		return err
+	}
+	b.doubled = op.Algorithm == message.RecursiveDoubling && b.chunks == 1 &&
+		(len(b.buf) <= smallBytes || len(b.place.hosts) == 2 && !b.wide)
+	if b.doubled {
+		return b.startPlanned(&b.outer, op)
+	}
+	return reduceBetweenHosts(b)
+}
+
+// narrowResult converts the result of this rank's piece, or slice if it has that, from b.work to b.buf.
+func narrowResult(b *Backend) error {
+	if !b.wide || !b.place.owns() {
+		return nil
+	}
+	from, to := b.piece(b.place.local, b.place.host)
+	if b.doubled {
+		from, to = b.slice(b.place.local)
+	}
+	b.narrow(b.buf[from:to], b.work[2*from:2*to])
 	return nil
+}
+
+// gatherResults does as gatherBetweenHosts, unless this rank has the result of its whole slice.
+func gatherResults(b *Backend) error {
+	if b.doubled {
+		return nil
+	}
+	return gatherBetweenHosts(b)
 }
 
 // gatherBetweenHosts gathers the pieces of this rank's slice of b.buf from its owners.
