@@ -319,3 +319,46 @@ func TestOperationTimeout(t *testing.T) {
 		}
 	})
 }
+
+// TestBodyIsCopied checks that the caller of Request and Response can use the body again at once.
+func TestBodyIsCopied(t *testing.T) {
+	first, free := make(chan struct{}), make(chan struct{})
+	job{t: t}.run(func(po *Postoffice) {
+		app, err := NewSimpleApp(po, 0, 0, SimpleHandlers{
+			Request: func(req SimpleData, app *SimpleApp) {
+				if req.Head == 0 {
+					close(first)
+					<-free
+				}
+				answer := []byte("answer")
+				if req.Head == 1 && string(req.Body) != "body" {
+					t.Errorf("got the body %q", req.Body)
+				}
+				if err := app.Response(req, answer); err != nil {
+					t.Error(err)
+				}
+				clear(answer)
+			},
+			Response: func(resp SimpleData, _ *SimpleApp) {
+				if string(resp.Body) != "answer" {
+					t.Errorf("got the answer %q", resp.Body)
+				}
+			}})
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		r0, err := app.Request(t.Context(), 0, nil, SchedulerGroup)
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		<-first
+		body := []byte("body")
+		r1, err := app.Request(t.Context(), 1, body, SchedulerGroup)
+		clear(body)
+		close(free)
+		wait(t, r0, nil)
+		wait(t, r1, err)
+	})
+}

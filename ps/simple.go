@@ -1,6 +1,7 @@
 package ps
 
 import (
+	"bytes"
 	"context"
 	"fmt"
 	"sync/atomic"
@@ -94,9 +95,11 @@ func simpleData(from int, m *van.Message) SimpleData {
 		Timestamp: h.Timestamp}
 }
 
-// Request sends a request to a node, or to each process of a group, of which this process may be one. If the
-// queue to a node is full, Request waits until ctx ends. Wait of the result waits for all responses.
+// Request sends a request to a node, or to each process of a group, of which this process may be one. It
+// copies body. If the queue to a node is full, Request waits until ctx ends. Wait of the result waits for all
+// responses.
 func (a *SimpleApp) Request(ctx context.Context, head int32, body []byte, to int) (*Request, error) {
+	body = bytes.Clone(body)
 	r := &Request{what: fmt.Sprintf("request %d of app %d to %d", head, a.c.key.app, to)}
 	for _, id := range a.c.po.van.Processes(to) {
 		r.parts = append(r.parts, part{to: id, m: &van.Message{Header: &pspb.Header{Head: head,
@@ -116,13 +119,14 @@ func (a *SimpleApp) Request(ctx context.Context, head int32, body []byte, to int
 	return r, a.c.start(ctx, r)
 }
 
-// Response answers a request. It does not wait. A second answer is an error.
+// Response answers a request. It copies body and does not wait. A second answer is an error.
 func (a *SimpleApp) Response(req SimpleData, body []byte) error {
 	if req.answered == nil || req.answered.Swap(true) {
 		return fmt.Errorf("ps: response of app %d to %s: the request was answered already, or is none",
 			a.c.key.app, van.Name(req.Sender))
 	}
-	err := a.c.po.van.Reply(req.Sender, &van.Message{Header: &pspb.Header{Head: req.Head, Body: body,
+	err := a.c.po.van.Reply(req.Sender, &van.Message{Header: &pspb.Header{Head: req.Head,
+		Body:      bytes.Clone(body),
 		SimpleApp: true, AppId: int32(a.c.key.app), CustomerId: int32(req.Customer),
 		Timestamp: req.Timestamp}})
 	if err != nil {
