@@ -106,7 +106,7 @@ func TestMessagesOfARemovedSet(t *testing.T) {
 			if err := c.wait(c.submit(0, removal(1))); err != nil {
 				t.Error(err)
 			}
-			time.Sleep(5 * time.Second) // longer than the timeout, and than it takes to decide a suspicion
+			time.Sleep(15 * time.Second) // longer than the timeouts of the message and of silent ranks
 			if isDone(one) || isDone(message) {
 				t.Error("the removal or the message has ended before the earlier operation")
 			}
