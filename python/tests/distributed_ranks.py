@@ -1,8 +1,8 @@
-"""Tests of gohvd.torch.distributed. Every rank runs all tests, in the same order.
+"""Tests of gohvd.torch.distributed. Every rank runs the same tests, in the same order.
 
-distributed_ranks.py runs as one rank if RANK is set, for example by torchrun. ``distributed_ranks.py N`` starts N ranks
-with torch.multiprocessing, which meet at a file. Then rank 0 prints ``N ranks: M tests passed``. The name does not begin
-with test_, because hvdrun does not start these tests.
+distributed_ranks.py runs as one rank if RANK is set, for example by torchrun. ``distributed_ranks.py N [NAME...]`` starts
+N ranks with torch.multiprocessing, which meet at a file. They run the tests with these names, or else all tests. Then
+rank 0 prints ``N ranks: M tests passed``. The name does not begin with test_, because hvdrun does not start these tests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gohvd.torch as hvd
 import gohvd.torch.distributed
 from gohvd.exceptions import MismatchError
-from gohvd.torch.distributed import _work
+from gohvd.torch.distributed import _job, _work
 
 _LIMIT_SECONDS = 100
 
@@ -278,6 +278,61 @@ class Groups(Ranks):
         self.equal(x, sum(r + 1.0 for r in self.all))
 
 
+class Meshes(Ranks):
+    """Several groups at once: of different ranks, as the rows of a mesh, or overlapping."""
+
+    def test_same_names(self) -> None:
+        """Torch may give one name to groups that have no rank in common, if not all ranks have called new_group as often."""
+        if self.size == 1:
+            return
+        store = dist.distributed_c10d._get_default_store()
+        last = self.size - 1
+        members = [last] if self.rank == last else list(range(last))
+        for k in range(5):
+            # While the set of the other ranks waits for one of them, the last rank makes its own set.
+            if self.rank == last:
+                store.wait([f"begun {k}"])
+            elif self.rank == last - 1 > 0:
+                store.wait([f"made {k}"])
+            elif self.rank == 0:
+                store.set(f"begun {k}", "")
+            try:
+                made = _job._job.process_set(members, "same name")
+            finally:
+                if self.rank == last:
+                    store.set(f"made {k}", "")
+            hvd.remove_process_set(made)
+        dist.barrier()
+
+    def test_mesh(self) -> None:
+        try:
+            from torch.distributed.device_mesh import init_device_mesh
+        except ImportError:
+            return  # torch 2.1 does not have it
+        rows = 2 if self.size % 2 == 0 else 1
+        columns = self.size // rows
+        mesh = init_device_mesh("cpu", (rows, columns), mesh_dim_names=("rows", "columns"))
+        numbers = torch.arange(1.0, self.size + 1).view(rows, columns)
+        row, column = divmod(self.rank, columns)
+        for dim, want in enumerate((numbers[:, column].sum(), numbers[row].sum())):
+            x = self.ours(1)
+            dist.all_reduce(x, group=mesh.get_group(dim) if hasattr(mesh, "get_group") else mesh.get_dim_groups()[dim])
+            self.equal(x, want)
+
+    def test_many_groups(self) -> None:
+        """Dozens of groups that overlap are used at the same time, in a different order at each rank."""
+        works = []
+        for k in range(1, 49):
+            members = [r for r in self.all if k >> r & 1] or list(self.all)
+            group = dist.new_group(members)
+            if self.rank in members:
+                works.append((group, self.ours(3), sum(r + 1.0 for r in members)))
+        works = works[:: -1 if self.rank % 2 else 1]
+        for (_, x, want), work in [(w, dist.all_reduce(w[1], group=w[0], async_op=True)) for w in works]:
+            work.wait()
+            self.equal(x, want)
+
+
 class Works(Ranks):
     def test_work(self) -> None:
         x = self.ours(2)
@@ -487,10 +542,11 @@ def begin(k: object) -> None:
     dist.init_process_group("gohvd", **args)
 
 
-def run(rank: int, size: int, file: str) -> None:
+def run(rank: int, size: int, file: str, names: list[str]) -> None:
     if file:
         INIT.update(init_method=f"file://{file}", rank=rank, world_size=size)
-    suite = unittest.defaultTestLoader.loadTestsFromModule(sys.modules[__name__])
+    module, loader = sys.modules[__name__], unittest.defaultTestLoader
+    suite = loader.loadTestsFromNames(names, module) if names else loader.loadTestsFromModule(module)
     result = unittest.TextTestRunner(verbosity=2 if rank == 0 else 1).run(suite)
     size = dist.get_world_size()
     dist.destroy_process_group()
@@ -502,7 +558,8 @@ def run(rank: int, size: int, file: str) -> None:
 
 if __name__ == "__main__":
     if "RANK" in os.environ:
-        run(int(os.environ["RANK"]), 0, "")
+        run(int(os.environ["RANK"]), 0, "", sys.argv[1:])
     else:
         with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(run, (int(sys.argv[1]), os.path.join(folder, "store")), int(sys.argv[1]))
+            size = int(sys.argv[1])
+            mp.spawn(run, (size, os.path.join(folder, "store"), sys.argv[2:]), size)

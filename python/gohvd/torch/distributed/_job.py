@@ -41,7 +41,8 @@ class Job:
         members = [known.index(r) for r in ranks]
         if members != sorted(members):
             raise ValueError(f"new_group: got ranks {ranks}, want them in ascending order")
-        return add_process_set(members, members_only=True, name=f"torch.{name}")
+        # torch may give one name to groups that have no rank in common. The name of a set belongs to the whole job.
+        return add_process_set(members, members_only=True, name=f"torch.{name} from rank {members[0]}")
 
 
 _job: Optional[Job] = None
