@@ -362,3 +362,24 @@ func TestBodyIsCopied(t *testing.T) {
 		wait(t, r1, err)
 	})
 }
+
+// TestSlowHandler checks that a handler that takes longer than the heartbeat timeout is no reason to declare
+// the node dead that sent the request.
+func TestSlowHandler(t *testing.T) {
+	beats := map[string]string{"PS_HEARTBEAT_INTERVAL": "1", "PS_HEARTBEAT_TIMEOUT": "2"}
+	job{t: t, servers: 1, workers: 1, settings: beats}.run(func(po *Postoffice) {
+		app, err := NewSimpleApp(po, 0, 0, SimpleHandlers{Request: func(req SimpleData, app *SimpleApp) {
+			time.Sleep(4 * time.Second)
+			if err := app.Response(req, nil); err != nil {
+				t.Error(err)
+			}
+		}})
+		if err != nil {
+			t.Error(err)
+		}
+		if po.IsScheduler() {
+			r, err := app.Request(t.Context(), 1, nil, 8)
+			wait(t, r, err)
+		}
+	})
+}

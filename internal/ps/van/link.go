@@ -50,6 +50,8 @@ type link struct {
 	wake  chan struct{} // has an element if the writer has something to do
 	done  chan struct{} // closed when the link has ended
 	heard atomic.Int64  // time of the last message, in ns since the van's start
+	// handling says that a message is being handled, so that this process reads none.
+	handling atomic.Bool
 
 	mu          sync.Mutex
 	queue       queue
@@ -496,7 +498,7 @@ func (l *link) read(r *reader) error {
 		if err != nil {
 			return err
 		}
-		l.heard.Store(int64(l.van.now()))
+		l.handling.Store(true)
 		l.unread.Store(r.in.Buffered() > 0)
 		l.van.counters.received.Add(uint64(m.size))
 		l.van.verbose("received", l.peer, m)
@@ -505,10 +507,20 @@ func (l *link) read(r *reader) error {
 		} else {
 			err = l.van.cfg.Faults(l.peer, l.van.id, m, l.arrive)
 		}
+		l.heard.Store(int64(l.van.now()))
+		l.handling.Store(false)
 		if err != nil {
 			return err
 		}
 	}
+}
+
+// silent returns the time for which no message has come from the peer.
+func (l *link) silent() time.Duration {
+	if l.handling.Load() {
+		return 0
+	}
+	return l.van.now() - time.Duration(l.heard.Load())
 }
 
 // arrive handles a message. It acknowledges the message if it has a sequence number, and drops duplicates.

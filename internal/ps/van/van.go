@@ -499,8 +499,7 @@ func (v *Van) Dead(timeout time.Duration) (dead []int) {
 		}
 	}
 	for id, l := range *v.links.Load() {
-		silent := v.now() - time.Duration(l.heard.Load())
-		if silent > timeout && v.now() > timeout && v.gone[id] == nil && l.conn != nil &&
+		if l.silent() > timeout && v.now() > timeout && v.gone[id] == nil && l.conn != nil &&
 			(v.sched != nil || id == SchedulerID) {
 			dead = append(dead, id)
 		}
@@ -557,7 +556,7 @@ func (v *Van) heartbeat() {
 		if v.sched == nil {
 			l.heartbeat()
 		}
-		if silent := v.now() - time.Duration(l.heard.Load()); silent > v.cfg.HeartbeatTimeout {
+		if silent := l.silent(); silent > v.cfg.HeartbeatTimeout {
 			l.fail(fmt.Errorf("no message came from it for %v (PS_HEARTBEAT_TIMEOUT is %v)",
 				silent.Round(time.Millisecond), v.cfg.HeartbeatTimeout))
 		}
