@@ -292,7 +292,7 @@ func (s *KVServer[T]) respond(meta KVMeta, sizes []int, fill func(vals, lens []b
 		fill(m.Data[0], m.Data[1])
 	}
 	meta.req.m.Release()
-	if err := s.c.po.van.Reply(meta.Sender, m); err != nil {
+	if err := s.c.po.respond(meta.Sender, m); err != nil {
 		return fmt.Errorf("ps: response of app %d: %w", s.c.key.app, err)
 	}
 	return nil
@@ -313,7 +313,7 @@ func (s *KVServer[T]) Fail(meta KVMeta, err error) error {
 	h := meta.header(s.c.key.app)
 	h.Error = err.Error()
 	meta.req.m.Release()
-	if err := s.c.po.van.Reply(meta.Sender, &van.Message{Header: h}); err != nil {
+	if err := s.c.po.respond(meta.Sender, &van.Message{Header: h}); err != nil {
 		return fmt.Errorf("ps: response of app %d: %w", s.c.key.app, err)
 	}
 	return nil

@@ -399,6 +399,15 @@ func (p *Postoffice) refuse(from int, m *van.Message, err error) {
 		Timestamp: h.Timestamp, SimpleApp: h.SimpleApp, Error: err.Error()}})
 }
 
+// respond sends the response m. If m is too long to be sent, the request fails.
+func (p *Postoffice) respond(to int, m *van.Message) error {
+	err := p.van.Reply(to, m)
+	if limit := (*van.LimitError)(nil); errors.As(err, &limit) {
+		p.refuse(to, m, err)
+	}
+	return err
+}
+
 // answer sends a response. If the node that has asked is gone, nobody needs the response.
 func (p *Postoffice) answer(to int, m *van.Message) {
 	if err := p.van.Reply(to, m); err != nil {

@@ -383,3 +383,21 @@ func TestSlowHandler(t *testing.T) {
 		}
 	})
 }
+
+// TestResponseTooLong checks that a request fails whose response is too long to be sent.
+func TestResponseTooLong(t *testing.T) {
+	long := strings.Repeat("x", 5<<20)
+	limit := map[string]string{"HVD_OPERATION_TIMEOUT_SECONDS": "20"}
+	job{t: t, servers: 1, workers: 1, settings: limit}.run(func(po *Postoffice) {
+		app, err := NewSimpleApp(po, 0, 0, SimpleHandlers{Request: func(req SimpleData, app *SimpleApp) {
+			testnet.WantError(t, app.Response(req, []byte(long)), "the header of a message has")
+		}})
+		if err != nil {
+			t.Error(err)
+		}
+		if po.IsWorker() {
+			r, err := app.Request(t.Context(), 1, nil, 8)
+			testnet.WantError(t, waitErr(t, r, err), "server 0: the header of a message has")
+		}
+	})
+}

@@ -125,7 +125,7 @@ func (a *SimpleApp) Response(req SimpleData, body []byte) error {
 		return fmt.Errorf("ps: response of app %d to %s: the request was answered already, or is none",
 			a.c.key.app, van.Name(req.Sender))
 	}
-	err := a.c.po.van.Reply(req.Sender, &van.Message{Header: &pspb.Header{Head: req.Head,
+	err := a.c.po.respond(req.Sender, &van.Message{Header: &pspb.Header{Head: req.Head,
 		Body:      bytes.Clone(body),
 		SimpleApp: true, AppId: int32(a.c.key.app), CustomerId: int32(req.Customer),
 		Timestamp: req.Timestamp}})

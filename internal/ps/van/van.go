@@ -104,6 +104,11 @@ func (e *NodeError) Unwrap() error { return e.Err }
 // ErrStopped is the error of calls after Stop.
 var ErrStopped = errors.New("this node has been finalized")
 
+// LimitError reports that a message is longer than a peer would accept.
+type LimitError struct{ text string }
+
+func (e *LimitError) Error() string { return e.text }
+
 // Counters has the numbers of bytes and messages of a Van since its start.
 type Counters struct{ SentBytes, ReceivedBytes, Resent, Duplicates uint64 }
 

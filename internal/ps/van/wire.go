@@ -126,19 +126,24 @@ func (m *Message) Bytes() (n int) {
 	return n
 }
 
-// check returns an error if a peer would not accept the message.
+// check returns a *LimitError if a peer would not accept the message.
 func (m *Message) check() error {
 	if len(m.Data) > maxFrames {
-		return fmt.Errorf("a message has %d frames, want at most %d", len(m.Data), maxFrames)
+		return limitError("a message has %d frames, want at most %d", len(m.Data), maxFrames)
 	}
 	if n := m.Bytes(); n > MaxDataBytes {
-		return fmt.Errorf("a message has %d bytes, want at most %d", n, MaxDataBytes)
+		return limitError("a message has %d bytes, want at most %d", n, MaxDataBytes)
 	}
 	if n := proto.Size(m.Header); n > maxHeaderBytes-maxFrames*64 {
-		return fmt.Errorf("the header of a message has %d bytes, want at most %d", n,
+		return limitError("the header of a message has %d bytes, want at most %d", n,
 			maxHeaderBytes-maxFrames*64)
 	}
 	return nil
+}
+
+// limitError returns a *LimitError.
+func limitError(format string, got, want int) error {
+	return &LimitError{fmt.Sprintf(format, got, want)}
 }
 
 // SetTypes sets the types of the frames of a message.
