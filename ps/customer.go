@@ -175,14 +175,17 @@ func (c *customer) response(from int, m *van.Message) {
 	if r != nil {
 		i = slices.IndexFunc(r.parts, func(p part) bool { return p.to == from && p.sent && !p.answered })
 	}
+	if m.Header.WantKeys {
+		c.mu.Unlock()
+		if i < 0 {
+			r = nil
+		}
+		c.sendKeys(r, from, m)
+		return
+	}
 	if i < 0 {
 		c.mu.Unlock()
 		m.Release() // the request has failed, or the peer has answered twice
-		return
-	}
-	if m.Header.WantKeys && r.keys != nil {
-		c.mu.Unlock()
-		c.sendKeys(r, from, m)
 		return
 	}
 	p := &r.parts[i]
@@ -200,13 +203,16 @@ func (c *customer) response(from int, m *van.Message) {
 }
 
 // sendKeys sends the keys of a request to a server that does not know them, which m says. This answers m, so
-// it does not wait.
+// it does not wait. If the request has failed, r is nil, and sendKeys sends no keys, so that the server drops
+// the request.
 func (c *customer) sendKeys(r *Request, from int, m *van.Message) {
 	h := m.Header
 	m.Release()
 	keys := &van.Message{Header: &pspb.Header{Request: true, WantKeys: true, Timestamp: h.Timestamp,
-		AppId: h.AppId, CustomerId: h.CustomerId, KeyList: h.KeyList},
-		Data: [][]byte{bytesOfKeys(r.keys(from))}}
+		AppId: h.AppId, CustomerId: h.CustomerId, KeyList: h.KeyList}}
+	if r != nil && r.keys != nil {
+		keys.Data = [][]byte{bytesOfKeys(r.keys(from))}
+	}
 	c.po.answer(from, keys)
 }
 

@@ -565,3 +565,55 @@ func TestRandom(t *testing.T) {
 		t.Errorf("the heap grew from %d to %d bytes", before.HeapAlloc, after.HeapAlloc)
 	}
 }
+
+// TestFailedRequestIsDropped checks that a server drops a request whose keys it has asked for, if the request
+// has failed at the worker in the meantime.
+func TestFailedRequestIsDropped(t *testing.T) {
+	asks, failed := make(chan struct{}), make(chan struct{})
+	var once sync.Once
+	faults := func(_, _ int, m *van.Message, deliver func(*van.Message) error) error {
+		if m.Header.WantKeys && !m.Header.Request {
+			once.Do(func() { close(asks) })
+			<-failed
+		}
+		return deliver(m)
+	}
+	j := job{t: t, servers: 1, workers: 1, faults: faults}
+	j.run(func(po *Postoffice) {
+		if po.IsServer() {
+			s, err := NewKVServer(po, 0, Sum[uint8](), SimpleHandlers{})
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			<-asks
+			testnet.Eventually(t, "the server drops the request", func() bool {
+				s.c.handling.Lock()
+				defer s.c.handling.Unlock()
+				return len(s.parked) == 0
+			})
+		}
+		if po.IsWorker() {
+			w, err := NewKVWorker[uint8](po, 0, 0, SimpleHandlers{})
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			list, err := w.lists.get([]uint64{1}, func([]uint64) ([]int, error) { return []int{0, 1}, nil })
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			w.lists.first(list, 0) // as if the keys had been sent
+			r, err := w.Push(t.Context(), []uint64{1}, []uint8{1})
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			<-asks
+			w.c.complete(r, errTimeout)
+			close(failed)
+			testnet.WantError(t, r.Wait(t.Context()), errTimeout.Error())
+		}
+	})
+}

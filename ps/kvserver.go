@@ -134,6 +134,9 @@ func (s *KVServer[T]) handle(from int, m *van.Message) {
 		waiting := s.parked[key]
 		delete(s.parked, key)
 		if waiting == nil || len(m.Data) == 0 {
+			if waiting != nil {
+				waiting.Release() // the request has failed at the worker
+			}
 			m.Release()
 			return
 		}
