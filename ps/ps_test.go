@@ -2,6 +2,7 @@ package ps
 
 import (
 	"context"
+	"errors"
 	"slices"
 	"strconv"
 	"strings"
@@ -398,6 +399,38 @@ func TestResponseTooLong(t *testing.T) {
 		if po.IsWorker() {
 			r, err := app.Request(t.Context(), 1, nil, 8)
 			testnet.WantError(t, waitErr(t, r, err), "server 0: the header of a message has")
+		}
+	})
+}
+
+// TestWithdrawOvertakes checks that a node does not count in a barrier if its withdrawal arrives before its
+// entry.
+func TestWithdrawOvertakes(t *testing.T) {
+	var late *van.Message
+	withdrawn := make(chan struct{})
+	faults := func(from, _ int, m *van.Message, deliver func(*van.Message) error) error {
+		c := m.Header.Control
+		if from != van.WorkerID(0) || c.GetBarrierGroup() != WorkerGroup {
+			return deliver(m)
+		}
+		if !c.Withdraw {
+			late = m
+			return nil
+		}
+		defer close(withdrawn)
+		return errors.Join(deliver(m), deliver(late))
+	}
+	job{t: t, workers: 2, faults: faults}.run(func(po *Postoffice) {
+		if !po.IsWorker() {
+			return
+		}
+		if po.Rank() == 1 {
+			<-withdrawn
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
+		defer cancel()
+		if err := po.Barrier(ctx, 0, WorkerGroup); !errors.Is(err, context.DeadlineExceeded) {
+			t.Errorf("worker %d: the barrier returned %v", po.Rank(), err)
 		}
 	})
 }

@@ -24,6 +24,9 @@ type scheduler struct {
 	table    []*pspb.Node // the nodes with their ids, once all have registered
 	err      error        // reason why the job does not start
 	barriers map[int]map[int]entry
+	// withdrawn has the last barrier from which a node has withdrawn, by group and id. The withdrawal may
+	// arrive before the entry.
+	withdrawn map[[2]int]int64
 }
 
 // entry is a node that waits in a barrier.
@@ -34,7 +37,8 @@ type entry struct {
 }
 
 func newScheduler(v *Van) *scheduler {
-	return &scheduler{van: v, complete: make(chan struct{}), barriers: make(map[int]map[int]entry)}
+	return &scheduler{van: v, complete: make(chan struct{}), barriers: make(map[int]map[int]entry),
+		withdrawn: make(map[[2]int]int64)}
 }
 
 // wait waits until all nodes have registered.
@@ -184,14 +188,19 @@ func (s *scheduler) enter(l *link, h *pspb.Header) {
 	id, members := v.nodeOf(l.peer, h.CustomerId), Members(group, v.cfg.NumServers, v.cfg.NumWorkers)
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	if !slices.Contains(members, id) {
+		e.answer(fmt.Sprintf("group %d does not have %s", group, Name(id)))
+		return
+	}
+	place := [2]int{group, id}
 	if h.Control.Withdraw {
+		s.withdrawn[place] = max(s.withdrawn[place], e.barrier)
 		if s.barriers[group][id] == e {
 			delete(s.barriers[group], id)
 		}
 		return
 	}
-	if !slices.Contains(members, id) {
-		e.answer(fmt.Sprintf("group %d does not have %s", group, Name(id)))
+	if e.barrier <= s.withdrawn[place] {
 		return
 	}
 	for _, m := range members {
