@@ -279,7 +279,8 @@ func backends(m *MPI, session *Session, set *config.Config, cfg *engine.Config,
 	}
 	if session != nil && session.Memory != nil {
 		inMemory := shm.Register(session.Memory,
-			shm.Config{Oversubscribed: overTCP.Oversubscribed, Groups: session.Groups})
+			shm.Config{Oversubscribed: overTCP.Oversubscribed, Groups: session.Groups,
+				Deterministic: cfg.Deterministic})
 		all = append(all, inMemory)
 		if set.HierarchicalAllreduce || set.HierarchicalAllgather {
 			all = append(all, hier.Register(hier.Config{

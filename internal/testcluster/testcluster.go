@@ -307,7 +307,7 @@ func (c *cluster) start() error {
 				Oversubscribed: crowded, Table: c.o.Table}
 			if c.memory != nil {
 				inMemory := opsshm.Register(c.memory[i], opsshm.Config{StageBytes: int64(c.o.SegmentBytes),
-					Oversubscribed: crowded, Groups: cfg.Groups})
+					Oversubscribed: crowded, Groups: cfg.Groups, Deterministic: cfg.Deterministic})
 				cfg.Backends = append(cfg.Backends, inMemory, hier.Register(hier.Config{
 					Groups: cfg.Groups, Inner: inMemory.New, Outer: opstcp.OuterLevel(cfg.Mesh, overTCP),
 					Kinds: [message.NumKinds]bool{message.Allreduce: true, message.Reducescatter: true,

@@ -14,7 +14,7 @@
 //
 // Sending the parts to their owners, or using a fusion buffer, would cost at least half as much again.
 // Contributions are always reduced in the order of the ranks. So the result of an element depends only on the
-// values of the ranks, and the deterministic mode costs nothing.
+// values of the ranks, and the deterministic mode costs nothing, except that Adasum is refused in it.
 //
 // Small operations take another path: each rank writes its whole contribution and the number of the operation
 // to its segment, and every rank reduces all contributions.
@@ -76,6 +76,10 @@ type Config struct {
 	// Groups is nil, all ranks of the job share memory.
 	Groups []topo.Rank
 
+	// Deterministic makes Plan refuse Adasum, because its last bits would depend on whether the ranks of a
+	// set share memory.
+	Deterministic bool
+
 	// Find returns the place of a buffer in the arenas of this process, and reports whether the buffer lies
 	// in an arena. The default is arena.Find.
 	Find func([]byte) (arena.Ref, bool)
@@ -93,6 +97,8 @@ type Backend struct {
 	me     int
 	find   func([]byte) (arena.Ref, bool)
 	groups []topo.Rank
+	// deterministic has Config.Deterministic.
+	deterministic bool
 
 	stageBytes     int64
 	smallBytes     int64
@@ -160,7 +166,8 @@ func New(mem Memory, lane transport.Lane, ranks []topo.Rank, me int, cfg Config)
 	n := len(ranks)
 	b := &Backend{
 		mem: mem, lane: lane, ranks: slices.Clone(ranks), me: me, find: cfg.Find, groups: cfg.Groups,
-		stageBytes: cfg.stage(n), smallBytes: cfg.SmallBytes, directBytes: cfg.DirectBytes,
+		deterministic: cfg.Deterministic,
+		stageBytes:    cfg.stage(n), smallBytes: cfg.SmallBytes, directBytes: cfg.DirectBytes,
 		spins: spins, yields: yields,
 		peers: make([]peer, n), layouts: make([]layout, n), sources: make([][]byte, n),
 		counts: make([][]int64, n),
@@ -281,8 +288,12 @@ func (b *Backend) peerError(i int, err error) error {
 // this rank read them.
 var errGivenUp = errors.New("the peer abandoned the operation")
 
-// errApart is a variable so that a refusal allocates nothing: the coordinator calls Plan for every grant.
-var errApart = errors.New("the members of the process set do not all share memory")
+// errApart and errAdasum are variables so that a refusal allocates nothing: the coordinator calls Plan for
+// every grant.
+var (
+	errApart  = errors.New("the members of the process set do not all share memory")
+	errAdasum = errors.New("in deterministic mode, the bits of an adasum must not depend on the hosts of the ranks")
+)
 
 // Plan implements ops.Backend. The algorithm is always direct: the owner of a block reads the block from all
 // other ranks.
@@ -295,6 +306,9 @@ func (b *Backend) Plan(members []topo.Rank, r *message.Response, _ int64,
 	case message.Allreduce, message.Reduce, message.Reducescatter:
 		if r.Kind != message.Allreduce && r.Op.Base() == tensor.Adasum {
 			return message.NoAlgorithm, fmt.Errorf("%v with %v is not supported", r.Kind, r.Op)
+		}
+		if b.deterministic && r.Op.Base() == tensor.Adasum {
+			return message.NoAlgorithm, errAdasum
 		}
 		if err := tensor.CheckReduce(r.Op, r.WireType()); err != nil {
 			return message.NoAlgorithm, err
