@@ -93,11 +93,13 @@ func TestDeathWithMPI(t *testing.T) {
 	})
 }
 
-// pythonSums is a program in Python that sums the ranks.
+// pythonSums is a program in Python that sums the ranks. It writes its line by one call, because mpirun mixes
+// the lines of ranks that are written in pieces.
 const pythonSums = `
-import torch, gohvd.torch as hvd
+import os, torch, gohvd.torch as hvd
 hvd.init()
-print("sum", hvd.size(), hvd.allreduce(torch.tensor([hvd.rank() + 1.0]), op=hvd.Sum).item(), flush=True)
+total = hvd.allreduce(torch.tensor([hvd.rank() + 1.0]), op=hvd.Sum).item()
+os.write(1, f"sum {hvd.size()} {total}\n".encode())
 hvd.shutdown()
 `
 
