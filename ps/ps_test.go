@@ -367,10 +367,10 @@ func TestBodyIsCopied(t *testing.T) {
 // TestSlowHandler checks that a handler that takes longer than the heartbeat timeout is no reason to declare
 // the node dead that sent the request.
 func TestSlowHandler(t *testing.T) {
-	beats := map[string]string{"PS_HEARTBEAT_INTERVAL": "1", "PS_HEARTBEAT_TIMEOUT": "2"}
+	beats := map[string]string{"PS_HEARTBEAT_INTERVAL": "1", "PS_HEARTBEAT_TIMEOUT": "6"}
 	job{t: t, servers: 1, workers: 1, settings: beats}.run(func(po *Postoffice) {
 		app, err := NewSimpleApp(po, 0, 0, SimpleHandlers{Request: func(req SimpleData, app *SimpleApp) {
-			time.Sleep(4 * time.Second)
+			time.Sleep(8 * time.Second)
 			if err := app.Response(req, nil); err != nil {
 				t.Error(err)
 			}

@@ -316,7 +316,7 @@ func kill(n *node) {
 // silence.
 func TestSilence(t *testing.T) {
 	nodes := startJob(t, 1, 1, func(c *Config) {
-		c.HeartbeatInterval, c.HeartbeatTimeout = 20*time.Millisecond, 500*time.Millisecond
+		c.HeartbeatInterval, c.HeartbeatTimeout = 100*time.Millisecond, 5*time.Second
 		if c.Role == Worker {
 			c.HeartbeatInterval = 0
 			c.Faults = func(from, to int, m *Message, deliver func(*Message) error) error {
@@ -329,7 +329,7 @@ func TestSilence(t *testing.T) {
 	nodes[1].mu.Lock()
 	lost := nodes[1].lost[9]
 	nodes[1].mu.Unlock()
-	testnet.WantError(t, lost, "no message came from it for", "PS_HEARTBEAT_TIMEOUT is 500ms")
+	testnet.WantError(t, lost, "no message came from it for", "PS_HEARTBEAT_TIMEOUT is 5s")
 	testnet.Eventually(t, "server 0 learns it", func() bool {
 		return slices.Equal(nodes[8].Dead(time.Hour),
 			[]int{9})
