@@ -253,13 +253,12 @@ func TestMissingApp(t *testing.T) {
 
 // TestDeathFailsRequests checks that requests to a server that leaves fail, and so do later ones.
 func TestDeathFailsRequests(t *testing.T) {
-	asked := make(chan struct{})
-	var workers sync.WaitGroup
+	var waited, workers sync.WaitGroup // the workers have waited once, they are done
+	waited.Add(2)
 	workers.Add(2)
 	job{t: t, servers: 1, workers: 2, leave: true}.run(func(po *Postoffice) {
-		app, err := NewSimpleApp(po, 0, 0, SimpleHandlers{Request: func(SimpleData, *SimpleApp) {
-			asked <- struct{}{} // it never answers
-		}})
+		// The server never answers.
+		app, err := NewSimpleApp(po, 0, 0, SimpleHandlers{Request: func(SimpleData, *SimpleApp) {}})
 		if err != nil {
 			t.Error(err)
 			return
@@ -268,8 +267,7 @@ func TestDeathFailsRequests(t *testing.T) {
 			workers.Wait()
 		}
 		if po.IsServer() {
-			<-asked
-			<-asked
+			waited.Wait()
 		}
 		if !po.IsWorker() {
 			return
@@ -278,11 +276,13 @@ func TestDeathFailsRequests(t *testing.T) {
 		r, err := app.Request(t.Context(), 1, nil, 8)
 		if err != nil {
 			t.Error(err)
+			waited.Done()
 			return
 		}
 		ctx, cancel := context.WithCancel(t.Context())
 		cancel()
 		testnet.WantError(t, r.Wait(ctx), "ps: wait for request 1 of app 0 to 8: context canceled")
+		waited.Done()
 		testnet.WantError(t, r.Wait(t.Context()), "server 0 is gone", "left the job")
 		_, err = app.Request(t.Context(), 1, nil, 8)
 		testnet.WantError(t, err, "server 0 is gone")
