@@ -202,7 +202,7 @@ func TestKeysAreNamed(t *testing.T) {
 	for i := range keys {
 		keys[i] = uint64(i)
 	}
-	var server atomic.Pointer[KVServer[uint8]]
+	server := make(chan *KVServer[uint8], 1)
 	job{t: t, servers: 2, workers: 1}.run(func(po *Postoffice) {
 		if po.IsServer() {
 			s, err := NewKVServer(po, 0, Sum[uint8](), SimpleHandlers{})
@@ -210,7 +210,7 @@ func TestKeysAreNamed(t *testing.T) {
 				t.Error(err)
 			}
 			if po.Rank() == 0 {
-				server.Store(s)
+				server <- s
 			}
 		}
 		if !po.IsWorker() {
@@ -235,7 +235,7 @@ func TestKeysAreNamed(t *testing.T) {
 		if n := push(); n > num+1000 {
 			t.Errorf("the second push sent %d bytes, want about %d", n, num)
 		}
-		s := server.Load()
+		s := <-server
 		s.c.handling.Lock()
 		clear(s.lists)
 		s.c.handling.Unlock()
@@ -262,6 +262,7 @@ func TestKeysAreNamed(t *testing.T) {
 // TestLateAnswers checks a handler that answers when all workers have pushed, from other goroutines.
 func TestLateAnswers(t *testing.T) {
 	const workers = 3
+	var answers sync.WaitGroup
 	handler := func() KVHandler[float64] {
 		var sum float64
 		var waiting []KVMeta
@@ -276,7 +277,7 @@ func TestLateAnswers(t *testing.T) {
 			answer, all := KVPairs[float64]{Keys: data.Keys, Vals: []float64{sum}}, waiting
 			waiting = nil
 			for _, m := range all {
-				go func() {
+				answers.Go(func() {
 					if err := s.Response(m, KVPairs[float64]{Vals: []float64{1, 2},
 						Lens: []int32{1}}); err == nil {
 						t.Error("values that do not fit were sent")
@@ -287,7 +288,7 @@ func TestLateAnswers(t *testing.T) {
 					if s.Response(m, answer) == nil || s.Fail(m, context.Canceled) == nil {
 						t.Error("a second answer is no error")
 					}
-				}()
+				})
 			}
 		}
 	}
@@ -302,6 +303,7 @@ func TestLateAnswers(t *testing.T) {
 			}
 		}
 	})
+	answers.Wait()
 }
 
 // TestTypes checks the error if worker and server have different types, and the types of all sums.
