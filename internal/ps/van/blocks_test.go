@@ -40,8 +40,11 @@ func TestBlocks(t *testing.T) {
 		random := rand.New(rand.NewPCG(1, 2))
 		sizes := []int{0, 1, 1000, sharedBytes - 1, sharedBytes, sharedBytes + 1, 300_000, 1<<20 + 3}
 		link, err := w.link(8)
-		if err != nil || link.shares() != (host != "") {
-			t.Fatalf("the connection shares memory: %v, %v", link.shares(), err)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := link.shares(); got != (host != "") {
+			t.Fatalf("the connection shares memory: %v", got)
 		}
 		for i := range 100 {
 			frames := make([][]byte, random.IntN(maxFrames+1))
@@ -63,6 +66,7 @@ func TestBlocks(t *testing.T) {
 			if !<-got {
 				t.Fatalf("message %d has changed", i)
 			}
+			released(t, s, w)
 		}
 		for _, n := range []*node{s, w} {
 			l, err := n.link(17 - n.ID())
@@ -72,12 +76,23 @@ func TestBlocks(t *testing.T) {
 			if shared := l.own.count > 0; shared != (host != "") || l.own.count > 3*maxFrames {
 				t.Errorf("%s has made %d blocks", Name(n.ID()), l.own.count)
 			}
-			testnet.Eventually(t, "all blocks are released", func() bool {
-				l.own.mu.Lock()
-				defer l.own.mu.Unlock()
-				return len(l.own.flying) == 0
-			})
 		}
+	}
+}
+
+// released waits until the server s and the worker w have released all blocks of each other.
+func released(t *testing.T, s, w *node) {
+	t.Helper()
+	for _, n := range []*node{s, w} {
+		l, err := n.link(17 - n.ID())
+		if err != nil {
+			t.Fatal(err)
+		}
+		testnet.Eventually(t, "all blocks are released", func() bool {
+			l.own.mu.Lock()
+			defer l.own.mu.Unlock()
+			return len(l.own.flying) == 0
+		})
 	}
 }
 
