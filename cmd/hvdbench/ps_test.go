@@ -23,7 +23,8 @@ func TestParameterServer(t *testing.T) {
 	for i, role := range []string{"scheduler", "server", "worker", "worker"} {
 		cmd := exec.CommandContext(ctx, os.Args[0], "hvdbench", "--ps", "--seconds", "0.001")
 		cmd.Env = append(os.Environ(), "DMLC_ROLE="+role, "DMLC_NUM_SERVER=1", "DMLC_NUM_WORKER=2",
-			"DMLC_PS_ROOT_URI=127.0.0.1", fmt.Sprint("DMLC_PS_ROOT_PORT=", port))
+			"DMLC_PS_ROOT_URI=127.0.0.1", fmt.Sprint("DMLC_PS_ROOT_PORT=", port),
+			"PS_HEARTBEAT_TIMEOUT=60")
 		cmd.Stdout, cmd.Stderr = &out[i], &out[i]
 		if err := cmd.Start(); err != nil {
 			t.Fatal(err)
