@@ -221,8 +221,10 @@ func (t *Tuner) finish() {
 	t.keep("autotune has ended")
 }
 
-// abandon saves and logs the best settings so far, unless only the first settings were measured.
+// abandon publishes the rounds, the last of which may have ended with the job. It saves and logs the best
+// settings so far, unless only the first settings were measured.
 func (t *Tuner) abandon() {
+	t.publish()
 	if len(t.search.Rounds()) > 1 {
 		t.keep("autotune has not ended; these are the best settings so far")
 	}
