@@ -31,7 +31,7 @@ import (
 var job *world
 
 func TestMain(m *testing.M) {
-	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
 	defer cancel()
 	given := os.Getenv("INITIALIZED") != ""
 	if given {
