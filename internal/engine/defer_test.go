@@ -1,7 +1,6 @@
 package engine_test
 
 import (
-	"fmt"
 	"runtime"
 	"testing"
 	"time"
@@ -63,28 +62,6 @@ func TestNotifyLaterWithoutFlush(t *testing.T) {
 	})
 	promptly(t, began)
 	c.shutdown()
-}
-
-// Queued operations complete even if the caller keeps queuing more operations all the time.
-func TestNotifyWhileQueueing(t *testing.T) {
-	const most = 500 // few enough to be queued before the first heartbeat
-	var recorded [2]log
-	c := startOversubscribed(t, &recorded, 5*time.Millisecond)
-	time.Sleep(200 * time.Millisecond) // until then, clock probes cause turns of the loops
-	c.each(func(r int) {
-		done := make(chan error, most)
-		queued := 0
-		for ; len(done) == 0 && queued < most; queued++ {
-			c.queue(r, fmt.Sprint(queued), done)
-			time.Sleep(time.Millisecond) // less than the deferral period
-		}
-		if queued == most {
-			t.Errorf("rank %d: no operation was done before the last of %d operations was queued", r, queued)
-		}
-	})
-	for _, e := range c.engines {
-		e.Close() // a shutdown would fail: the ranks have queued different tensors
-	}
 }
 
 // Drive and Flush make the loop run at once after NotifyLater, even if the deferral period is an hour. With
