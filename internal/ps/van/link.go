@@ -1,6 +1,7 @@
 package van
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -61,6 +62,7 @@ type link struct {
 	replies     int           // number of replies in the queue
 	room        chan struct{} // closed when there is room for a request; nil if no call waits
 	end         error         // reason why the link has ended
+	full        error         // reason why the link is to end: too many replies are in the queue
 	left        bool          // the peer has sent TERMINATE
 	beat        bool          // a heartbeat is to be sent
 	acks        []uint64      // acknowledgements that are to be sent
@@ -129,18 +131,19 @@ func (l *link) hasRoom() {
 	}
 }
 
-// reply queues a message that does not wait for room.
+// reply queues a message that does not wait for room. If too many wait, it closes the connection. The
+// goroutine that reads then ends the link: the caller may hold locks that this takes.
 func (l *link) reply(m *Message) error {
 	l.mu.Lock()
-	full := l.replies == maxReplies
-	l.mu.Unlock()
-	if full {
-		l.fail(fmt.Errorf("its replies are not read: %d wait", maxReplies))
+	if l.end == nil && l.full == nil && l.replies >= maxReplies {
+		l.full = fmt.Errorf("its replies are not read: %d wait", maxReplies)
+		if l.conn != nil {
+			l.conn.Close()
+		}
 	}
-	l.mu.Lock()
-	if l.end != nil {
+	if err := cmp.Or(l.end, l.full); err != nil {
 		defer l.mu.Unlock()
-		return &NodeError{l.peer, l.end}
+		return &NodeError{l.peer, err}
 	}
 	l.replies++
 	l.queue.push(&flight{m: m, reply: true}, m.Header.Priority)
@@ -569,7 +572,9 @@ func (l *link) fail(err error) {
 		l.mu.Unlock()
 		return
 	}
-	if l.left {
+	if l.full != nil {
+		err = l.full
+	} else if l.left {
 		err = errLeft
 	} else if errors.Is(err, io.EOF) {
 		err = errors.New("its connection has ended")

@@ -608,3 +608,25 @@ func Lossy(seed uint64) func(from, to int, m *Message, deliver func(*Message) er
 		return f.Pass(m, deliver)
 	}
 }
+
+// TestReplyLimit checks that a peer that does not read replies is dead, also if the reply that is one too many
+// is the answer of a barrier.
+func TestReplyLimit(t *testing.T) {
+	nodes := startJob(t, 1, 1, nil)
+	l, err := nodes[1].link(9)
+	if err != nil {
+		t.Fatal(err)
+	}
+	l.mu.Lock()
+	l.replies = maxReplies
+	l.mu.Unlock()
+	// The answer is one reply too many.
+	testnet.WantError(t, nodes[9].Barrier(t.Context(), 0, GroupServers), "scheduler is gone")
+	nodes[1].until(t, "worker 0 is dead", func() bool { return nodes[1].lost[9] != nil })
+	testnet.WantError(t, nodes[1].lost[9], "its replies are not read: 65536 wait")
+	for id, err := range barrier(t.Context(), nodes, GroupScheduler+GroupServers, 1, 1) {
+		if err != nil {
+			t.Errorf("%s: %v", Name(id), err)
+		}
+	}
+}
