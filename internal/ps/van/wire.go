@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"net"
 
 	"google.golang.org/protobuf/proto"
@@ -24,8 +25,9 @@ const (
 	maxHelloBytes = 64 << 10
 	// maxFrames is the maximum number of frames of a message.
 	maxFrames = 4
-	// MaxDataBytes is the maximum length of all frames of a message together.
-	MaxDataBytes = 2 << 30
+	// MaxDataBytes is the maximum length of all frames of a message together. So the number of values of a
+	// key is an int32.
+	MaxDataBytes = math.MaxInt32
 	// firstBytes is the maximum number of bytes that are allocated for frames before their first byte
 	// arrives.
 	firstBytes = 1 << 20

@@ -101,6 +101,7 @@ func TestReaderRefuses(t *testing.T) {
 		{header(0, 0, 0, 0, 0), true, "it has 5 frames, want at most 4"},
 		{header(1), false, "it has 1 frames before the registration"},
 		{header(MaxDataBytes, 1), true, "have more than"},
+		{header(1 << 31), true, "have more than 2147483647 bytes"},
 		{header(1 << 63), true, "have more than"},
 	} {
 		r := newReader(bytes.NewReader(c.in))
