@@ -72,21 +72,23 @@ func passed(t *testing.T, n int, cmd *exec.Cmd) {
 }
 
 // distributedVictim is a program that trains until an operation fails, and then prints the error. In the
-// first attempt of torchrun, rank 1 kills itself after a few operations.
+// first attempt of torchrun, rank 1 kills itself after a few operations. Then torchrun sends SIGTERM to the
+// other ranks, which may arrive before the error. The last operation of the victim may fail at other ranks.
 const distributedVictim = `
 import os, signal, sys
 import torch, torch.distributed as dist
 import gohvd.torch.distributed
 
+signal.signal(signal.SIGTERM, lambda *_: None)
 dist.init_process_group("gohvd")
 rank, first = dist.get_rank(), os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(100, 100))
 x = torch.ones(4)
-for step in range(10):
-    dist.all_reduce(x)
-if rank == 1 and first:
-    os.kill(os.getpid(), signal.SIGKILL)
 try:
+    for step in range(10):
+        dist.all_reduce(x)
+    if rank == 1 and first:
+        os.kill(os.getpid(), signal.SIGKILL)
     while first:
         if sys.argv[1] == "ddp":
             model(torch.randn(2, 100)).sum().backward()
@@ -95,7 +97,7 @@ try:
         else:
             dist.all_reduce(x, async_op=True).get_future().wait()
 except RuntimeError as e:
-    sys.stdout.write("rank %d got %s\n" % (rank, str(e).replace("\n", " ")))
+    sys.stdout.write("\nrank %d got %s\n" % (rank, str(e).replace("\n", " ")))
     raise SystemExit(1)
 dist.destroy_process_group()
 sys.stdout.write("rank %d ends\n" % rank)
