@@ -189,11 +189,11 @@ func TestUnusedSetsAreCheap(t *testing.T) {
 		}
 		measure(ctx, e, &after)
 	})
-	// A few goroutines of the measurement itself may differ, but not one for each set.
-	if n := during.goroutines - before.goroutines; n > size {
+	// A few goroutines and descriptors may differ for other reasons, but not one for each set.
+	if n := during.goroutines - before.goroutines; n > sets/2 {
 		t.Errorf("%d sets at %d ranks cost %d goroutines, want none", sets, size, n)
 	}
-	if n := during.descriptors - before.descriptors; n > size {
+	if n := during.descriptors - before.descriptors; n > sets/2 {
 		t.Errorf("%d sets at %d ranks cost %d descriptors, want none", sets, size, n)
 	}
 	perSet := func(c cost) int { return (c.heapBytes - before.heapBytes) / sets / size }
