@@ -91,12 +91,15 @@ func newCustomer(po *Postoffice, app, id int) (*customer, error) {
 	return &customer{po: po, key: customerKey{app, id}, pending: make(map[int64]*Request)}, nil
 }
 
-// start sends the parts of r. If a part cannot be sent, for example because ctx ends while the queue is
-// full, the request fails, and start returns the error. It owns the messages in any case.
+// start sends the parts of r. If a part cannot be sent, for example because ctx ends or the time limit passes
+// while the queue is full, the request fails, and start returns the error. It owns the messages in any case.
 func (c *customer) start(ctx context.Context, r *Request) error {
 	r.c, r.done = c, make(chan struct{})
 	if limit := c.po.set.OperationTimeout; limit > 0 {
 		r.deadline = time.Now().Add(limit)
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithDeadlineCause(ctx, r.deadline, errTimeout)
+		defer cancel()
 	}
 	c.mu.Lock()
 	err := c.ended

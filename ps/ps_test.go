@@ -340,6 +340,38 @@ func TestOperationTimeout(t *testing.T) {
 	})
 }
 
+// TestTimeoutInQueue checks that a request that waits for room in the queue fails when its time limit passes.
+func TestTimeoutInQueue(t *testing.T) {
+	failed := make(chan struct{})
+	one := map[string]string{"DMLC_PS_WATER_MARK": "1"}
+	job{t: t, servers: 1, workers: 1, settings: one}.run(func(po *Postoffice) {
+		app, err := NewSimpleApp(po, 0, 0, SimpleHandlers{Request: func(req SimpleData, app *SimpleApp) {
+			<-failed
+			if err := app.Response(req, nil); err != nil {
+				t.Error(err)
+			}
+		}})
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		if !po.IsWorker() {
+			return
+		}
+		first, err := app.Request(t.Context(), 1, nil, 8)
+		if err != nil {
+			t.Error(err)
+		}
+		app.c.po.set.OperationTimeout = 300 * time.Millisecond
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+		defer cancel()
+		r, err := app.Request(ctx, 1, nil, 8)
+		testnet.WantError(t, waitErr(t, r, err), errTimeout.Error())
+		close(failed)
+		wait(t, first, nil)
+	})
+}
+
 // TestBodyIsCopied checks that the caller of Request and Response can use the body again at once.
 func TestBodyIsCopied(t *testing.T) {
 	first, free := make(chan struct{}), make(chan struct{})
