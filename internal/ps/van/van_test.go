@@ -312,7 +312,8 @@ func kill(n *node) {
 	n.close(errors.New("killed"))
 }
 
-// TestSilence checks that a node that sends nothing is dead after the time limit, and that Dead counts silence.
+// TestSilence checks that a node that sends nothing is dead after the time limit, and that Dead counts
+// silence.
 func TestSilence(t *testing.T) {
 	nodes := startJob(t, 1, 1, func(c *Config) {
 		if c.HeartbeatTimeout = time.Hour; c.Role == Worker {
@@ -609,8 +610,8 @@ func Lossy(seed uint64) func(from, to int, m *Message, deliver func(*Message) er
 	}
 }
 
-// TestReplyLimit checks that a peer that does not read replies is dead, also if the reply that is one too many
-// is the answer of a barrier.
+// TestReplyLimit checks that a peer that does not read replies is dead, also if the reply that is one too
+// many is the answer of a barrier.
 func TestReplyLimit(t *testing.T) {
 	nodes := startJob(t, 1, 1, nil)
 	l, err := nodes[1].link(9)
