@@ -116,6 +116,7 @@ func (c *customer) start(ctx context.Context, r *Request) error {
 	c.timestamp++
 	r.timestamp = c.timestamp
 	c.pending[r.timestamp] = r
+	c.po.wg.Add(1)
 	c.mu.Unlock()
 	if len(r.parts) == 0 {
 		c.complete(r, nil)
@@ -250,7 +251,7 @@ func (c *customer) complete(r *Request, err error) {
 		r.err = fmt.Errorf("ps: %s: %w", r.what, err)
 	}
 	if r.callback == nil {
-		close(r.done)
+		c.over(r)
 		return
 	}
 	c.mu.Lock()
@@ -276,11 +277,17 @@ func (c *customer) call() {
 		c.callbacks = c.callbacks[1:]
 		c.mu.Unlock()
 		r.callback(r.err)
-		close(r.done)
+		c.over(r)
 		c.mu.Lock()
 		c.uncalled--
 		c.mu.Unlock()
 	}
+}
+
+// over records that a request has completed and its callback has returned.
+func (c *customer) over(r *Request) {
+	close(r.done)
+	c.po.wg.Done()
 }
 
 // failIf fails the requests for which the function why returns an error. why is called with mu locked.

@@ -61,7 +61,7 @@ type Postoffice struct {
 	set     config.Config
 	van     *van.Van
 	log     *zap.Logger
-	wg      sync.WaitGroup // goroutines that call callbacks
+	wg      sync.WaitGroup // requests that have not completed, and goroutines that call callbacks
 	started time.Time
 
 	mu        sync.Mutex

@@ -372,6 +372,40 @@ func TestTimeoutInQueue(t *testing.T) {
 	})
 }
 
+// TestFinalizeWaitsForCallbacks checks that Finalize waits for the callback of a request that is completing.
+func TestFinalizeWaitsForCallbacks(t *testing.T) {
+	var sender sync.WaitGroup
+	job{t: t, leave: true}.run(func(po *Postoffice) {
+		app, err := NewSimpleApp(po, 0, 0, SimpleHandlers{})
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		completing := make(chan struct{})
+		var left atomic.Bool
+		r := &Request{what: "request to nobody", callback: func(error) {
+			if left.Load() {
+				t.Error("a callback ran after Finalize")
+			}
+		}, finish: func([]part) error {
+			close(completing)
+			testnet.Eventually(t, "Finalize ends the requests", func() bool {
+				app.c.mu.Lock()
+				defer app.c.mu.Unlock()
+				return app.c.ended != nil
+			})
+			time.Sleep(50 * time.Millisecond) // if Finalize does not wait, it returns in this time
+			return nil
+		}}
+		sender.Go(func() {
+			wait(t, r, app.c.start(t.Context(), r))
+		})
+		<-completing
+		po.RegisterExitCallback(func() { left.Store(true) })
+	})
+	sender.Wait()
+}
+
 // TestBodyIsCopied checks that the caller of Request and Response can use the body again at once.
 func TestBodyIsCopied(t *testing.T) {
 	first, free := make(chan struct{}), make(chan struct{})
