@@ -341,6 +341,50 @@ func TestTypes(t *testing.T) {
 	})
 }
 
+// TestSharedHandler checks that two servers with the same handler share its values.
+func TestSharedHandler(t *testing.T) {
+	const pushes = 1000
+	shared := Sum[int64]()
+	job{t: t, servers: 1, workers: 2}.run(func(po *Postoffice) {
+		if po.IsServer() {
+			for app := range 2 {
+				if err := server(po, app, shared); err != nil {
+					t.Error(err)
+				}
+			}
+		}
+		if !po.IsWorker() {
+			return
+		}
+		w, err := NewKVWorker[int64](po, po.Rank(), 0, SimpleHandlers{})
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		var all []*Request
+		for i := range pushes {
+			r, err := w.Push(t.Context(), []uint64{1, 2 + uint64(i%100)}, []int64{1, 1})
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			all = append(all, r)
+		}
+		for _, r := range all {
+			wait(t, r, nil)
+		}
+		if err := po.Barrier(t.Context(), 0, WorkerGroup); err != nil {
+			t.Error(err)
+		}
+		var got []int64
+		r, err := w.Pull(t.Context(), []uint64{1, 2}, &got)
+		wait(t, r, err)
+		if want := []int64{2 * pushes, 2 * pushes / 100}; !slices.Equal(got, want) {
+			t.Errorf("got %v, want %v", got, want)
+		}
+	})
+}
+
 func server[T Value](po *Postoffice, app int, h KVHandler[T]) error {
 	_, err := NewKVServer(po, app, h, SimpleHandlers{})
 	return err

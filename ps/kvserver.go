@@ -75,8 +75,8 @@ type parkedKey struct {
 }
 
 // NewKVServer makes the server of an app in this process. The built-in handlers are Sum, Assign, SGD,
-// Momentum, Adagrad and Adam. The server is a SimpleApp too, with the handlers h, for example for commands
-// of the workers.
+// Momentum, Adagrad and Adam. Servers with the same built-in handler share its values. The server is a
+// SimpleApp too, with the handlers h, for example for commands of the workers.
 func NewKVServer[T Value](po *Postoffice, app int, handler KVHandler[T], h SimpleHandlers) (*KVServer[T],
 	error) {
 	if !po.IsServer() {

@@ -3,6 +3,7 @@ package ps
 import (
 	"fmt"
 	"slices"
+	"sync"
 	"unsafe"
 
 	"go.uber.org/zap"
@@ -16,8 +17,10 @@ import (
 const InitCmd = -1
 
 // store has the values of a server with a built-in handler. Keys are added by pushes. The values of keys that
-// are first pushed together are next to each other, so that one call of a kernel updates them all.
+// are first pushed together are next to each other, so that one call of a kernel updates them all. Servers
+// with the same handler share its store. mu guards it, and the values of its keys.
 type store struct {
+	mu      sync.Mutex
 	dt      tensor.DType
 	rule    rule
 	entries map[uint64]entry
@@ -208,6 +211,8 @@ func builtIn[T Value](r rule) KVHandler[T] {
 	st := &store{dt: tensor.Of[T](), rule: r, entries: make(map[uint64]entry)}
 	return func(meta KVMeta, data KVPairs[T], s *KVServer[T]) {
 		vals := tensor.Bytes(data.Vals)
+		st.mu.Lock()
+		defer st.mu.Unlock()
 		r, err := st.resolve(data.list, meta.Push, data.Lens, len(data.Vals))
 		if err == nil {
 			if meta.Push {
