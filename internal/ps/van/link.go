@@ -501,6 +501,10 @@ func (l *link) read(r *reader) error {
 		if err != nil {
 			return err
 		}
+		if l.ended() { // the bytes were in the buffer of r
+			m.Release()
+			return net.ErrClosed
+		}
 		l.handling.Store(true)
 		l.unread.Store(r.in.Buffered() > 0)
 		l.van.counters.received.Add(uint64(m.size))
@@ -516,6 +520,13 @@ func (l *link) read(r *reader) error {
 			return err
 		}
 	}
+}
+
+// ended reports whether the link has ended.
+func (l *link) ended() bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.end != nil || l.full != nil
 }
 
 // silent returns the time for which no message has come from the peer.

@@ -372,6 +372,43 @@ func TestSlowHandler(t *testing.T) {
 	l.mu.Unlock()
 }
 
+// TestNothingAfterTheEnd checks that no message is handled after its link has ended, although it has been read.
+func TestNothingAfterTheEnd(t *testing.T) {
+	nodes := startJob(t, 1, 1, nil)
+	s, w := nodes[8], nodes[9]
+	entered, leave := make(chan struct{}), make(chan struct{})
+	calls := 0
+	s.handle(func(_ int, m *Message) {
+		if calls++; calls == 1 {
+			close(entered)
+			<-leave
+		}
+		m.Release()
+	})
+	l, err := w.link(8)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var b []byte // one write, so that the server reads all at once
+	for range 10 {
+		b = append(b, wire(t, &Message{Header: &pspb.Header{Request: true}})...)
+	}
+	if _, err := l.conn.Write(b); err != nil {
+		t.Fatal(err)
+	}
+	<-entered
+	other, err := s.link(9)
+	if err != nil {
+		t.Fatal(err)
+	}
+	other.fail(errors.New("a test"))
+	close(leave)
+	stopAll(nodes)
+	if calls != 1 {
+		t.Errorf("%d messages were handled, want 1", calls)
+	}
+}
+
 // TestStartFails checks the errors of nodes that do not fit the job, and that they disturb nobody.
 func TestStartFails(t *testing.T) {
 	key, _ := secret.New()
