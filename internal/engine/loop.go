@@ -57,7 +57,8 @@ func (e *Engine) BackgroundThreadLoop() {
 	connected.Wait()
 }
 
-// flushTimeout is how long the rank tries to send the last frames before it closes the connections.
+// flushTimeout is how long the rank tries to send its messages, and how long its last frames, before it
+// closes the connections.
 const flushTimeout = time.Second
 
 // answer ends the lanes and all pending operations. The operations end with err, or with ErrShutDown if err

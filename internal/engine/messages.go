@@ -78,7 +78,8 @@ func (e *Engine) exchange(set topo.ProcessSetID) (*p2p.Exchange, error) {
 		Memory: e.cfg.Memory, Groups: e.cfg.Groups,
 		Failed:       func(err error) { e.channelFailed(set, err) },
 		StallWarning: e.cfg.StallWarning, OnStall: e.messageStalled,
-		OnTimeout: func(o *p2p.Op) { e.messageTimedOut(set, o) },
+		OnTimeout:    func(o *p2p.Op) { e.messageTimedOut(set, o) },
+		FlushTimeout: flushTimeout,
 	})
 	for r := range e.messages.left {
 		x.Left(r)

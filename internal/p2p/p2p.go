@@ -45,8 +45,6 @@ const (
 	// departTimeout is how long a rank waits for messages of a peer that has announced its shutdown. The peer
 	// may have sent them before.
 	departTimeout = time.Second
-	// flushTimeout limits how long Quit waits until all messages have left this rank.
-	flushTimeout = time.Second
 )
 
 // Op is one message that this rank sends or receives. The caller must not change it before Done is called.
@@ -130,6 +128,8 @@ type Config struct {
 	// OnTimeout is called when an operation has not ended within its time limit, and again every second. The
 	// operation goes on until the Exchange is closed.
 	OnTimeout func(o *Op)
+	// FlushTimeout limits how long Close waits until all messages have left this rank.
+	FlushTimeout time.Duration
 }
 
 // Exchange sends and receives the messages of one rank in one process set. Its methods are safe for
@@ -304,8 +304,8 @@ func (x *Exchange) Quit(err error) {
 	}
 }
 
-// Close ends all operations with err and releases the channels. If flush is set, it first waits, for a short
-// time, until all messages have left this rank.
+// Close ends all operations with err and releases the channels. If flush is set, it first waits, for at
+// most Config.FlushTimeout, until all messages have left this rank.
 func (x *Exchange) Close(err error, flush bool) {
 	if flush {
 		x.Quit(err)
@@ -337,10 +337,10 @@ func (x *Exchange) Close(err error, flush bool) {
 // that they have accepted. It does not wait for a channel that was not opened if there are no messages for
 // it.
 func (x *Exchange) flush() {
-	deadline := time.Now().Add(flushTimeout)
+	deadline := time.Now().Add(x.cfg.FlushTimeout)
 	x.mu.Lock()
 	defer x.mu.Unlock()
-	timer := time.AfterFunc(flushTimeout, func() {
+	timer := time.AfterFunc(x.cfg.FlushTimeout, func() {
 		x.mu.Lock()
 		defer x.mu.Unlock()
 		for _, p := range x.peers {

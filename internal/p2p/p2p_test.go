@@ -97,7 +97,7 @@ func newJob(tb testing.TB, meshes []transport.Mesh) *job {
 		ranks = append(ranks, topo.Rank(r))
 	}
 	for r, m := range meshes {
-		cfg := p2p.Config{Mesh: m, Lane: lane, Ranks: ranks, Me: r,
+		cfg := p2p.Config{Mesh: m, Lane: lane, Ranks: ranks, Me: r, FlushTimeout: 20 * time.Second,
 			Failed: func(err error) { j.failures <- fmt.Errorf("rank %d: %w", r, err) }}
 		if memory, ok := m.(shm.Sharer); ok {
 			cfg.Memory, cfg.Groups, j.shares = memory, memory.Groups(), true
@@ -445,6 +445,17 @@ func TestLeftOpensLate(t *testing.T) {
 	}
 }
 
+// quit makes rank from quit, and returns when rank at has learned it.
+func (j *job) quit(from, at topo.Rank) {
+	j.tb.Helper()
+	waits := j.receive(at, from, 1<<20, 1)
+	j.ranks[from].Quit(errOver)
+	var left *p2p.LeftError
+	if err := waits.wait(j.tb); !errors.As(err, &left) {
+		j.tb.Errorf("%v: got error %v, want that rank %d shut down", &waits.Op, err, from)
+	}
+}
+
 // gate is the memory of peers whose chunks arrive when open is closed.
 type gate struct {
 	shm.Sharer
@@ -469,7 +480,10 @@ func TestRevoked(t *testing.T) {
 		j := newJob(t, meshes)
 		sent, received := j.send(0, 1, 1, payload(1, 1<<20)), j.receive(1, 0, 1, 1<<20)
 		<-g.waits
-		j.ranks[0].Close(errOver, leaves)
+		if leaves {
+			j.quit(0, 1)
+		}
+		j.ranks[0].Close(errOver, false)
 		if err := sent.wait(t); err != errOver {
 			t.Errorf("the send has ended with error %v, want %v", err, errOver)
 		}
@@ -495,8 +509,8 @@ func TestChannelEndsDuringCopy(t *testing.T) {
 	j.send(0, 1, 1, payload(1, 1<<20))
 	received := j.receive(1, 0, 1, 1<<20)
 	<-g.waits
-	j.ranks[1].Left(0)
-	j.ranks[0].Close(errOver, true)
+	j.quit(0, 1)
+	j.ranks[0].Close(errOver, false)
 	j.ranks = j.ranks[1:] // the cleanup must not use rank 0 any more
 	if err := meshes[0].Close(); err != nil {
 		t.Error(err)
