@@ -423,11 +423,14 @@ class Works(Ranks):
         group = dist.group.WORLD
         group.monitored_barrier(timedelta(seconds=60))
         if self.size > 1:
-            if self.rank != 1:
-                with self.assertRaisesRegex(RuntimeError, "Rank 1 failed to pass"):
-                    group.monitored_barrier(timedelta(seconds=0.5), wait_all_ranks=True)
-            else:
+            if self.rank == 1:
                 group._barriers += 1
+            else:
+                limit = timedelta(seconds=0.5 if self.rank == 0 else 60)
+                for r in range(2, self.size) if self.rank == 0 else ():
+                    group._store.wait([f"gohvd/monitored barrier {group._barriers + 1}/{r}"], timedelta(seconds=60))
+                with self.assertRaisesRegex(RuntimeError, "Rank 1 failed to pass"):
+                    group.monitored_barrier(limit, wait_all_ranks=True)
         self.store_barrier("monitored")
         self.equal_after()
 

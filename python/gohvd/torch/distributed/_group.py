@@ -485,7 +485,7 @@ class ProcessGroup(dist.ProcessGroup):
             outcome = self._missing(prefix, limit, wait_all_ranks)
             self._store.set(f"{prefix}/outcome", outcome)
         else:
-            self._store.set(f"{prefix}/{self._rank}", "")
+            self._store.add(f"{prefix}/{self._rank}", 1)
             heard = self._has([f"{prefix}/outcome"], limit * 2 + _GRACE)
             outcome = self._store.get(f"{prefix}/outcome").decode() if heard else _late([0], limit * 2 + _GRACE)
             if outcome:
@@ -511,7 +511,7 @@ class ProcessGroup(dist.ProcessGroup):
         keys = [f"{prefix}/{r}" for r in range(1, self._size)]
         if self._has(keys, limit):
             return ""
-        missing = [r for r, key in enumerate(keys, 1) if not self._has([key], timedelta(milliseconds=1))]
+        missing = [r for r, key in enumerate(keys, 1) if self._store.add(key, 0) == 0]
         if not missing:
             return ""
         return _late(missing if wait_all_ranks else missing[:1], limit)
