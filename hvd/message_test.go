@@ -96,7 +96,7 @@ func TestMessagesRefused(t *testing.T) {
 		}
 		x := make([]float32, 2)
 		var mismatch *hvd.MismatchError
-		const want = `hvd: recv "rank 0, tag 7": ` +
+		const want = `hvd: recv "rank 0 to rank 1, tag 7": ` +
 			`got 3 elements of float32 from rank 0, want 2 elements of float32`
 		if _, err := hvd.Recv(ctx, x, 0, 7, hvd.On(e)); !errors.As(err, &mismatch) || err.Error() != want {
 			t.Errorf("got error %v, want %s", err, want)

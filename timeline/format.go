@@ -34,11 +34,12 @@ var names = [...]string{
 	message.Join:    negotiate + "JOIN", message.AddProcessSet: negotiate + "ADD_PROCESS_SET",
 	message.RemoveProcessSet: negotiate + "REMOVE_PROCESS_SET", message.Reduce: negotiate + "REDUCE",
 	message.Gather: negotiate + "GATHER", message.Scatter: negotiate + "SCATTER",
+	message.Send: negotiate + "SEND", message.Recv: negotiate + "RECV",
 }
 
 // nameOf returns the name of the negotiation of an operation of kind k, and the name of the operation itself.
 func nameOf(k message.Kind) (negotiation, operation string) {
-	if !k.Valid() {
+	if !k.Valid() && !k.IsMessage() {
 		k = 0
 	}
 	return names[k], names[k][len(negotiate):]
@@ -247,6 +248,9 @@ func (f *formatter) tensor(dst []byte, op *record, n *trace.Tensor) []byte {
 	}
 	dst = number(number(dst, "bytes", n.Bytes), "fused", int64(op.fused))
 	dst = text(text(dst, "backend", op.Backend.String()), "algorithm", op.Algorithm.String())
+	if op.Kind.IsMessage() && op.Peer >= 0 {
+		dst = number(dst, "peer", int64(op.Peer))
+	}
 	if failed != "" {
 		dst = text(dst, "error", failed)
 	}

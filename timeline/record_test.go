@@ -119,8 +119,8 @@ func simple(number uint64, names ...string) *trace.Operation {
 	return op
 }
 
-// Three operations are recorded, and the file has exactly the expected text. The text must not change by
-// accident, because Horovod's tools and our own parse it.
+// Three operations and a message are recorded, and the file has exactly the expected text. The text must not
+// change by accident, because Horovod's tools and our own parse it.
 func TestText(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "t.json")
 	cfg := testConfig(path)
@@ -139,6 +139,11 @@ func TestText(t *testing.T) {
 		Begun: 3 * time.Millisecond, Ended: 3 * time.Millisecond,
 		Tensors: []trace.Tensor{{Name: "b", Submitted: 2 * time.Millisecond}}}
 	tl.Record(barrier)
+	tl.Record(&trace.Operation{Number: 2, Peer: 2, Kind: message.Recv, Backend: message.TCP,
+		Granted: 5 * time.Millisecond, Begun: 5 * time.Millisecond, Ended: 6 * time.Millisecond,
+		Activities: []trace.Activity{{Name: "TCP_RECV", Begun: 5 * time.Millisecond, End: 6 * time.Millisecond}},
+		Tensors: []trace.Tensor{{Name: "rank 2 to rank 0, tag 7", DType: tensor.Float32,
+			Shape: tensor.Shape{6}, Bytes: 24, Submitted: 4 * time.Millisecond}}})
 	if err := tl.Write(); err != nil {
 		t.Fatal(err)
 	}
@@ -190,7 +195,17 @@ func TestText(t *testing.T) {
 {"name":"BARRIER","ph":"B","ts":3000,"pid":3},
 {"name":"QUEUE","ph":"B","ts":3000,"pid":3},
 {"ph":"E","ts":3000,"pid":3},
-{"ph":"E","ts":3000,"pid":3,"args":{"bytes":0,"fused":1,"backend":"none","algorithm":"none"}}
+{"ph":"E","ts":3000,"pid":3,"args":{"bytes":0,"fused":1,"backend":"none","algorithm":"none"}},
+{"name":"process_name","ph":"M","pid":4,"args":{"name":"rank 2 to rank 0, tag 7"}},
+{"name":"process_sort_index","ph":"M","pid":4,"args":{"sort_index":4}},
+{"name":"NEGOTIATE_RECV","ph":"B","ts":4000,"pid":4,"args":{"set":0,"op":2}},
+{"ph":"E","ts":5000,"pid":4,"args":{"cached":false}},
+{"name":"RECV","ph":"B","ts":5000,"pid":4},
+{"name":"QUEUE","ph":"B","ts":5000,"pid":4},
+{"ph":"E","ts":5000,"pid":4},
+{"name":"TCP_RECV","ph":"B","ts":5000,"pid":4},
+{"ph":"E","ts":6000,"pid":4},
+{"ph":"E","ts":6000,"pid":4,"args":{"dtype":"float32","shape":"[6]","bytes":24,"fused":1,"backend":"tcp","algorithm":"none","peer":2}}
 ]
 `
 	if string(got) != want {
@@ -201,7 +216,7 @@ func TestText(t *testing.T) {
 	// By the timeline's clock the last operation ended long ago. So hvd_end must have the time of Close,
 	// which is later.
 	s := mustRead(t, path)
-	if !s.Ended || s.Dropped != 0 || len(s.Operations) != 3 {
+	if !s.Ended || s.Dropped != 0 || len(s.Operations) != 4 {
 		t.Errorf("got %+v, want an end", s)
 	}
 	b, _ := os.ReadFile(path)

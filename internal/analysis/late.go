@@ -125,10 +125,11 @@ type Member struct {
 	ended int
 }
 
-// operation identifies an operation by its process set and its number.
+// operation identifies an operation by its process set and its number, and a message also by its name.
 type operation struct {
-	set    uint32
-	number uint64
+	set     uint32
+	number  uint64
+	message string
 }
 
 // tensor is the state that Late keeps for a tensor name.
@@ -237,14 +238,20 @@ func (l *Late) Step(m *Member, at time.Duration) { heap.Push(&l.waits, wait{m.Ra
 // Add adds the record of an operation that has ended at a rank. If the operation has several tensors, r must
 // be the record of the tensor that the rank submitted last. arrivals has the times at which the requests of
 // the ranks arrived at rank 0, indexed by position in the process set. It is empty if these times are not
-// known. An operation without a number is not compared with other ranks' operations.
+// known. An operation without a number is not compared with other ranks' operations, nor is a message without
+// a name.
 func (l *Late) Add(m *Member, r *Record, arrivals []time.Duration) {
-	o, last := operation{r.Set, r.Number}, l.tensor(r.Name)
+	o, last, members := operation{set: r.Set, number: r.Number}, l.tensor(r.Name), len(l.members)
+	if r.IsMessage() {
+		if o.message, members = r.Name, 2; r.Name == "" {
+			o.number = 0
+		}
+	}
 	p := l.pending[o]
 	if p == nil {
 		p = &slot{operation: o, kind: r.Kind, last: last, lastEnded: never}
 		l.queue = append(l.queue, p)
-		if r.Number > 0 {
+		if o.number > 0 {
 			l.pending[o] = p
 		}
 	}
@@ -258,7 +265,7 @@ func (l *Late) Add(m *Member, r *Record, arrivals []time.Duration) {
 		p.arrivals = append(p.arrivals, arrivals...)
 		l.kept += len(arrivals)
 	}
-	if len(p.submitted) == len(l.members) || r.Number == 0 {
+	if len(p.submitted) == members || o.number == 0 {
 		l.judge(p)
 	}
 }
@@ -428,6 +435,8 @@ func (l *Late) judge(p *slot) {
 		return // ranks join because they have no more data, which is not lateness
 	}
 	switch {
+	case p.message != "" && slices.ContainsFunc(all, func(s submission) bool { return s.granted < latest }):
+		// The message was sent before the receiver asked for it, so the sender has not waited.
 	case len(all) > 1:
 		discountResults(all)
 		l.charge(all, p.last, latest >= l.steadyFrom)
@@ -458,11 +467,12 @@ func (l *Late) absent(rank int) *Member {
 // discountResults corrects the submissions of ranks that got the result of the previous operation at
 // different times. The exchange of data caused this difference, not the program. If the previous operation is
 // the same at all ranks, each submission becomes earlier by the time between the first rank's result and this
-// rank's result.
+// rank's result. The two ranks of a message end it at different times by themselves.
 func discountResults(all []submission) {
 	first := forever
 	for _, s := range all {
-		if s.before.ended == never || s.before.operation != all[0].before.operation {
+		if s.before.ended == never || s.before.operation != all[0].before.operation ||
+			s.before.message != "" {
 			return
 		}
 		first = min(first, s.before.ended)

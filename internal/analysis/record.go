@@ -16,11 +16,12 @@ import (
 
 // Record is one operation on one tensor at one rank. Times are in nanoseconds since the start of the rank's
 // engine, or on a clock that all ranks share. A time is 0 if it is not known or has not been reached. Records
-// of one process set with the same number describe the same operation, which ran on all members.
+// of one process set with the same number describe the same operation, which ran on all members. Records of
+// a message, whose kinds are send and recv, also have the same name.
 type Record struct {
 	Set uint32 `json:"set,omitempty"`
-	// Number is the number of the grant, counted from 1. It is 0 if there is no grant or the number is not
-	// known.
+	// Number is the number of the grant, counted from 1, or the number of a message among those of its sender
+	// to its receiver. It is 0 if there is no grant or the number is not known.
 	Number    uint64        `json:"number,omitempty"`
 	Kind      string        `json:"kind"`
 	Name      string        `json:"name"`
@@ -36,10 +37,19 @@ type Record struct {
 	Granted   time.Duration `json:"granted_ns,omitempty"`
 	Begun     time.Duration `json:"begun_ns,omitempty"`
 	Ended     time.Duration `json:"ended_ns,omitempty"`
-	// Among are the ranks that take part in a pending operation if these are not all members of the process
-	// set. Otherwise it is empty.
+	// Among are the ranks that take part in a message or in a pending operation if these are not all members
+	// of the process set. Otherwise it is empty.
 	Among []int `json:"among,omitempty"`
 }
+
+// These are the names of the kinds message.Send and message.Recv.
+const (
+	send = "send"
+	recv = "recv"
+)
+
+// IsMessage reports whether the record is one of a message between two ranks.
+func (r *Record) IsMessage() bool { return r.Kind == send || r.Kind == recv }
 
 // Set is a process set other than 0, with its members.
 type Set struct {

@@ -77,6 +77,7 @@ func list(b *strings.Builder, n, most int, what string, write func(i int)) {
 
 func (f *Findings) writeWaiting(b *strings.Builder, w *Waiting) {
 	what := label(w.Kind, w.Names, w.NumNames, w.Set)
+	called := label(counterpart(w.Kind), w.Names, w.NumNames, w.Set)
 	join := w.Kind == join
 	long := span(w.Longest)
 	var missing []int
@@ -94,8 +95,8 @@ func (f *Findings) writeWaiting(b *strings.Builder, w *Waiting) {
 				have(missing), long, unknown)
 	case len(missing) > 0:
 		fmt.Fprintf(b, "%s %s not called %s, for which %s %s waited for %s%s.\n",
-			capital(topo.FormatRanks(missing)), have(missing), what, topo.FormatRanks(w.Ranks), have(w.Ranks),
-			long, unknown)
+			capital(topo.FormatRanks(missing)), have(missing), called, topo.FormatRanks(w.Ranks),
+			have(w.Ranks), long, unknown)
 	case len(w.Silent) > 0:
 		fmt.Fprintf(b, "%s %s waited for %s for %s, perhaps because it was not called by %s, which did not answer.\n",
 			capital(topo.FormatRanks(w.Ranks)), have(w.Ranks), what, long, topo.FormatRanks(w.Silent))
@@ -109,6 +110,8 @@ func (f *Findings) writeWaiting(b *strings.Builder, w *Waiting) {
 		switch first := fmt.Sprintf("%q", w.Names[0]); {
 		case join && m.Times == 0:
 			times = "has not joined"
+		case strings.HasPrefix(w.Names[0], anyRank):
+			times = "has not called it"
 		case m.Times == 0 && !m.Complete:
 			times = "has not called it since the oldest entry of its flight recorder"
 		case m.Times == 0:
@@ -126,6 +129,21 @@ func (f *Findings) writeWaiting(b *strings.Builder, w *Waiting) {
 		}
 		fmt.Fprintf(b, "  rank %d %s%s\n", m.Rank, times, where)
 	})
+}
+
+// anyRank begins the names of messages that may come from any rank.
+const anyRank = "any rank to "
+
+// counterpart returns the kind of operation that the other ranks must call if a rank waits for the given
+// kind.
+func counterpart(kind string) string {
+	switch kind {
+	case send:
+		return recv
+	case recv:
+		return send
+	}
+	return kind
 }
 
 func writeRunning(b *strings.Builder, r *Running) {

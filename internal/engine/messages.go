@@ -8,7 +8,6 @@ import (
 
 	"go.uber.org/zap"
 
-	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/p2p"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
@@ -31,12 +30,9 @@ func (e *Engine) Post(set topo.ProcessSetID, o *p2p.Op, receive bool) error {
 	if err != nil {
 		return err
 	}
-	done, begun, kind := o.Done, e.observer.since(), message.Send
-	if receive {
-		kind = message.Recv
-	}
+	done := o.Done
 	o.Done = func(err error) {
-		e.observer.countMessage(kind, o, begun, err)
+		e.observer.messageEnded(e.cfg.Rank, set, o, err)
 		done(departed(err, o))
 	}
 	if receive {
@@ -129,6 +125,15 @@ func (e *Engine) messageTimedOut(set topo.ProcessSetID, o *p2p.Op) {
 	e.late = append(e.late, late)
 	e.mu.Unlock()
 	e.sched.notify()
+}
+
+// pendingMessages calls f with each message in flight.
+func (e *Engine) pendingMessages(f func(set topo.ProcessSetID, o *p2p.Op)) {
+	e.messages.mu.Lock()
+	defer e.messages.mu.Unlock()
+	for set, x := range e.messages.all {
+		x.Each(func(o *p2p.Op) { f(set, o) })
+	}
 }
 
 // messagesInFlight returns the number of messages in flight.

@@ -2,6 +2,7 @@ package engine_test
 
 import (
 	"errors"
+	"slices"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -78,6 +79,71 @@ func TestMessagesAreCounted(t *testing.T) {
 		if n := total(st.Operations, kind); n != 3-refused {
 			t.Errorf("rank %d: got %d messages, want %d", r.Rank, n, 3-refused)
 		}
+	})
+}
+
+// Rank 1 waits for one second until rank 0 sends a message, and rank 0 then waits for as long until rank 1
+// receives a large one. The records at both ranks have the same name and number, and the time of waiting. A
+// message in flight is pending.
+func TestMessagesAreTold(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var logs [2]log
+		c := start(t, 2, func(cfg *engine.Config) { cfg.Recorder = &logs[cfg.Rank] })
+		time.Sleep(time.Second)
+		post := func(r, numBytes int) chan error {
+			done := make(chan error, 1)
+			o := &p2p.Op{Peer: topo.Rank(1 - r), Tag: 7, DType: tensor.Int16, Buf: make([]byte, numBytes),
+				Done: func(err error) { done <- err }}
+			if r == 1 && numBytes == 4 {
+				o.Peer = p2p.AnySource
+			}
+			if err := c.engines[r].Post(topo.Global, o, r == 1); err != nil {
+				t.Fatal(err)
+			}
+			return done
+		}
+		second := func(late, early, numBytes int, kind message.Kind, pending trace.Pending) {
+			first := post(early, numBytes)
+			time.Sleep(time.Second)
+			if p := c.engines[early].Pending(); len(p) != 1 || p[0].Kind != kind || p[0].Granted != 0 ||
+				p[0].Name != pending.Name || p[0].Number != pending.Number ||
+				!slices.Equal(p[0].Among, pending.Among) {
+				t.Errorf("got pending %+v, want %+v", p, pending)
+			}
+			if err := errors.Join(c.wait(post(late, numBytes)), c.wait(first)); err != nil {
+				t.Error(err)
+			}
+		}
+		second(0, 1, 4, message.Recv, trace.Pending{Name: "any rank to rank 1, tag 7"})
+		second(1, 0, 1<<20, message.Send, trace.Pending{Name: "rank 0 to rank 1, tag 7", Number: 2,
+			Among: []topo.Rank{0, 1}})
+		for r := range logs {
+			kind, activity := message.Send, "TCP_SEND"
+			if r == 1 {
+				kind, activity = message.Recv, "TCP_RECV"
+			}
+			ops := logs[r].operations()
+			if len(ops) != 2 {
+				t.Fatalf("rank %d: got %d records, want 2", r, len(ops))
+			}
+			for i, op := range ops {
+				n, numBytes, waited := op.Tensors[0], []int64{4, 1 << 20}[i], time.Duration(0)
+				if i != r {
+					waited = time.Second
+				}
+				if op.Kind != kind || op.Peer != topo.Rank(1-r) || op.Number != uint64(i+1) ||
+					op.Backend != message.TCP || n.Name != "rank 0 to rank 1, tag 7" || n.Bytes != numBytes ||
+					n.DType != tensor.Int16 || !slices.Equal(n.Shape, tensor.Shape{numBytes / 2}) ||
+					op.Granted-n.Submitted != waited || op.Begun != op.Granted || op.Ended < op.Begun ||
+					len(op.Activities) != 1 || op.Activities[0].Name != activity || op.Failed != nil {
+					t.Errorf("rank %d: got %+v, want message %d with a wait of %v", r, op, i+1, waited)
+				}
+			}
+			if p := c.engines[r].Pending(); len(p) != 0 {
+				t.Errorf("rank %d: got pending %+v after the messages", r, p)
+			}
+		}
+		c.shutdown()
 	})
 }
 

@@ -115,6 +115,7 @@ var exchangeNames, adasumNames = func() (names [message.NumBackends][message.Num
 		message.Alltoall:      "ALLTOALL",
 		message.Reducescatter: "REDUCESCATTER", message.Reduce: "REDUCE",
 		message.Gather: "GATHER", message.Scatter: "SCATTER",
+		message.Send: "SEND", message.Recv: "RECV",
 	}
 	for b := range message.Backend(message.NumBackends) {
 		prefix := strings.ToUpper(b.String()) + "_"
@@ -188,13 +189,18 @@ func (o *observer) ended(w *work, err error) {
 		op.Tensors = append(op.Tensors, t)
 	}
 	o.count(op, g.Responses)
+	o.record()
+}
+
+// record passes the operation in o.op to the recorder and the timeline. The caller holds mu.
+func (o *observer) record() {
 	if o.recorder != nil {
-		o.recorder.Record(op)
+		o.recorder.Record(&o.op)
 	}
 	if t := o.timeline.Load(); t != nil {
-		(*t).Record(op)
+		(*t).Record(&o.op)
 	}
-	clear(op.Tensors)
+	clear(o.op.Tensors)
 }
 
 func zeros(arrivals []time.Duration) (n int) {
@@ -297,27 +303,62 @@ func (o *observer) count(op *trace.Operation, responses []*message.Response) {
 	}
 }
 
-// countMessage adds a Send or a Recv to the counters. begun is when it was called, and err its error or nil.
-func (o *observer) countMessage(kind message.Kind, m *p2p.Op, begun time.Duration, err error) {
-	backend := message.TCP
-	if m.Shared() {
-		backend = message.SHM
-	}
-	took := o.since() - begun
+// messageEnded records that the message m of process set set has ended at rank me. It must be called before
+// the result of m is reported. err is its error or nil.
+func (o *observer) messageEnded(me topo.Rank, set topo.ProcessSetID, m *p2p.Op, err error) {
+	p, now := o.pendingMessage(me, set, m), o.since()
+	n := trace.Tensor{Name: p.Name, DType: p.DType, Shape: p.Shape, Bytes: int64(len(m.Buf)),
+		Submitted: p.Submitted}
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	if _, refused := errors.AsType[*p2p.SizeError](err); refused {
+	op := &o.op
+	*op = trace.Operation{
+		Set: set, Number: p.Number, Peer: m.Other(), Kind: p.Kind, Backend: message.TCP, Granted: now,
+		Begun: now, Ended: now, Failed: err, Activities: op.Activities[:0], Tensors: op.Tensors[:0],
+	}
+	if m.Shared() {
+		op.Backend = message.SHM
+	}
+	if p.Granted > 0 {
+		op.Granted, op.Begun = p.Granted, p.Granted
+		op.Activities = append(op.Activities, trace.Activity{Name: exchangeNames[op.Backend][op.Kind],
+			Begun: p.Granted, End: now})
+	}
+	op.Tensors = append(op.Tensors, n)
+	o.countMessage(op)
+	o.record()
+}
+
+// countMessage adds a Send or a Recv to the counters. Its duration begins with the call.
+func (o *observer) countMessage(op *trace.Operation) {
+	switch _, refused := errors.AsType[*p2p.SizeError](op.Failed); {
+	case refused:
 		o.counts.Refused++
-		return
-	}
-	if err != nil {
+	case op.Failed != nil:
 		o.counts.Failed++
-		return
+	default:
+		n, done := &op.Tensors[0], &o.counts.operations[op.Kind][op.Backend]
+		done.Durations.Add(op.Ended - n.Submitted)
+		done.Tensors++
+		o.counts.moved[op.Kind][op.Backend][n.DType] += uint64(n.Bytes)
 	}
-	done := &o.counts.operations[kind][backend]
-	done.Durations.Add(took)
-	done.Tensors++
-	o.counts.moved[kind][backend][m.DType] += uint64(len(m.Buf))
+}
+
+// pendingMessage describes the message m of process set set at rank me.
+func (o *observer) pendingMessage(me topo.Rank, set topo.ProcessSetID, m *p2p.Op) trace.Pending {
+	other := m.Other()
+	p := trace.Pending{Set: set, Number: m.Number, Kind: message.Send, DType: m.DType,
+		Shape: tensor.Shape{int64(len(m.Buf) / m.DType.Size())}, Submitted: max(m.Begun.Sub(o.start), 1)}
+	from, to := me, other
+	if m.Receives() {
+		p.Kind, from, to = message.Recv, other, me
+	}
+	p.Name = p2p.Name(from, to, m.Tag)
+	if !m.Matched.IsZero() {
+		p.Granted = max(m.Matched.Sub(o.start), p.Submitted)
+		p.Begun = p.Granted
+	}
+	return p
 }
 
 // align records a measurement of the offset of this rank's clock from rank 0's clock.
@@ -364,8 +405,8 @@ func (e *Engine) Offset() (o trace.Offset, ok bool) {
 // Clock returns the engine's clock. The engine's times are counted from the clock's Start.
 func (e *Engine) Clock() trace.Clock { return e.clock.Clock }
 
-// Pending returns the operations that were submitted and have not ended, oldest first. Any goroutine may call
-// Pending.
+// Pending returns the operations, also messages, that were submitted and have not ended, oldest first. Any
+// goroutine may call Pending.
 func (e *Engine) Pending() []trace.Pending {
 	var all []trace.Pending
 	for _, l := range e.lanes.snapshot() {
@@ -384,6 +425,13 @@ func (e *Engine) Pending() []trace.Pending {
 			})
 		})
 	}
+	e.pendingMessages(func(set topo.ProcessSetID, o *p2p.Op) {
+		p := e.observer.pendingMessage(e.cfg.Rank, set, o)
+		if o.Other() != p2p.AnySource {
+			p.Among = []topo.Rank{min(e.cfg.Rank, o.Other()), max(e.cfg.Rank, o.Other())}
+		}
+		all = append(all, p)
+	})
 	slices.SortFunc(all, func(a, b trace.Pending) int {
 		return cmp.Or(cmp.Compare(a.Submitted, b.Submitted), cmp.Compare(a.Set, b.Set),
 			cmp.Compare(a.Name, b.Name))

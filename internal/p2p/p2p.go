@@ -63,19 +63,38 @@ type Op struct {
 	// Source is the sender of the message. It is valid when a receive has ended without an error.
 	Source topo.Rank
 
+	// The Exchange sets the fields below. They are valid when the operation has ended, and in calls of
+	// Exchange.Each. Begun is when the operation began. Matched is when this rank learned that the other rank
+	// has begun its operation, or when the message was sent without waiting for that. Number is the number of
+	// the message among those that its sender has sent to its receiver in the process set, counted from 1.
+	// Matched and Number are zero while they are not known.
+	Begun, Matched time.Time
+	Number         uint64
+
 	receive bool
-	shared  bool // whether the receiver copies the message from the memory of the sender
-	begun   time.Time
+	shared  bool      // whether the receiver copies the message from the memory of the sender
 	stalls  time.Time // when OnStall is called next, or zero
 	expires time.Time // when OnTimeout is called next, or zero
 }
 
-// Name returns a text such as "rank 2, tag 7", which says with which rank the operation exchanges a message.
-func (o *Op) Name() string {
-	if o.Peer == AnySource {
-		return fmt.Sprintf("any rank, tag %d", o.Tag)
+// Name returns the name of the messages from one rank to another with the given tag, such as "rank 2 to rank
+// 0, tag 7". Both ranks use it in their records and errors. from may be AnySource.
+func Name(from, to topo.Rank, tag uint32) string {
+	if from == AnySource {
+		return fmt.Sprintf("any rank to rank %d, tag %d", to, tag)
 	}
-	return fmt.Sprintf("rank %d, tag %d", o.Peer, o.Tag)
+	return fmt.Sprintf("rank %d to rank %d, tag %d", from, to, tag)
+}
+
+// Receives reports whether the operation is a receive.
+func (o *Op) Receives() bool { return o.receive }
+
+// Other returns the other rank of the operation. It is AnySource if a receive does not know its sender yet.
+func (o *Op) Other() topo.Rank {
+	if o.receive && !o.Matched.IsZero() {
+		return o.Source
+	}
+	return o.Peer
 }
 
 // Shared reports whether the receiver has copied the message from the memory of the sender. It is valid when
@@ -84,10 +103,13 @@ func (o *Op) Shared() bool { return o.shared }
 
 // String returns a text such as "recv from rank 2, tag 7".
 func (o *Op) String() string {
-	if o.receive {
-		return "recv from " + o.Name()
+	switch {
+	case o.receive && o.Peer == AnySource:
+		return fmt.Sprintf("recv from any rank, tag %d", o.Tag)
+	case o.receive:
+		return fmt.Sprintf("recv from rank %d, tag %d", o.Peer, o.Tag)
 	}
-	return "send to " + o.Name()
+	return fmt.Sprintf("send to rank %d, tag %d", o.Peer, o.Tag)
 }
 
 // SizeError is the error of a receive that has matched a message with another type or size. The message is
@@ -176,6 +198,8 @@ func (x *Exchange) Send(o *Op) error {
 		return err
 	}
 	p.open()
+	p.sent++
+	o.Number = p.sent
 	cost := len(o.Buf) + headerBytes
 	if len(o.Buf) > maxEagerBytes || p.kept+cost > maxKeptBytes {
 		err = p.offer(o)
@@ -183,7 +207,8 @@ func (x *Exchange) Send(o *Op) error {
 		return err
 	}
 	p.kept += cost
-	h := header{kind: eager, tag: o.Tag, dt: o.DType, numBytes: uint64(len(o.Buf))}
+	o.Matched = o.Begun
+	h := header{kind: eager, tag: o.Tag, dt: o.DType, numBytes: uint64(len(o.Buf)), id: o.Number}
 	p.write(outgoing{frame: append(h.append(make([]byte, 0, cost)), o.Buf...)})
 	x.mu.Unlock()
 	o.Done(nil)
@@ -367,6 +392,15 @@ func (x *Exchange) InFlight() int {
 	return n
 }
 
+// Each calls f with each operation in flight. f must return soon, and must not call methods of x.
+func (x *Exchange) Each(f func(o *Op)) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	for _, o := range x.pending() {
+		f(o)
+	}
+}
+
 // pending returns all operations in flight. The caller holds mu.
 func (x *Exchange) pending() []*Op {
 	ops := slices.Clone(x.posted)
@@ -385,12 +419,12 @@ const repeatTimeout = time.Second
 
 // begin sets the times of o, which begins now.
 func (o *Op) begin(stallWarning time.Duration) {
-	o.begun = time.Now()
+	o.Begun = time.Now()
 	if stallWarning > 0 {
-		o.stalls = o.begun.Add(stallWarning)
+		o.stalls = o.Begun.Add(stallWarning)
 	}
 	if o.Timeout > 0 {
-		o.expires = o.begun.Add(o.Timeout)
+		o.expires = o.Begun.Add(o.Timeout)
 	}
 }
 
@@ -436,7 +470,7 @@ func (x *Exchange) check() {
 	}
 	x.mu.Unlock()
 	for _, o := range stalled {
-		x.cfg.OnStall(o, now.Sub(o.begun))
+		x.cfg.OnStall(o, now.Sub(o.Begun))
 	}
 	for _, o := range expired {
 		x.cfg.OnTimeout(o)

@@ -114,7 +114,7 @@ type peer struct {
 
 	kept     int            // bytes of eager messages that the peer has not matched yet
 	returned int            // bytes of matched eager messages that the peer does not know of yet
-	lastID   uint64         // number of the last offer
+	sent     uint64         // number of messages that were sent to the peer or offered to it
 	offers   map[uint64]*Op // messages that the peer has not accepted yet
 	accepted map[uint64]*Op // messages that the peer has accepted, and that are not sent yet
 	expected map[uint64]*Op // receives of messages that this rank has accepted
@@ -245,9 +245,8 @@ func (p *peer) offer(o *Op) error {
 		return err
 	}
 	o.shared = shared
-	p.lastID++
-	put(&p.offers, p.lastID, o)
-	h := header{kind: offer, tag: o.Tag, dt: o.DType, numBytes: uint64(len(o.Buf)), id: p.lastID}
+	put(&p.offers, o.Number, o)
+	h := header{kind: offer, tag: o.Tag, dt: o.DType, numBytes: uint64(len(o.Buf)), id: o.Number}
 	if shared {
 		h.kind = share
 		p.write(outgoing{frame: appendPlace(h.append(nil), place)})
@@ -439,7 +438,7 @@ func (x *Exchange) takePosted(from topo.Rank, tag uint32) *Op {
 // function that completes o, to be called without x.mu. Otherwise take accepts the message. The caller holds
 // x.mu.
 func (p *peer) take(o *Op, m message) (done func()) {
-	o.Source = p.rank
+	o.Source, o.Number, o.Matched = p.rank, m.id, time.Now()
 	var err error
 	if m.numBytes != uint64(len(o.Buf)) || m.dt != o.DType {
 		err = &SizeError{Source: p.rank, Got: sizeOf(m.dt, m.numBytes),
@@ -491,6 +490,7 @@ func (p *peer) accept(h header) error {
 	}
 	delete(p.offers, h.id)
 	put(&p.accepted, h.id, o)
+	o.Matched = time.Now()
 	if !o.shared {
 		d := header{kind: data, id: h.id, numBytes: uint64(len(o.Buf))}
 		p.write(outgoing{frame: d.append(nil), id: h.id, op: o})

@@ -29,7 +29,11 @@ func (c *Call) Post(o *p2p.Op, peer, tag int) error {
 		}
 	}
 	o.Peer, o.Tag, o.DType, o.Timeout = topo.Rank(peer), uint32(tag), c.DType, c.Timeout
-	c.Name = o.Name()
+	from, to := c.Set.Ranks[c.Set.Me], o.Peer
+	if c.Kind == message.Recv {
+		from, to = to, from
+	}
+	c.Name = p2p.Name(from, to, o.Tag)
 	kind, name, done := c.Kind, c.Name, o.Done
 	o.Done = func(err error) { done(messageError(kind, name, err)) }
 	err := c.Rank.Engine.Post(c.Set.ID, o, kind == message.Recv)

@@ -116,6 +116,9 @@ func (r *Recorder) Dump(about About) *analysis.Snapshot {
 			Cached: s.cached, Absent: s.absent,
 			Submitted: s.submitted, Sent: s.sent, Granted: s.granted, Begun: s.begun, Ended: s.ended,
 		}
+		if s.kind.IsMessage() && s.peer >= 0 {
+			o.Among = []int{min(about.Rank, int(s.peer)), max(about.Rank, int(s.peer))}
+		}
 		if s.err != nil {
 			o.Error = cut(s.err.Error(), maxTextBytes)
 		}

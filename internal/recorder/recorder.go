@@ -40,6 +40,7 @@ type slot struct {
 	submitted, sent, granted, begun, ended time.Duration
 	err                                    error
 	set                                    topo.ProcessSetID
+	peer                                   topo.Rank // the other rank of a message
 	kind                                   message.Kind
 	backend                                message.Backend
 	dtype                                  tensor.DType
@@ -88,7 +89,7 @@ func (r *Recorder) next() *slot {
 // fill sets the fields that describe the operation and clears the fields that describe a tensor.
 func (s *slot) fill(op *trace.Operation) {
 	*s = slot{
-		set: op.Set, number: op.Number, kind: op.Kind, backend: op.Backend, absent: op.Absent,
+		set: op.Set, number: op.Number, peer: op.Peer, kind: op.Kind, backend: op.Backend, absent: op.Absent,
 		granted: op.Granted, begun: op.Begun, ended: op.Ended, err: op.Failed,
 	}
 }

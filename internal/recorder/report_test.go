@@ -41,6 +41,12 @@ func (k *rankAt) waits(since time.Duration, names ...string) {
 	}
 }
 
+// messageWaits adds a message that the rank has waited for since 5 s. among are the two ranks of the message.
+func (k *rankAt) messageWaits(kind message.Kind, name string, among ...topo.Rank) {
+	k.Pending = append(k.Pending, trace.Pending{Kind: kind, Name: name, Among: among,
+		Submitted: 5 * time.Second})
+}
+
 // runs adds an allreduce that the rank submitted at the time in since. The allreduce has been granted. If
 // begun is not 0, it is the time at which the rank began to execute the allreduce.
 func (k *rankAt) runs(since, begun time.Duration, number uint64, name string) {
@@ -76,6 +82,7 @@ func head(report string) string {
 const (
 	atLast = "no operation is pending; its last operation was allreduce \"grad/1\", which ended 19.0 s ago"
 	where1 = "; " + atLast + "\n"
+	sent   = "; its last operation was send \"rank 0 to rank 2, tag 7\", which ended 17.0 s ago\n"
 )
 
 func TestReport(t *testing.T) {
@@ -94,6 +101,24 @@ func TestReport(t *testing.T) {
 		}, nil, nil,
 			"Rank 1 has not called allreduce \"grad/0\", for which ranks 0, 2 and 3 have waited for 18.0 s.\n" +
 				"  rank 1 called it 2 times before; the last call ended 19.0 s ago" + where1},
+
+		{"a receiver waits for a message", 3, func(j []*rankAt) {
+			for _, r := range []int{0, 2} {
+				j[r].Record(&trace.Operation{Number: 5, Peer: topo.Rank(2 - r), Ended: 3 * time.Second,
+					Kind: []message.Kind{message.Send, 0, message.Recv}[r], Backend: message.TCP,
+					Tensors: []trace.Tensor{{Name: "rank 0 to rank 2, tag 7"}}})
+			}
+			j[2].messageWaits(message.Recv, "rank 0 to rank 2, tag 7", 0, 2)
+			j[2].messageWaits(message.Recv, "any rank to rank 2, tag 9")
+			j[1].messageWaits(message.Send, "rank 1 to rank 0, tag 8", 0, 1)
+		}, nil, nil,
+			"Rank 0 has not called recv \"rank 1 to rank 0, tag 8\", for which rank 1 has waited for 15.0 s.\n" +
+				"  rank 0 never called it in this epoch; no operation is pending" + sent +
+				"Rank 0 has not called send \"rank 0 to rank 2, tag 7\", for which rank 2 has waited for 15.0 s.\n" +
+				"  rank 0 called it once before; the last call ended 17.0 s ago; no operation is pending" + sent +
+				"Ranks 0 and 1 have not called send \"any rank to rank 2, tag 9\", for which rank 2 has waited for 15.0 s.\n" +
+				"  rank 0 has not called it; no operation is pending" + sent +
+				"  rank 1 has not called it; it has waited for send \"rank 1 to rank 0, tag 8\" for 15.0 s; its last operation was allreduce \"grad/1\", which ended 19.0 s ago\n"},
 
 		{"a member has not asked for its process set", 4, func(j []*rankAt) {
 			for _, r := range []int{0, 3} {

@@ -84,7 +84,7 @@ func TestMessagesRefused(t *testing.T) {
 			return
 		}
 		reply := c.Run(messageOp(15, r, 0, 7, 3))
-		const want = `hvd: recv "rank 0, tag 7": got 4 elements of int32 from rank 0, want 3 elements of int32`
+		const want = `hvd: recv "rank 0 to rank 1, tag 7": got 4 elements of int32 from rank 0, want 3 elements of int32`
 		if e := reply.Error; e.GetClass() != classMismatch || !strings.Contains(e.GetText(), want) {
 			t.Errorf("got %v, want class %d and %s", reply, classMismatch, want)
 		}

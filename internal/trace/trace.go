@@ -15,14 +15,18 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// Operation is a granted response that has ended. It has one tensor, or several tensors that ran as one
-// operation. A function that receives an Operation must not use it after returning, except for its strings
-// and shapes, which do not change.
+// Operation is a granted response that has ended, or a message to or from another rank. It has one tensor, or
+// several tensors that ran as one operation. A function that receives an Operation must not use it after
+// returning, except for its strings and shapes, which do not change.
 type Operation struct {
 	Set topo.ProcessSetID
 	// Number is the number of the grant, counted from 1 in each set. It is equal at all members, so Set and
-	// Number together identify the operation at all ranks.
+	// Number together identify the operation at all ranks. The number of a message counts the messages of its
+	// sender to its receiver in the set. It is 0 if a receive has ended without a message.
 	Number uint64
+	// Peer is the other rank of a message, or -1 if a receive from any rank has ended without a message. In
+	// other operations it is 0.
+	Peer topo.Rank
 	// Kind is the requested kind. If the ranks did not agree on a kind, Kind is Error or the kind that this
 	// rank requested.
 	Kind      message.Kind
@@ -32,7 +36,9 @@ type Operation struct {
 	// have no times from this rank.
 	Absent bool
 	// Granted is when this rank received the grant, Begun is when the execution began, and Ended is when it
-	// ended. No caller that waits for the operation is notified before Ended.
+	// ended. A message is granted and begins when this rank knows that the other rank has called its send or
+	// recv, or, if it is sent without waiting for that, when it is submitted. No caller that waits for the
+	// operation is notified before Ended.
 	Granted, Begun, Ended time.Duration
 	// Activities are the parts of the execution between Begun and Ended, in order. They do not overlap, but
 	// there may be gaps between them.

@@ -84,14 +84,15 @@ type collection struct {
 }
 
 // operations passes the operations of the stream to yield, until yield returns false. Consecutive instances
-// with the same operation number form one operation.
+// with the same operation number form one operation, unless they are messages.
 func (s *stream) operations(yield func(*operation) bool) {
 	var o *operation
 	more := true
 	s.failed = s.instances(func(i *instance) bool {
 		s.observe(i)
 		whole := o
-		if o == nil || i.Number == 0 || i.Number != o.Number || i.Set != o.Set {
+		if o == nil || i.Number == 0 || i.Number != o.Number || i.Set != o.Set || i.IsMessage() ||
+			o.IsMessage() {
 			o = &operation{Record: analysis.Record{Set: i.Set, Number: i.Number, Kind: i.Kind, Ended: never},
 				parts: i.parts}
 		}
@@ -225,7 +226,7 @@ func (c *collection) observe(s *stream, i *instance) {
 		again = 0
 	}
 	switch {
-	case !i.cachedKnown:
+	case !i.cachedKnown || i.IsMessage(): // messages use no cache
 	case i.Cached:
 		s.hits, s.steadyHits = s.hits+1, s.steadyHits+again
 	case i.name == noName:

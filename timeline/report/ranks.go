@@ -31,7 +31,7 @@ var phaseNames = [numPhases]string{"waiting", "negotiation", "queue", "copies", 
 // exchanges has the suffixes of the names of activities that move data between ranks. The prefix of such a
 // name is the name of the backend.
 var exchanges = []string{"_ALLREDUCE", "_ALLGATHER", "_BCAST", "_BROADCAST", "_ALLTOALL", "_REDUCESCATTER",
-	"_REDUCE", "_GATHER", "_SCATTER", "_ADASUM"}
+	"_REDUCE", "_GATHER", "_SCATTER", "_ADASUM", "_SEND", "_RECV"}
 
 // phaseOf returns the phase to which an activity belongs.
 func phaseOf(activity string) phase {

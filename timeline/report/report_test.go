@@ -402,6 +402,38 @@ func TestProcessSets(t *testing.T) {
 	}
 }
 
+// Rank 1 receives a message of rank 0 in each step, and rank 0 is late. Rank 1 receives another message long
+// after it was sent, for which rank 0 does not wait. The numbers of messages are equal to those of operations
+// of all ranks, and of each other.
+func TestMessages(t *testing.T) {
+	dir := t.TempDir()
+	for r, kind := range []string{"SEND", "RECV"} {
+		f := newFile(rankID{rank: r, size: 2, domain: "a", epoch: 1})
+		for n := 1; n <= 20; n++ {
+			at := n * 100 * ms
+			wait := func(name string, submitted, granted int) {
+				f.op(testOp{number: n, kind: kind, granted: granted, begun: granted, ended: granted + 10,
+					activities: []testActivity{{"TCP_" + kind, 10}}, backend: "tcp",
+					tensors: []testTensor{{name: name, submitted: submitted, bytes: 4}}})
+			}
+			wait("rank 0 to rank 1, tag 7", at+(1-r)*5*ms, at+5*ms+r*100*us)
+			wait("rank 0 to rank 1, tag 8", at+10*ms+r*20*ms, at+10*ms+r*20*ms)
+			f.op(testOp{number: n, granted: at + 50*ms, begun: at + 50*ms, ended: at + 51*ms,
+				tensors: []testTensor{{name: "x", submitted: at + 50*ms}}})
+		}
+		put(t, dir, fmt.Sprintf("t.rank%d.json", r), f.end(4_000_000, 0))
+	}
+	r := reportOf(t, dir)
+	l := r.Lateness
+	if l.Compared != 2*19 || l.WaitedUS != 19*5000 || l.Ranks[0].HeldUS != 19*5000 ||
+		l.Ranks[1].HeldUS != 0 || !strings.HasPrefix(l.Verdict, "rank 0 held up all others for 5.00 ms per step") {
+		t.Errorf("got %+v, want rank 0 late by 5 ms in each step", l)
+	}
+	if got := r.Phases[1].US["exchange"]; got != 2*19*10 {
+		t.Errorf("got %v us of exchange at rank 1, want 380", got)
+	}
+}
+
 // A rank that has joined does not submit, and is never counted as late.
 func TestJoinIsNoLateness(t *testing.T) {
 	dir := t.TempDir()

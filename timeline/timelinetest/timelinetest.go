@@ -70,6 +70,8 @@ type Operation struct {
 	DType, Shape, Backend, Algorithm, Fail string
 	Bytes                                  int64
 	Fused                                  int
+	// Peer is the other rank of a message.
+	Peer int
 }
 
 // Clock is a measurement of this rank's clock against rank 0's. Times are in microseconds.
@@ -129,7 +131,7 @@ var (
 	kinds    = []string{
 		"ALLREDUCE", "ALLGATHER", "BROADCAST", "ALLTOALL", "REDUCESCATTER", "BARRIER", "JOIN",
 		"ADD_PROCESS_SET", "REMOVE_PROCESS_SET", "REDUCE", "GATHER",
-		"SCATTER", "ERROR",
+		"SCATTER", "SEND", "RECV", "ERROR",
 	}
 )
 
@@ -541,7 +543,7 @@ func (t *track) end(e *event, ts float64) (ended bool, err error) {
 	var a struct {
 		DType, Shape, Backend, Algorithm, Error *string
 		Bytes                                   *int64
-		Fused                                   *int
+		Fused, Peer                             *int
 	}
 	if err := args(e, &a); err != nil {
 		return false, err
@@ -558,6 +560,13 @@ func (t *track) end(e *event, ts float64) (ended bool, err error) {
 			return false, fmt.Errorf("%q: shape %q", t.name, *a.Shape)
 		}
 		t.op.DType, t.op.Shape = *a.DType, *a.Shape
+	}
+	message := t.op.Negotiated == "SEND" || t.op.Negotiated == "RECV"
+	if a.Peer != nil {
+		t.op.Peer = *a.Peer
+	}
+	if a.Peer != nil && (!message || *a.Peer < 0) || message && a.Peer == nil && t.op.Number > 0 {
+		return false, fmt.Errorf("%q: the end of %s has peer %d", t.name, of.name, t.op.Peer)
 	}
 	if a.Error != nil {
 		t.op.Fail = *a.Error
