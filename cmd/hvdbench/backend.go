@@ -7,20 +7,19 @@ import (
 
 	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/place"
 	"github.com/gohvd/gohvd/internal/rank"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/ops"
-	"github.com/gohvd/gohvd/ops/shm"
-	"github.com/gohvd/gohvd/ops/tcp"
 )
 
-// rawBackend is a backend that all ranks of the job share. Its operations have no names and are not
-// negotiated. It owns the mesh and the session that the backend uses.
+// rawBackend has the backends that an engine of the job would have. Its operations have no names and are not
+// negotiated. It owns the mesh and the session that the backends use.
 type rawBackend struct {
-	ops.Backend
-	ops.Registration
+	manager    *ops.Manager
+	tcpOnly    bool // whether all operations run over TCP
 	rank, size int
 	mesh       transport.Mesh
 	mpi        *rank.MPI // nil without MPI
@@ -31,11 +30,11 @@ type rawBackend struct {
 // leaveTime is the time limit for all ranks to finalize MPI.
 const leaveTime = 10 * time.Second
 
-// close closes the backend, its mesh and its session. All ranks must have finished their operations.
+// close closes the backends, their mesh and its session. All ranks must have finished their operations.
 func (b *rawBackend) close() error {
 	var errs []error
-	if b.Backend != nil {
-		b.Backend.Close()
+	if b.manager != nil {
+		b.manager.Close()
 	}
 	if b.mesh != nil {
 		errs = append(errs, b.mesh.Close())
@@ -55,9 +54,8 @@ func (b *rawBackend) close() error {
 	return errors.Join(errs...)
 }
 
-// openRaw meets the other ranks and opens a backend with them. It uses a job name of its own, so that this
-// process can also have an engine in the job. It opens the backend that an engine would choose: shared memory
-// if the ranks have it, otherwise TCP, or MPI if the settings choose it.
+// openRaw meets the other ranks and opens the backends with them. It uses a job name of its own, so that this
+// process can also have an engine in the job.
 func openRaw(ctx context.Context, at jobPlace) (b *rawBackend, err error) {
 	cfg, err := config.FromEnvironment(at.settings, at.store != nil)
 	if err != nil {
@@ -94,18 +92,13 @@ func openRaw(ctx context.Context, at jobPlace) (b *rawBackend, err error) {
 		}
 		b.mesh = b.session.Mesh
 	}
-	crowded := b.session != nil && ops.Oversubscribed(b.session.LocalSize)
 	overTCP, err := rank.TCPConfig(&cfg)
 	if err != nil {
 		return nil, err
 	}
-	overTCP.Oversubscribed = crowded
-	b.Registration = tcp.Register(b.mesh, overTCP)
-	if cfg.MPIOperations {
-		b.Registration = b.mpi.Register(false, crowded)
-	} else if b.session != nil && b.session.Memory != nil {
-		b.Registration = shm.Register(b.session.Memory, shm.Config{Oversubscribed: crowded})
-	}
-	b.Backend, err = b.New(topo.Global, controller.Global(cfg.Size).Ranks, cfg.Rank)
+	overTCP.Oversubscribed = b.session != nil && ops.Oversubscribed(b.session.LocalSize)
+	backends := rank.Backends(b.mpi, b.session, b.mesh, &cfg, overTCP)
+	b.tcpOnly = backends[0].ID == message.TCP
+	b.manager, err = ops.NewManager(backends, topo.Global, controller.Global(cfg.Size).Ranks, cfg.Rank)
 	return b, err
 }

@@ -10,7 +10,8 @@ import (
 	"github.com/gohvd/gohvd/ops"
 )
 
-// rawPath implements the interface path. It runs operations directly on a backend, without negotiation.
+// rawPath implements the interface path. It runs operations directly on a backend, without negotiation. The
+// backend is the one on which an engine would run the operation.
 type rawPath struct {
 	backend *rawBackend
 	// fusionBytes is the maximum size of a fused operation, as in the engine.
@@ -21,29 +22,37 @@ func (p *rawPath) Rank() int      { return p.backend.rank }
 func (p *rawPath) Size() int      { return p.backend.size }
 func (p *rawPath) String() string { return "raw" }
 
-// plan returns the algorithm for s. If the backend does not support s, the error is
-// errUnsupported.
-func (p *rawPath) plan(s opSpec) (message.Algorithm, error) {
+// rawPlan says how an operation runs.
+type rawPlan struct {
+	ops.Backend
+	id        message.Backend
+	lists     bool // the field Lists of the backend's Registration
+	algorithm message.Algorithm
+}
+
+// plan chooses the backend and the algorithm for s. If no backend supports s, the error is errUnsupported.
+func (p *rawPath) plan(s opSpec) (to rawPlan, err error) {
 	if s.op.IsAverage() {
-		return 0, errUnsupported{"a backend has no averages; the engine computes them from sums"}
+		return to, errUnsupported{"a backend has no averages; the engine computes them from sums"}
 	}
 	r := &message.Response{Kind: s.kind, DType: s.dt, Op: s.op,
 		Shape: tensor.Shape{s.count * parts(s.kind, p.Size())}, Prescale: 1, Postscale: 1}
-	if s.algorithm != message.NoAlgorithm {
-		return s.algorithm, nil
+	if to.id, to.algorithm = message.TCP, s.algorithm; s.algorithm == message.NoAlgorithm {
+		to.id, to.algorithm, err = p.backend.manager.Plan(controller.Global(p.Size()).Ranks, r,
+			s.numBytes(p.Size()), nil)
+		if err != nil {
+			return to, errUnsupported{err.Error()}
+		}
 	}
-	alg, err := p.backend.Plan(controller.Global(p.Size()).Ranks, r, s.numBytes(p.Size()), nil)
-	if err != nil {
-		return 0, errUnsupported{fmt.Sprintf("%v: %v", p.backend.ID, err)}
-	}
-	return alg, nil
+	to.Backend, to.lists, err = p.backend.manager.Get(to.id)
+	return to, err
 }
 
 func (p *rawPath) prepare(s opSpec, _ string, buf []byte) (*action, error) {
 	if s.kind == message.Barrier {
 		return p.barrier()
 	}
-	alg, err := p.plan(s)
+	to, err := p.plan(s)
 	if err != nil {
 		return nil, err
 	}
@@ -52,15 +61,14 @@ func (p *rawPath) prepare(s opSpec, _ string, buf []byte) (*action, error) {
 	for i := range counts {
 		counts[i] = each
 	}
-	op := ops.Operation{Kind: s.kind, Algorithm: alg, DType: s.dt, Op: s.op,
+	op := ops.Operation{Kind: s.kind, Algorithm: to.algorithm, DType: s.dt, Op: s.op,
 		Scaling: ops.Scaling{Pre: 1, Post: 1}, Buf: buf, Counts: counts, Root: s.root}
 	out := buf
 	switch {
 	case s.kind == message.Allreduce:
 		if !s.inPlace {
-			if !p.backend.Lists {
-				return nil, errUnsupported{fmt.Sprintf("the %v backend has allreduce only in place",
-					p.backend.ID)}
+			if !to.lists {
+				return nil, errUnsupported{fmt.Sprintf("the %v backend has allreduce only in place", to.id)}
 			}
 			out = make([]byte, len(buf))
 		}
@@ -79,7 +87,7 @@ func (p *rawPath) prepare(s opSpec, _ string, buf []byte) (*action, error) {
 		return nil, errUnsupported{fmt.Sprintf("hvdbench does not measure %v", s.kind)}
 	}
 	return &action{
-		run:    func(ctx context.Context) error { return ops.Run(ctx, p.backend, op) },
+		run:    func(ctx context.Context) error { return ops.Run(ctx, to, op) },
 		result: func() []byte { return out },
 	}, nil
 }
@@ -92,41 +100,63 @@ func (p *rawPath) barrier() (*action, error) {
 }
 
 // step prepares a step that reduces the tensors in their order. It fuses them as the engine would if all of
-// them were ready at the same time. If mode is perTensor, or if the backend cannot reduce fused tensors, step
-// does not fuse them.
+// them were ready at the same time. If mode is perTensor, step does not fuse them.
 func (p *rawPath) step(mode stepMode, dt tensor.DType, tensors,
 	_ []named) (func(ctx context.Context) error, error) {
-	s := opSpec{kind: message.Allreduce, dt: dt, op: tensor.Sum, inPlace: true}
 	if mode == bucketed {
 		return nil, errUnsupported{"buckets need negotiation, which a backend does not have"}
 	}
 	most := p.fusionBytes
-	if mode == perTensor || !p.backend.Lists {
+	if mode == perTensor {
 		most = 0
 	}
-	var operations []ops.Operation
+	var steps []rawStep
 	for _, g := range fuse(tensors, most) {
-		s.count = 0
-		for _, t := range g {
-			s.count += int64(len(t.In) / dt.Size())
-		}
-		alg, err := p.plan(s)
+		some, err := p.reduce(dt, g)
 		if err != nil {
 			return nil, err
 		}
-		operations = append(operations, ops.Operation{
-			Kind: message.Allreduce, Algorithm: alg, DType: dt, Op: tensor.Sum, Tensors: g,
-			Scaling: ops.Scaling{Pre: 1, Post: 1},
-		})
+		steps = append(steps, some...)
 	}
 	return func(ctx context.Context) error {
-		for _, op := range operations {
-			if err := ops.Run(ctx, p.backend, op); err != nil {
+		for _, s := range steps {
+			if err := ops.Run(ctx, s.backend, s.op); err != nil {
 				return err
 			}
 		}
 		return nil
 	}, nil
+}
+
+// rawStep is one operation of a step.
+type rawStep struct {
+	backend ops.Backend
+	op      ops.Operation
+}
+
+// reduce returns the operations that reduce a group of tensors: one, or one for each tensor if the backend
+// cannot reduce fused tensors.
+func (p *rawPath) reduce(dt tensor.DType, group []ops.Tensor) (steps []rawStep, err error) {
+	s := opSpec{kind: message.Allreduce, dt: dt, op: tensor.Sum, inPlace: true}
+	for _, t := range group {
+		s.count += int64(len(t.In) / dt.Size())
+	}
+	to, err := p.plan(s)
+	if err != nil {
+		return nil, err
+	}
+	if len(group) > 1 && !to.lists {
+		for _, t := range group {
+			one, err := p.reduce(dt, []ops.Tensor{t})
+			if err != nil {
+				return nil, err
+			}
+			steps = append(steps, one...)
+		}
+		return steps, nil
+	}
+	return []rawStep{{to, ops.Operation{Kind: message.Allreduce, Algorithm: to.algorithm, DType: dt,
+		Op: tensor.Sum, Tensors: group, Scaling: ops.Scaling{Pre: 1, Post: 1}}}}, nil
 }
 
 // fuse groups consecutive tensors. A group has at most as many bytes as the parameter most says. A larger

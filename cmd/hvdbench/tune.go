@@ -47,7 +47,7 @@ const keep = 0.95
 // At rank 0 it writes the rules to the file of --tune. Rules in the file for other numbers of ranks stay
 // there.
 func (b *benchmark) tune(ctx context.Context) error {
-	if b.job.backend.ID != message.TCP {
+	if !b.job.backend.tcpOnly {
 		return errors.New("--tune measures algorithms over TCP: set HOROVOD_CPU_OPERATIONS=tcp")
 	}
 	if b.team.Size() < 2 {

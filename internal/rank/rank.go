@@ -231,7 +231,7 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 	if err := r.meeting.Met(ctx); err != nil {
 		log.Warn("removing the rendezvous data of rank 0 failed", zap.Error(err))
 	}
-	ecfg.Backends = backends(r.mpi, r.session, &cfg, &ecfg, overTCP)
+	ecfg.Backends = Backends(r.mpi, r.session, ecfg.Mesh, &cfg, overTCP)
 	if cfg.MPIController && cfg.Lockstep && size > 1 {
 		ecfg.Collectives = r.mpi.Collectives()
 	}
@@ -270,26 +270,26 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 	return nil
 }
 
-// backends returns the backends that all ranks have, in order of preference. m is nil without MPI, and
-// session is nil in a job of one rank.
-func backends(m *MPI, session *Session, set *config.Config, cfg *engine.Config,
+// Backends returns the backends that all ranks have, in order of preference. m is nil without MPI, and
+// session is nil in a job of one rank. mesh is the mesh of the session, or transport.Alone.
+func Backends(m *MPI, session *Session, mesh transport.Mesh, set *config.Config,
 	overTCP tcp.Config) (all ops.Registry) {
 	if set.MPIOperations {
-		all = append(all, m.Register(cfg.Deterministic, overTCP.Oversubscribed))
+		all = append(all, m.Register(set.Deterministic, overTCP.Oversubscribed))
 	}
 	if session != nil && session.Memory != nil {
 		inMemory := shm.Register(session.Memory,
 			shm.Config{Oversubscribed: overTCP.Oversubscribed, Groups: session.Groups,
-				Deterministic: cfg.Deterministic})
+				Deterministic: set.Deterministic})
 		all = append(all, inMemory)
 		if set.HierarchicalAllreduce || set.HierarchicalAllgather {
 			all = append(all, hier.Register(hier.Config{
-				Groups: session.Groups, Inner: inMemory.New, Outer: tcp.OuterLevel(cfg.Mesh, overTCP),
-				Kinds: onTwoLevels(set, overTCP.Forced), Deterministic: cfg.Deterministic,
+				Groups: session.Groups, Inner: inMemory.New, Outer: tcp.OuterLevel(mesh, overTCP),
+				Kinds: onTwoLevels(set, overTCP.Forced), Deterministic: set.Deterministic,
 			}))
 		}
 	}
-	return append(all, tcp.Register(cfg.Mesh, overTCP))
+	return append(all, tcp.Register(mesh, overTCP))
 }
 
 // onTwoLevels returns the kinds of operations that may run on two levels. If the user has forced an algorithm

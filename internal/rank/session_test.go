@@ -14,7 +14,6 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/gohvd/gohvd/internal/config"
-	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/place"
 	"github.com/gohvd/gohvd/internal/topo"
@@ -327,10 +326,10 @@ func TestBackends(t *testing.T) {
 		{shared, false, false, false, []message.Backend{message.SHM, message.TCP}},
 	} {
 		var got []message.Backend
-		for _, b := range backends(&MPI{World: onMPI{}}, test.session, &config.Config{
+		for _, b := range Backends(&MPI{World: onMPI{}}, test.session, transport.Alone{}, &config.Config{
 			HierarchicalAllreduce: test.allreduce, HierarchicalAllgather: test.allgather,
 			MPIOperations: test.useMPI,
-		}, &engine.Config{}, tcp.Config{}) {
+		}, tcp.Config{}) {
 			got = append(got, b.ID)
 		}
 		if !slices.Equal(got, test.want) {
