@@ -26,7 +26,7 @@ const (
 	Scatter
 	Error
 	// Send and Recv are operations of two ranks. They are not negotiated, so no request has these kinds.
-	// Clients of a sidecar know their numbers (docs/sidecar.md).
+	// Clients of a sidecar know their numbers (docs/sidecar.md), so they stay after Error.
 	Send
 	Recv
 	numKinds
