@@ -375,7 +375,7 @@ func (p router) Receive(from int, m *van.Message) {
 		c.receive(from, m)
 		return
 	}
-	n, waiting := m.Bytes(), len(p.held)
+	n, waiting := m.Size(), len(p.held)
 	full := waiting == maxHeld || p.heldBytes > 0 && p.heldBytes+n > maxHeldBytes
 	if h.Request && !full {
 		p.held = append(p.held, held{from, m, n, time.Now()})

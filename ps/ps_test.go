@@ -14,6 +14,7 @@ import (
 	"go.uber.org/goleak"
 	"go.uber.org/zap"
 
+	"github.com/gohvd/gohvd/internal/ps/pspb"
 	"github.com/gohvd/gohvd/internal/ps/van"
 	"github.com/gohvd/gohvd/internal/testnet"
 )
@@ -264,6 +265,19 @@ func TestMissingApp(t *testing.T) {
 			testnet.WantError(t, never.Wait(t.Context()), "server 0: it has had no app 4 for 10s")
 		}
 	})
+}
+
+// TestHeldBytes checks that the bodies of requests that wait for an app are bounded.
+func TestHeldBytes(t *testing.T) {
+	po := &Postoffice{log: zap.NewNop(), customers: make(map[customerKey]*customer)}
+	po.van = van.New(van.Config{Role: van.Server, Customers: 1, Rank: -1}, router{po})
+	body := make([]byte, 4<<20)
+	for range 100 {
+		router{po}.Receive(9, &van.Message{Header: &pspb.Header{Request: true, Body: body}})
+	}
+	if want := maxHeldBytes/len(body) - 1; len(po.held) != want {
+		t.Errorf("%d requests wait, want %d", len(po.held), want)
+	}
 }
 
 // TestDeathFailsRequests checks that requests to a server that leaves fail, and so do later ones.

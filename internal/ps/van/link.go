@@ -84,7 +84,7 @@ func newLink(v *Van, peer int, conn net.Conn) *link {
 
 // request queues a request. It waits for room until ctx ends.
 func (l *link) request(ctx context.Context, m *Message) error {
-	n := m.Bytes()
+	n := m.Size()
 	l.mu.Lock()
 	for l.end == nil && (l.requests >= l.van.cfg.WaterMark ||
 		l.queuedBytes > 0 && l.queuedBytes+n > maxQueuedBytes) {
@@ -108,7 +108,7 @@ func (l *link) request(ctx context.Context, m *Message) error {
 	}
 	l.requests++
 	l.queuedBytes += n
-	l.queue.push(&flight{m: m}, m.Header.Priority)
+	l.queue.push(&flight{m: m, bytes: n}, m.Header.Priority)
 	alone := l.requests == 1
 	l.mu.Unlock()
 	l.send(alone)
@@ -223,7 +223,7 @@ func (l *link) pop(short bool) *flight {
 	if f.reply {
 		l.replies--
 	} else {
-		l.queuedBytes -= f.m.Bytes()
+		l.queuedBytes -= f.bytes
 		l.hasRoom()
 	}
 	if numbered {

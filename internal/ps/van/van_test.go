@@ -567,6 +567,27 @@ func TestWaterMark(t *testing.T) {
 	w.until(t, "four answers", func() bool { return w.acked == 4 })
 }
 
+// TestQueuedBytes checks that a request whose body has no room in the queue waits.
+func TestQueuedBytes(t *testing.T) {
+	l := newLink(New(Config{Role: Worker, WaterMark: 1000}, ignore{}), 8, nil)
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	m := &Message{Header: &pspb.Header{Request: true, Body: make([]byte, 4<<20)}}
+	queued := 0
+	for queued < 1000 && l.request(ctx, m) == nil {
+		queued++
+	}
+	if want := maxQueuedBytes / m.Size(); queued != want {
+		t.Errorf("%d requests are in the queue, want %d", queued, want)
+	}
+	for l.queue.len() > 0 {
+		l.next(false)
+	}
+	if l.queuedBytes != 0 {
+		t.Errorf("the empty queue has %d bytes", l.queuedBytes)
+	}
+}
+
 // TestExactlyOnce sends messages through faults in both directions. Each must arrive once.
 func TestExactlyOnce(t *testing.T) {
 	const each = 5000

@@ -128,6 +128,9 @@ func (m *Message) Bytes() (n int) {
 	return n
 }
 
+// Size returns the length of the header and of all frames together.
+func (m *Message) Size() int { return proto.Size(m.Header) + m.Bytes() }
+
 // check returns a *LimitError if a peer would not accept the message.
 func (m *Message) check() error {
 	if len(m.Data) > maxFrames {
