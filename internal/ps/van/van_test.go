@@ -372,7 +372,8 @@ func TestSlowHandler(t *testing.T) {
 	l.mu.Unlock()
 }
 
-// TestNothingAfterTheEnd checks that no message is handled after its link has ended, although it has been read.
+// TestNothingAfterTheEnd checks that no message is handled after its link has ended, although it has been
+// read.
 func TestNothingAfterTheEnd(t *testing.T) {
 	nodes := startJob(t, 1, 1, nil)
 	s, w := nodes[8], nodes[9]
