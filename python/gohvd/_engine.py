@@ -450,7 +450,7 @@ class Engine:
             ranks = {ident: sorted(members) for ident, members in sorted(self.place().process_sets)}
         return {0: list(self.global_set.ranks), **ranks}
 
-    def add_set(self, s: ProcessSet, members_only: bool, name: str) -> None:
+    def add_set(self, s: ProcessSet, members_only: bool, name: str, timeout: Optional[float]) -> None:
         self.place()
         if s.ranks is None:
             s.ranks = ranks_of(s.mpi_comm)
@@ -460,7 +460,8 @@ class Engine:
             for other in list(self._sets.values()):
                 if other.ranks == s.ranks and not other.members_only:
                     raise ValueError(f"a process set with these ranks is already registered: {other}")
-        reply = self._call(lambda i: wire.add_process_set(i, s.ranks or [], members_only, name))
+        limit = check_timeout(timeout, "add_process_set")
+        reply = self._call(lambda i: wire.add_process_set(i, s.ranks or [], members_only, name, limit))
         if reply.process_set is None:
             raise HorovodInternalError(f"add_process_set: the sidecar's answer has no number for {s}")
         number = reply.process_set[0]
@@ -470,13 +471,14 @@ class Engine:
             self.place().process_sets.append((number, list(s.ranks)))
             s.members_only, s.process_set_id = members_only, number
 
-    def remove_set(self, s: ProcessSet) -> bool:
+    def remove_set(self, s: ProcessSet, timeout: Optional[float]) -> bool:
         self.place()
         ident = s.process_set_id
         if not ident or ident not in self._sets:
             return False
         number: int = ident
-        self._call(lambda i: wire.remove_process_set(i, number))
+        limit = check_timeout(timeout, "remove_process_set")
+        self._call(lambda i: wire.remove_process_set(i, number, limit))
         with self._lock:
             self._sets.pop(number, None)
             place = self.place()
@@ -791,6 +793,15 @@ def check_message(peer: Optional[int], tag: int, process_set: ProcessSet, kind: 
     if engine.initialized() and ranks is not None and (peer not in ranks or peer == engine.place().rank):
         raise ValueError(f"{what}: got rank {peer}, want another rank of process set {ranks}")
     return peer
+
+
+def check_timeout(timeout: Optional[float], what: str) -> float:
+    """Returns a timeout on the wire, which is 0 for None. Raises ValueError if the timeout is not positive."""
+    if timeout is None:
+        return 0.0
+    if not timeout > 0:
+        raise ValueError(f"{what}: got a timeout of {timeout} s, want more than 0 s")
+    return timeout
 
 
 def check_splits(

@@ -153,12 +153,15 @@ def free(ident: int, arena_number: int, offset: int) -> bytes:
     return _request(ident, _FREE, _uint(1, arena_number) + _uint(2, offset))
 
 
-def add_process_set(ident: int, ranks: Sequence[int], members_only: bool = False, name: str = "") -> bytes:
-    return _request(ident, _ADD_SET, _packed(1, ranks) + _uint(3, int(members_only)) + _string(4, name))
+def add_process_set(
+    ident: int, ranks: Sequence[int], members_only: bool = False, name: str = "", timeout: float = 0.0
+) -> bytes:
+    body = _packed(1, ranks) + _timeout(2, timeout) + _uint(3, int(members_only)) + _string(4, name)
+    return _request(ident, _ADD_SET, body)
 
 
-def remove_process_set(ident: int, set_id: int) -> bytes:
-    return _request(ident, _REMOVE_SET, _uint(1, set_id))
+def remove_process_set(ident: int, set_id: int, timeout: float = 0.0) -> bytes:
+    return _request(ident, _REMOVE_SET, _uint(1, set_id) + _timeout(2, timeout))
 
 
 def start_timeline(ident: int, path: str, mark_cycles: bool) -> bytes:
@@ -212,7 +215,7 @@ def operation(
         _scale(6, postscale),
         _uint(7, root_rank),
         _uint(8, process_set),
-        _double(12, timeout) if timeout else b"",
+        _timeout(12, timeout),
         _uint(13, grouped),
     ]
     for shape, source, target, its_dtype in tensors:
@@ -226,6 +229,11 @@ def operation(
         parts.append(_bytes(14, body))
     parts += [_packed(15, splits), _uint(16, peer), _uint(17, tag)]
     return b"".join(parts)
+
+
+def _timeout(number: int, seconds: float) -> bytes:
+    """Returns the field for a timeout. Returns no bytes if it is 0, which means the timeout of the settings."""
+    return _double(number, seconds) if seconds else b""
 
 
 def _scale(number: int, factor: float) -> bytes:

@@ -375,34 +375,58 @@ def scatter(
     return _engine.begin_and_wait(scatter_async, array, root_rank, splits, name, process_set).wait()
 
 
-def send_async(array: Any, dst: int, tag: int = 0, process_set: ProcessSet = global_process_set) -> Handle[None]:
+def send_async(
+    array: Any,
+    dst: int,
+    tag: int = 0,
+    process_set: ProcessSet = global_process_set,
+    timeout: Optional[float] = None,
+) -> Handle[None]:
     peer = _engine.check_message(dst, tag, process_set, wire.SEND)
-    return Handle(_begin(wire.SEND, [array], None, process_set, peer=peer, tag=tag), _none)
+    limit = _engine.check_timeout(timeout, "send")
+    return Handle(_begin(wire.SEND, [array], None, process_set, peer=peer, tag=tag, timeout=limit), _none)
 
 
-def send(array: Any, dst: int, tag: int = 0, process_set: ProcessSet = global_process_set) -> None:
+def send(
+    array: Any,
+    dst: int,
+    tag: int = 0,
+    process_set: ProcessSet = global_process_set,
+    timeout: Optional[float] = None,
+) -> None:
     """Sends an array to the rank dst, which must receive it by ``recv`` with the same tag, into an array of the same
     type and size. dst is a rank of the job even if process_set is given. No other rank takes part. Large arrays are
-    sent when dst receives them.
+    sent when dst receives them. If the send takes longer than the timeout, in seconds, the job ends. By default
+    HVD_OPERATION_TIMEOUT_SECONDS applies.
     """
-    _engine.begin_and_wait(send_async, array, dst, tag, process_set).wait()
+    _engine.begin_and_wait(send_async, array, dst, tag, process_set, timeout).wait()
 
 
 def recv_async(
-    array: Array, src: Optional[int] = None, tag: int = 0, process_set: ProcessSet = global_process_set
+    array: Array,
+    src: Optional[int] = None,
+    tag: int = 0,
+    process_set: ProcessSet = global_process_set,
+    timeout: Optional[float] = None,
 ) -> Handle[int]:
     peer = _engine.check_message(src, tag, process_set, wire.RECV)
-    return Handle(_begin(wire.RECV, [array], None, process_set, [array], peer=peer, tag=tag), _sender)
+    limit = _engine.check_timeout(timeout, "recv")
+    return Handle(_begin(wire.RECV, [array], None, process_set, [array], peer=peer, tag=tag, timeout=limit), _sender)
 
 
 def recv(
-    array: Array, src: Optional[int] = None, tag: int = 0, process_set: ProcessSet = global_process_set
+    array: Array,
+    src: Optional[int] = None,
+    tag: int = 0,
+    process_set: ProcessSet = global_process_set,
+    timeout: Optional[float] = None,
 ) -> int:
     """Receives an array that the rank src has sent by ``send`` with the same tag. If src is None, receives from any
     rank. Writes the elements to the array and returns the rank that has sent them. src is a rank of the job even if
-    process_set is given.
+    process_set is given. If it takes longer than the timeout, in seconds, the job ends. By default
+    HVD_OPERATION_TIMEOUT_SECONDS applies.
     """
-    return _engine.begin_and_wait(recv_async, array, src, tag, process_set).wait()
+    return _engine.begin_and_wait(recv_async, array, src, tag, process_set, timeout).wait()
 
 
 def alltoall_async(

@@ -72,7 +72,10 @@ _engine.engine.global_set = global_process_set
 
 
 def add_process_set(
-    process_set: Union[ProcessSet, Sequence[int]], members_only: bool = False, name: Optional[str] = None
+    process_set: Union[ProcessSet, Sequence[int]],
+    members_only: bool = False,
+    name: Optional[str] = None,
+    timeout: Optional[float] = None,
 ) -> ProcessSet:
     """Registers a process set while the job runs, and returns the set.
 
@@ -86,21 +89,25 @@ def add_process_set(
     on the members with members_only, and is the same for all other calls. Raises ValueError if a call of the same name
     is in flight at this rank. Calls of the same name belong together at all ranks of the job: if ranks name different
     members, the call fails at all these ranks and says which rank named which members.
+
+    If the call takes longer than the timeout, in seconds, the job ends. By default HVD_OPERATION_TIMEOUT_SECONDS
+    applies.
     """
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
-    _engine.engine.add_set(process_set, members_only, name or "")
+    _engine.engine.add_set(process_set, members_only, name or "", timeout)
     return process_set
 
 
-def remove_process_set(process_set: ProcessSet) -> bool:
+def remove_process_set(process_set: ProcessSet, timeout: Optional[float] = None) -> bool:
     """Removes a process set and returns whether the set was removed.
 
     All ranks of the job must call it, or all members if the set was registered with members_only, and it returns when
-    all these ranks have called it. It returns False if the set is not registered or is the set of all ranks. Operations of the set that the coordinator has granted still run to their
-    end. The other operations of the set fail.
+    all these ranks have called it. It returns False if the set is not registered or is the set of all ranks. Operations
+    of the set that the coordinator has granted still run to their end. The other operations of the set fail. timeout
+    has the same meaning as in ``add_process_set``.
     """
-    return _engine.engine.remove_set(process_set)
+    return _engine.engine.remove_set(process_set, timeout)
 
 
 def get_process_set_ids_and_ranks() -> "dict[int, list[int]]":

@@ -45,6 +45,8 @@ class Encoding(unittest.TestCase):
             (wire.free(8, 1 << 31, 64), "0808" "4a08" "088080808008" "1040"),
             (wire.add_process_set(9, [2, 1]), "0809" "5204" "0a020201"),
             (wire.add_process_set(9, [2], True, "a"), "0809" "5208" "0a0102" "1801" "220161"),
+            (wire.add_process_set(9, [2], timeout=0.5), "0809" "520c" "0a0102" "11000000000000e03f"),
+            (wire.remove_process_set(9, 2, 0.5), "0809" "5a0b" "0802" "11000000000000e03f"),
             (wire.remove_process_set(10, 3), "080a" "5a02" "0803"),
             (wire.status(11), "080b" "6200"),
             (wire.bye(12), "080c" "6a00"),

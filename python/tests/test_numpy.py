@@ -6,7 +6,10 @@ import concurrent.futures
 import faulthandler
 import gc
 import importlib.util
+import os
 import random
+import re
+import sys
 import unittest
 from unittest import mock
 
@@ -14,6 +17,7 @@ import numpy as np
 
 import gohvd
 import gohvd.numpy as hvd
+import programs
 from gohvd import _engine
 from gohvd.process_sets import get_process_set_ids_and_ranks
 
@@ -327,10 +331,43 @@ class Numpy(unittest.TestCase):
             (lambda: hvd.send(view, self.rank), "send: got rank"),
             (lambda: hvd.recv(view, self.size), "recv: got rank"),
             (lambda: hvd.recv(view, before, -1), "recv: got tag -1"),
+            (lambda: hvd.recv(view, before, timeout=0), "recv: got a timeout of 0 s"),
+            (lambda: hvd.send(view, before, timeout=-1), "send: got a timeout of -1 s"),
+            (lambda: hvd.add_process_set([self.rank], timeout=0), "add_process_set: got a timeout of 0 s"),
         ):
             with self.assertRaisesRegex(ValueError, what):
                 call()
         hvd.barrier()
+
+    def test_timeouts(self) -> None:
+        """Rank 1 begins operations with a timeout in which rank 0 does not take part. Each ends the job with an error
+        that names rank 0. Then the program joins a new job.
+        """
+        if not programs.alone:
+            return
+        script = """
+            import numpy as np
+            import gohvd.numpy as hvd
+            x = np.zeros(100000)
+            for call in (
+                lambda: hvd.recv(x, 0, timeout=0.5),
+                lambda: hvd.send(x, 0, timeout=0.5),
+                lambda: hvd.add_process_set([1], timeout=0.5),
+                lambda: hvd.remove_process_set(added, timeout=0.5),
+            ):
+                hvd.init()
+                added = hvd.add_process_set([0])
+                try:
+                    call() if hvd.rank() == 1 else hvd.barrier()
+                except hvd.HorovodInternalError as e:
+                    print(hvd.rank(), e)
+                hvd.shutdown()
+            """
+        out = programs.run(script, interpreter=(os.environ["HVD_RUN"], "-np", "2", sys.executable))
+        self.assertEqual(out.returncode, 0, out.stdout + out.stderr)
+        for what in ("recv from", "send to", "add process set", "remove process set"):
+            found = re.findall(f"rank 0 failed: {what} .* timed out after 0.5s at rank 1", out.stdout)
+            self.assertEqual(len(found), 2, out.stdout)
 
     def test_alltoall(self) -> None:
         got, received = hvd.alltoall(np.arange(2 * self.size) + 100 * self.rank)

@@ -374,7 +374,7 @@ class OtherOperations(RanksTest):
         sends = [hvd.send_async(x, r, tag=self.rank) for r in others]
         for r in others:
             got = torch.empty_like(x)
-            self.assertEqual(hvd.recv(got, r, r), r)
+            self.assertEqual(hvd.recv(got, r, r, timeout=100), r)
             self.equal(got, xs[r])
         self.assertEqual([hvd.synchronize(s) for s in sends], [None] * len(sends))
         if self.rank == 0:

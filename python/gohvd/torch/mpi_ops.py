@@ -138,6 +138,7 @@ def _begin(
     at_once: bool = False,
     later: bool = False,
     types: Optional[Tuple[Tuple[Any, _engine.Code], ...]] = None,
+    timeout: float = 0.0,
 ) -> _engine.Call[Tensor]:
     first = tensors[0]
     dtype = first.dtype
@@ -146,7 +147,7 @@ def _begin(
     return _engine.engine.begin(
         _torch, kind, tensors, shapes, dtype, code, process_set, name, targets=targets, reduce_op=reduce_op,
         prescale=prescale, postscale=postscale, root=root, splits=splits, peer=peer, tag=tag, grouped=grouped,
-        at_once=at_once, later=later, types=types,
+        at_once=at_once, later=later, types=types, timeout=timeout,
     )  # fmt: skip
 
 
@@ -973,36 +974,60 @@ def grouped_reducescatter(
 # Messages.
 
 
-def send_async(tensor: Tensor, dst: int, tag: int = 0, process_set: ProcessSet = global_process_set) -> int:
+def send_async(
+    tensor: Tensor,
+    dst: int,
+    tag: int = 0,
+    process_set: ProcessSet = global_process_set,
+    timeout: Optional[float] = None,
+) -> int:
     """Begins a ``send`` and returns a handle. Its result is None."""
     peer = _engine.check_message(dst, tag, process_set, wire.SEND)
-    return _handles.add(_begin(wire.SEND, [tensor], None, process_set, peer=peer, tag=tag), _none)
+    limit = _engine.check_timeout(timeout, "send")
+    return _handles.add(_begin(wire.SEND, [tensor], None, process_set, peer=peer, tag=tag, timeout=limit), _none)
 
 
-def send(tensor: Tensor, dst: int, tag: int = 0, process_set: ProcessSet = global_process_set) -> None:
+def send(
+    tensor: Tensor,
+    dst: int,
+    tag: int = 0,
+    process_set: ProcessSet = global_process_set,
+    timeout: Optional[float] = None,
+) -> None:
     """Sends a tensor to the rank dst, which must receive it by ``recv`` with the same tag, into a tensor of the same
     type and size. dst is a rank of the job even if process_set is given. No other rank takes part. Large tensors are
-    sent when dst receives them.
+    sent when dst receives them. If the send takes longer than the timeout, in seconds, the job ends. By default
+    HVD_OPERATION_TIMEOUT_SECONDS applies.
     """
-    synchronize(_engine.begin_and_wait(send_async, tensor, dst, tag, process_set))
+    synchronize(_engine.begin_and_wait(send_async, tensor, dst, tag, process_set, timeout))
 
 
 def recv_async(
-    tensor: Tensor, src: Optional[int] = None, tag: int = 0, process_set: ProcessSet = global_process_set
+    tensor: Tensor,
+    src: Optional[int] = None,
+    tag: int = 0,
+    process_set: ProcessSet = global_process_set,
+    timeout: Optional[float] = None,
 ) -> int:
     """Begins a ``recv`` and returns a handle. Its result is the rank that has sent the tensor."""
     peer, xs = _engine.check_message(src, tag, process_set, wire.RECV), [tensor]
-    return _handles.add(_begin(wire.RECV, xs, None, process_set, xs, peer=peer, tag=tag), _sender)
+    limit = _engine.check_timeout(timeout, "recv")
+    return _handles.add(_begin(wire.RECV, xs, None, process_set, xs, peer=peer, tag=tag, timeout=limit), _sender)
 
 
 def recv(
-    tensor: Tensor, src: Optional[int] = None, tag: int = 0, process_set: ProcessSet = global_process_set
+    tensor: Tensor,
+    src: Optional[int] = None,
+    tag: int = 0,
+    process_set: ProcessSet = global_process_set,
+    timeout: Optional[float] = None,
 ) -> int:
     """Receives a tensor that the rank src has sent by ``send`` with the same tag. If src is None, receives from any
     rank. Writes the elements to the tensor and returns the rank that has sent them. src is a rank of the job even if
-    process_set is given.
+    process_set is given. If it takes longer than the timeout, in seconds, the job ends. By default
+    HVD_OPERATION_TIMEOUT_SECONDS applies.
     """
-    return synchronize(_engine.begin_and_wait(recv_async, tensor, src, tag, process_set))
+    return synchronize(_engine.begin_and_wait(recv_async, tensor, src, tag, process_set, timeout))
 
 
 # Operations without tensors.
