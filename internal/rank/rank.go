@@ -199,7 +199,7 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 		CycleTime:          cfg.CycleTime, LivenessTimeout: cfg.LivenessTimeout, Lockstep: cfg.Lockstep,
 		Deterministic: cfg.Deterministic,
 		StallWarning:  cfg.StallWarning, StallShutdown: cfg.StallShutdown,
-		OnVerdict: r.publish, OnStall: o.OnStall,
+		OnStall: o.OnStall,
 	}
 	if size > 1 {
 		r.session, err = OpenSession(ctx, SessionConfig{
@@ -349,23 +349,22 @@ func (r *Rank) failed(err error) error {
 	for _, failed := range why.Ranks {
 		p.Ranks = append(p.Ranks, int(failed))
 	}
-	r.publish(p)
+	ctx, cancel := context.WithTimeout(context.Background(), reportTimeout)
+	defer cancel()
+	reportVerdict(ctx, r.launcher(), r.Epoch, p)
 	return p
 }
 
-// publish reports to the launcher which ranks failed. The launcher then does not blame ranks that ended only
-// because of this failure.
-func (r *Rank) publish(p *engine.PeerError) {
-	launcher := r.launcher()
+// reportVerdict reports to the launcher which ranks failed. The launcher then does not blame ranks that ended
+// only because of this failure. launcher may be nil.
+func reportVerdict(ctx context.Context, launcher joblink.Link, epoch uint64, p *engine.PeerError) {
 	if launcher == nil {
 		return
 	}
-	v := joblink.Verdict{Epoch: r.Epoch, Reason: p.Reason}
+	v := joblink.Verdict{Epoch: epoch, Reason: p.Reason}
 	for _, failed := range p.Ranks {
 		v.Ranks = append(v.Ranks, topo.Rank(failed))
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), 500*time.Millisecond)
-	defer cancel()
 	// Ignore the error, because the program receives the verdict as the error of its operations.
 	_ = launcher.ReportVerdict(ctx, v)
 }

@@ -65,7 +65,8 @@ type reportedStall struct {
 
 const (
 	// reportTimeout is the maximum time for which a failed job delays the end of its operations until the
-	// launcher has received this rank's dump.
+	// launcher has received the verdict and this rank's dump. The launcher may be on a host that this rank
+	// cannot reach any more.
 	reportTimeout = 500 * time.Millisecond
 	// maxStalls is the maximum number of stall reports that wait for forwardStalls. It is also the maximum
 	// number of stalls in a dump.
@@ -89,13 +90,8 @@ func (r *Watch) Configure(cfg *engine.Config) {
 	if r.recorder != nil {
 		cfg.Recorder = r.recorder
 	}
-	verdict, stall := cfg.OnVerdict, cfg.OnStall
-	cfg.OnVerdict = func(p *engine.PeerError) {
-		if verdict != nil {
-			verdict(p)
-		}
-		r.failed(p)
-	}
+	stall := cfg.OnStall
+	cfg.OnVerdict = func(p *engine.PeerError) { r.failed(p) }
 	cfg.OnStallShutdown = func(s *engine.StallError) { r.failed(s) }
 	cfg.StallsExplained = r.watched.Load
 	cfg.OnStall = func(s *controller.Stall) {
@@ -257,12 +253,17 @@ func (r *Watch) writeDump(why string) {
 	r.cfg.Log.Warn("wrote a dump of the flight recorder", zap.String("file", path))
 }
 
-// failed sends a dump to the launcher, or writes the dump to a file, and writes the timeline. It is called
-// before the operations of this rank end, because the program may exit when they end. It returns within a
-// bounded time.
+// failed reports a verdict to the launcher, sends a dump to the launcher, or writes the dump to a file, and
+// writes the timeline. It is called before the operations of this rank end, because the program may exit when
+// they end. It returns within a bounded time.
 func (r *Watch) failed(failure error) {
 	why := "the job failed: " + failure.Error()
-	sent := r.sendReport(joblink.Failure, r.encodedDump(why))
+	ctx, cancel := context.WithTimeout(r.ctx, reportTimeout)
+	defer cancel()
+	if p, ok := errors.AsType[*engine.PeerError](failure); ok {
+		reportVerdict(ctx, r.cfg.Launcher, r.cfg.Epoch, p)
+	}
+	sent := r.sendReport(ctx, joblink.Failure, r.encodedDump(why))
 	written := make(chan struct{})
 	r.running.Go(func() {
 		defer close(written)
@@ -279,12 +280,10 @@ func (r *Watch) failed(failure error) {
 
 // sendReport sends a report to the launcher, which writes the report to a file. It returns true if the
 // launcher has received the report.
-func (r *Watch) sendReport(what string, body []byte) bool {
+func (r *Watch) sendReport(ctx context.Context, what string, body []byte) bool {
 	if r.cfg.Launcher == nil || body == nil {
 		return false
 	}
-	ctx, cancel := context.WithTimeout(r.ctx, reportTimeout)
-	defer cancel()
 	err := r.cfg.Launcher.Report(ctx, what, body)
 	if err != nil && !errors.Is(err, joblink.ErrNoLauncher) {
 		r.cfg.Log.Debug("sending a report to the launcher failed", zap.String("report", what), zap.Error(err))
@@ -327,8 +326,10 @@ func (r *Watch) forwardStalls() {
 		if err != nil {
 			r.cfg.Log.Warn("encoding a stall report failed", zap.Error(err))
 		}
-		if !r.sendReport(joblink.Stall, text) {
+		ctx, cancel := context.WithTimeout(r.ctx, reportTimeout)
+		if !r.sendReport(ctx, joblink.Stall, text) {
 			r.writeDump("stalled: " + stall.Text)
 		}
+		cancel()
 	}
 }
