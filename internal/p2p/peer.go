@@ -20,7 +20,7 @@ import (
 // Kinds of frames. Each frame begins with a header. Eager and data frames are followed by the message, and
 // share frames by its place.
 const (
-	eager  uint8 = 1 + iota // a message
+	eager  uint8 = 1 + iota // a message, with the number id
 	offer                   // a message that waits at its sender, under the number id
 	share                   // the same, but the receiver copies it from the memory of the sender
 	accept                  // the receiver is ready for the message id
