@@ -34,6 +34,9 @@ const (
 	suspectGrace = 200 * time.Millisecond
 	// verdictTimeout is how long a rank that suspects another rank waits for the verdict of the coordinator.
 	verdictTimeout = time.Second
+	// silenceGrace is added to suspectGrace and to verdictTimeout if several ranks are suspected. After this
+	// time, a rank that had failed before has missed two heartbeats.
+	silenceGrace = 2 * heartbeatPeriod
 	// closeTimeout is the maximum time for which a shutdown may make no progress.
 	closeTimeout = 10 * time.Second
 	// holdPeriod is how long a leader holds a vote or a request that other ranks of its host have not made.

@@ -112,9 +112,10 @@ type rankState struct {
 }
 
 type suspicion struct {
-	by, suspect topo.Rank
-	reason      string
-	since       time.Duration
+	by       topo.Rank
+	suspects []topo.Rank
+	reason   string
+	since    time.Duration
 }
 
 // NewCoordinator returns the coordinator for an epoch that begins at the time now.
@@ -173,7 +174,7 @@ func (c *Coordinator) Tick(now time.Duration) {
 	default:
 		return
 	}
-	if s := c.suspicion; s != nil && now-s.since >= suspectGrace {
+	if s := c.suspicion; s != nil && now-s.since >= patience(suspectGrace, s.suspects) {
 		c.decideSuspicion(s)
 		return
 	}
@@ -398,31 +399,55 @@ func (c *Coordinator) failSender(r topo.Rank, err error) {
 }
 
 // suspect records a suspicion but does not give a verdict yet. If a rank has died, its control connection
-// usually ends soon, which shows the rank that has died. An immediate verdict could name a living rank.
+// usually ends soon, which shows the rank that has died. An immediate verdict could name a living rank. The
+// first suspicion counts, but one of several ranks gives way to one of a single rank.
 func (c *Coordinator) suspect(by topo.Rank, up *message.Up) {
+	suspects := up.Suspects
 	switch {
-	case int(up.Suspect) >= len(c.ranks):
-		c.failSender(by, fmt.Errorf("got a suspicion of rank %d, want a rank from 0 to %d", up.Suspect,
-			len(c.ranks)-1))
+	case len(suspects) == 0:
+		c.failSender(by, fmt.Errorf("got a suspicion that names no rank"))
+	case int(slices.Max(suspects)) >= len(c.ranks):
+		c.failSender(by, fmt.Errorf("got a suspicion of rank %d, want a rank from 0 to %d",
+			slices.Max(suspects), len(c.ranks)-1))
 	case c.sets.find(up.Set) == nil: // the suspect has removed the set, and the sender is about to
-	case up.Suspect == by:
-		c.fail([]topo.Rank{by}, up.Reason)
-	case c.suspicion == nil:
-		c.suspicion = &suspicion{by: by, suspect: up.Suspect, reason: up.Reason, since: c.now}
+	case len(suspects) == 1 && suspects[0] == by:
+		c.fail(suspects, up.Reason)
+	case c.suspicion == nil || len(suspects) == 1 && len(c.suspicion.suspects) > 1:
+		c.suspicion = &suspicion{by: by, suspects: suspects, reason: up.Reason, since: c.now}
 	}
 }
 
-// decideSuspicion gives the verdict about a suspected rank. It is called only if no control connection has
-// ended in the meantime, because that would have shown which rank has died. If the suspect has missed its
-// heartbeats, or if its connection has ended after its bye, the verdict names only the suspect. Otherwise it
-// also names the rank that suspects it, because either of the two may have failed.
-func (c *Coordinator) decideSuspicion(s *suspicion) {
-	ranks := []topo.Rank{s.suspect}
-	if k := &c.ranks[s.suspect]; !k.lost && c.heard(s.suspect)-k.lastReceived < 2*heartbeatPeriod {
-		ranks = append(ranks, s.by)
-		slices.Sort(ranks)
+// patience returns how long to wait after a suspicion: d if there is one suspect. If there are several, the
+// wait is longer, so that a suspect that has failed has missed its heartbeats.
+func patience(d time.Duration, suspects []topo.Rank) time.Duration {
+	if len(suspects) > 1 {
+		d += silenceGrace
 	}
-	c.fail(ranks, fmt.Sprintf("rank %d lost its connection to rank %d: %s", s.by, s.suspect, s.reason))
+	return d
+}
+
+// decideSuspicion gives the verdict about suspected ranks. It is called only if no control connection has
+// ended in the meantime, because that would have shown which rank has died. The verdict names the suspects
+// that have missed their heartbeats, or whose connection has ended after their bye. If there are none, it
+// names all suspects and the rank that suspects them, because any of them may have failed.
+func (c *Coordinator) decideSuspicion(s *suspicion) {
+	reason := fmt.Sprintf("rank %d lost its connection to rank %d: %s", s.by, s.suspects[0], s.reason)
+	if len(s.suspects) > 1 {
+		reason = fmt.Sprintf("rank %d cannot tell which of %s has failed: %s", s.by,
+			topo.FormatRanks(s.suspects), s.reason)
+	}
+	silent := slices.DeleteFunc(slices.Clone(s.suspects), func(r topo.Rank) bool {
+		k := &c.ranks[r]
+		return !k.lost && c.heard(r)-k.lastReceived < 2*heartbeatPeriod
+	})
+	if len(silent) == 0 {
+		silent = append(slices.Clone(s.suspects), s.by)
+		slices.Sort(silent)
+		silent = slices.Compact(silent)
+	} else if len(s.suspects) > 1 {
+		reason = fmt.Sprintf("silent since rank %d reported: %s", s.by, s.reason)
+	}
+	c.fail(silent, reason)
 }
 
 // fail gives the verdict. It is called at most once.
@@ -627,7 +652,7 @@ func (c *Coordinator) Next() time.Duration {
 		}
 	}
 	if c.suspicion != nil {
-		next = min(next, c.suspicion.since+suspectGrace)
+		next = min(next, c.suspicion.since+patience(suspectGrace, c.suspicion.suspects))
 	}
 	if c.state == stopping {
 		next = min(next, c.progress+closeTimeout)

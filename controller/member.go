@@ -148,7 +148,7 @@ func (m *Member) Tick(now time.Duration) {
 		return
 	}
 	switch {
-	case m.suspected != nil && now-m.suspectedAt >= verdictTimeout:
+	case m.suspected != nil && now-m.suspectedAt >= patience(verdictTimeout, m.suspected.Ranks):
 		m.fail(m.suspected)
 	case now-m.lastReceived >= m.cfg.LivenessTimeout:
 		m.Lost(fmt.Sprintf("silent for %v", m.cfg.LivenessTimeout))
@@ -229,28 +229,29 @@ func (m *Member) Drained() {
 	}
 }
 
-// Suspect reports a failure. If r is another rank, the data connection to it has failed. If r is this rank,
-// this rank itself fails. The coordinator answers with a verdict. If the verdict does not come in time, the
-// suspicion becomes the verdict. After this rank's bye, Suspect has no effect, because the rank executes
-// nothing that could fail.
-func (m *Member) Suspect(r topo.Rank, reason string) {
+// Suspect reports a failure of one of the given ranks, which are in ascending order. If there is one, and it
+// is another rank, the data connection to it has failed. If there is only this rank, this rank itself fails.
+// If there are several, this rank cannot tell which of them has failed. The coordinator answers with a
+// verdict. If the verdict does not come in time, the suspicion becomes the verdict. After this rank's bye,
+// Suspect has no effect, because the rank executes nothing that could fail.
+func (m *Member) Suspect(ranks []topo.Rank, reason string) {
 	if m.suspected != nil || m.state == memberBye || m.state == memberClosed || m.state == memberFailed {
 		return
 	}
-	m.suspected = &Verdict{Ranks: []topo.Rank{r}, Reason: reason}
+	m.suspected = &Verdict{Ranks: ranks, Reason: reason}
 	m.suspectedAt, m.suspectFrame = m.now, true
 }
 
-// SuspectChannel records that the channel for messages of a process set to rank r has failed. If other ranks
+// SuspectChannel records that the channel for messages of a process set to a rank has failed. If other ranks
 // have removed the set already, that is no failure. The coordinator knows whether they have, so in a set that
 // can be removed the suspicion never becomes the verdict by itself.
-func (m *Member) SuspectChannel(set topo.ProcessSetID, r topo.Rank, reason string) {
+func (m *Member) SuspectChannel(set topo.ProcessSetID, ranks []topo.Rank, reason string) {
 	switch {
 	case set == topo.Global:
-		m.Suspect(r, reason)
+		m.Suspect(ranks, reason)
 	case m.state == memberRunning || m.state == memberDraining:
 		m.reports = append(m.reports,
-			message.Up{Type: message.UpSuspect, Set: set, Suspect: r, Reason: reason})
+			message.Up{Type: message.UpSuspect, Set: set, Suspects: ranks, Reason: reason})
 	}
 }
 
@@ -511,7 +512,7 @@ func (m *Member) appendFrames() {
 	switch {
 	case m.suspectFrame:
 		m.ups = append(m.ups, &message.Up{Type: message.UpSuspect, Seen: m.seen,
-			Suspect: m.suspected.Ranks[0], Reason: m.suspected.Reason})
+			Suspects: m.suspected.Ranks, Reason: m.suspected.Reason})
 	case m.bye:
 		m.ups = append(m.ups, &message.Up{Type: message.UpBye, Seen: m.seen})
 	case m.now >= m.nextHeartbeat(len(m.ups) > 0):
@@ -588,7 +589,7 @@ func (m *Member) Next() time.Duration {
 	}
 	next := min(m.nextHeartbeat(false), m.lastReceived+m.cfg.LivenessTimeout)
 	if m.suspected != nil {
-		next = min(next, m.suspectedAt+verdictTimeout)
+		next = min(next, m.suspectedAt+patience(verdictTimeout, m.suspected.Ranks))
 	}
 	return next
 }

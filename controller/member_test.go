@@ -244,7 +244,7 @@ func TestMember(t *testing.T) {
 		if err := m.Step(&message.Down{Type: message.DownClose}); err != nil || !m.Closed() {
 			t.Errorf("closed %v (%v)", m.Closed(), err)
 		}
-		m.Suspect(0, "late")
+		m.Suspect([]topo.Rank{0}, "late")
 		m.Lost("end of stream")
 		m.Tick(time.Hour)
 		if got := ups(m); len(got) > 0 || m.Verdict() != nil || m.Next() != controller.Never {
@@ -253,8 +253,8 @@ func TestMember(t *testing.T) {
 	})
 	t.Run("suspects once", func(t *testing.T) {
 		m := newTestMember(1, 3)
-		m.Suspect(2, "reset")
-		m.Suspect(0, "timeout")
+		m.Suspect([]topo.Rank{2}, "reset")
+		m.Suspect([]topo.Rank{0}, "timeout")
 		if got := ups(m); !slices.Equal(got, []message.UpType{message.UpSuspect}) {
 			t.Errorf("frames %v", got)
 		}
@@ -268,7 +268,7 @@ func TestMember(t *testing.T) {
 	})
 	t.Run("believes the coordinator more than itself", func(t *testing.T) {
 		m := newTestMember(1, 3)
-		m.Suspect(2, "reset")
+		m.Suspect([]topo.Rank{2}, "reset")
 		ups(m)
 		down := &message.Down{Type: message.DownFail, Ranks: []topo.Rank{0, 2}, Reason: "who knows"}
 		if err := m.Step(down); err != nil {
@@ -659,7 +659,7 @@ func TestCoordinatorNext(t *testing.T) {
 		want(c, at+beat, "heartbeat after heartbeat")
 	}
 	c.Tick(livenessTimeout - beat/2)
-	c.Step(0, &message.Up{Type: message.UpSuspect, Suspect: 1})
+	c.Step(0, &message.Up{Type: message.UpSuspect, Suspects: []topo.Rank{1}})
 	want(c, livenessTimeout-beat/2+controller.SuspectGrace, "suspicion")
 
 	// Rank 0 has sent bye. Rank 1 sends heartbeats but no bye.

@@ -235,7 +235,7 @@ func parseUp(f []string) (*message.Up, error) {
 		case "seen":
 			u.Seen = n
 		case "rank":
-			u.Suspect, u.Reason = topo.Rank(n), strings.Join(f[1:], " ")
+			u.Suspects, u.Reason = []topo.Rank{topo.Rank(n)}, strings.Join(f[1:], " ")
 			return u, nil
 		case "shutdown":
 			u.Shutdown = true

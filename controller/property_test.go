@@ -1191,7 +1191,7 @@ func (r *run) end(how int) {
 		if n != of {
 			r.accused = []topo.Rank{n.rank, of.rank}
 			n.m.Tick(r.c.now)
-			n.m.Suspect(of.rank, "timeout")
+			n.m.Suspect([]topo.Rank{of.rank}, "timeout")
 		}
 	}
 }
@@ -1272,7 +1272,7 @@ func (r *run) randomTuning() message.Tuning {
 func (r *run) noticeDeath(n *node) {
 	if r.rng.IntN(2) == 0 && !n.over && r.halfDead != 0 {
 		n.m.Tick(r.c.now)
-		n.m.Suspect(r.halfDead, "data: connection reset")
+		n.m.Suspect([]topo.Rank{r.halfDead}, "data: connection reset")
 		return
 	}
 	r.c.endConnection(r.halfDead, "connection reset")

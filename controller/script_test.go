@@ -261,12 +261,16 @@ func (s *script) command(line string) error {
 			}
 			s.c.nodes[r].m.TimeoutOfMessage(set, rest[0], topo.Rank(of), d)
 		case "suspect":
-			of, err := strconv.Atoi(strings.TrimPrefix(rest[0], "of="))
-			if err != nil {
-				return err
+			var suspects []topo.Rank
+			for _, text := range strings.Split(strings.TrimPrefix(rest[0], "of="), ",") {
+				of, err := strconv.Atoi(text)
+				if err != nil {
+					return err
+				}
+				suspects = append(suspects, topo.Rank(of))
 			}
 			s.c.nodes[r].m.Tick(s.c.now)
-			s.c.nodes[r].m.Suspect(topo.Rank(of), strings.Join(rest[1:], " "))
+			s.c.nodes[r].m.Suspect(suspects, strings.Join(rest[1:], " "))
 		case "kill":
 			s.round() // frames that were sent before the death must still arrive
 			s.c.kill(r, "connection reset")

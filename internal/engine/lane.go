@@ -253,12 +253,15 @@ func (l *lane) run(ctx context.Context, finished func(w *work, err error)) {
 	}
 }
 
-// blame returns the rank to suspect after an error during execution, and the reason. The suspect is the peer
-// whose connection failed. If no connection failed, the suspect is this rank.
-func blame(err error, self topo.Rank) (topo.Rank, string) {
-	var p *transport.PeerError
-	if errors.As(err, &p) {
-		return p.Peer, cause(err).Error()
+// blame returns the ranks to suspect after an error during execution, and the reason. The suspect is the peer
+// whose connection failed. If the backend cannot tell which rank failed, all ranks of the operation are
+// suspects. Otherwise the suspect is this rank.
+func blame(err error, self topo.Rank) ([]topo.Rank, string) {
+	if p, ok := errors.AsType[*transport.PeerError](err); ok {
+		return []topo.Rank{p.Peer}, cause(err).Error()
 	}
-	return self, err.Error()
+	if u, ok := errors.AsType[*ops.UnknownRankError](err); ok {
+		return u.Ranks, err.Error()
+	}
+	return []topo.Rank{self}, err.Error()
 }

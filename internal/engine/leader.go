@@ -207,7 +207,7 @@ func (e *Engine) combinerReady() {
 	e.combiner.Advance()
 	e.sendDownTo(quiet, &message.Down{Type: message.DownHeartbeat})
 	if failed != nil {
-		e.suspect(e.cfg.Rank, failed)
+		e.suspect(e.self(), failed)
 	}
 	if v := e.member.Verdict(); v != nil {
 		e.sendDownTo(e.combiner.Fail(), &message.Down{Type: message.DownFail, Ranks: v.Ranks,

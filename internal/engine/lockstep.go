@@ -178,7 +178,8 @@ func (n *lockstep) step() bool {
 	frames, done, err := n.collectives.Test()
 	if err != nil {
 		n.deadline = never
-		e.suspect(e.cfg.Rank, err)
+		suspects, _ := blame(err, e.cfg.Rank)
+		e.suspect(suspects, err)
 		return false
 	}
 	if !done {
@@ -234,7 +235,7 @@ func (n *lockstep) combined() {
 		e.traceUp(up)
 		frame, err := message.AppendUp(nil, up)
 		if err != nil {
-			e.suspect(e.cfg.Rank, err)
+			e.suspect(e.self(), err)
 			return
 		}
 		n.begin(gathering)
@@ -280,21 +281,21 @@ func (n *lockstep) decide(ups []*message.Up) {
 }
 
 // expire fails the ranks for which the pending collective waits, even if they have sent heartbeats. If it is
-// unknown for which ranks the collective waits, this rank fails, so that the job does not hang.
+// unknown for which ranks the collective waits, all ranks are suspects.
 func (n *lockstep) expire() {
 	n.deadline = never
 	limit := 2 * n.e.cfg.LivenessTimeout
 	reason := fmt.Sprintf("it has not entered a negotiation cycle for %v, although it sends heartbeats", limit)
 	missing := n.collectives.Missing()
 	if len(missing) == 0 {
-		n.e.suspect(n.e.cfg.Rank, fmt.Errorf(
+		n.e.suspect(controller.Global(n.e.cfg.Size).Ranks, fmt.Errorf(
 			"a negotiation cycle has not ended for %v, although all ranks send heartbeats", limit))
 	}
 	for _, r := range missing {
 		if n.e.coordinator != nil {
 			n.e.coordinator.Fault(r, reason)
 		} else {
-			n.e.member.Suspect(r, reason)
+			n.e.member.Suspect([]topo.Rank{r}, reason)
 		}
 	}
 }
@@ -335,7 +336,7 @@ func (s *star) Broadcast(frame []byte) {
 
 func (s *star) up(frame []byte) {
 	if err := s.e.sendUp(frame); err != nil {
-		s.e.suspect(s.e.cfg.Rank, err)
+		s.e.suspect(s.e.self(), err)
 	}
 }
 

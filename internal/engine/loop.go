@@ -172,8 +172,8 @@ func (e *Engine) takeFinished() {
 	for _, b := range broken {
 		if !errors.Is(b.err, transport.ErrClosed) {
 			e.log.Info("a channel for messages failed", zap.Int("set", int(b.set)), zap.Error(b.err))
-			suspect, reason := blame(b.err, e.cfg.Rank)
-			e.member.SuspectChannel(b.set, suspect, reason)
+			suspects, reason := blame(b.err, e.cfg.Rank)
+			e.member.SuspectChannel(b.set, suspects, reason)
 		}
 	}
 	for _, m := range late {
@@ -217,11 +217,11 @@ func (e *Engine) takeRequests() {
 	case leaving == nil:
 	case leaving.Failed && e.stopCause != nil: // the stop caused the failure
 	case leaving.Failed:
-		e.member.Suspect(e.cfg.Rank, leaving.Reason)
+		e.member.Suspect(e.self(), leaving.Reason)
 	case leaving.expired && e.coordinator != nil:
 		e.coordinator.Abandon()
 	case leaving.expired:
-		e.member.Suspect(e.cfg.Rank, "the context of its call of Shutdown ended before it had left the job")
+		e.member.Suspect(e.self(), "the context of its call of Shutdown ended before it had left the job")
 	case accepts:
 		e.member.Shutdown(leaving.Reason)
 	}

@@ -124,7 +124,7 @@ func (e *Engine) memberReady() (sent bool) {
 	e.member.Advance()
 	if failed != nil {
 		// Call suspect after Advance, because Advance drops the output of the member.
-		e.suspect(suspect, failed)
+		e.suspect([]topo.Rank{suspect}, failed)
 	}
 	if stop {
 		e.stopped = true
@@ -135,13 +135,16 @@ func (e *Engine) memberReady() (sent bool) {
 	return sent
 }
 
-// suspect reports that the rank r has failed, because of an error that this rank has detected. r may be this
-// rank.
-func (e *Engine) suspect(r topo.Rank, err error) {
-	e.log.Error("negotiation failed", zap.Int("suspect", int(r)), zap.Error(err))
-	e.member.Suspect(r, err.Error())
+// suspect reports that one of the given ranks has failed, because of an error that this rank has detected.
+// This rank may be among them.
+func (e *Engine) suspect(ranks []topo.Rank, err error) {
+	e.log.Error("negotiation failed", zap.String("suspects", topo.FormatRanks(ranks)), zap.Error(err))
+	e.member.Suspect(ranks, err.Error())
 	e.sched.notify()
 }
+
+// self returns this rank, for suspicions of this rank itself.
+func (e *Engine) self() []topo.Rank { return []topo.Rank{e.cfg.Rank} }
 
 // sendUp sends a frame of this rank to rank 0, or to the leader that passes it on. It returns an error only
 // if this rank is at fault.

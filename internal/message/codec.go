@@ -45,7 +45,7 @@ const (
 //	Up:       u8 type | u8 flags (1 shutdown, 2 granted) | u64 seen | body
 //	news:     u16 sets | per set: u32 set, u32 done, bits hits, bits invalid, u32 requests, each u32 length + protobuf
 //	          | with shutdown: u64 operations, u32 milliseconds | u16 length + tensor | u16 length + reason
-//	suspect,
+//	suspect:  u32 set | u32 ranks, u32 each | u16 length + reason
 //	lost,
 //	fault:    u32 rank | u16 length + reason
 //	released: u32 rank
@@ -124,10 +124,11 @@ func AppendUp(b []byte, u *Up) ([]byte, error) {
 			b = appendText(b, u.Tensor)
 			b = appendText(b, u.Reason)
 		}
-	case UpSuspect, UpLost, UpFault:
-		if u.Type == UpSuspect {
-			b = binary.LittleEndian.AppendUint32(b, uint32(u.Set))
-		}
+	case UpSuspect:
+		b = binary.LittleEndian.AppendUint32(b, uint32(u.Set))
+		b = appendRanks(b, u.Suspects)
+		b = appendText(b, u.Reason)
+	case UpLost, UpFault:
 		b = binary.LittleEndian.AppendUint32(b, uint32(u.Suspect))
 		b = appendText(b, u.Reason)
 	case UpReleased:
@@ -188,10 +189,11 @@ func DecodeUp(b []byte, u *Up) error {
 		if u.Message = u.Type == UpTimeout && flags&flagMessage != 0; u.Message {
 			u.Suspect = d.rank()
 		}
-	case UpSuspect, UpLost, UpFault:
-		if u.Type == UpSuspect {
-			u.Set = topo.ProcessSetID(d.u32())
-		}
+	case UpSuspect:
+		u.Set = topo.ProcessSetID(d.u32())
+		d.ranks(&u.Suspects)
+		u.Reason = d.text()
+	case UpLost, UpFault:
 		u.Suspect = d.rank()
 		u.Reason = d.text()
 	case UpReleased:

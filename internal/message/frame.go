@@ -33,7 +33,8 @@ const (
 	UpHeartbeat
 	// UpBye is the last frame of a rank. The rank has received Stop and has finished all its work.
 	UpBye
-	// UpSuspect reports that the data connection to a rank has failed, or that the sender itself fails.
+	// UpSuspect reports that the data connection to a rank has failed, that one of several ranks has failed
+	// and the sender cannot tell which, or that the sender itself fails.
 	UpSuspect
 	// UpTimeout reports that an operation has not finished within the timeout of its caller.
 	UpTimeout
@@ -59,11 +60,13 @@ type Up struct {
 	Operations uint64
 	// Sets has one element for each process set about which the sender has news.
 	Sets []UpSet
-	// Suspect is the suspected rank in an UpSuspect, the rank that has left in an UpReleased, the rank at the
-	// other end of the connection in an UpLost and an UpFault, and the rank with which the sender exchanges
-	// the message in an UpTimeout with Message. That is the sender itself if it can be any rank.
+	// Suspect is the rank that has left in an UpReleased, the rank at the other end of the connection in an
+	// UpLost and an UpFault, and the rank with which the sender exchanges the message in an UpTimeout with
+	// Message. That is the sender itself if it can be any rank.
 	Suspect topo.Rank
-	// Reason is why the sender suspects a rank (UpSuspect), what has happened to a connection (UpLost and
+	// Suspects are the suspected ranks in an UpSuspect, in ascending order. At least one of them has failed.
+	Suspects []topo.Rank
+	// Reason is why the sender suspects ranks (UpSuspect), what has happened to a connection (UpLost and
 	// UpFault), or why the sender shuts down (Shutdown). With Shutdown, Reason may be empty.
 	Reason string
 	// Tensor, Set and Millis are used in three cases. In an UpTimeout, they are the operation, its process

@@ -25,10 +25,12 @@ func (u *Up) String() string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "%v seen=%d", u.Type, u.Seen)
 	switch u.Type {
-	case UpSuspect, UpLost, UpFault:
+	case UpSuspect:
 		if u.Set != 0 {
 			fmt.Fprintf(&b, " set=%d", u.Set)
 		}
+		fmt.Fprintf(&b, " rank=%s %s", listText(u.Suspects), u.Reason)
+	case UpLost, UpFault:
 		fmt.Fprintf(&b, " rank=%d %s", u.Suspect, u.Reason)
 	case UpReleased:
 		fmt.Fprintf(&b, " rank=%d", u.Suspect)

@@ -9,6 +9,7 @@ import (
 	"runtime"
 
 	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
 )
 
 // collectives implements Collectives. A frame travels in two parts. The head has a fixed size, so that all
@@ -163,7 +164,8 @@ func (c *collectives) rest() {
 func (c *collectives) restOf(head []byte, from int, transfer func([]byte, int) error) {
 	n := binary.LittleEndian.Uint32(head)
 	if n > frameBytes {
-		c.err = fmt.Errorf("rank %d sent a frame of %d bytes, want at most %d", from, n, frameBytes)
+		c.err = &transport.PeerError{Peer: topo.Rank(from), Lane: transport.Control,
+			Err: fmt.Errorf("got a frame of %d bytes, want at most %d", n, frameBytes)}
 		return
 	}
 	if c.frames[from] = c.frame; from != c.comm.rank() {

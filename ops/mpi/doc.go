@@ -31,6 +31,10 @@
 //
 // # Failures
 //
+// If the exchange of a block with a peer fails, the error is a *transport.PeerError. MPI does not tell which
+// rank has failed in a collective. The error is then an *ops.UnknownRankError, and the negotiation finds out
+// which rank it is, if it can.
+//
 // MPI cannot cancel a collective. After an operation has failed, the library may still refer to its buffers.
 // So this package keeps these buffers in memory, and makes no further MPI call in this process.
 package mpi

@@ -11,6 +11,7 @@ import (
 	"os"
 	"runtime"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -21,6 +22,7 @@ import (
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/ops"
 	"github.com/gohvd/gohvd/ops/opstest"
 )
@@ -486,6 +488,75 @@ func TestAllocations(t *testing.T) {
 	}); n > 0 {
 		t.Errorf("an allreduce allocates %v times", n)
 	}
+}
+
+// An error names the peer at fault if MPI tells it, and otherwise all ranks of the operation. No error names
+// only this rank.
+func TestErrorsNameRanks(t *testing.T) {
+	n, me := job.Size(), job.Rank()
+	switch {
+	case n == 1:
+		t.Skip("a single rank has no peers")
+	case !job.own:
+		t.Skip("the program has chosen that an error ends it")
+	}
+	last := n - 1
+	fail := func(c comm, begin func() error) error {
+		t.Helper()
+		var err error
+		if job.thread.do(func() { err = begin() }); err == nil {
+			ctx, cancel := context.WithTimeout(ctx, 20*time.Second)
+			defer cancel()
+			_, err = job.wait(ctx, newTester(c), true)
+		}
+		return err
+	}
+	// MPI keeps the communicators, because it may still use them after an error.
+	var pair, all comm
+	job.thread.do(func() {
+		var err, err2 error
+		pair, err = job.comm.sub(everyone(), 7)
+		all, err2 = job.comm.sub(everyone(), 8)
+		if err := errors.Join(err, err2); err != nil {
+			t.Error(err)
+		}
+	})
+	small, large := pinned(t, 8), pinned(t, 64)
+
+	// The last rank receives more than it expects from rank 0.
+	var err error
+	switch me {
+	case 0:
+		err = fail(pair, func() error { return pair.send(large, last) })
+	case last:
+		err = fail(pair, func() error { return pair.receive(small, 0) })
+	}
+	if p, ok := errors.AsType[*transport.PeerError](err); me == last && (!ok || p.Peer != 0) {
+		t.Errorf("got error %v, want a *PeerError for rank 0", err)
+	}
+
+	// The other ranks expect less than rank 0 broadcasts.
+	buf := small
+	if me == 0 {
+		buf = large
+	}
+	err = fail(all, func() error { return all.broadcast(buf, 0) })
+	if me > 0 {
+		u, ok := errors.AsType[*ops.UnknownRankError](err)
+		if !ok || !slices.Equal(u.Ranks, everyone()) ||
+			!strings.Contains(err.Error(), "MPI does not tell which rank has failed") {
+			t.Errorf("got error %v, want an *UnknownRankError for ranks %v", err, everyone())
+		}
+	}
+}
+
+// pinned returns memory that stays pinned.
+func pinned(t *testing.T, n int) []byte {
+	buf := make([]byte, n)
+	pins := new(runtime.Pinner)
+	t.Cleanup(pins.Unpin)
+	pin(pins, buf)
+	return buf
 }
 
 // failureVariable is set in the job of TestFailure.

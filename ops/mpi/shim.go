@@ -20,7 +20,9 @@ typedef struct {
 	int size, rank;
 	int64_t limit;         // maximum number of elements or bytes in one call
 	MPI_Request *requests; // pending requests
+	int *peers;            // the ranks of c with which they exchange data, or -1 for collectives
 	int pending, room;
+	int tested;            // number of requests that have completed; the next one is tested
 	int done;              // the result of hvd_test
 	int *counts, *places;  // arguments of the running call, one element for each rank
 } hvd_comm;
@@ -113,6 +115,10 @@ static int hvd_init(int required, int *provided, int *own, int *finalized) {
 		return err;
 	*own = !initialized;
 	err = initialized ? MPI_Query_thread(provided) : hvd_init_thread(required, provided);
+	// MPI passes some errors of other communicators to the error handler of MPI_COMM_WORLD. The default one
+	// ends the process. If the program has initialized MPI, it chooses the handler.
+	if (err == MPI_SUCCESS && *own)
+		err = MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
 	return err == MPI_SUCCESS ? hvd_create_ops() : err;
 }
 
@@ -152,6 +158,7 @@ static int hvd_sub(const hvd_comm *world, const int *ranks, int n, int tag, hvd_
 static int hvd_free(hvd_comm *c) {
 	int err = MPI_Comm_free(&c->comm);
 	free(c->requests);
+	free(c->peers);
 	free(c->counts);
 	free(c->places);
 	free(c);
@@ -172,27 +179,40 @@ static int hvd_groups(const hvd_comm *world, int *groups) {
 	return err;
 }
 
-// hvd_request returns the place for the request of the next call.
-static MPI_Request *hvd_request(hvd_comm *c) {
+// hvd_request_of returns the place for the request of the next call, which exchanges data with a peer.
+static MPI_Request *hvd_request_of(hvd_comm *c, int peer) {
 	if (c->pending == c->room) {
 		c->room = 2 * c->room + 1;
 		c->requests = realloc(c->requests, c->room * sizeof(MPI_Request));
-		if (!c->requests)
+		c->peers = realloc(c->peers, c->room * sizeof(int));
+		if (!c->requests || !c->peers)
 			abort();
 	}
+	c->peers[c->pending] = peer;
 	c->requests[c->pending] = MPI_REQUEST_NULL;
 	return &c->requests[c->pending++];
 }
 
-// hvd_test tests up to polls times whether all requests have completed.
+// hvd_request returns the place for the request of a collective.
+static MPI_Request *hvd_request(hvd_comm *c) { return hvd_request_of(c, -1); }
+
+// hvd_test tests up to polls times whether all requests have completed. It tests one after the other with
+// MPI_Test, so that the request is known that has failed.
 static int hvd_test(hvd_comm *c, int polls) {
-	int err;
-	do
-		err = MPI_Testall(c->pending, c->requests, &c->done, MPI_STATUSES_IGNORE);
-	while (err == MPI_SUCCESS && !c->done && --polls > 0);
-	if (err == MPI_SUCCESS && c->done)
-		c->pending = 0;
-	return err;
+	c->done = 0;
+	do {
+		int err = MPI_SUCCESS, done = 1;
+		while (c->tested < c->pending && done && err == MPI_SUCCESS) {
+			err = MPI_Test(&c->requests[c->tested], &done, MPI_STATUS_IGNORE);
+			c->tested += done && err == MPI_SUCCESS;
+		}
+		if (err != MPI_SUCCESS)
+			return err;
+		c->done = done;
+	} while (!c->done && --polls > 0);
+	if (c->done)
+		c->pending = c->tested = 0;
+	return MPI_SUCCESS;
 }
 
 // hvd_type returns the MPI type for a number of tensor.DType. 16-bit floats have none.
@@ -308,11 +328,12 @@ static int hvd_gather(hvd_comm *c, uintptr_t in, int size, uintptr_t out) {
 }
 
 static int hvd_send(hvd_comm *c, uintptr_t buf, int size, int to) {
-	return MPI_Isend((void *)buf, size, MPI_BYTE, to, 0, c->comm, hvd_request(c));
+	return MPI_Isend((void *)buf, size, MPI_BYTE, to, 0, c->comm, hvd_request_of(c, to));
 }
 
 static int hvd_receive(hvd_comm *c, uintptr_t buf, int size, int from) {
-	return MPI_Irecv((void *)buf, size, MPI_BYTE, from, 0, c->comm, hvd_request(c));
+	return MPI_Irecv((void *)buf, size, MPI_BYTE, from, 0, c->comm,
+		hvd_request_of(c, from));
 }
 
 static int hvd_alltoall(hvd_comm *c, uintptr_t in, uintptr_t out) {
@@ -326,11 +347,11 @@ static int hvd_exchange(hvd_comm *c, uintptr_t in, const int64_t *sent, uintptr_
 	for (int i = 0; i < c->size; out += received[i++])
 		for (int64_t at = 0; at < received[i] && err == MPI_SUCCESS; at += c->limit)
 			err = MPI_Irecv((void *)(out + at), hvd_min(c->limit, received[i] - at), MPI_BYTE, i, 0,
-				c->comm, hvd_request(c));
+				c->comm, hvd_request_of(c, i));
 	for (int i = 0; i < c->size; in += sent[i++])
 		for (int64_t at = 0; at < sent[i] && err == MPI_SUCCESS; at += c->limit)
 			err = MPI_Isend((void *)(in + at), hvd_min(c->limit, sent[i] - at), MPI_BYTE, i, 0,
-				c->comm, hvd_request(c));
+				c->comm, hvd_request_of(c, i));
 	return err;
 }
 */
@@ -339,17 +360,26 @@ import "C"
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"unsafe"
 
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
+	"github.com/gohvd/gohvd/ops"
 )
 
 // comm is a communicator. Its methods call MPI, so only the thread that may call MPI calls them. MPI uses the
 // buffers of an operation until test reports that the operation has completed. Until then the caller must
 // keep and pin them.
-type comm struct{ c *C.hvd_comm }
+type comm struct {
+	c *C.hvd_comm
+	// ranks are the ranks of the job that belong to the communicator. lane is the lane of their process set,
+	// or transport.Control for the communicator of all ranks that the negotiation uses.
+	ranks []topo.Rank
+	lane  transport.Lane
+}
 
 // check returns the error of an MPI call, or nil.
 func check(call string, code C.int) error {
@@ -363,6 +393,15 @@ func check(call string, code C.int) error {
 	}
 	// MPICH's texts have several lines.
 	return fmt.Errorf("%s: %s", call, strings.Join(strings.Fields(C.GoStringN(&text[0], n)), " "))
+}
+
+// check returns the error of an MPI call on c, or nil. A collective does not tell which rank has failed.
+func (c comm) check(call string, code C.int) error {
+	if err := check(call, code); err != nil {
+		return &ops.UnknownRankError{Ranks: c.ranks,
+			Err: fmt.Errorf("%w (MPI does not tell which rank has failed)", err)}
+	}
+	return nil
 }
 
 // initialize initializes MPI unless the program has done so. It reports whether MPI may be called from
@@ -402,23 +441,28 @@ func libraryVersion() string {
 
 // newWorld returns a communicator of all processes.
 func newWorld() (comm, error) {
-	c := comm{(*C.hvd_comm)(C.calloc(1, C.sizeof_hvd_comm))}
-	return c, check("MPI_Comm_dup", C.hvd_world(c.c))
+	c := comm{c: (*C.hvd_comm)(C.calloc(1, C.sizeof_hvd_comm)), lane: transport.Control}
+	err := check("MPI_Comm_dup", C.hvd_world(c.c))
+	for r := range c.size() {
+		c.ranks = append(c.ranks, topo.Rank(r))
+	}
+	return c, err
 }
 
-// sub returns a communicator of some ranks of c. Each of them must call sub, and all must call it in the same
-// order. The call blocks until they have done so.
-func (c comm) sub(ranks []topo.Rank, tag int) (comm, error) {
+// sub returns the communicator of a process set, which has some ranks of c. Each of them must call sub, and
+// all must call it in the same order. The call blocks until they have done so.
+func (c comm) sub(ranks []topo.Rank, set topo.ProcessSetID) (comm, error) {
 	list := make([]C.int, len(ranks))
 	for i, r := range ranks {
 		list[i] = C.int(r)
 	}
-	s := comm{(*C.hvd_comm)(C.calloc(1, C.sizeof_hvd_comm))}
-	return s, check("MPI_Comm_create_group", C.hvd_sub(c.c, &list[0], C.int(len(list)), C.int(tag), s.c))
+	s := comm{(*C.hvd_comm)(C.calloc(1, C.sizeof_hvd_comm)), slices.Clone(ranks), transport.DataLane(set)}
+	return s, s.check("MPI_Comm_create_group",
+		C.hvd_sub(c.c, &list[0], C.int(len(list)), C.int(set), s.c))
 }
 
 // free releases a communicator on which no operation runs.
-func (c comm) free() error { return check("MPI_Comm_free", C.hvd_free(c.c)) }
+func (c comm) free() error { return c.check("MPI_Comm_free", C.hvd_free(c.c)) }
 
 func (c comm) rank() int { return int(c.c.rank) }
 func (c comm) size() int { return int(c.c.size) }
@@ -429,18 +473,24 @@ func (c comm) setLimit(limit int64) { c.c.limit = C.int64_t(limit) }
 // groups returns for each rank the lowest rank with which it can share memory. All ranks must call it.
 func (c comm) groups() (groups []topo.Rank, err error) {
 	lowest := make([]C.int, c.size())
-	err = check("MPI_Comm_split_type", C.hvd_groups(c.c, &lowest[0]))
+	err = c.check("MPI_Comm_split_type", C.hvd_groups(c.c, &lowest[0]))
 	for _, r := range lowest {
 		groups = append(groups, topo.Rank(r))
 	}
 	return groups, err
 }
 
-// test reports whether the operation on c has completed. It tests up to polls times.
+// test reports whether the operation on c has completed. It tests up to polls times. If the exchange with a
+// peer has failed, the error is a *transport.PeerError.
 func (c comm) test(polls int) (bool, error) {
-	c.c.done = 0
-	err := check("MPI_Testall", C.hvd_test(c.c, C.int(polls)))
-	return c.c.done != 0, err
+	code := C.hvd_test(c.c, C.int(polls))
+	if code == C.MPI_SUCCESS {
+		return c.c.done != 0, nil
+	}
+	if peer := unsafe.Slice(c.c.peers, c.c.pending)[c.c.tested]; peer >= 0 {
+		return false, &transport.PeerError{Peer: c.ranks[peer], Lane: c.lane, Err: check("MPI_Test", code)}
+	}
+	return false, c.check("MPI_Test", code)
 }
 
 // address returns the address of a buffer, which the caller has pinned.
@@ -456,14 +506,14 @@ var reductions = map[tensor.ReduceOp]C.int{tensor.Sum: C.HVD_SUM, tensor.Min: C.
 
 func (c comm) allreduce(buf []byte, dt tensor.DType, op tensor.ReduceOp) error {
 	size := dt.Size()
-	return check("MPI_Iallreduce", C.hvd_allreduce(c.c, address(buf), C.int64_t(len(buf)/size), C.int(size),
+	return c.check("MPI_Iallreduce", C.hvd_allreduce(c.c, address(buf), C.int64_t(len(buf)/size), C.int(size),
 		C.int(dt), reductions[op]))
 }
 
 // reduce begins a reduction to one rank. At the other ranks, buf is undefined afterwards.
 func (c comm) reduce(buf []byte, dt tensor.DType, op tensor.ReduceOp, root int) error {
 	size := dt.Size()
-	return check("MPI_Ireduce", C.hvd_reduce(c.c, address(buf), C.int64_t(len(buf)/size), C.int(size),
+	return c.check("MPI_Ireduce", C.hvd_reduce(c.c, address(buf), C.int64_t(len(buf)/size), C.int(size),
 		C.int(dt), reductions[op], C.int(root)))
 }
 
@@ -472,41 +522,42 @@ func (c comm) reduce(buf []byte, dt tensor.DType, op tensor.ReduceOp, root int) 
 func (c comm) reduceScatter(buf []byte, counts []int64, dt tensor.DType, op tensor.ReduceOp) (whole bool,
 	err error) {
 	var w C.int
-	err = check("MPI_Ireduce_scatter", C.hvd_reduce_scatter(c.c, address(buf), int64s(counts),
+	err = c.check("MPI_Ireduce_scatter", C.hvd_reduce_scatter(c.c, address(buf), int64s(counts),
 		C.int(dt.Size()), C.int(dt), reductions[op], &w))
 	return w != 0, err
 }
 
 func (c comm) broadcast(buf []byte, root int) error {
-	return check("MPI_Ibcast", C.hvd_broadcast(c.c, address(buf), C.int64_t(len(buf)), C.int(root)))
+	return c.check("MPI_Ibcast", C.hvd_broadcast(c.c, address(buf), C.int64_t(len(buf)), C.int(root)))
 }
 
 func (c comm) allgather(buf []byte, counts []int64) error {
-	return check("MPI_Iallgatherv", C.hvd_allgather(c.c, address(buf), int64s(counts)))
+	return c.check("MPI_Iallgatherv", C.hvd_allgather(c.c, address(buf), int64s(counts)))
 }
 
 func (c comm) alltoall(in, out []int64) error {
-	return check("MPI_Ialltoall", C.hvd_alltoall(c.c, address(in), address(out)))
+	return c.check("MPI_Ialltoall", C.hvd_alltoall(c.c, address(in), address(out)))
 }
 
 func (c comm) exchange(in []byte, sent []int64, out []byte, received []int64) error {
-	return check("MPI_Isend or MPI_Irecv", C.hvd_exchange(c.c, address(in), int64s(sent), address(out),
+	return c.check("MPI_Isend or MPI_Irecv", C.hvd_exchange(c.c, address(in), int64s(sent), address(out),
 		int64s(received)))
 }
 
 func (c comm) andOr(and, or []uint64) error {
-	return check("MPI_Iallreduce", C.hvd_and_or(c.c, address(and), C.int(len(and)), address(or), C.int(len(or))))
+	return c.check("MPI_Iallreduce",
+		C.hvd_and_or(c.c, address(and), C.int(len(and)), address(or), C.int(len(or))))
 }
 
 // gather begins to gather in, which has the same length at all ranks, in out at rank 0.
 func (c comm) gather(in, out []byte) error {
-	return check("MPI_Igather", C.hvd_gather(c.c, address(in), C.int(len(in)), address(out)))
+	return c.check("MPI_Igather", C.hvd_gather(c.c, address(in), C.int(len(in)), address(out)))
 }
 
 func (c comm) send(buf []byte, to int) error {
-	return check("MPI_Isend", C.hvd_send(c.c, address(buf), C.int(len(buf)), C.int(to)))
+	return c.check("MPI_Isend", C.hvd_send(c.c, address(buf), C.int(len(buf)), C.int(to)))
 }
 
 func (c comm) receive(buf []byte, from int) error {
-	return check("MPI_Irecv", C.hvd_receive(c.c, address(buf), C.int(len(buf)), C.int(from)))
+	return c.check("MPI_Irecv", C.hvd_receive(c.c, address(buf), C.int(len(buf)), C.int(from)))
 }

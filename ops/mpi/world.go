@@ -258,7 +258,7 @@ func (w *world) Register(deterministic, oversubscribed bool) ops.Registration {
 			b := &backend{world: w, deterministic: deterministic, oversubscribed: oversubscribed}
 			err := w.failure()
 			if err == nil {
-				w.thread.do(func() { b.comm, err = w.comm.sub(ranks, int(set)) })
+				w.thread.do(func() { b.comm, err = w.comm.sub(ranks, set) })
 			}
 			if err != nil {
 				return nil, fmt.Errorf("ops/mpi: process set %d: %w", set, err)
