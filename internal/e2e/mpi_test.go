@@ -93,6 +93,54 @@ func TestDeathWithMPI(t *testing.T) {
 	})
 }
 
+// reportTime is the time within which the survivors must report a killed rank.
+const reportTime = 10 * time.Second
+
+// If a rank is killed, each survivor reports this rank. mpirun may end before it has read the report, so each
+// rank writes its errors to a file of its own.
+func TestSurvivorsNameKilledRankWithMPI(t *testing.T) {
+	testmpi.Each(t, func(t *testing.T, l testmpi.Library) {
+		program := l.Build(t, "build", "./examples/digits")
+		for victim := range 3 {
+			for _, negotiation := range []string{"event", "lockstep"} {
+				t.Run(fmt.Sprintf("rank=%d/%s", victim, negotiation), func(t *testing.T) {
+					killRank(t, l, program, victim, negotiation)
+				})
+			}
+		}
+	})
+}
+
+func killRank(t *testing.T, l testmpi.Library, program string, victim int, negotiation string) {
+	errs := filepath.Join(t.TempDir(), "stderr")
+	cmd := l.Surviving().Command(t, 3, "sh", "-c",
+		`exec "$0" "$@" 2> "$ERRS.${PMI_RANK:-$OMPI_COMM_WORLD_RANK}"`, program, "-epochs", "1000000")
+	cmd.Env = append(append(cmd.Env, allMPI...), "HVD_NEGOTIATION="+negotiation, "ERRS="+errs)
+	startDigits(t, cmd)
+	signalRank(t, program, victim, unix.SIGKILL)
+	killed := time.Now()
+	_ = cmd.Wait() // mpirun fails or succeeds, depending on the library
+	for len(ranksOf(program)) > 0 {
+		if time.Since(killed) > reportTime {
+			t.Fatalf("processes %v are left after %v", ranksOf(program), reportTime)
+		}
+	}
+	took := time.Since(killed).Round(time.Millisecond)
+	if t.Logf("the survivors had reported the rank and ended after %v", took); took > reportTime {
+		t.Errorf("want at most %v", reportTime)
+	}
+	for r := range 3 {
+		text, err := os.ReadFile(fmt.Sprintf("%s.%d", errs, r))
+		if err != nil {
+			t.Fatal(err)
+		}
+		report := fmt.Sprintf("rank %d failed: ", victim)
+		if got := bytes.Contains(text, []byte(report)); got != (r != victim) {
+			t.Errorf("rank %d has reported %q: %v, want %v:\n%s", r, report, got, !got, text)
+		}
+	}
+}
+
 // pythonSums is a program in Python that sums the ranks. It writes its line by one call, because mpirun mixes
 // the lines of ranks that are written in pieces.
 const pythonSums = `
@@ -154,22 +202,30 @@ func TestStoppedRankWithMPI(t *testing.T) {
 		var stderr bytes.Buffer
 		cmd.Stderr = &stderr
 		startDigits(t, cmd)
-		for _, pid := range ranksOf(program) {
-			env, err := os.ReadFile(fmt.Sprintf("/proc/%d/environ", pid))
-			if err != nil {
-				t.Fatal(err)
-			}
-			if !regexp.MustCompile(`(OMPI_COMM_WORLD_RANK|PMI_RANK)=2\x00`).Match(env) {
-				continue
-			}
-			if err := unix.Kill(pid, unix.SIGSTOP); err != nil {
-				t.Fatal(err)
-			}
-		}
+		signalRank(t, program, 2, unix.SIGSTOP)
 		if err := cmd.Wait(); err == nil || !strings.Contains(stderr.String(), "rank 2 failed") {
 			t.Errorf("got %v, want an error that names rank 2:\n%s", err, &stderr)
 		}
 	})
+}
+
+// signalRank sends a signal to the process that runs a rank of a program.
+func signalRank(t *testing.T, program string, rank int, signal unix.Signal) {
+	t.Helper()
+	variable := regexp.MustCompile(fmt.Sprintf(`(OMPI_COMM_WORLD_RANK|PMI_RANK)=%d\x00`, rank))
+	for _, pid := range ranksOf(program) {
+		env, err := os.ReadFile(fmt.Sprintf("/proc/%d/environ", pid))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if variable.Match(env) {
+			if err := unix.Kill(pid, signal); err != nil {
+				t.Fatal(err)
+			}
+			return
+		}
+	}
+	t.Fatalf("no process runs rank %d", rank)
 }
 
 // ranksOf returns the processes that run a program, in the order of their numbers.

@@ -10,6 +10,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -21,13 +22,16 @@ type Library struct {
 	// Name is "openmpi" or "mpich".
 	Name  string
 	flags []string // of mpirun
-	env   []string // of the compiler
+	// survive are flags with which mpirun does not end the other processes when one has died.
+	survive []string
+	env     []string // of the compiler
 }
 
 // libraries are the libraries that the tests know.
 var libraries = []Library{
-	{Name: "openmpi", flags: []string{"--allow-run-as-root", "--oversubscribe"}},
-	{Name: "mpich"},
+	{Name: "openmpi", flags: []string{"--allow-run-as-root", "--oversubscribe"},
+		survive: []string{"--enable-recovery"}},
+	{Name: "mpich", survive: []string{"-disable-auto-cleanup"}},
 }
 
 var enabled = flag.Bool("mpi", false, "run the tests that start MPI jobs; make test-mpi does")
@@ -78,6 +82,12 @@ func (l Library) Build(t *testing.T, args ...string) string {
 		t.Fatalf("go %s: %v\n%s", strings.Join(all, " "), err, out)
 	}
 	return program
+}
+
+// Surviving returns the library with an mpirun that does not end the other processes when one has died.
+func (l Library) Surviving() Library {
+	l.flags = slices.Concat(l.flags, l.survive)
+	return l
 }
 
 // jobTime is the time limit of a job.
