@@ -88,8 +88,8 @@ func (n events) next() time.Duration {
 // frame.
 func (e *Engine) memberReady() (sent bool) {
 	r := e.member.Ready()
-	var failed error // an error of this rank, or of a coordinator that sent a wrong grant
-	suspect := e.cfg.Rank
+	var failed error         // an error of this rank, or of a coordinator that sent a wrong grant
+	var suspects []topo.Rank // nil for this rank
 	for _, up := range r.Ups {
 		if up == nil {
 			continue
@@ -113,7 +113,7 @@ func (e *Engine) memberReady() (sent bool) {
 	for _, g := range r.Grants {
 		if failed == nil {
 			if failed = e.dispatch(g); failed != nil {
-				suspect = 0
+				suspects, _ = blame(failed, 0)
 			}
 		}
 	}
@@ -124,7 +124,10 @@ func (e *Engine) memberReady() (sent bool) {
 	e.member.Advance()
 	if failed != nil {
 		// Call suspect after Advance, because Advance drops the output of the member.
-		e.suspect([]topo.Rank{suspect}, failed)
+		if suspects == nil {
+			suspects = e.self()
+		}
+		e.suspect(suspects, failed)
 	}
 	if stop {
 		e.stopped = true

@@ -111,8 +111,11 @@ func (c *collectives) beginNow() {
 // Poll implements Collectives.
 func (c *collectives) Poll() bool {
 	if !c.tester.done && c.err == nil {
-		c.world.thread.do(c.tester.poll)
-		c.err = c.tester.err
+		if !c.world.thread.do(c.tester.poll) {
+			c.err = c.world.failure()
+		} else {
+			c.err = c.tester.err
+		}
 	}
 	return c.tester.done || c.err != nil
 }

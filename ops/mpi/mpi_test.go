@@ -80,7 +80,7 @@ func open(t *testing.T, ranks []topo.Rank, limit int64, steps bool) (*opstest.Bl
 	if me < 0 {
 		return nil, me
 	}
-	b, err := job.Register(false, true).New(1, ranks, me)
+	b, err := job.Register(false, true, time.Minute).New(1, ranks, me)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -588,8 +588,41 @@ func TestFailure(t *testing.T) {
 	if err := job.Leave(context.Background()); err == nil {
 		t.Error("Leave has succeeded after the failure")
 	}
+	exitAfterFailure(t)
+}
+
+// exitAfterFailure ends this process, and says whether the failure was handled.
+func exitAfterFailure(t *testing.T) {
 	if !t.Failed() {
 		fmt.Println("the failure was handled")
 	}
 	os.Exit(3)
+}
+
+// A rank that makes a process set does not wait forever for members that do not. Operations of other sets
+// that wait meanwhile for MPI end too.
+func TestFailureToMakeSet(t *testing.T) {
+	if os.Getenv(failureVariable) == "" {
+		t.Skip("MPI cannot be used any more after a failure, so this test has a job of its own")
+	}
+	b, me := open(t, everyone(), 1<<30, false)
+	if me > 0 {
+		select {} // mpirun ends this process when rank 0 has ended
+	}
+	waits := make(chan error)
+	go func() { waits <- b.Broadcast(context.Background(), message.NoAlgorithm, 0, make([]byte, 1<<20)) }()
+	_, err := job.Register(false, true, 200*time.Millisecond).New(2, everyone(), me)
+	u, ok := errors.AsType[*ops.UnknownRankError](err)
+	if !ok || !slices.Equal(u.Ranks, everyone()) || !strings.Contains(err.Error(), "have taken part for 200ms") {
+		t.Errorf("got error %v, want an *UnknownRankError for ranks %v", err, everyone())
+	}
+	for range 2 {
+		if err := <-waits; err == nil {
+			t.Error("an operation after the failure has succeeded")
+		}
+		go func() {
+			waits <- b.Broadcast(context.Background(), message.NoAlgorithm, 0, make([]byte, 8))
+		}()
+	}
+	exitAfterFailure(t)
 }

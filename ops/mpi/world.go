@@ -40,7 +40,8 @@ type world struct {
 
 // thread calls functions that call MPI, one at a time.
 type thread struct {
-	mu sync.Mutex
+	token chan struct{} // full while a function is called
+	stuck chan struct{} // closed when the world has failed, because the function may never return
 	// serialized is set if the goroutine that calls do may call MPI itself. Otherwise the goroutine that has
 	// initialized MPI does so.
 	serialized bool
@@ -48,18 +49,24 @@ type thread struct {
 	returned   chan struct{}
 }
 
-// do calls f, which may call MPI, and waits until it has returned.
-func (t *thread) do(f func()) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
+// do calls f, which may call MPI, and waits until it has returned. It reports whether it has called f. It has
+// not if the world has failed.
+func (t *thread) do(f func()) bool {
+	select {
+	case t.token <- struct{}{}:
+	case <-t.stuck:
+		return false
+	}
+	defer func() { <-t.token }()
 	if t.serialized {
 		f()
-		return
+	} else {
+		t.onOwner(f)
 	}
-	t.onOwner(f)
+	return true
 }
 
-// onOwner calls f in the goroutine that has initialized MPI. The caller holds mu.
+// onOwner calls f in the goroutine that has initialized MPI. The caller holds the token.
 func (t *thread) onOwner(f func()) {
 	t.calls <- f
 	<-t.returned
@@ -82,11 +89,12 @@ func Join(ctx context.Context, o Options) (World, error) {
 	if process.world == nil {
 		w := new(world)
 		w.thread.calls, w.thread.returned = make(chan func()), make(chan struct{})
+		w.thread.token, w.thread.stuck = make(chan struct{}, 1), make(chan struct{})
 		go w.thread.run()
 		err := w.await(ctx, "joining the other processes", func() error { return w.initialize(o) })
 		if err != nil {
 			w.spoil(err)
-			return nil, err
+			return nil, fmt.Errorf("%w: have all processes of the job called Init?", err)
 		}
 		process.world = w
 	}
@@ -105,16 +113,17 @@ func Join(ctx context.Context, o Options) (World, error) {
 func (w *world) await(ctx context.Context, what string, f func() error) error {
 	done := make(chan error, 1)
 	go func() {
-		w.thread.mu.Lock()
-		defer w.thread.mu.Unlock()
+		w.thread.token <- struct{}{}
+		defer func() { <-w.thread.token }()
 		w.thread.onOwner(func() { done <- f() })
 	}()
 	select {
 	case err := <-done:
 		return err
 	case <-ctx.Done():
-		return fmt.Errorf("ops/mpi: %s with MPI: %w: have all processes of the job called Init?", what,
-			context.Cause(ctx))
+		err := fmt.Errorf("ops/mpi: %s with MPI: %w", what, context.Cause(ctx))
+		w.spoil(err)
+		return err
 	}
 }
 
@@ -201,7 +210,10 @@ func newTester(c comm) *tester {
 // wait waits until the operation on c has completed or ctx ends.
 func (w *world) wait(ctx context.Context, t *tester, oversubscribed bool) (done bool, err error) {
 	for n := 1; ; n++ {
-		if w.thread.do(t.poll); t.done || t.err != nil {
+		if !w.thread.do(t.poll) {
+			return false, w.failure()
+		}
+		if t.done || t.err != nil {
 			return t.done, t.err
 		}
 		switch {
@@ -239,6 +251,7 @@ func (w *world) spoil(err error) {
 	defer w.mu.Unlock()
 	if w.err == nil {
 		w.err = fmt.Errorf("MPI cannot be used any more in this process, because it has failed: %w", err)
+		close(w.thread.stuck)
 	}
 }
 
@@ -252,13 +265,13 @@ func (w *world) abandon(pins *runtime.Pinner, err error) {
 }
 
 // Register implements World.
-func (w *world) Register(deterministic, oversubscribed bool) ops.Registration {
+func (w *world) Register(deterministic, oversubscribed bool, timeout time.Duration) ops.Registration {
 	return ops.Registration{ID: message.MPI,
 		New: func(set topo.ProcessSetID, ranks []topo.Rank, _ int) (ops.Backend, error) {
 			b := &backend{world: w, deterministic: deterministic, oversubscribed: oversubscribed}
 			err := w.failure()
 			if err == nil {
-				w.thread.do(func() { b.comm, err = w.comm.sub(ranks, set) })
+				b.comm, err = w.sub(set, ranks, timeout)
 			}
 			if err != nil {
 				return nil, fmt.Errorf("ops/mpi: process set %d: %w", set, err)
@@ -266,6 +279,25 @@ func (w *world) Register(deterministic, oversubscribed bool) ops.Registration {
 			b.begin, b.tester = b.beginNow, newTester(b.comm)
 			return b, nil
 		}}
+}
+
+// sub makes the communicator of a process set. All members must call it, in the same order as that of other
+// sets. MPI_Comm_create_group cannot be polled, so sub blocks until they have done so, or the timeout ends.
+func (w *world) sub(set topo.ProcessSetID, ranks []topo.Rank, timeout time.Duration) (c comm, err error) {
+	ctx, cancel := context.WithTimeoutCause(context.Background(), timeout,
+		fmt.Errorf("not all of %s have taken part for %v (MPI does not tell which rank is missing)",
+			topo.FormatRanks(ranks), timeout))
+	defer cancel()
+	made := make(chan comm, 1)
+	err = w.await(ctx, "MPI_Comm_create_group", func() error {
+		c, err := w.comm.sub(ranks, set)
+		made <- c
+		return err
+	})
+	if ctx.Err() != nil && err != nil {
+		return c, &ops.UnknownRankError{Ranks: ranks, Err: err}
+	}
+	return <-made, err
 }
 
 // Leave implements World.
