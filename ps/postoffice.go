@@ -57,12 +57,13 @@ type Options struct {
 
 // Postoffice is the place of a process in a job. Its methods are safe for concurrent use.
 type Postoffice struct {
-	cfg     van.Config
-	set     config.Config
-	van     *van.Van
-	log     *zap.Logger
-	wg      sync.WaitGroup // requests that have not completed, and goroutines that call callbacks
-	started time.Time
+	cfg      van.Config
+	set      config.Config
+	van      *van.Van
+	log      *zap.Logger
+	launcher *launcher      // nil unless hvdrun has started this process as a node
+	wg       sync.WaitGroup // requests that have not completed, and goroutines that call callbacks
+	started  time.Time
 
 	mu        sync.Mutex
 	customers map[customerKey]*customer
@@ -115,8 +116,12 @@ func StartAsync(ctx context.Context, opts Options) (*Postoffice, error) {
 		return nil, fmt.Errorf("ps: %w", err)
 	}
 	p.cfg.Log = p.log
+	if err := p.dialLauncher(ctx); err != nil {
+		return nil, fmt.Errorf("ps: %w", err)
+	}
 	p.van = van.New(p.cfg, router{p})
 	if err := p.van.Start(ctx); err != nil {
+		p.closeLauncher()
 		return nil, fmt.Errorf("ps: %w", err)
 	}
 	return p, nil
@@ -349,6 +354,7 @@ func (p *Postoffice) stop() {
 		c.end(van.ErrStopped)
 	}
 	p.wg.Wait()
+	p.closeLauncher()
 }
 
 // list returns all customers. The caller holds mu.

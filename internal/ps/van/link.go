@@ -579,19 +579,25 @@ func (l *link) run(r *reader) {
 // fail ends the link because of err. Only the first call has an effect.
 func (l *link) fail(err error) {
 	l.mu.Lock()
+	left := l.left
+	switch {
+	case l.full != nil:
+		err = l.full
+	case left:
+		err = errLeft
+	case errors.Is(err, io.EOF):
+		err = errors.New("its connection has ended")
+	}
+	l.mu.Unlock()
+	if err != errLeft {
+		l.van.blame(l.peer, err)
+	}
+	l.mu.Lock()
 	if l.end != nil {
 		l.mu.Unlock()
 		return
 	}
-	if l.full != nil {
-		err = l.full
-	} else if l.left {
-		err = errLeft
-	} else if errors.Is(err, io.EOF) {
-		err = errors.New("its connection has ended")
-	}
 	l.end = err
-	left := l.left
 	var dropped []*flight
 	for l.queue.len() > 0 {
 		dropped = append(dropped, l.queue.pop())

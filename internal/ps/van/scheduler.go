@@ -205,6 +205,7 @@ func (s *scheduler) enter(l *link, h *pspb.Header) {
 	}
 	for _, m := range members {
 		if err := v.goneError(m); err != nil {
+			v.blame(m, err.Err)
 			e.answer(err.Error())
 			return
 		}
@@ -253,6 +254,7 @@ func (s *scheduler) lost(peer int, left bool, err error) {
 			return slices.Contains(members,
 				int(n.Id))
 		}) {
+			v.blame(peer, err)
 			s.release(group, (&NodeError{peer, err}).Error())
 		}
 	}
@@ -283,7 +285,7 @@ func (v *Van) nodeOf(peer int, customer int32) int {
 }
 
 // goneError returns an error if the node has died or left, else nil.
-func (v *Van) goneError(id int) error {
+func (v *Van) goneError(id int) *NodeError {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	if err := v.gone[id]; err != nil {

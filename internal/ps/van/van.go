@@ -83,6 +83,9 @@ type Handler interface {
 	// Receive handles a message of the node from, which belongs to the handler from then on. There is one
 	// call at a time for each sender.
 	Receive(from int, m *Message)
+	// Blame handles the failure of a node: it has died, or has left while nodes wait for it in a barrier. It
+	// is called once, for the first such node, and the calls that fail because of it return only after that.
+	Blame(id int, err error)
 	// Lost handles the end of a node, which has died or left. It is called once for each process.
 	Lost(id int, err error)
 	// Tick is called regularly.
@@ -133,6 +136,7 @@ type Van struct {
 	ready    chan struct{}                 // closed when nodes is complete
 	links    atomic.Pointer[map[int]*link] // by id of the peer, including further ids of its process
 	sched    *scheduler                    // nil except at the scheduler
+	blamed   sync.Once                     // for the handler's method Blame
 
 	mu       sync.Mutex
 	nodes    map[int]*pspb.Node
@@ -470,9 +474,26 @@ func (v *Van) linkEnded(l *link, left bool, err error) {
 	v.handler.Lost(l.peer, &NodeError{l.peer, err})
 }
 
+// blame tells the handler that a node has failed, unless another one has failed before or this node leaves
+// the job. It returns when the handler knows of the first failure.
+func (v *Van) blame(id int, err error) {
+	v.mu.Lock()
+	stopping := v.stopping
+	v.mu.Unlock()
+	if !stopping {
+		v.blamed.Do(func() { v.handler.Blame(id, &NodeError{id, err}) })
+	}
+}
+
 // schedulerGone handles the end of the connection with the scheduler. If the scheduler has left, the other
 // nodes can go on without barriers. If it has died, the job has failed.
-func (v *Van) schedulerGone(left bool, err error) {
+func (v *Van) schedulerGone(left bool, err *NodeError) {
+	v.mu.Lock()
+	waits := len(v.barriers) > 0
+	v.mu.Unlock()
+	if waits {
+		v.blame(SchedulerID, err.Err)
+	}
 	v.mu.Lock()
 	for id, done := range v.barriers {
 		done <- err

@@ -31,6 +31,7 @@ var noLog = zap.NewNop()
 type ignore struct{}
 
 func (ignore) Receive(_ int, m *Message) { m.Release() }
+func (ignore) Blame(int, error)          {}
 func (ignore) Lost(int, error)           {}
 func (ignore) Tick(time.Time)            {}
 
@@ -43,11 +44,12 @@ type node struct {
 	request  func(from int, m *Message)
 	response func(m *Message)
 
-	mu    sync.Mutex
-	got   []string // bodies of requests
-	acked int      // responses
-	lost  map[int]error
-	woken chan struct{}
+	mu     sync.Mutex
+	got    []string // bodies of requests
+	acked  int      // responses
+	blamed []int
+	lost   map[int]error
+	woken  chan struct{}
 }
 
 func (n *node) Receive(from int, m *Message) {
@@ -72,6 +74,12 @@ func (n *node) Receive(from int, m *Message) {
 	n.acked++
 	n.Answered(from)
 	n.wake()
+}
+
+func (n *node) Blame(id int, err error) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.blamed = append(n.blamed, id)
 }
 
 func (n *node) Lost(id int, err error) {
@@ -305,6 +313,43 @@ func TestDeath(t *testing.T) {
 		testnet.WantError(t, n.Barrier(t.Context(), 0, GroupAll), "scheduler is gone")
 	}
 	nodes[9].until(t, "its links end", func() bool { return nodes[9].lost[8] != nil })
+	// Server 0 has no connection with server 1. It blames the scheduler, or a worker that ends with it.
+	for _, id := range []int{1, 9, 11} {
+		n := nodes[id]
+		n.mu.Lock()
+		if !slices.Equal(n.blamed, []int{10}) {
+			t.Errorf("%s blames %v, want 10", Name(id), n.blamed)
+		}
+		n.mu.Unlock()
+	}
+}
+
+// TestLeaving checks that a node that leaves is blamed only if another node waits for it in a barrier.
+func TestLeaving(t *testing.T) {
+	for _, waits := range []bool{false, true} {
+		nodes := startJob(t, 1, 2, nil)
+		done := make(chan map[int]error, 1)
+		if waits {
+			go func() {
+				done <- barrier(t.Context(), map[int]*node{9: nodes[9]}, GroupWorkers, 1, 2)
+			}()
+			testnet.Eventually(t, "worker 0 waits", func() bool {
+				nodes[1].sched.mu.Lock()
+				defer nodes[1].sched.mu.Unlock()
+				return len(nodes[1].sched.barriers[GroupWorkers]) == 1
+			})
+		}
+		nodes[11].Stop(t.Context())
+		nodes[1].until(t, "the scheduler learns it", func() bool { return nodes[1].lost[11] != nil })
+		if waits {
+			testnet.WantError(t, (<-done)[9], "worker 1 is gone: it has left the job")
+		}
+		nodes[1].mu.Lock()
+		if blamed := slices.Contains(nodes[1].blamed, 11); blamed != waits || len(nodes[1].blamed) > 1 {
+			t.Errorf("worker 0 waits: %v; the scheduler blames %v", waits, nodes[1].blamed)
+		}
+		nodes[1].mu.Unlock()
+	}
 }
 
 // kill closes the connections of a node without a goodbye.

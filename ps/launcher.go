@@ -1,0 +1,73 @@
+package ps
+
+import (
+	"context"
+	"fmt"
+	"net"
+	"slices"
+	"strconv"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/joblink"
+	"github.com/gohvd/gohvd/internal/ps/van"
+	"github.com/gohvd/gohvd/internal/topo"
+	kvstore "github.com/gohvd/gohvd/store"
+)
+
+// blameTime is how long a failure waits until the launcher knows of it.
+const blameTime = 500 * time.Millisecond
+
+// launcher is the connection with hvdrun. For hvdrun each node is a process with a number: 0 is the
+// scheduler, the servers follow, and then the workers.
+type launcher struct {
+	kv   *kvstore.Client
+	link joblink.Link
+}
+
+// dialLauncher connects with hvdrun if it has started this process as a node. Otherwise it returns nil. A
+// process that hvdrun has started as a rank has the variable HOROVOD_RANK.
+func (p *Postoffice) dialLauncher(ctx context.Context) error {
+	set := &p.set
+	if set.RendezvousAddr == "" || set.RendezvousPort == 0 || set.Rank != config.Unset {
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(ctx, set.StartTimeout)
+	defer cancel()
+	addr := net.JoinHostPort(set.RendezvousAddr, strconv.Itoa(set.RendezvousPort))
+	kv, err := kvstore.Dial(ctx, addr, kvstore.Config{Secret: p.cfg.Secret, Log: p.log})
+	if err != nil {
+		return fmt.Errorf("connect with hvdrun: %w", err)
+	}
+	role := map[van.Role]int{van.Server: van.ServerID(set.PS.Rank), van.Worker: van.WorkerID(set.PS.Rank),
+		van.Scheduler: van.SchedulerID}
+	p.launcher = &launcher{kv, joblink.New(kv, p.process(role[p.cfg.Role]))}
+	return nil
+}
+
+// process returns the number that a node has for hvdrun, or -1 if there is no such node.
+func (p *Postoffice) process(id int) int { return slices.Index(p.NodeIDs(AllGroup), id) }
+
+// closeLauncher ends the connection with hvdrun.
+func (p *Postoffice) closeLauncher() {
+	if p.launcher != nil {
+		_ = p.launcher.kv.Close() // nothing is in flight
+	}
+}
+
+// Blame tells hvdrun which node has failed. Nodes that fail because of it may end before hvdrun notices the
+// end of that node.
+func (p router) Blame(id int, err error) {
+	if p.launcher == nil {
+		return
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), blameTime)
+	defer cancel()
+	// Every Postoffice has one epoch.
+	v := joblink.Verdict{Epoch: 1, Ranks: []topo.Rank{topo.Rank(p.process(id))}, Reason: err.Error()}
+	if err := p.launcher.link.ReportVerdict(ctx, v); err != nil {
+		p.log.Debug("ps: the failure of a node was not reported to hvdrun", zap.Error(err))
+	}
+}
