@@ -25,6 +25,11 @@ ranks. It sends SIGKILL 5 s later, or at once when it gets a second such signal.
 report on the operations that the ranks wait for (docs/troubleshooting.md). It forwards a second SIGQUIT within 5 s, and
 every SIGUSR1 and SIGUSR2, to the ranks.
 
+With --servers N and --workers M, hvdrun starts the nodes of a parameter server instead of ranks: a scheduler, N servers
+and M workers, on this host. Each runs the command, and its environment says what it is (docs/ps.md). What is said here
+of ranks also holds for nodes, whose output lines begin with [scheduler], [server R] or [worker R]. There is no report
+on SIGQUIT: hvdrun forwards it.
+
 Exit status:
   0         all ranks ended with status 0
   1         hvdrun itself failed, or a host cannot be used
@@ -41,6 +46,7 @@ const usageLines = `
 Usage:
   hvdrun -np N [flags] command [args...]
   hvdrun -H HOST:N,... [flags] command [args...]
+  hvdrun --servers N --workers M [flags] command [args...]
   hvdrun config [flags]      show every setting and where its value comes from
   hvdrun doctor [flags]      check this machine and other hosts for problems
   hvdrun store [flags]       serve a store for ranks that another launcher starts
@@ -51,6 +57,7 @@ Examples:
   hvdrun -np 4 python train.py --lr 0.1
   hvdrun -np 2 -x HOROVOD_LOG_LEVEL=debug --output-filename logs go run ./train
   hvdrun -H h1:4,h2:4 --network-interfaces 10.0.0.0/8 ./train
+  hvdrun --servers 2 --workers 4 ./train
 `
 
 // helpWidth is the width of the help in columns.

@@ -32,6 +32,10 @@ func (r *runner) jobFlags() group {
 	f := g.flags
 	f.StringVarP(&r.numProc, "num-proc", "n", "",
 		"number of ranks `N`; also -np and --np (default: the number of slots, if --hosts or --hostfile is given)")
+	f.StringVar(&r.servers, "servers", "",
+		"number `N` of servers of a job with a parameter server (docs/ps.md); requires --workers")
+	f.StringVar(&r.workers, "workers", "",
+		"number `N` of workers of a job with a parameter server; requires --servers")
 	f.StringVar(&r.minNP, "min-num-proc", "", "")
 	f.StringVar(&r.maxNP, "max-num-proc", "", "")
 	f.Lookup("min-num-proc").Hidden, f.Lookup("max-num-proc").Hidden = true, true
@@ -40,7 +44,8 @@ func (r *runner) jobFlags() group {
 			"not inherit variables that describe this host or login, such as TMPDIR; to pass such a variable on, give -x NAME "+
 			"without a value")
 	f.StringVar(&r.outputDir, "output-filename", "",
-		"also write the output of each rank R to `DIR`/rank.R/stdout and DIR/rank.R/stderr, without prefixes")
+		"also write the output of each rank R to `DIR`/rank.R/stdout and DIR/rank.R/stderr, without prefixes; that of nodes to "+
+			"DIR/scheduler, DIR/server.R and DIR/worker.R")
 	f.BoolVar(&r.tagOutput, "tag-output", true, "print [rank]<stdout>: or [rank]<stderr>: before each line")
 	f.BoolVar(&r.timestamp, "prefix-output-with-timestamp", false,
 		"print the time before each line; also -prefix-timestamp")

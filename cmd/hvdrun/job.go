@@ -34,15 +34,16 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 	if err != nil {
 		return err
 	}
-	np, err := r.ranks(hosts)
-	if err == nil {
-		err = r.fixedWorld(np)
+	nodes, err := r.nodes(cmd.Flags())
+	if err != nil {
+		return err
 	}
+	np, err := r.processes(nodes, hosts)
 	if err != nil {
 		return err
 	}
 	if len(command) == 0 {
-		return usagef("the command is missing: hvdrun -np %d command [args...]", np)
+		return usagef("the command is missing: %s command [args...]", usageOf(nodes, np))
 	}
 	r.warnings = append(r.warnings, r.where.unusedFlags(cmd.Flags(), hosts)...)
 	settings, err := r.settings()
@@ -82,17 +83,24 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 		return err
 	}
 
-	torch, closeTorch, err := r.serveTorch(several, cmd.Flags().Changed("torch-store"))
-	if err != nil {
-		return err
-	}
-	defer closeTorch()
-
 	reports, err := newReporter(kv, np, settings.DumpDir, settings.StallWarning)
 	if err != nil {
 		return err
 	}
 	defer reports.close()
+
+	var torch netip.AddrPort
+	inquiry, release := reports.inquiry(), func() {}
+	if nodes == nil {
+		torch, release, err = r.serveTorch(several, cmd.Flags().Changed("torch-store"))
+	} else {
+		inquiry = nil // only ranks answer questions about tensors
+		nodes.Root, release, err = reservePort()
+	}
+	if err != nil {
+		return err
+	}
+	defer release()
 
 	stopMetrics, err := r.serveMetrics(hosts, np, reports.ranks)
 	if err != nil {
@@ -110,7 +118,7 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 	defer signal.Stop(signals)
 
 	result, err := launch.Run(context.Background(), launch.Options{
-		NP: np, Hosts: hosts, Command: command, Env: r.env,
+		NP: np, Nodes: nodes, Hosts: hosts, Command: command, Env: r.env,
 		Set: slices.Concat(r.extra, r.logFormat(&settings), sidecarBinary(&settings, several),
 			timelineSignal(&settings), settings.ForRanks()),
 		Verdict: reports.ranks.Verdict, StoreAddrs: addrs, Secret: text, TLS: settings.TLS, TorchStore: torch,
@@ -118,10 +126,30 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 		Liveness: settings.LivenessTimeout,
 		Stdout:   r.stdout, Stderr: r.stderr,
 		NoPrefix: !r.tagOutput, Timestamp: r.timestamp, OutputDir: r.outputDir, Verbose: r.verbose,
-		Signals: signals, Inquiry: reports.inquiry(),
+		Signals: signals, Inquiry: inquiry,
 	})
 	r.status = result.Status
 	return err
+}
+
+// processes returns the number of processes of the job. nodes is nil if they are ranks.
+func (r *runner) processes(nodes *launch.Nodes, hosts []launch.Host) (int, error) {
+	if nodes != nil {
+		return nodes.Count(), nil
+	}
+	np, err := r.ranks(hosts)
+	if err == nil {
+		err = r.fixedWorld(np)
+	}
+	return np, err
+}
+
+// usageOf returns the beginning of a command line that starts such a job.
+func usageOf(nodes *launch.Nodes, np int) string {
+	if nodes != nil {
+		return fmt.Sprintf("hvdrun --servers %d --workers %d", nodes.Servers, nodes.Workers)
+	}
+	return fmt.Sprintf("hvdrun -np %d", np)
 }
 
 // ranks returns the number of ranks: the value of -np or, without that flag, the number of slots of the

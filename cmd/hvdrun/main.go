@@ -1,7 +1,9 @@
-// Hvdrun starts the ranks of a job on this host and on others, supervises them, and reports how they ended.
+// Hvdrun starts the ranks of a job on this host and on others, or the nodes of a parameter server, supervises
+// them, and reports how they ended.
 //
 //	hvdrun -np 4 python train.py
 //	hvdrun -H h1:4,h2:4 python train.py
+//	hvdrun --servers 2 --workers 4 ./train
 //
 // See hvdrun --help.
 package main
@@ -47,6 +49,8 @@ type runner struct {
 	status         int // the exit status
 
 	numProc     string
+	servers     string
+	workers     string
 	minNP       string
 	maxNP       string
 	where       hostFlags

@@ -137,6 +137,19 @@ func TestWrongUsage(t *testing.T) {
 		{append([]string{"-np", "2", "-x", "=1"}, touch...), `-x: got "=1"`},
 		{append([]string{"-np", "2", "-x", "HOROVOD_RANK=1"}, touch...),
 			"got HOROVOD_RANK, which the launcher itself sets"},
+		{[]string{"--servers", "2", "--workers", "3"},
+			"the command is missing: hvdrun --servers 2 --workers 3 command"},
+		{append([]string{"--servers", "2"}, touch...), `--workers: got "", want a number from 1`},
+		{append([]string{"--workers", "2"}, touch...), `--servers: got "", want a number from 1`},
+		{append([]string{"--servers", "0", "--workers", "2"}, touch...), `--servers: got "0"`},
+		{append([]string{"--servers", "2", "--workers", "4094"}, touch...),
+			"got 4097 nodes with the scheduler, want at most 4096"},
+		{append([]string{"--servers", "1", "--workers", "2", "-np", "3"}, touch...),
+			"--num-proc cannot be used with --servers and --workers"},
+		{append([]string{"--servers", "1", "--workers", "2", "-H", "localhost:4"}, touch...),
+			"--hosts cannot be used with --servers and --workers"},
+		{append([]string{"--servers", "1", "--workers", "1", "-x", "DMLC_ROLE=worker"}, touch...),
+			"got DMLC_ROLE, which the launcher itself sets"},
 		{append([]string{"-np", "2", "--start-timeout", "soon"}, touch...),
 			`--start-timeout: got "soon", want a number of seconds`},
 		{append([]string{"-np", "2", "--start-timeout="}, touch...),
@@ -303,6 +316,50 @@ func TestFlagsReachTheRanks(t *testing.T) {
 	}
 }
 
+// TestNodes checks the environment of the nodes of a parameter server, which variables of other launchers do
+// not change, and their files.
+func TestNodes(t *testing.T) {
+	dir := t.TempDir()
+	const script = `test -z "$HOROVOD_RANK$MASTER_PORT" && ` +
+		`echo "$DMLC_ROLE $DMLC_RANK $DMLC_NUM_SERVER $DMLC_NUM_WORKER $DMLC_PS_ROOT_URI"`
+	cmd := hvdrun(t, "--servers", "2", "--workers", "1", "--output-filename", dir, "sh", "-c", script)
+	cmd.Env = append(cmd.Env, "HOROVOD_RANK=3", "HOROVOD_SIZE=4", "DMLC_ROLE=worker", "DMLC_RANK=7")
+	got, err := cmd.CombinedOutput()
+	if err != nil {
+		t.Errorf("got error %v", err)
+	}
+	for name, want := range map[string]string{"scheduler": "scheduler 0", "server 0": "server 0",
+		"server 1": "server 1", "worker 0": "worker 0"} {
+		want += " 2 1 127.0.0.1\n"
+		if line := "[" + name + "]<stdout>:" + want; !strings.Contains(string(got), line) {
+			t.Errorf("got %q, want %q in it", got, line)
+		}
+		file := filepath.Join(dir, strings.ReplaceAll(name, " ", "."), "stdout")
+		if text, err := os.ReadFile(file); err != nil || string(text) != want {
+			t.Errorf("%s: got %q and error %v, want %q", file, text, err, want)
+		}
+	}
+}
+
+// TestReservedPort checks that nobody gets a reserved port by chance, and that a process can listen on it.
+func TestReservedPort(t *testing.T) {
+	root, release, err := reservePort()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer release()
+	l, err := net.Listen("tcp", root.String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	conn, err := net.Dial("tcp", root.String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	conn.Close()
+}
+
 func TestHelp(t *testing.T) {
 	stdout, stderr, status := output(t, "--help")
 	if status != 0 || stderr != "" {
@@ -346,6 +403,10 @@ func TestCompletion(t *testing.T) {
 	}
 	if stdout, _, status := output(t, "__complete", "--num"); status != 0 ||
 		!strings.Contains(stdout, "--num-proc") {
+		t.Errorf("got exit status %d and %q, want the flag", status, stdout)
+	}
+	if stdout, _, status := output(t, "__complete", "--servers", "2", "--work"); status != 0 ||
+		!strings.Contains(stdout, "--workers") {
 		t.Errorf("got exit status %d and %q, want the flag", status, stdout)
 	}
 	if stdout, _, status := output(t, "__complete", "config", "--cache"); status != 0 ||

@@ -182,7 +182,7 @@ func (s *spread) follow(r int, cmd *exec.Cmd) {
 	}
 	s.running.Go(func() {
 		for in := bufio.NewScanner(stdout); in.Scan(); {
-			l := line{r, in.Text(), time.Now()}
+			l := line{rank: r, text: in.Text(), at: time.Now()}
 			s.mu.Lock()
 			fmt.Fprintf(&s.output, "[%d]<stdout>:%s\n", r, l.text)
 			s.mu.Unlock()

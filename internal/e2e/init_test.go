@@ -255,7 +255,7 @@ func (d death) alone(t *testing.T) []line {
 					continue
 				}
 				mu.Lock()
-				lines = append(lines, line{rank, s.Text(), time.Now()})
+				lines = append(lines, line{rank: rank, text: s.Text(), at: time.Now()})
 				mu.Unlock()
 			}
 			_ = cmd.Wait() // the error is ignored, because the printed lines show how the rank ended

@@ -98,11 +98,12 @@ type job struct {
 // line is a line that a rank has printed, with the time at which the test read it.
 type line struct {
 	rank int
+	node string // name of the node of a parameter server that has printed the line; empty for a rank
 	text string
 	at   time.Time
 }
 
-var prefix = regexp.MustCompile(`^\[(\d+)\]<stdout>:(.*)$`)
+var prefix = regexp.MustCompile(`^\[(?:(\d+)|([a-z]+(?: \d+)?))\]<stdout>:(.*)$`)
 
 // start runs this binary as the given program on n ranks under hvdrun.
 func start(t testing.TB, n int, program string, env ...string) *job {
@@ -161,7 +162,7 @@ func startIn(t testing.TB, dir string, command []string, env ...string) *job {
 			j.mu.Unlock()
 			if m := prefix.FindStringSubmatch(s.Text()); m != nil {
 				rank, _ := strconv.Atoi(m[1])
-				j.lines <- line{rank, m[2], now}
+				j.lines <- line{rank, m[2], m[3], now}
 			}
 		}
 	})

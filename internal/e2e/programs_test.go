@@ -45,6 +45,12 @@ func program(name string) int {
 		return 0
 	case "checked":
 		return overHosts(func() error { return checked(ctx) })
+	case "node":
+		if err := node(ctx); err != nil {
+			fmt.Println("error", err)
+			return 1
+		}
+		return 0
 	}
 	if err := hvd.Init(ctx); err != nil {
 		fmt.Fprintln(os.Stderr, err)

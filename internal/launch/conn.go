@@ -146,7 +146,7 @@ func (j *job) hostJobs() ([]hostJob, error) {
 			jobs[i].Dir = words{dir}
 		}
 		for _, k := range c.ranks {
-			vars := slices.Concat(j.torchVariables(k.number), j.rankVariables(k.number))
+			vars := slices.Concat(j.torchVariables(k.number), j.processVariables(k.number))
 			if !j.several {
 				vars = append(vars, storeVariables(j.o.StoreAddrs[0])...)
 			}

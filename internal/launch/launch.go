@@ -1,5 +1,6 @@
-// Package launch starts the ranks of a job on this host and on others, supervises them, and reports how the
-// job ended. It needs Linux.
+// Package launch starts the ranks of a job on this host and on others, or the nodes of a parameter server,
+// supervises them, and reports how the job ended. It needs Linux. What its comments say of ranks also holds
+// for nodes.
 //
 // Invariants:
 //
@@ -41,6 +42,7 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/joblink"
+	"github.com/gohvd/gohvd/internal/ps/van"
 )
 
 // MaxRanks is the maximum of Options.NP.
@@ -57,6 +59,9 @@ const (
 type Options struct {
 	// NP is the number of ranks, from 1 to MaxRanks.
 	NP int
+	// Nodes makes the processes of the job the nodes of a parameter server. Then NP is the number of nodes.
+	// If it is nil, the processes are ranks.
+	Nodes *Nodes
 	// Hosts are the hosts that run the ranks. Assign places the ranks on them in this order. If Hosts is
 	// empty, all ranks run on this host, under its own name.
 	Hosts []Host
@@ -89,11 +94,13 @@ type Options struct {
 	// writes to both. When Run returns, all output is written. There is one exception: if a Write hangs, a
 	// signal or the end of ctx makes Run return, and the goroutine remains.
 	Stdout, Stderr io.Writer
-	// NoPrefix leaves out the prefix of each line, which is [0]<stdout>: for the standard output of rank 0.
+	// NoPrefix leaves out the prefix of each line, which is [0]<stdout>: for the standard output of rank 0,
+	// and [server 0]<stdout>: for that of a node.
 	// Timestamp puts the time before each line.
 	NoPrefix, Timestamp bool
 	// OutputDir is a directory for copies of the unchanged output, or empty for no copies. Rank R writes to
-	// rank.R/stdout and rank.R/stderr, where R is padded with zeros.
+	// rank.R/stdout and rank.R/stderr, where R is padded with zeros. Nodes write to folders such as
+	// scheduler, server.0 and worker.12.
 	OutputDir string
 	// Verbose makes the launcher log on Stderr what it does.
 	Verbose bool
@@ -268,15 +275,30 @@ func Run(ctx context.Context, o Options) (Result, error) {
 		events: make(chan func()), done: make(chan struct{}), surveyed: make(chan struct{}, 1),
 	}
 	j.several = j.hosts > 1 || !IsThisHost(o.Hosts[0].Name)
-	placing := slices.Concat(j.rankVariables(0), storeVariables(netip.AddrPort{}))
-	if j.env, err = merge(without(o.Env, j.torchVariables(0)), o.Set, placing); err != nil {
+	placing := slices.Concat(j.processVariables(0), storeVariables(netip.AddrPort{}))
+	inherited := without(o.Env, slices.Concat(j.rankVariables(0), j.torchVariables(0)))
+	if j.env, err = merge(inherited, o.Set, placing); err != nil {
 		return Result{}, err
 	}
 	return j.run(ctx)
 }
 
-// rankVariables returns the environment variables that tell rank r its number, the number of ranks, its local
-// and cross rank, its host and its job.
+// processVariables returns the environment variables that tell process r its place in the job, its host and
+// its job.
+func (j *job) processVariables(r int) []string {
+	place := j.rankVariables(r)
+	if j.o.Nodes != nil {
+		place = j.o.Nodes.variables(r)
+	}
+	return append(place,
+		"HOROVOD_HOSTNAME="+j.o.Hosts[j.places[r].Host].Name,
+		"HVD_JOB_ID="+j.id,
+		"HVD_SECRET="+j.o.Secret,
+	)
+}
+
+// rankVariables returns the environment variables that tell rank r its number, the number of ranks, and its
+// local and cross rank.
 func (j *job) rankVariables(r int) []string {
 	p := j.places[r]
 	return []string{
@@ -286,9 +308,6 @@ func (j *job) rankVariables(r int) []string {
 		"HOROVOD_LOCAL_SIZE=" + strconv.Itoa(p.LocalSize),
 		"HOROVOD_CROSS_RANK=" + strconv.Itoa(p.CrossRank),
 		"HOROVOD_CROSS_SIZE=" + strconv.Itoa(p.CrossSize),
-		"HOROVOD_HOSTNAME=" + j.o.Hosts[p.Host].Name,
-		"HVD_JOB_ID=" + j.id,
-		"HVD_SECRET=" + j.o.Secret,
 	}
 }
 
@@ -405,6 +424,7 @@ func valueOf(env []string, name string) (value string) {
 // rank is the supervisor's state of one rank. Only the supervisor's goroutine uses it.
 type rank struct {
 	number  int
+	title   string // name of the process in messages, such as rank 3 or server 1
 	conn    *agentConn
 	streams [2]*stream
 
@@ -425,14 +445,22 @@ func (j *job) makeRanks() error {
 	}
 	j.waiting, j.open = j.hosts, j.hosts
 	for r, p := range j.places {
-		k := &rank{number: r, conn: j.conns[p.Host], exit: Exit{Host: j.o.Hosts[p.Host].Name}}
+		k := &rank{number: r, title: fmt.Sprintf("rank %d", r), conn: j.conns[p.Host],
+			exit: Exit{Host: j.o.Hosts[p.Host].Name}}
+		if j.o.Nodes != nil {
+			k.title = van.Name(j.o.Nodes.id(r))
+		}
 		k.conn.ranks, j.ranks = append(k.conn.ranks, k), append(j.ranks, k)
-		dir := filepath.Join(j.o.OutputDir, fmt.Sprintf("rank.%0*d", len(strconv.Itoa(j.o.NP-1)), r))
+		label, folder := strconv.Itoa(r), fmt.Sprintf("rank.%0*d", len(strconv.Itoa(j.o.NP-1)), r)
+		if j.o.Nodes != nil {
+			label, folder = k.title, strings.ReplaceAll(k.title, " ", ".")
+		}
+		dir := filepath.Join(j.o.OutputDir, folder)
 		for i, name := range [2]string{"stdout", "stderr"} {
 			s := &stream{console: j.console, err: i == 1, timestamp: j.o.Timestamp}
 			k.streams[i] = s
 			if !j.o.NoPrefix {
-				s.prefix = fmt.Sprintf("[%d]<%s>:", r, name)
+				s.prefix = fmt.Sprintf("[%s]<%s>:", label, name)
 			}
 			if s.err {
 				s.tail = new(tail)

@@ -123,14 +123,15 @@ func (j *job) report(res Result) string {
 	rule := strings.Repeat("-", 72)
 	fmt.Fprintf(&b, "%s\nhvdrun: the job failed with exit status %d\n", rule, res.Status)
 	if named(res.Verdict, res.Roots[0]) {
-		fmt.Fprintf(&b, "Root cause (found by the surviving ranks): %s\n", printable(res.Verdict.Reason))
+		fmt.Fprintf(&b, "Root cause (found by the surviving %s): %s\n", j.o.processes(),
+			printable(res.Verdict.Reason))
 	} else {
 		b.WriteString("Root cause (first observed failure):\n")
 	}
 	for _, r := range res.Roots {
 		e := res.Ranks[r]
-		fmt.Fprintf(&b, "  rank %d: %s\n    host: %s\n    pid:  %d\n    time: %s\n",
-			r, e.describe(), e.Host, e.PID, e.At.Format("2006-01-02 "+clock))
+		fmt.Fprintf(&b, "  %s: %s\n    host: %s\n    pid:  %d\n    time: %s\n",
+			j.ranks[r].title, e.describe(), e.Host, e.PID, e.At.Format("2006-01-02 "+clock))
 		lines := j.ranks[r].streams[1].tail.lines
 		if len(lines) == 0 {
 			b.WriteString("    nothing on stderr\n")
@@ -141,7 +142,7 @@ func (j *job) report(res Result) string {
 			fmt.Fprintf(&b, "      %s\n", l)
 		}
 	}
-	title := "Other ranks that failed:\n"
+	title := "Other " + j.o.processes() + " that failed:\n"
 	for r, e := range res.Ranks {
 		if e.Status() == 0 || slices.Contains(res.Roots, r) {
 			continue
@@ -152,7 +153,8 @@ func (j *job) report(res Result) string {
 		if j.several {
 			host = " on " + e.Host
 		}
-		fmt.Fprintf(&b, "  rank %d: %s, pid %d%s, at %s\n", r, e.describe(), e.PID, host, e.At.Format(clock))
+		fmt.Fprintf(&b, "  %s: %s, pid %d%s, at %s\n", j.ranks[r].title, e.describe(), e.PID, host,
+			e.At.Format(clock))
 	}
 	b.WriteString(rule + "\n")
 	return b.String()

@@ -12,8 +12,6 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
-
-	"github.com/gohvd/gohvd/internal/topo"
 )
 
 // phase is a stage in the life of a job, from its start to its forced end.
@@ -173,7 +171,7 @@ func (j *job) handleReport(k *rank, p *report) {
 		if !k.ended {
 			k.markLost(time.Now(), "")
 		}
-		j.verbosef("rank %d: all its processes have ended", k.number)
+		j.verbosef("%s: all its processes have ended", k.title)
 	case p.Errno != 0:
 		k.ended = true // the command was never started
 		err := newCommandError(j.o.Command[0], p.Errno)
@@ -184,11 +182,11 @@ func (j *job) handleReport(k *rank, p *report) {
 		return
 	case p.PID != 0:
 		k.exit.PID = p.PID
-		j.verbosef("rank %d: started as process %d", k.number, p.PID)
+		j.verbosef("%s: started as process %d", k.title, p.PID)
 	case p.Ended:
 		k.ended = true
 		k.exit.Code, k.exit.Signal, k.exit.Sent, k.exit.At = p.Code, p.Signal, p.Sent, time.Unix(0, p.At)
-		j.verbosef("rank %d: %s", k.number, k.exit.describe())
+		j.verbosef("%s: %s", k.title, k.exit.describe())
 	}
 	j.consider(k)
 }
@@ -258,8 +256,8 @@ func (j *job) consider(k *rank) {
 	if k.ended && !j.asked && !j.failed && j.aborted == nil && j.policy(k.number, k.exit) == failJob {
 		j.failed = true
 		if alive > 0 && j.phase == running {
-			j.console.note("rank %d: %s; waiting %v for the other ranks to end", k.number, k.exit.describe(),
-				j.o.Notice)
+			j.console.note("%s: %s; waiting %v for the other %s to end", k.title, k.exit.describe(),
+				j.o.Notice, j.o.processes())
 			j.enter(noticing, j.o.Notice)
 		}
 	}
@@ -281,7 +279,7 @@ func (j *job) handleSignal(s os.Signal) {
 	case j.isEcho(sig):
 	case j.asked:
 		if j.phase < killing {
-			j.console.note("%s again: killing the ranks", unix.SignalName(sig))
+			j.console.note("%s again: killing the %s", unix.SignalName(sig), j.o.processes())
 			j.kill()
 		}
 	default:
@@ -290,12 +288,12 @@ func (j *job) handleSignal(s os.Signal) {
 			j.signal = sig
 		}
 		if j.phase == preparing {
-			j.console.note("%s: stopping before any rank was started", unix.SignalName(sig))
+			j.console.note("%s: stopping before any %s was started", unix.SignalName(sig), j.o.process())
 			j.kill()
 			return
 		}
-		j.console.note("%s: waiting %v for the ranks to end; a second signal kills them",
-			unix.SignalName(sig), j.o.Grace)
+		j.console.note("%s: waiting %v for the %s to end; a second signal kills them",
+			unix.SignalName(sig), j.o.Grace, j.o.processes())
 		if sig == unix.SIGINT {
 			j.end(unix.SIGINT)
 		} else {
@@ -322,10 +320,10 @@ func (j *job) expire() {
 		}
 		j.abort(&HostError{strings.Join(late, ", "), fmt.Errorf("its agent was not ready within %v", j.o.Start)})
 	case noticing:
-		j.verbosef("sending SIGTERM to the ranks that are still alive")
+		j.verbosef("sending SIGTERM to the %s that are still alive", j.o.processes())
 		j.end(unix.SIGTERM)
 	case terminating:
-		j.console.note("killing the ranks that are still alive after %v", j.o.Grace)
+		j.console.note("killing the %s that are still alive after %v", j.o.processes(), j.o.Grace)
 		j.kill()
 	case killing:
 		j.enter(forcing, j.o.Kill)
@@ -401,14 +399,7 @@ func (j *job) verbosef(format string, args ...any) {
 func (j *job) conclude(ctx context.Context) (Result, error) {
 	var errs []error
 	if j.phase == givenUp {
-		var left []int
-		for r, k := range j.ranks {
-			if !k.gone {
-				left = append(left, r)
-			}
-		}
-		errs = append(errs, fmt.Errorf("launch: processes of %s are still alive after SIGKILL",
-			topo.FormatRanks(left)))
+		errs = append(errs, fmt.Errorf("launch: processes of %s are still alive after SIGKILL", j.left()))
 		j.cutAll() // the remaining processes keep their output open, so the connections would never end
 	}
 	result := j.result(ctx)
@@ -454,7 +445,7 @@ func (j *job) conclude(ctx context.Context) (Result, error) {
 				result.Ranks[r].Stderr = k.streams[1].tail.lines
 				for _, s := range k.streams {
 					if s.fileErr != nil {
-						errs = append(errs, fmt.Errorf("launch: rank %d: output file is incomplete: %w", r,
+						errs = append(errs, fmt.Errorf("launch: %s: output file is incomplete: %w", k.title,
 							s.fileErr))
 					}
 				}

@@ -1,0 +1,72 @@
+package main
+
+import (
+	"fmt"
+	"net/netip"
+	"os"
+	"strconv"
+
+	"github.com/spf13/pflag"
+	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/launch"
+)
+
+// nodes returns the nodes of the parameter server that the flags ask for, or nil if the job has ranks. given
+// holds the flags on the command line.
+func (r *runner) nodes(given *pflag.FlagSet) (*launch.Nodes, error) {
+	if !given.Changed("servers") && !given.Changed("workers") {
+		return nil, nil
+	}
+	for _, name := range []string{"num-proc", "min-num-proc", "max-num-proc", "hosts", "hostfile",
+		"torch-store", "metrics-addr"} {
+		if given.Changed(name) {
+			return nil, usagef("--%s cannot be used with --servers and --workers: such a job has no ranks, but "+
+				"a scheduler, servers and workers on this host", name)
+		}
+	}
+	n := new(launch.Nodes)
+	for _, f := range []struct {
+		name, text string
+		to         *int
+	}{{"servers", r.servers, &n.Servers}, {"workers", r.workers, &n.Workers}} {
+		var err error
+		if *f.to, err = strconv.Atoi(f.text); err != nil || *f.to < 1 || *f.to > launch.MaxRanks {
+			return nil, usagef("--%s: got %q, want a number from 1: a job with a parameter server needs "+
+				"--servers and --workers", f.name, f.text)
+		}
+	}
+	if n.Count() > launch.MaxRanks {
+		return nil, usagef("--servers and --workers: got %d nodes with the scheduler, want at most %d", n.Count(),
+			launch.MaxRanks)
+	}
+	return n, nil
+}
+
+// reservePort returns a free port of the loopback interface. Until release is called, the kernel gives it to
+// no process that asks for any port, but a process can listen on it.
+func reservePort() (root netip.AddrPort, release func(), err error) {
+	// A socket that is bound and does not listen keeps a port. SO_REUSEADDR, which Go sets too, lets another
+	// socket listen there.
+	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return root, nil, os.NewSyscallError("socket", err)
+	}
+	addr := netip.AddrFrom4([4]byte{127, 0, 0, 1})
+	var bound unix.Sockaddr
+	if err = unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_REUSEADDR, 1); err == nil {
+		err = unix.Bind(fd, &unix.SockaddrInet4{Addr: addr.As4()})
+	}
+	if err == nil {
+		bound, err = unix.Getsockname(fd)
+	}
+	at, ok := bound.(*unix.SockaddrInet4)
+	if err == nil && !ok {
+		err = unix.EAFNOSUPPORT
+	}
+	if err != nil {
+		unix.Close(fd)
+		return root, nil, fmt.Errorf("reserve a port for the scheduler: %w", err)
+	}
+	return netip.AddrPortFrom(addr, uint16(at.Port)), func() { unix.Close(fd) }, nil
+}

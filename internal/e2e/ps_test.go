@@ -1,0 +1,166 @@
+package e2e
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/ps"
+)
+
+const (
+	servers, workers = 2, 2
+	// roundsVariable is the number of rounds of the program "node". Without it, the program ends only with an
+	// error.
+	roundsVariable = "GOHVD_E2E_ROUNDS"
+)
+
+// node is a node of a parameter server. In each round a worker pushes 1 to keys of all servers, and meets the
+// other workers. At the end it prints the sum of the first and the last key.
+func node(ctx context.Context) error {
+	po, err := ps.Start(ctx, ps.Options{})
+	if err != nil {
+		return err
+	}
+	fmt.Println("pid", os.Getpid())
+	switch {
+	case po.IsServer():
+		_, err = ps.NewKVServer(po, 0, ps.Sum[float64](), ps.SimpleHandlers{})
+	case po.IsWorker():
+		err = nodeRounds(ctx, po)
+	}
+	if err != nil {
+		return errors.Join(err, po.Finalize(ctx, false))
+	}
+	return po.Finalize(ctx, true)
+}
+
+func nodeRounds(ctx context.Context, po *ps.Postoffice) error {
+	w, err := ps.NewKVWorker[float64](po, 0, 0, ps.SimpleHandlers{})
+	if err != nil {
+		return err
+	}
+	rounds, err := strconv.Atoi(os.Getenv(roundsVariable))
+	if err != nil {
+		rounds = -1
+	}
+	keys, ones := []uint64{1, ps.MaxKey / 2, ps.MaxKey - 10}, []float64{1, 1, 1}
+	for round := 0; round != rounds; round++ {
+		r, err := w.Push(ctx, keys, ones)
+		if err == nil {
+			err = r.Wait(ctx)
+		}
+		if err == nil {
+			err = po.Barrier(ctx, 0, ps.WorkerGroup)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	var sums []float64
+	r, err := w.Pull(ctx, keys, &sums)
+	if err == nil {
+		err = r.Wait(ctx)
+	}
+	if err != nil {
+		return err
+	}
+	fmt.Println("sums", sums)
+	return nil
+}
+
+// startNodes runs hvdrun with servers and workers.
+func startNodes(t *testing.T, env ...string) *job {
+	return startHvdrun(t, nil, []string{"--servers", strconv.Itoa(servers), "--workers",
+		strconv.Itoa(workers)}, "node", env...)
+}
+
+// hvdrun starts the nodes of a parameter server, which find each other and compute the right sums. Each line
+// of output names its node.
+func TestNodes(t *testing.T) {
+	j := startNodes(t, roundsVariable+"=20")
+	started := make(map[string]bool)
+	var sums []string
+	for l := range j.lines {
+		if strings.HasPrefix(l.text, "pid ") {
+			started[l.node] = true
+		} else {
+			sums = append(sums, l.node+": "+l.text)
+		}
+	}
+	if status := j.wait(); status != 0 {
+		t.Errorf("hvdrun ended with status %d:\n%s\n%s", status, j.out(), j.err())
+	}
+	for _, name := range []string{"scheduler", "server 0", "server 1", "worker 0", "worker 1"} {
+		if !started[name] {
+			t.Errorf("no line of the %s in:\n%s", name, j.out())
+		}
+	}
+	slices.Sort(sums)
+	const text = "sums [40 40 40]"
+	if want := []string{"worker 0: " + text, "worker 1: " + text}; !slices.Equal(sums, want) {
+		t.Errorf("got %q, want %q", sums, want)
+	}
+}
+
+// A node is killed while the workers push. Every other node gets an error that names the dead one, or one
+// that has ended because of that. hvdrun names the node that was killed, ends with its status, and leaves no
+// other node.
+func TestKillNode(t *testing.T) {
+	for _, victim := range []string{"scheduler", "server 0", "server 1", "worker 1"} {
+		t.Run(victim, func(t *testing.T) {
+			t.Parallel()
+			j := startNodes(t)
+			pids := make(map[string]int)
+			j.until("all nodes had started", func(l line) bool {
+				if text, ok := strings.CutPrefix(l.text, "pid "); ok {
+					pids[l.node], _ = strconv.Atoi(text)
+				}
+				return len(pids) == 1+servers+workers
+			})
+			if err := syscall.Kill(pids[victim], syscall.SIGKILL); err != nil {
+				t.Fatal(err)
+			}
+			began, left, named := time.Now(), servers+workers, false
+			j.until("all other nodes had reported", func(l line) bool {
+				got, ok := strings.CutPrefix(l.text, "error ")
+				if !ok {
+					return false
+				}
+				if !strings.Contains(got, " is gone") {
+					t.Errorf("%s does not say which node is gone: %s", l.node, got)
+				}
+				named = named || strings.Contains(got, victim+" is gone")
+				left--
+				return left == 0
+			})
+			if !named {
+				t.Errorf("no node says that %s is gone:\n%s", victim, j.out())
+			}
+			if took := time.Since(began); took > survivorsDeadline {
+				t.Errorf("the other nodes took %v", took)
+			}
+			if status := j.wait(); status != 128+int(syscall.SIGKILL) {
+				t.Errorf("hvdrun ended with status %d, want %d", status, 128+int(syscall.SIGKILL))
+			}
+			for _, want := range []string{"Root cause (found by the surviving nodes): " + victim + " is gone",
+				"\n  " + victim + ": killed by SIGKILL, which hvdrun did not send"} {
+				if !strings.Contains(j.err(), want) {
+					t.Errorf("got the report\n%s\nwant %q in it", j.err(), want)
+				}
+			}
+			for name, pid := range pids {
+				if err := syscall.Kill(pid, 0); err == nil {
+					t.Errorf("process %d of %s is alive", pid, name)
+				}
+			}
+		})
+	}
+}

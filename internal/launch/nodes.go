@@ -1,0 +1,64 @@
+package launch
+
+import (
+	"net/netip"
+	"strconv"
+	"strings"
+
+	"github.com/gohvd/gohvd/internal/ps/van"
+	"github.com/gohvd/gohvd/internal/topo"
+)
+
+// Nodes describes the nodes of a job with a parameter server. Process 0 is the scheduler. The servers follow,
+// and then the workers.
+type Nodes struct {
+	// Servers and Workers are the numbers of servers and workers.
+	Servers, Workers int
+	// Root is the address at which the scheduler listens.
+	Root netip.AddrPort
+}
+
+// Count returns the number of nodes, which includes the scheduler.
+func (n *Nodes) Count() int { return 1 + n.Servers + n.Workers }
+
+// id returns the id of the node that process r is.
+func (n *Nodes) id(r int) int { return van.Members(van.GroupAll, n.Servers, n.Workers)[r] }
+
+// variables returns the environment variables that tell process r its role, its rank in the role, and how to
+// find the other nodes.
+func (n *Nodes) variables(r int) []string {
+	id := n.id(r)
+	return []string{
+		"DMLC_ROLE=" + van.RoleOf(id).String(),
+		"DMLC_RANK=" + strconv.Itoa(van.Rank(id)),
+		"DMLC_NUM_SERVER=" + strconv.Itoa(n.Servers),
+		"DMLC_NUM_WORKER=" + strconv.Itoa(n.Workers),
+		"DMLC_PS_ROOT_URI=" + n.Root.Addr().String(),
+		"DMLC_PS_ROOT_PORT=" + strconv.Itoa(int(n.Root.Port())),
+	}
+}
+
+// process returns the word for a process of the job in messages. processes returns its plural.
+func (o *Options) process() string {
+	if o.Nodes != nil {
+		return "node"
+	}
+	return "rank"
+}
+
+func (o *Options) processes() string { return o.process() + "s" }
+
+// left returns the names of the processes that have not ended, such as "ranks 1-3" or "server 0, worker 2".
+func (j *job) left() string {
+	var ranks []int
+	var titles []string
+	for _, k := range j.ranks {
+		if !k.gone {
+			ranks, titles = append(ranks, k.number), append(titles, k.title)
+		}
+	}
+	if j.o.Nodes != nil {
+		return strings.Join(titles, ", ")
+	}
+	return topo.FormatRanks(ranks)
+}
