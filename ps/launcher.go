@@ -6,12 +6,14 @@ import (
 	"net"
 	"slices"
 	"strconv"
+	"sync"
 	"time"
 
 	"go.uber.org/zap"
 
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/joblink"
+	"github.com/gohvd/gohvd/internal/metrics"
 	"github.com/gohvd/gohvd/internal/ps/van"
 	"github.com/gohvd/gohvd/internal/topo"
 	kvstore "github.com/gohvd/gohvd/store"
@@ -23,8 +25,10 @@ const blameTime = 500 * time.Millisecond
 // launcher is the connection with hvdrun. For hvdrun each node is a process with a number: 0 is the
 // scheduler, the servers follow, and then the workers.
 type launcher struct {
-	kv   *kvstore.Client
-	link joblink.Link
+	kv     *kvstore.Client
+	link   joblink.Link
+	cancel context.CancelFunc
+	wg     sync.WaitGroup // the goroutine that answers
 }
 
 // dialLauncher connects with hvdrun if it has started this process as a node. Otherwise it returns nil. A
@@ -43,8 +47,28 @@ func (p *Postoffice) dialLauncher(ctx context.Context) error {
 	}
 	role := map[van.Role]int{van.Server: van.ServerID(set.PS.Rank), van.Worker: van.WorkerID(set.PS.Rank),
 		van.Scheduler: van.SchedulerID}
-	p.launcher = &launcher{kv, joblink.New(kv, p.process(role[p.cfg.Role]))}
+	l := &launcher{kv: kv, link: joblink.New(kv, p.process(role[p.cfg.Role]))}
+	answering, cancel := context.WithCancel(context.Background())
+	p.launcher, l.cancel = l, cancel
+	l.wg.Go(func() {
+		if err := l.link.Answer(answering, p.answerLauncher); err != nil {
+			p.log.Debug("ps: receiving requests from hvdrun failed", zap.Error(err))
+		}
+	})
 	return nil
+}
+
+// answerLauncher answers a question of hvdrun.
+func (p *Postoffice) answerLauncher(what string) []byte {
+	if what != joblink.Metrics {
+		return nil
+	}
+	text, err := metrics.NodeText(p.van.Stats)
+	if err != nil {
+		p.log.Warn("ps: collecting metrics for hvdrun failed", zap.Error(err))
+		return nil
+	}
+	return text
 }
 
 // process returns the number that a node has for hvdrun, or -1 if there is no such node.
@@ -53,6 +77,8 @@ func (p *Postoffice) process(id int) int { return slices.Index(p.NodeIDs(AllGrou
 // closeLauncher ends the connection with hvdrun.
 func (p *Postoffice) closeLauncher() {
 	if p.launcher != nil {
+		p.launcher.cancel()
+		p.launcher.wg.Wait()
 		_ = p.launcher.kv.Close() // nothing is in flight
 	}
 }

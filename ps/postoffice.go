@@ -14,6 +14,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/metrics"
 	"github.com/gohvd/gohvd/internal/netif"
 	"github.com/gohvd/gohvd/internal/place"
 	"github.com/gohvd/gohvd/internal/ps/pspb"
@@ -61,8 +62,9 @@ type Postoffice struct {
 	set      config.Config
 	van      *van.Van
 	log      *zap.Logger
-	launcher *launcher      // nil unless hvdrun has started this process as a node
-	wg       sync.WaitGroup // requests that have not completed, and goroutines that call callbacks
+	launcher *launcher       // nil unless hvdrun has started this process as a node
+	metrics  *metrics.Server // nil if the node serves no metrics
+	wg       sync.WaitGroup  // requests that have not completed, and goroutines that call callbacks
 	started  time.Time
 
 	mu        sync.Mutex
@@ -116,12 +118,16 @@ func StartAsync(ctx context.Context, opts Options) (*Postoffice, error) {
 		return nil, fmt.Errorf("ps: %w", err)
 	}
 	p.cfg.Log = p.log
+	p.van = van.New(p.cfg, router{p})
 	if err := p.dialLauncher(ctx); err != nil {
 		return nil, fmt.Errorf("ps: %w", err)
 	}
-	p.van = van.New(p.cfg, router{p})
 	if err := p.van.Start(ctx); err != nil {
 		p.closeLauncher()
+		return nil, fmt.Errorf("ps: %w", err)
+	}
+	if err := p.serveMetrics(); err != nil {
+		p.stop()
 		return nil, fmt.Errorf("ps: %w", err)
 	}
 	return p, nil
@@ -283,8 +289,10 @@ func (p *Postoffice) DeadNodes(timeout time.Duration) []int { return p.van.Dead(
 
 // Traffic returns the number of bytes that this process has sent to other nodes and received from them.
 func (p *Postoffice) Traffic() (sent, received uint64) {
-	c := p.van.Counters()
-	return c.SentBytes, c.ReceivedBytes
+	for _, peer := range p.van.Stats().Peers {
+		sent, received = sent+peer.SentBytes, received+peer.ReceivedBytes
+	}
+	return sent, received
 }
 
 // RegisterExitCallback makes Finalize call f at its end. Functions are called in the order in which they were
@@ -355,6 +363,9 @@ func (p *Postoffice) stop() {
 	}
 	p.wg.Wait()
 	p.closeLauncher()
+	if p.metrics != nil {
+		_ = p.metrics.Close() // a scrape in progress may fail
+	}
 }
 
 // list returns all customers. The caller holds mu.

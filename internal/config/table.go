@@ -517,7 +517,7 @@ var settings = []Setting{
 		Key:       "metrics.addr",
 		Otherwise: "none",
 		Doc: "host:port at which each rank serves its metrics (docs/metrics.md). Each rank adds its " +
-			"local rank to the port, unless the port is 0. To get the metrics of all ranks at one " +
+			"local rank to the port, unless the port is 0, and a node of a parameter server its number. To get the metrics of all ranks at one " +
 			"address, use hvdrun --metrics-addr",
 		kind: text("host:port", func(c *Config) *string { return &c.MetricsAddr }),
 	},

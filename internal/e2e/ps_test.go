@@ -4,7 +4,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
+	"net/http"
 	"os"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -12,6 +15,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/ps"
 )
 
@@ -107,6 +111,49 @@ func TestNodes(t *testing.T) {
 	const text = "sums [40 40 40]"
 	if want := []string{"worker 0: " + text, "worker 1: " + text}; !slices.Equal(sums, want) {
 		t.Errorf("got %q, want %q", sums, want)
+	}
+}
+
+// hvdrun serves the metrics of all nodes at one address.
+func TestNodeMetrics(t *testing.T) {
+	j := startHvdrun(t, nil, []string{"--metrics-addr", ":0", "--servers", strconv.Itoa(servers), "--workers",
+		strconv.Itoa(workers)}, "node")
+	started := 0
+	j.until("all nodes had started", func(l line) bool {
+		started++
+		return started == 1+servers+workers
+	})
+	at := regexp.MustCompile(`metrics at (http://\S+)`).FindStringSubmatch(j.err())
+	if at == nil {
+		t.Fatalf("hvdrun does not say where metrics are:\n%s", j.err())
+	}
+	t.Cleanup(http.DefaultClient.CloseIdleConnections)
+	testnet.Eventually(t, "all nodes show their metrics", func() bool {
+		r, err := http.Get(at[1])
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer r.Body.Close()
+		text, err := io.ReadAll(r.Body)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for rank, name := range []string{"scheduler", "server 0", "server 1", "worker 0", "worker 1"} {
+			line := fmt.Sprintf(`hvd_ps_node_info{host="[^"]+",node="%s",rank="%d"} 1\n`, name, rank)
+			if strings.HasPrefix(name, "worker") {
+				line = fmt.Sprintf(`hvd_ps_requests_total{host="[^"]+",peer="server 1",rank="%d"} [1-9]`, rank)
+			}
+			if !regexp.MustCompile(line).Match(text) {
+				return false
+			}
+		}
+		return true
+	})
+	if err := j.cmd.Process.Signal(os.Interrupt); err != nil {
+		t.Fatal(err)
+	}
+	if status := j.wait(); status != 128+int(syscall.SIGINT) {
+		t.Errorf("hvdrun ended with status %d:\n%s", status, j.err())
 	}
 }
 

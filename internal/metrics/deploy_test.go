@@ -28,10 +28,15 @@ const (
 	page   = "../../docs/metrics.md"
 )
 
-// families returns the metric families that a scrape of a simulated job returns.
+// families returns the metric families that a scrape of a simulated job returns, which has a rank and a node
+// of a parameter server.
 func families(t *testing.T) map[string]*dto.MetricFamily {
 	t.Helper()
-	j, _ := jobOf(t, 2, map[int][]byte{0: textOf(t, 0, asIs)})
+	node, err := metrics.NodeText(someNode)
+	if err != nil {
+		t.Fatal(err)
+	}
+	j, _ := jobOf(t, 2, map[int][]byte{0: textOf(t, 0, asIs), 1: node})
 	parser := expfmt.NewTextParser(model.LegacyValidation)
 	all, err := parser.TextToMetricFamilies(strings.NewReader(shown(t, j)))
 	if err != nil {

@@ -14,11 +14,11 @@ import (
 	"github.com/gohvd/gohvd/internal/trace"
 )
 
-// registry returns a registry with the metrics of a rank. It is separate from the default registry, in which
-// the program may register metrics of its own.
-func registry(get func() trace.Stats) *prometheus.Registry {
+// registry returns a registry with the metrics of a rank or a node, which c collects. It is separate from the
+// default registry, in which the program may register metrics of its own.
+func registry(c prometheus.Collector) *prometheus.Registry {
 	r := prometheus.NewRegistry()
-	r.MustRegister(NewCollector(get), buildInfo("hvd_build_info"),
+	r.MustRegister(c, buildInfo("hvd_build_info"),
 		collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	return r
 }
@@ -26,9 +26,14 @@ func registry(get func() trace.Stats) *prometheus.Registry {
 // Handler returns a handler that serves /metrics and /healthz. /metrics returns the metrics of a rank, of the
 // Go runtime and of the process. /healthz returns status 200. As for NewCollector, get must be safe for
 // concurrent use.
-func Handler(get func() trace.Stats) http.Handler {
+func Handler(get func() trace.Stats) http.Handler { return handler(NewCollector(get)) }
+
+// NodeHandler is like Handler, for a node of a parameter server.
+func NodeHandler(get func() trace.Node) http.Handler { return handler(nodeCollector(get)) }
+
+func handler(c prometheus.Collector) http.Handler {
 	// The response is not compressed, because it has only about 20 KiB and the job needs the processor.
-	return paths(promhttp.HandlerFor(registry(get), promhttp.HandlerOpts{EnableOpenMetrics: true,
+	return paths(promhttp.HandlerFor(registry(c), promhttp.HandlerOpts{EnableOpenMetrics: true,
 		DisableCompression: true}))
 }
 
@@ -45,16 +50,21 @@ func paths(metrics http.Handler) http.Handler {
 
 // Text returns the text that Handler serves at /metrics, in Prometheus's text format. A rank sends this text
 // to the launcher when a Job asks for it.
-func Text(get func() trace.Stats) ([]byte, error) {
-	families, err := registry(get).Gather()
+func Text(get func() trace.Stats) ([]byte, error) { return text(NewCollector(get)) }
+
+// NodeText is like Text, for a node of a parameter server.
+func NodeText(get func() trace.Node) ([]byte, error) { return text(nodeCollector(get)) }
+
+func text(c prometheus.Collector) ([]byte, error) {
+	families, err := registry(c).Gather()
 	if err != nil {
 		return nil, fmt.Errorf("metrics: gather: %w", err)
 	}
-	var text bytes.Buffer
+	var b bytes.Buffer
 	for _, f := range families {
-		if _, err := expfmt.MetricFamilyToText(&text, f); err != nil {
+		if _, err := expfmt.MetricFamilyToText(&b, f); err != nil {
 			return nil, fmt.Errorf("metrics: write %s as text: %w", f.GetName(), err)
 		}
 	}
-	return text.Bytes(), nil
+	return b.Bytes(), nil
 }

@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/ps/pspb"
+	"github.com/gohvd/gohvd/internal/trace"
 )
 
 const (
@@ -58,6 +59,7 @@ type link struct {
 	queue       queue
 	again       []*flight     // messages that are to be sent again
 	requests    int           // number of requests that are queued or not answered
+	asked       uint64        // number of requests so far
 	queuedBytes int           // size of the requests in the queue
 	replies     int           // number of replies in the queue
 	room        chan struct{} // closed when there is room for a request; nil if no call waits
@@ -74,6 +76,8 @@ type link struct {
 
 	in  inWindow // used only by the goroutine that reads
 	out outWindow
+
+	counters struct{ sent, received, resent, duplicates atomic.Uint64 }
 }
 
 func newLink(v *Van, peer int, conn net.Conn) *link {
@@ -107,12 +111,22 @@ func (l *link) request(ctx context.Context, m *Message) error {
 		return &NodeError{l.peer, l.end}
 	}
 	l.requests++
+	l.asked++
 	l.queuedBytes += n
 	l.queue.push(&flight{m: m, bytes: n}, m.Header.Priority)
 	alone := l.requests == 1
 	l.mu.Unlock()
 	l.send(alone)
 	return nil
+}
+
+// stats returns the counters of the link.
+func (l *link) stats() trace.Peer {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	c := &l.counters
+	return trace.Peer{Name: Name(l.peer), Requests: l.asked, Waiting: l.requests, SentBytes: c.sent.Load(),
+		ReceivedBytes: c.received.Load(), Resent: c.resent.Load(), Duplicates: c.duplicates.Load()}
 }
 
 // answered makes room for another request, because a request was answered or has failed.
@@ -270,7 +284,7 @@ func (l *link) resend(now time.Time) {
 		return
 	}
 	l.out.late(now, l.van.cfg.ResendTimeout, func(f *flight) {
-		l.van.counters.resent.Add(1)
+		l.counters.resent.Add(1)
 		f.queued = true
 		l.again = append(l.again, f)
 	})
@@ -454,7 +468,7 @@ func (w *writer) add(f *flight) error {
 		return err
 	}
 	v := w.l.van
-	v.counters.sent.Add(uint64(len(head) + f.m.Bytes()))
+	w.l.counters.sent.Add(uint64(len(head) + f.m.Bytes()))
 	v.verbose("sent", w.l.peer, f.m)
 	if len(f.m.fds) > 0 {
 		if head, err = w.pass(head, f.m.fds); err != nil {
@@ -507,7 +521,7 @@ func (l *link) read(r *reader) error {
 		}
 		l.handling.Store(true)
 		l.unread.Store(r.in.Buffered() > 0)
-		l.van.counters.received.Add(uint64(m.size))
+		l.counters.received.Add(uint64(m.size))
 		l.van.verbose("received", l.peer, m)
 		if l.van.cfg.Faults == nil {
 			err = l.arrive(m)
@@ -550,7 +564,7 @@ func (l *link) arrive(m *Message) error {
 		}
 		l.mu.Unlock()
 		if !fresh {
-			l.van.counters.duplicates.Add(1)
+			l.counters.duplicates.Add(1)
 			m.Release()
 			return nil
 		}

@@ -36,6 +36,7 @@ import (
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/ps/pspb"
 	"github.com/gohvd/gohvd/internal/secret"
+	"github.com/gohvd/gohvd/internal/trace"
 )
 
 // Config is the configuration of a Van.
@@ -112,9 +113,6 @@ type LimitError struct{ text string }
 
 func (e *LimitError) Error() string { return e.text }
 
-// Counters has the numbers of bytes and messages of a Van since its start.
-type Counters struct{ SentBytes, ReceivedBytes, Resent, Duplicates uint64 }
-
 // Van is the connection of this process with the other nodes of its job.
 type Van struct {
 	cfg      Config
@@ -124,8 +122,6 @@ type Van struct {
 	self     []*pspb.Node // the nodes of this process
 	id       int          // the first of their ids, valid when ready is closed
 	reliable bool
-
-	counters struct{ sent, received, resent, duplicates atomic.Uint64 }
 
 	accepts  *dial.Acceptor
 	local    *dial.Acceptor // accepts Unix connections; nil except at a server that shares memory
@@ -253,10 +249,21 @@ func (v *Van) Processes(group int) (ids []int) {
 	return ids
 }
 
-// Counters returns the van's counters.
-func (v *Van) Counters() Counters {
-	c := &v.counters
-	return Counters{c.sent.Load(), c.received.Load(), c.resent.Load(), c.duplicates.Load()}
+// Stats returns the counters of this process.
+func (v *Van) Stats() trace.Node {
+	links := *v.links.Load()
+	s := trace.Node{Name: v.cfg.Role.String()}
+	select {
+	case <-v.ready:
+		s.Name = Name(v.id)
+	default: // it has no rank yet
+	}
+	for _, id := range slices.Sorted(maps.Keys(links)) {
+		if l := links[id]; id == l.peer && l.conn != nil {
+			s.Peers = append(s.Peers, l.stats())
+		}
+	}
+	return s
 }
 
 // setTable records the table of all nodes, in which the nodes of this process have their ids.

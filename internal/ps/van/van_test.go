@@ -671,7 +671,9 @@ func TestExactlyOnce(t *testing.T) {
 	stopAll(nodes)
 	var resent, duplicates uint64
 	for id, n := range nodes {
-		resent, duplicates = resent+n.Counters().Resent, duplicates+n.Counters().Duplicates
+		for _, p := range n.Stats().Peers {
+			resent, duplicates = resent+p.Resent, duplicates+p.Duplicates
+		}
 		if RoleOf(id) == Worker && n.acked != 2*each {
 			t.Errorf("%s got %d answers, want %d", Name(id), n.acked, 2*each)
 		}

@@ -1,0 +1,59 @@
+package metrics
+
+import (
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/gohvd/gohvd/internal/trace"
+)
+
+// These labels name the node of a parameter server whose metric it is, and the node at the other end.
+const (
+	labelNode = "node"
+	labelPeer = "peer"
+)
+
+var nodeInfo = desc("hvd_ps_node_info",
+	"1, with the role and rank of the node of a parameter server, to be joined with its other metrics.",
+	labelNode)
+
+// exchanged has the metrics of a node that there are for each peer.
+var exchanged = []struct {
+	desc  *prometheus.Desc
+	kind  prometheus.ValueType
+	value func(*trace.Peer) float64
+}{
+	{desc("hvd_ps_requests_total", "Requests that this node has sent to the peer.", labelPeer),
+		prometheus.CounterValue, func(p *trace.Peer) float64 { return float64(p.Requests) }},
+	{desc("hvd_ps_waiting_requests", "Requests to the peer that are queued or not answered.", labelPeer),
+		prometheus.GaugeValue, func(p *trace.Peer) float64 { return float64(p.Waiting) }},
+	{desc("hvd_ps_sent_bytes_total", "Bytes of messages to the peer, including values in shared memory.",
+		labelPeer), prometheus.CounterValue, func(p *trace.Peer) float64 { return float64(p.SentBytes) }},
+	{desc("hvd_ps_received_bytes_total",
+		"Bytes of messages from the peer, including values in shared memory.", labelPeer),
+		prometheus.CounterValue, func(p *trace.Peer) float64 { return float64(p.ReceivedBytes) }},
+	{desc("hvd_ps_resent_messages_total",
+		"Messages that were sent to the peer again, because it had not acknowledged them.", labelPeer),
+		prometheus.CounterValue, func(p *trace.Peer) float64 { return float64(p.Resent) }},
+	{desc("hvd_ps_duplicate_messages_total", "Messages from the peer that had arrived before.", labelPeer),
+		prometheus.CounterValue, func(p *trace.Peer) float64 { return float64(p.Duplicates) }},
+}
+
+// nodeCollector collects the metrics of a node of a parameter server. It returns the node's statistics.
+type nodeCollector func() trace.Node
+
+func (c nodeCollector) Describe(to chan<- *prometheus.Desc) {
+	to <- nodeInfo
+	for _, m := range exchanged {
+		to <- m.desc
+	}
+}
+
+func (c nodeCollector) Collect(to chan<- prometheus.Metric) {
+	s := c()
+	to <- prometheus.MustNewConstMetric(nodeInfo, prometheus.GaugeValue, 1, s.Name)
+	for i := range s.Peers {
+		for _, m := range exchanged {
+			to <- prometheus.MustNewConstMetric(m.desc, m.kind, m.value(&s.Peers[i]), s.Peers[i].Name)
+		}
+	}
+}

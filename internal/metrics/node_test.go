@@ -1,0 +1,57 @@
+package metrics_test
+
+import (
+	"strings"
+	"testing"
+
+	"github.com/gohvd/gohvd/internal/metrics"
+	"github.com/gohvd/gohvd/internal/testnet"
+	"github.com/gohvd/gohvd/internal/trace"
+)
+
+// someNode returns statistics of a node in which every metric has another value.
+func someNode() trace.Node {
+	return trace.Node{Name: "server 1", Peers: []trace.Peer{
+		{Name: "scheduler", Requests: 1, SentBytes: 100},
+		{Name: "worker 0", Requests: 20, Waiting: 3, SentBytes: 4000, ReceivedBytes: 5000, Resent: 6,
+			Duplicates: 7},
+	}}
+}
+
+// TestNode checks the metrics of a node of a parameter server, and that Prometheus's linter accepts them.
+func TestNode(t *testing.T) {
+	text, err := metrics.NodeText(someNode)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var got []string
+	for line := range strings.Lines(string(text)) {
+		if strings.HasPrefix(line, "hvd_ps_") {
+			got = append(got, line)
+		}
+	}
+	const want = `hvd_ps_duplicate_messages_total{peer="scheduler"} 0
+hvd_ps_duplicate_messages_total{peer="worker 0"} 7
+hvd_ps_node_info{node="server 1"} 1
+hvd_ps_received_bytes_total{peer="scheduler"} 0
+hvd_ps_received_bytes_total{peer="worker 0"} 5000
+hvd_ps_requests_total{peer="scheduler"} 1
+hvd_ps_requests_total{peer="worker 0"} 20
+hvd_ps_resent_messages_total{peer="scheduler"} 0
+hvd_ps_resent_messages_total{peer="worker 0"} 6
+hvd_ps_sent_bytes_total{peer="scheduler"} 100
+hvd_ps_sent_bytes_total{peer="worker 0"} 4000
+hvd_ps_waiting_requests{peer="scheduler"} 0
+hvd_ps_waiting_requests{peer="worker 0"} 3
+`
+	if s := strings.Join(got, ""); s != want {
+		t.Errorf("got\n%s\nwant\n%s", s, want)
+	}
+	if out, content := testnet.Promtool(t, "", string(text), "check", "metrics"); !content || out != "" {
+		t.Errorf("promtool: %s", out)
+	}
+	body := request(metrics.NodeHandler(someNode), "/metrics").Body.String()
+	if line, _, _ := strings.Cut(want, "\n"); !strings.Contains(body, line) {
+		t.Errorf("the handler serves %s", body)
+	}
+}

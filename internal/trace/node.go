@@ -1,0 +1,24 @@
+package trace
+
+// Node is the state of a node of a parameter server at one moment. Its counters begin with 0 when the node
+// starts.
+type Node struct {
+	// Name is the node's role and rank, such as "server 1".
+	Name string
+	// Peers has the processes with which the node is or was connected, sorted by id.
+	Peers []Peer
+}
+
+// Peer is what a node of a parameter server has exchanged with another process.
+type Peer struct {
+	// Name is the name of the first node of the process.
+	Name string
+	// Requests is the number of requests to the peer. Waiting is how many of them are not answered yet.
+	Requests uint64
+	Waiting  int
+	// SentBytes and ReceivedBytes are the sizes of messages, including values in shared memory.
+	SentBytes, ReceivedBytes uint64
+	// Resent is the number of messages that were sent again. Duplicates is the number of messages that
+	// arrived again.
+	Resent, Duplicates uint64
+}

@@ -1,0 +1,100 @@
+package ps
+
+import (
+	"fmt"
+	"io"
+	"net/http"
+	"regexp"
+	"strconv"
+	"strings"
+	"testing"
+
+	"github.com/gohvd/gohvd/internal/testnet"
+)
+
+// TestMetrics checks that each node serves its counters at HVD_METRICS_ADDR until Finalize.
+func TestMetrics(t *testing.T) {
+	const pushes = 20
+	scrape := func(po *Postoffice) string {
+		r, err := http.Get("http://" + po.metrics.Addr() + "/metrics")
+		if err != nil {
+			t.Error(err)
+			return ""
+		}
+		defer r.Body.Close()
+		text, err := io.ReadAll(r.Body)
+		if err != nil {
+			t.Error(err)
+		}
+		return string(text)
+	}
+	value := func(text, name string) int {
+		m := regexp.MustCompile("(?m)^" + regexp.QuoteMeta(name) + ` (\S+)$`).FindStringSubmatch(text)
+		if m == nil {
+			t.Errorf("there is no %s in\n%s", name, text)
+			return -1
+		}
+		f, err := strconv.ParseFloat(m[1], 64)
+		if err != nil {
+			t.Error(err)
+		}
+		return int(f)
+	}
+	j := job{t: t, servers: 1, workers: 1, settings: map[string]string{"HVD_METRICS_ADDR": ":0"}}
+	j.run(func(po *Postoffice) {
+		defer http.DefaultClient.CloseIdleConnections()
+		role := strings.Split(po.van.Stats().Name, " ")[0]
+		switch {
+		case po.IsServer():
+			if err := server(po, 0, Sum[float32]()); err != nil {
+				t.Error(err)
+				return
+			}
+		case po.IsWorker():
+			w, err := NewKVWorker[float32](po, 0, 0, SimpleHandlers{})
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			for range pushes {
+				r, err := w.Push(t.Context(), []uint64{1}, make([]float32, 1000))
+				wait(t, r, err)
+			}
+		}
+		if err := po.Barrier(t.Context(), 0, AllGroup); err != nil {
+			t.Error(err)
+			return
+		}
+		text := scrape(po)
+		name := role + " 0"
+		if po.IsScheduler() {
+			name = role
+		}
+		value(text, fmt.Sprintf("hvd_ps_node_info{node=%q}", name))
+		requests, bytes, peer := 0, "received", "worker 0"
+		if po.IsWorker() {
+			requests, bytes, peer = pushes, "sent", "server 0"
+		}
+		if po.IsScheduler() {
+			return
+		}
+		if got := value(text, fmt.Sprintf("hvd_ps_requests_total{peer=%q}", peer)); got != requests {
+			t.Errorf("%s: %d requests, want %d", name, got, requests)
+		}
+		if got := value(text, fmt.Sprintf("hvd_ps_waiting_requests{peer=%q}", peer)); got != 0 {
+			t.Errorf("%s: %d requests wait", name, got)
+		}
+		got, least := value(text, fmt.Sprintf("hvd_ps_%s_bytes_total{peer=%q}", bytes, peer)), pushes*4000
+		if got < least || got > 2*least {
+			t.Errorf("%s: %d bytes %s, want somewhat more than %d", name, got, bytes, least)
+		}
+	})
+}
+
+// TestMetricsAddr checks that a node does not start with an address that cannot be one.
+func TestMetricsAddr(t *testing.T) {
+	_, err := Start(t.Context(), Options{Settings: map[string]string{"DMLC_ROLE": "scheduler",
+		"DMLC_NUM_SERVER": "0", "DMLC_NUM_WORKER": "0", "DMLC_PS_ROOT_URI": "127.0.0.1",
+		"DMLC_PS_ROOT_PORT": strconv.Itoa(testnet.FreePort(t)), "HVD_METRICS_ADDR": "here"}})
+	testnet.WantError(t, err, "HVD_METRICS_ADDR", "here")
+}
