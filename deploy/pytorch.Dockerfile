@@ -29,4 +29,4 @@ RUN python3 -m pip install --no-cache-dir ${TORCH}
 COPY --from=build /wheels /wheels
 RUN python3 -m pip install --no-cache-dir --no-index /wheels/*.whl && rm -r /wheels
 COPY examples/pytorch_digits.py /opt/gohvd/
-COPY examples/digits/optdigits.csv.gz /opt/gohvd/digits/
+COPY examples/optdigits/optdigits.csv.gz /opt/gohvd/optdigits/

@@ -34,7 +34,7 @@ except ModuleNotFoundError as error:
 def load_images(seed):
     """Returns pixels (n, 64) in 0..1 and digits (n,) of four fifths of the images, for training, and of the rest, for
     testing."""
-    with gzip.open(HERE / "digits" / "optdigits.csv.gz", "rt") as f:
+    with gzip.open(HERE / "optdigits" / "optdigits.csv.gz", "rt") as f:
         rows = torch.tensor([[int(field) for field in row] for row in csv.reader(f)])
     rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))]
     n = len(rows) * 4 // 5

@@ -35,5 +35,5 @@ image=$(b from localhost/gohvd-pytorch)
 b run "$image" -- hvdrun -np 2 --tag-output=false hvdbench -b 8 -e 64 -f 8 | tee "$work/out"
 grep -q 'Out of bounds values : 0 OK' "$work/out"
 b run "$image" -- horovodrun --version
-b run "$image" -- sh -euc 'sshd=$(command -v sshd); ssh-keygen -A; $sshd -t; test -f /opt/gohvd/digits/optdigits.csv.gz'
+b run "$image" -- sh -euc 'sshd=$(command -v sshd); ssh-keygen -A; $sshd -t; test -f /opt/gohvd/optdigits/optdigits.csv.gz'
 echo "pytorch-image-check: passed"

@@ -6,9 +6,15 @@ import (
 	"encoding/hex"
 	"math"
 	"math/rand/v2"
+
+	"github.com/gohvd/gohvd/examples/optdigits"
 )
 
-const hidden = 48
+const (
+	pixels  = optdigits.Pixels
+	classes = optdigits.Classes
+	hidden  = 48
+)
 
 // model is a perceptron with one hidden layer: 64 pixels, tanh, 10 classes, softmax. The gradient of a model
 // has the same type.
@@ -86,12 +92,12 @@ func (m *model) forward(x *[pixels]float32, h *[hidden]float32, p *[classes]floa
 
 // gradient returns the cross entropy of m on img. It also adds the gradient of the cross entropy, multiplied
 // by weight, to g.
-func (m *model) gradient(img *image, weight float32, g *model) float64 {
+func (m *model) gradient(img *optdigits.Image, weight float32, g *model) float64 {
 	var h, dh [hidden]float32
 	var p [classes]float32
-	m.forward(&img.pixels, &h, &p)
-	loss := -math.Log(math.Max(float64(p[img.digit]), 1e-12))
-	p[img.digit]--
+	m.forward(&img.Pixels, &h, &p)
+	loss := -math.Log(math.Max(float64(p[img.Digit]), 1e-12))
+	p[img.Digit]--
 	for i, d := range p {
 		d *= weight
 		g.b2[i] += d
@@ -105,7 +111,7 @@ func (m *model) gradient(img *image, weight float32, g *model) float64 {
 		d *= 1 - h[i]*h[i]
 		g.b1[i] += d
 		grad := g.w1[i*pixels:][:pixels]
-		for j, v := range img.pixels {
+		for j, v := range img.Pixels {
 			grad[j] += d * v
 		}
 	}
@@ -113,10 +119,10 @@ func (m *model) gradient(img *image, weight float32, g *model) float64 {
 }
 
 // guess returns the digit that is most probable for img.
-func (m *model) guess(img *image) int {
+func (m *model) guess(img *optdigits.Image) int {
 	var h [hidden]float32
 	var p [classes]float32
-	m.forward(&img.pixels, &h, &p)
+	m.forward(&img.Pixels, &h, &p)
 	best := 0
 	for i := range p {
 		if p[i] > p[best] {

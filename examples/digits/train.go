@@ -8,6 +8,7 @@ import (
 	"slices"
 	"time"
 
+	"github.com/gohvd/gohvd/examples/optdigits"
 	"github.com/gohvd/gohvd/hvd"
 )
 
@@ -33,7 +34,7 @@ const momentum = 0.9
 // train trains a model together with the other ranks of the job. It returns the model and its accuracy on the
 // test images. Rank 0 writes one line for each epoch to the writer progress.
 func train(ctx context.Context, on *hvd.Engine, o options, progress io.Writer) (*model, float64, error) {
-	trainSet, testSet, err := loadImages(o.seed)
+	trainSet, testSet, err := optdigits.Load(o.seed)
 	if err != nil {
 		return nil, 0, err
 	}
@@ -131,10 +132,10 @@ func step(m, g, velocity *model, rate float32) {
 }
 
 // test returns the fraction of the images that m recognises. Each rank evaluates only a part of the images.
-func test(ctx context.Context, on *hvd.Engine, m *model, images []image) (float64, error) {
+func test(ctx context.Context, on *hvd.Engine, m *model, images []optdigits.Image) (float64, error) {
 	var right int64
 	for i := on.Rank(); i < len(images); i += on.Size() {
-		if m.guess(&images[i]) == images[i].digit {
+		if m.guess(&images[i]) == images[i].Digit {
 			right++
 		}
 	}

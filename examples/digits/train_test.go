@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/gohvd/gohvd/examples/optdigits"
 	"github.com/gohvd/gohvd/hvd"
 	"github.com/gohvd/gohvd/store"
 )
@@ -83,7 +84,7 @@ func TestSameWeightsOnAnyNumberOfRanks(t *testing.T) {
 
 // TestGradient checks that the gradient agrees with finite differences of the loss.
 func TestGradient(t *testing.T) {
-	images, _, err := loadImages(1)
+	images, _, err := optdigits.Load(1)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -105,37 +106,6 @@ func TestGradient(t *testing.T) {
 				t.Errorf("%s[%d]: gradient %v, finite difference %v", p.name, j, got, want)
 			}
 		}
-	}
-}
-
-// TestData checks the number of images and the range of their values, and that the seed determines their
-// order.
-func TestData(t *testing.T) {
-	train, test, err := loadImages(1)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if len(train) != 1437 || len(test) != 360 {
-		t.Errorf("%d and %d images, want 1437 and 360", len(train), len(test))
-	}
-	var seen [classes]int
-	for _, img := range append(train, test...) {
-		seen[img.digit]++
-		for _, p := range img.pixels {
-			if p < 0 || p > 1 {
-				t.Fatalf("pixel %v", p)
-			}
-		}
-	}
-	for digit, n := range seen {
-		if n < 170 {
-			t.Errorf("%d images of digit %d", n, digit)
-		}
-	}
-	again, _, _ := loadImages(1)
-	other, _, _ := loadImages(2)
-	if again[0] != train[0] || other[0] == train[0] {
-		t.Error("the seed does not determine the order")
 	}
 }
 

@@ -225,7 +225,7 @@ var withoutRow = map[string]string{
 	"internal/engine/gather.go":              "numbers, each compared with a bound",
 	"internal/launch/agent.go":               "reports of a child that runs this program, through a pipe that only it has",
 	"internal/doctor/python.go":              "the output of a script that is in the same file",
-	"examples/digits/data.go":                "data that is in the program",
+	"examples/optdigits/optdigits.go":        "data that is in the program",
 	"internal/testnet/prometheus.go":         "answers of Prometheus, in tests",
 	"internal/sidecar/sidecartest/client.go": "a client for tests",
 	"timeline/timelinetest/timelinetest.go":  "a reader for tests",
