@@ -7,6 +7,7 @@ import (
 	"io"
 	"net/http"
 	"os"
+	"os/signal"
 	"regexp"
 	"slices"
 	"strconv"
@@ -24,6 +25,8 @@ const (
 	// roundsVariable is the number of rounds of the program "node". Without it, the program ends only with an
 	// error.
 	roundsVariable = "GOHVD_E2E_ROUNDS"
+	// leavesVariable makes worker 1 leave with an error, while the other nodes wait for nothing.
+	leavesVariable = "GOHVD_E2E_LEAVES"
 )
 
 // node is a node of a parameter server. In each round a worker pushes 1 to keys of all servers, and meets the
@@ -34,6 +37,9 @@ func node(ctx context.Context) error {
 		return err
 	}
 	fmt.Println("pid", os.Getpid())
+	if os.Getenv(leavesVariable) != "" {
+		return leave(ctx, po)
+	}
 	switch {
 	case po.IsServer():
 		_, err = ps.NewKVServer(po, 0, ps.Sum[float64](), ps.SimpleHandlers{})
@@ -44,6 +50,18 @@ func node(ctx context.Context) error {
 		return errors.Join(err, po.Finalize(ctx, false))
 	}
 	return po.Finalize(ctx, true)
+}
+
+// leave makes worker 1 leave with an error. The other nodes wait until hvdrun ends them: the scheduler by
+// SIGTERM, and those that see its end later.
+func leave(ctx context.Context, po *ps.Postoffice) error {
+	if po.IsWorker() && po.Rank() == 1 {
+		return errors.Join(errors.New("this worker leaves"), po.Finalize(ctx, false))
+	}
+	if !po.IsScheduler() {
+		signal.Ignore(syscall.SIGTERM)
+	}
+	select {}
 }
 
 func nodeRounds(ctx context.Context, po *ps.Postoffice) error {
@@ -154,6 +172,20 @@ func TestNodeMetrics(t *testing.T) {
 	}
 	if status := j.wait(); status != 128+int(syscall.SIGINT) {
 		t.Errorf("hvdrun ended with status %d:\n%s", status, j.err())
+	}
+}
+
+// A worker fails and leaves while no other node waits for it. hvdrun ends the others, and names the worker and
+// not the first node that has ended because of that.
+func TestNodeLeaves(t *testing.T) {
+	t.Parallel()
+	j := startNodes(t, leavesVariable+"=1")
+	if status := j.wait(); status != 1 {
+		t.Errorf("hvdrun ended with status %d, want 1", status)
+	}
+	const want = "Root cause (first observed failure):\n  worker 1: exit status 1"
+	if !strings.Contains(j.err(), want) {
+		t.Errorf("got the report\n%s\nwant %q in it", j.err(), want)
 	}
 }
 

@@ -13,7 +13,7 @@ import (
 )
 
 // result returns the Result of the job, but without the last lines on standard error, which conclude adds.
-func (j *job) result(ctx context.Context) Result {
+func (j *job) result() Result {
 	var res Result
 	for _, k := range j.ranks {
 		res.Ranks = append(res.Ranks, k.exit)
@@ -26,24 +26,28 @@ func (j *job) result(ctx context.Context) Result {
 		}
 		res.Status = statusSignal + int(res.Signal)
 	case j.failed:
-		res.Verdict = j.readVerdict(ctx)
+		j.settleVerdict()
+		res.Verdict = j.verdict
 		res.Roots, res.Status = judge(res.Ranks, res.Verdict)
 	}
 	return res
 }
 
-func (j *job) readVerdict(ctx context.Context) *joblink.Verdict {
-	if j.o.Verdict == nil {
-		return nil
+// settleVerdict reads the verdict. It is called before the launcher asks the processes to end, and at the
+// latest when all have ended. A later verdict would name a process that has ended because it was asked to.
+func (j *job) settleVerdict() {
+	if j.o.Verdict == nil || j.settled {
+		return
 	}
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), verdictWait)
+	j.settled = true
+	ctx, cancel := context.WithTimeout(context.Background(), verdictWait)
 	defer cancel()
 	v, err := j.o.Verdict(ctx)
 	if err != nil {
-		j.verbosef("cannot read the verdict of the ranks: %v", err)
-		return nil
+		j.verbosef("cannot read the verdict of the %s: %v", j.o.processes(), err)
+		return
 	}
-	return &v
+	j.verdict = &v
 }
 
 // judge returns the ranks that caused the failure, and the exit status of the job. At least one rank in exits

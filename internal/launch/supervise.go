@@ -12,6 +12,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/joblink"
 )
 
 // phase is a stage in the life of a job, from its start to its forced end.
@@ -46,8 +48,8 @@ func endAll(_ int, e Exit) reaction {
 	return goOn
 }
 
-// verdictWait is the time limit for reading the verdict. It is short: all ranks have ended, so the verdict
-// either exists already or will never exist.
+// verdictWait is the time limit for reading the verdict. It is short: the verdict either exists already or
+// will never count.
 const verdictWait = 100 * time.Millisecond
 
 // job is the state of one Run. Its fields belong to the goroutine of Run unless noted otherwise.
@@ -85,6 +87,8 @@ type job struct {
 	asked    bool           // a signal or the end of ctx has ended the job
 	cause    error          // the cause of ctx, if ctx ended the job
 	aborted  error          // why some ranks could not be started
+	settled  bool           // the verdict was read, if there was one
+	verdict  *joblink.Verdict
 
 	surveys   context.Context // cancelled when no rank is left to ask
 	surveying bool
@@ -342,6 +346,9 @@ func (j *job) end(s syscall.Signal) {
 		j.kill()
 		return
 	}
+	if j.failed {
+		j.settleVerdict()
+	}
 	if j.phase < terminating {
 		j.enter(terminating, j.o.Grace)
 	}
@@ -402,7 +409,7 @@ func (j *job) conclude(ctx context.Context) (Result, error) {
 		errs = append(errs, fmt.Errorf("launch: processes of %s are still alive after SIGKILL", j.left()))
 		j.cutAll() // the remaining processes keep their output open, so the connections would never end
 	}
-	result := j.result(ctx)
+	result := j.result()
 	if j.cause != nil {
 		errs = append(errs, fmt.Errorf("launch: %w", j.cause))
 	}
