@@ -199,6 +199,26 @@ class Collectives(Ranks):
             self.equal(x, float(i * self.size))
 
 
+    def test_few_function_calls(self) -> None:
+        # Each call of a function takes time, so all_reduce of a small tensor makes few of them in this package.
+        x = torch.ones(1)
+        folder, calls = os.path.dirname(gohvd.torch.distributed.__file__), []
+
+        def count(frame: object, event: str, function: object) -> None:
+            caller = frame.f_back if event == "call" else frame
+            if event in ("call", "c_call") and caller.f_code.co_filename.startswith(folder):
+                calls.append(frame.f_code.co_name if event == "call" else function.__name__)
+
+        dist.all_reduce(x)
+        sys.setprofile(count)
+        try:
+            dist.all_reduce(x)
+        finally:
+            sys.setprofile(None)
+        self.assertLessEqual(len(calls), 48, calls)
+        self.assertNotIn("view", calls)
+
+
 class Messages(Ranks):
     def test_send_and_recv(self) -> None:
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size

@@ -35,6 +35,8 @@ DEVICES = ["cpu", "cuda"]
 # How much longer a rank waits for rank 0 in a monitored barrier than rank 0 waits for the others.
 _GRACE = timedelta(seconds=10)
 
+_NO_TIMEOUT = timedelta(0)
+
 
 def create(options: Any, backend_options: Any) -> ProcessGroup:
     """Makes a process group. torch calls it at all members of the group, with a store that belongs to the group."""
@@ -53,6 +55,7 @@ class ProcessGroup(dist.ProcessGroup):
         super().__init__(rank, size)
         self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
         self._label = group_id
+        self._calls_name = f"torch.{group_id}"
         self._lock = threading.Lock()  # held while a call gets its number and is submitted
         self._calls = 0
         self._in_flight: List[Optional[Pending]] = [None] * _CALLS
@@ -147,7 +150,7 @@ class ProcessGroup(dist.ProcessGroup):
             if before is not None and not before.done:
                 _wait(before)
             call = _engine.engine.begin(
-                LISTS, kind, inputs, shapes, dtype, dtype_code, self._set, f"torch.{self._label}",
+                LISTS, kind, inputs, shapes, dtype, dtype_code, self._set, self._calls_name,
                 targets=targets, timeout=self._seconds(opts), number=slot + 1,
                 later=not getattr(opts, "asyncOp", True), **kw,
             )  # fmt: skip
@@ -162,7 +165,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _seconds(self, opts: Any) -> float:
         timeout = getattr(opts, "timeout", None)
-        return (timeout if timeout is not None and timeout > timedelta(0) else self._timeout).total_seconds()
+        return (timeout if timeout is not None and timeout > _NO_TIMEOUT else self._timeout).total_seconds()
 
     def _work(self, operation: Operation, source: Optional[Callable[[], int]] = None) -> dist.Work:
         if self._coalesced is not None:
@@ -218,7 +221,7 @@ class ProcessGroup(dist.ProcessGroup):
         mine = t.coalesce()
         calls = []
         for rows in (mine.indices().t().contiguous(), mine.values().contiguous()):
-            (rows,) = dense([reduction(opts.reduceOp, rows).tensor], 1)
+            (rows,) = dense([reduction(opts.reduceOp, rows)[1]], 1)
             parts = [Parts((rows,))]
             label, call = self._begin("all_reduce", wire.ALLGATHER, parts, rows.dtype, code(rows), (tuple(rows.shape),), opts)
             calls.append(call)
@@ -282,7 +285,7 @@ class ProcessGroup(dist.ProcessGroup):
     def _scatter_sum(self, what: str, output: Tensor, inputs: List[Tensor], result: Any, opts: Any) -> dist.Work:
         opts = _options(opts, dist.ReduceScatterOptions)
         op, flat = reduction(opts.reduceOp, output)
-        source = Parts(tuple([reduction(opts.reduceOp, t).tensor for t in inputs]))
+        source = Parts(tuple([reduction(opts.reduceOp, t)[1] for t in inputs]))
         n = flat.numel()
         return self._one(
             what, wire.REDUCESCATTER, source, (self._size, n), Parts((flat,)), (1, n), result, opts, reduce_op=op

@@ -6,9 +6,10 @@ all tensors of a list, one after the other.
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, NamedTuple, Sequence, Tuple, Union
+from typing import Any, List, Sequence, Tuple, Union
 
 import torch
+import torch.distributed as dist
 
 from ... import _engine
 from ..._engine import Shape
@@ -17,10 +18,13 @@ from ..mpi_ops import _DTYPES, _torch
 Tensor = torch.Tensor
 
 
-class Parts(NamedTuple):
+class Parts:
     """Tensors that have the same element type and device. An operation reads or writes the elements of all of them."""
 
-    tensors: Tuple[Tensor, ...]
+    __slots__ = ("tensors",)
+
+    def __init__(self, tensors: Tuple[Tensor, ...]) -> None:
+        self.tensors = tensors
 
     def numel(self) -> int:
         return sum([t.numel() for t in self.tensors])
@@ -37,22 +41,23 @@ class _Lists(_engine.Framework[Union[Tensor, Parts]]):
         return _torch.wrap(view, dtype, shape)
 
     def copy(self, target: Any, source: Any) -> None:
-        parts = source if isinstance(source, Parts) else target
-        staged = target if parts is source else source
-        for t, piece in zip(parts.tensors, _pieces(staged, parts)):
-            if parts is source:
+        if isinstance(source, Parts):
+            for t, piece in zip(source.tensors, _pieces(target, source)):
                 _torch.copy(piece, t)
-            else:
+        else:
+            for t, piece in zip(target.tensors, _pieces(source, target)):
                 _torch.copy(t, piece)
 
     def fresh(self, data: memoryview, shape: Shape, like: Any) -> Tensor:
         return _torch.fresh(data, shape, like.tensors[0])
 
 
-def _pieces(staged: Tensor, parts: Parts) -> List[Tensor]:
+def _pieces(staged: Tensor, parts: Parts) -> Sequence[Tensor]:
     """Returns views of a staging array, one for each of the parts and with its shape."""
     if len(parts.tensors) == 1:
-        return [staged.view(parts.tensors[0].shape)]
+        shape = parts.tensors[0].shape
+        # A view takes longer than the copy of a small tensor.
+        return (staged if staged.shape == shape else staged.view(shape),)
     pieces = staged.view(-1).split([t.numel() for t in parts.tensors])
     return [piece.view(t.shape) for piece, t in zip(pieces, parts.tensors)]
 
@@ -82,36 +87,34 @@ def _settled(t: Tensor) -> Tensor:
     return t
 
 
-class Reduction(NamedTuple):
-    """A reduction of gohvd and the tensor on which it works."""
-
-    op: int
-    tensor: Tensor
-
-
-_OPS: Dict[str, int] = {
-    "SUM": _engine.Sum, "AVG": _engine.Average, "PRODUCT": _engine.Product, "MIN": _engine.Min, "MAX": _engine.Max
+_OPS = {
+    dist.ReduceOp.SUM: _engine.Sum, dist.ReduceOp.AVG: _engine.Average, dist.ReduceOp.PRODUCT: _engine.Product,
+    dist.ReduceOp.MIN: _engine.Min, dist.ReduceOp.MAX: _engine.Max,
 }  # fmt: skip
 # A reduction of bools is the reduction of the numbers 0 and 1, where all numbers except 0 are true.
-_OPS_OF_BOOLS = {"SUM": _engine.Max, "PRODUCT": _engine.Min, "MIN": _engine.Min, "MAX": _engine.Max}
+_OPS_OF_BOOLS = {
+    dist.ReduceOp.SUM: _engine.Max, dist.ReduceOp.PRODUCT: _engine.Min, dist.ReduceOp.MIN: _engine.Min,
+    dist.ReduceOp.MAX: _engine.Max,
+}  # fmt: skip
+_OPS_OF_COMPLEX = {op: _OPS[op] for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)}
 
 
-def reduction(op: Any, t: Tensor) -> Reduction:
-    """Returns the reduction that computes the torch.distributed.ReduceOp op of the tensor t."""
+def reduction(op: Any, t: Tensor) -> Tuple[int, Tensor]:
+    """Returns the reduction of gohvd that computes the torch.distributed.ReduceOp op of the tensor t, and the tensor on
+    which it works.
+    """
+    dtype = t.dtype
+    known = _OPS_OF_BOOLS if dtype is torch.bool else _OPS_OF_COMPLEX if dtype.is_complex else _OPS
     kind = getattr(op, "op", op)
-    name = getattr(kind, "name", str(kind))
-    known = _OPS_OF_BOOLS if t.dtype == torch.bool else _OPS
-    if name not in known:
-        raise ValueError(
-            f"ReduceOp.{name} of {t.dtype} tensors is not supported: want one of {', '.join(f'ReduceOp.{k}' for k in known)}"
-        )
-    if t.is_complex():
-        if name not in ("SUM", "AVG"):
-            raise ValueError(f"ReduceOp.{name} of {t.dtype} tensors is not supported: want ReduceOp.SUM or ReduceOp.AVG")
-        return Reduction(known[name], moved(t))
-    if t.dtype not in _DTYPES:
-        raise TypeError(f"reductions of {t.dtype} tensors are not supported")
-    return Reduction(known[name], t)
+    number = known.get(kind)
+    if number is None:
+        name, wanted = getattr(kind, "name", kind), ", ".join([f"ReduceOp.{k.name}" for k in known])
+        raise ValueError(f"ReduceOp.{name} of {dtype} tensors is not supported: want one of {wanted}")
+    if dtype in _DTYPES:
+        return number, t
+    if dtype.is_complex:
+        return number, moved(t)
+    raise TypeError(f"reductions of {dtype} tensors are not supported")
 
 
 def code(t: Tensor) -> _engine.Code:
@@ -130,7 +133,7 @@ def dense(tensors: Sequence[Tensor], want: int = 0) -> List[Tensor]:
             raise TypeError(f"got {type(t).__name__}, want a tensor")
         if t.layout is not torch.strided:
             raise ValueError(f"got a tensor with layout {t.layout}, want {torch.strided}")
-        if t.device.type not in ("cpu", "cuda"):
+        if not (t.is_cpu or t.is_cuda):
             raise ValueError(f"got a tensor on device {t.device}, want one in memory or on a CUDA device")
         if t.dtype != given[0].dtype:
             raise ValueError(f"got tensors of types {given[0].dtype} and {t.dtype}, want one type")
