@@ -175,7 +175,7 @@ func TestNodeMetrics(t *testing.T) {
 	}
 }
 
-// A worker fails and leaves while no other node waits for it. hvdrun ends the others, and names the worker and
+// A worker fails and leaves while no other node waits for it. hvdrun ends the others, and names the worker,
 // not the first node that has ended because of that.
 func TestNodeLeaves(t *testing.T) {
 	t.Parallel()
