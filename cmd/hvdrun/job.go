@@ -90,7 +90,8 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 	defer reports.close()
 
 	var torch netip.AddrPort
-	inquiry, release := reports.inquiry(), func() {}
+	var release func()
+	inquiry := reports.inquiry()
 	if nodes == nil {
 		torch, release, err = r.serveTorch(several, cmd.Flags().Changed("torch-store"))
 	} else {
