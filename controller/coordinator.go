@@ -412,10 +412,13 @@ func (c *Coordinator) suspect(by topo.Rank, up *message.Up) {
 	case c.sets.find(up.Set) == nil: // the suspect has removed the set, and the sender is about to
 	case len(suspects) == 1 && suspects[0] == by:
 		c.fail(suspects, up.Reason)
-	case c.suspicion == nil || len(suspects) == 1 && len(c.suspicion.suspects) > 1:
+	case c.suspicion == nil || clearer(suspects, c.suspicion.suspects):
 		c.suspicion = &suspicion{by: by, suspects: suspects, reason: up.Reason, since: c.now}
 	}
 }
+
+// clearer reports whether a suspicion of the ranks a replaces an earlier one of the ranks b.
+func clearer(a, b []topo.Rank) bool { return len(a) == 1 && len(b) > 1 }
 
 // patience returns how long to wait after a suspicion: d if there is one suspect. If there are several, the
 // wait is longer, so that a suspect that has failed has missed its heartbeats.

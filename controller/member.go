@@ -232,10 +232,14 @@ func (m *Member) Drained() {
 // Suspect reports a failure of one of the given ranks, which are in ascending order. If there is one, and it
 // is another rank, the data connection to it has failed. If there is only this rank, this rank itself fails.
 // If there are several, this rank cannot tell which of them has failed. The coordinator answers with a
-// verdict. If the verdict does not come in time, the suspicion becomes the verdict. After this rank's bye,
-// Suspect has no effect, because the rank executes nothing that could fail.
+// verdict. If the verdict does not come in time, the suspicion becomes the verdict. The first suspicion of a
+// rank counts, but one of several ranks gives way to one of a single rank. After this rank's bye, Suspect has
+// no effect, because the rank executes nothing that could fail.
 func (m *Member) Suspect(ranks []topo.Rank, reason string) {
-	if m.suspected != nil || m.state == memberBye || m.state == memberClosed || m.state == memberFailed {
+	switch {
+	case m.state == memberBye || m.state == memberClosed || m.state == memberFailed:
+		return
+	case m.suspected != nil && !clearer(ranks, m.suspected.Ranks):
 		return
 	}
 	m.suspected = &Verdict{Ranks: ranks, Reason: reason}

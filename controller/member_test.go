@@ -266,6 +266,21 @@ func TestMember(t *testing.T) {
 			t.Errorf("verdict %v", v)
 		}
 	})
+	t.Run("suspects one rank after several", func(t *testing.T) {
+		m := newTestMember(1, 3)
+		m.Suspect([]topo.Rank{0, 1, 2}, "mpi: no such peer")
+		ups(m)
+		m.Tick(time.Second)
+		m.Suspect([]topo.Rank{2}, "reset")
+		m.Suspect([]topo.Rank{0, 1}, "mpi: no such peer")
+		if got := ups(m); !slices.Equal(got, []message.UpType{message.UpSuspect}) {
+			t.Errorf("frames %v", got)
+		}
+		m.Tick(time.Second + controller.VerdictTimeout)
+		if v := m.Verdict(); v == nil || !slices.Equal(v.Ranks, []topo.Rank{2}) || v.Reason != "reset" {
+			t.Errorf("verdict %v", v)
+		}
+	})
 	t.Run("believes the coordinator more than itself", func(t *testing.T) {
 		m := newTestMember(1, 3)
 		m.Suspect([]topo.Rank{2}, "reset")
