@@ -20,7 +20,7 @@ import (
 )
 
 // blameTime is how long a failure waits until the launcher knows of it.
-const blameTime = 500 * time.Millisecond
+const blameTime = 2 * time.Second
 
 // launcher is the connection with hvdrun. For hvdrun each node is a process with a number: 0 is the
 // scheduler, the servers follow, and then the workers.

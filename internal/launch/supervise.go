@@ -48,9 +48,9 @@ func endAll(_ int, e Exit) reaction {
 	return goOn
 }
 
-// verdictWait is the time limit for reading the verdict. It is short: the verdict either exists already or
-// will never count.
-const verdictWait = 100 * time.Millisecond
+// verdictWait is the time limit for reading the verdict. A survivor may have sent it a moment ago. Only a job
+// that has failed without a verdict waits for so long.
+const verdictWait = time.Second
 
 // job is the state of one Run. Its fields belong to the goroutine of Run unless noted otherwise.
 type job struct {
