@@ -37,8 +37,7 @@ type backend struct {
 	whole, sizes bool
 
 	tester *tester
-	begin  func() // beginNow, made once so that no call allocates
-	failed error  // the result of begin
+	begin  func() error // beginNow, made once so that no call allocates
 }
 
 // Plan implements ops.Backend.
@@ -78,12 +77,8 @@ func (b *backend) Start(op ops.Operation) error {
 	if err := b.prepare(); err != nil {
 		return b.fail(err)
 	}
-	if err := b.world.failure(); err != nil {
+	if err := b.world.do(b.begin); err != nil {
 		return b.fail(err)
-	}
-	b.world.thread.do(b.begin)
-	if b.failed != nil {
-		return b.fail(b.failed)
 	}
 	return nil
 }
@@ -145,26 +140,26 @@ func (b *backend) reduced() tensor.DType {
 }
 
 // beginNow begins the next MPI operation of the operation. It is called where MPI may be called.
-func (b *backend) beginNow() {
+func (b *backend) beginNow() (err error) {
 	op := &b.op
 	switch op.Kind {
 	case message.Allreduce:
-		b.failed = b.comm.allreduce(b.buf, b.reduced(), op.Op)
+		return b.comm.allreduce(b.buf, b.reduced(), op.Op)
 	case message.Reduce:
-		b.failed = b.comm.reduce(b.buf, b.reduced(), op.Op, op.Root)
+		return b.comm.reduce(b.buf, b.reduced(), op.Op, op.Root)
 	case message.Reducescatter:
-		b.whole, b.failed = b.comm.reduceScatter(b.buf, b.counts, b.reduced(), op.Op)
+		b.whole, err = b.comm.reduceScatter(b.buf, b.counts, b.reduced(), op.Op)
 	case message.Allgather:
-		b.failed = b.comm.allgather(op.Buf, b.counts)
+		return b.comm.allgather(op.Buf, b.counts)
 	case message.Broadcast:
-		b.failed = b.comm.broadcast(op.Buf, op.Root)
+		return b.comm.broadcast(op.Buf, op.Root)
 	case message.Alltoall, message.Gather, message.Scatter:
 		if b.sizes {
-			b.failed = b.comm.alltoall(op.Counts, b.counts)
-		} else {
-			b.failed = b.comm.exchange(op.Buf, op.Counts, b.buf, b.counts)
+			return b.comm.alltoall(op.Counts, b.counts)
 		}
+		return b.comm.exchange(op.Buf, op.Counts, b.buf, b.counts)
 	}
+	return err
 }
 
 // Step implements ops.Backend.
@@ -176,15 +171,12 @@ func (b *backend) Step(ctx context.Context, wait bool) (ops.Progress, error) {
 	case !b.started:
 		return ops.Waiting, errors.New("ops/mpi: Step was called without an operation in progress")
 	}
-	t := b.tester
-	done, err := false, b.world.failure()
-	switch {
-	case err != nil:
-	case wait:
-		done, err = b.world.wait(ctx, t, b.oversubscribed)
-	default:
-		b.world.thread.do(t.poll)
-		done, err = t.done, t.err
+	var done bool
+	var err error
+	if wait {
+		done, err = b.world.wait(ctx, b.tester, b.oversubscribed)
+	} else {
+		done, err = b.world.test(b.tester)
 	}
 	switch {
 	case err != nil:
@@ -208,8 +200,7 @@ func (b *backend) receive() (err error) {
 		return err
 	}
 	pin(b.pins, b.buf)
-	b.world.thread.do(b.begin)
-	return b.failed
+	return b.world.do(b.begin)
 }
 
 // finish ends an operation that MPI has completed.
@@ -255,9 +246,9 @@ func (b *backend) fail(err error) error {
 
 // Close implements ops.Backend.
 func (b *backend) Close() {
-	if b.err != nil || b.started || b.world.failure() != nil {
+	if b.err != nil || b.started {
 		return
 	}
 	b.err = errors.New("the backend was closed")
-	b.world.thread.do(func() { b.failed = b.comm.free() })
+	_ = b.world.do(b.comm.free) // nobody can use the communicator any more
 }

@@ -25,7 +25,7 @@ type collectives struct {
 	tester *tester
 	pins   runtime.Pinner
 
-	begin   func() // begins the operation in the fields below; made once so that no call allocates
+	begin   func() error // begins the operation in the fields below; made once so that no call allocates
 	kind    collective
 	and, or []uint64
 	head    []byte // the head of this rank, or that of rank 0 in a broadcast
@@ -91,31 +91,24 @@ func (c *collectives) writeHead() {
 
 func (c *collectives) start() {
 	c.resting, c.tester.done = false, false
-	if c.err = c.world.failure(); c.err == nil {
-		c.world.thread.do(c.begin)
-	}
+	c.err = c.world.do(c.begin)
 }
 
 // beginNow begins the operation. It is called where MPI may be called.
-func (c *collectives) beginNow() {
+func (c *collectives) beginNow() error {
 	switch c.kind {
 	case andOr:
-		c.err = c.comm.andOr(c.and, c.or)
+		return c.comm.andOr(c.and, c.or)
 	case gather:
-		c.err = c.comm.gather(c.head, c.heads)
-	case broadcast:
-		c.err = c.comm.broadcast(c.head, 0)
+		return c.comm.gather(c.head, c.heads)
 	}
+	return c.comm.broadcast(c.head, 0)
 }
 
 // Poll implements Collectives.
 func (c *collectives) Poll() bool {
 	if !c.tester.done && c.err == nil {
-		if !c.world.thread.do(c.tester.poll) {
-			c.err = c.world.failure()
-		} else {
-			c.err = c.tester.err
-		}
+		_, c.err = c.world.test(c.tester)
 	}
 	return c.tester.done || c.err != nil
 }
@@ -126,8 +119,7 @@ func (c *collectives) Test() (frames [][]byte, done bool, err error) {
 		return nil, false, nil
 	}
 	if c.err == nil && !c.resting {
-		c.world.thread.do(c.rest)
-		if c.resting {
+		if c.err = c.world.do(c.rest); c.resting {
 			return c.Test()
 		}
 	}
@@ -149,41 +141,42 @@ func (c *collectives) Test() (frames [][]byte, done bool, err error) {
 
 // rest begins the transfer of the rests of frames, if there are any, and sets resting. It is called where MPI
 // may be called.
-func (c *collectives) rest() {
+func (c *collectives) rest() (err error) {
 	switch {
 	case c.kind == broadcast:
-		c.restOf(c.head, 0, func(rest []byte, _ int) error { return c.comm.broadcast(rest, 0) })
+		err = c.restOf(c.head, 0, func(rest []byte, _ int) error { return c.comm.broadcast(rest, 0) })
 		c.frame = c.frames[0]
 	case c.kind == gather && c.comm.rank() == 0:
 		for r := range c.frames {
-			c.restOf(c.heads[r*headBytes:][:headBytes], r, c.comm.receive)
+			err = errors.Join(err, c.restOf(c.heads[r*headBytes:][:headBytes], r, c.comm.receive))
 		}
 	case c.kind == gather && len(c.frame) > headBytes-lengthSize:
-		c.transfer(c.frame[headBytes-lengthSize:], 0, c.comm.send)
+		err = c.transfer(c.frame[headBytes-lengthSize:], 0, c.comm.send)
 	}
+	return err
 }
 
 // restOf sets the frame of a rank from its head, and transfers the rest. The frame of this rank is complete.
-func (c *collectives) restOf(head []byte, from int, transfer func([]byte, int) error) {
+func (c *collectives) restOf(head []byte, from int, transfer func([]byte, int) error) error {
 	n := binary.LittleEndian.Uint32(head)
 	if n > frameBytes {
-		c.err = &transport.PeerError{Peer: topo.Rank(from), Lane: transport.Control,
+		return &transport.PeerError{Peer: topo.Rank(from), Lane: transport.Control,
 			Err: fmt.Errorf("got a frame of %d bytes, want at most %d", n, frameBytes)}
-		return
 	}
 	if c.frames[from] = c.frame; from != c.comm.rank() {
 		c.frames[from] = append(make([]byte, 0, n), head[lengthSize:min(lengthSize+int(n), headBytes)]...)[:n]
 	}
 	if own := from == c.comm.rank(); n > headBytes-lengthSize && (!own || c.kind == broadcast) {
-		c.transfer(c.frames[from][headBytes-lengthSize:], from, transfer)
+		return c.transfer(c.frames[from][headBytes-lengthSize:], from, transfer)
 	}
+	return nil
 }
 
 // transfer begins a transfer with another rank.
-func (c *collectives) transfer(rest []byte, peer int, begin func([]byte, int) error) {
+func (c *collectives) transfer(rest []byte, peer int, begin func([]byte, int) error) error {
 	pin(&c.pins, rest)
 	c.resting, c.tester.done = true, false
-	c.err = errors.Join(c.err, begin(rest, peer))
+	return begin(rest, peer)
 }
 
 // Missing returns no ranks, because MPI does not say for which rank it waits.

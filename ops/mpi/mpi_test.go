@@ -503,8 +503,8 @@ func TestErrorsNameRanks(t *testing.T) {
 	last := n - 1
 	fail := func(c comm, begin func() error) error {
 		t.Helper()
-		var err error
-		if job.thread.do(func() { err = begin() }); err == nil {
+		err := job.do(begin)
+		if err == nil {
 			ctx, cancel := context.WithTimeout(ctx, 20*time.Second)
 			defer cancel()
 			_, err = job.wait(ctx, newTester(c), true)
@@ -513,14 +513,14 @@ func TestErrorsNameRanks(t *testing.T) {
 	}
 	// MPI keeps the communicators, because it may still use them after an error.
 	var pair, all comm
-	job.thread.do(func() {
-		var err, err2 error
+	if err := job.do(func() (err error) {
+		var err2 error
 		pair, err = job.comm.sub(everyone(), 7)
 		all, err2 = job.comm.sub(everyone(), 8)
-		if err := errors.Join(err, err2); err != nil {
-			t.Error(err)
-		}
-	})
+		return errors.Join(err, err2)
+	}); err != nil {
+		t.Error(err)
+	}
 	small, large := pinned(t, 8), pinned(t, 64)
 
 	// The last rank receives more than it expects from rank 0.
@@ -597,6 +597,47 @@ func exitAfterFailure(t *testing.T) {
 		fmt.Println("the failure was handled")
 	}
 	os.Exit(3)
+}
+
+// If MPI fails while an operation or a collective of the negotiation waits to call MPI, each of them ends
+// with the error of this failure, although an earlier operation has completed. Afterwards nobody calls MPI.
+func TestFailureElsewhere(t *testing.T) {
+	if os.Getenv(failureVariable) == "" {
+		t.Skip("MPI cannot be used any more after a failure, so this test has a job of its own")
+	}
+	b, me := open(t, everyone(), 1<<30, false)
+	buf := make([]byte, 8)
+	if err := b.Allreduce(ctx, message.NoAlgorithm, tensor.Int64, tensor.Sum, buf); err != nil {
+		t.Fatal(err)
+	}
+	c := job.Collectives()
+	for c.Gather(make([]byte, 2*headBytes)); !c.Poll(); {
+		runtime.Gosched()
+	}
+	if me > 0 {
+		select {} // mpirun ends this process when rank 0 has ended
+	}
+	if err := b.Start(ops.Operation{Kind: message.Allreduce, DType: tensor.Int64, Op: tensor.Sum,
+		Tensors: []ops.Tensor{{In: buf, Out: buf}}}); err != nil {
+		t.Fatal(err)
+	}
+	failed := errors.New("an operation of another set has failed")
+	job.thread.token <- struct{}{} // as if another goroutine called MPI
+	time.AfterFunc(100*time.Millisecond, func() { job.spoil(failed) })
+	if p, err := b.Step(ctx, false); p != ops.Waiting || !errors.Is(err, failed) {
+		t.Errorf("got progress %v and error %v, want %v and %v", p, err, ops.Waiting, failed)
+	}
+	if _, done, err := c.Test(); done || !errors.Is(err, failed) {
+		t.Errorf("the gather is done: %v, with error %v, want false and %v", done, err, failed)
+	}
+	<-job.thread.token
+	for range 20 {
+		err := job.do(func() error { return errors.New("MPI was called") })
+		if !errors.Is(err, failed) {
+			t.Errorf("got error %v, want %v", err, failed)
+		}
+	}
+	exitAfterFailure(t)
 }
 
 // A rank that makes a process set does not wait forever for members that do not. Operations of other sets

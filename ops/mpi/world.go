@@ -45,39 +45,40 @@ type thread struct {
 	// serialized is set if the goroutine that calls do may call MPI itself. Otherwise the goroutine that has
 	// initialized MPI does so.
 	serialized bool
-	calls      chan func()
-	returned   chan struct{}
+	calls      chan func() error
+	returned   chan error
 }
 
-// do calls f, which may call MPI, and waits until it has returned. It reports whether it has called f. It has
-// not if the world has failed.
-func (t *thread) do(f func()) bool {
+// do calls f, which may call MPI, and returns its error. If MPI cannot be used any more, do does not call f
+// but returns the reason.
+func (w *world) do(f func() error) error {
+	t := &w.thread
 	select {
 	case t.token <- struct{}{}:
 	case <-t.stuck:
-		return false
+		return w.failure()
 	}
 	defer func() { <-t.token }()
-	if t.serialized {
-		f()
-	} else {
-		t.onOwner(f)
+	switch err := w.failure(); {
+	case err != nil:
+		return err
+	case t.serialized:
+		return f()
 	}
-	return true
+	return t.onOwner(f)
 }
 
 // onOwner calls f in the goroutine that has initialized MPI. The caller holds the token.
-func (t *thread) onOwner(f func()) {
+func (t *thread) onOwner(f func() error) error {
 	t.calls <- f
-	<-t.returned
+	return <-t.returned
 }
 
-// run calls the functions that do passes to it, in a goroutine that is locked to its thread.
+// run calls the functions that onOwner passes to it, in a goroutine that is locked to its thread.
 func (t *thread) run() {
 	runtime.LockOSThread()
 	for f := range t.calls {
-		f()
-		t.returned <- struct{}{}
+		t.returned <- f()
 	}
 }
 
@@ -88,7 +89,7 @@ func Join(ctx context.Context, o Options) (World, error) {
 	defer process.mu.Unlock()
 	if process.world == nil {
 		w := new(world)
-		w.thread.calls, w.thread.returned = make(chan func()), make(chan struct{})
+		w.thread.calls, w.thread.returned = make(chan func() error), make(chan error)
 		w.thread.token, w.thread.stuck = make(chan struct{}, 1), make(chan struct{})
 		go w.thread.run()
 		err := w.await(ctx, "joining the other processes", func() error { return w.initialize(o) })
@@ -115,7 +116,7 @@ func (w *world) await(ctx context.Context, what string, f func() error) error {
 	go func() {
 		w.thread.token <- struct{}{}
 		defer func() { <-w.thread.token }()
-		w.thread.onOwner(func() { done <- f() })
+		done <- w.thread.onOwner(f)
 	}()
 	select {
 	case err := <-done:
@@ -158,13 +159,9 @@ func (w *world) Broadcast(ctx context.Context, buf []byte) error {
 
 // collective begins an operation on all ranks and waits until it has completed. buf is its buffer.
 func (w *world) collective(ctx context.Context, buf []byte, begin func() error) error {
-	err := w.failure()
-	if err != nil {
-		return fmt.Errorf("ops/mpi: %w", err)
-	}
 	pins := new(runtime.Pinner)
 	pin(pins, buf)
-	w.thread.do(func() { err = begin() })
+	err := w.do(begin)
 	if err == nil {
 		_, err = w.wait(ctx, newTester(w.comm), false)
 	}
@@ -195,26 +192,32 @@ const (
 
 // tester tests the operation on a communicator. Its function is made once, so that a test does not allocate.
 type tester struct {
-	poll  func() // sets done and err
+	poll  func() error // sets done
 	done  bool
-	err   error
 	timer *time.Timer // of naps; nil before the first one
 }
 
 func newTester(c comm) *tester {
 	t := new(tester)
-	t.poll = func() { t.done, t.err = c.test(polls) }
+	t.poll = func() (err error) {
+		t.done, err = c.test(polls)
+		return err
+	}
 	return t
+}
+
+// test reports whether the operation has completed. It has not if MPI cannot be used any more.
+func (w *world) test(t *tester) (done bool, err error) {
+	t.done = false
+	err = w.do(t.poll)
+	return t.done, err
 }
 
 // wait waits until the operation on c has completed or ctx ends.
 func (w *world) wait(ctx context.Context, t *tester, oversubscribed bool) (done bool, err error) {
 	for n := 1; ; n++ {
-		if !w.thread.do(t.poll) {
-			return false, w.failure()
-		}
-		if t.done || t.err != nil {
-			return t.done, t.err
+		if done, err = w.test(t); done || err != nil {
+			return done, err
 		}
 		switch {
 		case ctx.Err() != nil:
