@@ -174,7 +174,7 @@ func (c *Coordinator) Tick(now time.Duration) {
 	default:
 		return
 	}
-	if s := c.suspicion; s != nil && now-s.since >= patience(suspectGrace, s.suspects) {
+	if s := c.suspicion; s != nil && now >= s.due() {
 		c.decideSuspicion(s)
 		return
 	}
@@ -420,13 +420,13 @@ func (c *Coordinator) suspect(by topo.Rank, up *message.Up) {
 // clearer reports whether a suspicion of the ranks a replaces an earlier one of the ranks b.
 func clearer(a, b []topo.Rank) bool { return len(a) == 1 && len(b) > 1 }
 
-// patience returns how long to wait after a suspicion: d if there is one suspect. If there are several, the
-// wait is longer, so that a suspect that has failed has missed its heartbeats.
-func patience(d time.Duration, suspects []topo.Rank) time.Duration {
-	if len(suspects) > 1 {
-		d += silenceGrace
+// due returns the time at which the coordinator gives its verdict about the suspicion. If there are several
+// suspects, the wait is longer, so that a suspect that has failed has missed its heartbeats.
+func (s *suspicion) due() time.Duration {
+	if len(s.suspects) > 1 {
+		return s.since + suspectGrace + silenceGrace
 	}
-	return d
+	return s.since + suspectGrace
 }
 
 // decideSuspicion gives the verdict about suspected ranks. It is called only if no control connection has
@@ -655,7 +655,7 @@ func (c *Coordinator) Next() time.Duration {
 		}
 	}
 	if c.suspicion != nil {
-		next = min(next, c.suspicion.since+patience(suspectGrace, c.suspicion.suspects))
+		next = min(next, c.suspicion.due())
 	}
 	if c.state == stopping {
 		next = min(next, c.progress+closeTimeout)

@@ -148,8 +148,8 @@ func (m *Member) Tick(now time.Duration) {
 		return
 	}
 	switch {
-	case m.suspected != nil && now-m.suspectedAt >= patience(verdictTimeout, m.suspected.Ranks):
-		m.fail(m.suspected)
+	case now >= m.ownVerdictDue():
+		m.decideSuspicion()
 	case now-m.lastReceived >= m.cfg.LivenessTimeout:
 		m.Lost(fmt.Sprintf("silent for %v", m.cfg.LivenessTimeout))
 	}
@@ -232,9 +232,9 @@ func (m *Member) Drained() {
 // Suspect reports a failure of one of the given ranks, which are in ascending order. If there is one, and it
 // is another rank, the data connection to it has failed. If there is only this rank, this rank itself fails.
 // If there are several, this rank cannot tell which of them has failed. The coordinator answers with a
-// verdict. If the verdict does not come in time, the suspicion becomes the verdict. The first suspicion of a
-// rank counts, but one of several ranks gives way to one of a single rank. After this rank's bye, Suspect has
-// no effect, because the rank executes nothing that could fail.
+// verdict. If the verdict does not come in time, a suspicion of one rank becomes the verdict. The first
+// suspicion of a rank counts, but one of several ranks gives way to one of a single rank. After this rank's
+// bye, Suspect has no effect, because the rank executes nothing that could fail.
 func (m *Member) Suspect(ranks []topo.Rank, reason string) {
 	switch {
 	case m.state == memberBye || m.state == memberClosed || m.state == memberFailed:
@@ -244,6 +244,30 @@ func (m *Member) Suspect(ranks []topo.Rank, reason string) {
 	}
 	m.suspected = &Verdict{Ranks: ranks, Reason: reason}
 	m.suspectedAt, m.suspectFrame = m.now, true
+}
+
+// ownVerdictDue returns the time at which this rank decides about its suspicion by itself, or never. If it
+// suspects several ranks, it does so only if the coordinator is silent too.
+func (m *Member) ownVerdictDue() time.Duration {
+	switch {
+	case m.suspected == nil:
+		return never
+	case len(m.suspected.Ranks) == 1:
+		return m.suspectedAt + verdictTimeout
+	}
+	return max(m.suspectedAt+verdictTimeout+silenceGrace, m.lastReceived+2*heartbeatPeriod)
+}
+
+// decideSuspicion gives this rank's own verdict about the ranks that it suspects. If there are several, the
+// coordinator has missed its heartbeats. That is a better reason to blame rank 0, or the leader that sends
+// them, than the suspicion is to blame all suspects. Other ranks give the same verdict.
+func (m *Member) decideSuspicion() {
+	if len(m.suspected.Ranks) == 1 {
+		m.fail(m.suspected)
+		return
+	}
+	m.Lost(fmt.Sprintf("silent for %s, and rank %d reported: %s", seconds(m.now-m.lastReceived), m.cfg.Rank,
+		m.suspected.Reason))
 }
 
 // SuspectChannel records that the channel for messages of a process set to a rank has failed. If other ranks
@@ -591,11 +615,7 @@ func (m *Member) Next() time.Duration {
 	if m.state == memberClosed || m.state == memberFailed {
 		return never
 	}
-	next := min(m.nextHeartbeat(false), m.lastReceived+m.cfg.LivenessTimeout)
-	if m.suspected != nil {
-		next = min(next, m.suspectedAt+patience(verdictTimeout, m.suspected.Ranks))
-	}
-	return next
+	return min(m.nextHeartbeat(false), m.lastReceived+m.cfg.LivenessTimeout, m.ownVerdictDue())
 }
 
 // Digest returns a digest of the member's cache of a set. It is equal at all members that have applied the
