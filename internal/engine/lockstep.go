@@ -71,6 +71,7 @@ type lockstep struct {
 	star *star
 
 	phase    phase
+	failed   bool          // whether this rank has reported an error in a cycle and waits for the verdict
 	and, or  []uint64      // the bit vectors of this cycle
 	due      time.Duration // the time at which the next cycle begins
 	pause    time.Duration // the time between two cycles
@@ -110,10 +111,12 @@ func (n *lockstep) handleFrame(from topo.Rank, frame []byte) {
 
 // arrived implements the interface negotiation.
 func (n *lockstep) arrived() bool {
-	if n.phase == pausing {
-		return n.pause == 0 && !n.over()
-	}
-	if n.collectives.Poll() {
+	switch {
+	case n.over():
+		return false
+	case n.phase == pausing:
+		return n.pause == 0
+	case n.collectives.Poll():
 		return true
 	}
 	if sched := n.e.sched; n.star == nil && n.idle <= eagerCycles && sched.now < n.began+pollCollective {
@@ -144,7 +147,7 @@ const longTurn = 2 * time.Second
 func (n *lockstep) next() time.Duration {
 	next := n.events.next()
 	switch {
-	case n.core.Over():
+	case n.over():
 		return next
 	case n.phase == pausing:
 		return min(next, n.due)
@@ -157,7 +160,7 @@ func (n *lockstep) next() time.Duration {
 
 // over reports whether this rank begins no more cycles.
 func (n *lockstep) over() bool {
-	return n.core.Over() || n.e.coordinator != nil && n.e.coordinator.Closed()
+	return n.core.Over() || n.failed || n.e.coordinator != nil && n.e.coordinator.Closed()
 }
 
 // step moves the cycle to its next phase if that is possible now, and reports whether it has done so.
@@ -177,9 +180,7 @@ func (n *lockstep) step() bool {
 	}
 	frames, done, err := n.collectives.Test()
 	if err != nil {
-		n.deadline = never
-		suspects, _ := blame(err, e.cfg.Rank)
-		e.suspect(suspects, err)
+		n.fail(err)
 		return false
 	}
 	if !done {
@@ -198,6 +199,13 @@ func (n *lockstep) step() bool {
 		n.endCycle(true)
 	}
 	return n.phase != pausing // requests are taken before the next cycle
+}
+
+// fail reports an error of this rank in a cycle. The rank then waits for the verdict.
+func (n *lockstep) fail(err error) {
+	n.failed = true
+	suspects, _ := blame(err, n.e.cfg.Rank)
+	n.e.suspect(suspects, err)
 }
 
 // begin enters a phase. The collective of the phase must complete within two liveness timeouts.
@@ -235,7 +243,7 @@ func (n *lockstep) combined() {
 		e.traceUp(up)
 		frame, err := message.AppendUp(nil, up)
 		if err != nil {
-			e.suspect(e.self(), err)
+			n.fail(err)
 			return
 		}
 		n.begin(gathering)

@@ -16,6 +16,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/internal/transport/mem"
+	"github.com/gohvd/gohvd/ops"
 )
 
 // againstFrames runs rank 0 in lock-step until its epoch ends, and returns the error with which its engine
@@ -131,6 +132,43 @@ func TestLockstepDeadline(t *testing.T) {
 		}), "it has not entered a negotiation cycle for 20s, although it sends heartbeats")
 		if took := time.Since(began); took < 20*time.Second || took > 21*time.Second {
 			t.Errorf("took %v, want 20s", took)
+		}
+	})
+}
+
+// broken are collectives that fail with err. Poll reports each time that Test has to be called.
+type broken struct {
+	stuck
+	tests int // number of calls of Test
+}
+
+func (b *broken) Test() ([][]byte, bool, error) {
+	if b.tests++; b.tests == 1000 {
+		time.Sleep(time.Hour) // a loop that calls Test without a pause would stop the time in the bubble
+	}
+	return b.stuck.Test()
+}
+
+// After an error in a cycle, the rank that cannot tell which rank has failed waits for the verdict without
+// calling Test again.
+func TestCollectivesFailOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		failing := &broken{stuck: stuck{&ops.UnknownRankError{Ranks: []topo.Rank{0, 1},
+			Err: errors.New("no such peer")}}}
+		c := start(t, 2, func(cfg *engine.Config) {
+			cfg.Lockstep = true
+			cfg.Collectives = []engine.Collectives{stuck{}, failing}[cfg.Rank]
+		})
+		c.each(func(r int) {
+			<-c.engines[r].Ended()
+			want := "rank 0 or rank 1 failed: rank 1 cannot tell which of ranks 0 and 1 has failed: no such peer"
+			if err := c.engines[r].Err(); err == nil || !strings.Contains(err.Error(), want) {
+				t.Errorf("rank %d: got error %v, want %q", r, err, want)
+			}
+			c.engines[r].Close()
+		})
+		if failing.tests != 1 {
+			t.Errorf("rank 1 called Test %d times, want once", failing.tests)
 		}
 	})
 }
