@@ -35,7 +35,7 @@ const (
 	// verdictTimeout is how long a rank that suspects another rank waits for the verdict of the coordinator.
 	verdictTimeout = time.Second
 	// silenceGrace is added to suspectGrace and to verdictTimeout if several ranks are suspected. After this
-	// time, a rank that had failed before has missed two heartbeats.
+	// time, a rank that had failed before has missed two heartbeats if it is not behind a leader.
 	silenceGrace = 2 * heartbeatPeriod
 	// closeTimeout is the maximum time for which a shutdown may make no progress.
 	closeTimeout = 10 * time.Second

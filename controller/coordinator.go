@@ -174,8 +174,8 @@ func (c *Coordinator) Tick(now time.Duration) {
 	default:
 		return
 	}
-	if s := c.suspicion; s != nil && now >= s.due() {
-		c.decideSuspicion(s)
+	if now >= c.verdictDue() {
+		c.decideSuspicion()
 		return
 	}
 	if len(c.silent(c.cfg.LivenessTimeout)) > 0 {
@@ -213,10 +213,7 @@ func (c *Coordinator) failSilent() {
 	if len(silent) > 1 {
 		text = fmt.Sprintf("silent for up to %v", c.cfg.LivenessTimeout)
 	}
-	if behind := c.behind(silent); len(behind) > 0 {
-		text += fmt.Sprintf("; it passes on the frames of %s", topo.FormatRanks(behind))
-	}
-	c.fail(silent, text)
+	c.fail(silent, text+c.behindText(silent))
 }
 
 // endStuckShutdown ends a shutdown that makes no progress. If ranks have missed their heartbeats, it gives a
@@ -420,37 +417,63 @@ func (c *Coordinator) suspect(by topo.Rank, up *message.Up) {
 // clearer reports whether a suspicion of the ranks a replaces an earlier one of the ranks b.
 func clearer(a, b []topo.Rank) bool { return len(a) == 1 && len(b) > 1 }
 
-// due returns the time at which the coordinator gives its verdict about the suspicion. If there are several
-// suspects, the wait is longer, so that a suspect that has failed has missed its heartbeats.
-func (s *suspicion) due() time.Duration {
-	if len(s.suspects) > 1 {
-		return s.since + suspectGrace + silenceGrace
+// verdictDue returns the time at which the coordinator gives its verdict about the suspicion, or never. If
+// there are several suspects, the wait is longer, so that a suspect that has failed has missed its
+// heartbeats. A rank behind a leader has done so only when the leader is heard two heartbeat periods later.
+// The leader is heard at least once in a heartbeat period, and may hold the last frame of the rank and its
+// own.
+func (c *Coordinator) verdictDue() time.Duration {
+	s := c.suspicion
+	if s == nil {
+		return never
 	}
-	return s.since + suspectGrace
+	due := s.since + suspectGrace
+	if len(s.suspects) > 1 {
+		due += silenceGrace
+		if c.cfg.Leaders != nil {
+			due += heartbeatPeriod + 2*holdPeriod
+		}
+	}
+	return due
 }
 
 // decideSuspicion gives the verdict about suspected ranks. It is called only if no control connection has
-// ended in the meantime, because that would have shown which rank has died. The verdict names the suspects
-// that have missed their heartbeats, or whose connection has ended after their bye. If there are none, it
-// names all suspects and the rank that suspects them, because any of them may have failed.
-func (c *Coordinator) decideSuspicion(s *suspicion) {
-	reason := fmt.Sprintf("rank %d lost its connection to rank %d: %s", s.by, s.suspects[0], s.reason)
-	if len(s.suspects) > 1 {
+// ended meanwhile. If the suspects, or leaders that pass on their frames, have missed their heartbeats, they
+// have failed. Otherwise, the suspects and the rank that suspects them have failed.
+func (c *Coordinator) decideSuspicion() {
+	s := c.suspicion
+	ranks := c.gone(s.suspects)
+	found := len(ranks) > 0
+	if !found {
+		ranks = append(slices.Clone(s.suspects), s.by)
+		slices.Sort(ranks)
+		ranks = slices.Compact(ranks)
+	}
+	var reason string
+	switch {
+	case len(s.suspects) == 1 && (!found || slices.Equal(ranks, s.suspects)):
+		reason = fmt.Sprintf("rank %d lost its connection to rank %d: %s", s.by, s.suspects[0], s.reason)
+	case !found:
 		reason = fmt.Sprintf("rank %d cannot tell which of %s has failed: %s", s.by,
 			topo.FormatRanks(s.suspects), s.reason)
+	default:
+		reason = fmt.Sprintf("silent since rank %d reported: %s%s", s.by, s.reason, c.behindText(ranks))
 	}
-	silent := slices.DeleteFunc(slices.Clone(s.suspects), func(r topo.Rank) bool {
+	c.fail(ranks, reason)
+}
+
+// gone returns those of the given ranks and of their leaders that have missed two heartbeats or whose control
+// connections have ended, in ascending order.
+func (c *Coordinator) gone(ranks []topo.Rank) []topo.Rank {
+	all := slices.Clone(ranks)
+	for _, r := range ranks {
+		all = append(all, c.leaderOf(r))
+	}
+	slices.Sort(all)
+	return slices.DeleteFunc(slices.Compact(all), func(r topo.Rank) bool {
 		k := &c.ranks[r]
 		return !k.lost && c.heard(r)-k.lastReceived < 2*heartbeatPeriod
 	})
-	if len(silent) == 0 {
-		silent = append(slices.Clone(s.suspects), s.by)
-		slices.Sort(silent)
-		silent = slices.Compact(silent)
-	} else if len(s.suspects) > 1 {
-		reason = fmt.Sprintf("silent since rank %d reported: %s", s.by, s.reason)
-	}
-	c.fail(silent, reason)
 }
 
 // fail gives the verdict. It is called at most once.
@@ -654,9 +677,7 @@ func (c *Coordinator) Next() time.Duration {
 			next = min(next, k.lastReceived+c.cfg.LivenessTimeout)
 		}
 	}
-	if c.suspicion != nil {
-		next = min(next, c.suspicion.due())
-	}
+	next = min(next, c.verdictDue())
 	if c.state == stopping {
 		next = min(next, c.progress+closeTimeout)
 	}

@@ -53,6 +53,16 @@ func (c *Coordinator) behind(leaders []topo.Rank) (ranks []topo.Rank) {
 	return ranks
 }
 
+// behindText returns a text for a verdict about the given ranks, which names the ranks behind them. It is
+// empty if there are none.
+func (c *Coordinator) behindText(leaders []topo.Rank) string {
+	behind := c.behind(leaders)
+	if len(behind) == 0 {
+		return ""
+	}
+	return fmt.Sprintf("; it passes on the frames of %s", topo.FormatRanks(behind))
+}
+
 // failMember applies the report of a leader that the control connection of one of its ranks has ended, or
 // that the rank has broken the protocol.
 func (c *Coordinator) failMember(leader topo.Rank, up *message.Up) {

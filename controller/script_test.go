@@ -338,6 +338,8 @@ func (s *script) cluster(f []string) error {
 			cfg.DisableGroupFusion = true
 		case "deterministic":
 			cfg.Deterministic = true
+		case "leaders":
+			cfg.Leaders, err = parseRanks(value, len(cfg.Sets[0].Ranks))
 		case "sets":
 			for text := range strings.SplitSeq(value, ";") {
 				id, members, _ := strings.Cut(text, ":")
@@ -391,17 +393,27 @@ func (s *script) round() bool {
 			n.send()
 		}
 	}
+	for _, n := range s.c.nodes {
+		if n.comb != nil && s.awake(n) {
+			moved = n.combine(func(of *node) int { return len(of.up) }) || moved
+		}
+	}
 	s.flush()
 	if zero := s.c.nodes[0]; !zero.dead && !slices.Contains(s.frozen, zero.rank) {
 		s.c.coord.Tick(s.c.now)
 		for _, n := range s.c.nodes {
-			for len(n.up) > 0 && !slices.Contains(s.mute, n.rank) {
+			for n.arriving() && !slices.Contains(s.mute, n.rank) {
 				s.c.receive(n)
 				moved = true
 			}
 		}
 		if s.c.decide() {
 			moved = true
+		}
+	}
+	for _, n := range s.c.nodes {
+		for ; n.comb != nil && s.awake(n) && len(n.downs) > 0; moved = true {
+			n.distribute()
 		}
 	}
 	for _, n := range s.c.nodes {
