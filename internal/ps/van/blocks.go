@@ -1,6 +1,7 @@
 package van
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"maps"
@@ -11,6 +12,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/ps/pspb"
 	"github.com/gohvd/gohvd/internal/shmem"
 )
@@ -300,10 +302,11 @@ func (l *link) release(ids []uint32) {
 type descriptors struct {
 	conn *net.UnixConn
 	fds  []int
+	lost error // reason why a descriptor did not arrive, or nil
 }
 
 func (d *descriptors) Read(p []byte) (int, error) {
-	rights := make([]byte, unix.CmsgSpace(4*maxFDs))
+	rights := make([]byte, unix.CmsgSpace(4*(maxFDs+1)))
 	n, nr, flags, _, err := d.conn.ReadMsgUnix(p, rights)
 	if nr > 0 {
 		parts, parseErr := unix.ParseSocketControlMessage(rights[:nr])
@@ -313,16 +316,20 @@ func (d *descriptors) Read(p []byte) (int, error) {
 		}
 		err = errors.Join(err, parseErr)
 	}
-	if flags&unix.MSG_CTRUNC != 0 || len(d.fds) > maxBlocks {
-		err = errors.Join(err, errors.New("descriptors of shared memory were lost"))
+	switch {
+	case nr == len(rights) || len(d.fds) > maxBlocks:
+		err = errors.Join(err, errors.New("malformed message: it has too many descriptors"))
+	case flags&unix.MSG_CTRUNC != 0: // there was room in rights, so this process may open no more files
+		d.lost = fmt.Errorf("receive a descriptor of shared memory: %w", dial.ExplainLimit(unix.EMFILE))
+		err = errors.Join(err, d.lost)
 	}
 	return max(n, 0), err // n is negative after an error
 }
 
 // take returns the oldest descriptor, which the caller must close.
 func (d *descriptors) take() (int, error) {
-	if d == nil || len(d.fds) == 0 {
-		return -1, errors.New("malformed message: the descriptor of a block is missing")
+	if len(d.fds) == 0 {
+		return -1, cmp.Or(d.lost, errors.New("malformed message: the descriptor of a block is missing"))
 	}
 	fd := d.fds[0]
 	d.fds = d.fds[1:]

@@ -3,6 +3,7 @@ package van
 import (
 	"bytes"
 	"errors"
+	"fmt"
 	"io"
 	"math/rand/v2"
 	"net"
@@ -207,5 +208,53 @@ func TestBadBlocks(t *testing.T) {
 		r.close()
 		r.link.theirs.end()
 		ends[1].Close()
+	}
+}
+
+// TestExhausted checks that a node that cannot receive a descriptor or map a block blames itself, and that
+// its peer blames it too.
+func TestExhausted(t *testing.T) {
+	for name, exhaust := range map[string]func(t *testing.T, s, w *node){
+		"descriptors": func(t *testing.T, _, w *node) {
+			m := w.NewMessage(8, &pspb.Header{Request: true}, sharedBytes)
+			var limit unix.Rlimit
+			if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(func() {
+				if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
+					t.Error(err)
+				}
+			})
+			if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Max: limit.Max}); err != nil {
+				t.Fatal(err)
+			}
+			if err := w.Request(t.Context(), 8, m); err != nil {
+				t.Fatal(err)
+			}
+		},
+		"memory": func(t *testing.T, s, _ *node) {
+			l, err := s.link(9)
+			if err != nil {
+				t.Fatal(err)
+			}
+			l.fail(fmt.Errorf("map a block of shared memory: %w", unix.ENOMEM))
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			nodes := startJob(t, 1, 1, nil)
+			s, w := nodes[8], nodes[9]
+			exhaust(t, s, w)
+			s.until(t, "the link of the server has ended", func() bool { return s.lost[9] != nil })
+			w.until(t, "the link of the worker has ended", func() bool { return w.lost[8] != nil })
+			for _, n := range []*node{s, w} {
+				n.mu.Lock()
+				if !slices.Equal(n.blamed, []int{8}) {
+					t.Errorf("%s blames %v, want 8", Name(n.ID()), n.blamed)
+				}
+				n.mu.Unlock()
+			}
+			testnet.WantError(t, s.lost[9], "server 0 has no resources for the connection")
+		})
 	}
 }

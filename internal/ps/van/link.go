@@ -14,6 +14,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/ps/pspb"
 	"github.com/gohvd/gohvd/internal/trace"
 )
@@ -593,7 +594,7 @@ func (l *link) run(r *reader) {
 // fail ends the link because of err. Only the first call has an effect.
 func (l *link) fail(err error) {
 	l.mu.Lock()
-	left := l.left
+	left, culprit := l.left, l.peer
 	switch {
 	case l.full != nil:
 		err = l.full
@@ -601,10 +602,13 @@ func (l *link) fail(err error) {
 		err = errLeft
 	case errors.Is(err, io.EOF):
 		err = errors.New("its connection has ended")
+	case isExhausted(err):
+		culprit = l.van.id
+		err = fmt.Errorf("%s has no resources for the connection: %w", Name(culprit), err)
 	}
 	l.mu.Unlock()
 	if err != errLeft {
-		l.van.blame(l.peer, err)
+		l.van.blame(culprit, err)
 	}
 	l.mu.Lock()
 	if l.end != nil {
@@ -634,4 +638,10 @@ func (l *link) fail(err error) {
 	l.own.end()
 	l.theirs.end()
 	l.van.linkEnded(l, left, err)
+}
+
+// isExhausted reports whether err says that this process or its host has no free memory or file descriptor.
+func isExhausted(err error) bool {
+	return dial.IsExhausted(err) || errors.Is(err, unix.ENOMEM) || errors.Is(err, unix.ENOBUFS) ||
+		errors.Is(err, unix.ETOOMANYREFS)
 }
