@@ -7,6 +7,7 @@ import (
 	"slices"
 	"strconv"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"go.uber.org/zap"
@@ -22,10 +23,15 @@ import (
 // blameTime is how long a failure waits until the launcher knows of it.
 const blameTime = 2 * time.Second
 
+// epochs is the number of times that this process has connected with hvdrun. A verdict of a later epoch
+// replaces one of an earlier epoch.
+var epochs atomic.Uint64
+
 // launcher is the connection with hvdrun. For hvdrun each node is a process with a number: 0 is the
 // scheduler, the servers follow, and then the workers.
 type launcher struct {
 	kv     *kvstore.Client
+	epoch  uint64
 	link   joblink.Link
 	cancel context.CancelFunc
 	wg     sync.WaitGroup // the goroutine that answers
@@ -47,7 +53,7 @@ func (p *Postoffice) dialLauncher(ctx context.Context) error {
 	}
 	role := map[van.Role]int{van.Server: van.ServerID(set.PS.Rank), van.Worker: van.WorkerID(set.PS.Rank),
 		van.Scheduler: van.SchedulerID}
-	l := &launcher{kv: kv, link: joblink.New(kv, p.process(role[p.cfg.Role]))}
+	l := &launcher{kv: kv, epoch: epochs.Add(1), link: joblink.New(kv, p.process(role[p.cfg.Role]))}
 	answering, cancel := context.WithCancel(context.Background())
 	p.launcher, l.cancel = l, cancel
 	l.wg.Go(func() {
@@ -91,8 +97,8 @@ func (p router) Blame(id int, err error) {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), blameTime)
 	defer cancel()
-	// Every Postoffice has one epoch.
-	v := joblink.Verdict{Epoch: 1, Ranks: []topo.Rank{topo.Rank(p.process(id))}, Reason: err.Error()}
+	v := joblink.Verdict{Epoch: p.launcher.epoch, Ranks: []topo.Rank{topo.Rank(p.process(id))},
+		Reason: err.Error()}
 	if err := p.launcher.link.ReportVerdict(ctx, v); err != nil {
 		p.log.Debug("ps: the failure of a node was not reported to hvdrun", zap.Error(err))
 	}

@@ -26,6 +26,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"time"
 
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/store"
@@ -95,6 +96,8 @@ type Verdict struct {
 	Ranks []topo.Rank `json:"ranks"`
 	// Reason explains the failure to users. It is UTF-8 with at most MaxReasonBytes bytes.
 	Reason string `json:"reason"`
+	// At is when the launcher received the verdict. Ranks leave it empty.
+	At time.Time `json:"-"`
 }
 
 // question is an element of the list of open questions.
@@ -318,6 +321,7 @@ func (l *Launcher) take(m message) {
 			if l.verdict.Ranks == nil {
 				close(l.decided)
 			}
+			v.At = time.Now()
 			l.verdict = v
 		}
 		return

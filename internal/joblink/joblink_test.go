@@ -308,6 +308,10 @@ func TestReports(t *testing.T) {
 	testnet.WantError(t, New(kv, 0).Report(ctx, Stall, nil), "16384 unread reports")
 }
 
+func verdictOf(epoch uint64, reason string, ranks ...topo.Rank) Verdict {
+	return Verdict{Epoch: epoch, Ranks: ranks, Reason: reason}
+}
+
 // TestVerdict sends several verdicts. The first verdict of an epoch must count. A verdict of a later epoch
 // must replace it, and a verdict of an earlier epoch must be ignored.
 func TestVerdict(t *testing.T) {
@@ -321,11 +325,11 @@ func TestVerdict(t *testing.T) {
 	}
 	rank := New(dial(), 2)
 	for _, step := range []struct{ says, want Verdict }{
-		{Verdict{3, []topo.Rank{1}, "first"}, Verdict{3, []topo.Rank{1}, "first"}},
-		{Verdict{3, []topo.Rank{0}, "second"}, Verdict{3, []topo.Rank{1}, "first"}},
-		{Verdict{2, []topo.Rank{0}, "old"}, Verdict{3, []topo.Rank{1}, "first"}},
-		{Verdict{4, []topo.Rank{0, 2}, strings.Repeat("é", MaxReasonBytes)},
-			Verdict{4, []topo.Rank{0, 2}, strings.Repeat("é", MaxReasonBytes/2)}},
+		{verdictOf(3, "first", 1), verdictOf(3, "first", 1)},
+		{verdictOf(3, "second", 0), verdictOf(3, "first", 1)},
+		{verdictOf(2, "old", 0), verdictOf(3, "first", 1)},
+		{verdictOf(4, strings.Repeat("é", MaxReasonBytes), 0, 2),
+			verdictOf(4, strings.Repeat("é", MaxReasonBytes/2), 0, 2)},
 	} {
 		if err := rank.ReportVerdict(ctx, step.says); err != nil {
 			t.Fatal(err)
@@ -336,7 +340,7 @@ func TestVerdict(t *testing.T) {
 		})
 		v, err := l.Verdict(ctx)
 		if err != nil || v.Epoch != step.want.Epoch || !slices.Equal(v.Ranks, step.want.Ranks) ||
-			v.Reason != step.want.Reason {
+			v.Reason != step.want.Reason || v.At.IsZero() {
 			t.Errorf("got %v, %v, want %v", v, err, step.want)
 		}
 	}

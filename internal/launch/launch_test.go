@@ -646,27 +646,31 @@ func laterScript(file string) string { return `until [ -e "` + file + `" ]; do s
 func TestRootCause(t *testing.T) {
 	for _, c := range []struct {
 		name, verdict string
+		old           bool
 		roots         []int
 		status        int
 		report        []string
 	}{
-		{"first by time", "", []int{0}, 1,
+		{"first by time", "", false, []int{0}, 1,
 			[]string{"Root cause (first observed failure):\n  rank 0: exit status 1\n",
 				"Other ranks that failed:\n  rank 2: killed by SIGKILL, which hvdrun did not send"}},
-		{"verdict", `{"epoch":1,"ranks":[2],"reason":"connection\nlost"}`, []int{2}, 137,
+		{"verdict", `{"epoch":1,"ranks":[2],"reason":"connection\nlost"}`, false, []int{2}, 137,
 			[]string{"Root cause (found by the surviving ranks): connection?lost\n  rank 2: killed by SIGKILL", "Other ranks that failed:\n  rank 0: exit status 1, pid "}},
-		{"verdict on two", `{"epoch":1,"ranks":[0,2],"reason":"x"}`, []int{0, 2}, 1,
+		{"verdict on two", `{"epoch":1,"ranks":[0,2],"reason":"x"}`, false, []int{0, 2}, 1,
 			[]string{"  rank 0: exit", "  rank 2: killed"}},
-		{"verdict on a rank that ended well", `{"epoch":1,"ranks":[1],"reason":"left early"}`, []int{1}, 1,
+		{"verdict on a rank that ended well", `{"epoch":1,"ranks":[1],"reason":"left early"}`, false, []int{1}, 1,
 			[]string{"left early\n  rank 1: exit status 0\n"}},
-		{"verdict on nobody here", `{"epoch":1,"ranks":[9],"reason":"x"}`, []int{0}, 1,
+		{"old verdict on a rank that ended well", `{"epoch":1,"ranks":[1],"reason":"left early"}`, true, []int{0}, 1,
 			[]string{"first observed failure"}},
-		{"garbage", `{"epoch":1,"ranks":`, []int{0}, 1, []string{"first observed failure"}},
+		{"old verdict", `{"epoch":1,"ranks":[1,2],"reason":"x"}`, true, []int{1, 2}, 137, []string{"  rank 2: killed"}},
+		{"verdict on nobody here", `{"epoch":1,"ranks":[9],"reason":"x"}`, false, []int{0}, 1,
+			[]string{"first observed failure"}},
+		{"garbage", `{"epoch":1,"ranks":`, false, []int{0}, 1, []string{"first observed failure"}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
 			file := filepath.Join(t.TempDir(), "later")
-			r := start(t, spec{NP: 3, NoticeMS: 60_000, Verdict: c.verdict, Command: sh(`
+			r := start(t, spec{NP: 3, NoticeMS: 60_000, Verdict: c.verdict, OldVerdict: c.old, Command: sh(`
 				case $HOROVOD_RANK in
 				0) exit 1;;
 				1) exit 0;;

@@ -62,6 +62,8 @@ type spec struct {
 	EchoMS                               int
 	OutputDir, Verdict, ResultFile       string
 	NoPrefix, Timestamp, Verbose         bool
+	// OldVerdict says that the verdict is an hour old.
+	OldVerdict bool
 	// Inquire gives the job an Inquiry. Its survey lasts until no rank is left to ask.
 	Inquire bool
 	// Hosts is a list of hosts. Reach is the command that runs an agent on one of these hosts. In the
@@ -85,6 +87,10 @@ func (s *spec) verdict(ctx context.Context) (v joblink.Verdict, err error) {
 	if s.Verdict == "" {
 		<-ctx.Done()
 		return v, ctx.Err()
+	}
+	v.At = time.Now()
+	if s.OldVerdict {
+		v.At = v.At.Add(-time.Hour)
 	}
 	err = json.Unmarshal([]byte(s.Verdict), &v)
 	return v, err

@@ -27,7 +27,9 @@ func (j *job) result() Result {
 		res.Status = statusSignal + int(res.Signal)
 	case j.failed:
 		j.settleVerdict()
-		res.Verdict = j.verdict
+		if !j.survived() {
+			res.Verdict = j.verdict
+		}
 		res.Roots, res.Status = judge(res.Ranks, res.Verdict)
 	}
 	return res
@@ -48,6 +50,16 @@ func (j *job) settleVerdict() {
 		return
 	}
 	j.verdict = &v
+}
+
+// survived reports whether the job has survived the failure that the verdict names. Then the verdict does not
+// explain why the job has failed: its ranks have ended with status 0, and the job went on for more than
+// Options.Notice before a rank failed.
+func (j *job) survived() bool {
+	return j.verdict != nil && j.failedAt.Sub(j.verdict.At) > j.o.Notice &&
+		!slices.ContainsFunc(j.ranks, func(k *rank) bool {
+			return named(j.verdict, k.number) && k.exit.Status() != 0
+		})
 }
 
 // judge returns the ranks that caused the failure, and the exit status of the job. At least one rank in exits

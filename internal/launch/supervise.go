@@ -81,6 +81,7 @@ type job struct {
 	phase    phase
 	deadline time.Time // end of the phase; phase running has no deadline
 	failed   bool      // a rank has failed
+	failedAt time.Time // when failed was set
 	signal   syscall.Signal
 	first    syscall.Signal // the first signal that ended the job, even if a rank had failed before, or 0
 	firstAt  time.Time      // when the signal in first arrived
@@ -258,7 +259,7 @@ func (j *job) consider(k *rank) {
 		}
 	}
 	if k.ended && !j.asked && !j.failed && j.aborted == nil && j.policy(k.number, k.exit) == failJob {
-		j.failed = true
+		j.failed, j.failedAt = true, time.Now()
 		if alive > 0 && j.phase == running {
 			j.console.note("%s: %s; waiting %v for the other %s to end", k.title, k.exit.describe(),
 				j.o.Notice, j.o.processes())
