@@ -156,6 +156,7 @@ type submission struct {
 	*Member
 	at, granted time.Duration // the time of submission (0 if it is not known) and of the grant
 	before      ending
+	sends       bool // whether the rank sends a message
 }
 
 // ending is an operation that has ended at a rank. If there is no such operation, the field ended has the
@@ -255,7 +256,8 @@ func (l *Late) Add(m *Member, r *Record, arrivals []time.Duration) {
 			l.pending[o] = p
 		}
 	}
-	p.submitted = append(p.submitted, submission{m, r.Submitted, r.Granted, m.before(r.Submitted)})
+	p.submitted = append(p.submitted, submission{m, r.Submitted, r.Granted, m.before(r.Submitted),
+		r.Kind == send})
 	p.lastEnded = max(p.lastEnded, r.Ended)
 	m.end(ending{o, r.Submitted, r.Ended, last})
 	l.kept++
@@ -435,7 +437,7 @@ func (l *Late) judge(p *slot) {
 		return // ranks join because they have no more data, which is not lateness
 	}
 	switch {
-	case p.message != "" && slices.ContainsFunc(all, func(s submission) bool { return s.granted < latest }):
+	case sentBefore(all):
 		// The message was sent before the receiver asked for it, so the sender has not waited.
 	case len(all) > 1:
 		discountResults(all)
@@ -453,6 +455,14 @@ func (l *Late) judge(p *slot) {
 		}
 		l.waited(s.Member, s.at, until, s.granted)
 	}
+}
+
+// sentBefore reports whether a rank sent a message before the other rank asked for it.
+func sentBefore(all []submission) bool {
+	return slices.ContainsFunc(all, func(s submission) bool {
+		s.at = s.granted
+		return s.sends && slices.ContainsFunc(all, func(other submission) bool { return later(other, s) })
+	})
 }
 
 // absent returns a Member for a rank without records. For such a rank, only the times at which its requests

@@ -404,22 +404,34 @@ func TestProcessSets(t *testing.T) {
 
 // Rank 1 receives a message of rank 0 in each step, and rank 0 is late. Rank 1 receives another message long
 // after it was sent, for which rank 0 does not wait. The numbers of messages are equal to those of operations
-// of all ranks, and of each other.
+// of all ranks, and of each other. On another host, the clock of rank 1 is behind by more than the time that
+// a message takes, but by less than its error.
 func TestMessages(t *testing.T) {
+	for name, behind := range map[string]int{"one host": 0, "two hosts": 300 * us} {
+		t.Run(name, func(t *testing.T) { testMessages(t, behind) })
+	}
+}
+
+func testMessages(t *testing.T, behind int) {
 	dir := t.TempDir()
 	for r, kind := range []string{"SEND", "RECV"} {
-		f := newFile(rankID{rank: r, size: 2, domain: "a", epoch: 1})
+		id := rankID{rank: r, size: 2, domain: "a", epoch: 1}
+		if r == 1 && behind > 0 {
+			id.domain = "b"
+		}
+		f := newFile(id)
+		f.clock(0, 0, 2*behind)
 		for n := 1; n <= 20; n++ {
-			at := n * 100 * ms
+			at := n*100*ms - r*behind
 			wait := func(name string, submitted, granted int) {
 				f.op(testOp{number: n, kind: kind, granted: granted, begun: granted, ended: granted + 10,
 					activities: []testActivity{{"TCP_" + kind, 10}}, backend: "tcp",
 					tensors: []testTensor{{name: name, submitted: submitted, bytes: 4}}})
 			}
-			wait("rank 0 to rank 1, tag 7", at+(1-r)*5*ms, at+5*ms+r*100*us)
-			wait("rank 0 to rank 1, tag 8", at+10*ms+r*20*ms, at+10*ms+r*20*ms)
-			f.op(testOp{number: n, granted: at + 50*ms, begun: at + 50*ms, ended: at + 51*ms,
-				tensors: []testTensor{{name: "x", submitted: at + 50*ms}}})
+			f.op(testOp{number: n, granted: at, begun: at, ended: at + 1*ms,
+				tensors: []testTensor{{name: "x", submitted: at}}})
+			wait("rank 0 to rank 1, tag 7", at+10*ms+(1-r)*5*ms, at+15*ms+r*100*us)
+			wait("rank 0 to rank 1, tag 8", at+20*ms+r*20*ms, at+20*ms+r*20*ms)
 		}
 		put(t, dir, fmt.Sprintf("t.rank%d.json", r), f.end(4_000_000, 0))
 	}
