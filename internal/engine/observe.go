@@ -51,6 +51,23 @@ type observer struct {
 	offset          trace.Offset
 	aligned         bool            // whether offset is set
 	op              trace.Operation // scratch memory
+	labels          map[labelKey]label
+}
+
+// maxLabels is the greatest number of labels of messages that an observer keeps.
+const maxLabels = 1024
+
+// labelKey identifies the messages of one size that one rank sends to another with a tag.
+type labelKey struct {
+	from, to topo.Rank
+	tag      uint32
+	numElems int64
+}
+
+// label is the name and the shape of messages in records. A Recorder may keep both.
+type label struct {
+	name  string
+	shape tensor.Shape
 }
 
 // counts holds the counters from which Stats computes its result.
@@ -306,11 +323,14 @@ func (o *observer) count(op *trace.Operation, responses []*message.Response) {
 // messageEnded records that the message m of process set set has ended at rank me. It must be called before
 // the result of m is reported. err is its error or nil.
 func (o *observer) messageEnded(me topo.Rank, set topo.ProcessSetID, m *p2p.Op, err error) {
-	p, now := o.pendingMessage(me, set, m), o.since()
-	n := trace.Tensor{Name: p.Name, DType: p.DType, Shape: p.Shape, Bytes: int64(len(m.Buf)),
-		Submitted: p.Submitted}
+	p, now := o.pendingMessage(set, m), o.since()
+	n := trace.Tensor{DType: p.DType, Bytes: int64(len(m.Buf)), Submitted: p.Submitted}
 	o.mu.Lock()
 	defer o.mu.Unlock()
+	if o.recorder != nil || o.timeline.Load() != nil {
+		l := o.label(labelKeyOf(me, m))
+		n.Name, n.Shape = l.name, l.shape
+	}
 	op := &o.op
 	*op = trace.Operation{
 		Set: set, Number: p.Number, Peer: m.Other(), Kind: p.Kind, Backend: message.TCP, Granted: now,
@@ -344,21 +364,49 @@ func (o *observer) countMessage(op *trace.Operation) {
 	}
 }
 
-// pendingMessage describes the message m of process set set at rank me.
-func (o *observer) pendingMessage(me topo.Rank, set topo.ProcessSetID, m *p2p.Op) trace.Pending {
-	other := m.Other()
+// pendingMessage describes the message m of process set set, without its name and its shape.
+func (o *observer) pendingMessage(set topo.ProcessSetID, m *p2p.Op) trace.Pending {
 	p := trace.Pending{Set: set, Number: m.Number, Kind: message.Send, DType: m.DType,
-		Shape: tensor.Shape{int64(len(m.Buf) / m.DType.Size())}, Submitted: max(m.Begun.Sub(o.start), 1)}
-	from, to := me, other
+		Submitted: max(m.Begun.Sub(o.start), 1)}
 	if m.Receives() {
-		p.Kind, from, to = message.Recv, other, me
+		p.Kind = message.Recv
 	}
-	p.Name = p2p.Name(from, to, m.Tag)
 	if !m.Matched.IsZero() {
 		p.Granted = max(m.Matched.Sub(o.start), p.Submitted)
 		p.Begun = p.Granted
 	}
 	return p
+}
+
+// labelKeyOf returns the key of the message m of rank me.
+func labelKeyOf(me topo.Rank, m *p2p.Op) labelKey {
+	k := labelKey{me, m.Other(), m.Tag, int64(len(m.Buf) / m.DType.Size())}
+	if m.Receives() {
+		k.from, k.to = k.to, k.from
+	}
+	return k
+}
+
+// label returns the label of a message. If the observer has kept it, label allocates no memory. The caller
+// holds mu.
+func (o *observer) label(k labelKey) label {
+	l, found := o.labels[k]
+	if found {
+		return l
+	}
+	if o.labels == nil {
+		o.labels = make(map[labelKey]label)
+	}
+	if len(o.labels) == maxLabels {
+		clear(o.labels)
+	}
+	l = k.label()
+	o.labels[k] = l
+	return l
+}
+
+func (k labelKey) label() label {
+	return label{p2p.Name(k.from, k.to, k.tag), tensor.Shape{k.numElems}}
 }
 
 // align records a measurement of the offset of this rank's clock from rank 0's clock.
@@ -426,7 +474,8 @@ func (e *Engine) Pending() []trace.Pending {
 		})
 	}
 	e.pendingMessages(func(set topo.ProcessSetID, o *p2p.Op) {
-		p := e.observer.pendingMessage(e.cfg.Rank, set, o)
+		p, l := e.observer.pendingMessage(set, o), labelKeyOf(e.cfg.Rank, o).label()
+		p.Name, p.Shape = l.name, l.shape
 		if o.Other() != p2p.AnySource {
 			p.Among = []topo.Rank{min(e.cfg.Rank, o.Other()), max(e.cfg.Rank, o.Other())}
 		}
