@@ -2,6 +2,7 @@ package rank
 
 import (
 	"context"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -59,19 +60,57 @@ func (unreachable) Report(ctx context.Context, _ string, _ []byte) error {
 
 // A verdict is delayed once, not twice, if the launcher can receive neither the verdict nor the dump.
 func TestVerdictWithoutLauncher(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) { verdictWith(t, unreachable{}, reportTimeout) })
+}
+
+// slow is the link to a launcher that takes most of the time limit to receive each report.
+type slow struct {
+	joblink.Link
+	verdicts, reports *atomic.Int32
+}
+
+func (l slow) ReportVerdict(ctx context.Context, _ joblink.Verdict) error {
+	return receive(ctx, l.verdicts)
+}
+
+func (l slow) Report(ctx context.Context, _ string, _ []byte) error { return receive(ctx, l.reports) }
+
+func receive(ctx context.Context, received *atomic.Int32) error {
+	select {
+	case <-ctx.Done():
+		return ctx.Err()
+	case <-time.After(reportTimeout * 9 / 10):
+		received.Add(1)
+		return nil
+	}
+}
+
+// A slow launcher receives both the verdict and the dump.
+func TestVerdictWithSlowLauncher(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		r := NewWatch(WatchConfig{
-			Settings: &config.Config{FlightRecorder: true}, Size: 2, Launcher: unreachable{},
-			Sets: func() map[topo.ProcessSetID][]topo.Rank { return nil }, Log: zap.NewNop(),
-		})
-		var e engine.Config
-		r.Configure(&e)
-		began := time.Now()
-		e.OnVerdict(&engine.PeerError{Ranks: []int{0}, Reason: "silent"})
-		if took := time.Since(began); took != reportTimeout {
-			t.Errorf("the verdict was delayed by %v, want %v", took, reportTimeout)
+		l := slow{verdicts: new(atomic.Int32), reports: new(atomic.Int32)}
+		verdictWith(t, l, reportTimeout*9/10)
+		if v, r := l.verdicts.Load(), l.reports.Load(); v != 1 || r != 1 {
+			t.Errorf("the launcher received %d verdicts and %d dumps, want one of each", v, r)
 		}
-		r.cancel()
-		r.running.Wait()
 	})
+}
+
+// verdictWith gives a verdict at a rank whose link to the launcher is l, and checks for how long this delays
+// the end of the operations.
+func verdictWith(t *testing.T, l joblink.Link, delay time.Duration) {
+	t.Helper()
+	r := NewWatch(WatchConfig{
+		Settings: &config.Config{FlightRecorder: true}, Size: 2, Launcher: l,
+		Sets: func() map[topo.ProcessSetID][]topo.Rank { return nil }, Log: zap.NewNop(),
+	})
+	var e engine.Config
+	r.Configure(&e)
+	began := time.Now()
+	e.OnVerdict(&engine.PeerError{Ranks: []int{0}, Reason: "silent"})
+	if took := time.Since(began); took != delay {
+		t.Errorf("the verdict was delayed by %v, want %v", took, delay)
+	}
+	r.cancel()
+	r.running.Wait()
 }

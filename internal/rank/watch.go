@@ -253,17 +253,19 @@ func (r *Watch) writeDump(why string) {
 	r.cfg.Log.Warn("wrote a dump of the flight recorder", zap.String("file", path))
 }
 
-// failed reports a verdict to the launcher, sends a dump to the launcher, or writes the dump to a file, and
-// writes the timeline. It is called before the operations of this rank end, because the program may exit when
-// they end. It returns within a bounded time.
+// failed reports a verdict to the launcher and at the same time sends a dump to the launcher. If this fails,
+// it writes the dump to a file. It also writes the timeline. It is called before the operations of this rank
+// end, because the program may exit when they end. It returns within a bounded time.
 func (r *Watch) failed(failure error) {
 	why := "the job failed: " + failure.Error()
 	ctx, cancel := context.WithTimeout(r.ctx, reportTimeout)
 	defer cancel()
+	var verdict sync.WaitGroup
 	if p, ok := errors.AsType[*engine.PeerError](failure); ok {
-		reportVerdict(ctx, r.cfg.Launcher, r.cfg.Epoch, p)
+		verdict.Go(func() { reportVerdict(ctx, r.cfg.Launcher, r.cfg.Epoch, p) })
 	}
 	sent := r.sendReport(ctx, joblink.Failure, r.encodedDump(why))
+	verdict.Wait()
 	written := make(chan struct{})
 	r.running.Go(func() {
 		defer close(written)
