@@ -85,11 +85,7 @@ func TestDeathWithMPI(t *testing.T) {
 			t.Error("mpirun has succeeded")
 		}
 		t.Logf("the job ended after %v", time.Since(killed).Round(time.Millisecond))
-		for deadline := time.Now().Add(20 * time.Second); len(ranksOf(program)) > 0; {
-			if time.Now().After(deadline) {
-				t.Fatalf("processes %v are left", ranksOf(program))
-			}
-		}
+		awaitEnd(t, program, time.Now().Add(20*time.Second))
 	})
 }
 
@@ -120,11 +116,7 @@ func killRank(t *testing.T, l testmpi.Library, program string, victim int, negot
 	signalRank(t, program, victim, unix.SIGKILL)
 	killed := time.Now()
 	_ = cmd.Wait() // mpirun fails or succeeds, depending on the library
-	for len(ranksOf(program)) > 0 {
-		if time.Since(killed) > reportTime {
-			t.Fatalf("processes %v are left after %v", ranksOf(program), reportTime)
-		}
-	}
+	awaitEnd(t, program, killed.Add(reportTime))
 	took := time.Since(killed).Round(time.Millisecond)
 	if t.Logf("the survivors had reported the rank and ended after %v", took); took > reportTime {
 		t.Errorf("want at most %v", reportTime)
@@ -207,6 +199,17 @@ func TestStoppedRankWithMPI(t *testing.T) {
 			t.Errorf("got %v, want an error that names rank 2:\n%s", err, &stderr)
 		}
 	})
+}
+
+// awaitEnd waits until no process runs a program. It naps between looks, to leave the cores to the processes.
+func awaitEnd(t *testing.T, program string, deadline time.Time) {
+	t.Helper()
+	for len(ranksOf(program)) > 0 {
+		if time.Now().After(deadline) {
+			t.Fatalf("processes %v are left", ranksOf(program))
+		}
+		time.Sleep(10 * time.Millisecond)
+	}
 }
 
 // signalRank sends a signal to the process that runs a rank of a program.
