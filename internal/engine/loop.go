@@ -277,8 +277,8 @@ func (e *Engine) reportVerdict(p *PeerError) {
 }
 
 // dispatch finds this rank's tensors for a grant and starts the operation in this turn or pushes it to the
-// lane. It returns an error if this rank cannot execute the grant.
-func (e *Engine) dispatch(g *controller.Grant) error {
+// lane. If this rank cannot execute the grant, it returns an error and the ranks to suspect.
+func (e *Engine) dispatch(g *controller.Grant) (suspects []topo.Rank, err error) {
 	var w *work
 	if n := len(e.works); n > 0 {
 		w, e.works = e.works[n-1], e.works[:n-1]
@@ -287,11 +287,12 @@ func (e *Engine) dispatch(g *controller.Grant) error {
 	}
 	w.grant = g
 	if err := e.match(w); err != nil {
-		return err
+		return []topo.Rank{0}, err // the coordinator sent a wrong grant
 	}
 	l, err := e.changeSets(g)
 	if err != nil {
-		return err
+		suspects, _ = blame(err, e.cfg.Rank)
+		return suspects, err
 	}
 	e.granted++
 	e.measure(g)
@@ -300,7 +301,7 @@ func (e *Engine) dispatch(g *controller.Grant) error {
 		e.sched.dispatched = true
 		l.push(w)
 	}
-	return nil
+	return nil, nil
 }
 
 // measure tells the tuner which tensors of the global set were granted for an allreduce.

@@ -112,9 +112,7 @@ func (e *Engine) memberReady() (sent bool) {
 	}
 	for _, g := range r.Grants {
 		if failed == nil {
-			if failed = e.dispatch(g); failed != nil {
-				suspects, _ = blame(failed, 0)
-			}
+			suspects, failed = e.dispatch(g)
 		}
 	}
 	stop, reason := r.Stop, error(ErrShutDown)

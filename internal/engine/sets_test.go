@@ -14,6 +14,8 @@ import (
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/ops"
+	"github.com/gohvd/gohvd/ops/tcp"
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
@@ -165,6 +167,36 @@ func TestRemovalWhileQueueing(t *testing.T) {
 	for _, e := range c.engines {
 		e.Close()
 	}
+}
+
+// If a rank cannot make the backends of an added set, the verdict names this rank and no other.
+func TestAdditionFails(t *testing.T) {
+	both(t, func(t *testing.T, lockstep bool) {
+		c := start(t, 3, func(cfg *engine.Config) {
+			cfg.Lockstep = lockstep
+			if cfg.Rank == 2 {
+				r := tcp.Register(cfg.Mesh, tcp.Config{})
+				newBackend := r.New
+				r.New = func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {
+					if set != topo.Global {
+						return nil, errors.New("no shared memory left")
+					}
+					return newBackend(set, ranks, me)
+				}
+				cfg.Backends = ops.Registry{r}
+			}
+		})
+		for r, e := range c.engines {
+			c.submit(r, addition(0, 2))
+			defer e.Close()
+		}
+		for r, e := range c.engines {
+			<-e.Ended()
+			if err, want := e.Err(), "rank 2 failed: no shared memory left"; !strings.Contains(err.Error(), want) {
+				t.Errorf("rank %d: got error %v, want %q", r, err, want)
+			}
+		}
+	})
 }
 
 // If a set is removed and a set with the same members is added, the new set has another ID, and operations
