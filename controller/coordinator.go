@@ -457,7 +457,8 @@ func (c *Coordinator) decideSuspicion() {
 		reason = fmt.Sprintf("rank %d cannot tell which of %s has failed: %s", s.by,
 			topo.FormatRanks(s.suspects), s.reason)
 	default:
-		reason = fmt.Sprintf("silent since rank %d reported: %s%s", s.by, s.reason, c.behindText(ranks))
+		reason = fmt.Sprintf("missed two heartbeats or closed the control connection%s; rank %d reported: %s",
+			c.behindText(ranks), s.by, s.reason)
 	}
 	c.fail(ranks, reason)
 }
