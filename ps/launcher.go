@@ -15,7 +15,6 @@ import (
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/joblink"
 	"github.com/gohvd/gohvd/internal/metrics"
-	"github.com/gohvd/gohvd/internal/ps/van"
 	"github.com/gohvd/gohvd/internal/topo"
 	kvstore "github.com/gohvd/gohvd/store"
 )
@@ -37,12 +36,17 @@ type launcher struct {
 	wg     sync.WaitGroup // the goroutine that answers
 }
 
-// dialLauncher connects with hvdrun if it has started this process as a node. Otherwise it returns nil. A
-// process that hvdrun has started as a rank has the variable HOROVOD_RANK.
-func (p *Postoffice) dialLauncher(ctx context.Context) error {
+// dialLauncher connects with hvdrun if it has started this process as a node. Otherwise it leaves p.launcher
+// nil. If own, the settings of the program, has one that hvdrun sets, the node belongs to another job.
+func (p *Postoffice) dialLauncher(ctx context.Context, own map[string]string) error {
 	set := &p.set
-	if set.RendezvousAddr == "" || set.RendezvousPort == 0 || set.Rank != config.Unset {
+	if set.PS.Process == config.Unset {
 		return nil
+	}
+	for name := range own {
+		if s, ok := config.Lookup(name); ok && s.Scope == config.ByLauncher {
+			return nil
+		}
 	}
 	ctx, cancel := context.WithTimeout(ctx, set.StartTimeout)
 	defer cancel()
@@ -51,9 +55,7 @@ func (p *Postoffice) dialLauncher(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("connect with hvdrun: %w", err)
 	}
-	role := map[van.Role]int{van.Server: van.ServerID(set.PS.Rank), van.Worker: van.WorkerID(set.PS.Rank),
-		van.Scheduler: van.SchedulerID}
-	l := &launcher{kv: kv, epoch: epochs.Add(1), link: joblink.New(kv, p.process(role[p.cfg.Role]))}
+	l := &launcher{kv: kv, epoch: epochs.Add(1), link: joblink.New(kv, set.PS.Process)}
 	answering, cancel := context.WithCancel(context.Background())
 	p.launcher, l.cancel = l, cancel
 	l.wg.Go(func() {

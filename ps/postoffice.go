@@ -119,7 +119,7 @@ func StartAsync(ctx context.Context, opts Options) (*Postoffice, error) {
 	}
 	p.cfg.Log = p.log
 	p.van = van.New(p.cfg, router{p})
-	if err := p.dialLauncher(ctx); err != nil {
+	if err := p.dialLauncher(ctx, opts.Settings); err != nil {
 		return nil, fmt.Errorf("ps: %w", err)
 	}
 	if err := p.van.Start(ctx); err != nil {

@@ -100,6 +100,34 @@ func TestConnection(t *testing.T) {
 	}
 }
 
+// TestNoLauncher checks that a node connects with hvdrun only if hvdrun has started it as a node and the
+// program has not joined it to another job. Nothing listens at the address of the store.
+func TestNoLauncher(t *testing.T) {
+	for name, text := range map[string]string{"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
+		"HOROVOD_GLOO_RENDEZVOUS_PORT": strconv.Itoa(testnet.FreePort(t)),
+		"DMLC_ROLE":                    "scheduler", "DMLC_NUM_SERVER": "0", "DMLC_NUM_WORKER": "0",
+		"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": strconv.Itoa(testnet.FreePort(t)),
+		"HOROVOD_GLOO_TIMEOUT_SECONDS": "20"} {
+		t.Setenv(name, text)
+	}
+	start := func(settings map[string]string) error {
+		po, err := Start(t.Context(), Options{Settings: settings, Log: zap.NewNop()})
+		if err == nil {
+			err = po.Finalize(t.Context(), true)
+		}
+		return err
+	}
+	if err := start(nil); err != nil {
+		t.Errorf("hvdrun has not started the node: %v", err)
+	}
+	t.Setenv("HVD_NODE_PROCESS", "0")
+	if err := start(map[string]string{"DMLC_ROLE": "scheduler"}); err != nil {
+		t.Errorf("the node is of another job: %v", err)
+	}
+	t.Setenv("HOROVOD_GLOO_TIMEOUT_SECONDS", "0.1")
+	testnet.WantError(t, start(nil), "connect with hvdrun")
+}
+
 // TestSimpleApp is ps-lite's test_simple_app: the scheduler sends 100 requests to all nodes, itself included.
 func TestSimpleApp(t *testing.T) {
 	const n = 100

@@ -180,6 +180,8 @@ type ParameterServer struct {
 	RootPort int
 	// Rank is the rank that the node wants, or Unset.
 	Rank int
+	// Process is the number of this process among those that hvdrun has started as nodes, or Unset.
+	Process int
 	// NodeHost is the name or address of a server for other nodes. If it is empty, it is the address of the
 	// network interface.
 	NodeHost string
@@ -254,7 +256,7 @@ func Defaults() Config {
 		Rank: Unset, Size: Unset,
 		LocalRank: Unset, LocalSize: Unset,
 		CrossRank: Unset, CrossSize: Unset,
-		PS: ParameterServer{NumWorkers: Unset, NumServers: Unset, Rank: Unset},
+		PS: ParameterServer{NumWorkers: Unset, NumServers: Unset, Rank: Unset, Process: Unset},
 	}
 	for _, s := range settings {
 		if s.Default == "" {

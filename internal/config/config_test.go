@@ -64,8 +64,8 @@ func TestEmptyEnvironmentIsDefaults(t *testing.T) {
 		LogFormat: "auto", AutotuneWarmupSamples: 3, AutotuneStepsPerSample: 10, AutotuneMaxSamples: 20,
 		AutotuneNoise: 0.8,
 		PS: config.ParameterServer{NumWorkers: config.Unset, NumServers: config.Unset, Rank: config.Unset,
-			WaterMark: 1000, HeartbeatInterval: time.Second, HeartbeatTimeout: 10 * time.Second,
-			ResendTimeout: time.Second},
+			Process: config.Unset, WaterMark: 1000, HeartbeatInterval: time.Second,
+			HeartbeatTimeout: 10 * time.Second, ResendTimeout: time.Second},
 	}
 	if got := withoutOrigins(got); !reflect.DeepEqual(got, want) {
 		t.Errorf("got  %+v\nwant %+v", got, want)
@@ -107,7 +107,7 @@ var every = map[string]string{
 	"HOROVOD_AUTOTUNE_WARMUP_SAMPLES": "1", "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE": "2",
 	"HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": "5", "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE": "0.5",
 	"DMLC_ROLE": "Server", "DMLC_NUM_WORKER": "4", "DMLC_NUM_SERVER": "2", "DMLC_PS_ROOT_URI": "h2",
-	"DMLC_PS_ROOT_PORT": "8000", "DMLC_RANK": "1", "DMLC_NODE_HOST": "h3", "DMLC_INTERFACE": "eth1",
+	"DMLC_PS_ROOT_PORT": "8000", "DMLC_RANK": "1", "HVD_NODE_PROCESS": "2", "DMLC_NODE_HOST": "h3", "DMLC_INTERFACE": "eth1",
 	"PORT": "8001", "DMLC_LOCAL": "1", "DMLC_USE_KUBERNETES": "1", "DMLC_PS_WATER_MARK": "7",
 	"PS_HEARTBEAT_INTERVAL": "0.5", "PS_HEARTBEAT_TIMEOUT": "4", "PS_RESEND": "1",
 	"PS_RESEND_TIMEOUT": "250", "PS_VERBOSE": "2",
@@ -150,7 +150,7 @@ func TestEverySettingIsHonoured(t *testing.T) {
 		AutotuneStepsPerSample: 2, AutotuneMaxSamples: 5, AutotuneNoise: 0.5,
 		LogLevel: "debug", LogHideTime: true, LogFormat: "json", ThreadAffinity: []int{4, 2, 0},
 		PS: config.ParameterServer{Role: "server", NumWorkers: 4, NumServers: 2, RootHost: "h2", RootPort: 8000,
-			Rank: 1, NodeHost: "h3", Interfaces: []string{"eth1"}, Local: true, Kubernetes: true,
+			Rank: 1, Process: 2, NodeHost: "h3", Interfaces: []string{"eth1"}, Local: true, Kubernetes: true,
 			WaterMark: 7, HeartbeatInterval: 500 * time.Millisecond, HeartbeatTimeout: 4 * time.Second,
 			Resend: true, ResendTimeout: 250 * time.Millisecond, Verbose: 2},
 		Warnings: got.Warnings, // the warnings are about settings that have no effect in lock-step

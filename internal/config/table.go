@@ -725,6 +725,13 @@ var settings = []Setting{
 		kind: whole(func(c *Config) *int { return &c.PS.Rank }, 0),
 	},
 	{
+		Name: "HVD_NODE_PROCESS", Section: sectionServer, Scope: ByLauncher,
+		Otherwise: "none",
+		Doc: "number of this process among those that hvdrun has started as nodes. If it is set, the node " +
+			"connects with hvdrun, tells it which node has failed, and sends it metrics",
+		kind: whole(func(c *Config) *int { return &c.PS.Process }, 0),
+	},
+	{
 		Name: "DMLC_NODE_HOST", Section: sectionServer, Scope: PerProcess,
 		Otherwise: "the address of the network interface",
 		Doc:       "name or address under which the workers reach this server",

@@ -276,7 +276,8 @@ func Run(ctx context.Context, o Options) (Result, error) {
 	}
 	j.several = j.hosts > 1 || !IsThisHost(o.Hosts[0].Name)
 	placing := slices.Concat(j.processVariables(0), storeVariables(netip.AddrPort{}))
-	inherited := without(o.Env, slices.Concat(j.rankVariables(0), j.torchVariables(0)))
+	inherited := without(o.Env,
+		slices.Concat(j.rankVariables(0), j.torchVariables(0), []string{processVariable}))
 	if j.env, err = merge(inherited, o.Set, placing); err != nil {
 		return Result{}, err
 	}

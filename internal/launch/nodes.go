@@ -9,6 +9,9 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
+// processVariable tells a node that hvdrun has started it, and its number. A rank must not inherit it.
+const processVariable = "HVD_NODE_PROCESS"
+
 // Nodes describes the nodes of a job with a parameter server. Process 0 is the scheduler. The servers follow,
 // and then the workers.
 type Nodes struct {
@@ -35,6 +38,7 @@ func (n *Nodes) variables(r int) []string {
 		"DMLC_NUM_WORKER=" + strconv.Itoa(n.Workers),
 		"DMLC_PS_ROOT_URI=" + n.Root.Addr().String(),
 		"DMLC_PS_ROOT_PORT=" + strconv.Itoa(int(n.Root.Port())),
+		processVariable + "=" + strconv.Itoa(r),
 	}
 }
 
