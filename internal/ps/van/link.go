@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"os"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -30,6 +31,8 @@ const (
 	// Frames of at least wholeBytes are not copied into a batch.
 	batchBytes = 64 << 10
 	wholeBytes = 16 << 10
+	// drainTime is how long a link is read after a write has failed.
+	drainTime = 5 * time.Second
 )
 
 // errLeft is the reason why a link has ended if the peer has left the job.
@@ -71,6 +74,7 @@ type link struct {
 	acks        []uint64      // acknowledgements that are to be sent
 	idle        chan struct{} // closed when everything was sent and acknowledged; nil if no call waits
 	busy        bool          // the writer writes
+	broken      error         // error of a write, after which nothing is written
 
 	own    ownBlocks  // blocks of messages to the peer
 	theirs peerBlocks // blocks of messages of the peer
@@ -338,12 +342,22 @@ func (l *link) write() {
 		}
 		l.writing.Lock()
 		err := l.writer.drain()
+		l.writer.err = err
 		l.writing.Unlock()
 		if err != nil {
-			l.fail(err)
+			l.breakOff(err)
 			return
 		}
 	}
+}
+
+// breakOff records the error of a write. The goroutine that reads ends the link, because the peer may have
+// left: TERMINATE may have arrived.
+func (l *link) breakOff(err error) {
+	l.mu.Lock()
+	l.broken = err
+	l.mu.Unlock()
+	_ = l.conn.SetReadDeadline(time.Now().Add(drainTime)) // an error means that the link has ended
 }
 
 // send writes what is queued. If alone is set, it writes as much as is possible without waiting, so that a
@@ -508,7 +522,11 @@ func (w *writer) pass(b []byte, fds []int) ([]byte, error) {
 // read reads messages until the connection ends, and returns the reason.
 func (l *link) read(r *reader) error {
 	defer r.close()
-	for {
+	for draining := false; ; {
+		if !draining && l.isBroken() {
+			draining = true // a handler may have used up the time that breakOff has set
+			_ = l.conn.SetReadDeadline(time.Now().Add(drainTime))
+		}
 		if r.in.Buffered() == 0 {
 			l.sendAcks()
 		}
@@ -535,6 +553,13 @@ func (l *link) read(r *reader) error {
 			return err
 		}
 	}
+}
+
+// isBroken reports whether a write has failed.
+func (l *link) isBroken() bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.broken != nil
 }
 
 // ended reports whether the link has ended.
@@ -594,28 +619,18 @@ func (l *link) run(r *reader) {
 // fail ends the link because of err. Only the first call has an effect.
 func (l *link) fail(err error) {
 	l.mu.Lock()
-	left, culprit := l.left, l.peer
-	switch {
-	case l.full != nil:
-		err = l.full
-	case left:
-		err = errLeft
-	case errors.Is(err, io.EOF):
-		err = errors.New("its connection has ended")
-	case isExhausted(err):
-		culprit = l.van.id
-		err = fmt.Errorf("%s has no resources for the connection: %w", Name(culprit), err)
-	}
+	culprit, reason := l.explain(err)
 	l.mu.Unlock()
-	if err != errLeft {
-		l.van.blame(culprit, err)
+	if reason != errLeft {
+		l.van.blame(culprit, reason)
 	}
 	l.mu.Lock()
 	if l.end != nil {
 		l.mu.Unlock()
 		return
 	}
-	l.end = err
+	_, reason = l.explain(err) // the peer may have left meanwhile
+	l.end = reason
 	var dropped []*flight
 	for l.queue.len() > 0 {
 		dropped = append(dropped, l.queue.pop())
@@ -637,7 +652,26 @@ func (l *link) fail(err error) {
 	}
 	l.own.end()
 	l.theirs.end()
-	l.van.linkEnded(l, left, err)
+	l.van.linkEnded(l, reason == errLeft, reason)
+}
+
+// explain returns the node that makes a link end with err, and the reason. The caller holds mu.
+func (l *link) explain(err error) (culprit int, reason error) {
+	if l.broken != nil && errors.Is(err, os.ErrDeadlineExceeded) {
+		err = l.broken
+	}
+	switch {
+	case l.full != nil:
+		return l.peer, l.full
+	case l.left:
+		return l.peer, errLeft
+	case errors.Is(err, io.EOF):
+		return l.peer, errors.New("its connection has ended")
+	case isExhausted(err):
+		own := l.van.id
+		return own, fmt.Errorf("%s has no resources for the connection: %w", Name(own), err)
+	}
+	return l.peer, err
 }
 
 // isExhausted reports whether err says that this process or its host has no free memory or file descriptor.

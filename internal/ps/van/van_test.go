@@ -455,6 +455,49 @@ func TestNothingAfterTheEnd(t *testing.T) {
 	}
 }
 
+// TestLeavingDuringARequest checks that a peer that has left is not blamed if a write to it fails before its
+// goodbye is read, because a handler runs.
+func TestLeavingDuringARequest(t *testing.T) {
+	nodes := startJob(t, 1, 1, nil)
+	s, w := nodes[8], nodes[9]
+	entered, leave := make(chan struct{}), make(chan struct{})
+	s.handle(func(_ int, m *Message) {
+		close(entered)
+		<-leave
+		m.Release()
+	})
+	if err := w.Request(t.Context(), 8, &Message{Header: &pspb.Header{Request: true}}); err != nil {
+		t.Fatal(err)
+	}
+	<-entered
+	l, err := w.link(8)
+	if err != nil {
+		t.Fatal(err)
+	}
+	bye := controlMessage(&pspb.Control{Command: pspb.Command_TERMINATE})
+	if err := l.reply(bye); err != nil {
+		t.Fatal(err)
+	}
+	l.flush(t.Context())
+	l.conn.Close()
+	other, err := s.link(9)
+	if err != nil {
+		t.Fatal(err)
+	}
+	testnet.Eventually(t, "a write fails", func() bool {
+		other.heartbeat()
+		return other.isBroken()
+	})
+	close(leave)
+	s.until(t, "the link ends", func() bool { return s.lost[9] != nil })
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	testnet.WantError(t, s.lost[9], "it has left the job")
+	if len(s.blamed) > 0 {
+		t.Errorf("the server blames %v, want nobody", s.blamed)
+	}
+}
+
 // TestStartFails checks the errors of nodes that do not fit the job, and that they disturb nobody.
 func TestStartFails(t *testing.T) {
 	key, _ := secret.New()
