@@ -68,7 +68,7 @@ type link struct {
 	replies     int           // number of replies in the queue
 	room        chan struct{} // closed when there is room for a request; nil if no call waits
 	end         error         // reason why the link has ended
-	full        error         // reason why the link is to end: too many replies are in the queue
+	aborted     error         // reason why the goroutine that reads is to end the link
 	left        bool          // the peer has sent TERMINATE
 	beat        bool          // a heartbeat is to be sent
 	acks        []uint64      // acknowledgements that are to be sent
@@ -150,17 +150,14 @@ func (l *link) hasRoom() {
 	}
 }
 
-// reply queues a message that does not wait for room. If too many wait, it closes the connection. The
-// goroutine that reads then ends the link: the caller may hold locks that this takes.
+// reply queues a message that does not wait for room. If too many wait, it aborts the link. The link of the
+// scheduler with itself has no such limit.
 func (l *link) reply(m *Message) error {
 	l.mu.Lock()
-	if l.end == nil && l.full == nil && l.replies >= maxReplies {
-		l.full = fmt.Errorf("its replies are not read: %d wait", maxReplies)
-		if l.conn != nil {
-			l.conn.Close()
-		}
+	if l.replies >= maxReplies && l.conn != nil {
+		l.abortLocked(fmt.Errorf("its replies are not read: %d wait", maxReplies))
 	}
-	if err := cmp.Or(l.end, l.full); err != nil {
+	if err := cmp.Or(l.end, l.aborted); err != nil {
 		defer l.mu.Unlock()
 		return &NodeError{l.peer, err}
 	}
@@ -169,6 +166,22 @@ func (l *link) reply(m *Message) error {
 	l.mu.Unlock()
 	l.send(!l.unread.Load())
 	return nil
+}
+
+// abort closes the connection because of err. The goroutine that reads then ends the link with this reason.
+// The caller of abort does not wait for that, and may hold locks that the method fail needs.
+func (l *link) abort(err error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.abortLocked(err)
+}
+
+// abortLocked is like abort. The caller holds mu.
+func (l *link) abortLocked(err error) {
+	if l.end == nil && l.aborted == nil {
+		l.aborted = err
+		l.conn.Close()
+	}
 }
 
 // notify wakes the writer.
@@ -566,7 +579,7 @@ func (l *link) isBroken() bool {
 func (l *link) ended() bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	return l.end != nil || l.full != nil
+	return l.end != nil || l.aborted != nil
 }
 
 // silent returns the time for which no message has come from the peer.
@@ -661,8 +674,8 @@ func (l *link) explain(err error) (culprit int, reason error) {
 		err = l.broken
 	}
 	switch {
-	case l.full != nil:
-		return l.peer, l.full
+	case l.aborted != nil:
+		return l.peer, l.aborted
 	case l.left:
 		return l.peer, errLeft
 	case errors.Is(err, io.EOF):

@@ -186,28 +186,35 @@ func (s *scheduler) enter(l *link, h *pspb.Header) {
 	v, group := s.van, int(h.Control.BarrierGroup)
 	e := entry{l, h.CustomerId, h.Control.Barrier}
 	id, members := v.nodeOf(l.peer, h.CustomerId), Members(group, v.cfg.NumServers, v.cfg.NumWorkers)
-	s.mu.Lock()
-	defer s.mu.Unlock()
 	if !slices.Contains(members, id) {
 		e.answer(fmt.Sprintf("group %d does not have %s", group, Name(id)))
 		return
 	}
+	if gone := s.place(e, id, group, members, h.Control.Withdraw); gone != nil {
+		v.blame(gone.ID, gone.Err)
+		e.answer(gone.Error())
+	}
+}
+
+// place records that node id enters or leaves the barrier of a group with the given members. If a member has
+// gone, it returns the error.
+func (s *scheduler) place(e entry, id, group int, members []int, withdraw bool) *NodeError {
+	s.mu.Lock()
+	defer s.mu.Unlock()
 	place := [2]int{group, id}
-	if h.Control.Withdraw {
+	if withdraw {
 		s.withdrawn[place] = max(s.withdrawn[place], e.barrier)
 		if s.barriers[group][id] == e {
 			delete(s.barriers[group], id)
 		}
-		return
+		return nil
 	}
 	if e.barrier <= s.withdrawn[place] {
-		return
+		return nil
 	}
 	for _, m := range members {
-		if err := v.goneError(m); err != nil {
-			v.blame(m, err.Err)
-			e.answer(err.Error())
-			return
+		if err := s.van.goneError(m); err != nil {
+			return err
 		}
 	}
 	if s.barriers[group] == nil {
@@ -215,17 +222,18 @@ func (s *scheduler) enter(l *link, h *pspb.Header) {
 	}
 	s.barriers[group][id] = e
 	if len(s.barriers[group]) == len(members) {
-		s.release(group, "")
+		release(s.barriers[group], "")
+		delete(s.barriers, group)
 	}
+	return nil
 }
 
-// release answers all nodes in the barrier of a group. If text is not empty, it is their error. The scheduler
-// itself is answered last, because it may then say goodbye to the others. The caller holds mu.
-func (s *scheduler) release(group int, text string) {
-	for _, id := range slices.Backward(slices.Sorted(maps.Keys(s.barriers[group]))) {
-		s.barriers[group][id].answer(text)
+// release answers all nodes in a barrier. If text is not empty, it is their error. The scheduler itself is
+// answered last, because it may then say goodbye to the others.
+func release(barrier map[int]entry, text string) {
+	for _, id := range slices.Backward(slices.Sorted(maps.Keys(barrier))) {
+		barrier[id].answer(text)
 	}
-	delete(s.barriers, group)
 }
 
 // answer tells the node that the barrier is complete or, if text is not empty, that it has failed.
@@ -247,18 +255,23 @@ func (s *scheduler) lost(peer int, left bool, err error) {
 		}
 	}
 	v.mu.Unlock()
+	var failed []map[int]entry
 	s.mu.Lock()
-	for group := range s.barriers {
+	for group, barrier := range s.barriers {
 		members := Members(group, v.cfg.NumServers, v.cfg.NumWorkers)
-		if slices.ContainsFunc(nodes, func(n *pspb.Node) bool {
+		if len(barrier) > 0 && slices.ContainsFunc(nodes, func(n *pspb.Node) bool {
 			return slices.Contains(members,
 				int(n.Id))
 		}) {
-			v.blame(peer, err)
-			s.release(group, (&NodeError{peer, err}).Error())
+			failed = append(failed, barrier)
+			delete(s.barriers, group)
 		}
 	}
 	s.mu.Unlock()
+	for _, barrier := range failed {
+		v.blame(peer, err)
+		release(barrier, (&NodeError{peer, err}).Error())
+	}
 	if left {
 		return
 	}

@@ -590,7 +590,7 @@ func (v *Van) heartbeat() {
 			l.heartbeat()
 		}
 		if silent := l.silent(); silent > v.cfg.HeartbeatTimeout {
-			l.fail(fmt.Errorf("no message came from it for %v (PS_HEARTBEAT_TIMEOUT is %v)",
+			l.abort(fmt.Errorf("no message came from it for %v (PS_HEARTBEAT_TIMEOUT is %v)",
 				silent.Round(time.Millisecond), v.cfg.HeartbeatTimeout))
 		}
 	}

@@ -39,10 +39,11 @@ func (ignore) Tick(time.Time)            {}
 type node struct {
 	*Van
 
-	// The following two are guarded by mu and may be nil. request handles requests instead, and response is
-	// called for responses.
+	// The following are guarded by mu and may be nil. request handles requests instead, response is called
+	// for responses, and blaming when a node is blamed.
 	request  func(from int, m *Message)
 	response func(m *Message)
+	blaming  func()
 
 	mu     sync.Mutex
 	got    []string // bodies of requests
@@ -78,8 +79,12 @@ func (n *node) Receive(from int, m *Message) {
 
 func (n *node) Blame(id int, err error) {
 	n.mu.Lock()
-	defer n.mu.Unlock()
+	blaming := n.blaming
 	n.blamed = append(n.blamed, id)
+	n.mu.Unlock()
+	if blaming != nil {
+		blaming()
+	}
 }
 
 func (n *node) Lost(id int, err error) {
@@ -350,6 +355,33 @@ func TestLeaving(t *testing.T) {
 		}
 		nodes[1].mu.Unlock()
 	}
+}
+
+// TestBarrierDuringBlame checks that barriers of other groups go on while the scheduler tells its handler
+// which node has failed.
+func TestBarrierDuringBlame(t *testing.T) {
+	nodes := startJob(t, 1, 2, nil)
+	entered, leave := make(chan struct{}), make(chan struct{})
+	nodes[1].mu.Lock()
+	nodes[1].blaming = func() {
+		close(entered)
+		<-leave
+	}
+	nodes[1].mu.Unlock()
+	nodes[11].Stop(t.Context())
+	nodes[1].until(t, "the scheduler learns it", func() bool { return nodes[1].lost[11] != nil })
+	failed := make(chan error, 1)
+	go func() { failed <- nodes[9].Barrier(t.Context(), 0, GroupWorkers) }()
+	<-entered
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	for id, err := range barrier(ctx, nodes, GroupScheduler+GroupServers, 1, 2) {
+		if err != nil {
+			t.Errorf("%s: %v", Name(id), err)
+		}
+	}
+	close(leave)
+	testnet.WantError(t, <-failed, "worker 1 is gone: it has left the job")
 }
 
 // kill closes the connections of a node without a goodbye.
@@ -770,6 +802,13 @@ func TestReplyLimit(t *testing.T) {
 	l.mu.Lock()
 	l.replies = maxReplies
 	l.mu.Unlock()
+	own, err := nodes[1].link(SchedulerID)
+	if err != nil {
+		t.Fatal(err)
+	}
+	own.mu.Lock()
+	own.replies = maxReplies // this link has no limit, so the scheduler can still enter a barrier
+	own.mu.Unlock()
 	// The answer is one reply too many.
 	testnet.WantError(t, nodes[9].Barrier(t.Context(), 0, GroupServers), "scheduler is gone")
 	nodes[1].until(t, "worker 0 is dead", func() bool { return nodes[1].lost[9] != nil })
