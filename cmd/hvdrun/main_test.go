@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"go.uber.org/goleak"
+	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/joblink"
@@ -348,6 +349,16 @@ func TestReservedPort(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer release()
+	// A socket without SO_REUSEADDR gets the port only if no other socket has it.
+	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(fd)
+	at := &unix.SockaddrInet4{Addr: root.Addr().As4(), Port: int(root.Port())}
+	if err := unix.Bind(fd, at); err != unix.EADDRINUSE {
+		t.Errorf("bind to the reserved port: got error %v, want %v", err, unix.EADDRINUSE)
+	}
 	l, err := net.Listen("tcp", root.String())
 	if err != nil {
 		t.Fatal(err)
