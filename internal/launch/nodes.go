@@ -28,10 +28,12 @@ func (n *Nodes) Count() int { return 1 + n.Servers + n.Workers }
 func (n *Nodes) id(r int) int { return van.Members(van.GroupAll, n.Servers, n.Workers)[r] }
 
 // variables returns the environment variables that tell process r its role, its rank in the role, and how to
-// find the other nodes.
+// find the other nodes. With HVD_SIZE, a node that also calls Init becomes a job of one rank, even if it has
+// variables of a launcher that has started this one.
 func (n *Nodes) variables(r int) []string {
 	id := n.id(r)
 	return []string{
+		"HVD_SIZE=1",
 		"DMLC_ROLE=" + van.RoleOf(id).String(),
 		"DMLC_RANK=" + strconv.Itoa(van.Rank(id)),
 		"DMLC_NUM_SERVER=" + strconv.Itoa(n.Servers),
