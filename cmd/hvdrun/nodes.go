@@ -30,10 +30,12 @@ func (r *runner) nodes(given *pflag.FlagSet) (*launch.Nodes, error) {
 		name, text string
 		to         *int
 	}{{"servers", r.servers, &n.Servers}, {"workers", r.workers, &n.Workers}} {
+		if !given.Changed(f.name) {
+			return nil, usagef("--%s is missing: a job with a parameter server needs --servers and --workers", f.name)
+		}
 		var err error
 		if *f.to, err = strconv.Atoi(f.text); err != nil || *f.to < 1 || *f.to > launch.MaxRanks {
-			return nil, usagef("--%s: got %q, want a number from 1: a job with a parameter server needs "+
-				"--servers and --workers", f.name, f.text)
+			return nil, usagef("--%s: got %q, want a number from 1 to %d", f.name, f.text, launch.MaxRanks)
 		}
 	}
 	if n.Count() > launch.MaxRanks {
@@ -46,6 +48,11 @@ func (r *runner) nodes(given *pflag.FlagSet) (*launch.Nodes, error) {
 // reservePort returns a free port of the loopback interface. Until release is called, the kernel gives it to
 // no process that asks for any port, but a process can listen on it.
 func reservePort() (root netip.AddrPort, release func(), err error) {
+	defer func() {
+		if err != nil {
+			err = fmt.Errorf("reserve a port for the scheduler: %w", err)
+		}
+	}()
 	// A socket that is bound and does not listen keeps a port. SO_REUSEADDR, which Go sets too, lets another
 	// socket listen there.
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
@@ -66,7 +73,7 @@ func reservePort() (root netip.AddrPort, release func(), err error) {
 	}
 	if err != nil {
 		unix.Close(fd)
-		return root, nil, fmt.Errorf("reserve a port for the scheduler: %w", err)
+		return root, nil, err
 	}
 	return netip.AddrPortFrom(addr, uint16(at.Port)), func() { unix.Close(fd) }, nil
 }
