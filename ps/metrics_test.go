@@ -91,10 +91,18 @@ func TestMetrics(t *testing.T) {
 	})
 }
 
-// TestMetricsAddr checks that a node does not start with an address that cannot be one.
+// TestMetricsAddr checks that a node does not try to connect if its address for metrics cannot be one.
 func TestMetricsAddr(t *testing.T) {
-	_, err := Start(t.Context(), Options{Settings: map[string]string{"DMLC_ROLE": "scheduler",
-		"DMLC_NUM_SERVER": "0", "DMLC_NUM_WORKER": "0", "DMLC_PS_ROOT_URI": "127.0.0.1",
-		"DMLC_PS_ROOT_PORT": strconv.Itoa(testnet.FreePort(t)), "HVD_METRICS_ADDR": "here"}})
-	testnet.WantError(t, err, "HVD_METRICS_ADDR", "here")
+	for _, c := range []struct{ role, addr, want string }{
+		{"scheduler", "here", "here"},
+		{"server", ":65536", "65536"},
+		{"server", ":65533", "65533 + 3 = 65536"},
+		{"worker", ":65530", "65530 + 6 = 65536"},
+	} {
+		_, err := Start(t.Context(), Options{Settings: map[string]string{"DMLC_ROLE": c.role, "DMLC_RANK": "2",
+			"DMLC_NUM_SERVER": "3", "DMLC_NUM_WORKER": "3", "DMLC_PS_ROOT_URI": "127.0.0.1",
+			"DMLC_PS_ROOT_PORT": strconv.Itoa(testnet.FreePort(t)), "HVD_METRICS_ADDR": c.addr,
+			"HOROVOD_GLOO_TIMEOUT_SECONDS": "1"}})
+		testnet.WantError(t, err, "HVD_METRICS_ADDR", c.want)
+	}
 }

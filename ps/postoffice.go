@@ -117,6 +117,9 @@ func StartAsync(ctx context.Context, opts Options) (*Postoffice, error) {
 	if p.cfg, err = vanConfig(ctx, &set, opts); err != nil {
 		return nil, fmt.Errorf("ps: %w", err)
 	}
+	if err := p.checkMetrics(); err != nil {
+		return nil, fmt.Errorf("ps: %w", err)
+	}
 	p.cfg.Log = p.log
 	p.van = van.New(p.cfg, router{p})
 	if err := p.dialLauncher(ctx, opts.Settings); err != nil {

@@ -29,7 +29,7 @@ const (
 // Address returns the address to listen on. addr has the form HOST:PORT, :PORT or PORT. Without HOST the
 // address is 127.0.0.1. For a server that other hosts can reach, HOST must be an address of this host, or
 // 0.0.0.0. Unless the port is 0, the argument plus is added to it: if several processes of a host get the
-// same addr, each passes its local rank as plus.
+// same addr, each rank passes its local rank as plus, and each node of a parameter server its number.
 func Address(addr string, plus int) (string, error) {
 	host, port, err := net.SplitHostPort(addr)
 	if _, notNumber := strconv.Atoi(addr); notNumber == nil {
@@ -46,8 +46,8 @@ func Address(addr string, plus int) (string, error) {
 		n += uint64(plus)
 	}
 	if n > 65535 {
-		return "", fmt.Errorf("metrics: address %q: the port of local rank %d is %d, want at most 65535",
-			addr, plus, n)
+		return "", fmt.Errorf("metrics: address %q: the port of this process is %s + %d = %d, want at most 65535",
+			addr, port, plus, n)
 	}
 	if host == "" {
 		host = "127.0.0.1"
