@@ -59,8 +59,8 @@ const (
 type Options struct {
 	// NP is the number of ranks, from 1 to MaxRanks.
 	NP int
-	// Nodes makes the processes of the job the nodes of a parameter server. Then NP is the number of nodes.
-	// If it is nil, the processes are ranks.
+	// Nodes makes the processes of the job the nodes of a parameter server on this host. Then NP is
+	// Nodes.Count(). If it is nil, the processes are ranks.
 	Nodes *Nodes
 	// Hosts are the hosts that run the ranks. Assign places the ranks on them in this order. If Hosts is
 	// empty, all ranks run on this host, under its own name.
@@ -253,6 +253,11 @@ func Run(ctx context.Context, o Options) (Result, error) {
 	o.Liveness = max(cmp.Or(o.Liveness, 10*time.Second), minLiveness)
 	if o.NP < 1 || o.NP > MaxRanks {
 		return Result{}, &OptionError{fmt.Sprintf("number of ranks: got %d, want 1 to %d", o.NP, MaxRanks)}
+	}
+	if o.Nodes != nil {
+		if err := o.Nodes.check(&o); err != nil {
+			return Result{}, err
+		}
 	}
 	if len(o.Command) == 0 || o.Command[0] == "" {
 		return Result{}, &OptionError{"command: got none, want a program to run"}

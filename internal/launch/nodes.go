@@ -1,6 +1,7 @@
 package launch
 
 import (
+	"fmt"
 	"net/netip"
 	"strconv"
 	"strings"
@@ -25,7 +26,30 @@ type Nodes struct {
 func (n *Nodes) Count() int { return 1 + n.Servers + n.Workers }
 
 // id returns the id of the node that process r is.
-func (n *Nodes) id(r int) int { return van.Members(van.GroupAll, n.Servers, n.Workers)[r] }
+func (n *Nodes) id(r int) int {
+	switch {
+	case r == 0:
+		return van.SchedulerID
+	case r <= n.Servers:
+		return van.ServerID(r - 1)
+	}
+	return van.WorkerID(r - 1 - n.Servers)
+}
+
+// check returns an error if the options do not fit the nodes.
+func (n *Nodes) check(o *Options) error {
+	switch {
+	case n.Servers < 0 || n.Workers < 0:
+		return &OptionError{fmt.Sprintf("nodes: got %d servers and %d workers, want at least 0", n.Servers,
+			n.Workers)}
+	case o.NP != n.Count():
+		return &OptionError{fmt.Sprintf("number of nodes: got %d, want %d: the scheduler, %d servers and %d workers",
+			o.NP, n.Count(), n.Servers, n.Workers)}
+	case len(o.Hosts) > 1 || len(o.Hosts) == 1 && !IsThisHost(o.Hosts[0].Name):
+		return &OptionError{"hosts: the nodes of a parameter server can only be started on this host"}
+	}
+	return nil
+}
 
 // variables returns the environment variables that tell process r its role, its rank in the role, and how to
 // find the other nodes. With HVD_SIZE, a node that also calls Init becomes a job of one rank, even if it has
