@@ -10,7 +10,6 @@ import (
 	stdhash "hash"
 	"slices"
 	"testing"
-	"time"
 
 	"go.uber.org/zap"
 
@@ -80,7 +79,7 @@ func runRank(ctx context.Context, t *testing.T, cfg *config.Config, lockstep boo
 		Process: &testcluster.Process{Rank: topo.Rank(m.Rank()), Mesh: session.Mesh},
 		Config: func(cfg *engine.Config) {
 			cfg.Ready = session.Ready
-			cfg.Backends = append(cfg.Backends, m.Register(false, true, time.Minute))
+			cfg.Backends = append(cfg.Backends, m.Register(false, true))
 			if cfg.Lockstep = lockstep; lockstep {
 				cfg.Collectives = m.Collectives()
 			}

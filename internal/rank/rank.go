@@ -275,7 +275,7 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 func Backends(m *MPI, session *Session, mesh transport.Mesh, set *config.Config,
 	overTCP tcp.Config) (all ops.Registry) {
 	if set.MPIOperations {
-		all = append(all, m.Register(set.Deterministic, overTCP.Oversubscribed, set.LivenessTimeout/2))
+		all = append(all, m.Register(set.Deterministic, overTCP.Oversubscribed))
 	}
 	if session != nil && session.Memory != nil {
 		inMemory := shm.Register(session.Memory,

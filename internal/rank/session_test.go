@@ -306,9 +306,7 @@ func TestForcedAlgorithmsOnOneLevel(t *testing.T) {
 // onMPI is an MPI job.
 type onMPI struct{ mpi.World }
 
-func (onMPI) Register(bool, bool, time.Duration) ops.Registration {
-	return ops.Registration{ID: message.MPI}
-}
+func (onMPI) Register(bool, bool) ops.Registration { return ops.Registration{ID: message.MPI} }
 
 // The backends of a job depend on which ranks share memory and on the settings. MPI comes first.
 func TestBackends(t *testing.T) {

@@ -42,7 +42,6 @@ package mpi
 import (
 	"context"
 	"errors"
-	"time"
 
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/ops"
@@ -88,8 +87,8 @@ type World interface {
 	// Register returns the Registration of the backend. If deterministic is set, the backend refuses
 	// reductions whose result depends on the order of additions. If oversubscribed is set, there are more
 	// ranks than cores, and a rank that waits yields its core. New of the Registration blocks until all ranks
-	// of the process set have called it, and fails after the timeout.
-	Register(deterministic, oversubscribed bool, timeout time.Duration) ops.Registration
+	// of the process set have called it, or its ctx ends.
+	Register(deterministic, oversubscribed bool) ops.Registration
 	// Collectives returns the collectives for negotiation in lock-step. Only one rank of the process may use
 	// them at a time.
 	Collectives() Collectives

@@ -80,7 +80,7 @@ func open(t *testing.T, ranks []topo.Rank, limit int64, steps bool) (*opstest.Bl
 	if me < 0 {
 		return nil, me
 	}
-	b, err := job.Register(false, true, time.Minute).New(1, ranks, me)
+	b, err := job.Register(false, true).New(ctx, 1, ranks, me)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -652,9 +652,11 @@ func TestFailureToMakeSet(t *testing.T) {
 	}
 	waits := make(chan error)
 	go func() { waits <- b.Broadcast(context.Background(), message.NoAlgorithm, 0, make([]byte, 1<<20)) }()
-	_, err := job.Register(false, true, 200*time.Millisecond).New(2, everyone(), me)
+	ctx, cancel := context.WithTimeout(ctx, 200*time.Millisecond)
+	defer cancel()
+	_, err := job.Register(false, true).New(ctx, 2, everyone(), me)
 	u, ok := errors.AsType[*ops.UnknownRankError](err)
-	if !ok || !slices.Equal(u.Ranks, everyone()) || !strings.Contains(err.Error(), "have taken part for 200ms") {
+	if !ok || !slices.Equal(u.Ranks, everyone()) || !strings.Contains(err.Error(), "not all of ranks 0 and 1 have taken part") {
 		t.Errorf("got error %v, want an *UnknownRankError for ranks %v", err, everyone())
 	}
 	for range 2 {

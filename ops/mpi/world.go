@@ -268,13 +268,13 @@ func (w *world) abandon(pins *runtime.Pinner, err error) {
 }
 
 // Register implements World.
-func (w *world) Register(deterministic, oversubscribed bool, timeout time.Duration) ops.Registration {
+func (w *world) Register(deterministic, oversubscribed bool) ops.Registration {
 	return ops.Registration{ID: message.MPI,
-		New: func(set topo.ProcessSetID, ranks []topo.Rank, _ int) (ops.Backend, error) {
+		New: func(ctx context.Context, set topo.ProcessSetID, ranks []topo.Rank, _ int) (ops.Backend, error) {
 			b := &backend{world: w, deterministic: deterministic, oversubscribed: oversubscribed}
 			err := w.failure()
 			if err == nil {
-				b.comm, err = w.sub(set, ranks, timeout)
+				b.comm, err = w.sub(ctx, set, ranks)
 			}
 			if err != nil {
 				return nil, fmt.Errorf("ops/mpi: process set %d: %w", set, err)
@@ -285,12 +285,8 @@ func (w *world) Register(deterministic, oversubscribed bool, timeout time.Durati
 }
 
 // sub makes the communicator of a process set. All members must call it, in the same order as that of other
-// sets. MPI_Comm_create_group cannot be polled, so sub blocks until they have done so, or the timeout ends.
-func (w *world) sub(set topo.ProcessSetID, ranks []topo.Rank, timeout time.Duration) (c comm, err error) {
-	ctx, cancel := context.WithTimeoutCause(context.Background(), timeout,
-		fmt.Errorf("not all of %s have taken part for %v (MPI does not tell which rank is missing)",
-			topo.FormatRanks(ranks), timeout))
-	defer cancel()
+// sets. MPI_Comm_create_group cannot be polled, so sub blocks until they have done so, or ctx ends.
+func (w *world) sub(ctx context.Context, set topo.ProcessSetID, ranks []topo.Rank) (c comm, err error) {
 	made := make(chan comm, 1)
 	err = w.await(ctx, "MPI_Comm_create_group", func() error {
 		c, err := w.comm.sub(ranks, set)
@@ -298,7 +294,9 @@ func (w *world) sub(set topo.ProcessSetID, ranks []topo.Rank, timeout time.Durat
 		return err
 	})
 	if ctx.Err() != nil && err != nil {
-		return c, &ops.UnknownRankError{Ranks: ranks, Err: err}
+		return c, &ops.UnknownRankError{Ranks: ranks,
+			Err: fmt.Errorf("%w: not all of %s have taken part (MPI does not tell which rank is missing)", err,
+				topo.FormatRanks(ranks))}
 	}
 	return <-made, err
 }
