@@ -54,7 +54,7 @@ type checker struct {
 	verdict *controller.Verdict
 	failing bool // whether the coordinator has given its verdict
 	died    []topo.Rank
-	accused []topo.Rank // the two ranks that a false suspicion names
+	accused []topo.Rank // the ranks that a false suspicion names, and the rank that reports it
 
 	seen counts
 }
@@ -65,7 +65,7 @@ type counts struct {
 	grants, byBit, fused, errors, refused, erased, late, invalid, stopsWithWork, verdicts int
 	joins, absent, absentByBit, groups, failedGroups, added, removed, impossible, crossed int
 	left, awaited, closedEarly, combined, alone, tuned, emptied, emptiedLed               int
-	founded, disagreed, removedByMembers                                                  int
+	founded, disagreed, removedByMembers, accusedSeveral, silent                          int
 }
 
 type setModel struct {
@@ -1061,18 +1061,19 @@ func (ch *checker) failed(n *node, v *controller.Verdict) {
 		ch.verdict = v
 		ch.seen.verdicts++
 	}
-	// The ranks behind a leader that has died find the verdict themselves, and may give another reason.
-	behind := len(ch.died) > 0 && ch.c.nodes[ch.died[0]].comb != nil
-	if !slices.Equal(v.Ranks, ch.verdict.Ranks) || v.Reason != ch.verdict.Reason && !behind {
+	// If rank 0 or a leader has died, the ranks that it connects find the verdict themselves, and may give
+	// another reason.
+	alone := len(ch.died) > 0 && (ch.died[0] == 0 || ch.c.nodes[ch.died[0]].comb != nil)
+	if !slices.Equal(v.Ranks, ch.verdict.Ranks) || v.Reason != ch.verdict.Reason && !alone {
 		ch.broken(10, "rank %d says %v, others say %v", n.rank, v, ch.verdict)
 	}
 	if len(ch.died) == 0 && len(ch.accused) == 0 {
 		ch.broken(10, "rank %d says %v and all live", n.rank, v)
 	}
-	for _, r := range append(slices.Clone(ch.died), ch.accused...) {
-		if !slices.Contains(v.Ranks, r) {
-			ch.broken(10, "rank %d says %v; dead are %v, accused are %v", n.rank, v, ch.died, ch.accused)
-		}
+	want := append(slices.Clone(ch.died), ch.accused...)
+	slices.Sort(want)
+	if !slices.Equal(v.Ranks, want) {
+		ch.broken(10, "rank %d says %v; dead are %v, accused are %v", n.rank, v, ch.died, ch.accused)
 	}
 }
 
@@ -1083,6 +1084,8 @@ type run struct {
 	todo [][]request // the requests of each rank's program that have not been submitted
 	// halfDead is a rank that has died although its connections are still open, or -1 if there is none.
 	halfDead topo.Rank
+	// silent is set if the rank that has died keeps its connections open until there is a verdict.
+	silent bool
 	// leavers is set if ranks may shut down before their programs are done.
 	leavers bool
 }
@@ -1121,6 +1124,7 @@ func (a counts) plus(b counts) counts {
 		a.left + b.left, a.awaited + b.awaited, a.closedEarly + b.closedEarly, a.combined + b.combined,
 		a.alone + b.alone, a.tuned + b.tuned, a.emptied + b.emptied, a.emptiedLed + b.emptiedLed,
 		a.founded + b.founded, a.disagreed + b.disagreed, a.removedByMembers + b.removedByMembers,
+		a.accusedSeveral + b.accusedSeveral, a.silent + b.silent,
 	}
 }
 
@@ -1141,9 +1145,9 @@ func randomRun(t *testing.T, seed uint64) counts {
 	}
 	r := &run{checker: newChecker(t, seed, cfg), rng: rng, todo: randomPrograms(rng, cfg.Sets, 1+rng.IntN(16),
 		true), halfDead: -1}
-	// At a random time the job begins to end in one of four ways: a shutdown after all programs are done, a
-	// shutdown before that, a death, or a false suspicion.
-	end, when := rng.IntN(4), rng.IntN(600)
+	// At a random time the job begins to end in one of five ways: a shutdown after all programs are done, a
+	// shutdown before that, a death, a false suspicion, or a rank that is silent.
+	end, when := rng.IntN(5), rng.IntN(600)
 	for i := range 600 {
 		if i == when {
 			r.end(end)
@@ -1172,7 +1176,7 @@ func randomLeaders(rng *rand.Rand, size int) []topo.Rank {
 	return leaders
 }
 
-// end begins the end of the job. how selects one of the four ways (see randomRun).
+// end begins the end of the job. how selects one of the five ways (see randomRun).
 func (r *run) end(how int) {
 	size := len(r.c.nodes)
 	n := r.c.nodes[r.rng.IntN(size)]
@@ -1190,10 +1194,40 @@ func (r *run) end(how int) {
 		of := r.c.nodes[r.rng.IntN(size)]
 		if n != of {
 			r.accused = []topo.Rank{n.rank, of.rank}
+			suspects := r.accused[1:]
+			if r.rng.IntN(2) == 0 {
+				suspects = r.suspects(n.rank, of.rank)
+				r.accused = suspects
+				r.seen.accusedSeveral++
+			}
 			n.m.Tick(r.c.now)
-			n.m.Suspect([]topo.Rank{of.rank}, "timeout")
+			n.m.Suspect(suspects, "timeout")
+		}
+	case 4:
+		of := r.c.nodes[r.rng.IntN(size)]
+		if n != of && !n.over && !of.over {
+			r.silent = true
+			r.died = append(r.died, of.rank)
+			r.c.die(of.rank)
+			n.m.Tick(r.c.now)
+			suspect := of.rank // or, if this is a leader, one of the ranks behind it
+			if led := r.c.led(of.rank); len(led) > 1 && !slices.Contains(led, n.rank) {
+				suspect = led[r.rng.IntN(len(led))]
+			}
+			n.m.Suspect(r.suspects(n.rank, suspect), "mpi: no such peer")
+			r.seen.silent++
 		}
 	}
+}
+
+// suspects returns the two ranks and random other ranks, in ascending order.
+func (r *run) suspects(a, b topo.Rank) (ranks []topo.Rank) {
+	for _, n := range r.c.nodes {
+		if n.rank == a || n.rank == b || r.rng.IntN(2) == 0 {
+			ranks = append(ranks, n.rank)
+		}
+	}
+	return ranks
 }
 
 func (r *run) shutdown(n *node) {
@@ -1341,6 +1375,16 @@ func (r *run) finish() {
 	}
 	r.settle()
 	r.prompt()
+	if len(r.died)+len(r.accused) > 0 {
+		// The verdict about a suspicion of several ranks takes up to 3.6 s.
+		for range 50 {
+			r.settle()
+			r.pass(100 * time.Millisecond)
+		}
+	}
+	if r.silent {
+		r.c.endConnection(r.died[0], "connection reset") // for ranks that suspect nobody
+	}
 	// The last requests of the programs take a fraction of a second because of the cycle time. One more
 	// second is enough for the slowest events, which are a suspicion and the heartbeat after which erased
 	// entries are forgotten.
