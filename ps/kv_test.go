@@ -16,6 +16,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"github.com/gohvd/gohvd/half"
+	"github.com/gohvd/gohvd/internal/ps/pspb"
 	"github.com/gohvd/gohvd/internal/ps/van"
 	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/internal/transport/faulty"
@@ -660,6 +661,35 @@ func TestFailedRequestIsDropped(t *testing.T) {
 			w.c.complete(r, errTimeout)
 			close(failed)
 			testnet.WantError(t, r.Wait(t.Context()), errTimeout.Error())
+		}
+	})
+}
+
+// TestMessageOfAGoneWorker checks that a server handles no message of a worker that has gone, although the
+// message arrived before, and keeps nothing of that worker.
+func TestMessageOfAGoneWorker(t *testing.T) {
+	job{t: t, servers: 1, workers: 1}.run(func(po *Postoffice) {
+		if !po.IsServer() {
+			return
+		}
+		s, err := NewKVServer(po, 0, func(KVMeta, KVPairs[float32], *KVServer[float32]) {
+			t.Error("a request is handled")
+		}, SimpleHandlers{})
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		gone := van.WorkerID(1)
+		s.workerGone(gone)
+		s.c.handling.Lock()
+		defer s.c.handling.Unlock()
+		for _, keys := range [][]byte{nil, make([]byte, 8)} {
+			h := &pspb.Header{Push: true, KeyList: 1,
+				Frames: []*pspb.Frame{{}, {Type: pspb.DataType_FLOAT}, {}}}
+			s.handle(gone, &van.Message{Header: h, Data: [][]byte{keys, make([]byte, 4), nil}})
+		}
+		if len(s.parked)+len(s.lists) > 0 {
+			t.Errorf("the server keeps %d requests and %d lists", len(s.parked), len(s.lists))
 		}
 	})
 }

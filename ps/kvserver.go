@@ -3,6 +3,7 @@ package ps
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -59,7 +60,8 @@ type KVServer[T Value] struct {
 	parked map[parkedKey]*van.Message // requests whose keys the server has asked for
 
 	mu   sync.Mutex
-	gone []int // workers that have gone, whose lists can be forgotten
+	gone map[int]bool // workers that have gone. A message from one of them may still wait for handling.
+	old  bool         // a worker has gone whose lists were not forgotten yet
 }
 
 // senderKey identifies a customer of a worker.
@@ -84,7 +86,7 @@ func NewKVServer[T Value](po *Postoffice, app int, handler KVHandler[T], h Simpl
 	}
 	a, err := newApp(po, app, 0, h)
 	s := &KVServer[T]{SimpleApp: a, handler: handler, lists: make(map[senderKey]*serverLists),
-		parked: make(map[parkedKey]*van.Message)}
+		parked: make(map[parkedKey]*van.Message), gone: make(map[int]bool)}
 	if err == nil {
 		a.c.gone = s.workerGone
 		err = a.add(s.handle)
@@ -99,34 +101,32 @@ func NewKVServer[T Value](po *Postoffice, app int, handler KVHandler[T], h Simpl
 func (s *KVServer[T]) workerGone(id int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.gone = append(s.gone, id)
+	s.gone[id], s.old = true, true
 }
 
-// forget drops what concerns workers that have gone.
-func (s *KVServer[T]) forget() {
+// forget drops what concerns workers that have gone, and reports whether from is one of them.
+func (s *KVServer[T]) forget(from int) bool {
 	s.mu.Lock()
-	gone := s.gone
-	s.gone = nil
-	s.mu.Unlock()
-	if len(gone) == 0 {
-		return
+	defer s.mu.Unlock()
+	if s.old {
+		s.old = false
+		maps.DeleteFunc(s.lists, func(key senderKey, _ *serverLists) bool { return s.gone[key.node] })
+		maps.DeleteFunc(s.parked, func(key parkedKey, m *van.Message) bool {
+			if s.gone[key.node] {
+				m.Release()
+			}
+			return s.gone[key.node]
+		})
 	}
-	for key := range s.lists {
-		if slices.Contains(gone, key.node) {
-			delete(s.lists, key)
-		}
-	}
-	for key, m := range s.parked {
-		if slices.Contains(gone, key.node) {
-			m.Release()
-			delete(s.parked, key)
-		}
-	}
+	return s.gone[from]
 }
 
 // handle handles a request of a worker.
 func (s *KVServer[T]) handle(from int, m *van.Message) {
-	s.forget()
+	if s.forget(from) {
+		m.Release()
+		return
+	}
 	h := m.Header
 	sender := senderKey{from, h.CustomerId}
 	key := parkedKey{sender, h.Timestamp}
