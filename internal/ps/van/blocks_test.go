@@ -254,6 +254,8 @@ func TestExhausted(t *testing.T) {
 				}
 				n.mu.Unlock()
 			}
+			s.mu.Lock()
+			defer s.mu.Unlock()
 			testnet.WantError(t, s.lost[9], "server 0 has no resources for the connection")
 		})
 	}
