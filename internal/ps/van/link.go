@@ -111,9 +111,10 @@ func (l *link) request(ctx context.Context, m *Message) error {
 		}
 		l.mu.Lock()
 	}
-	if l.end != nil {
-		defer l.mu.Unlock()
-		return &NodeError{l.peer, l.end}
+	if err := l.end; err != nil {
+		l.mu.Unlock()
+		l.van.blame(l.peer, err)
+		return &NodeError{l.peer, err}
 	}
 	l.requests++
 	l.asked++
@@ -633,8 +634,9 @@ func (l *link) run(r *reader) {
 func (l *link) fail(err error) {
 	l.mu.Lock()
 	culprit, reason := l.explain(err)
+	waits := l.requests > 0
 	l.mu.Unlock()
-	if reason != errLeft {
+	if reason != errLeft || waits {
 		l.van.blame(culprit, reason)
 	}
 	l.mu.Lock()

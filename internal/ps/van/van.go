@@ -84,8 +84,9 @@ type Handler interface {
 	// Receive handles a message of the node from, which belongs to the handler from then on. There is one
 	// call at a time for each sender.
 	Receive(from int, m *Message)
-	// Blame handles the failure of a node: it has died, or has left while nodes wait for it in a barrier. It
-	// is called once, for the first such node, and the calls that fail because of it return only after that.
+	// Blame handles the failure of a node: it has died, or has left while nodes wait for it in a barrier or
+	// have requests to it, or before such a request. It is called once, for the first such node, and the
+	// calls that fail because of it return only after that.
 	Blame(id int, err error)
 	// Lost handles the end of a node, which has died or left. It is called once for each process.
 	Lost(id int, err error)

@@ -357,6 +357,39 @@ func TestLeaving(t *testing.T) {
 	}
 }
 
+// TestLeavingWithRequests checks that a node that leaves is blamed by a node with a request to it, whether
+// the request comes before the end of the link or after it.
+func TestLeavingWithRequests(t *testing.T) {
+	for _, before := range []bool{false, true} {
+		nodes := startJob(t, 1, 1, nil)
+		s, w := nodes[8], nodes[9]
+		arrived := make(chan struct{})
+		s.handle(func(_ int, m *Message) {
+			close(arrived)
+			m.Release()
+		})
+		request := func() error {
+			return w.Request(t.Context(), 8, &Message{Header: &pspb.Header{Request: true}})
+		}
+		if before {
+			if err := request(); err != nil {
+				t.Fatal(err)
+			}
+			<-arrived
+		}
+		s.Stop(t.Context())
+		w.until(t, "the worker learns it", func() bool { return w.lost[8] != nil })
+		if !before {
+			testnet.WantError(t, request(), "server 0 is gone: it has left the job")
+		}
+		w.mu.Lock()
+		if !slices.Equal(w.blamed, []int{8}) {
+			t.Errorf("a request before the end: %v; the worker blames %v, want 8", before, w.blamed)
+		}
+		w.mu.Unlock()
+	}
+}
+
 // TestBarrierDuringBlame checks that barriers of other groups go on while the scheduler tells its handler
 // which node has failed.
 func TestBarrierDuringBlame(t *testing.T) {
