@@ -154,6 +154,8 @@ func TestWrongUsage(t *testing.T) {
 			"--hosts cannot be used with --servers and --workers"},
 		{append([]string{"--servers", "1", "--workers", "1", "-x", "DMLC_ROLE=worker"}, touch...),
 			"got DMLC_ROLE, which the launcher itself sets"},
+		{append([]string{"--servers", "2", "--workers", "1", "-x", "PORT=8080"}, touch...),
+			"got PORT, which the launcher itself sets"},
 		{append([]string{"-np", "2", "--start-timeout", "soon"}, touch...),
 			`--start-timeout: got "soon", want a number of seconds`},
 		{append([]string{"-np", "2", "--start-timeout="}, touch...),

@@ -107,7 +107,8 @@ func startNodes(t *testing.T, env ...string) *job {
 // hvdrun starts the nodes of a parameter server, which find each other and compute the right sums. Each line
 // of output names its node.
 func TestNodes(t *testing.T) {
-	j := startNodes(t, roundsVariable+"=20")
+	// Two servers cannot listen at one port, so hvdrun must not pass PORT on.
+	j := startNodes(t, roundsVariable+"=20", "PORT="+strconv.Itoa(testnet.FreePort(t)))
 	started := make(map[string]bool)
 	var sums []string
 	for l := range j.lines {

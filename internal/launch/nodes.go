@@ -56,16 +56,20 @@ func (n *Nodes) check(o *Options) error {
 // variables of a launcher that has started this one.
 func (n *Nodes) variables(r int) []string {
 	id := n.id(r)
-	return []string{
-		"HVD_SIZE=1",
-		"DMLC_ROLE=" + van.RoleOf(id).String(),
-		"DMLC_RANK=" + strconv.Itoa(van.Rank(id)),
-		"DMLC_NUM_SERVER=" + strconv.Itoa(n.Servers),
-		"DMLC_NUM_WORKER=" + strconv.Itoa(n.Workers),
-		"DMLC_PS_ROOT_URI=" + n.Root.Addr().String(),
-		"DMLC_PS_ROOT_PORT=" + strconv.Itoa(int(n.Root.Port())),
-		processVariable + "=" + strconv.Itoa(r),
+	var port []string
+	if n.Servers > 1 {
+		port = []string{"PORT="} // they cannot all listen at a port that hvdrun has by chance
 	}
+	return append(port,
+		"HVD_SIZE=1",
+		"DMLC_ROLE="+van.RoleOf(id).String(),
+		"DMLC_RANK="+strconv.Itoa(van.Rank(id)),
+		"DMLC_NUM_SERVER="+strconv.Itoa(n.Servers),
+		"DMLC_NUM_WORKER="+strconv.Itoa(n.Workers),
+		"DMLC_PS_ROOT_URI="+n.Root.Addr().String(),
+		"DMLC_PS_ROOT_PORT="+strconv.Itoa(int(n.Root.Port())),
+		processVariable+"="+strconv.Itoa(r),
+	)
 }
 
 // process returns the word for a process of the job in messages. processes returns its plural.
