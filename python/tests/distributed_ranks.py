@@ -200,14 +200,18 @@ class Collectives(Ranks):
 
 
     def test_few_function_calls(self) -> None:
-        # Each call of a function takes time, so all_reduce of a small tensor makes few of them in this package.
+        # Each call of a function takes time, so all_reduce of a small tensor makes few of them in this package. Calls of
+        # torch are not counted, because their number depends on its version.
         x = torch.ones(1)
-        folder, calls = os.path.dirname(gohvd.torch.distributed.__file__), []
+        folder, calls, outside = os.path.dirname(gohvd.torch.distributed.__file__), [], []
 
         def count(frame: object, event: str, function: object) -> None:
-            caller = frame.f_back if event == "call" else frame
-            if event in ("call", "c_call") and caller.f_code.co_filename.startswith(folder):
-                calls.append(frame.f_code.co_name if event == "call" else function.__name__)
+            if not frame.f_code.co_filename.startswith(folder):
+                return
+            if event == "call":
+                calls.append(frame.f_code.co_name)
+            elif event == "c_call":
+                outside.append(function.__name__)
 
         dist.all_reduce(x)
         sys.setprofile(count)
@@ -215,8 +219,8 @@ class Collectives(Ranks):
             dist.all_reduce(x)
         finally:
             sys.setprofile(None)
-        self.assertLessEqual(len(calls), 48, calls)
-        self.assertNotIn("view", calls)
+        self.assertLessEqual(len(calls), 21, calls)
+        self.assertNotIn("view", outside)
 
 
 class Messages(Ranks):
