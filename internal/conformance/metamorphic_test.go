@@ -112,8 +112,9 @@ func sameAnswers(t *testing.T, seed uint64, configurations []configuration) {
 					}
 				},
 			}, func(r *testcluster.Rank) { p.run(r, hash(seed, uint64(i)), got, yield) })
-			if c.tuned && tuner.changes == 0 {
-				t.Error("the settings have not changed")
+			// A random program may have hardly any allreduce of all ranks, of which alone the tuner hears.
+			if c.tuned && tuner.changes == 0 && tuner.grants >= 10 {
+				t.Errorf("the settings have not changed during %d grants", tuner.grants)
 			}
 			if !c.deterministic || t.Failed() {
 				return
