@@ -109,9 +109,17 @@ func TestSurvivorsNameKilledRankWithMPI(t *testing.T) {
 
 func killRank(t *testing.T, l testmpi.Library, program string, victim int, negotiation string) {
 	errs := filepath.Join(t.TempDir(), "stderr")
+	// When a process dies, mpirun of MPICH may fail and kill its children, and nobody reads their output then.
+	// So each rank is in a session of its own, and survives that.
 	cmd := l.Surviving().Command(t, 3, "sh", "-c",
-		`exec "$0" "$@" 2> "$ERRS.${PMI_RANK:-$OMPI_COMM_WORLD_RANK}"`, program, "-epochs", "1000000")
+		`trap "" PIPE; setsid "$0" "$@" 2> "$ERRS.${PMI_RANK:-$OMPI_COMM_WORLD_RANK}" & wait`,
+		program, "-epochs", "1000000")
 	cmd.Env = append(append(cmd.Env, allMPI...), "HVD_NEGOTIATION="+negotiation, "ERRS="+errs)
+	t.Cleanup(func() {
+		for _, pid := range ranksOf(program) { // if the test has failed
+			_ = unix.Kill(pid, unix.SIGKILL)
+		}
+	})
 	startDigits(t, cmd)
 	signalRank(t, program, victim, unix.SIGKILL)
 	killed := time.Now()
