@@ -41,7 +41,7 @@ func (k *rankAt) waits(since time.Duration, names ...string) {
 	}
 }
 
-// messageWaits adds a message that the rank has waited for since 5 s. among are the two ranks of the message.
+// messageWaits adds a message for which the rank has waited for 5 s. among has the two ranks of the message.
 func (k *rankAt) messageWaits(kind message.Kind, name string, among ...topo.Rank) {
 	k.Pending = append(k.Pending, trace.Pending{Kind: kind, Name: name, Among: among,
 		Submitted: 5 * time.Second})
