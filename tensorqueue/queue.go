@@ -65,8 +65,8 @@ type Entry struct {
 	Done func(err error)
 	// Times are the times at which the entry was submitted, sent, granted and begun.
 	Times Times
-	// Deadline is the time at which Timeout ends, or 0 if the operation has no time limit. Only the loop
-	// accesses it.
+	// Deadline is the time at which Timeout ends, counted from the start of the engine, or 0 if the operation
+	// has no time limit. After Add, only the loop accesses it.
 	Deadline time.Duration
 
 	queue *Queue

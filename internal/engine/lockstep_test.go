@@ -20,8 +20,11 @@ import (
 )
 
 // againstFrames runs rank 0 in lock-step until its epoch ends, and returns the error with which its engine
-// ended. The function rank1 acts as rank 1: it sends frames to rank 0.
-func againstFrames(t *testing.T, rank1 func(ctx context.Context, send func(frame []byte) error) error) error {
+// ended. The function rank1 acts as rank 1: it sends frames to rank 0. The functions in rank0 are called with
+// the engine of rank 0.
+func againstFrames(t *testing.T, rank1 func(ctx context.Context, send func(frame []byte) error) error,
+	rank0 ...func(e *engine.Engine),
+) error {
 	net := mem.New(2)
 	ctx, cancel := context.WithTimeout(t.Context(), deadline)
 	defer cancel()
@@ -51,6 +54,9 @@ func againstFrames(t *testing.T, rank1 func(ctx context.Context, send func(frame
 	})
 	if err != nil {
 		t.Fatal(err)
+	}
+	for _, f := range rank0 {
+		f(e)
 	}
 	<-e.Ended()
 	close(ended)

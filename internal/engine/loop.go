@@ -208,9 +208,13 @@ func (e *Engine) takeRequests() {
 	// before it or together with it.
 	leaving, accepts := e.leaving.Load(), e.negotiation.accepts()
 	for _, l := range e.lanes.all {
-		if accepts && l.queue.Waiting() {
+		switch {
+		case !l.queue.Waiting():
+		case accepts:
 			e.sched.extend()
 			e.submit(l)
+		default:
+			e.due = min(e.due, e.now+waitingPeriod)
 		}
 	}
 	switch {
@@ -241,8 +245,7 @@ func (e *Engine) submit(l *lane) {
 		// The entry may have been submitted during this turn, and so later than now. Its times must be in
 		// order.
 		entry.Times.Sent.Store(int64(max(now, entry.Times.Submitted)))
-		if entry.Timeout > 0 {
-			entry.Deadline = now + min(entry.Timeout, never-now)
+		if entry.Deadline > 0 {
 			e.due = min(e.due, entry.Deadline)
 		}
 	}

@@ -80,11 +80,14 @@ type counts struct {
 // since returns the time since the engine's start. All times of the engine are counted from its start.
 func (o *observer) since() time.Duration { return time.Since(o.start) }
 
-// submitted sets the submission time of entries to now.
+// submitted sets the submission time of entries to now, and their deadlines.
 func (o *observer) submitted(entries []*tensorqueue.Entry) {
-	at := max(o.since(), 1)
+	now := o.since()
 	for _, e := range entries {
-		e.Times.Submitted = at
+		e.Times.Submitted, e.Deadline = max(now, 1), 0
+		if e.Timeout > 0 {
+			e.Deadline = now + min(e.Timeout, never-now)
+		}
 	}
 }
 

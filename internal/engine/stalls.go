@@ -17,6 +17,10 @@ const never = time.Duration(math.MaxInt64)
 // the report because the coordinator ignores the first one if the grant was already on its way.
 const timeoutReportInterval = time.Second
 
+// waitingPeriod is the time after which expire searches requests that wait for a lock-step cycle. The cycle
+// may never come, because another rank has not entered the one before.
+const waitingPeriod = 100 * time.Millisecond
+
 // expire reports operations that have not ended by their deadlines to the coordinator. It searches the
 // operations in flight only when the earliest known deadline has passed, so that it costs nothing while no
 // operation is late.

@@ -1,6 +1,7 @@
 package engine_test
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"math"
@@ -280,6 +281,32 @@ func TestOperationTimeout(t *testing.T) {
 				})
 			})
 		}
+	})
+}
+
+// In lock-step, an operation waits for the end of the cycle in which it was submitted. If it times out there
+// because a rank has stopped, the error names the stopped rank.
+func TestOperationTimeoutBeforeACycle(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		stopped := func(ctx context.Context, _ func([]byte) error) error {
+			<-ctx.Done()
+			return nil
+		}
+		err := againstFrames(t, stopped, func(e *engine.Engine) {
+			synctest.Wait() // the first cycle has begun
+			x := sum("x", make([]byte, 8))
+			x.Timeout = testTimeout
+			began := time.Now()
+			x.Done = func(error) {
+				if took := time.Since(began); took < testTimeout || took > testTimeout+time.Second {
+					t.Errorf("took %v, want %v", took, testTimeout)
+				}
+			}
+			if err := e.Submit(x); err != nil {
+				t.Error(err)
+			}
+		})
+		wantTimeout(t, 0, err, 0, 1)
 	})
 }
 
