@@ -32,11 +32,12 @@ const (
 	heartbeatPeriod = time.Second
 	// suspectGrace is how long the coordinator waits for the control connection of a suspected rank to end.
 	suspectGrace = 200 * time.Millisecond
-	// verdictTimeout is how long a rank that suspects another rank waits for the verdict of the coordinator.
-	verdictTimeout = time.Second
-	// silenceGrace is added to suspectGrace and to verdictTimeout if several ranks are suspected. After this
-	// time, a rank that had failed before has missed two heartbeats if it is not behind a leader.
+	// silenceGrace is added to suspectGrace if several ranks are suspected. After this time, a rank that had
+	// failed before has missed two heartbeats if it is not behind a leader.
 	silenceGrace = 2 * heartbeatPeriod
+	// verdictTimeout is how long a rank that has reported a suspicion waits for the verdict of the
+	// coordinator before it blames the coordinator for its silence.
+	verdictTimeout = heartbeatPeriod + silenceGrace
 	// closeTimeout is the maximum time for which a shutdown may make no progress.
 	closeTimeout = 10 * time.Second
 	// holdPeriod is how long a leader holds a vote or a request that other ranks of its host have not made.

@@ -149,7 +149,8 @@ func (m *Member) Tick(now time.Duration) {
 	}
 	switch {
 	case now >= m.ownVerdictDue():
-		m.decideSuspicion()
+		m.Lost(fmt.Sprintf("silent for %s, and rank %d suspects %s: %s", seconds(now-m.lastReceived),
+			m.cfg.Rank, topo.FormatRanks(m.suspected.Ranks), m.suspected.Reason))
 	case now-m.lastReceived >= m.cfg.LivenessTimeout:
 		m.Lost(fmt.Sprintf("silent for %v", m.cfg.LivenessTimeout))
 	}
@@ -232,9 +233,8 @@ func (m *Member) Drained() {
 // Suspect reports a failure of one of the given ranks, which are in ascending order. If there is one, and it
 // is another rank, the data connection to it has failed. If there is only this rank, this rank itself fails.
 // If there are several, this rank cannot tell which of them has failed. The coordinator answers with a
-// verdict. If the verdict does not come in time, a suspicion of one rank becomes the verdict. The first
-// suspicion of a rank counts, but one of several ranks gives way to one of a single rank. After this rank's
-// bye, Suspect has no effect, because the rank executes nothing that could fail.
+// verdict. The first suspicion of a rank counts, but one of several ranks gives way to one of a single rank.
+// After this rank's bye, Suspect has no effect, because the rank executes nothing that could fail.
 func (m *Member) Suspect(ranks []topo.Rank, reason string) {
 	switch {
 	case m.state == memberBye || m.state == memberClosed || m.state == memberFailed:
@@ -246,33 +246,19 @@ func (m *Member) Suspect(ranks []topo.Rank, reason string) {
 	m.suspectedAt, m.suspectFrame = m.now, true
 }
 
-// ownVerdictDue returns the time at which this rank decides about its suspicion by itself, or never. If it
-// suspects several ranks, it does so only if the coordinator is silent too.
+// ownVerdictDue returns the time at which this rank stops waiting for the verdict about its suspicion, or
+// never. By then, the coordinator has missed two heartbeats. So the verdict of this rank is that rank 0, or
+// the leader that sends them, has failed. Ranks that suspect nobody come to the same verdict later.
 func (m *Member) ownVerdictDue() time.Duration {
-	switch {
-	case m.suspected == nil:
+	if m.suspected == nil {
 		return never
-	case len(m.suspected.Ranks) == 1:
-		return m.suspectedAt + verdictTimeout
 	}
-	return max(m.suspectedAt+verdictTimeout+silenceGrace, m.lastReceived+2*heartbeatPeriod)
-}
-
-// decideSuspicion gives this rank's own verdict about the ranks that it suspects. If there are several, the
-// coordinator has missed its heartbeats. That is a better reason to blame rank 0, or the leader that sends
-// them, than the suspicion is to blame all suspects. Other ranks give the same verdict.
-func (m *Member) decideSuspicion() {
-	if len(m.suspected.Ranks) == 1 {
-		m.fail(m.suspected)
-		return
-	}
-	m.Lost(fmt.Sprintf("silent for %s, and rank %d reported: %s", seconds(m.now-m.lastReceived), m.cfg.Rank,
-		m.suspected.Reason))
+	return max(m.suspectedAt+verdictTimeout, m.lastReceived+2*heartbeatPeriod)
 }
 
 // SuspectChannel records that the channel for messages of a process set to a rank has failed. If other ranks
 // have removed the set already, that is no failure. The coordinator knows whether they have, so in a set that
-// can be removed the suspicion never becomes the verdict by itself.
+// can be removed this rank does not decide about the suspicion by itself.
 func (m *Member) SuspectChannel(set topo.ProcessSetID, ranks []topo.Rank, reason string) {
 	switch {
 	case set == topo.Global:
