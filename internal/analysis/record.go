@@ -29,6 +29,7 @@ type Record struct {
 	Shape     []int64       `json:"shape,omitempty"`
 	Bytes     int64         `json:"bytes,omitempty"`
 	Backend   string        `json:"backend,omitempty"`
+	Algorithm string        `json:"algorithm,omitempty"`
 	Cached    bool          `json:"cached,omitempty"`
 	Absent    bool          `json:"absent,omitempty"` // the rank had joined and took part as an absent rank
 	Error     string        `json:"error,omitempty"`

@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/analysis"
+	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/trace"
 )
@@ -111,9 +112,10 @@ func (r *Recorder) Dump(about About) *analysis.Snapshot {
 		o := analysis.Record{
 			Set: uint32(s.set), Number: s.number, Kind: s.kind.String(), Name: cut(s.name, maxNameBytes),
 			DType: word(s.dtype.String(), s.dtype.Valid()),
-			Shape: s.shape[:min(len(s.shape), maxDims)], Bytes: s.bytes, Backend: word(s.backend.String(),
-				s.backend != 0),
-			Cached: s.cached, Absent: s.absent,
+			Shape: s.shape[:min(len(s.shape), maxDims)], Bytes: s.bytes,
+			Backend:   word(s.backend.String(), s.backend != message.NoBackend),
+			Algorithm: word(s.algorithm.String(), s.algorithm != message.NoAlgorithm),
+			Cached:    s.cached, Absent: s.absent,
 			Submitted: s.submitted, Sent: s.sent, Granted: s.granted, Begun: s.begun, Ended: s.ended,
 		}
 		if s.kind.IsMessage() && s.peer >= 0 {

@@ -43,6 +43,7 @@ type slot struct {
 	peer                                   topo.Rank // the other rank of a message
 	kind                                   message.Kind
 	backend                                message.Backend
+	algorithm                              message.Algorithm
 	dtype                                  tensor.DType
 	cached, absent                         bool
 }
@@ -89,7 +90,8 @@ func (r *Recorder) next() *slot {
 // fill sets the fields that describe the operation and clears the fields that describe a tensor.
 func (s *slot) fill(op *trace.Operation) {
 	*s = slot{
-		set: op.Set, number: op.Number, peer: op.Peer, kind: op.Kind, backend: op.Backend, absent: op.Absent,
+		set: op.Set, number: op.Number, peer: op.Peer, kind: op.Kind, backend: op.Backend,
+		algorithm: op.Algorithm, absent: op.Absent,
 		granted: op.Granted, begun: op.Begun, ended: op.Ended, err: op.Failed,
 	}
 }

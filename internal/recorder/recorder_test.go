@@ -27,8 +27,8 @@ const ms = time.Millisecond
 // the time in ended.
 func operation(n uint64, ended time.Duration, names ...string) *trace.Operation {
 	op := &trace.Operation{
-		Number: n, Kind: message.Allreduce, Backend: message.SHM, Granted: ended - 2*ms, Begun: ended - ms,
-		Ended: ended,
+		Number: n, Kind: message.Allreduce, Backend: message.SHM, Algorithm: message.Direct,
+		Granted: ended - 2*ms, Begun: ended - ms, Ended: ended,
 	}
 	for _, name := range names {
 		op.Tensors = append(op.Tensors, trace.Tensor{
@@ -53,17 +53,17 @@ func TestRecord(t *testing.T) {
 	want := []analysis.Record{
 		{
 			Number: 1, Kind: "allreduce", Name: "a", DType: "float32", Shape: []int64{2, 3}, Bytes: 24,
-			Backend:   "shm",
+			Backend: "shm", Algorithm: "direct",
 			Submitted: 96 * ms, Sent: 97 * ms, Granted: 98 * ms, Begun: 99 * ms, Ended: 100 * ms,
 		},
 		{
 			Number: 1, Kind: "allreduce", Name: "b", DType: "float32", Shape: []int64{2, 3}, Bytes: 24,
-			Backend: "shm", Error: "ranks disagree",
+			Backend: "shm", Algorithm: "direct", Error: "ranks disagree",
 			Submitted: 96 * ms, Sent: 97 * ms, Granted: 98 * ms, Begun: 99 * ms, Ended: 100 * ms,
 		},
 		{
 			Set: 5, Number: 2, Kind: "allreduce", Name: "c", DType: "float32", Shape: []int64{2, 3},
-			Bytes: 24, Backend: "shm", Cached: true, Absent: true,
+			Bytes: 24, Backend: "shm", Algorithm: "direct", Cached: true, Absent: true,
 			Error: "rank 3 is dead", Submitted: 196 * ms, Sent: 197 * ms, Granted: 198 * ms, Begun: 199 * ms,
 			Ended: 200 * ms,
 		},
