@@ -32,6 +32,7 @@ type printer struct {
 	csv bool
 	err error
 
+	ran    string  // how the operations of the last line in the table have run
 	busBW  float64 // sum of the bus bandwidths in the table
 	numBus int
 }
@@ -74,7 +75,24 @@ func (p *printer) line(l line) {
 	}
 }
 
+// ran returns how the operations of the line have run.
+func (l line) ran() string {
+	var all ways
+	for _, r := range l.results() {
+		for _, way := range r.ran {
+			all = all.add(way)
+		}
+	}
+	return all.String()
+}
+
+// tableLine prints a row of the table. A comment before the row says how its operations have run, if that
+// differs from the row before.
 func (p *printer) tableLine(l line) {
+	if ran := l.ran(); ran != p.ran {
+		p.note("ran: " + ran)
+		p.ran = ran
+	}
 	r := l.results()[0]
 	p.printf("  %11d %13d %9s %7s %7d", r.bytes, r.count, ncclType(r.dt), ncclOp(r.op), r.root)
 	both := []*result{l.out, l.in}
@@ -134,7 +152,7 @@ var csvColumns = []string{
 	"collective", "path", "memory", "touch", "ranks", "bytes", "count", "type", "redop", "root", "placement",
 	"iters",
 	"mean_us", "p50_us", "p99_us", "min_us", "max_us", "least_mean_us", "greatest_mean_us", "algbw_GBps",
-	"busbw_GBps", "wrong",
+	"busbw_GBps", "wrong", "ran",
 }
 
 // fields returns the fields of r for the columns in csvColumns.
@@ -152,5 +170,6 @@ func (r *result) fields() []string {
 		number(r.mean), number(r.p50), number(r.p99), number(r.min), number(r.max), number(r.leastMean),
 		number(r.greatestMean),
 		number(r.algBW), number(r.busBW), strconv.FormatInt(r.wrong, 10),
+		r.ran.String(),
 	}
 }

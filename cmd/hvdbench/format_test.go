@@ -16,12 +16,13 @@ func lines() []line {
 		count: 1 << 18, dt: tensor.Float32, op: tensor.Sum, root: -1,
 		placement: "out-of-place", iters: 20, mean: 1234.5678, p50: 1200, p99: 99999.5, min: 9.876,
 		max: 123456, leastMean: 1230, greatestMean: 1240,
-		algBW: 0.84934, busBW: 0.84934,
+		algBW: 0.84934, busBW: 0.84934, ran: ways{"hier two-level"},
 	}
 	in := *out
 	in.placement, in.mean, in.p50, in.p99, in.algBW, in.busBW, in.wrong = "in-place", 104.86, 100.5, 120.25,
 		10, 10, 3
 	step := in
+	step.ran = ways{"tcp ring", "tcp recursive-doubling"}
 	step.collective, step.wrong, step.touch, step.dt = `resnet50,"x"_async`, unchecked, true, tensor.BFloat16
 	return []line{{out, &in}, {in: &step}}
 }

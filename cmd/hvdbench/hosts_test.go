@@ -3,6 +3,7 @@ package main
 import (
 	"bytes"
 	"context"
+	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -13,9 +14,9 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// Three ranks on two hosts measure backends without negotiation, on two levels and on one. All results are
-// right.
-func TestRawOnSeveralHosts(t *testing.T) {
+// Three ranks on two hosts measure operations on two levels and on one, with negotiation and without. All
+// results are right, and the rows say how the operations have run.
+func TestSeveralHosts(t *testing.T) {
 	workload := filepath.Join(t.TempDir(), "tensors")
 	if err := os.WriteFile(workload, []byte("a 100\nb 1000\nc 100000\n"), 0o600); err != nil {
 		t.Fatal(err)
@@ -25,31 +26,40 @@ func TestRawOnSeveralHosts(t *testing.T) {
 		name string
 		env  []string
 		args []string
+		// small and large say how operations on less than 100 KB and on more have run.
+		small, large string
 	}{
-		{"two levels", nil, append(sizes, "allreduce")},
-		{"one level", []string{"HOROVOD_HIERARCHICAL_ALLREDUCE=0"}, append(sizes, "allreduce")},
-		{"alltoall", nil, append(sizes, "alltoall")},
-		{"step", nil, []string{"--workload", workload}},
+		{"two levels", nil, append(sizes, "allreduce"), "hier two-level", "hier two-level"},
+		{"one level", []string{"HOROVOD_HIERARCHICAL_ALLREDUCE=0"}, append(sizes, "allreduce"),
+			"tcp recursive-doubling", "tcp halving-doubling"},
+		{"alltoall", nil, append(sizes, "alltoall"), "tcp direct", "tcp direct"},
+		{"step", nil, []string{"--workload", workload}, "", "hier two-level"},
 	} {
-		t.Run(c.name, func(t *testing.T) {
-			out := rawOn(t, testnet.NewHosts(t, 2), []int{0, 0, 1}, c.env,
-				append(c.args, "--raw", "--format", "csv", "-n", "2", "-w", "1"))
-			rows := table(t, out)
-			if len(rows) == 0 {
-				t.Fatalf("rank 0 printed no rows:\n%s", out)
-			}
-			for _, row := range rows {
-				if row["wrong"] != "0" {
-					t.Errorf("got row %v, want no wrong elements", row)
+		for _, raw := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s/raw=%v", c.name, raw), func(t *testing.T) {
+				out := runOn(t, testnet.NewHosts(t, 2), []int{0, 0, 1}, c.env,
+					append(c.args, fmt.Sprintf("--raw=%v", raw), "--format", "csv", "-n", "2", "-w", "1"))
+				rows := table(t, out)
+				if len(rows) == 0 {
+					t.Fatalf("rank 0 printed no rows:\n%s", out)
 				}
-			}
-		})
+				for _, row := range rows {
+					want := c.small
+					if bytes, _ := strconv.Atoi(row["bytes"]); bytes >= 100e3 {
+						want = c.large
+					}
+					if row["wrong"] != "0" || row["ran"] != want {
+						t.Errorf("got row %v, want no wrong elements and ran %q", row, want)
+					}
+				}
+			})
+		}
 	}
 }
 
-// rawOn runs hvdbench with one rank on each of the hosts at the positions places, and returns what rank
+// runOn runs hvdbench with one rank on each of the hosts at the positions places, and returns what rank
 // 0 prints. It fails the test if a rank fails.
-func rawOn(t *testing.T, hosts []*testnet.Host, places []int, env, args []string) string {
+func runOn(t *testing.T, hosts []*testnet.Host, places []int, env, args []string) string {
 	t.Helper()
 	self, err := os.Executable()
 	if err != nil {

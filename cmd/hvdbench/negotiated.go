@@ -2,10 +2,14 @@ package main
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
+	"strings"
+	"time"
 
 	"github.com/gohvd/gohvd/half"
 	"github.com/gohvd/gohvd/hvd"
+	"github.com/gohvd/gohvd/internal/analysis"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/tensor"
 )
@@ -18,22 +22,55 @@ func (negotiated) String() string { return "negotiated" }
 func (p negotiated) prepare(s opSpec, name string, buf []byte) (*action, error) {
 	if s.kind == message.Barrier {
 		opts := []hvd.Option{hvd.On(p.Engine), hvd.Name(name)}
-		return &action{run: func(ctx context.Context) error { return hvd.Barrier(ctx, opts...) }}, nil
+		return &action{
+			run: func(ctx context.Context) error { return hvd.Barrier(ctx, opts...) },
+			ran: func() (ways, error) { return nil, nil },
+		}, nil
 	}
 	t, ok := typed[s.dt]
 	if !ok {
 		return nil, errUnsupported{fmt.Sprintf("package hvd has no element type %v", s.dt)}
 	}
-	return t.prepare(p.Engine, s, name, buf)
+	a, err := t.prepare(p.Engine, s, name, buf)
+	if err == nil {
+		a.ran = p.ranSince(time.Now())
+	}
+	return a, err
+}
+
+// ranSince returns the function ran of an action that is prepared at the given time. It reads the flight
+// recorder, which has the last 10000 tensors.
+func (p negotiated) ranSince(prepared time.Time) func() (ways, error) {
+	return func() (ways, error) { return p.ran(prepared) }
+}
+
+// ran returns the ways in which this rank has run operations since a time. It leaves out those of the team.
+func (p negotiated) ran(since time.Time) (ran ways, err error) {
+	text, err := p.Dump()
+	if err != nil {
+		return nil, err
+	}
+	var dump analysis.Snapshot
+	if err := json.Unmarshal(text, &dump); err != nil {
+		return nil, fmt.Errorf("read the flight recorder: %w", err)
+	}
+	from := dump.At - time.Since(since)
+	for _, o := range dump.Operations {
+		if o.Begun >= from && o.Name != gatherName {
+			ran = ran.add(strings.TrimSpace(o.Backend + " " + o.Algorithm))
+		}
+	}
+	return ran, nil
 }
 
 func (p negotiated) step(mode stepMode, dt tensor.DType, tensors,
-	flats []named) (func(ctx context.Context) error, error) {
+	flats []named) (*action, error) {
 	t, ok := typed[dt]
 	if !ok {
 		return nil, errUnsupported{fmt.Sprintf("package hvd has no element type %v", dt)}
 	}
-	return t.step(p.Engine, mode, tensors, flats)
+	run, err := t.step(p.Engine, mode, tensors, flats)
+	return &action{run: run, ran: p.ranSince(time.Now())}, err
 }
 
 // ofType holds the functions that prepare operations and steps of package hvd for one element type.

@@ -3,6 +3,8 @@ package main
 import (
 	"context"
 	"fmt"
+	"slices"
+	"strings"
 
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/tensor"
@@ -71,7 +73,23 @@ func busFactor(kind message.Kind, n int) float64 {
 type action struct {
 	run    func(ctx context.Context) error
 	result func() []byte // returns the result of the last run
+	// ran returns the ways in which the operations have run. It is called after run and is not timed.
+	ran func() (ways, error)
 }
+
+// ways lists different ways to run operations. Each has the names of a backend and of its algorithm, such as
+// "tcp ring". The list is empty if the operations need no backend, or if the flight recorder is off.
+type ways []string
+
+// add adds a way to the list, unless the list has it or the way is empty.
+func (w ways) add(way string) ways {
+	if way == "" || slices.Contains(w, way) {
+		return w
+	}
+	return append(w, way)
+}
+
+func (w ways) String() string { return strings.Join(w, "+") }
 
 // path is a way to run collectives. Every rank must make the same calls in the same order.
 type path interface {
@@ -82,8 +100,9 @@ type path interface {
 	// prepare prepares the operation s on buf. If this path does not support the operation, the error is an
 	// errUnsupported.
 	prepare(s opSpec, name string, buf []byte) (*action, error)
-	// step prepares a step that sums tensors in place. If mode is bucketed, flats holds the buckets.
-	step(mode stepMode, dt tensor.DType, tensors, flats []named) (func(ctx context.Context) error, error)
+	// step prepares a step that sums tensors in place. If mode is bucketed, flats holds the buckets. The
+	// action has no result.
+	step(mode stepMode, dt tensor.DType, tensors, flats []named) (*action, error)
 }
 
 // named is a tensor of a workload with its name.
@@ -117,13 +136,16 @@ func newTeam(p path) (*team, error) {
 // barrier waits until all ranks have called it.
 func (t *team) barrier(ctx context.Context) error { return t.meet.run(ctx) }
 
+// gatherName is the name of the tensor of gather.
+const gatherName = "hvdbench.gather"
+
 // gather returns the values of all ranks, indexed by rank. All ranks must pass the same number of values.
 func (t *team) gather(ctx context.Context, mine []float64) ([][]float64, error) {
 	n := t.Size()
 	all := make([]float64, n*len(mine))
 	copy(all[t.Rank()*len(mine):], mine)
 	s := opSpec{kind: message.Allgather, dt: tensor.Float64, count: int64(len(mine)), inPlace: true}
-	a, err := t.prepare(s, "hvdbench.gather", tensor.Bytes(all))
+	a, err := t.prepare(s, gatherName, tensor.Bytes(all))
 	if err == nil {
 		err = a.run(ctx)
 	}

@@ -30,6 +30,14 @@ type rawPlan struct {
 	algorithm message.Algorithm
 }
 
+// way returns the names of the backend and of the algorithm.
+func (p rawPlan) way() string {
+	if p.algorithm == message.NoAlgorithm {
+		return p.id.String()
+	}
+	return p.id.String() + " " + p.algorithm.String()
+}
+
 // plan chooses the backend and the algorithm for s. If no backend supports s, the error is errUnsupported.
 func (p *rawPath) plan(s opSpec) (to rawPlan, err error) {
 	if s.op.IsAverage() {
@@ -89,6 +97,7 @@ func (p *rawPath) prepare(s opSpec, _ string, buf []byte) (*action, error) {
 	return &action{
 		run:    func(ctx context.Context) error { return ops.Run(ctx, to, op) },
 		result: func() []byte { return out },
+		ran:    func() (ways, error) { return ways{to.way()}, nil },
 	}, nil
 }
 
@@ -102,7 +111,7 @@ func (p *rawPath) barrier() (*action, error) {
 // step prepares a step that reduces the tensors in their order. It fuses them as the engine would if all of
 // them were ready at the same time. If mode is perTensor, step does not fuse them.
 func (p *rawPath) step(mode stepMode, dt tensor.DType, tensors,
-	_ []named) (func(ctx context.Context) error, error) {
+	_ []named) (*action, error) {
 	if mode == bucketed {
 		return nil, errUnsupported{"buckets need negotiation, which a backend does not have"}
 	}
@@ -118,20 +127,28 @@ func (p *rawPath) step(mode stepMode, dt tensor.DType, tensors,
 		}
 		steps = append(steps, some...)
 	}
-	return func(ctx context.Context) error {
-		for _, s := range steps {
-			if err := ops.Run(ctx, s.backend, s.op); err != nil {
-				return err
+	return &action{
+		run: func(ctx context.Context) error {
+			for _, s := range steps {
+				if err := ops.Run(ctx, s.plan, s.op); err != nil {
+					return err
+				}
 			}
-		}
-		return nil
+			return nil
+		},
+		ran: func() (ran ways, _ error) {
+			for _, s := range steps {
+				ran = ran.add(s.plan.way())
+			}
+			return ran, nil
+		},
 	}, nil
 }
 
 // rawStep is one operation of a step.
 type rawStep struct {
-	backend ops.Backend
-	op      ops.Operation
+	plan rawPlan
+	op   ops.Operation
 }
 
 // reduce returns the operations that reduce a group of tensors: one, or one for each tensor if the backend

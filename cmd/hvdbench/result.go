@@ -26,6 +26,7 @@ type result struct {
 	root       int             // root of a broadcast; otherwise -1
 	placement  string
 	iters      int
+	ran        ways
 	mean, p50  float64
 	p99        float64
 	min, max   float64

@@ -232,7 +232,7 @@ func (b *benchmark) shoot(ctx context.Context, s opSpec) (*result, error) {
 	}
 	r := b.newResult(s.kind.String(), s.dt, s.op, s.inPlace)
 	r.bytes, r.count, r.root = s.numBytes(n), s.count, s.root
-	w := work{run: a.run, buffers: [][]byte{buf}, kind: s.kind}
+	w := work{action: a, buffers: [][]byte{buf}, kind: s.kind}
 	if s.kind != message.Barrier {
 		w.check = func() error {
 			want := prepareInput(s, b.team.Rank(), n, buf)
@@ -266,13 +266,13 @@ func (b *benchmark) count(ctx context.Context, r *result, wrong int64, first str
 
 // work is an operation to time.
 type work struct {
+	*action
 	kind    message.Kind // determines how times are combined and how busbw is computed
-	run     func(ctx context.Context) error
 	buffers [][]byte     // buffers to touch
 	check   func() error // runs the operation once and verifies it; may be nil
 }
 
-// measure times w at all ranks and stores the times in r.
+// measure times w at all ranks and stores the times in r. Rank 0, which prints r, also stores how w has run.
 func (b *benchmark) measure(ctx context.Context, w work, r *result) error {
 	t := b.team
 	if w.check != nil {
@@ -323,6 +323,11 @@ func (b *benchmark) measure(ctx context.Context, w work, r *result) error {
 		return err
 	}
 	r.setTimes(byRank, how, busFactor(w.kind, t.Size()))
+	if t.Rank() == 0 {
+		if r.ran, err = w.ran(); err != nil {
+			return err
+		}
+	}
 	if w.check != nil && b.checks > 0 {
 		return w.check()
 	}

@@ -209,7 +209,7 @@ func (p corrupted) prepare(s opSpec, name string, buf []byte) (*action, error) {
 	if err != nil || s.dt != tensor.Float32 {
 		return a, err
 	}
-	return &action{result: a.result, run: func(ctx context.Context) error {
+	return &action{result: a.result, ran: a.ran, run: func(ctx context.Context) error {
 		err := a.run(ctx)
 		p.spoil(a.result())
 		return err
@@ -217,13 +217,13 @@ func (p corrupted) prepare(s opSpec, name string, buf []byte) (*action, error) {
 }
 
 func (p corrupted) step(mode stepMode, dt tensor.DType, tensors,
-	flats []named) (func(ctx context.Context) error, error) {
-	run, err := p.path.step(mode, dt, tensors, flats)
-	return func(ctx context.Context) error {
-		err := run(ctx)
+	flats []named) (*action, error) {
+	a, err := p.path.step(mode, dt, tensors, flats)
+	return &action{ran: a.ran, run: func(ctx context.Context) error {
+		err := a.run(ctx)
 		p.spoil(tensors[len(tensors)-1].buf)
 		return err
-	}, err
+	}}, err
 }
 
 func (p corrupted) spoil(b []byte) {

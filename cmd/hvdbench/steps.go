@@ -56,10 +56,9 @@ func (g *gradients) buckets() (*gradients, error) {
 	return g.memory.allocate(w, g.dt, g.arena)
 }
 
-// step prepares a step over g in the given mode. It returns a function that executes the step, and a function
-// that frees the memory of the step.
-func (g *gradients) step(p path,
-	mode stepMode) (run func(ctx context.Context) error, free func() error, err error) {
+// step prepares a step over g in the given mode. It returns the step, and a function that frees the memory of
+// the step.
+func (g *gradients) step(p path, mode stepMode) (step *action, free func() error, err error) {
 	free = func() error { return nil }
 	var flats []named
 	if mode == bucketed {
@@ -69,11 +68,11 @@ func (g *gradients) step(p path,
 		}
 		flats, free = b.tensors, b.free
 	}
-	run, err = p.step(mode, g.dt, g.tensors, flats)
+	step, err = p.step(mode, g.dt, g.tensors, flats)
 	if err != nil {
 		return nil, nil, errors.Join(err, free())
 	}
-	return run, free, nil
+	return step, free, nil
 }
 
 // fill fills each tensor with the input of rank r, one of n ranks. It returns the pattern that each tensor
@@ -143,7 +142,7 @@ func (b *benchmark) workloads(ctx context.Context) error {
 // steps measures steps over g in every mode.
 func (b *benchmark) steps(ctx context.Context, g *gradients) error {
 	for _, mode := range b.modes {
-		run, free, err := g.step(b.team, mode)
+		step, free, err := g.step(b.team, mode)
 		var absent errUnsupported
 		if errors.As(err, &absent) && len(b.modes) > 1 {
 			b.skip(g.name+"_"+mode.String(), err)
@@ -155,8 +154,8 @@ func (b *benchmark) steps(ctx context.Context, g *gradients) error {
 		r := b.newResult(g.name+"_"+mode.String(), g.dt, tensor.Sum, true)
 		r.bytes, r.count, r.root = g.numBytes(), g.numElems(), -1
 		w := work{
-			run: run, buffers: g.buffers(), kind: message.Allreduce,
-			check: func() error { return b.checkStep(ctx, g, run, r) },
+			action: step, buffers: g.buffers(), kind: message.Allreduce,
+			check: func() error { return b.checkStep(ctx, g, step.run, r) },
 		}
 		if err := b.measure(ctx, w, r); err != nil {
 			return err
