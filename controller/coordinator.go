@@ -256,7 +256,9 @@ func (c *Coordinator) step(from topo.Rank, up *message.Up, relayed bool) {
 				up.Suspect, len(c.ranks)-1))
 			return
 		}
-		if !c.postpone(from) {
+		// A suspicion explains the timeout better. The rank repeats the report while the operation is
+		// pending.
+		if c.suspicion == nil && !c.postpone(from) {
 			c.timeout(from, up)
 		}
 	case message.UpBye:
@@ -417,24 +419,24 @@ func (c *Coordinator) suspect(by topo.Rank, up *message.Up) {
 // clearer reports whether a suspicion of the ranks a replaces an earlier one of the ranks b.
 func clearer(a, b []topo.Rank) bool { return len(a) == 1 && len(b) > 1 }
 
-// verdictDue returns the time at which the coordinator gives its verdict about the suspicion, or never. If
-// there are several suspects, the wait is longer, so that a suspect that has failed has missed its
-// heartbeats. A rank behind a leader has done so only when the leader is heard two heartbeat periods later.
-// The leader is heard at least once in a heartbeat period, and may hold the last frame of the rank and its
-// own.
+// verdictDue returns the time at which the coordinator gives its verdict about the suspicion, or never. By
+// then, a suspect that has failed has missed its heartbeats. A rank behind a leader has done so only when the
+// leader is heard two heartbeat periods later. The leader is heard at least once in a heartbeat period, and
+// may hold the last frame of the rank and its own. If there is one suspect, and it has missed its heartbeats
+// already, the coordinator waits only for control connections to end.
 func (c *Coordinator) verdictDue() time.Duration {
 	s := c.suspicion
 	if s == nil {
 		return never
 	}
 	due := s.since + suspectGrace
-	if len(s.suspects) > 1 {
-		due += silenceGrace
-		if c.cfg.Leaders != nil {
-			due += heartbeatPeriod + 2*holdPeriod
-		}
+	if len(s.suspects) == 1 && len(c.gone(s.suspects)) > 0 {
+		return due
 	}
-	return due
+	if c.cfg.Leaders != nil {
+		due += heartbeatPeriod + 2*holdPeriod
+	}
+	return due + silenceGrace
 }
 
 // decideSuspicion gives the verdict about suspected ranks. It is called only if no control connection has

@@ -53,8 +53,8 @@ func TestDataConnectionReset(t *testing.T) {
 			named := make([][]int, len(c.engines))
 			c.each(func(r int) {
 				named[r] = c.failedRanks(r, c.wait(c.allreduce(r, "x", make([]byte, 1<<20))))
-				if took := time.Since(began); took > time.Second {
-					t.Errorf("rank %d: the operation failed after %v, want at most 1 s", r, took)
+				if took := time.Since(began); took > 3*time.Second {
+					t.Errorf("rank %d: the operation failed after %v, want at most 3 s", r, took)
 				}
 			})
 			for r, ranks := range named {
