@@ -77,7 +77,7 @@ func (b *backend) Start(op ops.Operation) error {
 	if err := b.prepare(); err != nil {
 		return b.fail(err)
 	}
-	if err := b.world.do(b.begin); err != nil {
+	if err := b.world.start(b.tester, b.begin); err != nil {
 		return b.fail(err)
 	}
 	return nil
@@ -101,7 +101,7 @@ func (b *backend) prepare() error {
 	case message.Alltoall, message.Gather, message.Scatter:
 		b.sizes = true
 		pin(b.pins, op.Counts)
-		b.counts = append(b.counts[:0], make([]int64, b.comm.size())...)
+		b.counts = append(b.counts[:0], make([]int64, len(b.comm.ranks))...)
 		pin(b.pins, b.counts)
 	case message.Allgather, message.Broadcast:
 	default:
@@ -200,7 +200,7 @@ func (b *backend) receive() (err error) {
 		return err
 	}
 	pin(b.pins, b.buf)
-	return b.world.do(b.begin)
+	return b.world.start(b.tester, b.begin)
 }
 
 // finish ends an operation that MPI has completed.
@@ -250,5 +250,5 @@ func (b *backend) Close() {
 		return
 	}
 	b.err = errors.New("the backend was closed")
-	_ = b.world.do(b.comm.free) // nobody can use the communicator any more
+	b.world.change(b.comm.set, b.comm.free)
 }

@@ -32,8 +32,14 @@ type collectives struct {
 	heads   []byte // the gathered heads, at rank 0
 	frame   []byte // the frame of this rank, or that of rank 0 in a broadcast
 	frames  [][]byte
-	resting bool // whether the rests are in transfer
+	rests   []rest // the rests in transfer, pinned
 	err     error
+}
+
+// rest is the rest of a frame that this rank exchanges with a peer.
+type rest struct {
+	peer int
+	part []byte
 }
 
 // collective is the kind of a collective.
@@ -90,16 +96,21 @@ func (c *collectives) writeHead() {
 }
 
 func (c *collectives) start() {
-	c.resting, c.tester.done = false, false
-	c.err = c.world.do(c.begin)
+	c.rests = c.rests[:0]
+	c.err = c.world.start(c.tester, c.begin)
 }
 
-// beginNow begins the operation. It is called where MPI may be called.
-func (c *collectives) beginNow() error {
-	switch c.kind {
-	case andOr:
+// beginNow begins the operation, or the transfer of the rests. It is called where MPI may be called.
+func (c *collectives) beginNow() (err error) {
+	for _, r := range c.rests {
+		err = errors.Join(err, c.transfer(r))
+	}
+	switch {
+	case len(c.rests) > 0:
+		return err
+	case c.kind == andOr:
 		return c.comm.andOr(c.and, c.or)
-	case gather:
+	case c.kind == gather:
 		return c.comm.gather(c.head, c.heads)
 	}
 	return c.comm.broadcast(c.head, 0)
@@ -118,8 +129,9 @@ func (c *collectives) Test() (frames [][]byte, done bool, err error) {
 	if !c.Poll() {
 		return nil, false, nil
 	}
-	if c.err == nil && !c.resting {
-		if c.err = c.world.do(c.rest); c.resting {
+	if c.err == nil && len(c.rests) == 0 {
+		if c.err = c.findRests(); c.err == nil && len(c.rests) > 0 {
+			c.err = c.world.start(c.tester, c.begin)
 			return c.Test()
 		}
 	}
@@ -139,44 +151,58 @@ func (c *collectives) Test() (frames [][]byte, done bool, err error) {
 	return nil, true, nil
 }
 
-// rest begins the transfer of the rests of frames, if there are any, and sets resting. It is called where MPI
-// may be called.
-func (c *collectives) rest() (err error) {
+// findRests sets the frames as far as their heads contain them, and rests.
+func (c *collectives) findRests() (err error) {
 	switch {
 	case c.kind == broadcast:
-		err = c.restOf(c.head, 0, func(rest []byte, _ int) error { return c.comm.broadcast(rest, 0) })
+		err = c.restOf(c.head, 0)
 		c.frame = c.frames[0]
 	case c.kind == gather && c.comm.rank() == 0:
 		for r := range c.frames {
-			err = errors.Join(err, c.restOf(c.heads[r*headBytes:][:headBytes], r, c.comm.receive))
+			err = errors.Join(err, c.restOf(c.heads[r*headBytes:][:headBytes], r))
 		}
-	case c.kind == gather && len(c.frame) > headBytes-lengthSize:
-		err = c.transfer(c.frame[headBytes-lengthSize:], 0, c.comm.send)
+	case c.kind == gather:
+		c.addRest(c.frame, 0)
 	}
 	return err
 }
 
-// restOf sets the frame of a rank from its head, and transfers the rest. The frame of this rank is complete.
-func (c *collectives) restOf(head []byte, from int, transfer func([]byte, int) error) error {
+// restOf sets the frame of a rank from its head, and adds the rest. The frame of this rank is complete.
+func (c *collectives) restOf(head []byte, from int) error {
 	n := binary.LittleEndian.Uint32(head)
 	if n > frameBytes {
 		return &transport.PeerError{Peer: topo.Rank(from), Lane: transport.Control,
 			Err: fmt.Errorf("got a frame of %d bytes, want at most %d", n, frameBytes)}
 	}
-	if c.frames[from] = c.frame; from != c.comm.rank() {
+	own := from == c.comm.rank()
+	if c.frames[from] = c.frame; !own {
 		c.frames[from] = append(make([]byte, 0, n), head[lengthSize:min(lengthSize+int(n), headBytes)]...)[:n]
 	}
-	if own := from == c.comm.rank(); n > headBytes-lengthSize && (!own || c.kind == broadcast) {
-		return c.transfer(c.frames[from][headBytes-lengthSize:], from, transfer)
+	if !own || c.kind == broadcast {
+		c.addRest(c.frames[from], from)
 	}
 	return nil
 }
 
-// transfer begins a transfer with another rank.
-func (c *collectives) transfer(rest []byte, peer int, begin func([]byte, int) error) error {
-	pin(&c.pins, rest)
-	c.resting, c.tester.done = true, false
-	return begin(rest, peer)
+// addRest adds the rest of a frame, if there is one, for the exchange with another rank.
+func (c *collectives) addRest(frame []byte, peer int) {
+	if len(frame) <= headBytes-lengthSize {
+		return
+	}
+	r := rest{peer, frame[headBytes-lengthSize:]}
+	pin(&c.pins, r.part)
+	c.rests = append(c.rests, r)
+}
+
+// transfer begins the transfer of a rest.
+func (c *collectives) transfer(r rest) error {
+	switch {
+	case c.kind == broadcast:
+		return c.comm.broadcast(r.part, r.peer)
+	case c.comm.rank() == 0:
+		return c.comm.receive(r.part, r.peer)
+	}
+	return c.comm.send(r.part, r.peer)
 }
 
 // Missing returns no ranks, because MPI does not say for which rank it waits.

@@ -3,7 +3,8 @@
 //
 // All calls are nonblocking: Start begins an MPI operation, and Step tests whether it has completed. So an
 // operation whose peers are stopped ends when its context ends, and operations of several process sets cannot
-// block each other. Each process set has a communicator of its own.
+// block each other. Each process set has a communicator of its own, which is made after New has returned.
+// Operations wait for it.
 //
 //	operation      MPI
 //	allreduce      MPI_Iallreduce in place
@@ -28,6 +29,9 @@
 // One goroutine, locked to its thread, initializes and finalizes MPI. If the MPI library allows calls from
 // any thread, one at a time (MPI_THREAD_SERIALIZED), the goroutine that needs a call makes it itself.
 // Otherwise it passes the call to the locked goroutine. HOROVOD_MPI_THREADS_DISABLE chooses the latter.
+//
+// The locked goroutine also makes and frees communicators. To make one, MPI blocks until all its members take
+// part. Meanwhile no other call is made, and nothing waits for MPI except an operation.
 //
 // # Failures
 //
@@ -86,14 +90,13 @@ type World interface {
 	Broadcast(ctx context.Context, buf []byte) error
 	// Register returns the Registration of the backend. If deterministic is set, the backend refuses
 	// reductions whose result depends on the order of additions. If oversubscribed is set, there are more
-	// ranks than cores, and a rank that waits yields its core. New of the Registration blocks until all ranks
-	// of the process set have called it, or its ctx ends.
+	// ranks than cores, and a rank that waits yields its core. All ranks must make the backends of process
+	// sets in the same order.
 	Register(deterministic, oversubscribed bool) ops.Registration
 	// Collectives returns the collectives for negotiation in lock-step. Only one rank of the process may use
 	// them at a time.
 	Collectives() Collectives
 	// Leave ends the use of MPI that a call of Join has begun. The last Leave finalizes MPI if Join has
-	// initialized it, and waits for the other ranks to do so too. It fails if ctx ends, or if an operation
-	// has failed.
+	// initialized it, and waits for the other ranks to do so too. It fails if ctx ends, or if MPI has failed.
 	Leave(ctx context.Context) error
 }

@@ -24,7 +24,8 @@ func TestWithMPI(t *testing.T) {
 			t.Setenv("INITIALIZED", "1")
 			l.RunTests(t, program, 2)
 		})
-		for _, test := range []string{"TestFailure", "TestFailureElsewhere", "TestFailureToMakeSet"} {
+		for _, test := range []string{"TestFailure", "TestFailureElsewhere", "TestFailureToMakeSet",
+			"TestFailureToFree"} {
 			t.Run(test, func(t *testing.T) {
 				t.Setenv("TEST_FAILURE", "1")
 				cmd := l.Command(t, 2, program, "-test.run", "^"+test+"$")

@@ -85,7 +85,13 @@ func open(t *testing.T, ranks []topo.Rank, limit int64, steps bool) (*opstest.Bl
 		t.Fatal(err)
 	}
 	t.Cleanup(b.Close)
-	b.(*backend).comm.setLimit(limit)
+	err = job.await(ctx, "making the process set", func() error {
+		b.(*backend).comm.setLimit(limit)
+		return nil
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
 	return &opstest.Blocking{Backend: b, Steps: steps}, me
 }
 
@@ -503,24 +509,18 @@ func TestErrorsNameRanks(t *testing.T) {
 	last := n - 1
 	fail := func(c comm, begin func() error) error {
 		t.Helper()
-		err := job.do(begin)
+		ctx, cancel := context.WithTimeout(ctx, 20*time.Second)
+		defer cancel()
+		tester := newTester(c)
+		err := job.start(tester, begin)
 		if err == nil {
-			ctx, cancel := context.WithTimeout(ctx, 20*time.Second)
-			defer cancel()
-			_, err = job.wait(ctx, newTester(c), true)
+			_, err = job.wait(ctx, tester, true)
 		}
 		return err
 	}
 	// MPI keeps the communicators, because it may still use them after an error.
-	var pair, all comm
-	if err := job.do(func() (err error) {
-		var err2 error
-		pair, err = job.comm.sub(everyone(), 7)
-		all, err2 = job.comm.sub(everyone(), 8)
-		return errors.Join(err, err2)
-	}); err != nil {
-		t.Error(err)
-	}
+	pair, all := newComm(everyone(), 7), newComm(everyone(), 8)
+	job.change(7, func() error { return errors.Join(job.comm.sub(pair), job.comm.sub(all)) })
 	small, large := pinned(t, 8), pinned(t, 64)
 
 	// The last rank receives more than it expects from rank 0.
@@ -599,8 +599,8 @@ func exitAfterFailure(t *testing.T) {
 	os.Exit(3)
 }
 
-// If MPI fails while an operation or a collective of the negotiation waits to call MPI, each of them ends
-// with the error of this failure, although an earlier operation has completed. Afterwards nobody calls MPI.
+// If MPI fails after an operation and a collective of the negotiation have begun, each of them ends with the
+// error of this failure, although earlier operations have completed. Afterwards nobody calls MPI.
 func TestFailureElsewhere(t *testing.T) {
 	if os.Getenv(failureVariable) == "" {
 		t.Skip("MPI cannot be used any more after a failure, so this test has a job of its own")
@@ -622,26 +622,63 @@ func TestFailureElsewhere(t *testing.T) {
 		t.Fatal(err)
 	}
 	failed := errors.New("an operation of another set has failed")
-	job.thread.token <- struct{}{} // as if another goroutine called MPI
-	time.AfterFunc(100*time.Millisecond, func() { job.spoil(failed) })
+	job.spoil(failed)
 	if p, err := b.Step(ctx, false); p != ops.Waiting || !errors.Is(err, failed) {
 		t.Errorf("got progress %v and error %v, want %v and %v", p, err, ops.Waiting, failed)
 	}
 	if _, done, err := c.Test(); done || !errors.Is(err, failed) {
 		t.Errorf("the gather is done: %v, with error %v, want false and %v", done, err, failed)
 	}
-	<-job.thread.token
-	for range 20 {
-		err := job.do(func() error { return errors.New("MPI was called") })
-		if !errors.Is(err, failed) {
-			t.Errorf("got error %v, want %v", err, failed)
-		}
+	err := job.do(func() error { return errors.New("MPI was called") })
+	if !errors.Is(err, failed) {
+		t.Errorf("got error %v, want %v", err, failed)
 	}
 	exitAfterFailure(t)
 }
 
-// A rank that makes a process set does not wait forever for members that do not. Operations of other sets
-// that wait meanwhile for MPI end too.
+// While a communicator is made, no call waits for it. Operations and collectives of the negotiation begin
+// afterwards.
+func TestNothingWaitsForCommunicator(t *testing.T) {
+	b, me := open(t, everyone(), 1<<30, false)
+	made := make(chan struct{})
+	job.change(2, func() error { <-made; return nil }) // as MPI_Comm_create_group does
+	added, err := job.Register(false, true).New(ctx, 2, everyone(), me)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer added.Close()
+	backends := []ops.Backend{b, added}
+	sums := [][]int64{{1}, {1}}
+	for i, b := range backends {
+		buf := tensor.Bytes(sums[i])
+		if err := b.Start(ops.Operation{Kind: message.Allreduce, DType: tensor.Int64, Op: tensor.Sum,
+			Tensors: []ops.Tensor{{In: buf, Out: buf}}}); err != nil {
+			t.Fatal(err)
+		}
+		if p, err := b.Step(ctx, false); p != ops.Waiting || err != nil {
+			t.Fatalf("got progress %v and error %v, want %v", p, err, ops.Waiting)
+		}
+	}
+	c, or := job.Collectives(), []uint64{1 << me}
+	c.AndOr([]uint64{1}, or)
+	if _, done, err := c.Test(); done || err != nil {
+		t.Fatalf("the collective is done: %v, with error %v, want false", done, err)
+	}
+	close(made)
+	for i, b := range backends {
+		if p, err := b.Step(ctx, true); p != ops.Finished || err != nil || sums[i][0] != int64(job.Size()) {
+			t.Errorf("got progress %v, error %v and sum %d, want %d", p, err, sums[i][0], job.Size())
+		}
+	}
+	for done := false; !done && err == nil; _, done, err = c.Test() {
+	}
+	if all := uint64(1)<<job.Size() - 1; err != nil || or[0] != all {
+		t.Errorf("got error %v and vector %x, want %x", err, or, all)
+	}
+}
+
+// If a member does not take part in making a process set, the operations that wait for it end with their
+// context.
 func TestFailureToMakeSet(t *testing.T) {
 	if os.Getenv(failureVariable) == "" {
 		t.Skip("MPI cannot be used any more after a failure, so this test has a job of its own")
@@ -650,22 +687,36 @@ func TestFailureToMakeSet(t *testing.T) {
 	if me > 0 {
 		select {} // mpirun ends this process when rank 0 has ended
 	}
-	waits := make(chan error)
-	go func() { waits <- b.Broadcast(context.Background(), message.NoAlgorithm, 0, make([]byte, 1<<20)) }()
-	ctx, cancel := context.WithTimeout(ctx, 200*time.Millisecond)
-	defer cancel()
-	_, err := job.Register(false, true).New(ctx, 2, everyone(), me)
-	u, ok := errors.AsType[*ops.UnknownRankError](err)
-	if !ok || !slices.Equal(u.Ranks, everyone()) || !strings.Contains(err.Error(), "not all of ranks 0 and 1 have taken part") {
-		t.Errorf("got error %v, want an *UnknownRankError for ranks %v", err, everyone())
+	added, err := job.Register(false, true).New(ctx, 2, everyone(), me)
+	if err != nil {
+		t.Fatal(err)
 	}
-	for range 2 {
-		if err := <-waits; err == nil {
-			t.Error("an operation after the failure has succeeded")
+	for _, b := range []*opstest.Blocking{b, {Backend: added}} {
+		ctx, cancel := context.WithTimeout(ctx, 200*time.Millisecond)
+		defer cancel()
+		if err := b.Broadcast(ctx, message.NoAlgorithm, 0, make([]byte, 1<<20)); err == nil {
+			t.Error("an operation has succeeded, but rank 1 has not taken part")
 		}
-		go func() {
-			waits <- b.Broadcast(context.Background(), message.NoAlgorithm, 0, make([]byte, 8))
-		}()
+	}
+	added.Close()
+	if err := job.Leave(context.Background()); err == nil {
+		t.Error("Leave has succeeded after the failure")
+	}
+	exitAfterFailure(t)
+}
+
+// If a communicator cannot be freed, Leave reports it.
+func TestFailureToFree(t *testing.T) {
+	if os.Getenv(failureVariable) == "" {
+		t.Skip("MPI cannot be used any more after a failure, so this test has a job of its own")
+	}
+	if !job.own {
+		t.Skip("the program has chosen that an error ends it")
+	}
+	b := &backend{world: job, comm: newComm(everyone(), 1)} // its communicator was never made
+	b.Close()
+	if err := job.Leave(ctx); err == nil || !strings.Contains(err.Error(), "process set 1: MPI_Comm_free: ") {
+		t.Errorf("got error %v, want that of MPI_Comm_free", err)
 	}
 	exitAfterFailure(t)
 }

@@ -375,9 +375,10 @@ import (
 // keep and pin them.
 type comm struct {
 	c *C.hvd_comm
-	// ranks are the ranks of the job that belong to the communicator. lane is the lane of their process set,
-	// or transport.Control for the communicator of all ranks that the negotiation uses.
+	// ranks are the ranks of the job that belong to the communicator. set is their process set, and lane its
+	// lane, or transport.Control for the communicator of all ranks that the negotiation uses.
 	ranks []topo.Rank
+	set   topo.ProcessSetID
 	lane  transport.Lane
 }
 
@@ -441,7 +442,8 @@ func libraryVersion() string {
 
 // newWorld returns a communicator of all processes.
 func newWorld() (comm, error) {
-	c := comm{c: (*C.hvd_comm)(C.calloc(1, C.sizeof_hvd_comm)), lane: transport.Control}
+	c := newComm(nil, topo.Global)
+	c.lane = transport.Control
 	err := check("MPI_Comm_dup", C.hvd_world(c.c))
 	for r := range c.size() {
 		c.ranks = append(c.ranks, topo.Rank(r))
@@ -449,16 +451,20 @@ func newWorld() (comm, error) {
 	return c, err
 }
 
-// sub returns the communicator of a process set, which has some ranks of c. Each of them must call sub, and
-// all must call it in the same order. The call blocks until they have done so.
-func (c comm) sub(ranks []topo.Rank, set topo.ProcessSetID) (comm, error) {
-	list := make([]C.int, len(ranks))
-	for i, r := range ranks {
+// newComm returns the communicator of a process set, which has not been made.
+func newComm(ranks []topo.Rank, set topo.ProcessSetID) comm {
+	return comm{(*C.hvd_comm)(C.calloc(1, C.sizeof_hvd_comm)), slices.Clone(ranks), set,
+		transport.DataLane(set)}
+}
+
+// sub makes s, whose ranks are some of c. Each of them must call sub, and all must call it in the same order.
+// The call blocks until they have done so.
+func (c comm) sub(s comm) error {
+	list := make([]C.int, len(s.ranks))
+	for i, r := range s.ranks {
 		list[i] = C.int(r)
 	}
-	s := comm{(*C.hvd_comm)(C.calloc(1, C.sizeof_hvd_comm)), slices.Clone(ranks), transport.DataLane(set)}
-	return s, s.check("MPI_Comm_create_group",
-		C.hvd_sub(c.c, &list[0], C.int(len(list)), C.int(set), s.c))
+	return s.check("MPI_Comm_create_group", C.hvd_sub(c.c, &list[0], C.int(len(list)), C.int(s.set), s.c))
 }
 
 // free releases a communicator on which no operation runs.

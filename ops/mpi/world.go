@@ -6,6 +6,7 @@ import (
 	"context"
 	"fmt"
 	"runtime"
+	"slices"
 	"sync"
 	"time"
 
@@ -38,47 +39,79 @@ type world struct {
 	pinned []*runtime.Pinner
 }
 
-// thread calls functions that call MPI, one at a time.
+// thread makes the MPI calls of this process, one at a time.
 type thread struct {
-	token chan struct{} // full while a function is called
-	stuck chan struct{} // closed when the world has failed, because the function may never return
-	// serialized is set if the goroutine that calls do may call MPI itself. Otherwise the goroutine that has
-	// initialized MPI does so.
+	// serialized is set if any goroutine may call MPI. Otherwise only the goroutine that has initialized MPI
+	// may.
 	serialized bool
-	calls      chan func() error
+	calls      chan func() error // calls for that goroutine
 	returned   chan error
+	notified   chan struct{} // wakes that goroutine because the queue has a call
+
+	mu      sync.Mutex // held during a call that does not block, and guards the fields below
+	queue   []func()   // calls that block until other ranks make them too
+	blocked bool       // whether a call of the queue has not returned
 }
 
-// do calls f, which may call MPI, and returns its error. If MPI cannot be used any more, do does not call f
-// but returns the reason.
+// do calls f, which calls MPI but does not block, and returns its error. It does nothing while a call of the
+// queue blocks. If MPI cannot be used any more, do returns the reason.
 func (w *world) do(f func() error) error {
 	t := &w.thread
-	select {
-	case t.token <- struct{}{}:
-	case <-t.stuck:
-		return w.failure()
-	}
-	defer func() { <-t.token }()
+	t.mu.Lock()
+	defer t.mu.Unlock()
 	switch err := w.failure(); {
 	case err != nil:
 		return err
+	case t.blocked:
+		return nil
 	case t.serialized:
 		return f()
 	}
-	return t.onOwner(f)
-}
-
-// onOwner calls f in the goroutine that has initialized MPI. The caller holds the token.
-func (t *thread) onOwner(f func() error) error {
 	t.calls <- f
 	return <-t.returned
 }
 
-// run calls the functions that onOwner passes to it, in a goroutine that is locked to its thread.
+// enqueue passes f to the goroutine that has initialized MPI. f may block until other ranks have called it
+// too. The calls are made in the order in which they were enqueued, which must be the same at these ranks. If
+// MPI cannot be used any more, f gets the reason and must not call MPI.
+func (w *world) enqueue(f func(failed error)) {
+	t := &w.thread
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.queue = append(t.queue, func() { f(w.failure()) })
+	if !t.blocked {
+		t.blocked = true
+		t.notified <- struct{}{}
+	}
+}
+
+// next removes and returns the oldest call of the queue. If there is none, it returns nil.
+func (t *thread) next() func() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.blocked = len(t.queue) > 0; !t.blocked {
+		return nil
+	}
+	f := t.queue[0]
+	t.queue = slices.Delete(t.queue, 0, 1)
+	return f
+}
+
+// run makes the calls of do and of the queue, in a goroutine that is locked to its thread.
 func (t *thread) run() {
 	runtime.LockOSThread()
-	for f := range t.calls {
-		t.returned <- f()
+	for {
+		select {
+		case f, ok := <-t.calls:
+			if !ok {
+				return
+			}
+			t.returned <- f()
+		case <-t.notified:
+			for f := t.next(); f != nil; f = t.next() {
+				f()
+			}
+		}
 	}
 }
 
@@ -90,7 +123,7 @@ func Join(ctx context.Context, o Options) (World, error) {
 	if process.world == nil {
 		w := new(world)
 		w.thread.calls, w.thread.returned = make(chan func() error), make(chan error)
-		w.thread.token, w.thread.stuck = make(chan struct{}, 1), make(chan struct{})
+		w.thread.notified = make(chan struct{}, 1)
 		go w.thread.run()
 		err := w.await(ctx, "joining the other processes", func() error { return w.initialize(o) })
 		if err != nil {
@@ -108,16 +141,16 @@ func Join(ctx context.Context, o Options) (World, error) {
 	return process.world, nil
 }
 
-// await calls f, which blocks until other ranks have called it too, in the goroutine that has initialized
-// MPI. It returns early if ctx ends. Then MPI cannot be used any more, because this goroutine is still in the
-// call.
+// await enqueues f and waits until it has returned. It returns early if ctx ends. Then MPI cannot be used any
+// more, because the goroutine that has initialized MPI is still in a call.
 func (w *world) await(ctx context.Context, what string, f func() error) error {
 	done := make(chan error, 1)
-	go func() {
-		w.thread.token <- struct{}{}
-		defer func() { <-w.thread.token }()
-		done <- w.thread.onOwner(f)
-	}()
+	w.enqueue(func(err error) {
+		if err == nil {
+			err = f()
+		}
+		done <- err
+	})
 	select {
 	case err := <-done:
 		return err
@@ -161,9 +194,10 @@ func (w *world) Broadcast(ctx context.Context, buf []byte) error {
 func (w *world) collective(ctx context.Context, buf []byte, begin func() error) error {
 	pins := new(runtime.Pinner)
 	pin(pins, buf)
-	err := w.do(begin)
+	t := newTester(w.comm)
+	err := w.start(t, begin)
 	if err == nil {
-		_, err = w.wait(ctx, newTester(w.comm), false)
+		_, err = w.wait(ctx, t, false)
 	}
 	if err != nil {
 		w.abandon(pins, err)
@@ -190,20 +224,38 @@ const (
 	nap = 50 * time.Microsecond
 )
 
-// tester tests the operation on a communicator. Its function is made once, so that a test does not allocate.
+// tester tests the operation on a communicator. Its functions are made once, so that a test does not
+// allocate.
 type tester struct {
-	poll  func() error // sets done
+	begin func() error // begins the operation; nil when it has begun
+	start func() error // calls begin
+	poll  func() error // calls begin and sets done
 	done  bool
 	timer *time.Timer // of naps; nil before the first one
 }
 
 func newTester(c comm) *tester {
 	t := new(tester)
+	t.start = func() (err error) {
+		if t.begin != nil {
+			err = t.begin()
+			t.begin = nil
+		}
+		return err
+	}
 	t.poll = func() (err error) {
-		t.done, err = c.test(polls)
+		if err = t.start(); err == nil {
+			t.done, err = c.test(polls)
+		}
 		return err
 	}
 	return t
+}
+
+// start begins an operation. If a call of the queue blocks, test begins it later.
+func (w *world) start(t *tester, begin func() error) error {
+	t.begin, t.done = begin, false
+	return w.do(t.start)
 }
 
 // test reports whether the operation has completed. It has not if MPI cannot be used any more.
@@ -254,7 +306,6 @@ func (w *world) spoil(err error) {
 	defer w.mu.Unlock()
 	if w.err == nil {
 		w.err = fmt.Errorf("MPI cannot be used any more in this process, because it has failed: %w", err)
-		close(w.thread.stuck)
 	}
 }
 
@@ -270,35 +321,26 @@ func (w *world) abandon(pins *runtime.Pinner, err error) {
 // Register implements World.
 func (w *world) Register(deterministic, oversubscribed bool) ops.Registration {
 	return ops.Registration{ID: message.MPI,
-		New: func(ctx context.Context, set topo.ProcessSetID, ranks []topo.Rank, _ int) (ops.Backend, error) {
-			b := &backend{world: w, deterministic: deterministic, oversubscribed: oversubscribed}
-			err := w.failure()
-			if err == nil {
-				b.comm, err = w.sub(ctx, set, ranks)
-			}
-			if err != nil {
-				return nil, fmt.Errorf("ops/mpi: process set %d: %w", set, err)
-			}
+		New: func(_ context.Context, set topo.ProcessSetID, ranks []topo.Rank, _ int) (ops.Backend, error) {
+			b := &backend{world: w, deterministic: deterministic, oversubscribed: oversubscribed,
+				comm: newComm(ranks, set)}
 			b.begin, b.tester = b.beginNow, newTester(b.comm)
-			return b, nil
+			w.change(set, func() error { return w.comm.sub(b.comm) })
+			return b, w.failure()
 		}}
 }
 
-// sub makes the communicator of a process set. All members must call it, in the same order as that of other
-// sets. MPI_Comm_create_group cannot be polled, so sub blocks until they have done so, or ctx ends.
-func (w *world) sub(ctx context.Context, set topo.ProcessSetID, ranks []topo.Rank) (c comm, err error) {
-	made := make(chan comm, 1)
-	err = w.await(ctx, "MPI_Comm_create_group", func() error {
-		c, err := w.comm.sub(ranks, set)
-		made <- c
-		return err
+// change enqueues f, which makes or frees the communicator of a process set. If f fails, MPI cannot be used
+// any more.
+func (w *world) change(set topo.ProcessSetID, f func() error) {
+	w.enqueue(func(failed error) {
+		if failed != nil {
+			return
+		}
+		if err := f(); err != nil {
+			w.spoil(fmt.Errorf("ops/mpi: process set %d: %w", set, err))
+		}
 	})
-	if ctx.Err() != nil && err != nil {
-		return c, &ops.UnknownRankError{Ranks: ranks,
-			Err: fmt.Errorf("%w: not all of %s have taken part (MPI does not tell which rank is missing)", err,
-				topo.FormatRanks(ranks))}
-	}
-	return <-made, err
 }
 
 // Leave implements World.
@@ -310,18 +352,19 @@ func (w *world) Leave(ctx context.Context) error {
 	w.users--
 	last := w.users == 0
 	w.mu.Unlock()
-	if !w.own || !last {
-		return nil
-	}
-	err := w.await(ctx, "finalizing", func() error {
-		empi.Finalize()
+	finalizes := w.own && last
+	err := w.await(ctx, "leaving", func() error {
+		if finalizes {
+			empi.Finalize()
+		}
 		return nil
 	})
+	if err != nil || !finalizes {
+		return err
+	}
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.err = ErrFinalized
-	if err == nil {
-		close(w.thread.calls)
-	}
-	return err
+	close(w.thread.calls)
+	return nil
 }
