@@ -59,6 +59,8 @@ type Request struct {
 	callback  func(error)
 	// finish is called with the responses when all have arrived, before the callback. It may be nil.
 	finish func(parts []part) error
+	// completed is called with the error of the request, if any, before the callback. It may be nil.
+	completed func(err error)
 	// keys returns the keys of the part for a server. It is nil unless the request is a push or pull.
 	keys func(server int) []uint64
 
@@ -111,7 +113,11 @@ func (c *customer) start(ctx context.Context, r *Request) error {
 		for _, p := range r.parts {
 			p.m.Drop()
 		}
-		return fmt.Errorf("ps: %s: %w", r.what, err)
+		err = fmt.Errorf("ps: %s: %w", r.what, err)
+		if r.completed != nil {
+			r.completed(err)
+		}
+		return err
 	}
 	c.timestamp++
 	r.timestamp = c.timestamp
@@ -249,6 +255,9 @@ func (c *customer) complete(r *Request, err error) {
 	}
 	if err != nil {
 		r.err = fmt.Errorf("ps: %s: %w", r.what, err)
+	}
+	if r.completed != nil {
+		r.completed(r.err)
 	}
 	if r.callback == nil {
 		c.over(r)

@@ -24,6 +24,9 @@ type KVMeta struct {
 	Sender    int
 	Customer  int
 	Timestamp int64
+	// Clock is the number of iterations that the worker has ended (Postoffice.Clock). It is -1 in
+	// asynchronous mode.
+	Clock int64
 
 	req *kvRequest
 }
@@ -221,7 +224,7 @@ func (s *KVServer[T]) serve(from int, m *van.Message, list *serverList, err erro
 		return
 	}
 	s.handler(KVMeta{Cmd: h.Head, Push: h.Push, Pull: h.Pull, Sender: from, Customer: int(h.CustomerId),
-		Timestamp: h.Timestamp, req: &kvRequest{m: m, keys: len(list.keys)}}, data, s)
+		Timestamp: h.Timestamp, Clock: h.Clock - 1, req: &kvRequest{m: m, keys: len(list.keys)}}, data, s)
 }
 
 // check returns an error if the values do not fit the keys.

@@ -116,6 +116,7 @@ type operation[T Value] struct {
 	vals               []T
 	out                *[]T
 	push, pull, copies bool
+	clock              int64 // number of the iteration plus one; 0 in asynchronous mode
 	options
 }
 
@@ -133,6 +134,15 @@ func (w *KVWorker[T]) do(ctx context.Context, what string, op operation[T], opts
 	if err != nil {
 		return nil, fmt.Errorf("ps: %s: %w", r.what, err)
 	}
+	clock := &w.c.po.clocks[w.c.key.id]
+	now, err := clock.begin()
+	if err != nil {
+		return nil, fmt.Errorf("ps: %s: %w", r.what, err)
+	}
+	if w.c.po.synchronous() {
+		op.clock = now + 1
+	}
+	r.completed = func(err error) { clock.done(op.push, err) }
 	r.keys = func(server int) []uint64 {
 		rank := van.Rank(server)
 		return list.keys[list.bounds[rank]:list.bounds[rank+1]]
@@ -221,7 +231,8 @@ func (op *operation[T]) numVals(from, to int) (n int) {
 // have the indices begin and end. Without keys, it only names them.
 func (op *operation[T]) message(v *van.Van, to int, list *keyList, first, last, begin, end int,
 	withKeys bool) *van.Message {
-	h := &pspb.Header{Head: op.cmd, Push: op.push, Pull: op.pull, Priority: op.priority, KeyList: list.number}
+	h := &pspb.Header{Head: op.cmd, Push: op.push, Pull: op.pull, Priority: op.priority, KeyList: list.number,
+		Clock: op.clock}
 	var keys, vals, lens []byte
 	if withKeys {
 		keys = bytesOfKeys(list.keys[first:last])

@@ -66,6 +66,7 @@ type Postoffice struct {
 	metrics  *metrics.Server // nil if the node serves no metrics
 	wg       sync.WaitGroup  // requests that have not completed, and goroutines that call callbacks
 	started  time.Time
+	clocks   []workerClock // by customer
 
 	mu        sync.Mutex
 	customers map[customerKey]*customer
@@ -117,6 +118,7 @@ func StartAsync(ctx context.Context, opts Options) (*Postoffice, error) {
 	if p.cfg, err = vanConfig(ctx, &set, opts); err != nil {
 		return nil, fmt.Errorf("ps: %w", err)
 	}
+	p.clocks = make([]workerClock, p.cfg.Customers)
 	if err := p.checkMetrics(); err != nil {
 		return nil, fmt.Errorf("ps: %w", err)
 	}
@@ -143,6 +145,7 @@ func vanConfig(ctx context.Context, set *config.Config, opts Options) (cfg van.C
 		Rank: s.Rank, Root: net.JoinHostPort(s.RootHost, strconv.Itoa(s.RootPort)),
 		StartTimeout:      set.StartTimeout,
 		HeartbeatInterval: s.HeartbeatInterval, HeartbeatTimeout: s.HeartbeatTimeout, Resend: s.Resend,
+		Staleness:     s.Staleness,
 		ResendTimeout: s.ResendTimeout, WaterMark: s.WaterMark, Verbose: s.Verbose, Faults: opts.faults}
 	cfg.Role = map[string]van.Role{"scheduler": van.Scheduler, "server": van.Server,
 		"worker": van.Worker}[s.Role]
@@ -334,6 +337,7 @@ func (p *Postoffice) Finalize(ctx context.Context, barrier bool) (err error) {
 		return nil
 	}
 	defer close(ended)
+	p.endClocks()
 	if barrier {
 		if err = p.barrierAll(ctx); err != nil {
 			err = fmt.Errorf("ps: finalize: %w", err)

@@ -25,6 +25,7 @@ type store struct {
 	rule    rule
 	entries map[uint64]entry
 	scratch [2][]byte // memory for conversions
+	current iteration // in bulk-synchronous mode
 }
 
 // rule says how a push changes values.
@@ -206,18 +207,35 @@ func (s *store) pull(r *resolved, vals, lens []byte) {
 	copy(lens, tensor.Bytes(r.lens))
 }
 
+// request does the push of a request, if it is one, and returns the places of its values. total is the number
+// of pushed values.
+func (s *store) request(c *customer, meta *KVMeta, list *serverList, lens []int32, total int,
+	vals []byte) (*resolved, error) {
+	bulk := c.po.set.PS.Staleness == 0
+	if bulk {
+		if err := s.current.begin(s, meta.Clock); err != nil {
+			return nil, err
+		}
+	}
+	r, err := s.resolve(list, meta.Push, lens, total)
+	switch init := meta.Cmd == InitCmd; {
+	case err != nil || !meta.Push:
+	case bulk:
+		s.current.hold(c.key.app, meta, heldPush{places: r, vals: vals, init: init})
+	default:
+		s.push(r, vals, init)
+	}
+	return r, err
+}
+
 // builtIn returns a handler that keeps values in a store.
 func builtIn[T Value](r rule) KVHandler[T] {
 	st := &store{dt: tensor.Of[T](), rule: r, entries: make(map[uint64]entry)}
 	return func(meta KVMeta, data KVPairs[T], s *KVServer[T]) {
-		vals := tensor.Bytes(data.Vals)
 		st.mu.Lock()
 		defer st.mu.Unlock()
-		r, err := st.resolve(data.list, meta.Push, data.Lens, len(data.Vals))
+		r, err := st.request(s.c, &meta, data.list, data.Lens, len(data.Vals), tensor.Bytes(data.Vals))
 		if err == nil {
-			if meta.Push {
-				st.push(r, vals, meta.Cmd == InitCmd)
-			}
 			err = s.respond(meta, []int{r.total * st.dt.Size(), 4 * len(r.lens)}, func(vals, lens []byte) {
 				st.pull(r, vals, lens)
 			})

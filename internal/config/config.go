@@ -198,6 +198,9 @@ type ParameterServer struct {
 	// HeartbeatTimeout is the time without a message after which a node is dead. Default 10 s. With 0 silence
 	// does not count.
 	HeartbeatTimeout time.Duration
+	// Staleness is the number of iterations by which a worker may be ahead of the slowest one. 0 means that
+	// the job is bulk-synchronous, and Unset that it is asynchronous.
+	Staleness int
 	// Resend makes the node send messages again that are not acknowledged within ResendTimeout, 1 s by
 	// default. It costs acknowledgements and copies.
 	Resend        bool
@@ -256,7 +259,8 @@ func Defaults() Config {
 		Rank: Unset, Size: Unset,
 		LocalRank: Unset, LocalSize: Unset,
 		CrossRank: Unset, CrossSize: Unset,
-		PS: ParameterServer{NumWorkers: Unset, NumServers: Unset, Rank: Unset, Process: Unset},
+		PS: ParameterServer{NumWorkers: Unset, NumServers: Unset, Rank: Unset, Process: Unset,
+			Staleness: Unset},
 	}
 	for _, s := range settings {
 		if s.Default == "" {

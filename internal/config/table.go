@@ -772,6 +772,15 @@ var settings = []Setting{
 			1, 1<<16),
 	},
 	{
+		Name: "HVD_STALENESS", Section: sectionServer, Scope: ToMeet,
+		Otherwise: "asynchronous",
+		Doc: "number of iterations by which a worker may be ahead of the slowest worker (stale-synchronous). 0 " +
+			"means that all workers do the same iteration (bulk-synchronous). Workers end iterations with Clock",
+		Raise: "A higher value lets fast workers wait less, and they compute with older values.",
+		kind: integer("", "a whole number, 0 to 1000000", func(c *Config) *int { return &c.PS.Staleness },
+			0, 1_000_000),
+	},
+	{
 		Name: "PS_HEARTBEAT_INTERVAL", Section: sectionServer, Scope: PerProcess,
 		Default: "1",
 		Doc:     "time between two heartbeats of a node to the scheduler. 0 turns heartbeats off",

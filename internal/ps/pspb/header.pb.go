@@ -120,6 +120,8 @@ const (
 	Command_LOST Command = 6
 	// RELEASE says that the sender no longer reads the blocks of shared memory in the message.
 	Command_RELEASE Command = 7
+	// CLOCK says that a worker has ended an iteration.
+	Command_CLOCK Command = 8
 )
 
 // Enum value maps for Command.
@@ -133,6 +135,7 @@ var (
 		5: "HEARTBEAT",
 		6: "LOST",
 		7: "RELEASE",
+		8: "CLOCK",
 	}
 	Command_value = map[string]int32{
 		"EMPTY":     0,
@@ -143,6 +146,7 @@ var (
 		"HEARTBEAT": 5,
 		"LOST":      6,
 		"RELEASE":   7,
+		"CLOCK":     8,
 	}
 )
 
@@ -351,7 +355,7 @@ type Control struct {
 	Command      Command                `protobuf:"varint,1,opt,name=command,proto3,enum=gohvd.ps.v1.Command" json:"command,omitempty"`
 	Nodes        []*Node                `protobuf:"bytes,2,rep,name=nodes,proto3" json:"nodes,omitempty"`
 	BarrierGroup int32                  `protobuf:"varint,3,opt,name=barrier_group,json=barrierGroup,proto3" json:"barrier_group,omitempty"`
-	// barrier identifies a call of a barrier in the process of the sender.
+	// barrier identifies a call, of a barrier or clock, in the process of the sender.
 	Barrier int64 `protobuf:"varint,4,opt,name=barrier,proto3" json:"barrier,omitempty"`
 	// acks are the sequence numbers of messages that have arrived.
 	Acks []uint64 `protobuf:"varint,5,rep,packed,name=acks,proto3" json:"acks,omitempty"`
@@ -359,8 +363,12 @@ type Control struct {
 	NumWorkers int32    `protobuf:"varint,6,opt,name=num_workers,json=numWorkers,proto3" json:"num_workers,omitempty"`
 	NumServers int32    `protobuf:"varint,7,opt,name=num_servers,json=numServers,proto3" json:"num_servers,omitempty"`
 	Blocks     []uint32 `protobuf:"varint,8,rep,packed,name=blocks,proto3" json:"blocks,omitempty"`
-	// withdraw says that the sender no longer waits in the barrier.
-	Withdraw      bool `protobuf:"varint,9,opt,name=withdraw,proto3" json:"withdraw,omitempty"`
+	// withdraw says that the sender does not wait, or no longer, in the barrier or for the clock.
+	Withdraw bool `protobuf:"varint,9,opt,name=withdraw,proto3" json:"withdraw,omitempty"`
+	// clock is the number of iterations that the worker has ended. It is 2^63-1 if the worker has no more.
+	Clock int64 `protobuf:"varint,10,opt,name=clock,proto3" json:"clock,omitempty"`
+	// staleness is the bound on staleness plus one, in a registration. It is 0 in asynchronous mode.
+	Staleness     int32 `protobuf:"varint,11,opt,name=staleness,proto3" json:"staleness,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -458,6 +466,20 @@ func (x *Control) GetWithdraw() bool {
 	return false
 }
 
+func (x *Control) GetClock() int64 {
+	if x != nil {
+		return x.Clock
+	}
+	return 0
+}
+
+func (x *Control) GetStaleness() int32 {
+	if x != nil {
+		return x.Staleness
+	}
+	return 0
+}
+
 // Frame describes a frame, which follows the header.
 type Frame struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -552,7 +574,10 @@ type Header struct {
 	// message with the same key_list.
 	KeyList uint64 `protobuf:"varint,15,opt,name=key_list,json=keyList,proto3" json:"key_list,omitempty"`
 	// want_keys says, in a response, that the sender does not know the list key_list.
-	WantKeys      bool `protobuf:"varint,16,opt,name=want_keys,json=wantKeys,proto3" json:"want_keys,omitempty"`
+	WantKeys bool `protobuf:"varint,16,opt,name=want_keys,json=wantKeys,proto3" json:"want_keys,omitempty"`
+	// clock is, in a push or pull, the number of iterations that the worker has ended, plus one. It is 0 in
+	// asynchronous mode.
+	Clock         int64 `protobuf:"varint,17,opt,name=clock,proto3" json:"clock,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -699,6 +724,13 @@ func (x *Header) GetWantKeys() bool {
 	return false
 }
 
+func (x *Header) GetClock() int64 {
+	if x != nil {
+		return x.Clock
+	}
+	return 0
+}
+
 var File_header_proto protoreflect.FileDescriptor
 
 const file_header_proto_rawDesc = "" +
@@ -717,7 +749,7 @@ const file_header_proto_rawDesc = "" +
 	"\x04rank\x18\b \x01(\x05R\x04rank\x12\x17\n" +
 	"\ahost_id\x18\t \x01(\tR\x06hostId\x12\x16\n" +
 	"\x06socket\x18\n" +
-	" \x01(\tR\x06socket\"\xab\x02\n" +
+	" \x01(\tR\x06socket\"\xdf\x02\n" +
 	"\aControl\x12.\n" +
 	"\acommand\x18\x01 \x01(\x0e2\x14.gohvd.ps.v1.CommandR\acommand\x12'\n" +
 	"\x05nodes\x18\x02 \x03(\v2\x11.gohvd.ps.v1.NodeR\x05nodes\x12#\n" +
@@ -729,13 +761,16 @@ const file_header_proto_rawDesc = "" +
 	"\vnum_servers\x18\a \x01(\x05R\n" +
 	"numServers\x12\x16\n" +
 	"\x06blocks\x18\b \x03(\rR\x06blocks\x12\x1a\n" +
-	"\bwithdraw\x18\t \x01(\bR\bwithdraw\"\x7f\n" +
+	"\bwithdraw\x18\t \x01(\bR\bwithdraw\x12\x14\n" +
+	"\x05clock\x18\n" +
+	" \x01(\x03R\x05clock\x12\x1c\n" +
+	"\tstaleness\x18\v \x01(\x05R\tstaleness\"\x7f\n" +
 	"\x05Frame\x12)\n" +
 	"\x04type\x18\x01 \x01(\x0e2\x15.gohvd.ps.v1.DataTypeR\x04type\x12\x14\n" +
 	"\x05bytes\x18\x02 \x01(\x04R\x05bytes\x12\x14\n" +
 	"\x05block\x18\x03 \x01(\rR\x05block\x12\x1f\n" +
 	"\vblock_bytes\x18\x04 \x01(\x04R\n" +
-	"blockBytes\"\xc9\x03\n" +
+	"blockBytes\"\xdf\x03\n" +
 	"\x06Header\x12\x12\n" +
 	"\x04head\x18\x01 \x01(\x05R\x04head\x12\x12\n" +
 	"\x04body\x18\x02 \x01(\fR\x04body\x12.\n" +
@@ -755,7 +790,8 @@ const file_header_proto_rawDesc = "" +
 	"\bsequence\x18\r \x01(\x04R\bsequence\x12\x14\n" +
 	"\x05error\x18\x0e \x01(\tR\x05error\x12\x19\n" +
 	"\bkey_list\x18\x0f \x01(\x04R\akeyList\x12\x1b\n" +
-	"\twant_keys\x18\x10 \x01(\bR\bwantKeys*\xab\x01\n" +
+	"\twant_keys\x18\x10 \x01(\bR\bwantKeys\x12\x14\n" +
+	"\x05clock\x18\x11 \x01(\x03R\x05clock*\xab\x01\n" +
 	"\bDataType\x12\b\n" +
 	"\x04CHAR\x10\x00\x12\b\n" +
 	"\x04INT8\x10\x01\x12\t\n" +
@@ -775,7 +811,7 @@ const file_header_proto_rawDesc = "" +
 	"\x12\t\n" +
 	"\x05OTHER\x10\v\x12\v\n" +
 	"\aFLOAT16\x10\f\x12\f\n" +
-	"\bBFLOAT16\x10\r*m\n" +
+	"\bBFLOAT16\x10\r*x\n" +
 	"\aCommand\x12\t\n" +
 	"\x05EMPTY\x10\x00\x12\r\n" +
 	"\tTERMINATE\x10\x01\x12\f\n" +
@@ -784,7 +820,8 @@ const file_header_proto_rawDesc = "" +
 	"\x03ACK\x10\x04\x12\r\n" +
 	"\tHEARTBEAT\x10\x05\x12\b\n" +
 	"\x04LOST\x10\x06\x12\v\n" +
-	"\aRELEASE\x10\a*7\n" +
+	"\aRELEASE\x10\a\x12\t\n" +
+	"\x05CLOCK\x10\b*7\n" +
 	"\x04Role\x12\b\n" +
 	"\x04NONE\x10\x00\x12\n" +
 	"\n" +

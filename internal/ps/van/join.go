@@ -92,7 +92,8 @@ func (v *Van) dial(ctx context.Context, addr string) (net.Conn, *reader, []*pspb
 // register sends the registration on conn and reads the answer.
 func (v *Van) register(ctx context.Context, conn net.Conn) (*reader, []*pspb.Node, error) {
 	if err := writeMessage(conn, controlMessage(&pspb.Control{Command: pspb.Command_ADD_NODE, Nodes: v.self,
-		NumWorkers: int32(v.cfg.NumWorkers), NumServers: int32(v.cfg.NumServers)})); err != nil {
+		NumWorkers: int32(v.cfg.NumWorkers), NumServers: int32(v.cfg.NumServers),
+		Staleness: int32(v.cfg.Staleness) + 1})); err != nil {
 		return nil, nil, err
 	}
 	wait, cancel := context.WithCancel(context.WithoutCancel(ctx))

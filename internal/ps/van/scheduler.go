@@ -7,14 +7,17 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
+
+	"google.golang.org/protobuf/proto"
 
 	"github.com/gohvd/gohvd/internal/ps/pspb"
 )
 
-// scheduler is what only the scheduler does: it assigns ids to the nodes that register, and counts who has
-// entered a barrier.
+// scheduler is what only the scheduler does: it assigns ids to the nodes that register, counts who has
+// entered a barrier, and has the clocks of the workers.
 type scheduler struct {
 	van      *Van
 	complete chan struct{} // closed when table or err is set
@@ -25,11 +28,13 @@ type scheduler struct {
 	err      error        // reason why the job does not start
 	barriers map[int]map[int]entry
 	// withdrawn has the last barrier from which a node has withdrawn, by group and id. The withdrawal may
-	// arrive before the entry.
+	// arrive before the entry. The group is 0 for the clock.
 	withdrawn map[[2]int]int64
+	clocks    map[int]int64 // number of iterations that a worker has ended, by id
+	ticks     map[int]tick  // workers that wait for slower ones, by id
 }
 
-// entry is a node that waits in a barrier.
+// entry is a node that waits in a barrier or for the clock. barrier identifies its call.
 type entry struct {
 	link     *link
 	customer int32
@@ -38,7 +43,7 @@ type entry struct {
 
 func newScheduler(v *Van) *scheduler {
 	return &scheduler{van: v, complete: make(chan struct{}), barriers: make(map[int]map[int]entry),
-		withdrawn: make(map[[2]int]int64)}
+		withdrawn: make(map[[2]int]int64), clocks: make(map[int]int64), ticks: make(map[int]tick)}
 }
 
 // wait waits until all nodes have registered.
@@ -96,6 +101,10 @@ func (s *scheduler) add(hello *pspb.Control) error {
 		return fmt.Errorf("the node has DMLC_NUM_SERVER=%d and DMLC_NUM_WORKER=%d, the scheduler %d and %d",
 			hello.NumServers, hello.NumWorkers, cfg.NumServers, cfg.NumWorkers)
 	}
+	if int(hello.Staleness)-1 != cfg.Staleness {
+		return fmt.Errorf("the node has HVD_STALENESS=%s, the scheduler %s", staleness(hello.Staleness-1),
+			staleness(int32(cfg.Staleness)))
+	}
 	want := map[pspb.Role]int{pspb.Role_SERVER: cfg.NumServers, pspb.Role_WORKER: cfg.NumWorkers}
 	for i, n := range hello.Nodes {
 		if n.Role != first.Role || n.Incarnation != first.Incarnation || int(n.CustomerId) != i {
@@ -118,6 +127,14 @@ func (s *scheduler) add(hello *pspb.Control) error {
 	}
 	s.nodes = append(s.nodes, hello.Nodes...)
 	return s.fill()
+}
+
+// staleness returns the text of a bound on staleness.
+func staleness(bound int32) string {
+	if bound < 0 {
+		return "(asynchronous)"
+	}
+	return strconv.Itoa(int(bound))
 }
 
 // fill makes the table if all nodes have registered. The caller holds mu.
@@ -236,7 +253,7 @@ func release(barrier map[int]entry, text string) {
 	}
 }
 
-// answer tells the node that the barrier is complete or, if text is not empty, that it has failed.
+// answer tells the node that it need not wait any longer. If text is not empty, it is the error of the call.
 func (e entry) answer(text string) {
 	m := controlMessage(&pspb.Control{Command: pspb.Command_BARRIER, Barrier: e.barrier})
 	m.Header.CustomerId, m.Header.Error = e.customer, text
@@ -272,6 +289,10 @@ func (s *scheduler) lost(peer int, left bool, err error) {
 		v.blame(peer, err)
 		release(barrier, (&NodeError{peer, err}).Error())
 	}
+	if left {
+		s.left(nodes)
+	}
+	s.advance()
 	if left {
 		return
 	}
@@ -314,6 +335,13 @@ func (v *Van) Barrier(ctx context.Context, customer, group int) error {
 	if len(Members(group, v.cfg.NumServers, v.cfg.NumWorkers)) == 1 && slices.Contains(v.IDs(), group) {
 		return nil
 	}
+	return v.ask(ctx, fmt.Sprintf("barrier of group %d", group), customer,
+		&pspb.Control{Command: pspb.Command_BARRIER, BarrierGroup: int32(group)})
+}
+
+// ask sends a control message of a node of this process to the scheduler, and waits for the answer until ctx
+// ends. Then the node withdraws.
+func (v *Van) ask(ctx context.Context, what string, customer int, c *pspb.Control) error {
 	l, err := v.link(SchedulerID)
 	if err != nil {
 		return err
@@ -329,18 +357,20 @@ func (v *Van) Barrier(ctx context.Context, customer, group int) error {
 	v.barriers[id] = done
 	v.mu.Unlock()
 	send := func(withdraw bool) error {
-		m := controlMessage(&pspb.Control{Command: pspb.Command_BARRIER, BarrierGroup: int32(group),
-			Barrier:  id,
-			Withdraw: withdraw})
+		m := controlMessage(proto.CloneOf(c))
+		m.Header.Control.Barrier, m.Header.Control.Withdraw = id, withdraw
 		m.Header.Request, m.Header.CustomerId = true, int32(customer)
 		return l.reply(m)
 	}
 	if err = send(false); err == nil {
 		select {
 		case err = <-done:
+			if err != nil {
+				err = fmt.Errorf("%s: %w", what, err)
+			}
 			return err
 		case <-ctx.Done():
-			err = fmt.Errorf("barrier of group %d: %w", group, context.Cause(ctx))
+			err = fmt.Errorf("%s: %w", what, context.Cause(ctx))
 			_ = send(true) // an error means that the scheduler has gone
 		}
 	}
@@ -350,14 +380,8 @@ func (v *Van) Barrier(ctx context.Context, customer, group int) error {
 	return err
 }
 
-// barrierMessage handles a message about a barrier.
-func (v *Van) barrierMessage(l *link, h *pspb.Header) {
-	if h.Request {
-		if v.sched != nil {
-			v.sched.enter(l, h)
-		}
-		return
-	}
+// schedulerAnswer handles the answer of the scheduler to a call of ask.
+func (v *Van) schedulerAnswer(h *pspb.Header) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	done := v.barriers[h.Control.Barrier]
@@ -367,7 +391,7 @@ func (v *Van) barrierMessage(l *link, h *pspb.Header) {
 	delete(v.barriers, h.Control.Barrier)
 	var err error
 	if h.Error != "" {
-		err = fmt.Errorf("barrier: %s", h.Error)
+		err = errors.New(h.Error)
 	}
 	done <- err
 }

@@ -55,6 +55,9 @@ type Config struct {
 	// Host is the name or address under which other hosts reach a server. Listen is the address on which a
 	// server listens, host:port.
 	Host, Listen string
+	// Staleness is the number of iterations by which a worker may be ahead of the slowest one, or -1 if there
+	// is no bound. It must be the same at all nodes.
+	Staleness int
 	// Secret is the secret of the job.
 	Secret secret.Secret
 	// StartTimeout is the time limit of Start.
@@ -427,8 +430,16 @@ func (v *Van) arrive(l *link, m *Message) error {
 		l.mu.Lock()
 		l.left = true
 		l.mu.Unlock()
-	case pspb.Command_BARRIER:
-		v.barrierMessage(l, m.Header)
+	case pspb.Command_BARRIER, pspb.Command_CLOCK:
+		switch {
+		case !m.Header.Request:
+			v.schedulerAnswer(m.Header)
+		case v.sched == nil:
+		case c.Command == pspb.Command_CLOCK:
+			v.sched.clock(l, m.Header)
+		default:
+			v.sched.enter(l, m.Header)
+		}
 	case pspb.Command_RELEASE:
 		l.own.released(c.Blocks)
 	case pspb.Command_LOST:

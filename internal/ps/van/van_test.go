@@ -132,7 +132,7 @@ func config(role Role, servers, workers int, root string) Config {
 	c := Config{Role: role, NumServers: servers, NumWorkers: workers, Customers: 1, Rank: -1, Root: root,
 		Host: "127.0.0.1", HostID: "here", StartTimeout: time.Minute,
 		HeartbeatInterval: 100 * time.Millisecond, HeartbeatTimeout: 30 * time.Second,
-		ResendTimeout: time.Second, WaterMark: 100}
+		ResendTimeout: time.Second, WaterMark: 100, Staleness: -1}
 	if role == Server {
 		c.Listen = "127.0.0.1:0"
 	}
@@ -575,7 +575,11 @@ func TestStartFails(t *testing.T) {
 	sched, scheduled := startNode(t, config(Scheduler, 1, 1, root))
 	_, result := startNode(t, config(Server, 2, 1, root))
 	testnet.WantError(t, <-result, "DMLC_NUM_SERVER=2 and DMLC_NUM_WORKER=1, the scheduler 1 and 1")
-	cfg := config(Worker, 1, 1, root)
+	cfg := config(Server, 1, 1, root)
+	cfg.Staleness = 3
+	_, result = startNode(t, cfg)
+	testnet.WantError(t, <-result, "the node has HVD_STALENESS=3, the scheduler (asynchronous)")
+	cfg = config(Worker, 1, 1, root)
 	cfg.Customers = 2
 	_, result = startNode(t, cfg)
 	testnet.WantError(t, <-result, "the job has 0 of 1 workers already, and 2 more want to join",

@@ -161,6 +161,8 @@ func FuzzArrive(f *testing.F) {
 		{Command: pspb.Command_BARRIER, BarrierGroup: 7, Barrier: 1}, {Command: pspb.Command_LOST},
 		{Command: pspb.Command_ACK, Acks: []uint64{1, 2}}, {Command: pspb.Command_TERMINATE},
 		{Command: pspb.Command_BARRIER, BarrierGroup: -3, Withdraw: true}, {Command: 99},
+		{Command: pspb.Command_CLOCK, Barrier: 1, Clock: 2},
+		{Command: pspb.Command_CLOCK, Clock: -1 << 63, Withdraw: true},
 	} {
 		m := controlMessage(c)
 		m.Header.Request = true
@@ -172,7 +174,7 @@ func FuzzArrive(f *testing.F) {
 			barriers: make(map[int64]chan error), self: []*pspb.Node{{Role: pspb.Role_SCHEDULER}}}
 		v.links.Store(&map[int]*link{})
 		v.sched = newScheduler(v)
-		if err := v.sched.add(&pspb.Control{NumWorkers: 1, NumServers: 1, Nodes: []*pspb.Node{
+		if err := v.sched.add(&pspb.Control{NumWorkers: 1, NumServers: 1, Staleness: 1, Nodes: []*pspb.Node{
 			{Role: pspb.Role_WORKER, Incarnation: 1}}}); err != nil {
 			t.Fatal(err)
 		}

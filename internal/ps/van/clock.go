@@ -1,0 +1,108 @@
+package van
+
+import (
+	"context"
+	"fmt"
+	"math"
+
+	"github.com/gohvd/gohvd/internal/ps/pspb"
+)
+
+// noMore is the clock of a worker that ends no more iterations.
+const noMore = math.MaxInt64
+
+// tick is a worker that waits until all workers have ended least iterations.
+type tick struct {
+	entry
+	id    int
+	least int64
+}
+
+// clock handles the message of a worker that it has ended an iteration.
+func (s *scheduler) clock(l *link, h *pspb.Header) {
+	id := s.van.nodeOf(l.peer, h.CustomerId)
+	t := tick{entry{l, h.CustomerId, h.Control.Barrier}, id, h.Control.Clock - int64(s.van.cfg.Staleness)}
+	if RoleOf(id) != Worker || s.van.cfg.Staleness < 0 {
+		t.answer(fmt.Sprintf("%s has no clock", Name(id)))
+		return
+	}
+	s.mu.Lock()
+	s.clocks[id] = max(s.clocks[id], h.Control.Clock)
+	place := [2]int{0, id} // 0 is no group
+	switch {
+	case h.Control.Withdraw:
+		s.withdrawn[place] = max(s.withdrawn[place], t.barrier)
+		if s.ticks[id].entry == t.entry {
+			delete(s.ticks, id)
+		}
+	case t.barrier > s.withdrawn[place]:
+		s.ticks[id] = t
+	}
+	s.mu.Unlock()
+	s.advance()
+}
+
+// left records that nodes end no more iterations, because they have left the job.
+func (s *scheduler) left(nodes []*pspb.Node) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, n := range nodes {
+		s.clocks[int(n.Id)] = noMore
+	}
+}
+
+// advance answers the workers that need not wait any longer: no worker is too far behind, or one that is has
+// died.
+func (s *scheduler) advance() {
+	type failure struct {
+		tick
+		err *NodeError
+	}
+	var failed []failure
+	s.mu.Lock()
+	slowest, dead := int64(noMore), make(map[int]*NodeError)
+	for _, id := range Members(GroupWorkers, 0, s.van.cfg.NumWorkers) {
+		slowest = min(slowest, s.clocks[id])
+		if err := s.van.goneError(id); err != nil && err.Err != errLeft {
+			dead[id] = err
+		}
+	}
+	for id, t := range s.ticks {
+		if t.least <= slowest {
+			t.answer("")
+			delete(s.ticks, id)
+			continue
+		}
+		for other, err := range dead {
+			if s.clocks[other] < t.least {
+				failed = append(failed, failure{t, err})
+				delete(s.ticks, id)
+				break
+			}
+		}
+	}
+	s.mu.Unlock()
+	for _, f := range failed {
+		s.van.blame(f.err.ID, f.err.Err)
+		f.answer(f.err.Error())
+	}
+}
+
+// Clock tells the scheduler that a worker of this process has ended n iterations, and waits until no worker
+// has ended fewer than n minus Config.Staleness, or until ctx ends. If a worker that is behind dies, the
+// error says so.
+func (v *Van) Clock(ctx context.Context, customer int, n int64) error {
+	return v.ask(ctx, fmt.Sprintf("clock %d", n), customer,
+		&pspb.Control{Command: pspb.Command_CLOCK, Clock: n})
+}
+
+// EndClock tells the scheduler that a worker of this process ends no more iterations. It does not wait.
+func (v *Van) EndClock(customer int) error {
+	l, err := v.link(SchedulerID)
+	if err != nil {
+		return err
+	}
+	m := controlMessage(&pspb.Control{Command: pspb.Command_CLOCK, Clock: noMore, Withdraw: true})
+	m.Header.Request, m.Header.CustomerId = true, int32(customer)
+	return l.reply(m)
+}
