@@ -66,8 +66,12 @@ func (s source) bytes(m, elements int) []byte {
 // raw returns n pseudorandom bytes. For bools, each byte is 0 or 1.
 func (s source) raw(m, n int) []byte {
 	b := make([]byte, n)
+	var h uint64
 	for i := range b {
-		b[i] = byte(hash(s.seed, uint64(m), uint64(i)))
+		if h >>= 8; i%8 == 0 {
+			h = hash(s.seed, uint64(m), uint64(i))
+		}
+		b[i] = byte(h)
 		if s.dt == tensor.Bool {
 			b[i] &= 1
 		}
@@ -116,7 +120,7 @@ func (s source) float(m, i int) float64 {
 		common := fraction(hash(s.seed, math.MaxUint64, uint64(i))) - 0.5
 		return common + (fraction(h)-0.5)*float64(1+m%3)
 	default:
-		return sign * math.Ldexp(1+fraction(h), int(h>>1%6)-4)
+		return sign * (1 + fraction(h)) * power(int(h>>1%6)-4)
 	}
 }
 

@@ -23,20 +23,31 @@ var formats = [...]format{
 }
 
 // unit returns the unit roundoff, which is the largest relative error of rounding to f.
-func (f format) unit() float64 { return math.Ldexp(1, -f.precision) }
+func (f format) unit() float64 { return power(-f.precision) }
 
 // tiny returns the smallest positive number of f.
 func (f format) tiny() float64 { return math.Ldexp(1, f.least) }
 
+// float64 has numbers 2^e with 52 bits after the point for e from minExponent to maxExponent.
+const minExponent, maxExponent = -1022, 1023
+
+// power returns 2^e, for e from minExponent to maxExponent. The tests call it for every element, and
+// math.Ldexp takes several times as long.
+func power(e int) float64 { return math.Float64frombits(uint64(e-minExponent+1) << 52) }
+
+// exponent returns an e with 2^e <= |x| < 2^(e+1). It returns minExponent-1 for a number below the range of
+// power, and maxExponent+1 for an infinity or a NaN.
+func exponent(x float64) int { return int(math.Float64bits(x)>>52&0x7ff) + minExponent - 1 }
+
 // round returns the number of f that is nearest to x. A tie is rounded to even. The method scales x so that
 // the last place of f becomes 1, rounds to an integer, and scales back.
 func (f format) round(x float64) float64 {
-	if x == 0 || math.IsInf(x, 0) || math.IsNaN(x) {
-		return x
+	exp := exponent(x)
+	if f.precision == 53 || exp > maxExponent {
+		return x // float64 has every x, and every format has infinities and NaNs
 	}
-	_, exp := math.Frexp(x)
-	place := max(exp-f.precision, f.least)
-	r := math.Ldexp(math.RoundToEven(math.Ldexp(x, -place)), place)
+	place := max(exp+1-f.precision, f.least)
+	r := math.RoundToEven(x*power(-place)) * power(place)
 	if math.Abs(r) > f.largest {
 		return math.Inf(int(math.Copysign(1, x)))
 	}
@@ -59,12 +70,9 @@ func (f format) bits16(x float64) uint16 {
 	}
 	// The encoding of a subnormal number is the number divided by the smallest positive number. Each further
 	// power of two adds one to the exponent.
-	units, exponent := math.Ldexp(x, -f.least), 0
-	if _, exp := math.Frexp(units); exp > f.precision {
-		exponent = exp - f.precision
-		units = math.Ldexp(units, -exponent)
-	}
-	return sign | (uint16(exponent)<<fraction + uint16(units))
+	units := x * power(-f.least)
+	more := max(0, exponent(units)-fraction)
+	return sign | (uint16(more)<<fraction + uint16(units*power(-more)))
 }
 
 // from16 returns the number that bits encodes in f, which must be a format with 16 bits.
@@ -79,9 +87,9 @@ func (f format) from16(bits uint16) float64 {
 	case exponent == special:
 		return math.NaN()
 	case exponent == 0:
-		x = math.Ldexp(units, f.least)
+		x = units * power(f.least)
 	default:
-		x = math.Ldexp(units+math.Ldexp(1, fraction), f.least+int(exponent)-1)
+		x = (units + power(fraction)) * power(f.least+int(exponent)-1)
 	}
 	if bits>>15 == 1 {
 		x = -x
