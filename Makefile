@@ -29,7 +29,7 @@ check: test others ## everything CI runs
 others: format vet lint race nocgo noasm test-mpi wheel-check changed generated ## everything CI runs except the tests
 
 .PHONY: nightly
-nightly: check wheel arm64 image pytorch-image slurm fuzz conformance deaths test-python ## the checks that take too long for each change: a few hours
+nightly: check wheel arm64 image pytorch-image slurm fuzz conformance autotune deaths test-python ## the checks that take too long for each change: a few hours
 
 .PHONY: test
 test: ## run all tests
@@ -74,6 +74,10 @@ deaths: ## test every death (in operations and in Init), fault and ending five t
 .PHONY: conformance
 conformance: ## test every operation in every configuration against the reference; half an hour
 	$(GO) test ./internal/conformance -v -timeout 0 -args -full
+
+.PHONY: autotune
+autotune: ## tune on 100 random surfaces of each kind
+	$(GO) test -count 1 -run FindsGoodSettings -v ./autotune -args -seeds 100
 
 # The packages with tests that start MPI jobs. Their tests for ranks are in files with the tag mpi.
 WITH_MPI = ./ops/mpi ./internal/conformance ./internal/e2e
