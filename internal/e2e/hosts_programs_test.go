@@ -6,7 +6,9 @@ import (
 	"fmt"
 	"io"
 	"math/rand/v2"
+	"net/http/httptest"
 	"os"
+	"regexp"
 	"slices"
 	"strconv"
 	"time"
@@ -122,10 +124,24 @@ func checked(ctx context.Context) error {
 		}
 		if sum[0] > 0 {
 			fmt.Println("rounds", round+1)
+			fmt.Println("ran", ran())
 			return hvd.Shutdown(ctx)
 		}
 	}
 }
+
+// ran returns the operations that this rank has executed, with their backends, such as "hier/allreduce".
+func ran() (all []string) {
+	page := httptest.NewRecorder()
+	hvd.MetricsHandler().ServeHTTP(page, httptest.NewRequest("GET", "/metrics", nil))
+	for _, m := range executed.FindAllStringSubmatch(page.Body.String(), -1) {
+		all = append(all, m[1]+"/"+m[2])
+	}
+	return all
+}
+
+// executed finds the backend and the kind of the operations in the metrics of a rank.
+var executed = regexp.MustCompile(`(?m)^hvd_collective_tensors_total\{backend="([^"]*)",op="([^"]*)"`)
 
 // checkRound runs every operation once and checks the results. At the same time it runs thirty allreduces,
 // and each rank submits these in an order of its own.

@@ -213,20 +213,21 @@ func (s *spread) tell() {
 	}
 }
 
-// Ranks run on several hosts. Every operation gives right results, and the ranks know their rank, local rank
-// and cross rank.
+// Ranks run on several hosts. Every operation gives right results, on two levels unless that is turned off,
+// and the ranks know their rank, local rank and cross rank.
 func TestSeveralHosts(t *testing.T) {
 	for _, c := range []struct {
-		name   string
-		layout layout
-		env    []string
+		name      string
+		layout    layout
+		twoLevels bool // whether operations of all ranks run on two levels
+		env       []string
 	}{
-		{"2+2", layout{2, 2}, nil},
-		{"lockstep", layout{2, 1}, []string{"HVD_NEGOTIATION=lockstep"}},
-		{"one level", layout{2, 2}, []string{"HOROVOD_HIERARCHICAL_ALLREDUCE=0", "HOROVOD_HIERARCHICAL_ALLGATHER=0"}},
+		{"2+2", layout{2, 2}, true, nil},
+		{"lockstep", layout{2, 1}, true, []string{"HVD_NEGOTIATION=lockstep"}},
+		{"one level", layout{2, 2}, false, []string{"HOROVOD_HIERARCHICAL_ALLREDUCE=0", "HOROVOD_HIERARCHICAL_ALLGATHER=0"}},
 		// A user who starts ranks by hand sets none of these variables. In that case the ranks learn their
 		// hosts and local ranks from each other.
-		{"by hand", layout{1, 2}, []string{
+		{"by hand", layout{1, 2}, true, []string{
 			"HOROVOD_HOSTNAME=", "HOROVOD_LOCAL_RANK=", "HOROVOD_LOCAL_SIZE=", "HOROVOD_CROSS_RANK=",
 			"HOROVOD_CROSS_SIZE=",
 		}},
@@ -244,8 +245,27 @@ func TestSeveralHosts(t *testing.T) {
 					}
 				}
 			}
+			checkTwoLevels(t, s.out(), c.twoLevels, c.layout.size())
 			s.tell()
 		})
+	}
+}
+
+// checkTwoLevels checks in the output of the program "checked" whether each rank has run operations on two
+// levels: some of each kind that is supported there, or none. Other sets than that of all ranks may be on one
+// host, or have one rank on each host, so they use other backends.
+func checkTwoLevels(t *testing.T, out string, twoLevels bool, ranks int) {
+	t.Helper()
+	lines := regexp.MustCompile(`(?m)^.*<stdout>:ran (.*)$`).FindAllStringSubmatch(out, -1)
+	if len(lines) != ranks {
+		t.Errorf("%d of %d ranks said what ran", len(lines), ranks)
+	}
+	for _, l := range lines {
+		for _, kind := range []string{"allreduce", "allgather", "broadcast", "reducescatter"} {
+			if got := strings.Contains(l[1], "hier/"+kind); got != twoLevels {
+				t.Errorf("%s: %s on two levels is %v, want %v", l[1], kind, got, twoLevels)
+			}
+		}
 	}
 }
 
