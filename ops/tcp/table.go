@@ -32,7 +32,8 @@ func Algorithms(k message.Kind) []message.Algorithm { return algorithms[k] }
 type Table []Rule
 
 // Rule is an entry of a Table. It applies to operations of one kind in process sets of at most MaxRanks
-// ranks, whose output has at most MaxBytes bytes. A limit of 0 is no limit.
+// ranks, whose output has at most MaxBytes bytes. A limit of 0 is no limit. Rules for kinds that send rows
+// have no limit of bytes, because the size of their output is not known when the algorithm is chosen.
 type Rule struct {
 	Kind      message.Kind
 	MaxRanks  int
@@ -47,8 +48,7 @@ func (r *Rule) applies(k message.Kind, ranks int, numBytes int64) bool {
 
 // DefaultTable is the table that applies if Config.Table is nil. Its limits for 2 to 4 ranks were measured on
 // loopback (HVD_ALGORITHM with hvdbench --raw), and its limits for more ranks follow from the numbers of
-// steps and bytes in the package comment. The size of an alltoall is not known when it is planned, so its
-// rules have no limits of bytes. The rules with Exchange are for sums of half-precision types and
+// steps and bytes in the package comment. The rules with Exchange are for sums of half-precision types and
 // for deterministic mode, which no algorithm of an earlier rule serves.
 var DefaultTable = Table{
 	{message.Allreduce, 4, 256 << 10, message.RecursiveDoubling},
@@ -112,6 +112,10 @@ func ParseTable(text []byte) (Table, error) {
 		kind, alg, err := parseChoice(r.Operation, r.Algorithm)
 		if err == nil && (r.MaxRanks < 0 || r.MaxBytes < 0) {
 			err = fmt.Errorf("got max_ranks %d and max_bytes %d, want at least 0", r.MaxRanks, r.MaxBytes)
+		}
+		if err == nil && kind.SendsRows() && r.MaxBytes > 0 {
+			err = fmt.Errorf("got max_bytes %d, want none: the ranks learn the size of %v during the operation",
+				r.MaxBytes, kind)
 		}
 		if err != nil {
 			return nil, fmt.Errorf("table of algorithms: rule %d: %w", i+1, err)

@@ -156,9 +156,10 @@ func TestTableFile(t *testing.T) {
 	for text, want := range map[string]string{
 		`{`:              "unexpected EOF",
 		`{"version": 2}`: "got version 2, want 1",
-		`{"version": 1, "rules": [{"operation": "allreduce", "algorithm": "ring", "max_rank": 2}]}`:   "max_rank",
-		`{"version": 1, "rules": [{"operation": "allreduce", "algorithm": "tree"}]}`:                  "rule 1",
-		`{"version": 1, "rules": [{"operation": "allreduce", "algorithm": "ring", "max_bytes": -1}]}`: "at least 0",
+		`{"version": 1, "rules": [{"operation": "allreduce", "algorithm": "ring", "max_rank": 2}]}`:     "max_rank",
+		`{"version": 1, "rules": [{"operation": "allreduce", "algorithm": "tree"}]}`:                    "rule 1",
+		`{"version": 1, "rules": [{"operation": "allreduce", "algorithm": "ring", "max_bytes": -1}]}`:   "at least 0",
+		`{"version": 1, "rules": [{"operation": "alltoall", "algorithm": "bruck", "max_bytes": 1024}]}`: "the size of alltoall",
 	} {
 		if _, err := tcp.ParseTable([]byte(text)); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%s: got %v, want an error with %q", text, err, want)
