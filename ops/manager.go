@@ -1,7 +1,6 @@
 package ops
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"slices"
@@ -22,8 +21,8 @@ type Registration struct {
 	// fusion buffer and scales them.
 	Lists bool
 	// New makes the backend of one process set for the set's lane. The slice ranks lists the members of the
-	// set, and ranks[me] is this rank. If New waits for other ranks, it fails when ctx ends.
-	New func(ctx context.Context, set topo.ProcessSetID, ranks []topo.Rank, me int) (Backend, error)
+	// set, and ranks[me] is this rank. New does not wait for other ranks.
+	New func(set topo.ProcessSetID, ranks []topo.Rank, me int) (Backend, error)
 }
 
 // Manager holds the backends of one process set.
@@ -33,12 +32,11 @@ type Manager struct {
 }
 
 // NewManager makes the backends of a process set. If one backend cannot be made, NewManager closes the
-// backends that it has already made. If a backend waits for other ranks, it does so until ctx ends.
-func NewManager(ctx context.Context, registry Registry, set topo.ProcessSetID, ranks []topo.Rank,
-	me int) (*Manager, error) {
+// backends that it has already made.
+func NewManager(registry Registry, set topo.ProcessSetID, ranks []topo.Rank, me int) (*Manager, error) {
 	m := &Manager{registry: registry}
 	for _, r := range registry {
-		b, err := r.New(ctx, set, ranks, me)
+		b, err := r.New(set, ranks, me)
 		if err != nil {
 			m.Close()
 			return nil, err

@@ -1,7 +1,6 @@
 package ops_test
 
 import (
-	"context"
 	"errors"
 	"strings"
 	"testing"
@@ -34,15 +33,14 @@ const (
 
 // entry returns a registration of p with the given ID.
 func entry(id message.Backend, p *planner) ops.Registration {
-	return ops.Registration{ID: id, New: func(context.Context, topo.ProcessSetID, []topo.Rank,
-		int) (ops.Backend, error) {
+	return ops.Registration{ID: id, New: func(topo.ProcessSetID, []topo.Rank, int) (ops.Backend, error) {
 		return p, nil
 	}}
 }
 
 func newManager(t *testing.T, r ...ops.Registration) *ops.Manager {
 	t.Helper()
-	m, err := ops.NewManager(t.Context(), r, 3, []topo.Rank{1, 2}, 0)
+	m, err := ops.NewManager(r, 3, []topo.Rank{1, 2}, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -110,9 +108,8 @@ func TestManagerGet(t *testing.T) {
 // backend.
 func TestManagerFails(t *testing.T) {
 	a, boom := new(planner), errors.New("boom")
-	_, err := ops.NewManager(t.Context(), ops.Registry{entry(first, a),
-		{ID: second, New: func(_ context.Context, set topo.ProcessSetID, ranks []topo.Rank,
-			me int) (ops.Backend, error) {
+	_, err := ops.NewManager(ops.Registry{entry(first, a),
+		{ID: second, New: func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {
 			if set != 3 || len(ranks) != 2 || me != 1 {
 				t.Errorf("made for position %d of ranks %v of set %d", me, ranks, set)
 			}

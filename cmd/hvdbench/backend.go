@@ -99,6 +99,6 @@ func openRaw(ctx context.Context, at jobPlace) (b *rawBackend, err error) {
 	overTCP.Oversubscribed = b.session != nil && ops.Oversubscribed(b.session.LocalSize)
 	backends := rank.Backends(b.mpi, b.session, b.mesh, &cfg, overTCP)
 	b.tcpOnly = backends[0].ID == message.TCP
-	b.manager, err = ops.NewManager(ctx, backends, topo.Global, controller.Global(cfg.Size).Ranks, cfg.Rank)
+	b.manager, err = ops.NewManager(backends, topo.Global, controller.Global(cfg.Size).Ranks, cfg.Rank)
 	return b, err
 }

@@ -244,7 +244,7 @@ func Start(ctx context.Context, cfg Config) (*Engine, error) {
 	}
 	e.openPolled()
 	for _, set := range e.sets() {
-		if err := e.addSet(ctx, set); err != nil {
+		if err := e.addSet(set); err != nil {
 			return nil, e.quit(err)
 		}
 	}

@@ -86,10 +86,9 @@ type lane struct {
 	err       error // the error with which all remaining work ends, or nil if the work is to be executed
 }
 
-// newLane returns a lane for a set in which this rank has position me. If its backends wait for other ranks,
-// they do so until ctx ends.
-func (e *Engine) newLane(ctx context.Context, set controller.Set, me int) (*lane, error) {
-	manager, err := ops.NewManager(ctx, e.cfg.Backends, set.ID, set.Ranks, me)
+// newLane returns a lane for a set in which this rank has position me.
+func (e *Engine) newLane(set controller.Set, me int) (*lane, error) {
+	manager, err := ops.NewManager(e.cfg.Backends, set.ID, set.Ranks, me)
 	l := &lane{set: set, me: me, queue: tensorqueue.New(), maxResultBytes: e.cfg.MaxResultBytes,
 		observer: &e.observer, manager: manager}
 	l.changed.L = &l.mu

@@ -38,10 +38,11 @@ func (b *unfinished) Step(ctx context.Context, _ bool) (ops.Progress, error) {
 // read the tensors until the backend has ended the operation.
 func TestStartedWorkIsEndedBeforeItsAnswer(t *testing.T) {
 	b := new(unfinished)
-	m, err := ops.NewManager(t.Context(), ops.Registry{{ID: message.SHM,
-		New: func(context.Context, topo.ProcessSetID, []topo.Rank, int) (ops.Backend, error) {
+	m, err := ops.NewManager(
+		ops.Registry{{ID: message.SHM, New: func(topo.ProcessSetID, []topo.Rank, int) (ops.Backend, error) {
 			return b, nil
-		}}}, topo.Global, []topo.Rank{0, 1}, 0)
+		}}},
+		topo.Global, []topo.Rank{0, 1}, 0)
 	if err != nil {
 		t.Fatal(err)
 	}

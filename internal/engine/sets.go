@@ -1,9 +1,7 @@
 package engine
 
 import (
-	"context"
 	"errors"
-	"fmt"
 	"slices"
 	"sync/atomic"
 
@@ -71,13 +69,13 @@ func (t *laneTable) snapshot() []*lane {
 
 // addSet creates a lane for a set. It does nothing if this rank is not a member of the set. The goroutine of
 // the lane starts with the first work that turns of the loop do not execute, so a set without such work has
-// none. The backends of the set wait for other ranks until ctx ends.
-func (e *Engine) addSet(ctx context.Context, set controller.Set) error {
+// none.
+func (e *Engine) addSet(set controller.Set) error {
 	me := slices.Index(set.Ranks, e.cfg.Rank)
 	if me < 0 {
 		return nil
 	}
-	l, err := e.newLane(ctx, set, me)
+	l, err := e.newLane(set, me)
 	if err != nil {
 		return err
 	}
@@ -101,9 +99,7 @@ func (e *Engine) addSet(ctx context.Context, set controller.Set) error {
 func (e *Engine) changeSets(g *controller.Grant) (*lane, error) {
 	switch r := g.Responses[0]; r.Kind {
 	case message.AddProcessSet:
-		ctx, cancel := e.turnContext()
-		defer cancel()
-		if err := e.addSet(ctx, controller.Set{ID: r.Set, Ranks: r.Ranks}); err != nil {
+		if err := e.addSet(controller.Set{ID: r.Set, Ranks: r.Ranks}); err != nil {
 			return nil, err
 		}
 	case message.RemoveProcessSet:
@@ -116,14 +112,6 @@ func (e *Engine) changeSets(g *controller.Grant) (*lane, error) {
 		return l, nil
 	}
 	return e.lanes.find(g.Asked), nil
-}
-
-// turnContext returns a context for what a turn waits for. It ends half of LivenessTimeout after the turn has
-// begun, whatever the turn has waited for before, because a rank sends no heartbeats during a turn.
-func (e *Engine) turnContext() (context.Context, context.CancelFunc) {
-	limit := e.cfg.LivenessTimeout / 2
-	return context.WithDeadlineCause(e.ctx, e.start.Add(e.now+limit),
-		fmt.Errorf("a turn has waited for %v, half of HVD_LIVENESS_SECONDS", limit))
 }
 
 // dropSet releases a set whose last work is done. Every rank releases the lanes of the set in the mesh, even

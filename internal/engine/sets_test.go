@@ -1,7 +1,6 @@
 package engine_test
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"slices"
@@ -9,14 +8,12 @@ import (
 	"sync"
 	"testing"
 	"testing/synctest"
-	"time"
 
 	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/topo"
-	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/ops"
 	"github.com/gohvd/gohvd/ops/tcp"
 	"github.com/gohvd/gohvd/tensorqueue"
@@ -44,40 +41,6 @@ func removal(set topo.ProcessSetID) *tensorqueue.Entry {
 func addition(ranks ...topo.Rank) *tensorqueue.Entry {
 	return &tensorqueue.Entry{Request: message.Request{Kind: message.AddProcessSet, Name: "add",
 		Ranks: ranks}}
-}
-
-// While the job starts, backends wait for other ranks as long as Start does. Later, all backends that one
-// turn makes wait for half of the liveness limit together.
-func TestDeadlineOfBackends(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		var waits []time.Duration
-		c := start(t, 3, func(cfg *engine.Config) {
-			if cfg.Rank != 0 {
-				return
-			}
-			cfg.Backends = ops.Registry{{ID: message.TCP, New: func(ctx context.Context,
-				set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {
-				end, _ := ctx.Deadline()
-				waits = append(waits, time.Until(end))
-				time.Sleep(time.Second)
-				return tcp.New(cfg.Mesh, transport.DataLane(set), ranks, me, tcp.Config{}), nil
-			}}}
-		})
-		c.each(func(r int) {
-			first, second := addition(0, 1), addition(0, 2)
-			second.Request.Name = "add another"
-			added := c.submit(r, first, second)
-			for range 2 {
-				if err := c.wait(added); err != nil {
-					t.Errorf("rank %d: %v", r, err)
-				}
-			}
-		})
-		if want := []time.Duration{deadline, 5 * time.Second, 4 * time.Second}; !slices.Equal(waits, want) {
-			t.Errorf("backends could wait for %v, want %v", waits, want)
-		}
-		c.shutdown()
-	})
 }
 
 // isDone reports whether an operation has ended. The operation sends its result to the channel done.
@@ -214,12 +177,11 @@ func TestAdditionFails(t *testing.T) {
 			if cfg.Rank == 2 {
 				r := tcp.Register(cfg.Mesh, tcp.Config{})
 				newBackend := r.New
-				r.New = func(ctx context.Context, set topo.ProcessSetID, ranks []topo.Rank,
-					me int) (ops.Backend, error) {
+				r.New = func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {
 					if set != topo.Global {
 						return nil, errors.New("no shared memory left")
 					}
-					return newBackend(ctx, set, ranks, me)
+					return newBackend(set, ranks, me)
 				}
 				cfg.Backends = ops.Registry{r}
 			}

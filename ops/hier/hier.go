@@ -57,9 +57,8 @@ import (
 	"github.com/gohvd/gohvd/ops"
 )
 
-// New makes a backend among the given ranks for one level of a process set. ranks[me] is this rank. If New
-// waits for other ranks, it fails when ctx ends.
-type New func(ctx context.Context, set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error)
+// New makes a backend among the given ranks for one level of a process set. ranks[me] is this rank.
+type New func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error)
 
 // Config configures a Backend. All ranks must have the same values.
 type Config struct {
@@ -146,16 +145,14 @@ func (l *level) step(ctx context.Context, wait bool) (ops.Progress, error) {
 // Register returns the Registration of the backend.
 func Register(cfg Config) ops.Registration {
 	return ops.Registration{ID: message.Hier,
-		New: func(ctx context.Context, set topo.ProcessSetID, ranks []topo.Rank,
-			me int) (ops.Backend, error) {
-			return newBackend(ctx, &cfg, set, ranks, me)
+		New: func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {
+			return newBackend(&cfg, set, ranks, me)
 		}}
 }
 
 // newBackend makes the backend of a process set. If the set cannot run on two levels, the backend has no
 // levels, and serves only Plan.
-func newBackend(ctx context.Context, cfg *Config, set topo.ProcessSetID, ranks []topo.Rank,
-	me int) (_ *Backend, err error) {
+func newBackend(cfg *Config, set topo.ProcessSetID, ranks []topo.Rank, me int) (_ *Backend, err error) {
 	b := &Backend{cfg: cfg, me: me, census: make(census, len(cfg.Groups)), chunkBytes: cfg.ChunkBytes}
 	if b.chunkBytes <= 0 {
 		b.chunkBytes = defaultChunkBytes
@@ -168,13 +165,13 @@ func newBackend(ctx context.Context, cfg *Config, set topo.ProcessSetID, ranks [
 	b.ends, b.begins = make([]int64, p.slices*len(p.hosts)), make([]int64, len(p.hosts)+1)
 	b.inner.counts, b.outer.counts = make([]int64, len(p.hosts[p.host])), make([]int64, len(p.hosts))
 	b.inner.ranks = pick(ranks, p.hosts[p.host])
-	if b.inner.backend, err = cfg.Inner(ctx, set, b.inner.ranks, p.local); err != nil || !p.owns() {
+	if b.inner.backend, err = cfg.Inner(set, b.inner.ranks, p.local); err != nil || !p.owns() {
 		return b, err
 	}
 	for _, members := range p.hosts {
 		b.outer.ranks = append(b.outer.ranks, ranks[members[p.local]])
 	}
-	if b.outer.backend, err = cfg.Outer(ctx, set, b.outer.ranks, p.host); err != nil {
+	if b.outer.backend, err = cfg.Outer(set, b.outer.ranks, p.host); err != nil {
 		b.inner.backend.Close()
 	}
 	return b, err

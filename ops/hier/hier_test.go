@@ -108,8 +108,7 @@ func newCluster(tb testing.TB, hosts string, change func(*hier.Config)) *cluster
 	for r := range hosts {
 		mesh := &counting{Mesh: world.Mesh(topo.Rank(r)), rank: r, hosts: hosts}
 		level := func(lane transport.Lane) hier.New {
-			return func(_ context.Context, _ topo.ProcessSetID, ranks []topo.Rank,
-				me int) (ops.Backend, error) {
+			return func(_ topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {
 				return tcp.New(mesh, lane, ranks, me,
 					tcp.Config{SegmentBytes: 256, Oversubscribed: true}), nil
 			}
@@ -119,7 +118,7 @@ func newCluster(tb testing.TB, hosts string, change func(*hier.Config)) *cluster
 		if change != nil {
 			change(&cfg)
 		}
-		b, err := hier.Register(cfg).New(context.Background(), topo.Global, upTo(len(hosts)), r)
+		b, err := hier.Register(cfg).New(topo.Global, upTo(len(hosts)), r)
 		if err != nil {
 			tb.Fatal(err)
 		}
@@ -681,13 +680,12 @@ func stagesOf(t *testing.T, alg message.Algorithm, chunks int) string {
 	t.Helper()
 	var log []string
 	level := func(name string, outer bool) hier.New {
-		return func(context.Context, topo.ProcessSetID, []topo.Rank, int) (ops.Backend, error) {
+		return func(topo.ProcessSetID, []topo.Rank, int) (ops.Backend, error) {
 			return &recorded{name: name, outer: outer, log: &log, alg: alg}, nil
 		}
 	}
 	b, err := hier.Register(hier.Config{Groups: groups("aabb"), Inner: level("inner", false),
-		Outer: level("outer", true), Kinds: allKinds(), ChunkBytes: 1 << 10}).New(
-		context.Background(), topo.Global, upTo(4), 0)
+		Outer: level("outer", true), Kinds: allKinds(), ChunkBytes: 1 << 10}).New(topo.Global, upTo(4), 0)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -746,13 +744,10 @@ func TestFailureEndsBothLevels(t *testing.T) {
 	inner := &busy{recorded: recorded{name: "inner", log: &log}}
 	outer := &busy{recorded: recorded{name: "outer", log: &log}, failure: failure}
 	level := func(b ops.Backend) hier.New {
-		return func(context.Context, topo.ProcessSetID, []topo.Rank, int) (ops.Backend, error) {
-			return b, nil
-		}
+		return func(topo.ProcessSetID, []topo.Rank, int) (ops.Backend, error) { return b, nil }
 	}
 	b, err := hier.Register(hier.Config{Groups: groups("aabb"), Inner: level(inner), Outer: level(outer),
-		Kinds: allKinds(), ChunkBytes: 1 << 10}).New(
-		context.Background(), topo.Global, upTo(4), 0)
+		Kinds: allKinds(), ChunkBytes: 1 << 10}).New(topo.Global, upTo(4), 0)
 	if err != nil {
 		t.Fatal(err)
 	}

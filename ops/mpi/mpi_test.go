@@ -80,7 +80,7 @@ func open(t *testing.T, ranks []topo.Rank, limit int64, steps bool) (*opstest.Bl
 	if me < 0 {
 		return nil, me
 	}
-	b, err := job.Register(false, true).New(ctx, 1, ranks, me)
+	b, err := job.Register(false, true).New(1, ranks, me)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -642,7 +642,7 @@ func TestNothingWaitsForCommunicator(t *testing.T) {
 	b, me := open(t, everyone(), 1<<30, false)
 	made := make(chan struct{})
 	job.change(2, func() error { <-made; return nil }) // as MPI_Comm_create_group does
-	added, err := job.Register(false, true).New(ctx, 2, everyone(), me)
+	added, err := job.Register(false, true).New(2, everyone(), me)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -687,7 +687,7 @@ func TestFailureToMakeSet(t *testing.T) {
 	if me > 0 {
 		select {} // mpirun ends this process when rank 0 has ended
 	}
-	added, err := job.Register(false, true).New(ctx, 2, everyone(), me)
+	added, err := job.Register(false, true).New(2, everyone(), me)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -321,7 +321,7 @@ func (w *world) abandon(pins *runtime.Pinner, err error) {
 // Register implements World.
 func (w *world) Register(deterministic, oversubscribed bool) ops.Registration {
 	return ops.Registration{ID: message.MPI,
-		New: func(_ context.Context, set topo.ProcessSetID, ranks []topo.Rank, _ int) (ops.Backend, error) {
+		New: func(set topo.ProcessSetID, ranks []topo.Rank, _ int) (ops.Backend, error) {
 			b := &backend{world: w, deterministic: deterministic, oversubscribed: oversubscribed,
 				comm: newComm(ranks, set)}
 			b.begin, b.tester = b.beginNow, newTester(b.comm)

@@ -66,7 +66,7 @@ func TestAlltoallByDefault(t *testing.T) {
 func TestTableOfOuterLevel(t *testing.T) {
 	cfg := tcp.Config{Table: tcp.Table{{Kind: message.Allgather, Algorithm: message.Ring}},
 		Forced: tcp.Forced{message.Allgather: message.Bruck}}
-	b, err := tcp.OuterLevel(memMeshes(2)[0], cfg)(t.Context(), topo.Global, upTo(2), 0)
+	b, err := tcp.OuterLevel(memMeshes(2)[0], cfg)(topo.Global, upTo(2), 0)
 	if err != nil {
 		t.Fatal(err)
 	}

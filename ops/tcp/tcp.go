@@ -155,7 +155,7 @@ func New(mesh transport.Mesh, lane transport.Lane, ranks []topo.Rank, me int, cf
 // Register returns the Registration of the backend for an ops.Registry.
 func Register(mesh transport.Mesh, cfg Config) ops.Registration {
 	return ops.Registration{ID: message.TCP,
-		New: func(_ context.Context, set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {
+		New: func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {
 			return New(mesh, transport.DataLane(set), ranks, me, cfg), nil
 		}}
 }
@@ -165,10 +165,9 @@ func Register(mesh transport.Mesh, cfg Config) ops.Registration {
 // plans the operations between hosts itself, so cfg.Table must be the same at all ranks. cfg.Forced does not
 // apply.
 func OuterLevel(mesh transport.Mesh,
-	cfg Config) func(_ context.Context, set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend,
-	error) {
+	cfg Config) func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {
 	cfg.Forced = nil
-	return func(_ context.Context, set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {
+	return func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {
 		return New(mesh, transport.OuterLane(set), ranks, me, cfg), nil
 	}
 }
