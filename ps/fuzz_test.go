@@ -10,8 +10,8 @@ import (
 	"github.com/gohvd/gohvd/internal/ps/van"
 )
 
-// message returns a message with the encoded header h and frames.
-func message(h []byte, frames ...[]byte) *van.Message {
+// messageOf returns a message with the encoded header h and frames.
+func messageOf(h []byte, frames ...[]byte) *van.Message {
 	header := new(pspb.Header)
 	if proto.Unmarshal(h, header) != nil {
 		return nil
@@ -62,7 +62,7 @@ func FuzzServer(f *testing.F) {
 		c := &customer{po: po, request: s.handle}
 		s.SimpleApp = &SimpleApp{c: c}
 		for _, frames := range [][][]byte{{keys, vals, lens}, {nil, vals, lens}, {keys}, {keys, vals}, {}} {
-			if m := message(h, frames...); m != nil {
+			if m := messageOf(h, frames...); m != nil {
 				s.handle(9, m)
 			}
 		}
@@ -75,7 +75,7 @@ func FuzzResponse(f *testing.F) {
 	f.Add([]byte{}, make([]byte, 12), []byte{1, 0, 0, 0, 2, 0, 0, 0})
 	f.Fuzz(func(t *testing.T, h, vals, lens []byte) {
 		for _, frames := range [][][]byte{{vals, lens}, {vals}, {}} {
-			m := message(h, frames...)
+			m := messageOf(h, frames...)
 			if m == nil {
 				return
 			}

@@ -45,6 +45,7 @@ type KVPairs[T Value] struct {
 type kvRequest struct {
 	m        *van.Message
 	keys     int // number of keys
+	event    event
 	answered atomic.Bool
 }
 
@@ -224,7 +225,8 @@ func (s *KVServer[T]) serve(from int, m *van.Message, list *serverList, err erro
 		return
 	}
 	s.handler(KVMeta{Cmd: h.Head, Push: h.Push, Pull: h.Pull, Sender: from, Customer: int(h.CustomerId),
-		Timestamp: h.Timestamp, Clock: h.Clock - 1, req: &kvRequest{m: m, keys: len(list.keys)}}, data, s)
+		Timestamp: h.Timestamp, Clock: h.Clock - 1, req: &kvRequest{m: m, keys: len(list.keys),
+			event: s.c.po.observer.begin(kindOf(h.Push, h.Pull))}}, data, s)
 }
 
 // check returns an error if the values do not fit the keys.
@@ -298,6 +300,7 @@ func (s *KVServer[T]) respond(meta KVMeta, sizes []int, fill func(vals, lens []b
 		fill(m.Data[0], m.Data[1])
 	}
 	meta.req.m.Release()
+	s.c.po.observer.end(meta.req.event)
 	if err := s.c.po.respond(meta.Sender, m); err != nil {
 		return fmt.Errorf("ps: response of app %d: %w", s.c.key.app, err)
 	}
@@ -319,6 +322,7 @@ func (s *KVServer[T]) Fail(meta KVMeta, err error) error {
 	h := meta.header(s.c.key.app)
 	h.Error = err.Error()
 	meta.req.m.Release()
+	s.c.po.observer.end(meta.req.event)
 	if err := s.c.po.respond(meta.Sender, &van.Message{Header: h}); err != nil {
 		return fmt.Errorf("ps: response of app %d: %w", s.c.key.app, err)
 	}

@@ -142,7 +142,11 @@ func (w *KVWorker[T]) do(ctx context.Context, what string, op operation[T], opts
 	if w.c.po.synchronous() {
 		op.clock = now + 1
 	}
-	r.completed = func(err error) { clock.done(op.push, err) }
+	event := w.c.po.observer.begin(kindOf(op.push, op.pull))
+	r.completed = func(err error) {
+		clock.done(op.push, err)
+		w.c.po.observer.end(event)
+	}
 	r.keys = func(server int) []uint64 {
 		rank := van.Rank(server)
 		return list.keys[list.bounds[rank]:list.bounds[rank+1]]

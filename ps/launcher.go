@@ -71,7 +71,7 @@ func (p *Postoffice) answerLauncher(what string) []byte {
 	if what != joblink.Metrics {
 		return nil
 	}
-	text, err := metrics.NodeText(p.van.Stats)
+	text, err := metrics.NodeText(p.stats)
 	if err != nil {
 		p.log.Warn("ps: collecting metrics for hvdrun failed", zap.Error(err))
 		return nil

@@ -12,7 +12,7 @@ import (
 
 // MetricsHandler returns a handler for /metrics that serves the counters of this node (docs/metrics.md), for
 // a program with an HTTP server of its own. A program without one can set HVD_METRICS_ADDR.
-func (p *Postoffice) MetricsHandler() http.Handler { return metrics.NodeHandler(p.van.Stats) }
+func (p *Postoffice) MetricsHandler() http.Handler { return metrics.NodeHandler(p.stats) }
 
 // metricsAddress returns the address at which a node serves its metrics.
 func (p *Postoffice) metricsAddress(id int) (string, error) {

@@ -78,6 +78,10 @@ func TestMetrics(t *testing.T) {
 		if po.IsScheduler() {
 			return
 		}
+		count := fmt.Sprintf("hvd_ps_request_duration_seconds_count{kind=%q,role=%q}", "push", role)
+		if got := value(text, count); got != pushes {
+			t.Errorf("%s: %d pushes, want %d", name, got, pushes)
+		}
 		if got := value(text, fmt.Sprintf("hvd_ps_requests_total{peer=%q}", peer)); got != requests {
 			t.Errorf("%s: %d requests, want %d", name, got, requests)
 		}

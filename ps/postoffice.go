@@ -67,6 +67,7 @@ type Postoffice struct {
 	wg       sync.WaitGroup  // requests that have not completed, and goroutines that call callbacks
 	started  time.Time
 	clocks   []workerClock // by customer
+	observer observer
 
 	mu        sync.Mutex
 	customers map[customerKey]*customer
@@ -119,6 +120,7 @@ func StartAsync(ctx context.Context, opts Options) (*Postoffice, error) {
 		return nil, fmt.Errorf("ps: %w", err)
 	}
 	p.clocks = make([]workerClock, p.cfg.Customers)
+	p.observer.started = p.started
 	if err := p.checkMetrics(); err != nil {
 		return nil, fmt.Errorf("ps: %w", err)
 	}
@@ -369,6 +371,7 @@ func (p *Postoffice) stop() {
 		c.end(van.ErrStopped)
 	}
 	p.wg.Wait()
+	p.report()
 	p.closeLauncher()
 	if p.metrics != nil {
 		_ = p.metrics.Close() // a scrape in progress may fail

@@ -29,6 +29,10 @@ const (
 	// Clients of a sidecar know their numbers (docs/sidecar.md), so they stay after Error.
 	Send
 	Recv
+	// Push, Pull and PushPull are operations of nodes of a parameter server.
+	Push
+	Pull
+	PushPull
 	numKinds
 )
 
@@ -42,6 +46,7 @@ const (
 var kinds = [numKinds]string{
 	"none", "allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier", "join",
 	"add process set", "remove process set", "reduce", "gather", "scatter", "error", "send", "recv",
+	"push", "pull", "pushpull",
 }
 
 // Valid reports whether a request may have the kind k.
@@ -55,6 +60,9 @@ func (k Kind) MovesData() bool {
 
 // IsMessage reports whether operations of kind k move a tensor from one rank to another, without negotiation.
 func (k Kind) IsMessage() bool { return k == Send || k == Recv }
+
+// IsRequest reports whether operations of kind k are those of a parameter server.
+func (k Kind) IsRequest() bool { return k >= Push && k <= PushPull }
 
 // Reduces reports whether operations of kind k combine elements. Only such operations have a reduction and
 // scale factors.

@@ -16,7 +16,8 @@ func TestNumbersInFrames(t *testing.T) {
 		{message.Reducescatter, "reducescatter"}, {message.Barrier, "barrier"}, {message.Join, "join"},
 		{message.AddProcessSet, "add process set"}, {message.RemoveProcessSet, "remove process set"},
 		{message.Reduce, "reduce"}, {message.Gather, "gather"}, {message.Scatter, "scatter"},
-		{message.Error, "error"}, {message.Send, "send"}, {message.Recv, "recv"}, {16, "Kind(16)"},
+		{message.Error, "error"}, {message.Send, "send"}, {message.Recv, "recv"},
+		{message.Push, "push"}, {message.Pull, "pull"}, {message.PushPull, "pushpull"}, {19, "Kind(19)"},
 	})
 	check(t, []named[message.Backend]{
 		{message.NoBackend, "none"}, {message.TCP, "tcp"}, {message.SHM, "shm"}, {message.Hier, "hier"},

@@ -10,11 +10,16 @@ import (
 const (
 	labelNode = "node"
 	labelPeer = "peer"
+	labelRole = "role"
 )
 
 var nodeInfo = desc("hvd_ps_node_info",
 	"1, with the role and rank of the node of a parameter server, to be joined with its other metrics.",
 	labelNode)
+
+var nodeDuration = desc("hvd_ps_request_duration_seconds",
+	"Time of pushes and pulls: at a worker from the call to the completion, at a server from the arrival to the "+
+		"response.", labelRole, "kind")
 
 // exchanged has the metrics of a node that there are for each peer.
 var exchanged = []struct {
@@ -43,6 +48,7 @@ type nodeCollector func() trace.Node
 
 func (c nodeCollector) Describe(to chan<- *prometheus.Desc) {
 	to <- nodeInfo
+	to <- nodeDuration
 	for _, m := range exchanged {
 		to <- m.desc
 	}
@@ -51,6 +57,10 @@ func (c nodeCollector) Describe(to chan<- *prometheus.Desc) {
 func (c nodeCollector) Collect(to chan<- prometheus.Metric) {
 	s := c()
 	to <- prometheus.MustNewConstMetric(nodeInfo, prometheus.GaugeValue, 1, s.Name)
+	for i := range s.Operations {
+		op := &s.Operations[i]
+		to <- newHistogram(nodeDuration, &op.Durations, s.Role, op.Kind.String())
+	}
 	for i := range s.Peers {
 		for _, m := range exchanged {
 			to <- prometheus.MustNewConstMetric(m.desc, m.kind, m.value(&s.Peers[i]), s.Peers[i].Name)

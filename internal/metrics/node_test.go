@@ -3,7 +3,9 @@ package metrics_test
 import (
 	"strings"
 	"testing"
+	"time"
 
+	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/metrics"
 	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/internal/trace"
@@ -11,7 +13,9 @@ import (
 
 // someNode returns statistics of a node in which every metric has another value.
 func someNode() trace.Node {
-	return trace.Node{Name: "server 1", Peers: []trace.Peer{
+	return trace.Node{Name: "server 1", Role: "server", Operations: []trace.NodeOperations{
+		{Kind: message.Pull, Durations: histogramOf(time.Millisecond, 3*time.Millisecond)},
+	}, Peers: []trace.Peer{
 		{Name: "scheduler", Requests: 1, SentBytes: 100},
 		{Name: "worker 0", Requests: 20, Waiting: 3, SentBytes: 4000, ReceivedBytes: 5000, Resent: 6,
 			Duplicates: 7},
@@ -26,7 +30,7 @@ func TestNode(t *testing.T) {
 	}
 	var got []string
 	for line := range strings.Lines(string(text)) {
-		if strings.HasPrefix(line, "hvd_ps_") {
+		if strings.HasPrefix(line, "hvd_ps_") && !strings.Contains(line, "_bucket") {
 			got = append(got, line)
 		}
 	}
@@ -35,6 +39,8 @@ hvd_ps_duplicate_messages_total{peer="worker 0"} 7
 hvd_ps_node_info{node="server 1"} 1
 hvd_ps_received_bytes_total{peer="scheduler"} 0
 hvd_ps_received_bytes_total{peer="worker 0"} 5000
+hvd_ps_request_duration_seconds_sum{kind="pull",role="server"} 0.004
+hvd_ps_request_duration_seconds_count{kind="pull",role="server"} 2
 hvd_ps_requests_total{peer="scheduler"} 1
 hvd_ps_requests_total{peer="worker 0"} 20
 hvd_ps_resent_messages_total{peer="scheduler"} 0

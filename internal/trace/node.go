@@ -1,12 +1,23 @@
 package trace
 
+import "github.com/gohvd/gohvd/internal/message"
+
 // Node is the state of a node of a parameter server at one moment. Its counters begin with 0 when the node
 // starts.
 type Node struct {
-	// Name is the node's role and rank, such as "server 1".
-	Name string
+	// Name is the node's role and rank, such as "server 1". Role is the role.
+	Name, Role string
+	// Operations has an element for each kind of pushes and pulls that the node has ended.
+	Operations []NodeOperations
 	// Peers has the processes with which the node is or was connected, sorted by id.
 	Peers []Peer
+}
+
+// NodeOperations counts the pushes or pulls of a kind. Durations has the time of each: at a worker from the
+// call to the completion, at a server from the arrival to the response.
+type NodeOperations struct {
+	Kind      message.Kind
+	Durations Histogram
 }
 
 // Peer is what a node of a parameter server has exchanged with another process.

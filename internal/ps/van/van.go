@@ -256,7 +256,7 @@ func (v *Van) Processes(group int) (ids []int) {
 // Stats returns the counters of this process.
 func (v *Van) Stats() trace.Node {
 	links := *v.links.Load()
-	s := trace.Node{Name: v.cfg.Role.String()}
+	s := trace.Node{Name: v.cfg.Role.String(), Role: v.cfg.Role.String()}
 	select {
 	case <-v.ready:
 		s.Name = Name(v.id)
