@@ -1,15 +1,7 @@
 package engine
 
 import (
-	"bytes"
-	"crypto/rand"
-	"fmt"
-	"math"
-	"os"
 	"time"
-
-	"go.uber.org/zap"
-	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/topo"
@@ -42,19 +34,6 @@ type rankClock struct {
 	left   int           // number of probes of this series that are still to be sent
 	best   trace.Offset  // the best measurement of this series
 	any    bool          // whether best is set
-}
-
-// newClock returns the clock of an engine that was started a moment ago, at the time start. If the monotonic
-// clock cannot be read, the clock has an empty domain. Then the times of this rank cannot be compared with
-// the times of other ranks of the host.
-func newClock(start time.Time, log *zap.Logger) trace.Clock {
-	c := trace.Clock{Start: start, Domain: clockDomain()}
-	var err error
-	if c.Monotonic, err = monotonic(start); err != nil {
-		log.Warn("reading the monotonic clock failed: times of this rank are not comparable with times of other ranks of the host", zap.Error(err))
-		c.Domain = ""
-	}
-	return c
 }
 
 // probe starts a series of probes to rank 0 if one is due. Rank 0 sends no probes: it records once that its
@@ -129,39 +108,4 @@ func (e *Engine) handleProbeReply(at time.Duration, p *message.Probe) {
 	}
 	c.best.Job = trace.Clock{Domain: p.Domain, Monotonic: time.Duration(p.Monotonic)}.Job()
 	e.observer.align(c.best)
-}
-
-// clockDomain returns a name for the clock that monotonic reads. Processes with the same name read the same
-// clock. The name consists of the boot id of the host and the id of the time namespace, because clocks in
-// different time namespaces can have different offsets (time_namespaces(7)). If the boot id cannot be read,
-// the name is random, so that no other process has the same name.
-func clockDomain() string {
-	boot, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
-	if err != nil {
-		return rand.Text()
-	}
-	namespace, err := os.Readlink("/proc/self/ns/time")
-	if err != nil {
-		namespace = "time" // a kernel without time namespaces
-	}
-	return fmt.Sprintf("%s/%s", bytes.TrimSpace(boot), namespace)
-}
-
-// monotonic returns the reading that CLOCK_MONOTONIC had at the time at, which came from time.Now. The error
-// of the result is at most the time between two consecutive readings of a clock.
-func monotonic(at time.Time) (time.Duration, error) {
-	// The thread may be descheduled between the readings. So monotonic makes several tries and uses the one
-	// with the shortest time between the readings, because its error is the smallest.
-	best, shown := time.Duration(math.MaxInt64), time.Duration(0)
-	for range 5 {
-		before := time.Since(at)
-		var ts unix.Timespec
-		if err := unix.ClockGettime(unix.CLOCK_MONOTONIC, &ts); err != nil {
-			return 0, fmt.Errorf("read the monotonic clock: %w", err)
-		}
-		if took := time.Since(at) - before; took < best {
-			best, shown = took, time.Duration(ts.Nano())-before-took/2
-		}
-	}
-	return shown, nil
 }

@@ -232,7 +232,11 @@ func Start(ctx context.Context, cfg Config) (*Engine, error) {
 	e.observer.start, e.observer.recorder, e.observer.fusionThreshold = e.start, cfg.Recorder,
 		cfg.FusionThresholdBytes
 	e.observer.tunes = cfg.Rank == 0
-	e.clock.Clock = newClock(e.start, e.log)
+	var err error
+	if e.clock.Clock, err = trace.NewClock(e.start); err != nil {
+		e.log.Warn("reading the monotonic clock failed: times of this rank are not comparable with times of "+
+			"other ranks of the host", zap.Error(err))
+	}
 	if cfg.ClockDomain != "" {
 		e.clock.Domain = cfg.ClockDomain
 	}

@@ -6,8 +6,6 @@
 package trace
 
 import (
-	"fmt"
-	"hash/fnv"
 	"time"
 
 	"github.com/gohvd/gohvd/internal/message"
@@ -97,28 +95,6 @@ type Pending struct {
 	// Among are the ranks that take part in the operation if these are not all members of Set. Otherwise it
 	// is nil.
 	Among []topo.Rank
-}
-
-// Clock describes a rank's clock. With it, times of the rank can be compared with times of other ranks.
-type Clock struct {
-	// Start is the time of day at which the engine started.
-	Start time.Time
-	// Domain is the name of the clock that the process reads. Processes with the same domain read the same
-	// clock. A domain is a time namespace during one boot of a host.
-	Domain string
-	// Monotonic is the reading of the clock Domain at the engine's start.
-	Monotonic time.Duration
-}
-
-// Job returns a name for one epoch of a job. c must be the clock of rank 0. No two epochs have the same name.
-// If the domain of the clock is unknown, Job returns "".
-func (c Clock) Job() string {
-	if c.Domain == "" {
-		return ""
-	}
-	h := fnv.New64a()
-	fmt.Fprintf(h, "%s\n%d", c.Domain, c.Monotonic)
-	return fmt.Sprintf("%016x", h.Sum64())
 }
 
 // Offset is a measurement of this rank's clock against rank 0's clock. Each clock counts from the start of
