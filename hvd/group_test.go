@@ -263,12 +263,13 @@ func manyTensors(compressed bool) int {
 	return 7
 }
 
-// cycled returns n elements: the first 7 come from f, and each later element equals the element 7 places
-// before it. Calling f for each element would take seconds with the race detector.
+// cycled returns n elements: the first 21 come from f, and each later element equals the element 21 places
+// before it. So a function f with period 3 or 7 has its own values everywhere. Calling f for each element
+// would take seconds with the race detector.
 func cycled[T hvd.Element](n int, f func(k int) T) []T {
 	x := make([]T, n)
-	const period = 7
-	for k := range period {
+	const period = 3 * 7
+	for k := range min(n, period) {
 		x[k] = f(k)
 	}
 	for have := period; have < n; have *= 2 {

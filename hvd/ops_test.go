@@ -24,18 +24,14 @@ type number interface {
 // type.
 func value(i, r int) int { return (7*i + 13*r) % 3 }
 
+// fill returns the tensor of rank r, which has n elements.
 func fill[T number](n, r int) []T {
-	x := make([]T, n)
-	for i := range x {
-		x[i] = T(value(i, r))
-	}
-	return x
+	return cycled(n, func(i int) T { return T(value(i, r)) })
 }
 
 // reduced returns the expected result of an allreduce of the tensors that fill returns for all ranks.
 func reduced[T number](n, ranks int, op hvd.ReduceOp) []T {
-	want := make([]T, n)
-	for i := range want {
+	return cycled(n, func(i int) T {
 		acc := value(i, 0)
 		for r := 1; r < ranks; r++ {
 			v := value(i, r)
@@ -50,9 +46,8 @@ func reduced[T number](n, ranks int, op hvd.ReduceOp) []T {
 				acc = max(acc, v)
 			}
 		}
-		want[i] = T(acc)
-	}
-	return want
+		return T(acc)
+	})
 }
 
 func checkAllreduce[T number](ctx context.Context, t *testing.T, e *hvd.Engine, n int) {
