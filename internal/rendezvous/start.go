@@ -120,8 +120,9 @@ func (s *Session) Ready(ctx context.Context) error {
 	return s.wait(ctx)
 }
 
-// failWait is how long Fail waits for the root's answer.
-const failWait = 2 * time.Second
+// failWait is how long Fail waits for the root's answer, which comes after suspicionTime. It is long, because
+// the root may be on a busy machine. If the root's process ends, the connection ends, and Fail does not wait.
+const failWait = 10 * time.Second
 
 // Fail tells the other ranks that this rank cannot continue because of err, and returns the reason why the
 // epoch has failed. The reason is err if this rank is the only cause, else a *FailedError. If all ranks were

@@ -175,24 +175,28 @@ func TestFailure(t *testing.T) {
 		t.Run(test.name, func(t *testing.T) {
 			t.Parallel()
 			ctx := testnet.Context(t)
-			// The root waits for 1 s, so that all ranks have reported before it decides. Fail waits for 2 s,
-			// so it gets the decision.
-			sessions := meetWith(t, 4, secret.Secret{}, time.Second)
-			for rank, err := range each(sessions, -1, func(rank int, s *Session) error {
-				watched, stop := s.Watch(ctx)
-				defer stop()
-				suspects, fails := test.fails[rank]
-				switch {
-				case fails && len(suspects) == 1:
-					return s.Fail(own, suspects...)
-				case fails:
-					return s.Fail(peer, suspects...)
-				case slices.Contains(test.ready, rank):
-					return s.Ready(ctx)
-				}
-				<-watched.Done()
-				return s.Fail(watched.Err())
-			}) {
+			// The root waits until the test makes it decide.
+			sessions := meetWith(t, 4, secret.Secret{}, time.Hour)
+			errs := make(chan []error, 1)
+			go func() {
+				errs <- each(sessions, -1, func(rank int, s *Session) error {
+					watched, stop := s.Watch(ctx)
+					defer stop()
+					suspects, fails := test.fails[rank]
+					switch {
+					case fails && len(suspects) == 1:
+						return s.Fail(own, suspects...)
+					case fails:
+						return s.Fail(peer, suspects...)
+					case slices.Contains(test.ready, rank):
+						return s.Ready(ctx)
+					}
+					<-watched.Done()
+					return s.Fail(watched.Err())
+				})
+			}()
+			sessions[0].root.decideAfter(t, len(test.fails), len(test.ready))
+			for rank, err := range <-errs {
 				if len(test.ranks) == 1 && int(test.ranks[0]) == rank && (err == own || err == peer) {
 					// This rank is the only cause, so it gets its own error.
 					continue
@@ -201,6 +205,20 @@ func TestFailure(t *testing.T) {
 			}
 		})
 	}
+}
+
+// decideAfter makes the root decide about the cause of the failure when the given numbers of ranks have
+// reported a failure and are ready.
+func (r *root) decideAfter(t *testing.T, reports, ready int) {
+	testnet.Eventually(t, "all ranks have reported", func() bool {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		if len(r.reports) < reports || len(r.ready) < ready {
+			return false
+		}
+		r.conclude(r.judge())
+		return true
+	})
 }
 
 // If the context of a rank ends in Join while other ranks are missing, the error of this rank names the
