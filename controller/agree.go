@@ -10,8 +10,8 @@ import (
 )
 
 // agree makes the response to the requests of the members of a set. The slice requests has an element for
-// each member, in the order of the set. If a member has joined without making a request, its element has the
-// kind NoKind. At least one member has not joined.
+// each member, in the order of the set. If a member takes part without making a request, because it has
+// joined or has shut down, its element has the kind NoKind. At least one member has made a request.
 //
 // The response is an Error if the requests contradict each other, or if the operation cannot run without the
 // members that made no request. The text of the Error says which rank sent what. If there are several
@@ -302,11 +302,14 @@ func (v *requestSet) ids() string {
 }
 
 // absence returns a text if some members have joined without requesting the operation and it cannot run
-// without them. Otherwise it returns "".
+// without them. Otherwise it returns "". Members that have not requested a removal and have not joined have
+// agreed to it by their shutdown.
 func (v *requestSet) absence() string {
 	var refuse []topo.Rank
 	for m := range v.requests {
-		if v.requests[m].Kind == message.NoKind && (changesSets(v.first.Kind) || !v.joined.empty[m]) {
+		left := v.first.Kind == message.RemoveProcessSet && !v.joined.has(m)
+		needed := changesSets(v.first.Kind) || !v.joined.empty[m]
+		if v.requests[m].Kind == message.NoKind && !left && needed {
 			refuse = append(refuse, v.set.Ranks[m])
 		}
 	}

@@ -97,7 +97,9 @@ type Grant struct {
 	// SegmentBytes is the segment size that the backend uses, or 0 for its default.
 	SegmentBytes int
 	// Absent are the members that have joined without requesting these tensors, in ascending order. They take
-	// part with neutral elements. This rank may be one of them. The slice is shared and must not be changed.
+	// part with neutral elements. If the grant removes a process set, Absent may also have ranks that have
+	// announced their shutdown. This rank may be one of the absent ranks. The slice is shared and must not be
+	// changed.
 	Absent []topo.Rank
 	// Responses are the responses for the tensors to run together, in the order of the fusion buffer. They
 	// are shared with the cache and must not be changed.

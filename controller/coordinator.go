@@ -121,8 +121,8 @@ type suspicion struct {
 // NewCoordinator returns the coordinator for an epoch that begins at the time now.
 func NewCoordinator(cfg CoordinatorConfig, now time.Duration) *Coordinator {
 	w := newWaits(cfg.StallWarning, cfg.StallShutdown, now, len(cfg.Sets[0].Ranks))
-	c := &Coordinator{cfg: cfg, now: now, lastCycle: now - cfg.CycleTime, waits: w,
-		sets: newSetTable(cfg.Sets, cfg.CacheCapacity, w)}
+	c := &Coordinator{cfg: cfg, now: now, lastCycle: now - cfg.CycleTime, waits: w}
+	c.sets = newSetTable(cfg.Sets, cfg.CacheCapacity, w, c.isLeaving)
 	c.policy = policy{
 		fusion: fusion.Options{ThresholdBytes: cfg.FusionThresholdBytes,
 			DisableGroupFusion: cfg.DisableGroupFusion, Deterministic: cfg.Deterministic},
@@ -365,11 +365,14 @@ func (c *Coordinator) forget(r topo.Rank) {
 	}
 }
 
-// leastSeen returns the last cycle that all the given ranks have applied.
+// leastSeen returns the last cycle that all the given ranks have applied, except those that were stopped,
+// whose news are ignored.
 func (c *Coordinator) leastSeen(ranks []topo.Rank) uint64 {
 	least := c.cycle
 	for _, r := range ranks {
-		least = min(least, c.ranks[r].seen)
+		if k := &c.ranks[r]; k.stop == 0 {
+			least = min(least, k.seen)
+		}
 	}
 	return least
 }
@@ -577,14 +580,17 @@ func (c *Coordinator) decide() {
 rank:
 	for r := range c.ranks {
 		rank, k := topo.Rank(r), &c.ranks[r]
-		stops := k.stop == 0 && (stop || k.stops)
+		if k.stop != 0 {
+			continue
+		}
+		stops := stop || k.stops
 		c.mine = c.mine[:0]
 		for i, s := range c.states {
 			if s.index(rank) >= 0 {
 				c.mine = append(c.mine, i)
 			}
 		}
-		if len(c.mine) == 0 && !stops && (tuning == nil || k.stop != 0) {
+		if len(c.mine) == 0 && !stops && tuning == nil {
 			continue
 		}
 		if k.lastSent = c.now; stops {

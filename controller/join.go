@@ -51,16 +51,11 @@ func (j *joinState) reset() {
 	j.count = 0
 }
 
-// join records a member's join. It completes the tensors that waited only for this member, in the order of
-// their first requests. It does so only for tensors that were requested in full. For the cached tensors, the
-// caller then calls joinVotes.
+// join records a member's join. It completes the tensors that were requested in full and waited only for this
+// member. For the cached tensors, the caller then calls joinVotes.
 func (s *setState) join(member int, q *message.Request) {
 	s.joined.add(member, q)
-	for _, row := range s.rows {
-		if !row.complete && s.rowComplete(row) {
-			s.completeRow(row)
-		}
-	}
+	s.completeRows()
 }
 
 // joinVotes completes the cached tensors that waited only for a member that has just joined, in ascending

@@ -44,6 +44,9 @@ func (c *Coordinator) leave(r topo.Rank, up *message.Up) error {
 		sinceLast: time.Duration(up.Millis) * time.Millisecond, reason: up.Reason,
 	}
 	c.leaving++
+	for _, s := range c.sets.sets {
+		s.completeRows()
+	}
 	if c.leaving == len(c.ranks) && c.state == running {
 		c.state, c.progress = stopping, c.now
 	}
@@ -85,7 +88,7 @@ func (c *Coordinator) outstanding(r topo.Rank) (found bool) {
 		// A rank that has joined takes part in every operation that is granted.
 		joined := s.joined.has(s.index(r))
 		s.eachAwaited(func(st Stall, waiting []topo.Rank) {
-			waits := joined && st.concerns(s.index(r)) || slices.Contains(waiting, r)
+			waits := joined && s.concerns(&st, s.index(r)) || slices.Contains(waiting, r)
 			if waits && !slices.ContainsFunc(st.Missing, c.isLeaving) {
 				found = true
 			}
@@ -111,7 +114,7 @@ func (s *setState) eachAwaited(visit func(st Stall, waiting []topo.Rank)) {
 		st := stall()
 		held := s.held.has(key) // every member has requested the held tensors, so every member waits
 		visit(st, s.missing(func(m int) bool {
-			return !st.concerns(m) || !held && slices.Contains(st.Missing, s.Ranks[m])
+			return !s.concerns(&st, m) || !held && slices.Contains(st.Missing, s.Ranks[m])
 		}))
 	})
 	if s.joined.count > 0 && s.joined.count < len(s.Ranks) {
@@ -130,7 +133,7 @@ func (s *setState) eachAwaited(visit func(st Stall, waiting []topo.Rank)) {
 // count.
 func (c *Coordinator) isAwaited(s *setState, st Stall) bool {
 	for m, r := range s.Ranks {
-		if c.ranks[r].stop == 0 && st.concerns(m) && (st.Group != "" || !slices.Contains(st.Missing, r)) {
+		if c.ranks[r].stop == 0 && s.concerns(&st, m) && (st.Group != "" || !slices.Contains(st.Missing, r)) {
 			return true
 		}
 	}

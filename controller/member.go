@@ -350,7 +350,7 @@ func (m *Member) apply(d *message.Down) error {
 		}
 		first := len(m.grants)
 		var err error
-		if m.grants, err = s.apply(ds, m.grants, m.newGrant); err != nil {
+		if m.grants, err = s.apply(ds, m.grants, m.newGrant, m.announced); err != nil {
 			return fmt.Errorf("cycle %d: %w", d.Cycle, err)
 		}
 		for _, g := range m.grants[first:] {
@@ -370,8 +370,9 @@ func (m *Member) apply(d *message.Down) error {
 }
 
 // apply applies those decisions of a frame that are about the set, and appends the grants to the slice
-// grants.
-func (s *memberSet) apply(ds *message.DownSet, grants []*Grant, newGrant func() *Grant) ([]*Grant, error) {
+// grants. leaving says whether this rank has announced its shutdown.
+func (s *memberSet) apply(ds *message.DownSet, grants []*Grant, newGrant func() *Grant,
+	leaving bool) ([]*Grant, error) {
 	for i := range ds.Grants {
 		dg := &ds.Grants[i]
 		g := newGrant()
@@ -398,7 +399,7 @@ func (s *memberSet) apply(ds *message.DownSet, grants []*Grant, newGrant func() 
 			}
 			g.Responses = append(g.Responses, r)
 		}
-		if err := checkGrant(s, g); err != nil {
+		if err := checkGrant(s, g, leaving); err != nil {
 			return grants, err
 		}
 		if r := g.Responses[0]; r.Kind == message.Join {
@@ -423,8 +424,8 @@ func (s *memberSet) apply(ds *message.DownSet, grants []*Grant, newGrant func() 
 }
 
 // checkGrant returns an error if the grant is invalid and must not be executed. Only a faulty coordinator
-// sends such a grant.
-func checkGrant(s *memberSet, g *Grant) error {
+// sends such a grant. leaving says whether this rank has announced its shutdown.
+func checkGrant(s *memberSet, g *Grant, leaving bool) error {
 	if len(g.Responses) == 0 {
 		return fmt.Errorf("got a grant without a response")
 	}
@@ -443,7 +444,8 @@ func checkGrant(s *memberSet, g *Grant) error {
 			return err
 		}
 	}
-	if first.Kind != message.Error && s.join == "" && slices.Contains(g.Absent, s.Ranks[s.me]) {
+	agrees := first.Kind == message.Error || leaving && first.Kind == message.RemoveProcessSet
+	if !agrees && s.join == "" && slices.Contains(g.Absent, s.Ranks[s.me]) {
 		return fmt.Errorf("got a grant of %v %q with absent rank %d, which has not joined", first.Kind, first.Name,
 			s.Ranks[s.me])
 	}

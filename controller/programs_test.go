@@ -386,9 +386,9 @@ func randomParts(rng *rand.Rand, q *message.Request) {
 
 // agree is a second, independent implementation of the coordinator's checks, so that the tests can compare
 // the two. It reports whether the requests in qs agree, so that the answer is not an error. The slice qs has
-// an element for each member, which is nil if the member has joined without making the request. The slice
-// empty says which members have joined with empty contributions.
-func agree(s controller.Set, qs []*message.Request, empty []bool) bool {
+// an element for each member, which is nil if the member has joined or has shut down without making the
+// request. The slice joined says which members have joined, and empty which of them with empty contributions.
+func agree(s controller.Set, qs []*message.Request, joined, empty []bool) bool {
 	var first *message.Request
 	for _, q := range qs {
 		if q != nil {
@@ -404,8 +404,12 @@ func agree(s controller.Set, qs []*message.Request, empty []bool) bool {
 				if first.Root == s.Ranks[m] {
 					return false
 				}
-			case message.AddProcessSet, message.RemoveProcessSet:
+			case message.AddProcessSet:
 				return false
+			case message.RemoveProcessSet:
+				if joined[m] {
+					return false
+				}
 			default:
 				if !empty[m] || first.Kind.HasRoot() && first.Root == s.Ranks[m] {
 					return false

@@ -65,7 +65,7 @@ type counts struct {
 	grants, byBit, fused, errors, refused, erased, late, invalid, stopsWithWork, verdicts int
 	joins, absent, absentByBit, groups, failedGroups, added, removed, impossible, crossed int
 	left, awaited, closedEarly, combined, alone, tuned, emptied, emptiedLed               int
-	founded, disagreed, removedByMembers, accusedSeveral, silent                          int
+	founded, disagreed, removedByMembers, accusedSeveral, silent, agreed                  int
 }
 
 type setModel struct {
@@ -78,6 +78,7 @@ type setModel struct {
 	joined     []bool
 	empty      []bool
 	joins      int
+	leaving    func(topo.Rank) bool
 	unfinished int
 	log        []issuedGrant
 	digests    map[uint64]uint64
@@ -96,19 +97,20 @@ type groupModel struct {
 	answered int
 }
 
-// readyName is a name that every member has requested. Members that have joined do not count.
+// readyName is a name that every member has requested. Members that have joined, or agree by their shutdown,
+// do not count.
 type readyName struct {
 	name   string
 	frame  int         // the news frame that completed the name or its group
-	absent []topo.Rank // members that have joined without requesting it
+	absent []topo.Rank // members that have not requested it
 	group  string      // the name and the size of the group
 	fails  bool        // whether the answer must be an error
 	join   bool        // whether this is the answer to the joins and not a name
 }
 
-func newSetModel(s controller.Set) *setModel {
+func newSetModel(s controller.Set, leaving func(topo.Rank) bool) *setModel {
 	return &setModel{
-		Set: s, asked: make(map[string][]*message.Request), complete: make(map[string]bool),
+		Set: s, leaving: leaving, asked: make(map[string][]*message.Request), complete: make(map[string]bool),
 		held:     make(map[string]*groupModel),
 		founding: make(map[string]map[topo.Rank]*message.Request),
 		joined:   make([]bool, len(s.Ranks)), empty: make([]bool, len(s.Ranks)),
@@ -132,9 +134,7 @@ func (s *setModel) ask(member int, q *message.Request, frame int) {
 func (s *setModel) join(member int, q *message.Request, frame int) {
 	s.joined[member], s.empty[member] = true, q.Empty
 	s.joins++
-	for name := range s.asked {
-		s.check(name, frame)
-	}
+	s.checkAll(frame)
 	if s.joins < len(s.Ranks) {
 		return
 	}
@@ -148,6 +148,20 @@ func (s *setModel) join(member int, q *message.Request, frame int) {
 	s.ready = append(s.ready, readyName{frame: frame, join: true})
 }
 
+// checkAll calls check for every name.
+func (s *setModel) checkAll(frame int) {
+	for name := range s.asked {
+		s.check(name, frame)
+	}
+}
+
+// agrees reports whether a member agrees to the requests by its shutdown: all are to remove a set.
+func (s *setModel) agrees(member int, qs []*message.Request) bool {
+	return s.leaving(s.Ranks[member]) && !slices.ContainsFunc(qs, func(q *message.Request) bool {
+		return q != nil && q.Kind != message.RemoveProcessSet
+	})
+}
+
 // check moves a name to the list of ready or of held names if no member is missing for it.
 func (s *setModel) check(name string, frame int) {
 	x := readyName{name: name, frame: frame}
@@ -155,7 +169,7 @@ func (s *setModel) check(name string, frame int) {
 	qs := s.asked[name]
 	for m, q := range qs {
 		switch {
-		case q == nil && !s.joined[m]:
+		case q == nil && !s.joined[m] && !s.agrees(m, qs):
 			return
 		case q == nil:
 			x.absent = append(x.absent, s.Ranks[m])
@@ -167,7 +181,7 @@ func (s *setModel) check(name string, frame int) {
 		return
 	}
 	s.complete[name] = true
-	disagree := !agree(s.Set, qs, s.empty)
+	disagree := !agree(s.Set, qs, s.joined, s.empty)
 	x.fails = disagree || first.DType == refusedType && first.Kind.Reduces()
 	x.group = groupText(first)
 	if x.group == "" {
@@ -260,7 +274,7 @@ func newChecker(t *testing.T, seed uint64, cfg controller.CoordinatorConfig) *ch
 	ch := &checker{t: t, seed: seed, lastCycle: -cfg.CycleTime,
 		tuning: message.Tuning{FusionThresholdBytes: cfg.FusionThresholdBytes, CycleTime: cfg.CycleTime}}
 	for _, s := range cfg.Sets {
-		ch.sets = append(ch.sets, newSetModel(s))
+		ch.sets = append(ch.sets, newSetModel(s, ch.isLeaving))
 		ch.nextSet = max(ch.nextSet, s.ID+1)
 	}
 	for range cfg.Sets[0].Ranks {
@@ -374,7 +388,12 @@ func (ch *checker) arrived(n *node, u *message.Up) {
 			}
 		}
 	}
-	k.leaving = k.leaving || u.Shutdown
+	if u.Shutdown {
+		k.leaving = true
+		for _, s := range ch.sets {
+			s.checkAll(ch.arrivals)
+		}
+	}
 }
 
 // ask records a request that has just arrived.
@@ -393,14 +412,15 @@ func (ch *checker) ask(s *setModel, r topo.Rank, q *message.Request) {
 		return
 	}
 	delete(s.founding, q.Name)
-	x := newSetModel(controller.Set{ID: ch.nextSet, Ranks: named})
+	x := newSetModel(controller.Set{ID: ch.nextSet, Ranks: named}, ch.isLeaving)
 	ch.nextSet++
 	var qs []*message.Request
 	for _, r := range named {
 		qs = append(qs, asked[r])
 	}
 	x.byMembers, x.founded, x.asked[q.Name], x.complete[q.Name] = true, true, qs, true
-	x.ready = append(x.ready, readyName{name: q.Name, frame: ch.arrivals, fails: !agree(x.Set, qs, x.empty)})
+	x.ready = append(x.ready, readyName{name: q.Name, frame: ch.arrivals,
+		fails: !agree(x.Set, qs, x.joined, x.empty)})
 	ch.sets = append(ch.sets, x)
 }
 
@@ -466,7 +486,7 @@ func (s *setModel) awaited() (all []awaited) {
 		}
 		a := awaited{
 			waiting: ranks(func(m int) bool { return qs[m] != nil && !s.joined[m] }),
-			missing: ranks(func(m int) bool { return qs[m] == nil && !s.joined[m] }),
+			missing: ranks(func(m int) bool { return qs[m] == nil && !s.joined[m] && !s.agrees(m, qs) }),
 		}
 		if group := groupText(firstOf(qs)); group != "" {
 			open[group] = true
@@ -624,7 +644,7 @@ func (ch *checker) issued(outs []controller.Outgoing) {
 	for _, s := range ch.sets {
 		d := decided[s.ID]
 		for _, r := range s.Ranks {
-			if d != nil && !received[r] {
+			if d != nil && !received[r] && !ch.ranks[r].stopSent {
 				ch.broken(1, "rank %d does not receive cycle %d", r, cycle.Cycle)
 			}
 		}
@@ -678,12 +698,19 @@ func (ch *checker) closing(r topo.Rank) {
 	ch.seen.closedEarly++
 	for _, n := range ch.c.nodes {
 		for i, l := range n.lanes {
-			if len(l) > 0 && !n.dead && slices.Contains(n.sets[i].Ranks, r) {
+			if len(l) > 0 && !n.dead && slices.Contains(n.sets[i].Ranks, r) && !agreed(l[0], r) {
 				ch.broken(9, "rank %d closes while rank %d executes %q with it", r, n.rank,
 					l[0].Responses[0].Name)
 			}
 		}
 	}
+}
+
+// agreed reports whether rank r, which shuts down, has only agreed to the removal that g answers, perhaps
+// with an error.
+func agreed(g *controller.Grant, r topo.Rank) bool {
+	kind := g.Responses[0].Kind
+	return (kind == message.RemoveProcessSet || kind == message.Error) && slices.Contains(g.Absent, r)
 }
 
 // mustDecide checks two properties of a cycle. It must contain decisions for exactly those sets that have
@@ -710,7 +737,8 @@ func (ch *checker) mustDecide(stops map[topo.Rank]bool, decided map[topo.Process
 			}
 			continue
 		}
-		want := len(s.ready) > 0 && !ch.stopped && (stop || s.unfinished <= 1 && !early)
+		open := s.unfinished <= 1 || s.leaving(s.Ranks[0])
+		want := len(s.ready) > 0 && !ch.stopped && (stop || open && !early)
 		switch d := decided[s.ID]; {
 		case d == nil && want:
 			ch.broken(6, "%v of set %d are ready, %d grants are unfinished, and nothing is granted", s.ready,
@@ -874,7 +902,7 @@ func (ch *checker) answered(s *setModel, g *message.Grant, r *message.Response) 
 		if s.ID != topo.Global && len(s.ready) > 0 {
 			ch.broken(6, "set %d is removed before %v are granted", s.ID, s.ready)
 		}
-		ch.change(q, r)
+		ch.change(q, r, len(x.absent) > 0)
 		return x.frame
 	}
 	if (r.Kind == message.Error) != x.fails {
@@ -882,7 +910,7 @@ func (ch *checker) answered(s *setModel, g *message.Grant, r *message.Response) 
 			s.ID, r.Text, x.fails, qs)
 	}
 	if x.fails {
-		switch agreed := agree(s.Set, qs, s.empty); {
+		switch agreed := agree(s.Set, qs, s.joined, s.empty); {
 		case !agreed:
 			ch.seen.errors++
 		case firstOf(qs).DType == refusedType:
@@ -905,8 +933,9 @@ func firstOf(qs []*message.Request) *message.Request {
 	return qs[slices.IndexFunc(qs, func(q *message.Request) bool { return q != nil })]
 }
 
-// change checks the answer to a request to add or remove a set and applies the answer to the model.
-func (ch *checker) change(q *message.Request, r *message.Response) {
+// change checks the answer to a request to add or remove a set and applies the answer to the model. absent
+// says whether some ranks have agreed by their shutdown.
+func (ch *checker) change(q *message.Request, r *message.Response, absent bool) {
 	same := func(s *setModel) bool { return !s.gone && !s.byMembers && slices.Equal(s.Ranks, q.Ranks) }
 	switch {
 	case q.Kind == message.RemoveProcessSet:
@@ -915,7 +944,9 @@ func (ch *checker) change(q *message.Request, r *message.Response) {
 			ch.broken(4, "removal of set %d is answered %v (%s)", q.Set, r.Kind, r.Text)
 		}
 		if i >= 0 {
-			ch.sets[i].gone = true
+			if ch.sets[i].gone = true; absent {
+				ch.seen.agreed++
+			}
 			if ch.seen.removed++; ch.sets[i].byMembers {
 				ch.seen.removedByMembers++
 			}
@@ -930,7 +961,7 @@ func (ch *checker) change(q *message.Request, r *message.Response) {
 				r.Ranks, r.Text, ch.nextSet)
 		}
 		ch.nextSet++
-		ch.sets = append(ch.sets, newSetModel(controller.Set{ID: r.Set, Ranks: r.Ranks}))
+		ch.sets = append(ch.sets, newSetModel(controller.Set{ID: r.Set, Ranks: r.Ranks}, ch.isLeaving))
 		ch.seen.added++
 	}
 }
@@ -1124,7 +1155,7 @@ func (a counts) plus(b counts) counts {
 		a.left + b.left, a.awaited + b.awaited, a.closedEarly + b.closedEarly, a.combined + b.combined,
 		a.alone + b.alone, a.tuned + b.tuned, a.emptied + b.emptied, a.emptiedLed + b.emptiedLed,
 		a.founded + b.founded, a.disagreed + b.disagreed, a.removedByMembers + b.removedByMembers,
-		a.accusedSeveral + b.accusedSeveral, a.silent + b.silent,
+		a.accusedSeveral + b.accusedSeveral, a.silent + b.silent, a.agreed + b.agreed,
 	}
 }
 
@@ -1184,6 +1215,7 @@ func (r *run) end(how int) {
 	case 1:
 		r.leavers = true
 		r.shutdown(n)
+		r.removeWithout(n)
 	case 2:
 		if !n.over {
 			r.halfDead = n.rank
@@ -1216,6 +1248,21 @@ func (r *run) end(how int) {
 			}
 			n.m.Suspect(r.suspects(n.rank, suspect), "mpi: no such peer")
 			r.seen.silent++
+		}
+	}
+}
+
+// removeWithout makes all ranks except n remove a process set next, if there is one.
+func (r *run) removeWithout(n *node) {
+	sets := r.c.cfg.Sets[1:]
+	if len(sets) == 0 {
+		return
+	}
+	q := message.Request{Kind: message.RemoveProcessSet, Name: "without",
+		Set: sets[r.rng.IntN(len(sets))].ID}
+	for _, other := range r.c.nodes {
+		if other != n {
+			r.todo[other.rank] = slices.Insert(r.todo[other.rank], 0, request{set: topo.Global, q: q})
 		}
 	}
 }

@@ -16,6 +16,7 @@ type setTable struct {
 	size          int // number of ranks of the job
 	cacheCapacity int
 	waits         *waits
+	leaving       func(topo.Rank) bool
 	next          topo.ProcessSetID // the ID of the next set; no ID is used twice
 	// sets is in ascending order of ID. The slice is never changed in place but replaced, so that a loop over
 	// it may add and remove sets.
@@ -30,10 +31,10 @@ type removedSet struct {
 	cycle uint64
 }
 
-func newSetTable(sets []Set, cacheCapacity int, w *waits) *setTable {
-	t := &setTable{size: len(sets[0].Ranks), cacheCapacity: cacheCapacity, waits: w}
+func newSetTable(sets []Set, cacheCapacity int, w *waits, leaving func(topo.Rank) bool) *setTable {
+	t := &setTable{size: len(sets[0].Ranks), cacheCapacity: cacheCapacity, waits: w, leaving: leaving}
 	for _, s := range sets {
-		t.sets = append(t.sets, newSetState(s, cacheCapacity, w))
+		t.sets = append(t.sets, newSetState(s, cacheCapacity, w, leaving))
 		t.next = max(t.next, s.ID+1)
 	}
 	return t
@@ -123,7 +124,7 @@ func (t *setTable) full() (reason string) {
 
 // insert adds a process set with the next ID.
 func (t *setTable) insert(ranks []topo.Rank) *setState {
-	s := newSetState(Set{ID: t.next, Ranks: ranks}, t.cacheCapacity, t.waits)
+	s := newSetState(Set{ID: t.next, Ranks: ranks}, t.cacheCapacity, t.waits, t.leaving)
 	t.next++
 	t.sets = append(t.sets[:len(t.sets):len(t.sets)], s)
 	return s

@@ -44,6 +44,8 @@ type setState struct {
 	waits    *waits
 	bitWaits []wait
 	arrivals arrivals
+	// leaving reports whether a rank has announced that it will submit nothing more.
+	leaving func(topo.Rank) bool
 
 	// fuse reuses the memory of the fields below.
 	tensors []fusion.Tensor
@@ -59,6 +61,7 @@ type tableRow struct {
 	// named are the ranks that must make the request if it is for a process set that only its members add:
 	// all ranks that the requests so far have named. It is nil if all members must make the request.
 	named    message.Bits
+	removal  bool // whether all requests are to remove a process set, to which ranks agree by their shutdown
 	complete bool // whether the tensor is ready, held or founded
 	granted  bool
 }
@@ -66,7 +69,7 @@ type tableRow struct {
 // readyItem is a response that is ready to be granted.
 type readyItem struct {
 	response *message.Response
-	// absent are the joined members that have not requested the tensor.
+	// absent are the members that have not requested the tensor, but have joined or agree by their shutdown.
 	absent []topo.Rank
 	// group is the group to which the tensor belongs, or nil.
 	group *group
@@ -112,13 +115,14 @@ type plan struct {
 	algorithm message.Algorithm
 }
 
-func newSetState(s Set, cacheCapacity int, w *waits) *setState {
+func newSetState(s Set, cacheCapacity int, w *waits, leaving func(topo.Rank) bool) *setState {
 	return &setState{
-		Set:    s,
-		cache:  responsecache.NewPrimary(cacheCapacity, len(s.Ranks)),
-		table:  make(map[string]*tableRow),
-		joined: newJoinState(len(s.Ranks)),
-		waits:  w,
+		Set:     s,
+		cache:   responsecache.NewPrimary(cacheCapacity, len(s.Ranks)),
+		table:   make(map[string]*tableRow),
+		joined:  newJoinState(len(s.Ranks)),
+		waits:   w,
+		leaving: leaving,
 	}
 }
 
@@ -225,6 +229,7 @@ func (s *setState) addRequest(member int, q message.Request) error {
 
 // name records the ranks that the request q names.
 func (row *tableRow) name(q *message.Request) {
+	row.removal = q.Kind == message.RemoveProcessSet && (row.removal || row.count == 0)
 	switch {
 	case !q.MembersOnly:
 		row.named = nil
@@ -235,17 +240,38 @@ func (row *tableRow) name(q *message.Request) {
 	}
 }
 
-// needs reports whether a member must make the request of the row.
-func (row *tableRow) needs(member int) bool { return row.named == nil || row.named.Has(uint32(member)) }
+// needs reports whether a member takes part in the operation of the row: it must make the request, or it has
+// joined. To the removal of a process set, a member also agrees by its shutdown.
+func (s *setState) needs(row *tableRow, member int) bool {
+	switch {
+	case row.named != nil:
+		return row.named.Has(uint32(member))
+	case row.removal:
+		return row.requests[member].Kind != message.NoKind || s.joined.has(member) ||
+			!s.leaving(s.Ranks[member])
+	}
+	return true
+}
 
-// rowComplete reports whether every member has requested the row's tensor or has joined.
+// rowComplete reports whether every member has requested the row's tensor, has joined or agrees by its
+// shutdown.
 func (s *setState) rowComplete(row *tableRow) bool {
-	if row.named != nil {
+	if row.named != nil || row.removal {
 		return len(s.rowMissing(row)) == 0
 	}
 	return row.count+s.joined.without(func(m int) bool {
 		return row.requests[m].Kind != message.NoKind
 	}) == len(s.Ranks)
+}
+
+// completeRows completes the tensors that were requested in full and waited only for a member that has just
+// joined or announced its shutdown, in the order of their first requests.
+func (s *setState) completeRows() {
+	for _, row := range s.rows {
+		if !row.complete && s.rowComplete(row) {
+			s.completeRow(row)
+		}
+	}
 }
 
 func (s *setState) completeRow(row *tableRow) {
@@ -373,10 +399,11 @@ func (s *setState) emptyCache() {
 	}
 }
 
-// open reports whether the gate of the set is open, which is so while at most one grant is unfinished. While
-// the gate is closed, the coordinator still counts votes, and later grants all tensors together that have
-// become ready. Without the gate, it would grant each tensor separately as soon as its last vote arrives.
-func (s *setState) open() bool { return s.granted-s.done <= 1 }
+// open reports whether the gate of the set is open, which is so while at most one grant is unfinished, or if
+// the rank that reports finished grants is leaving. While the gate is closed, the coordinator still counts
+// votes, and later grants all tensors together that have become ready. Without the gate, it would grant each
+// tensor separately as soon as its last vote arrives.
+func (s *setState) open() bool { return s.granted-s.done <= 1 || s.leaving(s.Ranks[0]) }
 
 // decide grants all ready tensors and writes the grants to d, as part of the given cycle. The entries whose
 // bits are in pinned keep their bits. In lock-step, these entries have votes that the coordinator does not

@@ -30,12 +30,14 @@ type Stall struct {
 	Waited    time.Duration
 	Executing bool
 
-	// row has the requests for the tensor, or is nil. Only the ranks that it needs take part.
+	// row has the requests for the tensor, or is nil. Only the members that it needs take part.
 	row *tableRow
 }
 
-// concerns reports whether the member of the process set takes part in the operation.
-func (s *Stall) concerns(member int) bool { return s.row == nil || s.row.needs(member) }
+// concerns reports whether the member takes part in the operation st of the set.
+func (s *setState) concerns(st *Stall, member int) bool {
+	return st.row == nil || s.needs(st.row, member)
+}
 
 func (s *Stall) String() string {
 	text := fmt.Sprintf("%s of process set %d has waited %s for ", label(s.Kind, s.Name), s.Set,
@@ -279,7 +281,7 @@ func (s *setState) bitWaiting(bit uint32) bool { return s.cache.Votes(bit) > 0 &
 
 func (s *setState) rowMissing(row *tableRow) []topo.Rank {
 	return s.missing(func(m int) bool {
-		return row.requests[m].Kind != message.NoKind || !row.needs(m)
+		return row.requests[m].Kind != message.NoKind || !s.needs(row, m)
 	})
 }
 

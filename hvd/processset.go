@@ -107,8 +107,8 @@ func AddProcessSet(ctx context.Context, ranks []int, opts ...Option) (*ProcessSe
 
 // RemoveProcessSet removes a process set. All ranks of the job must call it, including ranks that are not
 // members. If the set was added with MembersOnly, all members must call it. It returns when all these ranks
-// have called it. Operations on the set that have been granted still finish. All other pending operations on
-// the set fail with ErrNoProcessSet. The option Timeout applies.
+// have called it or Shutdown. Operations on the set that have been granted still finish. All other pending
+// operations on the set fail with ErrNoProcessSet. The option Timeout applies.
 func RemoveProcessSet(ctx context.Context, set *ProcessSet, opts ...Option) error {
 	if set == nil {
 		return &UsageError{Op: message.RemoveProcessSet.String(), Err: fmt.Errorf("process set is nil, want one from AddProcessSet or ProcessSets")}

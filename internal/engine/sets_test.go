@@ -244,6 +244,35 @@ func TestSetsComeAndGo(t *testing.T) {
 	})
 }
 
+// A rank that shuts down agrees to the removal of process sets, whether it is a member or not and even if it
+// still waits for an operation in the set, which then fails. The other ranks remove the set and go on.
+func TestRemovalWithoutLeavers(t *testing.T) {
+	both(t, func(t *testing.T, lockstep bool) {
+		for leaver := range 3 {
+			c := start(t, 3, withSet(lockstep))
+			var waits chan error
+			if leaver < 2 {
+				waits = c.submit(leaver, over(1, sum("waits", make([]byte, 8))))
+			}
+			c.each(func(r int) {
+				if r != leaver {
+					if err := c.wait(c.submit(r, removal(1))); err != nil {
+						t.Errorf("without rank %d: rank %d: %v", leaver, r, err)
+					}
+				}
+				if err := c.engines[r].Shutdown(c.ctx, engine.Departure{}); err != nil {
+					t.Errorf("without rank %d: rank %d: shutdown: %v", leaver, r, err)
+				}
+			})
+			if waits != nil {
+				if err := c.wait(waits); !errors.Is(err, engine.ErrNoProcessSet) {
+					t.Errorf("without rank %d: waiting operation: got error %v, want ErrNoProcessSet", leaver, err)
+				}
+			}
+		}
+	})
+}
+
 // If a rank dies while an operation on a removed set still runs, every operation ends, and the verdict names
 // the dead rank.
 func TestDeathDuringARemoval(t *testing.T) {

@@ -103,7 +103,7 @@ def remove_process_set(process_set: ProcessSet, timeout: Optional[float] = None)
     """Removes a process set and returns whether the set was removed.
 
     All ranks of the job must call it, or all members if the set was registered with members_only, and it returns when
-    all these ranks have called it. It returns False if the set is not registered or is the set of all ranks. Operations
+    all these ranks have called it or ``shutdown``. It returns False if the set is not registered or is the set of all ranks. Operations
     of the set that the coordinator has granted still run to their end. The other operations of the set fail. timeout
     has the same meaning as in ``add_process_set``.
     """
