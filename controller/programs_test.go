@@ -202,12 +202,17 @@ func (p *programmer) tensor(s *plannedSet, i int, joins bool) (qs []message.Requ
 			q.Shape = slices.Clone(q.Shape)
 			q.Shape[0] = t.rows[m]
 		}
-		if q.Kind == message.Scatter && q.Root != s.Ranks[m] {
-			q.Shape = nil
-		}
-		qs = append(qs, q)
+		qs = append(qs, rootOnly(q, s.Ranks[m]))
 	}
 	return qs
+}
+
+// rootOnly returns the request q as rank r makes it: only the root sends the shape of a scatter.
+func rootOnly(q message.Request, r topo.Rank) message.Request {
+	if q.Kind == message.Scatter && q.Root != r {
+		q.Shape = nil
+	}
+	return q
 }
 
 // request generates a request for tensor i of a set.
@@ -305,7 +310,7 @@ func (p *programmer) removeSet() {
 	if p.races {
 		for _, r := range s.Ranks {
 			if p.rng.IntN(2) == 0 {
-				p.programs[r] = append(p.programs[r], request{set: s.ID, q: p.request(s, 0)})
+				p.programs[r] = append(p.programs[r], request{set: s.ID, q: rootOnly(p.request(s, 0), r)})
 			}
 		}
 	}
