@@ -26,7 +26,7 @@ type cluster struct {
 }
 
 // newCluster makes the backends of a process set with the given ranks in the given order. As in a job, they
-// poll only if there is a core for each rank.
+// poll less if there are more ranks than cores.
 func newCluster(meshes []transport.Mesh, ranks []topo.Rank, cfg tcp.Config) *cluster {
 	cfg.Oversubscribed = ops.Oversubscribed(len(ranks))
 	c := &cluster{}

@@ -164,3 +164,54 @@ func TestStepsWhileBuffersAreHeld(t *testing.T) {
 		t.Errorf("got %v, %v, want [2 4]", bufs[0], err)
 	}
 }
+
+// slowPeerMesh has only a channel to a peer that answers each message with zeros, at the third poll.
+type slowPeerMesh struct {
+	transport.Mesh
+	peer *slowPeer
+}
+
+func (m slowPeerMesh) Conn(context.Context, transport.Lane, topo.Rank) (transport.Conn, error) {
+	return m.peer, nil
+}
+
+// slowPeer is the channel of a slowPeerMesh.
+type slowPeer struct {
+	transport.Conn
+	polls, blocked int
+}
+
+func (s *slowPeer) TryRead(p []byte) (int, error) {
+	if s.polls++; s.polls%3 > 0 {
+		return 0, nil
+	}
+	clear(p)
+	return len(p), nil
+}
+
+func (s *slowPeer) Read(p []byte) (int, error) {
+	s.blocked++
+	clear(p)
+	return len(p), nil
+}
+
+func (s *slowPeer) TrySend(p []byte) (int, error) { return len(p), nil }
+func (s *slowPeer) Sent() uint64                  { return 0 }
+func (s *slowPeer) Flush() error                  { return nil }
+
+// A step that may wait polls before it blocks, even if there are more ranks than cores.
+func TestPollsBeforeItBlocks(t *testing.T) {
+	for _, oversubscribed := range []bool{false, true} {
+		s := &slowPeer{}
+		b := tcp.New(slowPeerMesh{peer: s}, transport.DataLane(0), upTo(2), 0,
+			tcp.Config{Oversubscribed: oversubscribed})
+		defer b.Close()
+		x := tensor.Bytes([]float32{1})
+		op := ops.Operation{Kind: message.Allreduce, Algorithm: message.RecursiveDoubling,
+			DType: tensor.Float32, Op: tensor.Sum, Tensors: []ops.Tensor{{In: x, Out: x}}}
+		if err := ops.Run(t.Context(), b, op); err != nil || s.polls != 3 || s.blocked != 0 {
+			t.Errorf("oversubscribed %v: error %v after %d polls and %d blocking reads, want 3 and 0",
+				oversubscribed, err, s.polls, s.blocked)
+		}
+	}
+}

@@ -81,8 +81,8 @@ type Config struct {
 	// that the forced algorithm cannot serve.
 	Forced Forced
 
-	// Oversubscribed says that the host has more ranks than cores, so that a rank that waits must block
-	// instead of polling. Default false.
+	// Oversubscribed says that the host has more ranks than cores, so that a rank that waits must soon block.
+	// Default false.
 	Oversubscribed bool
 }
 
@@ -142,8 +142,8 @@ func New(mesh transport.Mesh, lane transport.Lane, ranks []topo.Rank, me int, cf
 	if b.defaultSegment <= 0 {
 		b.defaultSegment = DefaultSegmentBytes
 	}
-	if !cfg.Oversubscribed {
-		b.polls = polls
+	if b.polls = polls; cfg.Oversubscribed {
+		b.polls = oversubscribedPolls
 	}
 	if b.table == nil {
 		b.table = DefaultTable
