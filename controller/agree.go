@@ -6,6 +6,7 @@ import (
 	"strings"
 
 	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
@@ -45,6 +46,12 @@ func agree(set *Set, requests []message.Request, joined *joinState) *message.Res
 		if _, err := r.NumElems(); err != nil {
 			text = v.errorText("the result is too large: the ranks have first dimensions %v, and the shape is %v", r.FirstDims,
 				r.Shape)
+		}
+	}
+	if first.Kind.MovesData() && first.Device != tensor.Host {
+		r.Devices = make([]tensor.Device, len(requests))
+		for i := range requests {
+			r.Devices[i] = requests[i].Device
 		}
 	}
 	if text != "" {
@@ -141,6 +148,9 @@ func (v *requestSet) disagreement() string {
 	case message.Allgather, message.Alltoall:
 		checks = append(checks, v.types, v.groups, v.absence, v.scalars, v.dimensions, v.rows)
 	}
+	if first.Kind.MovesData() {
+		checks = append(checks, v.devices)
+	}
 	for _, check := range checks {
 		if text := check(); text != "" {
 			return text
@@ -229,6 +239,17 @@ func (v *requestSet) groups() string {
 		}
 		return fmt.Sprintf("%q of %d tensors", q.Group, q.GroupSize)
 	}, func(q *message.Request) bool { return q.Group == v.first.Group && q.GroupSize == v.first.GroupSize })
+}
+
+// devices compares whether the tensors are in host memory. The numbers of CUDA devices may differ, because
+// the ranks of a host use different devices.
+func (v *requestSet) devices() string {
+	return v.mismatch("devices", "sent", func(q *message.Request) string {
+		if q.Device == tensor.Host {
+			return "a tensor in host memory"
+		}
+		return "a tensor on a CUDA device"
+	}, func(q *message.Request) bool { return (q.Device == tensor.Host) == (v.first.Device == tensor.Host) })
 }
 
 func (v *requestSet) scalars() string {

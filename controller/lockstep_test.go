@@ -235,6 +235,9 @@ func answer(answers map[string]string, turns map[string]int, names setNames, g *
 			return fmt.Sprintf("process set %d", names.planned(topo.ProcessSetID(id)))
 		})
 	}
+	if r.Devices != nil && len(g.Absent) > 0 {
+		planned.Devices = []tensor.Device{tensor.CUDA(0)} // of an absent rank it may be an older one
+	}
 	set := names.planned(g.Asked)
 	name := fmt.Sprintf("set %d %q", set, r.Name)
 	turns[name]++

@@ -7,6 +7,7 @@ import (
 
 	"github.com/gohvd/gohvd/fusion"
 	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/responsecache"
 )
@@ -460,6 +461,18 @@ func checkResponse(s *memberSet, g *Grant, r *message.Response) error {
 			s.ID)
 	case r.Kind.HasRoot() && slices.Contains(g.Absent, r.Root):
 		return fmt.Errorf("%v %q: root rank %d is absent", r.Kind, r.Name, r.Root)
+	}
+	if r.Devices != nil {
+		if len(r.Devices) != len(s.Ranks) {
+			return fmt.Errorf("%v %q: got %d devices, want %d, one for each rank", r.Kind, r.Name,
+				len(r.Devices), len(s.Ranks))
+		}
+		for i, d := range r.Devices {
+			if d == tensor.Host && !slices.Contains(g.Absent, s.Ranks[i]) {
+				return fmt.Errorf("%v %q: got device %v for rank %d, want a CUDA device as at other ranks",
+					r.Kind, r.Name, d, s.Ranks[i])
+			}
+		}
 	}
 	switch r.Kind {
 	case message.Allgather:

@@ -94,6 +94,10 @@ options:
 			q.Root = topo.Rank(root)
 		case "wire":
 			q.Wire = parseDType(value)
+		case "device":
+			var index int
+			index, err = strconv.Atoi(strings.TrimPrefix(value, "cuda:"))
+			q.Device = tensor.CUDA(index)
 		case "group":
 			var size int
 			q.Group, value, _ = strings.Cut(value, "/")

@@ -198,6 +198,9 @@ func (p *programmer) tensor(s *plannedSet, i int, joins bool) (qs []message.Requ
 				q.Group, q.GroupSize = "", 0
 			}
 		}
+		if q.Device != tensor.Host {
+			q.Device = tensor.CUDA(p.rng.IntN(10) / 9)
+		}
 		if q.Kind.Ragged() && len(q.Shape) > 0 {
 			q.Shape = slices.Clone(q.Shape)
 			q.Shape[0] = t.rows[m]
@@ -332,6 +335,9 @@ func randomRequest(rng *rand.Rand, s controller.Set, name string) message.Reques
 	case 1:
 		q.DType = tensor.Int64
 	}
+	if rng.IntN(4) == 0 {
+		q.Device = tensor.CUDA(0)
+	}
 	for range rng.IntN(3) {
 		q.Shape = append(q.Shape, rng.Int64N(4))
 	}
@@ -442,6 +448,9 @@ func agree(s controller.Set, qs []*message.Request, joined, empty []bool) bool {
 				return false
 			}
 			a.Shape, b.Shape = a.Shape[1:], b.Shape[1:]
+		}
+		if (a.Device == tensor.Host) != (b.Device == tensor.Host) {
+			return false
 		}
 		if a.DType != b.DType || !a.Shape.Equal(b.Shape) || a.Op != b.Op || a.Prescale != b.Prescale ||
 			a.Postscale != b.Postscale ||

@@ -991,9 +991,9 @@ func grantKey(set topo.ProcessSetID, b message.Backend, a message.Algorithm, abs
 		if r.Kind == message.Join {
 			name = "" // the names of a join may differ between ranks
 		}
-		key += fmt.Sprintf(" %v %q %v%v%v %v %v %v %v %v %v %s/%d %d%v %q",
-			r.Kind, name, r.DType, r.Shape, r.Parts, r.FirstDims, r.Op, r.Prescale, r.Postscale, r.Wire,
-			r.Root, r.Group, r.GroupSize, r.Set, r.Ranks, r.Text)
+		key += fmt.Sprintf(" %v %q %v%v%v %v %v %v %v %v %v %v %s/%d %d%v %q",
+			r.Kind, name, r.DType, r.Shape, r.Parts, r.FirstDims, r.Devices, r.Op, r.Prescale, r.Postscale,
+			r.Wire, r.Root, r.Group, r.GroupSize, r.Set, r.Ranks, r.Text)
 	}
 	return key
 }

@@ -91,21 +91,25 @@ func (o *Options) together(a, b *Tensor) bool {
 }
 
 // Compatible reports whether one operation can execute both a and b. A response that cannot be fused is not
-// compatible with any response, not even with itself.
+// compatible with any response, not even with itself. On devices, only allreduces and reduces are fused,
+// because NCCL runs one tensor of the other kinds without copies.
 func Compatible(a, b *message.Response) bool {
-	if a.Kind != b.Kind {
+	if a.Kind != b.Kind || !slices.Equal(a.Devices, b.Devices) {
 		return false
 	}
 	switch a.Kind {
 	case message.Allreduce, message.Reduce, message.Reducescatter:
+		if a.Kind == message.Reducescatter && a.Devices != nil {
+			return false
+		}
 		// A group that is one response may have tensors of several element types. Then its DType is not
 		// valid.
 		return a.DType == b.DType && a.DType.Valid() && a.Op == b.Op && a.Prescale == b.Prescale &&
 			a.Postscale == b.Postscale && a.Wire == b.Wire && a.Root == b.Root
 	case message.Broadcast:
-		return a.Root == b.Root
+		return a.Root == b.Root && a.Devices == nil
 	case message.Allgather:
-		return true
+		return a.Devices == nil
 	}
 	return false
 }

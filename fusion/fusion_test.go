@@ -50,6 +50,10 @@ func TestPlan(t *testing.T) {
 	wire := func(n int64, to tensor.DType) *message.Response {
 		return with(f32(n), func(r *message.Response) { r.Wire = to })
 	}
+	on := func(r *message.Response, devices ...tensor.Device) *message.Response {
+		r.Devices = devices
+		return r
+	}
 	// The function group returns a response for a group with one element of each of the given types.
 	group := func(types ...tensor.DType) *message.Response {
 		return with(allreduce(types[0], int64(len(types))), func(r *message.Response) {
@@ -87,6 +91,8 @@ func TestPlan(t *testing.T) {
 		{"other factors", 64, []*message.Response{f32(1), with(f32(1), func(r *message.Response) {
 			r.Prescale = 2
 		}), with(f32(1), func(r *message.Response) { r.Postscale = 2 }), f32(1)}, [][]int{{0, 3}, {1}, {2}}},
+		{"other devices", 64, []*message.Response{f32(1), on(f32(1), 1, 2), on(f32(1), 1, 1), f32(1),
+			on(f32(1), 1, 2)}, [][]int{{0, 3}, {1, 4}, {2}}},
 		{"broadcasts of one root, of any type", 64, []*message.Response{
 			of(message.Broadcast, tensor.Float32, 1), of(message.Broadcast, tensor.Int64, 1),
 			with(of(message.Broadcast, tensor.Float32, 1), func(r *message.Response) { r.Root = 1 }), f32(1),

@@ -20,6 +20,9 @@ type Registration struct {
 	// writes them in place, and scales them itself. If it is not set, the engine packs the tensors into a
 	// fusion buffer and scales them.
 	Lists bool
+	// Devices is set if the backend accepts tensors in the memory of CUDA devices. Then it accepts no tensors
+	// in host memory.
+	Devices bool
 	// New makes the backend of one process set for the set's lane. The slice ranks lists the members of the
 	// set, and ranks[me] is this rank. New does not wait for other ranks.
 	New func(set topo.ProcessSetID, ranks []topo.Rank, me int) (Backend, error)
@@ -56,8 +59,8 @@ func (m *Manager) Plan(members []topo.Rank, r *message.Response, numBytes int64,
 	if !r.Kind.MovesData() {
 		return message.NoBackend, message.NoAlgorithm, nil
 	}
-	for i, b := range m.backends {
-		if alg, err := b.Plan(members, r, numBytes, t); err == nil {
+	for i := range m.backends {
+		if alg, err := m.plan(i, members, r, numBytes, t); err == nil {
 			return m.registry[i].ID, alg, nil
 		}
 	}
@@ -65,12 +68,30 @@ func (m *Manager) Plan(members []topo.Rank, r *message.Response, numBytes int64,
 		r.Kind, r.Name, r.DType, m.refusals(members, r, numBytes, t))
 }
 
+// These are the reasons for which a backend does not run a response on tensors in the other kind of memory.
+var (
+	errDeviceMemory = errors.New("the tensor is on a CUDA device, and this backend reads only host memory")
+	errHostMemory   = errors.New("the tensor is in host memory, and this backend reads only memory of CUDA devices")
+)
+
+// plan returns the algorithm with which backend i runs r, or the reason why it cannot.
+func (m *Manager) plan(i int, members []topo.Rank, r *message.Response, numBytes int64,
+	t *message.Tuning) (message.Algorithm, error) {
+	switch onDevices := r.Devices != nil; {
+	case onDevices && !m.registry[i].Devices:
+		return message.NoAlgorithm, errDeviceMemory
+	case !onDevices && m.registry[i].Devices:
+		return message.NoAlgorithm, errHostMemory
+	}
+	return m.backends[i].Plan(members, r, numBytes, t)
+}
+
 // refusals returns the reasons for which the backends refuse r. Plan does not collect them itself, so that a
 // response that the first backend refuses and the second one runs costs no memory.
 func (m *Manager) refusals(members []topo.Rank, r *message.Response, numBytes int64,
 	t *message.Tuning) (refusals error) {
-	for i, b := range m.backends {
-		_, err := b.Plan(members, r, numBytes, t)
+	for i := range m.backends {
+		_, err := m.plan(i, members, r, numBytes, t)
 		if err = fmt.Errorf("%v: %w", m.registry[i].ID, err); refusals != nil {
 			err = fmt.Errorf("%w; %w", refusals, err)
 		}

@@ -69,6 +69,30 @@ func TestManagerPlan(t *testing.T) {
 	}
 }
 
+func TestManagerPlanDevices(t *testing.T) {
+	gpu := entry(first, &planner{alg: message.Tree})
+	gpu.Devices = true
+	m := newManager(t, gpu, entry(message.TCP, &planner{alg: message.Ring}))
+	r := &message.Response{Kind: message.Allreduce, Name: "g", DType: tensor.Float32}
+	if id, _, err := m.Plan(nil, r, 4, nil); id != message.TCP || err != nil {
+		t.Errorf("in host memory: got %v, %v, want %v", id, err, message.TCP)
+	}
+	r.Devices = []tensor.Device{tensor.CUDA(0), tensor.CUDA(1)}
+	if id, _, err := m.Plan(nil, r, 4, nil); id != first || err != nil {
+		t.Errorf("on devices: got %v, %v, want %v", id, err, first)
+	}
+	_, _, err := newManager(t, entry(message.TCP, new(planner))).Plan(nil, r, 4, nil)
+	if err == nil || !strings.Contains(err.Error(),
+		"tcp: the tensor is on a CUDA device, and this backend reads only host memory") {
+		t.Errorf("on devices without a backend for them: got %v", err)
+	}
+	r.Devices = nil
+	_, _, err = newManager(t, gpu).Plan(nil, r, 4, nil)
+	if err == nil || !strings.Contains(err.Error(), "the tensor is in host memory, and this backend reads only memory") {
+		t.Errorf("in host memory with only a backend for devices: got %v", err)
+	}
+}
+
 func TestManagerPlanNone(t *testing.T) {
 	one, two := errors.New("no such processor"), errors.New("too long")
 	r := &message.Response{Kind: message.Allreduce, Name: "g0", DType: tensor.Float32}

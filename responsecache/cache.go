@@ -135,6 +135,10 @@ func (c *Cache) Digest() uint64 {
 				b = binary.AppendVarint(b, d)
 			}
 		}
+		b = binary.AppendUvarint(b, uint64(len(r.Devices)))
+		for _, d := range r.Devices {
+			b = binary.AppendVarint(b, int64(d))
+		}
 		for _, text := range []string{r.Name, r.Group} {
 			b = binary.AppendUvarint(b, uint64(len(text)))
 			b = append(b, text...)

@@ -206,6 +206,12 @@ func TestDigest(t *testing.T) {
 		"other wire type": replace(0, with(allreduce("a", 4), func(r *message.Response) {
 			r.Wire = tensor.Float16
 		})),
+		"on devices": replace(0, with(allreduce("a", 4), func(r *message.Response) {
+			r.Devices = []tensor.Device{1, 2}
+		})),
+		"on other devices": replace(0, with(allreduce("a", 4), func(r *message.Response) {
+			r.Devices = []tensor.Device{1, 3}
+		})),
 		"group":      replace(0, with(allreduce("a", 4), func(r *message.Response) { r.Group = "G" })),
 		"group size": replace(0, with(allreduce("a", 4), func(r *message.Response) { r.GroupSize = 2 })),
 		"parts": replace(0, with(allreduce("a", 4), func(r *message.Response) {

@@ -35,6 +35,10 @@ func (r *Request) CheckParameters() error {
 			return err
 		}
 	}
+	if !r.Device.Valid() {
+		return fmt.Errorf("got device %d, want 0 for the host, or 1 to %d for a CUDA device", r.Device,
+			tensor.MaxCUDADevices)
+	}
 	if len(r.Parts) > 0 {
 		return r.checkParts()
 	}
@@ -131,6 +135,14 @@ func (r *Response) check() error {
 	if r.Kind.Ragged() && (len(r.Shape) == 0 || r.Shape[0] != 0) || r.Kind == Reducescatter &&
 		len(r.Shape) == 0 {
 		return fmt.Errorf("%v %q: got a response with shape %v, want at least one dimension, and 0 as the first dimension of an allgather or alltoall", r.Kind, r.Name, r.Shape)
+	}
+	for _, d := range r.Devices {
+		if !d.Valid() {
+			return fmt.Errorf("%v %q: got device %d, want at most %d", r.Kind, r.Name, d, tensor.MaxCUDADevices)
+		}
+	}
+	if len(r.Devices) > 0 && !r.Kind.MovesData() {
+		return fmt.Errorf("%v %q: got devices %v, but the operation has no tensor", r.Kind, r.Name, r.Devices)
 	}
 	if r.Kind == AddProcessSet && r.Set == topo.Global {
 		return fmt.Errorf("%v %q: got process set 0, want the number of a new process set", r.Kind, r.Name)

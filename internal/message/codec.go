@@ -639,8 +639,8 @@ func requestToPB(r *Request) *messagepb.Request {
 		Kind: uint32(r.Kind), Name: r.Name, Dtype: uint32(r.DType), Shape: r.Shape,
 		ReduceOp: uint32(r.Op), Prescale: r.Prescale, Postscale: r.Postscale, WireDtype: uint32(r.Wire),
 		RootRank: int32(r.Root),
-		Group:    r.Group, GroupSize: r.GroupSize, Empty: r.Empty, Ranks: ranksToPB(r.Ranks),
-		MembersOnly: r.MembersOnly, ProcessSet: uint32(r.Set), Parts: r.Parts,
+		Group:    r.Group, GroupSize: r.GroupSize, Empty: r.Empty, Ranks: int32s(r.Ranks),
+		MembersOnly: r.MembersOnly, ProcessSet: uint32(r.Set), Parts: r.Parts, Device: int32(r.Device),
 	}
 }
 
@@ -653,8 +653,9 @@ func (d *decoder) request(r *Request) {
 		Kind: Kind(narrow(pb.Kind)), Name: pb.Name, DType: tensor.DType(narrow(pb.Dtype)), Shape: pb.Shape,
 		Op: tensor.ReduceOp(narrow(pb.ReduceOp)), Prescale: pb.Prescale, Postscale: pb.Postscale,
 		Wire: tensor.DType(narrow(pb.WireDtype)), Root: topo.Rank(pb.RootRank),
-		Group: pb.Group, GroupSize: pb.GroupSize, Empty: pb.Empty, Ranks: ranksFromPB(pb.Ranks),
+		Group: pb.Group, GroupSize: pb.GroupSize, Empty: pb.Empty, Ranks: fromInt32s[topo.Rank](pb.Ranks),
 		MembersOnly: pb.MembersOnly, Set: topo.ProcessSetID(pb.ProcessSet), Parts: pb.Parts,
+		Device: tensor.Device(pb.Device),
 	}
 	if err := r.Check(); err != nil {
 		d.fail(err)
@@ -666,9 +667,9 @@ func responseToPB(r *Response) *messagepb.Response {
 		Kind: uint32(r.Kind), Name: r.Name, Dtype: uint32(r.DType), Shape: r.Shape, FirstDims: r.FirstDims,
 		ReduceOp: uint32(r.Op), Prescale: r.Prescale, Postscale: r.Postscale, WireDtype: uint32(r.Wire),
 		RootRank: int32(r.Root),
-		Group:    r.Group, GroupSize: r.GroupSize, Ranks: ranksToPB(r.Ranks), ProcessSet: uint32(r.Set),
-		Parts: r.Parts,
-		Text:  truncateText(r.Text),
+		Group:    r.Group, GroupSize: r.GroupSize, Ranks: int32s(r.Ranks), ProcessSet: uint32(r.Set),
+		Parts: r.Parts, Devices: int32s(r.Devices),
+		Text: truncateText(r.Text),
 	}
 }
 
@@ -682,9 +683,9 @@ func (d *decoder) response(r *Response) {
 		FirstDims: pb.FirstDims,
 		Op:        tensor.ReduceOp(narrow(pb.ReduceOp)), Prescale: pb.Prescale, Postscale: pb.Postscale,
 		Wire: tensor.DType(narrow(pb.WireDtype)), Root: topo.Rank(pb.RootRank),
-		Group: pb.Group, GroupSize: pb.GroupSize, Ranks: ranksFromPB(pb.Ranks),
+		Group: pb.Group, GroupSize: pb.GroupSize, Ranks: fromInt32s[topo.Rank](pb.Ranks),
 		Set: topo.ProcessSetID(pb.ProcessSet), Parts: pb.Parts,
-		Text: pb.Text,
+		Devices: fromInt32s[tensor.Device](pb.Devices), Text: pb.Text,
 	}
 	if err := r.check(); err != nil {
 		d.fail(err)
@@ -694,24 +695,26 @@ func (d *decoder) response(r *Response) {
 // narrow converts v to a byte. If v is too large, the result is 255, which is not a valid value of any type.
 func narrow(v uint32) uint8 { return uint8(min(v, math.MaxUint8)) }
 
-func ranksToPB(ranks []topo.Rank) []int32 {
-	if len(ranks) == 0 {
+// int32s returns the elements of s as the type that protobuf messages have. It returns nil if s is empty.
+func int32s[T ~int32](s []T) []int32 {
+	if len(s) == 0 {
 		return nil
 	}
-	pb := make([]int32, len(ranks))
-	for i, r := range ranks {
-		pb[i] = int32(r)
+	pb := make([]int32, len(s))
+	for i, v := range s {
+		pb[i] = int32(v)
 	}
 	return pb
 }
 
-func ranksFromPB(pb []int32) []topo.Rank {
+// fromInt32s returns the elements of pb as a T. It returns nil if pb is empty.
+func fromInt32s[T ~int32](pb []int32) []T {
 	if len(pb) == 0 {
 		return nil
 	}
-	ranks := make([]topo.Rank, len(pb))
-	for i, r := range pb {
-		ranks[i] = topo.Rank(r)
+	s := make([]T, len(pb))
+	for i, v := range pb {
+		s[i] = T(v)
 	}
-	return ranks
+	return s
 }

@@ -81,8 +81,8 @@ func FuzzDecodeCombined(f *testing.F) {
 // Requests are equal if and only if all fields that are sent are equal.
 func TestRequestEqual(t *testing.T) {
 	full := message.Request{
-		Kind: message.Allreduce, Name: "a", DType: 1, Shape: []int64{1}, Op: 1, Prescale: 1, Postscale: 1,
-		Wire: 1, Root: 1, Group: "g", GroupSize: 1, Parts: message.Parts{1}, Empty: true,
+		Kind: message.Allreduce, Name: "a", DType: 1, Shape: []int64{1}, Device: 1, Op: 1, Prescale: 1,
+		Postscale: 1, Wire: 1, Root: 1, Group: "g", GroupSize: 1, Parts: message.Parts{1}, Empty: true,
 		Ranks: []topo.Rank{1}, MembersOnly: true, Set: 1,
 	}
 	same := full

@@ -100,10 +100,12 @@ const (
 	Hier
 	// MPI runs operations with the MPI library.
 	MPI
+	// NCCL runs operations on CUDA devices with the NCCL library.
+	NCCL
 	numBackends
 )
 
-var backends = [numBackends]string{"none", "tcp", "shm", "hier", "mpi"}
+var backends = [numBackends]string{"none", "tcp", "shm", "hier", "mpi", "nccl"}
 
 func (b Backend) String() string {
 	if b >= numBackends {

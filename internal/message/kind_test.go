@@ -21,7 +21,7 @@ func TestNumbersInFrames(t *testing.T) {
 	})
 	check(t, []named[message.Backend]{
 		{message.NoBackend, "none"}, {message.TCP, "tcp"}, {message.SHM, "shm"}, {message.Hier, "hier"},
-		{message.MPI, "mpi"}, {5, "Backend(5)"},
+		{message.MPI, "mpi"}, {message.NCCL, "nccl"}, {6, "Backend(6)"},
 	})
 	check(t, []named[message.Algorithm]{
 		{message.NoAlgorithm, "none"}, {message.Ring, "ring"}, {message.Tree, "tree"},

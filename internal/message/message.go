@@ -22,6 +22,9 @@ type Request struct {
 	Name  string
 	DType tensor.DType
 	Shape tensor.Shape // empty in a scatter, except at the root
+	// Device is the memory in which this rank's tensor is. In a Join it is where the rank keeps the neutral
+	// elements that it contributes to operations on CUDA devices.
+	Device tensor.Device
 	// Op, Prescale and Postscale are used by kinds that reduce.
 	Op                  tensor.ReduceOp
 	Prescale, Postscale float64
@@ -57,10 +60,10 @@ type Request struct {
 // Equal reports whether q and o are sent as the same bytes.
 func (q *Request) Equal(o *Request) bool {
 	return q.Kind == o.Kind && q.Name == o.Name && q.DType == o.DType && q.Shape.Equal(o.Shape) &&
-		q.Op == o.Op && q.Prescale == o.Prescale && q.Postscale == o.Postscale && q.Wire == o.Wire &&
-		q.Root == o.Root && q.Group == o.Group && q.GroupSize == o.GroupSize && q.Parts.Equal(o.Parts) &&
-		q.Empty == o.Empty && slices.Equal(q.Ranks, o.Ranks) && q.MembersOnly == o.MembersOnly &&
-		q.Set == o.Set
+		q.Device == o.Device && q.Op == o.Op && q.Prescale == o.Prescale && q.Postscale == o.Postscale &&
+		q.Wire == o.Wire && q.Root == o.Root && q.Group == o.Group && q.GroupSize == o.GroupSize &&
+		q.Parts.Equal(o.Parts) && q.Empty == o.Empty && slices.Equal(q.Ranks, o.Ranks) &&
+		q.MembersOnly == o.MembersOnly && q.Set == o.Set
 }
 
 // Response is what the members of a process set have agreed to do with one tensor. It is immutable. It
@@ -74,8 +77,12 @@ type Response struct {
 	// FirstDims has the first dimensions of all members, in the order of the set. For kinds that send rows,
 	// the ranks learn the first dimensions when they execute the operation. For a scatter, Shape is the shape
 	// of the root's tensor.
-	Shape               tensor.Shape
-	FirstDims           []int64
+	Shape     tensor.Shape
+	FirstDims []int64
+	// Devices has the CUDA devices of all members, in the order of the set. The entry of a member that has
+	// joined is that of its last request, or tensor.Host. Devices is nil if the tensor is in host memory,
+	// which is then so at every rank.
+	Devices             []tensor.Device
 	Op                  tensor.ReduceOp
 	Prescale, Postscale float64
 	Wire                tensor.DType
@@ -102,7 +109,16 @@ func (r *Response) Request(i int) Request {
 		q.Shape = slices.Clone(r.Shape)
 		q.Shape[0] = r.FirstDims[i]
 	}
+	q.Device = r.device(i)
 	return q
+}
+
+// device returns the memory in which member i of the process set has its tensor.
+func (r *Response) device(i int) tensor.Device {
+	if r.Devices == nil {
+		return tensor.Host
+	}
+	return r.Devices[i]
 }
 
 func (r *Response) request() Request {
@@ -127,7 +143,7 @@ func (r *Response) Matches(q *Request, i int) bool {
 	case Barrier, Join:
 		return true
 	}
-	return r.DType == q.DType && r.matchesShape(q.Shape, i) &&
+	return r.DType == q.DType && r.matchesShape(q.Shape, i) && r.device(i) == q.Device &&
 		(!r.Kind.Reduces() || r.Op == q.Op && r.Prescale == q.Prescale && r.Postscale == q.Postscale) &&
 		(r.Kind != Allreduce || r.Wire == q.Wire) &&
 		(!r.Kind.HasRoot() || r.Root == q.Root)

@@ -104,6 +104,9 @@ func (q *Request) String() string {
 	case q.Kind.MovesData():
 		text += fmt.Sprintf(" %v%v", q.DType, q.Shape)
 	}
+	if q.Device != tensor.Host {
+		text += fmt.Sprintf(" device=%v", q.Device)
+	}
 	switch q.Kind {
 	case Join:
 		if q.Empty {
@@ -224,6 +227,9 @@ func grantText(g *Grant) string {
 		text += " absent=" + listText(g.Absent)
 	}
 	for _, r := range g.Full {
+		if len(r.Devices) > 0 {
+			text += " devices=" + listText(r.Devices)
+		}
 		switch r.Kind {
 		case Join:
 			text += fmt.Sprintf(" last=%d", r.Root)

@@ -42,6 +42,7 @@ type Request struct {
 	ProcessSet    uint32                 `protobuf:"varint,14,opt,name=process_set,json=processSet,proto3" json:"process_set,omitempty"`
 	Parts         []int64                `protobuf:"varint,15,rep,packed,name=parts,proto3" json:"parts,omitempty"`
 	MembersOnly   bool                   `protobuf:"varint,16,opt,name=members_only,json=membersOnly,proto3" json:"members_only,omitempty"`
+	Device        int32                  `protobuf:"varint,17,opt,name=device,proto3" json:"device,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -188,6 +189,13 @@ func (x *Request) GetMembersOnly() bool {
 	return false
 }
 
+func (x *Request) GetDevice() int32 {
+	if x != nil {
+		return x.Device
+	}
+	return 0
+}
+
 // Response is what the members of a process set agreed to do with one tensor.
 type Response struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -207,6 +215,7 @@ type Response struct {
 	Ranks         []int32                `protobuf:"varint,14,rep,packed,name=ranks,proto3" json:"ranks,omitempty"`
 	ProcessSet    uint32                 `protobuf:"varint,15,opt,name=process_set,json=processSet,proto3" json:"process_set,omitempty"`
 	Parts         []int64                `protobuf:"varint,16,rep,packed,name=parts,proto3" json:"parts,omitempty"`
+	Devices       []int32                `protobuf:"varint,17,rep,packed,name=devices,proto3" json:"devices,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -353,11 +362,18 @@ func (x *Response) GetParts() []int64 {
 	return nil
 }
 
+func (x *Response) GetDevices() []int32 {
+	if x != nil {
+		return x.Devices
+	}
+	return nil
+}
+
 var File_message_proto protoreflect.FileDescriptor
 
 const file_message_proto_rawDesc = "" +
 	"\n" +
-	"\rmessage.proto\x12\x10gohvd.message.v1\"\xab\x03\n" +
+	"\rmessage.proto\x12\x10gohvd.message.v1\"\xc3\x03\n" +
 	"\aRequest\x12\x12\n" +
 	"\x04kind\x18\x01 \x01(\rR\x04kind\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x14\n" +
@@ -378,7 +394,8 @@ const file_message_proto_rawDesc = "" +
 	"\vprocess_set\x18\x0e \x01(\rR\n" +
 	"processSet\x12\x14\n" +
 	"\x05parts\x18\x0f \x03(\x03R\x05parts\x12!\n" +
-	"\fmembers_only\x18\x10 \x01(\bR\vmembersOnly\"\xa6\x03\n" +
+	"\fmembers_only\x18\x10 \x01(\bR\vmembersOnly\x12\x16\n" +
+	"\x06device\x18\x11 \x01(\x05R\x06device\"\xc0\x03\n" +
 	"\bResponse\x12\x12\n" +
 	"\x04kind\x18\x01 \x01(\rR\x04kind\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x14\n" +
@@ -400,7 +417,8 @@ const file_message_proto_rawDesc = "" +
 	"\x05ranks\x18\x0e \x03(\x05R\x05ranks\x12\x1f\n" +
 	"\vprocess_set\x18\x0f \x01(\rR\n" +
 	"processSet\x12\x14\n" +
-	"\x05parts\x18\x10 \x03(\x03R\x05partsB3Z1github.com/gohvd/gohvd/internal/message/messagepbb\x06proto3"
+	"\x05parts\x18\x10 \x03(\x03R\x05parts\x12\x18\n" +
+	"\adevices\x18\x11 \x03(\x05R\adevicesB3Z1github.com/gohvd/gohvd/internal/message/messagepbb\x06proto3"
 
 var (
 	file_message_proto_rawDescOnce sync.Once
