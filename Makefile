@@ -26,7 +26,7 @@ help: ## list the targets
 check: test others ## everything CI runs
 
 .PHONY: others
-others: format vet lint race nocgo noasm test-mpi wheel-check changed generated ## everything CI runs except the tests
+others: format vet lint race nocgo noasm test-mpi test-nccl wheel-check changed generated ## everything CI runs except the tests
 
 .PHONY: nightly
 nightly: check wheel arm64 image pytorch-image slurm fuzz conformance autotune deaths test-python ## the checks that take too long for each change: a few hours
@@ -86,6 +86,12 @@ WITH_MPI = ./ops/mpi ./internal/conformance ./internal/e2e
 test-mpi: ## test with Open MPI and MPICH, as jobs of 1 to 4 processes
 	$(GO) vet -tags mpi ./...
 	$(GO) test -p 1 -count 1 -run MPI $(WITH_MPI) -args -mpi
+
+.PHONY: test-nccl
+test-nccl: ## test operations on CUDA devices with stand-ins for NCCL and CUDA
+	$(GO) vet -tags nccl ./...
+	$(GO) test -tags nccl -race -count 1 ./internal/cuda ./ops/nccl
+	$(GO) test -tags nccl -race -count 1 -run Device ./hvd
 
 .PHONY: python
 python: ## print which Python has torch and will run the tests

@@ -16,7 +16,7 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { goleak.VerifyTestMain(withStandIns(m)) }
 
 // deadline is how long the ranks of a test may take. When it has passed, their context ends and the stacks of
 // all goroutines are logged.

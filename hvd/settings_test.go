@@ -113,7 +113,7 @@ func otherValue(t *testing.T, s config.Setting, given string) string {
 	if s.Name == "HVD_ALGORITHM" {
 		return "allreduce=ring" // package config accepts any text, because it does not know the algorithms
 	}
-	for _, text := range []string{"lo", "event", "lockstep", "tcp", "1", "0", "7"} {
+	for _, text := range []string{"lo", "event", "lockstep", "tcp", "nccl", "1", "0", "7"} {
 		_, err := config.Load(config.Sources{API: map[string]string{s.Name: text}})
 		if err == nil && text != given {
 			return text

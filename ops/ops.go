@@ -6,6 +6,7 @@ import (
 	"context"
 	"runtime"
 
+	"github.com/gohvd/gohvd/internal/cuda"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/topo"
@@ -73,6 +74,27 @@ type Operation struct {
 	// for an Allreduce also Adasum. There is no Average: it is a Sum with a Scaling.
 	DType tensor.DType
 	Op    tensor.ReduceOp
+
+	// Devices are the CUDA devices on which the ranks have their buffers, in the order of the set. The device
+	// of a rank that has joined has no meaning. Devices is nil if the buffers are in host memory.
+	//
+	// Only the backend can read memory of a device (package internal/cuda). So it gets the tensors as they
+	// are, in Tensors, and neither Buf nor a fusion buffer. There is one tensor, except in an Allreduce and
+	// in a Reduce. In an Allgather, In is this rank's block and Out is the whole. In a Reducescatter, In is
+	// the whole and Out is this rank's block. If Out is nil, this rank does not need the result, and the
+	// backend uses memory of its own. Allocate returns memory of the device.
+	//
+	// If this rank has joined, Tensors is empty. The backend then contributes neutral elements. NumBytes is
+	// the number of bytes of the tensors together, where a tensor of an Allgather is the whole.
+	Devices  []tensor.Device
+	NumBytes int64
+	// Order is the number of the operation among those of this rank on devices, from 0. All ranks begin the
+	// operations that they have in common in the same order, also those of different process sets. More is
+	// set if the next operation of the backend is another part of the same operation, with the same Order.
+	Order uint64
+	More  bool
+	// Ready are events of this rank's device for which the operation waits before it reads the tensors.
+	Ready []*cuda.Event
 
 	// Tensors are the tensors that an Allreduce or a Reduce reduces, as if they were concatenated. The number
 	// of tensors and their lengths may differ between ranks, but the total length must be the same. After an

@@ -88,6 +88,7 @@ var every = map[string]string{
 	"HOROVOD_STALL_CHECK_TIME_SECONDS": "5", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "5",
 	"HOROVOD_STALL_CHECK_DISABLE": "no",
 	"HOROVOD_CONTROLLER":          "TCP", "HOROVOD_CPU_OPERATIONS": "SHM",
+	"HOROVOD_GPU_OPERATIONS": "NCCL", "HVD_NCCL_LIBRARY": "nccl.so", "HVD_CUDART_LIBRARY": "cudart.so",
 	"HOROVOD_THREAD_AFFINITY": "4, 2,0", "HOROVOD_MPI_THREADS_DISABLE": "1",
 	"HOROVOD_LOG_LEVEL": "DEBUG", "HOROVOD_LOG_HIDE_TIME": "yes", "HVD_LOG_FORMAT": "json",
 	"HOROVOD_TIMELINE": "t.json", "HOROVOD_TIMELINE_MARK_CYCLES": "1", "HVD_TIMELINE_MAX_MB": "3",
@@ -133,7 +134,8 @@ func TestEverySettingIsHonoured(t *testing.T) {
 	want := config.Config{
 		Rank: 1, Size: 4, LocalRank: 0, LocalSize: 2, CrossRank: 1, CrossSize: 2,
 		RendezvousAddr: "127.0.0.1", RendezvousPort: 4711, Hostname: "h1", HostID: "rack",
-		SharedMemory: config.SharedAlways, MPIThreadsDisable: true, JobID: "j",
+		SharedMemory: config.SharedAlways, NCCLOperations: true, NCCLLibrary: "nccl.so", CUDALibrary: "cudart.so",
+		MPIThreadsDisable: true, JobID: "j",
 		Secret: "shh", SecretFile: "s.txt", Insecure: true, TLS: true,
 		NetworkInterfaces: []string{"eth0", "10.0.0.0/8"}, MeetHost: "h0", MeetPort: 4712,
 		InitMethod: "env://", UniqueID: "id",

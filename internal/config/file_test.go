@@ -31,6 +31,7 @@ func loadFile(t testing.TB, text string) (config.Config, string, error) {
 const fullFile = `# every key
 controller: gloo
 cpu_operations: tcp
+gpu_operations: nccl
 params:
   fusion_threshold_mb: 1.5
   cycle_time_ms: 2
@@ -52,6 +53,8 @@ library_options:
   deterministic: 1
   algorithm: allreduce=direct
   algorithm_table: b.json
+  nccl_library: nccl.so
+  cudart_library: cudart.so
   dynamic_process_sets: false
   operation_timeout_seconds: 9
   liveness_seconds: 10.5
@@ -114,6 +117,7 @@ func TestEveryKeyIsHonoured(t *testing.T) {
 	want.AutotuneWarmupSamples, want.AutotuneStepsPerSample, want.AutotuneMaxSamples = 1, 2, 5
 	want.AutotuneNoise = 0.5
 	want.MPIThreadsDisable = true
+	want.NCCLOperations, want.NCCLLibrary, want.CUDALibrary = true, "nccl.so", "cudart.so"
 	want.Warnings = c.Warnings // the warnings are about settings that have no effect in lock-step
 	if got := withoutOrigins(c); !reflect.DeepEqual(got, withoutOrigins(want)) {
 		t.Errorf("got  %+v\nwant %+v", got, want)

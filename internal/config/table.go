@@ -413,6 +413,30 @@ var settings = []Setting{
 		kind: builtOnly(cpuOperations(), "ccl"),
 	},
 	{
+		Name: "HOROVOD_GPU_OPERATIONS", Section: sectionChoice, Scope: PerJob,
+		Key:       "gpu_operations",
+		Otherwise: "none",
+		Doc: "backend for tensors on CUDA devices. Without one, operations on such tensors fail. With nccl, " +
+			"all ranks use NCCL; this needs a build with NCCL, and the libraries and a device at every rank " +
+			"(docs/nccl.md)",
+		kind: builtOnly(oneOf(func(c *Config, word string) { c.NCCLOperations = word == "nccl" },
+			"none", "nccl"), "mpi", "ddl"),
+	},
+	{
+		Name: "HVD_NCCL_LIBRARY", Section: sectionChoice, Scope: PerProcess,
+		Key:       "library_options.nccl_library",
+		Otherwise: "libnccl.so.2, where the dynamic loader finds it",
+		Doc:       "file of NCCL's library",
+		kind:      text("the name of a file", func(c *Config) *string { return &c.NCCLLibrary }),
+	},
+	{
+		Name: "HVD_CUDART_LIBRARY", Section: sectionChoice, Scope: PerProcess,
+		Key:       "library_options.cudart_library",
+		Otherwise: "libcudart.so, where the dynamic loader finds it",
+		Doc:       "file of the library of the CUDA runtime",
+		kind:      text("the name of a file", func(c *Config) *string { return &c.CUDALibrary }),
+	},
+	{
 		Name: "HOROVOD_MPI_THREADS_DISABLE", Section: sectionChoice, Scope: PerProcess,
 		Key:     "library_options.mpi_threads_disable",
 		Flags:   onOff("mpi-threads-disable"),

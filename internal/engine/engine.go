@@ -183,6 +183,7 @@ type Engine struct {
 	publishedAt time.Duration // the time at which published was set
 	cycleTime   time.Duration // HOROVOD_CYCLE_TIME or the value that rank 0 has chosen since
 	granted     int           // number of grants that were dispatched and are not finished
+	onDevices   uint64        // number of grants on devices that were dispatched
 	started     []*lane       // lanes with work that a turn has started
 	stopped     bool          // whether the coordinator's stop was applied
 	stopCause   error         // *StallError or *PeerError; nil if this rank asked for the stop

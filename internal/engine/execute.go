@@ -5,6 +5,7 @@ import (
 	"fmt"
 
 	"github.com/gohvd/gohvd/fusion"
+	"github.com/gohvd/gohvd/internal/cuda"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/ops"
@@ -19,6 +20,7 @@ type scratch struct {
 	tensors []ops.Tensor
 	wide    fusion.Buffer // wide and back are memory for compression
 	back    fusion.Buffer
+	ready   []*cuda.Event // when the tensors on a device can be read
 	losses  []lossKey
 	types   []tensor.DType // the element types of a group
 	// residuals are the accumulated compression losses of tensors with error feedback.
@@ -99,9 +101,26 @@ func (l *lane) start(w *work) (err error) {
 	if kind.HasRoot() {
 		x.op.Root = l.root(w)
 	}
-	switch kind {
-	case message.Allreduce, message.Reduce:
+	if x.op.Devices = w.grant.Responses[0].Devices; x.op.Devices != nil {
+		x.op.Ready, x.op.Order = l.ready(w), w.order
+	}
+	switch {
+	case kind == message.Allreduce || kind == message.Reduce:
 		err = l.startAllreduce()
+	case x.op.Devices != nil:
+		err = l.startOnDevices()
+	default:
+		err = l.startInHostMemory()
+	}
+	if err != nil {
+		return err
+	}
+	return l.exchange()
+}
+
+// startInHostMemory prepares an operation other than an allreduce or a reduce on tensors in host memory.
+func (l *lane) startInHostMemory() (err error) {
+	switch kind := l.execution.op.Kind; kind {
 	case message.Allgather:
 		err = l.startAllgather()
 	case message.Broadcast:
@@ -113,10 +132,7 @@ func (l *lane) start(w *work) (err error) {
 	default:
 		err = fmt.Errorf("engine: rank 0 granted an operation of the unknown kind %v", kind)
 	}
-	if err != nil {
-		return err
-	}
-	return l.exchange()
+	return err
 }
 
 // exchange starts the backend on the part that the caller has prepared.

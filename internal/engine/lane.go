@@ -22,6 +22,8 @@ type work struct {
 	entries []*tensorqueue.Entry
 	// absent is set if this rank has joined. In this case it has no tensors and contributes neutral elements.
 	absent bool
+	// order is the number of the operation among those of this rank on devices.
+	order uint64
 	// started is set if the operation was started and so must be finished. failed is set if the operation has
 	// ended with an error. This error is reported for the tensors when the verdict is known.
 	started, failed bool

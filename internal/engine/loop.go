@@ -298,6 +298,10 @@ func (e *Engine) dispatch(g *controller.Grant) (suspects []topo.Rank, err error)
 		return suspects, err
 	}
 	e.granted++
+	if w.onDevices() {
+		w.order = e.onDevices
+		e.onDevices++
+	}
 	e.measure(g)
 	e.sched.extend()
 	if !e.startInTurn(l, w) {

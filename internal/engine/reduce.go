@@ -63,7 +63,7 @@ func (l *lane) nextPart() error {
 		dt := x.types[0]
 		x.types = x.types[1:]
 		x.scaling = scalingOf(w.grant.Responses[0], dt, l.averageOver(w))
-		x.staged = !x.lists || !reducibleInPlace(w, x.scaling)
+		x.staged = !w.onDevices() && (!x.lists || !reducibleInPlace(w, x.scaling))
 		x.tensors, x.counts, x.next = l.tensors(w, dt), nil, 0
 		if x.staged || len(w.grant.Absent) > 0 {
 			x.counts, x.losses = l.counts(w, dt), l.losses(w, dt)
@@ -84,6 +84,7 @@ func (l *lane) nextPart() error {
 			x.batch.losses = x.losses[from:x.next]
 		}
 	}
+	x.op.More = x.hasParts()
 	if x.staged {
 		return l.pack()
 	}
@@ -94,6 +95,10 @@ func (l *lane) nextPart() error {
 func (l *lane) list() (err error) {
 	x := &l.execution
 	x.op.DType, x.op.Op, x.op.Scaling = x.scaling.dt, x.work.grant.Responses[0].Op.Base(), x.scaling.ops()
+	if x.work.absent && x.work.onDevices() {
+		x.op.NumBytes = sum(x.batch.counts)
+		return nil
+	}
 	x.op.Tensors, err = l.tensorsOrNeutral(x.work, x.scaling.dt, &x.batch)
 	return err
 }
@@ -283,6 +288,20 @@ func (l *lane) startReducescatter() error {
 	w := x.work
 	r := w.grant.Responses[0]
 	x.scaling = scalingOf(r, r.DType, l.averageOver(w))
+	counts := l.scatterCounts(w)
+	if x.direct = len(w.entries) == 1 && w.entries[0].InPlace; x.direct {
+		x.buf = w.entries[0].Input
+	} else {
+		x.buf = l.scratch.fused.Bytes(int(sum(counts)))
+	}
+	x.op.Buf, x.op.Counts, x.op.DType, x.op.Op = x.buf, counts, r.DType, r.Op.Base()
+	w.enter(packing)
+	return l.fillBlocks(w, x.scaling, x.buf, x.direct)
+}
+
+// scatterCounts returns the number of bytes of each rank's block in a reducescatter. The slice belongs to the
+// lane, and the next call overwrites it.
+func (l *lane) scatterCounts(w *work) []int64 {
 	counts := l.scratch.counts[:0]
 	for i := range l.set.Ranks {
 		var n int64
@@ -293,14 +312,7 @@ func (l *lane) startReducescatter() error {
 		counts = append(counts, n)
 	}
 	l.scratch.counts = counts
-	if x.direct = len(w.entries) == 1 && w.entries[0].InPlace; x.direct {
-		x.buf = w.entries[0].Input
-	} else {
-		x.buf = l.scratch.fused.Bytes(int(sum(counts)))
-	}
-	x.op.Buf, x.op.Counts, x.op.DType, x.op.Op = x.buf, counts, r.DType, r.Op.Base()
-	w.enter(packing)
-	return l.fillBlocks(w, x.scaling, x.buf, x.direct)
+	return counts
 }
 
 // unpackReducescatter scales this rank's block and copies it to the outputs.

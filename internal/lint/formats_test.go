@@ -221,6 +221,7 @@ var withoutRow = map[string]string{
 	"ops/tcp/alltoall.go":                    "numbers, each compared with a bound",
 	"ops/tcp/bruck.go":                       "numbers, each compared with a bound",
 	"ops/shm/alltoall.go":                    "numbers, each compared with a bound",
+	"ops/nccl/backend.go":                    "numbers, each compared with a bound",
 	"ops/mpi/collectives.go":                 "numbers, each compared with a bound",
 	"internal/engine/gather.go":              "numbers, each compared with a bound",
 	"internal/launch/agent.go":               "reports of a child that runs this program, through a pipe that only it has",

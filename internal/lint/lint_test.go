@@ -162,8 +162,9 @@ func TestOnlyConfigReadsTheEnvironment(t *testing.T) {
 		case "internal/launch", "cmd/hvdrun":
 			// A launcher passes its environment on to the ranks, but reads no setting from it.
 			continue
-		case "internal/testnet", "internal/testmpi":
-			// These packages read only the variable with which CI forbids skipped tests.
+		case "internal/testnet", "internal/testmpi", "internal/testcuda":
+			// These packages read only the variable with which CI forbids skipped tests, or one that they
+			// set.
 			continue
 		}
 		for _, at := range uses(t, p, "os", "Getenv", "LookupEnv", "Environ", "ExpandEnv", "Setenv") {
@@ -212,8 +213,9 @@ func TestNoTemplates(t *testing.T) {
 
 var templates = regexp.MustCompile(`\.Set(Version|Help|Usage)Template\b`)
 
-// Only ops/mpi uses cgo, in files with the tag mpi, because cgo needs a C toolchain. A backend for NCCL would
-// need it too.
+// Only these packages use cgo, in files with a tag, because cgo needs a C toolchain.
+var withCgo = []string{"ops/mpi", "ops/nccl", "internal/cuda"}
+
 func TestNoCgo(t *testing.T) {
 	for _, p := range packages(t) {
 		for _, f := range append(p.CgoFiles, p.IgnoredGoFiles...) {
@@ -222,7 +224,7 @@ func TestNoCgo(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			allowed := short(p.ImportPath) == "ops/mpi" && !slices.Contains(p.CgoFiles, f)
+			allowed := slices.Contains(withCgo, short(p.ImportPath)) && !slices.Contains(p.CgoFiles, f)
 			for _, i := range parsed.Imports {
 				if i.Path.Value == `"C"` && !allowed {
 					t.Errorf("%s uses cgo in %s", short(p.ImportPath), f)

@@ -14,6 +14,7 @@ import (
 
 	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/cuda"
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/joblink"
@@ -25,6 +26,7 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/ops"
 	"github.com/gohvd/gohvd/ops/hier"
+	"github.com/gohvd/gohvd/ops/nccl"
 	"github.com/gohvd/gohvd/ops/shm"
 	"github.com/gohvd/gohvd/ops/tcp"
 	"github.com/gohvd/gohvd/store"
@@ -134,7 +136,11 @@ type Rank struct {
 	Epoch       uint64
 	Global      *Set // the set of all ranks
 
-	mpi         *MPI // nil if the rank does not use MPI
+	// Devices marks the streams of the program on CUDA devices. It is nil if the rank does not use NCCL.
+	Devices *cuda.Devices
+
+	nccl        *nccl.Library // nil if the rank does not use NCCL
+	mpi         *MPI          // nil if the rank does not use MPI
 	meeting     *place.Meeting
 	session     *Session    // nil in a job with one rank
 	log         *zap.Logger // nil if the logger belongs to the program
@@ -231,17 +237,27 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 	if err := r.meeting.Met(ctx); err != nil {
 		log.Warn("removing the rendezvous data of rank 0 failed", zap.Error(err))
 	}
+	r.Place, r.Homogeneous = topologyOf(cfg, hosts, rank), topo.IsHomogeneous(hosts)
+	if err := r.Place.Validate(); err != nil {
+		return r.refuse(&ecfg, err)
+	}
 	ecfg.Backends = Backends(r.mpi, r.session, ecfg.Mesh, &cfg, overTCP)
+	if cfg.NCCLOperations {
+		if r.nccl, err = nccl.Load(cfg.NCCLLibrary, cfg.CUDALibrary); err != nil {
+			return r.refuse(&ecfg, fmt.Errorf("HOROVOD_GPU_OPERATIONS=nccl: %w", err))
+		}
+		r.Devices = r.nccl.Devices
+		ecfg.Backends = append(ecfg.Backends, r.nccl.Register(nccl.Config{
+			Device: r.Place.LocalRank % r.nccl.Count(), Host: tcp.Register(ecfg.Mesh, overTCP).New,
+			Deterministic: cfg.Deterministic,
+		}))
+	}
 	if cfg.MPIController && cfg.Lockstep && size > 1 {
 		ecfg.Collectives = r.mpi.Collectives()
 	}
 	log = log.With(zap.Uint64("epoch", r.Epoch))
 	ecfg.Log = log
 	if err := configureTuner(&ecfg, &cfg, r.session); err != nil {
-		return r.refuse(&ecfg, err)
-	}
-	r.Place, r.Homogeneous = topologyOf(cfg, hosts, rank), topo.IsHomogeneous(hosts)
-	if err := r.Place.Validate(); err != nil {
 		return r.refuse(&ecfg, err)
 	}
 	r.Global = r.newSet(topo.Global, controller.Global(size).Ranks, false)
@@ -410,6 +426,7 @@ func (r *Rank) release() error {
 		errs = append(errs, r.meeting.Close())
 	}
 	r.mpi.Close()
+	errs = append(errs, r.nccl.Close())
 	if r.log != nil {
 		// Sync logs how many lines were omitted. Ignore the error that Sync returns, because the file to
 		// which standard error is connected may not support Sync.

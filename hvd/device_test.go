@@ -1,0 +1,220 @@
+//go:build nccl && cgo
+
+package hvd_test
+
+import (
+	"context"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"testing"
+	"unsafe"
+
+	"go.uber.org/goleak"
+
+	"github.com/gohvd/gohvd/hvd"
+	"github.com/gohvd/gohvd/internal/cuda"
+	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/testcuda"
+	"github.com/gohvd/gohvd/internal/testnet"
+)
+
+// withStandIns makes the tests of this package run with stand-ins for the libraries of GPUs.
+func withStandIns(m *testing.M) goleak.TestingM { return testcuda.M{M: m} }
+
+// device is a CUDA device of the stand-in with a stream.
+type device struct {
+	t      *testing.T
+	index  int
+	on     *cuda.Device
+	stream *cuda.Stream
+	kept   [][]float32 // what the stream copies
+}
+
+func openDevice(t *testing.T, index int) *device {
+	r, err := cuda.Load(testcuda.CUDA())
+	if err != nil {
+		t.Fatal(err)
+	}
+	d := &device{t: t, index: index}
+	if d.on, err = r.Device(index); err == nil {
+		d.stream, err = d.on.NewStream()
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	return d
+}
+
+func (d *device) check(err error) {
+	if err != nil {
+		d.t.Errorf("device %d: %v", d.index, err)
+	}
+}
+
+// buffer returns a buffer on d. The copy of x to it is enqueued on the stream, but has not ended.
+func (d *device) buffer(x ...float32) hvd.DeviceBuffer[float32] {
+	memory, err := d.on.Alloc(4 * len(x))
+	d.check(err)
+	d.kept = append(d.kept, x)
+	d.check(d.stream.Copy(memory, tensor.Bytes(x)))
+	return hvd.DeviceBuffer[float32]{Pointer: uintptr(unsafe.Pointer(unsafe.SliceData(memory))), Len: len(x),
+		Device: d.index, Stream: uintptr(d.stream.Handle())}
+}
+
+// read returns the elements of b, without waiting for its stream.
+func (d *device) read(b hvd.DeviceBuffer[float32]) []float32 {
+	s, err := d.on.NewStream()
+	d.check(err)
+	x := make([]float32, b.Len)
+	memory := unsafe.Slice(*(**byte)(unsafe.Pointer(&b.Pointer)), 4*b.Len)
+	d.check(s.Copy(tensor.Bytes(x), memory))
+	d.check(s.Synchronize())
+	d.check(s.Close())
+	return x
+}
+
+func (d *device) want(what string, b hvd.DeviceBuffer[float32], err error, want ...float32) {
+	d.t.Helper()
+	if got := d.read(b); err != nil || !slices.Equal(got, want) {
+		d.t.Errorf("device %d: %s: got %v and %v, want %v", d.index, what, got, err, want)
+	}
+}
+
+// TestDeviceBuffers runs the operations on devices in jobs of 1 to 3 ranks. The inputs are still being copied
+// to the devices when the operations are submitted.
+func TestDeviceBuffers(t *testing.T) {
+	t.Setenv("STANDIN_CUDA_DEVICES", "4")
+	for n := 1; n <= 3; n++ {
+		run(t, n, func(ctx context.Context, e *hvd.Engine) {
+			me, size := e.Rank(), float32(n)
+			d := openDevice(t, me+1)
+			defer d.stream.Close()
+			x := d.buffer(float32(me), 2, 3)
+			sum := size * (size - 1) / 2
+			h, err := hvd.AllreduceDeviceAsync(x, x, hvd.Op(hvd.Sum), hvd.Name("a"), hvd.On(e))
+			y, out := d.buffer(1), d.buffer(0)
+			h2, err2 := hvd.AllreduceDeviceAsync(y, out, hvd.Op(hvd.Sum), hvd.Name("b"), hvd.On(e))
+			if err != nil || err2 != nil {
+				t.Error(err, err2)
+				return
+			}
+			d.want("allreduce in place", x, h.Wait(ctx), sum, 2*size, 3*size)
+			d.want("allreduce", out, h2.Wait(ctx), size)
+			d.want("the input", y, nil, 1)
+
+			b := d.buffer(float32(me), 5)
+			out = d.buffer(0, 0)
+			d.want("broadcast", out, hvd.BroadcastDevice(ctx, b, out, n-1, hvd.On(e)), size-1, 5)
+
+			var all []float32
+			for r := range n {
+				all = append(all, slices.Repeat([]float32{float32(r)}, r+1)...)
+			}
+			part := d.buffer(slices.Repeat([]float32{float32(me)}, me+1)...)
+			out = d.buffer(make([]float32, len(all))...)
+			d.want("allgather", out, hvd.AllgatherDevice(ctx, part, out, hvd.On(e)), all...)
+
+			whole, mine := make([]float32, 2*n), make([]float32, 2)
+			for i := range whole {
+				whole[i] = float32(i)
+			}
+			out = d.buffer(mine...)
+			err = hvd.ReducescatterDevice(ctx, d.buffer(whole...), out, hvd.Op(hvd.Sum), hvd.On(e))
+			d.want("reducescatter", out, err, float32(2*me)*size, float32(2*me+1)*size)
+		}, "HOROVOD_GPU_OPERATIONS", "nccl", "HVD_NCCL_LIBRARY", testcuda.NCCL(), "HVD_CUDART_LIBRARY",
+			testcuda.CUDA())
+	}
+}
+
+// TestMixedDevices checks that ranks get the mismatch error if one of them has its tensor in host memory, and
+// that the job goes on.
+func TestMixedDevices(t *testing.T) {
+	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
+		var err error
+		if e.Rank() == 0 {
+			_, err = hvd.Allreduce(ctx, []float32{1}, hvd.Name("x"), hvd.On(e))
+		} else {
+			d := openDevice(t, 0)
+			defer d.stream.Close()
+			x := d.buffer(1)
+			err = hvd.AllreduceDevice(ctx, x, x, hvd.Name("x"), hvd.On(e))
+		}
+		testnet.WantError(t, err,
+			"mismatched devices: rank 0 sent a tensor in host memory, rank 1 sent a tensor on a CUDA device")
+		got, err := hvd.Allreduce(ctx, []float32{1}, hvd.Op(hvd.Sum), hvd.Name("x"), hvd.On(e))
+		if err != nil || got[0] != 2 {
+			t.Errorf("rank %d: afterwards: got %v and %v, want 2", e.Rank(), got, err)
+		}
+	}, "HOROVOD_GPU_OPERATIONS", "nccl", "HVD_NCCL_LIBRARY", testcuda.NCCL(), "HVD_CUDART_LIBRARY",
+		testcuda.CUDA())
+}
+
+func TestDeviceWithoutNCCL(t *testing.T) {
+	run(t, 1, func(ctx context.Context, e *hvd.Engine) {
+		x := hvd.DeviceBuffer[float32]{Pointer: 4096, Len: 1}
+		err := hvd.AllreduceDevice(ctx, x, x, hvd.On(e))
+		testnet.WantError(t, err, "CUDA was not loaded: set HOROVOD_GPU_OPERATIONS=nccl")
+	})
+}
+
+// TestDeviceSets submits operations of overlapping process sets in an order of its own at each rank. All of
+// them run in one stream of each device, so the ranks must launch them in the same order.
+func TestDeviceSets(t *testing.T) {
+	runSets(t, 3, [][]int{{0, 1}, {1, 2}, {0, 2}}, func(ctx context.Context, e *hvd.Engine) {
+		d := openDevice(t, e.Rank())
+		defer d.stream.Close()
+		rng := rand.New(rand.NewPCG(1, uint64(e.Rank())))
+		type submitted struct {
+			h    *hvd.DeviceHandle
+			x    hvd.DeviceBuffer[float32]
+			size int
+		}
+		var all []submitted
+		for _, i := range rng.Perm(4 * 20) {
+			set := e.ProcessSets()[i%4]
+			if !set.Included() {
+				continue
+			}
+			x := d.buffer(1, float32(i))
+			h, err := hvd.AllreduceDeviceAsync(x, x, hvd.Op(hvd.Sum), hvd.Over(set),
+				hvd.Name(fmt.Sprint("x", i)))
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			all = append(all, submitted{h, x, set.Size()})
+		}
+		for _, s := range all {
+			if err := s.h.Wait(ctx); err != nil || d.read(s.x)[0] != float32(s.size) {
+				t.Errorf("rank %d: got %v and %v, want %d", e.Rank(), d.read(s.x), err, s.size)
+				return
+			}
+		}
+	}, "HOROVOD_GPU_OPERATIONS", "nccl", "HVD_NCCL_LIBRARY", testcuda.NCCL(), "HVD_CUDART_LIBRARY",
+		testcuda.CUDA())
+}
+
+// TestDeviceJoin checks that a rank that has joined contributes to sums on devices.
+func TestDeviceJoin(t *testing.T) {
+	run(t, 3, func(ctx context.Context, e *hvd.Engine) {
+		d := openDevice(t, e.Rank())
+		defer d.stream.Close()
+		for step := range 3 {
+			if e.Rank() == 2 && step == 1 {
+				break
+			}
+			x := d.buffer(1, 2)
+			err := hvd.AllreduceDevice(ctx, x, x, hvd.Op(hvd.Sum), hvd.Name("x"), hvd.On(e))
+			n := float32(3)
+			if step > 0 {
+				n = 2
+			}
+			d.want(fmt.Sprint("step ", step), x, err, n, 2*n)
+		}
+		if _, err := hvd.Join(ctx, hvd.On(e)); err != nil {
+			t.Error(err)
+		}
+	}, "HOROVOD_GPU_OPERATIONS", "nccl", "HVD_NCCL_LIBRARY", testcuda.NCCL(), "HVD_CUDART_LIBRARY",
+		testcuda.CUDA())
+}

@@ -1,0 +1,93 @@
+//go:build nccl && cgo
+
+package cuda
+
+import (
+	"errors"
+	"fmt"
+	"sync"
+)
+
+// errClosed is the error of Mark after Close.
+var errClosed = errors.New("cuda: the rank has left its job")
+
+// Devices makes events that mark how far the streams of other libraries have come. A nil *Devices has no
+// device. Its methods are safe for concurrent use.
+type Devices struct {
+	runtime *Runtime
+	mu      sync.Mutex
+	devices map[int]*Device
+	unused  map[int][]*Event // nil after Close
+}
+
+// NewDevices returns the devices of r.
+func NewDevices(r *Runtime) *Devices {
+	return &Devices{runtime: r, devices: make(map[int]*Device), unused: make(map[int][]*Event)}
+}
+
+// Mark returns an event after all work that is on the stream now. stream is a cudaStream_t of the device with
+// the given index. The caller must call Release when nothing waits for the event any more.
+func (d *Devices) Mark(index int, stream uintptr) (*Event, error) {
+	if d == nil {
+		return nil, errNoDevices
+	}
+	e, err := d.event(index)
+	if err != nil {
+		return nil, err
+	}
+	return e, e.Record(e.device.OfHandle(stream))
+}
+
+// event returns an event of the device that is not in use.
+func (d *Devices) event(index int) (e *Event, err error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.unused == nil {
+		return nil, errClosed
+	}
+	if n := len(d.unused[index]); n > 0 {
+		e, d.unused[index] = d.unused[index][n-1], d.unused[index][:n-1]
+		return e, nil
+	}
+	of := d.devices[index]
+	if of == nil {
+		if of, err = d.runtime.Device(index); err != nil {
+			return nil, err
+		}
+		d.devices[index] = of
+	}
+	return of.NewEvent()
+}
+
+// Release gives an event back. e may be nil.
+func (d *Devices) Release(e *Event) {
+	if e == nil {
+		return
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.unused == nil {
+		e.Close()
+		return
+	}
+	d.unused[e.device.Index()] = append(d.unused[e.device.Index()], e)
+}
+
+// Close destroys the events that are not in use.
+func (d *Devices) Close() error {
+	if d == nil {
+		return nil
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	var first error
+	for index, events := range d.unused {
+		for _, e := range events {
+			if err := e.Close(); err != nil && first == nil {
+				first = fmt.Errorf("device %d: %w", index, err)
+			}
+		}
+	}
+	d.unused = nil
+	return first
+}

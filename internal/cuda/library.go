@@ -1,0 +1,52 @@
+//go:build nccl && cgo
+
+package cuda
+
+/*
+#cgo LDFLAGS: -ldl
+#include <dlfcn.h>
+#include <stdlib.h>
+*/
+import "C"
+
+import (
+	"errors"
+	"fmt"
+	"unsafe"
+)
+
+// Library is a loaded shared library. It is never unloaded.
+type Library struct {
+	// Name is the name with which the library was loaded.
+	Name   string
+	handle unsafe.Pointer
+}
+
+// OpenLibrary loads the first of the libraries that the dynamic loader finds. A name that contains a slash is
+// the path of a file.
+func OpenLibrary(names ...string) (*Library, error) {
+	var failures []error
+	for _, name := range names {
+		text := C.CString(name)
+		handle := C.dlopen(text, C.RTLD_NOW|C.RTLD_LOCAL)
+		C.free(unsafe.Pointer(text))
+		if handle != nil {
+			return &Library{Name: name, handle: handle}, nil
+		}
+		failures = append(failures, errors.New(C.GoString(C.dlerror())))
+	}
+	return nil, fmt.Errorf("cuda: no library could be loaded: %w", errors.Join(failures...))
+}
+
+// Symbols stores the addresses of the named functions in table, which has an element for each name. It stores
+// nil for a function that the library does not have, and returns the names of these functions.
+func (l *Library) Symbols(table []unsafe.Pointer, names []string) (missing []string) {
+	for i, name := range names {
+		text := C.CString(name)
+		if table[i] = C.dlsym(l.handle, text); table[i] == nil {
+			missing = append(missing, name)
+		}
+		C.free(unsafe.Pointer(text))
+	}
+	return missing
+}

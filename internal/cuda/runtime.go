@@ -1,0 +1,320 @@
+//go:build nccl && cgo
+
+package cuda
+
+/*
+#include <stddef.h>
+#include <stdint.h>
+
+// The functions of the runtime, in the order of the list functions in Go.
+typedef struct {
+	int (*getDeviceCount)(int *);
+	int (*getDevice)(int *);
+	int (*setDevice)(int);
+	int (*getLastError)(void);
+	const char *(*getErrorName)(int);
+	const char *(*getErrorString)(int);
+	int (*runtimeGetVersion)(int *);
+	int (*driverGetVersion)(int *);
+	int (*deviceGetPCIBusId)(char *, int, int);
+	int (*memGetInfo)(size_t *, size_t *);
+	int (*malloc)(void **, size_t);
+	int (*free)(void *);
+	int (*memcpyAsync)(void *, const void *, size_t, int, void *);
+	int (*memsetAsync)(void *, int, size_t, void *);
+	int (*streamCreateWithFlags)(void **, unsigned);
+	int (*streamDestroy)(void *);
+	int (*streamSynchronize)(void *);
+	int (*streamWaitEvent)(void *, void *, unsigned);
+	int (*eventCreateWithFlags)(void **, unsigned);
+	int (*eventRecord)(void *, void *);
+	int (*eventQuery)(void *);
+	int (*eventDestroy)(void *);
+} functions;
+
+// ON calls a function with the given device as the current device of the thread. Afterwards the thread has
+// its old device again. An error is cleared, so that it does not appear in a later call of the program.
+#define ON(device, call) \
+	int old, code = f->getDevice(&old); \
+	if (code == 0 && old != device) \
+		code = f->setDevice(device); \
+	if (code == 0) \
+		code = (call); \
+	if (code != 0) \
+		f->getLastError(); \
+	if (old != device) \
+		f->setDevice(old); \
+	return code
+
+static int gohvdCount(functions *f, int *n) { return f->getDeviceCount(n); }
+static int gohvdVersions(functions *f, int *runtime, int *driver) {
+	int code = f->runtimeGetVersion(runtime);
+	return code ? code : f->driverGetVersion(driver);
+}
+static const char *gohvdErrorName(functions *f, int code) { return f->getErrorName(code); }
+static const char *gohvdErrorText(functions *f, int code) { return f->getErrorString(code); }
+static int gohvdBusID(functions *f, int device, char *text, int len) {
+	return f->deviceGetPCIBusId(text, len, device);
+}
+static int gohvdUse(functions *f, int device, int *old) {
+	int code = f->getDevice(old);
+	return code ? code : f->setDevice(device);
+}
+static void gohvdUseAgain(functions *f, int device) { f->setDevice(device); }
+static int gohvdFree(functions *f, int device, void *p) { ON(device, f->free(p)); }
+static int gohvdAlloc(functions *f, int device, void **p, size_t n) { ON(device, f->malloc(p, n)); }
+static int gohvdMemory(functions *f, int device, size_t *unused, size_t *total) {
+	ON(device, f->memGetInfo(unused, total));
+}
+static int gohvdCopy(functions *f, int device, void *to, const void *from, size_t n, uintptr_t stream) {
+	ON(device, f->memcpyAsync(to, from, n, 4, (void *)stream)); // 4: the addresses say where the memory is
+}
+static int gohvdFill(functions *f, int device, void *to, int value, size_t n, uintptr_t stream) {
+	ON(device, f->memsetAsync(to, value, n, (void *)stream));
+}
+static int gohvdNewStream(functions *f, int device, uintptr_t *stream) {
+	ON(device, f->streamCreateWithFlags((void **)stream, 1)); // 1: it does not wait for the default stream
+}
+static int gohvdDestroyStream(functions *f, int device, uintptr_t stream) {
+	ON(device, f->streamDestroy((void *)stream));
+}
+static int gohvdSynchronize(functions *f, int device, uintptr_t stream) {
+	ON(device, f->streamSynchronize((void *)stream));
+}
+static int gohvdWaitEvent(functions *f, int device, uintptr_t stream, void *event) {
+	ON(device, f->streamWaitEvent((void *)stream, event, 0));
+}
+static int gohvdNewEvent(functions *f, int device, void **event) {
+	ON(device, f->eventCreateWithFlags(event, 2)); // 2: it measures no time
+}
+static int gohvdRecord(functions *f, int device, void *event, uintptr_t stream) {
+	ON(device, f->eventRecord(event, (void *)stream));
+}
+static int gohvdQuery(functions *f, int device, void *event) { ON(device, f->eventQuery(event)); }
+static int gohvdDestroyEvent(functions *f, int device, void *event) { ON(device, f->eventDestroy(event)); }
+*/
+import "C"
+
+import (
+	"fmt"
+	"runtime"
+	"strings"
+	"unsafe"
+)
+
+// functions are the names of the functions in C's struct of the same name, in its order.
+var functions = []string{
+	"cudaGetDeviceCount", "cudaGetDevice", "cudaSetDevice", "cudaGetLastError", "cudaGetErrorName", "cudaGetErrorString",
+	"cudaRuntimeGetVersion", "cudaDriverGetVersion", "cudaDeviceGetPCIBusId", "cudaMemGetInfo", "cudaMalloc",
+	"cudaFree", "cudaMemcpyAsync", "cudaMemsetAsync", "cudaStreamCreateWithFlags", "cudaStreamDestroy",
+	"cudaStreamSynchronize", "cudaStreamWaitEvent", "cudaEventCreateWithFlags", "cudaEventRecord",
+	"cudaEventQuery", "cudaEventDestroy",
+}
+
+// notReady is the code of cudaErrorNotReady.
+const notReady = 600
+
+// Runtime is the CUDA runtime library. Its methods may be called by any goroutine.
+type Runtime struct {
+	Library *Library
+	// Version and DriverVersion are 1000 times the major plus 10 times the minor version. DriverVersion is
+	// the newest version that the driver supports, or 0 if there is no driver.
+	Version, DriverVersion int
+	// Devices is the number of devices of this host that the process may use.
+	Devices int
+	f       *C.functions
+}
+
+// Load loads the CUDA runtime from the file at path, or from where the dynamic loader finds it if path is "".
+// It returns an error if the library lacks a function that this package needs. A host without devices is no
+// error.
+func Load(path string) (*Runtime, error) {
+	names := []string{"libcudart.so", "libcudart.so.13", "libcudart.so.12", "libcudart.so.11.0"}
+	if path != "" {
+		names = []string{path}
+	}
+	l, err := OpenLibrary(names...)
+	if err != nil {
+		return nil, err
+	}
+	r := &Runtime{Library: l, f: new(C.functions)}
+	table := unsafe.Slice((*unsafe.Pointer)(unsafe.Pointer(r.f)), len(functions))
+	if missing := l.Symbols(table, functions); len(missing) > 0 {
+		return nil, fmt.Errorf("cuda: %s lacks %s", l.Name, strings.Join(missing, ", "))
+	}
+	var n, version, driver C.int
+	if err := r.check("cudaRuntimeGetVersion", C.gohvdVersions(r.f, &version, &driver)); err != nil {
+		return nil, err
+	}
+	r.Version, r.DriverVersion = int(version), int(driver)
+	if C.gohvdCount(r.f, &n) == 0 {
+		r.Devices = int(n)
+	}
+	return r, nil
+}
+
+// check returns the error for a result of the function that is called call.
+func (r *Runtime) check(call string, code C.int) error {
+	if code == 0 {
+		return nil
+	}
+	return &Error{Call: call, Code: int(code), Name: C.GoString(C.gohvdErrorName(r.f, code)),
+		Text: C.GoString(C.gohvdErrorText(r.f, code))}
+}
+
+// Device is a device of this host.
+type Device struct {
+	runtime *Runtime
+	index   C.int
+}
+
+// Device returns the device with the given index.
+func (r *Runtime) Device(index int) (*Device, error) {
+	if index < 0 || index >= r.Devices {
+		return nil, fmt.Errorf("cuda: got device %d, want a number below %d, the number of devices", index,
+			r.Devices)
+	}
+	return &Device{r, C.int(index)}, nil
+}
+
+// Index returns the index of the device.
+func (d *Device) Index() int { return int(d.index) }
+
+// Use calls f with the device as the current device of the thread. Afterwards the thread has its old device
+// again.
+func (d *Device) Use(f func() error) error {
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	var old C.int
+	if err := d.runtime.check("cudaSetDevice", C.gohvdUse(d.runtime.f, d.index, &old)); err != nil {
+		return err
+	}
+	defer C.gohvdUseAgain(d.runtime.f, old)
+	return f()
+}
+
+// BusID returns the address of the device on the PCI bus, such as 0000:01:00.0.
+func (d *Device) BusID() (string, error) {
+	var text [32]C.char
+	err := d.runtime.check("cudaDeviceGetPCIBusId",
+		C.gohvdBusID(d.runtime.f, d.index, &text[0], C.int(len(text))))
+	return C.GoString(&text[0]), err
+}
+
+// Memory returns the numbers of free bytes and of all bytes of the device's memory.
+func (d *Device) Memory() (unused, total int64, err error) {
+	var u, t C.size_t
+	err = d.runtime.check("cudaMemGetInfo", C.gohvdMemory(d.runtime.f, d.index, &u, &t))
+	return int64(u), int64(t), err
+}
+
+// Alloc returns n bytes of memory of the device, with undefined contents.
+func (d *Device) Alloc(n int) ([]byte, error) {
+	if n == 0 {
+		return nil, nil
+	}
+	var p unsafe.Pointer
+	err := d.runtime.check("cudaMalloc", C.gohvdAlloc(d.runtime.f, d.index, &p, C.size_t(n)))
+	if err != nil {
+		return nil, fmt.Errorf("%w: %d bytes on device %d", err, n, d.index)
+	}
+	return unsafe.Slice((*byte)(p), n), nil
+}
+
+// Free frees memory that Alloc has returned. It waits for all work of the device.
+func (d *Device) Free(memory []byte) error {
+	if len(memory) == 0 {
+		return nil
+	}
+	return d.runtime.check("cudaFree", C.gohvdFree(d.runtime.f, d.index, address(memory)))
+}
+
+// address returns the address of the first byte of b, or nil if b is empty.
+func address(b []byte) unsafe.Pointer { return unsafe.Pointer(unsafe.SliceData(b)) }
+
+// Stream is a queue of work for a device, which executes the work in order.
+type Stream struct {
+	Device *Device
+	// handle is a cudaStream_t. It is no pointer in Go, because special streams have small numbers.
+	handle C.uintptr_t
+}
+
+// NewStream makes a stream. It does not wait for work of the default stream.
+func (d *Device) NewStream() (*Stream, error) {
+	s := &Stream{Device: d}
+	return s, d.runtime.check("cudaStreamCreateWithFlags", C.gohvdNewStream(d.runtime.f, d.index, &s.handle))
+}
+
+// OfHandle returns the stream of the device with the given cudaStream_t, which another library has made.
+func (d *Device) OfHandle(handle uintptr) *Stream { return &Stream{d, C.uintptr_t(handle)} }
+
+// Handle returns the stream as a cudaStream_t.
+func (s *Stream) Handle() uintptr { return uintptr(s.handle) }
+
+// Copy enqueues a copy of from to to, which have the same length. Each may be memory of the host or of a
+// device. It must stay valid until the copy has ended.
+func (s *Stream) Copy(to, from []byte) error {
+	if len(to) != len(from) {
+		return fmt.Errorf("cuda: copy: got %d bytes for %d bytes", len(from), len(to))
+	}
+	return s.check("cudaMemcpyAsync", C.gohvdCopy(s.f(), s.Device.index, address(to), address(from),
+		C.size_t(len(to)), s.handle))
+}
+
+// Fill enqueues work that sets every byte of to.
+func (s *Stream) Fill(to []byte, value byte) error {
+	return s.check("cudaMemsetAsync", C.gohvdFill(s.f(), s.Device.index, address(to), C.int(value),
+		C.size_t(len(to)), s.handle))
+}
+
+// Wait enqueues work that waits until the work before the last Record of e has ended. If e was never
+// recorded, it does not wait.
+func (s *Stream) Wait(e *Event) error {
+	return s.check("cudaStreamWaitEvent", C.gohvdWaitEvent(s.f(), s.Device.index, s.handle, e.handle))
+}
+
+// Synchronize waits until all work of the stream has ended. It blocks a thread.
+func (s *Stream) Synchronize() error {
+	return s.check("cudaStreamSynchronize", C.gohvdSynchronize(s.f(), s.Device.index, s.handle))
+}
+
+// Close destroys the stream when its work has ended.
+func (s *Stream) Close() error {
+	return s.check("cudaStreamDestroy", C.gohvdDestroyStream(s.f(), s.Device.index, s.handle))
+}
+
+func (s *Stream) f() *C.functions { return s.Device.runtime.f }
+
+func (s *Stream) check(call string, code C.int) error { return s.Device.runtime.check(call, code) }
+
+// Event marks a position in a stream.
+type Event struct {
+	device *Device
+	handle unsafe.Pointer
+}
+
+// NewEvent makes an event.
+func (d *Device) NewEvent() (*Event, error) {
+	e := &Event{device: d}
+	return e, d.runtime.check("cudaEventCreateWithFlags", C.gohvdNewEvent(d.runtime.f, d.index, &e.handle))
+}
+
+// Record moves the event to the end of the work of s.
+func (e *Event) Record(s *Stream) error {
+	return s.check("cudaEventRecord", C.gohvdRecord(s.f(), s.Device.index, e.handle, s.handle))
+}
+
+// Query reports whether the work before the last Record has ended. Before the first Record it returns true.
+func (e *Event) Query() (bool, error) {
+	code := C.gohvdQuery(e.device.runtime.f, e.device.index, e.handle)
+	if code == notReady {
+		return false, nil
+	}
+	return code == 0, e.device.runtime.check("cudaEventQuery", code)
+}
+
+// Close destroys the event.
+func (e *Event) Close() error {
+	return e.device.runtime.check("cudaEventDestroy",
+		C.gohvdDestroyEvent(e.device.runtime.f, e.device.index, e.handle))
+}

@@ -1,0 +1,692 @@
+// A stand-in for libcudart, for tests on machines without a GPU. "Device memory" is host memory that programs
+// cannot read or write by its address, so that a program that does so crashes, as with a real device. A
+// stream executes its work in a thread of its own, after a delay, so that missing waits show. The stand-in
+// ends the process with a message if it is used wrongly: a stream, event or address that does not exist (any
+// more), a copy beyond the end of an allocation, memory that is freed twice or while it is in use.
+//
+// The environment selects what it pretends to be:
+//
+//	STANDIN_CUDA_DEVICES       number of devices (default 4)
+//	STANDIN_CUDA_VERSION       version of runtime and driver (default 12080)
+//	STANDIN_CUDA_DELAY_US      delay of each piece of work on a stream (default 200)
+//	STANDIN_CUDA_MEMORY_BYTES  size of the memory of each device (default 1 GiB)
+#define _GNU_SOURCE
+#include "standin.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdarg.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+enum { success = 0, invalidValue = 1, outOfMemory = 2, noDevice = 100, invalidDevice = 101, notReady = 600 };
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+
+void standin_violation(const char *format, ...) {
+	va_list args;
+	va_start(args, format);
+	fprintf(stderr, "stand-in: violation: ");
+	vfprintf(stderr, format, args);
+	fprintf(stderr, "\n");
+	va_end(args);
+	abort();
+}
+
+static long setting(const char *name, long otherwise) {
+	const char *text = getenv(name);
+	return text && *text ? atol(text) : otherwise;
+}
+
+// ---- devices
+
+static __thread int current;     // the device of the calling thread
+static __thread int last;        // the last error of the calling thread
+
+static int devices(void) { return (int)setting("STANDIN_CUDA_DEVICES", 4); }
+
+static int result(int code) {
+	if (code != success)
+		last = code;
+	return code;
+}
+
+int cudaGetDeviceCount(int *n) {
+	*n = devices();
+	return result(*n > 0 ? success : noDevice);
+}
+
+int cudaSetDevice(int device) {
+	if (device < 0 || device >= devices())
+		return result(invalidDevice);
+	current = device;
+	return success;
+}
+
+int cudaGetDevice(int *device) {
+	*device = current;
+	return success;
+}
+
+int cudaGetLastError(void) {
+	int code = last;
+	last = success;
+	return code;
+}
+
+const char *cudaGetErrorName(int code) {
+	switch (code) {
+	case success: return "cudaSuccess";
+	case invalidValue: return "cudaErrorInvalidValue";
+	case outOfMemory: return "cudaErrorMemoryAllocation";
+	case noDevice: return "cudaErrorNoDevice";
+	case invalidDevice: return "cudaErrorInvalidDevice";
+	case notReady: return "cudaErrorNotReady";
+	}
+	return "unrecognized error code";
+}
+
+const char *cudaGetErrorString(int code) {
+	switch (code) {
+	case success: return "no error";
+	case invalidValue: return "invalid argument";
+	case outOfMemory: return "out of memory";
+	case noDevice: return "no CUDA-capable device is detected";
+	case invalidDevice: return "invalid device ordinal";
+	case notReady: return "device not ready";
+	}
+	return "unrecognized error code";
+}
+
+int cudaRuntimeGetVersion(int *v) {
+	*v = (int)setting("STANDIN_CUDA_VERSION", 12080);
+	return success;
+}
+
+int cudaDriverGetVersion(int *v) { return cudaRuntimeGetVersion(v); }
+
+int cudaDeviceGetPCIBusId(char *text, int len, int device) {
+	if (device < 0 || device >= devices())
+		return result(invalidDevice);
+	snprintf(text, (size_t)len, "0000:%02X:00.0", device + 1);
+	return success;
+}
+
+// ---- memory
+
+// A block is an allocation, or the allocation of another process that this process has opened.
+struct block {
+	char *address;  // the device address, which cannot be read
+	char *host;     // the same memory, for the stand-in
+	size_t size;
+	int device;
+	int fd;
+	int opens;      // how often another process's block was opened; 0 if it is our own
+	char name[40];  // the name of the shared memory
+	struct block *next;
+};
+
+static struct block *blocks;
+static size_t used[64];
+
+// share makes shared memory of n bytes, which other processes can open by its name, and which ends with the
+// process. It returns a file descriptor, or -1.
+static int share(char name[40], size_t n) {
+	int fd = memfd_create("standin", 0);
+	if (fd >= 0 && ftruncate(fd, (off_t)n) != 0) {
+		close(fd);
+		return -1;
+	}
+	snprintf(name, 40, "/proc/%d/fd/%d", getpid(), fd);
+	return fd;
+}
+
+static struct block *find(const void *p) {
+	for (struct block *b = blocks; b; b = b->next)
+		if ((const char *)p >= b->address && (const char *)p < b->address + b->size)
+			return b;
+	return NULL;
+}
+
+void *standin_host(const void *p, size_t n, const char *call) {
+	pthread_mutex_lock(&lock);
+	struct block *b = find(p);
+	if (!b)
+		standin_violation("%s: %p is not in an allocation", call, p);
+	if (n > b->size - (size_t)((const char *)p - b->address))
+		standin_violation("%s: %zu bytes at %p reach beyond the end of the allocation of %zu bytes at %p", call, n,
+			p, b->size, (void *)b->address);
+	char *host = b->host + ((const char *)p - b->address);
+	pthread_mutex_unlock(&lock);
+	return host;
+}
+
+// map maps the shared memory of b. The caller holds the lock.
+static int map(struct block *b, int fd) {
+	if (fd < 0)
+		return invalidValue;
+	b->fd = fd;
+	b->address = mmap(NULL, b->size, PROT_NONE, MAP_SHARED, fd, 0);
+	b->host = mmap(NULL, b->size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+	if (b->address == MAP_FAILED || b->host == MAP_FAILED)
+		return outOfMemory;
+	b->next = blocks;
+	blocks = b;
+	return success;
+}
+
+static void unmap(struct block *b) {
+	for (struct block **at = &blocks; *at; at = &(*at)->next)
+		if (*at == b) {
+			*at = b->next;
+			break;
+		}
+	munmap(b->address, b->size);
+	munmap(b->host, b->size);
+	close(b->fd);
+	free(b);
+}
+
+int cudaMalloc(void **p, size_t n) {
+	*p = NULL;
+	if (n == 0)
+		return success;
+	size_t page = 4096, size = (n + page - 1) / page * page;
+	pthread_mutex_lock(&lock);
+	int code = outOfMemory;
+	if (used[current] + size <= (size_t)setting("STANDIN_CUDA_MEMORY_BYTES", 1L << 30)) {
+		struct block *b = calloc(1, sizeof *b);
+		b->size = size;
+		b->device = current;
+		if ((code = map(b, share(b->name, size))) == success) {
+			memset(b->host, 0xa5, size); // what was there before is undefined
+			used[current] += size;
+			*p = b->address;
+		}
+	}
+	pthread_mutex_unlock(&lock);
+	return result(code);
+}
+
+static void synchronizeAll(int device);
+
+int cudaFree(void *p) {
+	if (!p)
+		return success;
+	pthread_mutex_lock(&lock);
+	struct block *b = find(p);
+	if (!b || b->address != p)
+		standin_violation("cudaFree: %p is not the beginning of an allocation", p);
+	if (b->opens)
+		standin_violation("cudaFree: %p belongs to another process", p);
+	int device = b->device;
+	pthread_mutex_unlock(&lock);
+	synchronizeAll(device);
+	pthread_mutex_lock(&lock);
+	used[device] -= b->size;
+	unmap(b);
+	pthread_mutex_unlock(&lock);
+	return success;
+}
+
+int cudaMemGetInfo(size_t *unused, size_t *total) {
+	*total = (size_t)setting("STANDIN_CUDA_MEMORY_BYTES", 1L << 30);
+	pthread_mutex_lock(&lock);
+	*unused = *total - used[current];
+	pthread_mutex_unlock(&lock);
+	return success;
+}
+
+struct pointerAttributes {
+	int type, device; // type 0 is memory that CUDA does not know, 2 is device memory
+	void *devicePointer, *hostPointer;
+};
+
+int cudaPointerGetAttributes(struct pointerAttributes *a, const void *p) {
+	memset(a, 0, sizeof *a);
+	pthread_mutex_lock(&lock);
+	struct block *b = find(p);
+	a->device = b ? b->device : -1;
+	a->type = b ? 2 : 0;
+	a->devicePointer = b ? (void *)p : NULL;
+	pthread_mutex_unlock(&lock);
+	return success;
+}
+
+int cudaHostAlloc(void **p, size_t n, unsigned flags) {
+	(void)flags;
+	*p = malloc(n);
+	return result(*p ? success : outOfMemory);
+}
+
+int cudaFreeHost(void *p) {
+	free(p);
+	return success;
+}
+
+// ---- streams
+
+struct work {
+	int (*run)(void *);
+	void *arg;
+	struct work *next;
+};
+
+struct stream {
+	int device;
+	pthread_t thread;
+	pthread_mutex_t lock;
+	pthread_cond_t changed;
+	struct work *first, **end;
+	long done, queued;
+	int closing;
+	struct stream *next;
+};
+
+static struct stream *streams;
+
+static void *execute(void *arg) {
+	struct stream *s = arg;
+	useconds_t delay = (useconds_t)setting("STANDIN_CUDA_DELAY_US", 200);
+	pthread_mutex_lock(&s->lock);
+	while (1) {
+		while (!s->first && !s->closing)
+			pthread_cond_wait(&s->changed, &s->lock);
+		if (!s->first)
+			break;
+		struct work *w = s->first;
+		pthread_mutex_unlock(&s->lock);
+		if (delay)
+			usleep(delay);
+		while (w->run(w->arg))
+			usleep(50);
+		pthread_mutex_lock(&s->lock);
+		if (!(s->first = w->next))
+			s->end = &s->first;
+		s->done++;
+		free(w);
+		pthread_cond_broadcast(&s->changed);
+	}
+	pthread_mutex_unlock(&s->lock);
+	return NULL;
+}
+
+static struct stream *checked(void *stream, const char *call) {
+	if (stream == NULL || (uintptr_t)stream <= 2)
+		standin_violation("%s: the stand-in has no default stream", call);
+	pthread_mutex_lock(&lock);
+	struct stream *s = streams;
+	while (s && s != stream)
+		s = s->next;
+	pthread_mutex_unlock(&lock);
+	if (!s)
+		standin_violation("%s: stream %p does not exist", call, stream);
+	return s;
+}
+
+int cudaStreamCreateWithFlags(void **stream, unsigned flags) {
+	(void)flags;
+	struct stream *s = calloc(1, sizeof *s);
+	s->device = current;
+	s->end = &s->first;
+	pthread_mutex_init(&s->lock, NULL);
+	pthread_cond_init(&s->changed, NULL);
+	pthread_mutex_lock(&lock);
+	s->next = streams;
+	streams = s;
+	pthread_mutex_unlock(&lock);
+	pthread_create(&s->thread, NULL, execute, s);
+	*stream = s;
+	return success;
+}
+
+int cudaStreamCreateWithPriority(void **stream, unsigned flags, int priority) {
+	(void)priority;
+	return cudaStreamCreateWithFlags(stream, flags);
+}
+
+int cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
+	*least = 0;
+	*greatest = -5;
+	return success;
+}
+
+int cudaStreamDestroy(void *stream) {
+	struct stream *s = checked(stream, "cudaStreamDestroy");
+	pthread_mutex_lock(&s->lock);
+	s->closing = 1;
+	pthread_cond_broadcast(&s->changed);
+	pthread_mutex_unlock(&s->lock);
+	pthread_join(s->thread, NULL);
+	pthread_mutex_lock(&lock);
+	for (struct stream **at = &streams; *at; at = &(*at)->next)
+		if (*at == s) {
+			*at = s->next;
+			break;
+		}
+	pthread_mutex_unlock(&lock);
+	free(s);
+	return success;
+}
+
+void standin_enqueue(void *stream, int (*run)(void *), void *arg, const char *call) {
+	struct stream *s = checked(stream, call);
+	struct work *w = malloc(sizeof *w);
+	*w = (struct work){run, arg, NULL};
+	pthread_mutex_lock(&s->lock);
+	*s->end = w;
+	s->end = &w->next;
+	s->queued++;
+	pthread_cond_broadcast(&s->changed);
+	pthread_mutex_unlock(&s->lock);
+}
+
+static void synchronize(struct stream *s) {
+	pthread_mutex_lock(&s->lock);
+	long until = s->queued;
+	while (s->done < until)
+		pthread_cond_wait(&s->changed, &s->lock);
+	pthread_mutex_unlock(&s->lock);
+}
+
+int cudaStreamSynchronize(void *stream) {
+	synchronize(checked(stream, "cudaStreamSynchronize"));
+	return success;
+}
+
+int cudaStreamQuery(void *stream) {
+	struct stream *s = checked(stream, "cudaStreamQuery");
+	pthread_mutex_lock(&s->lock);
+	int idle = s->done == s->queued;
+	pthread_mutex_unlock(&s->lock);
+	return idle ? success : result(notReady);
+}
+
+static void synchronizeAll(int device) {
+	pthread_mutex_lock(&lock);
+	struct stream *s = streams;
+	pthread_mutex_unlock(&lock);
+	for (; s; s = s->next)
+		if (s->device == device)
+			synchronize(s);
+}
+
+int cudaDeviceSynchronize(void) {
+	synchronizeAll(current);
+	return success;
+}
+
+// ---- copies
+
+struct copy {
+	char *to;
+	const char *from; // NULL if the bytes are set to value
+	size_t n;
+	int value;
+};
+
+static int doCopy(void *arg) {
+	struct copy *c = arg;
+	if (c->from)
+		memmove(c->to, c->from, c->n);
+	else
+		memset(c->to, c->value, c->n);
+	free(c);
+	return 0;
+}
+
+static int isDevice(const void *p) {
+	pthread_mutex_lock(&lock);
+	int is = find(p) != NULL;
+	pthread_mutex_unlock(&lock);
+	return is;
+}
+
+static void *memory(const void *p, size_t n, const char *call) {
+	return isDevice(p) ? standin_host(p, n, call) : (void *)p;
+}
+
+static struct copy *newCopy(void *to, const void *from, size_t n, int kind, const char *call) {
+	int fromDevice = isDevice(from), toDevice = isDevice(to);
+	if (kind != 4 && kind != 2 * fromDevice + toDevice)
+		standin_violation("%s: kind %d does not fit the memory: device to read: %d, to write: %d", call, kind,
+			fromDevice, toDevice);
+	struct copy *c = malloc(sizeof *c);
+	*c = (struct copy){memory(to, n, call), memory(from, n, call), n, 0};
+	return c;
+}
+
+int cudaMemcpyAsync(void *to, const void *from, size_t n, int kind, void *stream) {
+	if (n > 0)
+		standin_enqueue(stream, doCopy, newCopy(to, from, n, kind, "cudaMemcpyAsync"), "cudaMemcpyAsync");
+	return success;
+}
+
+int cudaMemcpy(void *to, const void *from, size_t n, int kind) {
+	if (n > 0)
+		doCopy(newCopy(to, from, n, kind, "cudaMemcpy"));
+	return success;
+}
+
+int cudaMemsetAsync(void *p, int value, size_t n, void *stream) {
+	if (n == 0)
+		return success;
+	struct copy *c = malloc(sizeof *c);
+	*c = (struct copy){standin_host(p, n, "cudaMemsetAsync"), NULL, n, value};
+	standin_enqueue(stream, doCopy, c, "cudaMemsetAsync");
+	return success;
+}
+
+// ---- events
+
+struct state { // in shared memory if the event is for several processes
+	long recorded, completed;
+};
+
+struct event {
+	struct state *state;
+	int interprocess;
+	char name[40];
+	struct event *next;
+};
+
+static struct event *events;
+
+static struct event *checkedEvent(void *event, const char *call) {
+	pthread_mutex_lock(&lock);
+	struct event *e = events;
+	while (e && e != event)
+		e = e->next;
+	pthread_mutex_unlock(&lock);
+	if (!e)
+		standin_violation("%s: event %p does not exist", call, event);
+	return e;
+}
+
+static int mapState(struct event *e, int fd) {
+	if (fd < 0)
+		return invalidValue;
+	e->state = mmap(NULL, sizeof *e->state, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+	return e->state == MAP_FAILED ? outOfMemory : success;
+}
+
+static int addEvent(struct event *e, void **event) {
+	pthread_mutex_lock(&lock);
+	e->next = events;
+	events = e;
+	pthread_mutex_unlock(&lock);
+	*event = e;
+	return success;
+}
+
+int cudaEventCreateWithFlags(void **event, unsigned flags) {
+	if ((flags & 4) && !(flags & 2))
+		return result(invalidValue); // an event for several processes must not measure time
+	struct event *e = calloc(1, sizeof *e);
+	if ((e->interprocess = (flags & 4) != 0)) {
+		int code = mapState(e, share(e->name, sizeof *e->state));
+		if (code != success)
+			return result(code);
+	} else {
+		e->state = calloc(1, sizeof *e->state);
+	}
+	return addEvent(e, event);
+}
+
+int cudaEventDestroy(void *event) {
+	struct event *e = checkedEvent(event, "cudaEventDestroy");
+	pthread_mutex_lock(&lock);
+	for (struct event **at = &events; *at; at = &(*at)->next)
+		if (*at == e) {
+			*at = e->next;
+			break;
+		}
+	pthread_mutex_unlock(&lock);
+	// The state stays, because work on a stream may still refer to it.
+	free(e);
+	return success;
+}
+
+struct mark {
+	struct state *state;
+	long number;
+};
+
+static int complete(void *arg) {
+	struct mark *m = arg;
+	long before = __atomic_load_n(&m->state->completed, __ATOMIC_ACQUIRE);
+	while (before < m->number && !__atomic_compare_exchange_n(&m->state->completed, &before, m->number, 0,
+			__ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
+		;
+	free(m);
+	return 0;
+}
+
+static int await(void *arg) {
+	struct mark *m = arg;
+	if (__atomic_load_n(&m->state->completed, __ATOMIC_ACQUIRE) < m->number)
+		return 1;
+	free(m);
+	return 0;
+}
+
+int cudaEventRecord(void *event, void *stream) {
+	struct event *e = checkedEvent(event, "cudaEventRecord");
+	struct mark *m = malloc(sizeof *m);
+	*m = (struct mark){e->state, __atomic_add_fetch(&e->state->recorded, 1, __ATOMIC_ACQ_REL)};
+	standin_enqueue(stream, complete, m, "cudaEventRecord");
+	return success;
+}
+
+int cudaStreamWaitEvent(void *stream, void *event, unsigned flags) {
+	(void)flags;
+	struct event *e = checkedEvent(event, "cudaStreamWaitEvent");
+	struct mark *m = malloc(sizeof *m);
+	*m = (struct mark){e->state, __atomic_load_n(&e->state->recorded, __ATOMIC_ACQUIRE)};
+	standin_enqueue(stream, await, m, "cudaStreamWaitEvent");
+	return success;
+}
+
+static int ended(struct event *e) {
+	return __atomic_load_n(&e->state->completed, __ATOMIC_ACQUIRE) >=
+		__atomic_load_n(&e->state->recorded, __ATOMIC_ACQUIRE);
+}
+
+int cudaEventQuery(void *event) {
+	return ended(checkedEvent(event, "cudaEventQuery")) ? success : result(notReady);
+}
+
+int cudaEventSynchronize(void *event) {
+	struct event *e = checkedEvent(event, "cudaEventSynchronize");
+	while (!ended(e))
+		usleep(50);
+	return success;
+}
+
+// ---- memory and events of other processes
+
+struct handle {
+	char bytes[64];
+};
+
+int cudaIpcGetMemHandle(struct handle *h, void *p) {
+	pthread_mutex_lock(&lock);
+	struct block *b = find(p);
+	if (!b || b->opens) {
+		pthread_mutex_unlock(&lock);
+		return result(invalidValue);
+	}
+	memset(h, 0, sizeof *h);
+	memcpy(h->bytes, b->name, sizeof b->name);
+	memcpy(h->bytes + 40, &b->size, sizeof b->size);
+	memcpy(h->bytes + 48, &b->device, sizeof b->device);
+	pid_t pid = getpid();
+	memcpy(h->bytes + 52, &pid, sizeof pid);
+	pthread_mutex_unlock(&lock);
+	return success;
+}
+
+int cudaIpcOpenMemHandle(void **p, struct handle h, unsigned flags) {
+	(void)flags;
+	pid_t pid;
+	memcpy(&pid, h.bytes + 52, sizeof pid);
+	if (pid == getpid())
+		return result(invalidValue); // a process cannot open its own memory
+	pthread_mutex_lock(&lock);
+	for (struct block *b = blocks; b; b = b->next)
+		if (b->opens && strcmp(b->name, h.bytes) == 0) {
+			b->opens++;
+			*p = b->address;
+			pthread_mutex_unlock(&lock);
+			return success;
+		}
+	struct block *b = calloc(1, sizeof *b);
+	memcpy(b->name, h.bytes, sizeof b->name);
+	memcpy(&b->size, h.bytes + 40, sizeof b->size);
+	b->device = current;
+	b->opens = 1;
+	int code = map(b, open(b->name, O_RDWR));
+	*p = b->address;
+	if (code != success)
+		free(b);
+	pthread_mutex_unlock(&lock);
+	return result(code);
+}
+
+int cudaIpcCloseMemHandle(void *p) {
+	pthread_mutex_lock(&lock);
+	struct block *b = find(p);
+	if (!b || b->address != p || !b->opens)
+		standin_violation("cudaIpcCloseMemHandle: %p is not memory that was opened", p);
+	if (--b->opens == 0)
+		unmap(b);
+	pthread_mutex_unlock(&lock);
+	return success;
+}
+
+int cudaIpcGetEventHandle(struct handle *h, void *event) {
+	struct event *e = checkedEvent(event, "cudaIpcGetEventHandle");
+	if (!e->interprocess)
+		return result(invalidValue);
+	memset(h, 0, sizeof *h);
+	memcpy(h->bytes, e->name, sizeof e->name);
+	return success;
+}
+
+int cudaIpcOpenEventHandle(void **event, struct handle h) {
+	struct event *e = calloc(1, sizeof *e);
+	memcpy(e->name, h.bytes, sizeof e->name);
+	e->interprocess = 1;
+	int code = mapState(e, open(e->name, O_RDWR));
+	if (code != success) {
+		free(e);
+		return result(code);
+	}
+	return addEvent(e, event);
+}

@@ -1,0 +1,71 @@
+// Package testcuda builds the stand-ins for libcudart and libnccl, with which tests run on machines without a
+// GPU. The folder standin has their sources, which say what they check.
+package testcuda
+
+import (
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"testing"
+)
+
+// folder is the environment variable with the folder of the stand-ins. Processes that a test starts inherit
+// it.
+const folder = "GOHVD_TEST_STANDINS"
+
+// Main builds the stand-ins with gcc, runs the tests of a package and returns the exit status. If the
+// environment says that a parent process has built them, Main uses these.
+func Main(m *testing.M) int {
+	if os.Getenv(folder) == "" {
+		dir, err := os.MkdirTemp("", "standin")
+		if err == nil {
+			err = build(dir)
+		}
+		if err != nil {
+			fmt.Fprintln(os.Stderr, "testcuda:", err)
+			return 1
+		}
+		defer os.RemoveAll(dir)
+		os.Setenv(folder, dir)
+	}
+	return m.Run()
+}
+
+// M runs the tests of a package as Main does.
+type M struct{ *testing.M }
+
+// Run calls Main.
+func (m M) Run() int { return Main(m.M) }
+
+// CUDA returns the path of the stand-in for libcudart.
+func CUDA() string { return filepath.Join(os.Getenv(folder), "libcudart.so.12") }
+
+// NCCL returns the path of the stand-in for libnccl.
+func NCCL() string { return filepath.Join(os.Getenv(folder), "libnccl.so.2") }
+
+// OldNCCL returns the path of a stand-in that has only the functions of NCCL 2.7.
+func OldNCCL() string { return filepath.Join(os.Getenv(folder), "libnccl-old.so.2") }
+
+func build(dir string) error {
+	_, file, _, _ := runtime.Caller(0)
+	sources := filepath.Join(filepath.Dir(file), "standin")
+	cuda := filepath.Join(dir, "libcudart.so.12")
+	for _, args := range [][]string{
+		{"-Wl,-soname,libcudart.so.12", "-o", cuda, "cudart.c", "-lpthread", "-lrt"},
+		{"-o", filepath.Join(dir, "libnccl.so.2"), "nccl.c", cuda, "-lpthread", "-lrt", "-lm"},
+		{"-DSTANDIN_OLD", "-o", filepath.Join(dir, "libnccl-old.so.2"), "nccl.c", cuda, "-lpthread", "-lrt",
+			"-lm"},
+	} {
+		args = append([]string{"-O1", "-g", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC",
+			"-Wl,-rpath,$ORIGIN"},
+			args...)
+		cmd := exec.Command("gcc", args...)
+		cmd.Dir = sources
+		if out, err := cmd.CombinedOutput(); err != nil {
+			return fmt.Errorf("gcc: %w\n%s", err, out)
+		}
+	}
+	return nil
+}

@@ -1,0 +1,23 @@
+//go:build !nccl || !cgo
+
+package nccl
+
+import (
+	"github.com/gohvd/gohvd/internal/cuda"
+	"github.com/gohvd/gohvd/ops"
+)
+
+// Library is NCCL together with the CUDA runtime. This build has none.
+type Library struct{ Devices *cuda.Devices }
+
+// Load returns cuda.ErrNotBuilt.
+func Load(path, cudaPath string) (*Library, error) { return nil, cuda.ErrNotBuilt }
+
+// Register panics. It cannot be called, because Load returns no Library.
+func (l *Library) Register(Config) ops.Registration { panic("nccl: not built") }
+
+// Count returns 0.
+func (l *Library) Count() int { return 0 }
+
+// Close does nothing.
+func (l *Library) Close() error { return nil }

@@ -1,0 +1,664 @@
+//go:build nccl && cgo
+
+package nccl
+
+import "C"
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+	"unsafe"
+
+	"github.com/gohvd/gohvd/internal/cuda"
+	"github.com/gohvd/gohvd/internal/kernel"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/ops"
+)
+
+// Register returns the Registration of the backend.
+func (l *Library) Register(cfg Config) ops.Registration {
+	return ops.Registration{ID: message.NCCL, Lists: true, Devices: true,
+		New: func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {
+			host, err := cfg.Host(set, ranks, me)
+			if err != nil {
+				return nil, err
+			}
+			return &backend{library: l, cfg: cfg, host: host, ranks: ranks, me: me, n: len(ranks)}, nil
+		}}
+}
+
+// backend is the ops.Backend of one process set. An error ends it.
+type backend struct {
+	library *Library
+	cfg     Config
+	host    ops.Backend
+	ranks   []topo.Rank
+	me, n   int
+	comms   []*member
+	done    *cuda.Event // at the end of the operation in progress
+	err     error       // the error that ended the backend, or nil
+
+	op      ops.Operation // the operation in progress
+	started bool
+	steps   []step // the steps of the operation that have not ended
+	begun   bool   // whether the first of them has begun
+
+	device   *device // of the operation in progress
+	comm     *member
+	id       [idBytes]byte
+	packed   []byte  // the buffer to which the tensors of a reduction were copied, or nil
+	neutrals []byte  // neutral elements in host memory, which are copied to the device
+	sent     []byte  // the sizes of the blocks that this rank sends, for the host backend
+	sizes    []byte  // the sizes of the blocks that it receives
+	counts   []int64 // the same as numbers
+	out      []byte
+}
+
+// device is a device with the stream for all process sets of this rank, and with memory for packed tensors,
+// which only work on the stream uses.
+type device struct {
+	*cuda.Device
+	stream *cuda.Stream
+	fused  []byte
+}
+
+// member is a communicator and the devices of its ranks.
+type member struct {
+	*communicator
+	devices []tensor.Device
+}
+
+// step is a part of an operation. begin starts it, and poll reports whether it has ended.
+type step struct {
+	begin func() error
+	poll  func(ctx context.Context, wait bool) (done bool, err error)
+}
+
+// Plan implements ops.Backend.
+func (b *backend) Plan(_ []topo.Rank, r *message.Response, _ int64,
+	_ *message.Tuning) (message.Algorithm, error) {
+	if !r.Kind.Reduces() {
+		return message.NoAlgorithm, nil
+	}
+	if err := tensor.CheckReduce(r.Op, r.DType); err != nil {
+		return message.NoAlgorithm, err
+	}
+	dt, op := r.DType, r.Op.Base()
+	_, has := types[dt]
+	refusal := ""
+	switch scaled := r.Prescale != 1 || r.Postscale != 1; {
+	case !has:
+		refusal = fmt.Sprintf("NCCL has no type for %v", dt)
+	case r.Wire.Valid():
+		refusal = "tensors on a device are not compressed"
+	case op == tensor.Adasum:
+		refusal = "NCCL has no adasum"
+	case scaled && (op != tensor.Sum || !dt.IsFloat()):
+		refusal = "NCCL scales only sums and averages of floats"
+	case r.Op == tensor.AverageActive && !dt.IsFloat():
+		refusal = "NCCL divides integers only by the number of all ranks"
+	case b.cfg.Deterministic && dt.IsFloat() && (op == tensor.Sum || op == tensor.Product):
+		refusal = "NCCL may add in any order, but HVD_DETERMINISTIC is set"
+	default:
+		return message.NoAlgorithm, nil
+	}
+	return message.NoAlgorithm, errors.New(refusal)
+}
+
+// Start implements ops.Backend.
+func (b *backend) Start(op ops.Operation) error {
+	switch {
+	case b.err != nil:
+		return fmt.Errorf("ops/nccl: %v: the backend has failed before: %w", op.Kind, b.err)
+	case b.started:
+		return b.fail(errors.New("Start was called for another operation before this one had finished"))
+	}
+	b.op, b.started, b.begun, b.steps = op, true, false, b.steps[:0]
+	if err := b.choose(); err != nil {
+		return b.fail(err)
+	}
+	b.steps = append(b.steps, step{nothing, b.myTurn})
+	if b.comm == nil {
+		b.steps = append(b.steps, step{b.exchangeID, b.pollHost}, step{b.join, b.pollComm})
+	}
+	if op.Kind.SendsRows() {
+		b.steps = append(b.steps, step{b.exchangeSizes, b.pollHost}, step{b.allocate, ready})
+	}
+	b.steps = append(b.steps, step{b.launch, b.pollComm}, step{b.finish, b.pollDevice})
+	return nil
+}
+
+// nothing begins a step that only waits.
+func nothing() error { return nil }
+
+// ready reports that a step has ended when it has begun.
+func ready(context.Context, bool) (bool, error) { return true, nil }
+
+// choose chooses the device and, if it exists, the communicator of the operation.
+func (b *backend) choose() error {
+	index, ok := b.op.Devices[b.me].CUDA()
+	if !ok {
+		index = b.cfg.Device
+	}
+	b.comm = nil
+	d, err := b.library.device(index)
+	if err != nil {
+		return err
+	}
+	b.device = d
+	for _, c := range b.comms {
+		if slices.Equal(c.devices, b.op.Devices) {
+			b.comm = c
+		}
+	}
+	return nil
+}
+
+// myTurn reports whether the operation may be launched. It may not before all operations that come before it
+// in the order of the rank, because the work of all process sets on a device is in one stream.
+func (b *backend) myTurn(context.Context, bool) (bool, error) {
+	l := b.library
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.err != nil {
+		return false, fmt.Errorf("an operation before it has failed: %w", l.err)
+	}
+	return b.op.Order <= l.next, nil
+}
+
+// launched lets the next operation of the rank be launched.
+func (b *backend) launched() {
+	if b.op.More {
+		return
+	}
+	l := b.library
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.next = max(l.next, b.op.Order+1)
+}
+
+// device returns the device with the given index. It makes the stream of the device when it is called for the
+// first time.
+func (l *Library) device(index int) (*device, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if d := l.devices[index]; d != nil {
+		return d, nil
+	}
+	of, err := l.CUDA.Device(index)
+	if err != nil {
+		return nil, err
+	}
+	d := &device{Device: of}
+	if d.stream, err = of.NewStream(); err != nil {
+		return nil, err
+	}
+	l.devices[index] = d
+	return d, nil
+}
+
+// exchangeID begins a broadcast of the unique id that the first rank of the set makes.
+func (b *backend) exchangeID() error {
+	if b.me == 0 {
+		if err := b.library.newID(&b.id); err != nil {
+			return err
+		}
+	}
+	return b.onHost(ops.Operation{Kind: message.Broadcast, Buf: b.id[:]})
+}
+
+// onHost begins an operation of the host backend. All ranks plan the same algorithm.
+func (b *backend) onHost(op ops.Operation) (err error) {
+	r := message.Response{Kind: op.Kind, DType: tensor.Uint8, Shape: tensor.Shape{int64(len(op.Buf))}}
+	if op.Algorithm, err = b.host.Plan(b.ranks, &r, int64(len(op.Buf)), nil); err != nil {
+		return err
+	}
+	return b.host.Start(op)
+}
+
+// join begins to make the communicator of the operation.
+func (b *backend) join() error {
+	c, err := b.library.join(&b.id, b.n, b.me, b.device.stream)
+	if err != nil {
+		return err
+	}
+	b.comm = &member{c, slices.Clone(b.op.Devices)}
+	b.comms = append(b.comms, b.comm)
+	return nil
+}
+
+// exchangeSizes begins the exchange of the sizes of the blocks of an alltoall, gather or scatter.
+func (b *backend) exchangeSizes() error {
+	b.sent = b.sent[:0]
+	for _, n := range b.op.Counts {
+		b.sent = binary.NativeEndian.AppendUint64(b.sent, uint64(n))
+	}
+	each := make([]int64, b.n)
+	for i := range each {
+		each[i] = 8
+	}
+	return b.onHost(ops.Operation{Kind: message.Alltoall, Buf: b.sent, Counts: each,
+		Allocate: func(counts []int64) ([]byte, error) {
+			for i, n := range counts {
+				if n != 8 {
+					return nil, fmt.Errorf("got %d bytes with the size of a block from rank %d, want 8", n, i)
+				}
+			}
+			b.sizes = make([]byte, 8*b.n)
+			return b.sizes, nil
+		}})
+}
+
+// allocate allocates the output of an alltoall, gather or scatter.
+func (b *backend) allocate() (err error) {
+	b.counts = b.counts[:0]
+	for i := range b.n {
+		n := int64(binary.NativeEndian.Uint64(b.sizes[8*i:]))
+		if n < 0 {
+			return fmt.Errorf("got a block of %d bytes from rank %d, want at least 0", n, b.ranks[i])
+		}
+		b.counts = append(b.counts, n)
+	}
+	b.out, err = b.op.Allocate(b.counts)
+	return err
+}
+
+// launch enqueues the operation.
+func (b *backend) launch() error {
+	for _, e := range b.op.Ready {
+		if err := b.device.stream.Wait(e); err != nil {
+			return err
+		}
+	}
+	return b.device.Use(func() error {
+		switch op := &b.op; op.Kind {
+		case message.Allreduce, message.Reduce:
+			return b.reduce()
+		case message.Reducescatter:
+			return b.reduceScatter()
+		case message.Allgather:
+			return b.allGather()
+		case message.Broadcast:
+			return b.broadcast()
+		case message.Alltoall, message.Gather, message.Scatter:
+			return b.comm.group(b.exchange)
+		}
+		return fmt.Errorf("%v is not supported", b.op.Kind)
+	})
+}
+
+// finish enqueues what follows the collective, and marks the end of the operation in the stream.
+func (b *backend) finish() (err error) {
+	if buf := b.packed; buf != nil && (b.op.Kind == message.Allreduce || b.op.Root == b.me) {
+		for _, t := range b.op.Tensors {
+			if err := b.device.stream.Copy(t.Out, buf[:len(t.Out)]); err != nil {
+				return err
+			}
+			buf = buf[len(t.Out):]
+		}
+	}
+	b.done, err = b.library.Devices.Mark(b.device.Index(), b.device.stream.Handle())
+	b.launched()
+	return err
+}
+
+// pack returns the buffer of an allreduce or of a reduce. If there is one tensor, it is the tensor. Several
+// tensors are copied to a buffer.
+func (b *backend) pack() (buf []byte, err error) {
+	s, tensors := b.device.stream, b.op.Tensors
+	if len(tensors) == 0 {
+		return b.neutral(b.op.NumBytes)
+	}
+	if len(tensors) == 1 && tensors[0].Out != nil {
+		return tensors[0].Out, copyUnlessSame(s, tensors[0].Out, tensors[0].In)
+	}
+	n := 0
+	for _, t := range tensors {
+		n += len(t.In)
+	}
+	if buf, err = b.device.buffer(n); err != nil {
+		return nil, err
+	}
+	b.packed = buf
+	for at, i := buf, 0; i < len(tensors); i++ {
+		in := tensors[i].In
+		if err := s.Copy(at[:len(in)], in); err != nil {
+			return nil, err
+		}
+		at = at[len(in):]
+	}
+	return buf, nil
+}
+
+// neutral returns n bytes of neutral elements on the device.
+func (b *backend) neutral(n int64) (buf []byte, err error) {
+	if buf, err = b.device.buffer(int(n)); err != nil {
+		return nil, err
+	}
+	if b.op.Op == tensor.Sum {
+		return buf, b.device.stream.Fill(buf, 0)
+	}
+	fill, err := kernel.Neutral(b.op.Op, b.op.DType)
+	if err != nil {
+		return nil, err
+	}
+	b.neutrals = slices.Grow(b.neutrals[:0], len(buf))[:len(buf)]
+	fill(b.neutrals)
+	return buf, b.device.stream.Copy(buf, b.neutrals)
+}
+
+// buffer returns n bytes on the device, which are valid until the next call.
+func (d *device) buffer(n int) (_ []byte, err error) {
+	if len(d.fused) < n {
+		old := d.fused
+		d.fused = nil
+		if err := d.Free(old); err != nil {
+			return nil, err
+		}
+		if d.fused, err = d.Alloc(max(n, 1<<20)); err != nil {
+			return nil, err
+		}
+	}
+	return d.fused[:n], nil
+}
+
+// reductions are the values of ncclRedOp_t.
+var reductions = map[tensor.ReduceOp]C.int{
+	tensor.Sum: redSum, tensor.Product: redProd, tensor.Min: redMin, tensor.Max: redMax,
+}
+
+// reduction calls f with the reduction of the operation, which scales too.
+func (b *backend) reduction(f func(op C.int) error) error {
+	s, op := b.op.Scaling, reductions[b.op.Op]
+	factor := s.Pre * s.Post
+	switch {
+	case s.Divisor > 1 || s.Pre == 1 && s.Post == 1/float64(b.n):
+		return f(redAvg)
+	case factor == 1:
+		return f(op)
+	}
+	op, err := b.comm.preMulSum(b.op.DType, factor)
+	if err != nil {
+		return err
+	}
+	return errors.Join(f(op), b.comm.destroyOp(op))
+}
+
+func (b *backend) reduce() error {
+	buf, err := b.pack()
+	if err != nil {
+		return err
+	}
+	return b.reduction(func(op C.int) error {
+		if b.op.Kind == message.Reduce {
+			return b.comm.reduce(buf, buf, b.op.DType, op, b.op.Root)
+		}
+		return b.comm.allReduce(buf, b.op.DType, op)
+	})
+}
+
+// tensor returns the tensor of an operation that is no allreduce or reduce. If this rank has joined, both
+// buffers are nil.
+func (b *backend) tensor() ops.Tensor {
+	if len(b.op.Tensors) == 0 {
+		return ops.Tensor{}
+	}
+	return b.op.Tensors[0]
+}
+
+// blocks calls f with the block of each rank in buf.
+func (b *backend) blocks(buf []byte, f func(rank int, block []byte) error) error {
+	for i, n := range b.op.Counts {
+		if err := f(i, buf[:n]); err != nil {
+			return err
+		}
+		buf = buf[n:]
+	}
+	return nil
+}
+
+// equal reports whether the blocks of all ranks have the same size.
+func (b *backend) equal() bool {
+	return !slices.ContainsFunc(b.op.Counts, func(n int64) bool { return n != b.op.Counts[0] })
+}
+
+func (b *backend) reduceScatter() (err error) {
+	t := b.tensor()
+	if t.In == nil {
+		if t.In, err = b.neutral(b.op.NumBytes); err != nil {
+			return err
+		}
+		from := int64(0) // the result goes to the place that NCCL allows, and nobody reads it
+		for _, n := range b.op.Counts[:b.me] {
+			from += n
+		}
+		t.Out = t.In[from:][:b.op.Counts[b.me]]
+	}
+	return b.reduction(func(op C.int) error {
+		if b.equal() {
+			return b.comm.reduceScatter(t.In, t.Out, b.op.DType, op)
+		}
+		return b.comm.group(func() error {
+			return b.blocks(t.In, func(i int, block []byte) error {
+				return b.comm.reduce(block, t.Out, b.op.DType, op, i)
+			})
+		})
+	})
+}
+
+func (b *backend) allGather() (err error) {
+	t := b.tensor()
+	if t.Out == nil {
+		if t.Out, err = b.device.buffer(int(b.op.NumBytes)); err != nil {
+			return err
+		}
+	}
+	if b.equal() {
+		return b.comm.allGather(t.In, t.Out)
+	}
+	return b.comm.group(func() error {
+		return b.blocks(t.Out, func(i int, block []byte) error {
+			if i == b.me {
+				return b.comm.broadcast(t.In, block, i)
+			}
+			return b.comm.broadcast(block, block, i)
+		})
+	})
+}
+
+func (b *backend) broadcast() (err error) {
+	t := b.tensor()
+	switch {
+	case b.op.Root == b.me && t.Out == nil:
+		t.Out = t.In
+	case b.op.Root == b.me:
+	case t.Out == nil:
+		if t.Out, err = b.device.buffer(int(b.op.NumBytes)); err != nil {
+			return err
+		}
+		fallthrough
+	default:
+		t.In = t.Out
+	}
+	return b.comm.broadcast(t.In, t.Out, b.op.Root)
+}
+
+// exchange sends and receives the blocks of an alltoall, gather or scatter.
+func (b *backend) exchange() error {
+	err := b.blocks(b.tensor().In, func(i int, block []byte) error {
+		if len(block) == 0 {
+			return nil
+		}
+		return b.comm.send(block, i)
+	})
+	for i, at := 0, b.out; err == nil && i < b.n; i++ {
+		if n := b.counts[i]; n > 0 {
+			err = b.comm.recv(at[:n], i)
+			at = at[n:]
+		}
+	}
+	return err
+}
+
+// pollHost runs the operation of the host backend.
+func (b *backend) pollHost(ctx context.Context, wait bool) (bool, error) {
+	p, err := b.host.Step(ctx, wait)
+	return p == ops.Finished, err
+}
+
+// pollComm asks whether the last call of NCCL has ended.
+func (b *backend) pollComm(context.Context, bool) (bool, error) { return b.comm.progress() }
+
+// pollDevice asks whether the work of the operation has ended on the device.
+func (b *backend) pollDevice(ctx context.Context, wait bool) (bool, error) {
+	if done, err := b.done.Query(); done || err != nil {
+		b.release()
+		return done, err
+	}
+	_, err := b.pollComm(ctx, wait)
+	return false, err
+}
+
+// release gives back the event at the end of the operation.
+func (b *backend) release() {
+	b.library.Devices.Release(b.done)
+	b.done = nil
+}
+
+// Step implements ops.Backend.
+func (b *backend) Step(ctx context.Context, wait bool) (ops.Progress, error) {
+	switch {
+	case b.err != nil:
+		return ops.Waiting, fmt.Errorf("ops/nccl: Step was called for a backend that has failed before: %w",
+			b.err)
+	case !b.started:
+		return ops.Waiting, errors.New("ops/nccl: Step was called without an operation in progress")
+	}
+	moved := false
+	for pause := time.Duration(0); len(b.steps) > 0; {
+		s := &b.steps[0]
+		if !b.begun {
+			if err := s.begin(); err != nil {
+				return ops.Waiting, b.fail(err)
+			}
+			b.begun = true
+		}
+		done, err := s.poll(ctx, wait)
+		switch {
+		case err != nil:
+			return ops.Waiting, b.fail(err)
+		case done:
+			b.steps, b.begun, moved, pause = b.steps[1:], false, true, 0
+		case !wait && moved:
+			return ops.Moving, nil
+		case !wait:
+			return ops.Waiting, nil
+		default:
+			if err := sleep(ctx, pause); err != nil {
+				return ops.Waiting, b.fail(err)
+			}
+			pause = min(pause+10*time.Microsecond, 200*time.Microsecond)
+		}
+	}
+	b.op, b.started, b.packed = ops.Operation{}, false, nil
+	return ops.Finished, nil
+}
+
+// sleep waits for d. It returns the cause if ctx ends before.
+func sleep(ctx context.Context, d time.Duration) error {
+	if ctx.Err() != nil {
+		return context.Cause(ctx)
+	}
+	time.Sleep(d)
+	return nil
+}
+
+func copyUnlessSame(s *cuda.Stream, to, from []byte) error {
+	if unsafe.SliceData(to) == unsafe.SliceData(from) {
+		return nil
+	}
+	return s.Copy(to, from)
+}
+
+// fail ends the backend because the operation has failed with err. It returns err with the kind of the
+// operation.
+func (b *backend) fail(err error) error {
+	if e, ok := errors.AsType[*Error](err); ok && !e.isLocal() {
+		err = &ops.UnknownRankError{Ranks: b.ranks, Err: err}
+	}
+	b.err = fmt.Errorf("ops/nccl: %v: %w", b.op.Kind, err)
+	b.library.mu.Lock()
+	if b.library.err == nil {
+		b.library.err = b.err
+	}
+	b.library.mu.Unlock()
+	return errors.Join(b.err, b.abort())
+}
+
+// abortTime is how long a backend waits after an abort for the work on the device to end.
+const abortTime = 5 * time.Second
+
+// abort aborts the communicators and waits until the device no longer reads or writes the tensors of the
+// operation, because they belong to the caller again when the operation has failed.
+func (b *backend) abort() error {
+	var errs []error
+	for _, c := range b.comms {
+		errs = append(errs, c.abort())
+	}
+	b.comms = nil
+	if b.device == nil {
+		return errors.Join(errs...)
+	}
+	end, err := b.library.Devices.Mark(b.device.Index(), b.device.stream.Handle())
+	for deadline := time.Now().Add(abortTime); err == nil; time.Sleep(100 * time.Microsecond) {
+		var ended bool
+		if ended, err = end.Query(); ended {
+			b.library.Devices.Release(end)
+			break
+		}
+		if err == nil && time.Now().After(deadline) {
+			err = fmt.Errorf("the work on device %d has not ended %v after its communicators were aborted: it may still write to the tensors of the operation", b.device.Index(), abortTime)
+		}
+	}
+	return errors.Join(append(errs, err)...)
+}
+
+// Close implements ops.Backend.
+func (b *backend) Close() {
+	b.library.mu.Lock()
+	failed := b.library.err != nil
+	b.library.mu.Unlock()
+	if failed || b.started { // peers may be gone, and destroying a communicator may wait for them
+		b.abort()
+	}
+	for _, c := range b.comms {
+		c.destroy()
+	}
+	b.comms = nil
+	b.release()
+	b.host.Close()
+	if b.err == nil {
+		b.err = errors.New("the backend was closed")
+	}
+}
+
+// Close releases the devices. All backends must have been closed.
+func (l *Library) Close() error {
+	if l == nil {
+		return nil
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	var errs []error
+	for _, d := range l.devices {
+		errs = append(errs, d.stream.Synchronize(), d.Free(d.fused), d.stream.Close())
+	}
+	clear(l.devices)
+	return errors.Join(append(errs, l.Devices.Close())...)
+}

@@ -1,0 +1,71 @@
+// Package nccl runs collectives of tensors on CUDA devices with NCCL. It loads libnccl and libcudart when a
+// program asks for it, so it needs neither of them to be built, and one program runs on machines with and
+// without GPUs. It is built only with cgo and with the tag nccl. In other builds Load returns
+// cuda.ErrNotBuilt.
+//
+//	operation      NCCL
+//	allreduce      ncclAllReduce
+//	reduce         ncclReduce
+//	reducescatter  ncclReduceScatter, or ncclReduce of each block if the blocks have different sizes
+//	allgather      ncclAllGather, or ncclBroadcast of each block if the blocks have different sizes
+//	broadcast      ncclBroadcast
+//	alltoall       ncclSend and ncclRecv of the blocks, after the ranks have exchanged their sizes
+//	gather         the same
+//	scatter        the same
+//
+// A process set has a communicator for each combination of devices that its ranks use. It is made by the
+// first operation that needs it: the first rank of the set makes a unique id, and the ranks broadcast it with
+// a backend for host memory, which also exchanges the sizes of blocks.
+//
+// A list of several tensors is copied to a buffer on the device, and copied back afterwards. All work is
+// enqueued on one stream of the device, and the backend asks an event whether it has ended, so that no thread
+// waits in NCCL or CUDA. Communicators are nonblocking for the same reason, which needs NCCL 2.14 or newer.
+//
+// # Reductions
+//
+// NCCL adds in an order of its own, so this backend refuses sums and products of floats in deterministic
+// mode. Averages are ncclAvg. Other scale factors are applied before the reduction (PreMulSum), because NCCL
+// cannot scale a result; so only sums and averages of floats can be scaled. NCCL has no 16-bit integers.
+// Adasum is refused.
+//
+// # Failures
+//
+// NCCL does not say which rank has failed. If a communicator reports an error, the operation fails, and the
+// control connections of the job show which rank died. An operation that has failed, or whose context ends,
+// aborts its communicator, which ends the work on the device.
+package nccl
+
+import (
+	"fmt"
+
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/ops"
+)
+
+// Error is an error that a function of NCCL has returned, or that a communicator has reported.
+type Error struct {
+	Call string // the name of the function
+	Code int
+	Text string // what the code means
+	// Detail is NCCL's last message in this process, which may be about another call, or "".
+	Detail string
+}
+
+func (e *Error) Error() string {
+	text := fmt.Sprintf("%s: %s (%d)", e.Call, e.Text, e.Code)
+	if e.Detail != "" {
+		text += ": NCCL's last message: " + e.Detail
+	}
+	return text
+}
+
+// Config configures a backend. All ranks must have the same values of Deterministic.
+type Config struct {
+	// Device is the device of this rank for operations for which it has no tensor because it has joined.
+	Device int
+	// Host makes the backend with which the ranks of a set exchange unique ids and the sizes of blocks. It
+	// must run broadcast and alltoall.
+	Host func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error)
+	// Deterministic forbids reductions whose result depends on the order of additions.
+	Deterministic bool
+}

@@ -1,0 +1,342 @@
+//go:build nccl && cgo
+
+package nccl
+
+/*
+#include <limits.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+
+typedef struct { char bytes[128]; } uniqueID;
+
+// The first fields of ncclConfig_t, as in NCCL 2.14. NCCL accepts shorter structs than its own.
+typedef struct {
+	size_t size;
+	unsigned magic, version;
+	int blocking;
+} config;
+
+// The functions of NCCL, in the order of the list functions in Go.
+typedef struct {
+	int (*getVersion)(int *);
+	int (*getUniqueID)(uniqueID *);
+	const char *(*getErrorString)(int);
+	const char *(*getLastError)(void *);
+	int (*commInitRankConfig)(void **, int, uniqueID, int, config *);
+	int (*commDestroy)(void *);
+	int (*commAbort)(void *);
+	int (*commGetAsyncError)(void *, int *);
+	int (*groupStart)(void);
+	int (*groupEnd)(void);
+	int (*allReduce)(const void *, void *, size_t, int, int, void *, void *);
+	int (*reduce)(const void *, void *, size_t, int, int, int, void *, void *);
+	int (*broadcast)(const void *, void *, size_t, int, int, void *, void *);
+	int (*allGather)(const void *, void *, size_t, int, void *, void *);
+	int (*reduceScatter)(const void *, void *, size_t, int, int, void *, void *);
+	int (*send)(const void *, size_t, int, int, void *, void *);
+	int (*recv)(void *, size_t, int, int, void *, void *);
+	int (*redOpCreatePreMulSum)(int *, void *, int, int, void *);
+	int (*redOpDestroy)(int, void *);
+} functions;
+
+static int gohvdVersion(functions *f, int *v) { return f->getVersion(v); }
+static int gohvdUniqueID(functions *f, uniqueID *id) { return f->getUniqueID(id); }
+static const char *gohvdErrorText(functions *f, int code) { return f->getErrorString(code); }
+static const char *gohvdLastError(functions *f) { return f->getLastError(NULL); }
+// NCCL may write the communicator to its place after the call, so place is memory of C.
+static int gohvdInit(functions *f, void **place, int n, uniqueID *id, int rank) {
+	config c = {sizeof c, 0xcafebeef, 21400, 0};
+	return f->commInitRankConfig(place, n, *id, rank, &c);
+}
+static int gohvdDestroy(functions *f, void *comm) { return f->commDestroy(comm); }
+static int gohvdAbort(functions *f, void *comm) { return f->commAbort(comm); }
+static int gohvdAsyncError(functions *f, void *comm, int *code) { return f->commGetAsyncError(comm, code); }
+static int gohvdGroupStart(functions *f) { return f->groupStart(); }
+static int gohvdGroupEnd(functions *f) { return f->groupEnd(); }
+static int gohvdAllReduce(functions *f, void *p, size_t n, int type, int op, void *comm, uintptr_t stream) {
+	return f->allReduce(p, p, n, type, op, comm, (void *)stream);
+}
+static int gohvdReduce(functions *f, void *in, void *out, size_t n, int type, int op, int root, void *comm,
+		uintptr_t stream) {
+	return f->reduce(in, out, n, type, op, root, comm, (void *)stream);
+}
+static int gohvdBroadcast(functions *f, void *in, void *out, size_t n, int root, void *comm,
+		uintptr_t stream) {
+	return f->broadcast(in, out, n, 1, root, comm, (void *)stream);
+}
+static int gohvdAllGather(functions *f, void *in, void *out, size_t n, void *comm, uintptr_t stream) {
+	return f->allGather(in, out, n, 1, comm, (void *)stream);
+}
+static int gohvdReduceScatter(functions *f, void *in, void *out, size_t n, int type, int op, void *comm,
+		uintptr_t stream) {
+	return f->reduceScatter(in, out, n, type, op, comm, (void *)stream);
+}
+static int gohvdSend(functions *f, void *p, size_t n, int peer, void *comm, uintptr_t stream) {
+	return f->send(p, n, 1, peer, comm, (void *)stream);
+}
+static int gohvdRecv(functions *f, void *p, size_t n, int peer, void *comm, uintptr_t stream) {
+	return f->recv(p, n, 1, peer, comm, (void *)stream);
+}
+static int gohvdPreMulSum(functions *f, int *op, void *factor, int type, void *comm) {
+	return f->redOpCreatePreMulSum(op, factor, type, 1, comm); // 1: the factor is in host memory
+}
+static int gohvdRedOpDestroy(functions *f, int op, void *comm) { return f->redOpDestroy(op, comm); }
+*/
+import "C"
+
+import (
+	"fmt"
+	"strings"
+	"sync"
+	"unsafe"
+
+	"github.com/gohvd/gohvd/half"
+	"github.com/gohvd/gohvd/internal/cuda"
+	"github.com/gohvd/gohvd/internal/tensor"
+)
+
+// functions are the names of the functions in C's struct of the same name, in its order.
+var functions = []string{
+	"ncclGetVersion", "ncclGetUniqueId", "ncclGetErrorString", "ncclGetLastError", "ncclCommInitRankConfig",
+	"ncclCommDestroy", "ncclCommAbort", "ncclCommGetAsyncError", "ncclGroupStart", "ncclGroupEnd",
+	"ncclAllReduce", "ncclReduce", "ncclBroadcast", "ncclAllGather", "ncclReduceScatter", "ncclSend",
+	"ncclRecv", "ncclRedOpCreatePreMulSum", "ncclRedOpDestroy",
+}
+
+// inProgress is the code of ncclInProgress.
+const inProgress = 7
+
+// These are values of ncclRedOp_t.
+const (
+	redSum C.int = iota
+	redProd
+	redMax
+	redMin
+	redAvg
+)
+
+// Library is NCCL together with the CUDA runtime.
+type Library struct {
+	CUDA *cuda.Runtime
+	// Devices marks the streams of the program.
+	Devices *cuda.Devices
+	// Name is the name with which NCCL was loaded.
+	Name string
+	// Version is NCCL's version: 10000 times the major, plus 100 times the minor, plus the patch number.
+	Version int
+	f       *C.functions
+
+	mu      sync.Mutex
+	devices map[int]*device
+	// next is the Order of the next operation that may be launched. err is the error of the first operation
+	// that has failed. Later operations do not wait for it, but fail with it.
+	next uint64
+	err  error
+}
+
+// Load loads NCCL from the file at path, or from where the dynamic loader finds it if path is "", and
+// likewise the CUDA runtime from cudaPath. It returns an error if NCCL is older than 2.14 or if the host has
+// no CUDA device.
+func Load(path, cudaPath string) (*Library, error) {
+	if path == "" {
+		path = "libnccl.so.2"
+	}
+	runtime, err := cuda.Load(cudaPath)
+	if err != nil {
+		return nil, err
+	}
+	file, err := cuda.OpenLibrary(path)
+	if err != nil {
+		return nil, fmt.Errorf("nccl: %w", err)
+	}
+	l := &Library{CUDA: runtime, Devices: cuda.NewDevices(runtime), Name: file.Name, f: new(C.functions),
+		devices: make(map[int]*device)}
+	table := unsafe.Slice((*unsafe.Pointer)(unsafe.Pointer(l.f)), len(functions))
+	missing := file.Symbols(table, functions)
+	if table[0] != nil {
+		var v C.int
+		C.gohvdVersion(l.f, &v)
+		l.Version = int(v)
+	}
+	if len(missing) > 0 {
+		return nil, fmt.Errorf("nccl: %s has version %s, want at least 2.14: it lacks %s", l.Name,
+			versionText(l.Version), strings.Join(missing, ", "))
+	}
+	if runtime.Devices == 0 {
+		return nil, fmt.Errorf(
+			"nccl: %s has version %s, but this host has no CUDA device that the process may use",
+			l.Name, versionText(l.Version))
+	}
+	return l, nil
+}
+
+// Count returns the number of devices of this host that the process may use.
+func (l *Library) Count() int { return l.CUDA.Devices }
+
+// versionText formats the code of a version, which is different before NCCL 2.9.
+func versionText(v int) string {
+	if v < 10000 {
+		return fmt.Sprintf("%d.%d.%d", v/1000, v/100%10, v%100)
+	}
+	return fmt.Sprintf("%d.%d.%d", v/10000, v/100%100, v%100)
+}
+
+// check returns the error for a result of the function that is called call. A call of a nonblocking
+// communicator that goes on is no error.
+func (l *Library) check(call string, code C.int) error {
+	if code == 0 || code == inProgress {
+		return nil
+	}
+	return &Error{Call: call, Code: int(code), Text: C.GoString(C.gohvdErrorText(l.f, code)),
+		Detail: C.GoString(C.gohvdLastError(l.f))}
+}
+
+// idBytes is the size of a unique id.
+const idBytes = 128
+
+// newID stores a new unique id in id.
+func (l *Library) newID(id *[idBytes]byte) error {
+	return l.check("ncclGetUniqueId", C.gohvdUniqueID(l.f, (*C.uniqueID)(unsafe.Pointer(id))))
+}
+
+// communicator is an ncclComm_t. After abort or destroy it must not be used.
+type communicator struct {
+	library *Library
+	place   *unsafe.Pointer // where the handle is, in memory of C
+	stream  *cuda.Stream
+	rank, n int
+}
+
+// join begins to make a communicator of n ranks on the device of the stream. progress tells when it is made.
+func (l *Library) join(id *[idBytes]byte, n, rank int, s *cuda.Stream) (*communicator, error) {
+	c := &communicator{library: l, stream: s, rank: rank, n: n,
+		place: (*unsafe.Pointer)(C.calloc(1, C.size_t(unsafe.Sizeof(uintptr(0)))))}
+	if err := s.Device.Use(func() error {
+		return l.check("ncclCommInitRankConfig",
+			C.gohvdInit(l.f, c.place, C.int(n), (*C.uniqueID)(unsafe.Pointer(id)), C.int(rank)))
+	}); err != nil {
+		return nil, err
+	}
+	return c, nil
+}
+
+// progress reports whether the last call has ended. It returns the error that the communicator reports, if
+// there is one.
+func (c *communicator) progress() (done bool, err error) {
+	var code C.int
+	if err := c.check("ncclCommGetAsyncError", C.gohvdAsyncError(c.library.f, *c.place, &code)); err != nil {
+		return false, err
+	}
+	return code == 0, c.check("the communicator", code)
+}
+
+func (c *communicator) check(call string, code C.int) error { return c.library.check(call, code) }
+
+// These are the codes of errors that this rank has caused: ncclUnhandledCudaError and ncclInvalidArgument.
+const (
+	unhandledCUDAError = 1
+	invalidArgument    = 4
+)
+
+// isLocal reports whether this rank has caused the error. Otherwise NCCL does not say which rank has.
+func (e *Error) isLocal() bool { return e.Code == unhandledCUDAError || e.Code == invalidArgument }
+
+func (c *communicator) abort() error {
+	return c.check("ncclCommAbort", C.gohvdAbort(c.library.f, *c.place))
+}
+
+func (c *communicator) destroy() error {
+	return c.check("ncclCommDestroy", C.gohvdDestroy(c.library.f, *c.place))
+}
+
+// group calls f between ncclGroupStart and ncclGroupEnd. The thread of the caller must be locked.
+func (c *communicator) group(f func() error) error {
+	if err := c.check("ncclGroupStart", C.gohvdGroupStart(c.library.f)); err != nil {
+		return err
+	}
+	err := f()
+	if end := c.check("ncclGroupEnd", C.gohvdGroupEnd(c.library.f)); err == nil {
+		err = end
+	}
+	return err
+}
+
+func address(b []byte) unsafe.Pointer { return unsafe.Pointer(unsafe.SliceData(b)) }
+
+func (c *communicator) allReduce(buf []byte, dt tensor.DType, op C.int) error {
+	t, n := elements(buf, dt)
+	return c.check("ncclAllReduce",
+		C.gohvdAllReduce(c.library.f, address(buf), n, t, op, *c.place, C.uintptr_t(c.stream.Handle())))
+}
+
+// reduce reduces in. The root gets the result in out, which other ranks do not use.
+func (c *communicator) reduce(in, out []byte, dt tensor.DType, op C.int, root int) error {
+	t, n := elements(in, dt)
+	return c.check("ncclReduce", C.gohvdReduce(c.library.f, address(in), address(out), n, t, op, C.int(root),
+		*c.place, C.uintptr_t(c.stream.Handle())))
+}
+
+// reduceScatter reduces in, which has a block of the same size for each rank. This rank gets its block of the
+// result in out.
+func (c *communicator) reduceScatter(in, out []byte, dt tensor.DType, op C.int) error {
+	t, n := elements(out, dt)
+	return c.check("ncclReduceScatter", C.gohvdReduceScatter(c.library.f, address(in), address(out), n, t, op,
+		*c.place, C.uintptr_t(c.stream.Handle())))
+}
+
+// broadcast copies the in of the root to the out of every rank.
+func (c *communicator) broadcast(in, out []byte, root int) error {
+	return c.check("ncclBroadcast", C.gohvdBroadcast(c.library.f, address(in), address(out),
+		C.size_t(len(out)), C.int(root), *c.place, C.uintptr_t(c.stream.Handle())))
+}
+
+// allGather stores the in of all ranks, which have the same size, in out.
+func (c *communicator) allGather(in, out []byte) error {
+	return c.check("ncclAllGather", C.gohvdAllGather(c.library.f, address(in), address(out),
+		C.size_t(len(in)), *c.place, C.uintptr_t(c.stream.Handle())))
+}
+
+func (c *communicator) send(buf []byte, peer int) error {
+	return c.check("ncclSend", C.gohvdSend(c.library.f, address(buf), C.size_t(len(buf)), C.int(peer),
+		*c.place, C.uintptr_t(c.stream.Handle())))
+}
+
+func (c *communicator) recv(buf []byte, peer int) error {
+	return c.check("ncclRecv", C.gohvdRecv(c.library.f, address(buf), C.size_t(len(buf)), C.int(peer),
+		*c.place, C.uintptr_t(c.stream.Handle())))
+}
+
+// preMulSum returns a reduction that multiplies the contributions by factor and adds them.
+func (c *communicator) preMulSum(dt tensor.DType, factor float64) (op C.int, err error) {
+	t, _ := elements(nil, dt)
+	var value [8]byte
+	switch dt {
+	case tensor.Float16:
+		*(*half.Float16)(unsafe.Pointer(&value)) = half.Float16FromFloat32(float32(factor))
+	case tensor.BFloat16:
+		*(*half.BFloat16)(unsafe.Pointer(&value)) = half.BFloat16FromFloat32(float32(factor))
+	case tensor.Float32:
+		*(*float32)(unsafe.Pointer(&value)) = float32(factor)
+	default:
+		*(*float64)(unsafe.Pointer(&value)) = factor
+	}
+	err = c.check("ncclRedOpCreatePreMulSum",
+		C.gohvdPreMulSum(c.library.f, &op, unsafe.Pointer(&value), t, *c.place))
+	return op, err
+}
+
+func (c *communicator) destroyOp(op C.int) error {
+	return c.check("ncclRedOpDestroy", C.gohvdRedOpDestroy(c.library.f, op, *c.place))
+}
+
+// types are the values of ncclDataType_t. NCCL has no type for 16-bit integers. A bool is a uint8.
+var types = map[tensor.DType]C.int{
+	tensor.Int8: 0, tensor.Uint8: 1, tensor.Bool: 1, tensor.Int32: 2, tensor.Int64: 4, tensor.Float16: 6,
+	tensor.Float32: 7, tensor.Float64: 8, tensor.BFloat16: 9,
+}
+
+// elements returns the NCCL type of dt and the number of elements in buf.
+func elements(buf []byte, dt tensor.DType) (t C.int, n C.size_t) {
+	return types[dt], C.size_t(len(buf) / dt.Size())
+}

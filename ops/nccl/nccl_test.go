@@ -1,0 +1,626 @@
+//go:build nccl && cgo
+
+package nccl_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/cuda"
+	"github.com/gohvd/gohvd/internal/kernel"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/testcuda"
+	"github.com/gohvd/gohvd/internal/testnet"
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
+	"github.com/gohvd/gohvd/internal/transport/mem"
+	"github.com/gohvd/gohvd/ops"
+	"github.com/gohvd/gohvd/ops/nccl"
+	"github.com/gohvd/gohvd/ops/tcp"
+)
+
+func TestMain(m *testing.M) { os.Exit(testcuda.Main(m)) }
+
+// member is a rank of a process set. All ranks are in this process, each with a device of its own.
+type member struct {
+	t       *testing.T
+	me, n   int
+	library *nccl.Library
+	order   uint64
+	backend ops.Backend
+	device  *cuda.Device
+	stream  *cuda.Stream
+	devices []tensor.Device // of all ranks
+	mu      sync.Mutex
+	memory  [][]byte
+}
+
+// load loads the stand-ins, which have a device for each of n ranks.
+func load(t *testing.T, n int) *nccl.Library {
+	t.Helper()
+	t.Setenv("STANDIN_CUDA_DEVICES", fmt.Sprint(n))
+	l, err := nccl.Load(testcuda.NCCL(), testcuda.CUDA())
+	if err != nil {
+		t.Fatal(err)
+	}
+	return l
+}
+
+// cluster makes the backends of n ranks.
+func cluster(t *testing.T, n int) []*member {
+	t.Helper()
+	meshes := mem.New(n)
+	ranks, devices, all := make([]topo.Rank, n), make([]tensor.Device, n), make([]*member, n)
+	for i := range n {
+		ranks[i], devices[i] = topo.Rank(i), tensor.CUDA(i)
+	}
+	for i := range n {
+		host := func(_ topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {
+			return tcp.New(meshes.Mesh(topo.Rank(me)), transport.Lane(3), ranks, me, tcp.Config{}), nil
+		}
+		l := load(t, n)
+		b, err := l.Register(nccl.Config{Device: i, Host: host}).New(0, ranks, i)
+		if err != nil {
+			t.Fatal(err)
+		}
+		d, err := l.CUDA.Device(i)
+		if err != nil {
+			t.Fatal(err)
+		}
+		s, err := d.NewStream()
+		if err != nil {
+			t.Fatal(err)
+		}
+		all[i] = &member{t: t, me: i, n: n, library: l, backend: b, device: d, stream: s, devices: devices}
+	}
+	t.Cleanup(func() {
+		var wg sync.WaitGroup
+		for _, m := range all {
+			wg.Go(func() {
+				m.backend.Close()
+				m.check(m.library.Close())
+				for _, b := range m.memory {
+					m.check(m.device.Free(b))
+				}
+				m.check(m.stream.Close())
+				unused, total, err := m.device.Memory()
+				if m.check(err); unused != total {
+					t.Errorf("rank %d: %d bytes of its device were not freed", m.me, total-unused)
+				}
+			})
+		}
+		wg.Wait()
+	})
+	return all
+}
+
+func (m *member) check(err error) {
+	if err != nil {
+		m.t.Errorf("rank %d: %v", m.me, err)
+	}
+}
+
+// alloc returns n bytes on the device of m.
+func (m *member) alloc(n int) []byte {
+	b, err := m.device.Alloc(n)
+	m.check(err)
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.memory = append(m.memory, b)
+	return b
+}
+
+// upload returns a copy of b on the device of m.
+func (m *member) upload(b []byte) []byte {
+	on := m.alloc(len(b))
+	m.check(m.stream.Copy(on, b))
+	m.check(m.stream.Synchronize())
+	return on
+}
+
+// download returns a copy of b in host memory.
+func (m *member) download(b []byte) []byte {
+	host := make([]byte, len(b))
+	m.check(m.stream.Copy(host, b))
+	m.check(m.stream.Synchronize())
+	return host
+}
+
+// run runs op and returns its error.
+func (m *member) run(op ops.Operation) error {
+	op.Devices, op.Order = m.devices, m.order
+	m.order++
+	if op.Kind.Reduces() && op.Scaling == (ops.Scaling{}) {
+		op.Scaling = ops.Scaling{Pre: 1, Post: 1}
+	}
+	ctx, cancel := context.WithTimeoutCause(context.Background(), time.Minute, errors.New("the test hangs"))
+	defer cancel()
+	return ops.Run(ctx, m.backend, op)
+}
+
+// each calls f for all ranks at once.
+func each(all []*member, f func(m *member)) {
+	var wg sync.WaitGroup
+	for _, m := range all {
+		wg.Go(func() { f(m) })
+	}
+	wg.Wait()
+}
+
+// sizes calls f with clusters of 1 to 4 ranks.
+func sizes(t *testing.T, f func(t *testing.T, all []*member)) {
+	for n := 1; n <= 4; n++ {
+		t.Run(fmt.Sprint(n), func(t *testing.T) { f(t, cluster(t, n)) })
+	}
+}
+
+// floats returns n elements that rank r contributes.
+func floats(r, n int) []float32 {
+	v := make([]float32, n)
+	for i := range v {
+		v[i] = float32((i*7+r*3)%19 - 5)
+	}
+	return v
+}
+
+// total returns the sum of the contributions of n ranks.
+func total(n, length int) []float32 {
+	sum := make([]float32, length)
+	for r := range n {
+		for i, v := range floats(r, length) {
+			sum[i] += v
+		}
+	}
+	return sum
+}
+
+func (m *member) equal(what string, on []byte, want []float32) {
+	if got := tensor.View[float32](m.download(on)); !slices.Equal(got, want) {
+		at := 0
+		for at < len(got) && at < len(want) && got[at] == want[at] {
+			at++
+		}
+		m.t.Errorf("rank %d of %d: %s: element %d of %d differs from the reference", m.me, m.n, what, at,
+			len(want))
+	}
+}
+
+func TestAllreduce(t *testing.T) {
+	sizes(t, func(t *testing.T, all []*member) {
+		for _, length := range []int{1, 1000, 100_000} {
+			each(all, func(m *member) {
+				buf := m.upload(tensor.Bytes(floats(m.me, length)))
+				m.check(m.run(ops.Operation{Kind: message.Allreduce, DType: tensor.Float32, Op: tensor.Sum,
+					Tensors: []ops.Tensor{{In: buf, Out: buf}}}))
+				m.equal("in place", buf, total(m.n, length))
+				in, out := m.upload(tensor.Bytes(floats(m.me, length))), m.alloc(4*length)
+				m.check(m.run(ops.Operation{Kind: message.Allreduce, DType: tensor.Float32, Op: tensor.Sum,
+					Tensors: []ops.Tensor{{In: in, Out: out}}}))
+				m.equal("out of place", out, total(m.n, length))
+				m.equal("the input", in, floats(m.me, length))
+			})
+		}
+	})
+}
+
+// TestFused checks that a list of tensors is reduced, of which some are in place and one is empty.
+func TestFused(t *testing.T) {
+	sizes(t, func(t *testing.T, all []*member) {
+		each(all, func(m *member) {
+			lengths := []int{3, 0, 5000, 1}
+			var tensors []ops.Tensor
+			for i, n := range lengths {
+				in := m.upload(tensor.Bytes(floats(m.me, n)))
+				out := in
+				if i%2 == 0 {
+					out = m.alloc(len(in))
+				}
+				tensors = append(tensors, ops.Tensor{In: in, Out: out})
+			}
+			for range 2 { // the second time with the sums of the tensors in place
+				m.check(m.run(ops.Operation{Kind: message.Allreduce, DType: tensor.Float32, Op: tensor.Sum,
+					Tensors: tensors}))
+			}
+			m.equal("tensor 0", tensors[0].Out, total(m.n, 3))
+			m.equal("tensor 2", tensors[2].Out, total(m.n, 5000))
+			want := total(m.n, 1)
+			m.equal("tensor 3", tensors[3].Out, []float32{want[0] * float32(m.n)})
+		})
+	})
+}
+
+func TestAverage(t *testing.T) {
+	sizes(t, func(t *testing.T, all []*member) {
+		each(all, func(m *member) {
+			n := float32(m.n)
+			reduced := func(s ops.Scaling, factor float32) {
+				buf := m.upload(tensor.Bytes(floats(m.me, 64)))
+				m.check(m.run(ops.Operation{Kind: message.Allreduce, DType: tensor.Float32, Op: tensor.Sum,
+					Scaling: s, Tensors: []ops.Tensor{{In: buf, Out: buf}}}))
+				got, want := tensor.View[float32](m.download(buf)), total(m.n, 64)
+				for i := range want {
+					if d := got[i] - want[i]*factor; d > 1e-4 || d < -1e-4 {
+						t.Errorf("rank %d of %d: scaling %+v: element %d is %v, want %v", m.me, m.n, s, i,
+							got[i],
+							want[i]*factor)
+						return
+					}
+				}
+			}
+			reduced(ops.Scaling{Pre: 1, Post: 1 / float64(m.n)}, 1/n)
+			reduced(ops.Scaling{Pre: 0.5, Post: 3}, 1.5)
+			reduced(ops.Scaling{Pre: 0.5, Post: 1 / float64(m.n)}, 0.5/n)
+			reduced(ops.Scaling{Pre: 1, Post: 0}, 0)
+			buf := m.upload(tensor.Bytes([]int32{int32(m.me + 1), -7}))
+			m.check(m.run(ops.Operation{Kind: message.Allreduce, DType: tensor.Int32, Op: tensor.Sum,
+				Scaling: ops.Scaling{Pre: 1, Post: 1, Divisor: int64(m.n)},
+				Tensors: []ops.Tensor{{In: buf, Out: buf}}}))
+			want := []int32{int32(m.n*(m.n+1)/2) / int32(m.n), -7}
+			if got := tensor.View[int32](m.download(buf)); !slices.Equal(got, want) {
+				t.Errorf("rank %d of %d: average of integers: got %v, want %v", m.me, m.n, got, want)
+			}
+		})
+	})
+}
+
+// TestTypes compares all types and reductions that NCCL has with the kernels of package kernel.
+func TestTypes(t *testing.T) {
+	all := cluster(t, 2)
+	for _, dt := range tensor.DTypes() {
+		for _, op := range []tensor.ReduceOp{tensor.Sum, tensor.Product, tensor.Min, tensor.Max} {
+			r := message.Response{Kind: message.Allreduce, DType: dt, Op: op, Prescale: 1, Postscale: 1}
+			_, err := all[0].backend.Plan(nil, &r, 0, nil)
+			refuse := dt == tensor.Int16 || dt == tensor.Uint16 || tensor.CheckReduce(op, dt) != nil
+			if (err != nil) != refuse {
+				t.Errorf("%v of %v: Plan returns %v", op, dt, err)
+			}
+			if err != nil {
+				continue
+			}
+			contribution := func(r int) []byte {
+				b := make([]byte, 16*dt.Size())
+				for i := range b {
+					b[i] = byte(i*5 + r*3)
+				}
+				if dt.IsFloat() {
+					convert, _ := kernel.Convert(dt, tensor.Float32)
+					if dt == tensor.Float32 || dt == tensor.Float64 {
+						// a finite number that is the same in all elements
+						return slices.Repeat(b[:1], len(b))
+					}
+					convert(b, tensor.Bytes(floats(r, 16)))
+				}
+				if dt == tensor.Bool {
+					for i := range b {
+						b[i] = b[i] >> uint(r) & 1
+					}
+				}
+				return b
+			}
+			want := contribution(0)
+			reduce, err := kernel.Reduce(op, dt)
+			if err != nil {
+				t.Fatal(err)
+			}
+			reduce(want, contribution(1))
+			each(all, func(m *member) {
+				buf := m.upload(contribution(m.me))
+				m.check(m.run(ops.Operation{Kind: message.Allreduce, DType: dt, Op: op,
+					Tensors: []ops.Tensor{{In: buf, Out: buf}}}))
+				if got := m.download(buf); !slices.Equal(got, want) {
+					t.Errorf("rank %d: %v of %v: got %x, want %x", m.me, op, dt, got, want)
+				}
+			})
+		}
+	}
+}
+
+func TestReduce(t *testing.T) {
+	sizes(t, func(t *testing.T, all []*member) {
+		each(all, func(m *member) {
+			root := m.n - 1
+			in := m.upload(tensor.Bytes(floats(m.me, 100)))
+			var out []byte
+			if m.me == root {
+				out = m.alloc(400)
+			}
+			m.check(m.run(ops.Operation{Kind: message.Reduce, DType: tensor.Float32, Op: tensor.Sum,
+				Root:    root,
+				Tensors: []ops.Tensor{{In: in, Out: out}}}))
+			if m.me == root {
+				m.equal("the result", out, total(m.n, 100))
+			}
+			m.equal("the input", in, floats(m.me, 100))
+		})
+	})
+}
+
+// blocks returns sizes of blocks in elements, equal ones or different ones, and where they begin.
+func blocks(n int, equal bool) (counts, starts []int, length int) {
+	for i := range n {
+		count := 50
+		if !equal {
+			count = i * 30 // none for rank 0
+		}
+		counts, starts = append(counts, count), append(starts, length)
+		length += count
+	}
+	return counts, starts, length
+}
+
+func inBytes(counts []int) (all []int64) {
+	for _, n := range counts {
+		all = append(all, int64(4*n))
+	}
+	return all
+}
+
+func TestAllgather(t *testing.T) {
+	sizes(t, func(t *testing.T, all []*member) {
+		for _, equal := range []bool{true, false} {
+			each(all, func(m *member) {
+				counts, starts, length := blocks(m.n, equal)
+				want := make([]float32, length)
+				for r := range m.n {
+					copy(want[starts[r]:], floats(r, counts[r]))
+				}
+				in, out := m.upload(tensor.Bytes(floats(m.me, counts[m.me]))), m.alloc(4*length)
+				for range 2 { // the second time in place
+					m.check(m.run(ops.Operation{Kind: message.Allgather, Counts: inBytes(counts),
+						Tensors: []ops.Tensor{{In: in, Out: out}}}))
+					m.equal(fmt.Sprint("blocks ", counts), out, want)
+					in = out[4*starts[m.me]:][:4*counts[m.me]]
+				}
+			})
+		}
+	})
+}
+
+func TestReducescatter(t *testing.T) {
+	sizes(t, func(t *testing.T, all []*member) {
+		for _, equal := range []bool{true, false} {
+			each(all, func(m *member) {
+				counts, starts, length := blocks(m.n, equal)
+				from, to := starts[m.me], starts[m.me]+counts[m.me]
+				in := m.upload(tensor.Bytes(floats(m.me, length)))
+				for _, out := range [][]byte{m.alloc(4 * (to - from)), in[4*from : 4*to]} {
+					m.check(m.run(ops.Operation{Kind: message.Reducescatter, DType: tensor.Float32,
+						Op:      tensor.Sum,
+						Tensors: []ops.Tensor{{In: in, Out: out}}, Counts: inBytes(counts)}))
+					m.equal(fmt.Sprint("blocks ", counts), out, total(m.n, length)[from:to])
+				}
+			})
+		}
+	})
+}
+
+func TestBroadcast(t *testing.T) {
+	sizes(t, func(t *testing.T, all []*member) {
+		for root := range all {
+			each(all, func(m *member) {
+				in, out := m.upload(tensor.Bytes(floats(m.me, 30_000))), m.alloc(4*30_000)
+				m.check(m.run(ops.Operation{Kind: message.Broadcast, Root: root,
+					Tensors: []ops.Tensor{{In: in, Out: out}}}))
+				m.equal("out of place", out, floats(root, 30_000))
+				m.check(m.run(ops.Operation{Kind: message.Broadcast, Root: root,
+					Tensors: []ops.Tensor{{In: in, Out: in}}}))
+				m.equal("in place", in, floats(root, 30_000))
+			})
+		}
+	})
+}
+
+func TestAlltoall(t *testing.T) {
+	sizes(t, func(t *testing.T, all []*member) {
+		each(all, func(m *member) {
+			counts, starts, length := blocks(m.n, false)
+			in := m.upload(tensor.Bytes(floats(m.me, length)))
+			var out []byte
+			m.check(m.run(ops.Operation{Kind: message.Alltoall, Tensors: []ops.Tensor{{In: in}},
+				Counts: inBytes(counts),
+				Allocate: func(got []int64) ([]byte, error) {
+					for r, n := range got {
+						if n != int64(4*counts[m.me]) {
+							t.Errorf("rank %d: gets %d bytes from rank %d, want %d", m.me, n, r,
+								4*counts[m.me])
+						}
+					}
+					out = m.alloc(4 * counts[m.me] * m.n)
+					return out, nil
+				}}))
+			var want []float32
+			for r := range m.n {
+				want = append(want, floats(r, length)[starts[m.me]:][:counts[m.me]]...)
+			}
+			m.equal("alltoall", out, want)
+		})
+	})
+}
+
+// TestAbsent checks that a rank that has joined contributes neutral elements.
+func TestAbsent(t *testing.T) {
+	all := cluster(t, 3)
+	for _, op := range []tensor.ReduceOp{tensor.Sum, tensor.Product, tensor.Min, tensor.Max} {
+		each(all, func(m *member) {
+			want := slices.Clone(floats(0, 12))
+			reduce, err := kernel.Reduce(op, tensor.Float32)
+			m.check(err)
+			reduce(tensor.Bytes(want), tensor.Bytes(floats(2, 12)))
+			o := ops.Operation{Kind: message.Allreduce, DType: tensor.Float32, Op: op, NumBytes: 48}
+			scatter := o
+			scatter.Kind, scatter.Counts = message.Reducescatter, []int64{16, 16, 16}
+			var buf, block []byte
+			if m.me != 1 {
+				buf, block = m.upload(tensor.Bytes(floats(m.me, 12))), m.alloc(16)
+				scatter.Tensors = []ops.Tensor{{In: buf, Out: block}}
+			}
+			m.check(m.run(scatter))
+			if m.me != 1 {
+				m.equal(fmt.Sprint("reducescatter ", op), block, want[4*m.me:][:4])
+				o.Tensors = []ops.Tensor{{In: buf, Out: buf}}
+			}
+			m.check(m.run(o))
+			if m.me != 1 {
+				m.equal(fmt.Sprint("allreduce ", op), buf, want)
+			}
+		})
+	}
+	each(all, func(m *member) {
+		gather := ops.Operation{Kind: message.Allgather, Counts: []int64{8, 0, 4}, NumBytes: 12}
+		spread := ops.Operation{Kind: message.Broadcast, Root: 2, NumBytes: 12}
+		var in, out []byte
+		if m.me != 1 {
+			in, out = m.upload(tensor.Bytes(floats(m.me, 2-m.me/2))), m.alloc(12)
+			gather.Tensors = []ops.Tensor{{In: in, Out: out}}
+		}
+		m.check(m.run(gather))
+		if m.me != 1 {
+			m.equal("allgather", out, append(floats(0, 2), floats(2, 1)...))
+			in = m.upload(tensor.Bytes(floats(m.me, 3)))
+			spread.Tensors = []ops.Tensor{{In: in, Out: out}}
+		}
+		m.check(m.run(spread))
+		if m.me != 1 {
+			m.equal("broadcast", out, floats(2, 3))
+		}
+	})
+}
+
+// TestDevicesChange checks that there is a communicator for each combination of devices: rank 0 has its
+// tensors on one device and then on another.
+func TestDevicesChange(t *testing.T) {
+	t.Setenv("NCCL_HOSTID", "") // all ranks share a host
+	meshes := mem.New(2)
+	libraries := []*nccl.Library{load(t, 3), load(t, 3)}
+	var wg sync.WaitGroup
+	for me := range 2 {
+		wg.Go(func() {
+			ranks, l := []topo.Rank{0, 1}, libraries[me]
+			defer l.Close()
+			b, err := l.Register(nccl.Config{Device: me,
+				Host: func(topo.ProcessSetID, []topo.Rank, int) (ops.Backend, error) {
+					return tcp.New(meshes.Mesh(topo.Rank(me)), 3, ranks, me, tcp.Config{}), nil
+				}}).New(0, ranks, me)
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			defer b.Close()
+			for order, first := range []int{0, 2, 0} {
+				devices := []tensor.Device{tensor.CUDA(first), tensor.CUDA(1)}
+				index, _ := devices[me].CUDA()
+				d, err := l.CUDA.Device(index)
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				s, err := d.NewStream()
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				m := &member{t: t, me: me, n: 2, order: uint64(order), backend: b, device: d, stream: s,
+					devices: devices}
+				buf := m.upload(tensor.Bytes(floats(me, 10)))
+				m.check(m.run(ops.Operation{Kind: message.Allreduce, DType: tensor.Float32, Op: tensor.Sum,
+					Tensors: []ops.Tensor{{In: buf, Out: buf}}}))
+				m.equal(fmt.Sprint("devices ", devices), buf, total(2, 10))
+				m.check(d.Free(buf))
+				m.check(s.Close())
+			}
+		})
+	}
+	wg.Wait()
+}
+
+func TestPlan(t *testing.T) {
+	b := cluster(t, 1)[0].backend
+	for _, c := range []struct {
+		r    message.Response
+		want string
+	}{
+		{message.Response{Kind: message.Allreduce, DType: tensor.Float32, Op: tensor.Average, Prescale: 2,
+			Postscale: 1}, ""},
+		{message.Response{Kind: message.Broadcast, DType: tensor.Int16}, ""},
+		{message.Response{Kind: message.Allreduce, DType: tensor.Int16, Op: tensor.Sum, Prescale: 1,
+			Postscale: 1},
+			"NCCL has no type for int16"},
+		{message.Response{Kind: message.Allreduce, DType: tensor.Float32, Op: tensor.Adasum, Prescale: 1,
+			Postscale: 1}, "NCCL has no adasum"},
+		{message.Response{Kind: message.Allreduce, DType: tensor.Float32, Op: tensor.Max, Prescale: 1,
+			Postscale: 2}, "NCCL scales only sums and averages of floats"},
+		{message.Response{Kind: message.Reducescatter, DType: tensor.Int32, Op: tensor.AverageActive,
+			Prescale: 1, Postscale: 1}, "NCCL divides integers only by the number of all ranks"},
+		{message.Response{Kind: message.Allreduce, DType: tensor.Float32, Op: tensor.Sum, Prescale: 1,
+			Postscale: 1, Wire: tensor.Float16}, "tensors on a device are not compressed"},
+	} {
+		_, err := b.Plan(nil, &c.r, 4, nil)
+		if c.want == "" && err != nil {
+			t.Errorf("%+v: got %v", c.r, err)
+		}
+		if c.want != "" {
+			testnet.WantError(t, err, c.want)
+		}
+	}
+}
+
+func TestLoadFails(t *testing.T) {
+	_, err := nccl.Load(testcuda.OldNCCL(), testcuda.CUDA())
+	testnet.WantError(t, err, "has version 2.23.4, want at least 2.14: it lacks ncclGetLastError, "+
+		"ncclCommInitRankConfig, ncclRedOpCreatePreMulSum, ncclRedOpDestroy")
+	_, err = nccl.Load("", "/no/such/libcudart.so")
+	testnet.WantError(t, err, "no library could be loaded")
+	t.Setenv("STANDIN_CUDA_DEVICES", "0")
+	_, err = nccl.Load(testcuda.NCCL(), testcuda.CUDA())
+	testnet.WantError(t, err, "has version 2.23.4, but this host has no CUDA device")
+}
+
+// TestFaults checks that each fault ends in an error at every rank, and that Close does not hang afterwards.
+// Rank 1 has the fault. In a job, the verdict ends the operations of the other ranks.
+func TestFaults(t *testing.T) {
+	gaveUp := errors.New("the caller gave up")
+	for fault, want := range map[string]string{
+		"async:1:2":  "the communicator: remote process exited or there was a network error (6)",
+		"refuse:1:2": "ncclAllReduce: internal error (3): NCCL's last message: the test asked for this error",
+		"hang:1:2":   "", // the caller gives up
+		"init:1":     "",
+	} {
+		t.Run(fault, func(t *testing.T) {
+			t.Setenv("STANDIN_NCCL_FAULT", fault)
+			all := cluster(t, 2)
+			ctx, cancel := context.WithCancelCause(t.Context())
+			defer cancel(nil)
+			if want == "" {
+				time.AfterFunc(200*time.Millisecond, func() { cancel(gaveUp) })
+			}
+			each(all, func(m *member) {
+				buf := m.upload(tensor.Bytes(floats(m.me, 10)))
+				op := ops.Operation{Kind: message.Allreduce, DType: tensor.Float32, Op: tensor.Sum,
+					Devices: m.devices, Scaling: ops.Scaling{Pre: 1, Post: 1},
+					Tensors: []ops.Tensor{{In: buf, Out: buf}}}
+				err := ops.Run(ctx, m.backend, op)
+				if op.Order++; err == nil {
+					err = ops.Run(ctx, m.backend, op)
+				}
+				if m.me == 1 && want != "" {
+					testnet.WantError(t, err, "ops/nccl: allreduce: ", want)
+					cancel(gaveUp)
+				}
+				// A rank learns of a failure by the verdict, or because another rank has aborted its
+				// communicator.
+				unknown, ok := errors.AsType[*ops.UnknownRankError](err)
+				if !ok && !errors.Is(err, gaveUp) || ok && len(unknown.Ranks) != 2 {
+					t.Errorf("rank %d: got %v", m.me, err)
+				}
+				testnet.WantError(t, m.backend.Start(op), "the backend has failed before")
+			})
+		})
+	}
+}
