@@ -13,3 +13,11 @@ type UnknownRankError struct {
 func (e *UnknownRankError) Error() string { return e.Err.Error() }
 
 func (e *UnknownRankError) Unwrap() error { return e.Err }
+
+// InUseError reports that an operation has failed, but a device may still read or write its buffers. The
+// program must not use or free these buffers.
+type InUseError struct{ Err error }
+
+func (e *InUseError) Error() string { return e.Err.Error() }
+
+func (e *InUseError) Unwrap() error { return e.Err }

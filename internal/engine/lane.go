@@ -3,6 +3,7 @@ package engine
 import (
 	"context"
 	"errors"
+	"fmt"
 	"slices"
 	"sync"
 	"time"
@@ -246,13 +247,21 @@ func (l *lane) run(ctx context.Context, finished func(w *work, err error)) {
 			w.failed = true
 		}
 		if w.failed {
-			err = l.verdict()
+			err = withInUse(l.verdict(), err)
 		}
 		l.observer.ended(w, err)
 		for _, e := range w.entries {
 			l.finish(e, err)
 		}
 	}
+}
+
+// withInUse returns the verdict. If err says that a device may still use the buffers, the result says so too.
+func withInUse(verdict, err error) error {
+	if inUse, ok := errors.AsType[*ops.InUseError](err); ok {
+		return fmt.Errorf("%w; %w", verdict, inUse)
+	}
+	return verdict
 }
 
 // blame returns the ranks to suspect after an error during execution, and the reason. The suspect is the peer

@@ -139,3 +139,36 @@ func TestBlame(t *testing.T) {
 		}
 	}
 }
+
+// failing is a backend whose operations fail with err.
+type failing struct {
+	ops.Backend
+	err error
+}
+
+func (f failing) Step(context.Context, bool) (ops.Progress, error) { return ops.Waiting, f.err }
+
+// If a device may still use the buffers of an operation that has failed, the error of the tensor says so,
+// besides the verdict.
+func TestFailedWhileInUse(t *testing.T) {
+	for err, want := range map[error]string{
+		errors.New("no memory"): "rank 2 failed",
+		fmt.Errorf("no memory; %w", &ops.InUseError{Err: errors.New("device 1 is busy")}): "rank 2 failed; device 1 is busy",
+	} {
+		l := &lane{spawned: true, observer: &observer{start: time.Now()}, queue: tensorqueue.New()}
+		l.changed.L = &l.mu
+		var got error
+		e := &tensorqueue.Entry{Request: message.Request{Kind: message.Allreduce, Name: "x"},
+			Done: func(err error) { got = err }}
+		if err := l.queue.Add(e); err != nil {
+			t.Fatal(err)
+		}
+		l.execution.backend = failing{err: err}
+		l.todo = []*work{{grant: &controller.Grant{Responses: []*message.Response{{Kind: message.Allreduce}}},
+			entries: []*tensorqueue.Entry{e}, started: true}}
+		l.run(t.Context(), func(*work, error) { l.end(errors.New("rank 2 failed")) })
+		if got == nil || !strings.HasSuffix(got.Error(), want) {
+			t.Errorf("%v: got %v, want an error that ends with %q", err, got, want)
+		}
+	}
+}

@@ -249,7 +249,7 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 		r.Devices = r.nccl.Devices
 		ecfg.Backends = append(ecfg.Backends, r.nccl.Register(nccl.Config{
 			Device: r.Place.LocalRank % r.nccl.Count(), Host: tcp.Register(ecfg.Mesh, overTCP).New,
-			Deterministic: cfg.Deterministic,
+			StartTimeout: cfg.StartTimeout, Deterministic: cfg.Deterministic,
 		}))
 	}
 	if cfg.MPIController && cfg.Lockstep && size > 1 {

@@ -10,7 +10,6 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"time"
 	"unsafe"
 
 	"github.com/gohvd/gohvd/internal/cuda"
@@ -46,8 +45,8 @@ type backend struct {
 
 	op      ops.Operation // the operation in progress
 	started bool
-	steps   []step // the steps of the operation that have not ended
-	begun   bool   // whether the first of them has begun
+	// launched is set if the operation in progress may have enqueued work on the device.
+	launched bool
 
 	device   *device // of the operation in progress
 	comm     *member
@@ -66,18 +65,15 @@ type device struct {
 	*cuda.Device
 	stream *cuda.Stream
 	fused  []byte
+	// retired are former values of fused. They are freed at the end, because freeing memory waits for the
+	// device.
+	retired [][]byte
 }
 
 // member is a communicator and the devices of its ranks.
 type member struct {
 	*communicator
 	devices []tensor.Device
-}
-
-// step is a part of an operation. begin starts it, and poll reports whether it has ended.
-type step struct {
-	begin func() error
-	poll  func(ctx context.Context, wait bool) (done bool, err error)
 }
 
 // Plan implements ops.Backend.
@@ -119,26 +115,57 @@ func (b *backend) Start(op ops.Operation) error {
 	case b.started:
 		return b.fail(errors.New("Start was called for another operation before this one had finished"))
 	}
-	b.op, b.started, b.begun, b.steps = op, true, false, b.steps[:0]
-	if err := b.choose(); err != nil {
-		return b.fail(err)
-	}
-	b.steps = append(b.steps, step{nothing, b.myTurn})
-	if b.comm == nil {
-		b.steps = append(b.steps, step{b.exchangeID, b.pollHost}, step{b.join, b.pollComm})
-	}
-	if op.Kind.SendsRows() {
-		b.steps = append(b.steps, step{b.exchangeSizes, b.pollHost}, step{b.allocate, ready})
-	}
-	b.steps = append(b.steps, step{b.launch, b.pollComm}, step{b.finish, b.pollDevice})
+	b.op, b.started, b.launched = op, true, false
 	return nil
 }
 
-// nothing begins a step that only waits.
-func nothing() error { return nil }
+// Step implements ops.Backend. Functions of CUDA and NCCL may take long, so it does nothing if wait is not set.
+func (b *backend) Step(ctx context.Context, wait bool) (ops.Progress, error) {
+	switch {
+	case b.err != nil:
+		return ops.Waiting, fmt.Errorf("ops/nccl: Step was called for a backend that has failed before: %w",
+			b.err)
+	case !b.started:
+		return ops.Waiting, errors.New("ops/nccl: Step was called without an operation in progress")
+	case !wait:
+		return ops.Blocked, nil
+	}
+	if err := b.run(ctx); err != nil {
+		return ops.Waiting, b.fail(err)
+	}
+	b.op, b.started, b.launched, b.packed = ops.Operation{}, false, false, nil
+	return ops.Finished, nil
+}
 
-// ready reports that a step has ended when it has begun.
-func ready(context.Context, bool) (bool, error) { return true, nil }
+// run runs the operation to its end.
+func (b *backend) run(ctx context.Context) error {
+	if err := b.choose(); err != nil {
+		return err
+	}
+	if err := poll(ctx, b.isTurn); err != nil {
+		return err
+	}
+	if b.comm == nil {
+		if err := b.connect(ctx); err != nil {
+			return err
+		}
+	}
+	if b.op.Kind.SendsRows() {
+		if err := b.exchangeSizes(ctx); err != nil {
+			return err
+		}
+	}
+	if err := b.launch(); err != nil {
+		return err
+	}
+	if err := poll(ctx, b.comm.progress); err != nil {
+		return err
+	}
+	if err := b.finish(); err != nil {
+		return err
+	}
+	return poll(ctx, b.isDone)
+}
 
 // choose chooses the device and, if it exists, the communicator of the operation.
 func (b *backend) choose() error {
@@ -160,9 +187,9 @@ func (b *backend) choose() error {
 	return nil
 }
 
-// myTurn reports whether the operation may be launched. It may not before all operations that come before it
+// isTurn reports whether the operation may be launched. It may not before all operations that come before it
 // in the order of the rank, because the work of all process sets on a device is in one stream.
-func (b *backend) myTurn(context.Context, bool) (bool, error) {
+func (b *backend) isTurn() (bool, error) {
 	l := b.library
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -172,8 +199,8 @@ func (b *backend) myTurn(context.Context, bool) (bool, error) {
 	return b.op.Order <= l.next, nil
 }
 
-// launched lets the next operation of the rank be launched.
-func (b *backend) launched() {
+// passTurn lets the next operation of the rank be launched.
+func (b *backend) passTurn() {
 	if b.op.More {
 		return
 	}
@@ -203,38 +230,41 @@ func (l *Library) device(index int) (*device, error) {
 	return d, nil
 }
 
-// exchangeID begins a broadcast of the unique id that the first rank of the set makes.
-func (b *backend) exchangeID() error {
+// connect makes the communicator of the operation. The first rank of the set makes the unique id.
+func (b *backend) connect(ctx context.Context) error {
 	if b.me == 0 {
 		if err := b.library.newID(&b.id); err != nil {
 			return err
 		}
 	}
-	return b.onHost(ops.Operation{Kind: message.Broadcast, Buf: b.id[:]})
-}
-
-// onHost begins an operation of the host backend. All ranks plan the same algorithm.
-func (b *backend) onHost(op ops.Operation) (err error) {
-	r := message.Response{Kind: op.Kind, DType: tensor.Uint8, Shape: tensor.Shape{int64(len(op.Buf))}}
-	if op.Algorithm, err = b.host.Plan(b.ranks, &r, int64(len(op.Buf)), nil); err != nil {
+	if err := b.onHost(ctx, ops.Operation{Kind: message.Broadcast, Buf: b.id[:]}); err != nil {
 		return err
 	}
-	return b.host.Start(op)
-}
-
-// join begins to make the communicator of the operation.
-func (b *backend) join() error {
 	c, err := b.library.join(&b.id, b.n, b.me, b.device.stream)
 	if err != nil {
 		return err
 	}
 	b.comm = &member{c, slices.Clone(b.op.Devices)}
 	b.comms = append(b.comms, b.comm)
-	return nil
+	late := &ops.UnknownRankError{Ranks: b.ranks, Err: fmt.Errorf("NCCL has not connected the ranks in %v "+
+		"(HOROVOD_GLOO_TIMEOUT_SECONDS): NCCL_SOCKET_IFNAME selects the network interface, and "+
+		"NCCL_DEBUG=INFO shows what NCCL tries", b.cfg.StartTimeout)}
+	ctx, cancel := context.WithTimeoutCause(ctx, b.cfg.StartTimeout, late)
+	defer cancel()
+	return poll(ctx, c.progress)
 }
 
-// exchangeSizes begins the exchange of the sizes of the blocks of an alltoall, gather or scatter.
-func (b *backend) exchangeSizes() error {
+// onHost runs an operation of the host backend. All ranks plan the same algorithm.
+func (b *backend) onHost(ctx context.Context, op ops.Operation) (err error) {
+	r := message.Response{Kind: op.Kind, DType: tensor.Uint8, Shape: tensor.Shape{int64(len(op.Buf))}}
+	if op.Algorithm, err = b.host.Plan(b.ranks, &r, int64(len(op.Buf)), nil); err != nil {
+		return err
+	}
+	return ops.Run(ctx, b.host, op)
+}
+
+// exchangeSizes exchanges the sizes of the blocks of an alltoall, gather or scatter, and allocates its output.
+func (b *backend) exchangeSizes(ctx context.Context) (err error) {
 	b.sent = b.sent[:0]
 	for _, n := range b.op.Counts {
 		b.sent = binary.NativeEndian.AppendUint64(b.sent, uint64(n))
@@ -243,7 +273,7 @@ func (b *backend) exchangeSizes() error {
 	for i := range each {
 		each[i] = 8
 	}
-	return b.onHost(ops.Operation{Kind: message.Alltoall, Buf: b.sent, Counts: each,
+	err = b.onHost(ctx, ops.Operation{Kind: message.Alltoall, Buf: b.sent, Counts: each,
 		Allocate: func(counts []int64) ([]byte, error) {
 			for i, n := range counts {
 				if n != 8 {
@@ -253,10 +283,9 @@ func (b *backend) exchangeSizes() error {
 			b.sizes = make([]byte, 8*b.n)
 			return b.sizes, nil
 		}})
-}
-
-// allocate allocates the output of an alltoall, gather or scatter.
-func (b *backend) allocate() (err error) {
+	if err != nil {
+		return err
+	}
 	b.counts = b.counts[:0]
 	for i := range b.n {
 		n := int64(binary.NativeEndian.Uint64(b.sizes[8*i:]))
@@ -271,6 +300,7 @@ func (b *backend) allocate() (err error) {
 
 // launch enqueues the operation.
 func (b *backend) launch() error {
+	b.launched = true
 	for _, e := range b.op.Ready {
 		if err := b.device.stream.Wait(e); err != nil {
 			return err
@@ -304,7 +334,7 @@ func (b *backend) finish() (err error) {
 		}
 	}
 	b.done, err = b.library.Devices.Mark(b.device.Index(), b.device.stream.Handle())
-	b.launched()
+	b.passTurn()
 	return err
 }
 
@@ -353,17 +383,16 @@ func (b *backend) neutral(n int64) (buf []byte, err error) {
 	return buf, b.device.stream.Copy(buf, b.neutrals)
 }
 
-// buffer returns n bytes on the device, which are valid until the next call.
+// buffer returns n bytes on the device, which are valid until the next call. A larger buffer has at least
+// twice the size of the one before, so that the buffers together take less than twice the size of the last
+// one.
 func (d *device) buffer(n int) (_ []byte, err error) {
 	if len(d.fused) < n {
-		old := d.fused
-		d.fused = nil
-		if err := d.Free(old); err != nil {
+		larger, err := d.Alloc(max(n, 2*len(d.fused), 1<<20))
+		if err != nil {
 			return nil, err
 		}
-		if d.fused, err = d.Alloc(max(n, 1<<20)); err != nil {
-			return nil, err
-		}
+		d.retired, d.fused = append(d.retired, d.fused), larger
 	}
 	return d.fused[:n], nil
 }
@@ -506,23 +535,16 @@ func (b *backend) exchange() error {
 	return err
 }
 
-// pollHost runs the operation of the host backend.
-func (b *backend) pollHost(ctx context.Context, wait bool) (bool, error) {
-	p, err := b.host.Step(ctx, wait)
-	return p == ops.Finished, err
-}
-
-// pollComm asks whether the last call of NCCL has ended.
-func (b *backend) pollComm(context.Context, bool) (bool, error) { return b.comm.progress() }
-
-// pollDevice asks whether the work of the operation has ended on the device.
-func (b *backend) pollDevice(ctx context.Context, wait bool) (bool, error) {
-	if done, err := b.done.Query(); done || err != nil {
+// isDone reports whether the work of the operation has ended on the device.
+func (b *backend) isDone() (bool, error) {
+	done, err := b.done.Query()
+	switch {
+	case done:
 		b.release()
-		return done, err
+	case err == nil:
+		_, err = b.comm.progress()
 	}
-	_, err := b.pollComm(ctx, wait)
-	return false, err
+	return done, err
 }
 
 // release gives back the event at the end of the operation.
@@ -531,134 +553,9 @@ func (b *backend) release() {
 	b.done = nil
 }
 
-// Step implements ops.Backend.
-func (b *backend) Step(ctx context.Context, wait bool) (ops.Progress, error) {
-	switch {
-	case b.err != nil:
-		return ops.Waiting, fmt.Errorf("ops/nccl: Step was called for a backend that has failed before: %w",
-			b.err)
-	case !b.started:
-		return ops.Waiting, errors.New("ops/nccl: Step was called without an operation in progress")
-	}
-	moved := false
-	for pause := time.Duration(0); len(b.steps) > 0; {
-		s := &b.steps[0]
-		if !b.begun {
-			if err := s.begin(); err != nil {
-				return ops.Waiting, b.fail(err)
-			}
-			b.begun = true
-		}
-		done, err := s.poll(ctx, wait)
-		switch {
-		case err != nil:
-			return ops.Waiting, b.fail(err)
-		case done:
-			b.steps, b.begun, moved, pause = b.steps[1:], false, true, 0
-		case !wait && moved:
-			return ops.Moving, nil
-		case !wait:
-			return ops.Waiting, nil
-		default:
-			if err := sleep(ctx, pause); err != nil {
-				return ops.Waiting, b.fail(err)
-			}
-			pause = min(pause+10*time.Microsecond, 200*time.Microsecond)
-		}
-	}
-	b.op, b.started, b.packed = ops.Operation{}, false, nil
-	return ops.Finished, nil
-}
-
-// sleep waits for d. It returns the cause if ctx ends before.
-func sleep(ctx context.Context, d time.Duration) error {
-	if ctx.Err() != nil {
-		return context.Cause(ctx)
-	}
-	time.Sleep(d)
-	return nil
-}
-
 func copyUnlessSame(s *cuda.Stream, to, from []byte) error {
 	if unsafe.SliceData(to) == unsafe.SliceData(from) {
 		return nil
 	}
 	return s.Copy(to, from)
-}
-
-// fail ends the backend because the operation has failed with err. It returns err with the kind of the
-// operation.
-func (b *backend) fail(err error) error {
-	if e, ok := errors.AsType[*Error](err); ok && !e.isLocal() {
-		err = &ops.UnknownRankError{Ranks: b.ranks, Err: err}
-	}
-	b.err = fmt.Errorf("ops/nccl: %v: %w", b.op.Kind, err)
-	b.library.mu.Lock()
-	if b.library.err == nil {
-		b.library.err = b.err
-	}
-	b.library.mu.Unlock()
-	return errors.Join(b.err, b.abort())
-}
-
-// abortTime is how long a backend waits after an abort for the work on the device to end.
-const abortTime = 5 * time.Second
-
-// abort aborts the communicators and waits until the device no longer reads or writes the tensors of the
-// operation, because they belong to the caller again when the operation has failed.
-func (b *backend) abort() error {
-	var errs []error
-	for _, c := range b.comms {
-		errs = append(errs, c.abort())
-	}
-	b.comms = nil
-	if b.device == nil {
-		return errors.Join(errs...)
-	}
-	end, err := b.library.Devices.Mark(b.device.Index(), b.device.stream.Handle())
-	for deadline := time.Now().Add(abortTime); err == nil; time.Sleep(100 * time.Microsecond) {
-		var ended bool
-		if ended, err = end.Query(); ended {
-			b.library.Devices.Release(end)
-			break
-		}
-		if err == nil && time.Now().After(deadline) {
-			err = fmt.Errorf("the work on device %d has not ended %v after its communicators were aborted: it may still write to the tensors of the operation", b.device.Index(), abortTime)
-		}
-	}
-	return errors.Join(append(errs, err)...)
-}
-
-// Close implements ops.Backend.
-func (b *backend) Close() {
-	b.library.mu.Lock()
-	failed := b.library.err != nil
-	b.library.mu.Unlock()
-	if failed || b.started { // peers may be gone, and destroying a communicator may wait for them
-		b.abort()
-	}
-	for _, c := range b.comms {
-		c.destroy()
-	}
-	b.comms = nil
-	b.release()
-	b.host.Close()
-	if b.err == nil {
-		b.err = errors.New("the backend was closed")
-	}
-}
-
-// Close releases the devices. All backends must have been closed.
-func (l *Library) Close() error {
-	if l == nil {
-		return nil
-	}
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	var errs []error
-	for _, d := range l.devices {
-		errs = append(errs, d.stream.Synchronize(), d.Free(d.fused), d.stream.Close())
-	}
-	clear(l.devices)
-	return errors.Join(append(errs, l.Devices.Close())...)
 }

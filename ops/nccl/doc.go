@@ -32,11 +32,16 @@
 //
 // NCCL does not say which rank has failed. If a communicator reports an error, the operation fails, and the
 // control connections of the job show which rank died. An operation that has failed, or whose context ends,
-// aborts its communicator, which ends the work on the device.
+// aborts the communicators of its process set and waits until the device no longer uses its buffers. If the
+// device does not end this work within a few seconds, the error is an *ops.InUseError.
+//
+// At the end, the ranks finalize their communicators together. A rank that waits too long for another one
+// aborts its communicators instead.
 package nccl
 
 import (
 	"fmt"
+	"time"
 
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/ops"
@@ -66,6 +71,8 @@ type Config struct {
 	// Host makes the backend with which the ranks of a set exchange unique ids and the sizes of blocks. It
 	// must run broadcast and alltoall.
 	Host func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error)
+	// StartTimeout bounds how long NCCL may take to connect the ranks of a communicator.
+	StartTimeout time.Duration
 	// Deterministic forbids reductions whose result depends on the order of additions.
 	Deterministic bool
 }

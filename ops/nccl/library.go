@@ -24,6 +24,7 @@ typedef struct {
 	const char *(*getErrorString)(int);
 	const char *(*getLastError)(void *);
 	int (*commInitRankConfig)(void **, int, uniqueID, int, config *);
+	int (*commFinalize)(void *);
 	int (*commDestroy)(void *);
 	int (*commAbort)(void *);
 	int (*commGetAsyncError)(void *, int *);
@@ -49,6 +50,7 @@ static int gohvdInit(functions *f, void **place, int n, uniqueID *id, int rank) 
 	config c = {sizeof c, 0xcafebeef, 21400, 0};
 	return f->commInitRankConfig(place, n, *id, rank, &c);
 }
+static int gohvdFinalize(functions *f, void *comm) { return f->commFinalize(comm); }
 static int gohvdDestroy(functions *f, void *comm) { return f->commDestroy(comm); }
 static int gohvdAbort(functions *f, void *comm) { return f->commAbort(comm); }
 static int gohvdAsyncError(functions *f, void *comm, int *code) { return f->commGetAsyncError(comm, code); }
@@ -89,6 +91,7 @@ import (
 	"fmt"
 	"strings"
 	"sync"
+	"time"
 	"unsafe"
 
 	"github.com/gohvd/gohvd/half"
@@ -99,7 +102,7 @@ import (
 // functions are the names of the functions in C's struct of the same name, in its order.
 var functions = []string{
 	"ncclGetVersion", "ncclGetUniqueId", "ncclGetErrorString", "ncclGetLastError", "ncclCommInitRankConfig",
-	"ncclCommDestroy", "ncclCommAbort", "ncclCommGetAsyncError", "ncclGroupStart", "ncclGroupEnd",
+	"ncclCommFinalize", "ncclCommDestroy", "ncclCommAbort", "ncclCommGetAsyncError", "ncclGroupStart", "ncclGroupEnd",
 	"ncclAllReduce", "ncclReduce", "ncclBroadcast", "ncclAllGather", "ncclReduceScatter", "ncclSend",
 	"ncclRecv", "ncclRedOpCreatePreMulSum", "ncclRedOpDestroy",
 }
@@ -125,7 +128,10 @@ type Library struct {
 	Name string
 	// Version is NCCL's version: 10000 times the major, plus 100 times the minor, plus the patch number.
 	Version int
-	f       *C.functions
+	// EndTimeout bounds how long backends wait for the end of work on a device after they have aborted it,
+	// and how long they wait at the end for other ranks. Load sets it to 5 s.
+	EndTimeout time.Duration
+	f          *C.functions
 
 	mu      sync.Mutex
 	devices map[int]*device
@@ -151,7 +157,7 @@ func Load(path, cudaPath string) (*Library, error) {
 		return nil, fmt.Errorf("nccl: %w", err)
 	}
 	l := &Library{CUDA: runtime, Devices: cuda.NewDevices(runtime), Name: file.Name, f: new(C.functions),
-		devices: make(map[int]*device)}
+		EndTimeout: 5 * time.Second, devices: make(map[int]*device)}
 	table := unsafe.Slice((*unsafe.Pointer)(unsafe.Pointer(l.f)), len(functions))
 	missing := file.Symbols(table, functions)
 	if table[0] != nil {
@@ -242,11 +248,20 @@ const (
 // isLocal reports whether this rank has caused the error. Otherwise NCCL does not say which rank has.
 func (e *Error) isLocal() bool { return e.Code == unhandledCUDAError || e.Code == invalidArgument }
 
+// finalize begins to end the communicator, in which all ranks must take part. progress reports when it has
+// ended. Then it can be destroyed.
+func (c *communicator) finalize() error {
+	return c.check("ncclCommFinalize", C.gohvdFinalize(c.library.f, *c.place))
+}
+
+// abort makes the work of the communicator on the device end soon, also without the other ranks. It may wait
+// for this work.
 func (c *communicator) abort() error {
 	return c.check("ncclCommAbort", C.gohvdAbort(c.library.f, *c.place))
 }
 
 func (c *communicator) destroy() error {
+	defer C.free(unsafe.Pointer(c.place))
 	return c.check("ncclCommDestroy", C.gohvdDestroy(c.library.f, *c.place))
 }
 

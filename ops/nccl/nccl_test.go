@@ -54,7 +54,10 @@ func load(t *testing.T, n int) *nccl.Library {
 }
 
 // cluster makes the backends of n ranks.
-func cluster(t *testing.T, n int) []*member {
+func cluster(t *testing.T, n int) []*member { return clusterOf(t, n, time.Minute) }
+
+// clusterOf makes the backends of n ranks. NCCL must connect them within the given time.
+func clusterOf(t *testing.T, n int, startTimeout time.Duration) []*member {
 	t.Helper()
 	meshes := mem.New(n)
 	ranks, devices, all := make([]topo.Rank, n), make([]tensor.Device, n), make([]*member, n)
@@ -66,7 +69,8 @@ func cluster(t *testing.T, n int) []*member {
 			return tcp.New(meshes.Mesh(topo.Rank(me)), transport.Lane(3), ranks, me, tcp.Config{}), nil
 		}
 		l := load(t, n)
-		b, err := l.Register(nccl.Config{Device: i, Host: host}).New(0, ranks, i)
+		cfg := nccl.Config{Device: i, Host: host, StartTimeout: startTimeout}
+		b, err := l.Register(cfg).New(0, ranks, i)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -504,7 +508,7 @@ func TestDevicesChange(t *testing.T) {
 		wg.Go(func() {
 			ranks, l := []topo.Rank{0, 1}, libraries[me]
 			defer l.Close()
-			b, err := l.Register(nccl.Config{Device: me,
+			b, err := l.Register(nccl.Config{Device: me, StartTimeout: time.Minute,
 				Host: func(topo.ProcessSetID, []topo.Rank, int) (ops.Backend, error) {
 					return tcp.New(meshes.Mesh(topo.Rank(me)), 3, ranks, me, tcp.Config{}), nil
 				}}).New(0, ranks, me)
@@ -574,7 +578,7 @@ func TestPlan(t *testing.T) {
 func TestLoadFails(t *testing.T) {
 	_, err := nccl.Load(testcuda.OldNCCL(), testcuda.CUDA())
 	testnet.WantError(t, err, "has version 2.23.4, want at least 2.14: it lacks ncclGetLastError, "+
-		"ncclCommInitRankConfig, ncclRedOpCreatePreMulSum, ncclRedOpDestroy")
+		"ncclCommInitRankConfig, ncclCommFinalize, ncclRedOpCreatePreMulSum, ncclRedOpDestroy")
 	_, err = nccl.Load("", "/no/such/libcudart.so")
 	testnet.WantError(t, err, "no library could be loaded")
 	t.Setenv("STANDIN_CUDA_DEVICES", "0")

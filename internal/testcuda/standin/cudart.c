@@ -286,6 +286,7 @@ struct stream {
 	struct work *first, **end;
 	long done, queued;
 	int closing;
+	useconds_t delay; // of each piece of work
 	struct stream *next;
 };
 
@@ -293,7 +294,6 @@ static struct stream *streams;
 
 static void *execute(void *arg) {
 	struct stream *s = arg;
-	useconds_t delay = (useconds_t)setting("STANDIN_CUDA_DELAY_US", 200);
 	pthread_mutex_lock(&s->lock);
 	while (1) {
 		while (!s->first && !s->closing)
@@ -302,8 +302,8 @@ static void *execute(void *arg) {
 			break;
 		struct work *w = s->first;
 		pthread_mutex_unlock(&s->lock);
-		if (delay)
-			usleep(delay);
+		if (s->delay)
+			usleep(s->delay);
 		while (w->run(w->arg))
 			usleep(50);
 		pthread_mutex_lock(&s->lock);
@@ -314,6 +314,14 @@ static void *execute(void *arg) {
 		pthread_cond_broadcast(&s->changed);
 	}
 	pthread_mutex_unlock(&s->lock);
+	pthread_mutex_lock(&lock);
+	for (struct stream **at = &streams; *at; at = &(*at)->next)
+		if (*at == s) {
+			*at = s->next;
+			break;
+		}
+	pthread_mutex_unlock(&lock);
+	// The memory of the stream stays, because synchronizeAll may still read it.
 	return NULL;
 }
 
@@ -325,7 +333,7 @@ static struct stream *checked(void *stream, const char *call) {
 	while (s && s != stream)
 		s = s->next;
 	pthread_mutex_unlock(&lock);
-	if (!s)
+	if (!s || s->closing)
 		standin_violation("%s: stream %p does not exist", call, stream);
 	return s;
 }
@@ -335,6 +343,7 @@ int cudaStreamCreateWithFlags(void **stream, unsigned flags) {
 	struct stream *s = calloc(1, sizeof *s);
 	s->device = current;
 	s->end = &s->first;
+	s->delay = (useconds_t)setting("STANDIN_CUDA_DELAY_US", 200);
 	pthread_mutex_init(&s->lock, NULL);
 	pthread_cond_init(&s->changed, NULL);
 	pthread_mutex_lock(&lock);
@@ -363,15 +372,7 @@ int cudaStreamDestroy(void *stream) {
 	s->closing = 1;
 	pthread_cond_broadcast(&s->changed);
 	pthread_mutex_unlock(&s->lock);
-	pthread_join(s->thread, NULL);
-	pthread_mutex_lock(&lock);
-	for (struct stream **at = &streams; *at; at = &(*at)->next)
-		if (*at == s) {
-			*at = s->next;
-			break;
-		}
-	pthread_mutex_unlock(&lock);
-	free(s);
+	pthread_detach(s->thread); // it ends when the work of the stream has ended
 	return success;
 }
 

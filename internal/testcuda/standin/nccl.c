@@ -10,6 +10,7 @@
 //	STANDIN_NCCL_FAULT        KIND:RANK:N, at the N-th operation of a communicator at this rank (N from 1):
 //	                          async  the operation does not complete, and an asynchronous error is reported
 //	                          hang   the operation does not complete
+//	                          slow   the operation goes on until a second after ncclCommAbort, and then writes
 //	                          refuse the call returns ncclInternalError
 //	                          init   (without N) the rank does not answer during initialization
 //	NCCL_HOSTID               ranks with different values do not share a host, so that they may share a device
@@ -71,6 +72,8 @@ struct comm {
 	char name[128];
 	int rank, n, device;
 	int busy, initializing, ready, aborting, async;
+	int finalizing;    // whether ncclCommFinalize was called
+	double abortedAt;  // the time of ncclCommAbort
 	long arrived; // how often this rank has arrived at a barrier
 	long operations, splits;
 	double factors[64]; // of PreMulSum
@@ -94,6 +97,12 @@ static int fails(int code, const char *text) {
 }
 
 static void pause_(void) { usleep(50); }
+
+static double now(void) {
+	struct timespec t;
+	clock_gettime(CLOCK_MONOTONIC, &t);
+	return (double)t.tv_sec + (double)t.tv_nsec / 1e9;
+}
 
 // checked returns the communicator if it exists and no other thread uses it.
 static struct comm *checked(void *comm, const char *call) {
@@ -282,11 +291,21 @@ const char *ncclGetLastError(void *comm) {
 
 #endif
 
+// left reports whether all ranks have called ncclCommFinalize.
+static int left(struct comm *c) {
+	for (int r = 0; r < c->n; r++)
+		if (!__atomic_load_n(&c->region->members[r].left, __ATOMIC_ACQUIRE))
+			return 0;
+	return 1;
+}
+
 int ncclCommGetAsyncError(void *comm, int *code) {
 	struct comm *c = checked(comm, "ncclCommGetAsyncError");
 	*code = __atomic_load_n(&c->async, __ATOMIC_ACQUIRE);
 	if (*code == success && c->n > 1 && __atomic_load_n(&c->region->aborted, __ATOMIC_ACQUIRE))
 		*code = remoteError;
+	if (*code == success && c->finalizing && !left(c))
+		*code = inProgress;
 	return success;
 }
 
@@ -294,6 +313,8 @@ static struct comm *usable(void *comm, const char *call) {
 	struct comm *c = enter(comm, call);
 	if (!__atomic_load_n(&c->ready, __ATOMIC_ACQUIRE))
 		standin_violation("%s: the communicator is not initialized yet", call);
+	if (c->finalizing)
+		standin_violation("%s: the communicator was finalized", call);
 	return c;
 }
 
@@ -314,6 +335,10 @@ int ncclCommCuDevice(void *comm, int *device) {
 
 int ncclCommDestroy(void *comm) {
 	struct comm *c = enter(comm, "ncclCommDestroy");
+#ifndef STANDIN_OLD
+	if (!c->finalizing || !left(c))
+		standin_violation("ncclCommDestroy: the communicator is not finalized, so this may wait for other ranks");
+#endif
 	if (c->initializing)
 		pthread_join(c->initializer, NULL);
 	forget(c);
@@ -322,12 +347,18 @@ int ncclCommDestroy(void *comm) {
 
 #ifndef STANDIN_OLD
 
-int ncclCommFinalize(void *comm) { return leave(usable(comm, "ncclCommFinalize"), success); }
+int ncclCommFinalize(void *comm) {
+	struct comm *c = usable(comm, "ncclCommFinalize");
+	c->finalizing = 1;
+	__atomic_store_n(&c->region->members[c->rank].left, 1, __ATOMIC_RELEASE);
+	return leave(c, c->initializing ? inProgress : success);
+}
 
 #endif
 
 int ncclCommAbort(void *comm) {
 	struct comm *c = checked(comm, "ncclCommAbort");
+	c->abortedAt = now();
 	if (__atomic_exchange_n(&c->aborting, 1, __ATOMIC_ACQ_REL))
 		standin_violation("ncclCommAbort: the communicator was aborted before");
 	__atomic_store_n(&c->region->aborted, 1, __ATOMIC_RELEASE);
@@ -335,7 +366,7 @@ int ncclCommAbort(void *comm) {
 	if (c->initializing)
 		pthread_join(c->initializer, NULL);
 	forget(c);
-	return success;
+	return c->initializing ? inProgress : success; // its work on the device may go on for a while
 }
 
 // ---- arithmetic
@@ -475,7 +506,7 @@ struct collective {
 	double factor;
 	size_t done, chunk; // elements
 	int stage;
-	int stuck;
+	int stuck, slow;
 };
 
 static size_t inputElements(struct collective *k) {
@@ -549,6 +580,10 @@ static int runCollective(void *arg) {
 	struct collective *k = arg;
 	struct comm *c = k->comm;
 	if (__atomic_load_n(&c->aborting, __ATOMIC_ACQUIRE)) {
+		if (k->slow && now() < c->abortedAt + 1)
+			return 1;
+		if (k->slow)
+			memset(k->out, 0x5a, (size_t)k->call[1] * sizeOf((int)k->call[2]));
 		free(k);
 		return 0;
 	}
@@ -672,7 +707,7 @@ int ncclGroupEnd(void) {
 // begin counts an operation and injects faults. It returns an error code.
 static int begin(struct comm *c, int *stuck) {
 	long n = ++c->operations;
-	*stuck = faulty(c, "hang", n) || faulty(c, "async", n);
+	*stuck = faulty(c, "hang", n) || faulty(c, "async", n) || faulty(c, "slow", n);
 	if (faulty(c, "async", n))
 		__atomic_store_n(&c->async, remoteError, __ATOMIC_RELEASE);
 	return faulty(c, "refuse", n) ? fails(internalError, "the test asked for this error") : success;
@@ -740,6 +775,7 @@ static int collective(int kind, const void *in, void *out, size_t n, int type, i
 		return leave(c, success);
 	struct collective *k = calloc(1, sizeof *k);
 	int code = begin(c, &k->stuck);
+	k->slow = faulty(c, "slow", c->operations);
 	if (code != success) {
 		free(k);
 		return leave(c, code);

@@ -1,0 +1,136 @@
+//go:build nccl && cgo
+
+package nccl_test
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/testnet"
+	"github.com/gohvd/gohvd/ops"
+)
+
+// TestSlowAbort checks that an operation that has failed gives its buffers back when the device no longer
+// writes to them, or else says that they must not be used. Rank 1's work goes on for a second after the abort
+// and then writes to the output.
+func TestSlowAbort(t *testing.T) {
+	gaveUp := errors.New("the caller gave up")
+	for name, timeout := range map[string]time.Duration{"in time": time.Minute, "too late": 100 * time.Millisecond} {
+		t.Run(name, func(t *testing.T) {
+			t.Setenv("STANDIN_NCCL_FAULT", "slow:1:1")
+			all := cluster(t, 2)
+			for _, m := range all {
+				m.library.EndTimeout = timeout
+			}
+			ctx, cancel := context.WithCancelCause(t.Context())
+			time.AfterFunc(100*time.Millisecond, func() { cancel(gaveUp) })
+			each(all, func(m *member) {
+				buf := m.upload(tensor.Bytes(floats(m.me, 10)))
+				err := ops.Run(ctx, m.backend, ops.Operation{Kind: message.Allreduce, DType: tensor.Float32,
+					Op: tensor.Sum, Devices: m.devices, Scaling: ops.Scaling{Pre: 1, Post: 1},
+					Tensors: []ops.Tensor{{In: buf, Out: buf}}})
+				if err == nil {
+					t.Errorf("rank %d: the operation has not failed", m.me)
+				}
+				if m.me == 0 {
+					return
+				}
+				before := m.download(buf)
+				_, inUse := errors.AsType[*ops.InUseError](err)
+				if late := timeout < time.Second; inUse != late {
+					t.Errorf("got %v, says that the buffers are in use: %v, want %v", err, inUse, late)
+				}
+				if inUse {
+					testnet.WantError(t, err, "device 1 may still use the buffers of the operation, which must not be used again",
+						"NCCL has not ended its work 100ms after its communicator was aborted")
+					testnet.WantError(t, m.library.Close(), "device 1: its work has not ended in 100ms")
+				}
+				m.library.EndTimeout = time.Minute
+				testnet.Eventually(t, "the work on the device ends", func() bool {
+					return slices.Max(m.download(buf)) == 0x5a
+				})
+				if !inUse && !slices.Equal(m.download(buf), before) {
+					t.Error("the buffer was written after it was given back")
+				}
+			})
+		})
+	}
+}
+
+// TestConnectTimeout checks that the ranks do not wait without limit if NCCL cannot connect them.
+func TestConnectTimeout(t *testing.T) {
+	t.Setenv("STANDIN_NCCL_FAULT", "init:1")
+	all := clusterOf(t, 2, 200*time.Millisecond)
+	each(all, func(m *member) {
+		buf := m.upload(tensor.Bytes(floats(m.me, 10)))
+		err := m.run(ops.Operation{Kind: message.Allreduce, DType: tensor.Float32, Op: tensor.Sum,
+			Tensors: []ops.Tensor{{In: buf, Out: buf}}})
+		testnet.WantError(t, err, "ops/nccl: allreduce: NCCL has not connected the ranks in 200ms "+
+			"(HOROVOD_GLOO_TIMEOUT_SECONDS): NCCL_SOCKET_IFNAME selects the network interface")
+		if unknown, ok := errors.AsType[*ops.UnknownRankError](err); !ok || len(unknown.Ranks) != 2 {
+			t.Errorf("rank %d: got %v, want an error that suspects both ranks", m.me, err)
+		}
+	})
+}
+
+// TestCloseAlone checks that Close does not wait without limit for a rank that does not close.
+func TestCloseAlone(t *testing.T) {
+	all := cluster(t, 2)
+	allreduce := func(m *member) {
+		buf := m.upload(tensor.Bytes(floats(m.me, 10)))
+		m.check(m.run(ops.Operation{Kind: message.Allreduce, DType: tensor.Float32, Op: tensor.Sum,
+			Tensors: []ops.Tensor{{In: buf, Out: buf}}}))
+	}
+	each(all, allreduce)
+	all[0].library.EndTimeout = 100 * time.Millisecond
+	all[0].backend.Close()
+}
+
+// TestBufferGrows checks that a larger buffer for packed tensors does not wait for other work of the device,
+// as freeing memory would.
+func TestBufferGrows(t *testing.T) {
+	m := cluster(t, 1)[0]
+	t.Setenv("STANDIN_CUDA_DELAY_US", "3000000")
+	slow, err := m.device.NewStream()
+	m.check(err)
+	end, err := m.device.NewEvent()
+	m.check(err)
+	t.Setenv("STANDIN_CUDA_DELAY_US", "200")
+	m.check(end.Record(slow))
+	for _, n := range []int{1000, 1 << 20, 2 << 20} {
+		one, two := m.alloc(n), m.alloc(n)
+		m.check(m.run(ops.Operation{Kind: message.Allreduce, DType: tensor.Uint8, Op: tensor.Max,
+			Tensors: []ops.Tensor{{In: one, Out: one}, {In: two, Out: two}}}))
+	}
+	if done, err := end.Query(); done || err != nil {
+		t.Errorf("the operations have waited for work of another stream: %v", err)
+	}
+	m.check(slow.Close())
+	m.check(end.Close())
+}
+
+// TestStepDoesNotBlock checks that an operation runs only in calls of Step that may wait.
+func TestStepDoesNotBlock(t *testing.T) {
+	m := cluster(t, 1)[0]
+	buf := m.upload(tensor.Bytes(floats(0, 10)))
+	if err := m.backend.Start(ops.Operation{Kind: message.Allreduce, DType: tensor.Float32, Op: tensor.Sum,
+		Devices: m.devices, Scaling: ops.Scaling{Pre: 2, Post: 1},
+		Tensors: []ops.Tensor{{In: buf, Out: buf}}}); err != nil {
+		t.Fatal(err)
+	}
+	if p, err := m.backend.Step(t.Context(), false); p != ops.Blocked || err != nil {
+		t.Errorf("without waiting: got %v and %v, want Blocked", p, err)
+	}
+	m.equal("before", buf, floats(0, 10))
+	if p, err := m.backend.Step(t.Context(), true); p != ops.Finished || err != nil {
+		t.Errorf("got %v and %v, want Finished", p, err)
+	}
+	if got := tensor.View[float32](m.download(buf)); got[1] != 2*floats(0, 10)[1] {
+		t.Errorf("got %v, want twice %v", got, floats(0, 10))
+	}
+}
