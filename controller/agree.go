@@ -51,7 +51,9 @@ func agree(set *Set, requests []message.Request, joined *joinState) *message.Res
 	if first.Kind.MovesData() && first.Device != tensor.Host {
 		r.Devices = make([]tensor.Device, len(requests))
 		for i := range requests {
-			r.Devices[i] = requests[i].Device
+			if r.Devices[i] = requests[i].Device; requests[i].Kind == message.NoKind {
+				r.Devices[i] = joined.devices[i]
+			}
 		}
 	}
 	if text != "" {

@@ -2,6 +2,7 @@ package controller
 
 import (
 	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
@@ -9,16 +10,17 @@ import (
 // requests until all members have joined.
 type joinState struct {
 	// The following slices have an element for each member.
-	members []bool   // whether the member has joined
-	empty   []bool   // whether the member has joined with empty contributions
-	names   []string // the name of each member's join, or "" if the member has not joined
+	members []bool          // whether the member has joined
+	empty   []bool          // whether the member has joined with empty contributions
+	devices []tensor.Device // where the member keeps its neutral elements
+	names   []string        // the name of each member's join, or "" if the member has not joined
 	count   int
 	last    int // the member that joined last
 }
 
 func newJoinState(members int) joinState {
 	return joinState{members: make([]bool, members), empty: make([]bool, members),
-		names: make([]string, members)}
+		devices: make([]tensor.Device, members), names: make([]string, members)}
 }
 
 func (j *joinState) has(member int) bool { return j.members[member] }
@@ -39,7 +41,7 @@ func (j *joinState) without(asked func(member int) bool) int {
 }
 
 func (j *joinState) add(member int, q *message.Request) {
-	j.members[member], j.empty[member], j.names[member] = true, q.Empty, q.Name
+	j.members[member], j.empty[member], j.devices[member], j.names[member] = true, q.Empty, q.Device, q.Name
 	j.last = member
 	j.count++
 }
@@ -47,6 +49,7 @@ func (j *joinState) add(member int, q *message.Request) {
 func (j *joinState) reset() {
 	clear(j.members)
 	clear(j.empty)
+	clear(j.devices)
 	clear(j.names)
 	j.count = 0
 }

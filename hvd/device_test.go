@@ -198,14 +198,14 @@ func TestDeviceSets(t *testing.T) {
 // TestDeviceJoin checks that a rank that has joined contributes to sums on devices.
 func TestDeviceJoin(t *testing.T) {
 	run(t, 3, func(ctx context.Context, e *hvd.Engine) {
-		d := openDevice(t, e.Rank())
+		d := openDevice(t, 3-e.Rank()) // a rank need not use the device with the number of its local rank
 		defer d.stream.Close()
 		for step := range 3 {
 			if e.Rank() == 2 && step == 1 {
 				break
 			}
 			x := d.buffer(1, 2)
-			err := hvd.AllreduceDevice(ctx, x, x, hvd.Op(hvd.Sum), hvd.Name("x"), hvd.On(e))
+			err := hvd.AllreduceDevice(ctx, x, x, hvd.Op(hvd.Sum), hvd.Name(fmt.Sprint("x", step/2)), hvd.On(e))
 			n := float32(3)
 			if step > 0 {
 				n = 2

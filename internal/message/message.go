@@ -80,8 +80,8 @@ type Response struct {
 	Shape     tensor.Shape
 	FirstDims []int64
 	// Devices has the CUDA devices of all members, in the order of the set. The entry of a member that has
-	// joined is that of its last request, or tensor.Host. Devices is nil if the tensor is in host memory,
-	// which is then so at every rank.
+	// joined is that of its join, or tensor.Host. Devices is nil if the tensor is in host memory, which is
+	// then so at every rank.
 	Devices             []tensor.Device
 	Op                  tensor.ReduceOp
 	Prescale, Postscale float64

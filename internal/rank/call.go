@@ -294,6 +294,9 @@ func (c *Call) checkAndQueue(e *tensorqueue.Entry) error {
 // queue passes entries to the engine. If the engine refuses them because of a mistake in this call, queue
 // returns a *engine.UsageError.
 func (c *Call) queue(entries ...*tensorqueue.Entry) error {
+	if d := entries[0].Request.Device; d != tensor.Host {
+		c.Rank.lastDevice.Store(int32(d))
+	}
 	err := c.Rank.Engine.Queue(entries...)
 	if err == nil {
 		return nil
@@ -318,7 +321,8 @@ func (c *Call) Join(e *tensorqueue.Entry, done func(error)) error {
 	c.Name = JoinName
 	*e = tensorqueue.Entry{
 		Set: c.Set.ID, Timeout: c.Timeout, Done: done,
-		Request: message.Request{Kind: message.Join, Name: c.Name, Empty: c.Empty},
+		Request: message.Request{Kind: message.Join, Name: c.Name, Empty: c.Empty,
+			Device: tensor.Device(c.Rank.lastDevice.Load())},
 	}
 	if !c.Set.joined.CompareAndSwap(false, true) {
 		return c.Misuse("this rank has joined %v already", c.Set)

@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"sync/atomic"
 	"time"
 
 	"go.uber.org/zap"
@@ -138,6 +139,8 @@ type Rank struct {
 
 	// Devices marks the streams of the program on CUDA devices. It is nil if the rank does not use NCCL.
 	Devices *cuda.Devices
+	// lastDevice is the tensor.Device of the last operation on a CUDA device, or tensor.Host.
+	lastDevice atomic.Int32
 
 	nccl        *nccl.Library // nil if the rank does not use NCCL
 	mpi         *MPI          // nil if the rank does not use MPI
