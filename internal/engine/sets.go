@@ -134,6 +134,7 @@ func (e *Engine) dropSet(id topo.ProcessSetID) {
 func (e *Engine) releaseLanes(id topo.ProcessSetID) {
 	e.cfg.Mesh.Release(transport.DataLane(id))
 	e.cfg.Mesh.Release(transport.OuterLane(id))
+	e.cfg.Mesh.Release(transport.DeviceLane(id))
 	e.dropMessages(id)
 }
 

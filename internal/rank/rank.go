@@ -251,7 +251,9 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 		}
 		r.Devices = r.nccl.Devices
 		ecfg.Backends = append(ecfg.Backends, r.nccl.Register(nccl.Config{
-			Device: r.Place.LocalRank % r.nccl.Count(), Host: tcp.Register(ecfg.Mesh, overTCP).New,
+			Device:       r.Place.LocalRank % r.nccl.Count(),
+			Host: tcp.Within(ecfg.Mesh, transport.DeviceLane,
+				tcp.Config{Oversubscribed: overTCP.Oversubscribed}),
 			StartTimeout: cfg.StartTimeout, Deterministic: cfg.Deterministic,
 		}))
 	}
@@ -303,7 +305,8 @@ func Backends(m *MPI, session *Session, mesh transport.Mesh, set *config.Config,
 		all = append(all, inMemory)
 		if set.HierarchicalAllreduce || set.HierarchicalAllgather {
 			all = append(all, hier.Register(hier.Config{
-				Groups: session.Groups, Inner: inMemory.New, Outer: tcp.OuterLevel(mesh, overTCP),
+				Groups: session.Groups, Inner: inMemory.New,
+				Outer: tcp.Within(mesh, transport.OuterLane, overTCP),
 				Kinds: onTwoLevels(set, overTCP.Forced), Deterministic: set.Deterministic,
 			}))
 		}

@@ -18,8 +18,8 @@ import (
 // each other.
 type Lane uint32
 
-// Control is the lane that carries the negotiation. Process set s executes its operations on the lanes 1+s
-// and 2^31+s, and its members send each other messages on lane 2^30+s.
+// Control is the lane that carries the negotiation. Process set s executes its operations on the lanes 1+s,
+// 2^31+s and 2^31+2^30+s, and its members send each other messages on lane 2^30+s.
 const Control Lane = 0
 
 // DataLane returns the lane on which process set s executes its operations.
@@ -28,6 +28,10 @@ func DataLane(s topo.ProcessSetID) Lane { return Lane(s) + 1 }
 // OuterLane returns the lane on which process set s exchanges data between hosts when an operation runs on
 // two levels. The inner level uses DataLane.
 func OuterLane(s topo.ProcessSetID) Lane { return Lane(s) + 1<<31 }
+
+// DeviceLane returns the lane on which process set s exchanges what a backend for CUDA devices needs to begin
+// an operation.
+func DeviceLane(s topo.ProcessSetID) Lane { return Lane(s) + 1<<31 + 1<<30 }
 
 // MessageLane returns the lane of the messages between single members of process set s.
 func MessageLane(s topo.ProcessSetID) Lane { return Lane(s) + 1<<30 }

@@ -119,7 +119,8 @@ func (b *backend) Start(op ops.Operation) error {
 	return nil
 }
 
-// Step implements ops.Backend. Functions of CUDA and NCCL may take long, so it does nothing if wait is not set.
+// Step implements ops.Backend. Functions of CUDA and NCCL may take long, so it does nothing if wait is not
+// set.
 func (b *backend) Step(ctx context.Context, wait bool) (ops.Progress, error) {
 	switch {
 	case b.err != nil:
@@ -263,7 +264,8 @@ func (b *backend) onHost(ctx context.Context, op ops.Operation) (err error) {
 	return ops.Run(ctx, b.host, op)
 }
 
-// exchangeSizes exchanges the sizes of the blocks of an alltoall, gather or scatter, and allocates its output.
+// exchangeSizes exchanges the sizes of the blocks of an alltoall, gather or scatter, and allocates its
+// output.
 func (b *backend) exchangeSizes(ctx context.Context) (err error) {
 	b.sent = b.sent[:0]
 	for _, n := range b.op.Counts {

@@ -11,6 +11,7 @@ import (
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/internal/transport/faulty"
 	"github.com/gohvd/gohvd/ops/opstest"
 	"github.com/gohvd/gohvd/ops/tcp"
@@ -62,11 +63,11 @@ func TestAlltoallByDefault(t *testing.T) {
 	}
 }
 
-// The backend between hosts chooses by the same table, and ignores forced algorithms.
-func TestTableOfOuterLevel(t *testing.T) {
+// A backend that another backend uses chooses by the same table, and ignores forced algorithms.
+func TestTableWithin(t *testing.T) {
 	cfg := tcp.Config{Table: tcp.Table{{Kind: message.Allgather, Algorithm: message.Ring}},
 		Forced: tcp.Forced{message.Allgather: message.Bruck}}
-	b, err := tcp.OuterLevel(memMeshes(2)[0], cfg)(topo.Global, upTo(2), 0)
+	b, err := tcp.Within(memMeshes(2)[0], transport.OuterLane, cfg)(topo.Global, upTo(2), 0)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -74,7 +74,7 @@ type Config struct {
 	Deterministic bool
 
 	// Table chooses the algorithms of operations. All ranks use the algorithms that rank 0 chooses, so the
-	// other ranks need it only for OuterLevel. If it is nil, DefaultTable applies.
+	// other ranks need it only for Within. If it is nil, DefaultTable applies.
 	Table Table
 
 	// Forced has algorithms that Plan chooses whatever the table says. Plan returns an error for an operation
@@ -160,15 +160,14 @@ func Register(mesh transport.Mesh, cfg Config) ops.Registration {
 		}}
 }
 
-// OuterLevel returns a function that makes the backend between the hosts of a process set for ops/hier. It
-// uses a lane of its own, because the backend that Register returns has the other lane of the set. Each rank
-// plans the operations between hosts itself, so cfg.Table must be the same at all ranks. cfg.Forced does not
-// apply.
-func OuterLevel(mesh transport.Mesh,
+// Within returns a function that makes a backend which another backend of the process set uses. It uses the
+// lane that the function lane returns, because the backend that Register returns has the set's DataLane. Each
+// rank plans the operations itself, so cfg.Table must be the same at all ranks. cfg.Forced does not apply.
+func Within(mesh transport.Mesh, lane func(topo.ProcessSetID) transport.Lane,
 	cfg Config) func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {
 	cfg.Forced = nil
 	return func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {
-		return New(mesh, transport.OuterLane(set), ranks, me, cfg), nil
+		return New(mesh, lane(set), ranks, me, cfg), nil
 	}
 }
 
