@@ -2,8 +2,10 @@ package hvd
 
 import (
 	"context"
+	"slices"
 	"unsafe"
 
+	"github.com/gohvd/gohvd/internal/cuda"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/topo"
@@ -13,9 +15,10 @@ import (
 // options of operations on tensors in host memory, and all ranks must have the tensor on a device. They run
 // on NCCL, which HOROVOD_GPU_OPERATIONS=nccl turns on (docs/nccl.md).
 //
-// The functions for device buffers take an input and an output, which are the same buffer or do not overlap.
-// An operation begins on the device after the work that was enqueued on the input's Stream before the call.
-// When the operation is done, the output is complete, and both buffers belong to the caller again.
+// The functions for device buffers take an input and an output, which do not overlap, except where a function
+// says how it can run in place. An operation begins on the device after the work that was enqueued on the
+// Streams of both buffers before the call. When the operation is done, the output is complete, and both
+// buffers belong to the caller again.
 type DeviceBuffer[T Element] struct {
 	// Pointer is the address in the memory of the device. It must be aligned for T.
 	Pointer uintptr
@@ -23,7 +26,9 @@ type DeviceBuffer[T Element] struct {
 	Len int
 	// Device is the number of the device, as the CUDA runtime of this process counts.
 	Device int
-	// Stream is the cudaStream_t on which the input is computed. 0 is the legacy default stream.
+	// Stream is the cudaStream_t whose work may still write or read the buffer. 0 is the legacy default
+	// stream. 2, the default stream of the calling thread, is refused, because a goroutine has no thread of
+	// its own.
 	Stream uintptr
 }
 
@@ -39,40 +44,25 @@ func (b *DeviceBuffer[T]) bytes() []byte {
 // DeviceHandle is an operation on device buffers in flight. Its methods are safe for concurrent use.
 type DeviceHandle struct {
 	operation
-	slot     *slot
-	dims     [1]int64
-	received []int64
+	slot  *slot
+	dims  [1]int64
+	ready [2]*cuda.Event
 }
 
 // Wait waits for the operation. If ctx ends first, the error is a *PendingError. Then the operation goes on,
 // and its buffers stay in use.
 func (h *DeviceHandle) Wait(ctx context.Context) error { return h.wait(ctx, h) }
 
-// Received returns, after an alltoall, how many rows came from each member of the process set, in the order
-// of the members. It returns nil for other operations, and while the operation is not done.
-func (h *DeviceHandle) Received() []int {
-	if !h.ended() || h.received == nil {
-		return nil
-	}
-	rows := make([]int, len(h.received))
-	for i, n := range h.received {
-		rows[i] = int(n)
-	}
-	return rows
-}
-
 // finished completes h. The slot of h calls it when the operation has ended.
 func (h *DeviceHandle) finished(err error) {
-	e := &h.slot.entry
-	h.received = e.Received
-	h.hold(e)
-	h.engine.rank.Devices.Release(e.Ready)
+	h.hold(&h.slot.entry)
+	h.release()
 	h.slot.free()
 	h.slot = nil
 	h.complete(err)
 }
 
-// AllreduceDevice reduces in over all ranks as Allreduce does, and stores the result in out.
+// AllreduceDevice reduces in over all ranks as Allreduce does, and stores the result in out, which may be in.
 func AllreduceDevice[T Element](ctx context.Context, in, out DeviceBuffer[T], opts ...Option) error {
 	h, err := allreduceDevice(in, out, opts)
 	return awaitDevice(ctx, h, err)
@@ -88,7 +78,7 @@ func allreduceDevice[T Element](in, out DeviceBuffer[T], opts []Option) (*Device
 }
 
 // BroadcastDevice copies the in of the rank root to the out of every rank. The ranks other than root do not
-// use in, except that it says where their tensor is.
+// use in, except that it says where their tensor is. out may be in.
 func BroadcastDevice[T Element](ctx context.Context, in, out DeviceBuffer[T], root int,
 	opts ...Option) error {
 	h, err := broadcastDevice(in, out, root, opts)
@@ -113,18 +103,30 @@ func broadcastDevice[T Element](in, out DeviceBuffer[T], root int, opts []Option
 }
 
 // AllgatherDevice concatenates the in of all ranks along the first dimension, in rank order, in out. If out
-// has another length than the result, the operation fails at this rank.
+// has another length than the result, the operation fails at this rank. in may be the part of out that gets
+// the rows of this rank. It must not overlap out in any other way.
 func AllgatherDevice[T Element](ctx context.Context, in, out DeviceBuffer[T], opts ...Option) error {
-	h, err := onDevice(message.Allgather, in, out, opts, nil)
+	h, err := allgatherDevice(in, out, opts)
 	return awaitDevice(ctx, h, err)
 }
 
 // AllgatherDeviceAsync submits an AllgatherDevice and returns its handle without waiting.
 func AllgatherDeviceAsync[T Element](in, out DeviceBuffer[T], opts ...Option) (*DeviceHandle, error) {
-	return started(onDevice(message.Allgather, in, out, opts, nil))
+	return started(allgatherDevice(in, out, opts))
+}
+
+func allgatherDevice[T Element](in, out DeviceBuffer[T], opts []Option) (*DeviceHandle, error) {
+	return onDevice(message.Allgather, in, out, opts, func(_ *DeviceHandle, c *call) error {
+		// The place of this rank's rows is known when the ranks have agreed, and the engine checks it then.
+		if end := in.end(); overlap(in, out) && (in.Pointer < out.Pointer || end > out.end()) {
+			return c.Misuse("the input overlaps the output, but is no part of it")
+		}
+		return nil
+	})
 }
 
 // ReducescatterDevice reduces in over all ranks as Reducescatter does, and stores this rank's rows in out.
+// out may be the part of in with these rows. It must not overlap in in any other way.
 func ReducescatterDevice[T Element](ctx context.Context, in, out DeviceBuffer[T], opts ...Option) error {
 	h, err := reducescatterDevice(in, out, opts)
 	return awaitDevice(ctx, h, err)
@@ -138,29 +140,48 @@ func ReducescatterDeviceAsync[T Element](in, out DeviceBuffer[T], opts ...Option
 func reducescatterDevice[T Element](in, out DeviceBuffer[T], opts []Option) (*DeviceHandle, error) {
 	return onDevice(message.Reducescatter, in, out, opts, func(h *DeviceHandle, c *call) error {
 		shape := h.slot.entry.Request.Shape
-		want := 0 // a scalar has no rows; the coordinator refuses it, so that all ranks get the error
+		// A scalar has no rows. The coordinator refuses it, so that all ranks get the error.
+		from, want := 0, 0
 		if len(shape) > 0 && shape[0] > 0 {
-			_, rows := tensor.Rows(shape[0], c.Set.Size(), c.Set.Me)
-			want = int(rows) * (in.Len / int(shape[0]))
+			first, rows := tensor.Rows(shape[0], c.Set.Size(), c.Set.Me)
+			row := in.Len / int(shape[0])
+			from, want = int(first)*row, int(rows)*row
 		}
 		if out.Len != want {
 			return c.Misuse("the output has %d elements, want %d, the rows of this rank", out.Len, want)
 		}
-		return nil
+		return checkPlace(c, in, out, from)
 	})
 }
 
-// sameLength returns a builder that compares the lengths of the buffers.
+// end returns the address after the last element of b.
+func (b *DeviceBuffer[T]) end() uintptr { return b.Pointer + uintptr(len(b.bytes())) }
+
+func overlap[T Element](a, b DeviceBuffer[T]) bool { return a.Pointer < b.end() && b.Pointer < a.end() }
+
+// checkPlace returns an error if out overlaps in, unless out begins at the element of in with the given
+// index.
+func checkPlace[T Element](c *call, in, out DeviceBuffer[T], index int) error {
+	at := in
+	at.Len = index
+	if overlap(in, out) && out.Pointer != at.end() {
+		return c.Misuse("the output overlaps the input, want an output that begins at element %d of the input "+
+			"or does not overlap it", index)
+	}
+	return nil
+}
+
+// sameLength returns a builder that checks the output of an operation whose output may be its input.
 func sameLength[T Element](in, out DeviceBuffer[T]) func(*DeviceHandle, *call) error {
 	return func(_ *DeviceHandle, c *call) error {
 		if in.Len != out.Len {
 			return c.Misuse("the output has %d elements, want %d as the input", out.Len, in.Len)
 		}
-		return nil
+		return checkPlace(c, in, out, 0)
 	}
 }
 
-// onDevice queues an operation on device buffers. It calls build, if it is not nil, to complete the handle.
+// onDevice queues an operation on device buffers. It calls build to complete and check the handle.
 func onDevice[T Element](kind message.Kind, in, out DeviceBuffer[T], opts []Option,
 	build func(*DeviceHandle, *call) error) (*DeviceHandle, error) {
 	c, err := prepare(kind, tensor.Of[T](), false, opts)
@@ -175,12 +196,15 @@ func onDevice[T Element](kind message.Kind, in, out DeviceBuffer[T], opts []Opti
 	case in.Device != out.Device:
 		return nil, c.Misuse("the input is on device %d and the output is on device %d", in.Device,
 			out.Device)
+	case in.Stream == perThread || out.Stream == perThread:
+		return nil, c.Misuse("got stream %d, which is another stream in each thread", perThread)
 	}
 	h := &DeviceHandle{}
 	h.kind, h.engine = kind, c.engine
 	h.slot = take(&c.engine.slots.single, h)
 	e := &h.slot.entry
 	c.Fill(e)
+	e.Ready = h.ready[:0]
 	e.Input, e.Output = in.bytes(), out.bytes()
 	e.Request.Device = tensor.CUDA(in.Device)
 	if h.dims[0] = int64(in.Len); c.shapes == nil {
@@ -188,20 +212,45 @@ func onDevice[T Element](kind message.Kind, in, out DeviceBuffer[T], opts []Opti
 	} else if e.Request.Shape, err = c.shape(0, in.Len); err != nil {
 		return nil, err
 	}
-	if build != nil {
-		if err := build(h, &c); err != nil {
-			return nil, err
-		}
+	if err := build(h, &c); err != nil {
+		return nil, err
 	}
-	if e.Ready, err = c.engine.rank.Devices.Mark(in.Device, in.Stream); err != nil {
+	if err := h.mark(in.Device, in.Stream, out.Stream); err != nil {
 		return nil, c.Misuse("%w", err)
 	}
 	if err := c.submitted(c.Submit(e)); err != nil {
-		c.engine.rank.Devices.Release(e.Ready)
+		h.release()
 		return nil, err
 	}
 	h.name = c.Name
 	return h, nil
+}
+
+// perThread is the cudaStream_t that names the default stream of the calling thread.
+const perThread = 2
+
+// mark makes the operation wait for the work that is on the streams now.
+func (h *DeviceHandle) mark(device int, streams ...uintptr) error {
+	for i, s := range streams {
+		if slices.Contains(streams[:i], s) {
+			continue
+		}
+		e, err := h.engine.rank.Devices.Mark(device, s)
+		if err != nil {
+			h.release()
+			return err
+		}
+		h.slot.entry.Ready = append(h.slot.entry.Ready, e) // in h.ready
+	}
+	return nil
+}
+
+// release gives the events of mark back.
+func (h *DeviceHandle) release() {
+	for _, e := range h.ready {
+		h.engine.rank.Devices.Release(e)
+	}
+	h.ready = [2]*cuda.Event{}
 }
 
 func awaitDevice(ctx context.Context, h *DeviceHandle, err error) error {

@@ -205,7 +205,8 @@ func TestDeviceJoin(t *testing.T) {
 				break
 			}
 			x := d.buffer(1, 2)
-			err := hvd.AllreduceDevice(ctx, x, x, hvd.Op(hvd.Sum), hvd.Name(fmt.Sprint("x", step/2)), hvd.On(e))
+			name := hvd.Name(fmt.Sprint("x", step/2))
+			err := hvd.AllreduceDevice(ctx, x, x, hvd.Op(hvd.Sum), name, hvd.On(e))
 			n := float32(3)
 			if step > 0 {
 				n = 2
@@ -215,6 +216,57 @@ func TestDeviceJoin(t *testing.T) {
 		if _, err := hvd.Join(ctx, hvd.On(e)); err != nil {
 			t.Error(err)
 		}
+	}, "HOROVOD_GPU_OPERATIONS", "nccl", "HVD_NCCL_LIBRARY", testcuda.NCCL(), "HVD_CUDART_LIBRARY",
+		testcuda.CUDA())
+}
+
+// portion returns n elements of b from the given one.
+func portion(b hvd.DeviceBuffer[float32], from, n int) hvd.DeviceBuffer[float32] {
+	b.Pointer, b.Len = b.Pointer+uintptr(4*from), n
+	return b
+}
+
+// TestDevicePlaces checks where the output may be, and that other places are refused.
+func TestDevicePlaces(t *testing.T) {
+	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
+		me := e.Rank()
+		d := openDevice(t, me)
+		defer d.stream.Close()
+		on, sum := hvd.On(e), hvd.Op(hvd.Sum)
+		x := d.buffer(1, 2, 3, 4)
+		d.want("reducescatter in place", portion(x, 2*me, 2),
+			hvd.ReducescatterDevice(ctx, x, portion(x, 2*me, 2), sum, on), float32(4*me+2), float32(4*me+4))
+		y := d.buffer(5, 6, 7, 8)
+		d.want("allgather in place", y, hvd.AllgatherDevice(ctx, portion(y, me, 1+me), portion(y, 0, 3), on), 5, 6, 7, 8)
+		const overlaps = "the output overlaps the input, want an output that begins at element"
+		testnet.WantError(t, hvd.AllreduceDevice(ctx, portion(x, 0, 3), portion(x, 1, 3), on), overlaps+" 0")
+		testnet.WantError(t, hvd.BroadcastDevice(ctx, portion(x, 1, 3), portion(x, 0, 3), 0, on), overlaps+" 0")
+		testnet.WantError(t, hvd.ReducescatterDevice(ctx, x, portion(x, 1, 2), on), overlaps)
+		testnet.WantError(t, hvd.AllgatherDevice(ctx, portion(x, 1, 3), portion(x, 0, 3), on),
+			"the input overlaps the output, but is no part of it")
+		err := hvd.AllgatherDevice(ctx, portion(x, 1-me, 1), portion(x, 0, 2), on)
+		testnet.WantError(t, err, fmt.Sprintf("the input begins at byte %d of the output, want byte %d", 4*(1-me),
+			4*me))
+		x.Stream = 2
+		testnet.WantError(t, hvd.AllreduceDevice(ctx, x, x, on), "got stream 2, which is another stream in each thread")
+	}, "HOROVOD_GPU_OPERATIONS", "nccl", "HVD_NCCL_LIBRARY", testcuda.NCCL(), "HVD_CUDART_LIBRARY",
+		testcuda.CUDA())
+}
+
+// TestDeviceOutputStream checks that an operation waits for work on the stream of its output.
+func TestDeviceOutputStream(t *testing.T) {
+	run(t, 1, func(ctx context.Context, e *hvd.Engine) {
+		d := openDevice(t, 0)
+		defer d.stream.Close()
+		x := d.buffer(7)
+		t.Setenv("STANDIN_CUDA_DELAY_US", "100000")
+		slow := openDevice(t, 0)
+		t.Setenv("STANDIN_CUDA_DELAY_US", "200")
+		defer slow.stream.Close()
+		out := slow.buffer(1)
+		err := hvd.AllreduceDevice(ctx, x, out, hvd.Op(hvd.Sum), hvd.On(e))
+		slow.check(slow.stream.Synchronize())
+		d.want("the output", out, err, 7)
 	}, "HOROVOD_GPU_OPERATIONS", "nccl", "HVD_NCCL_LIBRARY", testcuda.NCCL(), "HVD_CUDART_LIBRARY",
 		testcuda.CUDA())
 }

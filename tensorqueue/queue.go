@@ -51,9 +51,9 @@ type Entry struct {
 	// Splits is used by alltoall. It holds the number of rows of Input to send to each member. The engine
 	// stores in Received the number of rows that come from each member.
 	Splits, Received []int64
-	// Ready is an event after the work that computes Input on a CUDA device. It is nil if the tensor is in
-	// host memory.
-	Ready *cuda.Event
+	// Ready are events after the work that uses Input or Output on a CUDA device. It is empty if the tensor
+	// is in host memory.
+	Ready []*cuda.Event
 	// ErrorFeedback is used by an allreduce with compression. If it is set, the compression loss is added to
 	// the next tensor with the same name.
 	ErrorFeedback bool

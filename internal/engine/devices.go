@@ -2,6 +2,7 @@ package engine
 
 import (
 	"fmt"
+	"unsafe"
 
 	"github.com/gohvd/gohvd/internal/cuda"
 	"github.com/gohvd/gohvd/internal/message"
@@ -28,8 +29,8 @@ func (l *lane) startOnDevices() error {
 		if err != nil {
 			return err
 		}
-		if t.Out, x.op.Counts = out, counts; !w.absent && int64(len(w.entries[0].Output)) != sum(counts) {
-			refuseSize(w, 0, int(sum(counts)))
+		if t.Out, x.op.Counts = out, counts; !w.absent {
+			l.checkGathered(t)
 		}
 	case message.Reducescatter:
 		x.scaling = scalingOf(r, r.DType, l.averageOver(w))
@@ -44,12 +45,29 @@ func (l *lane) startOnDevices() error {
 	return nil
 }
 
-// ready returns the events after which the tensors of w can be read. The slice belongs to the lane, and the
+// checkGathered refuses the tensor t of an allgather if its output has another size than the result, or if it
+// overlaps the input, unless the input is where the result has this rank's rows. The other ranks run the
+// operation anyway, so the backend then stores the result in memory of its own.
+func (l *lane) checkGathered(t *ops.Tensor) {
+	w, counts := l.execution.work, l.execution.op.Counts
+	want := sum(counts[:l.me])
+	switch at := int64(uintptr(unsafe.Pointer(unsafe.SliceData(t.In))) -
+		uintptr(unsafe.Pointer(unsafe.SliceData(t.Out)))); {
+	case int64(len(w.entries[0].Output)) != sum(counts):
+		refuseSize(w, 0, int(sum(counts)))
+	case len(t.In) > 0 && at >= 0 && at < int64(len(t.Out)) && at != want:
+		w.refuse(0, fmt.Errorf("the input begins at byte %d of the output, want byte %d, where the rows of this "+
+			"rank are, or an input that does not overlap the output", at, want))
+		t.Out = nil
+	}
+}
+
+// ready returns the events after which the tensors of w can be used. The slice belongs to the lane, and the
 // next call overwrites it.
 func (l *lane) ready(w *work) []*cuda.Event {
 	ready := l.scratch.ready[:0]
 	for _, e := range w.entries {
-		ready = append(ready, e.Ready)
+		ready = append(ready, e.Ready...)
 	}
 	l.scratch.ready = ready
 	return ready
