@@ -75,8 +75,9 @@ type Operation struct {
 	DType tensor.DType
 	Op    tensor.ReduceOp
 
-	// Devices are the CUDA devices on which the ranks have their buffers, in the order of the set. The device
-	// of a rank that has joined has no meaning. Devices is nil if the buffers are in host memory.
+	// Devices are the CUDA devices on which the ranks have their buffers, in the order of the set. For a rank
+	// that has joined, it is the device of its last tensor, or tensor.Host if no tensor was on a device.
+	// Devices is nil if the buffers are in host memory.
 	//
 	// Only the backend can read memory of a device (package internal/cuda). So it gets the tensors as they
 	// are, in Tensors, and neither Buf nor a fusion buffer. There is one tensor, except in an Allreduce and

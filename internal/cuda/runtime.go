@@ -20,6 +20,8 @@ typedef struct {
 	int (*memGetInfo)(size_t *, size_t *);
 	int (*malloc)(void **, size_t);
 	int (*free)(void *);
+	int (*hostAlloc)(void **, size_t, unsigned);
+	int (*freeHost)(void *);
 	int (*memcpyAsync)(void *, const void *, size_t, int, void *);
 	int (*memsetAsync)(void *, int, size_t, void *);
 	int (*streamCreateWithFlags)(void **, unsigned);
@@ -63,6 +65,13 @@ static int gohvdUse(functions *f, int device, int *old) {
 static void gohvdUseAgain(functions *f, int device) { f->setDevice(device); }
 static int gohvdFree(functions *f, int device, void *p) { ON(device, f->free(p)); }
 static int gohvdAlloc(functions *f, int device, void **p, size_t n) { ON(device, f->malloc(p, n)); }
+static int gohvdAllocHost(functions *f, void **p, size_t n) {
+	int code = f->hostAlloc(p, n, 1); // 1: all devices can read it
+	if (code != 0)
+		f->getLastError();
+	return code;
+}
+static int gohvdFreeHost(functions *f, void *p) { return f->freeHost(p); }
 static int gohvdMemory(functions *f, int device, size_t *unused, size_t *total) {
 	ON(device, f->memGetInfo(unused, total));
 }
@@ -106,7 +115,7 @@ import (
 var functions = []string{
 	"cudaGetDeviceCount", "cudaGetDevice", "cudaSetDevice", "cudaGetLastError", "cudaGetErrorName", "cudaGetErrorString",
 	"cudaRuntimeGetVersion", "cudaDriverGetVersion", "cudaDeviceGetPCIBusId", "cudaMemGetInfo", "cudaMalloc",
-	"cudaFree", "cudaMemcpyAsync", "cudaMemsetAsync", "cudaStreamCreateWithFlags", "cudaStreamDestroy",
+	"cudaFree", "cudaHostAlloc", "cudaFreeHost", "cudaMemcpyAsync", "cudaMemsetAsync", "cudaStreamCreateWithFlags", "cudaStreamDestroy",
 	"cudaStreamSynchronize", "cudaStreamWaitEvent", "cudaEventCreateWithFlags", "cudaEventRecord",
 	"cudaEventQuery", "cudaEventDestroy",
 }
@@ -160,6 +169,21 @@ func (r *Runtime) check(call string, code C.int) error {
 	}
 	return &Error{Call: call, Code: int(code), Name: C.GoString(C.gohvdErrorName(r.f, code)),
 		Text: C.GoString(C.gohvdErrorText(r.f, code))}
+}
+
+// AllocHost returns n bytes of memory of the host from which devices can copy while the program goes on. The
+// program can read and write it.
+func (r *Runtime) AllocHost(n int) ([]byte, error) {
+	var p unsafe.Pointer
+	if err := r.check("cudaHostAlloc", C.gohvdAllocHost(r.f, &p, C.size_t(n))); err != nil {
+		return nil, fmt.Errorf("%w: %d bytes", err, n)
+	}
+	return unsafe.Slice((*byte)(p), n), nil
+}
+
+// FreeHost frees memory that AllocHost has returned.
+func (r *Runtime) FreeHost(memory []byte) error {
+	return r.check("cudaFreeHost", C.gohvdFreeHost(r.f, address(memory)))
 }
 
 // Device is a device of this host.

@@ -251,7 +251,7 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 		}
 		r.Devices = r.nccl.Devices
 		ecfg.Backends = append(ecfg.Backends, r.nccl.Register(nccl.Config{
-			Device:       r.Place.LocalRank % r.nccl.Count(),
+			Device: r.Place.LocalRank % r.nccl.Count(),
 			Host: tcp.Within(ecfg.Mesh, transport.DeviceLane,
 				tcp.Config{Oversubscribed: overTCP.Oversubscribed}),
 			StartTimeout: cfg.StartTimeout, Deterministic: cfg.Deterministic,

@@ -9,6 +9,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"math"
 	"slices"
 	"unsafe"
 
@@ -48,15 +49,14 @@ type backend struct {
 	// launched is set if the operation in progress may have enqueued work on the device.
 	launched bool
 
-	device   *device // of the operation in progress
-	comm     *member
-	id       [idBytes]byte
-	packed   []byte  // the buffer to which the tensors of a reduction were copied, or nil
-	neutrals []byte  // neutral elements in host memory, which are copied to the device
-	sent     []byte  // the sizes of the blocks that this rank sends, for the host backend
-	sizes    []byte  // the sizes of the blocks that it receives
-	counts   []int64 // the same as numbers
-	out      []byte
+	device *device // of the operation in progress
+	comm   *member
+	id     [idBytes]byte
+	packed []byte  // the buffer to which the tensors of a reduction were copied, or nil
+	sent   []byte  // the sizes of the blocks that this rank sends, for the host backend
+	sizes  []byte  // the sizes of the blocks that it receives
+	counts []int64 // the same as numbers
+	out    []byte
 }
 
 // device is a device with the stream for all process sets of this rank, and with memory for packed tensors,
@@ -77,7 +77,7 @@ type member struct {
 }
 
 // Plan implements ops.Backend.
-func (b *backend) Plan(_ []topo.Rank, r *message.Response, _ int64,
+func (b *backend) Plan(members []topo.Rank, r *message.Response, _ int64,
 	_ *message.Tuning) (message.Algorithm, error) {
 	if !r.Kind.Reduces() {
 		return message.NoAlgorithm, nil
@@ -88,6 +88,10 @@ func (b *backend) Plan(_ []topo.Rank, r *message.Response, _ int64,
 	dt, op := r.DType, r.Op.Base()
 	_, has := types[dt]
 	refusal := ""
+	factor := r.Prescale * r.Postscale
+	if r.Op.IsAverage() {
+		factor /= float64(len(members))
+	}
 	switch scaled := r.Prescale != 1 || r.Postscale != 1; {
 	case !has:
 		refusal = fmt.Sprintf("NCCL has no type for %v", dt)
@@ -99,12 +103,32 @@ func (b *backend) Plan(_ []topo.Rank, r *message.Response, _ int64,
 		refusal = "NCCL scales only sums and averages of floats"
 	case r.Op == tensor.AverageActive && !dt.IsFloat():
 		refusal = "NCCL divides integers only by the number of all ranks"
+	case scaled && !isNormal(factor, dt):
+		refusal = fmt.Sprintf("NCCL multiplies by %v, the product of all factors, which is no normal number of "+
+			"type %v", factor, dt)
+	case dt == tensor.Float16 && r.Prescale < 1 && r.Postscale > 1:
+		refusal = "NCCL applies the postscale before the reduction, where it would undo the prescale"
 	case b.cfg.Deterministic && dt.IsFloat() && (op == tensor.Sum || op == tensor.Product):
 		refusal = "NCCL may add in any order, but HVD_DETERMINISTIC is set"
 	default:
 		return message.NoAlgorithm, nil
 	}
 	return message.NoAlgorithm, errors.New(refusal)
+}
+
+// isNormal reports whether x is a normal number of the floating-point type dt, neither 0 nor too small or
+// large for its precision.
+func isNormal(x float64, dt tensor.DType) bool {
+	smallest, largest := 0x1p-126, float64(math.MaxFloat32)
+	switch dt {
+	case tensor.Float16:
+		smallest, largest = 0x1p-14, 65504
+	case tensor.BFloat16:
+		largest = 0x1.fep127
+	case tensor.Float64:
+		smallest, largest = 0x1p-1022, math.MaxFloat64
+	}
+	return math.Abs(x) >= smallest && math.Abs(x) <= largest
 }
 
 // Start implements ops.Backend.
@@ -327,7 +351,7 @@ func (b *backend) launch() error {
 
 // finish enqueues what follows the collective, and marks the end of the operation in the stream.
 func (b *backend) finish() (err error) {
-	if buf := b.packed; buf != nil && (b.op.Kind == message.Allreduce || b.op.Root == b.me) {
+	if buf := b.packed; buf != nil && b.getsResult() {
 		for _, t := range b.op.Tensors {
 			if err := b.device.stream.Copy(t.Out, buf[:len(t.Out)]); err != nil {
 				return err
@@ -340,14 +364,20 @@ func (b *backend) finish() (err error) {
 	return err
 }
 
-// pack returns the buffer of an allreduce or of a reduce. If there is one tensor, it is the tensor. Several
-// tensors are copied to a buffer.
+// getsResult reports whether this rank gets the result of an allreduce or a reduce.
+func (b *backend) getsResult() bool { return b.op.Kind == message.Allreduce || b.op.Root == b.me }
+
+// pack returns the buffer of an allreduce or of a reduce. If there is one tensor, it is the output of the
+// tensor, or the input if this rank does not get the result. Several tensors are copied to a buffer.
 func (b *backend) pack() (buf []byte, err error) {
 	s, tensors := b.device.stream, b.op.Tensors
 	if len(tensors) == 0 {
 		return b.neutral(b.op.NumBytes)
 	}
-	if len(tensors) == 1 && tensors[0].Out != nil {
+	if len(tensors) == 1 && !b.getsResult() {
+		return tensors[0].In, nil
+	}
+	if len(tensors) == 1 {
 		return tensors[0].Out, copyUnlessSame(s, tensors[0].Out, tensors[0].In)
 	}
 	n := 0
@@ -376,13 +406,43 @@ func (b *backend) neutral(n int64) (buf []byte, err error) {
 	if b.op.Op == tensor.Sum {
 		return buf, b.device.stream.Fill(buf, 0)
 	}
-	fill, err := kernel.Neutral(b.op.Op, b.op.DType)
+	first, err := b.library.neutrals(b.op.Op, b.op.DType)
 	if err != nil {
 		return nil, err
 	}
-	b.neutrals = slices.Grow(b.neutrals[:0], len(buf))[:len(buf)]
-	fill(b.neutrals)
-	return buf, b.device.stream.Copy(buf, b.neutrals)
+	have := min(len(first), len(buf))
+	for err = b.device.stream.Copy(buf[:have], first[:have]); err == nil && have < len(buf); {
+		more := min(have, len(buf)-have)
+		err = b.device.stream.Copy(buf[have:][:more], buf[:more])
+		have += more
+	}
+	return buf, err
+}
+
+// reduction is a reduction of elements of a type.
+type reduction struct {
+	op tensor.ReduceOp
+	dt tensor.DType
+}
+
+// neutrals returns some neutral elements in pinned memory of the host, which nothing changes.
+func (l *Library) neutrals(op tensor.ReduceOp, dt tensor.DType) ([]byte, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if made := l.pinned[reduction{op, dt}]; made != nil {
+		return made, nil
+	}
+	fill, err := kernel.Neutral(op, dt)
+	if err != nil {
+		return nil, err
+	}
+	buf, err := l.CUDA.AllocHost(4096)
+	if err != nil {
+		return nil, err
+	}
+	fill(buf)
+	l.pinned[reduction{op, dt}] = buf
+	return buf, nil
 }
 
 // buffer returns n bytes on the device, which are valid until the next call. A larger buffer has at least

@@ -161,6 +161,12 @@ func (l *Library) Close() error {
 		}
 	}
 	clear(l.devices)
+	if len(errs) == 0 { // else the devices may still read the pinned memory
+		for _, memory := range l.pinned {
+			errs = append(errs, l.CUDA.FreeHost(memory))
+		}
+		clear(l.pinned)
+	}
 	return errors.Join(append(errs, l.Devices.Close())...)
 }
 

@@ -135,6 +135,7 @@ type Library struct {
 
 	mu      sync.Mutex
 	devices map[int]*device
+	pinned  map[reduction][]byte // neutral elements in pinned memory
 	// next is the Order of the next operation that may be launched. err is the error of the first operation
 	// that has failed. Later operations do not wait for it, but fail with it.
 	next uint64
@@ -157,7 +158,8 @@ func Load(path, cudaPath string) (*Library, error) {
 		return nil, fmt.Errorf("nccl: %w", err)
 	}
 	l := &Library{CUDA: runtime, Devices: cuda.NewDevices(runtime), Name: file.Name, f: new(C.functions),
-		EndTimeout: 5 * time.Second, devices: make(map[int]*device)}
+		EndTimeout: 5 * time.Second, devices: make(map[int]*device),
+		pinned: make(map[reduction][]byte)}
 	table := unsafe.Slice((*unsafe.Pointer)(unsafe.Pointer(l.f)), len(functions))
 	missing := file.Symbols(table, functions)
 	if table[0] != nil {
@@ -214,7 +216,8 @@ type communicator struct {
 	rank, n int
 }
 
-// join begins to make a communicator of n ranks on the device of the stream. progress tells when it is made.
+// join begins to make a communicator of n ranks on the device of the stream. It can be used when progress has
+// returned true.
 func (l *Library) join(id *[idBytes]byte, n, rank int, s *cuda.Stream) (*communicator, error) {
 	c := &communicator{library: l, stream: s, rank: rank, n: n,
 		place: (*unsafe.Pointer)(C.calloc(1, C.size_t(unsafe.Sizeof(uintptr(0)))))}
@@ -227,8 +230,8 @@ func (l *Library) join(id *[idBytes]byte, n, rank int, s *cuda.Stream) (*communi
 	return c, nil
 }
 
-// progress reports whether the last call has ended. It returns the error that the communicator reports, if
-// there is one.
+// progress reports whether the last call for the communicator has ended. It returns the error that the
+// communicator reports, if there is one.
 func (c *communicator) progress() (done bool, err error) {
 	var code C.int
 	if err := c.check("ncclCommGetAsyncError", C.gohvdAsyncError(c.library.f, *c.place, &code)); err != nil {

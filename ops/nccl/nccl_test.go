@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"os"
 	"slices"
 	"sync"
@@ -261,7 +262,6 @@ func TestAverage(t *testing.T) {
 			reduced(ops.Scaling{Pre: 1, Post: 1 / float64(m.n)}, 1/n)
 			reduced(ops.Scaling{Pre: 0.5, Post: 3}, 1.5)
 			reduced(ops.Scaling{Pre: 0.5, Post: 1 / float64(m.n)}, 0.5/n)
-			reduced(ops.Scaling{Pre: 1, Post: 0}, 0)
 			buf := m.upload(tensor.Bytes([]int32{int32(m.me + 1), -7}))
 			m.check(m.run(ops.Operation{Kind: message.Allreduce, DType: tensor.Int32, Op: tensor.Sum,
 				Scaling: ops.Scaling{Pre: 1, Post: 1, Divisor: int64(m.n)},
@@ -331,10 +331,7 @@ func TestReduce(t *testing.T) {
 		each(all, func(m *member) {
 			root := m.n - 1
 			in := m.upload(tensor.Bytes(floats(m.me, 100)))
-			var out []byte
-			if m.me == root {
-				out = m.alloc(400)
-			}
+			out := m.upload(tensor.Bytes(floats(9, 100)))
 			m.check(m.run(ops.Operation{Kind: message.Reduce, DType: tensor.Float32, Op: tensor.Sum,
 				Root:    root,
 				Tensors: []ops.Tensor{{In: in, Out: out}}}))
@@ -342,6 +339,9 @@ func TestReduce(t *testing.T) {
 				m.equal("the result", out, total(m.n, 100))
 			}
 			m.equal("the input", in, floats(m.me, 100))
+			if m.me != root {
+				m.equal("the output of a rank that is not the root", out, floats(9, 100))
+			}
 		})
 	})
 }
@@ -497,6 +497,26 @@ func TestAbsent(t *testing.T) {
 	})
 }
 
+// TestLongNeutralElements checks that a rank that has joined contributes enough neutral elements, also if
+// there are more of them than the host has.
+func TestLongNeutralElements(t *testing.T) {
+	all := cluster(t, 2)
+	for _, length := range []int{1, 1024, 1025, 5000} {
+		each(all, func(m *member) {
+			op := ops.Operation{Kind: message.Allreduce, DType: tensor.Float32, Op: tensor.Min,
+				NumBytes: int64(4 * length)}
+			if m.me == 1 {
+				m.check(m.run(op))
+				return
+			}
+			buf := m.upload(tensor.Bytes(floats(0, length)))
+			op.Tensors = []ops.Tensor{{In: buf, Out: buf}}
+			m.check(m.run(op))
+			m.equal(fmt.Sprint(length, " elements"), buf, floats(0, length))
+		})
+	}
+}
+
 // TestDevicesChange checks that there is a communicator for each combination of devices: rank 0 has its
 // tensors on one device and then on another.
 func TestDevicesChange(t *testing.T) {
@@ -544,6 +564,10 @@ func TestDevicesChange(t *testing.T) {
 	wg.Wait()
 }
 
+func scaled(dt tensor.DType, op tensor.ReduceOp, pre, post float64) message.Response {
+	return message.Response{Kind: message.Allreduce, DType: dt, Op: op, Prescale: pre, Postscale: post}
+}
+
 func TestPlan(t *testing.T) {
 	b := cluster(t, 1)[0].backend
 	for _, c := range []struct {
@@ -564,8 +588,18 @@ func TestPlan(t *testing.T) {
 			Prescale: 1, Postscale: 1}, "NCCL divides integers only by the number of all ranks"},
 		{message.Response{Kind: message.Allreduce, DType: tensor.Float32, Op: tensor.Sum, Prescale: 1,
 			Postscale: 1, Wire: tensor.Float16}, "tensors on a device are not compressed"},
+		{scaled(tensor.Float16, tensor.Sum, 0.5, 2), "would undo the prescale"},
+		{scaled(tensor.Float32, tensor.Sum, 0.5, 2), ""},
+		{scaled(tensor.Float16, tensor.Sum, 5e-5, 1), "is no normal number of type float16"},
+		{scaled(tensor.Float16, tensor.Average, 1e-4, 1), "NCCL multiplies by 5e-05"},
+		{scaled(tensor.Float16, tensor.Sum, 1e5, 1), "is no normal number of type float16"},
+		{scaled(tensor.BFloat16, tensor.Sum, 1e-4, 1), ""},
+		{scaled(tensor.Float32, tensor.Sum, 0, 1), "NCCL multiplies by 0, the product of all factors"},
+		{scaled(tensor.Float32, tensor.Sum, 1e-39, 1), "is no normal number of type float32"},
+		{scaled(tensor.Float64, tensor.Sum, 1e-39, 1), ""},
+		{scaled(tensor.Float64, tensor.Sum, math.Inf(1), 1), "is no normal number of type float64"},
 	} {
-		_, err := b.Plan(nil, &c.r, 4, nil)
+		_, err := b.Plan([]topo.Rank{0, 1}, &c.r, 4, nil)
 		if c.want == "" && err != nil {
 			t.Errorf("%+v: got %v", c.r, err)
 		}
