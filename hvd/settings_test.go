@@ -131,13 +131,14 @@ func TestSettingsThatDiffer(t *testing.T) {
 	_, key := secret.New()
 	// toMeet lists the settings with which ranks find each other, and the error that each rank gets if rank 1
 	// has a different value. The list is nil if the setting has no effect on ranks that meet in a store of
-	// the program, as they do in this test.
+	// the program, as they do in this test, or only on nodes of a parameter server.
 	toMeet := map[string][]string{
 		"HVD_TLS": {"waiting for rank 1: ", "only one side of the connection has HVD_TLS set",
 			"waiting for rank 1: "},
 		"HVD_RENDEZVOUS_HOST": nil,
 		"HVD_RENDEZVOUS_PORT": nil,
 		"HVD_SIZE":            nil,
+		"HVD_STALENESS":       nil,
 		"HVD_SUBDOMAIN":       nil,
 	}
 	for _, mode := range []string{"event", "lockstep"} {
