@@ -471,14 +471,19 @@ class Engine:
             self.place().process_sets.append((number, list(s.ranks)))
             s.members_only, s.process_set_id = members_only, number
 
-    def remove_set(self, s: ProcessSet, timeout: Optional[float]) -> bool:
+    def remove_set(self, s: ProcessSet, timeout: Optional[float] = None, wait: bool = True) -> bool:
+        """Removes a process set and returns whether it was registered. If wait is false, it does not wait until the
+        other ranks have removed the set.
+        """
         self.place()
-        ident = s.process_set_id
-        if not ident or ident not in self._sets:
+        ident, client = s.process_set_id, self._client
+        if not ident or ident not in self._sets or client is None:
             return False
         number: int = ident
         limit = check_timeout(timeout, "remove_process_set")
-        self._call(lambda i: wire.remove_process_set(i, number, limit))
+        request = client.request(lambda i: wire.remove_process_set(i, number, limit))
+        if wait:
+            client.wait(request)
         with self._lock:
             self._sets.pop(number, None)
             place = self.place()

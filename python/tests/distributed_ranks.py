@@ -13,6 +13,7 @@ import os
 import sys
 import tempfile
 import threading
+import time
 import unittest
 from datetime import timedelta
 
@@ -25,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gohvd.torch as hvd
 import gohvd.torch.distributed
+from gohvd import _engine
 from gohvd.exceptions import MismatchError
 from gohvd.torch.distributed import _job, _work
 
@@ -289,6 +291,27 @@ class Groups(Ranks):
                     with self.assertRaises((RuntimeError, ValueError)):
                         dist.all_reduce(torch.ones(1), group=group)
         dist.barrier()
+
+    def test_destroyed_groups_leave_no_sets(self) -> None:
+        sets_of_job = _engine.engine.set_ranks
+        before = sets_of_job()
+        members = list(range(max(1, self.size - 1)))
+        groups = [dist.new_group(members) for _ in range(3)]
+        if self.rank not in members:
+            return
+        self.assertEqual(len(sets_of_job()), len(before) + 3)
+        works = [dist.all_reduce(self.ours(1), group=g, async_op=True) for g in groups]
+        for work in works:
+            work.wait()
+        # The ranks destroy the groups in different orders, so destroying a group must not wait for the other ranks.
+        for group in groups[:: -1 if self.rank % 2 else 1]:
+            dist.destroy_process_group(group)
+        if not groups[0]._why_invalid:
+            return  # torch 2.1 does not tell the group
+        until = time.monotonic() + 20
+        while len(sets_of_job()) > len(before) and time.monotonic() < until:
+            time.sleep(0.01)
+        self.assertEqual(sets_of_job(), before)
 
     def test_device_mesh(self) -> None:
         try:

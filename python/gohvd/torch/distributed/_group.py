@@ -119,7 +119,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         self.invalidate()
-        _job.leave(self)
+        _job.leave(self, self._set)
 
     def abort(self) -> None:
         """Ends the job of the group. Operations in flight fail at all ranks, with an error that names this rank."""

@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any, List, Optional
 
 from ... import _engine
+from ...exceptions import HorovodInternalError
 from ...process_sets import ProcessSet, add_process_set, global_process_set
 
 _engine_ = _engine.engine
@@ -61,11 +62,17 @@ def enter(store: Any, rank: int, size: int, ranks: Optional[List[int]], timeout:
     return _job
 
 
-def leave(group: Any) -> None:
-    """Removes a group from the job. The last group leaves the job, unless the program has begun the job."""
+def leave(group: Any, its_set: ProcessSet) -> None:
+    """Removes a group and its process set from the job. It does not wait for the other members of the group. The last
+    group leaves the job, unless the program has begun the job.
+    """
     job = _job
-    if job is not None:
+    if job is not None and group in job.groups:
         job.groups.discard(group)
+        try:
+            _engine_.remove_set(its_set, wait=False)
+        except HorovodInternalError:
+            pass  # the job is over, and so are its process sets
         if not job.groups:
             leave_all()
 
