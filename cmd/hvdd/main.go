@@ -56,7 +56,8 @@ func run(args []string, stdout, stderr io.Writer) int {
 		Long:  long,
 		Args: func(_ *cobra.Command, args []string) error {
 			if len(args) > 0 {
-				return usagef("got argument %q, want only flags", args[0])
+				return usagef("got argument %q, want only flags: hvdd starts no program; start the program, whose init starts hvdd",
+					args[0])
 			}
 			return nil
 		},

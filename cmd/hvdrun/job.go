@@ -30,6 +30,9 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 	if err := r.where.check(cmd.Flags()); err != nil {
 		return err
 	}
+	if err := r.mpi.check(cmd.Flags()); err != nil {
+		return err
+	}
 	hosts, err := r.where.hosts()
 	if err != nil {
 		return err
@@ -118,7 +121,7 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 	}
 	defer signal.Stop(signals)
 
-	result, err := launch.Run(context.Background(), launch.Options{
+	options := launch.Options{
 		NP: np, Nodes: nodes, Hosts: hosts, Command: command, Env: r.env,
 		Set: slices.Concat(r.extra, r.logFormat(&settings), sidecarBinary(&settings, several),
 			timelineSignal(&settings), settings.ForRanks()),
@@ -128,7 +131,15 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 		Stdout:   r.stdout, Stderr: r.stderr,
 		NoPrefix: !r.tagOutput, Timestamp: r.timestamp, OutputDir: r.outputDir, Verbose: r.verbose,
 		Signals: signals, Inquiry: inquiry,
-	})
+	}
+	if r.mpi.on {
+		release, err := r.byMPI(&options, &settings, reports)
+		if err != nil {
+			return err
+		}
+		defer release()
+	}
+	result, err := launch.Run(context.Background(), options)
 	r.status = result.Status
 	return err
 }

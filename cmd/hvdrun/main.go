@@ -32,6 +32,12 @@ func main() {
 	if len(os.Args) > 1 && os.Args[1] == launch.AgentArg {
 		os.Exit(launch.AgentMain(os.Args[2:], os.Environ()))
 	}
+	if len(os.Args) > 1 && os.Args[1] == mpiRankArg {
+		os.Exit(mpiRankMain(os.Args[2:], os.Environ(), os.Stderr))
+	}
+	if len(os.Args) > 1 && os.Args[1] == mpiReachArg {
+		os.Exit(mpiReachMain(os.Args[2:], os.Environ(), os.Stderr))
+	}
 	os.Exit(run(os.Args[1:], os.Environ(), os.Stdout, os.Stderr))
 }
 
@@ -54,6 +60,7 @@ type runner struct {
 	minNP       string
 	maxNP       string
 	where       hostFlags
+	mpi         mpiFlags
 	outputDir   string
 	tagOutput   bool
 	timestamp   bool

@@ -13,6 +13,7 @@ import (
 	"github.com/gohvd/gohvd/internal/joblink"
 	"github.com/gohvd/gohvd/internal/launch"
 	"github.com/gohvd/gohvd/internal/recorder"
+	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/store"
 )
 
@@ -42,10 +43,17 @@ type reporter struct {
 	cancel context.CancelFunc
 
 	mu        sync.Mutex
+	exits     []exit                   // of the ranks that mpirun has started, in the order of their ends
 	failures  map[int][]byte           // the last dump that each rank sent because its job had failed
 	kept      int                      // total number of bytes in failures
 	reported  map[stalled]map[int]wait // for each reported stall, the wait of each rank
 	lastStall time.Time
+}
+
+// exit says how the command of a rank has failed.
+type exit struct {
+	rank topo.Rank
+	text string
 }
 
 // stalled identifies a tensor in a report of a stall.
@@ -115,6 +123,12 @@ func (r *reporter) handleMessage(ctx context.Context, rank int, what string, bod
 		select {
 		case r.alarms <- stallCause + s.Text:
 		default: // an alarm is already pending, so drop this one
+		}
+	case joblink.Exit:
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		if len(r.exits) < r.size {
+			r.exits = append(r.exits, exit{topo.Rank(rank), analysis.Plain(string(body))})
 		}
 	case joblink.Failure:
 		r.mu.Lock()

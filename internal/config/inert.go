@@ -26,7 +26,8 @@ type Inert struct {
 const (
 	noElastic   = "this version has no elastic jobs"
 	noTorus     = "this version has no torus algorithm"
-	noMPI       = "hvdrun does not start MPI jobs: run mpirun (docs/mpi.md)"
+	noJsrun     = "hvdrun does not run jsrun; --mpi runs mpirun (docs/mpi.md)"
+	noTCP       = "choose the networks of MPI with --mpi-args, such as \"--mca btl self,tcp\" for Open MPI"
 	noGPU       = "this version moves tensors in host memory only"
 	noSpark     = "gohvd has no Spark integration"
 	noPreflight = "hvdrun does not check the network before the start; HOROVOD_GLOO_TIMEOUT_SECONDS limits Init"
@@ -44,7 +45,8 @@ var inerts = []Inert{
 	{"HOROVOD_DISABLE_NVTX_RANGES", "", "0", "", noGPU},
 	{"HOROVOD_ENABLE_XLA_OPS", "", "0", "", "gohvd does not run inside TensorFlow"},
 	{"HOROVOD_ADASUM_MPI_CHUNK_SIZE", "", "1073741824", "", "gohvd has no Adasum over MPI"},
-	{"", "", "", "mpi jsrun mpi-args tcp binding-args", noMPI},
+	{"", "", "", "jsrun", noJsrun},
+	{"", "", "", "tcp", noTCP},
 	{"HOROVOD_CCL_CACHE", "", "0", "", "this version has no oneCCL"},
 	{"HOROVOD_ELASTIC", "", "0", "host-discovery-script slots-per-host reset-limit blacklist-cooldown-range",
 		noElastic},

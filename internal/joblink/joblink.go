@@ -46,6 +46,9 @@ const (
 	Stall = "stall"
 	// Failure is a report of a rank whose job has failed. Its body has the form of an answer to Dump.
 	Failure = "failure"
+	// Exit is a report of hvdrun's process between mpirun and a rank. Its text says how the rank's command
+	// has failed.
+	Exit = "exit"
 	// verdict is a report that contains a Verdict.
 	verdict = "verdict"
 )

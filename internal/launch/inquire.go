@@ -68,8 +68,12 @@ func (j *job) alarms() <-chan string {
 	return j.o.Inquiry.Alarms
 }
 
-// known returns a clause for each rank that says what the launcher knows about its process.
+// known returns a clause for each rank that says what the launcher knows about its process. It returns nil
+// if the launcher has not started the ranks itself.
 func (j *job) known() []string {
+	if j.o.Starter != "" {
+		return nil
+	}
 	known := make([]string, len(j.ranks))
 	for r, k := range j.ranks {
 		where := ""
@@ -78,7 +82,7 @@ func (j *job) known() []string {
 		}
 		switch e := &k.exit; {
 		case k.ended:
-			known[r] = fmt.Sprintf("%s, at %s", e.describe(), e.At.Format(clock))
+			known[r] = fmt.Sprintf("%s, at %s", e.Describe(), e.At.Format(clock))
 		case e.PID == 0:
 			known[r] = "its command has not been started yet" + where
 		case !k.conn.local:

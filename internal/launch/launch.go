@@ -62,6 +62,10 @@ type Options struct {
 	// Nodes makes the processes of the job the nodes of a parameter server on this host. Then NP is
 	// Nodes.Count(). If it is nil, the processes are ranks.
 	Nodes *Nodes
+	// Starter is the title of Command if Command is a launcher, such as mpirun, that starts the ranks itself.
+	// Then NP is 1, Command gets no variables that say which rank it is, and the verdict may name any rank.
+	// If Starter is empty, each rank runs Command.
+	Starter string
 	// Hosts are the hosts that run the ranks. Assign places the ranks on them in this order. If Hosts is
 	// empty, all ranks run on this host, under its own name.
 	Hosts []Host
@@ -282,7 +286,7 @@ func Run(ctx context.Context, o Options) (Result, error) {
 	j.several = j.hosts > 1 || !IsThisHost(o.Hosts[0].Name)
 	placing := slices.Concat(j.processVariables(0), storeVariables(netip.AddrPort{}))
 	inherited := without(o.Env,
-		slices.Concat(j.rankVariables(0), j.torchVariables(0), []string{processVariable}))
+		slices.Concat(j.rankVariables(0), j.torchVariables(0), []string{processVariable, "HOROVOD_HOSTNAME="}))
 	if j.env, err = merge(inherited, o.Set, placing); err != nil {
 		return Result{}, err
 	}
@@ -292,15 +296,15 @@ func Run(ctx context.Context, o Options) (Result, error) {
 // processVariables returns the environment variables that tell process r its place in the job, its host and
 // its job.
 func (j *job) processVariables(r int) []string {
+	job := []string{"HVD_JOB_ID=" + j.id, "HVD_SECRET=" + j.o.Secret}
+	if j.o.Starter != "" {
+		return job // it starts the ranks on hosts that it chooses
+	}
 	place := j.rankVariables(r)
 	if j.o.Nodes != nil {
 		place = j.o.Nodes.variables(r)
 	}
-	return append(place,
-		"HOROVOD_HOSTNAME="+j.o.Hosts[j.places[r].Host].Name,
-		"HVD_JOB_ID="+j.id,
-		"HVD_SECRET="+j.o.Secret,
-	)
+	return append(append(place, "HOROVOD_HOSTNAME="+j.o.Hosts[j.places[r].Host].Name), job...)
 }
 
 // rankVariables returns the environment variables that tell rank r its number, the number of ranks, and its
@@ -453,8 +457,11 @@ func (j *job) makeRanks() error {
 	for r, p := range j.places {
 		k := &rank{number: r, title: fmt.Sprintf("rank %d", r), conn: j.conns[p.Host],
 			exit: Exit{Host: j.o.Hosts[p.Host].Name}}
-		if j.o.Nodes != nil {
+		switch {
+		case j.o.Nodes != nil:
 			k.title = van.Name(j.o.Nodes.id(r))
+		case j.o.Starter != "":
+			k.title = j.o.Starter
 		}
 		k.conn.ranks, j.ranks = append(k.conn.ranks, k), append(j.ranks, k)
 		label, folder := strconv.Itoa(r), fmt.Sprintf("rank.%0*d", len(strconv.Itoa(j.o.NP-1)), r)

@@ -108,8 +108,8 @@ func (r Result) culprits() []int {
 	return r.Roots
 }
 
-// describe returns a clause that says how the rank ended, such as "exit status 3".
-func (e Exit) describe() string {
+// Describe returns a clause that says how the rank ended, such as "exit status 3".
+func (e Exit) Describe() string {
 	switch {
 	case e.Why != "":
 		return e.Why
@@ -138,7 +138,7 @@ func (j *job) report(res Result) string {
 	var b strings.Builder
 	rule := strings.Repeat("-", 72)
 	fmt.Fprintf(&b, "%s\nhvdrun: the job failed with exit status %d\n", rule, res.Status)
-	if named(res.Verdict, res.Roots[0]) {
+	if named(res.Verdict, res.Roots[0]) || j.o.Starter != "" && res.Verdict != nil {
 		fmt.Fprintf(&b, "Root cause (found by the surviving %s): %s\n", j.o.processes(),
 			printable(res.Verdict.Reason))
 	} else {
@@ -147,7 +147,7 @@ func (j *job) report(res Result) string {
 	for _, r := range res.Roots {
 		e := res.Ranks[r]
 		fmt.Fprintf(&b, "  %s: %s\n    host: %s\n    pid:  %d\n    time: %s\n",
-			j.ranks[r].title, e.describe(), e.Host, e.PID, e.At.Format("2006-01-02 "+clock))
+			j.ranks[r].title, e.Describe(), e.Host, e.PID, e.At.Format("2006-01-02 "+clock))
 		lines := j.ranks[r].streams[1].tail.lines
 		if len(lines) == 0 {
 			b.WriteString("    nothing on stderr\n")
@@ -169,7 +169,7 @@ func (j *job) report(res Result) string {
 		if j.several {
 			host = " on " + e.Host
 		}
-		fmt.Fprintf(&b, "  %s: %s, pid %d%s, at %s\n", j.ranks[r].title, e.describe(), e.PID, host,
+		fmt.Fprintf(&b, "  %s: %s, pid %d%s, at %s\n", j.ranks[r].title, e.Describe(), e.PID, host,
 			e.At.Format(clock))
 	}
 	b.WriteString(rule + "\n")

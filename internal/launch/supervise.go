@@ -191,7 +191,7 @@ func (j *job) handleReport(k *rank, p *report) {
 	case p.Ended:
 		k.ended = true
 		k.exit.Code, k.exit.Signal, k.exit.Sent, k.exit.At = p.Code, p.Signal, p.Sent, time.Unix(0, p.At)
-		j.verbosef("%s: %s", k.title, k.exit.describe())
+		j.verbosef("%s: %s", k.title, k.exit.Describe())
 	}
 	j.consider(k)
 }
@@ -261,7 +261,7 @@ func (j *job) consider(k *rank) {
 	if k.ended && !j.asked && !j.failed && j.aborted == nil && j.policy(k.number, k.exit) == failJob {
 		j.failed, j.failedAt = true, time.Now()
 		if alive > 0 && j.phase == running {
-			j.console.note("%s: %s; waiting %v for the other %s to end", k.title, k.exit.describe(),
+			j.console.note("%s: %s; waiting %v for the other %s to end", k.title, k.exit.Describe(),
 				j.o.Notice, j.o.processes())
 			j.enter(noticing, j.o.Notice)
 		}

@@ -23,9 +23,9 @@ type MPI struct {
 	served <-chan struct{}    // closed when that store has ended
 }
 
-// JoinMPI initializes MPI if the settings choose it, and makes an id by which the ranks of the MPI job meet,
-// unless elsewhere is set. All ranks of the job must call it. It returns nil if the settings do not choose
-// MPI.
+// JoinMPI initializes MPI if the settings choose it, and makes an id by which the ranks of the MPI job meet.
+// It makes no id if elsewhere is set, or if hvdrun has started mpirun, because the ranks then meet at the
+// store of hvdrun. All ranks of the job must call it. It returns nil if the settings do not choose MPI.
 func JoinMPI(ctx context.Context, cfg *config.Config, elsewhere bool, log *zap.Logger) (*MPI, error) {
 	if !cfg.MPIController && !cfg.MPIOperations {
 		return nil, nil
@@ -35,7 +35,8 @@ func JoinMPI(ctx context.Context, cfg *config.Config, elsewhere bool, log *zap.L
 		return nil, err
 	}
 	m := &MPI{World: world, stop: func() {}}
-	if err := m.checkLauncher(cfg); err != nil || elsewhere || world.Size() == 1 {
+	byHvdrun, err := m.checkLauncher(cfg)
+	if err != nil || elsewhere || byHvdrun || world.Size() == 1 {
 		return m, err
 	}
 	var id place.ID
@@ -56,13 +57,14 @@ func JoinMPI(ctx context.Context, cfg *config.Config, elsewhere bool, log *zap.L
 	return m, nil
 }
 
-// checkLauncher returns an error if the launcher has started another number of processes than MPI sees.
-func (m *MPI) checkLauncher(cfg *config.Config) error {
+// checkLauncher returns an error if the launcher has started another number of processes than MPI sees. It
+// reports whether the launcher is hvdrun.
+func (m *MPI) checkLauncher(cfg *config.Config) (byHvdrun bool, err error) {
 	env, _, err := place.Detect(cfg.Variable)
 	if err != nil || env == nil || env.Size == m.Size() {
-		return err
+		return env != nil && env.Kind == place.Hvdrun, err
 	}
-	return fmt.Errorf("%s has started a job of %d, but MPI sees a job of %d: this program was built with %s: "+
+	return false, fmt.Errorf("%s has started a job of %d, but MPI sees a job of %d: this program was built with %s: "+
 		"start it with the mpirun of this library, or build it with the library of the launcher (docs/mpi.md)",
 		env.Kind, env.Size, m.Size(), m.Library())
 }

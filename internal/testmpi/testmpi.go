@@ -90,6 +90,18 @@ func (l Library) Surviving() Library {
 	return l
 }
 
+// Path returns a value of the variable PATH with which mpirun is that of the library.
+func (l Library) Path(t *testing.T) string {
+	t.Helper()
+	dir := t.TempDir()
+	// A link would not do, because MPICH looks for its other programs beside mpirun.
+	script := fmt.Sprintf("#!/bin/sh\nexec mpirun.%s \"$@\"\n", l.Name)
+	if err := os.WriteFile(filepath.Join(dir, "mpirun"), []byte(script), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	return dir + ":" + os.Getenv("PATH")
+}
+
 // jobTime is the time limit of a job.
 const jobTime = 2 * time.Minute
 

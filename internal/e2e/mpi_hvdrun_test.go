@@ -1,0 +1,144 @@
+package e2e
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/testmpi"
+	"github.com/gohvd/gohvd/internal/testnet"
+)
+
+// underMPI starts a job with hvdrun --mpi and the mpirun of a library.
+func underMPI(t *testing.T, l testmpi.Library, command ...string) *job {
+	t.Helper()
+	return startCommand(t, append([]string{hvdrunPath, "--mpi", "-np", "3"}, command...), "PATH="+l.Path(t),
+		"OMPI_MCA_mpi_yield_when_idle=1")
+}
+
+// sameWeights checks that each of n ranks has printed the result of the example, with the same weights, after
+// a label.
+func sameWeights(t *testing.T, l testmpi.Library, out string, n int) {
+	t.Helper()
+	label := `\[1,\d+\]<stdout>:`
+	if l.Name == "mpich" {
+		label = `\[\d+\] `
+	}
+	line := regexp.MustCompile(`(?m)^` + label + `digits: ranks=(\d+) .* weights_sha256=(\w+)`)
+	same := map[string]int{}
+	for _, e := range line.FindAllStringSubmatch(out, -1) {
+		same[e[1]+" "+e[2]]++
+	}
+	for _, count := range same {
+		if len(same) == 1 && count == n {
+			return
+		}
+	}
+	t.Errorf("got ranks and weights %v, want the same %d times:\n%s", same, n, out)
+}
+
+// hvdrun --mpi starts the ranks with mpirun. They use MPI without further settings, and mpirun labels their
+// output and gets the arguments that are meant for it.
+func TestHvdrunWithMPI(t *testing.T) {
+	testmpi.Each(t, func(t *testing.T, l testmpi.Library) {
+		program := l.Build(t, "build", "./examples/digits")
+		file := filepath.Join(t.TempDir(), "timeline.json")
+		arg, variable := "-x GIVEN=yes", "GIVEN"
+		if l.Name == "mpich" {
+			arg = "-env GIVEN yes"
+		}
+		j := underMPI(t, l, "--timeline-filename", file, "--mpi-args", arg, "sh", "-c",
+			`test "$`+variable+`" = yes && exec "$0" -epochs 2`, program)
+		if status := j.wait(); status != 0 {
+			t.Errorf("hvdrun ended with status %d", status)
+		}
+		sameWeights(t, l, j.out(), 3)
+		if text, err := os.ReadFile(file); err != nil || !strings.Contains(string(text), "MPI_ALLREDUCE") {
+			t.Errorf("the timeline has no MPI_ALLREDUCE (error %v)", err)
+		}
+	})
+}
+
+// If a rank is killed under hvdrun --mpi, the job ends within 10 s and leaves no process, and the report
+// names the rank.
+func TestDeathUnderHvdrunWithMPI(t *testing.T) {
+	testmpi.Each(t, func(t *testing.T, l testmpi.Library) {
+		program := l.Build(t, "build", "./examples/digits")
+		for victim := range 3 {
+			j := underMPI(t, l, program, "-epochs", "1000000")
+			for len(ranksOf(program)) < 3 || !strings.Contains(j.out(), "epoch 2/") {
+				time.Sleep(10 * time.Millisecond)
+			}
+			signalRank(t, program, victim, unix.SIGKILL)
+			killed := time.Now()
+			if status := j.wait(); status == 0 {
+				t.Error("hvdrun has succeeded")
+			}
+			if took := time.Since(killed); took > reportTime {
+				t.Errorf("the job ended after %v, want at most %v", took, reportTime)
+			}
+			if left := ranksOf(program); left != nil {
+				t.Errorf("processes %v are left", left)
+			}
+			cause := regexp.MustCompile(`Root cause \(found by the surviving ranks\): rank (\d) failed: `)
+			if got := cause.FindStringSubmatch(j.err()); got == nil || got[1] != string(rune('0'+victim)) {
+				t.Errorf("rank %d was killed, but the report does not say so:\n%s", victim, j.err())
+			}
+		}
+	})
+}
+
+// hvdrun --mpi starts a program in Python, whose sidecar uses MPI.
+func TestPythonUnderHvdrunWithMPI(t *testing.T) {
+	testnet.NeedTorch(t)
+	python, err := filepath.Abs("../../python")
+	if err != nil {
+		t.Fatal(err)
+	}
+	testmpi.Each(t, func(t *testing.T, l testmpi.Library) {
+		j := underMPI(t, l, "-x", "HVD_SIDECAR_BINARY="+l.Build(t, "build", "./cmd/hvdd"), "-x", "PYTHONPATH="+python,
+			"-x", "OMP_NUM_THREADS=1", testnet.Python, "-c", pythonSums)
+		if status := j.wait(); status != 0 || strings.Count(j.out(), "sum 3 6.0\n") != 3 {
+			t.Errorf("got status %d, want 3 right sums:\n%s%s", status, j.out(), j.err())
+		}
+	})
+}
+
+// hvdrun --mpi trains on two hosts. mpirun reaches them by the command of --agent.
+func TestHostsWithMPI(t *testing.T) {
+	testmpi.Each(t, func(t *testing.T, l testmpi.Library) {
+		program := l.Build(t, "build", "./examples/digits")
+		hosts := testnet.NewHosts(t, 2)
+		for _, negotiation := range []string{"event", "lockstep"} {
+			j := startCommand(t, append(on(t, hosts[0]), "PATH="+l.Path(t), "OMPI_MCA_mpi_yield_when_idle=1",
+				"HVD_NEGOTIATION="+negotiation, hvdrunPath, "--mpi", "-H", list(hosts, layout{2, 2}, true), "--agent",
+				enterAddress(t, hosts), program, "-epochs", "2"))
+			if status := j.wait(); status != 0 {
+				t.Errorf("hvdrun ended with status %d:\n%s", status, j.err())
+			}
+			sameWeights(t, l, j.out(), 4)
+		}
+	})
+}
+
+// enterAddress returns a command that takes the place of ssh. It enters the host that has an address, under
+// another host name, because MPI takes ranks with the same host name for neighbours.
+func enterAddress(t *testing.T, hosts []*testnet.Host) string {
+	t.Helper()
+	text := "#!/bin/sh\naddr=$1\nshift\ncase $addr in\n"
+	for _, h := range hosts {
+		text += fmt.Sprintf("%s) exec ip netns exec %s unshare --uts sh -c 'hostname $0; exec \"$@\"' %[2]s \"$@\" ;;\n",
+			h.Addr, h.Name)
+	}
+	path := filepath.Join(t.TempDir(), "enter")
+	if err := os.WriteFile(path, []byte(text+"esac\nexit 1\n"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
