@@ -96,6 +96,14 @@ func WithID(rank, size int, ids ...UniqueID) InitOption {
 	}
 }
 
+// WithMPICommunicator makes the processes of an MPI communicator the ranks of the job, with the same numbers.
+// handle is the communicator's Fortran handle (MPI_Comm_c2f in C, py2f in mpi4py). All processes of the
+// communicator must pass it to Init. The program must have initialized MPI, and finalizes it after Shutdown.
+// HOROVOD_CONTROLLER or HOROVOD_CPU_OPERATIONS must be mpi (docs/mpi.md).
+func WithMPICommunicator(handle int32) InitOption {
+	return func(o *initOptions) { o.MPIComm = &handle }
+}
+
 // WithDevice names the accelerator that this rank uses. The name must identify the device on its host, as the
 // UUID of a GPU does. If two ranks of a host name the same device, Init fails at all ranks, unless both of
 // these ranks pass true for share.

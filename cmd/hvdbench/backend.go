@@ -69,7 +69,7 @@ func openRaw(ctx context.Context, at jobPlace) (b *rawBackend, err error) {
 			err = errors.Join(err, b.close())
 		}
 	}()
-	if b.mpi, err = rank.JoinMPI(ctx, &cfg, at.store != nil, nil); err != nil {
+	if b.mpi, err = rank.JoinMPI(ctx, &cfg, nil, at.store != nil, nil); err != nil {
 		return nil, err
 	}
 	where := place.Config{Settings: cfg, Store: at.store}

@@ -28,7 +28,7 @@ func TestRankOfMPI(t *testing.T) {
 	defer cancel()
 	cfg := config.Defaults()
 	cfg.MPIController, cfg.MPIOperations, cfg.SharedMemory = true, true, config.SharedNever
-	m, err := rank.JoinMPI(ctx, &cfg, true, nil)
+	m, err := rank.JoinMPI(ctx, &cfg, nil, true, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -42,7 +42,7 @@ func TestRankOfMPI(t *testing.T) {
 
 // runRank runs the trials of this process in a job of all processes.
 func runRank(ctx context.Context, t *testing.T, cfg *config.Config, lockstep bool) {
-	m, err := rank.JoinMPI(ctx, cfg, false, zap.NewNop())
+	m, err := rank.JoinMPI(ctx, cfg, nil, false, zap.NewNop())
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -25,17 +25,26 @@ type MPI struct {
 
 // JoinMPI initializes MPI if the settings choose it, and makes an id by which the ranks of the MPI job meet.
 // It makes no id if elsewhere is set, or if hvdrun has started mpirun, because the ranks then meet at the
-// store of hvdrun. All ranks of the job must call it. It returns nil if the settings do not choose MPI.
-func JoinMPI(ctx context.Context, cfg *config.Config, elsewhere bool, log *zap.Logger) (*MPI, error) {
+// store of hvdrun. comm is the Options.Comm of ops/mpi. All ranks of the job must call JoinMPI. It returns
+// nil if the settings do not choose MPI.
+func JoinMPI(ctx context.Context, cfg *config.Config, comm *int32, elsewhere bool,
+	log *zap.Logger) (*MPI, error) {
 	if !cfg.MPIController && !cfg.MPIOperations {
+		if comm != nil {
+			return nil, errors.New("got an MPI communicator, but neither HOROVOD_CONTROLLER nor " +
+				"HOROVOD_CPU_OPERATIONS is mpi")
+		}
 		return nil, nil
 	}
-	world, err := mpi.Join(ctx, mpi.Options{SingleThread: cfg.MPIThreadsDisable})
+	world, err := mpi.Join(ctx, mpi.Options{SingleThread: cfg.MPIThreadsDisable, Comm: comm})
 	if err != nil {
 		return nil, err
 	}
 	m := &MPI{World: world, stop: func() {}}
-	byHvdrun, err := m.checkLauncher(cfg)
+	byHvdrun := false
+	if comm == nil { // otherwise the job may have only some of the launcher's processes
+		byHvdrun, err = m.checkLauncher(cfg)
+	}
 	if err != nil || elsewhere || byHvdrun || world.Size() == 1 {
 		return m, err
 	}

@@ -46,6 +46,9 @@ type Options struct {
 	Method  string
 	Methods place.Methods
 	ID      *place.ByID
+	// MPIComm points to the Fortran handle of the MPI communicator with the processes of the job. If it is
+	// nil, all processes that mpirun has started belong to the job.
+	MPIComm *int32
 	// Device is the name of this rank's accelerator. SharesDevice allows other ranks of the host to use the
 	// same accelerator.
 	Device       string
@@ -176,7 +179,7 @@ func (r *Rank) Start(ctx context.Context, o Options) error {
 }
 
 func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err error) {
-	if r.mpi, err = JoinMPI(ctx, &cfg, o.chosen(cfg), o.Log); err != nil {
+	if r.mpi, err = JoinMPI(ctx, &cfg, o.MPIComm, o.chosen(cfg), o.Log); err != nil {
 		return err
 	}
 	if r.mpi != nil && r.mpi.ID != nil {

@@ -62,6 +62,9 @@ var ErrFinalized = errors.New("MPI was finalized, and a process can initialize i
 type Options struct {
 	// SingleThread makes one thread call MPI.
 	SingleThread bool
+	// Comm points to the Fortran handle (MPI_Comm_c2f) of a communicator of the program, which must have
+	// initialized MPI. Its processes are those of the job. If Comm is nil, all processes are.
+	Comm *int32
 }
 
 // Collectives has the methods of engine.Collectives.

@@ -23,6 +23,8 @@ func TestWithMPI(t *testing.T) {
 		t.Run("initialized by the program", func(t *testing.T) {
 			t.Setenv("INITIALIZED", "1")
 			l.RunTests(t, program, 2)
+			t.Setenv("ALONE", "1")
+			l.RunTests(t, program, 2)
 		})
 		for _, test := range []string{"TestFailure", "TestFailureElsewhere", "TestFailureToMakeSet",
 			"TestFailureToFree"} {

@@ -43,13 +43,26 @@ func TestMain(m *testing.M) {
 			os.Exit(1)
 		}
 	}
-	w, err := Join(ctx, Options{SingleThread: os.Getenv("SINGLE_THREAD") != ""})
+	o := Options{SingleThread: os.Getenv("SINGLE_THREAD") != ""}
+	alone := os.Getenv("ALONE") != ""
+	if alone {
+		// MPI_COMM_SELF has this handle in Open MPI, or the other one in MPICH.
+		o.Comm = new(int32(1))
+		if strings.HasPrefix(libraryVersion(), "MPICH") {
+			o.Comm = new(int32(0x44000001))
+		}
+	}
+	w, err := Join(ctx, o)
 	if err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		os.Exit(1)
 	}
 	job = w.(*world)
 	code := m.Run()
+	if _, err := Join(ctx, Options{Comm: new(int32(0))}); err == nil || alone && w.Size() != 1 {
+		fmt.Fprintf(os.Stderr, "got %d ranks and error %v from another communicator\n", w.Size(), err)
+		code = 1
+	}
 	if err := w.Leave(ctx); err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		code = 1
@@ -58,7 +71,7 @@ func TestMain(m *testing.M) {
 	if !given {
 		want = ErrFinalized
 	}
-	if _, err := Join(ctx, Options{}); !errors.Is(err, want) {
+	if _, err := Join(ctx, o); !errors.Is(err, want) {
 		fmt.Fprintf(os.Stderr, "Join after Leave: got error %v, want %v\n", err, want)
 		code = 1
 	}

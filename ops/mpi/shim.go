@@ -136,8 +136,9 @@ static int hvd_wrap(hvd_comm *c) {
 	return MPI_SUCCESS;
 }
 
-static int hvd_world(hvd_comm *c) {
-	int err = MPI_Comm_dup(MPI_COMM_WORLD, &c->comm);
+// hvd_world makes a communicator of the processes of parent.
+static int hvd_world(hvd_comm *c, MPI_Comm parent) {
+	int err = MPI_Comm_dup(parent, &c->comm);
 	return err == MPI_SUCCESS ? hvd_wrap(c) : err;
 }
 
@@ -153,6 +154,11 @@ static int hvd_sub(const hvd_comm *world, const int *ranks, int n, int tag, hvd_
 	}
 	MPI_Group_free(&all);
 	return err == MPI_SUCCESS ? hvd_wrap(c) : err;
+}
+
+// hvd_parent returns the communicator with a Fortran handle, or that of all processes if handle is NULL.
+static MPI_Comm hvd_parent(const int32_t *handle) {
+	return handle ? MPI_Comm_f2c(*handle) : MPI_COMM_WORLD;
 }
 
 static int hvd_free(hvd_comm *c) {
@@ -440,11 +446,12 @@ func libraryVersion() string {
 	return strings.Join(strings.Fields(name), " ")
 }
 
-// newWorld returns a communicator of all processes.
-func newWorld() (comm, error) {
+// newWorld returns a communicator of the processes of the communicator with a Fortran handle, or of all
+// processes if handle is nil.
+func newWorld(handle *int32) (comm, error) {
 	c := newComm(nil, topo.Global)
 	c.lane = transport.Control
-	err := check("MPI_Comm_dup", C.hvd_world(c.c))
+	err := check("MPI_Comm_dup", C.hvd_world(c.c, C.hvd_parent((*C.int32_t)(handle))))
 	for r := range c.size() {
 		c.ranks = append(c.ranks, topo.Rank(r))
 	}

@@ -4,6 +4,7 @@ package mpi
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"runtime"
 	"slices"
@@ -28,8 +29,9 @@ var process struct {
 // world implements World.
 type world struct {
 	thread  thread
-	own     bool // whether this package has initialized MPI
-	comm    comm // used by Join, then by Broadcast, then by Collectives
+	own     bool   // whether this package has initialized MPI
+	given   *int32 // Options.Comm of the first Join
+	comm    comm   // used by Join, then by Broadcast, then by Collectives
 	groups  []topo.Rank
 	library string
 
@@ -121,7 +123,7 @@ func Join(ctx context.Context, o Options) (World, error) {
 	process.mu.Lock()
 	defer process.mu.Unlock()
 	if process.world == nil {
-		w := new(world)
+		w := &world{given: o.Comm}
 		w.thread.calls, w.thread.returned = make(chan func() error), make(chan error)
 		w.thread.notified = make(chan struct{}, 1)
 		go w.thread.run()
@@ -134,6 +136,9 @@ func Join(ctx context.Context, o Options) (World, error) {
 	}
 	if err := process.world.failure(); err != nil {
 		return nil, err
+	}
+	if given := process.world.given; (given == nil) != (o.Comm == nil) || given != nil && *given != *o.Comm {
+		return nil, errors.New("ops/mpi: got another communicator than the first Init of this process: pass the same one to each Init")
 	}
 	process.world.mu.Lock()
 	defer process.world.mu.Unlock()
@@ -165,9 +170,12 @@ func (w *world) initialize(o Options) (err error) {
 	if w.thread.serialized, w.own, err = initialize(o.SingleThread); err != nil {
 		return err
 	}
+	if o.Comm != nil && w.own {
+		return errors.New("got a communicator, but the program has not initialized MPI")
+	}
 	empi.LogErrors = false
 	w.library = libraryVersion()
-	if w.comm, err = newWorld(); err == nil {
+	if w.comm, err = newWorld(o.Comm); err == nil {
 		w.groups, err = w.comm.groups()
 	}
 	return err

@@ -851,8 +851,10 @@ def _settings() -> Dict[str, str]:
 
 def ranks_of(comm: Any) -> List[int]:
     """Returns the ranks of the job that are members of an mpi4py communicator. The rank of a process in the job is its
-    rank in MPI.COMM_WORLD.
+    rank in MPI.COMM_WORLD. Raises ValueError if the settings choose MPI, because only one process of a rank can use it.
     """
+    if any(os.environ.get(f"HOROVOD_{name}", "").lower() == "mpi" for name in ("CONTROLLER", "CPU_OPERATIONS")):
+        raise ValueError("got an mpi4py communicator, but the sidecar uses MPI, so this process cannot: pass the ranks")
     from mpi4py import MPI
 
     world, group = MPI.COMM_WORLD.Get_group(), comm.Get_group()

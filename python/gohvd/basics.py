@@ -30,7 +30,8 @@ def init(
 
     init finds the job by its launcher (hvdrun, mpirun, srun or torchrun), or by the variables RANK, WORLD_SIZE,
     MASTER_ADDR and MASTER_PORT. If there is none of these, or if HVD_SIZE=1, this process is the only rank of its job.
-    comm is None, a list of all ranks of the job, or an mpi4py communicator with all ranks. To use only some ranks, use
+    comm is None, a list of all ranks of the job, or an mpi4py communicator with all ranks. If the settings choose MPI,
+    the sidecar uses it, so this process cannot, and an mpi4py communicator is refused. To use only some ranks, use
     process sets. process_sets are the sets to register, and all ranks must pass the same sets in the same order. Pass
     "dynamic" if sets are only added later. Raises ValueError if two of the sets are equal.
     """
@@ -48,11 +49,11 @@ def init(
             if any(s.ranks == other.ranks for other in sets):
                 raise ValueError(f"process_sets entry number {k} is a duplicate: {s}")
             sets.append(s)
+    ranks = _engine.ranks_of(comm) if hasattr(comm, "Get_rank") else sorted(comm or ())
     _engine_.init(sets, settings)
-    if comm is not None:
+    if ranks:
         size = _engine_.place().size
-        ranks = _engine.ranks_of(comm) if hasattr(comm, "Get_rank") else sorted(comm)
-        if ranks and ranks != list(range(size)):
+        if ranks != list(range(size)):
             _engine_.shutdown()
             raise ValueError(f"comm has ranks {ranks}, want all {size} ranks: use process_sets for a part of the job")
 

@@ -228,6 +228,10 @@ class Modules(RanksTest):
                 with mock.patch.dict(os.environ, HVD_RUN=program, HOROVOD_CONTROLLER="MPI" if want else "gloo"):
                     hvd.mpi_built.cache_clear()
                     self.assertEqual((hvd.mpi_built(), hvd.mpi_enabled()), (want, want))
+        communicator = mock.Mock(spec=["Get_rank", "Get_group"])  # as one of mpi4py
+        with mock.patch.dict(os.environ, HOROVOD_CPU_OPERATIONS="MPI"):
+            for call in (lambda: hvd.init(comm=communicator), lambda: hvd.init(process_sets=[hvd.ProcessSet(communicator)])):
+                self.assertRaisesRegex(ValueError, "mpi4py communicator, but the sidecar uses MPI", call)
         hvd.mpi_built.cache_clear()
         self.assertEqual(util.nccl_built(), bool(hvd.nccl_built()))
         util.check_extension("horovod.torch", "HOROVOD_WITH_PYTORCH", __file__, "mpi_lib_v2")
