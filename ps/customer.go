@@ -61,13 +61,16 @@ type Request struct {
 	finish func(parts []part) error
 	// completed is called with the error of the request, if any, before the callback. It may be nil.
 	completed func(err error)
+	// event is the push or pull, unless it is another request.
+	event event
 	// keys returns the keys of the part for a server. It is nil unless the request is a push or pull.
 	keys func(server int) []uint64
 
 	// The following fields are guarded by c.mu until the request has completed.
 	parts    []part
 	answered int
-	deadline time.Time // zero if there is none
+	accepted time.Duration // when the last part was in a queue; 0 if there is none yet
+	deadline time.Time     // zero if there is none
 	err      error
 }
 
@@ -158,7 +161,11 @@ func (c *customer) send(ctx context.Context, r *Request, p *part) error {
 	}
 	c.mu.Lock()
 	p.inFlight = true
-	failed := c.pending[r.timestamp] != r && !p.answered
+	over := c.pending[r.timestamp] != r
+	if !over {
+		r.accepted = c.po.observer.now()
+	}
+	failed := over && !p.answered
 	c.mu.Unlock()
 	if failed {
 		c.po.van.Answered(p.to)

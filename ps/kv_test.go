@@ -476,7 +476,8 @@ func follow[T Value](t *testing.T, name string, w *KVWorker[T], from func(float6
 // Test130Workers checks ids that do not fit a byte.
 func Test130Workers(t *testing.T) {
 	const workers = 130
-	kv(job{t: t, servers: 2, workers: workers}, Sum[int32], func(po *Postoffice, _ int, w *KVWorker[int32]) {
+	j := job{t: t, servers: 2, workers: workers, settings: map[string]string{"HVD_FLIGHT_RECORDER": "0"}}
+	kv(j, Sum[int32], func(po *Postoffice, _ int, w *KVWorker[int32]) {
 		keys := []uint64{1, 2, MaxKey - 5}
 		for range 5 {
 			r, err := w.Push(t.Context(), keys, []int32{1, 10, 100})

@@ -45,6 +45,7 @@ type KVPairs[T Value] struct {
 type kvRequest struct {
 	m        *van.Message
 	keys     int // number of keys
+	pushed   int // size of the pushed values
 	event    event
 	answered atomic.Bool
 }
@@ -226,7 +227,7 @@ func (s *KVServer[T]) serve(from int, m *van.Message, list *serverList, err erro
 	}
 	s.handler(KVMeta{Cmd: h.Head, Push: h.Push, Pull: h.Pull, Sender: from, Customer: int(h.CustomerId),
 		Timestamp: h.Timestamp, Clock: h.Clock - 1, req: &kvRequest{m: m, keys: len(list.keys),
-			event: s.c.po.observer.begin(kindOf(h.Push, h.Pull))}}, data, s)
+			pushed: len(m.Data[1]), event: s.c.po.observer.begin(kindOf(h.Push, h.Pull))}}, data, s)
 }
 
 // check returns an error if the values do not fit the keys.
@@ -300,11 +301,17 @@ func (s *KVServer[T]) respond(meta KVMeta, sizes []int, fill func(vals, lens []b
 		fill(m.Data[0], m.Data[1])
 	}
 	meta.req.m.Release()
-	s.c.po.observer.end(meta.req.event)
+	s.observe(&meta, m.Bytes(), nil)
 	if err := s.c.po.respond(meta.Sender, m); err != nil {
 		return fmt.Errorf("ps: response of app %d: %w", s.c.key.app, err)
 	}
 	return nil
+}
+
+// observe records a request that has been answered with the given number of bytes, or with an error.
+func (s *KVServer[T]) observe(meta *KVMeta, bytes int, err error) {
+	s.c.po.observer.end(meta.req.event, outcome{dtype: tensor.Of[T](), keys: meta.req.keys,
+		bytes: meta.req.pushed + bytes, peer: s.c.po.process(meta.Sender), err: err})
 }
 
 // header returns the header of the response.
@@ -322,7 +329,7 @@ func (s *KVServer[T]) Fail(meta KVMeta, err error) error {
 	h := meta.header(s.c.key.app)
 	h.Error = err.Error()
 	meta.req.m.Release()
-	s.c.po.observer.end(meta.req.event)
+	s.observe(&meta, 0, err)
 	if err := s.c.po.respond(meta.Sender, &van.Message{Header: h}); err != nil {
 		return fmt.Errorf("ps: response of app %d: %w", s.c.key.app, err)
 	}

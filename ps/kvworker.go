@@ -142,10 +142,10 @@ func (w *KVWorker[T]) do(ctx context.Context, what string, op operation[T], opts
 	if w.c.po.synchronous() {
 		op.clock = now + 1
 	}
-	event := w.c.po.observer.begin(kindOf(op.push, op.pull))
+	r.event = w.c.po.observer.begin(kindOf(op.push, op.pull))
 	r.completed = func(err error) {
 		clock.done(op.push, err)
-		w.c.po.observer.end(event)
+		w.c.po.observer.end(r.event, op.outcome(r, err))
 	}
 	r.keys = func(server int) []uint64 {
 		rank := van.Rank(server)
@@ -167,6 +167,20 @@ func (w *KVWorker[T]) do(ctx context.Context, what string, op operation[T], opts
 		at += n
 	}
 	return r, w.c.start(ctx, r)
+}
+
+// outcome describes the operation, whose request has completed.
+func (op *operation[T]) outcome(r *Request, err error) outcome {
+	vals := op.vals
+	if op.pull && err == nil {
+		vals = *op.out
+	}
+	out := outcome{dtype: tensor.Of[T](), keys: len(op.keys), bytes: len(tensor.Bytes(vals)), peer: -1,
+		accepted: r.accepted, err: err}
+	if len(r.parts) == 1 {
+		out.peer = r.c.po.process(r.parts[0].to)
+	}
+	return out
 }
 
 // sliced calls a Slicer and checks its result.

@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"net"
-	"slices"
 	"strconv"
 	"sync"
 	"sync/atomic"
@@ -15,6 +14,7 @@ import (
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/joblink"
 	"github.com/gohvd/gohvd/internal/metrics"
+	"github.com/gohvd/gohvd/internal/ps/van"
 	"github.com/gohvd/gohvd/internal/topo"
 	kvstore "github.com/gohvd/gohvd/store"
 )
@@ -80,7 +80,17 @@ func (p *Postoffice) answerLauncher(what string) []byte {
 }
 
 // process returns the number that a node has for hvdrun, or -1 if there is no such node.
-func (p *Postoffice) process(id int) int { return slices.Index(p.NodeIDs(AllGroup), id) }
+func (p *Postoffice) process(id int) int {
+	switch rank := van.Rank(id); {
+	case id == van.SchedulerID:
+		return 0
+	case van.RoleOf(id) == van.Server && rank < p.cfg.NumServers:
+		return 1 + rank
+	case van.RoleOf(id) == van.Worker && rank < p.cfg.NumWorkers:
+		return 1 + p.cfg.NumServers + rank
+	}
+	return -1
+}
 
 // closeLauncher ends the connection with hvdrun.
 func (p *Postoffice) closeLauncher() {
@@ -91,9 +101,10 @@ func (p *Postoffice) closeLauncher() {
 	}
 }
 
-// Blame tells hvdrun which node has failed. Nodes that fail because of it may end before hvdrun notices the
-// end of that node.
+// Blame writes the dump of the flight recorder, and tells hvdrun which node has failed. Nodes that fail
+// because of it may end before hvdrun notices the end of that node.
 func (p router) Blame(id int, err error) {
+	p.dump(err.Error())
 	if p.launcher == nil {
 		return
 	}

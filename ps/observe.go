@@ -1,28 +1,55 @@
 package ps
 
 import (
+	"os"
+	"strconv"
 	"sync"
 	"time"
 
 	"go.uber.org/zap"
 
+	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/recorder"
+	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/trace"
+	"github.com/gohvd/gohvd/timeline"
 )
 
 // observer measures the pushes and pulls of a node: at a worker from the call to the completion, at a server
-// from the arrival to the response.
+// from the arrival to the response. It passes them to the timeline and the flight recorder.
 type observer struct {
-	started time.Time
+	clock trace.Clock
+	node  string // name of the node
 
 	mu        sync.Mutex
+	recorder  *recorder.Recorder // nil if it is off
+	timeline  *timeline.Timeline // nil if there is none
 	durations [message.NumKinds]trace.Histogram
+	tracks    []string // names of tracks. Events on a track do not overlap.
+	free      []int    // tracks without an event
+	op        trace.Operation
+	tensor    [1]trace.Tensor
 }
 
 // event is a push or pull that has begun.
 type event struct {
 	kind  message.Kind
+	track int
 	begun time.Duration
+}
+
+// outcome describes a push or pull that has ended.
+type outcome struct {
+	dtype tensor.DType
+	keys  int
+	bytes int
+	// peer is the number of the other process, or -1 if there are several.
+	peer int
+	// accepted is when the worker's last part was in a queue, or 0.
+	accepted time.Duration
+	err      error
 }
 
 // kindOf returns the kind of a push or pull.
@@ -36,15 +63,42 @@ func kindOf(push, pull bool) message.Kind {
 	return message.Pull
 }
 
-// begin returns the event of a push or pull that begins now.
-func (o *observer) begin(kind message.Kind) event { return event{kind, time.Since(o.started)} }
+// now returns the time since the start of the node.
+func (o *observer) now() time.Duration { return time.Since(o.clock.Start) }
 
-// end counts an event that ends now.
-func (o *observer) end(e event) {
-	took := time.Since(o.started) - e.begun
+// begin returns the event of a push or pull that begins now. The caller must pass it to end.
+func (o *observer) begin(kind message.Kind) event {
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	o.durations[e.kind].Add(took)
+	if len(o.free) == 0 {
+		o.free = append(o.free, len(o.tracks))
+		o.tracks = append(o.tracks, o.node+", request "+strconv.Itoa(len(o.tracks)))
+	}
+	last := len(o.free) - 1
+	e := event{kind, o.free[last], o.now()}
+	o.free = o.free[:last]
+	return e
+}
+
+// end records an event that ends now.
+func (o *observer) end(e event, out outcome) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	ended := o.now()
+	o.durations[e.kind].Add(ended - e.begun)
+	o.free = append(o.free, e.track)
+	if o.recorder == nil && o.timeline == nil {
+		return
+	}
+	accepted := max(out.accepted, e.begun)
+	o.tensor[0] = trace.Tensor{Name: o.tracks[e.track], DType: out.dtype,
+		Shape: tensor.Shape{int64(out.keys)}, Bytes: int64(out.bytes), Submitted: e.begun, Sent: accepted}
+	o.op = trace.Operation{Kind: e.kind, Peer: topo.Rank(out.peer), Granted: accepted, Begun: accepted,
+		Ended: ended, Tensors: o.tensor[:], Failed: out.err}
+	o.recorder.Record(&o.op)
+	if o.timeline != nil {
+		o.timeline.Record(&o.op)
+	}
 }
 
 // stats returns the durations of all events so far.
@@ -55,6 +109,86 @@ func (o *observer) stats() (all []trace.NodeOperations) {
 		if o.durations[kind].Count() > 0 {
 			all = append(all, trace.NodeOperations{Kind: message.Kind(kind), Durations: o.durations[kind]})
 		}
+	}
+	return all
+}
+
+// observe starts timeline and flight recorder, as the settings say. The node has its id.
+func (p *Postoffice) observe() {
+	set, o := &p.set, &p.observer
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.node = p.van.Stats().Name
+	if set.FlightRecorder {
+		o.recorder = recorder.New(recorder.DefaultOperations)
+	}
+	if set.Timeline == "" || set.Timeline == config.TimelineDynamic {
+		return
+	}
+	process := p.process(p.ID())
+	t, err := timeline.Start(timeline.Config{Path: timeline.PathOf(set.Timeline, process), Rank: process,
+		Size: len(p.NodeIDs(AllGroup)), Host: set.Hostname, Epoch: 1, Clock: o.clock,
+		MaxBytes: int64(set.TimelineMaxMiB) << 20, Last: set.TimelineLast, Log: p.log})
+	if err != nil {
+		p.log.Warn("ps: starting the timeline failed", zap.Error(err))
+		return
+	}
+	if p.IsScheduler() {
+		t.Offset(trace.Offset{At: o.now(), Job: o.clock.Job()})
+	}
+	o.timeline = t
+}
+
+// stopObserving ends the timeline.
+func (p *Postoffice) stopObserving() {
+	o := &p.observer
+	o.mu.Lock()
+	t := o.timeline
+	o.timeline = nil
+	o.mu.Unlock()
+	if t == nil {
+		return
+	}
+	if err := t.Close(); err != nil {
+		p.log.Warn("ps: closing the timeline failed", zap.Error(err))
+	}
+}
+
+// dump writes the last pushes and pulls, and those that have not completed, to a file, if HVD_DUMP_DIR says
+// where.
+func (p *Postoffice) dump(why string) {
+	o, dir := &p.observer, p.set.DumpDir
+	o.mu.Lock()
+	r := o.recorder
+	o.mu.Unlock()
+	if r == nil || dir == "" {
+		return
+	}
+	path, err := recorder.WriteFile(dir, r.Dump(recorder.About{Rank: p.process(p.ID()),
+		Size: len(p.NodeIDs(AllGroup)), Host: p.set.Hostname, PID: os.Getpid(), Epoch: 1,
+		Version: config.Version(), Why: why, Now: time.Now(), At: o.now(), Clock: o.clock,
+		Pending: p.pending()}))
+	if err != nil {
+		p.log.Warn("ps: writing the dump of the flight recorder failed", zap.Error(err))
+		return
+	}
+	p.log.Warn("ps: wrote a dump of the flight recorder", zap.String("file", path))
+}
+
+// pending returns the pushes and pulls of this process that have not completed.
+func (p *Postoffice) pending() (all []trace.Pending) {
+	p.mu.Lock()
+	customers := p.list()
+	p.mu.Unlock()
+	for _, c := range customers {
+		c.mu.Lock()
+		for _, r := range c.pending {
+			if r.event.kind != message.NoKind {
+				all = append(all, trace.Pending{Kind: r.event.kind, Name: r.what, Submitted: r.event.begun,
+					Sent: r.accepted, Granted: r.accepted, Begun: r.accepted})
+			}
+		}
+		c.mu.Unlock()
 	}
 	return all
 }

@@ -20,6 +20,7 @@ import (
 	"github.com/gohvd/gohvd/internal/ps/pspb"
 	"github.com/gohvd/gohvd/internal/ps/van"
 	"github.com/gohvd/gohvd/internal/secret"
+	"github.com/gohvd/gohvd/internal/trace"
 )
 
 // These are the groups of nodes. A sum of groups is their union. The id of a node is the group that has only
@@ -120,7 +121,9 @@ func StartAsync(ctx context.Context, opts Options) (*Postoffice, error) {
 		return nil, fmt.Errorf("ps: %w", err)
 	}
 	p.clocks = make([]workerClock, p.cfg.Customers)
-	p.observer.started = p.started
+	if p.observer.clock, err = trace.NewClock(p.started); err != nil {
+		return nil, fmt.Errorf("ps: %w", err)
+	}
 	if err := p.checkMetrics(); err != nil {
 		return nil, fmt.Errorf("ps: %w", err)
 	}
@@ -133,6 +136,7 @@ func StartAsync(ctx context.Context, opts Options) (*Postoffice, error) {
 		p.closeLauncher()
 		return nil, fmt.Errorf("ps: %w", err)
 	}
+	p.observe()
 	if err := p.serveMetrics(); err != nil {
 		p.stop()
 		return nil, fmt.Errorf("ps: %w", err)
@@ -371,6 +375,7 @@ func (p *Postoffice) stop() {
 		c.end(van.ErrStopped)
 	}
 	p.wg.Wait()
+	p.stopObserving()
 	p.report()
 	p.closeLauncher()
 	if p.metrics != nil {

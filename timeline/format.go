@@ -35,11 +35,13 @@ var names = [...]string{
 	message.RemoveProcessSet: negotiate + "REMOVE_PROCESS_SET", message.Reduce: negotiate + "REDUCE",
 	message.Gather: negotiate + "GATHER", message.Scatter: negotiate + "SCATTER",
 	message.Send: negotiate + "SEND", message.Recv: negotiate + "RECV",
+	message.Push: negotiate + "PUSH", message.Pull: negotiate + "PULL",
+	message.PushPull: negotiate + "PUSHPULL",
 }
 
 // nameOf returns the name of the negotiation of an operation of kind k, and the name of the operation itself.
 func nameOf(k message.Kind) (negotiation, operation string) {
-	if !k.Valid() && !k.IsMessage() {
+	if !k.Valid() && !k.IsMessage() && !k.IsRequest() {
 		k = 0
 	}
 	return names[k], names[k][len(negotiate):]
@@ -248,7 +250,7 @@ func (f *formatter) tensor(dst []byte, op *record, n *trace.Tensor) []byte {
 	}
 	dst = number(number(dst, "bytes", n.Bytes), "fused", int64(op.fused))
 	dst = text(text(dst, "backend", op.Backend.String()), "algorithm", op.Algorithm.String())
-	if op.Kind.IsMessage() && op.Peer >= 0 {
+	if (op.Kind.IsMessage() || op.Kind.IsRequest()) && op.Peer >= 0 {
 		dst = number(dst, "peer", int64(op.Peer))
 	}
 	if failed != "" {

@@ -70,7 +70,7 @@ type Operation struct {
 	DType, Shape, Backend, Algorithm, Fail string
 	Bytes                                  int64
 	Fused                                  int
-	// Peer is the other rank of a message.
+	// Peer is the other rank of a message, or the other process of a push or pull.
 	Peer int
 }
 
@@ -131,7 +131,7 @@ var (
 	kinds    = []string{
 		"ALLREDUCE", "ALLGATHER", "BROADCAST", "ALLTOALL", "REDUCESCATTER", "BARRIER", "JOIN",
 		"ADD_PROCESS_SET", "REMOVE_PROCESS_SET", "REDUCE", "GATHER",
-		"SCATTER", "SEND", "RECV", "ERROR",
+		"SCATTER", "SEND", "RECV", "PUSH", "PULL", "PUSHPULL", "ERROR",
 	}
 )
 
@@ -565,7 +565,9 @@ func (t *track) end(e *event, ts float64) (ended bool, err error) {
 	if a.Peer != nil {
 		t.op.Peer = *a.Peer
 	}
-	if a.Peer != nil && (!message || *a.Peer < 0) || message && a.Peer == nil && t.op.Number > 0 {
+	request := strings.HasPrefix(t.op.Negotiated, "PU") // PUSH, PULL, PUSHPULL
+	if a.Peer != nil && (!message && !request || *a.Peer < 0) ||
+		message && a.Peer == nil && t.op.Number > 0 {
 		return false, fmt.Errorf("%q: the end of %s has peer %d", t.name, of.name, t.op.Peer)
 	}
 	if a.Error != nil {

@@ -1,0 +1,125 @@
+package ps
+
+import (
+	"encoding/json"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/gohvd/gohvd/internal/analysis"
+	"github.com/gohvd/gohvd/internal/testnet"
+	"github.com/gohvd/gohvd/timeline/timelinetest"
+)
+
+// TestTimeline checks that workers and servers write their pushes and pulls to timelines, and that events of
+// requests that are in flight at the same time are on different tracks.
+func TestTimeline(t *testing.T) {
+	const pushes = 10
+	path := filepath.Join(t.TempDir(), "t.json")
+	j := job{t: t, servers: 1, workers: 1, settings: map[string]string{"HOROVOD_TIMELINE": path}}
+	kv(j, Sum[float32], func(_ *Postoffice, _ int, w *KVWorker[float32]) {
+		var got []float32
+		var flying []*Request
+		for range pushes {
+			r, err := w.Push(t.Context(), []uint64{1, 2}, make([]float32, 6))
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			flying = append(flying, r)
+		}
+		r, err := w.PushPull(t.Context(), []uint64{1, 2}, make([]float32, 6), &got)
+		flying = append(flying, r)
+		wait(t, r, err)
+		for _, r := range flying {
+			wait(t, r, nil)
+		}
+		r, err = w.Pull(t.Context(), []uint64{1, 3}, &got)
+		testnet.WantError(t, waitErr(t, r, err), "there is no key 3 here")
+	})
+	for process, node := range []string{"scheduler", "server 0", "worker 0"} {
+		name := path
+		if process > 0 {
+			name = strings.TrimSuffix(path, ".json") + fmt.Sprintf(".rank%d.json", process)
+		}
+		f, err := os.Open(name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer f.Close()
+		s, err := timelinetest.Read(f)
+		if err != nil {
+			t.Fatalf("%s: %v", name, err)
+		}
+		kinds := make(map[string]int)
+		for i := range s.Operations {
+			op := &s.Operations[i]
+			kinds[op.Kind]++
+			if !strings.HasPrefix(op.Track, node+", request ") || op.DType != "float32" || op.Shape != "[2]" ||
+				op.Peer != 3-process || (op.Fail != "") != (op.Kind == "PULL") ||
+				op.Kind == "PUSH" && op.Bytes != 24 || op.Kind == "PUSHPULL" && process == 1 && op.Bytes != 48 {
+				t.Errorf("%s has %+v", node, *op)
+			}
+			if op.Submitted != op.Begin {
+				t.Errorf("%s: events on a track overlap: the bar begins later than %+v", node, *op)
+			}
+		}
+		want := map[string]int{"PUSH": pushes, "PUSHPULL": 1, "PULL": 1}
+		if process == 0 {
+			want = map[string]int{}
+		}
+		if fmt.Sprint(kinds) != fmt.Sprint(want) || s.Rank != process || s.Size != 3 || !s.Ended {
+			t.Errorf("%s has the operations %v, want %v; rank %d of %d", node, kinds, want, s.Rank, s.Size)
+		}
+	}
+}
+
+// TestDump checks that a worker writes its last requests, and those that wait, to a file if a server dies.
+func TestDump(t *testing.T) {
+	dir := t.TempDir()
+	asked := make(chan struct{})
+	j := job{t: t, servers: 1, workers: 1, leave: true, settings: map[string]string{"HVD_DUMP_DIR": dir}}
+	j.run(func(po *Postoffice) {
+		switch {
+		case po.IsServer():
+			handler := func(meta KVMeta, _ KVPairs[int8], s *KVServer[int8]) {
+				if meta.Pull {
+					close(asked) // and never answer
+				} else if err := s.Response(meta, KVPairs[int8]{}); err != nil {
+					t.Error(err)
+				}
+			}
+			if err := server(po, 0, handler); err != nil {
+				t.Error(err)
+			}
+			<-asked
+		case po.IsWorker():
+			w, err := NewKVWorker[int8](po, 0, 0, SimpleHandlers{})
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			r, err := w.Push(t.Context(), []uint64{1}, []int8{1})
+			wait(t, r, err)
+			var got []int8
+			r, err = w.Pull(t.Context(), []uint64{1}, &got)
+			testnet.WantError(t, waitErr(t, r, err), "server 0 is gone")
+		default:
+			<-asked
+		}
+	})
+	text, err := os.ReadFile(filepath.Join(dir, "rank2.json"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	var d analysis.Snapshot
+	if err := json.Unmarshal(text, &d); err != nil {
+		t.Fatal(err)
+	}
+	if len(d.Operations) != 1 || d.Operations[0].Kind != "push" || len(d.Pending) != 1 ||
+		d.Pending[0].Name != "pull of 1 keys" || !strings.Contains(d.Why, "server 0 is gone") {
+		t.Errorf("got the dump %s", text)
+	}
+}
