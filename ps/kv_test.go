@@ -666,6 +666,41 @@ func TestFailedRequestIsDropped(t *testing.T) {
 	})
 }
 
+// TestParkedBytes checks that the values of requests that wait for keys are bounded, and that they are not
+// counted any more when the worker has gone.
+func TestParkedBytes(t *testing.T) {
+	job{t: t, servers: 1, workers: 1}.run(func(po *Postoffice) {
+		if !po.IsServer() {
+			return
+		}
+		s, err := NewKVServer(po, 0, Sum[float32](), SimpleHandlers{})
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		s.c.handling.Lock()
+		defer s.c.handling.Unlock()
+		vals, stranger := make([]byte, 4<<20), van.WorkerID(1)
+		push := func(timestamp int64) {
+			h := &pspb.Header{Push: true, KeyList: 1, Timestamp: timestamp,
+				Frames: []*pspb.Frame{{}, {Type: pspb.DataType_FLOAT}, {}}}
+			s.handle(stranger, &van.Message{Header: h, Data: [][]byte{nil, vals, nil}})
+		}
+		for i := range 100 {
+			push(int64(i))
+			push(int64(i)) // replaces the first one
+		}
+		if want := maxHeldBytes/len(vals) - 1; len(s.parked) != want || s.parkedBytes < want*len(vals) {
+			t.Errorf("%d requests with %d bytes wait, want %d", len(s.parked), s.parkedBytes, want)
+		}
+		s.workerGone(stranger)
+		push(0)
+		if len(s.parked) > 0 || s.parkedBytes != 0 {
+			t.Errorf("%d requests with %d bytes wait for a worker that has gone", len(s.parked), s.parkedBytes)
+		}
+	})
+}
+
 // TestMessageOfAGoneWorker checks that a server handles no message of a worker that has gone, although the
 // message arrived before, and keeps nothing of that worker.
 func TestMessageOfAGoneWorker(t *testing.T) {

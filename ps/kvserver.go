@@ -63,6 +63,8 @@ type KVServer[T Value] struct {
 	// The following fields are used only by the handler of requests, of which there is one call at a time.
 	lists  map[senderKey]*serverLists
 	parked map[parkedKey]*van.Message // requests whose keys the server has asked for
+	// parkedBytes is the size of these requests.
+	parkedBytes int
 
 	mu   sync.Mutex
 	gone map[int]bool // workers that have gone. A message from one of them may still wait for handling.
@@ -116,12 +118,11 @@ func (s *KVServer[T]) forget(from int) bool {
 	if s.old {
 		s.old = false
 		maps.DeleteFunc(s.lists, func(key senderKey, _ *serverLists) bool { return s.gone[key.node] })
-		maps.DeleteFunc(s.parked, func(key parkedKey, m *van.Message) bool {
+		for key := range s.parked {
 			if s.gone[key.node] {
-				m.Release()
+				s.unpark(key).Release()
 			}
-			return s.gone[key.node]
-		})
+		}
 	}
 	return s.gone[from]
 }
@@ -136,8 +137,7 @@ func (s *KVServer[T]) handle(from int, m *van.Message) {
 	sender := senderKey{from, h.CustomerId}
 	key := parkedKey{sender, h.Timestamp}
 	if h.WantKeys { // the answer to want below
-		waiting := s.parked[key]
-		delete(s.parked, key)
+		waiting := s.unpark(key)
 		if waiting == nil || len(m.Data) == 0 {
 			if waiting != nil {
 				waiting.Release() // the request has failed at the worker
@@ -183,13 +183,29 @@ func checkFrames[T Value](m *van.Message) error {
 // list, or if m has overtaken the message with the keys.
 func (s *KVServer[T]) want(from int, key parkedKey, m *van.Message) {
 	h := m.Header
-	if len(s.parked) >= maxOutstanding {
-		s.c.po.refuse(from, m, fmt.Errorf("%d requests wait for keys", len(s.parked)))
+	n := m.Size()
+	if len(s.parked) >= maxOutstanding || s.parkedBytes > 0 && s.parkedBytes+n > maxHeldBytes {
+		s.c.po.refuse(from, m, fmt.Errorf("%d requests with %d bytes wait for keys, and this one has %d, want "+
+			"at most %d and %d", len(s.parked), s.parkedBytes, n, maxOutstanding, maxHeldBytes))
 		return
 	}
+	if s.parked[key] != nil {
+		s.unpark(key).Release() // a peer that obeys the protocol sends a request once
+	}
 	s.parked[key] = m
+	s.parkedBytes += n
 	s.c.po.answer(from, &van.Message{Header: &pspb.Header{AppId: h.AppId, CustomerId: h.CustomerId,
 		Timestamp: h.Timestamp, KeyList: h.KeyList, WantKeys: true}})
+}
+
+// unpark removes a request that waits for its keys, and returns it. If there is none, it returns nil.
+func (s *KVServer[T]) unpark(key parkedKey) *van.Message {
+	m := s.parked[key]
+	if m != nil {
+		delete(s.parked, key)
+		s.parkedBytes -= m.Size()
+	}
+	return m
 }
 
 // learn remembers a list of keys.

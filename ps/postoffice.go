@@ -37,7 +37,8 @@ const (
 	customerWait = 10 * time.Second
 	// leaveTime is how long Finalize waits for the goodbye of the other nodes.
 	leaveTime = 5 * time.Second
-	// maxHeld and maxHeldBytes bound the messages that wait for customers.
+	// maxHeld and maxHeldBytes bound the messages that wait for customers. maxHeldBytes also bounds those at
+	// a server that wait for keys.
 	maxHeld      = 1 << 12
 	maxHeldBytes = 256 << 20
 )

@@ -27,6 +27,9 @@ const (
 	// maxReplies is the maximum number of replies in the queue of a link. A peer that obeys the protocol has
 	// fewer unanswered requests.
 	maxReplies = 1 << 16
+	// maxReplyBytes is the maximum size of the replies in the queue of a link. Replies of less than
+	// wholeBytes do not count, so that the error of a reply that is too much fits.
+	maxReplyBytes = 1 << 30
 	// batchBytes is the size from which on queued messages are written without waiting for more of them.
 	// Frames of at least wholeBytes are not copied into a batch.
 	batchBytes = 64 << 10
@@ -66,6 +69,7 @@ type link struct {
 	asked       uint64        // number of requests so far
 	queuedBytes int           // size of the requests in the queue
 	replies     int           // number of replies in the queue
+	replyBytes  int           // size of the long replies in the queue
 	room        chan struct{} // closed when there is room for a request; nil if no call waits
 	end         error         // reason why the link has ended
 	aborted     error         // reason why the goroutine that reads is to end the link
@@ -152,9 +156,18 @@ func (l *link) hasRoom() {
 }
 
 // reply queues a message that does not wait for room. If too many wait, it aborts the link. The link of the
-// scheduler with itself has no such limit.
+// scheduler with itself has no such limit. If those that wait are too large, reply returns a *LimitError.
 func (l *link) reply(m *Message) error {
+	n := m.Size()
+	if n < wholeBytes {
+		n = 0
+	}
 	l.mu.Lock()
+	if n > 0 && l.replyBytes > 0 && l.replyBytes+n > maxReplyBytes && l.end == nil {
+		defer l.mu.Unlock()
+		return &LimitError{fmt.Sprintf("the queue to %s has %d bytes of responses, and this one has %d, want "+
+			"at most %d: wait for earlier requests first", Name(l.peer), l.replyBytes, n, maxReplyBytes)}
+	}
 	if l.replies >= maxReplies && l.conn != nil {
 		l.abortLocked(fmt.Errorf("its replies are not read: %d wait", maxReplies))
 	}
@@ -163,7 +176,8 @@ func (l *link) reply(m *Message) error {
 		return &NodeError{l.peer, err}
 	}
 	l.replies++
-	l.queue.push(&flight{m: m, reply: true}, m.Header.Priority)
+	l.replyBytes += n
+	l.queue.push(&flight{m: m, reply: true, bytes: n}, m.Header.Priority)
 	l.mu.Unlock()
 	l.send(!l.unread.Load())
 	return nil
@@ -255,6 +269,7 @@ func (l *link) pop(short bool) *flight {
 	f := l.queue.pop()
 	if f.reply {
 		l.replies--
+		l.replyBytes -= f.bytes
 	} else {
 		l.queuedBytes -= f.bytes
 		l.hasRoom()

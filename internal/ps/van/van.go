@@ -112,7 +112,7 @@ func (e *NodeError) Unwrap() error { return e.Err }
 // ErrStopped is the error of calls after Stop.
 var ErrStopped = errors.New("this node has been finalized")
 
-// LimitError reports that a message is longer than a peer would accept.
+// LimitError reports that a message is longer than a peer would accept, or than the queue has room for.
 type LimitError struct{ text string }
 
 func (e *LimitError) Error() string { return e.text }

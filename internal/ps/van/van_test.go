@@ -828,6 +828,31 @@ func Lossy(seed uint64) func(from, to int, m *Message, deliver func(*Message) er
 	}
 }
 
+// TestReplyBytes checks that a reply that has no room in the queue is an error, that a short reply has room,
+// and that sending makes room.
+func TestReplyBytes(t *testing.T) {
+	l := newLink(New(Config{Role: Server}, ignore{}), 9, nil)
+	long := &Message{Header: &pspb.Header{}, Data: [][]byte{make([]byte, maxReplyBytes/8)}}
+	replied := 0
+	var err error
+	for ; replied < 100 && err == nil; replied++ {
+		err = l.reply(long)
+	}
+	testnet.WantError(t, err, "the queue to worker 0 has", "wait for earlier requests first")
+	if limit := (*LimitError)(nil); !errors.As(err, &limit) || replied != 9 {
+		t.Errorf("reply %d failed with %v, want reply 9 and a LimitError", replied, err)
+	}
+	if err := l.reply(&Message{Header: &pspb.Header{Error: "too long"}}); err != nil {
+		t.Error(err)
+	}
+	for l.queue.len() > 0 {
+		l.next(false)
+	}
+	if err := l.reply(long); err != nil || l.replyBytes < maxReplyBytes/8 || l.replyBytes > maxReplyBytes/4 {
+		t.Errorf("got %v, and %d bytes in the queue", err, l.replyBytes)
+	}
+}
+
 // TestReplyLimit checks that a peer that does not read replies is dead, also if the reply that is one too
 // many is the answer of a barrier.
 func TestReplyLimit(t *testing.T) {

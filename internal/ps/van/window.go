@@ -45,7 +45,7 @@ func (w *inWindow) get(sequence uint64) bool {
 type flight struct {
 	m     *Message
 	reply bool // counts as a reply in the link's queue
-	bytes int  // size of a request, as counted in queuedBytes
+	bytes int  // size, as counted in queuedBytes or replyBytes
 
 	// The following fields are used only for messages with a sequence number. queued says that the message
 	// is to be sent again.
