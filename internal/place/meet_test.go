@@ -150,9 +150,9 @@ func listens(t *testing.T, host string, port int) bool {
 
 func TestSlurmRankZeroElsewhere(t *testing.T) {
 	env := slurmEnv.with("SLURM_PROCID", "0", "SLURM_NODEID", "1")
-	_, err := detect(t, env).Meet(soon(t), MeetOptions{Insecure: true})
+	_, err := detect(t, env).Meet(testnet.Context(t), MeetOptions{Insecure: true})
 	testnet.WantError(t, err, "rank 0 is on node 1 of the Slurm step, want node 0")
-	m, err := detect(t, env).Meet(soon(t), MeetOptions{Insecure: true, Host: "here",
+	m, err := detect(t, env).Meet(testnet.Context(t), MeetOptions{Insecure: true, Host: "here",
 		Interfaces: onLoopback(t), Port: testnet.FreePort(t), resolver: loopbackNames("here")})
 	if err != nil {
 		t.Fatal(err)
@@ -198,7 +198,8 @@ func TestSecretIsNeeded(t *testing.T) {
 		plainEnv, plainEnv.with("RANK", "0"),
 	} {
 		e := detect(t, env)
-		if _, err := e.Meet(soon(t), MeetOptions{Interfaces: onLoopback(t)}); !errors.Is(err, ErrNoSecret) {
+		o := MeetOptions{Interfaces: onLoopback(t)}
+		if _, err := e.Meet(testnet.Context(t), o); !errors.Is(err, ErrNoSecret) {
 			t.Errorf("%s: got %v, want %v", e.Kind, err, ErrNoSecret)
 		}
 	}
@@ -297,7 +298,7 @@ func TestHvdrunsStore(t *testing.T) {
 	if err := p.Close(); err != nil {
 		t.Error(err)
 	}
-	_, err = detect(t, environment{"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}).Meet(soon(t), MeetOptions{})
+	_, err = detect(t, environment{"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}).Meet(testnet.Context(t), MeetOptions{})
 	testnet.WantError(t, err, "Meet does not connect to the store of hvdrun")
 }
 
@@ -365,15 +366,17 @@ func TestTheFile(t *testing.T) {
 
 func TestTheFileDoesNotCome(t *testing.T) {
 	envs, _ := openMPIRanks(t)
-	_, err := envs[1].Meet(soon(t), MeetOptions{})
-	testnet.WantError(t, err, "rank 1 of 4", "waiting for rank 0 to write")
+	err := testnet.EventuallyError(t, func(ctx context.Context) error {
+		_, err := envs[1].Meet(ctx, MeetOptions{})
+		return err
+	}, "rank 1 of 4", "waiting for rank 0 to write")
 	if !errors.Is(err, context.DeadlineExceeded) {
 		t.Errorf("got %v", err)
 	}
-	_, err = detect(t, openMPIEnv.with("PMIX_SERVER_TMPDIR", "")).Meet(soon(t), MeetOptions{})
+	_, err = detect(t, openMPIEnv.with("PMIX_SERVER_TMPDIR", "")).Meet(testnet.Context(t), MeetOptions{})
 	testnet.WantError(t, err, "PMIX_SERVER_TMPDIR")
 	_, err = detect(t, openMPIEnv.with("OMPI_COMM_WORLD_RANK", "0", "PMIX_SERVER_TMPDIR",
-		filepath.Join(t.TempDir(), "gone"))).Meet(soon(t), MeetOptions{})
+		filepath.Join(t.TempDir(), "gone"))).Meet(testnet.Context(t), MeetOptions{})
 	testnet.WantError(t, err, "no such file")
 }
 
@@ -408,12 +411,12 @@ func TestOpenMPIOnHosts(t *testing.T) {
 		}
 		return envs
 	}
-	for _, err := range meetAll(soon(t), true, same(MeetOptions{}), ranks()...) {
+	for _, err := range meetAll(testnet.Context(t), true, same(MeetOptions{}), ranks()...) {
 		testnet.WantError(t, err, "1 of 2 ranks are on this host", "hvdrun -H")
 	}
 	o := MeetOptions{Secret: parse(t, userSecret), Host: "first", Interfaces: onLoopback(t),
 		resolver: loopbackNames("first")}
-	for _, err := range meetAll(soon(t), true, same(o), ranks()...) {
+	for _, err := range meetAll(testnet.Context(t), true, same(o), ranks()...) {
 		testnet.WantError(t, err, "HVD_RENDEZVOUS_PORT")
 	}
 	o.Port = testnet.FreePort(t)
@@ -837,9 +840,11 @@ func TestNobodyComes(t *testing.T) {
 	o.resolver = func(_ context.Context, host string) (string, error) {
 		return "", &net.DNSError{Err: "no such host", Name: host}
 	}
-	_, err := detect(t, kubernetesEnv).Meet(soon(t), o)
-	testnet.WantError(t, err, "resolving train-0.train", "no such host")
+	testnet.EventuallyError(t, func(ctx context.Context) error {
+		_, err := detect(t, kubernetesEnv).Meet(ctx, o)
+		return err
+	}, "resolving train-0.train", "no such host")
 	o.resolver = func(context.Context, string) (string, error) { return "", errors.New("broken") }
-	_, err = detect(t, kubernetesEnv).Meet(testnet.Context(t), o)
+	_, err := detect(t, kubernetesEnv).Meet(testnet.Context(t), o)
 	testnet.WantError(t, err, "resolving train-0.train: broken")
 }

@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"net"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -76,6 +77,30 @@ func WantError(t *testing.T, err error, parts ...string) {
 			t.Errorf("got error %q, want %q in it", err, part)
 		}
 	}
+}
+
+// EventuallyError calls f with a context that ends after 500 ms, and checks that f returns an error whose
+// text contains all parts. On a busy machine, f may need more time until it has met the obstacle that the
+// error must name. So EventuallyError tries again with twice the time, up to 32 s, before it fails the test.
+// It returns the last error.
+func EventuallyError(t *testing.T, f func(context.Context) error, parts ...string) error {
+	t.Helper()
+	for limit := 500 * time.Millisecond; ; limit *= 2 {
+		ctx, cancel := context.WithTimeout(t.Context(), limit)
+		err := f(ctx)
+		cancel()
+		if limit >= 32*time.Second || containsAll(err, parts) {
+			WantError(t, err, parts...)
+			return err
+		}
+	}
+}
+
+// containsAll reports whether the text of err contains all parts.
+func containsAll(err error, parts []string) bool {
+	return err != nil && !slices.ContainsFunc(parts, func(part string) bool {
+		return !strings.Contains(err.Error(), part)
+	})
 }
 
 // FakeServer starts a server and returns its address. For each connection, the server calls serve in a new

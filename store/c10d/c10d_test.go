@@ -543,13 +543,12 @@ func TestDial(t *testing.T) {
 			"using the protocol of PyTorch before 2.1"}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			ctx, cancel := context.WithTimeout(t.Context(), time.Second)
-			defer cancel()
-			_, err := c10d.DialTimeout(ctx, testnet.FakeServer(t, c.serve), c10d.Unknown, time.Millisecond)
-			if !errors.Is(err, context.DeadlineExceeded) {
-				t.Errorf("got %v, want that the time is over", err)
-			}
-			testnet.WantError(t, err, append(c.parts, "c10d: dial 127.0.0.1:")...)
+			err := testnet.EventuallyError(t, func(ctx context.Context) error {
+				addr := testnet.FakeServer(t, c.serve)
+				_, err := c10d.DialTimeout(ctx, addr, c10d.Unknown, time.Millisecond)
+				return err
+			}, append(c.parts, "c10d: dial 127.0.0.1:")...)
+			wantTimeout(t, err)
 		})
 	}
 	t.Run("a web server", func(t *testing.T) {
@@ -561,19 +560,24 @@ func TestDial(t *testing.T) {
 		testnet.WantError(t, err, `the server answered "HTTP/1.1", so it is not a TCPStore`)
 	})
 	t.Run("refused", func(t *testing.T) {
-		// The timeout is long enough for at least one refused connection.
-		ctx, cancel := context.WithTimeout(t.Context(), 500*time.Millisecond)
-		defer cancel()
-		_, err := c10d.Dial(ctx, "127.0.0.1:1", c10d.Unknown)
-		if !errors.Is(err, context.DeadlineExceeded) {
-			t.Errorf("got %v, want that the time is over", err)
-		}
-		testnet.WantError(t, err, "c10d: dial 127.0.0.1:1", "connection refused")
+		err := testnet.EventuallyError(t, func(ctx context.Context) error {
+			_, err := c10d.Dial(ctx, "127.0.0.1:1", c10d.Unknown)
+			return err
+		}, "c10d: dial 127.0.0.1:1", "connection refused")
+		wantTimeout(t, err)
 	})
 	t.Run("no port", func(t *testing.T) {
 		_, err := c10d.Dial(testnet.Context(t), "127.0.0.1", c10d.Modern)
 		testnet.WantError(t, err, "missing port")
 	})
+}
+
+// wantTimeout checks that err is the error of a context whose time is over.
+func wantTimeout(t *testing.T, err error) {
+	t.Helper()
+	if !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("got %v, want that the time is over", err)
+	}
 }
 
 func canceled(t *testing.T) context.Context {
