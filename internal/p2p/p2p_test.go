@@ -10,6 +10,7 @@ import (
 	"slices"
 	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"go.uber.org/goleak"
@@ -443,6 +444,28 @@ func TestLeftOpensLate(t *testing.T) {
 	if err := received.wait(t); err == nil || err.Error() != "rank 1 shut down" {
 		t.Errorf("the receive has ended with error %v, want that rank 1 shut down", err)
 	}
+}
+
+// brokenMesh opens no channels.
+type brokenMesh struct{ transport.Mesh }
+
+// Conn implements transport.Mesh.
+func (brokenMesh) Conn(context.Context, transport.Lane, topo.Rank) (transport.Conn, error) {
+	return nil, errOver
+}
+
+// A channel to a rank fails, and then the rank shuts down. The receive that waits for the rank ends.
+func TestBrokenThenLeft(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := mem.New(2)
+		j := newJob(t, []transport.Mesh{brokenMesh{c.Mesh(0)}, c.Mesh(1)})
+		received := j.receive(0, 1, 1, 10)
+		<-j.failures
+		j.ranks[0].Left(1)
+		if err := received.wait(t); err == nil || err.Error() != "rank 1 shut down" {
+			t.Errorf("the receive has ended with error %v, want that rank 1 shut down", err)
+		}
+	})
 }
 
 // quit makes rank from quit, and returns when rank at has learned it.

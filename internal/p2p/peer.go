@@ -169,8 +169,12 @@ func (p *peer) depart() {
 // peer that has never used it says nothing, and sends no messages.
 func (p *peer) expire() {
 	p.x.mu.Lock()
-	switch {
+	switch broken := p.broken; {
 	case p.closed || p.silent:
+	case broken != nil: // the channel had failed before the peer left
+		p.x.mu.Unlock()
+		p.fail(broken)
+		return
 	case p.state == opening || len(p.expected) > 0: // a large message still arrives
 		p.giveUp() // the channel may open nevertheless at this moment
 		time.AfterFunc(departTimeout, p.expire)
