@@ -81,15 +81,17 @@ func Serve(addr string, h http.Handler, log *zap.Logger) (*Server, error) {
 	if log == nil {
 		log = zap.NewNop()
 	}
-	return serveOn(l, h, log), nil
+	return serveOn(l, h, log, scrapeTimeout), nil
 }
 
-func serveOn(l net.Listener, h http.Handler, log *zap.Logger) *Server {
+// serveOn serves requests on l. timeout limits the time for reading a request, and the time for writing the
+// response.
+func serveOn(l net.Listener, h http.Handler, log *zap.Logger, timeout time.Duration) *Server {
 	ctx, cancel := context.WithCancel(context.Background())
 	s := &Server{listener: &bounded{l, dial.NewLimiter(maxConns)}, cancel: cancel}
 	s.http = http.Server{
 		Handler:     http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { s.answer(h, w, r) }),
-		ReadTimeout: scrapeTimeout, WriteTimeout: scrapeTimeout, IdleTimeout: 3 * time.Minute,
+		ReadTimeout: timeout, WriteTimeout: timeout, IdleTimeout: 3 * time.Minute,
 		MaxHeaderBytes: 8 << 10,
 		ErrorLog:       zap.NewStdLog(log),
 		BaseContext:    func(net.Listener) context.Context { return ctx },

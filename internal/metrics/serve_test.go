@@ -46,13 +46,16 @@ func TestAddress(t *testing.T) {
 	}
 }
 
+// serve starts a server whose timeouts are longer than the test, so that no wait of the test ends because of
+// them. The server is closed when the test ends.
 func serve(t *testing.T, h http.Handler) *metrics.Server {
 	t.Helper()
 	log, entries := testnet.Logs()
-	s, err := metrics.Serve("127.0.0.1:0", h, log)
+	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
 	}
+	s := metrics.ServeOn(l, h, log, time.Hour)
 	t.Cleanup(func() {
 		if err := s.Close(); err != nil {
 			t.Error(err)
@@ -112,9 +115,6 @@ func TestSilentClientsAreBounded(t *testing.T) {
 	if _, err := get(t, s.Addr()); err != nil {
 		t.Error(err)
 	}
-	if err := first.SetReadDeadline(time.Now().Add(waitLimit)); err != nil {
-		t.Fatal(err)
-	}
 	if n, err := first.Read(make([]byte, 1)); n > 0 || isTimeout(err) {
 		t.Errorf("the oldest of too many connections is open: read %d bytes and error %v", n, err)
 	}
@@ -145,9 +145,8 @@ func TestConnectionsThatEndMakeRoom(t *testing.T) {
 	resp.Body.Close()
 }
 
-// waitLimit is the limit for waits in tests. It is shorter than the server's timeouts, so that a wait cannot
-// end because of a timeout of the server.
-const waitLimit = 8 * time.Second
+// waitLimit is the limit for waits in tests.
+const waitLimit = time.Minute
 
 // Close is called during two scrapes. A response that takes less than 100 ms is sent completely, and a
 // response that takes longer is cancelled. Close waits for both handlers.
@@ -165,8 +164,7 @@ func TestCloseDuringScrapes(t *testing.T) {
 func closeDuringScrapes(t *testing.T) bool {
 	begun, end, ended, leave := make(chan string, 2), make(chan struct{}), make(chan struct{}),
 		make(chan struct{})
-	log, _ := testnet.Logs()
-	s, err := metrics.Serve("127.0.0.1:0", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+	s := serve(t, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		begun <- r.URL.Path
 		if r.URL.Path == "/quick" {
 			<-end
@@ -180,10 +178,7 @@ func closeDuringScrapes(t *testing.T) bool {
 		}
 		close(ended)
 		<-leave
-	}), log)
-	if err != nil {
-		t.Fatal(err)
-	}
+	}))
 	quick := testnet.RawDial(t, s.Addr(), []byte("GET /quick HTTP/1.1\r\nHost: h1\r\n\r\n"))
 	<-begun
 	// The client announces a body and does not send it. So the server does not watch for the end of the
@@ -219,9 +214,6 @@ func closeDuringScrapes(t *testing.T) bool {
 		t.Errorf("got %q and error %v", body, err)
 	}
 	<-ended
-	if err := silent.SetReadDeadline(time.Now().Add(waitLimit)); err != nil {
-		t.Fatal(err)
-	}
 	if n, err := silent.Read(make([]byte, 1)); n > 0 || isTimeout(err) {
 		t.Errorf("a connection is open: read %d bytes and error %v", n, err)
 	}
@@ -285,7 +277,7 @@ func TestSlowClients(t *testing.T) {
 				t.Error("the answer was written, and nobody has read it")
 			}
 			answered <- time.Now()
-		}), zap.NewNop())
+		}), zap.NewNop(), metrics.ScrapeTimeout)
 		defer s.Close()
 
 		begun := time.Now()
