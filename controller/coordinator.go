@@ -256,9 +256,12 @@ func (c *Coordinator) step(from topo.Rank, up *message.Up, relayed bool) {
 				up.Suspect, len(c.ranks)-1))
 			return
 		}
-		// A suspicion explains the timeout better. The rank repeats the report while the operation is
-		// pending.
-		if c.suspicion == nil && !c.postpone(from) {
+		switch {
+		case c.suspicion != nil || c.postpone(from):
+			// A suspicion explains the timeout better. The rank repeats the report.
+		case up.Tensor == "":
+			c.expireShutdown(from, up)
+		default:
 			c.timeout(from, up)
 		}
 	case message.UpBye:
@@ -567,7 +570,7 @@ func (c *Coordinator) decide() {
 	if c.leaving > 0 {
 		for r := range c.ranks {
 			k := &c.ranks[r]
-			k.stops = k.stop == 0 && (stop || k.leaving && !c.outstanding(topo.Rank(r)))
+			k.stops = stop && k.stop == 0 || c.stopsAlone(topo.Rank(r))
 			stops = stops || k.stops
 		}
 	}

@@ -76,35 +76,46 @@ func (c *Coordinator) checkLeavers() {
 	}
 }
 
-// outstanding reports whether the leaving rank r has a request that may still be granted.
-func (c *Coordinator) outstanding(r topo.Rank) (found bool) {
+// outstanding reports whether the leaving rank r has a request that may still be granted. If r waits for
+// other ranks, it also returns the operation.
+func (c *Coordinator) outstanding(r topo.Rank) (awaited *Stall, found bool) {
 	for _, s := range c.sets.sets {
 		if s.index(r) < 0 {
 			continue
 		}
 		if len(s.ready) > 0 {
-			return true
+			return nil, true
 		}
 		// A rank that has joined takes part in every operation that is granted.
 		joined := s.joined.has(s.index(r))
 		s.eachAwaited(func(st Stall, waiting []topo.Rank) {
 			waits := joined && s.concerns(&st, s.index(r)) || slices.Contains(waiting, r)
-			if waits && !slices.ContainsFunc(st.Missing, c.isLeaving) {
-				found = true
+			if waits && !found && !slices.ContainsFunc(st.Missing, c.isLeaving) {
+				awaited, found = &st, true
 			}
 		})
 	}
-	return found
+	return awaited, found
 }
 
 // canStop reports whether the next cycle will stop a leaving rank.
 func (c *Coordinator) canStop() bool {
 	for r := range c.ranks {
-		if k := &c.ranks[r]; k.leaving && k.stop == 0 && !c.outstanding(topo.Rank(r)) {
+		if c.stopsAlone(topo.Rank(r)) {
 			return true
 		}
 	}
 	return false
+}
+
+// stopsAlone reports whether the next cycle will stop rank r because it is leaving.
+func (c *Coordinator) stopsAlone(r topo.Rank) bool {
+	k := &c.ranks[r]
+	if !k.leaving || k.stop != 0 {
+		return false
+	}
+	_, outstanding := c.outstanding(r)
+	return !outstanding
 }
 
 // eachAwaited calls visit for each operation of the set, including joins, for which some ranks wait. The
@@ -197,15 +208,47 @@ func (c *Coordinator) stopFor(ranks []topo.Rank, reason string) {
 	}
 }
 
-// Abandon is called when rank 0 stops waiting for the other ranks. It fails rank 0 if some of them have not
-// shut down yet.
-func (c *Coordinator) Abandon() {
-	remaining := c.present()
-	remaining = slices.DeleteFunc(remaining, func(r topo.Rank) bool { return r == 0 || c.ranks[r].bye })
-	if len(remaining) > 0 {
-		c.Fault(0, "rank 0 coordinates the job, and the context of its Shutdown ended before "+
-			topo.FormatRanks(remaining)+" had shut down")
+// expireShutdown gives the verdict because the context of the Shutdown of rank r has ended. If Shutdown has
+// waited until its deadline, the ranks for which it waits have failed. If it was canceled, r has failed,
+// unless another rank is silent. If nothing keeps r from leaving, there is no verdict.
+func (c *Coordinator) expireShutdown(r topo.Rank, u *message.Up) {
+	if silent := c.silent(2 * heartbeatPeriod); len(silent) > 0 {
+		c.fail(silent, timeoutText(message.NoKind, r, u, c.silentText(silent)))
+		return
 	}
+	ranks, why := c.holdUp(r, u.Granted)
+	switch {
+	case u.Millis > 0 && len(ranks) > 0:
+		c.fail(ranks, timeoutText(message.NoKind, r, u, why))
+	case len(ranks) > 0:
+		c.fail([]topo.Rank{r}, "its Shutdown was canceled: "+why)
+	case u.Millis == 0 && u.Granted:
+		c.fail([]topo.Rank{r}, "its Shutdown was canceled while it executed operations")
+	}
+}
+
+// holdUp returns the ranks for which the Shutdown of rank r waits, and a text that says what they have not
+// done. If there are none, or if they are not known yet, it returns none. executes says whether r has
+// unfinished grants.
+func (c *Coordinator) holdUp(r topo.Rank, executes bool) (ranks []topo.Rank, why string) {
+	k := &c.ranks[r]
+	if k.stop == 0 {
+		if st, _ := c.outstanding(r); st != nil {
+			return st.Missing, have(st.Missing) + " not submitted " + label(st.Kind, st.Name)
+		}
+	}
+	if executes && k.executing.tensor != "" {
+		return c.unfinished(r, k.executing.set)
+	}
+	if r == 0 || c.cfg.Lockstep {
+		stay := slices.DeleteFunc(c.present(), func(other topo.Rank) bool {
+			return other == r || c.isLeaving(other)
+		})
+		if len(stay) > 0 {
+			return stay, have(stay) + " not called Shutdown"
+		}
+	}
+	return nil, ""
 }
 
 // handleBye records the bye of a rank, which has finished all its grants. The rank is closed when every other

@@ -533,16 +533,17 @@ func (m *Member) appendFrames() {
 		m.ups = append(m.ups, &message.Up{Type: message.UpReleased, Seen: m.seen, Suspect: r})
 		return true
 	})
+	if m.suspectFrame { // before a timeout, which the suspicion may explain
+		m.ups = append(m.ups, &message.Up{Type: message.UpSuspect, Seen: m.seen,
+			Suspects: m.suspected.Ranks, Reason: m.suspected.Reason})
+	}
 	for i := range m.reports {
 		u := &m.reports[i]
 		u.Seen, u.Granted = m.seen, u.Type == message.UpTimeout && m.running.has(u.Set, u.Tensor)
 		m.ups = append(m.ups, u)
 	}
 	switch {
-	case m.suspectFrame:
-		m.ups = append(m.ups, &message.Up{Type: message.UpSuspect, Seen: m.seen,
-			Suspects: m.suspected.Ranks, Reason: m.suspected.Reason})
-	case m.bye:
+	case m.bye && !m.suspectFrame:
 		m.ups = append(m.ups, &message.Up{Type: message.UpBye, Seen: m.seen})
 	case m.now >= m.nextHeartbeat(len(m.ups) > 0):
 		m.ups = append(m.ups, m.heartbeatFrame())

@@ -245,6 +245,15 @@ func (s *script) command(line string) error {
 		case "shutdown":
 			s.c.nodes[r].m.Tick(s.c.now)
 			s.c.nodes[r].m.Shutdown("")
+		case "expire":
+			var waited time.Duration
+			if len(rest) > 0 {
+				if waited, err = time.ParseDuration(rest[0]); err != nil {
+					return err
+				}
+			}
+			s.c.nodes[r].m.Tick(s.c.now)
+			s.c.nodes[r].m.ExpireShutdown(waited)
 		case "timeout":
 			d, err := time.ParseDuration(rest[1])
 			if err != nil {

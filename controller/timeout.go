@@ -23,21 +23,43 @@ func (m *Member) TimeoutOfMessage(set topo.ProcessSetID, name string, peer topo.
 	m.timedOut(message.Up{Set: set, Tensor: name, Message: true, Suspect: peer}, after)
 }
 
+// ExpireShutdown reports that the context of Shutdown has ended before this rank has left the job. waited is
+// how long Shutdown has waited until its deadline, or 0 if it was canceled. The coordinator answers with a
+// verdict, or lets this rank leave if nothing keeps it. The caller must call ExpireShutdown again while this
+// rank is in the job. After the bye of this rank, other ranks may still need it, but it does not wait for
+// them, unless it is rank 0.
+func (m *Member) ExpireShutdown(waited time.Duration) {
+	switch {
+	case m.state == memberClosed || m.state == memberFailed:
+	case m.state == memberBye && m.cfg.Rank != 0:
+		m.state = memberClosed
+	default:
+		m.report(message.Up{}, waited)
+	}
+}
+
 func (m *Member) timedOut(u message.Up, after time.Duration) {
-	if m.state != memberRunning && m.state != memberDraining {
-		return
+	if m.state == memberRunning || m.state == memberDraining {
+		m.report(u, after)
 	}
-	if silent := m.now - m.lastReceived; silent >= 2*heartbeatPeriod {
-		m.Lost(fmt.Sprintf("silent for %s, and %s timed out after %s", seconds(silent),
-			label(message.NoKind, u.Tensor), seconds(after)))
-		return
-	}
+}
+
+// report adds a timeout to the reports, or fails a silent rank 0 or leader.
+func (m *Member) report(u message.Up, after time.Duration) {
 	u.Type, u.Millis = message.UpTimeout, millis(after)
+	if silent := m.now - m.lastReceived; silent >= 2*heartbeatPeriod {
+		m.Lost(fmt.Sprintf("silent for %s, and %s", seconds(silent), expiredText(message.NoKind, &u)))
+		return
+	}
 	m.reports = append(m.reports, u)
 }
 
-// has reports whether a grant in the list contains the tensor.
+// has reports whether a grant in the list contains the tensor. If tensor is empty, it reports whether the
+// list has a grant.
 func (l *grantList) has(set topo.ProcessSetID, tensor string) bool {
+	if tensor == "" {
+		return l.oldest != nil
+	}
 	for g := l.oldest; g != nil; g = g.newer {
 		if g.Asked == set && slices.ContainsFunc(g.Responses, func(r *message.Response) bool {
 			return r.Name == tensor
@@ -54,8 +76,7 @@ func (c *Coordinator) timeout(by topo.Rank, u *message.Up) {
 	if silent := c.silent(2 * heartbeatPeriod); len(silent) > 0 {
 		// The request of the silent rank may not have arrived yet. In lock-step, the requests of other ranks
 		// may be missing too, because all ranks wait for the silent rank.
-		c.fail(silent, timeoutText(message.NoKind, by, u, have(silent)+" been silent for "+
-			seconds(c.now-c.ranks[silent[0]].lastReceived)))
+		c.fail(silent, timeoutText(message.NoKind, by, u, c.silentText(silent)))
 		return
 	}
 	if u.Message && c.sets.find(u.Set) == nil {
@@ -85,18 +106,32 @@ func (c *Coordinator) timeout(by topo.Rank, u *message.Up) {
 		}
 	}
 	if u.Granted || s != nil && s.isReady(u.Tensor) {
-		ranks, why := c.unfinished(by, u)
+		ranks, why := c.unfinished(by, u.Set)
 		c.fail(ranks, timeoutText(message.NoKind, by, u, why))
 	}
 }
 
+// silentText returns a text that says for how long the given ranks have been silent.
+func (c *Coordinator) silentText(ranks []topo.Rank) string {
+	return have(ranks) + " been silent for " + seconds(c.now-c.ranks[ranks[0]].lastReceived)
+}
+
 func timeoutText(k message.Kind, by topo.Rank, u *message.Up, why string) string {
+	return fmt.Sprintf("%s at rank %d: %s", expiredText(k, u), by, why)
+}
+
+// expiredText returns a text such as "barrier \"b\" timed out after 5s".
+func expiredText(k message.Kind, u *message.Up) string {
 	what := label(k, u.Tensor)
-	if u.Message {
+	switch {
+	case u.Message:
 		what = u.Tensor
+	case u.Tensor == "" && u.Millis == 0:
+		return "Shutdown was canceled"
+	case u.Tensor == "":
+		what = "Shutdown"
 	}
-	return fmt.Sprintf("%s timed out after %s at rank %d: %s", what,
-		seconds(time.Duration(u.Millis)*time.Millisecond), by, why)
+	return fmt.Sprintf("%s timed out after %s", what, seconds(time.Duration(u.Millis)*time.Millisecond))
 }
 
 // blocked returns the ranks that keep a tensor from being granted, and a text that says what they have not
@@ -143,10 +178,10 @@ func (s *setState) isReady(tensor string) bool {
 // have not finished. The grants of a set run in order, so the ranks whose heartbeats name the oldest grant of
 // the set hold up the other ranks. Grants whose ages differ by less than a heartbeat period count as equally
 // old. If no heartbeat names a grant of the set, unfinished returns the rank that timed out.
-func (c *Coordinator) unfinished(by topo.Rank, u *message.Up) (ranks []topo.Rank, why string) {
+func (c *Coordinator) unfinished(by topo.Rank, set topo.ProcessSetID) (ranks []topo.Rank, why string) {
 	oldest := never
 	for r := range c.ranks {
-		if x := &c.ranks[r].executing; x.tensor != "" && x.set == u.Set {
+		if x := &c.ranks[r].executing; x.tensor != "" && x.set == set {
 			oldest = min(oldest, x.since)
 		}
 	}
@@ -156,7 +191,7 @@ func (c *Coordinator) unfinished(by topo.Rank, u *message.Up) (ranks []topo.Rank
 	named := make(map[string]bool)
 	for r := range c.ranks {
 		e := &c.ranks[r].executing
-		if e.tensor == "" || e.set != u.Set || e.since-oldest >= heartbeatPeriod {
+		if e.tensor == "" || e.set != set || e.since-oldest >= heartbeatPeriod {
 			continue
 		}
 		ranks = append(ranks, topo.Rank(r))

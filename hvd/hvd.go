@@ -49,8 +49,8 @@
 //     goes on. One exception: if the result of an in-place allgather or alltoall does not fit the slice of
 //     one rank, only that rank gets the error.
 //   - ErrShutDown: this rank has shut down, or the stall inspector has ended the job (*StallError, which Err
-//     and Shutdown return too). ErrClosed: the context of this rank's Shutdown ended before the other ranks
-//     were ready to end the job.
+//     and Shutdown return too). ErrClosed: the context of this rank's Shutdown was canceled before the
+//     other ranks were ready to end the job.
 //   - *PeerError: ranks failed, or shut down while this rank waited for them (then the error is an
 //     ErrShutDown too), or an operation timed out. The epoch is over. After Shutdown the surviving ranks may
 //     call Init again, which waits until all ranks of the job are present.
@@ -145,8 +145,12 @@ func Init(ctx context.Context, opts ...InitOption) error {
 // can go on with process sets that do not contain this rank. If another rank waits, now or later, for an
 // operation that this rank has not submitted, the job fails: the remaining ranks get a *PeerError that names
 // this rank and is an ErrShutDown too. Rank 0 coordinates, so its Shutdown continues to serve the other ranks
-// until they have shut down too. If ctx ends before that, the remaining ranks get a *PeerError that names
-// rank 0.
+// until they have shut down too.
+//
+// If the deadline of ctx passes before this rank can leave, the job fails with a *PeerError that names the
+// ranks for which Shutdown has waited, and Shutdown returns this error too. If ctx is canceled before, or has
+// ended before the call, the other ranks get a *PeerError that names this rank. If another rank is silent,
+// the error names that rank. The verdict is usually there at once, and Shutdown waits for it for at most 5 s.
 //
 // If the job has already failed, Shutdown returns the reason. Before Init it does nothing. If a process exits
 // without calling Shutdown, or before Shutdown has returned, the other ranks consider its rank failed.

@@ -126,8 +126,11 @@ func (d *daemon) serve(from clients) error {
 
 // end shuts down the job. It returns an error if another signal arrives before the job is shut down.
 func (d *daemon) end(signals <-chan os.Signal) error {
-	ctx, cancel := context.WithTimeout(context.Background(), shutdownTimeout)
+	// Cancel the context, because this rank gives up by itself: with a deadline, the other ranks would be at
+	// fault.
+	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
+	defer time.AfterFunc(shutdownTimeout, cancel).Stop()
 	ended := make(chan error, 1)
 	go func() { ended <- d.server.Close(ctx) }() // this goroutine may still be running when the process exits
 	select {

@@ -188,6 +188,7 @@ type Engine struct {
 	stopped     bool          // whether the coordinator's stop was applied
 	stopCause   error         // *StallError or *PeerError; nil if this rank asked for the stop
 	due         time.Duration // the earliest deadline of the operations in flight
+	expiredDue  time.Duration // the time of the next report that the context of Shutdown has ended, or never
 	stallLog    stallLog
 	works       []*work // work values that later grants can reuse
 	scratch     struct {
@@ -224,7 +225,7 @@ func Start(ctx context.Context, cfg Config) (*Engine, error) {
 		cfg.MaxResultBytes = int64(host.Totalram) * int64(host.Unit)
 	}
 	e := &Engine{
-		cfg: cfg, log: cfg.Log, start: time.Now(), due: never, cycleTime: cfg.CycleTime,
+		cfg: cfg, log: cfg.Log, start: time.Now(), due: never, expiredDue: never, cycleTime: cfg.CycleTime,
 		stop:     make(chan struct{}),
 		ended:    make(chan struct{}),
 		released: make(chan struct{}),
@@ -385,12 +386,15 @@ type Departure struct {
 type leaving struct {
 	Departure
 	expired bool // whether the context of Shutdown has ended
+	// waited is how long Shutdown has waited until the deadline of its context. It is 0 if the context was
+	// canceled, or had ended before Shutdown was called.
+	waited time.Duration
 }
 
 const (
-	// expireTimeout is how long Shutdown waits for the end of the epoch after its context has ended. The rank
-	// uses this time to notify the other ranks.
-	expireTimeout = 500 * time.Millisecond
+	// expireTimeout is how long Shutdown waits for the end of the epoch after its context has ended. It is
+	// longer than the coordinator may need for its verdict.
+	expireTimeout = 5 * time.Second
 	// failTimeout is how long the Shutdown of a failed rank waits for the verdict.
 	failTimeout = time.Second
 )
@@ -401,11 +405,13 @@ const (
 // such an operation later, the job fails and the verdict names this rank. Rank 0, the coordinator, serves the
 // other ranks until they have shut down too.
 //
-// Shutdown returns when no other rank needs this one, or when ctx ends. If ctx ends before this rank was
-// ready to leave, the rank fails. If why.Failed is set, the rank fails at once, and Shutdown waits at most
-// one second. If the epoch had already failed, Shutdown returns that error. If ctx ended, it returns the
-// error of ctx.
+// Shutdown returns when no other rank needs this one, or soon after ctx has ended. If the deadline of ctx
+// passes before this rank can leave, the job fails, and the verdict names the ranks for which it has waited.
+// If ctx is canceled before, this rank fails. If why.Failed is set, the rank fails at once, and Shutdown
+// waits at most one second. If the epoch had already failed, Shutdown returns that error. If ctx ended, it
+// returns the error of ctx and, if it names other ranks, the verdict.
 func (e *Engine) Shutdown(ctx context.Context, why Departure) error {
+	began, late := time.Now(), ctx.Err() != nil
 	e.depart(&leaving{Departure: why})
 	if why.Failed {
 		e.awaitEnd(ctx, failTimeout)
@@ -416,9 +422,17 @@ func (e *Engine) Shutdown(ctx context.Context, why Departure) error {
 		e.Close()
 		return e.failure
 	case <-ctx.Done():
-		e.depart(&leaving{Departure: why, expired: true})
+		expired := &leaving{Departure: why, expired: true}
+		if !late && errors.Is(ctx.Err(), context.DeadlineExceeded) {
+			expired.waited = max(time.Since(began), time.Millisecond)
+		}
+		e.depart(expired)
 		e.awaitEnd(context.Background(), expireTimeout)
-		return fmt.Errorf("engine: rank %d: shutdown: %w", e.cfg.Rank, ctx.Err())
+		err := ctx.Err()
+		if p, ok := errors.AsType[*PeerError](e.failure); ok {
+			err = fmt.Errorf("%w: %w", err, p)
+		}
+		return fmt.Errorf("engine: rank %d: shutdown: %w", e.cfg.Rank, err)
 	}
 }
 

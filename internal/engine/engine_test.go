@@ -409,6 +409,59 @@ func TestShutdownGivesUp(t *testing.T) {
 	})
 }
 
+// If the deadline of Shutdown passes while the rank waits for others, the verdict names them and not the rank
+// that waits, and Shutdown returns it too.
+func TestShutdownDeadline(t *testing.T) {
+	for _, s := range []struct {
+		name   string
+		leaver int
+		submit []int // the ranks that submit an operation
+		want   []int
+	}{
+		{"an operation that rank 2 does not submit", 1, []int{0, 1}, []int{2}},
+		{"an operation that rank 2 does not submit, at rank 0", 0, []int{0, 1}, []int{2}},
+		{"ranks that do not shut down", 0, nil, []int{1, 2}},
+	} {
+		t.Run(s.name, func(t *testing.T) {
+			both(t, func(t *testing.T, lockstep bool) {
+				synctest.Test(t, func(t *testing.T) {
+					c := start(t, 3, func(cfg *engine.Config) { cfg.Lockstep = lockstep })
+					var pending []chan error
+					for _, r := range s.submit {
+						pending = append(pending, c.allreduce(r, "x", make([]byte, 8)))
+					}
+					ctx, cancel := context.WithTimeout(c.ctx, 3*time.Second)
+					defer cancel()
+					began := time.Now()
+					err := c.engines[s.leaver].Shutdown(ctx, engine.Departure{})
+					if !errors.Is(err, context.DeadlineExceeded) {
+						t.Errorf("got error %v, want the context's", err)
+					}
+					if took := time.Since(began); took > 4*time.Second {
+						t.Errorf("Shutdown returned after %v, want 3s", took)
+					}
+					errs := []error{err}
+					for _, done := range pending {
+						errs = append(errs, c.wait(done))
+					}
+					for _, e := range c.engines {
+						<-e.Ended()
+						errs = append(errs, e.Err())
+					}
+					for _, err := range errs {
+						if ranks := c.failedRanks(s.leaver, err); !slices.Equal(ranks, s.want) {
+							t.Errorf("got %v, want that ranks %v failed", err, s.want)
+						}
+					}
+					for _, e := range c.engines {
+						e.Close()
+					}
+				})
+			})
+		})
+	}
+}
+
 // Ranks shut down right after they have submitted operations. Every operation succeeds, fails with a
 // mismatch, or fails with ErrShutDown. An operation that fails with ErrShutDown at one rank does so at all
 // ranks. No rank that has left is reported as dead.

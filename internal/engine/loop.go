@@ -142,7 +142,7 @@ func (e *Engine) RunLoopOnce() (next time.Duration, over bool, err error) {
 	}
 	switch {
 	case e.member.Verdict() != nil:
-		if l := e.leaving.Load(); l != nil && l.expired {
+		if l := e.leaving.Load(); l != nil && l.expired && slices.Equal(e.member.Verdict().Ranks, e.self()) {
 			return 0, true, ErrClosed
 		}
 		return 0, true, newPeerError(e.member.Verdict())
@@ -157,7 +157,7 @@ func (e *Engine) RunLoopOnce() (next time.Duration, over bool, err error) {
 		e.publish(len(stalls) > 0)
 		e.reportStalls(stalls)
 	}
-	return min(next, e.due, e.clock.due, e.stallLog.due()), false, nil
+	return min(next, e.due, e.expiredDue, e.clock.due, e.stallLog.due()), false, nil
 }
 
 func (e *Engine) takeFinished() {
@@ -222,12 +222,11 @@ func (e *Engine) takeRequests() {
 	case leaving.Failed && e.stopCause != nil: // the stop caused the failure
 	case leaving.Failed:
 		e.member.Suspect(e.self(), leaving.Reason)
-	case leaving.expired && e.coordinator != nil:
-		e.coordinator.Abandon()
-	case leaving.expired:
-		e.member.Suspect(e.self(), "the context of its call of Shutdown ended before it had left the job")
-	case accepts:
-		e.member.Shutdown(leaving.Reason)
+	default:
+		if accepts {
+			e.member.Shutdown(leaving.Reason)
+		}
+		e.expireShutdown(leaving)
 	}
 }
 

@@ -44,6 +44,14 @@ func (e *Engine) expire() {
 	}
 }
 
+// expireShutdown reports to the coordinator that the context of Shutdown has ended, and repeats the report.
+func (e *Engine) expireShutdown(l *leaving) {
+	if l.expired && (e.expiredDue == never || e.now >= e.expiredDue) {
+		e.member.ExpireShutdown(l.waited)
+		e.expiredDue = e.now + timeoutReportInterval
+	}
+}
+
 // If a rank falls behind, all tensors of a training step stall at about the same time, but not always in the
 // same turn. So the log summarizes the stalls of a window of length stallWindow. The first stallLines stalls
 // in a window get a line each. If the launcher explains stalls, only the first explainedStallLines stalls get

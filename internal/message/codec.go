@@ -183,9 +183,7 @@ func DecodeUp(b []byte, u *Up) error {
 		u.Granted = u.Type == UpTimeout && flags&flagGranted != 0
 		u.Set = topo.ProcessSetID(d.u32())
 		u.Millis = d.u32()
-		if u.Tensor = d.text(); u.Tensor == "" && u.Type == UpTimeout {
-			d.fail(errors.New("got a timeout without the name of the tensor"))
-		}
+		u.Tensor = d.text()
 		if u.Message = u.Type == UpTimeout && flags&flagMessage != 0; u.Message {
 			u.Suspect = d.rank()
 		}

@@ -36,7 +36,8 @@ const (
 	// UpSuspect reports that the data connection to a rank has failed, that one of several ranks has failed
 	// and the sender cannot tell which, or that the sender itself fails.
 	UpSuspect
-	// UpTimeout reports that an operation has not finished within the timeout of its caller.
+	// UpTimeout reports that an operation has not finished within the timeout of its caller, or that the
+	// context of the sender's Shutdown has ended before the sender has left.
 	UpTimeout
 	// UpReleased answers DownLeft. The sender has finished all operations that it executed together with a
 	// rank that has left.
@@ -70,11 +71,12 @@ type Up struct {
 	// UpFault), or why the sender shuts down (Shutdown). With Shutdown, Reason may be empty.
 	Reason string
 	// Tensor, Set and Millis are used in three cases. In an UpTimeout, they are the operation, its process
-	// set and the time limit of the operation. In an UpHeartbeat, they are the oldest grant that the sender
-	// has not finished, its process set and its age. They are zero if there is no such grant. With Shutdown,
-	// Tensor is the last operation that the sender has finished, such as `allreduce "g"`, and Millis is the
-	// time since its end. In an UpSuspect, Set alone is used: if a channel for messages has failed, it is the
-	// process set of the channel, otherwise the global set.
+	// set and the time limit of the operation. If Tensor is empty, Millis is how long the sender's Shutdown
+	// has waited until its deadline, or 0 if it was canceled. In an UpHeartbeat, they are the oldest grant
+	// that the sender has not finished, its process set and its age. They are zero if there is no such grant.
+	// With Shutdown, Tensor is the last operation that the sender has finished, such as `allreduce "g"`, and
+	// Millis is the time since its end. In an UpSuspect, Set alone is used: if a channel for messages has
+	// failed, it is the process set of the channel, otherwise the global set.
 	Tensor string
 	Set    topo.ProcessSetID
 	Millis uint32
