@@ -4,9 +4,10 @@ ResNet-50, and blocking all_reduce of several sizes. It starts the ranks itself,
 
     HVD_SIDECAR_BINARY=bin/hvdd PYTHONPATH=python bench/torch-ddp.py [--rounds 5] [--ranks 2]
 
-For each backend and measurement it prints the median of the rounds and the lowest and highest one. In a step of the
-model each rank computes one gradient for each parameter, without the layers of the network, so that the step shows the
-time of the communication. The step is also measured without communication: no backend can make it faster than that.
+"gohvd-arena" is gohvd with gradient buckets and tensors in an arena. For each backend and measurement it prints the
+median of the rounds and the lowest and highest one, and then the ratios of the first two backends to gloo. In a step of
+the model each rank computes one gradient for each parameter, without the layers of the network, so that the step shows
+the time of the communication. The step is also measured without communication: no backend can make it faster than that.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+BACKENDS = ("gohvd", "gohvd-arena", "gloo")
 SIZES = [4, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
 
 
@@ -62,11 +64,14 @@ def no_communication(state, bucket):
 
 def rank(r, ranks, backend, file, steps, queue):
     torch.set_num_threads(1)
-    if backend == "gohvd":
+    DistributedDataParallel, zeros = torch.nn.parallel.DistributedDataParallel, torch.zeros
+    if backend != "gloo":
         import gohvd.torch.distributed
-    dist.init_process_group(backend, init_method=f"file://{file}", rank=r, world_size=ranks)
-    model = torch.nn.parallel.DistributedDataParallel(Model())
-    alone = torch.nn.parallel.DistributedDataParallel(Model())
+    if backend == "gohvd-arena":
+        DistributedDataParallel, zeros = gohvd.torch.distributed.DistributedDataParallel, gohvd.torch.alloc_tensor
+    dist.init_process_group(backend.partition("-")[0], init_method=f"file://{file}", rank=r, world_size=ranks)
+    model = DistributedDataParallel(Model())
+    alone = DistributedDataParallel(Model())
     alone.register_comm_hook(None, no_communication)
     x = torch.ones(())
     found = {}
@@ -74,7 +79,7 @@ def rank(r, ranks, backend, file, steps, queue):
         timed(lambda: m(x).backward(), 3)
         found[what] = timed(lambda: m(x).backward(), steps)
     for size in SIZES:
-        data = torch.zeros(size // 4)
+        data = zeros((size // 4,))
         count = 2000 if size < 4096 else max(4, (256 << 20) // size)
         # More calls than a group has numbers, so that all names are in the response cache.
         timed(lambda: dist.all_reduce(data), 300 if size < 4096 else 5)
@@ -94,7 +99,7 @@ def main():
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     every = {}
     for _ in range(o.rounds):
-        for backend in ("gohvd", "gloo"):
+        for backend in BACKENDS:
             queue = mp.get_context("spawn").SimpleQueue()
             with tempfile.TemporaryDirectory() as folder:
                 mp.spawn(rank, (o.ranks, backend, os.path.join(folder, "store"), o.steps, queue), o.ranks)
@@ -105,8 +110,8 @@ def main():
         texts = [
             f"{b} {statistics.median(t) * 1e3:.3f} ms ({min(t) * 1e3:.3f} to {max(t) * 1e3:.3f})" for b, t in each.items()
         ]
-        ratio = statistics.median(each["gohvd"]) / statistics.median(each["gloo"])
-        print(f"{what}: {', '.join(texts)}, ratio {ratio:.2f}", flush=True)
+        ratios = [f"{statistics.median(each[b]) / statistics.median(each['gloo']):.2f}" for b in BACKENDS[:-1]]
+        print(f"{what}: {', '.join(texts)}, ratios {' and '.join(ratios)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -509,6 +509,36 @@ class Training(Ranks):
         mean = sum(r + 1 for r in self.all) / self.size
         self.assertTrue(torch.allclose(model.module.weight.grad, torch.full((1, 4), 2 * mean), rtol=1e-2))
 
+    def test_ddp_in_arena(self) -> None:
+        """The gradients are those of torch's class, and the buckets are in an arena from the first step on."""
+        arena, buckets = _engine.engine.client().arena, []
+
+        def note(group, bucket):
+            buckets.append(arena.find(bucket.buffer().data_ptr()))
+            return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0])
+
+        def gradients(cls: type, hook: object = None, **kw: object) -> list:
+            torch.manual_seed(1)
+            model = cls(torch.nn.Sequential(*[torch.nn.Linear(40, 40) for _ in range(5)]), bucket_cap_mb=0.01, **kw)
+            if hook is not None:
+                model.register_comm_hook(None, hook)
+            found = []
+            for _ in range(3):
+                model.zero_grad()
+                model(torch.randn(3, 40) + self.rank).square().mean().backward()
+                found.append([p.grad.clone() for p in model.parameters()])
+            return found
+
+        ours = gohvd.torch.distributed.DistributedDataParallel
+        for kw in ({}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}):
+            want = gradients(DistributedDataParallel, **kw)
+            for hook in (None, note):
+                scale = 1.0 if hook is None else 1.0 / self.size
+                for a, b in zip(want, gradients(ours, hook, **kw)):
+                    for x, y in zip(a, b):
+                        self.assertTrue(torch.allclose(x, y * scale, rtol=1e-4, atol=1e-6), f"{kw}")
+        self.assertGreaterEqual(len(buckets), 9)
+        self.assertNotIn(None, buckets)
 
     def test_fsdp(self) -> None:
         """Sharded training finds the same weights as training in one process with the batches of all ranks."""

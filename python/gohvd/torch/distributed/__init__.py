@@ -24,8 +24,9 @@ import torch.distributed as dist  # noqa: E402
 if not dist.is_available():
     raise ImportError("gohvd.torch.distributed needs a torch that was built with torch.distributed")
 
+from ._ddp import DistributedDataParallel  # noqa: E402
 from ._group import DEVICES, ProcessGroup, create  # noqa: E402
 
-__all__ = ["ProcessGroup"]
+__all__ = ["DistributedDataParallel", "ProcessGroup"]
 
 dist.Backend.register_backend("gohvd", create, extended_api=True, devices=DEVICES)
