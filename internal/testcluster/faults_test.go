@@ -1,8 +1,12 @@
 package testcluster_test
 
 import (
+	"errors"
+	"flag"
 	"fmt"
+	"math/rand/v2"
 	"slices"
+
 	"testing"
 	"testing/synctest"
 	"time"
@@ -11,6 +15,7 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/testcluster"
 	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/internal/transport/faulty"
 )
 
@@ -73,4 +78,79 @@ func TestEveryOperationOverSlowConnections(t *testing.T) {
 			})
 		}
 	}
+}
+
+var seed = flag.Uint64("seed", 0, "run TestDataConnectionCut only with this seed")
+
+// wired is a job and its data connections on one lane.
+type wired struct {
+	name  string
+	hosts []string // the host of each rank; nil if no ranks share memory
+	ranks int
+	lane  transport.Lane
+	// ways has the directions of the connections in which each call of betweenAll sends much.
+	ways [][2]topo.Rank
+}
+
+// If one data connection between two ranks is cut in the middle of an operation, while all control
+// connections stay whole, every rank gets a verdict that names these two ranks.
+func TestDataConnectionCut(t *testing.T) {
+	const seeds = 2
+	flat, outer := transport.DataLane(topo.Global), transport.OuterLane(topo.Global)
+	for _, job := range []wired{
+		{"one level", nil, 4, flat, [][2]topo.Rank{{0, 1}, {2, 0}, {0, 3}, {2, 1}, {1, 3}, {3, 2}}},
+		{"2+2", []string{"a", "a", "b", "b"}, 4, outer, [][2]topo.Rank{{0, 2}, {2, 0}, {1, 3}, {3, 1}}},
+		{"2+1", []string{"a", "a", "b"}, 3, outer, [][2]topo.Rank{{0, 2}, {2, 0}}},
+		{"1+1+2", []string{"a", "b", "c", "c"}, 4, outer, [][2]topo.Rank{{0, 1}, {1, 2}, {2, 0}}},
+	} {
+		for _, lockstep := range []bool{false, true} {
+			for s := uint64(1); s <= max(seeds, *seed); s++ {
+				if *seed == 0 || *seed == s {
+					t.Run(fmt.Sprintf("%s/lockstep=%v/seed=%d", job.name, lockstep, s), func(t *testing.T) {
+						t.Parallel() // the verdict comes after two heartbeat periods
+						job.cut(t, lockstep, s)
+					})
+				}
+			}
+		}
+	}
+}
+
+// cut runs a job in which the seed chooses the direction and the moment of the cut.
+func (w *wired) cut(t *testing.T, lockstep bool, seed uint64) {
+	random := rand.New(rand.NewPCG(seed, 0))
+	way := w.ways[random.IntN(len(w.ways))]
+	from, to := way[0], way[1]
+	cable := &faulty.Rule{Name: "cable", Pairs: faulty.Pair(from, to), Lanes: faulty.Lane(w.lane),
+		CutAfterBytes: 1 + random.Int64N(100_000), OneWay: random.IntN(2) == 0}
+	net := faulty.New(seed, cable)
+	testcluster.Run(t, testcluster.Options{Ranks: w.ranks, Transport: testcluster.TCP, Hosts: w.hosts,
+		Fails: true, Config: func(cfg *engine.Config) {
+			cfg.Lockstep, cfg.Mesh = lockstep, net.Wrap(cfg.Rank, cfg.Mesh)
+		},
+	}, func(r *testcluster.Rank) {
+		var err error
+		for round := 0; err == nil && round < 20; round++ {
+			err = r.Try(betweenAll(round)...)
+		}
+		peer, ok := errors.AsType[*engine.PeerError](err)
+		want := []int{int(min(from, to)), int(max(from, to))}
+		if !ok || !slices.Equal(peer.Ranks, want) {
+			r.Errorf("cut from rank %d to %d after %d bytes, one way is %v: got error %v, want failed ranks %v",
+				from, to, cable.CutAfterBytes, cable.OneWay, err, want)
+		}
+	})
+}
+
+// betweenAll returns operations in which every rank sends to other ranks of its job.
+func betweenAll(round int) (all []*testcluster.Op) {
+	for _, numElems := range []int64{12, 12_000, 120_000} {
+		name, shape := fmt.Sprint(round, " ", numElems), tensor.Shape{numElems}
+		x := make([]byte, 4*numElems)
+		all = append(all,
+			testcluster.Allreduce("sum "+name, tensor.Float32, shape, tensor.Sum, x),
+			testcluster.Allgather("gather "+name, tensor.Float32, shape, slices.Clone(x)),
+			testcluster.Alltoall("exchange "+name, tensor.Float32, shape, nil, slices.Clone(x)))
+	}
+	return all
 }

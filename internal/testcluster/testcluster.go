@@ -87,6 +87,8 @@ type Options struct {
 	// Process, if not nil, is the rank that runs in this process. Each other rank runs in a process of its
 	// own, with the same Options, and Transport, Latency and Hosts have no effect.
 	Process *Process
+	// Fails says that the job is to fail, so that Run does not report the errors of the shutdown.
+	Fails bool
 	// Deadline is the time limit for the job. The default is 60 s.
 	Deadline time.Duration
 }
@@ -352,7 +354,7 @@ func (c *cluster) each(f func(r *Rank)) {
 
 // shutdown shuts down all engines. If this fails, the test fails, unless the job has failed before.
 func (c *cluster) shutdown() {
-	failed := c.ctx.Err() != nil
+	failed := c.o.Fails || c.ctx.Err() != nil
 	ctx, cancel := context.WithTimeout(c.ctx, shutdownTime)
 	defer cancel()
 	c.each(func(r *Rank) {
