@@ -138,9 +138,12 @@ func checkAlltoallBy(t *testing.T, c *cluster, alg message.Algorithm, of func(fr
 	blocks := func(count func(i int) int64, first func(i int) int) (buf []byte, counts []int64) {
 		for i := range n {
 			counts = append(counts, count(i))
-			for k := range counts[i] {
-				buf = append(buf, byte(first(i)+int(k)%251))
+			var period [251]byte
+			for k := range period {
+				period[k] = byte(first(i) + k)
 			}
+			repeated := bytes.Repeat(period[:], int(counts[i])/len(period)+1)
+			buf = append(buf, repeated[:counts[i]]...)
 		}
 		return buf, counts
 	}
