@@ -20,7 +20,7 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(withStandIns(m)) }
 
 // deadline is how long the ranks of a test may take. When it has passed, their context ends and the stacks of
 // all goroutines are logged.
-const deadline = 3 * time.Minute
+const deadline = 5 * time.Minute
 
 // run starts n ranks and calls f once for each of them. The ranks meet in a store that only they use and are
 // connected by TCP on loopback. When f has returned at all ranks, run shuts the ranks down. The list settings
