@@ -77,7 +77,7 @@ func TestFindsGoodSettings(t *testing.T) {
 	}{
 		{"hill", 28, 1, 40, 95, 50},
 		{"hill", 20, 3, 72, 90, 50},
-		{"job", 28, 1, 40, 85, 80},
+		{"job", 28, 1, 40, 90, 80},
 		{"job", 20, 3, 72, 85, 80},
 	} {
 		t.Run(fmt.Sprintf("%s/%dx%d", test.surface, test.rounds, test.samplesPerRound), func(t *testing.T) {
@@ -85,9 +85,13 @@ func TestFindsGoodSettings(t *testing.T) {
 			t.Logf("%d of %d with at most %d samples; defaults %d, random points %d", tuner.good, *seeds,
 				tuner.samples, defaults.good, atRandom.good)
 			percent := func(n int) int { return int(*seeds) * n / 100 }
-			if tuner.good < percent(test.want) || tuner.samples > test.samples {
+			want := percent(test.want)
+			if *seeds < 100 {
+				want-- // few seeds scatter more
+			}
+			if tuner.good < want || tuner.samples > test.samples {
 				t.Errorf("%d of %d with at most %d samples, want %d with %d", tuner.good, *seeds,
-					tuner.samples, percent(test.want), test.samples)
+					tuner.samples, want, test.samples)
 			}
 			if defaults.good > percent(10) || atRandom.good > percent(test.random) {
 				t.Errorf("defaults %d, random points %d: the surface is too easy", defaults.good,
