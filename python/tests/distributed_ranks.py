@@ -32,6 +32,9 @@ from gohvd.torch.distributed import _job, _work
 
 _LIMIT_SECONDS = 100
 
+# Whether init_process_group takes a device that is not a GPU.
+_NAMES_CPU = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
+
 INIT: dict = {}
 
 
@@ -582,6 +585,24 @@ class Lives(Ranks):
             with self.assertRaisesRegex(RuntimeError, "was destroyed"):
                 old.allreduce([torch.ones(1)])
 
+    def test_device_id_and_mixed_backends(self) -> None:
+        """The group and groups of its ranks work if the program names a device, or several backends."""
+        backends = ["gohvd", "cpu:gohvd", "cpu:gohvd,cuda:gohvd"]
+        device = {"device_id": torch.device("cpu:0")} if _NAMES_CPU else {}
+        for k, backend in enumerate(backends):
+            dist.destroy_process_group()
+            begin(f"named {k}", backend, **device)
+            for group in (dist.group.WORLD, dist.new_group(list(self.all))):
+                x = torch.ones(2)
+                dist.all_reduce(x, group=group)
+                self.equal(x, float(self.size))
+        if hasattr(dist, "split_group"):
+            with self.assertRaisesRegex(RuntimeError, "does not support splitting|no device associated"):
+                dist.split_group(dist.group.WORLD, [list(self.all)])
+        dist.barrier()
+        dist.destroy_process_group()
+        begin("named")
+
     def test_local_groups(self) -> None:
         """Only the members call new_group. Afterwards torch names new groups differently at other ranks, with any backend,
         so the default group is made again.
@@ -614,12 +635,12 @@ class Lives(Ranks):
         begin("ours")
 
 
-def begin(k: object) -> None:
+def begin(k: object, backend: str = "gohvd", **kw: object) -> None:
     """Makes the default group again. A file can be used only once."""
     args = dict(INIT)
     if args:
         args["init_method"] += f" {k}"
-    dist.init_process_group("gohvd", **args)
+    dist.init_process_group(backend, **args, **kw)
 
 
 def run(rank: int, size: int, file: str, names: list[str]) -> None:

@@ -99,6 +99,9 @@ class ProcessGroup(dist.ProcessGroup):
         """Returns the group itself, because a group that is written in Python has no other backend."""
         return self
 
+    # torch asks this in split_group, and for new groups if init_process_group has got a device_id.
+    supports_splitting = False
+
     def get_group_store(self) -> Any:
         return self._store
 
