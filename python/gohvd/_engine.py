@@ -581,12 +581,13 @@ class Engine:
         in_place = targets is arrays
         where_out: Tuple[Optional[Tuple[int, int]], ...] = ()
         if outputs is not None and targets is not None:
-            # A target in an arena might overlap an array in the same arena, which the sidecar refuses. So only the
-            # arrays or the targets are used in place.
-            in_arena = any([at is not None for at in where])
-            where_out = tuple(
-                [None if in_arena else self._where(client, framework.address(x), code[1]) for x in targets]
-            )
+            where_out = tuple([self._where(client, framework.address(x), code[1]) for x in targets])
+            if _overlap(_spans(where, shapes, code[1]), _spans(where_out, outputs, code[1])):
+                # The sidecar refuses a target that overlaps an array, so the smaller ones are copied.
+                if sum(map(math.prod, outputs)) > sum(map(math.prod, shapes)):
+                    where = (None,) * len(where)
+                else:
+                    where_out = (None,) * len(where_out)
         key = (
             kind, framework, name, set_id, code, types, shapes, where, in_place, reduce_op, prescale, postscale, root,
             splits, peer, tag, grouped, outputs, where_out, timeout, number != 0,
@@ -769,6 +770,17 @@ def _full_name(kind: int, name: str, grouped: bool) -> str:
     same name for operations of different kinds.
     """
     return f"grouped_{wire.KIND_NAMES[kind]}.{name}" if grouped else f"{wire.KIND_NAMES[kind]}.{name}"
+
+
+def _spans(
+    places: Sequence[Optional[Tuple[int, int]]], shapes: Sequence[Shape], size: int
+) -> List[Tuple[int, int, int]]:
+    """Returns the arena, the begin and the end of each array of elements of the given size that is in an arena."""
+    return [(at[0], at[1], at[1] + math.prod(shape) * size) for at, shape in zip(places, shapes) if at is not None]
+
+
+def _overlap(spans: Sequence[Tuple[int, int, int]], others: Sequence[Tuple[int, int, int]]) -> bool:
+    return any([a[0] == b[0] and a[1] < b[2] and b[1] < a[2] for a in spans for b in others])
 
 
 def memory_at(address: int, nbytes: int) -> memoryview:

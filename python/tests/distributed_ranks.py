@@ -35,6 +35,9 @@ _LIMIT_SECONDS = 100
 # Whether init_process_group takes a device that is not a GPU.
 _NAMES_CPU = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
 
+# The method of an FSDP module that makes it ask the group for memory, which older versions of torch do not have.
+_ALLOCATE = "set_allocate_memory_from_process_group_for_comm"
+
 INIT: dict = {}
 
 
@@ -139,6 +142,26 @@ class Collectives(Ranks):
         objects = [None for _ in self.all]
         dist.all_gather_object(objects, {"rank": self.rank})
         self.assertEqual(objects, [{"rank": r} for r in self.all])
+
+    def test_memory_of_the_group(self) -> None:
+        """Tensors that the group allocates are not copied. If an input is a part of the output, the smaller one is."""
+        group, cpu, n = dist.group.WORLD, torch.device("cpu"), 1000
+        self.assertTrue(group.supports_tensor_alloc(cpu))
+        apart = group.allocate_tensor(n, dtype=torch.float32, device=cpu)
+        for copied in (0, n * 4):
+            whole = group.allocate_tensor(n * self.size, dtype=torch.float32, device=cpu)
+            mine = whole[n * self.rank : n * (self.rank + 1)] if copied else apart
+            mine.fill_(self.rank + 1)
+            dist.all_gather_into_tensor(whole, mine)
+            self.equal(whole.view(self.size, n), torch.arange(1.0, self.size + 1).view(-1, 1))
+            self.assertEqual(self.staged_bytes(), -(-copied // 64) * 64)
+            dist.reduce_scatter_tensor(mine, whole)
+            self.equal(mine, self.size * (self.rank + 1.0))
+            self.assertEqual(self.staged_bytes(), -(-copied // 64) * 64)
+
+    def staged_bytes(self) -> int:
+        """Returns how much memory the last operation has copied to or from."""
+        return next(reversed(_engine.engine._plans.values()))[-1].nbytes
 
     def test_reduce_scatter(self) -> None:
         out = torch.zeros(2)
@@ -544,11 +567,17 @@ class Training(Ranks):
         self.assertNotIn(None, buckets)
 
     def test_fsdp(self) -> None:
-        """Sharded training finds the same weights as training in one process with the batches of all ranks."""
+        """Sharded training finds the same weights as training in one process with the batches of all ranks. Its buffers
+        are in an arena if the program asks for it.
+        """
         try:
             from torch.distributed.fsdp import fully_shard
         except ImportError:
             return  # torch 2.1 does not have it
+        for in_arena in (False, True):
+            self.train_sharded(fully_shard, in_arena)
+
+    def train_sharded(self, fully_shard, in_arena: bool) -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
         def layers() -> torch.nn.Module:
@@ -559,6 +588,8 @@ class Training(Ranks):
         mesh = init_device_mesh("cpu", (self.size,))
         for layer in (sharded[0], sharded[2], sharded):
             fully_shard(layer, mesh=mesh)
+            if in_arena and hasattr(layer, _ALLOCATE):
+                getattr(layer, _ALLOCATE)(True)
         batches = [torch.randn(4, 6) for _ in self.all]
         optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (alone, sharded)]
         for _ in range(3):

@@ -20,6 +20,7 @@ from ... import _engine
 from ... import _wire as wire
 from ..._client import Pending
 from ..._engine import Call, Shape
+from ..mpi_ops import alloc_tensor
 from . import _job
 from ._tensors import LISTS, Parts, code, dense, moved, reduction
 from ._work import Operation, Work
@@ -101,6 +102,15 @@ class ProcessGroup(dist.ProcessGroup):
 
     # torch asks this in split_group, and for new groups if init_process_group has got a device_id.
     supports_splitting = False
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return device.type == "cpu"
+
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Returns a tensor that operations do not copy. FSDP asks for it if the program has called
+        ``set_allocate_memory_from_process_group_for_comm``.
+        """
+        return alloc_tensor((size,), dtype)
 
     def get_group_store(self) -> Any:
         return self._store
