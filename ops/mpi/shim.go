@@ -93,12 +93,22 @@ static int hvd_create_ops(void) {
 static const int hvd_handled[] = {SIGABRT, SIGBUS, SIGFPE, SIGILL, SIGSEGV};
 enum { HVD_HANDLED = sizeof hvd_handled / sizeof hvd_handled[0] };
 
+// hvd_tune sets parameters of Open MPI that neither the user nor mpirun has set. By default, Open MPI 4.1
+// reduces to one rank, which then broadcasts the result, unless there are at least 4 ranks and the tensor is
+// large. Rabenseifner's algorithm takes about half of the time.
+static void hvd_tune(void) {
+#ifdef OPEN_MPI
+	setenv("OMPI_MCA_coll_libnbc_iallreduce_algorithm", "3", 0);
+#endif
+}
+
 // hvd_init_thread initializes MPI. Open MPI and UCX install handlers for signals. Without the handlers of the
 // Go runtime, a nil pointer would end the program without a panic.
 static int hvd_init_thread(int required, int *provided) {
 	struct sigaction handlers[HVD_HANDLED];
 	for (int i = 0; i < HVD_HANDLED; i++)
 		sigaction(hvd_handled[i], NULL, &handlers[i]);
+	hvd_tune();
 	int err = MPI_Init_thread(NULL, NULL, required, provided);
 	for (int i = 0; i < HVD_HANDLED; i++)
 		sigaction(hvd_handled[i], &handlers[i], NULL);
