@@ -303,12 +303,25 @@ class Run(RanksTest):
             })
         self.assertEqual((run.returncode, run.stdout.decode().splitlines()[-1]), (0, "[1, 2]"))
 
+    def test_mpi(self) -> None:
+        import horovod
+
+        with tempfile.TemporaryDirectory() as top:
+            program, said = os.path.join(top, "hvdrun"), os.path.join(top, "said")
+            with open(program, "w") as f:
+                f.write(f'#!/bin/sh\necho "$@" > {said}\nexit 3\n')
+            os.chmod(program, 0o700)
+            with mock.patch.dict(os.environ, HVD_RUN=program), self.assertRaises(RuntimeError):
+                horovod.run(place, (0,), num_proc=2, use_mpi=True, mpi_args="--verbose --mca a b")
+            with open(said) as f:
+                self.assertIn("--num-proc 2 --mpi-args --verbose --mca a b --mpi ", f.read())
+
     def test_errors(self) -> None:
         import horovod
 
         with self.assertRaisesRegex(RuntimeError, "rank [01]: (.|\n)*KeyError: 'on purpose'"):
             horovod.run(fail, num_proc=2)
-        for options in (dict(min_np=1), dict(num_proc=2, min_np=2, max_np=3), dict(num_proc=3, min_np=2, max_np=2), dict(host_discovery_script="x"), dict(use_mpi=True)):
+        for options in (dict(min_np=1), dict(num_proc=2, min_np=2, max_np=3), dict(num_proc=3, min_np=2, max_np=2), dict(host_discovery_script="x")):
             with self.assertRaises(NotImplementedError):
                 horovod.run(place, (0,), **options)
         from horovod.common.util import env

@@ -56,8 +56,10 @@ def run(
     TMPDIR to a directory that the hosts share. Without cloudpickle the function must be importable. A function of the
     main module is importable if the module does its work under ``if __name__ == "__main__"``.
 
-    Raises RuntimeError with the errors of the ranks if a rank has failed. Raises NotImplementedError for elastic jobs
-    and for MPI. disable_cache and use_gloo have no effect.
+    With use_mpi, hvdrun runs mpirun with the arguments mpi_args (docs/mpi.md).
+
+    Raises RuntimeError with the errors of the ranks if a rank has failed. Raises NotImplementedError for elastic jobs.
+    disable_cache and use_gloo have no effect.
     """
     ranks = num_proc if num_proc is not None else np
     least = min_num_proc if min_num_proc is not None else min_np
@@ -67,8 +69,6 @@ def run(
         raise NotImplementedError(
             "gohvd: run: this version has no elastic jobs: omit min_num_proc and max_num_proc, or set both to num_proc"
         )
-    if use_mpi or mpi_args:
-        raise NotImplementedError("gohvd: run: this version has no MPI")
     command = [_hvdrun()]
     options = {
         "--num-proc": 1 if ranks is None and hosts is None and hostfile is None else ranks,
@@ -79,12 +79,15 @@ def run(
         "--ssh-identity-file": ssh_identity_file,
         "--output-filename": output_filename,
         "--network-interfaces": network_interfaces or network_interface,
+        "--mpi-args": mpi_args or None,
     }
     for option, value in options.items():
         if value is not None:
             command += [option, str(value)]
     if verbose:
         command.append("--verbose")
+    if use_mpi:
+        command.append("--mpi")
     directory = tempfile.mkdtemp(prefix="horovod-run-")
     try:
         call = os.path.join(directory, "call")
