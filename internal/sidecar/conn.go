@@ -56,6 +56,9 @@ type conn struct {
 	// looks counts how many times drive has polled the ring.
 	looks int
 
+	// node is nil until the client sends the first request to it. The reader sets it.
+	node *node
+
 	// driving is true while the reader drives the engine. During that time, a goroutine that finishes an
 	// operation does not send a doorbell. It sets doorbellOwed, and the reader sends the doorbell.
 	driving, doorbellOwed atomic.Bool
@@ -496,6 +499,13 @@ func (c *conn) request(q *sidecarpb.Request) error {
 	}
 	if err := c.enter(q.Id, 0); err != nil {
 		return err
+	}
+	if isNodeRequest(q) {
+		if c.node == nil {
+			c.node = newNode(c)
+		}
+		c.node.requests <- q // there is room for as many as may be unanswered
+		return nil
 	}
 	if _, is := q.What.(*sidecarpb.Request_Shutdown); is && c.ring != nil {
 		// Submissions that the client made before this request are still executed. Later submissions are not.

@@ -233,6 +233,7 @@ func (s *Server) ServeConn(conn *net.UnixConn, path bool) error {
 	err = c.serve()
 	last := s.forget(c)
 	s.departed(c, err, last)
+	c.node.end()
 	if errors.Is(err, errBye) || errors.Is(err, errEnd) && s.Death() == nil {
 		return nil
 	}
@@ -254,7 +255,7 @@ func (s *Server) departed(c *conn, why error, last bool) {
 	bye := errors.Is(why, errBye)
 	s.mu.Lock()
 	inJob := s.state == StateStarting || s.state == StateRunning
-	dies := inJob && s.ctx.Err() == nil && s.death == nil && (!bye || last)
+	dies := (inJob && (!bye || last) || c.node.inJob()) && s.ctx.Err() == nil && s.death == nil
 	if dies {
 		s.death = fmt.Errorf("client process %d ended during the job: %w", c.pid, why)
 		close(s.dead)

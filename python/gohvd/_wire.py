@@ -63,6 +63,7 @@ DTYPES: Dict[str, Tuple[int, int]] = {
 # The field numbers of the oneof Request.what.
 _INIT, _SHUTDOWN, _ARENA, _DROP_ARENA, _RING, _PREPARE = range(2, 8)
 _FREE, _ADD_SET, _REMOVE_SET, _STATUS, _BYE, _START_TIMELINE, _STOP_TIMELINE, _NEW_UNIQUE_ID = range(9, 17)
+_START_NODE, _SERVE, _EXCHANGE, _CLOCK, _NODE_BARRIER, _FINALIZE = range(17, 23)
 
 
 def varint(n: int) -> bytes:
@@ -127,6 +128,38 @@ def _settings(settings: Dict[str, str]) -> bytes:
 
 def new_unique_id(ident: int, settings: Dict[str, str]) -> bytes:
     return _request(ident, _NEW_UNIQUE_ID, _settings(settings))
+
+
+def start_node(ident: int, settings: Dict[str, str]) -> bytes:
+    return _request(ident, _START_NODE, _settings(settings))
+
+
+def serve(ident: int, app: int, dtype: int, handler: str, parameters: Sequence[float]) -> bytes:
+    body = _uint(1, app) + _uint(2, dtype) + _string(3, handler)
+    return _request(ident, _SERVE, body + _bytes(4, struct.pack(f"<{len(parameters)}d", *parameters)))
+
+
+def exchange(
+    ident: int, app: int, dtype: int, places: Sequence[Optional[Place]], command: int, priority: int
+) -> bytes:
+    """Encodes a push or pull. places are those of the keys, of the values to push and of the pulled values."""
+    keys, values, results = [b"" if p is None else _place(p) for p in places]
+    body = _uint(1, app) + _uint(2, dtype) + _bytes(3, keys)
+    body += _uint(4, int(places[1] is not None)) + _uint(5, int(places[2] is not None))
+    body += _bytes(6, values) + _bytes(7, results)
+    return _request(ident, _EXCHANGE, body + _uint(8, command) + _uint(9, priority))
+
+
+def clock(ident: int) -> bytes:
+    return _request(ident, _CLOCK)
+
+
+def node_barrier(ident: int, group: int) -> bytes:
+    return _request(ident, _NODE_BARRIER, _uint(1, group))
+
+
+def finalize(ident: int, barrier: bool) -> bytes:
+    return _request(ident, _FINALIZE, _uint(1, int(barrier)))
 
 
 def shutdown(ident: int, reason: str = "", failed: bool = False) -> bytes:
@@ -365,12 +398,24 @@ class Status:
         self.pid = self.clients = self.operations = self.in_flight = 0
 
 
+class Node:
+    """The place of a node of a parameter server."""
+
+    __slots__ = ("role", "rank", "num_workers", "num_servers")
+
+    def __init__(self) -> None:
+        self.role = ""
+        self.rank = self.num_workers = self.num_servers = 0
+
+
 class Reply:
     """A message from the sidecar. At most one of the attributes ready, completion, process_set, status, unique_id,
-    arena, dropped and ended is set.
+    node, arena, dropped and ended is set.
     """
 
-    __slots__ = ("id", "error", "ready", "completion", "process_set", "status", "unique_id", "arena", "dropped", "ended")
+    __slots__ = (
+        "id", "error", "ready", "completion", "process_set", "status", "unique_id", "node", "arena", "dropped", "ended"
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.id = 0
@@ -380,6 +425,7 @@ class Reply:
         self.process_set: Optional[Tuple[int, List[int]]] = None
         self.status: Optional[Status] = None
         self.unique_id = ""
+        self.node: Optional[Node] = None
         self.arena: Optional[Tuple[int, int]] = None
         """The number and the size in bytes of a new arena in the sidecar's memory."""
         self.dropped = 0
@@ -420,7 +466,23 @@ def decode_reply(data: Buffer, at: int, end: int) -> Reply:
             for n, w, c, d in _fields(data, a, b):
                 if n == 1 and w == 2:
                     r.unique_id = _text(data, c, d)
+        elif number == 11:
+            r.node = _node(data, a, b)
     return r
+
+
+def _node(data: Buffer, at: int, end: int) -> Node:
+    n = Node()
+    for number, wire, a, b in _fields(data, at, end):
+        if number == 1 and wire == 2:
+            n.role = _text(data, a, b)
+        elif number == 2 and wire == 0:
+            n.rank = _signed(a)
+        elif number == 3 and wire == 0:
+            n.num_workers = _signed(a)
+        elif number == 4 and wire == 0:
+            n.num_servers = _signed(a)
+    return n
 
 
 def _numbers(data: Buffer, at: int, end: int) -> Dict[int, int]:

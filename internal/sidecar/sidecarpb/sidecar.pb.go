@@ -43,6 +43,12 @@ type Request struct {
 	//	*Request_StartTimeline
 	//	*Request_StopTimeline
 	//	*Request_NewUniqueId
+	//	*Request_StartNode
+	//	*Request_Serve
+	//	*Request_Exchange
+	//	*Request_Clock
+	//	*Request_NodeBarrier
+	//	*Request_Finalize
 	What          isRequest_What `protobuf_oneof:"what"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -218,6 +224,60 @@ func (x *Request) GetNewUniqueId() *NewUniqueID {
 	return nil
 }
 
+func (x *Request) GetStartNode() *StartNode {
+	if x != nil {
+		if x, ok := x.What.(*Request_StartNode); ok {
+			return x.StartNode
+		}
+	}
+	return nil
+}
+
+func (x *Request) GetServe() *Serve {
+	if x != nil {
+		if x, ok := x.What.(*Request_Serve); ok {
+			return x.Serve
+		}
+	}
+	return nil
+}
+
+func (x *Request) GetExchange() *Exchange {
+	if x != nil {
+		if x, ok := x.What.(*Request_Exchange); ok {
+			return x.Exchange
+		}
+	}
+	return nil
+}
+
+func (x *Request) GetClock() *Clock {
+	if x != nil {
+		if x, ok := x.What.(*Request_Clock); ok {
+			return x.Clock
+		}
+	}
+	return nil
+}
+
+func (x *Request) GetNodeBarrier() *NodeBarrier {
+	if x != nil {
+		if x, ok := x.What.(*Request_NodeBarrier); ok {
+			return x.NodeBarrier
+		}
+	}
+	return nil
+}
+
+func (x *Request) GetFinalize() *Finalize {
+	if x != nil {
+		if x, ok := x.What.(*Request_Finalize); ok {
+			return x.Finalize
+		}
+	}
+	return nil
+}
+
 type isRequest_What interface {
 	isRequest_What()
 }
@@ -278,6 +338,30 @@ type Request_NewUniqueId struct {
 	NewUniqueId *NewUniqueID `protobuf:"bytes,16,opt,name=new_unique_id,json=newUniqueId,proto3,oneof"`
 }
 
+type Request_StartNode struct {
+	StartNode *StartNode `protobuf:"bytes,17,opt,name=start_node,json=startNode,proto3,oneof"`
+}
+
+type Request_Serve struct {
+	Serve *Serve `protobuf:"bytes,18,opt,name=serve,proto3,oneof"`
+}
+
+type Request_Exchange struct {
+	Exchange *Exchange `protobuf:"bytes,19,opt,name=exchange,proto3,oneof"`
+}
+
+type Request_Clock struct {
+	Clock *Clock `protobuf:"bytes,20,opt,name=clock,proto3,oneof"`
+}
+
+type Request_NodeBarrier struct {
+	NodeBarrier *NodeBarrier `protobuf:"bytes,21,opt,name=node_barrier,json=nodeBarrier,proto3,oneof"`
+}
+
+type Request_Finalize struct {
+	Finalize *Finalize `protobuf:"bytes,22,opt,name=finalize,proto3,oneof"`
+}
+
 func (*Request_Init) isRequest_What() {}
 
 func (*Request_Shutdown) isRequest_What() {}
@@ -306,6 +390,18 @@ func (*Request_StopTimeline) isRequest_What() {}
 
 func (*Request_NewUniqueId) isRequest_What() {}
 
+func (*Request_StartNode) isRequest_What() {}
+
+func (*Request_Serve) isRequest_What() {}
+
+func (*Request_Exchange) isRequest_What() {}
+
+func (*Request_Clock) isRequest_What() {}
+
+func (*Request_NodeBarrier) isRequest_What() {}
+
+func (*Request_Finalize) isRequest_What() {}
+
 // Reply is a message of the sidecar. If it answers a request, id is the id of the request. If id is 0, it is a
 // notice.
 type Reply struct {
@@ -322,6 +418,7 @@ type Reply struct {
 	//	*Reply_Ended
 	//	*Reply_DropArena
 	//	*Reply_UniqueId
+	//	*Reply_Node
 	What          isReply_What `protobuf_oneof:"what"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -450,6 +547,15 @@ func (x *Reply) GetUniqueId() *UniqueID {
 	return nil
 }
 
+func (x *Reply) GetNode() *Node {
+	if x != nil {
+		if x, ok := x.What.(*Reply_Node); ok {
+			return x.Node
+		}
+	}
+	return nil
+}
+
 type isReply_What interface {
 	isReply_What()
 }
@@ -486,6 +592,10 @@ type Reply_UniqueId struct {
 	UniqueId *UniqueID `protobuf:"bytes,10,opt,name=unique_id,json=uniqueId,proto3,oneof"`
 }
 
+type Reply_Node struct {
+	Node *Node `protobuf:"bytes,11,opt,name=node,proto3,oneof"`
+}
+
 func (*Reply_Ready) isReply_What() {}
 
 func (*Reply_Completion) isReply_What() {}
@@ -501,6 +611,8 @@ func (*Reply_Ended) isReply_What() {}
 func (*Reply_DropArena) isReply_What() {}
 
 func (*Reply_UniqueId) isReply_What() {}
+
+func (*Reply_Node) isReply_What() {}
 
 type Init struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -2058,11 +2170,427 @@ func (x *Error) GetShutDown() bool {
 	return false
 }
 
+// StartNode joins a job of a parameter server as a node.
+type StartNode struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Settings      map[string]string      `protobuf:"bytes,1,rep,name=settings,proto3" json:"settings,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *StartNode) Reset() {
+	*x = StartNode{}
+	mi := &file_sidecar_proto_msgTypes[28]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *StartNode) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*StartNode) ProtoMessage() {}
+
+func (x *StartNode) ProtoReflect() protoreflect.Message {
+	mi := &file_sidecar_proto_msgTypes[28]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use StartNode.ProtoReflect.Descriptor instead.
+func (*StartNode) Descriptor() ([]byte, []int) {
+	return file_sidecar_proto_rawDescGZIP(), []int{28}
+}
+
+func (x *StartNode) GetSettings() map[string]string {
+	if x != nil {
+		return x.Settings
+	}
+	return nil
+}
+
+// Node is the place of a node.
+type Node struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Role          string                 `protobuf:"bytes,1,opt,name=role,proto3" json:"role,omitempty"` // scheduler, server or worker
+	Rank          int32                  `protobuf:"varint,2,opt,name=rank,proto3" json:"rank,omitempty"`
+	NumWorkers    int32                  `protobuf:"varint,3,opt,name=num_workers,json=numWorkers,proto3" json:"num_workers,omitempty"`
+	NumServers    int32                  `protobuf:"varint,4,opt,name=num_servers,json=numServers,proto3" json:"num_servers,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Node) Reset() {
+	*x = Node{}
+	mi := &file_sidecar_proto_msgTypes[29]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Node) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Node) ProtoMessage() {}
+
+func (x *Node) ProtoReflect() protoreflect.Message {
+	mi := &file_sidecar_proto_msgTypes[29]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Node.ProtoReflect.Descriptor instead.
+func (*Node) Descriptor() ([]byte, []int) {
+	return file_sidecar_proto_rawDescGZIP(), []int{29}
+}
+
+func (x *Node) GetRole() string {
+	if x != nil {
+		return x.Role
+	}
+	return ""
+}
+
+func (x *Node) GetRank() int32 {
+	if x != nil {
+		return x.Rank
+	}
+	return 0
+}
+
+func (x *Node) GetNumWorkers() int32 {
+	if x != nil {
+		return x.NumWorkers
+	}
+	return 0
+}
+
+func (x *Node) GetNumServers() int32 {
+	if x != nil {
+		return x.NumServers
+	}
+	return 0
+}
+
+// Serve makes the server of an app, with a built-in handler.
+type Serve struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	App           int32                  `protobuf:"varint,1,opt,name=app,proto3" json:"app,omitempty"`
+	Dtype         uint32                 `protobuf:"varint,2,opt,name=dtype,proto3" json:"dtype,omitempty"`
+	Handler       string                 `protobuf:"bytes,3,opt,name=handler,proto3" json:"handler,omitempty"` // sum, assign, sgd, momentum, adagrad or adam
+	Parameters    []float64              `protobuf:"fixed64,4,rep,packed,name=parameters,proto3" json:"parameters,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Serve) Reset() {
+	*x = Serve{}
+	mi := &file_sidecar_proto_msgTypes[30]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Serve) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Serve) ProtoMessage() {}
+
+func (x *Serve) ProtoReflect() protoreflect.Message {
+	mi := &file_sidecar_proto_msgTypes[30]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Serve.ProtoReflect.Descriptor instead.
+func (*Serve) Descriptor() ([]byte, []int) {
+	return file_sidecar_proto_rawDescGZIP(), []int{30}
+}
+
+func (x *Serve) GetApp() int32 {
+	if x != nil {
+		return x.App
+	}
+	return 0
+}
+
+func (x *Serve) GetDtype() uint32 {
+	if x != nil {
+		return x.Dtype
+	}
+	return 0
+}
+
+func (x *Serve) GetHandler() string {
+	if x != nil {
+		return x.Handler
+	}
+	return ""
+}
+
+func (x *Serve) GetParameters() []float64 {
+	if x != nil {
+		return x.Parameters
+	}
+	return nil
+}
+
+// Exchange is a push, a pull, or a push and then a pull of the same keys.
+type Exchange struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	App           int32                  `protobuf:"varint,1,opt,name=app,proto3" json:"app,omitempty"`
+	Dtype         uint32                 `protobuf:"varint,2,opt,name=dtype,proto3" json:"dtype,omitempty"`
+	Keys          *Memory                `protobuf:"bytes,3,opt,name=keys,proto3" json:"keys,omitempty"` // of 8 bytes each
+	Push          bool                   `protobuf:"varint,4,opt,name=push,proto3" json:"push,omitempty"`
+	Pull          bool                   `protobuf:"varint,5,opt,name=pull,proto3" json:"pull,omitempty"`
+	Values        *Memory                `protobuf:"bytes,6,opt,name=values,proto3" json:"values,omitempty"`   // the values to push
+	Results       *Memory                `protobuf:"bytes,7,opt,name=results,proto3" json:"results,omitempty"` // where the pulled values go
+	Command       int32                  `protobuf:"varint,8,opt,name=command,proto3" json:"command,omitempty"`
+	Priority      int32                  `protobuf:"varint,9,opt,name=priority,proto3" json:"priority,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Exchange) Reset() {
+	*x = Exchange{}
+	mi := &file_sidecar_proto_msgTypes[31]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Exchange) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Exchange) ProtoMessage() {}
+
+func (x *Exchange) ProtoReflect() protoreflect.Message {
+	mi := &file_sidecar_proto_msgTypes[31]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Exchange.ProtoReflect.Descriptor instead.
+func (*Exchange) Descriptor() ([]byte, []int) {
+	return file_sidecar_proto_rawDescGZIP(), []int{31}
+}
+
+func (x *Exchange) GetApp() int32 {
+	if x != nil {
+		return x.App
+	}
+	return 0
+}
+
+func (x *Exchange) GetDtype() uint32 {
+	if x != nil {
+		return x.Dtype
+	}
+	return 0
+}
+
+func (x *Exchange) GetKeys() *Memory {
+	if x != nil {
+		return x.Keys
+	}
+	return nil
+}
+
+func (x *Exchange) GetPush() bool {
+	if x != nil {
+		return x.Push
+	}
+	return false
+}
+
+func (x *Exchange) GetPull() bool {
+	if x != nil {
+		return x.Pull
+	}
+	return false
+}
+
+func (x *Exchange) GetValues() *Memory {
+	if x != nil {
+		return x.Values
+	}
+	return nil
+}
+
+func (x *Exchange) GetResults() *Memory {
+	if x != nil {
+		return x.Results
+	}
+	return nil
+}
+
+func (x *Exchange) GetCommand() int32 {
+	if x != nil {
+		return x.Command
+	}
+	return 0
+}
+
+func (x *Exchange) GetPriority() int32 {
+	if x != nil {
+		return x.Priority
+	}
+	return 0
+}
+
+type Clock struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Clock) Reset() {
+	*x = Clock{}
+	mi := &file_sidecar_proto_msgTypes[32]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Clock) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Clock) ProtoMessage() {}
+
+func (x *Clock) ProtoReflect() protoreflect.Message {
+	mi := &file_sidecar_proto_msgTypes[32]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Clock.ProtoReflect.Descriptor instead.
+func (*Clock) Descriptor() ([]byte, []int) {
+	return file_sidecar_proto_rawDescGZIP(), []int{32}
+}
+
+type NodeBarrier struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Group         int32                  `protobuf:"varint,1,opt,name=group,proto3" json:"group,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *NodeBarrier) Reset() {
+	*x = NodeBarrier{}
+	mi := &file_sidecar_proto_msgTypes[33]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *NodeBarrier) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*NodeBarrier) ProtoMessage() {}
+
+func (x *NodeBarrier) ProtoReflect() protoreflect.Message {
+	mi := &file_sidecar_proto_msgTypes[33]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use NodeBarrier.ProtoReflect.Descriptor instead.
+func (*NodeBarrier) Descriptor() ([]byte, []int) {
+	return file_sidecar_proto_rawDescGZIP(), []int{33}
+}
+
+func (x *NodeBarrier) GetGroup() int32 {
+	if x != nil {
+		return x.Group
+	}
+	return 0
+}
+
+type Finalize struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Barrier       bool                   `protobuf:"varint,1,opt,name=barrier,proto3" json:"barrier,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Finalize) Reset() {
+	*x = Finalize{}
+	mi := &file_sidecar_proto_msgTypes[34]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Finalize) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Finalize) ProtoMessage() {}
+
+func (x *Finalize) ProtoReflect() protoreflect.Message {
+	mi := &file_sidecar_proto_msgTypes[34]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Finalize.ProtoReflect.Descriptor instead.
+func (*Finalize) Descriptor() ([]byte, []int) {
+	return file_sidecar_proto_rawDescGZIP(), []int{34}
+}
+
+func (x *Finalize) GetBarrier() bool {
+	if x != nil {
+		return x.Barrier
+	}
+	return false
+}
+
 var File_sidecar_proto protoreflect.FileDescriptor
 
 const file_sidecar_proto_rawDesc = "" +
 	"\n" +
-	"\rsidecar.proto\x12\x10gohvd.sidecar.v1\"\xe5\x06\n" +
+	"\rsidecar.proto\x12\x10gohvd.sidecar.v1\"\xbd\t\n" +
 	"\aRequest\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x12,\n" +
 	"\x04init\x18\x02 \x01(\v2\x16.gohvd.sidecar.v1.InitH\x00R\x04init\x128\n" +
@@ -2080,8 +2608,15 @@ const file_sidecar_proto_rawDesc = "" +
 	"\x03bye\x18\r \x01(\v2\x15.gohvd.sidecar.v1.ByeH\x00R\x03bye\x12H\n" +
 	"\x0estart_timeline\x18\x0e \x01(\v2\x1f.gohvd.sidecar.v1.StartTimelineH\x00R\rstartTimeline\x12E\n" +
 	"\rstop_timeline\x18\x0f \x01(\v2\x1e.gohvd.sidecar.v1.StopTimelineH\x00R\fstopTimeline\x12C\n" +
-	"\rnew_unique_id\x18\x10 \x01(\v2\x1d.gohvd.sidecar.v1.NewUniqueIDH\x00R\vnewUniqueIdB\x06\n" +
-	"\x04whatJ\x04\b\b\x10\t\"\x95\x04\n" +
+	"\rnew_unique_id\x18\x10 \x01(\v2\x1d.gohvd.sidecar.v1.NewUniqueIDH\x00R\vnewUniqueId\x12<\n" +
+	"\n" +
+	"start_node\x18\x11 \x01(\v2\x1b.gohvd.sidecar.v1.StartNodeH\x00R\tstartNode\x12/\n" +
+	"\x05serve\x18\x12 \x01(\v2\x17.gohvd.sidecar.v1.ServeH\x00R\x05serve\x128\n" +
+	"\bexchange\x18\x13 \x01(\v2\x1a.gohvd.sidecar.v1.ExchangeH\x00R\bexchange\x12/\n" +
+	"\x05clock\x18\x14 \x01(\v2\x17.gohvd.sidecar.v1.ClockH\x00R\x05clock\x12B\n" +
+	"\fnode_barrier\x18\x15 \x01(\v2\x1d.gohvd.sidecar.v1.NodeBarrierH\x00R\vnodeBarrier\x128\n" +
+	"\bfinalize\x18\x16 \x01(\v2\x1a.gohvd.sidecar.v1.FinalizeH\x00R\bfinalizeB\x06\n" +
+	"\x04whatJ\x04\b\b\x10\t\"\xc3\x04\n" +
 	"\x05Reply\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x12-\n" +
 	"\x05error\x18\x02 \x01(\v2\x17.gohvd.sidecar.v1.ErrorR\x05error\x12/\n" +
@@ -2097,7 +2632,8 @@ const file_sidecar_proto_rawDesc = "" +
 	"\n" +
 	"drop_arena\x18\t \x01(\v2\x1b.gohvd.sidecar.v1.DropArenaH\x00R\tdropArena\x129\n" +
 	"\tunique_id\x18\n" +
-	" \x01(\v2\x1a.gohvd.sidecar.v1.UniqueIDH\x00R\buniqueIdB\x06\n" +
+	" \x01(\v2\x1a.gohvd.sidecar.v1.UniqueIDH\x00R\buniqueId\x12,\n" +
+	"\x04node\x18\v \x01(\v2\x16.gohvd.sidecar.v1.NodeH\x00R\x04nodeB\x06\n" +
 	"\x04what\"\xc1\x01\n" +
 	"\x04Init\x12@\n" +
 	"\bsettings\x18\x01 \x03(\v2$.gohvd.sidecar.v1.Init.SettingsEntryR\bsettings\x12:\n" +
@@ -2223,7 +2759,41 @@ const file_sidecar_proto_rawDesc = "" +
 	"\toperation\x18\x03 \x01(\tR\toperation\x12\x16\n" +
 	"\x06tensor\x18\x04 \x01(\tR\x06tensor\x12\x14\n" +
 	"\x05ranks\x18\x05 \x03(\x05R\x05ranks\x12\x1b\n" +
-	"\tshut_down\x18\x06 \x01(\bR\bshutDownB3Z1github.com/gohvd/gohvd/internal/sidecar/sidecarpbb\x06proto3"
+	"\tshut_down\x18\x06 \x01(\bR\bshutDown\"\x8f\x01\n" +
+	"\tStartNode\x12E\n" +
+	"\bsettings\x18\x01 \x03(\v2).gohvd.sidecar.v1.StartNode.SettingsEntryR\bsettings\x1a;\n" +
+	"\rSettingsEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"p\n" +
+	"\x04Node\x12\x12\n" +
+	"\x04role\x18\x01 \x01(\tR\x04role\x12\x12\n" +
+	"\x04rank\x18\x02 \x01(\x05R\x04rank\x12\x1f\n" +
+	"\vnum_workers\x18\x03 \x01(\x05R\n" +
+	"numWorkers\x12\x1f\n" +
+	"\vnum_servers\x18\x04 \x01(\x05R\n" +
+	"numServers\"i\n" +
+	"\x05Serve\x12\x10\n" +
+	"\x03app\x18\x01 \x01(\x05R\x03app\x12\x14\n" +
+	"\x05dtype\x18\x02 \x01(\rR\x05dtype\x12\x18\n" +
+	"\ahandler\x18\x03 \x01(\tR\ahandler\x12\x1e\n" +
+	"\n" +
+	"parameters\x18\x04 \x03(\x01R\n" +
+	"parameters\"\xa4\x02\n" +
+	"\bExchange\x12\x10\n" +
+	"\x03app\x18\x01 \x01(\x05R\x03app\x12\x14\n" +
+	"\x05dtype\x18\x02 \x01(\rR\x05dtype\x12,\n" +
+	"\x04keys\x18\x03 \x01(\v2\x18.gohvd.sidecar.v1.MemoryR\x04keys\x12\x12\n" +
+	"\x04push\x18\x04 \x01(\bR\x04push\x12\x12\n" +
+	"\x04pull\x18\x05 \x01(\bR\x04pull\x120\n" +
+	"\x06values\x18\x06 \x01(\v2\x18.gohvd.sidecar.v1.MemoryR\x06values\x122\n" +
+	"\aresults\x18\a \x01(\v2\x18.gohvd.sidecar.v1.MemoryR\aresults\x12\x18\n" +
+	"\acommand\x18\b \x01(\x05R\acommand\x12\x1a\n" +
+	"\bpriority\x18\t \x01(\x05R\bpriority\"\a\n" +
+	"\x05Clock\"#\n" +
+	"\vNodeBarrier\x12\x14\n" +
+	"\x05group\x18\x01 \x01(\x05R\x05group\"$\n" +
+	"\bFinalize\x12\x18\n" +
+	"\abarrier\x18\x01 \x01(\bR\abarrierB3Z1github.com/gohvd/gohvd/internal/sidecar/sidecarpbb\x06proto3"
 
 var (
 	file_sidecar_proto_rawDescOnce sync.Once
@@ -2237,7 +2807,7 @@ func file_sidecar_proto_rawDescGZIP() []byte {
 	return file_sidecar_proto_rawDescData
 }
 
-var file_sidecar_proto_msgTypes = make([]protoimpl.MessageInfo, 30)
+var file_sidecar_proto_msgTypes = make([]protoimpl.MessageInfo, 38)
 var file_sidecar_proto_goTypes = []any{
 	(*Request)(nil),          // 0: gohvd.sidecar.v1.Request
 	(*Reply)(nil),            // 1: gohvd.sidecar.v1.Reply
@@ -2267,8 +2837,16 @@ var file_sidecar_proto_goTypes = []any{
 	(*NewUniqueID)(nil),      // 25: gohvd.sidecar.v1.NewUniqueID
 	(*UniqueID)(nil),         // 26: gohvd.sidecar.v1.UniqueID
 	(*Error)(nil),            // 27: gohvd.sidecar.v1.Error
-	nil,                      // 28: gohvd.sidecar.v1.Init.SettingsEntry
-	nil,                      // 29: gohvd.sidecar.v1.NewUniqueID.SettingsEntry
+	(*StartNode)(nil),        // 28: gohvd.sidecar.v1.StartNode
+	(*Node)(nil),             // 29: gohvd.sidecar.v1.Node
+	(*Serve)(nil),            // 30: gohvd.sidecar.v1.Serve
+	(*Exchange)(nil),         // 31: gohvd.sidecar.v1.Exchange
+	(*Clock)(nil),            // 32: gohvd.sidecar.v1.Clock
+	(*NodeBarrier)(nil),      // 33: gohvd.sidecar.v1.NodeBarrier
+	(*Finalize)(nil),         // 34: gohvd.sidecar.v1.Finalize
+	nil,                      // 35: gohvd.sidecar.v1.Init.SettingsEntry
+	nil,                      // 36: gohvd.sidecar.v1.NewUniqueID.SettingsEntry
+	nil,                      // 37: gohvd.sidecar.v1.StartNode.SettingsEntry
 }
 var file_sidecar_proto_depIdxs = []int32{
 	2,  // 0: gohvd.sidecar.v1.Request.init:type_name -> gohvd.sidecar.v1.Init
@@ -2285,31 +2863,42 @@ var file_sidecar_proto_depIdxs = []int32{
 	23, // 11: gohvd.sidecar.v1.Request.start_timeline:type_name -> gohvd.sidecar.v1.StartTimeline
 	24, // 12: gohvd.sidecar.v1.Request.stop_timeline:type_name -> gohvd.sidecar.v1.StopTimeline
 	25, // 13: gohvd.sidecar.v1.Request.new_unique_id:type_name -> gohvd.sidecar.v1.NewUniqueID
-	27, // 14: gohvd.sidecar.v1.Reply.error:type_name -> gohvd.sidecar.v1.Error
-	4,  // 15: gohvd.sidecar.v1.Reply.ready:type_name -> gohvd.sidecar.v1.Ready
-	15, // 16: gohvd.sidecar.v1.Reply.completion:type_name -> gohvd.sidecar.v1.Completion
-	5,  // 17: gohvd.sidecar.v1.Reply.process_set:type_name -> gohvd.sidecar.v1.ProcessSet
-	20, // 18: gohvd.sidecar.v1.Reply.status:type_name -> gohvd.sidecar.v1.StatusReport
-	7,  // 19: gohvd.sidecar.v1.Reply.arena:type_name -> gohvd.sidecar.v1.Arena
-	21, // 20: gohvd.sidecar.v1.Reply.ended:type_name -> gohvd.sidecar.v1.Ended
-	8,  // 21: gohvd.sidecar.v1.Reply.drop_arena:type_name -> gohvd.sidecar.v1.DropArena
-	26, // 22: gohvd.sidecar.v1.Reply.unique_id:type_name -> gohvd.sidecar.v1.UniqueID
-	28, // 23: gohvd.sidecar.v1.Init.settings:type_name -> gohvd.sidecar.v1.Init.SettingsEntry
-	3,  // 24: gohvd.sidecar.v1.Init.process_sets:type_name -> gohvd.sidecar.v1.Ranks
-	5,  // 25: gohvd.sidecar.v1.Ready.process_sets:type_name -> gohvd.sidecar.v1.ProcessSet
-	13, // 26: gohvd.sidecar.v1.Prepare.operation:type_name -> gohvd.sidecar.v1.Operation
-	11, // 27: gohvd.sidecar.v1.Tensor.input:type_name -> gohvd.sidecar.v1.Memory
-	11, // 28: gohvd.sidecar.v1.Tensor.output:type_name -> gohvd.sidecar.v1.Memory
-	12, // 29: gohvd.sidecar.v1.Operation.tensors:type_name -> gohvd.sidecar.v1.Tensor
-	11, // 30: gohvd.sidecar.v1.Result.memory:type_name -> gohvd.sidecar.v1.Memory
-	14, // 31: gohvd.sidecar.v1.Completion.results:type_name -> gohvd.sidecar.v1.Result
-	27, // 32: gohvd.sidecar.v1.Ended.error:type_name -> gohvd.sidecar.v1.Error
-	29, // 33: gohvd.sidecar.v1.NewUniqueID.settings:type_name -> gohvd.sidecar.v1.NewUniqueID.SettingsEntry
-	34, // [34:34] is the sub-list for method output_type
-	34, // [34:34] is the sub-list for method input_type
-	34, // [34:34] is the sub-list for extension type_name
-	34, // [34:34] is the sub-list for extension extendee
-	0,  // [0:34] is the sub-list for field type_name
+	28, // 14: gohvd.sidecar.v1.Request.start_node:type_name -> gohvd.sidecar.v1.StartNode
+	30, // 15: gohvd.sidecar.v1.Request.serve:type_name -> gohvd.sidecar.v1.Serve
+	31, // 16: gohvd.sidecar.v1.Request.exchange:type_name -> gohvd.sidecar.v1.Exchange
+	32, // 17: gohvd.sidecar.v1.Request.clock:type_name -> gohvd.sidecar.v1.Clock
+	33, // 18: gohvd.sidecar.v1.Request.node_barrier:type_name -> gohvd.sidecar.v1.NodeBarrier
+	34, // 19: gohvd.sidecar.v1.Request.finalize:type_name -> gohvd.sidecar.v1.Finalize
+	27, // 20: gohvd.sidecar.v1.Reply.error:type_name -> gohvd.sidecar.v1.Error
+	4,  // 21: gohvd.sidecar.v1.Reply.ready:type_name -> gohvd.sidecar.v1.Ready
+	15, // 22: gohvd.sidecar.v1.Reply.completion:type_name -> gohvd.sidecar.v1.Completion
+	5,  // 23: gohvd.sidecar.v1.Reply.process_set:type_name -> gohvd.sidecar.v1.ProcessSet
+	20, // 24: gohvd.sidecar.v1.Reply.status:type_name -> gohvd.sidecar.v1.StatusReport
+	7,  // 25: gohvd.sidecar.v1.Reply.arena:type_name -> gohvd.sidecar.v1.Arena
+	21, // 26: gohvd.sidecar.v1.Reply.ended:type_name -> gohvd.sidecar.v1.Ended
+	8,  // 27: gohvd.sidecar.v1.Reply.drop_arena:type_name -> gohvd.sidecar.v1.DropArena
+	26, // 28: gohvd.sidecar.v1.Reply.unique_id:type_name -> gohvd.sidecar.v1.UniqueID
+	29, // 29: gohvd.sidecar.v1.Reply.node:type_name -> gohvd.sidecar.v1.Node
+	35, // 30: gohvd.sidecar.v1.Init.settings:type_name -> gohvd.sidecar.v1.Init.SettingsEntry
+	3,  // 31: gohvd.sidecar.v1.Init.process_sets:type_name -> gohvd.sidecar.v1.Ranks
+	5,  // 32: gohvd.sidecar.v1.Ready.process_sets:type_name -> gohvd.sidecar.v1.ProcessSet
+	13, // 33: gohvd.sidecar.v1.Prepare.operation:type_name -> gohvd.sidecar.v1.Operation
+	11, // 34: gohvd.sidecar.v1.Tensor.input:type_name -> gohvd.sidecar.v1.Memory
+	11, // 35: gohvd.sidecar.v1.Tensor.output:type_name -> gohvd.sidecar.v1.Memory
+	12, // 36: gohvd.sidecar.v1.Operation.tensors:type_name -> gohvd.sidecar.v1.Tensor
+	11, // 37: gohvd.sidecar.v1.Result.memory:type_name -> gohvd.sidecar.v1.Memory
+	14, // 38: gohvd.sidecar.v1.Completion.results:type_name -> gohvd.sidecar.v1.Result
+	27, // 39: gohvd.sidecar.v1.Ended.error:type_name -> gohvd.sidecar.v1.Error
+	36, // 40: gohvd.sidecar.v1.NewUniqueID.settings:type_name -> gohvd.sidecar.v1.NewUniqueID.SettingsEntry
+	37, // 41: gohvd.sidecar.v1.StartNode.settings:type_name -> gohvd.sidecar.v1.StartNode.SettingsEntry
+	11, // 42: gohvd.sidecar.v1.Exchange.keys:type_name -> gohvd.sidecar.v1.Memory
+	11, // 43: gohvd.sidecar.v1.Exchange.values:type_name -> gohvd.sidecar.v1.Memory
+	11, // 44: gohvd.sidecar.v1.Exchange.results:type_name -> gohvd.sidecar.v1.Memory
+	45, // [45:45] is the sub-list for method output_type
+	45, // [45:45] is the sub-list for method input_type
+	45, // [45:45] is the sub-list for extension type_name
+	45, // [45:45] is the sub-list for extension extendee
+	0,  // [0:45] is the sub-list for field type_name
 }
 
 func init() { file_sidecar_proto_init() }
@@ -2332,6 +2921,12 @@ func file_sidecar_proto_init() {
 		(*Request_StartTimeline)(nil),
 		(*Request_StopTimeline)(nil),
 		(*Request_NewUniqueId)(nil),
+		(*Request_StartNode)(nil),
+		(*Request_Serve)(nil),
+		(*Request_Exchange)(nil),
+		(*Request_Clock)(nil),
+		(*Request_NodeBarrier)(nil),
+		(*Request_Finalize)(nil),
 	}
 	file_sidecar_proto_msgTypes[1].OneofWrappers = []any{
 		(*Reply_Ready)(nil),
@@ -2342,6 +2937,7 @@ func file_sidecar_proto_init() {
 		(*Reply_Ended)(nil),
 		(*Reply_DropArena)(nil),
 		(*Reply_UniqueId)(nil),
+		(*Reply_Node)(nil),
 	}
 	file_sidecar_proto_msgTypes[13].OneofWrappers = []any{}
 	type x struct{}
@@ -2350,7 +2946,7 @@ func file_sidecar_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_sidecar_proto_rawDesc), len(file_sidecar_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   30,
+			NumMessages:   38,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

@@ -1,0 +1,121 @@
+package pythontest
+
+import (
+	"context"
+	"os"
+	"os/exec"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/testnet"
+)
+
+// nodes returns a command that runs a Python program as the nodes of a parameter server with 2 servers and 2
+// workers.
+func nodes(t testing.TB, args ...string) *exec.Cmd {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), pythonLimit)
+	t.Cleanup(cancel)
+	cmd := exec.CommandContext(ctx, hvdrun, append([]string{"--servers", "2", "--workers", "2",
+		testnet.Python}, args...)...)
+	cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) }
+	cmd.WaitDelay = 20 * time.Second
+	cmd.Env = append(os.Environ(), "PYTHONPATH="+python(t), "PYTHONDONTWRITEBYTECODE=1", "OMP_NUM_THREADS=1",
+		"HVD_SIDECAR_BINARY="+hvdd)
+	return cmd
+}
+
+// pythonNodes is a program that pushes and pulls numpy arrays and torch tensors, and checks errors.
+const pythonNodes = `
+import numpy as np
+from gohvd import ps
+from gohvd.exceptions import HorovodInternalError
+
+def refused(error, text, f, *args, **kw):
+    try:
+        f(*args, **kw).wait()
+    except error as e:
+        assert text in str(e), e
+    else:
+        raise AssertionError("no error: want " + text)
+
+with ps.start() as node:
+    assert (node.num_workers, node.num_servers) == (2, 2), vars(node)
+    if node.role == "server":
+        node.serve(0, "float32")
+        node.serve(1, "int64", "assign")
+        try:
+            node.serve(2, "int64", "sgd", 0.1)
+        except ValueError as e:
+            assert "handler" in str(e), e
+    if node.role == "worker":
+        w = node.worker(0, "float32")
+        keys = np.array([1, ps.MAX_KEY // 2, ps.MAX_KEY - 10], np.uint64)
+        requests = [w.push(keys, np.full((3, 5), 1.5, np.float32)) for _ in range(100)]
+        for r in requests:
+            r.wait()
+        node.barrier()
+        got = w.pull(keys, width=5).wait()
+        assert got.shape == (15,) and (got == 300).all(), got
+        node.barrier()
+        out = w.pushpull(keys, np.ones(15, np.float32)).wait()
+        assert (out >= 301).all() and (out <= 302).all(), out
+        node.barrier()
+        if node.rank == 0:
+            import torch
+            t = torch.zeros(3, 5)
+            assert w.pull(keys, width=5, out=t).wait() is t and (t == 302).all(), t
+            w.push(keys, torch.ones(3, 5), command=ps.INIT).wait()
+            assert (w.pull(keys, width=5).wait() == 1).all()
+            n = node.worker(1, "int64")
+            n.push([7], np.array([-5])).wait()
+            assert n.pull([7]).wait().tolist() == [-5]
+            refused(HorovodInternalError, "there is no key 8", n.pull, [8])
+            refused(HorovodInternalError, "sorted", w.push, [2, 1], np.ones(2, np.float32))
+            refused(HorovodInternalError, "15 values", w.pull, keys, width=4)
+            refused(ValueError, "float64", w.push, keys, np.ones(3))
+        node.clock()
+        print("worker", node.rank, "is done", flush=True)
+`
+
+// TestParameterServer checks gohvd.ps, and that the example gets within 1% of the optimum.
+func TestParameterServer(t *testing.T) {
+	testnet.NeedTorch(t)
+	out, err := nodes(t, "-c", pythonNodes).CombinedOutput()
+	if err != nil || strings.Count(string(out), "is done") != 2 {
+		t.Errorf("%v\n%s", err, out)
+	}
+	out, err = nodes(t, "../../examples/sparse_logreg.py", "--batches", "5", "--epochs", "40").CombinedOutput()
+	if err != nil || !strings.Contains(string(out), "sparse_logreg: excess_percent=0.") {
+		t.Errorf("%v\n%s", err, out)
+	}
+}
+
+// pythonDeadNode is a program whose worker 1 kills itself while worker 0 waits for it.
+const pythonDeadNode = `
+import os, signal
+from gohvd import ps
+
+with ps.start() as node:
+    if node.role == "worker":
+        if node.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            node.barrier()
+        except Exception as e:
+            print("error", e, flush=True)
+            raise
+`
+
+// TestParameterServerKilled checks that the sidecar of a worker that is killed ends without leaving the job,
+// so that the other worker learns which one has died.
+func TestParameterServerKilled(t *testing.T) {
+	testnet.NeedTorch(t)
+	out, err := nodes(t, "-c", pythonDeadNode).CombinedOutput()
+	for _, want := range []string{"worker 1 is gone: its connection has ended", "worker 1: killed by SIGKILL"} {
+		if err == nil || !strings.Contains(string(out), want) {
+			t.Errorf("%v, want %q in\n%s", err, want, out)
+		}
+	}
+}

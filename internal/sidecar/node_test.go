@@ -1,0 +1,117 @@
+package sidecar
+
+import (
+	"encoding/binary"
+	"math"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+
+	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
+	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/testnet"
+)
+
+func startNode(settings map[string]string) *sidecarpb.Request {
+	return &sidecarpb.Request{What: &sidecarpb.Request_StartNode{
+		StartNode: &sidecarpb.StartNode{Settings: settings}}}
+}
+
+func exchange(x *sidecarpb.Exchange) *sidecarpb.Request {
+	return &sidecarpb.Request{What: &sidecarpb.Request_Exchange{Exchange: x}}
+}
+
+func serveApp(handler string, parameters ...float64) *sidecarpb.Request {
+	return &sidecarpb.Request{What: &sidecarpb.Request_Serve{Serve: &sidecarpb.Serve{
+		Dtype: uint32(tensor.Float32), Handler: handler, Parameters: parameters}}}
+}
+
+func finalizeNode() *sidecarpb.Request {
+	return &sidecarpb.Request{What: &sidecarpb.Request_Finalize{Finalize: &sidecarpb.Finalize{Barrier: true}}}
+}
+
+// TestNode checks pushes and pulls through shared memory, and that invalid requests are refused with an error
+// and change nothing.
+func TestNode(t *testing.T) {
+	s := server(t, Config{})
+	port := strconv.Itoa(testnet.FreePort(t))
+	roles := []string{"scheduler", "server", "worker"}
+	clients := make([]*client, len(roles))
+	for i := range clients {
+		clients[i] = connect(t, s)
+	}
+	place := func(offset, numBytes uint64) *sidecarpb.Memory {
+		return &sidecarpb.Memory{Arena: 1, Offset: offset, Bytes: numBytes}
+	}
+	all(clients, func(i int, c *client) {
+		refused := func(q *sidecarpb.Request, want string) {
+			t.Helper()
+			e := c.Call(q).GetError()
+			if e.GetClass() != classUsage || !strings.Contains(e.GetText(), want) {
+				t.Errorf("%s: got error %v, want one of class 1 with %q", roles[i], e, want)
+			}
+		}
+		refused(exchange(&sidecarpb.Exchange{Push: true}), "has started no node")
+		refused(serveApp("sum"), "has started no node")
+		node := c.Must(startNode(map[string]string{"DMLC_ROLE": roles[i], "DMLC_NUM_SERVER": "1",
+			"DMLC_NUM_WORKER": "1", "DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": port})).GetNode()
+		if node.GetRole() != roles[i] || node.GetNumServers() != 1 || node.GetNumWorkers() != 1 {
+			t.Errorf("%s: got the place %v", roles[i], node)
+		}
+		refused(startNode(nil), "has started a node already")
+		switch roles[i] {
+		case "server":
+			refused(serveApp("adagrad", 1), `got the handler "adagrad" with 1 parameters`)
+			refused(serveApp("average"), "want [adagrad adam assign momentum sgd sum]")
+			c.Must(serveApp("sum"))
+		case "worker":
+			b := c.Arena(1, 4096)
+			binary.LittleEndian.PutUint64(b, 5)
+			binary.LittleEndian.PutUint64(b[8:], 6)
+			for k := range 4 {
+				binary.LittleEndian.PutUint32(b[64+4*k:], math.Float32bits(float32(k)))
+			}
+			f32 := uint32(tensor.Float32)
+			c.Must(exchange(&sidecarpb.Exchange{Dtype: f32, Keys: place(0, 16), Push: true,
+				Values: place(64, 16)}))
+			c.Must(exchange(&sidecarpb.Exchange{Dtype: f32, Keys: place(0, 16), Push: true,
+				Values: place(64, 16), Pull: true, Results: place(128, 16)}))
+			if got := tensor.View[float32](b[128:144]); !slices.Equal(got, []float32{0, 2, 4, 6}) {
+				t.Errorf("pulled %v, want [0 2 4 6]", got)
+			}
+			for want, x := range map[string]*sidecarpb.Exchange{
+				"neither a push nor a pull": {Dtype: f32, Keys: place(0, 16)},
+				"no memory for the pulled":  {Dtype: f32, Keys: place(0, 16), Pull: true},
+				"element type 77":           {Dtype: 77, Keys: place(0, 16), Pull: true},
+				"want a multiple of 8":      {Dtype: f32, Keys: place(4, 16), Pull: true, Results: place(64, 16)},
+				"only 4096 bytes":           {Dtype: f32, Keys: place(0, 16), Pull: true, Results: place(4096, 16)},
+			} {
+				refused(exchange(x), want)
+			}
+			r := c.Call(exchange(&sidecarpb.Exchange{Dtype: f32, Keys: place(0, 16), Pull: true,
+				Results: place(128, 12)}))
+			if !strings.Contains(r.GetError().GetText(), "the keys have 4 values") {
+				t.Errorf("got %v, want an error about the number of values", r)
+			}
+		}
+		c.Must(finalizeNode())
+		c.bye()
+	})
+}
+
+// TestNodeOfADeadClient checks that the sidecar fails if a client ends whose node is in a job.
+func TestNodeOfADeadClient(t *testing.T) {
+	s := server(t, Config{})
+	c := connect(t, s)
+	c.Must(startNode(map[string]string{"DMLC_ROLE": "scheduler", "DMLC_NUM_SERVER": "0", "DMLC_NUM_WORKER": "0",
+		"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": strconv.Itoa(testnet.FreePort(t))}))
+	other := connect(t, s)
+	c.Bye()
+	<-s.Dead()
+	if err := c.end(); err != nil {
+		t.Error(err)
+	}
+	testnet.WantError(t, s.Death(), "client process", "sent Bye before Shutdown")
+	other.bye()
+}
