@@ -26,10 +26,10 @@ type customer struct {
 	po  *Postoffice
 	key customerKey
 	// request handles a request of another node, which it must answer. The lock handling is locked.
-	request  func(from int, m *van.Message)
+	request  func(from van.Process, m *van.Message)
 	handling sync.Mutex
 	// gone is called when a process has died or left. It may be nil.
-	gone func(id int)
+	gone func()
 
 	mu        sync.Mutex
 	timestamp int64 // number of requests so far
@@ -81,8 +81,9 @@ type part struct {
 	response *van.Message // nil before it has arrived
 
 	// sent is set before the part is sent, so the response may arrive from then on. inFlight is set when the
-	// van has accepted the part. From then on van.Answered must be called once.
+	// van has accepted the part for the process via. From then on van.Answered must be called once.
 	sent, inFlight, answered bool
+	via                      van.Process
 }
 
 // newCustomer returns a customer. The caller sets request and passes the customer to Postoffice.add.
@@ -156,11 +157,12 @@ func (c *customer) send(ctx context.Context, r *Request, p *part) error {
 		m.Drop()
 		return nil
 	}
-	if err := c.po.van.Request(ctx, p.to, m); err != nil {
+	via, err := c.po.van.Request(ctx, p.to, m)
+	if err != nil {
 		return err
 	}
 	c.mu.Lock()
-	p.inFlight = true
+	p.inFlight, p.via = true, via
 	over := c.pending[r.timestamp] != r
 	if !over {
 		r.accepted = c.po.observer.now()
@@ -168,13 +170,13 @@ func (c *customer) send(ctx context.Context, r *Request, p *part) error {
 	failed := over && !p.answered
 	c.mu.Unlock()
 	if failed {
-		c.po.van.Answered(p.to)
+		c.po.van.Answered(via)
 	}
 	return nil
 }
 
 // receive handles a message of another node.
-func (c *customer) receive(from int, m *van.Message) {
+func (c *customer) receive(from van.Process, m *van.Message) {
 	if m.Header.Request {
 		c.handling.Lock()
 		defer c.handling.Unlock()
@@ -185,12 +187,12 @@ func (c *customer) receive(from int, m *van.Message) {
 }
 
 // response handles a response.
-func (c *customer) response(from int, m *van.Message) {
+func (c *customer) response(from van.Process, m *van.Message) {
 	c.mu.Lock()
 	r := c.pending[m.Header.Timestamp]
 	i := -1
 	if r != nil {
-		i = slices.IndexFunc(r.parts, func(p part) bool { return p.to == from && p.sent && !p.answered })
+		i = slices.IndexFunc(r.parts, func(p part) bool { return p.to == from.ID && p.sent && !p.answered })
 	}
 	if m.Header.WantKeys {
 		c.mu.Unlock()
@@ -213,7 +215,7 @@ func (c *customer) response(from int, m *van.Message) {
 	c.po.van.Answered(from)
 	switch text := m.Header.Error; {
 	case text != "":
-		c.complete(r, &RemoteError{from, text})
+		c.complete(r, &RemoteError{from.ID, text})
 	case all:
 		c.complete(r, nil)
 	}
@@ -222,13 +224,13 @@ func (c *customer) response(from int, m *van.Message) {
 // sendKeys sends the keys of a request to a server that does not know them, which m says. This answers m, so
 // it does not wait. If the request has failed, r is nil, and sendKeys sends no keys, so that the server drops
 // the request.
-func (c *customer) sendKeys(r *Request, from int, m *van.Message) {
+func (c *customer) sendKeys(r *Request, from van.Process, m *van.Message) {
 	h := m.Header
 	m.Release()
 	keys := &van.Message{Header: &pspb.Header{Request: true, WantKeys: true, Timestamp: h.Timestamp,
 		AppId: h.AppId, CustomerId: h.CustomerId, KeyList: h.KeyList}}
 	if r != nil && r.keys != nil {
-		keys.Data = [][]byte{bytesOfKeys(r.keys(from))}
+		keys.Data = [][]byte{bytesOfKeys(r.keys(from.ID))}
 	}
 	c.po.answer(from, keys)
 }
@@ -242,10 +244,10 @@ func (c *customer) complete(r *Request, err error) {
 		return
 	}
 	delete(c.pending, r.timestamp)
-	var unanswered []int
+	var unanswered []van.Process
 	for i := range r.parts {
 		if p := &r.parts[i]; p.inFlight && !p.answered {
-			unanswered = append(unanswered, p.to)
+			unanswered = append(unanswered, p.via)
 		}
 	}
 	c.mu.Unlock()
@@ -324,7 +326,7 @@ func (c *customer) failIf(why func(*Request) error) {
 // lost fails the requests that a node will not answer.
 func (c *customer) lost(id int, err error) {
 	if c.gone != nil {
-		c.gone(id)
+		c.gone()
 	}
 	c.failIf(func(r *Request) error {
 		if slices.ContainsFunc(r.parts, func(p part) bool { return p.to == id && p.sent && !p.answered }) {

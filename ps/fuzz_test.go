@@ -59,11 +59,11 @@ func FuzzServer(f *testing.F) {
 				}
 				sum(meta, data, s)
 			}}
-		c := &customer{po: po, request: s.handle}
+		c := &customer{po: po, request: s.dispatch}
 		s.SimpleApp = &SimpleApp{c: c}
 		for _, frames := range [][][]byte{{keys, vals, lens}, {nil, vals, lens}, {keys}, {keys, vals}, {}} {
 			if m := messageOf(h, frames...); m != nil {
-				s.handle(9, m)
+				s.dispatch(van.Process{ID: 9}, m)
 			}
 		}
 	})

@@ -496,22 +496,22 @@ func Test130Workers(t *testing.T) {
 }
 
 // lossy returns faults that drop 10% of the messages, duplicate 5% and reorder 20%.
-func lossy(seed uint64) func(from, to int, m *van.Message, deliver func(*van.Message) error) error {
+func lossy(seed uint64) func(from, to van.Process, m *van.Message, deliver func(*van.Message) error) error {
 	var mu sync.Mutex
-	streams := make(map[[2]int]*faulty.Messages[*van.Message])
+	streams := make(map[[2]van.Process]*faulty.Messages[*van.Message])
 	clone := func(m *van.Message) *van.Message {
 		c := m.Clone()
 		c.Header = proto.CloneOf(m.Header)
 		return c
 	}
-	return func(from, to int, m *van.Message, deliver func(*van.Message) error) error {
+	return func(from, to van.Process, m *van.Message, deliver func(*van.Message) error) error {
 		mu.Lock()
-		f := streams[[2]int{from, to}]
+		f := streams[[2]van.Process{from, to}]
 		if f == nil {
 			f = &faulty.Messages[*van.Message]{Drop: 0.1, Duplicate: 0.05, Reorder: 0.2, Depth: 8,
 				Clone: clone}
-			f.Seed(seed + uint64(from)<<32 + uint64(to))
-			streams[[2]int{from, to}] = f
+			f.Seed(seed + uint64(from.ID)<<32 + uint64(to.ID))
+			streams[[2]van.Process{from, to}] = f
 		}
 		mu.Unlock()
 		return f.Pass(m, deliver)
@@ -619,7 +619,7 @@ func TestRandom(t *testing.T) {
 func TestFailedRequestIsDropped(t *testing.T) {
 	asks, failed := make(chan struct{}), make(chan struct{})
 	var once sync.Once
-	faults := func(_, _ int, m *van.Message, deliver func(*van.Message) error) error {
+	faults := func(_, _ van.Process, m *van.Message, deliver func(*van.Message) error) error {
 		if m.Header.WantKeys && !m.Header.Request {
 			once.Do(func() { close(asks) })
 			<-failed
@@ -680,21 +680,21 @@ func TestParkedBytes(t *testing.T) {
 		}
 		s.c.handling.Lock()
 		defer s.c.handling.Unlock()
-		vals, stranger := make([]byte, 4<<20), van.WorkerID(1)
-		push := func(timestamp int64) {
+		vals, stranger := make([]byte, 4<<20), van.Process{ID: van.WorkerID(1)}
+		push := func(handle func(van.Process, *van.Message), timestamp int64) {
 			h := &pspb.Header{Push: true, KeyList: 1, Timestamp: timestamp,
 				Frames: []*pspb.Frame{{}, {Type: pspb.DataType_FLOAT}, {}}}
-			s.handle(stranger, &van.Message{Header: h, Data: [][]byte{nil, vals, nil}})
+			handle(stranger, &van.Message{Header: h, Data: [][]byte{nil, vals, nil}})
 		}
 		for i := range 100 {
-			push(int64(i))
-			push(int64(i)) // replaces the first one
+			push(s.dispatch, int64(i))
+			push(s.dispatch, int64(i)) // replaces the first one
 		}
 		if want := maxHeldBytes/len(vals) - 1; len(s.parked) != want || s.parkedBytes < want*len(vals) {
 			t.Errorf("%d requests with %d bytes wait, want %d", len(s.parked), s.parkedBytes, want)
 		}
-		s.workerGone(stranger)
-		push(0)
+		s.c.gone()
+		push(s.handle, 0)
 		if len(s.parked) > 0 || s.parkedBytes != 0 {
 			t.Errorf("%d requests with %d bytes wait for a worker that has gone", len(s.parked), s.parkedBytes)
 		}
@@ -715,8 +715,7 @@ func TestMessageOfAGoneWorker(t *testing.T) {
 			t.Error(err)
 			return
 		}
-		gone := van.WorkerID(1)
-		s.workerGone(gone)
+		gone := van.Process{ID: van.WorkerID(0)} // another process has its place now
 		s.c.handling.Lock()
 		defer s.c.handling.Unlock()
 		for _, keys := range [][]byte{nil, make([]byte, 8)} {

@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"maps"
 	"slices"
-	"sync"
 	"sync/atomic"
 
 	"github.com/gohvd/gohvd/internal/ps/pspb"
@@ -43,6 +42,7 @@ type KVPairs[T Value] struct {
 
 // kvRequest is the state of a push or pull that a server handles.
 type kvRequest struct {
+	from     van.Process
 	m        *van.Message
 	keys     int // number of keys
 	pushed   int // size of the pushed values
@@ -66,14 +66,12 @@ type KVServer[T Value] struct {
 	// parkedBytes is the size of these requests.
 	parkedBytes int
 
-	mu   sync.Mutex
-	gone map[int]bool // workers that have gone. A message from one of them may still wait for handling.
-	old  bool         // a worker has gone whose lists were not forgotten yet
+	old atomic.Bool // a worker has gone whose lists were not forgotten yet
 }
 
 // senderKey identifies a customer of a worker.
 type senderKey struct {
-	node     int
+	process  van.Process
 	customer int32
 }
 
@@ -93,9 +91,9 @@ func NewKVServer[T Value](po *Postoffice, app int, handler KVHandler[T], h Simpl
 	}
 	a, err := newApp(po, app, 0, h)
 	s := &KVServer[T]{SimpleApp: a, handler: handler, lists: make(map[senderKey]*serverLists),
-		parked: make(map[parkedKey]*van.Message), gone: make(map[int]bool)}
+		parked: make(map[parkedKey]*van.Message)}
 	if err == nil {
-		a.c.gone = s.workerGone
+		a.c.gone = func() { s.old.Store(true) }
 		err = a.add(s.handle)
 	}
 	if err != nil {
@@ -104,35 +102,32 @@ func NewKVServer[T Value](po *Postoffice, app int, handler KVHandler[T], h Simpl
 	return s, nil
 }
 
-// workerGone records that a worker has gone.
-func (s *KVServer[T]) workerGone(id int) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.gone[id], s.old = true, true
-}
-
-// forget drops what concerns workers that have gone, and reports whether from is one of them.
-func (s *KVServer[T]) forget(from int) bool {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.old {
-		s.old = false
-		maps.DeleteFunc(s.lists, func(key senderKey, _ *serverLists) bool { return s.gone[key.node] })
+// forget drops what concerns workers that have gone, and reports whether from is one of them. A message of
+// such a worker may have waited for handling.
+func (s *KVServer[T]) forget(from van.Process) bool {
+	connected := s.c.po.van.Connected
+	if s.old.Swap(false) {
+		maps.DeleteFunc(s.lists, func(key senderKey, _ *serverLists) bool { return !connected(key.process) })
 		for key := range s.parked {
-			if s.gone[key.node] {
+			if !connected(key.process) {
 				s.unpark(key).Release()
 			}
 		}
 	}
-	return s.gone[from]
+	return !connected(from)
 }
 
 // handle handles a request of a worker.
-func (s *KVServer[T]) handle(from int, m *van.Message) {
+func (s *KVServer[T]) handle(from van.Process, m *van.Message) {
 	if s.forget(from) {
 		m.Release()
 		return
 	}
+	s.dispatch(from, m)
+}
+
+// dispatch handles a request of a worker that has not gone.
+func (s *KVServer[T]) dispatch(from van.Process, m *van.Message) {
 	h := m.Header
 	sender := senderKey{from, h.CustomerId}
 	key := parkedKey{sender, h.Timestamp}
@@ -181,7 +176,7 @@ func checkFrames[T Value](m *van.Message) error {
 
 // want asks the worker for the keys of m, which m only names. This happens if the server has forgotten the
 // list, or if m has overtaken the message with the keys.
-func (s *KVServer[T]) want(from int, key parkedKey, m *van.Message) {
+func (s *KVServer[T]) want(from van.Process, key parkedKey, m *van.Message) {
 	h := m.Header
 	n := m.Size()
 	if len(s.parked) >= maxOutstanding || s.parkedBytes > 0 && s.parkedBytes+n > maxHeldBytes {
@@ -227,7 +222,7 @@ func (s *KVServer[T]) learn(sender senderKey, number uint64, b []byte) (*serverL
 }
 
 // serve passes a request to the handler. err is an error in its keys.
-func (s *KVServer[T]) serve(from int, m *van.Message, list *serverList, err error) {
+func (s *KVServer[T]) serve(from van.Process, m *van.Message, list *serverList, err error) {
 	h := m.Header
 	var data KVPairs[T]
 	if err == nil {
@@ -241,8 +236,8 @@ func (s *KVServer[T]) serve(from int, m *van.Message, list *serverList, err erro
 		s.c.po.refuse(from, m, err)
 		return
 	}
-	s.handler(KVMeta{Cmd: h.Head, Push: h.Push, Pull: h.Pull, Sender: from, Customer: int(h.CustomerId),
-		Timestamp: h.Timestamp, Clock: h.Clock - 1, req: &kvRequest{m: m, keys: len(list.keys),
+	s.handler(KVMeta{Cmd: h.Head, Push: h.Push, Pull: h.Pull, Sender: from.ID, Customer: int(h.CustomerId),
+		Timestamp: h.Timestamp, Clock: h.Clock - 1, req: &kvRequest{from: from, m: m, keys: len(list.keys),
 			pushed: len(m.Data[1]), event: s.c.po.observer.begin(kindOf(h.Push, h.Pull))}}, data, s)
 }
 
@@ -318,7 +313,7 @@ func (s *KVServer[T]) respond(meta KVMeta, sizes []int, fill func(vals, lens []b
 	}
 	meta.req.m.Release()
 	s.observe(&meta, m.Bytes(), nil)
-	if err := s.c.po.respond(meta.Sender, m); err != nil {
+	if err := s.c.po.respond(meta.req.from, m); err != nil {
 		return fmt.Errorf("ps: response of app %d: %w", s.c.key.app, err)
 	}
 	return nil
@@ -346,7 +341,7 @@ func (s *KVServer[T]) Fail(meta KVMeta, err error) error {
 	h.Error = err.Error()
 	meta.req.m.Release()
 	s.observe(&meta, 0, err)
-	if err := s.c.po.respond(meta.Sender, &van.Message{Header: h}); err != nil {
+	if err := s.c.po.respond(meta.req.from, &van.Message{Header: h}); err != nil {
 		return fmt.Errorf("ps: response of app %d: %w", s.c.key.app, err)
 	}
 	return nil

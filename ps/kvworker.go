@@ -61,7 +61,7 @@ func NewKVWorker[T Value](po *Postoffice, app, customer int, h SimpleHandlers) (
 	a, err := newApp(po, app, customer, h)
 	w := &KVWorker[T]{SimpleApp: a, slicer: rangeSlicer}
 	if err == nil {
-		err = a.add(func(from int, m *van.Message) {
+		err = a.add(func(from van.Process, m *van.Message) {
 			po.refuse(from, m, fmt.Errorf("app %d is a worker here and handles no push or pull", app))
 		})
 	}

@@ -55,7 +55,7 @@ type Options struct {
 	// Log receives the log. If it is nil, the log goes to stderr.
 	Log *zap.Logger
 
-	faults func(from, to int, m *van.Message, deliver func(*van.Message) error) error
+	faults func(from, to van.Process, m *van.Message, deliver func(*van.Message) error) error
 }
 
 // Postoffice is the place of a process in a job. Its methods are safe for concurrent use.
@@ -81,7 +81,7 @@ type Postoffice struct {
 
 // held is a message for a customer that does not exist yet.
 type held struct {
-	from  int
+	from  van.Process
 	m     *van.Message
 	bytes int
 	since time.Time
@@ -89,11 +89,15 @@ type held struct {
 
 // Start joins the job that the settings describe, and waits until all nodes of the job have done so. A
 // process may start again after Finalize, and may have several Postoffices, each of which is a node of its
-// own.
+// own. If a process of the job has ended, Start takes its place and its ids, and does not wait for the
+// others.
 func Start(ctx context.Context, opts Options) (*Postoffice, error) {
 	p, err := StartAsync(ctx, opts)
 	if err != nil {
 		return nil, err
+	}
+	if p.IsRecovery() {
+		return p, nil // the barrier of the start is over
 	}
 	if err := p.barrierAll(ctx); err != nil {
 		p.stop()
@@ -254,6 +258,19 @@ func (p *Postoffice) IsServer() bool { return p.cfg.Role == van.Server }
 // IsWorker reports whether this process is a worker.
 func (p *Postoffice) IsWorker() bool { return p.cfg.Role == van.Worker }
 
+// IsRecovery reports whether this process has taken the place of one that has ended. The other nodes have
+// passed all barriers that the old process has passed.
+func (p *Postoffice) IsRecovery() bool { return p.van.IsRecovery() }
+
+// AwaitReturn waits until a node that has ended was started again and has joined the job, or until ctx ends.
+// If the node takes part in the job, AwaitReturn returns at once.
+func (p *Postoffice) AwaitReturn(ctx context.Context, id int) error {
+	if err := p.van.AwaitReturn(ctx, id); err != nil {
+		return fmt.Errorf("ps: wait for the return of %s: %w", van.Name(id), err)
+	}
+	return nil
+}
+
 // NumWorkers returns the number of workers of the job.
 func (p *Postoffice) NumWorkers() int { return p.cfg.NumWorkers }
 
@@ -396,7 +413,7 @@ func (p *Postoffice) list() (all []*customer) {
 type router struct{ *Postoffice }
 
 // Receive passes a message to its customer.
-func (p router) Receive(from int, m *van.Message) {
+func (p router) Receive(from van.Process, m *van.Message) {
 	h := m.Header
 	p.mu.Lock()
 	c := p.customers[customerKey{int(h.AppId), int(h.CustomerId)}]
@@ -425,7 +442,7 @@ func (p router) Receive(from int, m *van.Message) {
 }
 
 // refuse answers a request with an error.
-func (p *Postoffice) refuse(from int, m *van.Message, err error) {
+func (p *Postoffice) refuse(from van.Process, m *van.Message, err error) {
 	h := m.Header
 	m.Release()
 	p.answer(from, &van.Message{Header: &pspb.Header{AppId: h.AppId, CustomerId: h.CustomerId,
@@ -433,7 +450,7 @@ func (p *Postoffice) refuse(from int, m *van.Message, err error) {
 }
 
 // respond sends the response m. If m is too long to be sent, the request fails.
-func (p *Postoffice) respond(to int, m *van.Message) error {
+func (p *Postoffice) respond(to van.Process, m *van.Message) error {
 	err := p.van.Reply(to, m)
 	if limit := (*van.LimitError)(nil); errors.As(err, &limit) {
 		p.refuse(to, m, err)
@@ -442,7 +459,7 @@ func (p *Postoffice) respond(to int, m *van.Message) error {
 }
 
 // answer sends a response. If the node that has asked is gone, nobody needs the response.
-func (p *Postoffice) answer(to int, m *van.Message) {
+func (p *Postoffice) answer(to van.Process, m *van.Message) {
 	if err := p.van.Reply(to, m); err != nil {
 		p.log.Debug("ps: a response was not sent", zap.Error(err))
 	}

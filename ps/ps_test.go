@@ -28,7 +28,7 @@ type job struct {
 	settings         map[string]string
 	customers        int  // of each worker process
 	leave            bool // the nodes leave the job without a barrier
-	faults           func(from, to int, m *van.Message, deliver func(*van.Message) error) error
+	faults           func(from, to van.Process, m *van.Message, deliver func(*van.Message) error) error
 }
 
 // run starts a node for each role and rank, and calls node for each of them in a goroutine. When node
@@ -301,7 +301,7 @@ func TestHeldBytes(t *testing.T) {
 	po.van = van.New(van.Config{Role: van.Server, Customers: 1, Rank: -1}, router{po})
 	body := make([]byte, 4<<20)
 	for range 100 {
-		router{po}.Receive(9, &van.Message{Header: &pspb.Header{Request: true, Body: body}})
+		router{po}.Receive(van.Process{ID: 9}, &van.Message{Header: &pspb.Header{Request: true, Body: body}})
 	}
 	if want := maxHeldBytes/len(body) - 1; len(po.held) != want {
 		t.Errorf("%d requests wait, want %d", len(po.held), want)
@@ -514,9 +514,9 @@ func TestResponseTooLong(t *testing.T) {
 func TestWithdrawOvertakes(t *testing.T) {
 	var late *van.Message
 	withdrawn := make(chan struct{})
-	faults := func(from, _ int, m *van.Message, deliver func(*van.Message) error) error {
+	faults := func(from, _ van.Process, m *van.Message, deliver func(*van.Message) error) error {
 		c := m.Header.Control
-		if from != van.WorkerID(0) || c.GetBarrierGroup() != WorkerGroup {
+		if from.ID != van.WorkerID(0) || c.GetBarrierGroup() != WorkerGroup {
 			return deliver(m)
 		}
 		if !c.Withdraw {

@@ -21,6 +21,7 @@ type SimpleData struct {
 	Customer  int
 	Timestamp int64
 
+	from     van.Process
 	answered *atomic.Bool // nil in a response
 }
 
@@ -48,7 +49,7 @@ type SimpleApp struct {
 func NewSimpleApp(po *Postoffice, app, customer int, h SimpleHandlers) (*SimpleApp, error) {
 	a, err := newApp(po, app, customer, h)
 	if err == nil {
-		err = a.add(func(from int, m *van.Message) {
+		err = a.add(func(from van.Process, m *van.Message) {
 			po.refuse(from, m, fmt.Errorf("app %d handles no push or pull", app))
 		})
 	}
@@ -74,8 +75,8 @@ func newApp(po *Postoffice, app, customer int, h SimpleHandlers) (*SimpleApp, er
 }
 
 // add registers the app. Requests that are not those of a SimpleApp are passed to the function other.
-func (a *SimpleApp) add(other func(from int, m *van.Message)) error {
-	a.c.request = func(from int, m *van.Message) {
+func (a *SimpleApp) add(other func(from van.Process, m *van.Message)) error {
+	a.c.request = func(from van.Process, m *van.Message) {
 		if !m.Header.SimpleApp {
 			other(from, m)
 			return
@@ -88,10 +89,10 @@ func (a *SimpleApp) add(other func(from int, m *van.Message)) error {
 }
 
 // simpleData returns the content of a message, and frees the message.
-func simpleData(from int, m *van.Message) SimpleData {
+func simpleData(from van.Process, m *van.Message) SimpleData {
 	h := m.Header
 	m.Release()
-	return SimpleData{Head: h.Head, Body: h.Body, Sender: from, Customer: int(h.CustomerId),
+	return SimpleData{Head: h.Head, Body: h.Body, Sender: from.ID, from: from, Customer: int(h.CustomerId),
 		Timestamp: h.Timestamp}
 }
 
@@ -111,7 +112,7 @@ func (a *SimpleApp) Request(ctx context.Context, head int32, body []byte, to int
 	if a.handlers.Response != nil {
 		r.finish = func(parts []part) error {
 			for i := range parts {
-				a.handlers.Response(simpleData(parts[i].to, parts[i].response), a)
+				a.handlers.Response(simpleData(parts[i].via, parts[i].response), a)
 			}
 			return nil
 		}
@@ -125,7 +126,7 @@ func (a *SimpleApp) Response(req SimpleData, body []byte) error {
 		return fmt.Errorf("ps: response of app %d to %s: the request was answered already, or is none",
 			a.c.key.app, van.Name(req.Sender))
 	}
-	err := a.c.po.respond(req.Sender, &van.Message{Header: &pspb.Header{Head: req.Head,
+	err := a.c.po.respond(req.from, &van.Message{Header: &pspb.Header{Head: req.Head,
 		Body:      bytes.Clone(body),
 		SimpleApp: true, AppId: int32(a.c.key.app), CustomerId: int32(req.Customer),
 		Timestamp: req.Timestamp}})

@@ -13,7 +13,8 @@ import (
 )
 
 // InitCmd is the command word with which a push sets values at a server with a built-in handler, whatever the
-// handler does with other pushes. The state of an optimizer, for example its momentum, becomes zero.
+// handler does with other pushes. The state of an optimizer, for example its momentum, becomes zero. At a
+// server that was started again, a key has no values before such a push, and other pushes to it are errors.
 const InitCmd = -1
 
 // store has the values of a server with a built-in handler. Keys are added by pushes. The values of keys that
@@ -111,6 +112,20 @@ func (s *store) resolve(list *serverList, push bool, lens []int32, total int) (*
 	}
 	list.resolved = r
 	return r, nil
+}
+
+// has returns an error unless the store has all keys of a list.
+func (s *store) has(list *serverList) error {
+	if list.resolved != nil && list.resolved.store == s {
+		return nil
+	}
+	for _, key := range list.keys {
+		if _, ok := s.entries[key]; !ok {
+			return fmt.Errorf("this server was started again and has lost the values of key %d: "+
+				"set them by a push with InitCmd", key)
+		}
+	}
+	return nil
 }
 
 // grow adds the keys that are new. If the pushed values of another key have not the size of the stored ones,
@@ -217,8 +232,14 @@ func (s *store) request(c *customer, meta *KVMeta, list *serverList, lens []int3
 			return nil, err
 		}
 	}
+	init := meta.Cmd == InitCmd
+	if c.po.IsRecovery() && !init {
+		if err := s.has(list); err != nil {
+			return nil, err
+		}
+	}
 	r, err := s.resolve(list, meta.Push, lens, total)
-	switch init := meta.Cmd == InitCmd; {
+	switch {
 	case err != nil || !meta.Push:
 	case bulk:
 		s.current.hold(c.key.app, meta, heldPush{places: r, vals: vals, init: init})

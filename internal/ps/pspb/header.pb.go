@@ -116,7 +116,7 @@ const (
 	Command_BARRIER   Command = 3
 	Command_ACK       Command = 4
 	Command_HEARTBEAT Command = 5
-	// LOST says that the nodes in the message are dead.
+	// LOST says that the nodes in the message are dead. Their field gone is the reason.
 	Command_LOST Command = 6
 	// RELEASE says that the sender no longer reads the blocks of shared memory in the message.
 	Command_RELEASE Command = 7
@@ -244,8 +244,13 @@ type Node struct {
 	// rank is the wanted rank plus one, or 0.
 	Rank int32 `protobuf:"varint,8,opt,name=rank,proto3" json:"rank,omitempty"`
 	// host_id identifies the memory of the host. socket is the address of the Unix socket there.
-	HostId        string `protobuf:"bytes,9,opt,name=host_id,json=hostId,proto3" json:"host_id,omitempty"`
-	Socket        string `protobuf:"bytes,10,opt,name=socket,proto3" json:"socket,omitempty"`
+	HostId string `protobuf:"bytes,9,opt,name=host_id,json=hostId,proto3" json:"host_id,omitempty"`
+	Socket string `protobuf:"bytes,10,opt,name=socket,proto3" json:"socket,omitempty"`
+	// generation counts the processes that have taken the place of one that has ended, in the whole job. It is
+	// 0 for the processes with which the job has started.
+	Generation uint64 `protobuf:"varint,11,opt,name=generation,proto3" json:"generation,omitempty"`
+	// gone is the reason why the process has ended. It is empty while the process takes part in the job.
+	Gone          string `protobuf:"bytes,12,opt,name=gone,proto3" json:"gone,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -346,6 +351,20 @@ func (x *Node) GetHostId() string {
 func (x *Node) GetSocket() string {
 	if x != nil {
 		return x.Socket
+	}
+	return ""
+}
+
+func (x *Node) GetGeneration() uint64 {
+	if x != nil {
+		return x.Generation
+	}
+	return 0
+}
+
+func (x *Node) GetGone() string {
+	if x != nil {
+		return x.Gone
 	}
 	return ""
 }
@@ -735,7 +754,7 @@ var File_header_proto protoreflect.FileDescriptor
 
 const file_header_proto_rawDesc = "" +
 	"\n" +
-	"\fheader.proto\x12\vgohvd.ps.v1\"\x96\x02\n" +
+	"\fheader.proto\x12\vgohvd.ps.v1\"\xca\x02\n" +
 	"\x04Node\x12%\n" +
 	"\x04role\x18\x01 \x01(\x0e2\x11.gohvd.ps.v1.RoleR\x04role\x12\x0e\n" +
 	"\x02id\x18\x02 \x01(\x05R\x02id\x12\x1a\n" +
@@ -749,7 +768,11 @@ const file_header_proto_rawDesc = "" +
 	"\x04rank\x18\b \x01(\x05R\x04rank\x12\x17\n" +
 	"\ahost_id\x18\t \x01(\tR\x06hostId\x12\x16\n" +
 	"\x06socket\x18\n" +
-	" \x01(\tR\x06socket\"\xdf\x02\n" +
+	" \x01(\tR\x06socket\x12\x1e\n" +
+	"\n" +
+	"generation\x18\v \x01(\x04R\n" +
+	"generation\x12\x12\n" +
+	"\x04gone\x18\f \x01(\tR\x04gone\"\xdf\x02\n" +
 	"\aControl\x12.\n" +
 	"\acommand\x18\x01 \x01(\x0e2\x14.gohvd.ps.v1.CommandR\acommand\x12'\n" +
 	"\x05nodes\x18\x02 \x03(\v2\x11.gohvd.ps.v1.NodeR\x05nodes\x12#\n" +

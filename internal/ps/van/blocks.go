@@ -253,8 +253,13 @@ func (l *link) newMessage(h *pspb.Header, sizes []int) *Message {
 	return m
 }
 
-// share moves the long frames of m to blocks.
+// share moves the long frames of m to blocks of the link.
 func (l *link) share(m *Message) *Message {
+	if m.own != nil && m.link != l { // another process has taken the place of the peer
+		c := m.Clone()
+		m.Drop()
+		m = c
+	}
 	if m.own != nil || !l.shares() || m.Bytes() < sharedBytes {
 		return m
 	}

@@ -24,12 +24,12 @@ func TestBlocks(t *testing.T) {
 	for _, host := range []string{"here", ""} {
 		nodes := startJob(t, 1, 1, func(c *Config) { c.HostID, c.WaterMark = host, 4 })
 		s, w := nodes[8], nodes[9]
-		s.handle(func(from int, m *Message) {
+		s.handle(func(from Process, m *Message) {
 			sizes := make([]int, len(m.Data))
 			for i, d := range m.Data {
 				sizes[i] = len(d)
 			}
-			back := s.NewMessage(from, &pspb.Header{Timestamp: m.Header.Timestamp}, sizes...)
+			back := s.NewMessage(from.ID, &pspb.Header{Timestamp: m.Header.Timestamp}, sizes...)
 			for i, d := range m.Data {
 				copy(back.Data[i], d)
 			}
@@ -61,7 +61,7 @@ func TestBlocks(t *testing.T) {
 			w.mu.Lock()
 			w.response = func(m *Message) { got <- slices.EqualFunc(m.Data, frames, bytes.Equal) }
 			w.mu.Unlock()
-			if err := w.Request(t.Context(), 8, m); err != nil {
+			if _, err := w.Request(t.Context(), 8, m); err != nil {
 				t.Fatal(err)
 			}
 			if !<-got {
@@ -101,9 +101,9 @@ func released(t *testing.T, s, w *node) {
 func TestBlocksOutliveTheLink(t *testing.T) {
 	nodes := startJob(t, 1, 1, nil)
 	got := make(chan *Message, 1)
-	nodes[8].handle(func(_ int, m *Message) { got <- m })
+	nodes[8].handle(func(_ Process, m *Message) { got <- m })
 	want := bytes.Repeat([]byte{7}, 1<<20)
-	if err := nodes[9].Request(t.Context(), 8, &Message{Header: &pspb.Header{Request: true},
+	if _, err := nodes[9].Request(t.Context(), 8, &Message{Header: &pspb.Header{Request: true},
 		Data: [][]byte{want}}); err != nil {
 		t.Fatal(err)
 	}
@@ -190,7 +190,7 @@ func TestBadBlocks(t *testing.T) {
 			ends[i] = conn.(*net.UnixConn)
 		}
 		r := newReader(ends[1])
-		r.open(newLink(&Van{}, 9, ends[1]))
+		r.open(newLink(&Van{}, Process{ID: 9}, ends[1]))
 		var rights []byte
 		if c.fd >= 0 {
 			rights = unix.UnixRights(c.fd)
@@ -229,7 +229,7 @@ func TestExhausted(t *testing.T) {
 			if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Max: limit.Max}); err != nil {
 				t.Fatal(err)
 			}
-			if err := w.Request(t.Context(), 8, m); err != nil {
+			if _, err := w.Request(t.Context(), 8, m); err != nil {
 				t.Fatal(err)
 			}
 		},

@@ -2,6 +2,7 @@ package van
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"math"
 
@@ -23,7 +24,7 @@ func (s *scheduler) clock(l *link, h *pspb.Header) {
 	id := s.van.nodeOf(l.peer, h.CustomerId)
 	t := tick{entry{l, h.CustomerId, h.Control.Barrier}, id, h.Control.Clock - int64(s.van.cfg.Staleness)}
 	if RoleOf(id) != Worker || s.van.cfg.Staleness < 0 {
-		t.answer(fmt.Sprintf("%s has no clock", Name(id)))
+		t.answer(fmt.Sprintf("%s has no clock", Name(id)), nil)
 		return
 	}
 	s.mu.Lock()
@@ -56,26 +57,26 @@ func (s *scheduler) left(nodes []*pspb.Node) {
 func (s *scheduler) advance() {
 	type failure struct {
 		tick
-		err *NodeError
+		dead *pspb.Node
 	}
 	var failed []failure
 	s.mu.Lock()
-	slowest, dead := int64(noMore), make(map[int]*NodeError)
+	slowest, dead := int64(noMore), make(map[int]*pspb.Node)
 	for _, id := range Members(GroupWorkers, 0, s.van.cfg.NumWorkers) {
 		slowest = min(slowest, s.clocks[id])
-		if err := s.van.goneError(id); err != nil && err.Err != errLeft {
-			dead[id] = err
+		if n := s.van.goneNode(id); n != nil && n.Gone != errLeft.Error() {
+			dead[id] = n
 		}
 	}
 	for id, t := range s.ticks {
 		if t.least <= slowest {
-			t.answer("")
+			t.answer("", nil)
 			delete(s.ticks, id)
 			continue
 		}
-		for other, err := range dead {
+		for other, n := range dead {
 			if s.clocks[other] < t.least {
-				failed = append(failed, failure{t, err})
+				failed = append(failed, failure{t, n})
 				delete(s.ticks, id)
 				break
 			}
@@ -83,8 +84,8 @@ func (s *scheduler) advance() {
 	}
 	s.mu.Unlock()
 	for _, f := range failed {
-		s.van.blame(f.err.ID, f.err.Err)
-		f.answer(f.err.Error())
+		s.van.blame(int(f.dead.Id), errors.New(f.dead.Gone))
+		f.answer("", f.dead)
 	}
 }
 

@@ -8,7 +8,6 @@ import (
 	"io"
 	"net"
 	"strconv"
-	"sync"
 	"time"
 
 	"go.uber.org/zap"
@@ -141,41 +140,13 @@ func (v *Van) join(ctx context.Context) ([]*pspb.Node, error) {
 		conn.Close()
 		return nil, err
 	}
-	l, err := v.addLink([]*pspb.Node{{Id: SchedulerID}}, conn, r)
+	l, err := v.addLink([]*pspb.Node{v.nodes[SchedulerID]}, conn, r)
 	if err != nil {
 		conn.Close()
 		return nil, err
 	}
 	l.run(r)
 	return table, nil
-}
-
-// connectServers connects this worker with all servers of the table.
-func (v *Van) connectServers(ctx context.Context, table []*pspb.Node) error {
-	ctx, cancel := context.WithCancelCause(ctx)
-	defer cancel(nil)
-	var wg sync.WaitGroup
-	for _, n := range table {
-		if n.Role != pspb.Role_SERVER {
-			continue
-		}
-		wg.Go(func() {
-			conn, r, err := v.dialServer(ctx, n)
-			if err != nil {
-				cancel(err)
-				return
-			}
-			l, err := v.addLink([]*pspb.Node{n}, conn, r)
-			if err != nil {
-				conn.Close()
-				cancel(err)
-				return
-			}
-			l.run(r)
-		})
-	}
-	wg.Wait()
-	return context.Cause(ctx)
 }
 
 // serve serves the connection of a node that has dialed. It returns when the connection has ended.
@@ -199,7 +170,8 @@ func (v *Van) serve(ctx context.Context, conn net.Conn) error {
 		return errors.Join(err, writeMessage(over, answer))
 	}
 	if v.sched != nil {
-		answer.Header.Control.Nodes = v.sched.table
+		v.sched.announce(nodes)
+		answer.Header.Control.Nodes = v.table()
 	}
 	// If the write fails, the node has registered and died, which the other nodes must learn.
 	if err = writeMessage(over, answer); err == nil {
@@ -248,19 +220,9 @@ func (v *Van) admit(ctx context.Context, hello *pspb.Control) ([]*pspb.Node, err
 	case <-ctx.Done():
 		return nil, ErrStopped
 	}
-	v.mu.Lock()
-	defer v.mu.Unlock()
-	var own []*pspb.Node
-	for _, n := range hello.Nodes {
-		known := v.nodes[int(n.Id)]
-		if known == nil || known.Incarnation != n.Incarnation ||
-			known.Incarnation != hello.Nodes[0].Incarnation ||
-			known.Role != pspb.Role_WORKER {
-			return nil,
-				fmt.Errorf("%s got a connection from a node that says it is %s, but is not a worker of this job",
-					Name(v.id), Name(int(n.Id)))
-		}
-		own = append(own, known)
+	if own := v.awaitWorker(ctx, hello.Nodes); own != nil {
+		return own, nil
 	}
-	return own, nil
+	return nil, fmt.Errorf("%s got a connection from a node that says it is %s, but is not a worker of this job",
+		Name(v.id), Name(int(hello.Nodes[0].Id)))
 }

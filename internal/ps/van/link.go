@@ -38,8 +38,12 @@ const (
 	drainTime = 5 * time.Second
 )
 
-// errLeft is the reason why a link has ended if the peer has left the job.
-var errLeft = errors.New("it has left the job")
+var (
+	// errLeft is the reason why a link has ended if the peer has left the job.
+	errLeft = errors.New("it has left the job")
+	// errReplaced is the reason if another process has taken the place of the peer.
+	errReplaced = errors.New("its process has ended, and another one has taken its place")
+)
 
 // link is the connection with another process, or of the scheduler with itself. It has a queue with
 // priorities, a goroutine that writes and, unless conn is nil, a goroutine that reads.
@@ -48,9 +52,10 @@ var errLeft = errors.New("it has left the job")
 // each belongs to a request of the peer, whose number the peer limits. So the goroutine that reads never
 // waits for the goroutine that writes, and no two nodes can wait for each other.
 type link struct {
-	van  *Van
-	peer int      // the first id of the process
-	conn net.Conn // nil for the link of the scheduler with itself
+	van     *Van
+	process Process
+	peer    int      // the first id of the process
+	conn    net.Conn // nil for the link of the scheduler with itself
 
 	unread  atomic.Bool // the reader has more bytes in its buffer
 	writing sync.Mutex  // guards writer
@@ -58,6 +63,7 @@ type link struct {
 
 	wake  chan struct{} // has an element if the writer has something to do
 	done  chan struct{} // closed when the link has ended
+	over  chan struct{} // closed after done, when everybody in this process knows of the end
 	heard atomic.Int64  // time of the last message, in ns since the van's start
 	// handling says that a message is being handled, so that this process reads none.
 	handling atomic.Bool
@@ -89,8 +95,9 @@ type link struct {
 	counters struct{ sent, received, resent, duplicates atomic.Uint64 }
 }
 
-func newLink(v *Van, peer int, conn net.Conn) *link {
-	l := &link{van: v, peer: peer, conn: conn, wake: make(chan struct{}, 1), done: make(chan struct{})}
+func newLink(v *Van, p Process, conn net.Conn) *link {
+	l := &link{van: v, process: p, peer: p.ID, conn: conn, wake: make(chan struct{}, 1),
+		done: make(chan struct{}), over: make(chan struct{})}
 	l.heard.Store(int64(v.now()))
 	return l
 }
@@ -574,7 +581,7 @@ func (l *link) read(r *reader) error {
 		if l.van.cfg.Faults == nil {
 			err = l.arrive(m)
 		} else {
-			err = l.van.cfg.Faults(l.peer, l.van.id, m, l.arrive)
+			err = l.van.cfg.Faults(l.process, Process{l.van.id, l.van.self[0].Incarnation}, m, l.arrive)
 		}
 		l.heard.Store(int64(l.van.now()))
 		l.handling.Store(false)
@@ -683,6 +690,10 @@ func (l *link) fail(err error) {
 	l.own.end()
 	l.theirs.end()
 	l.van.linkEnded(l, reason == errLeft, reason)
+	close(l.over)
+	l.van.mu.Lock()
+	defer l.van.mu.Unlock()
+	l.van.changed()
 }
 
 // explain returns the node that makes a link end with err, and the reason. The caller holds mu.

@@ -20,11 +20,11 @@ import (
 // entered a barrier, and has the clocks of the workers.
 type scheduler struct {
 	van      *Van
-	complete chan struct{} // closed when table or err is set
+	complete chan struct{} // closed when started or err is set
 
 	mu       sync.Mutex
 	nodes    []*pspb.Node // registered nodes, in the order of registration
-	table    []*pspb.Node // the nodes with their ids, once all have registered
+	started  bool         // all nodes have registered and have ids
 	err      error        // reason why the job does not start
 	barriers map[int]map[int]entry
 	// withdrawn has the last barrier from which a node has withdrawn, by group and id. The withdrawal may
@@ -32,6 +32,9 @@ type scheduler struct {
 	withdrawn map[[2]int]int64
 	clocks    map[int]int64 // number of iterations that a worker has ended, by id
 	ticks     map[int]tick  // workers that wait for slower ones, by id
+	// generation is the number of processes that have taken the place of another one. It is guarded by the
+	// van's mu.
+	generation uint64
 }
 
 // entry is a node that waits in a barrier or for the clock. barrier identifies its call.
@@ -58,7 +61,7 @@ func (s *scheduler) wait(ctx context.Context) error {
 	case <-s.complete:
 	case <-ctx.Done():
 		s.mu.Lock()
-		if s.table == nil && s.err == nil {
+		if !s.started && s.err == nil {
 			s.err = fmt.Errorf("%d of %d servers and %d of %d workers have registered: %w",
 				s.count(pspb.Role_SERVER), s.van.cfg.NumServers, s.count(pspb.Role_WORKER),
 				s.van.cfg.NumWorkers, context.Cause(ctx))
@@ -78,10 +81,20 @@ func (s *scheduler) count(r pspb.Role) (n int) {
 	return n
 }
 
-// register handles a registration. It waits until all nodes have registered.
-func (s *scheduler) register(ctx context.Context, hello *pspb.Control) ([]*pspb.Node, error) {
-	if err := s.add(hello); err != nil {
+// register handles a registration. It waits until all nodes have registered. If the job has started already,
+// the process gets the place of one that has ended.
+func (s *scheduler) register(ctx context.Context, hello *pspb.Control) (nodes []*pspb.Node, err error) {
+	started := false
+	if err = s.check(hello); err == nil {
+		if started, err = s.add(hello); err == nil && started {
+			nodes, err = s.replace(ctx, hello)
+		}
+	}
+	if err != nil {
 		return nil, fmt.Errorf("the scheduler refused the registration: %w", err)
+	}
+	if started {
+		return nodes, nil
 	}
 	select {
 	case <-s.complete:
@@ -91,11 +104,11 @@ func (s *scheduler) register(ctx context.Context, hello *pspb.Control) ([]*pspb.
 	if s.err != nil {
 		return nil, fmt.Errorf("the job does not start: %w", s.err)
 	}
-	return nodesOf(s.table, hello.Nodes[0].Incarnation), nil
+	return nodesOf(s.van.table(), hello.Nodes[0].Incarnation), nil
 }
 
-// add adds the nodes of a process. If they are the last ones, it makes the table.
-func (s *scheduler) add(hello *pspb.Control) error {
+// check returns an error if a registration does not fit the job.
+func (s *scheduler) check(hello *pspb.Control) error {
 	cfg, first := &s.van.cfg, hello.Nodes[0]
 	if int(hello.NumServers) != cfg.NumServers || int(hello.NumWorkers) != cfg.NumWorkers {
 		return fmt.Errorf("the node has DMLC_NUM_SERVER=%d and DMLC_NUM_WORKER=%d, the scheduler %d and %d",
@@ -115,18 +128,34 @@ func (s *scheduler) add(hello *pspb.Control) error {
 		return fmt.Errorf("the job has no place for a %s: it has one scheduler, %d servers and %d workers",
 			Role(first.Role), cfg.NumServers, cfg.NumWorkers)
 	}
+	return nil
+}
+
+// add adds the nodes of a process. If they are the last ones, they get their ids. If the job has started
+// already, add only says so.
+func (s *scheduler) add(hello *pspb.Control) (started bool, err error) {
+	cfg, role := &s.van.cfg, hello.Nodes[0].Role
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if have := s.count(first.Role); have+len(hello.Nodes) > want[first.Role] {
-		return fmt.Errorf("the job has %d of %d %ss already, and %d more want to join: is DMLC_NUM_%s right?",
-			have, want[first.Role], Role(first.Role), len(hello.Nodes),
-			strings.ToUpper(Role(first.Role).String()))
+	if s.started || s.err != nil {
+		return s.started, s.err
 	}
-	if s.err != nil {
-		return s.err
+	want := cfg.NumServers
+	if role == pspb.Role_WORKER {
+		want = cfg.NumWorkers
+	}
+	if have := s.count(role); have+len(hello.Nodes) > want {
+		return false, tooMany(hello, have, want)
 	}
 	s.nodes = append(s.nodes, hello.Nodes...)
-	return s.fill()
+	return false, s.fill()
+}
+
+// tooMany returns the error of a registration for which the job has no place.
+func tooMany(hello *pspb.Control, have, want int) error {
+	role := Role(hello.Nodes[0].Role)
+	return fmt.Errorf("the job has %d of %d %ss already, and %d more want to join: is DMLC_NUM_%s right?",
+		have, want, role, len(hello.Nodes), strings.ToUpper(role.String()))
 }
 
 // staleness returns the text of a bound on staleness.
@@ -140,16 +169,16 @@ func staleness(bound int32) string {
 // fill makes the table if all nodes have registered. The caller holds mu.
 func (s *scheduler) fill() error {
 	cfg := &s.van.cfg
-	if len(s.nodes) < cfg.NumServers+cfg.NumWorkers || s.table != nil || s.err != nil {
+	if len(s.nodes) < cfg.NumServers+cfg.NumWorkers || s.started || s.err != nil {
 		return nil
 	}
 	self := s.van.self[0]
 	self.Id = SchedulerID
-	s.table = append(assign(s.nodes), self)
 	defer close(s.complete)
-	if s.err = s.van.setTable(s.table); s.err != nil {
+	if s.err = s.van.setTable(append(assign(s.nodes), self)); s.err != nil {
 		return s.err
 	}
+	s.started = true
 	l, err := s.van.addLink([]*pspb.Node{self}, nil, nil)
 	if err != nil {
 		return err
@@ -204,18 +233,18 @@ func (s *scheduler) enter(l *link, h *pspb.Header) {
 	e := entry{l, h.CustomerId, h.Control.Barrier}
 	id, members := v.nodeOf(l.peer, h.CustomerId), Members(group, v.cfg.NumServers, v.cfg.NumWorkers)
 	if !slices.Contains(members, id) {
-		e.answer(fmt.Sprintf("group %d does not have %s", group, Name(id)))
+		e.answer(fmt.Sprintf("group %d does not have %s", group, Name(id)), nil)
 		return
 	}
 	if gone := s.place(e, id, group, members, h.Control.Withdraw); gone != nil {
-		v.blame(gone.ID, gone.Err)
-		e.answer(gone.Error())
+		v.blame(int(gone.Id), errors.New(gone.Gone))
+		e.answer("", gone)
 	}
 }
 
 // place records that node id enters or leaves the barrier of a group with the given members. If a member has
-// gone, it returns the error.
-func (s *scheduler) place(e entry, id, group int, members []int, withdraw bool) *NodeError {
+// ended, it returns its record.
+func (s *scheduler) place(e entry, id, group int, members []int, withdraw bool) *pspb.Node {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	place := [2]int{group, id}
@@ -230,8 +259,8 @@ func (s *scheduler) place(e entry, id, group int, members []int, withdraw bool) 
 		return nil
 	}
 	for _, m := range members {
-		if err := s.van.goneError(m); err != nil {
-			return err
+		if n := s.van.goneNode(m); n != nil {
+			return n
 		}
 	}
 	if s.barriers[group] == nil {
@@ -239,39 +268,38 @@ func (s *scheduler) place(e entry, id, group int, members []int, withdraw bool) 
 	}
 	s.barriers[group][id] = e
 	if len(s.barriers[group]) == len(members) {
-		release(s.barriers[group], "")
+		release(s.barriers[group], nil)
 		delete(s.barriers, group)
 	}
 	return nil
 }
 
-// release answers all nodes in a barrier. If text is not empty, it is their error. The scheduler itself is
-// answered last, because it may then say goodbye to the others.
-func release(barrier map[int]entry, text string) {
+// release answers all nodes in a barrier. If gone is not nil, the barrier has failed, because this node has
+// ended. The scheduler itself is answered last, because it may then say goodbye to the others.
+func release(barrier map[int]entry, gone *pspb.Node) {
 	for _, id := range slices.Backward(slices.Sorted(maps.Keys(barrier))) {
-		barrier[id].answer(text)
+		barrier[id].answer("", gone)
 	}
 }
 
 // answer tells the node that it need not wait any longer. If text is not empty, it is the error of the call.
-func (e entry) answer(text string) {
+// If gone is not nil, the call has failed because this node has ended.
+func (e entry) answer(text string, gone *pspb.Node) {
 	m := controlMessage(&pspb.Control{Command: pspb.Command_BARRIER, Barrier: e.barrier})
+	if gone != nil {
+		m.Header.Control.Nodes = []*pspb.Node{gone}
+	}
 	m.Header.CustomerId, m.Header.Error = e.customer, text
 	_ = e.link.reply(m) // an error means that the node has gone
 }
 
-// lost handles the end of the link with a process. Barriers of groups that have one of its nodes fail. If the
-// process has not left, all other nodes learn that it is dead.
-func (s *scheduler) lost(peer int, left bool, err error) {
+// lost handles the end of the link with the process of the given nodes. Barriers of groups that have one of
+// its nodes fail. If the process has not left, all other nodes learn that it is dead.
+func (s *scheduler) lost(peer int, nodes []*pspb.Node, left bool, err error) {
 	v := s.van
-	var nodes []*pspb.Node
-	v.mu.Lock()
-	for _, n := range v.nodes {
-		if n.Incarnation == v.nodes[peer].Incarnation {
-			nodes = append(nodes, &pspb.Node{Id: n.Id, Role: n.Role, Incarnation: n.Incarnation})
-		}
+	if !left {
+		s.broadcast(pspb.Command_LOST, nodes)
 	}
-	v.mu.Unlock()
 	var failed []map[int]entry
 	s.mu.Lock()
 	for group, barrier := range s.barriers {
@@ -287,20 +315,20 @@ func (s *scheduler) lost(peer int, left bool, err error) {
 	s.mu.Unlock()
 	for _, barrier := range failed {
 		v.blame(peer, err)
-		release(barrier, (&NodeError{peer, err}).Error())
+		release(barrier, nodes[0])
 	}
 	if left {
 		s.left(nodes)
 	}
 	s.advance()
-	if left {
-		return
-	}
-	for id, l := range *v.links.Load() {
-		if id == l.peer && l.conn != nil && id != peer {
-			m := controlMessage(&pspb.Control{Command: pspb.Command_LOST, Nodes: nodes})
-			m.Header.Error = err.Error()
-			_ = l.reply(m) // an error means that this node has gone too
+}
+
+// broadcast sends the records of the nodes of a process to all other nodes.
+func (s *scheduler) broadcast(command pspb.Command, nodes []*pspb.Node) {
+	for id, l := range *s.van.links.Load() {
+		if id == l.peer && l.conn != nil && l.process.Incarnation != nodes[0].Incarnation {
+			// An error means that this node has gone too.
+			_ = l.reply(controlMessage(&pspb.Control{Command: command, Nodes: nodes}))
 		}
 	}
 }
@@ -318,14 +346,14 @@ func (v *Van) nodeOf(peer int, customer int32) int {
 	return peer
 }
 
-// goneError returns an error if the node has died or left, else nil.
-func (v *Van) goneError(id int) *NodeError {
+// goneNode returns the record of a node if it has died or left, else nil.
+func (v *Van) goneNode(id int) *pspb.Node {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	if err := v.gone[id]; err != nil {
-		return &NodeError{id, err}
+	if v.gone[id] == nil {
+		return nil
 	}
-	return nil
+	return v.record(id)
 }
 
 // Barrier waits until all nodes of the group have called Barrier, or until ctx ends. If a node of the group
@@ -382,16 +410,20 @@ func (v *Van) ask(ctx context.Context, what string, customer int, c *pspb.Contro
 
 // schedulerAnswer handles the answer of the scheduler to a call of ask.
 func (v *Van) schedulerAnswer(h *pspb.Header) {
-	v.mu.Lock()
-	defer v.mu.Unlock()
-	done := v.barriers[h.Control.Barrier]
-	if done == nil {
-		return // the call has returned because its context has ended
-	}
-	delete(v.barriers, h.Control.Barrier)
 	var err error
-	if h.Error != "" {
+	switch gone := h.Control.Nodes; {
+	case len(gone) > 0:
+		if v.sched == nil {
+			v.learn(gone)
+		}
+		err = &NodeError{int(gone[0].Id), errors.New(gone[0].Gone)}
+	case h.Error != "":
 		err = errors.New(h.Error)
 	}
-	done <- err
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if done := v.barriers[h.Control.Barrier]; done != nil { // else the context of the call has ended
+		delete(v.barriers, h.Control.Barrier)
+		done <- err
+	}
 }

@@ -12,6 +12,9 @@
 //  4. Frames of a received message may be in memory of the sender that is mapped for reading. They are valid
 //     until Release.
 //  5. If a node dies, all nodes that are connected with it learn it, and their requests to it fail.
+//  6. A process that has ended can be replaced by another one, which takes its ids. No message of the old
+//     process is handled after the first message of the new one, and no answer to the old one reaches the new
+//     one.
 //
 // The methods of a Van are safe for concurrent use.
 package van
@@ -78,20 +81,29 @@ type Config struct {
 	// Log receives the log. It may be nil.
 	Log *zap.Logger
 	// Faults injects faults, for tests. For each message from a node it calls deliver any number of times. It
-	// is called by one goroutine for each pair of nodes.
-	Faults func(from, to int, m *Message, deliver func(*Message) error) error
+	// is called by one goroutine for each pair of processes.
+	Faults func(from, to Process, m *Message, deliver func(*Message) error) error
+}
+
+// Process identifies a process of the job. A process that takes the place of another one has the same id and
+// another incarnation.
+type Process struct {
+	// ID is the id of the process's first node.
+	ID          int
+	Incarnation uint64
 }
 
 // Handler receives what happens at a node. Its methods must not wait for messages of other nodes.
 type Handler interface {
-	// Receive handles a message of the node from, which belongs to the handler from then on. There is one
-	// call at a time for each sender.
-	Receive(from int, m *Message)
+	// Receive handles a message of the process from, which belongs to the handler from then on. There is one
+	// call at a time for each process.
+	Receive(from Process, m *Message)
 	// Blame handles the failure of a node: it has died, or has left while nodes wait for it in a barrier or
 	// have requests to it, or before such a request. It is called once, for the first such node, and the
 	// calls that fail because of it return only after that.
 	Blame(id int, err error)
-	// Lost handles the end of a node, which has died or left. It is called once for each process.
+	// Lost handles the end of a node, which has died or left. It is called once for each process, and before
+	// another process takes its place.
 	Lost(id int, err error)
 	// Tick is called regularly.
 	Tick(now time.Time)
@@ -136,12 +148,13 @@ type Van struct {
 	ready    chan struct{}                 // closed when nodes is complete
 	links    atomic.Pointer[map[int]*link] // by id of the peer, including further ids of its process
 	sched    *scheduler                    // nil except at the scheduler
-	blamed   sync.Once                     // for the handler's method Blame
 
 	mu       sync.Mutex
 	nodes    map[int]*pspb.Node
 	first    map[uint64]int // id of customer 0 of each process, by incarnation
 	gone     map[int]error  // nodes that have died or left
+	change   chan struct{}  // closed when nodes or gone changes
+	blamed   *sync.Once     // for the handler's method Blame; replaced when a process takes a place
 	barriers map[int64]chan error
 	barrier  int64 // number of barriers so far
 	stopping bool
@@ -152,8 +165,8 @@ type Van struct {
 func New(cfg Config, h Handler) *Van {
 	v := &Van{cfg: cfg, log: cfg.Log, handler: h, started: time.Now(), ready: make(chan struct{}),
 		unproven: dial.NewLimiter(maxUnproven), nodes: make(map[int]*pspb.Node),
-		first: make(map[uint64]int), gone: make(map[int]error),
-		barriers: make(map[int64]chan error), reliable: cfg.Resend}
+		first: make(map[uint64]int), gone: make(map[int]error), change: make(chan struct{}),
+		blamed: new(sync.Once), barriers: make(map[int64]chan error), reliable: cfg.Resend}
 	if v.log == nil {
 		v.log = zap.NewNop()
 	}
@@ -270,15 +283,18 @@ func (v *Van) Stats() trace.Node {
 	return s
 }
 
+// changed wakes those that wait for a change of nodes or gone. The caller holds mu.
+func (v *Van) changed() {
+	close(v.change)
+	v.change = make(chan struct{})
+}
+
 // setTable records the table of all nodes, in which the nodes of this process have their ids.
 func (v *Van) setTable(table []*pspb.Node) error {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	for _, n := range table {
-		v.nodes[int(n.Id)] = n
-		if n.CustomerId == 0 {
-			v.first[n.Incarnation] = int(n.Id)
-		}
+		v.set(n)
 	}
 	own := nodesOf(table, v.self[0].Incarnation)
 	if len(own) != len(v.self) || len(v.nodes) != 1+v.cfg.NumServers+v.cfg.NumWorkers {
@@ -289,6 +305,25 @@ func (v *Van) setTable(table []*pspb.Node) error {
 	v.self, v.id = own, int(own[0].Id)
 	close(v.ready)
 	return nil
+}
+
+// set records the node n. The caller holds mu.
+func (v *Van) set(n *pspb.Node) {
+	id := int(n.Id)
+	if old := v.nodes[id]; old != nil && v.first[old.Incarnation] == id {
+		delete(v.first, old.Incarnation)
+	}
+	v.nodes[id] = n
+	if n.CustomerId == 0 {
+		v.first[n.Incarnation] = id
+	}
+	switch delete(v.gone, id); n.Gone {
+	case "":
+	case errLeft.Error():
+		v.gone[id] = errLeft
+	default:
+		v.gone[id] = errors.New(n.Gone)
+	}
 }
 
 // nodesOf returns the nodes of a process, ordered by customer.
@@ -303,9 +338,10 @@ func nodesOf(table []*pspb.Node, incarnation uint64) (own []*pspb.Node) {
 }
 
 // addLink makes the link with the process of the given nodes. The caller must start the goroutines of the
-// link. If there is such a link already, or the van is stopped, addLink returns an error.
+// link. If there is such a link already, or the van is stopped, addLink returns an error. The link replaces
+// one that has ended.
 func (v *Van) addLink(nodes []*pspb.Node, conn net.Conn, r *reader) (*link, error) {
-	l := newLink(v, int(nodes[0].Id), conn)
+	l := newLink(v, Process{int(nodes[0].Id), nodes[0].Incarnation}, conn)
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	if v.stopping {
@@ -313,7 +349,7 @@ func (v *Van) addLink(nodes []*pspb.Node, conn net.Conn, r *reader) (*link, erro
 	}
 	links := maps.Clone(*v.links.Load())
 	for _, n := range nodes {
-		if links[int(n.Id)] != nil {
+		if old := links[int(n.Id)]; old != nil && !isClosed(old.over) {
 			return nil, fmt.Errorf("%s is connected with %s already", Name(int(n.Id)), Name(v.id))
 		}
 		links[int(n.Id)] = l
@@ -357,20 +393,46 @@ func (v *Van) NewMessage(to int, h *pspb.Header, sizes ...int) *Message {
 }
 
 // Request sends a request to a node. If the node has not answered Config.WaterMark requests, it waits until
-// ctx ends. The caller must call Answered once if Request returns nil. The message belongs to the van in any
-// case.
-func (v *Van) Request(ctx context.Context, to int, m *Message) error {
-	return v.send(to, m, func(l *link, m *Message) error { return l.request(ctx, m) })
+// ctx ends. It returns the process to which the request goes. If it returns no error, the caller must call
+// Answered once. The message belongs to the van in any case.
+func (v *Van) Request(ctx context.Context, to int, m *Message) (Process, error) {
+	l, err := v.link(to)
+	if err != nil {
+		m.Drop()
+		return Process{}, err
+	}
+	return l.process, v.send(l, m, func(l *link, m *Message) error { return l.request(ctx, m) })
 }
 
-// Reply sends the answer to a request. It does not wait. The message belongs to the van in any case.
-func (v *Van) Reply(to int, m *Message) error {
-	return v.send(to, m, (*link).reply)
+// Reply sends the answer to a request of the process to. It does not wait. The message belongs to the van in
+// any case.
+func (v *Van) Reply(to Process, m *Message) error {
+	l, err := v.linkTo(to)
+	if err != nil {
+		m.Drop()
+		return err
+	}
+	return v.send(l, m, (*link).reply)
+}
+
+// linkTo returns the link with a process.
+func (v *Van) linkTo(p Process) (*link, error) {
+	l, err := v.link(p.ID)
+	if err == nil && l.process != p {
+		return nil, &NodeError{p.ID, errReplaced}
+	}
+	return l, err
+}
+
+// Connected reports whether this process is connected with the process p, which has not ended.
+func (v *Van) Connected(p Process) bool {
+	l, err := v.linkTo(p)
+	return err == nil && !isClosed(l.done)
 }
 
 // send passes a message to a link with the function queue.
-func (v *Van) send(to int, m *Message, queue func(*link, *Message) error) error {
-	l, err := v.link(to)
+func (v *Van) send(l *link, m *Message, queue func(*link, *Message) error) error {
+	err := m.check()
 	if err == nil {
 		err = m.check()
 	}
@@ -395,9 +457,9 @@ func (v *Van) own(m *Message) *Message {
 	return c
 }
 
-// Answered tells the van that a request to the node was answered or has failed.
-func (v *Van) Answered(to int) {
-	if l, err := v.link(to); err == nil {
+// Answered tells the van that a request to the process was answered or has failed.
+func (v *Van) Answered(to Process) {
+	if l, err := v.linkTo(to); err == nil {
 		l.answered()
 	}
 }
@@ -415,7 +477,7 @@ func (v *Van) loop(l *link, m *Message) {
 func (v *Van) arrive(l *link, m *Message) error {
 	c := m.Header.Control
 	if c == nil {
-		v.handler.Receive(l.peer, m)
+		v.handler.Receive(l.process, m)
 		return nil
 	}
 	defer m.Release()
@@ -442,11 +504,9 @@ func (v *Van) arrive(l *link, m *Message) error {
 		}
 	case pspb.Command_RELEASE:
 		l.own.released(c.Blocks)
-	case pspb.Command_LOST:
+	case pspb.Command_LOST, pspb.Command_ADD_NODE:
 		if l.peer == SchedulerID {
-			for _, n := range c.Nodes {
-				v.died(int(n.Id), errors.New(m.Header.Error))
-			}
+			v.learn(c.Nodes)
 		}
 	default:
 		v.log.Warn("ps: dropped an unknown message", zap.String("from", Name(l.peer)),
@@ -455,27 +515,11 @@ func (v *Van) arrive(l *link, m *Message) error {
 	return nil
 }
 
-// died handles the news of the scheduler that a node is dead.
-func (v *Van) died(id int, err error) {
-	if l := (*v.links.Load())[id]; l != nil {
-		l.fail(err)
-	}
-	v.mu.Lock()
-	defer v.mu.Unlock()
-	if v.gone[id] == nil {
-		v.gone[id] = err
-	}
-}
-
 // linkEnded handles the end of a link.
 func (v *Van) linkEnded(l *link, left bool, err error) {
 	v.mu.Lock()
 	stopping := v.stopping
-	for id, other := range *v.links.Load() {
-		if other == l && v.gone[id] == nil {
-			v.gone[id] = err
-		}
-	}
+	ended := v.end(l.process, err)
 	v.mu.Unlock()
 	if stopping {
 		return
@@ -486,7 +530,7 @@ func (v *Van) linkEnded(l *link, left bool, err error) {
 	}
 	switch {
 	case v.sched != nil:
-		v.sched.lost(l.peer, left, err)
+		v.sched.lost(l.peer, ended, left, err)
 	case l.peer == SchedulerID:
 		v.schedulerGone(left, &NodeError{SchedulerID, err})
 	}
@@ -497,10 +541,10 @@ func (v *Van) linkEnded(l *link, left bool, err error) {
 // the job. It returns when the handler knows of the first failure.
 func (v *Van) blame(id int, err error) {
 	v.mu.Lock()
-	stopping := v.stopping
+	stopping, blamed := v.stopping, v.blamed
 	v.mu.Unlock()
 	if !stopping {
-		v.blamed.Do(func() { v.handler.Blame(id, &NodeError{id, err}) })
+		blamed.Do(func() { v.handler.Blame(id, &NodeError{id, err}) })
 	}
 }
 

@@ -30,10 +30,10 @@ var noLog = zap.NewNop()
 // ignore is a Handler that does nothing.
 type ignore struct{}
 
-func (ignore) Receive(_ int, m *Message) { m.Release() }
-func (ignore) Blame(int, error)          {}
-func (ignore) Lost(int, error)           {}
-func (ignore) Tick(time.Time)            {}
+func (ignore) Receive(_ Process, m *Message) { m.Release() }
+func (ignore) Blame(int, error)              {}
+func (ignore) Lost(int, error)               {}
+func (ignore) Tick(time.Time)                {}
 
 // node is a node of a test. Its Handler answers requests, and records what arrives.
 type node struct {
@@ -41,7 +41,7 @@ type node struct {
 
 	// The following are guarded by mu and may be nil. request handles requests instead, response is called
 	// for responses, and blaming when a node is blamed.
-	request  func(from int, m *Message)
+	request  func(from Process, m *Message)
 	response func(m *Message)
 	blaming  func()
 
@@ -53,7 +53,7 @@ type node struct {
 	woken  chan struct{}
 }
 
-func (n *node) Receive(from int, m *Message) {
+func (n *node) Receive(from Process, m *Message) {
 	n.mu.Lock()
 	request := n.request
 	n.mu.Unlock()
@@ -121,7 +121,7 @@ func (n *node) until(t *testing.T, what string, cond func() bool) {
 }
 
 // handle makes the function f handle the requests.
-func (n *node) handle(f func(from int, m *Message)) {
+func (n *node) handle(f func(from Process, m *Message)) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	n.request = f
@@ -235,7 +235,7 @@ func TestJob(t *testing.T) {
 		testnet.WantError(t, nodes[9].Barrier(t.Context(), 0, 99), "group 99 does not have worker 0")
 		for from, n := range nodes {
 			for to := range nodes {
-				err := n.Request(t.Context(), to, &Message{Header: &pspb.Header{Request: true,
+				_, err := n.Request(t.Context(), to, &Message{Header: &pspb.Header{Request: true,
 					Body: []byte{byte(from)}}})
 				if from != 1 && to != 1 && RoleOf(from) == RoleOf(to) {
 					testnet.WantError(t, err, "has no connection with "+Name(to))
@@ -245,8 +245,8 @@ func TestJob(t *testing.T) {
 					}
 				}
 			}
-			testnet.WantError(t, n.Request(t.Context(), 77, &Message{Header: &pspb.Header{}}),
-				"no node with the id 77")
+			_, err := n.Request(t.Context(), 77, &Message{Header: &pspb.Header{}})
+			testnet.WantError(t, err, "no node with the id 77")
 		}
 		for id, n := range nodes {
 			want := len(nodes)
@@ -297,7 +297,8 @@ func TestDeath(t *testing.T) {
 	for _, id := range []int{1, 9, 11} {
 		n := nodes[id]
 		n.until(t, Name(id)+" learns the death", func() bool { return n.lost[10] != nil })
-		testnet.WantError(t, n.Request(t.Context(), 10, &Message{Header: &pspb.Header{}}), "server 1 is gone")
+		_, err := n.Request(t.Context(), 10, &Message{Header: &pspb.Header{}})
+		testnet.WantError(t, err, "server 1 is gone")
 		if got := n.Dead(time.Hour); !slices.Equal(got, []int{10}) {
 			t.Errorf("%s: dead are %v, want 10", Name(id), got)
 		}
@@ -364,12 +365,13 @@ func TestLeavingWithRequests(t *testing.T) {
 		nodes := startJob(t, 1, 1, nil)
 		s, w := nodes[8], nodes[9]
 		arrived := make(chan struct{})
-		s.handle(func(_ int, m *Message) {
+		s.handle(func(_ Process, m *Message) {
 			close(arrived)
 			m.Release()
 		})
 		request := func() error {
-			return w.Request(t.Context(), 8, &Message{Header: &pspb.Header{Request: true}})
+			_, err := w.Request(t.Context(), 8, &Message{Header: &pspb.Header{Request: true}})
+			return err
 		}
 		if before {
 			if err := request(); err != nil {
@@ -461,12 +463,12 @@ func TestSlowHandler(t *testing.T) {
 	nodes := startJob(t, 1, 1, nil)
 	entered, leave := make(chan struct{}), make(chan struct{})
 	defer close(leave)
-	nodes[8].handle(func(_ int, m *Message) {
+	nodes[8].handle(func(_ Process, m *Message) {
 		close(entered)
 		<-leave
 		m.Release()
 	})
-	if err := nodes[1].Request(t.Context(), 8, &Message{Header: &pspb.Header{Request: true}}); err != nil {
+	if _, err := nodes[1].Request(t.Context(), 8, &Message{Header: &pspb.Header{Request: true}}); err != nil {
 		t.Fatal(err)
 	}
 	<-entered
@@ -489,7 +491,7 @@ func TestNothingAfterTheEnd(t *testing.T) {
 	s, w := nodes[8], nodes[9]
 	entered, leave := make(chan struct{}), make(chan struct{})
 	calls := 0
-	s.handle(func(_ int, m *Message) {
+	s.handle(func(_ Process, m *Message) {
 		if calls++; calls == 1 {
 			close(entered)
 			<-leave
@@ -526,12 +528,12 @@ func TestLeavingDuringARequest(t *testing.T) {
 	nodes := startJob(t, 1, 1, nil)
 	s, w := nodes[8], nodes[9]
 	entered, leave := make(chan struct{}), make(chan struct{})
-	s.handle(func(_ int, m *Message) {
+	s.handle(func(_ Process, m *Message) {
 		close(entered)
 		<-leave
 		m.Release()
 	})
-	if err := w.Request(t.Context(), 8, &Message{Header: &pspb.Header{Request: true}}); err != nil {
+	if _, err := w.Request(t.Context(), 8, &Message{Header: &pspb.Header{Request: true}}); err != nil {
 		t.Fatal(err)
 	}
 	<-entered
@@ -612,6 +614,7 @@ func TestStartFails(t *testing.T) {
 	testnet.WantError(t, <-result, "the job has 1 of 1 workers already, and 1 more want to join")
 	// A stranger connects to the server.
 	addr := net.JoinHostPort("127.0.0.1", fmt.Sprint(server.self[0].Port))
+	var strangers sync.WaitGroup // the server waits for news of each
 	for _, n := range []*pspb.Node{{Id: 9, Incarnation: 1}, {Id: 8,
 		Incarnation: server.self[0].Incarnation}, {}} {
 		conn, err := dial.Greet(t.Context(), addr, key, magic, version)
@@ -623,11 +626,14 @@ func TestStartFails(t *testing.T) {
 		if err := writeMessage(conn, hello); err != nil {
 			t.Fatal(err)
 		}
-		m, err := newReader(conn).next()
-		if err != nil || !strings.Contains(m.Header.Error, "is not a worker of this job") {
-			t.Errorf("the answer to a stranger is %v, %v", m, err)
-		}
+		strangers.Go(func() {
+			m, err := newReader(conn).next()
+			if err != nil || !strings.Contains(m.Header.Error, "is not a worker of this job") {
+				t.Errorf("the answer to a stranger is %v, %v", m, err)
+			}
+		})
 	}
+	strangers.Wait()
 	for id, err := range barrier(t.Context(), nodes, GroupAll, 1, 1) {
 		if err != nil {
 			t.Errorf("%s: %v", Name(id), err)
@@ -687,8 +693,8 @@ func TestWaterMark(t *testing.T) {
 	nodes := startJob(t, 1, 1, func(c *Config) {
 		c.WaterMark = 3
 		if c.Role == Server {
-			c.Faults = func(from, to int, m *Message, deliver func(*Message) error) error {
-				if from == 9 {
+			c.Faults = func(from, to Process, m *Message, deliver func(*Message) error) error {
+				if from.ID == 9 {
 					<-hold
 				}
 				return deliver(m)
@@ -697,7 +703,8 @@ func TestWaterMark(t *testing.T) {
 	})
 	w := nodes[9]
 	send := func(ctx context.Context) error {
-		return w.Request(ctx, 8, &Message{Header: &pspb.Header{Request: true}})
+		_, err := w.Request(ctx, 8, &Message{Header: &pspb.Header{Request: true}})
+		return err
 	}
 	for range 3 {
 		if err := send(t.Context()); err != nil {
@@ -727,7 +734,7 @@ func TestWaterMark(t *testing.T) {
 
 // TestQueuedBytes checks that a request whose body has no room in the queue waits.
 func TestQueuedBytes(t *testing.T) {
-	l := newLink(New(Config{Role: Worker, WaterMark: 1000}, ignore{}), 8, nil)
+	l := newLink(New(Config{Role: Worker, WaterMark: 1000}, ignore{}), Process{ID: 8}, nil)
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	m := &Message{Header: &pspb.Header{Request: true, Body: make([]byte, 4<<20)}}
@@ -760,7 +767,7 @@ func TestExactlyOnce(t *testing.T) {
 				for i := range each {
 					m := NewMessage(&pspb.Header{Request: true, Body: fmt.Appendf(nil, "%d %d", id, i)}, 8)
 					binary.LittleEndian.PutUint64(m.Data[0], uint64(i))
-					if err := nodes[id].Request(t.Context(), to, m); err != nil {
+					if _, err := nodes[id].Request(t.Context(), to, m); err != nil {
 						t.Error(err)
 						return
 					}
@@ -807,12 +814,12 @@ func TestExactlyOnce(t *testing.T) {
 }
 
 // Lossy returns faults that drop 10% of the messages, duplicate 5% and reorder 20%.
-func Lossy(seed uint64) func(from, to int, m *Message, deliver func(*Message) error) error {
+func Lossy(seed uint64) func(from, to Process, m *Message, deliver func(*Message) error) error {
 	var mu sync.Mutex
-	streams := make(map[[2]int]*faulty.Messages[*Message])
-	return func(from, to int, m *Message, deliver func(*Message) error) error {
+	streams := make(map[[2]Process]*faulty.Messages[*Message])
+	return func(from, to Process, m *Message, deliver func(*Message) error) error {
 		mu.Lock()
-		f := streams[[2]int{from, to}]
+		f := streams[[2]Process{from, to}]
 		if f == nil {
 			f = &faulty.Messages[*Message]{Drop: 0.1, Duplicate: 0.05, Reorder: 0.2, Depth: 8,
 				Clone: func(m *Message) *Message {
@@ -820,8 +827,8 @@ func Lossy(seed uint64) func(from, to int, m *Message, deliver func(*Message) er
 					c.Header = proto.CloneOf(m.Header)
 					return c
 				}}
-			f.Seed(seed + uint64(from)<<32 + uint64(to))
-			streams[[2]int{from, to}] = f
+			f.Seed(seed + uint64(from.ID)<<32 + uint64(to.ID))
+			streams[[2]Process{from, to}] = f
 		}
 		mu.Unlock()
 		return f.Pass(m, deliver)
@@ -831,7 +838,7 @@ func Lossy(seed uint64) func(from, to int, m *Message, deliver func(*Message) er
 // TestReplyBytes checks that a reply that has no room in the queue is an error, that a short reply has room,
 // and that sending makes room.
 func TestReplyBytes(t *testing.T) {
-	l := newLink(New(Config{Role: Server}, ignore{}), 9, nil)
+	l := newLink(New(Config{Role: Server}, ignore{}), Process{ID: 9}, nil)
 	long := &Message{Header: &pspb.Header{}, Data: [][]byte{make([]byte, maxReplyBytes/8)}}
 	replied := 0
 	var err error

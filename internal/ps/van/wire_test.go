@@ -8,6 +8,7 @@ import (
 	"math/rand/v2"
 	"runtime"
 	"slices"
+	"sync"
 	"testing"
 	"time"
 
@@ -171,15 +172,16 @@ func FuzzArrive(f *testing.F) {
 	f.Fuzz(func(t *testing.T, in []byte) {
 		v := &Van{cfg: Config{Role: Scheduler, NumWorkers: 1, NumServers: 1}, log: noLog, handler: ignore{},
 			ready: make(chan struct{}), nodes: make(map[int]*pspb.Node), gone: make(map[int]error),
+			change: make(chan struct{}), blamed: new(sync.Once),
 			barriers: make(map[int64]chan error), self: []*pspb.Node{{Role: pspb.Role_SCHEDULER}}}
 		v.links.Store(&map[int]*link{})
 		v.sched = newScheduler(v)
-		if err := v.sched.add(&pspb.Control{NumWorkers: 1, NumServers: 1, Staleness: 1, Nodes: []*pspb.Node{
-			{Role: pspb.Role_WORKER, Incarnation: 1}}}); err != nil {
+		if _, err := v.sched.add(&pspb.Control{NumWorkers: 1, NumServers: 1, Staleness: 1,
+			Nodes: []*pspb.Node{{Role: pspb.Role_WORKER, Incarnation: 1}}}); err != nil {
 			t.Fatal(err)
 		}
 		v.nodes[9] = &pspb.Node{Id: 9, Incarnation: 1}
-		l := newLink(v, 9, nil)
+		l := newLink(v, Process{ID: 9}, nil)
 		r := openReader(in)
 		for {
 			m, err := r.next()

@@ -1,0 +1,329 @@
+package van
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"maps"
+	"slices"
+	"sync"
+	"time"
+
+	"go.uber.org/zap"
+	"google.golang.org/protobuf/proto"
+
+	"github.com/gohvd/gohvd/internal/dial"
+	"github.com/gohvd/gohvd/internal/ps/pspb"
+)
+
+const (
+	// aliveTime is the least time after which a message shows that its sender has not ended before.
+	aliveTime = 100 * time.Millisecond
+	// newsTime is how long a server waits for the scheduler's news of a worker that has connected already.
+	newsTime = 5 * time.Second
+)
+
+// table returns the records of all nodes. Those that have ended say so.
+func (v *Van) table() (all []*pspb.Node) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	for id := range v.nodes {
+		all = append(all, v.record(id))
+	}
+	slices.SortFunc(all, func(a, b *pspb.Node) int { return cmp.Compare(a.Id, b.Id) })
+	return all
+}
+
+// record returns a copy of the record of a node, with the reason of its end. The caller holds mu.
+func (v *Van) record(id int) *pspb.Node {
+	n := proto.CloneOf(v.nodes[id])
+	if err := v.gone[id]; err != nil {
+		n.Gone = err.Error()
+	}
+	return n
+}
+
+// end records that a process has ended, and returns the records of its nodes. If another one has taken its
+// place, there are none. The caller holds mu.
+func (v *Van) end(p Process, err error) (ended []*pspb.Node) {
+	for id, n := range v.nodes {
+		if n.Incarnation != p.Incarnation {
+			continue
+		}
+		if v.gone[id] == nil {
+			v.gone[id] = err
+		}
+		ended = append(ended, v.record(id))
+	}
+	v.changed()
+	return nodesOf(ended, p.Incarnation)
+}
+
+// learn records what the scheduler says of the nodes of a process: it has ended, or it has taken the place of
+// another one. News of the same place may arrive in any order.
+func (v *Van) learn(nodes []*pspb.Node) {
+	if len(nodes) == 0 {
+		return
+	}
+	n := nodes[0]
+	v.mu.Lock()
+	known := v.nodes[int(n.Id)]
+	stale := known == nil || n.Generation < known.Generation ||
+		n.Generation == known.Generation && n.Gone == ""
+	v.mu.Unlock()
+	if stale {
+		return
+	}
+	if n.Gone != errLeft.Error() { // a node that leaves says so on its connection, after all other messages
+		v.disconnect(n, known)
+	}
+	v.mu.Lock()
+	for _, n := range nodes {
+		if v.nodes[int(n.Id)] != nil {
+			v.set(n)
+		}
+	}
+	if n.Gone == "" {
+		v.blamed = new(sync.Once)
+	}
+	v.changed()
+	v.mu.Unlock()
+	if v.cfg.Role == Worker && n.Role == pspb.Role_SERVER && n.Gone == "" {
+		v.wg.Go(func() { v.reconnect(n) })
+	}
+}
+
+// disconnect ends the link with the process that has had the place of n until now, and waits until everybody
+// in this process knows of its end.
+func (v *Van) disconnect(n, known *pspb.Node) {
+	l := (*v.links.Load())[int(n.Id)]
+	if l == nil || l.process.Incarnation != known.Incarnation {
+		return
+	}
+	if n.Generation == known.Generation {
+		l.fail(errors.New(n.Gone))
+	} else {
+		l.fail(errReplaced)
+	}
+	<-l.over
+}
+
+// reconnect connects this worker with a server that has taken the place of another one.
+func (v *Van) reconnect(n *pspb.Node) {
+	ctx, cancel := context.WithTimeout(v.ctx, v.cfg.StartTimeout)
+	defer cancel()
+	if err := v.connect(ctx, n); err != nil && v.ctx.Err() == nil {
+		v.log.Warn("ps: no connection with a server that was started again", zap.String("node", Name(v.id)),
+			zap.Error(err))
+		v.mu.Lock()
+		defer v.mu.Unlock()
+		v.end(Process{int(n.Id), n.Incarnation}, err)
+	}
+}
+
+// connectServers connects this worker with all servers that take part in the job.
+func (v *Van) connectServers(ctx context.Context, table []*pspb.Node) error {
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	var wg sync.WaitGroup
+	for _, n := range table {
+		if n.Role == pspb.Role_SERVER && n.Gone == "" {
+			wg.Go(func() {
+				if err := v.connect(ctx, n); err != nil {
+					cancel(err)
+				}
+			})
+		}
+	}
+	wg.Wait()
+	return context.Cause(ctx)
+}
+
+// connect connects this worker with the server n. If the server ends first, connect returns nil.
+func (v *Van) connect(ctx context.Context, n *pspb.Node) error {
+	ctx, cancel := context.WithCancel(ctx)
+	var watching sync.WaitGroup
+	defer watching.Wait()
+	defer cancel()
+	p := Process{int(n.Id), n.Incarnation}
+	watching.Go(func() {
+		v.await(ctx, func() bool { return !v.takesPart(p) })
+		cancel()
+	})
+	conn, r, err := v.dialServer(ctx, n)
+	if err == nil {
+		var l *link
+		if l, err = v.addLink([]*pspb.Node{n}, conn, r); err == nil {
+			l.run(r)
+			return nil
+		}
+		conn.Close()
+	}
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if !v.takesPart(p) {
+		return nil
+	}
+	return err
+}
+
+// takesPart reports whether the process has not ended, as far as this one knows. The caller holds mu.
+func (v *Van) takesPart(p Process) bool {
+	n := v.nodes[p.ID]
+	return n != nil && n.Incarnation == p.Incarnation && v.gone[p.ID] == nil
+}
+
+// await waits until cond, which is called with mu held, returns true. It returns false if ctx ends first.
+func (v *Van) await(ctx context.Context, cond func() bool) bool {
+	for {
+		v.mu.Lock()
+		ok, change := cond(), v.change
+		v.mu.Unlock()
+		if ok {
+			return true
+		}
+		select {
+		case <-change:
+		case <-ctx.Done():
+			return false
+		}
+	}
+}
+
+// awaitWorker returns the nodes of the table that a peer has if it is the worker that it says. The news that
+// it has taken the place of another one may still be on the way.
+func (v *Van) awaitWorker(ctx context.Context, claimed []*pspb.Node) (own []*pspb.Node) {
+	ctx, cancel := context.WithTimeout(ctx, newsTime)
+	defer cancel()
+	v.await(ctx, func() bool {
+		own = nil
+		for _, n := range claimed {
+			if n.Incarnation == claimed[0].Incarnation && RoleOf(int(n.Id)) == Worker &&
+				v.takesPart(Process{int(n.Id), n.Incarnation}) {
+				own = append(own, v.nodes[int(n.Id)])
+			}
+		}
+		return len(own) == len(claimed)
+	})
+	if len(own) != len(claimed) {
+		return nil
+	}
+	return own
+}
+
+// IsRecovery reports whether this process has taken the place of one that has ended.
+func (v *Van) IsRecovery() bool { return v.self[0].IsRecovery }
+
+// AwaitReturn waits until node id takes part in the job. It returns an error if ctx ends first, or the van.
+func (v *Van) AwaitReturn(ctx context.Context, id int) error {
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	stop := context.AfterFunc(v.ctx, func() { cancel(context.Cause(v.ctx)) })
+	defer stop()
+	if !v.await(ctx, func() bool { return v.gone[id] == nil }) {
+		return context.Cause(ctx)
+	}
+	return nil
+}
+
+// replace gives a process the place of one that has ended. If there is none, it waits until all processes
+// that might have ended have shown that they are alive.
+func (s *scheduler) replace(ctx context.Context, hello *pspb.Control) (nodes []*pspb.Node, err error) {
+	v := s.van
+	if v.cfg.Staleness >= 0 {
+		return nil, errors.New("all nodes have registered, and in a job with a clock none can return")
+	}
+	for began, late := v.now(), false; ; {
+		v.mu.Lock()
+		nodes, change := s.take(hello, late), v.change
+		v.mu.Unlock()
+		switch {
+		case nodes != nil:
+			s.forget(nodes)
+			return nodes, nil
+		case late:
+			n := len(Members(groupOf(hello.Nodes[0].Role), v.cfg.NumServers, v.cfg.NumWorkers))
+			return nil, tooMany(hello, n, n)
+		}
+		dial.Pause(ctx, v.tickInterval(), change)
+		if ctx.Err() != nil {
+			return nil, ErrStopped
+		}
+		late = s.allAlive(hello.Nodes[0].Role, began)
+	}
+}
+
+// take gives a process the place of one with the same role and number of nodes, which has ended. If the
+// process wants a rank, it gets the place of another rank only if any is set. If there is no place, take
+// returns nil. The caller holds the van's mu.
+func (s *scheduler) take(hello *pspb.Control, any bool) (nodes []*pspb.Node) {
+	v, first := s.van, hello.Nodes[0]
+	for _, id := range Members(groupOf(first.Role), v.cfg.NumServers, v.cfg.NumWorkers) {
+		old := v.nodes[id]
+		l := (*v.links.Load())[id]
+		own := nodesOf(slices.Collect(maps.Values(v.nodes)), old.Incarnation)
+		if old.CustomerId != 0 || v.gone[id] == nil || l != nil && !isClosed(l.over) ||
+			len(own) != len(hello.Nodes) || !any && first.Rank > 0 && Rank(id) != int(first.Rank)-1 {
+			continue
+		}
+		s.generation++
+		for i, n := range hello.Nodes {
+			n.Id, n.Generation, n.IsRecovery = own[i].Id, s.generation, true
+			v.set(n)
+		}
+		v.blamed = new(sync.Once)
+		v.changed()
+		return hello.Nodes
+	}
+	return nil
+}
+
+// allAlive reports whether all processes with the given role have shown since the time began that they have
+// not ended. A message may have been on its way for the time of a heartbeat.
+func (s *scheduler) allAlive(role pspb.Role, began time.Duration) bool {
+	v := s.van
+	seen := began + max(v.cfg.HeartbeatInterval, aliveTime)
+	if !v.beats() {
+		return v.now() > seen
+	}
+	links := *v.links.Load()
+	for _, id := range Members(groupOf(role), v.cfg.NumServers, v.cfg.NumWorkers) {
+		if l := links[id]; !isClosed(l.over) && (isClosed(l.done) || time.Duration(l.heard.Load()) < seen) {
+			return false
+		}
+	}
+	return true
+}
+
+// forget drops what concerns the process that has had a place before.
+func (s *scheduler) forget(nodes []*pspb.Node) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	maps.DeleteFunc(s.withdrawn, func(place [2]int, _ int64) bool {
+		return slices.ContainsFunc(nodes, func(n *pspb.Node) bool { return int(n.Id) == place[1] })
+	})
+}
+
+// groupOf returns the group of all nodes with a role.
+func groupOf(r pspb.Role) int {
+	if r == pspb.Role_SERVER {
+		return GroupServers
+	}
+	return GroupWorkers
+}
+
+func isClosed(c <-chan struct{}) bool {
+	select {
+	case <-c:
+		return true
+	default:
+		return false
+	}
+}
+
+// announce tells all other nodes that a process has taken a place.
+func (s *scheduler) announce(nodes []*pspb.Node) {
+	if nodes[0].Generation > 0 {
+		s.broadcast(pspb.Command_ADD_NODE, nodes)
+	}
+}

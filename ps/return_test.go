@@ -1,0 +1,141 @@
+package ps
+
+import (
+	"context"
+	"errors"
+	"strconv"
+	"sync"
+	"testing"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/gohvd/gohvd/internal/testnet"
+)
+
+// startAll starts the nodes of a job with one server and one worker, and returns them by id.
+func startAll(t *testing.T, start func(role string) (*Postoffice, error)) map[int]*Postoffice {
+	nodes := make(map[int]*Postoffice)
+	var mu sync.Mutex
+	var wg sync.WaitGroup
+	for _, role := range []string{"scheduler", "server", "worker"} {
+		wg.Go(func() {
+			po, err := start(role)
+			if err != nil {
+				t.Errorf("%s: %v", role, err)
+				return
+			}
+			mu.Lock()
+			defer mu.Unlock()
+			nodes[po.ID()] = po
+		})
+	}
+	wg.Wait()
+	if t.Failed() {
+		t.FailNow()
+	}
+	return nodes
+}
+
+// TestReturn makes the server and the worker end and start again, twice. A request in flight fails. A server
+// that was started again refuses pushes until its values are set, and a worker that was started again finds
+// the values that its predecessor has pushed.
+func TestReturn(t *testing.T) {
+	port := strconv.Itoa(testnet.FreePort(t))
+	start := func(role string) (*Postoffice, error) {
+		return Start(t.Context(), Options{Log: zap.NewNop(), Settings: map[string]string{"DMLC_ROLE": role,
+			"DMLC_NUM_SERVER": "1", "DMLC_NUM_WORKER": "1", "DMLC_PS_ROOT_URI": "127.0.0.1",
+			"DMLC_PS_ROOT_PORT": port, "HOROVOD_GLOO_TIMEOUT_SECONDS": "60", "PS_HEARTBEAT_TIMEOUT": "60"}})
+	}
+	nodes := startAll(t, start)
+	serve := func() {
+		if _, err := NewKVServer(nodes[8], 0, Sum[float64](), SimpleHandlers{}); err != nil {
+			t.Fatal(err)
+		}
+		never := SimpleHandlers{Request: func(SimpleData, *SimpleApp) {}} // it does not answer
+		if _, err := NewSimpleApp(nodes[8], 1, 0, never); err != nil {
+			t.Fatal(err)
+		}
+	}
+	var w *KVWorker[float64]
+	var silent *SimpleApp
+	work := func() {
+		var err error
+		if w, err = NewKVWorker[float64](nodes[9], 0, 0, SimpleHandlers{}); err == nil {
+			silent, err = NewSimpleApp(nodes[9], 1, 0, SimpleHandlers{})
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	push := func(v float64, opts ...Option) error {
+		r, err := w.Push(t.Context(), []uint64{1, 5}, []float64{v, 10 * v}, opts...)
+		if err == nil {
+			err = r.Wait(t.Context())
+		}
+		return err
+	}
+	check := func(want float64) {
+		t.Helper()
+		var got []float64
+		r, err := w.Pull(t.Context(), []uint64{1, 5}, &got)
+		if wait(t, r, err); len(got) != 2 || got[0] != want || got[1] != 10*want {
+			t.Errorf("got %v, want %v and %v", got, want, 10*want)
+		}
+	}
+	again := func(id int, role string) {
+		nodes[id].stop()
+		po, err := start(role)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if po.ID() != id || !po.IsRecovery() {
+			t.Fatalf("the node has the id %d, want %d", po.ID(), id)
+		}
+		nodes[id] = po
+	}
+	serve()
+	work()
+	if err := push(1); err != nil {
+		t.Fatal(err)
+	}
+	for range 2 {
+		inFlight, err := silent.Request(t.Context(), 1, nil, 8)
+		if err != nil {
+			t.Fatal(err)
+		}
+		again(8, "server")
+		testnet.WantError(t, inFlight.Wait(t.Context()), "server 0 is gone")
+		serve()
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+		if err := nodes[9].AwaitReturn(ctx, 8); err != nil {
+			t.Fatal(err)
+		}
+		cancel()
+		testnet.Eventually(t, "the worker reaches the server", func() bool {
+			return !errors.As(push(1), new(*NodeError))
+		})
+		testnet.WantError(t, push(1), "server 0: this server was started again and has lost the values of key 1",
+			"InitCmd")
+		if err := errors.Join(push(3, Cmd(InitCmd)), push(4)); err != nil {
+			t.Fatal(err)
+		}
+		check(7)
+		again(9, "worker")
+		work()
+		check(7)
+		if err := push(1); err != nil {
+			t.Error(err)
+		}
+		check(8)
+	}
+	var wg sync.WaitGroup
+	for _, po := range nodes {
+		wg.Go(func() {
+			if err := po.Finalize(t.Context(), true); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	wg.Wait()
+}
