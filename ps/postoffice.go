@@ -99,7 +99,7 @@ func Start(ctx context.Context, opts Options) (*Postoffice, error) {
 	if p.IsRecovery() {
 		return p, nil // the barrier of the start is over
 	}
-	if err := p.barrierAll(ctx); err != nil {
+	if err := p.meet(func(c int) error { return p.van.Barrier(ctx, c, AllGroup) }); err != nil {
 		p.stop()
 		return nil, fmt.Errorf("ps: start: %w", err)
 	}
@@ -333,18 +333,37 @@ func (p *Postoffice) RegisterExitCallback(f func()) {
 	p.exits = append(p.exits, f)
 }
 
-// barrierAll enters the barrier of all nodes for every customer of this process.
-func (p *Postoffice) barrierAll(ctx context.Context) error {
+// meet calls the function enter, which enters a barrier, for every customer of this process at once.
+func (p *Postoffice) meet(enter func(customer int) error) error {
 	errs := make([]error, p.cfg.Customers)
 	var wg sync.WaitGroup
 	for c := range errs {
-		wg.Go(func() { errs[c] = p.van.Barrier(ctx, c, AllGroup) })
+		wg.Go(func() { errs[c] = enter(c) })
 	}
 	wg.Wait()
 	return errors.Join(errs...)
 }
 
+// lastBarrier enters the barrier of all nodes. If one has ended, it waits for its return and enters the
+// barrier again.
+func (p *Postoffice) lastBarrier(ctx context.Context, customer int) error {
+	for {
+		err := p.van.Barrier(ctx, customer, AllGroup)
+		gone, ok := errors.AsType[*NodeError](err)
+		if !ok || p.set.PS.Recovery == 0 {
+			return err
+		}
+		wait, cancel := context.WithTimeout(ctx, p.set.PS.Recovery)
+		returned := p.van.AwaitReturn(wait, gone.ID)
+		cancel()
+		if returned != nil {
+			return err // it says which node is missing
+		}
+	}
+}
+
 // Finalize waits for all other nodes of the job at a barrier, unless barrier is false, and leaves the job.
+// If a node has ended, Finalize waits HVD_RECOVERY_SECONDS for its return.
 // Requests that are not answered fail. Then it calls the exit callbacks. A further call waits until the
 // first one has ended. If the barrier fails, the process leaves the job nevertheless, and Finalize returns
 // the error.
@@ -363,7 +382,7 @@ func (p *Postoffice) Finalize(ctx context.Context, barrier bool) (err error) {
 	defer close(ended)
 	p.endClocks()
 	if barrier {
-		if err = p.barrierAll(ctx); err != nil {
+		if err = p.meet(func(c int) error { return p.lastBarrier(ctx, c) }); err != nil {
 			err = fmt.Errorf("ps: finalize: %w", err)
 		}
 	}

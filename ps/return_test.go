@@ -13,6 +13,14 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
+// startSmall starts a node of a job with one server and one worker. recovery is HVD_RECOVERY_SECONDS.
+func startSmall(t *testing.T, role, port, recovery string) (*Postoffice, error) {
+	return Start(t.Context(), Options{Log: zap.NewNop(), Settings: map[string]string{"DMLC_ROLE": role,
+		"DMLC_NUM_SERVER": "1", "DMLC_NUM_WORKER": "1", "DMLC_PS_ROOT_URI": "127.0.0.1",
+		"DMLC_PS_ROOT_PORT": port, "HOROVOD_GLOO_TIMEOUT_SECONDS": "60", "PS_HEARTBEAT_TIMEOUT": "60",
+		"HVD_RECOVERY_SECONDS": recovery}})
+}
+
 // startAll starts the nodes of a job with one server and one worker, and returns them by id.
 func startAll(t *testing.T, start func(role string) (*Postoffice, error)) map[int]*Postoffice {
 	nodes := make(map[int]*Postoffice)
@@ -42,11 +50,7 @@ func startAll(t *testing.T, start func(role string) (*Postoffice, error)) map[in
 // the values that its predecessor has pushed.
 func TestReturn(t *testing.T) {
 	port := strconv.Itoa(testnet.FreePort(t))
-	start := func(role string) (*Postoffice, error) {
-		return Start(t.Context(), Options{Log: zap.NewNop(), Settings: map[string]string{"DMLC_ROLE": role,
-			"DMLC_NUM_SERVER": "1", "DMLC_NUM_WORKER": "1", "DMLC_PS_ROOT_URI": "127.0.0.1",
-			"DMLC_PS_ROOT_PORT": port, "HOROVOD_GLOO_TIMEOUT_SECONDS": "60", "PS_HEARTBEAT_TIMEOUT": "60"}})
-	}
+	start := func(role string) (*Postoffice, error) { return startSmall(t, role, port, "0") }
 	nodes := startAll(t, start)
 	serve := func() {
 		if _, err := NewKVServer(nodes[8], 0, Sum[float64](), SimpleHandlers{}); err != nil {
@@ -138,4 +142,50 @@ func TestReturn(t *testing.T) {
 		})
 	}
 	wg.Wait()
+}
+
+// TestFinalizeWaits makes the worker end and return while the other nodes are in the barrier of Finalize, and
+// end for good. The others wait for its return, if they are told to, and otherwise fail with its name.
+func TestFinalizeWaits(t *testing.T) {
+	for _, c := range []struct {
+		recovery string
+		returns  bool
+	}{{"60", true}, {"0.2", false}, {"0", false}} {
+		port := strconv.Itoa(testnet.FreePort(t))
+		start := func(role string) (*Postoffice, error) { return startSmall(t, role, port, c.recovery) }
+		nodes := startAll(t, start)
+		ended := make(chan error, 2)
+		for _, id := range []int{1, 8} {
+			go func() { ended <- nodes[id].Finalize(t.Context(), true) }()
+		}
+		nodes[9].stop()
+		if c.returns {
+			for range 2 {
+				po, err := start("worker")
+				if err != nil {
+					t.Fatal(err)
+				}
+				nodes[9] = po
+				select {
+				case err := <-ended:
+					t.Fatalf("Finalize of a node has returned %v", err)
+				default:
+				}
+				if po.ID() != 9 {
+					t.Fatalf("the node has the id %d", po.ID())
+				}
+				po.stop()
+			}
+			po, err := start("worker")
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := errors.Join(po.Finalize(t.Context(), true), <-ended, <-ended); err != nil {
+				t.Error(err)
+			}
+			continue
+		}
+		// The scheduler and the server may leave in any order, and the later one may miss the other one.
+		testnet.WantError(t, errors.Join(<-ended, <-ended), "ps: finalize: barrier of group 7: worker 0 is gone")
+	}
 }

@@ -199,6 +199,9 @@ type ParameterServer struct {
 	WaterMark int
 	// HeartbeatInterval is the time between two heartbeats. Default 1 s. With 0 there are no heartbeats.
 	HeartbeatInterval time.Duration
+	// Recovery is the time for which Finalize waits for a node that has ended to be started again. Default 0:
+	// it does not wait.
+	Recovery time.Duration
 	// HeartbeatTimeout is the time without a message after which a node is dead. Default 10 s. With 0 silence
 	// does not count.
 	HeartbeatTimeout time.Duration

@@ -805,6 +805,14 @@ var settings = []Setting{
 			0, 1_000_000),
 	},
 	{
+		Name: "HVD_RECOVERY_SECONDS", Section: sectionServer, Scope: PerProcess,
+		Default: "0",
+		Doc: "time for which Finalize waits for a node that has ended to be started again. 0 means that it " +
+			"does not wait",
+		Raise: "A higher value gives nodes more time to return, and delays the error if one does not.",
+		kind:  seconds(func(c *Config) *time.Duration { return &c.PS.Recovery }, 0),
+	},
+	{
 		Name: "PS_HEARTBEAT_INTERVAL", Section: sectionServer, Scope: PerProcess,
 		Default: "1",
 		Doc:     "time between two heartbeats of a node to the scheduler. 0 turns heartbeats off",
