@@ -67,9 +67,10 @@ arm64: ## test the kernels for arm64 under emulation
 	scripts/tested.sh --note arm64
 
 .PHONY: deaths
-deaths: ## test every death (in operations and in Init), fault and ending five times; on two levels 20 random ones
+deaths: ## test every death (in operations and in Init), fault and ending five times; 20 random ones on two levels and of nodes
 	$(GO) test -count 1 -timeout 0 -run 'Kill$$|Faults|DeathInInit|Endings' ./internal/e2e -args -whole 5
 	$(GO) test -count 1 -timeout 0 -run FailuresOnTwoLevels -v ./internal/e2e -args -whole 20
+	$(GO) test -count 10 -run KillAndReturn -v ./ps
 
 .PHONY: conformance
 conformance: ## test every operation in every configuration against the reference; half an hour

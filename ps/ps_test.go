@@ -3,6 +3,8 @@ package ps
 import (
 	"context"
 	"errors"
+	"fmt"
+	"os"
 	"slices"
 	"strconv"
 	"strings"
@@ -19,7 +21,16 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) {
+	if os.Getenv(nodeVariable) != "" {
+		if err := nodeMain(); err != nil {
+			fmt.Println(err)
+			os.Exit(1)
+		}
+		return
+	}
+	goleak.VerifyTestMain(m)
+}
 
 // job is a job in this process.
 type job struct {
