@@ -288,7 +288,11 @@ func (s *scheduler) allAlive(role pspb.Role, began time.Duration) bool {
 	}
 	links := *v.links.Load()
 	for _, id := range Members(groupOf(role), v.cfg.NumServers, v.cfg.NumWorkers) {
-		if l := links[id]; !isClosed(l.over) && (isClosed(l.done) || time.Duration(l.heard.Load()) < seen) {
+		l := links[id]
+		if l == nil { // it has registered a moment ago
+			return false
+		}
+		if !isClosed(l.over) && (isClosed(l.done) || time.Duration(l.heard.Load()) < seen) {
 			return false
 		}
 	}

@@ -434,9 +434,6 @@ func (v *Van) Connected(p Process) bool {
 func (v *Van) send(l *link, m *Message, queue func(*link, *Message) error) error {
 	err := m.check()
 	if err == nil {
-		err = m.check()
-	}
-	if err == nil {
 		m = l.share(v.own(m))
 		err = queue(l, m)
 	}
