@@ -1,7 +1,9 @@
 package pythontest
 
 import (
+	"bytes"
 	"context"
+	"errors"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -60,6 +62,36 @@ func TestTorchDistributed(t *testing.T) {
 		args := append([]string{"-m", "torch.distributed.run"}, testnet.Standalone(t)...)
 		passed(t, 2, distributed(t, append(args, "--nproc_per_node=2", program)...))
 	})
+}
+
+// TestTorchDistributedHosts runs the same program with torchrun on two simulated hosts, with two ranks on
+// each.
+func TestTorchDistributedHosts(t *testing.T) {
+	if !hasDistributed(t) {
+		return
+	}
+	hosts := testnet.NewHosts(t, 2)
+	ctx, cancel := context.WithTimeout(t.Context(), 4*time.Minute)
+	defer cancel()
+	outs, errs := make([]bytes.Buffer, len(hosts)), make(chan error, len(hosts))
+	for i, host := range hosts {
+		alone := distributed(t, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=2",
+			"--node_rank="+strconv.Itoa(i), "--master_addr="+hosts[0].Addr.String(), "--master_port=29500",
+			filepath.Join(python(t), "tests", "distributed_ranks.py"), "Meshes", "Training.test_ddp")
+		cmd := host.Command(ctx, alone.Path, alone.Args[1:]...)
+		cmd.Env, cmd.WaitDelay, cmd.Stdout, cmd.Stderr = alone.Env, alone.WaitDelay, &outs[i], &outs[i]
+		if err := cmd.Start(); err != nil {
+			t.Fatal(err)
+		}
+		go func() { errs <- cmd.Wait() }()
+	}
+	var failed error
+	for range hosts {
+		failed = errors.Join(failed, <-errs)
+	}
+	if failed != nil || !strings.Contains(outs[0].String(), "4 ranks: ") {
+		t.Fatalf("%v\nfirst host:\n%s\nsecond host:\n%s", failed, &outs[0], &outs[1])
+	}
 }
 
 // passed runs a job of n ranks that runs distributed_ranks.py.
