@@ -602,6 +602,44 @@ class Training(Ranks):
             self.assertTrue(torch.allclose(got.full_tensor(), want, atol=1e-6), f"got {got}, want {want}")
 
 
+    def test_fsdp_losses(self) -> None:
+        """A transformer that is sharded has the same losses over gohvd as over gloo."""
+        try:
+            from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+        except ImportError:
+            return  # torch 2.1 does not have fully_shard
+        from torch.distributed.device_mesh import DeviceMesh
+
+        def shard(model: torch.nn.Module, group: dist.ProcessGroup, new: bool) -> torch.nn.Module:
+            if not new:
+                return FullyShardedDataParallel(model, process_group=group, device_id=torch.device("cpu"))
+            mesh = DeviceMesh.from_group(group, "cpu")
+            for part in (*model.layers, model):
+                fully_shard(part, mesh=mesh)
+            return model
+
+        def losses(group: dist.ProcessGroup, new: bool) -> list:
+            torch.manual_seed(0)
+            layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0, batch_first=True)
+            model = shard(torch.nn.TransformerEncoder(layer, 2), group, new)
+            optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+            torch.manual_seed(self.rank)
+            found = []
+            for _ in range(5):
+                x = torch.randn(2, 5, 16)
+                loss = (model(x) - x.flip(1)).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(loss.item())
+            return found
+
+        gloo = dist.new_group(list(self.all), backend="gloo")
+        for new in (True, False):
+            want, got = losses(gloo, new), losses(dist.group.WORLD, new)
+            self.assertTrue(torch.allclose(torch.tensor(got), torch.tensor(want), rtol=1e-5), f"got {got}, want {want}")
+
+
 class Lives(Ranks):
     """The process group is made several times in one process. The order of the names makes these tests the second."""
 
