@@ -2,7 +2,6 @@ package hvd
 
 import (
 	"context"
-	"slices"
 	"unsafe"
 
 	"github.com/gohvd/gohvd/internal/cuda"
@@ -44,17 +43,29 @@ func (b *DeviceBuffer[T]) bytes() []byte {
 // DeviceHandle is an operation on device buffers in flight. Its methods are safe for concurrent use.
 type DeviceHandle struct {
 	operation
-	slot  *slot
-	dims  [1]int64
-	ready [2]*cuda.Event
+	slot     *slot
+	dims     [1]int64
+	ready    [2]*cuda.Event
+	received []int64
 }
 
 // Wait waits for the operation. If ctx ends first, the error is a *PendingError. Then the operation goes on,
 // and its buffers stay in use.
 func (h *DeviceHandle) Wait(ctx context.Context) error { return h.wait(ctx, h) }
 
+// Received returns, after an alltoall, a gather or a scatter, how many rows came from each member of the
+// process set, in the order of the members. It returns nil for other operations, and while the operation is
+// not done.
+func (h *DeviceHandle) Received() []int {
+	if !h.ended() {
+		return nil
+	}
+	return ints(h.received)
+}
+
 // finished completes h. The slot of h calls it when the operation has ended.
 func (h *DeviceHandle) finished(err error) {
+	h.received = h.slot.entry.Received
 	h.hold(&h.slot.entry)
 	h.release()
 	h.slot.free()
@@ -75,6 +86,33 @@ func AllreduceDeviceAsync[T Element](in, out DeviceBuffer[T], opts ...Option) (*
 
 func allreduceDevice[T Element](in, out DeviceBuffer[T], opts []Option) (*DeviceHandle, error) {
 	return onDevice(message.Allreduce, in, out, opts, sameLength(in, out))
+}
+
+// ReduceDevice reduces in over all ranks as Reduce does, and stores the result in the out of the rank root,
+// which may be its in. The other ranks do not use out.
+func ReduceDevice[T Element](ctx context.Context, in, out DeviceBuffer[T], root int, opts ...Option) error {
+	h, err := reduceDevice(in, out, root, opts)
+	return awaitDevice(ctx, h, err)
+}
+
+// ReduceDeviceAsync submits a ReduceDevice and returns its handle without waiting.
+func ReduceDeviceAsync[T Element](in, out DeviceBuffer[T], root int, opts ...Option) (*DeviceHandle, error) {
+	return started(reduceDevice(in, out, root, opts))
+}
+
+func reduceDevice[T Element](in, out DeviceBuffer[T], root int, opts []Option) (*DeviceHandle, error) {
+	same := sameLength(in, out)
+	return onDevice(message.Reduce, in, out, opts, func(h *DeviceHandle, c *call) error {
+		if err := c.CheckRoot(root); err != nil {
+			return err
+		}
+		h.slot.entry.Request.Root = topo.Rank(root)
+		if !c.Set.IsRoot(root) {
+			h.slot.entry.Output = nil
+			return h.describe(c, in.Len)
+		}
+		return same(h, c)
+	})
 }
 
 // BroadcastDevice copies the in of the rank root to the out of every rank. The ranks other than root do not
@@ -116,7 +154,10 @@ func AllgatherDeviceAsync[T Element](in, out DeviceBuffer[T], opts ...Option) (*
 }
 
 func allgatherDevice[T Element](in, out DeviceBuffer[T], opts []Option) (*DeviceHandle, error) {
-	return onDevice(message.Allgather, in, out, opts, func(_ *DeviceHandle, c *call) error {
+	return onDevice(message.Allgather, in, out, opts, func(h *DeviceHandle, c *call) error {
+		if err := h.describe(c, in.Len); err != nil {
+			return err
+		}
 		// The place of this rank's rows is known when the ranks have agreed, and the engine checks it then.
 		if end := in.end(); overlap(in, out) && (in.Pointer < out.Pointer || end > out.end()) {
 			return c.Misuse("the input overlaps the output, but is no part of it")
@@ -139,6 +180,9 @@ func ReducescatterDeviceAsync[T Element](in, out DeviceBuffer[T], opts ...Option
 
 func reducescatterDevice[T Element](in, out DeviceBuffer[T], opts []Option) (*DeviceHandle, error) {
 	return onDevice(message.Reducescatter, in, out, opts, func(h *DeviceHandle, c *call) error {
+		if err := h.describe(c, in.Len); err != nil {
+			return err
+		}
 		shape := h.slot.entry.Request.Shape
 		// A scalar has no rows. The coordinator refuses it, so that all ranks get the error.
 		from, want := 0, 0
@@ -173,9 +217,12 @@ func checkPlace[T Element](c *call, in, out DeviceBuffer[T], index int) error {
 
 // sameLength returns a builder that checks the output of an operation whose output may be its input.
 func sameLength[T Element](in, out DeviceBuffer[T]) func(*DeviceHandle, *call) error {
-	return func(_ *DeviceHandle, c *call) error {
+	return func(h *DeviceHandle, c *call) error {
 		if in.Len != out.Len {
 			return c.Misuse("the output has %d elements, want %d as the input", out.Len, in.Len)
+		}
+		if err := h.describe(c, in.Len); err != nil {
+			return err
 		}
 		return checkPlace(c, in, out, 0)
 	}
@@ -188,12 +235,18 @@ func onDevice[T Element](kind message.Kind, in, out DeviceBuffer[T], opts []Opti
 	if err != nil {
 		return nil, err
 	}
+	on := in
+	if in.Len == 0 && out.Len > 0 {
+		on = out
+	}
 	switch {
+	case c.InPlace:
+		return nil, c.Misuse("option InPlace does not apply to device buffers")
 	case in.Pointer == 0 && in.Len > 0, out.Pointer == 0 && out.Len > 0:
 		return nil, c.Misuse("got a device buffer with the address 0")
-	case in.Device < 0 || in.Device >= tensor.MaxCUDADevices:
-		return nil, c.Misuse("got device %d, want 0 to %d", in.Device, tensor.MaxCUDADevices-1)
-	case in.Device != out.Device:
+	case on.Device < 0 || on.Device >= tensor.MaxCUDADevices:
+		return nil, c.Misuse("got device %d, want 0 to %d", on.Device, tensor.MaxCUDADevices-1)
+	case on.Device != out.Device && out.Len > 0:
 		return nil, c.Misuse("the input is on device %d and the output is on device %d", in.Device,
 			out.Device)
 	case in.Stream == perThread || out.Stream == perThread:
@@ -206,16 +259,11 @@ func onDevice[T Element](kind message.Kind, in, out DeviceBuffer[T], opts []Opti
 	c.Fill(e)
 	e.Ready = h.ready[:0]
 	e.Input, e.Output = in.bytes(), out.bytes()
-	e.Request.Device = tensor.CUDA(in.Device)
-	if h.dims[0] = int64(in.Len); c.shapes == nil {
-		e.Request.Shape = h.dims[:]
-	} else if e.Request.Shape, err = c.shape(0, in.Len); err != nil {
-		return nil, err
-	}
+	e.Request.Device = tensor.CUDA(on.Device)
 	if err := build(h, &c); err != nil {
 		return nil, err
 	}
-	if err := h.mark(in.Device, in.Stream, out.Stream); err != nil {
+	if err := mark(h, in, out); err != nil {
 		return nil, c.Misuse("%w", err)
 	}
 	if err := c.submitted(c.Submit(e)); err != nil {
@@ -226,16 +274,25 @@ func onDevice[T Element](kind message.Kind, in, out DeviceBuffer[T], opts []Opti
 	return h, nil
 }
 
+// describe sets the shape of the tensor, which has numElems elements.
+func (h *DeviceHandle) describe(c *call, numElems int) (err error) {
+	h.dims[0] = int64(numElems)
+	if h.slot.entry.Request.Shape = h.dims[:]; c.shapes != nil {
+		h.slot.entry.Request.Shape, err = c.shape(0, numElems)
+	}
+	return err
+}
+
 // perThread is the cudaStream_t that names the default stream of the calling thread.
 const perThread = 2
 
-// mark makes the operation wait for the work that is on the streams now.
-func (h *DeviceHandle) mark(device int, streams ...uintptr) error {
-	for i, s := range streams {
-		if slices.Contains(streams[:i], s) {
+// mark makes the operation wait for the work that is on the streams of the buffers now.
+func mark[T Element](h *DeviceHandle, in, out DeviceBuffer[T]) error {
+	for i, b := range []DeviceBuffer[T]{in, out} {
+		if i == 1 && in.Len > 0 && out.Stream == in.Stream || b.Len == 0 {
 			continue
 		}
-		e, err := h.engine.rank.Devices.Mark(device, s)
+		e, err := h.engine.rank.Devices.Mark(b.Device, b.Stream)
 		if err != nil {
 			h.release()
 			return err

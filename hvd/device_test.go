@@ -270,3 +270,93 @@ func TestDeviceOutputStream(t *testing.T) {
 	}, "HOROVOD_GPU_OPERATIONS", "nccl", "HVD_NCCL_LIBRARY", testcuda.NCCL(), "HVD_CUDART_LIBRARY",
 		testcuda.CUDA())
 }
+
+// rows returns n rows of two elements that rank r sends.
+func rows(r, n int) (x []float32) {
+	for i := range n {
+		x = append(x, float32(10*r+i), 0.5)
+	}
+	return x
+}
+
+// TestDeviceRows runs the operations that send rows, and a reduce, in jobs of 1 to 3 ranks. Rank r sends i
+// rows to rank i in the alltoall, gathers r+1 rows, and gets r rows of the scatter.
+func TestDeviceRows(t *testing.T) {
+	for n := 1; n <= 3; n++ {
+		run(t, n, func(ctx context.Context, e *hvd.Engine) {
+			me, root := e.Rank(), n-1
+			d := openDevice(t, me)
+			defer d.stream.Close()
+			on, two := hvd.On(e), func(n int) hvd.Option { return hvd.Shape(n, 2) }
+			var splits, received, counts []int
+			var exchanged, gathered []float32
+			total := 0
+			for r := range n {
+				splits, received, counts = append(splits, r), append(received, me), append(counts, r+1)
+				exchanged = append(exchanged, rows(r, n*(n-1)/2)[me*(me-1):][:2*me]...)
+				gathered = append(gathered, rows(r, r+1)...)
+				total += r
+			}
+			in, out := d.buffer(rows(me, total)...), d.buffer(make([]float32, len(exchanged))...)
+			got, err := hvd.AlltoallDevice(ctx, in, out, splits, two(total), on)
+			d.want("alltoall", out, err, exchanged...)
+			if !slices.Equal(got, received) {
+				t.Errorf("rank %d of %d: alltoall: got rows %v, want %v", me, n, got, received)
+			}
+			var whole hvd.DeviceBuffer[float32]
+			if me == root {
+				whole = d.buffer(make([]float32, len(gathered))...)
+			}
+			got, err = hvd.GatherDevice(ctx, d.buffer(rows(me, me+1)...), whole, root, two(me+1), on)
+			if err != nil || me == root && !slices.Equal(got, counts) {
+				t.Errorf("rank %d of %d: gather: got rows %v and %v, want %v", me, n, got, err, counts)
+			}
+			var from hvd.DeviceBuffer[float32]
+			if me == root {
+				d.want("gather", whole, err, gathered...)
+				from = d.buffer(rows(root, total)...)
+			}
+			out = d.buffer(make([]float32, 2*me)...)
+			err = hvd.ScatterDevice(ctx, from, out, splits, root, two(total), on)
+			d.want("scatter", out, err, rows(root, total)[me*(me-1):][:2*me]...)
+
+			x, sum := d.buffer(1, float32(me)), hvd.DeviceBuffer[float32]{}
+			if me == root {
+				sum = x
+			}
+			err = hvd.ReduceDevice(ctx, x, sum, root, hvd.Op(hvd.Sum), on)
+			if want := []float32{1, float32(me)}; me != root {
+				d.want("reduce, not root", x, err, want...)
+			} else {
+				d.want("reduce", x, err, float32(n), float32(total))
+			}
+		}, "HOROVOD_GPU_OPERATIONS", "nccl", "HVD_NCCL_LIBRARY", testcuda.NCCL(), "HVD_CUDART_LIBRARY",
+			testcuda.CUDA())
+	}
+}
+
+// TestDeviceRowsRefused checks that a wrong output of one rank fails only there, and that the job goes on.
+func TestDeviceRowsRefused(t *testing.T) {
+	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
+		me := e.Rank()
+		d := openDevice(t, me)
+		defer d.stream.Close()
+		on := hvd.On(e)
+		in, out := d.buffer(1, 2), d.buffer(0, 0)
+		_, err := hvd.AlltoallDevice(ctx, in, portion(out, 0, 2-me), nil, on)
+		if me == 1 {
+			testnet.WantError(t, err, "the result has 8 bytes, but the output has 4 bytes")
+		} else {
+			d.want("alltoall beside a rank that fails", out, err, 1, 1)
+		}
+		_, err = hvd.AlltoallDevice(ctx, portion(in, 0, 0), portion(out, 0, 0), nil, hvd.Shape(2, 0), on)
+		testnet.WantError(t, err, "the rows have no elements, which is not supported on CUDA devices")
+		_, err = hvd.AlltoallDevice(ctx, in, portion(in, 1, 1), nil, on)
+		testnet.WantError(t, err, "the output overlaps the input")
+		_, err = hvd.AlltoallDevice(ctx, in, out, nil, hvd.InPlace(), on)
+		testnet.WantError(t, err, "option InPlace does not apply to device buffers")
+		_, err = hvd.AlltoallDevice(ctx, in, out, nil, on)
+		d.want("alltoall afterwards", out, err, 1+float32(me), 1+float32(me))
+	}, "HOROVOD_GPU_OPERATIONS", "nccl", "HVD_NCCL_LIBRARY", testcuda.NCCL(), "HVD_CUDART_LIBRARY",
+		testcuda.CUDA())
+}

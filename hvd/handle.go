@@ -208,9 +208,13 @@ func (h *Handle[T]) Received() []int {
 	if !h.ended() || h.received == nil {
 		return nil
 	}
-	rows := make([]int, len(*h.received))
-	for i, n := range *h.received {
-		rows[i] = int(n)
+	return ints(*h.received)
+}
+
+// ints converts numbers of rows. It returns nil for nil.
+func ints(received []int64) (rows []int) {
+	for _, n := range received {
+		rows = append(rows, int(n))
 	}
 	return rows
 }

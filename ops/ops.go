@@ -83,7 +83,8 @@ type Operation struct {
 	// are, in Tensors, and neither Buf nor a fusion buffer. There is one tensor, except in an Allreduce and
 	// in a Reduce. In an Allgather, In is this rank's block and Out is the whole. In a Reducescatter, In is
 	// the whole and Out is this rank's block. If Out is nil, this rank does not need the result, and the
-	// backend uses memory of its own. Allocate returns memory of the device.
+	// backend uses memory of its own. Allocate returns memory of the device, or nil if this rank does not
+	// need the result.
 	//
 	// If this rank has joined, Tensors is empty. The backend then contributes neutral elements. NumBytes is
 	// the number of bytes of the tensors together, where a tensor of an Allgather is the whole.

@@ -185,6 +185,12 @@ func (l *lane) receiveRows(r *message.Response, row int64, counts []int64) ([]by
 			return result, nil
 		}
 	}
+	if w.onDevices() {
+		if !w.absent && len(w.entries[0].Output) != int(numBytes) {
+			refuseSize(w, 0, int(numBytes))
+		}
+		return nil, nil // the backend uses memory of its own
+	}
 	x.buf = l.scratch.fused.Bytes(int(numBytes))
 	return x.buf, nil
 }

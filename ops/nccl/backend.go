@@ -315,13 +315,23 @@ func (b *backend) exchangeSizes(ctx context.Context) (err error) {
 	b.counts = b.counts[:0]
 	for i := range b.n {
 		n := int64(binary.NativeEndian.Uint64(b.sizes[8*i:]))
-		if n < 0 {
-			return fmt.Errorf("got a block of %d bytes from rank %d, want at least 0", n, b.ranks[i])
+		if n < 0 || n > math.MaxInt64/int64(b.n) {
+			return fmt.Errorf("got a block of %d bytes from rank %d, want 0 to %d", n, b.ranks[i],
+				math.MaxInt64/b.n)
 		}
 		b.counts = append(b.counts, n)
 	}
-	b.out, err = b.op.Allocate(b.counts)
+	if b.out, err = b.op.Allocate(b.counts); err == nil && b.out == nil {
+		b.out, err = b.device.buffer(int(sum(b.counts)))
+	}
 	return err
+}
+
+func sum(counts []int64) (n int64) {
+	for _, c := range counts {
+		n += c
+	}
+	return n
 }
 
 // launch enqueues the operation.
@@ -525,11 +535,8 @@ func (b *backend) reduceScatter() (err error) {
 		if t.In, err = b.neutral(b.op.NumBytes); err != nil {
 			return err
 		}
-		from := int64(0) // the result goes to the place that NCCL allows, and nobody reads it
-		for _, n := range b.op.Counts[:b.me] {
-			from += n
-		}
-		t.Out = t.In[from:][:b.op.Counts[b.me]]
+		// The result goes to the place that NCCL allows, and nobody reads it.
+		t.Out = t.In[sum(b.op.Counts[:b.me]):][:b.op.Counts[b.me]]
 	}
 	return b.reduction(func(op C.int) error {
 		if b.equal() {
