@@ -216,6 +216,9 @@ func (c *Coordinator) expireShutdown(r topo.Rank, u *message.Up) {
 		c.fail(silent, timeoutText(message.NoKind, r, u, c.silentText(silent)))
 		return
 	}
+	if !u.Granted { // r has finished all grants since its last heartbeat
+		c.ranks[r].executing = execution{}
+	}
 	ranks, why := c.holdUp(r, u.Granted)
 	switch {
 	case u.Millis > 0 && len(ranks) > 0:
@@ -232,15 +235,19 @@ func (c *Coordinator) expireShutdown(r topo.Rank, u *message.Up) {
 // unfinished grants.
 func (c *Coordinator) holdUp(r topo.Rank, executes bool) (ranks []topo.Rank, why string) {
 	k := &c.ranks[r]
-	if k.stop == 0 {
+	if k.stop == 0 && c.state == running {
 		if st, _ := c.outstanding(r); st != nil {
 			return st.Missing, have(st.Missing) + " not submitted " + label(st.Kind, st.Name)
 		}
 	}
-	if executes && k.executing.tensor != "" {
-		return c.unfinished(r, k.executing.set)
-	}
-	if r == 0 || c.cfg.Lockstep {
+	switch {
+	case executes && k.executing.tensor != "":
+		return c.unfinished(k.executing.set)
+	case executes: // no heartbeat has named the grant yet
+		return nil, ""
+	case c.state == stopping && r == 0:
+		return c.unfinishedBut(r)
+	case c.state == running && (r == 0 || c.cfg.Lockstep):
 		stay := slices.DeleteFunc(c.present(), func(other topo.Rank) bool {
 			return other == r || c.isLeaving(other)
 		})

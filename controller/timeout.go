@@ -106,7 +106,10 @@ func (c *Coordinator) timeout(by topo.Rank, u *message.Up) {
 		}
 	}
 	if u.Granted || s != nil && s.isReady(u.Tensor) {
-		ranks, why := c.unfinished(by, u.Set)
+		ranks, why := c.unfinished(u.Set)
+		if len(ranks) == 0 {
+			ranks, why = []topo.Rank{by}, "the operation was granted and has not finished"
+		}
 		c.fail(ranks, timeoutText(message.NoKind, by, u, why))
 	}
 }
@@ -177,16 +180,13 @@ func (s *setState) isReady(tensor string) bool {
 // unfinished returns the ranks that keep a granted tensor from being done, and a text that says what they
 // have not finished. The grants of a set run in order, so the ranks whose heartbeats name the oldest grant of
 // the set hold up the other ranks. Grants whose ages differ by less than a heartbeat period count as equally
-// old. If no heartbeat names a grant of the set, unfinished returns the rank that timed out.
-func (c *Coordinator) unfinished(by topo.Rank, set topo.ProcessSetID) (ranks []topo.Rank, why string) {
+// old. If no heartbeat names a grant of the set, unfinished returns none.
+func (c *Coordinator) unfinished(set topo.ProcessSetID) (ranks []topo.Rank, why string) {
 	oldest := never
 	for r := range c.ranks {
 		if x := &c.ranks[r].executing; x.tensor != "" && x.set == set {
 			oldest = min(oldest, x.since)
 		}
-	}
-	if oldest == never {
-		return []topo.Rank{by}, "the operation was granted and has not finished"
 	}
 	named := make(map[string]bool)
 	for r := range c.ranks {
@@ -207,4 +207,24 @@ func (c *Coordinator) unfinished(by topo.Rank, set topo.ProcessSetID) (ranks []t
 		why += fmt.Sprintf("%s not finished %q", have(at), e.tensor)
 	}
 	return ranks, why
+}
+
+// unfinishedBut is like unfinished for all sets in which ranks other than r execute operations.
+func (c *Coordinator) unfinishedBut(r topo.Rank) (ranks []topo.Rank, why string) {
+	var sets []topo.ProcessSetID
+	for other := range c.ranks {
+		x := &c.ranks[other].executing
+		if topo.Rank(other) == r || x.tensor == "" || slices.Contains(sets, x.set) {
+			continue
+		}
+		sets = append(sets, x.set)
+		more, text := c.unfinished(x.set)
+		ranks = append(ranks, more...)
+		if why != "" {
+			why += ", "
+		}
+		why += text
+	}
+	slices.Sort(ranks)
+	return slices.Compact(ranks), why
 }
