@@ -10,9 +10,10 @@ import (
 )
 
 // Timeout reports that a tensor was not done within the time limit of its caller. The coordinator answers
-// with a verdict, with one exception: if the tensor was granted but this rank has not seen the grant yet,
-// there is no answer. If the tensor still does not finish then, the caller must call Timeout again. If the
-// coordinator has missed its heartbeats, Timeout fails rank 0, or the leader that sends them.
+// with a verdict if it knows which ranks hold up the tensor. It gives no answer if the request, or the grant
+// of the tensor to this rank, is still in flight, or if a lock-step cycle is late. If the tensor does not
+// finish then, the caller must call Timeout again. If the coordinator has missed its heartbeats, Timeout
+// fails rank 0, or the leader that sends them.
 func (m *Member) Timeout(set topo.ProcessSetID, tensor string, after time.Duration) {
 	m.timedOut(message.Up{Set: set, Tensor: tensor}, after)
 }
@@ -97,7 +98,7 @@ func (c *Coordinator) timeout(by topo.Rank, u *message.Up) {
 	}
 	s, _ := c.member(u.Set, by)
 	if s != nil && c.ranks[by].stop == 0 {
-		if kind, ranks, why := s.blocked(u.Tensor); why != "" {
+		if kind, ranks, why := s.blocked(by, u.Tensor); why != "" {
 			if len(ranks) == 0 {
 				ranks = []topo.Rank{by}
 			}
@@ -139,8 +140,9 @@ func expiredText(k message.Kind, u *message.Up) string {
 
 // blocked returns the ranks that keep a tensor from being granted, and a text that says what they have not
 // done. If the ranks are unknown, it returns none. If the tensor is unknown or no rank blocks it, the text is
-// empty.
-func (s *setState) blocked(tensor string) (kind message.Kind, ranks []topo.Rank, why string) {
+// empty. It is also empty if the request of the rank by has not arrived yet: then the tensor may be an
+// earlier one of the same name, or by may wait for the next cycle in lock-step.
+func (s *setState) blocked(by topo.Rank, tensor string) (kind message.Kind, ranks []topo.Rank, why string) {
 	if g := s.held.find(tensor); g != nil {
 		kind = g.items[g.index(tensor)].kind()
 		why = fmt.Sprintf("its group %q has %d of %d tensors", g.name, len(g.items), g.size)
@@ -156,6 +158,7 @@ func (s *setState) blocked(tensor string) (kind message.Kind, ranks []topo.Rank,
 		})
 		return kind, ranks, why
 	}
+	did := "submitted it"
 	bit, cached := s.cache.BitOf(tensor)
 	switch row := s.table[tensor]; {
 	case row != nil && !row.complete:
@@ -164,12 +167,14 @@ func (s *setState) blocked(tensor string) (kind message.Kind, ranks []topo.Rank,
 		kind, ranks = s.cache.At(bit).Kind, s.bitMissing(bit)
 	// Exclude "", because it is the element of s.joined.names for a rank that has not joined.
 	case tensor != "" && slices.Contains(s.joined.names, tensor):
-		ranks = s.joining()
-		return message.Join, ranks, have(ranks) + " not joined"
+		kind, ranks, did = message.Join, s.joining(), "joined"
 	default:
 		return message.NoKind, nil, ""
 	}
-	return kind, ranks, have(ranks) + " not submitted it"
+	if slices.Contains(ranks, by) {
+		return message.NoKind, nil, ""
+	}
+	return kind, ranks, have(ranks) + " not " + did
 }
 
 // isReady reports whether a tensor waits only for the gate to open.

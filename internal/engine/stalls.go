@@ -14,7 +14,7 @@ import (
 const never = time.Duration(math.MaxInt64)
 
 // timeoutReportInterval is the time between two reports of one expired operation by a rank. The rank repeats
-// the report because the coordinator ignores the first one if the grant was already on its way.
+// the report because the coordinator ignores the first one if the request or the grant was on its way.
 const timeoutReportInterval = time.Second
 
 // waitingPeriod is the time after which expire searches requests that wait for a lock-step cycle. The cycle

@@ -310,6 +310,24 @@ func TestOperationTimeoutBeforeACycle(t *testing.T) {
 	})
 }
 
+// In lock-step, an operation that waits for a cycle that is not due yet may time out before the cycle. The
+// rank that waits is not at fault.
+func TestOperationTimeoutInALongCycle(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := start(t, 2, func(cfg *engine.Config) { cfg.Lockstep, cfg.CycleTime = true, 2*time.Second })
+		one := c.allreduce(1, "x", make([]byte, 8))
+		time.Sleep(2500 * time.Millisecond) // the second cycle shows rank 0 that rank 1 has submitted x
+		x := sum("x", make([]byte, 8))
+		x.Timeout = time.Second
+		for _, done := range []chan error{c.submit(0, x), one} {
+			if err := c.wait(done); err != nil {
+				t.Error(err)
+			}
+		}
+		c.shutdown()
+	})
+}
+
 // If an operation on a cached tensor times out, the error names the missing rank too.
 func TestOperationTimeoutOfACachedTensor(t *testing.T) {
 	both(t, func(t *testing.T, lockstep bool) {
