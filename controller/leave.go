@@ -216,6 +216,9 @@ func (c *Coordinator) expireShutdown(r topo.Rank, u *message.Up) {
 		c.fail(silent, timeoutText(message.NoKind, r, u, c.silentText(silent)))
 		return
 	}
+	if c.overdue() {
+		return // the ranks may have called Shutdown; r repeats the report
+	}
 	if !u.Granted { // r has finished all grants since its last heartbeat
 		c.ranks[r].executing = execution{}
 	}

@@ -805,8 +805,8 @@ func differences(events, lockstep map[string]string) string {
 	return text.String()
 }
 
-// If an operation times out while a rank is silent, the verdict names the silent rank. It does not name the
-// ranks that the silent rank holds up.
+// If an operation or Shutdown times out while a rank is silent, the verdict names the silent rank. It does
+// not name the ranks that the silent rank holds up.
 func TestTimeoutDuringSilence(t *testing.T) {
 	start := func(lockstep bool) *controller.Coordinator {
 		c := controller.NewCoordinator(controller.CoordinatorConfig{
@@ -817,27 +817,29 @@ func TestTimeoutDuringSilence(t *testing.T) {
 			Sets: []message.UpSet{{Requests: []message.Request{allreduce("a", 1)}}}})
 		return c
 	}
-	complain := func(c *controller.Coordinator, at time.Duration) *controller.Verdict {
+	complain := func(c *controller.Coordinator, tensor string, at time.Duration) *controller.Verdict {
 		c.Tick(at)
 		c.Step(1, &message.Up{Type: message.UpHeartbeat})
-		c.Step(0, &message.Up{Type: message.UpTimeout, Tensor: "a", Millis: 500})
+		c.Step(0, &message.Up{Type: message.UpTimeout, Tensor: tensor, Millis: 500})
 		return verdictOf(c)
 	}
-	for _, lockstep := range []bool{false, true} {
-		c := start(lockstep)
-		for _, at := range []time.Duration{controller.HeartbeatPeriod, 2*controller.HeartbeatPeriod - 1} {
-			if !lockstep {
-				break // without lock-step, rank 0 knows all requests at once
+	for tensor, what := range map[string]string{"a": `tensor "a"`, "": "Shutdown"} {
+		for _, lockstep := range []bool{false, true} {
+			c := start(lockstep)
+			for _, at := range []time.Duration{controller.HeartbeatPeriod, 2*controller.HeartbeatPeriod - 1} {
+				if !lockstep {
+					break // without lock-step, rank 0 knows all requests at once
+				}
+				if v := complain(c, tensor, at); v != nil {
+					t.Errorf("%s: after %v without a cycle: got verdict %v", what, at, v)
+				}
 			}
-			if v := complain(c, at); v != nil {
-				t.Errorf("after %v without a cycle: got verdict %v", at, v)
+			if v := complain(c, tensor, 2*controller.HeartbeatPeriod); v == nil ||
+				!slices.Equal(v.Ranks, []topo.Rank{2}) ||
+				!strings.Contains(v.Reason,
+					what+` timed out after 0.5s at rank 0: rank 2 has been silent for 2s`) {
+				t.Errorf("%s, lock-step %v: got verdict %v, want that rank 2 is silent", what, lockstep, v)
 			}
-		}
-		if v := complain(c, 2*controller.HeartbeatPeriod); v == nil ||
-			!slices.Equal(v.Ranks, []topo.Rank{2}) ||
-			!strings.Contains(v.Reason,
-				`tensor "a" timed out after 0.5s at rank 0: rank 2 has been silent for 2s`) {
-			t.Errorf("lock-step %v: got verdict %v, want that rank 2 is silent", lockstep, v)
 		}
 	}
 	m := controller.NewMember(controller.MemberConfig{Rank: 1, Sets: []controller.Set{controller.Global(3)},

@@ -91,10 +91,8 @@ func (c *Coordinator) timeout(by topo.Rank, u *message.Up) {
 		c.fail([]topo.Rank{u.Suspect}, timeoutText(message.NoKind, by, u, why))
 		return
 	}
-	if c.cfg.Lockstep && c.now-c.combined >= max(heartbeatPeriod, 2*c.cfg.CycleTime) {
-		// Some rank has not entered the cycle. It is silent, but not for long enough yet. When the report is
-		// repeated, it will have been.
-		return
+	if c.overdue() {
+		return // when the report is repeated, the rank that is late will be known
 	}
 	s, _ := c.member(u.Set, by)
 	if s != nil && c.ranks[by].stop == 0 {
@@ -113,6 +111,12 @@ func (c *Coordinator) timeout(by topo.Rank, u *message.Up) {
 		}
 		c.fail(ranks, timeoutText(message.NoKind, by, u, why))
 	}
+}
+
+// overdue reports whether a lock-step cycle is late, because some rank has not entered it. That rank is
+// silent, but perhaps not for long enough yet. Requests of the other ranks wait for the cycle.
+func (c *Coordinator) overdue() bool {
+	return c.cfg.Lockstep && !c.stopSent && c.now-c.combined >= max(heartbeatPeriod, 2*c.cfg.CycleTime)
 }
 
 // silentText returns a text that says for how long the given ranks have been silent.
