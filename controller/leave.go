@@ -76,26 +76,27 @@ func (c *Coordinator) checkLeavers() {
 	}
 }
 
-// outstanding reports whether the leaving rank r has a request that may still be granted. If r waits for
-// other ranks, it also returns the operation.
-func (c *Coordinator) outstanding(r topo.Rank) (awaited *Stall, found bool) {
+// outstanding returns what keeps the leaving rank r from being stopped, because it may still be granted: an
+// operation for which r waits for other ranks, and a set of r that has ready tensors. It returns nil if there
+// is none.
+func (c *Coordinator) outstanding(r topo.Rank) (awaited *Stall, ready *setState) {
 	for _, s := range c.sets.sets {
 		if s.index(r) < 0 {
 			continue
 		}
 		if len(s.ready) > 0 {
-			return nil, true
+			ready = s
 		}
 		// A rank that has joined takes part in every operation that is granted.
 		joined := s.joined.has(s.index(r))
 		s.eachAwaited(func(st Stall, waiting []topo.Rank) {
 			waits := joined && s.concerns(&st, s.index(r)) || slices.Contains(waiting, r)
-			if waits && !found && !slices.ContainsFunc(st.Missing, c.isLeaving) {
-				awaited, found = &st, true
+			if waits && awaited == nil && !slices.ContainsFunc(st.Missing, c.isLeaving) {
+				awaited = &st
 			}
 		})
 	}
-	return awaited, found
+	return awaited, ready
 }
 
 // canStop reports whether the next cycle will stop a leaving rank.
@@ -114,8 +115,8 @@ func (c *Coordinator) stopsAlone(r topo.Rank) bool {
 	if !k.leaving || k.stop != 0 {
 		return false
 	}
-	_, outstanding := c.outstanding(r)
-	return !outstanding
+	awaited, ready := c.outstanding(r)
+	return awaited == nil && ready == nil
 }
 
 // eachAwaited calls visit for each operation of the set, including joins, for which some ranks wait. The
@@ -239,8 +240,11 @@ func (c *Coordinator) expireShutdown(r topo.Rank, u *message.Up) {
 func (c *Coordinator) holdUp(r topo.Rank, executes bool) (ranks []topo.Rank, why string) {
 	k := &c.ranks[r]
 	if k.stop == 0 && c.state == running {
-		if st, _ := c.outstanding(r); st != nil {
+		switch st, ready := c.outstanding(r); {
+		case st != nil:
 			return st.Missing, have(st.Missing) + " not submitted " + label(st.Kind, st.Name)
+		case ready != nil: // earlier grants of the set keep the gate closed
+			return c.unfinished(ready.ID)
 		}
 	}
 	switch {
