@@ -42,6 +42,11 @@ const (
 	closeTimeout = 10 * time.Second
 	// holdPeriod is how long a leader holds a vote or a request that other ranks of its host have not made.
 	holdPeriod = 200 * time.Millisecond
+	// leaderGrace is added to silenceGrace if there are leaders (Coordinator.verdictDue).
+	leaderGrace = heartbeatPeriod + 2*holdPeriod
+	// LongestVerdict is the longest time from a suspicion to the verdict: there are leaders, and a clearer
+	// suspicion replaces the first one at the last moment.
+	LongestVerdict = 2 * (suspectGrace + silenceGrace + leaderGrace)
 )
 
 // gap returns the time since the last turn if the process did not run in this time, because it was stopped or

@@ -440,7 +440,7 @@ func (c *Coordinator) verdictDue() time.Duration {
 		return due
 	}
 	if c.cfg.Leaders != nil {
-		due += heartbeatPeriod + 2*holdPeriod
+		due += leaderGrace
 	}
 	return due + silenceGrace
 }

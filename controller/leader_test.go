@@ -453,6 +453,24 @@ func TestLeaderOfOthers(t *testing.T) {
 	}
 }
 
+// A suspicion of one rank replaces one of several ranks just before the verdict. The verdict comes within
+// LongestVerdict.
+func TestLongestVerdict(t *testing.T) {
+	c, w := newLeaderCluster(t, leaderConfig())
+	c.nodes[0].m.Suspect([]topo.Rank{1, 3}, "no such peer")
+	c.settle()
+	c.pass(controller.LongestVerdict/2 - 50*time.Millisecond)
+	c.nodes[4].m.Suspect([]topo.Rank{3}, "connection reset")
+	c.settle()
+	if len(w.verdicts) > 0 {
+		t.Errorf("after %v: got verdicts %q, want none", c.now, w.verdicts)
+	}
+	c.pass(controller.LongestVerdict - c.now)
+	if len(w.verdicts) != 5 || !strings.Contains(w.verdicts[0], "ranks 3 and 4 failed") {
+		t.Errorf("after %v: got verdicts %q, want one that names ranks 3 and 4 at each rank", c.now, w.verdicts)
+	}
+}
+
 // A leader allocates nothing while its ranks vote for cached tensors.
 func TestLeaderAllocatesNothing(t *testing.T) {
 	ranks := []topo.Rank{2, 3, 4}

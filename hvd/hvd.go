@@ -150,7 +150,7 @@ func Init(ctx context.Context, opts ...InitOption) error {
 // If the deadline of ctx passes before this rank can leave, the job fails with a *PeerError that names the
 // ranks for which Shutdown has waited, and Shutdown returns this error too. If ctx is canceled before, or has
 // ended before the call, the other ranks get a *PeerError that names this rank. If another rank is silent,
-// the error names that rank. The verdict is usually there at once, and Shutdown waits for it for at most 5 s.
+// the error names that rank. The verdict is usually there at once, and Shutdown waits for it for at most 8 s.
 //
 // If the job has already failed, Shutdown returns the reason. Before Init it does nothing. If a process exits
 // without calling Shutdown, or before Shutdown has returned, the other ranks consider its rank failed.

@@ -393,8 +393,8 @@ type leaving struct {
 
 const (
 	// expireTimeout is how long Shutdown waits for the end of the epoch after its context has ended. It is
-	// longer than the coordinator may need for its verdict.
-	expireTimeout = 5 * time.Second
+	// longer than the coordinator may need for its verdict, if there is a suspicion.
+	expireTimeout = controller.LongestVerdict + 800*time.Millisecond
 	// failTimeout is how long the Shutdown of a failed rank waits for the verdict.
 	failTimeout = time.Second
 )
