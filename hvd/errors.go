@@ -15,8 +15,8 @@ var (
 	// that could have submitted it has shut down. Two other errors match ErrShutDown in errors.Is: a
 	// *PeerError that names ranks that have shut down, and every *StallError.
 	ErrShutDown = engine.ErrShutDown
-	// ErrClosed replaces ErrShutDown if the context of this rank's Shutdown was canceled before the other
-	// ranks were ready to end the job.
+	// ErrClosed replaces ErrShutDown if the context of this rank's Shutdown ended before the other ranks were
+	// ready to end the job, unless a verdict names other ranks: then the error is a *PeerError.
 	ErrClosed = engine.ErrClosed
 	// ErrNoProcessSet reports that the process set of an operation has been removed. The operation may have
 	// been submitted before or after the removal.

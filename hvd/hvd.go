@@ -49,8 +49,8 @@
 //     goes on. One exception: if the result of an in-place allgather or alltoall does not fit the slice of
 //     one rank, only that rank gets the error.
 //   - ErrShutDown: this rank has shut down, or the stall inspector has ended the job (*StallError, which Err
-//     and Shutdown return too). ErrClosed: the context of this rank's Shutdown was canceled before the
-//     other ranks were ready to end the job.
+//     and Shutdown return too). ErrClosed: the context of this rank's Shutdown ended before the other
+//     ranks were ready to end the job, and no other rank is at fault.
 //   - *PeerError: ranks failed, or shut down while this rank waited for them (then the error is an
 //     ErrShutDown too), or an operation timed out. The epoch is over. After Shutdown the surviving ranks may
 //     call Init again, which waits until all ranks of the job are present.
@@ -151,6 +151,11 @@ func Init(ctx context.Context, opts ...InitOption) error {
 // ranks for which Shutdown has waited, and Shutdown returns this error too. If ctx is canceled before, or has
 // ended before the call, the other ranks get a *PeerError that names this rank. If another rank is silent,
 // the error names that rank. The verdict is usually there at once, and Shutdown waits for it for at most 8 s.
+// If there is none by then, this rank ends, and the other ranks get a *PeerError that names it.
+//
+// There is no verdict if this rank, other than rank 0, has finished all its operations and only waits until
+// the other ranks have finished the operations that they execute together with it. When ctx ends, it leaves.
+// A rank that then still needs it gets a *PeerError that names this rank.
 //
 // If the job has already failed, Shutdown returns the reason. Before Init it does nothing. If a process exits
 // without calling Shutdown, or before Shutdown has returned, the other ranks consider its rank failed.

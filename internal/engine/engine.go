@@ -407,9 +407,10 @@ const (
 //
 // Shutdown returns when no other rank needs this one, or soon after ctx has ended. If the deadline of ctx
 // passes before this rank can leave, the job fails, and the verdict names the ranks for which it has waited.
-// If ctx is canceled before, this rank fails. If why.Failed is set, the rank fails at once, and Shutdown
-// waits at most one second. If the epoch had already failed, Shutdown returns that error. If ctx ended, it
-// returns the error of ctx and, if it names other ranks, the verdict.
+// A rank other than 0 that has sent its bye closes without a verdict then. If ctx is canceled before, this
+// rank fails. If why.Failed is set, the rank fails at once, and Shutdown waits at most one second. If the
+// epoch had already failed, Shutdown returns that error. If ctx ended, it returns the error of ctx and, if it
+// names other ranks, the verdict.
 func (e *Engine) Shutdown(ctx context.Context, why Departure) error {
 	began, late := time.Now(), ctx.Err() != nil
 	e.depart(&leaving{Departure: why})

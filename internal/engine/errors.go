@@ -13,7 +13,8 @@ import (
 // rank that could have submitted it has shut down.
 var ErrShutDown = errors.New("this rank or the job was shut down before every rank had submitted the operation")
 
-// ErrClosed reports that this rank has ended the epoch by a call of Close.
+// ErrClosed reports that this rank has ended the epoch by a call of Close, or that the context of its
+// Shutdown ended and the verdict names only this rank.
 var ErrClosed = errors.New("the engine was closed")
 
 // ErrCutShort reports that a shutdown has aborted running operations because they made no progress.
