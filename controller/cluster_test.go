@@ -181,12 +181,12 @@ func newCluster(tb testing.TB, cfg controller.CoordinatorConfig, w watcher) *clu
 			}
 		}
 		n.lanes = make([]lane, len(n.sets))
-		n.m = controller.NewMember(controller.MemberConfig{Rank: r, Sets: n.sets, Leader: c.upstream(r),
-			LivenessTimeout: cfg.LivenessTimeout}, 0)
-		c.nodes = append(c.nodes, n)
 		if led := c.led(r); len(led) > 1 {
 			n.comb = controller.NewCombiner(led, cfg.Sets, 0)
 		}
+		n.m = controller.NewMember(controller.MemberConfig{Rank: r, Sets: n.sets, Leader: c.upstream(r),
+			Combiner: n.comb, LivenessTimeout: cfg.LivenessTimeout}, 0)
+		c.nodes = append(c.nodes, n)
 	}
 	return c
 }

@@ -41,6 +41,7 @@ type ledRank struct {
 	seen     uint64        // the last cycle that the rank had applied when it sent its last frame
 	part     int           // the index in parts of the rank's last part, or -1
 	beat     bool          // whether a heartbeat of the rank waits to be passed on
+	bye      bool          // whether the rank has sent bye
 	closed   bool          // whether the rank was closed or its connection has ended
 	lastSent time.Duration // the time at which the last frame was sent to the rank
 }
@@ -139,6 +140,7 @@ func (c *Combiner) Up(from topo.Rank, frame []byte) {
 	}
 	k := &c.ranks[i]
 	k.seen = max(k.seen, c.in.Seen)
+	k.bye = k.bye || c.in.Type == message.UpBye
 	switch {
 	case c.in.Type == message.UpHeartbeat && c.in.Tensor == "":
 		k.beat = true
@@ -505,6 +507,11 @@ func (c *Combiner) Lost(r topo.Rank, reason string) {
 // the rank receives the verdict too.
 func (c *Combiner) Fault(r topo.Rank, reason string) {
 	c.passUp(0, &message.Up{Type: message.UpFault, Seen: c.ranks[0].seen, Suspect: r, Reason: reason})
+}
+
+// leads reports whether a rank of the host other than the leader has not sent bye.
+func (c *Combiner) leads() bool {
+	return slices.ContainsFunc(c.ranks[1:], func(k ledRank) bool { return !k.bye && !k.closed })
 }
 
 // Down applies a frame from rank 0, which the caller then sends to the given ranks of the host.

@@ -190,11 +190,11 @@ func (c *Coordinator) Tick(now time.Duration) {
 	}
 }
 
-// silent returns the ranks that have sent nothing for the duration d.
+// silent returns the ranks that the job needs and that have sent nothing for the duration d.
 func (c *Coordinator) silent(d time.Duration) (ranks []topo.Rank) {
-	for r := range c.ranks {
-		if k := &c.ranks[r]; !k.bye && c.heard(topo.Rank(r))-k.lastReceived >= d {
-			ranks = append(ranks, topo.Rank(r))
+	for i := range c.ranks {
+		if r := topo.Rank(i); c.heard(r)-c.ranks[r].lastReceived >= d && c.needs(r) {
+			ranks = append(ranks, r)
 		}
 	}
 	return ranks
@@ -259,6 +259,8 @@ func (c *Coordinator) step(from topo.Rank, up *message.Up, relayed bool) {
 		switch {
 		case c.suspicion != nil || c.postpone(from):
 			// A suspicion explains the timeout better. The rank repeats the report.
+		case up.Tensor == "" && k.bye && from != 0:
+			c.expireLeader(from, up)
 		case up.Tensor == "":
 			c.expireShutdown(from, up)
 		default:
@@ -380,12 +382,11 @@ func (c *Coordinator) leastSeen(ranks []topo.Rank) uint64 {
 	return least
 }
 
-// Lost records that the control connection of a rank has ended. If the rank has not sent bye, Lost fails the
-// rank.
+// Lost records that the control connection of a rank has ended. If the job still needs the rank, Lost fails
+// the rank.
 func (c *Coordinator) Lost(r topo.Rank, reason string) {
-	k := &c.ranks[r]
-	k.lost = true
-	if !k.bye && (c.state == running || c.state == stopping) {
+	c.ranks[r].lost = true
+	if c.needs(r) && (c.state == running || c.state == stopping) {
 		c.fail([]topo.Rank{r}, reason)
 	}
 	c.closeLeader(r)
@@ -685,7 +686,7 @@ func (c *Coordinator) Next() time.Duration {
 		if !k.lost && !k.closed {
 			next = min(next, k.lastSent+heartbeatPeriod)
 		}
-		if !k.bye {
+		if c.needs(topo.Rank(r)) {
 			next = min(next, k.lastReceived+c.cfg.LivenessTimeout)
 		}
 	}

@@ -86,6 +86,32 @@ func (c *Coordinator) leads(r topo.Rank) bool {
 	})
 }
 
+// needs reports whether the job cannot go on without rank r: r has not sent bye, or it leads a rank that has
+// not sent bye.
+func (c *Coordinator) needs(r topo.Rank) bool {
+	return !c.ranks[r].bye || slices.ContainsFunc(c.behind([]topo.Rank{r}), func(f topo.Rank) bool {
+		return !c.ranks[f].bye && !c.ranks[f].lost
+	})
+}
+
+// expireLeader gives the verdict because the context of the Shutdown of the leader r has ended after the bye
+// of r. If Shutdown has waited until its deadline, the ranks behind the leader that have not called Shutdown
+// have failed, because the leader stays for them, as rank 0 stays for all ranks. If it was canceled, r has
+// failed. If all these ranks have called Shutdown, there is no verdict.
+func (c *Coordinator) expireLeader(r topo.Rank, u *message.Up) {
+	stay := slices.DeleteFunc(c.behind([]topo.Rank{r}), c.isLeaving)
+	why := have(stay) + " not called Shutdown"
+	switch silent := c.silent(2 * heartbeatPeriod); {
+	case len(silent) > 0:
+		c.fail(silent, timeoutText(message.NoKind, r, u, c.silentText(silent)))
+	case len(stay) == 0:
+	case u.Millis == 0:
+		c.fail([]topo.Rank{r}, "its Shutdown was canceled: "+why)
+	default:
+		c.fail(stay, timeoutText(message.NoKind, r, u, why))
+	}
+}
+
 // closeLeader closes the leader of rank r, which is closed or lost, if no rank needs the leader anymore.
 func (c *Coordinator) closeLeader(r topo.Rank) {
 	leader := c.leaderOf(r)

@@ -411,6 +411,84 @@ func TestLeaderClosesLast(t *testing.T) {
 	}
 }
 
+// wantVerdicts checks that every rank, except one, has got a verdict that contains want.
+func wantVerdicts(t *testing.T, got []string, except topo.Rank, want string) {
+	t.Helper()
+	slices.Sort(got)
+	for r := topo.Rank(0); r < 5; r++ {
+		if r != except && !slices.ContainsFunc(got, func(v string) bool {
+			return strings.HasPrefix(v, fmt.Sprintf("%d: %s", r, want))
+		}) {
+			t.Errorf("got verdicts %q, want one at rank %d that begins with %q", got, r, want)
+		}
+	}
+}
+
+// leaderInBye returns a job in which rank 2, which leads ranks 3 and 4, has sent bye.
+func leaderInBye(t *testing.T) (*cluster, *sentParts) {
+	c, w := newLeaderCluster(t, leaderConfig())
+	c.nodes[2].m.Shutdown("")
+	c.settle()
+	if n := c.nodes[2]; !n.drained || n.over {
+		t.Fatalf("sent bye %v, over %v; want a leader that stays after its bye", n.drained, n.over)
+	}
+	return c, w
+}
+
+// If a leader ends after its bye, and a rank that it leads has not sent bye, the verdict names the leader.
+func TestLeaderFailsAfterItsBye(t *testing.T) {
+	for _, killed := range []bool{true, false} {
+		c, w := leaderInBye(t)
+		want := "rank 2 failed: silent for 10s"
+		if killed {
+			want = "rank 2 failed: killed"
+			c.kill(2, "killed")
+		} else {
+			c.die(2) // its connections stay open
+		}
+		c.pass(livenessTimeout + time.Second)
+		wantVerdicts(t, w.verdicts, 2, want)
+	}
+}
+
+// If the Shutdown of a leader has a deadline, which passes after its bye, the verdict names the ranks that it
+// leads and that have not called Shutdown. If it is canceled, the verdict names the leader. If these ranks
+// have sent bye too, the leader closes.
+func TestLeaderExpiresAfterItsBye(t *testing.T) {
+	const never = topo.Rank(9)
+	expire := func(c *cluster, waited time.Duration) {
+		for range 3 { // a rank repeats the report every second
+			c.nodes[2].m.ExpireShutdown(waited)
+			c.settle()
+			c.pass(time.Second)
+		}
+	}
+	c, w := leaderInBye(t)
+	expire(c, 5*time.Second)
+	wantVerdicts(t, w.verdicts, never,
+		"ranks 3 and 4 failed: Shutdown timed out after 5s at rank 2: ranks 3 and 4 have not called Shutdown")
+
+	c, w = leaderInBye(t)
+	c.nodes[3].m.Shutdown("")
+	c.settle()
+	expire(c, 0)
+	wantVerdicts(t, w.verdicts, 3, "rank 2 failed: its Shutdown was canceled: rank 4 has not called Shutdown")
+
+	c, w = leaderInBye(t)
+	c.die(1) // rank 1 does not report that it needs no rank that has left
+	for _, n := range c.nodes[3:] {
+		n.m.Shutdown("")
+	}
+	c.settle()
+	if c.nodes[2].over || c.nodes[3].over {
+		t.Fatal("the ranks that have left are closed, although rank 1 may need them")
+	}
+	expire(c, 5*time.Second)
+	if !c.nodes[2].m.Closed() || len(w.verdicts) > 0 {
+		t.Errorf("the leader is closed: %v; verdicts %q, want none", c.nodes[2].m.Closed(), w.verdicts)
+	}
+}
+
 // If an operation times out, votes that a leader holds count: the verdict names only the rank that has not
 // voted.
 func TestTimeoutBehindALeader(t *testing.T) {

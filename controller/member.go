@@ -20,6 +20,8 @@ type MemberConfig struct {
 	Sets []Set
 	// Leader is the rank to which the rank has its control connection: the leader of its host, or rank 0.
 	Leader topo.Rank
+	// Combiner passes on the frames of the ranks that this rank leads. It is nil if this rank is no leader.
+	Combiner *Combiner
 	// LivenessTimeout is the maximum time between two frames from the coordinator. If the coordinator is
 	// silent for longer, it has failed.
 	LivenessTimeout time.Duration
@@ -282,6 +284,9 @@ func (m *Member) Lost(reason string) {
 		m.fail(&Verdict{Ranks: []topo.Rank{m.cfg.Leader}, Reason: reason})
 	}
 }
+
+// leads reports whether this rank leads a rank that has not sent bye.
+func (m *Member) leads() bool { return m.cfg.Combiner != nil && m.cfg.Combiner.leads() }
 
 func (m *Member) fail(v *Verdict) {
 	m.state, m.verdict = memberFailed, v

@@ -28,11 +28,11 @@ func (m *Member) TimeoutOfMessage(set topo.ProcessSetID, name string, peer topo.
 // how long Shutdown has waited until its deadline, or 0 if it was canceled. The coordinator answers with a
 // verdict, or lets this rank leave if nothing keeps it. The caller must call ExpireShutdown again while this
 // rank is in the job. After the bye of this rank, other ranks may still need it, but it does not wait for
-// them, unless it is rank 0.
+// them, unless it is rank 0 or the leader of a rank that has not sent bye.
 func (m *Member) ExpireShutdown(waited time.Duration) {
 	switch {
 	case m.state == memberClosed || m.state == memberFailed:
-	case m.state == memberBye && m.cfg.Rank != 0:
+	case m.state == memberBye && m.cfg.Rank != 0 && !m.leads():
 		m.state = memberClosed
 	default:
 		m.report(message.Up{}, waited)

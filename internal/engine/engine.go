@@ -278,8 +278,8 @@ func (e *Engine) negotiate() {
 		return !lockstep && !slices.Contains(s.Ranks, e.cfg.Rank)
 	})
 	e.member = controller.NewMember(controller.MemberConfig{
-		Rank: e.cfg.Rank, Sets: own, Leader: e.upstream(), LivenessTimeout: e.cfg.LivenessTimeout,
-		Lockstep: lockstep,
+		Rank: e.cfg.Rank, Sets: own, Leader: e.upstream(), Combiner: e.combiner,
+		LivenessTimeout: e.cfg.LivenessTimeout, Lockstep: lockstep,
 	}, 0)
 	if e.cfg.Rank == 0 {
 		e.coordinator = controller.NewCoordinator(controller.CoordinatorConfig{

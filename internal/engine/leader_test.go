@@ -11,6 +11,8 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
+	"time"
 
 	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/topo"
@@ -108,6 +110,55 @@ func TestDeathWithLeaders(t *testing.T) {
 				}
 			}
 		}
+	}
+}
+
+// A leader that has shut down stays for the ranks that it leads. If the deadline of its Shutdown passes, the
+// verdict names these ranks. If it dies, the verdict names the leader.
+func TestLeaderAfterItsBye(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := start(t, len(hosts), onHosts)
+		ctx, cancel := context.WithTimeout(c.ctx, 3*time.Second)
+		defer cancel()
+		if err := c.engines[2].Shutdown(ctx, engine.Departure{}); !errors.Is(err, context.DeadlineExceeded) {
+			t.Errorf("rank 2: got error %v, want the context's", err)
+		}
+		c.endWith(-1, 3, 6)
+	})
+	synctest.Test(t, func(t *testing.T) { c := leaves(t, 2); c.die(2); c.endWith(2, 2) })
+}
+
+// leaves starts a job with leaders in which the given rank has sent bye and waits until it is closed.
+func leaves(t *testing.T, leader int) *cluster {
+	c := start(t, len(hosts), onHosts)
+	go func() { _ = c.engines[leader].Shutdown(c.ctx, engine.Departure{}) }()
+	synctest.Wait()
+	return c
+}
+
+// die ends the engine of a rank as if its process had died.
+func (c *cluster) die(r int) {
+	c.net.Kill(topo.Rank(r))
+	c.engines[r].Close()
+}
+
+// endWith checks that every engine, except that of the rank dead, ends with a verdict that names the given
+// ranks.
+func (c *cluster) endWith(dead int, failed ...int) {
+	for r, e := range c.engines {
+		select {
+		case <-e.Ended():
+		case <-c.ctx.Done():
+			c.t.Errorf("rank %d has not ended after %v", r, deadline)
+			e.Close()
+		}
+		var peer *engine.PeerError
+		if err := e.Err(); r != dead && (!errors.As(err, &peer) || !slices.Equal(peer.Ranks, failed)) {
+			c.t.Errorf("rank %d: got error %v, want one that names ranks %v", r, err, failed)
+		}
+	}
+	for _, e := range c.engines {
+		e.Close()
 	}
 }
 
