@@ -451,6 +451,14 @@ func TestLeaderFailsAfterItsBye(t *testing.T) {
 	}
 }
 
+// If rank 0 dies while a leader stays after its bye, the leader passes on the verdict that rank 0 has failed.
+func TestCoordinatorDiesAfterTheByeOfALeader(t *testing.T) {
+	c, w := leaderInBye(t)
+	c.kill(0, "killed")
+	c.settle()
+	wantVerdicts(t, w.verdicts, 0, "rank 0 failed: killed")
+}
+
 // If the Shutdown of a leader has a deadline, which passes after its bye, the verdict names the ranks that it
 // leads and that have not called Shutdown. If it is canceled, the verdict names the leader. If these ranks
 // have sent bye too, the leader closes.

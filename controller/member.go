@@ -272,13 +272,13 @@ func (m *Member) SuspectChannel(set topo.ProcessSetID, ranks []topo.Rank, reason
 	}
 }
 
-// Lost records that the connection to rank 0, or to the leader, has ended. If this rank has sent bye, the
-// epoch is over. Otherwise, unless there is a verdict already, the verdict is that the rank at the other end
-// has failed.
+// Lost records that the connection to rank 0, or to the leader, has ended. If this rank has sent bye, and
+// leads no rank that has not, the epoch is over. Otherwise, unless there is a verdict already, the verdict is
+// that the rank at the other end has failed.
 func (m *Member) Lost(reason string) {
-	switch m.state {
-	case memberClosed, memberFailed:
-	case memberBye:
+	switch {
+	case m.state == memberClosed || m.state == memberFailed:
+	case m.state == memberBye && !m.leads():
 		m.state = memberClosed
 	default:
 		m.fail(&Verdict{Ranks: []topo.Rank{m.cfg.Leader}, Reason: reason})

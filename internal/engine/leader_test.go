@@ -114,7 +114,8 @@ func TestDeathWithLeaders(t *testing.T) {
 }
 
 // A leader that has shut down stays for the ranks that it leads. If the deadline of its Shutdown passes, the
-// verdict names these ranks. If it dies, the verdict names the leader.
+// verdict names these ranks. If it dies, the verdict names the leader. If rank 0 dies, the verdict names rank
+// 0, at the ranks behind the leader too.
 func TestLeaderAfterItsBye(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := start(t, len(hosts), onHosts)
@@ -126,6 +127,7 @@ func TestLeaderAfterItsBye(t *testing.T) {
 		c.endWith(-1, 3, 6)
 	})
 	synctest.Test(t, func(t *testing.T) { c := leaves(t, 2); c.die(2); c.endWith(2, 2) })
+	synctest.Test(t, func(t *testing.T) { c := leaves(t, 2); c.die(0); c.endWith(0, 0) })
 }
 
 // leaves starts a job with leaders in which the given rank has sent bye and waits until it is closed.
