@@ -448,10 +448,14 @@ func (c *Coordinator) verdictDue() time.Duration {
 
 // decideSuspicion gives the verdict about suspected ranks. It is called only if no control connection has
 // ended meanwhile. If the suspects, or leaders that pass on their frames, have missed their heartbeats, they
-// have failed. Otherwise, the suspects and the rank that suspects them have failed.
+// have failed. Otherwise, if the rank that suspects them has missed its heartbeats, or its leader has, that
+// rank or leader has failed. Otherwise, the suspects and the rank that suspects them have failed.
 func (c *Coordinator) decideSuspicion() {
 	s := c.suspicion
 	ranks := c.gone(s.suspects)
+	if len(ranks) == 0 {
+		ranks = c.gone([]topo.Rank{s.by})
+	}
 	found := len(ranks) > 0
 	if !found {
 		ranks = append(slices.Clone(s.suspects), s.by)
