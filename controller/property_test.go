@@ -1394,9 +1394,13 @@ func (r *run) pass(d time.Duration) {
 		if !n.over && n.m.Next() <= r.c.now {
 			n.send()
 		}
-		if n.comb != nil && !n.over && n.comb.Next() <= r.c.now {
-			n.comb.Tick(r.c.now)
-			n.combined()
+		if n.comb != nil && !n.over { // a leader takes its own frames in the turn in which it makes them
+			n.combine(func(of *node) int {
+				if of == n {
+					return len(of.up)
+				}
+				return 0
+			})
 		}
 	}
 }
