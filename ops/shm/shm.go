@@ -31,7 +31,6 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"sync/atomic"
 
 	"github.com/gohvd/gohvd/internal/arena"
 	"github.com/gohvd/gohvd/internal/message"
@@ -329,7 +328,7 @@ func (b *Backend) fail(kind message.Kind, err error) error {
 	b.forget()
 	b.err = fmt.Errorf("ops/shm: %v: %w", kind, err)
 	if b.segment != nil {
-		atomic.StoreUint32(flag(b.segment, abortAt), 1)
+		shmem.Store32(flag(b.segment, abortAt), 1)
 		shmem.Fence() // so that peers see the abort word before the caller changes its buffers
 	}
 	return b.err

@@ -40,10 +40,10 @@ const (
 // post stores v in a word of this rank's segment and wakes ranks that sleep. A rank that sees v also sees all
 // that this rank wrote before.
 func (b *Backend) post(word *uint64, v uint64) {
-	atomic.StoreUint64(word, v)
+	shmem.Store64(word, v)
 	// This rank stores word and then loads parked. A rank that goes to sleep stores parked and then loads
-	// word. All these accesses are sequentially consistent, so at least one of the two ranks sees the store
-	// of the other (Dekker's algorithm).
+	// word. All these accesses are sequentially consistent (shmem.Store64), so at least one of the two ranks
+	// sees the store of the other (Dekker's algorithm).
 	for i := range b.peers {
 		if i != b.me && atomic.LoadUint32(b.peers[i].parked) != 0 {
 			shmem.Wake(lowHalf(word))
@@ -76,8 +76,8 @@ func (b *Backend) await(i int, word *uint64, want uint64) error {
 		}
 		shmem.Yield()
 	}
-	atomic.StoreUint32(b.parked, 1)
-	defer atomic.StoreUint32(b.parked, 0)
+	shmem.Store32(b.parked, 1)
+	defer shmem.Store32(b.parked, 0)
 	for {
 		v := atomic.LoadUint64(word)
 		if int64(v-want) >= 0 {

@@ -7,6 +7,7 @@ import (
 	"sync/atomic"
 	"unsafe"
 
+	"github.com/gohvd/gohvd/internal/shmem"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
 )
@@ -173,7 +174,7 @@ func (c *conn) take(p []byte) (int, error) {
 		copy(p[n:], c.in)
 	}
 	c.tail += uint64(len(p))
-	atomic.StoreUint64(c.inTail, c.tail)
+	shmem.Store64(c.inTail, c.tail)
 	if atomic.LoadUint32(c.inFull) != 0 {
 		c.notifyRoom()
 	}
@@ -275,7 +276,7 @@ func (c *conn) put(p []byte) int {
 		copy(c.out, p[n:])
 	}
 	c.head += uint64(len(p))
-	atomic.StoreUint64(c.outHead, c.head)
+	shmem.Store64(c.outHead, c.head)
 	c.sent.Add(uint64(len(p)))
 	c.notifyDue.Store(true)
 	return len(p)
@@ -311,7 +312,7 @@ func (c *conn) pump() {
 
 func (c *conn) setFull(v uint32) {
 	c.full = v != 0
-	atomic.StoreUint32(c.outFull, v)
+	shmem.Store32(c.outFull, v)
 }
 
 // dropQueue empties the queue and wakes the callers of Flush. The caller holds writing.
@@ -397,7 +398,7 @@ func (c *conn) open() {
 	c.writing.Lock()
 	defer c.writing.Unlock()
 	if c.cause.Load() == nil {
-		atomic.StoreUint32(c.outOpen, 1)
+		shmem.Store32(c.outOpen, 1)
 		c.peerWaker.wake()
 	}
 }

@@ -8,6 +8,8 @@ import (
 	"unsafe"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/shmem"
 )
 
 // waker wakes the parked goroutines of this rank. While a goroutine of this rank is parked, *word is not 0. A
@@ -43,7 +45,7 @@ func (w *waker) count(n int) {
 	// Write the word only if its value changes, because a write removes its cache line from the caches of all
 	// peers.
 	if w.word != nil && (w.sleepers == 0 || w.sleepers == n) {
-		atomic.StoreUint32(w.word, uint32(min(w.sleepers, 1)))
+		shmem.Store32(w.word, uint32(min(w.sleepers, 1)))
 	}
 }
 
