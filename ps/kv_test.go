@@ -495,7 +495,9 @@ func Test130Workers(t *testing.T) {
 	})
 }
 
-// lossy returns faults that drop 10% of the messages, duplicate 5% and reorder 20%.
+// lossy returns faults that drop 10% of the messages, duplicate 5%, reorder 20% and delay the stream at 1%.
+// They cut the stream between a worker and a server at one message of 2000, but not that with the scheduler,
+// which may have only heartbeats.
 func lossy(seed uint64) func(from, to van.Process, m *van.Message, deliver func(*van.Message) error) error {
 	var mu sync.Mutex
 	streams := make(map[[2]van.Process]*faulty.Messages[*van.Message])
@@ -509,7 +511,10 @@ func lossy(seed uint64) func(from, to van.Process, m *van.Message, deliver func(
 		f := streams[[2]van.Process{from, to}]
 		if f == nil {
 			f = &faulty.Messages[*van.Message]{Drop: 0.1, Duplicate: 0.05, Reorder: 0.2, Depth: 8,
-				Clone: clone}
+				Delay: 0.01, CutLength: 29, Clone: clone}
+			if from.ID != SchedulerGroup && to.ID != SchedulerGroup {
+				f.Cut = 0.0005
+			}
 			f.Seed(seed + uint64(from.ID)<<32 + uint64(to.ID))
 			streams[[2]van.Process{from, to}] = f
 		}
@@ -518,8 +523,9 @@ func lossy(seed uint64) func(from, to van.Process, m *van.Message, deliver func(
 	}
 }
 
-// TestRandom makes random pushes and pulls of 64 keys while messages are dropped, duplicated and reordered.
-// The sums must be exact, and the memory must not grow with the number of requests.
+// TestRandom makes random pushes and pulls of 64 keys while messages are dropped, duplicated, reordered and
+// delayed, and connections are cut for a while. The sums must be exact, and the memory must not grow with the
+// number of requests.
 func TestRandom(t *testing.T) {
 	const workers, batch, space = 4, 64, 4096
 	requests := 200_000
