@@ -56,6 +56,10 @@ func (p *Postoffice) dialLauncher(ctx context.Context, own map[string]string) er
 		return fmt.Errorf("connect with hvdrun: %w", err)
 	}
 	l := &launcher{kv: kv, epoch: epochs.Add(1), link: joblink.New(kv, set.PS.Process)}
+	if err := l.link.Introduce(ctx, p.van.Process().Incarnation); err != nil {
+		_ = kv.Close() // nothing is in flight
+		return fmt.Errorf("connect with hvdrun: %w", err)
+	}
 	answering, cancel := context.WithCancel(context.Background())
 	p.launcher, l.cancel = l, cancel
 	l.wg.Go(func() {
@@ -103,15 +107,15 @@ func (p *Postoffice) closeLauncher() {
 
 // Blame writes the dump of the flight recorder, and tells hvdrun which node has failed. Nodes that fail
 // because of it may end before hvdrun notices the end of that node.
-func (p router) Blame(id int, err error) {
+func (p router) Blame(failed van.Process, err error) {
 	p.dump(err.Error())
 	if p.launcher == nil {
 		return
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), blameTime)
 	defer cancel()
-	v := joblink.Verdict{Epoch: p.launcher.epoch, Ranks: []topo.Rank{topo.Rank(p.process(id))},
-		Reason: err.Error()}
+	v := joblink.Verdict{Epoch: p.launcher.epoch, Ranks: []topo.Rank{topo.Rank(p.process(failed.ID))},
+		Process: failed.Incarnation, Reason: err.Error()}
 	if err := p.launcher.link.ReportVerdict(ctx, v); err != nil {
 		p.log.Debug("ps: the failure of a node was not reported to hvdrun", zap.Error(err))
 	}

@@ -11,6 +11,8 @@
 //  2. Only the first answer of a rank to a question counts. If nobody waits for an answer any more, the launcher
 //     drops it.
 //  3. An epoch has one verdict: the first one that arrives. The verdict of a later epoch replaces it.
+//  4. A rank that the launcher has started again may be blamed for the end of an earlier process of it. Such a
+//     verdict does not count.
 //
 // Every rank has the secret of the job and is trusted. Nothing prevents a rank from sending an answer in the
 // name of another rank.
@@ -24,6 +26,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"time"
@@ -51,6 +54,8 @@ const (
 	Exit = "exit"
 	// verdict is a report that contains a Verdict.
 	verdict = "verdict"
+	// process is a report of a rank that contains the number of its process.
+	process = "process"
 )
 
 const (
@@ -83,6 +88,9 @@ type Link interface {
 	Report(ctx context.Context, what string, body []byte) error
 	// ReportVerdict tells the launcher which ranks have failed.
 	ReportVerdict(ctx context.Context, v Verdict) error
+	// Introduce tells the launcher the number of this process, with which verdicts distinguish it from other
+	// processes that have or have had the same rank.
+	Introduce(ctx context.Context, process uint64) error
 	// HasListener reports whether a launcher listens.
 	HasListener(ctx context.Context) (bool, error)
 	// Answer answers the launcher's questions. It returns nil when ctx ends, and an error when the connection
@@ -97,6 +105,9 @@ type Verdict struct {
 	Epoch uint64 `json:"epoch"`
 	// Ranks holds the failed ranks, at least one.
 	Ranks []topo.Rank `json:"ranks"`
+	// Process is the number that the process of the failed rank has given to Introduce. It is 0 if ranks of
+	// this job are not started again.
+	Process uint64 `json:"process,omitempty"`
 	// Reason explains the failure to users. It is UTF-8 with at most MaxReasonBytes bytes.
 	Reason string `json:"reason"`
 	// At is when the launcher received the verdict. Ranks leave it empty.
@@ -147,6 +158,12 @@ func (l *link) ReportVerdict(ctx context.Context, v Verdict) error {
 		err = l.send(ctx, keyAnswers, message{Rank: l.rank, What: verdict, Has: true, body: body})
 	}
 	return l.failed("reporting the failed ranks to the launcher", err)
+}
+
+func (l *link) Introduce(ctx context.Context, number uint64) error {
+	err := l.send(ctx, keyAnswers, message{Rank: l.rank, What: process, Has: true,
+		body: strconv.AppendUint(nil, number, 10)})
+	return l.failed("introducing this process to the launcher", err)
 }
 
 func (l *link) send(ctx context.Context, queue string, m message) error {
@@ -241,6 +258,9 @@ type Launcher struct {
 	open    []*inquiry
 	verdict Verdict
 	decided chan struct{} // closed when verdict is set
+	// newest has the number of the newest process of each rank that was started again. It is 0 if that
+	// process has not introduced itself yet.
+	newest map[int]uint64
 }
 
 // inquiry is a question together with the answers for which the launcher waits.
@@ -256,7 +276,8 @@ type inquiry struct {
 // call Ask.
 func Listen(kv *store.HashStore, ranks int,
 	handle func(rank int, what string, body []byte)) (*Launcher, error) {
-	l := &Launcher{kv: kv, ranks: ranks, ended: make(chan struct{}), decided: make(chan struct{})}
+	l := &Launcher{kv: kv, ranks: ranks, ended: make(chan struct{}), decided: make(chan struct{}),
+		newest: make(map[int]uint64)}
 	if err := l.publish(); err != nil {
 		return nil, fmt.Errorf("joblink: listen: %w", err)
 	}
@@ -314,18 +335,24 @@ func (l *Launcher) read(ctx context.Context, queue string, take func(message)) e
 	}
 }
 
-// take processes an answer or a verdict.
+// take processes an answer, a verdict or the number of a process.
 func (l *Launcher) take(m message) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if m.What == verdict {
-		if v, err := decodeVerdict(m.body); err == nil && (l.verdict.Ranks == nil ||
+	switch m.What {
+	case verdict:
+		if v, err := decodeVerdict(m.body); err == nil && !l.isOld(v) && (l.verdict.Ranks == nil ||
 			v.Epoch > l.verdict.Epoch) {
 			if l.verdict.Ranks == nil {
 				close(l.decided)
 			}
 			v.At = time.Now()
 			l.verdict = v
+		}
+		return
+	case process:
+		if number, err := strconv.ParseUint(string(m.body), 10, 64); err == nil && l.isRestarted(m.Rank) {
+			l.newest[m.Rank] = number
 		}
 		return
 	}
@@ -343,21 +370,52 @@ func (l *Launcher) take(m message) {
 	}
 }
 
-// Verdict waits until a rank has reported a verdict, and returns it.
-func (l *Launcher) Verdict(ctx context.Context) (Verdict, error) {
-	select {
-	case <-l.decided:
-	case <-l.ended:
-	case <-ctx.Done():
-		return Verdict{}, fmt.Errorf("joblink: waiting for a verdict: %w", ctx.Err())
-	}
+// isOld reports whether v is about an earlier process of a rank that was started again. The caller holds
+// l.mu.
+func (l *Launcher) isOld(v Verdict) bool {
+	return slices.ContainsFunc(v.Ranks, func(r topo.Rank) bool {
+		return l.isRestarted(int(r)) && (v.Process == 0 || l.newest[int(r)] != v.Process)
+	})
+}
+
+// isRestarted reports whether the rank was started again. The caller holds l.mu.
+func (l *Launcher) isRestarted(rank int) bool {
+	_, is := l.newest[rank]
+	return is
+}
+
+// Restarted is called when the process of a rank has ended, before the rank is started again. From then on,
+// verdicts about the rank count only if they are about the new process.
+func (l *Launcher) Restarted(rank int) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if l.verdict.Ranks == nil {
-		return Verdict{}, fmt.Errorf("joblink: waiting for a verdict: the launcher has stopped receiving: %w",
-			cmp.Or(l.err, store.ErrClosed))
+	l.newest[rank] = 0
+	if slices.Contains(l.verdict.Ranks, topo.Rank(rank)) {
+		l.verdict, l.decided = Verdict{}, make(chan struct{})
 	}
-	return l.verdict, nil
+}
+
+// Verdict waits until a rank has reported a verdict, and returns it.
+func (l *Launcher) Verdict(ctx context.Context) (Verdict, error) {
+	for over := false; ; {
+		l.mu.Lock()
+		v, decided, err := l.verdict, l.decided, l.err
+		l.mu.Unlock()
+		switch {
+		case v.Ranks != nil:
+			return v, nil
+		case over:
+			return Verdict{}, fmt.Errorf("joblink: waiting for a verdict: the launcher has stopped receiving: %w",
+				cmp.Or(err, store.ErrClosed))
+		}
+		select {
+		case <-decided:
+		case <-l.ended:
+			over = true
+		case <-ctx.Done():
+			return Verdict{}, fmt.Errorf("joblink: waiting for a verdict: %w", ctx.Err())
+		}
+	}
 }
 
 // Ask sends a question to all ranks and waits until they have answered or ctx ends. answers[r] is the answer

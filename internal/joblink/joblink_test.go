@@ -356,6 +356,57 @@ func TestVerdict(t *testing.T) {
 	}
 }
 
+// TestVerdictAfterRestart checks that after the restart of a rank only verdicts about its new process count,
+// and that verdicts about other ranks count as before.
+func TestVerdictAfterRestart(t *testing.T) {
+	kv, dial := served(t)
+	ctx := testnet.Context(t)
+	l := listen(t, kv, 3, deaf)
+	rank, client := New(dial(), 2), dial()
+	about := func(r topo.Rank, process uint64) Verdict {
+		return Verdict{Epoch: 1, Ranks: []topo.Rank{r}, Process: process}
+	}
+	introduce := func(process uint64) func() error {
+		return func() error { return New(client, 1).Introduce(ctx, process) }
+	}
+	say := func(v Verdict) func() error { return func() error { return rank.ReportVerdict(ctx, v) } }
+	restart := func() error { l.Restarted(1); return nil }
+	for i, step := range []struct {
+		do   func() error
+		want uint64 // the process in the verdict that counts; 0 if there is none
+	}{
+		{introduce(10), 0},
+		{say(about(1, 10)), 10},
+		{restart, 0},
+		{say(about(1, 10)), 0},
+		{introduce(11), 0},
+		{say(about(1, 10)), 0},
+		{say(about(1, 0)), 0},
+		{say(about(1, 11)), 11},
+		{say(about(0, 5)), 11},
+		{restart, 0},
+		{say(about(1, 11)), 0},
+		{introduce(12), 0},
+		{say(about(0, 5)), 5},
+		{restart, 5},
+		{say(about(1, 12)), 5},
+	} {
+		if err := step.do(); err != nil {
+			t.Fatal(err)
+		}
+		testnet.Eventually(t, "the launcher has read it", func() bool {
+			n, err := kv.QueueLen(ctx, keyAnswers)
+			return err == nil && n == 0 && kv.Waits() == 2
+		})
+		limited, cancel := context.WithCancel(ctx)
+		cancel()
+		v, err := l.Verdict(limited)
+		if v.Process != step.want || step.want == 0 && !errors.Is(err, context.Canceled) {
+			t.Errorf("step %d: got %v, %v, want one about process %d", i, v, err, step.want)
+		}
+	}
+}
+
 // TestStoreGoesAway closes the store. All waiting and later calls must return ErrClosed.
 func TestStoreGoesAway(t *testing.T) {
 	kv := store.NewHashStore(store.Limits{})

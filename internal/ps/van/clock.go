@@ -84,7 +84,7 @@ func (s *scheduler) advance() {
 	}
 	s.mu.Unlock()
 	for _, f := range failed {
-		s.van.blame(int(f.dead.Id), errors.New(f.dead.Gone))
+		s.van.blame(processOf(f.dead), errors.New(f.dead.Gone))
 		f.answer("", f.dead)
 	}
 }

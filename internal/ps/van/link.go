@@ -124,7 +124,7 @@ func (l *link) request(ctx context.Context, m *Message) error {
 	}
 	if err := l.end; err != nil {
 		l.mu.Unlock()
-		l.van.blame(l.peer, err)
+		l.van.blame(l.process, err)
 		return &NodeError{l.peer, err}
 	}
 	l.requests++
@@ -581,7 +581,7 @@ func (l *link) read(r *reader) error {
 		if l.van.cfg.Faults == nil {
 			err = l.arrive(m)
 		} else {
-			err = l.van.cfg.Faults(l.process, Process{l.van.id, l.van.self[0].Incarnation}, m, l.arrive)
+			err = l.van.cfg.Faults(l.process, l.van.Process(), m, l.arrive)
 		}
 		l.heard.Store(int64(l.van.now()))
 		l.handling.Store(false)
@@ -696,23 +696,23 @@ func (l *link) fail(err error) {
 	l.van.changed()
 }
 
-// explain returns the node that makes a link end with err, and the reason. The caller holds mu.
-func (l *link) explain(err error) (culprit int, reason error) {
+// explain returns the process that makes a link end with err, and the reason. The caller holds mu.
+func (l *link) explain(err error) (culprit Process, reason error) {
 	if l.broken != nil && errors.Is(err, os.ErrDeadlineExceeded) {
 		err = l.broken
 	}
 	switch {
 	case l.aborted != nil:
-		return l.peer, l.aborted
+		return l.process, l.aborted
 	case l.left:
-		return l.peer, errLeft
+		return l.process, errLeft
 	case errors.Is(err, io.EOF):
-		return l.peer, errors.New("its connection has ended")
+		return l.process, errors.New("its connection has ended")
 	case isExhausted(err):
-		own := l.van.id
-		return own, fmt.Errorf("%s has no resources for the connection: %w", Name(own), err)
+		own := l.van.Process()
+		return own, fmt.Errorf("%s has no resources for the connection: %w", Name(own.ID), err)
 	}
-	return l.peer, err
+	return l.process, err
 }
 
 // isExhausted reports whether err says that this process or its host has no free memory or file descriptor.

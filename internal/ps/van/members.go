@@ -117,7 +117,7 @@ func (v *Van) reconnect(n *pspb.Node) {
 			zap.Error(err))
 		v.mu.Lock()
 		defer v.mu.Unlock()
-		v.end(Process{int(n.Id), n.Incarnation}, err)
+		v.end(processOf(n), err)
 	}
 }
 
@@ -145,7 +145,7 @@ func (v *Van) connect(ctx context.Context, n *pspb.Node) error {
 	var watching sync.WaitGroup
 	defer watching.Wait()
 	defer cancel()
-	p := Process{int(n.Id), n.Incarnation}
+	p := processOf(n)
 	watching.Go(func() {
 		v.await(ctx, func() bool { return !v.takesPart(p) })
 		cancel()
@@ -199,7 +199,7 @@ func (v *Van) awaitWorker(ctx context.Context, claimed []*pspb.Node) (own []*psp
 		own = nil
 		for _, n := range claimed {
 			if n.Incarnation == claimed[0].Incarnation && RoleOf(int(n.Id)) == Worker &&
-				v.takesPart(Process{int(n.Id), n.Incarnation}) {
+				v.takesPart(processOf(n)) {
 				own = append(own, v.nodes[int(n.Id)])
 			}
 		}

@@ -237,7 +237,7 @@ func (s *scheduler) enter(l *link, h *pspb.Header) {
 		return
 	}
 	if gone := s.place(e, id, group, members, h.Control.Withdraw); gone != nil {
-		v.blame(int(gone.Id), errors.New(gone.Gone))
+		v.blame(processOf(gone), errors.New(gone.Gone))
 		e.answer("", gone)
 	}
 }
@@ -295,7 +295,7 @@ func (e entry) answer(text string, gone *pspb.Node) {
 
 // lost handles the end of the link with the process of the given nodes. Barriers of groups that have one of
 // its nodes fail. If the process has not left, all other nodes learn that it is dead.
-func (s *scheduler) lost(peer int, nodes []*pspb.Node, left bool, err error) {
+func (s *scheduler) lost(nodes []*pspb.Node, left bool, err error) {
 	v := s.van
 	if !left {
 		s.broadcast(pspb.Command_LOST, nodes)
@@ -314,7 +314,7 @@ func (s *scheduler) lost(peer int, nodes []*pspb.Node, left bool, err error) {
 	}
 	s.mu.Unlock()
 	for _, barrier := range failed {
-		v.blame(peer, err)
+		v.blame(processOf(nodes[0]), err)
 		release(barrier, nodes[0])
 	}
 	if left {

@@ -101,7 +101,7 @@ type Handler interface {
 	// Blame handles the failure of a node: it has died, or has left while nodes wait for it in a barrier or
 	// have requests to it, or before such a request. It is called once, for the first such node, and the
 	// calls that fail because of it return only after that.
-	Blame(id int, err error)
+	Blame(p Process, err error)
 	// Lost handles the end of a node, which has died or left. It is called once for each process, and before
 	// another process takes its place.
 	Lost(id int, err error)
@@ -246,6 +246,9 @@ func (v *Van) now() time.Duration { return time.Since(v.started) }
 // ID returns the id of the first node of this process.
 func (v *Van) ID() int { return v.id }
 
+// Process identifies this process.
+func (v *Van) Process() Process { return Process{v.id, v.self[0].Incarnation} }
+
 // IDs returns the ids of the nodes of this process.
 func (v *Van) IDs() (ids []int) {
 	for _, n := range v.self {
@@ -326,6 +329,9 @@ func (v *Van) set(n *pspb.Node) {
 	}
 }
 
+// processOf identifies the process of a node.
+func processOf(n *pspb.Node) Process { return Process{int(n.Id), n.Incarnation} }
+
 // nodesOf returns the nodes of a process, ordered by customer.
 func nodesOf(table []*pspb.Node, incarnation uint64) (own []*pspb.Node) {
 	for _, n := range table {
@@ -341,7 +347,7 @@ func nodesOf(table []*pspb.Node, incarnation uint64) (own []*pspb.Node) {
 // link. If there is such a link already, or the van is stopped, addLink returns an error. The link replaces
 // one that has ended.
 func (v *Van) addLink(nodes []*pspb.Node, conn net.Conn, r *reader) (*link, error) {
-	l := newLink(v, Process{int(nodes[0].Id), nodes[0].Incarnation}, conn)
+	l := newLink(v, processOf(nodes[0]), conn)
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	if v.stopping {
@@ -527,32 +533,33 @@ func (v *Van) linkEnded(l *link, left bool, err error) {
 	}
 	switch {
 	case v.sched != nil:
-		v.sched.lost(l.peer, ended, left, err)
+		v.sched.lost(ended, left, err)
 	case l.peer == SchedulerID:
-		v.schedulerGone(left, &NodeError{SchedulerID, err})
+		v.schedulerGone(l.process, left, err)
 	}
 	v.handler.Lost(l.peer, &NodeError{l.peer, err})
 }
 
 // blame tells the handler that a node has failed, unless another one has failed before or this node leaves
 // the job. It returns when the handler knows of the first failure.
-func (v *Van) blame(id int, err error) {
+func (v *Van) blame(p Process, err error) {
 	v.mu.Lock()
 	stopping, blamed := v.stopping, v.blamed
 	v.mu.Unlock()
 	if !stopping {
-		blamed.Do(func() { v.handler.Blame(id, &NodeError{id, err}) })
+		blamed.Do(func() { v.handler.Blame(p, &NodeError{p.ID, err}) })
 	}
 }
 
 // schedulerGone handles the end of the connection with the scheduler. If the scheduler has left, the other
 // nodes can go on without barriers. If it has died, the job has failed.
-func (v *Van) schedulerGone(left bool, err *NodeError) {
+func (v *Van) schedulerGone(p Process, left bool, why error) {
+	err := &NodeError{SchedulerID, why}
 	v.mu.Lock()
 	waits := len(v.barriers) > 0
 	v.mu.Unlock()
 	if waits {
-		v.blame(SchedulerID, err.Err)
+		v.blame(p, why)
 	}
 	v.mu.Lock()
 	for id, done := range v.barriers {

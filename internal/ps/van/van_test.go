@@ -31,7 +31,7 @@ var noLog = zap.NewNop()
 type ignore struct{}
 
 func (ignore) Receive(_ Process, m *Message) { m.Release() }
-func (ignore) Blame(int, error)              {}
+func (ignore) Blame(Process, error)          {}
 func (ignore) Lost(int, error)               {}
 func (ignore) Tick(time.Time)                {}
 
@@ -77,10 +77,10 @@ func (n *node) Receive(from Process, m *Message) {
 	n.wake()
 }
 
-func (n *node) Blame(id int, err error) {
+func (n *node) Blame(p Process, err error) {
 	n.mu.Lock()
 	blaming := n.blaming
-	n.blamed = append(n.blamed, id)
+	n.blamed = append(n.blamed, p.ID)
 	n.mu.Unlock()
 	if blaming != nil {
 		blaming()
