@@ -540,6 +540,9 @@ func TestRandom(t *testing.T) {
 	var total [space]atomic.Int64 // what was pushed, by key
 	j := job{t: t, servers: 2, workers: workers, faults: lossy(seed), settings: map[string]string{
 		"PS_RESEND": "1", "PS_RESEND_TIMEOUT": "10", "HOROVOD_GLOO_TIMEOUT_SECONDS": "600"}}
+	if *full {
+		j.limit = 6 * time.Hour
+	}
 	var before, after runtime.MemStats
 	kv(j, Sum[float64], func(po *Postoffice, rank int, w *KVWorker[float64]) {
 		random := rand.New(rand.NewPCG(seed, uint64(rank)))

@@ -1,6 +1,7 @@
 package ps
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -37,8 +38,9 @@ type job struct {
 	t                testing.TB
 	servers, workers int
 	settings         map[string]string
-	customers        int  // of each worker process
-	leave            bool // the nodes leave the job without a barrier
+	customers        int           // of each worker process
+	leave            bool          // the nodes leave the job without a barrier
+	limit            time.Duration // how long the job may take; the default is 10 minutes
 	faults           func(from, to van.Process, m *van.Message, deliver func(*van.Message) error) error
 }
 
@@ -64,7 +66,7 @@ func (j job) run(node func(po *Postoffice)) {
 			if role == "worker" {
 				opts.Customers = customers
 			}
-			ctx, cancel := context.WithTimeout(j.t.Context(), 10*time.Minute)
+			ctx, cancel := context.WithTimeout(j.t.Context(), cmp.Or(j.limit, 10*time.Minute))
 			defer cancel()
 			po, err := Start(ctx, opts)
 			if err != nil {
