@@ -19,6 +19,10 @@ import (
 // ErrNotBuilt is the error of programs that were built without the tag nccl or without cgo.
 var ErrNotBuilt = errors.New("cuda: this program was built without NCCL and CUDA (tag nccl, with cgo)")
 
+// Handle names memory or an event of a device for the other processes of the host. It is a
+// cudaIpcMemHandle_t or a cudaIpcEventHandle_t.
+type Handle [64]byte
+
 var errNoDevices = errors.New("CUDA was not loaded: set HOROVOD_GPU_OPERATIONS=nccl (docs/nccl.md)")
 
 // Error is an error that a function of the CUDA runtime has returned.

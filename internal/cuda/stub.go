@@ -20,5 +20,18 @@ func (d *Devices) Mark(int, uintptr) (*Event, error) { return nil, errNoDevices 
 // Release does nothing.
 func (d *Devices) Release(*Event) {}
 
+// Import returns an error.
+func (d *Devices) Import(string, Handle, int) (*Imported, error) { return nil, errNoDevices }
+
+// Imported is memory or an event of another process. This build has none.
+type Imported struct {
+	Device int
+	Memory []byte
+	Event  *Event
+}
+
+// Close does nothing.
+func (m *Imported) Close() error { return nil }
+
 // Close does nothing.
 func (d *Devices) Close() error { return nil }
