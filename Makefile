@@ -93,6 +93,7 @@ test-nccl: ## test operations on CUDA devices with stand-ins for NCCL and CUDA
 	$(GO) vet -tags nccl ./...
 	$(GO) test -tags nccl -race -count 1 ./internal/cuda ./ops/nccl
 	$(GO) test -tags nccl -race -count 1 -run Device ./hvd
+	$(GO) test -tags nccl -race -count 1 -run Device ./cmd/hvdd
 
 .PHONY: python
 python: ## print which Python has torch and will run the tests

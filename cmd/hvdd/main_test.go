@@ -31,7 +31,7 @@ const asDaemon = "GOHVD_HVDD_DAEMON"
 func TestMain(m *testing.M) {
 	switch os.Getenv(asDaemon) {
 	case "":
-		os.Exit(m.Run())
+		os.Exit(withStandIns(m))
 	case "activated": // as systemd does for the process that it starts
 		os.Setenv("LISTEN_PID", fmt.Sprint(os.Getpid()))
 		os.Setenv("WATCHDOG_PID", fmt.Sprint(os.Getpid()))

@@ -13,6 +13,7 @@ import (
 	"github.com/gohvd/gohvd/internal/arena"
 	"github.com/gohvd/gohvd/internal/shmem"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
+	"github.com/gohvd/gohvd/ops"
 )
 
 const (
@@ -311,7 +312,9 @@ func (o *operation) done(err error) {
 // err.
 func (o *operation) answer(err error) {
 	c := o.conn
-	c.server.check(c.server.memory.unuse(o.uses))
+	if _, is := errors.AsType[*ops.InUseError](err); !is { // else a device may still use the memory
+		c.server.check(c.server.memory.unuse(o.uses))
+	}
 	if err != nil {
 		o.freeOutputs()
 	}
@@ -487,6 +490,8 @@ func (c *conn) request(q *sidecarpb.Request) error {
 		return c.now(q.Id, asUsage("arena", err))
 	case *sidecarpb.Request_DropArena:
 		return c.now(q.Id, asUsage("drop arena", c.server.memory.drop(c, what.DropArena.GetArena())))
+	case *sidecarpb.Request_DeviceArena:
+		return c.now(q.Id, asUsage("device arena", c.server.addDevice(what.DeviceArena, c)))
 	case *sidecarpb.Request_Ring:
 		return c.now(q.Id, asUsage("ring", c.takeRing(what.Ring.GetBytes())))
 	case *sidecarpb.Request_Prepare:

@@ -72,7 +72,7 @@ func FuzzFrames(f *testing.F) {
 				t.Fatalf("%d tensors with %d places", len(p.tensors), len(p.places))
 			}
 			m := memory{all: map[uint32]*clientArena{1: {number: 1, bytes: make([]byte, 4096)}}}
-			uses, err := m.use(nil, p.places, nil)
+			_, uses, err := m.use(nil, p.event, p.places, nil)
 			if err == nil {
 				err = m.unuse(uses)
 			}

@@ -8,6 +8,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/arena"
+	"github.com/gohvd/gohvd/internal/cuda"
 	"github.com/gohvd/gohvd/internal/shmem"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 )
@@ -26,11 +27,13 @@ type memory struct {
 	all map[uint32]*clientArena
 }
 
-// clientArena is an arena of a client.
+// clientArena is an arena of a client, in memory of the host or of a CUDA device, or an event of a device.
 type clientArena struct {
 	number uint32
 	id     uint32 // ID of the chunk that package arena has assigned to the arena
 	bytes  []byte
+	// device is the memory or the event of a device. It is nil if the arena is in memory of the host.
+	device *cuda.Imported
 	owner  *conn
 	users  int  // number of inputs and outputs in this arena that belong to operations in flight
 	left   bool // the owner has left, so the arena is removed when its last use ends
@@ -39,19 +42,15 @@ type clientArena struct {
 // add maps the file fd and records it as the arena of owner with the given number. It takes ownership of fd,
 // even if it returns an error.
 func (m *memory) add(number uint32, numBytes uint64, fd int, owner *conn) error {
-	if number == 0 || number >= ownArenas || numBytes == 0 || numBytes > maxArenaBytes {
+	if err := checkArena(number, numBytes); err != nil {
 		discard(fd)
-		return fmt.Errorf("got arena %d of %d bytes, want a number from 1 to 2^31-1, and 1 to 2^40 bytes", number,
-			numBytes)
+		return err
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if m.all[number] != nil || len(m.all) >= maxArenas {
+	if err := m.room(number); err != nil {
 		discard(fd)
-		if m.all[number] != nil {
-			return fmt.Errorf("arena %d already exists", number)
-		}
-		return fmt.Errorf("arena %d: the client already has %d arenas, which is the limit", number, len(m.all))
+		return err
 	}
 	s, err := shmem.Adopt(fd)
 	if err != nil {
@@ -62,6 +61,58 @@ func (m *memory) add(number uint32, numBytes uint64, fd int, owner *conn) error 
 			got, numBytes), s.Close())
 	}
 	m.all[number] = &clientArena{number: number, id: arena.Adopt(s).ID, bytes: s.Bytes(), owner: owner}
+	return nil
+}
+
+// checkArena checks the number and the size of an arena that a client adds.
+func checkArena(number uint32, numBytes uint64) error {
+	if number == 0 || number >= ownArenas || numBytes == 0 || numBytes > maxArenaBytes {
+		return fmt.Errorf("got arena %d of %d bytes, want a number from 1 to 2^31-1, and 1 to 2^40 bytes", number,
+			numBytes)
+	}
+	return nil
+}
+
+// room returns an error if no arena with the given number can be added. The caller holds mu.
+func (m *memory) room(number uint32) error {
+	switch {
+	case m.all[number] != nil:
+		return fmt.Errorf("arena %d already exists", number)
+	case len(m.all) >= maxArenas:
+		return fmt.Errorf("arena %d: the client already has %d arenas, which is the limit", number, len(m.all))
+	}
+	return nil
+}
+
+// addDevice opens the memory or the event of a device that q describes, and records it as an arena of owner.
+func (m *memory) addDevice(q *sidecarpb.DeviceArena, devices *cuda.Devices, owner *conn) error {
+	number, handle, numBytes := q.GetArena(), q.GetMemory(), q.GetBytes()
+	size := numBytes
+	if len(handle) == 0 {
+		if handle, size = q.GetEvent(), 1; numBytes > 0 {
+			return fmt.Errorf("arena %d: got %d bytes for an event, want 0", number, numBytes)
+		}
+	}
+	if err := checkArena(number, size); err != nil {
+		return err
+	}
+	var h cuda.Handle
+	if len(handle) != len(h) || len(q.GetMemory()) > 0 && len(q.GetEvent()) > 0 {
+		return fmt.Errorf("arena %d: got handles of %d and %d bytes for memory and for an event, want one of %d "+
+			"bytes", number, len(q.GetMemory()), len(q.GetEvent()), len(h))
+	}
+	copy(h[:], handle)
+	// The lock is not held here, because the driver may make this call wait for a device.
+	opened, err := devices.Import(q.GetBusId(), h, int(numBytes))
+	if err != nil {
+		return fmt.Errorf("arena %d: %w", number, err)
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if err := m.room(number); err != nil {
+		return errors.Join(err, opened.Close())
+	}
+	m.all[number] = &clientArena{number: number, bytes: opened.Memory, device: opened, owner: owner}
 	return nil
 }
 
@@ -81,20 +132,26 @@ func (m *memory) of(owner *conn, number uint32) (*clientArena, error) {
 // drop removes an arena of owner. It returns an error if an operation in flight uses the arena.
 func (m *memory) drop(owner *conn, number uint32) error {
 	m.mu.Lock()
-	defer m.mu.Unlock()
 	g, err := m.of(owner, number)
-	switch {
-	case err != nil:
-		return err
-	case g.users > 0:
-		return fmt.Errorf("arena %d cannot be removed: operations in flight use it %d times", number, g.users)
+	if err == nil && g.users > 0 {
+		err = fmt.Errorf("arena %d cannot be removed: operations in flight use it %d times", number, g.users)
 	}
-	return m.remove(g)
+	if err == nil {
+		delete(m.all, number)
+	}
+	m.mu.Unlock()
+	if err != nil {
+		return err
+	}
+	return g.close()
 }
 
-// remove removes an arena that no operation uses. The caller holds mu.
-func (m *memory) remove(g *clientArena) error {
-	delete(m.all, g.number)
+// close releases the memory of an arena that was removed. The caller does not hold mu, because the driver may
+// make it wait for a device.
+func (g *clientArena) close() error {
+	if g.device != nil {
+		return g.device.Close()
+	}
 	return arena.Abandon(g.id)
 }
 
@@ -102,26 +159,56 @@ func (m *memory) remove(g *clientArena) error {
 // is removed when the last of these operations ends.
 func (m *memory) leave(owner *conn) error {
 	m.mu.Lock()
-	defer m.mu.Unlock()
-	var errs []error
+	var unused []*clientArena
 	for _, g := range m.all {
 		if g.owner != owner {
 			continue
 		}
 		if g.left = true; g.users == 0 {
-			errs = append(errs, m.remove(g))
+			delete(m.all, g.number)
+			unused = append(unused, g)
 		}
+	}
+	m.mu.Unlock()
+	return closeAll(unused)
+}
+
+func closeAll(arenas []*clientArena) error {
+	var errs []error
+	for _, g := range arenas {
+		errs = append(errs, g.close())
 	}
 	return errors.Join(errs...)
 }
 
 // use finds the memory of each location in places and stores it in the field "to" of the location. The
-// locations belong to an operation of owner. The arenas of the locations stay mapped until unuse is called.
-// use appends these arenas to the slice uses and returns the result. If it returns an error, it keeps no
-// arena in use.
-func (m *memory) use(owner *conn, places []location, uses []*clientArena) ([]*clientArena, error) {
+// locations belong to an operation of owner. If event is not 0, it is the number of an event, and the
+// locations are on the device of the event, which use returns. Otherwise they are in memory of the host. The
+// arenas of the locations and the event stay open until unuse is called. use appends them to the slice uses
+// and returns the result. If it returns an error, it keeps no arena in use.
+func (m *memory) use(owner *conn, event uint32, places []location, uses []*clientArena) (*cuda.Imported,
+	[]*clientArena, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
+	fail := func(err error) (*cuda.Imported, []*clientArena, error) {
+		for _, used := range uses {
+			used.users--
+		}
+		return nil, nil, err
+	}
+	var on *cuda.Imported
+	if event != 0 {
+		g, err := m.of(owner, event)
+		switch {
+		case err != nil:
+			return fail(fmt.Errorf("the event: %w", err))
+		case g.device == nil || g.device.Event == nil:
+			return fail(fmt.Errorf("arena %d is no event", event))
+		}
+		on = g.device
+		g.users++
+		uses = append(uses, g)
+	}
 	for i := range places {
 		p := &places[i]
 		if p.to = nil; p.numBytes == 0 {
@@ -131,21 +218,39 @@ func (m *memory) use(owner *conn, places []location, uses []*clientArena) ([]*cl
 			continue
 		}
 		g, err := m.of(owner, p.arena)
-		if err == nil && (p.offset > uint64(len(g.bytes)) || p.numBytes > uint64(len(g.bytes))-p.offset) {
-			err = fmt.Errorf("got a range of %d bytes at byte %d of arena %d, which has only %d bytes", p.numBytes,
-				p.offset, p.arena, len(g.bytes))
+		if err == nil {
+			err = g.check(p, on)
 		}
 		if err != nil {
-			for _, used := range uses {
-				used.users--
-			}
-			return nil, err
+			return fail(err)
 		}
 		p.to = g.bytes[p.offset : p.offset+p.numBytes : p.offset+p.numBytes]
 		g.users++
 		uses = append(uses, g)
 	}
-	return uses, nil
+	return on, uses, nil
+}
+
+// check returns an error if p is not in the memory of g, or if g is not on the device of the event on. If on
+// is nil, g must be in memory of the host.
+func (g *clientArena) check(p *location, on *cuda.Imported) error {
+	switch {
+	case g.device != nil && g.device.Event != nil:
+		return fmt.Errorf("arena %d is an event and has no memory", g.number)
+	case g.device != nil && on == nil:
+		return fmt.Errorf("arena %d is on CUDA device %d, but the operation has no event", g.number,
+			g.device.Device)
+	case g.device == nil && on != nil:
+		return fmt.Errorf("arena %d is in memory of the host, but the event is of CUDA device %d", g.number,
+			on.Device)
+	case g.device != nil && g.device.Device != on.Device:
+		return fmt.Errorf("arena %d is on CUDA device %d, but the event is of device %d", g.number,
+			g.device.Device, on.Device)
+	case p.offset > uint64(len(g.bytes)) || p.numBytes > uint64(len(g.bytes))-p.offset:
+		return fmt.Errorf("got a range of %d bytes at byte %d of arena %d, which has only %d bytes", p.numBytes,
+			p.offset, p.arena, len(g.bytes))
+	}
+	return nil
 }
 
 // unuse reverses use. It removes each arena that has no other uses and whose owner has left.
@@ -154,14 +259,15 @@ func (m *memory) unuse(uses []*clientArena) error {
 		return nil
 	}
 	m.mu.Lock()
-	defer m.mu.Unlock()
-	var errs []error
+	var unused []*clientArena
 	for _, g := range uses {
 		if g.users--; g.users == 0 && g.left {
-			errs = append(errs, m.remove(g))
+			delete(m.all, g.number)
+			unused = append(unused, g)
 		}
 	}
-	return errors.Join(errs...)
+	m.mu.Unlock()
+	return closeAll(unused)
 }
 
 // chunks holds the chunks of the sidecar's own allocator by their IDs. A client gets the descriptor of a

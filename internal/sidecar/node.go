@@ -177,7 +177,7 @@ func (n *node) exchange(q *sidecarpb.Exchange, done func(error)) error {
 		places = append(places, location{arena: m.GetArena(), offset: m.GetOffset(), numBytes: m.GetBytes()})
 	}
 	memory := &n.conn.server.memory
-	uses, err := memory.use(n.conn, places, nil)
+	_, uses, err := memory.use(n.conn, 0, places, nil)
 	if err != nil {
 		return usage("exchange", "", err)
 	}

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/arena"
+	"github.com/gohvd/gohvd/internal/cuda"
 	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/p2p"
@@ -27,7 +28,8 @@ const maxTensors = maxInFlight
 // plan is an operation as a client has described it. It can be executed any number of times.
 type plan struct {
 	rank.Call
-	set     int // ID of the process set
+	set     int    // ID of the process set
+	event   uint32 // number of the event of an operation on a CUDA device, else 0
 	root    int
 	peer    int     // the other rank of a message
 	tag     int     // the tag of a message
@@ -76,7 +78,7 @@ func newPlan(o *sidecarpb.Operation) *plan {
 	op := tensor.ReduceOp(min(o.ReduceOp, math.MaxUint8))
 	p := &plan{
 		Call: rank.NewCall(kind, tensor.DType(min(o.Dtype, math.MaxUint8))),
-		set:  int(o.ProcessSet), root: int(o.RootRank), peer: int(o.Peer), tag: int(o.Tag),
+		set:  int(o.ProcessSet), root: int(o.RootRank), peer: int(o.Peer), tag: int(o.Tag), event: o.Event,
 		grouped: o.Grouped, whole: tensor.Shape{0},
 	}
 	p.Name, p.Wire, p.ErrorFeedback, p.Empty = o.Name, tensor.DType(min(o.WireDtype, math.MaxUint8)),
@@ -131,6 +133,10 @@ func newPlan(o *sidecarpb.Operation) *plan {
 		p.Prescale, p.Postscale = pre, post
 	}
 	switch n := len(o.Tensors); {
+	case p.event != 0 && !kind.MovesData():
+		return misuse("got an event, but this operation has no tensor on a device")
+	case p.event != 0 && p.makes:
+		return misuse("the sidecar does not allocate memory of CUDA devices: give all tensors an output")
 	case o.Grouped && !slices.Contains(groupable, kind):
 		return misuse("this operation has no grouped form")
 	case !o.Grouped && hasTensors && n != 1:
@@ -264,7 +270,10 @@ type operation struct {
 	id   uint64
 	call uint32 // number that the client has given this call; 0 if it has given none
 	uses []*clientArena
-	set  *rank.Set
+	// on is the event after which the tensors can be used, and their device. It is nil if they are in host
+	// memory.
+	on  *cuda.Imported
+	set *rank.Set
 	// entries has one entry for each tensor. A grouped allreduce is one request, so it has a single entry,
 	// and the Parts of that entry are the tensors.
 	entries []entry
@@ -291,7 +300,8 @@ func (c *conn) newOperation(p *plan, s submission) (*operation, error) {
 		return o, p.wrong
 	}
 	var err error
-	if o.uses, err = c.server.memory.use(c, p.places, make([]*clientArena, 0, len(p.places))); err != nil {
+	uses := make([]*clientArena, 0, len(p.places)+1)
+	if o.on, o.uses, err = c.server.memory.use(c, p.event, p.places, uses); err != nil {
 		return o, usage(p.Kind.String(), p.Name, err)
 	}
 	if p.makes {
@@ -361,6 +371,9 @@ func (r rankRunner) Begin(o *operation) error {
 			return c.Join(&e.Entry, done)
 		}
 		c.Fill(&e.Entry)
+		if o.on != nil {
+			e.Request.Device, e.Ready = tensor.CUDA(o.on.Device), []*cuda.Event{o.on.Event}
+		}
 		e.Done, queued[i] = done, &e.Entry
 	}
 	for i := range p.tensors {
@@ -502,7 +515,7 @@ func (o *operation) finished(e *entry, err error) {
 		}
 	}
 	for i, t := range o.plan.tensors {
-		if t.dtype == tensor.Bool {
+		if t.dtype == tensor.Bool && o.on == nil {
 			_, out := o.buffers(i)
 			rank.OnlyBools(*out)
 		}

@@ -472,7 +472,7 @@ func (s *Server) init(q *sidecarpb.Init) (*sidecarpb.Reply, error) {
 		Rank: int32(r.Place.Rank), Size: int32(r.Place.Size), LocalRank: int32(r.Place.LocalRank),
 		LocalSize: int32(r.Place.LocalSize),
 		CrossRank: int32(r.Place.CrossRank), CrossSize: int32(r.Place.CrossSize), Epoch: r.Epoch,
-		Homogeneous: r.Homogeneous,
+		Homogeneous: r.Homogeneous, Devices: r.Devices != nil,
 	}
 	for _, set := range r.Sets()[1:] {
 		ready.ProcessSets = append(ready.ProcessSets, describeSet(set))
@@ -593,6 +593,15 @@ func (s *Server) begin(o *operation) error {
 		return o.plan.Misuse("%w", rank.ErrNotInitialized)
 	}
 	return (*r).Begin(o)
+}
+
+// addDevice opens memory or an event of a CUDA device as an arena of the client c.
+func (s *Server) addDevice(q *sidecarpb.DeviceArena, c *conn) error {
+	r := s.current()
+	if r == nil {
+		return rank.ErrNotInitialized
+	}
+	return s.memory.addDevice(q, r.Devices, c)
 }
 
 // addSet adds a process set to the job. It returns when all ranks, or with members_only all members, have
