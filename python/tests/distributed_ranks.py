@@ -29,6 +29,7 @@ import gohvd.torch.distributed
 from gohvd import _engine
 from gohvd.exceptions import MismatchError
 from gohvd.torch.distributed import _job, _work
+from gohvd.torch.distributed._group import _HAS_BACKENDS, Backend
 
 _LIMIT_SECONDS = 100
 
@@ -317,6 +318,77 @@ class Groups(Ranks):
                     with self.assertRaises((RuntimeError, ValueError)):
                         dist.all_reduce(torch.ones(1), group=group)
         dist.barrier()
+
+    def test_split_group(self) -> None:
+        if not hasattr(dist, "split_group"):
+            return  # torch 2.1 does not have it
+        halves = [list(self.all)[: self.size // 2], list(self.all)[self.size // 2 :]]
+        half = dist.split_group(split_ranks=[h for h in halves if h], group_desc="halves")
+        (members,) = [h for h in halves if self.rank in h]
+        x = self.ours(1)
+        dist.all_reduce(x, group=half)
+        self.equal(x, sum(r + 1.0 for r in members))
+        # The numbers in split_ranks are those in the group that is split. Other ranks get no group.
+        last = dist.split_group(half, split_ranks=[[len(members) - 1]])
+        if self.rank == members[-1]:
+            dist.all_reduce(x, group=last)
+            dist.destroy_process_group(last)
+        else:
+            self.assertEqual(last, dist.GroupMember.NON_GROUP_MEMBER)
+        self.equal(x, sum(r + 1.0 for r in members))
+        self.assertEqual((half.group_desc, half.size(), half.rank()), ("halves", len(members), members.index(self.rank)))
+        dist.destroy_process_group(half)
+        if self.size > 1:
+            with self.assertRaisesRegex(ValueError, "want them in ascending order"):
+                dist.split_group(split_ranks=[list(reversed(self.all))])
+
+    def test_several_backends(self) -> None:
+        if not _HAS_BACKENDS:
+            return
+        total, cpu, cuda = sum(r + 1.0 for r in self.all), torch.device("cpu"), torch.device("cuda")
+        for backends, ours in (("cpu:gohvd,cuda:gloo", cpu), ("cuda:gloo,cpu:gohvd", cpu), ("cpu:gloo,cuda:gohvd", cuda)):
+            group = dist.new_group(list(self.all), backend=backends)
+            self.assertEqual([isinstance(group._get_backend(d), Backend) for d in (cpu, cuda)], [ours is cpu, ours is cuda])
+            if ours is cuda:
+                continue
+            x = self.ours(2)
+            dist.all_reduce(x, group=group)
+            self.equal(x, total)
+            future = dist.all_reduce(self.ours(1), group=group, async_op=True).get_future()
+            self.equal(future.wait()[0], total)
+            outputs = torch.zeros(self.size)
+            dist.all_gather_into_tensor(outputs, self.ours(1), group=group)
+            self.equal(outputs, torch.arange(1.0, self.size + 1))
+            objects = [None for _ in self.all]
+            dist.all_gather_object(objects, self.rank, group=group)
+            self.assertEqual(objects, list(self.all))
+            with dist._coalescing_manager(group):
+                dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group)
+            if self.size > 1 and self.rank == 0:
+                dist.send(x, 1, group=group)
+            elif self.rank == 1:
+                dist.recv(x, 0, group=group)
+            model = DistributedDataParallel(torch.nn.Linear(4, 1), process_group=group)
+            model(self.ours(2, 4)).sum().backward()
+            self.equal(model.module.weight.grad, 2 * total / self.size)
+            if self.size > 1 and self.rank == 0:
+                with self.assertRaisesRegex(RuntimeError, "timed out after 0.01 s"):
+                    dist.barrier(group=group, async_op=True).wait(timedelta(seconds=0.01))
+            dist.barrier()
+            if self.rank > 0:
+                dist.barrier(group=group)
+            # A part of the group has the same backends.
+            part = dist.split_group(group, split_ranks=[[r] for r in self.all])
+            self.assertIsInstance(part._get_backend(cpu), Backend)
+            dist.all_reduce(x, group=part)
+            self.equal(x, total)
+            dist.destroy_process_group(part)
+            if self.rank > 0:
+                with self.assertRaisesRegex(RuntimeError, f"rank {self.rank} is in none of the new groups"):
+                    dist.split_group(group, split_ranks=[[0]])
+            else:
+                dist.destroy_process_group(dist.split_group(group, split_ranks=[[0]]))
+            dist.destroy_process_group(group)
 
     def test_destroyed_groups_leave_no_sets(self) -> None:
         sets_of_job = _engine.engine.set_ranks
@@ -654,20 +726,21 @@ class Lives(Ranks):
             with self.assertRaisesRegex(RuntimeError, "was destroyed"):
                 old.allreduce([torch.ones(1)])
 
-    def test_device_id_and_mixed_backends(self) -> None:
-        """The group and groups of its ranks work if the program names a device, or several backends."""
-        backends = ["gohvd", "cpu:gohvd", "cpu:gohvd,cuda:gohvd"]
+    def test_device_id(self) -> None:
+        """The group and groups of its ranks work if the program names a device, or gohvd for some devices."""
+        backends = ["gohvd", "cpu:gohvd", "cpu:gohvd,cuda:gohvd"] + ["cpu:gohvd,cuda:gloo"] * _HAS_BACKENDS
         device = {"device_id": torch.device("cpu:0")} if _NAMES_CPU else {}
         for k, backend in enumerate(backends):
             dist.destroy_process_group()
             begin(f"named {k}", backend, **device)
-            for group in (dist.group.WORLD, dist.new_group(list(self.all))):
-                x = torch.ones(2)
-                dist.all_reduce(x, group=group)
-                self.equal(x, float(self.size))
-        if hasattr(dist, "split_group"):
-            with self.assertRaisesRegex(RuntimeError, "does not support splitting|no device associated"):
-                dist.split_group(dist.group.WORLD, [list(self.all)])
+            groups = [dist.group.WORLD, dist.new_group(list(self.all)), dist.new_group([0])]
+            if hasattr(dist, "split_group"):
+                groups.append(dist.split_group(dist.group.WORLD, [list(self.all)]))
+            for group in groups:
+                if group != dist.GroupMember.NON_GROUP_MEMBER:
+                    x = torch.ones(2)
+                    dist.all_reduce(x, group=group)
+                    self.equal(x, float(group.size()))
         dist.barrier()
         dist.destroy_process_group()
         begin("named")

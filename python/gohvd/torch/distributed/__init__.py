@@ -30,3 +30,7 @@ from ._group import DEVICES, ProcessGroup, create  # noqa: E402
 __all__ = ["DistributedDataParallel", "ProcessGroup"]
 
 dist.Backend.register_backend("gohvd", create, extended_api=True, devices=DEVICES)
+
+# From torch 2.15 on, this keeps torch from recording the operations of a group, which fails for groups that are written in
+# Python. gohvd has a flight recorder of its own.
+getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add("gohvd")

@@ -38,22 +38,20 @@ _GRACE = timedelta(seconds=10)
 
 _NO_TIMEOUT = timedelta(0)
 
-
-def create(options: Any, backend_options: Any) -> ProcessGroup:
-    """Makes a process group. torch calls it at all members of the group, with a store that belongs to the group."""
-    return ProcessGroup(
-        options.store, options.group_rank, options.group_size, options.timeout, options.group_id,
-        list(options.global_ranks_in_group) or None,
-    )  # fmt: skip
+_HAS_BACKENDS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
 
 
-class ProcessGroup(dist.ProcessGroup):
-    """A process group of the backend gohvd."""
+class Calls:
+    """The functions that torch calls in a process group, for a subclass of one of torch's classes.
+
+    ranks has the ranks of the group in the default group, or is None for the default group.
+    """
 
     def __init__(
         self, store: Any, rank: int, size: int, timeout: timedelta, group_id: str, ranks: Optional[List[int]]
     ) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._ranks = ranks
         self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
         self._label = group_id
         self._calls_name = f"torch.{group_id}"
@@ -62,7 +60,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._in_flight: List[Optional[Pending]] = [None] * _CALLS
         self._coalesced: Optional[List[Operation]] = None
         self._barriers = 0
-        self._why_invalid = self._description = ""
+        self._why_invalid = ""
         job = _job.enter(store, rank, size, ranks, timeout)
         self._set = job.process_set(ranks, group_id)
         job.groups.add(self)
@@ -77,31 +75,23 @@ class ProcessGroup(dist.ProcessGroup):
     def __repr__(self) -> str:
         return f"<gohvd process group {self._label}: rank {self._rank} of {self._size}>"
 
-    def getGroupName(self) -> str:
-        return self._label
+    supports_splitting = supports_coalescing = True
 
-    def setGroupName(self, name: str) -> None:
-        pass  # create got the name already
+    def _part(self, ranks: Sequence[int], name: str, store: Any, timeout: Optional[timedelta]) -> Any:
+        """Returns a new group of some ranks of this group, or None if this rank is not one of them."""
+        if self._rank not in ranks:
+            return None
+        members = [r if self._ranks is None else self._ranks[r] for r in ranks]
+        return type(self)(store, ranks.index(self._rank), len(ranks), timeout or self._timeout, name, members)
 
-    def getGroupDesc(self) -> str:
-        return self._description
+    # torch calls these functions if init_process_group has got a device_id and the group supports splitting. A new group
+    # needs nothing from the ranks that are not its members.
 
-    def setGroupDesc(self, description: str) -> None:
-        self._description = description
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        pass
 
-    group_name, group_desc = property(getGroupName), property(getGroupDesc)
-
-    @property
-    def _device_types(self) -> List[torch.device]:
-        # While torch creates the group, it takes devices as a sign of a backend in C++, whose operations it records.
-        return [torch.device(kind) for kind in DEVICES] if self in dist.distributed_c10d._world.pg_map else []
-
-    def _get_backend(self, device: Any) -> ProcessGroup:
-        """Returns the group itself, because a group that is written in Python has no other backend."""
-        return self
-
-    # torch asks this in split_group, and for new groups if init_process_group has got a device_id.
-    supports_splitting = False
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        pass
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         return device.type == "cpu"
@@ -531,6 +521,81 @@ class ProcessGroup(dist.ProcessGroup):
         if not missing:
             return ""
         return _late(missing if wait_all_ranks else missing[:1], limit)
+
+
+class ProcessGroup(Calls, dist.ProcessGroup):
+    """A process group of the backend gohvd alone. Torch calls it directly, also for tensors of all devices."""
+
+    _description = ""
+
+    def getGroupName(self) -> str:
+        return self._label
+
+    def setGroupName(self, name: str) -> None:
+        pass  # create got the name already
+
+    def getGroupDesc(self) -> str:
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:
+        self._description = description
+
+    group_name, group_desc = property(getGroupName), property(getGroupDesc)
+
+    _device_types = [torch.device(kind) for kind in DEVICES]
+
+    def _get_backend(self, device: Any) -> ProcessGroup:
+        """Returns the group itself, because a group that is written in Python has no other backend."""
+        return self
+
+    def split_group(
+        self, ranks: List[int], timeout: Optional[timedelta] = None, opts: Any = None, group_name: str = "",
+        group_desc: Optional[str] = None, device_types: Any = None,
+    ) -> Optional[ProcessGroup]:  # fmt: skip
+        group = self._part(ranks, group_name, dist.PrefixStore(f"{group_name}/", self._store), timeout)
+        if group is not None:
+            group.setGroupDesc(group_desc or "")
+        return group
+
+
+# Since torch 2.15, a backend can be written in Python. Then a group can have other backends for other devices.
+_Backend: Any = dist.distributed_c10d.C10DBackend if _HAS_BACKENDS else object
+
+
+class Backend(Calls, _Backend):
+    """The backend of a group that has other backends too. Torch calls it through a group in C++."""
+
+    @property
+    def options(self) -> Any:
+        return _Backend.Options("gohvd", self._timeout)
+
+    def split(self, store: Any, ranks: List[int], opts: Any) -> Backend:
+        group = self._part(ranks, opts.group_name, store, opts._timeout)
+        if group is None:
+            # Torch 2.15 would read the missing backend, and crash.
+            raise RuntimeError(
+                f"split_group: rank {self._rank} is in none of the new groups: call new_group instead, "
+                "because torch cannot split groups with several backends like this"
+            )
+        return group
+
+
+def create(options: Any, backend_options: Any) -> Calls:
+    """Makes a process group, or a backend of it if the group has other backends too. Torch calls it at all members of the
+    group, with a store that belongs to the group.
+    """
+    return (Backend if _shared(options) else ProcessGroup)(
+        options.store, options.group_rank, options.group_size, options.timeout, options.group_id,
+        list(options.global_ranks_in_group) or None,
+    )  # fmt: skip
+
+
+def _shared(options: Any) -> bool:
+    """Returns whether the group for which torch creates a backend has others: one that torch has created before this one,
+    or one that is the default backend.
+    """
+    group = options.process_group if _HAS_BACKENDS else None
+    return group is not None and (bool(group._device_types) or group.name() != "custom")
 
 
 def _late(ranks: List[int], limit: timedelta) -> str:

@@ -38,10 +38,10 @@ class Job:
         known = list(range(_engine_.place().size)) if self.ranks is None else self.ranks
         outside = [r for r in ranks if r not in known]
         if outside:
-            raise ValueError(f"new_group: ranks {outside} are not in the job, which has ranks {known}")
+            raise ValueError(f"new group: ranks {outside} are not in the job, which has ranks {known}")
         members = [known.index(r) for r in ranks]
         if members != sorted(members):
-            raise ValueError(f"new_group: got ranks {ranks}, want them in ascending order")
+            raise ValueError(f"new group: got ranks {ranks}, want them in ascending order")
         # torch may give one name to groups that have no rank in common. The name of a set belongs to the whole job.
         return add_process_set(members, members_only=True, name=f"torch.{name} from rank {members[0]}")
 
