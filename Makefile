@@ -95,6 +95,10 @@ test-nccl: ## test operations on CUDA devices with stand-ins for NCCL and CUDA
 	$(GO) test -tags nccl -race -count 1 -run Device ./hvd
 	$(GO) test -tags nccl -race -count 1 -run Device ./cmd/hvdd
 
+.PHONY: hvdd-gpu
+hvdd-gpu: ## build bin/hvdd-gpu, the sidecar with NCCL; needs a C compiler, but neither CUDA nor NCCL
+	CGO_ENABLED=1 $(GO) build -tags nccl -o bin/hvdd-gpu ./cmd/hvdd
+
 .PHONY: python
 python: ## print which Python has torch and will run the tests
 	@echo $(PYTHON)

@@ -44,6 +44,9 @@ func (d *daemon) run() error {
 	if d.settings, err = config.FromEnvironment(nil, true); err != nil && d.fd < 0 {
 		return err
 	}
+	if err := replace(d.settings.NCCLOperations); err != nil {
+		return err
+	}
 	d.log = d.settings.Logger(d.stderr).Named("hvdd")
 	// An error of Sync is ignored: the log goes to standard error, so an error about it could not be printed
 	// either.

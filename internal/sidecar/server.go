@@ -29,6 +29,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/arena"
+	"github.com/gohvd/gohvd/internal/cuda"
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/message"
@@ -463,6 +464,10 @@ func (s *Server) init(q *sidecarpb.Init) (*sidecarpb.Reply, error) {
 		r = new(rank.Rank)
 		if err := r.Start(s.ctx, s.options(q)); err != nil {
 			s.setState(StateIdle, nil)
+			if errors.Is(err, cuda.ErrNotBuilt) {
+				err = fmt.Errorf("%w; build the sidecar with NCCL, hvdd-gpu, and put it into the folder of hvdd "+
+					"(docs/nccl.md)", err)
+			}
 			return nil, err
 		}
 		s.last = r.Epoch
