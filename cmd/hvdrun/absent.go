@@ -65,7 +65,7 @@ var foreignFlags = []struct {
 		"leave it out, because hvdrun itself serves the store",
 	},
 	{"torchrun", []string{"master-addr", "master-port"}, "use --torch-store ADDR"},
-	{"torchrun", []string{"max-restarts", "monitor-interval"}, "this version does not restart ranks"},
+	{"torchrun", []string{"max-restarts", "monitor-interval"}, "use --restarts N, which restarts nodes of a parameter server; this version does not restart ranks"},
 	{"torchrun", []string{"log-dir", "redirects", "tee", "r", "t"}, "use --output-filename DIR"},
 	{"torchrun", []string{"module", "m"}, "use python3 -m MODULE as the command"},
 	{"torchrun", []string{"no-python"}, "leave it out, because hvdrun runs any command"},

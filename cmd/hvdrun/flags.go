@@ -36,6 +36,8 @@ func (r *runner) jobFlags() group {
 		"number `N` of servers of a job with a parameter server (docs/ps.md); requires --workers")
 	f.StringVar(&r.workers, "workers", "",
 		"number `N` of workers of a job with a parameter server; requires --servers")
+	f.StringVar(&r.restarts, "restarts", "0",
+		"how often `N` each server and worker is started again if it is killed or ends with a status other than 0")
 	f.StringVar(&r.minNP, "min-num-proc", "", "")
 	f.StringVar(&r.maxNP, "max-num-proc", "", "")
 	f.Lookup("min-num-proc").Hidden, f.Lookup("max-num-proc").Hidden = true, true

@@ -54,6 +54,11 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 		return err
 	}
 
+	waits, err := recovery(nodes, &settings)
+	if err != nil {
+		return err
+	}
+
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
 	key, text := secret.New()
@@ -124,8 +129,9 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 	options := launch.Options{
 		NP: np, Nodes: nodes, Hosts: hosts, Command: command, Env: r.env,
 		Set: slices.Concat(r.extra, r.logFormat(&settings), sidecarBinary(&settings, several),
-			timelineSignal(&settings), settings.ForRanks()),
-		Verdict: reports.ranks.Verdict, StoreAddrs: addrs, Secret: text, TLS: settings.TLS, TorchStore: torch,
+			timelineSignal(&settings), waits, settings.ForRanks()),
+		Verdict: reports.ranks.Verdict, Restarted: reports.ranks.Restarted,
+		StoreAddrs: addrs, Secret: text, TLS: settings.TLS, TorchStore: torch,
 		Reach: r.where.reach, AgentPath: path, Start: settings.StartTimeout,
 		Liveness: settings.LivenessTimeout,
 		Stdout:   r.stdout, Stderr: r.stderr,

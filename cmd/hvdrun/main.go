@@ -57,6 +57,7 @@ type runner struct {
 	numProc     string
 	servers     string
 	workers     string
+	restarts    string
 	minNP       string
 	maxNP       string
 	where       hostFlags

@@ -152,6 +152,14 @@ func TestWrongUsage(t *testing.T) {
 			"--num-proc cannot be used with --servers and --workers"},
 		{append([]string{"--servers", "1", "--workers", "2", "-H", "localhost:4"}, touch...),
 			"--hosts cannot be used with --servers and --workers"},
+		{append([]string{"-np", "2", "--restarts", "1"}, touch...),
+			"--restarts requires --servers and --workers: hvdrun does not start ranks again"},
+		{append([]string{"--mpi", "-np", "2", "--restarts", "1"}, touch...),
+			"--restarts requires --servers and --workers"},
+		{append([]string{"--servers", "1", "--workers", "1", "--restarts", "-1"}, touch...),
+			`--restarts: got "-1", want a number from 0 to 4096`},
+		{append([]string{"--servers", "1", "--workers", "1", "--restarts", "1", "-x", "HVD_STALENESS=0"}, touch...),
+			"--restarts cannot be used with HVD_STALENESS"},
 		{append([]string{"--servers", "1", "--workers", "1", "-x", "DMLC_ROLE=worker"}, touch...),
 			"got DMLC_ROLE, which the launcher itself sets"},
 		{append([]string{"--servers", "2", "--workers", "1", "-x", "PORT=8080"}, touch...),
@@ -350,6 +358,30 @@ func TestNodes(t *testing.T) {
 	}
 }
 
+// TestRestarts checks that a node that is started again has the environment that it had before, with a time
+// for which nodes wait for its return, which a user can change.
+func TestRestarts(t *testing.T) {
+	for _, c := range []struct{ recovery, want string }{{"", "60"}, {"HVD_RECOVERY_SECONDS=7", "7"}} {
+		t.Chdir(t.TempDir())
+		const script = `echo $DMLC_ROLE $DMLC_RANK waits $HVD_RECOVERY_SECONDS
+case $DMLC_ROLE in scheduler) until [ -e finished ]; do sleep 0.01; done;;
+worker) if [ $DMLC_RANK = 1 ]; then [ -e failed ] || { echo >failed; exit 3; }; echo >finished; fi;; esac`
+		cmd := hvdrun(t, "--servers", "1", "--workers", "2", "--restarts", "1", "sh", "-c", script)
+		cmd.Env = append(cmd.Env, c.recovery)
+		got, err := cmd.CombinedOutput()
+		if err != nil {
+			t.Errorf("got error %v", err)
+		}
+		for want, n := range map[string]int{"[worker 1]<stdout>:worker 1 waits " + c.want + "\n": 2,
+			"[server 0]<stdout>:server 0 waits " + c.want + "\n":                             1,
+			"hvdrun: worker 1: exit status 3; starting it again in 100ms (restart 1 of 1)\n": 1} {
+			if strings.Count(string(got), want) != n {
+				t.Errorf("got %q, want %d times %q in it", got, n, want)
+			}
+		}
+	}
+}
+
 // TestReservedPort checks that nobody gets a reserved port by chance, and that a process can listen on it.
 func TestReservedPort(t *testing.T) {
 	root, release, err := reservePort()
@@ -426,6 +458,10 @@ func TestCompletion(t *testing.T) {
 	}
 	if stdout, _, status := output(t, "__complete", "--servers", "2", "--work"); status != 0 ||
 		!strings.Contains(stdout, "--workers") {
+		t.Errorf("got exit status %d and %q, want the flag", status, stdout)
+	}
+	if stdout, _, status := output(t, "__complete", "--servers", "2", "--rest"); status != 0 ||
+		!strings.Contains(stdout, "--restarts") {
 		t.Errorf("got exit status %d and %q, want the flag", status, stdout)
 	}
 	if stdout, _, status := output(t, "__complete", "config", "--cache"); status != 0 ||

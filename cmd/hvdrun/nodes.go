@@ -9,13 +9,21 @@ import (
 	"github.com/spf13/pflag"
 	"golang.org/x/sys/unix"
 
+	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/launch"
 )
+
+// recoverySeconds is how long Finalize waits for a node that hvdrun starts again.
+const recoverySeconds = "60"
 
 // nodes returns the nodes of the parameter server that the flags ask for, or nil if the job has ranks. given
 // holds the flags on the command line.
 func (r *runner) nodes(given *pflag.FlagSet) (*launch.Nodes, error) {
 	if !given.Changed("servers") && !given.Changed("workers") {
+		if given.Changed("restarts") {
+			return nil, usagef("--restarts requires --servers and --workers: hvdrun does not start ranks again, " +
+				"because this version has no elastic jobs")
+		}
 		return nil, nil
 	}
 	for _, name := range []string{"num-proc", "min-num-proc", "max-num-proc", "hosts", "hostfile",
@@ -29,13 +37,15 @@ func (r *runner) nodes(given *pflag.FlagSet) (*launch.Nodes, error) {
 	for _, f := range []struct {
 		name, text string
 		to         *int
-	}{{"servers", r.servers, &n.Servers}, {"workers", r.workers, &n.Workers}} {
-		if !given.Changed(f.name) {
+		least      int
+	}{{"servers", r.servers, &n.Servers, 1}, {"workers", r.workers, &n.Workers, 1},
+		{"restarts", r.restarts, &n.Restarts, 0}} {
+		if f.text == "" && !given.Changed(f.name) {
 			return nil, usagef("--%s is missing: a job with a parameter server needs --servers and --workers", f.name)
 		}
 		var err error
-		if *f.to, err = strconv.Atoi(f.text); err != nil || *f.to < 1 || *f.to > launch.MaxRanks {
-			return nil, usagef("--%s: got %q, want a number from 1 to %d", f.name, f.text, launch.MaxRanks)
+		if *f.to, err = strconv.Atoi(f.text); err != nil || *f.to < f.least || *f.to > launch.MaxRanks {
+			return nil, usagef("--%s: got %q, want a number from %d to %d", f.name, f.text, f.least, launch.MaxRanks)
 		}
 	}
 	if n.Count() > launch.MaxRanks {
@@ -43,6 +53,22 @@ func (r *runner) nodes(given *pflag.FlagSet) (*launch.Nodes, error) {
 			launch.MaxRanks)
 	}
 	return n, nil
+}
+
+// recovery returns the variable that makes nodes wait for the return of a node that hvdrun starts again,
+// unless the user has set it. It returns an error if no node of the job can return. nodes may be nil.
+func recovery(nodes *launch.Nodes, settings *config.Config) ([]string, error) {
+	const name = "HVD_RECOVERY_SECONDS"
+	switch {
+	case nodes == nil || nodes.Restarts == 0:
+		return nil, nil
+	case settings.PS.Staleness != config.Unset:
+		return nil, usagef("--restarts cannot be used with HVD_STALENESS: a node cannot return to a job with a " +
+			"clock (docs/ps.md)")
+	case settings.Given(name):
+		return nil, nil
+	}
+	return []string{name + "=" + recoverySeconds}, nil
 }
 
 // reservePort returns a free port of the loopback interface. Until release is called, the kernel gives it to

@@ -45,8 +45,9 @@ func program(name string) int {
 		return 0
 	case "checked":
 		return overHosts(func() error { return checked(ctx) })
-	case "node":
-		if err := node(ctx); err != nil {
+	case "node", "returning":
+		run := map[string]func(context.Context) error{"node": node, "returning": returning}[name]
+		if err := run(ctx); err != nil {
 			fmt.Println("error", err)
 			return 1
 		}

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math/rand/v2"
 	"net/http"
 	"os"
 	"os/signal"
@@ -96,6 +97,77 @@ func nodeRounds(ctx context.Context, po *ps.Postoffice) error {
 	}
 	fmt.Println("sums", sums)
 	return nil
+}
+
+// returning is a node of a job that goes on when nodes end and return. A worker sets values at all servers
+// and reads them back, again and again. If a server ends, it repeats the round. It ends when the scheduler
+// ends.
+func returning(ctx context.Context) error {
+	po, err := ps.Start(ctx, ps.Options{})
+	if err != nil {
+		return err
+	}
+	fmt.Println("pid", os.Getpid())
+	if po.IsServer() {
+		_, err = ps.NewKVServer(po, 0, ps.Sum[float64](), ps.SimpleHandlers{})
+	}
+	if err == nil && po.IsWorker() {
+		err = returningRounds(ctx, po)
+	}
+	return errors.Join(err, po.Finalize(ctx, err == nil))
+}
+
+func returningRounds(ctx context.Context, po *ps.Postoffice) error {
+	w, err := ps.NewKVWorker[float64](po, 0, 0, ps.SimpleHandlers{})
+	if err != nil {
+		return err
+	}
+	key, told := uint64(po.Rank()), time.Time{}
+	for round := 0; ; round++ {
+		gone, err := setAndRead(ctx, w, []uint64{key, ps.MaxKey/2 + key}, float64(round))
+		switch {
+		case err != nil:
+			return err
+		case gone == ps.SchedulerGroup:
+			return errors.New("the scheduler is gone")
+		case gone != 0:
+			if err := po.AwaitReturn(ctx, gone); err != nil {
+				return err
+			}
+			<-time.After(5 * time.Millisecond) // the connection with the server comes after the news
+		case time.Since(told) > 10*time.Millisecond:
+			fmt.Println("round", round)
+			told = time.Now()
+		}
+	}
+}
+
+// setAndRead sets v at the first key and -v at the second one, and reads them back. If a node has ended
+// meanwhile, it returns its id.
+func setAndRead(ctx context.Context, w *ps.KVWorker[float64], keys []uint64,
+	v float64) (gone int, err error) {
+	var got []float64
+	r, err := w.Push(ctx, keys, []float64{v, -v}, ps.Cmd(ps.InitCmd))
+	if err == nil {
+		err = r.Wait(ctx)
+	}
+	if err == nil {
+		if r, err = w.Pull(ctx, keys, &got); err == nil {
+			err = r.Wait(ctx)
+		}
+	}
+	if node, ok := errors.AsType[*ps.NodeError](err); ok {
+		return node.ID, nil
+	}
+	// A server that has ended after the push and is back has no values.
+	if remote, ok := errors.AsType[*ps.RemoteError](err); ok &&
+		regexp.MustCompile("there is no key|has lost the values").MatchString(remote.Text) {
+		return remote.Node, nil
+	}
+	if err == nil && (got[0] != v || got[1] != -v) {
+		err = fmt.Errorf("wrong values: got %v, want %v and %v", got, v, -v)
+	}
+	return 0, err
 }
 
 // startNodes runs hvdrun with servers and workers.
@@ -243,4 +315,67 @@ func TestKillNode(t *testing.T) {
 			}
 		})
 	}
+}
+
+// Each server and worker is killed twice, in a random order, and hvdrun starts it again. The others go on
+// with right values. At the end the scheduler is killed, and hvdrun ends the job and names it.
+func TestRestarts(t *testing.T) {
+	random := draws(t)
+	for range max(1, *whole) {
+		restartNodes(t, random)
+	}
+}
+
+func restartNodes(t *testing.T, random *rand.Rand) {
+	began := time.Now()
+	j := startHvdrun(t, nil, []string{"--servers", strconv.Itoa(servers), "--workers", strconv.Itoa(workers),
+		"--restarts", "2"}, "returning")
+	pids, rounds, started := make(map[string]int), make(map[string]int), 0
+	follow := func(l line) {
+		if text, ok := strings.CutPrefix(l.text, "pid "); ok {
+			pids[l.node], _ = strconv.Atoi(text)
+			started++
+		}
+		if strings.HasPrefix(l.text, "round ") {
+			rounds[l.node]++
+		}
+	}
+	victims := []string{"server 0", "server 1", "worker 0", "worker 1"}
+	victims = append(victims, victims...)
+	random.Shuffle(len(victims), func(i, k int) { victims[i], victims[k] = victims[k], victims[i] })
+	for i, victim := range append(victims, "scheduler") {
+		clear(rounds)
+		j.until(fmt.Sprintf("all nodes went on after %d deaths", i), func(l line) bool {
+			follow(l)
+			return started == 1+servers+workers+i && rounds["worker 0"] > 3 && rounds["worker 1"] > 3
+		})
+		if err := syscall.Kill(pids[victim], syscall.SIGKILL); err != nil {
+			t.Fatal(err)
+		}
+	}
+	status := j.wait()
+	t.Logf("took %v", time.Since(began).Round(time.Millisecond))
+	if status != 128+int(syscall.SIGKILL) {
+		t.Errorf("hvdrun ended with status %d, want %d", status, 128+int(syscall.SIGKILL))
+	}
+	for _, victim := range victims {
+		want := victim + ": killed by SIGKILL, which hvdrun did not send (perhaps the kernel's out-of-memory " +
+			"killer did); starting it again"
+		if n := strings.Count(j.err(), want); n != 2 {
+			t.Errorf("hvdrun says %d times that %s was killed and is started again, want 2", n, victim)
+		}
+	}
+	cause := regexp.MustCompile(`Root cause .*\n  scheduler: killed by SIGKILL, which hvdrun did not send`)
+	if !cause.MatchString(j.err()) {
+		t.Errorf("the report lacks %s", cause)
+	}
+	if strings.Contains(j.out(), "wrong") {
+		t.Error("a worker has got wrong values")
+	}
+	for name, pid := range pids {
+		if err := syscall.Kill(pid, 0); err == nil {
+			t.Errorf("process %d of %s is alive", pid, name)
+		}
+	}
+	tellJob(t, j)
 }

@@ -49,15 +49,21 @@ type agent struct {
 	envs    [][]string // environment of each rank on this host
 	outputs []io.WriteCloser
 
-	helpers *batch
-	members []*member // helpers that were started, in the order of the ranks
+	members []*member // the newest helper of each rank that was started, in the order of the ranks
 	reports sync.WaitGroup
 	relays  sync.WaitGroup
+	// running counts the batches of helpers that are not gone. While ranks may be started again, it counts
+	// one more.
+	running sync.WaitGroup
+	// endRestarts declares that no rank is started again. ending is set from then on; only the goroutine of
+	// handleOrders uses it.
+	endRestarts func()
+	ending      bool
 
 	// prepared is closed when the ranks can be started. begun is closed when the ranks were started, or when
-	// starting them has failed. lost is closed when the connection to the launcher has ended. After that the
-	// agent carries out no more orders.
-	prepared, begun, lost chan struct{}
+	// starting them has failed. over is closed when no helper is left and none will be started. lost is
+	// closed when the connection to the launcher has ended. After that the agent carries out no more orders.
+	prepared, begun, over, lost chan struct{}
 }
 
 // member is a helper that the agent has started for a rank.
@@ -124,7 +130,8 @@ func serveLauncher(l *link, liveness time.Duration, environ []string, f *family)
 	defer session.Close()
 	a := &agent{
 		environ: environ, family: f, session: session,
-		prepared: make(chan struct{}), begun: make(chan struct{}), lost: make(chan struct{}),
+		prepared: make(chan struct{}), begun: make(chan struct{}), over: make(chan struct{}),
+		lost: make(chan struct{}),
 	}
 	if a.control, err = session.AcceptStream(); err == nil {
 		err = a.accept()
@@ -192,7 +199,7 @@ func (a *agent) run() error {
 		}
 	}
 	select {
-	case <-a.helpers.gone:
+	case <-a.over:
 	case <-a.lost:
 		err := a.killAll()
 		a.release()
@@ -212,11 +219,12 @@ func (a *agent) run() error {
 // says whether ranks are still alive.
 func (a *agent) killAll() error {
 	a.signal(unix.SIGKILL)
+	a.endRestarts()
 	timer := time.NewTimer(killWait)
 	defer timer.Stop()
 	for _, how := range []string{"the ranks were killed", "the ranks were killed with their helpers"} {
 		select {
-		case <-a.helpers.gone:
+		case <-a.over:
 			return fmt.Errorf("the launcher is gone, and %s", how)
 		case <-timer.C:
 			a.force()
@@ -241,8 +249,16 @@ func (a *agent) handleOrders() error {
 			a.begin()
 		case o.Force && running:
 			a.force()
+			a.end()
 		case o.Signal != 0 && running:
 			a.signal(o.Signal)
+			if ends(o.Signal) || o.Signal == unix.SIGKILL {
+				a.end()
+			}
+		case o.Start != nil:
+			if err := a.restart(*o.Start); err != nil {
+				return err
+			}
 		}
 	}
 }
@@ -259,50 +275,94 @@ func isClosed(c <-chan struct{}) bool {
 // begin starts the helpers of the ranks, and the goroutines that forward their reports and output.
 func (a *agent) begin() {
 	defer close(a.begun)
-	a.helpers = newBatch()
-	err := a.startHelpers()
-	for i, m := range a.members {
-		a.reports.Go(func() { a.forwardReports(i, m) })
+	a.endRestarts = func() {}
+	if a.job.Restarts {
+		a.running.Add(1)
+		a.endRestarts = sync.OnceFunc(a.running.Done)
+	}
+	a.start(a.envs, func(i int, m *member) { a.members = append(a.members, m) }, a.outputs)
+	go func() {
+		a.running.Wait()
+		close(a.over)
+	}()
+}
+
+// restart carries out the order to start a rank again. i is the index of the rank on this host.
+func (a *agent) restart(i int) error {
+	if !a.job.Restarts || a.ending || i < 0 || i >= len(a.members) {
+		return fmt.Errorf("got an unexpected order to start the rank with index %d", i)
+	}
+	var outputs []io.WriteCloser
+	for range 2 {
+		s, err := a.session.Accept()
+		if err != nil {
+			return err
+		}
+		outputs = append(outputs, s)
+	}
+	a.members[i].release()
+	a.start(a.envs[i:i+1], func(_ int, m *member) { a.members[i] = m }, outputs)
+	return nil
+}
+
+// end carries out an order to end the ranks.
+func (a *agent) end() {
+	a.ending = true
+	a.endRestarts()
+}
+
+// start starts a helper with each environment in envs, passes it to add, and starts the goroutines that
+// forward its reports and output. outputs holds two streams for each helper.
+func (a *agent) start(envs [][]string, add func(i int, m *member), outputs []io.WriteCloser) {
+	helpers := newBatch()
+	members, err := a.startHelpers(helpers, envs)
+	for i, m := range members {
+		add(i, m)
+		index := slices.Index(a.members, m)
+		a.reports.Go(func() { a.forwardReports(index, m) })
 		for j, in := range m.outputs {
-			a.relays.Go(func() { a.relay(in, a.outputs[2*i+j]) })
+			a.relays.Go(func() { a.relay(in, outputs[2*i+j]) })
 		}
 	}
-	for _, out := range a.outputs[2*len(a.members):] {
+	for _, out := range outputs[2*len(members):] {
 		out.Close()
 	}
-	a.family.complete(a.helpers)
+	a.family.complete(helpers)
+	a.running.Go(func() { <-helpers.gone })
 	if err != nil {
 		a.notify(notice{Refused: &refusal{Text: strings.TrimPrefix(err.Error(), "launch: ")}})
 		a.signal(unix.SIGKILL)
 	}
 }
 
-func (a *agent) startHelpers() error {
+// startHelpers starts a helper with each environment in envs and adds it to the batch helpers. If it returns
+// an error, it has started those that it returns.
+func (a *agent) startHelpers(helpers *batch, envs [][]string) (members []*member, err error) {
 	if err := a.family.adopt(); err != nil {
-		return err
+		return nil, err
 	}
 	null, err := os.Open(os.DevNull)
 	if err != nil {
-		return fmt.Errorf("launch: open the standard input of the ranks: %w", err)
+		return nil, fmt.Errorf("launch: open the standard input of the ranks: %w", err)
 	}
 	defer null.Close()
 	argv := append([]string{"hvdrun", HelperArg, a.path}, a.job.Command...)
-	for _, env := range a.envs {
+	for _, env := range envs {
 		var mine []*os.File // mine[i] is this process's end of the pipe to the helper's descriptor i+1
-		pid, err := a.family.start(a.helpers, func() (pid int, err error) {
+		pid, err := a.family.start(helpers, func() (pid int, err error) {
 			mine, pid, err = startWithPipes("/proc/self/exe", argv, env, null,
 				[]bool{true, true, false, true})
 			return pid, err
 		}, a.family.killOrphans)
 		if err != nil {
-			return fmt.Errorf("launch: start a rank: %w", err)
+			return members, fmt.Errorf("launch: start a rank: %w", err)
 		}
-		a.members = append(a.members, &member{
+		members = append(members, &member{
 			helper: pid, orders: mine[2], reports: mine[3],
 			outputs: [2]*pipeSource{{file: mine[0]}, {file: mine[1]}},
 		})
 	}
-	return nil
+	return members, nil
 }
 
 // forwardReports forwards the reports of the helper m to the launcher. i is the index of m's rank among the
@@ -349,14 +409,19 @@ func (a *agent) force() {
 // It returns when all output of the ranks is sent, or the launcher is gone.
 func (a *agent) release() {
 	for _, m := range a.members {
-		m.orders.Close()
-		m.reports.Close()
-		for _, p := range m.outputs {
-			p.finish()
-		}
+		m.release()
 	}
 	a.reports.Wait()
 	a.relays.Wait()
+}
+
+// release closes the pipes to the helper.
+func (m *member) release() {
+	m.orders.Close()
+	m.reports.Close()
+	for _, p := range m.outputs {
+		p.finish()
+	}
 }
 
 // prepare finds what the ranks need: the working directory, the program and the job's store. Then it sends

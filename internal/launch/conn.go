@@ -33,6 +33,7 @@ type agentConn struct {
 	host     string
 	local    bool // the agent runs in this process
 	ranks    []*rank
+	streams  []*stream     // of the first processes of the ranks, two for each
 	liveness time.Duration // how long the agent may send nothing; 0 means no limit, for a local agent
 	orders   chan order
 
@@ -120,7 +121,7 @@ func (j *job) startAgent(commands *batch, c *agentConn) error {
 	c.link = &link{in: mine[1], out: mine[0]}
 	c.stderr = &stream{
 		in: &pipeSource{file: mine[2]}, console: j.console, err: true, timestamp: j.o.Timestamp,
-		prefix: "hvdrun: host " + c.host + ": ", tail: new(tail),
+		prefix: "hvdrun: host " + c.host + ": ", tail: new(tail), done: make(chan struct{}),
 	}
 	j.commandErrs.Go(func() {
 		defer close(c.silent)
@@ -137,7 +138,8 @@ func (j *job) hostJobs() ([]hostJob, error) {
 	routes := j.routes()
 	jobs := make([]hostJob, len(j.conns))
 	for i, c := range j.conns {
-		jobs[i] = hostJob{Command: j.o.Command, Env: travelling, Secret: words{j.o.Secret}, TLS: j.o.TLS}
+		jobs[i] = hostJob{Command: j.o.Command, Env: travelling, Secret: words{j.o.Secret}, TLS: j.o.TLS,
+			Restarts: j.o.Nodes != nil && j.o.Nodes.Restarts > 0}
 		if !c.local {
 			dir, err := os.Getwd()
 			if err != nil {
@@ -233,11 +235,9 @@ func (c *agentConn) close() {
 	if c.link != nil {
 		c.link.Close()
 	}
-	for _, k := range c.ranks {
-		for _, s := range k.streams {
-			if s != nil && s.in == nil {
-				s.file.Close() // the error is ignored, because nothing was written; s.file may be nil
-			}
+	for _, s := range c.streams {
+		if s.in == nil {
+			s.file.Close() // the error is ignored, because nothing was written; s.file may be nil
 		}
 	}
 }
@@ -268,24 +268,34 @@ func (j *job) openStreams(c *agentConn, session *session) error {
 		for {
 			select {
 			case o := <-c.orders:
-				// The error is ignored, because handleNotices reports a broken connection.
+				// Errors are ignored, because handleNotices reports a broken connection.
+				if j.openAll(session, o.streams) != nil {
+					session.Close()
+					return
+				}
 				_ = send(control, o)
 			case <-session.CloseChan():
 				return
 			}
 		}
 	})
-	for _, k := range c.ranks {
-		for _, s := range k.streams {
-			in, err := session.OpenStream()
-			if err != nil {
-				return err
-			}
-			s.in = in
-			j.writers.Go(s.run)
-		}
+	if err := j.openAll(session, c.streams); err != nil {
+		return err
 	}
 	return j.handleNotices(c, control)
+}
+
+// openAll opens the streams for the output of ranks, and starts to copy it.
+func (j *job) openAll(session *session, streams []*stream) error {
+	for _, s := range streams {
+		in, err := session.OpenStream()
+		if err != nil {
+			return err
+		}
+		s.in = in
+		j.writers.Go(s.run)
+	}
+	return nil
 }
 
 // handleNotices passes the notices from an agent to the supervisor. It returns nil when it receives Bye. It

@@ -79,6 +79,8 @@ type Options struct {
 	// the same name in Env. Set must not contain variables that Run itself adds.
 	Set []string
 
+	// Restarted is called before a rank is started again (Nodes.Restarts). It must not block. It may be nil.
+	Restarted func(rank int)
 	// Verdict waits for the verdict of the surviving ranks about the ranks that failed. It returns an error
 	// if ctx ends first. The field is nil if there cannot be a verdict.
 	Verdict func(ctx context.Context) (joblink.Verdict, error)
@@ -204,9 +206,11 @@ type Result struct {
 	Roots []int
 	// Verdict is the verdict of the surviving ranks. It is nil if there is no verdict or if no rank failed.
 	Verdict *joblink.Verdict
+	// Restarts are the restarts of ranks, in their order.
+	Restarts []Restart
 }
 
-// Exit describes how a rank ended.
+// Exit describes how a rank ended. If the rank was started again, it describes its last process.
 type Exit struct {
 	// Host is the host on which the rank ran.
 	Host string
@@ -223,6 +227,8 @@ type Exit struct {
 	// cases Signal is SIGKILL.
 	Lost bool
 	Why  string
+	// Restarting is set if the rank was to be started again when the job ended for another reason.
+	Restarting bool
 	// At is the time at which the command ended, by the clock of this host. If the host was lost, At is the
 	// time at which the launcher last received something from it.
 	At time.Time
@@ -280,7 +286,7 @@ func Run(ctx context.Context, o Options) (Result, error) {
 	var id [16]byte
 	rand.Read(id[:]) // never fails
 	j := &job{
-		o: o, places: places, hosts: places[o.NP-1].Host + 1, id: hex.EncodeToString(id[:]), policy: endAll,
+		o: o, places: places, hosts: places[o.NP-1].Host + 1, id: hex.EncodeToString(id[:]),
 		events: make(chan func()), done: make(chan struct{}), surveyed: make(chan struct{}, 1),
 	}
 	j.several = j.hosts > 1 || !IsThisHost(o.Hosts[0].Name)
@@ -436,11 +442,16 @@ type rank struct {
 	number  int
 	title   string // name of the process in messages, such as rank 3 or server 1
 	conn    *agentConn
-	streams [2]*stream
+	streams [2]*stream // of the newest process
 
-	exit  Exit
+	exit  Exit // of the newest process
 	ended bool // the command has ended and exit is complete
 	gone  bool // the helper has ended too
+
+	started  time.Time     // when the newest process was started
+	restarts int           // how often the rank was started again
+	delay    time.Duration // time between the last end and the restart
+	again    time.Time     // when the rank is to be started again, or the zero time
 }
 
 // makeRanks creates the state of each rank, the output files of the ranks, and the connections to their
@@ -470,8 +481,8 @@ func (j *job) makeRanks() error {
 		}
 		dir := filepath.Join(j.o.OutputDir, folder)
 		for i, name := range [2]string{"stdout", "stderr"} {
-			s := &stream{console: j.console, err: i == 1, timestamp: j.o.Timestamp}
-			k.streams[i] = s
+			s := &stream{console: j.console, err: i == 1, timestamp: j.o.Timestamp, done: make(chan struct{})}
+			k.streams[i], k.conn.streams = s, append(k.conn.streams, s)
 			if !j.o.NoPrefix {
 				s.prefix = fmt.Sprintf("[%s]<%s>:", label, name)
 			}
@@ -483,7 +494,8 @@ func (j *job) makeRanks() error {
 			}
 			err := os.MkdirAll(dir, 0o777)
 			if err == nil {
-				s.file, err = os.Create(filepath.Join(dir, name))
+				s.path = filepath.Join(dir, name)
+				s.file, err = os.Create(s.path)
 			}
 			if err != nil {
 				return fmt.Errorf("launch: create the output files: %w", err)

@@ -74,6 +74,9 @@ type spec struct {
 	TorchStore          string
 	StoreAddrs          []string // addresses of the store; STORE in the text stands for the real address
 	StartMS, LivenessMS int
+	// Servers, Workers and Restarts describe nodes of a parameter server. NP is the number of ranks if
+	// Servers is 0.
+	Servers, Workers, Restarts int
 	// wrap, if not empty, is a command that runs the launcher. The launcher's command line is appended to it.
 	wrap   []string
 	dir    string   // working directory of the launcher
@@ -140,8 +143,14 @@ func launcher(text string) int {
 			Epilogue: func(known []string, _ []int) string { return fmt.Sprintf("epilogue %q\n", known) },
 		}
 	}
+	var nodes *launch.Nodes
+	if s.Servers > 0 {
+		nodes = &launch.Nodes{Servers: s.Servers, Workers: s.Workers, Restarts: s.Restarts,
+			Root: netip.MustParseAddrPort("127.0.0.1:9")}
+		s.NP = nodes.Count()
+	}
 	res, err := launch.Run(ctx, launch.Options{
-		Inquiry:    inquiry,
+		Inquiry: inquiry, Nodes: nodes,
 		TorchStore: hosts.torch, Hosts: hosts.list, StoreAddrs: hosts.addrs, Secret: hosts.secret,
 		AgentPath: self(), Reach: hosts.reach,
 		Start: ms(s.StartMS), Liveness: ms(s.LivenessMS),
@@ -202,7 +211,7 @@ func fakeAgent(text string) int {
 		fmt.Fprintln(os.Stderr, err)
 		return 2
 	}
-	fmt.Print("\x00hvdrun host agent\x00\x00\x00\x00\x02")
+	fmt.Print("\x00hvdrun host agent\x00\x00\x00\x00\x03")
 	config := yamux.DefaultConfig()
 	config.LogOutput = io.Discard
 	s := must(yamux.Server(struct {

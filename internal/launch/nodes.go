@@ -20,6 +20,9 @@ type Nodes struct {
 	Servers, Workers int
 	// Root is the address at which the scheduler listens.
 	Root netip.AddrPort
+	// Restarts is how often each server and worker is started again if it fails. After that, its failure ends
+	// the job, as that of the scheduler does.
+	Restarts int
 }
 
 // Count returns the number of nodes, which includes the scheduler.

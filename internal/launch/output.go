@@ -171,15 +171,20 @@ type stream struct {
 	err       bool
 	prefix    string
 	timestamp bool
-	file      *os.File // copy for --output-filename; may be nil
+	path      string   // of the copy for --output-filename, or empty
+	file      *os.File // the copy; may be nil
 	tail      *tail    // may be nil
 
-	out     []byte // lines for the next chunk
-	fileErr error  // why file is incomplete
+	before  *stream       // stream of the process that the rank had before, or nil
+	done    chan struct{} // closed when run has returned
+	out     []byte        // lines for the next chunk
+	fileErr error         // why file is incomplete
 }
 
-// run copies until s.in ends. Then it closes the file and s.in.
+// run copies until s.in ends. Then it closes the file and s.in. It begins when the stream before s has ended.
 func (s *stream) run() {
+	defer close(s.done)
+	s.follow()
 	split := splitter{line: s.line, ended: s.ended, max: maxLineBytes}
 	buf := make([]byte, readBytes)
 	for {

@@ -187,7 +187,7 @@ func TestStreamFinishesWithAnOpenPipe(t *testing.T) {
 	var out text
 	c := newConsole(&out, io.Discard)
 	in := &pipeSource{file: mine}
-	s := &stream{in: in, console: c, prefix: "p:"}
+	s := &stream{in: in, console: c, prefix: "p:", done: make(chan struct{})}
 	if _, err := unix.Write(theirs, []byte("one\ntwo")); err != nil {
 		t.Fatal(err)
 	}
@@ -218,7 +218,7 @@ func TestStreamGoesOnWithoutItsFile(t *testing.T) {
 	}
 	var out text
 	c := newConsole(&out, io.Discard)
-	s := &stream{in: &pipeSource{file: mine}, console: c, file: full}
+	s := &stream{in: &pipeSource{file: mine}, console: c, file: full, done: make(chan struct{})}
 	if _, err := unix.Write(theirs, []byte("one\n")); err != nil {
 		t.Fatal(err)
 	}
@@ -306,7 +306,7 @@ func TestJudge(t *testing.T) {
 		{"verdict on one that ended well", []Exit{{Code: 4, At: at(1)}, ok}, names(1), []int{1}, 1},
 		{"verdict on a rank that is not there", []Exit{{Code: 4, At: at(1)}}, names(3), []int{0}, 4},
 	} {
-		if roots, status := judge(c.exits, c.v); !slices.Equal(roots, c.roots) || status != c.status {
+		if roots, status := judge(c.exits, c.v, -1); !slices.Equal(roots, c.roots) || status != c.status {
 			t.Errorf("%s: got %v with status %d, want %v with %d", c.name, roots, status, c.roots, c.status)
 		}
 	}

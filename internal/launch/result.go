@@ -1,6 +1,7 @@
 package launch
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"slices"
@@ -14,7 +15,7 @@ import (
 
 // result returns the Result of the job, but without the last lines on standard error, which conclude adds.
 func (j *job) result() Result {
-	var res Result
+	res := Result{Restarts: j.restarts}
 	for _, k := range j.ranks {
 		res.Ranks = append(res.Ranks, k.exit)
 	}
@@ -30,7 +31,11 @@ func (j *job) result() Result {
 		if !j.survived() {
 			res.Verdict = j.verdict
 		}
-		res.Roots, res.Status = judge(res.Ranks, res.Verdict)
+		first := -1
+		if j.o.Nodes != nil && j.o.Nodes.Restarts > 0 { // earlier failures did not end the job
+			first = j.first
+		}
+		res.Roots, res.Status = judge(res.Ranks, res.Verdict, first)
 	}
 	return res
 }
@@ -63,8 +68,9 @@ func (j *job) survived() bool {
 }
 
 // judge returns the ranks that caused the failure, and the exit status of the job. At least one rank in exits
-// must have failed. v may be nil.
-func judge(exits []Exit, v *joblink.Verdict) (roots []int, status int) {
+// must have failed. v may be nil. first is the rank whose failure has ended the job, or -1 if the earliest
+// failure has.
+func judge(exits []Exit, v *joblink.Verdict, first int) (roots []int, status int) {
 	var failures []int
 	for r, e := range exits {
 		if named(v, r) {
@@ -76,15 +82,17 @@ func judge(exits []Exit, v *joblink.Verdict) (roots []int, status int) {
 	}
 	// A rank that the launcher asked to end did not fail first, even if it ended before all other failed
 	// ranks.
-	slices.SortStableFunc(failures, func(a, b int) int {
-		x, y := exits[a], exits[b]
-		if (x.Sent == 0) != (y.Sent == 0) {
-			if x.Sent == 0 {
-				return -1
-			}
+	order := func(r int) int {
+		switch {
+		case r == first:
+			return 0
+		case exits[r].Sent == 0:
 			return 1
 		}
-		return x.At.Compare(y.At)
+		return 2
+	}
+	slices.SortStableFunc(failures, func(a, b int) int {
+		return cmp.Or(cmp.Compare(order(a), order(b)), exits[a].At.Compare(exits[b].At))
 	})
 	if roots == nil {
 		return failures[:1], exits[failures[0]].Status()
@@ -146,8 +154,8 @@ func (j *job) report(res Result) string {
 	}
 	for _, r := range res.Roots {
 		e := res.Ranks[r]
-		fmt.Fprintf(&b, "  %s: %s\n    host: %s\n    pid:  %d\n    time: %s\n",
-			j.ranks[r].title, e.Describe(), e.Host, e.PID, e.At.Format("2006-01-02 "+clock))
+		fmt.Fprintf(&b, "  %s: %s%s\n    host: %s\n    pid:  %d\n    time: %s\n",
+			j.ranks[r].title, e.Describe(), j.ranks[r].restarted(), e.Host, e.PID, e.At.Format("2006-01-02 "+clock))
 		lines := j.ranks[r].streams[1].tail.lines
 		if len(lines) == 0 {
 			b.WriteString("    nothing on stderr\n")
@@ -169,8 +177,12 @@ func (j *job) report(res Result) string {
 		if j.several {
 			host = " on " + e.Host
 		}
-		fmt.Fprintf(&b, "  %s: %s, pid %d%s, at %s\n", j.ranks[r].title, e.Describe(), e.PID, host,
-			e.At.Format(clock))
+		again := ""
+		if e.Restarting {
+			again = ", was to be started again"
+		}
+		fmt.Fprintf(&b, "  %s: %s, pid %d%s, at %s%s\n", j.ranks[r].title, e.Describe(), e.PID, host,
+			e.At.Format(clock), again)
 	}
 	b.WriteString(rule + "\n")
 	return b.String()

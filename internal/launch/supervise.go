@@ -29,25 +29,6 @@ const (
 	givenUp                  // the remaining processes cannot be killed
 )
 
-// reaction says what the supervisor does when the command of a rank has ended.
-type reaction int
-
-const (
-	goOn    reaction = iota // the other ranks continue to run
-	failJob                 // the job has failed: the other ranks must end, and are killed if they do not
-)
-
-// policy returns the reaction to the end of a rank's command.
-type policy func(rank int, e Exit) reaction
-
-// endAll implements policy: it makes the job fail when the command of a rank has failed.
-func endAll(_ int, e Exit) reaction {
-	if e.Status() != 0 {
-		return failJob
-	}
-	return goOn
-}
-
 // verdictWait is the time limit for reading the verdict. A survivor may have sent it a moment ago. Only a job
 // that has failed without a verdict waits for so long.
 const verdictWait = time.Second
@@ -60,13 +41,14 @@ type job struct {
 	several bool         // some rank runs on another host
 	id      string
 	env     []string // environment that all ranks have in common
-	policy  policy
 
 	ranks   []*rank
 	conns   []*agentConn // connection to each host
 	waiting int          // number of agents that are not ready yet
 	open    int          // number of hosts with processes of ranks: elements of conns whose over is not set
 	begun   bool         // ranks were started
+
+	restarts []Restart
 
 	family      family
 	commands    *batch         // the commands that reach agents
@@ -82,9 +64,10 @@ type job struct {
 	deadline time.Time // end of the phase; phase running has no deadline
 	failed   bool      // a rank has failed
 	failedAt time.Time // when failed was set
+	first    int       // the rank because of which failed was set
 	signal   syscall.Signal
-	first    syscall.Signal // the first signal that ended the job, even if a rank had failed before, or 0
-	firstAt  time.Time      // when the signal in first arrived
+	ending   syscall.Signal // the first signal that ended the job, even if a rank had failed before, or 0
+	endingAt time.Time      // when the signal in ending arrived
 	asked    bool           // a signal or the end of ctx has ended the job
 	cause    error          // the cause of ctx, if ctx ended the job
 	aborted  error          // why some ranks could not be started
@@ -140,8 +123,12 @@ func (j *job) supervise(ctx context.Context) {
 	done := ctx.Done()
 	for j.open > 0 && j.phase != givenUp {
 		var expired <-chan time.Time
-		if j.phase != running {
-			timer.Reset(time.Until(j.deadline))
+		at := j.deadline
+		if j.phase == running {
+			at = j.nextRestart()
+		}
+		if !at.IsZero() {
+			timer.Reset(time.Until(at))
 			expired = timer.C
 		}
 		select {
@@ -186,7 +173,7 @@ func (j *job) handleReport(k *rank, p *report) {
 		j.abort(err)
 		return
 	case p.PID != 0:
-		k.exit.PID = p.PID
+		k.exit.PID, k.started = p.PID, time.Now()
 		j.verbosef("%s: started as process %d", k.title, p.PID)
 	case p.Ended:
 		k.ended = true
@@ -194,6 +181,7 @@ func (j *job) handleReport(k *rank, p *report) {
 		j.verbosef("%s: %s", k.title, k.exit.Describe())
 	}
 	j.consider(k)
+	j.restartDue()
 }
 
 // markLost records that the launcher cannot learn how the rank's command ended. It stores at and why in
@@ -226,7 +214,8 @@ func (j *job) handleLoss(c *agentConn, err error, heard time.Time) {
 	}
 	var lost []*rank
 	for _, k := range c.ranks {
-		if !k.ended && j.begun {
+		if (!k.ended || k.pending()) && j.begun {
+			k.again = time.Time{}
 			k.markLost(heard, fmt.Sprintf("lost host %s: %v", c.host, err))
 			lost = append(lost, k)
 		}
@@ -249,27 +238,54 @@ func (j *job) setOver(c *agentConn) {
 	}
 }
 
-// consider is called when the state of rank k has changed. It acts if the job has failed, or if the commands
-// of all ranks have ended.
+// consider is called when the state of rank k has changed. It acts if the rank or the job has failed, or if
+// the commands of all ranks have ended.
 func (j *job) consider(k *rank) {
-	alive := 0
-	for _, k := range j.ranks {
-		if !k.ended {
-			alive++
+	if k.ended && !k.pending() && !j.asked && !j.failed && j.aborted == nil {
+		switch {
+		case k.exit.Status() != 0 && j.mayRestart(k):
+			j.planRestart(k)
+		case k.exit.Status() != 0:
+			j.fail(k)
+		case k.number == 0: // perhaps the scheduler, without which no node can return
+			if first := j.cancelRestarts(); first != nil {
+				first.exit.Restarting = false
+				j.fail(first)
+			}
 		}
 	}
-	if k.ended && !j.asked && !j.failed && j.aborted == nil && j.policy(k.number, k.exit) == failJob {
-		j.failed, j.failedAt = true, time.Now()
-		if alive > 0 && j.phase == running {
-			j.console.note("%s: %s; waiting %v for the other %s to end", k.title, k.exit.Describe(),
-				j.o.Notice, j.o.processes())
-			j.enter(noticing, j.o.Notice)
-		}
-	}
-	if alive == 0 && j.phase < terminating {
+	j.endIfOver()
+}
+
+// endIfOver kills what is left if the commands of all ranks have ended.
+func (j *job) endIfOver() {
+	if j.alive() == 0 && j.phase < terminating {
 		// The helpers kill the remaining processes even without an order. j.kill is needed because it sets a
 		// deadline for processes that the helpers cannot kill.
 		j.kill()
+	}
+}
+
+// alive returns the number of ranks whose commands have not ended or are to be started again.
+func (j *job) alive() (n int) {
+	for _, k := range j.ranks {
+		if !k.ended || k.pending() {
+			n++
+		}
+	}
+	return n
+}
+
+// fail records that the job has failed, because rank k has. The other ranks must end, and are killed if they
+// do not.
+func (j *job) fail(k *rank) {
+	k.again = time.Time{}
+	j.cancelRestarts()
+	j.failed, j.failedAt, j.first = true, time.Now(), k.number
+	if j.alive() > 0 && j.phase == running {
+		j.console.note("%s: %s%s; waiting %v for the other %s to end", k.title, k.exit.Describe(), k.restarted(),
+			j.o.Notice, j.o.processes())
+		j.enter(noticing, j.o.Notice)
 	}
 }
 
@@ -288,7 +304,7 @@ func (j *job) handleSignal(s os.Signal) {
 			j.kill()
 		}
 	default:
-		j.asked, j.first, j.firstAt = true, sig, time.Now()
+		j.asked, j.ending, j.endingAt = true, sig, time.Now()
 		if !j.failed {
 			j.signal = sig
 		}
@@ -310,12 +326,16 @@ func (j *job) handleSignal(s os.Signal) {
 // isEcho reports whether s repeats the signal that has ended the job, so soon after it that both probably
 // come from the same sender. timeout(1), for instance, sends a signal to its child and then to the process
 // group of both.
-func (j *job) isEcho(s syscall.Signal) bool { return s == j.first && time.Since(j.firstAt) < j.o.Echo }
+func (j *job) isEcho(s syscall.Signal) bool {
+	return s == j.ending && time.Since(j.endingAt) < j.o.Echo
+}
 
 func ends(s syscall.Signal) bool { return s == unix.SIGINT || s == unix.SIGTERM || s == unix.SIGHUP }
 
 func (j *job) expire() {
 	switch j.phase {
+	case running:
+		j.restartDue()
 	case preparing:
 		var late []string
 		for _, c := range j.conns {
@@ -350,6 +370,7 @@ func (j *job) end(s syscall.Signal) {
 	if j.failed {
 		j.settleVerdict()
 	}
+	j.cancelRestarts()
 	if j.phase < terminating {
 		j.enter(terminating, j.o.Grace)
 	}
@@ -360,6 +381,7 @@ func (j *job) kill() {
 	if !j.begun {
 		j.cutAll() // there are only agents, because no rank was started
 	}
+	j.cancelRestarts()
 	j.enter(killing, j.o.Kill)
 	j.send(unix.SIGKILL)
 }
@@ -371,17 +393,21 @@ func (j *job) send(s syscall.Signal) {
 	}
 }
 
-// order queues o for all agents. It does not block: if the queue of an agent is full, the agent is killed.
+// order queues o for all agents.
 func (j *job) order(o order) {
 	for _, c := range j.conns {
-		if c.over {
-			continue
+		if !c.over {
+			j.orderTo(c, o)
 		}
-		select {
-		case c.orders <- o:
-		default:
-			j.cut(c) // the agent does not read its orders
-		}
+	}
+}
+
+// orderTo queues o for an agent. It does not block: if the queue of the agent is full, the agent is killed.
+func (j *job) orderTo(c *agentConn, o order) {
+	select {
+	case c.orders <- o:
+	default:
+		j.cut(c) // the agent does not read its orders
 	}
 }
 
@@ -429,6 +455,9 @@ func (j *job) conclude(ctx context.Context) (Result, error) {
 			if j.o.Inquiry != nil {
 				text += j.o.Inquiry.Epilogue(known, result.culprits())
 			}
+			j.console.put(chunk{err: true, text: []byte(text)})
+		}
+		if text := j.restartReport(); text != "" {
 			j.console.put(chunk{err: true, text: []byte(text)})
 		}
 		j.console.close()

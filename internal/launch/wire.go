@@ -31,15 +31,19 @@ import (
 //	                 Ready, or Refused: the agent cannot start ranks
 //	Begin
 //	Signal, Force    Report: about one rank
+//	Start
 //	                 Over: no process of the ranks is alive
 //	                 Bye: all output was sent
 //
-// The launcher sends Begin when all hosts are ready. An agent that loses its connection kills its ranks. Each
+// The launcher sends Begin when all hosts are ready. If hostJob.Restarts is set, it may send Start for a rank
+// whose helper has ended, until it sends Force or a Signal that asks the ranks to end; before that the agent
+// does not send Over. Before Start the launcher opens two further streams, for the output of the new process.
+// An agent that loses its connection kills its ranks. Each
 // stream has a window of 256 KiB, which caps how much output waits to be read. A stream with a full window
 // does not delay the other streams. If the agent is on another host, each end sends a ping every
 // pingInterval. An end that receives nothing for Options.Liveness ends the session.
 const (
-	agentVersion = 2
+	agentVersion = 3
 	// helloMagic is the beginning of hello. A login may print other text before hello, but does not print
 	// this text.
 	helloMagic = "\x00hvdrun host agent\x00"
@@ -60,6 +64,9 @@ type order struct {
 	Begin  bool           `json:",omitempty"`
 	Signal syscall.Signal `json:",omitempty"` // orders the agent to send it to the process group of each rank
 	Force  bool           `json:",omitempty"` // orders the agent to kill the helpers
+	Start  *int           `json:",omitempty"` // orders the agent to start the rank with this index on the host again
+
+	streams []*stream // the streams that the launcher opens for Start
 }
 
 // hostJob tells an agent what to run.
@@ -74,6 +81,8 @@ type hostJob struct {
 	Stores []string
 	Secret words
 	TLS    bool
+	// Restarts says that the launcher may order the agent to start ranks again.
+	Restarts bool
 }
 
 // notice is a message from an agent to the launcher. Exactly one field besides Rank is set.

@@ -22,9 +22,9 @@ func messages() (orders []order, notices []notice) {
 	job := hostJob{
 		Dir: words{"/\xff"}, Command: words{"a", "", "b"}, Env: words{"A=\xfe", "B="},
 		Ranks:  []words{{"R=0"}, nil},
-		Stores: []string{"[::1]:7"}, Secret: words{"hush"}, TLS: true,
+		Stores: []string{"[::1]:7"}, Secret: words{"hush"}, TLS: true, Restarts: true,
 	}
-	orders = []order{{Job: &job}, {Begin: true}, {Signal: unix.SIGKILL}, {Force: true}}
+	orders = []order{{Job: &job}, {Begin: true}, {Signal: unix.SIGKILL}, {Force: true}, {Start: new(int)}}
 	notices = []notice{
 		{Ready: true}, {Refused: &refusal{Text: "no", Command: "x", Status: 127}},
 		{Rank: 2, Report: &report{Ended: true, At: 5, Code: 255, Signal: 9, Sent: 15}},
@@ -80,7 +80,7 @@ func FuzzNotices(f *testing.F) {
 	f.Fuzz(func(t *testing.T, text []byte) {
 		_ = receive(bytes.NewReader(text), maxOrderBytes, new(order))
 		j := &job{
-			o: Options{Command: []string{"x"}, Stderr: io.Discard, Stdout: io.Discard}, policy: endAll,
+			o:      Options{Command: []string{"x"}, Stderr: io.Discard, Stdout: io.Discard},
 			events: make(chan func()),
 			done:   make(chan struct{}), console: newConsole(io.Discard, io.Discard), phase: running,
 			begun: true, several: true, open: 1,

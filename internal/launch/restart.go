@@ -1,0 +1,178 @@
+package launch
+
+import (
+	"cmp"
+	"fmt"
+	"os"
+	"slices"
+	"strings"
+	"time"
+)
+
+const (
+	// minRestartDelay is the time between the end of a rank's command and its restart. A rank that fails only
+	// because another one has failed may end first, and in this time the launcher may hear of the cause. If
+	// the command ends within steadyTime, again and again, the time doubles with each end, up to
+	// maxRestartDelay.
+	minRestartDelay = 100 * time.Millisecond
+	maxRestartDelay = 10 * time.Second
+	steadyTime      = 10 * time.Second
+	// maxRestartLines caps how many restarts are printed at the end of the job.
+	maxRestartLines = 50
+)
+
+// Restart describes that a rank was started again.
+type Restart struct {
+	Rank int
+	// Exit describes how the rank had ended, and At is the time of the restart, by the clock of this host.
+	Exit Exit
+	At   time.Time
+}
+
+// pending reports whether the rank's command has ended and is to be started again.
+func (k *rank) pending() bool { return !k.again.IsZero() }
+
+// mayRestart reports whether rank k, whose command has failed, is to be started again. The scheduler is never
+// started again, and without it, no other node can return.
+func (j *job) mayRestart(k *rank) bool {
+	return j.o.Nodes != nil && k.restarts < j.o.Nodes.Restarts && j.phase == running && !j.ranks[0].ended &&
+		!k.conn.over
+}
+
+// planRestart decides when rank k is started again.
+func (j *job) planRestart(k *rank) {
+	if k.exit.At.Sub(k.started) >= steadyTime {
+		k.delay = 0
+	}
+	k.delay = min(max(minRestartDelay, 2*k.delay), maxRestartDelay)
+	k.again = time.Now().Add(k.delay)
+	j.console.note("%s: %s; starting it again in %v (restart %d of %d)", k.title, k.exit.Describe(), k.delay,
+		k.restarts+1, j.o.Nodes.Restarts)
+}
+
+// cancelRestarts makes the launcher start no rank again that has ended before. It returns the first of these
+// ranks, or nil if there is none.
+func (j *job) cancelRestarts() (first *rank) {
+	for _, k := range j.ranks {
+		if !k.pending() {
+			continue
+		}
+		k.again = time.Time{}
+		k.exit.Restarting = true
+		if first == nil || k.exit.At.Before(first.exit.At) {
+			first = k
+		}
+	}
+	return first
+}
+
+// nextRestart returns when restartDue is to be called, or the zero time if no rank is to be started again.
+func (j *job) nextRestart() (next time.Time) {
+	for _, k := range j.ranks {
+		if !k.pending() {
+			continue
+		}
+		at := k.again
+		if !k.gone && time.Since(at) >= 0 {
+			at = at.Add(j.o.Kill)
+		}
+		if next.IsZero() || at.Before(next) {
+			next = at
+		}
+	}
+	return next
+}
+
+// restartDue starts the ranks again whose time has come. A rank whose processes do not disappear has failed.
+func (j *job) restartDue() {
+	for _, k := range j.ranks {
+		switch late := time.Since(k.again); {
+		case !k.pending() || late < 0:
+		case k.gone:
+			j.restart(k)
+		case late >= j.o.Kill:
+			j.fail(k)
+			j.endIfOver()
+		}
+	}
+}
+
+// restart orders the agent to start rank k again.
+func (j *job) restart(k *rank) {
+	if j.o.Restarted != nil {
+		j.o.Restarted(k.number)
+	}
+	j.restarts = append(j.restarts, Restart{k.number, k.exit, time.Now()})
+	k.restarts++
+	k.again, k.started, k.ended, k.gone = time.Time{}, time.Now(), false, false
+	k.exit = Exit{Host: k.exit.Host}
+	var streams [2]*stream
+	for i, old := range k.streams {
+		streams[i] = old.next()
+	}
+	k.streams = streams
+	index := slices.Index(k.conn.ranks, k)
+	j.orderTo(k.conn, order{Start: &index, streams: streams[:]})
+}
+
+// next returns the stream of the process that follows the one of s. It waits until s has ended, and continues
+// the file.
+func (s *stream) next() *stream {
+	n := &stream{console: s.console, err: s.err, prefix: s.prefix, timestamp: s.timestamp, path: s.path,
+		before: s, done: make(chan struct{})}
+	if s.tail != nil {
+		n.tail = new(tail)
+	}
+	return n
+}
+
+// follow waits until the stream before s has ended, and opens its file again.
+func (s *stream) follow() {
+	if s.before == nil {
+		return
+	}
+	<-s.before.done
+	s.fileErr = s.before.fileErr
+	s.before = nil
+	if s.path == "" {
+		return
+	}
+	file, err := os.OpenFile(s.path, os.O_WRONLY|os.O_APPEND, 0)
+	if err == nil {
+		s.file = file
+	}
+	s.fileErr = cmp.Or(s.fileErr, err)
+}
+
+// restarted returns the text that says how often rank k was started again.
+func (k *rank) restarted() string {
+	switch k.restarts {
+	case 0:
+		return ""
+	case 1:
+		return ", after a restart"
+	}
+	return fmt.Sprintf(", after %d restarts", k.restarts)
+}
+
+// restartReport returns a text about the last restarts, or "" if there were none.
+func (j *job) restartReport() string {
+	if len(j.restarts) == 0 {
+		return ""
+	}
+	var b strings.Builder
+	fmt.Fprintf(&b, "hvdrun: restarts of nodes: %d\n", len(j.restarts))
+	last := j.restarts[max(0, len(j.restarts)-maxRestartLines):]
+	if more := len(j.restarts) - len(last); more > 0 {
+		fmt.Fprintf(&b, "  (%d earlier ones are not shown)\n", more)
+	}
+	for _, r := range last {
+		where := ""
+		if j.several {
+			where = " on " + r.Exit.Host
+		}
+		fmt.Fprintf(&b, "  %s at %s: %s, pid %d%s, at %s\n", j.ranks[r.Rank].title, r.At.Format(clock),
+			r.Exit.Describe(), r.Exit.PID, where, r.Exit.At.Format(clock))
+	}
+	return b.String()
+}
