@@ -2,6 +2,8 @@ package hvd
 
 import (
 	"context"
+	"slices"
+	"sync/atomic"
 	"unsafe"
 
 	"github.com/gohvd/gohvd/internal/cuda"
@@ -40,17 +42,24 @@ func (b *DeviceBuffer[T]) bytes() []byte {
 	return unsafe.Slice(*(**byte)(unsafe.Pointer(&b.Pointer)), b.Len*int(unsafe.Sizeof(z)))
 }
 
-// DeviceHandle is an operation on device buffers in flight. Its methods are safe for concurrent use.
+// DeviceHandle is an operation on device buffers, or a group of such operations, in flight. Its methods are
+// safe for concurrent use.
 type DeviceHandle struct {
 	operation
-	slot     *slot
+	slot     *slot // nil once the operation is done
 	dims     [1]int64
-	ready    [2]*cuda.Event
+	ready    [2]*cuda.Event // backs the events of the entry
 	received []int64
+	// If h is a group with one request for each tensor, tensors holds their handles, the counter left is the
+	// number of tensors that are not done, and group is h in each of the handles.
+	tensors []*DeviceHandle
+	left    atomic.Int64
+	group   *DeviceHandle
 }
 
-// Wait waits for the operation. If ctx ends first, the error is a *PendingError. Then the operation goes on,
-// and its buffers stay in use.
+// Wait waits for the operation. If it is a group and some tensors failed, Wait returns the error of the
+// failed tensor that comes first in the call. If ctx ends first, the error is a *PendingError. Then the
+// operation goes on, and its buffers stay in use.
 func (h *DeviceHandle) Wait(ctx context.Context) error { return h.wait(ctx, h) }
 
 // Received returns, after an alltoall, a gather or a scatter, how many rows came from each member of the
@@ -65,12 +74,20 @@ func (h *DeviceHandle) Received() []int {
 
 // finished completes h. The slot of h calls it when the operation has ended.
 func (h *DeviceHandle) finished(err error) {
-	h.received = h.slot.entry.Received
-	h.hold(&h.slot.entry)
+	e := &h.slot.entry
+	h.received = e.Received
+	if g := h.group; g == nil {
+		h.hold(e)
+	} else if g.tensors[0] == h {
+		g.hold(e)
+	}
 	h.release()
 	h.slot.free()
 	h.slot = nil
 	h.complete(err)
+	if g := h.group; g != nil && g.left.Add(-1) == 0 {
+		g.completeGroup()
+	}
 }
 
 // AllreduceDevice reduces in over all ranks as Allreduce does, and stores the result in out, which may be in.
@@ -85,7 +102,7 @@ func AllreduceDeviceAsync[T Element](in, out DeviceBuffer[T], opts ...Option) (*
 }
 
 func allreduceDevice[T Element](in, out DeviceBuffer[T], opts []Option) (*DeviceHandle, error) {
-	return onDevice(message.Allreduce, in, out, opts, sameLength(in, out))
+	return onDevice(message.Allreduce, in, out, opts, sameLength[T])
 }
 
 // ReduceDevice reduces in over all ranks as Reduce does, and stores the result in the out of the rank root,
@@ -101,17 +118,17 @@ func ReduceDeviceAsync[T Element](in, out DeviceBuffer[T], root int, opts ...Opt
 }
 
 func reduceDevice[T Element](in, out DeviceBuffer[T], root int, opts []Option) (*DeviceHandle, error) {
-	same := sameLength(in, out)
-	return onDevice(message.Reduce, in, out, opts, func(h *DeviceHandle, c *call) error {
+	return onDevice(message.Reduce, in, out, opts, func(h *DeviceHandle, c *call, i int,
+		in, out DeviceBuffer[T]) error {
 		if err := c.CheckRoot(root); err != nil {
 			return err
 		}
 		h.slot.entry.Request.Root = topo.Rank(root)
 		if !c.Set.IsRoot(root) {
 			h.slot.entry.Output = nil
-			return h.describe(c, in.Len)
+			return h.describe(c, i, in.Len)
 		}
-		return same(h, c)
+		return sameLength(h, c, i, in, out)
 	})
 }
 
@@ -130,13 +147,13 @@ func BroadcastDeviceAsync[T Element](in, out DeviceBuffer[T], root int,
 }
 
 func broadcastDevice[T Element](in, out DeviceBuffer[T], root int, opts []Option) (*DeviceHandle, error) {
-	same := sameLength(in, out)
-	return onDevice(message.Broadcast, in, out, opts, func(h *DeviceHandle, c *call) error {
+	return onDevice(message.Broadcast, in, out, opts, func(h *DeviceHandle, c *call, i int,
+		in, out DeviceBuffer[T]) error {
 		if err := c.CheckRoot(root); err != nil {
 			return err
 		}
 		h.slot.entry.Request.Root = topo.Rank(root)
-		return same(h, c)
+		return sameLength(h, c, i, in, out)
 	})
 }
 
@@ -154,16 +171,18 @@ func AllgatherDeviceAsync[T Element](in, out DeviceBuffer[T], opts ...Option) (*
 }
 
 func allgatherDevice[T Element](in, out DeviceBuffer[T], opts []Option) (*DeviceHandle, error) {
-	return onDevice(message.Allgather, in, out, opts, func(h *DeviceHandle, c *call) error {
-		if err := h.describe(c, in.Len); err != nil {
-			return err
-		}
-		// The place of this rank's rows is known when the ranks have agreed, and the engine checks it then.
-		if end := in.end(); overlap(in, out) && (in.Pointer < out.Pointer || end > out.end()) {
-			return c.Misuse("the input overlaps the output, but is no part of it")
-		}
-		return nil
-	})
+	return onDevice(message.Allgather, in, out, opts, allgatherBuffer[T])
+}
+
+func allgatherBuffer[T Element](h *DeviceHandle, c *call, i int, in, out DeviceBuffer[T]) error {
+	if err := h.describe(c, i, in.Len); err != nil {
+		return err
+	}
+	// The place of this rank's rows is known when the ranks have agreed, and the engine checks it then.
+	if end := in.end(); overlap(in, out) && (in.Pointer < out.Pointer || end > out.end()) {
+		return c.Misuse("the input overlaps the output, but is no part of it")
+	}
+	return nil
 }
 
 // ReducescatterDevice reduces in over all ranks as Reducescatter does, and stores this rank's rows in out.
@@ -179,23 +198,25 @@ func ReducescatterDeviceAsync[T Element](in, out DeviceBuffer[T], opts ...Option
 }
 
 func reducescatterDevice[T Element](in, out DeviceBuffer[T], opts []Option) (*DeviceHandle, error) {
-	return onDevice(message.Reducescatter, in, out, opts, func(h *DeviceHandle, c *call) error {
-		if err := h.describe(c, in.Len); err != nil {
-			return err
-		}
-		shape := h.slot.entry.Request.Shape
-		// A scalar has no rows. The coordinator refuses it, so that all ranks get the error.
-		from, want := 0, 0
-		if len(shape) > 0 && shape[0] > 0 {
-			first, rows := tensor.Rows(shape[0], c.Set.Size(), c.Set.Me)
-			row := in.Len / int(shape[0])
-			from, want = int(first)*row, int(rows)*row
-		}
-		if out.Len != want {
-			return c.Misuse("the output has %d elements, want %d, the rows of this rank", out.Len, want)
-		}
-		return checkPlace(c, in, out, from)
-	})
+	return onDevice(message.Reducescatter, in, out, opts, reducescatterBuffer[T])
+}
+
+func reducescatterBuffer[T Element](h *DeviceHandle, c *call, i int, in, out DeviceBuffer[T]) error {
+	if err := h.describe(c, i, in.Len); err != nil {
+		return err
+	}
+	shape := h.slot.entry.Request.Shape
+	// A scalar has no rows. The coordinator refuses it, so that all ranks get the error.
+	from, want := 0, 0
+	if len(shape) > 0 && shape[0] > 0 {
+		first, rows := tensor.Rows(shape[0], c.Set.Size(), c.Set.Me)
+		row := in.Len / int(shape[0])
+		from, want = int(first)*row, int(rows)*row
+	}
+	if out.Len != want {
+		return c.Misuse("the output has %d elements, want %d, the rows of this rank", out.Len, want)
+	}
+	return checkPlace(c, in, out, from)
 }
 
 // end returns the address after the last element of b.
@@ -215,58 +236,44 @@ func checkPlace[T Element](c *call, in, out DeviceBuffer[T], index int) error {
 	return nil
 }
 
-// sameLength returns a builder that checks the output of an operation whose output may be its input.
-func sameLength[T Element](in, out DeviceBuffer[T]) func(*DeviceHandle, *call) error {
-	return func(h *DeviceHandle, c *call) error {
-		if in.Len != out.Len {
-			return c.Misuse("the output has %d elements, want %d as the input", out.Len, in.Len)
-		}
-		if err := h.describe(c, in.Len); err != nil {
-			return err
-		}
-		return checkPlace(c, in, out, 0)
+// sameLength implements deviceBuilder for operations whose output has the length of the input, and may be the
+// input.
+func sameLength[T Element](h *DeviceHandle, c *call, i int, in, out DeviceBuffer[T]) error {
+	if err := checkSame(c, in, out); err != nil {
+		return err
 	}
+	return h.describe(c, i, in.Len)
 }
+
+// checkSame returns an error unless out is in, or has the same length and does not overlap it.
+func checkSame[T Element](c *call, in, out DeviceBuffer[T]) error {
+	if in.Len != out.Len {
+		return c.Misuse("the output has %d elements, want %d as the input", out.Len, in.Len)
+	}
+	return checkPlace(c, in, out, 0)
+}
+
+// A deviceBuilder completes and checks the handle h of tensor i of the call c, whose buffers are in and out.
+type deviceBuilder[T Element] func(h *DeviceHandle, c *call, i int, in, out DeviceBuffer[T]) error
 
 // onDevice queues an operation on device buffers. It calls build to complete and check the handle.
 func onDevice[T Element](kind message.Kind, in, out DeviceBuffer[T], opts []Option,
-	build func(*DeviceHandle, *call) error) (*DeviceHandle, error) {
+	build deviceBuilder[T]) (*DeviceHandle, error) {
 	c, err := prepare(kind, tensor.Of[T](), false, opts)
+	if err == nil {
+		err = checkDeviceOptions(&c)
+	}
 	if err != nil {
 		return nil, err
 	}
-	on := in
-	if in.Len == 0 && out.Len > 0 {
-		on = out
-	}
-	switch {
-	case c.InPlace:
-		return nil, c.Misuse("option InPlace does not apply to device buffers")
-	case in.Pointer == 0 && in.Len > 0, out.Pointer == 0 && out.Len > 0:
-		return nil, c.Misuse("got a device buffer with the address 0")
-	case on.Device < 0 || on.Device >= tensor.MaxCUDADevices:
-		return nil, c.Misuse("got device %d, want 0 to %d", on.Device, tensor.MaxCUDADevices-1)
-	case on.Device != out.Device && out.Len > 0:
-		return nil, c.Misuse("the input is on device %d and the output is on device %d", in.Device,
-			out.Device)
-	case in.Stream == perThread || out.Stream == perThread:
-		return nil, c.Misuse("got stream %d, which is another stream in each thread", perThread)
-	}
 	h := &DeviceHandle{}
-	h.kind, h.engine = kind, c.engine
-	h.slot = take(&c.engine.slots.single, h)
-	e := &h.slot.entry
-	c.Fill(e)
-	e.Ready = h.ready[:0]
-	e.Input, e.Output = in.bytes(), out.bytes()
-	e.Request.Device = tensor.CUDA(on.Device)
-	if err := build(h, &c); err != nil {
+	if err := fill(h, &c, 0, in, out, build); err != nil {
 		return nil, err
 	}
-	if err := mark(h, in, out); err != nil {
-		return nil, c.Misuse("%w", err)
+	if err := mark(h, &c, in, out); err != nil {
+		return nil, err
 	}
-	if err := c.submitted(c.Submit(e)); err != nil {
+	if err := c.submitted(c.Submit(&h.slot.entry)); err != nil {
 		h.release()
 		return nil, err
 	}
@@ -274,11 +281,53 @@ func onDevice[T Element](kind message.Kind, in, out DeviceBuffer[T], opts []Opti
 	return h, nil
 }
 
-// describe sets the shape of the tensor, which has numElems elements.
-func (h *DeviceHandle) describe(c *call, numElems int) (err error) {
+// checkDeviceOptions returns an error if the call has an option that does not apply to device buffers.
+func checkDeviceOptions(c *call) error {
+	if c.InPlace {
+		return c.Misuse("option InPlace does not apply to device buffers")
+	}
+	return nil
+}
+
+// fill fills in the empty handle h for tensor i of the call c. It calls build to complete and check it.
+func fill[T Element](h *DeviceHandle, c *call, i int, in, out DeviceBuffer[T], build deviceBuilder[T]) error {
+	device, err := deviceOf(c, in, out)
+	if err != nil {
+		return err
+	}
+	h.kind, h.engine = c.Kind, c.engine
+	h.slot = take(&c.engine.slots.single, h)
+	e := &h.slot.entry
+	c.Fill(e)
+	e.Input, e.Output = in.bytes(), out.bytes()
+	e.Request.Device = device
+	return build(h, c, i, in, out)
+}
+
+// deviceOf checks the buffers of a tensor and returns the device on which they are.
+func deviceOf[T Element](c *call, in, out DeviceBuffer[T]) (tensor.Device, error) {
+	on := in
+	if in.Len == 0 && out.Len > 0 {
+		on = out
+	}
+	switch {
+	case in.Pointer == 0 && in.Len > 0, out.Pointer == 0 && out.Len > 0:
+		return 0, c.Misuse("got a device buffer with the address 0")
+	case on.Device < 0 || on.Device >= tensor.MaxCUDADevices:
+		return 0, c.Misuse("got device %d, want 0 to %d", on.Device, tensor.MaxCUDADevices-1)
+	case on.Device != out.Device && out.Len > 0:
+		return 0, c.Misuse("the input is on device %d and the output is on device %d", in.Device, out.Device)
+	case in.Stream == perThread || out.Stream == perThread:
+		return 0, c.Misuse("got stream %d, which is another stream in each thread", perThread)
+	}
+	return tensor.CUDA(on.Device), nil
+}
+
+// describe sets the shape of tensor i of the call c, which has numElems elements.
+func (h *DeviceHandle) describe(c *call, i, numElems int) (err error) {
 	h.dims[0] = int64(numElems)
 	if h.slot.entry.Request.Shape = h.dims[:]; c.shapes != nil {
-		h.slot.entry.Request.Shape, err = c.shape(0, numElems)
+		h.slot.entry.Request.Shape, err = c.shape(i, numElems)
 	}
 	return err
 }
@@ -286,28 +335,32 @@ func (h *DeviceHandle) describe(c *call, numElems int) (err error) {
 // perThread is the cudaStream_t that names the default stream of the calling thread.
 const perThread = 2
 
-// mark makes the operation wait for the work that is on the streams of the buffers now.
-func mark[T Element](h *DeviceHandle, in, out DeviceBuffer[T]) error {
-	for i, b := range []DeviceBuffer[T]{in, out} {
-		if i == 1 && in.Len > 0 && out.Stream == in.Stream || b.Len == 0 {
+// mark makes the operation wait for the work that is on the streams of the buffers now. The buffers are on
+// the same device.
+func mark[T Element](h *DeviceHandle, c *call, buffers ...DeviceBuffer[T]) error {
+	e := &h.slot.entry
+	e.Ready = h.ready[:0]
+	marked := make([]uintptr, 0, len(h.ready))
+	for _, b := range buffers {
+		if b.Len == 0 || slices.Contains(marked, b.Stream) {
 			continue
 		}
-		e, err := h.engine.rank.Devices.Mark(b.Device, b.Stream)
+		event, err := h.engine.rank.Devices.Mark(b.Device, b.Stream)
 		if err != nil {
 			h.release()
-			return err
+			return c.Misuse("%w", err)
 		}
-		h.slot.entry.Ready = append(h.slot.entry.Ready, e) // in h.ready
+		e.Ready, marked = append(e.Ready, event), append(marked, b.Stream)
 	}
 	return nil
 }
 
 // release gives the events of mark back.
 func (h *DeviceHandle) release() {
-	for _, e := range h.ready {
+	for _, e := range h.slot.entry.Ready {
 		h.engine.rank.Devices.Release(e)
 	}
-	h.ready = [2]*cuda.Event{}
+	clear(h.slot.entry.Ready)
 }
 
 func awaitDevice(ctx context.Context, h *DeviceHandle, err error) error {

@@ -349,14 +349,196 @@ func TestDeviceRowsRefused(t *testing.T) {
 		} else {
 			d.want("alltoall beside a rank that fails", out, err, 1, 1)
 		}
-		_, err = hvd.AlltoallDevice(ctx, portion(in, 0, 0), portion(out, 0, 0), nil, hvd.Shape(2, 0), on)
-		testnet.WantError(t, err, "the rows have no elements, which is not supported on CUDA devices")
 		_, err = hvd.AlltoallDevice(ctx, in, portion(in, 1, 1), nil, on)
 		testnet.WantError(t, err, "the output overlaps the input")
 		_, err = hvd.AlltoallDevice(ctx, in, out, nil, hvd.InPlace(), on)
 		testnet.WantError(t, err, "option InPlace does not apply to device buffers")
 		_, err = hvd.AlltoallDevice(ctx, in, out, nil, on)
 		d.want("alltoall afterwards", out, err, 1+float32(me), 1+float32(me))
+	}, "HOROVOD_GPU_OPERATIONS", "nccl", "HVD_NCCL_LIBRARY", testcuda.NCCL(), "HVD_CUDART_LIBRARY",
+		testcuda.CUDA())
+}
+
+// TestDeviceEmpty runs operations whose tensors have no elements at some or all ranks, in jobs of 1 to 3
+// ranks.
+func TestDeviceEmpty(t *testing.T) {
+	for n := 1; n <= 3; n++ {
+		run(t, n, func(ctx context.Context, e *hvd.Engine) {
+			me, on, empty := e.Rank(), hvd.On(e), hvd.Shape(n, 0)
+			d := openDevice(t, me)
+			defer d.stream.Close()
+			none := hvd.DeviceBuffer[float32]{Device: me}
+			rows := func(what string, got []int, err error, want ...int) {
+				t.Helper()
+				if err != nil || !slices.Equal(got, want) {
+					t.Errorf("rank %d of %d: %s: got rows %v and %v, want %v", me, n, what, got, err, want)
+				}
+			}
+			for _, shape := range []hvd.Option{hvd.Shape(0), empty} {
+				d.want("allreduce", none, hvd.AllreduceDevice(ctx, none, none, shape, on))
+				d.want("broadcast", none, hvd.BroadcastDevice(ctx, none, none, 0, shape, on))
+				d.want("allgather", none, hvd.AllgatherDevice(ctx, none, none, shape, on))
+				d.want("reducescatter", none, hvd.ReducescatterDevice(ctx, none, none, shape, on))
+				d.want("reduce", none, hvd.ReduceDevice(ctx, none, none, n-1, shape, on))
+			}
+			some, out := none, d.buffer(0, 0) // only rank 0 has rows
+			if me == 0 {
+				some = d.buffer(3, 4)
+			}
+			d.want("allgather of rank 0", out, hvd.AllgatherDevice(ctx, some, out, on), 3, 4)
+			received := make([]int, n)
+			received[0] = 2
+			splits := make([]int, n)
+			if splits[n-1] = some.Len; me < n-1 {
+				out = none
+			}
+			got, err := hvd.AlltoallDevice(ctx, some, out, splits, on)
+			if me < n-1 {
+				received[0] = 0
+			}
+			rows("alltoall to the last rank", got, err, received...)
+			got, err = hvd.AlltoallDevice(ctx, none, none, nil, on)
+			rows("alltoall without rows", got, err, make([]int, n)...)
+
+			// Rows without elements have numbers nevertheless.
+			for r := range splits {
+				splits[r], received[r] = r+me, r+me
+			}
+			total := n*me + n*(n-1)/2
+			got, err = hvd.AlltoallDevice(ctx, none, none, splits, hvd.Shape(total, 0), on)
+			rows("alltoall of empty rows", got, err, received...)
+			got, err = hvd.GatherDevice(ctx, none, none, n-1, hvd.Shape(me+1, 0), on)
+			for r := range received {
+				if received[r] = 0; me == n-1 {
+					received[r] = r + 1
+				}
+			}
+			rows("gather of empty rows", got, err, received...)
+			h, err := hvd.ScatterDeviceAsync(none, none, splits, 0, hvd.Shape(n*(n-1)/2, 0), on)
+			if err == nil {
+				err = h.Wait(ctx)
+				clear(received)
+				received[0] = me
+				got = h.Received()
+			}
+			rows("scatter of empty rows", got, err, received...)
+			x := d.buffer(1)
+			d.want("allreduce afterwards", x, hvd.AllreduceDevice(ctx, x, x, hvd.Op(hvd.Sum), on), float32(n))
+		}, "HOROVOD_GPU_OPERATIONS", "nccl", "HVD_NCCL_LIBRARY", testcuda.NCCL(), "HVD_CUDART_LIBRARY",
+			testcuda.CUDA())
+	}
+}
+
+// TestDeviceGroups runs the operations on groups in jobs of 1 to 3 ranks. The inputs are on several streams
+// and are still being copied to the devices when the operations are submitted.
+func TestDeviceGroups(t *testing.T) {
+	type buffers = []hvd.DeviceBuffer[float32]
+	for n := 1; n <= 3; n++ {
+		run(t, n, func(ctx context.Context, e *hvd.Engine) {
+			me, size, on := float32(e.Rank()), float32(n), hvd.On(e)
+			d, other := openDevice(t, e.Rank()), openDevice(t, e.Rank())
+			defer d.stream.Close()
+			defer other.stream.Close()
+			sum := hvd.Op(hvd.Sum)
+			x, y, none := d.buffer(1, me), other.buffer(me), hvd.DeviceBuffer[float32]{Device: d.index}
+			out := other.buffer(0, 0)
+			h, err := hvd.GroupedAllreduceDeviceAsync(buffers{x, y, none}, buffers{out, y, none}, sum,
+				hvd.Name("a"), on)
+			z := d.buffer(5, 6, 7, 8)
+			h2, err2 := hvd.GroupedAllreduceDeviceAsync(buffers{z}, buffers{z}, sum, hvd.Name("b"), on,
+				hvd.Shapes([]int{2, 2}))
+			if err != nil || err2 != nil {
+				t.Error(err, err2)
+				return
+			}
+			total := size * (size - 1) / 2
+			d.want("group, tensor 0", out, h.Wait(ctx), size, total)
+			d.want("group, tensor 1", y, nil, total)
+			d.want("group of one", z, h2.Wait(ctx), 5*size, 6*size, 7*size, 8*size)
+
+			whole := func(each ...float32) (all []float32) { return slices.Repeat(each, n) }
+			one, two := d.buffer(whole(0)...), other.buffer(whole(0, 0)...)
+			err = hvd.GroupedAllgatherDevice(ctx, buffers{d.buffer(3), other.buffer(4, 5)},
+				buffers{one, two}, on)
+			d.want("allgather, tensor 0", one, err, whole(3)...)
+			d.want("allgather, tensor 1", two, nil, whole(4, 5)...)
+
+			one, two = d.buffer(0), d.buffer(0, 0)
+			err = hvd.GroupedReducescatterDevice(ctx,
+				buffers{d.buffer(whole(3)...), other.buffer(whole(4, 4)...)}, buffers{one, two}, sum, on)
+			d.want("reducescatter, tensor 0", one, err, 3*size)
+			d.want("reducescatter, tensor 1", two, nil, 4*size, 4*size)
+
+			for _, grouped := range []func(context.Context, buffers, buffers, ...hvd.Option) error{
+				hvd.GroupedAllreduceDevice[float32], hvd.GroupedAllgatherDevice[float32],
+				hvd.GroupedReducescatterDevice[float32],
+			} {
+				if err := grouped(ctx, nil, nil, on); err != nil {
+					t.Errorf("an empty group: %v", err)
+				}
+				testnet.WantError(t, grouped(ctx, buffers{x}, nil, on), "got 0 outputs, want one for each of 1 inputs")
+			}
+		}, "HOROVOD_GPU_OPERATIONS", "nccl", "HVD_NCCL_LIBRARY", testcuda.NCCL(), "HVD_CUDART_LIBRARY",
+			testcuda.CUDA())
+	}
+}
+
+// TestDeviceGroupsRefused checks the errors of groups. If one tensor of a group fails at all ranks, all
+// tensors do, and if one fails at one rank, the group fails there. The job goes on.
+func TestDeviceGroupsRefused(t *testing.T) {
+	type buffers = []hvd.DeviceBuffer[float32]
+	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
+		me, on := e.Rank(), hvd.On(e)
+		d := openDevice(t, me)
+		defer d.stream.Close()
+		x := d.buffer(1, 2, 3, 4)
+		a, b := portion(x, 0, 2), portion(x, 2, 2)
+		elsewhere := b
+		elsewhere.Device = me + 1
+		group := buffers{a, elsewhere}
+		testnet.WantError(t, hvd.GroupedAllreduceDevice(ctx, group, group, on),
+			fmt.Sprintf("tensor 1 is on cuda:%d and tensor 0 is on cuda:%d, want the same device", me+1, me))
+		testnet.WantError(t, hvd.GroupedAllreduceDevice(ctx, buffers{a, b}, buffers{a, a}[:1], on), "got 1 outputs")
+		testnet.WantError(t, hvd.GroupedAllreduceDevice(ctx, buffers{a, b}, buffers{a, portion(x, 1, 2)}, on),
+			"the output overlaps the input")
+		group[1] = portion(b, 0, 1+me)
+		err := hvd.GroupedAllreduceDevice(ctx, group, group, on)
+		testnet.WantError(t, err, "mismatched shapes")
+		out, short := d.buffer(0, 0, 0, 0), d.buffer(0, 0, 0)
+		wrong := out
+		if me == 1 {
+			wrong = short
+		}
+		err = hvd.GroupedAllgatherDevice(ctx, buffers{a, b}, buffers{out, wrong}, on)
+		if me == 1 {
+			testnet.WantError(t, err, "the result has 16 bytes, but the output has 12 bytes")
+		} else if err != nil {
+			t.Error(err)
+		}
+		err = hvd.GroupedAllreduceDevice(ctx, buffers{a, b}, buffers{a, b}, hvd.Op(hvd.Sum), on)
+		d.want("allreduce afterwards", x, err, 2, 4, 6, 8)
+	}, "HOROVOD_GPU_OPERATIONS", "nccl", "HVD_NCCL_LIBRARY", testcuda.NCCL(), "HVD_CUDART_LIBRARY",
+		testcuda.CUDA())
+}
+
+// TestDeviceGroupParts checks that a large group is packed in parts of at most 64 MiB. The device has no
+// memory for the whole group.
+func TestDeviceGroupParts(t *testing.T) {
+	const each = 15 << 20 / 4
+	t.Setenv("STANDIN_CUDA_MEMORY_BYTES", fmt.Sprint(5*4*each+64<<20))
+	run(t, 1, func(ctx context.Context, e *hvd.Engine) {
+		d := openDevice(t, 0)
+		defer d.stream.Close()
+		var group []hvd.DeviceBuffer[float32]
+		for i := range 5 {
+			x := make([]float32, each)
+			x[each-1] = float32(i + 1)
+			group = append(group, d.buffer(x...))
+		}
+		err := hvd.GroupedAllreduceDevice(ctx, group, group, hvd.Op(hvd.Sum), hvd.Prescale(2), hvd.On(e))
+		for i, x := range group {
+			d.want("the last element", portion(x, each-1, 1), err, 2*float32(i+1))
+		}
 	}, "HOROVOD_GPU_OPERATIONS", "nccl", "HVD_NCCL_LIBRARY", testcuda.NCCL(), "HVD_CUDART_LIBRARY",
 		testcuda.CUDA())
 }

@@ -25,8 +25,9 @@ func AlltoallDeviceAsync[T Element](in, out DeviceBuffer[T], splits []int,
 }
 
 func alltoallDevice[T Element](in, out DeviceBuffer[T], splits []int, opts []Option) (*DeviceHandle, error) {
-	return onDevice(message.Alltoall, in, out, opts, func(h *DeviceHandle, c *call) (err error) {
-		if err := h.describe(c, in.Len); err != nil {
+	return onDevice(message.Alltoall, in, out, opts, func(h *DeviceHandle, c *call, i int,
+		in, out DeviceBuffer[T]) (err error) {
+		if err := h.describe(c, i, in.Len); err != nil {
 			return err
 		}
 		e := &h.slot.entry
@@ -56,11 +57,12 @@ func GatherDeviceAsync[T Element](in, out DeviceBuffer[T], root int, opts ...Opt
 }
 
 func gatherDevice[T Element](in, out DeviceBuffer[T], root int, opts []Option) (*DeviceHandle, error) {
-	return onDevice(message.Gather, in, out, opts, func(h *DeviceHandle, c *call) error {
+	return onDevice(message.Gather, in, out, opts, func(h *DeviceHandle, c *call, i int,
+		in, out DeviceBuffer[T]) error {
 		if err := c.CheckRoot(root); err != nil {
 			return err
 		}
-		if err := h.describe(c, in.Len); err != nil {
+		if err := h.describe(c, i, in.Len); err != nil {
 			return err
 		}
 		e := &h.slot.entry
@@ -94,7 +96,8 @@ func ScatterDeviceAsync[T Element](in, out DeviceBuffer[T], splits []int, root i
 
 func scatterDevice[T Element](in, out DeviceBuffer[T], splits []int, root int,
 	opts []Option) (*DeviceHandle, error) {
-	return onDevice(message.Scatter, in, out, opts, func(h *DeviceHandle, c *call) error {
+	return onDevice(message.Scatter, in, out, opts, func(h *DeviceHandle, c *call, i int,
+		in, out DeviceBuffer[T]) error {
 		if err := c.CheckRoot(root); err != nil {
 			return err
 		}
@@ -102,7 +105,7 @@ func scatterDevice[T Element](in, out DeviceBuffer[T], splits []int, root int,
 		if !c.Set.IsRoot(root) {
 			in.Len, c.shapes, e.Input = 0, nil, nil
 		}
-		if err := h.describe(c, in.Len); err != nil {
+		if err := h.describe(c, i, in.Len); err != nil {
 			return err
 		}
 		e.Request.Root = topo.Rank(root)

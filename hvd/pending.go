@@ -8,7 +8,8 @@ import (
 )
 
 // Pending is an operation in flight, without the type of its result. Its dynamic type is *Handle,
-// *GroupHandle, *JoinHandle, *MessageHandle, or an unexported type for a change of the process sets.
+// *GroupHandle, *DeviceHandle, *JoinHandle, *MessageHandle, or an unexported type for a change of the process
+// sets.
 type Pending interface {
 	// Name returns the name of the tensor or group.
 	Name() string

@@ -88,8 +88,13 @@ type Operation struct {
 	//
 	// If this rank has joined, Tensors is empty. The backend then contributes neutral elements. NumBytes is
 	// the number of bytes of the tensors together, where a tensor of an Allgather is the whole.
+	//
+	// HostBuf is set in an Alltoall, a Gather or a Scatter whose rows have no elements. The ranks then
+	// exchange only numbers of rows, which are in host memory: Buf and Allocate are used as if Devices were
+	// nil.
 	Devices  []tensor.Device
 	NumBytes int64
+	HostBuf  bool
 	// Order is the number of the operation among those of this rank on devices, from 0. All ranks begin the
 	// operations that they have in common in the same order, also those of different process sets. More is
 	// set if the next operation of the backend is another part of the same operation, with the same Order.

@@ -1,7 +1,6 @@
 package engine
 
 import (
-	"errors"
 	"fmt"
 	"unsafe"
 
@@ -39,25 +38,13 @@ func (l *lane) startOnDevices() error {
 		x.op.Counts = l.scatterCounts(w)
 	case message.Alltoall, message.Gather, message.Scatter:
 		l.startAlltoall()
-		if t.In, x.op.Buf = x.op.Buf, nil; rowBytes(r) == 0 {
-			l.refuseEmptyRows(t)
+		if x.op.HostBuf = rowBytes(r) == 0; !x.op.HostBuf {
+			t.In, x.op.Buf = x.op.Buf, nil
 		}
 	default:
 		return fmt.Errorf("engine: rank 0 granted an operation of the unknown kind %v", x.op.Kind)
 	}
 	return nil
-}
-
-// refuseEmptyRows refuses rows without elements. Ranks learn how many such rows they get only by exchanging
-// the numbers as data in host memory. The backend still runs the operation, without data, at all ranks.
-func (l *lane) refuseEmptyRows(t *ops.Tensor) {
-	x := &l.execution
-	t.In = nil
-	clear(x.op.Counts)
-	x.op.Allocate = func([]int64) ([]byte, error) { return nil, nil }
-	for i := range x.work.entries {
-		x.work.refuse(i, errors.New("the rows have no elements, which is not supported on CUDA devices"))
-	}
 }
 
 // checkGathered refuses the tensor t of an allgather if its output has another size than the result, or if it

@@ -10,10 +10,10 @@ import (
 )
 
 // maxStagedBytes is the maximum number of bytes of an allreduce that are packed into the fusion buffer at
-// once. It also bounds the neutral elements that an absent rank provides at once. A single larger tensor is
-// not split. All ranks must split an allreduce into the same parts, so maxStagedBytes is a constant. The
-// fusion threshold cannot be used for this, because it may differ between ranks; it bounds the fusion of
-// tensors that are submitted one by one.
+// once, also into that of a backend for devices. It also bounds the neutral elements that an absent rank
+// provides at once. A single larger tensor is not split. All ranks must split an allreduce into the same
+// parts, so maxStagedBytes is a constant. The fusion threshold cannot be used for this, because it may differ
+// between ranks; it bounds the fusion of tensors that are submitted one by one.
 const maxStagedBytes = 64 << 20
 
 // reduction is the state of an allreduce or of a reduce between its parts.
@@ -65,7 +65,7 @@ func (l *lane) nextPart() error {
 		x.scaling = scalingOf(w.grant.Responses[0], dt, l.averageOver(w))
 		x.staged = !w.onDevices() && (!x.lists || !reducibleInPlace(w, x.scaling))
 		x.tensors, x.counts, x.next = l.tensors(w, dt), nil, 0
-		if x.staged || len(w.grant.Absent) > 0 {
+		if x.staged || w.onDevices() || len(w.grant.Absent) > 0 {
 			x.counts, x.losses = l.counts(w, dt), l.losses(w, dt)
 		}
 	}

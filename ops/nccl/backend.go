@@ -170,6 +170,10 @@ func (b *backend) run(ctx context.Context) error {
 	if err := poll(ctx, b.isTurn); err != nil {
 		return err
 	}
+	if b.op.HostBuf {
+		b.passTurn()
+		return b.onHost(ctx, b.op)
+	}
 	if b.comm == nil {
 		if err := b.connect(ctx); err != nil {
 			return err
