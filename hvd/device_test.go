@@ -6,6 +6,8 @@ import (
 	"context"
 	"fmt"
 	"math/rand/v2"
+	"os"
+	"path/filepath"
 	"slices"
 	"testing"
 	"unsafe"
@@ -17,6 +19,7 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/testcuda"
 	"github.com/gohvd/gohvd/internal/testnet"
+	"github.com/gohvd/gohvd/timeline/timelinetest"
 )
 
 // withStandIns makes the tests of this package run with stand-ins for the libraries of GPUs.
@@ -541,4 +544,61 @@ func TestDeviceGroupParts(t *testing.T) {
 		}
 	}, "HOROVOD_GPU_OPERATIONS", "nccl", "HVD_NCCL_LIBRARY", testcuda.NCCL(), "HVD_CUDART_LIBRARY",
 		testcuda.CUDA())
+}
+
+// TestDeviceTimeline checks that a timeline has the activities of operations on devices with Horovod's names,
+// in order.
+func TestDeviceTimeline(t *testing.T) {
+	type buffers = []hvd.DeviceBuffer[float32]
+	dir := t.TempDir()
+	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
+		if err := e.StartTimeline(filepath.Join(dir, "t.json"), false); err != nil {
+			t.Error(err)
+		}
+		d, on := openDevice(t, e.Rank()), hvd.On(e)
+		defer d.stream.Close()
+		x, y, z := d.buffer(1, 2), d.buffer(3), d.buffer(0, 0, 0, 0)
+		for step := range 2 {
+			name := hvd.Name(fmt.Sprint("group", step))
+			d.check(hvd.GroupedAllreduceDevice(ctx, buffers{x, y}, buffers{x, y}, name, on))
+		}
+		d.check(hvd.AllreduceDevice(ctx, x, portion(z, 0, 2), hvd.Name("one"), on))
+		d.check(hvd.BroadcastDevice(ctx, x, x, 1, hvd.Name("broadcast"), on))
+		d.check(hvd.AllgatherDevice(ctx, x, z, hvd.Name("allgather"), on))
+		_, err := hvd.AlltoallDevice(ctx, x, portion(z, 0, 2), nil, hvd.Name("alltoall"), on)
+		d.check(err)
+		d.check(hvd.ReducescatterDevice(ctx, x, y, hvd.Name("reducescatter"), on))
+		if err := e.StopTimeline(); err != nil {
+			t.Error(err)
+		}
+		text, err := os.Open(filepath.Join(dir, []string{"t.json", "t.rank1.json"}[e.Rank()]))
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		defer text.Close()
+		all, err := timelinetest.Read(text)
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		const wait, in, out = "WAIT_FOR_DATA", "MEMCPY_IN_FUSION_BUFFER", "MEMCPY_OUT_FUSION_BUFFER"
+		for name, want := range map[string][]string{
+			"group0":        {"INIT_NCCL", wait, in, "NCCL_ALLREDUCE", out},
+			"group1":        {wait, in, "NCCL_ALLREDUCE", out},
+			"one":           {wait, "NCCL_ALLREDUCE"},
+			"broadcast":     {wait, "NCCL_BCAST"},
+			"allgather":     {wait, "NCCL_ALLGATHER"},
+			"alltoall":      {wait, "NCCL_ALLTOALL"},
+			"reducescatter": {wait, "NCCL_REDUCESCATTER"},
+		} {
+			i := slices.IndexFunc(all.Operations, func(o timelinetest.Operation) bool {
+				return o.Track == name
+			})
+			if i < 0 || !slices.Equal(all.Operations[i].Activities, want) {
+				t.Errorf("rank %d: %s: got %+v, want activities %v", e.Rank(), name, all.Operations, want)
+			}
+		}
+	}, "HOROVOD_TIMELINE", "DYNAMIC", "HOROVOD_GPU_OPERATIONS", "nccl", "HVD_NCCL_LIBRARY", testcuda.NCCL(),
+		"HVD_CUDART_LIBRARY", testcuda.CUDA())
 }

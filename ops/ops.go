@@ -59,6 +59,22 @@ const (
 	Finished
 )
 
+// Activity is a phase of an operation that a timeline shows. It ends when the next one begins.
+type Activity uint8
+
+const (
+	// Connecting means that the ranks make a communicator.
+	Connecting Activity = iota
+	// AwaitingData means that the device does the work that the operation has to wait for.
+	AwaitingData
+	// Packing means that tensors are copied to the fusion buffer.
+	Packing
+	// Exchanging means that data moves between the ranks.
+	Exchanging
+	// Unpacking means that results are copied from the fusion buffer.
+	Unpacking
+)
+
 // Operation describes a collective and this rank's buffers for it. Kind decides which of the other fields are
 // used.
 type Operation struct {
@@ -102,6 +118,9 @@ type Operation struct {
 	More  bool
 	// Ready are events of this rank's device for which the operation waits before it reads the tensors.
 	Ready []*cuda.Event
+	// If Enter is not nil, the backend calls it from Step when an activity of an operation on devices begins.
+	// It learns when the device begins one only by asking events, so Enter is nil without a timeline.
+	Enter func(Activity)
 
 	// Tensors are the tensors that an Allreduce or a Reduce reduces, as if they were concatenated. The number
 	// of tensors and their lengths may differ between ranks, but the total length must be the same. After an

@@ -6,6 +6,7 @@ import (
 
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/ops"
 )
 
 // The name of the exchange in timelines begins with the backend, and contains Horovod's name for the
@@ -24,7 +25,7 @@ func TestExchangeNames(t *testing.T) {
 			{message.Response{Kind: message.Alltoall}, "ALLTOALL"},
 			{message.Response{Kind: message.Reducescatter, Op: tensor.Max}, "REDUCESCATTER"},
 		} {
-			if got := exchanging.name(&c.r, b); got != prefix+c.want {
+			if got := activityName(ops.Exchanging, &c.r, b); got != prefix+c.want {
 				t.Errorf("%v of backend %v: got %q, want %q", c.r.Kind, b, got, prefix+c.want)
 			}
 		}

@@ -102,7 +102,9 @@ func (l *lane) start(w *work) (err error) {
 		x.op.Root = l.root(w)
 	}
 	if x.op.Devices = w.grant.Responses[0].Devices; x.op.Devices != nil {
-		x.op.Ready, x.op.Order = l.ready(w), w.order
+		if x.op.Ready, x.op.Order = l.ready(w), w.order; w.watched {
+			x.op.Enter = w.enter
+		}
 	}
 	switch {
 	case kind == message.Allreduce || kind == message.Reduce:
@@ -138,7 +140,9 @@ func (l *lane) startInHostMemory() (err error) {
 // exchange starts the backend on the part that the caller has prepared.
 func (l *lane) exchange() error {
 	x := &l.execution
-	x.work.enter(exchanging)
+	if x.op.Devices == nil {
+		x.work.enter(ops.Exchanging)
+	}
 	return x.backend.Start(x.op)
 }
 
@@ -164,7 +168,7 @@ func (l *lane) step(ctx context.Context, wait bool) (ops.Progress, error) {
 			return ops.Moving, l.exchange()
 		}
 	} else if !x.work.absent && x.buf != nil {
-		x.work.enter(unpacking)
+		x.work.enter(ops.Unpacking)
 		if err := l.unpack(); err != nil {
 			return ops.Waiting, err
 		}

@@ -6,6 +6,7 @@ import (
 	"slices"
 
 	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/ops"
 )
 
 // startAllgather prepares an allgather. A single tensor is gathered directly in its output. Several tensors
@@ -21,7 +22,7 @@ func (l *lane) startAllgather() error {
 		out = l.scratch.fused.Bytes(int(sum(counts)))
 		x.buf = out
 	}
-	x.work.enter(packing)
+	x.work.enter(ops.Packing)
 	l.contribute(x.work, out, counts)
 	x.op.Buf, x.op.Counts = out, counts
 	return nil
@@ -91,7 +92,7 @@ func (l *lane) startBroadcast() {
 	}
 	x.buf = l.scratch.fused.Bytes(int(total(w)))
 	x.op.Buf = x.buf
-	w.enter(packing)
+	w.enter(ops.Packing)
 	if x.op.Root == l.me {
 		at := 0
 		for _, e := range w.entries {

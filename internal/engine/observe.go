@@ -14,6 +14,7 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/trace"
+	"github.com/gohvd/gohvd/ops"
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
@@ -91,19 +92,10 @@ func (o *observer) submitted(entries []*tensorqueue.Entry) {
 	}
 }
 
-// activity is a phase of an operation on a lane.
-type activity uint8
-
-const (
-	packing activity = iota
-	exchanging
-	unpacking
-)
-
 // mark is the beginning of an activity. The activity ends at the next mark.
 type mark struct {
-	activity
-	at time.Duration
+	activity ops.Activity
+	at       time.Duration
 }
 
 // begin records that w begins at the given time, or at the time of its grant if that is later.
@@ -120,13 +112,13 @@ func (o *observer) begin(w *work, at time.Duration) {
 }
 
 // enter records that an activity of w begins, if a timeline is on.
-func (w *work) enter(a activity) {
+func (w *work) enter(a ops.Activity) {
 	if w.watched {
 		w.marks = append(w.marks, mark{a, time.Since(w.clock)})
 	}
 }
 
-// exchangeNames holds the timeline names of the activity exchanging, by backend and kind. They follow the
+// exchangeNames holds the timeline names of the activity Exchanging, by backend and kind. They follow the
 // pattern of Horovod's names, such as MPI_ALLREDUCE. adasumNames holds those of Adasum.
 var exchangeNames, adasumNames = func() (names [message.NumBackends][message.NumKinds]string,
 	adasum [message.NumBackends]string) {
@@ -147,12 +139,17 @@ var exchangeNames, adasumNames = func() (names [message.NumBackends][message.Num
 	return names, adasum
 }()
 
-// name returns the name of the activity for timelines. It is Horovod's name if Horovod has the same activity.
-func (a activity) name(r *message.Response, b message.Backend) string {
+// activityName returns the name of an activity for timelines. It is Horovod's name if Horovod has the same
+// activity.
+func activityName(a ops.Activity, r *message.Response, b message.Backend) string {
 	switch {
-	case a == packing:
+	case a == ops.Connecting:
+		return "INIT_" + strings.ToUpper(b.String())
+	case a == ops.AwaitingData:
+		return "WAIT_FOR_DATA"
+	case a == ops.Packing:
 		return "MEMCPY_IN_FUSION_BUFFER"
-	case a == unpacking:
+	case a == ops.Unpacking:
 		return "MEMCPY_OUT_FUSION_BUFFER"
 	case r.Op == tensor.Adasum:
 		return adasumNames[b]
@@ -179,7 +176,8 @@ func (o *observer) ended(w *work, err error) {
 		if i+1 < len(w.marks) {
 			end = w.marks[i+1].at
 		}
-		op.Activities = append(op.Activities, trace.Activity{Name: m.name(g.Responses[0], g.Backend),
+		op.Activities = append(op.Activities, trace.Activity{
+			Name:  activityName(m.activity, g.Responses[0], g.Backend),
 			Begun: m.at, End: end})
 	}
 	members := len(w.arrivals) / max(len(g.Responses), 1)

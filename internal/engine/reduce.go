@@ -124,7 +124,7 @@ func (l *lane) pack() (err error) {
 	} else {
 		x.buf = l.scratch.fused.Bytes(int(sum(b.counts)))
 	}
-	w.enter(packing)
+	w.enter(ops.Packing)
 	switch {
 	case w.absent:
 		err = neutral(r.Op, wire, x.buf)
@@ -157,7 +157,7 @@ func (l *lane) finishPart() error {
 	if !x.staged || !x.getsResult(l.me) {
 		return nil
 	}
-	w.enter(unpacking)
+	w.enter(ops.Unpacking)
 	if w.grant.Responses[0].Wire.Valid() {
 		return decompress(b, s, x.op.DType, x.buf)
 	}
@@ -295,7 +295,7 @@ func (l *lane) startReducescatter() error {
 		x.buf = l.scratch.fused.Bytes(int(sum(counts)))
 	}
 	x.op.Buf, x.op.Counts, x.op.DType, x.op.Op = x.buf, counts, r.DType, r.Op.Base()
-	w.enter(packing)
+	w.enter(ops.Packing)
 	return l.fillBlocks(w, x.scaling, x.buf, x.direct)
 }
 

@@ -11,7 +11,6 @@ import (
 	"fmt"
 	"math"
 	"slices"
-	"unsafe"
 
 	"github.com/gohvd/gohvd/internal/cuda"
 	"github.com/gohvd/gohvd/internal/kernel"
@@ -42,7 +41,9 @@ type backend struct {
 	me, n   int
 	comms   []*member
 	done    *cuda.Event // at the end of the operation in progress
-	err     error       // the error that ended the backend, or nil
+	// activities are those of the operation that the device has not begun, for the timeline.
+	activities []activity
+	err        error // the error that ended the backend, or nil
 
 	op      ops.Operation // the operation in progress
 	started bool
@@ -172,13 +173,16 @@ func (b *backend) run(ctx context.Context) error {
 	}
 	if b.op.HostBuf {
 		b.passTurn()
+		b.enter(ops.Exchanging)
 		return b.onHost(ctx, b.op)
 	}
 	if b.comm == nil {
+		b.enter(ops.Connecting)
 		if err := b.connect(ctx); err != nil {
 			return err
 		}
 	}
+	b.enter(ops.AwaitingData)
 	if b.op.Kind.SendsRows() {
 		if err := b.exchangeSizes(ctx); err != nil {
 			return err
@@ -346,6 +350,11 @@ func (b *backend) launch() error {
 			return err
 		}
 	}
+	if !b.packs() {
+		if err := b.mark(ops.Exchanging); err != nil {
+			return err
+		}
+	}
 	return b.device.Use(func() error {
 		switch op := &b.op; op.Kind {
 		case message.Allreduce, message.Reduce:
@@ -366,6 +375,9 @@ func (b *backend) launch() error {
 // finish enqueues what follows the collective, and marks the end of the operation in the stream.
 func (b *backend) finish() (err error) {
 	if buf := b.packed; buf != nil && b.getsResult() {
+		if err := b.mark(ops.Unpacking); err != nil {
+			return err
+		}
 		for _, t := range b.op.Tensors {
 			if err := b.device.stream.Copy(t.Out, buf[:len(t.Out)]); err != nil {
 				return err
@@ -381,35 +393,40 @@ func (b *backend) finish() (err error) {
 // getsResult reports whether this rank gets the result of an allreduce or a reduce.
 func (b *backend) getsResult() bool { return b.op.Kind == message.Allreduce || b.op.Root == b.me }
 
-// pack returns the buffer of an allreduce or of a reduce. If there is one tensor, it is the output of the
-// tensor, or the input if this rank does not get the result. Several tensors are copied to a buffer.
-func (b *backend) pack() (buf []byte, err error) {
+// packs reports whether the tensors of the operation are copied to a buffer on the device.
+func (b *backend) packs() bool { return len(b.op.Tensors) > 1 }
+
+// pack returns the input and the output of an allreduce or of a reduce. If there is one tensor, they are
+// those of the tensor. Several tensors are copied to a buffer.
+func (b *backend) pack() (in, out []byte, err error) {
 	s, tensors := b.device.stream, b.op.Tensors
 	if len(tensors) == 0 {
-		return b.neutral(b.op.NumBytes)
-	}
-	if len(tensors) == 1 && !b.getsResult() {
-		return tensors[0].In, nil
+		in, err = b.neutral(b.op.NumBytes)
+		return in, in, err
 	}
 	if len(tensors) == 1 {
-		return tensors[0].Out, copyUnlessSame(s, tensors[0].Out, tensors[0].In)
+		return tensors[0].In, tensors[0].Out, nil
 	}
 	n := 0
 	for _, t := range tensors {
 		n += len(t.In)
 	}
-	if buf, err = b.device.buffer(n); err != nil {
-		return nil, err
+	buf, err := b.device.buffer(n)
+	if err != nil {
+		return nil, nil, err
+	}
+	if err := b.mark(ops.Packing); err != nil {
+		return nil, nil, err
 	}
 	b.packed = buf
 	for at, i := buf, 0; i < len(tensors); i++ {
 		in := tensors[i].In
 		if err := s.Copy(at[:len(in)], in); err != nil {
-			return nil, err
+			return nil, nil, err
 		}
 		at = at[len(in):]
 	}
-	return buf, nil
+	return buf, buf, b.mark(ops.Exchanging)
 }
 
 // neutral returns n bytes of neutral elements on the device.
@@ -496,15 +513,15 @@ func (b *backend) reduction(f func(op C.int) error) error {
 }
 
 func (b *backend) reduce() error {
-	buf, err := b.pack()
+	in, out, err := b.pack()
 	if err != nil {
 		return err
 	}
 	return b.reduction(func(op C.int) error {
 		if b.op.Kind == message.Reduce {
-			return b.comm.reduce(buf, buf, b.op.DType, op, b.op.Root)
+			return b.comm.reduce(in, out, b.op.DType, op, b.op.Root)
 		}
-		return b.comm.allReduce(buf, b.op.DType, op)
+		return b.comm.allReduce(in, out, b.op.DType, op)
 	})
 }
 
@@ -608,8 +625,44 @@ func (b *backend) exchange() error {
 	return err
 }
 
+// activity is an activity of the device. It begins when the work before the event has ended.
+type activity struct {
+	ops.Activity
+	after *cuda.Event
+}
+
+// enter records for the timeline that an activity of the operation begins now.
+func (b *backend) enter(a ops.Activity) {
+	if b.op.Enter != nil {
+		b.op.Enter(a)
+	}
+}
+
+// mark makes isDone record for the timeline when the device begins the activity whose work is enqueued next.
+func (b *backend) mark(a ops.Activity) error {
+	if b.op.Enter == nil {
+		return nil
+	}
+	e, err := b.library.Devices.Mark(b.device.Index(), b.device.stream.Handle())
+	b.activities = append(b.activities, activity{a, e})
+	return err
+}
+
 // isDone reports whether the work of the operation has ended on the device.
 func (b *backend) isDone() (bool, error) {
+	for len(b.activities) > 0 {
+		next := b.activities[0]
+		begun, err := next.after.Query()
+		if !begun {
+			if err == nil {
+				_, err = b.comm.progress()
+			}
+			return false, err
+		}
+		b.op.Enter(next.Activity)
+		b.library.Devices.Release(next.after)
+		b.activities = slices.Delete(b.activities, 0, 1)
+	}
 	done, err := b.done.Query()
 	switch {
 	case done:
@@ -620,15 +673,11 @@ func (b *backend) isDone() (bool, error) {
 	return done, err
 }
 
-// release gives back the event at the end of the operation.
+// release gives back the events of the operation.
 func (b *backend) release() {
-	b.library.Devices.Release(b.done)
-	b.done = nil
-}
-
-func copyUnlessSame(s *cuda.Stream, to, from []byte) error {
-	if unsafe.SliceData(to) == unsafe.SliceData(from) {
-		return nil
+	for _, a := range b.activities {
+		b.library.Devices.Release(a.after)
 	}
-	return s.Copy(to, from)
+	b.library.Devices.Release(b.done)
+	b.activities, b.done = nil, nil
 }

@@ -56,8 +56,9 @@ static int gohvdAbort(functions *f, void *comm) { return f->commAbort(comm); }
 static int gohvdAsyncError(functions *f, void *comm, int *code) { return f->commGetAsyncError(comm, code); }
 static int gohvdGroupStart(functions *f) { return f->groupStart(); }
 static int gohvdGroupEnd(functions *f) { return f->groupEnd(); }
-static int gohvdAllReduce(functions *f, void *p, size_t n, int type, int op, void *comm, uintptr_t stream) {
-	return f->allReduce(p, p, n, type, op, comm, (void *)stream);
+static int gohvdAllReduce(functions *f, void *in, void *out, size_t n, int type, int op, void *comm,
+		uintptr_t stream) {
+	return f->allReduce(in, out, n, type, op, comm, (void *)stream);
 }
 static int gohvdReduce(functions *f, void *in, void *out, size_t n, int type, int op, int root, void *comm,
 		uintptr_t stream) {
@@ -282,10 +283,10 @@ func (c *communicator) group(f func() error) error {
 
 func address(b []byte) unsafe.Pointer { return unsafe.Pointer(unsafe.SliceData(b)) }
 
-func (c *communicator) allReduce(buf []byte, dt tensor.DType, op C.int) error {
-	t, n := elements(buf, dt)
-	return c.check("ncclAllReduce",
-		C.gohvdAllReduce(c.library.f, address(buf), n, t, op, *c.place, C.uintptr_t(c.stream.Handle())))
+func (c *communicator) allReduce(in, out []byte, dt tensor.DType, op C.int) error {
+	t, n := elements(in, dt)
+	return c.check("ncclAllReduce", C.gohvdAllReduce(c.library.f, address(in), address(out), n, t, op, *c.place,
+		C.uintptr_t(c.stream.Handle())))
 }
 
 // reduce reduces in. The root gets the result in out, which other ranks do not use.
