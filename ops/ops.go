@@ -116,6 +116,9 @@ type Operation struct {
 	// set if the next operation of the backend is another part of the same operation, with the same Order.
 	Order uint64
 	More  bool
+	// Err is set if this rank cannot run the operation on devices. Start then returns an error with this
+	// cause, and operations that come later in Order fail instead of waiting for this one.
+	Err error
 	// Ready are events of this rank's device for which the operation waits before it reads the tensors.
 	Ready []*cuda.Event
 	// If Enter is not nil, the backend calls it from Step when an activity of an operation on devices begins.

@@ -114,9 +114,10 @@ func (l *lane) start(w *work) (err error) {
 	default:
 		err = l.startInHostMemory()
 	}
-	if err != nil {
+	if err != nil && x.op.Devices == nil {
 		return err
 	}
+	x.op.Err = err
 	return l.exchange()
 }
 

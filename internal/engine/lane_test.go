@@ -82,6 +82,40 @@ func TestStartedWorkIsEndedBeforeItsAnswer(t *testing.T) {
 	}
 }
 
+// refusing is a backend that records the operation that it gets, and fails with its Err.
+type refusing struct {
+	ops.Backend
+	got ops.Operation
+}
+
+func (b *refusing) Start(op ops.Operation) error {
+	b.got = op
+	return op.Err
+}
+
+// If a rank cannot run an operation on devices, the lane tells this to the backend, because the operations
+// after it wait for it there.
+func TestBackendLearnsOfRefusalOnDevices(t *testing.T) {
+	b := new(refusing)
+	m, err := ops.NewManager(
+		ops.Registry{{ID: message.NCCL, Devices: true,
+			New: func(topo.ProcessSetID, []topo.Rank, int) (ops.Backend, error) { return b, nil }}},
+		topo.Global, []topo.Rank{0}, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	l := &lane{set: controller.Global(1), manager: m, maxResultBytes: 7}
+	g := &controller.Grant{Backend: message.NCCL, Responses: []*message.Response{{
+		Kind: message.Allgather, Name: "x", DType: tensor.Int64, Shape: tensor.Shape{0}, FirstDims: []int64{1},
+		Devices: []tensor.Device{tensor.CUDA(0)},
+	}}}
+	buf := make([]byte, 8)
+	err = l.start(&work{grant: g, entries: []*tensorqueue.Entry{{Input: buf, Output: buf}}, order: 3})
+	if err == nil || b.got.Err != err || b.got.Order != 3 || b.got.Devices == nil {
+		t.Errorf("got %v, and the backend got %+v", err, b.got)
+	}
+}
+
 // While the lane has executed operations but has not reported their results, the loop can claim it with
 // claim(false), but not with claim(true), which is for a barrier. While the lane executes an operation, both
 // calls fail.

@@ -139,6 +139,10 @@ func (b *backend) Start(op ops.Operation) error {
 		return fmt.Errorf("ops/nccl: %v: the backend has failed before: %w", op.Kind, b.err)
 	case b.started:
 		return b.fail(errors.New("Start was called for another operation before this one had finished"))
+	case op.Err != nil: // Close aborts the communicators, because Start must not wait
+		b.err = fmt.Errorf("ops/nccl: %v: %w", op.Kind, op.Err)
+		b.library.failed(b.err)
+		return b.err
 	}
 	b.op, b.started, b.launched = op, true, false
 	return nil
@@ -478,10 +482,13 @@ func (l *Library) neutrals(op tensor.ReduceOp, dt tensor.DType) ([]byte, error) 
 
 // buffer returns n bytes on the device, which are valid until the next call. A larger buffer has at least
 // twice the size of the one before, so that the buffers together take less than twice the size of the last
-// one.
+// one. If the device has no room for that, the larger buffer has n bytes.
 func (d *device) buffer(n int) (_ []byte, err error) {
 	if len(d.fused) < n {
 		larger, err := d.Alloc(max(n, 2*len(d.fused), 1<<20))
+		if err != nil {
+			larger, err = d.Alloc(n)
+		}
 		if err != nil {
 			return nil, err
 		}

@@ -5,6 +5,7 @@ package nccl_test
 import (
 	"context"
 	"errors"
+	"fmt"
 	"slices"
 	"testing"
 	"time"
@@ -12,7 +13,12 @@ import (
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/testnet"
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
+	"github.com/gohvd/gohvd/internal/transport/mem"
 	"github.com/gohvd/gohvd/ops"
+	"github.com/gohvd/gohvd/ops/nccl"
+	"github.com/gohvd/gohvd/ops/tcp"
 )
 
 // TestSlowAbort checks that an operation that has failed gives its buffers back when the device no longer
@@ -112,6 +118,41 @@ func TestBufferGrows(t *testing.T) {
 	}
 	m.check(slow.Close())
 	m.check(end.Close())
+}
+
+// TestBufferWithoutRoom checks that the buffer for packed tensors grows to the size that is needed if the
+// device has no room for twice its former size.
+func TestBufferWithoutRoom(t *testing.T) {
+	const mib = 1 << 20
+	t.Setenv("STANDIN_CUDA_MEMORY_BYTES", fmt.Sprint((6+4+6+1)*mib))
+	m := cluster(t, 1)[0]
+	one, two := m.alloc(2*mib), m.alloc(4*mib)
+	for _, n := range []int{2 * mib, 4 * mib} {
+		m.check(m.run(ops.Operation{Kind: message.Allreduce, DType: tensor.Uint8, Op: tensor.Max,
+			Tensors: []ops.Tensor{{In: one, Out: one}, {In: two[:n], Out: two[:n]}}}))
+	}
+}
+
+// TestRefusedOrder checks that an operation fails if this rank cannot run one that comes before it, even of
+// another process set, instead of waiting for it.
+func TestRefusedOrder(t *testing.T) {
+	all := cluster(t, 1)
+	m, refusal := all[0], errors.New("the rank cannot run it")
+	other, err := m.library.Register(nccl.Config{Host: func(topo.ProcessSetID, []topo.Rank,
+		int) (ops.Backend, error) {
+		return tcp.New(mem.New(1).Mesh(0), transport.Lane(3), []topo.Rank{0}, 0, tcp.Config{}), nil
+	}}).New(1, []topo.Rank{0}, 0)
+	m.check(err)
+	defer other.Close()
+	op := ops.Operation{Kind: message.Broadcast, Devices: m.devices, Err: refusal}
+	if err := other.Start(op); !errors.Is(err, refusal) {
+		t.Errorf("got %v, want %v", err, refusal)
+	}
+	m.order = 1
+	buf := m.alloc(4)
+	err = m.run(ops.Operation{Kind: message.Allreduce, DType: tensor.Float32, Op: tensor.Sum,
+		Tensors: []ops.Tensor{{In: buf, Out: buf}}})
+	testnet.WantError(t, err, "an operation before it has failed: ops/nccl: broadcast: the rank cannot run it")
 }
 
 // TestStepDoesNotBlock checks that an operation runs only in calls of Step that may wait.
