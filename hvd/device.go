@@ -14,7 +14,8 @@ import (
 
 // DeviceBuffer is a tensor in the memory of a CUDA device. Operations on it have the names, checks and
 // options of operations on tensors in host memory, and all ranks must have the tensor on a device. They run
-// on NCCL, which HOROVOD_GPU_OPERATIONS=nccl turns on (docs/nccl.md).
+// on NCCL, which HOROVOD_GPU_OPERATIONS=nccl turns on. Tensors of operations that NCCL cannot run are copied
+// through host memory (docs/nccl.md).
 //
 // The functions for device buffers take an input and an output, which do not overlap, except where a function
 // says how it can run in place. An operation begins on the device after the work that was enqueued on the

@@ -13,6 +13,8 @@ import (
 	"unsafe"
 
 	"go.uber.org/goleak"
+	"go.uber.org/zap"
+	"go.uber.org/zap/zaptest/observer"
 
 	"github.com/gohvd/gohvd/hvd"
 	"github.com/gohvd/gohvd/internal/cuda"
@@ -568,6 +570,7 @@ func TestDeviceTimeline(t *testing.T) {
 		_, err := hvd.AlltoallDevice(ctx, x, portion(z, 0, 2), nil, hvd.Name("alltoall"), on)
 		d.check(err)
 		d.check(hvd.ReducescatterDevice(ctx, x, y, hvd.Name("reducescatter"), on))
+		d.check(hvd.AllreduceDevice(ctx, y, y, hvd.Name("adasum"), hvd.Op(hvd.Adasum), on))
 		if err := e.StopTimeline(); err != nil {
 			t.Error(err)
 		}
@@ -591,6 +594,7 @@ func TestDeviceTimeline(t *testing.T) {
 			"allgather":     {wait, "NCCL_ALLGATHER"},
 			"alltoall":      {wait, "NCCL_ALLTOALL"},
 			"reducescatter": {wait, "NCCL_REDUCESCATTER"},
+			"adasum":        {"MEMCPY_IN_HOST_BUFFER", in, "SHM_ADASUM_ALLREDUCE", out, "MEMCPY_OUT_HOST_BUFFER"},
 		} {
 			i := slices.IndexFunc(all.Operations, func(o timelinetest.Operation) bool {
 				return o.Track == name
@@ -601,4 +605,62 @@ func TestDeviceTimeline(t *testing.T) {
 		}
 	}, "HOROVOD_TIMELINE", "DYNAMIC", "HOROVOD_GPU_OPERATIONS", "nccl", "HVD_NCCL_LIBRARY", testcuda.NCCL(),
 		"HVD_CUDART_LIBRARY", testcuda.CUDA())
+}
+
+// TestDeviceInHost checks that operations that NCCL cannot run get copies of the tensors in host memory, and
+// that each rank logs the reason once.
+func TestDeviceInHost(t *testing.T) {
+	type buffers = []hvd.DeviceBuffer[float32]
+	core, logged := observer.New(zap.WarnLevel)
+	engines(t, 2, func(ctx context.Context, e *hvd.Engine) {
+		me, on := float32(e.Rank()), hvd.On(e)
+		d, other := openDevice(t, e.Rank()+1), openDevice(t, e.Rank()+1)
+		defer d.stream.Close()
+		defer other.stream.Close()
+		x, y := d.buffer(1, me, 3), other.buffer(2, 2)
+		one := portion(x, 0, 1)
+		d.want("min", x, hvd.AllreduceDevice(ctx, x, x, hvd.Op(hvd.Min), hvd.Prescale(2), on), 2, 0, 6)
+		d.want("adasum", y, hvd.AllreduceDevice(ctx, y, y, hvd.Op(hvd.Adasum), on), 2, 2)
+		d.want("allgather with NCCL", y, hvd.AllgatherDevice(ctx, one, y, on), 2, 2)
+		err := hvd.GroupedAllreduceDevice(ctx, buffers{x, y}, buffers{x, y}, hvd.CompressFP16(), on)
+		d.want("compressed group, tensor 0", x, err, 2, 0, 6)
+		d.want("compressed group, tensor 1", y, nil, 2, 2)
+		out := d.buffer(0)
+		err = hvd.ReducescatterDevice(ctx, y, out, hvd.Op(hvd.Max), hvd.Postscale(2), on)
+		d.want("reducescatter", out, err, 4)
+		z := d.buffer(1, 1+me)
+		into := hvd.DeviceBuffer[float32]{}
+		if e.Rank() == 1 {
+			into = z
+		}
+		err = hvd.ReduceDevice(ctx, z, into, 1, hvd.Op(hvd.Product), hvd.Prescale(2), on)
+		if e.Rank() == 1 {
+			d.want("reduce", z, err, 4, 8)
+		} else {
+			d.want("reduce, not root", z, err, 1, 1)
+		}
+		if e.Rank() == 0 {
+			d.want("allreduce while rank 1 has joined", y,
+				hvd.AllreduceDevice(ctx, y, y, hvd.Op(hvd.Max), hvd.Prescale(2), on), 4, 4)
+		}
+		if _, err := hvd.Join(ctx, on); err != nil {
+			t.Error(err)
+		}
+		if err := e.Shutdown(ctx); err != nil {
+			t.Error(err)
+		}
+	}, []hvd.InitOption{hvd.WithLogger(zap.New(core))}, "HOROVOD_GPU_OPERATIONS", "nccl", "HVD_NCCL_LIBRARY", testcuda.NCCL(), "HVD_CUDART_LIBRARY",
+		testcuda.CUDA())
+	warnings := make(map[string]int)
+	for _, line := range logged.FilterMessageSnippet("tensors on CUDA devices are copied to host memory").All() {
+		warnings[fmt.Sprint(line.ContextMap()["rank"], " ", line.ContextMap()["error"])]++
+	}
+	for _, reason := range []string{"NCCL has no adasum", "NCCL scales only sums and averages of floats",
+		"tensors on a device are not compressed"} {
+		for r := range 2 {
+			if n := warnings[fmt.Sprint(r, " ", reason)]; n != 1 {
+				t.Errorf("rank %d has logged %q %d times, want once: %v", r, reason, n, warnings)
+			}
+		}
+	}
 }

@@ -3,10 +3,23 @@
 package hvd_test
 
 import (
+	"context"
 	"testing"
 
 	"go.uber.org/goleak"
+
+	"github.com/gohvd/gohvd/hvd"
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 // withStandIns returns m, because this build has no stand-ins for the libraries of GPUs.
 func withStandIns(m *testing.M) goleak.TestingM { return m }
+
+// TestDeviceNotBuilt checks that a program that was built without NCCL says so.
+func TestDeviceNotBuilt(t *testing.T) {
+	run(t, 1, func(ctx context.Context, e *hvd.Engine) {
+		x := hvd.DeviceBuffer[float32]{Pointer: 4096, Len: 1}
+		err := hvd.AllreduceDevice(ctx, x, x, hvd.On(e))
+		testnet.WantError(t, err, "this program was built without NCCL and CUDA (tag nccl, with cgo)")
+	})
+}

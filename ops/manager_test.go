@@ -81,6 +81,16 @@ func TestManagerPlanDevices(t *testing.T) {
 	if id, _, err := m.Plan(nil, r, 4, nil); id != first || err != nil {
 		t.Errorf("on devices: got %v, %v, want %v", id, err, first)
 	}
+	no := errors.New("no kernel for it")
+	gpu = entry(first, &planner{err: no})
+	gpu.Devices = true
+	m = newManager(t, gpu, entry(message.TCP, &planner{alg: message.Ring}))
+	if id, alg, err := m.Plan(nil, r, 4, nil); id != message.TCP || alg != message.Ring || err != nil {
+		t.Errorf("on devices whose backend refuses: got %v, %v, %v, want %v", id, alg, err, message.TCP)
+	}
+	if err := m.WhyInHost(nil, r); !errors.Is(err, no) {
+		t.Errorf("got %v, want %v", err, no)
+	}
 	_, _, err := newManager(t, entry(message.TCP, new(planner))).Plan(nil, r, 4, nil)
 	if err == nil || !strings.Contains(err.Error(),
 		"tcp: the tensor is on a CUDA device, and this backend reads only host memory") {

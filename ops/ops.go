@@ -73,6 +73,10 @@ const (
 	Exchanging
 	// Unpacking means that results are copied from the fusion buffer.
 	Unpacking
+	// CopyingIn means that tensors on devices are copied to host memory.
+	CopyingIn
+	// CopyingOut means that results are copied from host memory to devices.
+	CopyingOut
 )
 
 // Operation describes a collective and this rank's buffers for it. Kind decides which of the other fields are

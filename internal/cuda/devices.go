@@ -6,23 +6,34 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"time"
 )
+
+var errNoDevices = errors.New("CUDA was not loaded: set HOROVOD_GPU_OPERATIONS=nccl (docs/nccl.md)")
 
 // errClosed is the error of Mark after Close.
 var errClosed = errors.New("cuda: the rank has left its job")
 
-// Devices makes events that mark how far the streams of other libraries have come. A nil *Devices has no
+// Devices makes events that mark how far the streams of other libraries have come, and copies tensors between
+// devices and the host. A nil *Devices has no
 // device. Its methods are safe for concurrent use.
 type Devices struct {
+	// EndTimeout bounds how long Copy waits after its context has ended. NewDevices sets it to 5 s.
+	EndTimeout time.Duration
+
 	runtime *Runtime
 	mu      sync.Mutex
 	devices map[int]*Device
 	unused  map[int][]*Event // nil after Close
+	streams map[int]*Stream  // for copies
+	// pinned has the memory of Borrow that is not in use, by the binary logarithm of its size.
+	pinned [64][][]byte
 }
 
 // NewDevices returns the devices of r.
 func NewDevices(r *Runtime) *Devices {
-	return &Devices{runtime: r, devices: make(map[int]*Device), unused: make(map[int][]*Event)}
+	return &Devices{EndTimeout: 5 * time.Second, runtime: r, devices: make(map[int]*Device),
+		unused: make(map[int][]*Event), streams: make(map[int]*Stream)}
 }
 
 // Mark returns an event after all work that is on the stream now. stream is a cudaStream_t of the device with
@@ -49,14 +60,22 @@ func (d *Devices) event(index int) (e *Event, err error) {
 		e, d.unused[index] = d.unused[index][n-1], d.unused[index][:n-1]
 		return e, nil
 	}
-	of := d.devices[index]
-	if of == nil {
+	of, err := d.device(index)
+	if err != nil {
+		return nil, err
+	}
+	return of.NewEvent()
+}
+
+// device returns the device with the given index. The caller holds mu.
+func (d *Devices) device(index int) (of *Device, err error) {
+	if of = d.devices[index]; of == nil {
 		if of, err = d.runtime.Device(index); err != nil {
 			return nil, err
 		}
 		d.devices[index] = of
 	}
-	return of.NewEvent()
+	return of, nil
 }
 
 // Release gives an event back. e may be nil.
@@ -73,7 +92,7 @@ func (d *Devices) Release(e *Event) {
 	d.unused[e.device.Index()] = append(d.unused[e.device.Index()], e)
 }
 
-// Close destroys the events that are not in use.
+// Close destroys the events and frees the memory that are not in use.
 func (d *Devices) Close() error {
 	if d == nil {
 		return nil
@@ -88,6 +107,21 @@ func (d *Devices) Close() error {
 			}
 		}
 	}
+	keep := func(err error) {
+		if first == nil {
+			first = err
+		}
+	}
+	for _, s := range d.streams {
+		keep(s.Close())
+	}
+	for _, free := range d.pinned {
+		for _, memory := range free {
+			keep(d.runtime.FreeHost(memory))
+		}
+	}
+	clear(d.streams)
+	clear(d.pinned[:])
 	d.unused = nil
 	return first
 }

@@ -23,8 +23,6 @@ var ErrNotBuilt = errors.New("cuda: this program was built without NCCL and CUDA
 // cudaIpcMemHandle_t or a cudaIpcEventHandle_t.
 type Handle [64]byte
 
-var errNoDevices = errors.New("CUDA was not loaded: set HOROVOD_GPU_OPERATIONS=nccl (docs/nccl.md)")
-
 // Error is an error that a function of the CUDA runtime has returned.
 type Error struct {
 	Call string // the name of the function

@@ -2,6 +2,8 @@
 
 package cuda
 
+import "context"
+
 // Runtime is the CUDA runtime library. This build has none.
 type Runtime struct{}
 
@@ -15,13 +17,13 @@ type Event struct{}
 type Devices struct{}
 
 // Mark returns an error.
-func (d *Devices) Mark(int, uintptr) (*Event, error) { return nil, errNoDevices }
+func (d *Devices) Mark(int, uintptr) (*Event, error) { return nil, ErrNotBuilt }
 
 // Release does nothing.
 func (d *Devices) Release(*Event) {}
 
 // Import returns an error.
-func (d *Devices) Import(string, Handle, int) (*Imported, error) { return nil, errNoDevices }
+func (d *Devices) Import(string, Handle, int) (*Imported, error) { return nil, ErrNotBuilt }
 
 // Imported is memory or an event of another process. This build has none.
 type Imported struct {
@@ -32,6 +34,20 @@ type Imported struct {
 
 // Close does nothing.
 func (m *Imported) Close() error { return nil }
+
+// Borrow returns an error.
+func (d *Devices) Borrow(int) ([]byte, error) { return nil, ErrNotBuilt }
+
+// GiveBack does nothing.
+func (d *Devices) GiveBack([]byte) {}
+
+// Copy is a copy of From to To, which have the same length.
+type Copy struct{ To, From []byte }
+
+// Copy returns an error.
+func (d *Devices) Copy(context.Context, int, []*Event, ...Copy) (bool, error) {
+	return false, ErrNotBuilt
+}
 
 // Close does nothing.
 func (d *Devices) Close() error { return nil }

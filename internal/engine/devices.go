@@ -1,8 +1,12 @@
 package engine
 
 import (
+	"context"
+	"errors"
 	"fmt"
 	"unsafe"
+
+	"go.uber.org/zap"
 
 	"github.com/gohvd/gohvd/internal/cuda"
 	"github.com/gohvd/gohvd/internal/message"
@@ -75,5 +79,136 @@ func (l *lane) ready(w *work) []*cuda.Event {
 	return ready
 }
 
-// onDevices reports whether the tensors of w are on CUDA devices.
-func (w *work) onDevices() bool { return w.grant.Responses[0].Devices != nil }
+// onDevices reports whether the backend gets the tensors of w on CUDA devices.
+func (w *work) onDevices() bool {
+	return w.grant.Responses[0].Devices != nil && w.grant.Backend == message.NCCL
+}
+
+// copied reports whether the tensors of w are on CUDA devices, but the backend gets them in host memory.
+func (w *work) copied() bool {
+	return w.grant.Responses[0].Devices != nil && w.grant.Backend != message.NCCL
+}
+
+// inHost has copies in host memory of the tensors of an operation.
+type inHost struct {
+	memory []byte
+	device int
+	// outputs has a copy to each output on the device, or to each part of an output, and of is the index of
+	// its entry.
+	outputs []cuda.Copy
+	of      []int
+}
+
+// copyIn copies the tensors of w to host memory if the backend needs them there. Then the entries have the
+// copies instead of the tensors. It waits for the device until ctx ends.
+func (l *lane) copyIn(ctx context.Context, w *work) (err error) {
+	if !w.copied() || w.absent {
+		return nil
+	}
+	if l.devices == nil {
+		return errors.New("rank 0 granted an operation on CUDA devices, but this rank has not loaded CUDA: set " +
+			"HOROVOD_GPU_OPERATIONS to the same value at all ranks")
+	}
+	l.warnInHost(w.grant.Responses[0])
+	w.enter(ops.CopyingIn)
+	var inputs []cuda.Copy
+	h, size := &w.inHost, 0
+	each := func(i int, in, out *[]byte) {
+		inputs = append(inputs, cuda.Copy{From: *in})
+		h.outputs, h.of = append(h.outputs, cuda.Copy{To: *out}), append(h.of, i)
+		size += aligned(len(*in)) + aligned(len(*out))
+	}
+	w.buffers(each)
+	if h.memory, err = l.devices.Borrow(size); err != nil {
+		return err
+	}
+	room, next := h.memory, 0
+	take := func(n int) []byte {
+		taken := room[:n:n]
+		room = room[aligned(n):]
+		return taken
+	}
+	w.buffers(func(_ int, in, out *[]byte) {
+		inputs[next].To, h.outputs[next].From = take(len(*in)), take(len(*out))
+		*in, *out = inputs[next].To, h.outputs[next].From
+		next++
+	})
+	h.device, _ = w.grant.Responses[0].Devices[l.me].CUDA()
+	return l.copy(ctx, w, l.ready(w), inputs)
+}
+
+// copyOut copies the results of w to the devices if they are in host memory. It does not copy those of
+// refused tensors.
+func (l *lane) copyOut(ctx context.Context, w *work) error {
+	h := &w.inHost
+	if h.memory == nil {
+		return nil
+	}
+	w.enter(ops.CopyingOut)
+	var outputs []cuda.Copy
+	for i, c := range h.outputs {
+		if e := h.of[i]; e >= len(w.refused) || w.refused[e] == nil {
+			outputs = append(outputs, c)
+		}
+	}
+	err := l.copy(ctx, w, nil, outputs)
+	l.releaseCopies(w)
+	return err
+}
+
+// copy copies between the host and the device of w. If the device may still use the memory afterwards, the
+// error is an *ops.InUseError.
+func (l *lane) copy(ctx context.Context, w *work, after []*cuda.Event, copies []cuda.Copy) error {
+	h := &w.inHost
+	pending, err := l.devices.Copy(ctx, h.device, after, copies...)
+	if pending {
+		h.memory = nil
+		err = &ops.InUseError{Err: fmt.Errorf(
+			"device %d may still use the buffers of the operation, which must not be used again: %w", h.device,
+			err)}
+	}
+	return err
+}
+
+// releaseCopies gives back the host memory of w.
+func (l *lane) releaseCopies(w *work) {
+	if w.inHost.memory != nil {
+		l.devices.GiveBack(w.inHost.memory)
+	}
+	w.inHost = inHost{}
+}
+
+// buffers calls f for the buffers of each tensor of w, with the index of its entry.
+func (w *work) buffers(f func(i int, in, out *[]byte)) {
+	for i, e := range w.entries {
+		if len(e.Parts) == 0 {
+			f(i, &e.Input, &e.Output)
+		}
+		for k := range e.Parts {
+			f(i, &e.Parts[k].Input, &e.Parts[k].Output)
+		}
+	}
+}
+
+// aligned returns n rounded up to a multiple of 64.
+func aligned(n int) int { return (n + 63) &^ 63 }
+
+// warnInHost logs why tensors on devices are copied to host memory, once for each reason.
+func (l *lane) warnInHost(r *message.Response) {
+	one := *r
+	if len(r.Parts) > 0 && !r.DType.Valid() {
+		for one.DType = range r.Parts.Types() {
+			if l.manager.WhyInHost(l.set.Ranks, &one) != nil {
+				break
+			}
+		}
+	}
+	why := l.manager.WhyInHost(l.set.Ranks, &one)
+	if why == nil {
+		return
+	}
+	if _, known := l.observer.inHost.LoadOrStore(why.Error(), true); !known {
+		l.log.Warn("tensors on CUDA devices are copied to host memory for an operation that NCCL cannot run, "+
+			"which is slow", zap.Stringer("operation", r.Kind), zap.String("tensor", r.Name), zap.Error(why))
+	}
+}

@@ -27,6 +27,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/controller"
+	"github.com/gohvd/gohvd/internal/cuda"
 	"github.com/gohvd/gohvd/internal/logs"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/p2p"
@@ -54,6 +55,9 @@ type Config struct {
 	Groups []topo.Rank
 	// Backends are the backends that every rank has, in order of preference.
 	Backends ops.Registry
+	// Devices copies tensors on CUDA devices to host memory for operations that no backend for devices can
+	// run. It is not nil if Backends has one for devices.
+	Devices *cuda.Devices
 
 	// Sets are the process sets that exist from the start, except the global set. They are in ascending order
 	// of their ids and must be equal at all ranks.

@@ -47,13 +47,19 @@ type execution struct {
 func (l *lane) execute(ctx context.Context, w *work) error {
 	if !w.started {
 		l.observer.begin(w, l.observer.since())
+		if err := l.copyIn(ctx, w); err != nil {
+			return err
+		}
 		if err := l.start(w); err != nil {
 			return err
 		}
 	}
 	for {
-		if p, err := l.step(ctx, true); err != nil || p == ops.Finished {
+		switch p, err := l.step(ctx, true); {
+		case err != nil:
 			return err
+		case p == ops.Finished:
+			return l.copyOut(ctx, w)
 		}
 	}
 }
@@ -101,7 +107,8 @@ func (l *lane) start(w *work) (err error) {
 	if kind.HasRoot() {
 		x.op.Root = l.root(w)
 	}
-	if x.op.Devices = w.grant.Responses[0].Devices; x.op.Devices != nil {
+	if w.onDevices() {
+		x.op.Devices = w.grant.Responses[0].Devices
 		if x.op.Ready, x.op.Order = l.ready(w), w.order; w.watched {
 			x.op.Enter = w.enter
 		}
@@ -211,6 +218,9 @@ const (
 // the goroutine that runs the turns waits for w.
 func (l *lane) fitsInTurn(w *work, waitedFor bool) bool {
 	r := w.grant.Responses[0]
+	if w.copied() {
+		return false // the lane waits for the copies
+	}
 	numBytes := total(w)
 	if r.Kind.SendsRows() && !w.absent {
 		numBytes = int64(len(w.entries[0].Input)) // this rank does not know yet how many bytes it receives

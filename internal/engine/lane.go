@@ -8,7 +8,10 @@ import (
 	"sync"
 	"time"
 
+	"go.uber.org/zap"
+
 	"github.com/gohvd/gohvd/controller"
+	"github.com/gohvd/gohvd/internal/cuda"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
@@ -25,6 +28,8 @@ type work struct {
 	absent bool
 	// order is the number of the operation among those of this rank on devices.
 	order uint64
+	// inHost has copies of the tensors if they are on devices and the backend needs them in host memory.
+	inHost inHost
 	// started is set if the operation was started and so must be finished. failed is set if the operation has
 	// ended with an error. This error is reported for the tensors when the verdict is known.
 	started, failed bool
@@ -68,6 +73,8 @@ type lane struct {
 	manager        *ops.Manager
 	maxResultBytes int64
 	observer       *observer
+	devices        *cuda.Devices
+	log            *zap.Logger
 	scratch        scratch
 	execution      execution
 	// spawn starts the goroutine of run. It is called when run has something to do for the first time.
@@ -93,7 +100,7 @@ type lane struct {
 func (e *Engine) newLane(set controller.Set, me int) (*lane, error) {
 	manager, err := ops.NewManager(e.cfg.Backends, set.ID, set.Ranks, me)
 	l := &lane{set: set, me: me, queue: tensorqueue.New(), maxResultBytes: e.cfg.MaxResultBytes,
-		observer: &e.observer, manager: manager}
+		observer: &e.observer, manager: manager, devices: e.cfg.Devices, log: e.log}
 	l.changed.L = &l.mu
 	return l, err
 }
@@ -243,6 +250,7 @@ func (l *lane) run(ctx context.Context, finished func(w *work, err error)) {
 				finished(w, nil)
 				continue
 			}
+			l.releaseCopies(w)
 			finished(w, err)
 			w.failed = true
 		}

@@ -43,6 +43,7 @@ type observer struct {
 	start    time.Time
 	recorder Recorder // may be nil
 	timeline atomic.Pointer[Timeline]
+	inHost   sync.Map // the reasons that warnInHost has logged
 
 	mu              sync.Mutex
 	fusionThreshold int64
@@ -147,6 +148,10 @@ func activityName(a ops.Activity, r *message.Response, b message.Backend) string
 		return "INIT_" + strings.ToUpper(b.String())
 	case a == ops.AwaitingData:
 		return "WAIT_FOR_DATA"
+	case a == ops.CopyingIn:
+		return "MEMCPY_IN_HOST_BUFFER"
+	case a == ops.CopyingOut:
+		return "MEMCPY_OUT_HOST_BUFFER"
 	case a == ops.Packing:
 		return "MEMCPY_IN_FUSION_BUFFER"
 	case a == ops.Unpacking:

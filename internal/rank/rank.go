@@ -253,6 +253,7 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 			return r.refuse(&ecfg, fmt.Errorf("HOROVOD_GPU_OPERATIONS=nccl: %w", err))
 		}
 		r.Devices = r.nccl.Devices
+		ecfg.Devices = r.Devices
 		ecfg.Backends = append(ecfg.Backends, r.nccl.Register(nccl.Config{
 			Device: r.Place.LocalRank % r.nccl.Count(),
 			Host: tcp.Within(ecfg.Mesh, transport.DeviceLane,

@@ -166,8 +166,9 @@ func (l *Library) Close() error {
 			errs = append(errs, l.CUDA.FreeHost(memory))
 		}
 		clear(l.pinned)
+		errs = append(errs, l.Devices.Close())
 	}
-	return errors.Join(append(errs, l.Devices.Close())...)
+	return errors.Join(errs...)
 }
 
 // release frees the memory of the device and its stream, which has no work.

@@ -1,0 +1,98 @@
+//go:build nccl && cgo
+
+package cuda
+
+import (
+	"context"
+	"errors"
+	"math/bits"
+	"time"
+)
+
+// Borrow returns n bytes of pinned memory of the host, whose contents are undefined. The caller must call
+// GiveBack when no device uses the memory.
+func (d *Devices) Borrow(n int) ([]byte, error) {
+	class := bits.Len(uint(max(n, 4096) - 1))
+	d.mu.Lock()
+	free := d.pinned[class]
+	if len(free) > 0 {
+		d.pinned[class] = free[:len(free)-1]
+	}
+	d.mu.Unlock()
+	if len(free) > 0 {
+		return free[len(free)-1][:n], nil
+	}
+	memory, err := d.runtime.AllocHost(1 << class)
+	return memory[:min(n, len(memory))], err
+}
+
+// GiveBack ends the use of memory that Borrow has returned.
+func (d *Devices) GiveBack(memory []byte) {
+	class := bits.Len(uint(cap(memory) - 1))
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.pinned[class] = append(d.pinned[class], memory[:cap(memory)])
+}
+
+// Copy is a copy of From to To, which have the same length.
+type Copy struct{ To, From []byte }
+
+// Copy makes copies between the memory of a device and memory of Borrow, after the work before the events. It
+// waits until they are done, but not in CUDA. If ctx ends first, Copy waits for at most EndTimeout and
+// returns the cause. pending says whether the device may still use the memory.
+func (d *Devices) Copy(ctx context.Context, index int, after []*Event, copies ...Copy) (pending bool,
+	err error) {
+	s, err := d.copyStream(index)
+	if err != nil {
+		return false, err
+	}
+	for _, e := range after {
+		err = errors.Join(err, s.Wait(e))
+	}
+	for _, c := range copies {
+		if len(c.To) > 0 && err == nil {
+			err = s.Copy(c.To, c.From)
+		}
+	}
+	end, markErr := d.Mark(index, s.Handle())
+	if err = errors.Join(err, markErr); markErr != nil {
+		return true, err
+	}
+	var ended time.Time // when Copy has seen that ctx has ended
+	for pause := time.Duration(0); ; pause = min(pause+10*time.Microsecond, 200*time.Microsecond) {
+		done, queryErr := end.Query()
+		switch {
+		case done:
+			d.Release(end)
+			return false, errors.Join(err, context.Cause(ctx))
+		case queryErr != nil:
+			return true, errors.Join(err, queryErr)
+		case ended.IsZero() && ctx.Err() != nil:
+			ended = time.Now()
+		case !ended.IsZero() && time.Since(ended) > d.EndTimeout:
+			return true, errors.Join(err, context.Cause(ctx))
+		}
+		time.Sleep(pause)
+	}
+}
+
+// copyStream returns the stream of the device for copies.
+func (d *Devices) copyStream(index int) (*Stream, error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if s := d.streams[index]; s != nil {
+		return s, nil
+	}
+	if d.unused == nil {
+		return nil, errClosed
+	}
+	of, err := d.device(index)
+	if err != nil {
+		return nil, err
+	}
+	s, err := of.NewStream()
+	if err == nil {
+		d.streams[index] = s
+	}
+	return s, err
+}
