@@ -664,3 +664,35 @@ func TestDeviceInHost(t *testing.T) {
 		}
 	}
 }
+
+// TestDeviceOnlyInHost runs operations on devices without NCCL.
+func TestDeviceOnlyInHost(t *testing.T) {
+	for n := 1; n <= 3; n++ {
+		run(t, n, func(ctx context.Context, e *hvd.Engine) {
+			me, on := float32(e.Rank()), hvd.On(e)
+			d := openDevice(t, e.Rank())
+			defer d.stream.Close()
+			x, all := d.buffer(1, me), d.buffer(make([]float32, 2*n)...)
+			d.want("allreduce", x, hvd.AllreduceDevice(ctx, x, x, hvd.Op(hvd.Sum), on), float32(n), float32(n*(n-1)/2))
+			err := hvd.AllgatherDevice(ctx, x, all, hvd.Shape(1, 2), on)
+			d.want("allgather", portion(all, 2*n-2, 2), err, float32(n), float32(n*(n-1)/2))
+			y := d.buffer(me, 0)
+			d.want("broadcast", y, hvd.BroadcastDevice(ctx, y, y, n-1, on), float32(n-1), 0)
+			y, out := d.buffer(slices.Repeat([]float32{me}, n)...), d.buffer(make([]float32, n)...)
+			got, err := hvd.AlltoallDevice(ctx, y, out, nil, on)
+			d.want("alltoall", portion(out, n-1, 1), err, float32(n-1))
+			if want := slices.Repeat([]int{1}, n); !slices.Equal(got, want) {
+				t.Errorf("alltoall: got rows %v, want %v", got, want)
+			}
+			err = hvd.AllgatherDevice(ctx, x, portion(all, 0, 1), on)
+			testnet.WantError(t, err, "but the output has 4 bytes")
+		}, "HOROVOD_GPU_OPERATIONS", "host", "HVD_CUDART_LIBRARY", testcuda.CUDA())
+	}
+}
+
+// TestDeviceWithoutCUDA checks that Init fails if the CUDA runtime cannot be loaded.
+func TestDeviceWithoutCUDA(t *testing.T) {
+	_, err := hvd.New(t.Context(), hvd.WithSetting("HOROVOD_GPU_OPERATIONS", "host"),
+		hvd.WithSetting("HVD_CUDART_LIBRARY", "/missing/libcudart.so"))
+	testnet.WantError(t, err, "HOROVOD_GPU_OPERATIONS=host", "/missing/libcudart.so")
+}

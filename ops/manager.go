@@ -51,11 +51,9 @@ func NewManager(registry Registry, set topo.ProcessSetID, ranks []topo.Rank, me 
 
 // Plan chooses the first backend of the registry that can run r, and returns its ID and the algorithm. The
 // output of r has numBytes bytes, and the process set of r has the given members. t has the settings that
-// rank 0 has changed last, or is nil. If the tensors of r are on CUDA devices and no backend for devices can
-// run r, Plan chooses a backend for host memory, to which the engine then copies the tensors. It does so only
-// if there is a backend for devices, because the engine has no access to devices otherwise. If no backend can
-// run r, Plan returns an error that names each backend with its reason and wraps the reasons. Kinds that move
-// no data need no backend: for them Plan returns NoBackend. Plan may be called while operations run.
+// rank 0 has changed last, or is nil. If no backend can run r, Plan returns an error that names each backend
+// with its reason and wraps the reasons. Kinds that move no data need no backend: for them Plan returns
+// NoBackend. Plan may be called while operations run.
 func (m *Manager) Plan(members []topo.Rank, r *message.Response, numBytes int64,
 	t *message.Tuning) (message.Backend, message.Algorithm, error) {
 	if !r.Kind.MovesData() {
@@ -66,24 +64,33 @@ func (m *Manager) Plan(members []topo.Rank, r *message.Response, numBytes int64,
 			return m.registry[i].ID, alg, nil
 		}
 	}
-	if r.Devices != nil && m.forDevices() >= 0 {
-		inHost := *r
-		inHost.Devices = nil
-		return m.Plan(members, &inHost, numBytes, t)
-	}
 	return message.NoBackend, message.NoAlgorithm, fmt.Errorf("ops: no backend can run %v %q of type %v: %w",
 		r.Kind, r.Name, r.DType, m.refusals(members, r, numBytes, t))
 }
 
-// forDevices returns the index of the backend that accepts tensors in the memory of CUDA devices, or -1.
-func (m *Manager) forDevices() int {
-	return slices.IndexFunc(m.registry, func(r Registration) bool { return r.Devices })
+// PlanInHost is like Plan, but if the tensors of r are on CUDA devices and no backend for devices can run r,
+// it chooses a backend for host memory, to which the engine has to copy the tensors.
+func (m *Manager) PlanInHost(members []topo.Rank, r *message.Response, numBytes int64,
+	t *message.Tuning) (message.Backend, message.Algorithm, error) {
+	id, alg, err := m.Plan(members, r, numBytes, t)
+	if err == nil || r.Devices == nil {
+		return id, alg, err
+	}
+	inHost := *r
+	inHost.Devices = nil
+	return m.Plan(members, &inHost, numBytes, t)
 }
 
-// WhyInHost returns the reason why the tensors of r, which are on CUDA devices, are copied to host memory:
-// the error of the backend for devices, which must exist.
+// errNoDeviceBackend is the reason of WhyInHost if there is no backend for devices.
+var errNoDeviceBackend = errors.New("HOROVOD_GPU_OPERATIONS is not nccl")
+
+// WhyInHost returns the reason why the tensors of r, which are on CUDA devices, are copied to host memory.
 func (m *Manager) WhyInHost(members []topo.Rank, r *message.Response) error {
-	_, err := m.plan(m.forDevices(), members, r, r.NumBytes(), nil)
+	i := slices.IndexFunc(m.registry, func(r Registration) bool { return r.Devices })
+	if i < 0 {
+		return errNoDeviceBackend
+	}
+	_, err := m.plan(i, members, r, r.NumBytes(), nil)
 	return err
 }
 

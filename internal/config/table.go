@@ -417,10 +417,12 @@ var settings = []Setting{
 		Key:       "gpu_operations",
 		Otherwise: "none",
 		Doc: "backend for tensors on CUDA devices. Without one, operations on such tensors fail. With nccl, " +
-			"all ranks use NCCL; this needs a build with NCCL, and the libraries and a device at every rank " +
-			"(docs/nccl.md)",
-		kind: builtOnly(oneOf(func(c *Config, word string) { c.NCCLOperations = word == "nccl" },
-			"none", "nccl"), "mpi", "ddl"),
+			"all ranks use NCCL; this needs a build with NCCL, and the libraries and a device at every rank. " +
+			"With host, tensors are copied through host memory, which is slow and needs all of this but NCCL's " +
+			"library (docs/nccl.md)",
+		kind: builtOnly(oneOf(func(c *Config, word string) {
+			c.NCCLOperations, c.DevicesInHost = word == "nccl", word == "host"
+		}, "none", "nccl", "host"), "mpi", "ddl"),
 	},
 	{
 		Name: "HVD_NCCL_LIBRARY", Section: sectionChoice, Scope: PerProcess,

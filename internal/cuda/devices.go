@@ -9,7 +9,7 @@ import (
 	"time"
 )
 
-var errNoDevices = errors.New("CUDA was not loaded: set HOROVOD_GPU_OPERATIONS=nccl (docs/nccl.md)")
+var errNoDevices = errors.New("CUDA was not loaded: set HOROVOD_GPU_OPERATIONS=nccl, or host (docs/nccl.md)")
 
 // errClosed is the error of Mark after Close.
 var errClosed = errors.New("cuda: the rank has left its job")

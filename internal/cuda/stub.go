@@ -16,6 +16,9 @@ type Event struct{}
 // Devices makes events. This build has none.
 type Devices struct{}
 
+// NewDevices panics. It cannot be called, because Load returns no Runtime.
+func NewDevices(*Runtime) *Devices { panic("cuda: not built") }
+
 // Mark returns an error.
 func (d *Devices) Mark(int, uintptr) (*Event, error) { return nil, ErrNotBuilt }
 

@@ -208,7 +208,7 @@ func (l *lane) warnInHost(r *message.Response) {
 		return
 	}
 	if _, known := l.observer.inHost.LoadOrStore(why.Error(), true); !known {
-		l.log.Warn("tensors on CUDA devices are copied to host memory for an operation that NCCL cannot run, "+
-			"which is slow", zap.Stringer("operation", r.Kind), zap.String("tensor", r.Name), zap.Error(why))
+		l.log.Warn("tensors on CUDA devices are copied to host memory, which is slow, because NCCL does not run "+
+			"the operation", zap.Stringer("operation", r.Kind), zap.String("tensor", r.Name), zap.Error(why))
 	}
 }

@@ -56,7 +56,7 @@ type Config struct {
 	// Backends are the backends that every rank has, in order of preference.
 	Backends ops.Registry
 	// Devices copies tensors on CUDA devices to host memory for operations that no backend for devices can
-	// run. It is not nil if Backends has one for devices.
+	// run. If it is nil, such operations fail.
 	Devices *cuda.Devices
 
 	// Sets are the process sets that exist from the start, except the global set. They are in ascending order
@@ -309,25 +309,30 @@ func (e *Engine) negotiate() {
 func (e *Engine) plan(members []topo.Rank, r *message.Response, numBytes int64,
 	t *message.Tuning) (message.Backend, message.Algorithm, error) {
 	l := e.lanes.all[0]
+	choose := l.manager.Plan
+	if e.cfg.Devices != nil {
+		choose = l.manager.PlanInHost
+	}
 	if err := l.checkResult(r.Kind, numBytes); err != nil {
 		return message.NoBackend, message.NoAlgorithm, err
 	}
 	if len(r.Parts) == 0 || r.DType.Valid() {
-		return l.manager.Plan(members, r, numBytes, t)
+		return choose(members, r, numBytes, t)
 	}
-	return planTypes(l.manager, members, r, numBytes, t)
+	return planTypes(choose, members, r, numBytes, t)
 }
 
 // planTypes chooses the backend and the algorithm of a group with several element types, which are reduced
 // one type after another. All types must have the same backend. If the algorithms for the types differ,
 // planTypes chooses message.Direct, which has no preconditions.
-func planTypes(m *ops.Manager, members []topo.Rank, r *message.Response, numBytes int64,
+func planTypes(choose func([]topo.Rank, *message.Response, int64, *message.Tuning) (message.Backend,
+	message.Algorithm, error), members []topo.Rank, r *message.Response, numBytes int64,
 	t *message.Tuning) (backend message.Backend, algorithm message.Algorithm, err error) {
 	one := *r
 	one.Parts = nil
 	for dt := range r.Parts.Types() {
 		one.DType = dt
-		b, a, err := m.Plan(members, &one, numBytes, t)
+		b, a, err := choose(members, &one, numBytes, t)
 		switch {
 		case err != nil:
 			return message.NoBackend, message.NoAlgorithm, err

@@ -140,7 +140,7 @@ type Rank struct {
 	Epoch       uint64
 	Global      *Set // the set of all ranks
 
-	// Devices marks the streams of the program on CUDA devices. It is nil if the rank does not use NCCL.
+	// Devices marks the streams of the program on CUDA devices. It is nil if HOROVOD_GPU_OPERATIONS is none.
 	Devices *cuda.Devices
 	// lastDevice is the tensor.Device of the last operation on a CUDA device, or tensor.Host.
 	lastDevice atomic.Int32
@@ -260,6 +260,14 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 				tcp.Config{Oversubscribed: overTCP.Oversubscribed}),
 			StartTimeout: cfg.StartTimeout, Deterministic: cfg.Deterministic,
 		}))
+	}
+	if cfg.DevicesInHost {
+		runtime, err := cuda.Load(cfg.CUDALibrary)
+		if err != nil {
+			return r.refuse(&ecfg, fmt.Errorf("HOROVOD_GPU_OPERATIONS=host: %w", err))
+		}
+		r.Devices = cuda.NewDevices(runtime)
+		ecfg.Devices = r.Devices
 	}
 	if cfg.MPIController && cfg.Lockstep && size > 1 {
 		ecfg.Collectives = r.mpi.Collectives()
@@ -436,7 +444,9 @@ func (r *Rank) release() error {
 		errs = append(errs, r.meeting.Close())
 	}
 	r.mpi.Close()
-	errs = append(errs, r.nccl.Close())
+	if errs = append(errs, r.nccl.Close()); r.nccl == nil {
+		errs = append(errs, r.Devices.Close())
+	}
 	if r.log != nil {
 		// Sync logs how many lines were omitted. Ignore the error that Sync returns, because the file to
 		// which standard error is connected may not support Sync.
