@@ -78,7 +78,10 @@ func (m *Manager) PlanInHost(members []topo.Rank, r *message.Response, numBytes 
 	}
 	inHost := *r
 	inHost.Devices = nil
-	return m.Plan(members, &inHost, numBytes, t)
+	if host, alg, refused := m.Plan(members, &inHost, numBytes, t); refused == nil {
+		return host, alg, nil
+	}
+	return id, alg, err
 }
 
 // errNoDeviceBackend is the reason of WhyInHost if there is no backend for devices.

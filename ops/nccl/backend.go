@@ -47,8 +47,11 @@ type backend struct {
 
 	op      ops.Operation // the operation in progress
 	started bool
-	// launched is set if the operation in progress may have enqueued work on the device.
+	// launched is set if the operation in progress, or one before that it continues, may have enqueued work
+	// on the device.
 	launched bool
+	// continued is set if the next operation is another part of the one before.
+	continued bool
 
 	device *device // of the operation in progress
 	comm   *member
@@ -144,7 +147,7 @@ func (b *backend) Start(op ops.Operation) error {
 		b.library.failed(b.err)
 		return b.err
 	}
-	b.op, b.started, b.launched = op, true, false
+	b.op, b.started, b.launched = op, true, b.launched && b.continued
 	return nil
 }
 
@@ -163,11 +166,13 @@ func (b *backend) Step(ctx context.Context, wait bool) (ops.Progress, error) {
 	if err := b.run(ctx); err != nil {
 		return ops.Waiting, b.fail(err)
 	}
-	b.op, b.started, b.launched, b.packed = ops.Operation{}, false, false, nil
+	b.continued = b.op.More
+	b.op, b.started, b.launched, b.packed = ops.Operation{}, false, b.continued, nil
 	return ops.Finished, nil
 }
 
-// run runs the operation to its end.
+// run runs the operation to its end. If another part follows, it does not wait for the device: the next part
+// comes later in the stream.
 func (b *backend) run(ctx context.Context) error {
 	if err := b.choose(); err != nil {
 		return err
@@ -186,7 +191,9 @@ func (b *backend) run(ctx context.Context) error {
 			return err
 		}
 	}
-	b.enter(ops.AwaitingData)
+	if !b.continued {
+		b.enter(ops.AwaitingData)
+	}
 	if b.op.Kind.SendsRows() {
 		if err := b.exchangeSizes(ctx); err != nil {
 			return err
@@ -198,7 +205,7 @@ func (b *backend) run(ctx context.Context) error {
 	if err := poll(ctx, b.comm.progress); err != nil {
 		return err
 	}
-	if err := b.finish(); err != nil {
+	if err := b.finish(); err != nil || b.op.More {
 		return err
 	}
 	return poll(ctx, b.isDone)
@@ -389,7 +396,9 @@ func (b *backend) finish() (err error) {
 			buf = buf[len(t.Out):]
 		}
 	}
-	b.done, err = b.library.Devices.Mark(b.device.Index(), b.device.stream.Handle())
+	if !b.op.More {
+		b.done, err = b.library.Devices.Mark(b.device.Index(), b.device.stream.Handle())
+	}
 	b.passTurn()
 	return err
 }

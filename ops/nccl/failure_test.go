@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/gohvd/gohvd/internal/cuda"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/testnet"
@@ -153,6 +154,37 @@ func TestRefusedOrder(t *testing.T) {
 	err = m.run(ops.Operation{Kind: message.Allreduce, DType: tensor.Float32, Op: tensor.Sum,
 		Tensors: []ops.Tensor{{In: buf, Out: buf}}})
 	testnet.WantError(t, err, "an operation before it has failed: ops/nccl: broadcast: the rank cannot run it")
+}
+
+// TestParts checks that the parts of an operation follow each other on the device, without a wait for the end
+// of each, and that the last one ends after all of them.
+func TestParts(t *testing.T) {
+	m := cluster(t, 1)[0]
+	t.Setenv("STANDIN_CUDA_DELAY_US", "3000000")
+	slow, err := m.device.NewStream()
+	m.check(err)
+	end, err := m.device.NewEvent()
+	m.check(err)
+	t.Setenv("STANDIN_CUDA_DELAY_US", "200")
+	one, two := m.alloc(40), m.upload(tensor.Bytes(floats(1, 10)))
+	three := m.upload(tensor.Bytes(floats(2, 10)))
+	m.check(end.Record(slow))
+	op := ops.Operation{Kind: message.Allreduce, DType: tensor.Float32, Op: tensor.Sum, More: true,
+		Ready: []*cuda.Event{end}, Tensors: []ops.Tensor{{In: two, Out: one}, {In: three, Out: three}}}
+	m.check(m.run(op))
+	if done, err := end.Query(); done || err != nil {
+		t.Errorf("the first part has waited for the device: %v", err)
+	}
+	m.order--
+	op.More, op.Tensors = false, []ops.Tensor{{In: one, Out: one}, {In: two, Out: two}}
+	m.check(m.run(op))
+	if done, err := end.Query(); !done || err != nil {
+		t.Errorf("the operation has not waited for the device: %v", err)
+	}
+	m.equal("the first part", one, floats(1, 10))
+	m.equal("the first part", three, floats(2, 10))
+	m.check(slow.Close())
+	m.check(end.Close())
 }
 
 // TestStepDoesNotBlock checks that an operation runs only in calls of Step that may wait.
