@@ -137,10 +137,10 @@ test-torch2: python-programs ## test-python also with PyPI's newest torch (some 
 	$(call TEST_PYTHON,$(PYTHON)) --page docs/compatibility.md $(PYTHON) "$(TOOLS)/torch2/bin/python" $(PYTHONS)
 
 .PHONY: torch-own-tests
-torch-own-tests: python-programs ## torch's own tests of backends with PyPI's newest torch (some GB); writes docs/torch-distributed.md
+torch-own-tests: python-programs ## torch's own tests of backends with PyPI's newest torch (some GB) and PYTHONS; writes docs/torch-distributed.md
 	python3 -m venv "$(TOOLS)/torch2"
 	"$(TOOLS)/torch2/bin/python" -m pip install --quiet --upgrade torch numpy expecttest
-	HVD_SIDECAR_BINARY="$(TOOLS)/hvdd" PYTHONPATH=python "$(TOOLS)/torch2/bin/python" python/tests/torch_own_tests.py --page docs/torch-distributed.md
+	HVD_SIDECAR_BINARY="$(TOOLS)/hvdd" PYTHONPATH=python "$(TOOLS)/torch2/bin/python" python/tests/torch_own_tests.py --page docs/torch-distributed.md "$(TOOLS)/torch2/bin/python" $(PYTHONS)
 
 .PHONY: bench
 bench: ## run all benchmarks, or those that match BENCH=regexp

@@ -55,12 +55,9 @@ func TestTorchDistributed(t *testing.T) {
 			passed(t, n, distributed(t, program, strconv.Itoa(n)))
 		})
 	}
-	t.Run("spawn 4 Meshes", func(t *testing.T) {
-		passed(t, 4, distributed(t, program, "4", "Meshes"))
-	})
-	t.Run("torchrun", func(t *testing.T) {
+	t.Run("torchrun 4", func(t *testing.T) {
 		args := append([]string{"-m", "torch.distributed.run"}, testnet.Standalone(t)...)
-		passed(t, 2, distributed(t, append(args, "--nproc_per_node=2", program)...))
+		passed(t, 4, distributed(t, append(args, "--nproc_per_node=4", program)...))
 	})
 }
 
