@@ -33,7 +33,7 @@ func (r *runner) jobFlags() group {
 	f.StringVarP(&r.numProc, "num-proc", "n", "",
 		"number of ranks `N`; also -np and --np (default: the number of slots, if --hosts or --hostfile is given)")
 	f.StringVar(&r.servers, "servers", "",
-		"number `N` of servers of a job with a parameter server (docs/ps.md); requires --workers")
+		"number `N` of servers of a job with a parameter server (docs/ps.md), spread over the hosts; requires --workers")
 	f.StringVar(&r.workers, "workers", "",
 		"number `N` of workers of a job with a parameter server; requires --servers")
 	f.StringVar(&r.restarts, "restarts", "0",

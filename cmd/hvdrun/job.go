@@ -41,6 +41,9 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 	if err != nil {
 		return err
 	}
+	if hosts, err = hostsOfNodes(hosts, nodes); err != nil {
+		return err
+	}
 	np, err := r.processes(nodes, hosts)
 	if err != nil {
 		return err
@@ -104,14 +107,14 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 		torch, release, err = r.serveTorch(several, cmd.Flags().Changed("torch-store"))
 	} else {
 		inquiry = nil // only ranks answer questions about tensors
-		nodes.Root, release, err = reservePort()
+		nodes.Root, release, err = reservePort(several)
 	}
 	if err != nil {
 		return err
 	}
 	defer release()
 
-	stopMetrics, err := r.serveMetrics(hosts, np, reports.ranks)
+	stopMetrics, err := r.serveMetrics(hosts, nodes, np, reports.ranks)
 	if err != nil {
 		return err
 	}

@@ -150,8 +150,8 @@ func TestWrongUsage(t *testing.T) {
 			"got 4097 nodes with the scheduler, want at most 4096"},
 		{append([]string{"--servers", "1", "--workers", "2", "-np", "3"}, touch...),
 			"--num-proc cannot be used with --servers and --workers"},
-		{append([]string{"--servers", "1", "--workers", "2", "-H", "localhost:4"}, touch...),
-			"--hosts cannot be used with --servers and --workers"},
+		{append([]string{"--servers", "1", "--workers", "2", "-H", "h1:1,h2:1"}, touch...),
+			"got 1 servers and 2 workers, but the hosts have only 2 slots"},
 		{append([]string{"-np", "2", "--restarts", "1"}, touch...),
 			"--restarts requires --servers and --workers: hvdrun does not start ranks again"},
 		{append([]string{"--mpi", "-np", "2", "--restarts", "1"}, touch...),
@@ -384,7 +384,13 @@ worker) if [ $DMLC_RANK = 1 ]; then [ -e failed ] || { echo >failed; exit 3; }; 
 
 // TestReservedPort checks that nobody gets a reserved port by chance, and that a process can listen on it.
 func TestReservedPort(t *testing.T) {
-	root, release, err := reservePort()
+	for _, several := range []bool{false, true} {
+		reservedPort(t, several)
+	}
+}
+
+func reservedPort(t *testing.T, several bool) {
+	root, release, err := reservePort(several)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -399,12 +405,16 @@ func TestReservedPort(t *testing.T) {
 	if err := unix.Bind(fd, at); err != unix.EADDRINUSE {
 		t.Errorf("bind to the reserved port: got error %v, want %v", err, unix.EADDRINUSE)
 	}
-	l, err := net.Listen("tcp", root.String())
+	listen := root.String()
+	if several {
+		listen = fmt.Sprintf(":%d", root.Port())
+	}
+	l, err := net.Listen("tcp", listen)
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer l.Close()
-	conn, err := net.Dial("tcp", root.String())
+	conn, err := net.Dial("tcp", fmt.Sprintf("127.0.0.1:%d", root.Port()))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -12,14 +12,15 @@ import (
 
 // serveMetrics serves the metrics of all ranks until stop is called. At each scrape it requests the metrics
 // from the ranks.
-func (r *runner) serveMetrics(hosts []launch.Host, np int, ranks *joblink.Launcher) (stop func(), err error) {
+func (r *runner) serveMetrics(hosts []launch.Host, nodes *launch.Nodes, np int,
+	ranks *joblink.Launcher) (stop func(), err error) {
 	if r.metricsAddr == "" {
 		return func() {}, nil
 	}
 	if _, err := metrics.Address(r.metricsAddr, 0); err != nil {
 		return nil, usagef("--metrics-addr: %w", err)
 	}
-	names, err := hostNames(hosts, np)
+	names, err := hostNames(hosts, nodes, np)
 	if err != nil {
 		return nil, err
 	}
@@ -44,16 +45,21 @@ func (r *runner) serveMetrics(hosts []launch.Host, np int, ranks *joblink.Launch
 	}, nil
 }
 
-// hostNames returns, for each rank, the name of its host.
-func hostNames(hosts []launch.Host, np int) ([]string, error) {
+// hostNames returns, for each rank or node, the name of its host. nodes is nil if the job has ranks.
+func hostNames(hosts []launch.Host, nodes *launch.Nodes, np int) ([]string, error) {
+	name, err := os.Hostname()
+	if err != nil {
+		return nil, err
+	}
 	if hosts == nil {
-		name, err := os.Hostname()
-		if err != nil {
-			return nil, err
-		}
 		hosts = []launch.Host{{Name: name, Slots: np}}
 	}
-	places, err := launch.Assign(hosts, np)
+	var places []launch.Assignment
+	if nodes != nil {
+		hosts, places, err = launch.AssignNodes(hosts, nodes, name)
+	} else {
+		places, err = launch.Assign(hosts, np)
+	}
 	if err != nil {
 		return nil, usageError{err}
 	}

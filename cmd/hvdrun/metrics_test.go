@@ -351,17 +351,17 @@ func TestMetricsAddr(t *testing.T) {
 
 func TestHostNames(t *testing.T) {
 	hosts := []launch.Host{{Name: "h1", Slots: 2}, {Name: "h2", Slots: 2}}
-	if got, err := hostNames(hosts, 3); err != nil || !slices.Equal(got, []string{"h1", "h1", "h2"}) {
+	if got, err := hostNames(hosts, nil, 3); err != nil || !slices.Equal(got, []string{"h1", "h1", "h2"}) {
 		t.Errorf("got %v and error %v", got, err)
 	}
 	here, err := os.Hostname()
 	if err != nil {
 		t.Fatal(err)
 	}
-	if got, err := hostNames(nil, 2); err != nil || !slices.Equal(got, []string{here, here}) {
+	if got, err := hostNames(nil, nil, 2); err != nil || !slices.Equal(got, []string{here, here}) {
 		t.Errorf("got %v and error %v", got, err)
 	}
-	if _, err := hostNames(hosts, 5); err == nil {
+	if _, err := hostNames(hosts, nil, 5); err == nil {
 		t.Error("five ranks were placed on four slots")
 	}
 }

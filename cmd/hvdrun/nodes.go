@@ -26,11 +26,10 @@ func (r *runner) nodes(given *pflag.FlagSet) (*launch.Nodes, error) {
 		}
 		return nil, nil
 	}
-	for _, name := range []string{"num-proc", "min-num-proc", "max-num-proc", "hosts", "hostfile",
-		"torch-store"} {
+	for _, name := range []string{"num-proc", "min-num-proc", "max-num-proc", "torch-store"} {
 		if given.Changed(name) {
 			return nil, usagef("--%s cannot be used with --servers and --workers: such a job has no ranks, but "+
-				"a scheduler, servers and workers on this host", name)
+				"a scheduler, servers and workers", name)
 		}
 	}
 	n := new(launch.Nodes)
@@ -55,6 +54,23 @@ func (r *runner) nodes(given *pflag.FlagSet) (*launch.Nodes, error) {
 	return n, nil
 }
 
+// hostsOfNodes returns the hosts on which nodes run. hosts is the list that the user has given, or nil. If
+// the job has no nodes, hostsOfNodes returns the list itself.
+func hostsOfNodes(hosts []launch.Host, nodes *launch.Nodes) ([]launch.Host, error) {
+	if hosts == nil || nodes == nil {
+		return hosts, nil
+	}
+	self, err := os.Hostname()
+	if err != nil {
+		return nil, err
+	}
+	used, _, err := launch.AssignNodes(hosts, nodes, self)
+	if err != nil {
+		return nil, usageError{err}
+	}
+	return used, nil
+}
+
 // recovery returns the variable that makes nodes wait for the return of a node that hvdrun starts again,
 // unless the user has set it. It returns an error if no node of the job can return. nodes may be nil.
 func recovery(nodes *launch.Nodes, settings *config.Config) ([]string, error) {
@@ -71,9 +87,10 @@ func recovery(nodes *launch.Nodes, settings *config.Config) ([]string, error) {
 	return []string{name + "=" + recoverySeconds}, nil
 }
 
-// reservePort returns a free port of the loopback interface. Until release is called, the kernel gives it to
-// no process that asks for any port, but a process can listen on it.
-func reservePort() (root netip.AddrPort, release func(), err error) {
+// reservePort returns a free port of the loopback interface or, if several is set, of all interfaces. Until
+// release is called, the kernel gives it to no process that asks for any port, but a process can listen on
+// it.
+func reservePort(several bool) (root netip.AddrPort, release func(), err error) {
 	defer func() {
 		if err != nil {
 			err = fmt.Errorf("reserve a port for the scheduler: %w", err)
@@ -86,6 +103,9 @@ func reservePort() (root netip.AddrPort, release func(), err error) {
 		return root, nil, os.NewSyscallError("socket", err)
 	}
 	addr := netip.AddrFrom4([4]byte{127, 0, 0, 1})
+	if several {
+		addr = netip.IPv4Unspecified()
+	}
 	var bound unix.Sockaddr
 	if err = unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_REUSEADDR, 1); err == nil {
 		err = unix.Bind(fd, &unix.SockaddrInet4{Addr: addr.As4()})

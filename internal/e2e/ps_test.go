@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"math/rand/v2"
+	"net"
 	"net/http"
 	"os"
 	"os/signal"
@@ -38,6 +39,11 @@ func node(ctx context.Context) error {
 		return err
 	}
 	fmt.Println("pid", os.Getpid())
+	addrs, err := net.InterfaceAddrs()
+	if err != nil {
+		return err
+	}
+	fmt.Println("addresses", addrs)
 	if os.Getenv(leavesVariable) != "" {
 		return leave(ctx, po)
 	}
@@ -186,7 +192,8 @@ func TestNodes(t *testing.T) {
 	for l := range j.lines {
 		if strings.HasPrefix(l.text, "pid ") {
 			started[l.node] = true
-		} else {
+		}
+		if strings.HasPrefix(l.text, "sums ") {
 			sums = append(sums, l.node+": "+l.text)
 		}
 	}
@@ -211,7 +218,9 @@ func TestNodeMetrics(t *testing.T) {
 		strconv.Itoa(workers)}, "node")
 	started := 0
 	j.until("all nodes had started", func(l line) bool {
-		started++
+		if strings.HasPrefix(l.text, "pid ") {
+			started++
+		}
 		return started == 1+servers+workers
 	})
 	at := regexp.MustCompile(`metrics at (http://\S+)`).FindStringSubmatch(j.err())
@@ -377,5 +386,79 @@ func restartNodes(t *testing.T, random *rand.Rand) {
 			t.Errorf("process %d of %s is alive", pid, name)
 		}
 	}
+	tellJob(t, j)
+}
+
+// hvdrun on one host starts nodes on three hosts. They find each other and compute the right sums. The
+// servers are spread over the hosts, and the scheduler is on the host of hvdrun.
+func TestNodesOverHosts(t *testing.T) {
+	hosts := testnet.NewHosts(t, 3)
+	m := mark(t)
+	for _, secured := range []string{"0", "1"} {
+		j := startHvdrun(t, on(t, hosts[0]), []string{"--servers", "2", "--workers", "3", "-H",
+			list(hosts[1:], layout{2, 3}, false), "--agent", enterHost}, "node", roundsVariable+"=20", m,
+			"HVD_TLS="+secured)
+		at := make(map[string]string)
+		sums := 0
+		for l := range j.lines {
+			if addrs, ok := strings.CutPrefix(l.text, "addresses "); ok {
+				at[l.node] = addrs
+			}
+			if l.text == "sums [60 60 60]" {
+				sums++
+			}
+		}
+		if status := j.wait(); status != 0 || sums != 3 || j.err() != "" {
+			t.Errorf("hvdrun ended with status %d, and %d workers have the right sums", status, sums)
+		}
+		for node, i := range map[string]int{"scheduler": 0, "server 0": 1, "server 1": 2, "worker 0": 1,
+			"worker 1": 2, "worker 2": 2} {
+			if !strings.Contains(at[node], hosts[i].Addr.String()+"/") {
+				t.Errorf("%s runs on a host with the addresses %s, want %s", node, at[node], hosts[i].Addr)
+			}
+		}
+		tellJob(t, j)
+	}
+	awaitNone(t, m, 0)
+}
+
+// A server on another host is killed, and hvdrun starts it again there. Then the host loses its link: hvdrun
+// ends the job, and names the host.
+func TestNodesOnLostHost(t *testing.T) {
+	t.Parallel()
+	hosts, command, flags := sshHosts(t, 2)
+	m := mark(t)
+	j := startHvdrun(t, command, append(flags, "--servers", "2", "--workers", "2", "--restarts", "9", "-H",
+		list(hosts, layout{2, 2}, true)), "returning", "HVD_LIVENESS_SECONDS=3", m)
+	pids, rounds, started := make(map[string]int), make(map[string]int), 0
+	goOn := func(what string, nodes int) {
+		clear(rounds)
+		j.until(what, func(l line) bool {
+			if text, ok := strings.CutPrefix(l.text, "pid "); ok {
+				pids[l.node], _ = strconv.Atoi(text)
+				started++
+			}
+			if strings.HasPrefix(l.text, "round ") {
+				rounds[l.node]++
+			}
+			return started == nodes && rounds["worker 0"] > 0 && rounds["worker 1"] > 0
+		})
+	}
+	goOn("all nodes had started", 5)
+	if err := syscall.Kill(pids["server 1"], syscall.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	goOn("server 1 was started again", 6)
+	hosts[1].SetLink(false)
+	if status := j.wait(); status != 128+int(syscall.SIGKILL) {
+		t.Errorf("hvdrun ended with status %d, want %d", status, 128+int(syscall.SIGKILL))
+	}
+	for _, want := range []string{"lost host " + hosts[1].Addr.String() + ": received nothing from the other end for 3s",
+		"hvdrun: server 1: killed by SIGKILL, which hvdrun did not send", "\nhvdrun: restarts of nodes: "} {
+		if !strings.Contains(j.err(), want) {
+			t.Errorf("the report lacks %q", want)
+		}
+	}
+	awaitNone(t, m, 40*time.Second)
 	tellJob(t, j)
 }

@@ -445,6 +445,9 @@ func (a *agent) prepare() *refusal {
 			return &refusal{Text: err.Error()}
 		}
 		env = append(env, storeVariables(at)...)
+		if a.job.Scheduler {
+			env = append(env, schedulerVariable(at.Addr()))
+		}
 	}
 	for _, r := range a.job.Ranks {
 		a.envs = append(a.envs, slices.Concat(env, r))

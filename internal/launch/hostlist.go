@@ -31,7 +31,8 @@ type Host struct {
 	// letters, digits and . : - _ % @ and does not begin with a dash, so that no program takes it for an
 	// option.
 	Name string
-	// Slots is the number of ranks that the host can run, at least 1.
+	// Slots is the number of ranks that the host can run, at least 1, or 0 if the host is not in the list of
+	// the user (AssignNodes).
 	Slots int
 }
 

@@ -204,3 +204,53 @@ func FuzzParseHosts(f *testing.F) {
 		}
 	})
 }
+
+// TestAssignNodes checks that the scheduler is on this host, that servers are spread over the hosts, that
+// workers fill the other slots, and that hosts without nodes are left out. Placing nodes on the hosts that
+// have got some must give the same result.
+func TestAssignNodes(t *testing.T) {
+	for _, c := range []struct {
+		hosts            string
+		servers, workers int
+		used             string
+		index            []int // of the host of each node
+	}{
+		{"localhost:3", 1, 2, "localhost", []int{0, 0, 0, 0}},
+		{"h1:4,h2:4", 2, 4, "self h1 h2", []int{0, 1, 2, 1, 1, 1, 2}},
+		{"h1:4,localhost:4", 2, 4, "h1 localhost", []int{1, 0, 1, 0, 0, 0, 1}},
+		{"h1:1,h2:3,h3:2", 5, 1, "self h1 h2 h3", []int{0, 1, 2, 3, 2, 3, 2}},
+		{"h1:2,h2:9", 1, 1, "self h1", []int{0, 1, 1}},
+		{"h1:2,h2:9,localhost:9", 1, 1, "h1 localhost", []int{1, 0, 0}},
+		{"localhost:2,h2:9", 1, 1, "localhost", []int{0, 0, 0}},
+	} {
+		hosts, err := launch.ParseHosts(c.hosts)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for range 2 {
+			n := &launch.Nodes{Servers: c.servers, Workers: c.workers}
+			used, places, err := launch.AssignNodes(hosts, n, "self")
+			if err != nil {
+				t.Fatal(err)
+			}
+			var names []string
+			var index []int
+			for _, h := range used {
+				names = append(names, h.Name)
+			}
+			for _, p := range places {
+				index = append(index, p.Host)
+			}
+			if strings.Join(names, " ") != c.used || !slices.Equal(index, c.index) {
+				t.Errorf("%s: got hosts %q and places %v, want %q and %v", c.hosts, names, index, c.used, c.index)
+			}
+			if hosts = used; slices.Contains(names, "self") { // "self" is not this host for the second call
+				break
+			}
+		}
+	}
+	if _, _, err := launch.AssignNodes([]launch.Host{{Name: "h1", Slots: 2}},
+		&launch.Nodes{Servers: 1, Workers: 2}, "self"); err == nil {
+		t.Error("3 nodes fit 2 slots")
+	}
+}

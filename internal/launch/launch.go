@@ -59,8 +59,8 @@ const (
 type Options struct {
 	// NP is the number of ranks, from 1 to MaxRanks.
 	NP int
-	// Nodes makes the processes of the job the nodes of a parameter server on this host. Then NP is
-	// Nodes.Count(). If it is nil, the processes are ranks.
+	// Nodes makes the processes of the job the nodes of a parameter server. Then NP is Nodes.Count(). If it
+	// is nil, the processes are ranks.
 	Nodes *Nodes
 	// Starter is the title of Command if Command is a launcher, such as mpirun, that starts the ranks itself.
 	// Then NP is 1, Command gets no variables that say which rank it is, and the verdict may name any rank.
@@ -272,31 +272,56 @@ func Run(ctx context.Context, o Options) (Result, error) {
 	if len(o.Command) == 0 || o.Command[0] == "" {
 		return Result{}, &OptionError{"command: got none, want a program to run"}
 	}
-	if len(o.Hosts) == 0 {
-		host, err := os.Hostname()
-		if err != nil {
-			return Result{}, fmt.Errorf("launch: get the name of this host: %w", err)
-		}
-		o.Hosts = []Host{{Name: host, Slots: o.NP}}
-	}
-	places, err := Assign(o.Hosts, o.NP)
+	places, err := o.assign()
 	if err != nil {
-		return Result{}, &OptionError{err.Error()}
+		return Result{}, err
 	}
 	var id [16]byte
 	rand.Read(id[:]) // never fails
 	j := &job{
-		o: o, places: places, hosts: places[o.NP-1].Host + 1, id: hex.EncodeToString(id[:]),
+		o: o, places: places, hosts: lastHost(places) + 1, id: hex.EncodeToString(id[:]),
 		events: make(chan func()), done: make(chan struct{}), surveyed: make(chan struct{}, 1),
 	}
 	j.several = j.hosts > 1 || !IsThisHost(o.Hosts[0].Name)
 	placing := slices.Concat(j.processVariables(0), storeVariables(netip.AddrPort{}))
+	if o.Nodes != nil {
+		placing = append(placing, schedulerVariable(netip.Addr{}))
+	}
 	inherited := without(o.Env,
 		slices.Concat(j.rankVariables(0), j.torchVariables(0), []string{processVariable, "HOROVOD_HOSTNAME="}))
 	if j.env, err = merge(inherited, o.Set, placing); err != nil {
 		return Result{}, err
 	}
 	return j.run(ctx)
+}
+
+// assign places the ranks on o.Hosts. It adds this host if there is none, or if only the scheduler of a
+// parameter server runs here, and removes hosts without nodes.
+func (o *Options) assign() (places []Assignment, err error) {
+	self, err := os.Hostname()
+	if err != nil {
+		return nil, fmt.Errorf("launch: get the name of this host: %w", err)
+	}
+	if len(o.Hosts) == 0 {
+		o.Hosts = []Host{{Name: self, Slots: o.NP}}
+	}
+	if o.Nodes != nil {
+		o.Hosts, places, err = AssignNodes(o.Hosts, o.Nodes, self)
+	} else {
+		places, err = Assign(o.Hosts, o.NP)
+	}
+	if err != nil {
+		return nil, &OptionError{err.Error()}
+	}
+	return places, nil
+}
+
+// lastHost returns the greatest index of a host that has ranks.
+func lastHost(places []Assignment) (last int) {
+	for _, p := range places {
+		last = max(last, p.Host)
+	}
+	return last
 }
 
 // processVariables returns the environment variables that tell process r its place in the job, its host and
@@ -308,7 +333,7 @@ func (j *job) processVariables(r int) []string {
 	}
 	place := j.rankVariables(r)
 	if j.o.Nodes != nil {
-		place = j.o.Nodes.variables(r)
+		place = j.o.Nodes.variables(r, j.several)
 	}
 	return append(append(place, "HOROVOD_HOSTNAME="+j.o.Hosts[j.places[r].Host].Name), job...)
 }

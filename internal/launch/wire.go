@@ -81,6 +81,9 @@ type hostJob struct {
 	Stores []string
 	Secret words
 	TLS    bool
+	// Scheduler says that the scheduler of a parameter server is on the host of the store, so that the agent
+	// gives its ranks the address of the scheduler too.
+	Scheduler bool
 	// Restarts says that the launcher may order the agent to start ranks again.
 	Restarts bool
 }
