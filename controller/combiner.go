@@ -205,6 +205,7 @@ func (c *Combiner) release(i int) {
 		for _, bits := range []message.Bits{u.Hits, u.Invalid} {
 			for bit, ok := bits.Next(0); ok && bit < s.bound; bit, ok = bits.Next(bit + 1) {
 				s.bit(bit).open = true
+				c.openErased(s, bit, c.ranks[i].seen)
 			}
 		}
 		for _, q := range u.Requests {

@@ -159,9 +159,10 @@ func TestLeaderCombinesRequests(t *testing.T) {
 // If a rank of a host votes for an entry that was erased, and the others request its name in full, the leader
 // does not hold their requests, because no further request of the first rank will arrive.
 func TestLeaderPassesRequestsForErasedEntries(t *testing.T) {
-	for _, arrives := range []string{"before the erasure", "after it", "after the requests"} {
+	for _, arrives := range []string{"before the erasure", "after it", "after the requests",
+		"after the erasure with an invalidation"} {
 		cfg := leaderConfig()
-		cfg.CacheCapacity = 1
+		cfg.CacheCapacity = 2
 		c, w := newLeaderCluster(t, cfg)
 		submit := func(name string, ranks ...int) {
 			for _, r := range ranks {
@@ -170,6 +171,8 @@ func TestLeaderPassesRequestsForErasedEntries(t *testing.T) {
 		}
 		submit("a", 0, 1, 2, 3, 4)
 		c.settle() // a has bit 0
+		submit("c", 0, 1, 2, 3, 4)
+		c.settle()
 		submit("b", 0, 1, 2, 3, 4)
 		w.take()
 		for _, n := range c.nodes { // all requests for b arrive, and rank 2 does not apply the grant
@@ -184,6 +187,9 @@ func TestLeaderPassesRequestsForErasedEntries(t *testing.T) {
 		}
 		c.decide() // this cycle erases a and gives bit 0 to b
 		submit("a", 2)
+		if arrives == "after the erasure with an invalidation" {
+			leader.submit(topo.Global, allreduce("c", 5))
+		}
 		leader.send()
 		if arrives == "before the erasure" {
 			leader.combine(func(of *node) int { return len(of.up) })
