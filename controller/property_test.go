@@ -462,7 +462,7 @@ func (k *rankModel) take(u *message.Up) (meant []request) {
 }
 
 // awaited holds the ranks that wait for an operation, and the ranks that have not submitted it. If a rank has
-// joined the set, it waits too, unless apart is set.
+// joined the set, it waits too, unless apart is set and it has not submitted the operation.
 type awaited struct {
 	waiting, missing []topo.Rank
 	apart            bool
@@ -504,11 +504,11 @@ func (s *setModel) awaited() (all []awaited) {
 	for _, asked := range s.founding {
 		named := namedBy(asked)
 		a := awaited{apart: true}
-		for _, r := range present {
+		for _, r := range s.Ranks {
 			switch {
 			case asked[r] != nil:
 				a.waiting = append(a.waiting, r)
-			case slices.Contains(named, r):
+			case slices.Contains(named, r) && slices.Contains(present, r):
 				a.missing = append(a.missing, r)
 			}
 		}
