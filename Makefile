@@ -142,6 +142,12 @@ torch-own-tests: python-programs ## torch's own tests of backends with PyPI's ne
 	"$(TOOLS)/torch2/bin/python" -m pip install --quiet --upgrade torch numpy expecttest
 	HVD_SIDECAR_BINARY="$(TOOLS)/hvdd" PYTHONPATH=python "$(TOOLS)/torch2/bin/python" python/tests/torch_own_tests.py --page docs/torch-distributed.md "$(TOOLS)/torch2/bin/python" $(PYTHONS)
 
+.PHONY: test-frameworks
+test-frameworks: python-programs ## train with Lightning and run Accelerate's own tests with PyPI's newest torch (some GB)
+	python3 -m venv "$(TOOLS)/torch2"
+	"$(TOOLS)/torch2/bin/python" -m pip install --quiet --upgrade torch numpy lightning accelerate
+	HVD_SIDECAR_BINARY="$(TOOLS)/hvdd" PYTHONPATH=python "$(TOOLS)/torch2/bin/python" python/tests/frameworks.py
+
 .PHONY: bench
 bench: ## run all benchmarks, or those that match BENCH=regexp
 	$(GO) test -run '^$$' -bench '$(BENCH)' -benchmem ./...
