@@ -73,8 +73,9 @@ deaths: ## test every death (in operations and in Init), fault and ending five t
 	$(GO) test -count 10 -run KillAndReturn -v ./ps
 
 .PHONY: conformance
-conformance: ## test every operation in every configuration against the reference; half an hour
+conformance: ## test every operation in every configuration against the reference; an hour
 	$(GO) test ./internal/conformance -v -timeout 0 -args -full
+	$(GO) test -tags nccl ./internal/conformance -run NCCL -v -timeout 0 -args -full
 
 .PHONY: autotune
 autotune: ## tune on 100 random surfaces of each kind
@@ -94,6 +95,7 @@ test-nccl: ## test operations on CUDA devices with stand-ins for NCCL and CUDA
 	$(GO) test -tags nccl -race -count 1 ./internal/cuda ./ops/nccl
 	$(GO) test -tags nccl -race -count 1 -run Device ./hvd
 	$(GO) test -tags nccl -race -count 1 -run Device ./cmd/hvdd
+	$(GO) test -tags nccl -race -count 1 -run NCCL ./internal/conformance
 
 .PHONY: hvdd-gpu
 hvdd-gpu: ## build bin/hvdd-gpu, the sidecar with NCCL; needs a C compiler, but neither CUDA nor NCCL

@@ -64,6 +64,15 @@ const (
 	withNothing // the joined ranks submit empty contributions (Request.Empty)
 )
 
+// apart says which member has its tensor in host memory while those of the other members are on devices.
+type apart uint8
+
+const (
+	noneApart apart = iota
+	firstOnHost
+	lastOnHost
+)
+
 // layout is the way in which the ranks are placed on hosts.
 type layout uint8
 
@@ -157,7 +166,9 @@ func reductions(factors [][2]float64) iter.Seq[what] {
 				for op := tensor.NoReduce; op <= tensor.AverageActive+1; op++ {
 					for wire := tensor.Invalid; wire <= tensor.Bool; wire++ {
 						for _, f := range factors {
-							if !yield(what{kind: kind, reduction: reduction{dt, op, f[0], f[1], wire}}) {
+							w := what{kind: kind}
+							w.dt, w.op, w.pre, w.post, w.wire = dt, op, f[0], f[1], wire
+							if !yield(w) {
 								return
 							}
 						}
@@ -195,11 +206,13 @@ type trial struct {
 	joining  joining
 	inPlace  bool
 	wild     bool
+	// apart says whether a member has its tensor in host memory while those of the others are on devices.
+	apart apart
 }
 
 func (c *trial) String() string {
-	return fmt.Sprintf("case %d: %v, %d ranks, %d elements, %v, joining %d, in place %v, wild %v",
-		c.number, c.what, c.ranks, c.elements, c.mode, c.joining, c.inPlace, c.wild)
+	return fmt.Sprintf("case %d: %v, %d ranks, %d elements, %v, joining %d, in place %v, wild %v, apart %d",
+		c.number, c.what, c.ranks, c.elements, c.mode, c.joining, c.inPlace, c.wild, c.apart)
 }
 
 // script is a trial together with the jobs that the ranks run for it.
@@ -215,6 +228,7 @@ type script struct {
 	joined uint
 	join   int
 	last   agreement
+	memory memory // see job
 }
 
 // global returns the members of the set of all ranks.
@@ -239,8 +253,9 @@ func sets(ranks int) [][]topo.Rank {
 	return [][]topo.Rank{all[1:], even}
 }
 
-func (c trial) script() *script {
-	s := &script{trial: c, members: global(c.ranks)}
+// script returns the script of the trial. If m is not nil, it has the tensors of this process.
+func (c trial) script(m memory) *script {
+	s := &script{trial: c, members: global(c.ranks), memory: m}
 	if c.mode == subset {
 		which := c.number % 2
 		s.set, s.members = topo.ProcessSetID(1+which), sets(c.ranks)[which]
@@ -268,6 +283,10 @@ func (s *script) jobs(round, together int) (jobs []*job) {
 			what: s.what, name: fmt.Sprintf("%d.%d", s.number, i), set: s.set, members: s.members,
 			elements: s.elements,
 			seed:     uint64(round + i), lead: uint64(s.number), wild: s.wild, inPlace: s.inPlace,
+			memory: s.memory, apart: -1,
+		}
+		if s.apart != noneApart && (s.mode != cached || round == 1) {
+			j.apart = (len(s.members) - 1) * int(s.apart-firstOnHost)
 		}
 		if i == 1 {
 			j.elements = s.elements/3 + 1
@@ -330,6 +349,9 @@ func (s *script) runRound(r *testcluster.Rank, k int, jobs []*job) {
 func (s *script) runJoin(r *testcluster.Rank) {
 	op := testcluster.Over(s.set, testcluster.Join("join"))
 	op.Request.Empty = s.joining == withNothing
+	if s.memory != nil {
+		s.memory.join(op)
+	}
 	r.Do(op)
 	if last := op.Last(); !slices.Contains(s.members, last) {
 		r.Errorf("%v: rank %d joined last", &s.trial, last)
@@ -349,7 +371,15 @@ func (s *script) checkFrames(r *testcluster.Rank, j *job, heard *frames) {
 	if s.mode == cached && s.joined == 0 && s.kind.MovesData() && requests != 1 {
 		r.Errorf("%v: the request was sent in full %d times for 3 tensors of one name", &s.trial, requests)
 	}
+	s.checkFused(r, j, granted)
+}
+
+// checkFused checks the number of tensors that were granted together with that of j.
+func (s *script) checkFused(r *testcluster.Rank, j *job, granted int) {
 	fusible := s.kind.MovesData() && !s.kind.SendsRows()
+	if s.device { // NCCL runs the other kinds without a buffer for several tensors
+		fusible = s.kind == message.Allreduce || s.kind == message.Reduce
+	}
 	if together := s.mode == fused || s.mode == grouped; together && fusible && j.refusal(0) == "" &&
 		granted != len(s.rounds[0]) {
 		r.Errorf("%v: %d tensors were granted together, want %d", &s.trial, granted, len(s.rounds[0]))
@@ -377,11 +407,11 @@ func pairwise() map[link][]trial {
 	return all
 }
 
-// everything returns all trials with the given number of ranks. Trials with the same reference result are
-// adjacent, so that this result is computed only once for them.
-func everything(ranks int) []trial {
+// everything returns all trials of the operations with the given number of ranks. Trials with the same
+// reference result are adjacent, so that this result is computed only once for them.
+func everything(operations []what, ranks int) []trial {
 	var all []trial
-	for _, w := range operations() {
+	for _, w := range operations {
 		for _, elements := range elementCounts {
 			for _, m := range modes {
 				for _, inPlace := range []bool{false, true} {
@@ -409,7 +439,7 @@ func runTrials(t *testing.T, l link, trials []trial, used map[tcp.Rule]bool) {
 	}
 	var scripts []*script
 	for _, c := range trials {
-		scripts = append(scripts, c.script())
+		scripts = append(scripts, c.script(nil))
 	}
 	heard := newFrames()
 	heard.used = used
@@ -496,7 +526,7 @@ func testEverything(t *testing.T) {
 	links := slices.Concat(links, byAlgorithm)
 	began, count := time.Now(), 0
 	for _, ranks := range rankCounts {
-		all := everything(ranks)
+		all := everything(operations(), ranks)
 		done := 0
 		for some := range slices.Chunk(all, atOnce) {
 			t.Run(fmt.Sprintf("ranks=%d/%d", ranks, done), func(t *testing.T) {

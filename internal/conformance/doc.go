@@ -11,7 +11,9 @@
 //
 //	go test -run TestConformance -v -timeout 0 ./internal/conformance -args -full
 //
-// make test-mpi runs some of the combinations with each MPI library, where each rank is a process.
+// make test-mpi runs some of the combinations with each MPI library, where each rank is a process. make
+// test-nccl does so with tensors on CUDA devices, over stand-ins for NCCL and CUDA or over the libraries in a
+// given folder.
 //
 // Random programs are generated from a seed. A failed test prints the seed, and -args -seed N generates the
 // same program again.

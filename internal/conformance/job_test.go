@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"slices"
+	"strings"
 	"sync"
 
 	"github.com/gohvd/gohvd/internal/engine"
@@ -55,6 +56,11 @@ type job struct {
 	// these members submit empty tensors.
 	joined uint
 	empty  bool
+	// memory has the tensors of the member in this process. It is nil if they are in host memory.
+	memory memory
+	// apart is the member whose tensor is in host memory while those of the other members are on devices. It
+	// is -1 if there is no such member. It has no effect without memory.
+	apart int
 
 	same agreement // checks that results are the same for all members
 	// digest, if not nil, gets the results that must be the same for all members. It is for members that are
@@ -99,6 +105,24 @@ func (j *job) active() (all []int) {
 	return all
 }
 
+// memory is memory of a device for the tensors of a rank.
+type memory interface {
+	// place copies the input of op to the device and allocates its output there, which has the given number
+	// of bytes. The input is the part of the output that begins at the byte with index in, or the output is
+	// the part of the input that begins at the byte with index out. Both are -1 if they do not overlap.
+	place(op *testcluster.Op, outBytes, in, out int) error
+	// fetch copies the input and the output of op to host memory, frees the memory of the device and stores
+	// the copies in op.
+	fetch(op *testcluster.Op) error
+	// join sets the device of op, which is a join.
+	join(op *testcluster.Op)
+}
+
+// mixed reports whether one member has its tensor in host memory and another one on a device.
+func (j *job) mixed() bool {
+	return j.memory != nil && j.apart >= 0 && j.kind.MovesData() && !j.absent(j.apart) && len(j.active()) > 1
+}
+
 // root returns the position of the root of the operation, which is a member that has not joined.
 func (j *job) root() int {
 	all := j.active()
@@ -108,7 +132,7 @@ func (j *job) root() int {
 // width returns the number of elements in a row.
 func (j *job) width() int {
 	switch {
-	case j.elements == 0 && j.uneven:
+	case j.elements == 0 && j.uneven && !j.device:
 		return 0 // no row has an element, so only the number of rows matters
 	case j.elements%4 == 0:
 		return 4
@@ -222,10 +246,48 @@ func (j *job) submission(r *testcluster.Rank) *testcluster.Op {
 		op.Request.Prescale, op.Request.Postscale, op.Request.Wire = j.pre, j.post, j.wire
 	}
 	testcluster.Over(j.set, op)
-	if j.inPlace {
+	switch {
+	case j.memory != nil && j.kind == message.Join:
+		j.memory.join(op)
+	case j.memory != nil && j.kind.MovesData() && !(j.mixed() && m == j.apart):
+		r.Must(j.place(m, op))
+	case j.inPlace:
 		op.InPlace(r)
 	}
 	return op
+}
+
+// place moves the tensors of op, which member m will submit, to the device.
+func (j *job) place(m int, op *testcluster.Op) error {
+	outBytes, in, out := 0, -1, -1
+	switch size := len(op.Input); j.kind {
+	case message.Reducescatter:
+		from, to := j.part(m)
+		if outBytes = (to - from) * j.dt.Size(); j.inPlace {
+			out = from * j.dt.Size()
+		}
+	case message.Reduce, message.Allreduce:
+		if j.kind == message.Allreduce || m == j.root() {
+			outBytes = size
+		}
+		if j.inPlace && outBytes == size {
+			out = 0
+		}
+	default:
+		result, _ := j.moved(m)
+		switch outBytes = len(result); {
+		case j.inPlace && j.kind == message.Broadcast:
+			out = 0
+		case j.inPlace && j.kind == message.Allgather:
+			in = 0
+			for _, i := range j.active() {
+				if i < m {
+					in += len(j.input(i))
+				}
+			}
+		}
+	}
+	return j.memory.place(op, outBytes, in, out)
 }
 
 // check compares the result of op with the reference. op is the operation that r has submitted.
@@ -237,10 +299,21 @@ func (j *job) check(r *testcluster.Rank, op *testcluster.Op) error {
 }
 
 func (j *job) checkResult(m int, op *testcluster.Op) error {
+	if j.memory != nil && op.Request.Device != tensor.Host && j.kind.MovesData() {
+		if err := j.memory.fetch(op); err != nil {
+			return err
+		}
+	}
 	if refusal := j.refusal(m); refusal != "" {
 		var mismatch *engine.MismatchError
 		if !errors.As(op.Err, &mismatch) {
 			return fmt.Errorf("got error %v, want a refusal: %s", op.Err, refusal)
+		}
+		if text := mismatch.Error(); refusal == mixedMemory && j.joined == 0 &&
+			!(strings.Contains(text, fmt.Sprintf("rank %d sent a tensor in host memory", j.members[j.apart])) &&
+				strings.Contains(text, "sent a tensor on a CUDA device")) {
+			return fmt.Errorf("got error %q, want one that says that the tensor of rank %d is in host memory",
+				text, j.members[j.apart])
 		}
 		return nil
 	}
@@ -283,7 +356,13 @@ func (j *job) refusal(m int) string {
 	if j.joined != 0 && !j.empty && j.kind.MovesData() && !neutral {
 		return "members have joined"
 	}
-	if j.inPlace && (j.kind == message.Allgather || j.kind == message.Alltoall) {
+	if j.mixed() {
+		return mixedMemory
+	}
+	if j.device && j.kind.Reduces() {
+		return j.refusedOnDevice()
+	}
+	if !j.device && j.inPlace && (j.kind == message.Allgather || j.kind == message.Alltoall) {
 		room := len(j.input(m))
 		if j.kind == message.Allgather {
 			room *= len(j.members)
@@ -294,6 +373,8 @@ func (j *job) refusal(m int) string {
 	}
 	return ""
 }
+
+const mixedMemory = "one tensor is in host memory"
 
 func (j *job) checkLast(op *testcluster.Op) error {
 	if !slices.Contains(j.members, op.Last()) {
@@ -433,6 +514,9 @@ func (j *job) reduce() reduced {
 		var in [][]float64
 		for _, m := range j.active() {
 			in = append(in, decodeFloats(j.dt, j.input(m)))
+		}
+		if j.device {
+			return reduced{floats: j.floatsOnDevice(in, n)}
 		}
 		return reduced{floats: j.floats(in, n)}
 	default:

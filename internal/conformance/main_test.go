@@ -12,4 +12,4 @@ var (
 	seed = flag.Uint64("seed", 0, "make random programs from this seed; 0 draws one")
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { goleak.VerifyTestMain(withStandIns(m)) }

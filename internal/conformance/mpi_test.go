@@ -5,9 +5,7 @@ package conformance
 import (
 	"cmp"
 	"context"
-	"crypto/sha256"
 	"fmt"
-	stdhash "hash"
 	"slices"
 	"testing"
 
@@ -57,25 +55,8 @@ func runRank(ctx context.Context, t *testing.T, cfg *config.Config, lockstep boo
 		t.Fatal(err)
 	}
 	defer session.Close()
-	scripts := trialsOfMPI(m.Size(), lockstep)
-	digests := make(map[string]stdhash.Hash)
-	for _, s := range scripts {
-		me := slices.Index(s.members, topo.Rank(m.Rank()))
-		if me < 0 || s.joined>>me&1 == 1 {
-			continue // this rank does not get all results
-		}
-		key := fmt.Sprint(s.members, s.joined)
-		if digests[key] == nil {
-			digests[key] = sha256.New()
-		}
-		for _, jobs := range s.rounds {
-			for _, j := range jobs {
-				j.digest = digests[key]
-			}
-		}
-	}
-	testcluster.Run(t, testcluster.Options{
-		Ranks: m.Size(), Sets: sets(m.Size()), Deadline: clusterTime,
+	runProcess(t, fmt.Sprint("in lock-step ", lockstep), testcluster.Options{
+		Ranks: m.Size(), Deadline: clusterTime,
 		Process: &testcluster.Process{Rank: topo.Rank(m.Rank()), Mesh: session.Mesh},
 		Config: func(cfg *engine.Config) {
 			cfg.Ready = session.Ready
@@ -84,18 +65,10 @@ func runRank(ctx context.Context, t *testing.T, cfg *config.Config, lockstep boo
 				cfg.Collectives = m.Collectives()
 			}
 		},
-	}, func(r *testcluster.Rank) {
-		for _, s := range scripts {
-			s.run(r, nil)
-		}
-	})
-	for key, d := range digests {
-		fmt.Printf("digest of %s in lock-step %v: %x\n", key, lockstep, d.Sum(nil))
-	}
+	}, trialsOfMPI(m.Size(), lockstep), nil)
 	if err := m.Leave(ctx); err != nil {
 		t.Error(err)
 	}
-	t.Logf("%d cases", len(scripts))
 }
 
 // trialsOfMPI returns the pairwise trials of all links that have the given number of ranks. Without -full, it
@@ -112,7 +85,7 @@ func trialsOfMPI(ranks int, lockstep bool) (scripts []*script) {
 	}
 	for i, c := range slices.DeleteFunc(all, func(c trial) bool { return c.ranks != ranks }) {
 		if *full || i%6 == first {
-			scripts = append(scripts, c.script())
+			scripts = append(scripts, c.script(nil))
 		}
 	}
 	return scripts

@@ -15,6 +15,7 @@ type reduction struct {
 	op        tensor.ReduceOp
 	pre, post float64
 	wire      tensor.DType // the type to which contributions are compressed; Invalid if they are not
+	device    bool         // the tensors are on CUDA devices, where NCCL reduces them
 }
 
 // divisor returns the number by which an average divides the sum. For other reductions it returns 1. size is
@@ -77,10 +78,14 @@ func scaleInt(dt tensor.DType, x int64, f float64) int64 {
 }
 
 // interval is the set of right results for one element: the numbers from lo to hi. If both are NaN, the
-// result must be NaN. If both have the same bits, the result must have these bits.
-type interval struct{ lo, hi float64 }
+// result must be NaN. If both have the same bits, the result must have these bits. If orNaN is set, NaN is
+// right too.
+type interval struct {
+	lo, hi float64
+	orNaN  bool
+}
 
-func exactly(x float64) interval { return interval{x, x} }
+func exactly(x float64) interval { return interval{lo: x, hi: x} }
 
 // around returns the interval from x-d to x+d. If x is not finite or d is 0, the interval has only the number
 // x.
@@ -88,12 +93,12 @@ func around(x, d float64) interval {
 	if d == 0 || math.IsInf(x, 0) || math.IsNaN(x) {
 		return exactly(x)
 	}
-	return interval{x - d, x + d}
+	return interval{lo: x - d, hi: x + d}
 }
 
 func (v interval) has(x float64) bool {
 	switch {
-	case math.IsNaN(v.lo):
+	case math.IsNaN(v.lo), v.orNaN && math.IsNaN(x):
 		return math.IsNaN(x)
 	case math.Float64bits(v.lo) == math.Float64bits(v.hi):
 		return math.Float64bits(x) == math.Float64bits(v.lo)
@@ -104,7 +109,9 @@ func (v interval) has(x float64) bool {
 
 // round returns the interval whose ends are the ends of v rounded to f. Because rounding is monotone, it
 // contains the rounded value of each number in v.
-func (v interval) round(f format) interval { return interval{f.round(v.lo), f.round(v.hi)} }
+func (v interval) round(f format) interval {
+	return interval{f.round(v.lo), f.round(v.hi), v.orNaN}
+}
 
 func (v interval) String() string { return fmt.Sprintf("%v to %v", v.lo, v.hi) }
 
@@ -185,6 +192,9 @@ func (r reduction) contribute(v []float64) {
 // results are sent.
 func (r reduction) combined(y []float64) interval {
 	a := arithmetic(r.carried())
+	if r.device {
+		a = formats[r.dt]
+	}
 	acc, total := y[0], math.Abs(y[0])
 	for _, x := range y[1:] {
 		total += math.Abs(x)
@@ -246,7 +256,7 @@ func (r reduction) scaled(v interval, f float64) interval {
 	if f < 0 {
 		lo, hi = hi, lo
 	}
-	return interval{around(lo, slack(lo)).lo, around(hi, slack(hi)).hi}.round(formats[r.dt])
+	return interval{lo: around(lo, slack(lo)).lo, hi: around(hi, slack(hi)).hi}.round(formats[r.dt])
 }
 
 // approx is a vector v with an error bound for each element: element i may be wrong by up to d[i].

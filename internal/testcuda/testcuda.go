@@ -1,5 +1,6 @@
 // Package testcuda builds the stand-ins for libcudart and libnccl, with which tests run on machines without a
-// GPU. The folder standin has their sources, which say what they check.
+// GPU. The folder standin has their sources, which say what they check. On a machine with a GPU, a folder
+// with the real libraries can take their place.
 package testcuda
 
 import (
@@ -11,12 +12,12 @@ import (
 	"testing"
 )
 
-// folder is the environment variable with the folder of the stand-ins. Processes that a test starts inherit
+// folder is the environment variable with the folder of the libraries. Processes that a test starts inherit
 // it.
 const folder = "GOHVD_TEST_STANDINS"
 
 // Main builds the stand-ins with gcc, runs the tests of a package and returns the exit status. If the
-// environment says that a parent process has built them, Main uses these.
+// environment names a folder of libraries, Main uses these.
 func Main(m *testing.M) int {
 	if os.Getenv(folder) == "" {
 		dir, err := os.MkdirTemp("", "standin")
@@ -47,6 +48,18 @@ func NCCL() string { return filepath.Join(os.Getenv(folder), "libnccl.so.2") }
 
 // OldNCCL returns the path of a stand-in that has only the functions of NCCL 2.7.
 func OldNCCL() string { return filepath.Join(os.Getenv(folder), "libnccl-old.so.2") }
+
+// ShareDevice sets the environment variables with which NCCL accepts several ranks on one device. To NCCL
+// each rank then looks like a host of its own, so rank is its number. Each rank must be a process.
+func ShareDevice(t *testing.T, rank int) {
+	for name, value := range map[string]string{
+		"NCCL_HOSTID": fmt.Sprint("rank", rank), "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_SOCKET_IFNAME": "lo",
+		"NCCL_IB_DISABLE": "1", "NCCL_NET": "Socket", "NCCL_RAS_ENABLE": "0", "NCCL_NVLS_ENABLE": "0",
+		"NCCL_CUMEM_ENABLE": "0", "NCCL_MAX_NCHANNELS": "2", "NCCL_BUFFSIZE": "1048576",
+	} {
+		t.Setenv(name, value)
+	}
+}
 
 func build(dir string) error {
 	_, file, _, _ := runtime.Caller(0)

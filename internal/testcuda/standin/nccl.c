@@ -473,14 +473,17 @@ static void reduceElement(struct comm *c, int type, int op, size_t i, char *p) {
 		double v = loadFloat(type, c->region->members[0].window + i * size);
 		for (int r = 1; r < c->n; r++)
 			v = combineFloats(op, v, loadFloat(type, c->region->members[r].window + i * size));
-		storeFloat(type, p, op == avg ? v / c->n : v);
+		storeFloat(type, p, v); // an average was divided before, as NCCL does
 		return;
 	}
 	uint64_t v = loadInt(type, c->region->members[0].window + i * size);
 	for (int r = 1; r < c->n; r++)
 		v = combineInts(type, op, v, loadInt(type, c->region->members[r].window + i * size));
-	if (op == avg)
-		v = isSigned(type) ? (uint64_t)((int64_t)v / c->n) : v / (uint64_t)c->n;
+	memcpy(p, &v, size);
+	if (op != avg)
+		return;
+	v = loadInt(type, p); // the sum is a number of the type
+	v = isSigned(type) ? (uint64_t)((int64_t)v / c->n) : v / (uint64_t)c->n;
 	memcpy(p, &v, size);
 }
 
@@ -770,6 +773,10 @@ static int collective(int kind, const void *in, void *out, size_t n, int type, i
 			standin_violation("%s: reduction %d does not exist", call, op);
 		factor = c->factors[i];
 		op = numOps; // the factors may differ between ranks
+	} else if (op == avg && isFloat(type)) {
+		char rounded[8];
+		storeFloat(type, rounded, 1.0 / c->n);
+		factor = loadFloat(type, rounded);
 	}
 	if (n == 0)
 		return leave(c, success);
