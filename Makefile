@@ -92,7 +92,7 @@ test-mpi: ## test with Open MPI and MPICH, as jobs of 1 to 4 processes
 .PHONY: test-nccl
 test-nccl: ## test operations on CUDA devices with stand-ins for NCCL and CUDA
 	$(GO) vet -tags nccl ./...
-	$(GO) test -tags nccl -race -count 1 ./internal/cuda ./ops/nccl
+	$(GO) test -tags nccl -race -count 1 ./internal/testcuda ./internal/cuda ./ops/nccl
 	$(GO) test -tags nccl -race -count 1 -run Device ./hvd
 	$(GO) test -tags nccl -race -count 1 -run Device ./cmd/hvdd
 	$(GO) test -tags nccl -race -count 1 -run NCCL ./internal/conformance

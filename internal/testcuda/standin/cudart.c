@@ -2,7 +2,8 @@
 // cannot read or write by its address, so that a program that does so crashes, as with a real device. A
 // stream executes its work in a thread of its own, after a delay, so that missing waits show. The stand-in
 // ends the process with a message if it is used wrongly: a stream, event or address that does not exist (any
-// more), a copy beyond the end of an allocation, memory that is freed twice or while it is in use.
+// more), a copy beyond the end of an allocation, memory that is freed twice, a stream or event of another
+// device than the current one, accesses to the same memory in no order (order.c).
 //
 // The environment selects what it pretends to be:
 //
@@ -118,6 +119,16 @@ int cudaDeviceGetPCIBusId(char *text, int len, int device) {
 	return success;
 }
 
+// slots is the greatest number of streams at a time, and maxAccesses that of the accesses to a block that the
+// stand-in remembers.
+enum { slots = 256, maxAccesses = 256 };
+
+// clock has the number of the last piece of work of each slot that is before something. Streams that exist at
+// the same time have different slots.
+struct clock {
+	long at[slots];
+};
+
 // ---- memory
 
 // A block is an allocation, or the allocation of another process that this process has opened.
@@ -128,6 +139,8 @@ struct block {
 	int device;
 	int fd;
 	int opens;      // how often another process's block was opened; 0 if it is our own
+	struct access *accesses;
+	int numAccesses;
 	char name[40];  // the name of the shared memory
 	struct block *next;
 };
@@ -190,6 +203,7 @@ static void unmap(struct block *b) {
 	munmap(b->address, b->size);
 	munmap(b->host, b->size);
 	close(b->fd);
+	free(b->accesses);
 	free(b);
 }
 
@@ -287,10 +301,13 @@ struct stream {
 	long done, queued;
 	int closing;
 	useconds_t delay; // of each piece of work
+	int slot;
+	struct clock clock; // what is before the next piece of work
 	struct stream *next;
 };
 
 static struct stream *streams;
+static int slotTaken[slots];
 
 static void *execute(void *arg) {
 	struct stream *s = arg;
@@ -320,6 +337,7 @@ static void *execute(void *arg) {
 			*at = s->next;
 			break;
 		}
+	slotTaken[s->slot] = 0;
 	pthread_mutex_unlock(&lock);
 	// The memory of the stream stays, because synchronizeAll may still read it.
 	return NULL;
@@ -338,6 +356,8 @@ static struct stream *checked(void *stream, const char *call) {
 	return s;
 }
 
+#include "order.c"
+
 int cudaStreamCreateWithFlags(void **stream, unsigned flags) {
 	(void)flags;
 	struct stream *s = calloc(1, sizeof *s);
@@ -347,6 +367,7 @@ int cudaStreamCreateWithFlags(void **stream, unsigned flags) {
 	pthread_mutex_init(&s->lock, NULL);
 	pthread_cond_init(&s->changed, NULL);
 	pthread_mutex_lock(&lock);
+	s->slot = takeSlot();
 	s->next = streams;
 	streams = s;
 	pthread_mutex_unlock(&lock);
@@ -378,6 +399,8 @@ int cudaStreamDestroy(void *stream) {
 
 void standin_enqueue(void *stream, int (*run)(void *), void *arg, const char *call) {
 	struct stream *s = checked(stream, call);
+	if (s->device != current)
+		standin_violation("%s: the stream belongs to device %d, but the current device is %d", call, s->device, current);
 	struct work *w = malloc(sizeof *w);
 	*w = (struct work){run, arg, NULL};
 	pthread_mutex_lock(&s->lock);
@@ -394,6 +417,7 @@ static void synchronize(struct stream *s) {
 	while (s->done < until)
 		pthread_cond_wait(&s->changed, &s->lock);
 	pthread_mutex_unlock(&s->lock);
+	hostSees(&s->clock);
 }
 
 int cudaStreamSynchronize(void *stream) {
@@ -406,6 +430,8 @@ int cudaStreamQuery(void *stream) {
 	pthread_mutex_lock(&s->lock);
 	int idle = s->done == s->queued;
 	pthread_mutex_unlock(&s->lock);
+	if (idle)
+		hostSees(&s->clock);
 	return idle ? success : result(notReady);
 }
 
@@ -464,8 +490,12 @@ static struct copy *newCopy(void *to, const void *from, size_t n, int kind, cons
 }
 
 int cudaMemcpyAsync(void *to, const void *from, size_t n, int kind, void *stream) {
-	if (n > 0)
-		standin_enqueue(stream, doCopy, newCopy(to, from, n, kind, "cudaMemcpyAsync"), "cudaMemcpyAsync");
+	if (n == 0)
+		return success;
+	struct copy *c = newCopy(to, from, n, kind, "cudaMemcpyAsync");
+	standin_access(stream, from, n, 0, "cudaMemcpyAsync");
+	standin_access(stream, to, n, 1, "cudaMemcpyAsync");
+	standin_enqueue(stream, doCopy, c, "cudaMemcpyAsync");
 	return success;
 }
 
@@ -480,6 +510,7 @@ int cudaMemsetAsync(void *p, int value, size_t n, void *stream) {
 		return success;
 	struct copy *c = malloc(sizeof *c);
 	*c = (struct copy){standin_host(p, n, "cudaMemsetAsync"), NULL, n, value};
+	standin_access(stream, p, n, 1, "cudaMemsetAsync");
 	standin_enqueue(stream, doCopy, c, "cudaMemsetAsync");
 	return success;
 }
@@ -492,7 +523,8 @@ struct state { // in shared memory if the event is for several processes
 
 struct event {
 	struct state *state;
-	int interprocess;
+	int interprocess, device;
+	struct clock clock; // of the last record
 	char name[40];
 	struct event *next;
 };
@@ -518,6 +550,7 @@ static int mapState(struct event *e, int fd) {
 }
 
 static int addEvent(struct event *e, void **event) {
+	e->device = current;
 	pthread_mutex_lock(&lock);
 	e->next = events;
 	events = e;
@@ -579,6 +612,14 @@ static int await(void *arg) {
 
 int cudaEventRecord(void *event, void *stream) {
 	struct event *e = checkedEvent(event, "cudaEventRecord");
+	struct stream *s = checked(stream, "cudaEventRecord");
+	if (e->device != s->device)
+		standin_violation("cudaEventRecord: the event belongs to device %d, and the stream to device %d", e->device,
+			s->device);
+	pthread_mutex_lock(&lock);
+	merge(&s->clock, &hostKnows);
+	e->clock = s->clock;
+	pthread_mutex_unlock(&lock);
 	struct mark *m = malloc(sizeof *m);
 	*m = (struct mark){e->state, __atomic_add_fetch(&e->state->recorded, 1, __ATOMIC_ACQ_REL)};
 	standin_enqueue(stream, complete, m, "cudaEventRecord");
@@ -588,6 +629,10 @@ int cudaEventRecord(void *event, void *stream) {
 int cudaStreamWaitEvent(void *stream, void *event, unsigned flags) {
 	(void)flags;
 	struct event *e = checkedEvent(event, "cudaStreamWaitEvent");
+	struct stream *s = checked(stream, "cudaStreamWaitEvent");
+	pthread_mutex_lock(&lock);
+	merge(&s->clock, e->interprocess ? &enqueued : &e->clock);
+	pthread_mutex_unlock(&lock);
 	struct mark *m = malloc(sizeof *m);
 	*m = (struct mark){e->state, __atomic_load_n(&e->state->recorded, __ATOMIC_ACQUIRE)};
 	standin_enqueue(stream, await, m, "cudaStreamWaitEvent");
@@ -595,8 +640,11 @@ int cudaStreamWaitEvent(void *stream, void *event, unsigned flags) {
 }
 
 static int ended(struct event *e) {
-	return __atomic_load_n(&e->state->completed, __ATOMIC_ACQUIRE) >=
-		__atomic_load_n(&e->state->recorded, __ATOMIC_ACQUIRE);
+	if (__atomic_load_n(&e->state->completed, __ATOMIC_ACQUIRE) <
+			__atomic_load_n(&e->state->recorded, __ATOMIC_ACQUIRE))
+		return 0;
+	hostSees(e->interprocess ? &enqueued : &e->clock);
+	return 1;
 }
 
 int cudaEventQuery(void *event) {

@@ -33,6 +33,7 @@
 
 int cudaGetDevice(int *device);
 int cudaDeviceGetPCIBusId(char *text, int len, int device);
+int cudaPointerGetAttributes(void *attributes, const void *p);
 
 enum { success = 0, systemError = 2, internalError = 3, invalidArgument = 4, invalidUsage = 5, remoteError = 6,
 	inProgress = 7 };
@@ -72,6 +73,7 @@ struct comm {
 	char name[128];
 	int rank, n, device;
 	int busy, initializing, ready, aborting, async;
+	int grouped;       // whether operations wait for the end of a group
 	int finalizing;    // whether ncclCommFinalize was called
 	double abortedAt;  // the time of ncclCommAbort
 	long arrived; // how often this rank has arrived at a barrier
@@ -301,6 +303,8 @@ static int left(struct comm *c) {
 
 int ncclCommGetAsyncError(void *comm, int *code) {
 	struct comm *c = checked(comm, "ncclCommGetAsyncError");
+	if (c->grouped)
+		standin_violation("ncclCommGetAsyncError: operations of the communicator wait for ncclGroupEnd");
 	*code = __atomic_load_n(&c->async, __ATOMIC_ACQUIRE);
 	if (*code == success && c->n > 1 && __atomic_load_n(&c->region->aborted, __ATOMIC_ACQUIRE))
 		*code = remoteError;
@@ -636,8 +640,16 @@ struct exchange {
 	struct exchange *next;
 };
 
+// deferred is a collective that waits for the end of the group.
+struct deferred {
+	struct comm *comm;
+	void *stream, *collective;
+	struct deferred *next;
+};
+
 static __thread int depth;               // of nested groups
 static __thread struct exchange *queued; // the messages of the group of this thread
+static __thread struct deferred *deferred, *lastDeferred;
 
 // move moves the next letter of m, if that is possible. It reports whether m has ended.
 static int move(struct comm *c, struct message *m) {
@@ -699,12 +711,30 @@ int ncclGroupEnd(void) {
 		standin_violation("ncclGroupEnd without ncclGroupStart");
 	if (--depth > 0)
 		return success;
+	while (deferred) {
+		struct deferred *d = deferred;
+		deferred = d->next;
+		d->comm->grouped = 0;
+		standin_enqueue(d->stream, runCollective, d->collective, "ncclGroupEnd");
+		free(d);
+	}
 	while (queued) {
 		struct exchange *x = queued;
 		queued = x->next;
+		x->comm->grouped = 0;
 		standin_enqueue(x->stream, runExchange, x, "ncclGroupEnd");
 	}
 	return success;
+}
+
+// use returns the memory behind n bytes that an operation reads or writes.
+static void *use(struct comm *c, void *stream, const void *p, size_t n, int writes, const char *call) {
+	struct { int type, device; void *devicePointer, *hostPointer; } a;
+	cudaPointerGetAttributes(&a, p);
+	if (a.device >= 0 && a.device != c->device)
+		standin_violation("%s: the memory is on device %d, and the communicator on device %d", call, a.device, c->device);
+	standin_access(stream, p, n, writes, call);
+	return standin_host(p, n, call);
 }
 
 // begin counts an operation and injects faults. It returns an error code.
@@ -742,9 +772,10 @@ static int message(const void *data, size_t n, int type, int peer, int sends, vo
 	m->sends = sends;
 	m->peer = peer;
 	m->size = n * sizeOf(type);
-	m->data = standin_host(data, m->size, call);
+	m->data = use(c, stream, data, m->size, !sends, call);
 	*(*at)->end = m;
 	(*at)->end = &m->next;
+	c->grouped = 1;
 	leave(c, success);
 	if (depth == 0) {
 		ncclGroupStart();
@@ -789,14 +820,25 @@ static int collective(int kind, const void *in, void *out, size_t n, int type, i
 	}
 	size_t bytes = n * sizeOf(type), all = bytes * (size_t)c->n;
 	if (kind != opBroadcast || root == c->rank)
-		k->in = standin_host(in, kind == opReduceScatter ? all : bytes, call);
+		k->in = use(c, stream, in, kind == opReduceScatter ? all : bytes, 0, call);
 	if (kind != opReduce || root == c->rank)
-		k->out = standin_host(out, kind == opAllGather ? all : bytes, call);
+		k->out = use(c, stream, out, kind == opAllGather ? all : bytes, 1, call);
 	k->comm = c;
 	k->factor = factor;
 	long values[] = {kind, (long)n, type, op, root};
 	memcpy(k->call, values, sizeof values);
-	standin_enqueue(stream, runCollective, k, call);
+	if (depth > 0) {
+		struct deferred *d = malloc(sizeof *d);
+		*d = (struct deferred){c, stream, k, NULL};
+		if (deferred)
+			lastDeferred->next = d;
+		else
+			deferred = d;
+		lastDeferred = d;
+		c->grouped = 1;
+	} else {
+		standin_enqueue(stream, runCollective, k, call);
+	}
 	return leave(c, success);
 }
 

@@ -16,4 +16,9 @@ void *standin_host(const void *p, size_t n, const char *call);
 // other than 0, it is run again a little later.
 void standin_enqueue(void *stream, int (*work)(void *), void *arg, const char *call);
 
+// standin_access says that the next work on the stream reads or writes n bytes at the device address p. It is a
+// violation if work on another stream uses them too and nothing puts one before the other. Addresses of the
+// host are ignored.
+void standin_access(void *stream, const void *p, size_t n, int writes, const char *call);
+
 #endif
