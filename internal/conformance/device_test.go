@@ -6,25 +6,24 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// refusedOnDevice returns the reason for which NCCL cannot run the reduction, or "" if it can.
-func (r reduction) refusedOnDevice() string {
+// byNCCL reports whether NCCL runs the reduction. It runs only reductions of tensors on devices, and not all
+// of them. Tensors on devices for which it does not are copied to host memory and reduced there.
+func (r reduction) byNCCL() bool {
 	scaled, isSum := r.pre != 1 || r.post != 1, r.op == tensor.Sum || r.op == tensor.Average ||
 		r.op == tensor.AverageActive
 	switch {
-	case r.dt == tensor.Int16 || r.dt == tensor.Uint16:
-		return "NCCL has no integers of 16 bits"
-	case r.op == tensor.Adasum:
-		return "NCCL has no Adasum"
-	case r.wire.Valid():
-		return "tensors on devices are not compressed"
-	case scaled && !(isSum && r.dt.IsFloat()):
-		return "NCCL scales only sums of floats"
-	case r.op == tensor.AverageActive && !r.dt.IsFloat():
-		return "NCCL divides integers only by the number of all ranks"
-	case r.dt == tensor.Float16 && r.pre < 1 && r.post > 1:
-		return "NCCL multiplies by the postscale before the reduction"
+	case r.dt == tensor.Int16 || r.dt == tensor.Uint16: // NCCL has no integers of 16 bits
+		return false
+	case r.op == tensor.Adasum || r.wire.Valid():
+		return false
+	case scaled && !(isSum && r.dt.IsFloat()): // NCCL scales only sums of floats
+		return false
+	case r.op == tensor.AverageActive && !r.dt.IsFloat(): // NCCL divides only by the number of all ranks
+		return false
+	case r.dt == tensor.Float16 && r.pre < 1 && r.post > 1: // NCCL multiplies by the postscale first
+		return false
 	}
-	return ""
+	return r.device
 }
 
 // floatsOnDevice is like floats for the results of NCCL. Let k members contribute x_1 ... x_k, and let u be

@@ -359,9 +359,6 @@ func (j *job) refusal(m int) string {
 	if j.mixed() {
 		return mixedMemory
 	}
-	if j.device && j.kind.Reduces() {
-		return j.refusedOnDevice()
-	}
 	if !j.device && j.inPlace && (j.kind == message.Allgather || j.kind == message.Alltoall) {
 		room := len(j.input(m))
 		if j.kind == message.Allgather {
@@ -515,7 +512,7 @@ func (j *job) reduce() reduced {
 		for _, m := range j.active() {
 			in = append(in, decodeFloats(j.dt, j.input(m)))
 		}
-		if j.device {
+		if j.byNCCL() {
 			return reduced{floats: j.floatsOnDevice(in, n)}
 		}
 		return reduced{floats: j.floats(in, n)}

@@ -12,6 +12,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"strconv"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -45,18 +46,7 @@ func TestConformanceNCCL(t *testing.T) {
 	for _, ranks := range []int{1, 2, 3, 4} {
 		t.Run(fmt.Sprintf("ranks=%d", ranks), func(t *testing.T) {
 			outputs := runRanks(t, ranks, "TestRankOfNCCL")
-			digests := make(map[string]string)
-			for _, out := range outputs {
-				for _, d := range digest.FindAllStringSubmatch(out, -1) {
-					if other := digests[d[1]]; other != "" && other != d[2] {
-						t.Errorf("%s: ranks have different results", d[1])
-					}
-					digests[d[1]] = d[2]
-				}
-			}
-			if len(digests) < 2 {
-				t.Errorf("got %d digests, want at least 2:\n%s", len(digests), outputs)
-			}
+			compareDigests(t, strings.Join(outputs, ""), 2)
 			t.Log(regexp.MustCompile(`\d+ cases`).FindAllString(outputs[0], -1), "in event and lock-step mode")
 		})
 	}
@@ -147,7 +137,7 @@ func runRankOnDevice(t *testing.T, me topo.Rank, size int, lockstep bool) {
 		if session != nil {
 			cfg.Ready = session.Ready
 		}
-		cfg.Lockstep = lockstep
+		cfg.Lockstep, cfg.Devices = lockstep, memory.library.Devices
 		cfg.Backends = append(cfg.Backends, memory.library.Register(nccl.Config{
 			Device: memory.device.Index(), StartTimeout: clusterTime,
 			Host: tcp.Within(cfg.Mesh, transport.DeviceLane, tcp.Config{Oversubscribed: true})}))
@@ -189,13 +179,13 @@ func trialsOnDevice(ranks int, lockstep bool, m memory) (scripts []*script) {
 	return scripts
 }
 
-// deviceOperations returns the operations for tensors on devices. Of those that NCCL cannot run, it returns
+// deviceOperations returns the operations for tensors on devices. Of those that NCCL does not run, it returns
 // one of eight.
 func deviceOperations() (all []what) {
-	refused := 0
+	others := 0
 	for _, w := range operations() {
-		if w.device = true; w.kind.Reduces() && w.refusedOnDevice() != "" {
-			if refused++; refused%8 != 0 {
+		if w.device = true; w.kind.Reduces() && !w.byNCCL() {
+			if others++; others%8 != 0 {
 				continue
 			}
 		}

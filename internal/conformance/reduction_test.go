@@ -15,7 +15,7 @@ type reduction struct {
 	op        tensor.ReduceOp
 	pre, post float64
 	wire      tensor.DType // the type to which contributions are compressed; Invalid if they are not
-	device    bool         // the tensors are on CUDA devices, where NCCL reduces them
+	device    bool         // the tensors are on CUDA devices
 }
 
 // divisor returns the number by which an average divides the sum. For other reductions it returns 1. size is
@@ -192,7 +192,7 @@ func (r reduction) contribute(v []float64) {
 // results are sent.
 func (r reduction) combined(y []float64) interval {
 	a := arithmetic(r.carried())
-	if r.device {
+	if r.byNCCL() {
 		a = formats[r.dt]
 	}
 	acc, total := y[0], math.Abs(y[0])

@@ -15,8 +15,7 @@ var errNoDevices = errors.New("CUDA was not loaded: set HOROVOD_GPU_OPERATIONS=n
 var errClosed = errors.New("cuda: the rank has left its job")
 
 // Devices makes events that mark how far the streams of other libraries have come, and copies tensors between
-// devices and the host. A nil *Devices has no
-// device. Its methods are safe for concurrent use.
+// devices and the host. A nil *Devices has no device. Its methods are safe for concurrent use.
 type Devices struct {
 	// EndTimeout bounds how long Copy waits after its context has ended. NewDevices sets it to 5 s.
 	EndTimeout time.Duration

@@ -93,14 +93,14 @@ func (w *work) copied() bool {
 type inHost struct {
 	memory []byte
 	device int
-	// outputs has a copy to each output on the device, or to each part of an output, and of is the index of
-	// its entry.
-	outputs []cuda.Copy
-	of      []int
+	// inputs has a copy from each input on the device, or from each part of an input. outputs has a copy to
+	// each output or part of it, and of is the index of its entry.
+	inputs, outputs []cuda.Copy
+	of              []int
 }
 
 // copyIn copies the tensors of w to host memory if the backend needs them there. Then the entries have the
-// copies instead of the tensors. It waits for the device until ctx ends.
+// copies instead of the tensors until releaseCopies. It waits for the device until ctx ends.
 func (l *lane) copyIn(ctx context.Context, w *work) (err error) {
 	if !w.copied() || w.absent {
 		return nil
@@ -111,11 +111,10 @@ func (l *lane) copyIn(ctx context.Context, w *work) (err error) {
 	}
 	l.warnInHost(w.grant.Responses[0])
 	w.enter(ops.CopyingIn)
-	var inputs []cuda.Copy
 	h, size := &w.inHost, 0
 	each := func(i int, in, out *[]byte) {
-		inputs = append(inputs, cuda.Copy{From: *in})
-		h.outputs, h.of = append(h.outputs, cuda.Copy{To: *out}), append(h.of, i)
+		h.inputs, h.outputs = append(h.inputs, cuda.Copy{From: *in}), append(h.outputs, cuda.Copy{To: *out})
+		h.of = append(h.of, i)
 		size += aligned(len(*in)) + aligned(len(*out))
 	}
 	w.buffers(each)
@@ -129,12 +128,12 @@ func (l *lane) copyIn(ctx context.Context, w *work) (err error) {
 		return taken
 	}
 	w.buffers(func(_ int, in, out *[]byte) {
-		inputs[next].To, h.outputs[next].From = take(len(*in)), take(len(*out))
-		*in, *out = inputs[next].To, h.outputs[next].From
+		h.inputs[next].To, h.outputs[next].From = take(len(*in)), take(len(*out))
+		*in, *out = h.inputs[next].To, h.outputs[next].From
 		next++
 	})
 	h.device, _ = w.grant.Responses[0].Devices[l.me].CUDA()
-	return l.copy(ctx, w, l.ready(w), inputs)
+	return l.copy(ctx, w, l.ready(w), h.inputs)
 }
 
 // copyOut copies the results of w to the devices if they are in host memory. It does not copy those of
@@ -170,10 +169,17 @@ func (l *lane) copy(ctx context.Context, w *work, after []*cuda.Event, copies []
 	return err
 }
 
-// releaseCopies gives back the host memory of w.
+// releaseCopies gives back the host memory of w. The entries have their tensors on the device again.
 func (l *lane) releaseCopies(w *work) {
-	if w.inHost.memory != nil {
-		l.devices.GiveBack(w.inHost.memory)
+	h, next := &w.inHost, 0
+	if h.memory != nil {
+		l.devices.GiveBack(h.memory)
+	}
+	if len(h.inputs) > 0 {
+		w.buffers(func(_ int, in, out *[]byte) {
+			*in, *out = h.inputs[next].From, h.outputs[next].To
+			next++
+		})
 	}
 	w.inHost = inHost{}
 }
