@@ -125,7 +125,7 @@ func (p *Postoffice) Clock(ctx context.Context, customer int) error {
 		return err
 	}
 	if !p.IsWorker() {
-		return fmt.Errorf("ps: clock: this process is a %s", p.cfg.Role)
+		return &UsageError{fmt.Errorf("ps: clock: this process is a %s", p.cfg.Role)}
 	}
 	c := &p.clocks[customer]
 	err := c.call()

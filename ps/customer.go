@@ -50,6 +50,14 @@ type RemoteError struct {
 
 func (e *RemoteError) Error() string { return van.Name(e.Node) + ": " + e.Text }
 
+// UsageError reports that the arguments of a call are wrong, for example because keys are not sorted or
+// values do not fit them, or that a node of this role cannot make the call.
+type UsageError struct{ Err error }
+
+func (e *UsageError) Error() string { return e.Err.Error() }
+
+func (e *UsageError) Unwrap() error { return e.Err }
+
 // Request is a request in flight, to one node or several. Its methods are safe for concurrent use.
 type Request struct {
 	c         *customer
@@ -89,7 +97,7 @@ type part struct {
 // newCustomer returns a customer. The caller sets request and passes the customer to Postoffice.add.
 func newCustomer(po *Postoffice, app, id int) (*customer, error) {
 	if app < 0 || app > math.MaxInt32 {
-		return nil, fmt.Errorf("the app has the number %d, want 0 to %d", app, math.MaxInt32)
+		return nil, &UsageError{fmt.Errorf("the app has the number %d, want 0 to %d", app, math.MaxInt32)}
 	}
 	if _, err := po.RankOf(id); err != nil {
 		return nil, err

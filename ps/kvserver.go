@@ -87,7 +87,7 @@ type parkedKey struct {
 func NewKVServer[T Value](po *Postoffice, app int, handler KVHandler[T], h SimpleHandlers) (*KVServer[T],
 	error) {
 	if !po.IsServer() {
-		return nil, fmt.Errorf("ps: new KVServer: this process is a %s", po.cfg.Role)
+		return nil, &UsageError{fmt.Errorf("ps: new KVServer: this process is a %s", po.cfg.Role)}
 	}
 	a, err := newApp(po, app, 0, h)
 	s := &KVServer[T]{SimpleApp: a, handler: handler, lists: make(map[senderKey]*serverLists),

@@ -56,7 +56,7 @@ func Callback(f func(err error)) Option { return func(o *options) { o.callback =
 // of this process. The worker is a SimpleApp too, whose requests go to the handlers h of the servers' apps.
 func NewKVWorker[T Value](po *Postoffice, app, customer int, h SimpleHandlers) (*KVWorker[T], error) {
 	if !po.IsWorker() {
-		return nil, fmt.Errorf("ps: new KVWorker: this process is a %s", po.cfg.Role)
+		return nil, &UsageError{fmt.Errorf("ps: new KVWorker: this process is a %s", po.cfg.Role)}
 	}
 	a, err := newApp(po, app, customer, h)
 	w := &KVWorker[T]{SimpleApp: a, slicer: rangeSlicer}
@@ -132,7 +132,7 @@ func (w *KVWorker[T]) do(ctx context.Context, what string, op operation[T], opts
 		err = op.check()
 	}
 	if err != nil {
-		return nil, fmt.Errorf("ps: %s: %w", r.what, err)
+		return nil, &UsageError{fmt.Errorf("ps: %s: %w", r.what, err)}
 	}
 	clock := &w.c.po.clocks[w.c.key.id]
 	now, err := clock.begin()
@@ -290,8 +290,8 @@ func (op *operation[T]) assemble(list *keyList, parts []part) error {
 	case len(out) == 0:
 		out = make([]T, total)
 	case len(out) != total:
-		return fmt.Errorf("the keys have %d values, but the slice for them has the length %d", total,
-			len(out))
+		return &UsageError{fmt.Errorf("the keys have %d values, but the slice for them has the length %d",
+			total, len(out))}
 	}
 	at := 0
 	for i := range parts {

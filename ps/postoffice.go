@@ -287,9 +287,8 @@ func (p *Postoffice) Rank() int { return van.Rank(p.van.ID()) }
 func (p *Postoffice) RankOf(customer int) (int, error) {
 	ids := p.van.IDs()
 	if customer < 0 || customer >= len(ids) {
-		return 0, fmt.Errorf("ps: this process has no customer %d, it has %d: see Options.Customers",
-			customer,
-			len(ids))
+		return 0, &UsageError{fmt.Errorf("ps: this process has no customer %d, it has %d: see Options.Customers",
+			customer, len(ids))}
 	}
 	return van.Rank(ids[customer]), nil
 }
@@ -496,7 +495,7 @@ func (p *Postoffice) add(c *customer) error {
 	}
 	if p.customers[c.key] != nil {
 		p.mu.Unlock()
-		return fmt.Errorf("app %d has a customer %d already", c.key.app, c.key.id)
+		return &UsageError{fmt.Errorf("app %d has a customer %d already", c.key.app, c.key.id)}
 	}
 	p.customers[c.key] = c
 	var mine, others []held

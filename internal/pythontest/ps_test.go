@@ -72,9 +72,13 @@ with ps.start() as node:
             n.push([7], np.array([-5])).wait()
             assert n.pull([7]).wait().tolist() == [-5]
             refused(HorovodInternalError, "there is no key 8", n.pull, [8])
-            refused(HorovodInternalError, "sorted", w.push, [2, 1], np.ones(2, np.float32))
-            refused(HorovodInternalError, "15 values", w.pull, keys, width=4)
+            refused(ValueError, "sorted and unique", w.push, [2, 1], np.ones(2, np.float32))
+            refused(ValueError, "sorted and unique", w.pull, [2, 2])
+            refused(ValueError, "4 values do not fit 3 keys", w.push, keys, np.ones(4, np.float32))
+            refused(ValueError, "15 values", w.pull, keys, width=4)
             refused(ValueError, "float64", w.push, keys, np.ones(3))
+            refused(ValueError, "this process is a worker", node.serve, 3, "float32")
+            refused(ValueError, "want 0 to 2147483647", node.worker(-1, "int64").pull, [7])
         node.clock()
         print("worker", node.rank, "is done", flush=True)
 `

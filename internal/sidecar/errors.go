@@ -6,6 +6,7 @@ import (
 	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/rank"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
+	"github.com/gohvd/gohvd/ps"
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
@@ -73,6 +74,9 @@ func classOf(err error) uint32 {
 		return classUsage
 	}
 	if _, ok := errors.AsType[*engine.UsageError](err); ok {
+		return classUsage
+	}
+	if _, ok := errors.AsType[*ps.UsageError](err); ok {
 		return classUsage
 	}
 	return classInternal
