@@ -34,8 +34,8 @@ func (c *Coordinator) Relay(leader topo.Rank, ranks []topo.Rank, held []uint32, 
 	c.ranks[leader].lastReceived = c.now
 }
 
-// heard returns the last time at which a frame of rank r would have arrived if r had sent one. A rank behind
-// a leader is heard only as long as its leader.
+// heard returns the time until which silence of rank r is its own: now or, if a leader passes on the frames
+// of r, the time at which the last frame of the leader arrived.
 func (c *Coordinator) heard(r topo.Rank) time.Duration {
 	if leader := c.leaderOf(r); leader != r {
 		return c.ranks[leader].lastReceived

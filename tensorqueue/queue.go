@@ -107,8 +107,8 @@ type Name struct {
 	entry *Entry // the entry in flight, or nil
 	next  *Name  // the name of the next entry of the same call of Add, if Hold is set in the entries
 	bit   uint32 // Request.Bit of the last entry with this name
-	// holds is the number of entries with Hold that have used the name so far. It changes only while the name
-	// is free. released is the number of these entries whose names were released.
+	// holds counts the entries with Hold that have used the name so far. It changes only while the name is
+	// free. released counts those whose names were released: the name is free when both are equal.
 	holds    uint32
 	released atomic.Uint32
 }

@@ -470,8 +470,8 @@ func TestLong(t *testing.T) {
 // longBytes is at least the number of bytes that one call of a function in assembly handles.
 const longBytes = 1 << 20
 
-// FuzzLevels reads from its input an operation, two positions in a cache line, and the bytes of the sources
-// one after another. It compares each level with plain Go.
+// FuzzLevels decodes from its input an operation, two offsets in a cache line and the operands, and compares
+// every level of vector instructions with plain Go.
 func FuzzLevels(f *testing.F) {
 	all := operations()
 	for i, o := range all {

@@ -131,9 +131,9 @@ func isConsequence(err error) bool {
 		err != nil && mayPass(err)
 }
 
-// noteTried records the result of the try of a rank. At the first failure on a host, it tells the host's
-// other ranks to stop. When all ranks of the job have reported, it sends them the result. The caller holds
-// r.mu, and r is complete.
+// noteTried records the result of a rank's attempt. At the first failure on a host, it tells the host's other
+// ranks to stop. When all ranks of the job have reported, it sends them the result. The caller holds r.mu,
+// and the state of r is complete.
 func (r *root) noteTried(rank int, s *rendezvouspb.Status) {
 	host := r.records[rank].HostID
 	reports := r.tried[host]

@@ -14,7 +14,7 @@ import (
 type stage struct {
 	after levels
 	begin func(b *Backend) error
-	chunk int // the chunk of the operation's buffer
+	chunk int // the index of the chunk of the operation's buffer that the stage processes
 }
 
 // levels is a set of levels.

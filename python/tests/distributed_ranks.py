@@ -778,7 +778,7 @@ class Lives(Ranks):
 
 
 def begin(k: object, backend: str = "gohvd", **kw: object) -> None:
-    """Makes the default group again. A file can be used only once."""
+    """Makes the default group again, with a new file for each k, because a file:// store can be used only once."""
     args = dict(INIT)
     if args:
         args["init_method"] += f" {k}"

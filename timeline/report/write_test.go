@@ -199,8 +199,8 @@ type straggler struct {
 	cached   bool
 	arrivals bool
 	domains  []string
-	// started and monotonic are indexed by rank and are the moment at which the rank's ts is 0. started is
-	// this moment on rank 0's clock, and monotonic is the same moment on the clock of the rank's domain.
+	// started and monotonic give, by rank, the moment at which the rank's ts is 0: started on rank 0's clock,
+	// and monotonic on the monotonic clock that the ranks with the same element of domains share.
 	started, monotonic []int
 	clockError         int
 }

@@ -266,8 +266,8 @@ func TestDeathWhileForming(t *testing.T) {
 	}
 }
 
-// TestUnauthenticatedPeers connects strange processes to the sockets of two ranks. They send arbitrary bytes
-// or nothing. The ranks must form a group nevertheless.
+// TestUnauthenticatedPeers connects clients that send arbitrary bytes or nothing to the sockets of two ranks.
+// The ranks must form a group nevertheless.
 func TestUnauthenticatedPeers(t *testing.T) {
 	j := newJob(t, shm.Config{}, overTCP(t, 2), "a", "a")
 	for _, sent := range [][]byte{nil, []byte("GET / HTTP/1.1\r\n\r\n"), make([]byte, 72),
