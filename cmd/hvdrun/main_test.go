@@ -23,6 +23,7 @@ import (
 	"github.com/gohvd/gohvd/internal/joblink"
 	"github.com/gohvd/gohvd/internal/launch"
 	"github.com/gohvd/gohvd/internal/secret"
+	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/store"
 )
@@ -39,6 +40,7 @@ func TestMain(m *testing.M) {
 		case launch.AgentArg:
 			os.Exit(launch.AgentMain(os.Args[2:], os.Environ()))
 		case "hvdrun":
+			testnet.NoNameServer()
 			status := run(os.Args[2:], os.Environ(), os.Stdout, os.Stderr)
 			if err := goleak.Find(); err != nil {
 				fmt.Fprintln(os.Stderr, err)

@@ -26,6 +26,7 @@ import (
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/joblink"
 	"github.com/gohvd/gohvd/internal/launch"
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 // TestMain runs the tests. The first argument of the test binary can select another role. Then TestMain runs
@@ -38,6 +39,7 @@ func TestMain(m *testing.M) {
 		case launch.AgentArg:
 			os.Exit(launch.AgentMain(os.Args[2:], os.Environ()))
 		case "launcher":
+			testnet.NoNameServer()
 			os.Exit(launcher(os.Args[2]))
 		case "fake agent":
 			os.Exit(fakeAgent(os.Args[2]))

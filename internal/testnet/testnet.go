@@ -6,6 +6,7 @@ package testnet
 import (
 	"bytes"
 	"context"
+	"errors"
 	"fmt"
 	"math/rand/v2"
 	"net"
@@ -41,6 +42,16 @@ func Eventually(t *testing.T, what string, cond func() bool) {
 		case <-ctx.Done():
 			t.Fatalf("%s: this has not happened within a minute", what)
 		}
+	}
+}
+
+// NoNameServer makes each lookup of a name that is not in the hosts file fail at once. Tests use names of hosts
+// that do not exist. If the name server did not answer, goroutines of such a lookup would look like a leak.
+func NoNameServer() {
+	none := errors.New("tests have no name server")
+	net.DefaultResolver = &net.Resolver{
+		PreferGo: true,
+		Dial:     func(context.Context, string, string) (net.Conn, error) { return nil, none },
 	}
 }
 
