@@ -480,6 +480,9 @@ func TestAgentThatEndsEarly(t *testing.T) {
 func TestSecretIsForAgents(t *testing.T) {
 	t.Parallel()
 	file := filepath.Join(t.TempDir(), "received")
+	if err := os.WriteFile(file, nil, 0o600); err != nil { // the program may not have started after StartMS
+		t.Fatal(err)
+	}
 	r := start(t, spec{NP: 1, Hosts: "h1", StartMS: 500, Reach: byShell(`echo menu; cat >"` + file + `"`),
 		Command: []string{"true"}})
 	if got := r.wait(); got != 1 {
