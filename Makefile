@@ -29,7 +29,7 @@ check: test others ## everything CI runs
 others: format vet lint race nocgo noasm test-mpi test-nccl wheel-check changed generated ## everything CI runs except the tests
 
 .PHONY: nightly
-nightly: check wheel arm64 image pytorch-image slurm fuzz conformance autotune deaths test-python ## the checks that take too long for each change: a few hours
+nightly: check wheel arm64 image pytorch-image slurm nccl-libraries fuzz conformance autotune deaths test-python ## the checks that take too long for each change: a few hours
 
 .PHONY: test
 test: ## run all tests
@@ -96,6 +96,13 @@ test-nccl: ## test operations on CUDA devices with stand-ins for NCCL and CUDA
 	$(GO) test -tags nccl -race -count 1 -run Device ./hvd
 	$(GO) test -tags nccl -race -count 1 -run Device ./cmd/hvdd
 	$(GO) test -tags nccl -race -count 1 -run NCCL ./internal/conformance
+
+.PHONY: nccl-libraries
+nccl-libraries: ## check that PyPI's NCCL and CUDA runtime (300 MB) have what gohvd calls; needs no GPU
+	python3 -m venv "$(TOOLS)/nccl"
+	"$(TOOLS)/nccl/bin/python" -m pip install --quiet --upgrade nvidia-nccl-cu12 nvidia-cuda-runtime-cu12
+	$(GO) test -tags nccl -count 1 -run RealLibraries -v ./ops/nccl -args \
+		-nccl "$$(find "$(TOOLS)/nccl" -name libnccl.so.2)" -cudart "$$(find "$(TOOLS)/nccl" -name libcudart.so.12)"
 
 .PHONY: hvdd-gpu
 hvdd-gpu: ## build bin/hvdd-gpu, the sidecar with NCCL; needs a C compiler, but neither CUDA nor NCCL

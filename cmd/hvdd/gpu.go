@@ -1,13 +1,18 @@
 package main
 
 import (
+	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"os"
 	"path/filepath"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/ops/nccl"
 )
 
 // gpuProgram is the name of hvdd in a build with NCCL. It is in the folder of hvdd.
@@ -41,4 +46,16 @@ func replace(asked bool) error {
 		return nil // Init reports the lack of NCCL if the job uses it
 	}
 	return fmt.Errorf("cannot execute %s: %w", path, err)
+}
+
+// checkGPUs writes as JSON which libraries for GPUs ranks of this hvdd, or of its hvdd-gpu, load.
+func checkGPUs(w io.Writer) error {
+	settings, err := config.FromEnvironment(nil, true)
+	if err == nil {
+		err = replace(true)
+	}
+	if err != nil {
+		return err
+	}
+	return json.NewEncoder(w).Encode(nccl.Find(settings.NCCLLibrary, settings.CUDALibrary))
 }

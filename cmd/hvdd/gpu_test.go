@@ -3,6 +3,7 @@
 package main
 
 import (
+	"encoding/json"
 	"io"
 	"os"
 	"os/exec"
@@ -10,6 +11,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/gohvd/gohvd/internal/cuda"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecartest"
 )
 
@@ -102,4 +104,23 @@ func TestNoGPUProgram(t *testing.T) {
 	}
 	c.Bye()
 	p.wants(0, "")
+}
+
+// TestCheckGPUs checks that --check-gpus says that there is no NCCL. If there is an hvdd-gpu, it must print
+// the answer of that program, also if the settings do not ask for NCCL.
+func TestCheckGPUs(t *testing.T) {
+	cmd := install(t, "hvdd", "--check-gpus")
+	cmd.Env = append(cmd.Env, "HOROVOD_GPU_OPERATIONS=")
+	again := *cmd
+	var found cuda.Found
+	if out, err := cmd.Output(); err != nil || json.Unmarshal(out, &found) != nil || found != (cuda.Found{}) {
+		t.Errorf("got %s and %v, want that this hvdd was built without NCCL", out, err)
+	}
+	gpu := filepath.Join(filepath.Dir(cmd.Path), "hvdd-gpu")
+	if err := os.WriteFile(gpu, []byte("#!/bin/sh\necho answer to $*\n"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if out, err := again.Output(); err != nil || string(out) != "answer to --check-gpus\n" {
+		t.Errorf("got %q and %v, want the answer of hvdd-gpu", out, err)
+	}
 }

@@ -45,7 +45,7 @@ SIGINT, because the program itself handles Ctrl-C. A second signal ends hvdd at 
 reports its state and sends watchdog messages.
 
 If HOROVOD_GPU_OPERATIONS=nccl is set, or the host has CUDA devices, hvdd executes hvdd-gpu, a build of hvdd with
-NCCL, if hvdd-gpu is in the same directory.
+NCCL, if hvdd-gpu is in the same directory. With --check-gpus it does so in any case.
 
 The exit status is 0 after an orderly end, also by one signal, 1 if the rank has failed, hvdd cannot serve clients, or
 a second signal has ended it, and 2 for wrong usage.`
@@ -53,6 +53,7 @@ a second signal has ended it, and 2 for wrong usage.`
 // run runs hvdd and returns its exit status.
 func run(args []string, stdout, stderr io.Writer) int {
 	d := &daemon{stderr: stderr}
+	gpus := false
 	cmd := &cobra.Command{
 		Use:   "hvdd [--fd N | --socket PATH] [flags]",
 		Short: "Run one rank of a job for another program",
@@ -67,7 +68,12 @@ func run(args []string, stdout, stderr io.Writer) int {
 		Version:       config.VersionText(),
 		SilenceErrors: true,
 		SilenceUsage:  true,
-		RunE:          func(*cobra.Command, []string) error { return d.run() },
+		RunE: func(*cobra.Command, []string) error {
+			if gpus {
+				return checkGPUs(stdout)
+			}
+			return d.run()
+		},
 
 		DisableFlagsInUseLine: true,
 	}
@@ -82,6 +88,8 @@ func run(args []string, stdout, stderr io.Writer) int {
 	f.StringVar(&d.socket, "socket", "", "`PATH` of the Unix socket at which hvdd listens for clients")
 	f.StringVar(&d.health, "health", "",
 		"address `ADDR`, as HOST:PORT or PORT, at which hvdd serves /healthz over HTTP; the default host is 127.0.0.1")
+	f.BoolVar(&gpus, "check-gpus", false,
+		"print as JSON which libraries for GPUs hvdd loads, and how many devices they find, and exit")
 	// cobra adds a completion command only to programs with subcommands, so hvdd adds its own.
 	cmd.AddCommand(completion(cmd))
 	err := cmd.Execute()

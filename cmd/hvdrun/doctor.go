@@ -14,7 +14,7 @@ import (
 
 const (
 	doctorCommand = "doctor"
-	// doctorLimit is the time limit for all checks together.
+	// doctorLimit is the time limit for all checks together, and for --check-build.
 	doctorLimit = 8 * time.Second
 )
 

@@ -25,7 +25,9 @@ import (
 // launch starts the servers that a job needs, runs command as the ranks of the job, and sets the exit status.
 func (r *runner) launch(cmd *cobra.Command, command []string) error {
 	if r.checkBuild {
-		return doctor.Here(r.env).WriteBuild(r.stdout)
+		ctx, stop := context.WithTimeout(context.Background(), doctorLimit)
+		defer stop()
+		return doctor.Here(r.env).WriteBuild(ctx, r.stdout)
 	}
 	if err := r.where.check(cmd.Flags()); err != nil {
 		return err

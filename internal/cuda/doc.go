@@ -23,6 +23,29 @@ var ErrNotBuilt = errors.New("cuda: this program was built without NCCL and CUDA
 // cudaIpcMemHandle_t or a cudaIpcEventHandle_t.
 type Handle [64]byte
 
+// Found describes which libraries for GPUs a program loads, and what they find. hvdd prints it as JSON.
+type Found struct {
+	// Built is set if the program was built with NCCL. If it is not, the other fields are zero.
+	Built bool         `json:"built"`
+	NCCL  FoundLibrary `json:"nccl"`
+	CUDA  FoundLibrary `json:"cuda"`
+	// Driver is the newest version of CUDA that the driver supports. It is empty if there is no driver.
+	Driver string `json:"driver"`
+	// Devices is the number of devices that the program may use.
+	Devices int `json:"devices"`
+}
+
+// FoundLibrary describes a library that a program loads.
+type FoundLibrary struct {
+	File string `json:"file"`
+	// Version is the version of the library, and Code is the number that the library returns as its version.
+	// They are empty and 0 if the version is not known.
+	Version string `json:"version"`
+	Code    int    `json:"code"`
+	// Error says why the program cannot use the library. It is empty if it can.
+	Error string `json:"error"`
+}
+
 // Error is an error that a function of the CUDA runtime has returned.
 type Error struct {
 	Call string // the name of the function

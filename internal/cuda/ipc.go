@@ -74,7 +74,7 @@ func NewIPC(r *Runtime) (*IPC, error) {
 	x := &IPC{r, new(C.ipcTable)}
 	table := unsafe.Slice((*unsafe.Pointer)(unsafe.Pointer(x.f)), len(ipcFunctions))
 	if missing := r.Library.Symbols(table, ipcFunctions); len(missing) > 0 {
-		return nil, fmt.Errorf("cuda: %s lacks %s", r.Library.Name, strings.Join(missing, ", "))
+		return nil, fmt.Errorf("cuda: %s lacks %s", r.Library.File, strings.Join(missing, ", "))
 	}
 	return x, nil
 }

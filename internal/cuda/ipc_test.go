@@ -152,7 +152,7 @@ func TestIPCIsMissing(t *testing.T) {
 	of := *r
 	of.Library = must[*cuda.Library](t)(cuda.OpenLibrary("libm.so.6"))
 	_, err := cuda.NewIPC(&of)
-	testnet.WantError(t, err, "cuda: libm.so.6 lacks cudaIpcGetMemHandle, cudaIpcOpenMemHandle, ")
+	testnet.WantError(t, err, "/libm.so.6 lacks cudaIpcGetMemHandle, cudaIpcOpenMemHandle, ")
 }
 
 // TestIPCViolations checks that the stand-in ends a process that closes memory that it has not opened.

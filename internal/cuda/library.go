@@ -4,38 +4,45 @@ package cuda
 
 /*
 #cgo LDFLAGS: -ldl
+#define _GNU_SOURCE
 #include <dlfcn.h>
+#include <link.h>
 #include <stdlib.h>
+
+static const char *gohvdFile(void *handle) {
+	struct link_map *map;
+	return dlinfo(handle, RTLD_DI_LINKMAP, &map) == 0 ? map->l_name : "";
+}
 */
 import "C"
 
 import (
-	"errors"
 	"fmt"
+	"strings"
 	"unsafe"
 )
 
 // Library is a loaded shared library. It is never unloaded.
 type Library struct {
-	// Name is the name with which the library was loaded.
-	Name   string
+	// File is the path of the library.
+	File   string
 	handle unsafe.Pointer
 }
 
 // OpenLibrary loads the first of the libraries that the dynamic loader finds. A name that contains a slash is
 // the path of a file.
 func OpenLibrary(names ...string) (*Library, error) {
-	var failures []error
+	var failures []string
 	for _, name := range names {
 		text := C.CString(name)
 		handle := C.dlopen(text, C.RTLD_NOW|C.RTLD_LOCAL)
 		C.free(unsafe.Pointer(text))
 		if handle != nil {
-			return &Library{Name: name, handle: handle}, nil
+			return &Library{File: C.GoString(C.gohvdFile(handle)), handle: handle}, nil
 		}
-		failures = append(failures, errors.New(C.GoString(C.dlerror())))
+		failures = append(failures, C.GoString(C.dlerror()))
 	}
-	return nil, fmt.Errorf("cuda: no library could be loaded: %w", errors.Join(failures...))
+	return nil, fmt.Errorf("cuda: no library could be loaded: %s", strings.Join(failures, "; "))
 }
 
 // Symbols stores the addresses of the named functions in table, which has an element for each name. It stores

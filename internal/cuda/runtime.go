@@ -149,7 +149,7 @@ func Load(path string) (*Runtime, error) {
 	r := &Runtime{Library: l, f: new(C.functions)}
 	table := unsafe.Slice((*unsafe.Pointer)(unsafe.Pointer(r.f)), len(functions))
 	if missing := l.Symbols(table, functions); len(missing) > 0 {
-		return nil, fmt.Errorf("cuda: %s lacks %s", l.Name, strings.Join(missing, ", "))
+		return nil, fmt.Errorf("cuda: %s lacks %s", l.File, strings.Join(missing, ", "))
 	}
 	var n, version, driver C.int
 	if err := r.check("cudaRuntimeGetVersion", C.gohvdVersions(r.f, &version, &driver)); err != nil {
@@ -161,6 +161,9 @@ func Load(path string) (*Runtime, error) {
 	}
 	return r, nil
 }
+
+// VersionText formats the number of a version of CUDA.
+func VersionText(v int) string { return fmt.Sprintf("%d.%d", v/1000, v/10%100) }
 
 // check returns the error for a result of the function that is called call.
 func (r *Runtime) check(call string, code C.int) error {

@@ -23,30 +23,35 @@ type Part struct {
 	Built      bool
 }
 
-// Parts returns the components that a build may contain, grouped by kind.
-func (s *System) Parts() []Part {
+// Parts returns the components that a build may contain, grouped by kind. hvdd says whether it has NCCL and
+// can load it.
+func (s *System) Parts(ctx context.Context) []Part {
 	const own = "Gloo (gohvd's own, over shared memory and TCP)"
 	torch := Part{"Frameworks", "PyTorch (over hvdd)", true}
-	if err := s.findSidecar(); err != nil {
+	if _, err := s.findSidecar(); err != nil {
 		torch = Part{"Frameworks", fmt.Sprintf("PyTorch (%v)", err), false}
+	}
+	found, err := s.gpus(ctx)
+	nccl := Part{"Tensor Operations", fmt.Sprintf("NCCL (version %s, over hvdd-gpu)", found.NCCL.Version), true}
+	if err != nil {
+		nccl = Part{"Tensor Operations", fmt.Sprintf("NCCL (%v)", err), false}
 	}
 	return []Part{
 		{"Frameworks", "Go", true}, torch, {"Frameworks", "TensorFlow", false},
 		{"Frameworks", "MXNet", false},
 		{"Controllers", "MPI", config.BuiltMPI}, {"Controllers", own, true},
-		{"Tensor Operations", "NCCL", false}, {"Tensor Operations", "DDL", false},
-		{"Tensor Operations", "CCL", false},
+		nccl, {"Tensor Operations", "DDL", false}, {"Tensor Operations", "CCL", false},
 		{"Tensor Operations", "MPI", config.BuiltMPI}, {"Tensor Operations", own, true},
 	}
 }
 
 // WriteBuild writes the parts in the format of horovodrun --check-build, for scripts that search the output
 // for texts such as "[X] PyTorch".
-func (s *System) WriteBuild(w io.Writer) error {
+func (s *System) WriteBuild(ctx context.Context, w io.Writer) error {
 	out := bufio.NewWriter(w)
 	fmt.Fprintf(out, "gohvd %s:\n", config.VersionText())
 	kind := ""
-	for _, p := range s.Parts() {
+	for _, p := range s.Parts(ctx) {
 		if p.Kind != kind {
 			kind = p.Kind
 			fmt.Fprintf(out, "\nAvailable %s:\n", kind)
@@ -62,7 +67,7 @@ func (s *System) WriteBuild(w io.Writer) error {
 
 // built reports the version, the compiler and the components of this program. Every line is ok, because a
 // missing component is not a problem.
-func built(_ context.Context, s *System) []Line {
+func built(ctx context.Context, s *System) []Line {
 	b := s.Build
 	lines := []Line{ok("version", "gohvd %s", config.VersionText())}
 	compiler := b.Go + " for " + s.Arch
@@ -70,7 +75,7 @@ func built(_ context.Context, s *System) []Line {
 		compiler += fmt.Sprintf(", cgo %s, assembly %s", onOff(b.CGO), onOff(!b.NoAsm))
 	}
 	lines = append(lines, ok("compiler", "%s", compiler))
-	for parts := s.Parts(); len(parts) > 0; {
+	for parts := s.Parts(ctx); len(parts) > 0; {
 		var has, lacks []string
 		kind := parts[0].Kind
 		for len(parts) > 0 && parts[0].Kind == kind {
@@ -217,10 +222,7 @@ func (s *System) getenv(name string) (value string) {
 // nvidia reports the NVIDIA GPUs that have device files. A container has only the files of the GPUs that it
 // may use.
 func nvidia(_ context.Context, s *System) []Line {
-	devices, err := fs.Glob(s.Root, "dev/nvidia[0-9]*")
-	if err != nil {
-		return []Line{warn("", "", "%v", err)} // Glob fails only for a malformed pattern
-	}
+	devices := s.gpuFiles()
 	if len(devices) == 0 {
 		return []Line{ok("", "no device files")}
 	}
@@ -238,6 +240,12 @@ func nvidia(_ context.Context, s *System) []Line {
 			"%v", err))
 	}
 	return lines
+}
+
+// gpuFiles returns the device files of NVIDIA GPUs.
+func (s *System) gpuFiles() []string {
+	files, _ := fs.Glob(s.Root, "dev/nvidia[0-9]*") // Glob fails only for a malformed pattern
+	return files
 }
 
 func mpirun(_ context.Context, s *System) []Line {

@@ -23,7 +23,7 @@ func TestBuilt(t *testing.T) {
 	holds(t, "parts", look(t, s, "build"), "ok version: gohvd "+config.VersionText(),
 		"ok compiler: go1.26 for amd64, cgo on, assembly off",
 		"ok frameworks: Go, PyTorch (over hvdd); not built in: TensorFlow, MXNet", "ok controllers: Gloo",
-		"ok tensor operations: Gloo",
+		"ok tensor operations: NCCL (version 2.28.9, over hvdd-gpu), Gloo",
 		"ok cpu operations: HOROVOD_CPU_OPERATIONS can be gloo, shm,tcp")
 
 	s.Build = Build{Go: "go1.26"}
@@ -119,6 +119,40 @@ func TestNvidia(t *testing.T) {
 		if strings.Contains(lines[0].Text, "GCC") {
 			t.Errorf("%s: got %q, want only the first line about the driver", name, lines[0].Text)
 		}
+	}
+}
+
+// TestNCCL checks the lines about the libraries that hvdd finds, on machines with and without GPUs.
+func TestNCCL(t *testing.T) {
+	instead := func(old, replacement string) string { return strings.Replace(soundGPUs, old, replacement, 1) }
+	for name, c := range map[string]struct {
+		text string
+		err  error
+		// want is the text on any machine. fix is that on a machine with a GPU, or empty if there is nothing
+		// to fix.
+		want, fix string
+	}{
+		"all": {soundGPUs, nil, "NCCL 2.28.9 at /n/libnccl.so.2; CUDA 12.8 at /c/libcudart.so.12; " +
+			"the driver supports CUDA 13.0; number of devices: 2", ""},
+		"no device": {instead(`"devices": 2`, `"devices": 0`), nil, "libcudart.so.12; no device", "give this process"},
+		"static":    {`{"built": false}`, nil, "hvdd has no NCCL, and there is no hvdd-gpu", "build hvdd-gpu"},
+		"no CUDA": {instead(`12080, "error": ""`, `12080, "error": "no libcudart"`), nil, "no libcudart",
+			"HVD_CUDART_LIBRARY"},
+		"old NCCL": {instead(`22809, "error": ""`, `22809, "error": "too old"`), nil, "too old", "HVD_NCCL_LIBRARY"},
+		"fails":    {"", errors.New("exit status 2"), "hvdd --check-gpus: exit status 2", "build hvdd-gpu"},
+		"no JSON":  {"what?", nil, "hvdd --check-gpus: invalid character", "build hvdd-gpu"},
+	} {
+		s := soundSystem()
+		s.Output = func(context.Context, []string, []string) (string, error) { return c.text, c.err }
+		holds(t, name, look(t, s, "nccl"), "ok nccl: "+c.want)
+		s.Root = files{"dev/nvidia0": ""}.fs()
+		lines := look(t, s, "nccl")
+		if c.fix == "" {
+			holds(t, name, lines, "ok nccl: "+c.want)
+			continue
+		}
+		holds(t, name, lines, "warn nccl: "+c.want)
+		holds(t, name, lines, "warn nccl: "+c.fix)
 	}
 }
 

@@ -125,6 +125,7 @@ func Checks() []Check {
 		{"build", "build", built},
 		{"found at run time", "libraries", libraries},
 		{"found at run time", "nvidia", nvidia},
+		{"found at run time", "nccl", nccl},
 		{"found at run time", "mpirun", mpirun},
 		{"python", "python", python},
 		{"processor", "simd", simd},

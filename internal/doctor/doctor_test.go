@@ -56,6 +56,10 @@ var soundFiles = files{
 	"proc/meminfo":     "MemTotal:  8388608 kB\nMemFree: 1 kB\nMemAvailable:   4194304 kB\n",
 }
 
+// soundGPUs is what hvdd prints on a machine with two GPUs.
+const soundGPUs = `{"built": true, "nccl": {"file": "/n/libnccl.so.2", "version": "2.28.9", "code": 22809, "error": ""},
+	"cuda": {"file": "/c/libcudart.so.12", "version": "12.8", "code": 12080, "error": ""}, "driver": "13.0", "devices": 2}`
+
 const gib = 1 << 30
 
 // soundSystem returns a machine on which no check finds a problem.
@@ -86,6 +90,9 @@ func soundSystem() *System {
 		Python:     AnyPython,
 		LookPath:   func(name string) (string, error) { return "/usr/bin/" + name, nil },
 		Output: func(_ context.Context, _, argv []string) (string, error) {
+			if slices.Contains(argv, "--check-gpus") {
+				return soundGPUs, nil
+			}
 			if len(argv) == 2 {
 				return "hvdd version " + config.VersionText() + "\n", nil
 			}
@@ -162,8 +169,8 @@ func TestABrokenMachine(t *testing.T) {
 	s.LookPath = func(string) (string, error) { return "", broken }
 	holds(t, "broken", Run(t.Context(), s, Checks(), testLimit),
 		"ok version", "ok compiler", "ok frameworks: Go; not built in: PyTorch (found no hvdd", "ok controllers",
-		"ok tensor operations", "ok cpu operations",
-		"ok libnccl.so.2: not found", "ok libcudart.so: not found", "ok nvidia: no device",
+		"ok tensor operations: NCCL (found no hvdd", "ok cpu operations",
+		"ok libnccl.so.2: not found", "ok libcudart.so: not found", "ok nvidia: no device", "ok nccl: found no hvdd",
 		"ok mpirun: not found", "ok python: not in PATH", "ok hvdd: not beside",
 		"ok simd", "warn online", "ok affinity", "ok GOMAXPROCS", "ok quota: no limit",
 		"warn memory", "ok cgroup: no limit", "warn /dev/shm: broken", "fail memfd: broken",

@@ -126,23 +126,23 @@ func (s *System) hvddLine(ctx context.Context, file string) Line {
 	return ok(sidecarName, "%s at %s", its, file)
 }
 
-// findSidecar returns an error if there is no hvdd in the places where ranks in Python look for it. Ranks
-// also look in the Python package gohvd. findSidecar does not, because hvdrun does not know where that
-// package is.
-func (s *System) findSidecar() error {
+// findSidecar returns the path of the hvdd that ranks in Python start. Ranks also look in the Python package
+// gohvd. findSidecar does not, because hvdrun does not know where that package is.
+func (s *System) findSidecar() (string, error) {
 	if named := s.getenv(config.SidecarBinaryVariable); named != "" {
 		if info, err := os.Stat(named); err != nil || !info.Mode().IsRegular() ||
 			unix.Access(named, unix.X_OK) != nil {
-			return fmt.Errorf("%s is %q, which is not a program", config.SidecarBinaryVariable, named)
+			return "", fmt.Errorf("%s is %q, which is not a program", config.SidecarBinaryVariable, named)
 		}
-		return nil
+		return named, nil
 	}
 	if s.Sidecar != "" {
-		return nil
+		return s.Sidecar, nil
 	}
-	if _, err := s.LookPath(sidecarName); err != nil {
-		return fmt.Errorf("found no %s: %s is not set, and %[1]s is neither beside hvdrun nor on PATH", sidecarName,
-			config.SidecarBinaryVariable)
+	found, err := s.LookPath(sidecarName)
+	if err != nil {
+		return "", fmt.Errorf("found no %s: %s is not set, and %[1]s is neither beside hvdrun nor on PATH",
+			sidecarName, config.SidecarBinaryVariable)
 	}
-	return nil
+	return found, nil
 }

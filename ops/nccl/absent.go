@@ -13,6 +13,9 @@ type Library struct{ Devices *cuda.Devices }
 // Load returns cuda.ErrNotBuilt.
 func Load(path, cudaPath string) (*Library, error) { return nil, cuda.ErrNotBuilt }
 
+// Find reports that this build has no NCCL.
+func Find(path, cudaPath string) cuda.Found { return cuda.Found{} }
+
 // Register panics. It cannot be called, because Load returns no Library.
 func (l *Library) Register(Config) ops.Registration { panic("nccl: not built") }
 

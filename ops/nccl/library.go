@@ -125,8 +125,8 @@ type Library struct {
 	CUDA *cuda.Runtime
 	// Devices marks the streams of the program.
 	Devices *cuda.Devices
-	// Name is the name with which NCCL was loaded.
-	Name string
+	// File is the path of NCCL.
+	File string
 	// Version is NCCL's version: 10000 times the major, plus 100 times the minor, plus the patch number.
 	Version int
 	// EndTimeout bounds how long backends wait for the end of work on a device after they have aborted it,
@@ -147,20 +147,35 @@ type Library struct {
 // likewise the CUDA runtime from cudaPath. It returns an error if NCCL is older than 2.14 or if the host has
 // no CUDA device.
 func Load(path, cudaPath string) (*Library, error) {
-	if path == "" {
-		path = "libnccl.so.2"
-	}
 	runtime, err := cuda.Load(cudaPath)
 	if err != nil {
 		return nil, err
 	}
+	l, err := open(path)
+	if err != nil {
+		return nil, err
+	}
+	if runtime.Devices == 0 {
+		return nil, fmt.Errorf(
+			"nccl: %s has version %s, but this host has no CUDA device that the process may use",
+			l.File, versionText(l.Version))
+	}
+	l.CUDA, l.Devices = runtime, cuda.NewDevices(runtime)
+	return l, nil
+}
+
+// open loads NCCL from the file at path, or from where the dynamic loader finds it if path is "". If NCCL is
+// too old, open returns an error and a Library with only its file and its version.
+func open(path string) (*Library, error) {
+	if path == "" {
+		path = "libnccl.so.2"
+	}
 	file, err := cuda.OpenLibrary(path)
 	if err != nil {
-		return nil, fmt.Errorf("nccl: %w", err)
+		return new(Library), fmt.Errorf("nccl: %w", err)
 	}
-	l := &Library{CUDA: runtime, Devices: cuda.NewDevices(runtime), Name: file.Name, f: new(C.functions),
-		EndTimeout: 5 * time.Second, devices: make(map[int]*device),
-		pinned: make(map[reduction][]byte)}
+	l := &Library{File: file.File, f: new(C.functions), EndTimeout: 5 * time.Second,
+		devices: make(map[int]*device), pinned: make(map[reduction][]byte)}
 	table := unsafe.Slice((*unsafe.Pointer)(unsafe.Pointer(l.f)), len(functions))
 	missing := file.Symbols(table, functions)
 	if table[0] != nil {
@@ -169,15 +184,33 @@ func Load(path, cudaPath string) (*Library, error) {
 		l.Version = int(v)
 	}
 	if len(missing) > 0 {
-		return nil, fmt.Errorf("nccl: %s has version %s, want at least 2.14: it lacks %s", l.Name,
+		err = fmt.Errorf("nccl: %s has version %s, want at least 2.14: it lacks %s", l.File,
 			versionText(l.Version), strings.Join(missing, ", "))
 	}
-	if runtime.Devices == 0 {
-		return nil, fmt.Errorf(
-			"nccl: %s has version %s, but this host has no CUDA device that the process may use",
-			l.Name, versionText(l.Version))
+	return l, err
+}
+
+// Find reports what Load would load from the paths.
+func Find(path, cudaPath string) cuda.Found {
+	found := cuda.Found{Built: true}
+	if r, err := cuda.Load(cudaPath); err != nil {
+		found.CUDA.Error = err.Error()
+	} else {
+		found.CUDA = cuda.FoundLibrary{File: r.Library.File, Code: r.Version,
+			Version: cuda.VersionText(r.Version)}
+		if found.Devices = r.Devices; r.DriverVersion > 0 {
+			found.Driver = cuda.VersionText(r.DriverVersion)
+		}
 	}
-	return l, nil
+	l, err := open(path)
+	found.NCCL = cuda.FoundLibrary{File: l.File, Code: l.Version}
+	if l.Version > 0 {
+		found.NCCL.Version = versionText(l.Version)
+	}
+	if err != nil {
+		found.NCCL.Error = err.Error()
+	}
+	return found
 }
 
 // Count returns the number of devices of this host that the process may use.

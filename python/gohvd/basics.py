@@ -5,11 +5,12 @@ built in.
 from __future__ import annotations
 
 import functools
+import json
 import os
 import subprocess
 from typing import Any, Dict, List, Optional, Sequence, Union
 
-from . import _engine, _programs
+from . import _engine, _programs, _sidecar
 from .process_sets import ProcessSet
 
 Average = _engine.Average
@@ -110,7 +111,7 @@ def is_homogeneous() -> bool:
 
 
 # Horovod's queries for the libraries that it was built with. gohvd reports its own transport, which is always built in,
-# as Gloo. Some builds contain MPI.
+# as Gloo. Some builds contain MPI or NCCL.
 
 
 def mpi_threads_supported() -> bool:
@@ -141,9 +142,23 @@ def gloo_built() -> bool:
     return True
 
 
+@functools.lru_cache(maxsize=None)
+def _gpu_libraries() -> Dict[str, Any]:
+    """Returns what ``hvdd --check-gpus`` prints, or an empty dictionary if there is no hvdd that prints it."""
+    try:
+        program = _sidecar.find_sidecar()
+    except _sidecar.SidecarError:
+        return {}
+    found = subprocess.run([program, "--check-gpus"], stdout=subprocess.PIPE, check=False)
+    return json.loads(found.stdout) if found.returncode == 0 else {}
+
+
 def nccl_built() -> int:
-    """Returns 0, because NCCL is not built in."""
-    return 0
+    """Returns the number of the version of NCCL that the sidecar loads, such as 22809 for 2.28.9. Returns 0 if the
+    sidecar was built without NCCL, or if it cannot load NCCL.
+    """
+    found = _gpu_libraries().get("nccl", {})
+    return 0 if found.get("error") else found.get("code", 0)
 
 
 def ddl_built() -> bool:
@@ -155,7 +170,9 @@ def ccl_built() -> bool:
 
 
 def cuda_built() -> bool:
-    return False
+    """Returns whether the sidecar was built with CUDA, and can load its runtime library."""
+    found = _gpu_libraries()
+    return bool(found.get("built")) and not found["cuda"]["error"]
 
 
 def rocm_built() -> bool:

@@ -217,7 +217,7 @@ class Modules(RanksTest):
         self.assertTrue(util.extension_available("torch"))
         self.assertFalse(util.extension_available("tensorflow"))
         self.assertTrue(util.gloo_built())
-        self.assertFalse(util.ddl_built() or util.ccl_built() or util.gpu_available("torch"))
+        self.assertFalse(util.ddl_built() or util.ccl_built())
         self.assertEqual(util.mpi_built(), bool(hvd.mpi_built()))
         with tempfile.TemporaryDirectory() as top:
             for mark, want in (("X", True), (" ", False)):
@@ -233,7 +233,16 @@ class Modules(RanksTest):
             for call in (lambda: hvd.init(comm=communicator), lambda: hvd.init(process_sets=[hvd.ProcessSet(communicator)])):
                 self.assertRaisesRegex(ValueError, "mpi4py communicator, but the sidecar uses MPI", call)
         hvd.mpi_built.cache_clear()
-        self.assertEqual(util.nccl_built(), bool(hvd.nccl_built()))
+        for nccl, cuda, want in (
+            ({"code": 22809, "error": ""}, {"error": ""}, (22809, True)),
+            ({"code": 2703, "error": "too old"}, {"error": ""}, (0, True)),
+            ({"code": 0, "error": "not found"}, {"error": "not found"}, (0, False)),
+            (None, None, (0, False)),  # an hvdd without NCCL
+        ):
+            found = {"built": True, "nccl": nccl, "cuda": cuda} if nccl else {"built": False, "nccl": {}, "cuda": {}}
+            with mock.patch("gohvd.basics._gpu_libraries", return_value=found):
+                self.assertEqual((hvd.nccl_built(), hvd.cuda_built()), want)
+        self.assertEqual((util.nccl_built(), util.gpu_available("torch")), (bool(hvd.nccl_built()), hvd.cuda_built()))
         util.check_extension("horovod.torch", "HOROVOD_WITH_PYTORCH", __file__, "mpi_lib_v2")
         with self.assertRaises(ImportError):
             util.check_extension("horovod.tensorflow", "HOROVOD_WITH_TENSORFLOW", __file__)

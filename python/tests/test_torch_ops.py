@@ -548,9 +548,9 @@ class Topology(RanksTest):
 
     def test_probes(self) -> None:
         self.assertTrue(hvd.gloo_built())
-        for probe in ("mpi_threads_supported", "mpi_enabled", "mpi_built", "gloo_enabled", "nccl_built", "ddl_built"):
+        for probe in ("mpi_threads_supported", "mpi_enabled", "mpi_built", "gloo_enabled", "nccl_built", "cuda_built"):
             self.assertIsInstance(int(getattr(hvd, probe)()), int)
-        for probe in ("ccl_built", "cuda_built", "rocm_built"):
+        for probe in ("ddl_built", "ccl_built", "rocm_built"):
             self.assertFalse(getattr(hvd, probe)())
 
     def test_constants(self) -> None:
