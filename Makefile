@@ -29,7 +29,7 @@ check: test others ## everything CI runs
 others: format vet lint race nocgo noasm test-mpi test-nccl wheel-check changed generated ## everything CI runs except the tests
 
 .PHONY: nightly
-nightly: check wheel arm64 image pytorch-image slurm nccl-libraries fuzz conformance autotune deaths test-python ## the checks that take too long for each change: a few hours
+nightly: check wheel arm64 asan image pytorch-image slurm nccl-libraries fuzz conformance autotune deaths test-python ## the checks that take too long for each change: a few hours
 
 .PHONY: test
 test: ## run all tests
@@ -58,13 +58,19 @@ noasm: ## test the kernels without assembly
 	$(GO) test -tags noasm ./internal/kernel
 
 .PHONY: changed
-changed: ## arm64 and image, each only if its files have changed since it passed
-	@for target in arm64 image; do scripts/tested.sh $$target || $(MAKE) --no-print-directory $$target; done
+changed: ## arm64, asan and image, each only if its files have changed since it passed
+	@for target in arm64 asan image; do scripts/tested.sh $$target || $(MAKE) --no-print-directory $$target; done
 
 .PHONY: arm64
 arm64: ## test the kernels for arm64 under emulation
 	scripts/arm64-test.sh
 	scripts/tested.sh --note arm64
+
+# The detector of leaks does not know which memory Go points to.
+.PHONY: asan
+asan: ## test the C code for NCCL and CUDA with the address sanitizer
+	ASAN_OPTIONS=detect_leaks=0 $(GO) test -asan -tags nccl -count 1 ./internal/cuda ./ops/nccl
+	scripts/tested.sh --note asan
 
 .PHONY: deaths
 deaths: ## test every death (in operations and in Init), fault and ending five times; 20 random ones on two levels and of nodes
