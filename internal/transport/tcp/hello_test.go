@@ -5,6 +5,7 @@ import (
 	"context"
 	"encoding/hex"
 	"errors"
+	"fmt"
 	"io"
 	"testing"
 	"time"
@@ -120,19 +121,17 @@ func TestSecret(t *testing.T) {
 				return
 			}
 			// The dialer retries until its timeout ends, because at first another process may have used the
-			// port. On a busy machine, a short timeout may end before any handshake is complete. So the test
-			// repeats with longer timeouts.
-			var err error
-			for timeout := 2 * time.Second; timeout < hangTimeout; timeout *= 4 {
+			// port.
+			patiently(t, 2*time.Second, func(timeout time.Duration) error {
 				zero, _ := meshes(timeout)
-				if _, err = zero.Conn(ctx, transport.Control, 1); err == nil || test.want == io.EOF ||
-					errors.Is(err, test.want) {
-					break
+				_, err := zero.Conn(ctx, transport.Control, 1)
+				if err == nil {
+					t.Errorf("got a connection, want %v", test.want)
+				} else if test.want != io.EOF && !errors.Is(err, test.want) {
+					return fmt.Errorf("got %w, want %v", err, test.want)
 				}
-			}
-			if err == nil || test.want != io.EOF && !errors.Is(err, test.want) {
-				t.Errorf("got %v, want %v", err, test.want)
-			}
+				return nil
+			})
 		})
 	}
 }

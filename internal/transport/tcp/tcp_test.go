@@ -185,6 +185,19 @@ func untilClosed(t *testing.T, nc net.Conn) []byte {
 	return b
 }
 
+// patiently calls f with longer and longer timeouts until it returns nil, because on a busy machine a short
+// timeout may end too early.
+func patiently(t *testing.T, shortest time.Duration, f func(timeout time.Duration) error) {
+	t.Helper()
+	err := errors.New("no try")
+	for timeout := shortest; err != nil && timeout < hangTimeout; timeout *= 4 {
+		err = f(timeout)
+	}
+	if err != nil {
+		t.Error(err)
+	}
+}
+
 // logBook records log entries and lets a test wait for an entry.
 type logBook struct {
 	*observer.ObservedLogs
@@ -235,12 +248,16 @@ func TestContract(t *testing.T) {
 func TestRefusals(t *testing.T) { overBoth(t, testRefusals) }
 
 func testRefusals(t *testing.T, key secret.Secret) {
+	patiently(t, time.Second, func(timeout time.Duration) error { return tryRefusals(t, key, timeout) })
+}
+
+func tryRefusals(t *testing.T, key secret.Secret, timeout time.Duration) error {
 	log, book := newLog()
-	// The silent connections stay open for a second. During this time the deadlines of the handshakes of the
+	// The silent connections stay open for the timeout. During this time the deadlines of the handshakes of the
 	// real ranks pass too. (The dialer's deadline is twice its timeout.) So the test fails if these deadlines
 	// are still set after the handshake.
-	e0 := listen(t, Config{Secret: key, HandshakeTimeout: 450 * time.Millisecond})
-	e1 := listen(t, Config{Secret: key, Log: log, HandshakeTimeout: time.Second})
+	e0 := listen(t, Config{Secret: key, HandshakeTimeout: timeout * 9 / 20})
+	e1 := listen(t, Config{Secret: key, Log: log, HandshakeTimeout: timeout})
 	zero := join(t, e0, Epoch{Rank: 0, Addrs: addrsOf(e0, e1)})
 	one := join(t, e1, Epoch{Rank: 1, Addrs: addrsOf(e0, e1)})
 	a, b := pair(t, zero, one, 1)
@@ -289,36 +306,39 @@ func testRefusals(t *testing.T, key secret.Secret) {
 	conns := make([]net.Conn, len(cases))
 	for i, c := range cases {
 		raw := dialRaw(t, e1.Addr(), nil)
-		conns[i] = sendAs(t, key, raw, c.sent)
-		if c.finish {
+		over, err := key.Dial(raw, purpose)
+		if err != nil {
+			return fmt.Errorf("%s: %w", c.name, err)
+		}
+		_, _ = over.Write(c.sent) // the other end may close the connection before it has read all bytes
+		if conns[i] = over; c.finish {
 			if err := raw.(*net.TCPConn).CloseWrite(); err != nil {
-				t.Fatal(err)
+				return fmt.Errorf("%s: %w", c.name, err)
 			}
 		}
 	}
 	pass(t, a, b) // the real ranks must communicate while the silent connections are open
 	for i, c := range cases {
-		t.Run(c.name, func(t *testing.T) {
-			var want []byte
-			if c.answer != accepted {
-				want = encodeAnswer(c.answer)
-			}
-			if got := untilClosed(t, conns[i]); !bytes.Equal(got, want) {
-				t.Errorf("answer: got %x, want %x", got, want)
-			}
-			entry := book.wait(t, "tcp: refused a connection", "remote", conns[i].LocalAddr().String())
-			if got := entry["error"].(string); !strings.Contains(got, c.reason) {
-				t.Errorf("reason: got %q, want %q", got, c.reason)
-			}
-		})
+		var want []byte
+		if c.answer != accepted {
+			want = encodeAnswer(c.answer)
+		}
+		if got := untilClosed(t, conns[i]); !bytes.Equal(got, want) {
+			return fmt.Errorf("%s: got answer %x, want %x", c.name, got, want)
+		}
+		entry := book.wait(t, "tcp: refused a connection", "remote", conns[i].LocalAddr().String())
+		if got := entry["error"].(string); !strings.Contains(got, c.reason) {
+			return fmt.Errorf("%s: got reason %q, want %q", c.name, got, c.reason)
+		}
 	}
 	pass(t, a, b)
 	pass(t, b, a)
 	a, b = pair(t, zero, one, 2)
 	pass(t, b, a)
 	if got := book.FilterMessage("tcp: refused a connection").Len(); got != len(cases) {
-		t.Errorf("%d connections were refused, want %d", got, len(cases))
+		return fmt.Errorf("%d connections were refused, want %d", got, len(cases))
 	}
+	return nil
 }
 
 // TestUnauthenticatedPeersCostLittle lets processes that do not belong to the job send a lot of data. This
@@ -443,26 +463,28 @@ func TestDialRetries(t *testing.T) {
 }
 
 func TestDialTimeout(t *testing.T) {
-	const timeout = 500 * time.Millisecond // long enough for at least one attempt to be refused
-	e0, e1, gone := listen(t, Config{DialTimeout: timeout}), listen(t, Config{DialTimeout: timeout}),
-		listen(t, Config{})
-	if err := gone.Close(); err != nil {
-		t.Fatal(err)
-	}
-	zero := join(t, e0, Epoch{Addrs: addrsOf(e0, gone)})
-	one := join(t, e1, Epoch{Rank: 1, Addrs: addrsOf(gone, e1)})
-	for range 2 { // the second call must dial again
-		_, err := zero.Conn(ctx(t), 1, 1)
-		wantPeer(t, err, 1, 1)
-		if !errors.Is(err, syscall.ECONNREFUSED) || !strings.Contains(err.Error(), timeout.String()) {
-			t.Errorf("got error %v, want one that says how long and why", err)
+	patiently(t, 500*time.Millisecond, func(timeout time.Duration) error { // at least one attempt is refused
+		e0, e1, gone := listen(t, Config{DialTimeout: timeout}), listen(t, Config{DialTimeout: timeout}),
+			listen(t, Config{})
+		if err := gone.Close(); err != nil {
+			t.Fatal(err)
 		}
-	}
-	_, err := one.Conn(ctx(t), 1, 0)
-	wantPeer(t, err, 1, 0)
-	if err == nil || !strings.Contains(err.Error(), "did not connect within "+timeout.String()) {
-		t.Errorf("got error %v, want one that says how long", err)
-	}
+		zero := join(t, e0, Epoch{Addrs: addrsOf(e0, gone)})
+		one := join(t, e1, Epoch{Rank: 1, Addrs: addrsOf(gone, e1)})
+		for range 2 { // the second call must dial again
+			_, err := zero.Conn(ctx(t), 1, 1)
+			wantPeer(t, err, 1, 1)
+			if !errors.Is(err, syscall.ECONNREFUSED) || !strings.Contains(err.Error(), timeout.String()) {
+				return fmt.Errorf("got error %w, want one that says how long and why", err)
+			}
+		}
+		_, err := one.Conn(ctx(t), 1, 0)
+		wantPeer(t, err, 1, 0)
+		if err == nil || !strings.Contains(err.Error(), "did not connect within "+timeout.String()) {
+			t.Errorf("got error %v, want one that says how long", err)
+		}
+		return nil
+	})
 }
 
 func TestContextEndSaysWhatFailed(t *testing.T) {
@@ -582,13 +604,20 @@ func TestReserve(t *testing.T) {
 }
 
 func TestEarlyConnectionExpires(t *testing.T) {
-	log, book := newLog()
-	e := listen(t, Config{Log: log, HandshakeTimeout: 50 * time.Millisecond})
-	nc := dialRaw(t, e.Addr(), goodHello(3).encode())
-	book.wait(t, "tcp: refused a connection", "error", "has not joined an epoch within 50ms")
-	if got := untilClosed(t, nc); len(got) != 0 {
-		t.Errorf("got answer %x, want none", got)
-	}
+	patiently(t, 50*time.Millisecond, func(timeout time.Duration) error {
+		log, book := newLog()
+		e := listen(t, Config{Log: log, HandshakeTimeout: timeout})
+		nc := dialRaw(t, e.Addr(), goodHello(3).encode())
+		if got := untilClosed(t, nc); len(got) != 0 {
+			t.Errorf("got answer %x, want none", got)
+		}
+		entry := book.wait(t, "tcp: refused a connection", "remote", nc.LocalAddr().String())
+		if got, want := entry["error"].(string), "has not joined an epoch within "+timeout.String(); !strings.Contains(
+			got, want) {
+			return fmt.Errorf("got error %q, want %q", got, want)
+		}
+		return nil
+	})
 }
 
 // TestTooManyHandshakes opens too many connections that send nothing. The oldest must be closed, so that real
