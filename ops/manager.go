@@ -68,22 +68,6 @@ func (m *Manager) Plan(members []topo.Rank, r *message.Response, numBytes int64,
 		r.Kind, r.Name, r.DType, m.refusals(members, r, numBytes, t))
 }
 
-// PlanInHost is like Plan, but if the tensors of r are on CUDA devices and no backend for devices can run r,
-// it chooses a backend for host memory, to which the engine has to copy the tensors.
-func (m *Manager) PlanInHost(members []topo.Rank, r *message.Response, numBytes int64,
-	t *message.Tuning) (message.Backend, message.Algorithm, error) {
-	id, alg, err := m.Plan(members, r, numBytes, t)
-	if err == nil || r.Devices == nil {
-		return id, alg, err
-	}
-	inHost := *r
-	inHost.Devices = nil
-	if host, alg, refused := m.Plan(members, &inHost, numBytes, t); refused == nil {
-		return host, alg, nil
-	}
-	return id, alg, err
-}
-
 // errNoDeviceBackend is the reason of WhyInHost if there is no backend for devices.
 var errNoDeviceBackend = errors.New("HOROVOD_GPU_OPERATIONS is not nccl")
 

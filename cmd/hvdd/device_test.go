@@ -178,6 +178,13 @@ func TestDevices(t *testing.T) {
 		g.MustRun(group)
 		g.want("grouped allreduce", 0, 2, me, 1)
 
+		g.write(0, me, math.Float32frombits(1)) // 1 and 0 of int16, which NCCL does not have
+		types := on(1, "types", [2]int{0, 1}, [2]int{0, 1}, [2]int{4, 1}, [2]int{4, 1})
+		types.Grouped, types.ReduceOp = true, 2
+		types.Tensors[1].Dtype, types.Tensors[1].Shape[0] = 4, 2
+		g.MustRun(types)
+		g.want("grouped allreduce of two types", 0, 1, math.Float32frombits(2))
+
 		g.write(0, me, 5+me)
 		b := on(3, "broadcast", [2]int{0, 2}, [2]int{0, 2})
 		b.RootRank = 1

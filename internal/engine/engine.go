@@ -309,30 +309,34 @@ func (e *Engine) negotiate() {
 func (e *Engine) plan(members []topo.Rank, r *message.Response, numBytes int64,
 	t *message.Tuning) (message.Backend, message.Algorithm, error) {
 	l := e.lanes.all[0]
-	choose := l.manager.Plan
-	if e.cfg.Devices != nil {
-		choose = l.manager.PlanInHost
-	}
 	if err := l.checkResult(r.Kind, numBytes); err != nil {
 		return message.NoBackend, message.NoAlgorithm, err
 	}
-	if len(r.Parts) == 0 || r.DType.Valid() {
-		return choose(members, r, numBytes, t)
+	backend, algorithm, err := planTypes(l.manager, members, r, numBytes, t)
+	if err != nil && r.Devices != nil && e.cfg.Devices != nil {
+		// No backend for devices can run r, so the lanes copy the tensors to host memory.
+		inHost := *r
+		inHost.Devices = nil
+		if b, a, refused := planTypes(l.manager, members, &inHost, numBytes, t); refused == nil {
+			return b, a, nil
+		}
 	}
-	return planTypes(choose, members, r, numBytes, t)
+	return backend, algorithm, err
 }
 
-// planTypes chooses the backend and the algorithm of a group with several element types, which are reduced
-// one type after another. All types must have the same backend. If the algorithms for the types differ,
-// planTypes chooses message.Direct, which has no preconditions.
-func planTypes(choose func([]topo.Rank, *message.Response, int64, *message.Tuning) (message.Backend,
-	message.Algorithm, error), members []topo.Rank, r *message.Response, numBytes int64,
+// planTypes chooses the backend and the algorithm of r. If r is a group with several element types, they are
+// reduced one after another, and all types must have the same backend. If the algorithms for the types
+// differ, planTypes chooses message.Direct, which has no preconditions.
+func planTypes(m *ops.Manager, members []topo.Rank, r *message.Response, numBytes int64,
 	t *message.Tuning) (backend message.Backend, algorithm message.Algorithm, err error) {
+	if len(r.Parts) == 0 || r.DType.Valid() {
+		return m.Plan(members, r, numBytes, t)
+	}
 	one := *r
 	one.Parts = nil
 	for dt := range r.Parts.Types() {
 		one.DType = dt
-		b, a, err := choose(members, &one, numBytes, t)
+		b, a, err := m.Plan(members, &one, numBytes, t)
 		switch {
 		case err != nil:
 			return message.NoBackend, message.NoAlgorithm, err
