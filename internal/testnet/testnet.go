@@ -45,8 +45,9 @@ func Eventually(t *testing.T, what string, cond func() bool) {
 	}
 }
 
-// NoNameServer makes each lookup of a name that is not in the hosts file fail at once. Tests use names of hosts
-// that do not exist. If the name server did not answer, goroutines of such a lookup would look like a leak.
+// NoNameServer makes each lookup of a name that is not in the hosts file fail at once. Tests use names of
+// hosts that do not exist. If the name server did not answer, goroutines of such a lookup would look like a
+// leak.
 func NoNameServer() {
 	none := errors.New("tests have no name server")
 	net.DefaultResolver = &net.Resolver{

@@ -253,9 +253,9 @@ func testRefusals(t *testing.T, key secret.Secret) {
 
 func tryRefusals(t *testing.T, key secret.Secret, timeout time.Duration) error {
 	log, book := newLog()
-	// The silent connections stay open for the timeout. During this time the deadlines of the handshakes of the
-	// real ranks pass too. (The dialer's deadline is twice its timeout.) So the test fails if these deadlines
-	// are still set after the handshake.
+	// The silent connections stay open for the timeout. During this time the deadlines of the handshakes of
+	// the real ranks pass too. (The dialer's deadline is twice its timeout.) So the test fails if these
+	// deadlines are still set after the handshake.
 	e0 := listen(t, Config{Secret: key, HandshakeTimeout: timeout * 9 / 20})
 	e1 := listen(t, Config{Secret: key, Log: log, HandshakeTimeout: timeout})
 	zero := join(t, e0, Epoch{Rank: 0, Addrs: addrsOf(e0, e1)})
