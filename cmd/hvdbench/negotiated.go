@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"strings"
-	"time"
 
 	"github.com/gohvd/gohvd/half"
 	"github.com/gohvd/gohvd/hvd"
@@ -33,19 +32,14 @@ func (p negotiated) prepare(s opSpec, name string, buf []byte) (*action, error) 
 	}
 	a, err := t.prepare(p.Engine, s, name, buf)
 	if err == nil {
-		a.ran = p.ranSince(time.Now())
+		a.ran = func() (ways, error) { return p.ran(name) }
 	}
 	return a, err
 }
 
-// ranSince returns the function ran of an action that is prepared at the given time. It reads the flight
-// recorder, which has the last 10000 tensors.
-func (p negotiated) ranSince(prepared time.Time) func() (ways, error) {
-	return func() (ways, error) { return p.ran(prepared) }
-}
-
-// ran returns the ways in which this rank has run operations since a time. It leaves out those of the team.
-func (p negotiated) ran(since time.Time) (ran ways, err error) {
+// ran returns the ways in which this rank has run operations on tensors whose names begin with prefix. It
+// reads the flight recorder, which has the last 10000 tensors.
+func (p negotiated) ran(prefix string) (ran ways, err error) {
 	text, err := p.Dump()
 	if err != nil {
 		return nil, err
@@ -54,9 +48,8 @@ func (p negotiated) ran(since time.Time) (ran ways, err error) {
 	if err := json.Unmarshal(text, &dump); err != nil {
 		return nil, fmt.Errorf("read the flight recorder: %w", err)
 	}
-	from := dump.At - time.Since(since)
 	for _, o := range dump.Operations {
-		if o.Begun >= from && o.Name != gatherName {
+		if strings.HasPrefix(o.Name, prefix) {
 			ran = ran.add(strings.TrimSpace(o.Backend + " " + o.Algorithm))
 		}
 	}
@@ -69,14 +62,16 @@ func (p negotiated) step(mode stepMode, dt tensor.DType, tensors,
 	if !ok {
 		return nil, errUnsupported{fmt.Sprintf("package hvd has no element type %v", dt)}
 	}
-	run, err := t.step(p.Engine, mode, tensors, flats)
-	return &action{run: run, ran: p.ranSince(time.Now())}, err
+	// Steps in other modes and on other types have tensors with the same names.
+	prefix := fmt.Sprintf("hvdbench.%v.%v.", dt, mode)
+	run, err := t.step(p.Engine, mode, prefix, tensors, flats)
+	return &action{run: run, ran: func() (ways, error) { return p.ran(prefix) }}, err
 }
 
 // ofType holds the functions that prepare operations and steps of package hvd for one element type.
 type ofType struct {
 	prepare func(e *hvd.Engine, s opSpec, name string, buf []byte) (*action, error)
-	step    func(e *hvd.Engine, mode stepMode, tensors,
+	step    func(e *hvd.Engine, mode stepMode, prefix string, tensors,
 		flats []named) (func(ctx context.Context) error, error)
 }
 
@@ -135,14 +130,15 @@ func prepareTyped[T tensor.Element](e *hvd.Engine, s opSpec, name string, buf []
 	return a, nil
 }
 
-// stepTyped prepares a step, in any mode, that reduces tensors with elements of type T.
-func stepTyped[T tensor.Element](e *hvd.Engine, mode stepMode, tensors,
+// stepTyped prepares a step, in any mode, that reduces tensors with elements of type T. The names of the
+// operations begin with prefix.
+func stepTyped[T tensor.Element](e *hvd.Engine, mode stepMode, prefix string, tensors,
 	flats []named) (func(ctx context.Context) error, error) {
 	xs := make([][]T, len(tensors))
 	opts := make([][]hvd.Option, len(tensors))
 	for i, t := range tensors {
 		xs[i] = tensor.View[T](t.buf)
-		opts[i] = []hvd.Option{hvd.On(e), hvd.Name(t.name), hvd.Op(hvd.Sum), hvd.InPlace()}
+		opts[i] = []hvd.Option{hvd.On(e), hvd.Name(prefix + t.name), hvd.Op(hvd.Sum), hvd.InPlace()}
 	}
 	switch mode {
 	case perTensor:
@@ -170,9 +166,9 @@ func stepTyped[T tensor.Element](e *hvd.Engine, mode stepMode, tensors,
 			return nil
 		}, nil
 	case bucketed:
-		return stepBuckets[T](e, tensors, flats)
+		return stepBuckets[T](e, prefix, tensors, flats)
 	case grouped:
-		group := []hvd.Option{hvd.On(e), hvd.Name("hvdbench.group"), hvd.Op(hvd.Sum), hvd.InPlace()}
+		group := []hvd.Option{hvd.On(e), hvd.Name(prefix + "group"), hvd.Op(hvd.Sum), hvd.InPlace()}
 		return func(ctx context.Context) error {
 			_, err := hvd.GroupedAllreduce(ctx, xs, group...)
 			return err
@@ -184,14 +180,14 @@ func stepTyped[T tensor.Element](e *hvd.Engine, mode stepMode, tensors,
 // stepBuckets prepares a step that reduces tensors in buckets. The step copies the tensors into the buckets
 // and starts the reduction of each bucket when the bucket is full. Then it waits for the buckets in order and
 // copies their contents back.
-func stepBuckets[T tensor.Element](e *hvd.Engine, tensors,
+func stepBuckets[T tensor.Element](e *hvd.Engine, prefix string, tensors,
 	flats []named) (func(ctx context.Context) error, error) {
 	reduce := make([]*hvd.Handle[T], len(flats))
 	xs := make([][]T, len(flats))
 	opts := make([][]hvd.Option, len(flats))
 	for b, f := range flats {
 		xs[b] = tensor.View[T](f.buf)
-		opts[b] = []hvd.Option{hvd.On(e), hvd.Name(f.name), hvd.Op(hvd.Sum), hvd.InPlace()}
+		opts[b] = []hvd.Option{hvd.On(e), hvd.Name(prefix + f.name), hvd.Op(hvd.Sum), hvd.InPlace()}
 	}
 	first := buckets(tensors)
 	return func(ctx context.Context) (err error) {
