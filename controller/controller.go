@@ -32,8 +32,9 @@ const (
 	heartbeatPeriod = time.Second
 	// suspectGrace is how long the coordinator waits for the control connection of a suspected rank to end.
 	suspectGrace = 200 * time.Millisecond
-	// silenceGrace is added to suspectGrace to find out whether a suspect is silent. After this time, a rank
-	// that had failed before has missed two heartbeats if it is not behind a leader.
+	// silenceGrace is how much longer, after suspectGrace, the coordinator waits before it checks whether a
+	// suspect is silent. By then, a rank that was already dead when it was suspected has missed two
+	// heartbeats, unless its heartbeats come through a leader.
 	silenceGrace = 2 * heartbeatPeriod
 	// verdictTimeout is how long a rank that has reported a suspicion waits for the verdict of the
 	// coordinator before it blames the coordinator for its silence.

@@ -411,9 +411,9 @@ func (c *Coordinator) suspect(by topo.Rank, up *message.Up) {
 	suspects := up.Suspects
 	switch {
 	case len(suspects) == 0:
-		c.failSender(by, fmt.Errorf("got a suspicion that names no rank"))
+		c.failSender(by, fmt.Errorf("got a report of a suspected rank that names no rank"))
 	case int(slices.Max(suspects)) >= len(c.ranks):
-		c.failSender(by, fmt.Errorf("got a suspicion of rank %d, want a rank from 0 to %d",
+		c.failSender(by, fmt.Errorf("got a report that rank %d is suspected, want a rank from 0 to %d",
 			slices.Max(suspects), len(c.ranks)-1))
 	case c.sets.find(up.Set) == nil: // the suspect has removed the set, and the sender is about to
 	case len(suspects) == 1 && suspects[0] == by:

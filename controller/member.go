@@ -193,7 +193,7 @@ func (m *Member) Submit(id topo.ProcessSetID, q *message.Request) error {
 	return nil
 }
 
-// addRequest puts a request in full into the next frame.
+// addRequest adds the whole request, instead of its cache bit, to the next frame.
 func (m *Member) addRequest(id topo.ProcessSetID, q *message.Request) {
 	u := m.up.At(id)
 	u.Requests = append(u.Requests, *q)

@@ -19,7 +19,7 @@ type workerClock struct {
 	mu      sync.Mutex
 	now     int64
 	ended   bool          // the current iteration has ended, but the next one has not begun
-	calling bool          // a call of Clock has not returned
+	calling bool          // a call of Clock is in progress
 	pending int           // pushes and pulls that have not completed
 	idle    chan struct{} // closed when pending is 0; nil if no call waits
 	failed  error         // the first error of a push in this iteration

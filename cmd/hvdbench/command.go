@@ -147,7 +147,7 @@ func newCommand(measure func(ctx context.Context, o options) error) *cobra.Comma
 		"reductions, separated by commas, or all: sum, prod, min, max, avg")
 	add(f, &o.roots, "root", "r", "RANK", "0", parseRoots, "root rank of broadcasts, or all to measure each rank as root")
 	f.IntVarP(&c.blocking, "blocking", "z", 1,
-		"accepted for compatibility with nccl-tests; 1 is the only valid value, because every call waits for its end")
+		"accepted for compatibility with nccl-tests; 1 is the only valid value, because every call blocks until its operation is complete")
 	f.IntVarP((*int)(&o.average), "average", "a", int(byKind),
 		"how to combine the times that the ranks measured for a call: 0 uses rank 0's time, 1 the mean, 2 the minimum, "+
 			"3 the maximum; -1 uses the maximum for broadcast, otherwise the minimum with --touch and the mean without it")
@@ -215,7 +215,7 @@ func (c *command) complete(f *pflag.FlagSet, args []string) (err error) {
 		c.minBytes = min(c.minBytes, c.maxBytes)
 	}
 	if c.blocking != 1 {
-		return fmt.Errorf("--blocking is %d, want 1, because every call waits for its end: use --workload or --many for asynchronous operations", c.blocking)
+		return fmt.Errorf("--blocking is %d, want 1, because every call blocks until its operation is complete: use --workload or --many for asynchronous operations", c.blocking)
 	}
 	if c.out {
 		c.placements = append(c.placements, false)

@@ -45,7 +45,8 @@ func (r *runner) serveMetrics(hosts []launch.Host, nodes *launch.Nodes, np int,
 	}, nil
 }
 
-// hostNames returns, for each rank or node, the name of its host. nodes is nil if the job has ranks.
+// hostNames returns the host name of each rank or, in a job with a parameter server, of each node. nodes is
+// nil in a job of ranks.
 func hostNames(hosts []launch.Host, nodes *launch.Nodes, np int) ([]string, error) {
 	name, err := os.Hostname()
 	if err != nil {

@@ -82,8 +82,8 @@ func TestMessagesAreCounted(t *testing.T) {
 	})
 }
 
-// Rank 1 waits for one second until rank 0 sends a message, and rank 0 then waits for as long until rank 1
-// receives a large one. The records at both ranks have the same name and number, and the time of waiting. A
+// Rank 1 waits one second for rank 0 to send a message. Then rank 0 waits one second for rank 1 to receive a
+// large message. The records of both ranks have the same name and number, and how long the rank has waited. A
 // message in flight is pending.
 func TestMessagesAreTold(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

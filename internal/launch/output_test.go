@@ -17,7 +17,8 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// cut passes pieces of input to a splitter. It returns the splitter's calls of line and of ended as texts.
+// cut writes pieces to a splitter and returns, as texts, the calls of line and ended that the splitter has
+// made.
 func cut(pieces ...string) (calls []string) {
 	s := splitter{
 		line:  func(text []byte, end byte) { calls = append(calls, string(text)+fmt.Sprintf("%q", end)) },

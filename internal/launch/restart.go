@@ -126,7 +126,7 @@ func (s *stream) next() *stream {
 	return n
 }
 
-// follow waits until the stream before s has ended, and opens its file again.
+// follow waits until the stream before s has ended, and then opens the file of s again to append to it.
 func (s *stream) follow() {
 	if s.before == nil {
 		return

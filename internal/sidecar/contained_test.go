@@ -216,7 +216,7 @@ func TestArenaRefused(t *testing.T) {
 	c.Must(sidecartest.Arena(6, size), fd)
 	if _, err := unix.Mmap(fd, 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED); !errors.Is(err,
 		unix.EPERM) {
-		t.Errorf("an arena can be mapped to write: %v", err)
+		t.Errorf("an arena can be mapped with write access: %v", err)
 	}
 	release(t, fd, b)
 	c.bye()

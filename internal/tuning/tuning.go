@@ -195,7 +195,7 @@ func (t *Tuner) run() {
 		if n := len(t.search.Rounds()); n > rounds {
 			rounds = n
 			if err := t.writeLog(); err != nil {
-				t.cfg.Log.Warn("the table of the rounds was not written", zap.Error(err))
+				t.cfg.Log.Warn("autotuning could not write its log", zap.Error(err))
 			}
 		}
 		if next := t.search.Next(); !next.Equal(at) {

@@ -259,11 +259,11 @@ func (c *checker) event(e *event) error {
 	case c.s.Ended:
 		return fmt.Errorf("%s after hvd_end", e.Phase)
 	case (e.Phase == "E") != (e.Name == nil):
-		return fmt.Errorf("%s: only ends have no name, and they have none", e.Phase)
+		return fmt.Errorf("%s: ends (phase E) must have no name, and other events must have one", e.Phase)
 	case (e.Phase == "X") != (e.Dur != nil):
-		return fmt.Errorf("%s: only ticks have a duration", e.Phase)
+		return fmt.Errorf("%s: complete events (phase X) must have a duration, and other events must have none", e.Phase)
 	case (e.Phase == "i") != (e.Scope != nil):
-		return fmt.Errorf("%s: only instants have a scope", e.Phase)
+		return fmt.Errorf("%s: instants (phase i) must have a scope, and other events must have none", e.Phase)
 	case e.Phase == "M" && e.TS != nil:
 		return fmt.Errorf("metadata has a time")
 	case c.line <= 3 && e.Phase != "M":
@@ -278,7 +278,7 @@ func (c *checker) event(e *event) error {
 		return fmt.Errorf("%s of pid %d before its name", e.Phase, *e.Pid)
 	}
 	if c.waiting >= 0 && (*e.Pid != c.waiting || !c.sorted) {
-		return fmt.Errorf("%s of pid %d, want the index and the first event of pid %d", e.Phase, *e.Pid,
+		return fmt.Errorf("%s of pid %d, want the sort index and then the first event of pid %d, which was named last", e.Phase, *e.Pid,
 			c.waiting)
 	}
 	c.waiting = -1

@@ -100,7 +100,7 @@ func TestReaderRefuses(t *testing.T) {
 			"its header has 65537 bytes, want at most"},
 		{[]byte{0, 0, 0, 2, 255, 255}, true, "malformed message"},
 		{header(0, 0, 0, 0, 0), true, "it has 5 frames, want at most 4"},
-		{header(1), false, "it has 1 frames before the registration"},
+		{header(1), false, "it has 1 data frames, but its sender has not registered yet"},
 		{header(MaxDataBytes, 1), true, "have more than"},
 		{header(1 << 31), true, "have more than 2147483647 bytes"},
 		{header(1 << 63), true, "have more than"},

@@ -257,7 +257,7 @@ func (c *Client) take(a *sidecarpb.Arena) error {
 // descriptor fd.
 func sealed(fd, numBytes int) error {
 	if b, err := unix.Mmap(fd, 0, numBytes, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED); err == nil {
-		return errors.Join(errors.New("the file can be mapped to write"), unix.Munmap(b))
+		return errors.Join(errors.New("the file can be mapped with write access"), unix.Munmap(b))
 	}
 	const want = Seals | unix.F_SEAL_FUTURE_WRITE | unix.F_SEAL_SEAL
 	if got, err := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0); err != nil || got&want != want {
@@ -420,9 +420,9 @@ func (c *Client) Ring(n uint64) {
 	c.close(fd)
 }
 
-// Word returns the word of the ring whose byte offset is at.
-func (c *Client) Word(at int) *atomic.Uint64 {
-	return (*atomic.Uint64)(unsafe.Pointer(&c.RingBytes[at]))
+// Word returns the word at a byte offset in the ring.
+func (c *Client) Word(offset int) *atomic.Uint64 {
+	return (*atomic.Uint64)(unsafe.Pointer(&c.RingBytes[offset]))
 }
 
 // Push submits the operation that is prepared in slot, and returns the number of the operation. It sends no

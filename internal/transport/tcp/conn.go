@@ -94,7 +94,7 @@ func (c *conn) Read(p []byte) (int, error) {
 func (c *conn) TryRead(p []byte) (n int, err error) {
 	c.reading.Lock()
 	defer c.reading.Unlock()
-	if c.sock.isWaitedFor() {
+	if c.sock.canLeave() {
 		c.leaveRuntimePoller()
 	}
 	switch {

@@ -230,9 +230,9 @@ func (s *socket) leave() error {
 	return file.Close()
 }
 
-// isWaitedFor reports whether leave would have an effect: the socket is in the runtime's poller and no call
-// waits.
-func (s *socket) isWaitedFor() bool { return s.inRuntimePoller.Load() && s.waiters.Load() == 0 }
+// canLeave reports whether leave would have an effect: the socket is in the runtime's poller and no call
+// waits for it.
+func (s *socket) canLeave() bool { return s.inRuntimePoller.Load() && s.waiters.Load() == 0 }
 
 // Close implements net.Conn.
 func (s *socket) Close() error {
