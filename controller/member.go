@@ -474,7 +474,7 @@ func checkResponse(s *memberSet, g *Grant, r *message.Response) error {
 		}
 		for i, d := range r.Devices {
 			if d == tensor.Host && !slices.Contains(g.Absent, s.Ranks[i]) {
-				return fmt.Errorf("%v %q: got device %v for rank %d, want a CUDA device as at other ranks",
+				return fmt.Errorf("%v %q: got device %v for rank %d, want a CUDA device, as at the other ranks",
 					r.Kind, r.Name, d, s.Ranks[i])
 			}
 		}

@@ -443,8 +443,8 @@ func (s *setState) decide(d *message.DownSet, cycle uint64, p *policy, pinned me
 	d.Erase = s.cache.Issue(cycle, d.Erase)
 }
 
-// ends reports whether the ready tensors are the last ones of the set, which only its members have added: the
-// members remove the set, or they have not agreed to add it. A removal becomes the last of the ready tensors.
+// ends reports whether a set that only its members have added ends with the ready tensors, because the
+// members remove it or did not agree to add it. If there is a removal, ends makes it the last ready tensor.
 func (s *setState) ends() bool {
 	for i, item := range s.ready {
 		switch item.response.Kind {

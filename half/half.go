@@ -86,9 +86,10 @@ func Float16FromFloat32(f float32) Float16 {
 	b := math.Float32bits(f)
 	abs := b & absMask
 	// Round by adding a power of two that is 2^13 times as large as the leading bit of f, or as 2^-14 if that
-	// is larger. The last bit of the sum as a float32 then has the value of the last bit of f as a float16,
-	// so the addition rounds. The fraction is in the lowest bits of the sum, below the implicit 1 of normal
-	// numbers. That 1, and a carry, increment the exponent. 2^16 becomes infinity.
+	// is larger. The last bit of the sum as a float32 then has the weight of the last bit of the result as a
+	// float16, so the addition rounds. The low bits of the sum hold the rounded significand, with the leading
+	// 1 of a normal number. When they are added, that 1 and any carry increment the exponent. f is clamped to
+	// 2^16, which becomes infinity.
 	x := min(abs, beyond16)
 	exp := max(x&expMask, minNormal16)
 	sum := math.Float32bits(math.Float32frombits(x) + math.Float32frombits(exp+fractionShift*expOne))

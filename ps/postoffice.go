@@ -48,7 +48,7 @@ type NodeError = van.NodeError
 
 // Options configures Start.
 type Options struct {
-	// Settings has settings by name, such as DMLC_ROLE. They override the environment.
+	// Settings maps the names of settings, such as DMLC_ROLE, to values. They override the environment.
 	Settings map[string]string
 	// Customers is the number of workers in this process, 1 if it is 0. Each counts for DMLC_NUM_WORKER.
 	Customers int

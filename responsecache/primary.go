@@ -140,7 +140,7 @@ func (p *Primary) Invalidate(bit uint32) []LateVote {
 	return p.erase(bit)
 }
 
-// Drop erases the entry of bit although its tensor may be submitted again with the same parameters. It
+// Drop erases the entry of bit, even though its tensor may be submitted again with the same parameters. It
 // returns the votes for the entry, converted to requests.
 func (p *Primary) Drop(bit uint32) []LateVote {
 	p.evicted = true

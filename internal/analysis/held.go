@@ -34,7 +34,7 @@ type Held struct {
 	// charged is the end of the last period that was charged to a rank.
 	charged time.Duration
 	begun   bool   // set if charged has a value
-	waited  uint64 // the number of operations so far that the ranks waited for
+	waited  uint64 // the number of operations so far for which ranks had to wait
 }
 
 // lateRank has the result for a rank, and what the method charge needs to know about the rank's most recent

@@ -67,16 +67,20 @@ type Late struct {
 	tensors map[string]*tensor
 	asked   []*Member // indexed by rank; has an entry for each rank without records
 
-	// held measures how long each rank held up all others. The heap waits has the waits that are not in held
-	// yet, because they must be added in the order in which they ended. startup has the values of held at the
-	// time startupEnd. startupEnd becomes steadyFrom when the first operation after steadyFrom is counted.
-	// The field any measures how long some rank waited, by the same rules: its only entry, rank 0, stands for
-	// whichever rank was last. startupAny is the value of any at startupEnd.
-	held, any              Held
-	waits                  waits
-	startup                []HeldUp
-	startupAny             time.Duration
+	// held measures how long each rank held up all others.
+	held Held
+	// any measures how long at least one rank waited, by the same rules. Its only entry, rank 0, stands for
+	// whichever rank was last.
+	any Held
+	// waits is a heap of the waits that are not in held and any yet, because these must get them in the order
+	// in which they ended.
+	waits waits
+	// steadyFrom is the time at which the start-up ends. The first operation that is counted after it sets
+	// startupEnd to steadyFrom.
 	steadyFrom, startupEnd time.Duration
+	// startup and startupAny are the values of held and any at the time startupEnd.
+	startup    []HeldUp
+	startupAny time.Duration
 
 	found Lateness
 	ranks map[int]*RankLateness

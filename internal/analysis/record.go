@@ -49,7 +49,7 @@ const (
 	recv = "recv"
 )
 
-// IsMessage reports whether the record is one of a message between two ranks.
+// IsMessage reports whether the record describes a message between two ranks, that is a send or a receive.
 func (r *Record) IsMessage() bool { return r.Kind == send || r.Kind == recv }
 
 // Set is a process set other than 0, with its members.

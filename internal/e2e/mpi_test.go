@@ -195,7 +195,7 @@ func startDigits(t *testing.T, cmd *exec.Cmd) {
 	go func() { _, _ = io.Copy(io.Discard, out) }()
 }
 
-// If a rank is stopped, the other ranks name it within the liveness limit, although they wait for it in MPI.
+// If a rank is stopped, the others name it within the liveness limit, even while they wait for it in MPI.
 func TestStoppedRankWithMPI(t *testing.T) {
 	testmpi.Each(t, func(t *testing.T, l testmpi.Library) {
 		program := l.Build(t, "build", "./examples/digits")

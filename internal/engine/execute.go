@@ -16,7 +16,7 @@ import (
 type scratch struct {
 	fused  fusion.Buffer // memory for data that is not in a caller's buffer
 	counts []int64       // numbers of bytes, by rank or by tensor
-	// tensors are the tensors of an operation that the backend reads and writes in place.
+	// tensors lists the tensors of an operation that the backend reads and writes in place.
 	tensors []ops.Tensor
 	wide    fusion.Buffer // wide and back are memory for compression
 	back    fusion.Buffer

@@ -144,7 +144,7 @@ func (s *stream) follow() {
 	s.fileErr = cmp.Or(s.fileErr, err)
 }
 
-// restarted returns the text that says how often rank k was started again.
+// restarted returns the part of a sentence that says how often rank k was restarted, or "" if it was not.
 func (k *rank) restarted() string {
 	switch k.restarts {
 	case 0:

@@ -165,8 +165,9 @@ func (p *peer) depart() {
 	}
 }
 
-// expire is called some time after the peer has left. A peer that has used the channel has said bye by now. A
-// peer that has never used it says nothing, and sends no messages.
+// expire runs some time after the peer has announced its shutdown. A peer that has used the channel has said
+// bye by now. If this peer has not, it sends no messages, and expire calls silence. But if the channel still
+// opens or messages are still expected, expire waits again.
 func (p *peer) expire() {
 	p.x.mu.Lock()
 	switch broken := p.broken; {

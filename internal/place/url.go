@@ -83,7 +83,7 @@ func (m Methods) Open(ctx context.Context, rawURL string, o MethodOptions) (*Pla
 	}
 	if o.Rank >= 0 || o.Size >= 0 {
 		if q.Has("rank") || q.Has("world_size") {
-			return fail(fmt.Errorf("rank or world size is given twice: in the URL %q and outside of it", rawURL))
+			return fail(fmt.Errorf("rank or world size is given twice, in the URL %q and as an option or setting: remove one of them", rawURL))
 		}
 		if o.Rank >= 0 {
 			q.Set("rank", strconv.Itoa(o.Rank))

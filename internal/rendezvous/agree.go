@@ -178,8 +178,8 @@ func (r *root) sendOutcome() {
 	}
 }
 
-// causesOf returns the failed ranks of a host with the texts of their errors. If ranks have failed for a
-// reason that does not pass, it returns only those.
+// causesOf returns the failed ranks of a host with the texts of their errors. If any failure is permanent, it
+// returns only the ranks with permanent failures.
 func causesOf(reports map[int]*rendezvouspb.Status) map[int32]string {
 	failed := make(map[int32]string)
 	for _, mayPass := range []bool{false, true} {

@@ -307,7 +307,7 @@ func (r *root) outlive(ctx context.Context, c *client, value []byte) error {
 		switch {
 		case err == nil:
 			// The nonce of this call is new, so this call cannot have joined the older root.
-			return fmt.Errorf("the older root at %s answered this process as a member, but this process has not joined there", old.GetAddr())
+			return fmt.Errorf("the root of an earlier epoch at %s broke the protocol: it accepted a query as if this process had joined it", old.GetAddr())
 		case ok && running.epoch > r.cfg.LastEpoch:
 			if late == nil {
 				r.log.Warn("rendezvous: waiting for an older root to close",

@@ -281,7 +281,7 @@ func (r *root) receive(g *caller) {
 		if err == nil && r.state == forming && s.GetKind() != rendezvouspb.Status_TIMEOUT {
 			err = fmt.Errorf("reading a status: got %v before all ranks have joined", s.GetKind())
 		}
-		if !g.finished { // a caller that has its last answer is ignored
+		if !g.finished { // ignore a caller that has received its last answer
 			r.handleStatus(g, s, err)
 		}
 		r.mu.Unlock()

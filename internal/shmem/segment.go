@@ -256,7 +256,7 @@ func adopt(fd int) (*Segment, error) {
 	}
 	var st unix.Stat_t
 	if err := unix.Fstat(fd, &st); err != nil {
-		return nil, fmt.Errorf("get the allocated memory of descriptor %d: %w", fd, err)
+		return nil, fmt.Errorf("get the allocated size of file descriptor %d: %w", fd, err)
 	}
 	if have := st.Blocks * blockBytes; have < size {
 		return nil, fmt.Errorf("got a file of %d bytes with %d bytes allocated, want all bytes allocated", size, have)

@@ -110,7 +110,7 @@ func TestUsage(t *testing.T) {
 		}))
 		c.MustRun(good(func(*op, *tens) {}))
 		refused(t, "no operation", c.Run(nil), classUsage, "operation 0")
-		refused(t, "no ring with it", c.Call(sidecartest.Ring(8192)), classUsage, "no descriptor")
+		refused(t, "no ring with it", c.Call(sidecartest.Ring(8192)), classUsage, "file descriptor")
 		id := c.Push(5)
 		c.Doorbell()
 		if got, status := c.Pop(); got != id || status != statusReply {
@@ -195,7 +195,7 @@ func TestArenaRefused(t *testing.T) {
 	defer r.Close()
 	defer w.Close()
 	refused(t, "a pipe", c.Call(sidecartest.Arena(1, size), int(r.Fd())), classUsage, "seals")
-	refused(t, "nothing", c.Call(sidecartest.Arena(1, size)), classUsage, "no descriptor")
+	refused(t, "nothing", c.Call(sidecartest.Arena(1, size)), classUsage, "file descriptor")
 	for _, spoil := range []func(b []byte){
 		func(b []byte) { b[0] = 'X' },
 		func(b []byte) { b[4] = 1 },

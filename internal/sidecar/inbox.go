@@ -152,7 +152,7 @@ func (i *inbox) Next() (body []byte, ok bool, err error) {
 // arrived. The caller must close the descriptor.
 func (i *inbox) Descriptor() (int, error) {
 	if len(i.fds) == 0 {
-		return -1, errors.New("got no descriptor with the request, want one")
+		return -1, errors.New("the request must come with a file descriptor, but it came with none")
 	}
 	fd := i.fds[0]
 	i.fds = i.fds[:0]

@@ -231,7 +231,8 @@ func TestAlltoallLies(t *testing.T) {
 		"two that exceed": {1 << 62, 1 << 62},
 	} {
 		lies(name, message.Direct, counts[:1], counts[1:])
-		// With Bruck, a message has the largest length, and then a length for rank 0.
+		// With Bruck, a message begins with the greatest length of a block, followed by the length of the
+		// block for rank 0.
 		largest := max(counts[0], counts[1])
 		lies(name, message.Bruck, []uint64{largest, counts[0]}, []uint64{largest, counts[1]})
 	}

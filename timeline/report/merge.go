@@ -73,8 +73,7 @@ func (j *Job) Merge(path string) (sum Merged, err error) {
 	for _, r := range j.ranks {
 		for _, s := range r.segments {
 			if same(s.path, path) {
-				return sum, fmt.Errorf("%s is one of the files to merge, want another name for the output",
-					path)
+				return sum, fmt.Errorf("the output %s is one of the files to merge: choose another name", path)
 			}
 		}
 		m.shift, clockError = max(m.shift, -r.clock.reference(0)), max(clockError, r.clock.err)

@@ -588,8 +588,11 @@ func (t *track) grant(e *event, ts float64) error {
 		Last   *int
 		Late   *json.RawMessage `json:"late_us"`
 	}
-	if err := args(e, &a); err != nil || a.Cached == nil {
+	if err := args(e, &a); err != nil {
 		return fmt.Errorf("%q: the end of a negotiation: %s: %w", t.name, e.Args, err)
+	}
+	if a.Cached == nil {
+		return fmt.Errorf("%q: the end of a negotiation has no cached: %s", t.name, e.Args)
 	}
 	t.op.Granted, t.op.Begun, t.op.Cached = ts, -1, *a.Cached
 	if a.Sent != nil {
@@ -600,7 +603,7 @@ func (t *track) grant(e *event, ts float64) error {
 	}
 	if len(t.op.Arrivals) == 0 {
 		if a.Last != nil || a.Late != nil {
-			return fmt.Errorf("%q: who was last, without ticks: %s", t.name, e.Args)
+			return fmt.Errorf("%q: last and late_us without arrivals of ranks: %s", t.name, e.Args)
 		}
 		return nil
 	}
@@ -609,8 +612,11 @@ func (t *track) grant(e *event, ts float64) error {
 		return nil
 	}
 	late, err := micros(a.Late, false)
-	if err != nil || a.Last == nil {
-		return fmt.Errorf("%q: ticks, without who was last: %s: %w", t.name, e.Args, err)
+	if err != nil {
+		return fmt.Errorf("%q: late_us: %s: %w", t.name, e.Args, err)
+	}
+	if a.Last == nil {
+		return fmt.Errorf("%q: late_us without last: %s", t.name, e.Args)
 	}
 	times := slices.Sorted(maps.Values(t.op.Arrivals))
 	if d := times[len(times)-1] - times[0] - late; d > 0.001 || d < -0.001 ||

@@ -173,7 +173,7 @@ func (v *Van) serve(ctx context.Context, conn net.Conn) error {
 		v.sched.announce(nodes)
 		answer.Header.Control.Nodes = v.table()
 	}
-	// If the write fails, the node has registered and died, which the other nodes must learn.
+	// If the write fails, the node has died after it registered, so the other nodes must be told.
 	if err = writeMessage(over, answer); err == nil {
 		v.wg.Go(l.write)
 		err = l.read(r)

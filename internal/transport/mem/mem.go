@@ -98,7 +98,7 @@ func (c *Cluster) notify() {
 // Conn implements transport.Mesh.
 func (m *mesh) Conn(ctx context.Context, lane transport.Lane, peer topo.Rank) (transport.Conn, error) {
 	if peer < 0 || int(peer) >= len(m.c.meshes) || peer == m.rank {
-		return nil, fmt.Errorf("mem: connect lane %d: got peer rank %d, want 0 to %d except this rank, %d",
+		return nil, fmt.Errorf("mem: connect lane %d: got peer rank %d, want a rank from 0 to %d other than this rank, %d",
 			lane, peer, len(m.c.meshes)-1, m.rank)
 	}
 	for {

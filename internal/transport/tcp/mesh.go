@@ -121,7 +121,7 @@ func (l *lane) finish(peer topo.Rank, c *conn, err error) {
 // same attempt.
 func (m *Mesh) Conn(ctx context.Context, id transport.Lane, peer topo.Rank) (transport.Conn, error) {
 	if peer < 0 || int(peer) >= len(m.addrs) || peer == m.rank {
-		return nil, fmt.Errorf("tcp: connect lane %d: got peer rank %d, want 0 to %d except this rank, %d",
+		return nil, fmt.Errorf("tcp: connect lane %d: got peer rank %d, want a rank from 0 to %d other than this rank, %d",
 			id, peer, len(m.addrs)-1, m.rank)
 	}
 	m.e.mu.Lock()
