@@ -250,12 +250,12 @@ func (l *lane) run(ctx context.Context, finished func(w *work, err error)) {
 				finished(w, nil)
 				continue
 			}
-			l.releaseCopies(w)
 			finished(w, err)
 			w.failed = true
 		}
 		if w.failed {
 			err = withInUse(l.verdict(), err)
+			l.releaseCopies(w) // not earlier, because peers may have read the copies until now
 		}
 		l.observer.ended(w, err)
 		for _, e := range w.entries {

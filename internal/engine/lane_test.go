@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/controller"
+	"github.com/gohvd/gohvd/internal/cuda"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/topo"
@@ -79,6 +80,61 @@ func TestStartedWorkIsEndedBeforeItsAnswer(t *testing.T) {
 	l.run(ctx, func(*work, error) {})
 	if !errors.Is(answer, verdict) {
 		t.Errorf("answered with %v, want %v", answer, verdict)
+	}
+}
+
+// broken is a backend that has lost a peer.
+type broken struct{ ops.Backend }
+
+func (broken) Start(ops.Operation) error { return nil }
+
+func (broken) Step(context.Context, bool) (ops.Progress, error) {
+	return ops.Waiting, errors.New("the peer is gone")
+}
+
+// If an operation on copies in host memory fails, another operation can get their memory only after the
+// verdict, because until then other ranks may read it.
+func TestCopiesStayUntilTheVerdict(t *testing.T) {
+	m, err := ops.NewManager(
+		ops.Registry{{ID: message.SHM, New: func(topo.ProcessSetID, []topo.Rank, int) (ops.Backend, error) {
+			return broken{}, nil
+		}}},
+		topo.Global, []topo.Rank{0, 1}, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	l := &lane{
+		set: controller.Global(2), queue: tensorqueue.New(), manager: m, devices: new(cuda.Devices),
+		observer: &observer{start: time.Now()}, claimed: true, spawned: true,
+	}
+	l.changed.L = &l.mu
+	onDevice, inHostMemory := make([]byte, 8), make([]byte, 4096)
+	e := &tensorqueue.Entry{Input: inHostMemory[:8], Output: inHostMemory[:8], Done: func(error) {}}
+	e.Request = message.Request{Kind: message.Broadcast, Name: "x"}
+	if err := l.queue.Add(e); err != nil {
+		t.Fatal(err)
+	}
+	w := &work{
+		grant: &controller.Grant{Backend: message.SHM, Responses: []*message.Response{{
+			Kind: message.Broadcast, Name: "x", DType: tensor.Int64, Shape: tensor.Shape{1},
+			Devices: []tensor.Device{tensor.CUDA(0), tensor.CUDA(1)},
+		}}},
+		entries: []*tensorqueue.Entry{e},
+		inHost: inHost{memory: inHostMemory, inputs: []cuda.Copy{{From: onDevice}},
+			outputs: []cuda.Copy{{To: onDevice}}, of: []int{0}},
+	}
+	if err := l.start(w); err != nil {
+		t.Fatal(err)
+	}
+	l.unclaim(w)
+	l.run(t.Context(), func(*work, error) {
+		if w.inHost.memory == nil {
+			t.Error("the copies were released before the verdict")
+		}
+		l.end(errors.New("rank 1 failed"))
+	})
+	if w.inHost.memory != nil || &e.Input[0] != &onDevice[0] || &e.Output[0] != &onDevice[0] {
+		t.Error("the copies were not released")
 	}
 }
 
