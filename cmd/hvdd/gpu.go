@@ -21,9 +21,9 @@ const gpuProgram = "hvdd-gpu"
 // driverFile exists on hosts with a driver for CUDA devices.
 const driverFile = "/dev/nvidiactl"
 
-// replace replaces this process by hvdd-gpu if the settings ask for NCCL or the host has CUDA devices. It
-// returns if this program can do no less than hvdd-gpu or if there is no hvdd-gpu. It must be called before
-// anything else in the process has started.
+// replace replaces this process by hvdd-gpu if asked is set, because the settings ask for operations on CUDA
+// devices, or if the host has such devices. It returns if this program can do no less than hvdd-gpu or if
+// there is no hvdd-gpu. It must be called before anything else in the process has started.
 func replace(asked bool) error {
 	if withNCCL {
 		return nil
@@ -38,13 +38,18 @@ func replace(asked bool) error {
 		return err
 	}
 	path := filepath.Join(filepath.Dir(self), gpuProgram)
-	if path == self {
-		return errors.New("hvdd-gpu was built without the tag nccl or without cgo")
-	}
-	err = unix.Exec(path, append([]string{path}, os.Args[1:]...), unix.Environ())
+	other, err := os.Stat(path)
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil // Init reports the lack of NCCL if the job uses it
 	}
+	own, ownErr := os.Stat("/proc/self/exe") // self may have been replaced since
+	if err = errors.Join(err, ownErr); err != nil {
+		return err
+	}
+	if os.SameFile(own, other) { // it would execute itself for ever
+		return fmt.Errorf("%s was built without the tag nccl or without cgo", path)
+	}
+	err = unix.Exec(path, append([]string{path}, os.Args[1:]...), unix.Environ())
 	return fmt.Errorf("cannot execute %s: %w", path, err)
 }
 

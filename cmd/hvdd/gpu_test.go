@@ -44,9 +44,16 @@ func install(t *testing.T, name string, args ...string) *exec.Cmd {
 }
 
 // TestGPUProgram checks that hvdd executes hvdd-gpu in its own folder, with its arguments, its environment
-// and its descriptors, if the settings ask for NCCL.
+// and its descriptors, if the settings ask for operations on CUDA devices.
 func TestGPUProgram(t *testing.T) {
+	for _, operations := range []string{"nccl", "host"} {
+		gpuProgramFor(t, operations)
+	}
+}
+
+func gpuProgramFor(t *testing.T, operations string) {
 	cmd := install(t, "hvdd", "--fd", "3", "--health", "0")
+	cmd.Env = append(cmd.Env, "HOROVOD_GPU_OPERATIONS="+operations)
 	script := "#!/bin/sh\necho \"$0 $* $HOROVOD_GPU_OPERATIONS $$\" >&3\n"
 	gpu := filepath.Join(filepath.Dir(cmd.Path), "hvdd-gpu")
 	if err := os.WriteFile(gpu, []byte(script), 0o755); err != nil {
@@ -66,7 +73,7 @@ func TestGPUProgram(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if want := gpu + " --fd 3 --health 0 nccl "; !strings.HasPrefix(string(got), want) {
+	if want := gpu + " --fd 3 --health 0 " + operations + " "; !strings.HasPrefix(string(got), want) {
 		t.Errorf("hvdd-gpu said %q, want %q and the number of the process", got, want)
 	}
 
@@ -85,7 +92,20 @@ func TestGPUProgram(t *testing.T) {
 // ever.
 func TestGPUProgramWithoutNCCL(t *testing.T) {
 	out, err := install(t, "hvdd-gpu", "--fd", "3").CombinedOutput()
-	if err == nil || !strings.Contains(string(out), "hvdd-gpu was built without the tag nccl") {
+	if err == nil || !strings.Contains(string(out), "hvdd-gpu was built without the tag nccl or without cgo") {
+		t.Errorf("got %v and %q", err, out)
+	}
+}
+
+// TestGPUProgramIsALink checks that an hvdd-gpu that is a link to hvdd does not make hvdd execute itself for
+// ever.
+func TestGPUProgramIsALink(t *testing.T) {
+	cmd := install(t, "hvdd", "--fd", "3")
+	if err := os.Symlink("hvdd", filepath.Join(filepath.Dir(cmd.Path), "hvdd-gpu")); err != nil {
+		t.Fatal(err)
+	}
+	out, err := cmd.CombinedOutput()
+	if err == nil || !strings.Contains(string(out), "hvdd-gpu was built without the tag nccl or without cgo") {
 		t.Errorf("got %v and %q", err, out)
 	}
 }
