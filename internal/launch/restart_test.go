@@ -32,8 +32,8 @@ func TestRestart(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
 	r := start(t, spec{Servers: 2, Workers: 1, Restarts: 2, OutputDir: dir, Command: nodeScript(t,
-		untilFinished, `printf "life $n"; if [ $DMLC_RANK = 1 ] && [ $n = 1 ]; then exit 7; fi; await finished`,
-		`echo life $n; case $n in 1) kill -9 $$;; 2) exit 3;; esac; finish`)})
+		untilFinished, `printf "life $n"; case $DMLC_RANK.$n in 1.1) exit 7;; 1.2) echo >back;; esac; await finished`,
+		`echo life $n; case $n in 1) kill -9 $$;; 2) exit 3;; esac; await back; finish`)})
 	if got := r.wait(); got != 0 {
 		t.Errorf("got exit status %d, want 0", got)
 	}
@@ -84,8 +84,8 @@ func TestRestart(t *testing.T) {
 func TestRestartsUsedUp(t *testing.T) {
 	t.Parallel()
 	r := start(t, spec{Servers: 1, Workers: 2, Restarts: 2, Command: nodeScript(t, untilFinished,
-		`[ $n = 1 ] && exit 9; await finished`,
-		`[ $DMLC_RANK = 1 ] && await finished; echo life $n >&2; exit $n`)})
+		`[ $n = 1 ] && exit 9; echo >back; await finished`,
+		`[ $DMLC_RANK = 1 ] && await finished; echo life $n >&2; [ $n = 3 ] && await back; exit $n`)})
 	if got := r.wait(); got != 3 {
 		t.Errorf("got exit status %d, want 3", got)
 	}
