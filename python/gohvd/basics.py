@@ -8,6 +8,7 @@ import functools
 import json
 import os
 import subprocess
+import warnings
 from typing import Any, Dict, List, Optional, Sequence, Union
 
 from . import _engine, _programs, _sidecar
@@ -142,6 +143,9 @@ def gloo_built() -> bool:
     return True
 
 
+_GPU_SECONDS = 60.0
+
+
 @functools.lru_cache(maxsize=None)
 def _gpu_libraries() -> Dict[str, Any]:
     """Returns what ``hvdd --check-gpus`` prints, or an empty dictionary if there is no hvdd that prints it."""
@@ -149,7 +153,11 @@ def _gpu_libraries() -> Dict[str, Any]:
         program = _sidecar.find_sidecar()
     except _sidecar.SidecarError:
         return {}
-    found = subprocess.run([program, "--check-gpus"], stdout=subprocess.PIPE, check=False)
+    try:
+        found = subprocess.run([program, "--check-gpus"], stdout=subprocess.PIPE, check=False, timeout=_GPU_SECONDS)
+    except subprocess.TimeoutExpired as e:  # a driver may hang
+        warnings.warn(f"the sidecar has not found the libraries for GPUs: {e}", stacklevel=3)
+        return {}
     return json.loads(found.stdout) if found.returncode == 0 else {}
 
 

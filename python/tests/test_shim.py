@@ -17,6 +17,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 import programs
 import torch
+from gohvd import basics
 from ranks import RanksTest, hvd
 
 # The example program from Horovod's documentation, changed only to generate its data.
@@ -242,6 +243,16 @@ class Modules(RanksTest):
             found = {"built": True, "nccl": nccl, "cuda": cuda} if nccl else {"built": False, "nccl": {}, "cuda": {}}
             with mock.patch("gohvd.basics._gpu_libraries", return_value=found):
                 self.assertEqual((hvd.nccl_built(), hvd.cuda_built()), want)
+        with tempfile.TemporaryDirectory() as top:
+            program = os.path.join(top, "hvdd")
+            with open(program, "w") as f:
+                f.write("#!/bin/sh\nexec sleep 1000\n")
+            os.chmod(program, 0o700)
+            with mock.patch.dict(os.environ, HVD_SIDECAR_BINARY=program), mock.patch("gohvd.basics._GPU_SECONDS", 0.1):
+                basics._gpu_libraries.cache_clear()
+                with self.assertWarnsRegex(UserWarning, "'--check-gpus'].* timed out"):
+                    self.assertEqual(hvd.nccl_built(), 0)
+        basics._gpu_libraries.cache_clear()
         self.assertEqual((util.nccl_built(), util.gpu_available("torch")), (bool(hvd.nccl_built()), hvd.cuda_built()))
         util.check_extension("horovod.torch", "HOROVOD_WITH_PYTORCH", __file__, "mpi_lib_v2")
         with self.assertRaises(ImportError):
