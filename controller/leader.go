@@ -34,8 +34,9 @@ func (c *Coordinator) Relay(leader topo.Rank, ranks []topo.Rank, held []uint32, 
 	c.ranks[leader].lastReceived = c.now
 }
 
-// heard returns the time until which silence of rank r is its own: now or, if a leader passes on the frames
-// of r, the time at which the last frame of the leader arrived.
+// heard returns the latest time at which a frame of rank r would have arrived if r had sent one before: now
+// or, if a leader passes on the frames of r, the time at which the last frame of the leader arrived. If
+// nothing has come from r since that time, the reason may be that the leader is silent.
 func (c *Coordinator) heard(r topo.Rank) time.Duration {
 	if leader := c.leaderOf(r); leader != r {
 		return c.ranks[leader].lastReceived

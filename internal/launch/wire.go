@@ -38,9 +38,10 @@ import (
 // The launcher sends Begin when all hosts are ready. If hostJob.Restarts is set, it may send Start for a rank
 // whose helper has ended, until it sends Force or a Signal that asks the ranks to end; before that the agent
 // does not send Over. Before Start the launcher opens two further streams, for the output of the new process.
-// An agent that loses its connection kills its ranks. Each
-// stream has a window of 256 KiB, which caps how much output waits to be read. A stream with a full window
-// does not delay the other streams. If the agent is on another host, each end sends a ping every
+// An agent that loses its connection kills its ranks.
+//
+// Each stream has a window of 256 KiB, which caps how much output waits to be read. A stream with a full
+// window does not delay the other streams. If the agent is on another host, each end sends a ping every
 // pingInterval. An end that receives nothing for Options.Liveness ends the session.
 const (
 	agentVersion = 3
