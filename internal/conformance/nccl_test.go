@@ -64,9 +64,10 @@ func runRanks(t *testing.T, ranks int, test string) []string {
 		cmd.Env = append(cmd.Environ(), rankVariable+"="+strconv.Itoa(r), sizeVariable+"="+strconv.Itoa(ranks),
 			"HVD_INIT_METHOD=file://"+filepath.Join(dir, "store"))
 		cmd.Stdout, cmd.Stderr = &outputs[r], &outputs[r]
-		if commands[r] = cmd; cmd.Start() != nil {
-			t.Fatalf("rank %d: %v", r, cmd.Err)
+		if err := cmd.Start(); err != nil {
+			t.Fatalf("rank %d: %v", r, err)
 		}
+		commands[r] = cmd
 	}
 	var texts []string
 	var failed error
