@@ -268,6 +268,27 @@ func TestDeviceErrors(t *testing.T) {
 	})
 }
 
+// TestDeviceEvents gives the sidecar more events than it may have arenas, and removes them.
+func TestDeviceEvents(t *testing.T) {
+	gpus(t, 1, func(g *gpu) {
+		h, err := g.ipc.ExportEvent(g.event)
+		g.check(err)
+		const first, n = 1000, 5000
+		for i := range uint32(n) {
+			g.Must(sidecartest.DeviceEvent(first+i, g.busID, h[:]))
+		}
+		g.Arena(1, 4096)
+		g.write(0, 1)
+		o := on(1, "x", [2]int{0, 1}, [2]int{64, 1})
+		o.Event = first + n - 1
+		g.MustRun(o)
+		for i := range uint32(n) {
+			g.Must(sidecartest.DropArena(first + i))
+		}
+		g.close()
+	})
+}
+
 // TestDeviceClientDies ends a client in the middle of an operation on its device.
 func TestDeviceClientDies(t *testing.T) {
 	gpus(t, 2, func(g *gpu) {

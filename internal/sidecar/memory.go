@@ -17,14 +17,17 @@ const (
 	// maxArenaBytes is the maximum size of a client's arena.
 	maxArenaBytes = 1 << 40
 	// maxArenas is the maximum number of arenas of all clients together. There is a limit because each arena
-	// needs a descriptor and a mapping in this process and in every peer.
+	// needs a descriptor and a mapping in this process and in every peer. Events have a limit of their own,
+	// because they need neither, and each operation in flight needs one.
 	maxArenas = 4096
+	maxEvents = maxInFlight
 )
 
 // memory is a map from arena numbers to the arenas of all clients.
 type memory struct {
-	mu  sync.Mutex
-	all map[uint32]*clientArena
+	mu     sync.Mutex
+	all    map[uint32]*clientArena
+	events int // number of events in all
 }
 
 // clientArena is an arena of a client, in memory of the host or of a CUDA device, or an event of a device.
@@ -48,7 +51,7 @@ func (m *memory) add(number uint32, numBytes uint64, fd int, owner *conn) error 
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if err := m.room(number); err != nil {
+	if err := m.room(number, false); err != nil {
 		discard(fd)
 		return err
 	}
@@ -73,16 +76,29 @@ func checkArena(number uint32, numBytes uint64) error {
 	return nil
 }
 
-// room returns an error if no arena with the given number can be added. The caller holds mu.
-func (m *memory) room(number uint32) error {
-	switch {
+// room returns an error if no arena, or no event, with the given number can be added. The caller holds mu.
+func (m *memory) room(number uint32, event bool) error {
+	switch arenas := len(m.all) - m.events; {
 	case m.all[number] != nil:
 		return fmt.Errorf("arena %d already exists", number)
-	case len(m.all) >= maxArenas:
-		return fmt.Errorf("arena %d: the client already has %d arenas, which is the limit", number, len(m.all))
+	case event && m.events >= maxEvents:
+		return fmt.Errorf("arena %d: the client already has %d events, which is the limit", number, m.events)
+	case !event && arenas >= maxArenas:
+		return fmt.Errorf("arena %d: the client already has %d arenas, which is the limit", number, arenas)
 	}
 	return nil
 }
+
+// remove removes an arena from the map. The caller holds mu, and closes the arena afterwards.
+func (m *memory) remove(g *clientArena) {
+	delete(m.all, g.number)
+	if g.event() {
+		m.events--
+	}
+}
+
+// event reports whether g is an event.
+func (g *clientArena) event() bool { return g.device != nil && g.device.Event != nil }
 
 // addDevice opens the memory or the event of a device that q describes, and records it as an arena of owner.
 func (m *memory) addDevice(q *sidecarpb.DeviceArena, devices *cuda.Devices, owner *conn) error {
@@ -109,10 +125,14 @@ func (m *memory) addDevice(q *sidecarpb.DeviceArena, devices *cuda.Devices, owne
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if err := m.room(number); err != nil {
+	g := &clientArena{number: number, bytes: opened.Memory, device: opened, owner: owner}
+	if err := m.room(number, g.event()); err != nil {
 		return errors.Join(err, opened.Close())
 	}
-	m.all[number] = &clientArena{number: number, bytes: opened.Memory, device: opened, owner: owner}
+	m.all[number] = g
+	if g.event() {
+		m.events++
+	}
 	return nil
 }
 
@@ -137,7 +157,7 @@ func (m *memory) drop(owner *conn, number uint32) error {
 		err = fmt.Errorf("arena %d cannot be removed: operations in flight use it %d times", number, g.users)
 	}
 	if err == nil {
-		delete(m.all, number)
+		m.remove(g)
 	}
 	m.mu.Unlock()
 	if err != nil {
@@ -165,7 +185,7 @@ func (m *memory) leave(owner *conn) error {
 			continue
 		}
 		if g.left = true; g.users == 0 {
-			delete(m.all, g.number)
+			m.remove(g)
 			unused = append(unused, g)
 		}
 	}
@@ -202,7 +222,7 @@ func (m *memory) use(owner *conn, event uint32, places []location, uses []*clien
 		switch {
 		case err != nil:
 			return fail(fmt.Errorf("the event: %w", err))
-		case g.device == nil || g.device.Event == nil:
+		case !g.event():
 			return fail(fmt.Errorf("arena %d is no event", event))
 		}
 		on = g.device
@@ -235,7 +255,7 @@ func (m *memory) use(owner *conn, event uint32, places []location, uses []*clien
 // is nil, g must be in memory of the host.
 func (g *clientArena) check(p *location, on *cuda.Imported) error {
 	switch {
-	case g.device != nil && g.device.Event != nil:
+	case g.event():
 		return fmt.Errorf("arena %d is an event and has no memory", g.number)
 	case g.device != nil && on == nil:
 		return fmt.Errorf("arena %d is on CUDA device %d, but the operation has no event", g.number,
@@ -262,7 +282,7 @@ func (m *memory) unuse(uses []*clientArena) error {
 	var unused []*clientArena
 	for _, g := range uses {
 		if g.users--; g.users == 0 && g.left {
-			delete(m.all, g.number)
+			m.remove(g)
 			unused = append(unused, g)
 		}
 	}
