@@ -101,6 +101,7 @@ test-nccl: ## test operations on CUDA devices with stand-ins for NCCL and CUDA
 	$(GO) test -tags nccl -race -count 1 ./internal/testcuda ./internal/cuda ./ops/nccl
 	$(GO) test -tags nccl -race -count 1 -run Device ./hvd
 	$(GO) test -tags nccl -race -count 1 -run Device ./cmd/hvdd
+	$(GO) test -tags nccl -count 1 -run Device ./internal/pythontest
 	$(GO) test -tags nccl -race -count 1 -run NCCL ./internal/conformance
 
 .PHONY: nccl-libraries

@@ -41,7 +41,7 @@ func TestMain(m *testing.M) {
 			fmt.Fprintf(os.Stderr, "building the programs: %v\n%s", err, out)
 			return 1
 		}
-		return m.Run()
+		return withStandIns(m)
 	}())
 }
 

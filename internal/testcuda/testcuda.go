@@ -40,14 +40,17 @@ type M struct{ *testing.M }
 // Run calls Main.
 func (m M) Run() int { return Main(m.M) }
 
+// Folder returns the folder of the libraries. With the stand-ins, it also has libcuda.so.1, the driver.
+func Folder() string { return os.Getenv(folder) }
+
 // CUDA returns the path of the stand-in for libcudart.
-func CUDA() string { return filepath.Join(os.Getenv(folder), "libcudart.so.12") }
+func CUDA() string { return filepath.Join(Folder(), "libcudart.so.12") }
 
 // NCCL returns the path of the stand-in for libnccl.
-func NCCL() string { return filepath.Join(os.Getenv(folder), "libnccl.so.2") }
+func NCCL() string { return filepath.Join(Folder(), "libnccl.so.2") }
 
 // OldNCCL returns the path of a stand-in that has only the functions of NCCL 2.7.
-func OldNCCL() string { return filepath.Join(os.Getenv(folder), "libnccl-old.so.2") }
+func OldNCCL() string { return filepath.Join(Folder(), "libnccl-old.so.2") }
 
 // ShareDevice sets the environment variables with which NCCL accepts several ranks on one device. To NCCL
 // each rank then looks like a host of its own, so rank is its number. Each rank must be a process.
@@ -80,5 +83,6 @@ func build(dir string) error {
 			return fmt.Errorf("gcc: %w\n%s", err, out)
 		}
 	}
-	return nil
+	// The stand-in has the functions of the driver too.
+	return os.Symlink(filepath.Base(cuda), filepath.Join(dir, "libcuda.so.1"))
 }

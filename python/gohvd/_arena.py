@@ -33,6 +33,13 @@ PAGE = mmap.PAGESIZE
 _PAGED_FROM = 16 << 10
 
 
+def new_number() -> int:
+    """Returns a number for an arena. It must be unique among all clients of a sidecar. It is random, because a client
+    does not know the numbers of the others.
+    """
+    return random.SystemRandom().randrange(1, 1 << 31)
+
+
 class Chunk:
     """A memfd that is mapped for reading and writing, and the allocator of the memory in it."""
 
@@ -60,9 +67,7 @@ class Chunk:
             os.close(fd)
             raise
         self.fd = fd
-        # The number must be unique among all clients of a sidecar. It is random, because a client does not know the
-        # numbers of the others.
-        self.number = random.SystemRandom().randrange(1, 1 << 31)
+        self.number = new_number()
         self.size = size
         self.view = memoryview(self.map)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))

@@ -34,6 +34,7 @@ from typing import Callable, Deque, Dict, List, Optional, Sequence, Set, Tuple, 
 
 from . import _wire as wire
 from ._arena import PAGE, Arena, Chunk, Extent
+from ._cuda import Exports
 from ._sidecar import GREETING_SECONDS, Child, connect, receive
 from .exceptions import HorovodInternalError, MismatchError, NotInitializedError, PeerError, SidecarError
 
@@ -193,6 +194,7 @@ class Client:
         self._state: _State = (b"", 0, (), [], 0)
         self._child: Optional[Child] = None
         self.arena = Arena(self._drop_chunk)
+        self.exports = Exports(self)
         address = os.environ.get("HVD_SIDECAR", "")
         if address:
             self._sock = connect(address)
@@ -326,6 +328,7 @@ class Client:
         self._mapping_lock = threading.Lock()
         self._fence = threading.Lock()
         self.arena.after_fork()
+        self.exports.after_fork()
         if self._child is not None:
             self._child.after_fork()
         # shutdown is not called, because it would end the parent's connection too.

@@ -4,6 +4,8 @@ An operation runs on memory in an arena. If the data of the program is elsewhere
 an arena, and the result is copied back. A ``Plan`` is an encoded operation with its staging blocks. A plan that has run
 is kept for the next operation with the same name, type, shape and memory. That operation allocates nothing and is
 submitted by its slot number in the ring.
+
+A tensor on a CUDA device needs neither if the sidecar can open its memory: see ``_cuda`` and ``_Device``.
 """
 
 from __future__ import annotations
@@ -11,14 +13,17 @@ from __future__ import annotations
 import atexit
 import collections
 import ctypes
+import functools
 import math
 import os
 import threading
-from typing import TYPE_CHECKING, Any, Callable, Dict, Generic, List, Optional, Sequence, Tuple, TypeVar
+import warnings
+from typing import TYPE_CHECKING, Any, Callable, ContextManager, Dict, Generic, List, Optional, Sequence, Set, Tuple, TypeVar
 
 from . import _exit, _wire as wire
 from ._arena import Block, Extent
 from ._client import Client, Operation, Pending
+from ._cuda import Event, Unshareable
 from ._timeline_signal import TimelineSignal
 from .exceptions import HorovodInternalError, InitError, NotInitializedError, SidecarError
 
@@ -44,6 +49,9 @@ _NOT_SETTINGS = ("HVD_SIDECAR", "HVD_SIDECAR_BINARY", "HVD_SECRET", "HVD_SECRET_
 # The name that a blocking operation gets if the program gives it none. The sidecar names all other unnamed operations
 # noname.1, noname.2 and so on.
 _SYNC_NAME = "noname.0"
+
+# As this many bytes counts an event of a plan, so that at most 2048 events are kept for idle plans.
+_EVENT_BYTES = _MAX_IDLE_BYTES // 2048
 
 # Operations whose result, if there is one, has the shape of the tensor.
 _OUTPUT_LIKE_INPUT = (wire.ALLREDUCE, wire.BROADCAST, wire.REDUCE, wire.SEND, wire.RECV)
@@ -75,13 +83,43 @@ class Framework(Generic[A]):
         """
         raise NotImplementedError
 
+    def device(self, x: A) -> int:
+        """Returns the number of the CUDA device that has x, or -1 if x is elsewhere. A framework without such arrays
+        does not implement the following methods.
+        """
+        return -1
+
+    def pointer(self, x: A) -> int:
+        """Returns the address of x's elements on its device, or 0 if they are not contiguous."""
+        raise NotImplementedError
+
+    def empty(self, shape: Shape, like: A) -> A:
+        """Returns a new contiguous array with the element type and the device of like, and undefined elements."""
+        raise NotImplementedError
+
+    def stream(self, device: int) -> Any:
+        """Returns the current stream of a device."""
+        raise NotImplementedError
+
+    def handle(self, stream: Any) -> int:
+        """Returns the cudaStream_t of a stream."""
+        raise NotImplementedError
+
+    def using(self, stream: Any) -> ContextManager[Any]:
+        """Returns a context in which stream is the current stream of its device."""
+        raise NotImplementedError
+
+    def follow(self, stream: Any) -> None:
+        """Makes the current stream of the device wait for the work that is on stream now."""
+        raise NotImplementedError
+
 
 class Plan(Generic[A]):
     """An encoded operation with its staging blocks. It can run any number of times, but only once at a time. When a
     plan is garbage-collected, it gives back its slot and its memory.
     """
 
-    __slots__ = ("key", "operation", "client", "extents", "nbytes", "inputs", "outputs", "job")
+    __slots__ = ("key", "operation", "client", "extents", "nbytes", "inputs", "outputs", "event", "job")
 
     def __init__(self, key: tuple, client: Client, job: int) -> None:
         self.key = key
@@ -99,6 +137,8 @@ class Plan(Generic[A]):
         """The staging array of each result. It is None if the result overwrites the tensor, or if its size is not known
         before the operation runs.
         """
+        self.event: Optional[Event] = None
+        """The event that orders an operation on a CUDA device after and before the work of the program."""
 
     def __del__(self) -> None:
         # If an exception of a signal handler has ended __init__ early, the attribute does not exist.
@@ -107,6 +147,29 @@ class Plan(Generic[A]):
             self.client.forget(operation)
         for extent in getattr(self, "extents", ()):
             self.client.arena.give(extent)
+        event = getattr(self, "event", None)
+        if event is not None:
+            self.client.exports.give_event(event)
+
+
+class OnDevice(Generic[A]):
+    """The memory of an operation that the sidecar runs on a CUDA device, and the stream of the program there."""
+
+    __slots__ = ("device", "stream", "inputs", "outputs", "shapes", "where", "where_out")
+
+    def __init__(self, device: int, stream: Any) -> None:
+        self.device = device
+        self.stream = stream
+        """The stream that was the current stream of the device when the operation was begun."""
+        self.inputs: List[A] = []
+        """The arrays of the operation, or contiguous copies of them."""
+        self.outputs: List[A] = []
+        """The arrays to which the sidecar writes."""
+        self.shapes: Optional[Tuple[Shape, ...]] = None
+        """The shapes of the outputs, or None if the operation is in place."""
+        self.where: Tuple[Optional[Tuple[int, int]], ...] = ()
+        self.where_out: Tuple[Optional[Tuple[int, int]], ...] = ()
+        """The arenas of the inputs and of the outputs, and the offsets there."""
 
 
 class Call(Generic[A]):
@@ -114,7 +177,9 @@ class Call(Generic[A]):
     arrays.
     """
 
-    __slots__ = ("engine", "framework", "plan", "arrays", "targets", "pending", "received", "source", "_results")
+    __slots__ = (
+        "engine", "framework", "plan", "arrays", "targets", "on", "pending", "received", "source", "_results"
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -123,12 +188,15 @@ class Call(Generic[A]):
         plan: Plan[A],
         arrays: Sequence[A],
         targets: Optional[Sequence[A]],
+        on: Optional[OnDevice[A]],
     ) -> None:
         self.engine = engine
         self.framework = framework
         self.plan: Optional[Plan[A]] = plan
         self.arrays = arrays
         self.targets = targets
+        self.on = on
+        """The memory of an operation on a CUDA device. It is None if the operation is in memory of the host."""
         self.pending: Optional[Pending] = None
         self.received: List[int] = []
         """The number of rows that were received from each member. It is set when an alltoall is done."""
@@ -199,8 +267,8 @@ class Call(Generic[A]):
             if plan.key[0] not in _OUTPUT_LIKE_INPUT:
                 completion = reply.completion
                 self.received = completion.received_splits
-        out: List[A] = []
-        for i, x in enumerate(self.arrays):
+        out: List[A] = [] if self.on is None else self._on_device(plan, self.on)
+        for i, x in enumerate(self.arrays if self.on is None else ()):
             local = plan.outputs[i]
             if local is not None:
                 if targets is None:
@@ -225,6 +293,23 @@ class Call(Generic[A]):
         while completion is not None and completion.results:
             plan.client.free_result(completion.results.pop()[0])
         self.engine.keep(plan)
+
+    def _on_device(self, plan: Plan[A], on: OnDevice[A]) -> List[A]:
+        """Returns the results on a CUDA device. The current stream can use them."""
+        fw, targets = self.framework, self.targets
+        assert plan.event is not None
+        # The arrays are kept alive until here. So if their memory is used again, it is after the operation: the sidecar
+        # has answered when the device had done it, and the streams that continue from here wait for the event.
+        plan.event.make_wait(fw.handle(on.stream))
+        out = []
+        for i, made in enumerate(on.outputs):
+            if targets is not None and targets[i] is not made:
+                with fw.using(on.stream):
+                    fw.copy(targets[i], made)
+                made = targets[i]
+            out.append(made)
+        fw.follow(on.stream)
+        return out
 
     def __del__(self) -> None:
         plan, pending = getattr(self, "plan", None), getattr(self, "pending", None)
@@ -270,6 +355,7 @@ class Engine:
         self._plans: "collections.OrderedDict[tuple, List[Plan]]" = collections.OrderedDict()
         self._plans_lock = threading.Lock()
         self._idle = self._idle_bytes = 0
+        self._warned: Set[str] = set()  # the kinds of the Unshareable errors that were shown
         self._simple: Dict[Tuple[int, int], Operation] = {}
         self._job = 0
         self._exit_registered = False
@@ -574,32 +660,40 @@ class Engine:
             # last such operation, that operation may still be in flight and hold the name.
             if not client.in_use((set_id, _full_name(kind, _SYNC_NAME, grouped))):
                 name = _SYNC_NAME
-        if types is None:
+        in_place = targets is arrays
+        device = framework.device(arrays[0]) if arrays else -1
+        on: Optional[OnDevice[A]] = None
+        where_out: Tuple[Optional[Tuple[int, int]], ...] = ()
+        if device >= 0:
+            sizes = [code[1]] * len(arrays) if types is None else [its[1] for _, its in types]
+            try:
+                on = self._on_device(client, framework, device, kind, arrays, shapes, sizes, targets, outputs, root, process_set)
+            except Unshareable as e:
+                self._warn(e)
+        if on is not None:
+            where, where_out, outputs = on.where, on.where_out, on.shapes
+        elif types is None:
             where = tuple([self._where(client, framework.address(x), code[1]) for x in arrays])
         else:
             where = tuple([self._where(client, framework.address(x), its[1]) for x, (_, its) in zip(arrays, types)])
-        in_place = targets is arrays
-        where_out: Tuple[Optional[Tuple[int, int]], ...] = ()
-        if outputs is not None and targets is not None:
+        if on is None and outputs is not None and targets is not None:
             where_out = tuple([self._where(client, framework.address(x), code[1]) for x in targets])
-            if _overlap(_spans(where, shapes, code[1]), _spans(where_out, outputs, code[1])):
-                # The sidecar refuses a target that overlaps an array, so the smaller ones are copied.
-                if sum(map(math.prod, outputs)) > sum(map(math.prod, shapes)):
-                    where = (None,) * len(where)
-                else:
-                    where_out = (None,) * len(where_out)
+            where, where_out = _apart(where, shapes, where_out, outputs, code[1])
         key = (
             kind, framework, name, set_id, code, types, shapes, where, in_place, reduce_op, prescale, postscale, root,
-            splits, peer, tag, grouped, outputs, where_out, timeout, number != 0,
+            splits, peer, tag, grouped, outputs, where_out, timeout, number != 0, -1 if on is None else device,
         )  # fmt: skip
         plan = self._take(key)
         if plan is None:
             plan = self._plan(key, client, framework, dtype, process_set)
-        if kind != wire.RECV and (kind != wire.BROADCAST or root == self._place.rank):
+        if on is not None:
+            assert plan.event is not None
+            plan.event.record(framework.handle(on.stream))
+        elif kind != wire.RECV and (kind != wire.BROADCAST or root == self._place.rank):
             for local, x in zip(plan.inputs, arrays):
                 if local is not None:
                     framework.copy(local, x)
-        call: Call[A] = Call(self, framework, plan, arrays, targets)
+        call: Call[A] = Call(self, framework, plan, arrays, targets, on)
         call.source = peer
         operation = plan.operation
         assert operation is not None
@@ -609,6 +703,49 @@ class Engine:
         held = name is not None and not at_once and not number
         call.pending = client.submit(operation, call, later, held, number)
         return call
+
+    def _on_device(
+        self, client: Client, fw: Framework[A], device: int, kind: int, arrays: Sequence[A], shapes: Tuple[Shape, ...],
+        sizes: List[int], targets: Optional[Sequence[A]], outputs: Optional[Tuple[Shape, ...]], root: int,
+        process_set: ProcessSet,
+    ) -> OnDevice[A]:  # fmt: skip
+        """Returns the memory of an operation on arrays of a CUDA device. sizes has the sizes of their elements, and
+        outputs the shapes of the targets if the caller of begin has given them. Raises Unshareable if the sidecar
+        cannot run the operation there, and then has written to none of the arrays.
+        """
+        if not self.place().devices:
+            raise Unshareable("job", "the job uses no CUDA devices; set HOROVOD_GPU_OPERATIONS=nccl for all ranks")
+        client.exports.ready(device)
+        on: OnDevice[A] = OnDevice(device, fw.stream(device))
+        here = targets is arrays or kind == wire.REDUCE and root != self.place().rank
+        on.shapes = None if here else outputs if outputs is not None else _result_shapes(kind, shapes, process_set)
+        nbytes = [math.prod(shape) * size for shape, size in zip(shapes, sizes)]
+        on.inputs = list(arrays)
+        on.where = tuple(map(functools.partial(_export, client, fw, device), arrays, nbytes, sizes))
+        if on.shapes is not None:
+            given = on.shapes
+            out_bytes = [math.prod(shape) * size for shape, size in zip(given, sizes)]
+            on.outputs = [fw.empty(s, x) for s, x in zip(given, arrays)] if targets is None else list(targets)
+            on.where_out = tuple(map(functools.partial(_export, client, fw, device), on.outputs, out_bytes, sizes))
+            on.where, on.where_out = _apart(on.where, shapes, on.where_out, given, sizes[0])
+            if None in on.where_out:
+                on.outputs = [fw.empty(s, x) if at is None else x for s, x, at in zip(given, on.outputs, on.where_out)]
+                on.where_out = tuple(map(functools.partial(_export, client, fw, device), on.outputs, out_bytes, sizes))
+        if None in on.where:
+            on.inputs = [fw.empty(s, x) if at is None else x for s, x, at in zip(shapes, arrays, on.where)]
+            on.where = tuple(map(functools.partial(_export, client, fw, device), on.inputs, nbytes, sizes))
+            for made, x in zip(on.inputs, arrays):
+                if made is not x:
+                    fw.copy(made, x)
+        if here:
+            on.outputs = on.inputs if targets is not None else list(arrays)
+        return on
+
+    def _warn(self, e: Unshareable) -> None:
+        """Shows why tensors on CUDA devices are copied through host memory, once for each reason."""
+        if e.kind not in self._warned:
+            self._warned.add(e.kind)
+            warnings.warn(f"tensors on CUDA devices are copied through host memory: {e}", RuntimeWarning, stacklevel=4)
 
     def notify_now(self) -> None:
         """Notifies the sidecar of the operations that were begun with the argument later=True."""
@@ -629,9 +766,12 @@ class Engine:
     def _plan(self, key: tuple, client: Client, fw: Framework[A], dtype: Any, process_set: ProcessSet) -> Plan[A]:
         (
             kind, _, name, set_id, code, types, shapes, where, in_place, reduce_op, pre, post, root, splits, peer, tag,
-            grouped, outputs, where_out, timeout, numbered,
+            grouped, outputs, where_out, timeout, numbered, device,
         ) = key  # fmt: skip
         plan: Plan[A] = Plan(key, client, self._job)
+        if device >= 0:
+            plan.event = client.exports.take_event(device)
+            plan.nbytes = _EVENT_BYTES
         tensors: List[Tuple[Shape, Optional[wire.Place], Optional[wire.Place], int]] = []
         number, size = code
         for i, (shape, at) in enumerate(zip(shapes, where)):
@@ -648,6 +788,13 @@ class Engine:
             if kind == wire.SEND or kind == wire.REDUCE and root != self.place().rank:
                 target = 0, 0, 0
                 plan.outputs.append(None)
+            elif outputs is not None:
+                nbytes = math.prod(outputs[i]) * size
+                if where_out[i] is not None:
+                    target = where_out[i][0], where_out[i][1], nbytes
+                    plan.outputs.append(None)
+                else:
+                    target = self._stage(plan, plan.outputs, fw, dtype, outputs[i], nbytes)
             elif kind in _OUTPUT_LIKE_INPUT:
                 if at is None:
                     target = source
@@ -657,13 +804,6 @@ class Engine:
                     plan.outputs.append(None)
                 else:
                     target = self._stage(plan, plan.outputs, fw, dtype, shape, nbytes)
-            elif outputs is not None:
-                nbytes = math.prod(outputs[i]) * size
-                if where_out[i] is not None:
-                    target = where_out[i][0], where_out[i][1], nbytes
-                    plan.outputs.append(None)
-                else:
-                    target = self._stage(plan, plan.outputs, fw, dtype, outputs[i], nbytes)
             elif kind == wire.REDUCESCATTER and shape:
                 mine = (_rows(shape[0], process_set),) + shape[1:]
                 target = self._stage(plan, plan.outputs, fw, dtype, mine, math.prod(mine) * size)
@@ -684,6 +824,7 @@ class Engine:
             splits=splits,
             peer=peer,
             tag=tag,
+            event=0 if plan.event is None else plan.event.number,
         )
         if numbered:
             plan.operation = Operation(body + wire.operation_name(name), f'{wire.KIND_NAMES[kind]} "{name}"')
@@ -781,6 +922,44 @@ def _spans(
 
 def _overlap(spans: Sequence[Tuple[int, int, int]], others: Sequence[Tuple[int, int, int]]) -> bool:
     return any([a[0] == b[0] and a[1] < b[2] and b[1] < a[2] for a in spans for b in others])
+
+
+def _apart(
+    where: Tuple[Optional[Tuple[int, int]], ...], shapes: Sequence[Shape],
+    where_out: Tuple[Optional[Tuple[int, int]], ...], outputs: Sequence[Shape], size: int,
+) -> Tuple[Tuple[Optional[Tuple[int, int]], ...], Tuple[Optional[Tuple[int, int]], ...]]:  # fmt: skip
+    """Returns the places of the arrays and of the targets. If a target overlaps an array, which the sidecar refuses, the
+    places of the smaller ones are None instead, so that they are copied.
+    """
+    if _overlap(_spans(where, shapes, size), _spans(where_out, outputs, size)):
+        if sum(map(math.prod, outputs)) > sum(map(math.prod, shapes)):
+            return (None,) * len(where), where_out
+        return where, (None,) * len(where_out)
+    return where, where_out
+
+
+def _result_shapes(kind: int, shapes: Tuple[Shape, ...], process_set: ProcessSet) -> Tuple[Shape, ...]:
+    """Returns the shapes of the results of an operation. Raises Unshareable if they are not known before it."""
+    if kind in (wire.ALLREDUCE, wire.BROADCAST, wire.REDUCE):
+        return shapes
+    if kind == wire.REDUCESCATTER:
+        return tuple([(_rows(s[0], process_set),) + tuple(s[1:]) if s else s for s in shapes])
+    name = wire.KIND_NAMES[kind]
+    if kind in (wire.SEND, wire.RECV):
+        raise Unshareable(name, f"a {name} is a message, which NCCL does not send for gohvd")
+    raise Unshareable(name, f"the size of the result of this operation, {name}, is not known before it")
+
+
+def _export(
+    client: Client, fw: Framework[A], device: int, x: A, nbytes: int, alignment: int
+) -> Optional[Tuple[int, int]]:
+    """Returns the arena of an array on a CUDA device and the offset there, or None if the sidecar cannot work on it in
+    place. An array without elements has no arena.
+    """
+    if nbytes == 0:
+        return 0, 0
+    address = fw.pointer(x)
+    return None if address % alignment or not address else client.exports.place(device, address)
 
 
 def memory_at(address: int, nbytes: int) -> memoryview:

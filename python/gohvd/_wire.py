@@ -63,7 +63,7 @@ DTYPES: Dict[str, Tuple[int, int]] = {
 # The field numbers of the oneof Request.what.
 _INIT, _SHUTDOWN, _ARENA, _DROP_ARENA, _RING, _PREPARE = range(2, 8)
 _FREE, _ADD_SET, _REMOVE_SET, _STATUS, _BYE, _START_TIMELINE, _STOP_TIMELINE, _NEW_UNIQUE_ID = range(9, 17)
-_START_NODE, _SERVE, _EXCHANGE, _CLOCK, _NODE_BARRIER, _FINALIZE = range(17, 23)
+_START_NODE, _SERVE, _EXCHANGE, _CLOCK, _NODE_BARRIER, _FINALIZE, _DEVICE_ARENA = range(17, 24)
 
 
 def varint(n: int) -> bytes:
@@ -170,6 +170,14 @@ def arena(ident: int, number: int, size: int) -> bytes:
     return _request(ident, _ARENA, _uint(1, number) + _uint(2, size))
 
 
+def device_arena(
+    ident: int, number: int, bus_id: str, size: int = 0, *, memory: bytes = b"", event: bytes = b""
+) -> bytes:
+    """Encodes a DeviceArena with the handle of an allocation of size bytes, or with the handle of an event."""
+    body = _uint(1, number) + _string(2, bus_id)
+    return _request(ident, _DEVICE_ARENA, body + (_bytes(5, event) if event else _bytes(3, memory) + _uint(4, size)))
+
+
 def drop_arena(ident: int, number: int) -> bytes:
     return _request(ident, _DROP_ARENA, _uint(1, number))
 
@@ -233,12 +241,13 @@ def operation(
     splits: Sequence[int] = (),
     peer: int = 0,
     tag: int = 0,
+    event: int = 0,
 ) -> bytes:
     """Returns an ``Operation`` without its name.
 
     Each tensor is a tuple of shape, input, output and element type. Input and output may be None. If the element type
     is 0 or equal to dtype, the message does not contain it. The timeout is in seconds; 0 means the timeout of the
-    settings.
+    settings. event is the number of an event if the tensors are on a CUDA device.
     """
     parts = [
         _uint(1, kind),
@@ -260,7 +269,7 @@ def operation(
         if its_dtype != dtype:
             body += _uint(4, its_dtype)
         parts.append(_bytes(14, body))
-    parts += [_packed(15, splits), _uint(16, peer), _uint(17, tag)]
+    parts += [_packed(15, splits), _uint(16, peer), _uint(17, tag), _uint(18, event)]
     return b"".join(parts)
 
 
@@ -368,13 +377,16 @@ class Ready:
     """This rank's place in the job: its rank, the size and so on."""
 
     __slots__ = (
-        "rank", "size", "local_rank", "local_size", "cross_rank", "cross_size", "epoch", "process_sets", "homogeneous"
+        "rank", "size", "local_rank", "local_size", "cross_rank", "cross_size", "epoch", "process_sets", "homogeneous",
+        "devices",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.rank = self.size = self.local_rank = self.local_size = self.cross_rank = self.cross_size = self.epoch = 0
         self.process_sets: List[Tuple[int, List[int]]] = []
         self.homogeneous = False
+        self.devices = False
+        """Whether operations on tensors on CUDA devices are possible."""
 
 
 class Completion:
@@ -516,6 +528,8 @@ def _ready(data: Buffer, at: int, end: int) -> Ready:
             r.process_sets.append(_process_set(data, a, b))
         elif number == 9 and wire == 0:
             r.homogeneous = bool(a)
+        elif number == 10 and wire == 0:
+            r.devices = bool(a)
         elif number in names and wire == 0:
             setattr(r, names[number], _signed(a))
     return r

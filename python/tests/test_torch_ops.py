@@ -144,6 +144,12 @@ class Allreduce(RanksTest):
             self.assertIs(got, x)
             self.equal(x, want)
 
+    def test_grouped_on_several_devices(self) -> None:
+        tensors = [torch.ones(2), torch.ones(2, device="meta")]
+        for grouped in (hvd.grouped_allreduce, hvd.grouped_allreduce_async_, hvd.grouped_allgather, hvd.grouped_reducescatter):
+            with self.assertRaisesRegex(ValueError, "^grouped .*: got tensors on cpu and meta, want one device$"):
+                grouped(tensors)
+
     def test_grouped_of_several_types(self) -> None:
         dtypes = [torch.float32, torch.int64, torch.float32, torch.bfloat16]
         for name in (None, "types"):

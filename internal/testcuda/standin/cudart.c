@@ -10,6 +10,7 @@
 //	STANDIN_CUDA_DEVICES       number of devices (default 4)
 //	STANDIN_CUDA_VERSION       version of runtime and driver (default 12080)
 //	STANDIN_CUDA_DELAY_US      delay of each piece of work on a stream (default 200)
+//	STANDIN_CUDA_NO_IPC        1 if memory cannot be exported, like that of an allocator with expandable segments
 //	STANDIN_CUDA_MEMORY_BYTES  size of the memory of each device (default 1 GiB)
 #define _GNU_SOURCE
 #include "standin.h"

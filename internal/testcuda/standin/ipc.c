@@ -30,7 +30,7 @@ static const char memoryMagic[8] = "memory", eventMagic[8] = "event";
 int cudaIpcGetMemHandle(struct handle *h, void *p) {
 	pthread_mutex_lock(&lock);
 	struct block *b = find(p);
-	int code = !b || b->opens ? invalidValue : success;
+	int code = !b || b->opens || setting("STANDIN_CUDA_NO_IPC", 0) ? invalidValue : success;
 	if (code == success) {
 		struct memoryHandle m = {.pid = getpid(), .device = b->device, .size = b->size};
 		memcpy(m.magic, memoryMagic, sizeof m.magic);

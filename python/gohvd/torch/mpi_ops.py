@@ -3,8 +3,12 @@
 It supports more than Horovod:
 
 - all element types of torch that docs/operations.md lists, including bfloat16 and bool,
-- tensors on any device, which are copied through host memory,
+- tensors on any device; if the job uses NCCL, those on CUDA devices are not copied to the host,
 - ``alloc_tensor``, which makes tensors that operations do not copy.
+
+An operation on a CUDA device begins after the work that is on the current stream when it is begun. When ``synchronize``
+has returned, the current stream can use the result. Operations whose result has a size that is not known in advance
+(allgather, alltoall, gather, scatter) and messages are copied through host memory.
 
 The data of a tensor in ordinary memory is copied into memory that is shared with the sidecar. The result is copied back
 when ``poll`` or ``synchronize`` finds the operation done.
@@ -14,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Type, Union
+from typing import Any, Callable, ContextManager, Dict, List, Optional, Sequence, Tuple, Type, Union
 
 import torch
 
@@ -96,6 +100,29 @@ class _Torch(_engine.Framework[Tensor]):
             # The data is copied into the memory of x, because torch cannot make a tensor over read-only memory.
             _engine.memory_at(x.data_ptr(), len(data))[:] = data
         return x if like.is_cpu else x.to(like.device)
+
+    def device(self, x: Tensor) -> int:
+        return x.get_device() if x.is_cuda else -1
+
+    def pointer(self, x: Tensor) -> int:
+        return x.data_ptr()
+
+    def empty(self, shape: Shape, like: Tensor) -> Tensor:
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+    def stream(self, device: int) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(device)
+
+    def handle(self, stream: torch.cuda.Stream) -> int:
+        return stream.cuda_stream
+
+    def using(self, stream: torch.cuda.Stream) -> ContextManager[Any]:
+        return torch.cuda.stream(stream)
+
+    def follow(self, stream: torch.cuda.Stream) -> None:
+        current = torch.cuda.current_stream(stream.device)
+        if current != stream:
+            current.wait_stream(stream)
 
 
 _torch = _Torch()
@@ -287,12 +314,15 @@ def _begin_group(
     kind: int, tensors: Sequence[Tensor], name: Optional[str], process_set: ProcessSet, in_place: bool = False, **kw: Any
 ) -> int:
     """Begins a grouped operation and returns its handle. The tensors may have different types. If one of them is not
-    supported, it raises ValueError and begins nothing.
+    supported, or they are not on one device, it raises ValueError and begins nothing.
     """
     tensors = list(tensors)
     if not tensors:
         raise ValueError(f"grouped {wire.KIND_NAMES[kind]}: got no tensors, want at least one")
     codes = [_check(t) for t in tensors]
+    devices = sorted({str(t.device) for t in tensors})
+    if len(devices) > 1:
+        raise ValueError(f"grouped {wire.KIND_NAMES[kind]}: got tensors on {' and '.join(devices)}, want one device")
     types = tuple([(t.dtype, code) for t, code in zip(tensors, codes)]) if len(set(codes)) > 1 else None
     targets = tensors if in_place else None
     return _handles.add(_begin(kind, tensors, name, process_set, targets, grouped=True, types=types, **kw), _all)

@@ -1,8 +1,8 @@
 """The backend ``gohvd`` of torch.distributed: ``import gohvd.torch.distributed``, then
 ``torch.distributed.init_process_group("gohvd")``.
 
-The import registers the backend for tensors on the CPU and on CUDA devices, which are copied through host memory. The
-ranks meet through torch's store, so the backend works with every launcher and init method of torch.
+The import registers the backend for tensors on the CPU and on CUDA devices. If the job uses NCCL, tensors on devices are
+not copied to the host. The ranks meet through torch's store, so the backend works with every launcher and init method of torch.
 """
 
 from __future__ import annotations

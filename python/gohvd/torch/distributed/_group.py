@@ -634,8 +634,8 @@ def _lists(lists: Any, want: int, size: int) -> List[List[Tensor]]:
 
 def _same(tensors: List[Tensor], t: Tensor) -> None:
     for i, other in enumerate(tensors):
-        if other.numel() != t.numel() or other.dtype != t.dtype:
+        if other.numel() != t.numel() or other.dtype != t.dtype or other.device != t.device:
             raise ValueError(
-                f"tensor {i} of the list is {other.dtype} of shape {tuple(other.shape)}, "
-                f"want {t.dtype} with the {t.numel()} elements of shape {tuple(t.shape)}"
+                f"tensor {i} of the list is {other.dtype} of shape {tuple(other.shape)} on {other.device}, "
+                f"want {t.dtype} with the {t.numel()} elements of shape {tuple(t.shape)} on {t.device}"
             )

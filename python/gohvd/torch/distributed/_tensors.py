@@ -6,14 +6,14 @@ all tensors of a list, one after the other.
 
 from __future__ import annotations
 
-from typing import Any, List, Sequence, Tuple, Union
+from typing import Any, List, Sequence, Tuple
 
 import torch
 import torch.distributed as dist
 
 from ... import _engine
 from ..._engine import Shape
-from ..mpi_ops import _DTYPES, _torch
+from ..mpi_ops import _DTYPES, _Torch
 
 Tensor = torch.Tensor
 
@@ -30,26 +30,35 @@ class Parts:
         return sum([t.numel() for t in self.tensors])
 
 
-class _Lists(_engine.Framework[Union[Tensor, Parts]]):
+class _Lists(_Torch):
     """The engine's arrays are Parts, except its staging arrays, which are tensors."""
 
     def address(self, x: Any) -> int:
         first = x.tensors[0]
-        return _torch.address(first) if len(x.tensors) == 1 and first.is_contiguous() else 0
-
-    def wrap(self, view: memoryview, dtype: Any, shape: Shape) -> Tensor:
-        return _torch.wrap(view, dtype, shape)
+        return first.data_ptr() if len(x.tensors) == 1 and first.is_cpu and first.is_contiguous() else 0
 
     def copy(self, target: Any, source: Any) -> None:
         if isinstance(source, Parts):
             for t, piece in zip(source.tensors, _pieces(target, source)):
-                _torch.copy(piece, t)
+                super().copy(piece, t)
         else:
             for t, piece in zip(target.tensors, _pieces(source, target)):
-                _torch.copy(t, piece)
+                super().copy(t, piece)
 
     def fresh(self, data: memoryview, shape: Shape, like: Any) -> Tensor:
-        return _torch.fresh(data, shape, like.tensors[0])
+        return super().fresh(data, shape, like.tensors[0])
+
+    def device(self, x: Any) -> int:
+        return super().device(x.tensors[0])
+
+    def pointer(self, x: Any) -> int:
+        if isinstance(x, Parts):
+            first = x.tensors[0]
+            return first.data_ptr() if len(x.tensors) == 1 and first.is_contiguous() else 0
+        return x.data_ptr()
+
+    def empty(self, shape: Shape, like: Any) -> Tensor:
+        return super().empty(shape, like.tensors[0])
 
 
 def _pieces(staged: Tensor, parts: Parts) -> Sequence[Tensor]:
@@ -122,8 +131,8 @@ def code(t: Tensor) -> _engine.Code:
 
 
 def dense(tensors: Sequence[Tensor], want: int = 0) -> List[Tensor]:
-    """Returns the tensors as a list. Raises TypeError or ValueError unless they are dense tensors of one type, and there
-    are as many as wanted, or any number from 1 if want is 0.
+    """Returns the tensors as a list. Raises TypeError or ValueError unless they are dense tensors of one type on one
+    device, and there are as many as wanted, or any number from 1 if want is 0.
     """
     given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     if want and len(given) != want or not given:
@@ -137,4 +146,6 @@ def dense(tensors: Sequence[Tensor], want: int = 0) -> List[Tensor]:
             raise ValueError(f"got a tensor on device {t.device}, want one in memory or on a CUDA device")
         if t.dtype != given[0].dtype:
             raise ValueError(f"got tensors of types {given[0].dtype} and {t.dtype}, want one type")
+        if t.device != given[0].device:
+            raise ValueError(f"got tensors on {given[0].device} and {t.device}, want one device")
     return given

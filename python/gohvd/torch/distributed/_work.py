@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ..._engine import Call
+from ._tensors import LISTS
 
 _NO_TIMEOUT = timedelta(0)
 
@@ -32,6 +33,11 @@ class Operation:
         self.result = result
         """The output tensors, which is what a future returns."""
         self.error: Optional[BaseException] = None
+        self.streams: List[Any] = []
+        """The streams of CUDA devices on which the results are complete."""
+        for call in calls:
+            if call.on is not None:
+                self.streams.append(call.on.stream)
         self.done = False
         self.limit = _NO_TIMEOUT
         """How long a wait without a timeout may take, if the engine does not limit the time of the operation itself."""
@@ -120,7 +126,15 @@ class Operation:
     def _outcome(self, _: Any) -> Any:
         if self.error is not None:
             raise self.error
+        self.follow()
         return self.result
+
+    def follow(self) -> None:
+        """Makes the current streams of the devices wait for the results. Another thread, with other current streams, may
+        have finished the operation.
+        """
+        for stream in self.streams:
+            LISTS.follow(stream)
 
 
 def _ended(call: Call) -> bool:
@@ -220,6 +234,8 @@ class Work(dist.Work):
             operation.finish()
         if operation.error is not None:
             raise operation.error
+        if operation.streams:
+            operation.follow()
         return True
 
     def synchronize(self) -> None:

@@ -1,0 +1,446 @@
+"""Tests of operations on memory of CUDA devices that the sidecar opens: hvdrun -np 2 python3 device_ranks.py [TEST...].
+
+The tests call the engine with arrays of their own, because torch makes tensors on devices only with a GPU. HVD_CUDART_LIBRARY
+must be the file of the CUDA runtime, which may be the stand-in (internal/testcuda), and HOROVOD_GPU_OPERATIONS must be nccl.
+If there are fewer devices than ranks, the ranks share them.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import ctypes
+import faulthandler
+import math
+import os
+import sys
+import unittest
+import unittest.mock
+import warnings
+from typing import Any, Iterator, List, Optional, Sequence, Tuple
+
+from gohvd import _cuda, _engine
+from gohvd import _wire as wire
+from gohvd.basics import init, rank, shutdown, size
+from gohvd.exceptions import MismatchError
+from gohvd.process_sets import global_process_set
+
+_LIMIT_SECONDS = 60
+_RANK = int(os.environ["HOROVOD_RANK"])
+
+FLOAT32, INT32, INT16 = (9, 4), (5, 4), (4, 2)
+_FORMATS = {FLOAT32: "f", INT32: "i", INT16: "h"}
+
+_runtime = ctypes.CDLL(os.environ["HVD_CUDART_LIBRARY"])
+_TO_ANY = 4  # cudaMemcpyDefault
+
+
+def cuda(name: str, *args: Any) -> None:
+    code = getattr(_runtime, name)(*args)
+    if code:
+        raise AssertionError(f"{name} returned {code}")
+
+
+def _device() -> int:
+    """Returns the device of this rank. If ranks share devices, it makes each look to NCCL like a host of its own."""
+    count = ctypes.c_int()
+    cuda("cudaGetDeviceCount", ctypes.byref(count))
+    if count.value < int(os.environ["HOROVOD_SIZE"]):
+        os.environ.update(
+            NCCL_HOSTID=f"rank{_RANK}", NCCL_MULTI_RANK_GPU_ENABLE="1", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1",
+            NCCL_NET="Socket", NCCL_RAS_ENABLE="0", NCCL_NVLS_ENABLE="0", NCCL_CUMEM_ENABLE="0", NCCL_MAX_NCHANNELS="2",
+            NCCL_BUFFSIZE="1048576",
+        )  # fmt: skip
+    return _RANK % count.value
+
+
+DEVICE = _device()
+cuda("cudaSetDevice", DEVICE)
+
+
+def new_stream() -> int:
+    stream = ctypes.c_void_p()
+    cuda("cudaStreamCreateWithFlags", ctypes.byref(stream), 1)
+    assert stream.value is not None
+    return stream.value
+
+
+class Allocation:
+    """Memory of the device, which is freed by free or with the object."""
+
+    def __init__(self, nbytes: int) -> None:
+        address = ctypes.c_void_p()
+        cuda("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(max(nbytes, 1)))
+        self.address = address.value or 0
+
+    def free(self) -> None:
+        if self.address:
+            cuda("cudaFree", ctypes.c_void_p(self.address))
+            self.address = 0
+
+    __del__ = free
+
+
+class Array:
+    """Numbers on the device, in an allocation, or a staging array of the engine if view is given. If contiguous is false,
+    the engine must not use the memory itself.
+    """
+
+    def __init__(
+        self, shape: Sequence[int], code: _engine.Code = FLOAT32, at: Optional[Tuple[Allocation, int]] = None,
+        view: Optional[memoryview] = None, contiguous: bool = True,
+    ) -> None:  # fmt: skip
+        self.shape, self.code, self.view, self.contiguous = tuple(shape), code, view, contiguous
+        self.nbytes = math.prod(self.shape) * code[1]
+        self.place = at if at is not None or view is not None else (Allocation(self.nbytes), 0)
+
+    @property
+    def address(self) -> int:
+        assert self.place is not None
+        return self.place[0].address + self.place[1]
+
+    def write(self, numbers: Sequence[float]) -> Array:
+        """Writes numbers on the current stream. The copy is slow with the stand-in, so it goes on when this returns."""
+        data = array.array(_FORMATS[self.code], numbers)
+        assert len(data) * data.itemsize == self.nbytes
+        self._copy(self.address, data.buffer_info()[0])
+        self._source = data  # it must stay until the copy is done
+        return self
+
+    def read(self) -> List[float]:
+        data = array.array(_FORMATS[self.code], bytes(self.nbytes))
+        self._copy(data.buffer_info()[0], self.address)
+        cuda("cudaStreamSynchronize", ctypes.c_void_p(fw.current))
+        return list(data)
+
+    def _copy(self, to: int, source: int) -> None:
+        copy(to, source, self.nbytes)
+
+
+def copy(to: int, source: int, nbytes: int) -> None:
+    cuda(
+        "cudaMemcpyAsync", ctypes.c_void_p(to), ctypes.c_void_p(source), ctypes.c_size_t(nbytes), _TO_ANY,
+        ctypes.c_void_p(fw.current),
+    )  # fmt: skip
+
+
+class Devices(_engine.Framework[Array]):
+    """The functions of the engine for arrays of this file."""
+
+    def __init__(self) -> None:
+        self.current = new_stream()
+        self.followed: List[int] = []
+
+    def device(self, x: Array) -> int:
+        return DEVICE
+
+    def pointer(self, x: Array) -> int:
+        return x.address if x.contiguous else 0
+
+    def empty(self, shape: Tuple[int, ...], like: Array) -> Array:
+        return Array(shape, like.code)
+
+    def stream(self, device: int) -> int:
+        return self.current
+
+    def handle(self, stream: int) -> int:
+        return stream
+
+    @contextlib.contextmanager
+    def using(self, stream: int) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def follow(self, stream: int) -> None:
+        self.followed.append(stream)
+        if stream != self.current:
+            cuda("cudaStreamSynchronize", ctypes.c_void_p(stream))
+
+    # The path through host memory.
+
+    def address(self, x: Array) -> int:
+        return 0
+
+    def wrap(self, view: memoryview, dtype: Any, shape: Tuple[int, ...]) -> Array:
+        return Array(shape, dtype, view=view)
+
+    def copy(self, target: Array, source: Array) -> None:
+        places = [x.address if x.view is None else _address_of(x.view) for x in (target, source)]
+        copy(*places, source.nbytes)
+        cuda("cudaStreamSynchronize", ctypes.c_void_p(self.current))
+
+    def clone(self, x: Array, like: Array) -> Array:
+        made = Array(x.shape, x.code)
+        self.copy(made, x)
+        return made
+
+    def fresh(self, data: memoryview, shape: Tuple[int, ...], like: Array) -> Array:
+        made = Array(shape, like.code)
+        writable = bytearray(data)
+        self.copy(made, Array(shape, like.code, view=memoryview(writable)))
+        return made
+
+
+def _address_of(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+fw = Devices()
+
+
+def begin(kind: int, arrays: Sequence[Array], name: str, **kw: Any) -> _engine.Call[Array]:
+    shapes, code = tuple([x.shape for x in arrays]), arrays[0].code
+    types = tuple([(x.code, x.code) for x in arrays]) if len({x.code for x in arrays}) > 1 else None
+    return _engine.engine.begin(fw, kind, arrays, shapes, code, code, global_process_set, name, types=types, **kw)
+
+
+def run(kind: int, x: Array, name: str, **kw: Any) -> List[float]:
+    return begin(kind, [x], name, **kw).results()[0].read()
+
+
+def exports() -> _cuda.Exports:
+    return _engine.engine.client().exports
+
+
+class InTheJob(unittest.TestCase):
+    def setUp(self) -> None:
+        faulthandler.dump_traceback_later(_LIMIT_SECONDS, exit=True)
+        self.addCleanup(faulthandler.cancel_dump_traceback_later)
+        init()
+        _engine.engine._warned.clear()
+
+    @contextlib.contextmanager
+    def warned(self, *texts: str) -> Iterator[None]:
+        """Asserts that the block shows exactly one warning for each text, which contains the text."""
+        with warnings.catch_warnings(record=True) as got:
+            warnings.simplefilter("always")
+            yield
+        shown = [str(w.message) for w in got]
+        self.assertEqual(len(shown), len(texts), shown)
+        for text, message in zip(texts, shown):
+            self.assertIn(text, message)
+
+
+class Values(InTheJob):
+    """The results of operations that the sidecar runs on the device, without a warning."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        none = self.warned()
+        none.__enter__()
+        self.addCleanup(none.__exit__, None, None, None)
+
+    def test_offsets(self) -> None:
+        """Arrays in one allocation, which is exported once, at different offsets."""
+        block = Allocation(1 << 16)
+        x, y = Array([3], at=(block, 4096)), Array([2], at=(block, 256))
+        for i in range(3):
+            x.write([rank(), 2, i])
+            y.write([1, rank()])
+            a = begin(wire.ALLREDUCE, [x], "x", reduce_op=_engine.Sum)
+            b = begin(wire.ALLREDUCE, [y], "y", reduce_op=_engine.Sum)
+            n = size()
+            self.assertEqual(a.results()[0].read(), [n * (n - 1) / 2, 2 * n, i * n])
+            self.assertEqual(b.results()[0].read(), [n, n * (n - 1) / 2])
+            self.assertEqual(x.read(), [rank(), 2, i])
+        self.assertEqual(len([a for a in exports()._allocations if a.base == block.address]), 1)
+
+    def test_in_place(self) -> None:
+        """Repeated operations with one name on the same memory use one event and export nothing new."""
+        xs = [Array([4], at=(Allocation(1 << 12), 64))]
+        arenas = set()
+        for i in range(10):
+            xs[0].write([rank(), i, 1, 2])
+            call = begin(wire.ALLREDUCE, xs, "in place", targets=xs, reduce_op=_engine.Sum, prescale=0.5)
+            assert call.plan is not None and call.plan.event is not None
+            arenas.add((call.plan.event.number, exports().place(DEVICE, xs[0].address)))
+            self.assertIs(call.results()[0], xs[0])
+            n = size()
+            self.assertEqual(xs[0].read(), [n * (n - 1) / 4, n * i / 2, n / 2, n])
+        self.assertEqual(len(arenas), 1)
+
+    def test_kinds(self) -> None:
+        n = size()
+        last = n - 1
+        x = Array([2]).write([rank(), 7])
+        self.assertEqual(run(wire.BROADCAST, x, "b", root=last), [last, 7])
+        xs = [x]
+        begin(wire.BROADCAST, xs, "b_", root=last, targets=xs).results()
+        self.assertEqual(x.read(), [last, 7])
+        x.write([rank(), 7])
+        got = run(wire.REDUCE, x, "r", root=0, reduce_op=_engine.Max)
+        self.assertEqual(got, [last, 7] if rank() == 0 else [rank(), 7])
+        rows = Array([n + 1, 2]).write([rank()] * (2 * n + 2))
+        mine = 2 if rank() == 0 else 1
+        call = begin(wire.REDUCESCATTER, [rows], "rs", reduce_op=_engine.Sum)
+        self.assertEqual(call.results()[0].shape, (mine, 2))
+        self.assertEqual(call.results()[0].read(), [n * (n - 1) / 2] * (2 * mine))
+        self.assertEqual(run(wire.ALLREDUCE, Array([0]), "empty", reduce_op=_engine.Sum), [])
+
+    def test_given_outputs(self) -> None:
+        """The caller gives the outputs of an allgather and an alltoall. One overlaps the input, and one is not contiguous,
+        so the engine copies the smaller of the two on the device.
+        """
+        n = size()
+        x = Array([1, 2]).write([rank(), 5])
+        want = [v for r in range(n) for v in (r, 5)]
+        for out in (Array([n, 2]), Array([n, 2], contiguous=False)):
+            got = begin(wire.ALLGATHER, [x], "ag", targets=[out], outputs=((n, 2),)).results()
+            self.assertIs(got[0], out)
+            self.assertEqual(out.read(), want)
+        block = Allocation(8 * n)
+        mine = Array([1, 2], at=(block, 8 * rank())).write([rank(), 5])
+        whole = Array([n, 2], at=(block, 0))
+        begin(wire.ALLGATHER, [mine], "ag in place", targets=[whole], outputs=((n, 2),)).results()
+        self.assertEqual(whole.read(), want)
+        parts = Array([n], INT32, contiguous=False).write([10 * rank() + r for r in range(n)])
+        out = Array([n], INT32)
+        call = begin(wire.ALLTOALL, [parts], "a2a", targets=[out], outputs=((n,),))
+        self.assertEqual(call.results()[0].read(), [10 * r + rank() for r in range(n)])
+        self.assertEqual(call.received, [1] * n)
+
+    def test_groups(self) -> None:
+        """A group of several types, of which NCCL does not have one, and some in-place arrays that are not contiguous."""
+        xs = [Array([2]).write([rank(), 1]), Array([3], INT16).write([1, 2, rank()]), Array([1], INT32, contiguous=False).write([3])]
+        for i in range(2):
+            got = begin(wire.ALLREDUCE, xs, f"group {i}", grouped=True, reduce_op=_engine.Max).results()
+            self.assertEqual([y.read() for y in got], [[size() - 1, 1], [1, 2, size() - 1], [3]])
+        begin(wire.ALLREDUCE, xs, "group_", grouped=True, targets=xs, reduce_op=_engine.Max).results()
+        self.assertEqual([y.read() for y in xs], [[size() - 1, 1], [1, 2, size() - 1], [3]])
+
+    def test_many(self) -> None:
+        """Many operations in flight have an event each. Other operations use their events again."""
+        xs = [Array([1]).write([rank() + i]) for i in range(30)]
+        known = set()
+        for _ in range(3):
+            calls = [begin(wire.ALLREDUCE, [x], f"many {i}", reduce_op=_engine.Min) for i, x in enumerate(xs)]
+            events = {call.plan.event.number for call in calls if call.plan is not None and call.plan.event is not None}
+            self.assertEqual(len(events), len(xs))
+            self.assertEqual([call.results()[0].read() for call in calls], [[i] for i in range(30)])
+            self.assertEqual(events, known or events)
+            known = events
+            del calls
+            _engine.engine._clear_plans()
+
+    def test_slow(self) -> None:
+        """An operation begins after the work on the stream, which goes on for a while with the stand-in."""
+        with unittest.mock.patch.dict(os.environ, STANDIN_CUDA_DELAY_US="300000"):
+            slow = new_stream()
+        x = Array([1])
+        with fw.using(slow):
+            x.write([rank()])
+            self.assertEqual(run(wire.ALLREDUCE, x, "slow", reduce_op=_engine.Sum), [size() * (size() - 1) / 2])
+
+    def test_order(self) -> None:
+        """The event is recorded on the stream on which the operation is begun, and this stream waits for it. Another
+        stream that gets the results follows it.
+        """
+        x = Array([1]).write([2])
+        driver, calls = _cuda._driver(), []
+        first, other, plain = fw.current, new_stream(), driver.call
+
+        def logged(name: str, *args: Any) -> None:
+            if name in ("cuEventRecord", "cuStreamWaitEvent"):
+                calls.append((name, *[getattr(a, "value", a) for a in args[:2]]))
+            plain(name, *args)
+
+        with unittest.mock.patch.object(driver, "call", logged):
+            call = begin(wire.ALLREDUCE, [x], "order", reduce_op=_engine.Sum)
+            assert call.plan is not None and call.plan.event is not None
+            event = call.plan.event.handle.value
+            self.assertEqual(calls, [("cuEventRecord", event, first)])
+            fw.followed.clear()
+            with fw.using(other):
+                result = call.results()[0]
+                self.assertEqual(calls[1:], [("cuStreamWaitEvent", first, event)])
+                self.assertEqual(fw.followed, [first])
+                self.assertEqual(result.read(), [2 * size()])
+
+    def test_freed(self) -> None:
+        """An allocation is freed and another one is at its address. The sidecar closes the first and opens the second."""
+        block = Allocation(1 << 20)
+        address = block.address
+        for i in range(5):
+            x = Array([1], at=(block, 8 * i)).write([i + rank()])
+            self.assertEqual(run(wire.ALLREDUCE, x, "freed", reduce_op=_engine.Max), [i + size() - 1])
+            number = exports().place(DEVICE, x.address)[0]
+            block.free()
+            block = Allocation(1 << 20)
+            self.assertNotEqual(exports().place(DEVICE, block.address)[0], number)
+            self.assertNotIn(number, [a.number for a in exports()._allocations])
+        if hasattr(_runtime, "standin_host"):
+            self.assertEqual(block.address, address, "the test needs an allocation at the same address")
+
+    def test_next_job(self) -> None:
+        """The exports of a process stay valid in its next job."""
+        x = Array([1]).write([1])
+        for _ in range(3):
+            self.assertEqual(run(wire.ALLREDUCE, x, "job", reduce_op=_engine.Sum), [size()])
+            shutdown()
+            init()
+
+
+class Fallback(InTheJob):
+    """Operations that the engine copies through host memory, and the one warning that says why."""
+
+    def twice(self, kind: int = wire.ALLREDUCE, want: Optional[List[float]] = None, *texts: str) -> None:
+        with self.warned(*texts):
+            for i in range(2):
+                x = Array([1]).write([rank() + i])
+                got = run(kind, x, "twice", reduce_op=_engine.Sum)
+                n = size()
+                self.assertEqual(got, [n * (n - 1) / 2 + n * i] if want is None else [v + i for v in want])
+
+
+class Fallbacks(Fallback):
+    """Arrays and operations for which the sidecar cannot work on the device."""
+
+    def test_not_exportable(self) -> None:
+        with unittest.mock.patch.dict(os.environ, STANDIN_CUDA_NO_IPC="1"):
+            self.twice(
+                wire.ALLREDUCE, None, "copied through host memory: the driver does not share memory of this allocator "
+                "(cuIpcGetMemHandle: invalid argument (1)); with torch, do not set expandable_segments",
+            )  # fmt: skip
+
+    def test_other_allocators(self) -> None:
+        """A rank whose memory cannot be exported gets an error with the other ranks, which names the ranks."""
+        x = Array([1]).write([1])
+        with unittest.mock.patch.dict(os.environ, STANDIN_CUDA_NO_IPC="1" if rank() == 0 else "0"):
+            with self.warned(*["does not share memory"] * (rank() == 0)), self.assertRaisesRegex(MismatchError, "rank 0"):
+                run(wire.ALLREDUCE, x, "mixed", reduce_op=_engine.Sum)
+        self.assertEqual(run(wire.ALLREDUCE, Array([1]).write([1]), "after", reduce_op=_engine.Sum), [size()])
+
+    def test_unknown_size(self) -> None:
+        self.twice(wire.ALLGATHER, list(range(size())), "the size of the result of this operation, allgather, is not known")
+
+
+class OtherDevices(Fallback):
+    """The sidecar does not see the device of the program."""
+
+    def test_not_opened(self) -> None:
+        with unittest.mock.patch.dict(os.environ, STANDIN_CUDA_DEVICES="4"):
+            global DEVICE
+            DEVICE = 3
+            cuda("cudaSetDevice", 3)
+            fw.current = new_stream()
+            self.twice(wire.ALLREDUCE, None, "the sidecar cannot open it (")
+
+
+class WithoutNCCL(Fallback):
+    """The job does not use NCCL."""
+
+    def test_no_devices(self) -> None:
+        self.twice(wire.ALLREDUCE, None, "the job uses no CUDA devices; set HOROVOD_GPU_OPERATIONS=nccl for all ranks")
+
+
+class WithoutDriver(Fallback):
+    """The process has no library of the driver."""
+
+    def test_no_driver(self) -> None:
+        with unittest.mock.patch.object(_cuda, "_LIBRARY", "libno-such-driver.so.1"):
+            self.twice(wire.ALLREDUCE, None, "the CUDA driver cannot be used: libno-such-driver.so.1: cannot open")
+
+
+if __name__ == "__main__":
+    unittest.main(argv=[sys.argv[0], "-v", *(sys.argv[1:] or ["Values"])])
