@@ -16,7 +16,8 @@ import (
 func withStandIns(m *testing.M) int { return testcuda.Main(m) }
 
 // TestDevicePython runs operations on memory of CUDA devices that Python has exported. In some jobs the
-// sidecar cannot use this memory. Each sidecar is hvdd, which executes an hvdd-gpu beside it.
+// sidecar cannot use this memory. In the last one, a rank is killed. Each sidecar is hvdd, which executes an
+// hvdd-gpu beside it.
 func TestDevicePython(t *testing.T) {
 	gpu := filepath.Join(filepath.Dir(hvdd), "hvdd-gpu")
 	out, err := exec.Command("go", "build", "-tags", "nccl", "-o", gpu,
@@ -25,7 +26,16 @@ func TestDevicePython(t *testing.T) {
 		t.Fatalf("building hvdd-gpu: %v\n%s", err, out)
 	}
 	t.Cleanup(func() { os.Remove(gpu) })
-	program := filepath.Join(python(t), "tests", "device_ranks.py")
+	run := func(tests string, ranks int, env string) (string, error) {
+		cmd := job(t, ranks, filepath.Join(python(t), "tests", "device_ranks.py"), tests)
+		// The stand-in for the driver is found in the folder. The streams are slow, so that missing waits
+		// show.
+		cmd.Env = append(cmd.Env, "HOROVOD_GPU_OPERATIONS=nccl", "HVD_NCCL_LIBRARY="+testcuda.NCCL(),
+			"HVD_CUDART_LIBRARY="+testcuda.CUDA(), "LD_LIBRARY_PATH="+testcuda.Folder(),
+			"STANDIN_CUDA_DELAY_US=2000", env)
+		out, err := cmd.CombinedOutput()
+		return string(out), err
+	}
 	for _, c := range []struct {
 		tests string
 		ranks int
@@ -35,15 +45,19 @@ func TestDevicePython(t *testing.T) {
 		{"Fallbacks", 2, ""}, {"OtherDevices", 2, "STANDIN_CUDA_DEVICES=2"}, {"WithoutDriver", 2, ""},
 		{"WithoutNCCL", 2, "HOROVOD_GPU_OPERATIONS="},
 	} {
-		cmd := job(t, c.ranks, program, c.tests)
-		// The stand-in for the driver is found in the folder. The streams are slow, so that missing waits
-		// show.
-		cmd.Env = append(cmd.Env, "HOROVOD_GPU_OPERATIONS=nccl", "HVD_NCCL_LIBRARY="+testcuda.NCCL(),
-			"HVD_CUDART_LIBRARY="+testcuda.CUDA(), "LD_LIBRARY_PATH="+testcuda.Folder(),
-			"STANDIN_CUDA_DELAY_US=2000", c.env)
-		out, err := cmd.CombinedOutput()
-		if err != nil || strings.Count(string(out), ":Ran ") != c.ranks {
+		out, err := run(c.tests, c.ranks, c.env)
+		if err != nil || strings.Count(out, ":Ran ") != c.ranks {
 			t.Errorf("%s on %d ranks: %v\n%s", c.tests, c.ranks, err, out)
 		}
 	}
+	const killed = 128 + 9
+	if out, err := run("Killed", 3, ""); !exited(err, killed) || strings.Count(out, ">:OK\n") != 2 {
+		t.Errorf("Killed: got %v, want exit status %d and two ranks that pass\n%s", err, killed, out)
+	}
+}
+
+// exited reports whether err says that a process has ended with the status.
+func exited(err error, status int) bool {
+	e, ok := err.(*exec.ExitError)
+	return ok && e.ExitCode() == status
 }

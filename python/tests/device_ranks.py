@@ -13,6 +13,7 @@ import ctypes
 import faulthandler
 import math
 import os
+import signal
 import sys
 import unittest
 import unittest.mock
@@ -22,7 +23,7 @@ from typing import Any, Iterator, List, Optional, Sequence, Tuple
 from gohvd import _cuda, _engine
 from gohvd import _wire as wire
 from gohvd.basics import init, rank, shutdown, size
-from gohvd.exceptions import MismatchError
+from gohvd.exceptions import MismatchError, PeerError
 from gohvd.process_sets import global_process_set
 
 _LIMIT_SECONDS = 60
@@ -413,6 +414,23 @@ class Fallbacks(Fallback):
 
     def test_unknown_size(self) -> None:
         self.twice(wire.ALLGATHER, list(range(size())), "the size of the result of this operation, allgather, is not known")
+
+
+class Killed(InTheJob):
+    """The last rank kills itself during an operation. The others get an error that names it, and can use the device."""
+
+    def test_killed(self) -> None:
+        xs = [Array([1 << 20]).write([1] * (1 << 20)) for _ in range(20)]
+        begin(wire.ALLREDUCE, xs[:1], "first", reduce_op=_engine.Sum).results()
+        calls = [begin(wire.ALLREDUCE, [x], f"x{i}", reduce_op=_engine.Sum) for i, x in enumerate(xs)]
+        if rank() == size() - 1:
+            calls[0].results()
+            os.kill(os.getpid(), signal.SIGKILL)
+        with self.assertRaises(PeerError) as e:
+            for call in calls:
+                call.results()
+        self.assertEqual(list(e.exception.ranks), [size() - 1])
+        self.assertEqual(Array([1]).write([7]).read(), [7])
 
 
 class OtherDevices(Fallback):
