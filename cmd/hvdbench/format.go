@@ -119,6 +119,15 @@ func (p *printer) tableLine(l line) {
 	p.printf("\n")
 }
 
+// copied prints the result for a plain copy of a tensor. In the table it is a comment.
+func (p *printer) copied(r *result) {
+	if p.csv {
+		p.line(line{out: r})
+		return
+	}
+	p.note(fmt.Sprintf("copy of %d bytes: %s us, %.2f GB/s", r.bytes, micros(r.mean), r.algBW))
+}
+
 // note prints text as a comment.
 func (p *printer) note(text string) { p.printf("# %s\n", text) }
 

@@ -25,14 +25,16 @@ type job struct {
 	team    *team
 	engine  *hvd.Engine // nil if only the backend is measured
 	backend *rawBackend // nil if there is an engine
-	memory  memory
+	// closeDevice closes the CUDA device that the team uses. It is nil if the team uses none.
+	closeDevice func() error
+	memory      memory
 }
 
-// join joins the job. If raw is set, the rank has only a backend, otherwise it has an engine. All ranks must
-// pass the same value of raw.
-func join(ctx context.Context, at jobPlace, raw bool) (*job, error) {
+// join joins the job. If raw is set, the rank has only a backend, otherwise it has an engine. If gpu is set,
+// it uses a CUDA device. All ranks must pass the same values of raw and gpu.
+func join(ctx context.Context, at jobPlace, raw, gpu bool) (*job, error) {
 	j := &job{}
-	err := j.open(ctx, at, raw)
+	err := j.open(ctx, at, raw, gpu)
 	if err != nil {
 		return nil, errors.Join(err, j.leave(ctx))
 	}
@@ -40,7 +42,11 @@ func join(ctx context.Context, at jobPlace, raw bool) (*job, error) {
 }
 
 // open opens either the backend or an engine, and makes a team that uses it.
-func (j *job) open(ctx context.Context, at jobPlace, raw bool) (err error) {
+func (j *job) open(ctx context.Context, at jobPlace, raw, gpu bool) (err error) {
+	cfg, err := config.FromEnvironment(at.settings, at.store != nil)
+	if err != nil {
+		return err
+	}
 	if !raw {
 		var opts []hvd.InitOption
 		if at.store != nil {
@@ -52,11 +58,13 @@ func (j *job) open(ctx context.Context, at jobPlace, raw bool) (err error) {
 		if j.engine, err = hvd.New(ctx, opts...); err != nil {
 			return err
 		}
-		j.team, err = newTeam(negotiated{j.engine})
-		return err
-	}
-	cfg, err := config.FromEnvironment(at.settings, at.store != nil)
-	if err != nil {
+		var p path = negotiated{j.engine}
+		if gpu {
+			if p, j.closeDevice, err = openDevice(negotiated{j.engine}, cfg.CUDALibrary); err != nil {
+				return fmt.Errorf("--gpu: %w", err)
+			}
+		}
+		j.team, err = newTeam(p)
 		return err
 	}
 	if j.backend, err = openRaw(ctx, at); err != nil {
@@ -70,6 +78,9 @@ func (j *job) open(ctx context.Context, at jobPlace, raw bool) (err error) {
 // leaveTimeout for the others.
 func (j *job) leave(ctx context.Context) error {
 	var errs []error
+	if j.closeDevice != nil {
+		errs = append(errs, j.closeDevice())
+	}
 	if j.backend != nil {
 		errs = append(errs, j.backend.close())
 	}

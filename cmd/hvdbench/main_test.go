@@ -59,7 +59,7 @@ func TestMain(m *testing.M) {
 			fmt.Fprintf(os.Stderr, "building hvdrun: %v\n%s", err, out)
 			return 1
 		}
-		return m.Run()
+		return withStandIns(m)
 	}())
 }
 

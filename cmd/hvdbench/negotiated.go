@@ -68,14 +68,35 @@ func (p negotiated) step(mode stepMode, dt tensor.DType, tensors,
 	return &action{run: run, ran: func() (ways, error) { return p.ran(prefix) }}, err
 }
 
+// deviceOperation describes the tensors of an allreduce on a device: their addresses and their size in
+// bytes, and the number and a cudaStream_t of the device.
+type deviceOperation struct {
+	input, output    uintptr
+	numBytes, device int
+	stream           uintptr
+}
+
 // ofType holds the functions that prepare operations and steps of package hvd for one element type.
 type ofType struct {
-	prepare func(e *hvd.Engine, s opSpec, name string, buf []byte) (*action, error)
-	step    func(e *hvd.Engine, mode stepMode, prefix string, tensors,
+	// onDevice returns a function that runs the allreduce s on a device.
+	onDevice func(e *hvd.Engine, s opSpec, name string, o deviceOperation) func(ctx context.Context) error
+	prepare  func(e *hvd.Engine, s opSpec, name string, buf []byte) (*action, error)
+	step     func(e *hvd.Engine, mode stepMode, prefix string, tensors,
 		flats []named) (func(ctx context.Context) error, error)
 }
 
-func forType[T tensor.Element]() ofType { return ofType{prepareTyped[T], stepTyped[T]} }
+func forType[T tensor.Element]() ofType { return ofType{deviceTyped[T], prepareTyped[T], stepTyped[T]} }
+
+// deviceTyped implements ofType.onDevice for elements of type T.
+func deviceTyped[T tensor.Element](e *hvd.Engine, s opSpec, name string,
+	o deviceOperation) func(ctx context.Context) error {
+	in := hvd.DeviceBuffer[T]{Pointer: o.input, Len: o.numBytes / s.dt.Size(), Device: o.device,
+		Stream: o.stream}
+	out := in
+	out.Pointer = o.output
+	opts := []hvd.Option{hvd.On(e), hvd.Name(name), hvd.Op(hvd.ReduceOp(s.op))}
+	return func(ctx context.Context) error { return hvd.AllreduceDevice(ctx, in, out, opts...) }
+}
 
 var typed = map[tensor.DType]ofType{
 	tensor.Uint8: forType[uint8](), tensor.Int8: forType[int8](),

@@ -15,7 +15,7 @@ func TestRanOfOneAction(t *testing.T) {
 	const small, large = "tcp recursive-doubling", "tcp ring"
 	settings := map[string]string{"HOROVOD_CPU_OPERATIONS": "tcp"}
 	err := cluster(t, 2, settings, func(ctx context.Context, at jobPlace, _ int) error {
-		j, err := join(ctx, at, false)
+		j, err := join(ctx, at, false, false)
 		if err != nil {
 			return err
 		}

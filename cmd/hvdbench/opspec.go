@@ -75,6 +75,49 @@ type action struct {
 	result func() []byte // returns the result of the last run
 	// ran returns the ways in which the operations have run. It is called after run and is not timed.
 	ran func() (ways, error)
+	// remote has the tensors of an action that works on memory of a device. It is nil if the action works on
+	// the buffer itself.
+	remote remote
+}
+
+// remote is the memory of an action that is not in the host.
+type remote interface {
+	load() error  // copies the buffer to the memory on which the action works
+	fetch() error // copies the result of the last run to what action.result returns
+	free() error
+}
+
+// copier is a path that can measure plain copies beside its operations.
+type copier interface {
+	prepareCopy(numBytes int64) (*action, error)
+}
+
+// load copies the buffer of a to where a works on it.
+func (a *action) load() error {
+	if a.remote == nil {
+		return nil
+	}
+	return a.remote.load()
+}
+
+// verified runs a once and makes its result readable.
+func (a *action) verified(ctx context.Context) error {
+	err := a.load()
+	if err == nil {
+		err = a.run(ctx)
+	}
+	if err == nil && a.remote != nil {
+		err = a.remote.fetch()
+	}
+	return err
+}
+
+// free frees the memory of a. No operation may use it any more.
+func (a *action) free() error {
+	if a.remote == nil {
+		return nil
+	}
+	return a.remote.free()
 }
 
 // ways lists different ways to run operations. Each has the names of a backend and of its algorithm, such as

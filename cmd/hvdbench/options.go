@@ -30,6 +30,7 @@ type options struct {
 
 	raw   bool // use only the backend, without negotiation
 	arena bool // allocate tensors in the shared arena
+	gpu   bool // allreduce tensors on a CUDA device, and measure plain copies beside
 	touch bool // each rank writes to its whole buffer before every call
 
 	// workload is the name of a built-in list of gradients, or of a file with such a list. many describes
@@ -249,6 +250,9 @@ func (o *options) check() error {
 		return fmt.Errorf("--workload and --many cannot be used together")
 	case o.tuneFile != "" && (o.workload != "" || o.many.count > 0 || o.arena || o.format != "nccl"):
 		return fmt.Errorf("--tune cannot be used with --workload, --many, --arena and --format")
+	case o.gpu && (o.kind != message.Allreduce || o.raw || o.arena || o.touch || o.workload != "" ||
+		o.many.count > 0 || o.tuneFile != ""):
+		return fmt.Errorf("--gpu measures only allreduce, without --raw, --arena, --touch, --workload, --many and --tune")
 	case len(o.sizes()) > maxLines:
 		return fmt.Errorf("the range from --minbytes to --maxbytes has more than %d sizes: raise --stepbytes or --stepfactor", maxLines)
 	}

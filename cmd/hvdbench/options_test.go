@@ -141,6 +141,7 @@ func TestContradictions(t *testing.T) {
 		`--format is "xml"`:                            func(o *options) { o.format = "xml" },
 		"cannot be used together":                      func(o *options) { o.workload, o.many = "gpt2", many{1, 4} },
 		"--in-place and --out-of-place are both false": func(o *options) { o.placements = nil },
+		"--gpu measures only allreduce":                func(o *options) { o.gpu, o.arena = true, true },
 		"--seconds is -1":                              func(o *options) { o.seconds = -1 },
 		"--max-seconds is 0":                           func(o *options) { o.maxSeconds = 0 },
 		"raise --stepbytes or --": func(o *options) {

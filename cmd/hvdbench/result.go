@@ -111,8 +111,12 @@ func placement(inPlace bool) string {
 	return "out-of-place"
 }
 
-func memoryName(inArena bool) string {
-	if inArena {
+// memoryName returns the name of the memory of the tensors.
+func (o *options) memoryName() string {
+	switch {
+	case o.gpu:
+		return "gpu"
+	case o.arena:
 		return "arena"
 	}
 	return "slices"

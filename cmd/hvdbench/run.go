@@ -34,7 +34,7 @@ type streams struct{ out, err io.Writer }
 //     print, send or allocate anything.
 //  4. GB is 10^9 bytes. busbw is as nccl-tests defines it (doc/PERFORMANCE.md there; busFactor here).
 func measure(ctx context.Context, o options, at jobPlace, s streams) error {
-	j, err := join(ctx, at, o.raw)
+	j, err := join(ctx, at, o.raw, o.gpu)
 	if err != nil {
 		return err
 	}
@@ -86,7 +86,7 @@ func (b *benchmark) all(ctx context.Context) error {
 		touched = ", written before every call"
 	}
 	title := fmt.Sprintf("hvdbench: %v of %d ranks, %s, %s%s, %d timed calls after %d untimed calls",
-		b.kind, b.team.Size(), b.team, memoryName(b.arena), touched, b.iters, b.warmup)
+		b.kind, b.team.Size(), b.team, b.memoryName(), touched, b.iters, b.warmup)
 	if b.tuneFile == "" {
 		b.out.begin(title)
 	}
@@ -204,6 +204,11 @@ func (b *benchmark) lines(ctx context.Context, s opSpec, roots []int, sizes []in
 				return none
 			}
 			b.add(l)
+			if of, ok := b.team.path.(copier); ok {
+				if err := b.shootCopy(ctx, of, s); err != nil {
+					return err
+				}
+			}
 		}
 	}
 	return nil
@@ -212,7 +217,7 @@ func (b *benchmark) lines(ctx context.Context, s opSpec, roots []int, sizes []in
 // newResult returns a result that describes the case and has no measurements yet.
 func (b *benchmark) newResult(collective string, dt tensor.DType, op tensor.ReduceOp, inPlace bool) *result {
 	return &result{
-		collective: collective, path: b.team.String(), memory: memoryName(b.arena), touch: b.touch,
+		collective: collective, path: b.team.String(), memory: b.memoryName(), touch: b.touch,
 		ranks: b.team.Size(),
 		dt:    dt, op: op, placement: placement(inPlace), wrong: unchecked,
 	}
@@ -236,7 +241,7 @@ func (b *benchmark) shoot(ctx context.Context, s opSpec) (*result, error) {
 	if s.kind != message.Barrier {
 		w.check = func() error {
 			want := prepareInput(s, b.team.Rank(), n, buf)
-			if err := a.run(ctx); err != nil {
+			if err := a.verified(ctx); err != nil {
 				return err
 			}
 			wrong, first := wrongBlocks(a.result(), want)
@@ -246,7 +251,22 @@ func (b *benchmark) shoot(ctx context.Context, s opSpec) (*result, error) {
 	if err := b.measure(ctx, w, r); err != nil {
 		return nil, err // buf is not freed, because an operation may still use it
 	}
-	return r, b.job.memory.free(buf, b.arena)
+	return r, errors.Join(a.free(), b.job.memory.free(buf, b.arena))
+}
+
+// shootCopy measures a plain copy of a tensor and prints the result.
+func (b *benchmark) shootCopy(ctx context.Context, of copier, s opSpec) error {
+	a, err := of.prepareCopy(s.numBytes(b.team.Size()))
+	if err != nil {
+		return err
+	}
+	r := b.newResult("copy", s.dt, tensor.NoReduce, false)
+	r.bytes, r.count, r.root = s.numBytes(b.team.Size()), s.count, s.root
+	if err := b.measure(ctx, work{action: a, kind: message.Send}, r); err != nil {
+		return err
+	}
+	b.out.copied(r)
+	return a.free()
 }
 
 // count is called at all ranks after a verification. It prints how many elements are wrong at this rank, and
@@ -288,6 +308,9 @@ func (b *benchmark) measure(ctx context.Context, w work, r *result) error {
 	}
 	for _, buf := range w.buffers {
 		clear(buf)
+	}
+	if err := w.load(); err != nil {
+		return err
 	}
 	before := func() error {
 		if w.kind == message.Broadcast {

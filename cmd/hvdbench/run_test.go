@@ -247,7 +247,7 @@ func TestAWrongByteIsSeen(t *testing.T) {
 				} else {
 					o.kind = kind
 				}
-				j, err := join(ctx, at, false)
+				j, err := join(ctx, at, false, false)
 				if err != nil {
 					return err
 				}
