@@ -29,7 +29,7 @@ check: test others ## everything CI runs
 others: format vet lint race nocgo noasm test-mpi test-nccl wheel-check changed generated ## everything CI runs except the tests
 
 .PHONY: nightly
-nightly: check wheel arm64 asan image pytorch-image slurm nccl-libraries fuzz conformance autotune deaths test-python ## the checks that take too long for each change: a few hours
+nightly: check wheel arm64 asan image pytorch-image slurm nccl-libraries gpu-check-stand-ins fuzz conformance autotune deaths test-python ## the checks that take too long for each change: a few hours
 
 .PHONY: test
 test: ## run all tests
@@ -100,7 +100,7 @@ test-nccl: ## test operations on CUDA devices with stand-ins for NCCL and CUDA
 	$(GO) vet -tags nccl ./...
 	$(GO) test -tags nccl -race -count 1 ./internal/testcuda ./internal/cuda ./ops/nccl
 	$(GO) test -tags nccl -race -count 1 -run Device ./hvd
-	$(GO) test -tags nccl -race -count 1 -run Device ./cmd/hvdd
+	$(GO) test -tags nccl -race -count 1 -run Device ./cmd/hvdd ./cmd/hvdbench
 	$(GO) test -tags nccl -count 1 -run Device ./internal/pythontest
 	$(GO) test -tags nccl -race -count 1 -run NCCL ./internal/conformance
 
@@ -114,6 +114,21 @@ nccl-libraries: ## check that PyPI's NCCL and CUDA runtime (300 MB) have what go
 .PHONY: hvdd-gpu
 hvdd-gpu: ## build bin/hvdd-gpu, the sidecar with NCCL; needs a C compiler, but neither CUDA nor NCCL
 	CGO_ENABLED=1 $(GO) build -tags nccl -o bin/hvdd-gpu ./cmd/hvdd
+
+# The programs of scripts/gpu-check.sh, which need no Go on the machine with the GPU.
+.PHONY: gpu-check-programs
+gpu-check-programs: ## build what scripts/gpu-check.sh runs on a machine with a GPU, in bin/gpu-check
+	CGO_ENABLED=0 $(GO) build -o bin/gpu-check/ ./cmd/hvdrun ./cmd/hvdd
+	CGO_ENABLED=1 $(GO) build -tags nccl -o bin/gpu-check/hvdd-gpu ./cmd/hvdd
+	CGO_ENABLED=1 $(GO) build -tags nccl -o bin/gpu-check/hvdbench ./cmd/hvdbench
+	CGO_ENABLED=1 $(GO) test -c -tags nccl -o bin/gpu-check/ ./ops/nccl ./internal/conformance
+	internal/testcuda/standin/build.sh bin/gpu-check/standins
+
+.PHONY: gpu-check-stand-ins
+gpu-check-stand-ins: gpu-check-programs ## run scripts/gpu-check.sh with the stand-ins, also where it must fail; needs no GPU
+	PYTHON="$(PYTHON)" scripts/gpu-check.sh --stand-ins --out bin/gpu-check/stand-ins.md
+	! STANDIN_CUDA_NO_IPC=1 PYTHON="$(PYTHON)" scripts/gpu-check.sh --stand-ins --out bin/gpu-check/no-ipc.md
+	test "$$(grep -o '| FAIL |' bin/gpu-check/no-ipc.md | wc -l)" = 3
 
 .PHONY: python
 python: ## print which Python has torch and will run the tests

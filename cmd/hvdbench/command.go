@@ -156,7 +156,7 @@ func newCommand(measure func(ctx context.Context, o options) error) *cobra.Comma
 	f.BoolVar(&o.raw, "raw", false, "measure only the backend, without negotiation")
 	f.BoolVar(&o.arena, "arena", false, "allocate tensors in the shared arena")
 	f.BoolVar(&o.gpu, "gpu", false, "allreduce tensors on the CUDA device of each rank, with HOROVOD_GPU_OPERATIONS=nccl in a build "+
-		"with the tag nccl, and measure plain copies on the device beside (docs/nccl.md)")
+		"with the tag nccl, and measure plain copies on the device beside (docs/gpu.md)")
 	f.BoolVar(&o.touch, "touch", false,
 		"write to each rank's tensor before every call, outside the timed part")
 	f.StringVar(&o.workload, "workload", "", "measure training steps that reduce the gradients of a built-in model ("+

@@ -203,7 +203,8 @@ var otherFlags = []string{
 	"system-site-packages", // python3 -m venv
 	"config", "storage",    // promtool and Prometheus
 	"min-np", "max-np", // aliases in cmd/hvdrun/args.go
-	"help", // every program
+	"help",            // every program
+	"out", "programs", // scripts/gpu-check.sh
 }
 
 // Every setting and flag in a page exists. A wrong name would have no effect, or give an error.

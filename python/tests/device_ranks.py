@@ -20,6 +20,8 @@ import unittest.mock
 import warnings
 from typing import Any, Iterator, List, Optional, Sequence, Tuple
 
+import devices
+
 from gohvd import _cuda, _engine
 from gohvd import _wire as wire
 from gohvd.basics import init, rank, shutdown, size
@@ -27,7 +29,6 @@ from gohvd.exceptions import MismatchError, PeerError
 from gohvd.process_sets import global_process_set
 
 _LIMIT_SECONDS = 60
-_RANK = int(os.environ["HOROVOD_RANK"])
 
 FLOAT32, INT32, INT16 = (9, 4), (5, 4), (4, 2)
 _FORMATS = {FLOAT32: "f", INT32: "i", INT16: "h"}
@@ -43,16 +44,9 @@ def cuda(name: str, *args: Any) -> None:
 
 
 def _device() -> int:
-    """Returns the device of this rank. If ranks share devices, it makes each look to NCCL like a host of its own."""
     count = ctypes.c_int()
     cuda("cudaGetDeviceCount", ctypes.byref(count))
-    if count.value < int(os.environ["HOROVOD_SIZE"]):
-        os.environ.update(
-            NCCL_HOSTID=f"rank{_RANK}", NCCL_MULTI_RANK_GPU_ENABLE="1", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1",
-            NCCL_NET="Socket", NCCL_RAS_ENABLE="0", NCCL_NVLS_ENABLE="0", NCCL_CUMEM_ENABLE="0", NCCL_MAX_NCHANNELS="2",
-            NCCL_BUFFSIZE="1048576",
-        )  # fmt: skip
-    return _RANK % count.value
+    return devices.share(count.value)
 
 
 DEVICE = _device()
@@ -223,14 +217,18 @@ class InTheJob(unittest.TestCase):
             self.assertIn(text, message)
 
 
-class Values(InTheJob):
-    """The results of operations that the sidecar runs on the device, without a warning."""
+class OnDevice(InTheJob):
+    """Operations that the sidecar runs on the device, without a warning."""
 
     def setUp(self) -> None:
         super().setUp()
         none = self.warned()
         none.__enter__()
         self.addCleanup(none.__exit__, None, None, None)
+
+
+class Values(OnDevice):
+    """The results of operations."""
 
     def test_offsets(self) -> None:
         """Arrays in one allocation, which is exported once, at different offsets."""
@@ -416,7 +414,7 @@ class Fallbacks(Fallback):
         self.twice(wire.ALLGATHER, list(range(size())), "the size of the result of this operation, allgather, is not known")
 
 
-class Killed(InTheJob):
+class Killed(OnDevice):
     """The last rank kills itself during an operation. The others get an error that names it, and can use the device."""
 
     def test_killed(self) -> None:
