@@ -5,7 +5,7 @@ an arena, and the result is copied back. A ``Plan`` is an encoded operation with
 is kept for the next operation with the same name, type, shape and memory. That operation allocates nothing and is
 submitted by its slot number in the ring.
 
-A tensor on a CUDA device needs neither if the sidecar can open its memory: see ``_cuda`` and ``_Device``.
+A tensor on a CUDA device needs neither if the sidecar can open its memory: see ``_cuda`` and ``OnDevice``.
 """
 
 from __future__ import annotations
@@ -257,6 +257,8 @@ class Call(Generic[A]):
             raise HorovodInternalError(
                 "the results of this operation were lost, because a call that fetched them was interrupted"
             )
+        if self.on is not None:
+            self.framework.follow(self.on.stream)
         return self._results
 
     def _finish(self, plan: Plan[A], pending: Pending) -> None:
@@ -267,7 +269,7 @@ class Call(Generic[A]):
             if plan.key[0] not in _OUTPUT_LIKE_INPUT:
                 completion = reply.completion
                 self.received = completion.received_splits
-        out: List[A] = [] if self.on is None else self._on_device(plan, self.on)
+        out: List[A] = [] if self.on is None else self._results_on(plan, self.on)
         for i, x in enumerate(self.arrays if self.on is None else ()):
             local = plan.outputs[i]
             if local is not None:
@@ -290,16 +292,18 @@ class Call(Generic[A]):
         self._results = out
         self.plan = None
         self.arrays = ()
+        if self.on is not None:
+            self.on.inputs, self.on.outputs = [], []
         while completion is not None and completion.results:
             plan.client.free_result(completion.results.pop()[0])
         self.engine.keep(plan)
 
-    def _on_device(self, plan: Plan[A], on: OnDevice[A]) -> List[A]:
-        """Returns the results on a CUDA device. The current stream can use them."""
+    def _results_on(self, plan: Plan[A], on: OnDevice[A]) -> List[A]:
+        """Returns the results on a CUDA device, which are complete on the stream of on."""
         fw, targets = self.framework, self.targets
         assert plan.event is not None
         # The arrays are kept alive until here. So if their memory is used again, it is after the operation: the sidecar
-        # has answered when the device had done it, and the streams that continue from here wait for the event.
+        # has answered when the device had done it, and the streams that continue from here follow the event.
         plan.event.make_wait(fw.handle(on.stream))
         out = []
         for i, made in enumerate(on.outputs):
@@ -308,7 +312,6 @@ class Call(Generic[A]):
                     fw.copy(targets[i], made)
                 made = targets[i]
             out.append(made)
-        fw.follow(on.stream)
         return out
 
     def __del__(self) -> None:
@@ -667,7 +670,7 @@ class Engine:
         if device >= 0:
             sizes = [code[1]] * len(arrays) if types is None else [its[1] for _, its in types]
             try:
-                on = self._on_device(client, framework, device, kind, arrays, shapes, sizes, targets, outputs, root, process_set)
+                on = self._place_on(client, framework, device, kind, arrays, shapes, sizes, targets, outputs, root, process_set)
             except Unshareable as e:
                 self._warn(e)
         if on is not None:
@@ -704,7 +707,7 @@ class Engine:
         call.pending = client.submit(operation, call, later, held, number)
         return call
 
-    def _on_device(
+    def _place_on(
         self, client: Client, fw: Framework[A], device: int, kind: int, arrays: Sequence[A], shapes: Tuple[Shape, ...],
         sizes: List[int], targets: Optional[Sequence[A]], outputs: Optional[Tuple[Shape, ...]], root: int,
         process_set: ProcessSet,

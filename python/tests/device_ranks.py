@@ -298,6 +298,12 @@ class Values(OnDevice):
         call = begin(wire.ALLTOALL, [parts], "a2a", targets=[out], outputs=((n,),))
         self.assertEqual(call.results()[0].read(), [10 * r + rank() for r in range(n)])
         self.assertEqual(call.received, [1] * n)
+        root = rank() == n - 1
+        out = Array([n if root else 0, 2])
+        begin(wire.GATHER, [x], "g", targets=[out], outputs=(out.shape,), root=n - 1).results()
+        self.assertEqual(out.read(), want if root else [])
+        begin(wire.SCATTER, [out], "s", targets=[x], outputs=((1, 2),), root=n - 1).results()
+        self.assertEqual(x.read(), [rank(), 5])
 
     def test_groups(self) -> None:
         """A group of several types, of which NCCL does not have one, and some in-place arrays that are not contiguous."""
@@ -355,6 +361,8 @@ class Values(OnDevice):
                 self.assertEqual(calls[1:], [("cuStreamWaitEvent", first, event)])
                 self.assertEqual(fw.followed, [first])
                 self.assertEqual(result.read(), [2 * size()])
+            call.results()
+            self.assertEqual(fw.followed, [first, first], "the current stream may be another one in the second call")
 
     def test_freed(self) -> None:
         """An allocation is freed and another one is at its address. The sidecar closes the first and opens the second."""
