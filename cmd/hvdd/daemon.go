@@ -44,7 +44,7 @@ func (d *daemon) run() error {
 	if d.settings, err = config.FromEnvironment(nil, true); err != nil && d.fd < 0 {
 		return err
 	}
-	if err := replace(d.settings.NCCLOperations || d.settings.DevicesInHost); err != nil {
+	if err := replace(!d.settings.GPU.Use(config.GPUNone)); err != nil {
 		return err
 	}
 	d.log = d.settings.Logger(d.stderr).Named("hvdd")

@@ -52,10 +52,10 @@ type Config struct {
 	// MPIController makes the ranks meet by MPI. MPIOperations moves tensors with MPI. With
 	// MPIThreadsDisable, only one thread calls MPI.
 	MPIController, MPIOperations, MPIThreadsDisable bool
-	// NCCLOperations runs operations on CUDA devices with NCCL. DevicesInHost runs them in host memory
-	// instead. NCCLLibrary and CUDALibrary are the files of NCCL and of the CUDA runtime, or empty.
-	NCCLOperations, DevicesInHost bool
-	NCCLLibrary, CUDALibrary      string
+	// GPU says how operations on tensors on CUDA devices run. NCCLLibrary and CUDALibrary are the files of
+	// NCCL and of the CUDA runtime, or empty.
+	GPU                      GPUOperations
+	NCCLLibrary, CUDALibrary string
 	// Secret is the text of the secret by which a process proves that it belongs to the job. SecretFile is a
 	// file that contains that text. Insecure permits a job without a secret on several hosts.
 	Secret, SecretFile string
@@ -338,6 +338,7 @@ func Load(src Sources) (Config, error) {
 		}
 	}
 	l.warnings = append(l.warnings, c.settleStalls()...)
+	c.GPU.settle()
 	c.warn(l.warnings, l.shown)
 	if err := c.check(src.HaveStore); err != nil {
 		return Config{}, err

@@ -88,7 +88,9 @@ var every = map[string]string{
 	"HOROVOD_STALL_CHECK_TIME_SECONDS": "5", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "5",
 	"HOROVOD_STALL_CHECK_DISABLE": "no",
 	"HOROVOD_CONTROLLER":          "TCP", "HOROVOD_CPU_OPERATIONS": "SHM",
-	"HOROVOD_GPU_OPERATIONS": "NCCL", "HVD_NCCL_LIBRARY": "nccl.so", "HVD_CUDART_LIBRARY": "cudart.so",
+	"HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_GPU_ALLREDUCE": "host", "HOROVOD_GPU_ALLGATHER": "Host",
+	"HOROVOD_GPU_BROADCAST": "nccl", "HOROVOD_GPU_ALLTOALL": "host", "HOROVOD_GPU_REDUCESCATTER": "NCCL",
+	"HVD_NCCL_LIBRARY": "nccl.so", "HVD_CUDART_LIBRARY": "cudart.so",
 	"HOROVOD_THREAD_AFFINITY": "4, 2,0", "HOROVOD_MPI_THREADS_DISABLE": "1",
 	"HOROVOD_LOG_LEVEL": "DEBUG", "HOROVOD_LOG_HIDE_TIME": "yes", "HVD_LOG_FORMAT": "json",
 	"HOROVOD_TIMELINE": "t.json", "HOROVOD_TIMELINE_MARK_CYCLES": "1", "HVD_TIMELINE_MAX_MB": "3",
@@ -135,7 +137,9 @@ func TestEverySettingIsHonoured(t *testing.T) {
 	want := config.Config{
 		Rank: 1, Size: 4, LocalRank: 0, LocalSize: 2, CrossRank: 1, CrossSize: 2,
 		RendezvousAddr: "127.0.0.1", RendezvousPort: 4711, Hostname: "h1", HostID: "rack",
-		SharedMemory: config.SharedAlways, NCCLOperations: true, NCCLLibrary: "nccl.so", CUDALibrary: "cudart.so",
+		SharedMemory: config.SharedAlways, NCCLLibrary: "nccl.so", CUDALibrary: "cudart.so",
+		GPU: config.GPUOperations{Allreduce: config.GPUHost, Allgather: config.GPUHost,
+			Broadcast: config.GPUNCCL, Alltoall: config.GPUHost, Reducescatter: config.GPUNCCL},
 		MPIThreadsDisable: true, JobID: "j",
 		Secret: "shh", SecretFile: "s.txt", Insecure: true, TLS: true,
 		NetworkInterfaces: []string{"eth0", "10.0.0.0/8"}, MeetHost: "h0", MeetPort: 4712,
@@ -192,6 +196,11 @@ func TestBadValuesNameTheVariable(t *testing.T) {
 		{"HOROVOD_CONTROLLER", "ccl", "does not have: want gloo, tcp or mpi"},
 		{"HOROVOD_CPU_OPERATIONS", "mpi", "built without MPI"},
 		{"HOROVOD_CPU_OPERATIONS", "ccl", "which gohvd does not have"},
+		{"HOROVOD_GPU_OPERATIONS", "mpi", "which gohvd does not have: want none, nccl or host"},
+		{"HOROVOD_GPU_OPERATIONS", "gloo", "want none, nccl or host"},
+		{"HOROVOD_GPU_ALLREDUCE", "MPI", "which gohvd does not have: want nccl or host"},
+		{"HOROVOD_GPU_BROADCAST", "ddl", "which gohvd does not have: want nccl or host"},
+		{"HOROVOD_GPU_ALLTOALL", "none", "want nccl or host"},
 		{"HOROVOD_THREAD_AFFINITY", "1,,2", "commas"},
 		{"HOROVOD_THREAD_AFFINITY", "-1", "commas"},
 		{"HOROVOD_LOG_LEVEL", "loud", "trace, debug"},
@@ -645,4 +654,33 @@ func FuzzValues(f *testing.F) {
 			}
 		}
 	})
+}
+
+// TestGPUOperations checks which backend each kind of operation on devices has if only some settings are set,
+// and which setting chooses it.
+func TestGPUOperations(t *testing.T) {
+	const none, nccl, host = config.GPUNone, config.GPUNCCL, config.GPUHost
+	for _, c := range []struct {
+		all, allreduce, alltoall string
+		want                     config.GPUOperations
+		nccl                     string // the setting that chooses NCCL
+	}{
+		{"", "", "", config.GPUOperations{}, ""},
+		{"none", "", "", config.GPUOperations{}, ""},
+		{"nccl", "", "", config.GPUOperations{nccl, nccl, nccl, nccl, nccl}, "HOROVOD_GPU_OPERATIONS=nccl"},
+		{"NCCL", "host", "", config.GPUOperations{host, nccl, nccl, nccl, nccl}, "HOROVOD_GPU_OPERATIONS=nccl"},
+		{"host", "", "nccl", config.GPUOperations{host, host, host, nccl, host}, "HOROVOD_GPU_ALLTOALL=nccl"},
+		{"", "NCCL", "", config.GPUOperations{nccl, host, host, host, host}, "HOROVOD_GPU_ALLREDUCE=nccl"},
+		{"none", "host", "", config.GPUOperations{host, host, host, host, host}, ""},
+	} {
+		got, err := load(map[string]string{"HOROVOD_GPU_OPERATIONS": c.all, "HOROVOD_GPU_ALLREDUCE": c.allreduce,
+			"HOROVOD_GPU_ALLTOALL": c.alltoall})
+		if err != nil || got.GPU != c.want || got.GPUChoice(nccl) != c.nccl {
+			t.Errorf("%+v: got %v, chosen by %q, and %v", c, got.GPU, got.GPUChoice(nccl), err)
+		}
+		used := c.want != config.GPUOperations{}
+		if got.GPU.Use(none) == used || got.GPU.Use(nccl) != (c.nccl != "") {
+			t.Errorf("%+v: Use gives %v for none, %v for nccl", c, got.GPU.Use(none), got.GPU.Use(nccl))
+		}
+	}
 }

@@ -32,6 +32,11 @@ const fullFile = `# every key
 controller: gloo
 cpu_operations: tcp
 gpu_operations: nccl
+gpu_allreduce: host
+gpu_allgather: nccl
+gpu_broadcast: nccl
+gpu_alltoall: nccl
+gpu_reducescatter: host
 params:
   fusion_threshold_mb: 1.5
   cycle_time_ms: 2
@@ -117,7 +122,9 @@ func TestEveryKeyIsHonoured(t *testing.T) {
 	want.AutotuneWarmupSamples, want.AutotuneStepsPerSample, want.AutotuneMaxSamples = 1, 2, 5
 	want.AutotuneNoise = 0.5
 	want.MPIThreadsDisable = true
-	want.NCCLOperations, want.NCCLLibrary, want.CUDALibrary = true, "nccl.so", "cudart.so"
+	want.GPU = config.GPUOperations{Allreduce: config.GPUHost, Allgather: config.GPUNCCL,
+		Broadcast: config.GPUNCCL, Alltoall: config.GPUNCCL, Reducescatter: config.GPUHost}
+	want.NCCLLibrary, want.CUDALibrary = "nccl.so", "cudart.so"
 	want.Warnings = c.Warnings // the warnings are about settings that have no effect in lock-step
 	if got := withoutOrigins(c); !reflect.DeepEqual(got, withoutOrigins(want)) {
 		t.Errorf("got  %+v\nwant %+v", got, want)

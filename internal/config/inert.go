@@ -65,7 +65,7 @@ var inerts = []Inert{
 	{"HOROVOD_MIXED_INSTALL", "", "0", "", testOnly},
 	{"HOROVOD_WITH_*", "", "", "", buildOnly},
 	{"HOROVOD_WITHOUT_*", "", "", "", buildOnly},
-	{"HOROVOD_GPU*", "", "", "", "one backend runs all operations on CUDA devices: see HOROVOD_GPU_OPERATIONS"},
+	{"HOROVOD_GPU", "", "", "", buildOnly},
 	{"HOROVOD_NCCL_*", "", "", "", buildOnly},
 	{"HOROVOD_NVTX_INCLUDE", "", "", "", buildOnly},
 	{"HOROVOD_CUDA_HOME", "", "", "", buildOnly},

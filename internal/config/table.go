@@ -419,11 +419,19 @@ var settings = []Setting{
 		Doc: "backend for tensors on CUDA devices. Without one, operations on such tensors fail. With nccl, " +
 			"all ranks use NCCL; this needs a build with NCCL, and the libraries and a device at every rank. " +
 			"With host, tensors are copied through host memory, which is slow and needs all of this but NCCL's " +
-			"library (docs/nccl.md)",
-		kind: builtOnly(oneOf(func(c *Config, word string) {
-			c.NCCLOperations, c.DevicesInHost = word == "nccl", word == "host"
-		}, "none", "nccl", "host"), "mpi", "ddl"),
+			"library (docs/nccl.md). The five settings below choose for one operation each. If only they are " +
+			"set, operations without a choice use host",
+		kind: gpuBackend((*GPUOperations).all, "none", "nccl", "host"),
 	},
+	gpuOperation("allreduce", "allreduce and reduce", func(g *GPUOperations) *GPUBackend { return &g.Allreduce }),
+	gpuOperation("allgather", "allgather", func(g *GPUOperations) *GPUBackend { return &g.Allgather }),
+	gpuOperation("broadcast", "broadcast", func(g *GPUOperations) *GPUBackend { return &g.Broadcast }),
+	gpuOperation("alltoall", "alltoall, gather and scatter", func(g *GPUOperations) *GPUBackend {
+		return &g.Alltoall
+	}),
+	gpuOperation("reducescatter", "reducescatter", func(g *GPUOperations) *GPUBackend {
+		return &g.Reducescatter
+	}),
 	{
 		Name: "HVD_NCCL_LIBRARY", Section: sectionChoice, Scope: PerProcess,
 		Key:       "library_options.nccl_library",

@@ -140,7 +140,8 @@ type Rank struct {
 	Epoch       uint64
 	Global      *Set // the set of all ranks
 
-	// Devices marks the streams of the program on CUDA devices. It is nil if HOROVOD_GPU_OPERATIONS is none.
+	// Devices marks the streams of the program on CUDA devices. It is nil if the settings choose
+	// no backend for them.
 	Devices *cuda.Devices
 	// lastDevice is the tensor.Device of the last operation on a CUDA device, or tensor.Host.
 	lastDevice atomic.Int32
@@ -248,26 +249,8 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 		return r.refuse(&ecfg, err)
 	}
 	ecfg.Backends = Backends(r.mpi, r.session, ecfg.Mesh, &cfg, overTCP)
-	if cfg.NCCLOperations {
-		if r.nccl, err = nccl.Load(cfg.NCCLLibrary, cfg.CUDALibrary); err != nil {
-			return r.refuse(&ecfg, fmt.Errorf("HOROVOD_GPU_OPERATIONS=nccl: %w", err))
-		}
-		r.Devices = r.nccl.Devices
-		ecfg.Devices = r.Devices
-		ecfg.Backends = append(ecfg.Backends, r.nccl.Register(nccl.Config{
-			Device: r.Place.LocalRank % r.nccl.Count(),
-			Host: tcp.Within(ecfg.Mesh, transport.DeviceLane,
-				tcp.Config{Oversubscribed: overTCP.Oversubscribed}),
-			StartTimeout: cfg.StartTimeout, Deterministic: cfg.Deterministic,
-		}))
-	}
-	if cfg.DevicesInHost {
-		runtime, err := cuda.Load(cfg.CUDALibrary)
-		if err != nil {
-			return r.refuse(&ecfg, fmt.Errorf("HOROVOD_GPU_OPERATIONS=host: %w", err))
-		}
-		r.Devices = cuda.NewDevices(runtime)
-		ecfg.Devices = r.Devices
+	if err := r.openDevices(&ecfg, &cfg, overTCP.Oversubscribed); err != nil {
+		return r.refuse(&ecfg, err)
 	}
 	if cfg.MPIController && cfg.Lockstep && size > 1 {
 		ecfg.Collectives = r.mpi.Collectives()
@@ -324,6 +307,55 @@ func Backends(m *MPI, session *Session, mesh transport.Mesh, set *config.Config,
 		}
 	}
 	return append(all, tcp.Register(mesh, overTCP))
+}
+
+// openDevices loads the libraries for the operations on CUDA devices that the settings ask for.
+func (r *Rank) openDevices(ecfg *engine.Config, cfg *config.Config, oversubscribed bool) (err error) {
+	switch {
+	case cfg.GPU.Use(config.GPUNCCL):
+		if r.nccl, err = nccl.Load(cfg.NCCLLibrary, cfg.CUDALibrary); err != nil {
+			return fmt.Errorf("%s: %w", cfg.GPUChoice(config.GPUNCCL), err)
+		}
+		r.Devices = r.nccl.Devices
+		ecfg.Backends = append(ecfg.Backends, r.nccl.Register(nccl.Config{
+			Device: r.Place.LocalRank % r.nccl.Count(),
+			Host: tcp.Within(ecfg.Mesh, transport.DeviceLane,
+				tcp.Config{Oversubscribed: oversubscribed}),
+			StartTimeout: cfg.StartTimeout, Deterministic: cfg.Deterministic, InHost: inHost(&cfg.GPU),
+		}))
+	case cfg.GPU.Use(config.GPUHost):
+		runtime, err := cuda.Load(cfg.CUDALibrary)
+		if err != nil {
+			return fmt.Errorf("%s: %w", cfg.GPUChoice(config.GPUHost), err)
+		}
+		r.Devices = cuda.NewDevices(runtime)
+	}
+	ecfg.Devices = r.Devices
+	return nil
+}
+
+// inHost returns the kinds of operations that the settings do not run on NCCL, and for each the setting that
+// could choose NCCL.
+func inHost(g *config.GPUOperations) map[message.Kind]string {
+	refused := make(map[message.Kind]string)
+	for _, s := range []struct {
+		name    string
+		backend config.GPUBackend
+		kinds   []message.Kind
+	}{
+		{"HOROVOD_GPU_ALLREDUCE", g.Allreduce, []message.Kind{message.Allreduce, message.Reduce}},
+		{"HOROVOD_GPU_ALLGATHER", g.Allgather, []message.Kind{message.Allgather}},
+		{"HOROVOD_GPU_BROADCAST", g.Broadcast, []message.Kind{message.Broadcast}},
+		{"HOROVOD_GPU_ALLTOALL", g.Alltoall, []message.Kind{message.Alltoall, message.Gather, message.Scatter}},
+		{"HOROVOD_GPU_REDUCESCATTER", g.Reducescatter, []message.Kind{message.Reducescatter}},
+	} {
+		for _, k := range s.kinds {
+			if s.backend != config.GPUNCCL {
+				refused[k] = s.name
+			}
+		}
+	}
+	return refused
 }
 
 // onTwoLevels returns the kinds of operations that may run on two levels. If the user has forced an algorithm

@@ -83,6 +83,9 @@ type member struct {
 // Plan implements ops.Backend.
 func (b *backend) Plan(members []topo.Rank, r *message.Response, _ int64,
 	_ *message.Tuning) (message.Algorithm, error) {
+	if setting, refused := b.cfg.InHost[r.Kind]; refused {
+		return message.NoAlgorithm, fmt.Errorf("%s is not nccl", setting)
+	}
 	if !r.Kind.Reduces() {
 		return message.NoAlgorithm, nil
 	}

@@ -43,6 +43,7 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/ops"
 )
@@ -64,7 +65,8 @@ func (e *Error) Error() string {
 	return text
 }
 
-// Config configures a backend. All ranks must have the same values of Deterministic.
+// Config configures a backend. All ranks must have the same values of Deterministic and of
+// InHost.
 type Config struct {
 	// Device is the device of this rank for operations for which it has no tensor because it has joined.
 	Device int
@@ -75,4 +77,6 @@ type Config struct {
 	StartTimeout time.Duration
 	// Deterministic forbids reductions whose result depends on the order of additions.
 	Deterministic bool
+	// InHost has the kinds of operations that do not run on NCCL, each with the setting that decides this.
+	InHost map[message.Kind]string
 }
