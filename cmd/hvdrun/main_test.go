@@ -236,8 +236,7 @@ func TestWrongUsage(t *testing.T) {
 		{append([]string{"-np", "2", "--mpi-args", "-v"}, touch...), "--mpi-args requires --mpi"},
 		{append([]string{"--mpi", "--servers", "1", "--workers", "1"}, touch...),
 			"--servers cannot be used with --mpi"},
-		{append([]string{"--num-nccl-streams=2"}, touch...),
-			"--num-nccl-streams: this version moves tensors in host memory only"},
+		{append([]string{"--torus-allreduce"}, touch...), "--torus-allreduce: this version has no torus algorithm"},
 	} {
 		t.Run(strings.Join(c.args, " "), func(t *testing.T) {
 			stdout, stderr, status := output(t, c.args...)

@@ -56,6 +56,8 @@ type Config struct {
 	// NCCL and of the CUDA runtime, or empty.
 	GPU                      GPUOperations
 	NCCLLibrary, CUDALibrary string
+	// NCCLStreams is the number of streams of each device for operations with NCCL. Default 1.
+	NCCLStreams int
 	// Secret is the text of the secret by which a process proves that it belongs to the job. SecretFile is a
 	// file that contains that text. Insecure permits a job without a secret on several hosts.
 	Secret, SecretFile string
@@ -338,7 +340,7 @@ func Load(src Sources) (Config, error) {
 		}
 	}
 	l.warnings = append(l.warnings, c.settleStalls()...)
-	c.GPU.settle()
+	l.warnings = append(l.warnings, c.settleGPUs()...)
 	c.warn(l.warnings, l.shown)
 	if err := c.check(src.HaveStore); err != nil {
 		return Config{}, err

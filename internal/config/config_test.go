@@ -59,7 +59,7 @@ func TestEmptyEnvironmentIsDefaults(t *testing.T) {
 		CrossRank: config.Unset, CrossSize: config.Unset,
 		JobID: "gohvd", StartTimeout: 30 * time.Second, LivenessTimeout: 10 * time.Second,
 		FusionThresholdBytes: 128 << 20, CacheCapacity: 1024, DynamicProcessSets: true,
-		HierarchicalAllreduce: true, HierarchicalAllgather: true,
+		HierarchicalAllreduce: true, HierarchicalAllgather: true, NCCLStreams: 1,
 		StallWarning: time.Minute, TimelineMaxMiB: 1024, FlightRecorder: true, LogLevel: "warning",
 		LogFormat: "auto", AutotuneWarmupSamples: 3, AutotuneStepsPerSample: 10, AutotuneMaxSamples: 20,
 		AutotuneNoise: 0.8,
@@ -90,7 +90,8 @@ var every = map[string]string{
 	"HOROVOD_CONTROLLER":          "TCP", "HOROVOD_CPU_OPERATIONS": "SHM",
 	"HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_GPU_ALLREDUCE": "host", "HOROVOD_GPU_ALLGATHER": "Host",
 	"HOROVOD_GPU_BROADCAST": "nccl", "HOROVOD_GPU_ALLTOALL": "host", "HOROVOD_GPU_REDUCESCATTER": "NCCL",
-	"HVD_NCCL_LIBRARY": "nccl.so", "HVD_CUDART_LIBRARY": "cudart.so",
+	"HOROVOD_NUM_NCCL_STREAMS": "2",
+	"HVD_NCCL_LIBRARY":         "nccl.so", "HVD_CUDART_LIBRARY": "cudart.so",
 	"HOROVOD_THREAD_AFFINITY": "4, 2,0", "HOROVOD_MPI_THREADS_DISABLE": "1",
 	"HOROVOD_LOG_LEVEL": "DEBUG", "HOROVOD_LOG_HIDE_TIME": "yes", "HVD_LOG_FORMAT": "json",
 	"HOROVOD_TIMELINE": "t.json", "HOROVOD_TIMELINE_MARK_CYCLES": "1", "HVD_TIMELINE_MAX_MB": "3",
@@ -137,7 +138,7 @@ func TestEverySettingIsHonoured(t *testing.T) {
 	want := config.Config{
 		Rank: 1, Size: 4, LocalRank: 0, LocalSize: 2, CrossRank: 1, CrossSize: 2,
 		RendezvousAddr: "127.0.0.1", RendezvousPort: 4711, Hostname: "h1", HostID: "rack",
-		SharedMemory: config.SharedAlways, NCCLLibrary: "nccl.so", CUDALibrary: "cudart.so",
+		SharedMemory: config.SharedAlways, NCCLLibrary: "nccl.so", CUDALibrary: "cudart.so", NCCLStreams: 2,
 		GPU: config.GPUOperations{Allreduce: config.GPUHost, Allgather: config.GPUHost,
 			Broadcast: config.GPUNCCL, Alltoall: config.GPUHost, Reducescatter: config.GPUNCCL},
 		MPIThreadsDisable: true, JobID: "j",
@@ -201,6 +202,8 @@ func TestBadValuesNameTheVariable(t *testing.T) {
 		{"HOROVOD_GPU_ALLREDUCE", "MPI", "which gohvd does not have: want nccl or host"},
 		{"HOROVOD_GPU_BROADCAST", "ddl", "which gohvd does not have: want nccl or host"},
 		{"HOROVOD_GPU_ALLTOALL", "none", "want nccl or host"},
+		{"HOROVOD_NUM_NCCL_STREAMS", "0", "a whole number, 1 to 8"},
+		{"HOROVOD_NUM_NCCL_STREAMS", "9", "a whole number, 1 to 8"},
 		{"HOROVOD_THREAD_AFFINITY", "1,,2", "commas"},
 		{"HOROVOD_THREAD_AFFINITY", "-1", "commas"},
 		{"HOROVOD_LOG_LEVEL", "loud", "trace, debug"},
@@ -484,8 +487,9 @@ func TestPrecedence(t *testing.T) {
 // TestForRanks checks that the ranks get the values of hvdrun's flags, and that they do not repeat warnings
 // that hvdrun has printed.
 func TestForRanks(t *testing.T) {
-	env := []string{"HOROVOD_CYCLE_TIME=2", "HOROVOD_TORUS_ALLREDUCE=1", "HVD_TYPO=1", "HOROVOD_RANK=77"}
-	file := write(t, "library_options: {num_nccl_streams: 2}\nlogging: {level: info}")
+	env := []string{"HOROVOD_CYCLE_TIME=2", "HOROVOD_TORUS_ALLREDUCE=1", "HVD_TYPO=1",
+		"HOROVOD_NUM_NCCL_STREAMS=2", "HOROVOD_RANK=77"}
+	file := write(t, "params: {torus_allreduce: 1}\nlogging: {level: info}")
 	launcher, err := config.Load(config.Sources{Environ: env, Launcher: true, Flags: []config.FlagValue{
 		{Flag: "--config-file", Name: config.FileVariable, Value: file},
 		{Flag: "-x", Name: "HOROVOD_THREAD_AFFINITY", Value: "0,1"},
@@ -498,7 +502,8 @@ func TestForRanks(t *testing.T) {
 	}
 	want := []string{
 		"HOROVOD_TORUS_ALLREDUCE has no effect", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS has no effect",
-		"HVD_TYPO is not a setting", "file " + file + " line 1: library_options.num_nccl_streams has no effect",
+		"HVD_TYPO is not a setting", "file " + file + " line 1: params.torus_allreduce has no effect",
+		"HOROVOD_NUM_NCCL_STREAMS has no effect: the settings choose NCCL for no operation",
 		"--log-hide-timestamp is deprecated: use --log-without-timestamp",
 	}
 	if len(launcher.Warnings) != len(want) {
@@ -512,7 +517,7 @@ func TestForRanks(t *testing.T) {
 		}
 	}
 
-	env = slices.Concat(env[:3], launcher.ForRanks())
+	env = slices.Concat(env[:4], launcher.ForRanks())
 	rank, err := config.Load(config.Sources{Environ: env})
 	if err != nil || len(rank.Warnings) > 0 {
 		t.Errorf("the rank got %q and error %v, want no warning again", rank.Warnings, err)

@@ -59,6 +59,7 @@ library_options:
   algorithm: allreduce=direct
   algorithm_table: b.json
   nccl_library: nccl.so
+  num_nccl_streams: 3
   cudart_library: cudart.so
   dynamic_process_sets: false
   operation_timeout_seconds: 9
@@ -124,7 +125,7 @@ func TestEveryKeyIsHonoured(t *testing.T) {
 	want.MPIThreadsDisable = true
 	want.GPU = config.GPUOperations{Allreduce: config.GPUHost, Allgather: config.GPUNCCL,
 		Broadcast: config.GPUNCCL, Alltoall: config.GPUNCCL, Reducescatter: config.GPUHost}
-	want.NCCLLibrary, want.CUDALibrary = "nccl.so", "cudart.so"
+	want.NCCLLibrary, want.CUDALibrary, want.NCCLStreams = "nccl.so", "cudart.so", 3
 	want.Warnings = c.Warnings // the warnings are about settings that have no effect in lock-step
 	if got := withoutOrigins(c); !reflect.DeepEqual(got, withoutOrigins(want)) {
 		t.Errorf("got  %+v\nwant %+v", got, want)
@@ -213,11 +214,16 @@ func TestFileErrors(t *testing.T) {
 // TestKeysWithoutEffect checks that a key that only Horovod has causes a warning, unless its value is
 // Horovod's default.
 func TestKeysWithoutEffect(t *testing.T) {
-	c, path, err := loadFile(t,
-		"library_options:\n  num_nccl_streams: 2\nparams: {torus_allreduce: no}\n")
-	want := "file " + path + " line 2: library_options.num_nccl_streams has no effect: this version moves tensors in host memory only"
-	if err != nil || strings.Join(c.Warnings, "\n") != want {
-		t.Errorf("got %q and error %v, want %q", c.Warnings, err, want)
+	for value, warns := range map[string]bool{"yes": true, "no": false} {
+		c, path, err := loadFile(t, "params:\n  torus_allreduce: "+value+"\n")
+		want := ""
+		if warns {
+			want = "file " + path + " line 2: params.torus_allreduce has no effect: " +
+				"this version has no torus algorithm"
+		}
+		if err != nil || strings.Join(c.Warnings, "\n") != want {
+			t.Errorf("%s: got %q and error %v, want %q", value, c.Warnings, err, want)
+		}
 	}
 }
 

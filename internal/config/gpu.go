@@ -32,18 +32,23 @@ func (g *GPUOperations) all() []*GPUBackend {
 	return []*GPUBackend{&g.Allreduce, &g.Allgather, &g.Broadcast, &g.Alltoall, &g.Reducescatter}
 }
 
-// settle makes the kinds of operations run in host memory for which no backend was chosen, if one was chosen
-// for another kind. In Horovod too, an operation for which the build has no library is copied through host
-// memory.
-func (g *GPUOperations) settle() {
-	if !g.Use(GPUNCCL) && !g.Use(GPUHost) {
-		return
-	}
-	for _, b := range g.all() {
-		if *b == GPUNone {
-			*b = GPUHost
+// settleGPUs makes the kinds of operations run in host memory for which no backend was chosen, if one was
+// chosen for another kind. In Horovod too, an operation for which the build has no library is copied through
+// host memory. It returns warnings about settings that have no effect.
+func (c *Config) settleGPUs() (warnings []warning) {
+	g := &c.GPU
+	if g.Use(GPUNCCL) || g.Use(GPUHost) {
+		for _, b := range g.all() {
+			if *b == GPUNone {
+				*b = GPUHost
+			}
 		}
 	}
+	const streams = "HOROVOD_NUM_NCCL_STREAMS"
+	if c.NCCLStreams > 1 && !g.Use(GPUNCCL) {
+		warnings = append(warnings, noEffect(streams, "the settings choose NCCL for no operation"))
+	}
+	return warnings
 }
 
 // gpuBackends are the words of the settings for operations on devices.

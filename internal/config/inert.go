@@ -28,7 +28,6 @@ const (
 	noTorus     = "this version has no torus algorithm"
 	noJsrun     = "hvdrun does not run jsrun; --mpi runs mpirun (docs/mpi.md)"
 	noTCP       = "choose the networks of MPI with --mpi-args, such as \"--mca btl self,tcp\" for Open MPI"
-	noGPU       = "this version moves tensors in host memory only"
 	noSpark     = "gohvd has no Spark integration"
 	noPreflight = "hvdrun does not check the network before the start; HOROVOD_GLOO_TIMEOUT_SECONDS limits Init"
 	noSecret    = "each job has a secret of its own: see HVD_SECRET_FILE"
@@ -39,10 +38,12 @@ const (
 var inerts = []Inert{
 	{"HOROVOD_TORUS_ALLREDUCE", "params.torus_allreduce", "0", "torus-allreduce no-torus-allreduce",
 		noTorus},
-	{"HOROVOD_BATCH_D2D_MEMCOPIES", "", "1", "", noGPU},
-	{"HOROVOD_NUM_NCCL_STREAMS", "library_options.num_nccl_streams", "1", "num-nccl-streams", noGPU},
-	{"HOROVOD_ENABLE_ASYNC_COMPLETION", "", "0", "", noGPU},
-	{"HOROVOD_DISABLE_NVTX_RANGES", "", "0", "", noGPU},
+	{"HOROVOD_BATCH_D2D_MEMCOPIES", "", "1", "",
+		"gohvd has no CUDA kernels; it copies each tensor by itself (cudaMemcpyAsync)"},
+	{"HOROVOD_ENABLE_ASYNC_COMPLETION", "", "0", "",
+		"operations on devices complete when a CPU has seen their end (docs/nccl.md)"},
+	{"HOROVOD_DISABLE_NVTX_RANGES", "", "0", "",
+		"gohvd records no NVTX ranges; its timeline shows operations and their phases (HOROVOD_TIMELINE)"},
 	{"HOROVOD_ENABLE_XLA_OPS", "", "0", "", "gohvd does not run inside TensorFlow"},
 	{"HOROVOD_ADASUM_MPI_CHUNK_SIZE", "", "1073741824", "", "gohvd has no Adasum over MPI"},
 	{"", "", "", "jsrun", noJsrun},

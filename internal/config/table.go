@@ -433,6 +433,17 @@ var settings = []Setting{
 		return &g.Reducescatter
 	}),
 	{
+		Name: "HOROVOD_NUM_NCCL_STREAMS", Section: sectionChoice, Scope: PerJob,
+		Key:     "library_options.num_nccl_streams",
+		Flags:   []Flag{{Name: "num-nccl-streams", Arg: "N"}},
+		Default: "1",
+		Doc: "number of CUDA streams of each device for operations with NCCL. Process set s uses stream s " +
+			"modulo this number, so that operations of different process sets can run at the same time. More " +
+			"than one needs NCCL 2.17, and limits the blocks of threads of each operation (docs/nccl.md)",
+		Raise: "Raising it lets more process sets run at the same time, each with a smaller part of the device.",
+		kind:  integer("", "a whole number, 1 to 8", func(c *Config) *int { return &c.NCCLStreams }, 1, 8),
+	},
+	{
 		Name: "HVD_NCCL_LIBRARY", Section: sectionChoice, Scope: PerProcess,
 		Key:       "library_options.nccl_library",
 		Otherwise: "libnccl.so.2, where the dynamic loader finds it",

@@ -17,6 +17,7 @@ typedef struct {
 	int (*runtimeGetVersion)(int *);
 	int (*driverGetVersion)(int *);
 	int (*deviceGetPCIBusId)(char *, int, int);
+	int (*deviceGetAttribute)(int *, int, int);
 	int (*memGetInfo)(size_t *, size_t *);
 	int (*malloc)(void **, size_t);
 	int (*free)(void *);
@@ -57,6 +58,9 @@ static const char *gohvdErrorName(functions *f, int code) { return f->getErrorNa
 static const char *gohvdErrorText(functions *f, int code) { return f->getErrorString(code); }
 static int gohvdBusID(functions *f, int device, char *text, int len) {
 	return f->deviceGetPCIBusId(text, len, device);
+}
+static int gohvdProcessors(functions *f, int device, int *n) {
+	return f->deviceGetAttribute(n, 16, device); // 16: cudaDevAttrMultiProcessorCount
 }
 static int gohvdUse(functions *f, int device, int *old) {
 	int code = f->getDevice(old);
@@ -114,7 +118,8 @@ import (
 // functions are the names of the functions in C's struct of the same name, in its order.
 var functions = []string{
 	"cudaGetDeviceCount", "cudaGetDevice", "cudaSetDevice", "cudaGetLastError", "cudaGetErrorName", "cudaGetErrorString",
-	"cudaRuntimeGetVersion", "cudaDriverGetVersion", "cudaDeviceGetPCIBusId", "cudaMemGetInfo", "cudaMalloc",
+	"cudaRuntimeGetVersion", "cudaDriverGetVersion", "cudaDeviceGetPCIBusId", "cudaDeviceGetAttribute",
+	"cudaMemGetInfo", "cudaMalloc",
 	"cudaFree", "cudaHostAlloc", "cudaFreeHost", "cudaMemcpyAsync", "cudaMemsetAsync", "cudaStreamCreateWithFlags", "cudaStreamDestroy",
 	"cudaStreamSynchronize", "cudaStreamWaitEvent", "cudaEventCreateWithFlags", "cudaEventRecord",
 	"cudaEventQuery", "cudaEventDestroy",
@@ -226,6 +231,13 @@ func (d *Device) BusID() (string, error) {
 	err := d.runtime.check("cudaDeviceGetPCIBusId",
 		C.gohvdBusID(d.runtime.f, d.index, &text[0], C.int(len(text))))
 	return C.GoString(&text[0]), err
+}
+
+// Processors returns the number of multiprocessors of the device.
+func (d *Device) Processors() (int, error) {
+	var n C.int
+	err := d.runtime.check("cudaDeviceGetAttribute", C.gohvdProcessors(d.runtime.f, d.index, &n))
+	return int(n), err
 }
 
 // Memory returns the numbers of free bytes and of all bytes of the device's memory.

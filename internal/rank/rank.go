@@ -321,7 +321,8 @@ func (r *Rank) openDevices(ecfg *engine.Config, cfg *config.Config, oversubscrib
 			Device: r.Place.LocalRank % r.nccl.Count(),
 			Host: tcp.Within(ecfg.Mesh, transport.DeviceLane,
 				tcp.Config{Oversubscribed: oversubscribed}),
-			StartTimeout: cfg.StartTimeout, Deterministic: cfg.Deterministic, InHost: inHost(&cfg.GPU),
+			StartTimeout: cfg.StartTimeout, Streams: cfg.NCCLStreams, Deterministic: cfg.Deterministic,
+			InHost: inHost(&cfg.GPU),
 		}))
 	case cfg.GPU.Use(config.GPUHost):
 		runtime, err := cuda.Load(cfg.CUDALibrary)

@@ -24,11 +24,17 @@ import (
 func (l *Library) Register(cfg Config) ops.Registration {
 	return ops.Registration{ID: message.NCCL, Lists: true, Devices: true,
 		New: func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {
+			if cfg.Streams > 1 && l.Version < 21700 {
+				return nil, fmt.Errorf("nccl: %s has version %s, want at least 2.17 for %d streams "+
+					"(HOROVOD_NUM_NCCL_STREAMS)", l.File, versionText(l.Version), cfg.Streams)
+			}
 			host, err := cfg.Host(set, ranks, me)
 			if err != nil {
 				return nil, err
 			}
-			return &backend{library: l, cfg: cfg, host: host, ranks: ranks, me: me, n: len(ranks)}, nil
+			cfg.Streams = max(cfg.Streams, 1)
+			return &backend{library: l, cfg: cfg, host: host, ranks: ranks, me: me, n: len(ranks),
+				stream: int(set) % cfg.Streams}, nil
 		}}
 }
 
@@ -39,6 +45,7 @@ type backend struct {
 	host    ops.Backend
 	ranks   []topo.Rank
 	me, n   int
+	stream  int // the number of the stream of each device
 	comms   []*member
 	done    *cuda.Event // at the end of the operation in progress
 	// activities are those of the operation that the device has not begun, for the timeline.
@@ -63,12 +70,17 @@ type backend struct {
 	out    []byte
 }
 
-// device is a device with the stream for all process sets of this rank, and with memory for packed tensors,
-// which only work on the stream uses.
+// place is a stream of a device of this rank.
+type place struct{ device, stream int }
+
+// device is a device with a stream for process sets of this rank, and with memory for packed tensors, which
+// only work on the stream uses.
 type device struct {
 	*cuda.Device
 	stream *cuda.Stream
-	fused  []byte
+	// maxCTAs is the greatest number of blocks of an operation on the stream. 0 means that NCCL chooses.
+	maxCTAs int
+	fused   []byte
 	// retired are former values of fused. They are freed at the end, because freeing memory waits for the
 	// device.
 	retired [][]byte
@@ -221,7 +233,7 @@ func (b *backend) choose() error {
 		index = b.cfg.Device
 	}
 	b.comm = nil
-	d, err := b.library.device(index)
+	d, err := b.library.device(place{index, b.stream}, b.cfg.Streams)
 	if err != nil {
 		return err
 	}
@@ -235,7 +247,8 @@ func (b *backend) choose() error {
 }
 
 // isTurn reports whether the operation may be launched. It may not before all operations that come before it
-// in the order of the rank, because the work of all process sets on a device is in one stream.
+// in the order of the rank, because operations of other process sets may be in the same stream, and because
+// NCCL and CUDA may wait for the work of all streams of a device.
 func (b *backend) isTurn() (bool, error) {
 	l := b.library
 	l.mu.Lock()
@@ -257,25 +270,38 @@ func (b *backend) passTurn() {
 	l.next = max(l.next, b.op.Order+1)
 }
 
-// device returns the device with the given index. It makes the stream of the device when it is called for the
-// first time.
-func (l *Library) device(index int) (*device, error) {
+// device returns the stream at p, of the given number of streams of each device. It makes the stream when it
+// is called for the first time.
+func (l *Library) device(p place, streams int) (*device, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if d := l.devices[index]; d != nil {
+	if d := l.devices[p]; d != nil {
 		return d, nil
 	}
-	of, err := l.CUDA.Device(index)
+	of, err := l.CUDA.Device(p.device)
 	if err != nil {
 		return nil, err
 	}
 	d := &device{Device: of}
+	if streams > 1 {
+		n, err := of.Processors()
+		if err != nil {
+			return nil, err
+		}
+		d.maxCTAs = maxCTAs(n, streams)
+	}
 	if d.stream, err = of.NewStream(); err != nil {
 		return nil, err
 	}
-	l.devices[index] = d
+	l.devices[p] = d
 	return d, nil
 }
+
+// maxCTAs returns how many blocks of threads an operation may have so that those of all streams together
+// occupy at most half of the multiprocessors, at one block for each. An operation waits on the device for the
+// other ranks. If two operations could not be on a device at the same time, one rank could run the first one
+// and another rank the second one, for ever. NCCL itself has at most 32 blocks.
+func maxCTAs(processors, streams int) int { return min(max(processors/(2*streams), 1), 32) }
 
 // connect makes the communicator of the operation. The first rank of the set makes the unique id.
 func (b *backend) connect(ctx context.Context) error {
@@ -287,7 +313,7 @@ func (b *backend) connect(ctx context.Context) error {
 	if err := b.onHost(ctx, ops.Operation{Kind: message.Broadcast, Buf: b.id[:]}); err != nil {
 		return err
 	}
-	c, err := b.library.join(&b.id, b.n, b.me, b.device.stream)
+	c, err := b.library.join(&b.id, b.n, b.me, b.device)
 	if err != nil {
 		return err
 	}

@@ -17,9 +17,10 @@
 // first operation that needs it: the first rank of the set makes a unique id, and the ranks broadcast it with
 // a backend for host memory, which also exchanges the sizes of blocks.
 //
-// A list of several tensors is copied to a buffer on the device, and copied back afterwards. All work is
-// enqueued on one stream of the device, and the backend asks an event whether it has ended, so that no thread
-// waits in NCCL or CUDA. Communicators are nonblocking for the same reason, which needs NCCL 2.14 or newer.
+// A list of several tensors is copied to a buffer on the device, and copied back afterwards. The work of a
+// process set is enqueued on one stream of the device, which other process sets may share, and the backend
+// asks an event whether it has ended, so that no thread waits in NCCL or CUDA. Communicators are
+// nonblocking for the same reason, which needs NCCL 2.14 or newer.
 //
 // # Reductions
 //
@@ -65,8 +66,7 @@ func (e *Error) Error() string {
 	return text
 }
 
-// Config configures a backend. All ranks must have the same values of Deterministic and of
-// InHost.
+// Config configures a backend. All ranks must have the same values of Streams, Deterministic and InHost.
 type Config struct {
 	// Device is the device of this rank for operations for which it has no tensor because it has joined.
 	Device int
@@ -75,6 +75,10 @@ type Config struct {
 	Host func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error)
 	// StartTimeout bounds how long NCCL may take to connect the ranks of a communicator.
 	StartTimeout time.Duration
+	// Streams is the number of streams of each device. 0 means 1. Process set s uses stream s modulo Streams.
+	// If there are several, they bound the number of blocks of threads of each operation, and NCCL must be
+	// 2.17 or newer.
+	Streams int
 	// Deterministic forbids reductions whose result depends on the order of additions.
 	Deterministic bool
 	// InHost has the kinds of operations that do not run on NCCL, each with the setting that decides this.

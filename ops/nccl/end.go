@@ -151,13 +151,13 @@ func (l *Library) Close() error {
 		fmt.Errorf("its work has not ended in %v", l.EndTimeout))
 	defer cancel()
 	var errs []error
-	for index, d := range l.devices {
+	for _, d := range l.devices {
 		err := l.await(ctx, d, nil)
 		if err == nil {
 			err = d.release()
 		}
 		if err != nil {
-			errs = append(errs, fmt.Errorf("nccl: device %d: %w", index, err))
+			errs = append(errs, fmt.Errorf("nccl: device %d: %w", d.Index(), err))
 		}
 	}
 	clear(l.devices)

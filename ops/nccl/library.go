@@ -10,11 +10,13 @@ package nccl
 
 typedef struct { char bytes[128]; } uniqueID;
 
-// The first fields of ncclConfig_t, as in NCCL 2.14. NCCL accepts shorter structs than its own.
+// The first fields of ncclConfig_t, as in NCCL 2.17. NCCL accepts shorter structs than its own. That of NCCL
+// 2.14 has 24 bytes and ends with blocking.
 typedef struct {
 	size_t size;
 	unsigned magic, version;
-	int blocking;
+	int blocking, cgaClusterSize, minCTAs, maxCTAs;
+	const char *netName;
 } config;
 
 // The functions of NCCL, in the order of the list functions in Go.
@@ -46,8 +48,13 @@ static int gohvdUniqueID(functions *f, uniqueID *id) { return f->getUniqueID(id)
 static const char *gohvdErrorText(functions *f, int code) { return f->getErrorString(code); }
 static const char *gohvdLastError(functions *f) { return f->getLastError(NULL); }
 // NCCL may write the communicator to its place after the call, so place is memory of C.
-static int gohvdInit(functions *f, void **place, int n, uniqueID *id, int rank) {
-	config c = {sizeof c, 0xcafebeef, 21400, 0};
+// If maxCTAs is 0, NCCL chooses.
+static int gohvdInit(functions *f, void **place, int n, uniqueID *id, int rank, int maxCTAs) {
+	config c = {sizeof c, 0xcafebeef, 21700, 0, INT_MIN, INT_MIN, maxCTAs, NULL};
+	if (maxCTAs == 0) {
+		c.size = 24;
+		c.version = 21400;
+	}
 	return f->commInitRankConfig(place, n, *id, rank, &c);
 }
 static int gohvdFinalize(functions *f, void *comm) { return f->commFinalize(comm); }
@@ -135,7 +142,7 @@ type Library struct {
 	f          *C.functions
 
 	mu      sync.Mutex
-	devices map[int]*device
+	devices map[place]*device
 	pinned  map[reduction][]byte // neutral elements in pinned memory
 	// next is the Order of the next operation that may be launched. err is the error of the first operation
 	// that has failed. Later operations do not wait for it, but fail with it.
@@ -175,7 +182,7 @@ func open(path string) (*Library, error) {
 		return new(Library), fmt.Errorf("nccl: %w", err)
 	}
 	l := &Library{File: file.File, f: new(C.functions), EndTimeout: 5 * time.Second,
-		devices: make(map[int]*device), pinned: make(map[reduction][]byte)}
+		devices: make(map[place]*device), pinned: make(map[reduction][]byte)}
 	table := unsafe.Slice((*unsafe.Pointer)(unsafe.Pointer(l.f)), len(functions))
 	missing := file.Symbols(table, functions)
 	if table[0] != nil {
@@ -250,14 +257,14 @@ type communicator struct {
 	rank, n int
 }
 
-// join begins to make a communicator of n ranks on the device of the stream. It can be used when progress has
+// join begins to make a communicator of n ranks for the stream of d. It can be used when progress has
 // returned true.
-func (l *Library) join(id *[idBytes]byte, n, rank int, s *cuda.Stream) (*communicator, error) {
-	c := &communicator{library: l, stream: s, rank: rank, n: n,
+func (l *Library) join(id *[idBytes]byte, n, rank int, d *device) (*communicator, error) {
+	c := &communicator{library: l, stream: d.stream, rank: rank, n: n,
 		place: (*unsafe.Pointer)(C.calloc(1, C.size_t(unsafe.Sizeof(uintptr(0)))))}
-	if err := s.Device.Use(func() error {
-		return l.check("ncclCommInitRankConfig",
-			C.gohvdInit(l.f, c.place, C.int(n), (*C.uniqueID)(unsafe.Pointer(id)), C.int(rank)))
+	if err := d.Use(func() error {
+		return l.check("ncclCommInitRankConfig", C.gohvdInit(l.f, c.place, C.int(n),
+			(*C.uniqueID)(unsafe.Pointer(id)), C.int(rank), C.int(d.maxCTAs)))
 	}); err != nil {
 		return nil, err
 	}

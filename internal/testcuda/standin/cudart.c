@@ -11,7 +11,10 @@
 //	STANDIN_CUDA_VERSION       version of runtime and driver (default 12080)
 //	STANDIN_CUDA_DELAY_US      delay of each piece of work on a stream (default 200)
 //	STANDIN_CUDA_NO_IPC        1 if memory cannot be exported, like that of an allocator with expandable segments
+//	STANDIN_CUDA_HOLD          file; a stream that is made while the variable is set executes no work before the
+//	                           file exists
 //	STANDIN_CUDA_MEMORY_BYTES  size of the memory of each device (default 1 GiB)
+//	STANDIN_CUDA_PROCESSORS    number of multiprocessors of each device (default 132)
 #define _GNU_SOURCE
 #include "standin.h"
 
@@ -117,6 +120,15 @@ int cudaDeviceGetPCIBusId(char *text, int len, int device) {
 	if (device < 0 || device >= devices())
 		return result(invalidDevice);
 	snprintf(text, (size_t)len, "0000:%02X:00.0", device + 1);
+	return success;
+}
+
+int cudaDeviceGetAttribute(int *value, int attribute, int device) {
+	if (device < 0 || device >= devices())
+		return result(invalidDevice);
+	if (attribute != 16) // 16: the number of multiprocessors
+		return result(invalidValue);
+	*value = (int)setting("STANDIN_CUDA_PROCESSORS", 132);
 	return success;
 }
 
@@ -302,6 +314,7 @@ struct stream {
 	long done, queued;
 	int closing;
 	useconds_t delay; // of each piece of work
+	char *hold;       // the file for which its work waits, or NULL
 	int slot;
 	struct clock clock; // what is before the next piece of work
 	struct stream *next;
@@ -322,6 +335,8 @@ static void *execute(void *arg) {
 		pthread_mutex_unlock(&s->lock);
 		if (s->delay)
 			usleep(s->delay);
+		while (s->hold && access(s->hold, F_OK) != 0)
+			usleep(1000);
 		while (w->run(w->arg))
 			usleep(50);
 		pthread_mutex_lock(&s->lock);
@@ -365,6 +380,8 @@ int cudaStreamCreateWithFlags(void **stream, unsigned flags) {
 	s->device = current;
 	s->end = &s->first;
 	s->delay = (useconds_t)setting("STANDIN_CUDA_DELAY_US", 200);
+	const char *hold = getenv("STANDIN_CUDA_HOLD");
+	s->hold = hold && *hold ? strdup(hold) : NULL;
 	pthread_mutex_init(&s->lock, NULL);
 	pthread_cond_init(&s->changed, NULL);
 	pthread_mutex_lock(&lock);

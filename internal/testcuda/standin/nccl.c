@@ -2,7 +2,8 @@
 // for libcudart through shared memory of the host, in the order of the streams. Ranks may be processes, or
 // threads of one process. It ends the process with a message if it is used wrongly: a communicator that was
 // destroyed or aborted or is used by two threads at once, a group that does not end, ranks whose operations
-// differ, a message whose receiver expects another size.
+// differ, a message whose receiver expects another size. Like a kernel, an operation occupies multiprocessors of
+// its device from its beginning to its end, and does not begin before enough of them are free.
 //
 // The environment selects what it pretends to be and which fault occurs:
 //
@@ -33,11 +34,12 @@
 
 int cudaGetDevice(int *device);
 int cudaDeviceGetPCIBusId(char *text, int len, int device);
+int cudaDeviceGetAttribute(int *value, int attribute, int device);
 int cudaPointerGetAttributes(void *attributes, const void *p);
 
 enum { success = 0, systemError = 2, internalError = 3, invalidArgument = 4, invalidUsage = 5, remoteError = 6,
 	inProgress = 7 };
-enum { maxRanks = 16, window = 64 << 10, letter = 16 << 10 };
+enum { maxRanks = 16, maxDevices = 16, defaultBlocks = 32, window = 64 << 10, letter = 16 << 10 };
 enum { sum, prod, max, min, avg, numOps };
 enum { int8, uint8, int32, uint32, int64, uint64, float16, float32, float64, bfloat16, numTypes };
 enum { opAllReduce = 1, opReduce, opBroadcast, opAllGather, opReduceScatter };
@@ -72,6 +74,7 @@ struct comm {
 	struct region *region;
 	char name[128];
 	int rank, n, device;
+	int blocks; // how many multiprocessors an operation occupies
 	int busy, initializing, ready, aborting, async;
 	int grouped;       // whether operations wait for the end of a group
 	int finalizing;    // whether ncclCommFinalize was called
@@ -219,6 +222,7 @@ static int newComm(void **comm, int n, const char *name, int rank, struct comm *
 	snprintf(c->name, sizeof c->name, "%s", name);
 	c->rank = rank;
 	c->n = n;
+	c->blocks = defaultBlocks;
 	cudaGetDevice(&c->device);
 	int code = openRegion(c);
 	if (code != success) {
@@ -269,6 +273,8 @@ struct config {
 	size_t size;
 	unsigned magic, version;
 	int blocking;
+	int clusterSize, minBlocks, maxBlocks; // as in NCCL 2.17
+	const char *network;
 };
 
 int ncclCommInitRankConfig(void **comm, int n, struct uniqueId id, int rank, struct config *config) {
@@ -280,6 +286,11 @@ int ncclCommInitRankConfig(void **comm, int n, struct uniqueId id, int rank, str
 	int code = newComm(comm, n, id.bytes, rank, &c);
 	if (code != success)
 		return code;
+	if (config->version >= 21700) {
+		if (config->size < sizeof *config || config->maxBlocks < 1)
+			return fails(invalidArgument, "the configuration is too short or maxCTAs is not positive");
+		c->blocks = config->maxBlocks < defaultBlocks ? config->maxBlocks : defaultBlocks;
+	}
 	c->async = inProgress;
 	c->initializing = 1;
 	pthread_create(&c->initializer, NULL, initialize, c);
@@ -503,6 +514,31 @@ static void multiply(int type, char *p, size_t n, double factor) {
 	}
 }
 
+// ---- multiprocessors
+
+static int occupied[maxDevices]; // of each device, by operations of this process
+
+// occupy begins an operation if enough multiprocessors are free, and reports whether it has begun.
+static int occupy(struct comm *c, int *begun) {
+	if (*begun)
+		return 1;
+	int all = 0;
+	cudaDeviceGetAttribute(&all, 16, c->device);
+	pthread_mutex_lock(&lock);
+	if (occupied[c->device] + c->blocks <= all) {
+		occupied[c->device] += c->blocks;
+		*begun = 1;
+	}
+	pthread_mutex_unlock(&lock);
+	return *begun;
+}
+
+static void vacate(struct comm *c, int begun) {
+	pthread_mutex_lock(&lock);
+	occupied[c->device] -= begun ? c->blocks : 0;
+	pthread_mutex_unlock(&lock);
+}
+
 // ---- collectives
 
 struct collective {
@@ -513,7 +549,7 @@ struct collective {
 	double factor;
 	size_t done, chunk; // elements
 	int stage;
-	int stuck, slow;
+	int begun, stuck, slow;
 };
 
 static size_t inputElements(struct collective *k) {
@@ -591,10 +627,11 @@ static int runCollective(void *arg) {
 			return 1;
 		if (k->slow)
 			memset(k->out, 0x5a, (size_t)k->call[1] * sizeOf((int)k->call[2]));
+		vacate(c, k->begun);
 		free(k);
 		return 0;
 	}
-	if (k->stuck)
+	if (!occupy(c, &k->begun) || k->stuck)
 		return 1;
 	while (1) {
 		switch (k->stage) {
@@ -616,6 +653,7 @@ static int runCollective(void *arg) {
 				return 1;
 			k->stage = 0;
 			if ((k->done += k->chunk) == inputElements(k)) {
+				vacate(c, k->begun);
 				free(k);
 				return 0;
 			}
@@ -636,7 +674,7 @@ struct exchange {
 	struct comm *comm;
 	void *stream;
 	struct message *first, **end;
-	int stuck;
+	int begun, stuck;
 	struct exchange *next;
 };
 
@@ -680,7 +718,7 @@ static int move(struct comm *c, struct message *m) {
 static int runExchange(void *arg) {
 	struct exchange *x = arg;
 	int aborted = __atomic_load_n(&x->comm->aborting, __ATOMIC_ACQUIRE);
-	if (x->stuck && !aborted)
+	if (!aborted && (!occupy(x->comm, &x->begun) || x->stuck))
 		return 1;
 	// The first message to or from each peer moves; the others follow in order.
 	char sent[maxRanks] = {0}, received[maxRanks] = {0};
@@ -697,6 +735,7 @@ static int runExchange(void *arg) {
 	}
 	if (x->first)
 		return 1;
+	vacate(x->comm, x->begun);
 	free(x);
 	return 0;
 }
