@@ -689,3 +689,30 @@ func TestGPUOperations(t *testing.T) {
 		}
 	}
 }
+
+// TestLevelsOfNCCL checks the warning of a user who turns on two levels, as in Horovod, for tensors that NCCL
+// moves.
+func TestLevelsOfNCCL(t *testing.T) {
+	const reduce, gather = "HOROVOD_HIERARCHICAL_ALLREDUCE", "HOROVOD_HIERARCHICAL_ALLGATHER"
+	const text = " has no effect on tensors that NCCL moves"
+	for _, c := range []struct {
+		set  map[string]string
+		want string // the settings with a warning
+	}{
+		{map[string]string{"HOROVOD_GPU_OPERATIONS": "nccl"}, ""},
+		{map[string]string{"HOROVOD_GPU_OPERATIONS": "nccl", reduce: "1", gather: "1"}, reduce + " " + gather},
+		{map[string]string{"HOROVOD_GPU_OPERATIONS": "nccl", reduce: "0"}, ""},
+		{map[string]string{"HOROVOD_GPU_OPERATIONS": "host", reduce: "1"}, ""},
+		{map[string]string{"HOROVOD_GPU_ALLGATHER": "nccl", reduce: "1", gather: "1"}, gather},
+	} {
+		got, err := load(c.set)
+		var names []string
+		for _, w := range got.Warnings {
+			name, _, _ := strings.Cut(w, text)
+			names = append(names, name)
+		}
+		if err != nil || strings.Join(names, " ") != c.want {
+			t.Errorf("%v: got warnings %q and %v, want those of %q", c.set, got.Warnings, err, c.want)
+		}
+	}
+}

@@ -48,6 +48,19 @@ func (c *Config) settleGPUs() (warnings []warning) {
 	if c.NCCLStreams > 1 && !g.Use(GPUNCCL) {
 		warnings = append(warnings, noEffect(streams, "the settings choose NCCL for no operation"))
 	}
+	for _, s := range []struct {
+		name string
+		on   bool
+		by   GPUBackend
+	}{
+		{"HOROVOD_HIERARCHICAL_ALLREDUCE", c.HierarchicalAllreduce, g.Allreduce},
+		{"HOROVOD_HIERARCHICAL_ALLGATHER", c.HierarchicalAllgather, g.Allgather},
+	} {
+		if c.Given(s.name) && s.on && s.by == GPUNCCL {
+			warnings = append(warnings, warning{s.name, s.name + " has no effect on tensors that NCCL moves: " +
+				"NCCL itself uses the fastest links inside each host and between hosts"})
+		}
+	}
 	return warnings
 }
 

@@ -494,7 +494,8 @@ var settings = []Setting{
 		Doc: "run allreduce, reducescatter and broadcast on two levels if the ranks are on several hosts: " +
 			"in shared memory inside each host, and over TCP between hosts. Unlike in Horovod it is on by " +
 			"default. In deterministic mode, reductions always run on one level, and so do operations whose " +
-			"algorithm HVD_ALGORITHM chooses",
+			"algorithm HVD_ALGORITHM chooses. It has no effect on tensors on CUDA devices that NCCL moves " +
+			"(docs/decisions.md)",
 		Raise: "Turning it off makes all ranks exchange data over TCP, which sends more bytes between hosts.",
 		kind:  boolOf(func(c *Config) *bool { return &c.HierarchicalAllreduce }),
 	},
