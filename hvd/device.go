@@ -21,6 +21,11 @@ import (
 // says how it can run in place. An operation begins on the device after the work that was enqueued on the
 // Streams of both buffers before the call. When the operation is done, the output is complete, and both
 // buffers belong to the caller again.
+//
+// With HOROVOD_ENABLE_ASYNC_COMPLETION=1, an operation that runs on NCCL is done when it has been launched.
+// By then the Streams of both buffers wait for it on the device, so work that the program enqueues on them
+// comes after the operation. If the operation fails later, the streams go on, its output is undefined, and
+// the next operation, Err and Shutdown return the error.
 type DeviceBuffer[T Element] struct {
 	// Pointer is the address in the memory of the device. It must be aligned for T.
 	Pointer uintptr
@@ -352,6 +357,9 @@ func mark[T Element](h *DeviceHandle, c *call, buffers ...DeviceBuffer[T]) error
 			return c.Misuse("%w", err)
 		}
 		e.Ready, marked = append(e.Ready, event), append(marked, b.Stream)
+	}
+	if h.engine.rank.AsyncCompletion {
+		e.Streams = marked
 	}
 	return nil
 }

@@ -125,6 +125,11 @@ type Operation struct {
 	Err error
 	// Ready are events of this rank's device for which the operation waits before it reads the tensors.
 	Ready []*cuda.Event
+	// If Launched is not nil, the backend makes the Streams of this rank's device, which are cudaStream_t,
+	// wait on the device for the end of the operation. Then it calls Launched from Step, once, and continues.
+	// If the operation has several parts, this applies to the last one.
+	Launched func()
+	Streams  []uintptr
 	// If Enter is not nil, the backend calls it from Step when an activity of an operation on devices begins.
 	// It learns when the device begins one only by asking events, so Enter is nil without a timeline.
 	Enter func(Activity)

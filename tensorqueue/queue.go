@@ -54,6 +54,10 @@ type Entry struct {
 	// Ready are events after the work that uses Input or Output on a CUDA device. It is empty if the tensor
 	// is in host memory.
 	Ready []*cuda.Event
+	// Streams are CUDA streams of the device of the tensor, as cudaStream_t. If there are some and a backend
+	// runs the operation on the device, Done is called with nil as soon as the streams wait on the device for
+	// the end of the operation. If the operation fails afterwards, the epoch fails.
+	Streams []uintptr
 	// ErrorFeedback is used by an allreduce with compression. If it is set, the compression loss is added to
 	// the next tensor with the same name.
 	ErrorFeedback bool
@@ -64,8 +68,8 @@ type Entry struct {
 	Hold bool
 	// Response is the granted response. It is set before Done is called with a nil error.
 	Response *message.Response
-	// Done is called exactly once, when the engine no longer uses the buffers. Unless Hold is set, the name
-	// is free by then.
+	// Done is called exactly once, when the engine no longer uses the buffers (but see Streams). Unless Hold
+	// is set, the name is free by then.
 	Done func(err error)
 	// Times are the times at which the entry was submitted, sent, granted and begun.
 	Times Times

@@ -58,6 +58,8 @@ type Config struct {
 	NCCLLibrary, CUDALibrary string
 	// NCCLStreams is the number of streams of each device for operations with NCCL. Default 1.
 	NCCLStreams int
+	// AsyncCompletion completes operations with NCCL when they have been launched.
+	AsyncCompletion bool
 	// Secret is the text of the secret by which a process proves that it belongs to the job. SecretFile is a
 	// file that contains that text. Insecure permits a job without a secret on several hosts.
 	Secret, SecretFile string

@@ -32,6 +32,7 @@ const fullFile = `# every key
 controller: gloo
 cpu_operations: tcp
 gpu_operations: nccl
+enable_async_completion: true
 gpu_allreduce: host
 gpu_allgather: nccl
 gpu_broadcast: nccl
@@ -125,7 +126,7 @@ func TestEveryKeyIsHonoured(t *testing.T) {
 	want.MPIThreadsDisable = true
 	want.GPU = config.GPUOperations{Allreduce: config.GPUHost, Allgather: config.GPUNCCL,
 		Broadcast: config.GPUNCCL, Alltoall: config.GPUNCCL, Reducescatter: config.GPUHost}
-	want.NCCLLibrary, want.CUDALibrary, want.NCCLStreams = "nccl.so", "cudart.so", 3
+	want.NCCLLibrary, want.CUDALibrary, want.NCCLStreams, want.AsyncCompletion = "nccl.so", "cudart.so", 3, true
 	want.Warnings = c.Warnings // the warnings are about settings that have no effect in lock-step
 	if got := withoutOrigins(c); !reflect.DeepEqual(got, withoutOrigins(want)) {
 		t.Errorf("got  %+v\nwant %+v", got, want)

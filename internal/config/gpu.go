@@ -44,9 +44,12 @@ func (c *Config) settleGPUs() (warnings []warning) {
 			}
 		}
 	}
-	const streams = "HOROVOD_NUM_NCCL_STREAMS"
+	const unused = "the settings choose NCCL for no operation"
 	if c.NCCLStreams > 1 && !g.Use(GPUNCCL) {
-		warnings = append(warnings, noEffect(streams, "the settings choose NCCL for no operation"))
+		warnings = append(warnings, noEffect("HOROVOD_NUM_NCCL_STREAMS", unused))
+	}
+	if c.AsyncCompletion && !g.Use(GPUNCCL) {
+		warnings = append(warnings, noEffect("HOROVOD_ENABLE_ASYNC_COMPLETION", unused))
 	}
 	for _, s := range []struct {
 		name string

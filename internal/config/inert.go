@@ -40,8 +40,6 @@ var inerts = []Inert{
 		noTorus},
 	{"HOROVOD_BATCH_D2D_MEMCOPIES", "", "1", "",
 		"gohvd has no CUDA kernels; it copies each tensor by itself (cudaMemcpyAsync)"},
-	{"HOROVOD_ENABLE_ASYNC_COMPLETION", "", "0", "",
-		"operations on devices complete when a CPU has seen their end (docs/nccl.md)"},
 	{"HOROVOD_DISABLE_NVTX_RANGES", "", "0", "",
 		"gohvd records no NVTX ranges; its timeline shows operations and their phases (HOROVOD_TIMELINE)"},
 	{"HOROVOD_ENABLE_XLA_OPS", "", "0", "", "gohvd does not run inside TensorFlow"},

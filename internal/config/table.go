@@ -444,6 +444,16 @@ var settings = []Setting{
 		kind:  integer("", "a whole number, 1 to 8", func(c *Config) *int { return &c.NCCLStreams }, 1, 8),
 	},
 	{
+		Name: "HOROVOD_ENABLE_ASYNC_COMPLETION", Section: sectionChoice, Scope: PerProcess,
+		Key:     "enable_async_completion",
+		Default: "0",
+		Doc: "complete operations with NCCL when they have been launched, instead of when a CPU has seen their " +
+			"end. The streams of the program wait for them on the device. It has no effect while a timeline is " +
+			"written, and in programs in Python (docs/nccl.md)",
+		Raise: "Turning it on lets the program go on earlier, but it learns of a failure only from a later call.",
+		kind:  boolOf(func(c *Config) *bool { return &c.AsyncCompletion }),
+	},
+	{
 		Name: "HVD_NCCL_LIBRARY", Section: sectionChoice, Scope: PerProcess,
 		Key:       "library_options.nccl_library",
 		Otherwise: "libnccl.so.2, where the dynamic loader finds it",

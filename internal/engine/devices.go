@@ -79,6 +79,41 @@ func (l *lane) ready(w *work) []*cuda.Event {
 	return ready
 }
 
+// completeEarly makes the entries of w complete when their streams wait for the operation, if they have
+// streams. Then run runs the operation to its end without them. A timeline needs the times of the device, so
+// with a timeline they complete at the end.
+func (l *lane) completeEarly(w *work) {
+	if w.watched || w.absent {
+		return
+	}
+	op := &l.execution.op
+	for _, e := range w.entries {
+		op.Streams = append(op.Streams, e.Streams...)
+	}
+	if len(op.Streams) > 0 {
+		op.Launched = func() { l.launched(w) }
+	}
+}
+
+// launched completes the entries of w, whose operation goes on. The first of their deadlines becomes that of
+// the operation.
+func (l *lane) launched(w *work) {
+	var first limit
+	for _, e := range w.entries {
+		if due := e.Times.Submitted + min(e.Timeout, never-e.Times.Submitted); e.Timeout > 0 &&
+			(first.timeout == 0 || due < first.due) {
+			first = limit{e.Request.Name, e.Timeout, due}
+		}
+	}
+	// Set the limit before the entries leave the queue, so that the loop finds the deadline in one of them.
+	l.mu.Lock()
+	l.limit = first
+	l.mu.Unlock()
+	l.answer(w)
+	clear(w.entries) // they may be used again
+	w.entries, w.completed = w.entries[:0], true
+}
+
 // onDevices reports whether the backend gets the tensors of w on CUDA devices.
 func (w *work) onDevices() bool {
 	return w.grant.Responses[0].Devices != nil && w.grant.Backend == message.NCCL

@@ -112,6 +112,7 @@ func (l *lane) start(w *work) (err error) {
 		if x.op.Ready, x.op.Order = l.ready(w), w.order; w.watched {
 			x.op.Enter = w.enter
 		}
+		l.completeEarly(w)
 	}
 	switch {
 	case kind == message.Allreduce || kind == message.Reduce:

@@ -33,6 +33,9 @@ type work struct {
 	// started is set if the operation was started and so must be finished. failed is set if the operation has
 	// ended with an error. This error is reported for the tensors when the verdict is known.
 	started, failed bool
+	// completed is set if the results of the tensors were reported before the end of the operation. Then
+	// entries is empty.
+	completed bool
 	// granted and begun are the times at which the work was granted and begun, counted from the engine's
 	// start. watched is set if a timeline is on. In this case, clock is the engine's start, and marks are the
 	// activities of the work so far.
@@ -92,8 +95,31 @@ type lane struct {
 	executing bool  // whether run is executing an operation
 	answering bool  // whether run has executed an operation but not reported all its results
 	claimed   bool  // whether the loop has claimed the lane, so that run waits
+	limit     limit // of the operation that run is executing, if its entries have completed
 	ended     bool  // whether no more work will be pushed
 	err       error // the error with which all remaining work ends, or nil if the work is to be executed
+}
+
+// limit is the time limit of an operation whose entries have completed before its end.
+type limit struct {
+	name    string        // of the tensor with the limit
+	timeout time.Duration // 0 means that there is no limit
+	due     time.Duration // when the timeout ends, or when it must be reported again
+}
+
+// expire calls report if the operation whose entries have completed has not ended in time, and again each
+// timeoutReportInterval. It returns when it must be called again.
+func (l *lane) expire(now time.Duration, report func(name string, timeout time.Duration)) time.Duration {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	switch m := &l.limit; {
+	case m.timeout == 0:
+		return never
+	case m.due <= now:
+		report(m.name, m.timeout)
+		m.due = now + timeoutReportInterval
+	}
+	return l.limit.due
 }
 
 // newLane returns a lane for a set in which this rank has position me.
@@ -200,7 +226,7 @@ func (l *lane) end(err error) {
 func (l *lane) next() (w *work, err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.executing, l.answering = false, false
+	l.executing, l.answering, l.limit = false, false, limit{}
 	for l.claimed || len(l.todo) == 0 {
 		if l.ended && !l.claimed {
 			return nil, nil
@@ -218,7 +244,7 @@ func (l *lane) next() (w *work, err error) {
 func (l *lane) executed() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.executing, l.answering = false, true
+	l.executing, l.answering, l.limit = false, true, limit{}
 }
 
 // verdict blocks until the epoch has failed, and returns the reason.
@@ -246,7 +272,9 @@ func (l *lane) run(ctx context.Context, finished func(w *work, err error)) {
 		if (err == nil || w.started) && !w.failed {
 			if err = l.execute(ctx, w); err == nil {
 				l.executed()
-				l.answer(w)
+				if !w.completed {
+					l.answer(w)
+				}
 				finished(w, nil)
 				continue
 			}
@@ -256,6 +284,9 @@ func (l *lane) run(ctx context.Context, finished func(w *work, err error)) {
 		if w.failed {
 			err = withInUse(l.verdict(), err)
 			l.releaseCopies(w) // not earlier, because peers may have read the copies until now
+		}
+		if w.completed {
+			continue
 		}
 		l.observer.ended(w, err)
 		for _, e := range w.entries {

@@ -41,6 +41,9 @@ func (e *Engine) expire() {
 				e.due = min(e.due, entry.Deadline)
 			}
 		})
+		e.due = min(e.due, l.expire(e.now, func(name string, timeout time.Duration) {
+			e.member.Timeout(l.set.ID, name, timeout)
+		}))
 	}
 }
 

@@ -143,6 +143,8 @@ type Rank struct {
 	// Devices marks the streams of the program on CUDA devices. It is nil if the settings choose
 	// no backend for them.
 	Devices *cuda.Devices
+	// AsyncCompletion is set if operations on CUDA devices complete when they have been launched.
+	AsyncCompletion bool
 	// lastDevice is the tensor.Device of the last operation on a CUDA device, or tensor.Host.
 	lastDevice atomic.Int32
 
@@ -168,6 +170,10 @@ func (r *Rank) Start(ctx context.Context, o Options) error {
 		o.Log.Warn(w)
 	}
 	r.dynamicSets, r.timeout = cfg.DynamicProcessSets, cfg.OperationTimeout
+	if r.AsyncCompletion = cfg.AsyncCompletion && !o.ForClient; cfg.AsyncCompletion && o.ForClient {
+		o.Log.Warn("HOROVOD_ENABLE_ASYNC_COMPLETION has no effect in a sidecar, which cannot use the streams of " +
+			"its clients")
+	}
 	if ownLog {
 		r.log = o.Log
 	}

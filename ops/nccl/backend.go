@@ -223,6 +223,9 @@ func (b *backend) run(ctx context.Context) error {
 	if err := b.finish(); err != nil || b.op.More {
 		return err
 	}
+	if b.op.Launched != nil {
+		b.op.Launched()
+	}
 	return poll(ctx, b.isDone)
 }
 
@@ -427,6 +430,11 @@ func (b *backend) finish() (err error) {
 	}
 	if !b.op.More {
 		b.done, err = b.library.Devices.Mark(b.device.Index(), b.device.stream.Handle())
+		for _, s := range b.op.Streams {
+			if err == nil {
+				err = b.device.OfHandle(s).Wait(b.done)
+			}
+		}
 	}
 	b.passTurn()
 	return err

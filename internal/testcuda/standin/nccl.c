@@ -10,6 +10,7 @@
 //	STANDIN_NCCL_VERSION      version (default 22304)
 //	STANDIN_NCCL_FAULT        KIND:RANK:N, at the N-th operation of a communicator at this rank (N from 1):
 //	                          async  the operation does not complete, and an asynchronous error is reported
+//	                          late   the same, but the communicator does not report it to the first questions
 //	                          hang   the operation does not complete
 //	                          slow   the operation goes on until a second after ncclCommAbort, and then writes
 //	                          refuse the call returns ncclInternalError
@@ -81,6 +82,7 @@ struct comm {
 	double abortedAt;  // the time of ncclCommAbort
 	long arrived; // how often this rank has arrived at a barrier
 	long operations, splits;
+	int questions; // how many questions are left until an error is reported, or 0
 	double factors[64]; // of PreMulSum
 	int made[64], numFactors;
 	pthread_t initializer;
@@ -316,6 +318,8 @@ int ncclCommGetAsyncError(void *comm, int *code) {
 	struct comm *c = checked(comm, "ncclCommGetAsyncError");
 	if (c->grouped)
 		standin_violation("ncclCommGetAsyncError: operations of the communicator wait for ncclGroupEnd");
+	if (c->questions > 0 && --c->questions == 0)
+		__atomic_store_n(&c->async, remoteError, __ATOMIC_RELEASE);
 	*code = __atomic_load_n(&c->async, __ATOMIC_ACQUIRE);
 	if (*code == success && c->n > 1 && __atomic_load_n(&c->region->aborted, __ATOMIC_ACQUIRE))
 		*code = remoteError;
@@ -779,7 +783,9 @@ static void *use(struct comm *c, void *stream, const void *p, size_t n, int writ
 // begin counts an operation and injects faults. It returns an error code.
 static int begin(struct comm *c, int *stuck) {
 	long n = ++c->operations;
-	*stuck = faulty(c, "hang", n) || faulty(c, "async", n) || faulty(c, "slow", n);
+	*stuck = faulty(c, "hang", n) || faulty(c, "async", n) || faulty(c, "late", n) || faulty(c, "slow", n);
+	if (faulty(c, "late", n))
+		c->questions = 20;
 	if (faulty(c, "async", n))
 		__atomic_store_n(&c->async, remoteError, __ATOMIC_RELEASE);
 	return faulty(c, "refuse", n) ? fails(internalError, "the test asked for this error") : success;
