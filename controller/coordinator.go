@@ -238,7 +238,10 @@ func (c *Coordinator) step(from topo.Rank, up *message.Up, relayed bool) {
 	}
 	k := &c.ranks[from]
 	k.lastReceived = c.now
-	if up.Seen < k.seen && !relayed || up.Seen > c.cycle {
+	// In lock-step, the news may have overtaken this frame, because collectives of another library do not use
+	// the control connection.
+	overtaken := relayed || c.cfg.Lockstep && up.Type != message.UpNews
+	if up.Seen < k.seen && !overtaken || up.Seen > c.cycle {
 		c.failSender(from, fmt.Errorf("got an acknowledgment of cycle %d, want a cycle from %d to %d",
 			up.Seen, k.seen, c.cycle))
 		return

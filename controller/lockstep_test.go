@@ -778,6 +778,30 @@ func TestLockstepKnowsWhoIsMissing(t *testing.T) {
 	}
 }
 
+// In lock-step, the news of a rank may overtake its heartbeats. News that acknowledge an older cycle than
+// earlier news break the protocol.
+func TestNewsOvertakeHeartbeats(t *testing.T) {
+	j := newLockstepJob(t, controller.CoordinatorConfig{
+		Sets: []controller.Set{controller.Global(2)}, CacheCapacity: 4, FusionThresholdBytes: 64,
+		Plan: plan(),
+	})
+	for _, name := range []string{"a", "b"} {
+		for rank := range 2 {
+			j.submit(rank, request{q: allreduce(name, 1)})
+		}
+		j.cycle() // the news of b acknowledge the cycle of a
+	}
+	j.coord.Step(1, &message.Up{Type: message.UpHeartbeat, Seen: 0})
+	if v := verdictOf(j.coord); v != nil {
+		t.Fatalf("after an old heartbeat: got verdict %v, want none", v)
+	}
+	j.coord.Step(1, &message.Up{Type: message.UpNews, Seen: 0})
+	if v := verdictOf(j.coord); v == nil || !strings.Contains(v.Reason,
+		"got an acknowledgment of cycle 0, want a cycle from 1 to 2") {
+		t.Errorf("after old news: got verdict %v, want one on rank 1", v)
+	}
+}
+
 // sameReasons returns answers without the parts that depend on the order of arrival. For example, if several
 // tensors can make a group fail, the order determines which of them the error names.
 func sameReasons(answers map[string]string) map[string]string {
