@@ -36,8 +36,8 @@ import (
 //	background  drive                                        wanted
 //	wanted      BackgroundThreadLoop sees wanted, unlocks    driven
 //	driven      another drive, which returns at once         driven
-//	driven      the driver's operation is done, or           parked; or background if a turn is due, turns do
-//	            nothing arrives within the poll budget       not end, or BackgroundThreadLoop was woken
+//	driven      the driver's operation is done, or           parked; or background if events keep arriving
+//	            nothing arrives within the poll budget
 //	any         a turn says that the epoch is over, or stop  over
 //
 // Before the holder of the lock parks, and while it still holds the lock, it hands started operations over to
@@ -64,7 +64,9 @@ type scheduler struct {
 	now        time.Duration // the time at which the turn began, or about the time of the last poll
 	budget     time.Duration // the poll budget of the goroutine that holds mu
 	busyUntil  time.Duration // the time at which polling ends
-	alarm      time.Duration // the time at which the timer of BackgroundThreadLoop fires or has fired
+	timer      *time.Timer   // wakes BackgroundThreadLoop
+	alarm      time.Duration // the time at which timer fires or has fired
+	meshParked bool          // whether the mesh notifies this rank of what arrives
 	dispatched bool          // whether the last turn passed an operation to a lane
 	unnotified unnotified
 	over       bool
@@ -115,6 +117,9 @@ const (
 	// lockTries is the number of times that a driver tries to take the lock before it blocks. All tries
 	// together take about as long as a turn.
 	lockTries = 50
+	// soon is about the time that it takes to prepare for a notification and to be notified. If the next turn
+	// is due before that, a rank that parks does not let its peers notify it.
+	soon = 100 * time.Microsecond
 	// turnsToPark is the maximum number of turns that a driver runs while it parks, if events keep arriving.
 	// Running these turns is cheaper than waking another thread.
 	turnsToPark = 4
@@ -185,7 +190,8 @@ func newPollLimits(budget time.Duration, pinned, entersKernel, forClient bool, p
 
 // newScheduler returns a scheduler that does not poll and cannot be driven until poll is called.
 func newScheduler(l loop, clock func() time.Duration, stop <-chan struct{}) *scheduler {
-	s := &scheduler{loop: l, peers: transport.Alone{}, clock: clock, stop: stop, wake: make(chan struct{}, 1)}
+	s := &scheduler{loop: l, peers: transport.Alone{}, clock: clock, stop: stop, wake: make(chan struct{}, 1),
+		timer: time.NewTimer(0)}
 	s.deferred.timer = time.AfterFunc(never, s.deferralEnds)
 	s.deferred.timer.Stop()
 	s.deferred.period = deferralPeriod
@@ -223,11 +229,10 @@ func (s *scheduler) wakeBackground() {
 // run runs turns in the calling goroutine, BackgroundThreadLoop, until the epoch is over. It returns the
 // reason why the epoch ended.
 func (s *scheduler) run() error {
-	timer := time.NewTimer(0)
-	defer timer.Stop()
+	defer s.timer.Stop()
 	for {
 		if s.lockBackground() {
-			parks := s.backgroundTurn(timer)
+			parks := s.backgroundTurn()
 			over := s.over
 			s.background.Store(false)
 			s.mu.Unlock()
@@ -240,7 +245,7 @@ func (s *scheduler) run() error {
 		}
 		select {
 		case <-s.wake:
-		case <-timer.C:
+		case <-s.timer.C:
 		case <-s.stop:
 			s.mu.Lock() // a driver may still hold the lock
 			s.end(ErrClosed)
@@ -253,7 +258,7 @@ func (s *scheduler) run() error {
 // backgroundTurn runs a turn of BackgroundThreadLoop and then polls. It returns true if the caller must wait
 // until timer fires or wake receives a value. That is so if nothing has arrived, if a driver wants the lock,
 // or if the epoch is over.
-func (s *scheduler) backgroundTurn(timer *time.Timer) (parks bool) {
+func (s *scheduler) backgroundTurn() (parks bool) {
 	if s.over {
 		return true
 	}
@@ -271,17 +276,22 @@ func (s *scheduler) backgroundTurn(timer *time.Timer) (parks bool) {
 	if !s.wanted.Load() {
 		s.loop.handOff()
 		s.notifyPeers()
-		if !s.park() {
+		if !s.park(next) {
 			return false
 		}
 	}
-	// The timer may fire too early and cause a needless turn. That is cheaper than resetting the timer in
-	// every turn.
-	if next < s.alarm || s.alarm <= s.now {
-		timer.Reset(next - s.now)
+	s.setAlarm(next)
+	return true
+}
+
+// setAlarm makes the timer fire at the latest at the time next.
+func (s *scheduler) setAlarm(next time.Duration) {
+	// The timer may fire too early and cause a needless turn. Unless it fires soon, that is cheaper than
+	// resetting the timer in every turn.
+	if next < s.alarm || s.alarm <= s.now || s.alarm < next && s.alarm < s.now+soon {
+		s.timer.Reset(next - s.now)
 		s.alarm = next
 	}
-	return true
 }
 
 // end ends the epoch with err, unless a turn has ended the epoch already.
@@ -351,9 +361,8 @@ func (s *scheduler) drive(ctx context.Context, done func() bool) {
 	s.parkDriver(next)
 }
 
-// parkDriver releases the lock for a driver. It parks first unless events keep arriving. next is the time at
-// which the next turn is due. If BackgroundThreadLoop has to run turns or to reset its timer, parkDriver
-// wakes it.
+// parkDriver releases the lock for a driver. It parks first unless events keep arriving. Then it wakes
+// BackgroundThreadLoop, which runs the turns. next is the time at which the next turn is due.
 func (s *scheduler) parkDriver(next time.Duration) {
 	s.budget = s.backgroundBudget
 	s.busyUntil = min(s.busyUntil, s.now+s.budget)
@@ -363,16 +372,21 @@ func (s *scheduler) parkDriver(next time.Duration) {
 		if s.over || closed(s.stop) {
 			break
 		}
-		if parked = s.park(); parked {
+		if parked = s.park(next); parked {
 			break
 		}
 		s.unpark()
 		next = s.turn()
 	}
 	s.notifyPeers()
-	due := !parked || next < s.alarm || s.alarm <= s.now
+	if parked {
+		if s.missed.Swap(false) {
+			s.alarm = s.now // the timer may have fired
+		}
+		s.setAlarm(next)
+	}
 	s.mu.Unlock()
-	if s.missed.Swap(false) || due {
+	if s.missed.Swap(false) || !parked {
 		s.wakeBackground()
 	}
 }
@@ -433,17 +447,21 @@ func (s *scheduler) extend() {
 }
 
 // park records that no goroutine polls from now on. It returns false if something has arrived in the
-// meantime.
-func (s *scheduler) park() bool {
+// meantime. next is the time at which the next turn is due. If it is due soon, the mesh need not notify this
+// rank before that.
+func (s *scheduler) park(next time.Duration) bool {
 	s.parked.Store(true)
-	return !s.pending.Load() && s.peers.Park()
+	s.meshParked = next > s.now+soon
+	return !s.pending.Load() && (!s.meshParked || s.peers.Park())
 }
 
 // unpark records that the holder of the lock polls again.
 func (s *scheduler) unpark() {
 	if s.parked.Load() {
 		s.parked.Store(false)
-		s.peers.Unpark()
+		if s.meshParked {
+			s.peers.Unpark()
+		}
 	}
 }
 

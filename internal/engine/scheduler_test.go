@@ -279,31 +279,60 @@ func TestSchedulerHandsOff(t *testing.T) {
 			t.Errorf("turns at %v, want one at %v, which a driver's turn has returned", got, due)
 		}
 
-		// Here the timer fires while a driver holds the lock.
-		due = l.clock() + 10*time.Microsecond
-		l.nextTurns(func() (time.Duration, bool, error) { return due, false, nil })
-		s.notify()
-		l.took()
-		l.nextTurns(nil)
-		at := l.clock()
-		s.drive(t.Context(), func() bool { return l.clock() > at+30*time.Microsecond })
-		if got := l.took(); len(got) < 2 {
-			t.Errorf("turns at %v, want one by the driver and one by BackgroundThreadLoop", got)
+		// Here the timer fires while a driver holds the lock: when the driver polls, or when it is about to
+		// park. The next turn is due when the driver's turn says so.
+		pass := func() { time.Sleep(3 * soon) } // this takes no real time in the bubble
+		for _, parking := range []bool{false, true} {
+			early, late := l.clock()+2*soon, l.clock()+time.Second
+			l.nextTurns(func() (time.Duration, bool, error) { return early, false, nil })
+			s.notify()
+			l.took()
+			l.nextTurns(func() (time.Duration, bool, error) { return late, false, nil })
+			if parking {
+				l.onNotify = func() {
+					l.onNotify = nil
+					pass()
+				}
+			}
+			s.drive(t.Context(), func() bool {
+				if !parking {
+					pass()
+				}
+				return true
+			})
+			l.nextTurns(nil)
+			time.Sleep(time.Minute)
+			if got := l.took(); len(got) != 2 || got[1] < late || got[1] > late+10*soon {
+				t.Errorf("parking %v: turns at %v, want one by the driver and one at %v", parking, got, late)
+			}
 		}
+	})
+}
 
-		// Here the timer fires after the driver has seen that the turn is not due.
-		due = l.clock() + 10*time.Microsecond
-		l.nextTurns(func() (time.Duration, bool, error) { return due, false, nil })
-		s.notify()
-		l.took()
-		l.nextTurns(nil)
-		l.onNotify = func() {
-			l.onNotify = nil
-			time.Sleep(time.Millisecond) // this takes no real time in the bubble
-		}
-		s.drive(t.Context(), func() bool { return true })
-		if got := l.took(); len(got) != 2 {
-			t.Errorf("turns at %v, want one by the driver and one when the timer fires", got)
+// If the next turn is due soon, the mesh need not notify a driver that parks, nor BackgroundThreadLoop.
+func TestSchedulerParksForAMoment(t *testing.T) {
+	scheduled(t, pollBudget, ErrClosed, func(t *testing.T, s *scheduler, l *fakeLoop) {
+		for _, c := range []struct {
+			due   time.Duration
+			parks int
+		}{{soon / 2, 0}, {2 * soon, 1}} {
+			parks, unparks := l.parks, l.unparks
+			l.nextTurns(func() (time.Duration, bool, error) { return l.clock() + c.due, false, nil })
+			s.drive(t.Context(), func() bool { return true })
+			if got := l.parks - parks; got != c.parks || !s.parked.Load() {
+				t.Errorf("next turn in %v: parked %d times, want %d", c.due, got, c.parks)
+			}
+			l.nextTurns(nil)
+			if got := l.took(); len(got) != 1 {
+				t.Errorf("next turn in %v: turns at %v, want one by the driver", c.due, got)
+			}
+			time.Sleep(time.Minute)
+			if got := l.took(); len(got) != 1 {
+				t.Errorf("next turn in %v: turns at %v, want one when it is due", c.due, got)
+			}
+			if got, want := l.unparks-unparks, 1+c.parks; got != want {
+				t.Errorf("next turn in %v: unparked %d times, want %d", c.due, got, want)
+			}
 		}
 	})
 }
