@@ -16,7 +16,7 @@ import (
 // ranks know it: it contains the length of the frame and its beginning. The rest follows only if the frame is
 // longer.
 //
-//	AndOr      MPI_Iallreduce with MPI_BAND and MPI_BOR
+//	AndOr      one MPI_Iallreduce with MPI_BAND of both vectors, the second of which is complemented
 //	Gather     MPI_Igather of the heads, then MPI_Isend of the rests to rank 0
 //	Broadcast  MPI_Ibcast of the head, then MPI_Ibcast of the rest
 type collectives struct {
@@ -28,9 +28,10 @@ type collectives struct {
 	begin   func() error // begins the operation in the fields below; made once so that no call allocates
 	kind    collective
 	and, or []uint64
-	head    []byte // the head of this rank, or that of rank 0 in a broadcast
-	heads   []byte // the gathered heads, at rank 0
-	frame   []byte // the frame of this rank, or that of rank 0 in a broadcast
+	vectors []uint64 // the vector and, then the complement of the vector or
+	head    []byte   // the head of this rank, or that of rank 0 in a broadcast
+	heads   []byte   // the gathered heads, at rank 0
+	frame   []byte   // the frame of this rank, or that of rank 0 in a broadcast
 	frames  [][]byte
 	rests   []rest // the rests in transfer, pinned
 	err     error
@@ -68,9 +69,17 @@ func (w *world) Collectives() Collectives {
 // AndOr implements Collectives.
 func (c *collectives) AndOr(and, or []uint64) {
 	c.kind, c.and, c.or = andOr, and, or
-	pin(&c.pins, and)
-	pin(&c.pins, or)
+	c.vectors = append(append(c.vectors[:0], and...), or...)
+	complement(c.vectors[len(and):])
+	pin(&c.pins, c.vectors)
 	c.start()
+}
+
+// complement inverts all bits. The complement of the AND of complements is the OR.
+func complement(words []uint64) {
+	for i := range words {
+		words[i] = ^words[i]
+	}
 }
 
 // Gather implements Collectives.
@@ -109,7 +118,7 @@ func (c *collectives) beginNow() (err error) {
 	case len(c.rests) > 0:
 		return err
 	case c.kind == andOr:
-		return c.comm.andOr(c.and, c.or)
+		return c.comm.and(c.vectors)
 	case c.kind == gather:
 		return c.comm.gather(c.head, c.heads)
 	}
@@ -142,6 +151,9 @@ func (c *collectives) Test() (frames [][]byte, done bool, err error) {
 	}
 	c.pins.Unpin()
 	switch {
+	case c.kind == andOr:
+		copy(c.or, c.vectors[copy(c.and, c.vectors):])
+		complement(c.or)
 	case c.kind == broadcast:
 		c.frames[0] = c.frame
 		return c.frames[:1], true, nil
@@ -175,8 +187,13 @@ func (c *collectives) restOf(head []byte, from int) error {
 			Err: fmt.Errorf("got a frame of %d bytes, want at most %d", n, frameBytes)}
 	}
 	own := from == c.comm.rank()
-	if c.frames[from] = c.frame; !own {
-		c.frames[from] = append(make([]byte, 0, n), head[lengthSize:min(lengthSize+int(n), headBytes)]...)[:n]
+	switch {
+	case own:
+		c.frames[from] = c.frame
+	case n <= headBytes-lengthSize:
+		c.frames[from] = head[lengthSize:][:n]
+	default:
+		c.frames[from] = append(make([]byte, 0, n), head[lengthSize:]...)[:n]
 	}
 	if !own || c.kind == broadcast {
 		c.addRest(c.frames[from], from)

@@ -330,12 +330,9 @@ static int hvd_allgather(hvd_comm *c, uintptr_t buf, const int64_t *counts) {
 		MPI_BYTE, c->comm, hvd_request(c));
 }
 
-static int hvd_and_or(hvd_comm *c, uintptr_t and, int and_count, uintptr_t or, int or_count) {
-	int err = MPI_Iallreduce(MPI_IN_PLACE, (void *)and, and_count, MPI_UINT64_T, MPI_BAND, c->comm,
+static int hvd_and(hvd_comm *c, uintptr_t words, int count) {
+	return MPI_Iallreduce(MPI_IN_PLACE, (void *)words, count, MPI_UINT64_T, MPI_BAND, c->comm,
 		hvd_request(c));
-	if (err != MPI_SUCCESS)
-		return err;
-	return MPI_Iallreduce(MPI_IN_PLACE, (void *)or, or_count, MPI_UINT64_T, MPI_BOR, c->comm, hvd_request(c));
 }
 
 // hvd_gather gathers size bytes of each rank at rank 0.
@@ -567,9 +564,9 @@ func (c comm) exchange(in []byte, sent []int64, out []byte, received []int64) er
 		int64s(received)))
 }
 
-func (c comm) andOr(and, or []uint64) error {
-	return c.check("MPI_Iallreduce",
-		C.hvd_and_or(c.c, address(and), C.int(len(and)), address(or), C.int(len(or))))
+// and begins to combine the words of all ranks by bitwise AND.
+func (c comm) and(words []uint64) error {
+	return c.check("MPI_Iallreduce", C.hvd_and(c.c, address(words), C.int(len(words))))
 }
 
 // gather begins to gather in, which has the same length at all ranks, in out at rank 0.

@@ -9,6 +9,7 @@ import (
 	"runtime"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	empi "github.com/emer/empi/mpi"
@@ -35,9 +36,10 @@ type world struct {
 	groups  []topo.Rank
 	library string
 
+	failed atomic.Pointer[error] // why MPI cannot be used any more
+
 	mu     sync.Mutex // guards the fields below
 	users  int        // number of calls of Join minus number of calls of Leave
-	err    error      // why MPI cannot be used any more, or nil
 	pinned []*runtime.Pinner
 }
 
@@ -304,17 +306,15 @@ func (w *world) wait(ctx context.Context, t *tester, oversubscribed bool) (done 
 
 // failure returns why MPI cannot be used any more, or nil.
 func (w *world) failure() error {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	return w.err
+	if err := w.failed.Load(); err != nil {
+		return *err
+	}
+	return nil
 }
 
 func (w *world) spoil(err error) {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	if w.err == nil {
-		w.err = fmt.Errorf("MPI cannot be used any more in this process, because it has failed: %w", err)
-	}
+	err = fmt.Errorf("MPI cannot be used any more in this process, because it has failed: %w", err)
+	w.failed.CompareAndSwap(nil, &err)
 }
 
 // abandon is called when an operation has failed. It keeps the buffers of the operation, because MPI may
@@ -370,9 +370,8 @@ func (w *world) Leave(ctx context.Context) error {
 	if err != nil || !finalizes {
 		return err
 	}
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	w.err = ErrFinalized
+	finalized := ErrFinalized
+	w.failed.Store(&finalized)
 	close(w.thread.calls)
 	return nil
 }
