@@ -1,6 +1,8 @@
 package controller
 
 import (
+	"slices"
+
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/topo"
 )
@@ -23,9 +25,10 @@ type Lockstep struct {
 	coordinator *Coordinator // nil except at rank 0
 	words       int          // the length of a set's bit vector in words
 
-	and, or  []uint64 // reused memory of Vectors
-	combined struct{ and, or []uint64 }
-	up       message.Up // the frame that Gather returned last
+	and, or  []uint64     // reused memory of Vectors
+	combined []uint64     // the second combined vector
+	ready    message.Bits // for all sets, the bits for which all members have voted or joined
+	up       message.Up   // the frame that Gather returned last
 }
 
 // flagGather is a bit in the first word of the vector for bitwise OR. A rank sets it if it has something to
@@ -62,7 +65,7 @@ func (b *voteState) answered(bit uint32) {
 // call.
 func (l *Lockstep) Vectors() (and, or []uint64) {
 	l.and, l.or = l.and[:0], append(l.or[:0], 0)
-	gather := l.member.news || l.coordinator != nil && l.coordinator.mustGather()
+	gather := l.gathers()
 	for _, s := range l.member.sets {
 		for w := range l.words {
 			votes := word(s.votes, w)
@@ -81,6 +84,11 @@ func (l *Lockstep) Vectors() (and, or []uint64) {
 	return l.and, l.or
 }
 
+// gathers reports whether the next cycle has to gather, apart from votes that rank 0 does not know.
+func (l *Lockstep) gathers() bool {
+	return l.member.news || l.coordinator != nil && l.coordinator.mustGather()
+}
+
 // mustGather reports whether the coordinator needs the next cycle, even if no rank has news.
 func (c *Coordinator) mustGather() bool {
 	return c.tuning != nil || len(c.sets.sets[0].founded) > 0 || c.state == stopping && !c.stopSent
@@ -97,35 +105,37 @@ func word(v message.Bits, w int) uint64 {
 // first result reports whether every rank must now send a frame to rank 0. The second result reports whether
 // rank 0 must then broadcast a frame. The results are the same at all ranks.
 func (l *Lockstep) Combine(and, or []uint64) (gather, broadcast bool) {
-	l.combined.and, l.combined.or = and, or
-	ready := l.readyBits()
+	l.combined = or
+	// A bit is ready if every member has voted for it or joined, and at least one member has voted for it.
+	l.ready = append(l.ready[:0], and...)
+	l.ready.And(or[1:])
 	for i, s := range l.member.sets {
 		if s.join == "" { // after a join, rank 0 gets the votes with the join, and no votes follow
-			s.known.Or(ready[i*l.words:][:l.words])
+			s.known.Or(l.ready[i*l.words:][:l.words])
 		}
 	}
 	if l.coordinator != nil {
 		l.coordinator.combined = l.coordinator.now
 	}
 	gather = or[0]&flagGather != 0
-	return gather, gather || ready.Any()
-}
-
-// readyBits returns, for all sets, the bits for which every member has voted or joined and at least one
-// member has voted.
-func (l *Lockstep) readyBits() message.Bits {
-	ready := append(message.Bits(nil), l.combined.and...)
-	ready.And(l.combined.or[1:])
-	return ready
+	return gather, gather || l.ready.Any()
 }
 
 // Quiet reports whether no rank had votes or news in this cycle, so that the combined vectors are empty. The
 // result is the same at all ranks.
-func (l *Lockstep) Quiet() bool { return !message.Bits(l.combined.or).Any() }
+func (l *Lockstep) Quiet() bool { return !message.Bits(l.combined).Any() }
 
 // Over reports whether this rank enters no more cycles, because it has failed or was stopped. All ranks are
 // stopped in the same cycle.
 func (l *Lockstep) Over() bool { return l.member.state != memberRunning }
+
+// Contributes reports whether this rank has votes or news for the next cycle.
+func (l *Lockstep) Contributes() bool {
+	return l.gathers() || slices.ContainsFunc(l.member.sets, func(s *memberSet) bool { return s.votes.Any() })
+}
+
+// Granted reports whether the member has grants that it has not returned yet.
+func (l *Lockstep) Granted() bool { return len(l.member.grants) > 0 }
 
 // Gather returns the frame that this rank sends to rank 0. The frame contains the rank's news and all votes
 // that rank 0 does not know yet. It is valid until the next call.
@@ -146,18 +156,19 @@ func (l *Lockstep) Gather() *message.Up {
 	return &l.up
 }
 
-// Decide returns the decision of rank 0, which must be broadcast to all ranks. It returns nil if the job has
-// failed. ups are the gathered frames by rank, or nil if no frames were gathered.
+// Decide returns the decision of rank 0, which must be broadcast to all ranks. The result is valid until the
+// next call. It is nil if the job has failed. ups are the gathered frames by rank, or nil if no frames were
+// gathered.
 func (l *Lockstep) Decide(ups []*message.Up) *message.Down {
 	c := l.coordinator
-	sets, ready := c.sets.sets, l.readyBits()
+	sets := c.sets.sets
 	for r, up := range ups {
 		c.Step(topo.Rank(r), up)
 	}
 	// Count the votes for the ready bits only after applying the news, because the news contain the votes of
 	// ranks that join in this cycle.
 	for i, s := range sets {
-		c.voted(s, ready[i*l.words:][:l.words])
+		c.voted(s, l.ready[i*l.words:][:l.words])
 	}
 	if c.leaving > 0 {
 		c.checkLeavers()
@@ -175,7 +186,7 @@ func (l *Lockstep) Decide(ups []*message.Up) *message.Down {
 		if i >= len(sets) {
 			return nil // this cycle has added the set
 		}
-		return l.combined.or[1+i*l.words:][:l.words]
+		return l.combined[1+i*l.words:][:l.words]
 	})
 	return d
 }
@@ -199,8 +210,11 @@ func (c *Coordinator) voted(s *setState, bits message.Bits) {
 // newCycle returns the frame of the next cycle, without decisions about process sets.
 func (c *Coordinator) newCycle() *message.Down {
 	c.cycle, c.lastCycle = c.cycle+1, c.now
-	return &message.Down{Type: message.DownCycle, Cycle: c.cycle, Stop: c.state == stopping,
-		Reason: c.stopReason, Ranks: c.stopRanks}
+	d := &c.decision
+	d.Reset()
+	d.Type, d.Cycle, d.Stop, d.Reason = message.DownCycle, c.cycle, c.state == stopping, c.stopReason
+	d.Ranks = append(d.Ranks, c.stopRanks...)
+	return d
 }
 
 // decideAll adds the decisions about all sets to a cycle for all ranks, even if there is nothing to decide.

@@ -48,9 +48,12 @@ func (e *Engine) Flush() { e.sched.flush() }
 
 // arrived implements the interface loop.
 func (e *Engine) arrived() bool {
-	for _, f := range e.polled {
-		if f.fill() {
-			return true
+	if e.negotiation.reads() {
+		for _, f := range e.polled {
+			if f.fill() {
+				e.unread = true
+				return true
+			}
 		}
 	}
 	return len(e.started) > 0 && e.stepStarted() || e.negotiation.arrived()

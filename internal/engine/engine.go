@@ -182,6 +182,7 @@ type Engine struct {
 	combiner    *controller.Combiner    // only at leaders
 	negotiation negotiation
 	polled      []*frames // the received frames of each link
+	unread      bool      // whether polled has bytes that no turn has seen
 	clock       rankClock
 	tracing     bool          // whether the coordinator records arrival times for the observer
 	publishedAt time.Duration // the time at which published was set

@@ -25,6 +25,12 @@ const (
 	// only in eager cycles, because an idle job must use little processor time.
 	pollCollective = 5 * time.Millisecond
 	parkedPoll     = time.Millisecond // the time between two polls afterwards
+	// patience is how long a rank that has got a grant waits for its program to submit the next request
+	// before it enters the next cycle. Without requests of this rank, that cycle would decide nothing for it.
+	patience = 50 * time.Microsecond
+	// pollsPerRead is the number of polls after which a rank that polls a collective of another library reads
+	// its control connections. That takes longer than such a poll.
+	pollsPerRead = 64
 )
 
 // Collectives are the operations that negotiation in lock-step needs. All ranks start the same collectives in
@@ -71,14 +77,19 @@ type lockstep struct {
 	star *star
 
 	phase    phase
+	polls    int           // number of calls of reads
 	failed   bool          // whether this rank has reported an error in a cycle and waits for the verdict
 	and, or  []uint64      // the bit vectors of this cycle
+	frame    []byte        // the frame of this rank in this cycle
 	due      time.Duration // the time at which the next cycle begins
 	pause    time.Duration // the time between two cycles
 	idle     int           // number of cycles since the last decision
 	began    time.Duration // the time at which the pending collective began
 	deadline time.Duration // the time by which the pending collective must have completed
 	last     time.Duration // the time at which the last turn began
+	granted  bool          // whether this rank has got a grant after its last request
+	until    time.Duration // the time until which this rank waits for the next request after a grant
+	late     bool          // whether the last request after a grant came later than that
 }
 
 func newLockstep(e *Engine) *lockstep {
@@ -97,6 +108,19 @@ func newLockstep(e *Engine) *lockstep {
 // because a vote refers to the cache as it is between two cycles.
 func (n *lockstep) accepts() bool { return n.phase == pausing && n.e.now >= n.due }
 
+// took implements the interface negotiation. It decides whether the next grant is worth waiting after.
+func (n *lockstep) took(submitted time.Duration) {
+	if n.granted {
+		n.granted, n.late = false, submitted > n.until
+	}
+}
+
+// waits reports whether this rank enters no cycle yet, because its program probably submits a request soon. A
+// rank with votes or news does not wait, so decisions about its requests are not delayed.
+func (n *lockstep) waits(now time.Duration) bool {
+	return n.granted && !n.late && now < n.until && !n.core.Contributes()
+}
+
 func (n *lockstep) handleFrame(from topo.Rank, frame []byte) {
 	ofCycle := byte(message.DownCycle)
 	if n.e.cfg.Rank == 0 {
@@ -109,18 +133,30 @@ func (n *lockstep) handleFrame(from topo.Rank, frame []byte) {
 	n.events.handleFrame(from, frame)
 }
 
+// reads implements the interface negotiation. While this rank polls a collective of another library, only
+// some polls read the control connections.
+func (n *lockstep) reads() bool {
+	n.polls++
+	return !n.polling() || n.polls%pollsPerRead == 0
+}
+
+// polling reports whether this rank polls a collective that cannot wake it.
+func (n *lockstep) polling() bool {
+	return n.star == nil && n.idle <= eagerCycles && n.e.sched.now < n.began+pollCollective
+}
+
 // arrived implements the interface negotiation.
 func (n *lockstep) arrived() bool {
 	switch {
 	case n.over():
 		return false
 	case n.phase == pausing:
-		return n.pause == 0
+		return n.pause == 0 && !n.waits(n.e.sched.now)
 	case n.collectives.Poll():
 		return true
 	}
-	if sched := n.e.sched; n.star == nil && n.idle <= eagerCycles && sched.now < n.began+pollCollective {
-		sched.extend() // nothing would wake this rank
+	if n.polling() {
+		n.e.sched.extend() // nothing would wake this rank
 	}
 	return false
 }
@@ -149,6 +185,8 @@ func (n *lockstep) next() time.Duration {
 	switch {
 	case n.over():
 		return next
+	case n.phase == pausing && n.waits(n.e.now):
+		return min(next, max(n.due, n.until))
 	case n.phase == pausing:
 		return min(next, n.due)
 	}
@@ -170,7 +208,7 @@ func (n *lockstep) step() bool {
 		return false
 	}
 	if n.phase == pausing {
-		if e.now < n.due {
+		if e.now < n.due || n.waits(e.now) {
 			return false
 		}
 		n.begin(combining)
@@ -223,6 +261,9 @@ func (n *lockstep) endCycle(decided bool) {
 	if n.idle++; decided {
 		n.idle = 0
 	}
+	if decided && n.core.Granted() {
+		n.granted, n.until = true, n.e.now+patience
+	}
 	if n.pause = min(max(2*n.pause, shortestPause), longest); n.idle <= eagerCycles {
 		n.pause = 0
 	}
@@ -241,11 +282,12 @@ func (n *lockstep) combined() {
 	case gather:
 		up := n.core.Gather()
 		e.traceUp(up)
-		frame, err := message.AppendUp(nil, up)
+		frame, err := message.AppendUp(n.frame[:0], up)
 		if err != nil {
 			n.fail(err)
 			return
 		}
+		n.frame = frame
 		n.begin(gathering)
 		n.collectives.Gather(frame)
 	case broadcast:
@@ -279,10 +321,11 @@ func (n *lockstep) decide(ups []*message.Up) {
 			return // the coordinator has given a verdict
 		}
 		var err error
-		if frame, err = message.AppendDown(nil, down); err != nil {
+		if frame, err = message.AppendDown(n.frame[:0], down); err != nil {
 			n.e.coordinator.Fault(0, err.Error())
 			return
 		}
+		n.frame = frame
 	}
 	n.begin(broadcasting)
 	n.collectives.Broadcast(frame)

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -218,4 +219,68 @@ func TestCollectivesFail(t *testing.T) {
 			e.Close()
 		})
 	}
+}
+
+// alone are the collectives of a job with one rank.
+type alone struct {
+	stuck
+	frames [][]byte
+	cycles atomic.Int32
+}
+
+func (a *alone) AndOr(_, _ []uint64)           { a.cycles.Add(1) }
+func (a *alone) Gather(frame []byte)           { a.frames = [][]byte{frame} }
+func (a *alone) Broadcast(frame []byte)        { a.frames = [][]byte{frame} }
+func (a *alone) Poll() bool                    { return true }
+func (a *alone) Test() ([][]byte, bool, error) { return a.frames, true, nil }
+
+// After a grant, a rank waits a short time for its program before it enters the next cycle. It enters the
+// cycle at once if the program submits something. If the program took longer the last time, it does not wait.
+func TestLockstepWaitsForTheProgram(t *testing.T) {
+	const patience = 50 * time.Microsecond
+	synctest.Test(t, func(t *testing.T) {
+		collectives := new(alone)
+		c := start(t, 1, func(cfg *engine.Config) {
+			cfg.Lockstep, cfg.Collectives, cfg.Spin = true, collectives, -1
+		})
+		// after returns the number of cycles that the rank enters after an allreduce without the program.
+		after := func() int32 {
+			synctest.Wait()
+			n := collectives.cycles.Load()
+			if err := c.wait(c.allreduce(0, "x", make([]byte, 8))); err != nil {
+				t.Fatal(err)
+			}
+			synctest.Wait()
+			return collectives.cycles.Load() - n - 1 // one cycle grants the allreduce
+		}
+		if n := after(); n != 0 {
+			t.Errorf("%d cycles right after the first grant, want none", n)
+		}
+		time.Sleep(patience - 1)
+		began := time.Now()
+		if n := after(); n != 0 {
+			t.Errorf("%d cycles right after a grant to a quick program, want none", n)
+		}
+		if took := time.Since(began); took > 0 {
+			t.Errorf("the operation of a quick program took %v, want no time", took)
+		}
+		n := collectives.cycles.Load()
+		time.Sleep(patience + 1)
+		synctest.Wait()
+		if collectives.cycles.Load() == n {
+			t.Error("no cycle although the program is late")
+		}
+		time.Sleep(10 * time.Millisecond) // the longest pause between two cycles is over
+		if n := after(); n == 0 {
+			t.Error("the rank waits for a program that was late")
+		}
+		if n := after(); n != 0 {
+			t.Errorf("%d cycles right after a grant to a program that is quick again, want none", n)
+		}
+		began = time.Now()
+		c.shutdown()
+		if took := time.Since(began); took > 0 {
+			t.Errorf("the shutdown took %v, want no time", took)
+		}
+	})
 }

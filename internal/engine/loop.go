@@ -235,6 +235,9 @@ func (e *Engine) submit(l *lane) {
 	now := e.now
 	s := &e.scratch
 	s.entries = l.queue.Pop(s.entries[:0])
+	if len(s.entries) > 0 {
+		e.negotiation.took(s.entries[0].Times.Submitted)
+	}
 	for _, entry := range s.entries {
 		if err := e.member.Submit(entry.Set, &entry.Request); err != nil {
 			entry.Finish(&UsageError{Op: entry.Request.Kind.String(), Tensor: entry.Request.Name, Err: err})

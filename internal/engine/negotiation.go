@@ -18,6 +18,10 @@ import (
 type negotiation interface {
 	// accepts reports whether this turn may submit requests to the member.
 	accepts() bool
+	// took is called when a turn has taken requests. The first of them was submitted at the given time.
+	took(submitted time.Duration)
+	// reads reports whether this poll or turn reads the control connections.
+	reads() bool
 	// turn sends the output of the member and the coordinator, and applies the frames that have arrived. If
 	// it returns an error, the epoch ends at once.
 	turn() error
@@ -34,6 +38,10 @@ type negotiation interface {
 type events struct{ e *Engine }
 
 func (n events) accepts() bool { return true }
+
+func (n events) took(time.Duration) {}
+
+func (n events) reads() bool { return true }
 
 func (n events) arrived() bool { return false }
 

@@ -23,7 +23,8 @@ func (e *Engine) openPolled() {
 		e.polled = append(e.polled, &frames{peer: l.peer, conn: l.conn})
 	}
 	e.cfg.Mesh.OnNotify(e.sched.notify)
-	e.sched.poll(e.cfg.Mesh, newPollLimits(e.cfg.Spin, len(e.cfg.Cores) > 0, e.cfg.Mesh.EntersKernel(),
+	e.sched.poll(e.cfg.Mesh, newPollLimits(e.cfg.Spin, len(e.cfg.Cores) > 0,
+		e.cfg.Mesh.EntersKernel() && e.cfg.Collectives == nil,
 		e.cfg.ForClient,
 		cmp.Or(e.cfg.LocalProcesses, e.cfg.Size), runtime.NumCPU(), runtime.GOMAXPROCS(0)))
 }
@@ -31,9 +32,14 @@ func (e *Engine) openPolled() {
 // receive handles the frames that have arrived on the control connections. If it returns an error, the epoch
 // ends at once.
 func (e *Engine) receive() error {
+	if !e.unread && !e.negotiation.reads() {
+		return nil
+	}
+	e.unread = false
 	for _, f := range e.polled {
 		for n := 0; ; n++ {
 			if n == framesPerTurn {
+				e.unread = true
 				e.sched.notify()
 				break
 			}
