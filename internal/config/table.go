@@ -385,7 +385,8 @@ var settings = []Setting{
 		Key:     "library_options.liveness_seconds",
 		Flags:   []Flag{{Name: "liveness-seconds", Arg: "SECONDS"}},
 		Default: "10",
-		Doc:     "time without a message after which a rank is considered dead",
+		Doc: "time without a message after which a rank is considered dead, and time without an acknowledgement " +
+			"after which a connection between two ranks has failed",
 		Raise: "A higher value delays the error if a host vanishes. The death of a process is noticed at once, " +
 			"whatever the value.",
 		// The minimum of 3 s leaves time for a few heartbeats, because ranks send one every second.

@@ -90,6 +90,8 @@ func program(name string) int {
 		err = stalls(ctx)
 	case "steps":
 		err = steps(ctx)
+	case "severed":
+		err = severed(ctx)
 	case "idle":
 		// The test measures this process while it is idle, and then interrupts it.
 		select {}

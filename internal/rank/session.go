@@ -129,7 +129,7 @@ func (s *Session) open(ctx context.Context, cfg *SessionConfig) (err error) {
 	at := cfg.At
 	set := &at.Settings
 	endpoint, err := tcp.Listen(tcp.Config{ListenAddr: net.JoinHostPort(at.Listen, "0"),
-		DialTimeout: set.StartTimeout, Secret: at.Secret, Log: cfg.Log})
+		DialTimeout: set.StartTimeout, LivenessTimeout: set.LivenessTimeout, Secret: at.Secret, Log: cfg.Log})
 	if err != nil {
 		return err
 	}

@@ -9,6 +9,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
 )
@@ -42,6 +43,9 @@ type conn struct {
 	out  *recordBuffer   // nil if over is sock
 	wg   *sync.WaitGroup // wait group of the Endpoint, whose Close waits for the writer
 	poll *poller         // nil on all lanes except Control
+	// silence notices that the network drops the packets of the connection. It is nil on the Control lane,
+	// and if there is no limit.
+	silence *dial.Silence
 
 	// cause is the reason why this side has given up the connection, or nil. It is set before a change of the
 	// socket that interrupts system calls, so that the interrupted calls find the cause.
@@ -369,10 +373,28 @@ func (c *conn) explain(err error) error {
 // abort makes all calls fail with err and leaves the socket open. It must not be called after close.
 func (c *conn) abort(err error) {
 	c.cause.Store(&err)
+	c.interrupt()
+}
+
+// interrupt makes calls that wait find cause.
+func (c *conn) interrupt() {
 	// A deadline in the past interrupts calls that wait for the socket and makes later calls fail.
 	// SetDeadline itself fails only on a closed socket, on which calls fail anyway.
 	_ = c.sock.SetDeadline(time.Unix(1, 0))
 	c.wake()
+}
+
+// check makes all calls fail if the network drops the packets of the connection. It leaves the socket open.
+func (c *conn) check(now time.Time) {
+	_, err := c.sock.now(func(fd int, _ []byte) (int, error) { return 0, c.silence.Check(fd, now) }, nil)
+	// All other errors of the socket are also those of the calls that use it.
+	if _, silent := errors.AsType[*dial.SilenceError](err); !silent {
+		return
+	}
+	var lost error = &transport.PeerError{Peer: c.peer, Lane: c.lane, Err: err}
+	if c.cause.CompareAndSwap(nil, &lost) {
+		c.interrupt()
+	}
 }
 
 // close closes the socket and makes all calls fail with ErrClosed.

@@ -24,6 +24,8 @@ type Mesh struct {
 	addrs []string // guarded by e.mu when the Mesh is in use
 	lanes map[transport.Lane]*lane
 	poll  *poller // polls the Control lane
+	// checks is set when the goroutine that checks connections was started.
+	checks bool
 	// released is the set of released lanes. The map lanes does not contain them.
 	released transport.LaneSet
 }
@@ -320,11 +322,50 @@ func (m *Mesh) publish(l *lane, c *conn) error {
 			return err
 		}
 		c.poll = m.poll
+	} else if limit := m.e.cfg.LivenessTimeout; limit > 0 {
+		c.silence = dial.NewSilence(limit)
+		if !m.checks {
+			m.checks = true
+			m.e.wg.Go(m.checkRegularly)
+		}
 	}
 	delete(m.e.unattached, c.sock)
 	l.conns[c.peer] = c
 	l.finish(c.peer, c, nil) // does nothing if the lane was aborted, because fail has ended the waits
 	return nil
+}
+
+// checkRegularly ends connections whose packets the network drops. It runs until the Endpoint is closed.
+func (m *Mesh) checkRegularly() {
+	ticker := time.NewTicker(dial.CheckPeriod(m.e.cfg.LivenessTimeout))
+	defer ticker.Stop()
+	var conns []*conn
+	for {
+		select {
+		case now := <-ticker.C:
+			conns = m.checkAll(now, conns[:0])
+			clear(conns)
+		case <-m.e.ctx.Done():
+			return
+		}
+	}
+}
+
+// checkAll checks the silence of all connections. It returns conns, to which it has appended them.
+func (m *Mesh) checkAll(now time.Time, conns []*conn) []*conn {
+	m.e.mu.Lock()
+	for _, l := range m.lanes {
+		for _, c := range l.conns {
+			if c != nil && c.silence != nil {
+				conns = append(conns, c)
+			}
+		}
+	}
+	m.e.mu.Unlock()
+	for _, c := range conns {
+		c.check(now)
+	}
+	return conns
 }
 
 // dial makes the channel to a higher rank. It retries until an attempt succeeds, the peer refuses, or

@@ -61,6 +61,10 @@ type Config struct {
 	// too. The default is 30 s. Bytes that this rank had sent arrive even after the timeout, unless the peer
 	// continues to send.
 	LingerTimeout time.Duration
+	// LivenessTimeout is how long a peer's host may acknowledge nothing that was sent to it. After that, the
+	// connection has failed (dial.Silence). This does not apply to the Control lane, whose owner sends
+	// heartbeats. 0 means that no connection fails because of silence.
+	LivenessTimeout time.Duration
 	// Secret is the secret of the job. Both ends of a connection prove that they know it. Zero means that the
 	// job has no secret. An encrypted secret costs processor time for every byte. It also wakes a goroutine
 	// for every message, because TLS cannot write without waiting.
