@@ -1,7 +1,9 @@
 package dial
 
 import (
+	"errors"
 	"fmt"
+	"net"
 	"os"
 	"time"
 
@@ -78,6 +80,25 @@ func (s *Silence) Check(fd int, now time.Time) error {
 		return os.NewSyscallError("getsockopt", err)
 	}
 	return s.observe(info, now)
+}
+
+// CheckConn is like Check for conn, which is a TCP connection, or TLS over one. For other connections it does
+// nothing.
+func (s *Silence) CheckConn(conn net.Conn, now time.Time) error {
+	for {
+		switch c := conn.(type) {
+		case interface{ NetConn() net.Conn }:
+			conn = c.NetConn()
+			continue
+		case *net.TCPConn:
+			raw, err := c.SyscallConn()
+			if err != nil {
+				return err
+			}
+			return errors.Join(raw.Control(func(fd uintptr) { err = s.Check(int(fd), now) }), err)
+		}
+		return nil
+	}
 }
 
 // probe makes the kernel probe the connection while it is idle. So a process that only receives also notices

@@ -113,6 +113,9 @@ type opening struct {
 	done     bool // set before another goroutine can call Read
 }
 
+// NetConn returns the connection below.
+func (o *opening) NetConn() net.Conn { return o.Conn }
+
 func (o *opening) Read(p []byte) (int, error) {
 	if o.done {
 		return o.Conn.Read(p)

@@ -56,6 +56,9 @@ type link struct {
 	process Process
 	peer    int      // the first id of the process
 	conn    net.Conn // nil for the link of the scheduler with itself
+	// silence notices that the network drops the packets of the connection between a worker and a server. It
+	// is nil on other links, which have heartbeats, and if no node dies of silence.
+	silence *dial.Silence
 
 	unread  atomic.Bool // the reader has more bytes in its buffer
 	writing sync.Mutex  // guards writer
@@ -99,6 +102,9 @@ func newLink(v *Van, p Process, conn net.Conn) *link {
 	l := &link{van: v, process: p, peer: p.ID, conn: conn, wake: make(chan struct{}, 1),
 		done: make(chan struct{}), over: make(chan struct{})}
 	l.heard.Store(int64(v.now()))
+	if v.beats() && v.sched == nil && p.ID != SchedulerID {
+		l.silence = dial.NewSilence(v.cfg.HeartbeatTimeout)
+	}
 	return l
 }
 
@@ -203,6 +209,17 @@ func (l *link) abortLocked(err error) {
 	if l.end == nil && l.aborted == nil {
 		l.aborted = err
 		l.conn.Close()
+	}
+}
+
+// check aborts the link if the network drops the packets of the connection.
+func (l *link) check(now time.Time) {
+	if l.silence == nil {
+		return
+	}
+	// All other errors are also those of the goroutine that reads.
+	if err, ok := errors.AsType[*dial.SilenceError](l.silence.CheckConn(l.conn, now)); ok {
+		l.abort(err)
 	}
 }
 

@@ -66,7 +66,8 @@ type Config struct {
 	// StartTimeout is the time limit of Start.
 	StartTimeout time.Duration
 	// HeartbeatInterval is the time between two heartbeats, and HeartbeatTimeout the time without a message
-	// after which a node is dead. If either is 0, no node dies of silence.
+	// after which a node is dead. HeartbeatTimeout is also the time without an acknowledgement after which
+	// the connection between a worker and a server has failed. If either is 0, no node dies of silence.
 	HeartbeatInterval, HeartbeatTimeout time.Duration
 	// Resend makes the van send messages again that were not acknowledged for ResendTimeout.
 	Resend        bool
@@ -605,17 +606,24 @@ func (v *Van) Dead(timeout time.Duration) (dead []int) {
 func (v *Van) tick() {
 	ticker := time.NewTicker(v.tickInterval())
 	defer ticker.Stop()
-	var beaten time.Duration
+	var beaten, checked time.Duration
 	for {
 		select {
 		case now := <-ticker.C:
+			check := v.now()-checked >= dial.CheckPeriod(v.cfg.HeartbeatTimeout)
+			if check {
+				checked = v.now()
+			}
 			if v.beats() && v.now()-beaten >= v.cfg.HeartbeatInterval {
 				beaten = v.now()
 				v.heartbeat()
 			}
-			for _, l := range *v.links.Load() {
+			for id, l := range *v.links.Load() {
 				if v.reliable && l.conn != nil {
 					l.resend(now)
+				}
+				if check && id == l.peer {
+					l.check(now)
 				}
 			}
 			v.handler.Tick(now)

@@ -888,3 +888,42 @@ func TestReplyLimit(t *testing.T) {
 		}
 	}
 }
+
+// TestSilentLink cuts the connection between a server and a worker, so that packets are lost without an
+// error. Both nodes must notice, whichever of them waits. The scheduler, which hears both, must not.
+func TestSilentLink(t *testing.T) {
+	key, _ := secret.New()
+	for _, key := range []secret.Secret{{}, key.Encrypted()} {
+		nodes := startJob(t, 1, 1, func(c *Config) {
+			c.HostID, c.Secret, c.HeartbeatTimeout = "", key, 5*time.Second
+		})
+		s, w := nodes[8], nodes[9]
+		s.handle(func(Process, *Message) {}) // never answers
+		l, err := w.link(8)
+		if err != nil {
+			t.Fatal(err)
+		}
+		ends := []string{l.conn.LocalAddr().String(), l.conn.RemoteAddr().String()}
+		if n, err := testnet.Cut(func(c testnet.Connection) bool {
+			return slices.Equal(ends, []string{c.Local.String(), c.Remote.String()}) ||
+				slices.Equal(ends, []string{c.Remote.String(), c.Local.String()})
+		}); n != 2 || err != nil {
+			t.Fatalf("cut %d ends: %v", n, err)
+		}
+		if _, err := w.Request(t.Context(), 8, &Message{Header: &pspb.Header{Request: true}}); err != nil {
+			t.Fatal(err)
+		}
+		w.until(t, "the worker notices", func() bool { return w.lost[8] != nil })
+		s.until(t, "the server notices", func() bool { return s.lost[9] != nil })
+		for _, n := range []*node{s, w} {
+			n.mu.Lock()
+			err := n.lost[17-n.ID()]
+			n.mu.Unlock()
+			testnet.WantError(t, err, Name(17-n.ID())+" is gone: no acknowledgement for 5s")
+		}
+		if dead := nodes[SchedulerID].Dead(time.Minute); len(dead) > 0 {
+			t.Errorf("the scheduler takes %v for dead", dead)
+		}
+		stopAll(nodes)
+	}
+}
