@@ -165,15 +165,18 @@ type Engine struct {
 	published atomic.Pointer[trace.Coordinator] // a copy of the coordinator's counters (see publish)
 	leaving   atomic.Pointer[leaving]           // not nil after Shutdown was called
 	stop      chan struct{}                     // when closed, the engine ends at once
-	stopOnce  sync.Once
-	ended     chan struct{} // when closed, the epoch is over and every operation has ended
-	released  chan struct{} // when closed, connections and goroutines are gone too
-	failure   error         // why the epoch ended (nil after a shutdown); read only after ended is closed
-	mu        sync.Mutex
-	finished  []finishedWork  // work that lanes have ended; guarded by mu
-	broken    []brokenChannel // channels for messages that have failed; guarded by mu
-	late      []lateMessage   // messages that have timed out; guarded by mu
-	messages  messages
+	// flushing ends, by endFlush, when this rank no longer waits until its messages have left it.
+	flushing context.Context
+	endFlush context.CancelFunc
+	stopOnce sync.Once
+	ended    chan struct{} // when closed, the epoch is over and every operation has ended
+	released chan struct{} // when closed, connections and goroutines are gone too
+	failure  error         // why the epoch ended (nil after a shutdown); read only after ended is closed
+	mu       sync.Mutex
+	finished []finishedWork  // work that lanes have ended; guarded by mu
+	broken   []brokenChannel // channels for messages that have failed; guarded by mu
+	late     []lateMessage   // messages that have timed out; guarded by mu
+	messages messages
 
 	// Only the goroutine that runs turns may use these fields. It holds the scheduler's lock.
 	now         time.Duration // the time at which the turn began
@@ -248,6 +251,7 @@ func Start(ctx context.Context, cfg Config) (*Engine, error) {
 		e.clock.Domain = cfg.ClockDomain
 	}
 	e.ctx, e.cancel = context.WithCancelCause(context.Background())
+	e.flushing, e.endFlush = context.WithCancel(context.Background())
 	e.sched = newScheduler(e, e.observer.since, e.stop)
 	e.log.Debug("init: connecting to the other ranks")
 	if err := e.connect(ctx); err != nil {
@@ -442,6 +446,7 @@ func (e *Engine) Shutdown(ctx context.Context, why Departure) error {
 			expired.waited = max(time.Since(began), time.Millisecond)
 		}
 		e.depart(expired)
+		e.endFlush()
 		e.awaitEnd(context.Background(), expireTimeout)
 		err := ctx.Err()
 		if p, ok := errors.AsType[*PeerError](e.failure); ok {
@@ -479,6 +484,7 @@ func (e *Engine) awaitEnd(ctx context.Context, d time.Duration) {
 func (e *Engine) Close() {
 	e.stopOnce.Do(func() {
 		close(e.stop)
+		e.endFlush()
 		e.sched.notify() // the loop may be polling
 	})
 	<-e.released

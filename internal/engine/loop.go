@@ -21,6 +21,7 @@ import (
 func (e *Engine) BackgroundThreadLoop() {
 	defer close(e.released)
 	defer e.cancel(nil)
+	defer e.endFlush()
 	e.pin()
 	var connected sync.WaitGroup
 	err := e.sched.run()
@@ -57,8 +58,7 @@ func (e *Engine) BackgroundThreadLoop() {
 	connected.Wait()
 }
 
-// flushTimeout is how long the rank tries to send its messages, and how long its last frames, before it
-// closes the connections.
+// flushTimeout is how long the rank tries to send its last frames before it closes the connections.
 const flushTimeout = time.Second
 
 // answer ends the lanes and all pending operations. The operations end with err, or with ErrShutDown if err

@@ -1,6 +1,7 @@
 package engine
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"sync"
@@ -74,8 +75,7 @@ func (e *Engine) exchange(set topo.ProcessSetID) (*p2p.Exchange, error) {
 		Memory: e.cfg.Memory, Groups: e.cfg.Groups,
 		Failed:       func(err error) { e.channelFailed(set, err) },
 		StallWarning: e.cfg.StallWarning, OnStall: e.messageStalled,
-		OnTimeout:    func(o *p2p.Op) { e.messageTimedOut(set, o) },
-		FlushTimeout: flushTimeout,
+		OnTimeout: func(o *p2p.Op) { e.messageTimedOut(set, o) },
 	})
 	for r := range e.messages.left {
 		x.Left(r)
@@ -175,12 +175,19 @@ func (e *Engine) quitMessages(err error) {
 	}
 }
 
-// endMessages ends all messages with err. If flush is set, it first waits, for a short time, until they have
-// left this rank.
+// endMessages ends all messages with err. If flush is set, it first waits until they have left this rank, for
+// at most the liveness limit, and not after the context of Shutdown has ended.
 func (e *Engine) endMessages(err error, flush bool) {
 	e.quitMessages(err)
+	if flush {
+		ctx, cancel := context.WithTimeout(e.flushing, e.cfg.LivenessTimeout)
+		defer cancel()
+		for _, x := range e.messages.all {
+			x.Flush(ctx)
+		}
+	}
 	for _, x := range e.messages.all {
-		x.Close(err, flush)
+		x.Close(err)
 	}
 }
 
@@ -191,7 +198,7 @@ func (e *Engine) dropMessages(set topo.ProcessSetID) {
 	delete(e.messages.all, set)
 	e.messages.mu.Unlock()
 	if x != nil {
-		x.Close(ErrNoProcessSet, false)
+		x.Close(ErrNoProcessSet)
 	}
 	e.cfg.Mesh.Release(transport.MessageLane(set))
 }

@@ -85,7 +85,7 @@ func FuzzFrames(f *testing.F) {
 		case <-time.After(20 * time.Second):
 			t.Error("the end of the channel was not noticed")
 		}
-		x.Close(errOver, false)
+		x.Close(errOver)
 		_ = c.Mesh(0).Close()
 		<-sent
 	})

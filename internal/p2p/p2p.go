@@ -42,8 +42,9 @@ const (
 	maxKeptBytes = 1 << 20
 	// maxOffers limits the offers of a peer that no receive has matched. A peer that sends more has failed.
 	maxOffers = 1 << 20
-	// departTimeout is how long a rank waits for messages of a peer that has announced its shutdown. The peer
-	// may have sent them before.
+	// departTimeout is how long a rank waits for the first message of a peer that has announced its shutdown.
+	// The peer may have sent it before. A peer that has used the channel ends it with a bye. It is also how
+	// long a rank that shuts down waits until its peers open their ends of channels.
 	departTimeout = time.Second
 )
 
@@ -150,8 +151,6 @@ type Config struct {
 	// OnTimeout is called when an operation has not ended within its time limit, and again every second. The
 	// operation goes on until the Exchange is closed.
 	OnTimeout func(o *Op)
-	// FlushTimeout limits how long Close waits until all messages have left this rank.
-	FlushTimeout time.Duration
 }
 
 // Exchange sends and receives the messages of one rank in one process set. Its methods are safe for
@@ -329,13 +328,9 @@ func (x *Exchange) Quit(err error) {
 	}
 }
 
-// Close ends all operations with err and releases the channels. If flush is set, it first waits, for at
-// most Config.FlushTimeout, until all messages have left this rank.
-func (x *Exchange) Close(err error, flush bool) {
-	if flush {
-		x.Quit(err)
-		x.flush()
-	}
+// Close ends all operations with err and releases the channels. Messages that have not left this rank are
+// lost, unless Quit and Flush were called before.
+func (x *Exchange) Close(err error) {
 	x.mu.Lock()
 	x.err, x.closed = err, true
 	if x.timer != nil {
@@ -358,24 +353,27 @@ func (x *Exchange) Close(err error, flush bool) {
 	}
 }
 
-// flush waits until the last frames that Quit has queued are sent, and until peers have copied the messages
-// that they have accepted. It does not wait for a channel that was not opened if there are no messages for
-// it.
-func (x *Exchange) flush() {
-	deadline := time.Now().Add(x.cfg.FlushTimeout)
+// Flush waits until the last frames that Quit has queued are sent, and until peers have copied the messages
+// that they have accepted, or until ctx ends. It must be called after Quit. It waits only for a second for
+// peers that have not opened their end of a channel, because they may have left too. It does not wait for
+// peers that have left.
+func (x *Exchange) Flush(ctx context.Context) {
+	opening, cancel := context.WithTimeout(ctx, departTimeout)
+	defer cancel()
 	x.mu.Lock()
 	defer x.mu.Unlock()
-	timer := time.AfterFunc(x.cfg.FlushTimeout, func() {
-		x.mu.Lock()
-		defer x.mu.Unlock()
-		for _, p := range x.peers {
-			p.wake.Broadcast()
-		}
-	})
-	defer timer.Stop()
+	for _, end := range []context.Context{ctx, opening} {
+		stop := context.AfterFunc(end, func() {
+			x.mu.Lock()
+			defer x.mu.Unlock()
+			for _, p := range x.peers {
+				p.wake.Broadcast()
+			}
+		})
+		defer stop()
+	}
 	for _, p := range x.peers {
-		for (p.state == opened || len(p.queue) > 1) && !p.left && (!p.flushed || len(p.accepted) > 0) &&
-			p.broken == nil && time.Now().Before(deadline) {
+		for p.unsent() && (p.state == opened && ctx.Err() == nil || opening.Err() == nil) {
 			p.wake.Wait()
 		}
 	}

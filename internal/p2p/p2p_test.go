@@ -9,6 +9,7 @@ import (
 	"math/rand/v2"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -98,7 +99,7 @@ func newJob(tb testing.TB, meshes []transport.Mesh) *job {
 		ranks = append(ranks, topo.Rank(r))
 	}
 	for r, m := range meshes {
-		cfg := p2p.Config{Mesh: m, Lane: lane, Ranks: ranks, Me: r, FlushTimeout: 20 * time.Second,
+		cfg := p2p.Config{Mesh: m, Lane: lane, Ranks: ranks, Me: r,
 			Failed: func(err error) { j.failures <- fmt.Errorf("rank %d: %w", r, err) }}
 		if memory, ok := m.(shm.Sharer); ok {
 			cfg.Memory, cfg.Groups, j.shares = memory, memory.Groups(), true
@@ -107,7 +108,7 @@ func newJob(tb testing.TB, meshes []transport.Mesh) *job {
 	}
 	tb.Cleanup(func() {
 		for _, x := range j.ranks {
-			x.Close(errOver, false)
+			x.Close(errOver)
 		}
 		for _, m := range j.meshes {
 			if err := m.Close(); err != nil {
@@ -378,7 +379,7 @@ func TestLeft(t *testing.T) {
 		waits, any := j.receive(0, 1, 7, 1), j.receive(0, p2p.AnySource, 8, 1)
 		large := j.send(0, 1, 9, payload(1, 1<<20))
 		j.send(1, 0, 5, payload(1, 3))
-		j.ranks[1].Close(errOver, true)
+		j.leave(1)
 		var left *p2p.LeftError
 		for _, p := range []*pending{waits, large} {
 			if err := p.wait(t); !errors.As(err, &left) || err.Error() != "rank 1 shut down" {
@@ -397,7 +398,7 @@ func TestLeft(t *testing.T) {
 			t.Errorf("the receive from any rank has ended, but rank 2 may send")
 		}
 		// Rank 2 has sent nothing, so the engine says that it has left, and then its connections end.
-		j.ranks[2].Close(errOver, true)
+		j.leave(2)
 		j.ranks[0].Left(2)
 		if err := j.meshes[2].Close(); err != nil {
 			t.Fatal(err)
@@ -413,7 +414,7 @@ func TestClose(t *testing.T) {
 	eachMesh(t, 2, func(t *testing.T, j *job) {
 		ops := []*pending{j.receive(0, 1, 1, 5), j.receive(0, p2p.AnySource, 2, 1<<20),
 			j.send(0, 1, 3, payload(1, 1<<20))}
-		j.ranks[0].Close(errOver, false)
+		j.ranks[0].Close(errOver)
 		for _, p := range ops {
 			if err := p.wait(t); err != errOver {
 				t.Errorf("%v: got error %v, want %v", &p.Op, err, errOver)
@@ -468,6 +469,105 @@ func TestBrokenThenLeft(t *testing.T) {
 	})
 }
 
+// leave makes a rank leave after its messages.
+func (j *job) leave(r topo.Rank) {
+	j.tb.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	defer cancel()
+	j.ranks[r].Quit(errOver)
+	j.ranks[r].Flush(ctx)
+	if ctx.Err() != nil {
+		j.tb.Errorf("the messages of rank %d have not left it within a minute", r)
+	}
+	j.ranks[r].Close(errOver)
+}
+
+// slowMesh delays each Send by the time delay.
+type slowMesh struct {
+	transport.Mesh
+	delay atomic.Int64
+}
+
+// Conn implements transport.Mesh.
+func (m *slowMesh) Conn(ctx context.Context, l transport.Lane, peer topo.Rank) (transport.Conn, error) {
+	c, err := m.Mesh.Conn(ctx, l, peer)
+	return &slowConn{c, m}, err
+}
+
+type slowConn struct {
+	transport.Conn
+	mesh *slowMesh
+}
+
+// Send implements transport.Conn.
+func (c *slowConn) Send(p []byte) error {
+	time.Sleep(time.Duration(c.mesh.delay.Load()))
+	return c.Conn.Send(p)
+}
+
+// A rank sends messages, announces its shutdown, and then runs slowly for several seconds. All its messages
+// arrive.
+func TestLateMessages(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const long = 100 << 10
+		c := mem.New(2)
+		slow := &slowMesh{Mesh: c.Mesh(1)}
+		j := newJob(t, []transport.Mesh{c.Mesh(0), slow})
+		j.send(1, 0, 9, payload(1, 1))
+		j.receive(0, 1, 9, 1).want(t, 1, payload(1, 1)) // from now on the channel is open
+		sends := []*pending{j.send(1, 0, 1, payload(1, long))}
+		synctest.Wait()
+		slow.delay.Store(int64(4 * time.Second))
+		receives := []*pending{j.receive(0, 1, 1, long), j.receive(0, 1, 2, 10)}
+		synctest.Wait()
+		// This message waits until the long one is sent.
+		sends = append(sends, j.send(1, 0, 2, payload(2, 10)))
+		j.ranks[1].Quit(errOver)
+		j.ranks[0].Left(1)
+		receives[0].want(t, 1, payload(1, long))
+		receives[1].want(t, 1, payload(2, 10))
+		ctx, cancel := context.WithTimeout(context.Background(), 100*time.Second)
+		defer cancel()
+		j.ranks[1].Flush(ctx)
+		if ctx.Err() != nil {
+			t.Error("the messages have not left the rank")
+		}
+		for _, o := range sends {
+			if err := o.wait(t); err != nil {
+				t.Errorf("%v: got error %v", &o.Op, err)
+			}
+		}
+	})
+}
+
+// Flush does not wait long for a rank that does not open its end of a channel, and returns when its context
+// ends, although an open channel accepts nothing.
+func TestFlushEnds(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := mem.New(3)
+		slow := &slowMesh{Mesh: c.Mesh(2)}
+		j := newJob(t, []transport.Mesh{c.Mesh(0), c.Mesh(1), slow})
+		flush := func(r topo.Rank) time.Duration {
+			ctx, cancel := context.WithTimeout(context.Background(), 9*time.Second)
+			defer cancel()
+			began := time.Now()
+			j.ranks[r].Quit(errOver)
+			j.ranks[r].Flush(ctx)
+			return time.Since(began)
+		}
+		j.send(1, 0, 1, payload(1, 10)) // rank 0 opens no channel
+		if got := flush(1); got != time.Second {
+			t.Errorf("without the peer: Flush has waited for %v, want 1s", got)
+		}
+		j.send(2, 0, 1, payload(1, 10))
+		j.receive(0, 2, 1, 10).want(t, 2, payload(1, 10))
+		slow.delay.Store(int64(20 * time.Second))
+		if got := flush(2); got != 9*time.Second {
+			t.Errorf("with a slow channel: Flush has waited for %v, want 9s", got)
+		}
+	})
+}
+
 // quit makes rank from quit, and returns when rank at has learned it.
 func (j *job) quit(from, at topo.Rank) {
 	j.tb.Helper()
@@ -506,7 +606,7 @@ func TestRevoked(t *testing.T) {
 		if leaves {
 			j.quit(0, 1)
 		}
-		j.ranks[0].Close(errOver, false)
+		j.ranks[0].Close(errOver)
 		if err := sent.wait(t); err != errOver {
 			t.Errorf("the send has ended with error %v, want %v", err, errOver)
 		}
@@ -514,7 +614,7 @@ func TestRevoked(t *testing.T) {
 		want := "rank 0 shut down"
 		if !leaves {
 			want = errOver.Error()
-			j.ranks[1].Close(errOver, false)
+			j.ranks[1].Close(errOver)
 		}
 		if err := received.wait(t); err == nil || err.Error() != want {
 			t.Errorf("the receive has ended with error %v, want %s", err, want)
@@ -533,7 +633,7 @@ func TestChannelEndsDuringCopy(t *testing.T) {
 	received := j.receive(1, 0, 1, 1<<20)
 	<-g.waits
 	j.quit(0, 1)
-	j.ranks[0].Close(errOver, false)
+	j.ranks[0].Close(errOver)
 	j.ranks = j.ranks[1:] // the cleanup must not use rank 0 any more
 	if err := meshes[0].Close(); err != nil {
 		t.Error(err)
@@ -576,7 +676,7 @@ func TestTimeout(t *testing.T) {
 			t.Fatal("no timeout was reported")
 		}
 	}
-	x.Close(errOver, false)
+	x.Close(errOver)
 	for r := range 2 {
 		_ = c.Mesh(topo.Rank(r)).Close()
 	}
@@ -629,7 +729,7 @@ func TestStalls(t *testing.T) {
 		for range stalls {
 		}
 	}()
-	x.Close(errOver, false)
+	x.Close(errOver)
 	close(stalls)
 	for r := range 2 {
 		_ = c.Mesh(topo.Rank(r)).Close()

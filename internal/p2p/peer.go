@@ -110,6 +110,7 @@ type peer struct {
 	stopped bool  // whether the writer has ended
 	broken  error // why the channel has failed, or nil
 	left    bool  // whether the rank has left the job
+	used    bool  // whether the rank has sent a frame over the channel, so that it also sends a bye
 	silent  bool  // whether the rank sends no more messages
 
 	kept     int            // bytes of eager messages that the peer has not matched yet
@@ -126,6 +127,19 @@ type peer struct {
 
 // departed reports whether the peer receives no more messages.
 func (p *peer) departed() bool { return p.left || p.silent }
+
+// unsent reports whether Flush has to wait for the peer: the bye has not left this rank, or the peer has not
+// copied all messages that it has accepted. If the channel is not open, only messages count. The caller holds
+// x.mu.
+func (p *peer) unsent() bool {
+	switch {
+	case p.left || p.broken != nil:
+		return false
+	case p.state == opened:
+		return !p.flushed || len(p.accepted) > 0
+	}
+	return len(p.queue) > 1
+}
 
 // open begins to open the channel unless that has been done before. The caller holds x.mu.
 func (p *peer) open() {
@@ -160,14 +174,15 @@ func (p *peer) depart() {
 		return
 	}
 	p.left = true
+	p.wake.Broadcast() // Flush does not wait for it any more
 	if p.state != unopened {
 		time.AfterFunc(departTimeout, p.expire)
 	}
 }
 
-// expire runs some time after the peer has announced its shutdown. A peer that has used the channel has said
-// bye by now. If this peer has not, it sends no messages, and expire calls silence. But if the channel still
-// opens or messages are still expected, expire waits again.
+// expire runs some time after the peer has announced its shutdown. A peer that has used the channel sends a bye
+// when it has sent all its messages, however late, and then the channel ends. If the peer has not used it, it
+// sends no messages, and expire calls silence. But if the channel still opens, expire waits again.
 func (p *peer) expire() {
 	p.x.mu.Lock()
 	switch broken := p.broken; {
@@ -176,7 +191,8 @@ func (p *peer) expire() {
 		p.x.mu.Unlock()
 		p.fail(broken)
 		return
-	case p.state == opening || len(p.expected) > 0: // a large message still arrives
+	case p.used:
+	case p.state == opening:
 		p.giveUp() // the channel may open nevertheless at this moment
 		time.AfterFunc(departTimeout, p.expire)
 	default:
@@ -326,11 +342,16 @@ func (p *peer) silence() {
 // read receives frames until the channel fails.
 func (p *peer) read() {
 	in := bufio.NewReaderSize(p.conn, maxEagerBytes+headerBytes)
+	used := false
 	for {
 		h, err := in.Peek(headerBytes)
 		if err == nil {
 			frame := decode(h)
 			_, _ = in.Discard(headerBytes)
+			if !used {
+				used = true
+				p.markUsed()
+			}
 			err = p.handle(frame, in)
 		}
 		if err != nil {
@@ -338,6 +359,13 @@ func (p *peer) read() {
 			return
 		}
 	}
+}
+
+// markUsed records that the peer has sent a frame.
+func (p *peer) markUsed() {
+	p.x.mu.Lock()
+	p.used = true
+	p.x.mu.Unlock()
 }
 
 // handle handles a frame from the peer. The rest of the frame is read from in.
