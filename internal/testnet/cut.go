@@ -52,14 +52,15 @@ func cut(fd int) error {
 	return nil
 }
 
-// eachConnection calls f for each established TCP connection of this process, with a descriptor of it that is
-// valid during the call.
+// eachConnection calls f once for each established TCP connection of this process, even if several
+// descriptors refer to it. fd is a descriptor of it that is valid during the call.
 func eachConnection(f func(fd int, c Connection) error) error {
 	entries, err := os.ReadDir("/proc/self/fd")
 	if err != nil {
 		return fmt.Errorf("testnet: list the connections: %w", err)
 	}
 	var errs []error
+	seen := make(map[uint64]bool) // by inode
 	for _, e := range entries {
 		n, err := strconv.Atoi(e.Name())
 		if err != nil {
@@ -70,7 +71,9 @@ func eachConnection(f func(fd int, c Connection) error) error {
 		if err != nil {
 			continue // it was closed in the meantime
 		}
-		if c, ok := connectionOf(fd); ok {
+		var stat unix.Stat_t
+		if c, ok := connectionOf(fd); ok && unix.Fstat(fd, &stat) == nil && !seen[stat.Ino] {
+			seen[stat.Ino] = true
 			errs = append(errs, f(fd, c))
 		}
 		errs = append(errs, unix.Close(fd))

@@ -30,6 +30,11 @@ func TestCut(t *testing.T) {
 		}
 		defer far[i].Close()
 	}
+	again, err := near[0].(*net.TCPConn).File() // a second descriptor of the same connection
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer again.Close()
 	port := func(a net.Addr) netip.AddrPort { return a.(*net.TCPAddr).AddrPort() }
 	for i := range near {
 		for _, c := range []net.Conn{near[i], far[i]} {
