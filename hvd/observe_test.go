@@ -118,6 +118,26 @@ func TestTimeline(t *testing.T) {
 	}
 }
 
+// TestTimelineAfterShutdown checks that StartTimeline fails after Shutdown and creates no file, because
+// nothing would end such a timeline.
+func TestTimelineAfterShutdown(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "t.json")
+	engines(t, 1, func(ctx context.Context, e *hvd.Engine) {
+		if err := e.Shutdown(ctx); err != nil {
+			t.Error(err)
+		}
+		if err := e.StartTimeline(path, false); !errors.Is(err, hvd.ErrShutDown) {
+			t.Errorf("got error %v, want ErrShutDown", err)
+		}
+		if _, err := os.Stat(path); !errors.Is(err, os.ErrNotExist) {
+			t.Errorf("after StartTimeline, stat of the file: got error %v, want none such", err)
+		}
+		if err := e.StopTimeline(); err != nil {
+			t.Errorf("StopTimeline: %v", err)
+		}
+	}, nil)
+}
+
 // TestTimelineBySetting checks that HOROVOD_TIMELINE starts a timeline at each rank, and that the job works
 // even if the file cannot be written.
 func TestTimelineBySetting(t *testing.T) {

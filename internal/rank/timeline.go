@@ -25,6 +25,7 @@ type timelines struct {
 	active  *timeline.Timeline // nil if no timeline is active
 	path    string             // the path of the active timeline's file at rank 0
 	started int                // number of timelines that were started by signals
+	closed  bool               // whether the rank has shut down, so that nothing would end another timeline
 
 	countMu sync.Mutex         // guards the fields below; its holder never blocks
 	current *timeline.Timeline // the timeline whose dropped operations are not counted in past yet
@@ -54,7 +55,8 @@ func (t *timelines) count(next *timeline.Timeline) {
 
 // StartTimeline begins to write the operations of this rank to a file. Rank 0 writes to path, and other ranks
 // write to files beside it (timeline.PathOf). If a timeline with another path is active, StartTimeline ends
-// that timeline. If a timeline with the same path is active, nothing changes.
+// that timeline. If a timeline with the same path is active, nothing changes. After Close the error matches
+// engine.ErrShutDown.
 func (r *Watch) StartTimeline(path string, markCycles bool) error {
 	t := &r.timeline
 	t.mu.Lock()
@@ -71,7 +73,24 @@ func (r *Watch) StopTimeline() error {
 	return t.stop()
 }
 
+// closeTimeline ends the active timeline, and makes later calls of StartTimeline fail.
+func (r *Watch) closeTimeline() error {
+	t := &r.timeline
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.closed = true
+	return t.stop()
+}
+
 var errNoEngine = errors.New("timeline: the engine of this rank has not started")
+
+// closedError reports that a timeline cannot start because the rank has shut down. It matches
+// engine.ErrShutDown, whose text is about operations.
+type closedError struct{}
+
+func (closedError) Error() string { return "timeline: this rank has shut down" }
+
+func (closedError) Is(target error) bool { return target == engine.ErrShutDown }
 
 func (t *timelines) start(path string, markCycles bool) error {
 	e := t.engine()
@@ -80,6 +99,8 @@ func (t *timelines) start(path string, markCycles bool) error {
 		return errors.New("timeline: got an empty file name")
 	case e == nil:
 		return errNoEngine
+	case t.closed:
+		return closedError{}
 	case t.active != nil && t.path == path:
 		return nil
 	}

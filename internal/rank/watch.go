@@ -136,7 +136,7 @@ func (r *Watch) Attach(e *engine.Engine) error {
 func (r *Watch) Close() error {
 	r.cancel()
 	r.running.Wait()
-	err := r.StopTimeline()
+	err := r.closeTimeline()
 	if err != nil {
 		r.cfg.Log.Warn("closing the timeline failed", zap.Error(err))
 	}
