@@ -603,6 +603,17 @@ func TestImpossibleProcessSets(t *testing.T) {
 			wantMisuse(t, hvd.RemoveProcessSet(ctx, nil), "remove process set", "process set is nil")
 			wantMisuse(t, hvd.RemoveProcessSet(ctx, e.ProcessSets()[0]), "remove process set",
 				"the global process set cannot be removed")
+			wantMisuse(t, hvd.RemoveProcessSet(ctx, new(hvd.ProcessSet)), "remove process set",
+				"process set is nil or a zero ProcessSet")
+			alone, err := hvd.New(ctx)
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			defer alone.Shutdown(ctx)
+			theirs := alone.ProcessSets()[0]
+			wantMisuse(t, hvd.RemoveProcessSet(ctx, theirs, hvd.On(e)), "remove process set",
+				theirs.String()+" belongs to another engine")
 		}
 		checkUsable(ctx, t, e.ProcessSets()[0], "x")
 	})

@@ -1,6 +1,7 @@
 package hvd
 
 import (
+	"errors"
 	"time"
 
 	"github.com/gohvd/gohvd/half"
@@ -188,7 +189,9 @@ func (c *call) take(o *Option, group bool) error {
 	case rank.OptInPlace:
 		c.InPlace = true
 	case rank.OptShape, rank.OptShapes:
-		c.shapes = o.shapes
+		if c.shapes = o.shapes; c.shapes == nil {
+			c.shapes = [][]int{} // Shapes without arguments is wrong unless the group is empty
+		}
 	case rank.OptPrescale:
 		c.Prescale = o.factor
 	case rank.OptPostscale:
@@ -207,7 +210,7 @@ func (c *call) take(o *Option, group bool) error {
 		}
 	case rank.OptOver:
 		if c.over = o.set; c.over == nil || c.over.engine == nil {
-			return c.Misuse("process set is nil or a zero ProcessSet, want one from AddProcessSet or ProcessSets")
+			return c.Misuse("%w", errNoSet)
 		}
 	case rank.OptOn:
 		if c.engine = o.engine; c.engine == nil || c.engine.rank.Engine == nil {
@@ -217,13 +220,19 @@ func (c *call) take(o *Option, group bool) error {
 	return nil
 }
 
+// errNoSet is the cause of the error of a call with a process set that belongs to no engine.
+var errNoSet = errors.New("process set is nil or a zero ProcessSet, want one from AddProcessSet or ProcessSets")
+
+// ofAnotherEngine is the format of the error of a call whose process set is not of the engine of option On.
+const ofAnotherEngine = "%v belongs to another engine"
+
 // locate sets the engine and the process set of the call.
 func (c *call) locate() error {
 	switch {
 	case c.over != nil && c.engine == nil:
 		c.engine = c.over.engine
 	case c.over != nil && c.engine != c.over.engine:
-		return c.Misuse("%v belongs to another engine", c.over)
+		return c.Misuse(ofAnotherEngine, c.over)
 	case c.engine == nil:
 		if c.engine = current(); c.engine == nil {
 			return c.Misuse("%w", ErrNotInitialized)

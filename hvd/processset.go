@@ -2,8 +2,6 @@ package hvd
 
 import (
 	"context"
-	"fmt"
-	"slices"
 
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/rank"
@@ -110,11 +108,14 @@ func AddProcessSet(ctx context.Context, ranks []int, opts ...Option) (*ProcessSe
 // have called it or Shutdown. Operations on the set that have been granted still finish. All other pending
 // operations on the set fail with ErrNoProcessSet. The option Timeout applies.
 func RemoveProcessSet(ctx context.Context, set *ProcessSet, opts ...Option) error {
-	if set == nil {
-		return &UsageError{Op: message.RemoveProcessSet.String(), Err: fmt.Errorf("process set is nil, want one from AddProcessSet or ProcessSets")}
+	if set == nil || set.engine == nil {
+		return &UsageError{Op: message.RemoveProcessSet.String(), Err: errNoSet}
 	}
 	c, err := prepare(message.RemoveProcessSet, tensor.Invalid, false,
-		append(slices.Clone(opts), On(set.engine)))
+		append([]Option{On(set.engine)}, opts...))
+	if err == nil && c.engine != set.engine {
+		err = c.Misuse(ofAnotherEngine, set)
+	}
 	if err != nil {
 		return err
 	}

@@ -198,6 +198,8 @@ func (w *world) ofOptions() []refusal {
 			"option Shape does not apply to a group: use Shapes"},
 		{"option: number of shapes", "allreduce", group([][]float32{{1}, {2}}, hvd.Shapes([]int{1})), nil,
 			"got 1 shapes, want one for each of 2 tensors"},
+		{"option: no shapes", "allreduce", group([][]float32{{1}, {2}}, hvd.Shapes()), nil,
+			"got 0 shapes, want one for each of 2 tensors"},
 		{"group: one shape is wrong", "allreduce",
 			group([][]float32{{1}, {2}}, hvd.Shapes([]int{1}, []int{3})), nil,
 			"shape [3] does not match the tensor, which has 1 elements"},
