@@ -628,6 +628,39 @@ func TestAllgatherOfMoreThanThereIs(t *testing.T) {
 	})
 }
 
+// If the rows that an alltoall sends to a rank exceed MaxResultBytes there, the rank cannot receive them. So
+// the job fails with a PeerError that names this rank and says how large the result is.
+func TestAlltoallOfMoreThanThereIs(t *testing.T) {
+	both(t, func(t *testing.T, lockstep bool) {
+		c := start(t, 2, func(cfg *engine.Config) {
+			cfg.Lockstep = lockstep
+			if cfg.Rank == 1 {
+				cfg.MaxResultBytes = 1000
+			}
+		})
+		c.each(func(r int) {
+			err := c.wait(c.submit(r, &tensorqueue.Entry{
+				Request: message.Request{Kind: message.Alltoall, Name: "x", DType: tensor.Uint8,
+					Shape: tensor.Shape{600}},
+				Input: make([]byte, 600), Splits: []int64{0, 600},
+				Allocate: func(n int) []byte {
+					if r == 1 {
+						t.Errorf("rank 1: %d bytes are allocated", n)
+					}
+					return make([]byte, n)
+				},
+			}))
+			if got := c.failedRanks(r, err); !slices.Equal(got, []int{1}) ||
+				!strings.Contains(err.Error(), "the result has 1200 bytes, want at most 1000") {
+				t.Errorf("rank %d: got ranks %v and error %v", r, got, err)
+			}
+		})
+		for _, e := range c.engines {
+			e.Close()
+		}
+	})
+}
+
 // If the lane of one rank is stuck, the shutdown of another rank fails with ErrCutShort after ten seconds
 // without progress, and every operation ends.
 func TestShutdownWithoutProgress(t *testing.T) {

@@ -260,5 +260,8 @@ func TestFailedWhileInUse(t *testing.T) {
 		if got == nil || !strings.HasSuffix(got.Error(), want) {
 			t.Errorf("%v: got %v, want an error that ends with %q", err, got, want)
 		}
+		if !errors.As(got, new(*ops.InUseError)) && strings.Contains(want, "busy") {
+			t.Errorf("%v: got %v, which is no *ops.InUseError", err, got)
+		}
 	}
 }
