@@ -9,7 +9,8 @@ import (
 )
 
 // Alloc allocates a tensor of n zeros in memory that the other ranks of the host can read. So operations on
-// the tensor skip the copies that an ordinary slice needs. The tensor is aligned to a cache line.
+// the tensor skip the copies that an ordinary slice needs. The tensor is aligned to a cache line. If n is 0,
+// the result is an empty slice.
 //
 // Alloc reserves memory in chunks of 64 MiB. A tensor that is larger than a chunk gets a chunk of its own
 // size. All memory of a chunk is reserved at once. The memory belongs to the process and not to an engine:
@@ -18,8 +19,9 @@ import (
 // engine uses a chunk for the first time, the other ranks of the host map it, which takes tens of
 // microseconds.
 //
-// If the memory cannot be allocated, the error is a *NoMemoryError. It says how many bytes were needed and,
-// if known, which limit was reached.
+// If n is negative or the tensor would have 2^63 bytes or more, the error is a *UsageError. If the memory
+// cannot be allocated, it is a *NoMemoryError, which says how many bytes were needed and, if known, which
+// limit was reached.
 func Alloc[T Element](n int) ([]T, error) {
 	var zero T
 	size := int64(len(tensor.Bytes([]T{zero})))
@@ -40,8 +42,8 @@ func Alloc[T Element](n int) ([]T, error) {
 
 // Free frees memory that Alloc returned. s must begin at the first element of the slice that Alloc returned,
 // and no operation on it may be in flight. Afterwards neither s nor any other slice of the same memory may be
-// used. Freeing a slice that Alloc did not return, or freeing it twice, is an error and has no effect.
-// Freeing an empty slice does nothing.
+// used. Freeing a slice that Alloc did not return, or freeing it twice, has no effect, and the error is a
+// *UsageError. Freeing an empty slice does nothing.
 func Free[T Element](s []T) error {
 	if cap(s) == 0 {
 		return nil

@@ -13,14 +13,18 @@ import (
 )
 
 // DeviceBuffer is a tensor in the memory of a CUDA device. Operations on it have the names, checks and
-// options of operations on tensors in host memory, and all ranks must have the tensor on a device. They run
-// on NCCL, which HOROVOD_GPU_OPERATIONS=nccl turns on. Tensors of operations that NCCL cannot run are copied
+// options of operations on tensors in host memory, except InPlace, and all ranks must have the tensor on a
+// device.
+//
+// The program must be built with cgo and the tag nccl; otherwise the operations fail with a *UsageError, as
+// they do if HOROVOD_GPU_OPERATIONS is none, its default. With HOROVOD_GPU_OPERATIONS=nccl they run on NCCL.
+// Tensors of operations that NCCL cannot run, and with HOROVOD_GPU_OPERATIONS=host all tensors, are copied
 // through host memory (docs/nccl.md).
 //
 // The functions for device buffers take an input and an output, which do not overlap, except where a function
 // says how it can run in place. An operation begins on the device after the work that was enqueued on the
 // Streams of both buffers before the call. When the operation is done, the output is complete, and both
-// buffers belong to the caller again.
+// buffers belong to the caller again, unless the operation fails with an *InUseError.
 //
 // With HOROVOD_ENABLE_ASYNC_COMPLETION=1, an operation that runs on NCCL is done when it has been launched.
 // By then the Streams of both buffers wait for it on the device, so work that the program enqueues on them
@@ -48,8 +52,7 @@ func (b *DeviceBuffer[T]) bytes() []byte {
 	return unsafe.Slice(*(**byte)(unsafe.Pointer(&b.Pointer)), b.Len*int(unsafe.Sizeof(z)))
 }
 
-// DeviceHandle is an operation on device buffers, or a group of such operations, in flight. Its methods are
-// safe for concurrent use.
+// DeviceHandle is an operation on device buffers, or a group of such operations, in flight.
 type DeviceHandle struct {
 	operation
 	slot     *slot // nil once the operation is done
@@ -64,8 +67,7 @@ type DeviceHandle struct {
 }
 
 // Wait waits for the operation. If it is a group and some tensors failed, Wait returns the error of the
-// failed tensor that comes first in the call. If ctx ends first, the error is a *PendingError. Then the
-// operation goes on, and its buffers stay in use.
+// failed tensor that comes first in the call.
 func (h *DeviceHandle) Wait(ctx context.Context) error { return h.wait(ctx, h) }
 
 // Received returns, after an alltoall, a gather or a scatter, how many rows came from each member of the

@@ -23,13 +23,15 @@ type Engine struct {
 	abandoned abandonedWaits
 }
 
-// An InitOption configures the engine that Init or New starts. Options override environment variables.
+// An InitOption configures the engine that Init or New starts. Options override environment variables. See
+// Options in the package comment for options that are wrong or given twice.
 type InitOption func(*initOptions)
 
 type initOptions struct{ rank.Options }
 
 // WithSetting sets the setting with the given name to value. The name is that of an environment variable in
-// docs/settings.md. The option overrides the variable.
+// docs/settings.md, which the option overrides. Init fails if there is no such setting or if the value is not
+// valid.
 func WithSetting(name, value string) InitOption {
 	return func(o *initOptions) {
 		if o.Settings == nil {
@@ -39,13 +41,15 @@ func WithSetting(name, value string) InitOption {
 	}
 }
 
-// WithLogger sends the log of the engine to l. HOROVOD_LOG_LEVEL has no effect then. Without this option the
-// engine logs to standard error.
+// WithLogger sends the log of the engine to l. HOROVOD_LOG_LEVEL has no effect then. By default the engine
+// logs to standard error, from HOROVOD_LOG_LEVEL (default warning) on.
 func WithLogger(l *zap.Logger) InitOption { return func(o *initOptions) { o.Log = l } }
 
 // WithProcessSets makes one process set for each of the given lists of ranks. The sets get the IDs 1, 2, ...
-// in the order of the lists. The set of all ranks, which has ID 0, always exists and need not be given. All
-// ranks must pass the same lists.
+// in the order of the lists. The set of all ranks, which has ID 0, always exists and must not be given. By
+// default there are no other sets. All ranks must pass the same lists. Init fails if a list is empty, has a
+// rank that the job does not have, or has the same ranks as another list or as the job. If the option is
+// given several times, it makes the sets of all of them.
 func WithProcessSets(sets ...[]int) InitOption {
 	return func(o *initOptions) { o.Sets = append(o.Sets, sets...) }
 }
@@ -68,10 +72,11 @@ type Stall struct {
 	Executing bool
 }
 
-// OnStall makes the engine call f with each stall report. Only the engine of rank 0 gets reports; they are
-// about the tensors of all ranks. The first report on a tensor comes after HOROVOD_STALL_CHECK_TIME_SECONDS,
-// and another after each further period of this length. The engine also logs each stall. f runs on the
-// background loop, so it must return soon and must not wait for an operation.
+// OnStall makes the engine call f with each stall report. By default, or if f is nil, the engine only logs
+// them, which it does with f too. Only the engine of rank 0 gets reports; they are about the tensors of all
+// ranks. The first report on a tensor comes after HOROVOD_STALL_CHECK_TIME_SECONDS (default 60 s; 0 turns
+// reports off), and another after each further period of this length. f runs on the background loop, so it
+// must return soon and must not wait for an operation.
 func OnStall(f func(Stall)) InitOption {
 	return func(o *initOptions) {
 		if o.OnStall = nil; f != nil {
@@ -80,8 +85,9 @@ func OnStall(f func(Stall)) InitOption {
 	}
 }
 
-// After makes the new engine join an epoch that is later than the epoch of prev. The engine prev must have
-// shut down. If prev is nil, After has no effect.
+// After makes the new engine join an epoch that is later than the epoch of prev. Shutdown of prev must have
+// returned, which New does not check. By default, or if prev is nil, the engine joins any epoch. Init needs
+// no such option.
 func After(prev *Engine) InitOption {
 	if prev == nil {
 		return afterEpoch(0)
@@ -94,7 +100,7 @@ func afterEpoch(n uint64) InitOption {
 }
 
 // New joins a rank to its job and waits until all ranks have joined. Unlike Init, it does not change which
-// engine the package-level functions use.
+// engine the package-level functions use. Its errors are those of Init.
 func New(ctx context.Context, opts ...InitOption) (*Engine, error) {
 	e := new(Engine)
 	if err := e.rank.Start(ctx, collect(opts)); err != nil {
@@ -146,7 +152,8 @@ func (e *Engine) shutdown(ctx context.Context, why engine.Departure) error {
 // the job has failed.
 func (e *Engine) Done() <-chan struct{} { return e.rank.Engine.Ended() }
 
-// Err returns why the job has failed. It returns nil while the job runs, and after a Shutdown.
+// Err returns why the job has failed. It returns nil while the job runs, and after a Shutdown of a job that
+// has not failed.
 func (e *Engine) Err() error {
 	select {
 	case <-e.rank.Engine.Ended():

@@ -83,7 +83,8 @@ func prepareGroup[T Element](kind message.Kind, n int, opts []Option) (call, err
 // GroupedAllgather gathers the tensors of a group as Allgather does. It gathers either all of them or none.
 // Tensor i of n has the name "<name>_<i>of<n>", where i counts from 1. All ranks must pass the same tensors
 // in the same order. If a rank passes more or fewer tensors than the other ranks, its tensors have other
-// names. Then the ranks wait for each other, as they do if they submit different tensors.
+// names. Then the ranks wait for each other, as they do if they submit different tensors. A call with an
+// empty group completes at once.
 func GroupedAllgather[T Element](ctx context.Context, xs [][]T, opts ...Option) ([][]T, error) {
 	g, err := many(message.Allgather, xs, opts, allgatherTensor)
 	return awaitGroup(ctx, g, err)
@@ -95,7 +96,7 @@ func GroupedAllgatherAsync[T Element](xs [][]T, opts ...Option) (*GroupHandle[T]
 }
 
 // GroupedReducescatter reduces and scatters the tensors of a group as Reducescatter does. Either all tensors
-// succeed or all fail. The tensors get their names as in GroupedAllgather.
+// succeed or all fail. The tensors get their names, and an empty group completes, as in GroupedAllgather.
 func GroupedReducescatter[T Element](ctx context.Context, xs [][]T, opts ...Option) ([][]T, error) {
 	g, err := many(message.Reducescatter, xs, opts, reducescatterTensor)
 	return awaitGroup(ctx, g, err)

@@ -143,7 +143,7 @@ func (o *operation) done() <-chan struct{} {
 	return s.c
 }
 
-// Name returns the name of the tensor or group.
+// Name returns the name of the tensor or group, or of a message, such as "rank 2 to rank 0, tag 7".
 func (o *operation) Name() string { return o.name }
 
 // wait waits for the operation. If ctx ends first, it returns a *PendingError whose Handle is h.
@@ -181,8 +181,7 @@ func (o *operation) await(ctx context.Context) {
 	}
 }
 
-// Handle is an operation in flight whose result has elements of type T. Its methods are safe for concurrent
-// use.
+// Handle is an operation in flight whose result has elements of type T.
 type Handle[T any] struct {
 	operation
 	slot     *slot // nil once the operation is done
@@ -192,8 +191,7 @@ type Handle[T any] struct {
 	group    *GroupHandle[T]
 }
 
-// Wait waits for the operation and returns its result. If ctx ends first, the error is a *PendingError. Then
-// the operation goes on, and its name and slices stay in use.
+// Wait waits for the operation and returns its result.
 func (h *Handle[T]) Wait(ctx context.Context) ([]T, error) {
 	if err := h.wait(ctx, h); err != nil {
 		return nil, err
@@ -219,7 +217,7 @@ func ints(received []int64) (rows []int) {
 	return rows
 }
 
-// GroupHandle is a group of operations in flight. Its methods are safe for concurrent use.
+// GroupHandle is a group of operations in flight.
 type GroupHandle[T any] struct {
 	operation
 	// If the whole group is one request, slot holds its entry, outs its results and dims its shape. Otherwise
@@ -233,8 +231,7 @@ type GroupHandle[T any] struct {
 }
 
 // Wait waits for all tensors of the group and returns their results in the order of the call. If some tensors
-// failed, Wait returns the error of the failed tensor that comes first in the call. If ctx ends first, the
-// error is a *PendingError.
+// failed, Wait returns the error of the failed tensor that comes first in the call.
 func (g *GroupHandle[T]) Wait(ctx context.Context) ([][]T, error) {
 	if err := g.wait(ctx, g); err != nil {
 		return nil, err

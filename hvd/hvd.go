@@ -12,6 +12,29 @@
 //
 // All functions and methods are safe for concurrent use.
 //
+// # Calls
+//
+// A function with a context submits its operation, even if the context has already ended, and then waits
+// until the operation is done at this rank. If the context ends first, the error is a *PendingError. A
+// function whose name ends in Async does not wait: it returns an error if the call is wrong, and otherwise a
+// handle. Wait of the handle returns the result and the errors of the operation.
+//
+// An operation runs on all ranks of the job or, with the option Over, on the members of a process set. Where
+// the documentation of an operation says "all ranks", it means those. But ranks in arguments and results,
+// such as root, are numbers of ranks in the job, not positions in the process set. A root that is not a
+// member is a *UsageError.
+//
+// Rank, Size, LocalRank, LocalSize, CrossRank, CrossSize, IsHomogeneous, ProcessSets and GlobalProcessSet
+// return no error. They panic before Init and after Shutdown. The methods of Engine that ask for such facts
+// work after its Shutdown too.
+//
+// # Options
+//
+// The options On, Over and Timeout apply to every operation unless their documentation says otherwise, and
+// the other options only where it says so. A call fails with a *UsageError if it has an option that does not
+// apply, or one with an argument that is not valid. If a call has an option twice, the last one counts.
+// Likewise, an InitOption that is not valid makes Init, New or NewUniqueID fail.
+//
 // # Names
 //
 // Ranks match tensors by name. A tensor without a name gets the name "<operation>.noname.<n>", where n counts
@@ -35,25 +58,33 @@
 // From the call until the operation is done the engine owns the slices that were passed. Until then the
 // program must not write to these slices and must not read the result. If the context of a Wait or of a
 // synchronous call ends, the request is not withdrawn: the slices remain in use until the operation is done
-// at this rank. The error is a *PendingError. It holds the handle with which the program can wait for the
-// operation.
+// at this rank. The *PendingError holds the handle with which the program can wait for the operation.
+//
+// The result of an operation is a new slice, which belongs to the program, unless the option InPlace is
+// given.
 //
 // # Errors
 //
-// Every error names the operation and the tensor. Use errors.Is and errors.As to distinguish five kinds:
+// Every error of an operation names the operation and the tensor. Use errors.Is and errors.As to distinguish
+// six kinds:
 //
 //   - *UsageError: the call is wrong at this rank. The name is in use (*DuplicateNameError), the process set
-//     was removed (ErrNoProcessSet) or does not contain this rank, Init was not called (ErrNotInitialized),
-//     or an argument is not valid. Nothing was submitted.
-//   - *MismatchError: the requests of the ranks contradict each other. All ranks get the error and the job
-//     goes on. One exception: if the result of an in-place allgather or alltoall does not fit the slice of
-//     one rank, only that rank gets the error.
+//     was removed before the call (ErrNoProcessSet) or does not contain this rank, Init was not called
+//     (ErrNotInitialized), or an argument or an option is not valid. Nothing was submitted.
+//   - *MismatchError: the requests of the ranks contradict each other or cannot be executed, for example
+//     because the result of an allgather is larger than the memory of rank 0's host. All ranks get the error
+//     and the job goes on. One exception: if the result of an in-place allgather or alltoall, of a Recv or of
+//     an operation on device buffers does not fit the memory that a rank has passed, only that rank gets the
+//     error.
+//   - ErrNoProcessSet without a *UsageError: the process set was removed while the operation was pending. The
+//     job goes on.
 //   - ErrShutDown: this rank has shut down, or the stall inspector has ended the job (*StallError, which Err
-//     and Shutdown return too). ErrClosed: the context of this rank's Shutdown ended before the other
-//     ranks were ready to end the job, and no other rank is at fault.
+//     and Shutdown return too). ErrClosed: the context of this rank's Shutdown ended before the other ranks
+//     were ready to end the job, and no other rank is at fault.
 //   - *PeerError: ranks failed, or shut down while this rank waited for them (then the error is an
-//     ErrShutDown too), or an operation timed out. The epoch is over. After Shutdown the surviving ranks may
-//     call Init again, which waits until all ranks of the job are present.
+//     ErrShutDown too), or an operation timed out, or a rank cannot execute an operation, for example because
+//     the rows that an alltoall sends to it are larger than the memory of its host. The epoch is over. After Shutdown the surviving ranks may call Init again, which waits until
+//     all ranks of the job are present.
 //   - *PendingError: the context of a wait ended. The operation goes on. If the job ends before the operation
 //     is done, later errors at this rank also say that this rank had given up waiting.
 package hvd
@@ -122,10 +153,11 @@ func end(e *Engine) {
 // job, the job has one rank. Options override the environment. WithSetting("HVD_SIZE", "1") makes a job with
 // one rank in any environment.
 //
-// Init returns an error if the ranks contradict each other, if one of them fails, or if not all have joined
-// within HOROVOD_GLOO_TIMEOUT_SECONDS (default 30) or before ctx ends. The error names the ranks that are
-// missing. If the process has already joined, Init does nothing. After Shutdown, Init joins a new epoch of
-// the job.
+// Init returns an error if a setting or an option is wrong, if the ranks contradict each other, if one of
+// them fails, or if not all have joined within HOROVOD_GLOO_TIMEOUT_SECONDS (default 30) or before ctx ends.
+// The error names the ranks that are missing. If ranks have failed and are known, the error is a *PeerError.
+// Other errors of Init are of none of the kinds in the package comment. If the process has already joined,
+// Init does nothing. After Shutdown, Init joins a new epoch of the job.
 func Init(ctx context.Context, opts ...InitOption) error {
 	_, nothing, err := begin(ctx, func(e *Engine) bool { return e != nil })
 	if nothing || err != nil {
@@ -204,8 +236,7 @@ func mustCurrent(query string) *Engine {
 	return e
 }
 
-// Rank returns the number of this process in the job, from 0 to Size()-1. Like all queries, it panics before
-// Init and after Shutdown.
+// Rank returns the number of this process in the job, from 0 to Size()-1.
 func Rank() int { return mustCurrent("Rank").Rank() }
 
 // Size returns the number of processes in the job.

@@ -13,11 +13,14 @@ import (
 // have joined, this rank takes part in the allreduces of the other ranks with neutral elements: 0 for sums, 1
 // for products, the smallest value for Max, the largest for Min. When all ranks have joined, Join returns the
 // rank that joined last. Tensors that this rank submitted before Join still count with their data. Until the
-// program has observed that the join is done, this rank must not submit other operations on the process set.
+// program has observed that the join is done, this rank must not submit other operations on the process set:
+// they fail with a *UsageError.
 //
 // While some ranks have joined and others have not, Average still divides by the number of all ranks, and
-// AverageActive divides by the number of ranks that have not joined. An allgather, broadcast, alltoall or
-// reducescatter then fails unless it has the option Empty.
+// AverageActive divides by the number of ranks that have not joined. While this rank has joined, an
+// allgather, broadcast, alltoall, reducescatter, gather or scatter of the other ranks fails with a
+// *MismatchError, unless this rank has passed Empty to Join. An operation whose root has joined always fails,
+// and so do additions and removals of process sets.
 func Join(ctx context.Context, opts ...Option) (last int, err error) {
 	h, err := join(opts)
 	if err != nil {
@@ -41,14 +44,13 @@ func join(opts []Option) (*JoinHandle, error) {
 	return h, nil
 }
 
-// JoinHandle is a join in flight. Its methods are safe for concurrent use.
+// JoinHandle is a join in flight.
 type JoinHandle struct {
 	operation
 	entry tensorqueue.Entry
 }
 
-// Wait waits until all members have joined and returns the member that joined last. If ctx ends first, the
-// error is a *PendingError.
+// Wait waits until all ranks have joined and returns the rank that joined last.
 func (h *JoinHandle) Wait(ctx context.Context) (last int, err error) {
 	if err := h.wait(ctx, h); err != nil {
 		return 0, err

@@ -12,15 +12,15 @@ import (
 // AnySource is the source of a Recv that takes a message of any member of the process set.
 const AnySource = int(p2p.AnySource)
 
-// MessageHandle is a Send or a Recv in flight. Its methods are safe for concurrent use.
+// MessageHandle is a Send or a Recv in flight.
 type MessageHandle[T any] struct {
 	operation
 	op p2p.Op
 	x  []T
 }
 
-// Wait waits for the operation and returns the tensor that was passed to it. If ctx ends first, the error is
-// a *PendingError. Then the operation goes on, and its tensor stays in use.
+// Wait waits for the operation and returns the tensor that was passed to it. Until the operation is done the
+// tensor stays in use, even if ctx ends.
 func (h *MessageHandle[T]) Wait(ctx context.Context) ([]T, error) {
 	if err := h.wait(ctx, h); err != nil {
 		return nil, err
@@ -28,18 +28,18 @@ func (h *MessageHandle[T]) Wait(ctx context.Context) ([]T, error) {
 	return h.x, nil
 }
 
-// Source returns the rank that has sent the message of a Recv. It is valid when the operation is done without
-// an error.
+// Source returns the rank that has sent the message of a Recv. It means something only when a Recv is done
+// without an error.
 func (h *MessageHandle[T]) Source() int { return int(h.op.Source) }
 
 // Send sends x to the rank dst, which must receive it with Recv, with the same tag, type and number of
-// elements. dst is a rank of the job, not a position in a process set, and tag is from 0 to 2^31-1. Messages
-// are not negotiated: other ranks take no part. Messages to one rank with one tag are received in the order
-// in which they were sent. The options Timeout, Over and On apply.
+// elements. tag is from 0 to 2^31-1. A dst that is this rank or no member, or another tag, is a *UsageError.
+// Messages are not negotiated: other ranks take no part. Messages to one rank with one tag are received in
+// the order in which they were sent. A message has no Name: errors name its ranks and its tag.
 //
-// A tensor of up to 64 KiB is copied, and Send returns at once, unless tensors of 1 MiB wait for dst to
-// receive them. A larger one is sent when dst calls Recv, and Send returns when x may be changed. The bytes
-// are sent once.
+// A tensor of up to 64 KiB is copied, and Send returns at once, unless tensors with 1 MiB in total wait for
+// dst to receive them. A larger one is sent when dst calls Recv, and Send returns when x may be changed. The
+// bytes are sent once.
 func Send[T Element](ctx context.Context, x []T, dst, tag int, opts ...Option) error {
 	h, err := post(message.Send, x, dst, tag, opts)
 	if err != nil {
@@ -55,9 +55,9 @@ func SendAsync[T Element](x []T, dst, tag int, opts ...Option) (*MessageHandle[T
 }
 
 // Recv receives a message that the rank src has sent with the given tag into x, and returns the rank that has
-// sent it. With AnySource as src, it takes the message that has arrived first. A message of another type or
-// number of elements is dropped, and the error is a *MismatchError. src is a rank of the job, not a position
-// in a process set. The options Timeout, Over and On apply.
+// sent it, or 0 with an error. With AnySource as src, it takes the message that has arrived first. A message
+// of another type or number of elements is dropped, and the error is a *MismatchError. A src or tag that Send
+// would refuse is a *UsageError.
 func Recv[T Element](ctx context.Context, x []T, src, tag int, opts ...Option) (source int, err error) {
 	h, err := post(message.Recv, x, src, tag, opts)
 	if err != nil {

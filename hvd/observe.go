@@ -14,7 +14,8 @@ import (
 // StartTimeline. Unlike in Horovod, HOROVOD_TIMELINE need not be set. If markCycles is true, the file also
 // shows when each negotiation cycle begins. If this rank already records to a different path, that timeline
 // ends first. If it already records to the same path, nothing changes. StartTimeline fails if the file cannot
-// be created. Records that cannot be written later are dropped and counted.
+// be created, and with ErrShutDown after Shutdown. Records that cannot be written later are dropped and
+// counted.
 func (e *Engine) StartTimeline(path string, markCycles bool) error {
 	if err := e.rank.Watch.StartTimeline(path, markCycles); err != nil {
 		return fmt.Errorf("hvd: start timeline: %w", err)
@@ -22,8 +23,8 @@ func (e *Engine) StartTimeline(path string, markCycles bool) error {
 	return nil
 }
 
-// StopTimeline ends the timeline and returns when its file is complete. If there is no timeline, it does
-// nothing. Shutdown calls it too.
+// StopTimeline ends the timeline and returns when its file is complete. The error says that the file could
+// not be written completely. If there is no timeline, it does nothing. Shutdown calls it too.
 func (e *Engine) StopTimeline() error {
 	if err := e.rank.Watch.StopTimeline(); err != nil {
 		return fmt.Errorf("hvd: stop timeline: %w", err)
@@ -31,7 +32,8 @@ func (e *Engine) StopTimeline() error {
 	return nil
 }
 
-// StartTimeline calls Engine.StartTimeline for the engine that Init started.
+// StartTimeline calls Engine.StartTimeline for the engine that Init started. Before Init and after Shutdown
+// it fails with ErrNotInitialized.
 func StartTimeline(path string, markCycles bool) error {
 	e := current()
 	if e == nil {
@@ -40,7 +42,8 @@ func StartTimeline(path string, markCycles bool) error {
 	return e.StartTimeline(path, markCycles)
 }
 
-// StopTimeline calls Engine.StopTimeline for the engine that Init started.
+// StopTimeline calls Engine.StopTimeline for the engine that Init started. Before Init and after Shutdown it
+// fails with ErrNotInitialized.
 func StopTimeline() error {
 	e := current()
 	if e == nil {

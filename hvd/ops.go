@@ -69,7 +69,7 @@ func await[T any](ctx context.Context, h *Handle[T], err error) ([]T, error) {
 
 // Allreduce reduces x over all ranks, element by element. All ranks get the same result, bit by bit. The
 // reduction is Average unless Op chooses another. x must have the same shape and type at all ranks. It may be
-// empty. The result is a new slice unless InPlace is given.
+// empty.
 //
 // Small tensors that are ready together are fused into one operation. With n ranks, each rank sends about
 // 2(n-1)/n times the bytes of x (ring allreduce; Patarasuk and Yuan, 2009).
@@ -117,8 +117,7 @@ func allreduceTensor[T Element](h *Handle[T], c call, i int, x []T) error {
 }
 
 // Allgather concatenates the tensors of all ranks along the first dimension, in rank order. The first
-// dimension may differ between ranks. The other dimensions and the type must be equal. The result is a new
-// slice unless InPlace is given.
+// dimension may differ between ranks. The other dimensions and the type must be equal.
 //
 // Each rank sends about as many bytes as the other ranks contribute together.
 func Allgather[T Element](ctx context.Context, x []T, opts ...Option) ([]T, error) {
@@ -161,9 +160,8 @@ func allocates[T Element](h *Handle[T]) {
 	}
 }
 
-// Broadcast returns at every rank the tensor that rank root passes as x. The argument root is a rank of the
-// job, not a position in a process set. Shape and type of x must be the same at all ranks. The result is a
-// new slice unless InPlace is given.
+// Broadcast returns at every rank the tensor that rank root passes as x. Shape and type of x must be the same
+// at all ranks.
 //
 // The data goes down a tree: with n ranks, no rank sends more than ceil(log2(n)) times the bytes of x.
 func Broadcast[T Element](ctx context.Context, x []T, root int, opts ...Option) ([]T, error) {
@@ -190,8 +188,7 @@ func broadcast[T Element](x []T, root int, opts []Option) (*Handle[T], error) {
 }
 
 // Reduce reduces x over all ranks as Allreduce does, and returns the result at the rank root. The other ranks
-// get nil, and their x is not changed. The argument root is a rank of the job, not a position in a process
-// set. The result is a new slice unless InPlace is given.
+// get nil, and their x is not changed.
 //
 // With n ranks over TCP, each rank sends the bytes of x once. The root receives (n-1) times the bytes of x if
 // these are at most 64 KiB. Otherwise it receives 2(n-1)/n times the bytes of x.
@@ -227,7 +224,7 @@ func reduce[T Element](x []T, root int, opts []Option) (*Handle[T], error) {
 
 // Reducescatter reduces x over all ranks as Allreduce does and returns to each rank its part of the rows. The
 // rows are divided as evenly as possible. If that leaves a remainder, each of the first ranks gets one row
-// more. The result is a new slice unless InPlace is given.
+// more.
 //
 // With n ranks, each rank sends about (n-1)/n times the bytes of x.
 func Reducescatter[T Element](ctx context.Context, x []T, opts ...Option) ([]T, error) {
@@ -259,11 +256,13 @@ func reducescatterTensor[T Element](h *Handle[T], c call, i int, x []T) error {
 	return nil
 }
 
-// Alltoall sends rows of x to the members of the process set. A row is a slice of x along the first
-// dimension. The first splits[0] rows go to the first member, the next splits[1] rows to the second, and so
-// on. If splits is nil, every member gets the same number of rows. Alltoall returns the rows that this rank
-// has received, in the order of their senders, and the number of rows that came from each member. The
-// returned rows are in a new slice unless InPlace is given.
+// Alltoall sends rows of x to all ranks. A row is a slice of x along the first dimension. The first splits[0]
+// rows go to the first member of the process set, the next splits[1] rows to the second, and so on. Rows
+// beyond the sum of the splits are not sent. If splits is nil, every member gets the same number of rows. It
+// is a *UsageError if the number of splits is not that of the members, if one is negative, if their sum is
+// larger than the number of rows, or if splits is nil and the rows cannot be divided evenly. Alltoall returns
+// the rows that this rank has received, in the order of their senders, and the number of rows that came from
+// each member.
 //
 // Each rank sends each row once, directly to its destination.
 func Alltoall[T Element](ctx context.Context, x []T, splits []int,
@@ -304,8 +303,7 @@ func alltoall[T Element](x []T, splits []int, opts []Option) (*Handle[T], error)
 
 // Gather concatenates the tensors of all ranks along the first dimension at the rank root, in rank order. It
 // returns the result and the number of rows that came from each member. At the other ranks it returns nil for
-// both. The first dimension may differ between ranks. The other dimensions and the type must be equal. The
-// argument root is a rank of the job, not a position in a process set.
+// both. The first dimension may differ between ranks. The other dimensions and the type must be equal.
 //
 // Each rank sends its rows once, directly to the root.
 func Gather[T Element](ctx context.Context, x []T, root int,
@@ -345,11 +343,9 @@ func gather[T Element](x []T, root int, opts []Option) (*Handle[T], error) {
 	})
 }
 
-// Scatter sends rows of the tensor that the rank root passes as x to the members of the process set, as
-// Alltoall does: the first splits[0] rows go to the first member, and so on. If splits is nil, every member
-// gets the same number of rows. Scatter returns the rows that this rank has received, in a new slice. Only
-// the root needs x, splits and the option Shape; the other ranks' values are ignored. The argument root is a
-// rank of the job, not a position in a process set.
+// Scatter sends rows of the tensor that the rank root passes as x to all ranks, as Alltoall does, with the
+// same rules for splits. It returns the rows that this rank has received. Only the root needs x, splits and
+// the option Shape; the other ranks' values are ignored.
 //
 // The root sends each row once, directly to its destination.
 func Scatter[T Element](ctx context.Context, x []T, splits []int, root int, opts ...Option) ([]T, error) {

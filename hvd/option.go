@@ -61,8 +61,8 @@ const (
 	AverageActive = ReduceOp(tensor.AverageActive)
 )
 
-// An Option configures one operation. If an option does not apply to the operation, the call fails with a
-// *UsageError.
+// An Option configures one operation. Which options an operation accepts and what happens if one is wrong is
+// the same for all of them: see Options in the package comment.
 type Option struct {
 	kind     rank.Option
 	text     string
@@ -75,70 +75,86 @@ type Option struct {
 	set      *ProcessSet
 }
 
-// Name gives the tensor a name. The default is a generated name, "<operation>.noname.<n>". The name is in use
-// until the program has observed that the operation is done (see the package comment).
+// Name gives the tensor a name, which has 1 to 4096 bytes of UTF-8. The default, also for "", is a generated
+// name (see Names in the package comment). Name applies to all operations except Join, Send, Recv and
+// RemoveProcessSet.
 func Name(name string) Option { return Option{kind: rank.OptName, text: name} }
 
-// Op chooses the reduction of an allreduce, a reduce or a reducescatter. The default is Average.
+// Op chooses the reduction of an allreduce, a reduce or a reducescatter, or of a group of these. The default
+// is Average. Bools can have only Min and Max, so they need this option. Adasum can have only the allreduce
+// of floats.
 func Op(op ReduceOp) Option { return Option{kind: rank.OptOp, op: op} }
 
-// InPlace makes the result overwrite the argument, which saves memory and usually also a copy. In an
-// allgather, every rank must contribute the same number of rows; the argument must have room for the rows of
-// all ranks in rank order, and must hold the rows of this rank at their place. A reducescatter uses the whole
-// argument as working memory, and returns the slice of the argument that holds the rows of this rank. In an
-// alltoall, this rank must receive as many rows as it sends.
+// InPlace makes the result overwrite the argument, which saves memory and usually also a copy. By default,
+// the result is a new slice. InPlace applies to allreduce, reduce, allgather, broadcast, alltoall,
+// reducescatter and groups of these, but not to device buffers.
+//
+// In an allgather, every rank must contribute the same number of rows. The argument must have room for the
+// rows of all ranks in rank order, and must hold the rows of this rank at their place. So its length must be
+// a multiple of the number of ranks. A reducescatter uses the whole argument as working memory, and returns
+// the slice of the argument that holds the rows of this rank. In an alltoall, this rank must receive as many
+// rows as it sends. If the result of an allgather or alltoall does not fit the argument, the operation fails
+// with a *MismatchError at this rank only.
 func InPlace() Option { return Option{kind: rank.OptInPlace} }
 
-// Shape sets the dimensions of the argument. Their product must be the length of the argument. By default,
-// the argument has one dimension. All ranks must give the same shape, except for the first dimension of an
-// allgather, alltoall or gather.
+// Shape sets the dimensions of the argument, at most 64. By default, the argument has one dimension. The
+// product of dims must be the length of the argument. Ranks that give different shapes get a *MismatchError,
+// but the first dimension may differ in an allgather, alltoall or gather. Shape() is the shape of a scalar. A
+// scalar has no rows, so operations on rows fail. Shape applies to operations on a single tensor: groups have
+// Shapes.
 func Shape(dims ...int) Option { return Option{kind: rank.OptShape, shapes: [][]int{dims}} }
 
 // Shapes sets the dimensions of each tensor of a group, in the order of the tensors, as Shape does for a
-// single tensor.
+// single tensor. There must be one shape for each tensor. By default, every tensor has one dimension.
 func Shapes(shapes ...[]int) Option { return Option{kind: rank.OptShapes, shapes: shapes} }
 
-// Prescale multiplies the argument by f before the reduction. The product is computed in float32 for float32
-// and the 16-bit floats, and in float64 for other types. It is truncated toward zero for integers. The
-// default is 1.
+// Prescale multiplies the argument of an allreduce, a reduce or a reducescatter by f before the reduction.
+// The default is 1. f must not be NaN, and must be 1 for bools. The product is computed in float32 for
+// float32 and the 16-bit floats, and in float64 for other types. It is truncated toward zero for integers.
 func Prescale(f float64) Option { return Option{kind: rank.OptPrescale, factor: f} }
 
-// Postscale multiplies the result by f. If the reduction is an average over n ranks, the sum is multiplied
-// once, by f/n. The default is 1.
+// Postscale multiplies the result of an allreduce, a reduce or a reducescatter by f. The default is 1. f is
+// restricted, and the product is computed and truncated, as for Prescale. If the reduction is an average over
+// n ranks, the sum is multiplied once, by f/n.
 func Postscale(f float64) Option { return Option{kind: rank.OptPostscale, factor: f} }
 
-// CompressFP16 sends the elements of a float32 or float64 allreduce as float16. So it sends half or a quarter
-// of the bytes, with 11 bits of precision and values up to 65504. Each rank scales its argument and then
-// rounds it once. Sums are computed in float32 and rounded once.
+// CompressFP16 sends the elements of an allreduce as float16. By default, elements are not compressed. The
+// elements must be of type float32 or float64, so that half or a quarter of the bytes are sent. They keep 11
+// bits of precision, and values above 65504 become infinite. Each rank scales its argument and then rounds it
+// once. Sums are computed in float32 and rounded once.
 func CompressFP16() Option { return Option{kind: rank.OptCompress, wire: tensor.Float16} }
 
-// CompressBF16 sends the elements of a float32 or float64 allreduce as bfloat16. So it sends half or a
-// quarter of the bytes, with 8 bits of precision and the range of float32.
+// CompressBF16 is like CompressFP16, but sends bfloat16, with 8 bits of precision and the range of float32.
 func CompressBF16() Option { return Option{kind: rank.OptCompress, wire: tensor.BFloat16} }
 
 // ErrorFeedback adds the rounding error of a compressed argument to the next argument that has the same name,
-// type and length at this rank. It applies to sums and averages of tensors with a name. The rounding error of
-// the sum is not compensated. For each name, the engine keeps as many bytes as the tensor has, until
-// Shutdown.
+// type and length at this rank. By default, rounding errors are lost. ErrorFeedback applies to sums and
+// averages, and needs the options Name and CompressFP16 or CompressBF16. The rounding error of the sum is not
+// compensated. For each name, the engine keeps as many bytes as the tensor has, until Shutdown.
 func ErrorFeedback() Option { return Option{kind: rank.OptErrorFeedback} }
 
-// Empty makes joined ranks take part in an allgather, broadcast, alltoall, reducescatter, gather or scatter
-// with an empty tensor. Without this option such an operation fails while a rank has joined.
+// Empty makes this rank, while it has joined, take part in the allgathers, broadcasts, alltoalls,
+// reducescatters, gathers and scatters of the other ranks with an empty tensor. By default, such an operation
+// fails with a *MismatchError while this rank has joined. Empty applies to Join and JoinAsync.
 func Empty() Option { return Option{kind: rank.OptEmpty} }
 
-// Timeout limits how long the operation may take. If the operation takes longer, the job fails at all ranks
-// with a *PeerError, because no rank can distinguish a late rank from one that will never submit. The default
-// is HVD_OPERATION_TIMEOUT_SECONDS. A join has no time limit by default.
+// Timeout limits the time from the submission of the operation to its completion. d must be positive. If the
+// operation takes longer, the job fails at all ranks with a *PeerError, because no rank can distinguish a
+// late rank from one that will never submit. The default is HVD_OPERATION_TIMEOUT_SECONDS, which by default
+// sets no limit. A Join has no limit by default.
 func Timeout(d time.Duration) Option { return Option{kind: rank.OptTimeout, duration: d} }
 
-// Over runs the operation among the members of set. The default is all ranks.
+// Over runs the operation among the members of set, and on the engine of set. The default is all ranks. This
+// rank must be a member. Over does not apply to AddProcessSet and RemoveProcessSet, in which all ranks take
+// part.
 func Over(set *ProcessSet) Option { return Option{kind: rank.OptOver, set: set} }
 
-// MembersOnly makes AddProcessSet an operation of the members only: the other ranks do not call it and do not
-// know the set.
+// MembersOnly makes a call of AddProcessSet an operation of the members only: the other ranks do not call it
+// and do not know the set. By default, all ranks call it. MembersOnly applies to AddProcessSet.
 func MembersOnly() Option { return Option{kind: rank.OptMembersOnly} }
 
-// On runs the operation on e. The default is the engine that Init started.
+// On runs the operation on e, which New has returned. The default is the engine of the process set, if the
+// call has one, and otherwise the engine that Init started. A process set of another engine is an error.
 func On(e *Engine) Option { return Option{kind: rank.OptOn, engine: e} }
 
 // call is an operation with the options that the program passed.

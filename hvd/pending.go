@@ -11,7 +11,7 @@ import (
 // *GroupHandle, *DeviceHandle, *JoinHandle, *MessageHandle, or an unexported type for a change of the process
 // sets.
 type Pending interface {
-	// Name returns the name of the tensor or group.
+	// Name returns the name of the tensor or group, or of a message, such as "rank 2 to rank 0, tag 7".
 	Name() string
 	// Poll reports whether the operation is done. If the operation is done, its name is free from then on.
 	Poll() bool

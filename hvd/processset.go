@@ -9,8 +9,8 @@ import (
 )
 
 // ProcessSet is a set of ranks. An operation with the option Over runs among the ranks of a set. Each set
-// negotiates, fuses and executes independently, so no set has to wait for another set. All methods are safe
-// for concurrent use.
+// negotiates, fuses and executes independently, so no set has to wait for another set. Its methods work after
+// Shutdown too.
 type ProcessSet struct {
 	engine *Engine
 	set    *rank.Set
@@ -62,12 +62,10 @@ func (e *Engine) ProcessSets() []*ProcessSet {
 	return all
 }
 
-// ProcessSets returns the process sets of the engine that Init started. Like all queries, it panics before
-// Init and after Shutdown.
+// ProcessSets returns the process sets of the engine that Init started, as Engine.ProcessSets does.
 func ProcessSets() []*ProcessSet { return mustCurrent("ProcessSets").ProcessSets() }
 
-// GlobalProcessSet returns the set of all ranks. Operations run on it unless Over is given. Like all queries,
-// it panics before Init and after Shutdown.
+// GlobalProcessSet returns the set of all ranks. Operations run on it unless Over is given.
 func GlobalProcessSet() *ProcessSet {
 	e := mustCurrent("GlobalProcessSet")
 	return e.setOf(e.rank.Global)
@@ -75,18 +73,19 @@ func GlobalProcessSet() *ProcessSet {
 
 // AddProcessSet makes a process set of the given ranks, which may be in any order. All ranks of the job must
 // call it with the same ranks, including ranks that will not be members. It returns when all ranks have
-// called it. If a set of these ranks exists already, it fails with a *MismatchError. The options MembersOnly,
-// Name, On and Timeout apply.
+// called it. If a set of these ranks exists already, it fails with a *MismatchError. It is a *UsageError if
+// there are no ranks, if one is not in the job or given twice, or if HOROVOD_DYNAMIC_PROCESS_SETS is 0. The
+// options MembersOnly and Name apply, and Over does not.
 //
 // With MembersOnly, only the given ranks call it, and it returns when all of them have called it. This rank
 // must be one of them. A set of the same ranks may exist already, and each call makes another set.
 //
 // Several goroutines may add sets at the same time if the calls have different names. The default name
 // depends only on the ranks with MembersOnly, and is the same for all other calls. If a call of the same name
-// is in flight at this rank, the call fails with a *DuplicateNameError. Calls of the same name at several
-// ranks belong together, even if their ranks have no rank in common. So if they name different ranks, they
-// fail at all these ranks with a *MismatchError that says which rank named what, as soon as all the named
-// ranks have called it.
+// is in flight at this rank, the call fails with a *UsageError that wraps a *DuplicateNameError. Calls of the
+// same name at several ranks belong together, even if their ranks have no rank in common. So if they name
+// different ranks, they fail at all these ranks with a *MismatchError that says which rank named what, as
+// soon as all the named ranks have called it.
 //
 // A call costs a frame from each rank that calls it to rank 0, and one back. A set without operations costs
 // each member about 6 KiB of memory. Its first operations open its connections and its shared memory, about
@@ -106,7 +105,9 @@ func AddProcessSet(ctx context.Context, ranks []int, opts ...Option) (*ProcessSe
 // RemoveProcessSet removes a process set. All ranks of the job must call it, including ranks that are not
 // members. If the set was added with MembersOnly, all members must call it. It returns when all these ranks
 // have called it or Shutdown. Operations on the set that have been granted still finish. All other pending
-// operations on the set fail with ErrNoProcessSet. The option Timeout applies.
+// operations on the set fail with ErrNoProcessSet. It is a *UsageError if the set is nil, is the set of all
+// ranks or was removed before, or if HOROVOD_DYNAMIC_PROCESS_SETS is 0. The option On may be omitted, because
+// the set belongs to an engine.
 func RemoveProcessSet(ctx context.Context, set *ProcessSet, opts ...Option) error {
 	if set == nil || set.engine == nil {
 		return &UsageError{Op: message.RemoveProcessSet.String(), Err: errNoSet}

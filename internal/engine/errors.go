@@ -66,7 +66,8 @@ func (e *MismatchError) Error() string { return e.Text }
 // PeerError reports that the epoch ended because ranks failed. At the surviving ranks, every pending
 // operation and every later operation fails with it.
 type PeerError struct {
-	// Ranks are the ranks that failed. If it is unknown which of two ranks failed, Ranks contains both.
+	// Ranks are the ranks that failed. If it is unknown which of several ranks failed, Ranks contains all of
+	// them.
 	Ranks []int
 	// Reason is a clause that describes how the failure was observed. In messages it follows the ranks.
 	Reason string
