@@ -77,6 +77,7 @@ type source struct {
 	constants map[string]string // the literal of each constant, by name; constants in tests are left out
 	functions map[string]bool   // keys are "file.go:Name"
 	fuzzed    map[string]string // the file of each fuzz test
+	tests     []string          // the names of all tests, fuzz tests and benchmarks
 	reads     map[string]string // a place in each file that decodes bytes
 }
 
@@ -126,6 +127,9 @@ var decoding = map[string][]string{
 	"binary":    {"Uvarint", "Varint", "Read"},
 }
 
+// testName matches the names of functions that go test can run.
+var testName = regexp.MustCompile(`^(Test|Fuzz|Benchmark)[A-Z]`)
+
 func readSources(t *testing.T, root string) map[string]*source {
 	sources := make(map[string]*source)
 	fset := token.NewFileSet()
@@ -151,13 +155,17 @@ func readSources(t *testing.T, root string) map[string]*source {
 		dir := filepath.Dir(file)
 		s := sources[dir]
 		if s == nil {
-			s = &source{make(map[string]string), make(map[string]bool), make(map[string]string),
-				make(map[string]string)}
+			s = &source{constants: make(map[string]string), functions: make(map[string]bool),
+				fuzzed: make(map[string]string), reads: make(map[string]string)}
 			sources[dir] = s
 		}
 		if strings.HasSuffix(file, "_test.go") {
 			for _, d := range parsed.Decls {
-				if f, ok := d.(*ast.FuncDecl); ok && f.Recv == nil && strings.HasPrefix(f.Name.Name, "Fuzz") {
+				f, ok := d.(*ast.FuncDecl)
+				if !ok || f.Recv != nil || !testName.MatchString(f.Name.Name) {
+					continue
+				}
+				if s.tests = append(s.tests, f.Name.Name); strings.HasPrefix(f.Name.Name, "Fuzz") {
 					s.fuzzed[f.Name.Name] = file
 				}
 			}

@@ -353,23 +353,28 @@ func TestPathsExist(t *testing.T) {
 			}
 		}
 	}
-	for file, p := range readPages(t, root) {
+	eachCode(readPages(t, root), check)
+	if paths < 100 {
+		t.Errorf("pages name %d paths, want at least 100", paths)
+	}
+}
+
+// eachCode calls f for each line of code and for each code span of the pages. at is the place of the code.
+func eachCode(pages map[string]*page, f func(at, code string)) {
+	for file, p := range pages {
 		paragraph := ""
 		for _, line := range p.lines {
 			at := fmt.Sprintf("%s:%d", file, line.number)
 			if line.code {
-				check(at, line.text)
+				f(at, line.text)
 			}
 			if paragraph += line.text + " "; line.code || strings.TrimSpace(line.text) == "" {
 				for _, span := range codeSpan.FindAllString(paragraph, -1) {
-					check("before "+at, span)
+					f("before "+at, span)
 				}
 				paragraph = ""
 			}
 		}
-	}
-	if paths < 100 {
-		t.Errorf("pages name %d paths, want at least 100", paths)
 	}
 }
 
