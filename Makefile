@@ -46,8 +46,8 @@ race: ## test the packages with goroutines under the race detector, in random or
 	$(GO) test -race -shuffle=on -short -timeout 30m $$($(GO) list -f '$(SYNCHRONIZES)' ./...) ./internal/conformance
 	$(GO) test -race -shuffle=on -timeout 30m -run 'Kill$$|StoppedRank|LeaveWithout' ./internal/e2e
 
-# Only the build with MPI contains C, and go vet for arm64 compiles all packages without cgo. So only what
-# differs without cgo is tested: how names are resolved.
+# Only the builds with the tags mpi and nccl contain C, and go vet for arm64 compiles all packages without cgo.
+# So only what differs without cgo is tested: how names are resolved.
 .PHONY: nocgo
 nocgo: ## test without a C compiler that ranks find each other by name and jobs run
 	CGO_ENABLED=0 $(GO) test ./internal/place

@@ -181,8 +181,8 @@ func (p *peer) depart() {
 }
 
 // expire runs some time after the peer has announced its shutdown. A peer that has used the channel sends a
-// bye when it has sent all its messages, however late, and then the channel ends. If the peer has not used it,
-// it sends no messages, and expire calls silence. But if the channel still opens, expire waits again.
+// bye when it has sent all its messages, however late, and then the channel ends. A peer that has not used it
+// sends no messages, and expire calls silence. But if the channel still opens, expire waits again.
 func (p *peer) expire() {
 	p.x.mu.Lock()
 	switch broken := p.broken; {
