@@ -432,9 +432,12 @@ class Killed(OnDevice):
         if rank() == size() - 1:
             calls[0].results()
             os.kill(os.getpid(), signal.SIGKILL)
+        # hvdrun ends ranks by SIGTERM 5 s after another one has failed, and the sidecar may need that long.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         with self.assertRaises(PeerError) as e:
             for call in calls:
                 call.results()
+            begin(wire.ALLREDUCE, xs[:1], "after", reduce_op=_engine.Sum).results()  # all calls may have been done
         self.assertEqual(list(e.exception.ranks), [size() - 1])
         self.assertEqual(Array([1]).write([7]).read(), [7])
 
