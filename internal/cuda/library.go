@@ -18,6 +18,7 @@ import "C"
 
 import (
 	"fmt"
+	"runtime"
 	"strings"
 	"unsafe"
 )
@@ -32,6 +33,8 @@ type Library struct {
 // OpenLibrary loads the first of the libraries that the dynamic loader finds. A name that contains a slash is
 // the path of a file.
 func OpenLibrary(names ...string) (*Library, error) {
+	runtime.LockOSThread() // dlerror returns the last error of the thread
+	defer runtime.UnlockOSThread()
 	var failures []string
 	for _, name := range names {
 		text := C.CString(name)
