@@ -279,6 +279,13 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 		Launcher: r.launcher(), Sets: r.members, Log: log,
 	})
 	r.Watch.Configure(&ecfg)
+	if r.nccl != nil {
+		report := ecfg.OnVerdict
+		ecfg.OnVerdict = func(p *engine.PeerError) {
+			r.nccl.Fail(p)
+			report(p)
+		}
+	}
 	if r.Engine, err = engine.Start(ctx, ecfg); err != nil {
 		if r.session != nil {
 			err = r.failed(r.session.Fail(err))

@@ -22,5 +22,8 @@ func (l *Library) Register(Config) ops.Registration { panic("nccl: not built") }
 // Count returns 0.
 func (l *Library) Count() int { return 0 }
 
+// Fail does nothing.
+func (l *Library) Fail(error) {}
+
 // Close does nothing.
 func (l *Library) Close() error { return nil }

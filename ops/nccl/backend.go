@@ -159,7 +159,7 @@ func (b *backend) Start(op ops.Operation) error {
 		return b.fail(errors.New("Start was called for another operation before this one had finished"))
 	case op.Err != nil: // Close aborts the communicators, because Start must not wait
 		b.err = fmt.Errorf("ops/nccl: %v: %w", op.Kind, op.Err)
-		b.library.failed(b.err)
+		b.library.Fail(b.err)
 		return b.err
 	}
 	b.op, b.started, b.launched = op, true, b.launched && b.continued
@@ -257,7 +257,7 @@ func (b *backend) isTurn() (bool, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.err != nil {
-		return false, fmt.Errorf("an operation before it has failed: %w", l.err)
+		return false, fmt.Errorf("after an earlier failure: %w", l.err)
 	}
 	return b.op.Order <= l.next, nil
 }

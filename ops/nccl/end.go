@@ -19,15 +19,17 @@ func (b *backend) fail(err error) error {
 		err = &ops.UnknownRankError{Ranks: b.ranks, Err: err}
 	}
 	b.err = fmt.Errorf("ops/nccl: %v: %w", b.op.Kind, err)
-	b.library.failed(b.err)
+	b.library.Fail(b.err)
 	if err := b.abort(); err != nil {
 		return fmt.Errorf("%w; %w", b.err, err)
 	}
 	return b.err
 }
 
-// failed records the error of the first operation that has failed.
-func (l *Library) failed(err error) {
+// Fail records err as the reason why an operation or the job has failed, unless one is recorded already. From
+// then on, no operation is launched, and closing a backend aborts its communicators instead of waiting for
+// the other ranks.
+func (l *Library) Fail(err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.err == nil {

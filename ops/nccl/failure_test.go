@@ -101,6 +101,19 @@ func TestCloseAlone(t *testing.T) {
 	all[0].backend.Close()
 }
 
+// TestCloseAfterFailure checks that Close does not wait for the other ranks if the job has failed.
+func TestCloseAfterFailure(t *testing.T) {
+	all := cluster(t, 2)
+	each(all, func(m *member) {
+		buf := m.upload(tensor.Bytes(floats(m.me, 10)))
+		m.check(m.run(ops.Operation{Kind: message.Allreduce, DType: tensor.Float32, Op: tensor.Sum,
+			Tensors: []ops.Tensor{{In: buf, Out: buf}}}))
+	})
+	all[0].library.EndTimeout = time.Hour
+	all[0].library.Fail(errors.New("rank 1 failed"))
+	all[0].backend.Close()
+}
+
 // TestBufferGrows checks that a larger buffer for packed tensors does not wait for other work of the device,
 // as freeing memory would.
 func TestBufferGrows(t *testing.T) {
@@ -156,7 +169,7 @@ func TestRefusedOrder(t *testing.T) {
 	buf := m.alloc(4)
 	err = m.run(ops.Operation{Kind: message.Allreduce, DType: tensor.Float32, Op: tensor.Sum,
 		Tensors: []ops.Tensor{{In: buf, Out: buf}}})
-	testnet.WantError(t, err, "an operation before it has failed: ops/nccl: broadcast: the rank cannot run it")
+	testnet.WantError(t, err, "after an earlier failure: ops/nccl: broadcast: the rank cannot run it")
 }
 
 // TestParts checks that the parts of an operation follow each other on the device, without a wait for the end
