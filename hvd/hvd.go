@@ -33,7 +33,10 @@
 // The options On, Over and Timeout apply to every operation unless their documentation says otherwise, and
 // the other options only where it says so. A call fails with a *UsageError if it has an option that does not
 // apply, or one with an argument that is not valid. If a call has an option twice, the last one counts.
-// Likewise, an InitOption that is not valid makes Init, New or NewUniqueID fail.
+//
+// An InitOption that is not valid makes Init, New or NewUniqueID fail. If it is given twice, the last one
+// counts too, but WithProcessSets adds to the earlier ones, and WithSetting and WithInitScheme replace only
+// those of the same name or scheme.
 //
 // # Names
 //
