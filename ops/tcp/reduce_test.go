@@ -134,11 +134,7 @@ func eachReduction(c *cluster, reductions []reduction, algs []message.Algorithm,
 		}
 		want := elements(r.dt, numElems, func(i int) int64 { return fold(r.op, r.dt, n, i) })
 		for _, alg := range algs {
-			in := make([][]byte, n)
-			for rank := range in {
-				in[rank] = aligned(given[rank])
-			}
-			f(r.op, r.dt, alg, in, want)
+			f(r.op, r.dt, alg, copies(given), want)
 		}
 	}
 }
@@ -148,6 +144,15 @@ func aligned(p []byte) []byte {
 	c := tensor.Bytes(make([]int64, (len(p)+7)/8))[:len(p)]
 	copy(c, p)
 	return c
+}
+
+// copies returns aligned copies of all buffers.
+func copies(bufs [][]byte) [][]byte {
+	all := make([][]byte, len(bufs))
+	for i, p := range bufs {
+		all[i] = aligned(p)
+	}
+	return all
 }
 
 func checkAllreduce(t *testing.T, c *cluster, reductions []reduction, numElems int) {
@@ -250,14 +255,15 @@ func divisions(n, numElems int) map[string][]int64 {
 
 func checkReducescatter(t *testing.T, c *cluster, reductions []reduction, numElems int) {
 	t.Helper()
-	for name, elems := range divisions(len(c.backends), numElems) {
-		eachReduction(c, reductions, tcp.Algorithms(message.Reducescatter), numElems,
-			func(op tensor.ReduceOp, dt tensor.DType, alg message.Algorithm, bufs [][]byte, want []byte) {
-				t.Helper()
+	eachReduction(c, reductions, tcp.Algorithms(message.Reducescatter), numElems,
+		func(op tensor.ReduceOp, dt tensor.DType, alg message.Algorithm, in [][]byte, want []byte) {
+			t.Helper()
+			for name, elems := range divisions(len(c.backends), numElems) {
 				var counts []int64
 				for _, k := range elems {
 					counts = append(counts, k*int64(dt.Size()))
 				}
+				bufs := copies(in)
 				c.must(t, func(r int, b *opstest.Blocking) error {
 					return b.Reducescatter(t.Context(), alg, dt, op, bufs[r], counts)
 				})
@@ -268,8 +274,8 @@ func checkReducescatter(t *testing.T, c *cluster, reductions []reduction, numEle
 					wantElements(t, what, dt, bufs[r][from:from+k], want[from:from+k])
 					from += k
 				}
-			})
-	}
+			}
+		})
 }
 
 // A reduce gives its root the bits of a direct allreduce, whether the root reduces alone (up to 64 KiB from
@@ -284,33 +290,36 @@ func TestReduce(t *testing.T) {
 			sizes = append(sizes, 65537)
 		}
 		for _, numElems := range sizes {
-			for root := range c.backends {
-				checkReduce(t, c, numElems, root)
-			}
+			checkReduce(t, c, numElems)
 		}
 	})
 }
 
-func checkReduce(t *testing.T, c *cluster, numElems, root int) {
+// checkReduce compares the results of reduces to each root with that of one direct allreduce.
+func checkReduce(t *testing.T, c *cluster, numElems int) {
 	t.Helper()
 	for _, dt := range []tensor.DType{tensor.Float16, tensor.Float32, tensor.Int64} {
-		bufs, want := make([][]byte, len(c.backends)), make([][]byte, len(c.backends))
-		for r := range bufs {
-			bufs[r] = elements(dt, numElems, func(i int) int64 { return value(dt, r, i) })
+		given := make([][]byte, len(c.backends))
+		for r := range given {
 			if dt == tensor.Float32 { // sums of these numbers depend on the order of the additions
-				bufs[r] = floats(dt, numElems, func(i int) float64 { return 1 / float64(3+(r*11+i)%1009) })
+				given[r] = floats(dt, numElems, func(i int) float64 { return 1 / float64(3+(r*11+i)%1009) })
+			} else {
+				given[r] = elements(dt, numElems, func(i int) int64 { return value(dt, r, i) })
 			}
-			bufs[r], want[r] = aligned(bufs[r]), aligned(bufs[r])
 		}
+		want := copies(given)
 		c.must(t, func(r int, b *opstest.Blocking) error {
 			return b.Allreduce(t.Context(), message.Direct, dt, tensor.Sum, want[r])
 		})
-		c.must(t, func(r int, b *opstest.Blocking) error {
-			return b.Reduce(t.Context(), message.Direct, dt, tensor.Sum, root,
-				ops.Tensor{In: bufs[r], Out: bufs[r]})
-		})
-		wantElements(t, fmt.Sprintf("reduce of %d × %v to rank %d", numElems, dt, root), dt, bufs[root],
-			want[root])
+		for root := range c.backends {
+			bufs := copies(given)
+			c.must(t, func(r int, b *opstest.Blocking) error {
+				return b.Reduce(t.Context(), message.Direct, dt, tensor.Sum, root,
+					ops.Tensor{In: bufs[r], Out: bufs[r]})
+			})
+			wantElements(t, fmt.Sprintf("reduce of %d × %v to rank %d", numElems, dt, root), dt, bufs[root],
+				want[root])
+		}
 	}
 }
 
