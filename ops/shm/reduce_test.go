@@ -17,10 +17,6 @@ import (
 // input returns the contribution of the given rank to tensor number t. Its elements are small integers, so
 // the order of the additions does not change their sum.
 func input(dt tensor.DType, rank, t, numElems int) []byte {
-	// The elements repeat with this period, because setting each one separately would take minutes with the
-	// race detector.
-	const period = 10
-	b := aligned(numElems * dt.Size())
 	v := make([]float64, min(numElems, period))
 	for i := range v {
 		v[i] = float64((7*i + 13*rank + 3*t) % 5)
@@ -28,8 +24,19 @@ func input(dt tensor.DType, rank, t, numElems int) []byte {
 			v[i] = float64((i + rank) % 2)
 		}
 	}
-	encode(dt, b, v)
-	for have := len(v) * dt.Size(); 0 < have && have < len(b); have *= 2 {
+	first := aligned(len(v) * dt.Size())
+	encode(dt, first, v)
+	return repeated(first, numElems*dt.Size())
+}
+
+// period is the number of elements after which the elements of an input repeat. Setting each element
+// separately would take minutes with the race detector.
+const period = 10
+
+// repeated returns numBytes bytes that repeat those of first.
+func repeated(first []byte, numBytes int) []byte {
+	b := aligned(numBytes)
+	for have := copy(b, first); 0 < have && have < len(b); have *= 2 {
 		copy(b[have:], b[:have])
 	}
 	return b
@@ -71,11 +78,12 @@ func reduced(dt tensor.DType, op tensor.ReduceOp, n, t, numElems int) []byte {
 	if err != nil {
 		panic(err)
 	}
-	sum := input(dt, 0, t, numElems)
+	first := min(numElems, period)
+	sum := input(dt, 0, t, first)
 	for r := 1; r < n; r++ {
-		f(sum, input(dt, r, t, numElems))
+		f(sum, input(dt, r, t, first))
 	}
-	return sum
+	return repeated(sum, numElems*dt.Size())
 }
 
 var one = ops.Scaling{Pre: 1, Post: 1}
