@@ -18,6 +18,10 @@ WHEELS   ?= amd64 arm64
 PYTHON   ?= $(or $(firstword $(foreach p,python3 /usr/bin/python3,$(shell $(p) -c 'import torch' 2>/dev/null && echo $(p)))),\
 	$(error no interpreter imports torch; Debian has it in python3-torch))
 
+# By default a program with the race detector sleeps for a second before it exits. Without that it waits only for
+# reports that have begun.
+export GORACE ?= atexit_sleep_ms=0
+
 .PHONY: help
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "%-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,23 +43,30 @@ test: ## run all tests
 # finds nothing.
 SYNCHRONIZES = {{range .Imports}}{{if or (eq . "sync") (eq . "sync/atomic")}}{{$$.ImportPath}}{{break}}{{end}}{{end}}
 
+# The flag of go test for targets whose files are checked by the target vet or by go vet in the same target.
+VETTED = -vet=off
+
+# Lists the packages with files that are compiled only for the race detector. The target vet does not check them.
+WITH_RACE_TAG = git grep -l '^//go:build race' -- '*.go' | xargs dirname | sort -u | sed 's|^|./|'
+
 # Of the jobs of several processes, only those run in which the ranks are the test program itself and die.
 # Other jobs run programs that are built without the detector.
 .PHONY: race
 race: ## test the packages with goroutines under the race detector, in random order, with less data
-	$(GO) test -race -shuffle=on -short -timeout 30m $$($(GO) list -f '$(SYNCHRONIZES)' ./...) ./internal/conformance
-	$(GO) test -race -shuffle=on -timeout 30m -run 'Kill$$|StoppedRank|LeaveWithout' ./internal/e2e
+	$(GO) vet -race $$($(WITH_RACE_TAG))
+	$(GO) test $(VETTED) -race -shuffle=on -short -timeout 30m $$($(GO) list -f '$(SYNCHRONIZES)' ./...) ./internal/conformance
+	$(GO) test $(VETTED) -race -shuffle=on -timeout 30m -run 'Kill$$|StoppedRank|LeaveWithout' ./internal/e2e
 
 # Only the builds with the tags mpi and nccl contain C, and go vet for arm64 compiles all packages without cgo.
 # So only what differs without cgo is tested: how names are resolved.
 .PHONY: nocgo
 nocgo: ## test without a C compiler that ranks find each other by name and jobs run
-	CGO_ENABLED=0 $(GO) test ./internal/place
-	CGO_ENABLED=0 $(GO) test -run InitAgain ./internal/e2e
+	CGO_ENABLED=0 $(GO) test $(VETTED) ./internal/place
+	CGO_ENABLED=0 $(GO) test $(VETTED) -run InitAgain ./internal/e2e
 
 .PHONY: noasm
 noasm: ## test the kernels without assembly
-	$(GO) test -tags noasm ./internal/kernel
+	$(GO) test $(VETTED) -tags noasm ./internal/kernel
 
 .PHONY: changed
 changed: ## arm64, asan and image, each only if its files have changed since it passed
@@ -93,16 +104,16 @@ WITH_MPI = ./ops/mpi ./internal/conformance ./internal/e2e
 .PHONY: test-mpi
 test-mpi: ## test with Open MPI and MPICH, as jobs of 1 to 4 processes
 	$(GO) vet -tags mpi ./...
-	$(GO) test -p 1 -count 1 -run MPI $(WITH_MPI) -args -mpi
+	$(GO) test $(VETTED) -p 1 -count 1 -run MPI $(WITH_MPI) -args -mpi
 
 .PHONY: test-nccl
 test-nccl: ## test operations on CUDA devices with stand-ins for NCCL and CUDA
 	$(GO) vet -tags nccl ./...
-	$(GO) test -tags nccl -race -count 1 ./internal/testcuda ./internal/cuda ./ops/nccl
-	$(GO) test -tags nccl -race -count 1 -run Device ./hvd
-	$(GO) test -tags nccl -race -count 1 -run Device ./cmd/hvdd ./cmd/hvdbench
-	$(GO) test -tags nccl -count 1 -run Device ./internal/pythontest
-	$(GO) test -tags nccl -race -count 1 -run NCCL ./internal/conformance
+	$(GO) test $(VETTED) -tags nccl -race -count 1 ./internal/testcuda ./internal/cuda ./ops/nccl
+	$(GO) test $(VETTED) -tags nccl -race -count 1 -run Device ./hvd
+	$(GO) test $(VETTED) -tags nccl -race -count 1 -run Device ./cmd/hvdd ./cmd/hvdbench
+	$(GO) test $(VETTED) -tags nccl -count 1 -run Device ./internal/pythontest
+	$(GO) test $(VETTED) -tags nccl -race -count 1 -run NCCL ./internal/conformance
 
 .PHONY: nccl-libraries
 nccl-libraries: ## check that PyPI's NCCL and CUDA runtime (300 MB) have what gohvd calls; needs no GPU
