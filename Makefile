@@ -29,8 +29,14 @@ help: ## list the targets
 .PHONY: check
 check: test others ## everything CI runs
 
+# The targets of others that only read the working tree, so that make -j may run them at the same time.
+.PHONY: readers
+readers: format vet race lint nocgo noasm test-mpi test-nccl wheel-check
+
 .PHONY: others
-others: format vet lint race nocgo noasm test-mpi test-nccl wheel-check changed generated ## everything CI runs except the tests
+others: readers ## everything CI runs except the tests; make -j2 overlaps the waits of the targets
+	$(MAKE) --no-print-directory changed
+	$(MAKE) --no-print-directory generated
 
 .PHONY: nightly
 nightly: check wheel arm64 asan image pytorch-image slurm nccl-libraries gpu-check-stand-ins fuzz conformance autotune deaths test-python ## the checks that take too long for each change: a few hours

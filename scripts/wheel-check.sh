@@ -10,6 +10,7 @@ fail() {
 	echo "wheel-check: $*" >&2
 	exit 1
 }
+unset MAKEFLAGS # from the make that runs this script: make wheel cannot use the job server of make -j
 # make wheel makes only the wheels of this machine, to save time.
 machine=$(uname -m) WHEELS=$("${GO:-go}" env GOARCH)
 export WHEELS
