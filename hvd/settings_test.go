@@ -139,6 +139,7 @@ func TestSettingsThatDiffer(t *testing.T) {
 		"HVD_RENDEZVOUS_PORT": nil,
 		"HVD_SIZE":            nil,
 		"HVD_STALENESS":       nil,
+		"HVD_PS_REPLICAS":     nil,
 		"HVD_SUBDOMAIN":       nil,
 	}
 	for _, mode := range []string{"event", "lockstep"} {

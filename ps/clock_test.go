@@ -92,8 +92,8 @@ func gradient(vals []float32, rank, now int) []float32 {
 func TestBulkSynchronous(t *testing.T) {
 	const workers, iterations = 3, 20
 	keys := []uint64{1, MaxKey / 3, MaxKey / 2, MaxKey - 2}
-	for name, handler := range map[string]func() KVHandler[float32]{"sum": Sum[float32],
-		"adam": func() KVHandler[float32] { return Adam[float32](0.01, 0.9, 0.999, 1e-8) }} {
+	for name, handler := range map[string]func() Handler[float32]{"sum": Sum[float32],
+		"adam": func() Handler[float32] { return Adam[float32](0.01, 0.9, 0.999, 1e-8) }} {
 		result := func(n int) (vals []float32) {
 			j := job{t: t, servers: 2, workers: n}
 			if n > 1 {

@@ -1,6 +1,7 @@
 package ps
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -8,8 +9,10 @@ import (
 	"math"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
+	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/ps/pspb"
 	"github.com/gohvd/gohvd/internal/ps/van"
 )
@@ -30,9 +33,14 @@ type customer struct {
 	handling sync.Mutex
 	// gone is called when a process has died or left. It may be nil.
 	gone func()
+	// replicas has the ranges of keys that this server has, by Header.range. It is nil in a job without
+	// replicas.
+	replicas map[int32]*replica
 
 	mu        sync.Mutex
 	timestamp int64 // number of requests so far
+	completed int64 // all requests up to this number have completed, at least
+	rerouting bool  // a goroutine sends parts to other servers
 	pending   map[int64]*Request
 	callbacks []*Request // requests whose callback is to be called
 	calling   bool       // a goroutine calls callbacks
@@ -71,8 +79,9 @@ type Request struct {
 	completed func(err error)
 	// event is the push or pull, unless it is another request.
 	event event
-	// keys returns the keys of the part for a server. It is nil unless the request is a push or pull.
-	keys func(server int) []uint64
+	// keys returns the keys in the range of the server with a rank. It is nil unless the request is a push or
+	// pull.
+	keys func(rank int) []uint64
 
 	// The following fields are guarded by c.mu until the request has completed.
 	parts    []part
@@ -87,11 +96,24 @@ type part struct {
 	to       int
 	m        *van.Message // the request, before it is sent
 	response *van.Message // nil before it has arrived
+	// home is the range in which the keys are, as in Header.range. It is 0 unless the request is a push or
+	// pull.
+	home int32
+	// again makes the request once more for another server that has the range. It is nil if there is none.
+	again func(to int) *van.Message
 
 	// sent is set before the part is sent, so the response may arrive from then on. inFlight is set when the
 	// van has accepted the part for the process via. From then on van.Answered must be called once.
 	sent, inFlight, answered bool
 	via                      van.Process
+
+	// attempt counts how often the part was sent, and settled is the attempt that was answered with moved.
+	attempt, settled int
+	// reading is the number of attempts whose message the van may still read.
+	reading *atomic.Int32
+	// homeless is when the part first lost its server. While sent is not set, it is to be sent to another
+	// one.
+	homeless time.Time
 }
 
 // newCustomer returns a customer. The caller sets request and passes the customer to Postoffice.add.
@@ -120,6 +142,11 @@ func (c *customer) start(ctx context.Context, r *Request) error {
 	if n := len(c.pending) + c.uncalled; err == nil && n >= maxOutstanding {
 		err = fmt.Errorf("%d requests have not completed, want at most %d", n, maxOutstanding)
 	}
+	if c.advance(); err == nil && c.timestamp-c.completed >= maxOutstanding && c.po.set.PS.Replicas > 0 {
+		// The servers remember which pushes were applied since then.
+		err = fmt.Errorf("request %d has not completed, and %d later ones have been made, want at most %d",
+			c.completed+1, c.timestamp-c.completed-1, maxOutstanding)
+	}
 	if err != nil {
 		c.mu.Unlock()
 		for _, p := range r.parts {
@@ -141,7 +168,7 @@ func (c *customer) start(ctx context.Context, r *Request) error {
 		return nil
 	}
 	for i := range r.parts {
-		if err := c.send(ctx, r, &r.parts[i]); err != nil {
+		if err := c.send(ctx, r, &r.parts[i], r.parts[i].m); err != nil {
 			for _, p := range r.parts[i+1:] {
 				p.m.Drop()
 			}
@@ -152,24 +179,54 @@ func (c *customer) start(ctx context.Context, r *Request) error {
 	return nil
 }
 
-// send sends one part of a request, unless the request has failed already.
-func (c *customer) send(ctx context.Context, r *Request, p *part) error {
-	m := p.m
+// advance sets completed to what has completed. The caller holds mu.
+func (c *customer) advance() {
+	for c.completed < c.timestamp && c.pending[c.completed+1] == nil {
+		c.completed++
+	}
+}
+
+// send sends the message m, which is one part of a request, unless the request has failed already.
+func (c *customer) send(ctx context.Context, r *Request, p *part, m *van.Message) error {
 	h := m.Header
 	h.Request, h.Timestamp, h.AppId, h.CustomerId = true, r.timestamp, int32(c.key.app), int32(c.key.id)
+	h.Range = p.home
+	if p.again != nil {
+		reading := p.reading
+		reading.Add(1)
+		m.Free = func() { reading.Add(-1) }
+	}
 	c.mu.Lock()
+	c.advance()
+	h.Completed = c.completed
 	p.m = nil
-	p.sent = c.pending[r.timestamp] == r
+	sent := c.pending[r.timestamp] == r
+	p.sent = sent
+	p.attempt++
+	attempt, to := p.attempt, p.to
 	c.mu.Unlock()
-	if !p.sent {
+	if !sent {
 		m.Drop()
 		return nil
 	}
-	via, err := c.po.van.Request(ctx, p.to, m)
-	if err != nil {
-		return err
-	}
+	via, err := c.po.van.Request(ctx, to, m)
 	c.mu.Lock()
+	if lost := p.attempt != attempt || !p.sent; lost || err != nil {
+		settled := p.settled >= attempt
+		if err != nil && !lost && p.again != nil && ctx.Err() == nil &&
+			!errors.As(err, new(*van.LimitError)) {
+			c.unroute(p)
+			lost = true
+		}
+		c.mu.Unlock()
+		switch {
+		case err != nil && !lost:
+			return err
+		case err == nil && !settled:
+			c.po.van.Answered(via)
+		}
+		return nil
+	}
 	p.inFlight, p.via = true, via
 	over := c.pending[r.timestamp] != r
 	if !over {
@@ -185,13 +242,48 @@ func (c *customer) send(ctx context.Context, r *Request, p *part) error {
 
 // receive handles a message of another node.
 func (c *customer) receive(from van.Process, m *van.Message) {
-	if m.Header.Request {
+	switch h := m.Header; {
+	case h.Replica != nil:
+		c.replica(from, m)
+	case h.Request:
+		if r := c.replicas[h.Range]; r != nil && h.Push {
+			r.await()
+		}
 		c.handling.Lock()
 		defer c.handling.Unlock()
 		c.request(from, m)
+	default:
+		c.response(from, m)
+	}
+}
+
+// handle handles a request that has waited for the customer.
+func (c *customer) handle(from van.Process, m *van.Message) {
+	if m.Header.Replica != nil {
+		c.replica(from, m)
 		return
 	}
-	c.response(from, m)
+	c.request(from, m)
+}
+
+// replica passes a message of another server to the replica that it is about.
+func (c *customer) replica(from van.Process, m *van.Message) {
+	switch r := c.replicas[m.Header.Range]; {
+	case r != nil:
+		r.receive(from, m)
+	case m.Header.Request:
+		c.po.refuse(from, m, fmt.Errorf("app %d has no replica of the range %d here", c.key.app,
+			m.Header.Range-1))
+	default:
+		m.Release()
+	}
+}
+
+// news tells the replicas that processes or connections have changed.
+func (c *customer) news() {
+	for _, r := range c.replicas {
+		r.news()
+	}
 }
 
 // response handles a response.
@@ -200,7 +292,9 @@ func (c *customer) response(from van.Process, m *van.Message) {
 	r := c.pending[m.Header.Timestamp]
 	i := -1
 	if r != nil {
-		i = slices.IndexFunc(r.parts, func(p part) bool { return p.to == from.ID && p.sent && !p.answered })
+		i = slices.IndexFunc(r.parts, func(p part) bool {
+			return p.to == from.ID && p.home == m.Header.Range && p.sent && !p.answered
+		})
 	}
 	if m.Header.WantKeys {
 		c.mu.Unlock()
@@ -216,7 +310,18 @@ func (c *customer) response(from van.Process, m *van.Message) {
 		return
 	}
 	p := &r.parts[i]
+	if m.Header.Moved && p.again != nil {
+		p.settled = p.attempt
+		c.unroute(p)
+		c.mu.Unlock()
+		c.po.van.Answered(from)
+		m.Release()
+		return
+	}
 	p.answered, p.response = true, m
+	if p.home > 0 {
+		c.po.primaries[p.home-1].Store(int32(from.ID))
+	}
 	r.answered++
 	all := r.answered == len(r.parts)
 	c.mu.Unlock()
@@ -236,9 +341,9 @@ func (c *customer) sendKeys(r *Request, from van.Process, m *van.Message) {
 	h := m.Header
 	m.Release()
 	keys := &van.Message{Header: &pspb.Header{Request: true, WantKeys: true, Timestamp: h.Timestamp,
-		AppId: h.AppId, CustomerId: h.CustomerId, KeyList: h.KeyList}}
+		AppId: h.AppId, CustomerId: h.CustomerId, Range: h.Range, KeyList: h.KeyList}}
 	if r != nil && r.keys != nil {
-		keys.Data = [][]byte{bytesOfKeys(r.keys(from.ID))}
+		keys.Data = [][]byte{bytesOfKeys(r.keys(int(h.Range) - 1))}
 	}
 	c.po.answer(from, keys)
 }
@@ -331,17 +436,108 @@ func (c *customer) failIf(why func(*Request) error) {
 	}
 }
 
-// lost fails the requests that a node will not answer.
+// lost fails the requests that a node will not answer, or sends them to the other server of their range.
 func (c *customer) lost(id int, err error) {
 	if c.gone != nil {
 		c.gone()
 	}
 	c.failIf(func(r *Request) error {
-		if slices.ContainsFunc(r.parts, func(p part) bool { return p.to == id && p.sent && !p.answered }) {
-			return err
+		for i := range r.parts {
+			switch p := &r.parts[i]; {
+			case p.to != id || !p.sent || p.answered:
+			case p.again == nil:
+				return err
+			default:
+				c.unroute(p)
+			}
 		}
 		return nil
 	})
+}
+
+// reroutePause is the time between two attempts to send parts of requests to the servers of their ranges.
+const reroutePause = 20 * time.Millisecond
+
+// unroute makes the customer send a part again, because the server to which it was sent has ended, or does
+// not answer for the range. The request has not completed. The caller holds mu.
+func (c *customer) unroute(p *part) {
+	p.sent, p.inFlight = false, false
+	if p.homeless.IsZero() {
+		p.homeless = time.Now()
+	}
+	if !c.rerouting {
+		c.rerouting = true
+		c.po.wg.Go(c.reroute)
+	}
+}
+
+// reroute sends the parts that have lost their servers to other ones, until there are none.
+func (c *customer) reroute() {
+	type homeless struct {
+		r *Request
+		p *part
+	}
+	for {
+		var all []homeless
+		c.mu.Lock()
+		for _, r := range c.pending {
+			for i := range r.parts {
+				if p := &r.parts[i]; !p.sent && !p.homeless.IsZero() {
+					all = append(all, homeless{r, p})
+				}
+			}
+		}
+		c.rerouting = len(all) > 0
+		c.mu.Unlock()
+		if len(all) == 0 {
+			return
+		}
+		slices.SortFunc(all, func(a, b homeless) int { return cmp.Compare(a.r.timestamp, b.r.timestamp) })
+		for _, h := range all {
+			if err := c.sendAgain(h.r, h.p); err != nil {
+				c.complete(h.r, err)
+			}
+		}
+		dial.Pause(context.Background(), reroutePause, c.po.van.Done())
+	}
+}
+
+// sendAgain sends a part to the server of its range that is not known not to answer. It returns an error if
+// there has been none for too long.
+func (c *customer) sendAgain(r *Request, p *part) error {
+	v, home := c.po.van, int(p.home)-1
+	if err := v.Err(); err != nil {
+		return err
+	}
+	first := van.ServerID(home)
+	if err := v.Gone(first); err != nil && v.Gone(c.po.otherServer(home, first)) != nil {
+		return &NodeError{ID: first, Err: fmt.Errorf("%w, and so is %s, which has the same keys", err,
+			van.Name(c.po.otherServer(home, first)))}
+	}
+	limit := p.homeless.Add(c.po.cfg.HeartbeatTimeout + customerWait)
+	late := &NodeError{ID: first, Err: fmt.Errorf("no server has answered for its keys for %v",
+		c.po.cfg.HeartbeatTimeout+customerWait)}
+	if time.Now().After(limit) {
+		return late
+	}
+	to := c.po.route(home, c.po.otherServer(home, p.to))
+	if p.reading.Load() > 0 {
+		to = 0 // later: the request may complete only when nothing reads the values
+	}
+	c.mu.Lock()
+	if to == 0 || c.pending[r.timestamp] != r {
+		c.mu.Unlock()
+		return nil
+	}
+	p.to = to
+	c.mu.Unlock()
+	cause := error(late)
+	if !r.deadline.IsZero() && r.deadline.Before(limit) {
+		limit, cause = r.deadline, errTimeout
+	}
+	ctx, cancel := context.WithDeadlineCause(context.Background(), limit, cause)
+	defer cancel()
+	return c.send(ctx, r, p, p.again(to))
 }
 
 // errTimeout is the reason why a request has failed if HVD_OPERATION_TIMEOUT_SECONDS have passed.
@@ -349,6 +545,9 @@ var errTimeout = errors.New("no answer within HVD_OPERATION_TIMEOUT_SECONDS")
 
 // tick fails the requests whose time limit has passed.
 func (c *customer) tick(now time.Time) {
+	for _, r := range c.replicas {
+		r.tick(now)
+	}
 	c.failIf(func(r *Request) error {
 		if r.deadline.IsZero() || now.Before(r.deadline) {
 			return nil
@@ -362,8 +561,18 @@ func (c *customer) tick(now time.Time) {
 	})
 }
 
+// close makes the customer answer no further pushes and pulls of replicas.
+func (c *customer) close() {
+	for _, r := range c.replicas {
+		r.close()
+	}
+}
+
 // end fails all requests, also later ones.
 func (c *customer) end(err error) {
+	for _, r := range c.replicas {
+		r.end()
+	}
 	c.mu.Lock()
 	c.ended = err
 	c.mu.Unlock()

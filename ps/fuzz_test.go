@@ -52,13 +52,13 @@ func FuzzServer(f *testing.F) {
 		sum := Sum[float32]()
 		s := &KVServer[float32]{lists: make(map[senderKey]*serverLists),
 			parked: make(map[parkedKey]*van.Message),
-			handler: func(meta KVMeta, data KVPairs[float32], s *KVServer[float32]) {
+			handler: KVHandler[float32](func(meta KVMeta, data KVPairs[float32], s *KVServer[float32]) {
 				if n := len(data.Vals); meta.Push && data.Lens == nil && n%len(data.Keys) != 0 ||
 					!meta.Push && n > 0 {
 					t.Errorf("%d values came with %d keys", n, len(data.Keys))
 				}
-				sum(meta, data, s)
-			}}
+				sum.handle(meta, data, s)
+			})}
 		c := &customer{po: po, request: s.dispatch}
 		s.SimpleApp = &SimpleApp{c: c}
 		for _, frames := range [][][]byte{{keys, vals, lens}, {nil, vals, lens}, {keys}, {keys, vals}, {}} {
@@ -86,7 +86,8 @@ func FuzzResponse(f *testing.F) {
 			var outLens []int32
 			op := operation[float32]{out: &out, options: options{outLens: &outLens}}
 			list := &keyList{keys: []uint64{1, 2}, bounds: []int{0, 2}}
-			if op.assemble(list, []part{{to: van.ServerID(0), response: m}}) == nil && len(outLens) != 2 {
+			parts := []part{{to: van.ServerID(0), home: 1, response: m}}
+			if op.assemble(list, parts) == nil && len(outLens) != 2 {
 				t.Errorf("2 keys have %d lengths", len(outLens))
 			}
 		}

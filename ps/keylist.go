@@ -64,8 +64,10 @@ func checkKeys(keys []uint64) error {
 type keyList struct {
 	number uint64 // names the list in messages
 	keys   []uint64
-	bounds []int  // see Slicer
-	sent   []bool // by server: the keys were sent; guarded by the mu of keyLists
+	bounds []int // see Slicer
+	// sent says that the keys of a range were sent, by 2·rank of the range, plus 1 for the second server that
+	// has the range. It is guarded by the mu of keyLists.
+	sent []bool
 }
 
 // keyLists remembers the lists of keys that a worker has used, so that each is checked, split and sent once.
@@ -106,7 +108,7 @@ func (l *keyLists) get(keys []uint64, slice func(keys []uint64) ([]int, error)) 
 		return nil, err
 	}
 	l.number++
-	k := &keyList{l.number, slices.Clone(keys), bounds, make([]bool, len(bounds)-1)}
+	k := &keyList{l.number, slices.Clone(keys), bounds, make([]bool, 2*(len(bounds)-1))}
 	if l.lists == nil {
 		l.lists = make(map[uint64][]*keyList)
 	}
@@ -139,12 +141,17 @@ func (l *keyLists) clear() {
 	l.lists, l.order, l.bytes = nil, nil, 0
 }
 
-// first reports whether the keys for a server were not sent yet, and records that they are now.
-func (l *keyLists) first(k *keyList, server int) bool {
+// first reports whether the keys of a range were not sent to a server yet, and records that they are now.
+// rank is that of the range, and second says that the server is the second one that has it.
+func (l *keyLists) first(k *keyList, rank int, second bool) bool {
+	i := 2 * rank
+	if second {
+		i++
+	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	first := !k.sent[server]
-	k.sent[server] = true
+	first := !k.sent[i]
+	k.sent[i] = true
 	return first
 }
 
@@ -152,6 +159,8 @@ func (l *keyLists) first(k *keyList, server int) bool {
 type serverList struct {
 	keys     []uint64
 	resolved *resolved // where a store has the values, once it has looked
+	// replicated is the number of the list among those that the other server of the range knows.
+	replicated uint64
 }
 
 // serverLists has the lists of keys of a customer of a worker, by their numbers. When there are too many, it
@@ -161,6 +170,8 @@ type serverLists struct {
 	order []uint64 // oldest first
 	bytes int
 }
+
+func newServerLists() serverLists { return serverLists{lists: make(map[uint64]*serverList)} }
 
 // add remembers a list.
 func (s *serverLists) add(number uint64, list *serverList) {

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"math/rand/v2"
 	"os"
 	"os/exec"
@@ -19,8 +20,11 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// nodeVariable makes the test program a node, and not a test.
+// nodeVariable makes the test program a node, and not a test. Its value is the program of the node: one of
+// nodePrograms.
 const nodeVariable = "GOHVD_PS_TEST_NODE"
+
+var nodePrograms = map[string]func() error{"rounds": nodeMain, "sums": sumMain}
 
 // nodeMain is the program of a node. A worker sets values at all servers and reads them back, again and
 // again, and prints the number of each round. If a server ends, it repeats the round. The program ends with
@@ -93,16 +97,24 @@ func setAndReadOnce(ctx context.Context, w *KVWorker[float64], keys []uint64, ro
 // process is a node of the test that is a process of its own.
 type process struct {
 	cmd   *exec.Cmd
+	stdin io.WriteCloser
 	lines chan string // closed at the end of its output
 }
 
-func startProcess(t *testing.T, port, role string, rank int) *process {
+// startProcess starts a node of a job with the given number of servers and 2 workers. env has further
+// variables.
+func startProcess(t *testing.T, program, port, role string, rank, servers int, env ...string) *process {
 	t.Helper()
 	p := &process{cmd: exec.Command(os.Args[0]), lines: make(chan string, 1)}
-	p.cmd.Env = append(os.Environ(), nodeVariable+"=1", "DMLC_ROLE="+role, "DMLC_RANK="+strconv.Itoa(rank),
-		"DMLC_NUM_SERVER=2", "DMLC_NUM_WORKER=2", "DMLC_PS_ROOT_URI=127.0.0.1", "DMLC_PS_ROOT_PORT="+port,
-		"DMLC_LOCAL=1", "HVD_RECOVERY_SECONDS=60", "PS_HEARTBEAT_TIMEOUT=30")
+	p.cmd.Env = append(os.Environ(), nodeVariable+"="+program, "DMLC_ROLE="+role,
+		"DMLC_RANK="+strconv.Itoa(rank), "DMLC_NUM_SERVER="+strconv.Itoa(servers), "DMLC_NUM_WORKER=2",
+		"DMLC_PS_ROOT_URI=127.0.0.1", "DMLC_PS_ROOT_PORT="+port, "DMLC_LOCAL=1", "HVD_RECOVERY_SECONDS=60",
+		"PS_HEARTBEAT_TIMEOUT=30")
+	p.cmd.Env = append(p.cmd.Env, env...)
 	out, err := p.cmd.StdoutPipe()
+	if err == nil {
+		p.stdin, err = p.cmd.StdinPipe()
+	}
 	if err == nil {
 		p.cmd.Stderr = p.cmd.Stdout
 		err = p.cmd.Start()
@@ -140,11 +152,27 @@ func (p *process) rounds(t *testing.T, n int) {
 		select {
 		case line := <-p.lines:
 			if !strings.HasPrefix(line, "round ") {
-				t.Fatalf("a worker says %q", line)
+				p.unexpected(t, line)
 			}
 		case <-deadline:
 			t.Fatal("a worker makes no rounds for a minute")
 		}
+	}
+}
+
+// unexpected fails the test with a line of the process and those that follow.
+func (p *process) unexpected(t *testing.T, line string) {
+	t.Helper()
+	more := []string{line}
+	for end := time.After(time.Second); ; {
+		select {
+		case line, open := <-p.lines:
+			if more = append(more, line); open {
+				continue
+			}
+		case <-end:
+		}
+		t.Fatalf("a process says %s", strings.Join(more, "\n"))
 	}
 }
 
@@ -171,7 +199,7 @@ func killAndReturn(t *testing.T, seed uint64) {
 	port := strconv.Itoa(testnet.FreePort(t))
 	nodes := make(map[int]*process)
 	start := func(id int) {
-		nodes[id] = startProcess(t, port, van.RoleOf(id).String(), van.Rank(id))
+		nodes[id] = startProcess(t, "rounds", port, van.RoleOf(id).String(), van.Rank(id), 2)
 	}
 	for _, id := range van.Members(AllGroup, 2, 2) {
 		start(id)

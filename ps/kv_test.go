@@ -26,7 +26,7 @@ var full = flag.Bool("full", false, "run 10 million requests in TestRandom")
 
 // kv runs a job whose servers have the handler that the function handler returns, and calls worker for each
 // customer of each worker.
-func kv[T Value](j job, handler func() KVHandler[T], worker func(po *Postoffice, rank int, w *KVWorker[T])) {
+func kv[T Value](j job, handler func() Handler[T], worker func(po *Postoffice, rank int, w *KVWorker[T])) {
 	j.run(func(po *Postoffice) {
 		if po.IsServer() {
 			if _, err := NewKVServer(po, 0, handler(), SimpleHandlers{}); err != nil {
@@ -264,10 +264,10 @@ func TestKeysAreNamed(t *testing.T) {
 func TestLateAnswers(t *testing.T) {
 	const workers = 3
 	var answers sync.WaitGroup
-	handler := func() KVHandler[float64] {
+	handler := func() Handler[float64] {
 		var sum float64
 		var waiting []KVMeta
-		return func(meta KVMeta, data KVPairs[float64], s *KVServer[float64]) {
+		return KVHandler[float64](func(meta KVMeta, data KVPairs[float64], s *KVServer[float64]) {
 			if meta.Cmd != 7 || !slices.Equal(data.Keys, []uint64{4}) {
 				t.Errorf("got command %d for keys %v", meta.Cmd, data.Keys)
 			}
@@ -291,7 +291,7 @@ func TestLateAnswers(t *testing.T) {
 					}
 				})
 			}
-		}
+		})
 	}
 	j := job{t: t, servers: 1, workers: workers}
 	kv(j, handler, func(_ *Postoffice, rank int, w *KVWorker[float64]) {
@@ -386,7 +386,7 @@ func TestSharedHandler(t *testing.T) {
 	})
 }
 
-func server[T Value](po *Postoffice, app int, h KVHandler[T]) error {
+func server[T Value](po *Postoffice, app int, h Handler[T]) error {
 	_, err := NewKVServer(po, app, h, SimpleHandlers{})
 	return err
 }
@@ -413,21 +413,21 @@ func TestOptimizers(t *testing.T) {
 	const rate, beta, beta2, eps = 0.1, 0.9, 0.99, 1e-8
 	var m, v, s float64
 	for name, c := range map[string]struct {
-		f64  func() KVHandler[float64]
-		f16  func() KVHandler[half.BFloat16]
+		f64  func() Handler[float64]
+		f16  func() Handler[half.BFloat16]
 		step func(w, g float64, step int) float64
 	}{
-		"sgd": {func() KVHandler[float64] { return SGD[float64](rate) },
-			func() KVHandler[half.BFloat16] { return SGD[half.BFloat16](rate) },
+		"sgd": {func() Handler[float64] { return SGD[float64](rate) },
+			func() Handler[half.BFloat16] { return SGD[half.BFloat16](rate) },
 			func(w, g float64, _ int) float64 { return w - rate*g }},
-		"momentum": {func() KVHandler[float64] { return Momentum[float64](rate, beta) },
-			func() KVHandler[half.BFloat16] { return Momentum[half.BFloat16](rate, beta) },
+		"momentum": {func() Handler[float64] { return Momentum[float64](rate, beta) },
+			func() Handler[half.BFloat16] { return Momentum[half.BFloat16](rate, beta) },
 			func(w, g float64, _ int) float64 { m = beta*m + g; return w - rate*m }},
-		"adagrad": {func() KVHandler[float64] { return Adagrad[float64](rate, eps) },
-			func() KVHandler[half.BFloat16] { return Adagrad[half.BFloat16](rate, eps) },
+		"adagrad": {func() Handler[float64] { return Adagrad[float64](rate, eps) },
+			func() Handler[half.BFloat16] { return Adagrad[half.BFloat16](rate, eps) },
 			func(w, g float64, _ int) float64 { s += g * g; return w - rate*g/(math.Sqrt(s)+eps) }},
-		"adam": {func() KVHandler[float64] { return Adam[float64](rate, beta, beta2, eps) },
-			func() KVHandler[half.BFloat16] { return Adam[half.BFloat16](rate, beta, beta2, eps) },
+		"adam": {func() Handler[float64] { return Adam[float64](rate, beta, beta2, eps) },
+			func() Handler[half.BFloat16] { return Adam[half.BFloat16](rate, beta, beta2, eps) },
 			func(w, g float64, step int) float64 {
 				m, v = beta*m+(1-beta)*g, beta2*v+(1-beta2)*g*g
 				return w - rate*m/(1-math.Pow(beta, float64(step)))/(math.Sqrt(v/(1-math.Pow(beta2,
@@ -661,7 +661,7 @@ func TestFailedRequestIsDropped(t *testing.T) {
 				t.Error(err)
 				return
 			}
-			w.lists.first(list, 0) // as if the keys had been sent
+			w.lists.first(list, 0, false) // as if the keys had been sent
 			r, err := w.Push(t.Context(), []uint64{1}, []uint8{1})
 			if err != nil {
 				t.Error(err)
@@ -717,9 +717,9 @@ func TestMessageOfAGoneWorker(t *testing.T) {
 		if !po.IsServer() {
 			return
 		}
-		s, err := NewKVServer(po, 0, func(KVMeta, KVPairs[float32], *KVServer[float32]) {
+		s, err := NewKVServer(po, 0, KVHandler[float32](func(KVMeta, KVPairs[float32], *KVServer[float32]) {
 			t.Error("a request is handled")
-		}, SimpleHandlers{})
+		}), SimpleHandlers{})
 		if err != nil {
 			t.Error(err)
 			return

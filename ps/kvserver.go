@@ -42,23 +42,36 @@ type KVPairs[T Value] struct {
 
 // kvRequest is the state of a push or pull that a server handles.
 type kvRequest struct {
-	from     van.Process
-	m        *van.Message
-	keys     int // number of keys
-	pushed   int // size of the pushed values
-	event    event
-	answered atomic.Bool
+	from    van.Process
+	m       *van.Message
+	replica *replica // nil in a job without replicas
+	// forwarded says that m is released when the other server of the range has got its frames.
+	forwarded bool
+	keys      int // number of keys
+	pushed    int // size of the pushed values
+	event     event
+	answered  atomic.Bool
 }
 
-// KVHandler handles a push or pull of a worker. It must answer each request once, with Response or Fail, but
-// may do so later and from any goroutine. The slices of data may be read until then and must not be changed:
-// they may be shared memory that is mapped for reading only. There is one call at a time.
+// Handler handles the pushes and pulls at a server: a built-in handler, such as that of Sum, or a KVHandler.
+type Handler[T Value] interface {
+	handle(meta KVMeta, data KVPairs[T], s *KVServer[T])
+}
+
+// KVHandler is an own handler. It handles a push or pull of a worker. It must answer each request once, with
+// Response or Fail, but may do so later and from any goroutine. The slices of data may be read until then and
+// must not be changed: they may be shared memory that is mapped for reading only. There is one call at a
+// time.
 type KVHandler[T Value] func(meta KVMeta, data KVPairs[T], s *KVServer[T])
+
+func (h KVHandler[T]) handle(meta KVMeta, data KVPairs[T], s *KVServer[T]) { h(meta, data, s) }
 
 // KVServer handles the pushes and pulls of the workers. Its methods are safe for concurrent use.
 type KVServer[T Value] struct {
 	*SimpleApp
-	handler KVHandler[T]
+	handler Handler[T]
+	// replicas has the ranges that this server has, by rank. It is nil in a job without replicas.
+	replicas map[int]*replica
 
 	// The following fields are used only by the handler of requests, of which there is one call at a time.
 	lists  map[senderKey]*serverLists
@@ -69,10 +82,11 @@ type KVServer[T Value] struct {
 	old atomic.Bool // a worker has gone whose lists were not forgotten yet
 }
 
-// senderKey identifies a customer of a worker.
+// senderKey identifies a customer of a worker, and what it has sent for a range of keys.
 type senderKey struct {
 	process  van.Process
 	customer int32
+	home     int32 // rank of the range plus one, as in Header.range
 }
 
 // parkedKey identifies a request.
@@ -84,7 +98,9 @@ type parkedKey struct {
 // NewKVServer makes the server of an app in this process. The built-in handlers are Sum, Assign, SGD,
 // Momentum, Adagrad and Adam. Servers with the same built-in handler share its values. The server is a
 // SimpleApp too, with the handlers h, for example for commands of the workers.
-func NewKVServer[T Value](po *Postoffice, app int, handler KVHandler[T], h SimpleHandlers) (*KVServer[T],
+//
+// In a job with replicas (HVD_PS_REPLICAS), the handler must be a built-in one that no other server has.
+func NewKVServer[T Value](po *Postoffice, app int, handler Handler[T], h SimpleHandlers) (*KVServer[T],
 	error) {
 	if !po.IsServer() {
 		return nil, &UsageError{fmt.Errorf("ps: new KVServer: this process is a %s", po.cfg.Role)}
@@ -93,13 +109,41 @@ func NewKVServer[T Value](po *Postoffice, app int, handler KVHandler[T], h Simpl
 	s := &KVServer[T]{SimpleApp: a, handler: handler, lists: make(map[senderKey]*serverLists),
 		parked: make(map[parkedKey]*van.Message)}
 	if err == nil {
+		err = s.replicate()
+	}
+	if err == nil {
 		a.c.gone = func() { s.old.Store(true) }
 		err = a.add(s.handle)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("ps: new KVServer of app %d: %w", app, err)
 	}
+	a.c.news()
 	return s, nil
+}
+
+// replicate makes the replicas of the ranges that this server has.
+func (s *KVServer[T]) replicate() error {
+	po := s.c.po
+	if po.set.PS.Replicas == 0 {
+		return nil
+	}
+	b, ok := s.handler.(*builtIn[T])
+	if !ok {
+		return &UsageError{errors.New("HVD_PS_REPLICAS is for built-in handlers: the values of a KVHandler are " +
+			"not replicated")}
+	}
+	if b.used.Swap(true) {
+		return &UsageError{errors.New("another server has the same handler: with HVD_PS_REPLICAS, make one for " +
+			"each server")}
+	}
+	s.replicas, s.c.replicas = make(map[int]*replica), make(map[int32]*replica)
+	n := po.cfg.NumServers
+	for _, home := range []int{po.Rank(), (po.Rank() + n - 1) % n} {
+		r := newReplica(po, s.c.key.app, home, b.empty)
+		s.replicas[home], s.c.replicas[int32(home+1)] = r, r
+	}
+	return nil
 }
 
 // forget drops what concerns workers that have gone, and reports whether from is one of them. A message of
@@ -129,8 +173,17 @@ func (s *KVServer[T]) handle(from van.Process, m *van.Message) {
 // dispatch handles a request of a worker that has not gone.
 func (s *KVServer[T]) dispatch(from van.Process, m *van.Message) {
 	h := m.Header
-	sender := senderKey{from, h.CustomerId}
+	sender := senderKey{from, h.CustomerId, h.Range}
 	key := parkedKey{sender, h.Timestamp}
+	r := s.c.replicas[h.Range]
+	if r == nil && s.c.replicas != nil {
+		s.c.po.refuse(from, m, fmt.Errorf("this server does not have the range %d", h.Range-1))
+		return
+	}
+	if r != nil && !h.WantKeys && !r.serves() {
+		s.moved(from, m)
+		return
+	}
 	if h.WantKeys { // the answer to want below
 		waiting := s.unpark(key)
 		if waiting == nil || len(m.Data) == 0 {
@@ -145,7 +198,7 @@ func (s *KVServer[T]) dispatch(from van.Process, m *van.Message) {
 		s.serve(from, waiting, list, err)
 		return
 	}
-	if err := checkFrames[T](m); err != nil {
+	if err := checkFrames(m, tensor.Of[T]()); err != nil {
 		s.c.po.refuse(from, m, err)
 		return
 	}
@@ -161,13 +214,20 @@ func (s *KVServer[T]) dispatch(from van.Process, m *van.Message) {
 	s.want(from, key, m)
 }
 
-// checkFrames returns an error unless m is a push or pull of values of type T.
-func checkFrames[T Value](m *van.Message) error {
+// moved tells a worker that the other server of a range is its primary.
+func (s *KVServer[T]) moved(from van.Process, m *van.Message) {
+	h := m.Header
+	m.Release()
+	s.c.po.answer(from, &van.Message{Header: &pspb.Header{AppId: h.AppId, CustomerId: h.CustomerId,
+		Timestamp: h.Timestamp, Range: h.Range, Moved: true}})
+}
+
+// checkFrames returns an error unless m is a push or pull of values of type dt.
+func checkFrames(m *van.Message, dt tensor.DType) error {
 	h := m.Header
 	if len(m.Data) != 3 || !h.Push && !h.Pull || len(m.Data[0])%keyBytes != 0 || len(m.Data[2])%4 != 0 {
 		return errors.New("malformed push or pull")
 	}
-	dt := tensor.Of[T]()
 	if got := h.Frames[1].Type; got != wireTypes[dt] || len(m.Data[1])%dt.Size() != 0 {
 		return fmt.Errorf("the worker has values of type %s, the server of type %s", got, wireTypes[dt])
 	}
@@ -190,7 +250,7 @@ func (s *KVServer[T]) want(from van.Process, key parkedKey, m *van.Message) {
 	s.parked[key] = m
 	s.parkedBytes += n
 	s.c.po.answer(from, &van.Message{Header: &pspb.Header{AppId: h.AppId, CustomerId: h.CustomerId,
-		Timestamp: h.Timestamp, KeyList: h.KeyList, WantKeys: true}})
+		Timestamp: h.Timestamp, Range: h.Range, KeyList: h.KeyList, WantKeys: true}})
 }
 
 // unpark removes a request that waits for its keys, and returns it. If there is none, it returns nil.
@@ -207,7 +267,8 @@ func (s *KVServer[T]) unpark(key parkedKey) *van.Message {
 func (s *KVServer[T]) learn(sender senderKey, number uint64, b []byte) (*serverList, error) {
 	lists := s.lists[sender]
 	if lists == nil {
-		lists = &serverLists{lists: make(map[uint64]*serverList)}
+		made := newServerLists()
+		lists = &made
 		s.lists[sender] = lists
 	}
 	if known := lists.lists[number]; known != nil {
@@ -236,8 +297,10 @@ func (s *KVServer[T]) serve(from van.Process, m *van.Message, list *serverList, 
 		s.c.po.refuse(from, m, err)
 		return
 	}
-	s.handler(KVMeta{Cmd: h.Head, Push: h.Push, Pull: h.Pull, Sender: from.ID, Customer: int(h.CustomerId),
-		Timestamp: h.Timestamp, Clock: h.Clock - 1, req: &kvRequest{from: from, m: m, keys: len(list.keys),
+	s.handler.handle(KVMeta{Cmd: h.Head, Push: h.Push, Pull: h.Pull, Sender: from.ID,
+		Customer:  int(h.CustomerId),
+		Timestamp: h.Timestamp, Clock: h.Clock - 1, req: &kvRequest{from: from, m: m,
+			replica: s.c.replicas[h.Range], keys: len(list.keys),
 			pushed: len(m.Data[1]), event: s.c.po.observer.begin(kindOf(h.Push, h.Pull))}}, data, s)
 }
 
@@ -246,22 +309,30 @@ func (d *KVPairs[T]) check(push bool) error {
 	if !push && len(d.Vals)+len(d.Lens) > 0 || len(d.Keys) == 0 {
 		return errors.New("malformed push or pull")
 	}
-	if d.Lens == nil {
-		if len(d.Vals)%len(d.Keys) != 0 {
-			return fmt.Errorf("%d values do not fit %d keys", len(d.Vals), len(d.Keys))
+	return checkSizes(len(d.Keys), len(d.Vals), d.Lens)
+}
+
+// checkSizes returns an error if the number of values does not fit the number of keys, or their lengths if
+// these are not nil.
+func checkSizes(keys, vals int, lens []int32) error {
+	if keys == 0 {
+		return errors.New("malformed push: it has no keys")
+	}
+	if lens == nil {
+		if vals%keys != 0 {
+			return fmt.Errorf("%d values do not fit %d keys", vals, keys)
 		}
 		return nil
 	}
 	sum := 0
-	for _, n := range d.Lens {
+	for _, n := range lens {
 		if n < 0 {
 			return fmt.Errorf("a key has %d values", n)
 		}
 		sum += int(n)
 	}
-	if len(d.Lens) != len(d.Keys) || sum != len(d.Vals) {
-		return fmt.Errorf("%d values and %d lengths do not fit %d keys", len(d.Vals), len(d.Lens),
-			len(d.Keys))
+	if len(lens) != keys || sum != vals {
+		return fmt.Errorf("%d values and %d lengths do not fit %d keys", vals, len(lens), keys)
 	}
 	return nil
 }
@@ -304,6 +375,12 @@ func (s *KVServer[T]) respond(meta KVMeta, sizes []int, fill func(vals, lens []b
 		return fmt.Errorf("ps: response of app %d to %s: the request was answered already", s.c.key.app,
 			van.Name(meta.Sender))
 	}
+	return s.deliver(&meta, s.response(&meta, sizes, fill))
+}
+
+// response returns the answer to a request, with frames of the given sizes that the function fill writes. It
+// frees the request.
+func (s *KVServer[T]) response(meta *KVMeta, sizes []int, fill func(vals, lens []byte)) *van.Message {
 	h := meta.header(s.c.key.app)
 	m := &van.Message{Header: h}
 	if meta.Pull {
@@ -311,8 +388,15 @@ func (s *KVServer[T]) respond(meta KVMeta, sizes []int, fill func(vals, lens []b
 		van.SetTypes(h, wireTypes[tensor.Of[T]()], pspb.DataType_INT32)
 		fill(m.Data[0], m.Data[1])
 	}
-	meta.req.m.Release()
-	s.observe(&meta, m.Bytes(), nil)
+	if !meta.req.forwarded {
+		meta.req.m.Release()
+	}
+	return m
+}
+
+// deliver sends the answer to a request.
+func (s *KVServer[T]) deliver(meta *KVMeta, m *van.Message) error {
+	s.observe(meta, m.Bytes(), nil)
 	if err := s.c.po.respond(meta.req.from, m); err != nil {
 		return fmt.Errorf("ps: response of app %d: %w", s.c.key.app, err)
 	}
@@ -328,7 +412,8 @@ func (s *KVServer[T]) observe(meta *KVMeta, bytes int, err error) {
 // header returns the header of the response.
 func (meta *KVMeta) header(app int) *pspb.Header {
 	return &pspb.Header{AppId: int32(app), CustomerId: int32(meta.Customer), Timestamp: meta.Timestamp,
-		Push: meta.Push, Pull: meta.Pull, Priority: meta.req.m.Header.Priority}
+		Range: meta.req.m.Header.Range, Push: meta.Push, Pull: meta.Pull,
+		Priority: meta.req.m.Header.Priority}
 }
 
 // Fail answers a request with an error, which Wait returns at the worker as a *RemoteError.

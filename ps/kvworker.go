@@ -1,10 +1,12 @@
 package ps
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"slices"
+	"sync/atomic"
 
 	"github.com/gohvd/gohvd/internal/ps/pspb"
 	"github.com/gohvd/gohvd/internal/ps/van"
@@ -147,26 +149,45 @@ func (w *KVWorker[T]) do(ctx context.Context, what string, op operation[T], opts
 		clock.done(op.push, err)
 		w.c.po.observer.end(r.event, op.outcome(r, err))
 	}
-	r.keys = func(server int) []uint64 {
-		rank := van.Rank(server)
-		return list.keys[list.bounds[rank]:list.bounds[rank+1]]
+	r.keys = func(rank int) []uint64 { return list.keys[list.bounds[rank]:list.bounds[rank+1]] }
+	replicas := w.c.po.set.PS.Replicas > 0
+	if replicas {
+		op.keep()
 	}
 	if op.pull {
 		r.finish = func(parts []part) error { return op.assemble(list, parts) }
 	}
 	at := 0 // position in vals
-	for rank := range list.sent {
+	for rank := range len(list.bounds) - 1 {
 		from, to := list.bounds[rank], list.bounds[rank+1]
 		if from == to {
 			continue
 		}
 		n := op.numVals(from, to)
-		server := part{to: van.ServerID(rank)}
-		server.m = op.message(w.c.po.van, server.to, list, from, to, at, at+n, w.lists.first(list, rank))
+		begin, first := at, van.ServerID(rank)
+		message := func(id int, withKeys bool) *van.Message {
+			return op.message(w.c.po.van, id, list, from, to, begin, begin+n, withKeys)
+		}
+		server := part{to: first, home: int32(rank + 1)}
+		if replicas {
+			server.to = cmp.Or(w.c.po.route(rank, int(w.c.po.primaries[rank].Load())), first)
+			server.reading = new(atomic.Int32)
+			server.again = func(id int) *van.Message { return message(id, true) }
+		}
+		server.m = message(server.to, w.lists.first(list, rank, server.to != first))
 		r.parts = append(r.parts, server)
 		at += n
 	}
 	return r, w.c.start(ctx, r)
+}
+
+// keep copies the arguments, from which messages may have to be made again later. Values that are not copied
+// belong to the request until it has completed.
+func (op *operation[T]) keep() {
+	op.lens = slices.Clone(op.lens)
+	if op.copies {
+		op.vals, op.copies = slices.Clone(op.vals), false
+	}
 }
 
 // outcome describes the operation, whose request has completed.
@@ -308,7 +329,7 @@ func (op *operation[T]) assemble(list *keyList, parts []part) error {
 func (op *operation[T]) assembleLens(list *keyList, parts []part) error {
 	all := make([]int32, 0, len(list.keys))
 	for i := range parts {
-		rank := van.Rank(parts[i].to)
+		rank := parts[i].home - 1
 		n := list.bounds[rank+1] - list.bounds[rank]
 		lens := tensor.View[int32](parts[i].response.Data[1])
 		if vals := len(parts[i].response.Data[0]) / tensor.Of[T]().Size(); len(lens) == 0 && vals%n == 0 {

@@ -197,6 +197,14 @@ func (p *Postoffice) pending() (all []trace.Pending) {
 func (p *Postoffice) stats() trace.Node {
 	s := p.van.Stats()
 	s.Operations = p.observer.stats()
+	p.mu.Lock()
+	customers := p.list()
+	p.mu.Unlock()
+	for _, c := range customers {
+		for _, r := range c.replicas {
+			r.lag(&s)
+		}
+	}
 	return s
 }
 

@@ -91,7 +91,7 @@ func TestDump(t *testing.T) {
 					t.Error(err)
 				}
 			}
-			if err := server(po, 0, handler); err != nil {
+			if err := server(po, 0, KVHandler[int8](handler)); err != nil {
 				t.Error(err)
 			}
 			<-asked

@@ -9,6 +9,7 @@ import (
 	"os"
 	"strconv"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"go.uber.org/zap"
@@ -69,7 +70,9 @@ type Postoffice struct {
 	wg       sync.WaitGroup  // requests that have not completed, and goroutines that call callbacks
 	started  time.Time
 	clocks   []workerClock // by customer
-	observer observer
+	// primaries has the id of the server that was the last one to answer for a range, by rank, or 0.
+	primaries []atomic.Int32
+	observer  observer
 
 	mu        sync.Mutex
 	customers map[customerKey]*customer
@@ -126,6 +129,7 @@ func StartAsync(ctx context.Context, opts Options) (*Postoffice, error) {
 		return nil, fmt.Errorf("ps: %w", err)
 	}
 	p.clocks = make([]workerClock, p.cfg.Customers)
+	p.primaries = make([]atomic.Int32, p.cfg.NumServers)
 	if p.observer.clock, err = trace.NewClock(p.started); err != nil {
 		return nil, fmt.Errorf("ps: %w", err)
 	}
@@ -156,7 +160,7 @@ func vanConfig(ctx context.Context, set *config.Config, opts Options) (cfg van.C
 		Rank: s.Rank, Root: net.JoinHostPort(s.RootHost, strconv.Itoa(s.RootPort)),
 		StartTimeout:      set.StartTimeout,
 		HeartbeatInterval: s.HeartbeatInterval, HeartbeatTimeout: s.HeartbeatTimeout, Resend: s.Resend,
-		Staleness:     s.Staleness,
+		Staleness: s.Staleness, Replicas: s.Replicas,
 		ResendTimeout: s.ResendTimeout, WaterMark: s.WaterMark, Verbose: s.Verbose, Faults: opts.faults}
 	cfg.Role = map[string]van.Role{"scheduler": van.Scheduler, "server": van.Server,
 		"worker": van.Worker}[s.Role]
@@ -172,6 +176,9 @@ func vanConfig(ctx context.Context, set *config.Config, opts Options) (cfg van.C
 				fmt.Errorf("%s is not set: set the variables of the parameter server (docs/settings.md)",
 					v.name)
 		}
+	}
+	if err = checkReplicas(s); err != nil {
+		return cfg, err
 	}
 	if set.SharedMemory != config.SharedNever {
 		if cfg.HostID, err = place.HostID(set); err != nil {
@@ -399,9 +406,15 @@ func (p *Postoffice) Finalize(ctx context.Context, barrier bool) (err error) {
 func (p *Postoffice) stop() {
 	ctx, cancel := context.WithTimeout(context.Background(), leaveTime)
 	defer cancel()
-	p.van.Stop(ctx)
 	p.mu.Lock()
 	customers := p.list()
+	p.mu.Unlock()
+	for _, c := range customers {
+		c.close()
+	}
+	p.van.Stop(ctx)
+	p.mu.Lock()
+	customers = p.list()
 	for _, h := range p.held {
 		h.m.Release()
 	}
@@ -464,7 +477,8 @@ func (p *Postoffice) refuse(from van.Process, m *van.Message, err error) {
 	h := m.Header
 	m.Release()
 	p.answer(from, &van.Message{Header: &pspb.Header{AppId: h.AppId, CustomerId: h.CustomerId,
-		Timestamp: h.Timestamp, SimpleApp: h.SimpleApp, Error: err.Error()}})
+		Timestamp: h.Timestamp, Range: h.Range, Replica: h.Replica, SimpleApp: h.SimpleApp,
+		Error: err.Error()}})
 }
 
 // respond sends the response m. If m is too long to be sent, the request fails.
@@ -510,7 +524,7 @@ func (p *Postoffice) add(c *customer) error {
 	p.held = others
 	p.mu.Unlock()
 	for _, h := range mine {
-		c.request(h.from, h.m)
+		c.handle(h.from, h.m)
 	}
 	return nil
 }
@@ -522,6 +536,16 @@ func (p router) Lost(id int, err error) {
 	p.mu.Unlock()
 	for _, c := range customers {
 		c.lost(id, err)
+	}
+}
+
+// News tells the customers that processes or connections have changed.
+func (p router) News() {
+	p.mu.Lock()
+	customers := p.list()
+	p.mu.Unlock()
+	for _, c := range customers {
+		c.news()
 	}
 }
 

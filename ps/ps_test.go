@@ -23,8 +23,8 @@ import (
 )
 
 func TestMain(m *testing.M) {
-	if os.Getenv(nodeVariable) != "" {
-		if err := nodeMain(); err != nil {
+	if program := nodePrograms[os.Getenv(nodeVariable)]; program != nil {
+		if err := program(); err != nil {
 			fmt.Println(err)
 			os.Exit(1)
 		}

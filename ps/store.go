@@ -1,14 +1,17 @@
 package ps
 
 import (
+	"errors"
 	"fmt"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"unsafe"
 
 	"go.uber.org/zap"
 
 	"github.com/gohvd/gohvd/internal/kernel"
+	"github.com/gohvd/gohvd/internal/ps/van"
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
@@ -19,7 +22,8 @@ const InitCmd = -1
 
 // store has the values of a server with a built-in handler. Keys are added by pushes. The values of keys that
 // are first pushed together are next to each other, so that one call of a kernel updates them all. Servers
-// with the same handler share its store. mu guards it, and the values of its keys.
+// with the same handler share its store. mu guards it, and the values of its keys. In a job with replicas,
+// each range of an app has a store of its own, which the mu of its replica guards instead.
 type store struct {
 	mu      sync.Mutex
 	dt      tensor.DType
@@ -27,6 +31,9 @@ type store struct {
 	entries map[uint64]entry
 	scratch [2][]byte // memory for conversions
 	current iteration // in bulk-synchronous mode
+	// ordered has the chunks in the order in which they were made, if keep is set.
+	keep    bool
+	ordered []*chunk
 }
 
 // rule says how a push changes values.
@@ -36,7 +43,8 @@ type rule struct {
 	compute tensor.DType
 	// planes is the number of arrays of state. Each has an element of type compute for each value.
 	planes int
-	// update changes the values w and their state by the pushed values g.
+	// update changes the values w and their state by the pushed values g. Several goroutines may call it at
+	// the same time.
 	update func(w, g []byte, state [][]byte)
 }
 
@@ -44,6 +52,7 @@ type rule struct {
 type chunk struct {
 	vals  []byte
 	state [][]byte
+	keys  []uint64 // the keys in the order of their values, if the store keeps the order
 }
 
 // entry has the place of the values of a key: n elements of chunk from the element at.
@@ -154,7 +163,114 @@ func (s *store) grow(keys []uint64, lens []int32, total int) error {
 		if _, ok := s.entries[key]; !ok {
 			s.entries[key] = entry{c, at, size(i)}
 			at += size(i)
+			if s.keep {
+				c.keys = append(c.keys, key)
+			}
 		}
+	}
+	if len(c.keys) > 0 {
+		s.ordered = append(s.ordered, c)
+	}
+	return nil
+}
+
+// position is a place in the order of the keys of a store.
+type position struct{ chunk, key int }
+
+// piece has the values of some keys, and their state. It refers to the memory of the store.
+type piece struct {
+	keys  []uint64
+	lens  []int32
+	vals  []byte
+	state [][]byte
+}
+
+// done reports whether there is no key from the position on.
+func (s *store) done(at position) bool { return at.chunk == len(s.ordered) }
+
+// next returns keys from the position on, with at least one key and otherwise values of at most most bytes,
+// and moves the position behind them. If there are no more keys, it returns nil.
+func (s *store) next(at *position, most int) *piece {
+	if s.done(*at) {
+		return nil
+	}
+	c := s.ordered[at.chunk]
+	perValue := s.dt.Size() + s.rule.planes*s.rule.compute.Size()
+	p, first, n := &piece{}, s.entries[c.keys[at.key]], 0
+	for ; at.key < len(c.keys); at.key++ {
+		e := s.entries[c.keys[at.key]]
+		if len(p.keys) > 0 && (n+e.n)*perValue+len(p.keys)*keyBytes > most {
+			break
+		}
+		n += e.n
+		p.keys, p.lens = append(p.keys, c.keys[at.key]), append(p.lens, int32(e.n))
+	}
+	if at.key == len(c.keys) {
+		*at = position{chunk: at.chunk + 1}
+	}
+	size := s.dt.Size()
+	p.vals = c.vals[first.at*size:][:n*size]
+	for _, plane := range c.state {
+		size := s.rule.compute.Size()
+		p.state = append(p.state, plane[first.at*size:][:n*size])
+	}
+	return p
+}
+
+// put adds the keys of a piece that another server has sent in the message m. They must be new.
+func (s *store) put(m *van.Message) error {
+	if len(m.Data) != 4 || len(m.Data[0])%keyBytes != 0 || len(m.Data[1])%4 != 0 ||
+		m.Header.Frames[2].Type != wireTypes[s.dt] || len(m.Data[2])%s.dt.Size() != 0 {
+		return errors.New("malformed values")
+	}
+	keys, lens := keysOfBytes(m.Data[0]), tensor.View[int32](m.Data[1])
+	n := len(m.Data[2]) / s.dt.Size()
+	err := checkKeys(keys)
+	if err == nil && len(lens) == 0 {
+		err = errors.New("malformed values: they have no lengths")
+	}
+	if err == nil {
+		err = checkSizes(len(keys), n, lens)
+	}
+	if size := n * s.rule.compute.Size(); err == nil && len(m.Data[3]) != s.rule.planes*size {
+		err = fmt.Errorf("malformed values: the state has %d bytes, want %d", len(m.Data[3]),
+			s.rule.planes*size)
+	}
+	for _, key := range keys {
+		if _, known := s.entries[key]; known && err == nil {
+			err = fmt.Errorf("malformed values: key %d is here already", key)
+		}
+	}
+	if err == nil {
+		err = s.grow(keys, lens, n)
+	}
+	if err != nil {
+		return err
+	}
+	c := s.entries[keys[0]].chunk
+	copy(c.vals, m.Data[2])
+	state := m.Data[3]
+	for _, plane := range c.state {
+		state = state[copy(plane, state):]
+	}
+	return nil
+}
+
+// pushKnown updates the values of those keys that the store has.
+func (s *store) pushKnown(keys []uint64, lens []int32, vals []byte, assign bool) error {
+	each := len(vals) / len(keys)
+	for i, key := range keys {
+		if lens != nil {
+			each = int(lens[i]) * s.dt.Size()
+		}
+		e, known := s.entries[key]
+		if known && e.n*s.dt.Size() != each {
+			return fmt.Errorf("key %d has %d values here, got %d", key, e.n, each/s.dt.Size())
+		}
+		if known {
+			s.push(&resolved{runs: []entry{e}}, vals[:each], assign)
+		}
+		vals = vals[each:]
 	}
 	return nil
 }
@@ -249,37 +365,81 @@ func (s *store) request(c *customer, meta *KVMeta, list *serverList, lens []int3
 	return r, err
 }
 
-// builtIn returns a handler that keeps values in a store.
-func builtIn[T Value](r rule) KVHandler[T] {
-	st := &store{dt: tensor.Of[T](), rule: r, entries: make(map[uint64]entry)}
-	return func(meta KVMeta, data KVPairs[T], s *KVServer[T]) {
-		st.mu.Lock()
-		defer st.mu.Unlock()
-		r, err := st.request(s.c, &meta, data.list, data.Lens, len(data.Vals), tensor.Bytes(data.Vals))
-		if err == nil {
-			err = s.respond(meta, []int{r.total * st.dt.Size(), 4 * len(r.lens)}, func(vals, lens []byte) {
-				st.pull(r, vals, lens)
-			})
-		} else {
-			err = s.Fail(meta, err)
-		}
-		if err != nil {
+// builtIn is a handler that keeps values in a store.
+type builtIn[T Value] struct {
+	store *store
+	used  atomic.Bool // by a server with replicas, which does not share it
+}
+
+func newBuiltIn[T Value](r rule) *builtIn[T] {
+	return &builtIn[T]{store: &store{dt: tensor.Of[T](), rule: r, entries: make(map[uint64]entry)}}
+}
+
+// empty returns a store for a range of a job with replicas.
+func (b *builtIn[T]) empty() *store {
+	return &store{dt: b.store.dt, rule: b.store.rule, entries: make(map[uint64]entry), keep: true}
+}
+
+func (b *builtIn[T]) handle(meta KVMeta, data KVPairs[T], s *KVServer[T]) {
+	if meta.req.replica != nil {
+		b.handleReplicated(meta, data, s)
+		return
+	}
+	st := b.store
+	st.mu.Lock()
+	defer st.mu.Unlock()
+	r, err := st.request(s.c, &meta, data.list, data.Lens, len(data.Vals), tensor.Bytes(data.Vals))
+	if err == nil {
+		err = s.respond(meta, []int{r.total * st.dt.Size(), 4 * len(r.lens)}, func(vals, lens []byte) {
+			st.pull(r, vals, lens)
+		})
+	} else {
+		err = s.Fail(meta, err)
+	}
+	if err != nil {
+		s.c.po.log.Debug("ps: a response was not sent", zap.Error(err))
+	}
+}
+
+// handleReplicated handles a request of a job with replicas. The answer waits until the backup has applied
+// all that the answer tells the worker.
+func (b *builtIn[T]) handleReplicated(meta KVMeta, data KVPairs[T], s *KVServer[T]) {
+	r := meta.req.replica
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.role != primary || r.closed {
+		s.observe(&meta, 0, nil)
+		s.moved(meta.req.from, meta.req.m)
+		return
+	}
+	places, forwarded, err := r.request(meta.req.from, meta.req.m, data.list, data.Lens, len(data.Vals))
+	if err != nil {
+		if err := s.Fail(meta, err); err != nil {
 			s.c.po.log.Debug("ps: a response was not sent", zap.Error(err))
 		}
+		return
 	}
+	meta.req.forwarded = forwarded
+	sizes := []int{places.total * r.store.dt.Size(), 4 * len(places.lens)}
+	m := s.response(&meta, sizes, func(vals, lens []byte) { r.store.pull(places, vals, lens) })
+	r.after(func() {
+		if err := s.deliver(&meta, m); err != nil {
+			s.c.po.log.Debug("ps: a response was not sent", zap.Error(err))
+		}
+	})
 }
 
 // Sum returns a handler that adds pushed values to the stored ones, which are zero at first. Pulls get the
 // sums.
-func Sum[T Value]() KVHandler[T] {
+func Sum[T Value]() Handler[T] {
 	add, err := kernel.Reduce(tensor.Sum, tensor.Of[T]())
 	if err != nil {
 		panic("ps: " + err.Error()) // every Value has a sum
 	}
-	return builtIn[T](rule{compute: tensor.Of[T](), update: func(w, g []byte, _ [][]byte) { add(w, g) }})
+	return newBuiltIn[T](rule{compute: tensor.Of[T](), update: func(w, g []byte, _ [][]byte) { add(w, g) }})
 }
 
 // Assign returns a handler that replaces the stored values by the pushed ones.
-func Assign[T Value]() KVHandler[T] {
-	return builtIn[T](rule{compute: tensor.Of[T](), update: func(w, g []byte, _ [][]byte) { copy(w, g) }})
+func Assign[T Value]() Handler[T] {
+	return newBuiltIn[T](rule{compute: tensor.Of[T](), update: func(w, g []byte, _ [][]byte) { copy(w, g) }})
 }

@@ -212,6 +212,8 @@ type ParameterServer struct {
 	// Staleness is the number of iterations by which a worker may be ahead of the slowest one. 0 means that
 	// the job is bulk-synchronous, and Unset that it is asynchronous.
 	Staleness int
+	// Replicas is the number of further servers that have the values of each key, 0 or 1. Default 0.
+	Replicas int
 	// Resend makes the node send messages again that are not acknowledged within ResendTimeout, 1 s by
 	// default. It costs acknowledgements and copies.
 	Resend        bool

@@ -114,6 +114,7 @@ var every = map[string]string{
 	"DMLC_PS_ROOT_PORT": "8000", "DMLC_RANK": "1", "HVD_NODE_PROCESS": "2", "DMLC_NODE_HOST": "h3", "DMLC_INTERFACE": "eth1",
 	"PORT": "8001", "DMLC_LOCAL": "1", "DMLC_USE_KUBERNETES": "1", "DMLC_PS_WATER_MARK": "7", "HVD_STALENESS": "3",
 	"HVD_RECOVERY_SECONDS":  "60",
+	"HVD_PS_REPLICAS":       "1",
 	"PS_HEARTBEAT_INTERVAL": "0.5", "PS_HEARTBEAT_TIMEOUT": "4", "PS_RESEND": "1",
 	"PS_RESEND_TIMEOUT": "250", "PS_VERBOSE": "2",
 }
@@ -160,9 +161,10 @@ func TestEverySettingIsHonoured(t *testing.T) {
 		LogLevel: "debug", LogHideTime: true, LogFormat: "json", ThreadAffinity: []int{4, 2, 0},
 		PS: config.ParameterServer{Role: "server", NumWorkers: 4, NumServers: 2, RootHost: "h2", RootPort: 8000,
 			Rank: 1, Process: 2, NodeHost: "h3", Interfaces: []string{"eth1"}, Local: true, Kubernetes: true,
-			WaterMark: 7, Staleness: 3, Recovery: time.Minute, HeartbeatInterval: 500 * time.Millisecond,
-			HeartbeatTimeout: 4 * time.Second,
-			Resend:           true, ResendTimeout: 250 * time.Millisecond, Verbose: 2},
+			WaterMark: 7, Staleness: 3, Replicas: 1, Recovery: time.Minute,
+			HeartbeatInterval: 500 * time.Millisecond,
+			HeartbeatTimeout:  4 * time.Second,
+			Resend:            true, ResendTimeout: 250 * time.Millisecond, Verbose: 2},
 		Warnings: got.Warnings, // the warnings are about settings that have no effect in lock-step
 	}
 	if got := withoutOrigins(got); !reflect.DeepEqual(got, want) {

@@ -838,6 +838,14 @@ var settings = []Setting{
 			0, 1_000_000),
 	},
 	{
+		Name: "HVD_PS_REPLICAS", Section: sectionServer, Scope: ToMeet,
+		Default: "0",
+		Doc: "number of further servers that have the values of each key. With 1, no acknowledged push is lost " +
+			"if a server dies. That needs at least two servers, built-in handlers and asynchronous mode",
+		Raise: "With 1, a push takes longer, and servers need twice the memory for values.",
+		kind:  integer("", "a whole number, 0 or 1", func(c *Config) *int { return &c.PS.Replicas }, 0, 1),
+	},
+	{
 		Name: "HVD_RECOVERY_SECONDS", Section: sectionServer, Scope: PerProcess,
 		Default: "0",
 		Doc: "time for which Finalize waits for a node that has ended to be started again. 0 means that it " +

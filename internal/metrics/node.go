@@ -21,6 +21,9 @@ var nodeDuration = desc("hvd_ps_request_duration_seconds",
 	"Time of pushes and pulls: at a worker from the call to the completion, at a server from the arrival to the "+
 		"response.", labelRole, "kind")
 
+var nodeUnreplicated = desc("hvd_ps_unreplicated_ranges",
+	"Ranges of keys, counted for each app, that this server serves and no other server has, in a job with replicas.")
+
 // exchanged has the metrics of a node that there are for each peer.
 var exchanged = []struct {
 	desc  *prometheus.Desc
@@ -41,6 +44,10 @@ var exchanged = []struct {
 		prometheus.CounterValue, func(p *trace.Peer) float64 { return float64(p.Resent) }},
 	{desc("hvd_ps_duplicate_messages_total", "Messages from the peer that had arrived before.", labelPeer),
 		prometheus.CounterValue, func(p *trace.Peer) float64 { return float64(p.Duplicates) }},
+	{desc("hvd_ps_replication_lag_messages", "Messages for the replicas of the peer that it has not applied yet.",
+		labelPeer), prometheus.GaugeValue, func(p *trace.Peer) float64 { return float64(p.LagMessages) }},
+	{desc("hvd_ps_replication_lag_bytes", "Bytes of messages for the replicas of the peer that it has not applied yet.",
+		labelPeer), prometheus.GaugeValue, func(p *trace.Peer) float64 { return float64(p.LagBytes) }},
 }
 
 // nodeCollector collects the metrics of a node of a parameter server. It returns the node's statistics.
@@ -49,6 +56,7 @@ type nodeCollector func() trace.Node
 func (c nodeCollector) Describe(to chan<- *prometheus.Desc) {
 	to <- nodeInfo
 	to <- nodeDuration
+	to <- nodeUnreplicated
 	for _, m := range exchanged {
 		to <- m.desc
 	}
@@ -57,6 +65,7 @@ func (c nodeCollector) Describe(to chan<- *prometheus.Desc) {
 func (c nodeCollector) Collect(to chan<- prometheus.Metric) {
 	s := c()
 	to <- prometheus.MustNewConstMetric(nodeInfo, prometheus.GaugeValue, 1, s.Name)
+	to <- prometheus.MustNewConstMetric(nodeUnreplicated, prometheus.GaugeValue, float64(s.Unreplicated))
 	for i := range s.Operations {
 		op := &s.Operations[i]
 		to <- newHistogram(nodeDuration, &op.Durations, s.Role, op.Kind.String())

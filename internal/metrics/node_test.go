@@ -18,8 +18,8 @@ func someNode() trace.Node {
 	}, Peers: []trace.Peer{
 		{Name: "scheduler", Requests: 1, SentBytes: 100},
 		{Name: "worker 0", Requests: 20, Waiting: 3, SentBytes: 4000, ReceivedBytes: 5000, Resent: 6,
-			Duplicates: 7},
-	}}
+			Duplicates: 7, LagMessages: 8, LagBytes: 9000},
+	}, Unreplicated: 10}
 }
 
 // TestNode checks the metrics of a node of a parameter server, and that Prometheus's linter accepts them.
@@ -39,6 +39,10 @@ hvd_ps_duplicate_messages_total{peer="worker 0"} 7
 hvd_ps_node_info{node="server 1"} 1
 hvd_ps_received_bytes_total{peer="scheduler"} 0
 hvd_ps_received_bytes_total{peer="worker 0"} 5000
+hvd_ps_replication_lag_bytes{peer="scheduler"} 0
+hvd_ps_replication_lag_bytes{peer="worker 0"} 9000
+hvd_ps_replication_lag_messages{peer="scheduler"} 0
+hvd_ps_replication_lag_messages{peer="worker 0"} 8
 hvd_ps_request_duration_seconds_sum{kind="pull",role="server"} 0.004
 hvd_ps_request_duration_seconds_count{kind="pull",role="server"} 2
 hvd_ps_requests_total{peer="scheduler"} 1
@@ -47,6 +51,7 @@ hvd_ps_resent_messages_total{peer="scheduler"} 0
 hvd_ps_resent_messages_total{peer="worker 0"} 6
 hvd_ps_sent_bytes_total{peer="scheduler"} 100
 hvd_ps_sent_bytes_total{peer="worker 0"} 4000
+hvd_ps_unreplicated_ranges 10
 hvd_ps_waiting_requests{peer="scheduler"} 0
 hvd_ps_waiting_requests{peer="worker 0"} 3
 `

@@ -221,13 +221,13 @@ var nodeTypes = map[tensor.DType]nodeType{
 // handlers maps names to functions that make handlers, and the number of their parameters.
 type handlers[T ps.Value] map[string]struct {
 	parameters int
-	new        func(p []float64) ps.KVHandler[T]
+	new        func(p []float64) ps.Handler[T]
 }
 
 func sums[T ps.Value]() handlers[T] {
 	return handlers[T]{
-		"sum":    {0, func([]float64) ps.KVHandler[T] { return ps.Sum[T]() }},
-		"assign": {0, func([]float64) ps.KVHandler[T] { return ps.Assign[T]() }},
+		"sum":    {0, func([]float64) ps.Handler[T] { return ps.Sum[T]() }},
+		"assign": {0, func([]float64) ps.Handler[T] { return ps.Assign[T]() }},
 	}
 }
 
@@ -236,10 +236,10 @@ func integers[T ps.Value]() nodeType { return nodeType{work[T], serveWith(sums[T
 func floats[T ps.Float]() nodeType {
 	all := sums[T]()
 	maps.Copy(all, handlers[T]{
-		"sgd":      {1, func(p []float64) ps.KVHandler[T] { return ps.SGD[T](p[0]) }},
-		"momentum": {2, func(p []float64) ps.KVHandler[T] { return ps.Momentum[T](p[0], p[1]) }},
-		"adagrad":  {2, func(p []float64) ps.KVHandler[T] { return ps.Adagrad[T](p[0], p[1]) }},
-		"adam":     {4, func(p []float64) ps.KVHandler[T] { return ps.Adam[T](p[0], p[1], p[2], p[3]) }},
+		"sgd":      {1, func(p []float64) ps.Handler[T] { return ps.SGD[T](p[0]) }},
+		"momentum": {2, func(p []float64) ps.Handler[T] { return ps.Momentum[T](p[0], p[1]) }},
+		"adagrad":  {2, func(p []float64) ps.Handler[T] { return ps.Adagrad[T](p[0], p[1]) }},
+		"adam":     {4, func(p []float64) ps.Handler[T] { return ps.Adam[T](p[0], p[1], p[2], p[3]) }},
 	})
 	return nodeType{work[T], serveWith(all)}
 }

@@ -11,6 +11,9 @@ type Node struct {
 	Operations []NodeOperations
 	// Peers has the processes with which the node is or was connected, sorted by id.
 	Peers []Peer
+	// Unreplicated is the number of ranges of keys that the node serves, counted for each app, and that no
+	// other server has, in a job with replicas.
+	Unreplicated int
 }
 
 // NodeOperations counts the pushes or pulls of a kind. Durations has the time of each: at a worker from the
@@ -32,4 +35,7 @@ type Peer struct {
 	// Resent is the number of messages that were sent again. Duplicates is the number of messages that
 	// arrived again.
 	Resent, Duplicates uint64
+	// LagMessages and LagBytes are the number and the size of the messages for the replicas of the peer that
+	// it has not applied yet.
+	LagMessages, LagBytes int
 }

@@ -122,6 +122,8 @@ const (
 	Command_RELEASE Command = 7
 	// CLOCK says that a worker has ended an iteration.
 	Command_CLOCK Command = 8
+	// EVICT asks the scheduler to declare the node in the message dead. Its field gone is the reason.
+	Command_EVICT Command = 9
 )
 
 // Enum value maps for Command.
@@ -136,6 +138,7 @@ var (
 		6: "LOST",
 		7: "RELEASE",
 		8: "CLOCK",
+		9: "EVICT",
 	}
 	Command_value = map[string]int32{
 		"EMPTY":     0,
@@ -147,6 +150,7 @@ var (
 		"LOST":      6,
 		"RELEASE":   7,
 		"CLOCK":     8,
+		"EVICT":     9,
 	}
 )
 
@@ -227,6 +231,79 @@ func (x Role) Number() protoreflect.EnumNumber {
 // Deprecated: Use Role.Descriptor instead.
 func (Role) EnumDescriptor() ([]byte, []int) {
 	return file_header_proto_rawDescGZIP(), []int{2}
+}
+
+type Replica_Kind int32
+
+const (
+	Replica_NONE Replica_Kind = 0
+	// SYNC asks for the values of the range.
+	Replica_SYNC Replica_Kind = 1
+	// VALUES has values, with the state of the optimizer. The frames are the keys, the number of values of each
+	// key, the values and the state.
+	Replica_VALUES Replica_Kind = 2
+	// PUSH is a push, which the receiver applies too. The frames are those of the push.
+	Replica_PUSH Replica_Kind = 3
+	// SENDER says which pushes of a customer of a worker were applied.
+	Replica_SENDER Replica_Kind = 4
+	// COMPLETE says that the receiver has all values from now on.
+	Replica_COMPLETE Replica_Kind = 5
+	// TAKE makes the receiver the primary of the range.
+	Replica_TAKE Replica_Kind = 6
+	// APPLIED says that all messages up to a number were applied. With an error in the header, the message
+	// with this number could not be applied.
+	Replica_APPLIED Replica_Kind = 7
+)
+
+// Enum value maps for Replica_Kind.
+var (
+	Replica_Kind_name = map[int32]string{
+		0: "NONE",
+		1: "SYNC",
+		2: "VALUES",
+		3: "PUSH",
+		4: "SENDER",
+		5: "COMPLETE",
+		6: "TAKE",
+		7: "APPLIED",
+	}
+	Replica_Kind_value = map[string]int32{
+		"NONE":     0,
+		"SYNC":     1,
+		"VALUES":   2,
+		"PUSH":     3,
+		"SENDER":   4,
+		"COMPLETE": 5,
+		"TAKE":     6,
+		"APPLIED":  7,
+	}
+)
+
+func (x Replica_Kind) Enum() *Replica_Kind {
+	p := new(Replica_Kind)
+	*p = x
+	return p
+}
+
+func (x Replica_Kind) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (Replica_Kind) Descriptor() protoreflect.EnumDescriptor {
+	return file_header_proto_enumTypes[3].Descriptor()
+}
+
+func (Replica_Kind) Type() protoreflect.EnumType {
+	return &file_header_proto_enumTypes[3]
+}
+
+func (x Replica_Kind) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use Replica_Kind.Descriptor instead.
+func (Replica_Kind) EnumDescriptor() ([]byte, []int) {
+	return file_header_proto_rawDescGZIP(), []int{3, 0}
 }
 
 type Node struct {
@@ -387,7 +464,9 @@ type Control struct {
 	// clock is the number of iterations that the worker has ended. It is 2^63-1 if the worker has no more.
 	Clock int64 `protobuf:"varint,10,opt,name=clock,proto3" json:"clock,omitempty"`
 	// staleness is the bound on staleness plus one, in a registration. It is 0 in asynchronous mode.
-	Staleness     int32 `protobuf:"varint,11,opt,name=staleness,proto3" json:"staleness,omitempty"`
+	Staleness int32 `protobuf:"varint,11,opt,name=staleness,proto3" json:"staleness,omitempty"`
+	// replicas is the number of further servers that have the values of each key, in a registration.
+	Replicas      int32 `protobuf:"varint,12,opt,name=replicas,proto3" json:"replicas,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -499,6 +578,13 @@ func (x *Control) GetStaleness() int32 {
 	return 0
 }
 
+func (x *Control) GetReplicas() int32 {
+	if x != nil {
+		return x.Replicas
+	}
+	return 0
+}
+
 // Frame describes a frame, which follows the header.
 type Frame struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -571,6 +657,111 @@ func (x *Frame) GetBlockBytes() uint64 {
 	return 0
 }
 
+// Replica is a message between the two servers that have the values of a range of keys.
+type Replica struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Kind  Replica_Kind           `protobuf:"varint,1,opt,name=kind,proto3,enum=gohvd.ps.v1.Replica_Kind" json:"kind,omitempty"`
+	// number counts the messages from one server to the other about a range of an app, from 1. SYNC has none.
+	Number uint64 `protobuf:"varint,2,opt,name=number,proto3" json:"number,omitempty"`
+	// worker, incarnation, generation and customer identify the customer that has sent a push.
+	Worker      int32  `protobuf:"varint,3,opt,name=worker,proto3" json:"worker,omitempty"`
+	Incarnation uint64 `protobuf:"fixed64,4,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
+	Generation  uint64 `protobuf:"varint,5,opt,name=generation,proto3" json:"generation,omitempty"`
+	Customer    int32  `protobuf:"varint,6,opt,name=customer,proto3" json:"customer,omitempty"`
+	// applied has the requests of the customer, after Header.completed, whose pushes were applied.
+	Applied []int64 `protobuf:"varint,7,rep,packed,name=applied,proto3" json:"applied,omitempty"`
+	// lost says that values of the range were lost, in COMPLETE.
+	Lost          bool `protobuf:"varint,8,opt,name=lost,proto3" json:"lost,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Replica) Reset() {
+	*x = Replica{}
+	mi := &file_header_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Replica) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Replica) ProtoMessage() {}
+
+func (x *Replica) ProtoReflect() protoreflect.Message {
+	mi := &file_header_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Replica.ProtoReflect.Descriptor instead.
+func (*Replica) Descriptor() ([]byte, []int) {
+	return file_header_proto_rawDescGZIP(), []int{3}
+}
+
+func (x *Replica) GetKind() Replica_Kind {
+	if x != nil {
+		return x.Kind
+	}
+	return Replica_NONE
+}
+
+func (x *Replica) GetNumber() uint64 {
+	if x != nil {
+		return x.Number
+	}
+	return 0
+}
+
+func (x *Replica) GetWorker() int32 {
+	if x != nil {
+		return x.Worker
+	}
+	return 0
+}
+
+func (x *Replica) GetIncarnation() uint64 {
+	if x != nil {
+		return x.Incarnation
+	}
+	return 0
+}
+
+func (x *Replica) GetGeneration() uint64 {
+	if x != nil {
+		return x.Generation
+	}
+	return 0
+}
+
+func (x *Replica) GetCustomer() int32 {
+	if x != nil {
+		return x.Customer
+	}
+	return 0
+}
+
+func (x *Replica) GetApplied() []int64 {
+	if x != nil {
+		return x.Applied
+	}
+	return nil
+}
+
+func (x *Replica) GetLost() bool {
+	if x != nil {
+		return x.Lost
+	}
+	return false
+}
+
 type Header struct {
 	state      protoimpl.MessageState `protogen:"open.v1"`
 	Head       int32                  `protobuf:"varint,1,opt,name=head,proto3" json:"head,omitempty"`
@@ -596,14 +787,22 @@ type Header struct {
 	WantKeys bool `protobuf:"varint,16,opt,name=want_keys,json=wantKeys,proto3" json:"want_keys,omitempty"`
 	// clock is, in a push or pull, the number of iterations that the worker has ended, plus one. It is 0 in
 	// asynchronous mode.
-	Clock         int64 `protobuf:"varint,17,opt,name=clock,proto3" json:"clock,omitempty"`
+	Clock int64 `protobuf:"varint,17,opt,name=clock,proto3" json:"clock,omitempty"`
+	// range is, in a push or pull, its response and a message about replicas, the rank of the server in whose
+	// range the keys are, plus one.
+	Range int32 `protobuf:"varint,18,opt,name=range,proto3" json:"range,omitempty"`
+	// completed says, in a push or pull, that all requests of the customer up to this timestamp have completed.
+	Completed int64 `protobuf:"varint,19,opt,name=completed,proto3" json:"completed,omitempty"`
+	// moved says, in a response, that the other server of the range is its primary. Nothing was applied.
+	Moved         bool     `protobuf:"varint,20,opt,name=moved,proto3" json:"moved,omitempty"`
+	Replica       *Replica `protobuf:"bytes,21,opt,name=replica,proto3" json:"replica,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Header) Reset() {
 	*x = Header{}
-	mi := &file_header_proto_msgTypes[3]
+	mi := &file_header_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -615,7 +814,7 @@ func (x *Header) String() string {
 func (*Header) ProtoMessage() {}
 
 func (x *Header) ProtoReflect() protoreflect.Message {
-	mi := &file_header_proto_msgTypes[3]
+	mi := &file_header_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -628,7 +827,7 @@ func (x *Header) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Header.ProtoReflect.Descriptor instead.
 func (*Header) Descriptor() ([]byte, []int) {
-	return file_header_proto_rawDescGZIP(), []int{3}
+	return file_header_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *Header) GetHead() int32 {
@@ -750,6 +949,34 @@ func (x *Header) GetClock() int64 {
 	return 0
 }
 
+func (x *Header) GetRange() int32 {
+	if x != nil {
+		return x.Range
+	}
+	return 0
+}
+
+func (x *Header) GetCompleted() int64 {
+	if x != nil {
+		return x.Completed
+	}
+	return 0
+}
+
+func (x *Header) GetMoved() bool {
+	if x != nil {
+		return x.Moved
+	}
+	return false
+}
+
+func (x *Header) GetReplica() *Replica {
+	if x != nil {
+		return x.Replica
+	}
+	return nil
+}
+
 var File_header_proto protoreflect.FileDescriptor
 
 const file_header_proto_rawDesc = "" +
@@ -772,7 +999,7 @@ const file_header_proto_rawDesc = "" +
 	"\n" +
 	"generation\x18\v \x01(\x04R\n" +
 	"generation\x12\x12\n" +
-	"\x04gone\x18\f \x01(\tR\x04gone\"\xdf\x02\n" +
+	"\x04gone\x18\f \x01(\tR\x04gone\"\xfb\x02\n" +
 	"\aControl\x12.\n" +
 	"\acommand\x18\x01 \x01(\x0e2\x14.gohvd.ps.v1.CommandR\acommand\x12'\n" +
 	"\x05nodes\x18\x02 \x03(\v2\x11.gohvd.ps.v1.NodeR\x05nodes\x12#\n" +
@@ -787,13 +1014,36 @@ const file_header_proto_rawDesc = "" +
 	"\bwithdraw\x18\t \x01(\bR\bwithdraw\x12\x14\n" +
 	"\x05clock\x18\n" +
 	" \x01(\x03R\x05clock\x12\x1c\n" +
-	"\tstaleness\x18\v \x01(\x05R\tstaleness\"\x7f\n" +
+	"\tstaleness\x18\v \x01(\x05R\tstaleness\x12\x1a\n" +
+	"\breplicas\x18\f \x01(\x05R\breplicas\"\x7f\n" +
 	"\x05Frame\x12)\n" +
 	"\x04type\x18\x01 \x01(\x0e2\x15.gohvd.ps.v1.DataTypeR\x04type\x12\x14\n" +
 	"\x05bytes\x18\x02 \x01(\x04R\x05bytes\x12\x14\n" +
 	"\x05block\x18\x03 \x01(\rR\x05block\x12\x1f\n" +
 	"\vblock_bytes\x18\x04 \x01(\x04R\n" +
-	"blockBytes\"\xdf\x03\n" +
+	"blockBytes\"\xd7\x02\n" +
+	"\aReplica\x12-\n" +
+	"\x04kind\x18\x01 \x01(\x0e2\x19.gohvd.ps.v1.Replica.KindR\x04kind\x12\x16\n" +
+	"\x06number\x18\x02 \x01(\x04R\x06number\x12\x16\n" +
+	"\x06worker\x18\x03 \x01(\x05R\x06worker\x12 \n" +
+	"\vincarnation\x18\x04 \x01(\x06R\vincarnation\x12\x1e\n" +
+	"\n" +
+	"generation\x18\x05 \x01(\x04R\n" +
+	"generation\x12\x1a\n" +
+	"\bcustomer\x18\x06 \x01(\x05R\bcustomer\x12\x18\n" +
+	"\aapplied\x18\a \x03(\x03R\aapplied\x12\x12\n" +
+	"\x04lost\x18\b \x01(\bR\x04lost\"a\n" +
+	"\x04Kind\x12\b\n" +
+	"\x04NONE\x10\x00\x12\b\n" +
+	"\x04SYNC\x10\x01\x12\n" +
+	"\n" +
+	"\x06VALUES\x10\x02\x12\b\n" +
+	"\x04PUSH\x10\x03\x12\n" +
+	"\n" +
+	"\x06SENDER\x10\x04\x12\f\n" +
+	"\bCOMPLETE\x10\x05\x12\b\n" +
+	"\x04TAKE\x10\x06\x12\v\n" +
+	"\aAPPLIED\x10\a\"\xd9\x04\n" +
 	"\x06Header\x12\x12\n" +
 	"\x04head\x18\x01 \x01(\x05R\x04head\x12\x12\n" +
 	"\x04body\x18\x02 \x01(\fR\x04body\x12.\n" +
@@ -814,7 +1064,11 @@ const file_header_proto_rawDesc = "" +
 	"\x05error\x18\x0e \x01(\tR\x05error\x12\x19\n" +
 	"\bkey_list\x18\x0f \x01(\x04R\akeyList\x12\x1b\n" +
 	"\twant_keys\x18\x10 \x01(\bR\bwantKeys\x12\x14\n" +
-	"\x05clock\x18\x11 \x01(\x03R\x05clock*\xab\x01\n" +
+	"\x05clock\x18\x11 \x01(\x03R\x05clock\x12\x14\n" +
+	"\x05range\x18\x12 \x01(\x05R\x05range\x12\x1c\n" +
+	"\tcompleted\x18\x13 \x01(\x03R\tcompleted\x12\x14\n" +
+	"\x05moved\x18\x14 \x01(\bR\x05moved\x12.\n" +
+	"\areplica\x18\x15 \x01(\v2\x14.gohvd.ps.v1.ReplicaR\areplica*\xab\x01\n" +
 	"\bDataType\x12\b\n" +
 	"\x04CHAR\x10\x00\x12\b\n" +
 	"\x04INT8\x10\x01\x12\t\n" +
@@ -834,7 +1088,7 @@ const file_header_proto_rawDesc = "" +
 	"\x12\t\n" +
 	"\x05OTHER\x10\v\x12\v\n" +
 	"\aFLOAT16\x10\f\x12\f\n" +
-	"\bBFLOAT16\x10\r*x\n" +
+	"\bBFLOAT16\x10\r*\x83\x01\n" +
 	"\aCommand\x12\t\n" +
 	"\x05EMPTY\x10\x00\x12\r\n" +
 	"\tTERMINATE\x10\x01\x12\f\n" +
@@ -844,7 +1098,8 @@ const file_header_proto_rawDesc = "" +
 	"\tHEARTBEAT\x10\x05\x12\b\n" +
 	"\x04LOST\x10\x06\x12\v\n" +
 	"\aRELEASE\x10\a\x12\t\n" +
-	"\x05CLOCK\x10\b*7\n" +
+	"\x05CLOCK\x10\b\x12\t\n" +
+	"\x05EVICT\x10\t*7\n" +
 	"\x04Role\x12\b\n" +
 	"\x04NONE\x10\x00\x12\n" +
 	"\n" +
@@ -865,29 +1120,33 @@ func file_header_proto_rawDescGZIP() []byte {
 	return file_header_proto_rawDescData
 }
 
-var file_header_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
-var file_header_proto_msgTypes = make([]protoimpl.MessageInfo, 4)
+var file_header_proto_enumTypes = make([]protoimpl.EnumInfo, 4)
+var file_header_proto_msgTypes = make([]protoimpl.MessageInfo, 5)
 var file_header_proto_goTypes = []any{
-	(DataType)(0),   // 0: gohvd.ps.v1.DataType
-	(Command)(0),    // 1: gohvd.ps.v1.Command
-	(Role)(0),       // 2: gohvd.ps.v1.Role
-	(*Node)(nil),    // 3: gohvd.ps.v1.Node
-	(*Control)(nil), // 4: gohvd.ps.v1.Control
-	(*Frame)(nil),   // 5: gohvd.ps.v1.Frame
-	(*Header)(nil),  // 6: gohvd.ps.v1.Header
+	(DataType)(0),     // 0: gohvd.ps.v1.DataType
+	(Command)(0),      // 1: gohvd.ps.v1.Command
+	(Role)(0),         // 2: gohvd.ps.v1.Role
+	(Replica_Kind)(0), // 3: gohvd.ps.v1.Replica.Kind
+	(*Node)(nil),      // 4: gohvd.ps.v1.Node
+	(*Control)(nil),   // 5: gohvd.ps.v1.Control
+	(*Frame)(nil),     // 6: gohvd.ps.v1.Frame
+	(*Replica)(nil),   // 7: gohvd.ps.v1.Replica
+	(*Header)(nil),    // 8: gohvd.ps.v1.Header
 }
 var file_header_proto_depIdxs = []int32{
 	2, // 0: gohvd.ps.v1.Node.role:type_name -> gohvd.ps.v1.Role
 	1, // 1: gohvd.ps.v1.Control.command:type_name -> gohvd.ps.v1.Command
-	3, // 2: gohvd.ps.v1.Control.nodes:type_name -> gohvd.ps.v1.Node
+	4, // 2: gohvd.ps.v1.Control.nodes:type_name -> gohvd.ps.v1.Node
 	0, // 3: gohvd.ps.v1.Frame.type:type_name -> gohvd.ps.v1.DataType
-	4, // 4: gohvd.ps.v1.Header.control:type_name -> gohvd.ps.v1.Control
-	5, // 5: gohvd.ps.v1.Header.frames:type_name -> gohvd.ps.v1.Frame
-	6, // [6:6] is the sub-list for method output_type
-	6, // [6:6] is the sub-list for method input_type
-	6, // [6:6] is the sub-list for extension type_name
-	6, // [6:6] is the sub-list for extension extendee
-	0, // [0:6] is the sub-list for field type_name
+	3, // 4: gohvd.ps.v1.Replica.kind:type_name -> gohvd.ps.v1.Replica.Kind
+	5, // 5: gohvd.ps.v1.Header.control:type_name -> gohvd.ps.v1.Control
+	6, // 6: gohvd.ps.v1.Header.frames:type_name -> gohvd.ps.v1.Frame
+	7, // 7: gohvd.ps.v1.Header.replica:type_name -> gohvd.ps.v1.Replica
+	8, // [8:8] is the sub-list for method output_type
+	8, // [8:8] is the sub-list for method input_type
+	8, // [8:8] is the sub-list for extension type_name
+	8, // [8:8] is the sub-list for extension extendee
+	0, // [0:8] is the sub-list for field type_name
 }
 
 func init() { file_header_proto_init() }
@@ -900,8 +1159,8 @@ func file_header_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_header_proto_rawDesc), len(file_header_proto_rawDesc)),
-			NumEnums:      3,
-			NumMessages:   4,
+			NumEnums:      4,
+			NumMessages:   5,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

@@ -64,7 +64,7 @@ func (s *scheduler) advance() {
 	slowest, dead := int64(noMore), make(map[int]*pspb.Node)
 	for _, id := range Members(GroupWorkers, 0, s.van.cfg.NumWorkers) {
 		slowest = min(slowest, s.clocks[id])
-		if n := s.van.goneNode(id); n != nil && n.Gone != errLeft.Error() {
+		if n := s.van.goneNode(id); n != nil && n.Gone != ErrLeft.Error() {
 			dead[id] = n
 		}
 	}

@@ -39,7 +39,7 @@ func (v *Van) shares() bool {
 	return v.cfg.HostID != "" && !v.cfg.Resend && !v.cfg.Secret.IsEncrypted()
 }
 
-// listenLocal accepts Unix connections of workers on this host.
+// listenLocal accepts Unix connections of other nodes on this host.
 func (v *Van) listenLocal() (err error) {
 	v.local, err = dial.Serve(dial.UnixPrefix+"@gohvd-ps-"+rand.Text(), "ps: server", maxPeers, v.cfg.Log,
 		v.serve)
@@ -92,7 +92,7 @@ func (v *Van) dial(ctx context.Context, addr string) (net.Conn, *reader, []*pspb
 func (v *Van) register(ctx context.Context, conn net.Conn) (*reader, []*pspb.Node, error) {
 	if err := writeMessage(conn, controlMessage(&pspb.Control{Command: pspb.Command_ADD_NODE, Nodes: v.self,
 		NumWorkers: int32(v.cfg.NumWorkers), NumServers: int32(v.cfg.NumServers),
-		Staleness: int32(v.cfg.Staleness) + 1})); err != nil {
+		Replicas: int32(v.cfg.Replicas), Staleness: int32(v.cfg.Staleness) + 1})); err != nil {
 		return nil, nil, err
 	}
 	wait, cancel := context.WithCancel(context.WithoutCancel(ctx))
@@ -176,6 +176,7 @@ func (v *Van) serve(ctx context.Context, conn net.Conn) error {
 	// If the write fails, the node has died after it registered, so the other nodes must be told.
 	if err = writeMessage(over, answer); err == nil {
 		v.wg.Go(l.write)
+		v.handler.News()
 		err = l.read(r)
 	}
 	l.fail(err)
@@ -220,9 +221,10 @@ func (v *Van) admit(ctx context.Context, hello *pspb.Control) ([]*pspb.Node, err
 	case <-ctx.Done():
 		return nil, ErrStopped
 	}
-	if own := v.awaitWorker(ctx, hello.Nodes); own != nil {
+	if own := v.awaitPeer(ctx, hello.Nodes); own != nil {
 		return own, nil
 	}
-	return nil, fmt.Errorf("%s got a connection from a node that says it is %s, but is not a worker of this job",
+	return nil, fmt.Errorf("%s got a connection from a node that says it is %s, but is not a worker of this job, nor "+
+		"a server that has replicas of the same keys",
 		Name(v.id), Name(int(hello.Nodes[0].Id)))
 }

@@ -38,12 +38,11 @@ const (
 	drainTime = 5 * time.Second
 )
 
-var (
-	// errLeft is the reason why a link has ended if the peer has left the job.
-	errLeft = errors.New("it has left the job")
-	// errReplaced is the reason if another process has taken the place of the peer.
-	errReplaced = errors.New("its process has ended, and another one has taken its place")
-)
+// ErrLeft is the reason why a node is gone if it has left the job.
+var ErrLeft = errors.New("it has left the job")
+
+// errReplaced is the reason why a link has ended if another process has taken the place of the peer.
+var errReplaced = errors.New("its process has ended, and another one has taken its place")
 
 // link is the connection with another process, or of the scheduler with itself. It has a queue with
 // priorities, a goroutine that writes and, unless conn is nil, a goroutine that reads.
@@ -172,7 +171,7 @@ func (l *link) hasRoom() {
 // scheduler with itself has no such limit. If those that wait are too large, reply returns a *LimitError.
 func (l *link) reply(m *Message) error {
 	n := m.Size()
-	if n < wholeBytes {
+	if n < wholeBytes || m.Header.Replica != nil { // servers limit what they replicate
 		n = 0
 	}
 	l.mu.Lock()
@@ -675,7 +674,7 @@ func (l *link) fail(err error) {
 	culprit, reason := l.explain(err)
 	waits := l.requests > 0
 	l.mu.Unlock()
-	if reason != errLeft || waits {
+	if reason != ErrLeft || waits {
 		l.van.blame(culprit, reason)
 	}
 	l.mu.Lock()
@@ -706,7 +705,7 @@ func (l *link) fail(err error) {
 	}
 	l.own.end()
 	l.theirs.end()
-	l.van.linkEnded(l, reason == errLeft, reason)
+	l.van.linkEnded(l, reason == ErrLeft, reason)
 	close(l.over)
 	l.van.mu.Lock()
 	defer l.van.mu.Unlock()
@@ -722,7 +721,7 @@ func (l *link) explain(err error) (culprit Process, reason error) {
 	case l.aborted != nil:
 		return l.process, l.aborted
 	case l.left:
-		return l.process, errLeft
+		return l.process, ErrLeft
 	case errors.Is(err, io.EOF):
 		return l.process, errors.New("its connection has ended")
 	case isExhausted(err):

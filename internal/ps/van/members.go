@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"errors"
+	"fmt"
 	"maps"
 	"slices"
 	"sync"
@@ -74,7 +75,7 @@ func (v *Van) learn(nodes []*pspb.Node) {
 	if stale {
 		return
 	}
-	if n.Gone != errLeft.Error() { // a node that leaves says so on its connection, after all other messages
+	if n.Gone != ErrLeft.Error() { // a node that leaves says so on its connection, after all other messages
 		v.disconnect(n, known)
 	}
 	v.mu.Lock()
@@ -88,6 +89,7 @@ func (v *Van) learn(nodes []*pspb.Node) {
 	}
 	v.changed()
 	v.mu.Unlock()
+	v.handler.News()
 	if v.cfg.Role == Worker && n.Role == pspb.Role_SERVER && n.Gone == "" {
 		v.wg.Go(func() { v.reconnect(n) })
 	}
@@ -121,13 +123,13 @@ func (v *Van) reconnect(n *pspb.Node) {
 	}
 }
 
-// connectServers connects this worker with all servers that take part in the job.
+// connectServers connects this process with the servers that take part in the job and that it has to dial.
 func (v *Van) connectServers(ctx context.Context, table []*pspb.Node) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	var wg sync.WaitGroup
 	for _, n := range table {
-		if n.Role == pspb.Role_SERVER && n.Gone == "" {
+		if v.dials(n) && n.Gone == "" {
 			wg.Go(func() {
 				if err := v.connect(ctx, n); err != nil {
 					cancel(err)
@@ -136,10 +138,39 @@ func (v *Van) connectServers(ctx context.Context, table []*pspb.Node) error {
 		}
 	}
 	wg.Wait()
+	// Other servers may have to dial this one.
+	v.await(ctx, func() bool {
+		return !slices.ContainsFunc(table, func(n *pspb.Node) bool {
+			p := processOf(n)
+			l := (*v.links.Load())[p.ID]
+			return v.neighbour(p.ID) && v.takesPart(p) && (l == nil || l.process != p)
+		})
+	})
 	return context.Cause(ctx)
 }
 
-// connect connects this worker with the server n. If the server ends first, connect returns nil.
+// dials reports whether this process connects with the node n by dialing it. Workers dial servers. If there
+// are replicas, a server dials the servers of the next and the previous rank that have joined the job before
+// it, and of those with which the job has started the ones with a higher rank.
+func (v *Van) dials(n *pspb.Node) bool {
+	if n.Role != pspb.Role_SERVER || v.cfg.Role != Server {
+		return n.Role == pspb.Role_SERVER
+	}
+	own := v.self[0]
+	return v.neighbour(int(n.Id)) && (n.Generation < own.Generation ||
+		n.Generation == own.Generation && n.Id > own.Id)
+}
+
+// neighbour reports whether this server and node id are servers that have a range of keys in common.
+func (v *Van) neighbour(id int) bool {
+	if v.cfg.Replicas == 0 || v.cfg.Role != Server || RoleOf(id) != Server || id == v.id {
+		return false
+	}
+	between := (Rank(id) - Rank(v.id) + v.cfg.NumServers) % v.cfg.NumServers
+	return between == 1 || between == v.cfg.NumServers-1
+}
+
+// connect connects this process with the server n. If the server ends first, connect returns nil.
 func (v *Van) connect(ctx context.Context, n *pspb.Node) error {
 	ctx, cancel := context.WithCancel(ctx)
 	var watching sync.WaitGroup
@@ -155,6 +186,7 @@ func (v *Van) connect(ctx context.Context, n *pspb.Node) error {
 		var l *link
 		if l, err = v.addLink([]*pspb.Node{n}, conn, r); err == nil {
 			l.run(r)
+			v.handler.News()
 			return nil
 		}
 		conn.Close()
@@ -190,17 +222,19 @@ func (v *Van) await(ctx context.Context, cond func() bool) bool {
 	}
 }
 
-// awaitWorker returns the nodes of the table that a peer has if it is the worker that it says. The news that
-// it has taken the place of another one may still be on the way.
-func (v *Van) awaitWorker(ctx context.Context, claimed []*pspb.Node) (own []*pspb.Node) {
+// awaitPeer returns the nodes of the table that a peer has if it is the worker or the server with a range in
+// common that it says. The news that it has taken the place of another one may still be on the way.
+func (v *Van) awaitPeer(ctx context.Context, claimed []*pspb.Node) (own []*pspb.Node) {
 	ctx, cancel := context.WithTimeout(ctx, newsTime)
 	defer cancel()
 	v.await(ctx, func() bool {
 		own = nil
 		for _, n := range claimed {
-			if n.Incarnation == claimed[0].Incarnation && RoleOf(int(n.Id)) == Worker &&
-				v.takesPart(processOf(n)) {
-				own = append(own, v.nodes[int(n.Id)])
+			id := int(n.Id)
+			known := v.nodes[id]
+			if n.Incarnation == claimed[0].Incarnation && (RoleOf(id) == Worker || v.neighbour(id)) &&
+				known != nil && known.Incarnation == n.Incarnation && v.gone[id] == nil {
+				own = append(own, known)
 			}
 		}
 		return len(own) == len(claimed)
@@ -209,6 +243,66 @@ func (v *Van) awaitWorker(ctx context.Context, claimed []*pspb.Node) (own []*psp
 		return nil
 	}
 	return own
+}
+
+// Ended reports whether the scheduler, or the process p itself, has said that p has ended. If only the
+// connection with p has ended, p may live and serve others.
+func (v *Van) Ended(p Process) bool {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	n := v.nodes[p.ID]
+	return n != nil && (n.Generation > p.Generation || n.Generation == p.Generation && v.over[p.ID])
+}
+
+// Current returns the process that has the place of node id, even if it has ended. Before Start has returned,
+// it may have no incarnation.
+func (v *Van) Current(id int) Process {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if n := v.nodes[id]; n != nil {
+		return processOf(n)
+	}
+	return Process{ID: id}
+}
+
+// Gone returns the reason why node id has ended as far as this process knows, or nil.
+func (v *Van) Gone(id int) error {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	return v.gone[id]
+}
+
+// Done returns a channel that is closed when the van is stopped or has failed.
+func (v *Van) Done() <-chan struct{} { return v.ctx.Done() }
+
+// Err returns the reason why the van was stopped or has failed, or nil.
+func (v *Van) Err() error { return context.Cause(v.ctx) }
+
+// Evict asks the scheduler to declare the server p dead, for the given reason. It does nothing if the
+// scheduler has declared this process dead before, or p has ended.
+func (v *Van) Evict(p Process, reason error) {
+	l, err := v.link(SchedulerID)
+	if err != nil {
+		return // this van has ended
+	}
+	n := &pspb.Node{Role: pspb.Role_SERVER, Id: int32(p.ID), Incarnation: p.Incarnation,
+		Generation: p.Generation, Gone: reason.Error()}
+	// An error means that the scheduler has gone.
+	_ = l.reply(controlMessage(&pspb.Control{Command: pspb.Command_EVICT, Nodes: []*pspb.Node{n}}))
+}
+
+// evict declares a server dead because another one says so, on the link l. A server that was declared dead
+// before has no say.
+func (s *scheduler) evict(l *link, nodes []*pspb.Node) {
+	if len(nodes) == 0 || s.van.cfg.Replicas == 0 || RoleOf(l.peer) != Server {
+		return
+	}
+	p := processOf(nodes[0])
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if accused, err := s.van.linkTo(p); err == nil && RoleOf(p.ID) == Server && !l.ended() {
+		accused.abort(fmt.Errorf("%s says: %s", Name(l.peer), nodes[0].Gone))
+	}
 }
 
 // IsRecovery reports whether this process has taken the place of one that has ended.

@@ -118,6 +118,9 @@ func (s *scheduler) check(hello *pspb.Control) error {
 		return fmt.Errorf("the node has HVD_STALENESS=%s, the scheduler %s", staleness(hello.Staleness-1),
 			staleness(int32(cfg.Staleness)))
 	}
+	if int(hello.Replicas) != cfg.Replicas {
+		return fmt.Errorf("the node has HVD_PS_REPLICAS=%d, the scheduler %d", hello.Replicas, cfg.Replicas)
+	}
 	want := map[pspb.Role]int{pspb.Role_SERVER: cfg.NumServers, pspb.Role_WORKER: cfg.NumWorkers}
 	for i, n := range hello.Nodes {
 		if n.Role != first.Role || n.Incarnation != first.Incarnation || int(n.CustomerId) != i {

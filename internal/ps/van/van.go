@@ -4,7 +4,8 @@
 // Invariants:
 //
 //  1. Every node is connected with the scheduler, and every worker with every server. Workers are not
-//     connected with workers, nor servers with servers.
+//     connected with workers. Servers are connected with servers only with Config.Replicas: each with those
+//     of the next and the previous rank.
 //  2. A message that was passed to Send arrives at most once. With Config.Resend it arrives exactly once,
 //     unless the receiver or the sender ends first, even if messages are lost, duplicated or reordered.
 //  3. A message waits in a bounded queue. Only requests wait for room in it (Request), so no two nodes wait
@@ -15,6 +16,8 @@
 //  6. A process that has ended can be replaced by another one, which takes its ids. No message of the old
 //     process is handled after the first message of the new one, and no answer to the old one reaches the new
 //     one.
+//  7. If the scheduler has declared a process dead, the process fails as soon as it reads that its connection
+//     with the scheduler has ended. Of two servers that accuse each other, the scheduler declares one dead.
 //
 // The methods of a Van are safe for concurrent use.
 package van
@@ -61,6 +64,9 @@ type Config struct {
 	// Staleness is the number of iterations by which a worker may be ahead of the slowest one, or -1 if there
 	// is no bound. It must be the same at all nodes.
 	Staleness int
+	// Replicas is the number of further servers that have the values of each key, 0 or 1. It must be the same
+	// at all nodes.
+	Replicas int
 	// Secret is the secret of the job.
 	Secret secret.Secret
 	// StartTimeout is the time limit of Start.
@@ -92,6 +98,8 @@ type Process struct {
 	// ID is the id of the process's first node.
 	ID          int
 	Incarnation uint64
+	// Generation is higher than that of the processes that have had the same ids before.
+	Generation uint64
 }
 
 // Handler receives what happens at a node. Its methods must not wait for messages of other nodes.
@@ -106,6 +114,8 @@ type Handler interface {
 	// Lost handles the end of a node, which has died or left. It is called once for each process, and before
 	// another process takes its place.
 	Lost(id int, err error)
+	// News is called when a connection has been made or has ended, or a process has ended.
+	News()
 	// Tick is called regularly.
 	Tick(now time.Time)
 }
@@ -150,12 +160,16 @@ type Van struct {
 	links    atomic.Pointer[map[int]*link] // by id of the peer, including further ids of its process
 	sched    *scheduler                    // nil except at the scheduler
 
-	mu       sync.Mutex
-	nodes    map[int]*pspb.Node
-	first    map[uint64]int // id of customer 0 of each process, by incarnation
-	gone     map[int]error  // nodes that have died or left
-	change   chan struct{}  // closed when nodes or gone changes
-	blamed   *sync.Once     // for the handler's method Blame; replaced when a process takes a place
+	mu    sync.Mutex
+	nodes map[int]*pspb.Node
+	first map[uint64]int // id of customer 0 of each process, by incarnation
+	gone  map[int]error  // nodes that have died or left
+	// over says of a node in gone that the scheduler or the node itself has said so. Otherwise this process
+	// knows only that its connection has ended.
+	over     map[int]bool
+	orphan   bool          // the scheduler has left, so there is nobody who knows better
+	change   chan struct{} // closed when nodes or gone changes
+	blamed   *sync.Once    // for the handler's method Blame; replaced when a process takes a place
 	barriers map[int64]chan error
 	barrier  int64 // number of barriers so far
 	stopping bool
@@ -166,7 +180,8 @@ type Van struct {
 func New(cfg Config, h Handler) *Van {
 	v := &Van{cfg: cfg, log: cfg.Log, handler: h, started: time.Now(), ready: make(chan struct{}),
 		unproven: dial.NewLimiter(maxUnproven), nodes: make(map[int]*pspb.Node),
-		first: make(map[uint64]int), gone: make(map[int]error), change: make(chan struct{}),
+		first: make(map[uint64]int), gone: make(map[int]error), over: make(map[int]bool),
+		change: make(chan struct{}),
 		blamed: new(sync.Once), barriers: make(map[int64]chan error), reliable: cfg.Resend}
 	if v.log == nil {
 		v.log = zap.NewNop()
@@ -235,10 +250,7 @@ func (v *Van) start(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if v.cfg.Role == Worker {
-		return v.connectServers(ctx, table)
-	}
-	return nil
+	return v.connectServers(ctx, table)
 }
 
 // now returns the time since the start of the van.
@@ -248,7 +260,7 @@ func (v *Van) now() time.Duration { return time.Since(v.started) }
 func (v *Van) ID() int { return v.id }
 
 // Process identifies this process.
-func (v *Van) Process() Process { return Process{v.id, v.self[0].Incarnation} }
+func (v *Van) Process() Process { return processOf(v.self[0]) }
 
 // IDs returns the ids of the nodes of this process.
 func (v *Van) IDs() (ids []int) {
@@ -321,17 +333,19 @@ func (v *Van) set(n *pspb.Node) {
 	if n.CustomerId == 0 {
 		v.first[n.Incarnation] = id
 	}
-	switch delete(v.gone, id); n.Gone {
+	delete(v.gone, id)
+	v.over[id] = n.Gone != ""
+	switch n.Gone {
 	case "":
-	case errLeft.Error():
-		v.gone[id] = errLeft
+	case ErrLeft.Error():
+		v.gone[id] = ErrLeft
 	default:
 		v.gone[id] = errors.New(n.Gone)
 	}
 }
 
 // processOf identifies the process of a node.
-func processOf(n *pspb.Node) Process { return Process{int(n.Id), n.Incarnation} }
+func processOf(n *pspb.Node) Process { return Process{int(n.Id), n.Incarnation, n.Generation} }
 
 // nodesOf returns the nodes of a process, ordered by customer.
 func nodesOf(table []*pspb.Node, incarnation uint64) (own []*pspb.Node) {
@@ -362,6 +376,7 @@ func (v *Van) addLink(nodes []*pspb.Node, conn net.Conn, r *reader) (*link, erro
 		links[int(n.Id)] = l
 	}
 	v.links.Store(&links)
+	v.changed()
 	if v.cfg.Verbose > 0 {
 		v.log.Info("ps: connected", zap.String("node", Name(v.id)), zap.String("with", Name(l.peer)))
 	}
@@ -508,6 +523,10 @@ func (v *Van) arrive(l *link, m *Message) error {
 		}
 	case pspb.Command_RELEASE:
 		l.own.released(c.Blocks)
+	case pspb.Command_EVICT:
+		if v.sched != nil {
+			v.sched.evict(l, c.Nodes)
+		}
 	case pspb.Command_LOST, pspb.Command_ADD_NODE:
 		if l.peer == SchedulerID {
 			v.learn(c.Nodes)
@@ -524,6 +543,9 @@ func (v *Van) linkEnded(l *link, left bool, err error) {
 	v.mu.Lock()
 	stopping := v.stopping
 	ended := v.end(l.process, err)
+	for _, n := range ended {
+		v.over[int(n.Id)] = v.over[int(n.Id)] || left || v.orphan
+	}
 	v.mu.Unlock()
 	if stopping {
 		return
@@ -537,8 +559,11 @@ func (v *Van) linkEnded(l *link, left bool, err error) {
 		v.sched.lost(ended, left, err)
 	case l.peer == SchedulerID:
 		v.schedulerGone(l.process, left, err)
+	case v.cfg.Role == Server && RoleOf(l.peer) == Server && !left:
+		v.Evict(l.process, fmt.Errorf("its connection with %s has ended: %w", Name(v.id), err))
 	}
 	v.handler.Lost(l.peer, &NodeError{l.peer, err})
+	v.handler.News()
 }
 
 // blame tells the handler that a node has failed, unless another one has failed before or this node leaves
@@ -567,6 +592,11 @@ func (v *Van) schedulerGone(p Process, left bool, why error) {
 		done <- err
 		delete(v.barriers, id)
 	}
+	if v.orphan = left; left {
+		for id := range v.gone {
+			v.over[id] = true
+		}
+	}
 	v.mu.Unlock()
 	if left {
 		return
@@ -588,7 +618,7 @@ func (v *Van) Dead(timeout time.Duration) (dead []int) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	for id, err := range v.gone {
-		if err != errLeft {
+		if err != ErrLeft {
 			dead = append(dead, id)
 		}
 	}

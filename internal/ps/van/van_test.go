@@ -33,6 +33,7 @@ type ignore struct{}
 func (ignore) Receive(_ Process, m *Message) { m.Release() }
 func (ignore) Blame(Process, error)          {}
 func (ignore) Lost(int, error)               {}
+func (ignore) News()                         {}
 func (ignore) Tick(time.Time)                {}
 
 // node is a node of a test. Its Handler answers requests, and records what arrives.
@@ -93,6 +94,8 @@ func (n *node) Lost(id int, err error) {
 	n.lost[id] = err
 	n.wake()
 }
+
+func (n *node) News() {}
 
 func (n *node) Tick(time.Time) {}
 
@@ -263,7 +266,7 @@ func TestJob(t *testing.T) {
 			testnet.WantError(t, n.Barrier(t.Context(), 0, GroupAll), "finalized")
 			if len(n.lost) > 0 && id != SchedulerID {
 				for other, err := range n.lost {
-					if !errors.Is(err, errLeft) {
+					if !errors.Is(err, ErrLeft) {
 						t.Errorf("%s: %s: %v", Name(id), Name(other), err)
 					}
 				}
@@ -581,6 +584,10 @@ func TestStartFails(t *testing.T) {
 	cfg.Staleness = 3
 	_, result = startNode(t, cfg)
 	testnet.WantError(t, <-result, "the node has HVD_STALENESS=3, the scheduler (asynchronous)")
+	cfg = config(Server, 1, 1, root)
+	cfg.Replicas = 1
+	_, result = startNode(t, cfg)
+	testnet.WantError(t, <-result, "the node has HVD_PS_REPLICAS=1, the scheduler 0")
 	cfg = config(Worker, 1, 1, root)
 	cfg.Customers = 2
 	_, result = startNode(t, cfg)

@@ -1,0 +1,459 @@
+package ps
+
+import (
+	"bytes"
+	"errors"
+	"math/rand/v2"
+	"slices"
+	"strconv"
+	"sync"
+	"testing"
+
+	"go.uber.org/zap"
+
+	"github.com/gohvd/gohvd/half"
+	"github.com/gohvd/gohvd/internal/ps/pspb"
+	"github.com/gohvd/gohvd/internal/ps/van"
+	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/testnet"
+	"github.com/gohvd/gohvd/internal/trace"
+)
+
+// replicated is a job with replicas whose nodes are in this process and can be killed.
+type replicated[T Value] struct {
+	t        *testing.T
+	start    func(role string, rank int) (*Postoffice, error)
+	handler  func() Handler[T]
+	nodes    map[int]*Postoffice
+	servers  map[int]*KVServer[T]
+	workers  map[int]*KVWorker[T]
+	stopping sync.WaitGroup
+}
+
+// startReplicated starts a job with replicas, and an app at its servers and workers.
+func startReplicated[T Value](t *testing.T, j job, handler func() Handler[T]) *replicated[T] {
+	port := strconv.Itoa(testnet.FreePort(t))
+	r := &replicated[T]{t: t, handler: handler, nodes: make(map[int]*Postoffice),
+		servers: make(map[int]*KVServer[T]), workers: make(map[int]*KVWorker[T])}
+	r.start = func(role string, rank int) (*Postoffice, error) {
+		opts := Options{Log: zap.NewNop(), faults: j.faults, Settings: map[string]string{"DMLC_ROLE": role,
+			"DMLC_NUM_SERVER": strconv.Itoa(j.servers), "DMLC_NUM_WORKER": strconv.Itoa(j.workers),
+			"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": port, "DMLC_RANK": strconv.Itoa(rank),
+			"HOROVOD_GLOO_TIMEOUT_SECONDS": "60", "PS_HEARTBEAT_TIMEOUT": "60", "HVD_PS_REPLICAS": "1"}}
+		for name, text := range j.settings {
+			opts.Settings[name] = text
+		}
+		return Start(t.Context(), opts)
+	}
+	var mu sync.Mutex
+	var wg sync.WaitGroup
+	for _, id := range van.Members(AllGroup, j.servers, j.workers) {
+		wg.Go(func() {
+			po, err := r.start(van.RoleOf(id).String(), van.Rank(id))
+			if err != nil {
+				t.Errorf("%s: %v", van.Name(id), err)
+				return
+			}
+			mu.Lock()
+			defer mu.Unlock()
+			r.nodes[po.ID()] = po
+		})
+	}
+	wg.Wait()
+	if t.Failed() {
+		t.FailNow()
+	}
+	for id, po := range r.nodes {
+		var err error
+		switch {
+		case po.IsServer():
+			r.servers[id], err = NewKVServer(po, 0, handler(), SimpleHandlers{})
+		case po.IsWorker():
+			r.workers[id], err = NewKVWorker[T](po, 0, 0, SimpleHandlers{})
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	t.Cleanup(func() {
+		for _, po := range r.nodes {
+			r.stopping.Go(po.stop)
+		}
+		r.stopping.Wait()
+	})
+	return r
+}
+
+// kill makes the scheduler declare a server dead. Its connections then end without a goodbye.
+func (r *replicated[T]) kill(id int) {
+	r.t.Helper()
+	dead := r.nodes[id]
+	accuser := r.nodes[dead.otherServer(van.Rank(id), id)]
+	accuser.van.Evict(dead.van.Process(), errors.New("the test says so"))
+	testnet.Eventually(r.t, van.Name(id)+" fails", func() bool { return dead.van.Err() != nil })
+	r.stopping.Go(dead.stop)
+	delete(r.nodes, id)
+}
+
+// again starts a server in the place of one that was killed, and waits until it has all values.
+func (r *replicated[T]) again(id int) {
+	r.t.Helper()
+	po, err := r.start("server", van.Rank(id))
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	if po.ID() != id || !po.IsRecovery() {
+		r.t.Fatalf("the new process is %s", van.Name(po.ID()))
+	}
+	r.nodes[id] = po
+	if r.servers[id], err = NewKVServer(po, 0, r.handler(), SimpleHandlers{}); err != nil {
+		r.t.Fatal(err)
+	}
+	testnet.Eventually(r.t, van.Name(id)+" has all values", func() bool { return complete(r.servers[id]) })
+}
+
+// sameBits checks that both servers of each range have the same bits, and one of them is the primary. No
+// request is in flight.
+func (r *replicated[T]) sameBits() {
+	r.t.Helper()
+	for home := range len(r.servers) {
+		first := r.servers[van.ServerID(home)].replicas[home]
+		second := r.servers[van.ServerID((home+1)%len(r.servers))].replicas[home]
+		testnet.Eventually(r.t, "the server whose range it is is the primary", first.serves)
+		first.mu.Lock()
+		second.mu.Lock()
+		if second.role != backup || len(first.store.entries) != len(second.store.entries) {
+			r.t.Errorf("range %d: role %d, %d and %d keys", home, second.role, len(first.store.entries),
+				len(second.store.entries))
+		}
+		for key := range first.store.entries {
+			a, b := bitsOf(first.store, key), bitsOf(second.store, key)
+			if !slices.EqualFunc(a, b, bytes.Equal) {
+				r.t.Errorf("range %d: key %d has the bits %x and %x", home, key, a, b)
+			}
+		}
+		first.mu.Unlock()
+		second.mu.Unlock()
+	}
+}
+
+// bitsOf returns the values of a key and their state.
+func bitsOf(s *store, key uint64) [][]byte {
+	e, ok := s.entries[key]
+	if !ok {
+		return nil
+	}
+	size := s.dt.Size()
+	all := [][]byte{e.chunk.vals[e.at*size:][:e.n*size]}
+	for _, plane := range e.chunk.state {
+		size := s.rule.compute.Size()
+		all = append(all, plane[e.at*size:][:e.n*size])
+	}
+	return all
+}
+
+// lensOf returns the number of values of each key.
+func lensOf(keys []uint64) (lens []int32, total int) {
+	for _, key := range keys {
+		n := int32(key % 4)
+		lens = append(lens, n)
+		total += int(n)
+	}
+	return lens, total
+}
+
+// someKeys returns some of 60 keys, which are spread over all servers.
+func someKeys(random *rand.Rand) (keys []uint64) {
+	for i := range uint64(60) {
+		if random.IntN(5) == 0 {
+			keys = append(keys, MaxKey/61*(i+1)/64*64+i%7)
+		}
+	}
+	return keys
+}
+
+// TestReplicasHaveTheSameBits makes random pushes with each handler, while servers are killed and started
+// again, also if messages are lost, duplicated and reordered. No push fails, and both servers of each range
+// have the same values and the same state of the optimizer.
+func TestReplicasHaveTheSameBits(t *testing.T) {
+	resend := map[string]string{"PS_RESEND": "1", "PS_RESEND_TIMEOUT": "20"}
+	t.Run("sum", func(t *testing.T) { sameBits(t, false, nil, Sum[int64]) })
+	t.Run("assign", func(t *testing.T) { sameBits(t, false, nil, Assign[uint8]) })
+	t.Run("momentum", func(t *testing.T) {
+		sameBits(t, false, nil, func() Handler[float32] { return Momentum[float32](0.1, 0.9) })
+	})
+	adam := func() Handler[half.BFloat16] { return Adam[half.BFloat16](0.1, 0.9, 0.99, 1e-3) }
+	t.Run("adam", func(t *testing.T) { sameBits(t, false, nil, adam) })
+	t.Run("adam with faults", func(t *testing.T) { sameBits(t, true, resend, adam) })
+	t.Run("adagrad with faults", func(t *testing.T) {
+		sameBits(t, true, resend, func() Handler[float64] { return Adagrad[float64](0.1, 1) })
+	})
+}
+
+func sameBits[T Value](t *testing.T, faults bool, settings map[string]string, handler func() Handler[T]) {
+	seed := rand.Uint64()
+	t.Logf("seed %d", seed)
+	j := job{t: t, servers: 3, workers: 2, settings: settings}
+	least := 200 // pushes of each worker
+	if faults {
+		j.faults, least = lossy(seed), 30
+	}
+	r := startReplicated(t, j, handler)
+	end := make(chan struct{})
+	var wg sync.WaitGroup
+	for id, w := range r.workers {
+		wg.Go(func() {
+			random := rand.New(rand.NewPCG(seed, uint64(id)))
+			var flying []*Request
+			for n := 0; ; n++ {
+				over := n > least && isEnded(end)
+				if len(flying) == 8 || over {
+					for _, req := range flying {
+						wait(t, req, nil)
+					}
+					flying = nil
+				}
+				if over || t.Failed() {
+					return
+				}
+				keys := someKeys(random)
+				lens, total := lensOf(keys)
+				vals := tensor.View[T](make([]byte, total*tensor.Of[T]().Size()))
+				for i := range vals {
+					tensor.Bytes(vals[i : i+1])[tensor.Of[T]().Size()-1] = byte(0x3e + random.IntN(3))
+				}
+				opts := []Option{Lens(lens)}
+				if random.IntN(10) == 0 {
+					opts = append(opts, Cmd(InitCmd))
+				}
+				push := w.Push
+				if random.IntN(2) == 0 {
+					push = w.ZPush
+				}
+				req, err := push(t.Context(), keys, vals, opts...)
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				flying = append(flying, req)
+			}
+		})
+	}
+	for _, id := range []int{10, 8, 12} {
+		r.kill(id)
+		r.again(id)
+	}
+	close(end)
+	wg.Wait()
+	r.sameBits()
+}
+
+func isEnded(c <-chan struct{}) bool {
+	select {
+	case <-c:
+		return true
+	default:
+		return false
+	}
+}
+
+// pushOne pushes a value to a key.
+func pushOne(t *testing.T, w *KVWorker[float64], key uint64, v float64, opts ...Option) error {
+	r, err := w.Push(t.Context(), []uint64{key}, []float64{v}, opts...)
+	if err == nil {
+		err = r.Wait(t.Context())
+	}
+	return err
+}
+
+// TestBothServersDie kills both servers of a range. Requests fail and name the server, and when the servers
+// are back, they do not pretend to have values.
+func TestBothServersDie(t *testing.T) {
+	r := startReplicated(t, job{t: t, servers: 3, workers: 1}, Sum[float64])
+	w := r.workers[9]
+	last := uint64(MaxKey - 1000) // in the range of server 2, which server 0 has too
+	for _, key := range []uint64{1, last} {
+		if err := pushOne(t, w, key, 5); err != nil {
+			t.Fatal(err)
+		}
+	}
+	r.kill(8)
+	if err := pushOne(t, w, 1, 2); err != nil {
+		t.Fatal(err)
+	}
+	r.kill(10)
+	testnet.WantError(t, pushOne(t, w, 1, 1), "server 0 is gone", "and so is server 1, which has the same keys")
+	if err := pushOne(t, w, last, 1); err != nil {
+		t.Error(err)
+	}
+	r.again(10)
+	r.again(8)
+	testnet.Eventually(t, "a server answers for the range", func() bool {
+		return !errors.As(pushOne(t, w, 1, 1), new(*NodeError))
+	})
+	testnet.WantError(t, pushOne(t, w, 1, 1), "has lost the values of key 1", "InitCmd")
+	err := errors.Join(pushOne(t, w, 1, 3, Cmd(InitCmd)), pushOne(t, w, 1, 4), pushOne(t, w, last, 1))
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.sameBits()
+	var got []float64
+	req, err := w.Pull(t.Context(), []uint64{1, last}, &got)
+	if wait(t, req, err); !slices.Equal(got, []float64{7, 7}) {
+		t.Errorf("got %v, want 7 and 7", got)
+	}
+}
+
+// TestBackupThatStopsToApply drops the pushes to a backup. The worker gets no answer until the scheduler has
+// declared the backup dead.
+func TestBackupThatStopsToApply(t *testing.T) {
+	var mu sync.Mutex
+	dropped := false
+	faults := func(from, to van.Process, m *van.Message, deliver func(*van.Message) error) error {
+		if h := m.Header; h.GetReplica().GetKind() == pspb.Replica_PUSH && h.Range == 1 && to.ID == 10 {
+			mu.Lock()
+			dropped = true
+			mu.Unlock()
+			m.Release()
+			return nil
+		}
+		return deliver(m)
+	}
+	r := startReplicated(t, job{t: t, servers: 2, workers: 1, faults: faults,
+		settings: map[string]string{"PS_HEARTBEAT_TIMEOUT": "2"}}, Sum[float64])
+	w := r.workers[9]
+	req, err := w.Push(t.Context(), []uint64{1}, []float64{1})
+	if err != nil {
+		t.Fatal(err)
+	}
+	testnet.Eventually(t, "the push to the backup is dropped", func() bool {
+		mu.Lock()
+		defer mu.Unlock()
+		return dropped
+	})
+	s := r.nodes[8].stats()
+	i := slices.IndexFunc(s.Peers, func(p trace.Peer) bool { return p.Name == "server 1" })
+	if i < 0 || s.Peers[i].LagMessages != 1 || s.Peers[i].LagBytes < 8 || s.Unreplicated != 0 ||
+		isEnded(req.Done()) {
+		t.Errorf("the push is answered: %v, and the statistics are %+v", isEnded(req.Done()), s)
+	}
+	wait(t, req, nil)
+	if s := r.nodes[8].stats(); s.Unreplicated == 0 {
+		t.Error("the range is replicated, although the backup is dead")
+	}
+	testnet.Eventually(t, "the backup fails", func() bool { return r.nodes[10].van.Err() != nil })
+	if err := pushOne(t, w, MaxKey/2+1, 1); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestReplicaUsage checks the errors of jobs that cannot have replicas.
+func TestReplicaUsage(t *testing.T) {
+	for want, settings := range map[string]map[string]string{
+		"HVD_PS_REPLICAS is 1, which needs at least 2 servers, but DMLC_NUM_SERVER is 1": {
+			"DMLC_NUM_SERVER": "1"},
+		"HVD_PS_REPLICAS is 1, which cannot be used with HVD_STALENESS=0": {"HVD_STALENESS": "0"},
+	} {
+		all := map[string]string{"DMLC_ROLE": "scheduler", "DMLC_NUM_SERVER": "2", "DMLC_NUM_WORKER": "1",
+			"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": "1", "HVD_PS_REPLICAS": "1"}
+		for name, text := range settings {
+			all[name] = text
+		}
+		_, err := Start(t.Context(), Options{Log: zap.NewNop(), Settings: all})
+		testnet.WantError(t, err, want)
+	}
+	shared := Sum[float64]()
+	r := startReplicated(t, job{t: t, servers: 2, workers: 1}, Sum[float64])
+	own := KVHandler[float64](func(KVMeta, KVPairs[float64], *KVServer[float64]) {})
+	_, err := NewKVServer(r.nodes[8], 1, own, SimpleHandlers{})
+	testnet.WantError(t, err, "HVD_PS_REPLICAS is for built-in handlers")
+	if _, err := NewKVServer(r.nodes[8], 2, shared, SimpleHandlers{}); err != nil {
+		t.Error(err)
+	}
+	_, err = NewKVServer(r.nodes[8], 3, shared, SimpleHandlers{})
+	testnet.WantError(t, err, "another server has the same handler")
+}
+
+// TestWindow compares a window with a set of all pushes that were applied.
+func TestWindow(t *testing.T) {
+	random := rand.New(rand.NewPCG(rand.Uint64(), 0))
+	w := window{applied: make(map[int64]struct{})}
+	applied, completed, last := make(map[int64]bool), int64(0), int64(0)
+	for range 10000 {
+		last = max(last, completed+1+random.Int64N(20))
+		timestamp := completed + 1 + random.Int64N(last-completed)
+		fresh, err := w.fresh(completed-random.Int64N(2)*min(completed, 3), timestamp)
+		if err != nil || fresh == applied[timestamp] {
+			t.Fatalf("request %d of %d is fresh: %v, %v", timestamp, completed, fresh, err)
+		}
+		w.applied[timestamp], applied[timestamp] = struct{}{}, true
+		for random.IntN(4) > 0 && applied[completed+1] {
+			completed++
+		}
+		if len(w.applied) > 64 {
+			t.Fatalf("the window has %d pushes", len(w.applied))
+		}
+	}
+	if fresh, err := w.fresh(completed, completed); fresh || err != nil {
+		t.Errorf("a request that has completed is fresh: %v, %v", fresh, err)
+	}
+	_, err := w.fresh(completed, completed+maxOutstanding+1)
+	testnet.WantError(t, err, "has not completed")
+}
+
+// TestTransfer passes a store to another one in small pieces, with pushes in between.
+func TestTransfer(t *testing.T) {
+	handler := Adam[float32](0.1, 0.9, 0.99, 1e-3).(*builtIn[float32])
+	for range 50 {
+		seed := rand.Uint64()
+		random := rand.New(rand.NewPCG(seed, 0))
+		from, to := handler.empty(), handler.empty()
+		push := func(known bool) {
+			keys := someKeys(random)
+			if len(keys) == 0 {
+				return
+			}
+			lens, total := lensOf(keys)
+			vals, init := make([]float32, total), random.IntN(5) == 0
+			for i := range vals {
+				vals[i] = random.Float32()
+			}
+			places, err := from.resolve(&serverList{keys: keys}, true, lens, total)
+			if err == nil {
+				from.push(places, tensor.Bytes(vals), init)
+				if known {
+					err = to.pushKnown(keys, lens, tensor.Bytes(vals), init)
+				}
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+		}
+		for range random.IntN(6) {
+			push(false)
+		}
+		var at position
+		for !from.done(at) {
+			p := from.next(&at, 1+random.IntN(200))
+			h := &pspb.Header{}
+			van.SetTypes(h, pspb.DataType_UINT64, pspb.DataType_INT32, pspb.DataType_FLOAT,
+				pspb.DataType_FLOAT)
+			m := &van.Message{Header: h, Data: [][]byte{bytesOfKeys(p.keys), tensor.Bytes(p.lens), p.vals,
+				slices.Concat(p.state...)}}
+			if err := to.put(m); err != nil {
+				t.Fatalf("seed %d: %v", seed, err)
+			}
+			if random.IntN(2) == 0 {
+				push(true)
+			}
+		}
+		if len(from.entries) != len(to.entries) {
+			t.Errorf("seed %d: %d keys, want %d", seed, len(to.entries), len(from.entries))
+		}
+		for key := range from.entries {
+			if a, b := bitsOf(from, key), bitsOf(to, key); !slices.EqualFunc(a, b, bytes.Equal) {
+				t.Errorf("seed %d: key %d has the bits %x, want %x", seed, key, b, a)
+			}
+		}
+	}
+}
