@@ -93,3 +93,64 @@ func FuzzResponse(f *testing.F) {
 		}
 	})
 }
+
+// FuzzReplica passes messages of another server to a replica in each role.
+func FuzzReplica(f *testing.F) {
+	add := func(h *pspb.Header, frames ...[]byte) {
+		h.Range, h.Request = 1, true
+		b, err := proto.Marshal(h)
+		if err != nil {
+			f.Fatal(err)
+		}
+		frames = append(frames, nil, nil, nil, nil)
+		f.Add(b, frames[0], frames[1], frames[2], frames[3])
+	}
+	numbers := make([]byte, 16)
+	numbers[0], numbers[8] = 1, 2
+	lens := []byte{1, 0, 0, 0, 1, 0, 0, 0}
+	for _, kind := range []pspb.Replica_Kind{pspb.Replica_VALUES, pspb.Replica_PUSH, pspb.Replica_SENDER,
+		pspb.Replica_COMPLETE, pspb.Replica_TAKE, pspb.Replica_APPLIED, pspb.Replica_SYNC} {
+		h := &pspb.Header{Push: kind == pspb.Replica_PUSH, Timestamp: 3, KeyList: 1, Replica: &pspb.Replica{
+			Kind: kind, Number: 1, Worker: 9, Applied: []int64{1, 2}}}
+		switch kind {
+		case pspb.Replica_VALUES:
+			van.SetTypes(h, pspb.DataType_UINT64, pspb.DataType_INT32, pspb.DataType_FLOAT,
+				pspb.DataType_FLOAT)
+			add(h, numbers, lens, make([]byte, 8), make([]byte, 24))
+		case pspb.Replica_PUSH:
+			van.SetTypes(h, pspb.DataType_UINT64, pspb.DataType_FLOAT, pspb.DataType_INT32)
+			add(h, numbers, make([]byte, 8), lens)
+		default:
+			add(h)
+		}
+	}
+	f.Fuzz(func(t *testing.T, h, a, b, c, d []byte) {
+		for _, role := range []replicaRole{joining, backup, primary} {
+			po := &Postoffice{log: zap.NewNop(), customers: make(map[customerKey]*customer)}
+			po.van = van.New(van.Config{Role: van.Server, Customers: 1, Rank: -1, NumServers: 2, Replicas: 1},
+				router{po})
+			empty := Adam[float32](0.1, 0.9, 0.99, 1e-3).(*builtIn[float32]).empty
+			r := &replica{po: po, empty: empty, store: empty(), role: role, asked: true,
+				partner: van.Process{ID: 10}, applied: make(map[senderKey]*window)}
+			if role == primary {
+				r.out = newOutStream(true)
+				r.send(r.message(&pspb.Replica{Kind: pspb.Replica_TAKE}))
+			} else {
+				r.in = newInStream()
+			}
+			for i, frames := range [][][]byte{{a, b, c, d}, {a, b, c}, {}} {
+				m := messageOf(h, frames...)
+				if m == nil || m.Header.Replica == nil {
+					return
+				}
+				m.Header.Replica.Number += uint64(i)
+				r.receive(r.partner, m)
+			}
+			for key, e := range r.store.entries {
+				if e.at < 0 || (e.at+e.n)*4 > len(e.chunk.vals) {
+					t.Errorf("key %d has the place %d of %d values", key, e.at, len(e.chunk.vals)/4)
+				}
+			}
+		}
+	})
+}
