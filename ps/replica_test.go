@@ -8,6 +8,7 @@ import (
 	"strconv"
 	"sync"
 	"testing"
+	"time"
 
 	"go.uber.org/zap"
 
@@ -319,8 +320,7 @@ func TestBackupThatStopsToApply(t *testing.T) {
 		}
 		return deliver(m)
 	}
-	r := startReplicated(t, job{t: t, servers: 2, workers: 1, faults: faults,
-		settings: map[string]string{"PS_HEARTBEAT_TIMEOUT": "2"}}, Sum[float64])
+	r := startReplicated(t, job{t: t, servers: 2, workers: 1, faults: faults}, Sum[float64])
 	w := r.workers[9]
 	req, err := w.Push(t.Context(), []uint64{1}, []float64{1})
 	if err != nil {
@@ -337,6 +337,11 @@ func TestBackupThatStopsToApply(t *testing.T) {
 		isEnded(req.Done()) {
 		t.Errorf("the push is answered: %v, and the statistics are %+v", isEnded(req.Done()), s)
 	}
+	r.servers[8].replicas[0].tick(time.Now().Add(30 * time.Second))
+	if err := pushOne(t, w, MaxKey/2+1, 1); err != nil || isEnded(req.Done()) {
+		t.Errorf("%v, or the push is answered too soon", err)
+	}
+	r.servers[8].replicas[0].tick(time.Now().Add(2 * time.Minute))
 	wait(t, req, nil)
 	if s := r.nodes[8].stats(); s.Unreplicated == 0 {
 		t.Error("the range is replicated, although the backup is dead")

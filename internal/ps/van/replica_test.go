@@ -6,6 +6,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/gohvd/gohvd/internal/ps/pspb"
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
@@ -96,5 +97,33 @@ func TestEvictEachOther(t *testing.T) {
 			t.Errorf("dead are %v, want one", dead)
 		}
 		stopAll(nodes)
+	}
+}
+
+// TestDeadHasNoSay checks that the scheduler does not believe a server that it has declared dead, even if the
+// message of that server is handled already, and no node but a server.
+func TestDeadHasNoSay(t *testing.T) {
+	nodes := startJob(t, 2, 1, replicated)
+	record := func(id int) []*pspb.Node {
+		p := nodes[id].Process()
+		return []*pspb.Node{{Id: int32(p.ID), Incarnation: p.Incarnation, Gone: "test"}}
+	}
+	links := make(map[int]*link)
+	for _, id := range []int{8, 9, 10} {
+		l, err := nodes[1].link(id)
+		if err != nil {
+			t.Fatal(err)
+		}
+		links[id] = l
+	}
+	s := nodes[1].sched
+	s.evict(links[9], record(8)) // a worker
+	s.evict(links[8], record(9))
+	s.evict(links[8], record(10))
+	s.evict(links[10], record(8))
+	for id, want := range map[int]bool{8: false, 9: false, 10: true} {
+		if got := links[id].ended(); got != want {
+			t.Errorf("%s is dead: %v, want %v", Name(id), got, want)
+		}
 	}
 }
