@@ -213,7 +213,7 @@ func (c *customer) send(ctx context.Context, r *Request, p *part, m *van.Message
 	c.mu.Lock()
 	if lost := p.attempt != attempt || !p.sent; lost || err != nil {
 		settled := p.settled >= attempt
-		if err != nil && !lost && p.again != nil && ctx.Err() == nil &&
+		if err != nil && !lost && p.again != nil && ctx.Err() == nil && c.pending[r.timestamp] == r &&
 			!errors.As(err, new(*van.LimitError)) {
 			c.unroute(p)
 			lost = true
