@@ -95,7 +95,9 @@ func (c *Coordinator) timeout(by topo.Rank, u *message.Up) {
 		return // when the report is repeated, the rank that is late will be known
 	}
 	s, _ := c.member(u.Set, by)
-	if s != nil && c.ranks[by].stop == 0 {
+	// If the tensor was granted, the name may be in use again: an operation on a device may be done for the
+	// program when it has been launched.
+	if s != nil && c.ranks[by].stop == 0 && !u.Granted {
 		if kind, ranks, why := s.blocked(by, u.Tensor); why != "" {
 			if len(ranks) == 0 {
 				ranks = []topo.Rank{by}
