@@ -344,6 +344,7 @@ func (s *scheduler) drive(ctx context.Context, done func() bool) {
 	}
 	if s.over {
 		s.mu.Unlock()
+		s.wakeBackground() // it may have found the lock held
 		return
 	}
 	s.deferred.cancel()
@@ -379,14 +380,15 @@ func (s *scheduler) parkDriver(next time.Duration) {
 		next = s.turn()
 	}
 	s.notifyPeers()
+	missed := s.missed.Swap(false) // because the timer has fired, or because notify was called after park
 	if parked {
-		if s.missed.Swap(false) {
-			s.alarm = s.now // the timer may have fired
+		if missed {
+			s.alarm = s.now
 		}
 		s.setAlarm(next)
 	}
 	s.mu.Unlock()
-	if s.missed.Swap(false) || !parked {
+	if s.missed.Swap(false) || !parked || missed && s.pending.Load() {
 		s.wakeBackground()
 	}
 }

@@ -306,6 +306,39 @@ func TestSchedulerHandsOff(t *testing.T) {
 				t.Errorf("parking %v: turns at %v, want one by the driver and one at %v", parking, got, late)
 			}
 		}
+
+		// Here another goroutine calls notify after the driver has parked and before it unlocks.
+		l.onNotify = func() {
+			l.onNotify = nil
+			s.notify()
+			synctest.Wait() // BackgroundThreadLoop has found the lock held
+		}
+		s.drive(t.Context(), func() bool { return true })
+		if got := l.took(); len(got) != 2 {
+			t.Errorf("notified while parking: turns at %v, want one by the driver and one at once", got)
+		}
+	})
+}
+
+// If a driver has ended the epoch, and BackgroundThreadLoop finds the lock held by another driver, it returns
+// nevertheless.
+func TestSchedulerEndsAfterDrivers(t *testing.T) {
+	over := errors.New("over")
+	scheduled(t, pollBudget, over, func(t *testing.T, s *scheduler, l *fakeLoop) {
+		s.mu.Lock()
+		s.end(over)
+		s.wakeBackground()
+		synctest.Wait() // BackgroundThreadLoop has found the lock held
+		s.mu.Unlock()
+		s.drive(t.Context(), func() bool { return true })
+		synctest.Wait()
+		if !s.mu.TryLock() {
+			t.Fatal("the lock is held")
+		}
+		s.mu.Unlock()
+		if s.missed.Load() {
+			t.Error("BackgroundThreadLoop does not know that the epoch is over")
+		}
 	})
 }
 
