@@ -246,7 +246,7 @@ func (c *customer) receive(from van.Process, m *van.Message) {
 	case h.Replica != nil:
 		c.replica(from, m)
 	case h.Request:
-		if r := c.replicas[h.Range]; r != nil && h.Push {
+		if r := c.replicas[h.Range]; r != nil && (h.Push || h.Pull) {
 			r.await()
 		}
 		c.handling.Lock()
@@ -510,9 +510,11 @@ func (c *customer) sendAgain(r *Request, p *part) error {
 		return err
 	}
 	first := van.ServerID(home)
-	if err := v.Gone(first); err != nil && v.Gone(c.po.otherServer(home, first)) != nil {
+	// The end of a connection does not count: the news that a server has returned may still be on the way.
+	if other := c.po.otherServer(home, first); v.Ended(v.Current(first)) && v.Ended(v.Current(other)) {
+		err := v.Gone(first)
 		return &NodeError{ID: first, Err: fmt.Errorf("%w, and so is %s, which has the same keys", err,
-			van.Name(c.po.otherServer(home, first)))}
+			van.Name(other))}
 	}
 	limit := p.homeless.Add(c.po.cfg.HeartbeatTimeout + customerWait)
 	late := &NodeError{ID: first, Err: fmt.Errorf("no server has answered for its keys for %v",

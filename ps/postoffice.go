@@ -72,7 +72,9 @@ type Postoffice struct {
 	clocks   []workerClock // by customer
 	// primaries has the id of the server that was the last one to answer for a range, by rank, or 0.
 	primaries []atomic.Int32
-	observer  observer
+	// joining counts the ranges that this server gets from another one, by the rank of that server.
+	joining  []atomic.Int32
+	observer observer
 
 	mu        sync.Mutex
 	customers map[customerKey]*customer
@@ -130,6 +132,7 @@ func StartAsync(ctx context.Context, opts Options) (*Postoffice, error) {
 	}
 	p.clocks = make([]workerClock, p.cfg.Customers)
 	p.primaries = make([]atomic.Int32, p.cfg.NumServers)
+	p.joining = make([]atomic.Int32, p.cfg.NumServers)
 	if p.observer.clock, err = trace.NewClock(p.started); err != nil {
 		return nil, fmt.Errorf("ps: %w", err)
 	}

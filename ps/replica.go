@@ -27,6 +27,9 @@ const (
 	// many of them are sent together as maxPieces says.
 	pieceBytes = 1 << 20
 	maxPieces  = 8
+	// timePerByte is the time that the other server has to receive and apply a byte of a message, besides
+	// PS_HEARTBEAT_TIMEOUT: 10 MB/s.
+	timePerByte = 100 * time.Nanosecond
 )
 
 // replicaRole says what a server does for a range of keys.
@@ -113,6 +116,7 @@ type outStream struct {
 	bytes         int    // sum of sizes
 	progress      time.Time
 	waiting       []waiter
+	waitingBytes  int         // size of the answers that wait
 	lists         serverLists // lists of keys that the partner knows
 	list          uint64      // number of lists so far
 }
@@ -120,6 +124,7 @@ type outStream struct {
 // waiter is an answer that is sent when the partner has applied the message with the given number.
 type waiter struct {
 	number uint64
+	bytes  int
 	answer func()
 }
 
@@ -175,6 +180,7 @@ func newReplica(po *Postoffice, app, home int, empty func() *store) *replica {
 		r.lost = own.Generation > 0
 	case r.partner.Generation < own.Generation:
 		r.role, r.in = joining, newInStream()
+		po.joining[van.Rank(r.partner.ID)].Add(1)
 	case own.ID == van.ServerID(home):
 		r.out = newOutStream(true)
 	default:
@@ -194,6 +200,11 @@ func (r *replica) serves() bool {
 func (r *replica) news() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	r.refresh()
+}
+
+// refresh does what news does, for a caller that holds mu.
+func (r *replica) refresh() {
 	r.follow()
 	maps.DeleteFunc(r.applied, func(key senderKey, _ *window) bool { return r.po.van.Ended(key.process) })
 }
@@ -229,6 +240,7 @@ func (r *replica) alone() {
 		text = "ps: the values of a range are lost: the other server has ended before this one had them"
 		r.store, r.lost = r.empty(), true
 		clear(r.applied)
+		r.po.joining[van.Rank(r.partner.ID)].Add(-1)
 	case r.role == backup:
 		text = "ps: this server takes over a range, without a replica"
 	case r.out != nil:
@@ -277,7 +289,7 @@ func (r *replica) hasRoom() {
 func (r *replica) await() {
 	r.mu.Lock()
 	for o := r.out; !r.closed && r.role == primary && o != nil && (len(o.sizes) >= maxUnapplied ||
-		o.bytes >= maxUnappliedBytes); o = r.out {
+		o.bytes >= maxUnappliedBytes || o.waitingBytes >= maxUnappliedBytes); o = r.out {
 		if r.room == nil {
 			r.room = make(chan struct{})
 		}
@@ -314,11 +326,16 @@ func (r *replica) end() {
 
 // tick asks the scheduler to declare a partner dead that has stopped to apply messages.
 func (r *replica) tick(now time.Time) {
-	r.news()
-	r.mu.Lock()
+	if !r.mu.TryLock() {
+		return // the caller sends heartbeats, which must not wait while a long push is applied
+	}
 	defer r.mu.Unlock()
+	r.refresh()
 	o, limit := r.out, r.po.cfg.HeartbeatTimeout
-	if o == nil || o.applied == o.next || limit == 0 || now.Sub(o.progress) < limit || r.closed {
+	if o == nil || o.applied == o.next || limit == 0 || r.closed {
+		return
+	}
+	if limit += time.Duration(o.sizes[0]) * timePerByte; now.Sub(o.progress) < limit {
 		return
 	}
 	o.progress = now
@@ -326,8 +343,13 @@ func (r *replica) tick(now time.Time) {
 		limit))
 }
 
-// evict asks the scheduler to declare the partner dead.
-func (r *replica) evict(why error) { r.po.van.Evict(r.partner, why) }
+// evict asks the scheduler to declare the partner dead, unless this server still gets the values of a range
+// from it.
+func (r *replica) evict(why error) {
+	if r.po.joining[van.Rank(r.partner.ID)].Load() == 0 {
+		r.po.van.Evict(r.partner, why)
+	}
+}
 
 // lag adds what the partner has not applied to the statistics.
 func (r *replica) lag(s *trace.Node) {
@@ -382,9 +404,10 @@ func (r *replica) send(m *van.Message) {
 
 // after calls answer when the partner has applied all that was sent so far, at once if there is no backup.
 // The caller holds mu.
-func (r *replica) after(answer func()) {
+func (r *replica) after(bytes int, answer func()) {
 	if o := r.out; o != nil && o.synced && o.applied < o.next {
-		o.waiting = append(o.waiting, waiter{o.next, answer})
+		o.waiting = append(o.waiting, waiter{o.next, bytes, answer})
+		o.waitingBytes += bytes
 		return
 	}
 	answer()
@@ -522,6 +545,7 @@ func (r *replica) acknowledged(number uint64) {
 	o.progress = time.Now()
 	answered := 0
 	for ; answered < len(o.waiting) && o.waiting[answered].number <= number; answered++ {
+		o.waitingBytes -= o.waiting[answered].bytes
 		o.waiting[answered].answer()
 	}
 	o.waiting = slices.Delete(o.waiting, 0, answered)
@@ -628,6 +652,7 @@ func (r *replica) apply(m *van.Message) error {
 		}
 	case pspb.Replica_COMPLETE:
 		r.role, r.lost = backup, h.Replica.Lost
+		r.po.joining[van.Rank(r.partner.ID)].Add(-1)
 		r.po.log.Info("ps: this server has all values of a range", zap.Int("app", r.app),
 			zap.Int("range", r.home))
 	case pspb.Replica_TAKE:

@@ -7,6 +7,7 @@ import (
 	"slices"
 	"strconv"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -341,7 +342,11 @@ func TestBackupThatStopsToApply(t *testing.T) {
 	if err := pushOne(t, w, MaxKey/2+1, 1); err != nil || isEnded(req.Done()) {
 		t.Errorf("%v, or the push is answered too soon", err)
 	}
-	r.servers[8].replicas[0].tick(time.Now().Add(2 * time.Minute))
+	testnet.Eventually(t, "the push is answered", func() bool {
+		// tick does nothing while the replica is in use.
+		r.servers[8].replicas[0].tick(time.Now().Add(2 * time.Minute))
+		return isEnded(req.Done())
+	})
 	wait(t, req, nil)
 	if s := r.nodes[8].stats(); s.Unreplicated == 0 {
 		t.Error("the range is replicated, although the backup is dead")
@@ -350,6 +355,142 @@ func TestBackupThatStopsToApply(t *testing.T) {
 	if err := pushOne(t, w, MaxKey/2+1, 1); err != nil {
 		t.Error(err)
 	}
+}
+
+// TestJoiningServerAccusesNobody breaks the connection of a server that gets the values from the other one.
+// The other one goes on, because only it has the values.
+func TestJoiningServerAccusesNobody(t *testing.T) {
+	var broken atomic.Bool
+	faults := func(from, to van.Process, m *van.Message, deliver func(*van.Message) error) error {
+		if broken.Load() && m.Header.GetReplica().GetKind() == pspb.Replica_VALUES {
+			m.Release()
+			return errors.New("cannot allocate memory")
+		}
+		return deliver(m)
+	}
+	r := startReplicated(t, job{t: t, servers: 2, workers: 1, faults: faults}, Sum[float64])
+	w := r.workers[9]
+	if err := pushOne(t, w, 1, 5); err != nil {
+		t.Fatal(err)
+	}
+	r.kill(8)
+	if err := pushOne(t, w, 1, 2); err != nil {
+		t.Fatal(err)
+	}
+	broken.Store(true)
+	po, err := r.start("server", 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.nodes[8] = po
+	if r.servers[8], err = NewKVServer(po, 0, r.handler(), SimpleHandlers{}); err != nil {
+		t.Fatal(err)
+	}
+	testnet.Eventually(t, "a server fails", func() bool {
+		return r.nodes[8].van.Err() != nil || r.nodes[10].van.Err() != nil
+	})
+	var got []float64
+	req, err := w.Pull(t.Context(), []uint64{1}, &got)
+	if err == nil {
+		err = req.Wait(t.Context())
+	}
+	if err != nil || !slices.Equal(got, []float64{7}) {
+		t.Errorf("pulled %v, error %v; want 7", got, err)
+	}
+}
+
+// TestLateNewsOfReturn lets a worker learn that a server has returned only after the other one has died. Its
+// request waits for the news.
+func TestLateNewsOfReturn(t *testing.T) {
+	news := make(chan struct{})
+	faults := func(from, to van.Process, m *van.Message, deliver func(*van.Message) error) error {
+		if c := m.Header.Control; to.ID == 9 && c != nil && c.Command == pspb.Command_ADD_NODE &&
+			len(c.Nodes) == 1 && c.Nodes[0].Generation > 0 {
+			<-news
+		}
+		return deliver(m)
+	}
+	r := startReplicated(t, job{t: t, servers: 2, workers: 1, faults: faults}, Sum[float64])
+	w := r.workers[9]
+	if err := pushOne(t, w, 1, 5); err != nil {
+		t.Fatal(err)
+	}
+	r.kill(8)
+	if err := pushOne(t, w, 1, 2); err != nil {
+		t.Fatal(err)
+	}
+	r.again(8)
+	testnet.Eventually(t, "all ranges are replicated", func() bool {
+		return r.nodes[8].stats().Unreplicated == 0 && r.nodes[10].stats().Unreplicated == 0
+	})
+	r.kill(10)
+	testnet.Eventually(t, "the worker's connection has ended", func() bool { return w.c.po.van.Gone(10) != nil })
+	req, err := w.Push(t.Context(), []uint64{1}, []float64{1})
+	if err != nil {
+		t.Fatal(err)
+	}
+	p := &req.parts[0]
+	testnet.Eventually(t, "the push has lost its server", func() bool {
+		w.c.mu.Lock()
+		defer w.c.mu.Unlock()
+		return !p.homeless.IsZero()
+	})
+	if err := w.c.sendAgain(req, p); err != nil {
+		t.Errorf("before the news: %v", err)
+	}
+	close(news)
+	wait(t, req, nil)
+}
+
+// TestWaitingPulls checks that the answers of pulls that wait for the backup take bounded memory: the server
+// reads no further requests meanwhile.
+func TestWaitingPulls(t *testing.T) {
+	var held atomic.Bool
+	applied := make(chan struct{})
+	faults := func(from, to van.Process, m *van.Message, deliver func(*van.Message) error) error {
+		if m.Header.GetReplica().GetKind() == pspb.Replica_APPLIED && held.Load() {
+			<-applied
+		}
+		return deliver(m)
+	}
+	r := startReplicated(t, job{t: t, servers: 2, workers: 1, faults: faults}, Sum[float64])
+	w := r.workers[9]
+	vals := make([]float64, 1<<19) // 4 MiB
+	req, err := w.Push(t.Context(), []uint64{1}, vals)
+	wait(t, req, err)
+	held.Store(true)
+	push, err := w.Push(t.Context(), []uint64{1}, vals)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var pulls []*Request
+	for range 40 {
+		var got []float64
+		req, err := w.Pull(t.Context(), []uint64{1}, &got)
+		if err != nil {
+			t.Fatal(err)
+		}
+		pulls = append(pulls, req)
+	}
+	testnet.Eventually(t, "the server waits for the backup", func() bool {
+		p := r.servers[8].replicas[0]
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		return p.room != nil
+	})
+	close(applied)
+	for _, req := range append(pulls, push) {
+		wait(t, req, nil)
+	}
+}
+
+// TestTickDoesNotWait checks that tick returns while a push is applied, because heartbeats wait for it.
+func TestTickDoesNotWait(t *testing.T) {
+	r := startReplicated(t, job{t: t, servers: 2, workers: 1}, Sum[float64])
+	p := r.servers[8].replicas[0]
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.tick(time.Now())
 }
 
 // TestReplicaUsage checks the errors of jobs that cannot have replicas.

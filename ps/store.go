@@ -422,7 +422,7 @@ func (b *builtIn[T]) handleReplicated(meta KVMeta, data KVPairs[T], s *KVServer[
 	meta.req.forwarded = forwarded
 	sizes := []int{places.total * r.store.dt.Size(), 4 * len(places.lens)}
 	m := s.response(&meta, sizes, func(vals, lens []byte) { r.store.pull(places, vals, lens) })
-	r.after(func() {
+	r.after(m.Bytes(), func() {
 		if err := s.deliver(&meta, m); err != nil {
 			s.c.po.log.Debug("ps: a response was not sent", zap.Error(err))
 		}

@@ -841,7 +841,8 @@ var settings = []Setting{
 		Name: "HVD_PS_REPLICAS", Section: sectionServer, Scope: ToMeet,
 		Default: "0",
 		Doc: "number of further servers that have the values of each key. With 1, no acknowledged push is lost " +
-			"if a server dies. That needs at least two servers, built-in handlers and asynchronous mode",
+			"if a server dies while the other server of its keys has all values (docs/ps.md). That needs at least " +
+			"two servers, built-in handlers and asynchronous mode",
 		Raise: "With 1, a push takes longer, and servers need twice the memory for values.",
 		kind:  integer("", "a whole number, 0 or 1", func(c *Config) *int { return &c.PS.Replicas }, 0, 1),
 	},

@@ -559,7 +559,10 @@ func (v *Van) linkEnded(l *link, left bool, err error) {
 		v.sched.lost(ended, left, err)
 	case l.peer == SchedulerID:
 		v.schedulerGone(l.process, left, err)
-	case v.cfg.Role == Server && RoleOf(l.peer) == Server && !left:
+	case v.cfg.Role == Server && RoleOf(l.peer) == Server && !left &&
+		v.self[0].Generation <= l.process.Generation:
+		// The older server has the values, and the other one perhaps not yet. So the younger one lets the
+		// older one accuse it.
 		v.Evict(l.process, fmt.Errorf("its connection with %s has ended: %w", Name(v.id), err))
 	}
 	v.handler.Lost(l.peer, &NodeError{l.peer, err})
