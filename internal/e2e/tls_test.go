@@ -55,7 +55,7 @@ type capture struct {
 
 	mu      sync.Mutex
 	packets []packet
-	bytes   int
+	bytes   map[[2]int]int // by the ports of a packet
 }
 
 // packet is the payload of a TCP packet over IPv4, with the packet's ports.
@@ -64,8 +64,13 @@ type packet struct {
 	data  []byte
 }
 
-// maxCapture limits the bytes that a capture keeps.
-const maxCapture = 64 << 20
+const (
+	// maxCapture limits the bytes that a capture keeps of the packets from one port to another one. Other
+	// tests may send much more over the loopback device at the same time.
+	maxCapture = 64 << 10
+	// captureBuffer is the size of the buffer of the socket.
+	captureBuffer = 64 << 20
+)
 
 func startCapture(t *testing.T) *capture {
 	t.Helper()
@@ -74,13 +79,13 @@ func startCapture(t *testing.T) *capture {
 	if err != nil {
 		t.Fatal(err)
 	}
-	c := &capture{f: os.NewFile(uintptr(fd), "capture")}
+	c := &capture{f: os.NewFile(uintptr(fd), "capture"), bytes: make(map[[2]int]int)}
 	t.Cleanup(c.stop)
 	lo, err := net.InterfaceByName("lo")
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, maxCapture); err != nil {
+	if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, captureBuffer); err != nil {
 		t.Logf("the capture may lose packets: %v", err)
 	}
 	if err := unix.Bind(fd, &unix.SockaddrLinklayer{Protocol: ipv4, Ifindex: lo.Index}); err != nil {
@@ -109,12 +114,12 @@ func (c *capture) keep(ip []byte) {
 		return
 	}
 	data := tcp[min(len(tcp), int(tcp[12]>>4)*4):]
+	ports := [2]int{int(binary.BigEndian.Uint16(tcp)), int(binary.BigEndian.Uint16(tcp[2:]))}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.bytes += len(data); len(data) == 0 || c.bytes > maxCapture {
+	if c.bytes[ports] += len(data); len(data) == 0 || c.bytes[ports] > maxCapture {
 		return
 	}
-	ports := [2]int{int(binary.BigEndian.Uint16(tcp)), int(binary.BigEndian.Uint16(tcp[2:]))}
 	c.packets = append(c.packets, packet{ports, bytes.Clone(data)})
 }
 
