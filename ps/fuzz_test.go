@@ -1,6 +1,7 @@
 package ps
 
 import (
+	"sync/atomic"
 	"testing"
 
 	"go.uber.org/zap"
@@ -126,7 +127,8 @@ func FuzzReplica(f *testing.F) {
 	}
 	f.Fuzz(func(t *testing.T, h, a, b, c, d []byte) {
 		for _, role := range []replicaRole{joining, backup, primary} {
-			po := &Postoffice{log: zap.NewNop(), customers: make(map[customerKey]*customer)}
+			po := &Postoffice{log: zap.NewNop(), customers: make(map[customerKey]*customer),
+				joining: make([]atomic.Int32, 2)}
 			po.van = van.New(van.Config{Role: van.Server, Customers: 1, Rank: -1, NumServers: 2, Replicas: 1},
 				router{po})
 			empty := Adam[float32](0.1, 0.9, 0.99, 1e-3).(*builtIn[float32]).empty
