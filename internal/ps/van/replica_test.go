@@ -16,7 +16,7 @@ func replicated(c *Config) { c.Replicas = 1 }
 func connected(nodes map[int]*node, a, b int) bool { return nodes[a].Connected(nodes[b].Process()) }
 
 // TestServersConnect checks that servers are connected with those of the next and the previous rank and with
-// no others, also after they were started again, and that they know who has ended.
+// no others, also after they were started again, and that they know which servers have ended.
 func TestServersConnect(t *testing.T) {
 	for _, servers := range []int{2, 3, 4} {
 		nodes := startJob(t, servers, 1, replicated)
