@@ -122,11 +122,13 @@ test-nccl: ## test operations on CUDA devices with stand-ins for NCCL and CUDA
 	$(GO) test $(VETTED) -tags nccl -race -count 1 -run NCCL ./internal/conformance
 
 .PHONY: nccl-libraries
-nccl-libraries: ## check that PyPI's NCCL and CUDA runtime (300 MB) have what gohvd calls; needs no GPU
+nccl-libraries: ## check that PyPI's NCCL and CUDA runtimes 12 and 13 (300 MB) have what gohvd calls; needs no GPU
 	python3 -m venv "$(TOOLS)/nccl"
-	"$(TOOLS)/nccl/bin/python" -m pip install --quiet --upgrade nvidia-nccl-cu12 nvidia-cuda-runtime-cu12
-	$(GO) test -tags nccl -count 1 -run RealLibraries -v ./ops/nccl -args \
-		-nccl "$$(find "$(TOOLS)/nccl" -name libnccl.so.2)" -cudart "$$(find "$(TOOLS)/nccl" -name libcudart.so.12)"
+	"$(TOOLS)/nccl/bin/python" -m pip install --quiet --upgrade nvidia-nccl-cu12 nvidia-cuda-runtime-cu12 nvidia-cuda-runtime
+	for version in 12 13; do \
+		$(GO) test -tags nccl -count 1 -run Real -v ./ops/nccl -args -nccl "$$(find "$(TOOLS)/nccl" -name libnccl.so.2)" \
+			-cudart "$$(find "$(TOOLS)/nccl" -name libcudart.so.$$version)"; \
+	done
 
 .PHONY: hvdd-gpu
 hvdd-gpu: ## build bin/hvdd-gpu, the sidecar with NCCL; needs a C compiler, but neither CUDA nor NCCL

@@ -10,6 +10,7 @@ import (
 
 	"github.com/gohvd/gohvd/internal/cuda"
 	"github.com/gohvd/gohvd/internal/testcuda"
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 // TestCopies copies memory to a device and back after the work of another stream. If the context ends before
@@ -65,4 +66,74 @@ func TestCopies(t *testing.T) {
 	check(slow.Close())
 	check(on.Free(memory))
 	check(d.Close())
+}
+
+// TestBatches checks that several copies cost one call of CUDA if the runtime and the driver have the
+// function for that, and one call each otherwise.
+func TestBatches(t *testing.T) {
+	for _, c := range []struct {
+		runtime, driver string
+		copies          int
+		batched         bool
+	}{
+		{"12060", "13000", 3, false}, {"12080", "12060", 3, false}, {"14000", "14000", 3, false},
+		{"12080", "12080", 3, true}, {"12090", "13000", 2, true}, {"13000", "13000", 3, true},
+		{"13000", "13000", 1, false}, {"12080", "12080", 0, false},
+	} {
+		t.Setenv("STANDIN_CUDA_VERSION", c.runtime)
+		t.Setenv("STANDIN_CUDA_DRIVER", c.driver)
+		_, d := load(t)
+		s, memory := must[*cuda.Stream](t)(d.NewStream()), must[[]byte](t)(d.Alloc(32))
+		in, got := []byte("0123456789abcdef"), make([]byte, 16)
+		copies := []cuda.Copy{{To: memory[16:20], From: memory[:4]}, {To: memory[20:21], From: memory[8:9]},
+			{To: memory[21:32], From: memory[2:13]}}[:c.copies]
+		want, length := "0123"+"8"+"23456789abc", 0
+		for _, c := range copies {
+			length += len(c.To)
+		}
+		if err := s.Copy(memory[:16], in); err != nil {
+			t.Fatal(err)
+		}
+		calls := testcuda.Calls(t)
+		if err := s.CopyAll(copies); err != nil {
+			t.Error(err)
+		}
+		single, batch := c.copies, 0
+		if c.batched {
+			single, batch = 0, 1
+		}
+		if a, b := calls("cudaMemcpyAsync"), calls("cudaMemcpyBatchAsync"); a != single || b != batch {
+			t.Errorf("%+v: got %d single copies and %d batches, want %d and %d", c, a, b, single, batch)
+		}
+		err := errors.Join(s.Copy(got, memory[16:]), s.Synchronize(), s.Close(), d.Free(memory))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if string(got[:length]) != want[:length] {
+			t.Errorf("%+v: got %q, want %q", c, got[:length], want[:length])
+		}
+	}
+}
+
+// TestBatchFails checks that the error of a batch names the copy at which it failed, if the runtime says it.
+func TestBatchFails(t *testing.T) {
+	for version, want := range map[string]string{
+		"12080": "cuda: cudaMemcpyBatchAsync: invalid argument (cudaErrorInvalidValue, 1): copy 1 of 2, of 3 bytes",
+		"13000": "cuda: cudaMemcpyBatchAsync: invalid argument (cudaErrorInvalidValue, 1)",
+	} {
+		t.Setenv("STANDIN_CUDA_VERSION", version)
+		_, d := load(t)
+		s, memory := must[*cuda.Stream](t)(d.NewStream()), must[[]byte](t)(d.Alloc(32))
+		t.Setenv("STANDIN_CUDA_BATCH_FAILS", "1")
+		copies := []cuda.Copy{{To: memory[:2], From: memory[8:10]}, {To: memory[2:5], From: memory[8:11]}}
+		if err := s.CopyAll(copies); err == nil || err.Error() != want {
+			t.Errorf("CUDA %s: got %v, want %s", version, err, want)
+		}
+		t.Setenv("STANDIN_CUDA_BATCH_FAILS", "")
+		copies[1].From = memory[8:10]
+		testnet.WantError(t, s.CopyAll(copies), "cuda: copy 1 of 2: got 2 bytes for 3 bytes")
+		if err := errors.Join(s.Close(), d.Free(memory)); err != nil {
+			t.Error(err)
+		}
+	}
 }

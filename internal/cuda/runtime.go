@@ -35,6 +35,18 @@ typedef struct {
 	int (*eventDestroy)(void *);
 } functions;
 
+// A cudaMemcpyAttributes. The headers of CUDA 12.8, 12.9, 13.0 and 13.5 all have this layout. A hint is a
+// cudaMemLocation, a type and a number. CUDA reads it only if the memory is managed or of the host.
+typedef struct {
+	int srcAccessOrder, srcLocHint[2], dstLocHint[2];
+	unsigned flags;
+} copyAttributes;
+
+// cudaMemcpyBatchAsync of CUDA 12 and of CUDA 13.
+typedef int batch12(void **, void **, size_t *, size_t, copyAttributes *, size_t *, size_t, size_t *, void *);
+typedef int batch13(void *const *, const void *const *, const size_t *, size_t, copyAttributes *, size_t *,
+	size_t, void *);
+
 // ON calls a function with the given device as the current device of the thread. Afterwards the thread has
 // its old device again. An error is cleared, so that it does not appear in a later call of the program.
 #define ON(device, call) \
@@ -82,6 +94,21 @@ static int gohvdMemory(functions *f, int device, size_t *unused, size_t *total) 
 static int gohvdCopy(functions *f, int device, void *to, const void *from, size_t n, uintptr_t stream) {
 	ON(device, f->memcpyAsync(to, from, n, 4, (void *)stream)); // 4: the addresses say where the memory is
 }
+// list has the n addresses to write, the n addresses to read, and the n sizes. If the call fails, it may set
+// failed to the number of a copy.
+static int gohvdCopyAll(functions *f, void *batch, int version, int device, uintptr_t *list, size_t n,
+		size_t *failed, uintptr_t stream) {
+	// The first 1: the stream orders the reads too. The others: the memory is on the device.
+	copyAttributes attributes = {1, {1, device}, {1, device}, 0};
+	size_t first = 0;
+	void **to = (void **)list, **from = to + n;
+	size_t *sizes = list + 2 * n;
+	if (version < 13000) {
+		ON(device, ((batch12 *)batch)(to, from, sizes, n, &attributes, &first, 1, failed, (void *)stream));
+	}
+	ON(device, ((batch13 *)batch)(to, (const void *const *)from, sizes, n, &attributes, &first, 1,
+		(void *)stream));
+}
 static int gohvdFill(functions *f, int device, void *to, int value, size_t n, uintptr_t stream) {
 	ON(device, f->memsetAsync(to, value, n, (void *)stream));
 }
@@ -125,6 +152,9 @@ var functions = []string{
 	"cudaEventQuery", "cudaEventDestroy",
 }
 
+// batchFunction is the name of the function for several copies, which older runtimes lack.
+const batchFunction = "cudaMemcpyBatchAsync"
+
 // notReady is the code of cudaErrorNotReady.
 const notReady = 600
 
@@ -137,6 +167,9 @@ type Runtime struct {
 	// Devices is the number of devices of this host that the process may use.
 	Devices int
 	f       *C.functions
+	// batch is cudaMemcpyBatchAsync, or nil if the runtime or the driver is older than CUDA 12.8, or if the
+	// runtime is so new that its parameters are not known.
+	batch unsafe.Pointer
 }
 
 // Load loads the CUDA runtime from the file at path, or from where the dynamic loader finds it if path is "".
@@ -161,6 +194,9 @@ func Load(path string) (*Runtime, error) {
 		return nil, err
 	}
 	r.Version, r.DriverVersion = int(version), int(driver)
+	if min(r.Version, r.DriverVersion) >= 12080 && r.Version < 14000 {
+		l.Symbols(unsafe.Slice(&r.batch, 1), []string{batchFunction})
+	}
 	if C.gohvdCount(r.f, &n) == 0 {
 		r.Devices = int(n)
 	}
@@ -298,6 +334,39 @@ func (s *Stream) Copy(to, from []byte) error {
 	}
 	return s.check("cudaMemcpyAsync", C.gohvdCopy(s.f(), s.Device.index, address(to), address(from),
 		C.size_t(len(to)), s.handle))
+}
+
+// CopyAll enqueues copies within the memory of the device, with one call of CUDA if the runtime has a
+// function for that. The copies begin after the work that is on the stream, and may run in any order, so none
+// may write what another one reads or writes. Several copies must not be empty. The memory must stay valid
+// until they have ended.
+func (s *Stream) CopyAll(copies []Copy) error {
+	r := s.Device.runtime
+	if r.batch == nil || len(copies) < 2 {
+		for _, c := range copies {
+			if err := s.Copy(c.To, c.From); err != nil {
+				return err
+			}
+		}
+		return nil
+	}
+	n := len(copies)
+	list := make([]C.uintptr_t, 3*n)
+	for i, c := range copies {
+		if len(c.To) != len(c.From) || len(c.To) == 0 {
+			return fmt.Errorf("cuda: copy %d of %d: got %d bytes for %d bytes, want the same number, at least 1", i,
+				n, len(c.From), len(c.To))
+		}
+		list[i], list[n+i] = C.uintptr_t(uintptr(address(c.To))), C.uintptr_t(uintptr(address(c.From)))
+		list[2*n+i] = C.uintptr_t(len(c.To))
+	}
+	failed := ^C.size_t(0)
+	err := s.check(batchFunction, C.gohvdCopyAll(r.f, r.batch, C.int(r.Version), s.Device.index, &list[0],
+		C.size_t(n), &failed, s.handle))
+	if err != nil && failed < C.size_t(n) {
+		return fmt.Errorf("%w: copy %d of %d, of %d bytes", err, failed, n, len(copies[failed].To))
+	}
+	return err
 }
 
 // Fill enqueues work that sets every byte of to.

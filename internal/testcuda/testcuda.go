@@ -4,11 +4,13 @@
 package testcuda
 
 import (
+	"errors"
 	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"runtime"
+	"strings"
 	"testing"
 )
 
@@ -61,6 +63,25 @@ func ShareDevice(t *testing.T, rank int) {
 		"NCCL_CUMEM_ENABLE": "0", "NCCL_MAX_NCHANNELS": "2", "NCCL_BUFFSIZE": "1048576",
 	} {
 		t.Setenv(name, value)
+	}
+}
+
+// Calls returns a function that returns how often this process, and those that it starts, have called a
+// function of CUDA since the last call of Calls. The stand-in counts only some functions, which it names.
+func Calls(t *testing.T) func(function string) int {
+	file := filepath.Join(t.TempDir(), "calls")
+	t.Setenv("STANDIN_CUDA_CALLS", file)
+	return func(function string) (n int) {
+		called, err := os.ReadFile(file)
+		if err != nil && !errors.Is(err, os.ErrNotExist) {
+			t.Error(err)
+		}
+		for line := range strings.Lines(string(called)) {
+			if line == function+"\n" {
+				n++
+			}
+		}
+		return n
 	}
 }
 

@@ -63,7 +63,8 @@ type backend struct {
 	device *device // of the operation in progress
 	comm   *member
 	id     [idBytes]byte
-	packed []byte  // the buffer to which the tensors of a reduction were copied, or nil
+	packed []byte // the buffer to which the tensors of a reduction were copied, or nil
+	copies []cuda.Copy
 	sent   []byte  // the sizes of the blocks that this rank sends, for the host backend
 	sizes  []byte  // the sizes of the blocks that it receives
 	counts []int64 // the same as numbers
@@ -421,11 +422,10 @@ func (b *backend) finish() (err error) {
 		if err := b.mark(ops.Unpacking); err != nil {
 			return err
 		}
-		for _, t := range b.op.Tensors {
-			if err := b.device.stream.Copy(t.Out, buf[:len(t.Out)]); err != nil {
-				return err
-			}
-			buf = buf[len(t.Out):]
+		if err := b.copyAll(buf, func(t ops.Tensor, packed []byte) cuda.Copy {
+			return cuda.Copy{To: t.Out, From: packed}
+		}); err != nil {
+			return err
 		}
 	}
 	if !b.op.More {
@@ -449,7 +449,7 @@ func (b *backend) packs() bool { return len(b.op.Tensors) > 1 }
 // pack returns the input and the output of an allreduce or of a reduce. If there is one tensor, they are
 // those of the tensor. Several tensors are copied to a buffer.
 func (b *backend) pack() (in, out []byte, err error) {
-	s, tensors := b.device.stream, b.op.Tensors
+	tensors := b.op.Tensors
 	if len(tensors) == 0 {
 		in, err = b.neutral(b.op.NumBytes)
 		return in, in, err
@@ -469,14 +469,26 @@ func (b *backend) pack() (in, out []byte, err error) {
 		return nil, nil, err
 	}
 	b.packed = buf
-	for at, i := buf, 0; i < len(tensors); i++ {
-		in := tensors[i].In
-		if err := s.Copy(at[:len(in)], in); err != nil {
-			return nil, nil, err
-		}
-		at = at[len(in):]
+	if err := b.copyAll(buf, func(t ops.Tensor, packed []byte) cuda.Copy {
+		return cuda.Copy{To: packed, From: t.In}
+	}); err != nil {
+		return nil, nil, err
 	}
 	return buf, buf, b.mark(ops.Exchanging)
+}
+
+// copyAll enqueues the copy that f returns for each tensor and its place in the buffer buf. Tensors without
+// elements need none.
+func (b *backend) copyAll(buf []byte, f func(t ops.Tensor, packed []byte) cuda.Copy) error {
+	b.copies = b.copies[:0]
+	for _, t := range b.op.Tensors {
+		if n := len(t.In); n > 0 {
+			b.copies, buf = append(b.copies, f(t, buf[:n:n])), buf[n:]
+		}
+	}
+	err := b.device.stream.CopyAll(b.copies)
+	clear(b.copies)
+	return err
 }
 
 // neutral returns n bytes of neutral elements on the device.

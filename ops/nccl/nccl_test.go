@@ -241,6 +241,35 @@ func TestFused(t *testing.T) {
 	})
 }
 
+// TestCopiesOfFusedTensors counts the calls of CUDA with which tensors are copied to the buffer on the device
+// and back: one each, also for many tensors, if the runtime can. A single tensor is not copied.
+func TestCopiesOfFusedTensors(t *testing.T) {
+	for _, c := range []struct {
+		version                string
+		tensors, batch, single int
+	}{{"12080", 50, 2, 0}, {"13000", 50, 2, 0}, {"12060", 50, 0, 100}, {"12080", 1, 0, 0}} {
+		t.Run(fmt.Sprint(c), func(t *testing.T) {
+			t.Setenv("STANDIN_CUDA_VERSION", c.version)
+			m := cluster(t, 1)[0]
+			tensors := make([]ops.Tensor, c.tensors)
+			for i := range tensors {
+				tensors[i].In = m.upload(tensor.Bytes(floats(i, i+1)))
+				tensors[i].Out = m.alloc(4 * (i + 1))
+			}
+			calls := testcuda.Calls(t)
+			m.check(m.run(ops.Operation{Kind: message.Allreduce, DType: tensor.Float32, Op: tensor.Sum,
+				Tensors: tensors}))
+			if batch, single := calls("cudaMemcpyBatchAsync"), calls("cudaMemcpyAsync"); batch != c.batch ||
+				single != c.single {
+				t.Errorf("got %d batches and %d single copies", batch, single)
+			}
+			for i, x := range tensors {
+				m.equal(fmt.Sprint("tensor ", i), x.Out, floats(i, i+1))
+			}
+		})
+	}
+}
+
 func TestAverage(t *testing.T) {
 	sizes(t, func(t *testing.T, all []*member) {
 		each(all, func(m *member) {

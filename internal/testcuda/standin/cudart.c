@@ -8,7 +8,11 @@
 // The environment selects what it pretends to be:
 //
 //	STANDIN_CUDA_DEVICES       number of devices (default 4)
-//	STANDIN_CUDA_VERSION       version of runtime and driver (default 12080)
+//	STANDIN_CUDA_VERSION       version of the runtime (default 12080)
+//	STANDIN_CUDA_DRIVER        version of the driver (default that of the runtime)
+//	STANDIN_CUDA_CALLS         file to which the name of the function is appended, as a line, at each call of
+//	                           cudaMemcpyAsync, cudaMemcpyBatchAsync and cudaStreamWaitEvent
+//	STANDIN_CUDA_BATCH_FAILS   number of the copy at which each cudaMemcpyBatchAsync fails
 //	STANDIN_CUDA_DELAY_US      delay of each piece of work on a stream (default 200)
 //	STANDIN_CUDA_NO_IPC        1 if memory cannot be exported, like that of an allocator with expandable segments
 //	STANDIN_CUDA_HOLD          file; a stream that is made while the variable is set executes no work before the
@@ -47,6 +51,17 @@ void standin_violation(const char *format, ...) {
 static long setting(const char *name, long otherwise) {
 	const char *text = getenv(name);
 	return text && *text ? atol(text) : otherwise;
+}
+
+// called counts a call of a function.
+static void called(const char *function) {
+	const char *path = getenv("STANDIN_CUDA_CALLS");
+	if (!path || !*path)
+		return;
+	int fd = open(path, O_WRONLY | O_APPEND | O_CREAT, 0600);
+	if (fd < 0 || dprintf(fd, "%s\n", function) < 0)
+		standin_violation("%s: %s", path, strerror(errno));
+	close(fd);
 }
 
 // ---- devices
@@ -114,7 +129,11 @@ int cudaRuntimeGetVersion(int *v) {
 	return success;
 }
 
-int cudaDriverGetVersion(int *v) { return cudaRuntimeGetVersion(v); }
+int cudaDriverGetVersion(int *v) {
+	cudaRuntimeGetVersion(v);
+	*v = (int)setting("STANDIN_CUDA_DRIVER", *v);
+	return success;
+}
 
 int cudaDeviceGetPCIBusId(char *text, int len, int device) {
 	if (device < 0 || device >= devices())
@@ -508,12 +527,99 @@ static struct copy *newCopy(void *to, const void *from, size_t n, int kind, cons
 }
 
 int cudaMemcpyAsync(void *to, const void *from, size_t n, int kind, void *stream) {
+	called("cudaMemcpyAsync");
 	if (n == 0)
 		return success;
 	struct copy *c = newCopy(to, from, n, kind, "cudaMemcpyAsync");
 	standin_access(stream, from, n, 0, "cudaMemcpyAsync");
 	standin_access(stream, to, n, 1, "cudaMemcpyAsync");
 	standin_enqueue(stream, doCopy, c, "cudaMemcpyAsync");
+	return success;
+}
+
+struct attributes {
+	int srcAccessOrder, srcLocHint[2], dstLocHint[2];
+	unsigned flags;
+};
+
+struct batch {
+	struct copy **copies;
+	size_t count;
+};
+
+// doBatch does the copies in the opposite order, because CUDA may do them in any order.
+static int doBatch(void *arg) {
+	struct batch *b = arg;
+	for (size_t i = b->count; i > 0; i--)
+		doCopy(b->copies[i - 1]);
+	free(b->copies);
+	free(b);
+	return 0;
+}
+
+static int overlap(const void *a, size_t n, const void *b, size_t m) {
+	return (const char *)a < (const char *)b + m && (const char *)b < (const char *)a + n;
+}
+
+// cudaMemcpyBatchAsync has one parameter more in CUDA 12 than in CUDA 13: failIdx, before the stream. So it is
+// declared with a variable number of parameters, which are passed in the same way. gohvd uses it only within the
+// memory of a device and with reads in the order of the stream, so anything else is a violation.
+int cudaMemcpyBatchAsync(void **to, void **from, size_t *sizes, size_t count, struct attributes *attributes,
+		size_t *indexes, size_t numAttributes, void *eighth, ...) {
+	static const char call[] = "cudaMemcpyBatchAsync";
+	int runtime, driver;
+	cudaRuntimeGetVersion(&runtime);
+	cudaDriverGetVersion(&driver);
+	void *stream = eighth;
+	size_t *failed = NULL;
+	if (runtime < 13000) {
+		va_list ninth;
+		va_start(ninth, eighth);
+		failed = eighth;
+		stream = va_arg(ninth, void *);
+		va_end(ninth);
+	}
+	called(call);
+	if (runtime < 12080 || driver < 12080)
+		standin_violation("%s: runtime %d and driver %d do not have it", call, runtime, driver);
+	checked(stream, call);
+	if (runtime < 13000 && !failed)
+		standin_violation("%s: failIdx is NULL", call);
+	if (count == 0)
+		standin_violation("%s: there are no copies", call);
+	if (numAttributes == 0 || numAttributes > count)
+		standin_violation("%s: %zu attributes for %zu copies", call, numAttributes, count);
+	for (size_t i = 0; i < numAttributes; i++) {
+		if (i == 0 ? indexes[0] != 0 : indexes[i] <= indexes[i - 1] || indexes[i] >= count)
+			standin_violation("%s: attributes %zu are for the copies from %zu", call, i, indexes[i]);
+		if (attributes[i].srcAccessOrder != 1)
+			standin_violation("%s: srcAccessOrder is %d, want 1", call, attributes[i].srcAccessOrder);
+		if (attributes[i].flags != 0)
+			standin_violation("%s: flags are %u, want 0", call, attributes[i].flags);
+	}
+	for (size_t i = 0; i < count; i++) {
+		if (sizes[i] == 0)
+			standin_violation("%s: copy %zu has no bytes", call, i);
+		for (size_t j = 0; j < count; j++)
+			if (overlap(to[i], sizes[i], from[j], sizes[j]) || (j != i && overlap(to[i], sizes[i], to[j], sizes[j])))
+				standin_violation("%s: copy %zu writes what copy %zu uses", call, i, j);
+		standin_host(to[i], sizes[i], call);
+		standin_host(from[i], sizes[i], call);
+	}
+	size_t fails = (size_t)setting("STANDIN_CUDA_BATCH_FAILS", -1);
+	if (fails < count) {
+		if (failed)
+			*failed = fails;
+		return result(invalidValue);
+	}
+	struct batch *b = malloc(sizeof *b);
+	*b = (struct batch){calloc(count, sizeof *b->copies), count};
+	for (size_t i = 0; i < count; i++) {
+		b->copies[i] = newCopy(to[i], from[i], sizes[i], 4, call);
+		standin_access(stream, from[i], sizes[i], 0, call);
+		standin_access(stream, to[i], sizes[i], 1, call);
+	}
+	standin_enqueue(stream, doBatch, b, call);
 	return success;
 }
 
@@ -645,6 +751,7 @@ int cudaEventRecord(void *event, void *stream) {
 }
 
 int cudaStreamWaitEvent(void *stream, void *event, unsigned flags) {
+	called("cudaStreamWaitEvent");
 	(void)flags;
 	struct event *e = checkedEvent(event, "cudaStreamWaitEvent");
 	struct stream *s = checked(stream, "cudaStreamWaitEvent");

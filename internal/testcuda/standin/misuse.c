@@ -14,11 +14,18 @@ struct config {
 	int blocking;
 };
 
+struct attributes {
+	int srcAccessOrder, srcLocHint[2], dstLocHint[2];
+	unsigned flags;
+};
+
 int cudaSetDevice(int);
 int cudaMalloc(void **, size_t);
 int cudaFree(void *);
 int cudaMemcpyAsync(void *, const void *, size_t, int, void *);
 int cudaMemsetAsync(void *, int, size_t, void *);
+int cudaMemcpyBatchAsync(void **, void **, size_t *, size_t, struct attributes *, size_t *, size_t, size_t *,
+	void *);
 int cudaStreamCreateWithFlags(void **, unsigned);
 int cudaStreamDestroy(void *);
 int cudaStreamSynchronize(void *);
@@ -57,8 +64,21 @@ static void *use(void *unused) {
 	return NULL;
 }
 
+// A correct batch of two copies, which a test spoils.
+static char *to[2], *from[2];
+static size_t sizes[2] = {16, 16}, indexes[2] = {0, 1}, failed;
+static struct attributes order[2] = {{.srcAccessOrder = 1}, {.srcAccessOrder = 1}};
+
+static void batch(size_t count, size_t numAttributes, void *on) {
+	cudaMemcpyBatchAsync((void **)to, (void **)from, sizes, count, order, indexes, numAttributes, &failed, on);
+}
+
 static void misuse(const char *way) {
 	int code;
+	for (int i = 0; i < 2; i++) {
+		to[i] = (char *)buffer + 16 * i;
+		from[i] = to[i] + 1024;
+	}
 	if (strcmp(way, "nothing") == 0) {
 		cudaMemsetAsync(buffer, 0, bytes, stream);
 		reduce(stream);
@@ -67,6 +87,8 @@ static void misuse(const char *way) {
 		cudaMemcpyAsync(host, buffer, bytes, defaultKind, other);
 		cudaStreamSynchronize(other);
 		cudaMemsetAsync(buffer, 0, bytes, stream);
+		batch(2, 2, stream);
+		batch(1, 1, stream);
 		ncclCommFinalize(comm);
 		ncclCommDestroy(comm);
 		cudaStreamDestroy(stream);
@@ -104,6 +126,39 @@ static void misuse(const char *way) {
 	} else if (strcmp(way, "no order of copies") == 0) {
 		cudaMemsetAsync(buffer, 0, bytes, stream);
 		cudaMemcpyAsync(host, buffer, bytes, defaultKind, other);
+	} else if (strcmp(way, "no order with a batch") == 0) {
+		batch(2, 1, stream);
+		cudaMemsetAsync(from[1], 0, 1, other);
+	} else if (strcmp(way, "batch on the default stream") == 0) {
+		batch(2, 1, NULL);
+	} else if (strcmp(way, "empty batch") == 0) {
+		batch(0, 1, stream);
+	} else if (strcmp(way, "batch without attributes") == 0) {
+		batch(2, 0, stream);
+	} else if (strcmp(way, "attributes for later copies") == 0) {
+		indexes[0] = 1;
+		batch(2, 1, stream);
+	} else if (strcmp(way, "attributes without an order") == 0) {
+		order[0].srcAccessOrder = 0;
+		batch(2, 1, stream);
+	} else if (strcmp(way, "copy without bytes") == 0) {
+		sizes[1] = 0;
+		batch(2, 1, stream);
+	} else if (strcmp(way, "copies to the same place") == 0) {
+		to[1] = to[0] + 15;
+		batch(2, 1, stream);
+	} else if (strcmp(way, "copy of a copy") == 0) {
+		from[1] = to[0];
+		batch(2, 1, stream);
+	} else if (strcmp(way, "batch with memory that was freed") == 0) {
+		cudaFree(buffer);
+		batch(2, 1, stream);
+	} else if (strcmp(way, "batch of an old runtime") == 0) {
+		setenv("STANDIN_CUDA_VERSION", "12060", 1);
+		batch(2, 1, stream);
+	} else if (strcmp(way, "batch as in CUDA 12") == 0) {
+		setenv("STANDIN_CUDA_VERSION", "13000", 1);
+		batch(2, 1, stream);
 	} else if (strcmp(way, "no order with an operation") == 0) {
 		reduce(stream);
 		cudaMemcpyAsync(host, buffer, bytes, defaultKind, other);
