@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"sync/atomic"
 	"testing"
@@ -61,13 +62,15 @@ func TestDeviceAsync(t *testing.T) {
 			}
 			got := make([]float32, 2)
 			d.check(d.stream.Copy(tensor.Bytes(got), memory(y)))
-			d.check(held.stream.Copy(memory(x), tensor.Bytes([]float32{7, 7})))
+			sevens := []float32{7, 7}
+			d.check(held.stream.Copy(memory(x), tensor.Bytes(sevens)))
 			d.check(os.WriteFile(gate(me), nil, 0o600))
 			d.check(d.stream.Synchronize())
 			if want := []float32{size, 2 * size}; !slices.Equal(got, want) {
 				t.Errorf("rank %d of %d: got %v, want %v", me, n, got, want)
 			}
 			d.check(held.stream.Synchronize())
+			runtime.KeepAlive(sevens)
 			d.want("the new input", x, end.Close(), 7, 7)
 
 			group := buffers{d.buffer(1), d.buffer(2)}

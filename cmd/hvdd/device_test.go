@@ -43,6 +43,7 @@ type gpu struct {
 	stream *cuda.Stream
 	event  *cuda.Event
 	memory []byte
+	kept   [][]byte // what the stream copies
 }
 
 // gpus starts a job of n ranks with a sidecar each, and calls f concurrently for all ranks.
@@ -122,6 +123,7 @@ func (g *gpu) write(at int, x ...float32) {
 	for _, v := range x {
 		b = binary.LittleEndian.AppendUint32(b, math.Float32bits(v))
 	}
+	g.kept = append(g.kept, b)
 	g.check(g.stream.Fill(g.memory, 0xff), g.stream.Copy(g.memory[at:at+len(b)], b), g.event.Record(g.stream))
 }
 

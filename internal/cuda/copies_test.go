@@ -5,6 +5,7 @@ package cuda_test
 import (
 	"context"
 	"errors"
+	"runtime"
 	"testing"
 	"time"
 
@@ -109,6 +110,7 @@ func TestBatches(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
+		runtime.KeepAlive(in)
 		if string(got[:length]) != want[:length] {
 			t.Errorf("%+v: got %q, want %q", c, got[:length], want[:length])
 		}

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"os"
 	"os/exec"
+	"runtime"
 	"strings"
 	"testing"
 
@@ -88,6 +89,7 @@ func TestStreams(t *testing.T) {
 	if err := errors.Join(steps...); err != nil {
 		t.Fatal(err)
 	}
+	runtime.KeepAlive(in)
 	if want := []byte("xx345678"); !bytes.Equal(out, want) {
 		t.Errorf("got %q, want %q", out, want)
 	}

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"math"
 	"os"
+	"runtime"
 	"slices"
 	"sync"
 	"testing"
@@ -127,6 +128,7 @@ func (m *member) upload(b []byte) []byte {
 	on := m.alloc(len(b))
 	m.check(m.stream.Copy(on, b))
 	m.check(m.stream.Synchronize())
+	runtime.KeepAlive(b)
 	return on
 }
 
