@@ -37,9 +37,9 @@ type DeviceBuffer[T Element] struct {
 	Len int
 	// Device is the number of the device, as the CUDA runtime of this process counts.
 	Device int
-	// Stream is the cudaStream_t whose work may still write or read the buffer. 0 is the legacy default
-	// stream. 2, the default stream of the calling thread, is refused, because a goroutine has no thread of
-	// its own.
+	// Stream is the cudaStream_t whose work may still write or read the buffer. It must exist until the
+	// operation is done. 0 is the legacy default stream. 2, the default stream of the calling thread, is
+	// refused, because a goroutine has no thread of its own.
 	Stream uintptr
 }
 

@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"runtime"
+	"slices"
 	"testing"
 	"time"
 
@@ -137,5 +138,37 @@ func TestBatchFails(t *testing.T) {
 		if err := errors.Join(s.Close(), d.Free(memory)); err != nil {
 			t.Error(err)
 		}
+	}
+}
+
+// TestLatest checks that of the events on a stream only the last one is kept, also if the events are in
+// another order in the list, and that events of other devices and events whose stream is not known all are.
+func TestLatest(t *testing.T) {
+	r, on := load(t)
+	d := cuda.NewDevices(r)
+	newStream := func() uintptr { return must[*cuda.Stream](t)(on.NewStream()).Handle() }
+	streams := []uintptr{newStream(), newStream()}
+	mark := func(index, stream int) *cuda.Event {
+		return must[*cuda.Event](t)(d.Mark(index, streams[stream]))
+	}
+	other, err := r.Device(2)
+	if err != nil {
+		t.Fatal(err)
+	}
+	a, b, c, unknown, unknown2 := mark(1, 0), mark(1, 1), mark(1, 0), must[*cuda.Event](t)(other.NewEvent()),
+		must[*cuda.Event](t)(other.NewEvent())
+	for _, test := range []struct{ list, want []*cuda.Event }{
+		{nil, nil}, {[]*cuda.Event{a}, []*cuda.Event{a}}, {[]*cuda.Event{a, b, c}, []*cuda.Event{c, b}},
+		{[]*cuda.Event{c, b, a}, []*cuda.Event{c, b}},
+		{[]*cuda.Event{unknown, a, unknown2, c, unknown}, []*cuda.Event{unknown, c, unknown2, unknown}},
+	} {
+		if got := cuda.Latest(slices.Clone(test.list)); !slices.Equal(got, test.want) {
+			t.Errorf("of %v: got %v, want %v", test.list, got, test.want)
+		}
+	}
+	d.Release(a)
+	again, got := mark(1, 1), cuda.Latest([]*cuda.Event{b, a, c})
+	if again != a || !slices.Equal(got, []*cuda.Event{a, c}) {
+		t.Error("an event that was used again has not followed the other one on its stream")
 	}
 }

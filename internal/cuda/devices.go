@@ -5,7 +5,9 @@ package cuda
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 )
 
@@ -21,6 +23,7 @@ type Devices struct {
 	EndTimeout time.Duration
 
 	runtime *Runtime
+	marks   atomic.Uint64 // the greatest number of an event
 	mu      sync.Mutex
 	devices map[int]*Device
 	unused  map[int][]*Event // nil after Close
@@ -45,7 +48,27 @@ func (d *Devices) Mark(index int, stream uintptr) (*Event, error) {
 	if err != nil {
 		return nil, err
 	}
+	// The event gets its number first, so that it follows all work that another thread puts on the stream
+	// before it marks the stream under a smaller number.
+	e.number, e.stream = d.marks.Add(1), stream
 	return e, e.Record(e.device.OfHandle(stream))
+}
+
+// Latest removes the events of Mark that need not be waited for, because a later event of the same stream is
+// in the list. It changes the list in place.
+func Latest(events []*Event) []*Event {
+	latest := events[:0]
+	for _, e := range events {
+		i := slices.IndexFunc(latest, func(o *Event) bool {
+			return e.number > 0 && o.number > 0 && o.stream == e.stream && o.device.index == e.device.index
+		})
+		if i < 0 {
+			latest = append(latest, e)
+		} else if latest[i].number < e.number {
+			latest[i] = e
+		}
+	}
+	return latest
 }
 
 // event returns an event of the device that is not in use.

@@ -399,6 +399,10 @@ func (s *Stream) check(call string, code C.int) error { return s.Device.runtime.
 type Event struct {
 	device *Device
 	handle unsafe.Pointer
+	// number is greater than that of each event whose work was on the stream before the last Mark of this
+	// event. It is 0 if Mark has not recorded the event.
+	number uint64
+	stream uintptr
 }
 
 // NewEvent makes an event.

@@ -13,6 +13,9 @@ func Load(string) (*Runtime, error) { return nil, ErrNotBuilt }
 // Event marks a position in a stream. This build has none.
 type Event struct{}
 
+// Latest returns its argument.
+func Latest(events []*Event) []*Event { return events }
+
 // Devices makes events. This build has none.
 type Devices struct{}
 

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"unsafe"
 
 	"go.uber.org/zap"
@@ -68,15 +69,15 @@ func (l *lane) checkGathered(t *ops.Tensor) {
 	}
 }
 
-// ready returns the events after which the tensors of w can be used. The slice belongs to the lane, and the
-// next call overwrites it.
+// ready returns the events after which the tensors of w can be used, one for each stream of the program. The
+// slice belongs to the lane, and the next call overwrites it.
 func (l *lane) ready(w *work) []*cuda.Event {
 	ready := l.scratch.ready[:0]
 	for _, e := range w.entries {
 		ready = append(ready, e.Ready...)
 	}
 	l.scratch.ready = ready
-	return ready
+	return cuda.Latest(ready)
 }
 
 // completeEarly makes the entries of w complete when their streams wait for the operation, if they have
@@ -88,7 +89,11 @@ func (l *lane) completeEarly(w *work) {
 	}
 	op := &l.execution.op
 	for _, e := range w.entries {
-		op.Streams = append(op.Streams, e.Streams...)
+		for _, s := range e.Streams {
+			if !slices.Contains(op.Streams, s) {
+				op.Streams = append(op.Streams, s)
+			}
+		}
 	}
 	if len(op.Streams) > 0 {
 		op.Launched = func() { l.launched(w) }
