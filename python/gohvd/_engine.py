@@ -645,8 +645,9 @@ class Engine:
         dtype is the element type of the arrays, and code is the number and size of this type. If the arrays of a group
         have different types, types has the type and the code of each array. An allreduce, a broadcast, a recv, and a
         reduce at its root write their results to the targets, which may be the arrays themselves. Any other operation
-        writes its results to the targets if outputs has the shapes of the results. If a result turns out to have
-        another size, the operation fails. timeout is in seconds; 0 means the timeout of the settings.
+        has targets only if outputs has the shapes of the results. Without targets, a caller that knows these shapes
+        gives them because otherwise an operation on a CUDA device is copied through host memory. If a result turns out
+        to have another size, the operation fails. timeout is in seconds; 0 means the timeout of the settings.
 
         If number is not 0, the operation is named by the given name, a point and the number, without its kind. So ranks
         that call different operations get a mismatch error. The caller makes sure that no earlier operation with this
@@ -679,7 +680,9 @@ class Engine:
             where = tuple([self._where(client, framework.address(x), code[1]) for x in arrays])
         else:
             where = tuple([self._where(client, framework.address(x), its[1]) for x, (_, its) in zip(arrays, types)])
-        if on is None and outputs is not None and targets is not None:
+        if on is None and outputs is not None and targets is None:
+            where_out = (None,) * len(outputs)
+        elif on is None and outputs is not None and targets is not None:
             where_out = tuple([self._where(client, framework.address(x), code[1]) for x in targets])
             where, where_out = _apart(where, shapes, where_out, outputs, code[1])
         key = (
@@ -950,7 +953,7 @@ def _result_shapes(kind: int, shapes: Tuple[Shape, ...], process_set: ProcessSet
     name = wire.KIND_NAMES[kind]
     if kind in (wire.SEND, wire.RECV):
         raise Unshareable(name, f"a {name} is a message, which NCCL does not send for gohvd")
-    raise Unshareable(name, f"the size of the result of this operation, {name}, is not known before it")
+    raise Unshareable(name, f"the program does not know the size of the result of this operation, {name}, before it")
 
 
 def _export(

@@ -305,6 +305,22 @@ class Values(OnDevice):
         begin(wire.SCATTER, [out], "s", targets=[x], outputs=((1, 2),), root=n - 1).results()
         self.assertEqual(x.read(), [rank(), 5])
 
+    def test_known_shapes(self) -> None:
+        """The caller knows the shapes of the results, and the engine makes the outputs. So they are not copied."""
+        n = size()
+        x = Array([rank() + 1, 2]).write([rank(), 5] * (rank() + 1))
+        want = [v for r in range(n) for v in [r, 5] * (r + 1)]
+        for i in range(2):
+            call = begin(wire.ALLGATHER, [x], "known", outputs=((n * (n + 1) // 2, 2),))
+            self.assertEqual(call.results()[0].read(), want)
+        ints = Array([1], INT32).write([rank()])
+        group = begin(wire.ALLGATHER, [x, ints], "known", grouped=True, outputs=((n * (n + 1) // 2, 2), (n,)))
+        self.assertEqual([y.read() for y in group.results()], [want, list(range(n))])
+        parts = Array([n + 1], INT32).write([10 * rank() + r for r in range(n + 1)])
+        call = begin(wire.ALLTOALL, [parts], "known", splits=(1,) * n, outputs=((n,),))
+        self.assertEqual(call.results()[0].read(), [10 * r + rank() for r in range(n)])
+        self.assertEqual(call.received, [1] * n)
+
     def test_groups(self) -> None:
         """A group of several types, of which NCCL does not have one, and some in-place arrays that are not contiguous."""
         xs = [Array([2]).write([rank(), 1]), Array([3], INT16).write([1, 2, rank()]), Array([1], INT32, contiguous=False).write([3])]
@@ -419,7 +435,15 @@ class Fallbacks(Fallback):
         self.assertEqual(run(wire.ALLREDUCE, Array([1]).write([1]), "after", reduce_op=_engine.Sum), [size()])
 
     def test_unknown_size(self) -> None:
-        self.twice(wire.ALLGATHER, list(range(size())), "the size of the result of this operation, allgather, is not known")
+        self.twice(wire.ALLGATHER, list(range(size())), "the program does not know the size of the result of this operation")
+
+    def test_known_shapes(self) -> None:
+        """The shapes of the results are also known if the operation is copied through host memory."""
+        with unittest.mock.patch.dict(os.environ, STANDIN_CUDA_NO_IPC="1"), self.warned("does not share memory"):
+            for i in range(2):
+                x = Array([1]).write([rank() + i])
+                call = begin(wire.ALLGATHER, [x], "known", outputs=((size(),),))
+                self.assertEqual(call.results()[0].read(), [r + i for r in range(size())])
 
 
 class Killed(OnDevice):

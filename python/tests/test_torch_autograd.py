@@ -7,11 +7,16 @@ from __future__ import annotations
 import os
 import sys
 import unittest
+import unittest.mock
+from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 import torch
 from ranks import RanksTest, hvd
+
+from gohvd import _wire as wire
+from gohvd._engine import engine
 
 
 def leaf(*shape: int) -> torch.Tensor:
@@ -122,6 +127,30 @@ class Autograd(RanksTest):
         want = torch.arange(1, self.size + 1, dtype=torch.float64) * self.size
         self.close(xs[0].grad, want)
         self.close(xs[1].grad, want.repeat_interleave(2).reshape(-1, 1).expand(-1, 2))
+
+    def test_known_shapes(self) -> None:
+        """The engine gets the shapes of gradients, because it needs them to run the operations on CUDA devices."""
+        n, given = self.size, []
+        plain = engine.begin
+
+        def begin(framework: Any, kind: int, *args: Any, **kw: Any) -> Any:
+            given.append((kind, kw["outputs"]))
+            return plain(framework, kind, *args, **kw)
+
+        with unittest.mock.patch.object(engine, "begin", begin):
+            x = leaf(2 * n + 1, 3)
+            hvd.reducescatter(x, op=hvd.Sum).sum().backward()
+            self.assertEqual(given[-1], (wire.ALLGATHER, ((2 * n + 1, 3),)))
+            x = leaf(n + 2, 3)
+            torch.stack([y.sum() for y in hvd.grouped_reducescatter([x, leaf(n)])]).sum().backward()
+            self.assertEqual(given[-1], (wire.ALLGATHER, ((n + 2, 3), (n,))))
+            x = leaf(2 * n + 1, 2)
+            hvd.alltoall(x, [2] * n)[0].sum().backward()
+            self.assertEqual(given[-1], (wire.ALLTOALL, ((2 * n, 2),)))
+            self.assertEqual(x.grad[-1].tolist(), [0, 0])
+            hvd.SyncBatchNorm(4)(torch.ones(3, 4))
+            if n > 1:
+                self.assertEqual(given[-1], (wire.ALLGATHER, ((n, 9),)))
 
     def test_what_needs_no_gradient(self) -> None:
         x = torch.ones(2 * self.size)

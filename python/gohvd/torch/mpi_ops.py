@@ -165,6 +165,7 @@ def _begin(
     at_once: bool = False,
     later: bool = False,
     types: Optional[Tuple[Tuple[Any, _engine.Code], ...]] = None,
+    outputs: Optional[Tuple[Shape, ...]] = None,
     timeout: float = 0.0,
 ) -> _engine.Call[Tensor]:
     first = tensors[0]
@@ -174,7 +175,7 @@ def _begin(
     return _engine.engine.begin(
         _torch, kind, tensors, shapes, dtype, code, process_set, name, targets=targets, reduce_op=reduce_op,
         prescale=prescale, postscale=postscale, root=root, splits=splits, peer=peer, tag=tag, grouped=grouped,
-        at_once=at_once, later=later, types=types, timeout=timeout,
+        at_once=at_once, later=later, types=types, outputs=outputs, timeout=timeout,
     )  # fmt: skip
 
 
@@ -610,55 +611,78 @@ class HorovodAllgather(torch.autograd.Function):
     """An allgather. Its gradient is the average of all ranks' gradients, of which each rank gets its own rows."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, name: Optional[str], ps: ProcessSet) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, name: Optional[str], ps: ProcessSet, shape: Optional[Shape]) -> Tensor:
         ctx.rows, ctx.ps = tensor.shape[0] if tensor.dim() else 0, ps
-        return _begin(wire.ALLGATHER, [tensor], name, ps, at_once=True).results()[0]
+        return allgather_of(shape, tensor, name, ps)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         grad = allreduce(grad_output.contiguous(), op=Average, process_set=ctx.ps)
         begin, rows = _gathered_rows([ctx.rows], ctx.ps)[0]
-        return grad.narrow(0, begin, rows), None, None
+        return grad.narrow(0, begin, rows), None, None, None
 
 
 def allgather(tensor: Tensor, name: Optional[str] = None, process_set: ProcessSet = global_process_set) -> Tensor:
     """Returns the tensors of all ranks, concatenated along the first dimension. Their sizes may differ in this
     dimension.
     """
+    return allgather_of(None, tensor, name, process_set)
+
+
+def allgather_of(
+    shape: Optional[Shape], tensor: Tensor, name: Optional[str] = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
+    """Gathers a tensor as ``allgather`` does. shape is the shape of the result, or None if the caller does not know it."""
     if _wants_grad(tensor):
-        return HorovodAllgather.apply(tensor, name, process_set)
-    return _begin(wire.ALLGATHER, [tensor], name, process_set, at_once=True).results()[0]
+        return HorovodAllgather.apply(tensor, name, process_set, shape)
+    outputs = None if shape is None else (shape,)
+    return _begin(wire.ALLGATHER, [tensor], name, process_set, at_once=True, outputs=outputs).results()[0]
 
 
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: Optional[str] = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Begins a ``grouped_allgather`` without autograd, and returns a handle."""
-    return _begin_group(wire.ALLGATHER, tensors, name, process_set)
+    return _begin_grouped_allgather(None, tensors, name, process_set)
+
+
+def _begin_grouped_allgather(
+    shapes: Optional[Tuple[Shape, ...]], tensors: Sequence[Tensor], name: Optional[str], process_set: ProcessSet
+) -> int:
+    return _begin_group(wire.ALLGATHER, tensors, name, process_set, outputs=shapes)
 
 
 class HorovodGroupedAllgather(torch.autograd.Function):
     """A grouped allgather. The gradient of each tensor is that of HorovodAllgather."""
 
     @staticmethod
-    def forward(ctx: Any, name: Optional[str], ps: ProcessSet, *tensors: Tensor) -> Tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, name: Optional[str], ps: ProcessSet, shapes: Optional[Tuple[Shape, ...]], *tensors: Tensor
+    ) -> Tuple[Tensor, ...]:
         ctx.rows, ctx.ps = [t.shape[0] if t.dim() else 0 for t in tensors], ps
-        return tuple(synchronize(_engine.begin_and_wait(grouped_allgather_async, tensors, name, ps)))
+        return tuple(synchronize(_engine.begin_and_wait(_begin_grouped_allgather, shapes, tensors, name, ps)))
 
     @staticmethod
     def backward(ctx: Any, *grad_output: Tensor) -> Any:
         grads = grouped_allreduce([g.contiguous() for g in grad_output], op=Average, process_set=ctx.ps)
         own = [g.narrow(0, begin, rows) for g, (begin, rows) in zip(grads, _gathered_rows(ctx.rows, ctx.ps))]
-        return (None, None, *own)
+        return (None, None, None, *own)
 
 
 def grouped_allgather(
     tensors: Sequence[Tensor], name: Optional[str] = None, process_set: ProcessSet = global_process_set
 ) -> List[Tensor]:
     """Gathers tensors as ``allgather`` does, and returns the results. Either all tensors are gathered or none is."""
+    return _grouped_allgather_of(None, tensors, name, process_set)
+
+
+def _grouped_allgather_of(
+    shapes: Optional[Tuple[Shape, ...]], tensors: Sequence[Tensor], name: Optional[str], process_set: ProcessSet
+) -> List[Tensor]:
+    """Gathers tensors as ``grouped_allgather`` does. shapes are those of the results, or None if they are not known."""
     if any([_wants_grad(t) for t in tensors]):
-        return list(HorovodGroupedAllgather.apply(name, process_set, *tensors))
-    return synchronize(_engine.begin_and_wait(grouped_allgather_async, tensors, name, process_set))
+        return list(HorovodGroupedAllgather.apply(name, process_set, shapes, *tensors))
+    return synchronize(_engine.begin_and_wait(_begin_grouped_allgather, shapes, tensors, name, process_set))
 
 
 # Broadcast.
@@ -827,8 +851,17 @@ def alltoall_async(
     """Begins an ``alltoall`` without autograd, and returns a handle. ``synchronize`` returns the tensor and the
     received splits, whether or not splits are given here.
     """
-    given = _splits(splits, tensor, process_set)
-    return _handles.add(_begin(wire.ALLTOALL, [tensor], name, process_set, splits=given), _with_splits)
+    return _begin_alltoall(None, tensor, splits, name, process_set)
+
+
+def _begin_alltoall(
+    shape: Optional[Shape], tensor: Tensor, splits: _Splits, name: Optional[str], process_set: ProcessSet
+) -> int:
+    """Begins an alltoall as ``alltoall_async`` does. shape is the shape of the result, or None if it is not known."""
+    given, outputs = _splits(splits, tensor, process_set), None if shape is None else (shape,)
+    return _handles.add(
+        _begin(wire.ALLTOALL, [tensor], name, process_set, splits=given, outputs=outputs), _with_splits
+    )
 
 
 class HorovodAlltoall(torch.autograd.Function):
@@ -840,13 +873,16 @@ class HorovodAlltoall(torch.autograd.Function):
     ) -> Tuple[Tensor, Tensor]:
         output, received = synchronize(_engine.begin_and_wait(alltoall_async, tensor, splits, name, ps))
         ctx.received, ctx.ps, ctx.rows = received, ps, tensor.shape[0]
+        given = _splits(splits, tensor, ps)
+        ctx.sent = sum(given) if given else ctx.rows
         ctx.mark_non_differentiable(received)
         return output, received
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor, _: Tensor) -> Any:
+        shape = (ctx.sent,) + tuple(grad_output.shape[1:])
         grad, _ = synchronize(_engine.begin_and_wait(
-            alltoall_async, grad_output.contiguous(), ctx.received, process_set=ctx.ps
+            _begin_alltoall, shape, grad_output.contiguous(), ctx.received, None, ctx.ps
         ))
         if grad.shape[0] < ctx.rows:
             # The rows after the last split were not sent to any rank, so their gradient is zero.
@@ -908,14 +944,14 @@ class HorovodReducescatter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, name: Optional[str], op: int, ps: ProcessSet, pre: float, post: float) -> Tensor:
-        ctx.how = op, pre, post, ps
+        ctx.how, ctx.shape = (op, pre, post, ps), tuple(tensor.shape)
         return synchronize(_engine.begin_and_wait(reducescatter_async, tensor, name, op, ps, pre, post))
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         op, pre, post, ps = ctx.how
         scale = _scatter_scale(op, pre, post, ps)
-        grad = allgather(grad_output.contiguous(), process_set=ps)
+        grad = allgather_of(ctx.shape, grad_output.contiguous(), process_set=ps)
         return grad if scale == 1 else grad * scale, None, None, None, None, None
 
 
@@ -965,14 +1001,14 @@ class HorovodGroupedReducescatter(torch.autograd.Function):
     def forward(
         ctx: Any, name: Optional[str], op: int, ps: ProcessSet, pre: float, post: float, *tensors: Tensor
     ) -> Tuple[Tensor, ...]:
-        ctx.how = op, pre, post, ps
+        ctx.how, ctx.shapes = (op, pre, post, ps), tuple([tuple(t.shape) for t in tensors])
         return tuple(synchronize(_engine.begin_and_wait(grouped_reducescatter_async, tensors, name, op, ps, pre, post)))
 
     @staticmethod
     def backward(ctx: Any, *grad_output: Tensor) -> Any:
         op, pre, post, ps = ctx.how
         scale = _scatter_scale(op, pre, post, ps)
-        grads = grouped_allgather([g.contiguous() for g in grad_output], process_set=ps)
+        grads = _grouped_allgather_of(ctx.shapes, [g.contiguous() for g in grad_output], None, ps)
         return (None, None, None, None, None, *[g if scale == 1 else g * scale for g in grads])
 
 

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gohvd.torch.mpi_ops import Sum, allgather, allreduce, size
+from gohvd.torch.mpi_ops import Sum, allgather_of, allreduce, size
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -72,7 +72,9 @@ class _Normalize(torch.autograd.Function):
         else:
             variance, mean = x.new_zeros(channels), x.new_zeros(channels)
         row = torch.cat([mean, variance, x.new_tensor([mine])]).unsqueeze(0)
-        rows = allgather(row, "sync_batch_norm.statistics") if size() > 1 else row
+        rows = row
+        if size() > 1:
+            rows = allgather_of((size(), row.shape[1]), row, "sync_batch_norm.statistics")
         counts = rows[:, -1:]
         total = counts.sum()
         if total <= 1:
