@@ -4,7 +4,8 @@ ResNet-50, and blocking all_reduce of several sizes. It starts the ranks itself,
 
     HVD_SIDECAR_BINARY=bin/hvdd PYTHONPATH=python bench/torch-ddp.py [--rounds 5] [--ranks 2]
 
-"gohvd-arena" is gohvd with gradient buckets and tensors in an arena. For each backend and measurement it prints the
+"gohvd-arena" is gohvd with gradient buckets and tensors in an arena, where gradients are views of the buckets.
+"gloo-views" is gloo with gradients as views of the buckets (gradient_as_bucket_view). For each backend and measurement it prints the
 median of the rounds and the lowest and highest one, and then the ratios of the first two backends to gloo. In a step of
 the model each rank computes one gradient for each parameter, without the layers of the network, so that the step shows
 the time of the communication. The step is also measured without communication: no backend can make it faster than that.
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-BACKENDS = ("gohvd", "gohvd-arena", "gloo")
+BACKENDS = ("gohvd", "gohvd-arena", "gloo", "gloo-views")
 SIZES = [4, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
 
 
@@ -65,20 +66,21 @@ def no_communication(state, bucket):
 def rank(r, ranks, backend, file, steps, queue):
     torch.set_num_threads(1)
     DistributedDataParallel, zeros = torch.nn.parallel.DistributedDataParallel, torch.zeros
-    if backend != "gloo":
+    if not backend.startswith("gloo"):
         import gohvd.torch.distributed
     if backend == "gohvd-arena":
         DistributedDataParallel, zeros = gohvd.torch.distributed.DistributedDataParallel, gohvd.torch.alloc_tensor
     dist.init_process_group(backend.partition("-")[0], init_method=f"file://{file}", rank=r, world_size=ranks)
-    model = DistributedDataParallel(Model())
-    alone = DistributedDataParallel(Model())
+    options = {"gradient_as_bucket_view": True} if backend == "gloo-views" else {}
+    model = DistributedDataParallel(Model(), **options)
+    alone = DistributedDataParallel(Model(), **options)
     alone.register_comm_hook(None, no_communication)
     x = torch.ones(())
     found = {}
     for what, m in (("DDP step of ResNet-50", model), ("the same without communication", alone)):
         timed(lambda: m(x).backward(), 3)
         found[what] = timed(lambda: m(x).backward(), steps)
-    for size in SIZES:
+    for size in SIZES if backend != "gloo-views" else ():
         data = zeros((size // 4,))
         count = 2000 if size < 4096 else max(4, (256 << 20) // size)
         # More calls than a group has numbers, so that all names are in the response cache.
@@ -110,7 +112,7 @@ def main():
         texts = [
             f"{b} {statistics.median(t) * 1e3:.3f} ms ({min(t) * 1e3:.3f} to {max(t) * 1e3:.3f})" for b, t in each.items()
         ]
-        ratios = [f"{statistics.median(each[b]) / statistics.median(each['gloo']):.2f}" for b in BACKENDS[:-1]]
+        ratios = [f"{statistics.median(each[b]) / statistics.median(each['gloo']):.2f}" for b in BACKENDS[:2]]
         print(f"{what}: {', '.join(texts)}, ratios {' and '.join(ratios)}", flush=True)
 
 

@@ -608,7 +608,9 @@ class Training(Ranks):
         self.assertTrue(torch.allclose(model.module.weight.grad, torch.full((1, 4), 2 * mean), rtol=1e-2))
 
     def test_ddp_in_arena(self) -> None:
-        """The gradients are those of torch's class, and the buckets are in an arena from the first step on."""
+        """The gradients are those of torch's class, and the buckets are in an arena from the first step on. The gradients
+        are in the buckets unless the program wants them elsewhere.
+        """
         arena, buckets = _engine.engine.client().arena, []
 
         def note(group, bucket):
@@ -625,10 +627,13 @@ class Training(Ranks):
                 model.zero_grad()
                 model(torch.randn(3, 40) + self.rank).square().mean().backward()
                 found.append([p.grad.clone() for p in model.parameters()])
+            if cls is ours:
+                inside = [arena.find(p.grad.data_ptr()) is not None for p in model.parameters()]
+                self.assertEqual(inside, [kw.get("gradient_as_bucket_view", True)] * len(inside))
             return found
 
         ours = gohvd.torch.distributed.DistributedDataParallel
-        for kw in ({}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}):
+        for kw in ({}, {"gradient_as_bucket_view": False}, {"find_unused_parameters": True}):
             want = gradients(DistributedDataParallel, **kw)
             for hook in (None, note):
                 scale = 1.0 if hook is None else 1.0 / self.size

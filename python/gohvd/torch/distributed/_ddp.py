@@ -30,12 +30,15 @@ def _fits(dtype: Any = None, device: Any = None, layout: Any = None, **other: An
 class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     """torch's class of this name, with its buckets in an arena. A bucket that is all-reduced is then not copied.
 
-    It allocates the buckets with ``torch.empty``, when it is made and once more before the second forward pass.
+    Unless gradient_as_bucket_view is set to False, the gradients of the parameters are views of the buckets, so that
+    they are not copied either.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    # torch allocates the buckets with torch.empty, when the object is made and once more before the second forward pass.
+
+    def __init__(self, *args: Any, gradient_as_bucket_view: bool = True, **kwargs: Any) -> None:
         with _EmptyInArena():
-            super().__init__(*args, **kwargs)
+            super().__init__(*args, gradient_as_bucket_view=gradient_as_bucket_view, **kwargs)
 
     def _pre_forward(self, *args: Any, **kwargs: Any) -> Any:
         with _EmptyInArena():
