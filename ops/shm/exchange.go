@@ -17,6 +17,11 @@ import (
 // into the caches. The results of such a buffer do not fit into the caches and would evict each other.
 const streamBytes = 8 << 20
 
+// directStages is the size of a step of a reduction, in stages, if no rank stages anything. Larger steps need
+// fewer rounds, and in each round a rank may have to wait until another rank gets a processor. After such a
+// step, its results are still in the caches when the peers copy them.
+const directStages = 4
+
 // plan describes an exchange. The buffer is cut into one block for each rank, and each step handles a column
 // of every block.
 type plan struct {
@@ -135,10 +140,8 @@ func (b *Backend) round(wait bool) (ops.Progress, error) {
 			}
 			return ops.Waiting, err
 		}
-		if !p.reduce && !b.anyStaged(p) {
-			// Only staging needs several steps. If nothing is staged, one step copies all data.
-			p.column = x.total
-			x.steps, x.rounds = 1, 2
+		if !b.anyStaged(p) {
+			b.enlargeSteps(p)
 		}
 	}
 	if p.reduce && r-1 < x.steps {
@@ -162,13 +165,32 @@ func (b *Backend) round(wait bool) (ops.Progress, error) {
 	return ops.Finished, nil
 }
 
-// anyStaged reports whether any rank stages data in an exchange without a reduction, because a part of the
-// rank's own block cannot be read in place. All ranks get the same result.
+// enlargeSteps changes the size of the steps of an exchange in which no rank stages anything. No step of it
+// has been done yet.
+func (b *Backend) enlargeSteps(p *plan) {
+	x := &b.running
+	if p.reduce {
+		p.column *= directStages
+	} else {
+		p.column = x.total // one step copies all data
+	}
+	x.steps = p.steps()
+	x.rounds = x.steps + x.lag
+}
+
+// anyStaged reports whether any rank stages data in an exchange, because its peers cannot read the data in
+// place. Without a reduction, only the ranks' own blocks count. All ranks get the same result.
 func (b *Backend) anyStaged(p *plan) bool {
 	begin := int64(0)
 	for i, end := range p.ends {
 		for k := range b.layouts[i].extents {
 			e := &b.layouts[i].extents[k]
+			if p.reduce {
+				if e.in.staged() || p.pull && e.out.staged() {
+					return true
+				}
+				continue
+			}
 			from := int64(0)
 			if k > 0 {
 				from = b.layouts[i].extents[k-1].end

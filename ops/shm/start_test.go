@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"runtime"
 	"slices"
 	"sync/atomic"
@@ -180,6 +181,50 @@ func TestStartDoesNotWait(t *testing.T) {
 				return errors.New("got no error from a step after an error, want the same error")
 			}
 			return nil
+		})
+	}
+}
+
+// A reduction takes fewer steps if no rank stages anything.
+func TestStepsAreLargerWithoutStaging(t *testing.T) {
+	const elems = 5 << 18 // a block of 2.5 MiB for each rank
+	want := reduced(tensor.Float32, tensor.Sum, 2, 0, elems)
+	for name, c := range map[string]struct {
+		arenas [2]bool
+		steps  int
+	}{
+		"arenas":          {[2]bool{true, true}, 3 + 2},       // steps of 1 MiB of a block
+		"ordinary memory": {[2]bool{false, false}, 10 + 1},    // steps of 256 KiB
+		"both":            {[2]bool{true, false}, 10 + 1 + 1}, // also waits for the readers of the arena
+	} {
+		run(t, 2, shm.Config{}, func(r *rank) error {
+			if err := connect(r); err != nil {
+				return err
+			}
+			buf := input(tensor.Float32, r.me, 0, elems)
+			if c.arenas[r.me] {
+				buf = r.mem.alloc(len(buf))
+				copy(buf, input(tensor.Float32, r.me, 0, elems))
+			}
+			if err := start(r, buf); err != nil {
+				return err
+			}
+			for steps := 1; ; steps++ {
+				p, err := r.Step(context.Background(), true)
+				if err != nil {
+					return err
+				}
+				if p != ops.Finished {
+					continue
+				}
+				if steps != c.steps {
+					return fmt.Errorf("%s: got %d steps, want %d", name, steps, c.steps)
+				}
+				if !bytes.Equal(buf, want) {
+					return fmt.Errorf("%s: wrong result", name)
+				}
+				return nil
+			}
 		})
 	}
 }
