@@ -47,10 +47,12 @@ type kvRequest struct {
 	replica *replica // nil in a job without replicas
 	// forwarded says that m is released when the other server of the range has got its frames.
 	forwarded bool
-	keys      int // number of keys
-	pushed    int // size of the pushed values
-	event     event
-	answered  atomic.Bool
+	// batch says that the handler answers before it returns, and soon.
+	batch    bool
+	keys     int // number of keys
+	pushed   int // size of the pushed values
+	event    event
+	answered atomic.Bool
 }
 
 // Handler handles the pushes and pulls at a server: a built-in handler, such as that of Sum, or a KVHandler.
@@ -388,6 +390,7 @@ func (s *KVServer[T]) response(meta *KVMeta, sizes []int, fill func(vals, lens [
 		van.SetTypes(h, wireTypes[tensor.Of[T]()], pspb.DataType_INT32)
 		fill(m.Data[0], m.Data[1])
 	}
+	m.Batch = meta.req.batch
 	if !meta.req.forwarded {
 		meta.req.m.Release()
 	}

@@ -385,6 +385,7 @@ func (b *builtIn[T]) handle(meta KVMeta, data KVPairs[T], s *KVServer[T]) {
 		b.handleReplicated(meta, data, s)
 		return
 	}
+	meta.req.batch = true
 	st := b.store
 	st.mu.Lock()
 	defer st.mu.Unlock()

@@ -1,7 +1,6 @@
 package van
 
 import (
-	"cmp"
 	"errors"
 	"fmt"
 	"maps"
@@ -12,7 +11,6 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/ps/pspb"
 	"github.com/gohvd/gohvd/internal/shmem"
 )
@@ -297,54 +295,8 @@ func (m *Message) describe() (fds []int) {
 
 // release tells the peer that this process no longer reads the blocks of a message that was received.
 func (l *link) release(ids []uint32) {
-	_ = l.reply(controlMessage(&pspb.Control{Command: pspb.Command_RELEASE,
-		Blocks: ids})) // an ended link has no blocks
+	m := controlMessage(&pspb.Control{Command: pspb.Command_RELEASE, Blocks: ids})
+	m.lazy = true
+	_ = l.reply(m) // an ended link has no blocks
 	l.theirs.drop()
-}
-
-// descriptors reads a Unix connection and keeps the descriptors that arrive until the messages that name them
-// are read.
-type descriptors struct {
-	conn *net.UnixConn
-	fds  []int
-	lost error // reason why a descriptor did not arrive, or nil
-}
-
-func (d *descriptors) Read(p []byte) (int, error) {
-	rights := make([]byte, unix.CmsgSpace(4*(maxFDs+1)))
-	n, nr, flags, _, err := d.conn.ReadMsgUnix(p, rights)
-	if nr > 0 {
-		parts, parseErr := unix.ParseSocketControlMessage(rights[:nr])
-		for i := range parts {
-			fds, err := unix.ParseUnixRights(&parts[i])
-			d.fds, parseErr = append(d.fds, fds...), errors.Join(parseErr, err)
-		}
-		err = errors.Join(err, parseErr)
-	}
-	switch {
-	case nr == len(rights) || len(d.fds) > maxBlocks:
-		err = errors.Join(err, errors.New("malformed message: it has too many descriptors"))
-	case flags&unix.MSG_CTRUNC != 0: // there was room in rights, so this process may open no more files
-		d.lost = fmt.Errorf("receive a descriptor of shared memory: %w", dial.ExplainLimit(unix.EMFILE))
-		err = errors.Join(err, d.lost)
-	}
-	return max(n, 0), err // n is negative after an error
-}
-
-// take returns the oldest descriptor, which the caller must close.
-func (d *descriptors) take() (int, error) {
-	if len(d.fds) == 0 {
-		return -1, cmp.Or(d.lost, errors.New("malformed message: the descriptor of a block is missing"))
-	}
-	fd := d.fds[0]
-	d.fds = d.fds[1:]
-	return fd, nil
-}
-
-// close closes the descriptors that no message has named.
-func (d *descriptors) close() {
-	for _, fd := range d.fds {
-		_ = unix.Close(fd) // nothing was written through fd
-	}
-	d.fds = nil
 }

@@ -10,7 +10,6 @@ import (
 	"os"
 	"sync"
 	"sync/atomic"
-	"syscall"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -34,6 +33,9 @@ const (
 	// Frames of at least wholeBytes are not copied into a batch.
 	batchBytes = 64 << 10
 	wholeBytes = 16 << 10
+	// messageCost is how many bytes the handling of a short message counts as, when replies to several
+	// messages are written together. So replies to at most 32 messages are.
+	messageCost = 2 << 10
 	// drainTime is how long a link is read after a write has failed.
 	drainTime = 5 * time.Second
 )
@@ -55,11 +57,13 @@ type link struct {
 	process Process
 	peer    int      // the first id of the process
 	conn    net.Conn // nil for the link of the scheduler with itself
+	sock    *socket  // the socket of conn, or nil if it has none
 	// silence notices that the network drops the packets of the connection between a worker and a server. It
 	// is nil on other links, which have heartbeats, and if no node dies of silence.
 	silence *dial.Silence
 
-	unread  atomic.Bool // the reader has more bytes in its buffer
+	held    atomic.Bool // a reply in the queue waits for the goroutine that reads to write it
+	lazy    atomic.Bool // a message in the queue waits for another one, or for the van's tick
 	writing sync.Mutex  // guards writer
 	writer  writer
 
@@ -136,9 +140,8 @@ func (l *link) request(ctx context.Context, m *Message) error {
 	l.asked++
 	l.queuedBytes += n
 	l.queue.push(&flight{m: m, bytes: n}, m.Header.Priority)
-	alone := l.requests == 1
 	l.mu.Unlock()
-	l.send(alone)
+	l.send()
 	return nil
 }
 
@@ -189,10 +192,39 @@ func (l *link) reply(m *Message) error {
 	}
 	l.replies++
 	l.replyBytes += n
+	lazy, batched := m.lazy, m.Batch
 	l.queue.push(&flight{m: m, reply: true, bytes: n}, m.Header.Priority)
 	l.mu.Unlock()
-	l.send(!l.unread.Load())
+	if lazy {
+		l.lazy.Store(true)
+		return nil
+	}
+	if batched {
+		// The goroutine that reads calls writeHeld after handling is false.
+		if l.held.Store(true); l.handling.Load() {
+			return nil
+		}
+	}
+	l.send()
 	return nil
+}
+
+// writeHeld writes the replies that wait for others, and the acknowledgements of what has arrived. The
+// goroutine that reads calls it before it waits.
+func (l *link) writeHeld() {
+	if l.held.Swap(false) || l.unacknowledged() {
+		l.send()
+	}
+}
+
+// unacknowledged reports whether there are acknowledgements to send.
+func (l *link) unacknowledged() bool {
+	if !l.van.reliable {
+		return false
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return len(l.acks) > 0
 }
 
 // abort closes the connection because of err. The goroutine that reads then ends the link with this reason.
@@ -379,11 +411,7 @@ func (l *link) flush(ctx context.Context) {
 // write writes messages until the link ends.
 func (l *link) write() {
 	l.writing.Lock()
-	l.writer = writer{l: l, conn: l.conn}
-	if sc, ok := l.conn.(syscall.Conn); ok {
-		// An error means that the connection is closed, which the next write reports.
-		l.writer.raw, _ = sc.SyscallConn()
-	}
+	l.writer = writer{l: l, conn: l.conn, sock: l.sock}
 	l.writing.Unlock()
 	l.notify() // messages may have been queued before
 	for {
@@ -412,11 +440,10 @@ func (l *link) breakOff(err error) {
 	_ = l.conn.SetReadDeadline(time.Now().Add(drainTime)) // an error means that the link has ended
 }
 
-// send writes what is queued. If alone is set, it writes as much as is possible without waiting, so that a
-// short message leaves in the goroutine that sends it. The goroutine that writes does the rest. If alone is
-// not set, more messages are about to be queued, and that goroutine writes several together.
-func (l *link) send(alone bool) {
-	if !alone || !l.writing.TryLock() {
+// send writes as much of what is queued as is possible without waiting, so that short messages leave in the
+// goroutine that sends them. The goroutine that writes does the rest.
+func (l *link) send() {
+	if !l.writing.TryLock() {
 		l.notify()
 		return
 	}
@@ -431,7 +458,7 @@ func (l *link) send(alone bool) {
 type writer struct {
 	l     *link
 	conn  net.Conn
-	raw   syscall.RawConn // nil if the connection cannot be written without waiting
+	sock  *socket // nil if the connection cannot be written without waiting
 	batch []byte
 	rest  []byte // the part of batch that could not be written without waiting
 	err   error  // error of a write without waiting
@@ -459,7 +486,7 @@ func (w *writer) drain() error {
 
 // try writes messages without waiting. It returns false if something is left to write.
 func (w *writer) try() bool {
-	if w.raw == nil || len(w.rest) > 0 || w.err != nil {
+	if w.sock == nil || len(w.rest) > 0 || w.err != nil {
 		return false
 	}
 	w.batch = w.batch[:0]
@@ -472,23 +499,10 @@ func (w *writer) try() bool {
 		}
 	}
 	if len(w.batch) > 0 {
-		w.rest = w.batch[w.writeRaw(w.batch):]
+		n, err := w.sock.TryWrite(w.batch)
+		w.rest, w.err = w.batch[n:], err
 	}
 	return len(w.rest) == 0 && w.err == nil && w.l.settled()
-}
-
-// writeRaw writes as much of b as the connection takes without waiting, and returns the number of bytes.
-func (w *writer) writeRaw(b []byte) (n int) {
-	var errno error
-	err := w.raw.Write(func(fd uintptr) bool {
-		n, errno = unix.Write(int(fd), b)
-		return true // do not wait
-	})
-	if errno == unix.EAGAIN || errno == unix.EINTR {
-		errno = nil
-	}
-	w.err = errors.Join(err, errno)
-	return max(n, 0)
 }
 
 // short reports whether the message can be written without waiting, because it is copied into the batch.
@@ -574,13 +588,11 @@ func (w *writer) pass(b []byte, fds []int) ([]byte, error) {
 // read reads messages until the connection ends, and returns the reason.
 func (l *link) read(r *reader) error {
 	defer r.close()
+	batch := 0 // cost of the messages since replies were written
 	for draining := false; ; {
 		if !draining && l.isBroken() {
 			draining = true // a handler may have used up the time that breakOff has set
 			_ = l.conn.SetReadDeadline(time.Now().Add(drainTime))
-		}
-		if r.in.Buffered() == 0 {
-			l.sendAcks()
 		}
 		m, err := r.next()
 		if err != nil {
@@ -590,8 +602,11 @@ func (l *link) read(r *reader) error {
 			m.Release()
 			return net.ErrClosed
 		}
+		if batch += messageCost + m.Bytes(); batch > batchBytes {
+			l.writeHeld() // the next message may take long
+			batch = 0
+		}
 		l.handling.Store(true)
-		l.unread.Store(r.in.Buffered() > 0)
 		l.counters.received.Add(uint64(m.size))
 		l.van.verbose("received", l.peer, m)
 		if l.van.cfg.Faults == nil {
@@ -648,16 +663,6 @@ func (l *link) arrive(m *Message) error {
 		}
 	}
 	return l.van.arrive(l, m)
-}
-
-// sendAcks makes the writer acknowledge what has arrived.
-func (l *link) sendAcks() {
-	l.mu.Lock()
-	n := len(l.acks)
-	l.mu.Unlock()
-	if n > 0 {
-		l.notify()
-	}
 }
 
 // run starts the goroutines of the link.

@@ -382,6 +382,7 @@ func (v *Van) addLink(nodes []*pspb.Node, conn net.Conn, r *reader) (*link, erro
 	}
 	if r != nil {
 		r.open(l)
+		l.sock = r.sock
 	}
 	return l, nil
 }
@@ -654,6 +655,9 @@ func (v *Van) tick() {
 			for id, l := range *v.links.Load() {
 				if v.reliable && l.conn != nil {
 					l.resend(now)
+				}
+				if l.lazy.Swap(false) {
+					l.notify()
 				}
 				if check && id == l.peer {
 					l.check(now)

@@ -867,6 +867,94 @@ func TestReplyBytes(t *testing.T) {
 	}
 }
 
+// TestBatchedReplies checks that replies with Batch leave before the server waits for further requests, and
+// that one that is made later leaves too.
+func TestBatchedReplies(t *testing.T) {
+	later := make(chan func(), 1)
+	w := batchJob(t, "", func(number int64, _ *Message, reply func()) {
+		if number == 3 {
+			later <- reply
+			return
+		}
+		reply()
+	})
+	w.ask(t, 0, 0, 0, 0)
+	w.want(t, 0, 1, 2)
+	(<-later)()
+	w.want(t, 3)
+}
+
+// TestBatchEndsBeforeALongRequest checks that replies with Batch do not wait for the handling of a long
+// request.
+func TestBatchEndsBeforeALongRequest(t *testing.T) {
+	first := make(chan struct{})
+	w := batchJob(t, "here", func(number int64, m *Message, reply func()) {
+		if number == 2 {
+			<-first
+		}
+		reply()
+	})
+	w.ask(t, 0, 0, sharedBytes)
+	w.want(t, 0, 1)
+	close(first)
+	w.want(t, 2)
+}
+
+// batchWorker is a worker whose server answers with Batch. Its requests are numbered, from 0.
+type batchWorker struct {
+	*node
+	sent chan struct{} // closed when all requests were sent
+	got  chan int64    // numbers of the requests that were answered
+}
+
+// batchJob starts a job with a worker and a server, which calls handle for each request. The requests after
+// the first one arrive at the server together.
+func batchJob(t *testing.T, host string, handle func(number int64, m *Message, reply func())) *batchWorker {
+	nodes := startJob(t, 1, 1, func(c *Config) { c.HostID = host })
+	s, w := nodes[8], &batchWorker{nodes[9], make(chan struct{}), make(chan int64, 10)}
+	w.response = func(m *Message) { w.got <- m.Header.Timestamp }
+	s.handle(func(from Process, m *Message) {
+		if m.Header.Timestamp == 0 {
+			<-w.sent
+		}
+		handle(m.Header.Timestamp, m, func() {
+			r := &Message{Header: &pspb.Header{Timestamp: m.Header.Timestamp}, Batch: true}
+			if err := s.Reply(from, r); err != nil {
+				t.Error(err)
+			}
+			m.Release()
+		})
+	})
+	return w
+}
+
+// ask sends requests with frames of the given sizes.
+func (w *batchWorker) ask(t *testing.T, sizes ...int) {
+	t.Helper()
+	for number, size := range sizes {
+		m := NewMessage(&pspb.Header{Request: true, Timestamp: int64(number)}, size)
+		if _, err := w.Request(t.Context(), 8, m); err != nil {
+			t.Fatal(err)
+		}
+	}
+	close(w.sent)
+}
+
+// want waits for the replies to requests, in this order.
+func (w *batchWorker) want(t *testing.T, numbers ...int64) {
+	t.Helper()
+	for _, want := range numbers {
+		select {
+		case number := <-w.got:
+			if number != want {
+				t.Errorf("got the reply to request %d, want that to %d", number, want)
+			}
+		case <-time.After(time.Minute):
+			t.Fatalf("no reply to request %d", want)
+		}
+	}
+}
+
 // TestReplyLimit checks that a peer that does not read replies is dead, also if the reply that is one too
 // many is the answer of a barrier.
 func TestReplyLimit(t *testing.T) {

@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"io"
 	"math"
-	"net"
 
 	"google.golang.org/protobuf/proto"
 
@@ -46,6 +45,11 @@ type Message struct {
 	Data [][]byte
 	// Free is called when the van no longer reads Data of a message that was passed to Send. It may be nil.
 	Free func()
+	// Batch says that a reply need not leave before this process has handled the messages of the peer that
+	// have arrived, as long as that takes little time. So several replies are written together.
+	Batch bool
+	// lazy says that the message may wait until another one is sent, or for the van's tick.
+	lazy bool
 
 	buf     *buffer // memory of Data, or nil
 	encoded []byte  // the header as it is sent, once it was encoded
@@ -182,22 +186,32 @@ func (m *Message) encode() ([]byte, error) {
 // reader reads messages from a connection.
 type reader struct {
 	in     *bufio.Reader
-	head   []byte       // memory for headers
-	limit  int          // maximum length of a header
-	frames bool         // messages may have frames
-	link   *link        // the link of the connection, once the peer has registered
-	fds    *descriptors // nil unless the connection may pass blocks
+	from   io.Reader // the connection
+	head   []byte    // memory for headers
+	limit  int       // maximum length of a header
+	frames bool      // messages may have frames
+	link   *link     // the link of the connection, once the peer has registered
+	sock   *socket   // nil if the connection has none
 }
 
 // newReader returns a reader that accepts only short messages without frames, until open is called.
-func newReader(in io.Reader) *reader {
-	r := &reader{limit: maxHelloBytes}
-	if uc, ok := in.(*net.UnixConn); ok {
-		r.fds = &descriptors{conn: uc}
-		in = r.fds
+func newReader(from io.Reader) *reader {
+	r := &reader{from: from, limit: maxHelloBytes}
+	if r.sock = newSocket(from); r.sock != nil {
+		r.from = r.sock
 	}
-	r.in = bufio.NewReaderSize(in, readerBytes)
+	r.in = bufio.NewReaderSize(connReader{r}, readerBytes)
 	return r
+}
+
+// connReader reads the connection of a reader. Before it may wait, it makes the link write what is held back.
+type connReader struct{ r *reader }
+
+func (c connReader) Read(p []byte) (int, error) {
+	if l := c.r.link; l != nil {
+		l.writeHeld()
+	}
+	return c.r.from.Read(p)
 }
 
 // open makes the reader accept all messages, because the peer has proved that it belongs to the job.
@@ -205,8 +219,8 @@ func (r *reader) open(l *link) { r.limit, r.frames, r.link = maxHeaderBytes, tru
 
 // close frees what the reader holds. The caller closes the connection.
 func (r *reader) close() {
-	if r.fds != nil {
-		r.fds.close()
+	if r.sock != nil {
+		r.sock.close()
 	}
 }
 
@@ -272,7 +286,7 @@ func (r *reader) blocks(m *Message) (err error) {
 		if f.Block == 0 {
 			continue
 		}
-		if r.fds == nil {
+		if r.sock == nil || !r.sock.passes() {
 			return errors.New("malformed message: it has a block, but the connection shares no memory")
 		}
 		if m.theirs == nil {
@@ -291,7 +305,7 @@ func (r *reader) blocks(m *Message) (err error) {
 // block returns a frame that is in a block of shared memory. If the block is new, its descriptor has arrived.
 func (r *reader) block(f *pspb.Frame) ([]byte, error) {
 	if f.BlockBytes > 0 {
-		fd, err := r.fds.take()
+		fd, err := r.sock.take()
 		if err != nil {
 			return nil, err
 		}
