@@ -70,18 +70,12 @@ func (e *UsageError) Unwrap() error { return e.Err }
 type Request struct {
 	c         *customer
 	timestamp int64
-	what      string
 	done      chan struct{}
 	callback  func(error)
-	// finish is called with the responses when all have arrived, before the callback. It may be nil.
-	finish func(parts []part) error
-	// completed is called with the error of the request, if any, before the callback. It may be nil.
-	completed func(err error)
+	// of says what the request is about.
+	of subject
 	// event is the push or pull, unless it is another request.
 	event event
-	// keys returns the keys in the range of the server with a rank. It is nil unless the request is a push or
-	// pull.
-	keys func(rank int) []uint64
 
 	// The following fields are guarded by c.mu until the request has completed.
 	parts    []part
@@ -89,6 +83,19 @@ type Request struct {
 	accepted time.Duration // when the last part was in a queue; 0 if there is none yet
 	deadline time.Time     // zero if there is none
 	err      error
+}
+
+// subject is what a request is about: a push or pull, or the request of a SimpleApp.
+type subject interface {
+	// String describes the request in errors.
+	String() string
+	// finish is called with the responses when all have arrived, before the callback.
+	finish(parts []part) error
+	// completed is called with the error of the request, if any, before the callback.
+	completed(err error)
+	// keysOf returns the keys in the range of the server with a rank. It returns nil unless the request is a
+	// push or pull.
+	keysOf(rank int) []uint64
 }
 
 // part is the part of a request that goes to one node.
@@ -152,10 +159,8 @@ func (c *customer) start(ctx context.Context, r *Request) error {
 		for _, p := range r.parts {
 			p.m.Drop()
 		}
-		err = fmt.Errorf("ps: %s: %w", r.what, err)
-		if r.completed != nil {
-			r.completed(err)
-		}
+		err = fmt.Errorf("ps: %s: %w", r.of, err)
+		r.of.completed(err)
 		return err
 	}
 	c.timestamp++
@@ -173,7 +178,7 @@ func (c *customer) start(ctx context.Context, r *Request) error {
 				p.m.Drop()
 			}
 			c.complete(r, err)
-			return fmt.Errorf("ps: %s: %w", r.what, err)
+			return fmt.Errorf("ps: %s: %w", r.of, err)
 		}
 	}
 	return nil
@@ -342,8 +347,8 @@ func (c *customer) sendKeys(r *Request, from van.Process, m *van.Message) {
 	m.Release()
 	keys := &van.Message{Header: &pspb.Header{Request: true, WantKeys: true, Timestamp: h.Timestamp,
 		AppId: h.AppId, CustomerId: h.CustomerId, Range: h.Range, KeyList: h.KeyList}}
-	if r != nil && r.keys != nil {
-		keys.Data = [][]byte{bytesOfKeys(r.keys(int(h.Range) - 1))}
+	if r != nil && h.Range > 0 {
+		keys.Data = [][]byte{bytesOfKeys(r.of.keysOf(int(h.Range) - 1))}
 	}
 	c.po.answer(from, keys)
 }
@@ -367,8 +372,8 @@ func (c *customer) complete(r *Request, err error) {
 	for _, to := range unanswered {
 		c.po.van.Answered(to)
 	}
-	if err == nil && r.finish != nil {
-		err = r.finish(r.parts)
+	if err == nil {
+		err = r.of.finish(r.parts)
 	}
 	for i := range r.parts {
 		if m := r.parts[i].response; m != nil {
@@ -376,11 +381,9 @@ func (c *customer) complete(r *Request, err error) {
 		}
 	}
 	if err != nil {
-		r.err = fmt.Errorf("ps: %s: %w", r.what, err)
+		r.err = fmt.Errorf("ps: %s: %w", r.of, err)
 	}
-	if r.completed != nil {
-		r.completed(r.err)
-	}
+	r.of.completed(r.err)
 	if r.callback == nil {
 		c.over(r)
 		return
@@ -600,7 +603,7 @@ func (r *Request) Wait(ctx context.Context) error {
 	case <-r.done:
 		return r.err
 	case <-ctx.Done():
-		return fmt.Errorf("ps: wait for %s: %w", r.what, context.Cause(ctx))
+		return fmt.Errorf("ps: wait for %s: %w", r.of, context.Cause(ctx))
 	}
 }
 

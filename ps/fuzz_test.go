@@ -115,11 +115,11 @@ func FuzzReplica(f *testing.F) {
 			Kind: kind, Number: 1, Worker: 9, Applied: []int64{1, 2}}}
 		switch kind {
 		case pspb.Replica_VALUES:
-			van.SetTypes(h, pspb.DataType_UINT64, pspb.DataType_INT32, pspb.DataType_FLOAT,
+			(&van.Message{Header: h}).SetTypes(pspb.DataType_UINT64, pspb.DataType_INT32, pspb.DataType_FLOAT,
 				pspb.DataType_FLOAT)
 			add(h, numbers, lens, make([]byte, 8), make([]byte, 24))
 		case pspb.Replica_PUSH:
-			van.SetTypes(h, pspb.DataType_UINT64, pspb.DataType_FLOAT, pspb.DataType_INT32)
+			(&van.Message{Header: h}).SetTypes(pspb.DataType_UINT64, pspb.DataType_FLOAT, pspb.DataType_INT32)
 			add(h, numbers, make([]byte, 8), lens)
 		default:
 			add(h)

@@ -8,6 +8,7 @@ import (
 	"math/rand/v2"
 	"runtime"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -119,6 +120,20 @@ func TestSeveralCustomers(t *testing.T) {
 		testKVApp(t, rank, w)
 		if err := po.Barrier(t.Context(), w.c.key.id, WorkerGroup); err != nil {
 			t.Error(err)
+		}
+	})
+}
+
+// TestPushAllocates counts what a push allocates, at the worker and the server together.
+func TestPushAllocates(t *testing.T) {
+	const most = 16
+	kv(job{t: t, servers: 1, workers: 1}, Sum[float32], func(_ *Postoffice, _ int, w *KVWorker[float32]) {
+		keys, vals := []uint64{1}, []float32{1}
+		if n := testing.AllocsPerRun(1000, func() {
+			r, err := w.Push(t.Context(), keys, vals)
+			wait(t, r, err)
+		}); n > most {
+			t.Errorf("a push of a key makes %v allocations, want at most %d", n, most)
 		}
 	})
 }
@@ -577,7 +592,7 @@ func TestRandom(t *testing.T) {
 					t.Error(err)
 					return
 				}
-				if r.what[:4] == "push" {
+				if strings.HasPrefix(r.of.String(), "push") {
 					for i, k := range keys {
 						total[k/(MaxKey/space)].Add(int64(vals[i]))
 					}

@@ -383,14 +383,12 @@ func (s *KVServer[T]) respond(meta KVMeta, sizes []int, fill func(vals, lens []b
 // response returns the answer to a request, with frames of the given sizes that the function fill writes. It
 // frees the request.
 func (s *KVServer[T]) response(meta *KVMeta, sizes []int, fill func(vals, lens []byte)) *van.Message {
-	h := meta.header(s.c.key.app)
-	m := &van.Message{Header: h}
+	m := meta.message(s.c.key.app)
 	if meta.Pull {
-		m = s.c.po.van.NewMessage(meta.Sender, h, sizes...)
-		van.SetTypes(h, wireTypes[tensor.Of[T]()], pspb.DataType_INT32)
+		s.c.po.van.Allocate(meta.Sender, m, sizes...)
+		m.SetTypes(wireTypes[tensor.Of[T]()], pspb.DataType_INT32)
 		fill(m.Data[0], m.Data[1])
 	}
-	m.Batch = meta.req.batch
 	if !meta.req.forwarded {
 		meta.req.m.Release()
 	}
@@ -412,11 +410,14 @@ func (s *KVServer[T]) observe(meta *KVMeta, bytes int, err error) {
 		bytes: meta.req.pushed + bytes, peer: s.c.po.process(meta.Sender), err: err})
 }
 
-// header returns the header of the response.
-func (meta *KVMeta) header(app int) *pspb.Header {
-	return &pspb.Header{AppId: int32(app), CustomerId: int32(meta.Customer), Timestamp: meta.Timestamp,
-		Range: meta.req.m.Header.Range, Push: meta.Push, Pull: meta.Pull,
-		Priority: meta.req.m.Header.Priority}
+// message returns the response, without frames.
+func (meta *KVMeta) message(app int) *van.Message {
+	m := van.Make()
+	h, request := m.Header, meta.req.m.Header
+	h.AppId, h.CustomerId, h.Timestamp = int32(app), int32(meta.Customer), meta.Timestamp
+	h.Range, h.Push, h.Pull, h.Priority = request.Range, meta.Push, meta.Pull, request.Priority
+	m.Batch = meta.req.batch
+	return m
 }
 
 // Fail answers a request with an error, which Wait returns at the worker as a *RemoteError.
@@ -425,11 +426,11 @@ func (s *KVServer[T]) Fail(meta KVMeta, err error) error {
 		return fmt.Errorf("ps: response of app %d to %s: the request was answered already", s.c.key.app,
 			van.Name(meta.Sender))
 	}
-	h := meta.header(s.c.key.app)
-	h.Error = err.Error()
+	m := meta.message(s.c.key.app)
+	m.Header.Error = err.Error()
 	meta.req.m.Release()
 	s.observe(&meta, 0, err)
-	if err := s.c.po.respond(meta.req.from, &van.Message{Header: h}); err != nil {
+	if err := s.c.po.respond(meta.req.from, m); err != nil {
 		return fmt.Errorf("ps: response of app %d: %w", s.c.key.app, err)
 	}
 	return nil

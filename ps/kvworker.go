@@ -82,13 +82,13 @@ func (w *KVWorker[T]) SetSlicer(s Slicer) {
 
 // Push sends values to the servers. It copies vals, so the caller may change it when Push returns.
 func (w *KVWorker[T]) Push(ctx context.Context, keys []uint64, vals []T, opts ...Option) (*Request, error) {
-	return w.do(ctx, "push", operation[T]{keys: keys, vals: vals, push: true, copies: true}, opts)
+	return w.do(ctx, &operation[T]{keys: keys, vals: vals, push: true, copies: true}, opts)
 }
 
 // ZPush is like Push, but does not copy vals, unless PS_RESEND is on. The caller must not change vals before
 // the request has completed. If the request fails, vals may be read until Finalize.
 func (w *KVWorker[T]) ZPush(ctx context.Context, keys []uint64, vals []T, opts ...Option) (*Request, error) {
-	return w.do(ctx, "push", operation[T]{keys: keys, vals: vals, push: true}, opts)
+	return w.do(ctx, &operation[T]{keys: keys, vals: vals, push: true}, opts)
 }
 
 // Pull gets values from the servers. When the request has completed, *out has the values in the order of the
@@ -96,37 +96,45 @@ func (w *KVWorker[T]) ZPush(ctx context.Context, keys []uint64, vals []T, opts .
 // its memory. Otherwise Pull allocates memory unless the capacity suffices. The caller must not use *out
 // before the request has completed.
 func (w *KVWorker[T]) Pull(ctx context.Context, keys []uint64, out *[]T, opts ...Option) (*Request, error) {
-	return w.do(ctx, "pull", operation[T]{keys: keys, out: out, pull: true}, opts)
+	return w.do(ctx, &operation[T]{keys: keys, out: out, pull: true}, opts)
 }
 
 // PushPull pushes values and pulls the values of the same keys after that. It copies vals. out is as in Pull.
 func (w *KVWorker[T]) PushPull(ctx context.Context, keys []uint64, vals []T, out *[]T,
 	opts ...Option) (*Request, error) {
-	return w.do(ctx, "pushpull", operation[T]{keys: keys, vals: vals, out: out, push: true, pull: true,
-		copies: true}, opts)
+	return w.do(ctx, &operation[T]{keys: keys, vals: vals, out: out, push: true, pull: true, copies: true}, opts)
 }
 
 // ZPushPull is like PushPull, but does not copy vals (see ZPush).
 func (w *KVWorker[T]) ZPushPull(ctx context.Context, keys []uint64, vals []T, out *[]T,
 	opts ...Option) (*Request, error) {
-	return w.do(ctx, "pushpull", operation[T]{keys: keys, vals: vals, out: out, push: true, pull: true}, opts)
+	return w.do(ctx, &operation[T]{keys: keys, vals: vals, out: out, push: true, pull: true}, opts)
 }
 
-// operation has the arguments of a push or pull.
+// operation is a push or pull, with its arguments. It implements subject.
 type operation[T Value] struct {
+	Request
+	w                  *KVWorker[T]
 	keys               []uint64
 	vals               []T
 	out                *[]T
 	push, pull, copies bool
 	clock              int64 // number of the iteration plus one; 0 in asynchronous mode
+	list               *keyList
 	options
+	first [1]part // memory for the parts, if there is only one
 }
 
-func (w *KVWorker[T]) do(ctx context.Context, what string, op operation[T], opts []Option) (*Request, error) {
+func (op *operation[T]) String() string {
+	return fmt.Sprintf("%s of %d keys", kindOf(op.push, op.pull), len(op.keys))
+}
+
+func (w *KVWorker[T]) do(ctx context.Context, op *operation[T], opts []Option) (*Request, error) {
 	for _, o := range opts {
 		o(&op.options)
 	}
-	r := &Request{what: fmt.Sprintf("%s of %d keys", what, len(op.keys)), callback: op.callback}
+	r := &op.Request
+	op.w, r.of, r.callback = w, op, op.options.callback
 	list, err := w.lists.get(op.keys, func(keys []uint64) ([]int, error) {
 		return sliced(w.slicer, keys, w.c.po.ServerKeyRanges())
 	})
@@ -134,29 +142,23 @@ func (w *KVWorker[T]) do(ctx context.Context, what string, op operation[T], opts
 		err = op.check()
 	}
 	if err != nil {
-		return nil, &UsageError{fmt.Errorf("ps: %s: %w", r.what, err)}
+		return nil, &UsageError{fmt.Errorf("ps: %s: %w", op, err)}
 	}
+	op.list = list
 	clock := &w.c.po.clocks[w.c.key.id]
 	now, err := clock.begin()
 	if err != nil {
-		return nil, fmt.Errorf("ps: %s: %w", r.what, err)
+		return nil, fmt.Errorf("ps: %s: %w", op, err)
 	}
 	if w.c.po.synchronous() {
 		op.clock = now + 1
 	}
 	r.event = w.c.po.observer.begin(kindOf(op.push, op.pull))
-	r.completed = func(err error) {
-		clock.done(op.push, err)
-		w.c.po.observer.end(r.event, op.outcome(r, err))
-	}
-	r.keys = func(rank int) []uint64 { return list.keys[list.bounds[rank]:list.bounds[rank+1]] }
 	replicas := w.c.po.set.PS.Replicas > 0
 	if replicas {
 		op.keep()
 	}
-	if op.pull {
-		r.finish = func(parts []part) error { return op.assemble(list, parts) }
-	}
+	r.parts = op.first[:0]
 	at := 0 // position in vals
 	for rank := range len(list.bounds) - 1 {
 		from, to := list.bounds[rank], list.bounds[rank+1]
@@ -165,16 +167,14 @@ func (w *KVWorker[T]) do(ctx context.Context, what string, op operation[T], opts
 		}
 		n := op.numVals(from, to)
 		begin, first := at, van.ServerID(rank)
-		message := func(id int, withKeys bool) *van.Message {
-			return op.message(w.c.po.van, id, list, from, to, begin, begin+n, withKeys)
-		}
 		server := part{to: first, home: int32(rank + 1)}
 		if replicas {
 			server.to = cmp.Or(w.c.po.route(rank, int(w.c.po.primaries[rank].Load())), first)
 			server.reading = new(atomic.Int32)
-			server.again = func(id int) *van.Message { return message(id, true) }
+			server.again = func(id int) *van.Message { return op.message(id, from, to, begin, begin+n, true) }
 		}
-		server.m = message(server.to, w.lists.first(list, rank, server.to != first))
+		server.m = op.message(server.to, from, to, begin, begin+n,
+			w.lists.first(list, rank, server.to != first))
 		r.parts = append(r.parts, server)
 		at += n
 	}
@@ -188,6 +188,22 @@ func (op *operation[T]) keep() {
 	if op.copies {
 		op.vals, op.copies = slices.Clone(op.vals), false
 	}
+}
+
+func (op *operation[T]) keysOf(rank int) []uint64 {
+	return op.list.keys[op.list.bounds[rank]:op.list.bounds[rank+1]]
+}
+
+func (op *operation[T]) completed(err error) {
+	op.w.c.po.clocks[op.w.c.key.id].done(op.push, err)
+	op.w.c.po.observer.end(op.event, op.outcome(&op.Request, err))
+}
+
+func (op *operation[T]) finish(parts []part) error {
+	if !op.pull {
+		return nil
+	}
+	return op.assemble(op.list, parts)
 }
 
 // outcome describes the operation, whose request has completed.
@@ -268,13 +284,14 @@ func (op *operation[T]) numVals(from, to int) (n int) {
 
 // message returns the message to the server to for the keys with the indices first and last, whose values
 // have the indices begin and end. Without keys, it only names them.
-func (op *operation[T]) message(v *van.Van, to int, list *keyList, first, last, begin, end int,
-	withKeys bool) *van.Message {
-	h := &pspb.Header{Head: op.cmd, Push: op.push, Pull: op.pull, Priority: op.priority, KeyList: list.number,
-		Clock: op.clock}
+func (op *operation[T]) message(to, first, last, begin, end int, withKeys bool) *van.Message {
+	m := van.Make()
+	h := m.Header
+	h.Head, h.Push, h.Pull, h.Priority = op.cmd, op.push, op.pull, op.priority
+	h.KeyList, h.Clock = op.list.number, op.clock
 	var keys, vals, lens []byte
 	if withKeys {
-		keys = bytesOfKeys(list.keys[first:last])
+		keys = bytesOfKeys(op.list.keys[first:last])
 	}
 	if op.push {
 		vals = tensor.Bytes(op.vals[begin:end])
@@ -282,14 +299,15 @@ func (op *operation[T]) message(v *van.Van, to int, list *keyList, first, last, 
 	if op.lens != nil {
 		lens = tensor.Bytes(op.lens[first:last])
 	}
-	van.SetTypes(h, pspb.DataType_UINT64, wireTypes[tensor.Of[T]()], pspb.DataType_INT32)
+	m.SetTypes(pspb.DataType_UINT64, wireTypes[tensor.Of[T]()], pspb.DataType_INT32)
 	if !op.copies {
-		return &van.Message{Header: h, Data: [][]byte{keys, vals, slices.Clone(lens)}}
+		m.SetData(keys, vals, slices.Clone(lens))
+		return m
 	}
-	m := v.NewMessage(to, h, len(keys), len(vals), len(lens))
-	for i, frame := range [][]byte{keys, vals, lens} {
-		copy(m.Data[i], frame)
-	}
+	op.w.c.po.van.Allocate(to, m, len(keys), len(vals), len(lens))
+	copy(m.Data[0], keys)
+	copy(m.Data[1], vals)
+	copy(m.Data[2], lens)
 	return m
 }
 

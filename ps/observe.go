@@ -31,6 +31,7 @@ type observer struct {
 	free      []int    // tracks without an event
 	op        trace.Operation
 	tensor    [1]trace.Tensor
+	shape     tensor.Shape // of the last event
 }
 
 // event is a push or pull that has begun.
@@ -91,8 +92,11 @@ func (o *observer) end(e event, out outcome) {
 		return
 	}
 	accepted := max(out.accepted, e.begun)
-	o.tensor[0] = trace.Tensor{Name: o.tracks[e.track], DType: out.dtype,
-		Shape: tensor.Shape{int64(out.keys)}, Bytes: int64(out.bytes), Submitted: e.begun, Sent: accepted}
+	if o.shape == nil || o.shape[0] != int64(out.keys) {
+		o.shape = tensor.Shape{int64(out.keys)} // the recorder keeps the old one
+	}
+	o.tensor[0] = trace.Tensor{Name: o.tracks[e.track], DType: out.dtype, Shape: o.shape,
+		Bytes: int64(out.bytes), Submitted: e.begun, Sent: accepted}
 	o.op = trace.Operation{Kind: e.kind, Peer: topo.Rank(out.peer), Granted: accepted, Begun: accepted,
 		Ended: ended, Tensors: o.tensor[:], Failed: out.err}
 	o.recorder.Record(&o.op)
@@ -184,7 +188,7 @@ func (p *Postoffice) pending() (all []trace.Pending) {
 		c.mu.Lock()
 		for _, r := range c.pending {
 			if r.event.kind != message.NoKind {
-				all = append(all, trace.Pending{Kind: r.event.kind, Name: r.what, Submitted: r.event.begun,
+				all = append(all, trace.Pending{Kind: r.event.kind, Name: r.of.String(), Submitted: r.event.begun,
 					Sent: r.accepted, Granted: r.accepted, Begun: r.accepted})
 			}
 		}

@@ -427,6 +427,14 @@ func TestTimeoutInQueue(t *testing.T) {
 	})
 }
 
+// finishing is the subject of a request that calls a function when all responses have arrived.
+type finishing struct {
+	simpleRequest
+	call func()
+}
+
+func (f *finishing) finish([]part) error { f.call(); return nil }
+
 // TestFinalizeWaitsForCallbacks checks that Finalize waits for the callback of a request that is completing.
 func TestFinalizeWaitsForCallbacks(t *testing.T) {
 	var sender sync.WaitGroup
@@ -438,11 +446,12 @@ func TestFinalizeWaitsForCallbacks(t *testing.T) {
 		}
 		completing := make(chan struct{})
 		var left atomic.Bool
-		r := &Request{what: "request to nobody", callback: func(error) {
+		r := &Request{callback: func(error) {
 			if left.Load() {
 				t.Error("a callback ran after Finalize")
 			}
-		}, finish: func([]part) error {
+		}}
+		r.of = &finishing{simpleRequest{app: app}, func() {
 			close(completing)
 			testnet.Eventually(t, "Finalize ends the requests", func() bool {
 				app.c.mu.Lock()
@@ -450,7 +459,6 @@ func TestFinalizeWaitsForCallbacks(t *testing.T) {
 				return app.c.ended != nil
 			})
 			time.Sleep(50 * time.Millisecond) // if Finalize does not wait, it returns in this time
-			return nil
 		}}
 		sender.Go(func() {
 			wait(t, r, app.c.start(t.Context(), r))

@@ -487,7 +487,7 @@ func (r *replica) forward(sender senderKey, m *van.Message, list *serverList) bo
 	h := copied.Header
 	h.Push, h.Head, h.Timestamp, h.Completed, h.KeyList = true, m.Header.Head, m.Header.Timestamp,
 		m.Header.Completed, list.replicated
-	van.SetTypes(h, pspb.DataType_UINT64, wireTypes[r.store.dt], pspb.DataType_INT32)
+	copied.SetTypes(pspb.DataType_UINT64, wireTypes[r.store.dt], pspb.DataType_INT32)
 	copied.Free = m.Release
 	r.send(copied)
 	return true
@@ -575,14 +575,13 @@ func (r *replica) transfer() {
 		if p == nil {
 			break
 		}
-		h := r.message(&pspb.Replica{Kind: pspb.Replica_VALUES}).Header
+		m := r.message(&pspb.Replica{Kind: pspb.Replica_VALUES})
 		frames := [][]byte{bytesOfKeys(p.keys), tensor.Bytes(p.lens), p.vals, slices.Concat(p.state...)}
-		m := r.po.van.NewMessage(r.partner.ID, h, len(frames[0]), len(frames[1]), len(frames[2]),
-			len(frames[3]))
+		r.po.van.Allocate(r.partner.ID, m, len(frames[0]), len(frames[1]), len(frames[2]), len(frames[3]))
 		for i, frame := range frames {
 			copy(m.Data[i], frame)
 		}
-		van.SetTypes(h, pspb.DataType_UINT64, pspb.DataType_INT32, wireTypes[r.store.dt],
+		m.SetTypes(pspb.DataType_UINT64, pspb.DataType_INT32, wireTypes[r.store.dt],
 			wireTypes[r.store.rule.compute])
 		r.send(m)
 		o.piece = o.next

@@ -582,7 +582,7 @@ func TestTransfer(t *testing.T) {
 		for !from.done(at) {
 			p := from.next(&at, 1+random.IntN(200))
 			h := &pspb.Header{}
-			van.SetTypes(h, pspb.DataType_UINT64, pspb.DataType_INT32, pspb.DataType_FLOAT,
+			(&van.Message{Header: h}).SetTypes(pspb.DataType_UINT64, pspb.DataType_INT32, pspb.DataType_FLOAT,
 				pspb.DataType_FLOAT)
 			m := &van.Message{Header: h, Data: [][]byte{bytesOfKeys(p.keys), tensor.Bytes(p.lens), p.vals,
 				slices.Concat(p.state...)}}

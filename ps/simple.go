@@ -101,24 +101,43 @@ func simpleData(from van.Process, m *van.Message) SimpleData {
 // responses.
 func (a *SimpleApp) Request(ctx context.Context, head int32, body []byte, to int) (*Request, error) {
 	body = bytes.Clone(body)
-	r := &Request{what: fmt.Sprintf("request %d of app %d to %d", head, a.c.key.app, to)}
+	s := &simpleRequest{app: a, head: head, to: to}
+	r := &s.Request
+	r.of = s
 	for _, id := range a.c.po.van.Processes(to) {
 		r.parts = append(r.parts, part{to: id, m: &van.Message{Header: &pspb.Header{Head: head,
 			Body: body, SimpleApp: true}}})
 	}
 	if len(r.parts) == 0 {
-		return nil, fmt.Errorf("ps: %s: there is no such node or group", r.what)
-	}
-	if a.handlers.Response != nil {
-		r.finish = func(parts []part) error {
-			for i := range parts {
-				a.handlers.Response(simpleData(parts[i].via, parts[i].response), a)
-			}
-			return nil
-		}
+		return nil, fmt.Errorf("ps: %s: there is no such node or group", s)
 	}
 	return r, a.c.start(ctx, r)
 }
+
+// simpleRequest is a request of a SimpleApp. It implements subject.
+type simpleRequest struct {
+	Request
+	app  *SimpleApp
+	head int32
+	to   int
+}
+
+func (s *simpleRequest) String() string {
+	return fmt.Sprintf("request %d of app %d to %d", s.head, s.app.c.key.app, s.to)
+}
+
+func (s *simpleRequest) finish(parts []part) error {
+	if handle := s.app.handlers.Response; handle != nil {
+		for i := range parts {
+			handle(simpleData(parts[i].via, parts[i].response), s.app)
+		}
+	}
+	return nil
+}
+
+func (s *simpleRequest) completed(error) {}
+
+func (s *simpleRequest) keysOf(int) []uint64 { return nil }
 
 // Response answers a request. It copies body and does not wait. A second answer is an error.
 func (a *SimpleApp) Response(req SimpleData, body []byte) error {

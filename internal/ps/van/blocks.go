@@ -228,27 +228,28 @@ func (l *link) shares() bool {
 	return ok
 }
 
-// newMessage returns a message like NewMessage, whose long frames are in blocks if the link has them.
-func (l *link) newMessage(h *pspb.Header, sizes []int) *Message {
-	m := &Message{Header: h, link: l}
-	inline := make([]int, len(sizes))
-	blocks := make([]*block, len(sizes))
+// allocate gives m frames of the given sizes, whose content is undefined. Long ones are in blocks if the link
+// has them.
+func (l *link) allocate(m *Message, sizes []int) {
+	m.link = l
+	var inline [maxFrames]int
 	for i, n := range sizes {
-		if n >= sharedBytes && l.shares() {
-			blocks[i] = l.own.take(n)
+		if inline[i] = n; n < sharedBytes || !l.shares() {
+			continue
 		}
-		if inline[i] = n; blocks[i] != nil {
-			inline[i], m.own = 0, blocks
+		if b := l.own.take(n); b != nil {
+			if m.own == nil {
+				m.own = make([]*block, len(sizes))
+			}
+			inline[i], m.own[i] = 0, b
 		}
 	}
-	m.buf = newBuffer(room(inline))
-	m.Data = m.buf.split(inline)
-	for i, b := range blocks {
+	m.allocate(inline[:len(sizes)])
+	for i, b := range m.own {
 		if b != nil {
 			m.Data[i] = b.seg.Bytes()[:sizes[i]:sizes[i]]
 		}
 	}
-	return m
 }
 
 // share moves the long frames of m to blocks of the link.
@@ -265,7 +266,8 @@ func (l *link) share(m *Message) *Message {
 	for i, d := range m.Data {
 		sizes[i] = len(d)
 	}
-	c := l.newMessage(m.Header, sizes)
+	c := &Message{Header: m.Header, Batch: m.Batch, size: m.size}
+	l.allocate(c, sizes)
 	if c.own == nil {
 		c.Drop()
 		return m

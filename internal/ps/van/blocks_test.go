@@ -29,7 +29,8 @@ func TestBlocks(t *testing.T) {
 			for i, d := range m.Data {
 				sizes[i] = len(d)
 			}
-			back := s.NewMessage(from.ID, &pspb.Header{Timestamp: m.Header.Timestamp}, sizes...)
+			back := &Message{Header: &pspb.Header{Timestamp: m.Header.Timestamp}}
+			s.Allocate(from.ID, back, sizes...)
 			for i, d := range m.Data {
 				copy(back.Data[i], d)
 			}
@@ -216,7 +217,8 @@ func TestBadBlocks(t *testing.T) {
 func TestExhausted(t *testing.T) {
 	for name, exhaust := range map[string]func(t *testing.T, s, w *node){
 		"descriptors": func(t *testing.T, _, w *node) {
-			m := w.NewMessage(8, &pspb.Header{Request: true}, sharedBytes)
+			m := &Message{Header: &pspb.Header{Request: true}}
+			w.Allocate(8, m, sharedBytes)
 			var limit unix.Rlimit
 			if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
 				t.Fatal(err)

@@ -56,13 +56,12 @@ func (b *buffer) free() {
 	}
 }
 
-// split returns consecutive parts of the buffer with the given sizes. Each part begins at a multiple of
-// alignBytes.
-func (b *buffer) split(sizes []int) [][]byte {
-	parts := make([][]byte, len(sizes))
+// split appends consecutive parts of the buffer with the given sizes to parts. Each part begins at a multiple
+// of alignBytes.
+func (b *buffer) split(parts [][]byte, sizes []int) [][]byte {
 	at := 0
-	for i, n := range sizes {
-		parts[i] = b.mem[at : at+n : at+n]
+	for _, n := range sizes {
+		parts = append(parts, b.mem[at:at+n:at+n])
 		at += aligned(n)
 	}
 	return parts

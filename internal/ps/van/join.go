@@ -122,7 +122,7 @@ func (v *Van) register(ctx context.Context, conn net.Conn) (*reader, []*pspb.Nod
 }
 
 func writeMessage(conn net.Conn, m *Message) error {
-	b, err := m.encode()
+	b, err := m.encode(nil)
 	if err != nil {
 		return err
 	}

@@ -139,7 +139,8 @@ func (l *link) request(ctx context.Context, m *Message) error {
 	l.requests++
 	l.asked++
 	l.queuedBytes += n
-	l.queue.push(&flight{m: m, bytes: n}, m.Header.Priority)
+	m.flight = flight{m: m, bytes: n}
+	l.queue.push(&m.flight, m.Header.Priority)
 	l.mu.Unlock()
 	l.send()
 	return nil
@@ -193,7 +194,8 @@ func (l *link) reply(m *Message) error {
 	l.replies++
 	l.replyBytes += n
 	lazy, batched := m.lazy, m.Batch
-	l.queue.push(&flight{m: m, reply: true, bytes: n}, m.Header.Priority)
+	m.flight = flight{m: m, reply: true, bytes: n}
+	l.queue.push(&m.flight, m.Header.Priority)
 	l.mu.Unlock()
 	if lazy {
 		l.lazy.Store(true)
@@ -544,19 +546,18 @@ func (w *writer) put(f *flight) error {
 // add appends f to the batch. If f has long frames, add writes the batch and these frames.
 func (w *writer) add(f *flight) error {
 	defer w.l.written(f)
-	head, err := f.m.encode()
-	if err != nil {
+	at := len(w.batch)
+	var err error
+	if w.batch, err = f.m.encode(w.batch); err != nil {
 		return err
 	}
-	v := w.l.van
-	w.l.counters.sent.Add(uint64(len(head) + f.m.Bytes()))
-	v.verbose("sent", w.l.peer, f.m)
+	w.l.counters.sent.Add(uint64(len(w.batch) - at + f.m.Bytes()))
+	w.l.van.verbose("sent", w.l.peer, f.m)
 	if len(f.m.fds) > 0 {
-		if head, err = w.pass(head, f.m.fds); err != nil {
+		if err := w.pass(at, f.m.fds); err != nil {
 			return err
 		}
 	}
-	w.batch = append(w.batch, head...)
 	for i, d := range f.m.Data {
 		if f.m.own != nil && f.m.own[i] != nil {
 			continue // the receiver reads the block
@@ -574,15 +575,17 @@ func (w *writer) add(f *flight) error {
 	return nil
 }
 
-// pass writes the batch, and then bytes together with descriptors. It returns the bytes that are not written.
-func (w *writer) pass(b []byte, fds []int) ([]byte, error) {
-	_, err := w.conn.Write(w.batch)
-	w.batch = w.batch[:0]
-	if err != nil {
-		return nil, err
+// pass writes the first bytes of the batch, and then the others together with descriptors. It leaves bytes
+// that are not written in the batch.
+func (w *writer) pass(first int, fds []int) error {
+	b := w.batch
+	w.batch = b[:0]
+	if _, err := w.conn.Write(b[:first]); err != nil {
+		return err
 	}
-	n, _, err := w.conn.(*net.UnixConn).WriteMsgUnix(b, unix.UnixRights(fds...), nil)
-	return b[n:], err
+	n, _, err := w.conn.(*net.UnixConn).WriteMsgUnix(b[first:], unix.UnixRights(fds...), nil)
+	w.batch = append(w.batch, b[first+n:]...)
+	return err
 }
 
 // read reads messages until the connection ends, and returns the reason.

@@ -405,14 +405,15 @@ func (v *Van) link(id int) (*link, error) {
 	return nil, fmt.Errorf("the job has no node with the id %d", id)
 }
 
-// NewMessage returns a message for the node to with a frame of each given size, whose content is undefined.
-// Long frames are in shared memory if the node is on the same host. The caller must pass the message to
-// Request or Reply, or call its method Drop.
-func (v *Van) NewMessage(to int, h *pspb.Header, sizes ...int) *Message {
+// Allocate gives a message for the node to a frame of each given size, whose content is undefined. Long
+// frames are in shared memory if the node is on the same host. The caller must pass the message to Request or
+// Reply, or call its method Drop.
+func (v *Van) Allocate(to int, m *Message, sizes ...int) {
 	if l, err := v.link(to); err == nil {
-		return l.newMessage(h, sizes)
+		l.allocate(m, sizes)
+		return
 	}
-	return NewMessage(h, sizes...)
+	m.allocate(sizes)
 }
 
 // Request sends a request to a node. If the node has not answered Config.WaterMark requests, it waits until
@@ -487,7 +488,7 @@ func (v *Van) Answered(to Process) {
 // loop delivers a message that this process has sent to itself.
 func (v *Van) loop(l *link, m *Message) {
 	c := m.Clone()
-	l.written(&flight{m: m})
+	m.Drop()
 	if err := v.arrive(l, c); err != nil {
 		v.log.Warn("ps: a message to this node is malformed", zap.Error(err))
 	}

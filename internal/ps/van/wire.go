@@ -7,6 +7,8 @@ import (
 	"fmt"
 	"io"
 	"math"
+	"sync"
+	"unsafe"
 
 	"google.golang.org/protobuf/proto"
 
@@ -30,6 +32,8 @@ const (
 	// firstBytes is the maximum number of bytes that are allocated for frames before their first byte
 	// arrives.
 	firstBytes = 1 << 20
+	// smallBytes is the size up to which the frames of a message are next to its header in memory.
+	smallBytes = 128
 	// readerBytes is the size of the buffer of a reader.
 	readerBytes = 64 << 10
 )
@@ -51,9 +55,12 @@ type Message struct {
 	// lazy says that the message may wait until another one is sent, or for the van's tick.
 	lazy bool
 
-	buf     *buffer // memory of Data, or nil
-	encoded []byte  // the header as it is sent, once it was encoded
-	size    int     // number of bytes of a message that was received
+	buf  *buffer // memory of Data, or nil
+	size int     // length of the header and of all frames together, once it is known
+	// storage is the memory in which the message is, or nil. reused says that it is used again.
+	storage *storage
+	reused  bool
+	flight  flight // its place in the queue of a link
 
 	link   *link    // the link to which the following fields belong
 	fds    []int    // descriptors that are sent with the message, once the header was encoded
@@ -61,13 +68,68 @@ type Message struct {
 	theirs []uint32 // blocks of the frames of a message that was received
 }
 
+// storage has a message and what belongs to it, so that they need no memory of their own.
+type storage struct {
+	message Message
+	header  pspb.Header
+	data    [maxFrames][]byte
+	buf     buffer
+	small   [smallBytes / 8]uint64
+	frames  *[maxFrames]pspb.Frame // of a message that is sent
+	types   [maxFrames]*pspb.Frame
+}
+
+// sent has the storage of messages that were sent.
+var sent = sync.Pool{New: func() any { return &storage{frames: new([maxFrames]pspb.Frame)} }}
+
+// Make returns a message for Request or Reply with an empty header. When it was sent, its memory is used for
+// another message.
+func Make() *Message {
+	m := sent.Get().(*storage).empty()
+	m.reused = true
+	return m
+}
+
+// empty returns the message in s, with an empty header.
+func (s *storage) empty() *Message {
+	s.header.Reset()
+	s.message = Message{Header: &s.header, storage: s}
+	return &s.message
+}
+
 // NewMessage returns a message with a frame of each given size, whose content is undefined. The memory of the
 // frames belongs to the message.
 func NewMessage(h *pspb.Header, sizes ...int) *Message {
-	m := &Message{Header: h, buf: newBuffer(room(sizes))}
-	m.Data = m.buf.split(sizes)
+	m := &Message{Header: h}
+	m.allocate(sizes)
 	return m
 }
+
+// allocate gives m frames of the given sizes, whose content is undefined.
+func (m *Message) allocate(sizes []int) {
+	m.buf = m.newBuffer(room(sizes))
+	m.split(sizes)
+}
+
+// split sets Data to consecutive parts of the buffer.
+func (m *Message) split(sizes []int) {
+	if m.storage != nil {
+		m.Data = m.storage.data[:0]
+	}
+	m.Data = m.buf.split(m.Data, sizes)
+}
+
+// newBuffer returns a buffer of at least n bytes. Their content is undefined.
+func (m *Message) newBuffer(n int) *buffer {
+	if s := m.storage; s != nil && n <= smallBytes {
+		s.buf.mem = unsafe.Slice((*byte)(unsafe.Pointer(&s.small)), smallBytes)
+		return &s.buf
+	}
+	return newBuffer(n)
+}
+
+// SetData sets the frames of a message that was made with Make. Their memory belongs to the caller.
+func (m *Message) SetData(frames ...[]byte) { m.Data = append(m.storage.data[:0], frames...) }
 
 // Release frees the memory of the message. The caller must not use the frames any more.
 func (m *Message) Release() {
@@ -106,7 +168,9 @@ func (m *Message) written() {
 		}
 	}
 	m.own = nil
-	m.Drop()
+	if m.Drop(); m.reused {
+		sent.Put(m.storage)
+	}
 }
 
 // Drop frees the memory of a message that is not sent.
@@ -132,18 +196,25 @@ func (m *Message) Bytes() (n int) {
 	return n
 }
 
-// Size returns the length of the header and of all frames together.
-func (m *Message) Size() int { return proto.Size(m.Header) + m.Bytes() }
+// Size returns the length of the header and of all frames together, when it was first called or the message
+// was received.
+func (m *Message) Size() int {
+	if m.size == 0 {
+		m.size = proto.Size(m.Header) + m.Bytes()
+	}
+	return m.size
+}
 
 // check returns a *LimitError if a peer would not accept the message.
 func (m *Message) check() error {
 	if len(m.Data) > maxFrames {
 		return limitError("a message has %d frames, want at most %d", len(m.Data), maxFrames)
 	}
-	if n := m.Bytes(); n > MaxDataBytes {
-		return limitError("a message has %d bytes, want at most %d", n, MaxDataBytes)
+	data := m.Bytes()
+	if data > MaxDataBytes {
+		return limitError("a message has %d bytes, want at most %d", data, MaxDataBytes)
 	}
-	if n := proto.Size(m.Header); n > maxHeaderBytes-maxFrames*64 {
+	if n := m.Size() - data; n > maxHeaderBytes-maxFrames*64 {
 		return limitError("the header of a message has %d bytes, want at most %d", n,
 			maxHeaderBytes-maxFrames*64)
 	}
@@ -156,18 +227,26 @@ func limitError(format string, got, want int) error {
 }
 
 // SetTypes sets the types of the frames of a message.
-func SetTypes(h *pspb.Header, types ...pspb.DataType) {
-	h.Frames = make([]*pspb.Frame, len(types))
-	for i, t := range types {
-		h.Frames[i] = &pspb.Frame{Type: t}
+func (m *Message) SetTypes(types ...pspb.DataType) {
+	h := m.Header
+	if !m.reused {
+		h.Frames = make([]*pspb.Frame, len(types))
+		for i, t := range types {
+			h.Frames[i] = &pspb.Frame{Type: t}
+		}
+		return
 	}
+	s := m.storage
+	for i, t := range types {
+		s.types[i] = &s.frames[i]
+		s.frames[i].Reset()
+		s.frames[i].Type = t
+	}
+	h.Frames = s.types[:len(types)]
 }
 
-// encode returns the header as it is sent.
-func (m *Message) encode() ([]byte, error) {
-	if m.encoded != nil {
-		return m.encoded, nil
-	}
+// encode appends the header, as it is sent, to b.
+func (m *Message) encode(b []byte) ([]byte, error) {
 	for i, d := range m.Data {
 		if i >= len(m.Header.Frames) {
 			m.Header.Frames = append(m.Header.Frames, &pspb.Frame{Type: pspb.DataType_OTHER})
@@ -175,12 +254,13 @@ func (m *Message) encode() ([]byte, error) {
 		m.Header.Frames[i].Bytes = uint64(len(d))
 	}
 	m.fds = m.describe()
-	b, err := proto.MarshalOptions{}.MarshalAppend(dial.NewFrame(128), m.Header)
+	at := len(b)
+	b, err := proto.MarshalOptions{}.MarshalAppend(append(b, make([]byte, dial.FrameHeaderBytes)...), m.Header)
 	if err != nil {
-		return nil, err
+		return b[:at], err
 	}
-	m.encoded = dial.SealFrame(b)
-	return m.encoded, nil
+	dial.SealFrame(b[at:])
+	return b, nil
 }
 
 // reader reads messages from a connection.
@@ -238,7 +318,7 @@ func (r *reader) next() (*Message, error) {
 	if r.head, err = dial.ReadBytes(r.in, r.head, int(n)); err != nil {
 		return nil, err
 	}
-	m := &Message{Header: new(pspb.Header)}
+	m := new(storage).empty()
 	if err := proto.Unmarshal(r.head, m.Header); err != nil {
 		return nil, fmt.Errorf("malformed message: %w", err)
 	}
@@ -262,7 +342,8 @@ func (r *reader) data(m *Message) error {
 	if len(frames) > maxFrames {
 		return fmt.Errorf("malformed message: it has %d frames, want at most %d", len(frames), maxFrames)
 	}
-	sizes, left := make([]int, len(frames)), uint64(MaxDataBytes)
+	var all [maxFrames]int
+	sizes, left := all[:len(frames)], uint64(MaxDataBytes)
 	for i, f := range frames {
 		if f.Bytes > left {
 			return fmt.Errorf("malformed message: its frames have more than %d bytes", MaxDataBytes)
@@ -273,10 +354,10 @@ func (r *reader) data(m *Message) error {
 		}
 	}
 	var err error
-	if m.buf, err = r.fill(sizes); err != nil {
+	if m.buf, err = r.fill(m, sizes); err != nil {
 		return err
 	}
-	m.Data = m.buf.split(sizes)
+	m.split(sizes)
 	return r.blocks(m)
 }
 
@@ -316,13 +397,13 @@ func (r *reader) block(f *pspb.Frame) ([]byte, error) {
 	return r.link.theirs.frame(f.Block, f.Bytes)
 }
 
-// fill reads frames of the given sizes into a buffer. If no free buffer is large enough, it allocates memory
-// as bytes arrive.
-func (r *reader) fill(sizes []int) (*buffer, error) {
+// fill reads frames of m, which have the given sizes, into a buffer. If no free buffer is large enough, it
+// allocates memory as bytes arrive.
+func (r *reader) fill(m *Message, sizes []int) (*buffer, error) {
 	total := room(sizes)
 	b := pooled(total)
 	if b == nil {
-		b = newBuffer(min(total, firstBytes))
+		b = m.newBuffer(min(total, firstBytes))
 	}
 	at := 0
 	for _, n := range sizes {

@@ -21,7 +21,7 @@ import (
 
 // wire returns the bytes of a message on a connection.
 func wire(t testing.TB, m *Message) []byte {
-	head, err := m.encode()
+	head, err := m.encode(nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -48,7 +48,7 @@ func TestMessagesArriveUnchanged(t *testing.T) {
 				d[j] = byte(random.Uint32())
 			}
 		}
-		SetTypes(m.Header, slices.Repeat([]pspb.DataType{pspb.DataType_FLOAT}, len(sizes))...)
+		m.SetTypes(slices.Repeat([]pspb.DataType{pspb.DataType_FLOAT}, len(sizes))...)
 		want = append(want, m)
 		stream = append(stream, wire(t, m)...)
 	}
