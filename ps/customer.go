@@ -119,8 +119,9 @@ type part struct {
 	// reading is the number of attempts whose message the van may still read.
 	reading *atomic.Int32
 	// homeless is when the part first lost its server. While sent is not set, it is to be sent to another
-	// one.
-	homeless time.Time
+	// one, at the time due. moved counts the answers moved since a server has ended.
+	homeless, due time.Time
+	moved         int
 }
 
 // newCustomer returns a customer. The caller sets request and passes the customer to Postoffice.add.
@@ -317,6 +318,9 @@ func (c *customer) response(from van.Process, m *van.Message) {
 	p := &r.parts[i]
 	if m.Header.Moved && p.again != nil {
 		p.settled = p.attempt
+		if p.moved++; p.moved > 1 { // the other server of the range has not answered either
+			p.due = time.Now().Add(min(reroutePause<<min(p.moved-2, 10), maxReroutePause))
+		}
 		c.unroute(p)
 		c.mu.Unlock()
 		c.po.van.Answered(from)
@@ -451,6 +455,7 @@ func (c *customer) lost(id int, err error) {
 			case p.again == nil:
 				return err
 			default:
+				p.moved, p.due = 0, time.Time{}
 				c.unroute(p)
 			}
 		}
@@ -458,8 +463,13 @@ func (c *customer) lost(id int, err error) {
 	})
 }
 
-// reroutePause is the time between two attempts to send parts of requests to the servers of their ranges.
-const reroutePause = 20 * time.Millisecond
+const (
+	// reroutePause is the time between two attempts to find servers for parts of requests.
+	reroutePause = 20 * time.Millisecond
+	// maxReroutePause is the maximum time for which a part waits after an answer moved. The time begins with
+	// reroutePause and doubles, because the whole part is sent each time.
+	maxReroutePause = 500 * time.Millisecond
+)
 
 // unroute makes the customer send a part again, because the server to which it was sent has ended, or does
 // not answer for the range. The request has not completed. The caller holds mu.
@@ -483,16 +493,22 @@ func (c *customer) reroute() {
 	for {
 		var all []homeless
 		c.mu.Lock()
+		c.rerouting = false
+		now := time.Now()
 		for _, r := range c.pending {
 			for i := range r.parts {
-				if p := &r.parts[i]; !p.sent && !p.homeless.IsZero() {
+				p := &r.parts[i]
+				if p.sent || p.homeless.IsZero() {
+					continue
+				}
+				if c.rerouting = true; !now.Before(p.due) {
 					all = append(all, homeless{r, p})
 				}
 			}
 		}
-		c.rerouting = len(all) > 0
+		over := !c.rerouting
 		c.mu.Unlock()
-		if len(all) == 0 {
+		if over {
 			return
 		}
 		slices.SortFunc(all, func(a, b homeless) int { return cmp.Compare(a.r.timestamp, b.r.timestamp) })

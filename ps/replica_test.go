@@ -399,6 +399,35 @@ func TestJoiningServerAccusesNobody(t *testing.T) {
 	}
 }
 
+// TestPausesGrow lets both servers of a range answer moved for a second. The push is sent only some times
+// meanwhile, and is applied after that.
+func TestPausesGrow(t *testing.T) {
+	r := startReplicated(t, job{t: t, servers: 2, workers: 1}, Sum[float64])
+	w, first := r.workers[9], r.servers[8].replicas[0]
+	setClosed := func(closed bool) {
+		first.mu.Lock()
+		defer first.mu.Unlock()
+		first.closed = closed
+	}
+	setClosed(true) // so it answers moved, as the backup does
+	req, err := w.Push(t.Context(), []uint64{1}, []float64{5})
+	if err != nil {
+		t.Fatal(err)
+	}
+	p := &req.parts[0]
+	begun := time.Now()
+	testnet.Eventually(t, "a second has passed", func() bool { return time.Since(begun) > time.Second })
+	w.c.mu.Lock()
+	attempts := p.attempt
+	w.c.mu.Unlock()
+	setClosed(false)
+	wait(t, req, nil)
+	// With pauses of 20 ms there are more than 50 on an idle machine.
+	if attempts < 2 || attempts > 20 {
+		t.Errorf("the push was sent %d times, want 2 to 20", attempts)
+	}
+}
+
 // TestLateNewsOfReturn lets a worker learn that a server has returned only after the other one has died. Its
 // request waits for the news.
 func TestLateNewsOfReturn(t *testing.T) {
