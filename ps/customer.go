@@ -118,7 +118,8 @@ type part struct {
 	attempt, settled int
 	// reading is the number of attempts whose message the van may still read.
 	reading *atomic.Int32
-	// homeless is when the part first lost its server. While sent is not set, it is to be sent to another
+	// homeless is since when the part has had no server: when the last one that had it ended, or when the
+	// first one that did not was asked. While sent is not set, it is to be sent to another
 	// one, at the time due. moved counts the answers moved since a server has ended.
 	homeless, due time.Time
 	moved         int
@@ -455,7 +456,7 @@ func (c *customer) lost(id int, err error) {
 			case p.again == nil:
 				return err
 			default:
-				p.moved, p.due = 0, time.Time{}
+				p.moved, p.due, p.homeless = 0, time.Time{}, time.Time{}
 				c.unroute(p)
 			}
 		}

@@ -428,6 +428,31 @@ func TestPausesGrow(t *testing.T) {
 	}
 }
 
+// TestTimeWithoutServer checks that the time limit of a push that has lost its server begins anew when the next
+// one, which has got the push, ends too.
+func TestTimeWithoutServer(t *testing.T) {
+	r := startReplicated(t, job{t: t, servers: 2, workers: 1}, Sum[float64])
+	w := r.workers[9]
+	req, err := w.Push(t.Context(), []uint64{1}, []float64{5})
+	wait(t, req, err)
+	p := &part{to: 8, home: 1, sent: true, again: func(int) *van.Message { return nil }}
+	lost := &Request{c: w.c, timestamp: req.timestamp + 1, of: req.of, parts: []part{*p}}
+	p = &lost.parts[0]
+	p.homeless = time.Now().Add(-time.Hour) // it was sent to this server an hour ago
+	w.c.mu.Lock()
+	w.c.rerouting = true // so that the part stays as it is
+	w.c.pending[lost.timestamp] = lost
+	w.c.mu.Unlock()
+	w.c.lost(8, errors.New("it has ended"))
+	w.c.mu.Lock()
+	defer w.c.mu.Unlock()
+	if p.sent || time.Since(p.homeless) > time.Minute {
+		t.Errorf("the part has had no server for %v", time.Since(p.homeless))
+	}
+	delete(w.c.pending, lost.timestamp)
+	w.c.rerouting = false
+}
+
 // TestLateNewsOfReturn lets a worker learn that a server has returned only after the other one has died. Its
 // request waits for the news.
 func TestLateNewsOfReturn(t *testing.T) {
