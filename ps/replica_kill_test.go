@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"go.uber.org/zap"
+	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/ps/van"
 	"github.com/gohvd/gohvd/internal/tensor"
@@ -211,19 +212,8 @@ func TestKillServersWithReplicas(t *testing.T) {
 
 func killServers(t *testing.T, seed uint64, servers int, env []string) {
 	random := rand.New(rand.NewPCG(seed, 0))
-	port := strconv.Itoa(testnet.FreePort(t))
-	env = append(slices.Clone(env), "HVD_PS_REPLICAS=1")
-	nodes := make(map[int]*process)
-	start := func(id int) {
-		nodes[id] = startProcess(t, "sums", port, van.RoleOf(id).String(), van.Rank(id), servers, env...)
-	}
-	for _, id := range van.Members(AllGroup, servers, 2) {
-		start(id)
-	}
+	nodes, start := startSums(t, servers, env...)
 	all := van.Members(ServerGroup, servers, 2)
-	for _, id := range all {
-		nodes[id].next(t, "complete")
-	}
 	victims := slices.Repeat(all, 2**whole)
 	random.Shuffle(len(victims), func(i, j int) { victims[i], victims[j] = victims[j], victims[i] })
 	for _, id := range victims {
@@ -239,6 +229,58 @@ func killServers(t *testing.T, seed uint64, servers int, env []string) {
 		}
 		nodes[id].next(t, "complete")
 	}
+	endSums(t, nodes)
+}
+
+// TestSuspendedServer stops a server with SIGSTOP. The scheduler must declare it dead, and the workers must go
+// on. When the process continues, it must fail, and another one must be able to take its place.
+func TestSuspendedServer(t *testing.T) {
+	nodes, start := startSums(t, 2, "PS_HEARTBEAT_TIMEOUT=5")
+	for _, id := range []int{8, 10} {
+		suspended := nodes[id]
+		nodes[9].rounds(t, 3)
+		if err := suspended.cmd.Process.Signal(unix.SIGSTOP); err != nil {
+			t.Fatal(err)
+		}
+		// The first round may be in the channel already, or need only answers that are under way.
+		for _, worker := range []int{9, 11} {
+			nodes[worker].rounds(t, 50)
+		}
+		if err := suspended.cmd.Process.Signal(unix.SIGCONT); err != nil {
+			t.Fatal(err)
+		}
+		for range suspended.lines {
+		}
+		if err := suspended.cmd.Wait(); err == nil {
+			t.Errorf("%s has ended without an error after it was declared dead", van.Name(id))
+		}
+		start(id)
+		nodes[id].next(t, "complete")
+	}
+	endSums(t, nodes)
+}
+
+// startSums starts a job with replicas, whose servers have their ranges when it returns. The function start
+// starts a node again.
+func startSums(t *testing.T, servers int, env ...string) (nodes map[int]*process, start func(id int)) {
+	port := strconv.Itoa(testnet.FreePort(t))
+	env = append(slices.Clone(env), "HVD_PS_REPLICAS=1")
+	nodes = make(map[int]*process)
+	start = func(id int) {
+		nodes[id] = startProcess(t, "sums", port, van.RoleOf(id).String(), van.Rank(id), servers, env...)
+	}
+	for _, id := range van.Members(AllGroup, servers, 2) {
+		start(id)
+	}
+	for _, id := range van.Members(ServerGroup, servers, 2) {
+		nodes[id].next(t, "complete")
+	}
+	return nodes, start
+}
+
+// endSums ends the workers, and checks the sums and that no process fails.
+func endSums(t *testing.T, nodes map[int]*process) {
+	t.Helper()
 	total := 0
 	var lines []string
 	for _, worker := range []int{9, 11} {
