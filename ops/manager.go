@@ -16,10 +16,10 @@ type Registry []Registration
 // Registration describes one backend of a Registry.
 type Registration struct {
 	ID message.Backend
-	// Lists is set if the backend accepts the tensors of an allreduce as a list of any length, reads and
-	// writes them in place, and scales them itself. If it is not set, the engine packs the tensors into a
-	// fusion buffer and scales them.
-	Lists bool
+	// Lists reports whether, with the given algorithm, the backend accepts the tensors of an allreduce as a
+	// list of any length, reads and writes them in place, and scales them itself. If it does not, or if Lists
+	// is nil, the engine packs the tensors into a fusion buffer and scales them.
+	Lists func(message.Algorithm) bool
 	// Devices is set if the backend accepts tensors in the memory of CUDA devices. Then it accepts no tensors
 	// in host memory.
 	Devices bool
@@ -116,14 +116,18 @@ func (m *Manager) refusals(members []topo.Rank, r *message.Response, numBytes in
 	return refusals
 }
 
-// Get returns the backend with the given ID, which comes from a granted response. It also returns the field
-// Lists of the backend's Registration.
-func (m *Manager) Get(id message.Backend) (b Backend, lists bool, err error) {
+// Always returns true. It is the Registration.Lists of a backend that accepts lists with all algorithms.
+func Always(message.Algorithm) bool { return true }
+
+// Get returns the backend with the given ID and whether it accepts lists of tensors with the given algorithm
+// (Registration.Lists). ID and algorithm come from a granted response.
+func (m *Manager) Get(id message.Backend, alg message.Algorithm) (b Backend, lists bool, err error) {
 	i := slices.IndexFunc(m.registry, func(r Registration) bool { return r.ID == id })
 	if i < 0 {
 		return nil, false, fmt.Errorf("ops: got a response for backend %v, which this rank does not have", id)
 	}
-	return m.backends[i], m.registry[i].Lists, nil
+	f := m.registry[i].Lists
+	return m.backends[i], f != nil && f(alg), nil
 }
 
 // Close closes all backends.

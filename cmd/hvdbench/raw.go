@@ -26,7 +26,7 @@ func (p *rawPath) String() string { return "raw" }
 type rawPlan struct {
 	ops.Backend
 	id        message.Backend
-	lists     bool // the field Lists of the backend's Registration
+	lists     bool // whether the backend accepts lists of tensors
 	algorithm message.Algorithm
 }
 
@@ -52,7 +52,7 @@ func (p *rawPath) plan(s opSpec) (to rawPlan, err error) {
 			return to, errUnsupported{err.Error()}
 		}
 	}
-	to.Backend, to.lists, err = p.backend.manager.Get(to.id)
+	to.Backend, to.lists, err = p.backend.manager.Get(to.id, to.algorithm)
 	return to, err
 }
 

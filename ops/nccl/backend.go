@@ -22,7 +22,7 @@ import (
 
 // Register returns the Registration of the backend.
 func (l *Library) Register(cfg Config) ops.Registration {
-	return ops.Registration{ID: message.NCCL, Lists: true, Devices: true,
+	return ops.Registration{ID: message.NCCL, Lists: ops.Always, Devices: true,
 		New: func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {
 			if cfg.Streams > 1 && l.Version < 21700 {
 				return nil, fmt.Errorf("nccl: %s has version %s, want at least 2.17 for %d streams "+

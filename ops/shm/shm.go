@@ -210,7 +210,7 @@ func (cfg *Config) stage(n int) int64 {
 // they share their segments when the backend of the set is made, before any operation. Every other set shares
 // its segments with its first operation, because it may never run an operation on this backend.
 func Register(mem Memory, cfg Config) ops.Registration {
-	return ops.Registration{ID: message.SHM, Lists: true,
+	return ops.Registration{ID: message.SHM, Lists: ops.Always,
 		New: func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {
 			b := New(mem, transport.DataLane(set), ranks, me, cfg)
 			if set == topo.Global && len(ranks) > 1 && together(cfg.Groups, ranks) {

@@ -145,6 +145,8 @@ func exchange(c *stream, out, in []byte, seg int) error {
 // is the offset after the last byte.
 type byteRange struct{ from, to int }
 
+func (s byteRange) numBytes() int { return s.to - s.from }
+
 func (s byteRange) of(buf []byte) []byte { return buf[s.from:s.to] }
 
 // halved returns the part that rank r of the set holds after a buffer of numBytes bytes was halved at all

@@ -26,7 +26,7 @@ func Example() {
 			buf := tensor.Bytes(grads[me])
 			err := ops.Run(context.Background(), b, ops.Operation{
 				Kind: message.Allreduce, Algorithm: message.Ring, DType: tensor.Float32, Op: tensor.Sum,
-				Tensors: []ops.Tensor{{In: buf, Out: buf}},
+				Tensors: []ops.Tensor{{In: buf, Out: buf}}, Scaling: ops.Scaling{Pre: 1, Post: 1},
 			})
 			if err != nil {
 				fmt.Println(err)

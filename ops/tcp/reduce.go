@@ -35,6 +35,9 @@ func (b *Backend) allreduce() error {
 	if err != nil {
 		return err
 	}
+	if b.op.Algorithm == message.Ring {
+		return b.allreduceRing(dt, reduce)
+	}
 	buf, err := b.tensor()
 	if err != nil {
 		return err
@@ -46,8 +49,6 @@ func (b *Backend) allreduce() error {
 		return nil
 	}
 	switch b.op.Algorithm {
-	case message.Ring:
-		return b.allreduceRing(dt.Size(), reduce, buf)
 	case message.Exchange:
 		return b.allreduceExchange(op, dt, buf)
 	case message.Direct:

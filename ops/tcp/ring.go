@@ -1,51 +1,162 @@
 package tcp
 
 import (
+	"fmt"
+
 	"github.com/gohvd/gohvd/internal/kernel"
+	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/ops"
 )
 
-// allreduceRing reduces buf over two or more ranks. An element has size bytes, and b.parts must cut buf into
-// even parts.
+// allreduceRing reduces b.list over two or more ranks. An element has size bytes.
 //
-// There are 2(n-1) steps, numbered from 0. Rank i starts by sending part i. In step s it receives part i-s-1
-// (modulo n), and sends the part on unless the step is the last. In the first n-1 steps the received part is
-// the sum over the ranks that it has passed, and the rank adds its own values. After that the received part
-// is the sum over all ranks.
-func (b *Backend) allreduceRing(size int, reduce kernel.Func, buf []byte) error {
+// The bytes are cut into chunks, and a chunk into n parts of one segment each. The last chunk may be smaller.
+// In a chunk there are 2(n-1) steps, numbered from 0. Rank i starts by sending part i. In step s it receives
+// part i-s-1 (modulo n), and sends the part on unless the step is the last. In the first n-1 steps the
+// received part is the sum over the ranks that it has passed, and the rank adds its own values. After that
+// the received part is the sum over all ranks.
+//
+// The first n-1 steps of a chunk alternate with the last n-1 steps of the chunk before. So the streams carry
+// a part of one chunk while a part of the other one is reduced. Between the first and the last step of a
+// chunk, a rank touches only the memory of two chunks, which stays in the cache. All ranks must use chunks of
+// the same size, because the chunks decide the order of the parts in the streams.
+func (b *Backend) allreduceRing(dt tensor.DType, reduce kernel.Func) error {
+	l, size := &b.list, dt.Size()
+	if err := l.begin(b.op.Tensors, dt, b.op.Scaling); err != nil {
+		return err
+	}
+	defer l.end()
+	all := byteRange{0, l.numBytes()}
+	if all.numBytes()%size != 0 {
+		return fmt.Errorf("got %d bytes, want a multiple of the element size, %d bytes", all.to, size)
+	}
+	n := len(b.ranks)
+	if n == 1 {
+		l.load(all)
+		l.scaleResult(all)
+		return nil
+	}
+	if all.numBytes() == 0 {
+		return nil
+	}
 	right, left, err := b.neighbours()
 	if err != nil {
 		return err
 	}
-	n, seg := len(b.ranks), b.segment(size)
-	start := right.Sent() // no data is queued, because every operation ends with a flush
-	if err := send(right, b.parts.part(buf, b.me), seg); err != nil {
-		return err
-	}
-	for s := range n - 1 {
-		if err := b.addOwn(left, right, reduce, b.before(buf, s+1), seg); err != nil {
+	now, before := ringChunk{sent: b.sent[0]}, ringChunk{sent: b.sent[1]}
+	for from := 0; from < all.to || now.numBytes() > 0; {
+		if from > 0 && from < all.to { // between chunks, the caller serves other operations
+			if err := b.await(ops.Moving); err != nil {
+				return err
+			}
+		}
+		next := byteRange{from, min(from+n*b.segment(size), all.to)}
+		now, before = ringChunk{next, before.sent}, now
+		from = next.to
+		if err := b.ringRound(left, right, size, reduce, &now, &before); err != nil {
 			return err
 		}
 	}
-	// Results arrive in the order in which this rank has sent its own parts: part i, i-1 and so on. So
-	// landed, the position in the stream to the right at which the old content of p ends, counts up from
-	// start.
-	landed := start
+	return right.Flush()
+}
+
+// ringChunk is a chunk of an allreduce by Ring.
+type ringChunk struct {
+	byteRange
+	// sent[s] is the position in the stream to the right at which the part ends that was sent in step s of
+	// the first n-1 steps.
+	sent []uint64
+}
+
+// part returns the part of c that belongs to the rank i of n ranks.
+func (c *ringChunk) part(i, n, size int) byteRange {
+	from, count := tensor.Rows(int64(c.numBytes()/size), n, i)
+	first := c.from + int(from)*size
+	return byteRange{first, first + int(count)*size}
+}
+
+// ringRound runs the first n-1 steps of the chunk now and the last n-1 steps of the chunk before. One of the
+// chunks may be empty.
+func (b *Backend) ringRound(left, right *stream, size int, reduce kernel.Func, now, before *ringChunk) error {
+	n := len(b.ranks)
+	back := func(c *ringChunk, k int) byteRange { return c.part((b.me+n-k)%n, n, size) }
+	if now.numBytes() > 0 {
+		own := back(now, 0)
+		b.list.load(own)
+		if err := b.sendRange(right, own); err != nil {
+			return err
+		}
+		now.sent[0] = right.queued
+	}
+	if err := b.sendRange(right, back(before, n-1)); err != nil {
+		return err
+	}
 	for s := range n - 1 {
-		for rest := b.before(buf, s); len(rest) > 0; {
-			var p []byte
-			p, rest = split(rest, seg)
-			landed += uint64(len(p))
-			if err := b.replace(left, right, p, landed); err != nil {
+		p := back(now, s+1)
+		if err := b.addRange(left, p, reduce); err != nil {
+			return err
+		}
+		if s < n-2 {
+			if err := b.sendRange(right, p); err != nil {
 				return err
 			}
-			if s < n-2 {
-				if err := right.Send(p); err != nil {
-					return err
-				}
+			now.sent[s+1] = right.queued
+		} else {
+			b.list.scaleResult(p)
+		}
+		// Results arrive in the order in which this rank has sent its own values: part i, i-1 and so on.
+		p = back(before, s)
+		if err := b.replaceRange(left, right, p, before.sent[s]); err != nil {
+			return err
+		}
+		if s < n-2 {
+			if err := b.sendRange(right, p); err != nil {
+				return err
 			}
 		}
 	}
-	return right.Flush()
+	return nil
+}
+
+// sendRange queues a range of b.list.
+func (b *Backend) sendRange(c *stream, r byteRange) error {
+	for r.numBytes() > 0 {
+		p := b.list.piece(r).Out
+		if err := c.Send(p); err != nil {
+			return err
+		}
+		r.from += len(p)
+	}
+	return nil
+}
+
+// addRange receives the sum of a part over the ranks that the part has passed, and adds it to this rank's
+// values.
+func (b *Backend) addRange(left *stream, r byteRange, reduce kernel.Func) error {
+	in := b.in.room(r.numBytes())
+	if err := receive(left, in); err != nil {
+		return err
+	}
+	b.list.load(r)
+	for r.numBytes() > 0 {
+		p := b.list.piece(r).Out
+		reduce(p, in[:len(p)])
+		in = in[len(p):]
+		r.from += len(p)
+	}
+	return nil
+}
+
+// replaceRange receives the result of a part. The parameter sent is as in replace.
+func (b *Backend) replaceRange(left, right *stream, r byteRange, sent uint64) error {
+	for r.numBytes() > 0 {
+		p := b.list.piece(r).Out
+		if err := b.replace(left, right, p, sent); err != nil {
+			return err
+		}
+		r.from += len(p)
+	}
+	return nil
 }
 
 // reducescatterRing reduces buf over two or more ranks. An element has size bytes. Each rank gets the result

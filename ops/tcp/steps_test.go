@@ -27,7 +27,7 @@ func TestStepsOnThreads(t *testing.T) {
 		buf := tensor.Bytes(bufs[r])
 		op := ops.Operation{
 			Kind: message.Allreduce, Algorithm: message.Ring, DType: tensor.Float32, Op: tensor.Sum,
-			Tensors: []ops.Tensor{{In: buf, Out: buf}},
+			Tensors: []ops.Tensor{{In: buf, Out: buf}}, Scaling: ops.Scaling{Pre: 1, Post: 1},
 		}
 		if err := b.Start(op); err != nil {
 			t.Fatal(err)
@@ -134,7 +134,7 @@ func TestStepsWhileBuffersAreHeld(t *testing.T) {
 	buf := tensor.Bytes(bufs[0][:])
 	op := ops.Operation{
 		Kind: message.Allreduce, Algorithm: message.Ring, DType: tensor.Float32, Op: tensor.Sum,
-		Tensors: []ops.Tensor{{In: buf, Out: buf}},
+		Tensors: []ops.Tensor{{In: buf, Out: buf}}, Scaling: ops.Scaling{Pre: 1, Post: 1},
 	}
 	if err := b.Start(op); err != nil {
 		t.Fatal(err)

@@ -62,8 +62,8 @@ const DefaultSegmentBytes = 256 << 10
 type Config struct {
 	// SegmentBytes is the size of a segment. It is rounded down to whole elements, but to at least one
 	// element. Larger segments need fewer calls. Smaller segments stay in the processor's cache and let the
-	// next rank start sooner. Ranks may use different sizes. If SegmentBytes is 0 or less, it is 256 KiB. An
-	// operation may have another size.
+	// next rank start sooner. All ranks must use the same size, because it decides the order of the data in
+	// an allreduce by Ring. If SegmentBytes is 0 or less, it is 256 KiB. An operation may have another size.
 	SegmentBytes int
 
 	// Deterministic makes Plan choose only algorithms whose result for an element depends only on the ranks'
@@ -117,11 +117,13 @@ type Backend struct {
 
 	// The fields below are kept from one operation to the next so that an operation allocates nothing. Each
 	// operation sets the fields that it uses.
-	parts   cut      // the ranks' parts of the buffer
-	in      scratch  // data that was received and is not yet reduced
-	ordered inOrder  // state of a reduction by Direct
-	starts  []uint64 // for each rank, the position of the stream to it when this operation began
-	blocks  blocks   // state of an alltoall
+	parts   cut         // the ranks' parts of the buffer
+	in      scratch     // data that was received and is not yet reduced
+	ordered inOrder     // state of a reduction by Direct
+	list    tensorList  // the tensors of an allreduce by Ring
+	starts  []uint64    // for each rank, the position of the stream to it when this operation began
+	sent    [2][]uint64 // ringChunk.sent of two chunks
+	blocks  blocks      // state of an alltoall
 	adasum  adasumState
 }
 
@@ -137,6 +139,7 @@ func New(mesh transport.Mesh, lane transport.Lane, ranks []topo.Rank, me int, cf
 		conns:  make([]*stream, n),
 		parts:  make(cut, n+1),
 		starts: make([]uint64, n),
+		sent:   [2][]uint64{make([]uint64, n), make([]uint64, n)},
 		blocks: newBlocks(n),
 	}
 	if b.defaultSegment <= 0 {
@@ -155,6 +158,7 @@ func New(mesh transport.Mesh, lane transport.Lane, ranks []topo.Rank, me int, cf
 // Register returns the Registration of the backend for an ops.Registry.
 func Register(mesh transport.Mesh, cfg Config) ops.Registration {
 	return ops.Registration{ID: message.TCP,
+		Lists: func(a message.Algorithm) bool { return a == message.Ring },
 		New: func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {
 			return New(mesh, transport.DataLane(set), ranks, me, cfg), nil
 		}}
