@@ -23,7 +23,8 @@ type collectives struct {
 	world  *world
 	comm   comm
 	tester *tester
-	pins   runtime.Pinner
+	pins   runtime.Pinner  // of the rests
+	kept   *runtime.Pinner // of vectors, head and heads, which stay pinned
 
 	begin   func() error // begins the operation in the fields below; made once so that no call allocates
 	kind    collective
@@ -60,18 +61,25 @@ const (
 
 // Collectives implements World.
 func (w *world) Collectives() Collectives {
-	c := &collectives{world: w, comm: w.comm, tester: newTester(w.comm), head: make([]byte, headBytes),
-		heads: make([]byte, headBytes*w.Size()), frames: make([][]byte, w.Size())}
+	c := &collectives{world: w, comm: w.comm, tester: newTester(w.comm), kept: new(runtime.Pinner),
+		head: make([]byte, headBytes), heads: make([]byte, headBytes*w.Size()),
+		frames: make([][]byte, w.Size())}
 	c.begin = c.beginNow
+	pin(c.kept, c.head)
+	pin(c.kept, c.heads)
+	w.keep(c.kept)
 	return c
 }
 
 // AndOr implements Collectives.
 func (c *collectives) AndOr(and, or []uint64) {
 	c.kind, c.and, c.or = andOr, and, or
+	if n := len(and) + len(or); n > cap(c.vectors) {
+		c.vectors = make([]uint64, n)
+		pin(c.kept, c.vectors)
+	}
 	c.vectors = append(append(c.vectors[:0], and...), or...)
 	complement(c.vectors[len(and):])
-	pin(&c.pins, c.vectors)
 	c.start()
 }
 
@@ -86,7 +94,6 @@ func complement(words []uint64) {
 func (c *collectives) Gather(frame []byte) {
 	c.kind, c.frame = gather, frame
 	c.writeHead()
-	pin(&c.pins, c.heads)
 	c.start()
 }
 
@@ -101,7 +108,6 @@ func (c *collectives) Broadcast(frame []byte) {
 func (c *collectives) writeHead() {
 	binary.LittleEndian.PutUint32(c.head, uint32(len(c.frame)))
 	copy(c.head[lengthSize:], c.frame)
-	pin(&c.pins, c.head)
 }
 
 func (c *collectives) start() {
@@ -149,7 +155,9 @@ func (c *collectives) Test() (frames [][]byte, done bool, err error) {
 		c.world.spoil(c.err)
 		return nil, false, fmt.Errorf("ops/mpi: negotiation: %w", c.err)
 	}
-	c.pins.Unpin()
+	if len(c.rests) > 0 {
+		c.pins.Unpin()
+	}
 	switch {
 	case c.kind == andOr:
 		copy(c.or, c.vectors[copy(c.and, c.vectors):])

@@ -1,10 +1,10 @@
 // Package mpi runs collectives with MPI. It is built only with the tag mpi, because it needs a C compiler and
 // an MPI library. Without the tag, Join returns ErrNotBuilt and nothing of MPI is in the program.
 //
-// All calls are nonblocking: Start begins an MPI operation, and Step tests whether it has completed. So an
-// operation whose peers are stopped ends when its context ends, and operations of several process sets cannot
-// block each other. Each process set has a communicator of its own, which is made after New has returned.
-// Operations wait for it.
+// All calls are nonblocking: Start begins an MPI operation, and Start and Step test a bounded number of times
+// whether it has completed. So an operation whose peers are stopped ends when its context ends, and
+// operations of several process sets cannot block each other. Each process set has a communicator of its own,
+// which is made after New has returned. Operations wait for it.
 //
 //	operation      MPI
 //	allreduce      MPI_Iallreduce in place

@@ -23,7 +23,7 @@ typedef struct {
 	int *peers;            // the ranks of c with which they exchange data, or -1 for collectives
 	int pending, room;
 	int tested;            // number of requests that have completed; the next one is tested
-	int done;              // the result of hvd_test
+	int done, err;         // whether all requests have completed, and the error of a test
 	int *counts, *places;  // arguments of the running call, one element for each rank
 } hvd_comm;
 
@@ -212,23 +212,36 @@ static MPI_Request *hvd_request_of(hvd_comm *c, int peer) {
 // hvd_request returns the place for the request of a collective.
 static MPI_Request *hvd_request(hvd_comm *c) { return hvd_request_of(c, -1); }
 
-// hvd_test tests up to polls times whether all requests have completed. It tests one after the other with
-// MPI_Test, so that the request is known that has failed.
-static int hvd_test(hvd_comm *c, int polls) {
+// Numbers of tests in one call. A test takes about as long as a call from Go to C. Between ranks that begin
+// an operation at the same time, a small one completes within the tests that follow its beginning, so that
+// one call begins and completes it.
+enum { hvd_first_tests = 32, hvd_tests = 8 };
+
+// hvd_test_again tests up to the given number of times whether all requests have completed. It tests one
+// after the other with MPI_Test, so that the request is known that has failed. After an error it does
+// nothing.
+static void hvd_test_again(hvd_comm *c, int tests) {
 	c->done = 0;
-	do {
-		int err = MPI_SUCCESS, done = 1;
-		while (c->tested < c->pending && done && err == MPI_SUCCESS) {
-			err = MPI_Test(&c->requests[c->tested], &done, MPI_STATUS_IGNORE);
-			c->tested += done && err == MPI_SUCCESS;
+	while (!c->done && c->err == MPI_SUCCESS && tests-- > 0) {
+		int done = 1;
+		while (c->tested < c->pending && done && c->err == MPI_SUCCESS) {
+			c->err = MPI_Test(&c->requests[c->tested], &done, MPI_STATUS_IGNORE);
+			c->tested += done && c->err == MPI_SUCCESS;
 		}
-		if (err != MPI_SUCCESS)
-			return err;
-		c->done = done;
-	} while (!c->done && --polls > 0);
+		c->done = done && c->err == MPI_SUCCESS;
+	}
 	if (c->done)
 		c->pending = c->tested = 0;
-	return MPI_SUCCESS;
+}
+
+static void hvd_test(hvd_comm *c) { hvd_test_again(c, hvd_tests); }
+
+// hvd_begun tests the requests of c, to which a call of MPI has just added some. It returns err, the error of
+// that call.
+static int hvd_begun(hvd_comm *c, int err) {
+	if (err == MPI_SUCCESS)
+		hvd_test_again(c, hvd_first_tests);
+	return err;
 }
 
 // hvd_type returns the MPI type for a number of tensor.DType. 16-bit floats have none.
@@ -266,17 +279,17 @@ static int64_t hvd_sum(const int64_t *counts, int n) {
 	return sum;
 }
 
-// The functions below begin operations and add the requests to c. They get addresses as numbers, because the
-// Go caller keeps and pins the memory until the requests have completed. Counts are in elements for
-// reductions, else in bytes. Ranks compare counts with the limit in the same way, because they know the same
-// counts.
+// The functions below begin operations, add the requests to c, and test them. They get addresses as numbers,
+// because the Go caller keeps and pins the memory until the requests have completed. Counts are in elements
+// for reductions, else in bytes. Ranks compare counts with the limit in the same way, because they know the
+// same counts.
 
 static int hvd_allreduce(hvd_comm *c, uintptr_t buf, int64_t count, int size, int dtype, int op) {
 	int err = MPI_SUCCESS;
 	for (int64_t at = 0; at < count && err == MPI_SUCCESS; at += c->limit)
 		err = MPI_Iallreduce(MPI_IN_PLACE, (void *)(buf + at * size), hvd_min(c->limit, count - at),
 			hvd_type(dtype), hvd_op(op, dtype), c->comm, hvd_request(c));
-	return err;
+	return hvd_begun(c, err);
 }
 
 static int hvd_reduce(hvd_comm *c, uintptr_t buf, int64_t count, int size, int dtype, int op, int root) {
@@ -286,7 +299,7 @@ static int hvd_reduce(hvd_comm *c, uintptr_t buf, int64_t count, int size, int d
 		err = MPI_Ireduce(c->rank == root ? MPI_IN_PLACE : part, part, hvd_min(c->limit, count - at),
 			hvd_type(dtype), hvd_op(op, dtype), root, c->comm, hvd_request(c));
 	}
-	return err;
+	return hvd_begun(c, err);
 }
 
 // hvd_reduce_scatter leaves the result of this rank at the beginning of buf, or, if *whole is set, the result
@@ -298,11 +311,12 @@ static int hvd_reduce_scatter(hvd_comm *c, uintptr_t buf, const int64_t *counts,
 	if (*whole)
 		return hvd_allreduce(c, buf, sum, size, dtype, op);
 	if (sum == 0)
-		return MPI_SUCCESS;
+		return hvd_begun(c, MPI_SUCCESS);
 	for (int i = 0; i < c->size; i++)
 		c->counts[i] = counts[i];
-	return MPI_Ireduce_scatter(MPI_IN_PLACE, (void *)buf, c->counts, hvd_type(dtype), hvd_op(op, dtype),
+	int err = MPI_Ireduce_scatter(MPI_IN_PLACE, (void *)buf, c->counts, hvd_type(dtype), hvd_op(op, dtype),
 		c->comm, hvd_request(c));
+	return hvd_begun(c, err);
 }
 
 static int hvd_broadcast(hvd_comm *c, uintptr_t buf, int64_t count, int root) {
@@ -310,47 +324,51 @@ static int hvd_broadcast(hvd_comm *c, uintptr_t buf, int64_t count, int root) {
 	for (int64_t at = 0; at < count && err == MPI_SUCCESS; at += c->limit)
 		err = MPI_Ibcast((void *)(buf + at), hvd_min(c->limit, count - at), MPI_BYTE, root, c->comm,
 			hvd_request(c));
-	return err;
+	return hvd_begun(c, err);
 }
 
 static int hvd_allgather(hvd_comm *c, uintptr_t buf, const int64_t *counts) {
 	int64_t sum = hvd_sum(counts, c->size), at = 0;
 	int err = MPI_SUCCESS;
 	if (sum == 0)
-		return err;
+		return hvd_begun(c, err);
 	for (int i = 0; i < c->size && err == MPI_SUCCESS; at += counts[i++]) {
 		c->counts[i] = counts[i];
 		c->places[i] = at;
 		if (sum > c->limit)
 			err = hvd_broadcast(c, buf + at, counts[i], i);
 	}
-	if (sum > c->limit)
-		return err;
-	return MPI_Iallgatherv(MPI_IN_PLACE, 0, MPI_DATATYPE_NULL, (void *)buf, c->counts, c->places,
-		MPI_BYTE, c->comm, hvd_request(c));
+	if (sum <= c->limit)
+		err = MPI_Iallgatherv(MPI_IN_PLACE, 0, MPI_DATATYPE_NULL, (void *)buf, c->counts, c->places,
+			MPI_BYTE, c->comm, hvd_request(c));
+	return hvd_begun(c, err);
 }
 
 static int hvd_and(hvd_comm *c, uintptr_t words, int count) {
-	return MPI_Iallreduce(MPI_IN_PLACE, (void *)words, count, MPI_UINT64_T, MPI_BAND, c->comm,
+	int err = MPI_Iallreduce(MPI_IN_PLACE, (void *)words, count, MPI_UINT64_T, MPI_BAND, c->comm,
 		hvd_request(c));
+	return hvd_begun(c, err);
 }
 
 // hvd_gather gathers size bytes of each rank at rank 0.
 static int hvd_gather(hvd_comm *c, uintptr_t in, int size, uintptr_t out) {
-	return MPI_Igather((void *)in, size, MPI_BYTE, (void *)out, size, MPI_BYTE, 0, c->comm, hvd_request(c));
+	int err = MPI_Igather((void *)in, size, MPI_BYTE, (void *)out, size, MPI_BYTE, 0, c->comm,
+		hvd_request(c));
+	return hvd_begun(c, err);
 }
 
 static int hvd_send(hvd_comm *c, uintptr_t buf, int size, int to) {
-	return MPI_Isend((void *)buf, size, MPI_BYTE, to, 0, c->comm, hvd_request_of(c, to));
+	return hvd_begun(c, MPI_Isend((void *)buf, size, MPI_BYTE, to, 0, c->comm, hvd_request_of(c, to)));
 }
 
 static int hvd_receive(hvd_comm *c, uintptr_t buf, int size, int from) {
-	return MPI_Irecv((void *)buf, size, MPI_BYTE, from, 0, c->comm,
-		hvd_request_of(c, from));
+	return hvd_begun(c, MPI_Irecv((void *)buf, size, MPI_BYTE, from, 0, c->comm, hvd_request_of(c, from)));
 }
 
 static int hvd_alltoall(hvd_comm *c, uintptr_t in, uintptr_t out) {
-	return MPI_Ialltoall((void *)in, 1, MPI_INT64_T, (void *)out, 1, MPI_INT64_T, c->comm, hvd_request(c));
+	int err = MPI_Ialltoall((void *)in, 1, MPI_INT64_T, (void *)out, 1, MPI_INT64_T, c->comm,
+		hvd_request(c));
+	return hvd_begun(c, err);
 }
 
 // hvd_exchange sends block i of in to rank i and receives block i of out from it.
@@ -365,7 +383,7 @@ static int hvd_exchange(hvd_comm *c, uintptr_t in, const int64_t *sent, uintptr_
 		for (int64_t at = 0; at < sent[i] && err == MPI_SUCCESS; at += c->limit)
 			err = MPI_Isend((void *)(in + at), hvd_min(c->limit, sent[i] - at), MPI_BYTE, i, 0,
 				c->comm, hvd_request_of(c, i));
-	return err;
+	return hvd_begun(c, err);
 }
 */
 import "C"
@@ -384,7 +402,7 @@ import (
 )
 
 // comm is a communicator. Its methods call MPI, so only the thread that may call MPI calls them. MPI uses the
-// buffers of an operation until test reports that the operation has completed. Until then the caller must
+// buffers of an operation until tested reports that the operation has completed. Until then the caller must
 // keep and pin them.
 type comm struct {
 	c *C.hvd_comm
@@ -500,10 +518,13 @@ func (c comm) groups() (groups []topo.Rank, err error) {
 	return groups, err
 }
 
-// test reports whether the operation on c has completed. It tests up to polls times. If the exchange with a
-// peer has failed, the error is a *transport.PeerError.
-func (c comm) test(polls int) (bool, error) {
-	code := C.hvd_test(c.c, C.int(polls))
+// test tests whether the operation on c has completed.
+func (c comm) test() { C.hvd_test(c.c) }
+
+// tested reports whether the operation on c had completed when it was last tested, which is also done when it
+// begins. If the exchange with a peer has failed, the error is a *transport.PeerError.
+func (c comm) tested() (bool, error) {
+	code := c.c.err
 	if code == C.MPI_SUCCESS {
 		return c.c.done != 0, nil
 	}

@@ -62,17 +62,17 @@ type thread struct {
 func (w *world) do(f func() error) error {
 	t := &w.thread
 	t.mu.Lock()
-	defer t.mu.Unlock()
-	switch err := w.failure(); {
-	case err != nil:
-		return err
-	case t.blocked:
-		return nil
+	err := w.failure()
+	switch {
+	case err != nil || t.blocked:
 	case t.serialized:
-		return f()
+		err = f()
+	default:
+		t.calls <- f
+		err = <-t.returned
 	}
-	t.calls <- f
-	return <-t.returned
+	t.mu.Unlock()
+	return err
 }
 
 // enqueue passes f to the goroutine that has initialized MPI. f may block until other ranks have called it
@@ -225,8 +225,6 @@ func pin[T any](pins *runtime.Pinner, buf []T) {
 }
 
 const (
-	// polls is the number of tests in one call of MPI. A test takes about as long as the call of C itself.
-	polls = 8
 	// yieldsPerNap is the number of calls after which a rank that waits begins to nap between calls. All
 	// calls together take about a millisecond.
 	yieldsPerNap = 1000
@@ -237,41 +235,41 @@ const (
 // tester tests the operation on a communicator. Its functions are made once, so that a test does not
 // allocate.
 type tester struct {
-	begin func() error // begins the operation; nil when it has begun
-	start func() error // calls begin
-	poll  func() error // calls begin and sets done
+	begin func() error // begins and tests the operation; nil when it has begun
+	poll  func() error // calls begin or tests the operation, and sets done
 	done  bool
 	timer *time.Timer // of naps; nil before the first one
 }
 
 func newTester(c comm) *tester {
 	t := new(tester)
-	t.start = func() (err error) {
+	t.poll = func() (err error) {
 		if t.begin != nil {
 			err = t.begin()
 			t.begin = nil
+		} else {
+			c.test()
 		}
-		return err
-	}
-	t.poll = func() (err error) {
-		if err = t.start(); err == nil {
-			t.done, err = c.test(polls)
+		if err == nil {
+			t.done, err = c.tested()
 		}
 		return err
 	}
 	return t
 }
 
-// start begins an operation. If a call of the queue blocks, test begins it later.
+// start begins an operation and tests whether it has completed. If a call of the queue blocks, test begins it
+// later.
 func (w *world) start(t *tester, begin func() error) error {
 	t.begin, t.done = begin, false
-	return w.do(t.start)
+	return w.do(t.poll)
 }
 
 // test reports whether the operation has completed. It has not if MPI cannot be used any more.
 func (w *world) test(t *tester) (done bool, err error) {
-	t.done = false
-	err = w.do(t.poll)
+	if !t.done {
+		err = w.do(t.poll)
+	}
 	return t.done, err
 }
 
@@ -321,6 +319,11 @@ func (w *world) spoil(err error) {
 // still refer to them.
 func (w *world) abandon(pins *runtime.Pinner, err error) {
 	w.spoil(err)
+	w.keep(pins)
+}
+
+// keep keeps memory pinned for the life of the process.
+func (w *world) keep(pins *runtime.Pinner) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.pinned = append(w.pinned, pins)
