@@ -201,8 +201,9 @@ func (m *Member) addRequest(id topo.ProcessSetID, q *message.Request) {
 }
 
 // Finished records that a grant has run. Afterwards the member may reuse the Grant. Finished must be called
-// even if the process set of the grant was removed.
-func (m *Member) Finished(g *Grant) {
+// even if the process set of the grant was removed. It reports whether the member has something to send, or
+// is about to leave. Otherwise the caller need not call Ready before the next event.
+func (m *Member) Finished(g *Grant) (more bool) {
 	m.running.remove(g)
 	if n := len(g.Responses); n > 0 {
 		m.operations += uint64(n)
@@ -216,6 +217,7 @@ func (m *Member) Finished(g *Grant) {
 	clear(g.Responses)
 	g.Responses = g.Responses[:0]
 	m.free = append(m.free, g)
+	return m.news || len(m.left) > 0 || m.state != memberRunning
 }
 
 // Shutdown records that this rank will submit nothing more. The rank is stopped when its requests have been

@@ -375,6 +375,40 @@ func TestMember(t *testing.T) {
 			t.Errorf("got the frames %v about a removed set, want none", m.Ready().Ups)
 		}
 	})
+	t.Run("says whether a turn must follow the end of a grant", func(t *testing.T) {
+		grants := []message.DownSet{{Grants: []message.Grant{{Full: []*message.Response{response("a", 1)}}}}}
+		for _, c := range []struct {
+			name     string
+			rank     topo.Rank
+			lockstep bool
+			after    *message.Down // arrives between the grant and its end
+			want     bool
+		}{
+			{"the lowest rank reports the end", 0, false, nil, true},
+			{"another rank has nothing to send", 1, false, nil, false},
+			{"nobody reports it in lock-step", 0, true, nil, false},
+			{"a rank that has left is released", 1, false,
+				&message.Down{Type: message.DownLeft, Ranks: []topo.Rank{0}}, true},
+			{"this rank was stopped", 1, false, &message.Down{Type: message.DownCycle, Cycle: 2, Stop: true}, true},
+		} {
+			m := controller.NewMember(controller.MemberConfig{Rank: c.rank,
+				Sets: []controller.Set{controller.Global(2)}, LivenessTimeout: livenessTimeout,
+				Lockstep: c.lockstep}, 0)
+			if err := m.Step(&message.Down{Type: message.DownCycle, Cycle: 1, Sets: grants}); err != nil {
+				t.Fatal(err)
+			}
+			g := m.Ready().Grants[0]
+			m.Advance()
+			if c.after != nil {
+				if err := m.Step(c.after); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if got := m.Finished(g); got != c.want {
+				t.Errorf("%s: got %v, want %v", c.name, got, c.want)
+			}
+		}
+	})
 	t.Run("says what it does not finish, without what it was stopped for", func(t *testing.T) {
 		m := newTestMember(0, 2)
 		x := allreduce("x", 1)

@@ -99,23 +99,38 @@ func (e *Engine) startInTurn(l *lane, w *work) bool {
 	return true
 }
 
-// complete ends the execution of w in turns of the loop and returns the lane to its goroutine. If err is nil,
-// complete first reports the results of the tensors of w. Otherwise the lane reports the errors of the
-// tensors when the verdict is known.
+// complete ends the execution of w in a turn and returns the lane to its goroutine. If err is nil, complete
+// first reports the results of the tensors of w. Otherwise the lane reports the errors of the tensors when
+// the verdict is known.
 func (e *Engine) complete(l *lane, w *work, err error) {
-	if w.failed = err != nil; !w.failed {
-		l.answer(w)
+	if err != nil {
+		e.abort(l, w, err)
+		return
 	}
+	l.answer(w)
+	e.laneFinished(w, nil)
+	l.unclaim(nil)
+}
+
+// abort ends the execution of w, which has failed with err.
+func (e *Engine) abort(l *lane, w *work, err error) {
+	w.failed = true
 	e.laneFinished(w, err)
-	if err == nil {
-		w = nil
-	}
 	l.unclaim(w)
 }
 
+// completeBetween does the same as complete for work that has succeeded between two turns. It reports whether
+// a turn must follow. Usually none is needed, so that the caller can go on.
+func (e *Engine) completeBetween(l *lane, w *work) (more bool) {
+	l.answer(w)
+	l.unclaim(nil)
+	e.sched.extend()
+	return e.retire(w)
+}
+
 // stepStarted executes the next step of each operation that a turn has started. It does not wait. If an
-// operation is blocked, stepStarted hands it over to its lane. It reports whether the state of any operation
-// has changed.
+// operation is blocked, stepStarted hands it over to its lane. It reports whether a turn must follow, because
+// the state of an operation has changed.
 func (e *Engine) stepStarted() (some bool) {
 	for i := 0; i < len(e.started); {
 		l := e.started[i]
@@ -132,10 +147,13 @@ func (e *Engine) stepStarted() (some bool) {
 			continue
 		case err == nil && progress == ops.Blocked:
 			l.unclaim(w)
+			some = true
+		case err == nil:
+			some = e.completeBetween(l, w) || some
 		default:
-			e.complete(l, w, err)
+			e.abort(l, w, err)
+			some = true
 		}
-		some = true
 		e.started = slices.Delete(e.started, i, i+1)
 	}
 	return some

@@ -162,7 +162,7 @@ func (n *lockstep) arrived() bool {
 }
 
 func (n *lockstep) turn() error {
-	if err := n.events.turn(); err != nil {
+	if err := n.exchange(); err != nil {
 		return err
 	}
 	if now := n.e.now; now-n.last > longTurn {

@@ -192,15 +192,21 @@ func (e *Engine) takeFinished() {
 			e.member.Suspect(blame(f.err, e.cfg.Rank))
 			continue
 		}
-		e.granted--
-		if r := f.w.grant.Responses[0]; r.Kind == message.RemoveProcessSet {
-			e.dropSet(r.Set)
-		}
-		e.member.Finished(f.w.grant)
-		f.w.reset()
-		e.works = append(e.works, f.w)
+		e.retire(f.w)
 	}
 	clear(s.finished)
+}
+
+// retire releases w, whose results were reported. It reports whether a turn must follow.
+func (e *Engine) retire(w *work) (more bool) {
+	e.granted--
+	if r := w.grant.Responses[0]; r.Kind == message.RemoveProcessSet {
+		e.dropSet(r.Set)
+	}
+	more = e.member.Finished(w.grant)
+	w.reset()
+	e.works = append(e.works, w)
+	return more
 }
 
 func (e *Engine) takeRequests() {

@@ -46,12 +46,17 @@ func (n events) reads() bool { return true }
 func (n events) arrived() bool { return false }
 
 func (n events) turn() error {
-	n.e.memberReady()
-	if err := n.e.receive(); err != nil {
-		return err
+	err := n.exchange()
+	if err == nil {
+		n.sendReplies()
 	}
-	n.sendReplies()
-	return nil
+	return err
+}
+
+// exchange sends the output of the member and applies the frames that have arrived.
+func (n events) exchange() error {
+	n.e.memberReady()
+	return n.e.receive()
 }
 
 // sendReplies sends the frames with which the member and the coordinator respond to the received frames, and

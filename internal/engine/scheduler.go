@@ -349,15 +349,12 @@ func (s *scheduler) drive(ctx context.Context, done func() bool) {
 	}
 	s.deferred.cancel()
 	s.unpark()
-	s.now = s.clock()
 	s.budget = s.driveBudget
+	next := s.turn()
 	s.extend()
-	var next time.Duration
 	enough := func() bool { return done() || closed(ctx.Done()) || closed(s.stop) }
-	for !s.over {
-		if next = s.turn(); enough() || !s.await(&s.drivePace, enough) {
-			break
-		}
+	for !s.over && !enough() && s.await(&s.drivePace, enough) {
+		next = s.turn()
 	}
 	s.parkDriver(next)
 }
