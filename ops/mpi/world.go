@@ -176,6 +176,10 @@ func (w *world) initialize(o Options) (err error) {
 		return errors.New("got a communicator, but the program has not initialized MPI")
 	}
 	empi.LogErrors = false
+	// If the Go runtime has no idle P, its monitor takes the P of a call of C that has run for 20 us.
+	// mpirun of Open MPI binds a process to one core, so that the runtime has one P. There the monitor
+	// would interrupt each long call of MPI. A second P is idle meanwhile.
+	runtime.GOMAXPROCS(max(2, runtime.GOMAXPROCS(0)))
 	w.library = libraryVersion()
 	if w.comm, err = newWorld(o.Comm); err == nil {
 		w.groups, err = w.comm.groups()
