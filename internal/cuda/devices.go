@@ -59,9 +59,12 @@ func (d *Devices) Mark(index int, stream uintptr) (*Event, error) {
 func Latest(events []*Event) []*Event {
 	latest := events[:0]
 	for _, e := range events {
-		i := slices.IndexFunc(latest, func(o *Event) bool {
-			return e.number > 0 && o.number > 0 && o.stream == e.stream && o.device.index == e.device.index
-		})
+		i := -1
+		if e.number > 0 { // the stream is known
+			i = slices.IndexFunc(latest, func(o *Event) bool {
+				return o.number > 0 && o.stream == e.stream && o.device.index == e.device.index
+			})
+		}
 		if i < 0 {
 			latest = append(latest, e)
 		} else if latest[i].number < e.number {
