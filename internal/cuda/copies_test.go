@@ -171,4 +171,19 @@ func TestLatest(t *testing.T) {
 	if again != a || !slices.Equal(got, []*cuda.Event{a, c}) {
 		t.Error("an event that was used again has not followed the other one on its stream")
 	}
+	// The clients have streams with the same number, which may be that of a stream of this process.
+	clients := [2]*int{new(int), new(int)}
+	d.Marked(a, clients[0], uint64(streams[0]))
+	d.Marked(b, clients[1], uint64(streams[0]))
+	if got := cuda.Latest([]*cuda.Event{a, b, c}); !slices.Equal(got, []*cuda.Event{a, b, c}) {
+		t.Error("events of several processes were merged")
+	}
+	d.Marked(b, clients[0], uint64(streams[0]))
+	if got := cuda.Latest([]*cuda.Event{a, b, c}); !slices.Equal(got, []*cuda.Event{b, c}) {
+		t.Error("the later event of a client's stream has not followed the earlier one")
+	}
+	d.Marked(b, clients[0], 0)
+	if got := cuda.Latest([]*cuda.Event{a, b}); !slices.Equal(got, []*cuda.Event{a, b}) {
+		t.Error("an event on a stream that is not known was merged")
+	}
 }

@@ -399,10 +399,16 @@ func (s *Stream) check(call string, code C.int) error { return s.Device.runtime.
 type Event struct {
 	device *Device
 	handle unsafe.Pointer
-	// number is greater than that of each event whose work was on the stream before the last Mark of this
-	// event. It is 0 if Mark has not recorded the event.
+	// stream is the stream on which the event was recorded. number is greater than that of each event whose
+	// work was on the stream before. It is 0 if the stream is not known.
+	stream streamOf
 	number uint64
-	stream uintptr
+}
+
+// streamOf is a stream of this process if the client is nil, otherwise one of the client.
+type streamOf struct {
+	client any
+	handle uint64
 }
 
 // NewEvent makes an event.

@@ -25,6 +25,9 @@ func NewDevices(*Runtime) *Devices { panic("cuda: not built") }
 // Mark returns an error.
 func (d *Devices) Mark(int, uintptr) (*Event, error) { return nil, ErrNotBuilt }
 
+// Marked does nothing.
+func (d *Devices) Marked(*Event, any, uint64) {}
+
 // Release does nothing.
 func (d *Devices) Release(*Event) {}
 

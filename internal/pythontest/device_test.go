@@ -44,6 +44,7 @@ func TestDevicePython(t *testing.T) {
 		{"Values", 1, ""}, {"Values", 2, ""}, {"Values", 3, "STANDIN_CUDA_DEVICES=1"},
 		{"Fallbacks", 2, ""}, {"OtherDevices", 2, "STANDIN_CUDA_DEVICES=2"}, {"WithoutDriver", 2, ""},
 		{"WithoutNCCL", 2, "HOROVOD_GPU_OPERATIONS="},
+		{"Waits", 1, "STANDIN_CUDA_CALLS=" + filepath.Join(t.TempDir(), "calls")},
 	} {
 		out, err := run(c.tests, c.ranks, c.env)
 		if err != nil || strings.Count(out, ":Ran ") != c.ranks {

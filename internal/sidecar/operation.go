@@ -30,6 +30,7 @@ type plan struct {
 	rank.Call
 	set     int    // ID of the process set
 	event   uint32 // number of the event of an operation on a CUDA device, else 0
+	stream  uint64 // the client's number of the stream of the event; 0 if it is not known
 	root    int
 	peer    int     // the other rank of a message
 	tag     int     // the tag of a message
@@ -79,6 +80,7 @@ func newPlan(o *sidecarpb.Operation) *plan {
 	p := &plan{
 		Call: rank.NewCall(kind, tensor.DType(min(o.Dtype, math.MaxUint8))),
 		set:  int(o.ProcessSet), root: int(o.RootRank), peer: int(o.Peer), tag: int(o.Tag), event: o.Event,
+		stream:  o.Stream,
 		grouped: o.Grouped, whole: tensor.Shape{0},
 	}
 	p.Name, p.Wire, p.ErrorFeedback, p.Empty = o.Name, tensor.DType(min(o.WireDtype, math.MaxUint8)),
@@ -372,6 +374,7 @@ func (r rankRunner) Begin(o *operation) error {
 		}
 		c.Fill(&e.Entry)
 		if o.on != nil {
+			r.Devices.Marked(o.on.Event, o.conn, p.stream)
 			e.Request.Device, e.Ready = tensor.CUDA(o.on.Device), []*cuda.Event{o.on.Event}
 		}
 		e.Done, queued[i] = done, &e.Entry

@@ -461,14 +461,16 @@ class Client:
         return p.reply
 
     def submit(
-        self, op: Operation, keep: object = None, later: bool = False, held: bool = False, call: int = 0
-    ) -> Pending:
+        self, op: Operation, keep: object = None, later: bool = False, held: bool = False, call: int = 0,
+        record: Optional[Callable[[], None]] = None,
+    ) -> Pending:  # fmt: skip
         """Begins an operation and returns it as a pending request.
 
         If call is not 0, the sidecar appends this number to the name of the operation. The object keep is kept alive
         until the operation is done. The sidecar sees the submission within a millisecond. If the argument later is
         true, the sidecar may not see the submission before the next notify_now, submission or wait. The memory that op
-        uses must not be touched until the operation is done.
+        uses must not be touched until the operation is done. The argument record is called before the submission. The
+        calls of all threads are in the order of the submissions.
 
         Raises ValueError if the name in op.key is in use. A name is in use until its operation is done. If held is
         true, the name stays in use until wait has ended or the attribute held of the returned request is set to False.
@@ -500,6 +502,8 @@ class Client:
                 self._pending[ident] = p
                 if key is not None:
                     self._names[key] = p
+                if record is not None:
+                    record()
                 _submission(self._ring, 4096 + 16 * (n & _MASK), ident, op.slot, call)
                 self._order()
                 self._notification_deferred = True

@@ -688,13 +688,15 @@ class Engine:
         key = (
             kind, framework, name, set_id, code, types, shapes, where, in_place, reduce_op, prescale, postscale, root,
             splits, peer, tag, grouped, outputs, where_out, timeout, number != 0, -1 if on is None else device,
+            0 if on is None else _stream_number(framework.handle(on.stream)),
         )  # fmt: skip
         plan = self._take(key)
         if plan is None:
             plan = self._plan(key, client, framework, dtype, process_set)
+        record: Optional[Callable[[], None]] = None
         if on is not None:
             assert plan.event is not None
-            plan.event.record(framework.handle(on.stream))
+            record = functools.partial(plan.event.record, framework.handle(on.stream))
         elif kind != wire.RECV and (kind != wire.BROADCAST or root == self._place.rank):
             for local, x in zip(plan.inputs, arrays):
                 if local is not None:
@@ -707,7 +709,7 @@ class Engine:
         # name each time.
         later = later or at_once or _caller.waits
         held = name is not None and not at_once and not number
-        call.pending = client.submit(operation, call, later, held, number)
+        call.pending = client.submit(operation, call, later, held, number, record)
         return call
 
     def _place_on(
@@ -772,7 +774,7 @@ class Engine:
     def _plan(self, key: tuple, client: Client, fw: Framework[A], dtype: Any, process_set: ProcessSet) -> Plan[A]:
         (
             kind, _, name, set_id, code, types, shapes, where, in_place, reduce_op, pre, post, root, splits, peer, tag,
-            grouped, outputs, where_out, timeout, numbered, device,
+            grouped, outputs, where_out, timeout, numbered, device, stream,
         ) = key  # fmt: skip
         plan: Plan[A] = Plan(key, client, self._job)
         if device >= 0:
@@ -831,6 +833,7 @@ class Engine:
             peer=peer,
             tag=tag,
             event=0 if plan.event is None else plan.event.number,
+            stream=stream,
         )
         if numbered:
             plan.operation = Operation(body + wire.operation_name(name), f'{wire.KIND_NAMES[kind]} "{name}"')
@@ -954,6 +957,15 @@ def _result_shapes(kind: int, shapes: Tuple[Shape, ...], process_set: ProcessSet
     if kind in (wire.SEND, wire.RECV):
         raise Unshareable(name, f"a {name} is a message, which NCCL does not send for gohvd")
     raise Unshareable(name, f"the program does not know the size of the result of this operation, {name}, before it")
+
+
+def _stream_number(handle: int) -> int:
+    """Returns the number of a cudaStream_t for the sidecar. 0 means that two operations with this handle may be on
+    different streams.
+    """
+    if handle == 2:  # cudaStreamPerThread
+        return 0
+    return handle or 1  # 1 is cudaStreamLegacy, the same stream as 0
 
 
 def _export(

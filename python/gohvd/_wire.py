@@ -242,12 +242,14 @@ def operation(
     peer: int = 0,
     tag: int = 0,
     event: int = 0,
+    stream: int = 0,
 ) -> bytes:
     """Returns an ``Operation`` without its name.
 
     Each tensor is a tuple of shape, input, output and element type. Input and output may be None. If the element type
     is 0 or equal to dtype, the message does not contain it. The timeout is in seconds; 0 means the timeout of the
-    settings. event is the number of an event if the tensors are on a CUDA device.
+    settings. event is the number of an event if the tensors are on a CUDA device, and stream is a number of the stream on
+    which it is recorded, or 0.
     """
     parts = [
         _uint(1, kind),
@@ -269,7 +271,7 @@ def operation(
         if its_dtype != dtype:
             body += _uint(4, its_dtype)
         parts.append(_bytes(14, body))
-    parts += [_packed(15, splits), _uint(16, peer), _uint(17, tag), _uint(18, event)]
+    parts += [_packed(15, splits), _uint(16, peer), _uint(17, tag), _uint(18, event), _uint(19, stream)]
     return b"".join(parts)
 
 

@@ -15,6 +15,8 @@ import math
 import os
 import signal
 import sys
+import tempfile
+import time
 import unittest
 import unittest.mock
 import warnings
@@ -22,7 +24,7 @@ from typing import Any, Iterator, List, Optional, Sequence, Tuple
 
 import devices
 
-from gohvd import _cuda, _engine
+from gohvd import _client, _cuda, _engine
 from gohvd import _wire as wire
 from gohvd.basics import init, rank, shutdown, size
 from gohvd.exceptions import MismatchError, PeerError
@@ -402,6 +404,30 @@ class Values(OnDevice):
             self.assertEqual(run(wire.ALLREDUCE, x, "job", reduce_op=_engine.Sum), [size()])
             shutdown()
             init()
+
+
+class Waits(OnDevice):
+    """STANDIN_CUDA_CALLS is the file in which the stand-in counts calls. This process itself does not count."""
+
+    def test_waits(self) -> None:
+        """Operations that are fused wait once for each stream of the program, here for one."""
+        calls = os.environ.pop("STANDIN_CUDA_CALLS")
+        with tempfile.TemporaryDirectory() as folder:
+            with unittest.mock.patch.dict(os.environ, STANDIN_CUDA_HOLD=os.path.join(folder, "open")):
+                held = new_stream()
+            client = _engine.engine.client()
+            with fw.using(held):
+                xs = [Array([1]).write([i]) for i in range(20)]
+                done = [begin(wire.ALLREDUCE, [x], f"waits {i}", reduce_op=_engine.Sum) for i, x in enumerate(xs)]
+                # No operation ends before the arrays are written. Until then rank 0 grants two at most, later the rest.
+                while client._words[_client._TAKEN] < client._words[_client._SUBMITTED]:
+                    time.sleep(0.001)
+                with open(os.path.join(folder, "open"), "w"):
+                    pass
+                self.assertEqual([call.results()[0].read() for call in done], [[i * size()] for i in range(20)])
+        with open(calls) as f:
+            waits = f.read().split().count("cudaStreamWaitEvent")
+        self.assertTrue(0 < waits <= 3 * size(), waits)
 
 
 class Fallback(InTheJob):

@@ -1362,9 +1362,10 @@ type Operation struct {
 	Grouped        bool                   `protobuf:"varint,13,opt,name=grouped,proto3" json:"grouped,omitempty"`
 	Tensors        []*Tensor              `protobuf:"bytes,14,rep,name=tensors,proto3" json:"tensors,omitempty"`
 	Splits         []int64                `protobuf:"varint,15,rep,packed,name=splits,proto3" json:"splits,omitempty"`
-	Peer           int32                  `protobuf:"varint,16,opt,name=peer,proto3" json:"peer,omitempty"`   // of a send or recv; -1 in a recv from any rank
-	Tag            uint32                 `protobuf:"varint,17,opt,name=tag,proto3" json:"tag,omitempty"`     // of a send or recv
-	Event          uint32                 `protobuf:"varint,18,opt,name=event,proto3" json:"event,omitempty"` // number of an event, if the tensors are on a CUDA device
+	Peer           int32                  `protobuf:"varint,16,opt,name=peer,proto3" json:"peer,omitempty"`     // of a send or recv; -1 in a recv from any rank
+	Tag            uint32                 `protobuf:"varint,17,opt,name=tag,proto3" json:"tag,omitempty"`       // of a send or recv
+	Event          uint32                 `protobuf:"varint,18,opt,name=event,proto3" json:"event,omitempty"`   // number of an event, if the tensors are on a CUDA device
+	Stream         uint64                 `protobuf:"varint,19,opt,name=stream,proto3" json:"stream,omitempty"` // number of the stream on which the event is recorded; 0: not known
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
 }
@@ -1521,6 +1522,13 @@ func (x *Operation) GetTag() uint32 {
 func (x *Operation) GetEvent() uint32 {
 	if x != nil {
 		return x.Event
+	}
+	return 0
+}
+
+func (x *Operation) GetStream() uint64 {
+	if x != nil {
+		return x.Stream
 	}
 	return 0
 }
@@ -2801,7 +2809,7 @@ const file_sidecar_proto_rawDesc = "" +
 	"\x05shape\x18\x01 \x03(\x03R\x05shape\x12.\n" +
 	"\x05input\x18\x02 \x01(\v2\x18.gohvd.sidecar.v1.MemoryR\x05input\x120\n" +
 	"\x06output\x18\x03 \x01(\v2\x18.gohvd.sidecar.v1.MemoryR\x06output\x12\x14\n" +
-	"\x05dtype\x18\x04 \x01(\rR\x05dtype\"\xaa\x04\n" +
+	"\x05dtype\x18\x04 \x01(\rR\x05dtype\"\xc2\x04\n" +
 	"\tOperation\x12\x12\n" +
 	"\x04kind\x18\x01 \x01(\rR\x04kind\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x14\n" +
@@ -2823,7 +2831,8 @@ const file_sidecar_proto_rawDesc = "" +
 	"\x06splits\x18\x0f \x03(\x03R\x06splits\x12\x12\n" +
 	"\x04peer\x18\x10 \x01(\x05R\x04peer\x12\x10\n" +
 	"\x03tag\x18\x11 \x01(\rR\x03tag\x12\x14\n" +
-	"\x05event\x18\x12 \x01(\rR\x05eventB\v\n" +
+	"\x05event\x18\x12 \x01(\rR\x05event\x12\x16\n" +
+	"\x06stream\x18\x13 \x01(\x04R\x06streamB\v\n" +
 	"\t_prescaleB\f\n" +
 	"\n" +
 	"_postscale\"P\n" +
