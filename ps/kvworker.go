@@ -102,7 +102,8 @@ func (w *KVWorker[T]) Pull(ctx context.Context, keys []uint64, out *[]T, opts ..
 // PushPull pushes values and pulls the values of the same keys after that. It copies vals. out is as in Pull.
 func (w *KVWorker[T]) PushPull(ctx context.Context, keys []uint64, vals []T, out *[]T,
 	opts ...Option) (*Request, error) {
-	return w.do(ctx, &operation[T]{keys: keys, vals: vals, out: out, push: true, pull: true, copies: true}, opts)
+	return w.do(ctx, &operation[T]{keys: keys, vals: vals, out: out, push: true, pull: true,
+		copies: true}, opts)
 }
 
 // ZPushPull is like PushPull, but does not copy vals (see ZPush).

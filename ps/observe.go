@@ -188,8 +188,8 @@ func (p *Postoffice) pending() (all []trace.Pending) {
 		c.mu.Lock()
 		for _, r := range c.pending {
 			if r.event.kind != message.NoKind {
-				all = append(all, trace.Pending{Kind: r.event.kind, Name: r.of.String(), Submitted: r.event.begun,
-					Sent: r.accepted, Granted: r.accepted, Begun: r.accepted})
+				all = append(all, trace.Pending{Kind: r.event.kind, Name: r.of.String(),
+					Submitted: r.event.begun, Sent: r.accepted, Granted: r.accepted, Begun: r.accepted})
 			}
 		}
 		c.mu.Unlock()

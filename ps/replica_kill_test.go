@@ -232,8 +232,8 @@ func killServers(t *testing.T, seed uint64, servers int, env []string) {
 	endSums(t, nodes)
 }
 
-// TestSuspendedServer stops a server with SIGSTOP. The scheduler must declare it dead, and the workers must go
-// on. When the process continues, it must fail, and another one must be able to take its place.
+// TestSuspendedServer stops a server with SIGSTOP. The scheduler must declare it dead, and the workers must
+// go on. When the process continues, it must fail, and another one must be able to take its place.
 func TestSuspendedServer(t *testing.T) {
 	nodes, start := startSums(t, 2, "PS_HEARTBEAT_TIMEOUT=5")
 	for _, id := range []int{8, 10} {

@@ -428,8 +428,8 @@ func TestPausesGrow(t *testing.T) {
 	}
 }
 
-// TestTimeWithoutServer checks that the time limit of a push that has lost its server begins anew when the next
-// one, which has got the push, ends too.
+// TestTimeWithoutServer checks that the time limit of a push that has lost its server begins again when the
+// next one, which has got the push, ends too.
 func TestTimeWithoutServer(t *testing.T) {
 	r := startReplicated(t, job{t: t, servers: 2, workers: 1}, Sum[float64])
 	w := r.workers[9]

@@ -255,7 +255,8 @@ func (m *Message) encode(b []byte) ([]byte, error) {
 	}
 	m.fds = m.describe()
 	at := len(b)
-	b, err := proto.MarshalOptions{}.MarshalAppend(append(b, make([]byte, dial.FrameHeaderBytes)...), m.Header)
+	b = append(b, make([]byte, dial.FrameHeaderBytes)...)
+	b, err := proto.MarshalOptions{}.MarshalAppend(b, m.Header)
 	if err != nil {
 		return b[:at], err
 	}
