@@ -23,8 +23,8 @@ type collectives struct {
 	world  *world
 	comm   comm
 	tester *tester
-	pins   runtime.Pinner  // of the rests
-	kept   *runtime.Pinner // of vectors, head and heads, which stay pinned
+	pins   runtime.Pinner // of the rests
+	kept   runtime.Pinner // of vectors, head and heads, which stay pinned
 
 	begin   func() error // begins the operation in the fields below; made once so that no call allocates
 	kind    collective
@@ -59,16 +59,20 @@ const (
 	lengthSize = 4
 )
 
-// Collectives implements World.
+// Collectives implements World. All calls return the same collectives, and w refers to them. So the memory of
+// one that has not completed stays pinned.
 func (w *world) Collectives() Collectives {
-	c := &collectives{world: w, comm: w.comm, tester: newTester(w.comm), kept: new(runtime.Pinner),
-		head: make([]byte, headBytes), heads: make([]byte, headBytes*w.Size()),
-		frames: make([][]byte, w.Size())}
-	c.begin = c.beginNow
-	pin(c.kept, c.head)
-	pin(c.kept, c.heads)
-	w.keep(c.kept)
-	return c
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.collectives == nil {
+		c := &collectives{world: w, comm: w.comm, tester: newTester(w.comm), head: make([]byte, headBytes),
+			heads: make([]byte, headBytes*w.Size()), frames: make([][]byte, w.Size())}
+		c.begin = c.beginNow
+		pin(&c.kept, c.head)
+		pin(&c.kept, c.heads)
+		w.collectives = c
+	}
+	return w.collectives
 }
 
 // AndOr implements Collectives.
@@ -76,7 +80,7 @@ func (c *collectives) AndOr(and, or []uint64) {
 	c.kind, c.and, c.or = andOr, and, or
 	if n := len(and) + len(or); n > cap(c.vectors) {
 		c.vectors = make([]uint64, n)
-		pin(c.kept, c.vectors)
+		pin(&c.kept, c.vectors)
 	}
 	c.vectors = append(append(c.vectors[:0], and...), or...)
 	complement(c.vectors[len(and):])

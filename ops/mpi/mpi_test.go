@@ -646,6 +646,16 @@ func TestFailureElsewhere(t *testing.T) {
 	if !errors.Is(err, failed) {
 		t.Errorf("got error %v, want %v", err, failed)
 	}
+	// The runtime panics if nothing refers any more to the Pinner of memory that is still pinned.
+	runtime.GC()
+	ran := make(chan struct{})
+	runtime.SetFinalizer(new([64]byte), func(*[64]byte) { close(ran) }) // runs after those of the first GC
+	runtime.GC()
+	select {
+	case <-ran:
+	case <-ctx.Done():
+		t.Error("no finalizer has run")
+	}
 	exitAfterFailure(t)
 }
 

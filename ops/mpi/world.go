@@ -38,9 +38,10 @@ type world struct {
 
 	failed atomic.Pointer[error] // why MPI cannot be used any more
 
-	mu     sync.Mutex // guards the fields below
-	users  int        // number of calls of Join minus number of calls of Leave
-	pinned []*runtime.Pinner
+	mu          sync.Mutex // guards the fields below
+	users       int        // number of calls of Join minus number of calls of Leave
+	pinned      []*runtime.Pinner
+	collectives *collectives // nil before the first call of Collectives
 }
 
 // thread makes the MPI calls of this process, one at a time.
@@ -323,11 +324,6 @@ func (w *world) spoil(err error) {
 // still refer to them.
 func (w *world) abandon(pins *runtime.Pinner, err error) {
 	w.spoil(err)
-	w.keep(pins)
-}
-
-// keep keeps memory pinned for the life of the process.
-func (w *world) keep(pins *runtime.Pinner) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.pinned = append(w.pinned, pins)
