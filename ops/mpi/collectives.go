@@ -79,7 +79,7 @@ func (w *world) Collectives() Collectives {
 func (c *collectives) AndOr(and, or []uint64) {
 	c.kind, c.and, c.or = andOr, and, or
 	if n := len(and) + len(or); n > cap(c.vectors) {
-		c.vectors = make([]uint64, n)
+		c.vectors = make([]uint64, 2*n) // the memory of the old vectors also stays pinned
 		pin(&c.kept, c.vectors)
 	}
 	c.vectors = append(append(c.vectors[:0], and...), or...)

@@ -433,6 +433,27 @@ func TestCollectives(t *testing.T) {
 	}
 }
 
+// Vectors that grow with each process set leave little memory behind that stays pinned.
+func TestVectorsGrow(t *testing.T) {
+	c := job.Collectives().(*collectives)
+	const most = 500
+	left, last := 0, (*uint64)(nil)
+	for n := 1; n <= most; n++ {
+		for c.AndOr(make([]uint64, n), make([]uint64, n)); !c.Poll(); {
+			runtime.Gosched()
+		}
+		if _, _, err := c.Test(); err != nil {
+			t.Fatal(err)
+		}
+		if now := &c.vectors[0]; now != last {
+			left, last = left+cap(c.vectors), now
+		}
+	}
+	if left > 8*most {
+		t.Errorf("got %d words in all vectors, want at most %d for vectors of %d words", left, 8*most, 2*most)
+	}
+}
+
 // Operations of two process sets run at the same time, in any order.
 func TestSetsDoNotBlockEachOther(t *testing.T) {
 	a, _ := open(t, everyone(), 1<<30, false)
