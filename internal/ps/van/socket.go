@@ -76,10 +76,14 @@ func (s *socket) receive(fd uintptr) bool {
 		s.msg.Control = unsafe.SliceData(s.rights)
 		s.msg.SetControllen(len(s.rights))
 	}
-	n, _, errno := unix.RawSyscall(unix.SYS_RECVMSG, fd, uintptr(unsafe.Pointer(&s.msg)),
-		unix.MSG_DONTWAIT|unix.MSG_CMSG_CLOEXEC)
-	c.n, c.errno = int(n), errno
-	return errno != unix.EAGAIN && errno != unix.EINTR
+	for {
+		n, _, errno := unix.RawSyscall(unix.SYS_RECVMSG, fd, uintptr(unsafe.Pointer(&s.msg)),
+			unix.MSG_DONTWAIT|unix.MSG_CMSG_CLOEXEC)
+		if c.n, c.errno = int(n), errno; errno != unix.EINTR {
+			return errno != unix.EAGAIN
+		}
+		// The poller would not report again what has arrived already.
+	}
 }
 
 // write calls sendto.
