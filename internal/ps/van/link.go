@@ -62,7 +62,7 @@ type link struct {
 	// is nil on other links, which have heartbeats, and if no node dies of silence.
 	silence *dial.Silence
 
-	held    atomic.Bool // a reply in the queue waits for the goroutine that reads to write it
+	held    atomic.Bool // a reply in the queue waits for the goroutine that reads, or for the van's tick
 	lazy    atomic.Bool // a message in the queue waits for another one, or for the van's tick
 	writing sync.Mutex  // guards writer
 	writer  writer
@@ -202,7 +202,7 @@ func (l *link) reply(m *Message) error {
 		return nil
 	}
 	if batched {
-		// The goroutine that reads calls writeHeld after handling is false.
+		// The goroutine that reads calls writeHeld after handling is false, and the tick does not wait for that.
 		if l.held.Store(true); l.handling.Load() {
 			return nil
 		}

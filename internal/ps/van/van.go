@@ -657,7 +657,8 @@ func (v *Van) tick() {
 				if v.reliable && l.conn != nil {
 					l.resend(now)
 				}
-				if l.lazy.Swap(false) {
+				// The goroutine that reads may be in a handler that takes long.
+				if lazy, held := l.lazy.Swap(false), l.held.Swap(false); lazy || held {
 					l.notify()
 				}
 				if check && id == l.peer {

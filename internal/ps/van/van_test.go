@@ -900,6 +900,21 @@ func TestBatchEndsBeforeALongRequest(t *testing.T) {
 	w.want(t, 2)
 }
 
+// TestBatchEndsInASlowHandler checks that replies with Batch do not wait until the handling of another short
+// request is over.
+func TestBatchEndsInASlowHandler(t *testing.T) {
+	answered := make(chan struct{})
+	w := batchJob(t, "", func(number int64, _ *Message, reply func()) {
+		if number == 2 {
+			<-answered
+		}
+		reply()
+	})
+	defer close(answered)
+	w.ask(t, 0, 0, 0)
+	w.want(t, 0, 1)
+}
+
 // batchWorker is a worker whose server answers with Batch. Its requests are numbered, from 0.
 type batchWorker struct {
 	*node
