@@ -119,8 +119,8 @@ type part struct {
 	// reading is the number of attempts whose message the van may still read.
 	reading *atomic.Int32
 	// homeless is since when the part has had no server: when the last one that had it ended, or when the
-	// first one that did not was asked. While sent is not set, it is to be sent to another
-	// one, at the time due. moved counts the answers moved since a server has ended.
+	// first one that did not was asked. While sent is not set, it is to be sent to another one, at the time
+	// due. moved counts the answers moved since a server has ended.
 	homeless, due time.Time
 	moved         int
 }
@@ -493,6 +493,7 @@ func (c *customer) reroute() {
 	}
 	for {
 		var all []homeless
+		failed := c.po.van.Err() != nil // then no part waits any longer
 		c.mu.Lock()
 		c.rerouting = false
 		now := time.Now()
@@ -502,7 +503,7 @@ func (c *customer) reroute() {
 				if p.sent || p.homeless.IsZero() {
 					continue
 				}
-				if c.rerouting = true; !now.Before(p.due) {
+				if c.rerouting = true; failed || !now.Before(p.due) {
 					all = append(all, homeless{r, p})
 				}
 			}

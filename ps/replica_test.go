@@ -2,6 +2,7 @@ package ps
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"math/rand/v2"
 	"slices"
@@ -451,6 +452,25 @@ func TestTimeWithoutServer(t *testing.T) {
 	}
 	delete(w.c.pending, lost.timestamp)
 	w.c.rerouting = false
+}
+
+// TestPauseEndsWithTheVan checks that a part that pauses after an answer moved fails at once when its process
+// has failed.
+func TestPauseEndsWithTheVan(t *testing.T) {
+	r := startReplicated(t, job{t: t, servers: 2, workers: 1}, Sum[float64])
+	w := r.workers[9]
+	lost := &Request{c: w.c, of: &simpleRequest{app: w.SimpleApp}, done: make(chan struct{}),
+		parts: []part{{to: 8, home: 1, due: time.Now().Add(time.Hour), reading: new(atomic.Int32),
+			again: func(int) *van.Message { return nil }}}}
+	w.c.po.wg.Add(1)
+	w.c.mu.Lock()
+	w.c.pending[lost.timestamp] = lost
+	w.c.unroute(&lost.parts[0])
+	w.c.mu.Unlock()
+	w.c.po.van.Stop(t.Context())
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	testnet.WantError(t, lost.Wait(ctx), van.ErrStopped.Error())
 }
 
 // TestLateNewsOfReturn lets a worker learn that a server has returned only after the other one has died. Its
