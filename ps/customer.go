@@ -110,7 +110,8 @@ type part struct {
 	again func(to int) *van.Message
 
 	// sent is set before the part is sent, so the response may arrive from then on. inFlight is set when the
-	// van has accepted the part for the process via. From then on van.Answered must be called once.
+	// van has accepted the part for the process via. From then on van.Answered must be called once. If the
+	// response arrives before inFlight is set, it sets via.
 	sent, inFlight, answered bool
 	via                      van.Process
 
@@ -234,7 +235,9 @@ func (c *customer) send(ctx context.Context, r *Request, p *part, m *van.Message
 		}
 		return nil
 	}
-	p.inFlight, p.via = true, via
+	if p.inFlight = true; !p.answered {
+		p.via = via
+	}
 	over := c.pending[r.timestamp] != r
 	if !over {
 		r.accepted = c.po.observer.now()
@@ -328,7 +331,7 @@ func (c *customer) response(from van.Process, m *van.Message) {
 		m.Release()
 		return
 	}
-	p.answered, p.response = true, m
+	p.answered, p.response, p.via = true, m, from
 	if p.home > 0 {
 		c.po.primaries[p.home-1].Store(int32(from.ID))
 	}

@@ -427,6 +427,32 @@ func TestTimeoutInQueue(t *testing.T) {
 	})
 }
 
+// TestEarlyResponse checks the sender of a response that arrives before the call that sends the request has
+// returned.
+func TestEarlyResponse(t *testing.T) {
+	job{t: t, workers: 1}.run(func(po *Postoffice) {
+		if !po.IsWorker() {
+			return
+		}
+		var got []int
+		app, err := NewSimpleApp(po, 5, 0, SimpleHandlers{Response: func(d SimpleData, _ *SimpleApp) {
+			got = append(got, d.Sender)
+		}})
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		s := &simpleRequest{app: app}
+		s.Request = Request{c: app.c, of: s, done: make(chan struct{}), parts: []part{{to: 8, sent: true}}}
+		po.wg.Add(1)
+		app.c.pending[0] = &s.Request
+		app.c.response(van.Process{ID: 8}, &van.Message{Header: &pspb.Header{}})
+		if wait(t, &s.Request, nil); !slices.Equal(got, []int{8}) {
+			t.Errorf("the responses are from %v, want 8", got)
+		}
+	})
+}
+
 // finishing is the subject of a request that calls a function when all responses have arrived.
 type finishing struct {
 	simpleRequest
