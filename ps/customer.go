@@ -534,15 +534,17 @@ func (c *customer) sendAgain(r *Request, p *part) error {
 		return err
 	}
 	first := van.ServerID(home)
-	// The end of a connection does not count: the news that a server has returned may still be on the way.
-	if other := c.po.otherServer(home, first); v.Ended(v.Current(first)) && v.Ended(v.Current(other)) {
-		err := v.Gone(first)
-		return &NodeError{ID: first, Err: fmt.Errorf("%w, and so is %s, which has the same keys", err,
-			van.Name(other))}
-	}
 	limit := p.homeless.Add(c.po.cfg.HeartbeatTimeout + customerWait)
 	late := &NodeError{ID: first, Err: fmt.Errorf("no server has answered for its keys for %v",
 		c.po.cfg.HeartbeatTimeout+customerWait)}
+	// The end of a connection does not count: the news that a server has returned may still be on the way.
+	if other := c.po.otherServer(home, first); v.Ended(v.Current(first)) && v.Ended(v.Current(other)) {
+		err := v.Gone(first)
+		late.Err = fmt.Errorf("%w, and so is %s, which has the same keys", err, van.Name(other))
+		if !c.po.cfg.Resend { // else the news of the end of one may overtake that of the return of the other
+			return late
+		}
+	}
 	if time.Now().After(limit) {
 		return late
 	}
