@@ -2,6 +2,7 @@ package tcp
 
 import (
 	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/ops"
 )
 
 // allgather runs an allgather. For n ranks, Ring takes n-1 steps with channels to 2 other ranks, and Bruck
@@ -23,6 +24,10 @@ func (b *Backend) allgather() error {
 	return b.allgatherRing(b.op.Buf)
 }
 
+// turnBytes is the number of bytes that a rank receives in an allgather by Ring before it returns from a step
+// that may not wait, even if more data has arrived. So the caller soon serves other operations.
+const turnBytes = 4 << 20
+
 // allgatherRing collects the blocks of all ranks in the buffer out. i is this rank's index in the set. In
 // step s, from 0 to n-2, the rank receives part i-s-1 (modulo n). It sends the part on unless the step is the
 // last. No byte of the buffer is written after it was sent.
@@ -35,6 +40,7 @@ func (b *Backend) allgatherRing(out []byte) error {
 	if err := send(right, b.parts.part(out, b.me), b.segBytes); err != nil {
 		return err
 	}
+	received := 0 // in this step of the caller
 	for s := range n - 1 {
 		for rest := b.before(out, s+1); len(rest) > 0; {
 			var p []byte
@@ -44,6 +50,12 @@ func (b *Backend) allgatherRing(out []byte) error {
 			}
 			if s < n-2 {
 				if err := right.Send(p); err != nil {
+					return err
+				}
+			}
+			if received += len(p); received >= turnBytes {
+				received = 0
+				if err := b.await(ops.Moving); err != nil {
 					return err
 				}
 			}

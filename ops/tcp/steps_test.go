@@ -2,6 +2,7 @@ package tcp_test
 
 import (
 	"context"
+	"fmt"
 	"runtime"
 	"sync/atomic"
 	"testing"
@@ -86,6 +87,45 @@ func TestSteps(t *testing.T) {
 					checkAlltoall(t, c, func(from, to int) int64 { return int64(from * (to + 1) << 20) })
 				}
 				c.close()
+			}
+		})
+	}
+}
+
+// A step that may not wait ends after a chunk of an allreduce by Ring, and after 4 MiB of an allgather by
+// Ring, even if the other ranks' data has arrived. So a large operation does not keep its caller from other
+// work.
+func TestStepsOfRings(t *testing.T) {
+	const n, numBytes = 2, 16 << 20
+	c := newCluster(memMeshes(n), upTo(n), tcp.Config{SegmentBytes: 256 << 10})
+	defer c.close()
+	checkBigSum(t, c, 1) // the first operation makes the channels
+	for kind, want := range map[message.Kind]int{
+		message.Allreduce: numBytes/(n*256<<10) - 1, message.Allgather: numBytes / n / (4 << 20),
+	} {
+		c.must(t, func(r int, b *opstest.Blocking) error {
+			buf := make([]byte, numBytes)
+			if err := b.Start(ops.Operation{
+				Kind: kind, Algorithm: message.Ring, DType: tensor.Float32, Op: tensor.Sum,
+				Tensors: []ops.Tensor{{In: buf, Out: buf}}, Scaling: ops.Scaling{Pre: 1, Post: 1},
+				Buf: buf, Counts: []int64{numBytes / n, numBytes / n},
+			}); err != nil {
+				return err
+			}
+			for moved := 0; ; {
+				p, err := b.Step(t.Context(), false)
+				switch {
+				case err != nil:
+					return err
+				case p == ops.Moving:
+					moved++
+				case p == ops.Finished && moved != want:
+					return fmt.Errorf("rank %d: %v: Step returned Moving %d times, want %d times", r, kind,
+						moved, want)
+				case p == ops.Finished:
+					return nil
+				}
+				runtime.Gosched()
 			}
 		})
 	}
