@@ -24,7 +24,8 @@ type Blocking struct {
 	one [1]ops.Tensor // Tensors of the running operation, kept here so that no call allocates
 }
 
-func (b *Blocking) run(ctx context.Context, op ops.Operation) error {
+// Run runs any operation.
+func (b *Blocking) Run(ctx context.Context, op ops.Operation) error {
 	if !b.Steps {
 		return ops.Run(ctx, b.Backend, op)
 	}
@@ -61,21 +62,21 @@ func (b *Blocking) Allreduce(ctx context.Context, alg message.Algorithm, dt tens
 // AllreduceFused reduces tensors and scales them by s.
 func (b *Blocking) AllreduceFused(ctx context.Context, alg message.Algorithm, dt tensor.DType,
 	op tensor.ReduceOp, s ops.Scaling, tensors []ops.Tensor) error {
-	return b.run(ctx, ops.Operation{Kind: message.Allreduce, Algorithm: alg, DType: dt, Op: op,
+	return b.Run(ctx, ops.Operation{Kind: message.Allreduce, Algorithm: alg, DType: dt, Op: op,
 		Tensors: tensors, Scaling: s})
 }
 
 // Reduce reduces tensors, without scaling. The given root gets the result.
 func (b *Blocking) Reduce(ctx context.Context, alg message.Algorithm, dt tensor.DType, op tensor.ReduceOp,
 	root int, tensors ...ops.Tensor) error {
-	return b.run(ctx, ops.Operation{Kind: message.Reduce, Algorithm: alg, DType: dt, Op: op, Root: root,
+	return b.Run(ctx, ops.Operation{Kind: message.Reduce, Algorithm: alg, DType: dt, Op: op, Root: root,
 		Tensors: tensors, Scaling: ops.Scaling{Pre: 1, Post: 1}})
 }
 
 // Adasum combines the tensors that are concatenated in buf. counts are the sizes of the tensors in bytes.
 func (b *Blocking) Adasum(ctx context.Context, alg message.Algorithm, dt tensor.DType, buf []byte,
 	counts []int64) error {
-	return b.run(ctx, ops.Operation{
+	return b.Run(ctx, ops.Operation{
 		Kind: message.Allreduce, Algorithm: alg, DType: dt, Op: tensor.Adasum, Tensors: b.single(buf),
 		Counts: counts,
 	})
@@ -83,19 +84,19 @@ func (b *Blocking) Adasum(ctx context.Context, alg message.Algorithm, dt tensor.
 
 // Allgather collects the blocks of all ranks in the buffer out. counts are the sizes of the blocks in bytes.
 func (b *Blocking) Allgather(ctx context.Context, alg message.Algorithm, out []byte, counts []int64) error {
-	return b.run(ctx, ops.Operation{Kind: message.Allgather, Algorithm: alg, Buf: out, Counts: counts})
+	return b.Run(ctx, ops.Operation{Kind: message.Allgather, Algorithm: alg, Buf: out, Counts: counts})
 }
 
 // Broadcast copies the buf of the given root to the buf of every other rank.
 func (b *Blocking) Broadcast(ctx context.Context, alg message.Algorithm, root int, buf []byte) error {
-	return b.run(ctx, ops.Operation{Kind: message.Broadcast, Algorithm: alg, Buf: buf, Root: root})
+	return b.Run(ctx, ops.Operation{Kind: message.Broadcast, Algorithm: alg, Buf: buf, Root: root})
 }
 
 // Reducescatter reduces buf and leaves the result in this rank's block of it. counts are the sizes of the
 // blocks in bytes.
 func (b *Blocking) Reducescatter(ctx context.Context, alg message.Algorithm, dt tensor.DType,
 	op tensor.ReduceOp, buf []byte, counts []int64) error {
-	return b.run(ctx, ops.Operation{Kind: message.Reducescatter, Algorithm: alg, DType: dt, Op: op, Buf: buf,
+	return b.Run(ctx, ops.Operation{Kind: message.Reducescatter, Algorithm: alg, DType: dt, Op: op, Buf: buf,
 		Counts: counts})
 }
 
@@ -103,7 +104,7 @@ func (b *Blocking) Reducescatter(ctx context.Context, alg message.Algorithm, dt 
 // the blocks in bytes.
 func (b *Blocking) Alltoall(ctx context.Context, alg message.Algorithm, in []byte, counts []int64,
 	allocate func(counts []int64) ([]byte, error)) error {
-	return b.run(ctx, ops.Operation{Kind: message.Alltoall, Algorithm: alg, Buf: in, Counts: counts,
+	return b.Run(ctx, ops.Operation{Kind: message.Alltoall, Algorithm: alg, Buf: in, Counts: counts,
 		Allocate: allocate})
 }
 
