@@ -56,14 +56,14 @@ import (
 )
 
 // DefaultSegmentBytes is the default of Config.SegmentBytes.
-const DefaultSegmentBytes = 256 << 10
+const DefaultSegmentBytes = 1 << 20
 
 // Config configures a Backend. If a field is zero, its default applies.
 type Config struct {
 	// SegmentBytes is the size of a segment. It is rounded down to whole elements, but to at least one
 	// element. Larger segments need fewer calls. Smaller segments stay in the processor's cache and let the
 	// next rank start sooner. All ranks must use the same size, because it decides the order of the data in
-	// an allreduce by Ring. If SegmentBytes is 0 or less, it is 256 KiB. An operation may have another size.
+	// an allreduce by Ring. If SegmentBytes is 0 or less, it is 1 MiB. An operation may have another size.
 	SegmentBytes int
 
 	// Deterministic makes Plan choose only algorithms whose result for an element depends only on the ranks'
