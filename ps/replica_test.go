@@ -307,8 +307,8 @@ func TestBothServersDie(t *testing.T) {
 	}
 }
 
-// TestNewsOutOfOrder ends both servers of a range while messages may overtake each other. A push waits, because
-// the news that one of them has returned may be late.
+// TestNewsOutOfOrder ends both servers of a range while messages may overtake each other. A push waits,
+// because the news that one of them has returned may be late.
 func TestNewsOutOfOrder(t *testing.T) {
 	r := startReplicated(t, job{t: t, servers: 3, workers: 1, settings: map[string]string{"PS_RESEND": "1"}},
 		Sum[float64])

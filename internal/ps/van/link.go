@@ -202,7 +202,7 @@ func (l *link) reply(m *Message) error {
 		return nil
 	}
 	if batched {
-		// The goroutine that reads calls writeHeld after handling is false, and the tick does not wait for that.
+		// The goroutine that reads calls writeHeld after handling is false. The tick does not wait for that.
 		if l.held.Store(true); l.handling.Load() {
 			return nil
 		}
