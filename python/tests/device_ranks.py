@@ -13,6 +13,7 @@ import ctypes
 import faulthandler
 import math
 import os
+import pathlib
 import signal
 import sys
 import tempfile
@@ -20,7 +21,7 @@ import time
 import unittest
 import unittest.mock
 import warnings
-from typing import Any, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple
 
 import devices
 
@@ -60,6 +61,22 @@ def new_stream() -> int:
     cuda("cudaStreamCreateWithFlags", ctypes.byref(stream), 1)
     assert stream.value is not None
     return stream.value
+
+
+@contextlib.contextmanager
+def held_stream() -> Iterator[Tuple[int, Callable[[], None]]]:
+    """A stream that executes nothing before the function is called, or the block is left with an error. A process with
+    work that is held could not free arrays, so it could not end either.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        gate = pathlib.Path(folder, "open")
+        with unittest.mock.patch.dict(os.environ, STANDIN_CUDA_HOLD=str(gate)):
+            stream = new_stream()
+        try:
+            yield stream, gate.touch
+        finally:
+            gate.touch()
+            cuda("cudaStreamSynchronize", ctypes.c_void_p(stream))  # the stream has seen the file before it is removed
 
 
 class Allocation:
@@ -146,8 +163,10 @@ class Devices(_engine.Framework[Array]):
     @contextlib.contextmanager
     def using(self, stream: int) -> Iterator[None]:
         before, self.current = self.current, stream
-        yield
-        self.current = before
+        try:
+            yield
+        finally:
+            self.current = before
 
     def follow(self, stream: int) -> None:
         self.followed.append(stream)
@@ -412,19 +431,15 @@ class Waits(OnDevice):
     def test_waits(self) -> None:
         """Operations that are fused wait once for each stream of the program, here for one."""
         calls = os.environ.pop("STANDIN_CUDA_CALLS")
-        with tempfile.TemporaryDirectory() as folder:
-            with unittest.mock.patch.dict(os.environ, STANDIN_CUDA_HOLD=os.path.join(folder, "open")):
-                held = new_stream()
-            client = _engine.engine.client()
-            with fw.using(held):
-                xs = [Array([1]).write([i]) for i in range(20)]
-                done = [begin(wire.ALLREDUCE, [x], f"waits {i}", reduce_op=_engine.Sum) for i, x in enumerate(xs)]
-                # No operation ends before the arrays are written. Until then rank 0 grants two at most, later the rest.
-                while client._words[_client._TAKEN] < client._words[_client._SUBMITTED]:
-                    time.sleep(0.001)
-                with open(os.path.join(folder, "open"), "w"):
-                    pass
-                self.assertEqual([call.results()[0].read() for call in done], [[i * size()] for i in range(20)])
+        client = _engine.engine.client()
+        with held_stream() as (held, release), fw.using(held):
+            xs = [Array([1]).write([i]) for i in range(20)]
+            done = [begin(wire.ALLREDUCE, [x], f"waits {i}", reduce_op=_engine.Sum) for i, x in enumerate(xs)]
+            # No operation ends before the arrays are written. Until then rank 0 grants two at most, later the rest.
+            while client._words[_client._TAKEN] < client._words[_client._SUBMITTED]:
+                time.sleep(0.001)
+            release()
+            self.assertEqual([call.results()[0].read() for call in done], [[i * size()] for i in range(20)])
         with open(calls) as f:
             waits = f.read().split().count("cudaStreamWaitEvent")
         self.assertTrue(0 < waits <= 3 * size(), waits)
