@@ -390,6 +390,21 @@ class Groups(Ranks):
                 dist.destroy_process_group(dist.split_group(group, split_ranks=[[0]]))
             dist.destroy_process_group(group)
 
+    def test_several_backends_with_checks(self) -> None:
+        """With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch calls the backend through a wrapper, which checks the calls."""
+        if not _HAS_BACKENDS:
+            return
+        before, cpu = dist.get_debug_level(), torch.device("cpu")
+        dist.set_debug_level(dist.DebugLevel.DETAIL)
+        self.addCleanup(dist.set_debug_level, before)
+        group = dist.new_group(list(self.all), backend="cpu:gohvd,cuda:gloo")
+        self.assertNotIsInstance(group._get_backend(cpu), Backend)
+        self.assertFalse(group._get_backend(cpu).supports_tensor_alloc(cpu))
+        x = self.ours(2)
+        dist.all_reduce(x, group=group)
+        self.equal(x, sum(r + 1.0 for r in self.all))
+        dist.destroy_process_group(group)
+
     def test_destroyed_groups_leave_no_sets(self) -> None:
         sets_of_job = _engine.engine.set_ranks
         before = sets_of_job()

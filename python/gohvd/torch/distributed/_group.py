@@ -93,8 +93,10 @@ class Calls:
     def perform_nocolor_split(self, device: torch.device) -> None:
         pass
 
-    def supports_tensor_alloc(self, device: torch.device) -> bool:
-        return device.type == "cpu"
+    def supports_tensor_alloc(self, device: Any) -> bool:
+        # If torch asks in C++, it passes the index of the device, and it could not call allocate_tensor, because it cannot
+        # convert the arguments.
+        return isinstance(device, torch.device) and device.type == "cpu"
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Returns a tensor that operations do not copy. FSDP asks for it if the program has called

@@ -6,9 +6,8 @@ gohvd with the same numbers, because the program has called ``hvd.init()``, the 
 
 from __future__ import annotations
 
-import weakref
 from datetime import timedelta
-from typing import Any, List, Optional
+from typing import Any, List, Optional, Set
 
 from ... import _engine
 from ...exceptions import HorovodInternalError
@@ -27,7 +26,8 @@ class Job:
         """
         self.ours = ours
         """Whether a group has begun the job. If not, the program has."""
-        self.groups: "weakref.WeakSet[Any]" = weakref.WeakSet()
+        # It holds the groups until they leave. Torch does not hold a backend that it calls through its debug wrapper.
+        self.groups: Set[Any] = set()
 
     def process_set(self, ranks: Optional[List[int]], name: str) -> ProcessSet:
         """Returns a new process set for the group with the given name. ranks has its ranks in the default group, or is
