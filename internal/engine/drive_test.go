@@ -2,13 +2,16 @@ package engine_test
 
 import (
 	"context"
+	"runtime"
 	"sync"
 	"testing"
 	"time"
 
 	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport/mem"
+	"github.com/gohvd/gohvd/ops"
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
@@ -215,4 +218,62 @@ func TestCloseWhileDriving(t *testing.T) {
 	<-left
 	<-answered
 	c.engines[0].Close()
+}
+
+// gated is a backend whose operations end when the channel is closed.
+type gated struct {
+	ops.Backend
+	open    <-chan struct{}
+	started chan struct{}
+}
+
+func (gated) Plan([]topo.Rank, *message.Response, int64, *message.Tuning) (message.Algorithm, error) {
+	return message.Ring, nil
+}
+
+func (g gated) Start(ops.Operation) error {
+	close(g.started)
+	return nil
+}
+
+func (g gated) Step(context.Context, bool) (ops.Progress, error) {
+	if isClosed(g.open)() {
+		return ops.Finished, nil
+	}
+	return ops.Waiting, nil
+}
+
+func (gated) Close() {}
+
+// An operation ends between two turns of a driver while its rank waits to leave. A turn follows at once, so
+// that Shutdown does not wait for the next heartbeat, which is minutes away.
+func TestTurnFollowsLastOperation(t *testing.T) {
+	open := make(chan struct{})
+	b := gated{open: open, started: make(chan struct{})}
+	c := startOn(t, mem.New(1), 1, func(cfg *engine.Config) {
+		cfg.Spin, cfg.LivenessTimeout = time.Hour, time.Hour
+		create := func(topo.ProcessSetID, []topo.Rank, int) (ops.Backend, error) { return b, nil }
+		cfg.Backends = ops.Registry{{ID: message.SHM, New: create}}
+	})
+	e := c.engines[0]
+	entry := sum("x", make([]byte, 8))
+	entry.Done = func(error) {}
+	if err := e.Queue(entry); err != nil {
+		t.Fatal(err)
+	}
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	left := make(chan struct{})
+	wg.Go(func() { e.Drive(c.ctx, isClosed(left)) })
+	<-b.started
+	wg.Go(func() {
+		defer close(left)
+		c.shutdown()
+	})
+	// The loop takes the shutdown in this time.
+	for before := e.Polls(); c.ctx.Err() == nil && e.Polls() < before+10000; {
+		runtime.Gosched()
+	}
+	close(open)
+	<-left
 }
