@@ -8,6 +8,7 @@ import (
 	"os"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"testing/fstest"
 	"testing/synctest"
@@ -135,7 +136,18 @@ func holds(t *testing.T, what string, lines []Line, want ...string) {
 // TestASoundMachine checks that all lines are ok on a machine without problems, and that the sections are in
 // the right order.
 func TestASoundMachine(t *testing.T) {
-	lines := Run(t.Context(), soundSystem(), Checks(), testLimit)
+	s := soundSystem()
+	output, asked := s.Output, new(atomic.Int32)
+	s.Output = func(ctx context.Context, env, argv []string) (string, error) {
+		if slices.Contains(argv, "--check-gpus") {
+			asked.Add(1)
+		}
+		return output(ctx, env, argv)
+	}
+	lines := Run(t.Context(), s, Checks(), testLimit)
+	if n := asked.Load(); n != 1 {
+		t.Errorf("hvdd was asked %d times for GPUs, want once", n)
+	}
 	for _, l := range lines {
 		if l.Status != OK || l.Fix != "" || l.Section == "" || l.Name == "" || l.Text == "" {
 			t.Errorf("got %+v, want ok and all but the fix", l)

@@ -12,9 +12,15 @@ import (
 // errNoNCCL is the reason why ranks in Python have no NCCL if there is only the hvdd that needs no C library.
 var errNoNCCL = errors.New("hvdd has no NCCL, and there is no hvdd-gpu in its folder")
 
-// gpus asks hvdd which libraries for GPUs the ranks in Python load. Ranks in Go load the same ones if they
-// are built with NCCL. The error says why NCCL cannot be used. A machine without devices is no error.
-func (s *System) gpus(ctx context.Context) (found cuda.Found, err error) {
+// gpus returns which libraries for GPUs the ranks in Python load. Ranks in Go load the same ones if they are
+// built with NCCL. The error says why NCCL cannot be used. A machine without devices is no error. The first
+// call asks hvdd, which may have to start the driver.
+func (s *System) gpus(ctx context.Context) (cuda.Found, error) {
+	s.asked.Do(func() { s.found, s.whyNoGPUs = s.askForGPUs(ctx) })
+	return s.found, s.whyNoGPUs
+}
+
+func (s *System) askForGPUs(ctx context.Context) (found cuda.Found, err error) {
 	hvdd, err := s.findSidecar()
 	if err != nil {
 		return found, err

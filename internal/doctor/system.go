@@ -13,11 +13,13 @@ import (
 	"runtime"
 	"runtime/debug"
 	"strings"
+	"sync"
 	"syscall"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/cuda"
 	"github.com/gohvd/gohvd/internal/kernel"
 	"github.com/gohvd/gohvd/internal/shmem"
 )
@@ -68,6 +70,10 @@ type System struct {
 	// Reach runs the command argv with empty standard input. It returns the last part of the command's
 	// standard error. If ctx ends, it kills the command.
 	Reach func(ctx context.Context, argv []string) (stderr string, err error)
+
+	asked     sync.Once // done when the results of gpus are known
+	found     cuda.Found
+	whyNoGPUs error
 }
 
 // Build describes how a program was built.
