@@ -9,6 +9,8 @@ import (
 	"testing"
 	"time"
 
+	"go.uber.org/zap"
+	"go.uber.org/zap/zaptest/observer"
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/dial"
@@ -49,7 +51,7 @@ func TestSilence(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			s := dial.NewSilence(limit)
+			s := dial.NewSilence(limit, zap.NewNop())
 			ticker := time.NewTicker(dial.CheckPeriod(limit))
 			defer ticker.Stop()
 			late := time.After(time.Minute)
@@ -80,8 +82,8 @@ func TestSilence(t *testing.T) {
 	}
 }
 
-// TestSilenceProbes checks that Check makes the kernel probe an idle connection, and that it reports errors
-// of system calls.
+// TestSilenceProbes checks that Check makes the kernel probe an idle connection, that it warns once if the
+// kernel refuses, and that it reports errors of other system calls.
 func TestSilenceProbes(t *testing.T) {
 	near, _ := connected(t)
 	raw, err := near.SyscallConn()
@@ -94,7 +96,7 @@ func TestSilenceProbes(t *testing.T) {
 	}{
 		{time.Second, 1, 1}, {10 * time.Second, 3, 2}, {time.Minute, 5, 8}, {1 << 62, 5, 32767},
 	} {
-		s := dial.NewSilence(c.limit)
+		s := dial.NewSilence(c.limit, zap.NewNop())
 		if err := raw.Control(func(fd uintptr) {
 			if err := s.Check(int(fd), time.Now()); err != nil {
 				t.Error(err)
@@ -115,8 +117,31 @@ func TestSilenceProbes(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if err := dial.NewSilence(time.Second).Check(-1, time.Now()); !errors.Is(err, syscall.EBADF) {
+	none := dial.NewSilence(time.Second, zap.NewNop())
+	if err := none.Check(-1, time.Now()); !errors.Is(err, syscall.EBADF) {
 		t.Errorf("without a descriptor: got %v", err)
+	}
+	// A UDP socket refuses the options of TCP, like a kernel that does not have them.
+	udp, err := net.ListenUDP("udp", &net.UDPAddr{IP: net.IPv4(127, 0, 0, 1)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer udp.Close()
+	if raw, err = udp.SyscallConn(); err != nil {
+		t.Fatal(err)
+	}
+	core, logged := observer.New(zap.WarnLevel)
+	s := dial.NewSilence(time.Second, zap.New(core))
+	for range 2 {
+		if err := raw.Control(func(fd uintptr) { err = s.Check(int(fd), time.Now()) }); err != nil {
+			t.Fatal(err)
+		}
+		if !errors.Is(err, syscall.EOPNOTSUPP) {
+			t.Errorf("over UDP: got %v", err)
+		}
+	}
+	if n := logged.FilterMessageSnippet("does not probe").Len(); n != 1 {
+		t.Errorf("got %d warnings about probes in two checks, want 1", n)
 	}
 }
 

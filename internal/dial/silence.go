@@ -7,6 +7,7 @@ import (
 	"os"
 	"time"
 
+	"go.uber.org/zap"
 	"golang.org/x/sys/unix"
 )
 
@@ -43,7 +44,8 @@ const (
 // used by two goroutines at the same time.
 type Silence struct {
 	limit   time.Duration
-	probes  bool      // whether the kernel probes the connection
+	log     *zap.Logger
+	asked   bool      // whether the kernel was asked to probe the connection
 	checked time.Time // time of the last check
 	waiting bool      // whether the last check has found that an acknowledgement is missing
 	// silent is for how long it has been missing since a check has found that, and retransmits is the number
@@ -52,8 +54,11 @@ type Silence struct {
 	retransmits uint8
 }
 
-// NewSilence returns a Silence for a new connection. It has the given time limit, which must be positive.
-func NewSilence(limit time.Duration) *Silence { return &Silence{limit: limit} }
+// NewSilence returns a Silence for a new connection. It has the given time limit, which must be positive. If
+// the kernel refuses to probe the connection, the first Check logs a warning.
+func NewSilence(limit time.Duration, log *zap.Logger) *Silence {
+	return &Silence{limit: limit, log: log}
+}
 
 // CheckPeriod returns the time between two calls of Check that suits the given time limit.
 func CheckPeriod(limit time.Duration) time.Duration { return limit / checksPerLimit }
@@ -69,11 +74,12 @@ func (e *SilenceError) Error() string {
 // and an error of another type if the check has failed. It does not block. If the time between two calls is
 // much longer than CheckPeriod, Check assumes that this process was stopped, and does not count that time.
 func (s *Silence) Check(fd int, now time.Time) error {
-	if !s.probes {
+	if !s.asked {
+		s.asked = true
 		if err := s.probe(fd); err != nil {
-			return fmt.Errorf("turn on keep-alives: %w", err)
+			s.log.Warn("the kernel does not probe an idle connection, so a loss is found only when data is sent",
+				zap.Error(err))
 		}
-		s.probes = true
 	}
 	info, err := unix.GetsockoptTCPInfo(fd, unix.IPPROTO_TCP, unix.TCP_INFO)
 	if err != nil {
@@ -105,14 +111,17 @@ func (s *Silence) CheckConn(conn net.Conn, now time.Time) error {
 // that the connection is lost.
 func (s *Silence) probe(fd int) error {
 	interval := max(s.limit/probesPerLimit, time.Second)
-	for _, o := range []struct{ level, option, value int }{
-		{unix.IPPROTO_TCP, unix.TCP_KEEPIDLE, wholeSeconds(min(s.limit/4, maxIdle))},
-		{unix.IPPROTO_TCP, unix.TCP_KEEPINTVL, wholeSeconds(interval)},
-		{unix.IPPROTO_TCP, unix.TCP_KEEPCNT, maxProbes},
-		{unix.SOL_SOCKET, unix.SO_KEEPALIVE, 1},
+	for _, o := range []struct {
+		name                 string
+		level, option, value int
+	}{
+		{"TCP_KEEPIDLE", unix.IPPROTO_TCP, unix.TCP_KEEPIDLE, wholeSeconds(min(s.limit/4, maxIdle))},
+		{"TCP_KEEPINTVL", unix.IPPROTO_TCP, unix.TCP_KEEPINTVL, wholeSeconds(interval)},
+		{"TCP_KEEPCNT", unix.IPPROTO_TCP, unix.TCP_KEEPCNT, maxProbes},
+		{"SO_KEEPALIVE", unix.SOL_SOCKET, unix.SO_KEEPALIVE, 1},
 	} {
 		if err := unix.SetsockoptInt(fd, o.level, o.option, o.value); err != nil {
-			return os.NewSyscallError("setsockopt", err)
+			return fmt.Errorf("set %s to %d: %w", o.name, o.value, err)
 		}
 	}
 	return nil

@@ -5,6 +5,7 @@ import (
 	"testing"
 	"time"
 
+	"go.uber.org/zap"
 	"golang.org/x/sys/unix"
 )
 
@@ -65,7 +66,7 @@ func TestObserve(t *testing.T) {
 				Last_ack_recv: ms(since - limit + period/2)}
 		}, 1 + 2*checksPerLimit + 1},
 	} {
-		s, start := NewSilence(limit), time.Now()
+		s, start := NewSilence(limit, zap.NewNop()), time.Now()
 		got := 0
 		for n := 1; n < 5*checksPerLimit && got == 0; n++ {
 			since := time.Duration(n-1) * period
@@ -86,7 +87,7 @@ func TestObserve(t *testing.T) {
 // TestStoppedChecks checks that the time during which this process was stopped hardly counts.
 func TestStoppedChecks(t *testing.T) {
 	const limit = 10 * time.Second
-	s, now := NewSilence(limit), time.Now()
+	s, now := NewSilence(limit, zap.NewNop()), time.Now()
 	lost := unix.TCPInfo{Probes: 9, Last_ack_recv: 1e6}
 	for range checksPerLimit / 2 {
 		if err := s.observe(&lost, now); err != nil {

@@ -106,7 +106,7 @@ func newLink(v *Van, p Process, conn net.Conn) *link {
 		done: make(chan struct{}), over: make(chan struct{})}
 	l.heard.Store(int64(v.now()))
 	if v.beats() && v.sched == nil && p.ID != SchedulerID {
-		l.silence = dial.NewSilence(v.cfg.HeartbeatTimeout)
+		l.silence = dial.NewSilence(v.cfg.HeartbeatTimeout, v.log)
 	}
 	return l
 }

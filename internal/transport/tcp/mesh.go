@@ -323,7 +323,7 @@ func (m *Mesh) publish(l *lane, c *conn) error {
 		}
 		c.poll = m.poll
 	} else if limit := m.e.cfg.LivenessTimeout; limit > 0 {
-		c.silence = dial.NewSilence(limit)
+		c.silence = dial.NewSilence(limit, m.e.quiet)
 		if !m.checks {
 			m.checks = true
 			m.e.wg.Go(m.checkRegularly)

@@ -118,7 +118,7 @@ type Endpoint struct {
 	ctx       context.Context // cancelled when Close begins
 	cancel    context.CancelFunc
 	connected chan struct{} // closed by Connect
-	refused   *zap.Logger   // log for refused connections; it shortens floods of messages (logs.Quiet)
+	quiet     *zap.Logger   // log for messages about single connections; it shortens floods (logs.Quiet)
 	limiter   *dial.Limiter
 	// slots contains a token for each connection that has sent its hello and is not a channel yet.
 	slots chan struct{}
@@ -160,7 +160,7 @@ func newEndpoint(cfg Config, ln net.Listener) *Endpoint {
 		slots:      make(chan struct{}, maxHandshakes),
 		unattached: make(map[net.Conn]struct{}),
 	}
-	e.refused = logs.Quiet(e.log)
+	e.quiet = logs.Quiet(e.log)
 	e.ctx, e.cancel = context.WithCancel(context.Background())
 	e.wg.Go(e.accept)
 	return e
@@ -417,7 +417,7 @@ func (e *Endpoint) logRefused(nc net.Conn, reason error) {
 	if e.ctx.Err() != nil {
 		return // Close has begun, so the connection was not refused
 	}
-	e.refused.Warn("tcp: refused a connection", zap.Stringer("remote", nc.RemoteAddr()), zap.Error(reason))
+	e.quiet.Warn("tcp: refused a connection", zap.Stringer("remote", nc.RemoteAddr()), zap.Error(reason))
 }
 
 // hangUp closes a connection that is not used any more. So it ignores the error of Close.
