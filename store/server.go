@@ -49,6 +49,10 @@ func Serve(addr string, store *HashStore, cfg Config) (*Server, error) {
 // Addr returns the address that s listens on.
 func (s *Server) Addr() string { return s.accepts.Addr() }
 
+// Idle waits until no client is connected. Then the store has executed all calls of processes that have
+// ended. Idle returns an error if ctx ends first.
+func (s *Server) Idle(ctx context.Context) error { return s.accepts.Idle(ctx) }
+
 // Close closes all connections and waits until they have ended. The store stays open.
 func (s *Server) Close() error { return s.accepts.Close() }
 

@@ -96,7 +96,7 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 		return err
 	}
 
-	reports, err := newReporter(kv, np, settings.DumpDir, settings.StallWarning)
+	reports, err := newReporter(kv, server, np, settings.DumpDir, settings.StallWarning)
 	if err != nil {
 		return err
 	}
@@ -135,7 +135,7 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 		NP: np, Nodes: nodes, Hosts: hosts, Command: command, Env: r.env,
 		Set: slices.Concat(r.extra, r.logFormat(&settings), sidecarBinary(&settings, several),
 			timelineSignal(&settings), waits, settings.ForRanks()),
-		Verdict: reports.ranks.Verdict, Restarted: reports.ranks.Restarted,
+		Verdict: reports.verdict, Restarted: reports.ranks.Restarted,
 		StoreAddrs: addrs, Secret: text, TLS: settings.TLS, TorchStore: torch,
 		Reach: r.where.reach, AgentPath: path, Start: settings.StartTimeout,
 		Liveness: settings.LivenessTimeout,

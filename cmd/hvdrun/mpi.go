@@ -356,8 +356,8 @@ func dialAny(addrs []string, text string, tls bool) (kv *store.Client, at netip.
 
 // mpiVerdict returns the verdict of the survivors of a job that mpirun has started or, if there is none, the
 // first rank whose command has failed.
-func (r *reporter) mpiVerdict(ctx context.Context) (joblink.Verdict, error) {
-	v, err := r.ranks.Verdict(ctx)
+func (r *reporter) mpiVerdict(ctx context.Context, ended bool) (joblink.Verdict, error) {
+	v, err := r.verdict(ctx, ended)
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if err != nil {

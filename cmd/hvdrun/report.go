@@ -35,6 +35,7 @@ const (
 // reporter makes reports about what the ranks are doing, for launch.Inquiry.
 type reporter struct {
 	ranks  *joblink.Launcher
+	server *store.Server // serves the store to the ranks
 	size   int
 	dir    string        // folder for the dumps and the last report; empty if there is none
 	period time.Duration // minimum time between two reports that stalls trigger
@@ -78,9 +79,10 @@ func (w *wait) is(d *analysis.Snapshot, p *analysis.Record) bool {
 
 // newReporter starts a reporter. Until close is called, the reporter receives messages from the ranks through
 // the store of the job.
-func newReporter(kv *store.HashStore, size int, dir string, period time.Duration) (*reporter, error) {
+func newReporter(kv *store.HashStore, server *store.Server, size int, dir string,
+	period time.Duration) (*reporter, error) {
 	r := &reporter{
-		size: size, dir: dir, period: period,
+		server: server, size: size, dir: dir, period: period,
 		alarms: make(chan string, 1), failures: make(map[int][]byte),
 		reported: make(map[stalled]map[int]wait),
 	}
@@ -99,6 +101,23 @@ func newReporter(kv *store.HashStore, size int, dir string, period time.Duration
 func (r *reporter) close() {
 	r.cancel()
 	_ = r.ranks.Close() // a report shows errors of r.ranks, so this one is ignored
+}
+
+// verdict implements launch.Options.Verdict. If all ranks have ended, it closes the reporter when everything
+// that they have sent has been received.
+func (r *reporter) verdict(ctx context.Context, ended bool) (joblink.Verdict, error) {
+	if ended {
+		ctx, stop := context.WithCancel(ctx)
+		var wg sync.WaitGroup
+		defer wg.Wait()
+		defer stop()
+		wg.Go(func() {
+			if r.server.Idle(ctx) == nil {
+				r.close()
+			}
+		})
+	}
+	return r.ranks.Verdict(ctx)
 }
 
 func (r *reporter) inquiry() *launch.Inquiry {

@@ -5,6 +5,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -28,6 +29,7 @@ import (
 	"github.com/gohvd/gohvd/internal/recorder"
 	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/internal/testnet"
+	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/trace"
 	"github.com/gohvd/gohvd/store"
 )
@@ -428,11 +430,53 @@ func TestJobEndsWhileRanksAreAsked(t *testing.T) {
 
 func reporterOf(t *testing.T, kv *store.HashStore, size int, dir string, period time.Duration) *reporter {
 	t.Helper()
-	r, err := newReporter(kv, size, dir, period)
+	r, err := newReporter(kv, nil, size, dir, period)
 	if err != nil {
 		t.Fatal(err)
 	}
 	return r
+}
+
+// TestVerdictOfEndedRanks checks that a verdict that a rank has sent before its end is received, and that the
+// reporter does not wait for one if no rank is connected any more.
+func TestVerdictOfEndedRanks(t *testing.T) {
+	for _, sends := range []bool{true, false} {
+		kv := store.NewHashStore(store.Limits{})
+		defer kv.Close()
+		server, err := store.Serve("127.0.0.1:0", kv, store.Config{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer server.Close()
+		r, err := newReporter(kv, server, 2, "", time.Hour)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer r.close()
+		ctx := testnet.Context(t)
+		rank, err := store.Dial(ctx, server.Addr(), store.Config{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		var end sync.WaitGroup
+		end.Go(func() {
+			if sends {
+				want := joblink.Verdict{Epoch: 1, Ranks: []topo.Rank{0}, Reason: "it is gone"}
+				if err := joblink.New(rank, 1).ReportVerdict(ctx, want); err != nil {
+					t.Error(err)
+				}
+			}
+			rank.Close()
+		})
+		v, err := r.verdict(ctx, true)
+		end.Wait()
+		if sends && (err != nil || v.Reason != "it is gone") {
+			t.Errorf("got %+v, %v, want the verdict", v, err)
+		}
+		if !sends && !errors.Is(err, store.ErrClosed) {
+			t.Errorf("without a verdict: got %v, want %v", err, store.ErrClosed)
+		}
+	}
 }
 
 // TestStallsAreReportedOnce checks that each stall is reported once, and that there is one report at a time.

@@ -33,6 +33,7 @@ type Acceptor struct {
 
 	mu    sync.Mutex
 	conns map[net.Conn]struct{}
+	ended chan struct{} // closed and replaced when a connection has ended
 }
 
 // Serve listens on addr and calls handle for each connection. addr is as in Listen. The parameter most is
@@ -44,7 +45,7 @@ func Serve(addr, name string, most int, log *zap.Logger, handle Handler) (*Accep
 		return nil, err
 	}
 	a := &Acceptor{name: name, most: most, log: logs.Quiet(log), handle: handle, ln: ln,
-		conns: make(map[net.Conn]struct{})}
+		conns: make(map[net.Conn]struct{}), ended: make(chan struct{})}
 	a.ctx, a.stop = context.WithCancel(context.Background())
 	a.close = sync.OnceValue(a.closeOnce)
 	a.wg.Go(a.accept)
@@ -56,6 +57,23 @@ func (a *Acceptor) Addr() string { return a.ln.Addr().String() }
 
 // Close closes all connections and waits for the goroutines of the Acceptor.
 func (a *Acceptor) Close() error { return a.close() }
+
+// Idle waits until no connection is served. It returns an error if ctx ends first.
+func (a *Acceptor) Idle(ctx context.Context) error {
+	for {
+		a.mu.Lock()
+		n, ended := len(a.conns), a.ended
+		a.mu.Unlock()
+		if n == 0 {
+			return nil
+		}
+		select {
+		case <-ended:
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+}
 
 func (a *Acceptor) closeOnce() error {
 	a.stop()
@@ -106,6 +124,8 @@ func (a *Acceptor) serve(conn net.Conn) {
 	conn.Close()
 	a.mu.Lock()
 	delete(a.conns, conn)
+	close(a.ended)
+	a.ended = make(chan struct{})
 	a.mu.Unlock()
 	if !errors.Is(err, io.EOF) && a.ctx.Err() == nil {
 		a.log.Warn(a.name+" closed a connection", zap.Stringer("client", conn.RemoteAddr()), zap.Error(err))

@@ -82,8 +82,9 @@ type Options struct {
 	// Restarted is called before a rank is started again (Nodes.Restarts). It must not block. It may be nil.
 	Restarted func(rank int)
 	// Verdict waits for the verdict of the surviving ranks about the ranks that failed. It returns an error
-	// if ctx ends first. The field is nil if there cannot be a verdict.
-	Verdict func(ctx context.Context) (joblink.Verdict, error)
+	// if ctx ends first, and may return one earlier if all ranks have ended and have sent no verdict. The
+	// field is nil if there cannot be a verdict.
+	Verdict func(ctx context.Context, ended bool) (joblink.Verdict, error)
 	// StoreAddrs holds the addresses, at least one, at which ranks reach the store. If some ranks run on
 	// other hosts, each host tries all addresses and uses one that works.
 	StoreAddrs []netip.AddrPort

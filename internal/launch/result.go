@@ -27,7 +27,7 @@ func (j *job) result() Result {
 		}
 		res.Status = statusSignal + int(res.Signal)
 	case j.failed:
-		j.settleVerdict()
+		j.settleVerdict(true)
 		if !j.survived() {
 			res.Verdict = j.verdict
 		}
@@ -42,14 +42,14 @@ func (j *job) result() Result {
 
 // settleVerdict reads the verdict. It is called before the launcher asks the processes to end, and at the
 // latest when all have ended. A later verdict would name a process that has ended because it was asked to.
-func (j *job) settleVerdict() {
+func (j *job) settleVerdict(ended bool) {
 	if j.o.Verdict == nil || j.settled {
 		return
 	}
 	j.settled = true
 	ctx, cancel := context.WithTimeout(context.Background(), verdictWait)
 	defer cancel()
-	v, err := j.o.Verdict(ctx)
+	v, err := j.o.Verdict(ctx, ended)
 	if err != nil {
 		j.verbosef("cannot read the verdict of the %s: %v", j.o.processes(), err)
 		return

@@ -30,7 +30,7 @@ const (
 )
 
 // verdictWait is the time limit for reading the verdict. A survivor may have sent it a moment ago. Only a job
-// that has failed without a verdict waits for so long.
+// that has failed without a verdict waits for so long, if some ranks still run.
 const verdictWait = time.Second
 
 // job is the state of one Run. Its fields belong to the goroutine of Run unless noted otherwise.
@@ -368,7 +368,7 @@ func (j *job) end(s syscall.Signal) {
 		return
 	}
 	if j.failed {
-		j.settleVerdict()
+		j.settleVerdict(false)
 	}
 	j.cancelRestarts()
 	if j.phase < terminating {
