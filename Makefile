@@ -105,7 +105,7 @@ autotune: ## tune on 100 random surfaces of each kind
 	$(GO) test -count 1 -run FindsGoodSettings -v ./autotune -args -seeds 100
 
 # The packages with tests that start MPI jobs. Their tests for ranks are in files with the tag mpi.
-WITH_MPI = ./ops/mpi ./internal/conformance ./internal/e2e
+WITH_MPI = ./ops/mpi ./internal/rank ./internal/conformance ./internal/e2e
 
 .PHONY: test-mpi
 test-mpi: ## test with Open MPI and MPICH, as jobs of 1 to 4 processes

@@ -26,7 +26,7 @@ type MPI struct {
 // JoinMPI initializes MPI if the settings choose it, and makes an id by which the ranks of the MPI job meet.
 // It makes no id if elsewhere is set, or if hvdrun has started mpirun, because the ranks then meet at the
 // store of hvdrun. comm is the Options.Comm of ops/mpi. All ranks of the job must call JoinMPI. It returns
-// nil if the settings do not choose MPI.
+// nil if the settings do not choose MPI. If MPI was initialized, it returns an MPI, together with any error.
 func JoinMPI(ctx context.Context, cfg *config.Config, comm *int32, elsewhere bool,
 	log *zap.Logger) (*MPI, error) {
 	if !cfg.MPIController && !cfg.MPIOperations {
@@ -52,15 +52,14 @@ func JoinMPI(ctx context.Context, cfg *config.Config, comm *int32, elsewhere boo
 	if world.Rank() == 0 {
 		if id, err = m.serve(cfg, log); err != nil {
 			// The other ranks get an id that is not valid, so they need not wait for this one.
-			return nil, errors.Join(err, world.Broadcast(ctx, make([]byte, len(id))))
+			return m, errors.Join(err, world.Broadcast(ctx, make([]byte, len(id))))
 		}
 	}
 	if err := world.Broadcast(ctx, id[:]); err != nil {
-		m.Close()
-		return nil, err
+		return m, err
 	}
 	if id == (place.ID{}) {
-		return nil, errors.New("rank 0 could not serve the store at which the ranks meet")
+		return m, errors.New("rank 0 could not serve the store at which the ranks meet")
 	}
 	m.ID = &place.ByID{IDs: []place.ID{id}, Rank: world.Rank(), Size: world.Size()}
 	return m, nil
@@ -113,6 +112,14 @@ func (m *MPI) check(rank, size int) error {
 	}
 	return fmt.Errorf("this process is rank %d of %d in the job, but rank %d of %d in MPI: the ranks must be the same",
 		rank, size, m.Rank(), m.Size())
+}
+
+// fail records that the job has failed, so that this process uses MPI no more. It does nothing if m or err is
+// nil.
+func (m *MPI) fail(err error) {
+	if m != nil && err != nil {
+		m.Fail(err)
+	}
 }
 
 // Close ends the store of the id. It does not finalize MPI. m may be nil.

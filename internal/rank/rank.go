@@ -180,6 +180,7 @@ func (r *Rank) Start(ctx context.Context, o Options) error {
 	ctx, cancel := context.WithTimeout(ctx, cfg.StartTimeout)
 	defer cancel()
 	if err := r.start(ctx, cfg, &o); err != nil {
+		r.mpi.fail(err)
 		return fmt.Errorf("hvd: init: %w", errors.Join(dial.ExplainLimit(err), r.release()))
 	}
 	return nil
@@ -461,7 +462,10 @@ func (r *Rank) launcher() joblink.Link {
 // Shutdown makes r leave the job, as hvd.Shutdown does, and then closes it.
 func (r *Rank) Shutdown(ctx context.Context, why engine.Departure) error {
 	err := r.Engine.Shutdown(ctx, why)
-	if err == nil && r.mpi != nil {
+	switch {
+	case err != nil:
+		r.mpi.fail(err)
+	case r.mpi != nil:
 		err = r.mpi.Leave(ctx)
 	}
 	if err != nil {
@@ -474,6 +478,7 @@ func (r *Rank) Shutdown(ctx context.Context, why engine.Departure) error {
 // the process.
 func (r *Rank) Close() error {
 	r.Engine.Close()
+	r.mpi.fail(r.Engine.Err())
 	return r.release()
 }
 

@@ -156,7 +156,7 @@ func (c *collectives) Test() (frames [][]byte, done bool, err error) {
 	}
 	if c.err != nil {
 		// The memory stays pinned, because MPI may still refer to it.
-		c.world.spoil(c.err)
+		c.world.Fail(c.err)
 		return nil, false, fmt.Errorf("ops/mpi: negotiation: %w", c.err)
 	}
 	if len(c.rests) > 0 {

@@ -39,8 +39,9 @@
 // rank has failed in a collective. The error is then an *ops.UnknownRankError, and the negotiation finds out
 // which rank it is, if it can.
 //
-// MPI cannot cancel a collective. After an operation has failed, the library may still refer to its buffers.
-// So this package keeps these buffers in memory, and makes no further MPI call in this process.
+// MPI cannot cancel a collective. After an operation or the job has failed, the library may still refer to
+// the buffers of operations. So this package keeps these buffers in memory, and makes no further MPI call in
+// this process.
 package mpi
 
 import (
@@ -102,4 +103,8 @@ type World interface {
 	// Leave ends the use of MPI that a call of Join has begun. The last Leave finalizes MPI if Join has
 	// initialized it, and waits for the other ranks to do so too. It fails if ctx ends, or if MPI has failed.
 	Leave(ctx context.Context) error
+	// Fail is called instead of Leave if the job has failed with err. Operations of the job may then be
+	// pending at some ranks, where MPI cannot cancel them, so later operations could get their messages.
+	// After Fail, MPI cannot be used any more in this process, and Join returns the reason.
+	Fail(err error)
 }

@@ -656,7 +656,7 @@ func TestFailureElsewhere(t *testing.T) {
 		t.Fatal(err)
 	}
 	failed := errors.New("an operation of another set has failed")
-	job.spoil(failed)
+	job.Fail(failed)
 	if p, err := b.Step(ctx, false); p != ops.Waiting || !errors.Is(err, failed) {
 		t.Errorf("got progress %v and error %v, want %v and %v", p, err, ops.Waiting, failed)
 	}

@@ -132,7 +132,7 @@ func Join(ctx context.Context, o Options) (World, error) {
 		go w.thread.run()
 		err := w.await(ctx, "joining the other processes", func() error { return w.initialize(o) })
 		if err != nil {
-			w.spoil(err)
+			w.Fail(err)
 			return nil, fmt.Errorf("%w: have all processes of the job called Init?", err)
 		}
 		process.world = w
@@ -164,7 +164,7 @@ func (w *world) await(ctx context.Context, what string, f func() error) error {
 		return err
 	case <-ctx.Done():
 		err := fmt.Errorf("ops/mpi: %s with MPI: %w", what, context.Cause(ctx))
-		w.spoil(err)
+		w.Fail(err)
 		return err
 	}
 }
@@ -315,15 +315,10 @@ func (w *world) failure() error {
 	return nil
 }
 
-func (w *world) spoil(err error) {
-	err = fmt.Errorf("MPI cannot be used any more in this process, because it has failed: %w", err)
-	w.failed.CompareAndSwap(nil, &err)
-}
-
 // abandon is called when an operation has failed. It keeps the buffers of the operation, because MPI may
 // still refer to them.
 func (w *world) abandon(pins *runtime.Pinner, err error) {
-	w.spoil(err)
+	w.Fail(err)
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.pinned = append(w.pinned, pins)
@@ -349,7 +344,7 @@ func (w *world) change(set topo.ProcessSetID, f func() error) {
 			return
 		}
 		if err := f(); err != nil {
-			w.spoil(fmt.Errorf("ops/mpi: process set %d: %w", set, err))
+			w.Fail(fmt.Errorf("ops/mpi: process set %d: %w", set, err))
 		}
 	})
 }
@@ -377,4 +372,10 @@ func (w *world) Leave(ctx context.Context) error {
 	w.failed.Store(&finalized)
 	close(w.thread.calls)
 	return nil
+}
+
+// Fail implements World.
+func (w *world) Fail(err error) {
+	err = fmt.Errorf("MPI cannot be used any more in this process after a failure: %w", err)
+	w.failed.CompareAndSwap(nil, &err)
 }
