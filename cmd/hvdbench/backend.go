@@ -55,7 +55,8 @@ func (b *rawBackend) close() error {
 }
 
 // openRaw meets the other ranks and opens the backends with them. It uses a job name of its own, so that this
-// process can also have an engine in the job.
+// process can also have an engine in the job. The caller must close b unless it is nil, even if there is an
+// error.
 func openRaw(ctx context.Context, at jobPlace) (b *rawBackend, err error) {
 	cfg, err := config.FromEnvironment(at.settings, at.store != nil)
 	if err != nil {
@@ -64,13 +65,8 @@ func openRaw(ctx context.Context, at jobPlace) (b *rawBackend, err error) {
 	ctx, cancel := context.WithTimeout(ctx, cfg.StartTimeout)
 	defer cancel()
 	b = new(rawBackend)
-	defer func() {
-		if err != nil {
-			err = errors.Join(err, b.close())
-		}
-	}()
 	if b.mpi, err = rank.JoinMPI(ctx, &cfg, nil, at.store != nil, nil); err != nil {
-		return nil, err
+		return b, err
 	}
 	where := place.Config{Settings: cfg, Store: at.store}
 	if b.mpi != nil {
@@ -78,7 +74,7 @@ func openRaw(ctx context.Context, at jobPlace) (b *rawBackend, err error) {
 	}
 	met, err := place.Open(ctx, where)
 	if err != nil {
-		return nil, err
+		return b, err
 	}
 	b.at = met
 	cfg = met.Settings
@@ -88,13 +84,13 @@ func openRaw(ctx context.Context, at jobPlace) (b *rawBackend, err error) {
 	} else {
 		met.Settings.JobID += "/raw"
 		if b.session, err = rank.OpenSession(ctx, rank.SessionConfig{At: met}); err != nil {
-			return nil, err
+			return b, err
 		}
 		b.mesh = b.session.Mesh
 	}
 	overTCP, err := rank.TCPConfig(&cfg)
 	if err != nil {
-		return nil, err
+		return b, err
 	}
 	overTCP.Oversubscribed = b.session != nil && ops.Oversubscribed(b.session.LocalSize)
 	backends := rank.Backends(b.mpi, b.session, b.mesh, &cfg, overTCP)

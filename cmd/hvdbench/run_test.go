@@ -337,3 +337,12 @@ func TestInterrupted(t *testing.T) {
 		t.Errorf("want the row of 1000 bytes, got\n%s", out.String())
 	}
 }
+
+// A backend that cannot be opened is an error.
+func TestBackendFails(t *testing.T) {
+	settings := map[string]string{"HVD_INIT_METHOD": "tcp://nowhere", "HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}
+	j, err := join(t.Context(), jobPlace{settings: settings}, true, false)
+	if j != nil || err == nil || !strings.Contains(err.Error(), "open the backend: ") {
+		t.Errorf("got job %v and error %v", j, err)
+	}
+}
