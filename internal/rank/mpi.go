@@ -36,7 +36,8 @@ func JoinMPI(ctx context.Context, cfg *config.Config, comm *int32, elsewhere boo
 		}
 		return nil, nil
 	}
-	world, err := mpi.Join(ctx, mpi.Options{SingleThread: cfg.MPIThreadsDisable, Comm: comm})
+	world, err := mpi.Join(ctx, mpi.Options{SingleThread: cfg.MPIThreadsDisable,
+		KeepThreads: cfg.Variable("GOMAXPROCS") != "", Comm: comm})
 	if err != nil {
 		return nil, err
 	}

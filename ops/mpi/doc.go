@@ -63,6 +63,8 @@ var ErrFinalized = errors.New("MPI was finalized, and a process can initialize i
 type Options struct {
 	// SingleThread makes one thread call MPI.
 	SingleThread bool
+	// KeepThreads is set if the user has chosen GOMAXPROCS. Otherwise Join raises it from 1 to 2.
+	KeepThreads bool
 	// Comm points to the Fortran handle (MPI_Comm_c2f) of a communicator of the program, which must have
 	// initialized MPI. Its processes are those of the job. If Comm is nil, all processes are.
 	Comm *int32

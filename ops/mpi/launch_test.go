@@ -15,9 +15,14 @@ import (
 func TestWithMPI(t *testing.T) {
 	testmpi.Each(t, func(t *testing.T, l testmpi.Library) {
 		program := l.Build(t, "test", "./ops/mpi")
+		t.Setenv("GOMAXPROCS", "1")
 		l.RunTests(t, program, 1, 3)
 		t.Run("one thread", func(t *testing.T) {
 			t.Setenv("SINGLE_THREAD", "1")
+			l.RunTests(t, program, 2)
+		})
+		t.Run("GOMAXPROCS", func(t *testing.T) {
+			t.Setenv("KEEP_THREADS", "1")
 			l.RunTests(t, program, 2)
 		})
 		t.Run("initialized by the program", func(t *testing.T) {

@@ -43,7 +43,7 @@ func TestMain(m *testing.M) {
 			os.Exit(1)
 		}
 	}
-	o := Options{SingleThread: os.Getenv("SINGLE_THREAD") != ""}
+	o := Options{SingleThread: os.Getenv("SINGLE_THREAD") != "", KeepThreads: os.Getenv("KEEP_THREADS") != ""}
 	alone := os.Getenv("ALONE") != ""
 	if alone {
 		// MPI_COMM_SELF has this handle in Open MPI, or the other one in MPICH.
@@ -59,6 +59,11 @@ func TestMain(m *testing.M) {
 	}
 	job = w.(*world)
 	code := m.Run()
+	// TestWithMPI sets GOMAXPROCS to 1.
+	if n := runtime.GOMAXPROCS(0); o.KeepThreads != (n == 1) {
+		fmt.Fprintf(os.Stderr, "got GOMAXPROCS %d\n", n)
+		code = 1
+	}
 	if _, err := Join(ctx, Options{Comm: new(int32(0))}); err == nil || alone && w.Size() != 1 {
 		fmt.Fprintf(os.Stderr, "got %d ranks and error %v from another communicator\n", w.Size(), err)
 		code = 1

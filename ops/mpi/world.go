@@ -180,7 +180,9 @@ func (w *world) initialize(o Options) (err error) {
 	// If the Go runtime has no idle P, its monitor takes the P of a call of C that has run for 20 us.
 	// mpirun of Open MPI binds a process to one core, so that the runtime has one P. There the monitor
 	// would interrupt each long call of MPI. A second P is idle meanwhile.
-	runtime.GOMAXPROCS(max(2, runtime.GOMAXPROCS(0)))
+	if runtime.GOMAXPROCS(0) == 1 && !o.KeepThreads {
+		runtime.GOMAXPROCS(2)
+	}
 	w.library = libraryVersion()
 	if w.comm, err = newWorld(o.Comm); err == nil {
 		w.groups, err = w.comm.groups()
