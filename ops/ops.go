@@ -185,10 +185,14 @@ type Scaling struct {
 	Divisor   int64
 }
 
-// Oversubscribed reports whether the given number of processes exceeds the number of processors that they can
-// use, so that a waiting rank must soon yield its core.
-func Oversubscribed(processes int) bool {
-	return processes > min(runtime.NumCPU(), runtime.GOMAXPROCS(0))
+// Oversubscribed reports whether there are more processes than processors on which they may run, so that a
+// waiting rank must soon yield its core. If GOMAXPROCS is less than the number of this process's processors,
+// for example because of a quota, it limits the number of processors.
+func Oversubscribed(processes, processors int) bool {
+	if threads := runtime.GOMAXPROCS(0); threads < runtime.NumCPU() {
+		processors = min(processors, threads)
+	}
+	return processes > processors
 }
 
 // Run starts op and waits until it has ended.

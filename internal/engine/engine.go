@@ -91,8 +91,11 @@ type Config struct {
 	Spin time.Duration
 	// LocalProcesses is the number of processes of the job on this host that need a processor: the ranks and,
 	// with ForClient, the programs that submit operations from other processes. 0 selects Size. If
-	// LocalProcesses exceeds the number of processors, the processes yield to each other while they wait.
+	// LocalProcesses exceeds Processors, the processes yield to each other while they wait.
 	LocalProcesses int
+	// Processors is the number of processors on which these processes may run. 0 selects the number of
+	// processors on which this process may run.
+	Processors int
 	// ForClient is set if a program in another process submits the operations, as with the sidecar.
 	ForClient bool
 

@@ -26,7 +26,8 @@ func (e *Engine) openPolled() {
 	e.sched.poll(e.cfg.Mesh, newPollLimits(e.cfg.Spin, len(e.cfg.Cores) > 0,
 		e.cfg.Mesh.EntersKernel() && e.cfg.Collectives == nil,
 		e.cfg.ForClient,
-		cmp.Or(e.cfg.LocalProcesses, e.cfg.Size), runtime.NumCPU(), runtime.GOMAXPROCS(0)))
+		cmp.Or(e.cfg.LocalProcesses, e.cfg.Size), cmp.Or(e.cfg.Processors, runtime.NumCPU()),
+		runtime.GOMAXPROCS(0)))
 }
 
 // receive handles the frames that have arrived on the control connections. If it returns an error, the epoch

@@ -238,12 +238,13 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 		ecfg.Hosts = hosts
 		ecfg.Mesh, ecfg.LocalProcesses, ecfg.ForClient = r.session.Mesh, o.processes(r.session.LocalSize),
 			o.ForClient
+		ecfg.Processors = r.session.Processors
 		ecfg.Memory, ecfg.Groups = r.session.Memory, r.session.Groups
 		if overTCP.Table, err = tableOf(r.session.Algorithms); err != nil {
 			return r.refuse(&ecfg, err)
 		}
 	}
-	overTCP.Oversubscribed = ops.Oversubscribed(ecfg.LocalProcesses)
+	overTCP.Oversubscribed = ops.Oversubscribed(ecfg.LocalProcesses, ecfg.Processors)
 	if cfg.AlgorithmTable != "" && rank > 0 && overTCP.Table == nil {
 		log.Warn("HVD_ALGORITHM_TABLE has no effect, because it is not set at rank 0, which chooses the " +
 			"algorithms")

@@ -5,11 +5,14 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"math/bits"
 	"net"
 	"os"
+	"runtime"
 	"strings"
 
 	"go.uber.org/zap"
+	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/dial"
@@ -42,7 +45,8 @@ type SessionConfig struct {
 	Algorithms string
 	Log        *zap.Logger
 
-	ringAbove int // see rendezvous.JoinConfig.RingAbove; tests set a smaller number
+	ringAbove  int      // see rendezvous.JoinConfig.RingAbove; tests set a smaller number
+	processors []uint64 // see rendezvous.Record; tests set others than those of this process
 }
 
 // Session has the connections of a rank to the other ranks in one epoch.
@@ -62,8 +66,9 @@ type Session struct {
 	Capabilities []map[string]string
 	// Algorithms is the table of algorithms of rank 0, or empty (rendezvous.Record).
 	Algorithms string
-	// LocalSize is the number of ranks on the host of this rank.
-	LocalSize int
+	// LocalSize is the number of ranks on the host of this rank, and Processors the number of processors on
+	// which they may run. A launcher may have bound each rank to processors of its own.
+	LocalSize, Processors int
 
 	rank   topo.Rank
 	joined *rendezvous.Session
@@ -77,6 +82,9 @@ type Session struct {
 func OpenSession(ctx context.Context, cfg SessionConfig) (*Session, error) {
 	if cfg.Log == nil {
 		cfg.Log = zap.NewNop()
+	}
+	if cfg.processors == nil {
+		cfg.processors = affinity()
 	}
 	s := new(Session)
 	if err := s.open(ctx, &cfg); err != nil {
@@ -159,6 +167,7 @@ func (s *Session) open(ctx context.Context, cfg *SessionConfig) (err error) {
 			Addr: endpoint.Addr(), Host: set.Hostname, HostID: host, PID: os.Getpid(),
 			Capabilities: capabilities(cfg, offer), Memory: rendezvous.Memory(offer),
 			Device: cfg.Device, SharesDevice: cfg.SharesDevice, Algorithms: cfg.Algorithms,
+			Processors: cfg.processors,
 		},
 		RingAbove: cfg.ringAbove,
 		Log:       cfg.Log,
@@ -180,6 +189,7 @@ func (s *Session) open(ctx context.Context, cfg *SessionConfig) (err error) {
 			s.LocalSize++
 		}
 	}
+	s.Processors = max(processorsOf(s.joined.Records, host), runtime.NumCPU())
 	if local == nil {
 		return nil
 	}
@@ -324,4 +334,43 @@ func listenShared(cfg *SessionConfig) (*shm.Endpoint, shm.Offer) {
 		e = shm.Unavailable(dial.ExplainLimit(err))
 	}
 	return e, e.Offer()
+}
+
+// affinity returns the processors on which this process may run, as a bit set. It returns nil if the kernel
+// does not say.
+func affinity() (set []uint64) {
+	var allowed unix.CPUSet
+	if unix.SchedGetaffinity(os.Getpid(), &allowed) != nil {
+		return nil
+	}
+	for cpu, left := 0, allowed.Count(); left > 0; cpu++ {
+		if cpu%64 == 0 {
+			set = append(set, 0)
+		}
+		if allowed.IsSet(cpu) {
+			set[cpu/64] |= 1 << (cpu % 64)
+			left--
+		}
+	}
+	return set
+}
+
+// processorsOf returns the number of processors on which ranks of a host may run.
+func processorsOf(records []rendezvous.Record, host string) (n int) {
+	var union []uint64
+	for _, rec := range records {
+		if rec.HostID != host {
+			continue
+		}
+		for i, word := range rec.Processors {
+			if i == len(union) {
+				union = append(union, 0)
+			}
+			union[i] |= word
+		}
+	}
+	for _, word := range union {
+		n += bits.OnesCount64(word)
+	}
+	return n
 }

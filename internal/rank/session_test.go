@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
+	"runtime"
 	"slices"
 	"strings"
 	"sync"
@@ -16,6 +18,7 @@ import (
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/place"
+	"github.com/gohvd/gohvd/internal/rendezvous"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/internal/transport/shm"
@@ -66,8 +69,10 @@ func openLacking(t *testing.T, hosts []string, set map[int]map[string]string,
 			if why := lacks[r]; why != "" {
 				capabilities["shm"] = why
 			}
+			// The last processor is also the first one of rank r+1.
+			processors := append(make([]uint64, r), math.MaxUint64, 1)
 			sessions[r], errs[r] = OpenSession(ctx, SessionConfig{At: at, ringAbove: 2,
-				Capabilities: capabilities, Algorithms: fmt.Sprint("table of rank ", r)})
+				Capabilities: capabilities, Algorithms: fmt.Sprint("table of rank ", r), processors: processors})
 		})
 	}
 	wg.Wait()
@@ -102,9 +107,13 @@ func TestOpen(t *testing.T) {
 					continue
 				}
 				local, groups, shared := 0, []topo.Rank(nil), false
+				usable := map[int]bool{}
 				for i, host := range hosts {
 					if host == hosts[r] {
 						local++
+						for p := range 64 + 1 {
+							usable[64*i+p] = true
+						}
 					}
 					lowest := slices.Index(hosts, host)
 					groups, shared = append(groups, topo.Rank(lowest)), shared || lowest != i
@@ -120,6 +129,9 @@ func TestOpen(t *testing.T) {
 				}
 				if !shared {
 					groups = nil
+				}
+				if n := max(len(usable), runtime.NumCPU()); s.Processors != n {
+					t.Errorf("rank %d: got %d processors, want %d", r, s.Processors, n)
 				}
 				if s.LocalSize != local || s.Epoch != sessions[0].Epoch || (s.Memory != nil) != shared ||
 					!slices.Equal(s.Groups, groups) {
@@ -335,5 +347,12 @@ func TestBackends(t *testing.T) {
 		if !slices.Equal(got, test.want) {
 			t.Errorf("got %v, want %v", got, test.want)
 		}
+	}
+}
+
+// The affinity of this process has as many processors as Go has found when it started.
+func TestAffinity(t *testing.T) {
+	if n := processorsOf([]rendezvous.Record{{Processors: affinity()}}, ""); n != runtime.NumCPU() {
+		t.Errorf("got %d processors, want %d", n, runtime.NumCPU())
 	}
 }

@@ -28,7 +28,7 @@ const (
 	tokenBytes = 16
 
 	// The following bounds include 256 bytes for the field headers and numbers of a message.
-	maxRecordBytes      = 7*MaxNameBytes + 2*MaxCapabilitiesBytes + MaxAlgorithmsBytes + 256
+	maxRecordBytes      = 7*MaxNameBytes + 2*MaxCapabilitiesBytes + MaxAlgorithmsBytes + MaxProcessors/8 + 256
 	maxTermsBytes       = 2 * MaxTermsBytes // includes field headers
 	maxJoinRequestBytes = maxRecordBytes + MaxNameBytes + 2*tokenBytes + maxTermsBytes + 256
 	maxTextBytes        = 8 << 10
@@ -60,6 +60,7 @@ func recordToProto(r *Record) *rendezvouspb.Record {
 		Memory: &rendezvouspb.Memory{Uid: r.Memory.UID, Token: r.Memory.Token, Socket: r.Memory.Socket,
 			Reason: r.Memory.Reason},
 		Device: r.Device, SharesDevice: r.SharesDevice, Algorithms: r.Algorithms,
+		Processors: r.Processors,
 	}
 }
 
@@ -70,6 +71,7 @@ func recordFromProto(m *rendezvouspb.Record) (Record, error) {
 		Capabilities: m.GetCapabilities(),
 		Memory:       Memory{shared.GetUid(), shared.GetToken(), shared.GetSocket(), shared.GetReason()},
 		Device:       m.GetDevice(), SharesDevice: m.GetSharesDevice(), Algorithms: m.GetAlgorithms(),
+		Processors: m.GetProcessors(),
 	}
 	return r, r.check()
 }

@@ -304,7 +304,7 @@ func (c *cluster) start() error {
 			if c.memory != nil {
 				cfg.Memory, cfg.Groups = c.memory[i], c.memory[i].Groups()
 			}
-			crowded := ops.Oversubscribed(cmp.Or(cfg.LocalProcesses, c.o.Ranks))
+			crowded := ops.Oversubscribed(cmp.Or(cfg.LocalProcesses, c.o.Ranks), runtime.NumCPU())
 			overTCP := opstcp.Config{SegmentBytes: c.o.SegmentBytes, Deterministic: cfg.Deterministic,
 				Oversubscribed: crowded, Table: c.o.Table}
 			if c.memory != nil {

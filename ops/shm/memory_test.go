@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"runtime"
 	"sync"
 	"testing"
 	"unsafe"
@@ -161,7 +162,7 @@ func try(h *host, n int, cfg shm.Config, f func(r *rank) error) error {
 			if own.SmallBytes == 0 && own.DirectBytes == 0 {
 				own.SmallBytes, own.DirectBytes = 4<<10, 1
 			}
-			own.Oversubscribed = own.Oversubscribed || ops.Oversubscribed(n)
+			own.Oversubscribed = own.Oversubscribed || ops.Oversubscribed(n, runtime.NumCPU())
 			own.Find = mem.find
 			if err := f(&rank{opstest.Blocking{Backend: shm.New(mem, 1, ranks, i, own)}, mem, i,
 				n}); err != nil {

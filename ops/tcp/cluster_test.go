@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"runtime"
 	"testing"
 
 	"github.com/gohvd/gohvd/internal/secret"
@@ -28,7 +29,7 @@ type cluster struct {
 // newCluster makes the backends of a process set with the given ranks in the given order. As in a job, they
 // poll less if there are more ranks than cores.
 func newCluster(meshes []transport.Mesh, ranks []topo.Rank, cfg tcp.Config) *cluster {
-	cfg.Oversubscribed = ops.Oversubscribed(len(ranks))
+	cfg.Oversubscribed = ops.Oversubscribed(len(ranks), runtime.NumCPU())
 	c := &cluster{}
 	for i, r := range ranks {
 		c.meshes = append(c.meshes, meshes[r])
