@@ -5,32 +5,15 @@ import (
 	"testing"
 
 	"github.com/gohvd/gohvd/internal/engine"
-	"github.com/gohvd/gohvd/internal/transport"
+	"github.com/gohvd/gohvd/internal/testcluster"
 	"github.com/gohvd/gohvd/internal/transport/mem"
-	"github.com/gohvd/gohvd/internal/transport/tcp"
 )
 
 // overTCP returns a function that changes the configuration of a rank so that the ranks are connected by TCP
 // on loopback.
 func overTCP(b testing.TB, n int) func(*engine.Config) {
-	endpoints := make([]*tcp.Endpoint, n)
-	addrs := make([]string, n)
-	for r := range endpoints {
-		var err error
-		if endpoints[r], err = tcp.Listen(tcp.Config{ListenAddr: "127.0.0.1:0"}); err != nil {
-			b.Fatal(err)
-		}
-		addrs[r] = endpoints[r].Addr()
-	}
-	return func(cfg *engine.Config) {
-		var mesh transport.Mesh
-		mesh, err := endpoints[cfg.Rank].Connect(tcp.Epoch{Job: "bench", Epoch: 1, Rank: cfg.Rank,
-			Addrs: addrs})
-		if err != nil {
-			b.Error(err)
-		}
-		cfg.Mesh = mesh
-	}
+	meshes := testcluster.TCPMeshes(b, n)
+	return func(cfg *engine.Config) { cfg.Mesh = meshes[cfg.Rank] }
 }
 
 // rounds makes every rank sum a buffer b.N times under the same name, as the steps of a training run do.

@@ -24,7 +24,6 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/internal/transport/mem"
 	"github.com/gohvd/gohvd/internal/transport/shm"
-	"github.com/gohvd/gohvd/internal/transport/tcp"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -47,47 +46,22 @@ type job struct {
 // eachMesh runs f with n ranks on each mesh.
 func eachMesh(t *testing.T, n int, f func(t *testing.T, j *job)) {
 	t.Run("mem", func(t *testing.T) {
-		c := mem.New(n)
-		var meshes []transport.Mesh
-		for r := range n {
-			meshes = append(meshes, c.Mesh(topo.Rank(r)))
-		}
-		f(t, newJob(t, meshes))
+		f(t, newJob(t, testcluster.MemMeshes(n)))
 	})
-	t.Run("tcp", func(t *testing.T) { f(t, newJob(t, tcpMeshes(t, n))) })
+	t.Run("tcp", func(t *testing.T) { f(t, newJob(t, testcluster.TCPMeshes(t, n))) })
 	t.Run("shm", func(t *testing.T) { f(t, newJob(t, sharedMeshes(t, n))) })
 }
 
 // sharedMeshes returns meshes of ranks that share memory.
 func sharedMeshes(tb testing.TB, n int) []transport.Mesh {
 	tb.Helper()
-	meshes := tcpMeshes(tb, n)
+	meshes := testcluster.TCPMeshes(tb, n)
 	memory, err := testcluster.ShareMemory(context.Background(), meshes, slices.Repeat([]string{"host"}, n))
 	if err != nil {
 		tb.Fatal(err)
 	}
 	for r, m := range memory {
 		meshes[r] = m
-	}
-	return meshes
-}
-
-func tcpMeshes(tb testing.TB, n int) (meshes []transport.Mesh) {
-	tb.Helper()
-	endpoints, addrs := make([]*tcp.Endpoint, n), make([]string, n)
-	for r := range n {
-		e, err := tcp.Listen(tcp.Config{ListenAddr: "127.0.0.1:0"})
-		if err != nil {
-			tb.Fatal(err)
-		}
-		endpoints[r], addrs[r] = e, e.Addr()
-	}
-	for r, e := range endpoints {
-		m, err := e.Connect(tcp.Epoch{Job: "test", Epoch: 1, Rank: topo.Rank(r), Addrs: addrs})
-		if err != nil {
-			tb.Fatal(err)
-		}
-		meshes = append(meshes, m)
 	}
 	return meshes
 }
@@ -737,7 +711,7 @@ func TestStalls(t *testing.T) {
 }
 
 func BenchmarkPingPong(b *testing.B) {
-	b.Run("tcp", func(b *testing.B) { pingPong(b, tcpMeshes) })
+	b.Run("tcp", func(b *testing.B) { pingPong(b, testcluster.TCPMeshes) })
 	b.Run("shm", func(b *testing.B) { pingPong(b, sharedMeshes) })
 }
 
@@ -772,7 +746,7 @@ func pingPong(b *testing.B, meshes func(testing.TB, int) []transport.Mesh) {
 
 // BenchmarkRaw exchanges the same bytes on a bare channel, for comparison with BenchmarkPingPong.
 func BenchmarkRaw(b *testing.B) {
-	meshes := tcpMeshes(b, 2)
+	meshes := testcluster.TCPMeshes(b, 2)
 	var conns [2]transport.Conn
 	var wg sync.WaitGroup
 	for r := range conns {

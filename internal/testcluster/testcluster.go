@@ -34,7 +34,6 @@ import (
 	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/internal/transport/mem"
 	"github.com/gohvd/gohvd/internal/transport/shm"
-	"github.com/gohvd/gohvd/internal/transport/tcp"
 	"github.com/gohvd/gohvd/ops"
 	"github.com/gohvd/gohvd/ops/hier"
 	opsshm "github.com/gohvd/gohvd/ops/shm"
@@ -166,12 +165,9 @@ func (c *cluster) connect() error {
 		return nil
 	}
 	if c.o.Transport == Mem {
-		net := mem.NewWithLatency(c.o.Ranks, c.o.Latency)
-		for r := range c.o.Ranks {
-			c.meshes = append(c.meshes, net.Mesh(topo.Rank(r)))
-		}
-	} else if err := c.connectTCP(); err != nil {
-		return err
+		c.meshes = meshesOf(mem.NewWithLatency(c.o.Ranks, c.o.Latency), c.o.Ranks)
+	} else {
+		c.meshes = TCPMeshes(c.t, c.o.Ranks)
 	}
 	hosts := c.o.Hosts
 	if c.o.Transport == SHM && hosts == nil {
@@ -186,33 +182,6 @@ func (c *cluster) connect() error {
 		c.meshes[r] = m
 	}
 	return err
-}
-
-func (c *cluster) connectTCP() error {
-	var endpoints []*tcp.Endpoint
-	var addrs []string
-	closeAll := func(err error) error {
-		for _, e := range endpoints {
-			err = errors.Join(err, e.Close())
-		}
-		return err
-	}
-	for range c.o.Ranks {
-		e, err := tcp.Listen(tcp.Config{ListenAddr: "127.0.0.1:0"})
-		if err != nil {
-			return closeAll(err)
-		}
-		endpoints = append(endpoints, e)
-		addrs = append(addrs, e.Addr())
-	}
-	for r, e := range endpoints {
-		mesh, err := e.Connect(tcp.Epoch{Job: "test", Epoch: 1, Rank: topo.Rank(r), Addrs: addrs})
-		if err != nil {
-			return closeAll(err)
-		}
-		c.meshes = append(c.meshes, mesh)
-	}
-	return nil
 }
 
 // ShareMemory lets the ranks of a job share memory. under has the meshes of all ranks, which belong to the

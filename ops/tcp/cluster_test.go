@@ -8,11 +8,9 @@ import (
 	"runtime"
 	"testing"
 
-	"github.com/gohvd/gohvd/internal/secret"
+	"github.com/gohvd/gohvd/internal/testcluster"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
-	"github.com/gohvd/gohvd/internal/transport/mem"
-	transporttcp "github.com/gohvd/gohvd/internal/transport/tcp"
 	"github.com/gohvd/gohvd/ops"
 	"github.com/gohvd/gohvd/ops/opstest"
 	"github.com/gohvd/gohvd/ops/tcp"
@@ -38,41 +36,12 @@ func newCluster(meshes []transport.Mesh, ranks []topo.Rank, cfg tcp.Config) *clu
 	return c
 }
 
-// memMeshes returns the meshes of n ranks that are connected by transport/mem.
-func memMeshes(n int) []transport.Mesh {
-	c := mem.New(n)
-	var all []transport.Mesh
-	for r := range n {
-		all = append(all, c.Mesh(topo.Rank(r)))
-	}
-	return all
-}
-
-// tcpMeshes returns the meshes of n ranks that are connected over the loopback interface. They are closed
-// when the test ends.
-func tcpMeshes(tb testing.TB, n int) []transport.Mesh { return socketMeshes(tb, n, secret.Secret{}) }
-
-func socketMeshes(tb testing.TB, n int, key secret.Secret) []transport.Mesh {
-	tb.Helper()
-	endpoints, addrs := make([]*transporttcp.Endpoint, n), make([]string, n)
-	for r := range n {
-		e, err := transporttcp.Listen(transporttcp.Config{ListenAddr: "127.0.0.1:0", Secret: key})
-		if err != nil {
-			tb.Fatal(err)
-		}
-		tb.Cleanup(func() { e.Close() })
-		endpoints[r], addrs[r] = e, e.Addr()
-	}
-	all := make([]transport.Mesh, n)
-	for r, e := range endpoints {
-		m, err := e.Connect(transporttcp.Epoch{Job: "test", Epoch: 1, Rank: topo.Rank(r), Addrs: addrs})
-		if err != nil {
-			tb.Fatal(err)
-		}
-		all[r] = m
-	}
-	return all
-}
+// These functions make the meshes of n ranks.
+var (
+	memMeshes    = testcluster.MemMeshes
+	tcpMeshes    = testcluster.TCPMeshes
+	socketMeshes = testcluster.SecretTCPMeshes
+)
 
 // networks lists the transports with which the backend is tested.
 var networks = []struct {

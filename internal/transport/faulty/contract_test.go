@@ -6,11 +6,10 @@ import (
 
 	"go.uber.org/goleak"
 
+	"github.com/gohvd/gohvd/internal/testcluster"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/internal/transport/faulty"
-	"github.com/gohvd/gohvd/internal/transport/mem"
-	"github.com/gohvd/gohvd/internal/transport/tcp"
 	"github.com/gohvd/gohvd/internal/transport/transporttest"
 )
 
@@ -18,42 +17,25 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 // overMem returns a factory of meshes over transport/mem with new rules.
 func overMem(rules func() []*faulty.Rule) transporttest.Factory {
-	return func(_ testing.TB, size int) []transport.Mesh { return wrap(size, mem.New(size).Mesh, rules()...) }
+	return func(_ testing.TB, size int) []transport.Mesh {
+		return wrap(testcluster.MemMeshes(size), rules()...)
+	}
 }
 
 // overTCP returns a factory of meshes over transport/tcp on loopback with new rules.
 func overTCP(rules func() []*faulty.Rule) transporttest.Factory {
 	return func(tb testing.TB, size int) []transport.Mesh {
 		tb.Helper()
-		endpoints, addrs := make([]*tcp.Endpoint, size), make([]string, size)
-		for r := range endpoints {
-			e, err := tcp.Listen(tcp.Config{ListenAddr: "127.0.0.1:0"})
-			if err != nil {
-				tb.Fatal(err)
-			}
-			tb.Cleanup(func() {
-				if err := e.Close(); err != nil {
-					tb.Error(err)
-				}
-			})
-			endpoints[r], addrs[r] = e, e.Addr()
-		}
-		return wrap(size, func(r topo.Rank) transport.Mesh {
-			m, err := endpoints[r].Connect(tcp.Epoch{Job: "test", Epoch: 1, Rank: r, Addrs: addrs})
-			if err != nil {
-				tb.Fatal(err)
-			}
-			return m
-		}, rules()...)
+		return wrap(testcluster.TCPMeshes(tb, size), rules()...)
 	}
 }
 
 // wrap returns the meshes of a network with rules over the given meshes.
-func wrap(size int, inner func(topo.Rank) transport.Mesh, rules ...*faulty.Rule) []transport.Mesh {
+func wrap(inner []transport.Mesh, rules ...*faulty.Rule) []transport.Mesh {
 	n := faulty.New(1, rules...)
-	all := make([]transport.Mesh, size)
-	for r := range all {
-		all[r] = n.Wrap(topo.Rank(r), inner(topo.Rank(r)))
+	all := make([]transport.Mesh, len(inner))
+	for r, m := range inner {
+		all[r] = n.Wrap(topo.Rank(r), m)
 	}
 	return all
 }

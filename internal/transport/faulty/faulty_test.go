@@ -11,6 +11,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/gohvd/gohvd/internal/testcluster"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/internal/transport/faulty"
@@ -22,7 +23,7 @@ import (
 func inBubble(t *testing.T, size int, rules []*faulty.Rule, f func(t *testing.T, meshes []transport.Mesh)) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
-		meshes := wrap(size, mem.New(size).Mesh, rules...)
+		meshes := wrap(testcluster.MemMeshes(size), rules...)
 		defer func() {
 			began := time.Now()
 			closeAll(t, meshes)

@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/rendezvous"
+	"github.com/gohvd/gohvd/internal/testcluster"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/internal/transport/shm"
@@ -56,7 +57,7 @@ func exchange(t *testing.T, meshes []shm.Sharer, lane transport.Lane, a, b int) 
 func TestGroups(t *testing.T) {
 	for _, hosts := range []string{"a", "aa", "ab", "aaaa", "abab", "abbba", "abcb"} {
 		t.Run(hosts, func(t *testing.T) {
-			meshes := newJob(t, shm.Config{}, overTCP(t, len(hosts)),
+			meshes := newJob(t, shm.Config{}, testcluster.TCPMeshes(t, len(hosts)),
 				strings.Split(hosts, "")...).mustConnect(t)
 			for r, m := range meshes {
 				var want []topo.Rank
@@ -139,7 +140,7 @@ func TestDissolved(t *testing.T) {
 		}, []string{"rank 2"}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			j := newJob(t, shm.Config{}, overTCP(t, 5), "a", "b", "a", "b", "a")
+			j := newJob(t, shm.Config{}, testcluster.TCPMeshes(t, 5), "a", "b", "a", "b", "a")
 			c.spoil(t, j)
 			dissolved(t, j, c.why)
 		})
@@ -194,7 +195,7 @@ func dissolved(t *testing.T, j *job, why []string) {
 // TestNoMemory lets one rank fail to allocate its segment. UnsharedReason must contain the size of the
 // segment, and the other ranks must not wait for this rank.
 func TestNoMemory(t *testing.T) {
-	under := overTCP(t, 5)
+	under := testcluster.TCPMeshes(t, 5)
 	j := newJob(t, shm.Config{}, under, "a", "b", "a", "b", "a")
 	if err := j.endpoints[2].Close(); err != nil {
 		t.Fatal(err)
@@ -223,7 +224,7 @@ func TestNoMemory(t *testing.T) {
 // when their context ends. No socket may be left in the directory.
 func TestAbsentRank(t *testing.T) {
 	for _, absent := range []int{0, 1, 2} {
-		j := newJob(t, shm.Config{}, overTCP(t, 3), "a", "a", "a")
+		j := newJob(t, shm.Config{}, testcluster.TCPMeshes(t, 3), "a", "a", "a")
 		idle := j.endpoints[absent]
 		j.endpoints[absent] = nil
 		ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
@@ -248,7 +249,7 @@ func TestAbsentRank(t *testing.T) {
 // return an error that names the dead rank. They must not wait for it.
 func TestDeathWhileForming(t *testing.T) {
 	for _, dead := range []int{0, 2} {
-		j := newJob(t, shm.Config{}, overTCP(t, 3), "a", "a", "a")
+		j := newJob(t, shm.Config{}, testcluster.TCPMeshes(t, 3), "a", "a", "a")
 		e := j.endpoints[dead]
 		j.endpoints[dead] = nil
 		if err := errors.Join(e.Close(), j.under[dead].Close(), j.sessions[dead].Close()); err != nil {
@@ -269,7 +270,7 @@ func TestDeathWhileForming(t *testing.T) {
 // TestUnauthenticatedPeers connects clients that send arbitrary bytes or nothing to the sockets of two ranks.
 // The ranks must form a group nevertheless.
 func TestUnauthenticatedPeers(t *testing.T) {
-	j := newJob(t, shm.Config{}, overTCP(t, 2), "a", "a")
+	j := newJob(t, shm.Config{}, testcluster.TCPMeshes(t, 2), "a", "a")
 	for _, sent := range [][]byte{nil, []byte("GET / HTTP/1.1\r\n\r\n"), make([]byte, 72),
 		make([]byte, 1000)} {
 		nc, err := net.Dial("unixpacket", j.offers[1].Socket)
@@ -297,7 +298,7 @@ func TestConnectChecks(t *testing.T) {
 		"no such rank": func(ep *shm.Epoch) { ep.Rank = 2 },
 		"few offers":   func(ep *shm.Epoch) { ep.Offers = ep.Offers[:1] },
 	} {
-		j := newJob(t, shm.Config{}, overMem(t, 2), "a", "b")
+		j := newJob(t, shm.Config{}, testcluster.MemMeshes(2), "a", "b")
 		j.epoch = func(_ int, ep *shm.Epoch) { change(ep) }
 		if _, errs := j.connect(t.Context()); errs[1] == nil {
 			t.Errorf("%s: got no error", name)
@@ -306,7 +307,7 @@ func TestConnectChecks(t *testing.T) {
 			t.Errorf("%s: the mesh underneath: got error %v, want that it is closed", name, err)
 		}
 	}
-	j := newJob(t, shm.Config{}, overMem(t, 1), "a")
+	j := newJob(t, shm.Config{}, testcluster.MemMeshes(1), "a")
 	j.mustConnect(t)
 	if _, errs := j.connect(t.Context()); errs[0] == nil {
 		t.Error("a second Connect: got no error, want one")

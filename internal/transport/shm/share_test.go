@@ -14,6 +14,7 @@ import (
 
 	"github.com/gohvd/gohvd/internal/arena"
 	"github.com/gohvd/gohvd/internal/shmem"
+	"github.com/gohvd/gohvd/internal/testcluster"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/internal/transport/shm"
@@ -322,7 +323,7 @@ func TestNothingIsLeft(t *testing.T) {
 			t.Error(err)
 		}
 	}()
-	j := newJob(t, shm.Config{}, overTCP(t, 3), "a", "a", "a")
+	j := newJob(t, shm.Config{}, testcluster.TCPMeshes(t, 3), "a", "a", "a")
 	if err := errors.Join(j.endpoints[0].Close(), j.endpoints[1].Close(),
 		j.endpoints[2].Close()); err != nil {
 		t.Fatal(err)
@@ -334,7 +335,7 @@ func TestNothingIsLeft(t *testing.T) {
 	}
 	files, maps := count(t, "/proc/self/fd"), mappings(t)
 	for range 3 {
-		meshes, errs := newJob(t, shm.Config{}, overTCP(t, 3), "a", "a", "a").connect(t.Context())
+		meshes, errs := newJob(t, shm.Config{}, testcluster.TCPMeshes(t, 3), "a", "a", "a").connect(t.Context())
 		if err := errors.Join(errs...); err != nil {
 			t.Fatal(err)
 		}

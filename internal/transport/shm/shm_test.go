@@ -13,47 +13,13 @@ import (
 	"go.uber.org/goleak"
 
 	"github.com/gohvd/gohvd/internal/rendezvous"
+	"github.com/gohvd/gohvd/internal/testcluster"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
-	"github.com/gohvd/gohvd/internal/transport/mem"
 	"github.com/gohvd/gohvd/internal/transport/shm"
-	"github.com/gohvd/gohvd/internal/transport/tcp"
 	"github.com/gohvd/gohvd/internal/transport/transporttest"
 	"github.com/gohvd/gohvd/store"
 )
-
-// overTCP returns the meshes of size ranks, connected over TCP on loopback.
-func overTCP(tb testing.TB, size int) []transport.Mesh {
-	tb.Helper()
-	endpoints := make([]*tcp.Endpoint, size)
-	addrs := make([]string, size)
-	for r := range endpoints {
-		e, err := tcp.Listen(tcp.Config{ListenAddr: "127.0.0.1:0"})
-		if err != nil {
-			tb.Fatal(err)
-		}
-		endpoints[r], addrs[r] = e, e.Addr()
-	}
-	meshes := make([]transport.Mesh, size)
-	for r, e := range endpoints {
-		m, err := e.Connect(tcp.Epoch{Job: "job", Epoch: 1, Rank: topo.Rank(r), Addrs: addrs})
-		if err != nil {
-			tb.Fatal(err)
-		}
-		meshes[r] = m
-	}
-	return meshes
-}
-
-// overMem returns the meshes of size ranks, connected within this process.
-func overMem(_ testing.TB, size int) []transport.Mesh {
-	c := mem.New(size)
-	meshes := make([]transport.Mesh, size)
-	for r := range meshes {
-		meshes[r] = c.Mesh(topo.Rank(r))
-	}
-	return meshes
-}
 
 // job holds the arguments of Connect for all ranks of a test.
 type job struct {
@@ -183,7 +149,8 @@ const hangTimeout = time.Minute
 // loopback.
 func onOneHost(tb testing.TB, cfg shm.Config, size int) []shm.Sharer {
 	tb.Helper()
-	meshes := newJob(tb, cfg, overTCP(tb, size), slices.Repeat([]string{"host"}, size)...).mustConnect(tb)
+	hosts := slices.Repeat([]string{"host"}, size)
+	meshes := newJob(tb, cfg, testcluster.TCPMeshes(tb, size), hosts...).mustConnect(tb)
 	for r, m := range meshes {
 		if got := m.Group(); len(got) != size || m.UnsharedReason() != "" {
 			tb.Fatalf("rank %d: got group %v, %q, want all %d ranks", r, got, m.UnsharedReason(), size)
@@ -247,7 +214,7 @@ func contractMeshes(ringBytes, ranksPerHost int,
 		for r := range hosts {
 			hosts[r] = fmt.Sprint("host", r/ranksPerHost)
 		}
-		j := newJob(tb, shm.Config{RingBytes: ringBytes}, overTCP(tb, size), hosts...)
+		j := newJob(tb, shm.Config{RingBytes: ringBytes}, testcluster.TCPMeshes(tb, size), hosts...)
 		meshes, errs := j.connect(tb.Context())
 		if err := errors.Join(errs...); err != nil {
 			tb.Fatal(err)
