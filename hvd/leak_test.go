@@ -10,6 +10,7 @@ import (
 	"go.uber.org/goleak"
 
 	"github.com/gohvd/gohvd/hvd"
+	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/store"
 )
 
@@ -32,7 +33,7 @@ func TestInitLeavesNothing(t *testing.T) {
 	last := make([]*hvd.Engine, 3)
 	for round := range rounds {
 		if round == warmup {
-			files = openFiles(t)
+			files = testnet.OpenFiles(t)
 		}
 		ranks(len(last), func(r int) {
 			mode := []string{"event", "lockstep"}[round%2]
@@ -60,7 +61,7 @@ func TestInitLeavesNothing(t *testing.T) {
 		t.Error(err)
 	}
 	eventually(ctx, t, func() error {
-		if now := openFiles(t); now > files {
+		if now := testnet.OpenFiles(t); now > files {
 			return fmt.Errorf("%d files are open after %d rounds, %d after %d", now, rounds, files, warmup)
 		}
 		return nil

@@ -8,9 +8,9 @@ import (
 	"strconv"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/gohvd/gohvd/hvd"
+	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/store"
 )
 
@@ -57,8 +57,7 @@ func stop(ctx context.Context, engines []*hvd.Engine) error {
 
 // TestUniqueID checks that 1, 2 and 5 ranks can meet by a unique ID and run an allreduce.
 func TestUniqueID(t *testing.T) {
-	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
-	defer cancel()
+	ctx := testnet.Context(t)
 	for _, n := range []int{1, 2, 5} {
 		engines, errs := startByID(ctx, newID(t), n)
 		if err := errors.Join(errs...); err != nil {
@@ -80,8 +79,7 @@ func TestUniqueID(t *testing.T) {
 // TestInitWithID checks that InitWithID makes this process rank 0 of 1, that ParseUniqueID refuses a text
 // that is not an id, and that NewUniqueID refuses an interface that does not exist.
 func TestInitWithID(t *testing.T) {
-	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
-	defer cancel()
+	ctx := testnet.Context(t)
 	id := newID(t)
 	if err := hvd.InitWithID(ctx, id, 0, 1); err != nil {
 		t.Fatal(err)
@@ -104,8 +102,7 @@ func TestInitWithID(t *testing.T) {
 // TestDeviceOfTwo checks that Init fails at all ranks of a host if they name the same device. If all of them
 // pass true for share, Init must succeed.
 func TestDeviceOfTwo(t *testing.T) {
-	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
-	defer cancel()
+	ctx := testnet.Context(t)
 	_, errs := startByID(ctx, newID(t), 3, hvd.WithDevice("GPU-1234", false))
 	for r, err := range errs {
 		if err == nil || !strings.Contains(err.Error(), "GPU-1234") {
@@ -121,8 +118,7 @@ func TestDeviceOfTwo(t *testing.T) {
 // TestInitMethod checks that two ranks can meet by a file URL, and that a URL with an unknown scheme is
 // refused.
 func TestInitMethod(t *testing.T) {
-	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
-	defer cancel()
+	ctx := testnet.Context(t)
 	path := t.TempDir() + "/meet"
 	engines, errs := make([]*hvd.Engine, 2), make([]error, 2)
 	ranks(2, func(r int) {
@@ -150,8 +146,7 @@ func TestInitMethod(t *testing.T) {
 // TestInitScheme checks that ranks can meet by an init method that the program has registered, and that an
 // error of that method is reported.
 func TestInitScheme(t *testing.T) {
-	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
-	defer cancel()
+	ctx := testnet.Context(t)
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
 	engines, errs := make([]*hvd.Engine, 2), make([]error, 2)

@@ -4,13 +4,13 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"os"
 	"slices"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/gohvd/gohvd/hvd"
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 // TestStaticProcessSets makes process sets at Init. Some of them overlap, and some do not contain rank 0. All
@@ -260,7 +260,7 @@ func TestManyProcessSets(t *testing.T) {
 					t.Error(err)
 				}
 				if round == 20 {
-					before = openFiles(t)
+					before = testnet.OpenFiles(t)
 				}
 			}
 			if err := hvd.Barrier(ctx, hvd.On(e)); err != nil {
@@ -272,7 +272,7 @@ func TestManyProcessSets(t *testing.T) {
 			// A peer may close its end of a connection later, so the check is repeated. The slack of 12 files
 			// allows for connections that were being established when round 20 was counted.
 			eventually(ctx, t, func() error {
-				if now := openFiles(t); now > before+12 {
+				if now := testnet.OpenFiles(t); now > before+12 {
 					return fmt.Errorf("%d files are open after %d sets, %d after the first 20", now, rounds,
 						before)
 				}
@@ -280,16 +280,6 @@ func TestManyProcessSets(t *testing.T) {
 			})
 		}, mode...)
 	})
-}
-
-// openFiles returns the number of open file descriptors of this process.
-func openFiles(t *testing.T) int {
-	t.Helper()
-	files, err := os.ReadDir("/proc/self/fd")
-	if err != nil {
-		t.Fatal(err)
-	}
-	return len(files)
 }
 
 // eventually calls the function wrong until it returns nil. The test fails if it still returns an error after

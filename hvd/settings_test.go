@@ -8,7 +8,6 @@ import (
 	"strings"
 	"sync"
 	"testing"
-	"time"
 
 	"go.uber.org/zap"
 	"go.uber.org/zap/zapcore"
@@ -17,6 +16,7 @@ import (
 	"github.com/gohvd/gohvd/hvd"
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/secret"
+	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/store"
 )
 
@@ -32,8 +32,7 @@ func initAll(t *testing.T, all map[string]string, ranks ...map[string]string) []
 func initLogged(t *testing.T, log *zap.Logger, all map[string]string, ranks ...map[string]string) []error {
 	t.Helper()
 	t.Setenv("TMPDIR", t.TempDir())
-	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
-	defer cancel()
+	ctx := testnet.Context(t)
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
 	errs := make([]error, len(ranks))

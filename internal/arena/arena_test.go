@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
-	"os"
 	"slices"
 	"strings"
 	"sync"
@@ -15,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/shmem"
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 func mustAlloc(t testing.TB, h *heap, n int) []byte {
@@ -252,11 +252,11 @@ func TestFind(t *testing.T) {
 // removes a chunk, it must free the chunk's memory and file.
 func TestChunks(t *testing.T) {
 	h := newHeap(t)
-	before := openFiles(t)
+	before := testnet.OpenFiles(t)
 	var got []uint32
 	for range 3 {
 		a, b, large := mustAlloc(t, h, chunkBytes), mustAlloc(t, h, chunkBytes), mustAlloc(t, h, chunkBytes+1)
-		if n := openFiles(t); n != before+3 {
+		if n := testnet.OpenFiles(t); n != before+3 {
 			t.Errorf("got %d open files, want %d", n, before+3)
 		}
 		for _, x := range [][]byte{a, b, large} {
@@ -273,7 +273,7 @@ func TestChunks(t *testing.T) {
 			t.Errorf("after freeing all: got %d chunks of %d bytes with %d live, want one", chunks, mapped,
 				live)
 		}
-		if n := openFiles(t); n != before+1 {
+		if n := testnet.OpenFiles(t); n != before+1 {
 			t.Errorf("got %d open files, want %d", n, before+1)
 		}
 	}
@@ -281,15 +281,6 @@ func TestChunks(t *testing.T) {
 	if want := []uint32{1, 2, 3, 1, 4, 5, 1, 6, 7}; !slices.Equal(got, want) {
 		t.Errorf("got chunks %v, want %v", got, want)
 	}
-}
-
-func openFiles(t *testing.T) int {
-	t.Helper()
-	fds, err := os.ReadDir("/proc/self/fd")
-	if err != nil {
-		t.Fatal(err)
-	}
-	return len(fds)
 }
 
 func TestWatch(t *testing.T) {

@@ -1,7 +1,6 @@
 package rank
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"math"
@@ -10,7 +9,6 @@ import (
 	"strings"
 	"sync"
 	"testing"
-	"time"
 
 	"go.uber.org/goleak"
 	"go.uber.org/zap"
@@ -19,6 +17,7 @@ import (
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/place"
 	"github.com/gohvd/gohvd/internal/rendezvous"
+	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/internal/transport/shm"
@@ -41,8 +40,7 @@ func open(t *testing.T, hosts []string, set map[int]map[string]string) ([]*Sessi
 func openLacking(t *testing.T, hosts []string, set map[int]map[string]string,
 	lacks map[int]string) ([]*Session, []error) {
 	t.Setenv("TMPDIR", t.TempDir()) // use a new folder for the sockets of the ranks
-	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
-	defer cancel()
+	ctx := testnet.Context(t)
 	kv := store.NewHashStore(store.Limits{})
 	sessions, errs := make([]*Session, len(hosts)), make([]error, len(hosts))
 	var wg sync.WaitGroup

@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/shmem"
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 const (
@@ -103,15 +104,6 @@ const (
 	readWrite = unix.PROT_READ | unix.PROT_WRITE
 )
 
-func waitFor(t *testing.T, what string, done func() bool) {
-	t.Helper()
-	for end := time.Now().Add(20 * time.Second); !done(); shmem.Yield() {
-		if time.Now().After(end) {
-			t.Fatal(what)
-		}
-	}
-}
-
 // TestMappings checks that Wake wakes waiters that have another mapping of the same page, even if the
 // mappings of the waiters and of the waker are read-only.
 func TestMappings(t *testing.T) {
@@ -134,7 +126,7 @@ func TestMappings(t *testing.T) {
 		}
 		atomic.StoreUint32(words[0], 1)
 		shmem.Wake(words[2])
-		waitFor(t, "a waiter was not woken", func() bool { return returned.Load() == waiters })
+		testnet.Eventually(t, "all waiters are woken", func() bool { return returned.Load() == waiters })
 	}
 }
 

@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/shmem"
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 func create(t *testing.T, n int64) *shmem.Segment {
@@ -182,7 +183,7 @@ func TestAdopt(t *testing.T) {
 		}, "a file of 8192 bytes with 4096 bytes allocated"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			before := openFiles(t)
+			before := testnet.OpenFiles(t)
 			fd, err := unix.MemfdCreate("made elsewhere", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
 			if err != nil {
 				t.Fatal(err)
@@ -205,7 +206,7 @@ func TestAdopt(t *testing.T) {
 				if err == nil || !strings.Contains(err.Error(), c.says) {
 					t.Errorf("got %v, want %q", err, c.says)
 				}
-				if after := openFiles(t); after != before {
+				if after := testnet.OpenFiles(t); after != before {
 					t.Errorf("%d open files before, %d after", before, after)
 				}
 				return
@@ -237,7 +238,7 @@ func TestAdopt(t *testing.T) {
 }
 
 func TestClose(t *testing.T) {
-	before := openFiles(t)
+	before := testnet.OpenFiles(t)
 	s, err := shmem.Create("test", 1)
 	if err != nil {
 		t.Fatal(err)
@@ -263,18 +264,9 @@ func TestClose(t *testing.T) {
 	if err := unix.Close(fd); err != nil {
 		t.Error(err)
 	}
-	if n := openFiles(t); n != before {
+	if n := testnet.OpenFiles(t); n != before {
 		t.Errorf("got %d open files, want %d", n, before)
 	}
-}
-
-func openFiles(t *testing.T) int {
-	t.Helper()
-	fds, err := os.ReadDir("/proc/self/fd")
-	if err != nil {
-		t.Fatal(err)
-	}
-	return len(fds)
 }
 
 // TestBlank checks that a peer's mapping reads as zeros after Blank and no longer maps the file. The owner's
@@ -297,7 +289,7 @@ func TestBlank(t *testing.T) {
 }
 
 func TestImpossibleSizes(t *testing.T) {
-	before := openFiles(t)
+	before := testnet.OpenFiles(t)
 	for _, n := range []int64{0, -1} {
 		if _, err := shmem.Create("test", n); err == nil {
 			t.Errorf("%d bytes: got no error", n)
@@ -310,7 +302,7 @@ func TestImpossibleSizes(t *testing.T) {
 			t.Errorf("%d bytes: got %v, want a *NoMemoryError with the size", n, err)
 		}
 	}
-	if got := openFiles(t); got != before {
+	if got := testnet.OpenFiles(t); got != before {
 		t.Errorf("got %d open files, want %d", got, before)
 	}
 }

@@ -23,6 +23,7 @@ import (
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecartest"
 	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 // refused checks that the reply r is an error of the given class, and that its text contains the string says.
@@ -181,9 +182,9 @@ func TestArenaRefused(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		before := descriptors(t)
+		before := testnet.OpenFiles(t)
 		refused(t, q.what, c.Call(sidecartest.Arena(q.number, q.numBytes), fd), classUsage, q.says)
-		if after := descriptors(t); after != before {
+		if after := testnet.OpenFiles(t); after != before {
 			t.Errorf("%s: %d descriptors before, %d after", q.what, before, after)
 		}
 		release(t, fd, b)
@@ -270,15 +271,6 @@ func TestResultsAreSealed(t *testing.T) {
 	})
 }
 
-func descriptors(t *testing.T) int {
-	t.Helper()
-	entries, err := os.ReadDir("/proc/self/fd")
-	if err != nil {
-		t.Fatal(err)
-	}
-	return len(entries)
-}
-
 // TestArenaInUse drops an arena that an operation in flight uses. The client must get an error. If the client
 // leaves instead, the sidecar must unmap the arena when the operation is done.
 func TestArenaInUse(t *testing.T) {
@@ -289,7 +281,7 @@ func TestArenaInUse(t *testing.T) {
 	c := clients[0]
 	c.Arena(1, 4096)
 	c.Begin(sidecartest.Sum("x", 1, 0, 1))
-	within(t, "it is begun", func() bool { return c.Word(ringTaken).Load() == 1 })
+	testnet.Eventually(t, "it is begun", func() bool { return c.Word(ringTaken).Load() == 1 })
 	refused(t, "in use", c.Call(sidecartest.DropArena(1)), classUsage, "use it 2 times")
 	if got := c.Must(sidecartest.Status()).GetStatus(); got.InFlight != 1 || got.Clients != 2 ||
 		got.State != StateRunning {
@@ -301,26 +293,13 @@ func TestArenaInUse(t *testing.T) {
 	}
 	clients[1].Arena(2, 4096)
 	clients[1].MustRun(sidecartest.Sum("x", 2, 0, 1))
-	within(t, "the arena is unmapped", func() bool {
+	testnet.Eventually(t, "the arena is unmapped", func() bool {
 		servers[0].memory.mu.Lock()
 		defer servers[0].memory.mu.Unlock()
 		return len(servers[0].memory.all) == 0
 	})
 	clients[0] = other
 	all(clients, func(_ int, c *client) { c.Shutdown(); c.bye() })
-}
-
-// within calls the function done every millisecond until it returns true. If that takes longer than
-// sidecartest.HangTimeout, the test fails. Tests use within only if there is no other way to wait for a
-// condition.
-func within(t *testing.T, what string, done func() bool) {
-	t.Helper()
-	for deadline := time.Now().Add(sidecartest.HangTimeout); !done(); {
-		if time.Now().After(deadline) {
-			t.Fatalf("not in time: %s", what)
-		}
-		<-time.After(time.Millisecond)
-	}
 }
 
 // TestGarbage lets clients break the protocol. The sidecar must close their connections, leak no descriptor,
@@ -368,7 +347,7 @@ func TestGarbage(t *testing.T) {
 			c.Doorbell()
 		},
 	} {
-		before := descriptors(t)
+		before := testnet.OpenFiles(t)
 		c := connect(t, s)
 		send(c)
 		if err := c.end(); what == "without Bye" && err != nil {
@@ -381,7 +360,7 @@ func TestGarbage(t *testing.T) {
 			f()
 		}
 		opened = nil
-		if after := descriptors(t); after != before {
+		if after := testnet.OpenFiles(t); after != before {
 			t.Errorf("%s: %d descriptors before, %d after", what, before, after)
 		}
 		select {
@@ -443,7 +422,7 @@ func TestTooMany(t *testing.T) {
 					c.Push(i)
 				}
 				c.Doorbell()
-				within(t, "all were taken", func() bool { return c.Word(ringTaken).Load() == 16 })
+				testnet.Eventually(t, "all were taken", func() bool { return c.Word(ringTaken).Load() == 16 })
 				c.Push(16)
 				c.Doorbell()
 			}
@@ -478,7 +457,7 @@ func TestClientThatNeverReads(t *testing.T) {
 		}
 		return most
 	}
-	within(t, "the bound", func() bool { return waiting() > maxUnsentBytes })
+	testnet.Eventually(t, "the bound", func() bool { return waiting() > maxUnsentBytes })
 	for range 100 {
 		if got := other.Must(sidecartest.Status()).GetStatus(); got.Clients != 2 {
 			t.Errorf("status: %v", got)
@@ -525,7 +504,7 @@ func TestOperationOfClientThatNeverReads(t *testing.T) {
 	}
 	sent := make(chan error, 1)
 	go func() { sent <- c.TryWrite(frames) }()
-	within(t, "nothing more is read", func() bool {
+	testnet.Eventually(t, "nothing more is read", func() bool {
 		s.mu.Lock()
 		defer s.mu.Unlock()
 		for c := range s.conns {
@@ -553,7 +532,7 @@ func TestClientThatNeverReadsGoes(t *testing.T) {
 		for c.TryWrite(c.Frame(sidecartest.Status())) == nil {
 		}
 	}()
-	within(t, "a queue", func() bool {
+	testnet.Eventually(t, "a queue", func() bool {
 		s.mu.Lock()
 		defer s.mu.Unlock()
 		for c := range s.conns {

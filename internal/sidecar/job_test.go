@@ -17,6 +17,7 @@ import (
 	"github.com/gohvd/gohvd/internal/rank"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecartest"
+	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/store"
 )
 
@@ -85,7 +86,7 @@ func TestLeavingAFailedJob(t *testing.T) {
 	clients[0].ended()
 	clients[0].bye()
 	s := servers[0]
-	within(t, "the job is forgotten", func() bool { return s.Report().State == StateIdle })
+	testnet.Eventually(t, "the job is forgotten", func() bool { return s.Report().State == StateIdle })
 	if s.Death() != nil {
 		t.Errorf("the rank has failed: %v", s.Death())
 	}
@@ -352,7 +353,7 @@ func TestDeathDuringInit(t *testing.T) {
 	s := job(t, 2)[0]
 	c := connect(t, s)
 	c.Send(sidecartest.Init(nil))
-	within(t, "the Init has begun", func() bool { return s.Report().State == StateStarting })
+	testnet.Eventually(t, "the Init has begun", func() bool { return s.Report().State == StateStarting })
 	c.Close()
 	<-s.Dead()
 }

@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"net"
+	"os"
 	"slices"
 	"strconv"
 	"strings"
@@ -54,6 +55,16 @@ func NoNameServer() {
 		PreferGo: true,
 		Dial:     func(context.Context, string, string) (net.Conn, error) { return nil, none },
 	}
+}
+
+// OpenFiles returns the number of open file descriptors of this process.
+func OpenFiles(t testing.TB) int {
+	t.Helper()
+	files, err := os.ReadDir("/proc/self/fd")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return len(files)
 }
 
 // Logs returns a logger and the entries that were logged with it.

@@ -15,6 +15,7 @@ import (
 	"github.com/gohvd/gohvd/internal/arena"
 	"github.com/gohvd/gohvd/internal/shmem"
 	"github.com/gohvd/gohvd/internal/testcluster"
+	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/internal/transport/shm"
@@ -333,7 +334,7 @@ func TestNothingIsLeft(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	files, maps := count(t, "/proc/self/fd"), mappings(t)
+	files, maps := testnet.OpenFiles(t), mappings(t)
 	for range 3 {
 		meshes, errs := newJob(t, shm.Config{}, testcluster.TCPMeshes(t, 3), "a", "a", "a").connect(t.Context())
 		if err := errors.Join(errs...); err != nil {
@@ -385,22 +386,13 @@ func TestNothingIsLeft(t *testing.T) {
 				t.Error(err)
 			}
 		}
-		if got := count(t, "/proc/self/fd"); got != files {
+		if got := testnet.OpenFiles(t); got != files {
 			t.Errorf("got %d open files, want %d", got, files)
 		}
 		if got := mappings(t); got != maps {
 			t.Errorf("got %d mappings of memfds, want %d", got, maps)
 		}
 	}
-}
-
-func count(t *testing.T, dir string) int {
-	t.Helper()
-	names, err := os.ReadDir(dir)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return len(names)
 }
 
 // mappings returns the number of mappings in this process that belong to memfds of gohvd.

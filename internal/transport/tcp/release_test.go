@@ -11,20 +11,10 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/secret"
+	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
 )
-
-// eventually calls the function is repeatedly until it returns true, because no event announces the change.
-// If that takes longer than hangTimeout, the test fails with the message in what.
-func eventually(t *testing.T, what string, is func() bool) {
-	t.Helper()
-	for end := time.Now().Add(hangTimeout); !is(); runtime.Gosched() {
-		if time.Now().After(end) {
-			t.Fatalf("this has not happened in time: %s", what)
-		}
-	}
-}
 
 // unattachedConns returns the number of connections that are not channels. Their handshake is not complete,
 // or their lane was released.
@@ -49,7 +39,7 @@ func testReleaseWithoutReset(t *testing.T, key secret.Secret) {
 	if err := a.Send(data); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, "the kernel has taken something", func() bool { return a.Sent() > 1<<20 })
+	testnet.Eventually(t, "the kernel has taken something", func() bool { return a.Sent() > 1<<20 })
 	zero.Release(1)
 	if err := a.Flush(); !errors.Is(err, transport.ErrReleased) {
 		t.Fatalf("flush: got error %v, want %v", err, transport.ErrReleased)
@@ -90,7 +80,7 @@ func testReleaseKeepsNothing(t *testing.T, key secret.Secret) {
 		if id%3 == 0 {
 			one.Release(id) // rank 0 then connects after this release
 		}
-		c, err := zero.Conn(ctx(t), id, 1)
+		c, err := zero.Conn(testnet.Context(t), id, 1)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -101,7 +91,7 @@ func testReleaseKeepsNothing(t *testing.T, key secret.Secret) {
 		zero.Release(id)
 	}
 	for r, m := range []*Mesh{zero.(*Mesh), one.(*Mesh)} {
-		eventually(t, "all connections are closed", func() bool { return unattachedConns(m.e) == 0 })
+		testnet.Eventually(t, "all connections are closed", func() bool { return unattachedConns(m.e) == 0 })
 		m.e.mu.Lock()
 		if len(m.lanes) != 1 || m.lanes[transport.Control] == nil {
 			t.Errorf("rank %d still has %d lanes, want the control lane only", r, len(m.lanes))
@@ -125,7 +115,7 @@ func testLingerExpires(t *testing.T, key secret.Secret) {
 		t.Fatal(err)
 	}
 	zero.Release(1)
-	eventually(t, "the connection is closed", func() bool { return unattachedConns(e0) == 0 })
+	testnet.Eventually(t, "the connection is closed", func() bool { return unattachedConns(e0) == 0 })
 	got := make([]byte, len("last words"))
 	if _, err := io.ReadFull(b, got); err != nil || string(got) != "last words" {
 		t.Errorf("got %q, %v", got, err)
@@ -157,7 +147,7 @@ func testCloseEndsLinger(t *testing.T, key secret.Secret) {
 		if err != nil {
 			t.Error(err)
 		}
-	case <-ctx(t).Done():
+	case <-testnet.Context(t).Done():
 		t.Fatal("close hangs")
 	}
 }
@@ -174,14 +164,14 @@ func TestReleaseEndsDial(t *testing.T) {
 	before := runtime.NumGoroutine()
 	var wg sync.WaitGroup
 	wg.Go(func() {
-		if _, err := m.Conn(ctx(t), 1, 1); !errors.Is(err, transport.ErrReleased) {
+		if _, err := m.Conn(testnet.Context(t), 1, 1); !errors.Is(err, transport.ErrReleased) {
 			t.Errorf("got error %v, want %v", err, transport.ErrReleased)
 		}
 	})
 	book.wait(t, "tcp: connect failed", "error", "refused")
 	m.Release(1)
 	wg.Wait()
-	eventually(t, "the dial ends", func() bool { return runtime.NumGoroutine() <= before })
+	testnet.Eventually(t, "the dial ends", func() bool { return runtime.NumGoroutine() <= before })
 }
 
 // TestReleaseDuringHandshake releases a lane during a handshake. The handshake must be completed, and then
@@ -197,7 +187,7 @@ func TestReleaseDuringHandshake(t *testing.T) {
 	var wg sync.WaitGroup
 	defer wg.Wait()
 	wg.Go(func() {
-		if _, err := m.Conn(ctx(t), 7, 1); !errors.Is(err, transport.ErrReleased) {
+		if _, err := m.Conn(testnet.Context(t), 7, 1); !errors.Is(err, transport.ErrReleased) {
 			t.Errorf("got error %v, want %v", err, transport.ErrReleased)
 		}
 	})
@@ -220,7 +210,7 @@ func TestReleaseDuringHandshake(t *testing.T) {
 		t.Errorf("got %q, %v, want the end of the stream", got, err)
 	}
 	hangUp(nc)
-	eventually(t, "the connection is closed", func() bool { return unattachedConns(e) == 0 })
+	testnet.Eventually(t, "the connection is closed", func() bool { return unattachedConns(e) == 0 })
 }
 
 // TestReleaseOfReserved releases a lane during a handshake. The connection must belong to the released lane.
@@ -251,7 +241,7 @@ func TestReleaseOfReserved(t *testing.T) {
 		}
 		hangUp(dialed)
 	}
-	eventually(t, "both connections are closed", func() bool { return unattachedConns(e) == 0 })
+	testnet.Eventually(t, "both connections are closed", func() bool { return unattachedConns(e) == 0 })
 	if len(m.lanes) != 0 {
 		t.Errorf("%d lanes are left, want none", len(m.lanes))
 	}

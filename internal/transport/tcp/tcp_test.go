@@ -25,6 +25,7 @@ import (
 
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/secret"
+	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/internal/transport/transporttest"
@@ -113,21 +114,14 @@ func goodHello(lane transport.Lane) hello {
 	return hello{version: version, job: hashJob("test"), epoch: 1, from: 0, to: 1, lane: lane}
 }
 
-// ctx returns a context that is cancelled when the test ends, or after hangTimeout.
-func ctx(t *testing.T) context.Context {
-	ctx, cancel := context.WithTimeout(t.Context(), hangTimeout)
-	t.Cleanup(cancel)
-	return ctx
-}
-
 // pair connects ranks 0 and 1 on the given lane and returns both ends.
 func pair(t *testing.T, zero, one transport.Mesh, lane transport.Lane) (a, b *conn) {
 	t.Helper()
-	x, err := zero.Conn(ctx(t), lane, 1)
+	x, err := zero.Conn(testnet.Context(t), lane, 1)
 	if err != nil {
 		t.Fatal(err)
 	}
-	y, err := one.Conn(ctx(t), lane, 0)
+	y, err := one.Conn(testnet.Context(t), lane, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -232,7 +226,7 @@ func (b *logBook) wait(t *testing.T, message, field, text string) map[string]any
 		}
 		select {
 		case <-wrote:
-		case <-ctx(t).Done():
+		case <-testnet.Context(t).Done():
 			t.Fatalf("log has no %q with %q in %s: %v", message, text, field, b.All())
 		}
 	}
@@ -387,7 +381,7 @@ func testDialRefused(t *testing.T, key secret.Secret) {
 			zero := join(t, e0, c.zero)
 			join(t, e1, Epoch{Rank: 1, Addrs: addrsOf(e0, e1, e1)})
 			for range 2 {
-				_, err := zero.Conn(ctx(t), 5, c.to)
+				_, err := zero.Conn(testnet.Context(t), 5, c.to)
 				wantPeer(t, err, 5, c.to)
 				if !errors.Is(err, c.want) {
 					t.Errorf("got error %v, want %v", err, c.want)
@@ -429,7 +423,7 @@ func TestDialNotOurs(t *testing.T) {
 	})
 	e := listen(t, Config{})
 	m := join(t, e, Epoch{Addrs: []string{e.Addr(), ln.Addr().String()}})
-	_, err = m.Conn(ctx(t), 0, 1)
+	_, err = m.Conn(testnet.Context(t), 0, 1)
 	wantPeer(t, err, 0, 1)
 	if !errors.Is(err, errNotOurs) {
 		t.Errorf("got error %v, want %v", err, errNotOurs)
@@ -450,7 +444,7 @@ func TestDialRetries(t *testing.T) {
 	var wg sync.WaitGroup
 	defer wg.Wait()
 	wg.Go(func() {
-		_, err := zero.Conn(ctx(t), 0, 1)
+		_, err := zero.Conn(testnet.Context(t), 0, 1)
 		errs <- err
 	})
 	book.wait(t, "tcp: connect failed", "error", "refused")
@@ -472,13 +466,13 @@ func TestDialTimeout(t *testing.T) {
 		zero := join(t, e0, Epoch{Addrs: addrsOf(e0, gone)})
 		one := join(t, e1, Epoch{Rank: 1, Addrs: addrsOf(gone, e1)})
 		for range 2 { // the second call must dial again
-			_, err := zero.Conn(ctx(t), 1, 1)
+			_, err := zero.Conn(testnet.Context(t), 1, 1)
 			wantPeer(t, err, 1, 1)
 			if !errors.Is(err, syscall.ECONNREFUSED) || !strings.Contains(err.Error(), timeout.String()) {
 				return fmt.Errorf("got error %w, want one that says how long and why", err)
 			}
 		}
-		_, err := one.Conn(ctx(t), 1, 0)
+		_, err := one.Conn(testnet.Context(t), 1, 0)
 		wantPeer(t, err, 1, 0)
 		if err == nil || !strings.Contains(err.Error(), "did not connect within "+timeout.String()) {
 			t.Errorf("got error %v, want one that says how long", err)
@@ -542,7 +536,7 @@ func TestDialOutlivesContext(t *testing.T) {
 	if _, err := nc.Write(encodeAnswer(accepted)); err != nil {
 		t.Fatal(err)
 	}
-	c, err := m.Conn(ctx(t), 7, 1)
+	c, err := m.Conn(testnet.Context(t), 7, 1)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -565,7 +559,7 @@ func testEarlyConnection(t *testing.T, key secret.Secret) {
 	otherJob := sendAs(t, key, dialRaw(t, e1.Addr(), nil), hello{version: version, job: hashJob("another"),
 		to: 1}.encode())
 	one := join(t, e1, Epoch{Rank: 1, Addrs: addrsOf(e0, e1)})
-	c, err := one.Conn(ctx(t), 3, 0)
+	c, err := one.Conn(testnet.Context(t), 3, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -698,7 +692,7 @@ func TestAcceptWithoutDescriptors(t *testing.T) {
 		}
 	})
 	m := join(t, e1, Epoch{Rank: 1, Addrs: addrsOf(e0, e1)})
-	_, err = m.Conn(ctx(t), transport.Control, 0)
+	_, err = m.Conn(testnet.Context(t), transport.Control, 0)
 	if peer, ok := errors.AsType[*transport.PeerError](err); ok || !errors.Is(err, syscall.EMFILE) ||
 		!strings.Contains(err.Error(), "ulimit -n") {
 		t.Errorf("got %v (%v), want that this process has no descriptors", err, peer)

@@ -11,6 +11,7 @@ import (
 	"testing"
 
 	"github.com/gohvd/gohvd/internal/secret"
+	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
@@ -184,14 +185,14 @@ func TestEncryptedSendDoesNotWait(t *testing.T) {
 	if err := a.Send(large); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, "the socket takes a part", func() bool { return a.Sent() > 0 })
+	testnet.Eventually(t, "the socket takes a part", func() bool { return a.Sent() > 0 })
 	if got := a.Sent(); got == uint64(len(large)) {
 		t.Fatalf("the kernel took all %d bytes", got)
 	}
 	if _, err := io.ReadFull(b, large[:32<<20]); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, "the socket takes more", func() bool { return a.Sent() >= 32<<20 })
+	testnet.Eventually(t, "the socket takes more", func() bool { return a.Sent() >= 32<<20 })
 	zero.Abort(1, errors.New("enough"))
 	if err := a.Flush(); err == nil || err.Error() != "enough" {
 		t.Errorf("flush got %v", err)
@@ -258,7 +259,7 @@ func TestCutInARecord(t *testing.T) {
 	raw := dialRaw(t, e1.Addr(), nil)
 	over := sendAs(t, key, raw, goodHello(1).encode())
 	one := join(t, e1, Epoch{Rank: 1, Addrs: addrsOf(e0, e1)})
-	c, err := one.Conn(ctx(t), 1, topo.Rank(0))
+	c, err := one.Conn(testnet.Context(t), 1, topo.Rank(0))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -288,7 +289,7 @@ func TestTamperingIsSeenWhileSending(t *testing.T) {
 	raw := dialRaw(t, e1.Addr(), nil)
 	over := sendAs(t, key, raw, goodHello(1).encode())
 	one := join(t, e1, Epoch{Rank: 1, Addrs: addrsOf(e0, e1)})
-	c, err := one.Conn(ctx(t), 1, topo.Rank(0))
+	c, err := one.Conn(testnet.Context(t), 1, topo.Rank(0))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -299,7 +300,7 @@ func TestTamperingIsSeenWhileSending(t *testing.T) {
 		t.Fatal(err)
 	}
 	last := uint64(0)
-	eventually(t, "the writer waits", func() bool {
+	testnet.Eventually(t, "the writer waits", func() bool {
 		before := last
 		last = c.Sent()
 		runtime.Gosched()
@@ -316,7 +317,7 @@ func TestTamperingIsSeenWhileSending(t *testing.T) {
 	select {
 	case err := <-read:
 		wantPeer(t, err, 1, 0)
-	case <-ctx(t).Done():
+	case <-testnet.Context(t).Done():
 		t.Error("read waits for the peer")
 	}
 }
