@@ -13,10 +13,11 @@ import (
 	"go.uber.org/goleak"
 
 	"github.com/gohvd/gohvd/hvd"
+	"github.com/gohvd/gohvd/internal/testcuda"
 	"github.com/gohvd/gohvd/store"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(withStandIns(m)) }
+func TestMain(m *testing.M) { goleak.VerifyTestMain(testcuda.M{M: m}) }
 
 // deadline is how long the ranks of a test may take. When it has passed, their context ends and the stacks of
 // all goroutines are logged.

@@ -12,7 +12,6 @@ import (
 	"testing"
 	"unsafe"
 
-	"go.uber.org/goleak"
 	"go.uber.org/zap"
 	"go.uber.org/zap/zaptest/observer"
 
@@ -23,9 +22,6 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/timeline/timelinetest"
 )
-
-// withStandIns makes the tests of this package run with stand-ins for the libraries of GPUs.
-func withStandIns(m *testing.M) goleak.TestingM { return testcuda.M{M: m} }
 
 // device is a CUDA device of the stand-in with a stream.
 type device struct {

@@ -6,14 +6,9 @@ import (
 	"context"
 	"testing"
 
-	"go.uber.org/goleak"
-
 	"github.com/gohvd/gohvd/hvd"
 	"github.com/gohvd/gohvd/internal/testnet"
 )
-
-// withStandIns returns m, because this build has no stand-ins for the libraries of GPUs.
-func withStandIns(m *testing.M) goleak.TestingM { return m }
 
 // TestDeviceNotBuilt checks that a program that was built without NCCL says so.
 func TestDeviceNotBuilt(t *testing.T) {

@@ -10,9 +10,6 @@ import (
 	"github.com/gohvd/gohvd/internal/testcuda"
 )
 
-// withStandIns runs the tests with stand-ins for the libraries of GPUs.
-func withStandIns(m *testing.M) int { return testcuda.Main(m) }
-
 // TestDevice measures allreduces of several types on devices, which ranks verify, and copies.
 func TestDevice(t *testing.T) {
 	t.Setenv("STANDIN_CUDA_DELAY_US", "100")

@@ -20,6 +20,7 @@ import (
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/testcuda"
 )
 
 const deadline = time.Minute
@@ -59,7 +60,7 @@ func TestMain(m *testing.M) {
 			fmt.Fprintf(os.Stderr, "building hvdrun: %v\n%s", err, out)
 			return 1
 		}
-		return withStandIns(m)
+		return testcuda.Main(m)
 	}())
 }
 

@@ -9,9 +9,6 @@ import (
 	"github.com/gohvd/gohvd/internal/cuda"
 )
 
-// withStandIns runs the tests without stand-ins for the libraries of GPUs, which this build does not load.
-func withStandIns(m *testing.M) int { return m.Run() }
-
 // TestNoDevice checks that --gpu fails in a build without NCCL.
 func TestNoDevice(t *testing.T) {
 	_, _, err := runs(t, 1, nil, func(o *options, _ int) { o.gpu = true })

@@ -20,9 +20,6 @@ import (
 	"github.com/gohvd/gohvd/internal/testcuda"
 )
 
-// withStandIns runs the tests with stand-ins for the libraries of GPUs.
-func withStandIns(m *testing.M) int { return testcuda.Main(m) }
-
 // The numbers of the arenas of a gpu.
 const (
 	eventArena  = 100

@@ -12,6 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/cuda"
 	"github.com/gohvd/gohvd/ops/nccl"
 )
 
@@ -25,7 +26,7 @@ const driverFile = "/dev/nvidiactl"
 // devices, or if the host has such devices. It returns if this program can do no less than hvdd-gpu or if
 // there is no hvdd-gpu. It must be called before anything else in the process has started.
 func replace(asked bool) error {
-	if withNCCL {
+	if cuda.Built {
 		return nil
 	}
 	if !asked {

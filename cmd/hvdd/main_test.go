@@ -23,6 +23,7 @@ import (
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/sidecar"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecartest"
+	"github.com/gohvd/gohvd/internal/testcuda"
 )
 
 // asDaemon is an environment variable that makes this test binary run as hvdd.
@@ -31,7 +32,7 @@ const asDaemon = "GOHVD_HVDD_DAEMON"
 func TestMain(m *testing.M) {
 	switch os.Getenv(asDaemon) {
 	case "":
-		os.Exit(withStandIns(m))
+		os.Exit(testcuda.Main(m))
 	case "activated": // as systemd does for the process that it starts
 		os.Setenv("LISTEN_PID", fmt.Sprint(os.Getpid()))
 		os.Setenv("WATCHDOG_PID", fmt.Sprint(os.Getpid()))

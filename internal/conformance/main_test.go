@@ -5,6 +5,8 @@ import (
 	"testing"
 
 	"go.uber.org/goleak"
+
+	"github.com/gohvd/gohvd/internal/testcuda"
 )
 
 var (
@@ -12,4 +14,4 @@ var (
 	seed = flag.Uint64("seed", 0, "make random programs from this seed; 0 draws one")
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(withStandIns(m)) }
+func TestMain(m *testing.M) { goleak.VerifyTestMain(testcuda.M{M: m}) }

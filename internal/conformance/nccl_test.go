@@ -17,8 +17,6 @@ import (
 	"testing"
 	"time"
 
-	"go.uber.org/goleak"
-
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/cuda"
 	"github.com/gohvd/gohvd/internal/engine"
@@ -32,9 +30,6 @@ import (
 	"github.com/gohvd/gohvd/ops/nccl"
 	"github.com/gohvd/gohvd/ops/tcp"
 )
-
-// withStandIns makes the tests of this package run with stand-ins for the libraries of GPUs.
-func withStandIns(m *testing.M) goleak.TestingM { return testcuda.M{M: m} }
 
 // These environment variables say which rank the process is, and how many there are.
 const rankVariable, sizeVariable = "GOHVD_TEST_RANK", "GOHVD_TEST_SIZE"

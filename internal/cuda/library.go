@@ -23,6 +23,9 @@ import (
 	"unsafe"
 )
 
+// Built says whether this program was built with NCCL and CUDA.
+const Built = true
+
 // Library is a loaded shared library. It is never unloaded.
 type Library struct {
 	// File is the path of the library.

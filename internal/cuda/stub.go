@@ -4,6 +4,9 @@ package cuda
 
 import "context"
 
+// Built says whether this program was built with NCCL and CUDA.
+const Built = false
+
 // Runtime is the CUDA runtime library. This build has none.
 type Runtime struct{}
 

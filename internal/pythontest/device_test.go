@@ -12,9 +12,6 @@ import (
 	"github.com/gohvd/gohvd/internal/testcuda"
 )
 
-// withStandIns runs the tests with stand-ins for the libraries of GPUs.
-func withStandIns(m *testing.M) int { return testcuda.Main(m) }
-
 // TestDevicePython runs operations on memory of CUDA devices that Python has exported. In some jobs the
 // sidecar cannot use this memory. In the last one, a rank is killed. Each sidecar is hvdd, which executes an
 // hvdd-gpu beside it.

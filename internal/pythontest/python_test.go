@@ -20,6 +20,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/gohvd/gohvd/internal/testcuda"
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
@@ -41,7 +42,7 @@ func TestMain(m *testing.M) {
 			fmt.Fprintf(os.Stderr, "building the programs: %v\n%s", err, out)
 			return 1
 		}
-		return withStandIns(m)
+		return testcuda.Main(m)
 	}())
 }
 

@@ -12,6 +12,8 @@ import (
 	"runtime"
 	"strings"
 	"testing"
+
+	"github.com/gohvd/gohvd/internal/cuda"
 )
 
 // folder is the environment variable with the folder of the libraries. Processes that a test starts inherit
@@ -19,9 +21,10 @@ import (
 const folder = "GOHVD_TEST_STANDINS"
 
 // Main builds the stand-ins with gcc, runs the tests of a package and returns the exit status. If the
-// environment names a folder of libraries, Main uses these.
+// environment names a folder of libraries, Main uses these. In a build without CUDA, which loads no
+// libraries, Main only runs the tests.
 func Main(m *testing.M) int {
-	if os.Getenv(folder) == "" {
+	if cuda.Built && os.Getenv(folder) == "" {
 		dir, err := os.MkdirTemp("", "standin")
 		if err == nil {
 			err = build(dir)

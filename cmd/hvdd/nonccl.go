@@ -1,6 +1,0 @@
-//go:build !nccl || !cgo
-
-package main
-
-// withNCCL says that this build has NCCL.
-const withNCCL = false
