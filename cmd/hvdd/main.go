@@ -90,8 +90,6 @@ func run(args []string, stdout, stderr io.Writer) int {
 		"address `ADDR`, as HOST:PORT or PORT, at which hvdd serves /healthz over HTTP; the default host is 127.0.0.1")
 	f.BoolVar(&gpus, "check-gpus", false,
 		"print as JSON which libraries for GPUs hvdd loads, and how many devices they find, and exit")
-	// cobra adds a completion command only to programs with subcommands, so hvdd adds its own.
-	cmd.AddCommand(completion(cmd))
 	err := cmd.Execute()
 	if err == nil {
 		return 0
@@ -102,25 +100,4 @@ func run(args []string, stdout, stderr io.Writer) int {
 		return statusUsage
 	}
 	return statusFailure
-}
-
-// completion returns a command that prints completion scripts for shells.
-func completion(root *cobra.Command) *cobra.Command {
-	shells := map[string]func(io.Writer) error{
-		"bash":       func(w io.Writer) error { return root.GenBashCompletionV2(w, true) },
-		"zsh":        root.GenZshCompletion,
-		"fish":       func(w io.Writer) error { return root.GenFishCompletion(w, true) },
-		"powershell": root.GenPowerShellCompletionWithDesc,
-	}
-	return &cobra.Command{
-		Use:       "completion SHELL",
-		Short:     "Print a completion script for bash, zsh, fish or powershell",
-		ValidArgs: []string{"bash", "zsh", "fish", "powershell"},
-		RunE: func(cmd *cobra.Command, args []string) error {
-			if len(args) != 1 || shells[args[0]] == nil {
-				return usagef("completion: got %q, want one of bash, zsh, fish and powershell", args)
-			}
-			return shells[args[0]](cmd.OutOrStdout())
-		},
-	}
 }

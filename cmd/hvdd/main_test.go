@@ -135,7 +135,6 @@ func TestCommandLine(t *testing.T) {
 		{[]string{"--help"}, 0, "--socket"},
 		{[]string{"--version"}, 0, "hvdd version " + config.VersionText()},
 		{[]string{"completion", "bash"}, 0, "hvdd"},
-		{[]string{"completion", "tcsh"}, 2, "tcsh"},
 		{nil, 2, "LISTEN_FDS"},
 		{[]string{"--fd", "3", "--socket", "x"}, 2, "one of them"},
 		{[]string{"--fd", "999"}, 2, "--fd 999"},
