@@ -65,11 +65,11 @@ func (d *daemon) run() error {
 	}
 	d.server = sidecar.New(cfg)
 	if d.health != "" {
-		stop, err := serveHealth(d.health, d.server, d.log)
+		health, err := serveHealth(d.health, d.server, d.log)
 		if err != nil {
 			return err
 		}
-		defer stop()
+		defer health.Close()
 	}
 	return d.serve(clients)
 }

@@ -2,20 +2,14 @@ package main
 
 import (
 	"encoding/json"
-	"errors"
 	"fmt"
-	"net"
 	"net/http"
-	"strings"
-	"time"
 
 	"go.uber.org/zap"
 
+	"github.com/gohvd/gohvd/internal/metrics"
 	"github.com/gohvd/gohvd/internal/sidecar"
 )
-
-// healthTimeout is the time limit for reading a request, and for writing its response.
-const healthTimeout = 5 * time.Second
 
 // health is the response of /healthz. It has the same fields as StatusReport in the sidecar's protocol.
 type health struct {
@@ -27,22 +21,11 @@ type health struct {
 	InFlight   uint64 `json:"in_flight"`
 }
 
-// serveHealth serves /healthz at addr until stop is called. addr has the form PORT or HOST:PORT. The default
-// host is 127.0.0.1.
-func serveHealth(addr string, s *sidecar.Server, log *zap.Logger) (stop func(), err error) {
-	if !strings.Contains(addr, ":") {
-		addr = ":" + addr
-	}
-	host, port, err := net.SplitHostPort(addr)
-	if err != nil {
-		return nil, usagef("--health %s: %w", addr, err)
-	}
-	if host == "" {
-		host = "127.0.0.1"
-	}
-	l, err := net.Listen("tcp", net.JoinHostPort(host, port))
-	if err != nil {
-		return nil, fmt.Errorf("--health: %w", err)
+// serveHealth serves /healthz at addr until the caller closes the server. metrics.Address describes the forms
+// of addr.
+func serveHealth(addr string, s *sidecar.Server, log *zap.Logger) (*metrics.Server, error) {
+	if _, err := metrics.Address(addr, 0); err != nil {
+		return nil, usagef("--health: %w", err)
 	}
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) {
@@ -54,20 +37,9 @@ func serveHealth(addr string, s *sidecar.Server, log *zap.Logger) (stop func(), 
 		// Encode fails only if the client has disconnected.
 		_ = json.NewEncoder(w).Encode(health{r.Version, r.Pid, r.State, r.Clients, r.Operations, r.InFlight})
 	})
-	server := &http.Server{
-		Handler: mux, ReadTimeout: healthTimeout, WriteTimeout: healthTimeout, IdleTimeout: healthTimeout,
-		MaxHeaderBytes: 8 << 10,
-		ErrorLog:       zap.NewStdLog(log),
+	server, err := metrics.Serve(addr, mux, log)
+	if err != nil {
+		return nil, fmt.Errorf("--health: %w", err)
 	}
-	done := make(chan struct{})
-	go func() {
-		defer close(done)
-		if err := server.Serve(l); !errors.Is(err, http.ErrServerClosed) {
-			log.Error("/healthz is no longer served", zap.Error(err))
-		}
-	}()
-	return func() {
-		_ = server.Close() // errors of connections do not matter at the end
-		<-done
-	}, nil
+	return server, nil
 }

@@ -12,6 +12,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -24,6 +25,7 @@ import (
 	"github.com/gohvd/gohvd/internal/sidecar"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecartest"
 	"github.com/gohvd/gohvd/internal/testcuda"
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 // asDaemon is an environment variable that makes this test binary run as hvdd.
@@ -143,6 +145,8 @@ func TestCommandLine(t *testing.T) {
 		{[]string{"serve"}, 2, "serve"},
 		{[]string{"--socket", "/no/such/directory/s"}, 1, "/no/such/directory"},
 		{[]string{"--socket", "/dev/null"}, 1, "a file that is not a socket"},
+		{[]string{"--socket", filepath.Join(t.TempDir(), "s"), "--health", "here"}, 2,
+			`--health: metrics: address "here"`},
 	} {
 		self, err := os.Executable()
 		if err != nil {
@@ -323,25 +327,14 @@ func TestSystemd(t *testing.T) {
 // TestHealth checks that /healthz returns status 200 and the state of the sidecar while the sidecar is idle
 // or runs a job.
 func TestHealth(t *testing.T) {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	addr := l.Addr().String()
-	if err := l.Close(); err != nil {
-		t.Fatal(err)
-	}
-	_, port, err := net.SplitHostPort(addr)
-	if err != nil {
-		t.Fatal(err)
-	}
+	port := strconv.Itoa(testnet.FreePort(t))
 	_, c := pair(t, "--health", port)
 	c.Hello()
 	ask := func() (status int, h health) {
 		t.Helper()
 		ctx, cancel := context.WithTimeout(t.Context(), sidecartest.HangTimeout)
 		defer cancel()
-		q, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+addr+"/healthz", nil)
+		q, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://127.0.0.1:"+port+"/healthz", nil)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -372,20 +365,12 @@ func TestHealth(t *testing.T) {
 
 // TestHealthOfTheDead checks that /healthz returns status 503 after the job has failed.
 func TestHealthOfTheDead(t *testing.T) {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	addr := l.Addr().String()
-	if err := l.Close(); err != nil {
-		t.Fatal(err)
-	}
 	s := sidecar.New(sidecar.Config{})
-	stop, err := serveHealth(addr, s, zap.NewNop())
+	server, err := serveHealth("0", s, zap.NewNop())
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer stop()
+	defer server.Close()
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		t.Fatal(err)
@@ -400,7 +385,7 @@ func TestHealthOfTheDead(t *testing.T) {
 	c.Init()
 	c.Close()
 	<-s.Dead()
-	r, err := http.Get("http://" + addr + "/healthz")
+	r, err := http.Get("http://" + server.Addr() + "/healthz")
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -55,7 +55,7 @@ func Address(addr string, plus int) (string, error) {
 	return net.JoinHostPort(host, strconv.FormatUint(n, 10)), nil
 }
 
-// Server serves metrics over HTTP.
+// Server serves metrics, or the state of a sidecar, over HTTP.
 type Server struct {
 	listener net.Listener
 	http     http.Server
@@ -98,7 +98,7 @@ func serveOn(l net.Listener, h http.Handler, log *zap.Logger, timeout time.Durat
 	}
 	s.running.Go(func() {
 		if err := s.http.Serve(s.listener); !errors.Is(err, http.ErrServerClosed) {
-			log.Error("metrics are no longer served", zap.String("address", s.Addr()), zap.Error(err))
+			log.Error("the HTTP server has ended", zap.String("address", s.Addr()), zap.Error(err))
 		}
 	})
 	return s
