@@ -8,8 +8,8 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// WithStore makes the ranks meet in s instead of the store of the launcher. HOROVOD_RANK and HOROVOD_SIZE
-// give the rank and the number of ranks; without them the job has one rank and does not use s. Init fails if
+// WithStore makes the ranks meet in s instead of the store of the launcher. The rank and the number of ranks
+// come from HOROVOD_RANK and HOROVOD_SIZE, or else from the launcher. Init fails if neither has them, or if
 // the program also passes WithInitMethod or WithID. Ranks listen on loopback unless HOROVOD_GLOO_IFACE
 // chooses an interface. The caller owns s and closes it after Shutdown.
 func WithStore(s store.Store) InitOption { return func(o *initOptions) { o.Store = s } }

@@ -29,7 +29,8 @@ import (
 // there is no launcher, the process is a job of one rank.
 type Config struct {
 	Settings config.Config
-	// Store is a store that the program has opened. The program must close it.
+	// Store is a store that the program has opened. The program must close it. The rank and the size come
+	// from the settings or else from the launcher, and Open fails if neither has them.
 	Store store.Store
 	// Method is the URL of an init method. If the settings contain rank and size, Open uses these, else the
 	// rank and size in the URL.
@@ -127,12 +128,12 @@ func (m *Meeting) open(ctx context.Context, cfg *Config) error {
 		err = m.byID(ctx, cfg, choice)
 	case cfg.Method != "":
 		err = m.byMethod(ctx, cfg, choice)
-	case m.Settings.Size > 1 && cfg.Store != nil:
-		err = m.choose(choice)
-	case m.Settings.Size > 1, m.Settings.Size == 1 && cfg.Store == nil && m.Settings.RendezvousAddr != "" &&
+	case cfg.Store != nil:
+		err = m.byStore(choice)
+	case m.Settings.Size > 1, m.Settings.Size == 1 && m.Settings.RendezvousAddr != "" &&
 		m.Settings.RendezvousPort != 0:
 		err = m.byLauncher(ctx, cfg, choice)
-	case m.Settings.Size == config.Unset && cfg.Store == nil:
+	case m.Settings.Size == config.Unset:
 		err = m.byEnvironment(ctx, cfg, choice)
 	}
 	if err != nil {
@@ -316,6 +317,24 @@ func (m *Meeting) byEnvironment(ctx context.Context, cfg *Config, choice netif.C
 		return nil
 	}
 	return m.agree(ctx, p.Addr, choice)
+}
+
+// byStore meets at the store of the program. The rank and the size come from the settings or else from the
+// launcher.
+func (m *Meeting) byStore(choice netif.Choice) error {
+	if m.Settings.Size == config.Unset {
+		if err := m.placeByLauncher(); err != nil {
+			return err
+		}
+	}
+	switch m.Settings.Size {
+	case config.Unset:
+		return errors.New("the program passes a store, but there is no launcher that gives this process a rank: " +
+			"set HOROVOD_RANK and HOROVOD_SIZE")
+	case 1:
+		return nil
+	}
+	return m.choose(choice)
 }
 
 // byMethod meets at the store that the init method in cfg opens.

@@ -118,6 +118,40 @@ func TestOpenAlone(t *testing.T) {
 	}
 }
 
+// TestOpenWithStore checks from where a rank gets its number if the program passes a store. If nothing gives
+// it one, Open fails: several such processes would each be a job of one rank.
+func TestOpenWithStore(t *testing.T) {
+	h := store.NewHashStore(store.Limits{})
+	defer h.Close()
+	for _, c := range []struct {
+		name       string
+		vars       map[string]string
+		rank, size int // 0, 0 if Open fails
+	}{
+		{"nothing", nil, 0, 0},
+		{"settings", map[string]string{"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"}, 1, 2},
+		{"one rank", map[string]string{"HOROVOD_RANK": "0", "HOROVOD_SIZE": "1"}, 0, 1},
+		{"mpirun", map[string]string{"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3"}, 2, 3},
+		{"mpirun with one rank", map[string]string{"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, 0, 1},
+	} {
+		m, err := Open(t.Context(), Config{Settings: settings(t, c.vars), Store: h})
+		if c.size == 0 {
+			testnet.WantError(t, err, "set HOROVOD_RANK and HOROVOD_SIZE")
+			continue
+		}
+		if err != nil {
+			t.Errorf("%s: %v", c.name, err)
+			continue
+		}
+		if m.Settings.Rank != c.rank || m.Settings.Size != c.size {
+			t.Errorf("%s: got rank %d of %d, want %d of %d", c.name, m.Settings.Rank, m.Settings.Size, c.rank, c.size)
+		}
+		if err := m.Close(); err != nil {
+			t.Errorf("%s: %v", c.name, err)
+		}
+	}
+}
+
 // TestOpenNeedsSecret checks that a rank without a secret neither connects to a store on the network nor
 // listens on a network address, unless HVD_INSECURE is set.
 func TestOpenNeedsSecret(t *testing.T) {
