@@ -531,6 +531,25 @@ class Works(Ranks):
         futures = [dist.all_reduce(torch.full((1,), float(i)), async_op=True).get_future() for i in range(20)]
         self.assertEqual([f.wait()[0].item() for f in reversed(futures)], [float(i * self.size) for i in reversed(range(20))])
 
+    def test_futures_in_callbacks(self) -> None:
+        """A callback may wait for the futures of other operations, which are begun before or in the callback."""
+        if self.size == 1:
+            return
+        after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+
+        def total(depth: int) -> torch.futures.Future:
+            future = dist.all_reduce(self.ours(1), async_op=True).get_future()
+            return future.then(lambda f: total(depth - 1).wait()[0] + f.value()[0]) if depth else future
+
+        # The callback is registered before the messages are sent, so it does not run in this thread.
+        futures = [dist.irecv(torch.zeros(1), before, tag=k).get_future() for k in range(2)]
+        later = futures[1].then(lambda f: f.value()[0])
+        last = futures[0].then(lambda f: later.wait() + total(2).wait())
+        self.store_barrier("callbacks")
+        dist.send(self.ours(1), after, tag=0)
+        dist.send(self.ours(1), after, tag=1)
+        self.equal(last.wait(), before + 1 + 3 * sum(r + 1.0 for r in self.all))
+
     def test_dropped(self) -> None:
         """The result is written even if the program drops the work."""
         if _work._FORGETS:

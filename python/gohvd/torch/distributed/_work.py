@@ -7,8 +7,10 @@ timeout, a thread of this module, the *finisher*, waits for the operation too.
 from __future__ import annotations
 
 import collections
+import os
 import sys
 import threading
+import time
 from datetime import timedelta
 from typing import Any, Callable, List, Optional, Sequence
 
@@ -19,6 +21,9 @@ from ..._engine import Call
 from ._tensors import LISTS
 
 _NO_TIMEOUT = timedelta(0)
+
+# How long the callbacks of a future may run before another thread finishes the other operations.
+_PATIENCE_SECONDS = 0.1
 
 
 class Operation:
@@ -143,39 +148,81 @@ def _ended(call: Call) -> bool:
 
 
 class _Finisher:
-    """A thread that finishes operations as soon as they are done, in any order."""
+    """A thread that finishes operations as soon as they are done, in any order.
+
+    The thread also runs the callbacks of their futures. A callback may wait for the future of another operation, which
+    the thread cannot finish then. So another thread takes its place if a callback adds an operation, or if it runs for
+    longer than _PATIENCE_SECONDS.
+    """
 
     def __init__(self) -> None:
         self._cond = threading.Condition()
         self._operations: List[Operation] = []
         self._requests: List[Any] = []
         self._thread: Optional[threading.Thread] = None
+        self._watcher: Optional[threading.Thread] = None
+        self._finishing: Optional[Operation] = None
+        """The operation that the thread finishes now."""
 
     def add(self, operation: Operation) -> None:
         with self._cond:
             self._operations.append(operation)
             self._requests.extend([c.pending for c in operation.calls if c.pending is not None])
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._run, name="gohvd futures", daemon=True)
-                self._thread.start()
+            thread = self._thread
+            if thread is None or thread is threading.current_thread() or not thread.is_alive():
+                self._replace()
+            if self._watcher is None:
+                self._watcher = self._start(self._watch)
             self._cond.notify()
         if operation.known():
             # The thread may wait for other requests and not notice this one, which was done before it was added.
             operation.finish()
 
+    @staticmethod
+    def _start(run: Callable[[], None]) -> threading.Thread:
+        thread = threading.Thread(target=run, name="gohvd futures", daemon=True)
+        thread.start()
+        return thread
+
+    def _replace(self) -> None:
+        """Starts a thread in place of the present one, which ends when its callback returns. The caller holds _cond."""
+        self._finishing = None
+        self._thread = self._start(self._run)
+
     def _run(self) -> None:
+        me = threading.current_thread()
         while True:
             with self._cond:
+                if self._thread is not me:
+                    return
+                self._finishing = None
                 while not self._operations:
                     self._cond.wait()
-                ended = [o for o in self._operations if o.known()]
-                self._operations = [o for o in self._operations if o not in ended]
-                self._requests = [p for p in self._requests if not p.done]
-                requests, client = self._requests, _client_of(self._operations)
-            for operation in ended:
+                at = next((i for i, operation in enumerate(self._operations) if operation.known()), -1)
+                if at < 0:
+                    self._requests = [p for p in self._requests if not p.done]
+                    requests, client = self._requests, _client_of(self._operations)
+                else:
+                    operation = self._finishing = self._operations.pop(at)
+            if at >= 0:
                 operation.finish()
-            if not ended and client is not None:
-                client.wait_any(requests)
+            elif client is not None:
+                try:
+                    client.wait_any(requests)
+                except Exception:
+                    if not client.over:
+                        raise
+                    # All operations are done, with the error that has ended the connection.
+
+    def _watch(self) -> None:
+        """Replaces the thread if it has not finished an operation in the time from one look to the next."""
+        seen: Optional[Operation] = None
+        while True:
+            time.sleep(_PATIENCE_SECONDS)
+            with self._cond:
+                if seen is not None and seen is self._finishing and self._operations:
+                    self._replace()
+                seen = self._finishing
 
 
 def _client_of(operations: Sequence[Operation]) -> Any:
@@ -196,6 +243,7 @@ def _finish_all(operations: Sequence[Operation]) -> None:
 
 
 _finisher = _Finisher()
+os.register_at_fork(after_in_child=_finisher.__init__)  # the threads do not exist in the child
 
 
 # Before torch 2.7, code in C++ that calls a group written in Python forgets the Python object of the work, and then waits
