@@ -285,6 +285,30 @@ class Messages(Ranks):
         with self.assertRaisesRegex(ValueError, "want another rank|Invalid (source|destination) rank|itself|current rank"):
             dist.send(x, self.rank)
 
+    def test_batches(self) -> None:
+        """The timeout of the group limits the wait for a batch of messages. After an error in a batch, the group can be
+        used.
+        """
+        group, x = dist.new_group(list(self.all), timeout=timedelta(seconds=0.1)), torch.zeros(2)
+        if self.size > 1 and self.rank == 0:
+            works = dist.batch_isend_irecv([dist.P2POp(dist.irecv, x, 1, group)])
+            with dist._coalescing_manager(group, torch.device("cpu"), async_ops=True) as together:
+                dist.irecv(x, 1, group=group, tag=1)
+            for work in (works[0], together):
+                with self.assertRaisesRegex(RuntimeError, r"timed out after 0.1 s, waiting for the other ranks"):
+                    work.wait()
+        dist.barrier()
+        if self.rank == 1:
+            dist.send(x, 0, group=group)
+            dist.send(x, 0, group=group, tag=1)
+        if self.size > 1:
+            with self.assertRaisesRegex(ValueError, "layout torch.sparse_coo"):
+                dist.batch_isend_irecv([dist.P2POp(dist.isend, x.to_sparse(), (self.rank + 1) % self.size)])
+        x = self.ours(2)
+        dist.all_reduce(x)
+        self.equal(x, sum(r + 1.0 for r in self.all))
+        dist.destroy_process_group(group)
+
 
 class Groups(Ranks):
     def test_new_group(self) -> None:

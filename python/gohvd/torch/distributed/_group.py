@@ -75,7 +75,7 @@ class Calls:
     def __repr__(self) -> str:
         return f"<gohvd process group {self._label}: rank {self._rank} of {self._size}>"
 
-    supports_splitting = supports_coalescing = True
+    supports_splitting = True
 
     def _part(self, ranks: Sequence[int], name: str, store: Any, timeout: Optional[timedelta]) -> Any:
         """Returns a new group of some ranks of this group, or None if this rank is not one of them."""

@@ -59,7 +59,9 @@ class Operation:
         """Returns an operation that consists of other operations."""
         for part in parts:
             part.part = True
-        return cls(what, [call for part in parts for call in part.calls], result, lambda: _finish_all(parts))
+        whole = cls(what, [call for part in parts for call in part.calls], result, lambda: _finish_all(parts))
+        whole.limit = max([part.limit for part in parts], default=_NO_TIMEOUT)
+        return whole
 
     def finish(self) -> None:
         """Waits for the operation and writes its results to the output tensors. It does not raise the operation's
