@@ -596,6 +596,10 @@ class Works(Ranks):
             lambda: dist.all_gather_into_tensor(torch.ones(self.size * 2 + 1), torch.ones(2)),
             lambda: dist.all_to_all_single(torch.ones(2 * self.size), torch.ones(2 * self.size), [1] * self.size, [1] * self.size),
             lambda: dist.all_reduce(torch.ones(2, device="meta")),
+            lambda: dist.all_gather_coalesced([[torch.ones(2)]] * self.size, [torch.ones(2)] * 2),
+            lambda: dist.all_gather_coalesced([[torch.ones(2)] * 2] * self.size, [torch.ones(2)]),
+            lambda: dist.group.WORLD.allgather_into_tensor_coalesced([], [torch.ones(2)]),
+            lambda: dist.group.WORLD.reduce_scatter_tensor_coalesced([torch.ones(2)], [torch.ones(2 * self.size)] * 2),
         ):
             with self.assertRaises((ValueError, RuntimeError)):
                 make()

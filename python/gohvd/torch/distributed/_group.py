@@ -424,22 +424,24 @@ class Calls:
 
     def allgather_coalesced(self, output_lists: Any, inputs: Any, opts: Any = None) -> dist.Work:
         # The outputs are a list for each rank, which has a tensor for each input.
+        for outputs in output_lists:
+            _pairs(outputs, inputs)
         each = list(zip(*output_lists))
         return self._together(
             "all_gather_coalesced", output_lists,
-            [lambda o=o, t=t: self.allgather([list(o)], [t], opts) for o, t in zip(each, inputs)],
+            [lambda o=o, t=t: self.allgather([list(o)], [t], opts) for o, t in _pairs(each, inputs)],
         )  # fmt: skip
 
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         return self._together(
             "all_gather_into_tensor_coalesced", outputs,
-            [lambda o=o, t=t: self._allgather_base(o, t, opts) for o, t in zip(outputs, inputs)],
+            [lambda o=o, t=t: self._allgather_base(o, t, opts) for o, t in _pairs(outputs, inputs)],
         )  # fmt: skip
 
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         return self._together(
             "reduce_scatter_tensor_coalesced", outputs,
-            [lambda o=o, t=t: self._reduce_scatter_base(o, t, opts) for o, t in zip(outputs, inputs)],
+            [lambda o=o, t=t: self._reduce_scatter_base(o, t, opts) for o, t in _pairs(outputs, inputs)],
         )  # fmt: skip
 
     def _together(self, what: str, result: Any, begins: List[Callable[[], dist.Work]]) -> dist.Work:
@@ -632,6 +634,12 @@ def _lists(lists: Any, want: int, size: int) -> List[List[Tensor]]:
     if len(lists) != want:
         raise ValueError(f"got {len(lists)} lists of tensors, want {want}")
     return [dense(tensors, size) for tensors in lists]
+
+
+def _pairs(outputs: Sequence[Any], inputs: Sequence[Tensor]) -> List[Tuple[Any, Tensor]]:
+    if len(outputs) != len(inputs):
+        raise ValueError(f"got outputs for {len(outputs)} tensors, want outputs for the {len(inputs)} inputs")
+    return list(zip(outputs, inputs))
 
 
 def _same(tensors: List[Tensor], t: Tensor) -> None:
