@@ -68,6 +68,13 @@ with ps.start() as node:
             assert w.pull(keys, width=5, out=t).wait() is t and (t == 302).all(), t
             w.push(keys, torch.ones(3, 5), command=ps.INIT).wait()
             assert (w.pull(keys, width=5).wait() == 1).all()
+            apart = np.zeros((3, 11), np.float32)[:, 1::2]  # reshape(-1) copies it
+            assert w.pull(keys, width=5, out=apart).wait() is apart and (apart == 1).all(), apart
+            large = [1, 2**63 + 1]
+            w.push(large, np.ones((2, 5), np.float32), command=ps.INIT).wait()
+            assert (w.pull(np.array(large, np.uint64), width=5).wait() == 1).all()
+            refused(ValueError, "got keys of type float64", w.pull, np.array([1.5]))
+            refused(ValueError, "got keys from -1 to 2", w.pull, [-1, 2])
             n = node.worker(1, "int64")
             n.push([7], np.array([-5])).wait()
             assert n.pull([7]).wait().tolist() == [-5]

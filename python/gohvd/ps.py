@@ -16,6 +16,7 @@ integers, sorted and unique. Values are numpy arrays or torch tensors of the wor
 
 from __future__ import annotations
 
+import operator
 from types import TracebackType
 from typing import Any, Dict, Optional, Type
 
@@ -57,6 +58,19 @@ def _array(values: Any) -> np.ndarray:
     return np.ascontiguousarray(values)
 
 
+def _keys(keys: Any) -> np.ndarray:
+    """Returns the keys as an array of uint64. Raises an error if they are not integers from 0 to MAX_KEY."""
+    if hasattr(keys, "dtype"):
+        array = _array(keys)
+        if array.dtype.kind not in "iu":
+            raise ValueError(f"got keys of type {array.dtype}, want integers")
+    else:
+        array = np.array([operator.index(key) for key in keys], dtype=object)
+    if array.dtype.kind != "u" and array.size and not 0 <= int(array.min()) <= int(array.max()) <= MAX_KEY:
+        raise ValueError(f"got keys from {array.min()} to {array.max()}, want 0 to {MAX_KEY}")
+    return array.astype(np.uint64, copy=False)
+
+
 class Request:
     """A push or pull in flight."""
 
@@ -79,7 +93,7 @@ class Request:
         if self._out is None:
             return values.copy()
         target = self._out.detach().numpy() if hasattr(self._out, "detach") else self._out
-        target.reshape(-1)[...] = values
+        target[...] = values.reshape(target.shape)
         return self._out
 
 
@@ -98,8 +112,8 @@ class Worker:
         return self._exchange(keys, values, None, 0, command, priority)
 
     def pull(self, keys: Any, width: int = 1, out: Any = None, priority: int = 0) -> Request:
-        """Gets the values of the keys, width for each. If out is given, wait writes them there: to a contiguous numpy
-        array or to a torch tensor on the CPU.
+        """Gets the values of the keys, width for each. If out is given, wait writes them there: to a numpy array or to a
+        torch tensor on the CPU.
         """
         return self._exchange(keys, None, out, width, 0, priority)
 
@@ -109,7 +123,7 @@ class Worker:
         return self._exchange(keys, values, out, width, command, priority)
 
     def _exchange(self, keys: Any, values: Any, out: Any, width: int, command: int, priority: int) -> Request:
-        key_memory = self._copy(_array(keys).astype(np.uint64, copy=False))
+        key_memory = self._copy(_keys(keys))
         value_memory = results = None
         if values is not None:
             array = _array(values)
