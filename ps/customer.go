@@ -38,14 +38,22 @@ type customer struct {
 	replicas map[int32]*replica
 
 	mu        sync.Mutex
-	timestamp int64 // number of requests so far
-	completed int64 // all requests up to this number have completed, at least
-	rerouting bool  // a goroutine sends parts to other servers
+	timestamp int64     // number of requests so far
+	completed int64     // all requests up to this number have completed, at least
+	answers   []answers // of pushes and pulls, by rank of the server
+	rerouting bool      // a goroutine sends parts to other servers
 	pending   map[int64]*Request
 	callbacks []*Request // requests whose callback is to be called
 	calling   bool       // a goroutine calls callbacks
 	uncalled  int        // number of requests that are answered and whose callback has not returned
 	ended     error      // reason why no further request is sent
+}
+
+// answers counts the responses of a server to pushes and pulls. time is the sum of the times from the calls
+// to the responses.
+type answers struct {
+	count uint64
+	time  time.Duration
 }
 
 // RemoteError reports that a node has answered a request with an error.
@@ -134,7 +142,8 @@ func newCustomer(po *Postoffice, app, id int) (*customer, error) {
 	if _, err := po.RankOf(id); err != nil {
 		return nil, err
 	}
-	return &customer{po: po, key: customerKey{app, id}, pending: make(map[int64]*Request)}, nil
+	return &customer{po: po, key: customerKey{app, id}, pending: make(map[int64]*Request),
+		answers: make([]answers, po.cfg.NumServers)}, nil
 }
 
 // start sends the parts of r. If a part cannot be sent, for example because ctx ends or the time limit passes
@@ -334,6 +343,9 @@ func (c *customer) response(from van.Process, m *van.Message) {
 	p.answered, p.response, p.via = true, m, from
 	if p.home > 0 {
 		c.po.primaries[p.home-1].Store(int32(from.ID))
+		a := &c.answers[van.Rank(from.ID)]
+		a.count++
+		a.time += c.po.observer.now() - r.event.begun
 	}
 	r.answered++
 	all := r.answered == len(r.parts)

@@ -72,15 +72,41 @@ func (p *Postoffice) dialLauncher(ctx context.Context, own map[string]string) er
 
 // answerLauncher answers a question of hvdrun.
 func (p *Postoffice) answerLauncher(what string) []byte {
-	if what != joblink.Metrics {
-		return nil
+	switch what {
+	case joblink.Metrics:
+		text, err := metrics.NodeText(p.stats)
+		if err != nil {
+			p.log.Warn("ps: collecting metrics for hvdrun failed", zap.Error(err))
+			return nil
+		}
+		return text
+	case joblink.Node:
+		return p.state(false)
 	}
-	text, err := metrics.NodeText(p.stats)
+	return nil
+}
+
+// state returns the state of this node for hvdrun, or nil if it cannot be encoded. If final is set, the node
+// has left the job.
+func (p *Postoffice) state(final bool) []byte {
+	s := p.stats()
+	s.Final = final
+	text, err := s.Encode()
 	if err != nil {
-		p.log.Warn("ps: collecting metrics for hvdrun failed", zap.Error(err))
+		p.log.Warn("ps: encoding the state of this node for hvdrun failed", zap.Error(err))
 		return nil
 	}
 	return text
+}
+
+// reportState sends the state of this node to hvdrun, for its report at the end of the job.
+func (p *Postoffice) reportState(ctx context.Context, final bool) {
+	if p.launcher == nil {
+		return
+	}
+	if err := p.launcher.link.Report(ctx, joblink.Node, p.state(final)); err != nil {
+		p.log.Debug("ps: the state of this node was not reported to hvdrun", zap.Error(err))
+	}
 }
 
 // process returns the number that a node has for hvdrun, or -1 if there is no such node.
@@ -119,4 +145,5 @@ func (p router) Blame(failed van.Process, err error) {
 	if err := p.launcher.link.ReportVerdict(ctx, v); err != nil {
 		p.log.Debug("ps: the failure of a node was not reported to hvdrun", zap.Error(err))
 	}
+	p.reportState(ctx, false)
 }

@@ -10,6 +10,7 @@ import (
 
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/ps/van"
 	"github.com/gohvd/gohvd/internal/recorder"
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/topo"
@@ -208,8 +209,40 @@ func (p *Postoffice) stats() trace.Node {
 		for _, r := range c.replicas {
 			r.lag(&s)
 		}
+		c.stats(&s)
 	}
 	return s
+}
+
+// stats adds the responses to the pushes and pulls of the customer to the statistics, and the one that has
+// waited longest.
+func (c *customer) stats(s *trace.Node) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for i := range s.Peers {
+		if p := &s.Peers[i]; van.RoleOf(p.ID) == van.Server && len(c.answers) > 0 {
+			a := &c.answers[van.Rank(p.ID)]
+			p.Responses += a.count
+			p.ResponseTime += a.time
+		}
+	}
+	var oldest *Request
+	for _, r := range c.pending {
+		if r.event.kind != message.NoKind && (oldest == nil || r.event.begun < oldest.event.begun) {
+			oldest = r
+		}
+	}
+	if oldest == nil {
+		return
+	}
+	w := trace.NodeWait{What: oldest.of.String(), Time: c.po.observer.now() - oldest.event.begun,
+		Waiting: []string{s.Name}}
+	for _, p := range oldest.parts {
+		if !p.answered {
+			w.Missing = append(w.Missing, van.Name(p.to))
+		}
+	}
+	s.Waits = append(s.Waits, w)
 }
 
 // report logs how many pushes and pulls this node has made or handled, and how long they took.

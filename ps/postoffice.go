@@ -429,6 +429,7 @@ func (p *Postoffice) stop() {
 	p.wg.Wait()
 	p.stopObserving()
 	p.report()
+	p.reportState(ctx, true)
 	p.closeLauncher()
 	if p.metrics != nil {
 		_ = p.metrics.Close() // a scrape in progress may fail

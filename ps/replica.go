@@ -362,7 +362,7 @@ func (r *replica) lag(s *trace.Node) {
 		return
 	}
 	for i := range s.Peers {
-		if p := &s.Peers[i]; p.Name == van.Name(r.partner.ID) {
+		if p := &s.Peers[i]; p.ID == r.partner.ID {
 			p.LagMessages += len(r.out.sizes)
 			p.LagBytes += r.out.bytes
 		}

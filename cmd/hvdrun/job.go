@@ -108,7 +108,7 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 	if nodes == nil {
 		torch, release, err = r.serveTorch(several, cmd.Flags().Changed("torch-store"))
 	} else {
-		inquiry = nil // only ranks answer questions about tensors
+		inquiry = (&nodeReporter{reports, nodes}).inquiry()
 		nodes.Root, release, err = reservePort(several)
 	}
 	if err != nil {
@@ -135,7 +135,7 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 		NP: np, Nodes: nodes, Hosts: hosts, Command: command, Env: r.env,
 		Set: slices.Concat(r.extra, r.logFormat(&settings), sidecarBinary(&settings, several),
 			timelineSignal(&settings), waits, settings.ForRanks()),
-		Verdict: reports.verdict, Restarted: reports.ranks.Restarted,
+		Verdict: reports.verdict, Restarted: reports.restarted,
 		StoreAddrs: addrs, Secret: text, TLS: settings.TLS, TorchStore: torch,
 		Reach: r.where.reach, AgentPath: path, Start: settings.StartTimeout,
 		Liveness: settings.LivenessTimeout,

@@ -43,9 +43,11 @@ type reporter struct {
 	alarms chan string
 	cancel context.CancelFunc
 
-	mu        sync.Mutex
-	exits     []exit                   // of the ranks that mpirun has started, in the order of their ends
-	failures  map[int][]byte           // the last dump that each rank sent because its job had failed
+	mu    sync.Mutex
+	exits []exit // of the ranks that mpirun has started, in the order of their ends
+	// failures has the last dump that each rank sent because its job had failed. With a parameter server, it
+	// has the last state that each node sent.
+	failures  map[int][]byte
 	kept      int                      // total number of bytes in failures
 	reported  map[stalled]map[int]wait // for each reported stall, the wait of each rank
 	lastStall time.Time
@@ -149,7 +151,7 @@ func (r *reporter) handleMessage(ctx context.Context, rank int, what string, bod
 		if len(r.exits) < r.size {
 			r.exits = append(r.exits, exit{topo.Rank(rank), analysis.Plain(string(body))})
 		}
-	case joblink.Failure:
+	case joblink.Failure, joblink.Node:
 		r.mu.Lock()
 		defer r.mu.Unlock()
 		if rank < r.size && r.kept-len(r.failures[rank])+len(body) <= maxFailureBytes {
@@ -250,10 +252,14 @@ func (r *reporter) survey(ctx context.Context, why string, known []string) strin
 	return r.text(title, analysis.Analyse(dumps, r.size, absent), dumps, errors.Join(err, r.ranks.Err()))
 }
 
-// epilogue returns a report about the dumps that ranks sent when their job failed, or "" if the dumps give no
-// information. culprits holds the ranks that caused the failure, or is nil if they are not known.
-func (r *reporter) epilogue(known []string, culprits []int) string {
+// epilogue returns a report about the dumps that ranks sent when their job failed, or "" if it has not failed
+// or the dumps give no information. culprits holds the ranks that caused the failure, or is nil if they are
+// not known.
+func (r *reporter) epilogue(known []string, culprits []int, failed bool) string {
 	r.close()
+	if !failed {
+		return ""
+	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	dumps, absent := r.decode(r.failures, known)
@@ -292,14 +298,19 @@ func (r *reporter) decode(bodies map[int][]byte,
 	return dumps, absent
 }
 
-// text returns the report to print, cut to maxReportLines lines. If there is a folder for dumps, text also
-// writes the whole report there. If err is not nil, the report has a warning with err.
+// text returns the report to print. If there is a folder for dumps, text also writes the whole report there.
 func (r *reporter) text(title string, f *analysis.Findings, dumps []*analysis.Snapshot, err error) string {
-	rule := strings.Repeat("-", 72) + "\n"
 	full := "hvdrun: " + title + "\n" + f.Text()
 	if r.dir != "" {
 		err = errors.Join(err, r.write(full, f, dumps))
 	}
+	return r.framed(full, err)
+}
+
+// framed returns a report as it is printed: cut to maxReportLines lines, and with a warning if err is not
+// nil.
+func (r *reporter) framed(full string, err error) string {
+	rule := strings.Repeat("-", 72) + "\n"
 	lines := strings.SplitAfter(full, "\n")
 	if more := len(lines) - maxReportLines; more > 0 {
 		full = strings.Join(lines[:maxReportLines], "") +
@@ -309,7 +320,7 @@ func (r *reporter) text(title string, f *analysis.Findings, dumps []*analysis.Sn
 	case err != nil:
 		full += "hvdrun: warning: report: " + analysis.Plain(err.Error()) + "\n"
 	case r.dir != "":
-		full += "The report and the dumps of the ranks are in " + r.dir + "\n"
+		full += "The report and the dumps are in " + r.dir + "\n"
 	}
 	return rule + full + rule
 }

@@ -267,7 +267,7 @@ func TestQuitPrintsReport(t *testing.T) {
 		"hvdrun: SIGQUIT: 2 of 4 ranks answered, in 1.",
 		"Rank 1 has not called allreduce \"grad/7\", for which rank 0 has waited for 5.0 s; ranks 2 and 3 did not answer and may be missing too.\n" +
 			"  rank 1 called it once before; the last call ended 10.0 s ago; no operation is pending; its last operation was allreduce \"grad/9\", which ended 10.0 s ago\n",
-		"The report and the dumps of the ranks are in " + dir + "\n",
+		"The report and the dumps are in " + dir + "\n",
 	} {
 		if !strings.Contains(report, want) {
 			t.Errorf("got %s, want %q", report, want)
@@ -724,7 +724,7 @@ func TestDumpsOfFailures(t *testing.T) {
 		t.Error("a dump within the limit was not kept")
 	}
 	delete(r.failures, 3)
-	got := r.epilogue([]string{"a", "b", "c", "exit status 7"}, nil)
+	got := r.epilogue([]string{"a", "b", "c", "exit status 7"}, nil, true)
 	for _, want := range []string{
 		"from 1 of 4 ranks", "Rank 1 did not answer: cannot decode its dump: got the dump of rank 0 in a job of 4 ranks, want rank 1 in a job of 4",
 		"Rank 2 did not answer: cannot decode its dump: recorder: malformed dump",
@@ -747,12 +747,12 @@ func TestDumpsOfFailures(t *testing.T) {
 		}
 	}
 	late.mu.Unlock()
-	if got := late.epilogue(nil, nil); !strings.Contains(got, "from 4 of 4 ranks") {
+	if got := late.epilogue(nil, nil, true); !strings.Contains(got, "from 4 of 4 ranks") {
 		t.Errorf("got %s, want the dumps of all ranks", got)
 	}
 	quiet := reporterOf(t, kv, 1, "", time.Hour)
 	quiet.handleMessage(t.Context(), 0, joblink.Failure, dumpOf(0, 1, ""))
-	if got := quiet.epilogue(nil, nil); got != "" {
+	if got := quiet.epilogue(nil, nil, true); got != "" {
 		t.Errorf("the rank waits for nothing: got %s, want no report", got)
 	}
 }

@@ -45,8 +45,9 @@ func program(name string) int {
 		return 0
 	case "checked":
 		return overHosts(func() error { return checked(ctx) })
-	case "node", "returning":
-		run := map[string]func(context.Context) error{"node": node, "returning": returning}[name]
+	case "node", "returning", "lagging":
+		run := map[string]func(context.Context) error{"node": node, "returning": returning,
+			"lagging": lagging}[name]
 		if err := run(ctx); err != nil {
 			fmt.Println("error", err)
 			return 1

@@ -373,10 +373,16 @@ func restartNodes(t *testing.T, random *rand.Rand) {
 		if n := strings.Count(j.err(), want); n != 2 {
 			t.Errorf("hvdrun says %d times that %s was killed and is started again, want 2", n, victim)
 		}
+		if !strings.Contains(j.err(), "\n"+victim+" (restarted)") {
+			t.Errorf("the report does not say that %s was restarted:\n%s", victim, j.err())
+		}
 	}
 	cause := regexp.MustCompile(`Root cause .*\n  scheduler: killed by SIGKILL, which hvdrun did not send`)
 	if !cause.MatchString(j.err()) {
 		t.Errorf("the report lacks %s", cause)
+	}
+	if !strings.Contains(j.err(), "Scheduler did not report at its end: killed by SIGKILL") {
+		t.Errorf("the report does not say why the scheduler has sent no state:\n%s", j.err())
 	}
 	if strings.Contains(j.out(), "wrong") {
 		t.Error("a worker has got wrong values")
@@ -408,8 +414,9 @@ func TestNodesOverHosts(t *testing.T) {
 				sums++
 			}
 		}
-		if status := j.wait(); status != 0 || sums != 3 || j.err() != "" {
-			t.Errorf("hvdrun ended with status %d, and %d workers have the right sums", status, sums)
+		if status := j.wait(); status != 0 || sums != 3 ||
+			!strings.Contains(j.err(), "of which 6 of 6 have reported at their end") {
+			t.Errorf("hvdrun ended with status %d, and %d workers have the right sums:\n%s", status, sums, j.err())
 		}
 		for node, i := range map[string]int{"scheduler": 0, "server 0": 1, "server 1": 2, "worker 0": 1,
 			"worker 1": 2, "worker 2": 2} {

@@ -41,6 +41,9 @@ const (
 	Dump = "dump"
 	// Metrics asks for the rank's counters.
 	Metrics = "metrics"
+	// Node asks a node of a parameter server for its state. A node also sends it as a report, at its end and
+	// when it sees another node fail.
+	Node = "node"
 )
 
 // These are the kinds of reports, which ranks send without being asked.

@@ -22,10 +22,11 @@ type Inquiry struct {
 	// Alarms delivers reasons for surveys. SIGQUIT starts a survey too, unless it is the second SIGQUIT
 	// within 5 s. A reason that arrives during a survey is dropped.
 	Alarms <-chan string
-	// Epilogue returns a text that is printed after the report of a failure. It is called when all ranks have
-	// ended, and must return soon. known has the same meaning as in Survey. culprits holds the ranks that the
-	// verdict of the survivors names. It is nil if there is no verdict.
-	Epilogue func(known []string, culprits []int) string
+	// Epilogue returns a text that is printed at the end, after the report of a failure if failed is set. It
+	// is called when all ranks have ended, unless a signal or ctx has ended the job, and must return soon.
+	// known has the same meaning as in Survey. culprits holds the ranks that the verdict of the survivors
+	// names. It is nil if there is no verdict.
+	Epilogue func(known []string, culprits []int, failed bool) string
 }
 
 // handleQuit handles SIGQUIT. If the signal starts a survey, or is dropped because a survey is in progress,
@@ -42,7 +43,7 @@ func (j *job) handleQuit() bool {
 // survey starts a survey and passes the reason in why to it. If a survey is in progress, it does nothing.
 func (j *job) survey(why string) {
 	if j.surveying {
-		j.verbosef("%s: ignored, because the ranks are already being asked for a report", why)
+		j.verbosef("%s: ignored, because the %s are already being asked for a report", why, j.o.processes())
 		return
 	}
 	j.surveying = true
@@ -82,13 +83,13 @@ func (j *job) known() []string {
 		}
 		switch e := &k.exit; {
 		case k.ended:
-			known[r] = fmt.Sprintf("%s, at %s", e.Describe(), e.At.Format(clock))
+			known[r] = fmt.Sprintf("%s, at %s%s", e.Describe(), e.At.Format(clock), k.restarted())
 		case e.PID == 0:
 			known[r] = "its command has not been started yet" + where
 		case !k.conn.local:
 			known[r] = fmt.Sprintf("process %d%s has not ended", e.PID, where)
 		default:
-			known[r] = fmt.Sprintf("process %d%s %s", e.PID, where, activity(e.PID))
+			known[r] = fmt.Sprintf("process %d%s %s%s", e.PID, where, activity(e.PID), k.restarted())
 		}
 	}
 	return known

@@ -42,7 +42,6 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/joblink"
-	"github.com/gohvd/gohvd/internal/ps/van"
 )
 
 // MaxRanks is the maximum of Options.NP.
@@ -496,7 +495,7 @@ func (j *job) makeRanks() error {
 			exit: Exit{Host: j.o.Hosts[p.Host].Name}}
 		switch {
 		case j.o.Nodes != nil:
-			k.title = van.Name(j.o.Nodes.id(r))
+			k.title = j.o.Nodes.Name(r)
 		case j.o.Starter != "":
 			k.title = j.o.Starter
 		}

@@ -144,7 +144,12 @@ func launcher(text string) int {
 				}
 				return "surveyed for " + why + "\n"
 			},
-			Epilogue: func(known []string, _ []int) string { return fmt.Sprintf("epilogue %q\n", known) },
+			Epilogue: func(known []string, _ []int, failed bool) string {
+				if !failed {
+					return fmt.Sprintf("end %q\n", known)
+				}
+				return fmt.Sprintf("epilogue %q\n", known)
+			},
 		}
 	}
 	var nodes *launch.Nodes

@@ -31,6 +31,9 @@ type Nodes struct {
 // Count returns the number of nodes, which includes the scheduler.
 func (n *Nodes) Count() int { return 1 + n.Servers + n.Workers }
 
+// Name returns the name of process r, such as "server 1".
+func (n *Nodes) Name(r int) string { return van.Name(n.id(r)) }
+
 // id returns the id of the node that process r is.
 func (n *Nodes) id(r int) int {
 	switch {

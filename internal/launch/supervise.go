@@ -451,10 +451,11 @@ func (j *job) conclude(ctx context.Context) (Result, error) {
 		for _, c := range j.conns {
 			agents = errors.Join(agents, c.lost)
 		}
-		if text := j.report(result); text != "" {
-			if j.o.Inquiry != nil {
-				text += j.o.Inquiry.Epilogue(known, result.culprits())
-			}
+		text := j.report(result)
+		if j.o.Inquiry != nil && (j.failed || !j.asked) {
+			text += j.o.Inquiry.Epilogue(known, result.culprits(), j.failed)
+		}
+		if text != "" {
 			j.console.put(chunk{err: true, text: []byte(text)})
 		}
 		if text := j.restartReport(); text != "" {

@@ -18,7 +18,8 @@ func someNode() trace.Node {
 	}, Peers: []trace.Peer{
 		{Name: "scheduler", Requests: 1, SentBytes: 100},
 		{Name: "worker 0", Requests: 20, Waiting: 3, SentBytes: 4000, ReceivedBytes: 5000, Resent: 6,
-			Duplicates: 7, LagMessages: 8, LagBytes: 9000},
+			Duplicates: 7, LagMessages: 8, LagBytes: 9000, Responses: 11,
+			ResponseTime: 12 * time.Second, HeldUp: 13 * time.Second},
 	}, Unreplicated: 10}
 }
 
@@ -36,6 +37,8 @@ func TestNode(t *testing.T) {
 	}
 	const want = `hvd_ps_duplicate_messages_total{peer="scheduler"} 0
 hvd_ps_duplicate_messages_total{peer="worker 0"} 7
+hvd_ps_held_up_seconds_total{peer="scheduler"} 0
+hvd_ps_held_up_seconds_total{peer="worker 0"} 13
 hvd_ps_node_info{node="server 1"} 1
 hvd_ps_received_bytes_total{peer="scheduler"} 0
 hvd_ps_received_bytes_total{peer="worker 0"} 5000
@@ -49,6 +52,10 @@ hvd_ps_requests_total{peer="scheduler"} 1
 hvd_ps_requests_total{peer="worker 0"} 20
 hvd_ps_resent_messages_total{peer="scheduler"} 0
 hvd_ps_resent_messages_total{peer="worker 0"} 6
+hvd_ps_response_seconds_total{peer="scheduler"} 0
+hvd_ps_response_seconds_total{peer="worker 0"} 12
+hvd_ps_responses_total{peer="scheduler"} 0
+hvd_ps_responses_total{peer="worker 0"} 11
 hvd_ps_sent_bytes_total{peer="scheduler"} 100
 hvd_ps_sent_bytes_total{peer="worker 0"} 4000
 hvd_ps_unreplicated_ranges 10

@@ -1,12 +1,23 @@
 package trace
 
-import "github.com/gohvd/gohvd/internal/message"
+import (
+	"encoding/json"
+	"fmt"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/message"
+)
 
 // Node is the state of a node of a parameter server at one moment. Its counters begin with 0 when the node
 // starts.
 type Node struct {
 	// Name is the node's role and rank, such as "server 1". Role is the role.
 	Name, Role string
+	// Returned says that the node has taken the place of one that has ended.
+	Returned bool
+	// Up is the time since the node was started. Final says that the node has left the job.
+	Up    time.Duration
+	Final bool
 	// Operations has an element for each kind of pushes and pulls that the node has ended.
 	Operations []NodeOperations
 	// Peers has the processes with which the node is or was connected, sorted by id.
@@ -14,6 +25,35 @@ type Node struct {
 	// Unreplicated is the number of ranges of keys that the node serves, counted for each app, and that no
 	// other server has, in a job with replicas.
 	Unreplicated int
+	// Waits has what is waited for at this moment: at the scheduler in each barrier and in Clock, at a worker
+	// in the push or pull that has waited longest.
+	Waits []NodeWait
+}
+
+// Encode returns the state as a node sends it to hvdrun.
+func (n *Node) Encode() ([]byte, error) { return json.Marshal(n) }
+
+// DecodeNode decodes what Encode has returned.
+func DecodeNode(text []byte) (*Node, error) {
+	n := new(Node)
+	if err := json.Unmarshal(text, n); err != nil {
+		return nil, fmt.Errorf("malformed state of a node: %w", err)
+	}
+	if n.Name == "" || n.Up < 0 {
+		return nil, fmt.Errorf("malformed state of a node: it has the name %.64q and was started %v ago", n.Name,
+			n.Up)
+	}
+	return n, nil
+}
+
+// NodeWait describes that nodes wait for other nodes.
+type NodeWait struct {
+	// What is what the nodes wait in, such as "barrier of group 7". Time is how long the first of them has
+	// waited.
+	What string
+	Time time.Duration
+	// Waiting are the names of the nodes that wait, and Missing of those that they wait for.
+	Waiting, Missing []string
 }
 
 // NodeOperations counts the pushes or pulls of a kind. Durations has the time of each: at a worker from the
@@ -25,7 +65,8 @@ type NodeOperations struct {
 
 // Peer is what a node of a parameter server has exchanged with another process.
 type Peer struct {
-	// Name is the name of the first node of the process.
+	// ID and Name are the id and the name of the first node of the process.
+	ID   int
 	Name string
 	// Requests is the number of requests to the peer. Waiting is how many of them are not answered yet.
 	Requests uint64
@@ -38,4 +79,11 @@ type Peer struct {
 	// LagMessages and LagBytes are the number and the size of the messages for the replicas of the peer that
 	// it has not applied yet.
 	LagMessages, LagBytes int
+	// Responses is the number of responses of the peer to pushes and pulls of a worker. ResponseTime is the
+	// sum of the times from a call to the response.
+	Responses    uint64
+	ResponseTime time.Duration
+	// HeldUp is how long others have waited in barriers and in Clock only for the peer, as the scheduler
+	// knows.
+	HeldUp time.Duration
 }

@@ -82,6 +82,7 @@ func (s *scheduler) advance() {
 			}
 		}
 	}
+	s.waitFor(0, s.missing(0))
 	s.mu.Unlock()
 	for _, f := range failed {
 		s.van.blame(processOf(f.dead), errors.New(f.dead.Gone))

@@ -151,8 +151,9 @@ func (l *link) stats() trace.Peer {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	c := &l.counters
-	return trace.Peer{Name: Name(l.peer), Requests: l.asked, Waiting: l.requests, SentBytes: c.sent.Load(),
-		ReceivedBytes: c.received.Load(), Resent: c.resent.Load(), Duplicates: c.duplicates.Load()}
+	return trace.Peer{ID: l.peer, Name: Name(l.peer), Requests: l.asked, Waiting: l.requests,
+		SentBytes: c.sent.Load(), ReceivedBytes: c.received.Load(),
+		Resent: c.resent.Load(), Duplicates: c.duplicates.Load()}
 }
 
 // answered makes room for another request, because a request was answered or has failed.

@@ -10,10 +10,12 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"time"
 
 	"google.golang.org/protobuf/proto"
 
 	"github.com/gohvd/gohvd/internal/ps/pspb"
+	"github.com/gohvd/gohvd/internal/trace"
 )
 
 // scheduler is what only the scheduler does: it assigns ids to the nodes that register, counts who has
@@ -30,11 +32,20 @@ type scheduler struct {
 	// withdrawn has the last barrier from which a node has withdrawn, by group and id. The withdrawal may
 	// arrive before the entry. The group is 0 for the clock.
 	withdrawn map[[2]int]int64
-	clocks    map[int]int64 // number of iterations that a worker has ended, by id
-	ticks     map[int]tick  // workers that wait for slower ones, by id
+	clocks    map[int]int64         // number of iterations that a worker has ended, by id
+	ticks     map[int]tick          // workers that wait for slower ones, by id
+	waits     map[int]wait          // of the barriers in which nodes wait, by group; 0 is the clock
+	heldUp    map[int]time.Duration // how long others have waited only for a node, by id
 	// generation is the number of processes that have taken the place of another one. It is guarded by the
 	// van's mu.
 	generation uint64
+}
+
+// wait is the state of a barrier or of the clock while nodes wait there.
+type wait struct {
+	began time.Duration // when the first one began to wait
+	last  int           // the node for which alone the others wait, or 0
+	alone time.Duration // since when they wait only for it
 }
 
 // entry is a node that waits in a barrier or for the clock. barrier identifies its call.
@@ -46,7 +57,8 @@ type entry struct {
 
 func newScheduler(v *Van) *scheduler {
 	return &scheduler{van: v, complete: make(chan struct{}), barriers: make(map[int]map[int]entry),
-		withdrawn: make(map[[2]int]int64), clocks: make(map[int]int64), ticks: make(map[int]tick)}
+		withdrawn: make(map[[2]int]int64), clocks: make(map[int]int64), ticks: make(map[int]tick),
+		waits: make(map[int]wait), heldUp: make(map[int]time.Duration)}
 }
 
 // wait waits until all nodes have registered.
@@ -255,6 +267,7 @@ func (s *scheduler) place(e entry, id, group int, members []int, withdraw bool) 
 		s.withdrawn[place] = max(s.withdrawn[place], e.barrier)
 		if s.barriers[group][id] == e {
 			delete(s.barriers[group], id)
+			s.waitFor(group, s.missing(group))
 		}
 		return nil
 	}
@@ -274,7 +287,93 @@ func (s *scheduler) place(e entry, id, group int, members []int, withdraw bool) 
 		release(s.barriers[group], nil)
 		delete(s.barriers, group)
 	}
+	s.waitFor(group, s.missing(group))
 	return nil
+}
+
+// missing returns the nodes for which others wait: in the barrier of a group, or in the clock if group is 0.
+// The caller holds mu.
+func (s *scheduler) missing(group int) (ids []int) {
+	cfg := &s.van.cfg
+	if group != 0 {
+		if len(s.barriers[group]) == 0 {
+			return nil
+		}
+		return slices.DeleteFunc(Members(group, cfg.NumServers, cfg.NumWorkers), func(id int) bool {
+			_, here := s.barriers[group][id]
+			return here
+		})
+	}
+	least := int64(0)
+	for _, t := range s.ticks {
+		least = max(least, t.least)
+	}
+	for _, id := range Members(GroupWorkers, 0, cfg.NumWorkers) {
+		if s.clocks[id] < least {
+			ids = append(ids, id)
+		}
+	}
+	return ids
+}
+
+// waitFor records that the nodes in a barrier, or in the clock if group is 0, wait for the given nodes from
+// now on, or that none waits. The caller holds mu.
+func (s *scheduler) waitFor(group int, missing []int) {
+	now := s.van.now()
+	w, known := s.waits[group]
+	if !known {
+		w.began = now
+	}
+	last := 0
+	if len(missing) == 1 {
+		last = missing[0]
+	}
+	if last != w.last {
+		if w.last != 0 {
+			s.heldUp[w.last] += now - w.alone
+		}
+		w.last, w.alone = last, now
+	}
+	if s.waits[group] = w; len(missing) == 0 {
+		delete(s.waits, group)
+	}
+}
+
+// stats adds what the scheduler knows about who waits for whom.
+func (s *scheduler) stats(n *trace.Node) {
+	v := s.van
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	now := v.now()
+	heldUp := maps.Clone(s.heldUp)
+	for _, group := range slices.Sorted(maps.Keys(s.waits)) {
+		w := s.waits[group]
+		if w.last != 0 {
+			heldUp[w.last] += now - w.alone
+		}
+		wait := trace.NodeWait{What: fmt.Sprintf("barrier of group %d", group), Time: now - w.began}
+		waiting := slices.Sorted(maps.Keys(s.barriers[group]))
+		if group == 0 {
+			wait.What, waiting = "Clock", slices.Sorted(maps.Keys(s.ticks))
+		}
+		wait.Waiting, wait.Missing = names(waiting), names(s.missing(group))
+		n.Waits = append(n.Waits, wait)
+	}
+	processes := make(map[int]time.Duration)
+	for id, d := range heldUp {
+		processes[v.firstOf(id)] += d
+	}
+	for i := range n.Peers {
+		n.Peers[i].HeldUp = processes[n.Peers[i].ID]
+	}
+}
+
+// names returns the names of nodes.
+func names(ids []int) (all []string) {
+	for _, id := range ids {
+		all = append(all, Name(id))
+	}
+	return all
 }
 
 // release answers all nodes in a barrier. If gone is not nil, the barrier has failed, because this node has
@@ -313,6 +412,7 @@ func (s *scheduler) lost(nodes []*pspb.Node, left bool, err error) {
 		}) {
 			failed = append(failed, barrier)
 			delete(s.barriers, group)
+			s.waitFor(group, nil)
 		}
 	}
 	s.mu.Unlock()
@@ -347,6 +447,13 @@ func (v *Van) nodeOf(peer int, customer int32) int {
 		}
 	}
 	return peer
+}
+
+// firstOf returns the first id of the process that has the node id.
+func (v *Van) firstOf(id int) int {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	return v.first[v.nodes[id].GetIncarnation()]
 }
 
 // goneNode returns the record of a node if it has died or left, else nil.

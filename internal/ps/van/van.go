@@ -288,13 +288,17 @@ func (v *Van) Stats() trace.Node {
 	s := trace.Node{Name: v.cfg.Role.String(), Role: v.cfg.Role.String()}
 	select {
 	case <-v.ready:
-		s.Name = Name(v.id)
+		s.Name, s.Returned = Name(v.id), v.IsRecovery()
 	default: // it has no rank yet
 	}
 	for _, id := range slices.Sorted(maps.Keys(links)) {
 		if l := links[id]; id == l.peer && l.conn != nil {
 			s.Peers = append(s.Peers, l.stats())
 		}
+	}
+	s.Up = v.now()
+	if v.sched != nil {
+		v.sched.stats(&s)
 	}
 	return s
 }
