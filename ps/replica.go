@@ -576,11 +576,8 @@ func (r *replica) transfer() {
 			break
 		}
 		m := r.message(&pspb.Replica{Kind: pspb.Replica_VALUES})
-		frames := [][]byte{bytesOfKeys(p.keys), tensor.Bytes(p.lens), p.vals, slices.Concat(p.state...)}
-		r.po.van.Allocate(r.partner.ID, m, len(frames[0]), len(frames[1]), len(frames[2]), len(frames[3]))
-		for i, frame := range frames {
-			copy(m.Data[i], frame)
-		}
+		r.po.van.Allocate(r.partner.ID, m, r.store.sizes(p)...)
+		r.store.write(p, m.Data)
 		m.SetTypes(pspb.DataType_UINT64, pspb.DataType_INT32, wireTypes[r.store.dt],
 			wireTypes[r.store.rule.compute])
 		r.send(m)

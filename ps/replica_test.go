@@ -648,6 +648,52 @@ func TestWindow(t *testing.T) {
 	testnet.WantError(t, err, "has not completed")
 }
 
+// pieceOf returns the message with a piece of a store for values of type float32.
+func pieceOf(s *store, p *piece) *van.Message {
+	if p == nil {
+		return nil
+	}
+	m := van.NewMessage(&pspb.Header{}, s.sizes(p)...)
+	s.write(p, m.Data)
+	m.SetTypes(pspb.DataType_UINT64, pspb.DataType_INT32, pspb.DataType_FLOAT, pspb.DataType_FLOAT)
+	return m
+}
+
+// TestMalformedValues checks that a store refuses pieces that are not what another store would send.
+func TestMalformedValues(t *testing.T) {
+	handler := Adagrad[float32](0.1, 1e-8).(*builtIn[float32])
+	from := handler.empty()
+	for _, keys := range [][]uint64{{5}, {2, 3}} {
+		if _, err := from.resolve(&serverList{keys: keys}, true, nil, 2*len(keys)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, c := range []struct {
+		want   string
+		change func(m *van.Message)
+	}{
+		{"", func(*van.Message) {}},
+		{"a key is there twice", func(m *van.Message) { copy(m.Data[0], m.Data[0][keyBytes:]) }},
+		{"key 9 is here already", func(m *van.Message) { copy(m.Data[0], bytesOfKeys([]uint64{9})) }},
+		{"want 24", func(m *van.Message) { m.Data[3] = m.Data[3][4:] }},
+		{"do not fit 3 keys", func(m *van.Message) { m.Data[2], m.Data[3] = m.Data[2][4:], m.Data[3][4:] }},
+		{"no lengths", func(m *van.Message) { m.Data[1] = nil }},
+		{"no keys", func(m *van.Message) { m.Data[0], m.Data[1] = nil, m.Data[1][:4] }},
+	} {
+		to := handler.empty()
+		if _, err := to.resolve(&serverList{keys: []uint64{9}}, true, nil, 1); err != nil {
+			t.Fatal(err)
+		}
+		m := pieceOf(from, from.next(new(position), 1000))
+		c.change(m)
+		if err := to.put(m); c.want != "" {
+			testnet.WantError(t, err, c.want)
+		} else if err != nil || len(to.entries) != 4 {
+			t.Errorf("got %v, and %d keys", err, len(to.entries))
+		}
+	}
+}
+
 // TestTransfer passes a store to another one in small pieces, with pushes in between.
 func TestTransfer(t *testing.T) {
 	handler := Adam[float32](0.1, 0.9, 0.99, 1e-3).(*builtIn[float32])
@@ -681,12 +727,14 @@ func TestTransfer(t *testing.T) {
 		}
 		var at position
 		for !from.done(at) {
-			p := from.next(&at, 1+random.IntN(200))
-			h := &pspb.Header{}
-			(&van.Message{Header: h}).SetTypes(pspb.DataType_UINT64, pspb.DataType_INT32, pspb.DataType_FLOAT,
-				pspb.DataType_FLOAT)
-			m := &van.Message{Header: h, Data: [][]byte{bytesOfKeys(p.keys), tensor.Bytes(p.lens), p.vals,
-				slices.Concat(p.state...)}}
+			before, most := at, 1+random.IntN(400)
+			m := pieceOf(from, from.next(&at, most))
+			if n := len(m.Data[0]) / keyBytes; n > 1 && m.Bytes() > most {
+				t.Fatalf("seed %d: a piece with %d keys has %d bytes, want at most %d", seed, n, m.Bytes(), most)
+			}
+			if next := from.next(new(at), 1); !from.done(at) && m.Bytes()+pieceOf(from, next).Bytes() <= most {
+				t.Fatalf("seed %d: the piece %v to %v has room for another key", seed, before, at)
+			}
 			if err := to.put(m); err != nil {
 				t.Fatalf("seed %d: %v", seed, err)
 			}

@@ -177,44 +177,61 @@ func (s *store) grow(keys []uint64, lens []int32, total int) error {
 // position is a place in the order of the keys of a store.
 type position struct{ chunk, key int }
 
-// piece has the values of some keys, and their state. It refers to the memory of the store.
+// piece says where the values of some keys are.
 type piece struct {
-	keys  []uint64
-	lens  []int32
-	vals  []byte
-	state [][]byte
+	keys   []uint64
+	lens   []int32
+	places resolved
 }
 
 // done reports whether there is no key from the position on.
 func (s *store) done(at position) bool { return at.chunk == len(s.ordered) }
 
-// next returns keys from the position on, with at least one key and otherwise values of at most most bytes,
-// and moves the position behind them. If there are no more keys, it returns nil.
+// next returns keys from the position on, with at least one key and otherwise keys, values and state of at
+// most most bytes, and moves the position behind them. If there are no more keys, it returns nil.
 func (s *store) next(at *position, most int) *piece {
 	if s.done(*at) {
 		return nil
 	}
-	c := s.ordered[at.chunk]
 	perValue := s.dt.Size() + s.rule.planes*s.rule.compute.Size()
-	p, first, n := &piece{}, s.entries[c.keys[at.key]], 0
-	for ; at.key < len(c.keys); at.key++ {
-		e := s.entries[c.keys[at.key]]
-		if len(p.keys) > 0 && (n+e.n)*perValue+len(p.keys)*keyBytes > most {
-			break
+	p := &piece{}
+	for !s.done(*at) {
+		c := s.ordered[at.chunk]
+		run := entry{chunk: c, at: s.entries[c.keys[at.key]].at}
+		for ; at.key < len(c.keys); at.key++ {
+			key := c.keys[at.key]
+			n := s.entries[key].n
+			if len(p.keys) > 0 && (p.places.total+n)*perValue+(len(p.keys)+1)*(keyBytes+4) > most {
+				p.places.runs = append(p.places.runs, run)
+				return p
+			}
+			p.keys, p.lens = append(p.keys, key), append(p.lens, int32(n))
+			run.n += n
+			p.places.total += n
 		}
-		n += e.n
-		p.keys, p.lens = append(p.keys, c.keys[at.key]), append(p.lens, int32(e.n))
-	}
-	if at.key == len(c.keys) {
+		p.places.runs = append(p.places.runs, run)
 		*at = position{chunk: at.chunk + 1}
 	}
-	size := s.dt.Size()
-	p.vals = c.vals[first.at*size:][:n*size]
-	for _, plane := range c.state {
-		size := s.rule.compute.Size()
-		p.state = append(p.state, plane[first.at*size:][:n*size])
-	}
 	return p
+}
+
+// sizes returns the sizes of the frames of a message with a piece: keys, numbers of values, values and state.
+func (s *store) sizes(p *piece) []int {
+	return []int{len(p.keys) * keyBytes, len(p.lens) * 4, p.places.total * s.dt.Size(),
+		p.places.total * s.rule.planes * s.rule.compute.Size()}
+}
+
+// write copies a piece to the frames of a message.
+func (s *store) write(p *piece, frames [][]byte) {
+	copy(frames[0], bytesOfKeys(p.keys))
+	copy(frames[1], tensor.Bytes(p.lens))
+	s.pull(&p.places, frames[2], nil)
+	state, size := frames[3], s.rule.compute.Size()
+	for i := range s.rule.planes {
+		for _, run := range p.places.runs {
+			state = state[copy(state, run.chunk.state[i][run.at*size:][:run.n*size]):]
+		}
+	}
 }
 
 // put adds the keys of a piece that another server has sent in the message m. They must be new.
@@ -225,8 +242,8 @@ func (s *store) put(m *van.Message) error {
 	}
 	keys, lens := keysOfBytes(m.Data[0]), tensor.View[int32](m.Data[1])
 	n := len(m.Data[2]) / s.dt.Size()
-	err := checkKeys(keys)
-	if err == nil && len(lens) == 0 {
+	var err error
+	if len(lens) == 0 {
 		err = errors.New("malformed values: they have no lengths")
 	}
 	if err == nil {
@@ -248,6 +265,9 @@ func (s *store) put(m *van.Message) error {
 		return err
 	}
 	c := s.entries[keys[0]].chunk
+	if len(c.keys) != len(keys) {
+		return errors.New("malformed values: a key is there twice")
+	}
 	copy(c.vals, m.Data[2])
 	state := m.Data[3]
 	for _, plane := range c.state {
