@@ -96,8 +96,9 @@ type World interface {
 	Broadcast(ctx context.Context, buf []byte) error
 	// Register returns the Registration of the backend. If deterministic is set, the backend refuses
 	// reductions whose result depends on the order of additions. If oversubscribed is set, there are more
-	// ranks than cores, and a rank that waits yields its core. All ranks must make the backends of process
-	// sets in the same order.
+	// ranks than cores, and a rank that waits yields its core. A rank that is bound to one core always does,
+	// because its other threads, such as those of the garbage collector, need that core too. All ranks must
+	// make the backends of process sets in the same order.
 	Register(deterministic, oversubscribed bool) ops.Registration
 	// Collectives returns the collectives for negotiation in lock-step. Only one rank of the process may use
 	// them at a time.

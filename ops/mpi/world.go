@@ -330,8 +330,8 @@ func (w *world) abandon(pins *runtime.Pinner, err error) {
 func (w *world) Register(deterministic, oversubscribed bool) ops.Registration {
 	return ops.Registration{ID: message.MPI,
 		New: func(set topo.ProcessSetID, ranks []topo.Rank, _ int) (ops.Backend, error) {
-			b := &backend{world: w, deterministic: deterministic, oversubscribed: oversubscribed,
-				comm: newComm(ranks, set)}
+			b := &backend{world: w, deterministic: deterministic, comm: newComm(ranks, set),
+				oversubscribed: oversubscribed || runtime.NumCPU() == 1}
 			b.begin, b.tester = b.beginNow, newTester(b.comm)
 			w.change(set, func() error { return w.comm.sub(b.comm) })
 			return b, w.failure()
