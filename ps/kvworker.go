@@ -85,8 +85,9 @@ func (w *KVWorker[T]) Push(ctx context.Context, keys []uint64, vals []T, opts ..
 	return w.do(ctx, &operation[T]{keys: keys, vals: vals, push: true, copies: true}, opts)
 }
 
-// ZPush is like Push, but does not copy vals, unless PS_RESEND is on. The caller must not change vals before
-// the request has completed. If the request fails, vals may be read until Finalize.
+// ZPush is like Push, but does not copy vals, unless PS_RESEND is on. If vals is in memory of hvd.Alloc, a
+// server on the same host reads it in place. The caller must not change or free vals before the request has
+// completed. If the request fails, vals may be read until Finalize.
 func (w *KVWorker[T]) ZPush(ctx context.Context, keys []uint64, vals []T, opts ...Option) (*Request, error) {
 	return w.do(ctx, &operation[T]{keys: keys, vals: vals, push: true}, opts)
 }

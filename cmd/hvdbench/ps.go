@@ -8,6 +8,7 @@ import (
 	"slices"
 	"time"
 
+	"github.com/gohvd/gohvd/hvd"
 	"github.com/gohvd/gohvd/ps"
 )
 
@@ -82,7 +83,13 @@ func (b *psBench) shape(ctx context.Context, index int, s psShape) error {
 		spread := ps.MaxKey / uint64(s.keys+1) * uint64(i+1)
 		keys[i] = spread/64*64 + uint64(b.po.Rank()) + 8*uint64(index)
 	}
-	vals := slices.Repeat([]float32{1}, s.keys*s.len)
+	vals, err := hvd.Alloc[float32](s.keys * s.len)
+	if err != nil {
+		return err
+	}
+	for i := range vals {
+		vals[i] = 1
+	}
 	var got []float32
 	pushes := 0
 	push := func() error {
@@ -126,6 +133,9 @@ func (b *psBench) shape(ctx context.Context, index int, s psShape) error {
 		}
 	}
 	if err := pull(); err != nil {
+		return err
+	}
+	if err := hvd.Free(vals); err != nil {
 		return err
 	}
 	for i, v := range got {

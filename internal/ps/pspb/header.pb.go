@@ -124,21 +124,24 @@ const (
 	Command_CLOCK Command = 8
 	// EVICT asks the scheduler to declare the node in the message dead. Its field gone is the reason.
 	Command_EVICT Command = 9
+	// UNMAP says that the sender has freed the regions of shared memory in the message.
+	Command_UNMAP Command = 10
 )
 
 // Enum value maps for Command.
 var (
 	Command_name = map[int32]string{
-		0: "EMPTY",
-		1: "TERMINATE",
-		2: "ADD_NODE",
-		3: "BARRIER",
-		4: "ACK",
-		5: "HEARTBEAT",
-		6: "LOST",
-		7: "RELEASE",
-		8: "CLOCK",
-		9: "EVICT",
+		0:  "EMPTY",
+		1:  "TERMINATE",
+		2:  "ADD_NODE",
+		3:  "BARRIER",
+		4:  "ACK",
+		5:  "HEARTBEAT",
+		6:  "LOST",
+		7:  "RELEASE",
+		8:  "CLOCK",
+		9:  "EVICT",
+		10: "UNMAP",
 	}
 	Command_value = map[string]int32{
 		"EMPTY":     0,
@@ -151,6 +154,7 @@ var (
 		"RELEASE":   7,
 		"CLOCK":     8,
 		"EVICT":     9,
+		"UNMAP":     10,
 	}
 )
 
@@ -456,9 +460,10 @@ type Control struct {
 	// acks are the sequence numbers of messages that have arrived.
 	Acks []uint64 `protobuf:"varint,5,rep,packed,name=acks,proto3" json:"acks,omitempty"`
 	// num_workers and num_servers are the size of the job, in a registration.
-	NumWorkers int32    `protobuf:"varint,6,opt,name=num_workers,json=numWorkers,proto3" json:"num_workers,omitempty"`
-	NumServers int32    `protobuf:"varint,7,opt,name=num_servers,json=numServers,proto3" json:"num_servers,omitempty"`
-	Blocks     []uint32 `protobuf:"varint,8,rep,packed,name=blocks,proto3" json:"blocks,omitempty"`
+	NumWorkers int32 `protobuf:"varint,6,opt,name=num_workers,json=numWorkers,proto3" json:"num_workers,omitempty"`
+	NumServers int32 `protobuf:"varint,7,opt,name=num_servers,json=numServers,proto3" json:"num_servers,omitempty"`
+	// blocks has the numbers of blocks, in RELEASE, or of regions, in UNMAP.
+	Blocks []uint32 `protobuf:"varint,8,rep,packed,name=blocks,proto3" json:"blocks,omitempty"`
 	// withdraw says that the sender does not wait, or no longer, in the barrier or for the clock.
 	Withdraw bool `protobuf:"varint,9,opt,name=withdraw,proto3" json:"withdraw,omitempty"`
 	// clock is the number of iterations that the worker has ended. It is 2^63-1 if the worker has no more.
@@ -593,8 +598,12 @@ type Frame struct {
 	// block is the number of a block of shared memory with the content of the frame. It is 0 if the content
 	// follows the header.
 	Block uint32 `protobuf:"varint,3,opt,name=block,proto3" json:"block,omitempty"`
-	// block_bytes is the size of a block whose descriptor is sent with this message, else 0.
-	BlockBytes    uint64 `protobuf:"varint,4,opt,name=block_bytes,json=blockBytes,proto3" json:"block_bytes,omitempty"`
+	// block_bytes is the size of a block or region whose descriptor is sent with this message, else 0.
+	BlockBytes uint64 `protobuf:"varint,4,opt,name=block_bytes,json=blockBytes,proto3" json:"block_bytes,omitempty"`
+	// region is the number of a region of shared memory with the block, which begins at offset. It is 0 if the
+	// block has memory of its own.
+	Region        uint32 `protobuf:"varint,5,opt,name=region,proto3" json:"region,omitempty"`
+	Offset        uint64 `protobuf:"varint,6,opt,name=offset,proto3" json:"offset,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -653,6 +662,20 @@ func (x *Frame) GetBlock() uint32 {
 func (x *Frame) GetBlockBytes() uint64 {
 	if x != nil {
 		return x.BlockBytes
+	}
+	return 0
+}
+
+func (x *Frame) GetRegion() uint32 {
+	if x != nil {
+		return x.Region
+	}
+	return 0
+}
+
+func (x *Frame) GetOffset() uint64 {
+	if x != nil {
+		return x.Offset
 	}
 	return 0
 }
@@ -1015,13 +1038,15 @@ const file_header_proto_rawDesc = "" +
 	"\x05clock\x18\n" +
 	" \x01(\x03R\x05clock\x12\x1c\n" +
 	"\tstaleness\x18\v \x01(\x05R\tstaleness\x12\x1a\n" +
-	"\breplicas\x18\f \x01(\x05R\breplicas\"\x7f\n" +
+	"\breplicas\x18\f \x01(\x05R\breplicas\"\xaf\x01\n" +
 	"\x05Frame\x12)\n" +
 	"\x04type\x18\x01 \x01(\x0e2\x15.gohvd.ps.v1.DataTypeR\x04type\x12\x14\n" +
 	"\x05bytes\x18\x02 \x01(\x04R\x05bytes\x12\x14\n" +
 	"\x05block\x18\x03 \x01(\rR\x05block\x12\x1f\n" +
 	"\vblock_bytes\x18\x04 \x01(\x04R\n" +
-	"blockBytes\"\xd7\x02\n" +
+	"blockBytes\x12\x16\n" +
+	"\x06region\x18\x05 \x01(\rR\x06region\x12\x16\n" +
+	"\x06offset\x18\x06 \x01(\x04R\x06offset\"\xd7\x02\n" +
 	"\aReplica\x12-\n" +
 	"\x04kind\x18\x01 \x01(\x0e2\x19.gohvd.ps.v1.Replica.KindR\x04kind\x12\x16\n" +
 	"\x06number\x18\x02 \x01(\x04R\x06number\x12\x16\n" +
@@ -1088,7 +1113,7 @@ const file_header_proto_rawDesc = "" +
 	"\x12\t\n" +
 	"\x05OTHER\x10\v\x12\v\n" +
 	"\aFLOAT16\x10\f\x12\f\n" +
-	"\bBFLOAT16\x10\r*\x83\x01\n" +
+	"\bBFLOAT16\x10\r*\x8e\x01\n" +
 	"\aCommand\x12\t\n" +
 	"\x05EMPTY\x10\x00\x12\r\n" +
 	"\tTERMINATE\x10\x01\x12\f\n" +
@@ -1099,7 +1124,9 @@ const file_header_proto_rawDesc = "" +
 	"\x04LOST\x10\x06\x12\v\n" +
 	"\aRELEASE\x10\a\x12\t\n" +
 	"\x05CLOCK\x10\b\x12\t\n" +
-	"\x05EVICT\x10\t*7\n" +
+	"\x05EVICT\x10\t\x12\t\n" +
+	"\x05UNMAP\x10\n" +
+	"*7\n" +
 	"\x04Role\x12\b\n" +
 	"\x04NONE\x10\x00\x12\n" +
 	"\n" +

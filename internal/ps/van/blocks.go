@@ -8,45 +8,72 @@ import (
 	"net"
 	"slices"
 	"sync"
+	"sync/atomic"
 
 	"golang.org/x/sys/unix"
 
+	"github.com/gohvd/gohvd/internal/arena"
 	"github.com/gohvd/gohvd/internal/ps/pspb"
 	"github.com/gohvd/gohvd/internal/shmem"
 )
 
 const (
-	// sharedBytes is the size from which on a frame is passed in a block of shared memory.
-	sharedBytes = 64 << 10
+	// SharedBytes is the size from which on a frame is passed in a block of shared memory.
+	SharedBytes = 64 << 10
 	// maxBlocks and maxBlockBytes bound the blocks of a sender on a link. A receiver maps at most twice as
 	// many bytes. A frame for which there is no block is sent over the connection.
 	maxBlocks     = 128
 	maxBlockBytes = 512 << 20
 	// maxFDs is the maximum number of descriptors that are sent with a message.
 	maxFDs = maxFrames
+	// maxRegions is the maximum number of regions of a sender on a link.
+	maxRegions = 1 << 10
+	// regionAlign is the alignment of blocks in a region, which suffices for all elements.
+	regionAlign = 8
 )
 
-// block is a segment of shared memory, whose content the receiver reads in place. It belongs in turn to the
-// message that is being made, to the receiver, and to the pool of free blocks.
+// block is shared memory with a frame, which the receiver reads in place: a segment, or a part of a region. A
+// segment belongs in turn to the message that is being made, to the receiver, and to the pool of free blocks.
+// A part of a region belongs to those who have made the frame, who do not change it before free is called.
 type block struct {
 	id  uint32
-	seg *shmem.Segment
+	seg *shmem.Segment // nil for a part of a region
 	// sent says that the receiver has the descriptor, or that it is being written. writing says that the
 	// message with the block is being written.
 	sent, writing bool
+
+	region *region // nil for a segment
+	offset int64   // in the region
+	bytes  int     // size of the part
+	free   func()  // may be nil
+}
+
+// region is a chunk of the arena, which has frames of this process.
+type region struct {
+	id    uint32
+	bytes int
+	// fd is a descriptor for the receiver, and -1 when it was sent. sent says that the receiver has it, or
+	// that it is being written.
+	fd   int
+	sent bool
 }
 
 // ownBlocks has the blocks with which this process sends frames on a link.
 //
-// Blocks are made on demand, used again, and unmapped when the link has ended. A block that belongs to a
-// message is unmapped when the message is dropped.
+// Segments are made on demand, used again, and unmapped when the link has ended. A segment that belongs to a
+// message is unmapped when the message is dropped. The segments have the numbers up to maxBlocks, and parts
+// of regions have higher ones.
 type ownBlocks struct {
 	mu     sync.Mutex
 	flying map[uint32]*block
 	free   map[int][]*block // by class, the logarithm of the size
-	count  int              // number of blocks that were made
+	count  int              // number of segments that were made
 	bytes  int
 	ended  bool
+
+	regions map[uint32]*region
+	part    uint32 // number of the last part of a region
+	placed  int    // size of the parts of regions that are in flight
 }
 
 // take returns a block of at least n bytes, or nil if there is none.
@@ -72,55 +99,137 @@ func (o *ownBlocks) take(n int) *block {
 	return &block{id: uint32(o.count), seg: seg}
 }
 
-// fly records that the receiver owns a block as soon as it reads the message, which is written now. The
-// receiver may release the block before written is called.
-func (o *ownBlocks) fly(b *block) {
+// place returns a block for a frame that is in the arena. It returns nil if the frame is not in the arena, or
+// if the receiver cannot read it there.
+func (o *ownBlocks) place(chunks *chunks, frame []byte, free func()) *block {
+	at, ok := arena.Find(frame)
+	if !ok || at.Offset%regionAlign != 0 {
+		return nil
+	}
 	o.mu.Lock()
 	defer o.mu.Unlock()
+	n := len(frame)
+	if o.ended || o.placed > 0 && o.placed+n > maxBlockBytes {
+		return nil
+	}
+	r := o.regions[at.Chunk]
+	if r == nil {
+		if len(o.regions) == maxRegions {
+			return nil
+		}
+		if r = chunks.region(at.Chunk); r == nil {
+			return nil
+		}
+		if o.regions == nil {
+			o.regions = make(map[uint32]*region)
+		}
+		o.regions[r.id] = r
+	}
+	for {
+		if o.part = max(o.part+1, maxBlocks+1); o.flying[o.part] == nil {
+			break
+		}
+	}
+	o.placed += n
+	return &block{id: o.part, region: r, offset: at.Offset, bytes: n, free: free}
+}
+
+// fly records that the receiver owns a block as soon as it reads the message, which is written now. The
+// receiver may release the block before written is called. It reports whether the receiver needs the
+// descriptor.
+func (o *ownBlocks) fly(b *block) (first bool) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	first = !b.known()
 	b.writing, b.sent = true, true
+	if b.region != nil {
+		b.region.sent = true
+	}
 	if o.flying == nil {
 		o.flying = make(map[uint32]*block)
 	}
 	if !o.ended {
 		o.flying[b.id] = b
 	}
+	return first
+}
+
+// known reports whether the receiver has the descriptor, or gets it before the next message.
+func (b *block) known() bool {
+	if b.region != nil {
+		return b.region.sent
+	}
+	return b.sent
 }
 
 // written records that the message with a block was written.
 func (o *ownBlocks) written(b *block) {
 	o.mu.Lock()
-	defer o.mu.Unlock()
-	if b.writing && o.ended {
-		b.seg.Close()
+	if b.region != nil {
+		b.region.close()
 	}
+	ended := b.writing && o.ended
 	b.writing = false
+	o.mu.Unlock()
+	if ended {
+		b.close()
+	}
 }
 
 // give makes a block free that belongs to a message that is not sent.
 func (o *ownBlocks) give(b *block) {
 	o.mu.Lock()
-	defer o.mu.Unlock()
-	if o.ended {
-		b.seg.Close()
-		return
+	ended := o.ended
+	if !ended {
+		o.makeFree(b)
 	}
-	o.makeFree(b)
+	o.mu.Unlock()
+	if ended || b.region != nil {
+		b.close()
+	}
 }
 
 // released makes blocks free that the receiver has released.
 func (o *ownBlocks) released(ids []uint32) {
-	o.mu.Lock()
-	defer o.mu.Unlock()
 	for _, id := range ids {
-		if b := o.flying[id]; b != nil {
+		o.mu.Lock()
+		b := o.flying[id]
+		if b != nil {
 			delete(o.flying, id)
 			o.makeFree(b)
+		}
+		o.mu.Unlock()
+		if b != nil && b.region != nil {
+			b.close()
 		}
 	}
 }
 
-// makeFree adds a block to the free ones. The caller holds mu.
+// close frees a block that nobody uses any longer.
+func (b *block) close() {
+	switch {
+	case b.seg != nil:
+		b.seg.Close()
+	case b.free != nil:
+		b.free()
+	}
+}
+
+// close closes the descriptor of a region.
+func (r *region) close() {
+	if r.fd >= 0 {
+		_ = unix.Close(r.fd) // nothing was written through fd
+		r.fd = -1
+	}
+}
+
+// makeFree adds a segment to the free ones, or records that a part of a region is not in flight. The caller
+// holds mu.
 func (o *ownBlocks) makeFree(b *block) {
+	if b.region != nil {
+		o.placed -= b.bytes
+		return
+	}
 	if o.free == nil {
 		o.free = make(map[int][]*block)
 	}
@@ -128,20 +237,41 @@ func (o *ownBlocks) makeFree(b *block) {
 	o.free[class] = append(o.free[class], b)
 }
 
-// end unmaps all blocks that do not belong to a message. The peer keeps its mappings.
-func (o *ownBlocks) end() {
+// forget removes a region, and reports whether the receiver has mapped it.
+func (o *ownBlocks) forget(id uint32) (mapped bool) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
+	r := o.regions[id]
+	if r == nil {
+		return false
+	}
+	delete(o.regions, id)
+	if !r.sent {
+		r.close()
+	}
+	return r.sent
+}
+
+// end frees all blocks that do not belong to a message. The peer keeps its mappings.
+func (o *ownBlocks) end() {
+	o.mu.Lock()
 	o.ended = true
-	for _, blocks := range append(slices.Collect(maps.Values(o.free)),
-		slices.Collect(maps.Values(o.flying))) {
-		for _, b := range blocks {
-			if !b.writing {
-				b.seg.Close()
-			}
+	var all []*block
+	for _, blocks := range o.free {
+		all = append(all, blocks...)
+	}
+	all = slices.AppendSeq(all, maps.Values(o.flying))
+	all = slices.DeleteFunc(all, func(b *block) bool { return b.writing })
+	for _, r := range o.regions {
+		if !r.sent { // otherwise the method written closes it
+			r.close()
 		}
 	}
-	o.flying, o.free = nil, nil
+	o.flying, o.free, o.regions = nil, nil, nil
+	o.mu.Unlock()
+	for _, b := range all {
+		b.close()
+	}
 }
 
 // peerBlocks has the blocks of the peer that this process has mapped for reading. They stay mapped until the
@@ -149,6 +279,8 @@ func (o *ownBlocks) end() {
 type peerBlocks struct {
 	mu       sync.Mutex
 	segs     map[uint32]*shmem.Segment
+	regions  map[uint32]*shmem.Segment
+	freed    []uint32 // regions that the peer has freed
 	bytes    int
 	messages int // number of messages with frames in blocks
 	ended    bool
@@ -177,15 +309,51 @@ func (p *peerBlocks) add(id uint32, size uint64, fd int) error {
 	return nil
 }
 
-// frame returns the first n bytes of a block.
-func (p *peerBlocks) frame(id uint32, n uint64) ([]byte, error) {
+// addRegion maps a region from a descriptor, which it closes.
+func (p *peerBlocks) addRegion(id uint32, fd int) error {
+	defer unix.Close(fd)
+	seg, err := shmem.Map(fd)
+	if err != nil {
+		return fmt.Errorf("map a region of shared memory: %w", err)
+	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	seg := p.segs[id]
-	if seg == nil || n > uint64(len(seg.Bytes())) {
-		return nil, fmt.Errorf("malformed message: it has %d bytes in the block %d, which has fewer", n, id)
+	if p.regions[id] != nil || len(p.regions) == 2*maxRegions || p.ended {
+		return errors.Join(fmt.Errorf("malformed region of shared memory: number %d, one of %d", id,
+			len(p.regions)), seg.Close())
 	}
-	return seg.Bytes()[:n], nil
+	if p.regions == nil {
+		p.regions = make(map[uint32]*shmem.Segment)
+	}
+	p.regions[id] = seg
+	return nil
+}
+
+// frame returns a frame in a block.
+func (p *peerBlocks) frame(f *pspb.Frame) ([]byte, error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	seg := p.segs[f.Block]
+	if f.Region != 0 {
+		seg = p.regions[f.Region]
+	}
+	if seg == nil || f.Bytes > uint64(len(seg.Bytes())) || f.Offset > uint64(len(seg.Bytes()))-f.Bytes ||
+		f.Offset%regionAlign != 0 {
+		where := fmt.Sprintf("the block %d", f.Block)
+		if f.Region != 0 {
+			where = fmt.Sprintf("the region %d from byte %d on", f.Region, f.Offset)
+		}
+		return nil, fmt.Errorf("malformed message: it has %d bytes in %s, which has fewer", f.Bytes, where)
+	}
+	return seg.Bytes()[f.Offset:][:f.Bytes:f.Bytes], nil
+}
+
+// free unmaps regions that the peer has freed, when all messages with frames in blocks were released.
+func (p *peerBlocks) free(ids []uint32) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.freed = append(p.freed, ids...)
+	p.unmap()
 }
 
 // hold counts a message with frames in blocks.
@@ -211,15 +379,77 @@ func (p *peerBlocks) end() {
 	p.unmap()
 }
 
-// unmap unmaps all blocks if nothing needs them. The caller holds mu.
+// unmap unmaps what nothing needs any longer. The caller holds mu.
 func (p *peerBlocks) unmap() {
-	if !p.ended || p.messages > 0 {
+	if p.messages > 0 {
 		return
 	}
-	for _, seg := range p.segs {
-		seg.Close()
+	for _, id := range p.freed {
+		if seg := p.regions[id]; seg != nil {
+			seg.Close()
+			delete(p.regions, id)
+		}
 	}
-	p.segs = nil
+	p.freed = nil
+	if !p.ended {
+		return
+	}
+	for _, segs := range []map[uint32]*shmem.Segment{p.segs, p.regions} {
+		for _, seg := range segs {
+			seg.Close()
+		}
+	}
+	p.segs, p.regions = nil, nil
+}
+
+// chunks has the chunks of the arena of this process, by number.
+type chunks struct {
+	mu   sync.Mutex
+	segs map[uint32]*shmem.Segment
+}
+
+// added records a chunk.
+func (c *chunks) added(chunk arena.Chunk) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.segs == nil {
+		c.segs = make(map[uint32]*shmem.Segment)
+	}
+	c.segs[chunk.ID] = chunk.Segment
+}
+
+// removed forgets a chunk, whose segment is closed next.
+func (c *chunks) removed(id uint32) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	delete(c.segs, id)
+}
+
+// region returns a chunk as a region with a descriptor of its own, or nil if it cannot be passed to a peer.
+func (c *chunks) region(id uint32) *region {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	seg := c.segs[id]
+	if seg == nil || seg.Seal() != nil {
+		return nil
+	}
+	fd, err := unix.FcntlInt(uintptr(seg.FD()), unix.F_DUPFD_CLOEXEC, 0)
+	if err != nil {
+		return nil // the frame is copied
+	}
+	return &region{id: id, bytes: len(seg.Bytes()), fd: fd}
+}
+
+// chunkRemoved tells the peers that a chunk of the arena was freed.
+func (v *Van) chunkRemoved(id uint32) {
+	v.chunks.removed(id)
+	for peer, l := range *v.links.Load() {
+		if peer == l.peer && l.own.forget(id) {
+			m := controlMessage(&pspb.Control{Command: pspb.Command_UNMAP, Blocks: []uint32{id}})
+			m.lazy = true
+			_ = l.reply(m) // the peer of an ended link has unmapped it
+		}
+	}
 }
 
 // shares reports whether the link passes frames in shared memory.
@@ -234,7 +464,7 @@ func (l *link) allocate(m *Message, sizes []int) {
 	m.link = l
 	var inline [maxFrames]int
 	for i, n := range sizes {
-		if inline[i] = n; n < sharedBytes || !l.shares() {
+		if inline[i] = n; n < SharedBytes || !l.shares() {
 			continue
 		}
 		if b := l.own.take(n); b != nil {
@@ -252,14 +482,59 @@ func (l *link) allocate(m *Message, sizes []int) {
 	}
 }
 
-// share moves the long frames of m to blocks of the link.
+// place makes the receiver read those long frames of m in place that are in the arena, and reports whether
+// there are any. Then it moves other long frames to blocks of the link.
+func (l *link) place(m *Message) bool {
+	var free func()
+	var left *atomic.Int32 // number of frames that are read, and one for the message
+	if f := m.Free; f != nil {
+		left = new(atomic.Int32)
+		left.Add(1)
+		free = func() {
+			if left.Add(-1) == 0 {
+				f()
+			}
+		}
+	}
+	for i, d := range m.Data {
+		if len(d) < SharedBytes {
+			continue
+		}
+		if b := l.own.place(&l.van.chunks, d, free); b != nil {
+			if m.own == nil {
+				m.own, m.link = make([]*block, len(m.Data)), l
+			}
+			if m.own[i] = b; free != nil {
+				left.Add(1)
+			}
+		}
+	}
+	if m.own == nil {
+		return false
+	}
+	if free != nil {
+		m.Free = free
+	}
+	for i, d := range m.Data {
+		if len(d) < SharedBytes || m.own[i] != nil {
+			continue
+		}
+		if m.own[i] = l.own.take(len(d)); m.own[i] != nil {
+			m.Data[i] = m.own[i].seg.Bytes()[:copy(m.own[i].seg.Bytes(), d)]
+		}
+	}
+	return true
+}
+
+// share makes the receiver read the long frames of m in place. It moves them to blocks of the link, unless
+// they are in the arena.
 func (l *link) share(m *Message) *Message {
 	if m.own != nil && m.link != l { // another process has taken the place of the peer
 		c := m.Clone()
 		m.Drop()
 		m = c
 	}
-	if m.own != nil || !l.shares() || m.Bytes() < sharedBytes {
+	if m.own != nil || !l.shares() || m.Bytes() < SharedBytes || l.place(m) {
 		return m
 	}
 	sizes := make([]int, len(m.Data))
@@ -285,12 +560,19 @@ func (m *Message) describe() (fds []int) {
 		if b == nil {
 			continue
 		}
-		m.Header.Frames[i].Block = b.id
-		if !b.sent {
-			m.Header.Frames[i].BlockBytes = uint64(len(b.seg.Bytes()))
-			fds = append(fds, b.seg.FD())
+		f := m.Header.Frames[i]
+		f.Block = b.id
+		fd, n := -1, 0
+		if b.region != nil {
+			f.Region, f.Offset = b.region.id, uint64(b.offset)
+			fd, n = b.region.fd, b.region.bytes
+		} else {
+			fd, n = b.seg.FD(), len(b.seg.Bytes())
 		}
-		m.link.own.fly(b)
+		if m.link.own.fly(b) {
+			f.BlockBytes = uint64(n)
+			fds = append(fds, fd)
+		}
 	}
 	return fds
 }
@@ -301,4 +583,20 @@ func (l *link) release(ids []uint32) {
 	m.lazy = true
 	_ = l.reply(m) // an ended link has no blocks
 	l.theirs.drop()
+}
+
+// Intact returns an error if the frames of a message that was received may have changed: if they are in a
+// region, and the connection has ended. The sender then takes its memory back. The receiver calls Intact when
+// it has read frames that must be right.
+func (m *Message) Intact() error {
+	if !m.inRegion {
+		return nil
+	}
+	l := m.link
+	if !l.sock.hungUp() {
+		return nil
+	}
+	err := errors.New("its connection has ended")
+	l.van.blame(l.process, err)
+	return &NodeError{l.peer, err}
 }

@@ -5,14 +5,18 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"math/rand/v2"
 	"net"
 	"os"
 	"slices"
+	"sync/atomic"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
+	"github.com/gohvd/gohvd/internal/arena"
 	"github.com/gohvd/gohvd/internal/ps/pspb"
 	"github.com/gohvd/gohvd/internal/shmem"
 	"github.com/gohvd/gohvd/internal/testnet"
@@ -40,7 +44,7 @@ func TestBlocks(t *testing.T) {
 			}
 		})
 		random := rand.New(rand.NewPCG(1, 2))
-		sizes := []int{0, 1, 1000, sharedBytes - 1, sharedBytes, sharedBytes + 1, 300_000, 1<<20 + 3}
+		sizes := []int{0, 1, 1000, SharedBytes - 1, SharedBytes, SharedBytes + 1, 300_000, 1<<20 + 3}
 		link, err := w.link(8)
 		if err != nil {
 			t.Fatal(err)
@@ -98,6 +102,169 @@ func released(t *testing.T, s, w *node) {
 	}
 }
 
+// arenaBytes allocates n bytes in the arena for the duration of a test, filled with v.
+func arenaBytes(t *testing.T, n int, v byte) []byte {
+	t.Helper()
+	b, err := arena.Alloc(n)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := arena.Free(b); err != nil {
+			t.Error(err)
+		}
+	})
+	for i := range b {
+		b[i] = v
+	}
+	return b
+}
+
+// TestRegions sends frames that are in the arena, which the receiver reads in place, together with others.
+// Free is called when the receiver has released the message, or when the link has ended.
+func TestRegions(t *testing.T) {
+	const n = SharedBytes
+	mem := arenaBytes(t, 4*n, 1)
+	nodes := startJob(t, 1, 1, nil)
+	s, w := nodes[8], nodes[9]
+	got := make(chan *Message, 1)
+	s.handle(func(_ Process, m *Message) { got <- m })
+	var freed atomic.Int32
+	frames := [][]byte{mem[8:][:n], bytes.Repeat([]byte{2}, n), mem[2*n:], mem[n+1:][:n]}
+	send := func(frames [][]byte) *Message {
+		freed.Store(0)
+		if _, err := w.Request(t.Context(), 8, &Message{Header: &pspb.Header{Request: true},
+			Data: slices.Clone(frames), Free: func() { freed.Add(1) }}); err != nil {
+			t.Fatal(err)
+		}
+		select {
+		case m := <-got:
+			return m
+		case <-time.After(time.Minute):
+			t.Fatal("the message does not arrive")
+			return nil
+		}
+	}
+	for range 3 {
+		m := send(frames)
+		if !slices.EqualFunc(m.Data, frames, bytes.Equal) {
+			t.Fatal("the message has changed")
+		}
+		// The first and the third frame are read in place. The fourth one is not aligned.
+		mem[8], mem[2*n], mem[n+1] = 3, 4, 5
+		if m.Data[0][0] != 3 || m.Data[2][0] != 4 || m.Data[3][0] != 1 {
+			t.Errorf("the frames have %d, %d and %d, want 3, 4 and 1", m.Data[0][0], m.Data[2][0],
+				m.Data[3][0])
+		}
+		mem[8], mem[2*n], mem[n+1] = 1, 1, 1
+		if freed.Load() != 0 {
+			t.Error("the frames are free before the message is released")
+		}
+		m.Release()
+		released(t, s, w)
+		testnet.Eventually(t, "the frames are free", func() bool { return freed.Load() > 0 })
+		if freed.Load() != 1 {
+			t.Errorf("the frames were freed %d times", freed.Load())
+		}
+	}
+	l, err := w.link(8)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if l.own.placed != 0 || l.own.count != 2 || len(l.own.regions) != 1 {
+		t.Errorf("%d bytes are in flight, %d blocks and %d regions were made", l.own.placed, l.own.count,
+			len(l.own.regions))
+	}
+	m := send(frames[:1])
+	if err := m.Intact(); err != nil || freed.Load() != 0 {
+		t.Errorf("got %v, and the frame was freed %d times", err, freed.Load())
+	}
+	kill(s)
+	testnet.Eventually(t, "the frames are free", func() bool { return freed.Load() == 1 })
+	m.Release()
+}
+
+// TestFramesAreIntact checks that the receiver of a frame in the arena learns that the sender has ended the
+// link, even if it does not read the connection.
+func TestFramesAreIntact(t *testing.T) {
+	mem := arenaBytes(t, SharedBytes, 1)
+	for _, aborts := range []bool{true, false} {
+		nodes := startJob(t, 1, 1, nil)
+		s, w := nodes[8], nodes[9]
+		l, err := s.link(9)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var freed atomic.Bool
+		done := make(chan struct{})
+		w.handle(func(_ Process, m *Message) {
+			defer close(done)
+			if err := m.Intact(); err != nil {
+				t.Error(err)
+			}
+			if aborts {
+				l.abort(errors.New("test"))
+			} else {
+				l.fail(errors.New("test"))
+			}
+			testnet.Eventually(t, "the frames are free", freed.Load)
+			testnet.WantError(t, m.Intact(), "server 0 is gone: its connection has ended")
+			w.mu.Lock()
+			if !slices.Equal(w.blamed, []int{8}) {
+				t.Errorf("the worker blames %v, want 8", w.blamed)
+			}
+			w.mu.Unlock()
+			m.Release()
+		})
+		if err := s.Reply(l.process, &Message{Header: &pspb.Header{Request: true}, Data: [][]byte{mem},
+			Free: func() { freed.Store(true) }}); err != nil {
+			t.Fatal(err)
+		}
+		<-done
+		stopAll(nodes)
+	}
+}
+
+// TestFreedRegion checks that the receiver unmaps a chunk of the arena that the sender has freed, as soon as
+// it reads no frame.
+func TestFreedRegion(t *testing.T) {
+	nodes := startJob(t, 1, 1, nil)
+	got := make(chan *Message, 1)
+	nodes[8].handle(func(_ Process, m *Message) { got <- m })
+	large, err := arena.Alloc(65 << 20) // has a chunk of its own
+	if err != nil {
+		t.Fatal(err)
+	}
+	large[0] = 1
+	if _, err := nodes[9].Request(t.Context(), 8, &Message{Header: &pspb.Header{Request: true},
+		Data: [][]byte{large[:SharedBytes]}}); err != nil {
+		t.Fatal(err)
+	}
+	m := <-got
+	if err := arena.Free(large); err != nil {
+		t.Fatal(err)
+	}
+	l, err := nodes[8].link(9)
+	if err != nil {
+		t.Fatal(err)
+	}
+	mapped := func(freed, regions int) func() bool {
+		return func() bool {
+			l.theirs.mu.Lock()
+			defer l.theirs.mu.Unlock()
+			return len(l.theirs.freed) == freed && len(l.theirs.regions) == regions
+		}
+	}
+	testnet.Eventually(t, "the server knows that the chunk was freed", mapped(1, 1))
+	if m.Data[0][0] != 1 {
+		t.Error("the frame has changed")
+	}
+	m.Release()
+	if !mapped(0, 0)() {
+		t.Error("the chunk is still mapped")
+	}
+}
+
 // TestBlocksOutliveTheLink checks that a message can be read when its sender is gone.
 func TestBlocksOutliveTheLink(t *testing.T) {
 	nodes := startJob(t, 1, 1, nil)
@@ -126,7 +293,7 @@ func TestNoBlocks(t *testing.T) {
 	var o ownBlocks
 	var taken []*block
 	for range maxBlocks {
-		b := o.take(sharedBytes)
+		b := o.take(SharedBytes)
 		if b == nil {
 			t.Fatalf("there are only %d blocks", len(taken))
 		}
@@ -136,7 +303,7 @@ func TestNoBlocks(t *testing.T) {
 		t.Errorf("there are more than %d blocks", maxBlocks)
 	}
 	o.give(taken[0])
-	if o.take(sharedBytes/2+1) != taken[0] {
+	if o.take(SharedBytes/2+1) != taken[0] {
 		t.Error("a free block is not used again")
 	}
 	o.end()
@@ -153,7 +320,7 @@ func TestNoBlocks(t *testing.T) {
 
 // TestBadBlocks checks the errors of messages whose blocks are wrong.
 func TestBadBlocks(t *testing.T) {
-	seg, err := shmem.Create("test", sharedBytes)
+	seg, err := shmem.Create("test", SharedBytes)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -170,11 +337,21 @@ func TestBadBlocks(t *testing.T) {
 	}{
 		{&pspb.Frame{Bytes: 1, Block: 1}, -1, "it has 1 bytes in the block 1, which has fewer"},
 		{&pspb.Frame{Bytes: 1, Block: 1, BlockBytes: 1}, -1, "the descriptor of a block is missing"},
-		{&pspb.Frame{Bytes: 1, Block: 1, BlockBytes: sharedBytes + 1}, seg.FD(),
+		{&pspb.Frame{Bytes: 1, Block: 1, BlockBytes: SharedBytes + 1}, seg.FD(),
 			"number 1 with 65536 bytes, want 65537"},
-		{&pspb.Frame{Bytes: sharedBytes + 1, Block: 1, BlockBytes: sharedBytes}, seg.FD(),
+		{&pspb.Frame{Bytes: SharedBytes + 1, Block: 1, BlockBytes: SharedBytes}, seg.FD(),
 			"it has 65537 bytes in the block 1"},
 		{&pspb.Frame{Bytes: 1, Block: 1, BlockBytes: 1}, int(plain.Fd()), "map a block of shared memory"},
+		{&pspb.Frame{Bytes: 1, Block: 1, Region: 2}, -1, "it has 1 bytes in the region 2 from byte 0 on"},
+		{&pspb.Frame{Bytes: 1, Block: 1, Region: 2, BlockBytes: 1}, -1, "the descriptor of a block is missing"},
+		{&pspb.Frame{Bytes: 1, Block: 1, Region: 2, BlockBytes: 1}, int(plain.Fd()),
+			"map a region of shared memory"},
+		{&pspb.Frame{Bytes: SharedBytes, Block: 1, Region: 2, BlockBytes: 1, Offset: 8}, seg.FD(),
+			"it has 65536 bytes in the region 2 from byte 8 on, which has fewer"},
+		{&pspb.Frame{Bytes: 1, Block: 1, Region: 2, BlockBytes: 1, Offset: math.MaxUint64}, seg.FD(),
+			"it has 1 bytes in the region 2"},
+		{&pspb.Frame{Bytes: 1, Block: 1, Region: 2, BlockBytes: 1, Offset: 1}, seg.FD(),
+			"it has 1 bytes in the region 2 from byte 1 on"},
 	} {
 		pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 		if err != nil {
@@ -218,7 +395,7 @@ func TestExhausted(t *testing.T) {
 	for name, exhaust := range map[string]func(t *testing.T, s, w *node){
 		"descriptors": func(t *testing.T, _, w *node) {
 			m := &Message{Header: &pspb.Header{Request: true}}
-			w.Allocate(8, m, sharedBytes)
+			w.Allocate(8, m, SharedBytes)
 			var limit unix.Rlimit
 			if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
 				t.Fatal(err)

@@ -512,7 +512,7 @@ func (w *writer) try() bool {
 func (m *Message) short() bool {
 	for i, d := range m.Data {
 		if m.own != nil && m.own[i] != nil {
-			if !m.own[i].sent {
+			if !m.own[i].known() {
 				return false // its descriptor is to be sent
 			}
 		} else if len(d) >= wholeBytes {
@@ -712,7 +712,7 @@ func (l *link) fail(err error) {
 	for _, f := range dropped {
 		f.m.Drop()
 	}
-	l.own.end()
+	l.own.end() // after Close, so that the peer can see that the link has ended (Message.Intact)
 	l.theirs.end()
 	l.van.linkEnded(l, reason == ErrLeft, reason)
 	close(l.over)

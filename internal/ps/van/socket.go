@@ -133,6 +133,19 @@ func (s *socket) Read(p []byte) (int, error) {
 	return c.n, nil
 }
 
+// hungUp reports whether the peer has closed the connection, even if bytes of it were not read yet.
+func (s *socket) hungUp() (yes bool) {
+	err := s.raw.Control(func(fd uintptr) {
+		p := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLRDHUP}}
+		n, err := unix.Poll(p, 0)
+		for err == unix.EINTR {
+			n, err = unix.Poll(p, 0)
+		}
+		yes = n != 0
+	})
+	return yes || err != nil
+}
+
 // keep keeps the descriptors that the last call of receive has got.
 func (s *socket) keep() error {
 	got := int(s.msg.Controllen)

@@ -11,7 +11,7 @@
 //  3. A message waits in a bounded queue. Only requests wait for room in it (Request), so no two nodes wait
 //     for each other.
 //  4. Frames of a received message may be in memory of the sender that is mapped for reading. They are valid
-//     until Release.
+//     until Release, except that the sender may change them if the connection ends (Intact).
 //  5. If a node dies, all nodes that are connected with it learn it, and their requests to it fail.
 //  6. A process that has ended can be replaced by another one, which takes its ids. No message of the old
 //     process is handled after the first message of the new one, and no answer to the old one reaches the new
@@ -39,6 +39,7 @@ import (
 
 	"go.uber.org/zap"
 
+	"github.com/gohvd/gohvd/internal/arena"
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/ps/pspb"
 	"github.com/gohvd/gohvd/internal/secret"
@@ -153,6 +154,8 @@ type Van struct {
 	accepts  *dial.Acceptor
 	local    *dial.Acceptor // accepts Unix connections; nil except at a server that shares memory
 	unproven *dial.Limiter
+	chunks   chunks
+	unwatch  func()          // ends the calls about chunks of the arena; nil if no memory is shared
 	ctx      context.Context // ends when the van is stopped or has failed
 	cancel   context.CancelCauseFunc
 	wg       sync.WaitGroup
@@ -198,6 +201,9 @@ func (v *Van) Start(ctx context.Context) error {
 	ctx, cancel := context.WithTimeoutCause(ctx, v.cfg.StartTimeout,
 		fmt.Errorf("the time limit of %v has passed", v.cfg.StartTimeout))
 	defer cancel()
+	if v.shares() && v.cfg.Role != Scheduler {
+		v.unwatch = arena.Watch(v.chunks.added, v.chunkRemoved)
+	}
 	if err := v.start(ctx); err != nil {
 		v.close(err)
 		return fmt.Errorf("start of a %s: %w", v.cfg.Role, err)
@@ -529,6 +535,8 @@ func (v *Van) arrive(l *link, m *Message) error {
 		}
 	case pspb.Command_RELEASE:
 		l.own.released(c.Blocks)
+	case pspb.Command_UNMAP:
+		l.theirs.free(c.Blocks)
 	case pspb.Command_EVICT:
 		if v.sched != nil {
 			v.sched.evict(l, c.Nodes)
@@ -773,4 +781,7 @@ func (v *Van) close(err error) {
 		l.fail(err)
 	}
 	v.wg.Wait()
+	if v.unwatch != nil {
+		v.unwatch()
+	}
 }

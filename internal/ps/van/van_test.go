@@ -894,7 +894,7 @@ func TestBatchEndsBeforeALongRequest(t *testing.T) {
 		}
 		reply()
 	})
-	w.ask(t, 0, 0, sharedBytes)
+	w.ask(t, 0, 0, SharedBytes)
 	w.want(t, 0, 1)
 	close(first)
 	w.want(t, 2)

@@ -47,7 +47,9 @@ type Message struct {
 	Header *pspb.Header
 	// Data has the frames. Their types are in the header.
 	Data [][]byte
-	// Free is called when the van no longer reads Data of a message that was passed to Send. It may be nil.
+	// Free is called when neither the van nor the receiver reads Data of a message that was passed to Send.
+	// Until then the frames must not change. If Free is nil, they must not change until the message was
+	// answered.
 	Free func()
 	// Batch says that a reply need not leave before this process has handled the messages of the peer that
 	// have arrived, as long as that takes little time. So several replies are written together.
@@ -66,6 +68,8 @@ type Message struct {
 	fds    []int    // descriptors that are sent with the message, once the header was encoded
 	own    []*block // blocks of the frames of a message that is sent, nil for other frames
 	theirs []uint32 // blocks of the frames of a message that was received
+	// inRegion says that such a block is in a region.
+	inRegion bool
 }
 
 // storage has a message and what belongs to it, so that they need no memory of their own.
@@ -375,7 +379,7 @@ func (r *reader) blocks(m *Message) (err error) {
 			m.link = r.link
 			r.link.theirs.hold() // from now on the blocks stay mapped until m is released
 		}
-		m.theirs = append(m.theirs, f.Block)
+		m.theirs, m.inRegion = append(m.theirs, f.Block), m.inRegion || f.Region != 0
 		if m.Data[i], err = r.block(f); err != nil {
 			m.Release()
 			return err
@@ -384,18 +388,24 @@ func (r *reader) blocks(m *Message) (err error) {
 	return nil
 }
 
-// block returns a frame that is in a block of shared memory. If the block is new, its descriptor has arrived.
+// block returns a frame that is in a block of shared memory. If the block or its region is new, its
+// descriptor has arrived.
 func (r *reader) block(f *pspb.Frame) ([]byte, error) {
 	if f.BlockBytes > 0 {
 		fd, err := r.sock.take()
 		if err != nil {
 			return nil, err
 		}
-		if err := r.link.theirs.add(f.Block, f.BlockBytes, fd); err != nil {
+		if f.Region != 0 {
+			err = r.link.theirs.addRegion(f.Region, fd)
+		} else {
+			err = r.link.theirs.add(f.Block, f.BlockBytes, fd)
+		}
+		if err != nil {
 			return nil, err
 		}
 	}
-	return r.link.theirs.frame(f.Block, f.Bytes)
+	return r.link.theirs.frame(f)
 }
 
 // fill reads frames of m, which have the given sizes, into a buffer. If no free buffer is large enough, it
