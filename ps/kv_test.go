@@ -17,8 +17,10 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"github.com/gohvd/gohvd/half"
+	"github.com/gohvd/gohvd/internal/arena"
 	"github.com/gohvd/gohvd/internal/ps/pspb"
 	"github.com/gohvd/gohvd/internal/ps/van"
+	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/internal/transport/faulty"
 )
@@ -320,6 +322,158 @@ func TestLateAnswers(t *testing.T) {
 		}
 	})
 	answers.Wait()
+}
+
+// TestPullsInPlace pulls large values while another worker pushes to them. Each pull must see each push as a
+// whole, although the worker reads the memory of the server.
+func TestPullsInPlace(t *testing.T) {
+	const n, pushes = 1 << 18, 300
+	h := Sum[float32]().(*builtIn[float32])
+	var pushed sync.WaitGroup
+	pushed.Add(1)
+	over := make(chan struct{})
+	kv(job{t: t, servers: 1, workers: 2}, func() Handler[float32] { return h }, func(_ *Postoffice, rank int,
+		w *KVWorker[float32]) {
+		keys := []uint64{5}
+		if rank == 0 {
+			ones := slices.Repeat([]float32{1}, n)
+			for i := range pushes {
+				r, err := w.Push(t.Context(), keys, ones)
+				if wait(t, r, err); i == 0 {
+					pushed.Done()
+				}
+			}
+			close(over)
+			return
+		}
+		pushed.Wait()
+		last, seen := float32(0), 0
+		for done := false; !done; {
+			select {
+			case <-over:
+				done = true // one more
+			default:
+			}
+			var got [2][]float32
+			var flying [2]*Request
+			for i := range flying {
+				r, err := w.Pull(t.Context(), keys, &got[i])
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				flying[i] = r
+			}
+			for i, r := range flying {
+				wait(t, r, nil)
+				first := got[i][0]
+				if j := slices.IndexFunc(got[i], func(v float32) bool { return v != first }); j >= 0 {
+					t.Errorf("the values are %v and %v", first, got[i][j])
+					return
+				}
+				if first < last {
+					t.Errorf("a pull got %v after another one got %v", first, last)
+				}
+				if first > last {
+					seen++
+				}
+				last = first
+			}
+		}
+		if last != pushes {
+			t.Errorf("got %v, want %d", last, pushes)
+		}
+		t.Logf("%d values were seen", seen)
+	})
+	c := h.store.entries[5].chunk
+	if _, ok := arena.Find(c.vals); !ok || len(c.old) > 5 {
+		t.Errorf("the values are in the arena: %v; %d further versions", ok, len(c.old))
+	}
+}
+
+// TestVersions checks which pulls are read in place, and that a push does not change what is read.
+func TestVersions(t *testing.T) {
+	const each = van.SharedBytes / 4
+	h := Sum[float32]().(*builtIn[float32])
+	s, v := h.store, van.New(van.Config{}, nil)
+	list := func(keys ...uint64) *resolved {
+		r, err := s.resolve(&serverList{keys: keys}, true, nil, len(keys)*each)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return r
+	}
+	pull := func(r *resolved) *van.Message {
+		m := van.Make()
+		s.answer(v, 9, r, m)
+		return m
+	}
+	all := list(1, 2, 3)
+	c := all.runs[0].chunk
+	other := list(0)
+	for _, r := range []*resolved{other, list(1, 2)} {
+		if m := pull(r); &m.Data[0][0] != &r.runs[0].chunk.vals[0] {
+			t.Error("the values are copied")
+		} else {
+			m.Drop()
+		}
+	}
+	for _, r := range []*resolved{list(3), list(0, 1, 2, 3)} {
+		if m := pull(r); m.Free != nil || len(m.Data[0]) != r.total*4 {
+			t.Errorf("%d values are read in place", r.total)
+		}
+	}
+	one := tensor.Bytes(slices.Repeat([]float32{1}, 3*each))
+	var reading []*van.Message
+	for i := range 3 {
+		reading = append(reading, pull(all), pull(all))
+		s.push(all, one, false)
+		for _, vals := range []struct {
+			got  []byte
+			want int
+		}{{c.vals, i + 1}, {reading[0].Data[0], 0}, {reading[2*i].Data[0], i}} {
+			f := tensor.View[float32](vals.got)
+			if f[0] != float32(vals.want) || f[3*each-1] != f[0] || len(f) != 3*each {
+				t.Errorf("after push %d: got %v and %v, want %d", i+1, f[0], f[3*each-1], vals.want)
+			}
+		}
+	}
+	for _, m := range reading {
+		m.Drop()
+	}
+	for range 5 {
+		m := pull(all)
+		s.push(all, one, true)
+		m.Drop()
+	}
+	if len(c.old) != 3 || len(other.runs[0].chunk.old) != 0 {
+		t.Errorf("got %d and %d further versions, want 3 and 0", len(c.old), len(other.runs[0].chunk.old))
+	}
+}
+
+// TestVersionsAreFreed checks that the memory of values is freed when nothing refers to them.
+func TestVersionsAreFreed(t *testing.T) {
+	s := Sum[float32]().(*builtIn[float32]).store
+	// 65 MiB have a chunk of the arena of their own.
+	r, err := s.resolve(&serverList{keys: []uint64{1}}, true, nil, 65<<18)
+	if err != nil {
+		t.Fatal(err)
+	}
+	b, m := r.runs[0].chunk.vals, van.Make()
+	s.answer(nil, 9, r, m)
+	if _, ok := arena.Find(b); !ok {
+		t.Fatal("the values are not in the arena")
+	}
+	runtime.GC()
+	if _, ok := arena.Find(b); !ok {
+		t.Fatal("the values are free while they are read")
+	}
+	m.Drop()
+	testnet.Eventually(t, "the values are free", func() bool {
+		runtime.GC()
+		_, ok := arena.Find(b)
+		return !ok
+	})
 }
 
 // TestTypes checks the error if worker and server have different types, and the types of all sums.

@@ -349,13 +349,11 @@ func (s *KVServer[T]) Response(meta KVMeta, data KVPairs[T]) error {
 	if err != nil {
 		return fmt.Errorf("ps: response of app %d to %s: %w", s.c.key.app, van.Name(meta.Sender), err)
 	}
-	sizes := []int{0, 0}
-	if meta.Pull {
-		sizes = []int{len(tensor.Bytes(data.Vals)), 4 * len(data.Lens)}
-	}
-	return s.respond(meta, sizes, func(vals, lens []byte) {
-		copy(vals, tensor.Bytes(data.Vals))
-		copy(lens, tensor.Bytes(data.Lens))
+	return s.respond(meta, func(m *van.Message) {
+		vals, lens := tensor.Bytes(data.Vals), tensor.Bytes(data.Lens)
+		s.c.po.van.Allocate(meta.Sender, m, len(vals), len(lens))
+		copy(m.Data[0], vals)
+		copy(m.Data[1], lens)
 	})
 }
 
@@ -371,23 +369,22 @@ func (s *KVServer[T]) checkResponse(meta KVMeta, data KVPairs[T]) error {
 	return sized.check(true)
 }
 
-// respond answers a request with frames of the given sizes, which the function fill writes.
-func (s *KVServer[T]) respond(meta KVMeta, sizes []int, fill func(vals, lens []byte)) error {
+// respond answers a request. The function fill gives the answer to a pull its frames.
+func (s *KVServer[T]) respond(meta KVMeta, fill func(*van.Message)) error {
 	if meta.req.answered.Swap(true) {
 		return fmt.Errorf("ps: response of app %d to %s: the request was answered already", s.c.key.app,
 			van.Name(meta.Sender))
 	}
-	return s.deliver(&meta, s.response(&meta, sizes, fill))
+	return s.deliver(&meta, s.response(&meta, fill))
 }
 
-// response returns the answer to a request, with frames of the given sizes that the function fill writes. It
-// frees the request.
-func (s *KVServer[T]) response(meta *KVMeta, sizes []int, fill func(vals, lens []byte)) *van.Message {
+// response returns the answer to a request, and frees the request. The function fill gives the answer to a
+// pull its frames.
+func (s *KVServer[T]) response(meta *KVMeta, fill func(*van.Message)) *van.Message {
 	m := meta.message(s.c.key.app)
 	if meta.Pull {
-		s.c.po.van.Allocate(meta.Sender, m, sizes...)
+		fill(m)
 		m.SetTypes(wireTypes[tensor.Of[T]()], pspb.DataType_INT32)
-		fill(m.Data[0], m.Data[1])
 	}
 	if !meta.req.forwarded {
 		meta.req.m.Release()

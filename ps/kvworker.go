@@ -338,6 +338,11 @@ func (op *operation[T]) assemble(list *keyList, parts []part) error {
 	for i := range parts {
 		at += copy(out[at:], tensor.View[T](parts[i].response.Data[0]))
 	}
+	for i := range parts { // a push may have changed what was copied if a connection has ended
+		if err := parts[i].response.Intact(); err != nil {
+			return err
+		}
+	}
 	*op.out = out
 	if op.outLens == nil {
 		return nil

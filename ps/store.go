@@ -3,6 +3,7 @@ package ps
 import (
 	"errors"
 	"fmt"
+	"runtime"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -10,6 +11,7 @@ import (
 
 	"go.uber.org/zap"
 
+	"github.com/gohvd/gohvd/internal/arena"
 	"github.com/gohvd/gohvd/internal/kernel"
 	"github.com/gohvd/gohvd/internal/ps/van"
 	"github.com/gohvd/gohvd/internal/tensor"
@@ -50,9 +52,48 @@ type rule struct {
 
 // chunk has the values of keys that were first pushed together, and their state.
 type chunk struct {
-	vals  []byte
+	*version
+	old   []*version // that were read in place when a push came
 	state [][]byte
 	keys  []uint64 // the keys in the order of their values, if the store keeps the order
+}
+
+// version is memory for the values of a chunk. If it is large, it is in the arena, where workers of the host
+// read it in place. While it has readers, no push changes it.
+type version struct {
+	vals    []byte
+	readers atomic.Int32 // number of answers that are not released; it grows only with mu of the store locked
+}
+
+// newVersion returns memory of n zero bytes.
+func newVersion(n int) *version {
+	v := new(version)
+	if n >= van.SharedBytes {
+		if b, err := arena.Alloc(n); err == nil {
+			v.vals = b
+			// Free returns an error only for memory that Alloc has not returned.
+			runtime.AddCleanup(v, func(b []byte) { _ = arena.Free(b) }, b)
+			return v
+		}
+	}
+	v.vals = zeros(n) // answers copy it
+	return v
+}
+
+// own makes the values of a chunk writable: if they have readers, the chunk gets a copy of them. The caller
+// holds mu of the store.
+func (c *chunk) own() {
+	if c.readers.Load() == 0 {
+		return
+	}
+	now := c.version
+	i := slices.IndexFunc(c.old, func(v *version) bool { return v.readers.Load() == 0 })
+	if i < 0 {
+		i = len(c.old)
+		c.old = append(c.old, newVersion(len(now.vals)))
+	}
+	c.version, c.old[i] = c.old[i], now
+	copy(c.vals, now.vals)
 }
 
 // entry has the place of the values of a key: n elements of chunk from the element at.
@@ -154,7 +195,7 @@ func (s *store) grow(keys []uint64, lens []int32, total int) error {
 			return fmt.Errorf("key %d has %d values here, got %d", key, e.n, size(i))
 		}
 	}
-	c := &chunk{vals: zeros(added * s.dt.Size())}
+	c := &chunk{version: newVersion(added * s.dt.Size())}
 	for range s.rule.planes {
 		c.state = append(c.state, zeros(added*s.rule.compute.Size()))
 	}
@@ -307,6 +348,7 @@ func (s *store) push(r *resolved, vals []byte, assign bool) {
 	for _, run := range r.runs {
 		g := vals[:run.n*size]
 		vals = vals[run.n*size:]
+		run.chunk.own()
 		w := run.chunk.vals[run.at*size:][:run.n*size]
 		state := make([][]byte, s.rule.planes)
 		for i, plane := range run.chunk.state {
@@ -356,6 +398,27 @@ func (s *store) pull(r *resolved, vals, lens []byte) {
 		vals = vals[copy(vals, run.chunk.vals[run.at*size:][:run.n*size]):]
 	}
 	copy(lens, tensor.Bytes(r.lens))
+}
+
+// answer gives m the frames of the answer to a pull of a list by the node to. If the values are next to each
+// other and at least half of a chunk, they are not copied: otherwise a push that comes before they are
+// released would copy much more than it spares.
+func (s *store) answer(v *van.Van, to int, r *resolved, m *van.Message) {
+	size := s.dt.Size()
+	if n := r.total * size; len(r.runs) == 1 && n >= van.SharedBytes && 2*n >= len(r.runs[0].chunk.vals) {
+		read := r.runs[0].chunk.version
+		read.readers.Add(1)
+		m.SetData(read.vals[r.runs[0].at*size:][:n], tensor.Bytes(r.lens))
+		m.Free = func() { read.readers.Add(-1) }
+		return
+	}
+	s.copied(v, to, r, m)
+}
+
+// copied is like answer, but copies the values in any case.
+func (s *store) copied(v *van.Van, to int, r *resolved, m *van.Message) {
+	v.Allocate(to, m, r.total*s.dt.Size(), 4*len(r.lens))
+	s.pull(r, m.Data[0], m.Data[1])
 }
 
 // request does the push of a request, if it is one, and returns the places of its values. total is the number
@@ -411,9 +474,7 @@ func (b *builtIn[T]) handle(meta KVMeta, data KVPairs[T], s *KVServer[T]) {
 	defer st.mu.Unlock()
 	r, err := st.request(s.c, &meta, data.list, data.Lens, len(data.Vals), tensor.Bytes(data.Vals))
 	if err == nil {
-		err = s.respond(meta, []int{r.total * st.dt.Size(), 4 * len(r.lens)}, func(vals, lens []byte) {
-			st.pull(r, vals, lens)
-		})
+		err = s.respond(meta, func(m *van.Message) { st.answer(s.c.po.van, meta.Sender, r, m) })
 	} else {
 		err = s.Fail(meta, err)
 	}
@@ -441,8 +502,8 @@ func (b *builtIn[T]) handleReplicated(meta KVMeta, data KVPairs[T], s *KVServer[
 		return
 	}
 	meta.req.forwarded = forwarded
-	sizes := []int{places.total * r.store.dt.Size(), 4 * len(places.lens)}
-	m := s.response(&meta, sizes, func(vals, lens []byte) { r.store.pull(places, vals, lens) })
+	// A pull must not fail if this server dies. So the worker does not read the memory of the server.
+	m := s.response(&meta, func(m *van.Message) { r.store.copied(s.c.po.van, meta.Sender, places, m) })
 	r.after(m.Bytes(), func() {
 		if err := s.deliver(&meta, m); err != nil {
 			s.c.po.log.Debug("ps: a response was not sent", zap.Error(err))
