@@ -623,7 +623,10 @@ func (c *customer) end(err error) {
 func (r *Request) Timestamp() int64 { return r.timestamp }
 
 // Done returns a channel that is closed when the request has completed and its callback has returned.
-func (r *Request) Done() <-chan struct{} { return r.done }
+func (r *Request) Done() <-chan struct{} {
+	r.c.po.van.Flush()
+	return r.done
+}
 
 // Wait waits until the request has completed and its callback has returned, and returns its error. If ctx
 // ends first, Wait returns its error, and the request continues. A callback must not call Wait, because
@@ -634,6 +637,7 @@ func (r *Request) Wait(ctx context.Context) error {
 		return r.err
 	default:
 	}
+	r.c.po.van.Flush()
 	select {
 	case <-r.done:
 		return r.err

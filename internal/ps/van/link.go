@@ -36,6 +36,8 @@ const (
 	// messageCost is how many bytes the handling of a short message counts as, when replies to several
 	// messages are written together. So replies to at most 32 messages are.
 	messageCost = 2 << 10
+	// maxHeld is the maximum number of requests that wait for the response to an earlier one.
+	maxHeld = 32
 	// drainTime is how long a link is read after a write has failed.
 	drainTime = 5 * time.Second
 )
@@ -62,7 +64,9 @@ type link struct {
 	// is nil on other links, which have heartbeats, and if no node dies of silence.
 	silence *dial.Silence
 
-	held    atomic.Bool // a reply in the queue waits for the goroutine that reads, or for the van's tick
+	// held says that messages in the queue wait for the goroutine that reads, or for the van's tick: replies,
+	// or requests, which Flush also sends.
+	held    atomic.Bool
 	lazy    atomic.Bool // a message in the queue waits for another one, or for the van's tick
 	writing sync.Mutex  // guards writer
 	writer  writer
@@ -79,6 +83,7 @@ type link struct {
 	again       []*flight     // messages that are to be sent again
 	requests    int           // number of requests that are queued or not answered
 	asked       uint64        // number of requests so far
+	queued      int           // number of requests in the queue
 	queuedBytes int           // size of the requests in the queue
 	replies     int           // number of replies in the queue
 	replyBytes  int           // size of the long replies in the queue
@@ -136,13 +141,22 @@ func (l *link) request(ctx context.Context, m *Message) error {
 		l.van.blame(l.process, err)
 		return &NodeError{l.peer, err}
 	}
+	// The responses to earlier requests will make the goroutine that reads send this one with others.
+	hold := l.requests > l.queued && l.queued < maxHeld && l.queuedBytes+n < batchBytes && m.short()
 	l.requests++
 	l.asked++
+	l.queued++
 	l.queuedBytes += n
 	m.flight = flight{m: m, bytes: n}
 	l.queue.push(&m.flight, m.Header.Priority)
+	if hold {
+		l.held.Store(true)
+		l.van.holding.Store(true)
+	}
 	l.mu.Unlock()
-	l.send()
+	if !hold {
+		l.send()
+	}
 	return nil
 }
 
@@ -159,9 +173,13 @@ func (l *link) stats() trace.Peer {
 // answered makes room for another request, because a request was answered or has failed.
 func (l *link) answered() {
 	l.mu.Lock()
-	defer l.mu.Unlock()
 	l.requests--
 	l.hasRoom()
+	last := l.queued > 0 && l.requests == l.queued
+	l.mu.Unlock()
+	if last { // no response will come that sends what is held
+		l.writeHeld()
+	}
 }
 
 // hasRoom wakes the calls that wait for room. The caller holds mu.
@@ -329,6 +347,7 @@ func (l *link) pop(short bool) *flight {
 		l.replies--
 		l.replyBytes -= f.bytes
 	} else {
+		l.queued--
 		l.queuedBytes -= f.bytes
 		l.hasRoom()
 	}

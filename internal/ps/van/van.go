@@ -161,6 +161,7 @@ type Van struct {
 	wg       sync.WaitGroup
 	ready    chan struct{}                 // closed when nodes is complete
 	links    atomic.Pointer[map[int]*link] // by id of the peer, including further ids of its process
+	holding  atomic.Bool                   // a link may hold requests back
 	sched    *scheduler                    // nil except at the scheduler
 
 	mu    sync.Mutex
@@ -486,6 +487,19 @@ func (v *Van) own(m *Message) *Message {
 	c := m.Clone()
 	m.Drop()
 	return c
+}
+
+// Flush sends the requests that wait for responses to earlier ones, so as to be sent together. The caller is
+// about to wait.
+func (v *Van) Flush() {
+	if !v.holding.Load() || !v.holding.Swap(false) {
+		return
+	}
+	for id, l := range *v.links.Load() {
+		if id == l.peer {
+			l.writeHeld()
+		}
+	}
 }
 
 // Answered tells the van that a request to the process was answered or has failed.

@@ -1037,3 +1037,81 @@ func TestSilentLink(t *testing.T) {
 		stopAll(nodes)
 	}
 }
+
+// TestHeldRequests checks that a request waits while an earlier one is not answered, so as to be sent
+// together with others, and what makes the van send it besides a response: a call of Flush, many requests,
+// and the failure of all that are in flight.
+func TestHeldRequests(t *testing.T) {
+	for _, c := range []struct {
+		what string
+		send func(t *testing.T, h *heldRequests)
+	}{
+		{"Flush", func(_ *testing.T, h *heldRequests) { h.worker.Flush() }},
+		{"many requests", func(t *testing.T, h *heldRequests) {
+			for h.queued() > 0 && h.queued() < maxHeld {
+				h.request(t, 8)
+			}
+			h.request(t, 8)
+		}},
+		{"the failure of all requests in flight", func(_ *testing.T, h *heldRequests) {
+			for range h.inFlight() {
+				h.worker.Answered(h.server.Process())
+			}
+		}},
+	} {
+		t.Run(c.what, func(t *testing.T) {
+			for range 20 { // the van's tick may send what waits before this test or the van does
+				if sentBy(t, c.send) {
+					return
+				}
+			}
+			t.Errorf("requests wait after %s", c.what)
+		})
+	}
+}
+
+// sentBy makes a request wait and calls send. It reports whether no request waits then.
+func sentBy(t *testing.T, send func(t *testing.T, h *heldRequests)) bool {
+	nodes := startJob(t, 1, 1, func(c *Config) { c.WaterMark = 1000 })
+	h := &heldRequests{server: nodes[8], worker: nodes[9]}
+	h.server.handle(func(_ Process, m *Message) { m.Release() })
+	h.request(t, 8)
+	testnet.Eventually(t, "a request is sent while none is in flight", func() bool { return h.queued() == 0 })
+	for requests := 0; h.queued() == 0; requests++ {
+		if requests > 100 {
+			t.Fatal("no request waits")
+		}
+		h.request(t, 8)
+	}
+	send(t, h)
+	return h.queued() == 0
+}
+
+// heldRequests is a worker whose requests are not answered.
+type heldRequests struct{ server, worker *node }
+
+// request sends a request with a frame of n bytes.
+func (h *heldRequests) request(t *testing.T, n int) {
+	m := NewMessage(&pspb.Header{Request: true}, n)
+	if _, err := h.worker.Request(t.Context(), 8, m); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// counts returns the number of requests that wait, and of those that were sent and not answered.
+func (h *heldRequests) counts() (queued, inFlight int) {
+	l := (*h.worker.links.Load())[8]
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.queued, l.requests - l.queued
+}
+
+func (h *heldRequests) queued() int {
+	n, _ := h.counts()
+	return n
+}
+
+func (h *heldRequests) inFlight() int {
+	_, n := h.counts()
+	return n
+}
