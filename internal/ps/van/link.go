@@ -38,6 +38,8 @@ const (
 	messageCost = 2 << 10
 	// maxHeld is the maximum number of requests that wait for the response to an earlier one.
 	maxHeld = 32
+	// holdTime is how long a request waits for the response to an earlier one.
+	holdTime = time.Millisecond
 	// drainTime is how long a link is read after a write has failed.
 	drainTime = 5 * time.Second
 )
@@ -64,9 +66,10 @@ type link struct {
 	// is nil on other links, which have heartbeats, and if no node dies of silence.
 	silence *dial.Silence
 
-	// held says that messages in the queue wait for the goroutine that reads, or for the van's tick: replies,
-	// or requests, which Flush also sends.
+	// held says that messages in the queue wait for the goroutine that reads: replies, which the van's tick
+	// also sends, or requests, which Flush and the timer also send.
 	held    atomic.Bool
+	timer   *time.Timer // calls writeHeld
 	lazy    atomic.Bool // a message in the queue waits for another one, or for the van's tick
 	writing sync.Mutex  // guards writer
 	writer  writer
@@ -110,6 +113,8 @@ func newLink(v *Van, p Process, conn net.Conn) *link {
 	l := &link{van: v, process: p, peer: p.ID, conn: conn, wake: make(chan struct{}, 1),
 		done: make(chan struct{}), over: make(chan struct{})}
 	l.heard.Store(int64(v.now()))
+	l.timer = time.AfterFunc(holdTime, l.writeHeld)
+	l.timer.Stop()
 	if v.beats() && v.sched == nil && p.ID != SchedulerID {
 		l.silence = dial.NewSilence(v.cfg.HeartbeatTimeout, v.log)
 	}
@@ -152,6 +157,9 @@ func (l *link) request(ctx context.Context, m *Message) error {
 	if hold {
 		l.held.Store(true)
 		l.van.holding.Store(true)
+		if l.queued == 1 { // otherwise the timer runs, or a goroutine is writing the queue
+			l.timer.Reset(holdTime)
+		}
 	}
 	l.mu.Unlock()
 	if !hold {
@@ -230,7 +238,7 @@ func (l *link) reply(m *Message) error {
 	return nil
 }
 
-// writeHeld writes the replies that wait for others, and the acknowledgements of what has arrived. The
+// writeHeld writes the messages that wait for others, and the acknowledgements of what has arrived. The
 // goroutine that reads calls it before it waits.
 func (l *link) writeHeld() {
 	if l.held.Swap(false) || l.unacknowledged() {

@@ -1060,7 +1060,7 @@ func TestHeldRequests(t *testing.T) {
 		}},
 	} {
 		t.Run(c.what, func(t *testing.T) {
-			for range 20 { // the van's tick may send what waits before this test or the van does
+			for range 20 { // the timer may send what waits before this test or the van does
 				if sentBy(t, c.send) {
 					return
 				}
