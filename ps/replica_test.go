@@ -732,7 +732,8 @@ func TestTransfer(t *testing.T) {
 			if n := len(m.Data[0]) / keyBytes; n > 1 && m.Bytes() > most {
 				t.Fatalf("seed %d: a piece with %d keys has %d bytes, want at most %d", seed, n, m.Bytes(), most)
 			}
-			if next := from.next(new(at), 1); !from.done(at) && m.Bytes()+pieceOf(from, next).Bytes() <= most {
+			next := from.next(new(at), 1)
+			if !from.done(at) && m.Bytes()+pieceOf(from, next).Bytes() <= most {
 				t.Fatalf("seed %d: the piece %v to %v has room for another key", seed, before, at)
 			}
 			if err := to.put(m); err != nil {
