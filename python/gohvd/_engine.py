@@ -61,7 +61,7 @@ class Framework(Generic[A]):
     """The functions of a framework, numpy or torch, that the engine needs to handle arrays."""
 
     def address(self, x: A) -> int:
-        """Returns the address of x's elements, or 0 if it is certain that they are not in an arena."""
+        """Returns the address of x's elements, or 0 if operations cannot work on them in place."""
         raise NotImplementedError
 
     def wrap(self, view: memoryview, dtype: Any, shape: Shape) -> A:
@@ -90,7 +90,7 @@ class Framework(Generic[A]):
         return -1
 
     def pointer(self, x: A) -> int:
-        """Returns the address of x's elements on its device, or 0 if they are not contiguous."""
+        """Returns the address of x's elements on its device, or 0 if operations cannot work on them in place."""
         raise NotImplementedError
 
     def empty(self, shape: Shape, like: A) -> A:

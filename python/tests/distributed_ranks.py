@@ -251,6 +251,11 @@ class Collectives(Ranks):
         self.assertLessEqual(len(calls), 22, calls)
         self.assertNotIn("view", outside)
 
+    def test_negated_view(self) -> None:
+        x = torch._neg_view(hvd.alloc_tensor((3,))).fill_(self.rank + 1.0)
+        dist.all_reduce(x, op=dist.ReduceOp.MAX)
+        self.equal(x, torch.full((3,), float(self.size)))
+
 
 class Messages(Ranks):
     def test_send_and_recv(self) -> None:

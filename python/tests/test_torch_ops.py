@@ -259,6 +259,14 @@ class Allreduce(RanksTest):
                 want = 1 if dtype == torch.bool else self.size
                 self.equal(x, torch.full(shape, want, dtype=dtype))
 
+    def test_negated_view(self) -> None:
+        for fresh in (torch.zeros, hvd.mpi_ops.alloc_tensor):
+            x = torch._neg_view(fresh((3,)))
+            x.fill_(self.rank + 1.0)
+            self.equal(hvd.allreduce(x, op=hvd.Max), torch.full((3,), float(self.size)))
+            self.assertIs(hvd.allreduce_(x, op=hvd.Max), x)
+            self.equal(x, torch.full((3,), float(self.size)))
+
     def test_sparse(self) -> None:
         rows = torch.tensor([[self.rank, 4]])
         values = torch.tensor([[1.0, 2.0], [3.0, 4.0]])

@@ -75,7 +75,8 @@ _DTYPES: Dict[torch.dtype, _engine.Code] = {
 
 class _Torch(_engine.Framework[Tensor]):
     def address(self, x: Tensor) -> int:
-        return x.data_ptr() if x.is_cpu else 0
+        # The memory of a negated view has the elements with the opposite sign, so torch must copy them.
+        return x.data_ptr() if x.is_cpu and not x.is_neg() else 0
 
     def wrap(self, view: memoryview, dtype: Any, shape: Shape) -> Tensor:
         if not len(view):
@@ -105,7 +106,7 @@ class _Torch(_engine.Framework[Tensor]):
         return x.get_device() if x.is_cuda else -1
 
     def pointer(self, x: Tensor) -> int:
-        return x.data_ptr()
+        return 0 if x.is_neg() else x.data_ptr()
 
     def empty(self, shape: Shape, like: Tensor) -> Tensor:
         return torch.empty(shape, dtype=like.dtype, device=like.device)

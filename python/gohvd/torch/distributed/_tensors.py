@@ -35,7 +35,7 @@ class _Lists(_Torch):
 
     def address(self, x: Any) -> int:
         first = x.tensors[0]
-        return first.data_ptr() if len(x.tensors) == 1 and first.is_cpu and first.is_contiguous() else 0
+        return super().address(first) if len(x.tensors) == 1 and first.is_contiguous() else 0
 
     def copy(self, target: Any, source: Any) -> None:
         if isinstance(source, Parts):
@@ -54,7 +54,7 @@ class _Lists(_Torch):
     def pointer(self, x: Any) -> int:
         if isinstance(x, Parts):
             first = x.tensors[0]
-            return first.data_ptr() if len(x.tensors) == 1 and first.is_contiguous() else 0
+            return super().pointer(first) if len(x.tensors) == 1 and first.is_contiguous() else 0
         return x.data_ptr()
 
     def empty(self, shape: Shape, like: Any) -> Tensor:
