@@ -579,6 +579,14 @@ class Works(Ranks):
         dist.send(self.ours(1), after, tag=1)
         self.equal(last.wait(), before + 1 + 3 * sum(r + 1.0 for r in self.all))
 
+    def test_no_operation_in_flight(self) -> None:
+        """While no operation is in flight, no thread polls for callbacks that wait."""
+        dist.all_reduce(self.ours(1), async_op=True).get_future().wait()
+        watcher = _work._finisher._watcher
+        if watcher is not None:
+            watcher.join(60)
+            self.assertFalse(watcher.is_alive())
+
     def test_dropped(self) -> None:
         """The result is written even if the program drops the work."""
         if _work._FORGETS:

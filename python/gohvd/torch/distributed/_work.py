@@ -25,6 +25,9 @@ _NO_TIMEOUT = timedelta(0)
 # How long the callbacks of a future may run before another thread finishes the other operations.
 _PATIENCE_SECONDS = 0.1
 
+# After how many looks without an operation in flight the watcher ends. A look comes each _PATIENCE_SECONDS.
+_IDLE_LOOKS = 10
+
 
 class Operation:
     """One call of torch.distributed: the calls of the engine that carry it out, and its outcome."""
@@ -217,12 +220,18 @@ class _Finisher:
                     # All operations are done, with the error that has ended the connection.
 
     def _watch(self) -> None:
-        """Replaces the thread if it has not finished an operation in the time from one look to the next."""
+        """Replaces the thread if it has not finished an operation in the time from one look to the next. Ends when no
+        other operation has been in flight for _IDLE_LOOKS looks, so that it is not started again and again.
+        """
         seen: Optional[Operation] = None
-        while True:
+        idle = 0
+        while idle < _IDLE_LOOKS:
             time.sleep(_PATIENCE_SECONDS)
             with self._cond:
-                if seen is not None and seen is self._finishing and self._operations:
+                idle = 0 if self._operations else idle + 1
+                if idle == _IDLE_LOOKS:
+                    self._watcher = None
+                elif idle == 0 and seen is not None and seen is self._finishing:
                     self._replace()
                 seen = self._finishing
 
