@@ -88,8 +88,10 @@ func (r *nodeReporter) read(bodies map[int][]byte) map[int]*trace.Node {
 	all := make(map[int]*trace.Node)
 	for process := range r.size {
 		// A node that has not joined the job yet has a role but no rank.
+		name := r.nodes.Name(process)
+		role, _, _ := strings.Cut(name, " ")
 		n, err := trace.DecodeNode(bodies[process])
-		if err == nil && (n.Name == r.nodes.Name(process) || n.Name == n.Role) {
+		if err == nil && (n.Name == name || n.Name == role) {
 			all[process] = n
 		}
 	}

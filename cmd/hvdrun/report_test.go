@@ -25,6 +25,7 @@ import (
 
 	"github.com/gohvd/gohvd/internal/analysis"
 	"github.com/gohvd/gohvd/internal/joblink"
+	"github.com/gohvd/gohvd/internal/launch"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/recorder"
 	"github.com/gohvd/gohvd/internal/secret"
@@ -435,6 +436,21 @@ func reporterOf(t *testing.T, kv *store.HashStore, size int, dir string, period 
 		t.Fatal(err)
 	}
 	return r
+}
+
+// TestNamesInNodeReport checks that a report leaves out a state with a name that is not that of the process.
+func TestNamesInNodeReport(t *testing.T) {
+	r := &nodeReporter{reporter: &reporter{size: 3}, nodes: &launch.Nodes{Servers: 1, Workers: 1}}
+	for name, want := range map[string]bool{"server 0": true, "server": true, "server 1": false, "worker": false,
+		"\x1b[2J": false} {
+		text, err := (&trace.Node{Name: name, Role: name}).Encode()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, got := r.read(map[int][]byte{1: text})[1]; got != want {
+			t.Errorf("the report has a state of process 1 with the name %q: %v, want %v", name, got, want)
+		}
+	}
 }
 
 // TestVerdictOfEndedRanks checks that a verdict that a rank has sent before its end is received, and that the

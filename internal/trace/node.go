@@ -43,6 +43,11 @@ func DecodeNode(text []byte) (*Node, error) {
 		return nil, fmt.Errorf("malformed state of a node: it has the name %.64q and was started %v ago", n.Name,
 			n.Up)
 	}
+	for i := range n.Waits {
+		if n.Waits[i].What == "" {
+			return nil, fmt.Errorf("malformed state of a node: %s waits in a call without a name", n.Name)
+		}
+	}
 	return n, nil
 }
 

@@ -27,7 +27,8 @@ func FuzzDecodeNode(f *testing.F) {
 		f.Fatalf("got %+v, %v, want %+v", got, err, n)
 	}
 	f.Add(text)
-	for _, malformed := range []string{"", "{}", "[]", `{"Name":"x","Up":-1}`} {
+	for _, malformed := range []string{"", "{}", "[]", `{"Name":"x","Up":-1}`,
+		`{"Name":"x","Waits":[{}]}`} {
 		if _, err := trace.DecodeNode([]byte(malformed)); err == nil {
 			f.Errorf("%q was decoded", malformed)
 		}
