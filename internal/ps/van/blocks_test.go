@@ -225,6 +225,47 @@ func TestFramesAreIntact(t *testing.T) {
 	}
 }
 
+// TestFramesOfALeavingPeerAreIntact checks that frames in the arena of a peer that leaves the job are intact
+// as long as the peer waits for the receiver to close the connection.
+func TestFramesOfALeavingPeerAreIntact(t *testing.T) {
+	mem := arenaBytes(t, SharedBytes, 1)
+	nodes := startJob(t, 1, 1, nil)
+	s, w := nodes[8], nodes[9]
+	var freed atomic.Bool
+	left, done := make(chan struct{}), make(chan struct{})
+	w.handle(func(_ Process, m *Message) {
+		defer close(done)
+		go func() {
+			defer close(left)
+			s.Stop(t.Context())
+		}()
+		testnet.Eventually(t, "the server has closed its side", func() bool {
+			p := []unix.PollFd{{Events: unix.POLLRDHUP}}
+			n := 0
+			err := m.link.sock.raw.Control(func(fd uintptr) {
+				p[0].Fd = int32(fd)
+				n, _ = unix.Poll(p, 0)
+			})
+			return err == nil && n == 1
+		})
+		if err := m.Intact(); err != nil || freed.Load() {
+			t.Errorf("got %v, and the frames are free: %v", err, freed.Load())
+		}
+		m.Release()
+	})
+	if err := s.Reply(w.Process(), &Message{Header: &pspb.Header{Request: true}, Data: [][]byte{mem},
+		Free: func() { freed.Store(true) }}); err != nil {
+		t.Fatal(err)
+	}
+	<-done
+	<-left
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if len(w.blamed) > 0 {
+		t.Errorf("the worker blames %v", w.blamed)
+	}
+}
+
 // TestFreedRegion checks that the receiver unmaps a chunk of the arena that the sender has freed, as soon as
 // it reads no frame.
 func TestFreedRegion(t *testing.T) {

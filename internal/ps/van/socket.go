@@ -133,10 +133,11 @@ func (s *socket) Read(p []byte) (int, error) {
 	return c.n, nil
 }
 
-// hungUp reports whether the peer has closed the connection, even if bytes of it were not read yet.
+// hungUp reports whether the peer has closed the connection, even if bytes of it were not read yet. A peer
+// that leaves the job first closes only the direction to this process, which does not count.
 func (s *socket) hungUp() (yes bool) {
 	err := s.raw.Control(func(fd uintptr) {
-		p := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLRDHUP}}
+		p := []unix.PollFd{{Fd: int32(fd)}} // poll always reports POLLHUP and POLLERR
 		n, err := unix.Poll(p, 0)
 		for err == unix.EINTR {
 			n, err = unix.Poll(p, 0)
