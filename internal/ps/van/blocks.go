@@ -275,15 +275,22 @@ func (o *ownBlocks) end() {
 }
 
 // peerBlocks has the blocks of the peer that this process has mapped for reading. They stay mapped until the
-// link has ended and all messages with frames in them were released.
+// link has ended and all messages with frames in blocks were released. A region that the peer has freed stays
+// mapped until the frames in it were released.
 type peerBlocks struct {
 	mu       sync.Mutex
 	segs     map[uint32]*shmem.Segment
-	regions  map[uint32]*shmem.Segment
-	freed    []uint32 // regions that the peer has freed
+	regions  map[uint32]*peerRegion
 	bytes    int
 	messages int // number of messages with frames in blocks
 	ended    bool
+}
+
+// peerRegion is a region of the peer.
+type peerRegion struct {
+	seg    *shmem.Segment
+	frames int  // number of frames in it that were not released
+	freed  bool // the peer has freed it
 }
 
 // add maps a block from a descriptor, which it closes.
@@ -323,19 +330,22 @@ func (p *peerBlocks) addRegion(id uint32, fd int) error {
 			len(p.regions)), seg.Close())
 	}
 	if p.regions == nil {
-		p.regions = make(map[uint32]*shmem.Segment)
+		p.regions = make(map[uint32]*peerRegion)
 	}
-	p.regions[id] = seg
+	p.regions[id] = &peerRegion{seg: seg}
 	return nil
 }
 
-// frame returns a frame in a block.
+// frame returns a frame in a block. If the block is in a region, it counts the frame.
 func (p *peerBlocks) frame(f *pspb.Frame) ([]byte, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	seg := p.segs[f.Block]
-	if f.Region != 0 {
-		seg = p.regions[f.Region]
+	seg, region := p.segs[f.Block], p.regions[f.Region]
+	switch {
+	case region != nil:
+		seg = region.seg
+	case f.Region != 0:
+		seg = nil
 	}
 	if seg == nil || f.Bytes > uint64(len(seg.Bytes())) || f.Offset > uint64(len(seg.Bytes()))-f.Bytes ||
 		f.Offset%regionAlign != 0 {
@@ -345,15 +355,30 @@ func (p *peerBlocks) frame(f *pspb.Frame) ([]byte, error) {
 		}
 		return nil, fmt.Errorf("malformed message: it has %d bytes in %s, which has fewer", f.Bytes, where)
 	}
+	if region != nil {
+		region.frames++
+	}
 	return seg.Bytes()[f.Offset:][:f.Bytes:f.Bytes], nil
 }
 
-// free unmaps regions that the peer has freed, when all messages with frames in blocks were released.
+// free unmaps regions that the peer has freed, when all frames in them were released.
 func (p *peerBlocks) free(ids []uint32) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.freed = append(p.freed, ids...)
-	p.unmap()
+	for _, id := range ids {
+		if r := p.regions[id]; r != nil {
+			r.freed = true
+			p.unmapRegion(id, r)
+		}
+	}
+}
+
+// unmapRegion unmaps a region that the peer has freed if no frame in it is read. The caller holds mu.
+func (p *peerBlocks) unmapRegion(id uint32, r *peerRegion) {
+	if r.freed && r.frames == 0 {
+		r.seg.Close()
+		delete(p.regions, id)
+	}
 }
 
 // hold counts a message with frames in blocks.
@@ -363,10 +388,16 @@ func (p *peerBlocks) hold() {
 	p.mu.Unlock()
 }
 
-// drop counts a message less. If the link has ended, the last message unmaps the blocks.
-func (p *peerBlocks) drop() {
+// drop counts a message less, which had frames in the given regions. If the link has ended, the last message
+// unmaps the blocks.
+func (p *peerBlocks) drop(regions []uint32) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	for _, id := range regions {
+		r := p.regions[id]
+		r.frames--
+		p.unmapRegion(id, r)
+	}
 	p.messages--
 	p.unmap()
 }
@@ -379,25 +410,16 @@ func (p *peerBlocks) end() {
 	p.unmap()
 }
 
-// unmap unmaps what nothing needs any longer. The caller holds mu.
+// unmap unmaps everything if the link has ended and nothing is read. The caller holds mu.
 func (p *peerBlocks) unmap() {
-	if p.messages > 0 {
+	if p.messages > 0 || !p.ended {
 		return
 	}
-	for _, id := range p.freed {
-		if seg := p.regions[id]; seg != nil {
-			seg.Close()
-			delete(p.regions, id)
-		}
+	for _, seg := range p.segs {
+		seg.Close()
 	}
-	p.freed = nil
-	if !p.ended {
-		return
-	}
-	for _, segs := range []map[uint32]*shmem.Segment{p.segs, p.regions} {
-		for _, seg := range segs {
-			seg.Close()
-		}
+	for _, r := range p.regions {
+		r.seg.Close()
 	}
 	p.segs, p.regions = nil, nil
 }
@@ -577,19 +599,20 @@ func (m *Message) describe() (fds []int) {
 	return fds
 }
 
-// release tells the peer that this process no longer reads the blocks of a message that was received.
-func (l *link) release(ids []uint32) {
+// release tells the peer that this process no longer reads the given blocks of a message that was received,
+// some of which are in the given regions.
+func (l *link) release(ids, regions []uint32) {
 	m := controlMessage(&pspb.Control{Command: pspb.Command_RELEASE, Blocks: ids})
 	m.lazy = true
 	_ = l.reply(m) // an ended link has no blocks
-	l.theirs.drop()
+	l.theirs.drop(regions)
 }
 
 // Intact returns an error if the frames of a message that was received may have changed: if they are in a
 // region, and the connection has ended. The sender then takes its memory back. The receiver calls Intact when
 // it has read frames that must be right.
 func (m *Message) Intact() error {
-	if !m.inRegion {
+	if len(m.regions) == 0 {
 		return nil
 	}
 	l := m.link

@@ -267,23 +267,22 @@ func TestFramesOfALeavingPeerAreIntact(t *testing.T) {
 }
 
 // TestFreedRegion checks that the receiver unmaps a chunk of the arena that the sender has freed, as soon as
-// it reads no frame.
+// it reads no frame of it, even if it reads a frame of another one.
 func TestFreedRegion(t *testing.T) {
 	nodes := startJob(t, 1, 1, nil)
 	got := make(chan *Message, 1)
 	nodes[8].handle(func(_ Process, m *Message) { got <- m })
-	large, err := arena.Alloc(65 << 20) // has a chunk of its own
-	if err != nil {
-		t.Fatal(err)
-	}
-	large[0] = 1
-	if _, err := nodes[9].Request(t.Context(), 8, &Message{Header: &pspb.Header{Request: true},
-		Data: [][]byte{large[:SharedBytes]}}); err != nil {
-		t.Fatal(err)
-	}
-	m := <-got
-	if err := arena.Free(large); err != nil {
-		t.Fatal(err)
+	send := func() (mem []byte, m *Message) {
+		mem, err := arena.Alloc(65 << 20) // has a chunk of its own
+		if err != nil {
+			t.Fatal(err)
+		}
+		mem[0] = 1
+		if _, err := nodes[9].Request(t.Context(), 8, &Message{Header: &pspb.Header{Request: true},
+			Data: [][]byte{mem[:SharedBytes]}}); err != nil {
+			t.Fatal(err)
+		}
+		return mem, <-got
 	}
 	l, err := nodes[8].link(9)
 	if err != nil {
@@ -293,17 +292,39 @@ func TestFreedRegion(t *testing.T) {
 		return func() bool {
 			l.theirs.mu.Lock()
 			defer l.theirs.mu.Unlock()
-			return len(l.theirs.freed) == freed && len(l.theirs.regions) == regions
+			n := 0
+			for _, r := range l.theirs.regions {
+				if r.freed {
+					n++
+				}
+			}
+			return n == freed && len(l.theirs.regions) == regions
 		}
 	}
+	first, m := send()
+	if err := arena.Free(first); err != nil {
+		t.Fatal(err)
+	}
 	testnet.Eventually(t, "the server knows that the chunk was freed", mapped(1, 1))
+	second, other := send()
+	other.Release()
+	if err := arena.Free(second); err != nil {
+		t.Fatal(err)
+	}
+	third, other := send()
+	testnet.Eventually(t, "the second chunk is not mapped", mapped(1, 2))
 	if m.Data[0][0] != 1 {
 		t.Error("the frame has changed")
 	}
 	m.Release()
-	if !mapped(0, 0)() {
-		t.Error("the chunk is still mapped")
+	if !mapped(0, 1)() {
+		t.Error("the first chunk is still mapped")
 	}
+	other.Release()
+	if err := arena.Free(third); err != nil {
+		t.Fatal(err)
+	}
+	testnet.Eventually(t, "no chunk is mapped", mapped(0, 0))
 }
 
 // TestBlocksOutliveTheLink checks that a message can be read when its sender is gone.

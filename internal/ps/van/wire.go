@@ -68,8 +68,8 @@ type Message struct {
 	fds    []int    // descriptors that are sent with the message, once the header was encoded
 	own    []*block // blocks of the frames of a message that is sent, nil for other frames
 	theirs []uint32 // blocks of the frames of a message that was received
-	// inRegion says that such a block is in a region.
-	inRegion bool
+	// regions has the region of each such block that is in one.
+	regions []uint32
 }
 
 // storage has a message and what belongs to it, so that they need no memory of their own.
@@ -142,8 +142,8 @@ func (m *Message) Release() {
 		m.buf = nil
 	}
 	if m.theirs != nil {
-		m.link.release(m.theirs)
-		m.theirs = nil
+		m.link.release(m.theirs, m.regions)
+		m.theirs, m.regions = nil, nil
 	}
 	m.Data = nil
 }
@@ -379,10 +379,13 @@ func (r *reader) blocks(m *Message) (err error) {
 			m.link = r.link
 			r.link.theirs.hold() // from now on the blocks stay mapped until m is released
 		}
-		m.theirs, m.inRegion = append(m.theirs, f.Block), m.inRegion || f.Region != 0
+		m.theirs = append(m.theirs, f.Block)
 		if m.Data[i], err = r.block(f); err != nil {
 			m.Release()
 			return err
+		}
+		if f.Region != 0 {
+			m.regions = append(m.regions, f.Region)
 		}
 	}
 	return nil
