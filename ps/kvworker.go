@@ -94,8 +94,8 @@ func (w *KVWorker[T]) ZPush(ctx context.Context, keys []uint64, vals []T, opts .
 
 // Pull gets values from the servers. When the request has completed, *out has the values in the order of the
 // keys. If *out is not empty before, its length must be the number of values, and the values are written to
-// its memory. Otherwise Pull allocates memory unless the capacity suffices. The caller must not use *out
-// before the request has completed.
+// its memory. Otherwise Pull allocates memory unless the capacity suffices. If the request fails, that memory
+// may have any content. The caller must not use *out before the request has completed.
 func (w *KVWorker[T]) Pull(ctx context.Context, keys []uint64, out *[]T, opts ...Option) (*Request, error) {
 	return w.do(ctx, &operation[T]{keys: keys, out: out, pull: true}, opts)
 }
