@@ -125,6 +125,8 @@ try:
             model(torch.randn(2, 100)).sum().backward()
         elif sys.argv[1] == "wait":
             dist.all_reduce(x)
+        elif sys.argv[1] == "monitored barrier":
+            dist.monitored_barrier()
         else:
             dist.all_reduce(x, async_op=True).get_future().wait()
 except RuntimeError as e:
@@ -144,7 +146,7 @@ func TestTorchDistributedKilled(t *testing.T) {
 	if err := os.WriteFile(script, []byte(distributedVictim), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	for _, how := range []string{"wait", "future", "ddp"} {
+	for _, how := range []string{"wait", "future", "ddp", "monitored barrier"} {
 		t.Run(how, func(t *testing.T) {
 			args := append([]string{"-m", "torch.distributed.run"}, testnet.Standalone(t)...)
 			cmd := distributed(t, append(args, "--nproc_per_node=3", "--max_restarts=1", script, how)...)
@@ -156,8 +158,12 @@ func TestTorchDistributedKilled(t *testing.T) {
 				if end := "rank " + strconv.Itoa(r) + " ends\n"; !strings.Contains(string(out), end) {
 					t.Errorf("the output does not contain %q\n%s", end, out)
 				}
-				got := regexp.MustCompile(`(?m)^rank ` + strconv.Itoa(r) + ` got .*torch.distributed.all_reduce ` +
-					`\(call \d+ of group 0\): .*rank 1 failed`).Match(out)
+				operation := `all_reduce \(call \d+ of group 0\)`
+				if how == "monitored barrier" {
+					operation = "monitored_barrier"
+				}
+				got := regexp.MustCompile(`(?m)^rank ` + strconv.Itoa(r) + ` got .*torch.distributed.` + operation +
+					`: .*rank 1 failed`).Match(out)
 				if got != (r != 1) {
 					t.Errorf("rank %d got an error that names rank 1: %v, want %v\n%s", r, got, r != 1, out)
 				}

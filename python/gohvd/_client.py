@@ -21,6 +21,7 @@ from __future__ import annotations
 import array
 import collections
 import fcntl
+import functools
 import itertools
 import mmap
 import os
@@ -185,6 +186,8 @@ class Client:
         # the same answer or completion may be handled again.
         self._just_answered = self._just_completed = 0
         self._over: Optional[Callable[[], Exception]] = None
+        self.job_over: Optional[Callable[[], Exception]] = None
+        """Makes the error that has ended the job, if the sidecar has reported one. Init sets it to None."""
         self._maps: Dict[int, Tuple[mmap.mmap, memoryview]] = {}
         self._outbox: Deque[_OutgoingFrame] = collections.deque()
         self._discarded: Deque[wire.Place] = collections.deque()
@@ -699,6 +702,14 @@ class Client:
             self.poll_all()
         return p.done
 
+    def failure(self) -> Optional[Exception]:
+        """Returns the error that has ended the connection or the job, or None if there is no such error. It does not
+        block.
+        """
+        self.poll_all()
+        why = self._over or self.job_over
+        return None if why is None else why()
+
     def poll_all(self) -> None:
         """Handles the completions and answers that have arrived. If another thread is the reader, it wakes that thread,
         which then handles them.
@@ -867,6 +878,8 @@ class Client:
                         self._answer(reply)
                     elif reply.dropped:
                         self._maps.pop(reply.dropped, None)
+                    elif reply.ended and reply.error is not None:
+                        self.job_over = functools.partial(to_exception, reply.error)
                 at = start + size
                 self._state = data, at, fds, inbox, taken
             if taken == len(inbox):

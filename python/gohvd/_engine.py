@@ -396,6 +396,7 @@ class Engine:
                 changed = self._changed_settings()
                 changed.update(settings)
                 ranks = [s.ranks or [] for s in process_sets]
+                client.job_over = None
                 try:
                     reply = client.call(lambda i: wire.init(i, changed, ranks))
                 except SidecarError:

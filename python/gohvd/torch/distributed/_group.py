@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from datetime import timedelta
 from typing import Any, Callable, List, Optional, Sequence, Tuple
 
@@ -35,6 +36,9 @@ DEVICES = ["cpu", "cuda"]
 
 # How much longer a rank waits for rank 0 in a monitored barrier than rank 0 waits for the others.
 _GRACE = timedelta(seconds=10)
+
+# How often a rank that waits in a monitored barrier looks whether the job has failed.
+_LOOK_SECONDS = 1.0
 
 _NO_TIMEOUT = timedelta(0)
 
@@ -483,7 +487,8 @@ class Calls:
         called it raise RuntimeError with the numbers of the missing ranks, or of the first of them unless
         wait_all_ranks is true. The group can still be used afterwards.
 
-        The ranks meet in torch's store, so a rank that hangs in another operation is found.
+        The ranks meet in torch's store, so a rank that hangs in another operation is found. If a rank dies, the others
+        raise the error that names it within about a second.
         """
         if isinstance(timeout, timedelta) or timeout is None:
             limit = self._timeout if timeout is None else timeout
@@ -508,12 +513,24 @@ class Calls:
             raise RuntimeError(f"torch.distributed.monitored_barrier: {outcome}")
 
     def _has(self, keys: List[str], limit: timedelta) -> bool:
-        """Returns whether the store gets all keys within the limit."""
-        try:
-            self._store.wait(keys, limit)
-            return True
-        except RuntimeError:
-            return False
+        """Returns whether the store gets all keys within the limit. If the job fails meanwhile, it raises the error that
+        has ended the job, because the rank that has failed will never set its key.
+        """
+        client = _engine.engine.client()
+        end = time.monotonic() + limit.total_seconds()
+        while True:
+            start = time.monotonic()
+            left = end - start
+            try:
+                self._store.wait(keys, timedelta(seconds=min(max(left, 0.001), _LOOK_SECONDS)))
+                return True
+            except RuntimeError:
+                failure = client.failure()
+                if failure is not None:
+                    failure.args = (f"torch.distributed.monitored_barrier: {failure}", *failure.args[1:])
+                    raise failure from None
+                if left <= _LOOK_SECONDS or time.monotonic() - start < _LOOK_SECONDS / 2:  # too early: the store has failed
+                    return False
 
     def _missing(self, prefix: str, limit: timedelta, wait_all_ranks: bool) -> str:
         if limit <= timedelta(0):
