@@ -770,6 +770,18 @@ func writeToFullDisk(dir string) error {
 	return nil
 }
 
+// readBetweenWrites reads the file of a timeline that is still written. The file is complete before and after
+// each write, but not during a write, which the timeline tries again and again while the disk is full.
+func readBetweenWrites(path string) (s *timelinetest.Summary, err error) {
+	for range 1000 {
+		if s, err = readFile(path); err == nil {
+			break
+		}
+		time.Sleep(10 * time.Millisecond)
+	}
+	return s, err
+}
+
 func readFile(path string) (*timelinetest.Summary, error) {
 	f, err := os.Open(path)
 	if err != nil {
@@ -819,7 +831,7 @@ func fillDisk(path string) error {
 	if err := until("dropped", tl, &number, func() bool { return tl.Dropped() > dropped }); err != nil {
 		return err
 	}
-	before, err := readFile(path)
+	before, err := readBetweenWrites(path)
 	if err != nil {
 		return err
 	}
@@ -834,10 +846,8 @@ func fillDisk(path string) error {
 	}); err != nil {
 		return err
 	}
-	// Write empties the batches, so that the file does not change while the test reads it. The error is
-	// ignored, because the disk may be full again.
-	_ = tl.Write()
-	after, err := readFile(path)
+	_ = tl.Write() // the error is ignored: the disk may be full again
+	after, err := readBetweenWrites(path)
 	if err != nil {
 		return err
 	}
@@ -849,6 +859,7 @@ func fillDisk(path string) error {
 		return err
 	}
 	_ = tl.Close() // the error is ignored: there may be no room for hvd_end
+	<-tl.done      // Close waits only for a limited time
 	last, err := readFile(path)
 	if err != nil {
 		return err
