@@ -86,8 +86,8 @@
 //     were ready to end the job, and no other rank is at fault.
 //   - *PeerError: ranks failed, or shut down while this rank waited for them (then the error is an
 //     ErrShutDown too), or an operation timed out, or a rank cannot execute an operation, for example because
-//     the rows that an alltoall sends to it are larger than the memory of its host. The epoch is over. After Shutdown the surviving ranks may call Init again, which waits until
-//     all ranks of the job are present.
+//     the rows that an alltoall sends to it are larger than the memory of its host. The epoch is over. After
+//     Shutdown the surviving ranks may call Init again, which waits until all ranks of the job are present.
 //   - *PendingError: the context of a wait ended. The operation goes on. If the job ends before the operation
 //     is done, later errors at this rank also say that this rank had given up waiting.
 package hvd
