@@ -34,7 +34,7 @@ const (
 
 // block is shared memory with a frame, which the receiver reads in place: a segment, or a part of a region. A
 // segment belongs in turn to the message that is being made, to the receiver, and to the pool of free blocks.
-// A part of a region belongs to those who have made the frame, who do not change it before free is called.
+// A part of a region belongs to the caller that has made the frame, and is not changed before free is called.
 type block struct {
 	id  uint32
 	seg *shmem.Segment // nil for a part of a region

@@ -43,7 +43,7 @@ func TestHeldUp(t *testing.T) {
 	ended := make(chan error, 3)
 	enter := func(rank, want int) {
 		go func() { ended <- nodes[WorkerID(rank)].Barrier(t.Context(), 0, GroupWorkers) }()
-		testnet.Eventually(t, "the scheduler knows who waits", func() bool {
+		testnet.Eventually(t, "the scheduler knows which nodes wait", func() bool {
 			s.mu.Lock()
 			defer s.mu.Unlock()
 			return len(s.barriers[GroupWorkers]) == want
@@ -74,7 +74,7 @@ func TestClock(t *testing.T) {
 	clock := func(rank int, n int64) error { return nodes[WorkerID(rank)].Clock(t.Context(), 0, n) }
 	waiting := func(want int) {
 		s := nodes[SchedulerID].sched
-		testnet.Eventually(t, "the scheduler knows who waits", func() bool {
+		testnet.Eventually(t, "the scheduler knows which nodes wait", func() bool {
 			s.mu.Lock()
 			defer s.mu.Unlock()
 			return len(s.ticks) == want

@@ -339,7 +339,7 @@ func (s *scheduler) waitFor(group int, missing []int) {
 	}
 }
 
-// stats adds what the scheduler knows about who waits for whom.
+// stats adds the barriers and clocks in which nodes wait, and the time during which each node held others up.
 func (s *scheduler) stats(n *trace.Node) {
 	v := s.van
 	s.mu.Lock()

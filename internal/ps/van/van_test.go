@@ -1039,14 +1039,19 @@ func TestSilentLink(t *testing.T) {
 }
 
 // TestHeldRequests checks that a request waits while an earlier one is not answered, so as to be sent
-// together with others, and what makes the van send it besides a response: a call of Flush, many requests,
-// and the failure of all that are in flight.
+// together with others, and what makes the van send it besides a response: a call of Flush, the timer, many
+// requests, and the failure of all that are in flight.
 func TestHeldRequests(t *testing.T) {
 	for _, c := range []struct {
 		what string
 		send func(t *testing.T, h *heldRequests)
 	}{
 		{"Flush", func(_ *testing.T, h *heldRequests) { h.worker.Flush() }},
+		{"the time of the timer", func(_ *testing.T, h *heldRequests) {
+			if l := h.link(); l.timer.Stop() { // it was running
+				l.writeHeld()
+			}
+		}},
 		{"many requests", func(t *testing.T, h *heldRequests) {
 			for h.queued() > 0 && h.queued() < maxHeld {
 				h.request(t, 8)
@@ -1098,9 +1103,11 @@ func (h *heldRequests) request(t *testing.T, n int) {
 	}
 }
 
+func (h *heldRequests) link() *link { return (*h.worker.links.Load())[8] }
+
 // counts returns the number of requests that wait, and of those that were sent and not answered.
 func (h *heldRequests) counts() (queued, inFlight int) {
-	l := (*h.worker.links.Load())[8]
+	l := h.link()
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.queued, l.requests - l.queued
