@@ -772,14 +772,12 @@ func writeToFullDisk(dir string) error {
 
 // readBetweenWrites reads the file of a timeline that is still written. The file is complete before and after
 // each write, but not during a write, which the timeline tries again and again while the disk is full.
-func readBetweenWrites(path string) (s *timelinetest.Summary, err error) {
-	for range 1000 {
-		if s, err = readFile(path); err == nil {
-			break
-		}
-		time.Sleep(10 * time.Millisecond)
-	}
-	return s, err
+func readBetweenWrites(path string, tl *Timeline, number *uint64) (s *timelinetest.Summary, err error) {
+	limit := until("a complete file", tl, number, func() bool {
+		s, err = readFile(path)
+		return err == nil
+	})
+	return s, errors.Join(limit, err)
 }
 
 func readFile(path string) (*timelinetest.Summary, error) {
@@ -831,7 +829,7 @@ func fillDisk(path string) error {
 	if err := until("dropped", tl, &number, func() bool { return tl.Dropped() > dropped }); err != nil {
 		return err
 	}
-	before, err := readBetweenWrites(path)
+	before, err := readBetweenWrites(path, tl, &number)
 	if err != nil {
 		return err
 	}
@@ -847,7 +845,7 @@ func fillDisk(path string) error {
 		return err
 	}
 	_ = tl.Write() // the error is ignored: the disk may be full again
-	after, err := readBetweenWrites(path)
+	after, err := readBetweenWrites(path, tl, &number)
 	if err != nil {
 		return err
 	}
