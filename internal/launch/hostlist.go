@@ -8,6 +8,7 @@ import (
 	"io"
 	"net/netip"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -202,22 +203,13 @@ func Assign(hosts []Host, np int) ([]Assignment, error) {
 			"got %d ranks, but the hosts have only %d slots (%.200s): lower -np, or raise the number after a "+
 				"host in -H or --hostfile", np, have, strings.Join(names, ", "))
 	}
-	places := make([]Assignment, 0, np)
-	var crossSize []int // crossSize[l] is the number of hosts so far that have a rank with local rank l
+	hostOf := make([]int, 0, np)
 	for i, h := range hosts {
-		n := min(h.Slots, np-len(places))
-		for local := range n {
-			if local == len(crossSize) {
-				crossSize = append(crossSize, 0)
-			}
-			places = append(places, Assignment{Host: i, Topology: topo.Topology{
-				Rank: len(places), Size: np, LocalRank: local, LocalSize: n, CrossRank: crossSize[local],
-			}})
-			crossSize[local]++
-		}
+		hostOf = append(hostOf, slices.Repeat([]int{i}, min(h.Slots, np-len(hostOf)))...)
 	}
-	for r := range places {
-		places[r].CrossSize = crossSize[places[r].LocalRank]
+	places := make([]Assignment, np)
+	for r, t := range topo.FromHosts(hostOf) {
+		places[r] = Assignment{hostOf[r], t}
 	}
 	return places, nil
 }

@@ -11,7 +11,6 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/launch"
-	"github.com/gohvd/gohvd/internal/topo"
 )
 
 // TestParseHosts checks that ParseHosts returns the right hosts and slots for valid lists.
@@ -120,7 +119,6 @@ func TestParseHostFile(t *testing.T) {
 }
 
 // TestAssignHosts places random numbers of ranks on random hosts. The ranks must fill the hosts in order.
-// Their local and cross ranks must equal the ones that package topo computes.
 func TestAssignHosts(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -135,10 +133,8 @@ func TestAssignHosts(t *testing.T) {
 		if err != nil || len(places) != np {
 			t.Fatalf("%d ranks on %v: got %v and error %v", np, hosts, places, err)
 		}
-		var names []string
 		used := make([]int, len(hosts))
 		for r, p := range places {
-			names = append(names, hosts[p.Host].Name)
 			used[p.Host]++
 			if r > 0 && p.Host < places[r-1].Host {
 				t.Fatalf("%d ranks on %v: rank %d goes back to host %d", np, hosts, r, p.Host)
@@ -147,11 +143,6 @@ func TestAssignHosts(t *testing.T) {
 		for i, n := range used {
 			if n > hosts[i].Slots || n < hosts[i].Slots && i+1 < len(hosts) && used[i+1] > 0 {
 				t.Fatalf("%d ranks on %v: host %d has %d", np, hosts, i, n)
-			}
-		}
-		for r, p := range places {
-			if want := topo.FromHosts(names, topo.Rank(r)); p.Topology != want {
-				t.Fatalf("%d ranks on %v: rank %d: got %+v, want %+v", np, hosts, r, p.Topology, want)
 			}
 		}
 	}

@@ -398,7 +398,7 @@ func (r *Rank) refuse(ecfg *engine.Config, err error) error {
 // topologyOf returns the position of this rank among the hosts. Values in the environment take precedence
 // over values that are computed from the hosts.
 func topologyOf(cfg config.Config, hosts []string, rank int) topo.Topology {
-	t := topo.FromHosts(hosts, topo.Rank(rank))
+	t := topo.FromHosts(hosts)[rank]
 	for _, f := range []struct {
 		field *int
 		given int

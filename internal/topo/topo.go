@@ -24,36 +24,36 @@ type Topology struct {
 	CrossRank, CrossSize int
 }
 
-// FromHosts computes the topology of rank. hosts[r] is the host identity of rank r. Local ranks are numbered
-// in the order of the ranks. The cross rank is the index of the rank's host among the hosts on which some
-// rank has the same local rank. As in Horovod, these hosts are ordered by their lowest ranks.
-func FromHosts(hosts []string, rank Rank) Topology {
-	t := Topology{Rank: int(rank), Size: len(hosts)}
-	local := make(map[string]int, len(hosts))
-	localRankOf := make([]int, len(hosts))
+// FromHosts computes the topology of each rank. hosts[r] identifies the host of rank r. Local ranks are
+// numbered in the order of the ranks. The cross rank is the index of the rank's host among the hosts on which
+// some rank has the same local rank. As in Horovod, these hosts are ordered by their lowest ranks.
+func FromHosts[H comparable](hosts []H) []Topology {
+	var inOrder []H
+	ranksOf := make(map[H][]int)
 	for r, h := range hosts {
-		localRankOf[r] = local[h]
-		local[h]++
+		if ranksOf[h] == nil {
+			inOrder = append(inOrder, h)
+		}
+		ranksOf[h] = append(ranksOf[h], r)
 	}
-	t.LocalRank, t.LocalSize = localRankOf[rank], local[hosts[rank]]
-	before := true // the loop has not reached the rank's host yet
-	seen := make(map[string]bool, len(local))
-	for _, h := range hosts {
-		if seen[h] {
-			continue
-		}
-		seen[h] = true
-		if h == hosts[rank] {
-			before = false
-		}
-		if local[h] > t.LocalRank {
-			t.CrossSize++
-			if before {
-				t.CrossRank++
+	all := make([]Topology, len(hosts))
+	var crossSize []int // crossSize[l] is the number of hosts so far that have a rank with local rank l
+	for _, h := range inOrder {
+		for local, r := range ranksOf[h] {
+			if local == len(crossSize) {
+				crossSize = append(crossSize, 0)
 			}
+			all[r] = Topology{
+				Rank: r, Size: len(hosts), LocalRank: local, LocalSize: len(ranksOf[h]),
+				CrossRank: crossSize[local],
+			}
+			crossSize[local]++
 		}
 	}
-	return t
+	for r := range all {
+		all[r].CrossSize = crossSize[all[r].LocalRank]
+	}
+	return all
 }
 
 // IsHomogeneous reports whether every host has the same number of ranks. hosts[r] is the host identity of

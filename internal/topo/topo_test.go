@@ -7,17 +7,16 @@ import (
 )
 
 func TestFromHosts(t *testing.T) {
-	hosts := []string{"a", "a", "b", "b", "b", "c"}
+	hosts := []string{"a", "b", "a", "b", "c", "b"}
 	want := []topo.Topology{
 		{Rank: 0, Size: 6, LocalRank: 0, LocalSize: 2, CrossRank: 0, CrossSize: 3},
-		{Rank: 1, Size: 6, LocalRank: 1, LocalSize: 2, CrossRank: 0, CrossSize: 2},
-		{Rank: 2, Size: 6, LocalRank: 0, LocalSize: 3, CrossRank: 1, CrossSize: 3},
+		{Rank: 1, Size: 6, LocalRank: 0, LocalSize: 3, CrossRank: 1, CrossSize: 3},
+		{Rank: 2, Size: 6, LocalRank: 1, LocalSize: 2, CrossRank: 0, CrossSize: 2},
 		{Rank: 3, Size: 6, LocalRank: 1, LocalSize: 3, CrossRank: 1, CrossSize: 2},
-		{Rank: 4, Size: 6, LocalRank: 2, LocalSize: 3, CrossRank: 0, CrossSize: 1},
-		{Rank: 5, Size: 6, LocalRank: 0, LocalSize: 1, CrossRank: 2, CrossSize: 3},
+		{Rank: 4, Size: 6, LocalRank: 0, LocalSize: 1, CrossRank: 2, CrossSize: 3},
+		{Rank: 5, Size: 6, LocalRank: 2, LocalSize: 3, CrossRank: 0, CrossSize: 1},
 	}
-	for r := range hosts {
-		got := topo.FromHosts(hosts, topo.Rank(r))
+	for r, got := range topo.FromHosts(hosts) {
 		if got != want[r] {
 			t.Errorf("rank %d: got %+v, want %+v", r, got, want[r])
 		}
