@@ -11,9 +11,9 @@ import (
 	"text/tabwriter"
 	"time"
 
-	"github.com/gohvd/gohvd/internal/analysis"
 	"github.com/gohvd/gohvd/internal/joblink"
 	"github.com/gohvd/gohvd/internal/launch"
+	"github.com/gohvd/gohvd/internal/logs"
 	"github.com/gohvd/gohvd/internal/recorder"
 	"github.com/gohvd/gohvd/internal/trace"
 )
@@ -59,7 +59,7 @@ func (r *nodeReporter) survey(ctx context.Context, why string, known []string) s
 	begun := time.Now()
 	answers, _, err := r.ranks.Ask(ctx, joblink.Node)
 	all := r.read(answers)
-	title := fmt.Sprintf("%s: %d of %d nodes answered, in %v", analysis.Plain(why), len(all), r.size,
+	title := fmt.Sprintf("%s: %d of %d nodes answered, in %v", logs.Plain(why), len(all), r.size,
 		time.Since(begun).Round(time.Millisecond))
 	return r.text(title, all, known, false, err)
 }
@@ -255,7 +255,7 @@ func (r *nodeReporter) writeProblems(b *strings.Builder, all map[int]*trace.Node
 			if len(w.Waiting) > 1 {
 				have = "have"
 			}
-			fmt.Fprintf(b, "%s: %s %s waited %s for %s.\n", capital(analysis.Plain(w.What)), listed(w.Waiting), have,
+			fmt.Fprintf(b, "%s: %s %s waited %s for %s.\n", capital(logs.Plain(w.What)), listed(w.Waiting), have,
 				short(w.Time), listed(w.Missing))
 		}
 	}
@@ -274,7 +274,7 @@ func listed(names []string) string {
 	if more := len(names) - most; more > 0 {
 		names = append(slices.Clone(names[:most]), fmt.Sprintf("%d more", more))
 	}
-	text := analysis.Plain(strings.Join(names, ", "))
+	text := logs.Plain(strings.Join(names, ", "))
 	if at := strings.LastIndex(text, ", "); at >= 0 {
 		return text[:at] + " and" + text[at+1:]
 	}

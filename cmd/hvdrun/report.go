@@ -12,6 +12,7 @@ import (
 	"github.com/gohvd/gohvd/internal/analysis"
 	"github.com/gohvd/gohvd/internal/joblink"
 	"github.com/gohvd/gohvd/internal/launch"
+	"github.com/gohvd/gohvd/internal/logs"
 	"github.com/gohvd/gohvd/internal/recorder"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/store"
@@ -149,7 +150,7 @@ func (r *reporter) handleMessage(ctx context.Context, rank int, what string, bod
 		r.mu.Lock()
 		defer r.mu.Unlock()
 		if len(r.exits) < r.size {
-			r.exits = append(r.exits, exit{topo.Rank(rank), analysis.Plain(string(body))})
+			r.exits = append(r.exits, exit{topo.Rank(rank), logs.Plain(string(body))})
 		}
 	case joblink.Failure, joblink.Node:
 		r.mu.Lock()
@@ -247,7 +248,7 @@ func (r *reporter) survey(ctx context.Context, why string, known []string) strin
 		r.markReported(dumps)
 	}
 	r.mu.Unlock()
-	title := fmt.Sprintf("%s: %d of %d ranks answered, in %v", analysis.Plain(why), len(dumps), r.size,
+	title := fmt.Sprintf("%s: %d of %d ranks answered, in %v", logs.Plain(why), len(dumps), r.size,
 		time.Since(begun).Round(time.Millisecond))
 	return r.text(title, analysis.Analyse(dumps, r.size, absent), dumps, errors.Join(err, r.ranks.Err()))
 }
@@ -318,7 +319,7 @@ func (r *reporter) framed(full string, err error) string {
 	}
 	switch {
 	case err != nil:
-		full += "hvdrun: warning: report: " + analysis.Plain(err.Error()) + "\n"
+		full += "hvdrun: warning: report: " + logs.Plain(err.Error()) + "\n"
 	case r.dir != "":
 		full += "The report and the dumps are in " + r.dir + "\n"
 	}

@@ -543,7 +543,7 @@ func TestStallsAreReportedOnce(t *testing.T) {
 	text := r.survey(ctx, "a stall: stalled a\x1b", []string{"x", "y"})
 	cancel()
 	wg.Wait()
-	if !strings.Contains(text, "hvdrun: a stall: stalled a?: 2 of 2 ranks answered") {
+	if !strings.Contains(text, "hvdrun: a stall: stalled a\\x1b: 2 of 2 ranks answered") {
 		t.Errorf("got %s", text)
 	}
 	advancePeriod()

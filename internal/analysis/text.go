@@ -7,16 +7,13 @@ import (
 	"strings"
 	"time"
 
+	"github.com/gohvd/gohvd/internal/logs"
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-const (
-	// maxRankLines is the maximum number of ranks in a report, which has one line for each rank. Further
-	// ranks are left out.
-	maxRankLines = 64
-	// maxLineBytes limits the bytes that a report shows of a text from a rank.
-	maxLineBytes = 500
-)
+// maxRankLines is the maximum number of ranks in a report, which has one line for each rank. Further ranks
+// are left out.
+const maxRankLines = 64
 
 // HasEntries reports whether some rank waits for an operation or executes one, or whether there is a stall.
 func (f *Findings) HasEntries() bool { return len(f.Waiting)+len(f.Running)+len(f.Stalls) > 0 }
@@ -51,14 +48,14 @@ func (f *Findings) Text() string {
 	if len(f.Stalls) > 0 {
 		b.WriteString("Stalls that the coordinator reports:\n")
 		list(&b, len(f.Stalls), shown, "stalls", func(i int) {
-			fmt.Fprintf(&b, "  %s\n", Plain(f.Stalls[i]))
+			fmt.Fprintf(&b, "  %s\n", logs.Plain(f.Stalls[i]))
 		})
 	}
 	if len(f.Ranks) > 0 {
 		b.WriteString("State of each rank:\n")
 		list(&b, len(f.Ranks), maxRankLines, "ranks", func(i int) {
 			r := &f.Ranks[i]
-			fmt.Fprintf(&b, "  rank %d (host %s, pid %d): %s\n", r.Rank, Plain(r.Host), r.PID, r.describe())
+			fmt.Fprintf(&b, "  rank %d (host %s, pid %d): %s\n", r.Rank, logs.Plain(r.Host), r.PID, r.describe())
 		})
 	}
 	return b.String()
@@ -183,7 +180,7 @@ func (f *Findings) writeSilent(b *strings.Builder) {
 		why := whys[i]
 		text := ""
 		if why != "" {
-			text = ": " + Plain(why)
+			text = ": " + logs.Plain(why)
 		}
 		fmt.Fprintf(b, "%s did not answer%s.\n", capital(topo.FormatRanks(of[why])), text)
 	})
@@ -215,7 +212,7 @@ func (r *Rank) describe() string {
 	text += fmt.Sprintf("; its last operation was %s, which ended %s ago",
 		label(r.Last.Kind, []string{r.Last.Name}, 1, r.Last.Set), span(r.Ago))
 	if r.Last.Error != "" {
-		text += ", with an error: " + Plain(r.Last.Error)
+		text += ", with an error: " + logs.Plain(r.Last.Error)
 	}
 	return text
 }
@@ -223,7 +220,7 @@ func (r *Rank) describe() string {
 // label returns a phrase for n tensors of a kind. It lists the names in the slice some.
 func label(kind string, some []string, n int, set uint32) string {
 	var b strings.Builder
-	b.WriteString(Plain(kind))
+	b.WriteString(logs.Plain(kind))
 	for i, name := range some {
 		sep := " "
 		if i > 0 {
@@ -276,19 +273,4 @@ func span(d time.Duration) string {
 		return strconv.FormatFloat(d.Seconds(), 'f', 1, 64) + " s"
 	}
 	return d.Round(time.Second).String()
-}
-
-// Plain returns a text from a rank in a form that is safe for a report or a terminal. It replaces each
-// character that a terminal would interpret with a question mark, and shortens a long text.
-func Plain(text string) string {
-	text = strings.Map(func(r rune) rune {
-		if !strconv.IsPrint(r) {
-			return '?'
-		}
-		return r
-	}, text)
-	if len(text) > maxLineBytes {
-		text = strings.ToValidUTF8(text[:maxLineBytes], "") + "..."
-	}
-	return text
 }

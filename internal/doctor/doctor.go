@@ -14,7 +14,7 @@ import (
 	"fmt"
 	"time"
 
-	"github.com/gohvd/gohvd/internal/analysis"
+	"github.com/gohvd/gohvd/internal/logs"
 )
 
 // Status is the severity of a Line.
@@ -84,7 +84,7 @@ func Run(ctx context.Context, s *System, checks []Check, limit time.Duration) []
 			}
 			// The texts may come from other hosts or from the environment, so they may contain control
 			// characters.
-			l.Name, l.Text, l.Fix = analysis.Plain(l.Name), analysis.Plain(l.Text), analysis.Plain(l.Fix)
+			l.Name, l.Text, l.Fix = logs.Plain(l.Name), logs.Plain(l.Text), logs.Plain(l.Fix)
 			all = append(all, l)
 		}
 	}

@@ -15,6 +15,8 @@ import (
 
 	"github.com/hashicorp/yamux"
 	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/logs"
 )
 
 const (
@@ -335,9 +337,9 @@ func (j *job) handleNotices(c *agentConn, control io.Reader) error {
 
 // error converts a refusal into the error that Run returns: a *CommandError or a *HostError.
 func (r *refusal) error(j *job, c *agentConn) error {
-	text := printable(r.Text[:min(len(r.Text), maxTextBytes)])
+	text := logs.Plain(r.Text)
 	if r.Status != 0 {
-		err := &CommandError{Command: printable(r.Command), Status: r.Status & 0xff, Err: errors.New(text)}
+		err := &CommandError{Command: logs.Plain(r.Command), Status: r.Status & 0xff, Err: errors.New(text)}
 		if j.several {
 			err.Host = c.host
 		}
@@ -370,7 +372,7 @@ func (j *job) explain(c *agentConn, err error) error {
 	}
 	how = c.command + ": " + how
 	if lines := c.stderr.tail.lines; len(lines) > 0 {
-		how += ": " + printable(lines[len(lines)-1])
+		how += ": " + logs.Plain(lines[len(lines)-1])
 	}
 	if err != io.EOF { // the error came from readHello, or in the middle of a frame
 		how = fmt.Sprintf("%v (%s)", err, how)

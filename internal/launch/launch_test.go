@@ -659,7 +659,7 @@ func TestRootCause(t *testing.T) {
 			[]string{"Root cause (first observed failure):\n  rank 0: exit status 1\n",
 				"Other ranks that failed:\n  rank 2: killed by SIGKILL, which hvdrun did not send"}},
 		{"verdict", `{"epoch":1,"ranks":[2],"reason":"connection\nlost"}`, false, []int{2}, 137,
-			[]string{"Root cause (found by the surviving ranks): connection?lost\n  rank 2: killed by SIGKILL", "Other ranks that failed:\n  rank 0: exit status 1, pid "}},
+			[]string{"Root cause (found by the surviving ranks): connection\\nlost\n  rank 2: killed by SIGKILL", "Other ranks that failed:\n  rank 0: exit status 1, pid "}},
 		{"verdict on two", `{"epoch":1,"ranks":[0,2],"reason":"x"}`, false, []int{0, 2}, 1,
 			[]string{"  rank 0: exit", "  rank 2: killed"}},
 		{"verdict on a rank that ended well", `{"epoch":1,"ranks":[1],"reason":"left early"}`, false, []int{1}, 1,

@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"io"
 	"os"
-	"strings"
 	"sync"
 	"time"
 
@@ -239,15 +238,4 @@ func (s *stream) flush() {
 		s.console.put(chunk{from: s, err: s.err, text: s.out})
 		s.out = nil // the console owns the bytes now
 	}
-}
-
-// printable replaces control characters except tabs by question marks, because a terminal would interpret
-// them.
-func printable(text string) string {
-	return strings.Map(func(r rune) rune {
-		if r < ' ' && r != '\t' || r == 0x7f {
-			return '?'
-		}
-		return r
-	}, text)
 }

@@ -10,6 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/joblink"
+	"github.com/gohvd/gohvd/internal/logs"
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
@@ -148,7 +149,7 @@ func (j *job) report(res Result) string {
 	fmt.Fprintf(&b, "%s\nhvdrun: the job failed with exit status %d\n", rule, res.Status)
 	if named(res.Verdict, res.Roots[0]) || j.o.Starter != "" && res.Verdict != nil {
 		fmt.Fprintf(&b, "Root cause (found by the surviving %s): %s\n", j.o.processes(),
-			printable(res.Verdict.Reason))
+			logs.Plain(res.Verdict.Reason))
 	} else {
 		b.WriteString("Root cause (first observed failure):\n")
 	}

@@ -53,7 +53,6 @@ const (
 
 	maxOrderBytes  = 16 << 20 // large enough for the environment, the largest part of an order
 	maxNoticeBytes = 64 << 10
-	maxTextBytes   = 4 << 10 // length to which the text of a refusal is cut
 
 	pingInterval = time.Second
 	minLiveness  = 3 * time.Second

@@ -72,7 +72,7 @@ func (c *core) Check(e zapcore.Entry, ce *zapcore.CheckedEntry) *zapcore.Checked
 // Write implements zapcore.Core. It calls Check of the wrapped core, because that core may consist of several
 // cores, and perhaps only some of them accept the entry.
 func (c *core) Write(e zapcore.Entry, fields []zapcore.Field) error {
-	e.Message = plain(e.Message)
+	e.Message = Plain(e.Message)
 	shorten := cut
 	if e.Level <= Trace {
 		shorten = func(text string) string { return text }

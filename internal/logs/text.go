@@ -14,9 +14,10 @@ import (
 // can occur because, for example, the name of a tensor may have 4096 bytes.
 const maxTextBytes = 1 << 10
 
-// plain returns text, shortened to maxTextBytes and with unprintable characters escaped as by strconv.Quote.
-// Unprintable characters are line ends, control characters of terminals, and invalid UTF-8.
-func plain(text string) string { return escape(cut(text), unprintable) }
+// Plain makes a text from another process or from a file safe for one line of a log or of a report on a
+// terminal. It shortens the text to 1024 bytes, and escapes unprintable characters as strconv.Quote does.
+// These are line ends, tabs, control characters of terminals, and invalid UTF-8.
+func Plain(text string) string { return escape(cut(text), unprintable) }
 
 func unprintable(r rune) bool { return r == utf8.RuneError || !strconv.IsPrint(r) }
 

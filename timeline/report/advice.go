@@ -3,12 +3,10 @@ package report
 import (
 	"fmt"
 	"slices"
-	"strconv"
-	"strings"
 	"time"
-	"unicode"
 
 	"github.com/gohvd/gohvd/internal/analysis"
+	"github.com/gohvd/gohvd/internal/logs"
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
@@ -212,7 +210,7 @@ func (c *collection) hosts() int {
 func (c *collection) place(rank int) string {
 	for _, f := range c.job.ranks {
 		if f.rank == rank && f.host() != "" {
-			return "host " + printable(f.host())
+			return "host " + logs.Plain(f.host())
 		}
 	}
 	return "its host"
@@ -267,13 +265,4 @@ func size(bytes float64) string {
 		return places(bytes/(1<<10)) + " KiB"
 	}
 	return fmt.Sprintf("%.0f B", bytes)
-}
-
-// printable returns a text from a file. If the text has characters that are not safe for a terminal, it is
-// quoted.
-func printable(s string) string {
-	if strings.ContainsFunc(s, func(r rune) bool { return !unicode.IsPrint(r) }) {
-		return strconv.Quote(s)
-	}
-	return s
 }

@@ -8,6 +8,7 @@ import (
 	"strings"
 	"text/tabwriter"
 
+	"github.com/gohvd/gohvd/internal/logs"
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
@@ -81,7 +82,7 @@ func (t *textWriter) head() {
 		t.line("all ranks use the same clock")
 	}
 	for _, p := range t.Problems {
-		t.line("note: %s", printable(p))
+		t.line("note: %s", logs.Plain(p))
 	}
 }
 
@@ -186,9 +187,9 @@ func (t *textWriter) tensors(title string, all []Tensor) {
 	t.line("\n%s", title)
 	t.table("total|mean|p99|max|times|bytes|errors", "tensor", func(row func(string, ...any)) {
 		for _, x := range all {
-			name := printable(x.Name)
+			name := logs.Plain(x.Name)
 			if x.DType != "" {
-				name += " " + printable(x.DType) + printable(x.Shape)
+				name += " " + logs.Plain(x.DType) + logs.Plain(x.Shape)
 			}
 			row(name, duration(x.TotalUS), duration(x.MeanUS), duration(x.P99US), duration(x.MaxUS),
 				x.Count, size(float64(x.Bytes)), x.Errors)
