@@ -186,22 +186,12 @@ func (r *Rank) Start(ctx context.Context, o Options) error {
 	return nil
 }
 
+// start joins r to its job and starts the engine.
 func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err error) {
-	if r.mpi, err = JoinMPI(ctx, &cfg, o.MPIComm, o.chosen(cfg), o.Log); err != nil {
+	if err := r.meet(ctx, &cfg, o); err != nil {
 		return err
 	}
-	if r.mpi != nil && r.mpi.ID != nil {
-		o.ID = r.mpi.ID
-	}
-	if r.meeting, err = o.meet(ctx, cfg); err != nil {
-		return err
-	}
-	cfg = r.meeting.Settings
-	rank, size := cfg.Rank, cfg.Size
-	if err := r.mpi.check(rank, size); err != nil {
-		return err
-	}
-	sets, err := staticSets(o.Sets, size)
+	sets, err := staticSets(o.Sets, cfg.Size)
 	if err != nil {
 		return err
 	}
@@ -209,19 +199,9 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 	if err != nil {
 		return err
 	}
-	log := o.Log.With(zap.Int("rank", rank), zap.Int("size", size), zap.String("host", cfg.Hostname))
-	hosts := []string{cfg.Hostname}
+	log := o.Log.With(zap.Int("rank", cfg.Rank), zap.Int("size", cfg.Size), zap.String("host", cfg.Hostname))
 	r.Epoch = o.LastEpoch + 1
-	ecfg := engine.Config{
-		Rank: topo.Rank(rank), Size: size, Sets: sets, Mesh: transport.Alone{},
-		CacheCapacity: cfg.CacheCapacity, FusionThresholdBytes: cfg.FusionThresholdBytes,
-		DisableGroupFusion: cfg.DisableGroupFusion,
-		CycleTime:          cfg.CycleTime, LivenessTimeout: cfg.LivenessTimeout, Lockstep: cfg.Lockstep,
-		Deterministic: cfg.Deterministic,
-		StallWarning:  cfg.StallWarning, StallShutdown: cfg.StallShutdown,
-		OnStall: o.OnStall,
-	}
-	if size > 1 {
+	if cfg.Size > 1 {
 		r.session, err = OpenSession(ctx, SessionConfig{
 			At: r.meeting, LastEpoch: o.LastEpoch,
 			Terms: map[string]string{"the list of process sets": setsText(sets)}, Device: o.Device,
@@ -233,60 +213,18 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 		var stop func()
 		ctx, stop = r.session.Watch(ctx)
 		defer stop()
-		ecfg.Ready = r.session.Ready
-		r.Epoch, hosts = r.session.Epoch, r.session.Hosts
-		ecfg.Hosts = hosts
-		ecfg.Mesh, ecfg.LocalProcesses, ecfg.ForClient = r.session.Mesh, o.processes(r.session.LocalSize),
-			o.ForClient
-		ecfg.Processors = r.session.Processors
-		ecfg.Memory, ecfg.Groups = r.session.Memory, r.session.Groups
-		if overTCP.Table, err = tableOf(r.session.Algorithms); err != nil {
-			return r.refuse(&ecfg, err)
-		}
+		r.Epoch = r.session.Epoch
 	}
-	overTCP.Oversubscribed = ops.Oversubscribed(ecfg.LocalProcesses, ecfg.Processors)
-	if cfg.AlgorithmTable != "" && rank > 0 && overTCP.Table == nil {
-		log.Warn("HVD_ALGORITHM_TABLE has no effect, because it is not set at rank 0, which chooses the " +
-			"algorithms")
-	}
+	log = log.With(zap.Uint64("epoch", r.Epoch))
 	if err := r.meeting.Met(ctx); err != nil {
 		log.Warn("removing the rendezvous data of rank 0 failed", zap.Error(err))
 	}
-	r.Place, r.Homogeneous = topologyOf(cfg, hosts, rank), topo.IsHomogeneous(hosts)
-	if err := r.Place.Validate(); err != nil {
-		return r.refuse(&ecfg, err)
-	}
-	ecfg.Backends = Backends(r.mpi, r.session, ecfg.Mesh, &cfg, overTCP)
-	if err := r.openDevices(&ecfg, &cfg, overTCP.Oversubscribed); err != nil {
-		return r.refuse(&ecfg, err)
-	}
-	if cfg.MPIController && cfg.Lockstep && size > 1 {
-		ecfg.Collectives = r.mpi.Collectives()
-	}
-	log = log.With(zap.Uint64("epoch", r.Epoch))
-	ecfg.Log = log
-	if err := configureTuner(&ecfg, &cfg, r.session); err != nil {
-		return r.refuse(&ecfg, err)
-	}
-	r.Global = r.newSet(topo.Global, controller.Global(size).Ranks, false)
-	for _, s := range sets {
-		r.newSet(s.ID, s.Ranks, false)
-	}
-	if n := r.Place.LocalRank; n < len(cfg.ThreadAffinity) {
-		ecfg.Cores = cfg.ThreadAffinity[n : n+1]
-	}
-	r.Watch = NewWatch(WatchConfig{
-		Settings: &cfg, Rank: rank, Size: size, LocalRank: r.Place.LocalRank, Host: cfg.Hostname,
-		Epoch:    r.Epoch,
-		Launcher: r.launcher(), Sets: r.members, Log: log,
-	})
-	r.Watch.Configure(&ecfg)
-	if r.nccl != nil {
-		report := ecfg.OnVerdict
-		ecfg.OnVerdict = func(p *engine.PeerError) {
-			r.nccl.Fail(p)
-			report(p)
+	ecfg, err := r.configure(&cfg, o, sets, overTCP, log)
+	if err != nil {
+		if r.session != nil {
+			err = errors.Join(r.failed(r.session.Fail(err)), r.session.Mesh.Close())
 		}
+		return err
 	}
 	if r.Engine, err = engine.Start(ctx, ecfg); err != nil {
 		if r.session != nil {
@@ -299,6 +237,92 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 		return err
 	}
 	return nil
+}
+
+// meet opens the place where the ranks meet, and sets cfg to the settings that r has got there.
+func (r *Rank) meet(ctx context.Context, cfg *config.Config, o *Options) (err error) {
+	if r.mpi, err = JoinMPI(ctx, cfg, o.MPIComm, o.chosen(*cfg), o.Log); err != nil {
+		return err
+	}
+	if r.mpi != nil && r.mpi.ID != nil {
+		o.ID = r.mpi.ID
+	}
+	if r.meeting, err = o.meet(ctx, *cfg); err != nil {
+		return err
+	}
+	*cfg = r.meeting.Settings
+	return r.mpi.check(cfg.Rank, cfg.Size)
+}
+
+// configure returns the configuration of the engine. It sets the place of r among the hosts, opens the
+// devices of r, and makes its process sets and its Watch.
+func (r *Rank) configure(cfg *config.Config, o *Options, sets []controller.Set, overTCP tcp.Config,
+	log *zap.Logger) (ecfg engine.Config, err error) {
+	ecfg = engine.Config{
+		Rank: topo.Rank(cfg.Rank), Size: cfg.Size, Sets: sets, Mesh: transport.Alone{},
+		CacheCapacity: cfg.CacheCapacity, FusionThresholdBytes: cfg.FusionThresholdBytes,
+		DisableGroupFusion: cfg.DisableGroupFusion,
+		CycleTime:          cfg.CycleTime, LivenessTimeout: cfg.LivenessTimeout, Lockstep: cfg.Lockstep,
+		Deterministic: cfg.Deterministic,
+		StallWarning:  cfg.StallWarning, StallShutdown: cfg.StallShutdown,
+		OnStall: o.OnStall, Log: log,
+	}
+	hosts := []string{cfg.Hostname}
+	if s := r.session; s != nil {
+		hosts = s.Hosts
+		ecfg.Ready, ecfg.Mesh, ecfg.Hosts = s.Ready, s.Mesh, s.Hosts
+		ecfg.LocalProcesses, ecfg.Processors = o.processes(s.LocalSize), s.Processors
+		ecfg.ForClient = o.ForClient
+		ecfg.Memory, ecfg.Groups = s.Memory, s.Groups
+		if overTCP.Table, err = tableOf(s.Algorithms); err != nil {
+			return ecfg, err
+		}
+	}
+	overTCP.Oversubscribed = ops.Oversubscribed(ecfg.LocalProcesses, ecfg.Processors)
+	if cfg.AlgorithmTable != "" && cfg.Rank > 0 && overTCP.Table == nil {
+		log.Warn("HVD_ALGORITHM_TABLE has no effect, because it is not set at rank 0, which chooses the " +
+			"algorithms")
+	}
+	r.Place, r.Homogeneous = topologyOf(cfg, hosts), topo.IsHomogeneous(hosts)
+	if err := r.Place.Validate(); err != nil {
+		return ecfg, err
+	}
+	if n := r.Place.LocalRank; n < len(cfg.ThreadAffinity) {
+		ecfg.Cores = cfg.ThreadAffinity[n : n+1]
+	}
+	ecfg.Backends = Backends(r.mpi, r.session, ecfg.Mesh, cfg, overTCP)
+	if err := r.openDevices(&ecfg, cfg, overTCP.Oversubscribed); err != nil {
+		return ecfg, err
+	}
+	if cfg.MPIController && cfg.Lockstep && cfg.Size > 1 {
+		ecfg.Collectives = r.mpi.Collectives()
+	}
+	if err := configureTuner(&ecfg, cfg, r.session); err != nil {
+		return ecfg, err
+	}
+	r.Global = r.newSet(topo.Global, controller.Global(cfg.Size).Ranks, false)
+	for _, s := range sets {
+		r.newSet(s.ID, s.Ranks, false)
+	}
+	r.observe(&ecfg, cfg)
+	return ecfg, nil
+}
+
+// observe makes r.Watch, which receives the records of the engine, and connects NCCL to its verdict.
+func (r *Rank) observe(ecfg *engine.Config, cfg *config.Config) {
+	r.Watch = NewWatch(WatchConfig{
+		Settings: cfg, Rank: cfg.Rank, Size: cfg.Size, LocalRank: r.Place.LocalRank, Host: cfg.Hostname,
+		Epoch:    r.Epoch,
+		Launcher: r.launcher(), Sets: r.members, Log: ecfg.Log,
+	})
+	r.Watch.Configure(ecfg)
+	if r.nccl != nil {
+		report := ecfg.OnVerdict
+		ecfg.OnVerdict = func(p *engine.PeerError) {
+			r.nccl.Fail(p)
+			report(p)
+		}
+	}
 }
 
 // Backends returns the backends that all ranks have, in order of preference. m is nil without MPI, and
@@ -387,18 +411,10 @@ func onTwoLevels(set *config.Config, forced tcp.Forced) (kinds [message.NumKinds
 	return kinds
 }
 
-// refuse fails the epoch before it has begun, because of an error of this rank, and closes the mesh.
-func (r *Rank) refuse(ecfg *engine.Config, err error) error {
-	if r.session != nil {
-		err = errors.Join(r.failed(r.session.Fail(err)), ecfg.Mesh.Close())
-	}
-	return err
-}
-
 // topologyOf returns the position of this rank among the hosts. Values in the environment take precedence
 // over values that are computed from the hosts.
-func topologyOf(cfg config.Config, hosts []string, rank int) topo.Topology {
-	t := topo.FromHosts(hosts)[rank]
+func topologyOf(cfg *config.Config, hosts []string) topo.Topology {
+	t := topo.FromHosts(hosts)[cfg.Rank]
 	for _, f := range []struct {
 		field *int
 		given int
