@@ -10,6 +10,7 @@ import (
 	"strconv"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 	"go.uber.org/zap"
 	"go.uber.org/zap/zapcore"
 	"golang.org/x/sys/unix"
@@ -22,6 +23,17 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
+// job is the job that the command line and the settings ask for.
+type job struct {
+	command  []string
+	hosts    []launch.Host // nil if no hosts were given: all processes run on this host
+	several  bool          // whether hosts has other hosts than this one
+	nodes    *launch.Nodes // nil if the processes are ranks
+	np       int           // the number of processes
+	settings config.Config
+	recovery []string // see the function recovery
+}
+
 // launch starts the servers that a job needs, runs command as the ranks of the job, and sets the exit status.
 func (r *runner) launch(cmd *cobra.Command, command []string) error {
 	if r.checkBuild {
@@ -29,37 +41,7 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 		defer stop()
 		return doctor.Here(r.env).WriteBuild(ctx, r.stdout)
 	}
-	if err := r.where.check(cmd.Flags()); err != nil {
-		return err
-	}
-	if err := r.mpi.check(cmd.Flags()); err != nil {
-		return err
-	}
-	hosts, err := r.where.hosts()
-	if err != nil {
-		return err
-	}
-	nodes, err := r.nodes(cmd.Flags())
-	if err != nil {
-		return err
-	}
-	if hosts, err = hostsOfNodes(hosts, nodes); err != nil {
-		return err
-	}
-	np, err := r.processes(nodes, hosts)
-	if err != nil {
-		return err
-	}
-	if len(command) == 0 {
-		return usagef("the command is missing: %s command [args...]", usageOf(nodes, np))
-	}
-	r.warnings = append(r.warnings, r.where.unusedFlags(cmd.Flags(), hosts)...)
-	settings, err := r.settings()
-	if err != nil {
-		return err
-	}
-
-	waits, err := recovery(nodes, &settings)
+	j, err := r.job(cmd.Flags(), command)
 	if err != nil {
 		return err
 	}
@@ -67,36 +49,20 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
 	key, text := secret.New()
-	if settings.TLS {
+	if j.settings.TLS {
 		key = key.Encrypted()
 	}
-	listen := "127.0.0.1:0"
-	several := onSeveral(hosts)
-	if several {
-		listen = ":0"
-	}
-	server, err := store.Serve(listen, kv, store.Config{Secret: key, Log: r.logger()})
+	server, addrs, err := j.startStore(kv, store.Config{Secret: key, Log: r.logger()})
 	if err != nil {
 		return err
 	}
 	defer server.Close()
-	addr, err := netip.ParseAddrPort(server.Addr())
-	if err != nil {
-		return fmt.Errorf("parse the address of the store: %w", err)
-	}
-
-	addrs := []netip.AddrPort{addr}
-	if several {
-		if addrs, err = storeAddresses(&settings, addr.Port()); err != nil {
-			return err
-		}
-	}
 	path, err := r.where.agentPath()
 	if err != nil {
 		return err
 	}
 
-	reports, err := newReporter(kv, server, np, settings.DumpDir, settings.StallWarning)
+	reports, err := newReporter(kv, server, j.np, j.settings.DumpDir, j.settings.StallWarning)
 	if err != nil {
 		return err
 	}
@@ -105,46 +71,40 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 	var torch netip.AddrPort
 	var release func()
 	inquiry := reports.inquiry()
-	if nodes == nil {
-		torch, release, err = r.serveTorch(several, cmd.Flags().Changed("torch-store"))
+	if j.nodes == nil {
+		torch, release, err = r.serveTorch(j.several, cmd.Flags().Changed("torch-store"))
 	} else {
-		inquiry = (&nodeReporter{reports, nodes}).inquiry()
-		nodes.Root, release, err = reservePort(several)
+		inquiry = (&nodeReporter{reports, j.nodes}).inquiry()
+		j.nodes.Root, release, err = reservePort(j.several)
 	}
 	if err != nil {
 		return err
 	}
 	defer release()
 
-	stopMetrics, err := r.serveMetrics(hosts, nodes, np, reports.ranks)
+	stopMetrics, err := r.serveMetrics(j.hosts, j.nodes, j.np, reports.ranks)
 	if err != nil {
 		return err
 	}
 	defer stopMetrics()
 
-	signals := make(chan os.Signal, 16)
-	for _, s := range []os.Signal{unix.SIGINT, unix.SIGTERM, unix.SIGHUP, unix.SIGQUIT, unix.SIGUSR1,
-		unix.SIGUSR2} {
-		if !signal.Ignored(s) { // a signal stays ignored if the parent ignored it, as nohup does with SIGHUP
-			signal.Notify(signals, s)
-		}
-	}
+	signals := receivedSignals()
 	defer signal.Stop(signals)
 
 	options := launch.Options{
-		NP: np, Nodes: nodes, Hosts: hosts, Command: command, Env: r.env,
-		Set: slices.Concat(r.extra, r.logFormat(&settings), sidecarBinary(&settings, several),
-			timelineSignal(&settings), waits, settings.ForRanks()),
+		NP: j.np, Nodes: j.nodes, Hosts: j.hosts, Command: j.command, Env: r.env,
+		Set: slices.Concat(r.extra, r.logFormat(&j.settings), sidecarBinary(&j.settings, j.several),
+			timelineSignal(&j.settings), j.recovery, j.settings.ForRanks()),
 		Verdict: reports.verdict, Restarted: reports.restarted,
-		StoreAddrs: addrs, Secret: text, TLS: settings.TLS, TorchStore: torch,
-		Reach: r.where.reach, AgentPath: path, Start: settings.StartTimeout,
-		Liveness: settings.LivenessTimeout,
+		StoreAddrs: addrs, Secret: text, TLS: j.settings.TLS, TorchStore: torch,
+		Reach: r.where.reach, AgentPath: path, Start: j.settings.StartTimeout,
+		Liveness: j.settings.LivenessTimeout,
 		Stdout:   r.stdout, Stderr: r.stderr,
 		NoPrefix: !r.tagOutput, Timestamp: r.timestamp, OutputDir: r.outputDir, Verbose: r.verbose,
 		Signals: signals, Inquiry: inquiry,
 	}
 	if r.mpi.on {
-		release, err := r.byMPI(&options, &settings, reports)
+		release, err := r.byMPI(&options, &j.settings, reports)
 		if err != nil {
 			return err
 		}
@@ -153,6 +113,79 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 	result, err := launch.Run(context.Background(), options)
 	r.status = result.Status
 	return err
+}
+
+// job checks the flags and returns the job that they describe. It prints the warnings about the settings.
+func (r *runner) job(flags *pflag.FlagSet, command []string) (*job, error) {
+	if err := r.where.check(flags); err != nil {
+		return nil, err
+	}
+	if err := r.mpi.check(flags); err != nil {
+		return nil, err
+	}
+	j := &job{command: command}
+	var err error
+	if j.hosts, err = r.where.hosts(); err != nil {
+		return nil, err
+	}
+	if j.nodes, err = r.nodes(flags); err != nil {
+		return nil, err
+	}
+	if j.hosts, err = hostsOfNodes(j.hosts, j.nodes); err != nil {
+		return nil, err
+	}
+	j.several = onSeveral(j.hosts)
+	if j.np, err = r.processes(j.nodes, j.hosts); err != nil {
+		return nil, err
+	}
+	if len(command) == 0 {
+		return nil, usagef("the command is missing: %s command [args...]", usageOf(j.nodes, j.np))
+	}
+	r.warnings = append(r.warnings, r.where.unusedFlags(flags, j.hosts)...)
+	if j.settings, err = r.settings(); err != nil {
+		return nil, err
+	}
+	j.recovery, err = recovery(j.nodes, &j.settings)
+	return j, err
+}
+
+// startStore serves kv to the processes of the job. It returns the server, which the caller must close, and
+// the addresses at which the processes can reach it.
+func (j *job) startStore(kv *store.HashStore, cfg store.Config) (*store.Server, []netip.AddrPort, error) {
+	listen := "127.0.0.1:0"
+	if j.several {
+		listen = ":0"
+	}
+	server, err := store.Serve(listen, kv, cfg)
+	if err != nil {
+		return nil, nil, err
+	}
+	addr, err := netip.ParseAddrPort(server.Addr())
+	if err != nil {
+		server.Close()
+		return nil, nil, fmt.Errorf("parse the address of the store: %w", err)
+	}
+	addrs := []netip.AddrPort{addr}
+	if j.several {
+		if addrs, err = storeAddresses(&j.settings, addr.Port()); err != nil {
+			server.Close()
+			return nil, nil, err
+		}
+	}
+	return server, addrs, nil
+}
+
+// receivedSignals returns a channel that gets the signals that hvdrun handles. A signal that hvdrun's parent
+// has ignored, as nohup does with SIGHUP, stays ignored.
+func receivedSignals() chan os.Signal {
+	signals := make(chan os.Signal, 16)
+	for _, s := range []os.Signal{unix.SIGINT, unix.SIGTERM, unix.SIGHUP, unix.SIGQUIT, unix.SIGUSR1,
+		unix.SIGUSR2} {
+		if !signal.Ignored(s) {
+			signal.Notify(signals, s)
+		}
+	}
+	return signals
 }
 
 // processes returns the number of processes of the job. nodes is nil if they are ranks.
