@@ -2,11 +2,10 @@ package doctor
 
 import (
 	"context"
-	"errors"
 	"io/fs"
-	"math"
-	"strconv"
 	"strings"
+
+	"github.com/gohvd/gohvd/internal/limits"
 )
 
 func simd(_ context.Context, s *System) []Line {
@@ -45,40 +44,16 @@ func cores(_ context.Context, s *System) []Line {
 // quota reports how much processor time the cgroups permit. When a quota is used up, the kernel stops all
 // processes of the cgroup until the next period begins, usually for up to 100 ms.
 func quota(_ context.Context, s *System) []Line {
-	least, file := math.Inf(1), ""
-	for g := range s.cgroups("cpu") {
-		if cores, from, limited := s.quotaOf(g); limited && cores < least {
-			least, file = cores, from
-		}
-	}
+	q, limited := limits.CgroupQuota(s.Root)
 	switch {
-	case file == "":
+	case !limited:
 		return []Line{ok("", "no limit")}
-	case least < float64(s.Affinity):
+	case q.Cores < float64(s.Affinity):
 		return []Line{warn("",
 			"raise the quota (docker --cpus, limits.cpu of the pod, CPUQuota=) or start fewer ranks",
-			"%.3g cores of the %d that are visible (/%s): ranks are stopped when the quota is used up", least,
-			s.Affinity, file)}
+			"%.3g cores of the %d that are visible (/%s): ranks are stopped when the quota is used up", q.Cores,
+			s.Affinity, q.File)}
 	default:
-		return []Line{ok("", "%.3g cores (/%s)", least, file)}
+		return []Line{ok("", "%.3g cores (/%s)", q.Cores, q.File)}
 	}
-}
-
-// quotaOf returns the quota of one cgroup, as a number of cores, and the file with the quota. If there is no
-// quota, the result limited is false.
-func (s *System) quotaOf(g cgroup) (cores float64, file string, limited bool) {
-	var text, period string
-	if g.version == 2 {
-		file = g.dir + "/cpu.max" // such as "200000 100000", or "max 100000" for no quota
-		text, period, _ = strings.Cut(s.word(file), " ")
-	} else {
-		file = g.dir + "/cpu.cfs_quota_us" // -1 means no quota
-		text, period = s.word(file), s.word(g.dir+"/cpu.cfs_period_us")
-	}
-	q, err1 := strconv.ParseInt(text, 10, 64)
-	p, err2 := strconv.ParseInt(period, 10, 64)
-	if errors.Join(err1, err2) != nil || q <= 0 || p <= 0 {
-		return 0, "", false
-	}
-	return float64(q) / float64(p), file, true
 }
