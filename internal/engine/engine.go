@@ -30,7 +30,6 @@ import (
 	"github.com/gohvd/gohvd/internal/cuda"
 	"github.com/gohvd/gohvd/internal/logs"
 	"github.com/gohvd/gohvd/internal/message"
-	"github.com/gohvd/gohvd/internal/p2p"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/trace"
 	"github.com/gohvd/gohvd/internal/transport"
@@ -51,7 +50,7 @@ type Config struct {
 	Mesh transport.Mesh
 	// Memory is the memory that this rank shares with other ranks, for messages. It is nil if no ranks share
 	// memory. Groups has, for each rank, the lowest rank with which it shares memory.
-	Memory p2p.Memory
+	Memory transport.Memory
 	Groups []topo.Rank
 	// Backends are the backends that every rank has, in order of preference.
 	Backends ops.Registry

@@ -32,6 +32,8 @@ func (someMemory) Arena(_ context.Context, _ topo.Rank, chunk uint32) ([]byte, e
 	return make([]byte, 100), nil
 }
 
+func (someMemory) Err(transport.Lane, topo.Rank) error { return nil }
+
 // FuzzFrames sends bytes to a rank that has operations in flight. The rank reports a failure at the end of
 // the bytes, or before.
 func FuzzFrames(f *testing.F) {

@@ -139,7 +139,7 @@ type Config struct {
 	Me    int // the position of this rank in Ranks
 	// Memory is the memory that this rank shares with other ranks. It may be nil. Groups has, for each rank
 	// of the job, the lowest rank with which it shares memory.
-	Memory Memory
+	Memory transport.Memory
 	Groups []topo.Rank
 	// Failed is called when the channel to a peer has failed. Operations that wait for the peer go on until
 	// the Exchange is closed.

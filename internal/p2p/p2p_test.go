@@ -559,7 +559,7 @@ type gate struct {
 	waits, open chan struct{}
 }
 
-// Arena implements p2p.Memory.
+// Arena implements transport.Memory.
 func (g *gate) Arena(ctx context.Context, rank topo.Rank, chunk uint32) ([]byte, error) {
 	close(g.waits)
 	<-g.open

@@ -2,7 +2,6 @@ package p2p
 
 import (
 	"bufio"
-	"context"
 	"errors"
 	"sync/atomic"
 	"unsafe"
@@ -10,31 +9,15 @@ import (
 	"github.com/gohvd/gohvd/internal/arena"
 	"github.com/gohvd/gohvd/internal/shmem"
 	"github.com/gohvd/gohvd/internal/topo"
-	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// Memory gives an Exchange access to the memory of the other ranks of the host. The mesh of package
-// transport/shm implements it.
+// segmentBytes is the size of the segment that each rank has for the lane if it shares messages. The segment
+// is one word.
 //
 // If a large message is in an arena, its sender offers the place. When a receive matches, the receiver
-// accepts the message, copies it from the memory of the sender, and says that it has finished. Each rank that
-// shares messages has a segment for the lane with one word, which it sets before it gives the memory of
-// unfinished messages back to its callers. A receiver checks this word after it has copied a message, because
-// the callers may have changed the memory meanwhile.
-type Memory interface {
-	// Share makes this rank's segment for the lane. The peers can read it but not write it.
-	Share(lane transport.Lane, numBytes int64, peers []topo.Rank) ([]byte, error)
-
-	// Peer returns the segment that the given rank has shared for the lane. It waits until the rank has
-	// shared the segment. It returns an error if ctx ends first, or if the rank or the lane fails.
-	Peer(ctx context.Context, lane transport.Lane, rank topo.Rank) ([]byte, error)
-
-	// Arena returns a chunk of the arena allocator in the process of the given rank. It waits for the chunk
-	// as Peer waits for a segment.
-	Arena(ctx context.Context, rank topo.Rank, chunk uint32) ([]byte, error)
-}
-
-// segmentBytes is the size of a rank's segment, which has one word.
+// accepts the message, copies it from the memory of the sender, and says that it has finished. The sender
+// sets its word before it gives the memory of unfinished messages back to its callers. A receiver checks this
+// word after it has copied a message, because the callers may have changed the memory meanwhile.
 const segmentBytes = 4
 
 // errRevoked reports that the sender has ended the operation, so the message may have changed while it was

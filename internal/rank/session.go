@@ -56,7 +56,7 @@ type Session struct {
 	Mesh transport.Mesh
 	// Memory is the memory that this rank shares with other ranks. It is nil if no two ranks of the job share
 	// memory. It is valid until the mesh is closed.
-	Memory opsshm.Memory
+	Memory transport.Memory
 	// Groups has, for each rank, the lowest rank with which it shares memory, which may be the rank itself.
 	// It is nil if Memory is nil.
 	Groups []topo.Rank

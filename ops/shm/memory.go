@@ -1,32 +1,5 @@
 package shm
 
-import (
-	"context"
-
-	"github.com/gohvd/gohvd/internal/topo"
-	"github.com/gohvd/gohvd/internal/transport"
-)
-
-// Memory gives a Backend access to the memory of the other ranks of the host. The mesh of package
-// transport/shm implements it.
-type Memory interface {
-	// Share makes this rank's segment for the lane. The segment has numBytes bytes, all zero. The peers can
-	// read it but not write it. Share does not wait for the peers.
-	Share(lane transport.Lane, numBytes int64, peers []topo.Rank) ([]byte, error)
-
-	// Peer returns the segment that the given rank has shared for the lane. It waits until the rank has
-	// shared the segment. It returns an error if ctx ends first, or if the rank or the lane fails.
-	Peer(ctx context.Context, lane transport.Lane, rank topo.Rank) ([]byte, error)
-
-	// Arena returns a chunk of the arena allocator in the process of the given rank. It waits for the chunk
-	// as Peer waits for a segment.
-	Arena(ctx context.Context, rank topo.Rank, chunk uint32) ([]byte, error)
-
-	// Err returns an error if waiting for the given rank on the lane cannot succeed any more. Otherwise it
-	// returns nil. Err is called often, so it must be cheap.
-	Err(lane transport.Lane, rank topo.Rank) error
-}
-
 // A segment is one rank's memory for a lane. Only that rank writes to it, and all members read it. It has
 // these parts, each on its own cache lines:
 //

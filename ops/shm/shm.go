@@ -90,7 +90,7 @@ type Config struct {
 // error wraps a *transport.PeerError that names the peer. If the context of a call ends, the error wraps
 // context.Cause. A waiting call notices the end of its context within 20 ms.
 type Backend struct {
-	mem    Memory
+	mem    transport.Memory
 	lane   transport.Lane
 	ranks  []topo.Rank
 	me     int
@@ -161,7 +161,7 @@ type peer struct {
 // New returns the backend for the process set whose members are ranks. This rank is ranks[me]. All ranks of
 // the set must share memory, and no other Backend may use the lane. Open or the first operation makes this
 // rank's segment.
-func New(mem Memory, lane transport.Lane, ranks []topo.Rank, me int, cfg Config) *Backend {
+func New(mem transport.Memory, lane transport.Lane, ranks []topo.Rank, me int, cfg Config) *Backend {
 	n := len(ranks)
 	b := &Backend{
 		mem: mem, lane: lane, ranks: slices.Clone(ranks), me: me, find: cfg.Find, groups: cfg.Groups,
@@ -209,7 +209,7 @@ func (cfg *Config) stage(n int) int64 {
 // Register returns the Registration of the backend. If the members of the global process set share memory,
 // they share their segments when the backend of the set is made, before any operation. Every other set shares
 // its segments with its first operation, because it may never run an operation on this backend.
-func Register(mem Memory, cfg Config) ops.Registration {
+func Register(mem transport.Memory, cfg Config) ops.Registration {
 	return ops.Registration{ID: message.SHM, Lists: ops.Always,
 		New: func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {
 			b := New(mem, transport.DataLane(set), ranks, me, cfg)
