@@ -161,9 +161,6 @@ func (g *regression) predict(x []float64) (mean, deviation float64) {
 	return mean, math.Sqrt(g.variance * max(rest, 0))
 }
 
-// value returns the value that a normalised value stands for.
-func (g *regression) value(z float64) float64 { return g.mean + z*g.dev }
-
 // minimise returns a local minimum of f between low and high, by a search along the axes that starts at start
 // and halves its steps. The last call of f has the result as its argument.
 func minimise(f func([]float64) float64, start, low, high []float64) []float64 {

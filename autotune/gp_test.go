@@ -6,6 +6,9 @@ import (
 	"testing"
 )
 
+// value returns the value that a normalised value stands for.
+func (g *regression) value(z float64) float64 { return g.mean + z*g.dev }
+
 // samples returns observations of a smooth function of two ordered dimensions and one without order.
 func samples(r *random, n int, noise float64) (all []observation) {
 	for range n {
