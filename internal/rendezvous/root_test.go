@@ -1,0 +1,380 @@
+package rendezvous
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"google.golang.org/protobuf/proto"
+
+	"github.com/gohvd/gohvd/internal/dial"
+	"github.com/gohvd/gohvd/internal/rendezvous/rendezvouspb"
+	"github.com/gohvd/gohvd/internal/secret"
+	"github.com/gohvd/gohvd/internal/testnet"
+)
+
+// rootRequest returns the encoded JoinRequest that a rank sends to root.
+func rootRequest(t *testing.T, root *rendezvouspb.Root, nonce []byte, rank, size int) []byte {
+	t.Helper()
+	record := recordOf(rank, 0)
+	frame, err := appendMessage(nil, &rendezvouspb.JoinRequest{
+		Job: "job", Token: root.GetToken(), Nonce: nonce, Rank: int32(rank), Size: int64(size),
+		Record: recordToProto(&record),
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return frame
+}
+
+// If the connection of a rank breaks, the rank asks again with the same nonce. The root does not treat the
+// rank as a duplicate, and sends it the table, even if the epoch has become complete meanwhile.
+func TestRankAsksAgain(t *testing.T) { overBoth(t, testRankAsksAgain) }
+
+func testRankAsksAgain(t *testing.T, key secret.Secret) {
+	ctx := testnet.Context(t)
+	kv := newStore(t)
+	log, entries := testnet.Logs()
+	zero := keyed(kv, 0, 3, key)
+	zero.Log = log
+	r := start(t, ctx, zero)
+	root := rootOf(t, kv)
+	ask := func(nonce []byte) net.Conn {
+		conn := say(t, key, root.GetAddr(), dial.Greeting(rootMagic, rootVersion),
+			rootRequest(t, root, nonce, 1, 3))
+		if _, err := dial.ReadGreeting(conn, rootMagic); err != nil {
+			t.Fatal(err)
+		}
+		return conn
+	}
+	wantKind := func(conn net.Conn, kind rendezvouspb.Answer_Kind) {
+		t.Helper()
+		var a rendezvouspb.Answer
+		body, err := dial.ReadFrame(conn, maxAnswerBytes)
+		if err == nil {
+			err = proto.Unmarshal(body, &a)
+		}
+		if err != nil || a.GetKind() != kind {
+			t.Fatalf("got answer %v, %v, want %v", &a, err, kind)
+		}
+		for rank := 0; kind == rendezvouspb.Answer_TABLE && rank < 3; rank++ {
+			body, err := dial.ReadFrame(conn, maxRecordBytes)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if got, err := decodeRecord(body); err != nil || !same(got, recordOf(rank, 0)) {
+				t.Errorf("record %d: got %v, %v", rank, got, err)
+			}
+		}
+		if kind == rendezvouspb.Answer_TABLE {
+			return // the records come after this frame
+		}
+		if n, err := conn.Read(make([]byte, 1)); n != 0 || err != io.EOF {
+			t.Errorf("after the answer: got %d bytes, %v", n, err)
+		}
+	}
+	nonce := newToken()
+	broken := ask(nonce)
+	testnet.Eventually(t, "rank 1", func() bool {
+		return testnet.Logged(entries, "rank has joined", "peer:1")
+	})
+	again := ask(nonce)
+	if _, err := broken.Read(make([]byte, 1)); err != io.EOF {
+		t.Errorf("the first connection: got %v, want EOF", err)
+	}
+	two := start(t, ctx, keyed(kv, 2, 3, key))
+	wantKind(again, rendezvouspb.Answer_TABLE)
+	formed(t, []result{<-r}, recordOf(0, 0), recordOf(1, 0), recordOf(2, 0))
+	<-two
+	wantKind(ask(nonce), rendezvouspb.Answer_TABLE)
+	wantKind(ask(newToken()), rendezvouspb.Answer_COMPLETE)
+	root.Token = newToken()
+	wantKind(ask(nonce), rendezvouspb.Answer_STALE)
+}
+
+// If a root closes the connection without an answer, the rank asks the same root again, with the same nonce.
+func TestJoinerTriesAgain(t *testing.T) {
+	records := []Record{recordOf(0, 0), recordOf(1, 0)}
+	var mu sync.Mutex
+	var nonces [][]byte
+	addr := testnet.FakeServer(t, func(conn net.Conn) {
+		dial.ReadGreeting(conn, rootMagic)
+		conn.Write(dial.Greeting(rootMagic, rootVersion))
+		body, err := dial.ReadFrame(conn, maxJoinRequestBytes)
+		if err != nil {
+			t.Errorf("reading the request: %v", err)
+			return
+		}
+		q, err := decodeJoinRequest(body)
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		mu.Lock()
+		defer mu.Unlock()
+		nonces = append(nonces, q.GetNonce())
+		if len(nonces) < 3 {
+			return
+		}
+		table, err := appendMessage(nil, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_TABLE, Epoch: 1})
+		for i := 0; i < len(records) && err == nil; i++ {
+			table, err = appendMessage(table, recordToProto(&records[i]))
+		}
+		if err != nil {
+			t.Error(err)
+		}
+		conn.Write(table)
+	})
+	kv := newStore(t)
+	publishRoot(t, kv, addr, 1)
+	formed(t, []result{<-start(t, testnet.Context(t), config(kv, 1, 2))}, records...)
+	for _, nonce := range nonces {
+		if !bytes.Equal(nonce, nonces[0]) {
+			t.Errorf("one call of Join used the nonces %x", nonces)
+		}
+	}
+}
+
+// If the table arrives after the store has a newer root, the rank still uses the table. The old root was
+// closed because its epoch is complete, and all other ranks belong to that epoch.
+func TestTableIsLateButValid(t *testing.T) {
+	ctx := testnet.Context(t)
+	kv := newStore(t)
+	records := []Record{recordOf(0, 0), recordOf(1, 0)}
+	addr := testnet.FakeServer(t, func(conn net.Conn) {
+		dial.ReadGreeting(conn, rootMagic)
+		conn.Write(dial.Greeting(rootMagic, rootVersion))
+		if _, err := dial.ReadFrame(conn, maxJoinRequestBytes); err != nil {
+			t.Errorf("reading the request: %v", err)
+		}
+		testnet.Eventually(t, "rank 1 watches", func() bool { return kv.Waits() == 1 })
+		publishRoot(t, kv, closedPort(t), 2)
+		testnet.Eventually(t, "rank 1 knows the newer root", func() bool { return kv.Waits() == 0 })
+		table, err := appendMessage(nil, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_TABLE, Epoch: 1})
+		for i := 0; i < len(records) && err == nil; i++ {
+			conn.Write(table) // sent in pieces, so that time passes between them
+			table, err = appendMessage(nil, recordToProto(&records[i]))
+		}
+		if err != nil {
+			t.Error(err)
+		}
+		conn.Write(table)
+	})
+	publishRoot(t, kv, addr, 1)
+	cfg := config(kv, 1, 2)
+	formed(t, []result{<-start(t, ctx, cfg)}, records...)
+}
+
+func TestGarbageToRoot(t *testing.T) { overBoth(t, testGarbageToRoot) }
+
+func testGarbageToRoot(t *testing.T, key secret.Secret) {
+	ctx := testnet.Context(t)
+	kv := newStore(t)
+	log, entries := testnet.Logs()
+	zero := keyed(kv, 0, 4, key)
+	zero.Log = log
+	r := start(t, ctx, zero)
+	one := start(t, ctx, keyed(kv, 1, 4, key))
+	root := rootOf(t, kv)
+	testnet.Eventually(t, "rank 1", func() bool {
+		return testnet.Logged(entries, "rank has joined", "peer:1")
+	})
+
+	hello := dial.Greeting(rootMagic, rootVersion)
+	request := rootRequest(t, root, newToken(), 2, 4)
+	shortNonce := rootRequest(t, root, []byte("short"), 2, 4)
+	early, err := appendMessage(nil, &rendezvouspb.Status{Kind: rendezvouspb.Status_FAILED,
+		Text: "too early"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, test := range []struct {
+		name   string
+		parts  [][]byte
+		reason string
+	}{
+		{"web browser", [][]byte{[]byte("GET / HTTP/1.1\r\n\r\n")}, `greeting is "GET "`},
+		{"the other protocol", [][]byte{dial.Greeting("GHVS", 2)}, `greeting is "GHVS"`},
+		{"another version", [][]byte{dial.Greeting(rootMagic, 1)},
+			fmt.Sprintf("version 1 of the protocol, want %d", rootVersion)},
+		{"oversized", [][]byte{hello, {0xff, 0, 0, 0}}, "frame of 4278190080 bytes"},
+		{"not protobuf", [][]byte{hello, dial.SealFrame(append(dial.NewFrame(2), 0xff, 0xff))}, "proto"},
+		{"empty", [][]byte{hello, dial.SealFrame(dial.NewFrame(0))}, "token has 0 bytes"},
+		{"nonce", [][]byte{hello, shortNonce}, "the nonce has 5 bytes"},
+		{"two requests", [][]byte{hello, request, request}, "reading a status"},
+		{"a failure before the table", [][]byte{hello, request, early},
+			"reading a status: got FAILED before all ranks have joined"},
+	} {
+		conn := say(t, key, root.GetAddr(), test.parts...)
+		io.Copy(io.Discard, conn)
+		testnet.Eventually(t, test.name, func() bool {
+			return testnet.Logged(entries, "closed a connection", test.reason)
+		})
+	}
+	// This client sends half a request and nothing after that.
+	say(t, key, root.GetAddr(), hello, request[:10])
+
+	rest := joinAll(t, ctx, keyed(kv, 2, 4, key), keyed(kv, 3, 4, key))
+	formed(t, append([]result{<-r, <-one}, rest...), recordOf(0, 0), recordOf(1, 0), recordOf(2, 0),
+		recordOf(3, 0))
+}
+
+// The root limits the number of connections whose handshake is not complete. If there are more, it closes the
+// oldest of them, so that a rank can still join.
+func TestRootBoundsHandshakes(t *testing.T) { overBoth(t, testRootBoundsHandshakes) }
+
+func testRootBoundsHandshakes(t *testing.T, key secret.Secret) {
+	ctx := testnet.Context(t)
+	kv := newStore(t)
+	r := start(t, ctx, keyed(kv, 0, 2, key))
+	root := rootOf(t, kv)
+	var clients []net.Conn
+	for i := range maxHandshakes {
+		// Only every 32nd client and the last one run the handshake, because a thousand TLS handshakes take
+		// too long.
+		if i%32 > 0 && i < maxHandshakes-1 {
+			clients = append(clients, testnet.RawDial(t, root.GetAddr()))
+			continue
+		}
+		conn := say(t, key, root.GetAddr(), dial.Greeting(rootMagic, rootVersion))
+		// When the greeting of the root arrives, the root has accepted the connection.
+		if _, err := dial.ReadGreeting(conn, rootMagic); err != nil {
+			t.Fatal(err)
+		}
+		clients = append(clients, conn)
+	}
+	one := start(t, ctx, keyed(kv, 1, 2, key))
+	formed(t, []result{<-r, <-one}, recordOf(0, 0), recordOf(1, 0))
+	// This deadline is earlier than the root's handshake timeout. So if the connection is closed, the reason
+	// is the limit on handshakes and not the timeout.
+	clients[0].SetReadDeadline(time.Now().Add(handshakeTimeout / 2))
+	if _, err := io.Copy(io.Discard, clients[0]); err != nil && !errors.Is(err, syscall.ECONNRESET) &&
+		!errors.Is(err, io.ErrUnexpectedEOF) {
+		t.Errorf("the oldest client: got %v, want a closed connection", err)
+	}
+	clients[maxHandshakes-1].SetReadDeadline(time.Now().Add(10 * time.Millisecond))
+	if _, err := clients[maxHandshakes-1].Read(make([]byte, 1)); !errors.Is(err, os.ErrDeadlineExceeded) {
+		t.Errorf("the newest client: got %v, want an open connection", err)
+	}
+}
+
+// If a rank has another secret, or is the only rank that encrypts, it is refused and its error says why. The
+// other ranks are not affected.
+func TestSecret(t *testing.T) {
+	ctx := testnet.Context(t)
+	key, _ := secret.New()
+	other, _ := secret.New()
+	for name, own := range map[string]secret.Secret{"plain": key, "TLS": key.Encrypted()} {
+		t.Run(name, func(t *testing.T) {
+			kv := newStore(t)
+			log, entries := testnet.Logs()
+			zero := keyed(kv, 0, 2, own)
+			zero.Log = log
+			r := start(t, ctx, zero)
+			root := rootOf(t, kv)
+			mixed := key.Encrypted()
+			if name == "TLS" {
+				mixed = key
+			}
+			for _, wrong := range []struct {
+				key  secret.Secret
+				want error
+			}{{other, nil}, {other.Encrypted(), nil}, {secret.Secret{}, secret.ErrNeeded}, {mixed,
+				secret.ErrMixed}} {
+				conn, err := dial.Greet(ctx, root.GetAddr(), wrong.key, rootMagic, rootVersion)
+				if err == nil {
+					conn.Close()
+				}
+				if err == nil || wrong.want != nil && !errors.Is(err, wrong.want) {
+					t.Errorf("%v: got %v, want %v", wrong, err, wrong.want)
+				}
+			}
+			testnet.Eventually(t, "the log", func() bool {
+				return testnet.Logged(entries, "closed a connection", "HVD_TLS")
+			})
+			one := start(t, ctx, keyed(kv, 1, 2, own))
+			formed(t, []result{<-r, <-one}, recordOf(0, 0), recordOf(1, 0))
+		})
+	}
+}
+
+// If rank 0 calls Close as soon as it has the table, the other ranks still get the table.
+func TestCloseDeliversTables(t *testing.T) { overBoth(t, testCloseDeliversTables) }
+
+func testCloseDeliversTables(t *testing.T, key secret.Secret) {
+	for range 20 {
+		ctx := testnet.Context(t)
+		kv := newStore(t)
+		r := start(t, ctx, keyed(kv, 0, 3, key))
+		one, two := start(t, ctx, keyed(kv, 1, 3, key)), start(t, ctx, keyed(kv, 2, 3, key))
+		zero := <-r
+		if zero.err == nil {
+			zero.Close()
+		}
+		formed(t, []result{zero, <-one, <-two}, recordOf(0, 0), recordOf(1, 0), recordOf(2, 0))
+	}
+}
+
+func FuzzDecodeRoot(f *testing.F) {
+	for _, root := range []*rendezvouspb.Root{{}, {Attempt: 1, Token: make([]byte, tokenBytes),
+		Addr: "127.0.0.1:1", Host: "h", Pid: -1}} {
+		value, err := proto.Marshal(root)
+		if err != nil {
+			f.Fatal(err)
+		}
+		f.Add(value)
+	}
+	f.Fuzz(func(t *testing.T, value []byte) {
+		root, err := decodeRoot(value)
+		if err != nil {
+			return
+		}
+		again, err := proto.Marshal(root)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if same, err := decodeRoot(again); err != nil || !proto.Equal(root, same) {
+			t.Fatalf("%v is decoded again as %v, %v", root, same, err)
+		}
+	})
+}
+
+func FuzzDecodeJoinRequest(f *testing.F) {
+	record := recordOf(2, 0)
+	for _, q := range []*rendezvouspb.JoinRequest{
+		{},
+		{Job: "j", Token: newToken(), Nonce: newToken(), Rank: -1, Size: 1 << 40, LastEpoch: maxEpoch,
+			Record: recordToProto(&record)},
+	} {
+		body, err := proto.Marshal(q)
+		if err != nil {
+			f.Fatal(err)
+		}
+		f.Add(body)
+	}
+	f.Fuzz(func(t *testing.T, body []byte) {
+		q, err := decodeJoinRequest(body)
+		if err != nil {
+			return
+		}
+		if err := q.record.check(); err != nil || q.GetLastEpoch() > maxEpoch ||
+			len(q.GetNonce()) != tokenBytes {
+			t.Fatalf("%v was accepted: %v", q.JoinRequest, err)
+		}
+		again, err := proto.Marshal(q.JoinRequest)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if same, err := decodeJoinRequest(again); err != nil ||
+			!proto.Equal(q.JoinRequest, same.JoinRequest) {
+			t.Fatalf("%v is decoded again as %v, %v", q, same, err)
+		}
+	})
+}
