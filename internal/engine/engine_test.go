@@ -33,7 +33,8 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 const deadline = 60 * time.Second
 
-// cluster is a job whose ranks are engines in this process.
+// cluster is a job whose ranks are engines in this process. A test with a cluster decides when each rank
+// submits, dies and shuts down. If all ranks run the same function, use package testcluster instead.
 type cluster struct {
 	t       testing.TB
 	ctx     context.Context
