@@ -240,10 +240,14 @@ func (c *Coordinator) step(from topo.Rank, up *message.Up, relayed bool) {
 	k.lastReceived = c.now
 	// In lock-step, the news may have overtaken this frame, because collectives of another library do not use
 	// the control connection.
-	overtaken := relayed || c.cfg.Lockstep && up.Type != message.UpNews
-	if up.Seen < k.seen && !overtaken || up.Seen > c.cycle {
+	overtaken, latest := relayed, c.cycle
+	if c.cfg.Lockstep && up.Type != message.UpNews {
+		overtaken = true
+		latest++ // the rank may have repeated a decision in a cycle that rank 0 has not ended yet
+	}
+	if up.Seen < k.seen && !overtaken || up.Seen > latest {
 		c.failSender(from, fmt.Errorf("got an acknowledgment of cycle %d, want a cycle from %d to %d",
-			up.Seen, k.seen, c.cycle))
+			up.Seen, k.seen, latest))
 		return
 	}
 	if up.Seen > k.seen {
@@ -260,8 +264,9 @@ func (c *Coordinator) step(from topo.Rank, up *message.Up, relayed bool) {
 			return
 		}
 		switch {
-		case c.suspicion != nil || c.postpone(from):
-			// A suspicion explains the timeout better. The rank repeats the report.
+		case c.suspicion != nil || c.postpone(from) || up.Seen > c.cycle:
+			// A suspicion explains the timeout better, or rank 0 does not know yet what was granted. The rank
+			// repeats the report.
 		case up.Tensor == "" && k.bye && from != 0:
 			c.expireLeader(from, up)
 		case up.Tensor == "":

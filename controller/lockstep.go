@@ -14,8 +14,9 @@ import (
 //
 // A cycle has these steps. Vectors returns two vectors, which all ranks combine by bitwise AND and OR.
 // Combine accepts the results and returns gather and broadcast. If gather is true, each rank sends the result
-// of Gather to rank 0. If broadcast is true, rank 0 broadcasts the result of Decide, and every rank applies
-// it with Member.Step. Nothing may be submitted to the Member during a cycle.
+// of Gather to rank 0. If broadcast is true, rank 0 broadcasts the result of Decide, and every rank passes it
+// to Member.Step and then to Decided. If Combine returns a repeated decision, every rank passes that to
+// Member.Step. Nothing may be submitted to the Member during a cycle.
 //
 // The combined vectors show rank 0 only for which bits every rank has voted. If a cycle does not answer a
 // vote, the next cycle gathers the vote. So in lock-step the coordinator learns one cycle later which ranks
@@ -28,7 +29,9 @@ type Lockstep struct {
 	and, or  []uint64     // reused memory of Vectors
 	combined []uint64     // the second combined vector
 	ready    message.Bits // for all sets, the bits for which all members have voted or joined
-	up       message.Up   // the frame that Gather returned last
+	gathered bool         // whether this cycle has a gather
+	repeats  repeats
+	up       message.Up // the frame that Gather returned last
 }
 
 // flagGather is a bit in the first word of the vector for bitwise OR. A rank sets it if it has something to
@@ -101,10 +104,12 @@ func word(v message.Bits, w int) uint64 {
 	return 0
 }
 
-// Combine accepts the combined vectors, which the caller must not change until the end of the cycle. The
-// first result reports whether every rank must now send a frame to rank 0. The second result reports whether
-// rank 0 must then broadcast a frame. The results are the same at all ranks.
-func (l *Lockstep) Combine(and, or []uint64) (gather, broadcast bool) {
+// Combine accepts the combined vectors, which the caller must not change until the end of the cycle. gather
+// reports whether every rank must now send a frame to rank 0. broadcast reports whether rank 0 must then
+// broadcast a frame. If repeated is not nil, it is the decision of this cycle, which every rank knows without
+// a broadcast. It is valid until the next cycle. The results are the same at all ranks, except if the job has
+// failed.
+func (l *Lockstep) Combine(and, or []uint64) (gather, broadcast bool, repeated *message.Down) {
 	l.combined = or
 	// A bit is ready if every member has voted for it or joined, and at least one member has voted for it.
 	l.ready = append(l.ready[:0], and...)
@@ -117,9 +122,36 @@ func (l *Lockstep) Combine(and, or []uint64) (gather, broadcast bool) {
 	if l.coordinator != nil {
 		l.coordinator.combined = l.coordinator.now
 	}
-	gather = or[0]&flagGather != 0
-	return gather, gather || l.ready.Any()
+	switch l.gathered = or[0]&flagGather != 0; {
+	case l.gathered:
+		return true, true, nil
+	case !l.ready.Any():
+		return false, false, nil
+	}
+	if r := l.repeats.find(l.ready); r != nil {
+		return false, false, l.repeat(r)
+	}
+	return false, true, nil
 }
+
+// repeat returns r as the decision of this cycle. It returns nil if the job has failed.
+func (l *Lockstep) repeat(r *remembered) *message.Down {
+	if c := l.coordinator; c != nil {
+		d := l.Decide(nil)
+		if d == nil {
+			return nil
+		}
+		if err := r.check(d, l.words); err != nil {
+			c.Fault(0, err.Error())
+			return nil
+		}
+	}
+	r.cycle.Cycle = l.member.seen + 1
+	return &r.cycle
+}
+
+// Decided records that this rank has applied the decision d, which rank 0 has broadcast in this cycle.
+func (l *Lockstep) Decided(d *message.Down) { l.repeats.decided(l.ready, l.gathered, d, l.words) }
 
 // Quiet reports whether no rank had votes or news in this cycle, so that the combined vectors are empty. The
 // result is the same at all ranks.
@@ -178,9 +210,10 @@ func (l *Lockstep) Decide(ups []*message.Up) *message.Down {
 	}
 	c.sets.addFounded()
 	d := c.newCycle()
-	if ups != nil {
-		// Without a gather, rank 0 does not know the votes for the entries that a change may erase.
-		d.Tuning = c.takeTuning()
+	if l.gathered {
+		// Without a gather, rank 0 does not know the votes for the entries that a change may erase. Also, the
+		// other ranks may repeat an earlier decision.
+		d.Tuning, d.Stop = c.takeTuning(), c.state == stopping
 	}
 	c.decideAll(d, func(i int) message.Bits {
 		if i >= len(sets) {
@@ -212,7 +245,7 @@ func (c *Coordinator) newCycle() *message.Down {
 	c.cycle, c.lastCycle = c.cycle+1, c.now
 	d := &c.decision
 	d.Reset()
-	d.Type, d.Cycle, d.Stop, d.Reason = message.DownCycle, c.cycle, c.state == stopping, c.stopReason
+	d.Type, d.Cycle, d.Reason = message.DownCycle, c.cycle, c.stopReason
 	d.Ranks = append(d.Ranks, c.stopRanks...)
 	return d
 }

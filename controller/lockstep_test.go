@@ -34,7 +34,7 @@ type lockstepJob struct {
 	// grants holds the grants of each rank, in the order in which it got them. segments holds their segment
 	// sizes.
 	grants, segments [][]string
-	gathers          int
+	gathers, repeats int // numbers of cycles with a gather, and with a repeated decision
 	gone             []topo.ProcessSetID
 	names            setNames
 	midway           func() // called in every cycle after the vectors were made; may be nil
@@ -101,12 +101,24 @@ func (j *lockstepJob) cycle() bool {
 		j.midway()
 	}
 	var gather, broadcast bool
+	var repeated []*message.Down
 	for i, l := range j.ranks {
-		g, b := l.Combine(and, or)
+		g, b, r := l.Combine(and, or)
 		if i > 0 && (g != gather || b != broadcast) {
 			j.tb.Fatalf("rank %d: gather %v, broadcast %v; rank 0: %v, %v", i, g, b, gather, broadcast)
 		}
-		gather, broadcast = g, b
+		gather, broadcast, repeated = g, b, append(repeated, r)
+		if (r == nil) != (repeated[0] == nil) {
+			j.tb.Fatalf("rank %d repeats %v; rank 0: %v, verdict %v", i, r, repeated[0], verdictOf(j.coord))
+		}
+	}
+	if repeated[0] != nil {
+		j.repeats++
+		for i, d := range repeated {
+			j.apply(i, d)
+		}
+		j.checkCaches()
+		return true
 	}
 	if !broadcast {
 		if gather {
@@ -137,13 +149,21 @@ func (j *lockstepJob) cycle() bool {
 	if err != nil {
 		j.tb.Fatal(err)
 	}
-	for i := range j.ranks {
+	for i, l := range j.ranks {
 		d := new(message.Down)
 		if err := message.DecodeDown(frame, d); err != nil {
 			j.tb.Fatal(err)
 		}
 		j.apply(i, d)
+		l.Decided(d)
 	}
+	j.checkCaches()
+	return true
+}
+
+// checkCaches checks that the members of each set have the same cache.
+func (j *lockstepJob) checkCaches() {
+	j.tb.Helper()
 	for _, s := range j.sets {
 		for _, r := range s.Ranks {
 			if j.ranks[r].Digest(s.ID) != j.ranks[s.Ranks[0]].Digest(s.ID) {
@@ -151,7 +171,6 @@ func (j *lockstepJob) cycle() bool {
 			}
 		}
 	}
-	return true
 }
 
 func (j *lockstepJob) apply(rank int, d *message.Down) {

@@ -17,7 +17,7 @@ import (
 func TestPurity(t *testing.T) {
 	const project = "github.com/gohvd/gohvd/"
 	pure := map[string][]string{
-		"../controller": {"bytes", "fmt", "slices", "strings", "time", project + "fusion", project +
+		"../controller": {"bytes", "fmt", "math/bits", "slices", "strings", "time", project + "fusion", project +
 			"internal/analysis", project + "internal/trace", project + "internal/message", project +
 			"responsecache", project + "internal/tensor", project + "internal/topo"},
 		"../responsecache": {"encoding/binary", "fmt", "hash/fnv", "math", project + "internal/message"},

@@ -166,7 +166,7 @@ func (e *Engine) distribute(frame []byte) {
 	case probe:
 		e.probeStep(0, frame)
 	default:
-		e.applyDown()
+		e.applyDown(&s.down)
 	}
 }
 

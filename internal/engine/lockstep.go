@@ -234,6 +234,7 @@ func (n *lockstep) step() bool {
 		n.gathered(frames)
 	case broadcasting:
 		e.memberStep(frames[0])
+		n.core.Decided(&e.scratch.down)
 		n.endCycle(true)
 	}
 	return n.phase != pausing // requests are taken before the next cycle
@@ -274,8 +275,8 @@ func (n *lockstep) endCycle(decided bool) {
 // combined continues the cycle after andOr has completed.
 func (n *lockstep) combined() {
 	e := n.e
-	gather, broadcast := n.core.Combine(n.and, n.or)
-	if broadcast {
+	gather, broadcast, repeated := n.core.Combine(n.and, n.or)
+	if broadcast || repeated != nil {
 		e.traceVectors(n.and, n.or)
 	}
 	switch {
@@ -292,6 +293,9 @@ func (n *lockstep) combined() {
 		n.collectives.Gather(frame)
 	case broadcast:
 		n.decide(nil)
+	case repeated != nil:
+		e.applyDown(repeated)
+		n.endCycle(true)
 	default:
 		n.endCycle(false)
 	}

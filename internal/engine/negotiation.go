@@ -263,25 +263,25 @@ func (e *Engine) memberStep(frame []byte) {
 		e.member.Lost(fmt.Sprintf("malformed frame: %v", err)) // from rank 0, possibly this rank
 		return
 	}
-	e.applyDown()
+	e.applyDown(&e.scratch.down)
 }
 
-// applyDown applies the frame in e.scratch.down.
-func (e *Engine) applyDown() {
-	e.traceDown(&e.scratch.down)
-	if t := e.observer.timeline.Load(); t != nil && e.scratch.down.Type == message.DownCycle {
+// applyDown applies a frame of the coordinator.
+func (e *Engine) applyDown(d *message.Down) {
+	e.traceDown(d)
+	if t := e.observer.timeline.Load(); t != nil && d.Type == message.DownCycle {
 		(*t).Cycle(e.now)
 	}
-	if t := e.scratch.down.Tuning; t != nil {
+	if t := d.Tuning; t != nil {
 		e.cycleTime = t.CycleTime
 		e.observer.tuned(e.now, t)
 	}
 	// The member collects the grants. The next memberReady dispatches them and sends the frames with which
 	// the member responds.
-	if err := e.member.Step(&e.scratch.down); err != nil {
+	if err := e.member.Step(d); err != nil {
 		e.log.Error("the coordinator broke the protocol", zap.Error(err))
 	}
-	if d := &e.scratch.down; d.Type == message.DownLeft || d.Type == message.DownHeartbeat {
+	if d.Type == message.DownLeft || d.Type == message.DownHeartbeat {
 		e.ranksLeft(d.Ranks)
 	}
 }

@@ -23,7 +23,7 @@ import (
 // ready, or which ranks have failed. Each message is a protobuf in a frame.
 const (
 	rootMagic   = "GHVB"
-	rootVersion = 4
+	rootVersion = 5
 
 	tokenBytes = 16
 
