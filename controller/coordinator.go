@@ -676,7 +676,7 @@ func (c *Coordinator) sendHeartbeats() {
 		}
 	}
 	if len(quiet) > 0 {
-		c.emit(&message.Down{Type: message.DownHeartbeat, Cycle: c.cycle, Ranks: leaving}, quiet)
+		c.emitLeavers(message.DownHeartbeat, leaving, quiet)
 	}
 }
 

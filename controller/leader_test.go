@@ -300,7 +300,7 @@ func TestLeaderCombinesHeartbeats(t *testing.T) {
 // All ranks learn once that a rank has announced its shutdown, also the ranks behind a leader.
 func TestShutdownIsAnnouncedBehindALeader(t *testing.T) {
 	c, w := newLeaderCluster(t, leaderConfig())
-	c.nodes[0].m.Shutdown("")
+	c.nodes[0].m.Shutdown("", nil)
 	c.pass(3500 * time.Millisecond)
 	if want := "[0 1 2 3 4] heartbeat leaving=0"; len(w.leaving) == 0 || w.leaving[0] != want {
 		t.Errorf("got heartbeats %q, want first %q", w.leaving, want)
@@ -406,7 +406,7 @@ func TestSilenceWithLeaders(t *testing.T) {
 func TestLeaderClosesLast(t *testing.T) {
 	c, w := newLeaderCluster(t, leaderConfig())
 	for _, r := range []int{2, 3, 4} {
-		c.nodes[r].m.Shutdown("")
+		c.nodes[r].m.Shutdown("", nil)
 		c.settle()
 	}
 	if want := []topo.Rank{3, 4, 2}; !slices.Equal(w.closings, want) {
@@ -433,7 +433,7 @@ func wantVerdicts(t *testing.T, got []string, except topo.Rank, want string) {
 // leaderInBye returns a job in which rank 2, which leads ranks 3 and 4, has sent bye.
 func leaderInBye(t *testing.T) (*cluster, *sentParts) {
 	c, w := newLeaderCluster(t, leaderConfig())
-	c.nodes[2].m.Shutdown("")
+	c.nodes[2].m.Shutdown("", nil)
 	c.settle()
 	if n := c.nodes[2]; !n.drained || n.over {
 		t.Fatalf("sent bye %v, over %v; want a leader that stays after its bye", n.drained, n.over)
@@ -483,7 +483,7 @@ func TestLeaderExpiresAfterItsBye(t *testing.T) {
 		"ranks 3 and 4 failed: Shutdown timed out after 5s at rank 2: ranks 3 and 4 have not called Shutdown")
 
 	c, w = leaderInBye(t)
-	c.nodes[3].m.Shutdown("")
+	c.nodes[3].m.Shutdown("", nil)
 	c.settle()
 	expire(c, 0)
 	wantVerdicts(t, w.verdicts, 3, "rank 2 failed: its Shutdown was canceled: rank 4 has not called Shutdown")
@@ -491,7 +491,7 @@ func TestLeaderExpiresAfterItsBye(t *testing.T) {
 	c, w = leaderInBye(t)
 	c.die(1) // rank 1 does not report that it needs no rank that has left
 	for _, n := range c.nodes[3:] {
-		n.m.Shutdown("")
+		n.m.Shutdown("", nil)
 	}
 	c.settle()
 	if c.nodes[2].over || c.nodes[3].over {

@@ -13,7 +13,7 @@ import (
 // departure is what the coordinator knows about the shutdown of a rank. A rank leaves in four steps. First it
 // announces that it will submit nothing more. When none of its requests can be granted anymore, the
 // coordinator stops it. When it has finished its grants, it sends bye. When no other rank still executes an
-// operation with it, the coordinator closes it.
+// operation with it or waits for its messages, the coordinator closes it.
 type departure struct {
 	leaving bool // whether the rank has announced that it will submit nothing more
 	told    bool // whether the other ranks know that
@@ -24,12 +24,14 @@ type departure struct {
 	last       string        // the last of these responses, such as `allreduce "g"`
 	sinceLast  time.Duration // the time between the end of this response and the shutdown
 	reason     string        // the reason that the rank's program passed to Shutdown, or ""
+	// channels are the channels over which the rank sends a last frame, each with the rank at the other end.
+	channels []message.Channel
 
 	stop   uint64 // the cycle that stopped the rank, or 0 if the rank was not stopped
 	stops  bool   // whether the cycle that is being decided stops the rank
 	bye    bool
 	closed bool
-	// holders are the ranks that may still execute an operation with this rank after its bye.
+	// holders are the ranks that may still need this rank after its bye, for an operation or for messages.
 	holders message.Bits
 }
 
@@ -42,6 +44,7 @@ func (c *Coordinator) leave(r topo.Rank, up *message.Up) error {
 	k.departure = departure{
 		leaving: true, at: c.now, operations: up.Operations, last: up.Tensor,
 		sinceLast: time.Duration(up.Millis) * time.Millisecond, reason: up.Reason,
+		channels: slices.Clone(up.Channels),
 	}
 	c.leaving++
 	for _, s := range c.sets.sets {
@@ -266,8 +269,8 @@ func (c *Coordinator) holdUp(r topo.Rank, executes bool) (ranks []topo.Rank, why
 }
 
 // handleBye records the bye of a rank, which has finished all its grants. The rank is closed when every other
-// rank has finished the grants that it executes together with this rank. Rank 0 is closed last, because it is
-// the coordinator.
+// rank has finished the grants that it executes together with this rank, and has received the messages of
+// this rank. Rank 0 is closed last, because it is the coordinator.
 func (c *Coordinator) handleBye(r topo.Rank) {
 	c.ranks[r].bye, c.ranks[r].executing = true, execution{}
 	c.progress = c.now
@@ -290,13 +293,37 @@ func (c *Coordinator) handleBye(r topo.Rank) {
 		}
 	}
 	if len(others) > 0 {
-		c.emit(&message.Down{Type: message.DownLeft, Cycle: c.cycle, Ranks: []topo.Rank{r}}, others)
+		c.emitLeavers(message.DownLeft, []topo.Rank{r}, others)
 	}
 	c.closeReleased(r)
 }
 
-// released records that a rank executes no operation with rank r anymore. The argument by is that rank. If r
-// has not left, released has no effect.
+// emitLeavers emits frames of type t that name ranks which have left or are leaving. A recipient gets those
+// channels of these ranks that lead to it.
+func (c *Coordinator) emitLeavers(t message.DownType, leavers, to []topo.Rank) {
+	others := make([]topo.Rank, 0, len(to)) // the recipients without such channels
+	for _, r := range to {
+		var channels []message.Channel
+		for _, from := range leavers {
+			for _, ch := range c.ranks[from].channels {
+				if ch.Rank == r {
+					channels = append(channels, message.Channel{Set: ch.Set, Rank: from})
+				}
+			}
+		}
+		if channels == nil {
+			others = append(others, r)
+			continue
+		}
+		c.emit(&message.Down{Type: t, Cycle: c.cycle, Ranks: leavers, Channels: channels}, []topo.Rank{r})
+	}
+	if len(others) > 0 {
+		c.emit(&message.Down{Type: t, Cycle: c.cycle, Ranks: leavers}, others)
+	}
+}
+
+// released records that a rank needs rank r no more. The argument by is that rank. If r has not left,
+// released has no effect.
 func (c *Coordinator) released(r, by topo.Rank) {
 	if k := &c.ranks[r]; k.holders.Has(uint32(by)) {
 		k.holders.Clear(uint32(by))

@@ -532,7 +532,7 @@ func TestLockstepShutdown(t *testing.T) {
 		j := start()
 		for rank := range 3 {
 			j.submit(rank, request{q: allreduce("a", 1)})
-			j.ranks[rank].Shutdown("")
+			j.ranks[rank].Shutdown("", nil)
 			j.cycle()
 			for r, l := range j.ranks {
 				if l.Quiet() {
@@ -559,7 +559,7 @@ func TestLockstepShutdown(t *testing.T) {
 	for name, tensor := range map[string]string{"cached": "a", "not cached": "b"} {
 		t.Run(name, func(t *testing.T) {
 			j := start()
-			j.ranks[2].Shutdown("that was all")
+			j.ranks[2].Shutdown("that was all", nil)
 			j.cycle()
 			if next := j.coord.Next(); next < controller.HeartbeatPeriod {
 				t.Errorf("the coordinator wants a turn at %v, but only a cycle can make progress", next)

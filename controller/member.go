@@ -56,12 +56,13 @@ type Member struct {
 	lastBeat     time.Duration // the time at which the last heartbeat was created
 	seen         uint64        // the last cycle that this rank has applied
 
-	segmentBytes int          // the segment size of the grants from now on
-	up           message.Up   // the next frame
-	news         bool         // whether up has content
-	shutdown     bool         // whether Shutdown was called
-	announced    bool         // whether the coordinator has been notified of the shutdown
-	reason       string       // the argument of Shutdown
+	segmentBytes int        // the segment size of the grants from now on
+	up           message.Up // the next frame
+	news         bool       // whether up has content
+	shutdown     bool       // whether Shutdown was called
+	announced    bool       // whether the coordinator has been notified of the shutdown
+	reason       string     // the arguments of Shutdown
+	channels     []message.Channel
 	operations   uint64       // number of responses that this rank has finished
 	lastKind     message.Kind // the kind of the last of these responses, which ended at lastAt
 	lastName     string
@@ -71,6 +72,7 @@ type Member struct {
 	running      grantList   // all unfinished grants, including those in grants
 	free         []*Grant    // grants that may be reused
 	left         []topo.Rank // ranks that have left (DownLeft) but that this rank still needs
+	receives     []topo.Rank // the argument of Receives
 	stopReason   string
 	stopRanks    []topo.Rank
 	reports      []message.Up // frames about timeouts and broken channels to send
@@ -221,12 +223,17 @@ func (m *Member) Finished(g *Grant) (more bool) {
 }
 
 // Shutdown records that this rank will submit nothing more. The rank is stopped when its requests have been
-// answered. If reason is not empty, it appears in the errors of ranks that still need this rank.
-func (m *Member) Shutdown(reason string) {
+// answered. If reason is not empty, it appears in the errors of ranks that still need this rank. The argument
+// channels has the channels over which this rank sends a last frame (message.Up.Channels).
+func (m *Member) Shutdown(reason string, channels []message.Channel) {
 	if m.state == memberRunning && !m.shutdown {
-		m.shutdown, m.reason, m.news = true, reason, true
+		m.shutdown, m.reason, m.channels, m.news = true, reason, channels, true
 	}
 }
+
+// Receives sets the ranks that have announced their shutdown and whose last messages have not arrived at this
+// rank yet. Until they have, this rank does not release these ranks. The caller must not change the slice.
+func (m *Member) Receives(from []topo.Rank) { m.receives = from }
 
 // Drained records that this rank was stopped and that all its grants have run.
 func (m *Member) Drained() {
@@ -534,7 +541,7 @@ func (m *Member) appendFrames() {
 		m.ups = append(m.ups, &m.up)
 	}
 	m.left = slices.DeleteFunc(m.left, func(r topo.Rank) bool {
-		if m.executes(r) {
+		if m.executes(r) || slices.Contains(m.receives, r) {
 			return false
 		}
 		m.ups = append(m.ups, &message.Up{Type: message.UpReleased, Seen: m.seen, Suspect: r})
@@ -561,6 +568,7 @@ func (m *Member) appendFrames() {
 func (m *Member) completeNews() {
 	if m.up.Seen = m.seen; m.shutdown && !m.announced {
 		m.up.Shutdown, m.up.Operations, m.up.Reason = true, m.operations, m.reason
+		m.up.Channels = append(m.up.Channels, m.channels...)
 		if m.operations > 0 {
 			m.up.Tensor, m.up.Millis = m.lastOperation(), millis(m.now-m.lastAt)
 		}

@@ -232,7 +232,7 @@ func TestMember(t *testing.T) {
 		if err := m.Submit(topo.Global, &a); err != nil {
 			t.Error(err)
 		}
-		m.Shutdown("")
+		m.Shutdown("", nil)
 		if got := ups(m); len(got) > 0 {
 			t.Errorf("frames %v", got)
 		}
@@ -251,12 +251,12 @@ func TestMember(t *testing.T) {
 	})
 	t.Run("shuts down once", func(t *testing.T) {
 		m := newTestMember(1, 2)
-		m.Shutdown("")
-		m.Shutdown("")
+		m.Shutdown("", nil)
+		m.Shutdown("", nil)
 		if got := ups(m); !slices.Equal(got, []message.UpType{message.UpNews}) {
 			t.Errorf("frames %v", got)
 		}
-		m.Shutdown("")
+		m.Shutdown("", nil)
 		if got := ups(m); len(got) > 0 {
 			t.Errorf("frames %v after the shutdown is said", got)
 		}

@@ -1280,7 +1280,7 @@ func (r *run) suspects(a, b topo.Rank) (ranks []topo.Rank) {
 func (r *run) shutdown(n *node) {
 	if !n.over && !n.stopped {
 		n.m.Tick(r.c.now)
-		n.m.Shutdown("")
+		n.m.Shutdown("", nil)
 		r.ranks[n.rank].shutdown = true
 	}
 }

@@ -244,7 +244,7 @@ func (s *script) command(line string) error {
 			s.frozen = append(s.frozen, r)
 		case "shutdown":
 			s.c.nodes[r].m.Tick(s.c.now)
-			s.c.nodes[r].m.Shutdown("")
+			s.c.nodes[r].m.Shutdown("", nil)
 		case "expire":
 			var waited time.Duration
 			if len(rest) > 0 {

@@ -159,6 +159,47 @@ func awaitLeaver(ctx context.Context, t *testing.T, e *hvd.Engine, leaver int, s
 	}
 }
 
+// Rank 1 sends messages and shuts down before the other ranks begin to receive. The messages arrive.
+func TestMessagesOfARankThatHasLeft(t *testing.T) {
+	left := make(chan struct{})
+	engines(t, 3, func(ctx context.Context, e *hvd.Engine) {
+		set, err := hvd.AddProcessSet(ctx, []int{0, 1, 2}, hvd.MembersOnly(), hvd.On(e))
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		options := [][]hvd.Option{{hvd.On(e)}, {hvd.On(e), hvd.Over(set)}}
+		for i, o := range options {
+			for _, other := range []int{0, 2} {
+				if e.Rank() == 1 {
+					if err := hvd.Send(ctx, []int8{int8(i)}, other, 1, o...); err != nil {
+						t.Error(err)
+					}
+				}
+			}
+		}
+		if e.Rank() != 1 {
+			<-left
+			for i, o := range options {
+				x := []int8{9}
+				if _, err := hvd.Recv(ctx, x, 1, 1, o...); err != nil || x[0] != int8(i) {
+					t.Errorf("rank %d: got %v and error %v, want %d", e.Rank(), x, err, i)
+				}
+				var peer *hvd.PeerError
+				if _, err := hvd.Recv(ctx, x, 1, 1, o...); !errors.As(err, &peer) || !peer.ShutDown {
+					t.Errorf("rank %d: another message: got error %v", e.Rank(), err)
+				}
+			}
+		}
+		if err := e.Shutdown(ctx); err != nil {
+			t.Errorf("rank %d: %v", e.Rank(), err)
+		}
+		if e.Rank() == 1 {
+			close(left)
+		}
+	}, nil)
+}
+
 // The context of a Recv bounds the wait and not the operation. The end of the job ends it.
 func TestMessagesPending(t *testing.T) {
 	var late *hvd.PendingError

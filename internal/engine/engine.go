@@ -165,8 +165,10 @@ type Engine struct {
 	running   sync.WaitGroup // the goroutines of the lanes
 	observer  observer
 	published atomic.Pointer[trace.Coordinator] // a copy of the coordinator's counters (see publish)
-	leaving   atomic.Pointer[leaving]           // not nil after Shutdown was called
-	stop      chan struct{}                     // when closed, the engine ends at once
+	// receiving has the channels over which messages of ranks that have shut down may still arrive.
+	receiving []message.Channel
+	leaving   atomic.Pointer[leaving] // not nil after Shutdown was called
+	stop      chan struct{}           // when closed, the engine ends at once
 	// flushing ends, by endFlush, when this rank no longer waits until its messages have left it.
 	flushing context.Context
 	endFlush context.CancelFunc

@@ -134,6 +134,7 @@ func (e *Engine) RunLoopOnce() (next time.Duration, over bool, err error) {
 		}
 	}
 	e.probe()
+	e.receiveMessages()
 	e.takeFinished()
 	e.takeRequests()
 	e.expire()
@@ -230,7 +231,7 @@ func (e *Engine) takeRequests() {
 		e.member.Suspect(e.self(), leaving.Reason)
 	default:
 		if accepts {
-			e.member.Shutdown(leaving.Reason)
+			e.member.Shutdown(leaving.Reason, e.channels())
 		}
 		e.expireShutdown(leaving)
 	}

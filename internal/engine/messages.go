@@ -4,11 +4,13 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"time"
 
 	"go.uber.org/zap"
 
+	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/p2p"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
@@ -16,10 +18,12 @@ import (
 
 // messages has the exchanges of messages of a rank. Any goroutine may use it.
 type messages struct {
-	mu   sync.Mutex
-	all  map[topo.ProcessSetID]*p2p.Exchange // the exchanges that were used
-	left map[topo.Rank]bool                  // ranks that have shut down
-	err  error                               // why no message can begin any more, or nil
+	mu  sync.Mutex
+	all map[topo.ProcessSetID]*p2p.Exchange // the exchanges that were used
+	// left has the ranks that have announced their shutdown, and the process sets in which messages of them
+	// may still arrive.
+	left map[topo.Rank][]topo.ProcessSetID
+	err  error // why no message can begin any more, or nil
 }
 
 // Post begins a message: it sends o to another member of the process set or, if receive is set, receives it
@@ -74,11 +78,12 @@ func (e *Engine) exchange(set topo.ProcessSetID) (*p2p.Exchange, error) {
 		Mesh: e.cfg.Mesh, Lane: transport.MessageLane(set), Ranks: l.set.Ranks, Me: l.me,
 		Memory: e.cfg.Memory, Groups: e.cfg.Groups,
 		Failed:       func(err error) { e.channelFailed(set, err) },
+		Silent:       e.sched.notify,
 		StallWarning: e.cfg.StallWarning, OnStall: e.messageStalled,
 		OnTimeout: func(o *p2p.Op) { e.messageTimedOut(set, o) },
 	})
-	for r := range e.messages.left {
-		x.Left(r)
+	for r, sets := range e.messages.left {
+		x.Left(r, slices.Contains(sets, set))
 	}
 	if e.messages.all == nil {
 		e.messages.all = make(map[topo.ProcessSetID]*p2p.Exchange)
@@ -146,22 +151,67 @@ func (e *Engine) messagesInFlight() (n int) {
 	return n
 }
 
-// ranksLeft records that ranks have shut down, so that no operation waits for messages of them.
-func (e *Engine) ranksLeft(ranks []topo.Rank) {
+// ranksLeft records that ranks have shut down, so that operations wait only for the messages that these ranks
+// have sent before. These come over the given channels.
+func (e *Engine) ranksLeft(ranks []topo.Rank, channels []message.Channel) {
 	e.messages.mu.Lock()
 	defer e.messages.mu.Unlock()
 	for _, r := range ranks {
-		if e.messages.left == nil {
-			e.messages.left = make(map[topo.Rank]bool)
-		}
-		if e.messages.left[r] {
+		if _, known := e.messages.left[r]; known {
 			continue
 		}
-		e.messages.left[r] = true
-		for _, x := range e.messages.all {
-			x.Left(r)
+		if e.messages.left == nil {
+			e.messages.left = make(map[topo.Rank][]topo.ProcessSetID)
+		}
+		e.messages.left[r] = nil
+		for _, c := range channels {
+			if c.Rank == r {
+				e.messages.left[r] = append(e.messages.left[r], c.Set)
+				e.receiving = append(e.receiving, c)
+			}
+		}
+		for set, x := range e.messages.all {
+			x.Left(r, slices.Contains(e.messages.left[r], set))
 		}
 	}
+	if len(e.receiving) > 0 {
+		e.setReceiving()
+		e.sched.notify() // the next turn calls receiveMessages, when this one has added the process sets
+	}
+}
+
+// receiveMessages opens the channels over which messages of ranks that have shut down may still arrive, and
+// forgets those over which everything has arrived.
+func (e *Engine) receiveMessages() {
+	if len(e.receiving) == 0 {
+		return
+	}
+	e.receiving = slices.DeleteFunc(e.receiving, func(c message.Channel) bool {
+		x, err := e.exchange(c.Set)
+		return err != nil || !x.Receives(c.Rank)
+	})
+	e.setReceiving()
+}
+
+// setReceiving tells the member which ranks this rank must not release yet.
+func (e *Engine) setReceiving() {
+	var from []topo.Rank
+	for _, c := range e.receiving {
+		from = append(from, c.Rank)
+	}
+	e.member.Receives(from)
+}
+
+// channels returns the channels over which this rank has sent its last frame, after quitMessages.
+func (e *Engine) channels() (all []message.Channel) {
+	e.messages.mu.Lock()
+	defer e.messages.mu.Unlock()
+	for set, x := range e.messages.all {
+		for _, r := range x.Quitted() {
+			all = append(all, message.Channel{Set: set, Rank: r})
+		}
+	}
+	return all
 }
 
 // quitMessages makes calls of Post fail with err, and says to the peers that this rank sends no more

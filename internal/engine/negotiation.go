@@ -282,7 +282,7 @@ func (e *Engine) applyDown(d *message.Down) {
 		e.log.Error("the coordinator broke the protocol", zap.Error(err))
 	}
 	if d.Type == message.DownLeft || d.Type == message.DownHeartbeat {
-		e.ranksLeft(d.Ranks)
+		e.ranksLeft(d.Ranks, d.Channels)
 	}
 }
 

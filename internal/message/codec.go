@@ -45,6 +45,7 @@ const (
 //	Up:       u8 type | u8 flags (1 shutdown, 2 granted) | u64 seen | body
 //	news:     u16 sets | per set: u32 set, u32 done, bits hits, bits invalid, u32 requests, each u32 length + protobuf
 //	          | with shutdown: u64 operations, u32 milliseconds | u16 length + tensor | u16 length + reason
+//	          | u32 channels, u32 set, u32 rank each
 //	suspect:  u32 set | u32 ranks, u32 each | u16 length + reason
 //	lost,
 //	fault:    u32 rank | u16 length + reason
@@ -58,7 +59,8 @@ const (
 //	  grant:  u8 backend, u8 algorithm, u32 absent, u32 rank each, u32 bits, u32 bit each, u32 full, each
 //	          u32 length + protobuf
 //	fail:     u32 ranks, u32 each | u16 length + reason
-//	left:     u32 ranks, u32 each
+//	left,
+//	heartbeat: u32 ranks, u32 each | u32 channels, u32 set, u32 rank each
 //	bits:     u16 words, u64 each
 //	Vectors:  u8 type | and, or: u32 words, u64 each
 //	Probe:    u8 type | u64 sent, received, replied, monotonic | u16 length + domain
@@ -123,6 +125,7 @@ func AppendUp(b []byte, u *Up) ([]byte, error) {
 			b = binary.LittleEndian.AppendUint32(b, u.Millis)
 			b = appendText(b, u.Tensor)
 			b = appendText(b, u.Reason)
+			b = appendChannels(b, u.Channels)
 		}
 	case UpSuspect:
 		b = binary.LittleEndian.AppendUint32(b, uint32(u.Set))
@@ -177,6 +180,7 @@ func DecodeUp(b []byte, u *Up) error {
 		if u.Shutdown {
 			u.Operations, u.Millis = d.u64(), d.u32()
 			u.Tensor, u.Reason = d.text(), d.text()
+			d.channels(&u.Channels)
 		}
 	case UpBye:
 	case UpHeartbeat, UpTimeout:
@@ -236,6 +240,7 @@ func AppendDown(b []byte, d *Down) ([]byte, error) {
 		b = appendText(b, d.Reason)
 	case DownLeft, DownHeartbeat:
 		b = appendRanks(b, d.Ranks)
+		b = appendChannels(b, d.Channels)
 	}
 	return b, nil
 }
@@ -307,6 +312,7 @@ func DecodeDown(b []byte, out *Down) error {
 		out.Reason = d.text()
 	case DownLeft, DownHeartbeat:
 		d.ranks(&out.Ranks)
+		d.channels(&out.Channels)
 	default:
 		d.fail(fmt.Errorf("got unknown type %d", out.Type))
 	}
@@ -448,6 +454,15 @@ func appendRanks(b []byte, v []topo.Rank) []byte {
 	return b
 }
 
+func appendChannels(b []byte, v []Channel) []byte {
+	b = binary.LittleEndian.AppendUint32(b, uint32(len(v)))
+	for _, c := range v {
+		b = binary.LittleEndian.AppendUint32(b, uint32(c.Set))
+		b = binary.LittleEndian.AppendUint32(b, uint32(c.Rank))
+	}
+	return b
+}
+
 func appendWords(b []byte, v []uint32) []byte {
 	b = binary.LittleEndian.AppendUint32(b, uint32(len(v)))
 	for _, w := range v {
@@ -574,6 +589,12 @@ func (d *decoder) rank() topo.Rank {
 func (d *decoder) ranks(v *[]topo.Rank) {
 	for range d.count(4) {
 		*v = append(*v, d.rank())
+	}
+}
+
+func (d *decoder) channels(v *[]Channel) {
+	for range d.count(8) {
+		*v = append(*v, Channel{topo.ProcessSetID(d.u32()), d.rank()})
 	}
 }
 

@@ -44,6 +44,8 @@ func upSamples() []*message.Up {
 		{Type: message.UpLost, Suspect: 4, Reason: "the process exited"},
 		{Type: message.UpFault, Suspect: 5, Reason: "malformed frame"},
 		{Type: message.UpNews, Seen: 1, Shutdown: true},
+		{Type: message.UpNews, Seen: 1, Shutdown: true, Channels: []message.Channel{{Set: 0, Rank: 1},
+			{Set: math.MaxUint32, Rank: message.MaxRanks - 1}}},
 		{Type: message.UpNews, Seen: 2, Sets: []message.UpSet{
 			{Set: 0, Hits: bitsOf(0, 63, 64, 1000), Done: 3},
 			{Set: 9, Hits: message.Bits{}, Invalid: bitsOf(5), Requests: []message.Request{
@@ -75,6 +77,9 @@ func upSamples() []*message.Up {
 func downSamples() []*message.Down {
 	return []*message.Down{
 		{Type: message.DownHeartbeat},
+		{Type: message.DownHeartbeat, Ranks: []topo.Rank{2, 3},
+			Channels: []message.Channel{{Set: 1, Rank: 3}}},
+		{Type: message.DownLeft, Ranks: []topo.Rank{2}, Channels: []message.Channel{{Set: 0, Rank: 2}}},
 		{Type: message.DownClose},
 		{Type: message.DownFail, Ranks: []topo.Rank{2, 3}, Reason: "silent for 10s"},
 		{Type: message.DownCycle, Cycle: 5, Stop: true},
@@ -118,7 +123,7 @@ func downSamples() []*message.Down {
 // vector and a nil vector have the same meaning.
 func normalUp(u *message.Up) message.Up {
 	n := *u
-	n.Sets = nil
+	n.Sets, n.Channels = nil, append([]message.Channel(nil), u.Channels...)
 	for _, s := range u.Sets {
 		if !s.Hits.Any() {
 			s.Hits = nil
@@ -135,6 +140,7 @@ func normalUp(u *message.Up) message.Up {
 func normalDown(d *message.Down) message.Down {
 	n := *d
 	n.Ranks = append([]topo.Rank(nil), d.Ranks...)
+	n.Channels = append([]message.Channel(nil), d.Channels...)
 	n.Sets = nil
 	for _, s := range d.Sets {
 		c := message.DownSet{Set: s.Set, Erase: append([]uint32(nil), s.Erase...),

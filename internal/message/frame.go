@@ -57,6 +57,9 @@ type Up struct {
 	// Shutdown says that the sender submits nothing after this frame. It is set at most once, in an UpNews.
 	// With Shutdown, the fields Operations, Tensor, Millis and Reason explain the shutdown to other ranks.
 	Shutdown bool
+	// Channels are the channels for messages over which the sender sends a last frame, which says that no
+	// more messages follow. Each has the rank at its other end. They are set only with Shutdown.
+	Channels []Channel
 	// Operations is the number of responses that the sender has finished. It is set only with Shutdown.
 	Operations uint64
 	// Sets has one element for each process set about which the sender has news.
@@ -86,6 +89,12 @@ type Up struct {
 	// Message is used in an UpTimeout. It says that the operation is a message, which the coordinator does
 	// not know.
 	Message bool
+}
+
+// Channel is a channel for messages of a process set between the rank Rank and another one.
+type Channel struct {
+	Set  topo.ProcessSetID
+	Rank topo.Rank
 }
 
 // UpSet is a rank's news about one process set.
@@ -121,7 +130,7 @@ func (u *Up) At(set topo.ProcessSetID) *UpSet {
 
 // Reset makes u empty. It keeps the memory of u.
 func (u *Up) Reset() {
-	*u = Up{Sets: u.Sets[:0]}
+	*u = Up{Sets: u.Sets[:0], Channels: u.Channels[:0]}
 }
 
 // DownType is the type of a Down frame.
@@ -139,7 +148,7 @@ const (
 	// close its connections.
 	DownClose
 	// DownLeft says that the ranks in Down.Ranks have left the job in an orderly way. Each recipient answers
-	// with UpReleased.
+	// with UpReleased for each of these ranks when it needs the rank no more.
 	DownLeft
 )
 
@@ -158,6 +167,9 @@ type Down struct {
 	// and not left for a while (DownHeartbeat). With Stop, they are the ranks whose shutdown is the reason
 	// for the stop.
 	Ranks []topo.Rank
+	// Channels are the channels over which ranks in Ranks send a last frame to the recipient (DownLeft and
+	// DownHeartbeat). Over all others they send nothing more.
+	Channels []Channel
 	// Reason is why the ranks in Ranks have failed, or why the recipient is stopped. It is empty if the
 	// recipient has asked for the stop.
 	Reason string
@@ -235,7 +247,7 @@ type Put struct {
 
 // Reset makes d empty. It keeps the memory of d.
 func (d *Down) Reset() {
-	*d = Down{Sets: d.Sets[:0], Ranks: d.Ranks[:0]}
+	*d = Down{Sets: d.Sets[:0], Ranks: d.Ranks[:0], Channels: d.Channels[:0]}
 }
 
 // AddSet appends an empty DownSet for a process set. It reuses the memory of an earlier DownSet if possible.

@@ -68,8 +68,18 @@ func (u *Up) String() string {
 		if u.Reason != "" {
 			fmt.Fprintf(&b, " (%s)", u.Reason)
 		}
+		b.WriteString(channelText(u.Channels))
 	}
 	return b.String()
+}
+
+// channelText formats channels as " channels=" and the set and the rank of each.
+func channelText(channels []Channel) string {
+	text := ""
+	for i, c := range channels {
+		text += fmt.Sprintf("%s%d/%d", [...]string{" channels=", ","}[min(i, 1)], c.Set, c.Rank)
+	}
+	return text
 }
 
 // String formats v as a hexadecimal number, in which bit 0 has the value 1.
@@ -152,12 +162,13 @@ func (d *Down) String() string {
 		if len(d.Ranks) > 0 {
 			fmt.Fprintf(&b, " leaving=%s", listText(d.Ranks))
 		}
+		b.WriteString(channelText(d.Channels))
 		return b.String()
 	case DownClose:
 		b.WriteString("close")
 		return b.String()
 	case DownLeft:
-		fmt.Fprintf(&b, "left ranks=%s", listText(d.Ranks))
+		fmt.Fprintf(&b, "left ranks=%s%s", listText(d.Ranks), channelText(d.Channels))
 		return b.String()
 	case DownFail:
 		fmt.Fprintf(&b, "fail ranks=%s %s", listText(slices.Sorted(slices.Values(d.Ranks))), d.Reason)

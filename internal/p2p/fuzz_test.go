@@ -54,7 +54,7 @@ func FuzzFrames(f *testing.F) {
 	f.Fuzz(func(t *testing.T, b []byte) {
 		c := mem.New(2)
 		failed := make(chan error, 10)
-		x := p2p.New(p2p.Config{Mesh: c.Mesh(0), Lane: lane, Ranks: []topo.Rank{0, 1},
+		x := p2p.New(p2p.Config{Mesh: c.Mesh(0), Lane: lane, Ranks: []topo.Rank{0, 1}, Silent: func() {},
 			Memory: someMemory{}, Groups: []topo.Rank{0, 0},
 			Failed: func(err error) { failed <- err }})
 		ended := make(chan error, 10)

@@ -42,10 +42,6 @@ const (
 	maxKeptBytes = 1 << 20
 	// maxOffers limits the offers of a peer that no receive has matched. A peer that sends more has failed.
 	maxOffers = 1 << 20
-	// departTimeout is how long a rank waits for the first message of a peer that has announced its shutdown.
-	// The peer may have sent it before. A peer that has used the channel ends it with a bye. It is also how
-	// long a rank that shuts down waits until its peers open their ends of channels.
-	departTimeout = time.Second
 )
 
 // Op is one message that this rank sends or receives. The caller must not change it before Done is called.
@@ -144,6 +140,8 @@ type Config struct {
 	// Failed is called when the channel to a peer has failed. Operations that wait for the peer go on until
 	// the Exchange is closed.
 	Failed func(error)
+	// Silent is called when Receives begins to return false for a rank.
+	Silent func()
 	// StallWarning is how long an operation waits before OnStall is called, and again after each further
 	// period. 0 means never.
 	StallWarning time.Duration
@@ -303,13 +301,51 @@ func (x *Exchange) unreachable(o *Op) error {
 	return &LeftError{left}
 }
 
-// Left records that a rank has announced its shutdown. Messages that it has sent before are still received.
-func (x *Exchange) Left(r topo.Rank) {
+// Left records that a rank has announced its shutdown. sends says whether Quitted at that rank returns this
+// rank. Then the channel to it ends with a bye, and all messages before the bye are received, however late
+// they arrive. Otherwise no message of the rank is on its way.
+func (x *Exchange) Left(r topo.Rank, sends bool) {
+	i := slices.Index(x.cfg.Ranks, r)
+	if i < 0 {
+		return
+	}
+	p := x.peers[i]
+	x.mu.Lock()
+	p.left = true
+	p.wake.Broadcast() // flush does not wait for it any more
+	broken := p.broken
+	switch {
+	case p.closed:
+	case broken != nil: // the channel had failed before the rank announced its shutdown
+		x.wg.Go(func() { p.fail(broken) })
+	case sends && x.err == nil:
+		p.open()
+	}
+	x.mu.Unlock()
+	if !sends && broken == nil {
+		p.silence()
+	}
+}
+
+// Receives reports whether messages of a rank that has announced its shutdown may still arrive. After Quit
+// it returns false.
+func (x *Exchange) Receives(r topo.Rank) bool {
 	x.mu.Lock()
 	defer x.mu.Unlock()
-	if i := slices.Index(x.cfg.Ranks, r); i >= 0 {
-		x.peers[i].depart()
+	i := slices.Index(x.cfg.Ranks, r)
+	return i >= 0 && x.peers[i].left && !x.peers[i].silent && x.err == nil
+}
+
+// Quitted returns the ranks to which Quit has sent a bye.
+func (x *Exchange) Quitted() (ranks []topo.Rank) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	for _, p := range x.peers {
+		if p.ended {
+			ranks = append(ranks, p.rank)
+		}
 	}
+	return ranks
 }
 
 // Quit says to all peers that this rank begins no more operations. Calls after it fail with err. Operations
@@ -323,6 +359,7 @@ func (x *Exchange) Quit(err error) {
 	x.err = err
 	for _, p := range x.peers {
 		if p.state != unopened {
+			p.ended = true
 			p.write(outgoing{frame: header{kind: bye}.append(nil), last: true})
 		}
 	}
@@ -353,27 +390,22 @@ func (x *Exchange) Close(err error) {
 	}
 }
 
-// Flush waits until the last frames that Quit has queued are sent, and until peers have copied the messages
-// that they have accepted, or until ctx ends. It must be called after Quit. It waits only for a second for
-// peers that have not opened their end of a channel, because they may have left too. It does not wait for
-// peers that have left.
+// Flush waits until the last frames that Quit has queued are sent over the channels that are open, and until
+// peers have copied the messages that they have accepted, or until ctx ends. It must be called after Quit. It
+// does not wait for peers that have left.
 func (x *Exchange) Flush(ctx context.Context) {
-	opening, cancel := context.WithTimeout(ctx, departTimeout)
-	defer cancel()
 	x.mu.Lock()
 	defer x.mu.Unlock()
-	for _, end := range []context.Context{ctx, opening} {
-		stop := context.AfterFunc(end, func() {
-			x.mu.Lock()
-			defer x.mu.Unlock()
-			for _, p := range x.peers {
-				p.wake.Broadcast()
-			}
-		})
-		defer stop()
-	}
+	stop := context.AfterFunc(ctx, func() {
+		x.mu.Lock()
+		defer x.mu.Unlock()
+		for _, p := range x.peers {
+			p.wake.Broadcast()
+		}
+	})
+	defer stop()
 	for _, p := range x.peers {
-		for p.unsent() && (p.state == opened && ctx.Err() == nil || opening.Err() == nil) {
+		for p.unsent() && ctx.Err() == nil {
 			p.wake.Wait()
 		}
 	}

@@ -38,7 +38,8 @@ type job struct {
 	meshes   []transport.Mesh
 	ranks    []*p2p.Exchange
 	failures chan error
-	shares   bool // whether the ranks share memory, and messages are in arenas
+	silent   chan struct{} // Config.Silent of all ranks
+	shares   bool          // whether the ranks share memory, and messages are in arenas
 	mu       sync.Mutex
 	tensors  [][]byte // the memory of messages in arenas
 }
@@ -67,14 +68,15 @@ func sharedMeshes(tb testing.TB, n int) []transport.Mesh {
 }
 
 func newJob(tb testing.TB, meshes []transport.Mesh) *job {
-	j := &job{tb: tb, meshes: meshes, failures: make(chan error, 100)}
+	j := &job{tb: tb, meshes: meshes, failures: make(chan error, 100), silent: make(chan struct{}, 100)}
 	var ranks []topo.Rank
 	for r := range meshes {
 		ranks = append(ranks, topo.Rank(r))
 	}
 	for r, m := range meshes {
 		cfg := p2p.Config{Mesh: m, Lane: lane, Ranks: ranks, Me: r,
-			Failed: func(err error) { j.failures <- fmt.Errorf("rank %d: %w", r, err) }}
+			Failed: func(err error) { j.failures <- fmt.Errorf("rank %d: %w", r, err) },
+			Silent: func() { j.silent <- struct{}{} }}
 		if memory, ok := m.(shm.Sharer); ok {
 			cfg.Memory, cfg.Groups, j.shares = memory, memory.Groups(), true
 		}
@@ -371,12 +373,7 @@ func TestLeft(t *testing.T) {
 		if len(any.done) != 0 {
 			t.Errorf("the receive from any rank has ended, but rank 2 may send")
 		}
-		// Rank 2 has sent nothing, so the engine says that it has left, and then its connections end.
 		j.leave(2)
-		j.ranks[0].Left(2)
-		if err := j.meshes[2].Close(); err != nil {
-			t.Fatal(err)
-		}
 		if err := any.wait(t); !errors.As(err, &left) || err.Error() != "ranks 1 and 2 shut down" {
 			t.Errorf("any source: got error %v", err)
 		}
@@ -400,24 +397,64 @@ func TestClose(t *testing.T) {
 	})
 }
 
-// lateMesh opens channels only when the caller gives up.
-type lateMesh struct{ transport.Mesh }
-
-// Conn implements transport.Mesh.
-func (m lateMesh) Conn(ctx context.Context, l transport.Lane, peer topo.Rank) (transport.Conn, error) {
-	<-ctx.Done()
-	return m.Mesh.Conn(context.Background(), l, peer)
+// heldMesh opens channels when open is closed.
+type heldMesh struct {
+	transport.Mesh
+	open chan struct{}
 }
 
-// A channel to a rank that has shut down opens at the moment at which this rank gives it up. The receive that
-// waits for the rank ends nevertheless.
+// Conn implements transport.Mesh.
+func (m heldMesh) Conn(ctx context.Context, l transport.Lane, peer topo.Rank) (transport.Conn, error) {
+	select {
+	case <-m.open:
+	case <-ctx.Done():
+	}
+	return m.Mesh.Conn(ctx, l, peer)
+}
+
+// A rank sends its first message and shuts down, but its end of the channel opens only ten minutes later. The
+// receiver waits for the message, also if it has not begun to receive. A rank that has sent nothing is not
+// awaited.
 func TestLeftOpensLate(t *testing.T) {
-	c := mem.New(2)
-	j := newJob(t, []transport.Mesh{lateMesh{c.Mesh(0)}, c.Mesh(1)})
-	received := j.receive(0, 1, 1, 10)
-	j.ranks[0].Left(1)
-	if err := received.wait(t); err == nil || err.Error() != "rank 1 shut down" {
-		t.Errorf("the receive has ended with error %v, want that rank 1 shut down", err)
+	for _, late := range []bool{false, true} {
+		synctest.Test(t, func(t *testing.T) {
+			c := mem.New(3)
+			held := heldMesh{c.Mesh(1), make(chan struct{})}
+			j := newJob(t, []transport.Mesh{c.Mesh(0), held, c.Mesh(2)})
+			var first *pending
+			if !late {
+				first = j.receive(0, 1, 1, 10)
+			}
+			j.send(1, 0, 1, payload(1, 10))
+			j.ranks[1].Quit(errOver)
+			if got := j.ranks[1].Quitted(); !slices.Equal(got, []topo.Rank{0}) {
+				t.Fatalf("rank 1 has said bye to ranks %v, want rank 0", got)
+			}
+			j.ranks[0].Left(1, true)
+			j.ranks[0].Left(2, false)
+			var left *p2p.LeftError
+			if err := j.ranks[0].Receive(&j.op(2, 1, nil).Op); !errors.As(err, &left) {
+				t.Errorf("the receive from rank 2 has ended with error %v", err)
+			}
+			time.AfterFunc(10*time.Minute, func() { close(held.open) })
+			if late {
+				for j.ranks[0].Receives(1) {
+					time.Sleep(time.Minute)
+				}
+				first = j.receive(0, 1, 1, 10)
+			}
+			select {
+			case err := <-first.done:
+				if err != nil || !bytes.Equal(first.Buf, payload(1, 10)) {
+					t.Errorf("got error %v and message %v", err, first.Buf)
+				}
+			case <-time.After(time.Hour):
+				t.Error("the message has not arrived")
+			}
+			if err := j.ranks[0].Receive(&j.op(1, 1, nil).Op); !errors.As(err, &left) && late {
+				t.Errorf("another receive from rank 1 has ended with error %v", err)
+			}
+		})
 	}
 }
 
@@ -436,19 +473,25 @@ func TestBrokenThenLeft(t *testing.T) {
 		j := newJob(t, []transport.Mesh{brokenMesh{c.Mesh(0)}, c.Mesh(1)})
 		received := j.receive(0, 1, 1, 10)
 		<-j.failures
-		j.ranks[0].Left(1)
+		j.ranks[0].Left(1, true)
 		if err := received.wait(t); err == nil || err.Error() != "rank 1 shut down" {
 			t.Errorf("the receive has ended with error %v, want that rank 1 shut down", err)
 		}
 	})
 }
 
-// leave makes a rank leave after its messages.
+// leave makes a rank leave after its messages, as the engine does.
 func (j *job) leave(r topo.Rank) {
 	j.tb.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
 	j.ranks[r].Quit(errOver)
+	for i, x := range j.ranks {
+		x.Left(r, slices.Contains(j.ranks[r].Quitted(), topo.Rank(i)))
+		for x.Receives(r) {
+			<-j.silent
+		}
+	}
 	j.ranks[r].Flush(ctx)
 	if ctx.Err() != nil {
 		j.tb.Errorf("the messages of rank %d have not left it within a minute", r)
@@ -497,7 +540,7 @@ func TestLateMessages(t *testing.T) {
 		// This message waits until the long one is sent.
 		sends = append(sends, j.send(1, 0, 2, payload(2, 10)))
 		j.ranks[1].Quit(errOver)
-		j.ranks[0].Left(1)
+		j.ranks[0].Left(1, true)
 		receives[0].want(t, 1, payload(1, long))
 		receives[1].want(t, 1, payload(2, 10))
 		ctx, cancel := context.WithTimeout(context.Background(), 100*time.Second)
@@ -514,8 +557,8 @@ func TestLateMessages(t *testing.T) {
 	})
 }
 
-// Flush does not wait long for a rank that does not open its end of a channel, and returns when its context
-// ends, although an open channel accepts nothing.
+// Flush does not wait for a rank that does not open its end of a channel, and returns when its context ends,
+// although an open channel accepts nothing.
 func TestFlushEnds(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := mem.New(3)
@@ -530,8 +573,8 @@ func TestFlushEnds(t *testing.T) {
 			return time.Since(began)
 		}
 		j.send(1, 0, 1, payload(1, 10)) // rank 0 opens no channel
-		if got := flush(1); got != time.Second {
-			t.Errorf("without the peer: Flush has waited for %v, want 1s", got)
+		if got := flush(1); got != 0 {
+			t.Errorf("without the peer: Flush has waited for %v, want 0s", got)
 		}
 		j.send(2, 0, 1, payload(1, 10))
 		j.receive(0, 2, 1, 10).want(t, 2, payload(1, 10))
@@ -633,7 +676,8 @@ func TestChannelEndsDuringCopy(t *testing.T) {
 func TestTimeout(t *testing.T) {
 	c := mem.New(2)
 	late := make(chan *p2p.Op, 100)
-	x := p2p.New(p2p.Config{Mesh: c.Mesh(0), Lane: lane, Ranks: []topo.Rank{0, 1}, Failed: func(error) {},
+	x := p2p.New(p2p.Config{Mesh: c.Mesh(0), Lane: lane, Ranks: []topo.Rank{0, 1},
+		Failed: func(error) {}, Silent: func() {},
 		OnTimeout: func(o *p2p.Op) { late <- o }})
 	never := &p2p.Op{Peer: 1, Tag: 4, Timeout: 2 * time.Millisecond, Done: func(error) {}}
 	ended := &p2p.Op{Peer: 1, Tag: 5, Timeout: time.Millisecond, Done: func(error) {}}
@@ -686,7 +730,8 @@ func TestBrokenChannel(t *testing.T) {
 func TestStalls(t *testing.T) {
 	c := mem.New(2)
 	stalls := make(chan string, 100)
-	x := p2p.New(p2p.Config{Mesh: c.Mesh(0), Lane: lane, Ranks: []topo.Rank{0, 1}, Failed: func(error) {},
+	x := p2p.New(p2p.Config{Mesh: c.Mesh(0), Lane: lane, Ranks: []topo.Rank{0, 1},
+		Failed: func(error) {}, Silent: func() {},
 		StallWarning: time.Millisecond, OnStall: func(o *p2p.Op, _ time.Duration) { stalls <- o.String() }})
 	if err := x.Receive(&p2p.Op{Peer: 1, Tag: 4, Done: func(error) {}}); err != nil {
 		t.Fatal(err)

@@ -2,7 +2,6 @@ package p2p
 
 import (
 	"bufio"
-	"context"
 	"encoding/binary"
 	"fmt"
 	"io"
@@ -102,15 +101,14 @@ type peer struct {
 	wake    sync.Cond // wakes the writer, and flush
 	state   state
 	conn    transport.Conn // set when the channel is opened
-	giveUp  context.CancelFunc
 	queue   []outgoing
 	writing bool  // whether the writer sends frames, so that other goroutines must queue theirs
 	flushed bool  // whether the bye has left this rank
 	closed  bool  // whether the Exchange is closed
 	stopped bool  // whether the writer has ended
 	broken  error // why the channel has failed, or nil
-	left    bool  // whether the rank has left the job
-	used    bool  // whether the rank has sent a frame over the channel, so that it also sends a bye
+	ended   bool  // whether the bye was queued
+	left    bool  // whether the rank has announced its shutdown
 	silent  bool  // whether the rank sends no more messages
 
 	kept     int            // bytes of eager messages that the peer has not matched yet
@@ -129,32 +127,20 @@ type peer struct {
 func (p *peer) departed() bool { return p.left || p.silent }
 
 // unsent reports whether Flush has to wait for the peer: the bye has not left this rank, or the peer has not
-// copied all messages that it has accepted. If the channel is not open, only messages count. The caller holds
-// x.mu.
+// copied all messages that it has accepted. The caller holds x.mu.
 func (p *peer) unsent() bool {
-	switch {
-	case p.left || p.broken != nil:
-		return false
-	case p.state == opened:
-		return !p.flushed || len(p.accepted) > 0
-	}
-	return len(p.queue) > 1
+	return p.state == opened && !p.left && p.broken == nil && (p.ended && !p.flushed || len(p.accepted) > 0)
 }
 
-// open begins to open the channel unless that has been done before. The caller holds x.mu.
+// open begins to open the channel unless that has been done before, or nothing comes over it. The caller
+// holds x.mu.
 func (p *peer) open() {
-	if p.state != unopened || p.self {
+	if p.state != unopened || p.self || p.silent {
 		return
 	}
 	p.state = opening
-	ctx, cancel := context.WithCancel(p.x.ctx)
-	p.giveUp = cancel
-	if p.left {
-		time.AfterFunc(departTimeout, p.expire)
-	}
 	p.x.wg.Go(func() {
-		defer cancel()
-		conn, err := p.x.cfg.Mesh.Conn(ctx, p.x.cfg.Lane, p.rank)
+		conn, err := p.x.cfg.Mesh.Conn(p.x.ctx, p.x.cfg.Lane, p.rank)
 		if err != nil {
 			p.fail(err)
 			return
@@ -165,42 +151,6 @@ func (p *peer) open() {
 		p.x.wg.Go(p.read)
 		p.writeAll()
 	})
-}
-
-// depart records that the peer has announced its shutdown. Messages that it has sent before may still arrive
-// for some time. The caller holds x.mu.
-func (p *peer) depart() {
-	if p.left {
-		return
-	}
-	p.left = true
-	p.wake.Broadcast() // Flush does not wait for it any more
-	if p.state != unopened {
-		time.AfterFunc(departTimeout, p.expire)
-	}
-}
-
-// expire runs some time after the peer has announced its shutdown. A peer that has used the channel sends a
-// bye when it has sent all its messages, however late, and then the channel ends. A peer that has not used it
-// sends no messages, and expire calls silence. But if the channel still opens, expire waits again.
-func (p *peer) expire() {
-	p.x.mu.Lock()
-	switch broken := p.broken; {
-	case p.closed || p.silent:
-	case broken != nil: // the channel had failed before the peer left
-		p.x.mu.Unlock()
-		p.fail(broken)
-		return
-	case p.used:
-	case p.state == opening:
-		p.giveUp() // the channel may open nevertheless at this moment
-		time.AfterFunc(departTimeout, p.expire)
-	default:
-		p.x.mu.Unlock()
-		p.silence()
-		return
-	}
-	p.x.mu.Unlock()
 }
 
 // write sends a frame, or queues it for the writer. The caller holds x.mu.
@@ -337,21 +287,17 @@ func (p *peer) silence() {
 	for i, o := range ops {
 		o.Done(errs[i])
 	}
+	x.cfg.Silent()
 }
 
 // read receives frames until the channel fails.
 func (p *peer) read() {
 	in := bufio.NewReaderSize(p.conn, maxEagerBytes+headerBytes)
-	used := false
 	for {
 		h, err := in.Peek(headerBytes)
 		if err == nil {
 			frame := decode(h)
 			_, _ = in.Discard(headerBytes)
-			if !used {
-				used = true
-				p.markUsed()
-			}
 			err = p.handle(frame, in)
 		}
 		if err != nil {
@@ -359,13 +305,6 @@ func (p *peer) read() {
 			return
 		}
 	}
-}
-
-// markUsed records that the peer has sent a frame.
-func (p *peer) markUsed() {
-	p.x.mu.Lock()
-	p.used = true
-	p.x.mu.Unlock()
 }
 
 // handle handles a frame from the peer. The rest of the frame is read from in.
