@@ -380,6 +380,36 @@ func TestLeft(t *testing.T) {
 	})
 }
 
+// A rank offers messages and leaves before the peer has accepted them. Receives that match the offers end
+// with an error, before and after the peer learns that the channel has ended.
+func TestOffersOfALeaver(t *testing.T) {
+	eachMesh(t, 2, func(t *testing.T, j *job) {
+		for tag := range uint32(2) {
+			o := j.op(0, tag, make([]byte, 1<<20)) // not in an arena
+			if err := j.ranks[1].Send(&o.Op); err != nil {
+				t.Fatal(err)
+			}
+		}
+		j.send(1, 0, 2, nil)
+		j.receive(0, 1, 2, 0).want(t, 1, nil) // so the offers have arrived
+		j.leave(1)
+		if err := j.meshes[1].Close(); err != nil {
+			t.Fatal(err)
+		}
+		for tag := range uint32(2) {
+			o := j.op(1, tag, make([]byte, 1<<20))
+			err := j.ranks[0].Receive(&o.Op)
+			if err == nil {
+				err = o.wait(t)
+			}
+			var left *p2p.LeftError
+			if !errors.As(err, &left) {
+				t.Errorf("tag %d: got error %v", tag, err)
+			}
+		}
+	})
+}
+
 // Close ends all operations, and their memory is free.
 func TestClose(t *testing.T) {
 	eachMesh(t, 2, func(t *testing.T, j *job) {

@@ -273,6 +273,7 @@ func (p *peer) silence() {
 	})
 	ended := []*map[uint64]*Op{&p.offers}
 	if p.broken != nil {
+		p.unexpected = slices.DeleteFunc(p.unexpected, func(m message) bool { return m.kind != eager })
 		ended = append(ended, &p.accepted, &p.expected)
 	}
 	for _, some := range ended {
