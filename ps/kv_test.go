@@ -906,3 +906,60 @@ func TestMessageOfAGoneWorker(t *testing.T) {
 		}
 	})
 }
+
+// TestPushOfAWorkerThatHasLeft checks that a server that was busy while a worker left drops a later ZPush of
+// this worker, whose values are in the memory of the worker, which may have changed since.
+func TestPushOfAWorkerThatHasLeft(t *testing.T) {
+	vals, err := arena.Alloc(4 * van.SharedBytes)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := arena.Free(vals); err != nil {
+			t.Error(err)
+		}
+	}()
+	handled, left := make(chan struct{}), make(chan struct{})
+	var pushes int
+	handler := KVHandler[uint8](func(meta KVMeta, _ KVPairs[uint8], _ *KVServer[uint8]) {
+		if pushes++; pushes > 1 {
+			t.Errorf("push %d is handled", meta.Timestamp)
+			return
+		}
+		close(handled)
+		<-left
+	})
+	job{t: t, servers: 1, workers: 1, leave: true}.run(func(po *Postoffice) {
+		if po.IsServer() {
+			s, err := NewKVServer(po, 0, handler, SimpleHandlers{})
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			<-left
+			testnet.Eventually(t, "the server has read the connection of the worker to its end", s.old.Load)
+		}
+		if !po.IsWorker() {
+			return
+		}
+		defer close(left)
+		w, err := NewKVWorker[uint8](po, 0, 0, SimpleHandlers{})
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		var last *Request
+		for range 2 {
+			if last, err = w.ZPush(t.Context(), []uint64{1}, vals); err != nil {
+				t.Error(err)
+				return
+			}
+		}
+		<-handled
+		last.Done() // sends it now
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		po.van.Stop(ctx)
+		clear(vals)
+	})
+}

@@ -284,8 +284,13 @@ func (s *KVServer[T]) learn(sender senderKey, number uint64, b []byte) (*serverL
 	return list, nil
 }
 
-// serve passes a request to the handler. err is an error in its keys.
+// serve passes a request to the handler. err is an error in its keys. serve drops a request whose values may
+// have changed, because the worker has left or died.
 func (s *KVServer[T]) serve(from van.Process, m *van.Message, list *serverList, err error) {
+	if m.Reclaimed() {
+		m.Release()
+		return
+	}
 	h := m.Header
 	var data KVPairs[T]
 	if err == nil {

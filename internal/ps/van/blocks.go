@@ -608,17 +608,17 @@ func (l *link) release(ids, regions []uint32) {
 	l.theirs.drop(regions)
 }
 
-// Intact returns an error if the frames of a message that was received may have changed: if they are in a
-// region, and the connection has ended. The sender then takes its memory back. The receiver calls Intact when
-// it has read frames that must be right.
+// Reclaimed reports whether the frames of a message that was received may have changed: whether they are in a
+// region, and the sender has closed the connection. Then the sender takes its memory back.
+func (m *Message) Reclaimed() bool { return len(m.regions) > 0 && m.link.sock.hungUp() }
+
+// Intact returns an error if the frames of a message that was received may have changed. The receiver calls
+// Intact when it has read frames that must be right. The error means that the sender has failed.
 func (m *Message) Intact() error {
-	if len(m.regions) == 0 {
+	if !m.Reclaimed() {
 		return nil
 	}
 	l := m.link
-	if !l.sock.hungUp() {
-		return nil
-	}
 	err := errors.New("its connection has ended")
 	l.van.blame(l.process, err)
 	return &NodeError{l.peer, err}
