@@ -324,12 +324,13 @@ func TestAlltoallInPlace(t *testing.T) {
 		splits[0] = 2
 		_, _, err = hvd.Alltoall(ctx, x, splits, hvd.Shape(2, 2), hvd.InPlace(), hvd.Name("all to one"),
 			hvd.On(e))
-		bytes := 0
+		bytes, rows := 0, slices.Repeat([]int{0}, n)
 		if me == 0 {
-			bytes = 16 * n
+			bytes, rows = 16*n, slices.Repeat([]int{2}, n)
 		}
 		want := fmt.Sprintf(
-			`hvd: alltoall "all to one": the result has %d bytes, but the output, which is also the input, has 16 bytes: not all ranks contributed as many rows as this rank`, bytes)
+			`hvd: alltoall "all to one": the result has %d bytes, but the output, which is also the input, has 16 bytes: not all ranks contributed as many rows as this rank: rows received by sender %v`,
+			bytes, rows)
 		if err == nil || err.Error() != want {
 			t.Errorf("rank %d: got error %v\nwant %s", me, err, want)
 		}

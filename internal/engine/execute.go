@@ -281,6 +281,8 @@ func refuseSize(w *work, i int, numBytes int) {
 		e.Request.Kind, e.Request.Name, numBytes, place, len(e.Output))
 	if rows := w.grant.Responses[i].FirstDims; rows != nil {
 		text += fmt.Sprintf(": rows by rank %v", rows)
+	} else if len(e.Received) > 0 {
+		text += fmt.Sprintf(": rows received by sender %v", e.Received)
 	}
 	w.refuse(i, &MismatchError{Tensor: e.Request.Name, Text: text})
 }

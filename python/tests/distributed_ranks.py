@@ -186,6 +186,27 @@ class Collectives(Ranks):
         for a, got in enumerate(outputs):
             self.equal(got, a + 1.0)
 
+    def test_all_to_all_with_wrong_splits(self) -> None:
+        if self.size == 1:
+            return
+        ones = [1] * self.size
+        # Rank 0 sends the numbers of rows in sent, and rank 1 wants those in received. Each row has two elements.
+        for sent, received, got in (
+            ([1, 2], [1, 1], rf"result has {8 * self.size + 8} bytes, but the output has {8 * self.size} bytes.* \[4[, ]2"),
+            ([1, 1], [2, 0], r"got 2 elements from rank 0 of the group, want 4; 2 elements from rank 1 of .*, want 0:"),
+        ):
+            call = lambda: dist.all_to_all_single(  # noqa: E731
+                torch.zeros(sum(received[:2]) + self.size - 2, 2) if self.rank == 1 else torch.zeros(self.size, 2),
+                torch.ones(sum(sent[:2]) + self.size - 2, 2) if self.rank == 0 else torch.ones(self.size, 2),
+                received + ones[2:] if self.rank == 1 else ones, sent + ones[2:] if self.rank == 0 else ones,
+            )  # fmt: skip
+            if self.rank == 1:
+                what = r"torch.distributed.all_to_all_single \(call \d+ of group "
+                with self.assertRaisesRegex(MismatchError, f"{what}.*{got}.*rank 1 of the group, has"):
+                    call()
+            else:
+                call()
+
     def test_roots(self) -> None:
         for root in self.all:
             x = self.ours(3)

@@ -21,6 +21,7 @@ from ... import _engine
 from ... import _wire as wire
 from ..._client import Pending
 from ..._engine import Call, Shape
+from ...exceptions import MismatchError
 from ..mpi_ops import alloc_tensor
 from . import _job
 from ._tensors import LISTS, Parts, code, dense, moved, reduction
@@ -332,20 +333,26 @@ class Calls:
         source, target = Parts(tuple(map(moved, inputs))), Parts(tuple(map(moved, outputs)))
         first = source.tensors[0]
         scale = first.element_size() and inputs[0].element_size() // first.element_size()
-        want = [n * scale for n in received]
         label, call = self._begin(
             what, wire.ALLTOALL, [source], first.dtype, code(first), ((source.numel(),),), opts,
             targets=[target], outputs=((target.numel(),),), splits=tuple([n * scale for n in sent]),
         )  # fmt: skip
 
-        def check() -> None:
-            if list(call.received) != want:
-                raise ValueError(
-                    f"got {[n // scale for n in call.received]} elements from the ranks, want {received}: "
-                    "the output splits differ from what the other ranks have sent"
-                )
+        def expected() -> str:
+            return f"the output of this rank, rank {self._rank} of the group, has {received} elements for the ranks"
 
-        return self._work(Operation(label, [call], outputs, check))
+        def check() -> None:
+            wrong = [
+                f"{n // scale} elements from rank {r} of the group, want {m}"
+                for r, (n, m) in enumerate(zip(call.received, received))
+                if n != m * scale
+            ]
+            if wrong:
+                raise MismatchError(f"got {'; '.join(wrong)}")
+
+        operation = Operation(label, [call], outputs, check)
+        operation.expected = expected
+        return self._work(operation)
 
     # Collectives with a root.
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ..._engine import Call
+from ...exceptions import MismatchError
 from ._tensors import LISTS
 
 _NO_TIMEOUT = timedelta(0)
@@ -51,6 +52,8 @@ class Operation:
         """How long a wait without a timeout may take, if the engine does not limit the time of the operation itself."""
         self.part = False
         """Whether the operation is a part of another one, which finishes it."""
+        self.expected: Optional[Callable[[], str]] = None
+        """Says what this rank has expected, for the text of a MismatchError."""
         self._after = after
         self._lock = threading.Lock()
         self._ended: Optional[threading.Event] = None
@@ -81,9 +84,10 @@ class Operation:
             try:
                 self._write()
             except Exception as e:
-                e.args = (f"torch.distributed.{self.what}: {e}", *e.args[1:])
+                more = f": {self.expected()}" if self.expected is not None and isinstance(e, MismatchError) else ""
+                e.args = (f"torch.distributed.{self.what}: {e}{more}", *e.args[1:])
                 self.error = e.with_traceback(None)
-            self.calls, self._after = (), None
+            self.calls, self._after, self.expected = (), None, None
             self.done = True
         if self._ended is not None:
             self._ended.set()
