@@ -10,6 +10,8 @@ from __future__ import annotations
 import faulthandler
 import math
 import os
+import select
+import signal
 import sys
 import tempfile
 import threading
@@ -607,6 +609,39 @@ class Works(Ranks):
         if watcher is not None:
             watcher.join(60)
             self.assertFalse(watcher.is_alive())
+
+    def test_fork(self) -> None:
+        """A forked process drops works of its parent, or asks for their results, while a thread of the parent that does
+        not exist there holds their locks.
+        """
+        for use, want in (
+            (lambda work: None, "dropped"), (lambda work: work.wait(), "was forked after the operation had begun"),
+            (lambda work: work.get_future().wait(), "was forked after the operation had begun"),
+            (lambda work: dist.all_reduce(torch.ones(1)), f"belongs to process {os.getpid()}"),
+        ):  # fmt: skip
+            x = self.ours(2)
+            work = dist.all_reduce(x, async_op=True)
+            reader, writer = os.pipe()
+            with work._operation._lock, dist.group.WORLD._lock:
+                child = os.fork()
+                if child == 0:
+                    outcome = "dropped"
+                    try:
+                        use(work)
+                    except BaseException as e:
+                        outcome = f"{type(e).__name__}: {e}"
+                        del e
+                    del work
+                    os.write(writer, outcome.encode())
+                    os._exit(0)
+            os.close(writer)
+            self.addCleanup(os.close, reader)
+            if not select.select([reader], [], [], 60)[0]:
+                os.kill(child, signal.SIGKILL)
+            self.assertIn(want, os.read(reader, 10000).decode())
+            self.assertEqual(os.waitpid(child, 0)[1], 0)
+            work.wait()
+            self.equal(x, sum(r + 1.0 for r in self.all))
 
     def test_dropped(self) -> None:
         """The result is written even if the program drops the work."""

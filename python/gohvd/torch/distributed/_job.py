@@ -6,6 +6,7 @@ gohvd with the same numbers, because the program has called ``hvd.init()``, the 
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any, List, Optional, Set
 
@@ -47,6 +48,16 @@ class Job:
 
 
 _job: Optional[Job] = None
+
+
+def _after_fork_in_child() -> None:
+    # A thread of the parent may have held the lock of a group.
+    if _job is not None:
+        for group in _job.groups:
+            group.invalidate(f"belongs to process {os.getppid()}, from which this process was forked")
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def enter(store: Any, rank: int, size: int, ranks: Optional[List[int]], timeout: timedelta) -> Job:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ..._engine import Call
-from ...exceptions import MismatchError
+from ...exceptions import HorovodInternalError, MismatchError
 from ._tensors import LISTS
 
 _NO_TIMEOUT = timedelta(0)
@@ -28,6 +28,9 @@ _PATIENCE_SECONDS = 0.1
 
 # After how many looks without an operation in flight the watcher ends. A look comes each _PATIENCE_SECONDS.
 _IDLE_LOOKS = 10
+
+# Stands for this process. A forked process has another one.
+_process = object()
 
 
 class Operation:
@@ -54,6 +57,7 @@ class Operation:
         """Whether the operation is a part of another one, which finishes it."""
         self.expected: Optional[Callable[[], str]] = None
         """Says what this rank has expected, for the text of a MismatchError."""
+        self._process = _process
         self._after = after
         self._lock = threading.Lock()
         self._ended: Optional[threading.Event] = None
@@ -73,6 +77,8 @@ class Operation:
         """Waits for the operation and writes its results to the output tensors. It does not raise the operation's
         error.
         """
+        if self._process is not _process:
+            self.after_fork()
         if self.done:
             return
         calls = self.calls
@@ -94,6 +100,18 @@ class Operation:
         if self._future is not None:
             self._future.set_result(None)
 
+    def after_fork(self) -> None:
+        """Ends the operation with an error, because this process was forked after the operation had begun. A thread
+        that does not exist in this process may have held the lock.
+        """
+        self._process, self._lock = _process, threading.Lock()
+        if not self.done:
+            self.error = HorovodInternalError(
+                f"torch.distributed.{self.what}: process {os.getpid()} was forked after the operation had begun: "
+                "only the process that has begun it can wait for it"
+            )
+            self.calls, self._after, self.done = (), None, True
+
     def _write(self) -> None:
         for call in self.calls:
             call.results()
@@ -102,6 +120,8 @@ class Operation:
 
     def poll(self) -> bool:
         """Returns whether the operation is done. If it is, its results have been written."""
+        if self._process is not _process:
+            self.after_fork()
         if not self.done and all([_ended(call) for call in self.calls]):
             self.finish()
         return self.done
@@ -123,6 +143,8 @@ class Operation:
 
     def future(self, devices: List[torch.device]) -> torch.futures.Future:
         """Returns the future of the operation. All calls return the same future."""
+        if self._process is not _process:
+            self.after_fork()
         with self._lock:
             if self._public is not None:
                 return self._public
@@ -258,7 +280,14 @@ def _finish_all(operations: Sequence[Operation]) -> None:
 
 
 _finisher = _Finisher()
-os.register_at_fork(after_in_child=_finisher.__init__)  # the threads do not exist in the child
+
+
+def _after_fork_in_child() -> None:
+    global _process, _finisher
+    _process, _finisher = object(), _Finisher()  # the threads of the finisher do not exist in the child
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 # Before torch 2.7, code in C++ that calls a group written in Python forgets the Python object of the work, and then waits
@@ -333,7 +362,11 @@ class Work(dist.Work):
     def __del__(self) -> None:
         # The results must be written even if the program never waits.
         operation = getattr(self, "_operation", None)
-        if operation is not None and not operation.done and not operation.part and not sys.is_finalizing():
+        if operation is None or operation.part or sys.is_finalizing():
+            return
+        if operation._process is not _process:
+            operation.after_fork()
+        if not operation.done:
             _finisher.add(operation)
 
 
