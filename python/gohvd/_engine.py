@@ -540,6 +540,11 @@ class Engine:
             ranks = {ident: sorted(members) for ident, members in sorted(self.place().process_sets)}
         return {0: list(self.global_set.ranks), **ranks}
 
+    def registered_sets(self, ranks: Optional[List[int]]) -> Dict[int, ProcessSet]:
+        """Returns the registered process sets with these ranks. The keys are the numbers of the sets."""
+        with self._lock:
+            return {number: s for number, s in self._sets.items() if number and s.ranks == ranks}
+
     def add_set(self, s: ProcessSet, members_only: bool, name: str, timeout: Optional[float]) -> None:
         self.place()
         if s.ranks is None:

@@ -6,7 +6,7 @@ elastic training handles.
 
 from __future__ import annotations
 
-from typing import Sequence
+from typing import Any, Sequence
 
 
 class HorovodInternalError(RuntimeError):
@@ -40,6 +40,9 @@ class NotInitializedError(HorovodInternalError, ValueError):
     def __init__(self) -> None:
         super().__init__("Horovod has not been initialized; use hvd.init().")
 
+    def __reduce__(self) -> Any:
+        return type(self), ()
+
 
 class InitError(HorovodInternalError, ValueError):
     """Raised if ``init`` could not join this process to its job. ``init`` may be called again. The class derives from
@@ -67,3 +70,6 @@ class HorovodVersionMismatchError(ImportError):
         self.name = name
         self.version = version
         self.installed_version = installed_version
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.name, self.version, self.installed_version)

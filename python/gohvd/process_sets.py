@@ -59,11 +59,25 @@ class ProcessSet:
 
     __str__ = __repr__
 
+    def __reduce__(self) -> Any:
+        """A copy or a loaded pickle of a registered set is the registered set with these ranks."""
+        return _registered, (self.process_set_id, None if self.process_set_id == 0 else self.ranks)
+
 
 def _rank(r: Any) -> int:
     if int(r) != r or r < 0:
         raise ValueError(f"process set: got rank {r!r}, want a whole number of at least 0")
     return int(r)
+
+
+def _registered(number: Optional[int], ranks: Optional[List[int]]) -> ProcessSet:
+    """Returns the registered set of these ranks, if possible the one with this number. number is 0 for the set of all
+    ranks, and None for a set that is not registered. Returns a new set if there is none to return.
+    """
+    if number == 0:
+        return global_process_set
+    registered = {} if number is None else _engine.engine.registered_sets(ranks)
+    return registered.get(number) or next(iter(registered.values()), None) or ProcessSet(ranks)
 
 
 global_process_set = ProcessSet(None)

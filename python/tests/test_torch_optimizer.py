@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
 import os
+import pickle
+import subprocess
 import sys
 import unittest
 import warnings
@@ -851,15 +855,69 @@ class TheOptimizerItself(OptimizerTest):
             o.step()
         self.same_weights(model, want)
         # A checkpoint is saved and restored, with the state of the optimizer.
-        copy = network()
-        copy.load_state_dict(model.state_dict())
-        again = hvd.DistributedOptimizer(sgd(copy.parameters()), copy.named_parameters())
+        other = network()
+        other.load_state_dict(model.state_dict())
+        again = hvd.DistributedOptimizer(sgd(other.parameters()), other.named_parameters())
         again.load_state_dict(optimizer.state_dict())
-        for m, o, x in ((copy, again, batch(2, self.rank)), (want, reference, self.whole(2))):
+        for m, o, x in ((other, again, batch(2, self.rank)), (want, reference, self.whole(2))):
             o.zero_grad()
             loss_of(m, x).backward()
             o.step()
-        self.same_weights(copy, want)
+        self.same_weights(other, want)
+
+    def test_copies_and_pickles(self) -> None:
+        """A copy or a loaded pickle of a model and its optimizer goes on as they do, with the same options."""
+        pair = hvd.add_process_set([0, 1]) if self.size > 2 else hvd.global_process_set
+        for options in (
+            {}, {"groups": 2}, {"op": hvd.Sum, "compression": hvd.Compression.fp16}, {"op": hvd.Adasum},
+            {"backward_passes_per_step": 2, "gradient_predivide_factor": 2.0, "process_set": pair},
+        ):  # fmt: skip
+            model = network()
+            optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), **options)
+            self.steps(model, optimizer, 2)
+            saved = io.BytesIO()
+            torch.save((model, optimizer), saved)
+            saved.seek(0)
+            # Only one rank at a time loads the pickle, so no rank waits for others in torch.load.
+            for rank in range(self.size):
+                if rank == self.rank:
+                    copies = [copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))]
+                    copies.append(torch.load(saved, weights_only=False))
+                hvd.barrier()
+            self.steps(model, optimizer, 3)
+            for other, its_optimizer in copies:
+                self.assertIs(type(its_optimizer).__bases__[1], torch.optim.SGD)
+                self.assertIs(its_optimizer.process_set, optimizer.process_set)
+                groups = [o._arguments().get("groups", ()) for o in (its_optimizer, optimizer)]
+                self.assertEqual(len(groups[0]), len(groups[1]))
+                self.steps(other, its_optimizer, 3)
+                self.same_weights(other, model)
+        if pair is not hvd.global_process_set:
+            hvd.remove_process_set(pair)
+
+    def steps(self, model, optimizer, steps: int) -> None:
+        for step in range(steps):
+            optimizer.zero_grad()
+            for _ in range(optimizer.backward_passes_per_step):
+                loss_of(model, batch(step, self.rank)).backward()
+            optimizer.step()
+
+    def test_no_copies_in_the_middle_or_outside(self) -> None:
+        model = network()
+        optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+        program = "import pickle, sys; pickle.load(sys.stdin.buffer)"
+        outside = subprocess.run(
+            [sys.executable, "-c", program], input=pickle.dumps(optimizer), stderr=subprocess.PIPE, timeout=60,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )  # fmt: skip
+        self.assertNotEqual(outside.returncode, 0)
+        self.assertIn(b"can only be loaded in a job: call hvd.init() first", outside.stderr)
+        loss_of(model, batch(0, self.rank)).backward()
+        if self.size > 1:
+            with self.assertRaisesRegex(AssertionError, "copied or pickled after loss.backward"):
+                copy.deepcopy(optimizer)
+        optimizer.step()
+        copy.deepcopy(optimizer)
 
     def test_loading_in_the_middle(self) -> None:
         model = network()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import sys
 import unittest
 
@@ -12,6 +14,7 @@ import torch
 from ranks import RanksTest, adasum, hvd
 
 from gohvd import _engine
+from gohvd.exceptions import HorovodVersionMismatchError, NotInitializedError, PeerError
 from gohvd.process_sets import get_process_set_ids_and_ranks
 
 
@@ -197,6 +200,11 @@ class Errors(SetsTest):
 
 
 class ProcessSets(SetsTest):
+    def test_pickled_errors(self) -> None:
+        for error in (NotInitializedError(), HorovodVersionMismatchError("torch", "1", "2"), PeerError("failed", [1])):
+            again = pickle.loads(pickle.dumps(error))
+            self.assertEqual((type(again), str(again), vars(again)), (type(error), str(error), vars(error)))
+
     def test_members_alone(self) -> None:
         for ranks in ([0], list(range(self.size))[::2], [self.size - 1]):
             if len(ranks) == self.size:
@@ -307,6 +315,29 @@ class ProcessSets(SetsTest):
         self.assertFalse(hvd.is_initialized())
         hvd.init(process_sets="dynamic")
         self.together()
+
+    def test_copies_and_pickles(self) -> None:
+        everyone = hvd.global_process_set
+        self.assertIs(pickle.loads(pickle.dumps(everyone)), everyone)
+        new = copy.deepcopy(hvd.ProcessSet([self.size]))
+        self.assertEqual((new.process_set_id, new.ranks), (None, [self.size]))
+        if self.size == 1:
+            return
+        ps = hvd.add_process_set([self.size - 1])
+        saved = pickle.dumps(ps)
+        self.assertIs(pickle.loads(saved), ps)
+        self.assertIs(copy.deepcopy(ps), ps)
+        hvd.remove_process_set(ps)
+        gone = pickle.loads(saved)
+        self.assertEqual((gone.process_set_id, gone.ranks), (None, [self.size - 1]))
+        x = torch.nn.Parameter(torch.zeros(1))
+        with self.assertRaisesRegex(ValueError, "is not registered"):
+            hvd.DistributedOptimizer(torch.optim.SGD([x], lr=1.0), [("x", x)], process_set=gone)
+        # A set with the same ranks has got another number.
+        others = [hvd.add_process_set(ranks) for ranks in ([0], [self.size - 1])]
+        self.assertIs(pickle.loads(saved), others[1])
+        for other in others:
+            hvd.remove_process_set(other)
 
     def test_all_sets(self) -> None:
         want = {0: list(range(self.size))}

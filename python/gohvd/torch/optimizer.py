@@ -6,11 +6,12 @@ import contextlib
 import os
 import warnings
 import weakref
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Tuple, Type, Union
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Set, Tuple, Type, Union
 
 import torch
 
 import gohvd
+from gohvd.basics import is_initialized
 from gohvd.process_sets import ProcessSet, global_process_set
 from gohvd.torch.compression import Compression, Compressor
 from gohvd.torch.functions import broadcast_object, in_place
@@ -58,6 +59,7 @@ class _Distributed(torch.optim.Optimizer):
     # tuple of its parameters.
     _handles: Dict[Any, Tuple[Any, Any]]
     _wires: Dict[torch.Tensor, torch.Tensor]  # by parameter: shared memory for the compressed tensor
+    _not_replaced: Set[str]  # the names of the attributes that the replaced optimizer does not have
 
     def _take_over(
         self,
@@ -150,6 +152,28 @@ class _Distributed(torch.optim.Optimizer):
         self._forget()
         with in_place(self):
             super().load_state_dict(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and pickles consist of the replaced optimizer and the arguments of DistributedOptimizer, because the
+        class of this optimizer cannot be pickled.
+        """
+        if self._handles:
+            raise AssertionError(
+                "the optimizer was copied or pickled after loss.backward() but before optimizer.step() or "
+                "optimizer.synchronize(). This is prohibited, because the gradients are still being reduced."
+            )
+        replaced = object.__new__(type(self).__bases__[1])
+        vars(replaced).update({k: v for k, v in vars(self).items() if k not in self._not_replaced})
+        return _again, (replaced, self._arguments())
+
+    def _arguments(self) -> Dict[str, Any]:
+        """Returns the arguments of DistributedOptimizer with which _again makes a copy of this optimizer."""
+        return {
+            "named_parameters": [(name, p) for p, name in self._parameter_names.items()],
+            "compression": self._compression,
+            "backward_passes_per_step": self.backward_passes_per_step,
+            "process_set": self.process_set,
+        }
 
     def _forget(self) -> None:
         """Discards the state of the current step. Operations in flight go on, but their results are not used."""
@@ -284,13 +308,25 @@ class _DistributedOptimizer(_Distributed):
         if isinstance(groups, int):
             each, more = divmod(len(params), groups)
             ends = [i * each + min(i, more) for i in range(groups + 1)]
-            parts = [params[a:b] for a, b in zip(ends, ends[1:])]
+            self._set_groups([params[a:b] for a, b in zip(ends, ends[1:])])
         else:
             # Parameters that are in none of the groups are reduced one by one.
-            parts = [[p for p in params if any(p is q for q in group)] for group in groups]
-        for group in map(tuple, parts):
+            self._set_groups([[p for p in params if any(p is q for q in group)] for group in groups])
+
+    def _set_groups(self, groups: Iterable[Iterable[torch.Tensor]]) -> None:
+        for group in map(tuple, groups):
             self._group_counts[group] = 0
             self._p_to_group.update(dict.fromkeys(group, group))
+
+    def _arguments(self) -> Dict[str, Any]:
+        return {
+            **super()._arguments(),
+            "op": self.op,
+            "gradient_predivide_factor": self.gradient_predivide_factor,
+            "groups": list(self._group_counts),
+            "sparse_as_dense": self.sparse_as_dense,
+            "gradient_as_arena_view": self._views,
+        }
 
     def _accumulated(self, p: torch.Tensor, last: bool) -> None:
         if p.grad is not None:
@@ -484,6 +520,9 @@ class _DistributedAdasumOptimizer(_Distributed):
     this rank alone would make. Then it adds the Adasum of all ranks' steps to the weights.
     """
 
+    def _arguments(self) -> Dict[str, Any]:
+        return {**super()._arguments(), "op": Adasum}
+
     def _begin(self) -> None:
         self._deltas: Dict[torch.Tensor, torch.Tensor] = {}
         self._starts: Dict[torch.Tensor, torch.Tensor] = {}
@@ -670,6 +709,8 @@ def DistributedOptimizer(
         p.grad stays there and is reduced without a copy. After zero_grad(set_to_none=True) the next gradient is moved
         again. If the process forks, parent and child share the gradients.
 
+    The optimizer can be copied and pickled, except between backward and step. A pickle can only be loaded in a job.
+
     If step is called with a closure, the optimizer synchronizes after each call of the closure. Raises ValueError if
     arguments are invalid or contradict each other. backward, synchronize and step raise the errors of the operations.
     """
@@ -685,6 +726,10 @@ def DistributedOptimizer(
     _check_groups(groups)
     if backward_passes_per_step <= 0:
         raise ValueError("backward_passes_per_step must be > 0")
+    if process_set.process_set_id is None:
+        raise ValueError(
+            f"process set {process_set.ranks} is not registered: pass it to init() or add_process_set() first"
+        )
     if isinstance(optimizer, _Distributed):
         raise ValueError("the optimizer is already a DistributedOptimizer")
 
@@ -692,9 +737,27 @@ def DistributedOptimizer(
     base = _DistributedAdasumOptimizer if adasum else _DistributedOptimizer
     kind = type(optimizer)
     distributed = object.__new__(type(kind.__name__, (base, kind), {"__doc__": kind.__doc__}))
+    replaced = set(vars(optimizer))
     distributed._take_over(optimizer, named_parameters, compression, backward_passes_per_step, process_set)
     if adasum:
         distributed._begin()
     else:
         distributed._begin(op, gradient_predivide_factor, groups, sparse_as_dense, gradient_as_arena_view)
+    distributed._not_replaced = {"_not_replaced", *vars(distributed)} - replaced
+    return distributed
+
+
+def _again(optimizer: torch.optim.Optimizer, arguments: Dict[str, Any]) -> Any:
+    """Returns a DistributedOptimizer for a copied or pickled one. optimizer is a copy of the optimizer that it had
+    replaced. It does not communicate, so that one rank can load a checkpoint.
+    """
+    if not is_initialized():
+        raise RuntimeError(
+            "a pickled DistributedOptimizer can only be loaded in a job: call hvd.init() first. To load it elsewhere, "
+            "save optimizer.state_dict() instead of the optimizer"
+        )
+    groups = arguments.pop("groups", [])
+    distributed = DistributedOptimizer(optimizer, **arguments)
+    if groups and distributed._hooked:
+        distributed._set_groups(groups)
     return distributed
