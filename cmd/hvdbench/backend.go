@@ -92,8 +92,8 @@ func openRaw(ctx context.Context, at jobPlace) (b *rawBackend, err error) {
 	if err != nil {
 		return b, err
 	}
-	overTCP.Oversubscribed = b.session != nil && ops.Oversubscribed(b.session.LocalSize, b.session.Processors)
-	backends := rank.Backends(b.mpi, b.session, b.mesh, &cfg, overTCP)
+	oversubscribed := b.session != nil && ops.Oversubscribed(b.session.LocalSize, b.session.Processors)
+	backends := rank.Backends(b.mpi, b.session, b.mesh, &cfg, overTCP, oversubscribed)
 	b.tcpOnly = backends[0].ID == message.TCP
 	b.manager, err = ops.NewManager(backends, topo.Global, controller.Global(cfg.Size).Ranks, cfg.Rank)
 	return b, err

@@ -136,7 +136,7 @@ func runRankOnDevice(t *testing.T, me topo.Rank, size int, lockstep bool) {
 		cfg.Lockstep, cfg.Devices = lockstep, memory.library.Devices
 		cfg.Backends = append(cfg.Backends, memory.library.Register(nccl.Config{
 			Device: memory.device.Index(), StartTimeout: clusterTime,
-			Host: tcp.Within(cfg.Mesh, transport.DeviceLane, tcp.Config{Oversubscribed: true})}))
+			Host: tcp.Within(cfg.Mesh, transport.DeviceLane, tcp.Config{})}))
 	}
 	var heard *frames
 	if me == 0 {

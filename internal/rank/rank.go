@@ -278,7 +278,6 @@ func (r *Rank) configure(cfg *config.Config, o *Options, sets []controller.Set, 
 			return ecfg, err
 		}
 	}
-	overTCP.Oversubscribed = ops.Oversubscribed(ecfg.LocalProcesses, ecfg.Processors)
 	if cfg.AlgorithmTable != "" && cfg.Rank > 0 && overTCP.Table == nil {
 		log.Warn("HVD_ALGORITHM_TABLE has no effect, because it is not set at rank 0, which chooses the " +
 			"algorithms")
@@ -290,8 +289,9 @@ func (r *Rank) configure(cfg *config.Config, o *Options, sets []controller.Set, 
 	if n := r.Place.LocalRank; n < len(cfg.ThreadAffinity) {
 		ecfg.Cores = cfg.ThreadAffinity[n : n+1]
 	}
-	ecfg.Backends = Backends(r.mpi, r.session, ecfg.Mesh, cfg, overTCP)
-	if err := r.openDevices(&ecfg, cfg, overTCP.Oversubscribed); err != nil {
+	ecfg.Backends = Backends(r.mpi, r.session, ecfg.Mesh, cfg, overTCP,
+		ops.Oversubscribed(ecfg.LocalProcesses, ecfg.Processors))
+	if err := r.openDevices(&ecfg, cfg); err != nil {
 		return ecfg, err
 	}
 	if cfg.MPIController && cfg.Lockstep && cfg.Size > 1 {
@@ -326,15 +326,16 @@ func (r *Rank) observe(ecfg *engine.Config, cfg *config.Config) {
 }
 
 // Backends returns the backends that all ranks have, in order of preference. m is nil without MPI, and
-// session is nil in a job of one rank. mesh is the mesh of the session, or transport.Alone.
-func Backends(m *MPI, session *Session, mesh transport.Mesh, set *config.Config,
-	overTCP tcp.Config) (all ops.Registry) {
+// session is nil in a job of one rank. mesh is the mesh of the session, or transport.Alone. The parameter
+// oversubscribed says that the host has more ranks than cores.
+func Backends(m *MPI, session *Session, mesh transport.Mesh, set *config.Config, overTCP tcp.Config,
+	oversubscribed bool) (all ops.Registry) {
 	if set.MPIOperations {
-		all = append(all, m.Register(set.Deterministic, overTCP.Oversubscribed))
+		all = append(all, m.Register(set.Deterministic, oversubscribed))
 	}
 	if session != nil && session.Memory != nil {
 		inMemory := shm.Register(session.Memory,
-			shm.Config{Oversubscribed: overTCP.Oversubscribed, Groups: session.Groups,
+			shm.Config{Oversubscribed: oversubscribed, Groups: session.Groups,
 				Deterministic: set.Deterministic})
 		all = append(all, inMemory)
 		if set.HierarchicalAllreduce || set.HierarchicalAllgather {
@@ -349,7 +350,7 @@ func Backends(m *MPI, session *Session, mesh transport.Mesh, set *config.Config,
 }
 
 // openDevices loads the libraries for the operations on CUDA devices that the settings ask for.
-func (r *Rank) openDevices(ecfg *engine.Config, cfg *config.Config, oversubscribed bool) (err error) {
+func (r *Rank) openDevices(ecfg *engine.Config, cfg *config.Config) (err error) {
 	switch {
 	case cfg.GPU.Use(config.GPUNCCL):
 		if r.nccl, err = nccl.Load(cfg.NCCLLibrary, cfg.CUDALibrary); err != nil {
@@ -357,9 +358,8 @@ func (r *Rank) openDevices(ecfg *engine.Config, cfg *config.Config, oversubscrib
 		}
 		r.Devices = r.nccl.Devices
 		ecfg.Backends = append(ecfg.Backends, r.nccl.Register(nccl.Config{
-			Device: r.Place.LocalRank % r.nccl.Count(),
-			Host: tcp.Within(ecfg.Mesh, transport.DeviceLane,
-				tcp.Config{Oversubscribed: oversubscribed}),
+			Device:       r.Place.LocalRank % r.nccl.Count(),
+			Host:         tcp.Within(ecfg.Mesh, transport.DeviceLane, tcp.Config{}),
 			StartTimeout: cfg.StartTimeout, Streams: cfg.NCCLStreams, Deterministic: cfg.Deterministic,
 			InHost: inHost(&cfg.GPU),
 		}))

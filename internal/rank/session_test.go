@@ -339,7 +339,7 @@ func TestBackends(t *testing.T) {
 		for _, b := range Backends(&MPI{World: onMPI{}}, test.session, transport.Alone{}, &config.Config{
 			HierarchicalAllreduce: test.allreduce, HierarchicalAllgather: test.allgather,
 			MPIOperations: test.useMPI,
-		}, tcp.Config{}) {
+		}, tcp.Config{}, false) {
 			got = append(got, b.ID)
 		}
 		if !slices.Equal(got, test.want) {

@@ -275,7 +275,7 @@ func (c *cluster) start() error {
 			}
 			crowded := ops.Oversubscribed(cmp.Or(cfg.LocalProcesses, c.o.Ranks), runtime.NumCPU())
 			overTCP := opstcp.Config{SegmentBytes: c.o.SegmentBytes, Deterministic: cfg.Deterministic,
-				Oversubscribed: crowded, Table: c.o.Table}
+				Table: c.o.Table}
 			if c.memory != nil {
 				inMemory := opsshm.Register(c.memory[i], opsshm.Config{StageBytes: int64(c.o.SegmentBytes),
 					Oversubscribed: crowded, Groups: cfg.Groups, Deterministic: cfg.Deterministic})

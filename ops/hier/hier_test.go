@@ -109,8 +109,7 @@ func newCluster(tb testing.TB, hosts string, change func(*hier.Config)) *cluster
 		mesh := &counting{Mesh: world.Mesh(topo.Rank(r)), rank: r, hosts: hosts}
 		level := func(lane transport.Lane) hier.New {
 			return func(_ topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {
-				return tcp.New(mesh, lane, ranks, me,
-					tcp.Config{SegmentBytes: 256, Oversubscribed: true}), nil
+				return tcp.New(mesh, lane, ranks, me, tcp.Config{SegmentBytes: 256}), nil
 			}
 		}
 		cfg := hier.Config{Groups: groups(hosts), Inner: level(innerLane), Outer: level(outerLane),

@@ -5,13 +5,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"runtime"
 	"testing"
 
 	"github.com/gohvd/gohvd/internal/testcluster"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
-	"github.com/gohvd/gohvd/ops"
 	"github.com/gohvd/gohvd/ops/opstest"
 	"github.com/gohvd/gohvd/ops/tcp"
 )
@@ -24,10 +22,8 @@ type cluster struct {
 	backends []*opstest.Blocking
 }
 
-// newCluster makes the backends of a process set with the given ranks in the given order. As in a job, they
-// poll less if there are more ranks than cores.
+// newCluster makes the backends of a process set with the given ranks in the given order.
 func newCluster(meshes []transport.Mesh, ranks []topo.Rank, cfg tcp.Config) *cluster {
-	cfg.Oversubscribed = ops.Oversubscribed(len(ranks), runtime.NumCPU())
 	c := &cluster{}
 	for i, r := range ranks {
 		c.meshes = append(c.meshes, meshes[r])

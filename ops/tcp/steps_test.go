@@ -239,19 +239,15 @@ func (s *slowPeer) TrySend(p []byte) (int, error) { return len(p), nil }
 func (s *slowPeer) Sent() uint64                  { return 0 }
 func (s *slowPeer) Flush() error                  { return nil }
 
-// A step that may wait polls before it blocks, even if there are more ranks than cores.
+// A step that may wait polls before it blocks.
 func TestPollsBeforeItBlocks(t *testing.T) {
-	for _, oversubscribed := range []bool{false, true} {
-		s := &slowPeer{}
-		b := tcp.New(slowPeerMesh{peer: s}, transport.DataLane(0), upTo(2), 0,
-			tcp.Config{Oversubscribed: oversubscribed})
-		defer b.Close()
-		x := tensor.Bytes([]float32{1})
-		op := ops.Operation{Kind: message.Allreduce, Algorithm: message.RecursiveDoubling,
-			DType: tensor.Float32, Op: tensor.Sum, Tensors: []ops.Tensor{{In: x, Out: x}}}
-		if err := ops.Run(t.Context(), b, op); err != nil || s.polls != 3 || s.blocked != 0 {
-			t.Errorf("oversubscribed %v: error %v after %d polls and %d blocking reads, want 3 and 0",
-				oversubscribed, err, s.polls, s.blocked)
-		}
+	s := &slowPeer{}
+	b := tcp.New(slowPeerMesh{peer: s}, transport.DataLane(0), upTo(2), 0, tcp.Config{})
+	defer b.Close()
+	x := tensor.Bytes([]float32{1})
+	op := ops.Operation{Kind: message.Allreduce, Algorithm: message.RecursiveDoubling,
+		DType: tensor.Float32, Op: tensor.Sum, Tensors: []ops.Tensor{{In: x, Out: x}}}
+	if err := ops.Run(t.Context(), b, op); err != nil || s.polls != 3 || s.blocked != 0 {
+		t.Errorf("error %v after %d polls and %d blocking reads, want 3 and 0", err, s.polls, s.blocked)
 	}
 }

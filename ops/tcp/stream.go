@@ -26,16 +26,11 @@ type stream struct {
 	head    int
 }
 
-const (
-	// polls is the number of times that a rank polls its channels before it blocks. With a yield after each
-	// poll, this takes about 50 us.
-	polls = 64
-	// oversubscribedPolls replaces polls if there are more ranks than cores. Then a yield runs the rank that
-	// sends the data, so few polls are enough. Without them, a rank would block for every message, which
-	// takes twice as much processor time: the network poller, the wake-up of a thread, and the runtime's
-	// monitor, which wakes up every 20 us after the process was idle.
-	oversubscribedPolls = 4
-)
+// polls is the number of times that a rank polls its channels before it blocks. With a yield after each poll,
+// this takes about 50 us if no other thread needs the processor. If there are more ranks than cores, a yield
+// runs the rank that sends the data. A rank that blocks takes more processor time: the network poller, the
+// wake-up of a thread, and the runtime's monitor, which wakes up every 20 us after the process was idle.
+const polls = 64
 
 // Send queues p. It does not wait.
 func (s *stream) Send(p []byte) error {
@@ -123,7 +118,7 @@ func (b *Backend) progress(polled *int) (block bool, err error) {
 	case b.ctx == nil:
 		return false, b.await(ops.Waiting)
 	default:
-		if *polled++; *polled >= b.polls {
+		if *polled++; *polled >= polls {
 			return true, b.handOver()
 		}
 		shmem.Yield()

@@ -80,10 +80,6 @@ type Config struct {
 	// Forced has algorithms that Plan chooses whatever the table says. Plan returns an error for an operation
 	// that the forced algorithm cannot serve.
 	Forced Forced
-
-	// Oversubscribed says that the host has more ranks than cores, so that a rank that waits must soon block.
-	// Default false.
-	Oversubscribed bool
 }
 
 // Backend is the ops.Backend of one process set. It has a lane of its own.
@@ -104,7 +100,6 @@ type Backend struct {
 	deterministic  bool
 	table          Table
 	forced         Forced
-	polls          int       // number of times that a step that may wait polls before it blocks
 	conns          []*stream // indexed by rank of the set; nil until the channel is needed
 	unsent         []*stream // the streams with pending bytes
 	watch          watch
@@ -144,9 +139,6 @@ func New(mesh transport.Mesh, lane transport.Lane, ranks []topo.Rank, me int, cf
 	}
 	if b.defaultSegment <= 0 {
 		b.defaultSegment = DefaultSegmentBytes
-	}
-	if b.polls = polls; cfg.Oversubscribed {
-		b.polls = oversubscribedPolls
 	}
 	if b.table == nil {
 		b.table = DefaultTable
