@@ -32,6 +32,12 @@ type stream struct {
 // wake-up of a thread, and the runtime's monitor, which wakes up every 20 us after the process was idle.
 const polls = 64
 
+// movingBytes is the number of received bytes after which a step that may not wait returns Moving where it
+// would return Waiting. A caller hands an operation over to the lane if it has been Waiting for a while,
+// so it keeps a large operation as long as data arrives. Smaller operations end before that, and a turn
+// after each of their steps would cost more.
+const movingBytes = 64 << 10
+
 // Send queues p. It does not wait.
 func (s *stream) Send(p []byte) error {
 	s.queued += uint64(len(p))
@@ -116,7 +122,11 @@ func (b *Backend) progress(polled *int) (block bool, err error) {
 	case moved:
 		*polled = 0
 	case b.ctx == nil:
-		return false, b.await(ops.Waiting)
+		p := ops.Waiting
+		if b.received >= movingBytes {
+			p, b.received = ops.Moving, 0
+		}
+		return false, b.await(p)
 	default:
 		if *polled++; *polled >= polls {
 			return true, b.handOver()
@@ -133,6 +143,7 @@ func (s *stream) Read(p []byte) (int, error) {
 	}
 	for polled := 0; ; {
 		if n, err := s.TryRead(p); n > 0 || err != nil {
+			s.b.received += n
 			return n, err
 		}
 		block, err := s.b.progress(&polled)

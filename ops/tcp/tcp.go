@@ -109,6 +109,8 @@ type Backend struct {
 	started bool          // an operation is in progress
 	steps   steps
 	ctx     context.Context // the context of the step if the step may wait, else nil
+	// received is the number of bytes that have arrived since a step last returned Moving because of them.
+	received int
 
 	// The fields below are kept from one operation to the next so that an operation allocates nothing. Each
 	// operation sets the fields that it uses.
