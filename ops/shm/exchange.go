@@ -11,6 +11,7 @@ import (
 	"github.com/gohvd/gohvd/internal/shmem"
 	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/ops"
+	"github.com/gohvd/gohvd/ops/inorder"
 )
 
 // streamBytes is the smallest size of a buffer for which pullStep stores the results without bringing them
@@ -254,7 +255,7 @@ func tableOf(segment []byte, turn int) []byte {
 func (b *Backend) readLayouts(p *plan, total int64) error {
 	elem := int64(1)
 	if p.reduce {
-		elem = int64(b.reducer.dt.Size())
+		elem = int64(b.op.DType.Size())
 	}
 	for i := range b.peers {
 		if i == b.me {
@@ -354,7 +355,7 @@ func (b *Backend) reduceStep(p *plan, t int) {
 			n = min(n, int64(len(b.sources[i])))
 		}
 		if b.discards {
-			b.reducer.reduce(b.staged(p, b.me, b.me, t, from, v, n), b.sources)
+			b.reducer.Reduce(b.staged(p, b.me, b.me, t, from, v, n), b.sources)
 			v += n
 			continue
 		}
@@ -366,16 +367,16 @@ func (b *Backend) reduceStep(p *plan, t int) {
 }
 
 // reducePiece reduces the sources to out. If the parameter copied is set, it also copies the result to the
-// staging area. It handles blockBytes bytes at a time, so that the copy reads from the cache.
+// staging area. It handles inorder.BlockBytes bytes at a time, so that the copy reads from the cache.
 func (b *Backend) reducePiece(p *plan, t int, from, v int64, out []byte, copied bool) {
 	if !copied {
-		b.reducer.reduce(out, b.sources)
+		b.reducer.Reduce(out, b.sources)
 		return
 	}
 	stage := b.staged(p, b.me, b.me, t, from, v, int64(len(out)))
-	for at := 0; at < len(out); at += blockBytes {
-		end := min(at+blockBytes, len(out))
-		b.reducer.block(out[at:end], b.sources, at)
+	for at := 0; at < len(out); at += inorder.BlockBytes {
+		end := min(at+inorder.BlockBytes, len(out))
+		b.reducer.Block(out[at:end], b.sources, at)
 		copy(stage[at:end], out[at:end])
 	}
 }

@@ -39,6 +39,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/ops"
+	"github.com/gohvd/gohvd/ops/inorder"
 )
 
 // DefaultStageBytes is the default of Config.StageBytes.
@@ -143,7 +144,7 @@ type Backend struct {
 	plan       plan
 	counts     [][]int64 // in an alltoall, counts[i][k] is the number of bytes from member i to member k
 	received   []int64
-	reducer    reducer
+	reducer    inorder.Reducer
 	adasum     adasumState
 	scratch    []byte                          // the result of a small operation of several tensors
 	chunk      func(id uint32) ([]byte, error) // maps an arena chunk of member chunkOwner
@@ -386,7 +387,7 @@ func (b *Backend) reduceSingle() {
 		if &t.In[0] != &t.Out[0] {
 			copy(t.Out, t.In)
 		}
-		b.reducer.reduceOne(t.Out)
+		b.reducer.ReduceOne(t.Out)
 	}
 }
 
@@ -394,7 +395,7 @@ func (b *Backend) planReducescatter() error {
 	if _, err := b.own.set(b.single()); err != nil {
 		return err
 	}
-	if err := b.reducer.prepare(b.op.Op, b.op.DType, ops.Scaling{Pre: 1, Post: 1}, len(b.ranks)); err != nil {
+	if err := b.reducer.Prepare(b.op.Op, b.op.DType, ops.Scaling{Pre: 1, Post: 1}, len(b.ranks)); err != nil {
 		return err
 	}
 	if err := b.cut(b.op.Counts); err != nil {

@@ -73,7 +73,7 @@ func (b *Backend) finishSmall() {
 		}
 		out = b.scratch[:total]
 	}
-	b.reducer.reduce(out, b.sources)
+	b.reducer.Reduce(out, b.sources)
 	if len(b.own.tensors) > 1 {
 		for _, t := range b.own.tensors {
 			out = out[copy(t.Out, out):]

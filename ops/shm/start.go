@@ -120,7 +120,7 @@ func (b *Backend) beginAllreduce() error {
 		b.state = done
 		return nil
 	}
-	if err := b.reducer.prepare(op.Op, op.DType, op.Scaling, len(b.ranks)); err != nil {
+	if err := b.reducer.Prepare(op.Op, op.DType, op.Scaling, len(b.ranks)); err != nil {
 		return err
 	}
 	switch {

@@ -1,4 +1,6 @@
-package shm
+// Package inorder reduces the contributions of ranks in the order of the ranks, for backends that have the
+// contributions of all ranks in memory.
+package inorder
 
 import (
 	"fmt"
@@ -8,20 +10,22 @@ import (
 	"github.com/gohvd/gohvd/ops"
 )
 
-// blockBytes is the number of bytes that are reduced at a time. All buffers that are needed for a block fit
+// BlockBytes is the number of bytes that are reduced at a time. All buffers that are needed for a block fit
 // in the first-level cache.
-const blockBytes = 8 << 10
+const BlockBytes = 8 << 10
 
-// reducer combines the ranks' contributions. It always combines them in the order of the ranks. So the bits
-// of the result depend neither on the rank that computes it nor on the other tensors of the operation.
-type reducer struct {
+// Reducer combines the ranks' contributions. It always combines them in the order of the ranks. So the bits
+// of the result depend neither on the rank that computes it nor on the other tensors of the operation. Sums
+// and products of 16-bit floats are computed in float32 and rounded once. A Reducer is not safe for
+// concurrent use. The zero value must be prepared.
+type Reducer struct {
 	op    tensor.ReduceOp
 	dt    tensor.DType
 	s     ops.Scaling
 	into  kernel.IntoFunc
 	scale kernel.ScaleFunc
 	// wide is set for a sum or a product of 16-bit floats over more than two ranks. The elements are then
-	// converted to float32, reduced, and rounded once at the end.
+	// converted to float32, reduced, and rounded once at the end. Over two ranks, into does the same.
 	wide    bool
 	widen   kernel.ConvertFunc
 	narrow  kernel.ConvertFunc
@@ -30,16 +34,16 @@ type reducer struct {
 	*blocks // nil before the first operation
 }
 
-// blocks has the memory of a reducer for blocks.
+// blocks has the memory of a Reducer for blocks.
 type blocks struct {
 	// the reduction of the sources so far; large enough for a block of float32 elements
-	sum     [2 * blockBytes]byte
-	scaled  [2][blockBytes]byte
-	widened [2 * blockBytes]byte
+	sum     [2 * BlockBytes]byte
+	scaled  [2][BlockBytes]byte
+	widened [2 * BlockBytes]byte
 }
 
-// prepare configures r for an operation with n ranks.
-func (r *reducer) prepare(op tensor.ReduceOp, dt tensor.DType, s ops.Scaling, n int) (err error) {
+// Prepare configures r for an operation with n ranks.
+func (r *Reducer) Prepare(op tensor.ReduceOp, dt tensor.DType, s ops.Scaling, n int) (err error) {
 	if r.blocks == nil {
 		r.blocks = new(blocks)
 	}
@@ -76,18 +80,18 @@ func (r *reducer) prepare(op tensor.ReduceOp, dt tensor.DType, s ops.Scaling, n 
 	return err
 }
 
-// reduce stores the reduction of srcs in dst. There are at least two sources, which have the length of dst.
-// dst may be one of the sources.
-func (r *reducer) reduce(dst []byte, srcs [][]byte) {
-	for at := 0; at < len(dst); at += blockBytes {
-		end := min(at+blockBytes, len(dst))
-		r.block(dst[at:end], srcs, at)
+// Reduce stores the reduction of srcs in dst. There are at least two sources, which have at least the length
+// of dst. dst may be the beginning of one of the sources.
+func (r *Reducer) Reduce(dst []byte, srcs [][]byte) {
+	for at := 0; at < len(dst); at += BlockBytes {
+		end := min(at+BlockBytes, len(dst))
+		r.Block(dst[at:end], srcs, at)
 	}
 }
 
-// block reduces one block: the len(dst) bytes at the given offset of each source. As in reduce, there are at
-// least two sources, and dst may be a part of one of them.
-func (r *reducer) block(dst []byte, srcs [][]byte, at int) {
+// Block reduces one block: the len(dst) bytes at the given offset of each source. dst has at most BlockBytes
+// bytes. As in Reduce, there are at least two sources, and dst may be a part of one of them.
+func (r *Reducer) Block(dst []byte, srcs [][]byte, at int) {
 	n := len(dst)
 	if r.wide {
 		sum, widened := r.sum[:2*n], r.widened[:2*n]
@@ -114,7 +118,7 @@ func (r *reducer) block(dst []byte, srcs [][]byte, at int) {
 
 // source returns the n bytes of a contribution that begin at the given offset. If they have to be scaled,
 // source copies them to r.scaled[buffer] and scales them there.
-func (r *reducer) source(src []byte, at, n, buffer int) []byte {
+func (r *Reducer) source(src []byte, at, n, buffer int) []byte {
 	part := src[at : at+n]
 	if r.s.Pre == 1 || r.scale == nil {
 		return part
@@ -126,7 +130,7 @@ func (r *reducer) source(src []byte, at, n, buffer int) []byte {
 }
 
 // finish divides the result of a reduction by Divisor and multiplies it by Post.
-func (r *reducer) finish(dst []byte) {
+func (r *Reducer) finish(dst []byte) {
 	if r.s.Divisor > 1 {
 		kernel.Divide(r.dt)(dst, r.s.Divisor)
 	}
@@ -135,8 +139,8 @@ func (r *reducer) finish(dst []byte) {
 	}
 }
 
-// reduceOne does the reduction for a single rank: it only scales buf.
-func (r *reducer) reduceOne(buf []byte) {
+// ReduceOne does the reduction for a single rank: it only scales buf.
+func (r *Reducer) ReduceOne(buf []byte) {
 	if r.s.Pre != 1 && r.scale != nil {
 		r.scale(buf, r.s.Pre)
 	}
