@@ -88,7 +88,7 @@ func TestTableAtOtherRanks(t *testing.T) {
 // If a forced algorithm cannot serve an operation, the operation fails at all ranks with an error that names
 // the algorithms that can, and later operations succeed.
 func TestForcedAlgorithmCannotServe(t *testing.T) {
-	run(t, 2, func(ctx context.Context, e *hvd.Engine) {
+	run(t, 3, func(ctx context.Context, e *hvd.Engine) {
 		_, err := hvd.Allreduce(ctx, make([]hvd.Float16, 1), hvd.Name("half"), hvd.Op(hvd.Sum), hvd.On(e))
 		if err == nil || !strings.Contains(err.Error(), `"half"`) ||
 			!strings.HasSuffix(err.Error(), "direct or exchange can") {

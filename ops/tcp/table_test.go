@@ -21,7 +21,7 @@ import (
 // operation.
 func TestTable(t *testing.T) {
 	table := tcp.Table{
-		{Kind: message.Allreduce, MaxRanks: 2, MaxBytes: 1000, Algorithm: message.RecursiveDoubling},
+		{Kind: message.Allreduce, MaxRanks: 3, MaxBytes: 1000, Algorithm: message.RecursiveDoubling},
 		{Kind: message.Allreduce, MaxBytes: 1000, Algorithm: message.Exchange},
 		{Kind: message.Allreduce, MaxRanks: 4, Algorithm: message.HalvingDoubling},
 		{Kind: message.Allgather, Algorithm: message.Bruck},
@@ -35,10 +35,12 @@ func TestTable(t *testing.T) {
 		want     message.Algorithm
 	}{
 		{message.Allreduce, tensor.Float32, 2, 1000, message.RecursiveDoubling},
-		{message.Allreduce, tensor.Float16, 2, 1000, message.Exchange},
-		{message.Allreduce, tensor.Float32, 3, 1000, message.Exchange},
+		{message.Allreduce, tensor.Float16, 2, 1000, message.RecursiveDoubling},
+		{message.Allreduce, tensor.Float32, 3, 1000, message.RecursiveDoubling},
+		{message.Allreduce, tensor.Float16, 3, 1000, message.Exchange},
+		{message.Allreduce, tensor.Float32, 4, 1000, message.Exchange},
 		{message.Allreduce, tensor.Float32, 2, 1001, message.HalvingDoubling},
-		{message.Allreduce, tensor.Float16, 2, 1001, message.Direct},
+		{message.Allreduce, tensor.Float16, 3, 1001, message.Direct},
 		{message.Allreduce, tensor.Float32, 5, 1001, message.Ring},
 		{message.Allgather, tensor.Float32, 5, 1 << 40, message.Bruck},
 		{message.Broadcast, tensor.Float32, 5, 1 << 40, message.Tree},
@@ -83,9 +85,9 @@ func TestForced(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	b := newCluster(memMeshes(2), upTo(2), tcp.Config{Forced: forced}).backends[0]
+	b := newCluster(memMeshes(3), upTo(3), tcp.Config{Forced: forced}).backends[0]
 	plan := func(kind message.Kind, dt tensor.DType, op tensor.ReduceOp) (message.Algorithm, error) {
-		return b.Plan(upTo(2), &message.Response{Kind: kind, DType: dt, Op: op}, 4, nil)
+		return b.Plan(upTo(3), &message.Response{Kind: kind, DType: dt, Op: op}, 4, nil)
 	}
 	for _, c := range []struct {
 		kind message.Kind
@@ -112,8 +114,8 @@ func TestForced(t *testing.T) {
 // A tuned algorithm comes after a forced one and before the table. If it cannot serve an operation, the table
 // applies.
 func TestTunedAlgorithm(t *testing.T) {
-	free := newCluster(memMeshes(2), upTo(2), tcp.Config{}).backends[0]
-	forced := newCluster(memMeshes(2), upTo(2),
+	free := newCluster(memMeshes(3), upTo(3), tcp.Config{}).backends[0]
+	forced := newCluster(memMeshes(3), upTo(3),
 		tcp.Config{Forced: tcp.Forced{message.Allreduce: message.Ring}}).backends[0]
 	tuned := &message.Tuning{Allreduce: message.HalvingDoubling}
 	for _, c := range []struct {
@@ -130,7 +132,7 @@ func TestTunedAlgorithm(t *testing.T) {
 		{forced, message.Allreduce, tensor.Float32, tuned, message.Ring},
 	} {
 		r := &message.Response{Kind: c.kind, DType: c.dt, Op: tensor.Sum}
-		if got, err := c.b.Plan(upTo(2), r, 4, c.t); got != c.want || err != nil {
+		if got, err := c.b.Plan(upTo(3), r, 4, c.t); got != c.want || err != nil {
 			t.Errorf("%v of %v with %+v: got %v, %v, want %v", c.kind, c.dt, c.t, got, err, c.want)
 		}
 	}

@@ -38,7 +38,9 @@
 // tensors that are fused with it. With recursive doubling and halving-doubling the sum is computed in the
 // same tree at every position. Direct and exchange add in the order of the ranks at every position, convert
 // half-precision types to float32 before, and round once at the end. So Plan chooses only between direct and
-// exchange for sums and products of half-precision types and, if Config.Deterministic is set, of all floats.
+// exchange for sums and products over three or more ranks of half-precision types and, if
+// Config.Deterministic is set, of all floats. Over two ranks there is only one order, and every algorithm
+// rounds once.
 package tcp
 
 import (
@@ -68,7 +70,8 @@ type Config struct {
 
 	// Deterministic makes Plan choose only algorithms whose result for an element depends only on the ranks'
 	// values for the element. In particular it does not depend on the position of the element in the buffer
-	// or on the length of the buffer. These algorithms need channels from every rank to every other rank.
+	// or on the length of the buffer. Over three or more ranks, these algorithms need channels from every
+	// rank to every other rank.
 	// Deterministic does not change Adasum, which has only one algorithm: the last bits of an Adasum are
 	// reproducible only if its tensors are not fused. Default false.
 	Deterministic bool
@@ -188,7 +191,7 @@ func (b *Backend) Plan(members []topo.Rank, r *message.Response, numBytes int64,
 			return message.HalvingDoubling, nil
 		}
 	}
-	can := func(a message.Algorithm) bool { return keepsOrder(a) || !b.needsOrder(r) }
+	can := func(a message.Algorithm) bool { return keepsOrder(a) || !b.needsOrder(r, len(members)) }
 	if alg := b.forced[r.Kind]; alg != message.NoAlgorithm {
 		if can(alg) {
 			return alg, nil
@@ -209,13 +212,13 @@ func (b *Backend) Plan(members []topo.Rank, r *message.Response, numBytes int64,
 	return all[slices.IndexFunc(all, can)], nil
 }
 
-// needsOrder reports whether a reduction must be computed in the order of the ranks, in full precision: sums
-// and products of half-precision types, and in deterministic mode of all floating-point types. The order
-// cannot change any other result.
-func (b *Backend) needsOrder(r *message.Response) bool {
+// needsOrder reports whether a reduction over n ranks must be computed in the order of the ranks, in full
+// precision: sums and products of half-precision types, and in deterministic mode of all floating-point
+// types, over more than two ranks. The order cannot change any other result.
+func (b *Backend) needsOrder(r *message.Response, n int) bool {
 	dt := r.WireType()
 	op := r.Op.Base()
-	return r.Kind.Reduces() && dt.IsFloat() && op != tensor.Min && op != tensor.Max &&
+	return n > 2 && r.Kind.Reduces() && dt.IsFloat() && op != tensor.Min && op != tensor.Max &&
 		(dt.IsHalf() || b.deterministic)
 }
 
