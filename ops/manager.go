@@ -16,10 +16,10 @@ type Registry []Registration
 // Registration describes one backend of a Registry.
 type Registration struct {
 	ID message.Backend
-	// Lists reports whether, with the given algorithm, the backend accepts the tensors of an allreduce as a
-	// list of any length, reads and writes them in place, and scales them itself. If it does not, or if Lists
-	// is nil, the engine packs the tensors into a fusion buffer and scales them.
-	Lists func(message.Algorithm) bool
+	// Lists reports whether, for the given kind and algorithm, the backend accepts the tensors as a list of
+	// any length, reads and writes them in place, and scales them itself. If it does not, or if Lists is nil,
+	// the engine packs the tensors into a fusion buffer and scales them.
+	Lists func(message.Kind, message.Algorithm) bool
 	// Devices is set if the backend accepts tensors in the memory of CUDA devices. Then it accepts no tensors
 	// in host memory.
 	Devices bool
@@ -116,18 +116,19 @@ func (m *Manager) refusals(members []topo.Rank, r *message.Response, numBytes in
 	return refusals
 }
 
-// Always returns true. It is the Registration.Lists of a backend that accepts lists with all algorithms.
-func Always(message.Algorithm) bool { return true }
+// Always returns true. It is the Registration.Lists of a backend that always accepts lists.
+func Always(message.Kind, message.Algorithm) bool { return true }
 
-// Get returns the backend with the given ID and whether it accepts lists of tensors with the given algorithm
-// (Registration.Lists). ID and algorithm come from a granted response.
-func (m *Manager) Get(id message.Backend, alg message.Algorithm) (b Backend, lists bool, err error) {
+// Get returns the backend with the given ID and whether it accepts lists of tensors for the given kind and
+// algorithm (Registration.Lists). ID, kind and algorithm come from a granted response.
+func (m *Manager) Get(id message.Backend, k message.Kind, alg message.Algorithm) (b Backend, lists bool,
+	err error) {
 	i := slices.IndexFunc(m.registry, func(r Registration) bool { return r.ID == id })
 	if i < 0 {
 		return nil, false, fmt.Errorf("ops: got a response for backend %v, which this rank does not have", id)
 	}
 	f := m.registry[i].Lists
-	return m.backends[i], f != nil && f(alg), nil
+	return m.backends[i], f != nil && f(k, alg), nil
 }
 
 // Close closes all backends.

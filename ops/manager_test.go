@@ -124,12 +124,14 @@ func TestManagerGet(t *testing.T) {
 	lists.Lists = ops.Always
 	m := newManager(t, entry(first, a), lists)
 	for id, want := range map[message.Backend]*planner{first: a, second: b} {
-		if got, lists, err := m.Get(id, message.Ring); err != nil || got != want || lists != (id == second) {
+		got, lists, err := m.Get(id, message.Allreduce, message.Ring)
+		if err != nil || got != want || lists != (id == second) {
 			t.Errorf("%v: got %v, %v, %v, want its backend", id, got, lists, err)
 		}
 	}
 	for _, id := range []message.Backend{message.NoBackend, message.TCP} {
-		if _, _, err := m.Get(id, message.Ring); err == nil || !strings.Contains(err.Error(), id.String()) {
+		_, _, err := m.Get(id, message.Allreduce, message.Ring)
+		if err == nil || !strings.Contains(err.Error(), id.String()) {
 			t.Errorf("got %v, want an error that names %v", err, id)
 		}
 	}

@@ -138,7 +138,7 @@ type Operation struct {
 	// of tensors and their lengths may differ between ranks, but the total length must be the same. After an
 	// Allreduce all ranks hold the same bits. In a Reduce only Root gets the result. At the other ranks a
 	// backend with Lists neither reads nor writes Out, which may be nil, and any other backend leaves the
-	// tensor undefined. If Lists does not report true for the algorithm, there is exactly one tensor, whose
+	// tensor undefined. If Lists does not report true for the operation, there is exactly one tensor, whose
 	// In and Out are the same memory, and the backend ignores Scaling.
 	Tensors []Tensor
 	Scaling Scaling

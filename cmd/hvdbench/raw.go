@@ -52,7 +52,7 @@ func (p *rawPath) plan(s opSpec) (to rawPlan, err error) {
 			return to, errUnsupported{err.Error()}
 		}
 	}
-	to.Backend, to.lists, err = p.backend.manager.Get(to.id, to.algorithm)
+	to.Backend, to.lists, err = p.backend.manager.Get(to.id, s.kind, to.algorithm)
 	return to, err
 }
 

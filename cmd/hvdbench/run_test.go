@@ -45,9 +45,11 @@ func TestEveryCollectiveOnEveryPath(t *testing.T) {
 						message.Barrier: 1,
 					}[kind]
 					if kind != message.Barrier && !strings.Contains(path, "raw") {
-						want *= 2 // a raw backend supports one placement or both
+						want *= 2
 					}
-					if len(rows) != want && !(strings.Contains(path, "raw") && len(rows) == 2*want) {
+					// A raw backend supports one placement or both, which may depend on the algorithm.
+					if len(rows) != want && !(strings.Contains(path, "raw") && want < len(rows) &&
+						len(rows) <= 2*want) {
 						t.Errorf("%d rows, want %d:\n%s", len(rows), want, out)
 					}
 					for _, row := range rows {

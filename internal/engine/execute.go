@@ -100,7 +100,7 @@ func (l *lane) start(w *work) (err error) {
 	if !kind.MovesData() {
 		return nil
 	}
-	if x.backend, x.lists, err = l.manager.Get(w.grant.Backend, w.grant.Algorithm); err != nil {
+	if x.backend, x.lists, err = l.manager.Get(w.grant.Backend, kind, w.grant.Algorithm); err != nil {
 		return err
 	}
 	x.op = ops.Operation{Kind: kind, Algorithm: w.grant.Algorithm, SegmentBytes: w.grant.SegmentBytes}
@@ -234,7 +234,7 @@ func (l *lane) fitsInTurn(w *work, waitedFor bool) bool {
 		return true
 	}
 	// Work that is not copied to a buffer first may have any size if the backend divides it into many steps.
-	if _, lists, _ := l.manager.Get(w.grant.Backend, w.grant.Algorithm); !lists {
+	if _, lists, _ := l.manager.Get(w.grant.Backend, r.Kind, w.grant.Algorithm); !lists {
 		return false
 	}
 	switch r.Kind {

@@ -13,6 +13,21 @@ type cut []int64
 // part returns part i of buf.
 func (c cut) part(buf []byte, i int) []byte { return buf[c[i]:c[i+1]] }
 
+// segment returns segment s of part i. A segment has seg bytes, or fewer at the end of the part. After the
+// end, segments are empty.
+func (c cut) segment(i, s, seg int) byteRange {
+	from, end := int(c[i]), int(c[i+1])
+	return byteRange{min(from+s*seg, end), min(from+(s+1)*seg, end)}
+}
+
+// longest returns the number of bytes of the longest part.
+func (c cut) longest() (numBytes int) {
+	for i := range len(c) - 1 {
+		numBytes = max(numBytes, int(c[i+1]-c[i]))
+	}
+	return numBytes
+}
+
 // even cuts a buffer of numBytes bytes into parts whose lengths differ by at most one element. An element has
 // size bytes.
 func (c cut) even(numBytes, size int) error {

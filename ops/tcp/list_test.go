@@ -13,10 +13,10 @@ import (
 	"github.com/gohvd/gohvd/ops/tcp"
 )
 
-// A ring reduces and scales a list of tensors in their own memory, in place and out of place. Small tensors,
-// which are packed, stand between large ones, at the beginning and at the end. The inputs do not change,
-// unless they are the outputs. Every rank divides the elements into tensors differently.
-func TestRingOfLists(t *testing.T) {
+// An allreduce reduces and scales a list of tensors in their own memory, in place and out of place. Small
+// tensors, which are packed, stand between large ones, at the beginning and at the end. The inputs do not
+// change, unless they are the outputs. Every rank divides the elements into tensors differently.
+func TestLists(t *testing.T) {
 	sizes := []int{3, 0, 5000, 70, 1, 0, 9000, 20000, 2, 8}
 	total := 0
 	for _, k := range sizes {
@@ -24,14 +24,19 @@ func TestRingOfLists(t *testing.T) {
 	}
 	for n := 1; n <= 4; n++ {
 		for _, r := range []struct {
-			dt tensor.DType
-			s  ops.Scaling
+			alg message.Algorithm
+			dt  tensor.DType
+			s   ops.Scaling
 		}{
-			{tensor.Float32, ops.Scaling{Pre: 2, Post: 0.25}},
-			{tensor.Int32, ops.Scaling{Pre: 3, Post: 1, Divisor: 2}},
-			{tensor.Float64, ops.Scaling{Pre: 1, Post: 1}},
+			{message.Ring, tensor.Float32, ops.Scaling{Pre: 2, Post: 0.25}},
+			{message.Ring, tensor.Int32, ops.Scaling{Pre: 3, Post: 1, Divisor: 2}},
+			{message.Ring, tensor.Float64, ops.Scaling{Pre: 1, Post: 1}},
+			{message.Direct, tensor.BFloat16, ops.Scaling{Pre: 2, Post: 0.25}},
+			{message.Direct, tensor.Int32, ops.Scaling{Pre: 3, Post: 1, Divisor: 2}},
+			{message.Exchange, tensor.Float16, ops.Scaling{Pre: 2, Post: 0.25}},
+			{message.Exchange, tensor.Int32, ops.Scaling{Pre: 3, Post: 1, Divisor: 2}},
 		} {
-			t.Run(fmt.Sprintf("ranks=%d/%v", n, r.dt), func(t *testing.T) {
+			t.Run(fmt.Sprintf("ranks=%d/%v/%v", n, r.alg, r.dt), func(t *testing.T) {
 				c := newCluster(strictMeshes(t, n), upTo(n), tcp.Config{SegmentBytes: 1 << 10})
 				defer c.close()
 				want := scaled(t, r.dt, total, n, r.s)
@@ -49,7 +54,7 @@ func TestRingOfLists(t *testing.T) {
 						list = append(list, ops.Tensor{In: in[at:end], Out: out[at:end]})
 						at = end
 					}
-					err := b.AllreduceFused(t.Context(), message.Ring, r.dt, tensor.Sum, r.s, list)
+					err := b.AllreduceFused(t.Context(), r.alg, r.dt, tensor.Sum, r.s, list)
 					if err != nil {
 						return err
 					}

@@ -3,6 +3,7 @@ package tcp
 import (
 	"github.com/gohvd/gohvd/internal/kernel"
 	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/ops"
 )
 
 // allreduce runs an allreduce.
@@ -17,9 +18,7 @@ import (
 // ranks. Each rank sends and reduces as many bytes as in the ring, in 2 steps, but needs channels to all n-1
 // other ranks. Elements are combined in the order of the ranks. Half-precision values are combined in float32
 // and rounded once. So the result of an element depends only on the ranks' values. (If it is a NaN, its bits
-// may differ.) Direct keeps two segments in memory: one for input and one for sums. For half-precision types
-// the segment of sums has twice the size, and Direct keeps a third segment, of the same size, for the input
-// in float32.
+// may differ.)
 //
 // Exchange: every rank sends its whole contribution to all other ranks and reduces all contributions, in the
 // same order and with the same result as Direct. Each rank sends and reduces (n-1) × len(buf) bytes in one
@@ -30,31 +29,64 @@ func (b *Backend) allreduce() error {
 	if err := b.by(algorithms[message.Allreduce]...); err != nil {
 		return err
 	}
-	op, dt := b.op.Op, b.op.DType
-	reduce, err := kernel.Reduce(op, dt)
+	dt := b.op.DType
+	reduce, err := kernel.Reduce(b.op.Op, dt)
 	if err != nil {
 		return err
 	}
-	if b.op.Algorithm == message.Ring {
-		return b.allreduceRing(dt, reduce)
+	if !takesLists(b.op.Kind, b.op.Algorithm) {
+		buf, err := b.tensor()
+		if err != nil {
+			return err
+		}
+		if err := b.parts.even(len(buf), dt.Size()); err != nil {
+			return err
+		}
+		if len(b.ranks) == 1 || len(buf) == 0 {
+			return nil
+		}
+		return b.allreduceDoubling(dt.Size(), reduce, buf, b.op.Algorithm == message.HalvingDoubling)
 	}
-	buf, err := b.tensor()
-	if err != nil {
+	if err := b.beginList(); err != nil {
 		return err
 	}
-	if err := b.parts.even(len(buf), dt.Size()); err != nil {
+	defer b.list.end()
+	if err := b.parts.even(b.list.numBytes(), dt.Size()); err != nil {
 		return err
 	}
-	if len(b.ranks) == 1 || len(buf) == 0 {
+	switch all := (byteRange{0, b.list.numBytes()}); {
+	case len(b.ranks) == 1:
+		b.list.load(all)
+		b.list.scaleResult(all)
+		return nil
+	case all.numBytes() == 0:
 		return nil
 	}
 	switch b.op.Algorithm {
-	case message.Exchange:
-		return b.allreduceExchange(op, dt, buf)
 	case message.Direct:
-		return b.allreduceDirect(op, dt, buf)
+		return b.direct(dt.Size(), everyone)
+	case message.Exchange:
+		return b.allreduceExchange()
 	}
-	return b.allreduceDoubling(dt.Size(), reduce, buf, b.op.Algorithm == message.HalvingDoubling)
+	return b.allreduceRing(dt.Size(), reduce)
+}
+
+// takesLists implements ops.Registration.Lists.
+func takesLists(k message.Kind, alg message.Algorithm) bool {
+	return alg == message.Ring || k == message.Allreduce && keepsOrder(alg)
+}
+
+// beginList sets b.list and b.reducer for the tensors of the operation. The caller must end b.list.
+func (b *Backend) beginList() error {
+	tensors, s, op, dt := b.op.Tensors, b.op.Scaling, b.op.Op, b.op.DType
+	if !takesLists(b.op.Kind, b.op.Algorithm) {
+		s = ops.Scaling{Pre: 1, Post: 1}
+	}
+	result := ops.Scaling{Pre: 1, Post: s.Post, Divisor: s.Divisor}
+	if err := b.reducer.Prepare(op, dt, result, len(b.ranks)); err != nil {
+		return err
+	}
+	return b.list.begin(tensors, dt, s)
 }
 
 // maxAtRootBytes is the largest number of bytes that the root of a reduce receives from the other ranks
@@ -75,18 +107,22 @@ func (b *Backend) reduceToRoot() error {
 	if err != nil {
 		return err
 	}
-	op, dt := b.op.Op, b.op.DType
-	if err := b.parts.even(len(buf), dt.Size()); err != nil {
+	size := b.op.DType.Size()
+	if err := b.parts.even(len(buf), size); err != nil {
 		return err
 	}
-	switch others := len(b.ranks) - 1; {
-	case others == 0 || len(buf) == 0:
+	others := len(b.ranks) - 1
+	if others == 0 || len(buf) == 0 {
 		return nil
-	case len(buf) <= maxAtRootBytes/others:
-		return b.reduceAtRoot(op, dt, buf)
-	default:
-		return b.reduceDirect(op, dt, buf)
 	}
+	if err := b.beginList(); err != nil {
+		return err
+	}
+	defer b.list.end()
+	if len(buf) <= maxAtRootBytes/others {
+		return b.reduceAtRoot()
+	}
+	return b.direct(size, b.op.Root)
 }
 
 // reducescatter runs the first half of an allreduce, by Ring or Direct. If the blocks are equal, each rank
@@ -96,19 +132,25 @@ func (b *Backend) reducescatter() error {
 	if err := b.by(message.Ring, message.Direct); err != nil {
 		return err
 	}
-	op, dt, buf := b.op.Op, b.op.DType, b.op.Buf
-	reduce, err := kernel.Reduce(op, dt)
+	size, buf := b.op.DType.Size(), b.op.Buf
+	reduce, err := kernel.Reduce(b.op.Op, b.op.DType)
 	if err != nil {
 		return err
 	}
-	if err := b.parts.by(b.op.Counts, len(buf), dt.Size()); err != nil {
+	if err := b.parts.by(b.op.Counts, len(buf), size); err != nil {
 		return err
 	}
 	if len(b.ranks) == 1 || len(buf) == 0 {
 		return nil
 	}
 	if b.op.Algorithm == message.Ring {
-		return b.reducescatterRing(dt.Size(), reduce, buf)
+		return b.reducescatterRing(size, reduce, buf)
 	}
-	return b.reducescatterDirect(op, dt, buf)
+	b.buf[0] = ops.Tensor{In: buf, Out: buf}
+	b.op.Tensors = b.buf[:]
+	if err := b.beginList(); err != nil {
+		return err
+	}
+	defer b.list.end()
+	return b.direct(size, nobody)
 }

@@ -1,8 +1,6 @@
 package tcp
 
 import (
-	"fmt"
-
 	"github.com/gohvd/gohvd/internal/kernel"
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/ops"
@@ -20,37 +18,20 @@ import (
 // a part of one chunk while a part of the other one is reduced. Between the first and the last step of a
 // chunk, a rank touches only the memory of two chunks, which stays in the cache. All ranks must use chunks of
 // the same size, because the chunks decide the order of the parts in the streams.
-func (b *Backend) allreduceRing(dt tensor.DType, reduce kernel.Func) error {
-	l, size := &b.list, dt.Size()
-	if err := l.begin(b.op.Tensors, dt, b.op.Scaling); err != nil {
-		return err
-	}
-	defer l.end()
-	all := byteRange{0, l.numBytes()}
-	if all.numBytes()%size != 0 {
-		return fmt.Errorf("got %d bytes, want a multiple of the element size, %d bytes", all.to, size)
-	}
-	n := len(b.ranks)
-	if n == 1 {
-		l.load(all)
-		l.scaleResult(all)
-		return nil
-	}
-	if all.numBytes() == 0 {
-		return nil
-	}
+func (b *Backend) allreduceRing(size int, reduce kernel.Func) error {
 	right, left, err := b.neighbours()
 	if err != nil {
 		return err
 	}
+	n, total := len(b.ranks), b.list.numBytes()
 	now, before := ringChunk{sent: b.sent[0]}, ringChunk{sent: b.sent[1]}
-	for from := 0; from < all.to || now.numBytes() > 0; {
-		if from > 0 && from < all.to { // between chunks, the caller serves other operations
+	for from := 0; from < total || now.numBytes() > 0; {
+		if from > 0 && from < total { // between chunks, the caller serves other operations
 			if err := b.await(ops.Moving); err != nil {
 				return err
 			}
 		}
-		next := byteRange{from, min(from+n*b.segment(size), all.to)}
+		next := byteRange{from, min(from+n*b.segment(size), total)}
 		now, before = ringChunk{next, before.sent}, now
 		from = next.to
 		if err := b.ringRound(left, right, size, reduce, &now, &before); err != nil {

@@ -55,6 +55,7 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/ops"
+	"github.com/gohvd/gohvd/ops/inorder"
 )
 
 // DefaultSegmentBytes is the default of Config.SegmentBytes.
@@ -65,7 +66,8 @@ type Config struct {
 	// SegmentBytes is the size of a segment. It is rounded down to whole elements, but to at least one
 	// element. Larger segments need fewer calls. Smaller segments stay in the processor's cache and let the
 	// next rank start sooner. All ranks must use the same size, because it decides the order of the data in
-	// an allreduce by Ring. If SegmentBytes is 0 or less, it is 1 MiB. An operation may have another size.
+	// an allreduce by Ring and in reductions by Direct. If SegmentBytes is 0 or less, it is 1 MiB. An
+	// operation may have another size.
 	SegmentBytes int
 
 	// Deterministic makes Plan choose only algorithms whose result for an element depends only on the ranks'
@@ -117,14 +119,17 @@ type Backend struct {
 
 	// The fields below are kept from one operation to the next so that an operation allocates nothing. Each
 	// operation sets the fields that it uses.
-	parts   cut         // the ranks' parts of the buffer
-	in      scratch     // data that was received and is not yet reduced
-	ordered inOrder     // state of a reduction by Direct
-	list    tensorList  // the tensors of an allreduce by Ring
-	starts  []uint64    // for each rank, the position of the stream to it when this operation began
-	sent    [2][]uint64 // ringChunk.sent of two chunks
-	blocks  blocks      // state of an alltoall
-	adasum  adasumState
+	parts   cut     // the ranks' parts of the buffer
+	in      scratch // data that was received and is not yet reduced
+	reducer inorder.Reducer
+	sources [][]byte      // for each rank, its contribution to what reducer reduces
+	list    tensorList    // the tensors of a reduction
+	buf     [1]ops.Tensor // the tensors of a reducescatter
+	// sent has the stream positions at which the parts of two chunks of an allreduce by Ring end
+	// (ringChunk.sent), or for each rank the positions at which the segments of two rounds of direct end.
+	sent   [2][]uint64
+	blocks blocks // state of an alltoall
+	adasum adasumState
 }
 
 // New makes the backend for the process set whose members are ranks. This rank is ranks[me]. Nothing else may
@@ -136,11 +141,11 @@ func New(mesh transport.Mesh, lane transport.Lane, ranks []topo.Rank, me int, cf
 		mesh: mesh, lane: lane, ranks: slices.Clone(ranks), me: me,
 		defaultSegment: cfg.SegmentBytes, deterministic: cfg.Deterministic,
 		table: cfg.Table, forced: cfg.Forced,
-		conns:  make([]*stream, n),
-		parts:  make(cut, n+1),
-		starts: make([]uint64, n),
-		sent:   [2][]uint64{make([]uint64, n), make([]uint64, n)},
-		blocks: newBlocks(n),
+		conns:   make([]*stream, n),
+		parts:   make(cut, n+1),
+		sources: make([][]byte, n),
+		sent:    [2][]uint64{make([]uint64, n), make([]uint64, n)},
+		blocks:  newBlocks(n),
 	}
 	if b.defaultSegment <= 0 {
 		b.defaultSegment = DefaultSegmentBytes
@@ -155,7 +160,7 @@ func New(mesh transport.Mesh, lane transport.Lane, ranks []topo.Rank, me int, cf
 // Register returns the Registration of the backend for an ops.Registry.
 func Register(mesh transport.Mesh, cfg Config) ops.Registration {
 	return ops.Registration{ID: message.TCP,
-		Lists: func(a message.Algorithm) bool { return a == message.Ring },
+		Lists: takesLists,
 		New: func(set topo.ProcessSetID, ranks []topo.Rank, me int) (ops.Backend, error) {
 			return New(mesh, transport.DataLane(set), ranks, me, cfg), nil
 		}}
@@ -265,7 +270,8 @@ func (b *Backend) Step(ctx context.Context, wait bool) (p ops.Progress, err erro
 		return ops.Waiting, b.fail(err)
 	}
 	if p == ops.Finished {
-		b.op, b.started = ops.Operation{}, false
+		b.op, b.buf, b.started = ops.Operation{}, [1]ops.Tensor{}, false
+		clear(b.sources)
 	}
 	return p, nil
 }

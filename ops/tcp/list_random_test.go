@@ -3,6 +3,7 @@ package tcp_test
 import (
 	"bytes"
 	"fmt"
+	"math"
 	"math/rand/v2"
 	"testing"
 
@@ -18,20 +19,23 @@ import (
 	"github.com/gohvd/gohvd/ops/tcp"
 )
 
-// randomRing is an allreduce by Ring, chosen at random.
-type randomRing struct {
+// randomReduction is an allreduce of lists, chosen at random.
+type randomReduction struct {
 	reduction
 	ops.Scaling
+	algorithm    message.Algorithm
 	segmentBytes int
 	in           [][]byte // the contribution of each rank
 	want         []byte
 }
 
-// newRandomRing chooses an operation of n ranks. Its values are random, so that a part in the wrong place is
-// noticed, and so small that the order of the additions does not matter.
-func newRandomRing(t *testing.T, rng *rand.Rand, n int) (r randomRing) {
+// newRandomReduction chooses an operation of n ranks. Its values are random, so that a part in the wrong
+// place is noticed. With Ring they are so small that the order of the additions does not matter. With the
+// other algorithms, sums and products of floats depend on the order.
+func newRandomReduction(t *testing.T, rng *rand.Rand, n int) (r randomReduction) {
 	t.Helper()
 	r.reduction = everyReduction[rng.IntN(len(everyReduction))]
+	r.algorithm = []message.Algorithm{message.Ring, message.Direct, message.Exchange}[rng.IntN(3)]
 	r.Scaling = ops.Scaling{Pre: 1, Post: 1}
 	if r.op == tensor.Sum {
 		r.Pre, r.Post = float64(1+rng.IntN(2)), float64(1+rng.IntN(2))
@@ -45,7 +49,14 @@ func newRandomRing(t *testing.T, rng *rand.Rand, n int) (r randomRing) {
 		most = min(most, 300)
 	}
 	numElems := rng.IntN(most + 1)
+	ordered := r.algorithm != message.Ring && r.dt.IsFloat() && (r.op == tensor.Sum || r.op == tensor.Product)
 	for range n {
+		if ordered {
+			r.in = append(r.in, floats(r.dt, numElems, func(int) float64 {
+				return rng.NormFloat64() * math.Exp2(float64(rng.IntN(8)))
+			}))
+			continue
+		}
 		r.in = append(r.in, elements(r.dt, numElems, func(int) int64 {
 			if r.dt == tensor.Bool {
 				return rng.Int64N(2)
@@ -53,22 +64,32 @@ func newRandomRing(t *testing.T, rng *rand.Rand, n int) (r randomRing) {
 			return 1 + rng.Int64N(3)
 		}))
 	}
-	r.want = bytes.Clone(r.in[0])
-	reduce, err := kernel.Reduce(r.op, r.dt)
-	if err != nil {
-		t.Fatal(err)
-	}
 	scale := func([]byte, float64) {}
+	var err error
 	if r.dt != tensor.Bool {
 		if scale, err = kernel.Scale(r.dt); err != nil {
 			t.Fatal(err)
 		}
 	}
-	scale(r.want, r.Pre)
-	for _, in := range r.in[1:] {
-		x := bytes.Clone(in)
+	scaled := copies(r.in)
+	for _, x := range scaled {
 		scale(x, r.Pre)
-		reduce(r.want, x)
+	}
+	r.want = scaled[0]
+	if ordered {
+		acc := r.dt
+		if acc.IsHalf() {
+			acc = tensor.Float32
+		}
+		r.want = inOrder(r.op, r.dt, acc, scaled)
+	} else {
+		reduce, err := kernel.Reduce(r.op, r.dt)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, x := range scaled[1:] {
+			reduce(r.want, x)
+		}
 	}
 	if r.Divisor > 1 {
 		kernel.Divide(r.dt)(r.want, r.Divisor)
@@ -97,9 +118,9 @@ func cutAtRandom(rng *rand.Rand, p []byte, size int) (list []ops.Tensor) {
 	return list
 }
 
-// Random operations by Ring, one after another on the same channels, with random lists at each rank, have the
-// results of a sequential reduction.
-func TestRingAtRandom(t *testing.T) {
+// Random operations, one after another on the same channels, with random lists at each rank, have the results
+// of a sequential reduction.
+func TestListsAtRandom(t *testing.T) {
 	key, _ := secret.New()
 	slow := func(t *testing.T, n int) []transport.Mesh {
 		network, meshes := faulty.New(1, &faulty.Rule{Name: "link", BytesPerSecond: 100 << 20,
@@ -130,14 +151,14 @@ func TestRingAtRandom(t *testing.T) {
 				c := newCluster(network.meshes(t, n), upTo(n), tcp.Config{})
 				defer c.close()
 				for round := range rounds {
-					r := newRandomRing(t, rng, n)
+					r := newRandomReduction(t, rng, n)
 					cuts := rng.Uint64()
 					c.must(t, func(me int, b *opstest.Blocking) error {
 						own := rand.New(rand.NewPCG(cuts, uint64(me)))
 						b.Steps = own.IntN(2) == 0
 						list := cutAtRandom(own, r.in[me], r.dt.Size())
 						op := ops.Operation{
-							Kind: message.Allreduce, Algorithm: message.Ring, SegmentBytes: r.segmentBytes,
+							Kind: message.Allreduce, Algorithm: r.algorithm, SegmentBytes: r.segmentBytes,
 							DType: r.dt, Op: r.op, Tensors: list, Scaling: r.Scaling,
 						}
 						if err := b.Run(t.Context(), op); err != nil {
@@ -148,8 +169,8 @@ func TestRingAtRandom(t *testing.T) {
 							given, want := r.in[me][at:][:len(x.In)], r.want[at:][:len(x.In)]
 							at += len(x.In)
 							if !bytes.Equal(x.Out, want) {
-								return fmt.Errorf("seed %d: round %d: rank %d: result %d of a %v of %v is wrong",
-									seed, round, me, i, r.op, r.dt)
+								return fmt.Errorf("seed %d: round %d: rank %d: result %d of a %v of %v by %v is wrong",
+									seed, round, me, i, r.op, r.dt, r.algorithm)
 							}
 							if len(x.In) > 0 && &x.In[0] != &x.Out[0] && !bytes.Equal(x.In, given) {
 								return fmt.Errorf("seed %d: round %d: rank %d: input %d has changed", seed,
