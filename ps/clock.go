@@ -151,6 +151,7 @@ func (p *Postoffice) endIteration(ctx context.Context, customer int, c *workerCl
 		ctx, cancel = context.WithTimeoutCause(ctx, limit, errTimeout)
 		defer cancel()
 	}
+	p.van.Flush()
 	if err := c.end(ctx); err != nil {
 		return err
 	}

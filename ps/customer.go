@@ -208,6 +208,7 @@ func (c *customer) send(ctx context.Context, r *Request, p *part, m *van.Message
 	h := m.Header
 	h.Request, h.Timestamp, h.AppId, h.CustomerId = true, r.timestamp, int32(c.key.app), int32(c.key.id)
 	h.Range = p.home
+	m.Prompt = r.callback != nil
 	if p.again != nil {
 		reading := p.reading
 		reading.Add(1)
@@ -425,6 +426,7 @@ func (c *customer) call() {
 		if len(c.callbacks) == 0 {
 			c.calling = false
 			c.mu.Unlock()
+			c.po.van.Flush() // what the callbacks have sent
 			return
 		}
 		r := c.callbacks[0]

@@ -36,9 +36,9 @@ const (
 	// messageCost is how many bytes the handling of a short message counts as, when replies to several
 	// messages are written together. So replies to at most 32 messages are.
 	messageCost = 2 << 10
-	// maxHeld is the maximum number of requests that wait for the response to an earlier one.
+	// maxHeld is the maximum number of requests that wait to be written together.
 	maxHeld = 32
-	// holdTime is how long a request waits for the response to an earlier one.
+	// holdTime is how long a request waits to be written together with others.
 	holdTime = time.Millisecond
 	// drainTime is how long a link is read after a write has failed.
 	drainTime = 5 * time.Second
@@ -86,6 +86,8 @@ type link struct {
 	again       []*flight     // messages that are to be sent again
 	requests    int           // number of requests that are queued or not answered
 	asked       uint64        // number of requests so far
+	together    int           // number of requests since none was in flight
+	several     bool          // there was more than one such request the time before
 	queued      int           // number of requests in the queue
 	queuedBytes int           // size of the requests in the queue
 	replies     int           // number of replies in the queue
@@ -132,6 +134,7 @@ func (l *link) request(ctx context.Context, m *Message) error {
 		}
 		room, waiting := l.room, l.requests
 		l.mu.Unlock()
+		l.writeHeld()
 		select {
 		case <-room:
 		case <-l.done:
@@ -146,8 +149,14 @@ func (l *link) request(ctx context.Context, m *Message) error {
 		l.van.blame(l.process, err)
 		return &NodeError{l.peer, err}
 	}
-	// The responses to earlier requests will make the goroutine that reads send this one with others.
-	hold := l.requests > l.queued && l.queued < maxHeld && l.queuedBytes+n < batchBytes && m.short()
+	if l.requests == 0 {
+		l.several, l.together = l.together > 1, 0
+	}
+	l.together++
+	// The responses to earlier requests will make the goroutine that reads send this one with others. If no
+	// request is in flight, others will probably follow before the program waits if they did the last time.
+	hold := (l.requests > l.queued || l.several && !m.Prompt) && l.queued < maxHeld &&
+		l.queuedBytes+n < batchBytes && m.short()
 	l.requests++
 	l.asked++
 	l.queued++

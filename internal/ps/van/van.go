@@ -489,8 +489,7 @@ func (v *Van) own(m *Message) *Message {
 	return c
 }
 
-// Flush sends the requests that wait for responses to earlier ones, so as to be sent together. The caller is
-// about to wait.
+// Flush sends the requests that wait to be sent together with others. The caller is about to wait.
 func (v *Van) Flush() {
 	if !v.holding.Load() || !v.holding.Swap(false) {
 		return

@@ -1092,12 +1092,55 @@ func sentBy(t *testing.T, send func(t *testing.T, h *heldRequests)) bool {
 	return h.queued() == 0
 }
 
+// TestHeldFirstRequest checks that a request waits while none is in flight if several were in flight the time
+// before, unless it is prompt, and that one that is sent alone does not make the next one wait.
+func TestHeldFirstRequest(t *testing.T) {
+	for _, c := range []struct {
+		what   string
+		before int // number of requests the time before
+		prompt bool
+		want   bool // the request waits
+	}{{"after one", 1, false, false}, {"after two", 2, false, true}, {"prompt", 2, true, false}} {
+		t.Run(c.what, func(t *testing.T) {
+			waits := false
+			for range 20 { // the timer may send what waits
+				waits = waits || heldAfter(t, c.before, c.prompt)
+			}
+			if waits != c.want {
+				t.Errorf("a request waits: %t, want %t", waits, c.want)
+			}
+		})
+	}
+}
+
+// heldAfter sends requests, which are answered, and a further one. It reports whether that one waits.
+func heldAfter(t *testing.T, before int, prompt bool) bool {
+	nodes := startJob(t, 1, 1, func(c *Config) { c.WaterMark = 1000 })
+	defer stopAll(nodes)
+	h := &heldRequests{server: nodes[8], worker: nodes[9], prompt: prompt}
+	h.server.handle(func(_ Process, m *Message) { m.Release() })
+	for range before {
+		h.request(t, 8)
+	}
+	h.worker.Flush()
+	testnet.Eventually(t, "no request waits", func() bool { return h.queued() == 0 })
+	for range before {
+		h.worker.Answered(h.server.Process())
+	}
+	h.request(t, 8)
+	return h.link().held.Load()
+}
+
 // heldRequests is a worker whose requests are not answered.
-type heldRequests struct{ server, worker *node }
+type heldRequests struct {
+	server, worker *node
+	prompt         bool
+}
 
 // request sends a request with a frame of n bytes.
 func (h *heldRequests) request(t *testing.T, n int) {
 	m := NewMessage(&pspb.Header{Request: true}, n)
+	m.Prompt = h.prompt
 	if _, err := h.worker.Request(t.Context(), 8, m); err != nil {
 		t.Fatal(err)
 	}

@@ -54,6 +54,9 @@ type Message struct {
 	// Batch says that a reply need not leave before this process has handled the messages of the peer that
 	// have arrived, as long as that takes little time. So several replies are written together.
 	Batch bool
+	// Prompt says that a request does not wait for others while none is in flight, because the program will
+	// probably not call Flush.
+	Prompt bool
 	// lazy says that the message may wait until another one is sent, or for the van's tick.
 	lazy bool
 
