@@ -78,12 +78,16 @@ func (e *UsageError) Unwrap() error { return e.Err }
 type Request struct {
 	c         *customer
 	timestamp int64
-	done      chan struct{}
 	callback  func(error)
 	// of says what the request is about.
 	of subject
 	// event is the push or pull, unless it is another request.
 	event event
+
+	// over is set when the request has completed and its callback has returned. done is closed then. It is
+	// nil before somebody waits, and guarded by c.mu.
+	over atomic.Bool
+	done chan struct{}
 
 	// The following fields are guarded by c.mu until the request has completed.
 	parts    []part
@@ -149,7 +153,7 @@ func newCustomer(po *Postoffice, app, id int) (*customer, error) {
 // start sends the parts of r. If a part cannot be sent, for example because ctx ends or the time limit passes
 // while the queue is full, the request fails, and start returns the error. It owns the messages in any case.
 func (c *customer) start(ctx context.Context, r *Request) error {
-	r.c, r.done = c, make(chan struct{})
+	r.c = c
 	if limit := c.po.set.OperationTimeout; limit > 0 {
 		r.deadline = time.Now().Add(limit)
 		var cancel context.CancelFunc
@@ -329,7 +333,7 @@ func (c *customer) response(from van.Process, m *van.Message) {
 		m.Release() // the request has failed, or the peer has answered twice
 		return
 	}
-	p := &r.parts[i]
+	p, text := &r.parts[i], m.Header.Error // another call may release m when mu is unlocked
 	if m.Header.Moved && p.again != nil {
 		p.settled = p.attempt
 		if p.moved++; p.moved > 1 { // the other server of the range has not answered either
@@ -352,7 +356,7 @@ func (c *customer) response(from van.Process, m *van.Message) {
 	all := r.answered == len(r.parts)
 	c.mu.Unlock()
 	c.po.van.Answered(from)
-	switch text := m.Header.Error; {
+	switch {
 	case text != "":
 		c.complete(r, &RemoteError{from.ID, text})
 	case all:
@@ -365,12 +369,12 @@ func (c *customer) response(from van.Process, m *van.Message) {
 // the request.
 func (c *customer) sendKeys(r *Request, from van.Process, m *van.Message) {
 	h := m.Header
-	m.Release()
 	keys := &van.Message{Header: &pspb.Header{Request: true, WantKeys: true, Timestamp: h.Timestamp,
 		AppId: h.AppId, CustomerId: h.CustomerId, Range: h.Range, KeyList: h.KeyList}}
 	if r != nil && h.Range > 0 {
 		keys.Data = [][]byte{bytesOfKeys(r.of.keysOf(int(h.Range) - 1))}
 	}
+	m.Release()
 	c.po.answer(from, keys)
 }
 
@@ -399,6 +403,7 @@ func (c *customer) complete(r *Request, err error) {
 	for i := range r.parts {
 		if m := r.parts[i].response; m != nil {
 			m.Release()
+			r.parts[i].response = nil
 		}
 	}
 	if err != nil {
@@ -442,7 +447,12 @@ func (c *customer) call() {
 
 // over records that a request has completed and its callback has returned.
 func (c *customer) over(r *Request) {
-	close(r.done)
+	c.mu.Lock()
+	r.over.Store(true)
+	if r.done != nil {
+		close(r.done)
+	}
+	c.mu.Unlock()
 	c.po.wg.Done()
 }
 
@@ -627,6 +637,14 @@ func (r *Request) Timestamp() int64 { return r.timestamp }
 // Done returns a channel that is closed when the request has completed and its callback has returned.
 func (r *Request) Done() <-chan struct{} {
 	r.c.po.van.Flush()
+	r.c.mu.Lock()
+	defer r.c.mu.Unlock()
+	if r.done == nil {
+		r.done = make(chan struct{})
+		if r.over.Load() {
+			close(r.done)
+		}
+	}
 	return r.done
 }
 
@@ -634,14 +652,11 @@ func (r *Request) Done() <-chan struct{} {
 // ends first, Wait returns its error, and the request continues. A callback must not call Wait, because
 // callbacks of a customer are called one at a time.
 func (r *Request) Wait(ctx context.Context) error {
-	select {
-	case <-r.done:
+	if r.over.Load() {
 		return r.err
-	default:
 	}
-	r.c.po.van.Flush()
 	select {
-	case <-r.done:
+	case <-r.Done():
 		return r.err
 	case <-ctx.Done():
 		return fmt.Errorf("ps: wait for %s: %w", r.of, context.Cause(ctx))
