@@ -128,7 +128,7 @@ func TestSeveralCustomers(t *testing.T) {
 
 // TestPushAllocates counts what a push allocates, at the worker and the server together.
 func TestPushAllocates(t *testing.T) {
-	const most = 16
+	const most = 5
 	kv(job{t: t, servers: 1, workers: 1}, Sum[float32], func(_ *Postoffice, _ int, w *KVWorker[float32]) {
 		keys, vals := []uint64{1}, []float32{1}
 		if n := testing.AllocsPerRun(1000, func() {

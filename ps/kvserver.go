@@ -48,11 +48,13 @@ type kvRequest struct {
 	// forwarded says that m is released when the other server of the range has got its frames.
 	forwarded bool
 	// batch says that the handler answers before it returns, and soon.
-	batch    bool
-	keys     int // number of keys
-	pushed   int // size of the pushed values
-	event    event
-	answered atomic.Bool
+	batch bool
+	// home and priority are those of the header. m may have been released when the answer is made.
+	home, priority int32
+	keys           int // number of keys
+	pushed         int // size of the pushed values
+	event          event
+	answered       atomic.Bool
 }
 
 // Handler handles the pushes and pulls at a server: a built-in handler, such as that of Sum, or a KVHandler.
@@ -80,6 +82,8 @@ type KVServer[T Value] struct {
 	parked map[parkedKey]*van.Message // requests whose keys the server has asked for
 	// parkedBytes is the size of these requests.
 	parkedBytes int
+
+	spare *kvRequest // memory for the next request, or nil
 
 	old atomic.Bool // a worker has gone whose lists were not forgotten yet
 }
@@ -219,9 +223,10 @@ func (s *KVServer[T]) dispatch(from van.Process, m *van.Message) {
 // moved tells a worker that the other server of a range is its primary.
 func (s *KVServer[T]) moved(from van.Process, m *van.Message) {
 	h := m.Header
+	moved := &van.Message{Header: &pspb.Header{AppId: h.AppId, CustomerId: h.CustomerId,
+		Timestamp: h.Timestamp, Range: h.Range, Moved: true}}
 	m.Release()
-	s.c.po.answer(from, &van.Message{Header: &pspb.Header{AppId: h.AppId, CustomerId: h.CustomerId,
-		Timestamp: h.Timestamp, Range: h.Range, Moved: true}})
+	s.c.po.answer(from, moved)
 }
 
 // checkFrames returns an error unless m is a push or pull of values of type dt.
@@ -304,11 +309,19 @@ func (s *KVServer[T]) serve(from van.Process, m *van.Message, list *serverList, 
 		s.c.po.refuse(from, m, err)
 		return
 	}
+	req := s.spare
+	if s.spare = nil; req == nil {
+		req = new(kvRequest)
+	}
+	*req = kvRequest{from: from, m: m, replica: s.c.replicas[h.Range], home: h.Range, priority: h.Priority,
+		keys: len(list.keys), pushed: len(m.Data[1]),
+		event: s.c.po.observer.begin(kindOf(h.Push, h.Pull))}
 	s.handler.handle(KVMeta{Cmd: h.Head, Push: h.Push, Pull: h.Pull, Sender: from.ID,
-		Customer:  int(h.CustomerId),
-		Timestamp: h.Timestamp, Clock: h.Clock - 1, req: &kvRequest{from: from, m: m,
-			replica: s.c.replicas[h.Range], keys: len(list.keys),
-			pushed: len(m.Data[1]), event: s.c.po.observer.begin(kindOf(h.Push, h.Pull))}}, data, s)
+		Customer: int(h.CustomerId), Timestamp: h.Timestamp, Clock: h.Clock - 1, req: req}, data, s)
+	if req.batch { // it was answered
+		*req = kvRequest{}
+		s.spare = req
+	}
 }
 
 // check returns an error if the values do not fit the keys.
@@ -415,9 +428,9 @@ func (s *KVServer[T]) observe(meta *KVMeta, bytes int, err error) {
 // message returns the response, without frames.
 func (meta *KVMeta) message(app int) *van.Message {
 	m := van.Make()
-	h, request := m.Header, meta.req.m.Header
+	h := m.Header
 	h.AppId, h.CustomerId, h.Timestamp = int32(app), int32(meta.Customer), meta.Timestamp
-	h.Range, h.Push, h.Pull, h.Priority = request.Range, meta.Push, meta.Pull, request.Priority
+	h.Range, h.Push, h.Pull, h.Priority = meta.req.home, meta.Push, meta.Pull, meta.req.priority
 	m.Batch = meta.req.batch
 	return m
 }

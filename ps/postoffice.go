@@ -460,15 +460,15 @@ func (p router) Receive(from van.Process, m *van.Message) {
 		c.receive(from, m)
 		return
 	}
-	n, waiting := m.Size(), len(p.held)
+	n, waiting, request := m.Size(), len(p.held), h.Request
 	full := waiting == maxHeld || p.heldBytes > 0 && p.heldBytes+n > maxHeldBytes
-	if h.Request && !full {
+	if request && !full {
 		p.held = append(p.held, held{from, m, n, time.Now()})
 		p.heldBytes += n
 	}
-	p.mu.Unlock()
+	p.mu.Unlock() // from now on m may be handled and released, if it waits
 	switch {
-	case !h.Request:
+	case !request:
 		m.Release() // the customer has gone
 	case full:
 		p.refuse(from, m, fmt.Errorf("it has no app %d yet, and %d messages wait for their apps", h.AppId,
@@ -479,16 +479,17 @@ func (p router) Receive(from van.Process, m *van.Message) {
 // refuse answers a request with an error.
 func (p *Postoffice) refuse(from van.Process, m *van.Message, err error) {
 	h := m.Header
-	m.Release()
-	p.answer(from, &van.Message{Header: &pspb.Header{AppId: h.AppId, CustomerId: h.CustomerId,
+	refusal := &van.Message{Header: &pspb.Header{AppId: h.AppId, CustomerId: h.CustomerId,
 		Timestamp: h.Timestamp, Range: h.Range, Replica: h.Replica, SimpleApp: h.SimpleApp,
-		Error: err.Error()}})
+		Error: err.Error()}}
+	m.Release()
+	p.answer(from, refusal)
 }
 
 // respond sends the response m. If m is too long to be sent, the request fails.
 func (p *Postoffice) respond(to van.Process, m *van.Message) error {
 	err := p.van.Reply(to, m)
-	if limit := (*van.LimitError)(nil); errors.As(err, &limit) {
+	if _, tooLong := errors.AsType[*van.LimitError](err); tooLong {
 		p.refuse(to, m, err)
 	}
 	return err

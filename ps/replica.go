@@ -508,8 +508,9 @@ func (r *replica) receive(from van.Process, m *van.Message) {
 		m.Release()
 		r.asked = false // it is sent again later
 	case h.Error != "":
+		text := h.Error
 		m.Release()
-		r.evict(fmt.Errorf("it cannot apply a replicated message: %s", h.Error))
+		r.evict(fmt.Errorf("it cannot apply a replicated message: %s", text))
 	case kind == pspb.Replica_SYNC:
 		if r.role != primary || r.out != nil {
 			r.po.refuse(from, m, errors.New("it has no values for another server"))
@@ -519,8 +520,9 @@ func (r *replica) receive(from van.Process, m *van.Message) {
 		r.out = newOutStream(false)
 		r.transfer()
 	case kind == pspb.Replica_APPLIED:
+		number := h.Replica.Number
 		m.Release()
-		r.acknowledged(h.Replica.Number)
+		r.acknowledged(number)
 	case r.in == nil || r.in.broken || h.Replica.Number <= r.in.next || r.in.early[h.Replica.Number] != nil:
 		m.Release()
 	case len(r.in.early) > 2*maxUnapplied:

@@ -82,16 +82,16 @@ func (a *SimpleApp) add(other func(from van.Process, m *van.Message)) error {
 			return
 		}
 		req := simpleData(from, m)
+		m.Release()
 		req.answered = new(atomic.Bool)
 		a.handlers.Request(req, a)
 	}
 	return a.c.po.add(a.c)
 }
 
-// simpleData returns the content of a message, and frees the message.
+// simpleData returns the content of a message, which is valid after its release.
 func simpleData(from van.Process, m *van.Message) SimpleData {
 	h := m.Header
-	m.Release()
 	return SimpleData{Head: h.Head, Body: h.Body, Sender: from.ID, from: from, Customer: int(h.CustomerId),
 		Timestamp: h.Timestamp}
 }

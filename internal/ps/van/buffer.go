@@ -7,7 +7,7 @@ import (
 
 const (
 	// minPooled is the size in bytes from which on buffers are used again.
-	minPooled = 4 << 10
+	minPooled = smallBytes + 1
 	// alignBytes is the alignment of frames in a buffer.
 	alignBytes = 64
 )

@@ -10,8 +10,6 @@ import (
 	"sync"
 	"unsafe"
 
-	"google.golang.org/protobuf/proto"
-
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/ps/pspb"
 )
@@ -62,10 +60,11 @@ type Message struct {
 
 	buf  *buffer // memory of Data, or nil
 	size int     // length of the header and of all frames together, once it is known
-	// storage is the memory in which the message is, or nil. reused says that it is used again.
-	storage *storage
-	reused  bool
-	flight  flight // its place in the queue of a link
+	// storage is the memory in which the message is, or nil. reused says that it is used again when the
+	// message was sent, and received that it is when the message is released.
+	storage          *storage
+	reused, received bool
+	flight           flight // its place in the queue of a link
 
 	link   *link    // the link to which the following fields belong
 	fds    []int    // descriptors that are sent with the message, once the header was encoded
@@ -82,17 +81,17 @@ type storage struct {
 	data    [maxFrames][]byte
 	buf     buffer
 	small   [smallBytes / 8]uint64
-	frames  *[maxFrames]pspb.Frame // of a message that is sent
+	frames  [maxFrames]pspb.Frame
 	types   [maxFrames]*pspb.Frame
 }
 
-// sent has the storage of messages that were sent.
-var sent = sync.Pool{New: func() any { return &storage{frames: new([maxFrames]pspb.Frame)} }}
+// stored has storage for messages.
+var stored = sync.Pool{New: func() any { return new(storage) }}
 
 // Make returns a message for Request or Reply with an empty header. When it was sent, its memory is used for
 // another message.
 func Make() *Message {
-	m := sent.Get().(*storage).empty()
+	m := stored.Get().(*storage).empty()
 	m.reused = true
 	return m
 }
@@ -138,7 +137,8 @@ func (m *Message) newBuffer(n int) *buffer {
 // SetData sets the frames of a message that was made with Make. Their memory belongs to the caller.
 func (m *Message) SetData(frames ...[]byte) { m.Data = append(m.storage.data[:0], frames...) }
 
-// Release frees the memory of the message. The caller must not use the frames any more.
+// Release frees the memory of the message. The caller must not use the frames any more, and nothing of a
+// message that was received.
 func (m *Message) Release() {
 	if m.buf != nil {
 		m.buf.free()
@@ -149,6 +149,10 @@ func (m *Message) Release() {
 		m.theirs, m.regions = nil, nil
 	}
 	m.Data = nil
+	if m.received {
+		m.received = false
+		stored.Put(m.storage)
+	}
 }
 
 // Clone returns a copy of a message that was received.
@@ -176,7 +180,7 @@ func (m *Message) written() {
 	}
 	m.own = nil
 	if m.Drop(); m.reused {
-		sent.Put(m.storage)
+		stored.Put(m.storage)
 	}
 }
 
@@ -207,7 +211,7 @@ func (m *Message) Bytes() (n int) {
 // was received.
 func (m *Message) Size() int {
 	if m.size == 0 {
-		m.size = proto.Size(m.Header) + m.Bytes()
+		m.size = headerBytes(m.Header) + m.Bytes()
 	}
 	return m.size
 }
@@ -243,13 +247,19 @@ func (m *Message) SetTypes(types ...pspb.DataType) {
 		}
 		return
 	}
-	s := m.storage
-	for i, t := range types {
-		s.types[i] = &s.frames[i]
-		s.frames[i].Reset()
-		s.frames[i].Type = t
+	h.Frames = nil
+	for _, t := range types {
+		m.storage.frame().Type = t
 	}
-	h.Frames = s.types[:len(types)]
+}
+
+// frame adds an empty frame to the header in s, which has less than maxFrames.
+func (s *storage) frame() *pspb.Frame {
+	i := len(s.header.Frames)
+	s.types[i] = &s.frames[i]
+	s.frames[i].Reset()
+	s.header.Frames = s.types[:i+1]
+	return &s.frames[i]
 }
 
 // encode appends the header, as it is sent, to b.
@@ -263,7 +273,7 @@ func (m *Message) encode(b []byte) ([]byte, error) {
 	m.fds = m.describe()
 	at := len(b)
 	b = append(b, make([]byte, dial.FrameHeaderBytes)...)
-	b, err := proto.MarshalOptions{}.MarshalAppend(b, m.Header)
+	b, err := appendHeader(b, m.Header)
 	if err != nil {
 		return b[:at], err
 	}
@@ -275,11 +285,12 @@ func (m *Message) encode(b []byte) ([]byte, error) {
 type reader struct {
 	in     *bufio.Reader
 	from   io.Reader // the connection
-	head   []byte    // memory for headers
-	limit  int       // maximum length of a header
-	frames bool      // messages may have frames
-	link   *link     // the link of the connection, once the peer has registered
-	sock   *socket   // nil if the connection has none
+	size   [dial.FrameHeaderBytes]byte
+	head   []byte  // memory for headers
+	limit  int     // maximum length of a header
+	frames bool    // messages may have frames
+	link   *link   // the link of the connection, once the peer has registered
+	sock   *socket // nil if the connection has none
 }
 
 // newReader returns a reader that accepts only short messages without frames, until open is called.
@@ -314,11 +325,10 @@ func (r *reader) close() {
 
 // next reads a message. If the stream ends before a message, the error is io.EOF.
 func (r *reader) next() (*Message, error) {
-	var size [dial.FrameHeaderBytes]byte
-	if _, err := io.ReadFull(r.in, size[:]); err != nil {
+	if _, err := io.ReadFull(r.in, r.size[:]); err != nil {
 		return nil, err
 	}
-	n := binary.BigEndian.Uint32(size[:])
+	n := binary.BigEndian.Uint32(r.size[:])
 	if uint64(n) > uint64(r.limit) {
 		return nil, fmt.Errorf("malformed message: its header has %d bytes, want at most %d", n, r.limit)
 	}
@@ -326,16 +336,19 @@ func (r *reader) next() (*Message, error) {
 	if r.head, err = dial.ReadBytes(r.in, r.head, int(n)); err != nil {
 		return nil, err
 	}
-	m := new(storage).empty()
-	if err := proto.Unmarshal(r.head, m.Header); err != nil {
+	m := stored.Get().(*storage).empty()
+	if err := m.storage.decode(r.head); err != nil {
 		return nil, fmt.Errorf("malformed message: %w", err)
 	}
 	if cap(r.head) > readerBytes {
 		r.head = nil // a long header is rare
 	}
-	err = r.data(m)
+	if err := r.data(m); err != nil {
+		return nil, err
+	}
 	m.size = dial.FrameHeaderBytes + int(n) + m.Bytes()
-	return m, err
+	m.received = true
+	return m, nil
 }
 
 // data reads the frames of m.
