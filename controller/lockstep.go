@@ -34,9 +34,13 @@ type Lockstep struct {
 	up       message.Up // the frame that Gather returned last
 }
 
-// flagGather is a bit in the first word of the vector for bitwise OR. A rank sets it if it has something to
-// gather.
-const flagGather = 1
+// These flags are bits in the first word of the vector for bitwise OR. A rank sets flagGather if it has
+// something to gather. It sets flagJoined if it has unanswered votes in a set that it has joined. Then the
+// rank takes part in the operations for which it has voted, and is absent from the same operations later.
+const (
+	flagGather = 1 << iota
+	flagJoined
+)
 
 // NewLockstep returns the Lockstep of a rank. At rank 0, c is the Coordinator. At other ranks, it is nil.
 func NewLockstep(m *Member, c *Coordinator, cacheCapacity int) *Lockstep {
@@ -75,6 +79,9 @@ func (l *Lockstep) Vectors() (and, or []uint64) {
 			gather = gather || votes&word(s.presented, w)&^word(s.known, w) != 0
 			l.or = append(l.or, votes)
 			if s.me < 0 || s.joinKnown {
+				if s.joinKnown && votes != 0 {
+					l.or[0] |= flagJoined
+				}
 				votes = ^uint64(0)
 			}
 			l.and = append(l.and, votes)
@@ -151,7 +158,9 @@ func (l *Lockstep) repeat(r *remembered) *message.Down {
 }
 
 // Decided records that this rank has applied the decision d, which rank 0 has broadcast in this cycle.
-func (l *Lockstep) Decided(d *message.Down) { l.repeats.decided(l.ready, l.gathered, d, l.words) }
+func (l *Lockstep) Decided(d *message.Down) {
+	l.repeats.decided(l.ready, l.combined[0] != 0, d, l.words) // with a flag, it may depend on more
+}
 
 // Quiet reports whether no rank had votes or news in this cycle, so that the combined vectors are empty. The
 // result is the same at all ranks.

@@ -56,11 +56,11 @@ func (r *repeats) find(ready message.Bits) *remembered {
 	return s
 }
 
-// decided remembers d, the decision about the given bits, if it can be repeated. gathered is set if there was
-// a gather, and words is the length of the vector of a set.
-func (r *repeats) decided(ready message.Bits, gathered bool, d *message.Down, words int) {
+// decided remembers d, the decision about the given bits, if it can be repeated. more is set if the decision
+// may depend on more than these bits. words is the length of the vector of a set.
+func (r *repeats) decided(ready message.Bits, more bool, d *message.Down, words int) {
 	before := r.plain
-	if r.plain = !gathered && grantsOnly(d, ready, words); !r.plain {
+	if r.plain = !more && grantsOnly(d, ready, words); !r.plain {
 		r.era++
 		return
 	}

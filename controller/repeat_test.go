@@ -58,6 +58,30 @@ func TestRepeatedDecisions(t *testing.T) {
 	}
 }
 
+// A rank that has voted before its join takes part in these operations, and is absent from later ones. So no
+// decision is repeated that rank 0 has taken while such votes were pending.
+func TestRepeatedDecisionsAfterJoin(t *testing.T) {
+	j, submit := repeatJob(t, controller.CoordinatorConfig{})
+	submit("ab")
+	j.cycle()
+	for _, name := range []string{"a", "b"} {
+		j.submit(1, request{q: allreduce(name, 1)})
+	}
+	j.submit(1, request{q: message.Request{Kind: message.Join, Name: "j"}})
+	j.cycle()
+	for _, name := range []string{"a", "b", "b"} {
+		j.submit(0, request{q: allreduce(name, 1)})
+		if j.cycle(); len(j.pending[0]) > 0 {
+			t.Fatalf("rank 0 waits for %v", j.pending[0])
+		}
+	}
+	for _, l := range j.grants {
+		if last := l[len(l)-1]; !strings.Contains(last, "without [1]") {
+			t.Errorf("the last grant is %s, want one without rank 1", last)
+		}
+	}
+}
+
 // A decision is repeated only if rank 0 decides the same, although groups are incomplete, ranks have joined,
 // or settings and parameters of tensors change. lockstepJob.cycle fails if rank 0 decides otherwise.
 func TestRepeatedDecisionsAreThoseOfRank0(t *testing.T) {
@@ -92,15 +116,19 @@ func TestRepeatedDecisionsAreThoseOfRank0(t *testing.T) {
 				requests = append(requests, member("g"), member("h"))
 				rng.Shuffle(2, func(i, j int) { requests[i], requests[j] = requests[j], requests[i] })
 			case 5:
-				// The first rank joins now, and the others when they have submitted some tensors.
+				// The first rank joins now, perhaps after some requests, and the others join when they have
+				// submitted some tensors.
+				for i := range rng.IntN(3) {
+					j.submit(int(ranks[0]), request{set: s.ID, q: allreduce(fmt.Sprint("t", i), 1)})
+				}
 				join := request{set: s.ID, q: message.Request{Kind: message.Join, Name: "j"}}
 				j.submit(int(ranks[0]), join)
 				if rng.IntN(2) == 0 {
 					j.cycle()
 				}
-				for range rng.IntN(5) {
+				for i := range rng.IntN(5) {
 					for _, rank := range ranks[1:] {
-						j.submit(int(rank), request{set: s.ID, q: allreduce("t0", 1)})
+						j.submit(int(rank), request{set: s.ID, q: allreduce(fmt.Sprint("t", min(i, 1)), 1)})
 					}
 					j.cycle()
 					j.cycle()
