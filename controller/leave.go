@@ -301,21 +301,22 @@ func (c *Coordinator) handleBye(r topo.Rank) {
 // emitLeavers emits frames of type t that name ranks which have left or are leaving. A recipient gets those
 // channels of these ranks that lead to it.
 func (c *Coordinator) emitLeavers(t message.DownType, leavers, to []topo.Rank) {
+	var channels map[topo.Rank][]message.Channel // by recipient
+	for _, from := range leavers {
+		for _, ch := range c.ranks[from].channels {
+			if channels == nil {
+				channels = make(map[topo.Rank][]message.Channel)
+			}
+			channels[ch.Rank] = append(channels[ch.Rank], message.Channel{Set: ch.Set, Rank: from})
+		}
+	}
 	others := make([]topo.Rank, 0, len(to)) // the recipients without such channels
 	for _, r := range to {
-		var channels []message.Channel
-		for _, from := range leavers {
-			for _, ch := range c.ranks[from].channels {
-				if ch.Rank == r {
-					channels = append(channels, message.Channel{Set: ch.Set, Rank: from})
-				}
-			}
-		}
-		if channels == nil {
+		if own := channels[r]; own != nil {
+			c.emit(&message.Down{Type: t, Cycle: c.cycle, Ranks: leavers, Channels: own}, []topo.Rank{r})
+		} else {
 			others = append(others, r)
-			continue
 		}
-		c.emit(&message.Down{Type: t, Cycle: c.cycle, Ranks: leavers, Channels: channels}, []topo.Rank{r})
 	}
 	if len(others) > 0 {
 		c.emit(&message.Down{Type: t, Cycle: c.cycle, Ranks: leavers}, others)
