@@ -29,8 +29,13 @@ type remembered struct {
 	cycle message.Down
 }
 
-// numRepeats is the number of decisions that a rank can remember.
-const numRepeats = 256
+const (
+	// numRepeats is the number of decisions that a rank can remember.
+	numRepeats = 256
+	// maxRepeatWords bounds the memory for the bits of these decisions to 16 MiB. In a cycle with longer
+	// vectors, a broadcast takes little of the time.
+	maxRepeatWords = 8192
+)
 
 // slot returns the slot for the decision about the given bits.
 func (r *repeats) slot(ready message.Bits) *remembered {
@@ -60,6 +65,7 @@ func (r *repeats) find(ready message.Bits) *remembered {
 // may depend on more than these bits. words is the length of the vector of a set.
 func (r *repeats) decided(ready message.Bits, more bool, d *message.Down, words int) {
 	before := r.plain
+	more = more || len(ready) > maxRepeatWords
 	if r.plain = !more && grantsOnly(d, ready, words); !r.plain {
 		r.era++
 		return

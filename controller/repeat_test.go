@@ -58,6 +58,23 @@ func TestRepeatedDecisions(t *testing.T) {
 	}
 }
 
+// With long bit vectors, decisions are not remembered, because that would take much memory.
+func TestRepeatedDecisionsAreSmall(t *testing.T) {
+	for capacity, want := range map[int]int{64 * 8192: 2, 64*8192 + 1: 0} {
+		j := newLockstepJob(t, controller.CoordinatorConfig{Sets: []controller.Set{controller.Global(2)},
+			CacheCapacity: capacity, Plan: plan()})
+		for range 5 {
+			for rank := range j.ranks {
+				j.submit(rank, request{q: allreduce("a", 1)})
+			}
+			j.cycle()
+		}
+		if j.repeats != want {
+			t.Errorf("with %d bits, %d decisions were repeated, want %d", capacity, j.repeats, want)
+		}
+	}
+}
+
 // A rank that has voted before its join takes part in these operations, and is absent from later ones. So no
 // decision is repeated that rank 0 has taken while such votes were pending.
 func TestRepeatedDecisionsAfterJoin(t *testing.T) {
