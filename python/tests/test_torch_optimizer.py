@@ -918,6 +918,16 @@ class TheOptimizerItself(OptimizerTest):
                 copy.deepcopy(optimizer)
         optimizer.step()
         copy.deepcopy(optimizer)
+        # Gradients of earlier passes, or of a part of a group, are not being reduced yet, but a copy would lose them.
+        for options in ({"backward_passes_per_step": 2}, {"groups": 1}):
+            optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), **options)
+            passes = options.get("backward_passes_per_step", 1)
+            (loss_of(model, batch(0, self.rank)) if passes > 1 else model[2].bias.sum()).backward()
+            if self.size > 1:
+                with self.assertRaisesRegex(AssertionError, "copied or pickled after loss.backward"):
+                    copy.deepcopy(optimizer)
+            optimizer.step()
+            copy.deepcopy(optimizer)
 
     def test_loading_in_the_middle(self) -> None:
         model = network()

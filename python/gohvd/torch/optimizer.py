@@ -157,10 +157,10 @@ class _Distributed(torch.optim.Optimizer):
         """Copies and pickles consist of the replaced optimizer and the arguments of DistributedOptimizer, because the
         class of this optimizer cannot be pickled.
         """
-        if self._handles:
+        if self._handles or any(n != self.backward_passes_per_step for n in self._allreduce_delay.values()):
             raise AssertionError(
                 "the optimizer was copied or pickled after loss.backward() but before optimizer.step() or "
-                "optimizer.synchronize(). This is prohibited, because the gradients are still being reduced."
+                "optimizer.synchronize(). This is prohibited, because the copy would lose the gradients."
             )
         replaced = object.__new__(type(self).__bases__[1])
         vars(replaced).update({k: v for k, v in vars(self).items() if k not in self._not_replaced})
