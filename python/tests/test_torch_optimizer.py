@@ -567,20 +567,22 @@ class Sparse(OptimizerTest):
                     self.close(model.weight.detach(), want.weight.detach(), 1e-5)
 
     def test_a_rank_without_a_sparse_gradient(self) -> None:
-        model = torch.nn.Embedding(6, 2, sparse=True)
-        model.weight.data.zero_()
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
-        for step in range(2):
-            optimizer.zero_grad(set_to_none=True)
-            if step == 0 or self.rank == 0:
-                model(torch.tensor([self.rank])).sum().backward()
-            optimizer.step()
         want = torch.zeros(6, 2)
         want[: self.size] -= 1 / self.size
         want[0] -= 1 / self.size
-        self.close(model.weight.detach(), want, 1e-6)
-
+        for copied in (False, True):
+            model = torch.nn.Embedding(6, 2, sparse=True)
+            model.weight.data.zero_()
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+            for step in range(2):
+                optimizer.zero_grad(set_to_none=True)
+                if step == 0 or self.rank == 0:
+                    model(torch.tensor([self.rank])).sum().backward()
+                optimizer.step()
+                if copied:
+                    model, optimizer = pickle.loads(pickle.dumps((model, optimizer)))
+            self.close(model.weight.detach(), want, 1e-6)
 
     def test_an_unused_embedding(self) -> None:
         class Two(torch.nn.Module):

@@ -167,7 +167,7 @@ class _Distributed(torch.optim.Optimizer):
         return _again, (replaced, self._arguments())
 
     def _arguments(self) -> Dict[str, Any]:
-        """Returns the arguments of DistributedOptimizer with which _again makes a copy of this optimizer."""
+        """Returns the arguments with which _again makes a copy of this optimizer."""
         return {
             "named_parameters": [(name, p) for p, name in self._parameter_names.items()],
             "compression": self._compression,
@@ -324,6 +324,7 @@ class _DistributedOptimizer(_Distributed):
             "op": self.op,
             "gradient_predivide_factor": self.gradient_predivide_factor,
             "groups": list(self._group_counts),
+            "was_sparse": dict(self._was_sparse),
             "sparse_as_dense": self.sparse_as_dense,
             "gradient_as_arena_view": self._views,
         }
@@ -756,8 +757,10 @@ def _again(optimizer: torch.optim.Optimizer, arguments: Dict[str, Any]) -> Any:
             "a pickled DistributedOptimizer can only be loaded in a job: call hvd.init() first. To load it elsewhere, "
             "save optimizer.state_dict() instead of the optimizer"
         )
-    groups = arguments.pop("groups", [])
+    groups, was_sparse = arguments.pop("groups", []), arguments.pop("was_sparse", {})
     distributed = DistributedOptimizer(optimizer, **arguments)
-    if groups and distributed._hooked:
-        distributed._set_groups(groups)
+    if isinstance(distributed, _DistributedOptimizer):
+        distributed._was_sparse.update(was_sparse)
+        if distributed._hooked:
+            distributed._set_groups(groups)
     return distributed
