@@ -614,34 +614,50 @@ class Works(Ranks):
         """A forked process drops works of its parent, or asks for their results, while a thread of the parent that does
         not exist there holds their locks.
         """
+        error = "was forked after the operation had begun"
         for use, want in (
-            (lambda work: None, "dropped"), (lambda work: work.wait(), "was forked after the operation had begun"),
-            (lambda work: work.get_future().wait(), "was forked after the operation had begun"),
+            (lambda work: None, "dropped"), (lambda work: work.wait(), error), (lambda work: work.get_future().wait(), error),
             (lambda work: dist.all_reduce(torch.ones(1)), f"belongs to process {os.getpid()}"),
         ):  # fmt: skip
             x = self.ours(2)
             work = dist.all_reduce(x, async_op=True)
-            reader, writer = os.pipe()
             with work._operation._lock, dist.group.WORLD._lock:
-                child = os.fork()
-                if child == 0:
-                    outcome = "dropped"
-                    try:
-                        use(work)
-                    except BaseException as e:
-                        outcome = f"{type(e).__name__}: {e}"
-                        del e
-                    del work
-                    os.write(writer, outcome.encode())
-                    os._exit(0)
-            os.close(writer)
-            self.addCleanup(os.close, reader)
-            if not select.select([reader], [], [], 60)[0]:
-                os.kill(child, signal.SIGKILL)
-            self.assertIn(want, os.read(reader, 10000).decode())
-            self.assertEqual(os.waitpid(child, 0)[1], 0)
+                self.assertIn(want, self.forked(use, work))
             work.wait()
             self.equal(x, sum(r + 1.0 for r in self.all))
+        if self.size == 1:
+            return
+        # Here the parent has asked for the future already, and a thread of the parent waits for the message.
+        x = torch.zeros(1)
+        work = dist.irecv(x, (self.rank - 1) % self.size)
+        future = work.get_future()
+        self.assertIn(error, self.forked(lambda work: work.get_future().wait(), work))
+        self.store_barrier("fork")
+        dist.send(self.ours(1), (self.rank + 1) % self.size)
+        future.wait()
+        self.equal(x, float((self.rank - 1) % self.size + 1))
+
+    def forked(self, use, work) -> str:
+        """Calls use(work) in a forked process, which then drops work. Returns the error, or "dropped" if there is none."""
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            outcome = "dropped"
+            try:
+                use(work)
+            except BaseException as e:
+                outcome = f"{type(e).__name__}: {e}"
+                del e
+            work.__del__()
+            os.write(writer, outcome.encode())
+            os._exit(0)
+        os.close(writer)
+        self.addCleanup(os.close, reader)
+        if not select.select([reader], [], [], 60)[0]:
+            os.kill(child, signal.SIGKILL)
+        outcome = os.read(reader, 10000).decode()
+        self.assertEqual(os.waitpid(child, 0)[1], 0)
+        return outcome
 
     def test_dropped(self) -> None:
         """The result is written even if the program drops the work."""

@@ -105,6 +105,8 @@ class Operation:
         that does not exist in this process may have held the lock.
         """
         self._process, self._lock = _process, threading.Lock()
+        # No thread of this process completes a future that the parent has made.
+        self._future = self._public = None
         if not self.done:
             self.error = HorovodInternalError(
                 f"torch.distributed.{self.what}: process {os.getpid()} was forked after the operation had begun: "
