@@ -61,6 +61,8 @@ class ProcessSet:
 
     def __reduce__(self) -> Any:
         """A copy or a loaded pickle of a registered set is the registered set with these ranks."""
+        if self.process_set_id is None:
+            return ProcessSet, (self.mpi_comm if self.ranks is None else self.ranks,)
         return _registered, (self.process_set_id, None if self.process_set_id == 0 else self.ranks)
 
 
@@ -70,13 +72,13 @@ def _rank(r: Any) -> int:
     return int(r)
 
 
-def _registered(number: Optional[int], ranks: Optional[List[int]]) -> ProcessSet:
+def _registered(number: int, ranks: Optional[List[int]]) -> ProcessSet:
     """Returns the registered set of these ranks, if possible the one with this number. number is 0 for the set of all
-    ranks, and None for a set that is not registered. Returns a new set if there is none to return.
+    ranks. Returns a new set if there is none to return.
     """
     if number == 0:
         return global_process_set
-    registered = {} if number is None else _engine.engine.registered_sets(ranks)
+    registered = _engine.engine.registered_sets(ranks)
     return registered.get(number) or next(iter(registered.values()), None) or ProcessSet(ranks)
 
 

@@ -7,6 +7,7 @@ import os
 import pickle
 import sys
 import unittest
+from unittest import mock
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
@@ -321,6 +322,8 @@ class ProcessSets(SetsTest):
         self.assertIs(pickle.loads(pickle.dumps(everyone)), everyone)
         new = copy.deepcopy(hvd.ProcessSet([self.size]))
         self.assertEqual((new.process_set_id, new.ranks), (None, [self.size]))
+        comm = mock.Mock()  # stands for a communicator of mpi4py
+        self.assertIs(copy.copy(hvd.ProcessSet(comm)).mpi_comm, comm)
         if self.size == 1:
             return
         ps = hvd.add_process_set([self.size - 1])
