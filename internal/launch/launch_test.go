@@ -660,6 +660,8 @@ func TestRootCause(t *testing.T) {
 				"Other ranks that failed:\n  rank 2: killed by SIGKILL, which hvdrun did not send"}},
 		{"verdict", `{"epoch":1,"ranks":[2],"reason":"connection\nlost"}`, false, []int{2}, 137,
 			[]string{"Root cause (found by the surviving ranks): connection\\nlost\n  rank 2: killed by SIGKILL", "Other ranks that failed:\n  rank 0: exit status 1, pid "}},
+		{"long verdict", `{"epoch":1,"ranks":[2],"reason":"` + strings.Repeat("x", 4000) + ` timed out"}`, false, []int{2},
+			137, []string{"xx timed out\n  rank 2: killed by SIGKILL"}},
 		{"verdict on two", `{"epoch":1,"ranks":[0,2],"reason":"x"}`, false, []int{0, 2}, 1,
 			[]string{"  rank 0: exit", "  rank 2: killed"}},
 		{"verdict on a rank that ended well", `{"epoch":1,"ranks":[1],"reason":"left early"}`, false, []int{1}, 1,

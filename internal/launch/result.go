@@ -149,7 +149,7 @@ func (j *job) report(res Result) string {
 	fmt.Fprintf(&b, "%s\nhvdrun: the job failed with exit status %d\n", rule, res.Status)
 	if named(res.Verdict, res.Roots[0]) || j.o.Starter != "" && res.Verdict != nil {
 		fmt.Fprintf(&b, "Root cause (found by the surviving %s): %s\n", j.o.processes(),
-			logs.Plain(res.Verdict.Reason))
+			logs.Escape(res.Verdict.Reason))
 	} else {
 		b.WriteString("Root cause (first observed failure):\n")
 	}

@@ -15,9 +15,12 @@ import (
 const maxTextBytes = 1 << 10
 
 // Plain makes a text from another process or from a file safe for one line of a log or of a report on a
-// terminal. It shortens the text to 1024 bytes, and escapes unprintable characters as strconv.Quote does.
-// These are line ends, tabs, control characters of terminals, and invalid UTF-8.
-func Plain(text string) string { return escape(cut(text), unprintable) }
+// terminal. It shortens the text to 1024 bytes, and escapes it as Escape does.
+func Plain(text string) string { return Escape(cut(text)) }
+
+// Escape escapes unprintable characters of a text as strconv.Quote does. These are line ends, tabs, control
+// characters of terminals, and invalid UTF-8. It is for a text whose length is limited already.
+func Escape(text string) string { return escape(text, unprintable) }
 
 func unprintable(r rune) bool { return r == utf8.RuneError || !strconv.IsPrint(r) }
 
