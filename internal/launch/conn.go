@@ -339,7 +339,7 @@ func (j *job) handleNotices(c *agentConn, control io.Reader) error {
 func (r *refusal) error(j *job, c *agentConn) error {
 	text := logs.Plain(r.Text)
 	if r.Status != 0 {
-		err := &CommandError{Command: logs.Plain(r.Command), Status: r.Status & 0xff, Err: errors.New(text)}
+		err := &CommandError{Command: r.Command, Status: r.Status & 0xff, Err: errors.New(text)}
 		if j.several {
 			err.Host = c.host
 		}
