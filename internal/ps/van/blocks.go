@@ -563,7 +563,7 @@ func (l *link) share(m *Message) *Message {
 	for i, d := range m.Data {
 		sizes[i] = len(d)
 	}
-	c := &Message{Header: m.Header, Batch: m.Batch, size: m.size}
+	c := &Message{Header: m.Header, Batch: m.Batch, Prompt: m.Prompt, size: m.size}
 	l.allocate(c, sizes)
 	if c.own == nil {
 		c.Drop()

@@ -501,3 +501,23 @@ func TestExhausted(t *testing.T) {
 		})
 	}
 }
+
+// TestPromptCopies checks that a prompt request stays prompt when the van copies its frames, into shared
+// memory or because it may have to send them again.
+func TestPromptCopies(t *testing.T) {
+	for _, resend := range []bool{false, true} {
+		nodes := startJob(t, 1, 1, func(c *Config) { c.Resend = resend })
+		l, err := nodes[9].link(8)
+		if err != nil {
+			t.Fatal(err)
+		}
+		m := &Message{Header: &pspb.Header{Request: true}, Data: [][]byte{make([]byte, 2*SharedBytes)},
+			Prompt: true}
+		c := l.share(nodes[9].own(m))
+		if c == m || !c.Prompt {
+			t.Errorf("with resend %t, the message is copied: %t, and prompt: %t", resend, c != m, c.Prompt)
+		}
+		c.Drop()
+		stopAll(nodes)
+	}
+}

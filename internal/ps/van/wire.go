@@ -162,6 +162,7 @@ func (m *Message) Clone() *Message {
 		sizes[i] = len(d)
 	}
 	c := NewMessage(m.Header, sizes...)
+	c.Batch, c.Prompt = m.Batch, m.Prompt
 	for i, d := range m.Data {
 		copy(c.Data[i], d)
 	}
