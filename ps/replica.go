@@ -470,7 +470,7 @@ func (r *replica) request(from van.Process, m *van.Message, list *serverList, le
 }
 
 // forward passes a push to the partner. If it returns true, m is released when its frames are not needed any
-// longer. The caller holds mu.
+// longer. It copies frames that the worker may change when it has left. The caller holds mu.
 func (r *replica) forward(sender senderKey, m *van.Message, list *serverList) bool {
 	o := r.out
 	if o == nil {
@@ -483,14 +483,21 @@ func (r *replica) forward(sender senderKey, m *van.Message, list *serverList) bo
 		o.lists.add(list.replicated, list)
 		keys = bytesOfKeys(list.keys)
 	}
-	copied := r.message(about(pspb.Replica_PUSH, sender), keys, m.Data[1], m.Data[2])
+	copied, borrowed := r.message(about(pspb.Replica_PUSH, sender)), m.Borrowed()
+	if frames := [][]byte{keys, m.Data[1], m.Data[2]}; borrowed {
+		r.po.van.Allocate(r.partner.ID, copied, len(keys), len(m.Data[1]), len(m.Data[2]))
+		for i, d := range frames {
+			copy(copied.Data[i], d)
+		}
+	} else {
+		copied.Data, copied.Free = frames, m.Release
+	}
 	h := copied.Header
 	h.Push, h.Head, h.Timestamp, h.Completed, h.KeyList = true, m.Header.Head, m.Header.Timestamp,
 		m.Header.Completed, list.replicated
 	copied.SetTypes(pspb.DataType_UINT64, wireTypes[r.store.dt], pspb.DataType_INT32)
-	copied.Free = m.Release
 	r.send(copied)
-	return true
+	return !borrowed
 }
 
 // receive handles a message of the other server.

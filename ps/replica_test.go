@@ -15,6 +15,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/gohvd/gohvd/half"
+	"github.com/gohvd/gohvd/internal/arena"
 	"github.com/gohvd/gohvd/internal/ps/pspb"
 	"github.com/gohvd/gohvd/internal/ps/van"
 	"github.com/gohvd/gohvd/internal/tensor"
@@ -752,4 +753,107 @@ func TestTransfer(t *testing.T) {
 			}
 		}
 	}
+}
+
+// TestReplicatedPushOfAWorkerThatHasLeft checks that the backup applies the values that the primary has
+// applied, although the worker has left and has changed its memory before the primary could send them to a
+// backup on another host.
+func TestReplicatedPushOfAWorkerThatHasLeft(t *testing.T) {
+	vals, err := arena.Alloc(4 * van.SharedBytes)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := arena.Free(vals); err != nil {
+			t.Error(err)
+		}
+	}()
+	for i := range vals {
+		vals[i] = 1
+	}
+	goOn := make(chan struct{})
+	faults := func(_, to van.Process, m *van.Message, deliver func(*van.Message) error) error {
+		if to.ID == van.ServerID(1) && m.Header.GetReplica().GetKind() == pspb.Replica_PUSH {
+			<-goOn
+		}
+		return deliver(m)
+	}
+	port := strconv.Itoa(testnet.FreePort(t))
+	nodes := make(map[int]*Postoffice)
+	var mu sync.Mutex
+	var wg sync.WaitGroup
+	for _, id := range van.Members(AllGroup, 2, 1) {
+		wg.Go(func() {
+			settings := map[string]string{"DMLC_ROLE": van.RoleOf(id).String(), "DMLC_NUM_SERVER": "2",
+				"DMLC_NUM_WORKER": "1", "DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": port,
+				"DMLC_RANK": strconv.Itoa(van.Rank(id)), "HOROVOD_GLOO_TIMEOUT_SECONDS": "60",
+				"PS_HEARTBEAT_TIMEOUT": "60", "HVD_PS_REPLICAS": "1"}
+			if id == van.ServerID(1) {
+				settings["HOROVOD_CPU_OPERATIONS"] = "tcp" // as on another host
+			}
+			po, err := Start(t.Context(), Options{Log: zap.NewNop(), faults: faults, Settings: settings})
+			if err != nil {
+				t.Errorf("%s: %v", van.Name(id), err)
+				return
+			}
+			mu.Lock()
+			defer mu.Unlock()
+			nodes[id] = po
+		})
+	}
+	wg.Wait()
+	if t.Failed() {
+		return
+	}
+	servers := make([]*KVServer[uint8], 2)
+	for rank := range servers {
+		servers[rank], err = NewKVServer(nodes[van.ServerID(rank)], 0, Sum[uint8](), SimpleHandlers{})
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	worker := nodes[van.WorkerID(0)]
+	w, err := NewKVWorker[uint8](worker, 0, 0, SimpleHandlers{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	// The first push fills the connection between the servers.
+	if _, err := w.Push(t.Context(), []uint64{1}, make([]uint8, 32<<20)); err != nil {
+		t.Fatal(err)
+	}
+	r, err := w.ZPush(t.Context(), []uint64{2}, vals)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.Done() // sends it now
+	value := func(rank int) (v uint8, ok bool) {
+		r := servers[rank].replicas[0]
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		e, ok := r.store.entries[2]
+		if ok {
+			v = e.chunk.vals[e.at]
+		}
+		return v, ok
+	}
+	applied := func(rank int) func() bool {
+		return func() bool { _, ok := value(rank); return ok }
+	}
+	testnet.Eventually(t, "the primary has applied the pushes", applied(0))
+	ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+	worker.van.Stop(ctx)
+	cancel()
+	for i := range vals {
+		vals[i] = 77
+	}
+	close(goOn)
+	testnet.Eventually(t, "the backup has applied the pushes", applied(1))
+	first, _ := value(0)
+	if second, _ := value(1); first != 1 || second != 1 {
+		t.Errorf("the primary has %d and the backup %d, want 1", first, second)
+	}
+	for _, po := range nodes {
+		wg.Go(po.stop)
+	}
+	wg.Wait()
 }

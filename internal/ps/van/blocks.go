@@ -610,7 +610,10 @@ func (l *link) release(ids, regions []uint32) {
 
 // Reclaimed reports whether the frames of a message that was received may have changed: whether they are in a
 // region, and the sender has closed the connection. Then the sender takes its memory back.
-func (m *Message) Reclaimed() bool { return len(m.regions) > 0 && m.link.sock.hungUp() }
+func (m *Message) Reclaimed() bool { return m.Borrowed() && m.link.sock.hungUp() }
+
+// Borrowed reports whether frames of a message that was received are in memory of the sender's program.
+func (m *Message) Borrowed() bool { return len(m.regions) > 0 }
 
 // Intact returns an error if the frames of a message that was received may have changed. The receiver calls
 // Intact when it has read frames that must be right. The error means that the sender has failed.
