@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"runtime"
 	"testing"
 
 	"github.com/gohvd/gohvd/internal/testcluster"
@@ -27,9 +28,34 @@ func newCluster(meshes []transport.Mesh, ranks []topo.Rank, cfg tcp.Config) *clu
 	c := &cluster{}
 	for i, r := range ranks {
 		c.meshes = append(c.meshes, meshes[r])
-		c.backends = append(c.backends, &opstest.Blocking{Backend: tcp.New(meshes[r], lane, ranks, i, cfg)})
+		b := tcp.New(sharedMesh{meshes[r]}, lane, ranks, i, cfg)
+		c.backends = append(c.backends, &opstest.Blocking{Backend: b})
 	}
 	return c
+}
+
+// sharedMesh is the mesh of a rank that shares its process with the other ranks. A backend that polls yields
+// the processor to other processes only. So if nothing has arrived, a channel of a sharedMesh lets the
+// goroutines of other ranks run. Otherwise a test with more ranks than processors would mostly poll.
+type sharedMesh struct{ transport.Mesh }
+
+func (m sharedMesh) Conn(ctx context.Context, l transport.Lane, peer topo.Rank) (transport.Conn, error) {
+	c, err := m.Mesh.Conn(ctx, l, peer)
+	if err != nil {
+		return nil, err
+	}
+	return sharedConn{c}, nil
+}
+
+// sharedConn is a channel of a sharedMesh.
+type sharedConn struct{ transport.Conn }
+
+func (c sharedConn) TryRead(p []byte) (int, error) {
+	n, err := c.Conn.TryRead(p)
+	if n == 0 && err == nil {
+		runtime.Gosched()
+	}
+	return n, err
 }
 
 // These functions make the meshes of n ranks.
