@@ -128,11 +128,14 @@ func (b *Backend) addRange(left *stream, r byteRange, reduce kernel.Func) error 
 	return nil
 }
 
-// replaceRange receives the result of a part. The parameter sent is as in replace.
+// replaceRange receives the result of a part. The old content of the part was sent by sendRange, and ends at
+// the stream position given by the parameter sent. The result of a tensor may arrive before the peer at the
+// other end of right reads the next tensor. So replaceRange waits only until the old content of the same
+// tensor has left.
 func (b *Backend) replaceRange(left, right *stream, r byteRange, sent uint64) error {
 	for r.numBytes() > 0 {
 		p := b.list.piece(r).Out
-		if err := b.replace(left, right, p, sent); err != nil {
+		if err := b.replace(left, right, p, sent-uint64(r.numBytes()-len(p))); err != nil {
 			return err
 		}
 		r.from += len(p)
