@@ -53,8 +53,8 @@ func DecodeNode(text []byte) (*Node, error) {
 
 // NodeWait describes that nodes wait for other nodes.
 type NodeWait struct {
-	// What names the call in which the nodes wait, such as "barrier of group 7". Time is how long the first
-	// of them has waited.
+	// The text What names the call in which the nodes wait, such as "barrier of group 7". Time is how long
+	// the first of them has waited.
 	What string
 	Time time.Duration
 	// Waiting are the names of the nodes that wait, and Missing of those that they wait for.
