@@ -919,7 +919,8 @@ func TestPushOfAWorkerThatHasLeft(t *testing.T) {
 			t.Error(err)
 		}
 	}()
-	handled, left := make(chan struct{}), make(chan struct{})
+	handled, serves, left := make(chan struct{}), make(chan struct{}), make(chan struct{})
+	var second atomic.Bool
 	var pushes int
 	handler := KVHandler[uint8](func(meta KVMeta, _ KVPairs[uint8], _ *KVServer[uint8]) {
 		if pushes++; pushes > 1 {
@@ -930,19 +931,31 @@ func TestPushOfAWorkerThatHasLeft(t *testing.T) {
 		<-left
 	})
 	job{t: t, servers: 1, workers: 1, leave: true}.run(func(po *Postoffice) {
-		if po.IsServer() {
+		switch {
+		case po.IsScheduler():
+			<-left
+			return
+		case po.IsServer():
 			s, err := NewKVServer(po, 0, handler, SimpleHandlers{})
 			if err != nil {
 				t.Error(err)
 				return
 			}
+			requests := 0
+			s.c.handling.Lock()
+			s.c.request = func(from van.Process, m *van.Message) {
+				s.handle(from, m)
+				requests++
+				second.Store(requests == 2)
+			}
+			s.c.handling.Unlock()
+			close(serves)
 			<-left
-			testnet.Eventually(t, "the server has read the connection of the worker to its end", s.old.Load)
-		}
-		if !po.IsWorker() {
+			testnet.Eventually(t, "the second push has arrived", second.Load)
 			return
 		}
 		defer close(left)
+		<-serves
 		w, err := NewKVWorker[uint8](po, 0, 0, SimpleHandlers{})
 		if err != nil {
 			t.Error(err)
