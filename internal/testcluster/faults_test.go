@@ -6,7 +6,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"slices"
-
+	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -116,14 +116,31 @@ func TestDataConnectionCut(t *testing.T) {
 	}
 }
 
-// cut runs a job in which the seed chooses the direction and the moment of the cut.
+// cut runs a job in which the seed chooses the direction and the moment of the cut. On a busy machine, a
+// healthy rank can be silent for so long that the job blames it. Then cut runs the job again, twice at most.
 func (w *wired) cut(t *testing.T, lockstep bool, seed uint64) {
+	for attempt := 1; ; attempt++ {
+		wrong := w.cutOnce(t, lockstep, seed)
+		if attempt < 3 && strings.Contains(wrong, "silent for") {
+			t.Log(wrong)
+			continue
+		}
+		if wrong != "" {
+			t.Error(wrong)
+		}
+		return
+	}
+}
+
+// cutOnce runs a job once, and says what is wrong with the errors of its ranks.
+func (w *wired) cutOnce(t *testing.T, lockstep bool, seed uint64) string {
 	random := rand.New(rand.NewPCG(seed, 0))
 	way := w.ways[random.IntN(len(w.ways))]
 	from, to := way[0], way[1]
 	cable := &faulty.Rule{Name: "cable", Pairs: faulty.Pair(from, to), Lanes: faulty.Lane(w.lane),
 		CutAfterBytes: 1 + random.Int64N(100_000), OneWay: random.IntN(2) == 0}
 	net := faulty.New(seed, cable)
+	wrong := make([]string, w.ranks)
 	testcluster.Run(t, testcluster.Options{Ranks: w.ranks, Transport: testcluster.TCP, Hosts: w.hosts,
 		Fails: true, Config: func(cfg *engine.Config) {
 			cfg.Lockstep, cfg.Mesh = lockstep, net.Wrap(cfg.Rank, cfg.Mesh)
@@ -136,10 +153,11 @@ func (w *wired) cut(t *testing.T, lockstep bool, seed uint64) {
 		peer, ok := errors.AsType[*engine.PeerError](err)
 		want := []int{int(min(from, to)), int(max(from, to))}
 		if !ok || !slices.Equal(peer.Ranks, want) {
-			r.Errorf("cut from rank %d to %d after %d bytes, one way is %v: got error %v, want failed ranks %v",
-				from, to, cable.CutAfterBytes, cable.OneWay, err, want)
+			wrong[r.Rank] = fmt.Sprintf("cut from rank %d to %d after %d bytes, one way is %v: rank %d got error "+
+				"%v, want failed ranks %v\n", from, to, cable.CutAfterBytes, cable.OneWay, r.Rank, err, want)
 		}
 	})
+	return strings.Join(wrong, "")
 }
 
 // betweenAll returns operations in which every rank sends to other ranks of its job.
