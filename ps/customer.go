@@ -655,8 +655,10 @@ func (r *Request) Wait(ctx context.Context) error {
 	if r.over.Load() {
 		return r.err
 	}
+	done := r.Done()
+	r.c.po.van.Poll()
 	select {
-	case <-r.Done():
+	case <-done:
 		return r.err
 	case <-ctx.Done():
 		return fmt.Errorf("ps: wait for %s: %w", r.of, context.Cause(ctx))

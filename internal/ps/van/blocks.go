@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"maps"
 	"math/bits"
-	"net"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -476,8 +475,7 @@ func (v *Van) chunkRemoved(id uint32) {
 
 // shares reports whether the link passes frames in shared memory.
 func (l *link) shares() bool {
-	_, ok := l.conn.(*net.UnixConn)
-	return ok
+	return l.sock != nil && l.sock.passes()
 }
 
 // allocate gives m frames of the given sizes, whose content is undefined. Long ones are in blocks if the link

@@ -44,7 +44,7 @@ func (v *Van) listenLocal() (err error) {
 	v.local, err = dial.Serve(dial.UnixPrefix+"@gohvd-ps-"+rand.Text(), "ps: server", maxPeers, v.cfg.Log,
 		v.serve)
 	if err == nil {
-		v.self[0].HostId, v.self[0].Socket = v.cfg.HostID, v.local.Addr()
+		v.self[0].Socket = v.local.Addr()
 	}
 	return err
 }
@@ -174,7 +174,7 @@ func (v *Van) serve(ctx context.Context, conn net.Conn) error {
 		answer.Header.Control.Nodes = v.table()
 	}
 	// If the write fails, the node has died after it registered, so the other nodes must be told.
-	if err = writeMessage(over, answer); err == nil {
+	if err = writeMessage(l.conn, answer); err == nil {
 		v.wg.Go(l.write)
 		v.handler.News()
 		err = l.read(r)

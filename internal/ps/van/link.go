@@ -62,6 +62,8 @@ type link struct {
 	peer    int      // the first id of the process
 	conn    net.Conn // nil for the link of the scheduler with itself
 	sock    *socket  // the socket of conn, or nil if it has none
+	// polled is the descriptor of conn if the goroutine that reads can poll it, otherwise nil.
+	polled *descriptor
 	// silence notices that the network drops the packets of the connection between a worker and a server. It
 	// is nil on other links, which have heartbeats, and if no node dies of silence.
 	silence *dial.Silence
@@ -620,7 +622,7 @@ func (w *writer) pass(first int, fds []int) error {
 	if _, err := w.conn.Write(b[:first]); err != nil {
 		return err
 	}
-	n, _, err := w.conn.(*net.UnixConn).WriteMsgUnix(b[first:], unix.UnixRights(fds...), nil)
+	n, err := w.sock.pass(b[first:], fds)
 	w.batch = append(w.batch, b[first+n:]...)
 	return err
 }

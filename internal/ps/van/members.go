@@ -84,6 +84,7 @@ func (v *Van) learn(nodes []*pspb.Node) {
 			v.set(n)
 		}
 	}
+	v.polls.Store(v.mayPoll()) // a process may return on another host
 	if n.Gone == "" {
 		v.blamed = new(sync.Once)
 	}

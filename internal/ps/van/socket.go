@@ -112,6 +112,21 @@ func (s *socket) TryWrite(p []byte) (int, error) {
 	return c.n, nil
 }
 
+// pass writes at least one byte of p, together with descriptors. It waits for room.
+func (s *socket) pass(p []byte, fds []int) (n int, err error) {
+	rights := unix.UnixRights(fds...)
+	if waited := s.raw.Write(func(fd uintptr) bool {
+		n, err = unix.SendmsgN(int(fd), p, rights, nil, unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL)
+		for err == unix.EINTR {
+			n, err = unix.SendmsgN(int(fd), p, rights, nil, unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL)
+		}
+		return err != unix.EAGAIN
+	}); waited != nil {
+		return 0, waited
+	}
+	return n, os.NewSyscallError("sendmsg", err)
+}
+
 // Read reads at least one byte. It waits for it in the poller of the Go runtime.
 func (s *socket) Read(p []byte) (int, error) {
 	c := &s.reading

@@ -162,6 +162,8 @@ type Van struct {
 	ready    chan struct{}                 // closed when nodes is complete
 	links    atomic.Pointer[map[int]*link] // by id of the peer, including further ids of its process
 	holding  atomic.Bool                   // a link may hold requests back
+	polls    atomic.Bool                   // Unix connections may be polled (mayPoll)
+	polling  atomic.Bool                   // a goroutine polls, as only one may do at a time
 	sched    *scheduler                    // nil except at the scheduler
 
 	mu    sync.Mutex
@@ -219,6 +221,9 @@ func (v *Van) newNodes() {
 	for i := range v.cfg.Customers {
 		n := &pspb.Node{Role: pspb.Role(v.cfg.Role), Hostname: v.cfg.Host, CustomerId: int32(i),
 			Incarnation: incarnation}
+		if v.shares() {
+			n.HostId = v.cfg.HostID
+		}
 		if v.cfg.Rank >= 0 {
 			n.Rank = int32(v.cfg.Rank + i + 1)
 		}
@@ -330,6 +335,7 @@ func (v *Van) setTable(table []*pspb.Node) error {
 			len(own), 1+v.cfg.NumServers+v.cfg.NumWorkers, len(v.self))
 	}
 	v.self, v.id = own, int(own[0].Id)
+	v.polls.Store(v.mayPoll())
 	close(v.ready)
 	return nil
 }
@@ -374,6 +380,10 @@ func nodesOf(table []*pspb.Node, incarnation uint64) (own []*pspb.Node) {
 // one that has ended.
 func (v *Van) addLink(nodes []*pspb.Node, conn net.Conn, r *reader) (*link, error) {
 	l := newLink(v, processOf(nodes[0]), conn)
+	if r != nil {
+		r.open(l)
+		l.sock = r.sock
+	}
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	if v.stopping {
@@ -386,14 +396,13 @@ func (v *Van) addLink(nodes []*pspb.Node, conn net.Conn, r *reader) (*link, erro
 		}
 		links[int(n.Id)] = l
 	}
+	if v.polls.Load() && l.shares() {
+		l.poll()
+	}
 	v.links.Store(&links)
 	v.changed()
 	if v.cfg.Verbose > 0 {
 		v.log.Info("ps: connected", zap.String("node", Name(v.id)), zap.String("with", Name(l.peer)))
-	}
-	if r != nil {
-		r.open(l)
-		l.sock = r.sock
 	}
 	return l, nil
 }
@@ -785,13 +794,13 @@ func (v *Van) close(err error) {
 	}
 	v.mu.Unlock()
 	v.cancel(err)
+	for _, l := range *v.links.Load() {
+		l.fail(err) // first, because an acceptor waits for the end of its links, and cannot close polled ones
+	}
 	for _, a := range []*dial.Acceptor{v.accepts, v.local} {
 		if a != nil {
 			a.Close()
 		}
-	}
-	for _, l := range *v.links.Load() {
-		l.fail(err)
 	}
 	v.wg.Wait()
 	if v.unwatch != nil {
