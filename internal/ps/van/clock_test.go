@@ -50,10 +50,12 @@ func TestHeldUp(t *testing.T) {
 		})
 	}
 	enter(2, 1)
-	checkWait(t, nodes[SchedulerID].Van, "barrier of group 4", []string{"worker 2"}, []string{"worker 0", "worker 1"})
+	checkWait(t, nodes[SchedulerID].Van, "barrier of group 4", []string{"worker 2"},
+		[]string{"worker 0", "worker 1"})
 	checkHeldUp(t, nodes[SchedulerID].Van)
 	enter(0, 2)
-	checkWait(t, nodes[SchedulerID].Van, "barrier of group 4", []string{"worker 0", "worker 2"}, []string{"worker 1"})
+	checkWait(t, nodes[SchedulerID].Van, "barrier of group 4", []string{"worker 0", "worker 2"},
+		[]string{"worker 1"})
 	checkHeldUp(t, nodes[SchedulerID].Van, "worker 1")
 	enter(1, 0)
 	for range 3 {
@@ -96,7 +98,8 @@ func TestClock(t *testing.T) {
 
 	go func() { ended <- clock(0, 2) }()
 	waiting(1)
-	checkWait(t, nodes[SchedulerID].Van, "Clock", []string{"worker 0"}, []string{"worker 1", "worker 2", "worker 3"})
+	checkWait(t, nodes[SchedulerID].Van, "Clock", []string{"worker 0"},
+		[]string{"worker 1", "worker 2", "worker 3"})
 	for _, err := range []error{clock(1, 1), clock(2, 1), nodes[WorkerID(3)].EndClock(0), <-ended} {
 		if err != nil {
 			t.Error(err)

@@ -224,7 +224,6 @@ func (v *Van) admit(ctx context.Context, hello *pspb.Control) ([]*pspb.Node, err
 	if own := v.awaitPeer(ctx, hello.Nodes); own != nil {
 		return own, nil
 	}
-	return nil, fmt.Errorf("%s got a connection from a node that says it is %s, but is not a worker of this job, nor "+
-		"a server that has replicas of the same keys",
-		Name(v.id), Name(int(hello.Nodes[0].Id)))
+	return nil, fmt.Errorf("%s got a connection from a node that says it is %s, but is not a worker of this "+
+		"job, nor a server that has replicas of the same keys", Name(v.id), Name(int(hello.Nodes[0].Id)))
 }

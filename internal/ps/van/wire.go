@@ -359,7 +359,8 @@ func (r *reader) data(m *Message) error {
 		return nil
 	}
 	if !r.frames {
-		return fmt.Errorf("malformed message: it has %d data frames, but its sender has not registered yet", len(frames))
+		return fmt.Errorf("malformed message: it has %d data frames, but its sender has not registered yet",
+			len(frames))
 	}
 	if len(frames) > maxFrames {
 		return fmt.Errorf("malformed message: it has %d frames, want at most %d", len(frames), maxFrames)
