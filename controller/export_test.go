@@ -30,6 +30,9 @@ func (c *Coordinator) CachedAndRequested(id topo.ProcessSetID) string {
 	return ""
 }
 
+// SetWords sets the length of the bit vector of a set, as if a decision had assigned a bit of its last word.
+func (l *Lockstep) SetWords(n int) { l.words = n }
+
 // Rows returns the number of tensors of a set for which the coordinator has full requests.
 func (c *Coordinator) Rows(id topo.ProcessSetID) int { return len(c.sets.find(id).rows) }
 

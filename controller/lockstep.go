@@ -24,7 +24,9 @@ import (
 type Lockstep struct {
 	member      *Member
 	coordinator *Coordinator // nil except at rank 0
-	words       int          // the length of a set's bit vector in words
+	// words is the length of the bit vector of a set in words. It is the same for all sets and at all ranks,
+	// and grows with the highest bit that a decision has assigned.
+	words int
 
 	and, or  []uint64     // reused memory of Vectors
 	combined []uint64     // the second combined vector
@@ -43,8 +45,8 @@ const (
 )
 
 // NewLockstep returns the Lockstep of a rank. At rank 0, c is the Coordinator. At other ranks, it is nil.
-func NewLockstep(m *Member, c *Coordinator, cacheCapacity int) *Lockstep {
-	l := &Lockstep{member: m, coordinator: c, words: (min(cacheCapacity, message.MaxCacheBits) + 63) / 64}
+func NewLockstep(m *Member, c *Coordinator) *Lockstep {
+	l := &Lockstep{member: m, coordinator: c}
 	l.up.Type = message.UpNews
 	return l
 }
@@ -160,6 +162,11 @@ func (l *Lockstep) repeat(r *remembered) *message.Down {
 // Decided records that this rank has applied the decision d, which rank 0 has broadcast in this cycle.
 func (l *Lockstep) Decided(d *message.Down) {
 	l.repeats.decided(l.ready, l.combined[0] != 0, d, l.words) // with a flag, it may depend on more
+	for i := range d.Sets {
+		for _, p := range d.Sets[i].Puts {
+			l.words = max(l.words, int(p.Bit/64)+1)
+		}
+	}
 }
 
 // Quiet reports whether no rank had votes or news in this cycle, so that the combined vectors are empty. The

@@ -59,7 +59,7 @@ func newLockstepJob(tb testing.TB, cfg controller.CoordinatorConfig) *lockstepJo
 			c = nil
 		}
 		j.ranks = append(j.ranks,
-			lockstepRank{Member: m, Lockstep: controller.NewLockstep(m, c, cfg.CacheCapacity)})
+			lockstepRank{Member: m, Lockstep: controller.NewLockstep(m, c)})
 		j.answers = append(j.answers, make(map[string]string))
 		j.turns = append(j.turns, make(map[string]int))
 	}
@@ -583,16 +583,27 @@ func TestLockstepShutdown(t *testing.T) {
 }
 
 // The negotiation in lock-step works if bit vectors have more than one word, and if a process set contains
-// only some ranks or none.
+// only some ranks or none. The vectors have as many words as the highest bit so far needs, although a
+// decision erases entries and puts others, or puts only low bits.
 func TestLockstepManyBits(t *testing.T) {
 	sets := []controller.Set{controller.Global(3), {ID: 1, Ranks: []topo.Rank{0, 2}}, {ID: 2}}
-	j := newLockstepJob(t, controller.CoordinatorConfig{Sets: sets, CacheCapacity: 130,
+	j := newLockstepJob(t, controller.CoordinatorConfig{Sets: sets, CacheCapacity: 1024,
 		FusionThresholdBytes: 1 << 20, Plan: plan()})
-	for turn := range 3 {
+	// Requests for cached tensors are only votes. So only cycles with new tensors or parameters gather
+	// requests.
+	for turn, step := range []struct {
+		tensors        int
+		first          int64 // the number of elements of the first tensor
+		words, gathers int
+	}{{64, 1, 1, 1}, {65, 2, 2, 2}, {130, 2, 3, 3}, {130, 2, 3, 3}, {130, 3, 3, 4}, {130, 3, 3, 4}} {
 		for _, s := range sets {
 			for _, r := range s.Ranks {
-				for i := range 130 {
-					j.submit(int(r), request{set: s.ID, q: allreduce(fmt.Sprintf("t%d", i), int64(s.ID)+1)})
+				for i := range step.tensors {
+					numElems := int64(s.ID) + 1
+					if i == 0 {
+						numElems = step.first
+					}
+					j.submit(int(r), request{set: s.ID, q: allreduce(fmt.Sprintf("t%d", i), numElems)})
 				}
 			}
 		}
@@ -604,15 +615,60 @@ func TestLockstepManyBits(t *testing.T) {
 				t.Fatalf("turn %d: rank %d waits for %v", turn, r, pending)
 			}
 		}
-		// Requests for cached tensors are only votes. So only the first cycle, in which nothing is cached,
-		// gathers requests.
-		if j.gathers != 1 {
-			t.Errorf("turn %d: %d gathers so far, want 1", turn, j.gathers)
+		if j.gathers != step.gathers {
+			t.Errorf("turn %d: %d gathers so far, want %d", turn, j.gathers, step.gathers)
+		}
+		if and, or := j.ranks[1].Vectors(); len(and) != 3*step.words || len(or) != 3*step.words+1 {
+			t.Errorf("turn %d: got vectors of %d and %d words, want %d and %d", turn, len(and), len(or),
+				3*step.words, 3*step.words+1)
 		}
 	}
-	for r, want := range []int{6, 3, 6} {
+	for r, want := range []int{12, 6, 12} {
 		if len(j.grants[r]) != want {
 			t.Errorf("rank %d ran %d responses, want %d", r, len(j.grants[r]), want)
+		}
+	}
+}
+
+// In lock-step, a cycle without a gather may complete a group and so cache a tensor. It does not evict an
+// entry for which a rank has voted in this cycle, because rank 0 does not know this vote.
+func TestLockstepKeepsEntriesWithVotes(t *testing.T) {
+	j := newLockstepJob(t, controller.CoordinatorConfig{Sets: []controller.Set{controller.Global(2)},
+		CacheCapacity: 3, FusionThresholdBytes: 1 << 20, Plan: plan()})
+	submit := func(rank int, name string, numElems int64) {
+		q := allreduce(name, numElems)
+		if name == "g" || name == "h" {
+			q.Group, q.GroupSize = "group", 2
+		}
+		j.submit(rank, request{q: q})
+	}
+	for _, names := range []string{"x", "gh"} {
+		for rank := range 2 {
+			for _, name := range names {
+				submit(rank, string(name), 1)
+			}
+		}
+		j.cycle()
+	}
+	for rank := range 2 {
+		submit(rank, "h", 2) // has new parameters and waits for g
+		submit(rank, "y", 1) // takes the place of h in the cache
+	}
+	j.cycle()
+	before := j.gathers
+	submit(0, "x", 1) // the entry that was used last the longest time ago
+	for rank := range 2 {
+		submit(rank, "g", 1)
+	}
+	if j.cycle(); j.gathers != before || len(j.pending[1]) > 0 {
+		t.Fatalf("%d gathers, and rank 1 waits for %v, want no gather and nothing", j.gathers-before,
+			j.pending[1])
+	}
+	submit(1, "x", 1)
+	j.cycle()
+	for rank, pending := range j.pending {
+		if len(pending) > 0 {
+			t.Errorf("rank %d still waits for %v", rank, pending)
 		}
 	}
 }
@@ -665,6 +721,7 @@ func TestLockstepErrors(t *testing.T) {
 	}
 	decide := func(ready uint64, ups ...*message.Up) error {
 		j := newLockstepJob(t, cfg)
+		j.ranks[0].SetWords(1)
 		j.ranks[0].Combine([]uint64{ready, 0}, []uint64{0, ready, 0})
 		if d := j.ranks[0].Decide(ups); d != nil {
 			return nil

@@ -60,9 +60,11 @@ func TestRepeatedDecisions(t *testing.T) {
 
 // With long bit vectors, decisions are not remembered, because that would take much memory.
 func TestRepeatedDecisionsAreSmall(t *testing.T) {
-	for capacity, want := range map[int]int{64 * 8192: 2, 64*8192 + 1: 0} {
-		j := newLockstepJob(t, controller.CoordinatorConfig{Sets: []controller.Set{controller.Global(2)},
-			CacheCapacity: capacity, Plan: plan()})
+	for words, want := range map[int]int{8192: 2, 8193: 0} {
+		j, _ := repeatJob(t, controller.CoordinatorConfig{})
+		for _, l := range j.ranks {
+			l.SetWords(words)
+		}
 		for range 5 {
 			for rank := range j.ranks {
 				j.submit(rank, request{q: allreduce("a", 1)})
@@ -70,7 +72,7 @@ func TestRepeatedDecisionsAreSmall(t *testing.T) {
 			j.cycle()
 		}
 		if j.repeats != want {
-			t.Errorf("with %d bits, %d decisions were repeated, want %d", capacity, j.repeats, want)
+			t.Errorf("with %d words, %d decisions were repeated, want %d", words, j.repeats, want)
 		}
 	}
 }

@@ -94,7 +94,7 @@ type lockstep struct {
 
 func newLockstep(e *Engine) *lockstep {
 	n := &lockstep{
-		events: events{e}, core: controller.NewLockstep(e.member, e.coordinator, e.cfg.CacheCapacity),
+		events: events{e}, core: controller.NewLockstep(e.member, e.coordinator),
 		collectives: e.cfg.Collectives,
 	}
 	if n.collectives == nil {
@@ -471,7 +471,7 @@ func (s *star) decode(from topo.Rank) bool {
 	v := &s.scratch
 	if v.and, v.or, err = message.DecodeVectors(s.take(from), v.and, v.or); err == nil &&
 		(len(v.and) != len(s.and) || len(v.or) != len(s.or)) {
-		err = fmt.Errorf("got an AND vector of %d words and an OR vector of %d words, want %d and %d words: HOROVOD_CACHE_CAPACITY must be the same at all ranks",
+		err = fmt.Errorf("got an AND vector of %d words and an OR vector of %d words, want %d and %d words",
 			len(v.and), len(v.or), len(s.and), len(s.or))
 	}
 	if err != nil {

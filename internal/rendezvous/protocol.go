@@ -23,7 +23,7 @@ import (
 // ready, or which ranks have failed. Each message is a protobuf in a frame.
 const (
 	rootMagic   = "GHVB"
-	rootVersion = 5
+	rootVersion = 6
 
 	tokenBytes = 16
 
