@@ -33,6 +33,18 @@ func (c *Coordinator) CachedAndRequested(id topo.ProcessSetID) string {
 // SetWords sets the length of the bit vector of a set, as if a decision had assigned a bit of its last word.
 func (l *Lockstep) SetWords(n int) { l.words = n }
 
+// Forget makes the rank forget all decisions, so that rank 0 decides the next cycle.
+func (l *Lockstep) Forget() { l.repeats = repeats{} }
+
+// Counters returns, for each set, the number of grants, how many of them are done and the number of arrival
+// times that are kept, and then the time of the last cycle.
+func (c *Coordinator) Counters() (all []uint64) {
+	for _, s := range c.sets.sets {
+		all = append(all, s.granted, s.done, uint64(len(s.arrivals.granted)))
+	}
+	return append(all, uint64(c.lastCycle))
+}
+
 // Rows returns the number of tensors of a set for which the coordinator has full requests.
 func (c *Coordinator) Rows(id topo.ProcessSetID) int { return len(c.sets.find(id).rows) }
 

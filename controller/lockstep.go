@@ -116,8 +116,7 @@ func word(v message.Bits, w int) uint64 {
 // Combine accepts the combined vectors, which the caller must not change until the end of the cycle. gather
 // reports whether every rank must now send a frame to rank 0. broadcast reports whether rank 0 must then
 // broadcast a frame. If repeated is not nil, it is the decision of this cycle, which every rank knows without
-// a broadcast. It is valid until the next cycle. The results are the same at all ranks, except if the job has
-// failed.
+// a broadcast. It is valid until the next cycle. The results are the same at all ranks.
 func (l *Lockstep) Combine(and, or []uint64) (gather, broadcast bool, repeated *message.Down) {
 	l.combined = or
 	// A bit is ready if every member has voted for it or joined, and at least one member has voted for it.
@@ -137,26 +136,15 @@ func (l *Lockstep) Combine(and, or []uint64) (gather, broadcast bool, repeated *
 	case !l.ready.Any():
 		return false, false, nil
 	}
-	if r := l.repeats.find(l.ready); r != nil {
-		return false, false, l.repeat(r)
+	r := l.repeats.find(l.ready)
+	if r == nil {
+		return false, true, nil
 	}
-	return false, true, nil
-}
-
-// repeat returns r as the decision of this cycle. It returns nil if the job has failed.
-func (l *Lockstep) repeat(r *remembered) *message.Down {
 	if c := l.coordinator; c != nil {
-		d := l.Decide(nil)
-		if d == nil {
-			return nil
-		}
-		if err := r.check(d, l.words); err != nil {
-			c.Fault(0, err.Error())
-			return nil
-		}
+		c.repeat(&r.cycle)
 	}
 	r.cycle.Cycle = l.member.seen + 1
-	return &r.cycle
+	return false, false, &r.cycle
 }
 
 // Decided records that this rank has applied the decision d, which rank 0 has broadcast in this cycle.

@@ -37,7 +37,10 @@ type lockstepJob struct {
 	gathers, repeats int // numbers of cycles with a gather, and with a repeated decision
 	gone             []topo.ProcessSetID
 	names            setNames
-	midway           func() // called in every cycle after the vectors were made; may be nil
+	forgets          bool     // whether no decision is repeated
+	arrivals         []string // the arrival times of the requests for each grant of rank 0
+	events           []string // the stalls that rank 0 has reported
+	midway           func()   // called in every cycle after the vectors were made; may be nil
 }
 
 // lockstepRank is a rank of a lockstepJob.
@@ -81,6 +84,9 @@ func (j *lockstepJob) cycle() bool {
 	j.tb.Helper()
 	var and, or []uint64
 	for i, l := range j.ranks {
+		if j.forgets {
+			l.Forget()
+		}
 		a, o := l.Vectors()
 		if i == 0 {
 			and, or = slices.Clone(a), slices.Clone(o)
@@ -99,6 +105,9 @@ func (j *lockstepJob) cycle() bool {
 	}
 	if j.midway != nil {
 		j.midway()
+	}
+	for _, e := range j.coord.Events() {
+		j.events = append(j.events, fmt.Sprint(e.Stall))
 	}
 	var gather, broadcast bool
 	var repeated []*message.Down
@@ -186,6 +195,9 @@ func (j *lockstepJob) apply(rank int, d *message.Down) {
 	for _, g := range grants {
 		j.grants[rank] = append(j.grants[rank], grantKey(g.Set, g.Backend, g.Algorithm, g.Absent,
 			g.Responses))
+		if rank == 0 {
+			j.arrivals = append(j.arrivals, fmt.Sprint(j.coord.Arrivals(g.Set, len(g.Responses))))
+		}
 		j.segments[rank] = append(j.segments[rank], fmt.Sprintf("set %d %d bytes", g.Set, g.SegmentBytes))
 		for _, r := range g.Responses {
 			if slices.Contains(g.Absent, topo.Rank(rank)) {

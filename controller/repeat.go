@@ -1,7 +1,6 @@
 package controller
 
 import (
-	"fmt"
 	"math/bits"
 	"slices"
 
@@ -120,28 +119,28 @@ func grantsOnly(d *message.Down, ready message.Bits, words int) bool {
 	return left == 0
 }
 
-// check returns an error if d, which the coordinator has decided about the bits of s, is another decision
-// than s.
-func (s *remembered) check(d *message.Down, words int) error {
-	same := grantsOnly(d, s.ready, words)
-	sets := s.cycle.Sets
+// repeat records that all ranks repeat d as the decision of the next cycle. That has the same effect as to
+// count their votes and to decide. No rank was late, and no vote for the bits of d was counted before.
+func (c *Coordinator) repeat(d *message.Down) {
+	c.cycle, c.lastCycle = c.cycle+1, c.now
 	for i := range d.Sets {
-		switch grants := d.Sets[i].Grants; {
-		case len(grants) == 0:
-		case len(sets) == 0:
-			same = false
-		default:
-			same = same && d.Sets[i].Set == sets[0].Set &&
-				slices.EqualFunc(grants, sets[0].Grants, equalGrants)
-			sets = sets[1:]
+		s := c.sets.find(d.Sets[i].Set)
+		for j := range d.Sets[i].Grants {
+			s.repeat(d.Sets[i].Grants[j].Bits)
 		}
 	}
-	if !same || len(sets) > 0 {
-		return fmt.Errorf("decided %v, but the other ranks repeat %v", d, &s.cycle)
-	}
-	return nil
 }
 
-func equalGrants(a, b message.Grant) bool {
-	return a.Backend == b.Backend && a.Algorithm == b.Algorithm && slices.Equal(a.Bits, b.Bits)
+// repeat grants the tensors of the given bits together, as an earlier cycle has done.
+func (s *setState) repeat(bits []uint32) {
+	for _, bit := range bits {
+		s.cache.Granted(bit)
+	}
+	if s.waits.trace && s.index(0) >= 0 {
+		for range len(bits) * len(s.Ranks) {
+			s.arrivals.granted = append(s.arrivals.granted, max(s.waits.now, 1))
+		}
+	}
+	s.granted++
+	s.done = s.granted // as in decideAll
 }

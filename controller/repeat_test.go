@@ -3,6 +3,7 @@ package controller_test
 import (
 	"fmt"
 	"math/rand/v2"
+	"reflect"
 	"slices"
 	"strings"
 	"testing"
@@ -58,6 +59,26 @@ func TestRepeatedDecisions(t *testing.T) {
 	}
 }
 
+// A repeated decision makes its tensors the most recently used ones of rank 0's cache, as any decision does.
+func TestRepeatedDecisionsUseTheCache(t *testing.T) {
+	j, submit := repeatJob(t, controller.CoordinatorConfig{})
+	for _, names := range []string{"abcdefgh", "a", "a", "bcdefgh"} { // the cache has 8 entries
+		submit(names)
+		j.cycle()
+	}
+	submit("a")
+	if j.cycle(); j.repeats != 1 {
+		t.Fatalf("repeated %d decisions, want 1", j.repeats)
+	}
+	submit("i") // evicts b
+	j.cycle()
+	before := j.gathers
+	submit("a")
+	if j.cycle(); j.gathers != before {
+		t.Error("the cache has evicted a, which was used last")
+	}
+}
+
 // With long bit vectors, decisions are not remembered, because that would take much memory.
 func TestRepeatedDecisionsAreSmall(t *testing.T) {
 	for words, want := range map[int]int{8192: 2, 8193: 0} {
@@ -101,122 +122,126 @@ func TestRepeatedDecisionsAfterJoin(t *testing.T) {
 	}
 }
 
-// A decision is repeated only if rank 0 decides the same, although groups are incomplete, ranks have joined,
-// or settings and parameters of tensors change. lockstepJob.cycle fails if rank 0 decides otherwise.
+// A decision is repeated only if rank 0 would decide the same, although groups are incomplete, ranks have
+// joined, or settings and parameters of tensors change. Rank 0 counts and caches as if it had decided.
 func TestRepeatedDecisionsAreThoseOfRank0(t *testing.T) {
 	repeats := 0
 	for _, seed := range seeds(200) {
-		rng := rand.New(rand.NewPCG(seed, 0))
-		sets := []controller.Set{controller.Global(3), {ID: 1, Ranks: []topo.Rank{0, 2}}}
-		j := newLockstepJob(t, controller.CoordinatorConfig{Sets: sets, CacheCapacity: 3 + rng.IntN(80),
-			FusionThresholdBytes: int64(8 * rng.IntN(4)), Plan: plan()})
-		j.midway = func() {
-			if rng.IntN(40) == 0 {
-				j.coord.Tune(message.Tuning{FusionThresholdBytes: int64(8 * rng.IntN(4)),
-					CacheOff: rng.IntN(10) == 0})
+		repeating, deciding := repeatProgram(t, seed, false), repeatProgram(t, seed, true)
+		repeats += repeating.repeats
+		for r := range repeating.grants {
+			if got, want := repeating.grants[r], deciding.grants[r]; !slices.Equal(got, want) {
+				t.Fatalf("seed %d: rank %d runs\n%v\nwithout repeated decisions\n%v", seed, r, got, want)
 			}
 		}
-		member := func(name string) message.Request {
-			q := allreduce(name, 1)
-			if rng.IntN(30) == 0 {
-				q = allreduce(name, 2)
-			}
-			q.Group, q.GroupSize = "group", 2
-			return q
+		if got, want := repeating.arrivals, deciding.arrivals; !slices.Equal(got, want) {
+			t.Fatalf("seed %d: the requests arrive at\n%v\nwithout repeated decisions at\n%v", seed, got, want)
 		}
-		for range 100 {
-			s := sets[rng.IntN(len(sets))]
-			ranks := s.Ranks
-			var requests []message.Request
-			switch rng.IntN(10) {
-			case 0:
-				requests = append(requests, allreduce("changes", int64(rng.IntN(3))))
-			case 1, 2, 3, 4:
-				requests = append(requests, member("g"), member("h"))
-				rng.Shuffle(2, func(i, j int) { requests[i], requests[j] = requests[j], requests[i] })
-			case 5:
-				// The first rank joins now, perhaps after some requests, and the others join when they have
-				// submitted some tensors.
-				for i := range rng.IntN(3) {
-					j.submit(int(ranks[0]), request{set: s.ID, q: allreduce(fmt.Sprint("t", i), 1)})
-				}
-				join := request{set: s.ID, q: message.Request{Kind: message.Join, Name: "j"}}
-				j.submit(int(ranks[0]), join)
-				if rng.IntN(2) == 0 {
-					j.cycle()
-				}
-				for i := range rng.IntN(5) {
-					for _, rank := range ranks[1:] {
-						j.submit(int(rank), request{set: s.ID, q: allreduce(fmt.Sprint("t", min(i, 1)), 1)})
-					}
-					j.cycle()
-					j.cycle()
-				}
-				ranks, requests = ranks[1:], append(requests, join.q)
-			default:
-				for i := range 1 + rng.IntN(3) {
-					requests = append(requests, allreduce(fmt.Sprint("t", i), 1))
-				}
-			}
-			split := rng.IntN(3) == 0
-			for _, q := range requests {
-				for _, rank := range ranks {
-					j.submit(int(rank), request{set: s.ID, q: q})
-					if rng.IntN(8) == 0 {
-						j.cycle()
-					}
-				}
-				if split {
-					j.cycle()
-				}
-				if split && q.Group != "" { // the first tensor of the group waits for the second one
-					for _, rank := range ranks {
-						j.submit(int(rank), request{set: s.ID, q: allreduce("between", 1)})
-					}
-					j.cycle()
-					j.cycle()
-				}
-			}
-			for range 4 {
-				j.cycle()
-			}
-			for rank, p := range j.pending {
-				if len(p) > 0 {
-					t.Fatalf("seed %d: rank %d waits for %v", seed, rank, p)
-				}
-			}
+		if got, want := repeating.coord.Stats(), deciding.coord.Stats(); !reflect.DeepEqual(got, want) {
+			t.Fatalf("seed %d: rank 0 has counted\n%+v\nwithout repeated decisions\n%+v", seed, got, want)
 		}
-		repeats += j.repeats
+		if got, want := repeating.events, deciding.events; !slices.Equal(got, want) {
+			t.Fatalf("seed %d: rank 0 reports\n%v\nwithout repeated decisions\n%v", seed, got, want)
+		}
+		if got, want := repeating.coord.Counters(), deciding.coord.Counters(); !slices.Equal(got, want) {
+			t.Fatalf("seed %d: rank 0 has the counters\n%d\nwithout repeated decisions\n%d", seed, got, want)
+		}
 	}
 	if *seedFlag == 0 && repeats < 200 {
 		t.Errorf("%d decisions were repeated, want at least 200", repeats)
 	}
 }
 
-// If rank 0 decides otherwise than the other ranks repeat, which only a bug can cause, the job fails.
-func TestRank0DecidesOtherwise(t *testing.T) {
-	algorithm := message.Ring
-	j, submit := repeatJob(t, controller.CoordinatorConfig{Plan: func([]topo.Rank, *message.Response, int64,
-		*message.Tuning) (message.Backend, message.Algorithm, error) {
-		return message.TCP, algorithm, nil
-	}})
-	for range 4 {
-		submit("a")
-		j.cycle()
+// repeatProgram runs the random program of a seed and returns its job. If forgets is set, rank 0 decides each
+// cycle.
+func repeatProgram(t *testing.T, seed uint64, forgets bool) *lockstepJob {
+	rng := rand.New(rand.NewPCG(seed, 0))
+	sets := []controller.Set{controller.Global(3), {ID: 1, Ranks: []topo.Rank{0, 2}},
+		{ID: 2, Ranks: []topo.Rank{1, 2}}}
+	j := newLockstepJob(t, controller.CoordinatorConfig{Sets: sets, CacheCapacity: 3 + rng.IntN(80),
+		FusionThresholdBytes: int64(8 * rng.IntN(4)), Plan: plan(), StallWarning: time.Microsecond})
+	j.forgets = forgets
+	j.coord.Trace(true)
+	now := time.Duration(0)
+	j.midway = func() {
+		now += time.Duration(rng.IntN(1000))
+		j.coord.Tick(now)
+		if rng.IntN(40) == 0 {
+			j.coord.Tune(message.Tuning{FusionThresholdBytes: int64(8 * rng.IntN(4)),
+				CacheOff: rng.IntN(10) == 0})
+		}
 	}
-	algorithm = message.Tree
-	submit("a")
-	for _, l := range j.ranks {
-		l.Vectors()
+	member := func(name string) message.Request {
+		q := allreduce(name, 1)
+		if rng.IntN(30) == 0 {
+			q = allreduce(name, 2)
+		}
+		q.Group, q.GroupSize = "group", 2
+		return q
 	}
-	_, broadcast, repeated := j.ranks[0].Combine([]uint64{1}, []uint64{0, 1})
-	if broadcast || repeated != nil {
-		t.Errorf("rank 0: broadcast %v, repeated %v, want neither", broadcast, repeated)
+	for range 100 {
+		s := sets[rng.IntN(len(sets))]
+		ranks := s.Ranks
+		var requests []message.Request
+		switch rng.IntN(10) {
+		case 0:
+			requests = append(requests, allreduce("changes", int64(rng.IntN(3))))
+		case 1, 2, 3, 4:
+			requests = append(requests, member("g"), member("h"))
+			rng.Shuffle(2, func(i, j int) { requests[i], requests[j] = requests[j], requests[i] })
+		case 5:
+			// The first rank joins now, perhaps after some requests, and the others join when they have
+			// submitted some tensors.
+			for i := range rng.IntN(3) {
+				j.submit(int(ranks[0]), request{set: s.ID, q: allreduce(fmt.Sprint("t", i), 1)})
+			}
+			join := request{set: s.ID, q: message.Request{Kind: message.Join, Name: "j"}}
+			j.submit(int(ranks[0]), join)
+			if rng.IntN(2) == 0 {
+				j.cycle()
+			}
+			for i := range rng.IntN(5) {
+				for _, rank := range ranks[1:] {
+					j.submit(int(rank), request{set: s.ID, q: allreduce(fmt.Sprint("t", min(i, 1)), 1)})
+				}
+				j.cycle()
+				j.cycle()
+			}
+			ranks, requests = ranks[1:], append(requests, join.q)
+		default:
+			for i := range 1 + rng.IntN(3) {
+				requests = append(requests, allreduce(fmt.Sprint("t", i), 1))
+			}
+		}
+		split := rng.IntN(3) == 0
+		for _, q := range requests {
+			for _, rank := range ranks {
+				j.submit(int(rank), request{set: s.ID, q: q})
+				if rng.IntN(8) == 0 {
+					j.cycle()
+				}
+			}
+			if split {
+				j.cycle()
+			}
+			if split && q.Group != "" { // the first tensor of the group waits for the second one
+				for _, rank := range ranks {
+					j.submit(int(rank), request{set: s.ID, q: allreduce("between", 1)})
+				}
+				j.cycle()
+				j.cycle()
+			}
+		}
+		for range 4 {
+			j.cycle()
+		}
+		for rank, p := range j.pending {
+			if len(p) > 0 {
+				t.Fatalf("seed %d: rank %d waits for %v", seed, rank, p)
+			}
+		}
 	}
-	if v := verdictOf(j.coord); v == nil || !slices.Equal(v.Ranks, []topo.Rank{0}) ||
-		!strings.Contains(v.Reason, "but the other ranks repeat") {
-		t.Errorf("got verdict %v, want one on rank 0", v)
-	}
+	return j
 }
 
 // A stop that rank 0 decides in the middle of a cycle with a repeated decision comes with the next cycle.
