@@ -136,5 +136,13 @@ func have(ranks []topo.Rank) string {
 	return topo.FormatRanks(ranks) + " have"
 }
 
+// waitFor returns a text such as "rank 2 waits for" or "ranks 1 and 2 wait for".
+func waitFor(ranks []topo.Rank) string {
+	if len(ranks) == 1 {
+		return topo.FormatRanks(ranks) + " waits for"
+	}
+	return topo.FormatRanks(ranks) + " wait for"
+}
+
 // seconds formats a duration for messages, such as "60s" or "0.5s".
 func seconds(d time.Duration) string { return fmt.Sprintf("%gs", d.Round(time.Millisecond).Seconds()) }

@@ -183,11 +183,7 @@ func (c *Coordinator) awaitedText(s *setState, st *Stall, gone, waiting []topo.R
 			fmt.Fprintf(&b, " %s earlier", seconds(k.sinceLast))
 		}
 	}
-	verb := "wait"
-	if len(waiting) == 1 {
-		verb = "waits"
-	}
-	fmt.Fprintf(&b, ", while %s %s for ", topo.FormatRanks(waiting), verb)
+	fmt.Fprintf(&b, ", while %s ", waitFor(waiting))
 	if st.Group != "" {
 		fmt.Fprintf(&b, "the missing tensors of group %q", st.Group)
 	} else {
@@ -245,7 +241,7 @@ func (c *Coordinator) holdUp(r topo.Rank, executes bool) (ranks []topo.Rank, why
 	if k.stop == 0 && c.state == running {
 		switch st, ready := c.outstanding(r); {
 		case st != nil:
-			return st.Missing, have(st.Missing) + " not submitted " + label(st.Kind, st.Name)
+			return c.addAwaited(st.Missing, have(st.Missing)+" not submitted "+label(st.Kind, st.Name))
 		case ready != nil: // earlier grants of the set keep the gate closed
 			return c.unfinished(ready.ID)
 		}

@@ -101,6 +101,8 @@ func (c *Coordinator) timeout(by topo.Rank, u *message.Up) {
 		if kind, ranks, why := s.blocked(by, u.Tensor); why != "" {
 			if len(ranks) == 0 {
 				ranks = []topo.Rank{by}
+			} else {
+				ranks, why = c.addAwaited(ranks, why)
 			}
 			c.fail(ranks, timeoutText(kind, by, u, why))
 			return
@@ -181,6 +183,48 @@ func (s *setState) blocked(by topo.Rank, tensor string) (kind message.Kind, rank
 		return message.NoKind, nil, ""
 	}
 	return kind, ranks, have(ranks) + " not " + did
+}
+
+// addAwaited adds the ranks for which the given ranks wait. The given ranks have not submitted an operation
+// in time, perhaps only because they wait for other operations, which other ranks have not submitted. It is
+// not known whether a rank that waits does nothing else meanwhile, so the given ranks stay in the list. A
+// rank that waits for a rank in the list is not added. addAwaited also extends why, which says what the given
+// ranks have not submitted.
+func (c *Coordinator) addAwaited(ranks []topo.Rank, why string) ([]topo.Rank, string) {
+	late := slices.Clone(ranks)
+	isLate := func(r topo.Rank) bool { return slices.Contains(late, r) }
+	waitsToo := func(r topo.Rank) (found bool) {
+		c.eachAwaited(func(st Stall, waiting []topo.Rank) {
+			found = found || slices.Contains(waiting, r) && slices.ContainsFunc(st.Missing, isLate)
+		})
+		return found
+	}
+	for more := true; more; {
+		more = false
+		c.eachAwaited(func(st Stall, waiting []topo.Rank) {
+			if st.Group != "" || !slices.ContainsFunc(waiting, isLate) {
+				return
+			}
+			added := slices.DeleteFunc(slices.Clone(st.Missing), func(r topo.Rank) bool {
+				return isLate(r) || waitsToo(r)
+			})
+			if len(added) == 0 {
+				return
+			}
+			by := slices.DeleteFunc(waiting, func(r topo.Rank) bool { return !isLate(r) })
+			why += fmt.Sprintf(", while %s %s, which %s not submitted", waitFor(by), label(st.Kind, st.Name), have(added))
+			late, more = append(late, added...), true
+		})
+	}
+	slices.Sort(late)
+	return late, why
+}
+
+// eachAwaited calls visit for each operation of any process set, including joins, for which some ranks wait.
+func (c *Coordinator) eachAwaited(visit func(st Stall, waiting []topo.Rank)) {
+	for _, s := range c.sets.sets {
+		s.eachAwaited(visit)
+	}
 }
 
 // isReady reports whether a tensor waits only for the gate to open.
