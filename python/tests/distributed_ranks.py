@@ -18,6 +18,7 @@ import threading
 import time
 import unittest
 from datetime import timedelta
+from unittest import mock
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
@@ -661,8 +662,6 @@ class Works(Ranks):
 
     def test_dropped(self) -> None:
         """The result is written even if the program drops the work."""
-        if _work._FORGETS:
-            return  # the package keeps the last works
         x = self.ours(2)
         dist.all_reduce(x, async_op=True)
         dist.barrier()
@@ -672,6 +671,21 @@ class Works(Ranks):
                 return
             limit.wait(0.01)
         self.fail(f"got {x}")
+
+    def test_waits_in_cpp(self) -> None:
+        """Code in C++ waits for a work that the program has dropped. The results of only a few such works are kept."""
+        try:
+            from torch._C._distributed_c10d import _register_work
+        except ImportError:
+            return  # torch 2.1 does not have it
+        x = self.ours(2)
+        _register_work(x, dist.all_reduce(x, async_op=True))
+        self.equal(torch.ops._c10d_functional.wait_tensor(x), sum(r + 1.0 for r in self.all))
+        for name, limit in (("_MOST_KEPT", 3), ("_MOST_KEPT_BYTES", 3 * 8)):
+            with mock.patch.object(_work, name, limit):
+                for _ in range(5):
+                    dist.all_reduce(self.ours(2), async_op=True)
+                self.assertEqual(len(_work._kept), 3, name)
 
     def test_errors(self) -> None:
         for make in (
@@ -742,6 +756,16 @@ class Training(Ranks):
             dist.all_gather(outputs, p.detach())
             for got in outputs:
                 self.equal(got, p.detach())
+
+    def test_join(self) -> None:
+        """The ranks have different numbers of batches. Those that have run out do not count in the mean."""
+        model = DistributedDataParallel(torch.nn.Linear(4, 1))
+        with model.join(divide_by_initial_world_size=False):
+            for batch in range(self.rank + 1):
+                model.zero_grad()
+                model(self.ours(2, 4)).sum().backward()
+                left = range(batch, self.size)
+                self.equal(model.module.weight.grad, 2 * sum(r + 1 for r in left) / len(left))
 
     def test_comm_hook(self) -> None:
         def half(state, bucket):

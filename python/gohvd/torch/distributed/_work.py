@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
-from typing import Any, Callable, List, Optional, Sequence
+from typing import Any, Callable, List, Optional, Sequence, Tuple
 
 import torch
 import torch.distributed as dist
@@ -292,11 +292,19 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-# Before torch 2.7, code in C++ that calls a group written in Python forgets the Python object of the work, and then waits
-# forever for a work without a wait method. So the last works are kept here until they are waited for.
-_FORGETS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7)
+# A work that is in use in C++ must keep its Python object, because otherwise a wait there never returns. But C++ does not
+# keep it if the program passes a work to code in C++, as DistributedDataParallel.join does, or before torch 2.7 if that
+# code itself has called the group. So the last works that were dropped and never waited for are kept here.
 _MOST_KEPT = 256
-_kept: "collections.OrderedDict[int, Work]" = collections.OrderedDict()
+_MOST_KEPT_BYTES = 64 << 20
+_kept: "collections.deque[Tuple[Work, int]]" = collections.deque()
+
+
+def _keep(work: Work) -> None:
+    # Works may be dropped in any thread, also while this function runs. So it takes no lock.
+    _kept.append((work, _nbytes(work._operation.result)))
+    while len(_kept) > _MOST_KEPT or len(_kept) > 1 and sum([n for _, n in list(_kept)]) > _MOST_KEPT_BYTES:
+        _kept.popleft()
 
 
 class Work(dist.Work):
@@ -306,17 +314,13 @@ class Work(dist.Work):
         super().__init__()
         self._operation = operation
         self._source = source
-        if _FORGETS:
-            _kept[id(self)] = self
-            if len(_kept) > _MOST_KEPT:
-                _kept.popitem(last=False)
+        self._used = False
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Waits until the operation is done, and raises its error. Raises RuntimeError if the timeout passes before; the
         operation goes on then.
         """
-        operation = self._operation
-        _kept.pop(id(self), None)
+        operation, self._used = self._operation, True
         limit = timeout if timeout > _NO_TIMEOUT else operation.limit
         if limit > _NO_TIMEOUT:
             if not operation.wait_until(limit):
@@ -358,7 +362,7 @@ class Work(dist.Work):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future:
-        _kept.pop(id(self), None)
+        self._used = True
         return self._operation.future(_devices(self._operation.result))
 
     def __del__(self) -> None:
@@ -370,6 +374,14 @@ class Work(dist.Work):
             operation.after_fork()
         if not operation.done:
             _finisher.add(operation)
+        if not self._used:
+            _keep(self)
+
+
+def _nbytes(result: Any) -> int:
+    if isinstance(result, torch.Tensor):
+        return result.numel() * result.element_size()
+    return sum([_nbytes(item) for item in result])
 
 
 def _devices(result: Any) -> List[torch.device]:
