@@ -4,6 +4,7 @@ package ops
 
 import (
 	"context"
+	"fmt"
 	"runtime"
 
 	"github.com/gohvd/gohvd/internal/cuda"
@@ -193,6 +194,19 @@ func Oversubscribed(processes, processors int) bool {
 		processors = min(processors, threads)
 	}
 	return processes > processors
+}
+
+// CheckRoot returns an error if the operation needs a root and its root is not one of the ranks 0 to ranks-1.
+func (op *Operation) CheckRoot(ranks int) error {
+	if op.Kind.HasRoot() && (op.Root < 0 || op.Root >= ranks) {
+		return fmt.Errorf("got root %d, want 0 to %d", op.Root, ranks-1)
+	}
+	return nil
+}
+
+// Sends reports whether rank from sends a block to rank to in an Alltoall, a Gather or a Scatter.
+func (op *Operation) Sends(from, to int) bool {
+	return (op.Kind != message.Gather || to == op.Root) && (op.Kind != message.Scatter || from == op.Root)
 }
 
 // Run starts op and waits until it has ended.

@@ -117,12 +117,6 @@ func (l *lane) broadcastBuffer(w *work) []byte {
 // splitBytes is the number of bytes of an encoded row count.
 const splitBytes = 8
 
-// sends reports whether the rank at position from sends rows to the rank at position to in the operation.
-func (x *execution) sends(from, to int) bool {
-	return (x.op.Kind != message.Gather || to == x.op.Root) &&
-		(x.op.Kind != message.Scatter || from == x.op.Root)
-}
-
 // startAlltoall prepares an alltoall, a gather or a scatter of one tensor. Ranks learn only during the
 // exchange how many rows they receive. If the rows have no elements, the ranks exchange only the row counts.
 func (l *lane) startAlltoall() {
@@ -132,7 +126,7 @@ func (l *lane) startAlltoall() {
 	row := rowBytes(r)
 	counts := l.scratch.counts[:0]
 	for i := range l.set.Ranks {
-		if !x.sends(l.me, i) {
+		if !x.op.Sends(l.me, i) {
 			counts = append(counts, 0)
 			continue
 		}
@@ -201,7 +195,7 @@ func (l *lane) receiveRows(r *message.Response, row int64, counts []int64) ([]by
 func (l *lane) receiveSplits(counts []int64) ([]byte, error) {
 	x := &l.execution
 	for i, n := range counts {
-		if x.sends(i, l.me) != (n == splitBytes) || n != 0 && n != splitBytes {
+		if x.op.Sends(i, l.me) != (n == splitBytes) || n != 0 && n != splitBytes {
 			r := x.work.grant.Responses[0]
 			return nil, fmt.Errorf(
 				"%v %q: got row counts of %v bytes, want %d bytes from each rank that sends rows", r.Kind,
@@ -219,7 +213,7 @@ func (l *lane) unpackAlltoall() {
 	if rowBytes(x.work.grant.Responses[0]) == 0 {
 		for i := range l.set.Ranks {
 			var rows int64
-			if x.sends(i, l.me) {
+			if x.op.Sends(i, l.me) {
 				rows, out = int64(binary.LittleEndian.Uint64(out)), out[splitBytes:]
 			}
 			e.Received = append(e.Received, rows)

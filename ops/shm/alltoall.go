@@ -15,7 +15,7 @@ import (
 // sender of a block knows the size of the block. In step t, a rank stages part t of each of its blocks.
 func (b *Backend) startAlltoall() error {
 	in, counts := b.op.Buf, b.op.Counts
-	if err := b.checkRoot(); err != nil {
+	if err := b.op.CheckRoot(len(b.ranks)); err != nil {
 		return err
 	}
 	if err := b.cut(counts); err != nil {

@@ -424,17 +424,9 @@ func (b *Backend) planPull() {
 	b.plan.reduce, b.plan.pull = false, true
 }
 
-// checkRoot returns an error if the operation needs a root and its root is not a rank of the set.
-func (b *Backend) checkRoot() error {
-	if root := b.op.Root; b.op.Kind.HasRoot() && (root < 0 || root >= len(b.ranks)) {
-		return fmt.Errorf("got root %d, want 0 to %d", root, len(b.ranks)-1)
-	}
-	return nil
-}
-
 func (b *Backend) planBroadcast() error {
 	root := b.op.Root
-	if err := b.checkRoot(); err != nil {
+	if err := b.op.CheckRoot(len(b.ranks)); err != nil {
 		return err
 	}
 	if _, err := b.own.set(b.single()); err != nil {

@@ -103,7 +103,7 @@ func (b *Backend) beginAllreduce() error {
 		}
 		return b.beginAdasum()
 	}
-	if err := b.checkRoot(); err != nil {
+	if err := b.op.CheckRoot(len(b.ranks)); err != nil {
 		return err
 	}
 	b.discards = op.Kind == message.Reduce && op.Root != b.me

@@ -31,7 +31,7 @@ func (b *Backend) alltoall() error {
 	if err := b.by(algorithms[b.op.Kind]...); err != nil {
 		return err
 	}
-	if err := b.checkRoot(); err != nil {
+	if err := b.op.CheckRoot(len(b.ranks)); err != nil {
 		return err
 	}
 	if err := b.parts.by(b.op.Counts, len(b.op.Buf), 1); err != nil {
@@ -41,12 +41,6 @@ func (b *Backend) alltoall() error {
 		return b.alltoallBruck(b.op.Buf)
 	}
 	return b.alltoallDirect(b.op.Buf)
-}
-
-// sends reports whether rank from sends a block to the other rank to in the operation.
-func (b *Backend) sends(from, to int) bool {
-	return (b.op.Kind != message.Gather || to == b.op.Root) &&
-		(b.op.Kind != message.Scatter || from == b.op.Root)
 }
 
 // blocks has the lengths of the blocks of an alltoall.
@@ -82,7 +76,7 @@ func (b *Backend) alltoallDirect(in []byte) error {
 // connectForBlocks makes the missing channels over which blocks are sent.
 func (b *Backend) connectForBlocks() error {
 	for i := range b.ranks {
-		if i == b.me || !b.sends(i, b.me) && !b.sends(b.me, i) {
+		if i == b.me || !b.op.Sends(i, b.me) && !b.op.Sends(b.me, i) {
 			continue
 		}
 		if _, err := b.conn(i); err != nil {
@@ -108,7 +102,7 @@ func (b *Backend) sendBlocks(in []byte, headers bool) error {
 	n := len(b.ranks)
 	for k := 1; k < n; k++ {
 		to := (b.me + k) % n
-		if !b.sends(b.me, to) {
+		if !b.op.Sends(b.me, to) {
 			continue
 		}
 		c, p := b.conns[to], b.parts.part(in, to)
@@ -132,7 +126,7 @@ func (b *Backend) receiveBlocks(in, out []byte) error {
 	n := len(b.ranks)
 	for k := 1; k < n; k++ {
 		from := (b.me + n - k) % n
-		if !b.sends(from, b.me) {
+		if !b.op.Sends(from, b.me) {
 			continue
 		}
 		if err := receive(b.conns[from], b.blocks.cut.part(out, from)); err != nil {
@@ -147,7 +141,7 @@ func (b *Backend) receiveBlocks(in, out []byte) error {
 func (b *Backend) receiveCounts(own int64) error {
 	for i, c := range b.conns {
 		k := uint64(own)
-		if i != b.me && !b.sends(i, b.me) {
+		if i != b.me && !b.op.Sends(i, b.me) {
 			k = 0
 		} else if i != b.me {
 			header := b.in.room(countBytes)

@@ -100,7 +100,7 @@ func (b *Backend) reduceToRoot() error {
 	if err := b.by(algorithms[message.Reduce]...); err != nil {
 		return err
 	}
-	if err := b.checkRoot(); err != nil {
+	if err := b.op.CheckRoot(len(b.ranks)); err != nil {
 		return err
 	}
 	buf, err := b.tensor()

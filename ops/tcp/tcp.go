@@ -331,14 +331,6 @@ func (b *Backend) by(known ...message.Algorithm) error {
 	return nil
 }
 
-// checkRoot returns an error if the operation needs a root and its root is not a rank of the set.
-func (b *Backend) checkRoot() error {
-	if root := b.op.Root; b.op.Kind.HasRoot() && (root < 0 || root >= len(b.ranks)) {
-		return fmt.Errorf("got root %d, want 0 to %d", root, len(b.ranks)-1)
-	}
-	return nil
-}
-
 // tensor returns the buffer of an allreduce or of a reduce. It returns an error if the operation does not
 // have exactly one tensor.
 func (b *Backend) tensor() ([]byte, error) {

@@ -17,7 +17,7 @@ func (b *Backend) broadcast() error {
 	if err := b.by(algorithms[message.Broadcast]...); err != nil {
 		return err
 	}
-	if err := b.checkRoot(); err != nil {
+	if err := b.op.CheckRoot(len(b.ranks)); err != nil {
 		return err
 	}
 	root, n := b.op.Root, len(b.ranks)
