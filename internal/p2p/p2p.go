@@ -336,12 +336,13 @@ func (x *Exchange) Receives(r topo.Rank) bool {
 	return i >= 0 && x.peers[i].left && !x.peers[i].silent && x.err == nil
 }
 
-// Quitted returns the ranks to which Quit has sent a bye.
+// Quitted returns the ranks to which this rank has sent frames and then, in Quit, a bye. It omits ranks
+// whose channels were opened only to receive from AnySource.
 func (x *Exchange) Quitted() (ranks []topo.Rank) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	for _, p := range x.peers {
-		if p.ended {
+		if p.ended && p.wrote {
 			ranks = append(ranks, p.rank)
 		}
 	}

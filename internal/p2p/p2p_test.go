@@ -442,6 +442,19 @@ func (m heldMesh) Conn(ctx context.Context, l transport.Lane, peer topo.Rank) (t
 	return m.Mesh.Conn(ctx, l, peer)
 }
 
+// A rank that has opened channels only to receive from all ranks does not let them wait for a bye.
+func TestQuittedAfterAnySource(t *testing.T) {
+	eachMesh(t, 3, func(t *testing.T, j *job) {
+		p := j.receive(0, p2p.AnySource, 1, 10)
+		j.send(1, 0, 1, payload(1, 10))
+		p.want(t, 1, payload(1, 10))
+		j.ranks[0].Quit(errOver)
+		if got := j.ranks[0].Quitted(); len(got) > 0 {
+			t.Errorf("rank 0 lets ranks %v wait for its bye", got)
+		}
+	})
+}
+
 // A rank sends its first message and shuts down, but its end of the channel opens only ten minutes later. The
 // receiver waits for the message, also if it has not begun to receive. A rank that has sent nothing is not
 // awaited.

@@ -108,6 +108,7 @@ type peer struct {
 	stopped bool  // whether the writer has ended
 	broken  error // why the channel has failed, or nil
 	ended   bool  // whether the bye was queued
+	wrote   bool  // whether frames other than the bye were written or queued
 	left    bool  // whether the rank has announced its shutdown
 	silent  bool  // whether the rank sends no more messages
 
@@ -155,6 +156,7 @@ func (p *peer) open() {
 
 // write sends a frame, or queues it for the writer. The caller holds x.mu.
 func (p *peer) write(o outgoing) {
+	p.wrote = p.wrote || !o.last
 	if p.state == opened && !p.writing && len(p.queue) == 0 && o.op == nil && !o.last && p.broken == nil {
 		_ = p.conn.Send(o.frame) // the reader gets the error too
 		return
