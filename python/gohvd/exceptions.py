@@ -37,11 +37,8 @@ class NotInitializedError(HorovodInternalError, ValueError):
     class derives from both.
     """
 
-    def __init__(self) -> None:
-        super().__init__("Horovod has not been initialized; use hvd.init().")
-
-    def __reduce__(self) -> Any:
-        return type(self), ()
+    def __init__(self, text: str = "Horovod has not been initialized; use hvd.init().") -> None:
+        super().__init__(text)
 
 
 class InitError(HorovodInternalError, ValueError):

@@ -202,7 +202,10 @@ class Errors(SetsTest):
 
 class ProcessSets(SetsTest):
     def test_pickled_errors(self) -> None:
-        for error in (NotInitializedError(), HorovodVersionMismatchError("torch", "1", "2"), PeerError("failed", [1])):
+        changed = NotInitializedError()
+        changed.args = ("another text",)
+        changed.rank = 3  # type: ignore[attr-defined]
+        for error in (NotInitializedError(), changed, HorovodVersionMismatchError("torch", "1", "2"), PeerError("failed", [1])):
             again = pickle.loads(pickle.dumps(error))
             self.assertEqual((type(again), str(again), vars(again)), (type(error), str(error), vars(error)))
 
