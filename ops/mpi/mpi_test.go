@@ -16,6 +16,7 @@ import (
 	"time"
 
 	empi "github.com/emer/empi/mpi"
+	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/half"
 	"github.com/gohvd/gohvd/internal/kernel"
@@ -497,6 +498,17 @@ func TestSignalsBelongToGo(t *testing.T) {
 	}()
 	var p *int
 	*p = 1
+}
+
+// A signal for which MPICH has a handler does not end the process if it arrives while a goroutine runs.
+func TestSignalsOnGoroutines(t *testing.T) {
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	for range 100 {
+		if err := unix.Tgkill(unix.Getpid(), unix.Gettid(), unix.SIGUSR1); err != nil {
+			t.Fatal(err)
+		}
+	}
 }
 
 // In deterministic mode, the backend refuses sums and products of floats. It always refuses Adasum.

@@ -115,6 +115,20 @@ static int hvd_init_thread(int required, int *provided) {
 	return err;
 }
 
+// hvd_use_signal_stacks lets all handlers run on the stack for signals. MPICH has one for SIGUSR1, which its
+// mpiexec sends to the other processes when one has ended. It runs on the stack of a goroutine otherwise,
+// and calls the handler of the Go runtime, which then ends the process.
+static void hvd_use_signal_stacks(void) {
+	struct sigaction a;
+	for (int s = 1; s < NSIG; s++) {
+		if (sigaction(s, NULL, &a) || a.sa_handler == SIG_DFL || a.sa_handler == SIG_IGN ||
+		    a.sa_flags & SA_ONSTACK)
+			continue;
+		a.sa_flags |= SA_ONSTACK;
+		sigaction(s, &a, NULL);
+	}
+}
+
 // hvd_init initializes MPI unless the program has done so. It reports the level of thread support, whether
 // this call has initialized MPI, and whether MPI was finalized before.
 static int hvd_init(int required, int *provided, int *own, int *finalized) {
@@ -125,6 +139,7 @@ static int hvd_init(int required, int *provided, int *own, int *finalized) {
 		return err;
 	*own = !initialized;
 	err = initialized ? MPI_Query_thread(provided) : hvd_init_thread(required, provided);
+	hvd_use_signal_stacks();
 	// MPI passes some errors of other communicators to the error handler of MPI_COMM_WORLD. The default one
 	// ends the process. If the program has initialized MPI, it chooses the handler.
 	if (err == MPI_SUCCESS && *own)
