@@ -385,8 +385,11 @@ func (a *agent) forwardReports(i int, m *member) {
 func (a *agent) relay(in *pipeSource, out io.WriteCloser) {
 	defer in.Close()
 	// The blocks are small, because up to 64 blocks may be queued before a notice, which is sent after them.
-	// An error means that the session has ended, so it is ignored.
-	_, _ = io.CopyBuffer(out, in, make([]byte, 16<<10))
+	if _, err := io.CopyBuffer(out, in, make([]byte, 16<<10)); err != nil {
+		// The session has ended. A rank that writes to a closed pipe would die of SIGPIPE, before run learns
+		// from a.lost that the launcher is gone.
+		_, _ = io.Copy(io.Discard, in)
+	}
 	out.Close()
 }
 
