@@ -312,14 +312,14 @@ func (n *node) pendingIndex(set topo.ProcessSetID, name string) int {
 
 // send executes a turn of the rank. No frame arrives in this turn.
 func (n *node) send() {
-	n.m.Tick(n.c.now)
+	tick(n.m, n.c.now)
 	n.take()
 }
 
 // read executes a turn of the rank. In this turn, the oldest frame in flight from the coordinator arrives.
 func (n *node) read() {
-	n.send()
-	if n.over {
+	n.m.Tick(n.c.now)
+	if n.take(); n.over {
 		return
 	}
 	frame := n.down[0]
@@ -331,6 +331,7 @@ func (n *node) read() {
 		n.c.tb.Fatalf("rank %d: %v", n.rank, err)
 	}
 	n.c.watch.applied(n, &n.in)
+	n.m.Expire()
 	n.take()
 }
 
@@ -501,6 +502,7 @@ func (c *cluster) receiveCombined(n *node) {
 // decide executes the last part of a turn of the coordinator: it sends the frames that Ready returns, and
 // reports whether there were any.
 func (c *cluster) decide() bool {
+	c.coord.Expire()
 	outs := c.coord.Ready()
 	sent := len(outs) > 0
 	c.watch.issued(outs)

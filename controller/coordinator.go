@@ -61,8 +61,8 @@ const (
 // Coordinator decides which operations run and in which order, for all process sets of a job. It is not safe
 // for concurrent use.
 //
-// In each turn, call Tick, then Step and Lost for the frames and errors that have arrived, then Ready. Send
-// the frames that Ready returns, and then call Advance.
+// In each turn, call Tick, then Step and Lost for the frames and errors that have arrived, then Expire and
+// Ready. Send the frames that Ready returns, and then call Advance.
 type Coordinator struct {
 	cfg    CoordinatorConfig
 	policy policy
@@ -88,6 +88,7 @@ type Coordinator struct {
 	tuning *message.Tuning
 
 	suspicion         *suspicion
+	timeouts          []reportedTimeout // those of this turn
 	out               []Outgoing
 	events, oldEvents []Event
 	stallReports      uint64
@@ -169,21 +170,25 @@ func (c *Coordinator) Tick(now time.Duration) {
 		}
 	}
 	c.now, c.waits.now = now, now
-	switch c.state {
-	case running, stopping:
-	default:
-		return
+}
+
+// Expire gives the verdicts that are due, and reports tensors that wait for too long. It must be called after
+// the frames that had arrived at the time of the last Tick were applied: if the process ran late, they have
+// been waiting, and the ranks that sent them were not silent.
+func (c *Coordinator) Expire() {
+	for i := range c.timeouts {
+		if c.state == running || c.state == stopping {
+			c.timeout(&c.timeouts[i])
+		}
 	}
-	if now >= c.verdictDue() {
-		c.decideSuspicion()
-		return
-	}
-	if len(c.silent(c.cfg.LivenessTimeout)) > 0 {
-		c.failSilent()
-		return
-	}
+	c.timeouts = c.timeouts[:0]
 	switch {
-	case c.state == stopping && now-c.progress >= closeTimeout:
+	case c.state != running && c.state != stopping:
+	case c.now >= c.verdictDue():
+		c.decideSuspicion()
+	case len(c.silent(c.cfg.LivenessTimeout)) > 0:
+		c.failSilent()
+	case c.state == stopping && c.now-c.progress >= closeTimeout:
 		c.endStuckShutdown()
 	case c.state == running:
 		c.checkStalls()
@@ -263,16 +268,10 @@ func (c *Coordinator) step(from topo.Rank, up *message.Up, relayed bool) {
 				up.Suspect, len(c.ranks)-1))
 			return
 		}
-		switch {
-		case c.suspicion != nil || c.postpone(from) || up.Seen > c.cycle:
-			// A suspicion explains the timeout better, or rank 0 does not know yet what was granted. The rank
-			// repeats the report.
-		case up.Tensor == "" && k.bye && from != 0:
-			c.expireLeader(from, up)
-		case up.Tensor == "":
-			c.expireShutdown(from, up)
-		default:
-			c.timeout(from, up)
+		// If there is a suspicion, it explains the timeout better. If the rank has seen a later cycle, rank 0
+		// does not know yet what was granted. In these cases the report is dropped, and the rank repeats it.
+		if c.suspicion == nil && !c.postpone(from) && up.Seen <= c.cycle {
+			c.timeouts = append(c.timeouts, reportedTimeout{from, *up})
 		}
 	case message.UpBye:
 		switch {

@@ -33,6 +33,7 @@ func (a *arrivals) at(ms int, r topo.Rank, seen uint64, u message.UpSet) {
 	a.t.Helper()
 	a.c.Tick(time.Duration(ms) * time.Millisecond)
 	a.c.Step(r, &message.Up{Type: message.UpNews, Seen: seen, Sets: []message.UpSet{u}})
+	a.c.Expire()
 	for _, o := range a.c.Ready() {
 		if o.Down.Type == message.DownFail {
 			a.t.Fatalf("the job failed: %s", o.Down.Reason)

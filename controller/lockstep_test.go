@@ -229,6 +229,7 @@ func (j *lockstepJob) apply(rank int, d *message.Down) {
 
 // verdictOf returns the verdict that c will send next, or nil if there is none.
 func verdictOf(c *controller.Coordinator) *controller.Verdict {
+	c.Expire()
 	for _, o := range c.Ready() {
 		if o.Down.Type == message.DownFail {
 			return &controller.Verdict{Ranks: o.Down.Ranks, Reason: o.Down.Reason}
@@ -816,11 +817,11 @@ func TestLockstepKnowsWhoIsMissing(t *testing.T) {
 				Plan: plan(), StallWarning: time.Second,
 			})
 			now := time.Duration(0)
-			tick := func(d time.Duration) {
+			pass := func(d time.Duration) {
 				now += d
-				j.coord.Tick(now)
+				tick(j.coord, now)
 				for _, l := range j.ranks {
-					l.Tick(now)
+					tick(l, now)
 				}
 			}
 			for range warmUp {
@@ -837,7 +838,7 @@ func TestLockstepKnowsWhoIsMissing(t *testing.T) {
 			if warmUp > 0 && j.cycle() {
 				t.Error("a cycle gathers votes that rank 0 knows already")
 			}
-			tick(time.Second)
+			pass(time.Second)
 			events := j.coord.Events()
 			if len(events) != 1 || events[0].Stall == nil || events[0].Stall.Name != "a" ||
 				!slices.Equal(events[0].Stall.Missing, []topo.Rank{1}) {
@@ -958,6 +959,7 @@ func TestTimeoutDuringSilence(t *testing.T) {
 		LivenessTimeout: livenessTimeout}, 0)
 	m.Tick(2 * controller.HeartbeatPeriod)
 	m.Timeout(0, "a", time.Second)
+	m.Expire()
 	if v := m.Verdict(); v == nil || !slices.Equal(v.Ranks, []topo.Rank{0}) ||
 		!strings.Contains(v.Reason, `silent for 2s, and tensor "a" timed out after 1s`) {
 		t.Errorf("got verdict %v, want that rank 0 is silent", v)

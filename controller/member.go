@@ -76,6 +76,7 @@ type Member struct {
 	stopReason   string
 	stopRanks    []topo.Rank
 	reports      []message.Up // frames about timeouts and broken channels to send
+	expired      *message.Up  // the last timeout of this turn, or nil
 	suspected    *Verdict     // the suspicion that this rank has reported
 	suspectedAt  time.Duration
 	suspectFrame bool // whether the suspicion has yet to be sent
@@ -148,17 +149,24 @@ func (m *Member) Tick(now time.Duration) {
 		}
 	}
 	m.now = now
-	switch m.state {
-	case memberClosed, memberFailed:
-		return
-	}
+}
+
+// Expire fails rank 0 or the leader of this rank if it has been silent for too long. Like
+// [Coordinator.Expire], it must be called after the frames that had arrived at the time of the last Tick were
+// applied.
+func (m *Member) Expire() {
 	switch {
-	case now >= m.ownVerdictDue():
-		m.Lost(fmt.Sprintf("silent for %s, and rank %d suspects %s: %s", seconds(now-m.lastReceived),
+	case m.state == memberClosed || m.state == memberFailed:
+	case m.now >= m.ownVerdictDue():
+		m.Lost(fmt.Sprintf("silent for %s, and rank %d suspects %s: %s", seconds(m.now-m.lastReceived),
 			m.cfg.Rank, topo.FormatRanks(m.suspected.Ranks), m.suspected.Reason))
-	case now-m.lastReceived >= m.cfg.LivenessTimeout:
+	case m.now-m.lastReceived >= m.cfg.LivenessTimeout:
 		m.Lost(fmt.Sprintf("silent for %v", m.cfg.LivenessTimeout))
+	case m.expired != nil && m.now-m.lastReceived >= 2*heartbeatPeriod:
+		m.Lost(fmt.Sprintf("silent for %s, and %s", seconds(m.now-m.lastReceived),
+			expiredText(message.NoKind, m.expired)))
 	}
+	m.expired = nil
 }
 
 // Submit adds a request of this rank. The request must have passed Check, and no tensor with its name may be

@@ -198,7 +198,7 @@ func waitForVerdict(t *testing.T, m *controller.Member, due time.Duration, reaso
 	now := time.Duration(0)
 	for ; m.Verdict() == nil && now < due; m.Advance() {
 		now = m.Next()
-		m.Tick(now)
+		tick(m, now)
 		m.Ready()
 	}
 	v := m.Verdict()
@@ -281,7 +281,7 @@ func TestMember(t *testing.T) {
 		}
 		m.Suspect([]topo.Rank{0}, "late")
 		m.Lost("end of stream")
-		m.Tick(time.Hour)
+		tick(m, time.Hour)
 		if got := ups(m); len(got) > 0 || m.Verdict() != nil || m.Next() != controller.Never {
 			t.Errorf("after the close: frames %v, verdict %v, next turn at %v", got, m.Verdict(), m.Next())
 		}
@@ -299,7 +299,7 @@ func TestMember(t *testing.T) {
 		m := newTestMember(1, 3)
 		m.Suspect([]topo.Rank{0, 1, 2}, "mpi: no such peer")
 		ups(m)
-		m.Tick(time.Second)
+		tick(m, time.Second)
 		m.Suspect([]topo.Rank{2}, "reset")
 		m.Suspect([]topo.Rank{0, 1}, "mpi: no such peer")
 		if got := ups(m); !slices.Equal(got, []message.UpType{message.UpSuspect}) {
@@ -317,7 +317,7 @@ func TestMember(t *testing.T) {
 			t.Fatal(err)
 		}
 		down.Ranks[0] = 9 // the caller may reuse the memory of the frame
-		m.Tick(time.Hour)
+		tick(m, time.Hour)
 		if got, want := m.Verdict().Error(), "ranks 0 and 2 failed: who knows"; got != want {
 			t.Errorf("verdict %q, want %q", got, want)
 		}
@@ -339,7 +339,7 @@ func TestMember(t *testing.T) {
 	})
 	t.Run("news are a sign of life", func(t *testing.T) {
 		m := newTestMember(1, 2)
-		m.Tick(3 * controller.HeartbeatPeriod)
+		tick(m, 3*controller.HeartbeatPeriod)
 		if err := m.Submit(topo.Global, &a); err != nil {
 			t.Fatal(err)
 		}
@@ -427,31 +427,31 @@ func TestMember(t *testing.T) {
 		}
 		a, c := grant(1)
 		for now := time.Second; now <= 3*time.Second; now += time.Second {
-			m.Tick(now)
+			tick(m, now)
 			if up := m.Ready().Ups; len(up) != 1 || up[0].Tensor != "a" ||
 				up[0].Millis != uint32(now.Milliseconds()) {
 				t.Fatalf("at %v: frames %+v", now, up)
 			}
 			m.Advance()
 		}
-		m.Tick(time.Hour)
+		tick(m, time.Hour)
 		if up := m.Ready().Ups; len(up) != 1 || up[0].Millis != 3000 {
 			t.Errorf("after an hour in which the process did not run: %+v, want an age of 3 s", up[0])
 		}
 		m.Advance()
 		m.Finished(c)
-		m.Tick(time.Hour + time.Second)
+		tick(m, time.Hour+time.Second)
 		if up := m.Ready().Ups; len(up) != 2 || up[1].Tensor != "a" {
 			t.Errorf("frames %v, want the news and a heartbeat with the older grant", up)
 		}
 		m.Advance()
 		m.Finished(a)
-		m.Tick(time.Hour + 2*time.Second)
+		tick(m, time.Hour+2*time.Second)
 		if up := m.Ready().Ups; len(up) != 2 || up[1].Type != message.UpHeartbeat || up[1].Tensor != "" {
 			t.Errorf("frames %v, want the news and a heartbeat without a grant", up)
 		}
 		m.Advance()
-		m.Tick(time.Hour + 3*time.Second)
+		tick(m, time.Hour+3*time.Second)
 		if err := m.Submit(topo.Global, &x); err != nil {
 			t.Fatal(err)
 		}
@@ -482,10 +482,10 @@ func TestStoppedProcess(t *testing.T) {
 	}, 0)
 	m := newTestMember(1, 2)
 	for _, now := range []time.Duration{time.Second, time.Hour} {
-		c.Tick(now)
+		tick(c, now)
 		c.Ready()
 		c.Advance()
-		m.Tick(now)
+		tick(m, now)
 		if c.Closed() || m.Verdict() != nil {
 			t.Fatalf("at %v: the coordinator is closed: %v; the member's verdict is %v", now, c.Closed(),
 				m.Verdict())
@@ -495,9 +495,75 @@ func TestStoppedProcess(t *testing.T) {
 		if now > 2*time.Hour {
 			t.Fatal("the silent rank does not fail")
 		}
-		c.Tick(now)
+		tick(c, now)
 		c.Ready()
 		c.Advance()
+	}
+}
+
+// A process that runs late finds frames that have arrived meanwhile. The ranks that sent them were not
+// silent: not for a verdict about a suspicion, and not when an operation has timed out. The same holds for
+// rank 0 at a member.
+func TestLateProcess(t *testing.T) {
+	const late = 2 * controller.HeartbeatPeriod
+	beat := message.Up{Type: message.UpHeartbeat}
+	for name, c := range map[string]struct {
+		up   message.Up
+		want string
+	}{
+		"suspicion": {message.Up{Type: message.UpSuspect, Suspects: []topo.Rank{2}, Reason: "reset"},
+			"ranks 1 and 2: rank 1 lost its connection to rank 2: reset"},
+		"timeout": {message.Up{Type: message.UpTimeout, Tensor: "a", Millis: 500},
+			`rank 0: allreduce "a" timed out after 0.5s at rank 1: rank 0 has not submitted it`},
+	} {
+		coord := controller.NewCoordinator(controller.CoordinatorConfig{
+			Sets: []controller.Set{controller.Global(3)}, LivenessTimeout: livenessTimeout, Plan: plan(),
+		}, 0)
+		for _, r := range []topo.Rank{1, 2} {
+			coord.Step(r, &message.Up{Type: message.UpNews,
+				Sets: []message.UpSet{{Requests: []message.Request{allreduce("a", 1)}}}})
+		}
+		now := time.Duration(0)
+		turn := func(d time.Duration, ups ...*message.Up) {
+			now += d
+			coord.Tick(now)
+			for _, up := range ups {
+				for r := range topo.Rank(3) {
+					if up == &beat || r == 1 {
+						coord.Step(r, up)
+					}
+				}
+			}
+		}
+		if name == "suspicion" {
+			turn(controller.HeartbeatPeriod, &beat, &c.up)
+			if v := verdictOf(coord); v != nil {
+				t.Fatalf("%s: got verdict %v at once", name, v)
+			}
+			coord.Advance()
+			turn(controller.HeartbeatPeriod/2, &beat)
+			turn(late, &beat)
+		} else {
+			turn(late, &c.up, &beat) // the report of rank 1 is read before the frame of rank 2
+		}
+		got := ""
+		if v := verdictOf(coord); v != nil {
+			got = topo.FormatRanks(v.Ranks) + ": " + v.Reason
+		}
+		if got != c.want {
+			t.Errorf("%s: got verdict %q, want %q", name, got, c.want)
+		}
+	}
+	m := newTestMember(1, 2)
+	m.Suspect([]topo.Rank{0}, "reset")
+	m.Tick(late)
+	m.Timeout(topo.Global, "a", time.Second)
+	m.Tick(2 * late)
+	if err := m.Step(&message.Down{Type: message.DownHeartbeat}); err != nil {
+		t.Fatal(err)
+	}
+	if m.Expire(); m.Verdict() != nil {
+		t.Errorf("the member has the verdict %v", m.Verdict())
 	}
 }
 
@@ -529,7 +595,7 @@ func TestStoppedProcessAndStalls(t *testing.T) {
 	}
 	want := func(at time.Duration, names ...string) {
 		t.Helper()
-		c.Tick(at)
+		tick(c, at)
 		var got []string
 		for _, e := range c.Events() {
 			got = append(got, e.Stall.Name)
@@ -568,7 +634,7 @@ func TestStallsAreNotMadeUpFor(t *testing.T) {
 	if c.Next() != period {
 		t.Errorf("next turn at %v, want %v", c.Next(), period)
 	}
-	c.Tick(350 * time.Millisecond)
+	tick(c, 350*time.Millisecond)
 	if n := len(c.Events()); n != 1 || c.Next() != 4*period {
 		t.Errorf("%d reports, next turn at %v; want 1 and %v", n, c.Next(), 4*period)
 	}
@@ -682,13 +748,13 @@ func TestSilentInShutdown(t *testing.T) {
 		c.Step(r, &message.Up{Type: message.UpNews, Shutdown: true})
 	}
 	for now := time.Duration(0); now < controller.CloseTimeout; now += time.Second {
-		c.Tick(now)
+		tick(c, now)
 		c.Ready()
 		c.Advance()
 		c.Step(0, &message.Up{Type: message.UpHeartbeat, Seen: 1})
 		c.Step(1, &message.Up{Type: message.UpHeartbeat, Seen: 1})
 	}
-	c.Tick(controller.CloseTimeout)
+	tick(c, controller.CloseTimeout)
 	out := c.Ready()
 	if len(out) != 1 || out[0].Down.Type != message.DownFail ||
 		!slices.Equal(out[0].Down.Ranks, []topo.Rank{2}) {
@@ -714,10 +780,10 @@ func TestCoordinatorNext(t *testing.T) {
 	// further apart, the coordinator would conclude that the process was stopped.
 	until := func(c *controller.Coordinator, at time.Duration) {
 		for now := beat; now < at; now += beat {
-			c.Tick(now)
+			tick(c, now)
 			turn(c)
 		}
-		c.Tick(at)
+		tick(c, at)
 	}
 	want := func(c *controller.Coordinator, at time.Duration, why string) {
 		t.Helper()
@@ -729,12 +795,12 @@ func TestCoordinatorNext(t *testing.T) {
 	c := start(0)
 	want(c, beat, "heartbeat")
 	for at := beat; at < livenessTimeout-beat/2; at += beat {
-		c.Tick(at)
+		tick(c, at)
 		c.Step(0, &message.Up{Type: message.UpHeartbeat})
 		turn(c)
 		want(c, at+beat, "heartbeat after heartbeat")
 	}
-	c.Tick(livenessTimeout - beat/2)
+	tick(c, livenessTimeout-beat/2)
 	c.Step(0, &message.Up{Type: message.UpSuspect, Suspects: []topo.Rank{1}})
 	want(c, livenessTimeout-beat/2+controller.SuspectGrace, "suspicion")
 
@@ -749,7 +815,7 @@ func TestCoordinatorNext(t *testing.T) {
 	c.Step(1, &message.Up{Type: message.UpHeartbeat, Seen: 1})
 	turn(c)
 	want(c, controller.CloseTimeout, "close, though the last heartbeat was half a period ago")
-	c.Tick(controller.CloseTimeout)
+	tick(c, controller.CloseTimeout)
 	if !c.Closed() {
 		t.Error("not closed on time")
 	}
@@ -760,7 +826,7 @@ func TestCoordinatorNext(t *testing.T) {
 	until(c, livenessTimeout-beat/2)
 	turn(c)
 	want(c, livenessTimeout, "silence")
-	c.Tick(livenessTimeout)
+	tick(c, livenessTimeout)
 	if !c.Closed() {
 		t.Error("not failed on time")
 	}
@@ -830,7 +896,7 @@ func (s *steady) cycle() {
 // send makes rank r submit all tensors, and encodes its frame.
 func (s *steady) send(r int) {
 	m := s.members[r]
-	m.Tick(s.now)
+	tick(m, s.now)
 	for i := range s.requests {
 		if err := m.Submit(topo.Global, &s.requests[i]); err != nil {
 			s.tb.Fatal(err)
@@ -852,6 +918,7 @@ func (s *steady) decide() {
 		}
 		s.coord.Step(topo.Rank(r), &s.up)
 	}
+	s.coord.Expire()
 	outs := s.coord.Ready()
 	if len(outs) != 1 || len(outs[0].To) != len(s.members) {
 		s.tb.Fatalf("the coordinator sends %+v, want one frame to all", outs)
@@ -873,6 +940,7 @@ func (s *steady) read(r int) {
 	if err := m.Step(&s.downs[r]); err != nil {
 		s.tb.Fatal(err)
 	}
+	m.Expire()
 	ready := m.Ready()
 	if len(ready.Grants) != 1 || len(ready.Grants[0].Responses) != len(s.requests) {
 		s.tb.Fatalf("rank %d is to run %v, want one fused response", r, ready.Grants)
@@ -935,4 +1003,13 @@ func steadily(b *testing.B, f func(*steady) func()) {
 			})
 		}
 	}
+}
+
+// tick executes a turn of a member or a coordinator in which no frame arrives.
+func tick(of interface {
+	Tick(time.Duration)
+	Expire()
+}, now time.Duration) {
+	of.Tick(now)
+	of.Expire()
 }

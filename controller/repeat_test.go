@@ -165,7 +165,7 @@ func repeatProgram(t *testing.T, seed uint64, forgets bool) *lockstepJob {
 	now := time.Duration(0)
 	j.midway = func() {
 		now += time.Duration(rng.IntN(1000))
-		j.coord.Tick(now)
+		tick(j.coord, now)
 		if rng.IntN(40) == 0 {
 			j.coord.Tune(message.Tuning{FusionThresholdBytes: int64(8 * rng.IntN(4)),
 				CacheOff: rng.IntN(10) == 0})
@@ -256,7 +256,7 @@ func TestStopDuringRepeatedDecision(t *testing.T) {
 		j.cycle()
 	}
 	before := j.repeats
-	j.midway = func() { j.coord.Tick(time.Second) }
+	j.midway = func() { tick(j.coord, time.Second) }
 	submit("a")
 	if j.cycle(); j.repeats == before || j.ranks[0].stop {
 		t.Errorf("repeated %d decisions, stopped %v, want one and no stop", j.repeats-before, j.ranks[0].stop)

@@ -12,7 +12,7 @@ import (
 // Timeout reports that a tensor was not done within the time limit of its caller. The coordinator answers
 // with a verdict if it knows which ranks hold up the tensor. It gives no answer if the request, or the grant
 // of the tensor to this rank, is still in flight, or if a lock-step cycle is late. If the tensor does not
-// finish then, the caller must call Timeout again. If the coordinator has missed its heartbeats, Timeout
+// finish then, the caller must call Timeout again. If the coordinator has missed its heartbeats, Expire
 // fails rank 0, or the leader that sends them.
 func (m *Member) Timeout(set topo.ProcessSetID, tensor string, after time.Duration) {
 	m.timedOut(message.Up{Set: set, Tensor: tensor}, after)
@@ -45,14 +45,11 @@ func (m *Member) timedOut(u message.Up, after time.Duration) {
 	}
 }
 
-// report adds a timeout to the reports, or fails a silent rank 0 or leader.
+// report adds a timeout to the reports.
 func (m *Member) report(u message.Up, after time.Duration) {
 	u.Type, u.Millis = message.UpTimeout, millis(after)
-	if silent := m.now - m.lastReceived; silent >= 2*heartbeatPeriod {
-		m.Lost(fmt.Sprintf("silent for %s, and %s", seconds(silent), expiredText(message.NoKind, &u)))
-		return
-	}
 	m.reports = append(m.reports, u)
+	m.expired = &u
 }
 
 // has reports whether a grant in the list contains the tensor. If tensor is empty, it reports whether the
@@ -71,9 +68,27 @@ func (l *grantList) has(set topo.ProcessSetID, tensor string) bool {
 	return false
 }
 
-// timeout fails the epoch because a tensor was not done in time. The argument by is the rank at which it
-// timed out. If the grant of the tensor is in flight to that rank, timeout does nothing.
-func (c *Coordinator) timeout(by topo.Rank, u *message.Up) {
+// reportedTimeout is the report of a rank that an operation, a message or a Shutdown has timed out.
+type reportedTimeout struct {
+	by topo.Rank
+	up message.Up
+}
+
+// timeout gives the verdict about a report.
+func (c *Coordinator) timeout(t *reportedTimeout) {
+	switch {
+	case t.up.Tensor != "":
+		c.expireTensor(t.by, &t.up)
+	case c.ranks[t.by].bye && t.by != 0:
+		c.expireLeader(t.by, &t.up)
+	default:
+		c.expireShutdown(t.by, &t.up)
+	}
+}
+
+// expireTensor fails the epoch because a tensor was not done in time. The argument by is the rank at which it
+// timed out. If the grant of the tensor is in flight to that rank, expireTensor does nothing.
+func (c *Coordinator) expireTensor(by topo.Rank, u *message.Up) {
 	if silent := c.silent(2 * heartbeatPeriod); len(silent) > 0 {
 		// The request of the silent rank may not have arrived yet. In lock-step, the requests of other ranks
 		// may be missing too, because all ranks wait for the silent rank.

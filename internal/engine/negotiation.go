@@ -53,10 +53,18 @@ func (n events) turn() error {
 	return err
 }
 
-// exchange sends the output of the member and applies the frames that have arrived.
+// exchange sends the output of the member and applies the frames that have arrived. After that, the member
+// and the coordinator know which ranks are silent.
 func (n events) exchange() error {
 	n.e.memberReady()
-	return n.e.receive()
+	if err := n.e.receive(); err != nil {
+		return err
+	}
+	n.e.member.Expire()
+	if n.e.coordinator != nil {
+		n.e.coordinator.Expire()
+	}
+	return nil
 }
 
 // sendReplies sends the frames with which the member and the coordinator respond to the received frames, and
