@@ -15,8 +15,6 @@ import (
 )
 
 const (
-	// maxWrite is the maximum number of bytes in one write, because some systems refuse 2 GiB and more.
-	maxWrite = 1 << 30
 	// In one system call the writer writes at most maxBatch buffers, which have at most maxBatchBytes bytes
 	// in total. With batches, a queue of small messages for a slow reader is emptied many times faster
 	// (BenchmarkDrain). A larger buffer is written by itself, so that the count of Sent can rise while it is

@@ -10,6 +10,7 @@ import (
 	"sync/atomic"
 	"syscall"
 	"time"
+	"unsafe"
 
 	"golang.org/x/sys/unix"
 )
@@ -96,36 +97,47 @@ func duplicate(fd int) (int, error) {
 	return fd, os.NewSyscallError("fcntl", err)
 }
 
-// readNow calls read(2) without waiting. It returns errWouldBlock if nothing has arrived.
+// maxRawBytes is the maximum number of bytes that one system call copies. While a system call runs of which
+// the Go scheduler is not told, the thread can run no other goroutine, and garbage collection cannot start.
+const maxRawBytes = 1 << 20
+
+// readNow calls read(2) without waiting. It returns errWouldBlock if nothing has arrived. The Go scheduler is
+// not told of the system calls of readNow and writeNow, because they are short. If it is told, it may give
+// the goroutines of the thread to another thread during the call, and its monitor thread wakes more often.
 func readNow(fd int, p []byte) (int, error) {
 	for {
-		n, err := syscall.Read(fd, p)
+		n, _, err := unix.RawSyscall(unix.SYS_READ, uintptr(fd), uintptr(unsafe.Pointer(unsafe.SliceData(p))),
+			uintptr(min(len(p), maxRawBytes)))
 		switch {
-		case err == syscall.EINTR:
-		case err == syscall.EAGAIN:
+		case err == unix.EINTR:
+		case err == unix.EAGAIN:
 			return 0, errWouldBlock
-		case err != nil:
+		case err != 0:
 			return 0, os.NewSyscallError("read", err)
 		case n == 0 && len(p) > 0:
 			return 0, io.EOF
 		default:
-			return n, nil
+			noteRead(p[:n])
+			return int(n), nil
 		}
 	}
 }
 
-// writeNow calls write(2) without waiting. It returns errWouldBlock if the socket has no room.
+// writeNow calls sendto(2) without waiting. It returns errWouldBlock if the socket has no room.
 func writeNow(fd int, p []byte) (int, error) {
+	p = p[:min(len(p), maxRawBytes)]
+	noteWrite(p)
 	for {
-		n, err := syscall.Write(fd, p[:min(len(p), maxWrite)])
+		n, _, err := unix.RawSyscall6(unix.SYS_SENDTO, uintptr(fd),
+			uintptr(unsafe.Pointer(unsafe.SliceData(p))), uintptr(len(p)), unix.MSG_NOSIGNAL, 0, 0)
 		switch {
-		case err == syscall.EINTR:
-		case err == syscall.EAGAIN:
+		case err == unix.EINTR:
+		case err == unix.EAGAIN:
 			return 0, errWouldBlock
-		case err != nil:
-			return 0, os.NewSyscallError("write", err)
+		case err != 0:
+			return 0, os.NewSyscallError("sendto", err)
 		default:
-			return n, nil
+			return int(n), nil
 		}
 	}
 }

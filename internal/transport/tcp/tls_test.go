@@ -189,7 +189,7 @@ func TestEncryptedSendDoesNotWait(t *testing.T) {
 	if got := a.Sent(); got == uint64(len(large)) {
 		t.Fatalf("the kernel took all %d bytes", got)
 	}
-	if _, err := io.ReadFull(b, large[:32<<20]); err != nil {
+	if _, err := io.CopyN(io.Discard, b, 32<<20); err != nil {
 		t.Fatal(err)
 	}
 	testnet.Eventually(t, "the socket takes more", func() bool { return a.Sent() >= 32<<20 })
