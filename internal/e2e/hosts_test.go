@@ -97,7 +97,7 @@ func startOn(t *testing.T, hosts []*testnet.Host, l layout, program string, env 
 		t.Fatal(err)
 	}
 	s.cmd = hosts[0].Command(ctx, self)
-	s.cmd.Env = slices.Concat(os.Environ(), secrets, []string{
+	s.cmd.Env = slices.Concat(os.Environ(), secrets, env, []string{
 		programVariable + "=store", storeAddrVariable + "=" + net.JoinHostPort(hosts[0].Addr.String(), "0"),
 	})
 	s.cmd.Stderr = locked{s.job}
@@ -224,6 +224,7 @@ func TestSeveralHosts(t *testing.T) {
 	}{
 		{"2+2", layout{2, 2}, true, nil},
 		{"lockstep", layout{2, 1}, true, []string{"HVD_NEGOTIATION=lockstep"}},
+		{"TLS", layout{2, 2}, true, []string{"HVD_TLS=1"}},
 		{"one level", layout{2, 2}, false, []string{"HOROVOD_HIERARCHICAL_ALLREDUCE=0", "HOROVOD_HIERARCHICAL_ALLGATHER=0"}},
 		// A user who starts ranks by hand sets none of these variables. In that case the ranks learn their
 		// hosts and local ranks from each other.
