@@ -141,6 +141,29 @@ func TestPushAllocates(t *testing.T) {
 	})
 }
 
+// TestLongPush pushes values that two goroutines copy, if the machine has a core for each node, and shorter
+// values. Their numbers are near those at which the number of pieces changes.
+func TestLongPush(t *testing.T) {
+	kv(job{t: t, servers: 1, workers: 1}, Sum[int32], func(_ *Postoffice, _ int, w *KVWorker[int32]) {
+		const long, piece = longCopy / 4, copyPiece / 4
+		for key, n := range []int{long - 1, long, long + 1, 3*long + piece - 1, 5 * long} {
+			vals := make([]int32, n)
+			for i := range vals {
+				vals[i] = int32(i + 1)
+			}
+			keys := []uint64{uint64(key)}
+			r, err := w.Push(t.Context(), keys, vals)
+			wait(t, r, err)
+			var got []int32
+			r, err = w.Pull(t.Context(), keys, &got)
+			wait(t, r, err)
+			if !slices.Equal(got, vals) {
+				t.Errorf("%d values were not stored as pushed", n)
+			}
+		}
+	})
+}
+
 // TestValuesPerKey checks several values per key, with the same number for all keys and with lens, over three
 // servers, in every form of the calls, and that several lists share keys.
 func TestValuesPerKey(t *testing.T) {

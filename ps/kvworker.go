@@ -308,7 +308,7 @@ func (op *operation[T]) message(to, first, last, begin, end int, withKeys bool) 
 	}
 	op.w.c.po.van.Allocate(to, m, len(keys), len(vals), len(lens))
 	copy(m.Data[0], keys)
-	copy(m.Data[1], vals)
+	op.w.c.po.copyValues(m.Data[1], vals)
 	copy(m.Data[2], lens)
 	return m
 }
