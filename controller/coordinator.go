@@ -177,7 +177,8 @@ func (c *Coordinator) Tick(now time.Duration) {
 // been waiting, and the ranks that sent them were not silent.
 func (c *Coordinator) Expire() {
 	for i := range c.timeouts {
-		if c.state == running || c.state == stopping {
+		// A suspicion, perhaps of this turn too, explains a timeout better. The rank repeats its report.
+		if c.suspicion == nil && (c.state == running || c.state == stopping) {
 			c.timeout(&c.timeouts[i])
 		}
 	}
@@ -268,9 +269,9 @@ func (c *Coordinator) step(from topo.Rank, up *message.Up, relayed bool) {
 				up.Suspect, len(c.ranks)-1))
 			return
 		}
-		// If there is a suspicion, it explains the timeout better. If the rank has seen a later cycle, rank 0
-		// does not know yet what was granted. In these cases the report is dropped, and the rank repeats it.
-		if c.suspicion == nil && !c.postpone(from) && up.Seen <= c.cycle {
+		// If the rank has seen a later cycle, rank 0 does not know yet what was granted. It drops the report,
+		// and the rank repeats it.
+		if !c.postpone(from) && up.Seen <= c.cycle {
 			c.timeouts = append(c.timeouts, reportedTimeout{from, *up})
 		}
 	case message.UpBye:

@@ -501,6 +501,20 @@ func TestStoppedProcess(t *testing.T) {
 	}
 }
 
+// A suspicion explains a timeout better, even if it is read after the report of the timeout in the same turn.
+func TestSuspicionExplainsTimeout(t *testing.T) {
+	c := controller.NewCoordinator(controller.CoordinatorConfig{
+		Sets: []controller.Set{controller.Global(3)}, LivenessTimeout: livenessTimeout, Plan: plan(),
+	}, 0)
+	c.Step(1, &message.Up{Type: message.UpNews,
+		Sets: []message.UpSet{{Requests: []message.Request{allreduce("a", 1)}}}})
+	c.Step(1, &message.Up{Type: message.UpTimeout, Tensor: "a", Millis: 500})
+	c.Step(0, &message.Up{Type: message.UpSuspect, Suspects: []topo.Rank{2}, Reason: "reset"})
+	if v := verdictOf(c); v != nil {
+		t.Errorf("got verdict %v, want none before the suspicion is decided", v)
+	}
+}
+
 // A process that runs late finds frames that have arrived meanwhile. The ranks that sent them were not
 // silent: not for a verdict about a suspicion, and not when an operation has timed out. The same holds for
 // rank 0 at a member.
