@@ -7,7 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"runtime"
-	"slices"
 
 	"github.com/gohvd/gohvd/internal/kernel"
 	"github.com/gohvd/gohvd/internal/message"
@@ -28,10 +27,14 @@ type backend struct {
 	op      ops.Operation // the operation in progress
 	started bool          // whether an operation is in progress
 	pins    *runtime.Pinner
-	buf     []byte // the buffer of a reduction: that of the operation, or wide
-	wide    []byte // 16-bit floats as float32
-	narrow  kernel.ConvertFunc
+	buf     []byte  // the buffer of a reduction: that of the operation, or own
 	counts  []int64 // the sizes of blocks, for MPI
+	// own is the buffer of a reduction of 16-bit floats, which are float32 there, or of few bytes: it takes
+	// less time to copy them than to pin and unpin their memory. It stays pinned, by kept. store writes the
+	// result in own to the buffer of the operation. It is nil if the reduction does not use own.
+	own   []byte
+	kept  *runtime.Pinner
+	store kernel.ConvertFunc
 	// whole is set if a reducescatter leaves the result in its place. sizes is set while the ranks exchange
 	// the sizes of the blocks of an alltoall, gather or scatter.
 	whole, sizes bool
@@ -71,9 +74,6 @@ func (b *backend) Start(op ops.Operation) error {
 		return b.fail(errors.New("Start was called for another operation before this one had finished"))
 	}
 	b.op, b.started = op, true
-	if b.pins == nil {
-		b.pins = new(runtime.Pinner)
-	}
 	if err := b.prepare(); err != nil {
 		return b.fail(err)
 	}
@@ -92,12 +92,12 @@ func (b *backend) prepare() error {
 		if n := len(op.Tensors); n != 1 {
 			return fmt.Errorf("got %d tensors, want 1", n)
 		}
-		return b.widen(op.Tensors[0].Out)
+		return b.setBuffer(op.Tensors[0].Out)
 	case message.Reducescatter:
 		for i := range b.counts {
 			b.counts[i] /= int64(op.DType.Size())
 		}
-		return b.widen(op.Buf)
+		return b.setBuffer(op.Buf)
 	case message.Alltoall, message.Gather, message.Scatter:
 		b.sizes = true
 		pin(b.pins, op.Counts)
@@ -111,29 +111,43 @@ func (b *backend) prepare() error {
 	return nil
 }
 
-// widen sets the buffer of a reduction to buf. Because MPI has no 16-bit floats, they are reduced as float32.
-func (b *backend) widen(buf []byte) error {
+// maxCopiedBytes is the maximum size of a reduction that is copied to backend.own.
+const maxCopiedBytes = 4096
+
+// setBuffer sets the buffer of a reduction of buf. Because MPI has no 16-bit floats, they are reduced as
+// float32.
+func (b *backend) setBuffer(buf []byte) (err error) {
 	dt := b.op.DType
-	b.buf, b.narrow = buf, nil
-	if dt.IsHalf() {
-		wide, err := kernel.Convert(tensor.Float32, dt)
-		if err == nil {
-			b.narrow, err = kernel.Convert(dt, tensor.Float32)
+	n, load := len(buf), kernel.ConvertFunc(copyBytes)
+	switch b.store = copyBytes; {
+	case dt.IsHalf():
+		n *= 2
+		if load, err = kernel.Convert(tensor.Float32, dt); err == nil {
+			b.store, err = kernel.Convert(dt, tensor.Float32)
 		}
 		if err != nil {
 			return err
 		}
-		b.wide = slices.Grow(b.wide[:0], 2*len(buf))[:2*len(buf)]
-		wide(b.wide, buf)
-		b.buf = b.wide
+	case n > maxCopiedBytes:
+		b.buf, b.store = buf, nil
+		pin(b.pins, b.buf)
+		return nil
 	}
-	pin(b.pins, b.buf)
+	if n > len(b.own) {
+		b.kept.Unpin()
+		b.own = make([]byte, max(n, 2*len(b.own), maxCopiedBytes))
+		pin(b.kept, b.own)
+	}
+	b.buf = b.own[:n]
+	load(b.buf, buf)
 	return nil
 }
 
+func copyBytes(dst, src []byte) { copy(dst, src) }
+
 // reduced returns the element type with which MPI reduces.
 func (b *backend) reduced() tensor.DType {
-	if b.narrow != nil {
+	if b.op.DType.IsHalf() {
 		return tensor.Float32
 	}
 	return b.op.DType
@@ -209,8 +223,8 @@ func (b *backend) finish() {
 	switch {
 	case op.Kind == message.Reducescatter:
 		b.place()
-	case op.Kind.Reduces() && b.narrow != nil:
-		b.narrow(op.Tensors[0].Out, b.buf)
+	case op.Kind.Reduces() && b.store != nil:
+		b.store(op.Tensors[0].Out, b.buf)
 	}
 	b.pins.Unpin()
 	b.op, b.started, b.buf = ops.Operation{}, false, nil
@@ -229,8 +243,8 @@ func (b *backend) place() {
 		result = b.buf[before*size:]
 	}
 	own := b.op.Buf[before*int64(b.op.DType.Size()):][:n*int64(b.op.DType.Size())]
-	if result = result[:n*size]; b.narrow != nil {
-		b.narrow(own, result)
+	if result = result[:n*size]; b.store != nil {
+		b.store(own, result)
 	} else {
 		copy(own, result)
 	}
@@ -240,7 +254,7 @@ func (b *backend) place() {
 // the operation, for the caller.
 func (b *backend) fail(err error) error {
 	b.err = fmt.Errorf("ops/mpi: %v: %w", b.op.Kind, err)
-	b.world.abandon(b.pins, b.err)
+	b.world.abandon(b.err, b.pins, b.kept)
 	return b.err
 }
 
@@ -250,5 +264,6 @@ func (b *backend) Close() {
 		return
 	}
 	b.err = errors.New("the backend was closed")
+	b.kept.Unpin()
 	b.world.change(b.comm.set, b.comm.free)
 }

@@ -557,7 +557,7 @@ func address[T any](buf []T) C.uintptr_t {
 func int64s(s []int64) *C.int64_t { return (*C.int64_t)(unsafe.Pointer(&s[0])) }
 
 // reductions has the numbers of the reductions in C.
-var reductions = map[tensor.ReduceOp]C.int{tensor.Sum: C.HVD_SUM, tensor.Min: C.HVD_MIN,
+var reductions = [...]C.int{tensor.Sum: C.HVD_SUM, tensor.Min: C.HVD_MIN,
 	tensor.Max: C.HVD_MAX, tensor.Product: C.HVD_PRODUCT}
 
 func (c comm) allreduce(buf []byte, dt tensor.DType, op tensor.ReduceOp) error {

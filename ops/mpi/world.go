@@ -217,7 +217,7 @@ func (w *world) collective(ctx context.Context, buf []byte, begin func() error) 
 		_, err = w.wait(ctx, t, false)
 	}
 	if err != nil {
-		w.abandon(pins, err)
+		w.abandon(err, pins)
 		return fmt.Errorf("ops/mpi: %w", err)
 	}
 	pins.Unpin()
@@ -319,19 +319,22 @@ func (w *world) failure() error {
 
 // abandon is called when an operation has failed. It keeps the buffers of the operation, because MPI may
 // still refer to them.
-func (w *world) abandon(pins *runtime.Pinner, err error) {
+func (w *world) abandon(err error, pins ...*runtime.Pinner) {
 	w.Fail(err)
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.pinned = append(w.pinned, pins)
+	w.pinned = append(w.pinned, pins...)
 }
 
 // Register implements World.
 func (w *world) Register(deterministic, oversubscribed bool) ops.Registration {
 	return ops.Registration{ID: message.MPI,
 		New: func(set topo.ProcessSetID, ranks []topo.Rank, _ int) (ops.Backend, error) {
-			b := &backend{world: w, deterministic: deterministic, comm: newComm(ranks, set),
-				oversubscribed: oversubscribed || runtime.NumCPU() == 1}
+			b := &backend{
+				world: w, deterministic: deterministic, comm: newComm(ranks, set),
+				pins: new(runtime.Pinner), kept: new(runtime.Pinner),
+				oversubscribed: oversubscribed || runtime.NumCPU() == 1,
+			}
 			b.begin, b.tester = b.beginNow, newTester(b.comm)
 			w.change(set, func() error { return w.comm.sub(b.comm) })
 			return b, w.failure()
