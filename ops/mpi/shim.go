@@ -249,7 +249,7 @@ static void hvd_test_again(hvd_comm *c, int tests) {
 		c->pending = c->tested = 0;
 }
 
-static void hvd_test(hvd_comm *c) { hvd_test_again(c, hvd_tests); }
+static void hvd_test(uintptr_t comm) { hvd_test_again((hvd_comm *)comm, hvd_tests); }
 
 // hvd_begun tests the requests of c, to which a call of MPI has just added some. It returns err, the error of
 // that call.
@@ -294,12 +294,14 @@ static int64_t hvd_sum(const int64_t *counts, int n) {
 	return sum;
 }
 
-// The functions below begin operations, add the requests to c, and test them. They get addresses as numbers,
-// because the Go caller keeps and pins the memory until the requests have completed. Counts are in elements
-// for reductions, else in bytes. Ranks compare counts with the limit in the same way, because they know the
-// same counts.
+// The functions below begin operations, add the requests to the communicator, and test them. They get
+// addresses as numbers, because the Go caller keeps and pins the memory until the requests have completed.
+// The address of the communicator is a number too, because cgo checks each pointer to a struct with pointers
+// in each call. Counts are in elements for reductions, else in bytes. Ranks compare counts with the limit in
+// the same way, because they know the same counts.
 
-static int hvd_allreduce(hvd_comm *c, uintptr_t buf, int64_t count, int size, int dtype, int op) {
+static int hvd_allreduce(uintptr_t comm, uintptr_t buf, int64_t count, int size, int dtype, int op) {
+	hvd_comm *c = (hvd_comm *)comm;
 	int err = MPI_SUCCESS;
 	for (int64_t at = 0; at < count && err == MPI_SUCCESS; at += c->limit)
 		err = MPI_Iallreduce(MPI_IN_PLACE, (void *)(buf + at * size), hvd_min(c->limit, count - at),
@@ -307,7 +309,8 @@ static int hvd_allreduce(hvd_comm *c, uintptr_t buf, int64_t count, int size, in
 	return hvd_begun(c, err);
 }
 
-static int hvd_reduce(hvd_comm *c, uintptr_t buf, int64_t count, int size, int dtype, int op, int root) {
+static int hvd_reduce(uintptr_t comm, uintptr_t buf, int64_t count, int size, int dtype, int op, int root) {
+	hvd_comm *c = (hvd_comm *)comm;
 	int err = MPI_SUCCESS;
 	for (int64_t at = 0; at < count && err == MPI_SUCCESS; at += c->limit) {
 		void *part = (void *)(buf + at * size);
@@ -319,12 +322,13 @@ static int hvd_reduce(hvd_comm *c, uintptr_t buf, int64_t count, int size, int d
 
 // hvd_reduce_scatter leaves the result of this rank at the beginning of buf, or, if *whole is set, the result
 // of every rank in its place.
-static int hvd_reduce_scatter(hvd_comm *c, uintptr_t buf, const int64_t *counts, int size, int dtype, int op,
-	int *whole) {
+static int hvd_reduce_scatter(uintptr_t comm, uintptr_t buf, const int64_t *counts, int size, int dtype,
+	int op, int *whole) {
+	hvd_comm *c = (hvd_comm *)comm;
 	int64_t sum = hvd_sum(counts, c->size);
 	*whole = sum > c->limit;
 	if (*whole)
-		return hvd_allreduce(c, buf, sum, size, dtype, op);
+		return hvd_allreduce(comm, buf, sum, size, dtype, op);
 	if (sum == 0)
 		return hvd_begun(c, MPI_SUCCESS);
 	for (int i = 0; i < c->size; i++)
@@ -334,7 +338,8 @@ static int hvd_reduce_scatter(hvd_comm *c, uintptr_t buf, const int64_t *counts,
 	return hvd_begun(c, err);
 }
 
-static int hvd_broadcast(hvd_comm *c, uintptr_t buf, int64_t count, int root) {
+static int hvd_broadcast(uintptr_t comm, uintptr_t buf, int64_t count, int root) {
+	hvd_comm *c = (hvd_comm *)comm;
 	int err = MPI_SUCCESS;
 	for (int64_t at = 0; at < count && err == MPI_SUCCESS; at += c->limit)
 		err = MPI_Ibcast((void *)(buf + at), hvd_min(c->limit, count - at), MPI_BYTE, root, c->comm,
@@ -342,7 +347,8 @@ static int hvd_broadcast(hvd_comm *c, uintptr_t buf, int64_t count, int root) {
 	return hvd_begun(c, err);
 }
 
-static int hvd_allgather(hvd_comm *c, uintptr_t buf, const int64_t *counts) {
+static int hvd_allgather(uintptr_t comm, uintptr_t buf, const int64_t *counts) {
+	hvd_comm *c = (hvd_comm *)comm;
 	int64_t sum = hvd_sum(counts, c->size), at = 0;
 	int err = MPI_SUCCESS;
 	if (sum == 0)
@@ -351,7 +357,7 @@ static int hvd_allgather(hvd_comm *c, uintptr_t buf, const int64_t *counts) {
 		c->counts[i] = counts[i];
 		c->places[i] = at;
 		if (sum > c->limit)
-			err = hvd_broadcast(c, buf + at, counts[i], i);
+			err = hvd_broadcast(comm, buf + at, counts[i], i);
 	}
 	if (sum <= c->limit)
 		err = MPI_Iallgatherv(MPI_IN_PLACE, 0, MPI_DATATYPE_NULL, (void *)buf, c->counts, c->places,
@@ -359,36 +365,42 @@ static int hvd_allgather(hvd_comm *c, uintptr_t buf, const int64_t *counts) {
 	return hvd_begun(c, err);
 }
 
-static int hvd_and(hvd_comm *c, uintptr_t words, int count) {
+static int hvd_and(uintptr_t comm, uintptr_t words, int count) {
+	hvd_comm *c = (hvd_comm *)comm;
 	int err = MPI_Iallreduce(MPI_IN_PLACE, (void *)words, count, MPI_UINT64_T, MPI_BAND, c->comm,
 		hvd_request(c));
 	return hvd_begun(c, err);
 }
 
 // hvd_gather gathers size bytes of each rank at rank 0.
-static int hvd_gather(hvd_comm *c, uintptr_t in, int size, uintptr_t out) {
+static int hvd_gather(uintptr_t comm, uintptr_t in, int size, uintptr_t out) {
+	hvd_comm *c = (hvd_comm *)comm;
 	int err = MPI_Igather((void *)in, size, MPI_BYTE, (void *)out, size, MPI_BYTE, 0, c->comm,
 		hvd_request(c));
 	return hvd_begun(c, err);
 }
 
-static int hvd_send(hvd_comm *c, uintptr_t buf, int size, int to) {
+static int hvd_send(uintptr_t comm, uintptr_t buf, int size, int to) {
+	hvd_comm *c = (hvd_comm *)comm;
 	return hvd_begun(c, MPI_Isend((void *)buf, size, MPI_BYTE, to, 0, c->comm, hvd_request_of(c, to)));
 }
 
-static int hvd_receive(hvd_comm *c, uintptr_t buf, int size, int from) {
+static int hvd_receive(uintptr_t comm, uintptr_t buf, int size, int from) {
+	hvd_comm *c = (hvd_comm *)comm;
 	return hvd_begun(c, MPI_Irecv((void *)buf, size, MPI_BYTE, from, 0, c->comm, hvd_request_of(c, from)));
 }
 
-static int hvd_alltoall(hvd_comm *c, uintptr_t in, uintptr_t out) {
+static int hvd_alltoall(uintptr_t comm, uintptr_t in, uintptr_t out) {
+	hvd_comm *c = (hvd_comm *)comm;
 	int err = MPI_Ialltoall((void *)in, 1, MPI_INT64_T, (void *)out, 1, MPI_INT64_T, c->comm,
 		hvd_request(c));
 	return hvd_begun(c, err);
 }
 
 // hvd_exchange sends block i of in to rank i and receives block i of out from it.
-static int hvd_exchange(hvd_comm *c, uintptr_t in, const int64_t *sent, uintptr_t out,
+static int hvd_exchange(uintptr_t comm, uintptr_t in, const int64_t *sent, uintptr_t out,
 	const int64_t *received) {
+	hvd_comm *c = (hvd_comm *)comm;
 	int err = MPI_SUCCESS;
 	for (int i = 0; i < c->size; out += received[i++])
 		for (int64_t at = 0; at < received[i] && err == MPI_SUCCESS; at += c->limit)
@@ -517,6 +529,9 @@ func (c comm) sub(s comm) error {
 // free releases a communicator on which no operation runs.
 func (c comm) free() error { return c.check("MPI_Comm_free", C.hvd_free(c.c)) }
 
+// at returns the address of c for the functions that begin or test operations.
+func (c comm) at() C.uintptr_t { return C.uintptr_t(uintptr(unsafe.Pointer(c.c))) }
+
 func (c comm) rank() int { return int(c.c.rank) }
 func (c comm) size() int { return int(c.c.size) }
 
@@ -534,7 +549,7 @@ func (c comm) groups() (groups []topo.Rank, err error) {
 }
 
 // test tests whether the operation on c has completed.
-func (c comm) test() { C.hvd_test(c.c) }
+func (c comm) test() { C.hvd_test(c.at()) }
 
 // tested reports whether the operation on c had completed when it was last tested, which is also done when it
 // begins. If the exchange with a peer has failed, the error is a *transport.PeerError.
@@ -562,14 +577,14 @@ var reductions = [...]C.int{tensor.Sum: C.HVD_SUM, tensor.Min: C.HVD_MIN,
 
 func (c comm) allreduce(buf []byte, dt tensor.DType, op tensor.ReduceOp) error {
 	size := dt.Size()
-	return c.check("MPI_Iallreduce", C.hvd_allreduce(c.c, address(buf), C.int64_t(len(buf)/size), C.int(size),
+	return c.check("MPI_Iallreduce", C.hvd_allreduce(c.at(), address(buf), C.int64_t(len(buf)/size), C.int(size),
 		C.int(dt), reductions[op]))
 }
 
 // reduce begins a reduction to one rank. At the other ranks, buf is undefined afterwards.
 func (c comm) reduce(buf []byte, dt tensor.DType, op tensor.ReduceOp, root int) error {
 	size := dt.Size()
-	return c.check("MPI_Ireduce", C.hvd_reduce(c.c, address(buf), C.int64_t(len(buf)/size), C.int(size),
+	return c.check("MPI_Ireduce", C.hvd_reduce(c.at(), address(buf), C.int64_t(len(buf)/size), C.int(size),
 		C.int(dt), reductions[op], C.int(root)))
 }
 
@@ -578,42 +593,42 @@ func (c comm) reduce(buf []byte, dt tensor.DType, op tensor.ReduceOp, root int) 
 func (c comm) reduceScatter(buf []byte, counts []int64, dt tensor.DType, op tensor.ReduceOp) (whole bool,
 	err error) {
 	var w C.int
-	err = c.check("MPI_Ireduce_scatter", C.hvd_reduce_scatter(c.c, address(buf), int64s(counts),
+	err = c.check("MPI_Ireduce_scatter", C.hvd_reduce_scatter(c.at(), address(buf), int64s(counts),
 		C.int(dt.Size()), C.int(dt), reductions[op], &w))
 	return w != 0, err
 }
 
 func (c comm) broadcast(buf []byte, root int) error {
-	return c.check("MPI_Ibcast", C.hvd_broadcast(c.c, address(buf), C.int64_t(len(buf)), C.int(root)))
+	return c.check("MPI_Ibcast", C.hvd_broadcast(c.at(), address(buf), C.int64_t(len(buf)), C.int(root)))
 }
 
 func (c comm) allgather(buf []byte, counts []int64) error {
-	return c.check("MPI_Iallgatherv", C.hvd_allgather(c.c, address(buf), int64s(counts)))
+	return c.check("MPI_Iallgatherv", C.hvd_allgather(c.at(), address(buf), int64s(counts)))
 }
 
 func (c comm) alltoall(in, out []int64) error {
-	return c.check("MPI_Ialltoall", C.hvd_alltoall(c.c, address(in), address(out)))
+	return c.check("MPI_Ialltoall", C.hvd_alltoall(c.at(), address(in), address(out)))
 }
 
 func (c comm) exchange(in []byte, sent []int64, out []byte, received []int64) error {
-	return c.check("MPI_Isend or MPI_Irecv", C.hvd_exchange(c.c, address(in), int64s(sent), address(out),
+	return c.check("MPI_Isend or MPI_Irecv", C.hvd_exchange(c.at(), address(in), int64s(sent), address(out),
 		int64s(received)))
 }
 
 // and begins to combine the words of all ranks by bitwise AND.
 func (c comm) and(words []uint64) error {
-	return c.check("MPI_Iallreduce", C.hvd_and(c.c, address(words), C.int(len(words))))
+	return c.check("MPI_Iallreduce", C.hvd_and(c.at(), address(words), C.int(len(words))))
 }
 
 // gather begins to gather in, which has the same length at all ranks, in out at rank 0.
 func (c comm) gather(in, out []byte) error {
-	return c.check("MPI_Igather", C.hvd_gather(c.c, address(in), C.int(len(in)), address(out)))
+	return c.check("MPI_Igather", C.hvd_gather(c.at(), address(in), C.int(len(in)), address(out)))
 }
 
 func (c comm) send(buf []byte, to int) error {
-	return c.check("MPI_Isend", C.hvd_send(c.c, address(buf), C.int(len(buf)), C.int(to)))
+	return c.check("MPI_Isend", C.hvd_send(c.at(), address(buf), C.int(len(buf)), C.int(to)))
 }
 
 func (c comm) receive(buf []byte, from int) error {
-	return c.check("MPI_Irecv", C.hvd_receive(c.c, address(buf), C.int(len(buf)), C.int(from)))
+	return c.check("MPI_Irecv", C.hvd_receive(c.at(), address(buf), C.int(len(buf)), C.int(from)))
 }
