@@ -30,7 +30,7 @@ const (
 	patience = 50 * time.Microsecond
 	// pollsPerRead is the number of polls after which a rank that polls a collective of another library reads
 	// its control connections. That takes longer than such a poll.
-	pollsPerRead = 64
+	pollsPerRead = 256
 )
 
 // Collectives are the operations that negotiation in lock-step needs. All ranks start the same collectives in
