@@ -27,7 +27,9 @@ const (
 	parkedPoll     = time.Millisecond // the time between two polls afterwards
 	// patience is how long a rank that has got a grant waits for its program to submit the next request
 	// before it enters the next cycle. Without requests of this rank, that cycle would decide nothing for it.
-	patience = 50 * time.Microsecond
+	// The wait ends at a multiple of patienceStep, so that most grants need not set the timer again.
+	patience     = 50 * time.Microsecond
+	patienceStep = 25 * time.Microsecond
 	// pollsPerRead is the number of polls after which a rank that polls a collective of another library reads
 	// its control connections. That takes longer than such a poll.
 	pollsPerRead = 256
@@ -263,7 +265,7 @@ func (n *lockstep) endCycle(decided bool) {
 		n.idle = 0
 	}
 	if decided && n.core.Granted() {
-		n.granted, n.until = true, n.e.now+patience
+		n.granted, n.until = true, (n.e.now+patience).Truncate(patienceStep)+patienceStep
 	}
 	if n.pause = min(max(2*n.pause, shortestPause), longest); n.idle <= eagerCycles {
 		n.pause = 0

@@ -237,7 +237,7 @@ func (a *alone) Test() ([][]byte, bool, error) { return a.frames, true, nil }
 // After a grant, a rank waits a short time for its program before it enters the next cycle. It enters the
 // cycle at once if the program submits something. If the program took longer the last time, it does not wait.
 func TestLockstepWaitsForTheProgram(t *testing.T) {
-	const patience = 50 * time.Microsecond
+	const patience, step = 50 * time.Microsecond, 25 * time.Microsecond
 	synctest.Test(t, func(t *testing.T) {
 		collectives := new(alone)
 		c := start(t, 1, func(cfg *engine.Config) {
@@ -265,7 +265,7 @@ func TestLockstepWaitsForTheProgram(t *testing.T) {
 			t.Errorf("the operation of a quick program took %v, want no time", took)
 		}
 		n := collectives.cycles.Load()
-		time.Sleep(patience + 1)
+		time.Sleep(patience + step)
 		synctest.Wait()
 		if collectives.cycles.Load() == n {
 			t.Error("no cycle although the program is late")
