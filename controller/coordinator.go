@@ -71,7 +71,11 @@ type Coordinator struct {
 	ranks  []rankState
 	state  coordinatorState
 
-	now       time.Duration
+	now time.Duration
+	// settled is set if Expire and Ready have handled all events. Then they have nothing to do until quiet,
+	// which Next sets, unless another event comes first.
+	settled   bool
+	quiet     time.Duration
 	cycle     uint64
 	lastCycle time.Duration // the time at which the last cycle was issued
 	combined  time.Duration // in lock-step, the time at which all ranks had entered the last cycle
@@ -138,7 +142,13 @@ func NewCoordinator(cfg CoordinatorConfig, now time.Duration) *Coordinator {
 
 // Tune changes settings. The new values hold from the grants of the next cycle on, at all ranks. With
 // Lockstep, this cycle gathers the requests of all ranks.
-func (c *Coordinator) Tune(t message.Tuning) { c.tuning = &t }
+func (c *Coordinator) Tune(t message.Tuning) {
+	c.disturb()
+	c.tuning = &t
+}
+
+// disturb records an event, which Expire and Ready have to handle.
+func (c *Coordinator) disturb() { c.settled, c.quiet = false, 0 }
 
 // takeTuning applies the values that the current cycle changes, and returns them for the frames of the cycle.
 // It returns nil if the cycle changes none.
@@ -176,6 +186,9 @@ func (c *Coordinator) Tick(now time.Duration) {
 // the frames that had arrived at the time of the last Tick were applied: if the process ran late, they have
 // been waiting, and the ranks that sent them were not silent.
 func (c *Coordinator) Expire() {
+	if c.now < c.quiet {
+		return
+	}
 	for i := range c.timeouts {
 		// A suspicion, perhaps of this turn too, explains a timeout better. The rank repeats its report.
 		if c.suspicion == nil && (c.state == running || c.state == stopping) {
@@ -242,6 +255,7 @@ func (c *Coordinator) step(from topo.Rank, up *message.Up, relayed bool) {
 	if c.state == closed || c.state == failed {
 		return
 	}
+	c.disturb()
 	k := &c.ranks[from]
 	k.lastReceived = c.now
 	// In lock-step, the news may have overtaken this frame, because collectives of another library do not use
@@ -393,6 +407,7 @@ func (c *Coordinator) leastSeen(ranks []topo.Rank) uint64 {
 // Lost records that the control connection of a rank has ended. If the job still needs the rank, Lost fails
 // the rank.
 func (c *Coordinator) Lost(r topo.Rank, reason string) {
+	c.disturb()
 	c.ranks[r].lost = true
 	if c.needs(r) && (c.state == running || c.state == stopping) {
 		c.fail([]topo.Rank{r}, reason)
@@ -402,6 +417,7 @@ func (c *Coordinator) Lost(r topo.Rank, reason string) {
 
 // Fault fails a rank whose control connection still works, so that the rank receives the verdict too.
 func (c *Coordinator) Fault(r topo.Rank, reason string) {
+	c.disturb()
 	if c.state == running || c.state == stopping {
 		c.fail([]topo.Rank{r}, reason)
 	}
@@ -534,6 +550,9 @@ func (c *Coordinator) emit(d *message.Down, to []topo.Rank) {
 // Ready issues a cycle if there is anything to decide. It returns the frames to send now, in order. The
 // result is valid until Advance.
 func (c *Coordinator) Ready() []Outgoing {
+	if c.now < c.quiet {
+		return nil
+	}
 	if !c.cfg.Lockstep {
 		if c.leaving > 0 && c.state == running {
 			c.checkLeavers()
@@ -558,6 +577,7 @@ func (c *Coordinator) Advance() {
 	}
 	clear(c.out)
 	c.out = c.out[:0]
+	c.settled = len(c.timeouts) == 0 // Expire handles timeouts, but it was called before Ready
 }
 
 // decide issues a cycle. Each rank gets a frame with the decisions about its own sets. Ranks that get
@@ -689,6 +709,9 @@ func (c *Coordinator) Next() time.Duration {
 	if c.Closed() {
 		return never
 	}
+	if c.now < c.quiet {
+		return c.quiet
+	}
 	next := never
 	for r := range c.ranks {
 		k := &c.ranks[r]
@@ -721,6 +744,9 @@ func (c *Coordinator) Next() time.Duration {
 				next = min(next, c.lastCycle+c.cfg.CycleTime)
 			}
 		}
+	}
+	if c.settled {
+		c.quiet = next
 	}
 	return next
 }

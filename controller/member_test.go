@@ -776,6 +776,37 @@ func TestSilentInShutdown(t *testing.T) {
 	}
 }
 
+// Expire and Ready handle what has arrived since they were called last, even if Next was called meanwhile.
+func TestNextForgetsNothing(t *testing.T) {
+	c := controller.NewCoordinator(controller.CoordinatorConfig{Sets: []controller.Set{controller.Global(2)},
+		LivenessTimeout: livenessTimeout, Plan: plan()}, 0)
+	ready := func() int {
+		defer c.Advance()
+		return len(c.Ready())
+	}
+	request := message.Up{Type: message.UpNews,
+		Sets: []message.UpSet{{Requests: []message.Request{allreduce("a", 1)}}}}
+	ready()
+	c.Next()
+	for r := range topo.Rank(2) {
+		c.Step(r, &request)
+	}
+	c.Next()
+	if n := ready(); n == 0 {
+		t.Error("no grant although all ranks have requested the tensor")
+	}
+	c.Next()
+	c.Step(0, &message.Up{Type: message.UpNews, Seen: 1,
+		Sets: []message.UpSet{{Requests: []message.Request{allreduce("b", 1)}}}})
+	c.Expire()
+	c.Step(0, &message.Up{Type: message.UpTimeout, Seen: 1, Tensor: "b", Millis: 500})
+	ready()
+	c.Next()
+	if v := verdictOf(c); v == nil || !slices.Equal(v.Ranks, []topo.Rank{1}) {
+		t.Errorf("got verdict %v, want one on rank 1, which has not submitted the tensor", v)
+	}
+}
+
 // Coordinator.Next returns the time of the next turn for each reason for which a turn can be due. The scripts
 // test what the coordinator does in that turn.
 func TestCoordinatorNext(t *testing.T) {
