@@ -2,6 +2,7 @@ package trace
 
 import (
 	"math"
+	"math/bits"
 	"time"
 
 	"github.com/gohvd/gohvd/internal/analysis"
@@ -118,14 +119,11 @@ func UpperBound(i int) float64 {
 // Add counts a duration. A negative duration counts as 0.
 func (h *Histogram) Add(d time.Duration) {
 	d = max(d, 0)
-	// Frexp returns a fraction that is at least 1/2 and less than 1. A power of two has the fraction 1/2. It
-	// belongs to the bucket below, because it equals that bucket's upper bound.
-	fraction, exponent := math.Frexp(max(d, 1).Seconds())
-	if fraction == 0.5 {
-		exponent--
-	}
-	h.Buckets[min(max(exponent-MinExponent, 0), NumBuckets-1)]++
 	h.Sum += d
+	const longest = time.Second << (NumBuckets - 1 + MinExponent) // belongs to the last bucket
+	// The duration in units of the first upper bound, rounded up.
+	units := (uint64(min(d, longest))<<-MinExponent + uint64(time.Second) - 1) / uint64(time.Second)
+	h.Buckets[bits.Len64(max(units, 1)-1)]++
 }
 
 // Count returns the number of durations.
