@@ -88,8 +88,8 @@ func (l *lane) finish(e *tensorqueue.Entry, err error) {
 
 // start prepares the first part of w and starts the backend on it. It does not block.
 func (l *lane) start(w *work) (err error) {
-	x := &l.execution
-	*x = execution{work: w}
+	x := &l.execution // step has reset it after the last operation
+	x.work = w
 	w.started = true
 	kind := w.grant.Responses[0].Kind
 	if kind == message.Error {
