@@ -180,6 +180,7 @@ type Engine struct {
 	finished []finishedWork  // work that lanes have ended; guarded by mu
 	broken   []brokenChannel // channels for messages that have failed; guarded by mu
 	late     []lateMessage   // messages that have timed out; guarded by mu
+	reported atomic.Bool     // whether finished, broken or late has elements; stored with mu held
 	messages messages
 
 	// Only the goroutine that runs turns may use these fields. It holds the scheduler's lock.

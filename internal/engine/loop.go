@@ -107,6 +107,7 @@ func (e *Engine) endLanes(err error) {
 func (e *Engine) laneFinished(w *work, err error) {
 	e.mu.Lock()
 	e.finished = append(e.finished, finishedWork{w, err})
+	e.reported.Store(true)
 	e.mu.Unlock()
 	e.sched.notify()
 }
@@ -162,8 +163,12 @@ func (e *Engine) RunLoopOnce() (next time.Duration, over bool, err error) {
 }
 
 func (e *Engine) takeFinished() {
+	if !e.reported.Load() {
+		return
+	}
 	s := &e.scratch
 	e.mu.Lock()
+	e.reported.Store(false)
 	s.finished = append(s.finished[:0], e.finished...)
 	clear(e.finished)
 	e.finished = e.finished[:0]

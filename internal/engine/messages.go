@@ -103,6 +103,7 @@ type brokenChannel struct {
 func (e *Engine) channelFailed(set topo.ProcessSetID, err error) {
 	e.mu.Lock()
 	e.broken = append(e.broken, brokenChannel{set, err})
+	e.reported.Store(true)
 	e.mu.Unlock()
 	e.sched.notify()
 }
@@ -128,6 +129,7 @@ func (e *Engine) messageTimedOut(set topo.ProcessSetID, o *p2p.Op) {
 	}
 	e.mu.Lock()
 	e.late = append(e.late, late)
+	e.reported.Store(true)
 	e.mu.Unlock()
 	e.sched.notify()
 }
