@@ -547,6 +547,28 @@ func TestAllocations(t *testing.T) {
 	}
 }
 
+// A rank naps only if no call has moved data for a while, and then for a small part of that time.
+func TestNaps(t *testing.T) {
+	var n naps
+	now := time.Now()
+	for i, c := range []struct{ pause, call, want time.Duration }{
+		{call: time.Microsecond},
+		{call: eagerTime - time.Microsecond}, // moves data
+		{pause: eagerTime - time.Microsecond},
+		{pause: time.Microsecond, want: eagerTime / napsPerWait},
+		{pause: 3 * eagerTime, want: 4 * eagerTime / napsPerWait},
+		{call: workingCall},
+		{pause: eagerTime - time.Microsecond},
+		{pause: time.Second, want: longestNap},
+	} {
+		began := now.Add(c.pause)
+		now = began.Add(c.call)
+		if got := n.after(began, now); got != c.want {
+			t.Errorf("call %d: got a nap of %v, want %v", i, got, c.want)
+		}
+	}
+}
+
 // An error names the peer at fault if MPI tells it, and otherwise all ranks of the operation. No error names
 // only this rank.
 func TestErrorsNameRanks(t *testing.T) {

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	empi "github.com/emer/empi/mpi"
+	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/shmem"
@@ -231,12 +232,18 @@ func pin[T any](pins *runtime.Pinner, buf []T) {
 	}
 }
 
+// A rank that waits for other ranks naps between calls, because MPI cannot wake it.
 const (
-	// yieldsPerNap is the number of calls after which a rank that waits begins to nap between calls. All
-	// calls together take about a millisecond.
-	yieldsPerNap = 1000
-	// nap is the time between two calls then. MPI cannot wake a rank that waits.
-	nap = 50 * time.Microsecond
+	// eagerCalls is the number of calls after which a rank may nap. They take about a millisecond.
+	eagerCalls = 1000
+	// workingCall is the shortest time of a call that has moved data. The rank naps only if no call has done
+	// so for eagerTime, because the data of a large tensor move in many calls.
+	workingCall = 10 * time.Microsecond
+	eagerTime   = time.Millisecond
+	// A nap is longestNap, or the time that the rank has waited divided by napsPerWait if that is shorter. So
+	// the rank is late by a small part of the time for which it has waited.
+	napsPerWait = 16
+	longestNap  = time.Millisecond
 )
 
 // tester tests the operation on a communicator. Its functions are made once, so that a test does not
@@ -245,7 +252,6 @@ type tester struct {
 	begin func() error // begins and tests the operation; nil when it has begun
 	poll  func() error // calls begin or tests the operation, and sets done
 	done  bool
-	timer *time.Timer // of naps; nil before the first one
 }
 
 func newTester(c comm) *tester {
@@ -282,31 +288,51 @@ func (w *world) test(t *tester) (done bool, err error) {
 
 // wait waits until the operation on c has completed or ctx ends.
 func (w *world) wait(ctx context.Context, t *tester, oversubscribed bool) (done bool, err error) {
+	var naps naps
 	for n := 1; ; n++ {
+		var began time.Time
+		if n > eagerCalls {
+			began = time.Now()
+		}
 		if done, err = w.test(t); done || err != nil {
 			return done, err
 		}
-		switch {
-		case ctx.Err() != nil:
+		if ctx.Err() != nil {
 			return false, context.Cause(ctx)
-		case n < yieldsPerNap:
-			if oversubscribed || n%16 == 0 {
-				shmem.Yield()
-			}
-			if n%64 == 0 {
-				runtime.Gosched()
-			}
-			continue
-		case t.timer == nil:
-			t.timer = time.NewTimer(nap)
-		default:
-			t.timer.Reset(nap)
 		}
-		select {
-		case <-t.timer.C:
-		case <-ctx.Done():
+		if n > eagerCalls {
+			nap(naps.after(began, time.Now()))
+		}
+		if oversubscribed || n%16 == 0 {
+			shmem.Yield()
+		}
+		if n%64 == 0 {
+			runtime.Gosched()
 		}
 	}
+}
+
+// naps determines for how long a rank naps between two calls.
+type naps struct{ worked time.Time } // when a call last moved data, or when the first call ended
+
+// after returns the time of the nap after a call that began and ended at the given times.
+func (n *naps) after(began, ended time.Time) time.Duration {
+	if n.worked.IsZero() || ended.Sub(began) >= workingCall {
+		n.worked = ended
+	}
+	if waited := ended.Sub(n.worked); waited >= eagerTime {
+		return min(waited/napsPerWait, longestNap)
+	}
+	return 0
+}
+
+// nap blocks this thread for d. A timer of the Go runtime would take a millisecond if all goroutines wait.
+func nap(d time.Duration) {
+	if d == 0 {
+		return
+	}
+	t := unix.NsecToTimespec(int64(d))
+	_ = unix.Nanosleep(&t, nil) // a signal may end it early
 }
 
 // failure returns why MPI cannot be used any more, or nil.
