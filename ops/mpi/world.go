@@ -288,6 +288,10 @@ func (w *world) test(t *tester) (done bool, err error) {
 
 // wait waits until the operation on c has completed or ctx ends.
 func (w *world) wait(ctx context.Context, t *tester, oversubscribed bool) (done bool, err error) {
+	// MPI allocates buffers in these calls, and malloc takes memory from another arena for each thread. If
+	// the goroutine moved between threads, the buffers of large operations would not fit into the caches.
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
 	var naps naps
 	for n := 1; ; n++ {
 		var began time.Time
