@@ -340,7 +340,11 @@ func (n *node) take() {
 	if n.over {
 		return
 	}
+	output := n.m.HasOutput()
 	r := n.m.Ready()
+	if !output && (len(r.Ups) > 0 || len(r.Grants) > 0 || r.Stop) {
+		n.c.tb.Fatalf("rank %d: HasOutput is false, but Ready returns %+v", n.rank, r)
+	}
 	for _, u := range r.Ups {
 		if u == nil {
 			continue

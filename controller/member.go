@@ -532,6 +532,12 @@ func (m *Member) newGrant() *Grant {
 	return new(Grant)
 }
 
+// HasOutput reports whether Ready has anything to return. If not, the caller need not call Ready and Advance.
+func (m *Member) HasOutput() bool {
+	return len(m.grants) > 0 || m.stopped || m.news && !m.cfg.Lockstep || len(m.left) > 0 || m.suspectFrame ||
+		len(m.reports) > 0 || m.bye || m.now >= m.nextHeartbeat(false)
+}
+
 // Ready returns the frames to send and the grants to run now. The result is valid until Advance.
 func (m *Member) Ready() Ready {
 	m.ups = m.ups[:0]

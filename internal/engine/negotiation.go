@@ -108,6 +108,9 @@ func (n events) next() time.Duration {
 // memberReady sends the frames of the member and dispatches its grants. It reports whether it has sent a
 // frame.
 func (e *Engine) memberReady() (sent bool) {
+	if !e.member.HasOutput() {
+		return false
+	}
 	r := e.member.Ready()
 	var failed error         // an error of this rank, or of a coordinator that sent a wrong grant
 	var suspects []topo.Rank // nil for this rank
