@@ -138,7 +138,8 @@ type Queue struct {
 	limit    int // the number of names at which the queue calls forget
 	pending  []*Entry
 	closed   error
-	waiting  atomic.Bool // whether pending has entries
+	// newest is the time at which the last entry of pending was submitted, or 0 if pending is empty.
+	newest atomic.Int64
 }
 
 // minNames is the minimum of Queue.limit.
@@ -178,10 +179,17 @@ func (q *Queue) Add(entries ...*Entry) error {
 	}
 	q.inFlight += len(entries)
 	q.pending = append(q.pending, entries...)
-	if !q.waiting.Load() {
-		q.waiting.Store(true)
-	}
+	q.setNewest()
 	return nil
+}
+
+// setNewest sets newest. The caller holds mu.
+func (q *Queue) setNewest() {
+	var newest time.Duration
+	if n := len(q.pending); n > 0 {
+		newest = max(q.pending[n-1].Times.Submitted, 1)
+	}
+	q.newest.Store(int64(newest))
 }
 
 // nameOf returns the state of the name in text. If the name has no state yet, nameOf creates one. The caller
@@ -210,10 +218,10 @@ func (q *Queue) forget() {
 func (q *Queue) Pop(dst []*Entry) []*Entry {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	q.waiting.Store(false)
 	dst = append(dst, q.pending...)
 	clear(q.pending)
 	q.pending = q.pending[:0]
+	q.setNewest()
 	return dst
 }
 
@@ -226,7 +234,11 @@ func (q *Queue) Pending() int {
 
 // Waiting reports whether Pop would return entries. It takes no lock, so that polling many idle queues is
 // cheap.
-func (q *Queue) Waiting() bool { return q.waiting.Load() }
+func (q *Queue) Waiting() bool { return q.newest.Load() > 0 }
+
+// Newest returns the time at which the newest of the entries was submitted that Pop would return. If there
+// are none, it returns 0. It takes no lock.
+func (q *Queue) Newest() time.Duration { return time.Duration(q.newest.Load()) }
 
 // Find returns the entry in flight with the given name, or nil if there is none.
 func (q *Queue) Find(name string) *Entry {
@@ -295,7 +307,7 @@ func (q *Queue) FinishAll(which func(e *Entry) bool, reason func(e *Entry) error
 		}
 	}
 	q.pending = slices.DeleteFunc(q.pending, func(e *Entry) bool { return e.name.entry != e })
-	q.waiting.Store(len(q.pending) > 0)
+	q.setNewest()
 	q.mu.Unlock()
 	for _, e := range found {
 		e.Done(reason(e))

@@ -9,6 +9,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/tensorqueue"
@@ -112,6 +113,31 @@ func TestFinishAllTakesWhatIsPending(t *testing.T) {
 		t.Errorf("%d entries are left to pop, %d in flight, and %v finished, want none", len(got), q.Len(),
 			finished)
 	}
+}
+
+// Newest returns the time of the newest entry that Pop has not returned and that is in flight.
+func TestNewest(t *testing.T) {
+	q := tensorqueue.New()
+	want := func(at time.Duration) {
+		t.Helper()
+		if got := q.Newest(); got != at || q.Waiting() != (at > 0) {
+			t.Errorf("got newest %v and waiting %v, want %v", got, q.Waiting(), at)
+		}
+	}
+	want(0)
+	for i, n := range []string{"a", "b", "c"} {
+		e := entry(n, func(error) {})
+		e.Times.Submitted = time.Duration(10 * i) // 0 for the first, which waits too
+		if err := q.Add(e); err != nil {
+			t.Fatal(err)
+		}
+		want(max(e.Times.Submitted, 1))
+	}
+	q.FinishAll(func(e *tensorqueue.Entry) bool { return e.Request.Name == "c" },
+		func(*tensorqueue.Entry) error { return nil })
+	want(10)
+	q.Pop(nil)
+	want(0)
 }
 
 // Add adds either all given entries or none of them. If a name is in use, or if two of the entries have the

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"slices"
+	"time"
 
 	"github.com/gohvd/gohvd/ops"
 	"github.com/gohvd/gohvd/tensorqueue"
@@ -68,6 +69,14 @@ func (e *Engine) queued() (n int) {
 		n += l.queue.Pending()
 	}
 	return n
+}
+
+// submitted implements the interface loop.
+func (e *Engine) submitted() (newest time.Duration) {
+	for _, l := range e.lanes.all {
+		newest = max(newest, l.queue.Newest())
+	}
+	return newest
 }
 
 // handOff implements the interface loop.

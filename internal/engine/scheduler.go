@@ -87,6 +87,9 @@ type loop interface {
 	executing() bool
 	// queued returns the number of operations that were submitted but that no turn has taken yet.
 	queued() int
+	// submitted returns the time at which the newest of these operations was submitted. If there are none, it
+	// returns 0.
+	submitted() time.Duration
 }
 
 // peers notifies the other ranks, and lets them know whether they must notify this rank. The methods are
@@ -350,7 +353,12 @@ func (s *scheduler) drive(ctx context.Context, done func() bool) {
 	s.deferred.cancel()
 	s.unpark()
 	s.budget = s.driveBudget
-	next := s.turn()
+	// The caller has probably just submitted its operation. Then that time is the time of the turn.
+	now := s.loop.submitted()
+	if now <= s.now {
+		now = s.clock()
+	}
+	next := s.turnAt(now)
 	s.extend()
 	enough := func() bool { return done() || closed(ctx.Done()) || closed(s.stop) }
 	for !s.over && !enough() && s.await(&s.drivePace, enough) {
@@ -391,9 +399,12 @@ func (s *scheduler) parkDriver(next time.Duration) {
 }
 
 // turn runs a turn and returns the time at which the next turn is due.
-func (s *scheduler) turn() (next time.Duration) {
+func (s *scheduler) turn() (next time.Duration) { return s.turnAt(s.clock()) }
+
+// turnAt runs a turn for which it is the time now.
+func (s *scheduler) turnAt(now time.Duration) (next time.Duration) {
 	s.pending.Store(false)
-	s.now = s.clock()
+	s.now = now
 	next, s.over, s.err = s.loop.RunLoopOnce()
 	return next
 }

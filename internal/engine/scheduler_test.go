@@ -22,6 +22,7 @@ type fakeLoop struct {
 	turns  []time.Duration                     // the times at which the turns began
 	turn   func() (time.Duration, bool, error) // runs a turn; if nil, the next turn is due in an hour
 	work   atomic.Int32                        // number of queued operations
+	newest atomic.Int64                        // when the newest of them was submitted, or 0
 	polls  func(n int) bool                    // reports whether poll n finds an event; nil: none does
 	polled int
 
@@ -52,8 +53,11 @@ func (l *fakeLoop) arrived() bool {
 
 func (l *fakeLoop) executing() bool { return l.busy }
 func (l *fakeLoop) queued() int     { return int(l.work.Load()) }
-func (l *fakeLoop) Park() bool      { l.parks++; return true }
-func (l *fakeLoop) Unpark()         { l.unparks++ }
+
+func (l *fakeLoop) submitted() time.Duration { return time.Duration(l.newest.Load()) }
+
+func (l *fakeLoop) Park() bool { l.parks++; return true }
+func (l *fakeLoop) Unpark()    { l.unparks++ }
 
 func (l *fakeLoop) handOff() {
 	l.handOffs++
@@ -559,4 +563,25 @@ func TestPollLimits(t *testing.T) {
 			t.Errorf("%s: got %+v, want %+v", test.name, got, test.want)
 		}
 	}
+}
+
+// The first turn of a driver begins when the newest operation was submitted. If an earlier turn began later,
+// or if no operation waits for a turn, the driver reads the clock.
+func TestDriveAfterSubmission(t *testing.T) {
+	scheduled(t, pollBudget, ErrClosed, func(t *testing.T, s *scheduler, l *fakeLoop) {
+		for _, c := range []struct {
+			newest time.Duration // counted from the last turn
+			reads  bool
+		}{{time.Second, false}, {-1, true}, {0, true}} {
+			l.ahead.Add(int64(2 * time.Second))
+			want := l.clock()
+			if l.newest.Store(int64(s.now + c.newest)); !c.reads {
+				want = s.now + c.newest
+			}
+			s.drive(t.Context(), func() bool { return true })
+			if s.now != want {
+				t.Errorf("submitted %v after the last turn: the turn began at %v, want %v", c.newest, s.now, want)
+			}
+		}
+	})
 }
