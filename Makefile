@@ -111,6 +111,7 @@ WITH_MPI = ./ops/mpi ./internal/rank ./internal/conformance ./internal/e2e
 test-mpi: ## test with Open MPI and MPICH, as jobs of 1 to 4 processes
 	$(GO) vet -tags mpi ./...
 	$(GO) test $(VETTED) -p 1 -count 1 -run MPI $(WITH_MPI) -args -mpi
+	bench/mpi.py --rounds 1 --max-bytes 65536
 
 .PHONY: test-nccl
 test-nccl: ## test operations on CUDA devices with stand-ins for NCCL and CUDA
@@ -209,6 +210,10 @@ bench-peers: ## benchmark gohvd and other libraries in turn, nearly an hour; wri
 .PHONY: bench-hosts
 bench-hosts: ## measure allreduces between hosts over links of 1 Gbit/s, on two levels and on one; five minutes, needs root
 	bench/hosts.sh
+
+.PHONY: bench-mpi
+bench-mpi: ## measure gohvd over Open MPI and MPICH beside C programs that make the same calls; two minutes
+	bench/mpi.py
 
 .PHONY: format
 format: ## fail if gofmt would change something
