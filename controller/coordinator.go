@@ -541,6 +541,7 @@ func (c *Coordinator) present() []topo.Rank {
 }
 
 func (c *Coordinator) emit(d *message.Down, to []topo.Rank) {
+	c.disturb() // Ready has to return the frame
 	c.out = append(c.out, Outgoing{To: to, Down: d})
 	for _, r := range to {
 		c.ranks[r].lastSent = c.now
@@ -745,7 +746,8 @@ func (c *Coordinator) Next() time.Duration {
 			}
 		}
 	}
-	if c.settled {
+	// A suspicion or a shutdown may need a turn earlier, because ranks miss their heartbeats meanwhile.
+	if c.settled && c.suspicion == nil && c.leaving == 0 {
 		c.quiet = next
 	}
 	return next

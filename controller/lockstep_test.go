@@ -726,7 +726,7 @@ func TestLockstepCacheOff(t *testing.T) {
 func TestLockstepErrors(t *testing.T) {
 	cfg := controller.CoordinatorConfig{
 		Sets:          []controller.Set{controller.Global(2), {ID: 1, Ranks: []topo.Rank{0}}},
-		CacheCapacity: 4, FusionThresholdBytes: 64, Plan: plan(),
+		CacheCapacity: 4, FusionThresholdBytes: 64, LivenessTimeout: livenessTimeout, Plan: plan(),
 	}
 	q := allreduce("a", 1)
 	up := func(set topo.ProcessSetID, qs ...message.Request) *message.Up {
@@ -735,6 +735,9 @@ func TestLockstepErrors(t *testing.T) {
 	decide := func(ready uint64, ups ...*message.Up) error {
 		j := newLockstepJob(t, cfg)
 		j.ranks[0].SetWords(1)
+		j.coord.Ready() // as in the turns before the error
+		j.coord.Advance()
+		j.coord.Next()
 		j.ranks[0].Combine([]uint64{ready, 0}, []uint64{0, ready, 0})
 		if d := j.ranks[0].Decide(ups); d != nil {
 			return nil
