@@ -350,12 +350,12 @@ func (s *scheduler) drive(ctx context.Context, done func() bool) {
 		s.wakeBackground() // it may have found the lock held
 		return
 	}
-	s.deferred.cancel()
+	deferred := s.deferred.cancel()
 	s.unpark()
 	s.budget = s.driveBudget
-	// The caller has probably just submitted its operation. Then that time is the time of the turn.
+	// If the caller has just submitted its operation, that time is the time of the turn.
 	now := s.loop.submitted()
-	if now <= s.now {
+	if deferred || now <= s.now {
 		now = s.clock()
 	}
 	next := s.turnAt(now)
@@ -547,12 +547,15 @@ func (s *scheduler) flush() {
 	}
 }
 
-// cancel drops a deferred notification, because the caller is about to run a turn.
-func (d *deferred) cancel() {
-	if d.armed.Load() {
-		d.timer.Stop() // stop the timer before Store, because after Store another caller may start it again
-		d.armed.Store(false)
+// cancel drops a deferred notification, because the caller is about to run a turn. It reports whether there
+// was one.
+func (d *deferred) cancel() bool {
+	if !d.armed.Load() {
+		return false
 	}
+	d.timer.Stop() // stop the timer before Store, because after Store another caller may start it again
+	d.armed.Store(false)
+	return true
 }
 
 // deferralEnds is called when the timer fires. It notifies the loop. If more operations were queued since the
