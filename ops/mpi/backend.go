@@ -135,7 +135,7 @@ func (b *backend) setBuffer(buf []byte) (err error) {
 	}
 	if n > len(b.own) {
 		b.kept.Unpin()
-		b.own = make([]byte, max(n, 2*len(b.own), maxCopiedBytes))
+		b.own = make([]byte, max(n, len(b.own)+len(b.own)/4, maxCopiedBytes))
 		pin(b.kept, b.own)
 	}
 	b.buf = b.own[:n]

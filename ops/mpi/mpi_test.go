@@ -561,9 +561,8 @@ func TestNaps(t *testing.T) {
 		{pause: eagerTime - time.Microsecond},
 		{pause: time.Second, want: longestNap},
 	} {
-		began := now.Add(c.pause)
-		now = began.Add(c.call)
-		if got := n.after(began, now); got != c.want {
+		now = now.Add(c.pause + c.call)
+		if got := n.after(now, c.call); got != c.want {
 			t.Errorf("call %d: got a nap of %v, want %v", i, got, c.want)
 		}
 	}

@@ -238,7 +238,7 @@ const (
 	eagerCalls = 1000
 	// workingCall is the shortest time of a call that has moved data. The rank naps only if no call has done
 	// so for eagerTime, because the data of a large tensor move in many calls.
-	workingCall = 10 * time.Microsecond
+	workingCall = 50 * time.Microsecond
 	eagerTime   = time.Millisecond
 	// A nap is longestNap, or the time that the rank has waited divided by napsPerWait if that is shorter. So
 	// the rank is late by a small part of the time for which it has waited.
@@ -252,6 +252,8 @@ type tester struct {
 	begin func() error // begins and tests the operation; nil when it has begun
 	poll  func() error // calls begin or tests the operation, and sets done
 	done  bool
+	timed bool          // whether poll measures tests
+	took  time.Duration // the time that the test has taken, if timed is set
 }
 
 func newTester(c comm) *tester {
@@ -260,6 +262,10 @@ func newTester(c comm) *tester {
 		if t.begin != nil {
 			err = t.begin()
 			t.begin = nil
+		} else if t.timed {
+			began := time.Now()
+			c.test()
+			t.took = time.Since(began)
 		} else {
 			c.test()
 		}
@@ -274,7 +280,7 @@ func newTester(c comm) *tester {
 // start begins an operation and tests whether it has completed. If a call of the queue blocks, test begins it
 // later.
 func (w *world) start(t *tester, begin func() error) error {
-	t.begin, t.done = begin, false
+	t.begin, t.done, t.timed = begin, false, false
 	return w.do(t.poll)
 }
 
@@ -288,30 +294,30 @@ func (w *world) test(t *tester) (done bool, err error) {
 
 // wait waits until the operation on c has completed or ctx ends.
 func (w *world) wait(ctx context.Context, t *tester, oversubscribed bool) (done bool, err error) {
-	// MPI allocates buffers in these calls, and malloc takes memory from another arena for each thread. If
-	// the goroutine moved between threads, the buffers of large operations would not fit into the caches.
-	runtime.LockOSThread()
-	defer runtime.UnlockOSThread()
-	var naps naps
-	for n := 1; ; n++ {
-		var began time.Time
-		if n > eagerCalls {
-			began = time.Now()
-		}
+	if w.thread.serialized {
+		// MPI allocates buffers in these calls, and malloc takes memory from another arena for each thread.
+		// If the goroutine moved between threads, the buffers of large operations would not fit into the
+		// caches.
+		runtime.LockOSThread()
+		defer runtime.UnlockOSThread()
+	}
+	var n naps
+	for calls := 1; ; calls++ {
+		t.timed, t.took = calls > eagerCalls, 0
 		if done, err = w.test(t); done || err != nil {
 			return done, err
 		}
 		if ctx.Err() != nil {
 			return false, context.Cause(ctx)
 		}
-		if n > eagerCalls {
-			nap(naps.after(began, time.Now()))
+		if t.timed {
+			nap(n.after(time.Now(), t.took))
 		}
-		if oversubscribed || n%16 == 0 {
+		if oversubscribed || calls%16 == 0 {
 			shmem.Yield()
 		}
-		if n%64 == 0 {
-			runtime.Gosched()
+		if calls%64 == 0 && runtime.GOMAXPROCS(0) == 1 {
+			runtime.Gosched() // otherwise, other goroutines run on other threads
 		}
 	}
 }
@@ -319,12 +325,12 @@ func (w *world) wait(ctx context.Context, t *tester, oversubscribed bool) (done 
 // naps determines for how long a rank naps between two calls.
 type naps struct{ worked time.Time } // when a call last moved data, or when the first call ended
 
-// after returns the time of the nap after a call that began and ended at the given times.
-func (n *naps) after(began, ended time.Time) time.Duration {
-	if n.worked.IsZero() || ended.Sub(began) >= workingCall {
-		n.worked = ended
+// after returns the time of the nap after a call that took the given time.
+func (n *naps) after(now time.Time, took time.Duration) time.Duration {
+	if n.worked.IsZero() || took >= workingCall {
+		n.worked = now
 	}
-	if waited := ended.Sub(n.worked); waited >= eagerTime {
+	if waited := now.Sub(n.worked); waited >= eagerTime {
 		return min(waited/napsPerWait, longestNap)
 	}
 	return 0
