@@ -212,7 +212,7 @@ bench-hosts: ## measure allreduces between hosts over links of 1 Gbit/s, on two 
 	bench/hosts.sh
 
 .PHONY: bench-mpi
-bench-mpi: ## measure gohvd over Open MPI and MPICH beside C programs that make the same calls; two minutes
+bench-mpi: ## measure gohvd over Open MPI and MPICH beside C programs that use them directly; one minute
 	bench/mpi.py
 
 .PHONY: format

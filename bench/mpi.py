@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measures gohvd over MPI beside C programs that make the same calls of MPI, between two ranks, in turn.
+"""Measures gohvd over MPI beside C programs that use MPI directly, between two ranks, in turn.
 
 Prints the tables of docs/mpi.md for each MPI library that is installed. Needs openmpi-bin and libopenmpi-dev, or mpich
 and libmpich-dev, and two idle cores.
@@ -27,7 +27,7 @@ LOCKSTEP = {"HOROVOD_CONTROLLER": "mpi", "HVD_NEGOTIATION": "lockstep"}
 def build(library):
     """Builds hvdbench and the C programs with a library."""
     os.makedirs(BUILT, exist_ok=True)
-    env = os.environ | {"CGO_ENABLED": "1"}
+    env = {k: v for k, v in os.environ.items() if k not in ("PKG_CONFIG_PATH", "CGO_CFLAGS")} | {"CGO_ENABLED": "1"}
     if library == "mpich":
         env |= {"PKG_CONFIG_PATH": os.path.join(ROOT, "ops/mpi/mpich"), "CGO_CFLAGS": "-O2 -g -DMPICH"}
     subprocess.run(["go", "build", "-tags", "mpi", "-o", program(library, "hvdbench"), "./cmd/hvdbench"], cwd=ROOT, env=env, check=True)
@@ -86,6 +86,8 @@ def main():
     parser.add_argument("--rounds", type=int, default=5, help="number of rounds; in each round every program runs once (default %(default)s)")
     parser.add_argument("--max-bytes", type=int, default=64 << 20, help="largest size without negotiation (default %(default)s)")
     args = parser.parse_args()
+    if args.rounds < 1 or args.max_bytes < 64 << 10:
+        parser.error("want at least 1 round and at least 65536 bytes")
     libraries = [name for name in LAUNCH if shutil.which("mpicc." + name) and shutil.which("mpirun." + name)]
     if not libraries:
         sys.exit("bench/mpi.py: no MPI library is installed: apt-get install openmpi-bin libopenmpi-dev mpich libmpich-dev")
