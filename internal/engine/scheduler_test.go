@@ -566,21 +566,22 @@ func TestPollLimits(t *testing.T) {
 }
 
 // The first turn of a driver begins when the newest operation was submitted. If an earlier turn began later,
-// or if no operation waits for a turn, the driver reads the clock.
+// if no operation waits for a turn, or if its notification was deferred, the driver reads the clock.
 func TestDriveAfterSubmission(t *testing.T) {
 	scheduled(t, pollBudget, ErrClosed, func(t *testing.T, s *scheduler, l *fakeLoop) {
 		for _, c := range []struct {
-			newest time.Duration // counted from the last turn
-			reads  bool
-		}{{time.Second, false}, {-1, true}, {0, true}} {
+			newest          time.Duration // counted from the last turn
+			deferred, reads bool
+		}{{time.Second, false, false}, {time.Second, true, true}, {-1, false, true}, {0, false, true}} {
 			l.ahead.Add(int64(2 * time.Second))
 			want := l.clock()
 			if l.newest.Store(int64(s.now + c.newest)); !c.reads {
 				want = s.now + c.newest
 			}
+			s.deferred.armed.Store(c.deferred)
 			s.drive(t.Context(), func() bool { return true })
 			if s.now != want {
-				t.Errorf("submitted %v after the last turn: the turn began at %v, want %v", c.newest, s.now, want)
+				t.Errorf("%+v: the turn began at %v, want %v", c, s.now, want)
 			}
 		}
 	})
