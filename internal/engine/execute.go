@@ -88,7 +88,7 @@ func (l *lane) finish(e *tensorqueue.Entry, err error) {
 
 // start prepares the first part of w and starts the backend on it. It does not block.
 func (l *lane) start(w *work) (err error) {
-	x := &l.execution // step has reset it after the last operation
+	x := &l.execution // the last operation has left nothing in it but its work
 	x.work = w
 	w.started = true
 	kind := w.grant.Responses[0].Kind
