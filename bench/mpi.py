@@ -21,6 +21,8 @@ LAUNCH = {
     "mpich": ["mpirun.mpich", "-bind-to", "core", "-np", "2"],
 }
 NAMES = {"openmpi": "Open MPI", "mpich": "MPICH"}
+# The times that the C program prints: those of 3 calls, of 2 calls, and of 2 persistent requests.
+LOCKSTEP_COLUMNS = ["three", "two", "persistent"]
 LOCKSTEP = {"HOROVOD_CONTROLLER": "mpi", "HVD_NEGOTIATION": "lockstep"}
 
 
@@ -57,9 +59,9 @@ def hvdbench(library, *args, **env):
 
 def measure(library, largest):
     """Returns the medians of one round: those in lock-step as {column: us}, and those without negotiation by size."""
-    three, two = map(float, run(library, "lockstep")[-1].split())
-    ours = hvdbench(library, "-b", "4", "-e", "4", "-n", "100000", "-w", "5000", **LOCKSTEP)[4]
-    lockstep = {"three": three, "two": two, "ours": ours}
+    # If the library has no persistent collectives, there is no time for them.
+    lockstep = dict(zip(LOCKSTEP_COLUMNS, map(float, run(library, "lockstep")[-1].split())))
+    lockstep["ours"] = hvdbench(library, "-b", "4", "-e", "4", "-n", "100000", "-w", "5000", **LOCKSTEP)[4]
     rows = [r.split(",") for r in run(library, "mpi_bench", BENCH_OPS="allreduce", BENCH_MAX_BYTES=str(largest))]
     peer = {int(r[3]): float(r[5]) for r in rows if int(r[3]) >= 64 << 10}
     raw = hvdbench(library, "--raw", "-b", "64K", "-e", str(largest), "-f", "4", "--seconds", "0.3")
@@ -99,11 +101,14 @@ def main():
             rounds[library].append(measure(library, args.max_bytes))
             print(f"round {number + 1} of {args.rounds}: {NAMES[library]}", file=sys.stderr)
 
-    print("| | C program, 3 calls | 2 calls | gohvd | ratio to 3 calls | to 2 calls |\n|---|---|---|---|---|---|")
+    print("| | C program, 3 calls | 2 calls | 2 persistent | gohvd | ratio to 3 calls | to 2 calls | to 2 persistent |")
+    print("|---|---|---|---|---|---|---|---|")
     for library, results in rounds.items():
-        of = {column: [lockstep[column] for lockstep, _ in results] for column in ("three", "two", "ours")}
-        ratios = [ratio(zip(of[calls], of["ours"])) for calls in ("three", "two")]
-        print("|", " | ".join([NAMES[library], *map(time_text, of.values()), *ratios]), "|")
+        of = {column: [lockstep[column] for lockstep, _ in results] for column in results[0][0]}
+        columns = [*LOCKSTEP_COLUMNS, "ours"]
+        times = [time_text(of[column]) if column in of else "-" for column in columns]
+        ratios = [ratio(zip(of[column], of["ours"])) if column in of else "-" for column in LOCKSTEP_COLUMNS]
+        print("|", " | ".join([NAMES[library], *times, *ratios]), "|")
     for library, results in rounds.items():
         print(f"\n| size | C program, {NAMES[library]} | gohvd, without negotiation | ratio |\n|---|---|---|---|")
         for size in results[0][1]:

@@ -27,11 +27,13 @@ type backend struct {
 	op      ops.Operation // the operation in progress
 	started bool          // whether an operation is in progress
 	pins    *runtime.Pinner
-	buf     []byte  // the buffer of a reduction: that of the operation, or own
+	buf     []byte  // the buffer of a reduction: that of the operation, small or own
 	counts  []int64 // the sizes of blocks, for MPI
-	// own is the buffer of a reduction of 16-bit floats, which are float32 there, or of few bytes: it takes
-	// less time to copy them than to pin and unpin their memory. It stays pinned, by kept. store writes the
-	// result in own to the buffer of the operation. It is nil if the reduction does not use own.
+	// small is the buffer of a reduction of few bytes, because it takes less time to copy them than to pin
+	// and unpin their memory. own is the buffer of a larger reduction of 16-bit floats, which are float32
+	// there. own stays pinned, by kept. store writes the result in small or own to the buffer of the
+	// operation. It is nil if the reduction uses neither.
+	small []byte
 	own   []byte
 	kept  *runtime.Pinner
 	store kernel.ConvertFunc
@@ -111,16 +113,13 @@ func (b *backend) prepare() error {
 	return nil
 }
 
-// maxCopiedBytes is the maximum size of a reduction that is copied to backend.own.
-const maxCopiedBytes = 4096
-
 // setBuffer sets the buffer of a reduction of buf. Because MPI has no 16-bit floats, they are reduced as
 // float32.
 func (b *backend) setBuffer(buf []byte) (err error) {
 	dt := b.op.DType
 	n, load := len(buf), kernel.ConvertFunc(copyBytes)
-	switch b.store = copyBytes; {
-	case dt.IsHalf():
+	b.store = copyBytes
+	if dt.IsHalf() {
 		n *= 2
 		if load, err = kernel.Convert(tensor.Float32, dt); err == nil {
 			b.store, err = kernel.Convert(dt, tensor.Float32)
@@ -128,17 +127,22 @@ func (b *backend) setBuffer(buf []byte) (err error) {
 		if err != nil {
 			return err
 		}
-	case n > maxCopiedBytes:
+	}
+	switch {
+	case n <= len(b.small):
+		b.buf = b.small[:n]
+	case !dt.IsHalf():
 		b.buf, b.store = buf, nil
 		pin(b.pins, b.buf)
 		return nil
+	default:
+		if n > len(b.own) {
+			b.kept.Unpin()
+			b.own = make([]byte, max(n, len(b.own)+len(b.own)/4))
+			pin(b.kept, b.own)
+		}
+		b.buf = b.own[:n]
 	}
-	if n > len(b.own) {
-		b.kept.Unpin()
-		b.own = make([]byte, max(n, len(b.own)+len(b.own)/4, maxCopiedBytes))
-		pin(b.kept, b.own)
-	}
-	b.buf = b.own[:n]
 	load(b.buf, buf)
 	return nil
 }

@@ -16,7 +16,7 @@ import (
 // ranks know it: it contains the length of the frame and its beginning. The rest follows only if the frame is
 // longer.
 //
-//	AndOr      one MPI_Iallreduce with MPI_BAND of both vectors, the second of which is complemented
+//	AndOr      one allreduce with MPI_BAND of both vectors, the second of which is complemented
 //	Gather     MPI_Igather of the heads, then MPI_Isend of the rests to rank 0
 //	Broadcast  MPI_Ibcast of the head, then MPI_Ibcast of the rest
 type collectives struct {
@@ -24,7 +24,7 @@ type collectives struct {
 	comm   comm
 	tester *tester
 	pins   runtime.Pinner // of the rests
-	kept   runtime.Pinner // of vectors, head and heads, which stay pinned
+	kept   runtime.Pinner // of head, heads and large vectors, which stay pinned
 
 	begin   func() error // begins the operation in the fields below; made once so that no call allocates
 	kind    collective
@@ -66,7 +66,8 @@ func (w *world) Collectives() Collectives {
 	defer w.mu.Unlock()
 	if w.collectives == nil {
 		c := &collectives{world: w, comm: w.comm, tester: newTester(w.comm), head: make([]byte, headBytes),
-			heads: make([]byte, headBytes*w.Size()), frames: make([][]byte, w.Size())}
+			heads: make([]byte, headBytes*w.Size()), frames: make([][]byte, w.Size()),
+			vectors: small[uint64](w.comm)}
 		c.begin = c.beginNow
 		pin(&c.kept, c.head)
 		pin(&c.kept, c.heads)
@@ -79,7 +80,7 @@ func (w *world) Collectives() Collectives {
 func (c *collectives) AndOr(and, or []uint64) {
 	c.kind, c.and, c.or = andOr, and, or
 	if n := len(and) + len(or); n > cap(c.vectors) {
-		c.vectors = make([]uint64, 2*n) // the memory of the old vectors also stays pinned
+		c.vectors = make([]uint64, 2*n) // the memory of old vectors also stays pinned
 		pin(&c.kept, c.vectors)
 	}
 	c.vectors = append(append(c.vectors[:0], and...), or...)

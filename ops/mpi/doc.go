@@ -7,7 +7,7 @@
 // which is made after New has returned. Operations wait for it.
 //
 //	operation      MPI
-//	allreduce      MPI_Iallreduce in place
+//	allreduce      MPI_Iallreduce in place, or MPI_Start if a small one is repeated
 //	reduce         MPI_Ireduce in place
 //	reducescatter  MPI_Ireduce_scatter in place
 //	allgather      MPI_Iallgatherv in place

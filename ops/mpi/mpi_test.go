@@ -264,6 +264,65 @@ func checkReductions(t *testing.T, b *opstest.Blocking, n, me int, dt tensor.DTy
 	}
 }
 
+// An allreduce with the arguments of the one before it starts a persistent request. When no more of these may
+// be made, the last one serves later allreduces with its arguments. A reduce in the same buffer changes
+// nothing.
+func TestRepeatedAllreduce(t *testing.T) {
+	b, me := open(t, everyone(), 1<<30, false)
+	n, c := job.Size(), b.Backend.(*backend).comm.c
+	if c.left == 0 {
+		t.Skip("this MPI library has no persistent collectives")
+	}
+	none := c.repeat
+	c.left = 6
+	for i, s := range []struct {
+		dt     tensor.DType
+		op     tensor.ReduceOp
+		count  int
+		starts bool // whether it starts a persistent request
+	}{
+		{tensor.Int32, tensor.Sum, 7, false},
+		{tensor.Int32, tensor.Sum, 7, true},
+		{tensor.Int32, tensor.Sum, 7, true},
+		{tensor.Int32, tensor.Sum, 8, false},
+		{tensor.Int32, tensor.Sum, 8, true},
+		{tensor.Float32, tensor.Sum, 8, false},
+		{tensor.Float16, tensor.Sum, 8, true}, // MPI reduces float32
+		{tensor.Float32, tensor.Max, 8, false},
+		{tensor.Float32, tensor.Max, 8, true},
+		{tensor.Float32, tensor.Sum, 2000, false}, // uses another buffer
+		{tensor.Float16, tensor.Sum, 2000, false}, // uses another buffer
+		{tensor.Float32, tensor.Max, 8, true},
+		{tensor.Float32, tensor.Sum, 1024, false},
+		{tensor.Float16, tensor.Sum, 1024, true},
+		{tensor.Uint8, tensor.Sum, 1, false},
+		{tensor.Uint8, tensor.Sum, 1, true}, // makes the last one
+		{tensor.Int8, tensor.Sum, 1, false},
+		{tensor.Int8, tensor.Sum, 1, false},
+		{tensor.Uint8, tensor.Sum, 1, true},
+	} {
+		one := make([]byte, 8)
+		other := ops.Tensor{In: one, Out: one}
+		if err := b.Reduce(ctx, message.NoAlgorithm, tensor.Int64, tensor.Max, 0, other); err != nil {
+			t.Fatal(err)
+		}
+		buf, want := encode(s.dt, values(me, s.count)), reduce(t, s.dt, s.op, n, s.count)
+		if err := b.Allreduce(ctx, message.NoAlgorithm, s.dt, s.op, buf); err != nil {
+			t.Fatal(err)
+		}
+		if !bytes.Equal(buf, want) {
+			t.Fatalf("%d: allreduce %v %v of %d elements: got %x, want %x", i, s.op, s.dt, s.count, buf, want)
+		}
+		// MPI sets a completed request to MPI_REQUEST_NULL unless it is persistent.
+		if starts := *c.requests == c.repeat && c.repeat != none; starts != s.starts {
+			t.Errorf("%d: started a persistent request: %v, want %v", i, starts, s.starts)
+		}
+	}
+	if c.left != 0 {
+		t.Errorf("%d more persistent requests may be made, want 0", c.left)
+	}
+}
+
 // The minimum of bools is their conjunction, and the maximum their disjunction.
 func TestBools(t *testing.T) {
 	cases(t, func(t *testing.T, b *opstest.Blocking, n, me int) {
@@ -460,7 +519,8 @@ func TestVectorsGrow(t *testing.T) {
 	}
 }
 
-// Operations of two process sets run at the same time, in any order.
+// Operations of two process sets run at the same time, in any order. That is also so if they make and start
+// persistent requests.
 func TestSetsDoNotBlockEachOther(t *testing.T) {
 	a, _ := open(t, everyone(), 1<<30, false)
 	b, me := open(t, everyone(), 1<<30, false)
@@ -468,24 +528,26 @@ func TestSetsDoNotBlockEachOther(t *testing.T) {
 	if me%2 == 1 {
 		first, second = b, a
 	}
-	one, two := []int64{1}, []int64{1}
-	for _, s := range []struct {
-		b   *opstest.Blocking
-		buf []int64
-	}{{first, one}, {second, two}} {
-		buf := tensor.Bytes(s.buf)
-		if err := s.b.Start(ops.Operation{Kind: message.Allreduce, DType: tensor.Int64, Op: tensor.Sum,
-			Tensors: []ops.Tensor{{In: buf, Out: buf}}}); err != nil {
-			t.Fatal(err)
+	for range 3 {
+		one, two := []int64{1}, []int64{1}
+		for _, s := range []struct {
+			b   *opstest.Blocking
+			buf []int64
+		}{{first, one}, {second, two}} {
+			buf := tensor.Bytes(s.buf)
+			if err := s.b.Start(ops.Operation{Kind: message.Allreduce, DType: tensor.Int64, Op: tensor.Sum,
+				Tensors: []ops.Tensor{{In: buf, Out: buf}}}); err != nil {
+				t.Fatal(err)
+			}
 		}
-	}
-	for _, b := range []*opstest.Blocking{first, second} {
-		if p, err := b.Step(ctx, true); p != ops.Finished || err != nil {
-			t.Fatal(p, err)
+		for _, b := range []*opstest.Blocking{first, second} {
+			if p, err := b.Step(ctx, true); p != ops.Finished || err != nil {
+				t.Fatal(p, err)
+			}
 		}
-	}
-	if n := int64(job.Size()); one[0] != n || two[0] != n {
-		t.Errorf("got %d and %d, want %d", one[0], two[0], n)
+		if n := int64(job.Size()); one[0] != n || two[0] != n {
+			t.Errorf("got %d and %d, want %d", one[0], two[0], n)
+		}
 	}
 }
 

@@ -371,7 +371,7 @@ func (w *world) Register(deterministic, oversubscribed bool) ops.Registration {
 				pins: new(runtime.Pinner), kept: new(runtime.Pinner),
 				oversubscribed: oversubscribed || runtime.NumCPU() == 1,
 			}
-			b.begin, b.tester = b.beginNow, newTester(b.comm)
+			b.begin, b.tester, b.small = b.beginNow, newTester(b.comm), small[byte](b.comm)
 			w.change(set, func() error { return w.comm.sub(b.comm) })
 			return b, w.failure()
 		}}
