@@ -155,6 +155,8 @@ func newCommand(measure func(ctx context.Context, o options) error) *cobra.Comma
 	f.BoolVar(&c.out, "out-of-place", true, "measure out of place")
 	f.BoolVar(&o.raw, "raw", false, "measure only the backend, without negotiation")
 	f.BoolVar(&o.arena, "arena", false, "allocate tensors in the shared arena")
+	f.Int64Var(&o.offset, "offset", 0, "where in a page of 4096 bytes each tensor begins, in bytes, because the speed of copies may depend "+
+		"on it; with 0, Go's allocator chooses")
 	f.BoolVar(&o.gpu, "gpu", false, "allreduce tensors on the CUDA device of each rank, with HOROVOD_GPU_OPERATIONS=nccl in a build "+
 		"with the tag nccl, and measure plain copies on the device beside (docs/gpu.md)")
 	f.BoolVar(&o.touch, "touch", false,

@@ -128,7 +128,7 @@ func parse(args ...string) (got options, err error) {
 
 func TestFlags(t *testing.T) {
 	o, err := parse("all_gather", "-b", "8", "-e", "128M", "-f", "2", "-n", "5", "-w", "3", "-c", "0", "-d",
-		"half,int8", "-o", "max", "-r", "all", "-a", "3", "-z", "1", "--raw", "--touch")
+		"half,int8", "-o", "max", "-r", "all", "-a", "3", "-z", "1", "--raw", "--touch", "--offset", "64")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -136,7 +136,7 @@ func TestFlags(t *testing.T) {
 		o.iters != 5 || o.warmup != 3 || o.checks != 0 ||
 		!slices.Equal(o.types, []tensor.DType{tensor.Float16, tensor.Int8}) ||
 		!slices.Equal(o.ops, []tensor.ReduceOp{tensor.Max}) || o.roots != nil ||
-		o.average != ofMax || !o.raw || !o.touch || o.arena ||
+		o.average != ofMax || !o.raw || !o.touch || o.arena || o.offset != 64 ||
 		!slices.Equal(o.placements, []bool{false, true}) {
 		t.Errorf("got %+v", o)
 	}

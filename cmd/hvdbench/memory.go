@@ -2,6 +2,7 @@ package main
 
 import (
 	"fmt"
+	"unsafe"
 
 	"golang.org/x/sys/unix"
 
@@ -11,7 +12,8 @@ import (
 
 // memory allocates the benchmark's tensors and counts their bytes.
 type memory struct {
-	live int64 // total bytes of the tensors that are not freed
+	live   int64 // total bytes of the tensors that are not freed
+	offset int64 // where in a page the tensors begin that are ordinary slices, or 0 for anywhere
 }
 
 // alloc allocates a tensor of zeros, in the arena or as an ordinary slice, and makes all its pages resident.
@@ -29,10 +31,21 @@ func (m *memory) alloc(numBytes int64, inArena bool) ([]byte, error) {
 	if inArena {
 		return hvd.Alloc[uint8](int(numBytes))
 	}
-	b := tensor.Bytes(make([]int64, (numBytes+7)/8))[:numBytes]
+	room := numBytes
+	if m.offset > 0 {
+		room += 2 * pageBytes
+	}
+	b := tensor.Bytes(make([]int64, (room+7)/8))
+	if m.offset > 0 {
+		b = b[(m.offset-addressOf(b))&(pageBytes-1):]
+	}
+	b = b[:numBytes]
 	touchPages(b)
 	return b, nil
 }
+
+// addressOf returns the address of b, which is not empty.
+func addressOf(b []byte) int64 { return int64(uintptr(unsafe.Pointer(&b[0]))) }
 
 // free frees a tensor. No operation may use the tensor any more.
 func (m *memory) free(b []byte, inArena bool) error {

@@ -30,8 +30,10 @@ type options struct {
 
 	raw   bool // use only the backend, without negotiation
 	arena bool // allocate tensors in the shared arena
-	gpu   bool // allreduce tensors on a CUDA device, and measure plain copies beside
-	touch bool // each rank writes to its whole buffer before every call
+	// offset is where in a page the tensors begin, in bytes. 0 means that the allocator of Go chooses it.
+	offset int64
+	gpu    bool // allreduce tensors on a CUDA device, and measure plain copies beside
+	touch  bool // each rank writes to its whole buffer before every call
 
 	// workload is the name of a built-in list of gradients, or of a file with such a list. many describes
 	// tensors of equal size. If either is given, hvdbench does not measure a collective. It measures steps
@@ -250,6 +252,10 @@ func (o *options) check() error {
 		return fmt.Errorf("--workload and --many cannot be used together")
 	case o.tuneFile != "" && (o.workload != "" || o.many.count > 0 || o.arena || o.format != "nccl"):
 		return fmt.Errorf("--tune cannot be used with --workload, --many, --arena and --format")
+	case o.offset < 0 || o.offset >= pageBytes || o.offset%8 != 0:
+		return fmt.Errorf("--offset is %d, want a multiple of 8 from 0 to %d", o.offset, pageBytes-8)
+	case o.offset > 0 && (o.arena || o.gpu):
+		return fmt.Errorf("--offset cannot be used with --arena and --gpu, which allocate tensors in other ways")
 	case o.gpu && (o.kind != message.Allreduce || o.raw || o.arena || o.touch || o.workload != "" ||
 		o.many.count > 0 || o.tuneFile != ""):
 		return fmt.Errorf("--gpu measures only allreduce, without --raw, --arena, --touch, --workload, --many and --tune")

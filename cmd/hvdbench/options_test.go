@@ -142,6 +142,10 @@ func TestContradictions(t *testing.T) {
 		"cannot be used together":                      func(o *options) { o.workload, o.many = "gpt2", many{1, 4} },
 		"--in-place and --out-of-place are both false": func(o *options) { o.placements = nil },
 		"--gpu measures only allreduce":                func(o *options) { o.gpu, o.arena = true, true },
+		"--offset is 4096":                             func(o *options) { o.offset = 4096 },
+		"--offset is -8":                               func(o *options) { o.offset = -8 },
+		"--offset is 12":                               func(o *options) { o.offset = 12 },
+		"--offset cannot be used with":                 func(o *options) { o.offset, o.arena = 8, true },
 		"--seconds is -1":                              func(o *options) { o.seconds = -1 },
 		"--max-seconds is 0":                           func(o *options) { o.maxSeconds = 0 },
 		"raise --stepbytes or --": func(o *options) {

@@ -38,6 +38,7 @@ func measure(ctx context.Context, o options, at jobPlace, s streams) error {
 	if err != nil {
 		return err
 	}
+	j.memory.offset = o.offset
 	b := &benchmark{options: o, job: j, team: j.team, log: s.err,
 		out: &printer{w: s.out, csv: o.format == "csv"}}
 	if b.team.Rank() != 0 {
