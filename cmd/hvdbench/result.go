@@ -1,6 +1,7 @@
 package main
 
 import (
+	"fmt"
 	"math"
 	"slices"
 
@@ -16,7 +17,7 @@ const unchecked = -1
 type result struct {
 	collective string // name of the collective, or of the workload and the mode
 	path       string // "negotiated" or "raw"
-	memory     string // "slices" or "arena"
+	memory     string // the result of memoryName
 	touch      bool
 	ranks      int
 	bytes      int64
@@ -118,6 +119,8 @@ func (o *options) memoryName() string {
 		return "gpu"
 	case o.arena:
 		return "arena"
+	case o.offset > 0:
+		return fmt.Sprintf("slices+%d", o.offset)
 	}
 	return "slices"
 }

@@ -38,7 +38,6 @@ func measure(ctx context.Context, o options, at jobPlace, s streams) error {
 	if err != nil {
 		return err
 	}
-	j.memory.offset = o.offset
 	b := &benchmark{options: o, job: j, team: j.team, log: s.err,
 		out: &printer{w: s.out, csv: o.format == "csv"}}
 	if b.team.Rank() != 0 {
@@ -82,6 +81,7 @@ func (b *benchmark) all(ctx context.Context) error {
 	if err := b.agree(ctx); err != nil {
 		return err
 	}
+	b.job.memory.offset = b.offset
 	touched := ""
 	if b.touch {
 		touched = ", written before every call"

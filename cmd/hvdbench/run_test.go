@@ -200,6 +200,42 @@ func TestWhatABackendHasNot(t *testing.T) {
 	}
 }
 
+// placed is a path that stores the offset in a page of the last tensor of an allreduce.
+type placed struct {
+	path
+	offset *int64
+}
+
+func (p placed) prepare(s opSpec, name string, buf []byte) (*action, error) {
+	if s.kind == message.Allreduce {
+		*p.offset = addressOf(buf) % pageBytes
+	}
+	return p.path.prepare(s, name, buf)
+}
+
+// With --offset, the tensors of the operations begin there, and the results say so.
+func TestOffset(t *testing.T) {
+	var out strings.Builder
+	err := cluster(t, 1, nil, func(ctx context.Context, at jobPlace, _ int) error {
+		o := sample()
+		o.offset = 1032
+		j, err := join(ctx, at, false, false)
+		if err != nil {
+			return err
+		}
+		b := &benchmark{options: o, job: j, team: j.team, log: io.Discard, out: &printer{w: &out}}
+		var offset int64
+		b.team.path = placed{b.team.path, &offset}
+		if err := b.all(ctx); err != nil || offset != o.offset {
+			t.Errorf("got tensors at offset %d and error %v, want offset %d", offset, err, o.offset)
+		}
+		return j.leave(ctx)
+	})
+	if err != nil || !strings.Contains(out.String(), "slices+1032") {
+		t.Errorf("got error %v and the output\n%s", err, out.String())
+	}
+}
+
 // corrupted is a path that changes one byte of the results at one rank to a wrong value.
 type corrupted struct {
 	path
