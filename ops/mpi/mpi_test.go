@@ -270,8 +270,8 @@ func checkReductions(t *testing.T, b *opstest.Blocking, n, me int, dt tensor.DTy
 func TestRepeatedAllreduce(t *testing.T) {
 	b, me := open(t, everyone(), 1<<30, false)
 	n, c := job.Size(), b.Backend.(*backend).comm.c
-	if c.left == 0 {
-		t.Skip("this MPI library has no persistent collectives")
+	if c.left == 0 && os.Getenv("CI") == "" {
+		t.Skip("this MPI library has no persistent collectives, unlike Open MPI 4 and MPICH 4")
 	}
 	none := c.repeat
 	c.left = 6
