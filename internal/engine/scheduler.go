@@ -69,6 +69,7 @@ type scheduler struct {
 	meshParked bool          // whether the mesh notifies this rank of what arrives
 	dispatched bool          // whether the last turn passed an operation to a lane
 	unnotified unnotified
+	yielder    shmem.Yielder
 	over       bool
 	err        error // the error with which the loop has ended
 
@@ -136,6 +137,8 @@ type pollLimits struct {
 	pinned bool
 	// oversubscribed is set if polling would take the processor away from lanes that execute.
 	oversubscribed bool
+	// crowded is set if there are more processes than cores.
+	crowded bool
 	// onlyAfterDrive is set if BackgroundThreadLoop polls only for one budget after the last turn of a
 	// driver. Turns of BackgroundThreadLoop itself do not extend this time.
 	onlyAfterDrive bool
@@ -164,8 +167,9 @@ func newPollLimits(budget time.Duration, pinned, entersKernel, forClient bool, p
 	// The kernel may put two threads on one processor even if another processor is idle, so a polling thread
 	// always yields now and then. A yield to another goroutine may wake a thread, which then searches for
 	// work. That is expensive if this thread has no processor of its own.
-	l := pollLimits{pinned: pinned, oversubscribed: busy > cores, onlyAfterDrive: forClient &&
-		processes > cores, backgroundPace: pace{16, 64}, drivePace: pace{16, 256}}
+	l := pollLimits{pinned: pinned, oversubscribed: busy > cores, crowded: processes > cores,
+		onlyAfterDrive: forClient && processes > cores, backgroundPace: pace{16, 64},
+		drivePace: pace{16, 256}}
 	if pinned || busy >= cores {
 		l.backgroundPace = pace{1, 4}
 	}
@@ -205,6 +209,7 @@ func newScheduler(l loop, clock func() time.Duration, stop <-chan struct{}) *sch
 func (s *scheduler) poll(p peers, limits pollLimits) {
 	s.peers, s.pollLimits = p, limits
 	s.budget = s.backgroundBudget
+	s.yielder.Stay = limits.crowded
 	s.drivable = !s.pinned && s.driveBudget > 0
 }
 
@@ -435,7 +440,7 @@ func (s *scheduler) await(p *pace, quit func() bool) bool {
 			return false
 		}
 		if n%p.pollsPerYield == 0 {
-			shmem.Yield()
+			s.yielder.Yield()
 		} else {
 			shmem.Pause(pauses)
 		}

@@ -330,6 +330,7 @@ func (r *Rank) observe(ecfg *engine.Config, cfg *config.Config) {
 // oversubscribed says that the host has more ranks than cores.
 func Backends(m *MPI, session *Session, mesh transport.Mesh, set *config.Config, overTCP tcp.Config,
 	oversubscribed bool) (all ops.Registry) {
+	overTCP.Oversubscribed = oversubscribed
 	if set.MPIOperations {
 		all = append(all, m.Register(set.Deterministic, oversubscribed))
 	}

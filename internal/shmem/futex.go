@@ -1,7 +1,6 @@
 package shmem
 
 import (
-	"syscall"
 	"time"
 	"unsafe"
 
@@ -38,7 +37,3 @@ func Wake(addr *uint32) {
 	// An error is possible only if the address is not mapped, and then no thread waits.
 	_, _, _ = unix.RawSyscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(addr)), opWake, maxWake, 0, 0, 0)
 }
-
-// Yield lets another thread run on this core, if one is ready. Unlike runtime.Gosched, it keeps the P of the
-// Go scheduler, so no other goroutine runs on that P in the meantime.
-func Yield() { _, _, _ = syscall.RawSyscall(syscall.SYS_SCHED_YIELD, 0, 0, 0) }

@@ -10,6 +10,7 @@ import (
 
 	"github.com/gohvd/gohvd/internal/kernel"
 	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/shmem"
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/ops"
@@ -18,11 +19,11 @@ import (
 // backend is the ops.Backend of one process set. An error ends it, because MPI does not say in which state an
 // operation is after an error. Then no process set can use MPI any more.
 type backend struct {
-	world          *world
-	comm           comm
-	deterministic  bool
-	oversubscribed bool
-	err            error // the error that ended the backend, or nil
+	world         *world
+	comm          comm
+	deterministic bool
+	yielder       shmem.Yielder
+	err           error // the error that ended the backend, or nil
 
 	op      ops.Operation // the operation in progress
 	started bool          // whether an operation is in progress
@@ -192,7 +193,7 @@ func (b *backend) Step(ctx context.Context, wait bool) (ops.Progress, error) {
 	var done bool
 	var err error
 	if wait {
-		done, err = b.world.wait(ctx, b.tester, b.oversubscribed)
+		done, err = b.world.wait(ctx, b.tester, &b.yielder)
 	} else {
 		done, err = b.world.test(b.tester)
 	}

@@ -21,6 +21,7 @@ import (
 	"github.com/gohvd/gohvd/half"
 	"github.com/gohvd/gohvd/internal/kernel"
 	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/shmem"
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
@@ -648,7 +649,7 @@ func TestErrorsNameRanks(t *testing.T) {
 		tester := newTester(c)
 		err := job.start(tester, begin)
 		if err == nil {
-			_, err = job.wait(ctx, tester, true)
+			_, err = job.wait(ctx, tester, &shmem.Yielder{Stay: true})
 		}
 		return err
 	}

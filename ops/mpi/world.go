@@ -215,7 +215,7 @@ func (w *world) collective(ctx context.Context, buf []byte, begin func() error) 
 	t := newTester(w.comm)
 	err := w.start(t, begin)
 	if err == nil {
-		_, err = w.wait(ctx, t, false)
+		_, err = w.wait(ctx, t, new(shmem.Yielder))
 	}
 	if err != nil {
 		w.abandon(err, pins)
@@ -292,8 +292,8 @@ func (w *world) test(t *tester) (done bool, err error) {
 	return t.done, err
 }
 
-// wait waits until the operation on c has completed or ctx ends.
-func (w *world) wait(ctx context.Context, t *tester, oversubscribed bool) (done bool, err error) {
+// wait waits until the operation on c has completed or ctx ends. The parameter y yields the core.
+func (w *world) wait(ctx context.Context, t *tester, y *shmem.Yielder) (done bool, err error) {
 	if w.thread.serialized {
 		// MPI allocates buffers in these calls, and malloc takes memory from another arena for each thread.
 		// If the goroutine moved between threads, the buffers of large operations would not fit into the
@@ -313,8 +313,8 @@ func (w *world) wait(ctx context.Context, t *tester, oversubscribed bool) (done 
 		if t.timed {
 			nap(n.after(time.Now(), t.took))
 		}
-		if oversubscribed || calls%16 == 0 {
-			shmem.Yield()
+		if y.Stay || calls%16 == 0 {
+			y.Yield()
 		}
 		if calls%64 == 0 && runtime.GOMAXPROCS(0) == 1 {
 			runtime.Gosched() // otherwise, other goroutines run on other threads
@@ -369,7 +369,7 @@ func (w *world) Register(deterministic, oversubscribed bool) ops.Registration {
 			b := &backend{
 				world: w, deterministic: deterministic, comm: newComm(ranks, set),
 				pins: new(runtime.Pinner), kept: new(runtime.Pinner),
-				oversubscribed: oversubscribed || runtime.NumCPU() == 1,
+				yielder: shmem.Yielder{Stay: oversubscribed || runtime.NumCPU() == 1},
 			}
 			b.begin, b.tester, b.small = b.beginNow, newTester(b.comm), small[byte](b.comm)
 			w.change(set, func() error { return w.comm.sub(b.comm) })

@@ -105,6 +105,7 @@ type Backend struct {
 	directBytes    int64
 	spins, yields  int
 	oversubscribed bool
+	yielder        shmem.Yielder
 
 	ctx     context.Context // the context of the running step
 	err     error           // the error that ended the backend, or nil
@@ -187,6 +188,7 @@ func New(mem transport.Memory, lane transport.Lane, ranks []topo.Rank, me int, c
 	}
 	if cfg.Oversubscribed {
 		b.spins, b.yields, b.oversubscribed = oversubscribedSpins, oversubscribedYields, true
+		b.yielder.Stay = true
 	}
 	b.chunk = func(id uint32) ([]byte, error) { return b.mem.Arena(b.ctx, b.ranks[b.chunkOwner], id) }
 	return b

@@ -12,8 +12,8 @@ import (
 // A waiting rank first spins: it loads a word again and again. Then it alternates between spinning and
 // yielding its core, and at last it sleeps. Spinning is fastest if each rank has a core of its own. If two
 // ranks share a core, a rank that spins takes the core from the rank that it waits for. This can happen on
-// every machine, because the kernel may put two ranks on one core even if another core is idle. So a rank
-// never spins for longer than one or two yields take.
+// every machine, because the kernel may put two ranks on one core even if another core is idle, until a rank
+// moves to another core (shmem.Yielder). So a rank never spins for longer than one or two yields take.
 const (
 	// spins is the number of times that a rank loads the word before the first yield and between two yields.
 	// This takes about 2 us.
@@ -74,7 +74,7 @@ func (b *Backend) await(i int, word *uint64, want uint64) error {
 		} else if time.Since(began) > maxYielding {
 			break
 		}
-		shmem.Yield()
+		b.yielder.Yield()
 	}
 	shmem.Store32(b.parked, 1)
 	defer shmem.Store32(b.parked, 0)

@@ -7,7 +7,6 @@ import (
 	"io"
 	"runtime"
 
-	"github.com/gohvd/gohvd/internal/shmem"
 	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/ops"
 )
@@ -131,7 +130,7 @@ func (b *Backend) progress(polled *int) (block bool, err error) {
 		if *polled++; *polled >= polls {
 			return true, b.handOver()
 		}
-		shmem.Yield()
+		b.yielder.Yield()
 	}
 	return false, nil
 }

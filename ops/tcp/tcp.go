@@ -51,6 +51,7 @@ import (
 	"strings"
 
 	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/shmem"
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
@@ -77,6 +78,10 @@ type Config struct {
 	// Deterministic does not change Adasum, which has only one algorithm: the last bits of an Adasum are
 	// reproducible only if its tensors are not fused. Default false.
 	Deterministic bool
+
+	// Oversubscribed says that the host has more ranks than cores, so that ranks must share cores. Default
+	// false.
+	Oversubscribed bool
 
 	// Table chooses the algorithms of operations. All ranks use the algorithms that rank 0 chooses, so the
 	// other ranks need it only for Within. If it is nil, DefaultTable applies.
@@ -107,6 +112,7 @@ type Backend struct {
 	forced         Forced
 	conns          []*stream // indexed by rank of the set; nil until the channel is needed
 	unsent         []*stream // the streams with pending bytes
+	yielder        shmem.Yielder
 	watch          watch
 	err            error // the error that ended the backend, or nil
 
@@ -140,7 +146,8 @@ func New(mesh transport.Mesh, lane transport.Lane, ranks []topo.Rank, me int, cf
 	b := &Backend{
 		mesh: mesh, lane: lane, ranks: slices.Clone(ranks), me: me,
 		defaultSegment: cfg.SegmentBytes, deterministic: cfg.Deterministic,
-		table: cfg.Table, forced: cfg.Forced,
+		yielder: shmem.Yielder{Stay: cfg.Oversubscribed},
+		table:   cfg.Table, forced: cfg.Forced,
 		conns:   make([]*stream, n),
 		parts:   make(cut, n+1),
 		sources: make([][]byte, n),

@@ -12,7 +12,6 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/gohvd/gohvd/internal/shmem"
 	"github.com/gohvd/gohvd/ops"
 )
 
@@ -162,7 +161,7 @@ func (d *descriptor) poll(f func(fd uintptr) bool) (done bool, err error) {
 		if n%pollsPerGosched == 0 {
 			runtime.Gosched()
 		}
-		shmem.Yield() // a poll enters the kernel anyway
+		d.link.van.yielder.Yield() // a poll enters the kernel anyway
 		if done, err := d.do(f); done {
 			return true, err
 		}

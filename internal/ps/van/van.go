@@ -43,6 +43,7 @@ import (
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/ps/pspb"
 	"github.com/gohvd/gohvd/internal/secret"
+	"github.com/gohvd/gohvd/internal/shmem"
 	"github.com/gohvd/gohvd/internal/trace"
 )
 
@@ -164,6 +165,7 @@ type Van struct {
 	holding  atomic.Bool                   // a link may hold requests back
 	polls    atomic.Bool                   // Unix connections may be polled (mayPoll)
 	polling  atomic.Bool                   // a goroutine polls, as only one may do at a time
+	yielder  shmem.Yielder                 // used by the goroutine that polls
 	sched    *scheduler                    // nil except at the scheduler
 
 	mu    sync.Mutex
