@@ -189,7 +189,8 @@ func (b *Backend) stageBlocks(t int) {
 	var begin int64
 	for k, c := range b.counts[b.me] {
 		if from := int64(t) * column; k != b.me && from < c {
-			copy(b.segment[stage+int64(k)*b.plan.stride:], in[begin+from:begin+min(from+column, c)])
+			part := in[begin+from : begin+min(from+column, c)]
+			b.stager.copy(b.segment[stage+int64(k)*b.plan.stride:][:len(part)], part)
 		}
 		begin += c
 	}

@@ -335,7 +335,7 @@ func (b *Backend) stageRange(p *plan, j, t int, from, to int64) {
 		if e.in.staged() {
 			in, _ := b.own.at(v, n)
 			n = int64(len(in))
-			copy(b.staged(p, b.me, j, t, from, v, n), in)
+			b.stager.copy(b.staged(p, b.me, j, t, from, v, n), in)
 		}
 		v += n
 	}
@@ -373,11 +373,11 @@ func (b *Backend) reducePiece(p *plan, t int, from, v int64, out []byte, copied 
 		b.reducer.Reduce(out, b.sources)
 		return
 	}
-	stage := b.staged(p, b.me, b.me, t, from, v, int64(len(out)))
+	staged := b.staged(p, b.me, b.me, t, from, v, int64(len(out)))
 	for at := 0; at < len(out); at += inorder.BlockBytes {
 		end := min(at+inorder.BlockBytes, len(out))
 		b.reducer.Block(out[at:end], b.sources, at)
-		copy(stage[at:end], out[at:end])
+		stage(staged[at:end], out[at:end], b.stager.bypasses)
 	}
 }
 

@@ -106,6 +106,7 @@ type Backend struct {
 	spins, yields  int
 	oversubscribed bool
 	yielder        shmem.Yielder
+	stager         stager
 
 	ctx     context.Context // the context of the running step
 	err     error           // the error that ended the backend, or nil

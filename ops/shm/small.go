@@ -1,7 +1,5 @@
 package shm
 
-import "github.com/gohvd/gohvd/ops"
-
 // A small operation has one step: each rank publishes its whole contribution, and every rank reduces the
 // contributions of all ranks. The number of the operation is stored beside the contribution, so that a
 // contribution of a few bytes takes one cache line.
@@ -19,7 +17,7 @@ func (b *Backend) startSmall(total int64) {
 	b.smallCount++
 	mine := slotOf(b.segment, b.smallSlot())
 	b.advance(total)
-	gather(b.smallBuffer(b.segment, total), b.own.tensors)
+	b.gather(b.smallBuffer(b.segment, total))
 	b.post(word(mine, 0), b.smallCount)
 }
 
@@ -110,9 +108,10 @@ func (b *Backend) advance(total int64) {
 	b.ringEnd = b.ringPos + (total+lineBytes-1)/lineBytes*lineBytes
 }
 
-// gather concatenates the inputs of tensors in dst.
-func gather(dst []byte, tensors []ops.Tensor) {
-	for _, t := range tensors {
-		dst = dst[copy(dst, t.In):]
+// gather concatenates the inputs of this rank's tensors in dst, which peers read.
+func (b *Backend) gather(dst []byte) {
+	for _, t := range b.own.tensors {
+		b.stager.copy(dst[:len(t.In)], t.In)
+		dst = dst[len(t.In):]
 	}
 }
