@@ -36,7 +36,8 @@ func (h *hostFlags) group() group {
 	g := newGroup("Several hosts")
 	f := g.flags
 	f.StringVarP(&h.list, "hosts", "H", "",
-		"`LIST` of hosts with the number of ranks for each, as in h1:2,h2:2. A host without a number gets 1 rank")
+		"`LIST` of hosts with the number of ranks for each, as in h1:2,h2:2. A host without a number gets 1 rank. The numbers "+
+			"of a host that occurs more than once add up")
 	f.StringVar(&h.file, "hostfile", "",
 		"`FILE` with one host per line, as in h1 slots=2 or h1:2; also -hostfile")
 	h.addReach(f)
@@ -93,6 +94,26 @@ func (h *hostFlags) check(given *pflag.FlagSet) error {
 		return usagef("--ssh-port and --ssh-identity-file apply only to ssh, which --agent replaces: put such options into the command of --agent")
 	}
 	return nil
+}
+
+// splitList returns an error if a blank in the value of --hosts has made the shell take the rest of the value
+// for the command to launch. word is the first word of that command.
+func (h *hostFlags) splitList(word string) error {
+	if _, err := launch.ParseHosts(word); err != nil || h.list == "" || !strings.Contains(word, ":") {
+		return nil
+	}
+	return usagef("--hosts: got %q, which is followed by %q instead of a command: put commas and no blanks between "+
+		"hosts, as in %s,%s", h.list, word, strings.TrimSuffix(h.list, ","), word)
+}
+
+// explain adds to the error that a command was not found that it may be a host, if the value of --hosts ends
+// with a comma.
+func (h *hostFlags) explain(err error) error {
+	var start *launch.CommandError
+	if errors.As(err, &start) && start.Status == statusNotFound && strings.HasSuffix(h.list, ",") {
+		return fmt.Errorf("%w; if this is a host, put commas and no blanks between the hosts of --hosts", err)
+	}
+	return err
 }
 
 // unusedFlags returns warnings about flags that were given but have no effect. If all hosts are this host,

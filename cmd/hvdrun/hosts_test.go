@@ -121,6 +121,29 @@ func TestThisHostInTheList(t *testing.T) {
 	}
 }
 
+// TestHostsThatAddUp runs jobs on lists of hosts in which a host occurs twice, and on one that ends with a
+// comma.
+func TestHostsThatAddUp(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "hosts")
+	if err := os.WriteFile(file, []byte("\ufefflocalhost slots = 2 max_slots = 4\nlocalhost\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for _, flags := range [][]string{{"-H", "localhost:3,"}, {"-H", "localhost:1,localhost:2"},
+		{"-hostfile", file}} {
+		stdout, stderr, status := output(t, append(flags, "sh", "-c", "echo $HOROVOD_LOCAL_RANK of $HOROVOD_LOCAL_SIZE")...)
+		lines := strings.Split(strings.TrimSpace(stdout), "\n")
+		slices.Sort(lines)
+		want := []string{"[0]<stdout>:0 of 3", "[1]<stdout>:1 of 3", "[2]<stdout>:2 of 3"}
+		if status != 0 || !slices.Equal(lines, want) {
+			t.Errorf("%q: got exit status %d, %q and %q, want %q", flags, status, lines, stderr, want)
+		}
+	}
+	if _, stderr, _ := output(t, "-H", "localhost:2,", "h2"); !strings.Contains(stderr,
+		"if this is a host, put commas and no blanks between the hosts of --hosts") {
+		t.Errorf("got %q, want that h2 may be a host", stderr)
+	}
+}
+
 // TestFlagsForOtherHostsAlone runs all ranks on this host and gives a flag for other hosts. hvdrun must warn
 // that the flag has no effect.
 func TestFlagsForOtherHostsAlone(t *testing.T) {

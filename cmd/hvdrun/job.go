@@ -112,7 +112,7 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 	}
 	result, err := launch.Run(context.Background(), options)
 	r.status = result.Status
-	return err
+	return r.where.explain(err)
 }
 
 // job checks the flags and returns the job that they describe. It prints the warnings about the settings.
@@ -140,6 +140,9 @@ func (r *runner) job(flags *pflag.FlagSet, command []string) (*job, error) {
 	}
 	if len(command) == 0 {
 		return nil, usagef("the command is missing: %s command [args...]", usageOf(j.nodes, j.np))
+	}
+	if err := r.where.splitList(command[0]); err != nil {
+		return nil, err
 	}
 	r.warnings = append(r.warnings, r.where.unusedFlags(flags, j.hosts)...)
 	if j.settings, err = r.settings(); err != nil {

@@ -21,8 +21,9 @@ import (
 
 // Exit statuses that come from hvdrun itself and not from the job.
 const (
-	statusFailure = 1
-	statusUsage   = 2
+	statusFailure  = 1
+	statusUsage    = 2
+	statusNotFound = 127 // as a shell returns for a command that it does not find
 )
 
 func main() {

@@ -8,9 +8,11 @@ import (
 	"io"
 	"net/netip"
 	"os"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
+	"unicode"
 
 	"github.com/gohvd/gohvd/internal/topo"
 )
@@ -38,32 +40,47 @@ type Host struct {
 }
 
 // ParseHosts parses a list of hosts such as h1:2,[fd00::1]:2,10.0.0.1:4,h3. A host without a number has one
-// slot. If a host occurs twice, ParseHosts returns an error, because it is unclear whether the numbers of
-// slots are to be added.
+// slot. If a host occurs more than once, its slots add up. A comma may precede and follow the list, because
+// programs that make lists often leave one there.
 func ParseHosts(list string) ([]Host, error) {
 	var hosts []Host
-	for word := range strings.SplitSeq(list, ",") {
+	words := strings.TrimSpace(list)
+	words = strings.TrimSuffix(strings.TrimPrefix(words, ","), ",")
+	for word := range strings.SplitSeq(words, ",") {
 		h, err := parseHost(strings.TrimSpace(word))
 		if err == nil {
 			hosts, err = addHost(hosts, h)
 		}
-		if err != nil {
-			return nil, fmt.Errorf("got %.80q in %.80q, %w", word, list, err)
+		if err == nil {
+			continue
 		}
+		if fields := strings.Fields(list); len(fields) > 1 {
+			meant := strings.Join(strings.FieldsFunc(list, betweenHosts), ",")
+			if _, err := ParseHosts(meant); err == nil {
+				return nil, fmt.Errorf("got %.80q, want commas between hosts, as in %.80s", list, meant)
+			}
+		}
+		return nil, fmt.Errorf("got %.80q in %.80q, %w", word, list, err)
 	}
 	return hosts, nil
 }
 
+// betweenHosts reports whether r is in a list a comma or what users write instead of one.
+func betweenHosts(r rune) bool { return r == ',' || unicode.IsSpace(r) }
+
+// addHost adds h to hosts. If hosts already contains a host of this name, addHost adds the slots to it.
 func addHost(hosts []Host, h Host) ([]Host, error) {
-	if len(hosts) == MaxHosts {
+	i := slices.IndexFunc(hosts, func(other Host) bool { return other.Name == h.Name })
+	switch {
+	case i < 0 && len(hosts) == MaxHosts:
 		return nil, fmt.Errorf("want at most %d hosts", MaxHosts)
+	case i < 0:
+		return append(hosts, h), nil
 	}
-	for _, other := range hosts {
-		if other.Name == h.Name {
-			return nil, errors.New("want each host once")
-		}
+	if hosts[i].Slots += h.Slots; hosts[i].Slots > MaxSlots {
+		return nil, fmt.Errorf("with which host %s has %d slots, want at most %d", h.Name, hosts[i].Slots, MaxSlots)
 	}
-	return append(hosts, h), nil
+	return hosts, nil
 }
 
 // parseHost parses name, name:slots, [address]:slots, or an IPv6 address without slots.
@@ -119,8 +136,10 @@ func parseSlots(text string) (int, error) {
 }
 
 // ParseHostFile reads a file with one host per line. A line is "h1 slots=2" as for Open MPI and Horovod,
-// "h1:2" as for MPICH, or "h1" for one slot. ParseHostFile ignores empty lines, and comments from # to the
-// end of the line. The file may be at most 1 MiB long.
+// "h1:2" as for MPICH, or "h1" for one slot. As for Open MPI, blanks around = are allowed, max_slots=N is
+// allowed after the host, and the slots of a host that occurs more than once add up. ParseHostFile ignores a
+// byte order mark, empty lines, and comments from # or // to the end of the line. The file may be at most
+// 1 MiB long.
 func ParseHostFile(path string) ([]Host, error) {
 	f, err := os.Open(path)
 	if err != nil {
@@ -135,15 +154,15 @@ func ParseHostFile(path string) ([]Host, error) {
 		return nil, fmt.Errorf("%s has more than %d bytes", path, maxFileBytes)
 	}
 	var hosts []Host
-	lines := bufio.NewScanner(bytes.NewReader(text))
+	lines := bufio.NewScanner(bytes.NewReader(bytes.TrimPrefix(text, []byte("\ufeff"))))
 	lines.Buffer(nil, maxFileBytes+1)
 	for n := 1; lines.Scan(); n++ {
 		line, _, _ := strings.Cut(lines.Text(), "#")
-		words := strings.Fields(line)
-		if len(words) == 0 {
+		line, _, _ = strings.Cut(line, "//")
+		if strings.TrimSpace(line) == "" {
 			continue
 		}
-		h, err := parseHostLine(words)
+		h, err := parseHostLine(line)
 		if err == nil {
 			hosts, err = addHost(hosts, h)
 		}
@@ -157,21 +176,41 @@ func ParseHostFile(path string) ([]Host, error) {
 	return hosts, lines.Err()
 }
 
-func parseHostLine(words []string) (Host, error) {
-	if len(words) == 1 {
-		return parseHost(words[0])
+// assignments matches = with the blanks around it.
+var assignments = regexp.MustCompile(`\s*=\s*`)
+
+// parseHostLine parses a line of a host file that names a host.
+func parseHostLine(line string) (Host, error) {
+	words := strings.Fields(assignments.ReplaceAllString(line, "="))
+	perLine := errors.New("want one host per line, as HOST slots=N or HOST:N; max_slots=N may follow")
+	if strings.Contains(line, ",") {
+		return Host{}, perLine
 	}
-	name, rest, err := cutHost(words[0])
+	h, err := parseHost(words[0])
 	if err != nil {
 		return Host{}, err
 	}
-	number, ok := strings.CutPrefix(words[1], "slots=")
-	if !ok || len(words) > 2 || rest != "" {
-		return Host{}, errors.New("want HOST slots=N or HOST:N")
+	_, slots, _ := cutHost(words[0])
+	most := MaxSlots
+	for _, word := range words[1:] {
+		name, number, _ := strings.Cut(word, "=")
+		var to *int
+		switch name = strings.ReplaceAll(name, "-", "_"); {
+		case name == "slots" && slots == "":
+			to, slots = &h.Slots, number
+		case name == "max_slots" || name == "slots_max":
+			to = &most
+		default:
+			return Host{}, perLine
+		}
+		if *to, err = parseSlots(number); err != nil {
+			return Host{}, err
+		}
 	}
-	h := Host{Name: name}
-	h.Slots, err = parseSlots(number)
-	return h, err
+	if h.Slots > most {
+		return Host{}, fmt.Errorf("want max_slots of at least %d, the number of slots", h.Slots)
+	}
+	return h, nil
 }
 
 // Slots returns how many slots all hosts have together.

@@ -28,6 +28,10 @@ func TestParseHosts(t *testing.T) {
 		{"me@fd00::7,[me@fd00::8]:2,a:2::b:1", []launch.Host{{"me@fd00::7", 1}, {"me@fd00::8", 2},
 			{"a:2::b:1", 1}}},
 		{"h1:65536", []launch.Host{{"h1", launch.MaxSlots}}},
+		{"h1:2,", []launch.Host{{"h1", 2}}},
+		{" ,h1:2,h2, ", []launch.Host{{"h1", 2}, {"h2", 1}}},
+		{"h1,h2:3,h1:2,[h2]", []launch.Host{{"h1", 3}, {"h2", 4}}},
+		{"[::1],::1", []launch.Host{{"::1", 2}}},
 	} {
 		if got, err := launch.ParseHosts(c.list); err != nil || !slices.Equal(got, c.want) {
 			t.Errorf("%q: got %v and error %v, want %v", c.list, got, err, c.want)
@@ -45,8 +49,9 @@ func TestListsThatCannotBe(t *testing.T) {
 	for _, c := range []struct{ list, want string }{
 		{"", `got "" in ""`},
 		{"h1,,h2", `got "" in "h1,,h2"`},
-		{"h1,h2,h1:2", `got "h1:2" in "h1,h2,h1:2", want each host once`},
-		{"[::1],::1", "want each host once"},
+		{",", `got "" in ","`},
+		{"h1:2,,", `got "" in "h1:2,,"`},
+		{"h1:65536,h2,h1", `got "h1" in "h1:65536,h2,h1", with which host h1 has 65537 slots, want at most 65536`},
 		{"h1:0", "from 1 to 65536"},
 		{"h1:65537", "from 1 to 65536"},
 		{"h1:-1", "from 1 to 65536"},
@@ -58,11 +63,13 @@ func TestListsThatCannotBe(t *testing.T) {
 		{"[-v]", "the name or the address of a host"},
 		{"h1;reboot", "the name or the address of a host"},
 		{"$(x)", "the name or the address of a host"},
-		{"h 1", "the name or the address of a host"},
+		{"h 1", `got "h 1", want commas between hosts, as in h,1`},
+		{"h1:2, h2:2 h3:1,", `got "h1:2, h2:2 h3:1,", want commas between hosts, as in h1:2,h2:2,h3:1`},
+		{"h1;reboot now", "the name or the address of a host"},
 		{"{host}", "the name or the address of a host"},
 		{"a:2b:1", "with commas between hosts"},
 		{"h1:2:3", "with commas between hosts"},
-		{"h1:2 h2:2", "the name or the address of a host"},
+		{"h1:2 h2:2", `got "h1:2 h2:2", want commas between hosts, as in h1:2,h2:2`},
 		{"me@h1:2me@h2:1", "with commas between hosts"},
 		{"[h1:2]", "with commas between hosts"},
 		{"fd00::7x,h2", "with commas between hosts"},
@@ -86,11 +93,20 @@ func TestParseHostFile(t *testing.T) {
 		}
 		return path
 	}
-	got, err := launch.ParseHostFile(
-		write("# all of them\n\nh1 slots=2 # near\n\th2:3\r\n[fd00::1]:4\n[fd00::2] slots=5\nfd00::3 slots=6\nh3"))
-	want := []launch.Host{{"h1", 2}, {"h2", 3}, {"fd00::1", 4}, {"fd00::2", 5}, {"fd00::3", 6}, {"h3", 1}}
-	if err != nil || !slices.Equal(got, want) {
-		t.Errorf("got %v and error %v, want %v", got, err, want)
+	for _, c := range []struct {
+		text string
+		want []launch.Host
+	}{
+		{"# all of them\n\nh1 slots=2 # near\n\th2:3\r\n[fd00::1]:4\n[fd00::2] slots=5\nfd00::3 slots=6\nh3",
+			[]launch.Host{{"h1", 2}, {"h2", 3}, {"fd00::1", 4}, {"fd00::2", 5}, {"fd00::3", 6}, {"h3", 1}}},
+		{"\ufeffh1 slots = 2\nh2 slots= 3 max_slots = 3\nh3 slots =4 // near\n// far\nh4\tslots=5\tmax-slots=8\n" +
+			"h5 max_slots=2\nh6:2 slots-max=4\n", []launch.Host{{"h1", 2}, {"h2", 3}, {"h3", 4}, {"h4", 5},
+			{"h5", 1}, {"h6", 2}}},
+		{"h1\nh2 slots=2\nh1\nh1:3\n", []launch.Host{{"h1", 5}, {"h2", 2}}},
+	} {
+		if got, err := launch.ParseHostFile(write(c.text)); err != nil || !slices.Equal(got, c.want) {
+			t.Errorf("%q: got %v and error %v, want %v", c.text, got, err, c.want)
+		}
 	}
 	for _, c := range []struct{ text, want string }{
 		{"", "names no host"},
@@ -99,11 +115,16 @@ func TestParseHostFile(t *testing.T) {
 		{"h1 slots=x", "want a number of slots"},
 		{"h1:2:3", "with commas between hosts"},
 		{"h1:2:3 slots=2", "with commas between hosts"},
-		{"h1 2", "want HOST slots=N or HOST:N"},
-		{"h1 slots=2 max_slots=4", "want HOST slots=N or HOST:N"},
+		{"h1 2", "want one host per line, as HOST slots=N or HOST:N"},
+		{"h1 h2", "want one host per line"},
+		{"h1:2, h2:2", `line 1: got "h1:2, h2:2", want one host per line`},
+		{"h1 slots=2 slots=2", "want one host per line"},
+		{"h1 slots=", "want a number of slots"},
+		{"h1 slots=2 max_slots=x", "want a number of slots"},
+		{"h1 slots=3 max_slots=2", "want max_slots of at least 3"},
 		{"-x slots=2", "the name or the address of a host"},
-		{"h0\nh1:2 slots=2", "line 2: got \"h1:2 slots=2\", want HOST slots=N"},
-		{"h1\nh1 slots=2", "want each host once"},
+		{"h0\nh1:2 slots=2", "line 2: got \"h1:2 slots=2\", want one host per line"},
+		{"h1\nh1 slots=65536", "line 2: got \"h1 slots=65536\", with which host h1 has 65537 slots"},
 		{strings.Repeat("#", 1<<20), "names no host"},
 		{strings.Repeat("#", 1<<20+1), "more than 1048576 bytes"},
 	} {
