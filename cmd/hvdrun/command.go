@@ -16,8 +16,9 @@ const configCommand = "config"
 const long = `Hvdrun starts N processes of a command, which are the ranks of a job, and supervises them. The ranks run on this host,
 or on the hosts that --hosts or --hostfile names. Hvdrun reaches other hosts by ssh.
 
-Hvdrun prints each output line of a rank as "[rank]<stdout>:line" or "[rank]<stderr>:line". The standard input of the
-ranks is empty. When the command of a rank ends, hvdrun kills the processes that it left in the background.
+Hvdrun prints each output line of a rank as "[rank]<stdout>:line" or "[rank]<stderr>:line", and changes nothing else in
+it (docs/launchers.md). The standard input of the ranks is empty. When the command of a rank ends, hvdrun kills the
+processes that it left in the background.
 
 When a rank fails, the other ranks have 5 s to end by themselves. Then hvdrun sends them SIGTERM, and SIGKILL 5 s later.
 If hvdrun gets SIGINT (Ctrl-C), it sends SIGINT to all ranks. If it gets SIGTERM or SIGHUP, it sends SIGTERM to all

@@ -463,7 +463,7 @@ func TestAgentThatEndsEarly(t *testing.T) {
 				c.want == "" && strings.Contains(said, "lost") {
 				t.Errorf("got exit status %d and %q, want %d and %q", got, said, c.status, want)
 			}
-			if out := r.stdout.String(); out != "[0]<stdout>:half\n" {
+			if out := r.stdout.String(); out != "[0]<stdout>:half" {
 				t.Errorf("got %q, want the output that the agent had sent", out)
 			}
 			// The report has the time of the launcher's clock, because the clock of the agent's host may
@@ -687,7 +687,7 @@ func TestOutputOverHosts(t *testing.T) {
 		if err != nil || !bytes.Equal(got, all.Bytes()) {
 			t.Errorf("rank %d: got %d bytes and error %v, want %d", rank, len(got), err, all.Len())
 		}
-		if want := fmt.Sprintf("[%d]<stderr>:half %d\n", rank, rank); !strings.Contains(r.stderr.String(),
+		if want := fmt.Sprintf("[%d]<stderr>:half %d", rank, rank); !strings.Contains(r.stderr.String(),
 			want) {
 			t.Errorf("missing %q", want)
 		}

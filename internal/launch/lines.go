@@ -1,72 +1,88 @@
 package launch
 
-import "bytes"
+import (
+	"bytes"
+	"unicode/utf8"
+)
 
-// maxLineBytes is the maximum length of a line in bytes. A longer line is broken into pieces, so that an
+// maxLineBytes is the length in bytes from which a line is passed on before its end has arrived, so that an
 // incomplete line takes bounded memory.
 const maxLineBytes = 64 << 10
 
-// splitter splits a stream of bytes into lines. A line ends with \n or \r\n, or with \r, as the lines of
-// progress bars do.
+// splitter splits a stream of bytes into pieces. A piece is a whole line with its line end, unless the line
+// is longer than max or the stream ends with an incomplete line. A line ends with \n or \r\n, or with \r, as
+// the lines of progress bars do. Many progress bars write \r before their text instead of behind it, so a
+// line that follows a \r is passed on without waiting for its end.
 type splitter struct {
-	// line is called for each line. text is the line without its line end, and is valid only during the call.
-	// end is '\n' if the line ends with \n or \r\n, and '\r' if it ends with \r. end is 0 for a piece of a
-	// line that is too long, and for a last line without a line end.
-	line func(text []byte, end byte)
-	// ended is called if line was called with '\r' and the next byte of the stream is \n. In this case the
-	// line ended with \r\n.
-	ended func()
-	max   int // maximum length of a line in bytes, greater than 0
+	// piece is called for each piece, which is not empty and valid only during the call. The pieces together
+	// equal the stream. A line end occurs only at the end of a piece. If a line is in several pieces, no
+	// character in UTF-8 is.
+	piece func(text []byte)
+	max   int // greater than 0
 
-	part []byte // start of an incomplete line, at most max bytes
-	cr   bool   // the last byte was \r
+	part   []byte // start of an incomplete line, at most max bytes
+	redraw bool   // the incomplete line follows a \r
 }
 
 func (s *splitter) write(p []byte) {
-	if s.cr && len(p) > 0 {
-		s.cr = false
-		if p[0] == '\n' {
-			s.ended()
-			p = p[1:]
-		}
-	}
 	for len(p) > 0 {
-		room := s.max - len(s.part)
-		i := bytes.IndexAny(p[:min(len(p), room+1)], "\r\n")
-		if i < 0 {
-			n := min(len(p), room)
-			s.part = append(s.part, p[:n]...)
-			if p = p[n:]; len(p) > 0 {
-				s.line(s.part, 0)
-				s.part = s.part[:0]
-			}
-			continue
-		}
-		text, end := p[:i], p[i]
-		p = p[i+1:]
-		if end == '\r' {
-			switch {
-			case len(p) == 0:
-				s.cr = true
-			case p[0] == '\n':
-				end, p = '\n', p[1:]
+		n := len(p)
+		i := bytes.IndexAny(p, "\r\n")
+		if i >= 0 {
+			n = i + 1
+			if p[i] == '\r' && n < len(p) && p[n] == '\n' {
+				n++
 			}
 		}
+		line := p[:n]
 		if len(s.part) > 0 {
-			s.part = append(s.part, text...)
-			text = s.part
+			s.part = append(s.part, line...)
+			line = s.part
 		}
-		s.line(text, end)
-		s.part = s.part[:0]
+		for len(line) > s.max {
+			cut := s.max - incomplete(line[:s.max])
+			if cut == 0 {
+				cut = s.max
+			}
+			s.piece(line[:cut])
+			line = line[cut:]
+		}
+		switch {
+		case i >= 0:
+			s.piece(line)
+			s.redraw = line[len(line)-1] == '\r'
+			line = nil
+		case s.redraw:
+			if whole := len(line) - incomplete(line); whole > 0 {
+				s.piece(line[:whole])
+				line = line[whole:]
+			}
+		}
+		s.part = append(s.part[:0], line...)
+		p = p[n:]
 	}
 }
 
-// flush calls line for the rest of the stream, if any: a line without a line end.
+// flush calls piece for the rest of the stream, if any: a line without a line end.
 func (s *splitter) flush() {
 	if len(s.part) > 0 {
-		s.line(s.part, 0)
+		s.piece(s.part)
 		s.part = nil
 	}
+}
+
+// incomplete returns how many bytes at the end of text begin a character in UTF-8 whose other bytes are
+// missing.
+func incomplete(text []byte) int {
+	for n := 1; n < utf8.UTFMax && n <= len(text); n++ {
+		if end := text[len(text)-n:]; utf8.RuneStart(end[0]) {
+			if !utf8.FullRune(end) {
+				return n
+			}
+			break
+		}
+	}
+	return 0
 }
 
 const (
@@ -79,22 +95,26 @@ const (
 // before it.
 type tail struct {
 	lines []string
-	open  bool // the last line ended in \r
+	end   byte // the last byte that was added
 }
 
-func (t *tail) add(text []byte, end byte) {
-	if len(text) > maxTailBytes {
-		text = append(text[:maxTailBytes:maxTailBytes], tailCutMarker...)
-	}
+// add adds a piece of a splitter.
+func (t *tail) add(text []byte) {
+	line := string(bytes.TrimRight(text, "\r\n"))
+	last := len(t.lines) - 1
 	switch {
-	case t.open && len(text) == 0: // a terminal still shows the text before \r
-	case t.open:
-		t.lines[len(t.lines)-1] = string(text)
-	default:
+	case last < 0 || t.end == '\n':
 		if len(t.lines) == tailLines {
 			t.lines = append(t.lines[:0], t.lines[1:]...)
 		}
-		t.lines = append(t.lines, string(text))
+		t.lines = append(t.lines, line)
+	case t.end != '\r':
+		t.lines[last] += line
+	case line != "": // without text, a terminal still shows the text before \r
+		t.lines[last] = line
 	}
-	t.open = end == '\r'
+	if last = len(t.lines) - 1; len(t.lines[last]) > maxTailBytes {
+		t.lines[last] = t.lines[last][:maxTailBytes] + tailCutMarker
+	}
+	t.end = text[len(text)-1]
 }

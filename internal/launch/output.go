@@ -1,6 +1,7 @@
 package launch
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"io"
@@ -9,6 +10,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/logs"
 )
 
 const (
@@ -20,36 +23,63 @@ const (
 	readBytes    = 32 << 10
 )
 
-// chunk is a sequence of whole lines from one stream. A chunk without text makes the console write \n if the
-// last line of the stream ended with \r.
+// chunk is a part of one stream: lines with their prefixes. It may begin or end in the middle of a line.
 type chunk struct {
 	from *stream // nil for a message from the launcher
 	err  bool    // the chunk is written to standard error
-	text []byte
+	text []byte  // if it is empty, the console only ends an incomplete line of the file
+	// within is set if the stream had passed on the beginning of the line, or its \r, before this chunk.
+	within bool
 }
 
 // console writes to the launcher's standard output and standard error. One goroutine writes to both, so that
-// lines are not mixed.
+// lines are not mixed. It adds nothing to the bytes of a stream, except that output of another stream which
+// follows in the same file begins in a line of its own. If this divides a line of a stream, the rest of that
+// line gets the prefix of the stream too.
 type console struct {
-	out, err io.Writer
-	queue    chan chunk
-	quit     chan struct{} // closed by abandon
-	done     chan struct{} // closed when all chunks are written, or after abandon
-	abandon  func()        // drops the queue and all later chunks
+	files   [2]*sink // for standard output and standard error; equal if both are the same file
+	queue   chan chunk
+	quit    chan struct{} // closed by abandon
+	done    chan struct{} // closed when all chunks are written, or after abandon
+	abandon func()        // drops the queue and all later chunks
 
 	lost error // error of the first failed write, or nil; valid once done is closed
 }
 
+// sink is a file that the console writes to.
+type sink struct {
+	io.Writer
+	open *stream // the stream whose last line, at the end of the file, has not ended with \n; or nil
+}
+
 func newConsole(out, err io.Writer) *console {
 	c := &console{
-		out: out, err: err,
 		queue: make(chan chunk, queuedChunks),
 		quit:  make(chan struct{}),
 		done:  make(chan struct{}),
 	}
+	c.files[0] = &sink{Writer: out}
+	if c.files[1] = c.files[0]; !isSameFile(out, err) {
+		c.files[1] = &sink{Writer: err}
+	}
 	c.abandon = sync.OnceFunc(func() { close(c.quit) })
 	go c.run()
 	return c
+}
+
+// isSameFile reports whether both writers write to the same file, for example to the same terminal.
+func isSameFile(a, b io.Writer) bool {
+	f, isFile := a.(*os.File)
+	g, alsoFile := b.(*os.File)
+	if !isFile || !alsoFile {
+		return a == b
+	}
+	s, err := f.Stat()
+	if err != nil {
+		return false
+	}
+	t, err := g.Stat()
+	return err == nil && os.SameFile(s, t)
 }
 
 // put queues k. While the queue is full, put blocks. After abandon, put drops k.
@@ -77,16 +107,6 @@ func (c *console) note(format string, args ...any) {
 
 func (c *console) run() {
 	defer close(c.done)
-	var open *chunk // the last chunk, if its last line ended with \r; else nil
-	write := func(toErr bool, text []byte) {
-		w := c.out
-		if toErr {
-			w = c.err
-		}
-		if _, err := w.Write(text); err != nil && c.lost == nil {
-			c.lost = fmt.Errorf("launch: output was lost: %w", err)
-		}
-	}
 	for {
 		var k chunk
 		var more bool
@@ -94,24 +114,53 @@ func (c *console) run() {
 		case <-c.quit:
 		case k, more = <-c.queue:
 		}
-		if isClosed(c.quit) {
+		switch {
+		case isClosed(c.quit):
 			return
-		}
-		if open != nil && (k.from != open.from || k.text == nil) {
-			write(open.err, []byte("\n"))
-			open = nil
-		}
-		if !more {
-			return
-		}
-		if len(k.text) == 0 {
+		case more:
+			c.write(k)
 			continue
 		}
-		write(k.err, k.text)
-		if open = nil; k.text[len(k.text)-1] == '\r' {
-			open = &k
+		for i, f := range c.files {
+			if logs.IsTerminal(f.Writer) { // the prompt of a shell will follow
+				c.write(chunk{err: i == 1})
+			}
+		}
+		return
+	}
+}
+
+// write writes k to its file.
+func (c *console) write(k chunk) {
+	f, text := c.files[0], k.text
+	if k.err {
+		f = c.files[1]
+	}
+	if f.open != k.from && k.within {
+		// The rest of the line begins in a line of its own. If only the line end is left, it is dropped.
+		if rest := trimLineEnd(text); len(rest) < len(text) {
+			text = rest
+		} else {
+			text = append(k.from.begin(nil), text...)
 		}
 	}
+	if f.open != nil && f.open != k.from && (len(text) > 0 || k.from == nil) {
+		text = append([]byte{'\n'}, text...)
+	}
+	if len(text) == 0 {
+		return
+	}
+	if _, err := f.Write(text); err != nil && c.lost == nil {
+		c.lost = fmt.Errorf("launch: output was lost: %w", err)
+	}
+	if f.open = k.from; text[len(text)-1] == '\n' {
+		f.open = nil
+	}
+}
+
+// trimLineEnd returns text without the line end with which it begins, if any.
+func trimLineEnd(text []byte) []byte {
+	return bytes.TrimPrefix(bytes.TrimPrefix(text, []byte{'\r'}), []byte{'\n'})
 }
 
 // pipeSource is the non-blocking read end of a pipe. Read returns io.EOF when all write ends are closed.
@@ -176,15 +225,18 @@ type stream struct {
 
 	before  *stream       // stream of the process that the rank had before, or nil
 	done    chan struct{} // closed when run has returned
-	out     []byte        // lines for the next chunk
+	out     []byte        // the next chunk
+	within  bool          // field of the next chunk
+	end     byte          // the last byte of the last piece
 	fileErr error         // why file is incomplete
 }
 
 // run copies until s.in ends. Then it closes the file and s.in. It begins when the stream before s has ended.
 func (s *stream) run() {
 	defer close(s.done)
+	s.end = '\n'
 	s.follow()
-	split := splitter{line: s.line, ended: s.ended, max: maxLineBytes}
+	split := splitter{piece: s.piece, max: maxLineBytes}
 	buf := make([]byte, readBytes)
 	for {
 		n, err := s.in.Read(buf)
@@ -207,35 +259,36 @@ func (s *stream) run() {
 	s.in.Close()
 }
 
-func (s *stream) line(text []byte, end byte) {
+// piece adds a piece of a splitter to the next chunk.
+func (s *stream) piece(text []byte) {
 	if s.tail != nil {
-		s.tail.add(text, end)
+		s.tail.add(text)
 	}
-	if s.timestamp {
-		s.out = time.Now().AppendFormat(s.out, time.ANSIC)
+	within := s.end != '\n' && (s.end != '\r' || text[0] == '\n')
+	if len(s.out) == 0 {
+		s.within = within
 	}
-	s.out = append(s.out, s.prefix...)
+	if !within {
+		s.out = s.begin(s.out)
+	}
 	s.out = append(s.out, text...)
-	if end == 0 {
-		end = '\n'
-	}
-	s.out = append(s.out, end)
+	s.end = text[len(text)-1]
 	if len(s.out) >= chunkBytes {
 		s.flush()
 	}
 }
 
-func (s *stream) ended() {
-	if s.tail != nil {
-		s.tail.open = false
+// begin appends to b what precedes each line.
+func (s *stream) begin(b []byte) []byte {
+	if s.timestamp {
+		b = time.Now().AppendFormat(b, time.ANSIC)
 	}
-	s.flush()
-	s.console.put(chunk{from: s, err: s.err})
+	return append(b, s.prefix...)
 }
 
 func (s *stream) flush() {
 	if len(s.out) > 0 {
-		s.console.put(chunk{from: s, err: s.err, text: s.out})
+		s.console.put(chunk{from: s, err: s.err, text: s.out, within: s.within})
 		s.out = nil // the console owns the bytes now
 	}
 }

@@ -6,10 +6,12 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
 	"time"
+	"unicode/utf8"
 
 	"golang.org/x/sys/unix"
 
@@ -17,90 +19,95 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// cut writes pieces to a splitter and returns, as texts, the calls of line and ended that the splitter has
-// made.
-func cut(pieces ...string) (calls []string) {
-	s := splitter{
-		line:  func(text []byte, end byte) { calls = append(calls, string(text)+fmt.Sprintf("%q", end)) },
-		ended: func() { calls = append(calls, "ended") },
-		max:   4,
+// cut writes texts to a splitter and returns the pieces that it passes on for each of them, and at the end.
+func cut(texts ...string) (calls [][]string) {
+	var pieces []string
+	s := splitter{piece: func(text []byte) { pieces = append(pieces, string(text)) }, max: 4}
+	for _, text := range append(texts, "end") {
+		if pieces = nil; text == "end" {
+			s.flush()
+		} else {
+			s.write([]byte(text))
+		}
+		calls = append(calls, pieces)
 	}
-	for _, p := range pieces {
-		s.write([]byte(p))
-	}
-	s.flush()
 	return calls
 }
 
 func TestSplitter(t *testing.T) {
-	const full = "xxxx"
-	for _, c := range []struct{ in, want []string }{
-		{[]string{""}, nil},
-		{[]string{"a\nb"}, []string{`a'\n'`, `b'\x00'`}},
-		{[]string{"a", "b\n", "\n"}, []string{`ab'\n'`, `'\n'`}},
-		{[]string{"1\r2\r3\n"}, []string{`1'\r'`, `2'\r'`, `3'\n'`}},
-		{[]string{"a\r\nb\r\n"}, []string{`a'\n'`, `b'\n'`}},
-		{[]string{"a\r", "\nb\n"}, []string{`a'\r'`, "ended", `b'\n'`}},
-		{[]string{"a\r", "", "\n"}, []string{`a'\r'`, "ended"}},
-		{[]string{"a\r", "b"}, []string{`a'\r'`, `b'\x00'`}},
-		{[]string{full + "\n"}, []string{full + `'\n'`}},
-		{[]string{full, "\n"}, []string{full + `'\n'`}},
-		{[]string{full + "y\n"}, []string{full + `'\x00'`, `y'\n'`}},
-		{[]string{full, full, "y"}, []string{full + `'\x00'`, full + `'\x00'`, `y'\x00'`}},
+	for _, c := range []struct {
+		in   []string
+		want [][]string
+	}{
+		{[]string{""}, [][]string{nil, nil}},
+		{[]string{"a\nb"}, [][]string{{"a\n"}, {"b"}}},
+		{[]string{"a", "b\n", "\n"}, [][]string{nil, {"ab\n"}, {"\n"}, nil}},
+		{[]string{"\x00\n\x00"}, [][]string{{"\x00\n"}, {"\x00"}}},
+		{[]string{"1\r2\r3\n"}, [][]string{{"1\r", "2\r", "3\n"}, nil}},
+		{[]string{"a\r\nb\r\n"}, [][]string{{"a\r\n", "b\r\n"}, nil}},
+		{[]string{"a\r", "\nb", "\n"}, [][]string{{"a\r"}, {"\n"}, {"b\n"}, nil}},
+		{[]string{"a\r", "", "\n"}, [][]string{{"a\r"}, nil, {"\n"}, nil}},
+		{[]string{"\r1", "\r2", "%", "\r3\na"}, [][]string{{"\r", "1"}, {"\r", "2"}, {"%"}, {"\r", "3\n"}, {"a"}}},
+		{[]string{"\r\xe2\x96", "\x88", "\xe2"}, [][]string{{"\r"}, {"█"}, nil, {"\xe2"}}},
+		{[]string{"xxxx\n"}, [][]string{{"xxxx", "\n"}, nil}},
+		{[]string{"xxxx", "\n"}, [][]string{nil, {"xxxx", "\n"}, nil}},
+		{[]string{"xxxxy\n"}, [][]string{{"xxxx", "y\n"}, nil}},
+		{[]string{"xxxx", "xxxx", "y"}, [][]string{nil, {"xxxx"}, {"xxxx"}, {"y"}}},
+		{[]string{"xxx█\n"}, [][]string{{"xxx", "█\n"}, nil}},
+		{[]string{"\x96\x96\x96\x96\x96"}, [][]string{{"\x96\x96\x96\x96"}, {"\x96"}}},
 	} {
-		if got := cut(c.in...); !slices.Equal(got, c.want) {
+		if got := cut(c.in...); !slices.EqualFunc(got, c.want, slices.Equal[[]string]) {
 			t.Errorf("%.60q: got %.200q, want %.200q", c.in, got, c.want)
 		}
 	}
 }
 
-// FuzzSplitter divides an input into arbitrary pieces. The lines and line ends that the splitter returns must
-// together equal the input.
+// FuzzSplitter divides an input into arbitrary parts. The pieces that the splitter passes on must together
+// equal the input, must not be too long, and must divide neither lines that are not too long nor characters.
 func FuzzSplitter(f *testing.F) {
 	f.Add([]byte("a\rb\r\nc\n\n"), uint8(3), uint8(80))
 	f.Add([]byte("\r\r\n\n\r"), uint8(0), uint8(0))
 	f.Add([]byte("xxxxxxxx\r\n"), uint8(5), uint8(3))
-	f.Fuzz(func(t *testing.T, in []byte, piece, most uint8) {
-		size, max := int(piece)+1, int(most)+1
+	f.Add([]byte("\r██\x00██\n███████"), uint8(1), uint8(1))
+	f.Fuzz(func(t *testing.T, in []byte, part, most uint8) {
+		size, max := int(part)+1, int(most)+utf8.UTFMax
 		var got []byte
-		s := splitter{
-			line: func(text []byte, end byte) {
-				if len(text) > max || bytes.ContainsAny(text, "\r\n") {
-					t.Fatalf("got the line %.80q of %d bytes, want at most %d", text, len(text), max)
-				}
-				got = append(got, text...)
-				if end != 0 {
-					got = append(got, end)
-				}
-			},
-			ended: func() { got[len(got)-1] = '\n' },
-			max:   max,
-		}
+		s := splitter{piece: func(text []byte) {
+			if len(text) == 0 || len(text) > max || bytes.ContainsAny(bytes.TrimRight(text, "\r\n"), "\r\n") {
+				t.Fatalf("got the piece %.80q of %d bytes, want at most %d and a line", text, len(text), max)
+			}
+			if utf8.Valid(in) && !utf8.Valid(text) {
+				t.Fatalf("the piece %.80q divides a character", text)
+			}
+			got = append(got, text...)
+		}, max: max}
 		for p := range slices.Chunk(in, size) {
 			s.write(p)
 		}
 		s.flush()
-		if want := bytes.ReplaceAll(in, []byte("\r\n"), []byte("\n")); !bytes.Equal(got, want) {
-			t.Errorf("got %q, want %q", got, want)
+		if !bytes.Equal(got, in) {
+			t.Errorf("got %q, want %q", got, in)
 		}
 	})
 }
 
 func TestTail(t *testing.T) {
 	var last tail
-	s := splitter{line: last.add, ended: func() { last.open = false }, max: maxLineBytes}
+	s := splitter{piece: last.add, max: 1 << 10}
 	for i := range 30 {
 		s.write(fmt.Appendf(nil, "%d\n", i))
 	}
 	s.write([]byte("\r10%\r20%\r"))
 	s.write([]byte("\r30%\r"))
-	s.write([]byte("\nTraceback\n" + strings.Repeat("y", maxTailBytes+1)))
+	s.write([]byte("\rat 4"))
+	s.write([]byte("0%\r"))
+	s.write([]byte("\nTraceback\r\n\x00" + strings.Repeat("y", 2*maxTailBytes)))
 	s.flush()
 	var want []string
 	for i := 13; i < 30; i++ {
 		want = append(want, fmt.Sprint(i))
 	}
-	want = append(want, "30%", "Traceback", strings.Repeat("y", maxTailBytes)+tailCutMarker)
+	want = append(want, "at 40%", "Traceback", "\x00"+strings.Repeat("y", maxTailBytes-1)+tailCutMarker)
 	if !slices.Equal(last.lines, want) {
 		t.Errorf("got %.300q, want %.300q", last.lines, want)
 	}
@@ -109,27 +116,80 @@ func TestTail(t *testing.T) {
 // text is a writer that records all writes in their order.
 type text struct{ bytes.Buffer }
 
-// TestConsoleEndsOpenLines checks that the console ends a line of one stream that ends with \r before it
-// writes a line of another stream.
-func TestConsoleEndsOpenLines(t *testing.T) {
-	var out text
-	c := newConsole(&out, &out)
-	a, b := new(stream), new(stream)
-	for _, k := range []chunk{
-		{from: a, text: []byte("a1\r")},
-		{from: a, text: []byte("a2\r")},
-		{from: b, text: []byte("b1\n")},
-		{from: a},                       // writes nothing, because the line of a has ended already
-		{from: a, text: []byte("a3\r")}, // leaves another line of a open
-		{from: a},                       // ends that other line
-		{text: []byte("hvdrun\n")},
-		{from: b, text: []byte("b2\r")},
+// TestOutputOfSeveralStreams copies texts of two streams in turn to one file. Nothing may be added to them
+// except prefixes and, if texts of the other stream or of the launcher follow an incomplete line, line ends.
+func TestOutputOfSeveralStreams(t *testing.T) {
+	for _, c := range []struct{ in, want string }{ // in: texts, each with its stream (a, b or h) before it
+		{"a1\n b1\n a2\n", "a:1\nb:1\na:2\n"},
+		{"a1\r a2\r b1\n a\n a3\r a\n hnote\n b2\r", "a:1\ra:2\r\nb:1\na:3\r\nnote\nb:2\r"},
+		{"a1\r a\nx\n", "a:1\r\na:x\n"},
+		{"a1\r b1\n a\nx\n", "a:1\r\nb:1\na:x\n"},
+		{"a\r1% a\r2% a\r a3% a\n", "a:\ra:1%\ra:2%\ra:3%\n"},
+		{"a\r1% b\r1% a\r2% b\n a3 a\n", "a:\ra:1%\nb:\rb:1%\na:2%3\n"},
+		{"a\r1% b1\n a% a\r\n", "a:\ra:1%\nb:1\na:%\r\n"},
+		{"axxxxxxxxx axxx\n", "a:xxxxxxxxxxxx\n"},
+		{"axxxxxxxxx b1\n axxx\n", "a:xxxxxxxx\nb:1\na:xxxx\n"},
+		{"axxxxxxxx a\n b1\n", "a:xxxxxxxx\nb:1\n"},
+		{"a1 b1 a2\n", "a:12\nb:1"},
+		{"a1\n a b1\r\n", "a:1\nb:1\r\n"},
 	} {
-		c.put(k)
+		var out bytes.Buffer
+		console := newConsole(&out, &out)
+		streams := map[byte]*stream{}
+		splits := map[byte]*splitter{}
+		for _, name := range []byte("ab") {
+			s := &stream{console: console, err: name == 'b', prefix: string(name) + ":", end: '\n'}
+			streams[name], splits[name] = s, &splitter{piece: s.piece, max: 8}
+		}
+		for text := range strings.SplitSeq(c.in, " ") {
+			if text[0] == 'h' {
+				console.put(chunk{err: true, text: []byte(text[1:])})
+				continue
+			}
+			splits[text[0]].write([]byte(text[1:]))
+			streams[text[0]].flush()
+		}
+		for _, name := range []byte("ab") {
+			splits[name].flush()
+			streams[name].flush()
+		}
+		if console.close(); out.String() != c.want {
+			t.Errorf("%q: got %q, want %q", c.in, out.String(), c.want)
+		}
 	}
-	c.close()
-	if want := "a1\ra2\r\nb1\na3\r\nhvdrun\nb2\r\n"; out.String() != want {
-		t.Errorf("got %q, want %q", out.String(), want)
+}
+
+// TestIncompleteLinesOfSeveralFiles checks that an incomplete line at the end of standard output gets no line
+// end because of a line on standard error, unless both are the same file.
+func TestIncompleteLinesOfSeveralFiles(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "out")
+	var files [3]*os.File
+	for i := range files {
+		var err error
+		name := fmt.Sprint(path, i/2) // the first two are the same file
+		if files[i], err = os.OpenFile(name, os.O_WRONLY|os.O_CREATE|os.O_APPEND, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		defer files[i].Close()
+	}
+	for _, c := range []struct {
+		out, err *os.File
+		want     string
+	}{{files[0], files[1], "1\r\n2\n3"}, {files[0], files[2], "1\r3"}} {
+		if err := c.out.Truncate(0); err != nil {
+			t.Fatal(err)
+		}
+		console, streams := newConsole(c.out, c.err), [2]*stream{{}, {}}
+		for _, k := range []chunk{{text: []byte("1\r")}, {err: true, text: []byte("2\n")}, {text: []byte("3")}} {
+			if k.from = streams[0]; k.err {
+				k.from = streams[1]
+			}
+			console.put(k)
+		}
+		console.close()
+		if got, err := os.ReadFile(path + "0"); err != nil || string(got) != c.want {
+			t.Errorf("got %q, want %q", got, c.want)
+		}
 	}
 }
 
@@ -201,7 +261,7 @@ func TestStreamFinishesWithAnOpenPipe(t *testing.T) {
 		t.Fatal("the stream waits for an end that does not come")
 	}
 	c.close()
-	if want := "p:one\np:two\n"; out.String() != want {
+	if want := "p:one\np:two"; out.String() != want {
 		t.Errorf("got %q, want %q", out.String(), want)
 	}
 }

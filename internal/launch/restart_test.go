@@ -27,7 +27,7 @@ esac`)
 const untilFinished = "await finished"
 
 // TestRestart checks that nodes that fail are started again, with their output, and that the job then ends
-// with status 0. A line without an end belongs to the process that has written it.
+// with status 0. The output of a new process begins in a new line.
 func TestRestart(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
@@ -45,7 +45,8 @@ func TestRestart(t *testing.T) {
 				got.WriteString(text)
 			}
 		}
-		if got.String() != want {
+		// The last line of the output may have no end.
+		if strings.TrimSuffix(got.String(), "\n") != strings.TrimSuffix(want, "\n") {
 			t.Errorf("%s: got output %q, want %q", name, got.String(), want)
 		}
 		text, err := os.ReadFile(filepath.Join(dir, strings.ReplaceAll(name, " ", "."), "stdout"))

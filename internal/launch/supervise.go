@@ -442,6 +442,7 @@ func (j *job) conclude(ctx context.Context) (Result, error) {
 	}
 
 	known := j.known()
+	failed := len(errs) > 0 || j.aborted != nil
 	written := make(chan struct{})
 	var agents error // error of awaitAgents; valid after written is closed
 	go func() {
@@ -460,6 +461,9 @@ func (j *job) conclude(ctx context.Context) (Result, error) {
 		}
 		if text := j.restartReport(); text != "" {
 			j.console.put(chunk{err: true, text: []byte(text)})
+		}
+		if failed || agents != nil {
+			j.console.put(chunk{err: true}) // the caller will print the error on standard error
 		}
 		j.console.close()
 	}()
