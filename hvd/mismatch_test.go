@@ -638,3 +638,26 @@ func TestNoDynamicProcessSets(t *testing.T) {
 		checkUsable(ctx, t, e.ProcessSets()[0], "x")
 	}, "HOROVOD_DYNAMIC_PROCESS_SETS", "0")
 }
+
+// TestThreadAffinityRefused gives the ranks of a host a list with too few cores, or one with a core that does
+// not exist. Init must fail at each rank.
+func TestThreadAffinityRefused(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), deadline)
+	defer cancel()
+	for list, want := range map[string]string{
+		"0":         "HOROVOD_THREAD_AFFINITY: got core 0 for 2 ranks on this host, want a core for each of them",
+		"9999,9999": "got core 9999 for local rank ",
+	} {
+		kv := store.NewHashStore(store.Limits{})
+		defer kv.Close()
+		ranks(2, func(r int) {
+			e, err := hvd.New(ctx, place(kv, r, 2, "HOROVOD_THREAD_AFFINITY", list)...)
+			if err == nil {
+				e.Shutdown(ctx)
+			}
+			if err == nil || !strings.Contains(err.Error(), want) {
+				t.Errorf("%s: rank %d: got error %v, want one with %q", list, r, err, want)
+			}
+		})
+	}
+}

@@ -162,7 +162,7 @@ type Config struct {
 	LogHideTime bool
 	// LogFormat is "console", "json", or "auto", which means console on a terminal and json elsewhere.
 	LogFormat string
-	// ThreadAffinity holds, for each local rank, the number of the core for its background thread. If it is
+	// ThreadAffinity holds, for each local rank, the number of the core for its background threads. If it is
 	// empty, threads are not pinned.
 	ThreadAffinity []int
 	// PS has the settings of a node of the parameter server.

@@ -202,7 +202,8 @@ var settings = []Setting{
 		Flags:     []Flag{{Name: "thread-affinity", Arg: "CORES"}},
 		Otherwise: "not pinned",
 		Doc: "processor cores to which the ranks of a host pin their background threads: one core for " +
-			"each local rank, in the order of local ranks, as in 0,2,4",
+			"each local rank, in the order of local ranks, as in 0,2,4. Init fails if the list is shorter " +
+			"than the number of ranks on the host, or if the process may not run on its core",
 		kind: cores(func(c *Config) *[]int { return &c.ThreadAffinity }),
 	},
 	{

@@ -286,8 +286,8 @@ func (r *Rank) configure(cfg *config.Config, o *Options, sets []controller.Set, 
 	if err := r.Place.Validate(); err != nil {
 		return ecfg, err
 	}
-	if n := r.Place.LocalRank; n < len(cfg.ThreadAffinity) {
-		ecfg.Cores = cfg.ThreadAffinity[n : n+1]
+	if ecfg.Cores, err = threadCores(cfg.ThreadAffinity, r.Place, affinity()); err != nil {
+		return ecfg, err
 	}
 	ecfg.Backends = Backends(r.mpi, r.session, ecfg.Mesh, cfg, overTCP,
 		ops.Oversubscribed(ecfg.LocalProcesses, ecfg.Processors))

@@ -336,6 +336,32 @@ func listenShared(cfg *SessionConfig) (*shm.Endpoint, shm.Offer) {
 	return e, e.Offer()
 }
 
+// threadCores returns the core to which a rank at place pins its background threads, or none if they are not
+// pinned. list has a core for each rank of the host. allowed holds the processors on which this process may
+// run, or is nil if that is unknown.
+func threadCores(list []int, place topo.Topology, allowed []uint64) ([]int, error) {
+	const name = "HOROVOD_THREAD_AFFINITY"
+	switch {
+	case len(list) == 0:
+		return nil, nil
+	case len(list) < place.LocalSize:
+		return nil, fmt.Errorf("%s: got %s for %d ranks on this host, want a core for each of them", name,
+			topo.FormatRuns("core", list), place.LocalSize)
+	}
+	core := list[place.LocalRank]
+	if allowed == nil || core/64 < len(allowed) && allowed[core/64]>>(core%64)&1 != 0 {
+		return []int{core}, nil
+	}
+	var may []int
+	for i := range 64 * len(allowed) {
+		if allowed[i/64]>>(i%64)&1 != 0 {
+			may = append(may, i)
+		}
+	}
+	return nil, fmt.Errorf("%s: got core %d for local rank %d, but this process may run only on %s", name, core,
+		place.LocalRank, topo.FormatRuns("core", may))
+}
+
 // affinity returns the processors on which this process may run, as a bit set. It returns nil if the kernel
 // does not say.
 func affinity() (set []uint64) {

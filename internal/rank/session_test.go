@@ -348,6 +348,36 @@ func TestBackends(t *testing.T) {
 	}
 }
 
+func TestThreadCores(t *testing.T) {
+	for _, c := range []struct {
+		list        []int
+		local, size int
+		allowed     []uint64
+		core        []int
+		err         string
+	}{
+		{nil, 0, 2, []uint64{3}, nil, ""},
+		{[]int{1, 0}, 0, 2, []uint64{3}, []int{1}, ""},
+		{[]int{1, 0, 99}, 1, 2, []uint64{3}, []int{0}, ""},
+		{[]int{1, 64}, 1, 2, []uint64{0, 1}, []int{64}, ""},
+		{[]int{99}, 0, 1, nil, []int{99}, ""},
+		{[]int{1}, 0, 2, []uint64{3}, nil,
+			"HOROVOD_THREAD_AFFINITY: got core 1 for 2 ranks on this host, want a core for each of them"},
+		{[]int{0, 2}, 2, 3, []uint64{7}, nil, "got cores 0 and 2 for 3 ranks on this host"},
+		{[]int{0, 99}, 1, 2, []uint64{3}, nil, "HOROVOD_THREAD_AFFINITY: got core 99 for local rank 1, " +
+			"but this process may run only on cores 0 and 1"},
+		{[]int{0}, 0, 1, []uint64{2}, nil, "got core 0 for local rank 0, but this process may run only on core 1"},
+		{[]int{0}, 0, 1, []uint64{14, 1}, nil, "may run only on cores 1-3 and 64"},
+	} {
+		core, err := threadCores(c.list, topo.Topology{LocalRank: c.local, LocalSize: c.size}, c.allowed)
+		if !slices.Equal(core, c.core) || (err == nil) != (c.err == "") ||
+			err != nil && !strings.Contains(err.Error(), c.err) {
+			t.Errorf("%v for local rank %d of %d on %b: got %v and error %v, want %v and %q", c.list, c.local, c.size,
+				c.allowed, core, err, c.core, c.err)
+		}
+	}
+}
+
 // The affinity of this process has as many processors as Go has found when it started.
 func TestAffinity(t *testing.T) {
 	if n := processorsOf([]rendezvous.Record{{Processors: affinity()}}, ""); n != runtime.NumCPU() {

@@ -12,9 +12,12 @@ const maxRuns = 10
 // FormatRanks formats ranks for reports and errors, as "rank 3", "ranks 0 and 1" or "ranks 0-2, 5 and 7". The
 // ranks must be in ascending order. If there are more than 10 runs of consecutive ranks, the text lists only
 // 10 and ends with the number of the other ranks, as "and 7 more".
-func FormatRanks[R ~int | ~int32](ranks []R) string {
+func FormatRanks[R ~int | ~int32](ranks []R) string { return FormatRuns("rank", ranks) }
+
+// FormatRuns formats numbers of things such as cores as FormatRanks formats ranks. noun is the word for one.
+func FormatRuns[R ~int | ~int32](noun string, numbers []R) string {
 	var runs []string
-	rest := ranks
+	rest := numbers
 	for len(rest) > 0 && len(runs) < maxRuns {
 		n := 1
 		for n < len(rest) && rest[n] == rest[n-1]+1 {
@@ -33,12 +36,12 @@ func FormatRanks[R ~int | ~int32](ranks []R) string {
 	}
 	last := len(runs) - 1
 	switch {
-	case len(ranks) == 0:
-		return "no ranks"
-	case len(ranks) == 1:
-		return "rank " + runs[0]
+	case len(numbers) == 0:
+		return "no " + noun + "s"
+	case len(numbers) == 1:
+		return noun + " " + runs[0]
 	case last == 0:
-		return "ranks " + runs[0]
+		return noun + "s " + runs[0]
 	}
-	return "ranks " + strings.Join(runs[:last], ", ") + " and " + runs[last]
+	return noun + "s " + strings.Join(runs[:last], ", ") + " and " + runs[last]
 }
