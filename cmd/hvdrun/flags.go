@@ -58,6 +58,9 @@ func (r *runner) jobFlags() group {
 	f.StringVar(&r.metricsAddr, "metrics-addr", "",
 		"address `ADDR`, as host:port, at which hvdrun serves the metrics of all ranks for Prometheus (docs/metrics.md). The default host is "+
 			"127.0.0.1. 0.0.0.0:PORT listens on all interfaces. Every client that can reach ADDR can read the metrics")
+	f.BoolVar(&r.tcp, "tcp", false,
+		"use TCP and not InfiniBand: set NCCL_IB_DISABLE=1 for NCCL and, with --mpi, the networks of MPI (docs/mpi.md). gohvd's "+
+			"own connections between hosts always use TCP")
 	f.BoolVar(&r.verbose, "verbose", false, "log what hvdrun does")
 	f.BoolVar(&r.checkBuild, "check-build", false, "print the features of this build and exit; also -cb")
 	return g

@@ -93,8 +93,9 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 
 	options := launch.Options{
 		NP: j.np, Nodes: j.nodes, Hosts: j.hosts, Command: j.command, Env: r.env,
-		Set: slices.Concat(r.extra, r.logFormat(&j.settings), sidecarBinary(&j.settings, j.several),
-			timelineSignal(&j.settings), j.recovery, j.settings.ForRanks()),
+		Set: slices.Concat(r.onlyTCP(), r.extra, r.logFormat(&j.settings),
+			sidecarBinary(&j.settings, j.several), timelineSignal(&j.settings), j.recovery,
+			j.settings.ForRanks()),
 		Verdict: reports.verdict, Restarted: reports.restarted,
 		StoreAddrs: addrs, Secret: text, TLS: j.settings.TLS, TorchStore: torch,
 		Reach: r.where.reach, AgentPath: path, Start: j.settings.StartTimeout,
@@ -279,6 +280,18 @@ func timelineSignal(settings *config.Config) []string {
 		return nil
 	}
 	return []string{name + "=" + settings.TimelineSignal}
+}
+
+// onlyTCP returns the variables by which --tcp makes NCCL and, with --mpi, Open MPI and UCX use only TCP
+// between hosts. Without --tcp it returns nil.
+func (r *runner) onlyTCP() []string {
+	switch {
+	case !r.tcp:
+		return nil
+	case !r.mpi.on:
+		return []string{"NCCL_IB_DISABLE=1"}
+	}
+	return []string{"NCCL_IB_DISABLE=1", "OMPI_MCA_pml=ob1", "OMPI_MCA_btl=self,vader,tcp", "UCX_TLS=tcp,self,sm"}
 }
 
 // logFormat returns the variable that makes ranks log in the console format, if the format is auto and

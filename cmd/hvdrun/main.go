@@ -66,6 +66,7 @@ type runner struct {
 	outputDir   string
 	tagOutput   bool
 	timestamp   bool
+	tcp         bool
 	verbose     bool
 	torchStore  string
 	metricsAddr string

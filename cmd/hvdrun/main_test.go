@@ -338,6 +338,25 @@ func TestOutputIsUnchanged(t *testing.T) {
 	}
 }
 
+// TestTCP checks that --tcp sets the variable of NCCL, and that a value that the user sets takes precedence.
+func TestTCP(t *testing.T) {
+	for _, c := range []struct {
+		flags []string
+		want  string
+	}{
+		{nil, "\n"},
+		{[]string{"--tcp"}, "1\n"},
+		{[]string{"--tcp=false"}, "\n"},
+		{[]string{"--tcp", "-x", "NCCL_IB_DISABLE=0"}, "0\n"},
+	} {
+		args := append([]string{"-np", "1", "--tag-output=false"}, c.flags...)
+		stdout, stderr, status := output(t, append(args, "sh", "-c", "echo $NCCL_IB_DISABLE$OMPI_MCA_btl")...)
+		if status != 0 || stderr != "" || stdout != c.want {
+			t.Errorf("%q: got exit status %d, %q and %q, want %q", c.flags, status, stdout, stderr, c.want)
+		}
+	}
+}
+
 func TestStatusOfTheJob(t *testing.T) {
 	for _, c := range []struct {
 		args []string

@@ -27,7 +27,6 @@ const (
 	noElastic   = "this version has no elastic jobs"
 	noTorus     = "this version has no torus algorithm"
 	noJsrun     = "hvdrun does not run jsrun; --mpi runs mpirun (docs/mpi.md)"
-	noTCP       = "choose the networks of MPI with --mpi-args, such as \"--mca btl self,tcp\" for Open MPI"
 	noSpark     = "gohvd has no Spark integration"
 	noPreflight = "hvdrun does not check the network before the start; HOROVOD_GLOO_TIMEOUT_SECONDS limits Init"
 	noSecret    = "each job has a secret of its own: see HVD_SECRET_FILE"
@@ -45,7 +44,6 @@ var inerts = []Inert{
 	{"HOROVOD_ENABLE_XLA_OPS", "", "0", "", "gohvd does not run inside TensorFlow"},
 	{"HOROVOD_ADASUM_MPI_CHUNK_SIZE", "", "1073741824", "", "gohvd has no Adasum over MPI"},
 	{"", "", "", "jsrun", noJsrun},
-	{"", "", "", "tcp", noTCP},
 	{"HOROVOD_CCL_CACHE", "", "0", "", "this version has no oneCCL"},
 	{"HOROVOD_ELASTIC", "", "0", "host-discovery-script slots-per-host reset-limit blacklist-cooldown-range",
 		noElastic},

@@ -44,17 +44,17 @@ func sameWeights(t *testing.T, l testmpi.Library, out string, n int) {
 }
 
 // hvdrun --mpi starts the ranks with mpirun. They use MPI without further settings, and mpirun labels their
-// output and gets the arguments that are meant for it.
+// output and gets the arguments and the variables that are meant for it.
 func TestHvdrunWithMPI(t *testing.T) {
 	testmpi.Each(t, func(t *testing.T, l testmpi.Library) {
 		program := l.Build(t, "build", "./examples/digits")
 		file := filepath.Join(t.TempDir(), "timeline.json")
-		arg, variable := "-x GIVEN=yes", "GIVEN"
+		arg, tcp := "-x GIVEN=yes", "$OMPI_MCA_pml,$OMPI_MCA_btl = ob1,self,vader,tcp"
 		if l.Name == "mpich" {
-			arg = "-env GIVEN yes"
+			arg, tcp = "-env GIVEN yes", "$UCX_TLS = tcp,self,sm"
 		}
-		j := underMPI(t, l, "--timeline-filename", file, "--mpi-args", arg, "sh", "-c",
-			`test "$`+variable+`" = yes && exec "$0" -epochs 2`, program)
+		j := underMPI(t, l, "--timeline-filename", file, "--mpi-args", arg, "--tcp", "sh", "-c",
+			`test $GIVEN = yes && test `+tcp+` && exec "$0" -epochs 2`, program)
 		if status := j.wait(); status != 0 {
 			t.Errorf("hvdrun ended with status %d", status)
 		}
