@@ -487,6 +487,41 @@ func TestPrecedence(t *testing.T) {
 	}
 }
 
+// TestFlagThatAdds checks that --network-interface adds to the flags before it, as in Horovod, and that it
+// warns once. The flags before a settings file with the setting do not count.
+func TestFlagThatAdds(t *testing.T) {
+	const name = "HOROVOD_GLOO_IFACE"
+	file := write(t, "library_options: {network_interfaces: eth9}")
+	one := func(value string) config.FlagValue {
+		return config.FlagValue{Flag: "--network-interface", Name: name, Value: value}
+	}
+	list := config.FlagValue{Flag: "--network-interfaces", Name: name, Value: "eth0,eth1"}
+	other := config.FlagValue{Flag: "--config-file", Name: config.FileVariable, Value: file}
+	for _, c := range []struct {
+		flags []config.FlagValue
+		want  string
+	}{
+		{[]config.FlagValue{one("ib0")}, "ib0"},
+		{[]config.FlagValue{one("ib0"), one("ib1,ib2"), one("10.0.0.0/8")}, "ib0,ib1,ib2,10.0.0.0/8"},
+		{[]config.FlagValue{list, one("ib0")}, "eth0,eth1,ib0"},
+		{[]config.FlagValue{one("ib0"), list}, "eth0,eth1"},
+		{[]config.FlagValue{one("ib0"), other}, "eth9"},
+		{[]config.FlagValue{one("ib0"), other, one("ib1"), one("ib2")}, "ib1,ib2"},
+	} {
+		src := config.Sources{Environ: []string{name + "=lo"}, Flags: c.flags, Launcher: true}
+		if slices.Contains(c.flags, other) {
+			src.Environ = nil // it would take precedence over the file
+		}
+		got, err := config.Load(src)
+		if err != nil || strings.Join(got.NetworkInterfaces, ",") != c.want {
+			t.Errorf("%v: got %q and error %v, want %s", c.flags, got.NetworkInterfaces, err, c.want)
+		}
+		if len(got.Warnings) != 1 {
+			t.Errorf("%v: got warnings %q, want one", c.flags, got.Warnings)
+		}
+	}
+}
+
 // TestForRanks checks that the ranks get the values of hvdrun's flags, and that they do not repeat warnings
 // that hvdrun has printed.
 func TestForRanks(t *testing.T) {

@@ -88,25 +88,31 @@ func (l *loader) flags(file map[string]value) {
 			last = i
 		}
 	}
-	for i, f := range l.src.Flags {
-		if instead := deprecated(f); instead != "" {
-			l.warnings = append(l.warnings, warning{f.Flag, fmt.Sprintf("%s is deprecated: use --%s", f.Flag,
-				instead)})
+	for i, v := range l.src.Flags {
+		f := flagOf(v)
+		w := warning{v.Flag, fmt.Sprintf("%s is deprecated: use --%s", v.Flag, f.Instead)}
+		if f.Instead != "" && !slices.Contains(l.warnings, w) {
+			l.warnings = append(l.warnings, w)
 		}
-		if _, ok := file[f.Name]; !ok || i > last {
-			l.given[f.Name] = value{f.Value, Origin{Source: FromFlag, Flag: f.Flag}}
+		if _, ok := file[v.Name]; ok && i < last {
+			continue
 		}
+		text := v.Value
+		if before := l.given[v.Name]; f.Adds && before.origin.Source == FromFlag {
+			text = before.text + "," + text
+		}
+		l.given[v.Name] = value{text, Origin{Source: FromFlag, Flag: v.Flag}}
 	}
 }
 
-func deprecated(v FlagValue) string {
+// flagOf returns the row of the flag, or the zero Flag for a flag such as -x that can set every setting.
+func flagOf(v FlagValue) Flag {
 	s, _ := Lookup(v.Name)
-	for _, f := range s.Flags {
-		if "--"+f.Name == v.Flag {
-			return f.Instead
-		}
+	i := slices.IndexFunc(s.Flags, func(f Flag) bool { return "--"+f.Name == v.Flag })
+	if i < 0 {
+		return Flag{}
 	}
-	return ""
+	return s.Flags[i]
 }
 
 func (l *loader) api() error {

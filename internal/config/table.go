@@ -44,6 +44,8 @@ type Flag struct {
 	// Means is the value that the setting gets if the user passes the switch. The value has the form of the
 	// environment.
 	Means string
+	// Adds says that the flag adds its value to that of the flags before it, with a comma between them.
+	Adds bool
 	// Instead is the flag that replaces this flag, if this flag is deprecated. Otherwise it is empty.
 	Instead string
 }
@@ -161,10 +163,12 @@ var settings = []Setting{
 		Name: "HOROVOD_GLOO_IFACE", Section: sectionStart, Scope: PerProcess,
 		Key: "library_options.network_interfaces",
 		Flags: []Flag{{Name: "network-interfaces", Arg: "LIST"}, {Name: "network-interface", Arg: "LIST",
-			Instead: "network-interfaces"}},
+			Instead: "network-interfaces", Adds: true}},
 		Otherwise: "the interface of the route to the address where the ranks meet",
 		Doc: "network interfaces that ranks may listen on: names, addresses or networks, separated by " +
-			"commas, as in eth0,10.0.0.0/8. Each host uses its first address that matches",
+			"commas, as in eth0,10.0.0.0/8. Each host uses its first address that matches. As in NCCL's " +
+			"variable NCCL_SOCKET_IFNAME, eth stands for eth0 and eth1 unless there is an interface eth, =eth0 " +
+			"does not stand for eth01, and ^docker,lo stands for all interfaces except those",
 		kind: interfaces(func(c *Config) *[]string { return &c.NetworkInterfaces }),
 	},
 	{
@@ -798,8 +802,9 @@ var settings = []Setting{
 	{
 		Name: "DMLC_INTERFACE", Section: sectionServer, Scope: PerProcess,
 		Otherwise: "the interface of the route to the scheduler",
-		Doc:       "network interface on which this server listens: a name, an address or a network",
-		kind:      interfaces(func(c *Config) *[]string { return &c.PS.Interfaces }),
+		Doc: "network interface on which this server listens: a name, an address or a network, in the forms " +
+			"of HOROVOD_GLOO_IFACE",
+		kind: interfaces(func(c *Config) *[]string { return &c.PS.Interfaces }),
 	},
 	{
 		Name: "PORT", Section: sectionServer, Scope: PerProcess,

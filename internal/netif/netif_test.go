@@ -60,11 +60,17 @@ func TestInterfaces(t *testing.T) {
 		"":                             fmt.Sprintf("[%s 10.98.0.1]", host.Addr),
 		"up0":                          "[10.98.0.1]",
 		"10.0.0.0/8":                   fmt.Sprintf("[%s 10.98.0.1]", host.Addr),
+		"u":                            "[10.98.0.1]",
+		"^up,lo":                       fmt.Sprintf("[%s]", host.Addr),
+		"^up,10.98.0.0/16":             fmt.Sprintf("[%s 127.0.0.1 ::1]", host.Addr),
 		"up0," + testnet.HostInterface: fmt.Sprintf("[10.98.0.1 %s]", host.Addr),
 	} {
 		if got := sh(list, self); got != want {
 			t.Errorf("%q: got %s, want %s", list, got, want)
 		}
+	}
+	if got := sh("^0.0.0.0/0,::/0", self); !strings.Contains(got, "network interfaces ^0.0.0.0/0,::/0: none is up") {
+		t.Errorf("everything excluded: got %s", got)
 	}
 	if got := sh("down0", self); !strings.Contains(got, "network interfaces down0: none is up on this host") {
 		t.Errorf("an interface that is down: got %s", got)
@@ -77,14 +83,16 @@ func TestChoice(t *testing.T) {
 	have := []own{
 		{"lo", addr("127.0.0.1")}, {"lo", addr("::1")}, {"eth0", addr("10.1.2.3")},
 		{"eth0", addr("2001:db8::5")},
-		{"ib0", addr("192.168.7.9")}, {"ib0", addr("10.1.2.3")},
+		{"ib0", addr("192.168.7.9")}, {"ib0", addr("10.1.2.3")}, {"eth0.10", addr("172.16.0.1")},
+		{"down1", addr("172.17.0.1")},
 	}
+	names := []string{"lo", "eth0", "ib0", "eth0.10", "down", "down1"}
 	for _, test := range []struct {
 		list []string
 		want []string
 	}{
-		{nil, []string{"10.1.2.3", "2001:db8::5", "192.168.7.9"}},
-		{[]string{" ", ""}, []string{"10.1.2.3", "2001:db8::5", "192.168.7.9"}},
+		{nil, []string{"10.1.2.3", "2001:db8::5", "192.168.7.9", "172.16.0.1", "172.17.0.1"}},
+		{[]string{" ", ""}, []string{"10.1.2.3", "2001:db8::5", "192.168.7.9", "172.16.0.1", "172.17.0.1"}},
 		{[]string{"ib0", " eth0 "}, []string{"192.168.7.9", "10.1.2.3", "2001:db8::5"}},
 		{[]string{"lo"}, []string{"127.0.0.1", "::1"}},
 		{[]string{"192.168.0.0/16"}, []string{"192.168.7.9"}},
@@ -92,7 +100,16 @@ func TestChoice(t *testing.T) {
 		{[]string{"eth9", "2001:db8::/32"}, []string{"2001:db8::5"}},
 		{[]string{"10.1.2.3"}, []string{"10.1.2.3"}},
 		{[]string{"10.1.2.4"}, nil},
-		{[]string{"eth"}, nil},
+		{[]string{"eth"}, []string{"10.1.2.3", "2001:db8::5", "172.16.0.1"}},
+		{[]string{"eth0.1"}, []string{"172.16.0.1"}}, // eth0.1 is not among the addresses, but eth0.10 is
+		{[]string{"eth0"}, []string{"10.1.2.3", "2001:db8::5"}},
+		{[]string{"down"}, nil}, // an interface of this name exists, so it does not stand for down1
+		{[]string{"=eth"}, nil},
+		{[]string{"=ib0", "l"}, []string{"192.168.7.9", "10.1.2.3"}},
+		{[]string{"ib", "=l"}, []string{"192.168.7.9", "10.1.2.3"}},
+		{[]string{"^ib"}, []string{"10.1.2.3", "2001:db8::5", "172.16.0.1", "172.17.0.1", "127.0.0.1", "::1"}},
+		{[]string{"^ib", "^eth0", "down1", "lo"}, []string{"172.16.0.1"}},
+		{[]string{"^=ib", "l", "172.16.0.0/12", "2001:db8::5"}, []string{"10.1.2.3", "192.168.7.9", "127.0.0.1", "::1"}},
 	} {
 		c, err := Parse(test.list)
 		if err != nil {
@@ -100,7 +117,7 @@ func TestChoice(t *testing.T) {
 			continue
 		}
 		var got []string
-		for _, a := range c.of(have) {
+		for _, a := range c.of(have, names) {
 			got = append(got, a.String())
 		}
 		if !slices.Equal(got, test.want) {
@@ -109,9 +126,17 @@ func TestChoice(t *testing.T) {
 	}
 }
 
+func TestText(t *testing.T) {
+	for _, list := range []string{"eth0,10.0.0.0/8", "=eth0", "^docker,lo", "^=docker0,=lo"} {
+		if c, err := Parse(strings.Split(list, ",")); err != nil || c.String() != list {
+			t.Errorf("%s: got %s and error %v", list, c, err)
+		}
+	}
+}
+
 func TestParseRefuses(t *testing.T) {
 	for _, text := range []string{"10.0.0.0/33", "eth0/8", "an interface", "a:b", "sixteen-letters-",
-		"10.0.0.0/8/8"} {
+		"10.0.0.0/8/8", "^docker", "^", "=", "=^ib", "==ib"} {
 		if c, err := Parse([]string{"eth0", text}); err == nil || !strings.Contains(err.Error(), text) {
 			t.Errorf("%q: got %v, %v, want an error with it", text, c, err)
 		}
