@@ -38,7 +38,8 @@ var inerts = []Inert{
 	{"HOROVOD_TORUS_ALLREDUCE", "params.torus_allreduce", "0", "torus-allreduce no-torus-allreduce",
 		noTorus},
 	{"HOROVOD_BATCH_D2D_MEMCOPIES", "", "1", "",
-		"gohvd has no CUDA kernels; it copies each tensor by itself (cudaMemcpyAsync)"},
+		"gohvd has no CUDA kernels; one call of CUDA enqueues the copies of a fused operation, if the driver and the " +
+			"runtime are 12.8 or newer (docs/nccl.md)"},
 	{"HOROVOD_DISABLE_NVTX_RANGES", "", "0", "",
 		"gohvd records no NVTX ranges; its timeline shows operations and their phases (HOROVOD_TIMELINE)"},
 	{"HOROVOD_ENABLE_XLA_OPS", "", "0", "", "gohvd does not run inside TensorFlow"},
@@ -53,7 +54,7 @@ var inerts = []Inert{
 	{"HOROVOD_SECRET_KEY", "", "", "", noSecret},
 	{"_HOROVOD_SECRET_KEY", "", "", "", noSecret},
 	{"DMLC_PS_VAN_TYPE", "", "zmq", "",
-		"nodes always use TCP; the priority of a request, as of the van p3, always counts"},
+		"nodes of one host use Unix sockets and shared memory, others TCP (docs/ps.md); the priority of a request, as of the van p3, always counts"},
 	{"PS_DROP_MSG", "", "0", "",
 		"tests of this module inject faults by rule and seed (internal/transport/faulty)"},
 	{"HOROVOD_SPARK_START_TIMEOUT", "", "600", "", noSpark},

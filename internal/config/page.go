@@ -51,11 +51,11 @@ An invalid value or an unknown key in the file is an error. An unknown variable 
 const pageInert = `
 ## Names that have no effect
 
-Horovod has these settings, and gohvd ignores them. If a variable, or a key in the file, has another value
-than Horovod's default, gohvd warns. hvdrun refuses a flag that turns on a missing feature, and accepts a flag
-that turns it off.
+Horovod or ps-lite has these settings, and gohvd ignores them. If a variable, or a key in the file, has
+another value than the default there, gohvd warns. hvdrun refuses a flag that turns on a missing feature, and
+accepts a flag that turns it off.
 
-| Variable | Key in the file | Horovod's default | Flags of horovodrun | Why it has no effect |
+| Variable | Key in the file | Default there | Flags of horovodrun | Why it has no effect |
 |---|---|---|---|---|
 `
 

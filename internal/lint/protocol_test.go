@@ -4,7 +4,9 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"reflect"
 	"regexp"
+	"slices"
 	"strings"
 	"testing"
 
@@ -95,6 +97,52 @@ func TestProtocolNumbers(t *testing.T) {
 		}
 		if row := fmt.Sprintf("| %d %s |", i+1, name); !strings.Contains(string(text), row) {
 			t.Errorf("docs/negotiation.md lacks a row %q", row)
+		}
+	}
+}
+
+// rows returns the first column of the tables in a section of a page, without their titles.
+func rows(t *testing.T, file, section string) (first []string) {
+	t.Helper()
+	text, err := os.ReadFile(filepath.Join("../..", file))
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, after, found := strings.Cut(string(text), section+"\n")
+	if !found {
+		t.Fatalf("%s lacks %q", file, section)
+	}
+	after, _, _ = strings.Cut(after, "\n#")
+	_, after, _ = strings.Cut(after, "|---")
+	for line := range strings.Lines(after) {
+		if cells := strings.Split(line, "|"); len(cells) > 3 && !strings.HasPrefix(cells[1], "--") {
+			first = append(first, strings.TrimSpace(cells[1]))
+		}
+	}
+	return first
+}
+
+// The pages name every kind of operation whose requests are compared, every value that rank 0 can change, and
+// every backend.
+func TestPagesAreComplete(t *testing.T) {
+	compared := strings.Join(rows(t, "docs/negotiation.md", "### Agreement"), ", ")
+	for k := range message.Kind(message.NumKinds) {
+		sets := k == message.AddProcessSet || k == message.RemoveProcessSet
+		if (k.MovesData() || sets) && !slices.Contains(strings.Split(compared, ", "), k.String()) {
+			t.Errorf("docs/negotiation.md does not say what is compared for %v", k)
+		}
+	}
+	fields := reflect.TypeFor[message.Tuning]().NumField()
+	if values := rows(t, "docs/negotiation.md", "## Tuning"); len(values) != fields {
+		t.Errorf("docs/negotiation.md: a cycle can change %q, want %d values", values, fields)
+	}
+	glossary, err := os.ReadFile("../../docs/glossary.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for b := range message.Backend(message.NumBackends) {
+		if name := fmt.Sprintf("(`%v`)", b); b > 0 && !strings.Contains(string(glossary), name) {
+			t.Errorf("docs/glossary.md lacks the backend %s", name)
 		}
 	}
 }
