@@ -154,8 +154,8 @@ var settings = []Setting{
 		Key:     "library_options.tls",
 		Flags:   onOff("tls"),
 		Default: "0",
-		Doc: "encrypt every connection between processes with TLS 1.3. The certificates are derived " +
-			"from the job's secret, so a job without a secret does not start",
+		Doc: "encrypt every connection between processes with TLS 1.3, except those that MPI and NCCL make. The " +
+			"certificates are derived from the job's secret, so a job without a secret does not start",
 		Raise: "Turning it on slows down transfers over TCP (docs/performance.md).",
 		kind:  boolOf(func(c *Config) *bool { return &c.TLS }),
 	},
@@ -587,7 +587,7 @@ var settings = []Setting{
 		Name: "HVD_FLIGHT_RECORDER", Section: sectionSee, Scope: PerJob,
 		Key:     "flight_recorder.enabled",
 		Default: "1",
-		Doc:     "record the last 10000 operations in memory, for reports on stalls and failures",
+		Doc:     "record the operations of the last 10000 tensors in memory, for reports on stalls and failures",
 		Raise:   "Turning it off saves 1.3 MB of memory per rank and a few nanoseconds per tensor.",
 		kind:    boolOf(func(c *Config) *bool { return &c.FlightRecorder }),
 	},

@@ -17,8 +17,7 @@ import (
 	"github.com/gohvd/gohvd/internal/trace"
 )
 
-// DefaultOperations is the default number of operations that a rank keeps: about 60 steps of ResNet-50, in
-// 1.3 MB.
+// DefaultOperations is the default number of slots of a Recorder: about 60 steps of ResNet-50, in 1.3 MB.
 const DefaultOperations = 10000
 
 // Recorder keeps the last operations of a rank in slots. An operation takes one slot for each of its tensors.
