@@ -507,8 +507,9 @@ var settings = []Setting{
 		Key:     "params.hierarchical_allreduce",
 		Flags:   onOff("hierarchical-allreduce"),
 		Default: "1",
-		Doc: "run allreduce, reducescatter and broadcast on two levels if the ranks are on several hosts: " +
-			"in shared memory inside each host, and over TCP between hosts. Unlike in Horovod it is on by " +
+		Doc: "run allreduce, reducescatter and broadcast on two levels if the ranks are on several hosts, and " +
+			"several of them on one host: in shared memory inside each host, and over TCP between hosts. For " +
+			"a reducescatter, the ranks of each host must be consecutive. Unlike in Horovod it is on by " +
 			"default. In deterministic mode, reductions always run on one level, and so do operations whose " +
 			"algorithm HVD_ALGORITHM chooses. It has no effect on tensors on CUDA devices that NCCL moves " +
 			"(docs/decisions.md)",
