@@ -1,0 +1,224 @@
+// Package rundir makes the folders for files that a process needs only while it runs, such as sockets and
+// files with secrets. Only this user can open them.
+//
+// The folders are in the user's runtime folder, which all processes of a user with the same environment
+// share. This is the first of these folders that can be used:
+//
+//  1. gohvd in XDG_RUNTIME_DIR;
+//  2. gohvd-UID in os.TempDir().
+//
+// A folder can be used if it belongs to this user and has the mode 0700. In a folder such as /tmp any user
+// can take the name of the second one. If neither can be used, New makes a folder with a random name in
+// os.TempDir(). Other processes cannot compute its path. A process that tells them the path must do so over
+// an authenticated connection, or they must check that the files in the folder are what they look for.
+//
+// Invariants of a Dir:
+//
+//  1. A process holds a lock on its folder, which the kernel releases when the process ends. So a folder in
+//     the runtime folder that nobody has locked has been abandoned, and the next call of New removes it.
+//  2. No other process removes a folder that is locked.
+package rundir
+
+import (
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+
+	"golang.org/x/sys/unix"
+)
+
+const (
+	permDir = 0o700
+	// prefix is the beginning of the names of the folders of processes.
+	prefix = "p"
+	// maxSwept is the maximum number of names that New checks in the runtime folder.
+	maxSwept = 1000
+	// maxTries is how often New makes a folder again because another process took the last one for abandoned.
+	maxTries = 1000
+)
+
+// Dir is a folder of one process. Its methods are safe for concurrent use.
+type Dir struct {
+	path string
+	fd   int // the locked folder, or -1 if the folder is not in the runtime folder
+
+	closing sync.Once
+	err     error
+}
+
+// Shared returns the path of the user's runtime folder, and makes the folder if it does not exist. The
+// parameter xdg is the value of XDG_RUNTIME_DIR, or "". If no runtime folder can be used, the error says why.
+func Shared(xdg string) (string, error) {
+	var unusable []error
+	if filepath.IsAbs(xdg) {
+		path := filepath.Join(xdg, "gohvd")
+		err := private(path)
+		if err == nil {
+			return path, nil
+		}
+		unusable = append(unusable, err)
+	}
+	temp, err := temporary()
+	if err != nil {
+		return "", err
+	}
+	path := filepath.Join(temp, "gohvd-"+strconv.Itoa(os.Geteuid()))
+	if err = private(path); err == nil {
+		return path, nil
+	}
+	return "", fmt.Errorf("no runtime folder can be used: %w; set TMPDIR or XDG_RUNTIME_DIR to a folder in which "+
+		"only this user can create files", errors.Join(append(unusable, err)...))
+}
+
+// temporary returns the absolute path of the folder for temporary files. It makes the folder if it does not
+// exist, because a container image that is made from scratch has none.
+func temporary() (string, error) {
+	path, err := filepath.Abs(os.TempDir())
+	if err != nil {
+		return "", err
+	}
+	if err := os.MkdirAll(path, permDir); err != nil {
+		return "", fmt.Errorf("%w (set TMPDIR to choose another folder)", err)
+	}
+	return path, nil
+}
+
+// private makes the folder path if it does not exist. If other users can create files in the folder, or can
+// replace it, private returns an error.
+func private(path string) error {
+	if err := os.Mkdir(path, permDir); err != nil && !errors.Is(err, fs.ErrExist) {
+		return err
+	}
+	var st unix.Stat_t
+	if err := unix.Lstat(path, &st); err != nil {
+		return fmt.Errorf("%s: %w", path, err)
+	}
+	if st.Mode&unix.S_IFMT != unix.S_IFDIR || st.Uid != uint32(os.Geteuid()) || st.Mode&0o077 != 0 {
+		return fmt.Errorf("%s has mode %#o and owner %d, want a folder with mode 0700 and owner %d", path,
+			st.Mode, st.Uid, os.Geteuid())
+	}
+	return nil
+}
+
+// New makes a folder for this process. Before that, it removes the folders of processes of this user that
+// have been killed. The parameter xdg is the value of XDG_RUNTIME_DIR, or "". The caller must call Close.
+func New(xdg string) (*Dir, error) {
+	shared, unusable := Shared(xdg)
+	if unusable != nil {
+		temp, err := temporary()
+		if err != nil {
+			return nil, err
+		}
+		path, err := os.MkdirTemp(temp, "gohvd-")
+		if err != nil {
+			return nil, errors.Join(err, unusable)
+		}
+		return &Dir{path: path, fd: -1}, nil
+	}
+	if err := sweep(shared); err != nil {
+		return nil, err
+	}
+	for range maxTries {
+		d, err := create(shared)
+		if d != nil || err != nil {
+			return d, err
+		}
+	}
+	return nil, fmt.Errorf("other processes have removed %d new folders in %s", maxTries, shared)
+}
+
+// create makes a folder with a random name in the folder shared and locks it. If another process has taken
+// the folder for abandoned before it was locked, create returns nil.
+func create(shared string) (*Dir, error) {
+	var random [8]byte
+	if _, err := rand.Read(random[:]); err != nil {
+		return nil, err
+	}
+	path := filepath.Join(shared, prefix+hex.EncodeToString(random[:]))
+	if err := os.Mkdir(path, permDir); err != nil {
+		return nil, err
+	}
+	fd, err := open(path)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, errors.Join(err, os.Remove(path))
+	}
+	// If the file system has no locks, the folder stays unlocked. Then no process can lock and remove it.
+	if lock(fd) == unix.EWOULDBLOCK {
+		return nil, unix.Close(fd)
+	}
+	if _, err := os.Lstat(path); err != nil {
+		return nil, unix.Close(fd) // removed before it was locked
+	}
+	return &Dir{path: path, fd: fd}, nil
+}
+
+// sweep removes the folders of processes that have ended from the folder shared. It checks only the first
+// thousand names there. A folder that cannot be removed stays, because it does not disturb this process.
+func sweep(shared string) error {
+	d, err := os.Open(shared)
+	if err != nil {
+		return err
+	}
+	defer d.Close()
+	entries, err := d.ReadDir(maxSwept)
+	if err != nil && !errors.Is(err, io.EOF) {
+		return err
+	}
+	for _, entry := range entries {
+		path := filepath.Join(shared, entry.Name())
+		if !entry.IsDir() || !strings.HasPrefix(entry.Name(), prefix) {
+			continue
+		}
+		fd, err := open(path)
+		if err != nil {
+			continue
+		}
+		if lock(fd) == nil {
+			_ = os.RemoveAll(path)
+		}
+		_ = unix.Close(fd) // the error is ignored, because nothing was written
+	}
+	return nil
+}
+
+func open(path string) (fd int, err error) {
+	fd, err = unix.Open(path, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
+	if err != nil {
+		err = &fs.PathError{Op: "open", Path: path, Err: err}
+	}
+	return fd, err
+}
+
+// lock locks an open folder. If another process holds the lock, it returns EWOULDBLOCK.
+func lock(fd int) (err error) {
+	for {
+		if err = unix.Flock(fd, unix.LOCK_EX|unix.LOCK_NB); err != unix.EINTR {
+			return err
+		}
+	}
+}
+
+// Path returns the absolute path of the folder.
+func (d *Dir) Path() string { return d.path }
+
+// Close removes the folder with everything in it. Later calls do nothing.
+func (d *Dir) Close() error {
+	d.closing.Do(func() {
+		d.err = os.RemoveAll(d.path)
+		if d.fd >= 0 {
+			d.err = errors.Join(d.err, unix.Close(d.fd))
+		}
+	})
+	return d.err
+}
