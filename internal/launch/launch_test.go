@@ -645,6 +645,31 @@ func TestChildrenOfBeforeAreLeftAlone(t *testing.T) {
 // laterScript returns shell commands that wait until file exists.
 func laterScript(file string) string { return `until [ -e "` + file + `" ]; do sleep 0.01; done; ` }
 
+// TestAlikeFailures checks that the report describes ranks that failed in the same way only once.
+func TestAlikeFailures(t *testing.T) {
+	t.Parallel()
+	r := start(t, spec{NP: 9, NoticeMS: 60_000, Verdict: `{"epoch":1,"ranks":[0,1,2,3,4],"reason":"x"}`, Command: sh(`
+		case $HOROVOD_RANK in
+		2) echo other >&2;;
+		[0-4]) echo same >&2;;
+		esac
+		exit 1`)})
+	if got := r.wait(); got != 1 {
+		t.Errorf("got exit status %d, want 1", got)
+	}
+	_, report, _ := strings.Cut(r.stderr.String(), "Root cause")
+	for want, n := range map[string]int{
+		"last lines on stderr:\n      same\n": 1, "last lines on stderr:\n      other\n": 1,
+		"\n  and 3 more in the same way: ranks 1, 3 and 4\n": 1,
+		"Other ranks that failed:\n  rank 5: exit status 1":  1,
+		"\n  and 3 more in the same way: ranks 6-8\n":        1,
+	} {
+		if got := strings.Count(report, want); got != n {
+			t.Errorf("got %q %d times in the report, want %d:\n%s", want, got, n, report)
+		}
+	}
+}
+
 // TestRootCause checks which ranks the report names as the root cause. These must be the ranks of the
 // verdict. If there is no verdict, it must be the rank that failed first.
 func TestRootCause(t *testing.T) {
