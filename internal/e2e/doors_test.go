@@ -9,9 +9,11 @@ import (
 	"io"
 	"net"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 
@@ -80,6 +82,53 @@ func TestDoors(t *testing.T) {
 				t.Logf("%s", log[:min(len(log), 20000)])
 			}
 		})
+	}
+}
+
+// Another user takes the name of the runtime folder in the folder for temporary files, and locks the folder
+// for temporary files. Jobs start all the same.
+func TestTakenRuntimeFolder(t *testing.T) {
+	t.Parallel()
+	if os.Geteuid() != 0 {
+		t.Skip("only root can run a program as another user")
+	}
+	dir, err := os.MkdirTemp("", "open") // other users cannot enter t.TempDir
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer os.RemoveAll(dir)
+	if err := os.Chmod(dir, os.ModeSticky|0o777); err != nil {
+		t.Fatal(err)
+	}
+	attacker := exec.CommandContext(t.Context(), "sh", "-c",
+		`mkdir "$1/gohvd-0" && exec flock "$1" sh -c 'echo locked; exec cat'`, "sh", dir)
+	attacker.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 65534, Gid: 65534}}
+	attacker.Dir, attacker.Stderr = "/", os.Stderr
+	in, err := attacker.StdinPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	out, err := attacker.StdoutPipe()
+	if err == nil {
+		err = attacker.Start()
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := errors.Join(in.Close(), attacker.Wait()); err != nil {
+			t.Error(err)
+		}
+	}()
+	if _, err := io.ReadFull(out, make([]byte, len("locked\n"))); err != nil {
+		t.Fatal(err)
+	}
+	j := start(t, 3, "sums", "TMPDIR="+dir, "XDG_RUNTIME_DIR=")
+	if status := j.wait(); status != 0 {
+		t.Errorf("hvdrun ended with status %d:\n%s", status, j.err())
+	}
+	if left, err := os.ReadDir(dir); err != nil || len(left) != 1 {
+		t.Errorf("left: %v, %v, want only the folder of the other user", left, err)
 	}
 }
 

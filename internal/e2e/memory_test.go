@@ -123,12 +123,12 @@ func TestNothingStaysBehind(t *testing.T) {
 		})
 	}
 	for after := range 2 {
-		kill(t, "arena", 1, time.Duration(after)*10*time.Millisecond, "TMPDIR="+dir)
+		kill(t, "arena", 1, time.Duration(after)*10*time.Millisecond, "TMPDIR="+dir, "XDG_RUNTIME_DIR=")
 	}
 	nothingNew()
 	// In this part hvdrun itself is killed, at different times after its start.
 	for i := range 10 {
-		j := start(t, 3, "sums", "TMPDIR="+dir)
+		j := start(t, 3, "sums", "TMPDIR="+dir, "XDG_RUNTIME_DIR=")
 		<-time.After(time.Duration(i) * 10 * time.Millisecond)
 		if err := j.cmd.Process.Kill(); err != nil && err != os.ErrProcessDone {
 			t.Fatal(err)
@@ -136,7 +136,7 @@ func TestNothingStaysBehind(t *testing.T) {
 		j.wait()
 	}
 	// The socket of a rank that was killed before it had joined stays. The next job removes it.
-	if status := start(t, 3, "sums", "TMPDIR="+dir).wait(); status != 0 {
+	if status := start(t, 3, "sums", "TMPDIR="+dir, "XDG_RUNTIME_DIR=").wait(); status != 0 {
 		t.Errorf("hvdrun ended with status %d", status)
 	}
 	nothingNew()

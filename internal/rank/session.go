@@ -69,6 +69,7 @@ type Session struct {
 	// LocalSize is the number of ranks on the host of this rank, and Processors the number of processors on
 	// which they may run. A launcher may have bound each rank to processors of its own.
 	LocalSize, Processors int
+	first                 bool // whether this rank is the lowest one of its host
 
 	rank   topo.Rank
 	joined *rendezvous.Session
@@ -183,10 +184,12 @@ func (s *Session) open(ctx context.Context, cfg *SessionConfig) (err error) {
 		return abandon(s.Fail(err))
 	}
 	s.Algorithms = s.joined.Records[0].Algorithms
-	for _, rec := range s.joined.Records {
+	for r, rec := range s.joined.Records {
 		s.Hosts, s.Capabilities = append(s.Hosts, rec.Host), append(s.Capabilities, rec.Capabilities)
 		if rec.HostID == host {
-			s.LocalSize++
+			if s.LocalSize++; s.LocalSize == 1 {
+				s.first = s.rank == topo.Rank(r)
+			}
 		}
 	}
 	s.Processors = max(processorsOf(s.joined.Records, host), runtime.NumCPU())
@@ -209,7 +212,7 @@ func (s *Session) open(ctx context.Context, cfg *SessionConfig) (err error) {
 	// This warning is only for a job on one host. In a job with several hosts, each host decides by itself
 	// whether its ranks share memory.
 	case set.SharedMemory == config.SharedIfPossible && why != "" && s.LocalSize == set.Size:
-		cfg.Log.Warn("the ranks cannot share memory and use TCP instead", zap.String("why", why))
+		s.warnOnce(cfg.Log, why)
 		if err := local.Close(); err != nil {
 			return abandon(s.Fail(err))
 		}
@@ -240,15 +243,15 @@ func (s *Session) Lacking(b message.Backend) (ranks []topo.Rank, why string) {
 		reason, known := capabilities[b.String()]
 		switch {
 		case !known:
-			reasons = append(reasons, fmt.Sprintf("rank %d does not have the backend %v", r, b))
+			reason = fmt.Sprintf("does not have the backend %v", b)
 		case reason != "":
-			reasons = append(reasons, fmt.Sprintf("rank %d cannot use the backend %v: %s", r, b, reason))
+			reason = fmt.Sprintf("cannot use the backend %v: %s", b, reason)
 		default:
 			continue
 		}
-		ranks = append(ranks, topo.Rank(r))
+		ranks, reasons = append(ranks, topo.Rank(r)), append(reasons, reason)
 	}
-	return ranks, strings.Join(reasons, "; ")
+	return ranks, topo.FormatReasons(ranks, " ", reasons)
 }
 
 // connect makes the mesh after the ranks have checked in, and then gathers the records of all ranks.
@@ -305,12 +308,23 @@ type memoryError struct {
 
 func (e *memoryError) Error() string { return e.text }
 
+// warnOnce logs why the ranks of this host use TCP. Only one rank of the host logs it as a warning, because
+// the reason is the same for all of them.
+func (s *Session) warnOnce(log *zap.Logger, why string) {
+	level := zap.DebugLevel
+	if s.first {
+		level = zap.WarnLevel
+	}
+	log.Log(level, "the ranks of this host cannot share memory and use TCP instead",
+		zap.Int("ranks", s.LocalSize), zap.String("why", why))
+}
+
 // useMemory sets s.Memory to the shared memory of mesh if any ranks of the job share memory.
 func (s *Session) useMemory(mesh shm.Sharer, set *config.Config, log *zap.Logger) error {
 	switch why := mesh.UnsharedReason(); {
 	case why == "":
 	case set.SharedMemory == config.SharedIfPossible:
-		log.Warn("the ranks of this host cannot share memory and use TCP instead", zap.String("why", why))
+		s.warnOnce(log, why)
 	default:
 		return &memoryError{mesh.UnsharedRanks(),
 			fmt.Sprintf("the ranks of this host cannot share memory: %s: set HOROVOD_CPU_OPERATIONS=shm,tcp to use TCP instead", why)}
@@ -329,7 +343,7 @@ func listenShared(cfg *SessionConfig) (*shm.Endpoint, shm.Offer) {
 	if cfg.At.Settings.SharedMemory == config.SharedNever {
 		return nil, shm.Offer{}
 	}
-	e, err := shm.Listen(shm.Config{Log: cfg.Log})
+	e, err := shm.Listen(shm.Config{RuntimeDir: cfg.At.Settings.Variable("XDG_RUNTIME_DIR"), Log: cfg.Log})
 	if err != nil {
 		e = shm.Unavailable(dial.ExplainLimit(err))
 	}

@@ -2,6 +2,7 @@ package topo
 
 import (
 	"fmt"
+	"slices"
 	"strconv"
 	"strings"
 )
@@ -44,4 +45,35 @@ func FormatRuns[R ~int | ~int32](noun string, numbers []R) string {
 		return noun + "s " + runs[0]
 	}
 	return noun + "s " + strings.Join(runs[:last], ", ") + " and " + runs[last]
+}
+
+// maxReasons is the maximum number of different reasons that FormatReasons lists.
+const maxReasons = 3
+
+// FormatReasons formats why ranks have failed, as "ranks 0-2: no memory; rank 5: no descriptor". reasons[i]
+// is the reason of ranks[i], and between stands between ranks and reason. The ranks must be in ascending
+// order. If there are more than 3 different reasons, the text lists only the first 3, and the other ranks.
+func FormatReasons[R ~int | ~int32](ranks []R, between string, reasons []string) string {
+	var order []string
+	with := make(map[string][]R)
+	for i, r := range ranks {
+		if with[reasons[i]] == nil {
+			order = append(order, reasons[i])
+		}
+		with[reasons[i]] = append(with[reasons[i]], r)
+	}
+	var clauses []string
+	for _, reason := range order[:min(len(order), maxReasons)] {
+		clauses = append(clauses, FormatRanks(with[reason])+between+reason)
+	}
+	if len(order) > maxReasons {
+		var others []R
+		for i, r := range ranks {
+			if slices.Contains(order[maxReasons:], reasons[i]) {
+				others = append(others, r)
+			}
+		}
+		clauses = append(clauses, FormatRanks(others)+" for other reasons")
+	}
+	return strings.Join(clauses, "; ")
 }

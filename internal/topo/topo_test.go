@@ -69,3 +69,25 @@ func TestFormatRanks(t *testing.T) {
 		}
 	}
 }
+
+func TestFormatReasons(t *testing.T) {
+	for _, c := range []struct {
+		reasons []string // of rank 10, rank 11, and so on
+		want    string
+	}{
+		{nil, ""},
+		{[]string{"a"}, "rank 10: a"},
+		{[]string{"a", "a", "a"}, "ranks 10-12: a"},
+		{[]string{"a", "b", "a"}, "ranks 10 and 12: a; rank 11: b"},
+		{[]string{"a", "b", "c", "d", "a", "e"},
+			"ranks 10 and 14: a; rank 11: b; rank 12: c; ranks 13 and 15 for other reasons"},
+	} {
+		var ranks []topo.Rank
+		for i := range c.reasons {
+			ranks = append(ranks, topo.Rank(10+i))
+		}
+		if got := topo.FormatReasons(ranks, ": ", c.reasons); got != c.want {
+			t.Errorf("%q: got %q, want %q", c.reasons, got, c.want)
+		}
+	}
+}

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"net"
 	"slices"
 	"sync"
@@ -17,8 +16,8 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// form connects this rank with the other ranks of its host, unless unsharedReason is set. If this fails at
-// one of these ranks, none of them shares memory, and form sets unsharedReason. It returns the result of
+// form connects this rank with the other ranks of its host, unless unshared is set. If this fails at
+// one of these ranks, none of them shares memory, and form sets unshared. It returns the result of
 // Epoch.Agree.
 func (m *Mesh) form(ctx context.Context, e *Endpoint, ep *Epoch) (failed map[topo.Rank]string, err error) {
 	s := &setup{m: m, e: e, ep: ep}
@@ -28,17 +27,17 @@ func (m *Mesh) form(ctx context.Context, e *Endpoint, ep *Epoch) (failed map[top
 		}
 	}
 	failed, err = ep.Agree(ctx, func(ctx context.Context) error {
-		if m.unsharedReason != "" || len(s.group) == 1 {
+		if len(m.unshared.ranks) > 0 || len(s.group) == 1 {
 			return nil
 		}
 		return dial.ExplainLimit(s.exchange(ctx))
 	})
 	for _, r := range s.group {
 		if text, ok := failed[r]; ok {
-			m.unsharedReason, m.unsharedRanks = join(m.unsharedReason, r, text), append(m.unsharedRanks, r)
+			m.unshared.add(r, text)
 		}
 	}
-	if err != nil || m.unsharedReason != "" {
+	if err != nil || len(m.unshared.ranks) > 0 {
 		return failed, errors.Join(err, m.dissolve())
 	}
 	m.group = s.group
@@ -195,13 +194,7 @@ func (s *setup) accept(ctx context.Context, wg *sync.WaitGroup, dialers []*Offer
 // warning and closes the connection, because the process may be a stranger.
 func (s *setup) receive(ctx context.Context, uc *net.UnixConn, dialers []*Offer, results chan<- error) {
 	refuse := func(err error) {
-		switch {
-		case ctx.Err() != nil:
-		case errors.Is(err, io.EOF):
-			// Another job has checked whether a process still listens on this socket (see abandoned), so
-			// there is no warning.
-			s.e.log.Debug("shm: a process connected and disconnected without a hello")
-		default:
+		if ctx.Err() == nil {
 			s.e.log.Warn("shm: refused a connection", zap.Error(err))
 		}
 		_ = uc.Close() // the error is ignored, because the connection is not used any more

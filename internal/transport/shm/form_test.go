@@ -113,12 +113,23 @@ func TestDissolved(t *testing.T) {
 			j.endpoints[2] = shm.Unavailable(errors.New("no space for a socket"))
 			j.offers[2] = j.endpoints[2].Offer()
 		}, []string{"rank 2: no space for a socket"}},
+		"all unavailable": {func(t *testing.T, j *job) {
+			for _, r := range []int{0, 2, 4} {
+				if err := j.endpoints[r].Close(); err != nil {
+					t.Fatal(err)
+				}
+				reason := "no space for a socket"
+				if r == 4 {
+					reason = "no descriptor"
+				}
+				j.endpoints[r] = shm.Unavailable(errors.New(reason))
+				j.offers[r] = j.endpoints[r].Offer()
+			}
+		}, []string{"ranks 0 and 2: no space for a socket; rank 4: no descriptor"}},
 		"socket gone": {func(t *testing.T, j *job) {
-			path := j.offers[2].Socket
-			if err := os.Rename(path, path+"x"); err != nil {
+			if err := os.Remove(j.offers[2].Socket); err != nil {
 				t.Fatal(err)
 			}
-			j.after = func() error { return os.Remove(path + "x") }
 		}, []string{"rank 0: connect to rank 2"}},
 		"wrong token": {func(t *testing.T, j *job) {
 			// The other ranks get this changed token, but rank 2 itself uses the original token.
@@ -200,7 +211,7 @@ func TestNoMemory(t *testing.T) {
 	if err := j.endpoints[2].Close(); err != nil {
 		t.Fatal(err)
 	}
-	greedy, err := shm.Listen(shm.Config{Dir: j.cfg.Dir, RingBytes: 1 << 30})
+	greedy, err := shm.Listen(shm.Config{RuntimeDir: j.cfg.RuntimeDir, RingBytes: 1 << 30})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -239,9 +250,7 @@ func TestAbsentRank(t *testing.T) {
 		if err := errors.Join(idle.Close(), idle.Close(), j.under[absent].Close()); err != nil {
 			t.Error(err)
 		}
-		if left, err := os.ReadDir(j.cfg.Dir); err != nil || len(left) > 0 {
-			t.Errorf("got %v, %v in the directory, want nothing", left, err)
-		}
+		empty(t, "closed", j.cfg.RuntimeDir)
 	}
 }
 
@@ -315,102 +324,18 @@ func TestConnectChecks(t *testing.T) {
 }
 
 func TestListenChecks(t *testing.T) {
-	open := filepath.Join(t.TempDir(), "open")
-	if err := os.Mkdir(open, 0o755); err != nil {
-		t.Fatal(err)
-	}
-	link := filepath.Join(t.TempDir(), "link")
-	if err := os.Symlink(t.TempDir(), link); err != nil {
-		t.Fatal(err)
-	}
-	file := filepath.Join(t.TempDir(), "file")
-	if err := os.WriteFile(file, nil, 0o700); err != nil {
-		t.Fatal(err)
-	}
 	long := filepath.Join(t.TempDir(), strings.Repeat("x", 100))
-	good := filepath.Join(t.TempDir(), "s")
+	if err := os.Mkdir(long, 0o700); err != nil {
+		t.Fatal(err)
+	}
 	for name, cfg := range map[string]shm.Config{
-		"open to others": {Dir: open}, "a link": {Dir: link}, "a file": {Dir: file},
-		"a long path": {Dir: long},
-		"nowhere":     {Dir: filepath.Join(good, "x", "y")},
-		"ring":        {Dir: good, RingBytes: 1000}, "small ring": {Dir: good, RingBytes: 32},
-		"large ring": {Dir: good, RingBytes: 1 << 31},
+		"a long path": {RuntimeDir: long},
+		"ring":        {RingBytes: 1000}, "small ring": {RingBytes: 32}, "large ring": {RingBytes: 1 << 31},
 	} {
 		if e, err := shm.Listen(cfg); err == nil {
 			t.Errorf("%s: got no error", name)
 			_ = e.Close()
 		}
 	}
-	if left, err := os.ReadDir(long); err != nil || len(left) > 0 {
-		t.Errorf("got %v, %v in the directory, want nothing", left, err)
-	}
-}
-
-// TestListenWithoutTemporaryDirectory checks that Listen creates the directory for temporary files if it is
-// missing, as in a container image made from scratch.
-func TestListenWithoutTemporaryDirectory(t *testing.T) {
-	missing := filepath.Join(t.TempDir(), "missing", "tmp")
-	t.Setenv("TMPDIR", missing)
-	e, err := shm.Listen(shm.Config{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	sockets, err := filepath.Glob(filepath.Join(missing, "gohvd-*", "*"))
-	if err != nil || len(sockets) != 1 {
-		t.Errorf("got %v, %v, want the socket of this rank", sockets, err)
-	}
-	if err := e.Close(); err != nil {
-		t.Error(err)
-	}
-}
-
-// TestSweep checks that Listen removes the sockets of gohvd on which no process listens any more. It must not
-// remove sockets that are in use, or other files.
-func TestSweep(t *testing.T) {
-	dir := filepath.Join(t.TempDir(), "s")
-	live, err := shm.Listen(shm.Config{Dir: dir})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer live.Close()
-	abandon := func(name string) {
-		ln, err := net.ListenUnix("unixpacket", &net.UnixAddr{Name: filepath.Join(dir, name),
-			Net: "unixpacket"})
-		if err != nil {
-			t.Fatal(err)
-		}
-		ln.SetUnlinkOnClose(false)
-		if err := ln.Close(); err != nil {
-			t.Fatal(err)
-		}
-	}
-	abandon("s0123")
-	abandon("other")
-	if err := os.WriteFile(filepath.Join(dir, "sfile"), nil, 0o600); err != nil {
-		t.Fatal(err)
-	}
-	next, err := shm.Listen(shm.Config{Dir: dir})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer next.Close()
-	want := []string{
-		filepath.Base(live.Offer().Socket), filepath.Base(next.Offer().Socket), "other", "sfile",
-	}
-	slices.Sort(want)
-	entries, err := os.ReadDir(dir)
-	if err != nil {
-		t.Fatal(err)
-	}
-	var got []string
-	for _, e := range entries {
-		got = append(got, e.Name())
-		if info, err := e.Info(); err != nil || e.Name() == "s0123" || info.Mode().Perm() != 0o600 &&
-			len(e.Name()) == 17 {
-			t.Errorf("%s has mode %v, %v", e.Name(), info.Mode(), err)
-		}
-	}
-	if !slices.Equal(got, want) {
-		t.Errorf("got %v, want %v", got, want)
-	}
+	empty(t, "after the long path", long)
 }

@@ -20,15 +20,14 @@ import (
 
 // Mesh is one rank's end of the channels of an epoch. It implements Sharer.
 type Mesh struct {
-	log            *zap.Logger
-	rank           topo.Rank
-	size           int
-	under          transport.Mesh
-	group          []topo.Rank // in ascending order, including this rank
-	groups         []topo.Rank // by rank, the lowest rank of its group
-	unsharedReason string
-	unsharedRanks  []topo.Rank // the ranks that unsharedReason names
-	peers          []*peer     // the ranks of the group except this rank
+	log      *zap.Logger
+	rank     topo.Rank
+	size     int
+	under    transport.Mesh
+	group    []topo.Rank // in ascending order, including this rank
+	groups   []topo.Rank // by rank, the lowest rank of its group
+	unshared exclusion   // the ranks that are the reason why this host shares no memory
+	peers    []*peer     // the ranks of the group except this rank
 	// byRank[r] is the peer with rank r. It is nil if rank r is not a peer.
 	byRank []*peer
 
@@ -100,10 +99,10 @@ func (m *Mesh) Group() []topo.Rank { return slices.Clone(m.group) }
 func (m *Mesh) Groups() []topo.Rank { return slices.Clone(m.groups) }
 
 // UnsharedReason implements Sharer.
-func (m *Mesh) UnsharedReason() string { return m.unsharedReason }
+func (m *Mesh) UnsharedReason() string { return m.unshared.String() }
 
 // UnsharedRanks implements Sharer.
-func (m *Mesh) UnsharedRanks() []topo.Rank { return slices.Clone(m.unsharedRanks) }
+func (m *Mesh) UnsharedRanks() []topo.Rank { return slices.Clone(m.unshared.ranks) }
 
 // peer returns the peer with the given rank, or nil if there is no such peer.
 func (m *Mesh) peer(rank topo.Rank) *peer {

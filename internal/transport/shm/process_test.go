@@ -10,6 +10,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -23,7 +24,7 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// child is the main function of a child process that runs one rank. dir is the directory of its socket, and
+// child is the main function of a child process that runs one rank. dir is its XDG_RUNTIME_DIR, and
 // waits is its time limit. The test writes lines to the process (<) and reads lines that it prints (>):
 //
 //	> its address and offer
@@ -43,7 +44,7 @@ func child(dir, waits string) error {
 	if err != nil {
 		return err
 	}
-	e, err := shm.Listen(shm.Config{Dir: dir})
+	e, err := shm.Listen(shm.Config{RuntimeDir: dir})
 	if err != nil {
 		return err
 	}
@@ -311,10 +312,21 @@ func form(tb testing.TB, dir string, size int) []*process {
 	return ranks
 }
 
-func empty(t *testing.T, when, dir string) {
+// sockets returns the sockets of all ranks whose XDG_RUNTIME_DIR is dir.
+func sockets(t *testing.T, dir string) []string {
 	t.Helper()
-	if left, err := os.ReadDir(dir); err != nil || len(left) > 0 {
-		t.Errorf("%s: got %v, %v in the directory, want nothing", when, left, err)
+	paths, err := filepath.Glob(filepath.Join(dir, "gohvd", "*", "s"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return paths
+}
+
+// empty checks that the runtime folder in dir has nothing in it.
+func empty(tb testing.TB, when, dir string) {
+	tb.Helper()
+	if left, err := os.ReadDir(filepath.Join(dir, "gohvd")); err != nil || len(left) > 0 {
+		tb.Errorf("%s: got %v, %v in the runtime folder, want nothing", when, left, err)
 	}
 }
 
@@ -322,7 +334,7 @@ func empty(t *testing.T, when, dir string) {
 // still be able to read the memory that the killed process shared. No file may be left in the socket
 // directory or in /dev/shm.
 func TestKill(t *testing.T) {
-	dir := filepath.Join(t.TempDir(), "s")
+	dir := t.TempDir()
 	ranks := form(t, dir, 3)
 	empty(t, "formed", dir)
 	for _, p := range ranks {
@@ -357,23 +369,23 @@ func TestKill(t *testing.T) {
 	}
 }
 
-// TestKillBeforeConnect kills a rank before it calls Connect. Its socket must stay until the next Listen,
-// which must remove it.
+// TestKillBeforeConnect kills two ranks before they call Connect. Their sockets must stay until the next
+// Listen, which must remove them.
 func TestKillBeforeConnect(t *testing.T) {
-	dir := filepath.Join(t.TempDir(), "s")
+	dir := t.TempDir()
 	ranks, _ := launch(t, dir, 2, hangTimeout)
 	for _, p := range ranks {
 		p.kill()
 	}
-	if left, err := os.ReadDir(dir); err != nil || len(left) != 2 {
-		t.Errorf("got %v, %v in the directory, want two sockets", left, err)
+	if left := sockets(t, dir); len(left) != 2 {
+		t.Errorf("got %v, want two sockets", left)
 	}
-	e, err := shm.Listen(shm.Config{Dir: dir})
+	e, err := shm.Listen(shm.Config{RuntimeDir: dir})
 	if err != nil {
 		t.Fatal(err)
 	}
-	if left, err := os.ReadDir(dir); err != nil || len(left) != 1 {
-		t.Errorf("got %v, %v in the directory, want that of the new one", left, err)
+	if left := sockets(t, dir); !slices.Equal(left, []string{e.Offer().Socket}) {
+		t.Errorf("got %v, want only the new one, %s", left, e.Offer().Socket)
 	}
 	if err := e.Close(); err != nil {
 		t.Error(err)
@@ -384,7 +396,7 @@ func TestKillBeforeConnect(t *testing.T) {
 // TestKillInConnect kills a rank before it has connected to a peer. The other ranks must report its death and
 // must not wait for it.
 func TestKillInConnect(t *testing.T) {
-	dir := filepath.Join(t.TempDir(), "s")
+	dir := t.TempDir()
 	ranks, epoch := launch(t, dir, 3, hangTimeout)
 	meetAll(t, ranks, epoch)
 	for _, r := range []int{0, 1} {
@@ -405,7 +417,7 @@ func TestKillInConnect(t *testing.T) {
 // BenchmarkProcesses is like BenchmarkPingPong, but the rank that answers runs in a child process. Both ranks
 // poll.
 func BenchmarkProcesses(b *testing.B) {
-	dir := filepath.Join(b.TempDir(), "s")
+	dir := b.TempDir()
 	other := start(b, dir, hangTimeout)
 	words := strings.Fields(other.receive(b))
 	offer, err := offerOf(words[1])
@@ -416,7 +428,7 @@ func BenchmarkProcesses(b *testing.B) {
 	if err != nil {
 		b.Fatal(err)
 	}
-	e, err := shm.Listen(shm.Config{Dir: dir})
+	e, err := shm.Listen(shm.Config{RuntimeDir: dir})
 	if err != nil {
 		b.Fatal(err)
 	}

@@ -13,7 +13,7 @@
 //
 //  1. No rank writes to another rank's memory. What a peer wrote is checked before it is used.
 //  2. The socket is in the file system only until Connect returns. If the owner of the socket is killed
-//     before that, the next Listen removes the socket.
+//     before that, the next process that makes a folder with package rundir removes the socket.
 //  3. A Unix connection ends exactly when one of its two processes ends or closes its mesh. No rank closes a
 //     connection before it gives up the mesh.
 //  4. Connections and memory belong to one epoch. The next epoch makes new ones.
@@ -22,44 +22,37 @@ package shm
 import (
 	"context"
 	"crypto/rand"
-	"encoding/hex"
 	"errors"
 	"fmt"
 	"net"
 	"os"
 	"path/filepath"
 	"slices"
-	"strconv"
 	"strings"
 	"sync"
 	"time"
 
 	"go.uber.org/zap"
-	"golang.org/x/sys/unix"
 
+	"github.com/gohvd/gohvd/internal/rundir"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
 const (
 	// defaultRingBytes is enough for about a hundred frames of the negotiation.
-	defaultRingBytes         = 64 << 10
-	minRingBytes             = 64
-	maxRingBytes             = 1 << 30
-	defaultHandshakeTimeout  = 10 * time.Second
-	socketPrefix             = "s"
-	lockTimeout, lockPause   = time.Second, time.Millisecond
-	network                  = "unixpacket"
-	maxJobBytes              = 64
-	maxSwept                 = 1000
-	permSocket, permSocketUp = 0o600, 0o700
+	defaultRingBytes        = 64 << 10
+	minRingBytes            = 64
+	maxRingBytes            = 1 << 30
+	defaultHandshakeTimeout = 10 * time.Second
+	network                 = "unixpacket"
+	maxJobBytes             = 64
 )
 
 // Config configures an Endpoint. If a field is zero, its default applies.
 type Config struct {
-	// Dir is the directory of the socket. Listen makes the directory if it does not exist. Only this user may
-	// have access to it. Its path may have at most about 80 bytes. The default is gohvd-UID in os.TempDir().
-	Dir string
+	// RuntimeDir is the value of XDG_RUNTIME_DIR, or "". The socket is in a folder that package rundir makes.
+	RuntimeDir string
 	// RingBytes is the size of the ring to each peer: the number of bytes that can be sent on the Control
 	// channel before the sender waits for the peer to read. It must be a power of two from 64 bytes to 1 GiB.
 	// A rank allocates one ring for each peer on its host. The default is 64 KiB.
@@ -77,6 +70,7 @@ type Endpoint struct {
 	cfg   Config
 	log   *zap.Logger
 	offer Offer
+	dir   *rundir.Dir       // the folder of the socket; nil if this rank cannot share memory
 	ln    *net.UnixListener // nil if this rank cannot share memory
 
 	mu        sync.Mutex
@@ -84,50 +78,16 @@ type Endpoint struct {
 	closed    bool
 }
 
-// Listen makes the socket. First it removes the sockets in the directory on which no process listens any
-// more. If the caller does not call Connect, the caller must call Close.
+// Listen makes the socket. If the caller does not call Connect, the caller must call Close.
 func Listen(cfg Config) (*Endpoint, error) {
 	e, err := newEndpoint(cfg)
 	if err != nil {
 		return nil, err
 	}
-	if e.cfg.Dir == "" {
-		// A container image that is made from scratch has no directory for temporary files, so create it.
-		if err := os.MkdirAll(os.TempDir(), permSocketUp); err != nil {
-			return nil, fmt.Errorf("shm: listen: %w (set TMPDIR to choose another directory)", err)
-		}
-		e.cfg.Dir = filepath.Join(os.TempDir(), "gohvd-"+strconv.Itoa(os.Geteuid()))
-	}
-	if err := prepare(e.cfg.Dir); err != nil {
-		return nil, fmt.Errorf("shm: listen: %w", err)
-	}
-	unlock, err := lock(e.cfg.Dir)
-	if err != nil {
-		return nil, fmt.Errorf("shm: listen: %w", err)
-	}
-	if err := errors.Join(sweep(e.cfg.Dir), e.listen(), unlock()); err != nil {
+	if err := e.listen(); err != nil {
 		return nil, fmt.Errorf("shm: listen: %w", errors.Join(err, e.Close()))
 	}
 	return e, nil
-}
-
-// lock locks dir. Between bind and listen, a socket looks like a socket of a process that is gone, and the
-// lock keeps other processes from removing it. If a process dies, the kernel releases its lock. But a process
-// that holds the lock may be stopped. So lock waits only for a short time, and then continues without the
-// lock.
-func lock(dir string) (unlock func() error, err error) {
-	d, err := os.Open(dir)
-	if err != nil {
-		return nil, err
-	}
-	for end := time.Now().Add(lockTimeout); time.Now().Before(end); {
-		err := unix.Flock(int(d.Fd()), unix.LOCK_EX|unix.LOCK_NB)
-		if err != unix.EWOULDBLOCK && err != unix.EINTR {
-			break // this process has the lock, or the file system does not support locks
-		}
-		<-time.After(lockPause)
-	}
-	return d.Close, nil
 }
 
 // Unavailable returns the Endpoint of a rank that cannot share memory, for example because Listen failed. Its
@@ -162,84 +122,22 @@ func newEndpoint(cfg Config) (*Endpoint, error) {
 	return e, nil
 }
 
-// listen makes the socket and listens on it. The caller holds the lock of the directory.
-func (e *Endpoint) listen() error {
-	var random [8]byte
-	if _, err := rand.Read(random[:]); err != nil {
+// listen makes the socket in a folder of its own and listens on it.
+func (e *Endpoint) listen() (err error) {
+	if e.dir, err = rundir.New(e.cfg.RuntimeDir); err != nil {
 		return err
 	}
-	name := hex.EncodeToString(random[:])
-	dir, err := filepath.Abs(e.cfg.Dir)
-	if err != nil {
-		return err
-	}
-	path := filepath.Join(dir, socketPrefix+name)
+	path := filepath.Join(e.dir.Path(), "s")
 	if len(path) > maxPathBytes {
-		return fmt.Errorf("socket path %s has %d bytes, want at most %d: set TMPDIR to a directory with a shorter path", path, len(path), maxPathBytes)
+		return fmt.Errorf("set TMPDIR to a folder with a shorter path: a socket in %s has a path of %d bytes, want at most %d",
+			filepath.Dir(e.dir.Path()), len(path), maxPathBytes)
 	}
-	ln, err := net.ListenUnix(network, &net.UnixAddr{Name: path, Net: network})
-	if err != nil {
+	if e.ln, err = net.ListenUnix(network, &net.UnixAddr{Name: path, Net: network}); err != nil {
 		return err
 	}
-	if err := os.Chmod(path, permSocket); err != nil {
-		return errors.Join(err, ln.Close())
-	}
-	ln.SetUnlinkOnClose(false) // Close removes the socket itself, so that it can report an error
-	e.ln, e.offer.Socket = ln, path
+	e.ln.SetUnlinkOnClose(false) // Close removes the folder
+	e.offer.Socket = path
 	return nil
-}
-
-// prepare makes the directory dir. If dir exists already, prepare returns an error if other users can create
-// files there.
-func prepare(dir string) error {
-	if err := os.Mkdir(dir, permSocketUp); err != nil && !errors.Is(err, os.ErrExist) {
-		return err
-	}
-	var st unix.Stat_t
-	if err := unix.Lstat(dir, &st); err != nil {
-		return fmt.Errorf("%s: %w", dir, err)
-	}
-	if st.Mode&unix.S_IFMT != unix.S_IFDIR || st.Uid != uint32(os.Geteuid()) || st.Mode&0o077 != 0 {
-		return fmt.Errorf("%s has mode %#o and owner %d, want a directory with mode 0700 and owner %d", dir,
-			st.Mode, st.Uid, os.Geteuid())
-	}
-	return nil
-}
-
-// sweep removes sockets of this package on which no process listens any more. It checks only the first
-// thousand names in dir. The caller holds the lock of dir.
-func sweep(dir string) error {
-	d, err := os.Open(dir)
-	if err != nil {
-		return err
-	}
-	defer d.Close()
-	entries, err := d.ReadDir(maxSwept)
-	if err != nil && len(entries) > 0 {
-		return err
-	}
-	for _, entry := range entries {
-		path := filepath.Join(dir, entry.Name())
-		if entry.Type() != os.ModeSocket || !strings.HasPrefix(entry.Name(), socketPrefix) ||
-			!abandoned(path) {
-			continue
-		}
-		if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
-			return err
-		}
-	}
-	return nil
-}
-
-// abandoned reports whether no process listens on the socket any more. To find out, it connects. If a process
-// listens, it accepts a connection that ends at once.
-func abandoned(path string) bool {
-	fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
-	if err != nil {
-		return false
-	}
-	defer func() { _ = unix.Close(fd) }() // the error is ignored, because nothing was written
-	return unix.Connect(fd, &unix.SockaddrUnix{Name: path}) == unix.ECONNREFUSED
 }
 
 // Offer returns what the other ranks must know to share memory with this rank. It contains a secret: a
@@ -250,15 +148,15 @@ func (e *Endpoint) Offer() Offer { return e.offer }
 func (e *Endpoint) Close() error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	if e.closed || e.ln == nil {
+	if e.closed || e.dir == nil {
 		return nil
 	}
 	e.closed = true
-	err := os.Remove(e.offer.Socket)
-	if errors.Is(err, os.ErrNotExist) {
-		err = nil // another process has removed the socket
+	err := e.dir.Close()
+	if e.ln != nil {
+		err = errors.Join(err, e.ln.Close())
 	}
-	if err = errors.Join(err, e.ln.Close()); err != nil {
+	if err != nil {
 		err = fmt.Errorf("shm: close: %w", err)
 	}
 	return err
@@ -330,8 +228,8 @@ func (e *Endpoint) connect(ctx context.Context, ep *Epoch) (*Mesh, error) {
 	}
 	excluded := checkOffers(ep)
 	m := newMesh(e, ep)
-	if d, bad := excluded[ep.Hosts[ep.Rank]]; bad {
-		m.unsharedReason, m.unsharedRanks = d.why, d.ranks
+	if x, bad := excluded[ep.Hosts[ep.Rank]]; bad {
+		m.unshared = *x
 	}
 	failed, err := m.form(ctx, e, ep)
 	m.groups = groups(ep.Hosts, func(host string, r topo.Rank) bool {
@@ -362,16 +260,23 @@ func groups(hosts []string, unshared func(host string, r topo.Rank) bool) []topo
 	return all
 }
 
-// exclusion holds the reason why the ranks of a host cannot share memory, and the ranks that are the cause.
+// exclusion holds the ranks of a host that cannot share memory, and the reason of each of them.
 type exclusion struct {
-	why   string
-	ranks []topo.Rank
+	ranks   []topo.Rank
+	reasons []string
 }
 
+func (x *exclusion) add(r topo.Rank, reason string) {
+	x.ranks, x.reasons = append(x.ranks, r), append(x.reasons, reason)
+}
+
+// String returns the different reasons, each with the ranks that have it. It is empty if there are no ranks.
+func (x *exclusion) String() string { return topo.FormatReasons(x.ranks, ": ", x.reasons) }
+
 // checkOffers checks the offers. For each host whose ranks cannot share memory, the map that it returns
-// contains the reason. All ranks compute the same result.
-func checkOffers(ep *Epoch) (excluded map[string]exclusion) {
-	excluded = make(map[string]exclusion)
+// contains the reasons. All ranks compute the same result.
+func checkOffers(ep *Epoch) (excluded map[string]*exclusion) {
+	excluded = make(map[string]*exclusion)
 	first := make(map[string]topo.Rank)
 	for r := range ep.Offers {
 		host, reason := ep.Hosts[r], ""
@@ -386,8 +291,10 @@ func checkOffers(ep *Epoch) (excluded map[string]exclusion) {
 			reason = fmt.Sprintf("it runs as user %d, but rank %d runs as user %d", uid, lowest, other.UID)
 		}
 		if reason != "" {
-			d := excluded[host]
-			excluded[host] = exclusion{join(d.why, topo.Rank(r), reason), append(d.ranks, topo.Rank(r))}
+			if excluded[host] == nil {
+				excluded[host] = new(exclusion)
+			}
+			excluded[host].add(topo.Rank(r), reason)
 		}
 	}
 	for host := range excluded {
@@ -398,13 +305,4 @@ func checkOffers(ep *Epoch) (excluded map[string]exclusion) {
 		}
 	}
 	return excluded
-}
-
-// join appends to text a clause that says why rank r cannot share memory. text may already contain clauses
-// about other ranks.
-func join(text string, r topo.Rank, reason string) string {
-	if text != "" {
-		text += "; "
-	}
-	return fmt.Sprintf("%srank %d: %s", text, r, reason)
 }

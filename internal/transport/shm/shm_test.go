@@ -30,7 +30,6 @@ type job struct {
 	under     []transport.Mesh
 	sessions  []*rendezvous.Session         // the method Agree of a session is passed to Connect
 	epoch     func(rank int, ep *shm.Epoch) // if not nil, changes the Epoch that a rank passes to Connect
-	after     func() error                  // if not nil, called when Connect has returned at all ranks
 }
 
 // noOffer closes the endpoint of the given rank and replaces it with an endpoint that cannot share memory.
@@ -45,9 +44,7 @@ func (j *job) noOffer(tb testing.TB, rank int) {
 // newJob opens an endpoint for one rank on each of the given hosts, and checks in the ranks.
 func newJob(tb testing.TB, cfg shm.Config, under []transport.Mesh, hosts ...string) *job {
 	tb.Helper()
-	if cfg.Dir == "" {
-		cfg.Dir = tb.TempDir() + "/s"
-	}
+	cfg.RuntimeDir = tb.TempDir()
 	j := &job{cfg: cfg, hosts: hosts, under: under}
 	for range hosts {
 		e, err := shm.Listen(cfg)
@@ -114,9 +111,6 @@ func (j *job) connect(ctx context.Context) ([]shm.Sharer, []error) {
 	}
 	wg.Wait()
 	leave(j.sessions)
-	if j.after != nil {
-		errs = append(errs, j.after())
-	}
 	return meshes, errs
 }
 
@@ -137,9 +131,7 @@ func (j *job) mustConnect(tb testing.TB) []shm.Sharer {
 			}
 		}
 	})
-	if left, err := os.ReadDir(j.cfg.Dir); err != nil || len(left) > 0 {
-		tb.Errorf("after connect: got %v, %v in the directory, want nothing", left, err)
-	}
+	empty(tb, "after connect", j.cfg.RuntimeDir)
 	return meshes
 }
 
