@@ -20,6 +20,7 @@ import (
 
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/netif"
+	"github.com/gohvd/gohvd/internal/rundir"
 	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/store"
 	"github.com/gohvd/gohvd/store/c10d"
@@ -64,6 +65,9 @@ type MeetOptions struct {
 	// address, or if no interface is chosen, it listens on all interfaces. If rank 0 has to send its address
 	// to the other ranks and Host is empty, it sends the first chosen address.
 	Interfaces netif.Choice
+	// RuntimeDir is the value of XDG_RUNTIME_DIR, or "". If rank 0 has to pass a secret to the other ranks in
+	// a file, it makes the file in a folder of package rundir.
+	RuntimeDir string
 	// Log is the log of the servers that Meet starts. It may be nil.
 	Log *zap.Logger
 
@@ -544,12 +548,12 @@ func (e *Env) torchSecret(o MeetOptions, m *Place) (word string, err error) {
 	if word == wordGiven {
 		return word, nil
 	}
-	dir, err := os.MkdirTemp("", "gohvd-")
+	dir, err := rundir.New(o.RuntimeDir)
 	if err != nil {
 		return "", err
 	}
-	m.removeWhenMet(func() error { return os.RemoveAll(dir) })
-	path := filepath.Join(dir, "secret")
+	m.removeWhenMet(dir.Close)
+	path := filepath.Join(dir.Path(), "secret")
 	return path, writePrivate(path, word)
 }
 

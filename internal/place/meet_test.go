@@ -549,9 +549,7 @@ func TestTorchrunsStore(t *testing.T) {
 	if err != nil || !filepath.IsAbs(string(word)) {
 		t.Errorf("the store has %q, %v, want a path", word, err)
 	}
-	if left, err := os.ReadDir(os.TempDir()); len(left) > 0 || err != nil {
-		t.Errorf("left: %v, %v", left, err)
-	}
+	nothingLeft(t, "all have met")
 
 	// A rank must refuse these values of the key, which another program may have written.
 	for word, part := range map[string]string{
@@ -612,6 +610,28 @@ func plainRanks(t *testing.T, n int, more ...string) (envs []*Env) {
 	return envs
 }
 
+// nothingLeft checks that the runtime folder in TMPDIR is empty.
+func nothingLeft(t *testing.T, when string) {
+	t.Helper()
+	if left, err := filepath.Glob(filepath.Join(os.TempDir(), "*", "*")); len(left) > 0 || err != nil {
+		t.Errorf("%s: left: %v, %v", when, left, err)
+	}
+}
+
+// TestTakenRuntimeFolder lets ranks meet after another user has taken the name of the runtime folder.
+func TestTakenRuntimeFolder(t *testing.T) {
+	t.Setenv("TMPDIR", t.TempDir())
+	taken := filepath.Join(os.TempDir(), "gohvd-"+strconv.Itoa(os.Geteuid()))
+	if err := os.Mkdir(taken, 0o755); err != nil { // a folder with this mode is as unusable as another user's
+		t.Fatal(err)
+	}
+	mustMeet(t, true, same(MeetOptions{}), plainRanks(t, 3, "MASTER_PORT", strconv.Itoa(testnet.FreePort(t)),
+		"MASTER_ADDR", "127.0.0.1")...)
+	if left, err := os.ReadDir(os.TempDir()); len(left) != 1 || err != nil {
+		t.Errorf("left: %v, %v, want only %s", left, err, taken)
+	}
+}
+
 func TestPlain(t *testing.T) {
 	t.Setenv("TMPDIR", t.TempDir())
 	at := func() []string { return []string{"MASTER_PORT", strconv.Itoa(testnet.FreePort(t))} }
@@ -635,9 +655,7 @@ func TestPlain(t *testing.T) {
 	// If the user sets a host and a port, the ranks must use them instead of MASTER_ADDR and MASTER_PORT.
 	o.Host, o.Port, o.resolver = "other", testnet.FreePort(t), loopbackNames("other")
 	mustMeet(t, false, same(o), plainRanks(t, 3, "MASTER_PORT", "1")...)
-	if left, err := os.ReadDir(os.TempDir()); len(left) > 0 || err != nil {
-		t.Errorf("left: %v, %v", left, err)
-	}
+	nothingLeft(t, "all have met")
 }
 
 // meetBoth lets the two ranks in envs meet, and returns their places.

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"net"
-	"os"
 	"strconv"
 	"strings"
 	"sync"
@@ -570,8 +569,7 @@ func TestOpenPlain(t *testing.T) {
 // TestByEnvironment checks that ranks under torchrun meet in torchrun's TCPStore, and can meet there again
 // after a restart.
 func TestByEnvironment(t *testing.T) {
-	tmp := t.TempDir() // rank 0 writes the file with the secret to this directory
-	t.Setenv("TMPDIR", tmp)
+	t.Setenv("TMPDIR", t.TempDir()) // rank 0 writes the file with the secret there
 	server, err := c10d.Serve("127.0.0.1:0", store.NewHashStore(store.Limits{}), c10d.Config{})
 	if err != nil {
 		t.Fatal(err)
@@ -616,15 +614,11 @@ func TestByEnvironment(t *testing.T) {
 	if _, err := met[0].Store.Add(t.Context(), "still", 1); err != nil {
 		t.Errorf("the store was closed with what was made of it again: %v", err)
 	}
-	if left, err := os.ReadDir(tmp); err != nil || len(left) > 0 {
-		t.Errorf("left behind when all had met: %v, %v", left, err)
-	}
+	nothingLeft(t, "when all had met")
 	if err := met[0].Close(); err != nil {
 		t.Error(err)
 	}
-	if left, err := os.ReadDir(tmp); err != nil || len(left) > 0 {
-		t.Errorf("left behind: %v, %v", left, err)
-	}
+	nothingLeft(t, "after Close")
 	configs = nil
 	for r := range 2 {
 		configs = append(configs, torchrun(r, "second run", "1"))
