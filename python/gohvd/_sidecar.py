@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import stat
+import struct
 import subprocess
 import threading
 from typing import Deque, Optional
@@ -60,6 +61,12 @@ def connect(address: str) -> socket.socket:
     try:
         sock.settimeout(GREETING_SECONDS)
         sock.connect(address[len("unix://") :])
+        # Another user may have taken the path. The sidecar sees all tensors, and what it returns may be unpickled.
+        uid = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+        if uid not in (0, os.geteuid()):
+            raise SidecarError(
+                f"the sidecar at {address} runs as user {uid}, want user {os.geteuid()}, as this process does, or root"
+            )
         key = _secret()
         if key is not None:
             nonce = os.urandom(32)

@@ -796,6 +796,38 @@ class Alone(Bounded):
                 daemon.communicate(timeout=20)
         self.assertIn("refused: cannot connect to the sidecar at", self.run_program(script, HVD_SIDECAR="unix:///nowhere/s"))
 
+    @unittest.skipUnless(os.geteuid() == 0, "only root can run a program as another user")
+    def test_a_sidecar_of_another_user(self) -> None:
+        """A process of another user listens at the path of the sidecar. The client sends it nothing."""
+        listen = """if True:
+            import socket, sys
+            listener = socket.socket(socket.AF_UNIX)
+            listener.bind(sys.argv[1])
+            listener.listen(1)
+            print("listening", flush=True)
+            print("received", listener.accept()[0].recv(100))
+            """
+        with tempfile.TemporaryDirectory() as top:
+            os.chmod(top, 0o777)
+            path = os.path.join(top, "s")
+            with subprocess.Popen(
+                [sys.executable, "-c", listen, path], user=65534, cwd="/", stdout=subprocess.PIPE
+            ) as other:
+                assert other.stdout is not None
+                self.assertEqual(other.stdout.readline(), b"listening\n")
+                out = self.run_program(
+                    """
+                    import gohvd.numpy as hvd
+                    try:
+                        hvd.init()
+                    except hvd.HorovodInternalError as e:
+                        print("refused:", e)
+                    """,
+                    HVD_SIDECAR="unix://" + path,
+                )
+                self.assertIn("runs as user 65534, want user 0", out)
+                self.assertEqual(other.communicate(timeout=20)[0], b"received b''\n")
+
 
 class Fake:
     """A fake sidecar in this process. It exchanges greetings, maps the ring and then calls script."""
