@@ -254,12 +254,9 @@ func adopt(fd int) (*Segment, error) {
 	if err != nil {
 		return nil, err
 	}
-	var st unix.Stat_t
-	if err := unix.Fstat(fd, &st); err != nil {
-		return nil, fmt.Errorf("get the allocated size of file descriptor %d: %w", fd, err)
-	}
-	if have := st.Blocks * blockBytes; have < size {
-		return nil, fmt.Errorf("got a file of %d bytes with %d bytes allocated, want all bytes allocated", size, have)
+	// This refuses a file that is much larger than its memory before any address space is used for it.
+	if err := checkAllocated(fd, size); err != nil {
+		return nil, err
 	}
 	b, err := unix.Mmap(fd, 0, int(size), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
 	if err != nil {
@@ -272,10 +269,8 @@ func adopt(fd int) (*Segment, error) {
 	}
 	// Another process could punch a hole into the file until seal had set the seals. So Adopt checks once
 	// more whether all of the file is allocated.
-	if err := unix.Fstat(fd, &st); err != nil || st.Blocks*blockBytes < size {
-		return nil, errors.Join(
-			fmt.Errorf("another process has removed memory of descriptor %d: got %d bytes allocated, want %d",
-				fd, st.Blocks*blockBytes, size), err, unmap(b))
+	if err := checkAllocated(fd, size); err != nil {
+		return nil, errors.Join(err, unmap(b))
 	}
 	return &Segment{name: "adopt", bytes: b, own: fd}, nil
 }
@@ -302,6 +297,24 @@ func check(fd int, want int) (size int64, err error) {
 		return 0, fmt.Errorf("got a file of %d bytes, want a multiple of the page size, %d bytes", st.Size, page)
 	}
 	return st.Size, nil
+}
+
+// checkAllocated returns an error if the file fd has holes. size is its size in bytes, which is sealed. An
+// access to a hole makes the kernel allocate memory, and raises SIGBUS if there is none.
+func checkAllocated(fd int, size int64) error {
+	// Memory beyond the end of the file (FALLOC_FL_KEEP_SIZE) would count as if it filled the holes. This
+	// call frees it.
+	if err := retry(func() error { return unix.Ftruncate(fd, size) }); err != nil {
+		return fmt.Errorf("free the memory beyond the end of descriptor %d: %w", fd, err)
+	}
+	var st unix.Stat_t
+	if err := unix.Fstat(fd, &st); err != nil {
+		return fmt.Errorf("get the allocated size of descriptor %d: %w", fd, err)
+	}
+	if have := st.Blocks * blockBytes; have < size {
+		return fmt.Errorf("got a file of %d bytes with %d bytes allocated, want all bytes allocated", size, have)
+	}
+	return nil
 }
 
 // Bytes returns the memory. If the segment was made by Map, the process must not write to the memory, because

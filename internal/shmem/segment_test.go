@@ -181,6 +181,14 @@ func TestAdopt(t *testing.T) {
 		{"a hole", size, fixed, func(fd int) error {
 			return unix.Fallocate(fd, unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, 4096, 4096)
 		}, "a file of 8192 bytes with 4096 bytes allocated"},
+		{"only holes, and memory beyond the end", size, unix.F_SEAL_SHRINK, func(fd int) error {
+			const keep = unix.FALLOC_FL_KEEP_SIZE
+			if err := unix.Fallocate(fd, keep, size, 2*size); err != nil {
+				return err
+			}
+			_, err := unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, unix.F_SEAL_GROW)
+			return errors.Join(err, unix.Fallocate(fd, unix.FALLOC_FL_PUNCH_HOLE|keep, 0, size))
+		}, "a file of 8192 bytes with 0 bytes allocated"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			before := testnet.OpenFiles(t)
