@@ -25,8 +25,15 @@ const (
 
 // probe is a Python program that prints pythonFacts as JSON. It does not import torch, because that may take
 // longer than the time limit of the checks.
+//
+// With -c, Python looks for modules in the current folder first, where another user may have put some. So the
+// program removes this folder before it imports a module that is not built in. The options -P and -I of
+// Python do not fit: Python 3.10 does not have -P, and -I ignores packages that programs of the user find.
 const probe = `
-import importlib.util, json, platform, sys
+import sys
+if sys.path[:1] == [""]:
+    del sys.path[0]
+import importlib.util, json, platform
 def version(name):
     if importlib.util.find_spec(name) is None:
         return ""

@@ -124,3 +124,22 @@ func TestThisPython(t *testing.T) {
 	holds(t, "without gohvd", lines, "ok ", "ok torch", "ok numpy", "ok gohvd: not installed", "ok hvdd: "+
 		config.VersionText()+" at "+hvdd)
 }
+
+// TestCurrentFolder checks that the probe runs no module in the current folder, where another user may have
+// put it.
+func TestCurrentFolder(t *testing.T) {
+	if _, err := exec.LookPath("python3"); err != nil {
+		t.Skip("python3 is not in PATH")
+	}
+	t.Chdir(t.TempDir())
+	for _, name := range []string{"json", "platform", "importlib", "sitecustomize", "torch", "gohvd"} {
+		if err := os.WriteFile(name+".py", []byte("open('"+name+".ran', 'w')\n"), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	s := Here(os.Environ())
+	holds(t, "in a folder of others", python(t.Context(), s)[:1], "ok ")
+	if ran, err := filepath.Glob("*.ran"); err != nil || len(ran) > 0 {
+		t.Errorf("modules of the current folder have run: %v, %v", ran, err)
+	}
+}
