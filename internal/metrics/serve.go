@@ -6,7 +6,10 @@ import (
 	"fmt"
 	"net"
 	"net/http"
+	"net/netip"
+	"os"
 	"strconv"
+	"strings"
 	"sync"
 	"time"
 
@@ -114,7 +117,33 @@ func (s *Server) answer(h http.Handler, w http.ResponseWriter, r *http.Request) 
 	s.running.Add(1)
 	s.mu.Unlock()
 	defer s.running.Done()
+	if !ourHost(r) {
+		http.Error(w, "this name of the host is not known here: use localhost or an IP address",
+			http.StatusForbidden)
+		return
+	}
 	h.ServeHTTP(w, r)
+}
+
+// ourHost reports whether the header Host of a request fits. A browser on this host can connect to loopback
+// addresses, and an attacker can let a name of his own resolve to such an address (DNS rebinding). Then the
+// browser lets the attacker's page read the answers. Therefore a request on a loopback address must have an
+// IP address as Host, or a name that an attacker cannot choose: localhost or the name of this host.
+func ourHost(r *http.Request) bool {
+	local, ok := r.Context().Value(http.LocalAddrContextKey).(*net.TCPAddr)
+	if !ok || !local.IP.IsLoopback() || r.Host == "" {
+		return true
+	}
+	name := r.Host
+	if host, _, err := net.SplitHostPort(name); err == nil {
+		name = host
+	}
+	_, notIP := netip.ParseAddr(strings.Trim(name, "[]"))
+	if notIP == nil || strings.EqualFold(name, "localhost") {
+		return true
+	}
+	own, err := os.Hostname()
+	return err == nil && strings.EqualFold(name, own)
 }
 
 // Addr returns the address on which the server listens, as host:port.

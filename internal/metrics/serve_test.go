@@ -6,6 +6,7 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"os"
 	"strings"
 	"sync"
 	"testing"
@@ -65,6 +66,38 @@ func serve(t *testing.T, h http.Handler) *metrics.Server {
 		}
 	})
 	return s
+}
+
+// TestHost checks which hosts a request on a loopback address may name. An attacker could make any other name
+// resolve to this address, so it is refused.
+func TestHost(t *testing.T) {
+	own, err := os.Hostname()
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := serve(t, http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {}))
+	for host, want := range map[string]int{
+		"localhost": 200, "LOCALHOST:9610": 200, "127.0.0.1": 200, "10.0.0.1:9610": 200, "[::1]": 200,
+		"[::1]:9610": 200, own: 200, own + ":9610": 200,
+		"rebound.example": 403, "rebound.example:9610": 403, "localhost.example": 403,
+		"127.0.0.1.example": 403,
+	} {
+		req, err := http.NewRequestWithContext(testnet.Context(t), http.MethodGet, "http://"+s.Addr(), nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		req.Host = host
+		resp, err := (&http.Transport{DisableKeepAlives: true}).RoundTrip(req)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if resp.StatusCode != want {
+			t.Errorf("%s: got status %d, want %d", host, resp.StatusCode, want)
+		}
+		if err := resp.Body.Close(); err != nil {
+			t.Error(err)
+		}
+	}
 }
 
 // get scrapes the server at addr once, over a new connection.
@@ -135,7 +168,7 @@ func TestConnectionsThatEndMakeRoom(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if _, err := idle.Write([]byte("Host: h1\r\n\r\n")); err != nil {
+	if _, err := idle.Write([]byte("Host: localhost\r\n\r\n")); err != nil {
 		t.Fatal(err)
 	}
 	resp, err := http.ReadResponse(bufio.NewReader(idle), nil)
@@ -179,11 +212,11 @@ func closeDuringScrapes(t *testing.T) bool {
 		close(ended)
 		<-leave
 	}))
-	quick := testnet.RawDial(t, s.Addr(), []byte("GET /quick HTTP/1.1\r\nHost: h1\r\n\r\n"))
+	quick := testnet.RawDial(t, s.Addr(), []byte("GET /quick HTTP/1.1\r\nHost: localhost\r\n\r\n"))
 	<-begun
 	// The client announces a body and does not send it. So the server does not watch for the end of the
 	// connection, and only Close can tell the handler to stop.
-	testnet.RawDial(t, s.Addr(), []byte("GET /slow HTTP/1.1\r\nHost: h1\r\nContent-Length: 5\r\n\r\n"))
+	testnet.RawDial(t, s.Addr(), []byte("GET /slow HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n\r\n"))
 	<-begun
 	silent := testnet.RawDial(t, s.Addr())
 	closed := make(chan struct{})
@@ -289,7 +322,7 @@ func TestSlowClients(t *testing.T) {
 		begun = time.Now()
 		deaf := l.dial()
 		defer deaf.Close()
-		fmt.Fprint(deaf, "GET /metrics HTTP/1.1\r\nHost: h1\r\n\r\n")
+		fmt.Fprint(deaf, "GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
 		if took := (<-answered).Sub(begun); took != 10*time.Second {
 			t.Errorf("an answer that nobody reads took %v, want 10 s", took)
 		}
