@@ -15,6 +15,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/gohvd/gohvd/internal/outfile"
 )
 
 // FileStore is a Store in a file, for processes that share a file system but have no network between them.
@@ -392,7 +394,23 @@ func (s *FileStore) open(closed <-chan struct{}, flags int) (*os.File, error) {
 	if ended(closed) {
 		return nil, ErrClosed
 	}
-	return os.OpenFile(s.path, flags|unix.O_CLOEXEC, 0o644)
+	path, err := outfile.Resolve(s.path)
+	if err != nil {
+		return nil, err
+	}
+	// With O_NONBLOCK, the call does not wait for a writer of a FIFO.
+	file, err := os.OpenFile(path, flags|unix.O_CLOEXEC|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0o600)
+	if err != nil {
+		return nil, err
+	}
+	info, err := file.Stat()
+	if err == nil && !info.Mode().IsRegular() {
+		err = fmt.Errorf("%s has the mode %v, want a regular file", path, info.Mode())
+	}
+	if err != nil {
+		return nil, errors.Join(err, file.Close())
+	}
+	return file, nil
 }
 
 // withLock implements withFile after the file was opened. It reports whether the file was removed before it

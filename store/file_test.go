@@ -79,6 +79,31 @@ func TestFileStoreLeavesOthers(t *testing.T) {
 	}
 }
 
+// If another user has put a link or a FIFO at the path, NewFileStore returns an error. It neither waits nor
+// writes to the file that the link names.
+func TestFileStoreRefusesLinksOfOthers(t *testing.T) {
+	dir := t.TempDir()
+	path, fifo := filepath.Join(dir, "link"), filepath.Join(dir, "fifo")
+	precious := filepath.Join(dir, "precious")
+	if err := errors.Join(os.WriteFile(precious, nil, 0o600), os.Symlink(precious, path),
+		unix.Mkfifo(fifo, 0o600)); err != nil {
+		t.Fatal(err)
+	}
+	_, err := store.NewFileStore(testnet.Context(t), fifo, 1)
+	testnet.WantError(t, err, fifo, "want a regular file")
+	if os.Geteuid() != 0 {
+		return // only root can give the link to another user
+	}
+	if err := os.Lchown(path, 1234, 1234); err != nil {
+		t.Fatal(err)
+	}
+	_, err = store.NewFileStore(testnet.Context(t), path, 1)
+	testnet.WantError(t, err, path, "is a link of user 1234")
+	if got, err := os.ReadFile(precious); len(got) > 0 || err != nil {
+		t.Errorf("the other file has %q, %v", got, err)
+	}
+}
+
 // If another process holds the lock of the file, a call returns when its context ends.
 func TestFileStoreLocked(t *testing.T) {
 	s, lock := lockedStore(t)

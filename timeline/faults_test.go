@@ -557,6 +557,32 @@ func TestLeftovers(t *testing.T) {
 	}
 }
 
+// The files of a timeline can only be read by their user. A link or a FIFO of another user is refused, and
+// the file that the link names stays.
+func TestOtherUsers(t *testing.T) {
+	dir := t.TempDir()
+	path := filepath.Join(dir, "t.json")
+	mustClose(t, mustStart(t, testConfig(path), quick))
+	if info, err := os.Stat(path); err != nil || info.Mode() != 0o600 {
+		t.Errorf("got %v, %v, want mode 0600", info.Mode(), err)
+	}
+	if os.Geteuid() != 0 {
+		t.Skip("only root can give a file to another user")
+	}
+	link, fifo := filepath.Join(dir, "link.json"), filepath.Join(dir, "fifo.json")
+	if err := errors.Join(os.WriteFile(path, []byte("precious"), 0o600), os.Symlink(path, link),
+		syscall.Mkfifo(fifo, 0o666), os.Lchown(link, 1234, 1234), os.Lchown(fifo, 1234, 1234)); err != nil {
+		t.Fatal(err)
+	}
+	for _, at := range []string{link, fifo} {
+		_, err := start(testConfig(at), quick)
+		testnet.WantError(t, err, at, "user 1234")
+	}
+	if got, err := os.ReadFile(path); string(got) != "precious" || err != nil {
+		t.Errorf("the file that the link names has %q, %v", got, err)
+	}
+}
+
 // If the folder of the timeline is removed, operations are dropped and counted until the folder exists again.
 // If another file replaces the timeline file, the timeline begins a new file and loses no operation.
 func TestRemoved(t *testing.T) {

@@ -14,6 +14,8 @@ import (
 	"strings"
 	"syscall"
 	"time"
+
+	"github.com/gohvd/gohvd/internal/outfile"
 )
 
 // sink is the destination of the encoded bytes: regular files or a stream.
@@ -42,7 +44,7 @@ type stream struct {
 }
 
 // openStream opens the FIFO or device at path, which has the given mode, for writing. It does not wait for a
-// reader.
+// reader. A FIFO or device of another user is an error.
 func openStream(path string, mode os.FileMode) (*stream, error) {
 	flags := os.O_WRONLY
 	if mode&os.ModeNamedPipe != 0 {
@@ -50,9 +52,15 @@ func openStream(path string, mode os.FileMode) (*stream, error) {
 		// last reader closes its end, because this process has a reading end itself (fifo(7)).
 		flags = os.O_RDWR
 	}
+	if !outfile.Device(path) {
+		flags |= syscall.O_NOFOLLOW
+	}
 	f, err := os.OpenFile(path, flags, 0)
 	if err != nil {
 		return nil, err
+	}
+	if err := outfile.CheckStream(f); err != nil {
+		return nil, errors.Join(err, f.Close())
 	}
 	return &stream{f: f}, nil
 }
@@ -130,13 +138,14 @@ func newDisk(path string, most int64, late bool) (*disk, error) {
 	return d, errors.Join(f.Close(), remove(f.Name()))
 }
 
-// create makes an empty file with the hidden name of the path.
+// create makes an empty file with the hidden name of the path. Only this user can read the file, because
+// tensor names may reveal the structure of a model.
 func (d *disk) create() (*os.File, error) {
 	name := hidden(d.path)
 	if err := remove(name); err != nil {
 		return nil, err
 	}
-	return os.OpenFile(name, os.O_RDWR|os.O_CREATE|os.O_EXCL|syscall.O_NOFOLLOW, 0o644)
+	return os.OpenFile(name, os.O_RDWR|os.O_CREATE|os.O_EXCL|syscall.O_NOFOLLOW, 0o600)
 }
 
 // segmentLimit returns the limit for the size of a segment. It is an eighth of the limit for all segments,

@@ -30,6 +30,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/outfile"
 	"github.com/gohvd/gohvd/internal/trace"
 )
 
@@ -100,7 +101,7 @@ type Timeline struct {
 // .rank<r> before the extension. If path is a device or under /proc, all ranks use path itself, because no
 // files can be created beside it.
 func PathOf(path string, rank int) string {
-	if rank == 0 || isDevice(path) {
+	if rank == 0 || outfile.Device(path) {
 		return path
 	}
 	return beside(path, "rank"+strconv.Itoa(rank))
@@ -124,14 +125,6 @@ func split(path string) (stem, ext string) {
 		ext = "" // here the dot is the first character of a hidden file's name
 	}
 	return strings.TrimSuffix(path, ext), ext
-}
-
-// isDevice reports whether path is under /dev or /proc, where no files can be created. /dev/shm does not
-// count, because it is an ordinary folder.
-func isDevice(path string) bool {
-	path = filepath.Clean(path)
-	return strings.HasPrefix(path, "/dev/") && !strings.HasPrefix(path, "/dev/shm/") ||
-		strings.HasPrefix(path, "/proc/")
 }
 
 // Start creates or replaces the file, removes the segments of an earlier run and returns the timeline. It

@@ -12,6 +12,7 @@ import (
 
 	"go.uber.org/zap"
 
+	"github.com/gohvd/gohvd/internal/outfile"
 	"github.com/gohvd/gohvd/internal/trace"
 )
 
@@ -77,17 +78,19 @@ func newWriter(cfg Config, k knobs, dropped *atomic.Uint64) *writer {
 func (w *writer) open() error {
 	// The path becomes absolute, because the program may change its working directory. If the path is a
 	// symbolic link, the file that it points to is replaced, not the link.
-	if whole, err := filepath.Abs(w.cfg.Path); err == nil && !isDevice(w.cfg.Path) {
+	if whole, err := filepath.Abs(w.cfg.Path); err == nil && !outfile.Device(w.cfg.Path) {
 		w.cfg.Path = whole
 	}
-	if real, err := filepath.EvalSymlinks(w.cfg.Path); err == nil && !isDevice(w.cfg.Path) {
-		w.cfg.Path = real
+	path, err := outfile.Resolve(w.cfg.Path)
+	if err != nil {
+		return err
 	}
-	at, err := os.Stat(w.cfg.Path)
+	w.cfg.Path = path
+	at, err := os.Stat(path)
 	switch {
 	case err == nil && at.IsDir():
 		return fmt.Errorf("%s is a folder, want a file", w.cfg.Path)
-	case err == nil && (!at.Mode().IsRegular() || isDevice(w.cfg.Path)):
+	case err == nil && (!at.Mode().IsRegular() || outfile.Device(path)):
 		if w.sink, err = openStream(w.cfg.Path, at.Mode()); err != nil {
 			return err
 		}

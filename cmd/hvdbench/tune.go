@@ -11,6 +11,7 @@ import (
 	"strings"
 
 	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/outfile"
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/ops/tcp"
 )
@@ -145,7 +146,12 @@ func writeRules(file string, rules tcp.Table, ranks int) error {
 	if at < 0 {
 		at = len(table)
 	}
-	if err := os.WriteFile(file, slices.Insert(table, at, rules...).Encode(), 0o666); err != nil {
+	f, err := outfile.Create(file, 0o666)
+	if err == nil {
+		_, err = f.Write(slices.Insert(table, at, rules...).Encode())
+		err = errors.Join(err, f.Close())
+	}
+	if err != nil {
 		return fmt.Errorf("write the table of algorithms: %w", err)
 	}
 	return nil

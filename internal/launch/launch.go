@@ -42,6 +42,7 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/joblink"
+	"github.com/gohvd/gohvd/internal/outfile"
 )
 
 // MaxRanks is the maximum of Options.NP.
@@ -479,6 +480,20 @@ type rank struct {
 	again    time.Time     // when the rank is to be started again, or the zero time
 }
 
+// create makes the file with the given name in a folder of the folder dir.
+func (s *stream) create(dir, folder, name string) error {
+	dir, err := outfile.Folder(dir, 0o777)
+	if err != nil {
+		return err
+	}
+	if dir, err = outfile.Folder(filepath.Join(dir, folder), 0o777); err != nil {
+		return err
+	}
+	s.path = filepath.Join(dir, name)
+	s.file, err = outfile.Create(s.path, 0o666)
+	return err
+}
+
 // makeRanks creates the state of each rank, the output files of the ranks, and the connections to their
 // hosts.
 func (j *job) makeRanks() error {
@@ -504,7 +519,6 @@ func (j *job) makeRanks() error {
 		if j.o.Nodes != nil {
 			label, folder = k.title, strings.ReplaceAll(k.title, " ", ".")
 		}
-		dir := filepath.Join(j.o.OutputDir, folder)
 		for i, name := range [2]string{"stdout", "stderr"} {
 			s := &stream{console: j.console, err: i == 1, timestamp: j.o.Timestamp, done: make(chan struct{})}
 			k.streams[i], k.conn.streams = s, append(k.conn.streams, s)
@@ -517,12 +531,7 @@ func (j *job) makeRanks() error {
 			if j.o.OutputDir == "" {
 				continue
 			}
-			err := os.MkdirAll(dir, 0o777)
-			if err == nil {
-				s.path = filepath.Join(dir, name)
-				s.file, err = os.Create(s.path)
-			}
-			if err != nil {
+			if err := s.create(j.o.OutputDir, folder, name); err != nil {
 				return fmt.Errorf("launch: create the output files: %w", err)
 			}
 		}

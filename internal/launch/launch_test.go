@@ -1,6 +1,7 @@
 package launch_test
 
 import (
+	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -834,6 +835,40 @@ func TestOutputFilesCannotBeMade(t *testing.T) {
 	}
 	if _, err := os.Stat(started); err == nil {
 		t.Error("a rank was started")
+	}
+}
+
+// TestOutputFilesOfOthers checks that the launcher neither writes to what another user has put in the place
+// of an output file nor waits for it.
+func TestOutputFilesOfOthers(t *testing.T) {
+	if os.Geteuid() != 0 {
+		t.Skip("only root can give a file to another user")
+	}
+	for name, put := range map[string]func(path, precious string) error{
+		"rank.0/stdout is a FIFO": func(path, _ string) error { return syscall.Mkfifo(path, 0o666) },
+		"rank.0/stderr is a link": func(path, precious string) error {
+			return errors.Join(os.Symlink(precious, path), os.Lchown(path, 1234, 1234))
+		},
+		"rank.0 is a link": func(path, precious string) error {
+			return errors.Join(os.Symlink(filepath.Dir(precious), path), os.Lchown(path, 1234, 1234))
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			dir, precious := t.TempDir(), filepath.Join(t.TempDir(), "stdout")
+			what, _, _ := strings.Cut(name, " ")
+			path := filepath.Join(dir, what)
+			if err := errors.Join(os.WriteFile(precious, []byte("x"), 0o600),
+				os.MkdirAll(filepath.Dir(path), 0o777), put(path, precious)); err != nil {
+				t.Fatal(err)
+			}
+			r := start(t, spec{NP: 1, OutputDir: dir, Command: sh("echo y; echo z >&2")})
+			if got := r.wait(); got != 1 || !strings.Contains(r.stderr.String(), path) {
+				t.Errorf("got exit status %d and %q, want 1 and the path", got, r.stderr.String())
+			}
+			if got, err := os.ReadFile(precious); string(got) != "x" || err != nil {
+				t.Errorf("the file of the user has %q, %v", got, err)
+			}
+		})
 	}
 }
 

@@ -3,10 +3,11 @@ package launch
 import (
 	"cmp"
 	"fmt"
-	"os"
 	"slices"
 	"strings"
 	"time"
+
+	"github.com/gohvd/gohvd/internal/outfile"
 )
 
 const (
@@ -137,7 +138,7 @@ func (s *stream) follow() {
 	if s.path == "" {
 		return
 	}
-	file, err := os.OpenFile(s.path, os.O_WRONLY|os.O_APPEND, 0)
+	file, err := outfile.Append(s.path)
 	if err == nil {
 		s.file = file
 	}

@@ -17,6 +17,7 @@ import (
 
 	"github.com/gohvd/gohvd/internal/analysis"
 	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/outfile"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/trace"
 )
@@ -302,7 +303,7 @@ func WriteFile(dir string, d *analysis.Snapshot) (path string, err error) {
 // WriteText writes a text to the file with the given name in dir and returns the path. It writes the file in
 // the same way as WriteFile.
 func WriteText(dir, name string, text []byte) (path string, err error) {
-	if err := os.MkdirAll(dir, 0o700); err != nil {
+	if dir, err = outfile.Folder(dir, 0o700); err != nil {
 		return "", fmt.Errorf("recorder: make the dump folder: %w", err)
 	}
 	f, err := os.CreateTemp(dir, "."+name+".*") // creates the file with mode 0600

@@ -20,6 +20,7 @@ import (
 
 	"github.com/gohvd/gohvd/autotune"
 	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/outfile"
 	"github.com/gohvd/gohvd/internal/trace"
 )
 
@@ -251,7 +252,7 @@ func (t *Tuner) writeLog() error {
 	if t.cfg.LogPath == "" || !t.cfg.Search {
 		return nil
 	}
-	f, err := os.Create(t.cfg.LogPath)
+	f, err := outfile.Create(t.cfg.LogPath, 0o666)
 	if err == nil {
 		err = errors.Join(t.search.WriteLog(f), f.Close())
 	}

@@ -108,9 +108,6 @@ func (j *Job) Merge(path string) (sum Merged, err error) {
 			return sum, err
 		}
 	}
-	if err := f.Chmod(0o644); err != nil {
-		return sum, err
-	}
 	if err := os.Rename(f.Name(), path); err != nil {
 		return sum, err
 	}
