@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"net"
 	"os"
-	"path/filepath"
 	"strconv"
 	"sync"
 	"time"
@@ -27,7 +26,7 @@ type listener struct {
 }
 
 const (
-	// lockTimeout is how long to wait for another hvdd that has locked the same directory.
+	// lockTimeout is how long to wait for another hvdd that is about to listen at the same path.
 	lockTimeout = 5 * time.Second
 	// firstListenFD is the first file descriptor that systemd passes (sd_listen_fds).
 	firstListenFD = 3
@@ -41,7 +40,7 @@ func newListener(l *net.UnixListener) *listener {
 // listen makes a socket at path and listens on it. If path already has a socket on which no process listens,
 // listen replaces it. If there is any other file at path, listen returns an error.
 func listen(path string) (clients, error) {
-	unlock, err := lock(filepath.Dir(path))
+	unlock, err := lock(path)
 	if err != nil {
 		return nil, fmt.Errorf("--socket %s: %w", path, err)
 	}
@@ -60,26 +59,44 @@ func listen(path string) (clients, error) {
 	return newListener(l), nil
 }
 
-// lock locks a directory against other hvdds that remove stale sockets there. Without the lock, one of them
-// could remove a socket that is bound but not listening yet, because it looks stale.
-func lock(dir string) (unlock func(), err error) {
-	fd, err := unix.Open(dir, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
-	if err != nil {
-		return nil, fmt.Errorf("open %s: %w", dir, err)
-	}
+// lock keeps other hvdds from removing a stale socket at path. Without the lock, one of them could remove a
+// socket that is bound but not listening yet, because it looks stale. The lock is on a file beside the socket
+// that only this user can open. Any user could lock the folder, if it is one such as /tmp.
+func lock(path string) (unlock func(), err error) {
+	name := path + ".lock"
 	ctx, cancel := context.WithTimeout(context.Background(), lockTimeout)
 	defer cancel()
 	var wait dial.Backoff
 	for {
-		err := unix.Flock(fd, unix.LOCK_EX|unix.LOCK_NB)
-		switch {
-		case err == nil:
-			return func() { _ = unix.Close(fd) }, nil // closing releases the lock
-		case err != unix.EWOULDBLOCK && err != unix.EINTR, ctx.Err() != nil:
-			return nil, errors.Join(fmt.Errorf("lock %s: %w", dir, err), unix.Close(fd))
+		f, err := os.OpenFile(name, os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0o600)
+		if err != nil {
+			return nil, err
 		}
+		err = unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
+		switch {
+		case err == nil && !names(name, f):
+			// The process that had the lock has removed the file.
+		case err == nil:
+			return func() {
+				_ = os.Remove(name) // if this fails, an empty file stays, which disturbs nobody
+				_ = f.Close()       // releases the lock
+			}, nil
+		case err != unix.EWOULDBLOCK && err != unix.EINTR, ctx.Err() != nil:
+			return nil, errors.Join(fmt.Errorf("lock %s: %w", name, err), f.Close())
+		}
+		_ = f.Close() // the error is ignored, because nothing was written
 		dial.Pause(ctx, wait.Next(), nil)
 	}
+}
+
+// names reports whether name is the name of f.
+func names(name string, f *os.File) bool {
+	at, err := os.Lstat(name)
+	if err != nil {
+		return false
+	}
+	ours, err := f.Stat()
+	return err == nil && os.SameFile(at, ours)
 }
 
 // removeStale removes the socket at path if no process listens on it.

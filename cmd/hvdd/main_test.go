@@ -272,6 +272,64 @@ func TestSocket(t *testing.T) {
 	}
 }
 
+// TestListenTogether lets several processes listen at a path with a stale socket. Exactly one may succeed,
+// and must stay reachable. Meanwhile another process has locked the folder, as any user can lock /tmp.
+func TestListenTogether(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "s")
+	folder, err := os.Open(filepath.Dir(path))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer folder.Close()
+	if err := unix.Flock(int(folder.Fd()), unix.LOCK_EX); err != nil {
+		t.Fatal(err)
+	}
+	for range 20 {
+		stale, err := net.ListenUnix("unix", &net.UnixAddr{Net: "unix", Name: path})
+		if err != nil {
+			t.Fatal(err)
+		}
+		stale.SetUnlinkOnClose(false)
+		if err := stale.Close(); err != nil {
+			t.Fatal(err)
+		}
+		type result struct {
+			c   clients
+			err error
+		}
+		results := make(chan result)
+		const n = 8
+		for range n {
+			go func() {
+				c, err := listen(path)
+				results <- result{c, err}
+			}()
+		}
+		var listening []clients
+		for range n {
+			if r := <-results; r.err == nil {
+				listening = append(listening, r.c)
+			} else {
+				testnet.WantError(t, r.err, path, "is already listening at this path")
+			}
+		}
+		if len(listening) != 1 {
+			t.Fatalf("%d processes listen, want 1", len(listening))
+		}
+		c, err := net.Dial("unix", path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := c.Close(); err != nil {
+			t.Error(err)
+		}
+		listening[0].stop()
+		if left, err := os.ReadDir(filepath.Dir(path)); len(left) > 0 || err != nil {
+			t.Fatalf("left: %v, %v", left, err)
+		}
+	}
+}
+
 // TestSystemd checks that under systemd hvdd uses the socket that it gets from systemd, and that it reports
 // readiness, state and watchdog messages.
 func TestSystemd(t *testing.T) {
