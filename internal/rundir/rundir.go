@@ -15,7 +15,8 @@
 // Invariants of a Dir:
 //
 //  1. A process holds a lock on its folder, which the kernel releases when the process ends. So a folder in
-//     the runtime folder that nobody has locked has been abandoned, and the next call of New removes it.
+//     the runtime folder that nobody has locked has been abandoned, and the next call of New on this host
+//     removes it.
 //  2. No other process removes a folder that is locked.
 package rundir
 
@@ -37,8 +38,6 @@ import (
 
 const (
 	permDir = 0o700
-	// prefix is the beginning of the names of the folders of processes.
-	prefix = "p"
 	// maxSwept is the maximum number of names that New checks in the runtime folder.
 	maxSwept = 1000
 	// maxTries is how often New makes a folder again because another process took the last one for abandoned.
@@ -108,6 +107,18 @@ func private(path string) error {
 	return nil
 }
 
+// prefix returns the beginning of the names of the folders that processes make in this boot of this host.
+// Processes of other hosts may use the same file system, and some file systems have locks that only the host
+// itself sees. So New removes only folders with this prefix.
+func prefix() (string, error) {
+	boot, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	if err != nil {
+		return "", err
+	}
+	id, _, _ := strings.Cut(string(boot), "-")
+	return "p" + id + "-", nil
+}
+
 // New makes a folder for this process. Before that, it removes the folders of processes of this user that
 // have been killed. The parameter xdg is the value of XDG_RUNTIME_DIR, or "". The caller must call Close.
 func New(xdg string) (*Dir, error) {
@@ -123,11 +134,15 @@ func New(xdg string) (*Dir, error) {
 		}
 		return &Dir{path: path, fd: -1}, nil
 	}
-	if err := sweep(shared); err != nil {
+	prefix, err := prefix()
+	if err != nil {
+		return nil, err
+	}
+	if err := sweep(shared, prefix); err != nil {
 		return nil, err
 	}
 	for range maxTries {
-		d, err := create(shared)
+		d, err := create(shared, prefix)
 		if d != nil || err != nil {
 			return d, err
 		}
@@ -135,9 +150,9 @@ func New(xdg string) (*Dir, error) {
 	return nil, fmt.Errorf("other processes have removed %d new folders in %s", maxTries, shared)
 }
 
-// create makes a folder with a random name in the folder shared and locks it. If another process has taken
-// the folder for abandoned before it was locked, create returns nil.
-func create(shared string) (*Dir, error) {
+// create makes a folder with the prefix and a random name in the folder shared, and locks it. If another
+// process has taken the folder for abandoned before it was locked, create returns nil.
+func create(shared, prefix string) (*Dir, error) {
 	var random [8]byte
 	if _, err := rand.Read(random[:]); err != nil {
 		return nil, err
@@ -163,9 +178,10 @@ func create(shared string) (*Dir, error) {
 	return &Dir{path: path, fd: fd}, nil
 }
 
-// sweep removes the folders of processes that have ended from the folder shared. It checks only the first
-// thousand names there. A folder that cannot be removed stays, because it does not disturb this process.
-func sweep(shared string) error {
+// sweep removes the folders with the prefix whose processes have ended from the folder shared. It checks only
+// the first thousand names there. A folder that cannot be removed stays, because it does not disturb this
+// process.
+func sweep(shared, prefix string) error {
 	d, err := os.Open(shared)
 	if err != nil {
 		return err

@@ -161,14 +161,15 @@ func TestPlaces(t *testing.T) {
 	}
 }
 
-// TestSweep checks that New removes the folder of a process that was killed, and nothing else.
+// TestSweep checks that New removes the folder of a process that was killed, and nothing else, such as the
+// folder of a process on another host.
 func TestSweep(t *testing.T) {
 	t.Setenv("TMPDIR", t.TempDir())
 	living, _ := start(t)
 	dead, kill := start(t)
 	shared := filepath.Dir(dead)
-	other := filepath.Join(shared, "other")
-	if err := os.Mkdir(other, 0o700); err != nil {
+	other, elsewhere := filepath.Join(shared, "other"), filepath.Join(shared, "p00000000-0123456789abcdef")
+	if err := errors.Join(os.Mkdir(other, 0o700), os.Mkdir(elsewhere, 0o700)); err != nil {
 		t.Fatal(err)
 	}
 	newDir(t, "")
@@ -180,7 +181,7 @@ func TestSweep(t *testing.T) {
 	if _, err := os.Lstat(dead); !errors.Is(err, fs.ErrNotExist) {
 		t.Errorf("after the end of the process: got %v, want no folder", err)
 	}
-	for _, path := range []string{filepath.Join(living, "secret"), other} {
+	for _, path := range []string{filepath.Join(living, "secret"), other, elsewhere} {
 		if _, err := os.Lstat(path); err != nil {
 			t.Error(err)
 		}
