@@ -152,9 +152,10 @@ func end(e *Engine) {
 //
 // The environment says which job this is and which rank this process is. hvdrun sets the environment, or
 // another launcher does: Open MPI, MPICH, torchrun, Slurm, Kubernetes, or any program that sets RANK,
-// WORLD_SIZE, MASTER_ADDR and MASTER_PORT (see docs/launchers.md). If the environment does not describe a
-// job, the job has one rank. Options override the environment. WithSetting("HVD_SIZE", "1") makes a job with
-// one rank in any environment.
+// WORLD_SIZE, MASTER_ADDR and MASTER_PORT (see docs/launchers.md for all). If no launcher has started this
+// process, the job has one rank. If a launcher has started this process as one of several, but does not say
+// enough to join their job, Init fails. Options override the environment. WithSetting("HVD_SIZE", "1") makes
+// a job with one rank under any launcher except hvdrun.
 //
 // Init returns an error if a setting or an option is wrong, if the ranks contradict each other, if one of
 // them fails, or if not all have joined within HOROVOD_GLOO_TIMEOUT_SECONDS (default 30) or before ctx ends.

@@ -189,8 +189,9 @@ var settings = []Setting{
 		Name: "HVD_SIZE", Section: sectionStart, Scope: ToMeet,
 		Otherwise: "none",
 		Doc: "number of ranks. The value 1 makes this process a job with one rank, even if a launcher " +
-			"other than hvdrun says otherwise. In an Indexed Job of Kubernetes, set it to the number of " +
-			"pods, because a pod cannot find out this number itself",
+			"other than hvdrun says otherwise. In an Indexed Job of Kubernetes, and under launchers that " +
+			"tell a process only its rank (docs/launchers.md), set it to the number of processes. If several " +
+			"launchers have started this process, the size of the job says that this size is intended",
 		kind: anything("a number of at least 1"),
 	},
 	{

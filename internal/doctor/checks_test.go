@@ -478,8 +478,8 @@ func TestClock(t *testing.T) {
 // line must say which rank the environment gives.
 func TestLauncher(t *testing.T) {
 	s := soundSystem()
-	kinds := []string{"hvdrun", "HVD_SIZE=1", "Open MPI", "MPICH (PMI)", "torchrun", "Slurm", "Kubernetes",
-		"plain environment"}
+	kinds := []string{"hvdrun", "HVD_SIZE=1", "torchrun", "Open MPI", "MVAPICH", "LSF jsrun", "MPICH (PMI)", "Flux",
+		"Slurm", "Kubernetes", "plain environment", "Cray PALS", "Cray ALPS", "PMIx", "PMI over a port"}
 	for _, test := range []struct {
 		environ []string
 		want    []string // the lines that must not be ok
@@ -502,6 +502,12 @@ func TestLauncher(t *testing.T) {
 			[]string{"warn Slurm: SLURM_STEP_ID is not set: this process runs in an allocation for SLURM_NTASKS=4"},
 			""},
 		{[]string{"SLURM_JOB_ID=7", "SLURM_NTASKS=4", "HVD_SIZE=1"}, nil, "SLURM_NTASKS=4"},
+		{[]string{"PMIX_RANK=1"}, []string{"fail launcher: place: PMIx: HVD_SIZE is not set"}, ""},
+		{[]string{"HOROVOD_RANK=0", "HOROVOD_SIZE=1", "RANK=1", "WORLD_SIZE=4", "MASTER_ADDR=h", "MASTER_PORT=7"},
+			[]string{"fail launcher: place: hvdrun says that this process is rank 0 of 1, but plain environment says rank 1 of 4"},
+			""},
+		{[]string{"HOROVOD_RANK=0", "HOROVOD_SIZE=2", "RANK=1", "WORLD_SIZE=4", "MASTER_ADDR=h", "MASTER_PORT=7"},
+			[]string{"warn plain environment: hvdrun says that this process is rank 0 of 2"}, ""},
 	} {
 		s.Environ = test.environ
 		var seen []string

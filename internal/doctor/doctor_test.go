@@ -189,8 +189,9 @@ func TestABrokenMachine(t *testing.T) {
 		"warn file size: broken", "warn locked memory: broken", "warn open files: broken",
 		"warn interfaces: broken", "fail host name: broken", "warn clock: broken",
 		"warn agent: broken; only jobs on several hosts", "ok hosts: no hosts were given",
-		"ok hvdrun", "ok HVD_SIZE=1", "ok Open MPI", "ok MPICH (PMI)", "ok torchrun", "ok Slurm",
-		"ok Kubernetes", "ok plain environment",
+		"ok hvdrun", "ok HVD_SIZE=1", "ok torchrun", "ok Open MPI", "ok MVAPICH", "ok LSF jsrun",
+		"ok MPICH (PMI)", "ok Flux", "ok Slurm", "ok Kubernetes", "ok plain environment", "ok Cray PALS",
+		"ok Cray ALPS", "ok PMIx", "ok PMI over a port",
 		"ok variables: no setting")
 }
 

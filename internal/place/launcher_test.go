@@ -37,6 +37,21 @@ var (
 		"SLURM_LOCALID": "1", "SLURM_NODEID": "2", "SLURM_STEP_NODELIST": "node[01-03,7]",
 		"SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
 	}
+	mvapichEnv = environment{
+		"MV2_COMM_WORLD_RANK": "3", "MV2_COMM_WORLD_SIZE": "4", "MV2_COMM_WORLD_LOCAL_RANK": "1",
+		"MV2_COMM_WORLD_LOCAL_SIZE": "2", "MPIRUN_RANK": "3", "PMI_PORT": "node1:77", "PMI_ID": "3",
+	}
+	jsrunEnv = environment{
+		"JSM_NAMESPACE_RANK": "3", "JSM_NAMESPACE_SIZE": "4", "JSM_NAMESPACE_LOCAL_RANK": "1",
+		"JSM_NAMESPACE_LOCAL_SIZE": "2", "PMIX_RANK": "3", "PMIX_NAMESPACE": "7",
+	}
+	fluxEnv = environment{
+		"FLUX_TASK_RANK": "3", "FLUX_JOB_SIZE": "4", "FLUX_JOB_NNODES": "1", "FLUX_TASK_LOCAL_ID": "3",
+		"FLUX_JOB_ID": "ƒ7", "FLUX_JOB_TMPDIR": "/tmp/flux/jobtmp",
+	}
+	palsEnv = environment{"PALS_RANKID": "3", "PALS_NODEID": "1", "PALS_APID": "a"}
+	pmixEnv = environment{"PMIX_RANK": "3", "PMIX_NAMESPACE": "prterun-h-7@1"}
+
 	plainEnv      = environment{"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "head", "MASTER_PORT": "29500"}
 	kubernetesEnv = environment{"JOB_COMPLETION_INDEX": "2", "HVD_SIZE": "4", "HOSTNAME": "train-2"}
 )
@@ -60,7 +75,7 @@ func TestDetect(t *testing.T) {
 		{"Open MPI", openMPIEnv, "Open MPI 2/4 2/4 0/1 722141185",
 			"published in a file in /tmp/ompi.h.0/pid.7"},
 		{"Open MPI, hosts", openMPIEnv.with("OMPI_COMM_WORLD_SIZE", "8"), "Open MPI 2/8 2/4 -1/-1 722141185",
-			"nowhere: Open MPI does not say"},
+			"nowhere: only 4 of 8 ranks are on this host, and Open MPI does not say"},
 		{"Open MPI, other names", openMPIEnv.with("PMIX_NAMESPACE", "", "PMIX_SERVER_TMPDIR", "",
 			"OMPI_MCA_ess_base_jobid", "77",
 			"OMPI_MCA_orte_jobfam_session_dir", "/tmp/fam"), "Open MPI 2/4 2/4 0/1 77",
@@ -101,6 +116,35 @@ func TestDetect(t *testing.T) {
 		{"Slurm, node unknown", slurmEnv.with("SLURM_NODEID", ""), "Slurm 5/7 -1/-1 -1/-1 1234.5", ""},
 		{"Slurm, last port", slurmEnv.with("SLURM_JOB_ID", "9999", "SLURM_STEP_ID", "102"),
 			"Slurm 5/7 1/2 2/3 9999.102", "node01:20005"},
+		{"Slurm, PMIx", slurmEnv.with("PMIX_RANK", "5", "PMIX_NAMESPACE", "slurm.pmix.1234.5"),
+			"Slurm 5/7 1/2 2/3 1234.5", ""},
+		{"Slurm, Cray", slurmEnv.with("PALS_RANKID", "5", "ALPS_APP_PE", "5"), "Slurm 5/7 1/2 2/3 1234.5", ""},
+		{"torchrun, srun", torchrunEnv.with("PMI_RANK", "0", "PMI_SIZE", "2", "PMI_FD", "9"),
+			"torchrun 3/4 1/2 1/2 job7/2", ""},
+		{"MVAPICH", mvapichEnv, "MVAPICH 3/4 1/2 -1/-1 ", "nowhere: only 2 of 4 ranks"},
+		{"MVAPICH, mpiexec", mvapichEnv.with("PMI_RANK", "3", "PMI_SIZE", "4", "PMI_FD", "9"),
+			"MVAPICH 3/4 1/2 -1/-1 ", "the key-value space"},
+		{"MVAPICH, MASTER_ADDR", mvapichEnv.with("MASTER_ADDR", "head", "MASTER_PORT", "29500"),
+			"MVAPICH 3/4 1/2 -1/-1 ", "published at head:29500"},
+		{"MVAPICH 3", environment{"MVP_COMM_WORLD_RANK": "0", "MVP_COMM_WORLD_SIZE": "2"},
+			"MVAPICH 0/2 -1/-1 -1/-1 ", "nowhere: MVAPICH does not say where rank 0 is"},
+		{"jsrun", jsrunEnv, "LSF jsrun 3/4 1/2 -1/-1 7", "nowhere: only 2 of 4 ranks"},
+		{"jsrun, one host", jsrunEnv.with("MASTER_ADDR", "localhost", "MASTER_PORT", "29500",
+			"JSM_NAMESPACE_LOCAL_RANK", "3", "JSM_NAMESPACE_LOCAL_SIZE", "4"), "LSF jsrun 3/4 3/4 0/1 7",
+			"published at 127.0.0.1:29500"},
+		{"Cray PMI", environment{"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2",
+			"PALS_RANKID": "3"}, "MPICH (PMI) 3/4 1/2 -1/-1 ", "nowhere: PMI_FD is not set"},
+		{"Flux", fluxEnv, "Flux 3/4 3/4 0/1 ƒ7", "published in a file in /tmp/flux/jobtmp"},
+		{"Flux, hosts", fluxEnv.with("FLUX_JOB_NNODES", "2"), "Flux 3/4 -1/-1 -1/-1 ƒ7", "nowhere: Flux does"},
+		{"Flux, PMI", fluxEnv.with("PMI_RANK", "3", "PMI_SIZE", "4", "PMI_FD", "9"),
+			"MPICH (PMI) 3/4 -1/-1 -1/-1 ", "the key-value space"},
+		{"PALS", palsEnv.with("HVD_SIZE", "4"), "Cray PALS 3/4 -1/-1 -1/-1 a", "nowhere: Cray PALS does"},
+		{"PALS, RANK", palsEnv.with("RANK", "3", "WORLD_SIZE", "4", "MASTER_ADDR", "h", "MASTER_PORT", "1"),
+			"plain environment 3/4 -1/-1 -1/-1 ", "published at h:1"},
+		{"ALPS", environment{"ALPS_APP_PE": "3", "HVD_SIZE": "4", "ALPS_APP_ID": "b"},
+			"Cray ALPS 3/4 -1/-1 -1/-1 b", ""},
+		{"PMIx", pmixEnv.with("HVD_SIZE", "4", "MASTER_ADDR", "h", "MASTER_PORT", "1"),
+			"PMIx 3/4 -1/-1 -1/-1 prterun-h-7@1", "published at h:1"},
 		{"Kubernetes", kubernetesEnv, "Kubernetes 2/4 0/1 2/4 train",
 			"at a store of rank 0, train-0.train:29550"},
 		{"Kubernetes, a service", kubernetesEnv.with("HVD_SUBDOMAIN", "ranks"),
@@ -204,6 +248,17 @@ func TestDetectRefuses(t *testing.T) {
 		{kubernetesEnv.with("HOSTNAME", "-2"), []string{`HOSTNAME is "-2"`}},
 		{environment{"HVD_SIZE": "4"}, []string{"Kubernetes", "JOB_COMPLETION_INDEX is not set",
 			`HVD_SIZE is "4"`}},
+		{pmiEnv.with("PMI_RANK", "", "PMI_SIZE", "", "PMI_PORT", "h:77", "PMI_ID", "3"),
+			[]string{"PMI over a port", "HVD_SIZE is not set", `PMI_ID is "3"`}},
+		{mvapichEnv.with("MV2_COMM_WORLD_SIZE", ""), []string{"MVAPICH", "MV2_COMM_WORLD_SIZE is not set"}},
+		{environment{"MVP_COMM_WORLD_SIZE": "2"}, []string{"MVAPICH", "MVP_COMM_WORLD_RANK is not set"}},
+		{jsrunEnv.with("JSM_NAMESPACE_RANK", ""), []string{"LSF jsrun", "JSM_NAMESPACE_RANK is not set"}},
+		{jsrunEnv.with("JSM_NAMESPACE_LOCAL_SIZE", ""), []string{"JSM_NAMESPACE_LOCAL_SIZE is not set"}},
+		{fluxEnv.with("FLUX_JOB_SIZE", ""), []string{"Flux", "FLUX_JOB_SIZE is not set"}},
+		{palsEnv, []string{"Cray PALS", "HVD_SIZE is not set", `PALS_RANKID is "3"`, aloneAdvice}},
+		{palsEnv.with("HVD_SIZE", "3"), []string{"PALS_RANKID is 3", "HVD_SIZE, which is 3"}},
+		{environment{"ALPS_APP_PE": "3"}, []string{"Cray ALPS", "HVD_SIZE is not set", `ALPS_APP_PE is "3"`}},
+		{pmixEnv, []string{"PMIx", "HVD_SIZE is not set", `PMIX_RANK is "3"`, aloneAdvice}},
 		{plainEnv.with("RANK", ""), []string{"plain environment", "RANK is not set", `WORLD_SIZE is "2"`,
 			"to run this process as a job with one rank, set HVD_SIZE=1"}},
 		{plainEnv.with("WORLD_SIZE", ""), []string{"WORLD_SIZE is not set", `RANK is "1"`}},
@@ -249,12 +304,19 @@ func TestNoLauncher(t *testing.T) {
 	wantLines(t, lines,
 		"hvdrun: neither HOROVOD_RANK nor HOROVOD_SIZE is set",
 		"HVD_SIZE=1: HVD_SIZE is not 1",
-		"Open MPI: neither OMPI_COMM_WORLD_RANK nor OMPI_COMM_WORLD_SIZE is set",
-		"MPICH (PMI): neither PMI_RANK nor PMI_SIZE is set",
 		"torchrun: neither TORCHELASTIC_RUN_ID nor TORCHELASTIC_USE_AGENT_STORE is set",
+		"Open MPI: neither OMPI_COMM_WORLD_RANK nor OMPI_COMM_WORLD_SIZE is set",
+		"MVAPICH: none of MV2_COMM_WORLD_RANK, MV2_COMM_WORLD_SIZE, MVP_COMM_WORLD_RANK and MVP_COMM_WORLD_SIZE is set",
+		"LSF jsrun: neither JSM_NAMESPACE_RANK nor JSM_NAMESPACE_SIZE is set",
+		"MPICH (PMI): neither PMI_RANK nor PMI_SIZE is set",
+		"Flux: neither FLUX_TASK_RANK nor FLUX_JOB_SIZE is set",
 		"Slurm: SLURM_STEP_ID is not set: this process runs in an allocation, but is not a task of a step; start it with srun",
 		"Kubernetes: JOB_COMPLETION_INDEX is not set",
 		"plain environment: none of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT is set",
+		"Cray PALS: PALS_RANKID is not set",
+		"Cray ALPS: ALPS_APP_PE is not set",
+		"PMIx: PMIX_RANK is not set",
+		"PMI over a port: PMI_PORT is not set",
 	)
 	// These processes run in a Slurm allocation but not in a step. If the allocation is for several tasks,
 	// Suspect must be set, because the user may have forgotten srun.
@@ -272,7 +334,8 @@ func TestNoLauncher(t *testing.T) {
 			"4294967291: this process is a script in an allocation for SLURM_NTASKS=99 tasks, but", true},
 	} {
 		e, lines, err := Detect(c.env.get)
-		if slurm := lines[5]; e != nil || err != nil || !strings.Contains(slurm.Why, c.why) ||
+		slurm := lines[slices.IndexFunc(lines, func(l Line) bool { return l.Kind == Slurm })]
+		if e != nil || err != nil || !strings.Contains(slurm.Why, c.why) ||
 			slurm.Suspect != c.suspect {
 			t.Errorf("detected %v, %v; %v, suspect: %v", e, err, slurm, slurm.Suspect)
 		}
@@ -290,50 +353,116 @@ func wantLines(t *testing.T, lines []Line, want ...string) {
 	}
 }
 
-// TestFirstWins sets the variables of several launchers. Detect must return the first kind in the order of
-// this test. Each iteration then removes the variables of that kind.
+// TestFirstWins sets the variables of several launchers for one process. Detect must return the first kind in
+// the order of this test. Each iteration then removes the variables of that kind.
 func TestFirstWins(t *testing.T) {
 	env := environment{}
 	kinds := []struct {
 		kind Kind
 		env  environment
-	}{{Hvdrun, hvdrunEnv}, {OpenMPI, openMPIEnv}, {PMI, pmiEnv}, {Torchrun, torchrunEnv}, {Slurm, slurmEnv},
-		{Kubernetes, kubernetesEnv}, {Plain, plainEnv}}
-	for _, k := range kinds {
+	}{
+		{Hvdrun, hvdrunEnv}, {Torchrun, torchrunEnv}, {OpenMPI, openMPIEnv}, {MVAPICH, mvapichEnv},
+		{Jsrun, jsrunEnv}, {PMI, pmiEnv}, {Flux, fluxEnv}, {Slurm, slurmEnv},
+		{Kubernetes, kubernetesEnv.with("JOB_COMPLETION_INDEX", "3", "HOSTNAME", "train-3")}, {Plain, plainEnv},
+		{PALS, palsEnv.with("HVD_SIZE", "4")}, {PMIx, pmixEnv.with("HVD_SIZE", "4")},
+	}
+	for _, k := range slices.Backward(kinds) {
 		for name, value := range k.env {
 			env[name] = value
 		}
 	}
+	env["RANK"] = "3"
 	for i, k := range kinds {
 		e, lines, err := Detect(env.get)
-		if err != nil || e.Kind != k.kind || len(lines) != len(kinds)+1 {
-			t.Fatalf("detected %v, %v; %v", e, err, lines)
+		if err != nil || e.Kind != k.kind {
+			t.Fatalf("%s first: detected %v, %v; %v", k.kind, e, err, lines)
 		}
-		lines = slices.Delete(lines, 1, 2) // remove the Line of HVD_SIZE=1
-		for j, l := range lines {
-			if l.Kind != kinds[j].kind || l.Matched != (j == i) {
-				t.Errorf("with %s first, line %d is %v", k.kind, j, l)
-			}
-			if j > i && !strings.Contains(l.Why, "ignored (rank") {
-				t.Errorf("with %s first, line %d is %v", k.kind, j, l)
+		for j, k := range kinds {
+			at := slices.IndexFunc(lines, func(l Line) bool { return l.Kind == k.kind })
+			if l := lines[at]; l.Matched != (j == i) || l.Matched && l.Suspect {
+				t.Errorf("with %s first, line %d is %v", kinds[i].kind, j, l)
 			}
 		}
 		for name := range k.env {
-			if k.kind != Torchrun || plainEnv[name] == "" {
+			if later := slices.ContainsFunc(kinds[i+1:], func(k struct {
+				kind Kind
+				env  environment
+			}) bool {
+				return k.env[name] != ""
+			}); !later {
 				delete(env, name)
 			}
 		}
 	}
-	_, lines, _ := Detect(slurmEnv.with("JOB_COMPLETION_INDEX", "7", "HVD_SIZE", "x").get)
-	wantLines(t, lines[5:7],
+	_, lines, _ := Detect(slurmEnv.with("JOB_COMPLETION_INDEX", "6", "HVD_SIZE", "x").get)
+	wantLines(t, lines[8:10],
 		"Slurm: rank 5 of 7, local rank 1 of 2, cross rank 2 of 3, by SLURM_STEP_ID",
 		"Kubernetes: ignored, because Slurm takes precedence")
 	// If the variables of the first launcher that matches contradict each other, Detect must return an error.
 	// It must not try the launchers that come later.
 	e, lines, err := Detect(openMPIEnv.with("PMI_RANK", "0", "PMI_SIZE", "1", "OMPI_COMM_WORLD_RANK",
 		"9").get)
-	if e != nil || err == nil || !strings.Contains(lines[3].Why, "ignored") {
+	if e != nil || err == nil || !strings.Contains(lines[6].Why, "ignored") {
 		t.Errorf("detected %v, %v; %v", e, err, lines)
+	}
+}
+
+// TestHiddenJob sets the variables of two launchers. If the process would be the only rank of a job, although
+// a launcher has started several processes, Detect must return an error, unless HVD_SIZE says that the size
+// is intended. If the job has several ranks, but fewer than processes, Suspect must be set.
+func TestHiddenJob(t *testing.T) {
+	ompi := func(rank, size string) environment {
+		return environment{"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": size, "PMIX_RANK": rank,
+			"PMIX_NAMESPACE": "7"}
+	}
+	hvdrun := environment{"HOROVOD_RANK": "0", "HOROVOD_SIZE": "1"}
+	slurm1 := environment{"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1",
+		"SLURM_STEP_NODELIST": "n"}
+	for _, c := range []struct {
+		name         string
+		inner, outer environment
+		// want is "error", "suspect" or "joined".
+		want string
+	}{
+		{"smaller", ompi("0", "1"), slurmEnv, "error"},
+		{"smaller, wanted", ompi("0", "1").with("HVD_SIZE", "1"), slurmEnv, "joined"},
+		{"hvdrun", hvdrun, slurmEnv, "error"},
+		{"hvdrun, wanted", hvdrun.with("HVD_SIZE", "1"), slurmEnv, "joined"},
+		{"hvdrun in mpirun", hvdrun, ompi("2", "4"), "error"},
+		{"size unknown", hvdrun, environment{"PALS_RANKID": "0"}, "error"},
+		{"size unknown, Open MPI", ompi("0", "1"), environment{"PALS_RANKID": "0"}, "error"},
+		{"size unknown, Kubernetes", hvdrun, environment{"JOB_COMPLETION_INDEX": "0", "HOSTNAME": "x-0"}, "error"},
+		{"rank too large", ompi("0", "1"), environment{"WORLD_SIZE": "1", "RANK": "1"}, "error"},
+		{"rank unknown", ompi("0", "1"), environment{"WORLD_SIZE": "2"}, "error"},
+		{"several ranks", ompi("0", "2"), slurmEnv, "suspect"},
+		{"several ranks, wanted", ompi("0", "2").with("HVD_SIZE", "2"), slurmEnv, "joined"},
+		{"equal", ompi("5", "7"), slurmEnv, "joined"},
+		{"greater", ompi("5", "14"), slurmEnv, "joined"},
+		{"one and one", ompi("0", "1"), slurm1, "joined"},
+		{"one, PMIx", slurm1, environment{"PMIX_RANK": "0", "PMIX_NAMESPACE": "slurm.pmix.7.0"}, "joined"},
+		{"hvdrun, PMIx", hvdrun, slurm1.with("PMIX_RANK", "0", "PMIX_NAMESPACE", "slurm.pmix.7.0"), "joined"},
+		{"one, other PMIx", slurm1, environment{"PMIX_RANK": "0", "PMIX_NAMESPACE": "prterun-h-7@1"}, "error"},
+		{"hvdrun, Cray", hvdrun, slurm1.with("PALS_RANKID", "0"), "joined"},
+		{"MVAPICH", environment{"MV2_COMM_WORLD_RANK": "0", "MV2_COMM_WORLD_SIZE": "1"},
+			environment{"PMI_PORT": "h:1", "PMI_ID": "0"}, "joined"},
+		{"only an address", hvdrun, environment{"MASTER_ADDR": "h", "MASTER_PORT": "1"}, "joined"},
+	} {
+		env := c.inner.with()
+		for name, value := range c.outer {
+			env[name] = value
+		}
+		e, lines, err := Detect(env.get)
+		got := "joined"
+		switch {
+		case err != nil:
+			got = "error"
+			testnet.WantError(t, err, "place: ", "would train alone", aloneAdvice)
+		case slices.ContainsFunc(lines, func(l Line) bool { return l.Suspect }):
+			got = "suspect"
+		}
+		if got != c.want || (e == nil) != (err != nil) {
+			t.Errorf("%s: got %s, want %s: %v, %v, %v", c.name, got, c.want, e, err, lines)
+		}
 	}
 }
 
@@ -357,7 +486,7 @@ func FuzzDetect(f *testing.F) {
 			env[names[i]] = v
 		}
 		e, lines, err := Detect(env.get)
-		if len(lines) != 8 || e != nil && err != nil {
+		if len(lines) != 15 || e != nil && err != nil {
 			t.Fatalf("detected %v, %v; %v", e, err, lines)
 		}
 		if e == nil {

@@ -110,18 +110,20 @@ func (e *Env) meet(ctx context.Context, o MeetOptions, m *Place) error {
 	switch {
 	case e.Size == 1:
 		return m.single(o)
-	case e.Kind == Hvdrun:
+	case e.way == atLauncher:
 		return errors.New("Meet does not connect to the store of hvdrun: use Dial")
-	case e.atMaster():
+	case e.way == atMaster:
 		return e.meetAtMaster(ctx, o, m)
-	case o.Host != "" && e.Kind != PMI:
-		return e.meetAt(ctx, o, m, o.Host)
-	case e.Kind == OpenMPI:
-		return e.meetByFile(ctx, o, m)
-	case e.Kind == PMI:
+	case e.way == byPMI:
 		return e.meetByPMI(ctx, o, m)
-	case e.Kind == Torchrun:
+	case o.Host != "":
+		return e.meetAt(ctx, o, m, o.Host)
+	case e.way == byFile:
+		return e.meetByFile(ctx, o, m)
+	case e.way == atAgent:
 		return e.meetAtTorch(ctx, o, m)
+	case e.way == byUser:
+		return errors.New(e.noPlace())
 	case e.Kind == Slurm && e.Rank == 0 && e.node > 0:
 		return fmt.Errorf("rank 0 is on node %d of the Slurm step, want node 0: set HVD_RENDEZVOUS_HOST to the host of rank 0", e.node)
 	}
@@ -176,7 +178,7 @@ func (e *Env) dial(ctx context.Context, o MeetOptions, m *Place, host string, po
 	}
 	if string(got) != e.jobValue(m) {
 		advice := "choose another port with HVD_RENDEZVOUS_PORT"
-		if e.atMaster() {
+		if e.way == atMaster {
 			advice = "set the same WORLD_SIZE at all ranks, and another MASTER_PORT for each job"
 		}
 		return fmt.Errorf("the store at %s belongs to job %s, want job %s: %s",
@@ -413,13 +415,8 @@ func parseAnnouncement(text string) (host string, port int, word string, err err
 // meetByFile meets through a file. All ranks must be on one host, and the launcher must provide a directory
 // for the job.
 func (e *Env) meetByFile(ctx context.Context, o MeetOptions, m *Place) error {
-	if !e.OneHost() {
-		return fmt.Errorf("only %d of %d ranks are on this host, and Open MPI does not say on which host rank 0 is: set "+
-			"HVD_RENDEZVOUS_HOST to the host of rank 0, or start the job with hvdrun -H", e.LocalSize, e.Size)
-	}
 	if !filepath.IsAbs(e.dir) {
-		return fmt.Errorf("PMIX_SERVER_TMPDIR is %q, want the absolute path of the job's session directory",
-			e.dir)
+		return fmt.Errorf("%s is %q, want the absolute path of the job's directory", e.dirName, e.dir)
 	}
 	// Jobs that this job spawns use the same directory. So the name of the file contains the name of the job.
 	path := filepath.Join(e.dir, "gohvd-"+fileName(e.JobID))
@@ -446,9 +443,6 @@ const pmiKey = "gohvd-meet"
 
 // meetByPMI meets through the key-value space that the launcher provides.
 func (e *Env) meetByPMI(ctx context.Context, o MeetOptions, m *Place) error {
-	if e.pmiFD < 0 {
-		return errors.New("PMI_FD is not set: the launcher has not given this process a connection")
-	}
 	p, err := startPMI(ctx, e.pmiFD)
 	if err != nil {
 		return err

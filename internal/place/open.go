@@ -116,6 +116,13 @@ func (m *Meeting) open(ctx context.Context, cfg *Config) error {
 			return err
 		}
 	}
+	var env *Env
+	if cfg.Store == nil && cfg.Method == "" && cfg.ID == nil {
+		var err error
+		if env, err = m.launched(cfg.Log); err != nil {
+			return err
+		}
+	}
 	choice, err := netif.Parse(m.Settings.NetworkInterfaces)
 	if err != nil {
 		return err
@@ -133,8 +140,8 @@ func (m *Meeting) open(ctx context.Context, cfg *Config) error {
 	case m.Settings.Size > 1, m.Settings.Size == 1 && m.Settings.RendezvousAddr != "" &&
 		m.Settings.RendezvousPort != 0:
 		err = m.byLauncher(ctx, cfg, choice)
-	case m.Settings.Size == config.Unset:
-		err = m.byEnvironment(ctx, cfg, choice)
+	case m.Settings.Size == config.Unset && env != nil:
+		err = m.byEnvironment(ctx, cfg, env, choice)
 	}
 	if err != nil {
 		return err
@@ -278,21 +285,30 @@ func (m *Meeting) meetAt(p *Place) {
 // the launcher.
 func (m *Meeting) Launcher() store.Store { return m.launcher }
 
-// byEnvironment finds the launcher that has started this process, and meets the other ranks with Env.Meet.
-func (m *Meeting) byEnvironment(ctx context.Context, cfg *Config, choice netif.Choice) error {
+// launched finds the launcher that has started this process. It logs a warning if this process may be meant
+// to belong to a job of more ranks. It returns nil if there is no launcher, or if the program has set the
+// rank.
+func (m *Meeting) launched(log *zap.Logger) (*Env, error) {
 	set := &m.Settings
+	if set.Origin("HOROVOD_SIZE").Source == config.FromAPI {
+		return nil, nil
+	}
 	env, lines, err := Detect(set.Variable)
 	if err != nil {
-		return err
+		return nil, err
 	}
-	if env == nil {
-		for _, l := range lines {
-			if l.Suspect {
-				cfg.Log.Warn("this process runs as a job of its own, with one rank; set HVD_SIZE=1 if that is intended", zap.Stringer("launcher", l))
-			}
+	for _, l := range lines {
+		if l.Suspect {
+			log.Warn("this process runs in a job with fewer ranks than a launcher seems to have started; "+
+				"set HVD_SIZE to the number of ranks if that is intended", zap.Stringer("launcher", l))
 		}
-		return nil
 	}
+	return env, nil
+}
+
+// byEnvironment meets the other ranks of the launcher with Env.Meet.
+func (m *Meeting) byEnvironment(ctx context.Context, cfg *Config, env *Env, choice netif.Choice) error {
+	set := &m.Settings
 	if env.Size == 1 {
 		set.Rank, set.Size = 0, 1
 		return nil

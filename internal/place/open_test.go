@@ -345,7 +345,7 @@ func TestNoWayToMeet(t *testing.T) {
 	allocation := map[string]string{"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}
 	met, errs := all(t, Config{Settings: settings(t, allocation), Log: log})
 	meets(t, met, errs)
-	if !testnet.Logged(entries, "this process runs as a job of its own", "SLURM_NTASKS=4", "start it with srun") {
+	if !testnet.Logged(entries, "this process runs in a job with fewer ranks", "SLURM_NTASKS=4", "start it with srun") {
 		t.Errorf("a process in an allocation for four tasks trains alone without a warning: %v",
 			entries.All())
 	}

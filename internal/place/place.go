@@ -4,27 +4,32 @@
 // id ([OpenIDs]). It also finds the address of this host on which the rank must listen.
 //
 // [Detect] looks for the kinds of launchers in a fixed order, and the first match wins: hvdrun and other
-// programs that set Horovod's variables, HVD_SIZE=1, Open MPI, MPICH and others that speak PMI, torchrun,
-// Slurm, Kubernetes, and last the plain variables of PyTorch. So if mpirun runs inside a job of Slurm or
-// Kubernetes, mpirun wins.
+// programs that set Horovod's variables, HVD_SIZE=1, torchrun, Open MPI, MVAPICH, LSF jsrun, MPICH and others
+// that speak PMI, Flux, Slurm, Kubernetes, the plain variables of PyTorch, and last the launchers that tell a
+// process only its rank: Cray PALS, Cray ALPS, PMIx, and PMI over a port. So if mpirun runs inside a job of
+// Slurm or Kubernetes, mpirun wins. If it has started a job of one rank, but Slurm has started this process
+// as one of several, Detect returns an error.
 //
 //	kind        ranks meet at                                       secret
 //	hvdrun      the store of hvdrun                                 given by hvdrun
 //	HVD_SIZE=1  nowhere: the process is a job of its own
-//	Open MPI    a store of rank 0, published in a 0600 file in      made by rank 0, in that file
-//	            the job's session directory; one host only
+//	Open MPI,   a store of rank 0, published in a 0600 file in      made by rank 0, in that file
+//	Flux        the job's session directory; one host only
 //	MPICH, PMI  a store of rank 0, published in the key-value space made by rank 0, in that space
 //	torchrun    its TCPStore at MASTER_ADDR:MASTER_PORT             one host: made by rank 0, in a 0600 file
 //	Slurm       a store of rank 0, on the first host of the step    given by the user
 //	Kubernetes  a store of rank 0, at the DNS name of index 0       given by the user
 //	plain       a store of rank 0, published in a TCPStore at       one host: made by rank 0, in a 0600 file
 //	            MASTER_ADDR:MASTER_PORT
+//	others      where the user says: as plain, or at                as plain, or given by the user
+//	            MeetOptions.Host
 //
 // If the user gives a secret, rank 0 makes none. If a secret has to be given by the user and is not, Meet
 // fails with ErrNoSecret, unless MeetOptions.Insecure permits a job without a secret.
 //
-// If variables contradict each other, the error names them with their values. A contradiction never makes the
-// process a job of one rank, because several such processes would train separately without anybody noticing.
+// If variables are missing or contradict each other, the error names them with their values. It never makes
+// the process a job of one rank, because several such processes would train separately without anybody
+// noticing.
 package place
 
 import (

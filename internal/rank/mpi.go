@@ -70,6 +70,10 @@ func JoinMPI(ctx context.Context, cfg *config.Config, comm *int32, elsewhere boo
 // reports whether the launcher is hvdrun.
 func (m *MPI) checkLauncher(cfg *config.Config) (byHvdrun bool, err error) {
 	env, _, err := place.Detect(cfg.Variable)
+	if err != nil && m.Size() > 1 {
+		// Some launchers tell only MPI how many processes there are, so their variables are incomplete.
+		return false, nil
+	}
 	if err != nil || env == nil || env.Size == m.Size() {
 		return env != nil && env.Kind == place.Hvdrun, err
 	}

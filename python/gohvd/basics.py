@@ -30,8 +30,10 @@ def init(
     """Joins this process to its job and waits until all ranks have joined. If this process is already in a job, init
     does nothing.
 
-    init finds the job by its launcher (hvdrun, mpirun, srun or torchrun), or by the variables RANK, WORLD_SIZE,
-    MASTER_ADDR and MASTER_PORT. If there is none of these, or if HVD_SIZE=1, this process is the only rank of its job.
+    init finds the job by its launcher (hvdrun, mpirun, srun, torchrun and others), or by the variables RANK,
+    WORLD_SIZE, MASTER_ADDR and MASTER_PORT. If there is none of these, or if HVD_SIZE=1, this process is the only rank
+    of its job. If a launcher has started this process as one of several, but does not say enough to join their job,
+    init fails.
     comm is None, a list of all ranks of the job, or an mpi4py communicator with all ranks. If the settings choose MPI,
     the sidecar uses it, so this process cannot, and an mpi4py communicator is refused. To use only some ranks, use
     process sets. process_sets are the sets to register, and all ranks must pass the same sets in the same order. Pass

@@ -8,7 +8,7 @@ import sys
 import textwrap
 from typing import Dict, Sequence
 
-_LAUNCHERS = ("HOROVOD_", "OMPI_", "PMI", "PMIX_", "SLURM_", "MASTER_", "TORCHELASTIC_", "GROUP_")
+_LAUNCHERS = ("HOROVOD_", "OMPI_", "PMI", "PMIX_", "SLURM_", "MASTER_", "TORCHELASTIC_", "GROUP_", "FLUX_")
 _OTHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "HVD_SECRET", "HVD_SECRET_FILE", "HVD_SIDECAR")
 
 # Whether the job has one rank. Tests that need no other ranks run only in this case. In a larger job each rank would
