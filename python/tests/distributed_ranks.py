@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 import unittest
+import warnings
 from datetime import timedelta
 from unittest import mock
 
@@ -340,6 +341,16 @@ class Messages(Ranks):
 
 
 class Groups(Ranks):
+    def test_pg_options(self) -> None:
+        """The backend has no options, and says so."""
+        for options, count in ((None, 0), (object(), 1)):
+            with warnings.catch_warnings(record=True) as shown:
+                warnings.simplefilter("always")
+                group = dist.new_group(list(self.all), pg_options=options)
+            self.assertEqual([str(w.message).startswith("gohvd: pg_options has no effect") for w in shown
+                              if "pg_options" in str(w.message)], [True] * count)  # fmt: skip
+            dist.destroy_process_group(group)
+
     def test_new_group(self) -> None:
         """Groups overlap, and only the members of a group call the backend."""
         ranks = [list(range(k, self.size)) for k in self.all] + [[r] for r in self.all] + [list(self.all)]

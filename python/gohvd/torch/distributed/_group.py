@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+import warnings
 from datetime import timedelta
 from typing import Any, Callable, List, Optional, Sequence, Tuple
 
@@ -612,6 +613,11 @@ def create(options: Any, backend_options: Any) -> Calls:
     """Makes a process group, or a backend of it if the group has other backends too. Torch calls it at all members of the
     group, with a store that belongs to the group.
     """
+    if backend_options is not None:
+        warnings.warn(
+            "gohvd: pg_options has no effect: the backend has no options; set the variables of docs/settings.md instead",
+            RuntimeWarning, stacklevel=2,
+        )  # fmt: skip
     return (Backend if _shared(options) else ProcessGroup)(
         options.store, options.group_rank, options.group_size, options.timeout, options.group_id,
         list(options.global_ranks_in_group) or None,
