@@ -124,6 +124,7 @@ func StartAsync(ctx context.Context, opts Options) (*Postoffice, error) {
 		}
 		p.log = set.Logger(os.Stderr)
 	}
+	set.WarnUnread(config.Node)
 	for _, w := range set.Warnings {
 		p.log.Warn(w)
 	}

@@ -242,6 +242,24 @@ func TestSettings(t *testing.T) {
 	}
 }
 
+// TestUnreadSetting checks that a node warns about a setting that only ranks use.
+func TestUnreadSetting(t *testing.T) {
+	log, entries := testnet.Logs()
+	po, err := Start(t.Context(), Options{Log: log, Settings: map[string]string{"DMLC_ROLE": "scheduler",
+		"DMLC_NUM_SERVER": "0", "DMLC_NUM_WORKER": "0", "DMLC_PS_ROOT_URI": "127.0.0.1",
+		"DMLC_PS_ROOT_PORT": strconv.Itoa(testnet.FreePort(t)), "HOROVOD_CYCLE_TIME": "3", "HVD_LIVENESS_SECONDS": "10"}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := po.Finalize(t.Context(), true); err != nil {
+		t.Error(err)
+	}
+	if !testnet.Logged(entries, "HOROVOD_CYCLE_TIME has no effect: nodes of a parameter server do not use it") ||
+		testnet.Logged(entries, "HVD_LIVENESS_SECONDS") {
+		t.Errorf("got %v, want one warning about HOROVOD_CYCLE_TIME", entries.All())
+	}
+}
+
 // TestMissingApp checks that requests wait for an app that is made later, and fail if it is never made.
 func TestMissingApp(t *testing.T) {
 	job{t: t, servers: 1, workers: 1}.run(func(po *Postoffice) {

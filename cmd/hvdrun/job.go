@@ -146,7 +146,11 @@ func (r *runner) job(flags *pflag.FlagSet, command []string) (*job, error) {
 		return nil, err
 	}
 	r.warnings = append(r.warnings, r.where.unusedFlags(flags, j.hosts)...)
-	if j.settings, err = r.settings(); err != nil {
+	reader := config.Rank
+	if j.nodes != nil {
+		reader = config.Node
+	}
+	if j.settings, err = r.settings(reader); err != nil {
 		return nil, err
 	}
 	j.recovery, err = recovery(j.nodes, &j.settings)
@@ -233,13 +237,15 @@ func (r *runner) ranks(hosts []launch.Host) (int, error) {
 	return np, nil
 }
 
-// settings returns the settings that the ranks will get, and prints the warnings about these settings.
-func (r *runner) settings() (config.Config, error) {
+// settings returns the settings that the processes of the job will get, and prints the warnings about these
+// settings. All processes are of the kind reader.
+func (r *runner) settings(reader config.Reader) (config.Config, error) {
 	c, err := config.Load(config.Sources{Environ: slices.Concat(r.env, r.extra), Flags: r.flags,
 		Launcher: true})
 	if err != nil {
 		return c, usageError{err}
 	}
+	c.WarnUnread(reader)
 	for _, w := range slices.Concat(r.warnings, c.Warnings) {
 		fmt.Fprintf(r.stderr, "hvdrun: warning: %s\n", w)
 	}

@@ -343,3 +343,28 @@ func TestAllFlagsOfHorovodrunAreKnown(t *testing.T) {
 		t.Errorf("the short flags %v are missing", shorthands)
 	}
 }
+
+// TestUnreadSettings checks that hvdrun warns once about a setting that has no effect in the processes that
+// it starts, and that the processes do not repeat the warning.
+func TestUnreadSettings(t *testing.T) {
+	const shown = "echo shown $HVD_SHOWN"
+	for _, c := range []struct {
+		args []string
+		want string
+	}{
+		{[]string{"-np", "2", "--autotune-log-file", "x", "sh", "-c", shown},
+			"HOROVOD_AUTOTUNE_LOG has no effect: HOROVOD_AUTOTUNE is off"},
+		{[]string{"--servers", "1", "--workers", "1", "--cycle-time-ms", "3", "sh", "-c", shown},
+			"HOROVOD_CYCLE_TIME has no effect: nodes of a parameter server do not use it"},
+		{[]string{"-np", "2", "-x", "HVD_STALENESS=0", "sh", "-c", shown},
+			"HVD_STALENESS has no effect: DMLC_ROLE is not set, so this process is no node of a parameter server"},
+	} {
+		stdout, stderr, _ := output(t, c.args...)
+		name, _, _ := strings.Cut(c.want, " ")
+		if n := strings.Count(stderr, "hvdrun: warning: "+c.want+"\n"); n != 1 ||
+			strings.Count(stdout, "shown "+name) < 2 {
+			t.Errorf("%q: got %q and %q, want one warning %q, of which all processes know", c.args, stdout, stderr,
+				c.want)
+		}
+	}
+}

@@ -27,7 +27,7 @@ func (r *runner) showSettings(*cobra.Command, []string) error {
 		_, err := io.WriteString(r.stdout, config.Page())
 		return err
 	}
-	c, err := r.settings()
+	c, err := r.settings(config.Rank)
 	if err != nil {
 		return err
 	}

@@ -175,6 +175,8 @@ type Config struct {
 	environ            map[string]string
 	given              map[string]value // values that come from sources, by name of the setting
 	warned             []string         // names about which the user has been or will be warned
+	// byLauncher and haveStore are Sources.Launcher and Sources.HaveStore.
+	byLauncher, haveStore bool
 }
 
 // ParameterServer holds the settings of a node of the parameter server.
@@ -334,6 +336,7 @@ func Load(src Sources) (Config, error) {
 	}
 	c := Defaults()
 	c.given, c.environ = l.given, l.environ
+	c.byLauncher, c.haveStore = src.Launcher, src.HaveStore
 	for _, s := range settings {
 		v, ok := c.given[s.Name]
 		if !ok {

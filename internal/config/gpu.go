@@ -32,6 +32,8 @@ func (g *GPUOperations) all() []*GPUBackend {
 	return []*GPUBackend{&g.Allreduce, &g.Allgather, &g.Broadcast, &g.Alltoall, &g.Reducescatter}
 }
 
+const ncclUnused = "the settings choose NCCL for no operation"
+
 // settleGPUs makes the kinds of operations run in host memory for which no backend was chosen, if one was
 // chosen for another kind. In Horovod too, an operation for which the build has no library is copied through
 // host memory. It returns warnings about settings that have no effect.
@@ -44,12 +46,11 @@ func (c *Config) settleGPUs() (warnings []warning) {
 			}
 		}
 	}
-	const unused = "the settings choose NCCL for no operation"
 	if c.NCCLStreams > 1 && !g.Use(GPUNCCL) {
-		warnings = append(warnings, noEffect("HOROVOD_NUM_NCCL_STREAMS", unused))
+		warnings = append(warnings, noEffect("HOROVOD_NUM_NCCL_STREAMS", ncclUnused))
 	}
 	if c.AsyncCompletion && !g.Use(GPUNCCL) {
-		warnings = append(warnings, noEffect("HOROVOD_ENABLE_ASYNC_COMPLETION", unused))
+		warnings = append(warnings, noEffect("HOROVOD_ENABLE_ASYNC_COMPLETION", ncclUnused))
 	}
 	for _, s := range []struct {
 		name string

@@ -46,6 +46,12 @@ same, such as 1 and true, are equal.
 An invalid value or an unknown key in the file is an error. An unknown variable that begins with ` + "`HOROVOD_`" +
 	` or
 ` + "`HVD_`" + ` causes a warning that suggests the most similar name.
+
+A setting that has no effect in a process of its kind causes a warning that says why. Examples are
+` + "`HVD_ALGORITHM`" + ` over MPI, ` + "`HOROVOD_AUTOTUNE_LOG`" + ` without ` + "`HOROVOD_AUTOTUNE`" + `, and
+` + "`HOROVOD_CYCLE_TIME`" + ` at a node of a parameter server. hvdrun prints the warning once for all its ranks or
+nodes. A switch that is off causes none, nor does another setting with its default value, because these ask
+for nothing.
 `
 
 const pageInert = `

@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"sync/atomic"
 	"time"
 
@@ -166,14 +167,16 @@ func (r *Rank) Start(ctx context.Context, o Options) error {
 	if err != nil {
 		return fmt.Errorf("hvd: init: %w", err)
 	}
+	reader := config.Rank
+	if o.ForClient {
+		reader = config.Sidecar
+	}
+	cfg.WarnUnread(reader)
 	for _, w := range cfg.Warnings {
 		o.Log.Warn(w)
 	}
 	r.dynamicSets, r.timeout = cfg.DynamicProcessSets, cfg.OperationTimeout
-	if r.AsyncCompletion = cfg.AsyncCompletion && !o.ForClient; cfg.AsyncCompletion && o.ForClient {
-		o.Log.Warn("HOROVOD_ENABLE_ASYNC_COMPLETION has no effect in a sidecar, which cannot use the streams of " +
-			"its clients")
-	}
+	r.AsyncCompletion = cfg.AsyncCompletion && !o.ForClient
 	if ownLog {
 		r.log = o.Log
 	}
@@ -278,7 +281,15 @@ func (r *Rank) configure(cfg *config.Config, o *Options, sets []controller.Set, 
 			return ecfg, err
 		}
 	}
-	if cfg.AlgorithmTable != "" && cfg.Rank > 0 && overTCP.Table == nil {
+	if s := r.session; s != nil && s.Memory != nil && oneGroup(s.Groups) &&
+		cfg.SharedMemory != config.SharedAlways {
+		// Only the ranks together know that they are on one host, so Config.WarnUnread does not.
+		for _, name := range []string{"HVD_ALGORITHM", "HVD_ALGORITHM_TABLE"} {
+			if cfg.Given(name) && cfg.Rank == 0 {
+				log.Warn(name + " has no effect: all ranks share memory, and it chooses among algorithms over TCP")
+			}
+		}
+	} else if cfg.AlgorithmTable != "" && cfg.Rank > 0 && overTCP.Table == nil {
 		log.Warn("HVD_ALGORITHM_TABLE has no effect, because it is not set at rank 0, which chooses the " +
 			"algorithms")
 	}
@@ -306,6 +317,11 @@ func (r *Rank) configure(cfg *config.Config, o *Options, sets []controller.Set, 
 	}
 	r.observe(&ecfg, cfg)
 	return ecfg, nil
+}
+
+// oneGroup reports whether all ranks share memory. groups has the lowest rank of the group of each rank.
+func oneGroup(groups []topo.Rank) bool {
+	return !slices.ContainsFunc(groups, func(lowest topo.Rank) bool { return lowest != groups[0] })
 }
 
 // observe makes r.Watch, which receives the records of the engine, and connects NCCL to its verdict.
