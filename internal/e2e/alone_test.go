@@ -145,6 +145,29 @@ var launcherCases = []struct {
 	{"one", func(l launcherRow, rank int) []string { return append(l.sets(rank, 2), "HVD_SIZE=1") }},
 }
 
+// TestShellsAreAlone starts processes with the variables of shells and of jobs of one task, such as
+// srun --pty python. Each must be a job of one rank, without a setting.
+func TestShellsAreAlone(t *testing.T) {
+	step := []string{"SLURM_JOB_ID=7", "SLURM_STEP_ID=0", "SLURM_PROCID=0", "SLURM_NTASKS=1", "SLURM_NODEID=0",
+		"SLURM_STEP_NODELIST=n", "SLURM_LOCALID=0", "SLURM_STEP_TASKS_PER_NODE=1"}
+	for name, env := range map[string][]string{
+		"srun --pty":              step,
+		"srun --pty --mpi=pmix":   append(slices.Clone(step), "PMIX_RANK=0", "PMIX_NAMESPACE=slurm.pmix.7.0"),
+		"srun --pty, Cray":        append(slices.Clone(step), "PALS_RANKID=0", "PALS_APID=a"),
+		"salloc":                  {"SLURM_JOB_ID=7", "SLURM_NTASKS=1"},
+		"bsub -Is":                {"LSB_JOBID=7", "LSB_HOSTS=h1", "LSB_MCPU_HOSTS=h1 1", "LSB_DJOB_NUMPROC=1"},
+		"jsrun -n 1":              {"JSM_NAMESPACE_RANK=0", "JSM_NAMESPACE_SIZE=1", "PMIX_RANK=0", "LSB_JOBID=7"},
+		"flux alloc":              {"FLUX_URI=local:///run/flux", "FLUX_ENCLOSING_ID=f7"},
+		"flux run -n 1":           {"FLUX_TASK_RANK=0", "FLUX_JOB_SIZE=1", "FLUX_JOB_NNODES=1", "FLUX_JOB_ID=f7"},
+		"hvdrun in srun --pty":    append(slices.Clone(step), "HOROVOD_RANK=0", "HOROVOD_SIZE=1"),
+		"mpirun -np 1 in a shell": append(slices.Clone(step), "OMPI_COMM_WORLD_RANK=0", "OMPI_COMM_WORLD_SIZE=1"),
+	} {
+		if got := outcome(t, "", func(int) []string { return env }); got != "alone" {
+			t.Errorf("%s: got %s, want alone", name, got)
+		}
+	}
+}
+
 // launcherTable returns the cells of the table in docs/launchers.md, without the line of dashes.
 func launcherTable(t *testing.T) (rows [][]string) {
 	t.Helper()
@@ -219,7 +242,7 @@ func outcome(t *testing.T, kind place.Kind, env func(rank int) []string) string 
 			switch {
 			case err == nil && strings.Contains(text, fmt.Sprintf("place %d 2 ", r)):
 				text = "joined"
-			case err == nil && strings.Contains(text, "place 0 1 "):
+			case err == nil && strings.Contains(text, "place 0 1 0 1 0 1\n"):
 				text = "alone"
 			case err != nil && (kind == place.Hvdrun || strings.Contains(text, "HVD_SIZE=1")):
 				text = "error"
