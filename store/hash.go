@@ -11,7 +11,7 @@ import (
 // Limits has the limits of a HashStore. A field that is 0 means the default.
 type Limits struct {
 	Keys  int   // number of keys, default 1<<20
-	Bytes int64 // total length of keys and values, default 256 MiB
+	Bytes int64 // total length of keys and values, also of those in queues, default 256 MiB
 }
 
 // HashStore is a Store in the memory of this process. It starts no goroutine and reads no clock, so it works
@@ -46,8 +46,8 @@ type queue struct {
 func (q *queue) len() int { return len(q.values) - q.popped }
 
 // queued returns how many bytes a value in a queue counts against Limits.Bytes. Even an empty value counts
-// some bytes, so that the number of empty values is bounded too.
-func queued(value []byte) int64 { return int64(len(value)) + 32 }
+// some bytes, because the queue needs memory for its slice, and keeps room for more of them.
+func queued(value []byte) int64 { return int64(len(value)) + 64 }
 
 // pop removes the first value of the queue and returns it. When more than half of q.values has been popped,
 // pop moves the rest to the front, so that the memory is reused.
@@ -454,15 +454,18 @@ func (s *HashStore) push(ctx context.Context, key string, value []byte) error {
 	}
 	defer s.mu.Unlock()
 	q := s.queues[key]
+	grow, keys := queued(value), 0
 	if q == nil {
 		q = new(queue)
+		grow += int64(len(key))
+		keys = 1
 	}
-	if err := s.room(1, queued(value)); err != nil {
+	if err := s.room(keys, grow); err != nil {
 		return err
 	}
 	s.queues[key] = q
 	q.values = append(q.values, append([]byte{}, value...))
-	s.bytes += queued(value)
+	s.bytes += grow
 	s.wake(key)
 	return nil
 }
@@ -499,6 +502,7 @@ func (s *HashStore) take(key string) ([]byte, bool) {
 	s.bytes -= queued(value)
 	if q.len() == 0 {
 		delete(s.queues, key)
+		s.bytes -= int64(len(key))
 	}
 	return value, true
 }

@@ -58,6 +58,31 @@ func TestHashStoreTotals(t *testing.T) {
 	}
 }
 
+// The key of a queue counts as long as the queue is not empty, and once.
+func TestHashStoreTotalsOfQueues(t *testing.T) {
+	ctx := t.Context()
+	key := strings.Repeat("k", MaxKeyBytes)
+	s := NewHashStore(Limits{Keys: 1, Bytes: MaxKeyBytes + 200})
+	defer s.Close()
+	for range 3 {
+		for _, v := range []string{"1", "2"} {
+			if err := s.Push(ctx, key, []byte(v)); err != nil {
+				t.Fatal(err)
+			}
+		}
+		testnet.WantError(t, s.Push(ctx, "another", nil), "has 1 keys")
+		testnet.WantError(t, s.Push(ctx, key, make([]byte, 100)), "bytes")
+		for range 2 {
+			if _, err := s.Pop(ctx, key); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	small := NewHashStore(Limits{Bytes: MaxKeyBytes})
+	defer small.Close()
+	testnet.WantError(t, small.Push(ctx, key, nil), "of at most 8192 bytes")
+}
+
 func TestHashStoreForgetsWaits(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := NewHashStore(Limits{})

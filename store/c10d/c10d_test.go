@@ -32,8 +32,17 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 // serve starts a server. It returns the server's address and the store that it serves.
 func serve(t testing.TB, cfg c10d.Config) (addr string, hash *store.HashStore) {
 	t.Helper()
+	return serveWith(t, func(addr string, hash *store.HashStore) (*c10d.Server, error) {
+		return c10d.Serve(addr, hash, cfg)
+	})
+}
+
+// serveWith is like serve, but calls the given function to start the server.
+func serveWith(t testing.TB, serve func(addr string, hash *store.HashStore) (*c10d.Server, error)) (
+	addr string, hash *store.HashStore) {
+	t.Helper()
 	hash = store.NewHashStore(store.Limits{})
-	server, err := c10d.Serve("127.0.0.1:0", hash, cfg)
+	server, err := serve("127.0.0.1:0", hash)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -383,6 +392,55 @@ func TestPairsAreBounded(t *testing.T) {
 	if ok, err := hash.Check(t.Context(), "/k"); ok || err != nil {
 		t.Errorf("the key is there: %v, %v", ok, err)
 	}
+}
+
+// A list of 128Ki keys of 8 KiB has 1 GiB. A server that waits for the keys has to keep all of them, so it
+// closes the connection after 64 MiB.
+func TestListsAreBounded(t *testing.T) {
+	for op, name := range map[string]string{"05": "check", "06": "wait", "0a": "multi_get"} {
+		t.Run(name, func(t *testing.T) {
+			log, entries := testnet.Logs()
+			addr, _ := serve(t, c10d.Config{Log: log})
+			c := dialRaw(t, addr, hello+" "+op+" [131072")
+			key := append([]byte{0, 0x20, 0, 0, 0, 0, 0, 0}, make([]byte, store.MaxKeyBytes)...)
+			sent := 0
+			for range store.MaxKeys {
+				if _, err := c.Write(key); err != nil {
+					break // the server has closed the connection
+				}
+				sent += len(key)
+			}
+			if sent > 128<<20 {
+				t.Errorf("the server has taken %d bytes", sent)
+			}
+			testnet.Eventually(t, "the reason", func() bool {
+				return testnet.Logged(entries, "closed a connection",
+					name+": got more than 67108864 bytes in one call")
+			})
+		})
+	}
+}
+
+// The keys for which a client waits take most of the memory for requests of all clients. So there is no room
+// for the long request of another client, until the first client ends its wait. Short requests have room.
+func TestRequestsShareMemory(t *testing.T) {
+	t.Parallel() // the server waits for 10 s until it refuses the request
+	log, entries := testnet.Logs()
+	addr, hash := serveWith(t, func(addr string, hash *store.HashStore) (*c10d.Server, error) {
+		return c10d.ServeWithin(addr, hash, c10d.Config{Log: log}, 100<<10)
+	})
+	key := strings.Repeat("k", 8000)
+	long := " 01 '/k' '" + strings.Repeat("v", 80000) + "'"
+	first := dialRaw(t, addr, hello+" 06 [8"+strings.Repeat(" '"+key+"'", 8))
+	testnet.Eventually(t, "the wait", func() bool { return hash.Waits() == 1 })
+	dialRaw(t, addr, hello+long)
+	testnet.Eventually(t, "the reason", func() bool {
+		return testnet.Logged(entries, "closed a connection", "set: all clients together hold",
+			"want at most 102400 in all")
+	})
+	dialRaw(t, addr, hello).say("03 '/k'", "''")
+	first.say("0c", "01") // cancels the wait
+	dialRaw(t, addr, hello).say(long+" 07", "+1")
 }
 
 // If clients send the lengths of long values but not the values, the server allocates little memory, because

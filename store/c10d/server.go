@@ -22,9 +22,13 @@ const (
 	// received it by then, the server closes the connection.
 	writeTimeout = 10 * time.Second
 	bufferBytes  = 4 << 10
-	// maxPairsBytes is the maximum total length of the keys and values in one multi_set. The server keeps all
-	// of them in memory until the last has arrived.
-	maxPairsBytes = 64 << 20
+	// maxCallBytes is the maximum size of a request. The server keeps all of it in memory until the last byte
+	// has arrived, or while it waits for the keys in it.
+	maxCallBytes = 64 << 20
+	// maxCallsBytes and maxAnswersBytes limit the memory that the requests and the answers of all clients
+	// together take, besides the first bufferBytes of each request.
+	maxCallsBytes   = 128 << 20
+	maxAnswersBytes = 8 * store.MaxValueBytes
 )
 
 // Config configures a Server.
@@ -41,21 +45,34 @@ type Config struct {
 // Server serves a HashStore to PyTorch processes. If a client violates the protocol, the server closes its
 // connection and logs the reason. It keeps the connection of a silent client open forever, because old
 // clients have a second connection on which they never send anything.
+//
+// The protocol has no secret, so a server takes only a bounded amount of memory, and at most half of the file
+// descriptors of its process, whatever its clients do.
 type Server struct {
-	store   *store.HashStore
-	cfg     Config
-	accepts *dial.Acceptor
+	store          *store.HashStore
+	cfg            Config
+	calls, answers *dial.Budget
+	accepts        *dial.Acceptor
 }
 
 // Serve listens on addr and serves s until Close. addr has the form host:port, where port 0 means any free
 // port. The caller stays responsible for closing s.
 func Serve(addr string, s *store.HashStore, cfg Config) (*Server, error) {
-	server := &Server{store: s, cfg: cfg}
+	return newServer(s, cfg, maxCallsBytes).listen(addr)
+}
+
+func newServer(s *store.HashStore, cfg Config, maxCallsBytes int64) *Server {
+	return &Server{store: s, cfg: cfg, calls: dial.NewBudget("their requests", maxCallsBytes),
+		answers: dial.NewBudget("answers", maxAnswersBytes)}
+}
+
+func (s *Server) listen(addr string) (*Server, error) {
+	most := min(maxClients, dial.Descriptors()/2)
 	var err error
-	if server.accepts, err = dial.Serve(addr, "c10d: server", maxClients, cfg.Log, server.serve); err != nil {
+	if s.accepts, err = dial.Serve(addr, "c10d: server", most, s.cfg.Log, s.serve); err != nil {
 		return nil, fmt.Errorf("c10d: serve: %w", err)
 	}
-	return server, nil
+	return s, nil
 }
 
 // Addr returns the address that s listens on.
@@ -67,28 +84,34 @@ func (s *Server) Close() error { return s.accepts.Close() }
 func (s *Server) serve(ctx context.Context, conn net.Conn) error {
 	ctx, cancel := context.WithCancel(ctx)
 	c := &session{
-		store: s.store, ctx: ctx, conn: conn, dialect: Old,
+		store: s.store, calls: s.calls, answers: s.answers, ctx: ctx, conn: conn, dialect: Old,
 		in:  reader{Reader: bufio.NewReaderSize(conn, bufferBytes)},
 		out: bufio.NewWriterSize(conn, bufferBytes),
 	}
 	if s.cfg.Torch21 {
 		c.dialect = Torch21
 	}
+	c.in.hold = c.hold
 	err := c.run()
 	cancel()
 	conn.Close()
 	c.waiters.Wait()
+	c.calls.Release(c.held)
 	return err
 }
 
 // session is the server's end of a connection.
 type session struct {
-	store   *store.HashStore
-	ctx     context.Context // ends when the connection ends
-	conn    net.Conn
-	in      reader
-	dialect Dialect
-	waiters sync.WaitGroup
+	store          *store.HashStore
+	calls, answers *dial.Budget
+	ctx            context.Context // ends when the connection ends
+	conn           net.Conn
+	in             reader
+	dialect        Dialect
+	waiters        sync.WaitGroup
+
+	// call is the memory that the current request takes, and held is how much of it is taken from calls.
+	call, held int64
 
 	mu      sync.Mutex
 	out     *bufio.Writer
@@ -108,6 +131,8 @@ func (c *session) run() error {
 				return err
 			}
 		}
+		c.calls.Release(c.held)
+		c.call, c.held = 0, 0
 		number, err := c.in.ReadByte()
 		if err != nil {
 			return err
@@ -210,6 +235,22 @@ func (c *session) handle(op opcode) error {
 	return fmt.Errorf("unsupported operation %v", op)
 }
 
+// hold counts memory that the current request takes.
+func (c *session) hold(numBytes int) error {
+	if c.call += int64(numBytes); c.call > maxCallBytes {
+		return fmt.Errorf("got more than %d bytes in one call", maxCallBytes)
+	}
+	if c.call <= bufferBytes {
+		return nil
+	}
+	more := c.call - c.held
+	if err := c.calls.Acquire(c.ctx, more); err != nil {
+		return err
+	}
+	c.held += more
+	return nil
+}
+
 // pair reads a key and a value. The value is valid until the next read.
 func (c *session) pair() (key string, value []byte, err error) {
 	if key, err = c.in.key(); err == nil {
@@ -245,6 +286,10 @@ func (c *session) compareSet() error {
 	if len(expected) == 0 {
 		none = nil
 	}
+	if err := c.answers.Acquire(c.ctx, store.MaxValueBytes); err != nil {
+		return err
+	}
+	defer c.answers.Release(store.MaxValueBytes)
 	actual, swapped, err := c.store.CompareAndSet(c.ctx, key, none, desired)
 	if err == nil && !swapped && len(expected) == 0 && len(actual) == 0 {
 		actual, _, err = c.store.CompareAndSet(c.ctx, key, []byte{}, desired)
@@ -255,7 +300,7 @@ func (c *session) compareSet() error {
 	if actual == nil {
 		actual = expected
 	}
-	return c.write(appendBytes(nil, actual))
+	return c.writeValue(actual)
 }
 
 // get serves get. If the key has no value, the answer is an empty value. Clients wait for the key before they
@@ -265,20 +310,28 @@ func (c *session) get() error {
 	if err != nil {
 		return err
 	}
-	value, err := c.now(key)
+	return c.writeNow(key)
+}
+
+// writeNow writes the current value of a key, or an empty value if the key has no value.
+func (c *session) writeNow(key string) error {
+	if err := c.answers.Acquire(c.ctx, store.MaxValueBytes); err != nil {
+		return err
+	}
+	defer c.answers.Release(store.MaxValueBytes)
+	value, _, err := c.store.Look(c.ctx, key)
 	if err != nil {
 		return err
 	}
-	return c.write(appendBytes(nil, value))
+	return c.writeValue(value)
 }
 
-// now returns the current value of a key, or nil if the key has no value.
-func (c *session) now(key string) ([]byte, error) {
-	value, ok, err := c.store.Look(c.ctx, key)
-	if err != nil || !ok {
-		return nil, err
+// writeValue writes a value of an answer. The caller has acquired memory for the value from c.answers.
+func (c *session) writeValue(value []byte) error {
+	if err := c.write(appendU64(nil, uint64(len(value)))); err != nil {
+		return err
 	}
-	return value, nil
+	return c.write(value)
 }
 
 func (c *session) add() error {
@@ -335,11 +388,7 @@ func (c *session) multiGet() error {
 		return err
 	}
 	for _, k := range keys {
-		value, err := c.now(k)
-		if err != nil {
-			return err
-		}
-		if err := c.write(appendBytes(nil, value)); err != nil {
+		if err := c.writeNow(k); err != nil {
 			return err
 		}
 	}
@@ -347,13 +396,12 @@ func (c *session) multiGet() error {
 }
 
 func (c *session) multiSet() error {
-	n, err := c.in.count()
+	n, err := c.in.length()
 	if err != nil {
 		return err
 	}
 	var keys []string
 	var values [][]byte
-	numBytes := 0
 	for range n {
 		k, err := c.in.key()
 		if err != nil {
@@ -363,8 +411,8 @@ func (c *session) multiSet() error {
 		if err != nil {
 			return err
 		}
-		if numBytes += len(k) + len(v); numBytes > maxPairsBytes {
-			return fmt.Errorf("got more than %d bytes in one call", maxPairsBytes)
+		if err := c.in.count(2 * elementBytes); err != nil {
+			return err
 		}
 		keys, values = append(keys, k), append(values, v)
 	}
@@ -380,11 +428,18 @@ func (c *session) queuePop() error {
 	if err != nil {
 		return err
 	}
+	if err := c.answers.Acquire(c.ctx, store.MaxValueBytes); err != nil {
+		return err
+	}
+	defer c.answers.Release(store.MaxValueBytes)
 	value, ok, err := c.store.TryPop(c.ctx, key)
 	if err != nil || !ok {
 		return c.answerNumber(0, err)
 	}
-	return c.write(appendBytes(appendU64(nil, uint64(max(n, 1))), value))
+	if err := c.answerNumber(max(n, 1), nil); err != nil {
+		return err
+	}
+	return c.writeValue(value)
 }
 
 // startWait serves wait. If all keys are present, it answers at once. Otherwise it starts a goroutine that
@@ -408,7 +463,10 @@ func (c *session) startWait() error {
 	this := c.wait
 	c.waiting = cancel
 	c.mu.Unlock()
+	held := c.held // belongs to the wait from now on
+	c.held = 0
 	c.waiters.Go(func() {
+		defer c.calls.Release(held)
 		defer cancel()
 		err := c.store.Wait(ctx, keys...)
 		c.mu.Lock()

@@ -100,6 +100,30 @@ func is21(number uint8) bool { return number > 8 }
 type reader struct {
 	*bufio.Reader
 	scratch []byte
+	// hold is called with the number of bytes of memory that the next part of a request takes. It returns an
+	// error if the request must not take them. It is nil in a client.
+	hold func(numBytes int) error
+}
+
+// Read implements io.Reader. It counts the bytes that have arrived. If the request must not have them, Read
+// drops them.
+func (r *reader) Read(p []byte) (int, error) {
+	n, err := r.Reader.Read(p)
+	if err == nil {
+		err = r.count(n)
+	}
+	if err != nil {
+		return 0, err
+	}
+	return n, nil
+}
+
+// count calls hold, if there is one.
+func (r *reader) count(numBytes int) error {
+	if r.hold == nil {
+		return nil
+	}
+	return r.hold(numBytes)
 }
 
 func (r *reader) u32() (uint32, error) {
@@ -130,8 +154,12 @@ func (r *reader) bytes(most int) ([]byte, error) {
 	return b, err
 }
 
-// keptBytes is the maximum size of a buffer that a connection keeps for its next value.
-const keptBytes = 64 << 10
+const (
+	// keptBytes is the maximum size of a buffer that a connection keeps for its next value.
+	keptBytes = 4 << 10
+	// elementBytes is the memory for an element of a list besides its bytes.
+	elementBytes = 48
+)
 
 // value reads a value. The caller may keep the result.
 func (r *reader) value() ([]byte, error) {
@@ -144,8 +172,8 @@ func (r *reader) key() (string, error) {
 	return string(b), err
 }
 
-// count reads the number of elements of a list.
-func (r *reader) count() (int, error) {
+// length reads the number of elements of a list.
+func (r *reader) length() (int, error) {
 	n, err := r.u64()
 	if err == nil && n > store.MaxKeys {
 		err = fmt.Errorf("got a list of %d elements, want at most %d", n, store.MaxKeys)
@@ -154,13 +182,15 @@ func (r *reader) count() (int, error) {
 }
 
 func (r *reader) keys() (keys []string, err error) {
-	n, err := r.count()
+	n, err := r.length()
 	for range n {
 		if err != nil {
 			return nil, err
 		}
 		var k string
-		k, err = r.key()
+		if k, err = r.key(); err == nil {
+			err = r.count(elementBytes)
+		}
 		keys = append(keys, k)
 	}
 	return keys, err

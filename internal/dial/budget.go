@@ -1,0 +1,81 @@
+package dial
+
+import (
+	"context"
+	"fmt"
+	"sync"
+	"syscall"
+	"time"
+)
+
+// budgetWait is how long Acquire waits until other connections have released enough bytes.
+const budgetWait = 10 * time.Second
+
+// Budget limits the memory that all connections of a server hold together, for example for requests that they
+// are reading. Its methods are safe for concurrent use.
+type Budget struct {
+	what string
+	most int64
+
+	mu    sync.Mutex
+	held  int64
+	freed chan struct{} // closed at the next Release; nil if no call of Acquire waits
+}
+
+// NewBudget returns a Budget of most bytes. Errors of Acquire say that the bytes are used for what.
+func NewBudget(what string, most int64) *Budget { return &Budget{what: what, most: most} }
+
+// Acquire takes n bytes. If fewer are left, it waits until other connections have released some. It returns
+// an error after 10 s, or if ctx ends first.
+func (b *Budget) Acquire(ctx context.Context, n int64) error {
+	var expired <-chan time.Time
+	for {
+		b.mu.Lock()
+		held := b.held
+		if held+n <= b.most {
+			b.held += n
+			b.mu.Unlock()
+			return nil
+		}
+		if b.freed == nil {
+			b.freed = make(chan struct{})
+		}
+		freed := b.freed
+		b.mu.Unlock()
+		if expired == nil {
+			t := time.NewTimer(budgetWait)
+			defer t.Stop()
+			expired = t.C
+		}
+		select {
+		case <-freed:
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-expired:
+			return fmt.Errorf("all clients together hold %d bytes for %s, and this client needs %d more, want at "+
+				"most %d in all", held, b.what, n, b.most)
+		}
+	}
+}
+
+// Release returns n bytes that Acquire has taken.
+func (b *Budget) Release(n int64) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.held -= n
+	if b.freed != nil {
+		close(b.freed)
+		b.freed = nil
+	}
+}
+
+// Descriptors returns the number of file descriptors that this process may have open (RLIMIT_NOFILE). If the
+// limit is unknown, it returns a number that is greater than every limit that this program sets.
+func Descriptors() int {
+	const unknown = 1 << 30
+	var limit syscall.Rlimit
+	if syscall.Getrlimit(syscall.RLIMIT_NOFILE, &limit) != nil || limit.Cur > unknown {
+		return unknown
+	}
+	return int(limit.Cur)
+}

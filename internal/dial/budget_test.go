@@ -1,0 +1,51 @@
+package dial
+
+import (
+	"context"
+	"errors"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/testnet"
+)
+
+// If a Budget has no bytes left, Acquire waits until bytes are released, at most 10 s or until its context
+// ends.
+func TestBudget(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := NewBudget("requests", 10)
+		for _, n := range []int64{6, 4} {
+			if err := b.Acquire(t.Context(), n); err != nil {
+				t.Fatal(err)
+			}
+		}
+		got := make(chan error, 2)
+		for range 2 {
+			go func() { got <- b.Acquire(t.Context(), 3) }()
+		}
+		synctest.Wait()
+		b.Release(2)
+		synctest.Wait()
+		if len(got) != 0 {
+			t.Fatal("two bytes were enough for three")
+		}
+		b.Release(4)
+		for range 2 {
+			if err := <-got; err != nil {
+				t.Error(err)
+			}
+		}
+		began := time.Now()
+		err := b.Acquire(t.Context(), 1)
+		testnet.WantError(t, err, "all clients together hold 10 bytes for requests", "1 more", "at most 10")
+		if d := time.Since(began); d != budgetWait {
+			t.Errorf("it has waited for %v", d)
+		}
+		ctx, cancel := context.WithCancel(t.Context())
+		cancel()
+		if err := b.Acquire(ctx, 1); !errors.Is(err, context.Canceled) {
+			t.Error(err)
+		}
+	})
+}
