@@ -21,7 +21,8 @@ const (
 	serverIOTimeout   = 10 * time.Second
 )
 
-// Server serves a HashStore to Clients.
+// Server serves a HashStore to Clients. If there is no secret, it refuses processes of other users of this
+// host, except root.
 //
 // If a client violates the protocol, the server closes its connection and logs the reason. Other clients are
 // not affected. The server also closes the connection of a client that does not read its replies for 10 s, or
@@ -40,7 +41,8 @@ func Serve(addr string, store *HashStore, cfg Config) (*Server, error) {
 	cfg.handshake = cmp.Or(cfg.handshake, serverIOTimeout)
 	s := &Server{store: store, cfg: cfg, unproven: dial.NewLimiter(maxUnproven)}
 	var err error
-	if s.accepts, err = dial.Serve(addr, "store: server", maxClients, cfg.Log, s.serve); err != nil {
+	if s.accepts, err = dial.Serve(addr, "store: server", maxClients, cfg.Log,
+		dial.SameUser(cfg.Secret, cfg.Log, s.serve)); err != nil {
 		return nil, fmt.Errorf("store: serve: %w", err)
 	}
 	return s, nil

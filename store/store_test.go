@@ -58,6 +58,30 @@ func TestHashStoreTotals(t *testing.T) {
 	}
 }
 
+// Without a secret, a server refuses processes of other users of this host. With a secret, it serves all that
+// know the secret.
+func TestServerRefusesOtherUsers(t *testing.T) {
+	hash := NewHashStore(Limits{})
+	defer hash.Close()
+	key, _ := secret.New()
+	for _, s := range []Secret{{}, key} {
+		server, err := Serve("127.0.0.1:0", hash, Config{Secret: s})
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, uid := range []uint32{uint32(os.Geteuid()), 65534} {
+			// With a secret, the server sends its part of the proof first.
+			answer := testnet.AskAs(t, uid, server.Addr(), dial.Greeting(storeMagic, storeVersion))
+			if want := uid != 65534 || !s.IsZero(); want != (len(answer) == 1) {
+				t.Errorf("user %d, no secret: %v: got %d bytes, want an answer: %v", uid, s.IsZero(), len(answer), want)
+			}
+		}
+		if err := server.Close(); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
 // The key of a queue counts as long as the queue is not empty, and once.
 func TestHashStoreTotalsOfQueues(t *testing.T) {
 	ctx := t.Context()

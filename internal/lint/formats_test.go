@@ -233,6 +233,7 @@ var withoutRow = map[string]string{
 	"ops/mpi/collectives.go":                 "numbers, each compared with a bound",
 	"internal/engine/gather.go":              "numbers, each compared with a bound",
 	"internal/launch/agent.go":               "reports of a child that runs this program, through a pipe that only it has",
+	"internal/dial/user.go":                  "answers of the kernel",
 	"cmd/hvdbench/negotiated.go":             "the dump of the same process",
 	"internal/doctor/gpus.go":                "the output of hvdd, a program of the same build",
 	"internal/doctor/python.go":              "the output of a script that is in the same file",

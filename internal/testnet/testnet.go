@@ -11,10 +11,12 @@ import (
 	"math/rand/v2"
 	"net"
 	"os"
+	"os/exec"
 	"slices"
 	"strconv"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 
@@ -196,4 +198,35 @@ func FreePort(t testing.TB) int {
 	}
 	t.Fatal("no port is free")
 	return 0
+}
+
+// AskAs makes a process of the user uid connect to addr, a port of 127.0.0.1, and send the request. It
+// returns the first byte of the answer, or nothing if the connection ends without an answer. Only root can
+// start a process of another user, so otherwise AskAs skips the test.
+func AskAs(t testing.TB, uid uint32, addr string, request []byte) (answer []byte) {
+	t.Helper()
+	if os.Geteuid() != 0 && int(uid) != os.Geteuid() {
+		t.Skip("only root can start a process of another user")
+	}
+	_, port, err := net.SplitHostPort(addr)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var escaped strings.Builder
+	for _, b := range request {
+		fmt.Fprintf(&escaped, "\\x%02x", b)
+	}
+	cmd := exec.CommandContext(Context(t), "bash", "-c",
+		`exec 3<>"/dev/tcp/127.0.0.1/$0"; printf "$1" >&3; head -c 1 <&3`, port, escaped.String())
+	cmd.Dir = "/"
+	cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: uid, Gid: uid}}
+	if uid == uint32(os.Geteuid()) {
+		cmd.SysProcAttr = nil
+	}
+	// The status tells nothing: it is not 0 if the server has reset the connection.
+	answer, err = cmd.Output()
+	if _, exited := errors.AsType[*exec.ExitError](err); err != nil && !exited {
+		t.Fatal(err)
+	}
+	return answer
 }

@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"os"
 	"runtime"
 	"slices"
 	"strings"
@@ -392,6 +393,22 @@ func TestPairsAreBounded(t *testing.T) {
 	if ok, err := hash.Check(t.Context(), "/k"); ok || err != nil {
 		t.Errorf("the key is there: %v, %v", ok, err)
 	}
+}
+
+// A process of another user of this host is refused.
+func TestOtherUsers(t *testing.T) {
+	log, entries := testnet.Logs()
+	addr, _ := serve(t, c10d.Config{Log: log})
+	ask := wire(t, hello+" 07") // asks for the number of keys
+	if got := testnet.AskAs(t, uint32(os.Geteuid()), addr, ask); len(got) != 1 {
+		t.Error("this user was refused")
+	}
+	if got := testnet.AskAs(t, 65534, addr, ask); len(got) != 0 {
+		t.Errorf("another user was served: %v", got)
+	}
+	testnet.Eventually(t, "the reason", func() bool {
+		return testnet.Logged(entries, "closed a connection", "the client runs as user 65534")
+	})
 }
 
 // A list of 128Ki keys of 8 KiB has 1 GiB. A server that waits for the keys has to keep all of them, so it

@@ -46,8 +46,9 @@ type Config struct {
 // connection and logs the reason. It keeps the connection of a silent client open forever, because old
 // clients have a second connection on which they never send anything.
 //
-// The protocol has no secret, so a server takes only a bounded amount of memory, and at most half of the file
-// descriptors of its process, whatever its clients do.
+// The protocol has no secret. So a server refuses processes of other users of its host, except root. Whatever
+// its clients do, it takes only a bounded amount of memory, and at most half of the file descriptors of its
+// process.
 type Server struct {
 	store          *store.HashStore
 	cfg            Config
@@ -69,7 +70,8 @@ func newServer(s *store.HashStore, cfg Config, maxCallsBytes int64) *Server {
 func (s *Server) listen(addr string) (*Server, error) {
 	most := min(maxClients, dial.Descriptors()/2)
 	var err error
-	if s.accepts, err = dial.Serve(addr, "c10d: server", most, s.cfg.Log, s.serve); err != nil {
+	if s.accepts, err = dial.Serve(addr, "c10d: server", most, s.cfg.Log,
+		dial.SameUser(store.Secret{}, s.cfg.Log, s.serve)); err != nil {
 		return nil, fmt.Errorf("c10d: serve: %w", err)
 	}
 	return s, nil

@@ -30,7 +30,8 @@ const (
 
 // listen accepts connections of other nodes on addr.
 func (v *Van) listen(addr string) (err error) {
-	v.accepts, err = dial.Serve(addr, "ps: "+v.cfg.Role.String(), maxPeers, v.cfg.Log, v.serve)
+	v.accepts, err = dial.Serve(addr, "ps: "+v.cfg.Role.String(), maxPeers, v.cfg.Log,
+		dial.SameUser(v.cfg.Secret, v.cfg.Log, v.serve))
 	return err
 }
 
@@ -42,7 +43,7 @@ func (v *Van) shares() bool {
 // listenLocal accepts Unix connections of other nodes on this host.
 func (v *Van) listenLocal() (err error) {
 	v.local, err = dial.Serve(dial.UnixPrefix+"@gohvd-ps-"+rand.Text(), "ps: server", maxPeers, v.cfg.Log,
-		v.serve)
+		dial.SameUser(v.cfg.Secret, v.cfg.Log, v.serve))
 	if err == nil {
 		v.self[0].Socket = v.local.Addr()
 	}

@@ -1,0 +1,138 @@
+package dial
+
+import (
+	"context"
+	"crypto/rand"
+	"errors"
+	"io"
+	"net"
+	"os"
+	"os/exec"
+	"strings"
+	"syscall"
+	"testing"
+
+	"github.com/gohvd/gohvd/internal/secret"
+	"github.com/gohvd/gohvd/internal/testnet"
+)
+
+// connectVariable makes the test binary connect to an address, write "hello" and wait for the end of its
+// input. If it begins with "close ", the binary closes the connection before.
+const connectVariable = "GOHVD_TEST_CONNECT"
+
+func TestMain(m *testing.M) {
+	if addr := os.Getenv(connectVariable); addr != "" {
+		os.Exit(connect(addr))
+	}
+	os.Exit(m.Run())
+}
+
+func connect(addr string) (status int) {
+	addr, closes := strings.CutPrefix(addr, "close ")
+	conn, err := Connect(context.Background(), addr)
+	if err == nil {
+		_, err = io.WriteString(conn, "hello")
+	}
+	if err != nil {
+		return 1
+	}
+	if closes {
+		conn.Close()
+	}
+	os.Stdout.WriteString("connected\n")
+	io.Copy(io.Discard, os.Stdin)
+	return 0
+}
+
+// visit starts a process of the user uid that connects to ln, and returns the accepted connection.
+func visit(t *testing.T, ln net.Listener, uid uint32, prefix string) net.Conn {
+	t.Helper()
+	// Other users may not enter the folder of the test binary.
+	binary, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	file, err := os.Open(binary)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer file.Close()
+	cmd := exec.Command("/proc/self/fd/3")
+	cmd.ExtraFiles = []*os.File{file}
+	addr := ln.Addr().String()
+	if ln.Addr().Network() == "unix" {
+		addr = UnixPrefix + addr
+	}
+	cmd.Env = append(os.Environ(), connectVariable+"="+prefix+addr)
+	cmd.Dir = "/"
+	if uid != 0 {
+		cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: uid, Gid: uid}}
+	}
+	in, err := cmd.StdinPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		in.Close()
+		if err := cmd.Wait(); err != nil {
+			t.Error(err)
+		}
+	})
+	if _, err := io.ReadFull(out, make([]byte, len("connected\n"))); err != nil {
+		t.Fatal(err)
+	}
+	conn, err := ln.Accept()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { conn.Close() })
+	return conn
+}
+
+// SameUser refuses processes of other users, and connections that the peer has closed, over both versions of
+// IP and over Unix sockets.
+func TestSameUser(t *testing.T) {
+	errServed := errors.New("served")
+	serve := SameUser(secret.Secret{}, nil, func(context.Context, net.Conn) error { return errServed })
+	addrs := []string{"127.0.0.1:0", "[::1]:0", "[::]:0", "unix:@gohvd-test-" + rand.Text()}
+	own, err := net.InterfaceAddrs()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, a := range own {
+		if ip, ok := a.(*net.IPNet); ok && ip.IP.IsGlobalUnicast() {
+			addrs = append(addrs, net.JoinHostPort(ip.IP.String(), "0"))
+		}
+	}
+	for _, addr := range addrs {
+		t.Run(addr, func(t *testing.T) {
+			ln, err := Listen(addr)
+			if err != nil {
+				t.Skip(err)
+			}
+			defer ln.Close()
+			check := func(uid uint32, prefix string) error {
+				return serve(t.Context(), visit(t, ln, uid, prefix))
+			}
+			if err := check(0, ""); err != errServed {
+				t.Error(err)
+			}
+			if !strings.HasPrefix(addr, UnixPrefix) { // a Unix socket keeps its user
+				if err := check(0, "close "); !errors.Is(err, io.EOF) {
+					t.Error(err)
+				}
+			}
+			if os.Geteuid() != 0 {
+				t.Skip("only root can start a process of another user")
+			}
+			testnet.WantError(t, check(65534, ""), "the client runs as user 65534, want 0 or root")
+		})
+	}
+}
