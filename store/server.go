@@ -17,7 +17,6 @@ import (
 const (
 	maxClients        = 4096 // maximum number of connections
 	maxWaitsPerClient = 1024 // maximum number of waiting calls of one connection
-	maxUnproven       = 1024 // maximum number of connections whose client has not proven the secret yet
 	serverIOTimeout   = 10 * time.Second
 )
 
@@ -29,17 +28,16 @@ const (
 // sends nothing for a minute (clients ping every 5 s). When a connection ends, the server drops the client's
 // waiting calls.
 type Server struct {
-	store    *HashStore
-	cfg      Config
-	unproven *dial.Limiter
-	accepts  *dial.Acceptor
+	store   *HashStore
+	cfg     Config
+	accepts *dial.Acceptor
 }
 
 // Serve listens on addr and serves store until Close. addr has the form host:port, where port 0 means any
 // free port. The caller stays responsible for closing store.
 func Serve(addr string, store *HashStore, cfg Config) (*Server, error) {
 	cfg.handshake = cmp.Or(cfg.handshake, serverIOTimeout)
-	s := &Server{store: store, cfg: cfg, unproven: dial.NewLimiter(maxUnproven)}
+	s := &Server{store: store, cfg: cfg}
 	var err error
 	if s.accepts, err = dial.Serve(addr, "store: server", maxClients, cfg.Log,
 		dial.SameUser(cfg.Secret, cfg.Log, s.serve)); err != nil {
@@ -58,10 +56,10 @@ func (s *Server) Idle(ctx context.Context) error { return s.accepts.Idle(ctx) }
 // Close closes all connections and waits until they have ended. The store stays open.
 func (s *Server) Close() error { return s.accepts.Close() }
 
-func (s *Server) serve(ctx context.Context, conn net.Conn) error {
+func (s *Server) serve(ctx context.Context, conn net.Conn, slot *dial.Slot) error {
 	c := &serverConn{store: s.store, conn: conn, waits: make(map[uint64]context.CancelFunc)}
 	c.ctx, c.cancel = context.WithCancelCause(ctx)
-	c.end(c.run(s))
+	c.end(c.run(s, slot))
 	c.wg.Wait()
 	return context.Cause(c.ctx)
 }
@@ -89,9 +87,8 @@ func (c *serverConn) end(err error) {
 
 // run serves requests until the connection ends, and returns the reason. The reason is io.EOF if the client
 // closed the connection between two requests.
-func (c *serverConn) run(s *Server) error {
+func (c *serverConn) run(s *Server, slot *dial.Slot) error {
 	c.conn.SetDeadline(time.Now().Add(s.cfg.handshake))
-	slot := s.unproven.Acquire(c.conn)
 	in, version, err := c.handshake(s.cfg.Secret)
 	if !slot.Release() {
 		return dial.ErrEvicted

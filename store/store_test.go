@@ -82,6 +82,33 @@ func TestServerRefusesOtherUsers(t *testing.T) {
 	}
 }
 
+// If the process of a server may open only 1024 descriptors, more connections than that keep no client out.
+func TestFloodOfServer(t *testing.T) {
+	testnet.LimitDescriptors(t, 1024)
+	ctx := testnet.Context(t)
+	hash := NewHashStore(Limits{})
+	defer hash.Close()
+	key, _ := secret.New()
+	log, entries := testnet.Logs()
+	server, err := Serve("127.0.0.1:0", hash, Config{Secret: key, Log: log})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer server.Close()
+	testnet.Flood(t, server.Addr(), 3000)
+	client, err := Dial(ctx, server.Addr(), Config{Secret: key})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer client.Close()
+	if err := client.Set(ctx, "k", nil); err != nil {
+		t.Error(err)
+	}
+	if testnet.Logged(entries, "too many open files") {
+		t.Error("the server had no descriptor left")
+	}
+}
+
 // The key of a queue counts as long as the queue is not empty, and once.
 func TestHashStoreTotalsOfQueues(t *testing.T) {
 	ctx := t.Context()

@@ -14,16 +14,18 @@ import (
 
 // Handler is a function that serves conn until the connection ends, and returns the reason. The reason is
 // io.EOF if the peer has closed the connection in an orderly way. When ctx ends, the Handler must return. Its
-// caller closes conn.
-type Handler func(ctx context.Context, conn net.Conn) error
+// caller closes conn. The Handler must call slot.Release once, when the peer has proved its identity or conn
+// has ended.
+type Handler func(ctx context.Context, conn net.Conn, slot *Slot) error
 
 // Acceptor accepts connections until Close is called, and serves each in a goroutine of its own. It serves
 // only a limited number of connections at a time. Close closes all of them.
 type Acceptor struct {
-	name   string
-	most   int
-	log    *zap.Logger
-	handle Handler
+	name     string
+	most     int
+	log      *zap.Logger
+	handle   Handler
+	unproven *Limiter
 
 	ln    net.Listener
 	ctx   context.Context // cancelled when Close is called
@@ -36,16 +38,20 @@ type Acceptor struct {
 	ended chan struct{} // closed and replaced when a connection has ended
 }
 
+// maxUnproven is the maximum number of connections of an Acceptor whose peer has not proved its identity yet.
+const maxUnproven = 1024
+
 // Serve listens on addr and calls handle for each connection. addr is as in Listen. The parameter most is
-// the maximum number of connections at a time. Serve closes any further connection. It logs errors at a
-// limited rate (logs.Quiet). The log lines begin with name, for example "store: server". log may be nil.
+// the maximum number of connections at a time. Serve closes any further connection. Those whose peer has not
+// proved its identity are limited by a Limiter. Serve logs errors at a limited rate (logs.Quiet). The log
+// lines begin with name, for example "store: server". log may be nil.
 func Serve(addr, name string, most int, log *zap.Logger, handle Handler) (*Acceptor, error) {
 	ln, err := Listen(addr)
 	if err != nil {
 		return nil, err
 	}
 	a := &Acceptor{name: name, most: most, log: logs.Quiet(log), handle: handle, ln: ln,
-		conns: make(map[net.Conn]struct{}), ended: make(chan struct{})}
+		unproven: NewLimiter(maxUnproven), conns: make(map[net.Conn]struct{}), ended: make(chan struct{})}
 	a.ctx, a.stop = context.WithCancel(context.Background())
 	a.close = sync.OnceValue(a.closeOnce)
 	a.wg.Go(a.accept)
@@ -109,9 +115,11 @@ func (a *Acceptor) accept() {
 			conn.Close()
 		} else {
 			a.conns[conn] = struct{}{}
-			a.wg.Go(func() { a.serve(conn) })
+			slot := a.unproven.Acquire(conn)
+			a.wg.Go(func() { a.serve(conn, slot) })
 		}
 		a.mu.Unlock()
+		a.unproven.Settle()
 		if full {
 			a.log.Warn(a.name+" refused a client, because the maximum number of clients is connected",
 				zap.Stringer("client", conn.RemoteAddr()), zap.Int("maximum", a.most))
@@ -119,8 +127,8 @@ func (a *Acceptor) accept() {
 	}
 }
 
-func (a *Acceptor) serve(conn net.Conn) {
-	err := a.handle(a.ctx, conn)
+func (a *Acceptor) serve(conn net.Conn, slot *Slot) {
+	err := a.handle(a.ctx, conn, slot)
 	conn.Close()
 	a.mu.Lock()
 	delete(a.conns, conn)

@@ -16,20 +16,33 @@ var ErrEvicted = errors.New(
 // the job proves its identity at once, so the oldest peer probably does not belong to it. If it does, it
 // dials again.
 type Limiter struct {
-	most int
-
-	mu    sync.Mutex
-	slots list.List // elements are *Slot, oldest first
+	mu      sync.Mutex
+	most    int
+	slots   list.List // elements are *Slot, oldest first
+	evicted int       // number of slots that were taken away and not released yet
+	settled sync.Cond // signals that evicted is 0
 }
 
-// NewLimiter returns a Limiter with the limit most, which must be at least one.
-func NewLimiter(most int) *Limiter { return &Limiter{most: most} }
+// descriptorShare is the share of the file descriptors of a process that the connections of a Limiter may
+// have: one of so many. A rank has up to three Limiters, so these connections leave descriptors for those of
+// the job.
+const descriptorShare = 8
 
-// Grow raises the limit to the value of most. If the limit is already as high, Grow does nothing.
+// NewLimiter returns a Limiter with the limit most, which must be at least one. The limit is lower if the
+// process may have few file descriptors open.
+func NewLimiter(most int) *Limiter {
+	l := new(Limiter)
+	l.settled.L = &l.mu
+	l.Grow(most)
+	return l
+}
+
+// Grow raises the limit to the value of most, as far as NewLimiter would. If the limit is already as high,
+// Grow does nothing.
 func (l *Limiter) Grow(most int) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.most = max(l.most, most)
+	l.most = max(l.most, min(most, max(Descriptors()/descriptorShare, 1)))
 }
 
 // Slot is the permission of a Limiter for one connection.
@@ -48,10 +61,22 @@ func (l *Limiter) Acquire(conn io.Closer) *Slot {
 		oldest := l.slots.Remove(l.slots.Front()).(*Slot)
 		oldest.at = nil
 		oldest.conn.Close()
+		l.evicted++
 	}
 	s := &Slot{of: l, conn: conn}
 	s.at = l.slots.PushBack(s)
 	return s
+}
+
+// Settle waits until the slots that were taken away from connections are released, which means that the
+// descriptors of the connections are free. A goroutine that accepts connections calls Settle before it
+// accepts the next one. Otherwise it could accept faster than connections end.
+func (l *Limiter) Settle() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for l.evicted > 0 {
+		l.settled.Wait()
+	}
 }
 
 // Release frees the slot. If the Limiter has closed the connection and taken the slot away, Release returns
@@ -60,6 +85,9 @@ func (s *Slot) Release() bool {
 	s.of.mu.Lock()
 	defer s.of.mu.Unlock()
 	if s.at == nil {
+		if s.of.evicted--; s.of.evicted == 0 {
+			s.of.settled.Broadcast()
+		}
 		return false
 	}
 	s.of.slots.Remove(s.at)

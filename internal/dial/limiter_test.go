@@ -1,6 +1,11 @@
 package dial
 
-import "testing"
+import (
+	"testing"
+	"testing/synctest"
+
+	"github.com/gohvd/gohvd/internal/testnet"
+)
 
 type closer struct{ closed int }
 
@@ -44,4 +49,46 @@ func TestLimiter(t *testing.T) {
 			t.Errorf("connection %d was closed", 1+i)
 		}
 	}
+}
+
+// A Limiter uses at most an eighth of the descriptors that the process may open, even if its limit grows.
+func TestLimiterLeavesDescriptors(t *testing.T) {
+	testnet.LimitDescriptors(t, 1024)
+	l := NewLimiter(1000)
+	l.Grow(2000)
+	var first closer
+	l.Acquire(&first)
+	for range 127 {
+		l.Acquire(new(closer))
+	}
+	if first.closed != 0 {
+		t.Error("fewer than 128 connections have room")
+	}
+	if l.Acquire(new(closer)); first.closed != 1 {
+		t.Error("more than 128 connections have room")
+	}
+}
+
+// Settle waits until a connection that Acquire has closed has released its slot.
+func TestSettle(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		l := NewLimiter(1)
+		first := l.Acquire(new(closer))
+		l.Settle()
+		second := l.Acquire(new(closer))
+		settled := false
+		go func() {
+			l.Settle()
+			settled = true
+		}()
+		if synctest.Wait(); settled {
+			t.Error("it has not waited")
+		}
+		first.Release()
+		if synctest.Wait(); !settled {
+			t.Error("it still waits")
+		}
+		second.Release()
+		l.Settle()
+	})
 }

@@ -14,13 +14,15 @@ import (
 // TestUnix serves and dials a Unix socket in the abstract namespace.
 func TestUnix(t *testing.T) {
 	name := "@gohvd-test-" + rand.Text()
-	a, err := dial.Serve(dial.UnixPrefix+name, "test", 1, nil, func(_ context.Context, conn net.Conn) error {
+	serve := func(_ context.Context, conn net.Conn, slot *dial.Slot) error {
+		slot.Release()
 		if _, err := dial.ReadGreeting(conn, "GHVX"); err != nil {
 			return err
 		}
 		_, err := conn.Write(dial.Greeting("GHVX", 1))
 		return err
-	})
+	}
+	a, err := dial.Serve(dial.UnixPrefix+name, "test", 1, nil, serve)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -25,17 +25,19 @@ func SameUser(s secret.Secret, log *zap.Logger, handle Handler) Handler {
 		return handle
 	}
 	log = logs.Quiet(log)
-	return func(ctx context.Context, conn net.Conn) error {
+	return func(ctx context.Context, conn net.Conn, slot *Slot) error {
 		uid, known, err := user(conn)
 		switch me := os.Geteuid(); {
 		case errors.Is(err, errUserUnknown):
 			log.Warn("a server without a secret also serves processes of other users of this host", zap.Error(err))
 		case err != nil:
+			slot.Release()
 			return err
 		case known && uid != 0 && int64(uid) != int64(me):
+			slot.Release()
 			return fmt.Errorf("refused: the client runs as user %d, want %d or root", uid, me)
 		}
-		return handle(ctx, conn)
+		return handle(ctx, conn, slot)
 	}
 }
 

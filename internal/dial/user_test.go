@@ -100,7 +100,10 @@ func visit(t *testing.T, ln net.Listener, uid uint32, prefix string) net.Conn {
 // IP and over Unix sockets.
 func TestSameUser(t *testing.T) {
 	errServed := errors.New("served")
-	serve := SameUser(secret.Secret{}, nil, func(context.Context, net.Conn) error { return errServed })
+	serve := SameUser(secret.Secret{}, nil, func(_ context.Context, _ net.Conn, slot *Slot) error {
+		slot.Release()
+		return errServed
+	})
 	addrs := []string{"127.0.0.1:0", "[::1]:0", "[::]:0", "unix:@gohvd-test-" + rand.Text()}
 	own, err := net.InterfaceAddrs()
 	if err != nil {
@@ -119,7 +122,12 @@ func TestSameUser(t *testing.T) {
 			}
 			defer ln.Close()
 			check := func(uid uint32, prefix string) error {
-				return serve(t.Context(), visit(t, ln, uid, prefix))
+				conn, slots := visit(t, ln, uid, prefix), NewLimiter(1)
+				err := serve(t.Context(), conn, slots.Acquire(conn))
+				if slots.slots.Len() > 0 {
+					t.Error("the slot was not released")
+				}
+				return err
 			}
 			if err := check(0, ""); err != errServed {
 				t.Error(err)

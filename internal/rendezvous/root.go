@@ -596,6 +596,7 @@ func (r *root) accept() {
 			delete(r.callers, g)
 			r.mu.Unlock()
 		})
+		r.handshakes.Settle()
 	}
 }
 

@@ -265,6 +265,19 @@ func testRootBoundsHandshakes(t *testing.T, key secret.Secret) {
 	}
 }
 
+// If the process of the root may open only 1024 descriptors, more connections than that do not fail the root.
+// A rank can still join.
+func TestFloodOfRoot(t *testing.T) {
+	testnet.LimitDescriptors(t, 1024)
+	ctx := testnet.Context(t)
+	kv := newStore(t)
+	key, _ := secret.New()
+	r := start(t, ctx, keyed(kv, 0, 2, key))
+	testnet.Flood(t, rootOf(t, kv).GetAddr(), 3000)
+	one := start(t, ctx, keyed(kv, 1, 2, key))
+	formed(t, []result{<-r, <-one}, recordOf(0, 0), recordOf(1, 0))
+}
+
 // If a rank has another secret, or is the only rank that encrypts, it is refused and its error says why. The
 // other ranks are not affected.
 func TestSecret(t *testing.T) {

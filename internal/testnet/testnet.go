@@ -230,3 +230,45 @@ func AskAs(t testing.TB, uid uint32, addr string, request []byte) (answer []byte
 	}
 	return answer
 }
+
+// Flood starts a process that opens n connections to addr, a port of 127.0.0.1, and sends nothing. The
+// process closes them when the test ends. Flood returns when all are open.
+func Flood(t testing.TB, addr string, n int) {
+	t.Helper()
+	_, port, err := net.SplitHostPort(addr)
+	if err != nil {
+		t.Fatal(err)
+	}
+	cmd := exec.CommandContext(Context(t), "bash", "-c", `ulimit -n "$(ulimit -H -n)"
+for ((i = 0; i < $1; i++)); do exec {fd}<>"/dev/tcp/127.0.0.1/$0" || exit; done; echo; read`,
+		port, strconv.Itoa(n))
+	in, inErr := cmd.StdinPipe()
+	out, outErr := cmd.StdoutPipe()
+	if err := errors.Join(inErr, outErr, cmd.Start()); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		in.Close()
+		_ = cmd.Wait() // it may have been killed at the end of the test
+	})
+	if _, err := out.Read(make([]byte, 1)); err != nil {
+		t.Fatalf("a process cannot open %d connections: %v", n, err)
+	}
+}
+
+// LimitDescriptors limits the number of descriptors that this process may have open during the test.
+func LimitDescriptors(t testing.TB, n uint64) {
+	t.Helper()
+	var old syscall.Rlimit
+	if err := syscall.Getrlimit(syscall.RLIMIT_NOFILE, &old); err != nil {
+		t.Fatal(err)
+	}
+	if err := syscall.Setrlimit(syscall.RLIMIT_NOFILE, &syscall.Rlimit{Cur: n, Max: old.Max}); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := syscall.Setrlimit(syscall.RLIMIT_NOFILE, &old); err != nil {
+			t.Error(err)
+		}
+	})
+}

@@ -411,6 +411,21 @@ func TestOtherUsers(t *testing.T) {
 	})
 }
 
+// A server keeps at most half of the descriptors that its process may open, because its clients prove
+// nothing.
+func TestFloodOfServer(t *testing.T) {
+	testnet.LimitDescriptors(t, 1024)
+	log, entries := testnet.Logs()
+	addr, _ := serve(t, c10d.Config{Log: log})
+	testnet.Flood(t, addr, 2000)
+	testnet.Eventually(t, "a refusal", func() bool {
+		return testnet.Logged(entries, "the maximum number of clients is connected", "512")
+	})
+	if n := testnet.OpenFiles(t); n > 600 {
+		t.Errorf("%d descriptors are open", n)
+	}
+}
+
 // A list of 128Ki keys of 8 KiB has 1 GiB. A server that waits for the keys has to keep all of them, so it
 // closes the connection after 64 MiB.
 func TestListsAreBounded(t *testing.T) {

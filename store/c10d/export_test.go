@@ -8,6 +8,7 @@ import (
 	"net"
 	"time"
 
+	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/store"
 )
 
@@ -21,7 +22,8 @@ func ServeWithin(addr string, s *store.HashStore, cfg Config, maxCallsBytes int6
 
 // ServeBytes serves s to a client that sends the bytes in and then closes the connection.
 func ServeBytes(s *store.HashStore, in []byte) error {
-	return newServer(s, Config{}, maxCallsBytes).serve(context.Background(), byteConn{bytes.NewReader(in)})
+	return newServer(s, Config{}, maxCallsBytes).serve(context.Background(), byteConn{bytes.NewReader(in)},
+		dial.NewLimiter(1).Acquire(nil))
 }
 
 // byteConn is a connection that reads from a Reader. It discards all bytes that are written to it.

@@ -83,7 +83,10 @@ func (s *Server) Addr() string { return s.accepts.Addr() }
 // Close closes all connections and waits until they have ended. The store stays open.
 func (s *Server) Close() error { return s.accepts.Close() }
 
-func (s *Server) serve(ctx context.Context, conn net.Conn) error {
+func (s *Server) serve(ctx context.Context, conn net.Conn, slot *dial.Slot) error {
+	if !slot.Release() { // the protocol has no proof
+		return dial.ErrEvicted
+	}
 	ctx, cancel := context.WithCancel(ctx)
 	c := &session{
 		store: s.store, calls: s.calls, answers: s.answers, ctx: ctx, conn: conn, dialect: Old,

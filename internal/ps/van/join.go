@@ -19,8 +19,6 @@ import (
 const (
 	// handshakeTimeout is the time limit for a peer to prove the secret and send its registration.
 	handshakeTimeout = 10 * time.Second
-	// maxUnproven is the maximum number of connections whose peer has not registered yet.
-	maxUnproven = 1024
 	// maxPeers is the maximum number of connections that a node accepts.
 	maxPeers = 1 << 16
 	// answerTime is how long a node waits for the scheduler's answer after its own time limit. The answer
@@ -151,8 +149,7 @@ func (v *Van) join(ctx context.Context) ([]*pspb.Node, error) {
 }
 
 // serve serves the connection of a node that has dialed. It returns when the connection has ended.
-func (v *Van) serve(ctx context.Context, conn net.Conn) error {
-	slot := v.unproven.Acquire(conn)
+func (v *Van) serve(ctx context.Context, conn net.Conn, slot *dial.Slot) error {
 	over, r, hello, err := v.accept(conn)
 	if !slot.Release() && err != nil {
 		return fmt.Errorf("%w: %w", dial.ErrEvicted, err)

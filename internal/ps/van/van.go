@@ -152,21 +152,20 @@ type Van struct {
 	id       int          // the first of their ids, valid when ready is closed
 	reliable bool
 
-	accepts  *dial.Acceptor
-	local    *dial.Acceptor // accepts Unix connections; nil except at a server that shares memory
-	unproven *dial.Limiter
-	chunks   chunks
-	unwatch  func()          // ends the calls about chunks of the arena; nil if no memory is shared
-	ctx      context.Context // ends when the van is stopped or has failed
-	cancel   context.CancelCauseFunc
-	wg       sync.WaitGroup
-	ready    chan struct{}                 // closed when nodes is complete
-	links    atomic.Pointer[map[int]*link] // by id of the peer, including further ids of its process
-	holding  atomic.Bool                   // a link may hold requests back
-	polls    atomic.Bool                   // Unix connections may be polled (mayPoll)
-	polling  atomic.Bool                   // a goroutine polls, as only one may do at a time
-	yielder  shmem.Yielder                 // used by the goroutine that polls
-	sched    *scheduler                    // nil except at the scheduler
+	accepts *dial.Acceptor
+	local   *dial.Acceptor // accepts Unix connections; nil except at a server that shares memory
+	chunks  chunks
+	unwatch func()          // ends the calls about chunks of the arena; nil if no memory is shared
+	ctx     context.Context // ends when the van is stopped or has failed
+	cancel  context.CancelCauseFunc
+	wg      sync.WaitGroup
+	ready   chan struct{}                 // closed when nodes is complete
+	links   atomic.Pointer[map[int]*link] // by id of the peer, including further ids of its process
+	holding atomic.Bool                   // a link may hold requests back
+	polls   atomic.Bool                   // Unix connections may be polled (mayPoll)
+	polling atomic.Bool                   // a goroutine polls, as only one may do at a time
+	yielder shmem.Yielder                 // used by the goroutine that polls
+	sched   *scheduler                    // nil except at the scheduler
 
 	mu    sync.Mutex
 	nodes map[int]*pspb.Node
@@ -187,7 +186,7 @@ type Van struct {
 // end of Stop.
 func New(cfg Config, h Handler) *Van {
 	v := &Van{cfg: cfg, log: cfg.Log, handler: h, started: time.Now(), ready: make(chan struct{}),
-		unproven: dial.NewLimiter(maxUnproven), nodes: make(map[int]*pspb.Node),
+		nodes: make(map[int]*pspb.Node),
 		first: make(map[uint64]int), gone: make(map[int]error), over: make(map[int]bool),
 		change: make(chan struct{}),
 		blamed: new(sync.Once), barriers: make(map[int64]chan error), reliable: cfg.Resend}

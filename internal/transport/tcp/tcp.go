@@ -265,7 +265,9 @@ func (e *Endpoint) accept() {
 			e.logRefused(nc, err)
 			continue
 		}
-		e.wg.Go(func() { e.receive(s) })
+		slot := e.limiter.Acquire(s)
+		e.wg.Go(func() { e.receive(s, slot) })
+		e.limiter.Settle()
 	}
 }
 
@@ -288,12 +290,13 @@ func (e *Endpoint) failWaits(err error) {
 
 // receive does the handshake on an accepted connection, which then becomes a channel. If the handshake fails,
 // receive logs the reason and closes the connection.
-func (e *Endpoint) receive(nc *socket) {
+func (e *Endpoint) receive(nc *socket, slot *dial.Slot) {
 	if !e.track(nc) {
+		slot.Release()
 		hangUp(nc)
 		return
 	}
-	if err := e.handshake(nc); err != nil {
+	if err := e.handshake(nc, slot); err != nil {
 		e.untrack(nc)
 		e.logRefused(nc, err)
 		hangUp(nc)
@@ -301,12 +304,12 @@ func (e *Endpoint) receive(nc *socket) {
 }
 
 // handshake does the handshake on the side of the acceptor.
-func (e *Endpoint) handshake(nc *socket) error {
+func (e *Endpoint) handshake(nc *socket, slot *dial.Slot) error {
 	deadline := time.Now().Add(e.cfg.HandshakeTimeout)
 	if err := nc.SetDeadline(deadline); err != nil {
+		slot.Release()
 		return fmt.Errorf("tcp: handshake: %w", err)
 	}
-	slot := e.limiter.Acquire(nc)
 	over, h, err := e.authenticate(nc)
 	if !slot.Release() {
 		return fmt.Errorf("tcp: handshake: %w", dial.ErrEvicted)
