@@ -229,7 +229,8 @@ func (s *KVServer[T]) moved(from van.Process, m *van.Message) {
 	s.c.po.answer(from, moved)
 }
 
-// checkFrames returns an error unless m is a push or pull of values of type dt.
+// checkFrames returns an error unless m is a push or pull of values of type dt. It makes a copy of lengths
+// that the sender could still change. The caller must copy the keys before it checks them.
 func checkFrames(m *van.Message, dt tensor.DType) error {
 	h := m.Header
 	if len(m.Data) != 3 || !h.Push && !h.Pull || len(m.Data[0])%keyBytes != 0 || len(m.Data[2])%4 != 0 {
@@ -238,6 +239,7 @@ func checkFrames(m *van.Message, dt tensor.DType) error {
 	if got := h.Frames[1].Type; got != wireTypes[dt] || len(m.Data[1])%dt.Size() != 0 {
 		return fmt.Errorf("the worker has values of type %s, the server of type %s", got, wireTypes[dt])
 	}
+	m.Keep(2)
 	return nil
 }
 

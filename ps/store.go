@@ -281,6 +281,7 @@ func (s *store) put(m *van.Message) error {
 		m.Header.Frames[2].Type != wireTypes[s.dt] || len(m.Data[2])%s.dt.Size() != 0 {
 		return errors.New("malformed values")
 	}
+	m.Keep(0, 1)
 	keys, lens := keysOfBytes(m.Data[0]), tensor.View[int32](m.Data[1])
 	n := len(m.Data[2]) / s.dt.Size()
 	var err error

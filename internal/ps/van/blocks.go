@@ -8,6 +8,7 @@ import (
 	"slices"
 	"sync"
 	"sync/atomic"
+	"unsafe"
 
 	"golang.org/x/sys/unix"
 
@@ -604,6 +605,20 @@ func (l *link) release(ids, regions []uint32) {
 	m.lazy = true
 	_ = l.reply(m) // an ended link has no blocks
 	l.theirs.drop(regions)
+}
+
+// Keep replaces frames of a message that was received by copies that the sender cannot change. The receiver
+// calls Keep for frames whose content it checks before it uses it, such as lengths: the sender can change a
+// frame in shared memory at any time.
+func (m *Message) Keep(frames ...int) {
+	for _, i := range frames {
+		if n := len(m.Data[i]); n > 0 && m.Header.Frames[i].Block != 0 {
+			words := make([]uint64, (n+7)/8) // aligned for all elements
+			c := unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(words))), n)
+			copy(c, m.Data[i])
+			m.Data[i] = c
+		}
+	}
 }
 
 // Reclaimed reports whether the frames of a message that was received may have changed: whether they are in a
