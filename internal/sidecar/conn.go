@@ -21,6 +21,9 @@ const (
 	// the slots are for operations in flight. The same number is for prepared operations that the client
 	// keeps for later.
 	maxSlots = 2 * maxInFlight
+	// maxPlanBytes is the maximum size of the plans of a connection: those of all slots, and those of
+	// operations in flight whose slot has another plan meanwhile.
+	maxPlanBytes = 64 << 20
 	// looksPerRead is how many times the reader polls the ring between two reads of the socket while it
 	// drives the engine. It reads the socket less often than the ring, because reading the socket is a system
 	// call.
@@ -54,8 +57,11 @@ type conn struct {
 	until     uint64           // the reader starts only submissions whose index is less than this
 	pollsLeft int              // how many more times the reader polls the ring before it sleeps
 	plans     map[uint32]*plan // the plan that is prepared in each slot
+	noRoom    *plan            // the plan of slots for whose plan there was no room; nil if there is none
 	// looks counts how many times drive has polled the ring.
 	looks int
+	// planBytes is the size of all plans.
+	planBytes atomic.Int64
 
 	// node is nil until the client sends the first request to it. The reader sets it.
 	node *node
@@ -291,6 +297,7 @@ func (c *conn) submit(p *plan, s submission) error {
 	if p.Kind.IsMessage() {
 		c.messages.Add(1)
 	}
+	p.holders.Add(1)
 	o, err := c.newOperation(p, s)
 	if err == nil {
 		err = c.server.begin(o)
@@ -336,6 +343,7 @@ func (o *operation) answer(err error) {
 		c.messages.Add(-1)
 	}
 	c.leave(o.id, o.plan.weight())
+	c.drop(o.plan)
 	if c.ring.complete(o.id, status) {
 		c.notifyLater()
 	}
@@ -499,7 +507,7 @@ func (c *conn) request(q *sidecarpb.Request) error {
 		if slot >= maxSlots {
 			return fmt.Errorf("%w: got slot %d, want less than %d", errFrame, slot, maxSlots)
 		}
-		c.plans[slot] = newPlan(what.Prepare.GetOperation())
+		c.prepare(slot, newPlan(what.Prepare.GetOperation()))
 		return nil
 	}
 	if err := c.enter(q.Id, 0); err != nil {
@@ -521,6 +529,30 @@ func (c *conn) request(q *sidecarpb.Request) error {
 	}
 	c.server.request(c, q)
 	return nil
+}
+
+// prepare makes p the plan of a slot. If the plans of the connection are too large, the slot gets a plan that
+// cannot be executed, because a client gets no answer when it prepares a slot.
+func (c *conn) prepare(slot uint32, p *plan) {
+	c.drop(c.plans[slot])
+	p.bytes = p.size()
+	if n := c.planBytes.Load(); n+p.bytes > maxPlanBytes {
+		if c.noRoom == nil {
+			c.noRoom = &plan{wrong: usage("submit", "", fmt.Errorf("the operation was not prepared, because the "+
+				"prepared operations of this client would take more than %d bytes", maxPlanBytes))}
+		}
+		p = c.noRoom
+	}
+	c.planBytes.Add(p.bytes)
+	p.holders.Add(1)
+	c.plans[slot] = p
+}
+
+// drop records that a slot or an operation does not have the plan p any longer. p may be nil.
+func (c *conn) drop(p *plan) {
+	if p != nil && p.holders.Add(-1) == 0 {
+		c.planBytes.Add(-p.bytes)
+	}
 }
 
 // now answers the request with the number id, which the reader has handled itself. If err is nil, the answer

@@ -133,6 +133,46 @@ func TestUsage(t *testing.T) {
 	})
 }
 
+// TestPreparedOperationsAreBounded prepares operations that take too much memory. One that has no room fails
+// when it is submitted. When the client prepares the other slots again with small operations, it has room.
+func TestPreparedOperationsAreBounded(t *testing.T) {
+	ranks(t, 1, func(_ int, c *client, _ []byte) {
+		group := func(tensors int) *sidecarpb.Operation {
+			o := &sidecarpb.Operation{Kind: 1, Dtype: 9, ReduceOp: 2, Name: "x", Grouped: true}
+			for range tensors {
+				// The tensors have the same input and an output that the sidecar allocates.
+				o.Tensors = append(o.Tensors, &sidecarpb.Tensor{Shape: []int64{1}, Input: at(0, 0, 4)})
+			}
+			return o
+		}
+		run := func(slot uint32) *sidecarpb.Reply {
+			id := c.Push(slot)
+			c.Doorbell()
+			c.Pop()
+			return c.Reply(id)
+		}
+		c.Ring(16)
+		// A tensor takes at least 100 bytes, so these are at least 100 MB.
+		const slots, tensors = 100, 10000
+		for slot := range uint32(slots) {
+			c.Send(sidecartest.Prepare(slot, group(tensors)))
+		}
+		if r := run(0); r.Error != nil {
+			t.Errorf("the first slot: %v", r.Error)
+		}
+		if e := run(slots - 1).GetError(); !strings.Contains(e.GetText(), "would take more than 67108864 bytes") {
+			t.Errorf("the last slot: %v", e)
+		}
+		for slot := range uint32(slots - 1) {
+			c.Send(sidecartest.Prepare(slot, group(1)))
+		}
+		c.Send(sidecartest.Prepare(slots-1, group(tensors)))
+		if r := run(slots - 1); r.Error != nil {
+			t.Errorf("the last slot, when there is room: %v", r.Error)
+		}
+	})
+}
+
 func bytes1(n int) []int64 {
 	ones := make([]int64, n)
 	for i := range ones {

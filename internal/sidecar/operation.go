@@ -9,6 +9,7 @@ import (
 	"strconv"
 	"sync/atomic"
 	"time"
+	"unsafe"
 
 	"github.com/gohvd/gohvd/internal/arena"
 	"github.com/gohvd/gohvd/internal/cuda"
@@ -44,6 +45,22 @@ type plan struct {
 	whole tensor.Shape
 	makes bool  // the sidecar allocates at least one output
 	wrong error // why the plan cannot be executed; nil if it can be executed
+
+	bytes   int64        // size of the plan, once a slot has it
+	holders atomic.Int32 // number of slots and operations that have the plan
+}
+
+// size returns about how many bytes of memory a plan takes.
+func (p *plan) size() int64 {
+	n := int(unsafe.Sizeof(*p)) + len(p.Name) + 8*(cap(p.splits)+cap(p.parts)) +
+		cap(p.tensors)*int(unsafe.Sizeof(tensorSpec{})) + cap(p.places)*int(unsafe.Sizeof(location{}))
+	for i := range p.tensors {
+		n += 8 * cap(p.tensors[i].shape)
+	}
+	if p.wrong != nil {
+		n += 2 * len(p.wrong.Error())
+	}
+	return int64(n)
 }
 
 // tensorSpec is the element type and the shape of a tensor, as a client has described them.
