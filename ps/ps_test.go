@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net"
 	"os"
 	"slices"
 	"strconv"
@@ -39,6 +40,7 @@ type job struct {
 	servers, workers int
 	settings         map[string]string
 	customers        int           // of each worker process
+	logless          bool          // the program gives the nodes no log
 	leave            bool          // the nodes leave the job without a barrier
 	limit            time.Duration // how long the job may take; the default is 10 minutes
 	faults           func(from, to van.Process, m *van.Message, deliver func(*van.Message) error) error
@@ -60,6 +62,9 @@ func (j job) run(node func(po *Postoffice)) {
 					"DMLC_NUM_SERVER": strconv.Itoa(j.servers), "DMLC_NUM_WORKER": strconv.Itoa(j.workers),
 					"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": port,
 					"HOROVOD_GLOO_TIMEOUT_SECONDS": "60", "PS_HEARTBEAT_TIMEOUT": "60"}}
+			if j.logless {
+				opts.Log = nil
+			}
 			for name, text := range j.settings {
 				opts.Settings[name] = text
 			}
@@ -227,6 +232,7 @@ func TestSettings(t *testing.T) {
 		{"DMLC_PS_ROOT_URI", "", 1, "DMLC_PS_ROOT_URI is not set"},
 		{"PORT", "99999", 1, `PORT is "99999", want a port`},
 		{"DMLC_NODE_HOST", "192.0.2.1", 1, "listen on 192.0.2.1:0 without a secret: set HVD_SECRET_FILE"},
+		{"DMLC_INTERFACE", "nosuch0", 1, "nosuch0"},
 		{"HVD_TLS", "1", 1, "HVD_TLS needs a secret"},
 		{"HVD_TLS", "", 2, "a server has 2 customers, want 1"},
 		{"HVD_TLS", "", 1, "register with the scheduler at 127.0.0.1:1"},
@@ -257,6 +263,98 @@ func TestUnreadSetting(t *testing.T) {
 	if !testnet.Logged(entries, "HOROVOD_CYCLE_TIME has no effect: nodes of a parameter server do not use it") ||
 		testnet.Logged(entries, "HVD_LIVENESS_SECONDS") {
 		t.Errorf("got %v, want one warning about HOROVOD_CYCLE_TIME", entries.All())
+	}
+}
+
+// TestInterface checks that a server listens on the interface that DMLC_INTERFACE names, and not on that of
+// the route to the scheduler.
+func TestInterface(t *testing.T) {
+	own, err := net.InterfaceAddrs()
+	if err != nil {
+		t.Fatal(err)
+	}
+	i := slices.IndexFunc(own, func(a net.Addr) bool {
+		ip, ok := a.(*net.IPNet)
+		return ok && ip.IP.To4() != nil && ip.IP.IsGlobalUnicast()
+	})
+	if i < 0 {
+		t.Skip("this host has no IPv4 address other than loopback")
+	}
+	ip := own[i].(*net.IPNet).IP.String()
+	// Without a secret, a server refuses to listen on an address that other hosts can reach.
+	_, err = Start(t.Context(), Options{Log: zap.NewNop(), Settings: map[string]string{"DMLC_ROLE": "server",
+		"DMLC_NUM_SERVER": "1", "DMLC_NUM_WORKER": "1", "DMLC_PS_ROOT_URI": "127.0.0.1",
+		"DMLC_PS_ROOT_PORT": "1", "DMLC_INTERFACE": ip}})
+	testnet.WantError(t, err, "this node would listen on "+ip+":0 without a secret")
+}
+
+// TestStartAsync checks that StartAsync returns when the process is connected, although no node enters the
+// barrier of the start, and that Start waits in that barrier.
+func TestStartAsync(t *testing.T) {
+	port := strconv.Itoa(testnet.FreePort(t))
+	var barriers atomic.Int32
+	faults := func(_, _ van.Process, m *van.Message, deliver func(*van.Message) error) error {
+		if m.Header.Control.GetCommand() == pspb.Command_BARRIER {
+			barriers.Add(1)
+		}
+		return deliver(m)
+	}
+	nodes := make(map[string]*Postoffice)
+	var mu sync.Mutex
+	var starting sync.WaitGroup
+	for _, role := range []string{"scheduler", "server", "worker"} {
+		starting.Go(func() {
+			po, err := StartAsync(testnet.Context(t), Options{Log: zap.NewNop(), faults: faults,
+				Settings: map[string]string{"DMLC_ROLE": role, "DMLC_NUM_SERVER": "1", "DMLC_NUM_WORKER": "1",
+					"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": port}})
+			if err != nil {
+				t.Errorf("%s: %v", role, err)
+				return
+			}
+			mu.Lock()
+			nodes[role] = po
+			mu.Unlock()
+		})
+	}
+	starting.Wait()
+	if n := barriers.Load(); n > 0 {
+		t.Errorf("StartAsync has sent %d messages about barriers", n)
+	}
+	var leaving sync.WaitGroup
+	for role, po := range nodes {
+		leaving.Go(func() {
+			if err := po.Finalize(testnet.Context(t), true); err != nil {
+				t.Errorf("%s: %v", role, err)
+			}
+		})
+	}
+	leaving.Wait()
+	if barriers.Load() == 0 {
+		t.Error("the test does not see the messages about barriers")
+	}
+}
+
+// TestVerboseWithoutLog checks that PS_VERBOSE makes a node that the program has given no log write about its
+// connections to standard error, although it writes only warnings otherwise.
+func TestVerboseWithoutLog(t *testing.T) {
+	old := os.Stderr
+	defer func() { os.Stderr = old }()
+	for level, want := range map[string]bool{"0": false, "1": true} {
+		file, err := os.CreateTemp(t.TempDir(), "")
+		if err != nil {
+			t.Fatal(err)
+		}
+		os.Stderr = file
+		job{t: t, servers: 1, workers: 1, logless: true, settings: map[string]string{"PS_VERBOSE": level}}.run(
+			func(*Postoffice) {})
+		text, err := os.ReadFile(file.Name())
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := strings.Contains(string(text), "ps: connected"); got != want {
+			t.Errorf("PS_VERBOSE=%s: a line about a connection: %v, want %v:\n%s", level, got, want, text)
+		}
+		file.Close()
 	}
 }
 

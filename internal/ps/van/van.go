@@ -649,7 +649,7 @@ func (v *Van) schedulerGone(p Process, left bool, why error) {
 
 // Dead returns the ids of the nodes that have died, or from which no message came for the time timeout: at
 // the scheduler of all workers and servers, at other nodes that of the scheduler and those that the scheduler
-// has declared dead. During the time timeout after the start, silence does not count. If timeout is 0, Dead
+// has declared dead. A node that has sent nothing yet is silent since it has connected. If timeout is 0, Dead
 // returns nil.
 func (v *Van) Dead(timeout time.Duration) (dead []int) {
 	if timeout <= 0 {
@@ -663,7 +663,7 @@ func (v *Van) Dead(timeout time.Duration) (dead []int) {
 		}
 	}
 	for id, l := range *v.links.Load() {
-		if l.silent() > timeout && v.now() > timeout && v.gone[id] == nil && l.conn != nil &&
+		if l.silent() > timeout && v.gone[id] == nil && l.conn != nil &&
 			(v.sched != nil || id == SchedulerID) {
 			dead = append(dead, id)
 		}

@@ -460,6 +460,81 @@ func TestSilence(t *testing.T) {
 	}
 }
 
+// TestDeadSinceItConnected checks that a node that has sent nothing counts as silent since it has connected,
+// and not since the start of the job.
+func TestDeadSinceItConnected(t *testing.T) {
+	nodes := startJob(t, 1, 1, func(c *Config) { c.HeartbeatInterval = 0 })
+	l, err := nodes[1].link(9)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if heard := time.Duration(l.heard.Load()); heard <= 0 || heard > nodes[1].now() {
+		t.Errorf("worker 0 was heard %v after the start", heard)
+	}
+	l.heard.Store(-int64(time.Hour))
+	if got := nodes[1].Dead(30 * time.Minute); !slices.Equal(got, []int{9}) {
+		t.Errorf("after an hour of silence, dead are %v, want worker 0", got)
+	}
+	if got := nodes[1].Dead(2 * time.Hour); got != nil {
+		t.Errorf("after an hour of silence, dead for two hours are %v", got)
+	}
+}
+
+// TestUnknownCommand checks that a node drops a message with a command of a later version, and says so.
+func TestUnknownCommand(t *testing.T) {
+	log, entries := testnet.Logs()
+	nodes := startJob(t, 1, 1, func(c *Config) {
+		if c.Role == Server {
+			c.Log = log
+		}
+	})
+	l, err := nodes[9].link(8)
+	if err == nil {
+		err = l.reply(controlMessage(&pspb.Control{Command: 99}))
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := nodes[9].Request(t.Context(), 8, NewMessage(&pspb.Header{Request: true})); err != nil {
+		t.Fatal(err)
+	}
+	nodes[9].until(t, "an answer", func() bool { return nodes[9].acked == 1 })
+	if !testnet.Logged(entries, "dropped an unknown message", Name(9), "99") {
+		t.Error("server 0 has not logged it")
+	}
+}
+
+// TestVerbose checks what a node logs at each level: nothing, its connections, or also its messages.
+func TestVerbose(t *testing.T) {
+	for level := range 3 {
+		log, entries := testnet.Logs()
+		nodes := startJob(t, 1, 1, func(c *Config) {
+			if c.Role == Worker {
+				c.Log, c.Verbose = log, level
+			}
+		})
+		request := NewMessage(&pspb.Header{Request: true}, 7)
+		if _, err := nodes[9].Request(t.Context(), 8, request); err != nil {
+			t.Fatal(err)
+		}
+		nodes[9].until(t, "an answer", func() bool { return nodes[9].acked == 1 })
+		stopAll(nodes)
+		for _, c := range []struct {
+			parts []string
+			from  int // the lowest level that logs it
+		}{
+			{[]string{"ps: connected", Name(8)}, 1},
+			{[]string{"ps: connected", Name(1)}, 1},
+			{[]string{"ps: sent", Name(8), "bytes:7"}, 2},
+			{[]string{"ps: received", Name(8), "bytes:0"}, 2},
+		} {
+			if got, want := testnet.Logged(entries, c.parts...), level >= c.from; got != want {
+				t.Errorf("level %d: logged %q: %v, want %v", level, c.parts, got, want)
+			}
+		}
+	}
+}
+
 // TestSlowHandler checks that a node is not silent while a handler handles its request, however long this
 // takes.
 func TestSlowHandler(t *testing.T) {

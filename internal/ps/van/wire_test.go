@@ -287,3 +287,19 @@ func TestIDs(t *testing.T) {
 		}
 	}
 }
+
+// TestResendsBackOff checks that the time between two resends of a message doubles, up to 32 times the
+// timeout.
+func TestResendsBackOff(t *testing.T) {
+	const timeout = 10 * time.Millisecond
+	var out outWindow
+	f := &flight{m: &Message{Header: &pspb.Header{}}, due: time.Time{}.Add(timeout)}
+	out.add(f)
+	var sent []int // in timeouts since the message was sent first
+	for now := time.Duration(0); now <= 1200*time.Millisecond; now += time.Millisecond {
+		out.late(time.Time{}.Add(now), timeout, func(*flight) { sent = append(sent, int(now/timeout)) })
+	}
+	if want := []int{1, 3, 7, 15, 31, 63, 95}; !slices.Equal(sent, want) {
+		t.Errorf("it was sent again after %v timeouts, want %v", sent, want)
+	}
+}
