@@ -18,6 +18,12 @@ const (
 	maxClients        = 4096 // maximum number of connections
 	maxWaitsPerClient = 1024 // maximum number of waiting calls of one connection
 	serverIOTimeout   = 10 * time.Second
+
+	// maxCallsBytes and maxAnswersBytes limit the memory that the requests and the replies of all clients
+	// together take. A request or a reply of at most freeBytes does not count.
+	maxCallsBytes   = 256 << 20
+	maxAnswersBytes = 128 << 20
+	freeBytes       = 4 << 10
 )
 
 // Server serves a HashStore to Clients. If there is no secret, it refuses processes of other users of this
@@ -28,16 +34,19 @@ const (
 // sends nothing for a minute (clients ping every 5 s). When a connection ends, the server drops the client's
 // waiting calls.
 type Server struct {
-	store   *HashStore
-	cfg     Config
-	accepts *dial.Acceptor
+	store          *HashStore
+	cfg            Config
+	calls, answers *dial.Budget
+	accepts        *dial.Acceptor
 }
 
 // Serve listens on addr and serves store until Close. addr has the form host:port, where port 0 means any
 // free port. The caller stays responsible for closing store.
 func Serve(addr string, store *HashStore, cfg Config) (*Server, error) {
 	cfg.handshake = cmp.Or(cfg.handshake, serverIOTimeout)
-	s := &Server{store: store, cfg: cfg}
+	s := &Server{store: store, cfg: cfg,
+		calls:   dial.NewBudget("their requests", cmp.Or(cfg.maxCallsBytes, maxCallsBytes)),
+		answers: dial.NewBudget("replies", maxAnswersBytes)}
 	var err error
 	if s.accepts, err = dial.Serve(addr, "store: server", maxClients, cfg.Log,
 		dial.SameUser(cfg.Secret, cfg.Log, s.serve)); err != nil {
@@ -57,7 +66,8 @@ func (s *Server) Idle(ctx context.Context) error { return s.accepts.Idle(ctx) }
 func (s *Server) Close() error { return s.accepts.Close() }
 
 func (s *Server) serve(ctx context.Context, conn net.Conn, slot *dial.Slot) error {
-	c := &serverConn{store: s.store, conn: conn, waits: make(map[uint64]context.CancelFunc)}
+	c := &serverConn{store: s.store, calls: s.calls, answers: s.answers, conn: conn,
+		waits: make(map[uint64]context.CancelFunc)}
 	c.ctx, c.cancel = context.WithCancelCause(ctx)
 	c.end(c.run(s, slot))
 	c.wg.Wait()
@@ -67,11 +77,12 @@ func (s *Server) serve(ctx context.Context, conn net.Conn, slot *dial.Slot) erro
 // serverConn is the server's end of a connection. One goroutine reads the requests and executes every call
 // that does not wait. Each waiting call has a goroutine of its own.
 type serverConn struct {
-	store  *HashStore
-	conn   net.Conn
-	ctx    context.Context // ends when the connection ends
-	cancel context.CancelCauseFunc
-	wg     sync.WaitGroup
+	store          *HashStore
+	calls, answers *dial.Budget
+	conn           net.Conn
+	ctx            context.Context // ends when the connection ends
+	cancel         context.CancelCauseFunc
+	wg             sync.WaitGroup
 
 	mu    sync.Mutex
 	waits map[uint64]context.CancelFunc
@@ -105,18 +116,46 @@ func (c *serverConn) run(s *Server, slot *dial.Slot) error {
 	}
 	for {
 		c.conn.SetReadDeadline(time.Now().Add(clientSilence))
-		body, err := dial.ReadFrame(in, maxRequestBytes)
-		if err != nil {
-			return err
-		}
-		q, err := decodeRequest(body)
-		if err != nil {
-			return err
-		}
-		if err := c.handle(&q); err != nil {
+		if err := c.serveNext(in); err != nil {
 			return err
 		}
 	}
+}
+
+// serveNext reads and handles one request.
+func (c *serverConn) serveNext(in *bufio.Reader) error {
+	n, err := dial.PeekFrame(in)
+	if err != nil {
+		return err
+	}
+	release, err := hold(c.ctx, c.calls, min(n, maxRequestBytes))
+	if err != nil {
+		return err
+	}
+	var waits bool
+	defer func() {
+		if !waits {
+			release()
+		}
+	}()
+	body, err := dial.ReadFrame(in, maxRequestBytes)
+	if err != nil {
+		return err
+	}
+	q, err := decodeRequest(body)
+	if err != nil {
+		return err
+	}
+	waits, err = c.handle(&q, release)
+	return err
+}
+
+// hold takes n bytes from b, unless they are few. The caller calls release when it has freed them.
+func hold(ctx context.Context, b *dial.Budget, n int64) (release func(), err error) {
+	if n <= freeBytes {
+		return func() {}, nil
+	}
+	return func() { b.Release(n) }, b.Acquire(ctx, n)
 }
 
 // handshake checks that the client knows the secret, and reads its greeting.
@@ -132,9 +171,10 @@ func (c *serverConn) handshake(s secret.Secret) (in *bufio.Reader, version uint3
 	return in, version, err
 }
 
-func (c *serverConn) handle(q *request) error {
+// handle executes a request and replies. If the request waits, handle returns true, and release is called
+// when it has ended.
+func (c *serverConn) handle(q *request, release func()) (waits bool, err error) {
 	r := reply{id: q.id}
-	var err error
 	switch q.op {
 	case opPing:
 	case opCancel:
@@ -143,7 +183,7 @@ func (c *serverConn) handle(q *request) error {
 			cancel()
 		}
 		c.mu.Unlock()
-		return nil
+		return false, nil
 	case opSet:
 		err = c.store.set(c.ctx, q.key, q.first)
 	case opAdd:
@@ -173,21 +213,20 @@ func (c *serverConn) handle(q *request) error {
 				break
 			}
 		}
-		var started bool
-		if started, err = c.startWait(q); started {
-			return nil
+		if waits, err = c.startWait(q, release); waits {
+			return true, nil
 		}
 	}
 	if err != nil {
 		r.fail(err)
 	}
-	return c.write(r.frame())
+	return false, c.reply(&r)
 }
 
 // startWait starts a goroutine that executes a waiting call and replies. If too many calls are waiting, or a
 // waiting call has the same number, it starts no goroutine and returns an error, which the caller sends to
-// the client.
-func (c *serverConn) startWait(q *request) (started bool, err error) {
+// the client. The goroutine calls release at its end.
+func (c *serverConn) startWait(q *request, release func()) (started bool, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if len(c.waits) >= maxWaitsPerClient {
@@ -200,6 +239,7 @@ func (c *serverConn) startWait(q *request) (started bool, err error) {
 	ctx, cancel := context.WithCancel(c.ctx)
 	c.waits[q.id] = cancel
 	c.wg.Go(func() {
+		defer release()
 		defer cancel()
 		r := reply{id: q.id}
 		err := c.wait(ctx, q, &r)
@@ -212,7 +252,7 @@ func (c *serverConn) startWait(q *request) (started bool, err error) {
 		if err != nil {
 			r.fail(err)
 		}
-		if err := c.write(r.frame()); err != nil {
+		if err := c.reply(&r); err != nil {
 			c.end(err)
 		}
 	})
@@ -241,6 +281,16 @@ func (c *serverConn) wait(ctx context.Context, q *request, r *reply) (err error)
 func errTooMuch(numBytes int) error {
 	return &refusal{ErrLimit, fmt.Sprintf("got %d bytes in one call, want at most %d", numBytes,
 		maxListBytes)}
+}
+
+// reply sends a reply.
+func (c *serverConn) reply(r *reply) error {
+	release, err := hold(c.ctx, c.answers, int64(len(r.value)+listBytes(r.values)))
+	if err != nil {
+		return err
+	}
+	defer release()
+	return c.write(r.frame())
 }
 
 func (c *serverConn) write(b []byte) error {

@@ -133,7 +133,8 @@ type Config struct {
 	// Log is the log of the server. It may be nil.
 	Log *zap.Logger
 
-	handshake time.Duration // the time limit for the handshake; 0 means serverIOTimeout
+	handshake     time.Duration // the time limit for the handshake; 0 means serverIOTimeout
+	maxCallsBytes int64         // limit of a Server; 0 means the default
 }
 
 // refusal is the reason why a store refuses a call. A server can send it to a client.

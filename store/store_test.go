@@ -109,6 +109,55 @@ func TestFloodOfServer(t *testing.T) {
 	}
 }
 
+// The keys for which a client waits take most of the memory for requests of all clients. So there is no room
+// for the long request of another client, until the first client ends its wait.
+func TestRequestsShareMemory(t *testing.T) {
+	t.Parallel() // the server waits for 10 s until it refuses the request
+	ctx := testnet.Context(t)
+	hash := NewHashStore(Limits{})
+	defer hash.Close()
+	log, entries := testnet.Logs()
+	server, err := Serve("127.0.0.1:0", hash, Config{Log: log, maxCallsBytes: 100 << 10})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer server.Close()
+	open := func() *Client {
+		c, err := Dial(ctx, server.Addr(), Config{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { c.Close() })
+		return c
+	}
+	var keys []string
+	for i := range 8 {
+		keys = append(keys, strings.Repeat(strconv.Itoa(i), MaxKeyBytes-1))
+	}
+	first := open()
+	waiting, stop := context.WithCancel(ctx)
+	waited := make(chan error, 1)
+	go func() { waited <- first.Wait(waiting, keys...) }()
+	testnet.Eventually(t, "the wait", func() bool { return hash.Waits() == 1 })
+	long := make([]byte, 80<<10)
+	if err := open().Set(ctx, "k", long); err == nil {
+		t.Error("the second long request has room")
+	}
+	testnet.Eventually(t, "the reason", func() bool {
+		return testnet.Logged(entries, "closed a connection", "all clients together hold", "for their requests")
+	})
+	if err := open().Set(ctx, "k", long[:100]); err != nil {
+		t.Errorf("a short request: %v", err)
+	}
+	stop()
+	if err := <-waited; !errors.Is(err, context.Canceled) {
+		t.Error(err)
+	}
+	if err := open().Set(ctx, "k", long); err != nil {
+		t.Errorf("the long request, when there is room: %v", err)
+	}
+}
+
 // The key of a queue counts as long as the queue is not empty, and once.
 func TestHashStoreTotalsOfQueues(t *testing.T) {
 	ctx := t.Context()

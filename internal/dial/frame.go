@@ -1,6 +1,7 @@
 package dial
 
 import (
+	"bufio"
 	"encoding/binary"
 	"fmt"
 	"io"
@@ -42,6 +43,18 @@ func ReadFrame(r io.Reader, limit int) ([]byte, error) {
 		return nil, fmt.Errorf("got a frame of %d bytes, want at most %d", n, limit)
 	}
 	return ReadBytes(r, nil, int(n))
+}
+
+// PeekFrame waits for the header of a frame and returns the length of the body, without reading it.
+func PeekFrame(r *bufio.Reader) (int64, error) {
+	head, err := r.Peek(FrameHeaderBytes)
+	if err != nil {
+		if len(head) > 0 && err == io.EOF {
+			err = io.ErrUnexpectedEOF
+		}
+		return 0, err
+	}
+	return int64(binary.BigEndian.Uint32(head)), nil
 }
 
 // ReadBytes reads n bytes and returns them. It reads into buf if buf is large enough. Otherwise it allocates
