@@ -19,6 +19,7 @@ import (
 
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/secret"
+	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 // purposes has the purposes that a handshake can name: the store, the root at rank 0, and the endpoint of a
@@ -53,6 +54,16 @@ func TestDoors(t *testing.T) {
 			// PyTorch's store is not among them, because it has no secret.
 			if len(doors) != 4 {
 				t.Fatalf("%d doors know the secret, want 4: %v", len(doors), doors)
+			}
+			if os.Geteuid() == 0 { // otherwise there is no other user
+				numKeys := []byte{6} // in the protocol of PyTorch before 2.1
+				torch := net.JoinHostPort("127.0.0.1", variable(t, pids[0], "MASTER_PORT"))
+				if len(testnet.AskAs(t, 0, torch, numKeys)) == 0 {
+					t.Error("the TCPStore does not answer its own user")
+				}
+				if len(testnet.AskAs(t, 65534, torch, numKeys)) != 0 {
+					t.Error("the TCPStore answers another user")
+				}
 			}
 			before := peakMiB(t, pids[0])
 			for _, d := range doors {
