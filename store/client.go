@@ -60,7 +60,7 @@ func connect(ctx context.Context, addr string, cfg Config, ping, silence time.Du
 	var conn net.Conn
 	http := false
 	err := dial.Retry(ctx, func() (err error) {
-		conn, err = dial.Greet(ctx, addr, cfg.Secret, storeMagic, storeVersion)
+		conn, err = dial.Greet(ctx, addr, cfg.Secret.Encrypted(), storeMagic, storeVersion)
 		// Horovod's rendezvous server sends nothing until it has a request, so with such a server Greet ends
 		// with a timeout.
 		if err != nil && !errors.Is(err, syscall.ECONNREFUSED) && !errors.Is(ctx.Err(), context.Canceled) &&

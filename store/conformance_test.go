@@ -29,7 +29,7 @@ func newClient(t *testing.T) store.Store { return clientOf(t, secret.Secret{}) }
 // newEncrypted returns a client whose connection to the server is encrypted.
 func newEncrypted(t *testing.T) store.Store {
 	key, _ := secret.New()
-	return clientOf(t, key.Encrypted())
+	return clientOf(t, key)
 }
 
 func clientOf(t *testing.T, key secret.Secret) store.Store {

@@ -8,7 +8,7 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// ExampleServe connects a client to a server over TLS. Both use the same secret.
+// ExampleServe connects a client to a server. Both use the same secret.
 func ExampleServe() {
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
@@ -16,7 +16,7 @@ func ExampleServe() {
 	if err != nil {
 		panic(err)
 	}
-	cfg := store.Config{Secret: secret.Encrypted()}
+	cfg := store.Config{Secret: secret}
 
 	contents := store.NewHashStore(store.Limits{})
 	defer contents.Close()

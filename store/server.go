@@ -44,6 +44,7 @@ type Server struct {
 // free port. The caller stays responsible for closing store.
 func Serve(addr string, store *HashStore, cfg Config) (*Server, error) {
 	cfg.handshake = cmp.Or(cfg.handshake, serverIOTimeout)
+	cfg.Secret = cfg.Secret.Encrypted()
 	s := &Server{store: store, cfg: cfg,
 		calls:   dial.NewBudget("their requests", cmp.Or(cfg.maxCallsBytes, maxCallsBytes)),
 		answers: dial.NewBudget("replies", maxAnswersBytes)}

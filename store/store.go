@@ -110,9 +110,8 @@ type Store interface {
 	Close() error
 }
 
-// Secret is the secret of a job. The zero Secret means that there is none. The method Encrypted returns a
-// Secret that makes connections use TLS; both ends of a connection must use such a Secret. Printing a Secret,
-// or a Config that contains it, does not disclose the secret.
+// Secret is the secret of a job. The zero Secret means that there is none. Printing a Secret, or a Config
+// that contains it, does not disclose the secret.
 type Secret = secret.Secret
 
 // ParseSecret makes a Secret from a text of 16 to 4096 bytes, such as the value of HVD_SECRET. It ignores
@@ -127,8 +126,8 @@ func ParseSecret(text string) (Secret, error) {
 
 // Config configures a Server or its Clients.
 type Config struct {
-	// Secret is the secret of the job. If it is zero, any process that can connect to the server can read and
-	// change everything.
+	// Secret is the secret of the job. Connections use TLS, and both ends prove that they know the secret. If
+	// Secret is zero, any process that can connect to the server can read and change everything.
 	Secret Secret
 	// Log is the log of the server. It may be nil.
 	Log *zap.Logger

@@ -458,7 +458,7 @@ func TestGarbageToServer(t *testing.T) {
 	t.Run("plain", func(t *testing.T) { testGarbageToServer(t, secret.Secret{}) })
 	t.Run("TLS", func(t *testing.T) {
 		key, _ := secret.New()
-		testGarbageToServer(t, key.Encrypted())
+		testGarbageToServer(t, key)
 	})
 }
 
@@ -485,7 +485,7 @@ func testGarbageToServer(t *testing.T, key secret.Secret) {
 			log, entries := testnet.Logs()
 			server, _ := serveStore(t, Config{Secret: key, Log: log})
 			client := dialStore(t, server.Addr(), key)
-			conn, err := key.Dial(testnet.RawDial(t, server.Addr()), storeMagic)
+			conn, err := key.Encrypted().Dial(testnet.RawDial(t, server.Addr()), storeMagic)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -506,9 +506,9 @@ func testGarbageToServer(t *testing.T, key secret.Secret) {
 	}
 }
 
-// If client and server do not have the same secret, or only one of them encrypts, the server refuses the
-// client and logs the reason, and the error of the client says why. If the server has no secret but the
-// client has one, the client retries until its deadline.
+// If client and server do not have the same secret, the server refuses the client and logs the reason, and
+// the error of the client says why. If the server has no secret but the client has one, the client retries
+// until its deadline. Connections use TLS whether HVD_TLS is set or not.
 func TestSecret(t *testing.T) {
 	key, _ := secret.New()
 	other, _ := secret.New()
@@ -519,17 +519,10 @@ func TestSecret(t *testing.T) {
 		logged         string
 	}{
 		{"the same", key, key, nil, ""},
-		{"another", key, other, secret.ErrWrong, "sent no proof"},
+		{"another", key, other, secret.ErrWrong, "bad certificate"},
 		{"none at the client", key, secret.Secret{}, secret.ErrNeeded, `its first bytes are "GHVS"`},
 		{"none at the server", secret.Secret{}, key, context.DeadlineExceeded, "requires the secret"},
-		{"the same with TLS", key.Encrypted(), key.Encrypted(), nil, ""},
-		{"another with TLS", key.Encrypted(), other.Encrypted(), secret.ErrWrong, "bad certificate"},
-		{"none at the client, TLS", key.Encrypted(), secret.Secret{}, secret.ErrNeeded,
-			`its first bytes are "GHVS"`},
-		{"none at the server, TLS", secret.Secret{}, key.Encrypted(), context.DeadlineExceeded,
-			"set at the peer"},
-		{"TLS at the client", key, key.Encrypted(), secret.ErrMixed, "set at the peer"},
-		{"TLS at the server", key.Encrypted(), key, secret.ErrMixed, "set in this process"},
+		{"HVD_TLS at the client", key, key.Encrypted(), nil, ""},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			log, entries := testnet.Logs()
@@ -572,17 +565,13 @@ func TestSecret(t *testing.T) {
 // server serves other clients.
 func TestHalfOpen(t *testing.T) {
 	key, _ := secret.New()
-	for name, test := range map[string]struct {
-		key secret.Secret
-		say string
-	}{
-		"plain":          {key, secret.Magic},
-		"TLS, silent":    {key.Encrypted(), ""},
-		"TLS, in a word": {key.Encrypted(), "\x16\x03\x01\x40\x00\x01\x00\x3f\xfc\x03\x03"},
+	for name, say := range map[string]string{
+		"silent":    "",
+		"in a word": "\x16\x03\x01\x40\x00\x01\x00\x3f\xfc\x03\x03",
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel() // the tests spend most of their time waiting
-			testHalfOpen(t, test.key, []byte(test.say))
+			testHalfOpen(t, key, []byte(say))
 		})
 	}
 }

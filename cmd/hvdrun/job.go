@@ -49,9 +49,6 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
 	key, text := secret.New()
-	if j.settings.TLS {
-		key = key.Encrypted()
-	}
 	server, addrs, err := j.startStore(kv, store.Config{Secret: key, Log: r.logger()})
 	if err != nil {
 		return err
@@ -97,7 +94,7 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 			sidecarBinary(&j.settings, j.several), timelineSignal(&j.settings), j.recovery,
 			j.settings.ForRanks()),
 		Verdict: reports.verdict, Restarted: reports.restarted,
-		StoreAddrs: addrs, Secret: text, TLS: j.settings.TLS, TorchStore: torch,
+		StoreAddrs: addrs, Secret: text, TorchStore: torch,
 		Reach: r.where.reach, AgentPath: path, Start: j.settings.StartTimeout,
 		Liveness: j.settings.LivenessTimeout,
 		Stdout:   r.stdout, Stderr: r.stderr,

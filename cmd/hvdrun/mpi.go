@@ -143,8 +143,7 @@ func (r *runner) byMPI(o *launch.Options, settings *config.Config,
 	for _, a := range o.StoreAddrs {
 		addrs = append(addrs, a.String())
 	}
-	o.Command = slices.Concat(words, []string{o.AgentPath, mpiRankArg, strings.Join(addrs, ","),
-		strconv.FormatBool(o.TLS)}, o.Command)
+	o.Command = slices.Concat(words, []string{o.AgentPath, mpiRankArg, strings.Join(addrs, ",")}, o.Command)
 	o.Starter, o.NP, o.Hosts, o.NoPrefix, o.OutputDir = mpirun, 1, nil, true, ""
 	o.Timestamp, o.TorchStore, o.Verdict = false, netip.AddrPort{}, reports.mpiVerdict
 	return release, nil
@@ -262,18 +261,18 @@ func mpiReachMain(args, env []string, stderr io.Writer) int {
 func mpiRankMain(args, env []string, stderr io.Writer) int {
 	// The kernel kills the command when the thread that started it ends.
 	runtime.LockOSThread()
-	if len(args) < 3 {
+	if len(args) < 2 {
 		fmt.Fprintf(stderr, "hvdrun: %s is an internal argument of hvdrun\n", mpiRankArg)
 		return statusUsage
 	}
-	status, err := runMPIRank(strings.Split(args[0], ","), args[1] == "true", args[2:], env)
+	status, err := runMPIRank(strings.Split(args[0], ","), args[1:], env)
 	if err != nil {
 		fmt.Fprintf(stderr, "hvdrun: %v\n", err)
 	}
 	return status
 }
 
-func runMPIRank(addrs []string, tls bool, command, env []string) (status int, err error) {
+func runMPIRank(addrs, command, env []string) (status int, err error) {
 	get := func(name string) string {
 		i := slices.IndexFunc(env, func(v string) bool { return strings.HasPrefix(v, name+"=") })
 		if i < 0 {
@@ -288,7 +287,7 @@ func runMPIRank(addrs []string, tls bool, command, env []string) (status int, er
 	if err != nil {
 		return statusFailure, err
 	}
-	kv, addr, err := dialAny(addrs, get("HVD_SECRET"), tls)
+	kv, addr, err := dialAny(addrs, get("HVD_SECRET"))
 	if err != nil {
 		return statusFailure, fmt.Errorf("rank %d: %w", at.Rank, err)
 	}
@@ -332,13 +331,10 @@ func runMPIRank(addrs []string, tls bool, command, env []string) (status int, er
 }
 
 // dialAny connects to the store of hvdrun at the first of its addresses that can be reached.
-func dialAny(addrs []string, text string, tls bool) (kv *store.Client, at netip.AddrPort, err error) {
+func dialAny(addrs []string, text string) (kv *store.Client, at netip.AddrPort, err error) {
 	key, err := secret.Parse(text)
 	if err != nil {
 		return nil, at, err
-	}
-	if tls {
-		key = key.Encrypted()
 	}
 	for _, a := range addrs {
 		ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)

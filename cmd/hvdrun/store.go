@@ -26,7 +26,6 @@ type storeFlags struct {
 	insecure   bool
 	torch      bool
 	torch21    bool
-	tls        bool
 }
 
 func (r *runner) storeCommand() *cobra.Command {
@@ -50,7 +49,6 @@ TORCHELASTIC_USE_AGENT_STORE=True.`,
 	f.StringVar(&s.listen, "listen", "127.0.0.1:0", "address `HOST:PORT` at which the store listens; port 0 chooses a free port")
 	f.StringVar(&s.secretFile, "secret-file", "",
 		"`FILE` with the secret that clients must know, at least 16 bytes (for the ranks: HVD_SECRET_FILE)")
-	f.BoolVar(&s.tls, "tls", false, "encrypt connections (for the ranks: HVD_TLS); requires --secret-file")
 	f.BoolVar(&s.insecure, "insecure", false,
 		"serve without a secret even if other hosts can reach the address")
 	f.BoolVar(&s.torch, "torch", false, "speak PyTorch's TCPStore protocol, which is unauthenticated, instead of gohvd's own store protocol")
@@ -66,8 +64,6 @@ func (r *runner) serveStore(ctx context.Context, s *storeFlags) error {
 	defer stop()
 	cfg := store.Config{Log: r.logger()}
 	switch {
-	case s.tls && s.secretFile == "":
-		return usagef("--tls needs --secret-file, because certificates are derived from the secret")
 	case s.torch && s.secretFile != "":
 		return usagef("--torch and --secret-file cannot be used together, because PyTorch's protocol has no secret")
 	case s.secretFile != "":
@@ -77,9 +73,6 @@ func (r *runner) serveStore(ctx context.Context, s *storeFlags) error {
 		}
 		if err != nil {
 			return usagef("--secret-file: %v", err)
-		}
-		if s.tls {
-			cfg.Secret = cfg.Secret.Encrypted()
 		}
 	case !s.insecure && !isLoopback(s.listen):
 		return usagef("--listen %s: other hosts can reach this address and there is no secret: give --secret-file, or give --insecure to let any client change the store", s.listen)

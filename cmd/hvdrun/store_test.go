@@ -30,9 +30,6 @@ func TestStoreAlone(t *testing.T) {
 	ours := func(ctx context.Context, addr string) (store.Store, error) {
 		return store.Dial(ctx, addr, store.Config{Secret: key})
 	}
-	sealed := func(ctx context.Context, addr string) (store.Store, error) {
-		return store.Dial(ctx, addr, store.Config{Secret: key.Encrypted()})
-	}
 	torch := func(ctx context.Context, addr string) (store.Store, error) {
 		return c10d.Dial(ctx, addr, c10d.Modern)
 	}
@@ -42,7 +39,6 @@ func TestStoreAlone(t *testing.T) {
 		end  syscall.Signal
 	}{
 		"with a secret": {[]string{"store", "--secret-file", file}, ours, syscall.SIGTERM},
-		"with TLS":      {[]string{"store", "--tls", "--secret-file", file}, sealed, syscall.SIGTERM},
 		"torch":         {[]string{"store", "--torch", "--listen", "127.0.0.1:0"}, torch, syscall.SIGINT},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -97,8 +93,6 @@ func TestStoreAloneRefuses(t *testing.T) {
 		{[]string{"--secret-file", short}, "the secret has 5 bytes, want 16"},
 		{[]string{"--secret-file", short + ".not"}, "no such file"},
 		{[]string{"--torch", "--secret-file", short}, "cannot be used together"},
-		{[]string{"--tls"}, "--tls needs --secret-file"},
-		{[]string{"--tls", "--torch"}, "--tls needs --secret-file"},
 		{[]string{"extra"}, "extra"},
 		{[]string{"--no-such"}, "unknown flag"},
 	} {

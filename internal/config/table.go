@@ -150,12 +150,13 @@ var settings = []Setting{
 		kind:    boolOf(func(c *Config) *bool { return &c.Insecure }),
 	},
 	{
-		Name: "HVD_TLS", Section: sectionStart, Scope: ToMeet,
+		Name: "HVD_TLS", Section: sectionStart, Scope: PerJob,
 		Key:     "library_options.tls",
 		Flags:   onOff("tls"),
 		Default: "0",
-		Doc: "encrypt every connection between processes with TLS 1.3, except those that MPI and NCCL make. The " +
-			"certificates are derived from the job's secret, so a job without a secret does not start",
+		Doc: "encrypt every connection between processes with TLS 1.3, and not only those on which ranks " +
+			"meet, except those that MPI and NCCL make. The certificates are derived from the job's secret, " +
+			"so a job without a secret does not start",
 		Raise: "Turning it on slows down transfers over TCP (docs/performance.md).",
 		kind:  boolOf(func(c *Config) *bool { return &c.TLS }),
 	},

@@ -46,10 +46,7 @@ func TestDoors(t *testing.T) {
 				t.Fatal(err)
 			}
 			wrong, _ := secret.New()
-			if mode.tls == "1" {
-				key, wrong = key.Encrypted(), wrong.Encrypted()
-			}
-			doors := find(t, pids, key)
+			doors := find(t, pids, key, mode.tls == "1")
 			// The ports belong to hvdrun's store, rank 0's root and the endpoint of each of the two ranks.
 			// PyTorch's store is not among them, because it has no secret.
 			if len(doors) != 4 {
@@ -67,7 +64,7 @@ func TestDoors(t *testing.T) {
 			}
 			before := peakMiB(t, pids[0])
 			for _, d := range doors {
-				d.attack(t, key, wrong)
+				d.attack(t, d.keyed(key), d.keyed(wrong))
 			}
 			halfOpen(t, doors, key)
 			// The limit leaves room for the memory of about 2,000 connections, even under the race detector.
@@ -147,6 +144,15 @@ func TestTakenRuntimeFolder(t *testing.T) {
 type door struct {
 	port    int
 	purpose string
+	tls     bool // whether HVD_TLS is set
+}
+
+// keyed returns key as the server at d uses it. The store and the root always use TLS.
+func (d door) keyed(key secret.Secret) secret.Secret {
+	if d.tls || d.purpose != "ghvd" {
+		return key.Encrypted()
+	}
+	return key
 }
 
 func (d door) dial() (net.Conn, error) {
@@ -165,7 +171,7 @@ func (d door) enter(key secret.Secret) error {
 		return err
 	}
 	defer conn.Close()
-	over, err := key.Dial(conn, d.purpose)
+	over, err := d.keyed(key).Dial(conn, d.purpose)
 	if err != nil {
 		return err
 	}
@@ -174,7 +180,7 @@ func (d door) enter(key secret.Secret) error {
 
 // find returns the ports of the given processes on which a handshake with the key succeeds, each with the
 // purpose that the handshake named.
-func find(t *testing.T, pids []int, key secret.Secret) (doors []door) {
+func find(t *testing.T, pids []int, key secret.Secret, tls bool) (doors []door) {
 	t.Helper()
 	var mu sync.Mutex
 	var wg sync.WaitGroup
@@ -184,7 +190,7 @@ func find(t *testing.T, pids []int, key secret.Secret) (doors []door) {
 				// The ports are tried in parallel, because a server with another protocol may wait for more
 				// bytes before it closes the connection.
 				wg.Go(func() {
-					d := door{port, purpose}
+					d := door{port, purpose, tls}
 					conn, err := d.dial()
 					if err != nil {
 						t.Error(err)
@@ -192,7 +198,7 @@ func find(t *testing.T, pids []int, key secret.Secret) (doors []door) {
 					}
 					defer conn.Close()
 					conn.SetDeadline(time.Now().Add(5 * time.Second))
-					over, err := key.Dial(conn, purpose)
+					over, err := d.keyed(key).Dial(conn, purpose)
 					if err == nil {
 						err = accepted(over)
 					}

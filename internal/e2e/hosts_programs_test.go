@@ -86,9 +86,6 @@ func serveStore() error {
 	if err != nil {
 		return err
 	}
-	if os.Getenv("HVD_TLS") == "1" {
-		s = s.Encrypted()
-	}
 	kv := store.NewHashStore(store.Limits{})
 	defer kv.Close()
 	server, err := store.Serve(os.Getenv(storeAddrVariable), kv, store.Config{Secret: s})

@@ -484,9 +484,6 @@ func (a *agent) reachStore() (at netip.AddrPort, err error) {
 	if err != nil {
 		return at, fmt.Errorf("parse the job's secret: %w", err)
 	}
-	if a.job.TLS {
-		key = key.Encrypted()
-	}
 	ctx, cancel := context.WithTimeout(context.Background(), storeWait)
 	defer cancel()
 	type attempt struct {

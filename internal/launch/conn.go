@@ -140,7 +140,7 @@ func (j *job) hostJobs() ([]hostJob, error) {
 	routes := j.routes()
 	jobs := make([]hostJob, len(j.conns))
 	for i, c := range j.conns {
-		jobs[i] = hostJob{Command: j.o.Command, Env: travelling, Secret: words{j.o.Secret}, TLS: j.o.TLS,
+		jobs[i] = hostJob{Command: j.o.Command, Env: travelling, Secret: words{j.o.Secret},
 			Scheduler: j.o.Nodes != nil && j.several, Restarts: j.o.Nodes != nil && j.o.Nodes.Restarts > 0}
 		if !c.local {
 			dir, err := os.Getwd()

@@ -88,10 +88,8 @@ type Options struct {
 	// StoreAddrs holds the addresses, at least one, at which ranks reach the store. If some ranks run on
 	// other hosts, each host tries all addresses and uses one that works.
 	StoreAddrs []netip.AddrPort
-	// Secret is the text of the job's secret, which the ranks receive in their environment. TLS is set if the
-	// store accepts only TLS connections.
+	// Secret is the text of the job's secret, which the ranks receive in their environment.
 	Secret string
-	TLS    bool
 	// TorchStore is the address of a server for the protocol of PyTorch's TCPStore. The torch.distributed
 	// processes of the ranks meet there. If the address is not valid, Run does not set the variables for
 	// torch.distributed.

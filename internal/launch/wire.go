@@ -77,10 +77,9 @@ type hostJob struct {
 	Ranks   []words // further variables for each rank
 	// Stores holds addresses of the job's store, best first. The agent tries them and uses the first that
 	// works as the address for its ranks. If Stores is empty, the variables in Ranks contain the address.
-	// Secret holds one word, the text of the store's secret. TLS has the same meaning as in Options.
+	// Secret holds one word, the text of the store's secret.
 	Stores []string
 	Secret words
-	TLS    bool
 	// Scheduler says that the scheduler of a parameter server is on the host of the store, so that the agent
 	// gives its ranks the address of the scheduler too.
 	Scheduler bool

@@ -46,19 +46,19 @@ func keyed(kv store.Store, rank, size int, key secret.Secret) JoinConfig {
 	return cfg
 }
 
-// overBoth runs a test twice: without a secret, and with a secret and encryption.
+// overBoth runs a test twice: without a secret, and with a secret and so over TLS.
 func overBoth(t *testing.T, test func(*testing.T, secret.Secret)) {
 	t.Run("plain", func(t *testing.T) { test(t, secret.Secret{}) })
 	t.Run("TLS", func(t *testing.T) {
 		key, _ := secret.New()
-		test(t, key.Encrypted())
+		test(t, key)
 	})
 }
 
 // say connects to the root at addr, proves that it knows the secret in key, and sends the parts in order.
 func say(t *testing.T, key secret.Secret, addr string, parts ...[]byte) net.Conn {
 	t.Helper()
-	over, err := key.Dial(testnet.RawDial(t, addr), rootMagic)
+	over, err := key.Encrypted().Dial(testnet.RawDial(t, addr), rootMagic)
 	if err != nil {
 		t.Fatal(err)
 	}

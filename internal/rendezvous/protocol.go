@@ -198,7 +198,7 @@ func (c *client) askRoot(ctx, newest context.Context, root *rendezvouspb.Root) (
 		}
 		return err
 	}
-	conn, err := dial.Greet(newest, root.GetAddr(), c.cfg.Secret, rootMagic, rootVersion)
+	conn, err := dial.Greet(newest, root.GetAddr(), c.cfg.Secret.Encrypted(), rootMagic, rootVersion)
 	if err != nil {
 		return nil, orNewest(err)
 	}

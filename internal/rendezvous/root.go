@@ -95,7 +95,7 @@ type root struct {
 type caller struct {
 	conn net.Conn
 	slot *dial.Slot   // counts this connection as a handshake; released when the request has arrived
-	over net.Conn     // carries all messages: conn, or TLS over conn if the secret is encrypted
+	over net.Conn     // carries all messages: TLS over conn, or conn if there is no secret
 	q    *joinRequest // the request, nil until it has been read
 	// out is the queue of the answers to send. When it has the last answer, it is closed and finished is set.
 	// A caller gets at most maxAnswers answers, which is the capacity, so sending to out does not block.
@@ -653,7 +653,7 @@ func (r *root) sendAnswers(g *caller) (err error) {
 func (r *root) handshake(g *caller) error {
 	g.conn.SetDeadline(time.Now().Add(handshakeTimeout))
 	var err error
-	if g.over, err = r.cfg.Secret.Accept(g.conn, rootMagic); err != nil {
+	if g.over, err = r.cfg.Secret.Encrypted().Accept(g.conn, rootMagic); err != nil {
 		return err
 	}
 	version, err := dial.ReadGreeting(g.over, rootMagic)

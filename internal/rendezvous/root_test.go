@@ -2,6 +2,7 @@ package rendezvous
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -278,42 +279,107 @@ func TestFloodOfRoot(t *testing.T) {
 	formed(t, []result{<-r, <-one}, recordOf(0, 0), recordOf(1, 0))
 }
 
-// If a rank has another secret, or is the only rank that encrypts, it is refused and its error says why. The
-// other ranks are not affected.
+// If a process has another secret or none, or does not begin with TLS, it is refused and its error says why.
+// The ranks are not affected.
 func TestSecret(t *testing.T) {
 	ctx := testnet.Context(t)
 	key, _ := secret.New()
 	other, _ := secret.New()
-	for name, own := range map[string]secret.Secret{"plain": key, "TLS": key.Encrypted()} {
-		t.Run(name, func(t *testing.T) {
-			kv := newStore(t)
-			log, entries := testnet.Logs()
-			zero := keyed(kv, 0, 2, own)
-			zero.Log = log
-			r := start(t, ctx, zero)
-			root := rootOf(t, kv)
-			mixed := key.Encrypted()
-			if name == "TLS" {
-				mixed = key
-			}
-			for _, wrong := range []struct {
-				key  secret.Secret
-				want error
-			}{{other, nil}, {other.Encrypted(), nil}, {secret.Secret{}, secret.ErrNeeded}, {mixed,
-				secret.ErrMixed}} {
-				conn, err := dial.Greet(ctx, root.GetAddr(), wrong.key, rootMagic, rootVersion)
-				if err == nil {
-					conn.Close()
+	kv := newStore(t)
+	log, entries := testnet.Logs()
+	zero := keyed(kv, 0, 2, key)
+	zero.Log = log
+	r := start(t, ctx, zero)
+	root := rootOf(t, kv)
+	for _, wrong := range []struct {
+		key  secret.Secret
+		want error
+	}{{other.Encrypted(), secret.ErrWrong}, {secret.Secret{}, secret.ErrNeeded}, {key, secret.ErrMixed}} {
+		conn, err := dial.Greet(ctx, root.GetAddr(), wrong.key, rootMagic, rootVersion)
+		if err == nil {
+			conn.Close()
+		}
+		if !errors.Is(err, wrong.want) {
+			t.Errorf("%v: got %v, want %v", wrong, err, wrong.want)
+		}
+	}
+	testnet.Eventually(t, "the log", func() bool {
+		return testnet.Logged(entries, "closed a connection", "HVD_TLS")
+	})
+	one := start(t, ctx, keyed(kv, 1, 2, key))
+	formed(t, []result{<-r, <-one}, recordOf(0, 0), recordOf(1, 0))
+}
+
+// A process without the secret has made a rank dial it, and relays the rank's connection to the root. It sees
+// no record of the table, and if it changes a byte of the table, the rank refuses the table.
+func TestRelay(t *testing.T) {
+	key, _ := secret.New()
+	for _, changes := range []bool{false, true} {
+		t.Run(fmt.Sprint("changes ", changes), func(t *testing.T) {
+			ctx := testnet.Context(t)
+			kv, foreign := newStore(t), newStore(t)
+			var (
+				addr   string // of the root
+				seen   bytes.Buffer
+				relays sync.WaitGroup
+			)
+			relay, err := dial.Serve("127.0.0.1:0", "relay", 1, nil, func(_ context.Context,
+				rank net.Conn, slot *dial.Slot) error {
+				slot.Release()
+				conn := testnet.RawDial(t, addr)
+				defer conn.Close()
+				relays.Go(func() {
+					_, _ = io.Copy(conn, rank)
+					_ = conn.(*net.TCPConn).CloseWrite()
+				})
+				for b := make([]byte, 64<<10); ; {
+					n, err := conn.Read(b)
+					seen.Write(b[:n])
+					if changes && n > 0 {
+						b[n-1] ^= 1
+					}
+					if _, writeErr := rank.Write(b[:n]); err != nil || writeErr != nil {
+						return err
+					}
 				}
-				if err == nil || wrong.want != nil && !errors.Is(err, wrong.want) {
-					t.Errorf("%v: got %v, want %v", wrong, err, wrong.want)
-				}
-			}
-			testnet.Eventually(t, "the log", func() bool {
-				return testnet.Logged(entries, "closed a connection", "HVD_TLS")
 			})
-			one := start(t, ctx, keyed(kv, 1, 2, own))
-			formed(t, []result{<-r, <-one}, recordOf(0, 0), recordOf(1, 0))
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(func() { // called when the ranks have left
+				relay.Close()
+				relays.Wait()
+				if seen.Len() == 0 {
+					t.Error("rank 1 has not used the relay")
+				}
+				if record := recordOf(0, 0); bytes.Contains(seen.Bytes(), []byte(record.Addr)) {
+					t.Error("the relay has read the table")
+				}
+			})
+			r := start(t, ctx, keyed(kv, 0, 2, key))
+			root := rootOf(t, kv)
+			addr, root.Addr = root.GetAddr(), relay.Addr()
+			value, err := proto.Marshal(root)
+			if err != nil {
+				t.Fatal(err)
+			}
+			one := keyed(foreign, 1, 2, key)
+			if err := foreign.Set(ctx, one.rootKey(), value); err != nil {
+				t.Fatal(err)
+			}
+			wait, cancel := ctx, context.CancelFunc(func() {})
+			if changes {
+				wait, cancel = context.WithTimeout(ctx, 200*time.Millisecond)
+			}
+			defer cancel()
+			got := <-start(t, wait, one)
+			if changes {
+				if got.err == nil {
+					t.Error("rank 1 has joined over a connection on which bytes were changed")
+				}
+				got = <-start(t, ctx, keyed(kv, 1, 2, key))
+			}
+			formed(t, []result{<-r, got}, recordOf(0, 0), recordOf(1, 0))
 		})
 	}
 }

@@ -7,19 +7,24 @@
 //	client: HMAC(client) [32]
 //
 // The HMACs are HMAC-SHA256 with a key derived from the secret, over the role (client or server), the purpose
-// (the name of the protocol that is used after the proof) and both nonces. So a proof is valid only for one
-// connection, one direction and one protocol. The secret itself is never sent. A process without a secret
-// skips this exchange. If only one end has a secret, the connection fails at both ends, because they do not
-// belong to the same job.
+// (the name of the protocol that is used after the proof) and both nonces. So a recorded proof is useless on
+// another connection, in the other direction and for another protocol. But a process between client and
+// server can relay the proof, and then read and change what follows. The secret itself is never sent. A
+// process without a secret skips this exchange. If only one end has a secret, the connection fails at both
+// ends, because they do not belong to the same job.
 //
 // # TLS
 //
-// By default, the data after the proof is neither encrypted nor authenticated. With [Secret.Encrypted], the
-// proof and the data are sent inside TLS 1.3. No certificates have to be distributed, because every process
-// has the secret anyway. Each process derives the Ed25519 key of the job from the secret (HKDF-SHA256). When
-// it starts, it makes a certificate and signs it with this key. It accepts a peer, client or server, only if
-// the peer's certificate has exactly this key. Names, times and issuers in a certificate are ignored, so a
-// certificate is of use only within its job. TLS has these effects:
+// With [Secret.Encrypted], the proof and the data are sent inside TLS 1.3, so a process that relays them can
+// neither read nor change them. The connections on which processes learn each other's addresses always use
+// TLS: those to stores, to the root of the rendezvous and to the scheduler of a parameter server. Other
+// connections use it only if the user wants that (HVD_TLS).
+//
+// No certificates have to be distributed, because every process has the secret anyway. Each process derives
+// the Ed25519 key of the job from the secret (HKDF-SHA256). Before its first connection, it makes a
+// certificate and signs it with this key. It accepts a peer, client or server, only if the peer's certificate
+// has exactly this key. Names, times and issuers in a certificate are ignored, so a certificate is of use
+// only within its job. TLS has these effects:
 //
 //   - An eavesdropper learns only how much is sent, and when. Each connection has its own key exchange, so
 //     recorded traffic stays secret even if the secret becomes known later.
@@ -45,6 +50,8 @@ import (
 	"io"
 	"net"
 	"strings"
+	"sync"
+	"syscall"
 )
 
 // Magic is the start of the first message of a client that has a secret.
@@ -83,8 +90,15 @@ const (
 // Secret is the secret of a job. The zero Secret means that the job has no secret, so no proofs are
 // exchanged. String never returns the secret itself, so that no log contains it.
 type Secret struct {
-	key *[sha256.Size]byte
-	tls *tls.Config // nil if connections are not encrypted
+	job     *jobKey // nil if the job has no secret
+	encrypt bool    // whether connections are encrypted
+}
+
+// jobKey is the key that is derived from the text of a secret.
+type jobKey struct {
+	key [sha256.Size]byte
+	// tls returns the TLS configuration of the job, which it makes at the first call.
+	tls func() *tls.Config
 }
 
 // New makes a random secret, and returns it also as text. Other processes pass the text to Parse to get the
@@ -107,15 +121,16 @@ func Parse(text string) (Secret, error) {
 	if len(text) < MinBytes || len(text) > MaxBytes {
 		return Secret{}, fmt.Errorf("the secret has %d bytes, want %d to %d", len(text), MinBytes, MaxBytes)
 	}
-	key := sha256.Sum256([]byte("gohvd secret\x00" + text))
-	return Secret{key: &key}, nil
+	job := &jobKey{key: sha256.Sum256([]byte("gohvd secret\x00" + text))}
+	job.tls = sync.OnceValue(job.mint)
+	return Secret{job: job}, nil
 }
 
 // IsZero reports whether the job has no secret.
-func (s Secret) IsZero() bool { return s.key == nil }
+func (s Secret) IsZero() bool { return s.job == nil }
 
 // IsEncrypted reports whether connections with this secret are encrypted.
-func (s Secret) IsEncrypted() bool { return s.tls != nil }
+func (s Secret) IsEncrypted() bool { return s.encrypt }
 
 func (s Secret) String() string {
 	if s.IsZero() {
@@ -133,8 +148,11 @@ func (s Secret) GoString() string { return s.String() }
 // its Close act on conn. After an error, conn is still open.
 func (s Secret) Dial(conn net.Conn, purpose string) (net.Conn, error) {
 	over, err := s.open(conn, tls.Client)
-	if err == nil {
+	switch {
+	case err == nil:
 		err = s.dial(over, purpose)
+	case errors.Is(err, io.EOF) || errors.Is(err, syscall.ECONNRESET):
+		err = errHungUp // a server without a secret closes the connection at the first bytes of TLS
 	}
 	if err != nil {
 		return nil, fmt.Errorf("secret: %w", err)
@@ -224,7 +242,7 @@ func (s Secret) accept(conn io.ReadWriter, purpose string) error {
 // proof returns the HMAC that the end with the given role ("client" or "server") sends. The parameters client
 // and server are the nonces of the two ends.
 func (s Secret) proof(role, purpose string, client, server []byte) []byte {
-	h := hmac.New(sha256.New, s.key[:])
+	h := hmac.New(sha256.New, s.job.key[:])
 	for _, part := range [][]byte{[]byte("gohvd " + role), []byte(purpose), client, server} {
 		// The length of each part is written before the part, so that different lists of parts give different
 		// bytes.
@@ -266,24 +284,25 @@ func readHead(r io.Reader) error {
 
 // notOurs returns the error for a peer whose first bytes are not Magic.
 func notOurs(first []byte) error {
-	if bytes.HasPrefix(first, []byte(clientHello)) {
+	if isClientHello(first) {
 		return fmt.Errorf("%w (HVD_TLS is set at the peer)", ErrMixed)
 	}
 	return fmt.Errorf("%w: its first bytes are %q", ErrNone, first)
 }
 
 // Foreign examines the first bytes that a peer has sent to a process without a secret. It needs at least four
-// bytes. It returns ErrNeeded if they are the start of a proof, an error that wraps ErrMixed if they are the
-// start of TLS, and nil otherwise.
+// bytes. If they are the start of a proof or of TLS, the peer has a secret, and Foreign returns ErrNeeded.
+// Otherwise it returns nil.
 func Foreign(first []byte) error {
-	switch err := notOurs(first); {
-	case bytes.HasPrefix(first, []byte(Magic)):
+	if bytes.HasPrefix(first, []byte(Magic)) || isClientHello(first) {
 		return ErrNeeded
-	case errors.Is(err, ErrMixed):
-		return err
 	}
 	return nil
 }
+
+// errHungUp reports that the peer has closed the connection before the proof was complete.
+var errHungUp = fmt.Errorf("the peer closed the connection, perhaps because its secret differs or it has none: %w",
+	io.ErrUnexpectedEOF)
 
 // readFull fills b with bytes of a proof that has already begun. If the connection ends before b is full, the
 // error says that the secrets may differ.
@@ -291,6 +310,5 @@ func readFull(r io.Reader, b []byte) error {
 	if _, err := io.ReadFull(r, b); err != io.EOF && err != io.ErrUnexpectedEOF {
 		return err
 	}
-	return fmt.Errorf("the peer closed the connection, perhaps because its secret differs: %w",
-		io.ErrUnexpectedEOF)
+	return errHungUp
 }

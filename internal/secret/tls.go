@@ -19,7 +19,8 @@ import (
 
 // ErrMixed reports that one end of a connection encrypts and the other does not.
 var ErrMixed = errors.New(
-	"only one side of the connection has HVD_TLS set: set it for all processes of the job or for none")
+	"only one side of the connection has HVD_TLS set: set it for all processes of the job or for none, " +
+		"and use one version of gohvd")
 
 // maxHandshakeBytes is the maximum number of bytes that a peer may send before its certificate is verified. A
 // handshake takes about 2 KiB.
@@ -28,23 +29,16 @@ const maxHandshakeBytes = 16 << 10
 // Encrypted returns a copy of s whose methods Dial and Accept use TLS. The peer must use an encrypted Secret
 // too. If s is the zero Secret, Encrypted returns it unchanged.
 func (s Secret) Encrypted() Secret {
-	if s.IsZero() || s.tls != nil {
-		return s
-	}
-	cfg, err := s.mint()
-	if err != nil {
-		panic("secret: " + err.Error()) // mint fails only if it has a bug
-	}
-	s.tls = cfg
+	s.encrypt = !s.IsZero()
 	return s
 }
 
-// mint derives the key of the job from the secret, makes a certificate, signs it with the key, and returns a
+// mint derives the Ed25519 key of the job, makes a certificate, signs it with the key, and returns a
 // configuration that works for a client and for a server.
-func (s Secret) mint() (*tls.Config, error) {
-	seed, err := hkdf.Key(sha256.New, s.key[:], nil, "gohvd tls ed25519", ed25519.SeedSize)
+func (j *jobKey) mint() *tls.Config {
+	seed, err := hkdf.Key(sha256.New, j.key[:], nil, "gohvd tls ed25519", ed25519.SeedSize)
 	if err != nil {
-		return nil, err
+		panic("secret: " + err.Error()) // fails only if this function has a bug
 	}
 	private := ed25519.NewKeyFromSeed(seed)
 	public := private.Public().(ed25519.PublicKey)
@@ -59,7 +53,7 @@ func (s Secret) mint() (*tls.Config, error) {
 	}
 	der, err := x509.CreateCertificate(rand.Reader, form, form, public, private)
 	if err != nil {
-		return nil, err
+		panic("secret: " + err.Error()) // fails only if this function has a bug
 	}
 	return &tls.Config{
 		Certificates: []tls.Certificate{{Certificate: [][]byte{der}, PrivateKey: private}},
@@ -80,17 +74,17 @@ func (s Secret) mint() (*tls.Config, error) {
 		// crypto/tls would begin with small records. They would slow down tensors, which are sent in large
 		// pieces.
 		DynamicRecordSizingDisabled: true,
-	}, nil
+	}
 }
 
 // open starts TLS on conn if s is encrypted, else it returns conn. The parameter end is tls.Client or
 // tls.Server.
 func (s Secret) open(conn net.Conn, end func(net.Conn, *tls.Config) *tls.Conn) (net.Conn, error) {
-	if s.tls == nil {
+	if !s.encrypt {
 		return conn, nil
 	}
 	o := &opening{Conn: conn}
-	tc := end(o, s.tls)
+	tc := end(o, s.job.tls())
 	if err := tc.Handshake(); err != nil {
 		return nil, o.explain(err)
 	}
@@ -147,6 +141,6 @@ func (o *opening) explain(err error) error {
 	return fmt.Errorf("TLS handshake: %w", err)
 }
 
-// clientHello is the start of the first message of a client that encrypts: a handshake record with major
-// version 3 (RFC 8446, section 5.1).
-const clientHello = "\x16\x03"
+// isClientHello reports whether first is the start of the first message of a client that encrypts: a
+// handshake record with major version 3 (RFC 8446, section 5.1).
+func isClientHello(first []byte) bool { return bytes.HasPrefix(first, []byte("\x16\x03")) }

@@ -14,6 +14,7 @@ import (
 
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/ps/pspb"
+	"github.com/gohvd/gohvd/internal/secret"
 )
 
 const (
@@ -52,7 +53,7 @@ func (v *Van) listenLocal() (err error) {
 // over TCP.
 func (v *Van) dialServer(ctx context.Context, n *pspb.Node) (net.Conn, *reader, error) {
 	if v.shares() && n.HostId == v.cfg.HostID {
-		conn, r, _, err := v.dial(ctx, dial.UnixPrefix+n.Socket)
+		conn, r, _, err := v.dial(ctx, dial.UnixPrefix+n.Socket, v.cfg.Secret)
 		if err == nil {
 			return conn, r, nil
 		}
@@ -61,19 +62,20 @@ func (v *Van) dialServer(ctx context.Context, n *pspb.Node) (net.Conn, *reader, 
 			zap.String("server", Name(int(n.Id))), zap.Error(err))
 	}
 	addr := net.JoinHostPort(n.Hostname, strconv.Itoa(int(n.Port)))
-	conn, r, _, err := v.dial(ctx, addr)
+	conn, r, _, err := v.dial(ctx, addr, v.cfg.Secret)
 	if err != nil {
 		return nil, nil, fmt.Errorf("connect to %s at %s: %w", Name(int(n.Id)), addr, err)
 	}
 	return conn, r, nil
 }
 
-// dial connects to the node at addr and registers the nodes of this process there. It returns the reader of
-// the connection and the nodes in the peer's answer.
-func (v *Van) dial(ctx context.Context, addr string) (net.Conn, *reader, []*pspb.Node, error) {
+// dial connects to the node at addr with the secret s, and registers the nodes of this process there. It
+// returns the reader of the connection and the nodes in the peer's answer.
+func (v *Van) dial(ctx context.Context, addr string, s secret.Secret) (net.Conn, *reader, []*pspb.Node,
+	error) {
 	var conn net.Conn
 	err := dial.Retry(ctx, func() (err error) {
-		conn, err = dial.Greet(ctx, addr, v.cfg.Secret, magic, version)
+		conn, err = dial.Greet(ctx, addr, s, magic, version)
 		return err
 	})
 	if err != nil {
@@ -131,7 +133,7 @@ func writeMessage(conn net.Conn, m *Message) error {
 
 // join registers with the scheduler and returns the table of all nodes.
 func (v *Van) join(ctx context.Context) ([]*pspb.Node, error) {
-	conn, r, table, err := v.dial(ctx, v.cfg.Root)
+	conn, r, table, err := v.dial(ctx, v.cfg.Root, v.cfg.Secret.Encrypted())
 	if err != nil {
 		return nil, fmt.Errorf("register with the scheduler at %s: %w", v.cfg.Root, err)
 	}
@@ -186,7 +188,11 @@ func (v *Van) accept(conn net.Conn) (net.Conn, *reader, *pspb.Control, error) {
 	if err := conn.SetDeadline(time.Now().Add(handshakeTimeout)); err != nil {
 		return nil, nil, nil, err
 	}
-	over, err := v.cfg.Secret.Accept(conn, magic)
+	s := v.cfg.Secret
+	if v.sched != nil {
+		s = s.Encrypted() // so the table of the nodes' addresses is authentic
+	}
+	over, err := s.Accept(conn, magic)
 	if err != nil {
 		return nil, nil, nil, err
 	}
