@@ -67,6 +67,19 @@ func user(conn net.Conn) (uid uint32, known bool, err error) {
 	return uid, known, err
 }
 
+// CheckUser returns an error if the process at the other end of a Unix connection runs as another user than
+// this process. The end that has dialed learns the user of the process that listens.
+func CheckUser(conn *net.UnixConn) error {
+	uid, err := unixUser(conn)
+	if err != nil {
+		return fmt.Errorf("get the user of the peer process: %w", err)
+	}
+	if own := uint32(os.Geteuid()); uid != own {
+		return fmt.Errorf("the peer process runs as user %d, want user %d, the user of this process", uid, own)
+	}
+	return nil
+}
+
 func unixUser(conn *net.UnixConn) (uid uint32, err error) {
 	raw, err := conn.SyscallConn()
 	if err != nil {

@@ -496,19 +496,21 @@ func (e *Env) meetAtTorch(ctx context.Context, o MeetOptions, m *Place) error {
 	}
 	m.Addr = addr
 	m.onClose(client.Close)
-	m.Store = store.NewPrefixStore("gohvd/"+e.JobID, client)
+	prefix := "gohvd/" + e.JobID
+	unsealed := store.NewPrefixStore(prefix, client)
 	if e.Rank == 0 {
-		word, err := e.torchSecret(o, m)
-		if err != nil {
-			return err
+		var word string
+		if word, err = e.torchSecret(o, m); err == nil {
+			err = unsealed.Set(ctx, torchSecretKey, []byte(word))
 		}
-		return m.Store.Set(ctx, torchSecretKey, []byte(word))
+	} else {
+		var word []byte
+		if word, err = unsealed.Get(ctx, torchSecretKey); err == nil {
+			err = e.adoptTorchSecret(o, m, string(word))
+		}
 	}
-	word, err := m.Store.Get(ctx, torchSecretKey)
-	if err != nil {
-		return err
-	}
-	return e.adoptTorchSecret(o, m, string(word))
+	m.Store = store.NewPrefixStore(prefix, sealed(client, m.Secret))
+	return err
 }
 
 // adoptTorchSecret sets the secret at a rank other than 0. word is what torchSecret has returned at rank 0:

@@ -584,6 +584,43 @@ func TestTorchrunsStore(t *testing.T) {
 	testnet.WantError(t, err, "only 2 of 4 ranks")
 }
 
+// TestForgedInTorchrunsStore lets a process without the secret change a value in torchrun's TCPStore, such as
+// the address of the root. The other ranks must get an error.
+func TestForgedInTorchrunsStore(t *testing.T) {
+	ctx := testnet.Context(t)
+	h := store.NewHashStore(store.Limits{})
+	defer h.Close()
+	server, err := c10d.Serve("127.0.0.1:0", h, c10d.Config{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer server.Close()
+	_, port, _ := net.SplitHostPort(server.Addr())
+	o := MeetOptions{Secret: parse(t, userSecret), resolver: loopbackNames("head")}
+	var met []*Place
+	for _, e := range torchRanks(t, 2, "MASTER_PORT", port, "TORCHELASTIC_RUN_ID", "forged")[:2] {
+		m, err := e.Meet(ctx, o)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer m.Close()
+		met = append(met, m)
+	}
+	if err := met[0].Store.Set(ctx, "root", []byte("127.0.0.1:1")); err != nil {
+		t.Fatal(err)
+	}
+	if got, err := met[1].Store.Get(ctx, "root"); string(got) != "127.0.0.1:1" || err != nil {
+		t.Fatalf("got %q, %v", got, err)
+	}
+	if err := h.Set(ctx, "/gohvd/"+met[0].JobID+"/root", []byte("127.0.0.1:6")); err != nil {
+		t.Fatal(err)
+	}
+	got, err := met[1].Store.Get(ctx, "root")
+	if !errors.Is(err, secret.ErrForged) {
+		t.Errorf("got %q, %v, want ErrForged", got, err)
+	}
+}
+
 // TestTorchrunWithoutStore covers a torchrun whose agent serves no TCPStore. Rank 0 must serve a store at
 // MASTER_PORT, or at the port that the user sets, and the ranks must meet there.
 func TestTorchrunWithoutStore(t *testing.T) {

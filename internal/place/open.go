@@ -9,6 +9,7 @@ import (
 	"net/netip"
 	"net/url"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -349,6 +350,7 @@ func (m *Meeting) byStore(choice netif.Choice) error {
 	case 1:
 		return nil
 	}
+	m.Store = sealed(m.Store, m.Secret)
 	return m.choose(choice)
 }
 
@@ -369,8 +371,8 @@ func (m *Meeting) byMethod(ctx context.Context, cfg *Config, choice netif.Choice
 	if err != nil {
 		return err
 	}
-	p.Store = store.NewPrefixStore("gohvd", p.Store)
 	m.meetAt(p)
+	p.Store = store.NewPrefixStore("gohvd", sealed(p.Store, p.Secret))
 	if err := m.place(p.Rank, p.Size); err != nil || p.Size == 1 {
 		return err
 	}
@@ -416,7 +418,7 @@ const (
 	nearKey     = "near"  // number of ranks on the host of the store
 	hostKey     = "host"  // address at which ranks on other hosts reach the host of the store
 	missingKey  = "lack"  // list of missing ranks, which rank 0 writes before it closes the store
-	readKey     = "heard" // number of ranks that have read missingKey
+	readKey     = "heard" // readKey/RANK is set when the rank has read missingKey
 )
 
 // agree finds the address on which this rank listens in a job whose ranks may be on several hosts. addr is
@@ -501,9 +503,9 @@ func (m *Meeting) awaitHost(ctx context.Context, s store.Store, serves bool) ([]
 			cancel()
 			last, done := context.WithTimeout(ctx, time.Second)
 			defer done()
-			// With this count, rank 0 learns that the ranks have read the list. It waits for them for at most
+			// With these keys, rank 0 learns that the ranks have read the list. It waits for them for at most
 			// 1 s.
-			_, _ = s.Add(last, readKey, 1)
+			_ = s.Set(last, fmt.Sprintf("%s/%d", readKey, m.Settings.Rank), nil)
 		}
 	})
 	host, err := s.Get(waiting, hostKey)
@@ -530,10 +532,11 @@ func (m *Meeting) awaitHost(ctx context.Context, s store.Store, serves bool) ([]
 		return nil, err
 	}
 	text := topo.FormatRanks(missing)
-	if others := m.Settings.Size - len(missing) - 1; serves && others > 0 &&
-		s.Set(ctx, missingKey, []byte(text)) == nil {
-		for read, err := s.Watch(ctx, readKey, nil); err == nil && string(read) != strconv.Itoa(others); {
-			read, err = s.Watch(ctx, readKey, read)
+	if serves && s.Set(ctx, missingKey, []byte(text)) == nil {
+		for r := range m.Settings.Size {
+			if r != m.Settings.Rank && !slices.Contains(missing, r) {
+				_, _ = s.Get(ctx, fmt.Sprintf("%s/%d", readKey, r)) // the ranks are told as far as possible
+			}
 		}
 	}
 	return nil, fmt.Errorf("%s did not connect: %w", text, err)

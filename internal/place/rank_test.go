@@ -16,6 +16,7 @@ import (
 
 	"go.uber.org/goleak"
 
+	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/store"
@@ -134,12 +135,14 @@ func work(ctx context.Context, e *Env, m *Place, wantSecret bool) (err error) {
 }
 
 // awaitCount waits until the counter key has reached n.
-func awaitCount(ctx context.Context, s store.Store, key string, n int) (err error) {
-	var value []byte
-	for n > 0 && string(value) != strconv.Itoa(n) && err == nil {
-		value, err = s.Watch(ctx, key, value)
+func awaitCount(ctx context.Context, s store.Store, key string, n int) error {
+	for {
+		got, err := s.Add(ctx, key, 0)
+		if err != nil || got == int64(n) {
+			return err
+		}
+		dial.Pause(ctx, 5*time.Millisecond, nil)
 	}
-	return err
 }
 
 // sameSecret checks that all ranks have the same secret. Rank 0 serves another store with its secret, and the

@@ -7,8 +7,7 @@ import (
 	"net"
 	"slices"
 
-	"golang.org/x/sys/unix"
-
+	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/internal/topo"
 )
@@ -57,7 +56,7 @@ func proofOf(ep *Epoch, dialer, acceptor topo.Rank, dials,
 
 // dialHandshake does the handshake on the side of the dialer.
 func dialHandshake(c *net.UnixConn, ep *Epoch, own *Offer, to topo.Rank) error {
-	if err := sameUser(c); err != nil {
+	if err := dial.CheckUser(c); err != nil {
 		return err
 	}
 	key, purpose, err := proofOf(ep, ep.Rank, to, own, &ep.Offers[to])
@@ -74,7 +73,7 @@ func dialHandshake(c *net.UnixConn, ep *Epoch, own *Offer, to topo.Rank) error {
 // acceptHandshake does the handshake on the side of the acceptor, and returns the rank of the dialer.
 // dialers[r] is the offer of rank r if rank r may connect, else nil.
 func acceptHandshake(c *net.UnixConn, ep *Epoch, own *Offer, dialers []*Offer) (topo.Rank, error) {
-	if err := sameUser(c); err != nil {
+	if err := dial.CheckUser(c); err != nil {
 		return 0, err
 	}
 	var b [maxPacketBytes]byte
@@ -115,26 +114,4 @@ func (p *packets) Read(b []byte) (int, error) {
 	n := copy(b, p.unread)
 	p.unread = p.unread[n:]
 	return n, nil
-}
-
-// sameUser returns an error if the process at the other end runs as another user than this process.
-func sameUser(c *net.UnixConn) error {
-	raw, err := c.SyscallConn()
-	if err != nil {
-		return err
-	}
-	var cred *unix.Ucred
-	var failed error
-	if err := raw.Control(func(fd uintptr) {
-		cred, failed = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED)
-	}); err != nil {
-		return err
-	}
-	if failed != nil {
-		return fmt.Errorf("get the user of the peer process: %w", failed)
-	}
-	if own := uint32(unix.Geteuid()); cred.Uid != own {
-		return fmt.Errorf("the peer process runs as user %d, want user %d, the user of this process", cred.Uid, own)
-	}
-	return nil
 }
