@@ -20,7 +20,6 @@ import (
 
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/netif"
-	"github.com/gohvd/gohvd/internal/rundir"
 	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/store"
 	"github.com/gohvd/gohvd/store/c10d"
@@ -65,9 +64,6 @@ type MeetOptions struct {
 	// address, or if no interface is chosen, it listens on all interfaces. If rank 0 has to send its address
 	// to the other ranks and Host is empty, it sends the first chosen address.
 	Interfaces netif.Choice
-	// RuntimeDir is the value of XDG_RUNTIME_DIR, or "". If rank 0 has to pass a secret to the other ranks in
-	// a file, it makes the file in a folder of package rundir.
-	RuntimeDir string
 	// Log is the log of the servers that Meet starts. It may be nil.
 	Log *zap.Logger
 
@@ -296,12 +292,17 @@ func (o *MeetOptions) addresses(ctx context.Context, host string) ([]netip.Addr,
 	return addrs, err
 }
 
-// Rank 0 sends one of these words instead of a secret. They are shorter than any secret, so no secret can be
-// equal to one of them.
+// Rank 0 sends one of these words instead of a secret. The first two are shorter than any secret, so no
+// secret can be equal to one of them. The third is used only if rank 0 never sends the secret itself.
 const (
 	wordGiven = "given" // the user has given the secret to every rank
 	wordNone  = "none"
+	// wordSocket is followed by the name of a socket (handOver).
+	wordSocket = "socket:"
 )
+
+// errGivenToSome reports that the user has given a secret to this rank, but not to rank 0.
+var errGivenToSome = errors.New("this rank was given a secret, but rank 0 was not: set HVD_SECRET_FILE at all ranks")
 
 // ownSecret returns the secret of rank 0 and the word that rank 0 sends to the other ranks, so that they get
 // the same secret. The word is one of the constants above, or the text of the secret.
@@ -329,7 +330,7 @@ func (o *MeetOptions) secretFor(word string) (secret.Secret, error) {
 	case word == wordGiven && o.Secret.IsZero():
 		return secret.Secret{}, errors.New("rank 0 was given a secret, but this rank was not: set HVD_SECRET_FILE at all ranks")
 	case word != wordGiven && !o.Secret.IsZero():
-		return secret.Secret{}, errors.New("this rank was given a secret, but rank 0 was not: set HVD_SECRET_FILE at all ranks")
+		return secret.Secret{}, errGivenToSome
 	case word == wordGiven:
 		return o.Secret, nil
 	case word == wordNone:
@@ -475,9 +476,9 @@ func (e *Env) meetByPMI(ctx context.Context, o MeetOptions, m *Place) error {
 	return p.finalize()
 }
 
-// torchSecretKey is the key under which rank 0 writes how the other ranks get the secret: a word, or the path
-// of a file that contains the secret. The value is never the secret itself, because anybody who can connect
-// to the TCPStore can read the value.
+// torchSecretKey is the key under which rank 0 writes how the other ranks get the secret: the result of
+// torchSecret. The value is never the secret itself, because anybody who can connect to the TCPStore can read
+// the value.
 const torchSecretKey = "secret"
 
 // meetAtTorch meets at the TCPStore of torchrun's agent.
@@ -506,26 +507,39 @@ func (e *Env) meetAtTorch(ctx context.Context, o MeetOptions, m *Place) error {
 	} else {
 		var word []byte
 		if word, err = unsealed.Get(ctx, torchSecretKey); err == nil {
-			err = e.adoptTorchSecret(o, m, string(word))
+			err = e.adoptTorchSecret(ctx, o, m, string(word))
 		}
 	}
 	m.Store = store.NewPrefixStore(prefix, sealed(client, m.Secret))
 	return err
 }
 
-// adoptTorchSecret sets the secret at a rank other than 0. word is what torchSecret has returned at rank 0:
-// either a constant such as wordGiven, or the path of the file with the secret.
-func (e *Env) adoptTorchSecret(o MeetOptions, m *Place, word string) (err error) {
-	if filepath.IsAbs(word) {
-		if !e.OneHost() {
-			return fmt.Errorf("rank 0 keeps the secret in a file on its host, but only %d of %d ranks are on this host",
+// adoptTorchSecret sets the secret at a rank other than 0. word is what torchSecret has returned at rank 0.
+// It comes from a TCPStore, so another user of this host, or of another host, may have chosen it.
+func (e *Env) adoptTorchSecret(ctx context.Context, o MeetOptions, m *Place, word string) (err error) {
+	if name, ok := strings.CutPrefix(word, wordSocket); ok {
+		switch {
+		case !o.Secret.IsZero():
+			return errGivenToSome
+		case !e.OneHost():
+			return fmt.Errorf("rank 0 hands over the secret on its host, but only %d of %d ranks are on this host",
 				e.LocalSize, e.Size)
 		}
-		if word, err = readPrivate(word); err != nil {
-			return err
+		if err := checkHandoverName(name); err != nil {
+			return fmt.Errorf("malformed announcement from rank 0 about the secret: %w", err)
 		}
-	} else if word != wordGiven && word != wordNone {
-		return fmt.Errorf("malformed announcement from rank 0 about the secret: got %d bytes, want \"given\", \"none\" or the path of a file", len(word))
+		err = dial.Retry(ctx, func() (err error) {
+			m.Secret, err = takeOver(ctx, name)
+			return err
+		})
+		if err != nil {
+			return fmt.Errorf("getting the secret from rank 0: %w", err)
+		}
+		m.Secret = o.encrypted(m.Secret)
+		return nil
+	}
+	if word != wordGiven && word != wordNone {
+		return fmt.Errorf("malformed announcement from rank 0 about the secret: got %d bytes, want \"given\", \"none\" or the name of a socket", len(word))
 	}
 	if word == wordNone && !o.Insecure {
 		return ErrNoSecret
@@ -535,22 +549,24 @@ func (e *Env) adoptTorchSecret(o MeetOptions, m *Place, word string) (err error)
 }
 
 // torchSecret sets the secret at rank 0. It returns the word that rank 0 must publish and that the other
-// ranks pass to adoptTorchSecret.
+// ranks pass to adoptTorchSecret: wordGiven, wordNone, or wordSocket and the name of a socket at which rank 0
+// hands over the secret until all ranks have met.
 func (e *Env) torchSecret(o MeetOptions, m *Place) (word string, err error) {
-	if o.Secret.IsZero() && !e.OneHost() {
+	switch {
+	case !o.Secret.IsZero():
+		m.Secret = o.Secret
+		return wordGiven, nil
+	case !e.OneHost():
 		return wordNone, nil
 	}
-	m.Secret, word = o.ownSecret()
-	if word == wordGiven {
-		return word, nil
-	}
-	dir, err := rundir.New(o.RuntimeDir)
+	name := newHandoverName()
+	s, stop, err := handOver(name, o.Log)
 	if err != nil {
 		return "", err
 	}
-	m.removeWhenMet(dir.Close)
-	path := filepath.Join(dir.Path(), "secret")
-	return path, writePrivate(path, word)
+	m.removeWhenMet(stop)
+	m.Secret = o.encrypted(s)
+	return wordSocket + name, nil
 }
 
 const (
@@ -601,9 +617,9 @@ func (e *Env) meetAtMaster(ctx context.Context, o MeetOptions, m *Place) error {
 	}
 	portText, word, _ := strings.Cut(string(text), ",")
 	if port, err = decimal(portText, 1<<16-1); err != nil || port == 0 {
-		return fmt.Errorf("malformed announcement from rank 0 in the TCPStore at %s: got no port, want \"port,secret\"", master)
+		return fmt.Errorf("malformed announcement from rank 0 in the TCPStore at %s: got no port, want \"port,word\"", master)
 	}
-	if err := e.adoptTorchSecret(o, m, word); err != nil {
+	if err := e.adoptTorchSecret(ctx, o, m, word); err != nil {
 		return err
 	}
 	m.onMet(func(ctx context.Context) error { return m.Store.Wait(ctx, masterFreeKey) })

@@ -515,7 +515,6 @@ func torchRanks(t *testing.T, hosts int, more ...string) (envs []*Env) {
 }
 
 func TestTorchrunsStore(t *testing.T) {
-	t.Setenv("TMPDIR", t.TempDir())
 	h := store.NewHashStore(store.Limits{})
 	defer h.Close()
 	server, err := c10d.Serve("127.0.0.1:0", h, c10d.Config{})
@@ -543,19 +542,25 @@ func TestTorchrunsStore(t *testing.T) {
 	if v, err := h.Get(testnet.Context(t), "/gohvd/one/3/count"); string(v) != "4" || err != nil {
 		t.Errorf("count is %q, %v", v, err)
 	}
-	// Any process can read the TCPStore. So it must contain only the path of the file with the secret. The
-	// file must be removed when the ranks have met.
+	// Any process can read the TCPStore. So it must contain only the name of the socket at which rank 0 hands
+	// over the secret. The socket must be closed when the ranks have met.
 	word, err := h.Get(t.Context(), "/gohvd/one/3/"+torchSecretKey)
-	if err != nil || !filepath.IsAbs(string(word)) {
-		t.Errorf("the store has %q, %v, want a path", word, err)
+	name, ok := strings.CutPrefix(string(word), wordSocket)
+	if err != nil || !ok || checkHandoverName(name) != nil {
+		t.Errorf("the store has %q, %v, want the name of a socket", word, err)
 	}
-	nothingLeft(t, "all have met")
+	if _, err := takeOver(t.Context(), name); !errors.Is(err, syscall.ECONNREFUSED) {
+		t.Errorf("taking over the secret after the meeting: got %v, want %v", err, syscall.ECONNREFUSED)
+	}
 
-	// A rank must refuse these values of the key, which another program may have written.
+	// A rank must refuse these values of the key, which another program may have written. A file of the user
+	// whose contents everybody knows must not become the secret.
 	for word, part := range map[string]string{
-		"0123456789abcdef0123456789abcdef": "or the path of a file",
-		"/nonexistent/file":                "no such file",
-		wordGiven:                          "but this rank was not",
+		"0123456789abcdef0123456789abcdef":            "or the name of a socket",
+		"/proc/self/mountstats":                       "or the name of a socket",
+		wordSocket + "/proc/self/mountstats":          "malformed name",
+		wordSocket + "../../proc/self/mountstats0000": "malformed name",
+		wordGiven: "but this rank was not",
 	} {
 		if err := h.Set(t.Context(), "/gohvd/bad/2/"+torchSecretKey, []byte(word)); err != nil {
 			t.Fatal(err)
@@ -574,9 +579,9 @@ func TestTorchrunsStore(t *testing.T) {
 		"bad")[1].Meet(testnet.Context(t), o); !errors.Is(err, ErrNoSecret) {
 		t.Errorf("got %v, want %v", err, ErrNoSecret)
 	}
-	// If the ranks are not all on one host, a rank must refuse the path of a file, because it cannot read a
-	// file on rank 0's host.
-	if err := h.Set(t.Context(), "/gohvd/bad/2/"+torchSecretKey, []byte("/tmp/secret")); err != nil {
+	// If the ranks are not all on one host, a rank must refuse the name of a socket, which is on rank 0's
+	// host.
+	if err := h.Set(t.Context(), "/gohvd/bad/2/"+torchSecretKey, []byte(wordSocket+newHandoverName())); err != nil {
 		t.Fatal(err)
 	}
 	_, err = torchRanks(t, 2, "MASTER_PORT", port, "TORCHELASTIC_RUN_ID", "bad")[1].Meet(testnet.Context(t),
@@ -647,30 +652,7 @@ func plainRanks(t *testing.T, n int, more ...string) (envs []*Env) {
 	return envs
 }
 
-// nothingLeft checks that the runtime folder in TMPDIR is empty.
-func nothingLeft(t *testing.T, when string) {
-	t.Helper()
-	if left, err := filepath.Glob(filepath.Join(os.TempDir(), "*", "*")); len(left) > 0 || err != nil {
-		t.Errorf("%s: left: %v, %v", when, left, err)
-	}
-}
-
-// TestTakenRuntimeFolder lets ranks meet after another user has taken the name of the runtime folder.
-func TestTakenRuntimeFolder(t *testing.T) {
-	t.Setenv("TMPDIR", t.TempDir())
-	taken := filepath.Join(os.TempDir(), "gohvd-"+strconv.Itoa(os.Geteuid()))
-	if err := os.Mkdir(taken, 0o755); err != nil { // a folder with this mode is as unusable as another user's
-		t.Fatal(err)
-	}
-	mustMeet(t, true, same(MeetOptions{}), plainRanks(t, 3, "MASTER_PORT", strconv.Itoa(testnet.FreePort(t)),
-		"MASTER_ADDR", "127.0.0.1")...)
-	if left, err := os.ReadDir(os.TempDir()); len(left) != 1 || err != nil {
-		t.Errorf("left: %v, %v, want only %s", left, err, taken)
-	}
-}
-
 func TestPlain(t *testing.T) {
-	t.Setenv("TMPDIR", t.TempDir())
 	at := func() []string { return []string{"MASTER_PORT", strconv.Itoa(testnet.FreePort(t))} }
 	// If MASTER_ADDR is a loopback address, rank 0 must make the secret. If MASTER_ADDR is a host name, the
 	// user must give a secret.
@@ -692,7 +674,6 @@ func TestPlain(t *testing.T) {
 	// If the user sets a host and a port, the ranks must use them instead of MASTER_ADDR and MASTER_PORT.
 	o.Host, o.Port, o.resolver = "other", testnet.FreePort(t), loopbackNames("other")
 	mustMeet(t, false, same(o), plainRanks(t, 3, "MASTER_PORT", "1")...)
-	nothingLeft(t, "all have met")
 }
 
 // meetBoth lets the two ranks in envs meet, and returns their places.

@@ -319,7 +319,8 @@ func (m *Meeting) byEnvironment(ctx context.Context, cfg *Config, env *Env, choi
 		zap.String("meeting", env.Where()))
 	p, err := env.Meet(ctx, MeetOptions{
 		Secret: m.Secret, Insecure: set.Insecure, Encrypt: set.TLS, Host: set.MeetHost, Port: set.MeetPort,
-		Interfaces: choice, RuntimeDir: set.Variable("XDG_RUNTIME_DIR"), Log: cfg.Log,
+		Interfaces: choice,
+		Log:        cfg.Log,
 	})
 	if err != nil {
 		return err

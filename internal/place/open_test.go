@@ -569,7 +569,6 @@ func TestOpenPlain(t *testing.T) {
 // TestByEnvironment checks that ranks under torchrun meet in torchrun's TCPStore, and can meet there again
 // after a restart.
 func TestByEnvironment(t *testing.T) {
-	t.Setenv("TMPDIR", t.TempDir()) // rank 0 writes the file with the secret there
 	server, err := c10d.Serve("127.0.0.1:0", store.NewHashStore(store.Limits{}), c10d.Config{})
 	if err != nil {
 		t.Fatal(err)
@@ -614,11 +613,9 @@ func TestByEnvironment(t *testing.T) {
 	if _, err := met[0].Store.Add(t.Context(), "still", 1); err != nil {
 		t.Errorf("the store was closed with what was made of it again: %v", err)
 	}
-	nothingLeft(t, "when all had met")
 	if err := met[0].Close(); err != nil {
 		t.Error(err)
 	}
-	nothingLeft(t, "after Close")
 	configs = nil
 	for r := range 2 {
 		configs = append(configs, torchrun(r, "second run", "1"))

@@ -16,10 +16,10 @@
 //	Open MPI,   a store of rank 0, published in a 0600 file in      made by rank 0, in that file
 //	Flux        the job's session directory; one host only
 //	MPICH, PMI  a store of rank 0, published in the key-value space made by rank 0, in that space
-//	torchrun    its TCPStore at MASTER_ADDR:MASTER_PORT             one host: made by rank 0, in a 0600 file
+//	torchrun    its TCPStore at MASTER_ADDR:MASTER_PORT             one host: made by rank 0, handed over a socket
 //	Slurm       a store of rank 0, on the first host of the step    given by the user
 //	Kubernetes  a store of rank 0, at the DNS name of index 0       given by the user
-//	plain       a store of rank 0, published in a TCPStore at       one host: made by rank 0, in a 0600 file
+//	plain       a store of rank 0, published in a TCPStore at       one host: made by rank 0, handed over a socket
 //	            MASTER_ADDR:MASTER_PORT
 //	others      where the user says: as plain, or at                as plain, or given by the user
 //	            MeetOptions.Host
