@@ -67,9 +67,11 @@ type Postoffice struct {
 	log      *zap.Logger
 	launcher *launcher       // nil unless hvdrun has started this process as a node
 	metrics  *metrics.Server // nil if the node serves no metrics
-	wg       sync.WaitGroup  // requests that have not completed, and goroutines that call callbacks
-	started  time.Time
-	clocks   []workerClock // by customer
+	// stopOffer ends handing over the secret; nil except at a scheduler that has made the secret.
+	stopOffer func() error
+	wg        sync.WaitGroup // requests that have not completed, and goroutines that call callbacks
+	started   time.Time
+	clocks    []workerClock // by customer
 	// primaries has the id of the server that was the last one to answer for a range, by rank, or 0.
 	primaries []atomic.Int32
 	// joining counts the ranges that this server gets from another one, by the rank of that server.
@@ -112,7 +114,7 @@ func Start(ctx context.Context, opts Options) (*Postoffice, error) {
 }
 
 // StartAsync is like Start, but returns when this process is connected, without waiting for the others.
-func StartAsync(ctx context.Context, opts Options) (*Postoffice, error) {
+func StartAsync(ctx context.Context, opts Options) (started *Postoffice, err error) {
 	set, err := config.FromEnvironment(opts.Settings, true)
 	if err != nil {
 		return nil, fmt.Errorf("ps: %w", err)
@@ -128,6 +130,11 @@ func StartAsync(ctx context.Context, opts Options) (*Postoffice, error) {
 	for _, w := range set.Warnings {
 		p.log.Warn(w)
 	}
+	defer func() {
+		if err != nil {
+			p.closeOffer()
+		}
+	}()
 	if p.cfg, err = vanConfig(ctx, &set, opts); err != nil {
 		return nil, fmt.Errorf("ps: %w", err)
 	}
@@ -138,6 +145,9 @@ func StartAsync(ctx context.Context, opts Options) (*Postoffice, error) {
 		return nil, fmt.Errorf("ps: %w", err)
 	}
 	if err := p.checkMetrics(); err != nil {
+		return nil, fmt.Errorf("ps: %w", err)
+	}
+	if err := p.shareSecret(ctx); err != nil {
 		return nil, fmt.Errorf("ps: %w", err)
 	}
 	p.cfg.Log = p.log
@@ -197,7 +207,7 @@ func vanConfig(ctx context.Context, set *config.Config, opts Options) (cfg van.C
 		return cfg, err
 	}
 	if set.TLS {
-		if cfg.Secret.IsZero() {
+		if cfg.Secret.IsZero() && !sharesSecret(set, &cfg) {
 			return cfg, errors.New("HVD_TLS needs a secret: set HVD_SECRET_FILE")
 		}
 		cfg.Secret = cfg.Secret.Encrypted()
@@ -217,6 +227,36 @@ func vanConfig(ctx context.Context, set *config.Config, opts Options) (cfg van.C
 		return cfg, nil // a worker does not listen
 	}
 	return cfg, checkSecret(set, cfg.Listen, cfg.Secret)
+}
+
+// sharesSecret reports whether the scheduler makes the secret and hands it to the other nodes. It does if the
+// user has given none and the scheduler is on loopback, so that all nodes are on this host.
+func sharesSecret(set *config.Config, cfg *van.Config) bool {
+	return cfg.Secret.IsZero() && !set.Insecure && netif.IsLoopback(cfg.Root)
+}
+
+// shareSecret sets the secret that the scheduler makes, if it does (sharesSecret).
+func (p *Postoffice) shareSecret(ctx context.Context) (err error) {
+	cfg := &p.cfg
+	switch {
+	case !sharesSecret(&p.set, cfg):
+		return nil
+	case cfg.Role == van.Scheduler:
+		var text string
+		cfg.Secret, text = secret.New()
+		p.stopOffer, err = place.OfferSecret(cfg.Root, text, p.log)
+	default:
+		ctx, cancel := context.WithTimeout(ctx, cfg.StartTimeout)
+		defer cancel()
+		cfg.Secret, err = place.AskSecret(ctx, cfg.Root)
+	}
+	if err != nil {
+		return fmt.Errorf("register with the scheduler at %s: %w", cfg.Root, err)
+	}
+	if p.set.TLS {
+		cfg.Secret = cfg.Secret.Encrypted()
+	}
+	return nil
 }
 
 // serverAddress sets the address on which a server listens.
@@ -432,8 +472,16 @@ func (p *Postoffice) stop() {
 	p.report()
 	p.reportState(ctx, true)
 	p.closeLauncher()
+	p.closeOffer()
 	if p.metrics != nil {
 		_ = p.metrics.Close() // a scrape in progress may fail
+	}
+}
+
+// closeOffer ends handing over the secret. Further calls do nothing.
+func (p *Postoffice) closeOffer() {
+	if p.stopOffer != nil {
+		_ = p.stopOffer() // only a node that would come too late is affected
 	}
 }
 

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"net"
 	"os"
 	"slices"
@@ -233,7 +234,6 @@ func TestSettings(t *testing.T) {
 		{"PORT", "99999", 1, `PORT is "99999", want a port`},
 		{"DMLC_NODE_HOST", "192.0.2.1", 1, "listen on 192.0.2.1:0 without a secret: set HVD_SECRET_FILE"},
 		{"DMLC_INTERFACE", "nosuch0", 1, "nosuch0"},
-		{"HVD_TLS", "1", 1, "HVD_TLS needs a secret"},
 		{"HVD_TLS", "", 2, "a server has 2 customers, want 1"},
 		{"HVD_TLS", "", 1, "register with the scheduler at 127.0.0.1:1"},
 	} {
@@ -245,6 +245,36 @@ func TestSettings(t *testing.T) {
 		}
 		_, err := Start(t.Context(), Options{Settings: settings, Customers: c.customers, Log: zap.NewNop()})
 		testnet.WantError(t, err, "ps: ", c.want)
+	}
+	bare := maps.Clone(good)
+	bare["HVD_TLS"], bare["HVD_INSECURE"] = "1", "1"
+	_, err := Start(t.Context(), Options{Settings: bare, Log: zap.NewNop()})
+	testnet.WantError(t, err, "ps: ", "HVD_TLS needs a secret")
+}
+
+// TestLoopbackNeedsSecret starts a scheduler on loopback without a secret from the user. It must refuse a
+// process that does not know the secret that it has made.
+func TestLoopbackNeedsSecret(t *testing.T) {
+	addr := testnet.FreePort(t)
+	log, entries := testnet.Logs()
+	ctx, cancel := context.WithCancel(t.Context())
+	started := make(chan error, 1)
+	go func() {
+		_, err := Start(ctx, Options{Log: log, Settings: map[string]string{"DMLC_ROLE": "scheduler",
+			"DMLC_NUM_SERVER": "1", "DMLC_NUM_WORKER": "1", "DMLC_PS_ROOT_URI": "127.0.0.1",
+			"DMLC_PS_ROOT_PORT": strconv.Itoa(addr)}})
+		started <- err
+	}()
+	_, err := Start(testnet.Context(t), Options{Log: zap.NewNop(), Settings: map[string]string{
+		"DMLC_ROLE": "worker", "DMLC_NUM_SERVER": "1", "DMLC_NUM_WORKER": "1", "HVD_INSECURE": "1",
+		"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": strconv.Itoa(addr)}})
+	testnet.WantError(t, err, "requires the secret")
+	testnet.Eventually(t, "the reason", func() bool {
+		return testnet.Logged(entries, "closed a connection", "no secret")
+	})
+	cancel()
+	if err := <-started; err == nil {
+		t.Error("the scheduler has started without nodes")
 	}
 }
 

@@ -27,7 +27,8 @@ import (
 // file every 10 ms. The last process of the job removes the file. If an earlier job has left its file behind,
 // the user must remove it, or the new job finds the keys of the earlier job.
 //
-// If a process dies in the middle of a write, the next process that writes repairs the file.
+// If a process dies in the middle of a write, the next process that writes repairs the file. Only the user
+// that has created the file can read and write it, unless it existed before with another mode.
 type FileStore struct {
 	path   string
 	size   int // number of processes of the job; 0 if the file is never removed

@@ -2,16 +2,18 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"net"
 	"os"
 	"os/signal"
-	"strings"
 
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 
+	"github.com/gohvd/gohvd/internal/netif"
+	"github.com/gohvd/gohvd/internal/place"
 	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/store"
 	"github.com/gohvd/gohvd/store/c10d"
@@ -37,7 +39,7 @@ func (r *runner) storeCommand() *cobra.Command {
 hvdrun prints its address. The store keeps its contents only in memory.
 
 Set HOROVOD_GLOO_RENDEZVOUS_ADDR and HOROVOD_GLOO_RENDEZVOUS_PORT in the environment of the ranks to the host and the
-port of this address. With --torch, set MASTER_ADDR and MASTER_PORT for torch.distributed instead, and also
+port of this address. On loopback without --secret-file, hvdrun makes a secret that ranks of the same user get from it. With --torch, set MASTER_ADDR and MASTER_PORT for torch.distributed instead, and also
 TORCHELASTIC_USE_AGENT_STORE=True.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return r.serveStore(cmd.Context(), &s) },
@@ -50,7 +52,7 @@ TORCHELASTIC_USE_AGENT_STORE=True.`,
 	f.StringVar(&s.secretFile, "secret-file", "",
 		"`FILE` with the secret that clients must know, at least 16 bytes (for the ranks: HVD_SECRET_FILE)")
 	f.BoolVar(&s.insecure, "insecure", false,
-		"serve without a secret even if other hosts can reach the address")
+		"serve without a secret, even if other users or hosts can reach the address (for the ranks: HVD_INSECURE)")
 	f.BoolVar(&s.torch, "torch", false, "speak PyTorch's TCPStore protocol, which is unauthenticated, instead of gohvd's own store protocol")
 	f.BoolVar(&s.torch21, "torch-2.1", false,
 		"if a client is older than PyTorch 2.2, assume that it is PyTorch 2.1 and not an earlier version")
@@ -63,6 +65,7 @@ func (r *runner) serveStore(ctx context.Context, s *storeFlags) error {
 	ctx, stop := signal.NotifyContext(ctx, unix.SIGINT, unix.SIGTERM)
 	defer stop()
 	cfg := store.Config{Log: r.logger()}
+	_, port, err := net.SplitHostPort(s.listen)
 	switch {
 	case s.torch && s.secretFile != "":
 		return usagef("--torch and --secret-file cannot be used together, because PyTorch's protocol has no secret")
@@ -74,14 +77,39 @@ func (r *runner) serveStore(ctx context.Context, s *storeFlags) error {
 		if err != nil {
 			return usagef("--secret-file: %v", err)
 		}
-	case !s.insecure && !isLoopback(s.listen):
+	case err != nil:
+		return usagef("--listen: %v", err)
+	case !s.insecure && !netif.IsLoopback(s.listen):
 		return usagef("--listen %s: other hosts can reach this address and there is no secret: give --secret-file, or give --insecure to let any client change the store", s.listen)
 	}
 	hash := store.NewHashStore(store.Limits{})
 	defer hash.Close()
+	var text string // the secret that hvdrun makes, if there is one
+	if cfg.Secret.IsZero() && !s.insecure && !s.torch {
+		cfg.Secret, text = secret.New()
+	}
+	offer := func(addr string) (stop func() error, err error) {
+		if text == "" {
+			return func() error { return nil }, nil
+		}
+		return place.OfferSecret(addr, text, cfg.Log)
+	}
+	var stopOffer func() error
+	if port != "0" {
+		if stopOffer, err = offer(s.listen); err != nil {
+			return err
+		}
+		defer stopOffer()
+	}
 	server, err := serveEither(s, hash, cfg)
 	if err != nil {
 		return err
+	}
+	if port == "0" {
+		if stopOffer, err = offer(server.Addr()); err != nil {
+			return errors.Join(err, server.Close())
+		}
+		defer stopOffer()
 	}
 	fmt.Fprintf(r.stdout, "listening on %s\n", server.Addr())
 	<-ctx.Done()
@@ -99,14 +127,4 @@ func serveEither(s *storeFlags, hash *store.HashStore, cfg store.Config) (server
 		return c10d.Serve(s.listen, hash, c10d.Config{Torch21: s.torch21, Log: cfg.Log})
 	}
 	return store.Serve(s.listen, hash, cfg)
-}
-
-// isLoopback reports whether only this host can reach addr. It returns true for a malformed address.
-func isLoopback(addr string) bool {
-	host, _, err := net.SplitHostPort(addr)
-	if err != nil {
-		return true // the attempt to listen will report the error
-	}
-	ip := net.ParseIP(host)
-	return strings.EqualFold(host, "localhost") || ip != nil && ip.IsLoopback()
 }

@@ -3,13 +3,17 @@ package main
 import (
 	"bufio"
 	"context"
+	"errors"
+	"fmt"
 	"net"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"syscall"
 	"testing"
 
+	"github.com/gohvd/gohvd/internal/place"
 	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/store"
@@ -30,6 +34,14 @@ func TestStoreAlone(t *testing.T) {
 	ours := func(ctx context.Context, addr string) (store.Store, error) {
 		return store.Dial(ctx, addr, store.Config{Secret: key})
 	}
+	offered := func(ctx context.Context, addr string) (store.Store, error) {
+		key, err := place.AskSecret(ctx, addr)
+		if err != nil {
+			return nil, err
+		}
+		return store.Dial(ctx, addr, store.Config{Secret: key})
+	}
+	fixed := net.JoinHostPort("127.0.0.1", strconv.Itoa(testnet.FreePort(t)))
 	torch := func(ctx context.Context, addr string) (store.Store, error) {
 		return c10d.Dial(ctx, addr, c10d.Modern)
 	}
@@ -39,7 +51,15 @@ func TestStoreAlone(t *testing.T) {
 		end  syscall.Signal
 	}{
 		"with a secret": {[]string{"store", "--secret-file", file}, ours, syscall.SIGTERM},
-		"torch":         {[]string{"store", "--torch", "--listen", "127.0.0.1:0"}, torch, syscall.SIGINT},
+		"own secret":    {[]string{"store"}, offered, syscall.SIGTERM},
+		"a fixed port":  {[]string{"store", "--listen", fixed}, offered, syscall.SIGTERM},
+		"insecure": {[]string{"store", "--insecure"}, func(ctx context.Context, addr string) (store.Store, error) {
+			if _, err := place.AskSecret(ctx, addr); !errors.Is(err, place.ErrNotOffered) {
+				return nil, fmt.Errorf("got %w, want %w", err, place.ErrNotOffered)
+			}
+			return store.Dial(ctx, addr, store.Config{})
+		}, syscall.SIGTERM},
+		"torch": {[]string{"store", "--torch", "--listen", "127.0.0.1:0"}, torch, syscall.SIGINT},
 	} {
 		t.Run(name, func(t *testing.T) {
 			cmd := hvdrun(t, test.args...)

@@ -145,7 +145,7 @@ var settings = []Setting{
 	{
 		Name: "HVD_INSECURE", Section: sectionStart, Scope: PerJob,
 		Default: "0",
-		Doc:     "allow a job on several hosts without a secret",
+		Doc:     "allow a job without a secret, on several hosts or for every user of this host",
 		Raise:   "Turning it on lets any process that reaches the ports of the job take part in it.",
 		kind:    boolOf(func(c *Config) *bool { return &c.Insecure }),
 	},

@@ -216,7 +216,8 @@ func (d death) alone(t *testing.T) []line {
 	}
 	defer server.Close()
 	host, port, _ := strings.Cut(server.Addr(), ":")
-	meet := []string{"HOROVOD_GLOO_RENDEZVOUS_ADDR=" + host, "HOROVOD_GLOO_RENDEZVOUS_PORT=" + port}
+	meet := []string{"HOROVOD_GLOO_RENDEZVOUS_ADDR=" + host, "HOROVOD_GLOO_RENDEZVOUS_PORT=" + port,
+		"HVD_INSECURE=1"}
 	if d.by != "store" {
 		meet = []string{fmt.Sprintf("%s=tcp://127.0.0.1:%d", initMethodVariable, testnet.FreePort(t))}
 	}

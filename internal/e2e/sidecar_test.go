@@ -82,7 +82,7 @@ func sidecarJob(b testing.TB, n int, env ...string) []*sidecartest.Client {
 	for r := range clients {
 		cmd, c := ownSidecar(b, path, append([]string{
 			fmt.Sprint("HOROVOD_RANK=", r), fmt.Sprint("HOROVOD_SIZE=", n),
-			"HOROVOD_GLOO_RENDEZVOUS_ADDR=" + host, "HOROVOD_GLOO_RENDEZVOUS_PORT=" + port,
+			"HOROVOD_GLOO_RENDEZVOUS_ADDR=" + host, "HOROVOD_GLOO_RENDEZVOUS_PORT=" + port, "HVD_INSECURE=1",
 		}, env...)...)
 		b.Cleanup(func() {
 			c.Close()

@@ -259,6 +259,13 @@ func Route(ctx context.Context, target string) (local, remote netip.Addr, err er
 	return from.AddrPort().Addr().Unmap(), to.AddrPort().Addr().Unmap(), nil
 }
 
+// IsLoopback reports whether only this host can reach addr, which has the form host:port.
+func IsLoopback(addr string) bool {
+	host, _, err := net.SplitHostPort(addr)
+	ip := net.ParseIP(host)
+	return err == nil && (strings.EqualFold(host, "localhost") || ip != nil && ip.IsLoopback())
+}
+
 // IsOwn reports whether a is an address of this host, so that a process here can listen on it.
 func IsOwn(a netip.Addr) (bool, error) {
 	all, _, err := list()

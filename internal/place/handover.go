@@ -8,6 +8,7 @@ import (
 	"io"
 	"net"
 	"strings"
+	"syscall"
 	"time"
 
 	"go.uber.org/zap"
@@ -31,10 +32,9 @@ const (
 	handoverTimeout = 5 * time.Second
 )
 
-// handOver makes a secret and hands it to each process of this user that calls takeOver with the same name,
+// handOver hands the text of a secret to each process of this user that calls takeOver with the same name,
 // until the returned function is called.
-func handOver(name string, log *zap.Logger) (s secret.Secret, stop func() error, err error) {
-	s, text := secret.New()
+func handOver(name, text string, log *zap.Logger) (stop func() error, err error) {
 	a, err := dial.Serve(dial.UnixPrefix+"@"+handoverPrefix+name, "place: secret", maxHandovers, log,
 		func(_ context.Context, conn net.Conn, slot *dial.Slot) error {
 			defer slot.Release()
@@ -50,9 +50,9 @@ func handOver(name string, log *zap.Logger) (s secret.Secret, stop func() error,
 			return io.EOF
 		})
 	if err != nil {
-		return secret.Secret{}, nil, fmt.Errorf("opening the socket for handing over the secret: %w", err)
+		return nil, fmt.Errorf("opening the socket for handing over the secret: %w", err)
 	}
-	return s, a.Close, nil
+	return a.Close, nil
 }
 
 // takeOver returns the secret that another process of this user hands over under the given name. Its error is
@@ -87,4 +87,59 @@ func checkHandoverName(name string) error {
 		return errors.New("malformed name of the socket that hands over the secret")
 	}
 	return nil
+}
+
+// ErrNotOffered reports that the server at an address hands over no secret.
+var ErrNotOffered = errors.New("it hands over no secret to processes of this user: give the server and all ranks " +
+	"the same file in HVD_SECRET_FILE, or set HVD_INSECURE=1 for all of them to accept every user of this host")
+
+// handoverAt returns the name under which the server at addr, host:port on loopback, hands over its secret.
+func handoverAt(addr string) (string, error) {
+	host, port, err := net.SplitHostPort(addr)
+	if strings.EqualFold(host, "localhost") {
+		host = loopback
+	}
+	return "at-" + net.JoinHostPort(host, port), err
+}
+
+// OfferSecret hands the text of a secret to processes of this user that call AskSecret, until the returned
+// function is called. The secret is that of a server at addr, host:port, on loopback (netif.IsLoopback).
+// OfferSecret must be called before the server accepts connections, unless no process knows addr yet.
+func OfferSecret(addr, text string, log *zap.Logger) (stop func() error, err error) {
+	name, err := handoverAt(addr)
+	if err == nil {
+		stop, err = handOver(name, text, log)
+	}
+	if errors.Is(err, syscall.EADDRINUSE) {
+		err = fmt.Errorf("%w: another process uses this address: choose another port", err)
+	}
+	return stop, err
+}
+
+// AskSecret returns the secret of the server at addr, host:port, on loopback. It waits until there is a
+// server. If the server has not called OfferSecret, the error is ErrNotOffered.
+func AskSecret(ctx context.Context, addr string) (s secret.Secret, err error) {
+	name, err := handoverAt(addr)
+	if err != nil {
+		return s, err
+	}
+	err = dial.Retry(ctx, func() (err error) {
+		if s, err = takeOver(ctx, name); !errors.Is(err, syscall.ECONNREFUSED) {
+			return err
+		}
+		conn, err := dial.Connect(ctx, addr)
+		if err != nil {
+			return err
+		}
+		conn.Close()
+		// There is a server, which has offered its secret earlier, if at all.
+		if s, err = takeOver(ctx, name); errors.Is(err, syscall.ECONNREFUSED) {
+			return ErrNotOffered
+		}
+		return err
+	})
+	if err != nil {
+		err = fmt.Errorf("asking the server at %s for its secret: %w", addr, err)
+	}
+	return s, err
 }

@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/dial"
+	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
@@ -44,7 +45,8 @@ func TestHandOver(t *testing.T) {
 	if _, err := takeOver(ctx, name); !errors.Is(err, syscall.ECONNREFUSED) {
 		t.Errorf("before: got %v, want %v", err, syscall.ECONNREFUSED)
 	}
-	s, stop, err := handOver(name, nil)
+	s, text := secret.New()
+	stop, err := handOver(name, text, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -57,7 +59,7 @@ func TestHandOver(t *testing.T) {
 			t.Error("got another secret")
 		}
 	}
-	if _, _, err := handOver(name, nil); !errors.Is(err, syscall.EADDRINUSE) {
+	if _, err := handOver(name, "", nil); !errors.Is(err, syscall.EADDRINUSE) {
 		t.Errorf("a second socket: got %v, want %v", err, syscall.EADDRINUSE)
 	}
 	if err := stop(); err != nil {
@@ -73,7 +75,8 @@ func TestOtherUserAsksForSecret(t *testing.T) {
 	ctx := testnet.Context(t)
 	log, entries := testnet.Logs()
 	name := newHandoverName()
-	_, stop, err := handOver(name, log)
+	_, text := secret.New()
+	stop, err := handOver(name, text, log)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -115,7 +118,7 @@ func TestOtherUserHandsOverSecret(t *testing.T) {
 	if !s.IsZero() {
 		t.Error("got a secret")
 	}
-	if _, _, err := handOver(name, nil); !errors.Is(err, syscall.EADDRINUSE) {
+	if _, err := handOver(name, "", nil); !errors.Is(err, syscall.EADDRINUSE) {
 		t.Errorf("got %v, want %v", err, syscall.EADDRINUSE)
 	}
 }

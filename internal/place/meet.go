@@ -560,7 +560,8 @@ func (e *Env) torchSecret(o MeetOptions, m *Place) (word string, err error) {
 		return wordNone, nil
 	}
 	name := newHandoverName()
-	s, stop, err := handOver(name, o.Log)
+	s, text := secret.New()
+	stop, err := handOver(name, text, o.Log)
 	if err != nil {
 		return "", err
 	}

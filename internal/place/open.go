@@ -150,6 +150,9 @@ func (m *Meeting) open(ctx context.Context, cfg *Config) error {
 	if m.Settings.Size == config.Unset {
 		m.Settings.Rank, m.Settings.Size = 0, 1
 	}
+	if m.Settings.Size > 1 && m.Secret.IsZero() && !m.Settings.Insecure {
+		cfg.Log.Warn("the job has no secret, so every user of this host can take part in it: give all ranks the same file in HVD_SECRET_FILE")
+	}
 	return m.checkSecret()
 }
 
@@ -261,6 +264,11 @@ func (m *Meeting) byLauncher(ctx context.Context, _ *Config, choice netif.Choice
 		return fmt.Errorf("finding the route to the rendezvous store: %w", err)
 	}
 	m.Listen = listen.String()
+	if m.Secret.IsZero() && !m.Settings.Insecure && netif.IsLoopback(address) {
+		if err := m.askSecret(ctx, address); err != nil {
+			return err
+		}
+	}
 	if err := m.checkSecret(); err != nil {
 		// checkSecret is called before the connection, so that a job that is refused makes no connection.
 		return err
@@ -272,6 +280,24 @@ func (m *Meeting) byLauncher(ctx context.Context, _ *Config, choice netif.Choice
 	m.meetAt(p)
 	m.launcher = p.Store
 	return nil
+}
+
+// askSecret sets the secret to that of the store at addr, which is on loopback.
+func (m *Meeting) askSecret(ctx context.Context, addr string) error {
+	s, err := AskSecret(ctx, addr)
+	if errors.Is(err, ErrNotOffered) {
+		// The server may have a secret from the user, or may be of another program. Then Dial knows a better
+		// error.
+		p, dialErr := Dial(ctx, addr, m.Secret)
+		if dialErr != nil {
+			return dialErr
+		}
+		return errors.Join(err, p.Close())
+	}
+	if m.Secret = s; m.Settings.TLS {
+		m.Secret = s.Encrypted()
+	}
+	return err
 }
 
 // meetAt sets the place of m to p. If p has no secret, meetAt sets it to the secret from the settings.
@@ -367,7 +393,8 @@ func (m *Meeting) byMethod(ctx context.Context, cfg *Config, choice netif.Choice
 	methods := NewMethods()
 	maps.Copy(methods, cfg.Methods)
 	p, err := methods.Open(ctx, cfg.Method, MethodOptions{
-		Rank: set.Rank, Size: set.Size, Getenv: set.Variable, Secret: m.Secret, Log: cfg.Log,
+		Rank: set.Rank, Size: set.Size, Getenv: set.Variable, Secret: m.Secret, Insecure: set.Insecure,
+		Encrypt: set.TLS, Log: cfg.Log,
 	})
 	if err != nil {
 		return err

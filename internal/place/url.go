@@ -7,13 +7,17 @@ import (
 	"maps"
 	"net"
 	"net/url"
+	"os"
 	"slices"
 	"strconv"
 	"strings"
 	"syscall"
 
 	"go.uber.org/zap"
+	"golang.org/x/sys/unix"
 
+	"github.com/gohvd/gohvd/internal/netif"
+	"github.com/gohvd/gohvd/internal/outfile"
 	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/store"
 	"github.com/gohvd/gohvd/store/c10d"
@@ -26,9 +30,13 @@ type MethodOptions struct {
 	Rank, Size int
 	// Getenv returns the value of an environment variable, like os.Getenv.
 	Getenv func(name string) string
-	// Secret is the secret of the job, which gohvd's own stores require of their clients. If it is zero, the
-	// job has no secret.
-	Secret secret.Secret
+	// Secret is the secret of the job, which gohvd's own stores require of their clients. If it is zero, a
+	// method makes one, unless Insecure is set, if the ranks can share it with no other user.
+	Secret   secret.Secret
+	Insecure bool
+	// Encrypt says whether connections are encrypted if the method makes the secret
+	// (secret.Secret.Encrypted).
+	Encrypt bool
 	// Log is the log of a server that the method starts. It may be nil.
 	Log *zap.Logger
 }
@@ -165,28 +173,56 @@ func Dial(ctx context.Context, addr string, s secret.Secret) (*Place, error) {
 	return p, nil
 }
 
-// meetAt meets at addr. If rank is 0, it serves a store there. Otherwise it connects to this store.
-func meetAt(ctx context.Context, addr string, rank, size int, o MethodOptions) (*Place, error) {
+// meetAt meets at addr. If rank is 0, it serves a store there. Otherwise it connects to this store. If addr
+// is on loopback and the user has given no secret, rank 0 makes one for the processes of its user.
+func meetAt(ctx context.Context, addr string, rank, size int, o MethodOptions) (p *Place, err error) {
+	makes := o.Secret.IsZero() && !o.Insecure && netif.IsLoopback(addr)
 	if rank > 0 {
+		if makes {
+			if o.Secret, err = AskSecret(ctx, addr); err != nil {
+				return nil, err
+			}
+		}
 		client, err := store.Dial(ctx, addr, store.Config{Secret: o.Secret})
 		if err != nil {
 			return nil, fmt.Errorf("connecting to the store of rank 0: %w", err)
 		}
-		return placeAt(client, rank, size, addr), nil
-	}
-	hash := store.NewHashStore(store.Limits{})
-	server, err := store.Serve(addr, hash, store.Config{Secret: o.Secret, Log: o.Log})
-	if err != nil {
-		hash.Close()
-		if errors.Is(err, syscall.EADDRINUSE) {
-			err = fmt.Errorf("%w: the store of gohvd needs a port that init_process_group and other jobs do not use", err)
+		p = placeAt(client, rank, size, addr)
+	} else {
+		p = &Place{Rank: rank, Size: size}
+		if makes {
+			var text string
+			o.Secret, text = secret.New()
+			stop, err := OfferSecret(addr, text, o.Log)
+			if err != nil {
+				return nil, err
+			}
+			p.onClose(stop)
 		}
-		return nil, err
+		hash := store.NewHashStore(store.Limits{})
+		p.Store = hash
+		p.onClose(hash.Close)
+		server, err := store.Serve(addr, hash, store.Config{Secret: o.Secret, Log: o.Log})
+		if err != nil {
+			if errors.Is(err, syscall.EADDRINUSE) {
+				err = fmt.Errorf("%w: the store of gohvd needs a port that init_process_group and other jobs do not use", err)
+			}
+			return nil, errors.Join(err, p.Close())
+		}
+		p.onClose(server.Close)
 	}
-	p := &Place{Store: hash, Rank: rank, Size: size}
-	p.onClose(hash.Close)
-	p.onClose(server.Close)
+	if makes {
+		p.Secret = o.made(o.Secret)
+	}
 	return p, nil
+}
+
+// made returns s, a secret that a method has made. If Encrypt is set, it encrypts connections.
+func (o *MethodOptions) made(s secret.Secret) secret.Secret {
+	if o.Encrypt {
+		return s.Encrypted()
+	}
+	return s
 }
 
 func envMethod(ctx context.Context, u *url.URL, o MethodOptions) (*Place, error) {
@@ -222,7 +258,10 @@ func envMethod(ctx context.Context, u *url.URL, o MethodOptions) (*Place, error)
 	return placeAt(s, rank, size, addr), nil
 }
 
-func fileMethod(ctx context.Context, u *url.URL, _ MethodOptions) (*Place, error) {
+// fileSecretKey is the key of the secret in a file that only one user can read.
+const fileSecretKey = "gohvd/secret"
+
+func fileMethod(ctx context.Context, u *url.URL, o MethodOptions) (*Place, error) {
 	if u.Path == "" {
 		return nil, errors.New("the URL has no path")
 	}
@@ -238,5 +277,38 @@ func fileMethod(ctx context.Context, u *url.URL, _ MethodOptions) (*Place, error
 	if err != nil {
 		return nil, err
 	}
-	return New(s, rank, size), nil
+	p := New(s, rank, size)
+	if o.Secret.IsZero() && !o.Insecure {
+		if p.Secret, err = secretInFile(ctx, s); err != nil {
+			return nil, errors.Join(err, p.Close())
+		}
+		p.Secret = o.made(p.Secret)
+	}
+	return p, nil
+}
+
+// secretInFile returns the secret in the file of s, and makes one if there is none. If other users may read
+// the file, it returns the zero Secret.
+func secretInFile(ctx context.Context, s *store.FileStore) (secret.Secret, error) {
+	path, err := outfile.Resolve(s.Path())
+	if err != nil {
+		return secret.Secret{}, err
+	}
+	var st unix.Stat_t
+	if err := unix.Lstat(path, &st); err != nil {
+		return secret.Secret{}, fmt.Errorf("stat %s: %w", s.Path(), err)
+	}
+	switch {
+	case int(st.Uid) != os.Geteuid():
+		return secret.Secret{}, fmt.Errorf("%s belongs to user %d, want user %d: give all ranks the same file in "+
+			"HVD_SECRET_FILE, or set HVD_INSECURE=1 to accept every user of this host", s.Path(), st.Uid, os.Geteuid())
+	case st.Mode&unix.S_IFMT != unix.S_IFREG || st.Mode&0o077 != 0:
+		return secret.Secret{}, nil
+	}
+	_, text := secret.New()
+	actual, _, err := s.CompareAndSet(ctx, fileSecretKey, nil, []byte(text))
+	if err != nil {
+		return secret.Secret{}, err
+	}
+	return secret.Parse(string(actual))
 }

@@ -1,5 +1,5 @@
-// Package rundir makes the folders for files that a process needs only while it runs, such as sockets and
-// files with secrets. Only this user can open them.
+// Package rundir makes the folders for files that a process needs only while it runs, such as sockets. Only
+// this user can open them.
 //
 // The folders are in the user's runtime folder, which all processes of a user with the same environment
 // share. This is the first of these folders that can be used:
