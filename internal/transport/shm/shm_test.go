@@ -44,7 +44,17 @@ func (j *job) noOffer(tb testing.TB, rank int) {
 // newJob opens an endpoint for one rank on each of the given hosts, and checks in the ranks.
 func newJob(tb testing.TB, cfg shm.Config, under []transport.Mesh, hosts ...string) *job {
 	tb.Helper()
-	cfg.RuntimeDir = tb.TempDir()
+	// The name of TempDir has that of the test, and the path of a socket may have only 107 bytes.
+	dir, err := os.MkdirTemp("", "shm")
+	if err != nil {
+		tb.Fatal(err)
+	}
+	tb.Cleanup(func() {
+		if err := os.RemoveAll(dir); err != nil {
+			tb.Error(err)
+		}
+	})
+	cfg.RuntimeDir = dir
 	j := &job{cfg: cfg, hosts: hosts, under: under}
 	for range hosts {
 		e, err := shm.Listen(cfg)
