@@ -134,7 +134,6 @@ func startCommand(t testing.TB, command []string, env ...string) *job {
 // startIn is like startCommand, with dir as the working directory.
 func startIn(t testing.TB, dir string, command []string, env ...string) *job {
 	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
-	t.Cleanup(cancel)
 	j := &job{t: t, lines: make(chan line, 1000), complained: make(chan struct{}, 1)}
 	j.cmd = exec.CommandContext(ctx, command[0], command[1:]...)
 	// After two minutes hvdrun gets an interrupt, as if from a user, so that it can end its ranks.
@@ -153,6 +152,15 @@ func startIn(t testing.TB, dir string, command []string, env ...string) *job {
 	if err := j.cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
+	// A test that fails leaves the job running. Its processes must have ended before the test removes its
+	// folders, in which they write.
+	t.Cleanup(func() {
+		cancel()
+		_ = j.cmd.Wait() // fails if the test has waited
+		for range j.lines {
+		}
+		j.wg.Wait()
+	})
 	j.wg.Go(func() {
 		defer close(j.lines)
 		for s := bufio.NewScanner(stdout); s.Scan(); {
