@@ -31,7 +31,7 @@ check: test others ## everything CI runs
 
 # The targets of others that only read the working tree, so that make -j may run them at the same time.
 .PHONY: readers
-readers: format vet race lint nocgo noasm test-mpi test-nccl wheel-check
+readers: format vet race lint nocgo noasm test-mpi test-nccl wheel-check image
 
 .PHONY: others
 others: readers ## everything CI runs except the tests; make -j2 overlaps the waits of the targets
@@ -39,7 +39,7 @@ others: readers ## everything CI runs except the tests; make -j2 overlaps the wa
 	$(MAKE) --no-print-directory generated
 
 .PHONY: nightly
-nightly: check wheel arm64 asan image pytorch-image slurm nccl-libraries gpu-check-stand-ins fuzz conformance autotune deaths test-python ## the checks that take too long for each change: a few hours
+nightly: check wheel arm64 asan pytorch-image slurm nccl-libraries gpu-check-stand-ins fuzz conformance autotune deaths test-python ## the checks that take too long for each change: a few hours
 
 .PHONY: test
 test: ## run all tests
@@ -75,8 +75,8 @@ noasm: ## test the kernels without assembly
 	$(GO) test $(VETTED) -tags noasm ./internal/kernel
 
 .PHONY: changed
-changed: ## arm64, asan and image, each only if its files have changed since it passed
-	@for target in arm64 asan image; do scripts/tested.sh $$target || $(MAKE) --no-print-directory $$target; done
+changed: ## arm64 and asan, each only if its files have changed since it passed
+	@for target in arm64 asan; do scripts/tested.sh $$target || $(MAKE) --no-print-directory $$target; done
 
 .PHONY: arm64
 arm64: ## test the kernels for arm64 under emulation
@@ -259,4 +259,3 @@ slurm: ## run the scripts of deploy/slurm under a real Slurm; needs root, slurm-
 .PHONY: image
 image: ## build the Dockerfile with buildah and run the example in it
 	scripts/image-check.sh
-	scripts/tested.sh --note image
