@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"maps"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -91,6 +92,7 @@ func TestPython(t *testing.T) {
 		t.Fatalf("no Python tests: %v", err)
 	}
 	testnet.NeedTorch(t)
+	var seen coverage
 	for _, n := range []int{1, 3} {
 		t.Run(fmt.Sprint(n), func(t *testing.T) {
 			var modules []string
@@ -105,16 +107,68 @@ func TestPython(t *testing.T) {
 				modules...)...)
 			cmd.Dir = filepath.Dir(files[0])
 			out, err := cmd.CombinedOutput()
-			if err != nil || strings.Count(string(out), ":Ran ") != n {
-				t.Fatalf("%v\n%s", err, out)
+			text := string(out)
+			if err != nil || strings.Count(text, ":Ran ") != n {
+				t.Fatalf("%v\n%s", err, text)
 			}
+			rank0 := ofRank0(text)
+			seen.add(pythonTest.FindAllStringSubmatch(rank0, -1), pythonSkip.FindAllStringSubmatch(rank0, -1))
 			// If the output does not have the name of a module, no test of this module has run.
 			for _, module := range modules {
-				if !strings.Contains(string(out), "("+module+".") {
-					t.Errorf("no test of %s was run\n%s", module, out)
+				if !strings.Contains(text, "("+module+".") {
+					t.Errorf("no test of %s was run\n%s", module, text)
 				}
 			}
 		})
+	}
+	seen.report(t)
+}
+
+// pythonTest matches what unittest prints about a test, and pythonSkip about one that was skipped. The test
+// may have a docstring, whose first line is printed.
+var (
+	pythonTest = regexp.MustCompile(`(?m)^test_\w+ \((.*)\)`)
+	pythonSkip = regexp.MustCompile(pythonTest.String() + `(?:\n.*)? \.\.\. skipped ['"](.*)['"]$`)
+)
+
+// ofRank0 returns the standard error output of rank 0 in the output of hvdrun.
+func ofRank0(out string) string {
+	var b strings.Builder
+	for line := range strings.Lines(out) {
+		if text, ok := strings.CutPrefix(line, "[0]<stderr>:"); ok {
+			b.WriteString(text)
+		}
+	}
+	return b.String()
+}
+
+// coverage has the names of the Python tests that were run, and for each one that was skipped a reason.
+type coverage struct {
+	ran     map[string]bool
+	skipped map[string]string
+}
+
+// add adds the tests of a job, and which of them were skipped. They are matches that contain the name and, in
+// the case of skips, the reason.
+func (c *coverage) add(tests, skips [][]string) {
+	if c.ran == nil {
+		c.ran, c.skipped = make(map[string]bool), make(map[string]string)
+	}
+	skipped := make(map[string]bool)
+	for _, skip := range skips {
+		skipped[skip[1]], c.skipped[skip[1]] = true, skip[2]
+	}
+	for _, test := range tests {
+		c.ran[test[1]] = c.ran[test[1]] || !skipped[test[1]]
+	}
+}
+
+// report shows the tests that no job has run as skipped tests of Go.
+func (c *coverage) report(t *testing.T) {
+	for _, name := range slices.Sorted(maps.Keys(c.skipped)) {
+		if !c.ran[name] {
+			t.Run(name, func(t *testing.T) { t.Skip(c.skipped[name]) })
+		}
 	}
 }
 

@@ -1,9 +1,10 @@
-"""Runs all tests with each INTERPRETER at 1, 2 and 3 ranks: ``all.py [--page FILE] INTERPRETER...``.
+"""Runs all tests with each INTERPRETER: ``all.py [--ranks N,...] [--page FILE] INTERPRETER...``.
 
-If an interpreter does not have torch, the tests that need torch are left out. All tests for one number of ranks run in
-one program, because importing torch takes longer than most tests. The variable HVD_RUN must be the path of hvdrun, and
-HVD_SIDECAR_BINARY the path of hvdd. all.py writes a page to FILE that says with which versions the tests pass. It exits
-with status 1 if a test fails.
+The tests run at each number N of ranks, by default at 1, 2 and 3. If an interpreter does not have torch, the tests that
+need torch are left out. All tests for one number of ranks run in one program, because importing torch takes longer than
+most tests. The variable HVD_RUN must be the path of hvdrun, and HVD_SIDECAR_BINARY the path of hvdd. all.py prints
+which tests were left out or skipped, and writes a page to FILE that says with which versions the tests pass. It exits with
+status 1 if a test fails.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import sys
 from typing import List
 
 TESTS = pathlib.Path(__file__).resolve().parent
-RANKS = (1, 2, 3)
 _LIMIT_SECONDS = 600
 _VERSIONS = """
 import importlib, platform
@@ -47,14 +47,12 @@ or another number of ranks. Without torch, the tests of gohvd.torch do not run.
 
 def run(interpreter: str, ranks: int, torch: bool) -> List[str]:
     """Runs the tests and returns the names of those that fail."""
-    modules = [
-        path.stem
-        for path in sorted(TESTS.glob("test_*.py"))
-        if torch or not any(path.match(pattern) for pattern in _NEED_TORCH)
-    ]
+    files = sorted(TESTS.glob("test_*.py"))
+    left_out = [] if torch else [path for path in files if any(path.match(pattern) for pattern in _NEED_TORCH)]
+    modules = [path.stem for path in files if path not in left_out]
     # The start timeout is long, because a rank may wait in init for another rank that still has other tests to run.
     start_timeout = f"--start-timeout={_LIMIT_SECONDS}"
-    command = [os.environ["HVD_RUN"], "-np", str(ranks), start_timeout, interpreter, "-m", "unittest", *modules]
+    command = [os.environ["HVD_RUN"], "-np", str(ranks), start_timeout, interpreter, "-m", "unittest", "-v", *modules]
     env = {**os.environ, "PYTHONPATH": str(TESTS.parent), "OMP_NUM_THREADS": "1"}
     try:
         job = subprocess.run(
@@ -67,14 +65,22 @@ def run(interpreter: str, ranks: int, torch: bool) -> List[str]:
     ran = re.search(r"^\[0\]<stderr>:Ran \d+ tests?", output, re.MULTILINE)
     if (status != 0 or ran is None) and not failed:
         failed = [f"status {status}"]
+    rank0 = "".join(re.findall(r"^\[0\]<stderr>:(.*\n)", output, re.MULTILINE))
+    # A test may have a docstring, whose first line is printed.
+    reasons = re.findall(r"^(test_\w+) \((\S+)\)(?:\n.*)? \.\.\. skipped ['\"](.*)['\"]$", rank0, re.MULTILINE)
     if failed:
         print(output)
+    for path in left_out:
+        print(f"{interpreter} {ranks}: {path.stem} left out: no torch")
+    for name, where, why in reasons:
+        print(f"{interpreter} {ranks}: {where} {name} skipped: {why}")
     print(f"{interpreter} {ranks}: {'failed' if failed else 'ok'}", flush=True)
     return failed
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", default="1,2,3")
     parser.add_argument("--page", type=pathlib.Path)
     parser.add_argument("interpreters", nargs="+")
     o = parser.parse_args()
@@ -82,7 +88,7 @@ def main() -> int:
     for interpreter in o.interpreters:
         versions = subprocess.run([interpreter, "-c", _VERSIONS], stdout=subprocess.PIPE, check=True).stdout.decode()
         torch = versions.split()[1] != "none"
-        for ranks in RANKS:
+        for ranks in map(int, o.ranks.split(",")):
             failed = run(interpreter, ranks, torch)
             failures += len(failed)
             cells = [*versions.split(), ranks, ", ".join(failed) or "none"]
