@@ -31,7 +31,7 @@ check: test others ## everything CI runs
 
 # The targets of others that only read the working tree, so that make -j may run them at the same time.
 .PHONY: readers
-readers: format vet race lint nocgo noasm test-mpi test-nccl wheel-check image
+readers: format vet race lint nocgo noasm test-mpi test-nccl test-new-torch wheel-check image
 
 .PHONY: others
 others: readers ## everything CI runs except the tests; make -j2 overlaps the waits of the targets
@@ -39,7 +39,7 @@ others: readers ## everything CI runs except the tests; make -j2 overlaps the wa
 	$(MAKE) --no-print-directory generated
 
 .PHONY: nightly
-nightly: check wheel arm64 asan pytorch-image slurm nccl-libraries gpu-check-stand-ins fuzz conformance autotune deaths test-python ## the checks that take too long for each change: a few hours
+nightly: check wheel arm64 asan pytorch-image slurm nccl-libraries gpu-check-stand-ins fuzz conformance autotune deaths test-torch2 torch-own-tests test-frameworks ## the checks that take too long for each change: a few hours
 
 # On a busy machine the tests of a package may take longer than the 10 minutes that go test allows by default.
 .PHONY: test
@@ -178,14 +178,22 @@ TEST_PYTHON = HVD_RUN="$(TOOLS)/hvdrun" HVD_SIDECAR_BINARY="$(TOOLS)/hvdd" $(1) 
 test-python: python-programs ## test the Python package at 1, 2 and 3 ranks
 	$(call TEST_PYTHON,$(PYTHON)) $(PYTHON)
 
-# The Go tests that communicate with PyTorch.
-TORCHRUN_TESTS = Torch|OtherLaunchers/python3-torch
+# The Go tests that communicate with PyTorch, and their packages. TestTorchDistributed needs PyTorch 2 in any case,
+# so go test ./... has run it.
+TORCH_TESTS    = Torch|OtherLaunchers/python3-torch
+TORCH_PACKAGES = ./store ./store/c10d ./internal/place ./internal/pythontest ./internal/e2e
+
+.PHONY: test-new-torch
+test-new-torch: python-programs ## the tests with PyTorch, with that of scripts/new-torch.sh, and the Python package at 2 ranks
+	python=$$(scripts/new-torch.sh); \
+	TESTTORCH_PYTHON="$$python" $(GO) test $(VETTED) -count 1 -run '$(TORCH_TESTS)' -skip TorchDistributed $(TORCH_PACKAGES); \
+	$(call TEST_PYTHON,$(PYTHON)) --ranks 2 "$$python"
 
 .PHONY: test-torch2
 test-torch2: python-programs ## test-python also with PyPI's newest torch (some GB) and PYTHONS; writes docs/compatibility.md
 	python3 -m venv "$(TOOLS)/torch2"
 	"$(TOOLS)/torch2/bin/python" -m pip install --quiet --upgrade torch numpy
-	TESTTORCH_PYTHON="$(TOOLS)/torch2/bin/python" $(GO) test -count 1 -run '$(TORCHRUN_TESTS)' ./store/c10d ./internal/place ./internal/pythontest ./internal/e2e
+	TESTTORCH_PYTHON="$(TOOLS)/torch2/bin/python" $(GO) test -count 1 -run '$(TORCH_TESTS)' $(TORCH_PACKAGES)
 	$(call TEST_PYTHON,$(PYTHON)) --page docs/compatibility.md $(PYTHON) "$(TOOLS)/torch2/bin/python" $(PYTHONS)
 
 .PHONY: torch-own-tests

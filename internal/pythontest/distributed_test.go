@@ -16,59 +16,60 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// distributed returns a command that runs Python with gohvd's package, without hvdrun.
+// distributed returns a command that runs Python, with torch 2.1 or newer and gohvd's package, without
+// hvdrun. It skips the test if there is no such torch.
 func distributed(t *testing.T, args ...string) *exec.Cmd {
+	t.Helper()
+	return pythonCommand(t, testnet.NewTorch(t), args...)
+}
+
+// pythonCommand returns a command that runs an interpreter with gohvd's package.
+func pythonCommand(t *testing.T, interpreter string, args ...string) *exec.Cmd {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), 4*time.Minute)
 	t.Cleanup(cancel)
-	cmd := exec.CommandContext(ctx, testnet.Python, args...)
+	cmd := exec.CommandContext(ctx, interpreter, args...)
 	cmd.Env = append(os.Environ(), "PYTHONPATH="+python(t), "PYTHONDONTWRITEBYTECODE=1", "OMP_NUM_THREADS=1",
 		"HVD_SIDECAR_BINARY="+hvdd)
 	cmd.WaitDelay = 10 * time.Second
 	return cmd
 }
 
-// hasDistributed reports whether torch is new enough for gohvd.torch.distributed. If it is too old, the
-// import must say which version is needed.
-func hasDistributed(t *testing.T) bool {
-	t.Helper()
+// TestTorchIsTooOld checks that the import of gohvd.torch.distributed says which version of torch it needs.
+func TestTorchIsTooOld(t *testing.T) {
 	testnet.NeedTorch(t)
-	out, err := distributed(t, "-c", "import gohvd.torch.distributed").CombinedOutput()
-	if err == nil {
-		return true
+	out, err := pythonCommand(t, testnet.Python, "-c",
+		`import torch; torch.__version__ = "2.0.1"; import gohvd.torch.distributed`).CombinedOutput()
+	const want = "ImportError: gohvd.torch.distributed needs torch 2.1 or newer, but torch 2.0.1 is installed"
+	if err == nil || !strings.Contains(string(out), want) {
+		t.Errorf("got %v, want %q in\n%s", err, want, out)
 	}
-	if !strings.Contains(string(out), "ImportError: gohvd.torch.distributed needs torch 2.1 or newer, but torch 1.") {
-		t.Fatalf("%v\n%s", err, out)
-	}
-	return false
 }
 
 // TestTorchDistributed runs the tests of gohvd.torch.distributed, with ranks that torchrun or
-// torch.multiprocessing has started. With a version of torch that is too old, it checks only the error.
+// torch.multiprocessing has started.
 func TestTorchDistributed(t *testing.T) {
-	if !hasDistributed(t) {
-		return
-	}
+	testnet.NewTorch(t)
 	program := filepath.Join(python(t), "tests", "distributed_ranks.py")
+	var seen coverage
 	for _, n := range []int{1, 2, 3} {
 		t.Run("spawn "+strconv.Itoa(n), func(t *testing.T) {
-			passed(t, n, distributed(t, program, strconv.Itoa(n)))
+			passed(t, n, &seen, distributed(t, program, strconv.Itoa(n)))
 		})
 	}
 	t.Run("torchrun 4", func(t *testing.T) {
 		args := append([]string{"-m", "torch.distributed.run"}, testnet.Standalone(t)...)
 		args = append(args, "--nproc_per_node=4", program, "Meshes", "Training.test_ddp",
 			"Lives.test_job_of_the_program") // which mp.spawn cannot run
-		passed(t, 4, distributed(t, args...))
+		passed(t, 4, &seen, distributed(t, args...))
 	})
+	seen.report(t)
 }
 
 // TestTorchDistributedHosts runs the same program with torchrun on two simulated hosts, with two ranks on
 // each.
 func TestTorchDistributedHosts(t *testing.T) {
-	if !hasDistributed(t) {
-		return
-	}
+	testnet.NewTorch(t)
 	hosts := testnet.NewHosts(t, 2)
 	ctx, cancel := context.WithTimeout(t.Context(), 4*time.Minute)
 	defer cancel()
@@ -93,13 +94,22 @@ func TestTorchDistributedHosts(t *testing.T) {
 	}
 }
 
-// passed runs a job of n ranks that runs distributed_ranks.py.
-func passed(t *testing.T, n int, cmd *exec.Cmd) {
+// distributedTest matches what distributed_ranks.py prints about a test that was run or skipped, and
+// distributedSkip about one that was skipped.
+var (
+	distributedTest = regexp.MustCompile(`(?m)^(?:ran|skipped) (\S+)`)
+	distributedSkip = regexp.MustCompile(`(?m)^skipped (\S+): (.*)$`)
+)
+
+// passed runs a job of n ranks that runs distributed_ranks.py, and adds its tests to seen.
+func passed(t *testing.T, n int, seen *coverage, cmd *exec.Cmd) {
 	t.Helper()
 	out, err := cmd.CombinedOutput()
-	if err != nil || !strings.Contains(string(out), strconv.Itoa(n)+" ranks: ") {
-		t.Fatalf("%v\n%s", err, out)
+	text := string(out)
+	if err != nil || !strings.Contains(text, strconv.Itoa(n)+" ranks: ") {
+		t.Fatalf("%v\n%s", err, text)
 	}
+	seen.add(distributedTest.FindAllStringSubmatch(text, -1), distributedSkip.FindAllStringSubmatch(text, -1))
 }
 
 // distributedVictim is a program that trains until an operation fails, and then prints the error. In the
@@ -139,9 +149,7 @@ sys.stdout.write("rank %d ends\n" % rank)
 // TestTorchDistributedKilled kills rank 1 of three. The wait of every other rank raises an error that names
 // rank 1, in each kind of wait. Then torchrun starts all ranks again, and they end in order.
 func TestTorchDistributedKilled(t *testing.T) {
-	if !hasDistributed(t) {
-		return
-	}
+	testnet.NewTorch(t)
 	script := filepath.Join(t.TempDir(), "script.py")
 	if err := os.WriteFile(script, []byte(distributedVictim), 0o600); err != nil {
 		t.Fatal(err)

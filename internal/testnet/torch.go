@@ -1,10 +1,14 @@
 package testnet
 
 import (
+	"bytes"
 	"cmp"
 	"context"
+	"errors"
+	"fmt"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"sync"
 	"testing"
 	"time"
@@ -15,18 +19,65 @@ import (
 var Python = cmp.Or(os.Getenv("TESTTORCH_PYTHON"), "/usr/bin/python3")
 
 // haveTorch returns an error if Python cannot import PyTorch.
-var haveTorch = sync.OnceValue(func() error {
-	return exec.Command(Python, "-c", "import torch.distributed").Run()
-})
+var haveTorch = sync.OnceValue(func() error { return torchIn(Python, "0") })
+
+// torchIn returns an error if the interpreter cannot import PyTorch, or an older one than oldest.
+func torchIn(python, oldest string) error {
+	out, err := exec.Command(python, "-c", `
+import re, sys, torch.distributed
+numbers = lambda version: [int(n) for n in re.findall(r"\d+", version)]
+if numbers(torch.__version__) < numbers(sys.argv[1]):
+    sys.exit("it has torch " + torch.__version__)
+`, oldest).CombinedOutput()
+	if err != nil {
+		err = fmt.Errorf("%s: %w: %s", python, err, bytes.TrimSpace(out))
+	}
+	return err
+}
 
 // NeedTorch skips the test if PyTorch is missing. In CI, which has PyTorch, it fails the test instead.
 func NeedTorch(t testing.TB) {
 	t.Helper()
-	if err := haveTorch(); err != nil {
-		if os.Getenv("CI") != "" {
-			t.Fatalf("%s cannot import torch: %v; CI installs python3-torch", Python, err)
-		}
-		t.Skipf("%s cannot import torch: %v; it is in Debian's package python3-torch", Python, err)
+	need(t, haveTorch(), "needs torch, which is in Debian's package python3-torch")
+}
+
+// newTorch finds the interpreter that NewTorch returns.
+var newTorch = sync.OnceValues(func() (string, error) {
+	const oldest = "2.1"
+	err := torchIn(Python, oldest)
+	if err == nil {
+		return Python, nil
+	}
+	cache, none := os.UserCacheDir()
+	if none != nil {
+		return "", errors.Join(err, none)
+	}
+	python := filepath.Join(cache, "gohvd", "torch", "bin", "python")
+	if other := torchIn(python, oldest); other != nil {
+		return "", errors.Join(err, other)
+	}
+	return python, nil
+})
+
+// NewTorch returns a Python interpreter with PyTorch 2.1 or newer: Python, or the one that
+// scripts/new-torch.sh has installed. If there is none, it skips the test. In CI, which has one, it fails the
+// test instead.
+func NewTorch(t testing.TB) string {
+	t.Helper()
+	python, err := newTorch()
+	need(t, err, "needs torch 2.1 or newer, which scripts/new-torch.sh installs (some GB)")
+	return python
+}
+
+// need skips the test, or in CI fails it, if err says that what it needs is missing.
+func need(t testing.TB, err error, what string) {
+	t.Helper()
+	switch {
+	case err == nil:
+	case os.Getenv("CI") != "":
+		t.Fatalf("%s, and CI installs it: %v", what, err)
+	default:
+		t.Skipf("%s: %v", what, err)
 	}
 }
 

@@ -2,7 +2,8 @@
 
 distributed_ranks.py runs as one rank if RANK is set, for example by torchrun. ``distributed_ranks.py N [NAME...]`` starts
 N ranks with torch.multiprocessing, which meet at a file. They run the tests with these names, or else all tests. Then
-rank 0 prints ``N ranks: M tests passed``. The name does not begin with test_, because hvdrun does not start these tests.
+rank 0 prints ``N ranks: M tests passed``, after the names of the tests that ran or were skipped. The name of this file does
+not begin with test_, because hvdrun does not start these tests.
 """
 
 from __future__ import annotations
@@ -192,7 +193,7 @@ class Collectives(Ranks):
 
     def test_all_to_all_with_wrong_splits(self) -> None:
         if self.size == 1:
-            return
+            self.skipTest("needs another rank")
         ones = [1] * self.size
         # Rank 0 sends the numbers of rows in sent, and rank 1 wants those in received. Each row has two elements.
         for sent, received, got in (
@@ -286,7 +287,7 @@ class Messages(Ranks):
     def test_send_and_recv(self) -> None:
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         if self.size == 1:
-            return
+            self.skipTest("needs another rank")
         for dtype in (torch.float32, torch.bool, torch.complex64, torch.int64):
             sent = dist.isend(self.ours(3, 2).to(dtype), after, tag=7)
             x = torch.zeros(3, 2, dtype=dtype)
@@ -385,7 +386,7 @@ class Groups(Ranks):
 
     def test_split_group(self) -> None:
         if not hasattr(dist, "split_group"):
-            return  # torch 2.1 does not have it
+            self.skipTest("this torch has no split_group")
         halves = [list(self.all)[: self.size // 2], list(self.all)[self.size // 2 :]]
         half = dist.split_group(split_ranks=[h for h in halves if h], group_desc="halves")
         (members,) = [h for h in halves if self.rank in h]
@@ -408,7 +409,7 @@ class Groups(Ranks):
 
     def test_several_backends(self) -> None:
         if not _HAS_BACKENDS:
-            return
+            self.skipTest("this torch has no backends by device")
         total, cpu, cuda = sum(r + 1.0 for r in self.all), torch.device("cpu"), torch.device("cuda")
         for backends, ours in (("cpu:gohvd,cuda:gloo", cpu), ("cuda:gloo,cpu:gohvd", cpu), ("cpu:gloo,cuda:gohvd", cuda)):
             group = dist.new_group(list(self.all), backend=backends)
@@ -457,7 +458,7 @@ class Groups(Ranks):
     def test_several_backends_with_checks(self) -> None:
         """With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch calls the backend through a wrapper, which checks the calls."""
         if not _HAS_BACKENDS:
-            return
+            self.skipTest("this torch has no backends by device")
         before, cpu = dist.get_debug_level(), torch.device("cpu")
         dist.set_debug_level(dist.DebugLevel.DETAIL)
         self.addCleanup(dist.set_debug_level, before)
@@ -494,7 +495,7 @@ class Groups(Ranks):
         try:
             from torch.distributed.device_mesh import init_device_mesh
         except ImportError:
-            return  # torch 2.1 does not have it
+            self.skipTest("this torch has no device meshes")
 
         mesh = init_device_mesh("cpu", (1, self.size), mesh_dim_names=("a", "b"))
         x = self.ours(1)
@@ -508,7 +509,7 @@ class Meshes(Ranks):
     def test_same_names(self) -> None:
         """Torch may give one name to groups that have no rank in common, if not all ranks have called new_group as often."""
         if self.size == 1:
-            return
+            self.skipTest("needs another rank")
         store = dist.distributed_c10d._get_default_store()
         last = self.size - 1
         members = [last] if self.rank == last else list(range(last))
@@ -532,7 +533,7 @@ class Meshes(Ranks):
         try:
             from torch.distributed.device_mesh import init_device_mesh
         except ImportError:
-            return  # torch 2.1 does not have it
+            self.skipTest("this torch has no device meshes")
         rows = 2 if self.size % 2 == 0 else 1
         columns = self.size // rows
         mesh = init_device_mesh("cpu", (rows, columns), mesh_dim_names=("rows", "columns"))
@@ -598,7 +599,7 @@ class Works(Ranks):
     def test_futures_in_callbacks(self) -> None:
         """A callback may wait for the futures of other operations, which are begun before or in the callback."""
         if self.size == 1:
-            return
+            self.skipTest("needs another rank")
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
 
         def total(depth: int) -> torch.futures.Future:
@@ -688,7 +689,7 @@ class Works(Ranks):
         try:
             from torch._C._distributed_c10d import _register_work
         except ImportError:
-            return  # torch 2.1 does not have it
+            self.skipTest("this torch has no _register_work")
         x = self.ours(2)
         _register_work(x, dist.all_reduce(x, async_op=True))
         self.equal(torch.ops._c10d_functional.wait_tensor(x), sum(r + 1.0 for r in self.all))
@@ -723,7 +724,7 @@ class Works(Ranks):
 
     def test_mismatch(self) -> None:
         if self.size == 1:
-            return
+            self.skipTest("needs another rank")
         last = self.rank == self.size - 1
         call = (lambda: dist.broadcast(torch.ones(3), 0)) if last else (lambda: dist.all_reduce(torch.ones(3)))
         name = "broadcast" if last else "all_reduce"
@@ -832,7 +833,7 @@ class Training(Ranks):
         try:
             from torch.distributed.fsdp import fully_shard
         except ImportError:
-            return  # torch 2.1 does not have it
+            self.skipTest("this torch has no fully_shard")
         for in_arena in (False, True):
             self.train_sharded(fully_shard, in_arena)
 
@@ -866,7 +867,7 @@ class Training(Ranks):
         try:
             from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
         except ImportError:
-            return  # torch 2.1 does not have fully_shard
+            self.skipTest("this torch has no fully_shard")
         from torch.distributed.device_mesh import DeviceMesh
 
         def shard(model: torch.nn.Module, group: dist.ProcessGroup, new: bool) -> torch.nn.Module:
@@ -949,7 +950,7 @@ class Lives(Ranks):
     def test_job_of_the_program(self) -> None:
         """If the program has called hvd.init, the group uses that job and does not end it."""
         if "RANK" not in os.environ:
-            return  # hvd.init finds no launcher
+            self.skipTest("only with a launcher, such as torchrun")
         dist.destroy_process_group()
         hvd.init()
         for k in range(2):
@@ -972,18 +973,31 @@ def begin(k: object, backend: str = "gohvd", **kw: object) -> None:
     dist.init_process_group(backend, **args, **kw)
 
 
+def name_of(test: unittest.TestCase) -> str:
+    """The name of a test without that of this module, which is __main__ or __mp_main__."""
+    return test.id().partition(".")[2]
+
+
+def names_of(suite: unittest.TestSuite) -> list[str]:
+    return [name for t in suite for name in (names_of(t) if isinstance(t, unittest.TestSuite) else [name_of(t)])]
+
+
 def run(rank: int, size: int, file: str, names: list[str]) -> None:
     if file:
         INIT.update(init_method=f"file://{file}", rank=rank, world_size=size)
     module, loader = sys.modules[__name__], unittest.defaultTestLoader
     suite = loader.loadTestsFromNames(names, module) if names else loader.loadTestsFromModule(module)
+    ran = names_of(suite)
     result = unittest.TextTestRunner(verbosity=2 if rank == 0 else 1).run(suite)
     size = dist.get_world_size()
     dist.destroy_process_group()
     if not result.wasSuccessful():
         sys.exit(1)
     if rank == 0:
-        print(f"{size} ranks: {result.testsRun} tests passed", flush=True)
+        skipped = {name_of(test): why for test, why in result.skipped}
+        for name in ran:
+            print(f"skipped {name}: {skipped[name]}" if name in skipped else f"ran {name}")
+        print(f"{size} ranks: {result.testsRun - len(result.skipped)} tests passed", flush=True)
 
 
 if __name__ == "__main__":
