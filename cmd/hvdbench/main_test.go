@@ -87,14 +87,19 @@ func prepare(t *testing.T, np int, env []string,
 	return cmd, stdout, stderr
 }
 
-// launch starts a command. If the command has not ended after deadline, launch kills it.
+// launch starts a command. If the command has not ended after deadline, launch kills it. When the test
+// removes its folders, in which the command may write, the command has ended.
 func launch(t *testing.T, cmd *exec.Cmd) {
 	t.Helper()
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
 	kill := time.AfterFunc(deadline, func() { _ = cmd.Process.Kill() })
-	t.Cleanup(func() { kill.Stop() })
+	t.Cleanup(func() {
+		_ = cmd.Process.Signal(os.Interrupt) // fails if the command has ended
+		_ = cmd.Wait()                       // fails if the test has waited
+		kill.Stop()
+	})
 }
 
 // start prepares a command and launches it.

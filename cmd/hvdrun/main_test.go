@@ -98,10 +98,16 @@ func hvdrun(t *testing.T, args ...string) *exec.Cmd {
 		t.Fatal(err)
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), deadline)
-	t.Cleanup(cancel)
 	cmd := exec.CommandContext(ctx, self, append([]string{"hvdrun"}, args...)...)
 	cmd.Env = append(os.Environ(), "GORACE=atexit_sleep_ms=0 "+os.Getenv("GORACE"))
+	cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) }
 	cmd.WaitDelay = time.Second
+	// If the test fails, the job must have ended before the test removes the folders in which it writes.
+	t.Cleanup(func() {
+		if cancel(); cmd.Process != nil {
+			_ = cmd.Wait() // fails if the test has waited
+		}
+	})
 	return cmd
 }
 
