@@ -203,7 +203,7 @@ func (j *job) until(what string, enough func(l line) bool) {
 		case l, ok := <-j.lines:
 			if !ok {
 				status := j.wait()
-				j.t.Fatalf("the job ended with status %d before %s", status, what)
+				j.t.Fatalf("the job ended with status %d before %s; standard error:\n%s", status, what, j.err())
 			}
 			if enough(l) {
 				return

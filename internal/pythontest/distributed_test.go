@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -23,14 +24,15 @@ func distributed(t *testing.T, args ...string) *exec.Cmd {
 	return pythonCommand(t, testnet.NewTorch(t), args...)
 }
 
-// pythonCommand returns a command that runs an interpreter with gohvd's package.
+// pythonCommand returns a command that runs an interpreter with gohvd's package. On a busy machine, ranks may
+// take longer than the default to meet and to connect.
 func pythonCommand(t *testing.T, interpreter string, args ...string) *exec.Cmd {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), 4*time.Minute)
+	ctx, cancel := context.WithTimeout(t.Context(), pythonLimit)
 	t.Cleanup(cancel)
 	cmd := exec.CommandContext(ctx, interpreter, args...)
 	cmd.Env = append(os.Environ(), "PYTHONPATH="+python(t), "PYTHONDONTWRITEBYTECODE=1", "OMP_NUM_THREADS=1",
-		"HVD_SIDECAR_BINARY="+hvdd)
+		"HVD_SIDECAR_BINARY="+hvdd, fmt.Sprint("HOROVOD_GLOO_TIMEOUT_SECONDS=", pythonLimit.Seconds()))
 	cmd.WaitDelay = 10 * time.Second
 	return cmd
 }
@@ -71,7 +73,7 @@ func TestTorchDistributed(t *testing.T) {
 func TestTorchDistributedHosts(t *testing.T) {
 	testnet.NewTorch(t)
 	hosts := testnet.NewHosts(t, 2)
-	ctx, cancel := context.WithTimeout(t.Context(), 4*time.Minute)
+	ctx, cancel := context.WithTimeout(t.Context(), pythonLimit)
 	defer cancel()
 	outs, errs := make([]bytes.Buffer, len(hosts)), make(chan error, len(hosts))
 	for i, host := range hosts {

@@ -53,7 +53,7 @@ var withoutRanks = []string{"test_core_arena", "test_core_exit", "test_core_prog
 
 // pythonLimit limits the time of the Python tests for one number of ranks. In addition each test has a limit
 // of its own, but pythonLimit also ends a program that hangs outside of the tests.
-const pythonLimit = 5 * time.Minute
+const pythonLimit = 10 * time.Minute
 
 // python returns the directory of the Python package.
 func python(t testing.TB) string {

@@ -2,7 +2,6 @@ package pythontest
 
 import (
 	"bytes"
-	"context"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -10,7 +9,6 @@ import (
 	"strings"
 	"sync"
 	"testing"
-	"time"
 
 	"github.com/gohvd/gohvd/internal/testnet"
 )
@@ -66,13 +64,8 @@ func TestBesideTorch(t *testing.T) {
 	} {
 		t.Run(test.launcher+" "+test.order, func(t *testing.T) {
 			out := test.run(t, func(args ...string) *exec.Cmd {
-				ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
-				t.Cleanup(cancel)
-				cmd := exec.CommandContext(ctx, testnet.Python, append(args, script, test.order)...)
-				cmd.Env = append(os.Environ(), "PYTHONPATH="+python(t), "PYTHONDONTWRITEBYTECODE=1",
-					"OMP_NUM_THREADS=1", "GLOO_SOCKET_IFNAME=lo",
-					"HVD_SIDECAR_BINARY="+hvdd)
-				cmd.WaitDelay = 10 * time.Second
+				cmd := pythonCommand(t, testnet.Python, append(args, script, test.order)...)
+				cmd.Env = append(cmd.Env, "GLOO_SOCKET_IFNAME=lo")
 				return cmd
 			})
 			t.Log(out)
