@@ -125,9 +125,9 @@ func TestPython(t *testing.T) {
 }
 
 // pythonTest matches what unittest prints about a test, and pythonSkip about one that was skipped. The test
-// may have a docstring, whose first line is printed.
+// may have a docstring, whose first line is printed. Output of the test before it may be on the same line.
 var (
-	pythonTest = regexp.MustCompile(`(?m)^test_\w+ \((.*)\)`)
+	pythonTest = regexp.MustCompile(`(?m)\btest_\w+ \(([\w.]+)\)`)
 	pythonSkip = regexp.MustCompile(pythonTest.String() + `(?:\n.*)? \.\.\. skipped ['"](.*)['"]$`)
 )
 

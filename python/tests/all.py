@@ -67,7 +67,7 @@ def run(interpreter: str, ranks: int, torch: bool) -> List[str]:
         failed = [f"status {status}"]
     rank0 = "".join(re.findall(r"^\[0\]<stderr>:(.*\n)", output, re.MULTILINE))
     # A test may have a docstring, whose first line is printed.
-    reasons = re.findall(r"^(test_\w+) \((\S+)\)(?:\n.*)? \.\.\. skipped ['\"](.*)['\"]$", rank0, re.MULTILINE)
+    reasons = re.findall(r"\b(test_\w+) \(([\w.]+)\)(?:\n.*)? \.\.\. skipped ['\"](.*)['\"]$", rank0, re.MULTILINE)
     if failed:
         print(output)
     for path in left_out:
