@@ -170,15 +170,25 @@ func newCommand(measure func(ctx context.Context, o options) error) *cobra.Comma
 	f.StringVar(&o.tuneFile, "tune", "",
 		"measure the algorithms over TCP, by default from 4 bytes to 64M, and write the best ones to the table of "+
 			"algorithms in `FILE`, for HVD_ALGORITHM_TABLE")
-	f.StringVar(&o.format, "format", "nccl", "format of the output: "+strings.Join(formats, ", "))
-	for name, of := range map[string][]string{"format": formats, "mode": modeNames[:],
-		"collective": root.ValidArgs} {
-		if err := root.RegisterFlagCompletionFunc(name,
-			cobra.FixedCompletions(of, cobra.ShellCompDirectiveNoFileComp)); err != nil {
-			panic(err) // only if a name above is not a flag
-		}
-	}
+	addFormat(root, &o.format)
+	offer(root, "mode", modeNames[:])
+	offer(root, "collective", root.ValidArgs)
+	root.AddCommand(newCoresCommand())
 	return root
+}
+
+// addFormat adds the flag --format to a command.
+func addFormat(c *cobra.Command, format *string) {
+	c.Flags().StringVar(format, "format", "nccl", "format of the output: "+strings.Join(formats, ", "))
+	offer(c, "format", formats)
+}
+
+// offer completes the values of a flag.
+func offer(c *cobra.Command, name string, values []string) {
+	if err := c.RegisterFlagCompletionFunc(name,
+		cobra.FixedCompletions(values, cobra.ShellCompDirectiveNoFileComp)); err != nil {
+		panic(err) // only if the command has no such flag
+	}
 }
 
 // completeTune sets the defaults of --tune.

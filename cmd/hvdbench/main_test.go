@@ -190,6 +190,7 @@ func TestWrongUsage(t *testing.T) {
 	for _, args := range [][]string{
 		{"--no-such-flag"}, {"-z", "0"}, {"gather"}, {"barrier", "allreduce"},
 		{"--workload", "gpt2", "--many", "3:8"},
+		{"cores", "allreduce"}, {"cores", "-b", "8"}, {"cores", "--format", "json"},
 	} {
 		var stdout, stderr bytes.Buffer
 		if got := run(args, &stdout, &stderr); got != statusUsage ||
@@ -211,6 +212,10 @@ func TestHelpAndCompletion(t *testing.T) {
 		{[]string{"__complete", "allg"}, []string{"allgather\n"}},
 		{[]string{"__complete", "--format", ""}, []string{"nccl\ncsv\n"}},
 		{[]string{"completion", "bash"}, []string{"__start_hvdbench"}},
+		{[]string{"cores", "--help"}, []string{"hvdbench cores [flags]", "less than 0.15 us", "--format"}},
+		{[]string{"__complete", "c"}, []string{"cores\t"}},
+		{[]string{"__complete", "cores", "--format", ""}, []string{"nccl\ncsv\n"}},
+		{[]string{"cores", "--format", "csv"}, []string{"\nstate,core,"}},
 	} {
 		var stdout, stderr bytes.Buffer
 		if got := run(c.args, &stdout, &stderr); got != 0 {

@@ -244,8 +244,6 @@ func (o *options) check() error {
 			o.seconds, o.maxSeconds)
 	case o.average < byKind || o.average > ofMax:
 		return fmt.Errorf("--average is %d, want 0 (rank 0), 1 (mean), 2 (minimum), 3 (maximum) or -1 (the default)", o.average)
-	case !slices.Contains(formats, o.format):
-		return fmt.Errorf("--format is %q, want one of %s", o.format, strings.Join(formats, ", "))
 	case len(o.placements) == 0:
 		return fmt.Errorf("--in-place and --out-of-place are both false, want at least one of them")
 	case o.workload != "" && o.many.count > 0:
@@ -261,6 +259,14 @@ func (o *options) check() error {
 		return fmt.Errorf("--gpu measures only allreduce, without --raw, --arena, --touch, --workload, --many and --tune")
 	case len(o.sizes()) > maxLines:
 		return fmt.Errorf("the range from --minbytes to --maxbytes has more than %d sizes: raise --stepbytes or --stepfactor", maxLines)
+	}
+	return checkFormat(o.format)
+}
+
+// checkFormat returns an error if there is no format with this name.
+func checkFormat(name string) error {
+	if !slices.Contains(formats, name) {
+		return fmt.Errorf("--format is %q, want one of %s", name, strings.Join(formats, ", "))
 	}
 	return nil
 }
