@@ -30,12 +30,12 @@ class InputError(Exception):
     """An error in the input files. The text names the file and, if possible, the line."""
 
 
-def read_results(name, lines):
+def read_results(name, lines, first=1):
     """Returns the rows of a CSV file as dictionaries with hvdbench's column names. A file without a header is from
-    bench/peers.
+    bench/peers. first is the number of the first line in the file.
     """
     rows, columns = [], HARNESS
-    for number, text in enumerate(lines, 1):
+    for number, text in enumerate(lines, first):
         if not text.strip() or text.startswith("#"):
             continue
         fields = next(csv.reader([text.strip()]))

@@ -6,8 +6,10 @@ import subprocess
 import sys
 import tempfile
 import unittest
+import unittest.mock
 import xml.etree.ElementTree
 
+import cores
 import plot
 import report
 
@@ -95,10 +97,67 @@ class Plot(Folder):
             self.assertFalse(os.path.exists(out))
 
 
+NEAR, FAR = (cores.State("near", 0.05, 2.5), cores.State("far", 0.4, 4.5))
+
+
+class Cores(Folder):
+    def program(self, *states):
+        """Makes a program hvdbench that prints the given states, one in each call."""
+        rows = [",".join(map(str, (s.name, 0, 1, s.round_trip_us, s.read_us))) for s in states]
+        self.write("rows", "".join(row + "\n" for row in rows))
+        head = "# hvdbench cores\\nstate,core,other_core,round_trip_us,read_64KiB_us\\n"
+        path = self.write("hvdbench", f"""#!/bin/sh
+[ "$*" = "cores --format csv" ] || exit 3
+printf '{head}'
+head -n 1 {self.folder}/rows
+sed -i 1d {self.folder}/rows
+""")
+        os.chmod(path, 0o755)
+        patched = unittest.mock.patch.dict(os.environ, {"HVD_PROGRAMS": self.folder})
+        patched.start()
+        cores.program.cache_clear()
+        self.addCleanup(lambda: (patched.stop(), cores.program.cache_clear()))
+
+    def test_measure(self):
+        self.assertIn(cores.measure().name, cores.STATES)  # by the real hvdbench, on this machine
+
+    def test_comment(self):
+        self.program(FAR)
+        done = run("cores.py")
+        self.assertEqual((done.returncode, done.stdout, done.stderr), (0, "# cores,far,0.4000,4.5000\n", ""))
+        self.program(cores.State("single", "", ""))
+        self.assertEqual(cores.measure(), cores.State("single", 0, 0))
+        self.program(cores.State("nearly", 1, 1))
+        with self.assertRaisesRegex(ValueError, "'nearly', want one of near, far, single"):
+            cores.measure()
+
+    def test_runs_in(self):
+        lines = ["a", NEAR.comment(), NEAR.comment() + "\n", "b", "c", FAR.comment(), "d"]
+        self.assertEqual(list(cores.runs_in(lines)), [(1, ["a"], None, NEAR), (3, [], NEAR, NEAR), (4, ["b", "c"], NEAR, FAR), (7, ["d"], FAR, None)])
+
+    def test_watch(self):
+        # The third run and the last one change the state.
+        self.program(NEAR, NEAR, cores.State("near", 0.07, 2.75), FAR, FAR, FAR, NEAR)
+        watch = cores.Watch()
+        for number, (ours, peer) in enumerate(((10, 20), (5, 20), (1, 2)), 1):
+            for key, us in (("peer", peer), ("ours", ours)):
+                result, state = watch.run(lambda us=us: us)
+                self.assertEqual(result, us)
+                watch.add(state, number, {key: us})
+        self.assertEqual(watch.states(), ["near", "far"])
+        self.assertEqual((watch.of("near", "peer"), watch.of("far", "peer"), watch.of("far", "ours")), ([20], [2], [5]))
+        self.assertEqual(watch.ratios("near", "ours", "peer"), [0.5])
+        # No round has a run of both in the far state: in round 2 only ours, and in round 3 only the peer.
+        self.assertEqual((watch.ratio_text("near", "ours", "peer"), watch.ratio_text("far", "ours", "peer")), ("0.50 (0.50 to 0.50) of 1", "-"))
+        self.assertEqual(watch.summary(), "near cores in 2 runs (round trip 0.05 to 0.07 us, read of 64 KiB 2.5 to 2.8 us); "
+                         "far cores in 2 runs (round trip 0.40 to 0.40 us, read of 64 KiB 4.5 to 4.5 us); "
+                         "2 of 6 runs are left out, because the state of the cores changed while they ran")
+
+
 class Report(Folder):
-    def add(self, file, peer, op, size, *times):
-        for number, us in enumerate(times, 1):
-            self.write(f"{file}-np2-round{number}.csv", f"{peer},{op},2,{size},20,{us:.3f},1.0,1.0,1.0\n")
+    def add(self, file, peer, op, size, *times, first=1, before=NEAR, after=NEAR):
+        for number, us in enumerate(times, first):
+            self.write(f"{file}-np2-round{number}.csv", f"{before.comment()}\n{peer},{op},2,{size},20,{us:.3f},1.0,1.0,1.0\n{after.comment()}\n")
 
     def test_page(self):
         self.add("ours", "ours", "allreduce", 1024, 2, 3)
@@ -114,6 +173,15 @@ class Report(Folder):
         self.add("gloo", "gloo-ring", "resnet50_pertensor", 102228128, 30000, 50000)
         self.add("ours", "ours", "barrier", 0, 1.5)  # only in the first round
         self.add("ompi", "ompi", "barrier", 0, 1, 1)
+        for peer, us in (("ours", 10), ("ompi", 20), ("ompi-spin", 30), ("mpich", 40)):
+            self.add(peer, peer, "allreduce", 1024, us, first=3, before=FAR, after=FAR)
+        # These are not compared: in round 4 the slowest library ran in another state, in round 5 ours, and in round 6 the
+        # state changed.
+        for peer, us in (("ours", 700), ("ompi", 70), ("ompi-spin", 71)):
+            self.add(peer, peer, "allreduce", 1024, us, first=4)
+            self.add(peer, peer, "allreduce", 1024, us, first=5, after=NEAR if peer != "ours" else FAR, before=NEAR if peer != "ours" else FAR)
+            self.add(peer, peer, "allreduce", 1024, us, first=6, after=FAR)
+        self.add("mpich", "mpich", "allreduce", 1024, 400, first=4, before=FAR, after=FAR)
         self.write("mpich-np2-round2.csv", "# FAILED,mpich,2,status 124\n")
         self.write("about.txt", "Machine: a test\n")
         self.write("commands.txt", "make bench-peers\n")
@@ -124,11 +192,16 @@ class Report(Folder):
         for want in (
             # In round 1, the best of the others is ompi with 4, and ours have 2 and 1. In round 2, it is ompi-spin with
             # 2, and ours have 3 and 1.
-            "| allreduce 1 KiB | 3.00 ompi | **1.00** (0.50–1.50) | **0.38** (0.25–0.50) |",
+            "| allreduce 1 KiB | 3.00 ompi | **1.00** (0.50–1.50) of 2 | **0.38** (0.25–0.50) of 2 |",
             # Each round is compared with the best time of all others in any mode: 30 ms of gloo in round 1, and 20 ms
             # of ompi in round 2.
-            "| resnet50 async | 25.0 ompi | **0.42** (0.33–0.50) | – |",
+            "| resnet50 async | 25.0 ompi | **0.42** (0.33–0.50) of 2 | – |",
             "| barrier | 1.00 ompi | **1.50** (1.50–1.50) of 1 | – |",
+            # In the far state, only round 3 counts.
+            "### 2 ranks, far cores: collectives, relative to the faster of Open MPI and MPICH",
+            "| allreduce 1 KiB | 20.0 ompi | **0.50** (0.50–0.50) of 1 | – |",
+            "3 of 39 runs are left out",
+            "2 of 10 ratios are left out",
             "- round 2: mpich,2,status 124",
         ):
             self.assertIn(want, self.read("chart.md"))
@@ -140,6 +213,15 @@ class Report(Folder):
             report.Comparison(self.folder)
         self.write("ompi-np2-round1.csv", "ompi,allreduce\n")
         with self.assertRaisesRegex(plot.InputError, "ompi-np2-round1.csv, line 1"):
+            report.Comparison(self.folder)
+
+    def test_results_without_a_state(self):
+        self.add("ours", "ours", "allreduce", 1024, 1, after=FAR)
+        self.write("ours-np2-round2.csv", "ours,allreduce,2,1024,20,1.0,1.0,1.0,1.0\n")
+        with self.assertRaisesRegex(plot.InputError, "2 of 2 runs are left out"):
+            report.Comparison(self.folder)
+        self.write("ours-np2-round2.csv", "# cores,nearly,1,1\n")
+        with self.assertRaisesRegex(plot.InputError, "ours-np2-round2.csv: .*'nearly'"):
             report.Comparison(self.folder)
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Runs hvdbench for all cases in README.md, and prints the results in the format of the programs for the other
-libraries.
+libraries. Before and after the rows of each call of hvdbench, it prints the state of the cores.
 
 The variable HVD_PROGRAMS is the folder with hvdrun and hvdbench. The settings are the variables that begin with BENCH_.
 """
@@ -9,6 +9,9 @@ import csv
 import os
 import subprocess
 import sys
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
+import cores
 
 VARIANTS = {"slices": [], "arena": ["--arena"], "raw": ["--raw"], "arena-raw": ["--arena", "--raw"]}
 OPS = ["barrier", "allreduce", "allgather", "broadcast", "resnet50", "gpt2"]
@@ -74,6 +77,7 @@ def main():
     ranks, peer = os.environ.get("BENCH_NP", "2"), os.environ.get("BENCH_PEER", "ours")
     programs = os.environ["HVD_PROGRAMS"]
     launch = [os.path.join(programs, "hvdrun"), "-np", ranks, "--tag-output=false", os.path.join(programs, "hvdbench")]
+    print(cores.measure().comment(), flush=True)
     for variant in s["variants"]:
         name = peer if variant == "slices" else f"{peer}-{variant}"
         for arguments in calls(s, variant):
@@ -89,6 +93,7 @@ def main():
                 bandwidth = size / median / 1000
                 print(f"{name},{op},{row['ranks']},{size},{row['iters']},{median:.3f},{float(row['min_us']):.3f},"
                       f"{bandwidth:.4f},{bandwidth * bus_factor(op, int(row['ranks'])):.4f}", flush=True)
+            print(cores.measure().comment(), flush=True)
 
 
 if __name__ == "__main__":

@@ -95,6 +95,9 @@ program() {
 export -f program build_mpi build_gloo older each_rank ompi
 export here name np built
 
+cores() { "$here/../cores.py" | tee -a "${OUT:-/dev/null}"; } # the state of the cores, before and after the rows
+
+cores
 limit=${BENCH_TIMEOUT:-600}
 rows='^(#|[A-Za-z0-9._-]+,|memcpy|copy|add|TCP|Unix|futex|eventfd|spin|sched|process)'
 set +e
@@ -105,4 +108,5 @@ if [ "$status" != 0 ]; then
 	echo "# FAILED,$name,$np,status $status (124 is more than $limit s)" | tee -a "${OUT:-/dev/null}"
 	tail -5 "$scratch/stderr" >&2
 fi
+cores
 exit "$status"
