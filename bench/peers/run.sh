@@ -54,11 +54,11 @@ ompi() { mpirun.openmpi --allow-run-as-root --oversubscribe -np "$np" "$@"; }
 
 program() {
 	case $name in
-	limits)
+	limits | limits-reads)
 		if older "$built/limits" "$here/limits.c"; then
 			gcc -O3 -march=native -w "$here/limits.c" -o "$built/limits" -lpthread >&2
 		fi
-		"$built/limits"
+		"$built/limits" "${name#limits}"
 		;;
 	ompi)
 		build_mpi openmpi
@@ -95,7 +95,8 @@ program() {
 export -f program build_mpi build_gloo older each_rank ompi
 export here name np built
 
-cores() { "$here/../cores.py" | tee -a "${OUT:-/dev/null}"; } # the state of the cores, before and after the rows
+export BENCH_CORES=$here/../cores.py
+cores() { "$BENCH_CORES" | tee -a "${OUT:-/dev/null}"; } # the state of the cores, before and after the rows
 
 cores
 limit=${BENCH_TIMEOUT:-600}
