@@ -55,7 +55,7 @@ ompi() { mpirun.openmpi --allow-run-as-root --oversubscribe -np "$np" "$@"; }
 program() {
 	case $name in
 	limits | limits-reads)
-		if older "$built/limits" "$here/limits.c"; then
+		if older "$built/limits" "$here/limits.c" "$here/bench.h"; then
 			gcc -O3 -march=native -w "$here/limits.c" -o "$built/limits" -lpthread >&2
 		fi
 		"$built/limits" "${name#limits}"
@@ -95,8 +95,9 @@ program() {
 export -f program build_mpi build_gloo older each_rank ompi
 export here name np built
 
-export BENCH_CORES=$here/../cores.py
-cores() { "$BENCH_CORES" | tee -a "${OUT:-/dev/null}"; } # the state of the cores, before and after the rows
+# This prints the state of the cores, also from a rank that is bound to one of them.
+export BENCH_CORES="taskset -c $(taskset -cp $$ | sed 's/.*: //') '$here/../cores.py'"
+cores() { sh -c "$BENCH_CORES" | tee -a "${OUT:-/dev/null}"; }
 
 cores
 limit=${BENCH_TIMEOUT:-600}
