@@ -44,6 +44,10 @@ def state_of(fields):
     return State(name, round_trip, read)
 
 
+def plural(number, noun):
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 @functools.cache
 def program():
     """Returns the path of hvdbench."""
@@ -122,29 +126,40 @@ class Results:
         number = f" of {len(ratios)}" if len(ratios) < len(self.rounds) else ""
         return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}){number}"
 
+    def table(self, keys, unit, decimals):
+        """Yields lines with the median and the range of each key in each state."""
+        yield f"cores: {self.summary()}"
+        for state in self.states():
+            yield STATES[state]
+            for key in keys:
+                if values := self.of(state, key):
+                    middle, low, high = (f"{v:.{decimals}f}" for v in (statistics.median(values), min(values), max(values)))
+                    yield f"{key:40} {middle:>9} {unit}   ({low} to {high}), {plural(len(values), 'round')}"
+
     def summary(self):
         """Returns a sentence with the number of the runs in each state, and of those that are left out."""
         texts = []
         for name in self.states():
             states = [state for run in self.seen[name] for state in run]
             trips, reads = [s.round_trip_us for s in states], [s.read_us for s in states]
-            texts.append(f"{STATES[name]} in {len(self.seen[name])} runs" + ("" if name == "single" else
+            texts.append(f"{STATES[name]} in {plural(len(self.seen[name]), 'run')}" + ("" if name == "single" else
                          f" (round trip {min(trips):.2f} to {max(trips):.2f} us, read of 64 KiB {min(reads):.1f} to {max(reads):.1f} us)"))
-        texts.append(f"{self.left_out} of {self.num_runs} runs are left out, because the state of the cores changed while they ran")
+        texts.append(f"{self.left_out} of {plural(self.num_runs, 'run')} left out, because the state of the cores changed meanwhile")
         return "; ".join(texts)
 
 
 class Watch(Results):
     """The results of runs, if this process measures the state. The state after a run is the one before the next."""
 
-    def __init__(self):
+    def __init__(self, measure=measure):
         super().__init__()
+        self.measure = measure
         self.last = measure()
 
     def run(self, call):
         """Calls a function. Returns its result and the name of the state in which it ran, or None."""
         before, result = self.last, call()
-        self.last = measure()
+        self.last = self.measure()
         return result, self.count(before, self.last)
 
 

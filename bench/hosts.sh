@@ -11,8 +11,9 @@
 #   ITERS=20                   the number of timed allreduces of a case and round
 #   RAW=                       if set, only the backend is measured, without negotiation
 #
-# It prints a line for each layout and case: the median time in ms, the range over the rounds, the median of the
-# ratios to one level in the same round, and the bytes that leave the first host for each byte of the tensor.
+# For each state of the cores (bench/cores.py), it prints a line for each layout and case: the median time in ms, the
+# range over the rounds, the median and the range of the ratios to one level in the same round, and the bytes that leave
+# the first host for each byte of the tensor.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 rounds=${ROUNDS:-5} layouts=${LAYOUTS:-2+2 3+1 2+2+2} rate=${RATE:-1gbit} iters=${ITERS:-20}
@@ -57,9 +58,13 @@ job() { # NAME PLACES VARIABLE...: runs hvdbench with a rank on each of the give
 		rank=$((rank + 1))
 	done
 	for pid in "${pids[@]}"; do wait "$pid"; done
-	echo "$layout,$name,$(($(sent) - before)),$(tail -n 1 "$HOSTS_DIR/out0")" >>"$HOSTS_DIR/results"
-	grep ^collective, "$HOSTS_DIR/out0" >"$HOSTS_DIR/columns"
+	{
+		grep ^collective, "$HOSTS_DIR/out0" | sed 's/^/round,layout,case,sent,/'
+		echo "$round,$layout,$name,$(($(sent) - before)),$(tail -n 1 "$HOSTS_DIR/out0")"
+		HVD_PROGRAMS=$HOSTS_DIR bench/cores.py
+	} >>"$HOSTS_DIR/results"
 }
+HVD_PROGRAMS=$HOSTS_DIR bench/cores.py >"$HOSTS_DIR/results"
 
 for round in $(seq "$rounds"); do
 	for layout in $layouts; do
@@ -77,19 +82,4 @@ for round in $(seq "$rounds"); do
 		echo "round $round of $rounds: $layout" >&2
 	done
 done
-/usr/bin/env python3 - "$HOSTS_DIR" "$iters" <<'EOF'
-import csv, statistics, sys
-where, iters = sys.argv[1], int(sys.argv[2])
-columns = next(csv.reader(open(where + "/columns")))
-times, counted = {}, {}
-for layout, name, sent, *row in csv.reader(open(where + "/results")):
-    row = dict(zip(columns, row))
-    times.setdefault((layout, name), []).append(float(row["mean_us"]) / 1000)
-    counted.setdefault((layout, name), []).append(int(sent) / int(row["bytes"]) / (iters + 1))
-print(f"{'layout':8}{'case':18}{'ms':>8}  {'range':18}{'ratio':>6}  {'sent':>5}")
-for (layout, name), t in times.items():
-    flat = times[layout, "one-level"]
-    ratio = statistics.median(a / b for a, b in zip(t, flat))
-    print(f"{layout:8}{name:18}{statistics.median(t):8.1f}  {f'{min(t):.1f} to {max(t):.1f}':18}{ratio:6.2f}"
-          f"  {statistics.median(counted[layout, name]):5.2f}")
-EOF
+bench/hosts.py "$HOSTS_DIR/results" "$iters"

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Measures gohvd over MPI beside C programs that use MPI directly, between two ranks, in turn.
 
-Prints the tables of docs/mpi.md for each MPI library that is installed. Needs openmpi-bin and libopenmpi-dev, or mpich
-and libmpich-dev, and two idle cores.
+Prints the tables of docs/mpi.md for each MPI library that is installed and each state of the cores (cores.py). A ratio
+is one of two runs of the same round and state. Needs openmpi-bin and libopenmpi-dev, or mpich and libmpich-dev, and two
+idle cores.
 """
 
 import argparse
@@ -12,6 +13,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
+
+import cores
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(HERE)
@@ -25,6 +28,7 @@ NAMES = {"openmpi": "Open MPI", "mpich": "MPICH"}
 LOCKSTEP_COLUMNS = ["three", "two", "persistent"]
 # Where in a page the tensors begin, by round. MPI copies slower if its buffer and the tensor begin at certain places.
 OFFSETS = [64, 2112, 1088, 3136, 576, 2624, 1600, 3648]
+SMALLEST = 64 << 10  # the smallest size without negotiation
 LOCKSTEP = {"HOROVOD_CONTROLLER": "mpi", "HVD_NEGOTIATION": "lockstep"}
 
 
@@ -59,25 +63,24 @@ def hvdbench(library, *args, **env):
     return {int(r[at["bytes"]]): float(r[at["p50_us"]]) for r in (row.split(",") for row in rows)}
 
 
-def measure(library, largest, offset):
-    """Returns the medians of one round: those in lock-step as {column: us}, and those without negotiation by size.
-
-    Without negotiation, the tensors begin at the given offset in a page.
-    """
+def measure(watch, number, library, largest):
+    """Adds the medians of one round. The keys are (library, "lockstep", column) and (library, size, program)."""
+    lines, state = watch.run(lambda: run(library, "lockstep"))
     # If the library has no persistent collectives, there is no time for them.
-    lockstep = dict(zip(LOCKSTEP_COLUMNS, map(float, run(library, "lockstep")[-1].split())))
-    lockstep["ours"] = hvdbench(library, "-b", "4", "-e", "4", "-n", "100000", "-w", "5000", **LOCKSTEP)[4]
-    settings = {"BENCH_OPS": "allreduce", "BENCH_MAX_BYTES": str(largest), "BENCH_OFFSET": str(offset)}
-    rows = [r.split(",") for r in run(library, "mpi_bench", **settings)]
-    peer = {int(r[3]): float(r[5]) for r in rows if int(r[3]) >= 64 << 10}
-    raw = hvdbench(library, "--raw", "-b", "64K", "-e", str(largest), "-f", "4", "--seconds", "0.3", "--offset", str(offset))
-    return lockstep, {size: (peer[size], raw[size]) for size in peer}
+    times = zip(LOCKSTEP_COLUMNS, map(float, lines[-1].split()))
+    watch.add(state, number, {(library, "lockstep", column): us for column, us in times})
+    times, state = watch.run(lambda: hvdbench(library, "-b", "4", "-e", "4", "-n", "100000", "-w", "5000", **LOCKSTEP))
+    watch.add(state, number, {(library, "lockstep", "ours"): times[4]})
 
-
-def ratio(pairs):
-    """Returns the median and the range of the ratios of pairs, as text."""
-    ratios = [ours / peer for peer, ours in pairs]
-    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    # Without negotiation, the tensors begin at this offset in a page.
+    offset = str(OFFSETS[number % len(OFFSETS)])
+    settings = {"BENCH_OPS": "allreduce", "BENCH_MAX_BYTES": str(largest), "BENCH_OFFSET": offset}
+    lines, state = watch.run(lambda: run(library, "mpi_bench", **settings))
+    rows = [r.split(",") for r in lines]
+    watch.add(state, number, {(library, int(r[3]), "peer"): float(r[5]) for r in rows if int(r[3]) >= SMALLEST})
+    options = ["--raw", "-b", str(SMALLEST), "-e", str(largest), "-f", "4", "--seconds", "0.3", "--offset", offset]
+    times, state = watch.run(lambda: hvdbench(library, *options))
+    watch.add(state, number, {(library, size, "ours"): us for size, us in times.items()})
 
 
 def size_text(size):
@@ -85,8 +88,33 @@ def size_text(size):
 
 
 def time_text(times):
-    t = statistics.median(times)
-    return f"{t:.2f} us" if t < 10 else f"{t:.1f} us" if t < 1000 else f"{t / 1000:.2f} ms"
+    """Returns the median and the range of times in us, as text."""
+    if not times:
+        return "-"
+    median = statistics.median(times)
+    unit, scale = ("us", 1) if median < 1000 else ("ms", 1000)
+    text, low, high = (f"{t / scale:.2f}" if t / scale < 10 or scale > 1 else f"{t:.1f}" for t in (median, min(times), max(times)))
+    return f"{text} {unit} ({low} to {high})"
+
+
+def tables(results, libraries):
+    """Yields the lines of the tables for all states."""
+    yield f"Cores: {results.summary()}."
+    for state in results.states():
+        yield f"\n## {cores.STATES[state].capitalize()}\n"
+        yield "| | C program, 3 calls | 2 calls | 2 persistent | gohvd | ratio to 3 calls | to 2 calls | to 2 persistent |"
+        yield "|---|---|---|---|---|---|---|---|"
+        for library in libraries:
+            key = {column: (library, "lockstep", column) for column in [*LOCKSTEP_COLUMNS, "ours"]}
+            times = [time_text(results.of(state, k)) for k in key.values()]
+            ratios = [results.ratio_text(state, key["ours"], key[column]) for column in LOCKSTEP_COLUMNS]
+            yield f"| {' | '.join([NAMES[library], *times, *ratios])} |"
+        for library in libraries:
+            yield f"\n| size | C program, {NAMES[library]} | gohvd, without negotiation | ratio |\n|---|---|---|---|"
+            for size in sorted({key[1] for _, key in results.values if key[0] == library and key[1] != "lockstep"}):
+                ours, peer = (library, size, "ours"), (library, size, "peer")
+                times = [time_text(results.of(state, key)) for key in (peer, ours)]
+                yield f"| {' | '.join([size_text(size), *times, results.ratio_text(state, ours, peer)])} |"
 
 
 def main():
@@ -94,33 +122,19 @@ def main():
     parser.add_argument("--rounds", type=int, default=5, help="number of rounds; in each round every program runs once (default %(default)s)")
     parser.add_argument("--max-bytes", type=int, default=64 << 20, help="largest size without negotiation (default %(default)s)")
     args = parser.parse_args()
-    if args.rounds < 1 or args.max_bytes < 64 << 10:
+    if args.rounds < 1 or args.max_bytes < SMALLEST:
         parser.error("want at least 1 round and at least 65536 bytes")
     libraries = [name for name in LAUNCH if shutil.which("mpicc." + name) and shutil.which("mpirun." + name)]
     if not libraries:
         sys.exit("bench/mpi.py: no MPI library is installed: apt-get install openmpi-bin libopenmpi-dev mpich libmpich-dev")
-    rounds = {library: [] for library in libraries}
     for library in libraries:
         build(library)
+    watch = cores.Watch()
     for number in range(args.rounds):
         for library in libraries:
-            rounds[library].append(measure(library, args.max_bytes, OFFSETS[number % len(OFFSETS)]))
+            measure(watch, number, library, args.max_bytes)
             print(f"round {number + 1} of {args.rounds}: {NAMES[library]}", file=sys.stderr)
-
-    print("| | C program, 3 calls | 2 calls | 2 persistent | gohvd | ratio to 3 calls | to 2 calls | to 2 persistent |")
-    print("|---|---|---|---|---|---|---|---|")
-    for library, results in rounds.items():
-        of = {column: [lockstep[column] for lockstep, _ in results] for column in results[0][0]}
-        columns = [*LOCKSTEP_COLUMNS, "ours"]
-        times = [time_text(of[column]) if column in of else "-" for column in columns]
-        ratios = [ratio(zip(of[column], of["ours"])) if column in of else "-" for column in LOCKSTEP_COLUMNS]
-        print("|", " | ".join([NAMES[library], *times, *ratios]), "|")
-    for library, results in rounds.items():
-        print(f"\n| size | C program, {NAMES[library]} | gohvd, without negotiation | ratio |\n|---|---|---|---|")
-        for size in results[0][1]:
-            pairs = [raw[size] for _, raw in results]
-            peer, ours = zip(*pairs)
-            print("|", " | ".join([size_text(size), time_text(peer), time_text(ours), ratio(pairs)]), "|")
+    print(*tables(watch, libraries), sep="\n")
 
 
 if __name__ == "__main__":

@@ -226,7 +226,7 @@ def page(folder, comparison, chart):
     about = [f"- {line}\n" for line in read_if_there(folder, "about.txt").splitlines()]
     about.append(f"- Rounds: {comparison.rounds}; each program ran once in each round\n")
     state = (f"- Cores: {comparison.cores.summary()}. {comparison.not_compared} of {comparison.compared + comparison.not_compared} ratios "
-             "are left out, because the state differed between the runs of a round")
+             "left out, because the state differed between the runs of a round")
     about.append(textwrap.fill(state, 110, subsequent_indent="  ") + "\n")
     command = read_if_there(folder, "commands.txt")
     parts = [INTRODUCTION, "\n", *about]

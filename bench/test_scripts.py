@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
 """Tests the scripts in this folder. The Go tests of cmd/hvdbench run these tests."""
 
+import importlib.util
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -10,6 +12,8 @@ import unittest.mock
 import xml.etree.ElementTree
 
 import cores
+import hosts
+import mpi
 import plot
 import report
 
@@ -151,7 +155,62 @@ sed -i 1d {self.folder}/rows
         self.assertEqual((watch.ratio_text("near", "ours", "peer"), watch.ratio_text("far", "ours", "peer")), ("0.50 (0.50 to 0.50) of 1", "-"))
         self.assertEqual(watch.summary(), "near cores in 2 runs (round trip 0.05 to 0.07 us, read of 64 KiB 2.5 to 2.8 us); "
                          "far cores in 2 runs (round trip 0.40 to 0.40 us, read of 64 KiB 4.5 to 4.5 us); "
-                         "2 of 6 runs are left out, because the state of the cores changed while they ran")
+                         "2 of 6 runs left out, because the state of the cores changed meanwhile")
+
+
+def results(*runs):
+    """Returns the results of runs, each given as (round, state before, state after, values by key)."""
+    r = cores.Results()
+    for number, before, after, values in runs:
+        r.add(r.count(before, after), number, values)
+    return r
+
+
+class Tables(unittest.TestCase):
+    """Each table has two rounds in the near state, one in the far state, and a run during which the state changed."""
+
+    def states(self, key, *values):
+        """Returns runs of a key with the given values."""
+        states = ((NEAR, NEAR), (NEAR, NEAR), (FAR, FAR), (FAR, NEAR))
+        return [(number, *state, {key: value}) for (number, state), value in zip(enumerate(states), values)]
+
+    def check(self, text, near, far):
+        """Checks the lines of the two states."""
+        self.assertIn("2 of 8 runs left out", text)
+        before, between, after = re.split("near cores|far cores", text.lower().partition("\n")[2])
+        self.assertEqual(before.strip("# \n"), "")
+        for part, want in ((between, near), (after, far)):
+            for line in want:
+                self.assertIn(line, part)
+
+    def test_table(self):
+        r = results(*self.states("a", 1, 3, 50, 999), *self.states("b", 2, 2, 10, 999))
+        self.check("\n".join(r.table(["a", "b"], "us", 1)), ["  2.0 us   (1.0 to 3.0), 2 rounds", "  2.0 us   (2.0 to 2.0), 2 rounds"],
+                   ["50.0 us   (50.0 to 50.0), 1 round", "10.0 us   (10.0 to 10.0), 1 round"])
+
+    def test_mpi(self):
+        for ours, peer, near, far in ((("mpich", "lockstep", "ours"), ("mpich", "lockstep", "two"), "| mpich | - | 2.00 us (2.00 to 2.00) | - |", "10.0 us (10.0 to 10.0)"),
+                                      (("mpich", 1 << 20, "ours"), ("mpich", 1 << 20, "peer"), "| 1 mib | 2.00 us (2.00 to 2.00) |", "| 1 mib | 10.0 us")):
+            r = results(*self.states(ours, 1, 3, 50, 999), *self.states(peer, 2, 2, 10, 999))
+            self.check("\n".join(mpi.tables(r, ["mpich"])), [near, "2.00 us (1.00 to 3.00)", " 1.00 (0.50 to 1.50) of 2 "],
+                       [far, "50.0 us (50.0 to 50.0)", " 5.00 (5.00 to 5.00) of 1 "])
+
+    def test_hosts(self):
+        lines = []
+        for case, times in (("two-levels", (1000, 3000, 50000, 999)), ("one-level", (2000, 2000, 10000, 999))):
+            for number, before, after, values in self.states(case, *times):
+                lines += [before.comment(), "round,layout,case,sent,bytes,mean_us", f"{number},2+2,{case},400,100,{values[case]}", after.comment()]
+        self.check("\n".join(hosts.table(lines, 1)), ["2+2     two-levels             2.0  1.0 to 3.0        1.00 (0.50 to 1.50) of 2  2.00"],
+                   ["2+2     two-levels            50.0  50.0 to 50.0      5.00 (5.00 to 5.00) of 1  2.00", "one-level             10.0"])
+
+    def test_watch_cost(self):
+        spec = importlib.util.spec_from_file_location("watch_cost", os.path.join(HERE, "watch-cost.py"))
+        watch_cost = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(watch_cost)
+        r = results(*self.states("metrics", 1100, 1210, 5000, 999), *self.states("none", 1000, 1100, 1000, 999))
+        text = "\n".join(watch_cost.table(r))
+        self.check(text, ["none: 1.05 ms a step (1.00 to 1.10)", "metrics          median +10.00 %", "+10.00 to +10.00 %, 2 rounds"], ["none: 1.00 ms a step"])
+        self.assertEqual(text.count("median"), 1)  # one round has no interval
 
 
 class Report(Folder):
@@ -200,8 +259,8 @@ class Report(Folder):
             # In the far state, only round 3 counts.
             "### 2 ranks, far cores: collectives, relative to the faster of Open MPI and MPICH",
             "| allreduce 1 KiB | 20.0 ompi | **0.50** (0.50–0.50) of 1 | – |",
-            "3 of 39 runs are left out",
-            "2 of 10 ratios are left out",
+            "3 of 39 runs left out",
+            "2 of 10 ratios left",
             "- round 2: mpich,2,status 124",
         ):
             self.assertIn(want, self.read("chart.md"))
@@ -218,7 +277,7 @@ class Report(Folder):
     def test_results_without_a_state(self):
         self.add("ours", "ours", "allreduce", 1024, 1, after=FAR)
         self.write("ours-np2-round2.csv", "ours,allreduce,2,1024,20,1.0,1.0,1.0,1.0\n")
-        with self.assertRaisesRegex(plot.InputError, "2 of 2 runs are left out"):
+        with self.assertRaisesRegex(plot.InputError, "2 of 2 runs left out"):
             report.Comparison(self.folder)
         self.write("ours-np2-round2.csv", "# cores,nearly,1,1\n")
         with self.assertRaisesRegex(plot.InputError, "ours-np2-round2.csv: .*'nearly'"):

@@ -6,7 +6,8 @@ ResNet-50, and blocking all_reduce of several sizes. It starts the ranks itself,
 
 "gohvd-arena" is gohvd with gradient buckets and tensors in an arena, where gradients are views of the buckets.
 "gloo-views" is gloo with gradients as views of the buckets (gradient_as_bucket_view). For each backend and measurement it prints the
-median of the rounds and the lowest and highest one, and then the ratios of the first two backends to gloo. In a step of
+median of the rounds and the lowest and highest one, and then the ratios of the first two backends to gloo in the same
+round. It does so for each state of the cores, and compares only runs of the same state (cores.py). In a step of
 the model each rank computes one gradient for each parameter, without the layers of the network, so that the step shows
 the time of the communication. The step is also measured without communication: no backend can make it faster than that.
 """
@@ -20,6 +21,8 @@ import time
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+import cores
 
 BACKENDS = ("gohvd", "gohvd-arena", "gloo", "gloo-views")
 SIZES = [4, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
@@ -99,21 +102,28 @@ def main():
     parser.add_argument("--steps", type=int, default=10)
     o = parser.parse_args()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    every = {}
-    for _ in range(o.rounds):
+    watch, measurements = cores.Watch(), []
+
+    def run(backend):
+        queue = mp.get_context("spawn").SimpleQueue()
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(rank, (o.ranks, backend, os.path.join(folder, "store"), o.steps, queue), o.ranks)
+        return queue.get()
+
+    for number in range(o.rounds):
         for backend in BACKENDS:
-            queue = mp.get_context("spawn").SimpleQueue()
-            with tempfile.TemporaryDirectory() as folder:
-                mp.spawn(rank, (o.ranks, backend, os.path.join(folder, "store"), o.steps, queue), o.ranks)
-            for what, seconds in queue.get().items():
-                every.setdefault(what, {}).setdefault(backend, []).append(seconds)
+            found, state = watch.run(lambda backend=backend: run(backend))
+            watch.add(state, number, {(what, backend): seconds * 1e3 for what, seconds in found.items()})
+            measurements = measurements or list(found)
     print(f"torch {torch.__version__}, {o.ranks} ranks, {o.rounds} rounds, median (lowest to highest)")
-    for what, each in every.items():
-        texts = [
-            f"{b} {statistics.median(t) * 1e3:.3f} ms ({min(t) * 1e3:.3f} to {max(t) * 1e3:.3f})" for b, t in each.items()
-        ]
-        ratios = [f"{statistics.median(each[b]) / statistics.median(each['gloo']):.2f}" for b in BACKENDS[:2]]
-        print(f"{what}: {', '.join(texts)}, ratios {' and '.join(ratios)}", flush=True)
+    print(f"cores: {watch.summary()}")
+    for state in watch.states():
+        print(cores.STATES[state])
+        for what in measurements:
+            times = {b: watch.of(state, (what, b)) for b in BACKENDS}
+            texts = [f"{b} {statistics.median(t):.3f} ms ({min(t):.3f} to {max(t):.3f})" for b, t in times.items() if t]
+            ratios = [watch.ratio_text(state, (what, b), (what, "gloo")) for b in BACKENDS[:2]]
+            print(f"{what}: {', '.join(texts)}, ratios {' and '.join(ratios)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,10 @@ none of the three.
     bench/watch-cost.py [ROUNDS [ITERATIONS [RANKS]]]
 
 In each round hvdbench runs once in each way, in random order, and each run is a job of its own. The time of a run is
-the median of its steps. In each round, it is divided by the time of the run with none of the three. For each way, the
-script prints the median of these ratios over the rounds, and the 95 % confidence interval of their mean (Student's t on
-logarithms). In the runs with metrics, the metrics of all ranks are read twice a second.
+the median of its steps. In each round, it is divided by the time of the run with none of the three, if the state of the
+cores was the same (cores.py). For each state and way, the script prints the median of these ratios over the rounds, and
+the 95 % confidence interval of their mean (Student's t on logarithms). In the runs with metrics, the metrics of all ranks
+are read twice a second.
 """
 
 import csv
@@ -21,6 +22,8 @@ import sys
 import tempfile
 import threading
 import urllib.request
+
+import cores
 
 NONE = {"HVD_FLIGHT_RECORDER": "0"}
 WAYS = {
@@ -80,26 +83,37 @@ def t_quantile(df):
     return z + (z**3 + z) / (4 * df) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * df**2)
 
 
+def table(results):
+    """Yields the lines with the results in each state."""
+    yield f"cores: {results.summary()}"
+    for state in results.states():
+        times = results.of(state, "none")
+        if not times:
+            continue
+        yield f"{cores.STATES[state]}; none: {statistics.median(times) / 1000:.2f} ms a step ({min(times) / 1000:.2f} to {max(times) / 1000:.2f})"
+        for way in WAYS:
+            logs = [math.log(ratio) for ratio in results.ratios(state, way, "none")]
+            if way == "none" or len(logs) < 2:
+                continue
+            mean = statistics.fmean(logs)
+            half = t_quantile(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
+            yield (f"{way:16} median {100 * (math.exp(statistics.median(logs)) - 1):+6.2f} %   95 % interval "
+                   f"{100 * (math.exp(mean - half) - 1):+6.2f} to {100 * (math.exp(mean + half) - 1):+6.2f} %, {len(logs)} rounds")
+
+
 def main():
     rounds, iterations, ranks = (int(a) for a in (sys.argv[1:] + ["30", "60", "2"][len(sys.argv) - 1:]))
     with tempfile.TemporaryDirectory() as programs:
-        root = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
-        subprocess.run(["go", "build", "-o", programs + "/", "./cmd/hvdrun", "./cmd/hvdbench"], cwd=root, check=True)
-        times = {way: [] for way in WAYS}
+        subprocess.run(["go", "build", "-o", programs + "/", "./cmd/hvdrun", "./cmd/hvdbench"], cwd=cores.ROOT, check=True)
+        watch = cores.Watch()
         for n in range(rounds):
             for way in random.sample(list(WAYS), len(WAYS)):
-                times[way].append(run(way, programs, iterations, ranks))
+                us, state = watch.run(lambda way=way: run(way, programs, iterations, ranks))
+                watch.add(state, n, {way: us})
             print(f"\rround {n + 1} of {rounds}", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
-    print(f"{ranks} ranks, {rounds} rounds of {iterations} steps; none: {statistics.median(times['none']) / 1000:.2f} ms a step")
-    for way in WAYS:
-        if way == "none":
-            continue
-        logs = [math.log(with_it / without) for with_it, without in zip(times[way], times["none"])]
-        mean = statistics.fmean(logs)
-        half = t_quantile(rounds - 1) * statistics.stdev(logs) / math.sqrt(rounds)
-        print(f"{way:16} median {100 * (math.exp(statistics.median(logs)) - 1):+6.2f} %   "
-              f"95 % interval {100 * (math.exp(mean - half) - 1):+6.2f} to {100 * (math.exp(mean + half) - 1):+6.2f} %")
+    print(f"{ranks} ranks, {rounds} rounds of {iterations} steps")
+    print(*table(watch), sep="\n")
 
 
 if __name__ == "__main__":

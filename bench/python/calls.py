@@ -2,18 +2,25 @@
 """Measures the time of calls from Python: blocking and asynchronous allreduces of numpy arrays, and a grouped one.
 
     go build -o bin/ ./cmd/hvdrun ./cmd/hvdd
-    PYTHONPATH=python bin/hvdrun -np 2 /usr/bin/python3 bench/python/calls.py
+    PYTHONPATH=python bin/hvdrun -np 2 /usr/bin/python3 bench/python/calls.py [ROUNDS]
 
-Rank 0 prints three medians in microseconds: the time of a blocking allreduce of 4 bytes, the time per tensor of 1000
-allreduces of 256 bytes that are in flight at the same time, and the time per tensor of one group of 1000 tensors.
+It measures three medians in each round (default 5): the time of a blocking allreduce of 4 bytes, the time per tensor of
+1000 allreduces of 256 bytes that are in flight at the same time, and the time per tensor of one group of 1000 tensors.
+Rank 0 prints the median, the minimum and the maximum over the rounds in microseconds, for each state of the cores
+(bench/cores.py).
 """
 
+import pathlib
 import statistics
+import sys
 import time
 
 import numpy as np
 
 import gohvd.numpy as hvd
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+import cores
 
 BLOCKING = 6000
 STEPS = 25
@@ -45,14 +52,18 @@ def main():
         hvd.barrier()
         hvd.grouped_allreduce(arrays, name="group")
 
-    rows = [
-        ("blocking allreduce of 4 B", median(lambda: hvd.allreduce(one, name="one"), BLOCKING, 1000)),
-        ("1000 x 256 B asynchronous, per tensor", median(async_step, STEPS, 5) / TENSORS),
-        ("group of 1000 x 256 B, per tensor", median(group_step, STEPS, 5) / TENSORS),
-    ]
+    measurements = {
+        "blocking allreduce of 4 B": lambda: median(lambda: hvd.allreduce(one, name="one"), BLOCKING, 1000),
+        "1000 x 256 B asynchronous, per tensor": lambda: median(async_step, STEPS, 5) / TENSORS,
+        "group of 1000 x 256 B, per tensor": lambda: median(group_step, STEPS, 5) / TENSORS,
+    }
+    watch = cores.Watch(cores.measure if hvd.rank() == 0 else lambda: None)
+    for number in range(int(sys.argv[1]) if len(sys.argv) > 1 else 5):
+        for what, measure in measurements.items():
+            us, state = watch.run(measure)
+            watch.add(state, number, {what: us})
     if hvd.rank() == 0:
-        for what, us in rows:
-            print(f"{what:40} {us:8.2f} us")
+        print(*watch.table(measurements, "us", 2), sep="\n")
     hvd.shutdown()
 
 

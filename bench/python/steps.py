@@ -5,8 +5,8 @@ allreduces. It measures the same with torch.distributed over gloo.
     go build -o bin/ ./cmd/hvdrun ./cmd/hvdd
     PYTHONPATH=python bin/hvdrun -np 2 /usr/bin/python3 bench/python/steps.py [ROUNDS]
 
-One run measures all cases in turn, ROUNDS times (default 7). For each case it prints the median, the minimum and the
-maximum over the rounds. A step lasts from the beginning of the backward pass until the last gradient is reduced. The
+One run measures all cases in turn, ROUNDS times (default 7). For each case and state of the cores (bench/cores.py) it
+prints the median, the minimum and the maximum over the rounds. A step lasts from the beginning of the backward pass until the last gradient is reduced. The
 backward pass makes each gradient by filling a tensor, and "backward alone" is the time that this takes. torch's
 DistributedDataParallel over gloo does the same with its default buckets of 25 MB. "gloo, 25 MB buckets" has no
 backward pass: its gradients exist already. It packs them, reduces the buckets asynchronously, divides by the number of
@@ -23,6 +23,9 @@ import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 import gohvd.torch as hvd
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+import cores
 
 STEPS = 8
 BUCKET_BYTES = 25 << 20
@@ -164,21 +167,23 @@ def main():
         "64 MiB": (lambda: hvd.allreduce_(large, name="large", op=hvd.Sum), 10),
         "64 MiB, gloo": (lambda: dist.all_reduce(large), 5),
     }
-    times = {what: [] for what in [*steps, *calls]}
+    cases = {what: lambda step=step: statistics.median(step() for _ in range(STEPS)) for what, step in steps.items()}
+    cases |= {what: lambda case=case: each(*case) for what, case in calls.items()}
+    watch = cores.Watch(cores.measure if hvd.rank() == 0 else lambda: None)
     for n in range(rounds + 1):
-        for what, step in steps.items():
-            times[what].append(statistics.median(step() for _ in range(STEPS)))
-        for what, (call, repeat) in calls.items():
-            times[what].append(each(call, repeat))
+        for what, case in cases.items():
+            if n == 0:
+                case()  # a warm-up
+            else:
+                seconds, state = watch.run(case)
+                watch.add(state, n, {what: 1e3 * seconds})
             large.fill_(1)
             arena.fill_(1)
         if hvd.rank() == 0:
             print(f"round {n} of {rounds}", file=sys.stderr, flush=True)
     if hvd.rank() == 0:
         print(f"{hvd.size()} ranks, torch {torch.__version__}, {len(numels)} gradients of {4 * sum(numels) / 1e6:.0f} MB, {rounds} rounds")
-        for what, taken in times.items():
-            taken = [1e3 * t for t in taken[1:]]  # the first round is only a warm-up
-            print(f"{what:20} {statistics.median(taken):9.3f} ms   ({min(taken):.3f} to {max(taken):.3f})")
+        print(*watch.table(cases, "ms", 3), sep="\n")
     hvd.shutdown()
 
 
