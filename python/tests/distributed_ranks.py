@@ -8,6 +8,7 @@ not begin with test_, because hvdrun does not start these tests.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import math
 import os
@@ -19,6 +20,7 @@ import threading
 import time
 import unittest
 import warnings
+from collections.abc import Iterator
 from datetime import timedelta
 from unittest import mock
 
@@ -898,6 +900,137 @@ class Training(Ranks):
         for new in (True, False):
             want, got = losses(gloo, new), losses(dist.group.WORLD, new)
             self.assertTrue(torch.allclose(torch.tensor(got), torch.tensor(want), rtol=1e-5), f"got {got}, want {want}")
+
+
+class Modes(Ranks):
+    """The modes of the caller's thread, and the layouts of tensors, over every collective."""
+
+    def calls(self) -> dict:
+        """Returns a function for each collective. It takes a tensor whose rows are a multiple of the number of ranks,
+        and returns the results.
+        """
+        n, rank = self.size, self.rank
+
+        def outputs(t: torch.Tensor) -> list:
+            return [torch.zeros_like(t) for _ in self.all]
+
+        def at_root(values: list) -> list | None:
+            return values if rank == 0 else None
+
+        def after(call: object, *results: object) -> object:
+            call.wait() if hasattr(call, "wait") else None
+            return results
+
+        def chunks(t: torch.Tensor) -> list:
+            return [c.clone() for c in t.chunk(n)]
+
+        def message(t: torch.Tensor) -> torch.Tensor:
+            got = torch.zeros_like(t)
+            ops = [dist.P2POp(dist.isend, t, (rank + 1) % n), dist.P2POp(dist.irecv, got, (rank - 1) % n)]
+            for work in dist.batch_isend_irecv(ops) if n > 1 else []:
+                work.wait()
+            return got
+
+        def objects(function: object, *args: object) -> list:
+            got = [None] * n
+            function(got, *args)
+            return got
+
+        return {
+            "all_reduce": lambda t: after(dist.all_reduce(t), t),
+            "all_reduce async": lambda t: after(dist.all_reduce(t, async_op=True), t),
+            "all_reduce_coalesced": lambda t: after(dist.all_reduce_coalesced([t]), t),
+            "broadcast": lambda t: after(dist.broadcast(t, 0), t),
+            "reduce": lambda t: after(dist.reduce(t, 0), t if rank == 0 else None),
+            "all_gather": lambda t: (lambda o: after(dist.all_gather(o, t, async_op=True), o))(outputs(t)),
+            "all_gather_into_tensor": lambda t: (
+                lambda o: after(dist.all_gather_into_tensor(o, t), o)
+            )(torch.zeros((n * t.shape[0], *t.shape[1:]), dtype=t.dtype, device="cpu")),
+            "gather": lambda t: (lambda o: after(dist.gather(t, o, 0), o))(at_root(outputs(t))),
+            "scatter": lambda t: (lambda o: after(dist.scatter(o, at_root([t] * n), 0), o))(torch.zeros_like(t)),
+            "reduce_scatter": lambda t: (
+                lambda o: after(dist.reduce_scatter(o, chunks(t)), o)
+            )(torch.zeros_like(chunks(t)[0])),
+            "reduce_scatter_tensor": lambda t: (
+                lambda o: after(dist.reduce_scatter_tensor(o, t, async_op=True), o)
+            )(torch.zeros_like(chunks(t)[0])),
+            "all_to_all": lambda t: (lambda o: after(dist.all_to_all(o, chunks(t)), o))(chunks(torch.zeros_like(t))),
+            "all_to_all_single": lambda t: (lambda o: after(dist.all_to_all_single(o, t), o))(torch.zeros_like(t)),
+            "messages": message,
+            "sparse": lambda t: (lambda s: after(dist.all_reduce(s), s.to_dense()))(t.to_sparse()),
+            "barrier": lambda t: after(dist.barrier()),
+            "monitored_barrier": lambda t: after(dist.monitored_barrier()),
+            "all_gather_object": lambda t: objects(dist.all_gather_object, t.tolist()),
+            "broadcast_object_list": lambda t: (lambda o: after(dist.broadcast_object_list(o, 0), o))([t.tolist()]),
+            "future": lambda t: dist.all_reduce(t, async_op=True).get_future().then(lambda f: f.value()[0] + 1).wait(),
+        }
+
+    def rows(self, *shape: int) -> torch.Tensor:
+        whole = (2 * self.size, *shape)
+        return torch.arange(math.prod(whole), dtype=torch.float32, device="cpu").reshape(whole) % 7 + self.rank
+
+    def plain(self, result: object) -> object:
+        if isinstance(result, torch.Tensor):
+            return [str(result.dtype), str(result.device), result.detach().tolist()]
+        return [self.plain(r) for r in result] if isinstance(result, (list, tuple)) else result
+
+    def test_modes(self) -> None:
+        """A collective has the same result in each mode and outside of it, in all orders."""
+
+        @contextlib.contextmanager
+        def default_dtype() -> Iterator[None]:
+            torch.set_default_dtype(torch.float64)
+            try:
+                yield
+            finally:
+                torch.set_default_dtype(torch.float32)
+
+        modes = {
+            "inference_mode": torch.inference_mode, "no_grad": torch.no_grad, "default dtype": default_dtype,
+            "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16), "default device": lambda: torch.device("meta"),
+        }  # fmt: skip
+        for number, (mode, context) in enumerate(modes.items()):
+            for name, call in self.calls().items():
+                with self.subTest(mode=mode, function=name):
+                    results = []
+                    for inside in (True, False, True, False):
+                        with context() if inside else contextlib.nullcontext():
+                            results.append(self.plain(call(self.rows(3 + number))))
+                    self.assertEqual(results, results[:1] * 4)
+
+    def test_begun_inside_and_ended_outside(self) -> None:
+        for column in (False, True):
+            with torch.inference_mode():
+                t = torch.ones(7, 2)[:, 0] if column else torch.ones(9)
+                work = dist.all_reduce(t, async_op=True)
+            work.wait(timedelta(seconds=60))  # another thread finishes the operation
+            self.equal(t, float(self.size))
+
+    def test_layouts(self) -> None:
+        """A collective gives for each layout what it gives for a contiguous copy. Only a tensor to which it would write
+        several elements at the same place is refused.
+        """
+        layouts = {
+            "contiguous": lambda t: t,
+            "transposed": lambda t: t.transpose(0, 3).contiguous().transpose(0, 3),
+            "channels_last": lambda t: t.contiguous(memory_format=torch.channels_last),
+            "sliced": lambda t: torch.cat([t, t], 3)[..., ::2],
+            "rows of another tensor": lambda t: torch.cat([t, t])[t.shape[0] :],
+            "expanded": lambda t: t[:1].expand_as(t),
+            "0-d": lambda t: t[0, 0, 0, 0].clone(),
+            "empty": lambda t: t[:0].clone(),
+        }
+        for layout, make in layouts.items():
+            for name, call in self.calls().items():
+                if layout == "0-d" and name not in ("all_reduce", "broadcast", "reduce", "all_gather", "gather", "scatter", "messages"):
+                    continue  # it needs rows
+                with self.subTest(layout=layout, function=name):
+                    want = self.plain(call(make(self.rows(3, 2, 2)).clone(memory_format=torch.contiguous_format)))
+                    try:
+                        self.assertEqual(self.plain(call(make(self.rows(3, 2, 2)))), want)
+                    except RuntimeError as e:
+                        self.assertEqual(layout, "expanded")
+                        self.assertIn("single memory location", str(e))
 
 
 class Lives(Ranks):

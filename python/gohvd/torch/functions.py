@@ -101,7 +101,7 @@ def _put_in(tree: Any, tensors: Iterator[torch.Tensor]) -> Any:
 def _empty(tree: Any) -> List[torch.Tensor]:
     """Returns a new tensor for each slot of tree, in the order of _take_out."""
     if isinstance(tree, _Slot):
-        return [torch.empty(tree.shape, dtype=tree.dtype)]
+        return [torch.empty(tree.shape, dtype=tree.dtype, device="cpu")]
     if isinstance(tree, dict):
         return [tensor for value in tree.values() for tensor in _empty(value)]
     if type(tree) in (list, tuple):
@@ -109,6 +109,8 @@ def _empty(tree: Any) -> List[torch.Tensor]:
     return []
 
 
+# Outside of torch.inference_mode, because the optimizer keeps the tensors that this function makes.
+@torch.inference_mode(False)
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: Optional[torch.nn.Module] = None
 ) -> None:
@@ -190,10 +192,10 @@ def broadcast_object(
     # ranks pass None.
     name = "broadcast_object" if name is None else name
     at_root = rank() == root_rank
-    data = _dumps(obj) if at_root else torch.empty(0, dtype=torch.uint8)
-    length = broadcast_(torch.tensor([data.numel()]), root_rank, f"{name}.sz", process_set)
+    data = _dumps(obj) if at_root else torch.empty(0, dtype=torch.uint8, device="cpu")
+    length = broadcast_(_number(data.numel()), root_rank, f"{name}.sz", process_set)
     if not at_root:
-        data = torch.empty(int(length.item()), dtype=torch.uint8)
+        data = torch.empty(int(length.item()), dtype=torch.uint8, device="cpu")
     broadcast_(data, root_rank, f"{name}.t", process_set)
     return obj if at_root else _loads(data)
 
@@ -204,8 +206,12 @@ def allgather_object(obj: Any, name: Optional[str] = None) -> List[Any]:
     """
     name = "allgather_object" if name is None else name
     data = _dumps(obj)
-    lengths = allgather(torch.tensor([data.numel()]), f"{name}.sz").tolist()
+    lengths = allgather(_number(data.numel()), f"{name}.sz").tolist()
     return [_loads(part) for part in torch.split(allgather(data, f"{name}.t"), lengths)]
+
+
+def _number(n: int) -> torch.Tensor:
+    return torch.tensor([n], dtype=torch.int64, device="cpu")
 
 
 def _dumps(obj: Any) -> torch.Tensor:

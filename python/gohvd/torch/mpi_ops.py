@@ -73,28 +73,42 @@ _DTYPES: Dict[torch.dtype, _engine.Code] = {
 }
 
 
+def write(target: Tensor, source: Tensor) -> None:
+    """Copies the elements of source to target, whatever the modes of the thread are in which target was made."""
+    # detach keeps autograd from recording the copy. Without detach, torch also refuses to write to a leaf that
+    # requires a gradient.
+    if target.requires_grad:
+        target = target.detach()
+    if source.requires_grad:
+        source = source.detach()
+    if target.is_inference() and not torch.is_inference_mode_enabled():
+        # The operation may have begun in torch.inference_mode and end outside of it, perhaps in another thread.
+        with torch.inference_mode():
+            target.copy_(source)
+    else:
+        target.copy_(source)
+
+
 class _Torch(_engine.Framework[Tensor]):
     def address(self, x: Tensor) -> int:
         # The memory of a negated view has the elements with the opposite sign, so torch must copy them.
         return x.data_ptr() if x.is_cpu and not x.is_neg() else 0
 
     def wrap(self, view: memoryview, dtype: Any, shape: Shape) -> Tensor:
-        if not len(view):
-            return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(view, dtype=dtype).view(shape)
+        # The engine keeps the array for later operations. If it were an inference tensor, because the caller is in
+        # torch.inference_mode, no operation outside of this mode could write to it.
+        with torch.inference_mode(False):
+            if not len(view):
+                return torch.empty(shape, dtype=dtype, device="cpu")
+            return torch.frombuffer(view, dtype=dtype).view(shape)
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        # detach keeps autograd from recording the copy. Without detach, torch also refuses to write to a leaf that
-        # requires a gradient.
-        if target.requires_grad:
-            target = target.detach()
-        target.copy_(source.detach() if source.requires_grad else source)
+    copy = staticmethod(write)
 
     def clone(self, x: Tensor, like: Tensor) -> Tensor:
         return x.clone() if like.is_cpu else x.to(like.device)
 
     def fresh(self, data: memoryview, shape: Shape, like: Tensor) -> Tensor:
-        x = torch.empty(shape, dtype=like.dtype)
+        x = torch.empty(shape, dtype=like.dtype, device="cpu")
         if len(data) != x.numel() * x.element_size():
             raise ValueError(f"got a result of {len(data)} bytes, want a {x.dtype} tensor of shape {shape}")
         if len(data):
@@ -138,7 +152,7 @@ def alloc_tensor(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Te
     for n in shape:
         count *= n
     if count == 0:
-        return torch.zeros(tuple(shape), dtype=dtype)
+        return torch.zeros(tuple(shape), dtype=dtype, device="cpu")
     return torch.frombuffer(_engine.engine.alloc(count * itemsize).view, dtype=dtype).view(tuple(shape))
 
 
@@ -292,7 +306,7 @@ def _sender(call: _engine.Call[Tensor]) -> int:
 
 def _with_splits(call: _engine.Call[Tensor]) -> Tuple[Tensor, Tensor]:
     output = call.results()[0]
-    return output, torch.tensor(call.received, dtype=torch.int32)
+    return output, torch.tensor(call.received, dtype=torch.int32, device="cpu")
 
 
 def _reduction(op: Optional[int], average: Optional[bool]) -> int:
@@ -601,7 +615,7 @@ def _gathered_rows(rows: List[int], process_set: ProcessSet) -> List[Tuple[int, 
     """Returns for each gathered tensor the index of this rank's first row in it, and the number of this rank's rows.
     The argument rows has the number of rows of this rank in each tensor.
     """
-    everyone = allgather(torch.tensor([rows], dtype=torch.int64), process_set=process_set)
+    everyone = allgather(torch.tensor([rows], dtype=torch.int64, device="cpu"), process_set=process_set)
     me = process_set.rank()
     assert me is not None
     begins = everyone[:me].sum(0).tolist()

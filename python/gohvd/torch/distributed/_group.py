@@ -23,7 +23,7 @@ from ... import _wire as wire
 from ..._client import Pending
 from ..._engine import Call, Shape
 from ...exceptions import MismatchError
-from ..mpi_ops import alloc_tensor
+from ..mpi_ops import alloc_tensor, write
 from . import _job
 from ._tensors import LISTS, Parts, code, dense, moved, reduction
 from ._work import Operation, Work
@@ -239,8 +239,8 @@ class Calls:
 
         def add() -> None:
             (indices,), (values,) = calls[0].results(), calls[1].results()
-            total = torch.sparse_coo_tensor(indices.t(), values, t.shape, check_invariants=True)
-            t.copy_(total.coalesce())
+            total = torch.sparse_coo_tensor(indices.t(), values, t.shape, device=t.device, check_invariants=True)
+            write(t, total.coalesce())
 
         return self._work(Operation(label, calls, [t], add))
 
