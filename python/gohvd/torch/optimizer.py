@@ -11,6 +11,7 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Set,
 import torch
 
 import gohvd
+from gohvd import _engine
 from gohvd.basics import is_initialized
 from gohvd.process_sets import ProcessSet, global_process_set
 from gohvd.torch.compression import Compression, Compressor
@@ -34,6 +35,10 @@ from gohvd.torch.mpi_ops import (
 _Named = Iterable[Tuple[str, torch.Tensor]]
 _Groups = Union[None, int, List[List[torch.Tensor]]]
 
+# How many optimizers of this job have a parameter with a name, by the number of the process set and the name.
+_names_given: Dict[Tuple[int, str], int] = {}
+_engine.engine.at_shutdown.append(_names_given.clear)
+
 # Compressors that only cast to another type. _compress does their work itself, in shared memory.
 _CASTS = (Compression.fp16, Compression.bf16)
 
@@ -54,6 +59,7 @@ class _Distributed(torch.optim.Optimizer):
     _compression: Type[Compressor]
     _parameter_names: Dict[torch.Tensor, str]
     _requires_update: Dict[torch.Tensor, None]  # the parameters that have hooks; an ordered set
+    _frozen: List[torch.Tensor]  # the parameters that required no gradient when they were last looked at
     _allreduce_delay: Dict[torch.Tensor, int]  # by parameter: how many backward passes its gradient still waits for
     # The handle and the decompression context of each operation in flight. The key is a parameter, or for a group the
     # tuple of its parameters.
@@ -64,7 +70,7 @@ class _Distributed(torch.optim.Optimizer):
     def _take_over(
         self,
         optimizer: torch.optim.Optimizer,
-        named_parameters: Optional[_Named],
+        names: Dict[torch.Tensor, str],
         compression: Type[Compressor],
         backward_passes_per_step: int,
         process_set: ProcessSet,
@@ -74,11 +80,13 @@ class _Distributed(torch.optim.Optimizer):
         own = {k: v for k, v in vars(optimizer).items() if not (callable(v) and callable(getattr(type(optimizer), k, None)))}
         vars(self).update(own)
         self.param_groups = list(optimizer.param_groups)
-        self._parameter_names = _names(self.param_groups, named_parameters)
+        self._replaced = weakref.ref(optimizer)
+        self._parameter_names = names
         self._compression = compression
         self.backward_passes_per_step = backward_passes_per_step
         self.process_set = process_set
         self._requires_update = {}
+        self._frozen = []
         self._allreduce_delay = {}
         self._handles = {}
         weakref.finalize(self, _forget, self._handles).atexit = False
@@ -95,13 +103,24 @@ class _Distributed(torch.optim.Optimizer):
         super().add_param_group(param_group)
         number = len(self.param_groups) - 1
         for i, p in enumerate(self.param_groups[number]["params"]):
-            self._parameter_names.setdefault(p, f"allreduce.noname.{number}.{i}")
+            if p not in self._parameter_names:
+                self._parameter_names[p] = _unique(f"allreduce.noname.{number}.{i}", self.process_set)
             if self._hooked:
                 self._hook(p)
 
+    def _hook_thawed(self) -> None:
+        """Installs the hooks of parameters that have begun to require gradients."""
+        if self._frozen:
+            frozen, self._frozen = self._frozen, []
+            for p in frozen:
+                self._hook(p)
+
     def _hook(self, p: torch.Tensor) -> None:
-        """Installs a hook that calls _ready whenever a backward pass has added to p.grad."""
+        """Installs a hook that calls _ready whenever a backward pass has added to p.grad. If p requires no gradient, the
+        hook is installed when the first gradients have been computed after it does.
+        """
         if not p.requires_grad:
+            self._frozen.append(p)
             return
         self._requires_update[p] = None
         self._allreduce_delay[p] = self.backward_passes_per_step
@@ -169,7 +188,7 @@ class _Distributed(torch.optim.Optimizer):
     def _arguments(self) -> Dict[str, Any]:
         """Returns the arguments with which _again makes a copy of this optimizer."""
         return {
-            "named_parameters": [(name, p) for p, name in self._parameter_names.items()],
+            "names": self._parameter_names,
             "compression": self._compression,
             "backward_passes_per_step": self.backward_passes_per_step,
             "process_set": self.process_set,
@@ -184,9 +203,18 @@ class _Distributed(torch.optim.Optimizer):
         if self._handles:
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
-                "optimizer.synchronize(). This is prohibited as it can cause a race condition."
+                "optimizer.synchronize(). This is prohibited as it can cause a race condition. If these gradients are not "
+                "needed, as those of a discriminator after the backward pass of the generator's loss, call "
+                "optimizer.synchronize() before optimizer.zero_grad()."
             )
         super().zero_grad(*args, **kwargs)
+
+    def _tell_schedulers(self) -> None:
+        """Records a step at the replaced optimizer too. A scheduler that was made for it warns if it steps first."""
+        replaced = self._replaced()
+        if replaced is not None:
+            replaced._opt_called = True  # since torch 2.4
+            replaced._step_count = getattr(replaced, "_step_count", 0) + 1  # before
 
     def _compress(self, p: torch.Tensor, tensor: torch.Tensor) -> Tuple[torch.Tensor, Any]:
         """Compresses tensor, which belongs to parameter p. Returns the tensor to transmit and the context for
@@ -421,6 +449,7 @@ class _DistributedOptimizer(_Distributed):
         computed counts as zeros.
         """
         if self._hooked:
+            self._hook_thawed()
             submitted = set()
             for key in self._handles:
                 submitted.update(key if isinstance(key, tuple) else (key,))
@@ -488,6 +517,7 @@ class _DistributedOptimizer(_Distributed):
             else:
                 closure = self._synchronizing(closure)
         self._synchronized = False
+        self._tell_schedulers()
         return super().step() if closure is None else super().step(closure)
 
     # This mark keeps torch from wrapping the step of this class, which it otherwise does at the latest in
@@ -571,11 +601,14 @@ class _DistributedAdasumOptimizer(_Distributed):
 
     def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
         if not self._hooked:
+            self._tell_schedulers()
             return super().step(closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._tell_schedulers()
+        self._hook_thawed()
         for p in self._requires_update:
             if p not in self._handles:
                 self._submit(p)
@@ -658,6 +691,16 @@ def _names(param_groups: List[Dict[str, Any]], named: Optional[_Named]) -> Dict[
     return names
 
 
+def _unique(name: str, process_set: ProcessSet) -> str:
+    """Returns the name of an optimizer's parameter in operations: the given name or, if k other optimizers of this job
+    have used it before, NAME#k+1, because gradients of two optimizers may be in flight at the same time. All ranks
+    make their optimizers in the same order, so the names are the same at all ranks.
+    """
+    key = process_set.process_set_id or 0, name
+    times = _names_given[key] = _names_given.get(key, 0) + 1
+    return name if times == 1 else f"{name}#{times}"
+
+
 def _check_groups(groups: _Groups) -> None:
     if groups is None or (isinstance(groups, int) and groups >= 0):
         return
@@ -695,7 +738,9 @@ def DistributedOptimizer(
     synchronize(), before the next backward.
 
     named_parameters: model.named_parameters(). It must name all parameters of the optimizer, with the same names at all
-        ranks. If it is None, the parameters are named by their positions.
+        ranks. If it is None, the parameters are named by their positions. If an earlier optimizer of the job has a
+        parameter with the same name, #2 is added to the name, then #3 and so on. So all ranks must make their
+        optimizers in the same order.
     compression: the compressor of the gradients.
     backward_passes_per_step: the number of backward passes whose gradients are added up before they are reduced. The
         sum is not divided by this number.
@@ -734,12 +779,32 @@ def DistributedOptimizer(
     if isinstance(optimizer, _Distributed):
         raise ValueError("the optimizer is already a DistributedOptimizer")
 
+    names = {p: _unique(name, process_set) for p, name in _names(optimizer.param_groups, named_parameters).items()}
+    return _distribute(
+        optimizer, names, compression, backward_passes_per_step, op, gradient_predivide_factor, groups, sparse_as_dense,
+        process_set, gradient_as_arena_view,
+    )  # fmt: skip
+
+
+def _distribute(
+    optimizer: torch.optim.Optimizer,
+    names: Dict[torch.Tensor, str],
+    compression: Type[Compressor],
+    backward_passes_per_step: int,
+    op: int,
+    gradient_predivide_factor: float = 1.0,
+    groups: _Groups = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+    gradient_as_arena_view: bool = True,
+) -> Any:
+    """Does the work of DistributedOptimizer, whose other arguments it has. names has the names of the operations."""
     adasum = op == Adasum and size() > 1
     base = _DistributedAdasumOptimizer if adasum else _DistributedOptimizer
     kind = type(optimizer)
     distributed = object.__new__(type(kind.__name__, (base, kind), {"__doc__": kind.__doc__}))
     replaced = set(vars(optimizer))
-    distributed._take_over(optimizer, named_parameters, compression, backward_passes_per_step, process_set)
+    distributed._take_over(optimizer, names, compression, backward_passes_per_step, process_set)
     if adasum:
         distributed._begin()
     else:
@@ -758,7 +823,7 @@ def _again(optimizer: torch.optim.Optimizer, arguments: Dict[str, Any]) -> Any:
             "save optimizer.state_dict() instead of the optimizer"
         )
     groups, was_sparse = arguments.pop("groups", []), arguments.pop("was_sparse", {})
-    distributed = DistributedOptimizer(optimizer, **arguments)
+    distributed = _distribute(optimizer, **arguments)
     if isinstance(distributed, _DistributedOptimizer):
         distributed._was_sparse.update(was_sparse)
         if distributed._hooked:
