@@ -94,7 +94,7 @@ def fail():
 
 class Modules(RanksTest):
     def test_they_are_gohvds(self) -> None:
-        for name in ("", ".mpi_ops", ".functions", ".optimizer", ".compression", ".sync_batch_norm", ".elastic"):
+        for name in ("", ".mpi_ops", ".functions", ".optimizer", ".compression", ".sync_batch_norm", ".elastic", ".elastic.state", ".elastic.sampler"):
             theirs, ours = importlib.import_module("horovod.torch" + name), importlib.import_module("gohvd.torch" + name)
             self.assertIs(theirs, ours, name)
         import horovod.torch
@@ -144,6 +144,63 @@ class Modules(RanksTest):
         state = ObjectState(lambda value: value, lambda: self.rank, epoch=1)
         self.assertEqual(run_fn(lambda state, n: state.epoch + n, lambda: None)(state, 2), 3)
 
+    def test_imports_of_other_libraries(self) -> None:
+        import horovod.torch.elastic.state as state
+        from horovod.torch.elastic.sampler import ElasticSampler
+
+        self.assertIs(state.TorchState, hvd.elastic.TorchState)
+        self.assertIs(ElasticSampler, hvd.elastic.ElasticSampler)
+
+    def test_data(self) -> None:
+        from horovod.data import AsyncDataLoaderMixin, BaseDataLoader
+
+        class Loader(BaseDataLoader):
+            def __len__(self) -> int:
+                return 5
+
+            def _iterate(self):
+                for i in range(len(self)):
+                    if i == self.fails_at:
+                        raise KeyError(i)
+                    yield i
+
+            def _process_batch(self, batch: int) -> int:
+                return batch * 10
+
+            fails_at = -1
+
+        class Ahead(AsyncDataLoaderMixin, Loader):
+            pass
+
+        self.assertEqual(list(Loader()), [0, 10, 20, 30, 40])
+        for size in (0, 1, 2, 64):
+            loader = Ahead(async_loader_queue_size=size)
+            for _ in range(2):
+                self.assertEqual(list(loader), [0, 10, 20, 30, 40])
+            begun = iter(loader)
+            self.assertEqual(next(begun), 0)
+            loader.close_async_loader()
+            self.assertEqual(list(begun) == [10, 20, 30, 40], size == 0)
+            loader.fails_at = 3
+            with self.assertRaises(KeyError):
+                list(loader)
+
+    def test_hosts(self) -> None:
+        from horovod.runner.common.util import hosts
+
+        made = hosts.get_host_assignments(hosts.parse_hosts("a:2,b:3"), 2, 4)
+        self.assertEqual(
+            [(s.hostname, s.rank, s.local_rank, s.cross_rank, s.size, s.local_size, s.cross_size) for s in made],
+            [("a", 0, 0, 0, 4, 2, 2), ("a", 1, 1, 0, 4, 2, 2), ("b", 2, 0, 1, 4, 2, 2), ("b", 3, 1, 1, 4, 2, 2)],
+        )
+        self.assertEqual(hosts.SlotInfo.from_response_string(made[3].to_response_string()).cross_size, 2)
+        with self.assertRaisesRegex(ValueError, "got hosts with 5 slots, want at least 6"):
+            hosts.get_host_assignments(hosts.parse_hosts("a:2,b:3"), 6)
+        with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+            file.write("a slots=2 # first\n\nb slots = 3 max_slots=4\nc\n")
+            file.flush()
+            self.assertEqual(hosts.parse_host_files(file.name), "a:2,b:3,c:1")
+
     def test_absent_modules(self) -> None:
         for name, want in (
             ("tensorflow", "gohvd supports PyTorch"),
@@ -151,7 +208,6 @@ class Modules(RanksTest):
             ("mxnet", "gohvd supports PyTorch"),
             ("spark", "on Spark: start the ranks with hvdrun"),
             ("ray", "on Ray: start the ranks with hvdrun"),
-            ("data", "docs/migration.md"),
         ):
             # As with a Horovod that was built without this framework, the module is found but cannot be imported.
             self.assertIsNotNone(importlib.util.find_spec("horovod." + name))

@@ -8,7 +8,6 @@ from typing import Any, Dict, NoReturn, Optional
 
 _FRAMEWORK = "gohvd supports PyTorch (horovod.torch, which is gohvd.torch) and numpy arrays (gohvd.numpy)"
 _LAUNCHER = "start the ranks with hvdrun or horovod.run, or with another launcher of docs/launchers.md"
-_PAGE = "docs/migration.md lists the modules that it has"
 _INSTEAD: Dict[str, str] = {
     "horovod.tensorflow": _FRAMEWORK,
     "horovod.keras": _FRAMEWORK,
@@ -16,7 +15,6 @@ _INSTEAD: Dict[str, str] = {
     "horovod.mxnet": _FRAMEWORK,
     "horovod.spark": "gohvd does not start jobs on Spark: " + _LAUNCHER,
     "horovod.ray": "gohvd does not start jobs on Ray: " + _LAUNCHER,
-    "horovod.data": _PAGE,
 }
 
 

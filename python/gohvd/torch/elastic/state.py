@@ -1,39 +1,16 @@
-"""The interface of horovod.torch.elastic, for a job of fixed size.
-
-Scripts for elastic training run, but no rank is added or replaced while they run. If a rank fails, the job ends.
-"""
+"""The state of training of a script for elastic training."""
 
 from __future__ import annotations
 
 import copy
-import functools
-import random
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Sized, TypeVar
+from typing import Any, Callable, Dict, List, Optional
 
 import torch
 
-from gohvd.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from gohvd.torch.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
-from gohvd.torch.mpi_ops import rank, size
+from gohvd.torch.mpi_ops import rank
 
-__all__ = ["ElasticSampler", "HorovodInternalError", "HostsUpdatedInterrupt", "ObjectState", "State", "TorchState", "run"]
-
-_T = TypeVar("_T")
-
-
-def run(func: Callable[..., _T]) -> Callable[..., _T]:
-    """Decorates a training function. The first argument of the function is a State. Before each call the wrapper sets
-    the State at all ranks to that of rank 0.
-
-    The wrapper does not catch HorovodInternalError, because a job of fixed size cannot go on after it.
-    """
-
-    @functools.wraps(func)
-    def wrapper(state: State, *args: Any, **kwargs: Any) -> _T:
-        state.sync()
-        return func(state, *args, **kwargs)
-
-    return wrapper
+from .sampler import ElasticSampler
 
 
 class State:
@@ -141,53 +118,6 @@ class TorchState(ObjectState):
             value = getattr(self, name)
             if isinstance(value, ElasticSampler):
                 value.reset()
-
-
-class ElasticSampler(torch.utils.data.Sampler):  # type: ignore[type-arg]
-    """Distributes the samples of a data set among the ranks, except those that were processed in this epoch already.
-
-    All ranks get the same number of samples. If the samples do not divide evenly, the first ones are used twice.
-    """
-
-    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
-        self.dataset = dataset
-        self.shuffle = shuffle
-        self.seed = seed
-        self.epoch = 0
-        self.processed_num = 0
-        self.reset()
-
-    def set_epoch(self, epoch: int) -> None:
-        """Begins an epoch: all samples count as not processed."""
-        self.epoch, self.processed_num = epoch, 0
-        self.reset()
-
-    def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Records that every rank has processed one batch of batch_size samples."""
-        self.processed_num += batch_size * self.num_replicas
-
-    def state_dict(self) -> Dict[str, int]:
-        return {"epoch": self.epoch, "processed_num": self.processed_num}
-
-    def load_state_dict(self, state_dict: Dict[str, int]) -> None:
-        self.epoch, self.processed_num = state_dict["epoch"], state_dict["processed_num"]
-        self.reset()
-
-    def reset(self) -> None:
-        """Distributes the samples that have not been processed in this epoch."""
-        self.rank, self.num_replicas = rank(), size()
-        left = list(range(len(self.dataset)))
-        if self.shuffle:
-            random.Random(self.seed + self.epoch).shuffle(left)
-        self.remaining_indices = left[self.processed_num :]
-        self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
-
-    def __iter__(self) -> Iterator[int]:
-        left, total = self.remaining_indices, self.num_samples * self.num_replicas
-        return iter([left[i % len(left)] for i in range(self.rank, total, self.num_replicas)])
-
-    def __len__(self) -> int:
-        return self.num_samples
 
 
 def _has_state(value: Any) -> bool:

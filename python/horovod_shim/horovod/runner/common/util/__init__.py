@@ -1,0 +1,1 @@
+"""The module horovod.runner.common.util."""
