@@ -83,6 +83,20 @@ class Parameters(RanksTest):
             self.equal(q, torch.zeros(3, dtype=torch.int64))
             self.assertTrue(p.requires_grad)
 
+    def test_types_that_are_only_moved(self) -> None:
+        types = ["complex64", "complex128", "float8_e5m2", "uint16"]
+        for dtype in [getattr(torch, name) for name in types if hasattr(torch, name)]:
+            tensor = torch.arange(3).add(self.rank).to(torch.float32).to(dtype)
+            hvd.broadcast_parameters({"x": tensor}, 0)
+            self.equal(tensor.to(torch.complex64), torch.arange(3).to(torch.complex64))
+        p = torch.nn.Parameter(torch.full((2,), complex(1, self.rank + 1)))
+        optimizer = torch.optim.Adam([p], lr=0.1)
+        p.abs().sum().backward()
+        optimizer.step()
+        hvd.broadcast_optimizer_state(optimizer, 0)
+        moments = torch.view_as_real(optimizer.state[p]["exp_avg"])
+        self.equal(hvd.allgather(moments.unsqueeze(0)), moments.expand(self.size, 2, 2))
+
     def test_not_contiguous(self) -> None:
         x = torch.full((2, 3, 4, 4), float(self.rank)).contiguous(memory_format=torch.channels_last)
         y = torch.full((4, 2), float(self.rank)).t()

@@ -15,7 +15,7 @@ from typing import Any, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Opt
 import torch
 
 from gohvd.process_sets import ProcessSet, global_process_set
-from gohvd.torch.mpi_ops import allgather, broadcast_, broadcast_async_, forget, rank, synchronize
+from gohvd.torch.mpi_ops import allgather, broadcast_, broadcast_async_, forget, moved, rank, synchronize
 
 try:
     import cloudpickle as _pickler
@@ -52,13 +52,13 @@ def broadcast_parameters(
 
 
 def _broadcast_all(tensors: List[torch.Tensor], root_rank: int, names: List[Optional[str]]) -> None:
-    """Overwrites the tensors with their values at rank root_rank. All broadcasts are in flight at the same time. If a
+    """Overwrites contiguous tensors with their values at rank root_rank. All broadcasts are in flight at the same time. If a
     broadcast fails, _broadcast_all raises its error and does not wait for the other broadcasts.
     """
     handles: List[int] = []
     try:
         for tensor, name in zip(tensors, names):
-            handles.append(broadcast_async_(tensor, root_rank, name))
+            handles.append(broadcast_async_(moved(tensor), root_rank, name))
         for handle in handles:
             synchronize(handle)
     finally:

@@ -206,6 +206,29 @@ def _check(tensor: Tensor) -> _engine.Code:
     return code
 
 
+# The types that stand for a type of the same size that gohvd does not know, if elements are only moved.
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def moved(t: Tensor) -> Tensor:
+    """Returns the tensor, or its memory as a tensor of a type that gohvd can move between ranks."""
+    if t.dtype in _DTYPES:
+        return t
+    if t.is_complex():
+        # A conjugated or negated view has the original elements in its memory.
+        return torch.view_as_real(_settled(t)) if t.dtype != torch.complex32 else _settled(t).view(torch.int32)
+    size = t.element_size()
+    if size in _INTEGERS and not t.dtype.is_floating_point or size == 1:
+        return t.view(_INTEGERS[size])
+    raise TypeError(f"tensors of type {t.dtype} are not supported")
+
+
+def _settled(t: Tensor) -> Tensor:
+    if t.is_conj() or t.is_neg():
+        raise ValueError("got a conjugated or negated view: use resolve_conj() and resolve_neg() first")
+    return t
+
+
 # Handles.
 
 

@@ -23,9 +23,9 @@ from ... import _wire as wire
 from ..._client import Pending
 from ..._engine import Call, Shape
 from ...exceptions import MismatchError
-from ..mpi_ops import alloc_tensor, write
+from ..mpi_ops import alloc_tensor, moved, write
 from . import _job
-from ._tensors import LISTS, Parts, code, dense, moved, reduction
+from ._tensors import LISTS, Parts, code, dense, reduction
 from ._work import Operation, Work
 
 Tensor = torch.Tensor
