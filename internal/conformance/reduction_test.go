@@ -294,8 +294,7 @@ func (r reduction) adasum(in [][]float64, elements int) []interval {
 	return out
 }
 
-// adaptiveSum returns (1 - a·b/(2 a·a)) a + (1 - a·b/(2 b·b)) b. A factor is 1 if its a·a or b·b is below
-// 2^-511.
+// adaptiveSum returns (1 - a·b/(2 a·a)) a + (1 - a·b/(2 b·b)) b. A factor is 1 if its a·a or b·b is 0.
 //
 // Let da and db be the errors of a and b. To first order, the dot products have at most these errors: for
 // |a·b| the sum of |a| db + |b| da + da db, and for a·a the sum of 2 |a| da + da². The engine and the
@@ -317,7 +316,7 @@ func adaptiveSum(a, b approx, f format) approx {
 	sums := 2 * float64(len(a.v)) * u
 	dab, daa, dbb = dab+sums*sizes, daa+sums*aa, dbb+sums*bb
 	factor := func(square, d float64) (c, dc float64) {
-		if square < 0x1p-511 {
+		if square == 0 {
 			return 1, 0
 		}
 		c = 1 - ab/(2*square)

@@ -5,10 +5,10 @@
 //
 //	(1 - a·b/(2 a·a)) a + (1 - a·b/(2 b·b)) b
 //
-// It adds orthogonal components and averages parallel ones. If a·a is less than the square root of the
-// smallest normal float64, 2^-511, the factor of a is 1. The same holds for b (Horovod's rule,
-// ops/adasum/adasum.h). The dot products and the combination are computed in float64, and the result is
-// rounded once to the element type.
+// It adds orthogonal components and averages parallel ones. If a is zero, its factor is 1. The same holds for
+// b. The dot products and the combination are computed in float64, and the result is rounded once to the
+// element type. If dot products of float64 vectors are outside of the range of float64, they are computed
+// from scaled elements (wide.go).
 //
 // The adaptive sum is commutative but not associative, so the tree is part of the definition. Let x[i] be the
 // vector of rank i of n, and p the largest power of two up to n. Written with + for the adaptive sum, the
@@ -38,10 +38,12 @@ type Combiner struct {
 	dot     kernel.DotFunc
 	combine kernel.CombineFunc
 	ends    []int64 // where the tensors end in the buffer
+	// bins is how many numbers stand for one dot product: 1, or numBins if the elements are float64.
+	bins int
 }
 
-// NumDots is the number of dot products for each tensor and pair of vectors a and b: a·b, a·a and b·b.
-const NumDots = 3
+// numDots is the number of dot products for each tensor and pair of vectors a and b: a·b, a·a and b·b.
+const numDots = 3
 
 // Prepare sets up c for tensors with elements of type dt. counts are the sizes of the tensors in bytes, and
 // numBytes must be the sum of counts. It allocates only if there are more tensors than ever before.
@@ -52,7 +54,10 @@ func (c *Combiner) Prepare(dt tensor.DType, numBytes int, counts []int64) (err e
 	if c.combine, err = kernel.Combine(dt); err != nil {
 		return err
 	}
-	c.size = dt.Size()
+	c.size, c.bins = dt.Size(), 1
+	if dt == tensor.Float64 {
+		c.bins = numBins
+	}
 	c.ends = slices.Grow(c.ends[:0], len(counts))
 	var end int64
 	for i, n := range counts {
@@ -69,18 +74,26 @@ func (c *Combiner) Prepare(dt tensor.DType, numBytes int, counts []int64) (err e
 	return nil
 }
 
-// Dots returns the number of dot products for each pair of vectors: NumDots for each tensor.
-func (c *Combiner) Dots() int { return NumDots * len(c.ends) }
+// Dots returns how many numbers stand for the dot products of a pair of vectors. The numbers for two parts of
+// the vectors are added one by one.
+func (c *Combiner) Dots() int { return numDots * c.bins * len(c.ends) }
 
 // AddDots adds to dots the dot products of a part of the vectors a and b. The part begins at byte from of the
 // buffer.
 func (c *Combiner) AddDots(dots []float64, a, b []byte, from int) {
 	for t, p := range c.pieces(from, len(a)) {
-		ab, aa, bb := c.dot(a[p.from:p.to], b[p.from:p.to])
-		of := dots[NumDots*t:][:NumDots]
-		of[0] += ab
-		of[1] += aa
-		of[2] += bb
+		a, b := a[p.from:p.to], b[p.from:p.to]
+		ab, aa, bb := c.dot(a, b)
+		switch of := dots[numDots*c.bins*t:][:numDots*c.bins]; {
+		case c.bins == 1:
+			of[0] += ab
+			of[1] += aa
+			of[2] += bb
+		case safe(aa) && safe(bb):
+			addToBins(of, 0, 0, ab, aa, bb)
+		default:
+			addScaledDots(of, tensor.View[float64](a), tensor.View[float64](b))
+		}
 	}
 }
 
@@ -88,17 +101,26 @@ func (c *Combiner) AddDots(dots []float64, a, b []byte, from int) {
 // the buffer. dots are the dot products of the whole vectors. dst may be the same memory as a or b.
 func (c *Combiner) Combine(dst, a, b []byte, from int, dots []float64) {
 	for t, p := range c.pieces(from, len(a)) {
-		of := dots[NumDots*t:][:NumDots]
-		fa, fb := factor(of[0], of[1]), factor(of[0], of[2])
-		c.combine(dst[p.from:p.to], a[p.from:p.to], b[p.from:p.to], fa, fb)
+		dst, a, b := dst[p.from:p.to], a[p.from:p.to], b[p.from:p.to]
+		of := dots[numDots*c.bins*t:][:numDots*c.bins]
+		if c.bins == 1 {
+			c.combine(dst, a, b, factor(of[0], of[1]), factor(of[0], of[2]))
+			continue
+		}
+		ab, aa, bb := sum(of[:numBins]), sum(of[numBins:2*numBins]), sum(of[2*numBins:])
+		fa, fb := wideFactor(ab, aa), wideFactor(ab, bb)
+		if shift := headroom(aa, bb); shift != 0 || fa.exp != 0 || fb.exp != 0 {
+			combineScaled(dst, a, b, fa, fb, shift)
+		} else {
+			c.combine(dst, a, b, fa.frac, fb.frac)
+		}
 	}
 }
 
 // factor returns the factor by which a vector is multiplied. dot is its dot product with the other vector,
 // and square is its dot product with itself.
 func factor(dot, square float64) float64 {
-	const tiny = 0x1p-511
-	if square < tiny {
+	if square == 0 {
 		return 1
 	}
 	return 1 - dot/square/2
