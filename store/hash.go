@@ -4,6 +4,8 @@ import (
 	"bytes"
 	"context"
 	"fmt"
+	"maps"
+	"slices"
 	"strconv"
 	"sync"
 )
@@ -134,6 +136,15 @@ func (s *HashStore) Check(ctx context.Context, keys ...string) (bool, error) {
 func (s *HashStore) NumKeys(ctx context.Context) (int64, error) {
 	n, err := s.numKeys(ctx)
 	return n, failed("number of keys", "", err)
+}
+
+// Keys returns the keys that have a value, in ascending order.
+func (s *HashStore) Keys(ctx context.Context) ([]string, error) {
+	if err := s.begin(ctx); err != nil {
+		return nil, failed("list of keys", "", err)
+	}
+	defer s.mu.Unlock()
+	return slices.Sorted(maps.Keys(s.values)), nil
 }
 
 // MultiGet implements Store.

@@ -213,6 +213,7 @@ func TestDialects(t *testing.T) {
 				c.say("0f '/q'", "+2 'one'")
 				c.say("0f '/q'", "+1 'two'")
 				c.say("05 [1 '/q'", "01")
+				c.say("0e '/q' 'three' 11", "[6 '/a' '/k' '/m1' '/m2' '/n' 'init/'")
 			}
 		})
 	}
@@ -339,7 +340,7 @@ func TestGarbage(t *testing.T) {
 		"web browser":        {hex.EncodeToString([]byte("GET / HTTP/1.1\r\n\r\n")), "unknown operation 71"},
 		"almost validated":   {"00 ce f7 85 3d 00000000", "set: got 1032189902 bytes, want at most 8192"},
 		"validated twice":    {hello + " " + hello, "a second validation"},
-		"unknown operation":  {hello + " 11", "unknown operation 17"},
+		"unknown operation":  {hello + " 12", "unknown operation 18"},
 		"a watch":            {"07 '/k'", "operation 7 is watch_key, which is not supported"},
 		"unknown to the old": {"0d", "unknown operation 13"},
 		"huge key":           {"02 " + huge, "get: got 1152921504606846976 bytes"},

@@ -203,6 +203,8 @@ func (c *session) handle(op opcode) error {
 	case opNumKeys:
 		n, err := c.store.NumKeys(c.ctx)
 		return c.answerNumber(n, err)
+	case opListKeys:
+		return c.listKeys()
 	case opDelete:
 		return c.delete()
 	case opAppend:
@@ -372,6 +374,22 @@ func (c *session) check() error {
 		return c.write([]byte{checkReady})
 	}
 	return c.write([]byte{checkNotReady})
+}
+
+func (c *session) listKeys() error {
+	keys, err := c.store.Keys(c.ctx)
+	if err != nil {
+		return err
+	}
+	if err := c.write(appendU64(nil, uint64(len(keys)))); err != nil {
+		return err
+	}
+	for _, k := range keys {
+		if err := c.write(appendBytes(nil, []byte(k))); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 func (c *session) delete() error {

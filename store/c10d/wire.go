@@ -34,14 +34,16 @@ const (
 	opQueuePush
 	opQueuePop
 	opQueueLen
-	opWatch // only old clients send it
+	opListKeys // since PyTorch 2.15
+	opWatch    // only old clients send it
 	numOps
 )
 
 var opNames = [numOps]string{
 	"validate", "set", "compare_set", "get", "add", "check", "wait", "num_keys", "delete_key", "append",
 	"multi_get",
-	"multi_set", "cancel_wait", "ping", "queue_push", "queue_pop", "queue_len", "watch_key",
+	"multi_set", "cancel_wait", "ping", "queue_push", "queue_pop", "queue_len", "list_keys",
+	"watch_key",
 }
 
 func (o opcode) String() string {
@@ -85,7 +87,7 @@ var ops = [...][]opcode{
 	Modern: {
 		opValidate, opSet, opCompareSet, opGet, opAdd, opCheck, opWait, opNumKeys, opDelete, opAppend,
 		opMultiGet, opMultiSet,
-		opCancelWait, opPing, opQueuePush, opQueuePop, opQueueLen,
+		opCancelWait, opPing, opQueuePush, opQueuePop, opQueueLen, opListKeys,
 	},
 	Old: {opSet, opCompareSet, opGet, opAdd, opCheck, opWait, opNumKeys, opWatch, opDelete},
 	Torch21: {opSet, opCompareSet, opGet, opAdd, opCheck, opWait, opNumKeys, opDelete, opAppend, opMultiGet,
