@@ -9,7 +9,8 @@ import (
 )
 
 const (
-	// MaxKey is the upper bound of keys. The default ranges of the servers are parts of 0 to MaxKey.
+	// MaxKey is the upper bound of keys: every key is less. The default ranges of the servers are parts of 0
+	// to MaxKey.
 	MaxKey = math.MaxUint64
 
 	// maxLists and maxListBytes bound the lists of keys that a worker remembers, and those that a server
@@ -21,13 +22,14 @@ const (
 // Range is a range of keys: Begin <= key < End.
 type Range struct{ Begin, End uint64 }
 
-// ServerKeyRanges returns the range of keys of each server: equal parts of 0 to MaxKey.
+// ServerKeyRanges returns the range of keys of each server: parts of 0 to MaxKey, equal but for rounding.
 func (p *Postoffice) ServerKeyRanges() []Range {
 	ranges := make([]Range, p.cfg.NumServers)
 	for r := range ranges {
 		size := uint64(MaxKey) / uint64(len(ranges))
 		ranges[r] = Range{uint64(r) * size, uint64(r+1) * size}
 	}
+	ranges[len(ranges)-1].End = MaxKey
 	return ranges
 }
 

@@ -45,8 +45,9 @@ with ps.start() as node:
     if node.role == "server":
         node.serve(0, "float32")
         node.serve(1, "int64", "assign")
+        node.serve(2, "bfloat16")
         try:
-            node.serve(2, "int64", "sgd", 0.1)
+            node.serve(3, "int64", "sgd", 0.1)
         except ValueError as e:
             assert "handler" in str(e), e
     if node.role == "worker":
@@ -75,6 +76,14 @@ with ps.start() as node:
             assert (w.pull(np.array(large, np.uint64), width=5).wait() == 1).all()
             refused(ValueError, "got keys of type float64", w.pull, np.array([1.5]))
             refused(ValueError, "got keys from -1 to 2", w.pull, [-1, 2])
+            w.push([ps.MAX_KEY], np.ones(5, np.float32)).wait()
+            assert w.pull([], 3).wait().size == 0 and w.pushpull([], np.ones(0, np.float32)).wait() is None
+            refused(ValueError, "want 0 to %d" % ps.MAX_KEY, w.pull, [ps.MAX_KEY + 1])
+            b, values = node.worker(2, "bfloat16"), torch.tensor([[1.5, -3.0], [2.5, 7.0]], dtype=torch.bfloat16).t()
+            b.push([1, 2], values).wait()
+            halves = torch.zeros(2, 3, dtype=torch.bfloat16)[:, 1:]
+            assert b.pull([1, 2], width=2, out=halves).wait() is halves and torch.equal(halves, values), halves
+            refused(ValueError, "got values of type int16", b.push, [1, 2], values.to(torch.int16))
             n = node.worker(1, "int64")
             n.push([7], np.array([-5])).wait()
             assert n.pull([7]).wait().tolist() == [-5]

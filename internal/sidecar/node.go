@@ -270,7 +270,7 @@ func (w worker[T]) begin(ctx context.Context, q *sidecarpb.Exchange, keys []uint
 	vals, out := tensor.View[T](values), tensor.View[T](results)
 	opts := []ps.Option{ps.Cmd(q.GetCommand()), ps.Priority(q.GetPriority())}
 	switch {
-	case q.GetPull() && len(out) == 0:
+	case q.GetPull() && len(out) == 0 && len(keys) > 0:
 		return nil, usage("exchange", "", errors.New("there is no memory for the pulled values"))
 	case q.GetPush() && q.GetPull():
 		return w.PushPull(ctx, keys, vals, &out, opts...)

@@ -11,7 +11,8 @@ Every process of the job calls ``start``. ``hvdrun --servers 2 --workers 4 pytho
             values = weights.pull(keys).wait()
 
 The node runs in the sidecar ``hvdd``. Keys and values go to it through shared memory. Keys are arrays of 64-bit
-integers, sorted and unique. Values are numpy arrays or torch tensors of the worker's element type.
+integers, sorted and unique. Values are numpy arrays or torch tensors of the worker's element type. Numpy arrays of
+bfloat16 have the type uint16.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ SCHEDULER, SERVERS, WORKERS, ALL = 1, 2, 4, 7
 INIT = -1
 """The command with which a push sets values, whatever the handler does with other pushes."""
 
-MAX_KEY = (1 << 64) - 1
+MAX_KEY = (1 << 64) - 2
 """The greatest key."""
 
 
@@ -51,11 +52,23 @@ class _Memory:
             self._arena.give(self._extent)
 
 
+def _numpy(values: Any) -> Any:
+    """Returns a torch tensor as a numpy array, and anything else as it is. If the tensor is on the CPU, the array has the
+    same memory. Elements of type bfloat16, which numpy does not have, become uint16.
+    """
+    if not hasattr(values, "detach"):
+        return values
+    values = values.detach().cpu()
+    if str(values.dtype) != "torch.bfloat16":
+        return values.numpy()
+    import torch
+
+    return values.view(torch.int16).numpy().view(np.uint16)
+
+
 def _array(values: Any) -> np.ndarray:
-    """Returns a numpy array, or a torch tensor as one."""
-    if hasattr(values, "detach"):
-        values = values.detach().cpu().numpy()
-    return np.ascontiguousarray(values)
+    """Returns values as a contiguous numpy array."""
+    return np.ascontiguousarray(_numpy(values))
 
 
 def _keys(keys: Any) -> np.ndarray:
@@ -92,7 +105,7 @@ class Request:
         values = self._results.array.view(self._dtype)
         if self._out is None:
             return values.copy()
-        target = self._out.detach().numpy() if hasattr(self._out, "detach") else self._out
+        target = _numpy(self._out)
         target[...] = values.reshape(target.shape)
         return self._out
 
