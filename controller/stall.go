@@ -2,6 +2,8 @@ package controller
 
 import (
 	"fmt"
+	"slices"
+	"strings"
 	"time"
 
 	"github.com/gohvd/gohvd/internal/analysis"
@@ -29,6 +31,8 @@ type Stall struct {
 	Missing   []topo.Rank
 	Waited    time.Duration
 	Executing bool
+	// Like are the names of other additions of process sets that have the same ranks and wait too.
+	Like []string
 
 	// row has the requests for the tensor, or is nil. Only the members that it needs take part.
 	row *tableRow
@@ -50,7 +54,7 @@ func (s *Stall) String() string {
 	default:
 		text += topo.FormatRanks(s.Missing)
 	}
-	return text
+	return text + likeText(s.Like)
 }
 
 // label formats an operation. If k is NoKind, it formats only the name.
@@ -244,7 +248,7 @@ func (s *setState) eachWaiting(visit func(w *wait, key groupKey, stall func() St
 			incomplete[key] = true
 			visit(&row.wait, key, func() Stall {
 				return Stall{Set: s.ID, Kind: first.Kind, Name: first.Name, Missing: s.rowMissing(row),
-					row: row}
+					Like: s.addedAlike(first), row: row}
 			})
 		}
 	}
@@ -267,6 +271,34 @@ func (s *setState) eachWaiting(visit func(w *wait, key groupKey, stall func() St
 				Missing: s.missing(func(int) bool { return false })}
 		})
 	}
+}
+
+// likeText returns what a warning or an error says about other additions of a process set of the same ranks.
+func likeText(names []string) string {
+	if len(names) == 0 {
+		return ""
+	}
+	quoted := make([]string, len(names))
+	for i, name := range names {
+		quoted[i] = fmt.Sprintf("%q", name)
+	}
+	return fmt.Sprintf("; a process set of the same ranks waits with the name %s: "+
+		"if they are one set, all its ranks must give it the same name", strings.Join(quoted, " and "))
+}
+
+// addedAlike returns the names of the other requests that wait to add a process set with the ranks of q.
+func (s *setState) addedAlike(q *message.Request) (names []string) {
+	if q.Kind != message.AddProcessSet {
+		return nil
+	}
+	for _, row := range s.rows {
+		other := firstOf(row.requests)
+		same := other.Kind == q.Kind && slices.Equal(other.Ranks, q.Ranks)
+		if same && !row.complete && other.Name != q.Name {
+			names = append(names, other.Name)
+		}
+	}
+	return names
 }
 
 func (s *setState) waitOf(item *readyItem) *wait {

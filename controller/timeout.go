@@ -181,11 +181,12 @@ func (s *setState) blocked(by topo.Rank, tensor string) (kind message.Kind, rank
 		})
 		return kind, ranks, why
 	}
-	did := "submitted it"
+	did, like := "submitted it", ""
 	bit, cached := s.cache.BitOf(tensor)
 	switch row := s.table[tensor]; {
 	case row != nil && !row.complete:
-		kind, ranks = firstOf(row.requests).Kind, s.rowMissing(row)
+		first := firstOf(row.requests)
+		kind, ranks, like = first.Kind, s.rowMissing(row), likeText(s.addedAlike(first))
 	case cached && s.bitWaiting(bit):
 		kind, ranks = s.cache.At(bit).Kind, s.bitMissing(bit)
 	// Exclude "", because it is the element of s.joined.names for a rank that has not joined.
@@ -197,7 +198,7 @@ func (s *setState) blocked(by topo.Rank, tensor string) (kind message.Kind, rank
 	if slices.Contains(ranks, by) {
 		return message.NoKind, nil, ""
 	}
-	return kind, ranks, have(ranks) + " not " + did
+	return kind, ranks, have(ranks) + " not " + did + like
 }
 
 // addAwaited adds the ranks for which the given ranks wait. The given ranks have not submitted an operation

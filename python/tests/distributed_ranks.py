@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import inspect
 import math
 import os
 import select
@@ -405,9 +406,58 @@ class Groups(Ranks):
         self.equal(x, sum(r + 1.0 for r in members))
         self.assertEqual((half.group_desc, half.size(), half.rank()), ("halves", len(members), members.index(self.rank)))
         dist.destroy_process_group(half)
-        if self.size > 1:
-            with self.assertRaisesRegex(ValueError, "want them in ascending order"):
-                dist.split_group(split_ranks=[list(reversed(self.all))])
+        back = dist.split_group(split_ranks=[list(reversed(self.all))])
+        parts = [torch.zeros(1) for _ in self.all]
+        dist.all_gather(parts, torch.tensor([float(self.rank)]), group=back)
+        self.equal(torch.cat(parts), [float(r) for r in dist.get_process_group_ranks(back)])
+        self.assertEqual(dist.get_process_group_ranks(back).index(self.rank), back.rank())
+
+    def test_order_of_ranks(self) -> None:
+        """Parts, roots, splits and messages of a group are in the order of its ranks, which need not ascend."""
+        if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+            return
+        want = [*range(1, self.size), 0]
+        group = dist.new_group(want, sort_ranks=False)
+        me, n, own = want.index(self.rank), self.size, torch.tensor([float(self.rank)])
+        self.assertEqual(group.rank(), me)
+        values = [torch.tensor([float(r)]) for r in want]
+        parts = [torch.zeros(1) for _ in self.all]
+        dist.all_gather(parts, own, group=group)
+        self.equal(torch.cat(parts), torch.cat(values))
+        whole = torch.zeros(n)
+        dist.all_gather_into_tensor(whole, own, group=group)
+        self.equal(whole, torch.cat(values))
+        part = torch.zeros(1)
+        dist.reduce_scatter_tensor(part, torch.arange(float(n)), group=group)
+        self.equal(part, float(n * me))
+        dist.reduce_scatter(part, [torch.tensor([float(i)]) for i in self.all], group=group)
+        self.equal(part, float(n * me))
+        for root in self.all:
+            dist.scatter(part, values if self.rank == root else None, src=root, group=group)
+            self.equal(part, own)
+            got = [torch.zeros(1) for _ in self.all] if self.rank == root else None
+            dist.gather(own, got, dst=root, group=group)
+            if got is not None:
+                self.equal(torch.cat(got), torch.cat(values))
+            x = own.clone()
+            dist.broadcast(x, src=root, group=group)
+            self.equal(x, float(root))
+        # Rank i of the group sends i + 1 elements to rank 0 of the group, and one element to each other rank.
+        sent = [me + 1] + [1] * (n - 1)
+        received = [i + 1 for i in self.all] if me == 0 else [1] * n
+        out = torch.zeros(sum(received))
+        dist.all_to_all_single(out, torch.cat([torch.full((k,), 10.0 * me + i) for i, k in enumerate(sent)]), received, sent, group=group)
+        self.equal(out, torch.cat([torch.full((k,), 10.0 * i + me) for i, k in enumerate(received)]))
+        outs = [torch.zeros(1) for _ in self.all]
+        dist.all_to_all(outs, [torch.tensor([10.0 * me + i]) for i in self.all], group=group)
+        self.equal(torch.cat(outs), [10.0 * i + me for i in self.all])
+        if n > 1:
+            if me == 0:
+                dist.send(own, want[1], group=group)
+            elif me == 1:
+                self.assertEqual(dist.recv(part, None, group=group), want[0])
+                self.equal(part, float(want[0]))
+        dist.barrier()
 
     def test_several_backends(self) -> None:
         if not _HAS_BACKENDS:
@@ -524,7 +574,7 @@ class Meshes(Ranks):
             elif self.rank == 0:
                 store.set(f"begun {k}", "")
             try:
-                made = _job._job.process_set(members, "same name")
+                made, _ = _job._job.process_set(members, "same name", timedelta(minutes=1))
             finally:
                 if self.rank == last:
                     store.set(f"made {k}", "")

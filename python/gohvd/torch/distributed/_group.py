@@ -68,7 +68,11 @@ class Calls:
         self._barriers = 0
         self._why_invalid = ""
         job = _job.enter(store, rank, size, ranks, timeout)
-        self._set = job.process_set(ranks, group_id)
+        self._set, self._members = job.process_set(ranks, group_id, timeout)
+        # The rank in the group of each member of the process set, whose members are in ascending order. It is empty if
+        # the group has the same order, as it has unless the program has called new_group with sort_ranks=False.
+        order = sorted(range(size), key=self._members.__getitem__)
+        self._order = order if order != list(range(size)) else []
         job.groups.add(self)
 
     # What torch asks of a group.
@@ -206,7 +210,19 @@ class Calls:
 
     def _root(self, opts: Any) -> int:
         """Returns the rank of the root in the job."""
-        return (self._set.ranks or [])[opts.rootRank]
+        return self._members[opts.rootRank]
+
+    def _in_order_of_set(self, parts: List[Tensor], counts: Optional[Sequence[int]] = None) -> List[Tensor]:
+        """Returns the parts of the ranks in the order of the process set. parts has a tensor for each rank in the order of
+        the group, or one tensor with the parts of all ranks. counts has the numbers of elements of the parts if they are
+        not equal.
+        """
+        if not self._order:
+            return parts
+        if len(parts) == 1:
+            flat = parts[0].view(-1)
+            parts = list(flat.split(counts or [flat.numel() // self._size] * self._size))
+        return [parts[r] for r in self._order]
 
     # Collectives on one tensor.
 
@@ -276,7 +292,7 @@ class Calls:
 
     def _gather_all(self, what: str, outputs: List[Tensor], t: Tensor, result: Any, opts: Any) -> dist.Work:
         flat, n = moved(t), moved(t).numel()
-        target = Parts(tuple([moved(o) for o in outputs]))
+        target = Parts(tuple([moved(o) for o in self._in_order_of_set(outputs)]))
         return self._one(what, wire.ALLGATHER, Parts((flat,)), (1, n), target, (self._size, n), result, opts)
 
     def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> dist.Work:
@@ -296,7 +312,7 @@ class Calls:
     def _scatter_sum(self, what: str, output: Tensor, inputs: List[Tensor], result: Any, opts: Any) -> dist.Work:
         opts = _options(opts, dist.ReduceScatterOptions)
         op, flat = reduction(opts.reduceOp, output)
-        source = Parts(tuple([reduction(opts.reduceOp, t)[1] for t in inputs]))
+        source = Parts(tuple([reduction(opts.reduceOp, t)[1] for t in self._in_order_of_set(inputs)]))
         n = flat.numel()
         return self._one(
             what, wire.REDUCESCATTER, source, (self._size, n), Parts((flat,)), (1, n), result, opts, reduce_op=op
@@ -331,12 +347,14 @@ class Calls:
     def _exchange(
         self, what: str, outputs: List[Tensor], inputs: List[Tensor], received: List[int], sent: List[int], opts: Any
     ) -> dist.Work:
-        source, target = Parts(tuple(map(moved, inputs))), Parts(tuple(map(moved, outputs)))
+        order = self._order or list(range(self._size))
+        source = Parts(tuple(map(moved, self._in_order_of_set(inputs, sent))))
+        target = Parts(tuple(map(moved, self._in_order_of_set(outputs, received))))
         first = source.tensors[0]
         scale = first.element_size() and inputs[0].element_size() // first.element_size()
         label, call = self._begin(
             what, wire.ALLTOALL, [source], first.dtype, code(first), ((source.numel(),),), opts,
-            targets=[target], outputs=((target.numel(),),), splits=tuple([n * scale for n in sent]),
+            targets=[target], outputs=((target.numel(),),), splits=tuple([sent[r] * scale for r in order]),
         )  # fmt: skip
 
         def expected() -> str:
@@ -344,9 +362,9 @@ class Calls:
 
         def check() -> None:
             wrong = [
-                f"{n // scale} elements from rank {r} of the group, want {m}"
-                for r, (n, m) in enumerate(zip(call.received, received))
-                if n != m * scale
+                f"{n // scale} elements from rank {r} of the group, want {received[r]}"
+                for r, n in sorted(zip(order, call.received))
+                if n != received[r] * scale
             ]
             if wrong:
                 raise MismatchError(f"got {'; '.join(wrong)}")
@@ -376,7 +394,7 @@ class Calls:
         if opts.rootRank == self._rank:
             (outputs,) = _lists(output_lists, 1, self._size)
             _same(outputs, t)
-            target, shape = Parts(tuple(map(moved, outputs))), (self._size, flat.numel())
+            target, shape = Parts(tuple(map(moved, self._in_order_of_set(outputs)))), (self._size, flat.numel())
         elif output_lists:
             raise ValueError(f"got output tensors at rank {self._rank}, want them only at the root, rank {opts.rootRank}")
         return self._one(
@@ -391,7 +409,7 @@ class Calls:
         if opts.rootRank == self._rank:
             (inputs,) = _lists(input_lists, 1, self._size)
             _same(inputs, output)
-            source, shape = Parts(tuple(map(moved, inputs))), (self._size, flat.numel())
+            source, shape = Parts(tuple(map(moved, self._in_order_of_set(inputs)))), (self._size, flat.numel())
         elif input_lists:
             raise ValueError(f"got input tensors at rank {self._rank}, want them only at the root, rank {opts.rootRank}")
         return self._one(
@@ -415,7 +433,7 @@ class Calls:
         self._check_valid(what)
         (t,) = given = dense(tensors, 1)
         flat = moved(t)
-        ranks = self._set.ranks or []
+        ranks = self._members
         if rank is not None and not 0 <= rank < self._size:
             raise ValueError(f"{what}: got rank {rank}, want 0 to {self._size - 1}")
         peer = _engine.check_message(None if rank is None else ranks[rank], tag, self._set, kind)

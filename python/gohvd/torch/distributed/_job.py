@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from typing import Any, List, Optional, Set
+from typing import Any, List, Optional, Set, Tuple
 
 from ... import _engine
 from ...exceptions import HorovodInternalError
@@ -30,21 +30,21 @@ class Job:
         # It holds the groups until they leave. Torch does not hold a backend that it calls through its debug wrapper.
         self.groups: Set[Any] = set()
 
-    def process_set(self, ranks: Optional[List[int]], name: str) -> ProcessSet:
-        """Returns a new process set for the group with the given name. ranks has its ranks in the default group, or is
-        None for the default group. The members of the group, and only they, must call it.
+    def process_set(self, ranks: Optional[List[int]], name: str, timeout: timedelta) -> Tuple[ProcessSet, List[int]]:
+        """Returns a new process set for the group with the given name, and the ranks of its members in the job, in the
+        order of the group. ranks has its ranks in the default group, or is None for the default group. The members of
+        the group, and only they, must call it. If it takes longer than the timeout, the job ends.
         """
         if ranks is None or ranks == self.ranks:
-            return global_process_set
+            return global_process_set, list(range(_engine_.place().size))
         known = list(range(_engine_.place().size)) if self.ranks is None else self.ranks
         outside = [r for r in ranks if r not in known]
         if outside:
             raise ValueError(f"new group: ranks {outside} are not in the job, which has ranks {known}")
         members = [known.index(r) for r in ranks]
-        if members != sorted(members):
-            raise ValueError(f"new group: got ranks {ranks}, want them in ascending order")
         # torch may give one name to groups that have no rank in common. The name of a set belongs to the whole job.
-        return add_process_set(members, members_only=True, name=f"torch.{name} from rank {members[0]}")
+        label = f"torch.{name} from rank {min(members)}"
+        return add_process_set(members, members_only=True, name=label, timeout=timeout.total_seconds() or None), members
 
 
 _job: Optional[Job] = None
