@@ -377,7 +377,7 @@ func (b *Backend) reducePiece(p *plan, t int, from, v int64, out []byte, copied 
 	for at := 0; at < len(out); at += inorder.BlockBytes {
 		end := min(at+inorder.BlockBytes, len(out))
 		b.reducer.Block(out[at:end], b.sources, at)
-		stage(staged[at:end], out[at:end], b.stager.bypasses)
+		stage(staged[at:end], out[at:end], b.stager.way())
 	}
 }
 

@@ -1,6 +1,7 @@
 package shm
 
 import (
+	"slices"
 	"time"
 
 	"github.com/gohvd/gohvd/internal/kernel"
@@ -12,13 +13,20 @@ import (
 // How long that takes depends on where the cores of the ranks are. If they share a cache, it takes less time
 // than a store that bypasses the caches. Otherwise it takes up to four times as long, and then the peers also
 // read faster from memory than from another core's cache. Ranks may be moved between cores, and the host of a
-// virtual machine may move its processors. So a stager measures both ways all the time and uses the faster
-// one.
+// virtual machine may move its processors. So a stager tries the other way from time to time, and uses the
+// one in which its copies take less time.
+//
+// A copy also takes longer if the last copy to the same memory was made in the other way. So a trial is as
+// long as it takes to write all of the memory, and only the copies after that count.
 type stager struct {
-	bypasses bool // whether copies bypass the caches
-	copies   uint // the number of copies of at least measuredBytes
-	// costs has the times of the last copies in nanoseconds per KiB: costs[0] of those through the caches,
-	// costs[1] of those that bypass them. 0 means that there was none.
+	bypasses bool // whether copies bypass the caches, except in a trial
+	trying   bool // whether a trial of the other way is in progress
+	// left is the number of bytes to copy until the trial ends or the next one begins, and interval the
+	// number of bytes between the last trial and the next one.
+	left, interval int64
+	copies         uint // the number of copies that may be measured
+	// costs has the times of the last measured copies in nanoseconds per KiB: costs[0] of those through the
+	// caches, costs[1] of those that bypass them. 0 means that there was none.
 	costs [2][samples]float32
 }
 
@@ -27,30 +35,48 @@ const (
 	// of a copy that is measured.
 	bypassBytes   = 8 << 10
 	measuredBytes = 16 << 10
-	// measureEvery is the number of copies for each one that is measured, and tryEvery the number for each
-	// one that is done in the other way.
+	// measureEvery is the number of copies for each one that is measured while no trial is in progress.
 	measureEvery = 16
-	tryEvery     = 128
-	// samples is the number of copies that are remembered. The fastest counts, because a copy may be
-	// interrupted.
-	samples = 2
+	// trialBytes is the length of a trial, and countedBytes the length of its last part, in which all copies
+	// are measured. The part before that is as long as the ring, which is larger than the staging area.
+	trialBytes   = ringBytes + countedBytes
+	countedBytes = 1 << 20
+	// firstInterval is the first interval between two trials. It doubles with each trial that changes
+	// nothing, up to longestInterval, which takes a few tenths of a second, so that trials cost less than
+	// 1 % of the time.
+	firstInterval   = 16 << 20
+	longestInterval = 2 << 30
+	// samples is the number of measured copies that are remembered. The fastest counts, because a copy may
+	// be interrupted.
+	samples = 4
+	// gain is the share of the time through the caches that a copy may take at most if copies are to bypass
+	// them. Peers that share a cache read faster what was copied through it, so a small gain is not enough.
+	gain = 0.7
 )
+
+// way reports whether copies bypass the caches now.
+func (s *stager) way() (bypasses bool) { return s.bypasses != s.trying }
 
 // copy copies src to dst, which has the same length.
 func (s *stager) copy(dst, src []byte) {
 	if len(src) < measuredBytes {
-		stage(dst, src, s.bypasses)
+		stage(dst, src, s.way())
 		return
+	}
+	if s.interval == 0 {
+		s.left, s.interval = firstInterval, firstInterval
 	}
 	s.copies++
-	bypasses := s.bypasses != (s.copies%tryEvery == 0)
-	if bypasses == s.bypasses && s.copies%measureEvery != 0 {
-		stage(dst, src, bypasses)
-		return
+	if s.trying && s.left <= countedBytes || !s.trying && s.copies%measureEvery == 0 {
+		began := time.Now()
+		stage(dst, src, s.way())
+		s.note(time.Since(began), len(src))
+	} else {
+		stage(dst, src, s.way())
 	}
-	began := time.Now()
-	stage(dst, src, bypasses)
-	s.note(bypasses, time.Since(began), len(src))
+	if s.left -= int64(len(src)); s.left <= 0 {
+		s.turn()
+	}
 }
 
 func stage(dst, src []byte, bypasses bool) {
@@ -61,21 +87,27 @@ func stage(dst, src []byte, bypasses bool) {
 	}
 }
 
-// note records the time of a copy of n bytes, and chooses how the next copies are done.
-func (s *stager) note(bypassed bool, took time.Duration, n int) {
+// note records the time of a copy of n bytes.
+func (s *stager) note(took time.Duration, n int) {
 	of := &s.costs[0]
-	if bypassed {
+	if s.way() {
 		of = &s.costs[1]
 	}
 	copy(of[1:], of[:])
 	of[0] = float32(took) / float32(n>>10)
-	through, bypassing := min(s.costs[0][0], s.costs[0][1]), min(s.costs[1][0], s.costs[1][1])
-	switch {
-	case through == 0 || bypassing == 0:
-	case s.bypasses:
-		s.bypasses = bypassing < through
-	default:
-		// Through the caches, peers that share a cache read faster, so a small gain is not enough.
-		s.bypasses = bypassing < 0.7*through
+}
+
+// turn begins a trial, or ends it and chooses the way of the copies until the next one.
+func (s *stager) turn() {
+	if !s.trying {
+		s.trying, s.left = true, trialBytes
+		return
 	}
+	through, bypassing := slices.Min(s.costs[0][:]), slices.Min(s.costs[1][:])
+	bypasses := bypassing < gain*through
+	s.interval = min(2*s.interval, longestInterval)
+	if bypasses != s.bypasses {
+		s.interval = firstInterval
+	}
+	s.bypasses, s.trying, s.left = bypasses, false, s.interval
 }

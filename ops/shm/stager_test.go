@@ -7,47 +7,83 @@ import (
 	"time"
 )
 
-// TestStagerChooses gives a stager the times that copies of 64 KiB take in one state of the machine after the
-// other, and checks which way it uses.
+// stagerTimes has how long a copy of 64 KiB takes in each way.
+type stagerTimes struct{ through, bypassing time.Duration }
+
+// trial brings a stager to the end of its next trial. All copies have 64 KiB and take the given times.
+func (c *stagerTimes) trial(s *stager) {
+	for range 2 {
+		took := c.through
+		if s.way() {
+			took = c.bypassing
+		}
+		for range samples {
+			s.note(took, 64<<10)
+		}
+		s.turn()
+	}
+}
+
+// TestStagerChooses checks which way a stager uses while the machine goes from one state to the next.
 func TestStagerChooses(t *testing.T) {
-	const n = 64 << 10
 	var s stager
 	for _, c := range []struct {
-		name               string
-		through, bypassing time.Duration
-		want               bool
+		name  string
+		times stagerTimes
+		want  bool
 	}{
-		{"the caches are faster", 2100, 2500, false},
-		{"bypassing is hardly faster", 2700, 2500, false},
-		{"bypassing is much faster", 8600, 2500, true},
-		{"bypassing is hardly faster, and in use", 2700, 2500, true},
-		{"the caches are faster again", 2100, 2500, false},
+		{"the caches are faster", stagerTimes{2100, 2500}, false},
+		{"bypassing is a little faster", stagerTimes{2700, 2500}, false},
+		{"bypassing is much faster", stagerTimes{8600, 2500}, true},
+		{"bypassing is still much faster", stagerTimes{8600, 2500}, true},
+		{"the caches are faster again", stagerTimes{2100, 2500}, false},
+		{"bypassing is faster again", stagerTimes{8600, 2500}, true},
+		{"bypassing is a little faster than before", stagerTimes{2700, 2500}, false},
 	} {
-		for range samples {
-			s.note(false, c.through, n)
-			s.note(true, c.bypassing, n)
-		}
-		if s.bypasses != c.want {
-			t.Errorf("%s: got %v, want %v", c.name, s.bypasses, c.want)
+		if c.times.trial(&s); s.bypasses != c.want || s.trying {
+			t.Errorf("%s: the stager bypasses the caches: %v, is in a trial: %v, want %v, false", c.name, s.bypasses,
+				s.trying, c.want)
 		}
 	}
 }
 
-// TestStagerIgnoresInterruptions gives a stager one sample of a copy that was interrupted.
+// TestStagerIgnoresInterruptions checks that copies that were interrupted do not count.
 func TestStagerIgnoresInterruptions(t *testing.T) {
-	const n = 64 << 10
 	var s stager
-	for range samples {
-		s.note(false, 2100, n)
-		s.note(true, 2500, n)
+	(&stagerTimes{2100, 2500}).trial(&s)
+	for range samples - 1 {
+		s.note(time.Second, 64<<10)
 	}
-	if s.note(false, time.Second, n); s.bypasses {
-		t.Error("one slow copy changes the choice")
+	s.turn()
+	for range samples {
+		s.note(2500, 64<<10)
+	}
+	if s.turn(); s.bypasses {
+		t.Error("the stager has changed the way because of slow copies, want no change")
 	}
 }
 
-// TestStagerCopies copies in both ways, and checks that the stager measures both, but only copies that are
-// large enough.
+// TestStagerIntervals checks when trials begin.
+func TestStagerIntervals(t *testing.T) {
+	same, other := stagerTimes{2100, 2500}, stagerTimes{8600, 2500}
+	var s stager
+	buf := make([]byte, 64<<10)
+	s.copy(buf, make([]byte, len(buf)))
+	if got, want := s.left, int64(firstInterval-len(buf)); got != want || s.trying {
+		t.Errorf("after the first copy, the first trial begins in %d bytes, want %d", got, want)
+	}
+	for want := int64(2 * firstInterval); want < 4*longestInterval; want *= 2 {
+		if same.trial(&s); s.left != min(want, longestInterval) {
+			t.Errorf("after a trial that changes nothing, the next begins in %d bytes, want %d", s.left,
+				min(want, longestInterval))
+		}
+	}
+	if other.trial(&s); s.left != firstInterval {
+		t.Errorf("after a change, the next trial begins in %d bytes, want %d", s.left, firstInterval)
+	}
+}
+
+// TestStagerCopies checks that copies of all sizes are right in both ways, and which of them are measured.
 func TestStagerCopies(t *testing.T) {
 	for _, bypasses := range []bool{false, true} {
 		for _, size := range []int{0, 1, bypassBytes - 1, bypassBytes, measuredBytes - 1, measuredBytes,
@@ -58,16 +94,38 @@ func TestStagerCopies(t *testing.T) {
 					src[i] = byte(i*7 + i>>8)
 				}
 				s := stager{bypasses: bypasses}
-				for range tryEvery {
-					dst := make([]byte, size)
-					if s.copy(dst, src); !bytes.Equal(dst, src) {
-						t.Fatal("the copy is not equal to the source")
+				copies := func(n int) (measured int) {
+					for range n {
+						dst := make([]byte, size)
+						s.costs = [2][samples]float32{}
+						if s.copy(dst, src); !bytes.Equal(dst, src) {
+							t.Fatal("the copy is not equal to the source")
+						}
+						if s.costs != [2][samples]float32{} {
+							measured++
+						}
 					}
+					return measured
 				}
-				for way, costs := range s.costs {
-					if got, want := costs[0] != 0, size >= measuredBytes; got != want {
-						t.Errorf("costs[%d] has a sample: %v, want %v", way, got, want)
-					}
+				small := size < measuredBytes
+				if got := copies(2 * measureEvery); small && got != 0 || !small && got != 2 {
+					t.Errorf("%d of %d copies were measured, want 2 if they are large, else none", got, 2*measureEvery)
+				}
+				if small {
+					return
+				}
+				s.trying, s.left = true, trialBytes
+				warm := (ringBytes - 1) / size
+				if got := copies(warm); got != 0 {
+					t.Errorf("%d of the first %d copies of a trial were measured, want none", got, warm)
+				}
+				s.left = countedBytes
+				if got := copies(3); got != 3 {
+					t.Errorf("%d of 3 copies at the end of a trial were measured, want all", got)
+				}
+				s.left = 1
+				if copies(1); s.trying {
+					t.Error("the trial has not ended")
 				}
 			})
 		}
