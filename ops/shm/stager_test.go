@@ -33,12 +33,12 @@ func TestStagerChooses(t *testing.T) {
 		want  bool
 	}{
 		{"the caches are faster", stagerTimes{2100, 2500}, false},
-		{"bypassing is a little faster", stagerTimes{2700, 2500}, false},
+		{"bypassing is a little faster", stagerTimes{4000, 2500}, false},
 		{"bypassing is much faster", stagerTimes{8600, 2500}, true},
 		{"bypassing is still much faster", stagerTimes{8600, 2500}, true},
 		{"the caches are faster again", stagerTimes{2100, 2500}, false},
 		{"bypassing is faster again", stagerTimes{8600, 2500}, true},
-		{"bypassing is a little faster than before", stagerTimes{2700, 2500}, false},
+		{"bypassing is a little faster than before", stagerTimes{4000, 2500}, false},
 	} {
 		if c.times.trial(&s); s.bypasses != c.want || s.trying {
 			t.Errorf("%s: the stager bypasses the caches: %v, is in a trial: %v, want %v, false", c.name, s.bypasses,
