@@ -63,6 +63,30 @@ func TestStagerIgnoresInterruptions(t *testing.T) {
 	}
 }
 
+// TestStagerNeedsSamples makes only few copies in a trial, because they are large. The trial goes on until
+// there are enough of them, and the samples of the trial before do not count.
+func TestStagerNeedsSamples(t *testing.T) {
+	var s stager
+	(&stagerTimes{8600, 9000}).trial(&s)
+	if s.turn(); !s.trying {
+		t.Fatal("no trial has begun")
+	}
+	for i := range samples {
+		if s.turn(); !s.trying {
+			t.Fatalf("the trial has ended after %d measured copies, want %d", i, samples)
+		}
+		s.note(2500, 64<<10)
+	}
+	if s.turn(); s.trying || !s.bypasses {
+		t.Errorf("after %d measured copies, a trial is in progress: %v, copies bypass the caches: %v, want false, true",
+			samples, s.trying, s.bypasses)
+	}
+	s = stager{}
+	if s.turn(); s.trying {
+		t.Error("a trial has begun before a copy in the usual way was measured")
+	}
+}
+
 // TestStagerIntervals checks when trials begin.
 func TestStagerIntervals(t *testing.T) {
 	same, other := stagerTimes{2100, 2500}, stagerTimes{8600, 2500}
@@ -123,8 +147,11 @@ func TestStagerCopies(t *testing.T) {
 				if got := copies(3); got != 3 {
 					t.Errorf("%d of 3 copies at the end of a trial were measured, want all", got)
 				}
+				for range samples {
+					s.copy(make([]byte, size), src)
+				}
 				s.left = 1
-				if copies(1); s.trying {
+				if s.copy(make([]byte, size), src); s.trying {
 					t.Error("the trial has not ended")
 				}
 			})
