@@ -52,6 +52,7 @@ type Yielder struct {
 
 // Yield does the same as the function Yield. If the last yields all ran another thread, it also moves the
 // calling thread to another core. The set of cores that the thread may use is afterwards the same as before.
+// On a kernel with more than 1024 cores, the thread does not move.
 func (y *Yielder) Yield() {
 	if y.Stay {
 		Yield()
@@ -108,5 +109,7 @@ func move() {
 	// when a thread wakes up.
 	sleep := unix.Timespec{Nsec: 1}
 	_, _, _ = unix.RawSyscall(unix.SYS_NANOSLEEP, uintptr(unsafe.Pointer(&sleep)), 0, 0)
-	_ = unix.SchedSetaffinity(0, &allowed) // this was the set before, so the kernel accepts it
+	// This was the set before. The kernel refuses it only if the cpuset of the process has changed meanwhile,
+	// and has then set the thread's cores itself.
+	_ = unix.SchedSetaffinity(0, &allowed)
 }

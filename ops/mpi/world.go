@@ -215,7 +215,7 @@ func (w *world) collective(ctx context.Context, buf []byte, begin func() error) 
 	t := newTester(w.comm)
 	err := w.start(t, begin)
 	if err == nil {
-		_, err = w.wait(ctx, t, new(shmem.Yielder))
+		_, err = w.wait(ctx, t, &shmem.Yielder{Stay: true})
 	}
 	if err != nil {
 		w.abandon(err, pins)
