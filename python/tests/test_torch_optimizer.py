@@ -298,12 +298,15 @@ class Training(OptimizerTest):
         self.equal(frozen.detach(), torch.ones(1))
 
     def test_frozen_and_trained_later(self) -> None:
-        """Parameters that require no gradient when the optimizer is made are reduced once they do."""
+        """Parameters that require no gradient when the optimizer is made are reduced once they do. When they are frozen
+        again, they keep their values.
+        """
 
         def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, every: bool) -> torch.nn.Module:
-            for step in range(5):
-                model[0].requires_grad_(step >= 2)
-                optimizer.zero_grad()
+            for step in range(6):
+                model[0].requires_grad_(2 <= step < 4)
+                for p in model.parameters():
+                    p.grad = None
                 for i in range(2):
                     loss_of(model, self.whole(2 * step + i) if every else batch(2 * step + i, self.rank)).backward()
                 optimizer.step()

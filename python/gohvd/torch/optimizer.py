@@ -450,6 +450,9 @@ class _DistributedOptimizer(_Distributed):
         """
         if self._hooked:
             self._hook_thawed()
+            # An optimizer changes the parameters that have a gradient, even if it is zero. So a parameter that is frozen
+            # again must have none afterwards. It is reduced all the same, because other ranks may have a gradient.
+            frozen = [p for p in self._requires_update if not p.requires_grad and p.grad is None]
             submitted = set()
             for key in self._handles:
                 submitted.update(key if isinstance(key, tuple) else (key,))
@@ -464,6 +467,9 @@ class _DistributedOptimizer(_Distributed):
                     submitted.update(group)
             self._group_counts = dict.fromkeys(self._group_counts, 0)
             self._drain(self._done)
+            for p in frozen:
+                if not p.grad.is_sparse and not p.grad.any():
+                    p.grad = None
         self._synchronized = True
 
     def _done(self, key: Any, output: Any, ctx: Any) -> None:
