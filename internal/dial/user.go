@@ -9,6 +9,8 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"slices"
+	"syscall"
 
 	"go.uber.org/zap"
 	"golang.org/x/sys/unix"
@@ -46,6 +48,9 @@ var (
 	errUserUnknown = errors.New("the kernel does not tell the user of a client")
 	// errClosed reports that the peer of a connection has closed its socket, so that its user is unknown.
 	errClosed = fmt.Errorf("refused: the client has already closed the connection: %w", io.EOF)
+	// errHidden reports that the kernel does not find the socket of a process of this host. A process hides
+	// its socket if it binds it to a network interface.
+	errHidden = errors.New("refused: the client is a process of this host, and the kernel does not tell its user")
 )
 
 // user returns the user of the process at the other end of a connection, if the process is on this host.
@@ -61,10 +66,73 @@ func user(conn net.Conn) (uid uint32, known bool, err error) {
 		return 0, false, nil
 	}
 	uid, known, err = socketUser(peer, own)
-	if err == nil && !known && peer.Addr().IsLoopback() {
-		err = errClosed
+	if err != nil || known {
+		return uid, known, err
 	}
-	return uid, known, err
+	if here, err := isHere(peer.Addr()); err != nil || !here {
+		return 0, false, err
+	}
+	state, err := tcpState(conn)
+	switch {
+	case err != nil:
+		return 0, false, err
+	case state == unix.BPF_TCP_CLOSE || state == unix.BPF_TCP_CLOSE_WAIT:
+		return 0, false, errClosed
+	case peer.Addr().IsLinkLocalUnicast(): // the kernel finds neither end
+		return 0, false, errHidden
+	}
+	if _, known, err = socketUser(own, peer); err == nil && !known {
+		return 0, false, fmt.Errorf("%w: it does not find this end of the connection either", errUserUnknown)
+	}
+	return 0, false, errors.Join(errHidden, err)
+}
+
+// isHere reports whether a is an address of this host.
+func isHere(a netip.Addr) (bool, error) {
+	if a.IsLoopback() {
+		return true, nil
+	}
+	all, err := net.InterfaceAddrs()
+	if err != nil {
+		return false, fmt.Errorf("find out whether the client is on this host: %w", err)
+	}
+	return slices.ContainsFunc(all, func(own net.Addr) bool {
+		ip, ok := own.(*net.IPNet)
+		return ok && ip.IP.Equal(a.WithZone("").AsSlice())
+	}), nil
+}
+
+// tcpState returns the state of a TCP connection.
+func tcpState(conn net.Conn) (state uint8, err error) {
+	c, ok := conn.(syscall.Conn)
+	if !ok {
+		return 0, fmt.Errorf("get the state of a connection: it is a %T", conn)
+	}
+	raw, err := c.SyscallConn()
+	if err != nil {
+		return 0, err
+	}
+	var info *unix.TCPInfo
+	failed := raw.Control(func(fd uintptr) {
+		info, err = unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO)
+	})
+	if err = errors.Join(failed, err); err != nil {
+		return 0, fmt.Errorf("get the state of a connection: %w", err)
+	}
+	return info.State, nil
+}
+
+// diagError returns the error of a system call of sock_diag. It wraps errUserUnknown only if this kernel
+// never tells the user of a socket, or not to this process. So a client is not served because this process
+// has no descriptors or no memory left at the moment.
+func diagError(call string, err error) error {
+	for _, never := range []error{unix.EPROTONOSUPPORT, unix.EAFNOSUPPORT, unix.EPERM, unix.EACCES,
+		unix.EOPNOTSUPP, unix.ENOSYS} {
+		if errors.Is(err, never) {
+			return fmt.Errorf("%w: %w", errUserUnknown, os.NewSyscallError(call, err))
+		}
+	}
+	return fmt.Errorf("refused: the user of the client cannot be found out: %w", os.NewSyscallError(call, err))
 }
 
 // CheckUser returns an error if the process at the other end of a Unix connection runs as another user than
@@ -122,7 +190,7 @@ const (
 func socketUser(own, peer netip.AddrPort) (uid uint32, known bool, err error) {
 	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, unix.NETLINK_SOCK_DIAG)
 	if err != nil {
-		return 0, false, fmt.Errorf("%w: %w", errUserUnknown, os.NewSyscallError("socket", err))
+		return 0, false, diagError("socket", err)
 	}
 	defer unix.Close(fd)
 	q := make([]byte, diagRequest)
@@ -141,19 +209,19 @@ func socketUser(own, peer netip.AddrPort) (uid uint32, known bool, err error) {
 	copy(id[20:36], peer.Addr().AsSlice())
 	binary.NativeEndian.PutUint64(id[40:], ^uint64(0)) // any cookie
 	if err := unix.Sendto(fd, q, 0, &unix.SockaddrNetlink{Family: unix.AF_NETLINK}); err != nil {
-		return 0, false, fmt.Errorf("%w: %w", errUserUnknown, os.NewSyscallError("sendto", err))
+		return 0, false, diagError("sendto", err)
 	}
 	// The kernel has put the answer into the socket before sendto returned.
 	var a [1024]byte
 	n, _, err := unix.Recvfrom(fd, a[:], unix.MSG_DONTWAIT)
 	if err != nil {
-		return 0, false, fmt.Errorf("%w: %w", errUserUnknown, os.NewSyscallError("recvfrom", err))
+		return 0, false, diagError("recvfrom", err)
 	}
 	switch kind := binary.NativeEndian.Uint16(a[4:]); {
 	case kind == unix.NLMSG_ERROR && n >= unix.SizeofNlMsghdr+4:
 		err := unix.Errno(-int32(binary.NativeEndian.Uint32(a[unix.SizeofNlMsghdr:])))
 		if err != unix.ENOENT {
-			return 0, false, fmt.Errorf("%w: %w", errUserUnknown, os.NewSyscallError("sock_diag", err))
+			return 0, false, diagError("sock_diag", err)
 		}
 		return 0, false, nil
 	case kind != diagByFamily || n < diagReply:

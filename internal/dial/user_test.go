@@ -8,16 +8,21 @@ import (
 	"net"
 	"os"
 	"os/exec"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 // connectVariable makes the test binary connect to an address, write "hello" and wait for the end of its
-// input. If it begins with "close ", the binary closes the connection before.
+// input. If it begins with "close ", the binary closes the connection before, and if it begins with "reset ",
+// it resets the connection. If it begins with "bound " and the name of an interface, the socket is bound to
+// that.
 const connectVariable = "GOHVD_TEST_CONNECT"
 
 func TestMain(m *testing.M) {
@@ -29,14 +34,33 @@ func TestMain(m *testing.M) {
 
 func connect(addr string) (status int) {
 	addr, closes := strings.CutPrefix(addr, "close ")
-	conn, err := Connect(context.Background(), addr)
+	addr, resets := strings.CutPrefix(addr, "reset ")
+	device := ""
+	rest, bound := strings.CutPrefix(addr, "bound ")
+	if bound {
+		device, addr, _ = strings.Cut(rest, " ")
+	}
+	var conn net.Conn
+	var err error
+	if bound {
+		d := net.Dialer{Control: func(_, _ string, c syscall.RawConn) (err error) {
+			failed := c.Control(func(fd uintptr) { err = unix.BindToDevice(int(fd), device) })
+			return errors.Join(failed, err)
+		}}
+		conn, err = d.Dial("tcp", addr)
+	} else {
+		conn, err = Connect(context.Background(), addr)
+	}
 	if err == nil {
 		_, err = io.WriteString(conn, "hello")
+	}
+	if resets && err == nil {
+		err = conn.(*net.TCPConn).SetLinger(0)
 	}
 	if err != nil {
 		return 1
 	}
-	if closes {
+	if closes || resets {
 		conn.Close()
 	}
 	os.Stdout.WriteString("connected\n")
@@ -96,6 +120,29 @@ func visit(t *testing.T, ln net.Listener, uid uint32, prefix string) net.Conn {
 	return conn
 }
 
+// device returns the name of the interface that has the address of ln.
+func device(t *testing.T, ln net.Listener) string {
+	t.Helper()
+	all, err := net.Interfaces()
+	if err != nil {
+		t.Fatal(err)
+	}
+	at := ln.Addr().(*net.TCPAddr)
+	for _, i := range all {
+		own, err := i.Addrs()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if slices.ContainsFunc(own, func(a net.Addr) bool {
+			ip, ok := a.(*net.IPNet)
+			return ok && ip.IP.Equal(at.IP)
+		}) {
+			return i.Name
+		}
+	}
+	return "lo"
+}
+
 // SameUser refuses processes of other users, and connections that the peer has closed, over both versions of
 // IP and over Unix sockets.
 func TestSameUser(t *testing.T) {
@@ -104,6 +151,7 @@ func TestSameUser(t *testing.T) {
 		slot.Release()
 		return errServed
 	})
+	var linkLocal []string
 	addrs := []string{"127.0.0.1:0", "[::1]:0", "[::]:0", "unix:@gohvd-test-" + rand.Text()}
 	own, err := net.InterfaceAddrs()
 	if err != nil {
@@ -114,7 +162,22 @@ func TestSameUser(t *testing.T) {
 			addrs = append(addrs, net.JoinHostPort(ip.IP.String(), "0"))
 		}
 	}
-	for _, addr := range addrs {
+	all, err := net.Interfaces()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, i := range all {
+		own, err := i.Addrs()
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, a := range own {
+			if ip, ok := a.(*net.IPNet); ok && ip.IP.IsLinkLocalUnicast() && i.Flags&net.FlagUp != 0 {
+				linkLocal = append(linkLocal, net.JoinHostPort(ip.IP.String()+"%"+i.Name, "0"))
+			}
+		}
+	}
+	for _, addr := range slices.Concat(addrs, linkLocal) {
 		t.Run(addr, func(t *testing.T) {
 			ln, err := Listen(addr)
 			if err != nil {
@@ -129,18 +192,35 @@ func TestSameUser(t *testing.T) {
 				}
 				return err
 			}
+			if slices.Contains(linkLocal, addr) {
+				if err := check(0, "bound "+device(t, ln)+" "); err != errServed {
+					testnet.WantError(t, err, errHidden.Error())
+				}
+				if os.Geteuid() == 0 {
+					testnet.WantError(t, check(65534, "bound "+device(t, ln)+" "), "refused: the client")
+				}
+				return
+			}
 			if err := check(0, ""); err != errServed {
 				t.Error(err)
 			}
 			if !strings.HasPrefix(addr, UnixPrefix) { // a Unix socket keeps its user
-				if err := check(0, "close "); !errors.Is(err, io.EOF) {
-					t.Error(err)
+				for _, ending := range []string{"close ", "reset "} {
+					if err := check(0, ending); !errors.Is(err, io.EOF) {
+						t.Errorf("%s: got %v, want EOF", ending, err)
+					}
+				}
+				if err := check(0, "bound "+device(t, ln)+" "); err != errServed {
+					testnet.WantError(t, err, errHidden.Error())
 				}
 			}
 			if os.Geteuid() != 0 {
 				t.Skip("only root can start a process of another user")
 			}
 			testnet.WantError(t, check(65534, ""), "the client runs as user 65534, want 0 or root")
+			if !strings.HasPrefix(addr, UnixPrefix) {
+				testnet.WantError(t, check(65534, "bound "+device(t, ln)+" "), "refused: the client")
+			}
 		})
 	}
 }
