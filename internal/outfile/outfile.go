@@ -44,7 +44,8 @@ func Resolve(path string) (string, error) {
 			return "", err
 		}
 		if !filepath.IsAbs(to) {
-			to = filepath.Join(filepath.Dir(path), to)
+			// Join would remove "name/.." even if name is a link, which the kernel follows first.
+			to = path[:strings.LastIndexByte(path, '/')+1] + to
 		}
 		path = to
 	}

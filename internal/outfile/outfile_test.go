@@ -53,6 +53,12 @@ func TestCreate(t *testing.T) {
 			give(t, second(path))
 			return err
 		}, "is a link of user 1234", ""},
+		"our relative link in a linked folder": {func(_ *testing.T, path, precious string) error {
+			dir := filepath.Dir(path)
+			deep := filepath.Join(dir, "a", "b")
+			return errors.Join(os.MkdirAll(deep, 0o700), os.Symlink(deep, filepath.Join(dir, "linked")),
+				os.Symlink("../found", filepath.Join(deep, "out")), os.Symlink("linked/out", path))
+		}, "", "a/found"},
 		"a loop": {func(_ *testing.T, path, _ string) error {
 			return os.Symlink("out", path)
 		}, "too many levels", ""},
