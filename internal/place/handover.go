@@ -71,6 +71,10 @@ func takeOver(ctx context.Context, name string) (s secret.Secret, err error) {
 		return s, err
 	}
 	text, err := io.ReadAll(io.LimitReader(conn, secret.MaxBytes))
+	if err == nil && len(text) == 0 {
+		// The other process hands it over to too many processes at the moment, or ends.
+		err = io.ErrUnexpectedEOF
+	}
 	if err != nil {
 		return s, err
 	}

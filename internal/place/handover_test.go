@@ -122,3 +122,21 @@ func TestOtherUserHandsOverSecret(t *testing.T) {
 		t.Errorf("got %v, want %v", err, syscall.EADDRINUSE)
 	}
 }
+
+// If a socket is closed before the secret has arrived, for example because too many processes ask for it, the
+// process may ask again.
+func TestHandOverIsCutShort(t *testing.T) {
+	name := newHandoverName()
+	a, err := dial.Serve(dial.UnixPrefix+"@"+handoverPrefix+name, "test", 10, nil,
+		func(_ context.Context, _ net.Conn, slot *dial.Slot) error {
+			slot.Release()
+			return io.EOF
+		})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer a.Close()
+	if _, err := takeOver(testnet.Context(t), name); err == nil || !dial.MayRecover(err) {
+		t.Errorf("got %v, want an error after which another attempt may succeed", err)
+	}
+}
