@@ -318,6 +318,9 @@ func TestRelay(t *testing.T) {
 		t.Run(fmt.Sprint("changes ", changes), func(t *testing.T) {
 			ctx := testnet.Context(t)
 			kv, foreign := newStore(t), newStore(t)
+			wait, cancel := context.WithCancelCause(ctx)
+			defer cancel(nil)
+			errLeft := errors.New("rank 1 has closed the connection on which bytes were changed")
 			var (
 				addr   string // of the root
 				seen   bytes.Buffer
@@ -330,6 +333,9 @@ func TestRelay(t *testing.T) {
 				defer conn.Close()
 				relays.Go(func() {
 					_, _ = io.Copy(conn, rank)
+					if changes {
+						cancel(errLeft) // otherwise rank 1 dials again
+					}
 					_ = conn.(*net.TCPConn).CloseWrite()
 				})
 				for b := make([]byte, 64<<10); ; {
@@ -367,15 +373,13 @@ func TestRelay(t *testing.T) {
 			if err := foreign.Set(ctx, one.rootKey(), value); err != nil {
 				t.Fatal(err)
 			}
-			wait, cancel := ctx, context.CancelFunc(func() {})
-			if changes {
-				wait, cancel = context.WithTimeout(ctx, 200*time.Millisecond)
-			}
-			defer cancel()
 			got := <-start(t, wait, one)
 			if changes {
 				if got.err == nil {
 					t.Error("rank 1 has joined over a connection on which bytes were changed")
+				}
+				if context.Cause(wait) != errLeft {
+					t.Errorf("got %v, want that %v", context.Cause(wait), errLeft)
 				}
 				got = <-start(t, ctx, keyed(kv, 1, 2, key))
 			}
