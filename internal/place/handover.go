@@ -65,7 +65,8 @@ func takeOver(ctx context.Context, name string) (s secret.Secret, err error) {
 	defer conn.Close()
 	// Another user may have opened the socket. Nothing that it sends may be used.
 	if err := dial.CheckUser(conn.(*net.UnixConn)); err != nil {
-		return s, fmt.Errorf("the socket %s%s, which hands over the secret: %w", handoverPrefix, name, err)
+		return s, fmt.Errorf("the socket %s%s, which hands over the secret: %w: let all processes run as one user, or "+
+			"give them the same file in HVD_SECRET_FILE", handoverPrefix, name, err)
 	}
 	if err := conn.SetDeadline(time.Now().Add(handoverTimeout)); err != nil {
 		return s, err
