@@ -9,6 +9,7 @@ import (
 	"net"
 	"os"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -322,14 +323,14 @@ func TestRelay(t *testing.T) {
 			defer cancel(nil)
 			errLeft := errors.New("rank 1 has closed the connection on which bytes were changed")
 			var (
-				addr   string // of the root
+				addr   atomic.Value // of the root
 				seen   bytes.Buffer
 				relays sync.WaitGroup
 			)
 			relay, err := dial.Serve("127.0.0.1:0", "relay", 1, nil, func(_ context.Context,
 				rank net.Conn, slot *dial.Slot) error {
 				slot.Release()
-				conn := testnet.RawDial(t, addr)
+				conn := testnet.RawDial(t, addr.Load().(string))
 				defer conn.Close()
 				relays.Go(func() {
 					_, _ = io.Copy(conn, rank)
@@ -364,7 +365,8 @@ func TestRelay(t *testing.T) {
 			})
 			r := start(t, ctx, keyed(kv, 0, 2, key))
 			root := rootOf(t, kv)
-			addr, root.Addr = root.GetAddr(), relay.Addr()
+			addr.Store(root.GetAddr())
+			root.Addr = relay.Addr()
 			value, err := proto.Marshal(root)
 			if err != nil {
 				t.Fatal(err)
