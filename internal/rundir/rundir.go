@@ -53,9 +53,9 @@ type Dir struct {
 	err     error
 }
 
-// Shared returns the path of the user's runtime folder, and makes the folder if it does not exist. The
+// runtimeFolder returns the path of the user's runtime folder, and makes the folder if it does not exist. The
 // parameter xdg is the value of XDG_RUNTIME_DIR, or "". If no runtime folder can be used, the error says why.
-func Shared(xdg string) (string, error) {
+func runtimeFolder(xdg string) (string, error) {
 	var unusable []error
 	if filepath.IsAbs(xdg) {
 		path := filepath.Join(xdg, "gohvd")
@@ -122,7 +122,7 @@ func prefix() (string, error) {
 // New makes a folder for this process. Before that, it removes the folders of processes of this user that
 // have been killed. The parameter xdg is the value of XDG_RUNTIME_DIR, or "". The caller must call Close.
 func New(xdg string) (*Dir, error) {
-	shared, unusable := Shared(xdg)
+	shared, unusable := runtimeFolder(xdg)
 	if unusable != nil {
 		temp, err := temporary()
 		if err != nil {
