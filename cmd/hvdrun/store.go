@@ -8,6 +8,7 @@ import (
 	"net"
 	"os"
 	"os/signal"
+	"strconv"
 
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
@@ -65,7 +66,7 @@ func (r *runner) serveStore(ctx context.Context, s *storeFlags) error {
 	ctx, stop := signal.NotifyContext(ctx, unix.SIGINT, unix.SIGTERM)
 	defer stop()
 	cfg := store.Config{Log: r.logger()}
-	_, port, err := net.SplitHostPort(s.listen)
+	listen, port, err := listenAddr(s.listen)
 	switch {
 	case s.torch && s.secretFile != "":
 		return usagef("--torch and --secret-file cannot be used together, because PyTorch's protocol has no secret")
@@ -95,8 +96,8 @@ func (r *runner) serveStore(ctx context.Context, s *storeFlags) error {
 		return place.OfferSecret(addr, text, cfg.Log)
 	}
 	var stopOffer func() error
-	if port != "0" {
-		if stopOffer, err = offer(s.listen); err != nil {
+	if port != 0 {
+		if stopOffer, err = offer(listen); err != nil {
 			return err
 		}
 		defer stopOffer()
@@ -105,7 +106,7 @@ func (r *runner) serveStore(ctx context.Context, s *storeFlags) error {
 	if err != nil {
 		return err
 	}
-	if port == "0" {
+	if port == 0 {
 		if stopOffer, err = offer(server.Addr()); err != nil {
 			return errors.Join(err, server.Close())
 		}
@@ -114,6 +115,16 @@ func (r *runner) serveStore(ctx context.Context, s *storeFlags) error {
 	fmt.Fprintf(r.stdout, "listening on %s\n", server.Addr())
 	<-ctx.Done()
 	return server.Close()
+}
+
+// listenAddr returns addr with its port as a number, because clients compute the name of the socket that
+// hands over the secret from the address that they dial. The port is 0 if the system chooses it.
+func listenAddr(addr string) (numeric string, port int, err error) {
+	host, name, err := net.SplitHostPort(addr)
+	if err == nil && name != "" {
+		port, err = net.LookupPort("tcp", name)
+	}
+	return net.JoinHostPort(host, strconv.Itoa(port)), port, err
 }
 
 // server is the common interface of the servers for gohvd's and for PyTorch's protocol.

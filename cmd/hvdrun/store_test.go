@@ -53,6 +53,7 @@ func TestStoreAlone(t *testing.T) {
 		"with a secret": {[]string{"store", "--secret-file", file}, ours, syscall.SIGTERM},
 		"own secret":    {[]string{"store"}, offered, syscall.SIGTERM},
 		"a fixed port":  {[]string{"store", "--listen", fixed}, offered, syscall.SIGTERM},
+		"no port":       {[]string{"store", "--listen", "127.0.0.1:"}, offered, syscall.SIGTERM},
 		"insecure": {[]string{"store", "--insecure"}, func(ctx context.Context, addr string) (store.Store, error) {
 			if _, err := place.AskSecret(ctx, addr); !errors.Is(err, place.ErrNotOffered) {
 				return nil, fmt.Errorf("got %w, want %w", err, place.ErrNotOffered)
