@@ -60,8 +60,10 @@ func listen(path string) (clients, error) {
 }
 
 // lock keeps other hvdds from removing a stale socket at path. Without the lock, one of them could remove a
-// socket that is bound but not listening yet, because it looks stale. The lock is on a file beside the socket
-// that only this user can open. Any user could lock the folder, if it is one such as /tmp.
+// socket that is bound but not listening yet, because it looks stale. The lock is on a file beside the
+// socket, which this process makes so that only this user can open it. Any user could lock the folder, if it
+// is one such as /tmp. A user who can create files there can still take the name of the file, as that of the
+// socket.
 func lock(path string) (unlock func(), err error) {
 	name := path + ".lock"
 	ctx, cancel := context.WithTimeout(context.Background(), lockTimeout)
