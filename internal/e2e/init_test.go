@@ -24,12 +24,15 @@ import (
 	"github.com/gohvd/gohvd/store"
 )
 
-// The first three variables tell the program "dies" which rank is the victim, after which step of Init the
-// victim dies, and how long after this step.
+// The first four variables tell the program "dies" which rank is the victim, after which step of Init the
+// victim fails, how long after this step, and how it fails: it dies if the variable is not set.
 const (
 	victimVariable = "GOHVD_E2E_VICTIM"
 	stepVariable   = "GOHVD_E2E_STEP"
 	delayVariable  = "GOHVD_E2E_DELAY"
+	howVariable    = "GOHVD_E2E_HOW"
+	stops          = "stop" // all threads of the process stop
+	hangs          = "hang" // only the goroutine that calls Init hangs
 	// initMethodVariable names the variable with the URL of an init method, without the rank. The variable is
 	// set if the ranks meet by an init method.
 	initMethodVariable = "GOHVD_E2E_INIT_METHOD"
@@ -49,7 +52,7 @@ const (
 	longTime       = 2 * noticeDeadline
 )
 
-// A victim is killed at one of the following points: before Init, at a log message of Init, or after Init.
+// A victim fails at one of the following points: before Init, at a log message of Init, or after Init.
 const (
 	stepBegin  = "begin"
 	stepJoined = "init: all ranks have joined"
@@ -61,8 +64,9 @@ var initSteps = []string{
 	"init: connected, waiting until all ranks are connected", stepEnd,
 }
 
-// dies is the program of a rank that calls Init and then waits at a barrier. The victim kills itself at the
-// given point. Every rank prints which points it has passed.
+// dies is the program of a rank that calls Init and then waits at a barrier. The victim kills or stops itself
+// at the given point, or hangs. Every rank prints which points it has passed, and how long a call of Init
+// that has failed has taken.
 func dies(ctx context.Context) int {
 	delay, err := time.ParseDuration(os.Getenv(delayVariable))
 	if err != nil {
@@ -73,12 +77,20 @@ func dies(ctx context.Context) int {
 		if step == stepJoined {
 			fmt.Println("joined")
 		}
-		if os.Getenv("HOROVOD_RANK") == os.Getenv(victimVariable) && step == os.Getenv(stepVariable) {
-			time.AfterFunc(delay, func() {
-				fmt.Println("dies")
-				_ = syscall.Kill(os.Getpid(), syscall.SIGKILL)
-			})
+		if os.Getenv("HOROVOD_RANK") != os.Getenv(victimVariable) || step != os.Getenv(stepVariable) {
+			return
 		}
+		signal := syscall.SIGKILL
+		switch os.Getenv(howVariable) {
+		case hangs:
+			select {}
+		case stops:
+			signal = syscall.SIGSTOP
+		}
+		time.AfterFunc(delay, func() {
+			fmt.Println("dies")
+			_ = syscall.Kill(os.Getpid(), signal)
+		})
 	}
 	core := zapcore.NewCore(zapcore.NewJSONEncoder(zap.NewProductionEncoderConfig()),
 		zapcore.AddSync(io.Discard), zap.DebugLevel)
@@ -95,7 +107,10 @@ func dies(ctx context.Context) int {
 	if url := os.Getenv(initMethodVariable); url != "" {
 		options = append(options, hvd.WithInitMethod(url))
 	}
-	if err = hvd.Init(ctx, options...); err == nil {
+	began := time.Now()
+	if err = hvd.Init(ctx, options...); err != nil {
+		fmt.Println("took", time.Since(began))
+	} else {
 		reached(stepEnd)
 		if os.Getenv("HOROVOD_RANK") == os.Getenv(victimVariable) {
 			select {} // the timer above kills this process

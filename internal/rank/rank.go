@@ -448,15 +448,21 @@ func topologyOf(cfg *config.Config, hosts []string) topo.Topology {
 
 // failed handles an error that occurred before the epoch began. If the error says which ranks failed, failed
 // reports them to the launcher and returns an *engine.PeerError, as operations do after the epoch has begun.
-// Otherwise it returns err.
+// If the time limit of Init has passed before all ranks have joined, failed reports the ranks for which this
+// rank has waited, and returns err. Otherwise it only returns err.
 func (r *Rank) failed(err error) error {
-	why, ok := errors.AsType[*rendezvous.FailedError](err)
-	if refused, isRefused := errors.AsType[*rendezvous.RefusedError](err); isRefused &&
-		refused.Reason == rendezvous.RootFailed {
-		why, ok = &rendezvous.FailedError{Epoch: r.Epoch, Ranks: []topo.Rank{0}, Reason: refused.Text},
-			r.meeting.Settings.Rank != 0
-	}
-	if !ok {
+	why, found := errors.AsType[*rendezvous.FailedError](err)
+	refused, _ := errors.AsType[*rendezvous.RefusedError](err)
+	awaited := rendezvous.Awaited(err)
+	switch {
+	case found:
+	case refused != nil && refused.Reason == rendezvous.RootFailed && r.meeting.Settings.Rank != 0:
+		found = true
+		why = &rendezvous.FailedError{Epoch: r.Epoch, Ranks: []topo.Rank{0}, Reason: refused.Text}
+	case awaited != nil:
+		why = &rendezvous.FailedError{Epoch: r.Epoch, Ranks: awaited,
+			Reason: fmt.Sprintf("the time limit of Init passed at rank %d: %v", r.meeting.Settings.Rank, err)}
+	default:
 		return err
 	}
 	r.Epoch = why.Epoch
@@ -467,6 +473,9 @@ func (r *Rank) failed(err error) error {
 	ctx, cancel := context.WithTimeout(context.Background(), reportTimeout)
 	defer cancel()
 	reportVerdict(ctx, r.launcher(), r.Epoch, p)
+	if !found {
+		return err
+	}
 	return p
 }
 

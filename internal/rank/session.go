@@ -120,7 +120,7 @@ func (s *Session) Fail(err error) error {
 	if peer, ok := errors.AsType[*transport.PeerError](err); ok && !dial.IsExhausted(err) {
 		return s.joined.Fail(err, s.rank, peer.Peer)
 	}
-	if dial.MayRecover(err) {
+	if dial.MayRecover(err) || errors.Is(err, context.Canceled) {
 		return s.joined.Fail(err) // blame no rank, because another rank may be the cause
 	}
 	return s.joined.Fail(err, s.rank)

@@ -148,7 +148,7 @@ func (r *root) noteTried(rank int, s *rendezvouspb.Status) {
 	reports[rank] = s
 	for other := range r.records {
 		if first && other != rank && r.records[other].HostID == host {
-			r.sendTried(other, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_STOP})
+			r.send(other, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_STOP})
 		}
 	}
 	if r.triedRanks++; r.triedRanks == len(r.records) {
@@ -173,7 +173,7 @@ func (r *root) sendOutcome() {
 		}
 		maps.Copy(tried, causes[host])
 		for rank := range reports {
-			r.sendTried(rank, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_TRIED, Tried: tried})
+			r.send(rank, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_TRIED, Tried: tried})
 		}
 	}
 }
@@ -202,13 +202,4 @@ func hasFailed(reports map[int]*rendezvouspb.Status) bool {
 		}
 	}
 	return false
-}
-
-// sendTried sends a rank an answer about the tries. The caller holds r.mu.
-func (r *root) sendTried(rank int, a *rendezvouspb.Answer) {
-	if m := r.members[rank]; !m.finished {
-		if frame, err := appendMessage(nil, a); err == nil { // never fails, as all texts are UTF-8
-			m.out <- frame
-		}
-	}
 }

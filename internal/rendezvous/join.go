@@ -144,19 +144,51 @@ const (
 type RefusedError struct {
 	Reason Reason
 	Text   string
+	// Awaited has the ranks for which rank 0 waited when its time limit passed. It is nil for all other
+	// reasons.
+	Awaited []topo.Rank
 }
 
 func (e *RefusedError) Error() string { return e.Text }
 
+func refuse(why Reason, format string, args ...any) *RefusedError {
+	return &RefusedError{Reason: why, Text: fmt.Sprintf(format, args...)}
+}
+
+// WaitError is returned by Join if ctx has ended while this rank waited for other ranks.
+type WaitError struct {
+	// Ranks has the ranks for which this rank waited, at least one: the missing ranks or, if rank 0 did not
+	// answer, rank 0.
+	Ranks []topo.Rank
+	what  string // what this rank waited for
+	err   error
+}
+
+func (e *WaitError) Error() string { return fmt.Sprintf("%s: %v", e.what, e.err) }
+
+func (e *WaitError) Unwrap() error { return e.err }
+
+// Awaited returns the ranks for which a rank waited in Join until its time limit passed. err is the error of
+// Join. If Join has failed for another reason, Awaited returns nil.
+func Awaited(err error) []topo.Rank {
+	if refused, ok := errors.AsType[*RefusedError](err); ok {
+		return refused.Awaited
+	}
+	if wait, ok := errors.AsType[*WaitError](err); ok && errors.Is(wait, context.DeadlineExceeded) {
+		return wait.Ranks
+	}
+	return nil
+}
+
 // Join meets the other ranks of the job and returns when all Size ranks have joined.
 //
 // If ranks are missing, Join waits until ctx ends, so give ctx a deadline. The error then says what was
-// missing. At rank 0 it names the missing ranks. At any other rank it names what that rank was waiting for:
-// the store, the root or the missing ranks. If ranks contradict each other (different sizes, two ranks with
-// one number, a rank out of range, another job, different terms), Join fails at once and returns the same
-// *RefusedError at all ranks. Before rank 0 returns, it answers for up to 2 s, so that ranks that arrive late
-// get the error too. A process that finds the epoch complete waits for the next epoch (see the package
-// comment).
+// missing (Awaited). At rank 0 it names the missing ranks. At any other rank it names what that rank was
+// waiting for: the store, the root or the missing ranks. If ranks contradict each other (different sizes, two
+// ranks with one number, a rank out of range, another job, different terms), Join fails at once and returns
+// the same *RefusedError at all ranks. Before rank 0 returns, it answers for up to 2 s, so that ranks that
+// arrive late get the error too. A process that finds the epoch complete waits for the next epoch (see the
+// package comment).
 //
 // Every rank except 0 watches one key of the store and opens one connection. Rank 0 sends all records to each
 // rank, Size² records in total. In a large job rank 0 sends each rank two records, and Gather gets the
@@ -294,8 +326,7 @@ func checkName(what, name string) error {
 
 func checkRank(rank int64, size int) error {
 	if rank < 0 || rank >= int64(size) {
-		return &RefusedError{RankOutOfRange, fmt.Sprintf("rank %d is out of range, want 0 to %d", rank,
-			size-1)}
+		return refuse(RankOutOfRange, "rank %d is out of range, want 0 to %d", rank, size-1)
 	}
 	return nil
 }

@@ -449,7 +449,7 @@ func TestFailedRootTellsEachCallOnce(t *testing.T) {
 	defer r.close()
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.fail(&RefusedError{SizeMismatch, "sizes"})
+	r.fail(refuse(SizeMismatch, "sizes"))
 	first, second := newToken(), newToken()
 	for i, ask := range []struct {
 		nonce []byte

@@ -9,6 +9,7 @@ import (
 
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/rendezvous/rendezvouspb"
+	"github.com/gohvd/gohvd/internal/topo"
 )
 
 // errNewerRoot is returned when an attempt to join a root ends because the store has a newer root.
@@ -27,9 +28,10 @@ func joinRoot(ctx context.Context, cfg *JoinConfig) (*Session, error) {
 		value, err := cfg.Store.Watch(ctx, cfg.rootKey(), seen)
 		switch {
 		case err != nil && why == nil:
-			return nil, fmt.Errorf("waiting until rank 0 serves its root, at which the ranks check in: %w", err)
+			return nil, waitForRoot("waiting until rank 0 serves its root, at which the ranks check in", err)
 		case err != nil:
-			return nil, fmt.Errorf("waiting for a newer root: %w (joining at the previous root failed: %w)", err, why)
+			return nil, waitForRoot("waiting for a newer root",
+				fmt.Errorf("%w (joining at the previous root failed: %w)", err, why))
 		}
 		seen = value
 		root, err := decodeRoot(value)
@@ -42,8 +44,8 @@ func joinRoot(ctx context.Context, cfg *JoinConfig) (*Session, error) {
 		if complete, ok := errors.AsType[*completeError](err); ok {
 			if cfg.LastEpoch < complete.epoch {
 				// This process is a latecomer or a replacement. Only a newer root can accept it.
-				err = &RefusedError{Late, fmt.Sprintf("epoch %d is complete at root %s without this process",
-					complete.epoch, root.GetAddr())}
+				err = refuse(Late, "epoch %d is complete at root %s without this process", complete.epoch,
+					root.GetAddr())
 				cfg.Log.Warn("rendezvous: the epoch is complete without this process, waiting for a newer root",
 					zap.String("job", cfg.Job), zap.Error(err))
 			}
@@ -56,6 +58,10 @@ func joinRoot(ctx context.Context, cfg *JoinConfig) (*Session, error) {
 			zap.String("job", cfg.Job), zap.Error(err))
 	}
 }
+
+// waitForRoot returns the error of a rank that stops waiting for rank 0. what is what the rank waited for,
+// and err says why it has stopped.
+func waitForRoot(what string, err error) error { return &WaitError{[]topo.Rank{0}, what, err} }
 
 func isVersion(err error) bool {
 	_, ok := errors.AsType[*dial.VersionError](err)
@@ -102,14 +108,17 @@ func (c *client) askUntilNewer(ctx context.Context, root *rendezvouspb.Root, val
 		}
 		switch {
 		case newest.Err() == nil:
+			continue
 		case ctx.Err() == nil:
 			return nil, errNewerRoot
-		case last == nil:
-			return nil, err
 		case err == last: // ctx ended between two attempts
-			return nil, fmt.Errorf("%w (last attempt: %w)", ctx.Err(), last)
-		default:
-			return nil, fmt.Errorf("%w (previous attempt: %w)", err, last)
+			err = fmt.Errorf("%w (last attempt: %w)", ctx.Err(), last)
+		case last != nil:
+			err = fmt.Errorf("%w (previous attempt: %w)", err, last)
 		}
+		if _, answered := errors.AsType[*WaitError](err); answered {
+			return nil, err
+		}
+		return nil, waitForRoot("waiting for an answer of rank 0", err)
 	}
 }

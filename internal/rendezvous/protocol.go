@@ -15,6 +15,7 @@ import (
 
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/rendezvous/rendezvouspb"
+	"github.com/gohvd/gohvd/internal/topo"
 )
 
 // In the root protocol, a rank sends one JoinRequest after the greetings and gets one Answer. If that Answer
@@ -23,7 +24,7 @@ import (
 // ready, or which ranks have failed. Each message is a protobuf in a frame.
 const (
 	rootMagic   = "GHVB"
-	rootVersion = 6
+	rootVersion = 7
 
 	tokenBytes = 16
 
@@ -36,7 +37,7 @@ const (
 	// each other host. A host on which a try can fail has at least two ranks.
 	maxAnswerBytes = maxTriedRanks*(maxTriedBytes+16) + MaxSize/2*10 + 256
 	maxStatusBytes = maxTextBytes + 256
-	maxFailedRanks = 1000 // maximum number of failed ranks that an answer names
+	maxNamedRanks  = 1000 // maximum number of ranks that an answer names
 )
 
 // newToken returns tokenBytes random bytes.
@@ -128,7 +129,22 @@ func decodeJoinRequest(body []byte) (*joinRequest, error) {
 
 func refusalAnswer(e *RefusedError) *rendezvouspb.Answer {
 	return &rendezvouspb.Answer{Kind: rendezvouspb.Answer_REFUSED, Reason: uint32(e.Reason),
-		Text: cut(e.Text, maxTextBytes)}
+		Text: cut(e.Text, maxTextBytes), Ranks: encodeRanks(e.Awaited)}
+}
+
+// encodeRanks returns the numbers of ranks for an answer, at most maxNamedRanks of them.
+func encodeRanks(ranks []topo.Rank) (numbers []int32) {
+	for _, r := range ranks[:min(len(ranks), maxNamedRanks)] {
+		numbers = append(numbers, int32(r))
+	}
+	return numbers
+}
+
+func decodeRanks(numbers []int32) (ranks []topo.Rank) {
+	for _, n := range numbers {
+		ranks = append(ranks, topo.Rank(n))
+	}
+	return ranks
 }
 
 // cut shortens text so that it fits into a message: the parameter most is the maximum number of bytes of the
@@ -160,9 +176,10 @@ type client struct {
 // leaves after tableGrace.
 const tableGrace = 2 * time.Second
 
-// missingGrace is how long a rank whose ctx has ended still waits for the root to say which ranks are
-// missing.
-const missingGrace = time.Second
+// answerGrace is how long a rank that cannot continue waits for a sign that the process of rank 0 runs. The
+// root answers at once, so without an answer rank 0 hangs. The rank may have waited until its time limit, and
+// its error should follow within a second.
+const answerGrace = 700 * time.Millisecond
 
 // ask asks the root to let this rank join. It waits until the epoch is complete, ctx ends, or the connection
 // breaks. newest is a context that ends when there is a newer root or when ctx ends. The error is a
@@ -220,8 +237,8 @@ func (c *client) askRoot(ctx, newest context.Context, root *rendezvouspb.Root) (
 			conn.SetDeadline(time.Unix(1, 0))
 			return
 		}
-		conn.SetDeadline(time.Now().Add(missingGrace))
-		// The root answers the status TIMEOUT with the list of missing ranks.
+		conn.SetDeadline(time.Now().Add(answerGrace))
+		// The root answers the status TIMEOUT with the list of the ranks for which it waits.
 		_ = sendStatus(conn, &rendezvouspb.Status{Kind: rendezvouspb.Status_TIMEOUT})
 	})
 	ended := sync.OnceFunc(func() {
@@ -247,13 +264,13 @@ func (c *client) askRoot(ctx, newest context.Context, root *rendezvouspb.Root) (
 		kept, s.member = true, newMember(conn, in)
 		return s, nil
 	case rendezvouspb.Answer_MISSING:
-		return nil, fmt.Errorf("waiting for %s: %w", a.GetText(), ctx.Err())
+		return nil, &WaitError{decodeRanks(a.GetRanks()), "waiting for " + a.GetText(), ctx.Err()}
 	case rendezvouspb.Answer_STALE:
 		return nil, errStale
 	case rendezvouspb.Answer_COMPLETE:
 		return nil, &completeError{a.GetEpoch()}
 	case rendezvouspb.Answer_REFUSED:
-		return nil, &RefusedError{Reason(a.GetReason()), a.GetText()}
+		return nil, &RefusedError{Reason(a.GetReason()), a.GetText(), decodeRanks(a.GetRanks())}
 	default:
 		return nil, fmt.Errorf("the root sent an unknown answer of kind %d", a.GetKind())
 	}

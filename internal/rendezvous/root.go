@@ -34,7 +34,7 @@ const (
 	probeTimeout  = 5 * time.Second // how long a new rank 0 waits for the answer of an older root
 	windDown      = 2 * time.Second // how long a failed root continues to answer
 	maxAnswered   = 4096            // maximum number of answered processes that the root remembers
-	maxAnswers    = 4               // maximum number of answers that a caller gets
+	maxAnswers    = 5               // maximum number of answers that a caller gets
 )
 
 type rootState uint8
@@ -72,6 +72,7 @@ type root struct {
 	members   []*caller
 	missing   int
 	gaveUp    map[int]bool  // missing ranks that had joined and then gave up at their deadline
+	full      bool          // whether all ranks have been members at the same time
 	lastEpoch uint64        // greatest LastEpoch of all ranks that have ever joined this root
 	epoch     uint64        // set when the root is complete
 	records   []Record      // set when the root is complete
@@ -102,6 +103,7 @@ type caller struct {
 	out      chan []byte
 	finished bool  // guarded by root.mu
 	refused  bool  // whether the caller gets the failure as its answer; guarded by root.mu
+	hangs    bool  // whether the caller is a rank that hangs; guarded by root.mu
 	left     error // why the caller left a forming root; guarded by root.mu
 }
 
@@ -217,7 +219,7 @@ func (r *root) form(ctx context.Context) error {
 			}
 			continue // the call to the store failed because ctx ended
 		case <-ctx.Done():
-			return r.giveUp(fmt.Errorf("waiting for %s: %w", r.missingRanks(), ctx.Err()))
+			return r.giveUp(r.waitError(ctx))
 		}
 		lastEpoch, full, failure := r.progress()
 		if failure != nil {
@@ -332,9 +334,9 @@ func (r *root) outlive(ctx context.Context, c *client, value []byte) error {
 // lateError returns the error of a new rank 0 whose ctx has ended while it waited for the end of a running
 // epoch.
 func lateError(ctx context.Context, running *completeError, old *rendezvouspb.Root) error {
-	return fmt.Errorf("waiting for the running epoch to end: %w: %w", &RefusedError{Late, fmt.Sprintf(
+	return fmt.Errorf("waiting for the running epoch to end: %w: %w", refuse(Late,
 		"epoch %d is complete, and its rank 0 is pid %d on host %q with its root at %s",
-		running.epoch, old.GetPid(), old.GetHost(), old.GetAddr())}, ctx.Err())
+		running.epoch, old.GetPid(), old.GetHost(), old.GetAddr()), ctx.Err())
 }
 
 // watch waits until another root replaces this root in the store, and then fails this root. It returns an
@@ -351,8 +353,7 @@ func (r *root) watch(ctx context.Context, value []byte) error {
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.fail(&RefusedError{DuplicateRank, fmt.Sprintf("rank 0 joined twice: %v was replaced by %s", r.cfg.Self,
-		by)})
+	r.fail(refuse(DuplicateRank, "rank 0 joined twice: %v was replaced by %s", r.cfg.Self, by))
 	return nil
 }
 
@@ -362,29 +363,36 @@ func (r *root) progress() (lastEpoch uint64, full bool, failure *RefusedError) {
 	return r.lastEpoch, r.missing == 0, r.failure
 }
 
-func (r *root) missingRanks() string {
+// waitError returns the error of rank 0 if ctx has ended before all ranks have joined.
+func (r *root) waitError(ctx context.Context) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return r.awaited()
+	ranks, text := r.awaited()
+	return &WaitError{ranks, "waiting for " + text, ctx.Err()}
 }
 
-// awaited returns text that lists the ranks for which the root waits: the ranks that have never joined or, if
-// there are none, the ranks that joined and then gave up. The caller holds r.mu.
-func (r *root) awaited() string {
-	var missing, absent []int
-	for rank := 1; rank < len(r.members); rank++ {
-		if r.members[rank] != nil {
-			continue
-		}
-		missing = append(missing, rank)
-		if !r.gaveUp[rank] {
-			absent = append(absent, rank)
+// awaited returns the ranks for which the root waits, and a text that lists them. These are the ranks that
+// have never joined or, if there are none, the ranks that joined and then gave up. If these have given up
+// although all ranks had joined, they waited for rank 0, which has not completed the epoch. The caller holds
+// r.mu.
+func (r *root) awaited() (ranks []topo.Rank, text string) {
+	var missing []topo.Rank
+	for i := range r.members[1:] {
+		switch rank := topo.Rank(i + 1); {
+		case r.members[rank] != nil:
+		case r.gaveUp[int(rank)]:
+			missing = append(missing, rank)
+		default:
+			ranks = append(ranks, rank)
 		}
 	}
-	if absent == nil {
-		return topo.FormatRanks(missing) + " to come back"
+	switch {
+	case ranks != nil:
+		return ranks, topo.FormatRanks(ranks)
+	case r.full:
+		return []topo.Rank{0}, "rank 0 to complete the epoch"
 	}
-	return topo.FormatRanks(absent)
+	return missing, topo.FormatRanks(missing) + " to come back"
 }
 
 // disagreement returns an error that names every term that differs between the ranks, or nil if all terms
@@ -427,8 +435,8 @@ func (r *root) disagreement() *RefusedError {
 	if differ == nil {
 		return nil
 	}
-	return &RefusedError{TermsDiffer, "settings that must be the same at all ranks differ: " +
-		strings.Join(differ, "; ")}
+	return refuse(TermsDiffer, "settings that must be the same at all ranks differ: %s",
+		strings.Join(differ, "; "))
 }
 
 // complete completes the epoch and sets its number to the parameter epoch. If a rank is missing, or a rank
@@ -506,9 +514,9 @@ func deviceTwice(records []Record) *RefusedError {
 		case !taken:
 			owner[d] = rank
 		case !r.SharesDevice || !records[first].SharesDevice:
-			return &RefusedError{DuplicateDevice,
-				fmt.Sprintf("rank %d (%v) and rank %d (%v) both use device %q, want one rank per device unless both share it",
-					first, records[first], rank, r, r.Device)}
+			return refuse(DuplicateDevice,
+				"rank %d (%v) and rank %d (%v) both use device %q, want one rank per device unless both share it",
+				first, records[first], rank, r, r.Device)
 		}
 	}
 	return nil
@@ -523,7 +531,9 @@ func (r *root) giveUp(err error) error {
 	if !errors.Is(err, context.DeadlineExceeded) && !errors.Is(err, context.Canceled) {
 		reason, err = RootFailed, dial.ExplainLimit(err)
 	}
-	r.fail(&RefusedError{reason, fmt.Sprintf("rank 0 gave up: %v", err)})
+	why := refuse(reason, "rank 0 gave up: %v", err)
+	why.Awaited = Awaited(err)
+	r.fail(why)
 	return err
 }
 
@@ -624,8 +634,15 @@ func (r *root) converse(g *caller) error {
 	receiving.Go(func() { r.receive(g) })
 	err := r.sendAnswers(g)
 	// The rank closes the connection when it has its last answer. If the root closed the connection first
-	// while statuses were unread, the kernel would reset the connection and the answer could be lost.
-	g.conn.SetReadDeadline(time.Now().Add(answerTimeout))
+	// while statuses were unread, the kernel would reset the connection and the answer could be lost. A rank
+	// that hangs does not close it.
+	wait := answerTimeout
+	r.mu.Lock()
+	if g.hangs {
+		wait = 0
+	}
+	r.mu.Unlock()
+	g.conn.SetReadDeadline(time.Now().Add(wait))
 	receiving.Wait()
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -709,7 +726,10 @@ func (r *root) admit(g *caller) (member bool) {
 		r.members[rank] = g
 		g.out <- r.tableOf(rank)
 		if hasFailed(r.tried[r.records[rank].HostID]) {
-			r.sendTried(rank, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_STOP})
+			r.send(rank, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_STOP})
+		}
+		if r.reports != nil {
+			r.send(rank, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_REPORT})
 		}
 		if r.start.ended() {
 			r.answer(g, startAnswer(r.start.err))
@@ -733,6 +753,7 @@ func (r *root) admit(g *caller) (member bool) {
 	r.log.Debug("rendezvous: rank has joined", zap.Int("peer", rank), zap.Stringer("process", g.q.record),
 		zap.Int("missing", r.missing))
 	if r.missing == 0 {
+		r.full = true
 		r.signal()
 	}
 	return true
@@ -742,22 +763,19 @@ func (r *root) admit(g *caller) (member bool) {
 // else nil. The caller holds r.mu, and r is forming.
 func (r *root) contradiction(q *joinRequest) *RefusedError {
 	rank, size := q.GetRank(), q.GetSize()
-	refused := func(why Reason, format string, args ...any) *RefusedError {
-		return &RefusedError{why, fmt.Sprintf(format, args...)}
-	}
 	switch {
 	case q.GetJob() != r.cfg.Job:
-		return refused(WrongJob, "the job is %q at rank %d, but %q at rank 0", q.GetJob(), rank, r.cfg.Job)
+		return refuse(WrongJob, "the job is %q at rank %d, but %q at rank 0", q.GetJob(), rank, r.cfg.Job)
 	case rank == 0:
-		return refused(DuplicateRank, "rank 0 joined twice: %v and %v", r.cfg.Self, q.record)
+		return refuse(DuplicateRank, "rank 0 joined twice: %v and %v", r.cfg.Self, q.record)
 	case size != int64(r.cfg.Size):
-		return refused(SizeMismatch, "the job size is %d at rank %d, but %d at rank 0", size, rank, r.cfg.Size)
+		return refuse(SizeMismatch, "the job size is %d at rank %d, but %d at rank 0", size, rank, r.cfg.Size)
 	}
 	if err := checkRank(int64(rank), r.cfg.Size); err != nil {
-		return refused(RankOutOfRange, "%v: %v", q.record, err)
+		return refuse(RankOutOfRange, "%v: %v", q.record, err)
 	}
 	if m := r.members[rank]; m != nil && !bytes.Equal(m.q.GetNonce(), q.GetNonce()) {
-		return refused(DuplicateRank, "rank %d joined twice: %v and %v", rank, m.q.record, q.record)
+		return refuse(DuplicateRank, "rank %d joined twice: %v and %v", rank, m.q.record, q.record)
 	}
 	return nil
 }
@@ -791,6 +809,15 @@ func (r *root) outcome(g *caller) {
 	// answer.
 	r.remember(g.q)
 	r.answer(g, refusalAnswer(r.failure))
+}
+
+// send sends a member an answer that is not its last one. The caller holds r.mu.
+func (r *root) send(rank int, a *rendezvouspb.Answer) {
+	if m := r.members[rank]; !m.finished {
+		if frame, err := appendMessage(nil, a); err == nil { // never fails, as all texts are UTF-8
+			m.out <- frame
+		}
+	}
 }
 
 // answer sends g its last answer. The caller holds r.mu.

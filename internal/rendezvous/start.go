@@ -30,6 +30,8 @@ type FailedError struct {
 	Ranks []topo.Rank
 	// Reason describes the failure, as the root has observed it or as the failed rank has reported it.
 	Reason string
+
+	hang bool // at the root: Ranks hang
 }
 
 func newFailure(rank int, reason string) *FailedError {
@@ -85,8 +87,13 @@ func (s *Session) wait(ctx context.Context) error {
 	return &why
 }
 
+// errReported is the cause with which the contexts of Watch end when another rank has reported a failure.
+var errReported = fmt.Errorf("another rank has failed: %w", context.Canceled)
+
 // Watch derives a context that ends if a rank fails before all ranks are ready. Its cause is the
-// *FailedError. The caller must call stop when it no longer needs the derived context.
+// *FailedError, or an error that wraps context.Canceled if the root has not yet decided which ranks failed.
+// In both cases the caller should call Fail. The caller must call stop when it no longer needs the derived
+// context.
 func (s *Session) Watch(ctx context.Context) (watched context.Context, stop func()) {
 	watched, cancel := context.WithCancelCause(ctx)
 	var watcher sync.WaitGroup
@@ -98,6 +105,8 @@ func (s *Session) Watch(ctx context.Context) (watched context.Context, stop func
 				if start.err != nil {
 					cancel(start.err)
 				}
+			case <-s.member.reported:
+				cancel(errReported)
 			case <-watched.Done():
 			}
 		})
@@ -120,8 +129,9 @@ func (s *Session) Ready(ctx context.Context) error {
 	return s.wait(ctx)
 }
 
-// failWait is how long Fail waits for the root's answer, which comes after suspicionTime. It is long, because
-// the root may be on a busy machine. If the root's process ends, the connection ends, and Fail does not wait.
+// failWait is how long Fail waits for the decision of a root that runs. The decision comes after
+// suspicionTime. failWait is long, because the root may be on a busy machine. If the root's process ends, the
+// connection ends, and Fail does not wait.
 const failWait = 10 * time.Second
 
 // Fail tells the other ranks that this rank cannot continue because of err, and returns the reason why the
@@ -130,22 +140,33 @@ const failWait = 10 * time.Second
 //
 // suspects are the ranks that may be the cause. If this rank is the cause, the caller passes this rank; if
 // the cause is unknown, the caller passes no suspects. If the epoch has failed already, err is not reported.
-// If a rank has died, that rank is the cause, no matter what the others report. The caller should keep its
-// connections to the other ranks open until Fail has returned.
+// If a rank has died, that rank is the cause, no matter what the others report. The first report makes the
+// other ranks call Fail too (Watch). A rank that then reports nothing hangs, and is the cause unless a rank
+// suspects itself. If rank 0 does not react to the report within answerGrace, rank 0 is the cause. The caller
+// should keep its connections to the other ranks open until Fail has returned.
 func (s *Session) Fail(err error, suspects ...topo.Rank) error {
 	if s.member == nil {
 		return err
 	}
-	before := s.member.start.ended()
+	own := !s.member.start.ended() // whether err may be the cause of the failure, and not a consequence
+	select {
+	case <-s.member.reported:
+		own = own && !errors.Is(err, context.Canceled)
+	default:
+	}
 	status := &rendezvouspb.Status{Kind: rendezvouspb.Status_FAILED, Text: cut(err.Error(), maxTextBytes)}
 	for _, r := range suspects {
 		status.Ranks = append(status.Ranks, int32(r))
 	}
 	_ = sendStatus(s.member.conn, status) // the error is ignored, because listen reports a broken connection
+	if s.rank != 0 && !s.member.hears(answerGrace) {
+		return &FailedError{Epoch: s.Epoch, Ranks: []topo.Rank{0},
+			Reason: fmt.Sprintf("it did not answer when rank %d gave up: %v", s.rank, err)}
+	}
 	ctx, cancel := context.WithTimeout(context.Background(), failWait)
 	defer cancel()
 	why, failed := errors.AsType[*FailedError](s.wait(ctx))
-	if !failed || !before && len(why.Ranks) == 1 && why.Ranks[0] == s.rank {
+	if !failed || own && len(why.Ranks) == 1 && why.Ranks[0] == s.rank {
 		return err
 	}
 	return why
@@ -154,15 +175,29 @@ func (s *Session) Fail(err error, suspects ...topo.Rank) error {
 // member is a rank's connection to the root of its epoch. It is used from the arrival of the table until all
 // ranks are ready or the epoch has failed.
 type member struct {
-	conn  net.Conn
-	start outcome
-	tries *agreement
+	conn     net.Conn
+	start    outcome
+	tries    *agreement
+	reported chan struct{} // closed when the root knows that a rank has reported a failure
 }
 
 func newMember(conn net.Conn, in *bufio.Reader) *member {
-	m := &member{conn, newOutcome(), newAgreement()}
+	m := &member{conn, newOutcome(), newAgreement(), make(chan struct{})}
 	go m.listen(in)
 	return m
+}
+
+// hears reports whether the root answers within the time limit d to a report of a failure.
+func (m *member) hears(d time.Duration) bool {
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-m.reported:
+	case <-m.start.done:
+	case <-t.C:
+		return m.start.ended()
+	}
+	return true
 }
 
 // close closes the connection and waits until listen has ended.
@@ -193,14 +228,17 @@ func (m *member) receive(in *bufio.Reader) error {
 		case kind == rendezvouspb.Answer_START:
 			return nil
 		case kind == rendezvouspb.Answer_FAILED && len(a.GetRanks()) > 0:
-			why := &FailedError{Reason: a.GetText()}
-			for _, r := range a.GetRanks() {
-				why.Ranks = append(why.Ranks, topo.Rank(r))
-			}
-			return why
+			return &FailedError{Ranks: decodeRanks(a.GetRanks()), Reason: a.GetText()}
 		case kind == rendezvouspb.Answer_STOP || kind == rendezvouspb.Answer_TRIED:
 			if err := m.tries.handle(a); err != nil {
 				return err
+			}
+		case kind == rendezvouspb.Answer_REPORT:
+			select {
+			case <-m.reported:
+				return fmt.Errorf("the root sent the answer %v twice", kind)
+			default:
+				close(m.reported)
 			}
 		default:
 			return fmt.Errorf("the root sent an unknown answer: %v", a)
@@ -256,11 +294,8 @@ func startAnswer(why *FailedError) *rendezvouspb.Answer {
 	if why == nil {
 		return &rendezvouspb.Answer{Kind: rendezvouspb.Answer_START}
 	}
-	a := &rendezvouspb.Answer{Kind: rendezvouspb.Answer_FAILED, Text: cut(why.Reason, maxTextBytes)}
-	for _, r := range why.Ranks[:min(len(why.Ranks), maxFailedRanks)] {
-		a.Ranks = append(a.Ranks, int32(r))
-	}
-	return a
+	return &rendezvouspb.Answer{Kind: rendezvouspb.Answer_FAILED, Text: cut(why.Reason, maxTextBytes),
+		Ranks: encodeRanks(why.Ranks)}
 }
 
 // report is a rank's report of a failure.
@@ -305,7 +340,9 @@ func (r *root) handleStatus(g *caller, s *rendezvouspb.Status, err error) {
 		} else {
 			err = errors.New("its deadline has passed")
 			r.gaveUp[rank] = true
-			r.answer(g, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_MISSING, Text: r.awaited()})
+			ranks, text := r.awaited()
+			r.answer(g, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_MISSING, Text: text,
+				Ranks: encodeRanks(ranks)})
 		}
 		g.left = fmt.Errorf("rank %d, %v, left before all ranks had joined: %w", rank, g.q.record, err)
 	case err != nil:
@@ -325,16 +362,18 @@ func (r *root) handleStatus(g *caller, s *rendezvouspb.Status, err error) {
 	}
 }
 
-// noteReady records that rank is ready. When all ranks are ready, it ends the start. The caller holds r.mu.
+// noteReady records that rank is ready. When all ranks are ready and none has reported a failure, it ends the
+// start. The caller holds r.mu.
 func (r *root) noteReady(rank int) {
-	if r.ready[rank] = true; len(r.ready) == len(r.members) {
+	if r.ready[rank] = true; len(r.ready) == len(r.members) && r.reports == nil {
 		r.conclude(nil)
 	}
 }
 
 // noteReport records that a rank cannot continue. Only the first report of each rank counts. After the first
-// report of any rank, the root waits for suspicionTime: if a rank has died, its connection to the root ends
-// in that time and shows who died. The caller holds r.mu, and r is complete.
+// report of any rank, the root makes the other ranks report too, and waits for suspicionTime: if a rank has
+// died, its connection to the root ends in that time and shows who died. If a rank hangs, it reports nothing.
+// The caller holds r.mu, and r is complete.
 func (r *root) noteReport(p report) {
 	if r.start.ended() || r.ctx.Err() != nil || slices.ContainsFunc(r.reports, func(q report) bool {
 		return q.rank == p.rank
@@ -344,6 +383,9 @@ func (r *root) noteReport(p report) {
 	r.reports = append(r.reports, p)
 	if len(r.reports) > 1 {
 		return
+	}
+	for rank := range r.members {
+		r.send(rank, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_REPORT})
 	}
 	r.wg.Go(func() {
 		t := time.NewTimer(cmp.Or(r.cfg.suspicion, suspicionTime))
@@ -360,34 +402,34 @@ func (r *root) noteReport(p report) {
 }
 
 // judge decides which ranks have caused a failure if no rank has died. If a rank has named itself, this rank
-// is the cause. Otherwise the suspects in the first report are the cause. If the first report has no
-// suspects, the ranks that are not ready and have not reported a failure are the cause. The caller holds
-// r.mu.
+// is the cause. Otherwise the cause is among the suspects in the first report or, if it has none, among all
+// ranks. Those of them that are not ready and have not reported a failure hang, and are the cause. If none of
+// them hangs, the suspects are the cause or, if there are none, the rank that sent the first report. The
+// caller holds r.mu.
 func (r *root) judge() *FailedError {
 	first := r.reports[0]
-	for _, p := range r.reports {
-		if p.suspectsItself() {
-			first = p
-			break
-		}
-	}
-	if len(first.suspects) > 0 {
-		return &FailedError{Ranks: first.suspects, Reason: first.text}
-	}
 	reported := make(map[int]bool)
 	for _, p := range r.reports {
+		if p.suspectsItself() {
+			return newFailure(p.rank, p.text)
+		}
 		reported[p.rank] = true
 	}
 	why := &FailedError{Reason: fmt.Sprintf("it was not ready when rank %d gave up: %s", first.rank, first.text)}
 	for rank := range r.members {
-		if !r.ready[rank] && !reported[rank] {
+		if !r.ready[rank] && !reported[rank] && (first.suspects == nil ||
+			slices.Contains(first.suspects, topo.Rank(rank))) {
 			why.Ranks = append(why.Ranks, topo.Rank(rank))
 		}
 	}
-	if len(why.Ranks) == 0 {
-		return newFailure(first.rank, first.text)
+	switch {
+	case why.Ranks != nil:
+		why.hang = true
+		return why
+	case first.suspects != nil:
+		return &FailedError{Ranks: first.suspects, Reason: first.text}
 	}
-	return why
+	return newFailure(first.rank, first.text)
 }
 
 // conclude ends the start and sends the result to all members. The result is why, which is nil if all ranks
@@ -397,8 +439,9 @@ func (r *root) conclude(why *FailedError) {
 		return
 	}
 	r.start.end(why)
-	for _, m := range r.members {
+	for rank, m := range r.members {
 		if m != nil && !m.finished {
+			m.hangs = why != nil && why.hang && slices.Contains(why.Ranks, topo.Rank(rank))
 			r.answer(m, startAnswer(why))
 		}
 	}

@@ -101,27 +101,31 @@ const (
 	Answer_START Answer_Kind = 5
 	// A rank has failed before all ranks were ready. text says why.
 	Answer_FAILED Answer_Kind = 6
-	// The answer to TIMEOUT. text names the missing ranks.
+	// The answer to TIMEOUT. text names the ranks for which the root waits.
 	Answer_MISSING Answer_Kind = 7
 	// Another rank of the host has failed in Session.Agree. The rank stops its own try.
 	Answer_STOP Answer_Kind = 8
 	// The tries of all ranks have ended. tried says which ranks have failed, and why.
 	Answer_TRIED Answer_Kind = 9
+	// A rank has reported a failure. The rank stops waiting for other ranks and reports that it cannot continue either,
+	// so that the root learns which ranks no longer answer.
+	Answer_REPORT Answer_Kind = 10
 )
 
 // Enum value maps for Answer_Kind.
 var (
 	Answer_Kind_name = map[int32]string{
-		0: "NONE",
-		1: "TABLE",
-		2: "STALE",
-		3: "COMPLETE",
-		4: "REFUSED",
-		5: "START",
-		6: "FAILED",
-		7: "MISSING",
-		8: "STOP",
-		9: "TRIED",
+		0:  "NONE",
+		1:  "TABLE",
+		2:  "STALE",
+		3:  "COMPLETE",
+		4:  "REFUSED",
+		5:  "START",
+		6:  "FAILED",
+		7:  "MISSING",
+		8:  "STOP",
+		9:  "TRIED",
+		10: "REPORT",
 	}
 	Answer_Kind_value = map[string]int32{
 		"NONE":     0,
@@ -134,6 +138,7 @@ var (
 		"MISSING":  7,
 		"STOP":     8,
 		"TRIED":    9,
+		"REPORT":   10,
 	}
 )
 
@@ -612,7 +617,7 @@ func (x *Status) GetMayPass() bool {
 }
 
 // Answer is a message of the root to a rank. A rank gets a single answer, or TABLE, followed by STOP and TRIED if the
-// ranks call Session.Agree, and at last START or FAILED.
+// ranks call Session.Agree, by REPORT if a rank has reported a failure, and at last START or FAILED.
 type Answer struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Kind  Answer_Kind            `protobuf:"varint,1,opt,name=kind,proto3,enum=gohvd.rendezvous.v1.Answer_Kind" json:"kind,omitempty"`
@@ -620,7 +625,8 @@ type Answer struct {
 	Epoch  uint64 `protobuf:"varint,2,opt,name=epoch,proto3" json:"epoch,omitempty"`
 	Reason uint32 `protobuf:"varint,3,opt,name=reason,proto3" json:"reason,omitempty"`
 	Text   string `protobuf:"bytes,4,opt,name=text,proto3" json:"text,omitempty"`
-	// For FAILED: the ranks that have failed.
+	// For FAILED: the ranks that have failed. For MISSING, and for REFUSED if the time limit of rank 0 has passed: the
+	// ranks for which the root waits.
 	Ranks []int32 `protobuf:"varint,5,rep,packed,name=ranks,proto3" json:"ranks,omitempty"`
 	// For TABLE.
 	Ring bool `protobuf:"varint,6,opt,name=ring,proto3" json:"ring,omitempty"`
@@ -769,7 +775,7 @@ const file_rendezvous_proto_rawDesc = "" +
 	"\x05READY\x10\x02\x12\n" +
 	"\n" +
 	"\x06FAILED\x10\x03\x12\t\n" +
-	"\x05TRIED\x10\x04\"\x9e\x03\n" +
+	"\x05TRIED\x10\x04\"\xab\x03\n" +
 	"\x06Answer\x124\n" +
 	"\x04kind\x18\x01 \x01(\x0e2 .gohvd.rendezvous.v1.Answer.KindR\x04kind\x12\x14\n" +
 	"\x05epoch\x18\x02 \x01(\x04R\x05epoch\x12\x16\n" +
@@ -781,7 +787,7 @@ const file_rendezvous_proto_rawDesc = "" +
 	"\n" +
 	"TriedEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\x05R\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"z\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x86\x01\n" +
 	"\x04Kind\x12\b\n" +
 	"\x04NONE\x10\x00\x12\t\n" +
 	"\x05TABLE\x10\x01\x12\t\n" +
@@ -793,7 +799,10 @@ const file_rendezvous_proto_rawDesc = "" +
 	"\x06FAILED\x10\x06\x12\v\n" +
 	"\aMISSING\x10\a\x12\b\n" +
 	"\x04STOP\x10\b\x12\t\n" +
-	"\x05TRIED\x10\tB9Z7github.com/gohvd/gohvd/internal/rendezvous/rendezvouspbb\x06proto3"
+	"\x05TRIED\x10\t\x12\n" +
+	"\n" +
+	"\x06REPORT\x10\n" +
+	"B9Z7github.com/gohvd/gohvd/internal/rendezvous/rendezvouspbb\x06proto3"
 
 var (
 	file_rendezvous_proto_rawDescOnce sync.Once

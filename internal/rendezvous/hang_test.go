@@ -1,0 +1,205 @@
+package rendezvous
+
+import (
+	"context"
+	"errors"
+	"net"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"google.golang.org/protobuf/proto"
+
+	"github.com/gohvd/gohvd/internal/dial"
+	"github.com/gohvd/gohvd/internal/rendezvous/rendezvouspb"
+	"github.com/gohvd/gohvd/internal/secret"
+	"github.com/gohvd/gohvd/internal/testnet"
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/store"
+)
+
+// limited is a context whose deadline passes when the channel passed is closed.
+type limited struct {
+	context.Context
+	passed chan struct{}
+}
+
+func (l limited) Done() <-chan struct{} { return l.passed }
+
+func (l limited) Err() error {
+	select {
+	case <-l.passed:
+		return context.DeadlineExceeded
+	default:
+		return nil
+	}
+}
+
+// withLimit returns a context whose deadline passes when the function pass is called.
+func withLimit(t *testing.T) (ctx context.Context, pass func()) {
+	l := limited{t.Context(), make(chan struct{})}
+	pass = sync.OnceFunc(func() { close(l.passed) })
+	t.Cleanup(pass)
+	return l, pass
+}
+
+// wantAwaited checks for which ranks a rank has waited whose call of Join failed with err.
+func wantAwaited(t *testing.T, err error, ranks ...topo.Rank) {
+	t.Helper()
+	if !slices.Equal(Awaited(err), ranks) {
+		t.Errorf("got ranks %v, want %v: %v", Awaited(err), ranks, err)
+	}
+}
+
+// The time limit of some ranks passes while others have not joined. The errors of these ranks name the ranks
+// that are missing.
+func TestAwaited(t *testing.T) {
+	kv := newStore(t)
+	log, entries := testnet.Logs()
+	zero := config(kv, 0, 5)
+	zero.Log = log
+	long, passLong := withLimit(t)
+	short, passShort := withLimit(t)
+	r := start(t, long, zero)
+	one, three := start(t, short, config(kv, 1, 5)), start(t, long, config(kv, 3, 5))
+	for _, rank := range []string{"peer:1", "peer:3"} {
+		testnet.Eventually(t, rank, func() bool { return testnet.Logged(entries, "rank has joined", rank) })
+	}
+	passShort()
+	wantAwaited(t, (<-one).err, 2, 4)
+	passLong()
+	wantAwaited(t, (<-r).err, 2, 4)
+	wantAwaited(t, (<-three).err, 2, 4)
+
+	// A rank that stops waiting without having reached its time limit blames nobody.
+	ctx, cancel := context.WithCancel(testnet.Context(t))
+	r = start(t, ctx, config(newStore(t), 0, 2))
+	cancel()
+	wantAwaited(t, (<-r).err)
+}
+
+// Rank 0 hangs before the epoch is complete. The error of the other rank names rank 0, no matter how far rank
+// 0 has come.
+func TestRankZeroHangsInJoin(t *testing.T) {
+	// waiting waits until rank 1 waits for a newer root.
+	waiting := func(t *testing.T, kv store.Store) {
+		testnet.Eventually(t, "rank 1 waits", func() bool { return kv.(*store.HashStore).Waits() == 1 })
+	}
+	for name, hang := range map[string]func(t *testing.T, cfg JoinConfig, reached func()){
+		"before it publishes its root": func(t *testing.T, cfg JoinConfig, reached func()) {
+			waiting(t, cfg.Store)
+			reached()
+		},
+		"before it accepts": func(t *testing.T, cfg JoinConfig, reached func()) {
+			ln, err := net.Listen("tcp", "127.0.0.1:0")
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(func() { ln.Close() })
+			publishRoot(t, cfg.Store, ln.Addr().String(), 1)
+			waiting(t, cfg.Store)
+			reached()
+		},
+		"before it answers": func(t *testing.T, cfg JoinConfig, reached func()) {
+			publishRoot(t, cfg.Store, testnet.FakeServer(t, func(conn net.Conn) {
+				dial.ReadGreeting(conn, rootMagic)
+				conn.Write(dial.Greeting(rootMagic, rootVersion))
+				dial.ReadFrame(conn, maxJoinRequestBytes)
+				reached()
+				conn.Read(make([]byte, 1<<10)) // reads the status
+				conn.Read(make([]byte, 1))     // returns when the rank has closed the connection
+			}), 1)
+		},
+		"before it completes the epoch": func(t *testing.T, cfg JoinConfig, reached func()) {
+			r, err := openRoot(&cfg)
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(func() { r.close() })
+			value, err := proto.Marshal(&rendezvouspb.Root{Attempt: 1, Token: r.token,
+				Addr: r.ln.Addr().String()})
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := cfg.Store.Set(t.Context(), cfg.rootKey(), value); err != nil {
+				t.Fatal(err)
+			}
+			<-r.changed // all ranks have joined
+			reached()
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			ctx, pass := withLimit(t)
+			cfg := config(newStore(t), 0, 2)
+			cfg.Log, _ = testnet.Logs()
+			one := start(t, ctx, config(cfg.Store, 1, 2))
+			hang(t, cfg, pass)
+			wantAwaited(t, (<-one).err, 0)
+		})
+	}
+}
+
+// Rank 0 hangs after all ranks have joined. If another rank then fails, it does not wait long for an answer,
+// and its error names rank 0.
+func TestRankZeroHangsAfterJoin(t *testing.T) {
+	records := []Record{recordOf(0, 0), recordOf(1, 0)}
+	kv := newStore(t)
+	publishRoot(t, kv, testnet.FakeServer(t, func(conn net.Conn) {
+		dial.ReadGreeting(conn, rootMagic)
+		conn.Write(dial.Greeting(rootMagic, rootVersion))
+		dial.ReadFrame(conn, maxJoinRequestBytes)
+		table, err := appendMessage(nil, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_TABLE, Epoch: 1})
+		for i := 0; i < len(records) && err == nil; i++ {
+			table, err = appendMessage(table, recordToProto(&records[i]))
+		}
+		if err != nil {
+			t.Error(err)
+		}
+		conn.Write(table)
+		for err == nil { // read until the rank has closed the connection
+			_, err = conn.Read(make([]byte, 1<<10))
+		}
+	}), 1)
+	r := <-start(t, testnet.Context(t), config(kv, 1, 2))
+	formed(t, []result{r}, records...)
+	ctx, pass := withLimit(t)
+	pass()
+	wantFailure(t, r.Session, r.Session.Fail(r.Session.Ready(ctx)), "it did not answer when rank 1 gave up: "+
+		"rendezvous: waiting for the other ranks to be ready: context deadline exceeded", 0)
+}
+
+// A rank hangs after all ranks have joined, and so the other ranks wait for each other too. When the time
+// limit of one of them passes, they all stop waiting, and their errors name the rank that hangs.
+func TestRankHangsAfterJoin(t *testing.T) {
+	const hung = 2
+	sessions := meetWith(t, 4, secret.Secret{}, time.Hour) // the root waits until the test makes it decide
+	limit, pass := withLimit(t)
+	errs := make(chan []error, 1)
+	go func() {
+		errs <- each(sessions, hung, func(rank int, s *Session) error {
+			ctx := testnet.Context(t)
+			if rank == 1 {
+				ctx = limit
+			}
+			watched, stop := s.Watch(ctx)
+			defer stop()
+			_, err := s.Agree(watched, func(ctx context.Context) error {
+				<-ctx.Done()
+				return ctx.Err()
+			})
+			if err == nil {
+				return errors.New("the ranks have agreed")
+			}
+			return s.Fail(err)
+		})
+	}()
+	pass()
+	sessions[0].root.decideAfter(t, 3, 0)
+	for rank, err := range <-errs {
+		if rank != hung {
+			wantFailure(t, sessions[rank], err, "it was not ready when rank 1 gave up: ", hung)
+		}
+	}
+}
