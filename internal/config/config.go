@@ -100,6 +100,9 @@ type Config struct {
 	CacheCapacity int
 	// Lockstep selects negotiation in lock-step, in which all ranks enter every cycle.
 	Lockstep bool
+	// LeadersAbove is the number of ranks above which leaders pass on the control frames of their hosts. A
+	// higher value saves a step, but rank 0 has more connections.
+	LeadersAbove int
 	// DisableGroupFusion forbids fusing the tensors of a group with other tensors.
 	DisableGroupFusion bool
 	// Autotune makes rank 0 search for good settings while the job runs. The next fields concern only rank 0.

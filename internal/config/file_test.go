@@ -46,6 +46,7 @@ params:
   hierarchical_allgather: no
   disable_group_fusion: true
   negotiation: lockstep
+  leaders_above: 8
 stall_check:
   enabled: yes
   warning_time_seconds: 4
@@ -103,7 +104,7 @@ func TestEveryKeyIsHonoured(t *testing.T) {
 	want.CacheCapacity = 3
 	want.DisableGroupFusion = true
 	want.HierarchicalAllreduce, want.HierarchicalAllgather = false, false
-	want.Lockstep = true
+	want.Lockstep, want.LeadersAbove = true, 8
 	want.StallWarning, want.StallShutdown = 4*time.Second, 5*time.Second
 	want.ThreadAffinity = []int{6, 7}
 	want.StartTimeout = 8 * time.Second

@@ -261,6 +261,16 @@ var settings = []Setting{
 		kind: oneOf(func(c *Config, word string) { c.Lockstep = word == "lockstep" }, "event", "lockstep"),
 	},
 	{
+		Name: "HVD_LEADERS_ABOVE", Section: sectionNegotiate, Scope: PerJob,
+		Key:     "params.leaders_above",
+		Flags:   []Flag{{Name: "leaders-above", Arg: "N"}},
+		Default: "64",
+		Doc: "number of ranks above which one rank of each host, its leader, passes on the control frames of " +
+			"the other ranks of its host. Up to this number, each rank has a control connection to rank 0",
+		Raise: "A higher value saves a step of small operations, but rank 0 has more connections and more work.",
+		kind:  whole(func(c *Config) *int { return &c.LeadersAbove }, 1),
+	},
+	{
 		Name: "HVD_DETERMINISTIC", Section: sectionNegotiate, Scope: PerJob,
 		Key:     "library_options.deterministic",
 		Flags:   onOff("deterministic"),

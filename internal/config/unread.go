@@ -90,6 +90,10 @@ func (c *Config) unread(s Setting, r Reader) string {
 		case c.SharedMemory == SharedAlways:
 			return "HOROVOD_CPU_OPERATIONS is shm, and it chooses among algorithms over TCP"
 		}
+	case "HVD_LEADERS_ABOVE":
+		if c.Lockstep {
+			return "HVD_NEGOTIATION is lockstep, which has no leaders"
+		}
 	case "HOROVOD_MPI_THREADS_DISABLE":
 		if !overMPI {
 			return "neither HOROVOD_CONTROLLER nor HOROVOD_CPU_OPERATIONS is mpi"

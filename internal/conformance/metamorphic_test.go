@@ -39,7 +39,7 @@ func (c configuration) apply(cfg *engine.Config) {
 		c.disableGroupFusion
 	cfg.Deterministic = c.deterministic
 	if c.leaders {
-		cfg.StarRanks = 1
+		cfg.LeadersAbove = 1
 		for r := range cfg.Size { // rank 0 is alone on its host
 			cfg.Hosts = append(cfg.Hosts, fmt.Sprint("host", (r+2)/3))
 		}

@@ -26,7 +26,7 @@ func TestFaults(t *testing.T) {
 			},
 			"cut": func(t *testing.T, rng *rand.Rand, negotiation string) {
 				c := linkDown{drawProgram(rng), evenly(2, 1+rng.IntN(2)), rng.IntN(2), rng.IntN(2) == 0,
-					negotiation}
+					negotiation, drawLeaders(rng)}
 				t.Log(c.String())
 				c.run(t)
 			},

@@ -10,8 +10,9 @@ import (
 )
 
 // While the ranks of several hosts run operations on two levels, a rank is killed, a rank is stopped forever,
-// or a host loses its link. All other ranks end with errors that name the right ranks: soon after a death,
-// and at the liveness limit in the other cases. With -whole, there are so many rounds of each.
+// or a host loses its link. In some of the jobs, leaders pass on the control frames of hosts. All other ranks
+// end with errors that name the right ranks: soon after a death, and at the liveness limit in the other
+// cases. With -whole, there are so many rounds of each.
 func TestFailuresOnTwoLevels(t *testing.T) {
 	for _, c := range []struct {
 		name   string
@@ -57,12 +58,18 @@ func stopOnHosts(t *testing.T, rng *rand.Rand) time.Duration {
 	return signalOnHosts(t, rng, syscall.SIGSTOP, "silent for 3s", 3*time.Second+survivorsDeadline)
 }
 
+// drawLeaders returns, at random, a setting with which a job has leaders, or one with which it has none.
+func drawLeaders(rng *rand.Rand) string {
+	return []string{withLeaders, "HVD_LEADERS_ABOVE=64"}[rng.IntN(2)]
+}
+
 func signalOnHosts(t *testing.T, rng *rand.Rand, signal syscall.Signal, text string,
 	limit time.Duration) time.Duration {
 	l, program := drawLayout(rng), drawLoop(rng)
 	victim, after := rng.IntN(l.size()), time.Duration(rng.IntN(50))*time.Millisecond
-	t.Logf("rank %d of %v, %s, after %v", victim, l, program, after)
-	s := startOn(t, testnet.NewHosts(t, len(l)), l, program, "HVD_LIVENESS_SECONDS=3")
+	leaders := drawLeaders(rng)
+	t.Logf("rank %d of %v, %s, after %v, %s", victim, l, program, after, leaders)
+	s := startOn(t, testnet.NewHosts(t, len(l)), l, program, "HVD_LIVENESS_SECONDS=3", leaders)
 	pids := s.ready(l.size())
 	<-time.After(after) // waits until a random point of an operation
 	if err := syscall.Kill(pids[victim], signal); err != nil {
@@ -81,7 +88,7 @@ func signalOnHosts(t *testing.T, rng *rand.Rand, signal syscall.Signal, text str
 func cutHosts(t *testing.T, rng *rand.Rand) time.Duration {
 	l := drawLayout(rng)
 	c := linkDown{drawLoop(rng), l, rng.IntN(len(l)), rng.IntN(2) == 0,
-		[]string{"event", "lockstep"}[rng.IntN(2)]}
+		[]string{"event", "lockstep"}[rng.IntN(2)], drawLeaders(rng)}
 	t.Log(c.String())
 	return c.run(t)
 }

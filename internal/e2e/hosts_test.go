@@ -348,20 +348,26 @@ type linkDown struct {
 	lost        int  // the index of the host that loses its link
 	atHost      bool // if set, the host's own interface is set down, which also removes its routes
 	negotiation string
+	leaders     string // a setting, or empty
 }
+
+// withLeaders is a setting with which leaders pass on the control frames of their hosts even in small jobs.
+const withLeaders = "HVD_LEADERS_ABOVE=1"
 
 // A host loses its link in the middle of an operation. On both sides every rank ends with an error that names
 // ranks of the other side and no rank of its own side. If rank 0 is not on the lost host, the ranks on rank
-// 0's side name all ranks of the lost host. When the link is back, new jobs run on the hosts.
+// 0's side name all ranks of the lost host or, if it has a leader, the leader. When the link is back, new
+// jobs run on the hosts.
 func TestLinkDown(t *testing.T) {
 	for _, c := range []linkDown{
-		{"mixed", evenly(2, 2), 1, false, "event"},
-		{"mixed", evenly(2, 2), 0, false, "lockstep"},
-		{"large", evenly(2, 2), 0, true, "event"},
-		{"small", evenly(3, 1), 1, true, "event"},
-		{"small", evenly(3, 1), 2, false, "lockstep"},
-		{"waiting", evenly(3, 1), 0, false, "event"},
-		{"joined", evenly(3, 1), 2, false, "event"},
+		{"mixed", evenly(2, 2), 1, false, "event", ""},
+		{"mixed", evenly(2, 2), 1, false, "event", withLeaders},
+		{"mixed", evenly(2, 2), 0, false, "lockstep", ""},
+		{"large", evenly(2, 2), 0, true, "event", ""},
+		{"small", evenly(3, 1), 1, true, "event", ""},
+		{"small", evenly(3, 1), 2, false, "lockstep", ""},
+		{"waiting", evenly(3, 1), 0, false, "event", ""},
+		{"joined", evenly(3, 1), 2, false, "event", ""},
 	} {
 		t.Run(c.String(), func(t *testing.T) {
 			t.Parallel()
@@ -371,7 +377,7 @@ func TestLinkDown(t *testing.T) {
 }
 
 func (c *linkDown) String() string {
-	return fmt.Sprintf("%s/%s/%v/%d", c.program, c.negotiation, c.layout, c.lost)
+	return fmt.Sprintf("%s/%s/%v/%d/%s", c.program, c.negotiation, c.layout, c.lost, c.leaders)
 }
 
 // run returns the time from the loss of the link until all ranks have reported.
@@ -381,7 +387,7 @@ func (c *linkDown) run(t *testing.T) (longest time.Duration) {
 		deadline = 30 * time.Second // to detect a hang; the verdict comes soon after liveness
 	)
 	hosts := testnet.NewHosts(t, len(c.layout))
-	s := startOn(t, hosts, c.layout, c.program, "HVD_NEGOTIATION="+c.negotiation,
+	s := startOn(t, hosts, c.layout, c.program, "HVD_NEGOTIATION="+c.negotiation, c.leaders,
 		fmt.Sprintf("HVD_LIVENESS_SECONDS=%v", liveness.Seconds()))
 	size := c.layout.size()
 	s.ready(size)
@@ -426,7 +432,7 @@ func (c *linkDown) run(t *testing.T) (longest time.Duration) {
 		}
 		// Rank 0 notices the loss of each rank. The other ranks notice only the loss of rank 0.
 		want := 1
-		if !isLost(0) && !isLost(l.rank) {
+		if !isLost(0) && !isLost(l.rank) && (c.leaders != withLeaders || c.negotiation == "lockstep") {
 			want = c.layout[c.lost]
 		}
 		if len(named) < want {

@@ -41,11 +41,11 @@ import (
 type Config struct {
 	Rank topo.Rank
 	Size int
-	// Hosts has the host of each rank. If the job has more than StarRanks ranks, the lowest rank of each host
-	// passes on the control frames of the host's ranks. StarRanks 0 selects 64. If Hosts is empty, every rank
-	// has a control connection to rank 0.
-	Hosts     []string
-	StarRanks int
+	// Hosts has the host of each rank. If the job has more than LeadersAbove ranks, the lowest rank of each
+	// host passes on the control frames of the host's ranks. LeadersAbove 0 selects 64. If Hosts is empty,
+	// every rank has a control connection to rank 0.
+	Hosts        []string
+	LeadersAbove int
 	// Mesh connects the ranks of this epoch. The engine owns and closes it.
 	Mesh transport.Mesh
 	// Memory is the memory that this rank shares with other ranks, for messages. It is nil if no ranks share
@@ -377,6 +377,10 @@ func (e *Engine) quit(err error) error {
 // the one to the leader, and at any other rank the one to rank 0 and those to the ranks that it leads.
 func (e *Engine) connect(ctx context.Context) error {
 	peers := e.setLeaders()
+	if e.leaders != nil {
+		e.log.Debug("init: leaders pass on control frames", zap.Int32("leader",
+			int32(e.leaderOf(e.cfg.Rank))))
+	}
 	e.links = make([]*link, len(peers))
 	errs := make([]error, len(peers))
 	var wg sync.WaitGroup

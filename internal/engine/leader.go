@@ -11,14 +11,14 @@ import (
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
-// starRanks is the greatest size of a job in which every rank has a control connection to rank 0.
-const starRanks = 64
+// leadersAbove is the greatest size of a job in which every rank has a control connection to rank 0.
+const leadersAbove = 64
 
 // leaders returns for each rank the rank that passes on its frames to rank 0: the lowest rank of its host, or
 // the rank itself if it has a control connection to rank 0. It returns nil if all ranks have one. The result
 // is the same at all ranks.
 func (c *Config) leaders() []topo.Rank {
-	if c.Lockstep || c.Size <= cmp.Or(c.StarRanks, starRanks) || len(c.Hosts) != c.Size {
+	if c.Lockstep || c.Size <= cmp.Or(c.LeadersAbove, leadersAbove) || len(c.Hosts) != c.Size {
 		return nil
 	}
 	first := map[string]topo.Rank{}

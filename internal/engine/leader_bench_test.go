@@ -51,9 +51,9 @@ func BenchmarkLeaders(b *testing.B) {
 			for _, mode := range []string{"star", "leaders"} {
 				b.Run(fmt.Sprintf("ranks=%d/cache=%d/%s", ranks, capacity, mode), func(b *testing.B) {
 					measureRoot(b, ranks, func(cfg *engine.Config) {
-						cfg.CacheCapacity, cfg.StarRanks = capacity, 1
+						cfg.CacheCapacity, cfg.LeadersAbove = capacity, 1
 						if mode == "star" {
-							cfg.StarRanks = ranks
+							cfg.LeadersAbove = ranks
 						}
 					})
 				})

@@ -27,7 +27,7 @@ var hosts = []string{"a", "a", "b", "b", "c", "c", "b", "d"}
 var leaders = []int{0, 1, 2, 2, 4, 4, 2, 7}
 
 // onHosts makes the ranks of a job negotiate through leaders.
-func onHosts(cfg *engine.Config) { cfg.Hosts, cfg.StarRanks = hosts, 1 }
+func onHosts(cfg *engine.Config) { cfg.Hosts, cfg.LeadersAbove = hosts, 1 }
 
 // upstream returns the rank to which rank r has its control connection.
 func upstream(r int) int {
