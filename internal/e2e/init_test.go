@@ -341,8 +341,8 @@ func TestFewDescriptors(t *testing.T) {
 		victim, limit int
 		memory        string
 	}{
-		{2, 14, "shm"}, {2, 16, "shm"}, {2, 20, "shm"}, {0, 18, "shm"}, {0, 20, "shm"}, {2, 10, "tcp"},
-		{0, 15, "tcp"},
+		{2, 14, "shm"}, {2, 16, "shm"}, {2, 20, "shm"}, {0, 15, "shm"}, {0, 18, "shm"}, {0, 20, "shm"},
+		{2, 10, "tcp"}, {0, 13, "tcp"}, {0, 15, "tcp"},
 	} {
 		t.Run(fmt.Sprintf("%s/rank %d has %d", c.memory, c.victim, c.limit), func(t *testing.T) {
 			// The arguments of the outer shell are hvdrun, -np, 4 and the program. The inner shell lowers the

@@ -9,6 +9,7 @@ import (
 	"io"
 	"maps"
 	"net"
+	"os"
 	"slices"
 	"strings"
 	"sync"
@@ -48,10 +49,13 @@ const (
 // root is rank 0's side of the rendezvous. It has a listener, a goroutine for each connection, and the state
 // of the epoch.
 type root struct {
-	cfg        *JoinConfig
-	log        *zap.Logger
-	token      []byte
-	ln         net.Listener
+	cfg   *JoinConfig
+	log   *zap.Logger
+	token []byte
+	ln    net.Listener
+	// spare takes up a descriptor. If the process runs out of descriptors, accept closes it, so that the root
+	// can accept ranks, one at a time, and tell them that it has failed.
+	spare      *os.File
 	ctx        context.Context // ends when close is called
 	stop       context.CancelFunc
 	close      func() error
@@ -139,8 +143,12 @@ func openRoot(cfg *JoinConfig) (*root, error) {
 	if err != nil {
 		return nil, fmt.Errorf("opening the root: %w", err)
 	}
+	spare, err := os.Open(os.DevNull)
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("opening the root: %w", dial.ExplainLimit(err)), ln.Close())
+	}
 	r := &root{
-		cfg: cfg, token: newToken(), ln: ln,
+		cfg: cfg, token: newToken(), ln: ln, spare: spare,
 		log:           cfg.Log.With(zap.String("job", cfg.Job), zap.Stringer("root", ln.Addr())),
 		handshakes:    dial.NewLimiter(max(maxHandshakes, 2*cfg.Size)),
 		changed:       make(chan struct{}, 1),
@@ -168,6 +176,7 @@ func openRoot(cfg *JoinConfig) (*root, error) {
 func (r *root) closeOnce() error {
 	r.stop()
 	err := r.ln.Close()
+	_ = r.spare.Close() // fails if accept has closed it
 	r.mu.Lock()
 	if r.state == complete {
 		r.conclude(newFailure(0, "rank 0 gave up during Init")) // does nothing if the start has ended
@@ -223,9 +232,6 @@ func (r *root) form(ctx context.Context) error {
 		}
 		lastEpoch, full, failure := r.progress()
 		if failure != nil {
-			if failure.Reason == RootFailed {
-				return failure // the listener has failed, so the root cannot answer ranks that arrive late
-			}
 			r.log.Error("rendezvous: root failed", zap.Error(failure))
 			t := time.NewTimer(windDown)
 			defer t.Stop()
@@ -580,9 +586,11 @@ func (r *root) accept() {
 				return
 			}
 			if dial.IsExhausted(err) {
-				_ = r.giveUp(err) // form returns this error
+				_ = r.giveUp(err)   // form returns this error
+				_ = r.spare.Close() // fails if it is closed already
+			} else {
+				r.log.Error("rendezvous: root: accepting a connection failed", zap.Error(err))
 			}
-			r.log.Error("rendezvous: root: accepting a connection failed", zap.Error(err))
 			dial.Pause(r.ctx, wait.Next(), nil)
 			continue
 		}
