@@ -112,8 +112,8 @@ func (h hang) run(t *testing.T) (longest time.Duration) {
 	if !strings.Contains(cause, fmt.Sprintf("\n  rank %d: ", h.victim)) || strings.Count(cause, "\n  rank ") != 1 {
 		t.Errorf("hvdrun gives as the cause: %s", cause)
 	}
-	t.Logf("ranks told %d, status %d, Init took at most %v; %.200s", told, status, longest.Round(time.Millisecond),
-		cause)
+	t.Logf("%d of %d ranks failed, within %v; hvdrun: status %d, root cause%.250s", told, h.ranks,
+		longest.Round(time.Millisecond), status, cause)
 	tellJob(t, j)
 	return longest
 }
