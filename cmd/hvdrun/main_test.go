@@ -40,6 +40,8 @@ func TestMain(m *testing.M) {
 			os.Exit(launch.HelperMain(os.Args[2:], os.Environ()))
 		case launch.AgentArg:
 			os.Exit(launch.AgentMain(os.Args[2:], os.Environ()))
+		case mpiRankArg:
+			os.Exit(mpiRankMain(os.Args[2:], os.Environ(), os.Stderr))
 		case "hvdrun":
 			testnet.NoNameServer()
 			status := run(os.Args[2:], os.Environ(), os.Stdout, os.Stderr)

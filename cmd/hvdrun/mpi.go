@@ -256,8 +256,8 @@ func mpiReachMain(args, env []string, stderr io.Writer) int {
 }
 
 // mpiRankMain runs the command of a rank that mpirun has started, and returns its exit status. The command
-// gets the variables with which hvdrun tells a rank its number and the place where the ranks meet. If the
-// command fails, hvdrun gets a report.
+// gets the variables with which hvdrun tells a rank its number and the place where the ranks meet. When the
+// command has ended, hvdrun gets a report.
 func mpiRankMain(args, env []string, stderr io.Writer) int {
 	// The kernel kills the command when the thread that started it ends.
 	runtime.LockOSThread()
@@ -320,15 +320,23 @@ func runMPIRank(addrs, command, env []string) (status int, err error) {
 	if s := cmd.ProcessState.Sys().(syscall.WaitStatus); s.Signaled() {
 		end = launch.Exit{Signal: s.Signal()}
 	}
-	if end.Status() == 0 {
-		return 0, nil
-	}
 	host, err := os.Hostname()
-	text := fmt.Sprintf("%s (pid %d on host %s)", end.Describe(), cmd.Process.Pid, host)
-	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
+	text := ""
+	if end.Status() != 0 {
+		text = fmt.Sprintf("%s (pid %d on host %s)", end.Describe(), cmd.Process.Pid, host)
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), mpiReportTime)
 	defer cancel()
-	return end.Status(), errors.Join(err, joblink.New(kv, at.Rank).Report(ctx, joblink.Exit, []byte(text)))
+	err = errors.Join(err, joblink.New(kv, at.Rank).Report(ctx, joblink.Exit, []byte(text)))
+	if err != nil && end.Status() == 0 {
+		return statusFailure, fmt.Errorf("rank %d has ended with status 0, but hvdrun does not know it: %w", at.Rank, err)
+	}
+	return end.Status(), err
 }
+
+// mpiReportTime is the time limit for the report of a rank's end. It is generous, because a rank whose report
+// is missing counts as failed.
+const mpiReportTime = 5 * time.Second
 
 // dialAny connects to the store of hvdrun at the first of its addresses that can be reached.
 func dialAny(addrs []string, text string) (kv *store.Client, at netip.AddrPort, err error) {
@@ -351,21 +359,38 @@ func dialAny(addrs []string, text string) (kv *store.Client, at netip.AddrPort, 
 }
 
 // mpiVerdict returns the verdict of the survivors of a job that mpirun has started or, if there is none, the
-// first rank whose command has failed.
+// first rank whose command has failed. It returns an error if no rank has failed or if all commands have
+// ended with status 0, as after a failure that the program has handled.
+//
+// mpirun may end with status 0 although a rank has failed. If a rank ends without having finalized MPI,
+// mpirun kills the other ranks, and may do so before one of them has reported a failure. So the rank that has
+// ended first has failed if mpirun has ended and some ranks have not reported the end of their commands.
 func (r *reporter) mpiVerdict(ctx context.Context, ended bool) (joblink.Verdict, error) {
-	v, err := r.verdict(ctx, ended)
+	complete := ended && r.server.Idle(ctx) == nil
+	if complete {
+		r.close()
+	}
+	v, err := r.ranks.Verdict(ctx)
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if err != nil {
-		if len(r.exits) == 0 {
-			return v, err
-		}
-		v = joblink.Verdict{Ranks: []topo.Rank{r.exits[0].rank}, Reason: r.exits[0].text}
+	failed := slices.IndexFunc(r.exits, func(e exit) bool { return e.text != "" })
+	switch {
+	case failed < 0 && len(r.exits) == r.size:
+		return joblink.Verdict{}, errors.New("the commands of all ranks have ended with status 0")
+	case err == nil:
+	case failed >= 0:
+		v = joblink.Verdict{Ranks: []topo.Rank{r.exits[failed].rank}, Reason: r.exits[failed].text}
+	case complete && len(r.exits) > 0:
+		v = joblink.Verdict{Ranks: []topo.Rank{r.exits[0].rank}, Reason: fmt.Sprintf(
+			"its command has ended with status 0, and then mpirun has ended without waiting for %d of %d ranks",
+			r.size-len(r.exits), r.size)}
+	default:
+		return v, err
 	}
 	v.At = time.Now()
 	reason := v.Reason
 	for _, e := range r.exits {
-		if slices.Contains(v.Ranks, e.rank) && e.text != reason {
+		if slices.Contains(v.Ranks, e.rank) && e.text != "" && e.text != reason {
 			v.Reason += "; " + e.text
 		}
 	}

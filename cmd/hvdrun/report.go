@@ -54,7 +54,7 @@ type reporter struct {
 	lastStall time.Time
 }
 
-// exit says how the command of a rank has failed.
+// exit says how the command of a rank has failed. The text is empty if the command has succeeded.
 type exit struct {
 	rank topo.Rank
 	text string

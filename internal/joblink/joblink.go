@@ -52,8 +52,8 @@ const (
 	Stall = "stall"
 	// Failure is a report of a rank whose job has failed. Its body has the form of an answer to Dump.
 	Failure = "failure"
-	// Exit is a report of hvdrun's process between mpirun and a rank. Its text says how the rank's command
-	// has failed.
+	// Exit is a report of hvdrun's process between mpirun and a rank, at the end of the rank's command. Its
+	// text says how the command has failed. It is empty if the command has succeeded.
 	Exit = "exit"
 	// verdict is a report that contains a Verdict.
 	verdict = "verdict"

@@ -64,7 +64,8 @@ type Options struct {
 	Nodes *Nodes
 	// Starter is the title of Command if Command is a launcher, such as mpirun, that starts the ranks itself.
 	// Then NP is 1, Command gets no variables that say which rank it is, and the verdict may name any rank.
-	// If Starter is empty, each rank runs Command.
+	// A launcher may end with status 0 although a rank has failed, so the job has also failed if Verdict
+	// returns a verdict then. If Starter is empty, each rank runs Command.
 	Starter string
 	// Hosts are the hosts that run the ranks. Assign places the ranks on them in this order. If Hosts is
 	// empty, all ranks run on this host, under its own name.
@@ -193,7 +194,8 @@ func newCommandError(command string, err error) *CommandError {
 // Result describes how the job ended.
 type Result struct {
 	// Status is the exit status for the launcher. If a rank failed, it is the status of the root cause (128+n
-	// for signal n). If signal n ended the job before any rank failed, it is 128+n. Otherwise it is 0.
+	// for signal n), or 1 if that is 0. If signal n ended the job before any rank failed, it is 128+n.
+	// Otherwise it is 0.
 	Status int
 	// Signal is the signal that ended the job before any rank failed, or 0 if there was none.
 	Signal syscall.Signal

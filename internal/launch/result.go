@@ -36,7 +36,11 @@ func (j *job) result() Result {
 		if j.o.Nodes != nil && j.o.Nodes.Restarts > 0 { // earlier failures did not end the job
 			first = j.first
 		}
-		res.Roots, res.Status = judge(res.Ranks, res.Verdict, first)
+		if j.o.Starter != "" {
+			res.Roots, res.Status = []int{0}, max(res.Ranks[0].Status(), 1)
+		} else {
+			res.Roots, res.Status = judge(res.Ranks, res.Verdict, first)
+		}
 	}
 	return res
 }

@@ -247,6 +247,10 @@ func (j *job) consider(k *rank) {
 			j.planRestart(k)
 		case k.exit.Status() != 0:
 			j.fail(k)
+		case j.o.Starter != "":
+			if j.settleVerdict(true); j.verdict != nil {
+				j.fail(k)
+			}
 		case k.number == 0: // perhaps the scheduler, without which no node can return
 			if first := j.cancelRestarts(); first != nil {
 				first.exit.Restarting = false

@@ -1,0 +1,67 @@
+package main
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+)
+
+// fakeMPIRun stands in for mpirun of MPICH. It starts the ranks, waits for rank 0, sends SIGKILL to the ranks
+// in DOOMED, waits for all others, and ends with status 0, as MPICH may do although a rank has failed.
+const fakeMPIRun = `#!/bin/sh
+[ "$1" = --version ] && exec echo HYDRA
+[ "$3" = -prepend-rank ] || exit 9
+shift 3
+for r in 0 1 2; do
+	PMI_RANK=$r PMI_SIZE=3 "$@" &
+	echo $! > $DIR/pid.$r
+done
+wait $(cat $DIR/pid.0)
+for r in $DOOMED; do kill -9 $(cat $DIR/pid.$r); done
+wait
+exit 0
+`
+
+// TestMPIRunSucceeds checks the status and the report of hvdrun --mpi if mpirun ends with status 0. The job
+// has failed if hvdrun has heard that a rank has failed, or if mpirun has not waited for all ranks.
+func TestMPIRunSucceeds(t *testing.T) {
+	// Rank 0 waits with this until the others have been started.
+	const await = `touch $DIR/ready.$PMI_RANK; ` +
+		`until [ -e $DIR/ready.1 ] && [ -e $DIR/ready.2 ]; do sleep 0.01; done; `
+	for _, c := range []struct {
+		name, command, doomed string
+		status                int
+		cause                 string
+	}{
+		{"all ranks succeed", "exit 0", "", 0, ""},
+		{"a rank fails", "[ $PMI_RANK != 1 ] || exit 3", "", 1, "rank 1 failed: exit status 3 (pid "},
+		{"a rank leaves", await + "[ $PMI_RANK = 0 ] || exec sleep 60", "1 2", 1,
+			"rank 0 failed: its command has ended with status 0, and then mpirun has ended without waiting for 2 of 3 ranks\n"},
+		{"survivors report a rank", await + `[ $PMI_RANK != 0 ] || "$SELF" accuse; [ $PMI_RANK = 0 ] || exec sleep 60`,
+			"1 2", 1, "rank 1 failed: connection reset\n"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			dir := t.TempDir()
+			if err := os.WriteFile(filepath.Join(dir, "mpirun"), []byte(fakeMPIRun), 0o700); err != nil {
+				t.Fatal(err)
+			}
+			self, err := os.Executable()
+			if err != nil {
+				t.Fatal(err)
+			}
+			for name, value := range map[string]string{"PATH": dir + ":" + os.Getenv("PATH"), "DIR": dir, "DOOMED": c.doomed,
+				"SELF": self} {
+				t.Setenv(name, value)
+			}
+			_, stderr, status := output(t, "--mpi", "-np", "3", "sh", "-c", c.command)
+			if status != c.status {
+				t.Errorf("hvdrun ended with status %d, want %d", status, c.status)
+			}
+			want := "Root cause (found by the surviving ranks): " + c.cause
+			if c.cause == "" && stderr != "" || c.cause != "" && !strings.Contains(stderr, want) {
+				t.Errorf("got %q, want %q in it", stderr, want)
+			}
+		})
+	}
+}
