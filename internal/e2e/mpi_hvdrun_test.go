@@ -66,6 +66,7 @@ func TestHvdrunWithMPI(t *testing.T) {
 }
 
 // If a rank is killed under hvdrun --mpi, the job ends and leaves no process, and the report names the rank.
+// If hvdrun is killed, mpirun ends the job (see killHvdrun).
 func TestDeathUnderHvdrunWithMPI(t *testing.T) {
 	testmpi.Each(t, func(t *testing.T, l testmpi.Library) {
 		program := l.Build(t, "build", "./examples/digits")
@@ -92,7 +93,33 @@ func TestDeathUnderHvdrunWithMPI(t *testing.T) {
 				t.Errorf("rank %d was killed, but the report does not say so:\n%s", victim, j.err())
 			}
 		}
+		killHvdrun(t, l, program)
 	})
+}
+
+// killHvdrun kills hvdrun --mpi. mpirun must end all processes, and leave no file of the MPI library in
+// shared memory.
+func killHvdrun(t *testing.T, l testmpi.Library, program string) {
+	// Without this variable, Open MPI would put the files into /dev/shm beside those of other jobs.
+	shared := t.TempDir()
+	j := underMPI(t, l, "-x", "OMPI_MCA_btl_vader_backing_directory="+shared, program, "-epochs", "1000000")
+	testnet.Eventually(t, "the ranks train", func() bool { return strings.Contains(j.out(), "epoch 2/") })
+	files := func() []os.DirEntry {
+		files, err := os.ReadDir(shared)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return files
+	}
+	if got, want := len(files()), map[string]int{"openmpi": 3, "mpich": 0}[l.Name]; got != want {
+		t.Errorf("the ranks have %d files in shared memory, want %d", got, want)
+	}
+	if err := j.cmd.Process.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	j.wait()
+	awaitEnd(t, program, time.Now().Add(time.Minute))
+	testnet.Eventually(t, "mpirun removes the files", func() bool { return len(files()) == 0 })
 }
 
 // hvdrun --mpi starts a program in Python, whose sidecar uses MPI.

@@ -346,7 +346,7 @@ func (a *agent) startHelpers(helpers *batch, envs [][]string) (members []*member
 		return nil, fmt.Errorf("launch: open the standard input of the ranks: %w", err)
 	}
 	defer null.Close()
-	argv := append([]string{"hvdrun", HelperArg, a.path}, a.job.Command...)
+	argv := append([]string{"hvdrun", HelperArg, a.job.Grace.String(), a.path}, a.job.Command...)
 	for _, env := range envs {
 		var mine []*os.File // mine[i] is this process's end of the pipe to the helper's descriptor i+1
 		pid, err := a.family.start(helpers, func() (pid int, err error) {

@@ -142,6 +142,9 @@ func (j *job) hostJobs() ([]hostJob, error) {
 	for i, c := range j.conns {
 		jobs[i] = hostJob{Command: j.o.Command, Env: travelling, Secret: words{j.o.Secret},
 			Scheduler: j.o.Nodes != nil && j.several, Restarts: j.o.Nodes != nil && j.o.Nodes.Restarts > 0}
+		if j.o.Starter != "" {
+			jobs[i].Grace = j.o.Grace
+		}
 		if !c.local {
 			dir, err := os.Getwd()
 			if err != nil {

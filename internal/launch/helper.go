@@ -56,6 +56,7 @@ type report struct {
 type helper struct {
 	family  family
 	reports *json.Encoder
+	grace   time.Duration // see hostJob.Grace
 
 	// The fields below are guarded by family.mu.
 	pid    int // process ID of the command, and of its process group
@@ -73,12 +74,19 @@ type helper struct {
 // that the command left behind, in any process group or session. There is one exception: if the command ended
 // after the launcher sent a signal that asked it to end, the other processes of its group received that
 // signal too. They may run on until the next order of the launcher. If the launcher orders SIGKILL or is
-// gone, HelperMain kills everything. It returns when no descendant is left.
+// gone, HelperMain kills everything. If the command is itself a launcher, such as mpirun, it first gets
+// SIGTERM and some time to end its processes, also those on other hosts, and to remove its files. HelperMain
+// returns when no descendant is left.
 func HelperMain(args, env []string) int {
 	// The kernel sends the command its parent-death signal when the thread that started the command ends
 	// (prctl(2)). So this goroutine must keep its thread.
 	runtime.LockOSThread()
-	if len(args) < 2 {
+	var grace time.Duration
+	err := errors.New("too few arguments")
+	if len(args) >= 3 {
+		grace, err = time.ParseDuration(args[0])
+	}
+	if err != nil {
 		fmt.Fprintf(os.Stderr, "hvdrun: %s is an internal argument of hvdrun\n", HelperArg)
 		return 2
 	}
@@ -102,8 +110,8 @@ func HelperMain(args, env []string) int {
 		fmt.Fprintf(os.Stderr, "hvdrun: become a subreaper: %v\n", err)
 		return 1
 	}
-	h := &helper{reports: json.NewEncoder(os.NewFile(reportFD, "reports"))}
-	if err := h.start(args[0], args[1:], env); err != nil {
+	h := &helper{reports: json.NewEncoder(os.NewFile(reportFD, "reports")), grace: grace}
+	if err := h.start(args[1], args[2:], env); err != nil {
 		var errno syscall.Errno
 		if !errors.As(err, &errno) {
 			errno = syscall.EINVAL // an argument contains a zero byte; that error has no number
@@ -200,11 +208,15 @@ func (h *helper) orphanAction(_, pgrp int) orphanAction {
 func (h *helper) sendReport(r report) { _ = h.reports.Encode(r) }
 
 // handleOrders carries out the launcher's orders. When the launcher is gone, it kills all processes of the
-// rank.
+// rank, after h.grace.
 func (h *helper) handleOrders(orders *os.File) {
 	for {
 		var order [1]byte
 		if _, err := orders.Read(order[:]); err != nil {
+			if h.grace > 0 {
+				h.signal(unix.SIGTERM)
+				<-time.After(h.grace)
+			}
 			h.signal(unix.SIGKILL)
 			return
 		}

@@ -65,7 +65,8 @@ type Options struct {
 	// Starter is the title of Command if Command is a launcher, such as mpirun, that starts the ranks itself.
 	// Then NP is 1, Command gets no variables that say which rank it is, and the verdict may name any rank.
 	// A launcher may end with status 0 although a rank has failed, so the job has also failed if Verdict
-	// returns a verdict then. If Starter is empty, each rank runs Command.
+	// returns a verdict then. If SIGKILL kills the process of Run, Command gets SIGTERM and the time Grace
+	// before it is killed too. If Starter is empty, each rank runs Command.
 	Starter string
 	// Hosts are the hosts that run the ranks. Assign places the ranks on them in this order. If Hosts is
 	// empty, all ranks run on this host, under its own name.

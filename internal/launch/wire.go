@@ -85,6 +85,9 @@ type hostJob struct {
 	Scheduler bool
 	// Restarts says that the launcher may order the agent to start ranks again.
 	Restarts bool
+	// Grace is how long the command may take to end after SIGTERM if the launcher is gone. If it is 0, the
+	// command is killed at once.
+	Grace time.Duration
 }
 
 // notice is a message from an agent to the launcher. Exactly one field besides Rank is set.
