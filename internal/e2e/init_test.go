@@ -92,9 +92,6 @@ func dies(ctx context.Context) int {
 			_ = syscall.Kill(os.Getpid(), signal)
 		})
 	}
-	core := zapcore.NewCore(zapcore.NewJSONEncoder(zap.NewProductionEncoderConfig()),
-		zapcore.AddSync(io.Discard), zap.DebugLevel)
-	log := zap.New(core, zap.Hooks(func(e zapcore.Entry) error { reached(e.Message); return nil }))
 	if os.Getenv(gateVariable) != "" {
 		fmt.Println("up")
 		if _, err := io.Copy(io.Discard, os.Stdin); err != nil {
@@ -103,7 +100,7 @@ func dies(ctx context.Context) int {
 		}
 	}
 	reached(stepBegin)
-	options := []hvd.InitOption{hvd.WithLogger(log)}
+	options := []hvd.InitOption{hvd.WithLogger(follows(reached))}
 	if url := os.Getenv(initMethodVariable); url != "" {
 		options = append(options, hvd.WithInitMethod(url))
 	}
@@ -123,6 +120,14 @@ func dies(ctx context.Context) int {
 		fmt.Println("failed []", err)
 	}
 	return 1
+}
+
+// follows returns a logger that calls reached with each message and drops it. Init logs a message at each of
+// its steps.
+func follows(reached func(step string)) *zap.Logger {
+	core := zapcore.NewCore(zapcore.NewJSONEncoder(zap.NewProductionEncoderConfig()),
+		zapcore.AddSync(io.Discard), zap.DebugLevel)
+	return zap.New(core, zap.Hooks(func(e zapcore.Entry) error { reached(e.Message); return nil }))
 }
 
 // A rank is killed at a random point of Init. The ranks meet under hvdrun, at a store that outlives the

@@ -103,7 +103,8 @@ type line struct {
 	at   time.Time
 }
 
-var prefix = regexp.MustCompile(`^\[(?:(\d+)|([a-z]+(?: \d+)?))\]<stdout>:(.*)$`)
+// prefix matches a line with the label of hvdrun, or with that of mpirun: of Open MPI or MPICH.
+var prefix = regexp.MustCompile(`^\[(?:(?:1,)?(\d+)|([a-z]+(?: \d+)?))\](?:<stdout>:| )(.*)$`)
 
 // start runs this binary as the given program on n ranks under hvdrun.
 func start(t testing.TB, n int, program string, env ...string) *job {

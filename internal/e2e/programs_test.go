@@ -43,6 +43,10 @@ func program(name string) int {
 			return 1
 		}
 		return 0
+	case "faulty":
+		return ended(faulty(ctx))
+	case "faulty-node":
+		return ended(faultyNode(ctx))
 	case "checked":
 		return overHosts(func() error { return checked(ctx) })
 	case "node", "returning", "lagging":

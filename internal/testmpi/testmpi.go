@@ -36,27 +36,37 @@ var libraries = []Library{
 
 var enabled = flag.Bool("mpi", false, "run the tests that start MPI jobs; make test-mpi does")
 
+const notEnabled = "the flag -mpi is not set; make test-mpi and make deaths set it"
+
 // Each runs f as a subtest for each MPI library. It skips a library that is not installed, unless CI is set.
 // Without the flag -mpi, it skips the test, because such tests take long.
 func Each(t *testing.T, f func(t *testing.T, l Library)) {
 	if !*enabled {
-		t.Skip("make test-mpi runs this test")
+		t.Skip(notEnabled)
 	}
 	for _, l := range libraries {
-		t.Run(l.Name, func(t *testing.T) {
-			for _, program := range []string{"mpirun." + l.Name, "mpicc." + l.Name} {
-				if _, err := exec.LookPath(program); err != nil && os.Getenv("CI") == "" {
-					t.Skipf("%v: install openmpi-bin, libopenmpi-dev, mpich and libmpich-dev", err)
-				}
-			}
-			if l.Name == "mpich" {
-				// The build cache does not notice another result of pkg-config, but it notices flags.
-				l.env = []string{"PKG_CONFIG_PATH=" + filepath.Join(root(), "ops", "mpi", "mpich"),
-					"CGO_CFLAGS=-O2 -g -DMPICH"}
-			}
-			f(t, l)
-		})
+		t.Run(l.Name, func(t *testing.T) { f(t, Need(t, l.Name)) })
 	}
+}
+
+// Need returns the library with the given name. It skips the test as Each does.
+func Need(t *testing.T, name string) Library {
+	t.Helper()
+	if !*enabled {
+		t.Skip(notEnabled)
+	}
+	for _, program := range []string{"mpirun." + name, "mpicc." + name} {
+		if _, err := exec.LookPath(program); err != nil && os.Getenv("CI") == "" {
+			t.Skipf("%v: install openmpi-bin, libopenmpi-dev, mpich and libmpich-dev", err)
+		}
+	}
+	l := libraries[slices.IndexFunc(libraries, func(l Library) bool { return l.Name == name })]
+	if name == "mpich" {
+		// The build cache does not notice another result of pkg-config, but it notices flags.
+		l.env = []string{"PKG_CONFIG_PATH=" + filepath.Join(root(), "ops", "mpi", "mpich"),
+			"CGO_CFLAGS=-O2 -g -DMPICH"}
+	}
+	return l
 }
 
 // root returns the folder of the module.

@@ -1,0 +1,171 @@
+package e2e
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/gohvd/gohvd/hvd"
+	"github.com/gohvd/gohvd/internal/ps/van"
+	"github.com/gohvd/gohvd/ps"
+)
+
+const (
+	// faultVariable tells the programs of TestFaultTable what happens to the victim, which victimVariable
+	// names.
+	faultVariable = "GOHVD_E2E_FAULT"
+	// onceVariable names the variable with the path of a file that the victim makes, so that the fault does
+	// not happen again after a restart. Without it, the fault happens in every process of the victim.
+	onceVariable = "GOHVD_E2E_ONCE"
+)
+
+// faultStep is the step of training in which the fault happens.
+const faultStep = 20
+
+// errRaised is the error with which the victim ends if the fault is "raised".
+var errRaised = fmt.Errorf("raised in step %d", faultStep)
+
+// happen makes a fault happen to this process. It returns errRaised if the program must end as after an
+// error, and nil if the process goes on.
+func happen(fault string) error {
+	if path := os.Getenv(onceVariable); path != "" {
+		file, err := os.OpenFile(path, os.O_CREATE|os.O_EXCL, 0o600)
+		if err != nil {
+			return nil // it has happened to an earlier process
+		}
+		file.Close()
+	}
+	if fault != "cut" { // the test cuts the link
+		fmt.Println("fault")
+	}
+	switch fault {
+	case "killed":
+		_ = syscall.Kill(os.Getpid(), syscall.SIGKILL)
+		select {}
+	case "stopped", "hung in Init":
+		_ = syscall.Kill(os.Getpid(), syscall.SIGSTOP)
+	case "raised":
+		return errRaised
+	case "exit 0":
+		os.Exit(0)
+	case "exit 7":
+		os.Exit(7)
+	}
+	return nil
+}
+
+// ended prints how a program of TestFaultTable has ended and returns the exit status.
+func ended(err error) int {
+	if err == nil {
+		return 0
+	}
+	fmt.Println("error", strings.ReplaceAll(err.Error(), "\n", " "))
+	if errors.Is(err, errRaised) {
+		return 3
+	}
+	return 1
+}
+
+// faulty is the program of a rank that runs allreduces until the fault happens to the victim.
+func faulty(ctx context.Context) error {
+	fault, victim := os.Getenv(faultVariable), os.Getenv("HOROVOD_RANK") == os.Getenv(victimVariable)
+	reached := func(step string) {
+		if fault == "hung in Init" && victim && step == os.Getenv(stepVariable) {
+			_ = happen(fault)
+		}
+	}
+	fmt.Println("pid", os.Getpid())
+	fmt.Println("begins")
+	reached(stepBegin)
+	if err := hvd.Init(ctx, hvd.WithLogger(follows(reached))); err != nil {
+		return err
+	}
+	for step := 0; ; step++ {
+		if victim && step == faultStep && fault != "hung in Init" {
+			if err := happen(fault); err != nil {
+				return err
+			}
+		}
+		if _, err := hvd.Allreduce(ctx, make([]float32, 1000), hvd.Name("gradient")); err != nil {
+			return err
+		}
+		if step == faultStep {
+			fmt.Println("ready")
+		}
+	}
+}
+
+// faultyNode is a node of a parameter server whose workers set and read values until the fault happens to the
+// victim. If returnVariable is set, the workers wait for the return of a node, and end when the file in
+// E2E_END exists.
+func faultyNode(ctx context.Context) error {
+	name := os.Getenv("DMLC_ROLE")
+	if name != "scheduler" {
+		name += " " + os.Getenv("DMLC_RANK")
+	}
+	fault, victim := os.Getenv(faultVariable), name == os.Getenv(victimVariable)
+	fmt.Println("pid", os.Getpid())
+	fmt.Println("begins")
+	if victim && fault == "hung in Init" {
+		_ = happen(fault)
+	}
+	po, err := ps.Start(ctx, ps.Options{})
+	if err != nil {
+		return err
+	}
+	fmt.Println("ready")
+	if po.IsServer() {
+		_, err = ps.NewKVServer(po, 0, ps.Sum[float64](), ps.SimpleHandlers{})
+	}
+	switch {
+	case err != nil:
+	case po.IsWorker():
+		err = faultyWorker(ctx, po, victim, fault)
+	case victim && fault != "hung in Init":
+		<-time.After(100 * time.Millisecond) // meanwhile the workers send requests
+		err = happen(fault)
+	}
+	return errors.Join(err, po.Finalize(ctx, err == nil))
+}
+
+// returnVariable names the variable that makes the workers wait for the return of a node that has ended.
+const returnVariable = "GOHVD_E2E_RETURN"
+
+func faultyWorker(ctx context.Context, po *ps.Postoffice, victim bool, fault string) error {
+	w, err := ps.NewKVWorker[float64](po, 0, 0, ps.SimpleHandlers{})
+	if err != nil {
+		return err
+	}
+	returns, key := os.Getenv(returnVariable) != "", uint64(po.Rank())
+	var told time.Time
+	for step := 0; !returns || proceed(); step++ {
+		if victim && step == faultStep && fault != "hung in Init" {
+			if err := happen(fault); err != nil {
+				return err
+			}
+		}
+		gone, err := setAndRead(ctx, w, []uint64{key, ps.MaxKey/2 + key}, float64(step))
+		if err == nil && gone == 0 && !returns {
+			err = po.Barrier(ctx, 0, ps.WorkerGroup)
+		}
+		switch {
+		case err != nil:
+			return err
+		case gone != 0 && !returns:
+			return fmt.Errorf("%s is gone", van.Name(gone))
+		case gone != 0:
+			if err := po.AwaitReturn(ctx, gone); err != nil {
+				return err
+			}
+			<-time.After(5 * time.Millisecond) // the connection with the server comes after the news
+		case time.Since(told) > 10*time.Millisecond:
+			fmt.Println("round", step)
+			told = time.Now()
+		}
+	}
+	return nil
+}
