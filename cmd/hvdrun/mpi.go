@@ -145,7 +145,8 @@ func (r *runner) byMPI(o *launch.Options, settings *config.Config,
 	}
 	o.Command = slices.Concat(words, []string{o.AgentPath, mpiRankArg, strings.Join(addrs, ",")}, o.Command)
 	o.Starter, o.NP, o.Hosts, o.NoPrefix, o.OutputDir = mpirun, 1, nil, true, ""
-	o.Timestamp, o.TorchStore, o.Verdict = false, netip.AddrPort{}, reports.mpiVerdict
+	o.Timestamp, o.TorchStore = false, netip.AddrPort{}
+	o.Verdict, o.Failed = reports.mpiVerdict, reports.failed
 	return release, nil
 }
 

@@ -20,26 +20,29 @@ done
 wait $(cat $DIR/pid.0)
 for r in $DOOMED; do kill -9 $(cat $DIR/pid.$r); done
 wait
+$HANGS
 exit 0
 `
 
 // TestMPIRunSucceeds checks the status and the report of hvdrun --mpi if mpirun ends with status 0. The job
-// has failed if hvdrun has heard that a rank has failed, or if mpirun has not waited for all ranks.
+// has failed if hvdrun has heard that a rank has failed, or if mpirun has not waited for all ranks. If mpirun
+// does not end after a failure, hvdrun ends it.
 func TestMPIRunSucceeds(t *testing.T) {
 	// Rank 0 waits with this until the others have been started.
 	const await = `touch $DIR/ready.$PMI_RANK; ` +
 		`until [ -e $DIR/ready.1 ] && [ -e $DIR/ready.2 ]; do sleep 0.01; done; `
 	for _, c := range []struct {
-		name, command, doomed string
-		status                int
-		cause                 string
+		name, command, doomed, hangs string
+		status                       int
+		cause                        string
 	}{
-		{"all ranks succeed", "exit 0", "", 0, ""},
-		{"a rank fails", "[ $PMI_RANK != 1 ] || exit 3", "", 1, "rank 1 failed: exit status 3 (pid "},
-		{"a rank leaves", await + "[ $PMI_RANK = 0 ] || exec sleep 60", "1 2", 1,
+		{"all ranks succeed", "exit 0", "", "", 0, ""},
+		{"a rank fails", "[ $PMI_RANK != 1 ] || exit 3", "", "", 1, "rank 1 failed: exit status 3 (pid "},
+		{"mpirun hangs", "[ $PMI_RANK != 1 ] || exit 3", "", "exec sleep 60", 143, "rank 1 failed: exit status 3 (pid "},
+		{"a rank leaves", await + "[ $PMI_RANK = 0 ] || exec sleep 60", "1 2", "", 1,
 			"rank 0 failed: its command has ended with status 0, and then mpirun has ended without waiting for 2 of 3 ranks\n"},
 		{"survivors report a rank", await + `[ $PMI_RANK != 0 ] || "$SELF" accuse; [ $PMI_RANK = 0 ] || exec sleep 60`,
-			"1 2", 1, "rank 1 failed: connection reset\n"},
+			"1 2", "", 1, "rank 1 failed: connection reset\n"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			dir := t.TempDir()
@@ -51,7 +54,7 @@ func TestMPIRunSucceeds(t *testing.T) {
 				t.Fatal(err)
 			}
 			for name, value := range map[string]string{"PATH": dir + ":" + os.Getenv("PATH"), "DIR": dir, "DOOMED": c.doomed,
-				"SELF": self} {
+				"HANGS": c.hangs, "SELF": self} {
 				t.Setenv(name, value)
 			}
 			_, stderr, status := output(t, "--mpi", "-np", "3", "sh", "-c", c.command)

@@ -46,6 +46,8 @@ type reporter struct {
 
 	mu    sync.Mutex
 	exits []exit // of the ranks that mpirun has started, in the order of their ends
+	// failed gets an element when exits gets one that has failed.
+	failed chan struct{}
 	// failures has the last dump that each rank sent because its job had failed. With a parameter server, it
 	// has the last state that each node sent.
 	failures  map[int][]byte
@@ -86,7 +88,7 @@ func newReporter(kv *store.HashStore, server *store.Server, size int, dir string
 	period time.Duration) (*reporter, error) {
 	r := &reporter{
 		server: server, size: size, dir: dir, period: period,
-		alarms: make(chan string, 1), failures: make(map[int][]byte),
+		alarms: make(chan string, 1), failed: make(chan struct{}, 1), failures: make(map[int][]byte),
 		reported: make(map[stalled]map[int]wait),
 	}
 	ctx, cancel := context.WithCancel(context.Background())
@@ -151,6 +153,12 @@ func (r *reporter) handleMessage(ctx context.Context, rank int, what string, bod
 		defer r.mu.Unlock()
 		if len(r.exits) < r.size {
 			r.exits = append(r.exits, exit{topo.Rank(rank), logs.Plain(string(body))})
+		}
+		if len(body) > 0 {
+			select {
+			case r.failed <- struct{}{}:
+			default: // the launcher has not read the last one yet
+			}
 		}
 	case joblink.Failure, joblink.Node:
 		r.mu.Lock()

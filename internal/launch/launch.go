@@ -68,6 +68,9 @@ type Options struct {
 	// returns a verdict then. If SIGKILL kills the process of Run, Command gets SIGTERM and the time Grace
 	// before it is killed too. If Starter is empty, each rank runs Command.
 	Starter string
+	// Failed delivers a value when a rank that Starter has started has failed. Then Starter must end, and is
+	// killed if it does not, as ranks must end when a rank has failed.
+	Failed <-chan struct{}
 	// Hosts are the hosts that run the ranks. Assign places the ranks on them in this order. If Hosts is
 	// empty, all ranks run on this host, under its own name.
 	Hosts []Host

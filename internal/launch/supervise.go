@@ -142,6 +142,8 @@ func (j *job) supervise(ctx context.Context) {
 			j.survey(why)
 		case <-j.surveyed:
 			j.surveying = false
+		case <-j.o.Failed:
+			j.handleFailure()
 		case <-done:
 			done = nil
 			j.cause = context.Cause(ctx)
@@ -291,6 +293,16 @@ func (j *job) fail(k *rank) {
 			j.o.Notice, j.o.processes())
 		j.enter(noticing, j.o.Notice)
 	}
+}
+
+// handleFailure is called when a rank that Options.Starter has started has failed.
+func (j *job) handleFailure() {
+	if j.phase != running {
+		return // it has ended, or must end already
+	}
+	j.failed, j.failedAt = true, time.Now()
+	j.console.note("a rank has failed; waiting %v for %s to end", j.o.Notice, j.o.Starter)
+	j.enter(noticing, j.o.Notice)
 }
 
 // handleSignal handles a signal that was sent to the launcher. It ends the job, kills the ranks, or forwards
