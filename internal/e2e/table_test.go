@@ -133,6 +133,7 @@ type tableJob struct {
 	processes int
 	hosts     []*testnet.Host
 	limit     time.Duration // within which the fault must be noticed, except for a second
+	goOn      time.Duration // time after which the victim continues, if it is stopped and must return
 	end       string        // path of the file that ends the program faultyNode
 
 	pid   int             // of the victim
@@ -148,8 +149,12 @@ type tableJob struct {
 func (c tableCell) run(t *testing.T, random *rand.Rand) tableRound {
 	const (
 		liveness = 3 * time.Second
-		// A victim that hvdrun is to start again is stopped for so much longer than the limit.
-		pause = 2 * time.Second
+		// A victim that hvdrun is to start again is stopped for so much longer than the limit. Then it learns
+		// with a heartbeat that it counts as dead.
+		pause, heartbeat = 2 * time.Second, time.Second
+		// If the others wait for the return of the victim, hvdrun ends them so long after it has lost the
+		// host of the victim.
+		notice = 5 * time.Second
 	)
 	k := c.kind
 	j := &tableJob{tableCell: c, victim: k.victims[random.IntN(len(k.victims))], processes: len(k.victims),
@@ -158,8 +163,12 @@ func (c tableCell) run(t *testing.T, random *rand.Rand) tableRound {
 		j.victim = k.victims[len(k.victims)-1]
 	}
 	j.limit = map[string]time.Duration{"stopped": liveness, "cut": liveness, "hung in Init": tableInit}[c.fault]
-	if k.returns && c.fault == "stopped" {
-		j.limit += pause
+	switch {
+	case k.returns && c.fault == "stopped":
+		j.limit += pause + heartbeat
+		j.goOn = liveness + pause
+	case k.returns && c.fault == "cut":
+		j.limit += notice
 	}
 	step := initSteps[random.IntN(len(initSteps)-1)] // not after Init
 	t.Logf("victim: %s; step of Init: %s", j.victim, step)
@@ -202,10 +211,8 @@ func (j *tableJob) follow(l line) {
 	case "fault":
 		j.began = l.at
 		if j.kind.returns && j.fault == "stopped" {
-			// When the others have noticed that the victim is silent, it continues. Then it learns that it
-			// counts as dead.
 			pid := j.pid
-			time.AfterFunc(j.limit, func() { _ = syscall.Kill(pid, syscall.SIGCONT) })
+			time.AfterFunc(j.goOn, func() { _ = syscall.Kill(pid, syscall.SIGCONT) })
 		}
 	case "ready":
 		if j.ready++; j.ready == j.processes && j.fault == "cut" {
