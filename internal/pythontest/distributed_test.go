@@ -9,6 +9,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -48,27 +49,42 @@ func TestTorchIsTooOld(t *testing.T) {
 	}
 }
 
-// TestTorchDistributed runs the tests of gohvd.torch.distributed, with ranks that torchrun or
-// torch.multiprocessing has started.
+// forked runs jobs of a module of the Python tests and returns the output of each one. The ranks are forked
+// after the import of torch, which takes longer than most of the tests. A job is the number of its ranks and
+// the arguments of the module. The exit codes of the ranks must be in codes.
+func forked(t *testing.T, module string, codes []string, jobs ...string) (outs []string) {
+	t.Helper()
+	args := append([]string{filepath.Join(python(t), "tests", "forked.py"), module}, jobs...)
+	out, err := distributed(t, args...).CombinedOutput()
+	rest := string(out)
+	for _, job := range jobs {
+		text, after, _ := strings.Cut(rest, "job "+job+": [")
+		got, after, _ := strings.Cut(after, "]\n")
+		if !slices.Contains(codes, got) {
+			t.Fatalf("%s: %v, exit codes %q of the ranks, want one of %q\n%s", job, err, got, codes, rest)
+		}
+		outs, rest = append(outs, text), after
+	}
+	return outs
+}
+
+// TestTorchDistributed runs the tests of gohvd.torch.distributed without a launcher.
 func TestTorchDistributed(t *testing.T) {
 	testnet.NewTorch(t)
-	program := filepath.Join(python(t), "tests", "distributed_ranks.py")
 	var seen coverage
-	for _, n := range []int{1, 2, 3} {
-		t.Run("spawn "+strconv.Itoa(n), func(t *testing.T) {
-			passed(t, n, &seen, distributed(t, program, strconv.Itoa(n)))
-		})
+	zeros := []string{"0", "0, 0", "0, 0, 0", "0, 0, 0, 0"}
+	for _, out := range forked(t, "distributed_ranks", zeros, "1", "2", "3", "4 Meshes Training.test_ddp") {
+		seen.add(distributedTest.FindAllStringSubmatch(out, -1),
+			distributedSkip.FindAllStringSubmatch(out, -1))
 	}
-	t.Run("torchrun 4", func(t *testing.T) {
-		args := append([]string{"-m", "torch.distributed.run"}, testnet.Standalone(t)...)
-		args = append(args, "--nproc_per_node=4", program, "Meshes", "Training.test_ddp",
-			"Lives.test_job_of_the_program") // which mp.spawn cannot run
-		passed(t, 4, &seen, distributed(t, args...))
-	})
+	if !seen.ran["Meshes.test_same_names"] || !seen.ran["Training.test_ddp"] {
+		t.Errorf("got only the tests %v", seen.ran)
+	}
+	delete(seen.skipped, withTorchrun)
 	seen.report(t)
 }
 
-// TestTorchDistributedHosts runs the same program with torchrun on two simulated hosts, with two ranks on
+// TestTorchDistributedHosts runs some of the tests with torchrun on two simulated hosts, with two ranks on
 // each.
 func TestTorchDistributedHosts(t *testing.T) {
 	testnet.NewTorch(t)
@@ -103,81 +119,45 @@ var (
 	distributedSkip = regexp.MustCompile(`(?m)^skipped (\S+): (.*)$`)
 )
 
-// passed runs a job of n ranks that runs distributed_ranks.py, and adds its tests to seen.
-func passed(t *testing.T, n int, seen *coverage, cmd *exec.Cmd) {
-	t.Helper()
-	out, err := cmd.CombinedOutput()
-	text := string(out)
-	if err != nil || !strings.Contains(text, strconv.Itoa(n)+" ranks: ") {
-		t.Fatalf("%v\n%s", err, text)
-	}
-	seen.add(distributedTest.FindAllStringSubmatch(text, -1), distributedSkip.FindAllStringSubmatch(text, -1))
-}
-
-// distributedVictim is a program that trains until an operation fails, and then prints the error. In the
-// first attempt of torchrun, rank 1 kills itself after a few operations. Then torchrun sends SIGTERM to the
-// other ranks, which may arrive before the error. The last operation of the victim may fail at other ranks.
-const distributedVictim = `
-import os, signal, sys
-import torch, torch.distributed as dist
-import gohvd.torch.distributed
-
-signal.signal(signal.SIGTERM, lambda *_: None)
-dist.init_process_group("gohvd")
-rank, first = dist.get_rank(), os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(100, 100))
-x = torch.ones(4)
-try:
-    for step in range(10):
-        dist.all_reduce(x)
-    if rank == 1 and first:
-        os.kill(os.getpid(), signal.SIGKILL)
-    while first:
-        if sys.argv[1] == "ddp":
-            model(torch.randn(2, 100)).sum().backward()
-        elif sys.argv[1] == "wait":
-            dist.all_reduce(x)
-        elif sys.argv[1] == "monitored barrier":
-            dist.monitored_barrier()
-        else:
-            dist.all_reduce(x, async_op=True).get_future().wait()
-except RuntimeError as e:
-    sys.stdout.write("\nrank %d got %s\n" % (rank, str(e).replace("\n", " ")))
-    raise SystemExit(1)
-dist.destroy_process_group()
-sys.stdout.write("rank %d ends\n" % rank)
-`
-
 // TestTorchDistributedKilled kills rank 1 of three. The wait of every other rank raises an error that names
-// rank 1, in each kind of wait. Then torchrun starts all ranks again, and they end in order.
+// rank 1, in each kind of wait.
 func TestTorchDistributedKilled(t *testing.T) {
 	testnet.NewTorch(t)
-	script := filepath.Join(t.TempDir(), "script.py")
-	if err := os.WriteFile(script, []byte(distributedVictim), 0o600); err != nil {
-		t.Fatal(err)
+	hows := []string{"wait", "future", "ddp", "monitored_barrier"}
+	var jobs []string
+	for _, how := range hows {
+		jobs = append(jobs, "3 "+how)
 	}
-	for _, how := range []string{"wait", "future", "ddp", "monitored barrier"} {
-		t.Run(how, func(t *testing.T) {
-			args := append([]string{"-m", "torch.distributed.run"}, testnet.Standalone(t)...)
-			cmd := distributed(t, append(args, "--nproc_per_node=3", "--max_restarts=1", script, how)...)
-			out, err := cmd.CombinedOutput()
-			if err != nil {
-				t.Fatalf("%v\n%s", err, out)
+	for i, out := range forked(t, "killed_ranks", []string{"1, -9, 1"}, jobs...) {
+		operation := `all_reduce \(call \d+ of group 0\)`
+		if hows[i] == "monitored_barrier" {
+			operation = "monitored_barrier"
+		}
+		for _, rank := range []string{"0", "2"} {
+			if !regexp.MustCompile(`(?m)^rank ` + rank + ` got .*torch.distributed.` + operation +
+				`: .*rank 1 failed`).MatchString(out) {
+				t.Errorf("%s: rank %s got no error that names rank 1\n%s", hows[i], rank, out)
 			}
-			for r := range 3 {
-				if end := "rank " + strconv.Itoa(r) + " ends\n"; !strings.Contains(string(out), end) {
-					t.Errorf("the output does not contain %q\n%s", end, out)
-				}
-				operation := `all_reduce \(call \d+ of group 0\)`
-				if how == "monitored barrier" {
-					operation = "monitored_barrier"
-				}
-				got := regexp.MustCompile(`(?m)^rank ` + strconv.Itoa(r) + ` got .*torch.distributed.` + operation +
-					`: .*rank 1 failed`).Match(out)
-				if got != (r != 1) {
-					t.Errorf("rank %d got an error that names rank 1: %v, want %v\n%s", r, got, r != 1, out)
-				}
-			}
-		})
+		}
+	}
+}
+
+// withTorchrun is the test that needs a launcher.
+const withTorchrun = "Lives.test_job_of_the_program"
+
+// TestTorchDistributedRestarts kills rank 1 of two. Rank 0 gets an error. Then torchrun starts both ranks
+// again, and they run a test.
+func TestTorchDistributedRestarts(t *testing.T) {
+	testnet.NewTorch(t)
+	args := append([]string{"-m", "torch.distributed.run"}, testnet.Standalone(t)...)
+	out, err := distributed(t, append(args, "--nproc_per_node=2", "--max_restarts=1",
+		filepath.Join(python(t), "tests", "killed_ranks.py"), withTorchrun)...).CombinedOutput()
+	for _, want := range []string{
+		"rank 0 got torch.distributed.all_reduce", "rank 1 failed", "ran " + withTorchrun,
+		"2 ranks: 1 tests passed",
+	} {
+		if err != nil || !strings.Contains(string(out), want) {
+			t.Fatalf("%v, and want %q in\n%s", err, want, out)
+		}
 	}
 }

@@ -1,9 +1,8 @@
 """Tests of gohvd.torch.distributed. Every rank runs the same tests, in the same order.
 
-distributed_ranks.py runs as one rank if RANK is set, for example by torchrun. ``distributed_ranks.py N [NAME...]`` starts
-N ranks with torch.multiprocessing, which meet at a file. They run the tests with these names, or else all tests. Then
-rank 0 prints ``N ranks: M tests passed``, after the names of the tests that ran or were skipped. The name of this file does
-not begin with test_, because hvdrun does not start these tests.
+distributed_ranks.py [NAME...] runs as one rank of torchrun, and forked.py runs it without torchrun. The ranks run the
+tests with these names, or else all tests. Then rank 0 prints ``N ranks: M tests passed``, after the names of the tests that
+ran or were skipped. The name of this file does not begin with test_, because hvdrun does not start these tests.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import os
 import select
 import signal
 import sys
-import tempfile
 import threading
 import time
 import unittest
@@ -29,7 +27,6 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
 import gohvd.torch as hvd
@@ -1157,7 +1154,7 @@ def begin(k: object, backend: str = "gohvd", **kw: object) -> None:
 
 
 def name_of(test: unittest.TestCase) -> str:
-    """The name of a test without that of this module, which is __main__ or __mp_main__."""
+    """The name of a test without that of this module."""
     return test.id().partition(".")[2]
 
 
@@ -1184,9 +1181,4 @@ def run(rank: int, size: int, file: str, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:
-        run(int(os.environ["RANK"]), 0, "", sys.argv[1:])
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            size = int(sys.argv[1])
-            mp.spawn(run, (size, os.path.join(folder, "store"), sys.argv[2:]), size)
+    run(int(os.environ["RANK"]), 0, "", sys.argv[1:])
