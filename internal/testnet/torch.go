@@ -18,16 +18,21 @@ import (
 // default. The first interpreter in PATH may be another one, which does not find Debian's packages.
 var Python = cmp.Or(os.Getenv("TESTTORCH_PYTHON"), "/usr/bin/python3")
 
-// haveTorch returns an error if Python cannot import PyTorch.
+// haveTorch returns an error if Python does not have PyTorch.
 var haveTorch = sync.OnceValue(func() error { return torchIn(Python, "0") })
 
-// torchIn returns an error if the interpreter cannot import PyTorch, or an older one than oldest.
+// torchIn returns an error if the interpreter does not have PyTorch, or an older one than oldest. It does not
+// import PyTorch, which takes seconds of processor time.
 func torchIn(python, oldest string) error {
 	out, err := exec.Command(python, "-c", `
-import re, sys, torch.distributed
+import importlib.util, os, re, runpy, sys
+spec = importlib.util.find_spec("torch")
+if spec is None:
+    sys.exit("it has no torch")
+version = runpy.run_path(os.path.join(os.path.dirname(spec.origin), "version.py"))["__version__"]
 numbers = lambda version: [int(n) for n in re.findall(r"\d+", version)]
-if numbers(torch.__version__) < numbers(sys.argv[1]):
-    sys.exit("it has torch " + torch.__version__)
+if numbers(version) < numbers(sys.argv[1]):
+    sys.exit("it has torch " + version)
 `, oldest).CombinedOutput()
 	if err != nil {
 		err = fmt.Errorf("%s: %w: %s", python, err, bytes.TrimSpace(out))
