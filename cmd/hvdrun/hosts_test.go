@@ -157,7 +157,8 @@ func TestFlagsForOtherHostsAlone(t *testing.T) {
 		{[]string{"--agent", "env X={host}", "-H", "localhost,h1", "--network-interfaces", "lo"}, nil},
 	} {
 		_, stderr, status := output(t, append(append([]string{"-np", "2"}, c.args...), "true")...)
-		if status != 0 || strings.Count(stderr, "\n") != len(c.unused) {
+		// The store may log that a process was killed, because the job was over, before it had connected.
+		if status != 0 || strings.Count(stderr, "hvdrun: warning: ") != len(c.unused) {
 			t.Errorf("%q: got exit status %d and %q, want 0 and %d warnings", c.args, status, stderr,
 				len(c.unused))
 		}
