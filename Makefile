@@ -58,11 +58,13 @@ VETTED = -vet=off
 WITH_RACE_TAG = git grep -l '^//go:build race' -- '*.go' | xargs dirname | sort -u | sed 's|^|./|'
 
 # Of the jobs of several processes, only those run in which the ranks are the test program itself and die.
-# Other jobs run programs that are built without the detector.
+# Other jobs run programs that are built without the detector. Of hvdbench, only the tests of its own goroutines
+# run. The others calculate, or measure in one process what the tests of other packages run under the detector.
 .PHONY: race
 race: ## test the packages with goroutines under the race detector, in random order, with less data
 	$(GO) vet -race $$($(WITH_RACE_TAG))
-	$(GO) test $(VETTED) -race -shuffle=on -short -timeout 30m $$($(GO) list -f '$(SYNCHRONIZES)' ./...) ./internal/conformance
+	$(GO) test $(VETTED) -race -shuffle=on -short -timeout 30m $$($(GO) list -f '$(SYNCHRONIZES)' ./... | grep -v cmd/hvdbench) ./internal/conformance
+	$(GO) test $(VETTED) -race -shuffle=on -run 'Core|Signals|Interrupted' ./cmd/hvdbench
 	$(GO) test $(VETTED) -race -shuffle=on -timeout 30m -run 'Kill$$|StoppedRank|LeaveWithout' ./internal/e2e
 
 # Only the builds with the tags mpi and nccl contain C, and go vet for arm64 compiles all packages without cgo.
