@@ -17,6 +17,9 @@ import (
 // TestInitLeavesNothing runs forty rounds of Init, operations and Shutdown, with three ranks over TCP in one
 // process. No goroutine and no open file may be left, and the memory in use must not grow.
 func TestInitLeavesNothing(t *testing.T) {
+	if testing.Short() {
+		t.Skip("many rounds of Init")
+	}
 	const (
 		warmup    = 10 // number of rounds after which pools no longer grow
 		compared  = 10 // number of rounds after the warmup that are compared with the last rounds

@@ -238,7 +238,10 @@ func TestRemovalCrossesWork(t *testing.T) {
 // TestManyProcessSets adds and removes 200 process sets. The removed process sets must leave no files open.
 func TestManyProcessSets(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
-		const rounds = 200
+		rounds := 200
+		if testing.Short() {
+			rounds = 40
+		}
 		run(t, 3, func(ctx context.Context, e *hvd.Engine) {
 			var before int
 			for round := range rounds {
