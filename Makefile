@@ -45,7 +45,7 @@ nightly: check wheel arm64 asan pytorch-image slurm nccl-libraries gpu-check-sta
 # tests run programs and Python modules of this checkout, of whose changes the cache of go test does not know.
 .PHONY: test
 test: ## go test ./..., which also prints the tests that are skipped, and why
-	$(GO) test -json -count 1 -timeout 30m ./... | scripts/go-test.py
+	$(GO) test $(VETTED) -json -count 1 -timeout 30m ./... | scripts/go-test.py
 
 # Selects the packages that import sync or sync/atomic. In packages without synchronization the race detector
 # finds nothing.
