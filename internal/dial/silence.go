@@ -52,6 +52,7 @@ type Silence struct {
 	// of retransmissions at that check.
 	silent      time.Duration
 	retransmits uint8
+	acked       uint64 // number of bytes that had been acknowledged at the last check
 }
 
 // NewSilence returns a Silence for a new connection. It has the given time limit, which must be positive. If
@@ -143,7 +144,14 @@ func (s *Silence) observe(info *unix.TCPInfo, now time.Time) error {
 	// counts keep-alive probes and window probes, until any acknowledgement arrives. Retransmits counts
 	// timeouts, until data is acknowledged.
 	missing := info.Probes > 0 || info.Unacked > 0 && info.Last_data_sent < info.Last_ack_recv
-	if !missing || !s.waiting || time.Duration(info.Last_ack_recv)*time.Millisecond < silent {
+	answered := time.Duration(info.Last_ack_recv)*time.Millisecond < silent
+	if info.Unacked > 0 && info.Snd_wnd > 0 {
+		// A peer that has room acknowledges data at once. The network may drop packets in only one direction:
+		// then the peer's data and probes arrive, and the kernel counts them as acknowledgements.
+		missing, answered = true, info.Bytes_acked != s.acked
+	}
+	s.acked = info.Bytes_acked
+	if !missing || !s.waiting || answered {
 		s.waiting, s.silent, s.retransmits = missing, 0, info.Retransmits
 		return nil
 	}

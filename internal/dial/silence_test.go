@@ -58,6 +58,14 @@ func TestObserve(t *testing.T) {
 		{"the window is closed, the last probe was answered", func(since time.Duration) unix.TCPInfo {
 			return unix.TCPInfo{Notsent_bytes: 9999, Last_data_sent: ms(since), Last_ack_recv: ms(since)}
 		}, 0},
+		{"only the peer's own packets arrive", func(since time.Duration) unix.TCPInfo {
+			return unix.TCPInfo{Unacked: 1, Snd_wnd: 9999, Bytes_acked: 7, Last_data_sent: ms(period),
+				Last_ack_recv: 1, Retransmits: uint8(since / time.Second)}
+		}, 1 + checksPerLimit + 1},
+		{"a peer with room acknowledges little by little", func(since time.Duration) unix.TCPInfo {
+			return unix.TCPInfo{Unacked: 100, Snd_wnd: 9999, Bytes_acked: uint64(since / (limit / 2)),
+				Retransmits: uint8(since / time.Second), Last_ack_recv: ms(time.Hour)}
+		}, 0},
 		{"answered shortly before the limit", func(since time.Duration) unix.TCPInfo {
 			if since < limit {
 				return unanswered(since)
