@@ -184,6 +184,21 @@ func (h *Host) SetLink(up bool) {
 	}
 }
 
+// Drop makes all packets that h sends to another host be lost without an error, or ends that. Packets in the
+// other direction are not lost. When Drop returns, the change has taken effect.
+func (h *Host) Drop(to *Host, drop bool) {
+	h.t.Helper()
+	// The bridge passes a packet for a MAC address that no host has to all hosts, which drop it.
+	args := []string{"-n", h.Name, "neighbour", "replace", to.Addr.String(), "lladdr", "02:00:00:00:00:fe",
+		"dev", HostInterface, "nud", "permanent"}
+	if !drop {
+		args = []string{"-n", h.Name, "neighbour", "delete", to.Addr.String(), "dev", HostInterface}
+	}
+	if err := ip(args...); err != nil {
+		h.t.Fatal(err)
+	}
+}
+
 // newNames returns a prefix for the names of a set of namespaces of this process. Each call returns another
 // prefix.
 func newNames() string {

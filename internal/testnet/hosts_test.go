@@ -245,6 +245,21 @@ func TestLinks(t *testing.T) {
 	if got := talk.line(); got != "two" {
 		t.Errorf("got %q after the link was up again, want %q", got, "two")
 	}
+
+	aside := program(t, hosts[0], "talk", addrs[2])
+	if got := aside.line(); got != "connected" {
+		t.Fatal(got)
+	}
+	hosts[1].Drop(hosts[0], true)
+	talk.say("three")
+	aside.say("one")
+	if got := aside.line(); got != "one" || len(talk.lines) > 0 {
+		t.Errorf("got %q from a host whose packets arrive, and %d lines from the other one", got, len(talk.lines))
+	}
+	hosts[1].Drop(hosts[0], false)
+	if got := talk.line(); got != "three" {
+		t.Errorf("got %q when packets arrived again, want %q", got, "three")
+	}
 	connects(func(int, int) bool { return true })
 }
 
