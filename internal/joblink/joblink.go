@@ -10,7 +10,8 @@
 //     and each question gets only its own answers.
 //  2. Only the first answer of a rank to a question counts. If nobody waits for an answer any more, the launcher
 //     drops it.
-//  3. An epoch has one verdict: the first one that arrives. The verdict of a later epoch replaces it.
+//  3. An epoch has one verdict: the first one that arrives. The verdict of a later epoch replaces it. The rank
+//     that has reported it can take it back.
 //  4. A rank that the launcher has started again may be blamed for the end of an earlier process of it. Such a
 //     verdict does not count.
 //
@@ -111,6 +112,8 @@ type Verdict struct {
 	// Process is the number that the process of the failed rank has given to Introduce. It is 0 if ranks of
 	// this job are not started again.
 	Process uint64 `json:"process,omitempty"`
+	// Over takes back an earlier verdict of the same rank about these ranks: they have not failed after all.
+	Over bool `json:"over,omitempty"`
 	// Reason explains the failure to users. It is UTF-8 with at most MaxReasonBytes bytes.
 	Reason string `json:"reason"`
 	// At is when the launcher received the verdict. Ranks leave it empty.
@@ -260,6 +263,7 @@ type Launcher struct {
 	last    uint64
 	open    []*inquiry
 	verdict Verdict
+	accuser int           // the rank that has reported verdict
 	decided chan struct{} // closed when verdict is set
 	// newest has the number of the newest process of each rank that was started again. It is 0 if that
 	// process has not introduced itself yet.
@@ -344,13 +348,19 @@ func (l *Launcher) take(m message) {
 	defer l.mu.Unlock()
 	switch m.What {
 	case verdict:
-		if v, err := decodeVerdict(m.body); err == nil && !l.isOld(v) && (l.verdict.Ranks == nil ||
-			v.Epoch > l.verdict.Epoch) {
+		v, err := decodeVerdict(m.body)
+		switch {
+		case err != nil || l.isOld(v):
+		case v.Over:
+			if l.accuser == m.Rank && slices.Equal(l.verdict.Ranks, v.Ranks) {
+				l.forget()
+			}
+		case l.verdict.Ranks == nil || v.Epoch > l.verdict.Epoch:
 			if l.verdict.Ranks == nil {
 				close(l.decided)
 			}
 			v.At = time.Now()
-			l.verdict = v
+			l.verdict, l.accuser = v, m.Rank
 		}
 		return
 	case process:
@@ -394,9 +404,12 @@ func (l *Launcher) Restarted(rank int) {
 	defer l.mu.Unlock()
 	l.newest[rank] = 0
 	if slices.Contains(l.verdict.Ranks, topo.Rank(rank)) {
-		l.verdict, l.decided = Verdict{}, make(chan struct{})
+		l.forget()
 	}
 }
+
+// forget drops the verdict. The caller holds l.mu.
+func (l *Launcher) forget() { l.verdict, l.decided = Verdict{}, make(chan struct{}) }
 
 // Verdict waits until a rank has reported a verdict, and returns it.
 func (l *Launcher) Verdict(ctx context.Context) (Verdict, error) {

@@ -328,6 +328,7 @@ func TestVerdict(t *testing.T) {
 		{verdictOf(3, "first", 1), verdictOf(3, "first", 1)},
 		{verdictOf(3, "second", 0), verdictOf(3, "first", 1)},
 		{verdictOf(2, "old", 0), verdictOf(3, "first", 1)},
+		{Verdict{Epoch: 3, Ranks: []topo.Rank{0}, Over: true}, verdictOf(3, "first", 1)},
 		{verdictOf(4, strings.Repeat("é", MaxReasonBytes), 0, 2),
 			verdictOf(4, strings.Repeat("é", MaxReasonBytes/2), 0, 2)},
 	} {
@@ -357,7 +358,8 @@ func TestVerdict(t *testing.T) {
 }
 
 // TestVerdictAfterRestart checks that after the restart of a rank only verdicts about its new process count,
-// and that verdicts about other ranks count as before.
+// that verdicts about other ranks count as before, and that the rank that has reported a verdict, and no
+// other one, can take it back.
 func TestVerdictAfterRestart(t *testing.T) {
 	kv, dial := served(t)
 	ctx := testnet.Context(t)
@@ -370,6 +372,10 @@ func TestVerdictAfterRestart(t *testing.T) {
 		return func() error { return New(client, 1).Introduce(ctx, process) }
 	}
 	say := func(v Verdict) func() error { return func() error { return rank.ReportVerdict(ctx, v) } }
+	takeBack := func(from Link, v Verdict) func() error {
+		v.Over = true
+		return func() error { return from.ReportVerdict(ctx, v) }
+	}
 	restart := func() error { l.Restarted(1); return nil }
 	for i, step := range []struct {
 		do   func() error
@@ -390,6 +396,10 @@ func TestVerdictAfterRestart(t *testing.T) {
 		{say(about(0, 5)), 5},
 		{restart, 5},
 		{say(about(1, 12)), 5},
+		{takeBack(New(client, 1), about(0, 5)), 5}, // by a rank that has not reported it
+		{takeBack(rank, about(1, 12)), 5},
+		{takeBack(rank, about(0, 5)), 0},
+		{say(about(0, 6)), 6},
 	} {
 		if err := step.do(); err != nil {
 			t.Fatal(err)
