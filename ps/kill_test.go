@@ -24,7 +24,7 @@ import (
 // nodePrograms.
 const nodeVariable = "GOHVD_PS_TEST_NODE"
 
-var nodePrograms = map[string]func() error{"rounds": nodeMain, "sums": sumMain}
+var nodePrograms = map[string]func() error{"rounds": nodeMain, "sums": sumMain, "counts": countMain}
 
 // nodeMain is the program of a node. A worker sets values at all servers and reads them back, again and
 // again, and prints the number of each round. If a server ends, it repeats the round. The program ends with
@@ -62,7 +62,6 @@ func setAndRead(ctx context.Context, po *Postoffice) error {
 		if err := po.AwaitReturn(ctx, gone.ID); err != nil {
 			return err
 		}
-		<-time.After(5 * time.Millisecond) // the connection with the server comes after the news
 	}
 }
 
@@ -105,7 +104,14 @@ type process struct {
 // variables.
 func startProcess(t *testing.T, program, port, role string, rank, servers int, env ...string) *process {
 	t.Helper()
-	p := &process{cmd: exec.Command(os.Args[0]), lines: make(chan string, 1)}
+	return startCommand(t, exec.Command(os.Args[0]), program, port, role, rank, servers, env...)
+}
+
+// startCommand is like startProcess, with the command that starts this test program.
+func startCommand(t *testing.T, cmd *exec.Cmd, program, port, role string, rank, servers int,
+	env ...string) *process {
+	t.Helper()
+	p := &process{cmd: cmd, lines: make(chan string, 1)}
 	p.cmd.Env = append(os.Environ(), nodeVariable+"="+program, "DMLC_ROLE="+role,
 		"DMLC_RANK="+strconv.Itoa(rank), "DMLC_NUM_SERVER="+strconv.Itoa(servers), "DMLC_NUM_WORKER=2",
 		"DMLC_PS_ROOT_URI=127.0.0.1", "DMLC_PS_ROOT_PORT="+port, "DMLC_LOCAL=1", "HVD_RECOVERY_SECONDS=60",

@@ -131,6 +131,27 @@ func (p *Postoffice) closeLauncher() {
 	}
 }
 
+// Restored tells hvdrun that a node has not failed, although this one has said so. The job may fail later for
+// another reason.
+func (p router) Restored(back van.Process) {
+	if p.launcher == nil {
+		return
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), blameTime)
+	defer cancel()
+	v := p.verdict(back, "its connection works again")
+	v.Over = true
+	if err := p.launcher.link.ReportVerdict(ctx, v); err != nil {
+		p.log.Debug("ps: the return of a node was not reported to hvdrun", zap.Error(err))
+	}
+}
+
+// verdict returns a verdict about a process.
+func (p router) verdict(about van.Process, reason string) joblink.Verdict {
+	return joblink.Verdict{Epoch: p.launcher.epoch, Ranks: []topo.Rank{topo.Rank(p.process(about.ID))},
+		Process: about.Incarnation, Reason: reason}
+}
+
 // Blame writes the dump of the flight recorder, and tells hvdrun which node has failed. Nodes that fail
 // because of it may end before hvdrun notices the end of that node.
 func (p router) Blame(failed van.Process, err error) {
@@ -140,9 +161,7 @@ func (p router) Blame(failed van.Process, err error) {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), blameTime)
 	defer cancel()
-	v := joblink.Verdict{Epoch: p.launcher.epoch, Ranks: []topo.Rank{topo.Rank(p.process(failed.ID))},
-		Process: failed.Incarnation, Reason: err.Error()}
-	if err := p.launcher.link.ReportVerdict(ctx, v); err != nil {
+	if err := p.launcher.link.ReportVerdict(ctx, p.verdict(failed, err.Error())); err != nil {
 		p.log.Debug("ps: the failure of a node was not reported to hvdrun", zap.Error(err))
 	}
 	p.reportState(ctx, false)

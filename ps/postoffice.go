@@ -314,7 +314,8 @@ func (p *Postoffice) IsWorker() bool { return p.cfg.Role == van.Worker }
 func (p *Postoffice) IsRecovery() bool { return p.van.IsRecovery() }
 
 // AwaitReturn waits until a node that has ended was started again and has joined the job, or until ctx ends.
-// If the node takes part in the job, AwaitReturn returns at once.
+// If only the connection with the node has ended, it waits until there is another one. If the node takes part
+// in the job and can be reached, AwaitReturn returns at once.
 func (p *Postoffice) AwaitReturn(ctx context.Context, id int) error {
 	if err := p.van.AwaitReturn(ctx, id); err != nil {
 		return fmt.Errorf("ps: wait for the return of %s: %w", van.Name(id), err)

@@ -443,7 +443,7 @@ func about(kind pspb.Replica_Kind, sender senderKey) *pspb.Replica {
 func (r *replica) request(from van.Process, m *van.Message, list *serverList, lens []int32,
 	total int) (places *resolved, forwarded bool, err error) {
 	h := m.Header
-	sender := senderKey{process: from, customer: h.CustomerId}
+	sender := senderKey{process: from.Whole(), customer: h.CustomerId}
 	init, push := h.Head == InitCmd, h.Push
 	if push {
 		if n := len(list.keys)*keyBytes + m.Bytes(); n > van.MaxDataBytes {
@@ -506,7 +506,7 @@ func (r *replica) receive(from van.Process, m *van.Message) {
 	defer r.mu.Unlock()
 	r.follow()
 	h := m.Header
-	if from != r.partner || r.ended || r.closed && h.Replica.Kind != pspb.Replica_APPLIED {
+	if from.Whole() != r.partner || r.ended || r.closed && h.Replica.Kind != pspb.Replica_APPLIED {
 		m.Release() // another process has taken the place of the sender, or it has ended
 		return
 	}

@@ -302,10 +302,20 @@ func endSums(t *testing.T, nodes map[int]*process) {
 		}
 	}
 	for id, p := range nodes {
-		for range p.lines {
+		p.ends(t, id)
+	}
+}
+
+// ends waits until the process of a node has ended without an error.
+func (p *process) ends(t *testing.T, id int) {
+	t.Helper()
+	says := ""
+	for line := range p.lines {
+		if !strings.HasPrefix(line, "round ") {
+			says += line
 		}
-		if err := p.cmd.Wait(); err != nil {
-			t.Errorf("%s: %v", van.Name(id), err)
-		}
+	}
+	if err := p.cmd.Wait(); err != nil {
+		t.Errorf("%s: %v: %s", van.Name(id), err, says)
 	}
 }

@@ -140,7 +140,6 @@ func returningRounds(ctx context.Context, po *ps.Postoffice) error {
 			if err := po.AwaitReturn(ctx, gone); err != nil {
 				return err
 			}
-			<-time.After(5 * time.Millisecond) // the connection with the server comes after the news
 		case time.Since(told) > 10*time.Millisecond:
 			fmt.Println("round", round)
 			told = time.Now()

@@ -62,7 +62,11 @@ func (v *Van) dialServer(ctx context.Context, n *pspb.Node) (net.Conn, *reader, 
 			zap.String("server", Name(int(n.Id))), zap.Error(err))
 	}
 	addr := net.JoinHostPort(n.Hostname, strconv.Itoa(int(n.Port)))
-	conn, r, _, err := v.dial(ctx, addr, v.cfg.Secret)
+	conn, r, at, err := v.dial(ctx, addr, v.cfg.Secret)
+	if err == nil && (len(at) == 0 || at[0].Incarnation != n.Incarnation) {
+		conn.Close()
+		err = errors.New("another process listens there")
+	}
 	if err != nil {
 		return nil, nil, fmt.Errorf("connect to %s at %s: %w", Name(int(n.Id)), addr, err)
 	}
@@ -163,12 +167,14 @@ func (v *Van) serve(ctx context.Context, conn net.Conn, slot *dial.Slot) error {
 	var l *link
 	nodes, err := v.admit(ctx, hello)
 	if err == nil {
+		v.supersede(processOf(nodes[0]))
 		l, err = v.addLink(nodes, over, r)
 	}
 	if err != nil {
 		answer.Header.Error = err.Error()
 		return errors.Join(err, writeMessage(over, answer))
 	}
+	answer.Header.Control.Nodes = v.self
 	if v.sched != nil {
 		v.sched.announce(nodes)
 		answer.Header.Control.Nodes = v.table()
@@ -176,7 +182,7 @@ func (v *Van) serve(ctx context.Context, conn net.Conn, slot *dial.Slot) error {
 	// If the write fails, the node has died after it registered, so the other nodes must be told.
 	if err = writeMessage(l.conn, answer); err == nil {
 		v.wg.Go(l.write)
-		v.handler.News()
+		v.up(l)
 		err = l.read(r)
 	}
 	l.fail(err)

@@ -42,6 +42,8 @@ const (
 	holdTime = time.Millisecond
 	// drainTime is how long a link is read after a write has failed.
 	drainTime = 5 * time.Second
+	// confirmTime is how long the end of a link waits for the scheduler to say that this process is alive.
+	confirmTime = time.Second
 )
 
 // ErrLeft is the reason why a node is gone if it has left the job.
@@ -49,6 +51,9 @@ var ErrLeft = errors.New("it has left the job")
 
 // errReplaced is the reason why a link has ended if another process has taken the place of the peer.
 var errReplaced = errors.New("its process has ended, and another one has taken its place")
+
+// errAgain is the reason why a link has ended if the peer has made another one.
+var errAgain = errors.New("its connection has ended, and it has connected again")
 
 // link is the connection with another process, or of the scheduler with itself. It has a queue with
 // priorities, a goroutine that writes and, unless conn is nil, a goroutine that reads.
@@ -67,6 +72,8 @@ type link struct {
 	// silence notices that the network drops the packets of the connection between a worker and a server. It
 	// is nil on other links, which have heartbeats, and if no node dies of silence.
 	silence *dial.Silence
+	// restored says that an earlier link with the process had ended, although the process had not.
+	restored bool
 
 	// held says that messages in the queue wait for the goroutine that reads: replies, which the van's tick
 	// also sends, or requests, which Flush and the timer also send.
@@ -80,6 +87,8 @@ type link struct {
 	done  chan struct{} // closed when the link has ended
 	over  chan struct{} // closed after done, when everybody in this process knows of the end
 	heard atomic.Int64  // time of the last message, in ns since the van's start
+	// excused is the time since then in which this process has read nothing because it was stopped, in ns.
+	excused atomic.Int64
 	// handling says that a message is being handled, so that this process reads none.
 	handling atomic.Bool
 
@@ -114,6 +123,7 @@ type link struct {
 }
 
 func newLink(v *Van, p Process, conn net.Conn) *link {
+	p.Connection = v.made.Add(1)
 	l := &link{van: v, process: p, peer: p.ID, conn: conn, wake: make(chan struct{}, 1),
 		done: make(chan struct{}), over: make(chan struct{})}
 	l.heard.Store(int64(v.now()))
@@ -149,7 +159,7 @@ func (l *link) request(ctx context.Context, m *Message) error {
 	if err := l.end; err != nil {
 		l.mu.Unlock()
 		l.van.blame(l.process, err)
-		return &NodeError{l.peer, err}
+		return nodeError(l.peer, err)
 	}
 	if l.requests == 0 {
 		l.several, l.together = l.together > 1, 0
@@ -227,7 +237,7 @@ func (l *link) reply(m *Message) error {
 	}
 	if err := cmp.Or(l.end, l.aborted); err != nil {
 		defer l.mu.Unlock()
-		return &NodeError{l.peer, err}
+		return nodeError(l.peer, err)
 	}
 	l.replies++
 	l.replyBytes += n
@@ -638,6 +648,7 @@ func (l *link) read(r *reader) error {
 		}
 		m, err := r.next()
 		if err != nil {
+			l.confirm()
 			return err
 		}
 		if l.ended() { // the bytes were in the buffer of r
@@ -657,11 +668,27 @@ func (l *link) read(r *reader) error {
 			err = l.van.cfg.Faults(l.process, l.van.Process(), m, l.arrive)
 		}
 		l.heard.Store(int64(l.van.now()))
+		l.excused.Store(0)
 		l.handling.Store(false)
 		if err != nil {
 			return err
 		}
 	}
+}
+
+// confirm is called when the connection has ended, before the peer is blamed. If the scheduler has declared
+// this process dead, all its peers close their connections, and it learns that first.
+func (l *link) confirm() {
+	l.mu.Lock()
+	known := l.end != nil || l.aborted != nil || l.left
+	l.mu.Unlock()
+	if known || l.van.sched != nil || l.peer == SchedulerID {
+		return
+	}
+	ctx, cancel := context.WithTimeout(l.van.ctx, confirmTime)
+	defer cancel()
+	// An error says that the scheduler does not answer, or that the van has failed.
+	_ = l.van.ask(ctx, "heartbeat", 0, &pspb.Control{Command: pspb.Command_HEARTBEAT})
 }
 
 // isBroken reports whether a write has failed.
@@ -683,7 +710,7 @@ func (l *link) silent() time.Duration {
 	if l.handling.Load() {
 		return 0
 	}
-	return l.van.now() - time.Duration(l.heard.Load())
+	return l.van.now() - time.Duration(l.heard.Load()) - time.Duration(l.excused.Load())
 }
 
 // arrive handles a message. It acknowledges the message if it has a sequence number, and drops duplicates.
@@ -729,7 +756,7 @@ func (l *link) fail(err error) {
 		l.mu.Unlock()
 		return
 	}
-	_, reason = l.explain(err) // the peer may have left meanwhile
+	culprit, reason = l.explain(err) // the peer may have left meanwhile
 	l.end = reason
 	var dropped []*flight
 	for l.queue.len() > 0 {
@@ -752,17 +779,22 @@ func (l *link) fail(err error) {
 	}
 	l.own.end() // after Close, so that the peer can see that the link has ended (Message.Intact)
 	l.theirs.end()
-	l.van.linkEnded(l, reason == ErrLeft, reason)
+	l.van.linkEnded(l, culprit, reason == ErrLeft, reason)
 	close(l.over)
 	l.van.mu.Lock()
 	defer l.van.mu.Unlock()
 	l.van.changed()
+	l.van.reconnect(l.process)
 }
 
 // explain returns the process that makes a link end with err, and the reason. The caller holds mu.
 func (l *link) explain(err error) (culprit Process, reason error) {
 	if l.broken != nil && errors.Is(err, os.ErrDeadlineExceeded) {
 		err = l.broken
+	}
+	own := l.van.Process()
+	if failed, ok := errors.AsType[*NodeError](err); ok && failed.ID == own.ID {
+		return own, failed
 	}
 	switch {
 	case l.aborted != nil:
@@ -772,7 +804,6 @@ func (l *link) explain(err error) (culprit Process, reason error) {
 	case errors.Is(err, io.EOF):
 		return l.process, errors.New("its connection has ended")
 	case isExhausted(err):
-		own := l.van.Process()
 		return own, fmt.Errorf("%s has no resources for the connection: %w", Name(own.ID), err)
 	}
 	return l.process, err

@@ -22,6 +22,8 @@ const (
 	aliveTime = 100 * time.Millisecond
 	// newsTime is how long a server waits for the scheduler's news of a worker that has connected already.
 	newsTime = 5 * time.Second
+	// verdictTime is how long the scheduler tries to tell a process that it has declared it dead.
+	verdictTime = 200 * time.Millisecond
 )
 
 // table returns the records of all nodes. Those that have ended say so.
@@ -71,6 +73,9 @@ func (v *Van) learn(nodes []*pspb.Node) {
 	known := v.nodes[int(n.Id)]
 	stale := known == nil || n.Generation < known.Generation ||
 		n.Generation == known.Generation && n.Gone == ""
+	if !stale {
+		v.over[int(n.Id)] = true // so that this process does not connect with it again
+	}
 	v.mu.Unlock()
 	if stale {
 		return
@@ -91,9 +96,9 @@ func (v *Van) learn(nodes []*pspb.Node) {
 	v.changed()
 	v.mu.Unlock()
 	v.handler.News()
-	if v.cfg.Role == Worker && n.Role == pspb.Role_SERVER && n.Gone == "" {
-		v.wg.Go(func() { v.reconnect(n) })
-	}
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	v.reconnect(processOf(n))
 }
 
 // disconnect ends the link with the process that has had the place of n until now, and waits until everybody
@@ -111,17 +116,29 @@ func (v *Van) disconnect(n, known *pspb.Node) {
 	<-l.over
 }
 
-// reconnect connects this worker with a server that has taken the place of another one.
-func (v *Van) reconnect(n *pspb.Node) {
-	ctx, cancel := context.WithTimeout(v.ctx, v.cfg.StartTimeout)
-	defer cancel()
-	if err := v.connect(ctx, n); err != nil && v.ctx.Err() == nil {
-		v.log.Warn("ps: no connection with a server that was started again", zap.String("node", Name(v.id)),
-			zap.Error(err))
-		v.mu.Lock()
-		defer v.mu.Unlock()
-		v.end(processOf(n), err)
+// reconnect makes this worker connect with the server p, with which it has no connection: p has taken the
+// place of another process, or the connection has ended although p has not. The worker tries until p has
+// ended. At other nodes, and for other peers, reconnect does nothing. The caller holds mu.
+func (v *Van) reconnect(p Process) {
+	if v.cfg.Role != Worker || RoleOf(p.ID) != Server || !v.takesPart(p) || v.stopping || v.ctx.Err() != nil {
+		return
 	}
+	n := v.nodes[p.ID]
+	v.wg.Go(func() {
+		var wait dial.Backoff
+		for warned := false; ; warned = true {
+			ctx, cancel := context.WithTimeout(v.ctx, v.cfg.StartTimeout)
+			err := v.connect(ctx, n)
+			cancel()
+			if err == nil || v.ctx.Err() != nil {
+				return
+			}
+			if !warned {
+				v.log.Warn("ps: no connection with a server yet", zap.String("node", Name(v.id)), zap.Error(err))
+			}
+			dial.Pause(v.ctx, wait.Next(), nil)
+		}
+	})
 }
 
 // connectServers connects this process with the servers that take part in the job and that it has to dial.
@@ -144,7 +161,7 @@ func (v *Van) connectServers(ctx context.Context, table []*pspb.Node) error {
 		return !slices.ContainsFunc(table, func(n *pspb.Node) bool {
 			p := processOf(n)
 			l := (*v.links.Load())[p.ID]
-			return v.neighbour(p.ID) && v.takesPart(p) && (l == nil || l.process != p)
+			return v.neighbour(p.ID) && v.takesPart(p) && (l == nil || l.process.Whole() != p)
 		})
 	})
 	return context.Cause(ctx)
@@ -187,7 +204,7 @@ func (v *Van) connect(ctx context.Context, n *pspb.Node) error {
 		var l *link
 		if l, err = v.addLink([]*pspb.Node{n}, conn, r); err == nil {
 			l.run(r)
-			v.handler.News()
+			v.up(l)
 			return nil
 		}
 		conn.Close()
@@ -200,10 +217,11 @@ func (v *Van) connect(ctx context.Context, n *pspb.Node) error {
 	return err
 }
 
-// takesPart reports whether the process has not ended, as far as this one knows. The caller holds mu.
+// takesPart reports whether neither the scheduler nor the process itself has said that it has ended. The
+// caller holds mu.
 func (v *Van) takesPart(p Process) bool {
 	n := v.nodes[p.ID]
-	return n != nil && n.Incarnation == p.Incarnation && v.gone[p.ID] == nil
+	return n != nil && n.Incarnation == p.Incarnation && !v.over[p.ID]
 }
 
 // await waits until cond, which is called with mu held, returns true. It returns false if ctx ends first.
@@ -234,7 +252,7 @@ func (v *Van) awaitPeer(ctx context.Context, claimed []*pspb.Node) (own []*pspb.
 			id := int(n.Id)
 			known := v.nodes[id]
 			if n.Incarnation == claimed[0].Incarnation && (RoleOf(id) == Worker || v.neighbour(id)) &&
-				known != nil && known.Incarnation == n.Incarnation && v.gone[id] == nil {
+				known != nil && known.Incarnation == n.Incarnation && !v.over[id] {
 				own = append(own, known)
 			}
 		}
@@ -244,6 +262,15 @@ func (v *Van) awaitPeer(ctx context.Context, claimed []*pspb.Node) (own []*pspb.
 		return nil
 	}
 	return own
+}
+
+// supersede ends the link with a worker that has connected again, because its end of the link has ended. The
+// network may have dropped the news of that.
+func (v *Van) supersede(p Process) {
+	if l := (*v.links.Load())[p.ID]; RoleOf(p.ID) == Worker && l != nil && l.process.Whole() == p {
+		l.fail(errAgain)
+		<-l.over
+	}
 }
 
 // Ended reports whether the scheduler, or the process p itself, has said that p has ended. If only the
@@ -302,23 +329,70 @@ func (s *scheduler) evict(l *link, nodes []*pspb.Node) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if accused, err := s.van.linkTo(p); err == nil && RoleOf(p.ID) == Server && !l.ended() {
-		accused.abort(fmt.Errorf("%s says: %s", Name(l.peer), nodes[0].Gone))
+		s.declareDead(accused, fmt.Errorf("%s says: %s", Name(l.peer), nodes[0].Gone))
 	}
+}
+
+// declareDead ends the link with a process because of err. It tells the process first, because the process
+// may be alive, for example if it was stopped.
+func (s *scheduler) declareDead(l *link, err error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.end != nil || l.aborted != nil {
+		return
+	}
+	l.aborted = err
+	s.van.wg.Go(func() {
+		defer l.conn.Close()
+		// The time limit also ends a write in progress. Without a message the process does not learn the
+		// reason.
+		_ = l.conn.SetWriteDeadline(time.Now().Add(verdictTime))
+		l.writing.Lock()
+		defer l.writing.Unlock()
+		if l.writer.err == nil && len(l.writer.rest) == 0 {
+			_ = writeMessage(l.conn, controlMessage(&pspb.Control{Command: pspb.Command_LOST,
+				Nodes: s.van.dead(l.process, err)}))
+		}
+	})
+}
+
+// dead returns the records of the nodes of a process, which say that it is dead because of err.
+func (v *Van) dead(p Process, err error) (nodes []*pspb.Node) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	for id, n := range v.nodes {
+		if n.Incarnation == p.Incarnation {
+			r := v.record(id)
+			r.Gone = err.Error()
+			nodes = append(nodes, r)
+		}
+	}
+	return nodesOf(nodes, p.Incarnation)
 }
 
 // IsRecovery reports whether this process has taken the place of one that has ended.
 func (v *Van) IsRecovery() bool { return v.self[0].IsRecovery }
 
-// AwaitReturn waits until node id takes part in the job. It returns an error if ctx ends first, or the van.
+// AwaitReturn waits until node id takes part in the job and is connected with this process, if the two have a
+// connection. It returns an error if ctx ends first, or the van.
 func (v *Van) AwaitReturn(ctx context.Context, id int) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	stop := context.AfterFunc(v.ctx, func() { cancel(context.Cause(v.ctx)) })
 	defer stop()
-	if !v.await(ctx, func() bool { return v.gone[id] == nil }) {
+	if !v.await(ctx, func() bool { return v.ctx.Err() == nil && v.gone[id] == nil && v.reaches(id) }) {
 		return context.Cause(ctx)
 	}
 	return nil
+}
+
+// reaches reports whether this process is connected with node id, or never is. The caller holds mu.
+func (v *Van) reaches(id int) bool {
+	if v.cfg.Role == RoleOf(id) && !v.neighbour(id) {
+		return true
+	}
+	l := (*v.links.Load())[id]
+	return l != nil && !isClosed(l.done) && l.process.Incarnation == v.nodes[id].GetIncarnation()
 }
 
 // replace gives a process the place of one that has ended. If there is none, it waits until all processes

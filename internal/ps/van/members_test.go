@@ -2,7 +2,10 @@ package van
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"slices"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -258,4 +261,45 @@ func TestNoReturnWithClock(t *testing.T) {
 	clocked(&cfg)
 	_, result := startNode(t, cfg)
 	testnet.WantError(t, <-result, "in a job with a clock none can return")
+}
+
+// TestDeclaredDead checks that a worker that the scheduler has declared dead blames itself, also if it sees
+// the end of its connection with a server before it reads that.
+func TestDeclaredDead(t *testing.T) {
+	var w atomic.Pointer[node]
+	nodes := startJob(t, 1, 1, func(c *Config) {
+		if c.Role != Worker {
+			return
+		}
+		c.Faults = func(_, _ Process, m *Message, deliver func(*Message) error) error {
+			if n := w.Load(); n != nil && m.Header.Control.GetCommand() == pspb.Command_LOST {
+				deadline := time.Now().Add(time.Minute)
+				for ; time.Now().Before(deadline); <-time.After(time.Millisecond) {
+					n.Van.mu.Lock()
+					asks := len(n.barriers) > 0
+					n.Van.mu.Unlock()
+					n.mu.Lock()
+					blames := len(n.blamed) > 0
+					n.mu.Unlock()
+					if asks || blames {
+						break // it has seen the end of the connection with the server
+					}
+				}
+			}
+			return deliver(m)
+		}
+	})
+	w.Store(nodes[9])
+	l, err := nodes[SchedulerID].link(9)
+	if err != nil {
+		t.Fatal(err)
+	}
+	nodes[SchedulerID].sched.declareDead(l, errors.New("a test says so"))
+	<-nodes[9].Done()
+	testnet.WantError(t, nodes[9].Err(), "worker 0 is gone: the scheduler has declared it dead: a test says so")
+	nodes[9].mu.Lock()
+	defer nodes[9].mu.Unlock()
+	if !slices.Equal(nodes[9].blamed, []int{9}) {
+		t.Errorf("the worker blames %v, want itself", nodes[9].blamed)
+	}
 }

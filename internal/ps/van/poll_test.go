@@ -372,6 +372,7 @@ func TestPollingEndsWithReturn(t *testing.T) {
 	if !v.mayPoll() || !l.polls() {
 		t.Errorf("with %d processes on %d processors, the link is not polled", processors, processors)
 	}
+	defer v.close(ErrStopped) // learn makes the worker connect with server 0
 	v.learn([]*pspb.Node{{Id: 8, Incarnation: 99, Generation: 1, HostId: v.cfg.HostID}})
 	if l.polls() {
 		t.Errorf("with %d processes on %d processors, the link is polled", processors+1, processors)

@@ -15,9 +15,11 @@
 //  5. If a node dies, all nodes that are connected with it learn it, and their requests to it fail.
 //  6. A process that has ended can be replaced by another one, which takes its ids. No message of the old
 //     process is handled after the first message of the new one, and no answer to the old one reaches the new
-//     one.
-//  7. If the scheduler has declared a process dead, the process fails as soon as it reads that its connection
-//     with the scheduler has ended. Of two servers that accuse each other, the scheduler declares one dead.
+//     one. A worker connects again with a server if their connection has ended although both live. The same
+//     holds then for the messages of the two connections.
+//  7. If the scheduler has declared a process dead, the process fails as soon as it reads that, or that its
+//     connection with the scheduler has ended. Of two servers that accuse each other, the scheduler declares
+//     one dead.
 //
 // The methods of a Van are safe for concurrent use.
 package van
@@ -94,14 +96,23 @@ type Config struct {
 	Faults func(from, to Process, m *Message, deliver func(*Message) error) error
 }
 
-// Process identifies a process of the job. A process that takes the place of another one has the same id and
-// another incarnation.
+// Process identifies a process of the job, or a connection with it. A process that takes the place of another
+// one has the same id and another incarnation.
 type Process struct {
 	// ID is the id of the process's first node.
 	ID          int
 	Incarnation uint64
 	// Generation is higher than that of the processes that have had the same ids before.
 	Generation uint64
+	// Connection is the number of a connection of this process with the process, or 0 for any connection. The
+	// sender of a message and the receiver of a request have a number, others do not.
+	Connection uint64
+}
+
+// Whole returns the process with any connection.
+func (p Process) Whole() Process {
+	p.Connection = 0
+	return p
 }
 
 // Handler receives what happens at a node. Its methods must not wait for messages of other nodes.
@@ -116,6 +127,8 @@ type Handler interface {
 	// Lost handles the end of a node, which has died or left. It is called once for each process, and before
 	// another process takes its place.
 	Lost(id int, err error)
+	// Restored is called when the connection with a process that had ended for this one works again.
+	Restored(p Process)
 	// News is called when a connection has been made or has ended, or a process has ended.
 	News()
 	// Tick is called regularly.
@@ -164,6 +177,7 @@ type Van struct {
 	holding atomic.Bool                   // a link may hold requests back
 	polls   atomic.Bool                   // Unix connections may be polled (mayPoll)
 	polling atomic.Bool                   // a goroutine polls, as only one may do at a time
+	made    atomic.Uint64                 // number of connections so far
 	yielder shmem.Yielder                 // used by the goroutine that polls
 	sched   *scheduler                    // nil except at the scheduler
 
@@ -176,7 +190,7 @@ type Van struct {
 	over     map[int]bool
 	orphan   bool          // the scheduler has left, so there is nobody who knows better
 	change   chan struct{} // closed when nodes or gone changes
-	blamed   *sync.Once    // for the handler's method Blame; replaced when a process takes a place
+	blamed   *sync.Once    // for the handler's method Blame; replaced when a node is back
 	barriers map[int64]chan error
 	barrier  int64 // number of barriers so far
 	stopping bool
@@ -363,7 +377,9 @@ func (v *Van) set(n *pspb.Node) {
 }
 
 // processOf identifies the process of a node.
-func processOf(n *pspb.Node) Process { return Process{int(n.Id), n.Incarnation, n.Generation} }
+func processOf(n *pspb.Node) Process {
+	return Process{ID: int(n.Id), Incarnation: n.Incarnation, Generation: n.Generation}
+}
 
 // nodesOf returns the nodes of a process, ordered by customer.
 func nodesOf(table []*pspb.Node, incarnation uint64) (own []*pspb.Node) {
@@ -377,8 +393,8 @@ func nodesOf(table []*pspb.Node, incarnation uint64) (own []*pspb.Node) {
 }
 
 // addLink makes the link with the process of the given nodes. The caller must start the goroutines of the
-// link. If there is such a link already, or the van is stopped, addLink returns an error. The link replaces
-// one that has ended.
+// link and then call the method up. If there is such a link already, or the van is stopped, addLink returns
+// an error. The link replaces one that has ended.
 func (v *Van) addLink(nodes []*pspb.Node, conn net.Conn, r *reader) (*link, error) {
 	l := newLink(v, processOf(nodes[0]), conn)
 	if r != nil {
@@ -391,11 +407,21 @@ func (v *Van) addLink(nodes []*pspb.Node, conn net.Conn, r *reader) (*link, erro
 		return nil, ErrStopped
 	}
 	links := maps.Clone(*v.links.Load())
+	if !v.takesPart(l.process) {
+		return nil, fmt.Errorf("%s has ended", Name(l.peer))
+	}
 	for _, n := range nodes {
 		if old := links[int(n.Id)]; old != nil && !isClosed(old.over) {
 			return nil, fmt.Errorf("%s is connected with %s already", Name(int(n.Id)), Name(v.id))
 		}
 		links[int(n.Id)] = l
+		if v.gone[int(n.Id)] != nil && !v.over[int(n.Id)] {
+			delete(v.gone, int(n.Id))
+			l.restored = true
+		}
+	}
+	if l.restored {
+		v.blamed = new(sync.Once)
 	}
 	if v.polls.Load() && l.shares() {
 		l.poll()
@@ -406,6 +432,15 @@ func (v *Van) addLink(nodes []*pspb.Node, conn net.Conn, r *reader) (*link, erro
 		v.log.Info("ps: connected", zap.String("node", Name(v.id)), zap.String("with", Name(l.peer)))
 	}
 	return l, nil
+}
+
+// up tells the handler of a new link.
+func (v *Van) up(l *link) {
+	if l.restored {
+		v.log.Info("ps: connected again", zap.String("node", Name(v.id)), zap.String("with", Name(l.peer)))
+		v.handler.Restored(l.process)
+	}
+	v.handler.News()
 }
 
 // link returns the link with a node.
@@ -463,13 +498,17 @@ func (v *Van) Reply(to Process, m *Message) error {
 // linkTo returns the link with a process.
 func (v *Van) linkTo(p Process) (*link, error) {
 	l, err := v.link(p.ID)
-	if err == nil && l.process != p {
-		return nil, &NodeError{p.ID, errReplaced}
+	switch {
+	case err != nil || l.process == p || l.process.Whole() == p:
+		return l, err
+	case l.process.Whole() == p.Whole():
+		return nil, &NodeError{p.ID, errAgain}
 	}
-	return l, err
+	return nil, &NodeError{p.ID, errReplaced}
 }
 
-// Connected reports whether this process is connected with the process p, which has not ended.
+// Connected reports whether this process is connected with the process p, which has not ended. If p has the
+// number of a connection, it reports whether that connection has not ended.
 func (v *Van) Connected(p Process) bool {
 	l, err := v.linkTo(p)
 	return err == nil && !isClosed(l.done)
@@ -539,7 +578,11 @@ func (v *Van) arrive(l *link, m *Message) error {
 	case pspb.Command_ACK:
 		l.acked(c.Acks)
 	case pspb.Command_HEARTBEAT:
-		if v.sched != nil {
+		switch {
+		case v.sched == nil:
+		case m.Header.Request: // an answer says that the sender takes part in the job
+			entry{l, m.Header.CustomerId, c.Barrier}.answer("", nil)
+		default:
 			l.heartbeat()
 		}
 	case pspb.Command_TERMINATE:
@@ -565,9 +608,13 @@ func (v *Van) arrive(l *link, m *Message) error {
 			v.sched.evict(l, c.Nodes)
 		}
 	case pspb.Command_LOST, pspb.Command_ADD_NODE:
-		if l.peer == SchedulerID {
-			v.learn(c.Nodes)
+		if l.peer != SchedulerID {
+			break
 		}
+		if n := c.Nodes; len(n) > 0 && n[0].Incarnation == v.self[0].Incarnation && n[0].Gone != "" {
+			return &NodeError{v.id, errors.New("the scheduler has declared it dead: " + n[0].Gone)}
+		}
+		v.learn(c.Nodes)
 	default:
 		v.log.Warn("ps: dropped an unknown message", zap.String("from", Name(l.peer)),
 			zap.Int32("command", int32(c.Command)))
@@ -575,8 +622,8 @@ func (v *Van) arrive(l *link, m *Message) error {
 	return nil
 }
 
-// linkEnded handles the end of a link.
-func (v *Van) linkEnded(l *link, left bool, err error) {
+// linkEnded handles the end of a link because of err, for which the process culprit is to blame.
+func (v *Van) linkEnded(l *link, culprit Process, left bool, err error) {
 	v.mu.Lock()
 	stopping := v.stopping
 	ended := v.end(l.process, err)
@@ -595,15 +642,24 @@ func (v *Van) linkEnded(l *link, left bool, err error) {
 	case v.sched != nil:
 		v.sched.lost(ended, left, err)
 	case l.peer == SchedulerID:
-		v.schedulerGone(l.process, left, err)
+		v.schedulerGone(culprit, left, err)
 	case v.cfg.Role == Server && RoleOf(l.peer) == Server && !left &&
 		v.self[0].Generation <= l.process.Generation:
 		// The older server has the values, and the other one perhaps not yet. So the younger one lets the
 		// older one accuse it.
 		v.Evict(l.process, fmt.Errorf("its connection with %s has ended: %w", Name(v.id), err))
 	}
-	v.handler.Lost(l.peer, &NodeError{l.peer, err})
+	v.handler.Lost(l.peer, nodeError(l.peer, err))
 	v.handler.News()
+}
+
+// nodeError returns the error of a request to a node that is gone because of err. If this van has failed, the
+// node may be alive, and the error says why the van has failed.
+func nodeError(id int, err error) error {
+	if failed, ok := errors.AsType[*NodeError](err); ok {
+		return failed
+	}
+	return &NodeError{id, err}
 }
 
 // blame tells the handler that a node has failed, unless another one has failed before or this node leaves
@@ -613,14 +669,15 @@ func (v *Van) blame(p Process, err error) {
 	stopping, blamed := v.stopping, v.blamed
 	v.mu.Unlock()
 	if !stopping {
-		blamed.Do(func() { v.handler.Blame(p, &NodeError{p.ID, err}) })
+		blamed.Do(func() { v.handler.Blame(p, nodeError(p.ID, err)) })
 	}
 }
 
 // schedulerGone handles the end of the connection with the scheduler. If the scheduler has left, the other
-// nodes can go on without barriers. If it has died, the job has failed.
+// nodes can go on without barriers. If it has died, the job has failed. If it has declared this process dead,
+// which is p then, this process has failed.
 func (v *Van) schedulerGone(p Process, left bool, why error) {
-	err := &NodeError{SchedulerID, why}
+	err := nodeError(SchedulerID, why)
 	v.mu.Lock()
 	waits := len(v.barriers) > 0
 	v.mu.Unlock()
@@ -677,9 +734,14 @@ func (v *Van) tick() {
 	ticker := time.NewTicker(v.tickInterval())
 	defer ticker.Stop()
 	var beaten, checked time.Duration
+	ticked := v.now()
 	for {
 		select {
 		case now := <-ticker.C:
+			if late := v.now() - ticked - 2*v.tickInterval(); late > 0 {
+				v.excuse(late) // this process was probably stopped
+			}
+			ticked = v.now()
 			check := v.now()-checked >= dial.CheckPeriod(v.cfg.HeartbeatTimeout)
 			if check {
 				checked = v.now()
@@ -731,9 +793,25 @@ func (v *Van) heartbeat() {
 		if v.sched == nil {
 			l.heartbeat()
 		}
-		if silent := l.silent(); silent > v.cfg.HeartbeatTimeout {
-			l.abort(fmt.Errorf("no message came from it for %v (PS_HEARTBEAT_TIMEOUT is %v)",
-				silent.Round(time.Millisecond), v.cfg.HeartbeatTimeout))
+		silent := l.silent()
+		if silent <= v.cfg.HeartbeatTimeout {
+			continue
+		}
+		err := fmt.Errorf("no message came from it for %v (PS_HEARTBEAT_TIMEOUT is %v)",
+			silent.Round(time.Millisecond), v.cfg.HeartbeatTimeout)
+		if v.sched != nil {
+			v.sched.declareDead(l, err)
+		} else {
+			l.abort(err)
+		}
+	}
+}
+
+// excuse makes a time not count in which this process has read nothing.
+func (v *Van) excuse(t time.Duration) {
+	for id, l := range *v.links.Load() {
+		if id == l.peer {
+			l.excused.Add(int64(t))
 		}
 	}
 }

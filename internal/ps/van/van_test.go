@@ -6,6 +6,8 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"net/netip"
+	"regexp"
 	"slices"
 	"strings"
 	"sync"
@@ -33,6 +35,7 @@ type ignore struct{}
 func (ignore) Receive(_ Process, m *Message) { m.Release() }
 func (ignore) Blame(Process, error)          {}
 func (ignore) Lost(int, error)               {}
+func (ignore) Restored(Process)              {}
 func (ignore) News()                         {}
 func (ignore) Tick(time.Time)                {}
 
@@ -51,7 +54,9 @@ type node struct {
 	acked  int      // responses
 	blamed []int
 	lost   map[int]error
-	woken  chan struct{}
+	// restored has the ids of processes with which the connection works again.
+	restored []int
+	woken    chan struct{}
 }
 
 func (n *node) Receive(from Process, m *Message) {
@@ -92,6 +97,13 @@ func (n *node) Lost(id int, err error) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	n.lost[id] = err
+	n.wake()
+}
+
+func (n *node) Restored(p Process) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.restored = append(n.restored, p.ID)
 	n.wake()
 }
 
@@ -624,6 +636,9 @@ func TestLeavingDuringARequest(t *testing.T) {
 		t.Fatal(err)
 	}
 	l.flush(t.Context())
+	w.mu.Lock()
+	w.over[8] = true // so that the worker, which pretends to leave, does not connect again
+	w.mu.Unlock()
 	l.conn.Close()
 	other, err := s.link(9)
 	if err != nil {
@@ -1074,43 +1089,95 @@ func TestReplyLimit(t *testing.T) {
 	}
 }
 
-// TestSilentLink cuts the connection between a server and a worker, so that packets are lost without an
-// error. Both nodes must notice, whichever of them waits. The scheduler, which hears both, must not.
-func TestSilentLink(t *testing.T) {
+// TestConnectAgain cuts the connection between a server and a worker in one direction or both, so that
+// packets are lost without an error. Both nodes must notice, whichever of them waits. The scheduler, which
+// hears both, must not. Then the two must connect again, and what belongs to the old connection must not
+// reach the new one.
+func TestConnectAgain(t *testing.T) {
 	key, _ := secret.New()
 	for _, key := range []secret.Secret{{}, key.Encrypted()} {
-		nodes := startJob(t, 1, 1, func(c *Config) {
-			c.HostID, c.Secret, c.HeartbeatTimeout = "", key, 5*time.Second
-		})
-		s, w := nodes[8], nodes[9]
-		s.handle(func(Process, *Message) {}) // never answers
-		l, err := w.link(8)
+		for _, cut := range [][]int{{8}, {9}, {8, 9}} {
+			t.Run(fmt.Sprintf("encrypted=%t,ends=%v", key.IsEncrypted(), cut), func(t *testing.T) {
+				t.Parallel()
+				connectAgain(t, key, cut)
+			})
+		}
+	}
+}
+
+// connectAgain cuts the connection so that the nodes with the ids cut get no more packets.
+func connectAgain(t *testing.T, key secret.Secret, cut []int) {
+	nodes := startJob(t, 1, 1, func(c *Config) {
+		c.HostID, c.Secret, c.HeartbeatTimeout = "", key, 5*time.Second
+	})
+	s, w := nodes[8], nodes[9]
+	asked := make(chan Process, 1)
+	s.handle(func(from Process, m *Message) { // does not answer
+		m.Release()
+		asked <- from
+	})
+	request := func() (to, from Process) {
+		to, err := w.Request(t.Context(), 8, &Message{Header: &pspb.Header{Request: true}})
 		if err != nil {
 			t.Fatal(err)
 		}
-		ends := []string{l.conn.LocalAddr().String(), l.conn.RemoteAddr().String()}
-		if n, err := testnet.Cut(func(c testnet.Connection) bool {
-			return slices.Equal(ends, []string{c.Local.String(), c.Remote.String()}) ||
-				slices.Equal(ends, []string{c.Remote.String(), c.Local.String()})
-		}); n != 2 || err != nil {
-			t.Fatalf("cut %d ends: %v", n, err)
-		}
-		if _, err := w.Request(t.Context(), 8, &Message{Header: &pspb.Header{Request: true}}); err != nil {
+		return to, <-asked
+	}
+	to, from := request()
+	ends := make(map[int]netip.AddrPort)
+	for _, id := range cut {
+		l, err := nodes[id].link(17 - id)
+		if err != nil {
 			t.Fatal(err)
 		}
-		w.until(t, "the worker notices", func() bool { return w.lost[8] != nil })
-		s.until(t, "the server notices", func() bool { return s.lost[9] != nil })
-		for _, n := range []*node{s, w} {
-			n.mu.Lock()
-			err := n.lost[17-n.ID()]
-			n.mu.Unlock()
-			testnet.WantError(t, err, Name(17-n.ID())+" is gone: no acknowledgement for 5s")
+		ends[id] = netip.MustParseAddrPort(l.conn.LocalAddr().String())
+		other := netip.MustParseAddrPort(l.conn.RemoteAddr().String())
+		if n, err := testnet.Cut(func(c testnet.Connection) bool {
+			return c.Local == ends[id] && c.Remote == other
+		}); n != 1 || err != nil {
+			t.Fatalf("cut %d ends: %v", n, err)
 		}
-		if dead := nodes[SchedulerID].Dead(time.Minute); len(dead) > 0 {
-			t.Errorf("the scheduler takes %v for dead", dead)
-		}
-		stopAll(nodes)
 	}
+	if _, err := w.Request(t.Context(), 8, &Message{Header: &pspb.Header{Request: true}}); err != nil {
+		t.Fatal(err)
+	}
+	for _, n := range []*node{s, w} {
+		n.until(t, "a node notices", func() bool { return n.lost[17-n.ID()] != nil })
+		n.until(t, "the nodes connect again", func() bool { return slices.Equal(n.restored, []int{17 - n.ID()}) })
+		if err := n.AwaitReturn(t.Context(), 17-n.ID()); err != nil {
+			t.Error(err)
+		}
+	}
+	testnet.WantError(t, w.lost[8], "server 0 is gone: no acknowledgement for 5s")
+	if _, again := errors.AsType[*NodeError](s.lost[9]); !again ||
+		!regexp.MustCompile("no acknowledgement for 5s|it has connected again").MatchString(s.lost[9].Error()) {
+		t.Errorf("the server has lost the worker because of %v", s.lost[9])
+	}
+	if dead := nodes[SchedulerID].Dead(time.Minute); len(dead) > 0 {
+		t.Errorf("the scheduler takes %v for dead", dead)
+	}
+	select {
+	case <-asked: // the request that was sent into the cut
+	default:
+	}
+	testnet.WantError(t, s.Reply(from, &Message{Header: &pspb.Header{}}),
+		"worker 0 is gone: its connection has ended, and it has connected again")
+	if s.Connected(from) || w.Connected(to) || !s.Connected(from.Whole()) || !w.Connected(to.Whole()) {
+		t.Error("the old connection counts, or the new one does not")
+	}
+	now, from := request()
+	w.Answered(to)
+	l, err := w.linkTo(now)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if n := l.stats().Waiting; n != 1 {
+		t.Errorf("%d requests are not answered, want 1", n)
+	}
+	if err := s.Reply(from, &Message{Header: &pspb.Header{}}); err != nil {
+		t.Error(err)
+	}
+	w.until(t, "an answer", func() bool { return w.acked == 1 })
 }
 
 // TestHeldRequests checks that a request waits while an earlier one is not answered, so as to be sent

@@ -17,7 +17,7 @@ import (
 const (
 	// magic and version are the content of a greeting.
 	magic   = "GHVP"
-	version = 2
+	version = 3
 	// maxHeaderBytes is the maximum length of a header. The table of a job of 10,000 nodes fits.
 	maxHeaderBytes = 4 << 20
 	// maxHelloBytes is the maximum length of the header of the first message on a connection.
