@@ -692,7 +692,9 @@ func TestRootCause(t *testing.T) {
 			[]string{"  rank 0: exit", "  rank 2: killed"}},
 		{"verdict on a rank that ended well", `{"epoch":1,"ranks":[1],"reason":"left early"}`, false, []int{1}, 1,
 			[]string{"left early\n  rank 1: exit status 0\n"}},
-		{"old verdict on a rank that ended well", `{"epoch":1,"ranks":[1],"reason":"left early"}`, true, []int{0}, 1,
+		{"old verdict on a rank that ended well", `{"epoch":1,"ranks":[1],"reason":"left early"}`, true, []int{1}, 1,
+			[]string{"left early\n  rank 1: exit status 0\n"}},
+		{"old verdict on a node that ended well", `{"epoch":1,"ranks":[1],"reason":"left early"}`, true, []int{0}, 1,
 			[]string{"first observed failure"}},
 		{"old verdict", `{"epoch":1,"ranks":[1,2],"reason":"x"}`, true, []int{1, 2}, 137, []string{"  rank 2: killed"}},
 		{"verdict on nobody here", `{"epoch":1,"ranks":[9],"reason":"x"}`, false, []int{0}, 1,
@@ -702,13 +704,17 @@ func TestRootCause(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
 			file := filepath.Join(t.TempDir(), "later")
-			r := start(t, spec{NP: 3, NoticeMS: 60_000, Verdict: c.verdict, OldVerdict: c.old, Command: sh(`
-				case $HOROVOD_RANK in
+			s := spec{NP: 3, NoticeMS: 60_000, Verdict: c.verdict, OldVerdict: c.old, Command: sh(`
+				case ${HOROVOD_RANK:-$HVD_NODE_PROCESS} in
 				0) exit 1;;
 				1) exit 0;;
 				2) ` + laterScript(file) + `kill -9 $$;;
-				esac`)})
-			r.awaitOutput(&r.stderr, "rank 0: exit status 1; waiting 1m0s for the other ranks to end", 1)
+				esac`)}
+			if strings.Contains(c.name, "node") {
+				s.Servers, s.Workers = 1, 1
+			}
+			r := start(t, s)
+			r.awaitOutput(&r.stderr, ": exit status 1; waiting 1m0s for the other ", 1)
 			if err := os.WriteFile(file, nil, 0o600); err != nil {
 				t.Fatal(err)
 			}

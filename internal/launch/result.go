@@ -62,11 +62,12 @@ func (j *job) settleVerdict(ended bool) {
 	j.verdict = &v
 }
 
-// survived reports whether the job has survived the failure that the verdict names. Then the verdict does not
-// explain why the job has failed: its ranks have ended with status 0, and the job went on for more than
-// Options.Notice before a rank failed.
+// survived reports whether the nodes of a parameter server have survived the failure that the verdict names.
+// Then the verdict does not explain why the job has failed: its nodes have ended with status 0, and the job
+// went on for more than Options.Notice before a node failed. Ranks survive no failure: if some of them join
+// the next epoch, its verdict replaces this one. They may need longer than Options.Notice to end after it.
 func (j *job) survived() bool {
-	return j.verdict != nil && j.failedAt.Sub(j.verdict.At) > j.o.Notice &&
+	return j.o.Nodes != nil && j.verdict != nil && j.failedAt.Sub(j.verdict.At) > j.o.Notice &&
 		!slices.ContainsFunc(j.ranks, func(k *rank) bool {
 			return named(j.verdict, k.number) && k.exit.Status() != 0
 		})
