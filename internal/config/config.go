@@ -324,6 +324,10 @@ func (c Config) Variable(name string) string {
 	return c.environ[name]
 }
 
+// Environment returns the value of a variable in the environment of the process. The setting with that name
+// may have another value, from another source. Environment returns "" if the variable is not set.
+func (c Config) Environment(name string) string { return c.environ[name] }
+
 // Given reports whether a source has a value for the named setting.
 func (c Config) Given(name string) bool {
 	_, ok := c.given[name]

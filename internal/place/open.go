@@ -20,6 +20,7 @@ import (
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/netif"
+	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/store"
 )
@@ -63,7 +64,7 @@ type Meeting struct {
 	// again, it must keep the Meeting and call Again. The store exists until rank 0 closes it.
 	Once bool
 
-	launcher store.Store // equal to Store if hvdrun serves the store, else nil
+	launcher store.Store // store of hvdrun, which may be Store; nil without hvdrun
 	again    bool        // Again has made this Meeting; the original Meeting closes the Place
 }
 
@@ -131,6 +132,7 @@ func (m *Meeting) open(ctx context.Context, cfg *Config) error {
 	if m.Secret, err = jobSecret(&m.Settings); err != nil {
 		return err
 	}
+	launcherSecret := m.Secret
 	switch {
 	case cfg.ID != nil:
 		err = m.byID(ctx, cfg, choice)
@@ -138,8 +140,7 @@ func (m *Meeting) open(ctx context.Context, cfg *Config) error {
 		err = m.byMethod(ctx, cfg, choice)
 	case cfg.Store != nil:
 		err = m.byStore(choice)
-	case m.Settings.Size > 1, m.Settings.Size == 1 && m.Settings.RendezvousAddr != "" &&
-		m.Settings.RendezvousPort != 0:
+	case m.Settings.Size > 1, m.Settings.Size == 1 && m.launcherAddr() != "":
 		err = m.byLauncher(ctx, cfg, choice)
 	case m.Settings.Size == config.Unset && env != nil:
 		err = m.byEnvironment(ctx, cfg, env, choice)
@@ -149,6 +150,9 @@ func (m *Meeting) open(ctx context.Context, cfg *Config) error {
 	}
 	if m.Settings.Size == config.Unset {
 		m.Settings.Rank, m.Settings.Size = 0, 1
+	}
+	if m.launcher == nil {
+		m.link(ctx, launcherSecret, cfg.Log)
 	}
 	if m.Settings.Size > 1 && m.Secret.IsZero() && !m.Settings.Insecure {
 		cfg.Log.Warn("the job has no secret, so every user of this host can take part in it: give all ranks the same file in HVD_SECRET_FILE")
@@ -253,7 +257,7 @@ func (m *Meeting) choose(choice netif.Choice) error {
 
 // byLauncher meets at the store of hvdrun, or of another program that sets hvdrun's variables.
 func (m *Meeting) byLauncher(ctx context.Context, _ *Config, choice netif.Choice) error {
-	address := net.JoinHostPort(m.Settings.RendezvousAddr, strconv.Itoa(m.Settings.RendezvousPort))
+	address := m.launcherAddr()
 	var listen netip.Addr
 	// Retry the connection, because DNS may not have the name yet.
 	err := dial.Retry(ctx, func() (err error) {
@@ -282,6 +286,40 @@ func (m *Meeting) byLauncher(ctx context.Context, _ *Config, choice netif.Choice
 	return nil
 }
 
+// launcherAddr returns the address of the launcher's store, or "" if the settings do not contain it.
+func (m *Meeting) launcherAddr() string {
+	if m.Settings.RendezvousAddr == "" || m.Settings.RendezvousPort == 0 {
+		return ""
+	}
+	return net.JoinHostPort(m.Settings.RendezvousAddr, strconv.Itoa(m.Settings.RendezvousPort))
+}
+
+// linkTimeout is the time limit for connecting to a launcher whose store the ranks do not need to meet.
+const linkTimeout = 5 * time.Second
+
+// link connects to the store of hvdrun in a job that meets elsewhere, so that hvdrun hears of its failures.
+// It does so only if the ranks have the same numbers in the job as hvdrun has given them, because otherwise
+// the job has only some of hvdrun's processes, and hvdrun would take its ranks for others. s is the secret
+// that hvdrun has given to the ranks. If there is no connection, link logs a warning, because the job works
+// without it.
+func (m *Meeting) link(ctx context.Context, s secret.Secret, log *zap.Logger) {
+	set := &m.Settings
+	addr := m.launcherAddr()
+	if addr == "" || set.Environment("HOROVOD_RANK") != strconv.Itoa(set.Rank) ||
+		set.Environment("HOROVOD_SIZE") != strconv.Itoa(set.Size) {
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, linkTimeout)
+	defer cancel()
+	client, err := store.Dial(ctx, addr, store.Config{Secret: s})
+	if err != nil {
+		log.Warn("no connection to hvdrun, which will not learn why the job fails", zap.Error(err))
+		return
+	}
+	m.onClose(client.Close)
+	m.launcher = client
+}
+
 // askSecret sets the secret to that of the store at addr, which is on loopback.
 func (m *Meeting) askSecret(ctx context.Context, addr string) error {
 	s, err := AskSecret(ctx, addr)
@@ -308,8 +346,9 @@ func (m *Meeting) meetAt(p *Place) {
 	m.Place = p
 }
 
-// Launcher returns the store if hvdrun serves it, else nil. Package joblink uses this store for the link to
-// the launcher.
+// Launcher returns the store of hvdrun if hvdrun has started this process as the rank that it is in the job,
+// else nil. Package joblink uses this store for the link to the launcher. The ranks may meet at another
+// store.
 func (m *Meeting) Launcher() store.Store { return m.launcher }
 
 // launched finds the launcher that has started this process. It logs a warning if this process may be meant

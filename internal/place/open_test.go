@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"net"
 	"strconv"
 	"strings"
@@ -203,6 +204,77 @@ func TestOwnStore(t *testing.T) {
 	}
 	if _, err := h.Add(t.Context(), "met", 1); err != nil {
 		t.Errorf("the program's store was closed: %v", err)
+	}
+}
+
+// TestLinkToLauncher checks that a rank that hvdrun has started is connected to hvdrun's store, although the
+// ranks meet at another one. A process whose number in the job is another one than hvdrun has given to it is
+// not connected, and a rank that cannot connect still meets the others.
+func TestLinkToLauncher(t *testing.T) {
+	kv := store.NewHashStore(store.Limits{})
+	defer kv.Close()
+	s, err := secret.Parse(given)
+	if err != nil {
+		t.Fatal(err)
+	}
+	server, err := store.Serve(loopback+":0", kv, store.Config{Secret: s})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer server.Close()
+	host, port, err := net.SplitHostPort(server.Addr())
+	if err != nil {
+		t.Fatal(err)
+	}
+	own := store.NewHashStore(store.Limits{})
+	defer own.Close()
+	for name, test := range map[string]struct {
+		change  map[string]string
+		meet    func(*Config, ID)
+		linked  bool
+		warning string
+	}{
+		"unique id": {nil, func(c *Config, id ID) { c.ID = &ByID{IDs: []ID{id}, Rank: 1, Size: 2} }, true, ""},
+		"store":     {nil, func(c *Config, _ ID) { c.Store = own }, true, ""},
+		"another size": {map[string]string{"HOROVOD_SIZE": "4"}, func(c *Config, id ID) {
+			c.Settings.Rank, c.Settings.Size = config.Unset, config.Unset
+			c.ID = &ByID{IDs: []ID{id}, Rank: 1, Size: 2}
+		}, false, ""},
+		"another secret": {map[string]string{"HVD_SECRET": "what hvdrun does not know"},
+			func(c *Config, id ID) { c.ID = &ByID{IDs: []ID{id}, Rank: 1, Size: 2} }, false, "no connection to hvdrun"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			id, _, err := NewID(t.Context(), loopback, false, nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			vars := map[string]string{"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HVD_SECRET": given,
+				"HOROVOD_GLOO_RENDEZVOUS_ADDR": host, "HOROVOD_GLOO_RENDEZVOUS_PORT": port}
+			maps.Copy(vars, test.change)
+			log, entries := testnet.Logs()
+			cfg := Config{Settings: settings(t, vars), Log: log}
+			test.meet(&cfg, id)
+			met, errs := all(t, cfg)
+			if errs[0] != nil {
+				t.Fatal(errs[0])
+			}
+			if test.warning != "" && !testnet.Logged(entries, test.warning) {
+				t.Errorf("the log does not say %q", test.warning)
+			}
+			link := met[0].Launcher()
+			if (link != nil) != test.linked {
+				t.Fatalf("connected to hvdrun: %v, want %v", link != nil, test.linked)
+			}
+			if link == nil {
+				return
+			}
+			if err := link.Set(t.Context(), name, nil); err != nil {
+				t.Error(err)
+			}
+			if there, err := kv.Check(t.Context(), name); err != nil || !there {
+				t.Errorf("the key is in hvdrun's store: %v, %v", there, err)
+			}
+		})
 	}
 }
 

@@ -5,6 +5,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
+	"net"
+	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -12,6 +15,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -160,4 +164,111 @@ func TestTorchDistributedRestarts(t *testing.T) {
 			t.Fatalf("%v, and want %q in\n%s", err, want, out)
 		}
 	}
+}
+
+// distributedFault is a program whose ranks train until the file of its first argument is there. Then rank 1
+// fails in the way that the second argument says.
+const distributedFault = `
+import os, signal, sys, time
+from datetime import timedelta
+import torch, torch.distributed as dist
+import gohvd.torch.distributed
+
+file, how = sys.argv[1:]
+dist.init_process_group("gohvd", timeout=timedelta(seconds=5 if how == "stopped" else 300))
+x = torch.ones(4)
+for step in range(1000000):
+    dist.all_reduce(x)
+    if step == 10:
+        sys.stderr.write("rank %d trains\n" % dist.get_rank())
+    if dist.get_rank() == 1 and os.path.exists(file):
+        if how == "exits":
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(0.01)
+`
+
+// TestTorchDistributedUnderHvdrun checks that hvdrun knows a job whose ranks have met by torch's store: its
+// metrics and its report on SIGQUIT contain all ranks, and the root cause is the rank that has failed, and
+// not one whose operation has failed because of it.
+func TestTorchDistributedUnderHvdrun(t *testing.T) {
+	python := testnet.NewTorch(t)
+	for how, want := range map[string]string{
+		"exits":   "  rank 1: exit status 0\n",
+		"stopped": "  rank 1: killed by SIGKILL from hvdrun\n",
+	} {
+		t.Run(how, func(t *testing.T) {
+			t.Parallel()
+			dir, addr := t.TempDir(), net.JoinHostPort("127.0.0.1", strconv.Itoa(testnet.FreePort(t)))
+			script, file := filepath.Join(dir, "script.py"), filepath.Join(dir, "fail")
+			if err := os.WriteFile(script, []byte(distributedFault), 0o600); err != nil {
+				t.Fatal(err)
+			}
+			cmd := launched(t, "-np", "3", "--start-timeout", "300", "--metrics-addr", addr, python, script, file, how)
+			log, err := os.Create(filepath.Join(dir, "log"))
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer log.Close()
+			output := func() string {
+				text, err := os.ReadFile(log.Name())
+				if err != nil {
+					t.Fatal(err)
+				}
+				return string(text)
+			}
+			cmd.Stdout, cmd.Stderr = log, log
+			if err := cmd.Start(); err != nil {
+				t.Fatal(err)
+			}
+			ended := make(chan error, 1)
+			go func() { ended <- cmd.Wait() }()
+			until := func(what string, is func() bool) {
+				t.Helper()
+				for !is() {
+					select {
+					case err := <-ended:
+						t.Fatalf("before %s: hvdrun has ended with %v\n%s", what, err, output())
+					case <-time.After(10 * time.Millisecond):
+					}
+				}
+			}
+			until("all ranks train", func() bool { return strings.Count(output(), " trains\n") == 3 })
+			until("the metrics of all ranks", func() bool {
+				text := metricsAt(addr)
+				return len(regexp.MustCompile(`(?m)^hvd_up\{[^}]*\} 1$`).FindAllString(text, -1)) == 3
+			})
+			until("the answers of all ranks to SIGQUIT", func() bool {
+				reports := strings.Count(output(), "hvdrun: SIGQUIT: ")
+				if err := cmd.Process.Signal(syscall.SIGQUIT); err != nil {
+					t.Fatal(err)
+				}
+				until("a report", func() bool { return strings.Count(output(), "hvdrun: SIGQUIT: ") > reports })
+				return strings.Contains(output(), "hvdrun: SIGQUIT: 3 of 3 ranks answered")
+			})
+			if err := os.WriteFile(file, nil, 0o600); err != nil {
+				t.Fatal(err)
+			}
+			err = <-ended
+			_, report, _ := strings.Cut(output(), "hvdrun: the job failed with exit status ")
+			_, cause, found := strings.Cut(report, "\nRoot cause (found by the surviving ranks): ")
+			if _, cause, _ = strings.Cut(cause, "\n"); !found || !strings.HasPrefix(cause, want) {
+				t.Errorf("%v, want the root cause %q\n%s", err, want, output())
+			}
+		})
+	}
+}
+
+// metricsAt returns what hvdrun serves as metrics, or "" if it does not serve any yet.
+func metricsAt(addr string) string {
+	r, err := http.Get("http://" + addr + "/metrics")
+	if err != nil {
+		return ""
+	}
+	defer r.Body.Close()
+	text, err := io.ReadAll(r.Body)
+	if err != nil {
+		return ""
+	}
+	return string(text)
 }

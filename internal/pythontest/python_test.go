@@ -69,13 +69,19 @@ func python(t testing.TB) string {
 // checkout.
 func job(t testing.TB, n int, args ...string) *exec.Cmd {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), pythonLimit)
-	t.Cleanup(cancel)
 	// The start timeout is long, because a rank may wait for another rank that still runs tests without other
 	// ranks.
-	flags := []string{"-np", fmt.Sprint(n), "--start-timeout", fmt.Sprint(pythonLimit.Seconds()),
-		testnet.Python}
-	cmd := exec.CommandContext(ctx, hvdrun, append(flags, args...)...)
+	return launched(t, append([]string{"-np", fmt.Sprint(n), "--start-timeout",
+		fmt.Sprint(pythonLimit.Seconds()), testnet.Python}, args...)...)
+}
+
+// launched returns a command that runs hvdrun with the Python package of this checkout. args has the flags of
+// hvdrun and the command of the ranks.
+func launched(t testing.TB, args ...string) *exec.Cmd {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), pythonLimit)
+	t.Cleanup(cancel)
+	cmd := exec.CommandContext(ctx, hvdrun, args...)
 	cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) }
 	cmd.WaitDelay = 20 * time.Second
 	cmd.Env = append(os.Environ(), "PYTHONPATH="+python(t), "PYTHONDONTWRITEBYTECODE=1", "OMP_NUM_THREADS=1",
