@@ -272,3 +272,51 @@ func metricsAt(addr string) string {
 	}
 	return string(text)
 }
+
+// distributedHung is a program in which the rank of the first argument never makes the process group. The
+// others make it at the same time, when each has made its file in the folder of the second argument.
+const distributedHung = `
+import os, sys, time
+import torch, torch.distributed as dist
+import gohvd.torch.distributed
+
+rank, size, hung, folder = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(sys.argv[1]), sys.argv[2]
+open(os.path.join(folder, str(rank)), "w").close()
+while rank == hung or len(os.listdir(folder)) < size:
+    time.sleep(0.01)
+try:
+    dist.init_process_group("gohvd")
+except RuntimeError as e:
+    sys.stderr.write("\nrank %d got %s\n" % (rank, str(e).replace("\n", " ")))
+    raise
+`
+
+// TestTorchDistributedHungInInit checks that the ranks that make a process group name the rank that does not,
+// when the time limit of Init has passed, also if it is rank 0.
+func TestTorchDistributedHungInInit(t *testing.T) {
+	python := testnet.NewTorch(t)
+	for _, hung := range []string{"0", "1"} {
+		t.Run(hung, func(t *testing.T) {
+			t.Parallel()
+			script := filepath.Join(t.TempDir(), "script.py")
+			if err := os.WriteFile(script, []byte(distributedHung), 0o600); err != nil {
+				t.Fatal(err)
+			}
+			out, err := launched(t, "-np", "3", "--start-timeout", "10", python, script, hung,
+				t.TempDir()).CombinedOutput()
+			got := regexp.MustCompile(`rank \d got (.*)`).FindAllSubmatch(out, -1)
+			if err == nil || len(got) == 0 {
+				t.Errorf("%v, want that ranks fail", err)
+			}
+			for _, g := range got {
+				if !strings.Contains(string(g[1]), "waiting for rank "+hung) &&
+					!strings.Contains(string(g[1]), "waiting until rank "+hung) {
+					t.Errorf("got %s, want that it has waited for rank %s", g[0], hung)
+				}
+			}
+			if t.Failed() {
+				t.Logf("%s", out)
+			}
+		})
+	}
+}

@@ -789,14 +789,16 @@ class Works(Ranks):
     def test_monitored_barrier(self) -> None:
         group = dist.group.WORLD
         group.monitored_barrier(timedelta(seconds=60))
-        if self.size > 1:
-            if self.rank == 1:
+        for absent in range(self.size if self.size > 1 else 0):
+            first, *others = [r for r in self.all if r != absent]
+            if self.rank == absent:
                 group._barriers += 1
             else:
-                limit = timedelta(seconds=0.5 if self.rank == 0 else 60)
-                for r in range(2, self.size) if self.rank == 0 else ():
+                # The first rank whose limit passes ends the wait of the others.
+                limit = timedelta(seconds=0.5 if self.rank == first else 60)
+                for r in others if self.rank == first else ():
                     group._store.wait([f"gohvd/monitored barrier {group._barriers + 1}/{r}"], timedelta(seconds=60))
-                with self.assertRaisesRegex(RuntimeError, "Rank 1 failed to pass"):
+                with self.assertRaisesRegex(RuntimeError, f"Rank {absent} failed to pass monitoredBarrier in 500 ms"):
                     group.monitored_barrier(limit, wait_all_ranks=True)
         self.store_barrier("monitored")
         self.equal_after()
@@ -1126,6 +1128,17 @@ class Lives(Ranks):
         dist.barrier()
         dist.destroy_process_group()
         begin("local")
+
+    def test_timeouts(self) -> None:
+        """A group has the timeout of new_group, or torch's default. It does not have that of the default group."""
+        dist.destroy_process_group()
+        begin("timeouts", timeout=timedelta(seconds=1234))
+        self.assertEqual(dist.group.WORLD._timeout, timedelta(seconds=1234))
+        self.assertEqual(dist.new_group(list(self.all), timeout=timedelta(seconds=99))._timeout, timedelta(seconds=99))
+        self.assertEqual(dist.new_group(list(self.all))._timeout, timedelta(minutes=30))
+        dist.barrier()
+        dist.destroy_process_group()
+        begin("default")
 
     def test_job_of_the_program(self) -> None:
         """If the program has called hvd.init, the group uses that job and does not end it."""

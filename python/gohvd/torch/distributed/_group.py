@@ -36,11 +36,11 @@ _CALLS = 240
 
 DEVICES = ["cpu", "cuda"]
 
-# How much longer a rank waits for rank 0 in a monitored barrier than rank 0 waits for the others.
-_GRACE = timedelta(seconds=10)
+# The longest pause between two looks of a rank that waits in a monitored barrier.
+_LOOK_SECONDS = 0.05
 
-# How often a rank that waits in a monitored barrier looks whether the job has failed.
-_LOOK_SECONDS = 1.0
+# The outcome of a monitored barrier that all ranks have called. Other outcomes are the text of an error.
+_PASSED = "passed"
 
 _NO_TIMEOUT = timedelta(0)
 
@@ -509,12 +509,12 @@ class Calls:
         return self._work(Operation(label, [call], []))
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Waits until all ranks have called it. If some have not when the timeout of rank 0 passes, all ranks that have
-        called it raise RuntimeError with the numbers of the missing ranks, or of the first of them unless
+        """Waits until all ranks have called it. If some have not when the timeout of the first rank passes, all ranks
+        that have called it raise RuntimeError with the numbers of the missing ranks, or of the first of them unless
         wait_all_ranks is true. The group can still be used afterwards.
 
-        The ranks meet in torch's store, so a rank that hangs in another operation is found. If a rank dies, the others
-        raise the error that names it within about a second.
+        The ranks meet in torch's store, so a rank that hangs in another operation is found, also if it is rank 0. If a
+        rank dies, the others raise the error that names it within about a second.
         """
         if isinstance(timeout, timedelta) or timeout is None:
             limit = self._timeout if timeout is None else timeout
@@ -522,52 +522,66 @@ class Calls:
             limit = timedelta(seconds=self._seconds(timeout))
         self._barriers += 1
         prefix = f"gohvd/monitored barrier {self._barriers}"
+        self._store.add(f"{prefix}/{self._rank}", 1)
         if self._rank == 0:
-            outcome = self._missing(prefix, limit, wait_all_ranks)
-            self._store.set(f"{prefix}/outcome", outcome)
+            outcome = self._decide(prefix, self._missing(prefix, limit, wait_all_ranks))
+        elif self._has([f"{prefix}/outcome"], limit):
+            outcome = self._store.get(f"{prefix}/outcome").decode()
         else:
-            self._store.add(f"{prefix}/{self._rank}", 1)
-            heard = self._has([f"{prefix}/outcome"], limit * 2 + _GRACE)
-            outcome = self._store.get(f"{prefix}/outcome").decode() if heard else _late([0], limit * 2 + _GRACE)
-            if outcome:
-                # This is what gloo says. It is followed by the reason.
-                outcome = (
-                    f"Rank {self._rank} successfully reached monitoredBarrier, but received errors while waiting for "
-                    f"send/recv from rank 0: {outcome}"
-                )
-        if outcome:
-            raise RuntimeError(f"torch.distributed.monitored_barrier: {outcome}")
+            outcome = self._decide(prefix, self._late(prefix, limit, wait_all_ranks))
+        if outcome == _PASSED:
+            return
+        if self._rank != 0:
+            # This is what gloo says. It is followed by the reason.
+            outcome = (
+                f"Rank {self._rank} successfully reached monitoredBarrier, but received errors while waiting for "
+                f"send/recv from rank 0: {outcome}"
+            )
+        raise RuntimeError(f"torch.distributed.monitored_barrier: {outcome}")
+
+    def _decide(self, prefix: str, outcome: str) -> str:
+        """Ends a monitored barrier with an outcome, unless another rank has ended it. Returns the outcome that counts."""
+        # A compare_set does not wake the ranks that wait for its key at servers of some versions of torch.
+        decided = self._store.compare_set(f"{prefix}/decided", "", outcome).decode()
+        self._store.set(f"{prefix}/outcome", decided)
+        return decided
 
     def _has(self, keys: List[str], limit: timedelta) -> bool:
         """Returns whether the store gets all keys within the limit. If the job fails meanwhile, it raises the error that
         has ended the job, because the rank that has failed will never set its key.
         """
         client = _engine.engine.client()
-        end = time.monotonic() + limit.total_seconds()
-        while True:
-            start = time.monotonic()
-            left = end - start
-            try:
-                self._store.wait(keys, timedelta(seconds=min(max(left, 0.001), _LOOK_SECONDS)))
-                return True
-            except RuntimeError:
-                failure = client.failure()
-                if failure is not None:
-                    failure.args = (f"torch.distributed.monitored_barrier: {failure}", *failure.args[1:])
-                    raise failure from None
-                if left <= _LOOK_SECONDS or time.monotonic() - start < _LOOK_SECONDS / 2:  # too early: the store has failed
-                    return False
+        end, pause = time.monotonic() + limit.total_seconds(), 0.001
+        # A wait at the store does not end when the job fails, and torch logs a warning for each wait that times out.
+        while not self._store.check(keys):
+            failure, left = client.failure(), end - time.monotonic()
+            if failure is not None:
+                failure.args = (f"torch.distributed.monitored_barrier: {failure}", *failure.args[1:])
+                raise failure
+            if left <= 0:
+                return False
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, _LOOK_SECONDS)
+        return True
 
     def _missing(self, prefix: str, limit: timedelta, wait_all_ranks: bool) -> str:
+        """Returns the outcome of a monitored barrier at rank 0, which waits for all other ranks."""
         if limit <= timedelta(0):
             return f"Rank 0 timed out in monitoredBarrier after {limit.total_seconds() * 1000:g} ms"
-        keys = [f"{prefix}/{r}" for r in range(1, self._size)]
-        if self._has(keys, limit):
-            return ""
-        missing = [r for r, key in enumerate(keys, 1) if self._store.add(key, 0) == 0]
+        if self._has([f"{prefix}/{r}" for r in range(1, self._size)], limit):
+            return _PASSED
+        return self._late(prefix, limit, wait_all_ranks)
+
+    def _late(self, prefix: str, limit: timedelta, wait_all_ranks: bool) -> str:
+        """Returns the outcome of a monitored barrier whose limit has passed."""
+        missing = [r for r in range(self._size) if self._store.add(f"{prefix}/{r}", 0) == 0]
         if not missing:
-            return ""
-        return _late(missing if wait_all_ranks else missing[:1], limit)
+            return _PASSED
+        named = missing if wait_all_ranks else missing[:1]
+        return (
+            f"Rank{'s' if len(named) > 1 else ''} {', '.join(map(str, named))} failed to pass monitoredBarrier in "
+            f"{limit.total_seconds() * 1000:g} ms"
+        )
 
 
 class ProcessGroup(Calls, dist.ProcessGroup):
@@ -648,14 +662,6 @@ def _shared(options: Any) -> bool:
     """
     group = options.process_group if _HAS_BACKENDS else None
     return group is not None and (bool(group._device_types) or group.name() != "custom")
-
-
-def _late(ranks: List[int], limit: timedelta) -> str:
-    numbers = ", ".join(map(str, ranks))
-    return (
-        f"Rank{'s' if len(ranks) > 1 else ''} {numbers} failed to pass monitoredBarrier in "
-        f"{limit.total_seconds() * 1000:g} ms"
-    )
 
 
 def _wait(pending: Pending) -> None:

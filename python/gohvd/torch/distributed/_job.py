@@ -1,7 +1,7 @@
 """The job of this process, and how its ranks meet through torch's store.
 
-Rank 0 makes a unique id and puts it into the store. The other ranks read it there. If all ranks are already in a job of
-gohvd with the same numbers, because the program has called ``hvd.init()``, the groups use that job.
+The rank that comes first makes a unique id and puts it into the store. The other ranks read it there. If all ranks are
+already in a job of gohvd with the same numbers, because the program has called ``hvd.init()``, the groups use that job.
 """
 
 from __future__ import annotations
@@ -99,7 +99,11 @@ def leave_all() -> None:
 
 
 def _meet(store: Any, rank: int, size: int, timeout: timedelta) -> bool:
-    """Joins this process to the job of a group. Returns whether the job is new. All ranks of the group must call it."""
+    """Joins this process to the job of a group. Returns whether the job is new. All ranks of the group must call it.
+
+    The rank that calls it first says how the ranks meet. So no rank waits here for one that never comes: ranks that are
+    missing are missing in Init, which names them.
+    """
     # A store may outlive a group, so the ranks count their meetings at this store.
     key = f"gohvd/meeting {store.add(f'gohvd/meetings of {rank}', 1)}"
     running = _engine_.place() if _engine_.initialized() else None
@@ -107,7 +111,10 @@ def _meet(store: Any, rank: int, size: int, timeout: timedelta) -> bool:
     mine = f"this process is rank {rank} of {size} of the new group"
     if running is not None:
         mine += f", and it is already rank {running.rank} of {running.size} of a job, because it has called hvd.init()"
-    if rank == 0:
+    else:
+        _engine_.client()  # the sidecar starts before the other ranks may have to wait for this one
+    first = int(store.compare_set(f"{key}/first", "", str(rank)))
+    if rank == first:
         try:
             if running is not None and not same:
                 raise ValueError(f"{mine}: call hvd.shutdown() first, or use the same ranks in both")
@@ -117,17 +124,22 @@ def _meet(store: Any, rank: int, size: int, timeout: timedelta) -> bool:
             raise
         store.set(key, word)
     else:
-        store.wait([key], timeout)
+        try:
+            store.wait([key], timeout)
+        except RuntimeError as e:
+            raise RuntimeError(f"{mine}, and rank {first} has begun to make it and not gone on: {e}") from e
         word = store.get(key).decode()
     kind, _, rest = word.partition(" ")
     if kind == "error":
-        raise RuntimeError(f"rank 0 of the new group could not begin a job: {rest}")
+        raise RuntimeError(f"rank {first} of the new group could not begin a job: {rest}")
     if kind == "running":
         if not same:
-            raise ValueError(f"{mine}, but rank 0 of the group is already in a job of {size} ranks: all ranks must call hvd.init(), or none")
+            raise ValueError(
+                f"{mine}, but rank {first} of the group is already in a job of {size} ranks: all ranks must call hvd.init(), or none"
+            )
         return False
     if running is not None:
-        raise ValueError(f"{mine}, but rank 0 of the group has not: all ranks must call hvd.init(), or none")
+        raise ValueError(f"{mine}, but rank {first} of the group has not: all ranks must call hvd.init(), or none")
     _engine_.init(
         [], {"HVD_UNIQUE_ID": rest, "HVD_INIT_METHOD": "", "HOROVOD_RANK": str(rank), "HOROVOD_SIZE": str(size)}
     )
