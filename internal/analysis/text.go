@@ -55,7 +55,7 @@ func (f *Findings) Text() string {
 		b.WriteString("State of each rank:\n")
 		list(&b, len(f.Ranks), maxRankLines, "ranks", func(i int) {
 			r := &f.Ranks[i]
-			fmt.Fprintf(&b, "  rank %d (host %s, pid %d): %s\n", r.Rank, logs.Plain(r.Host), r.PID, r.describe())
+			fmt.Fprintf(&b, "  rank %d (host %s, pid %d): %s\n", r.Rank, logs.Plain(r.Host), r.PID, r.Describe())
 		})
 	}
 	return b.String()
@@ -122,7 +122,7 @@ func (f *Findings) writeWaiting(b *strings.Builder, w *Waiting) {
 		}
 		where := ""
 		if at := slices.IndexFunc(f.Ranks, func(r Rank) bool { return r.Rank == m.Rank }); at >= 0 {
-			where = "; " + f.Ranks[at].describe()
+			where = "; " + f.Ranks[at].Describe()
 		}
 		fmt.Fprintf(b, "  rank %d %s%s\n", m.Rank, times, where)
 	})
@@ -186,8 +186,8 @@ func (f *Findings) writeSilent(b *strings.Builder) {
 	})
 }
 
-// describe returns a clause that says what the rank is doing.
-func (r *Rank) describe() string {
+// Describe returns a clause that says what the rank is doing.
+func (r *Rank) Describe() string {
 	text := "no operation is pending"
 	if r.First != nil {
 		state := "has waited for"

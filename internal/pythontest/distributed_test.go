@@ -314,6 +314,9 @@ func TestTorchDistributedHungInInit(t *testing.T) {
 					t.Errorf("got %s, want that it has waited for rank %s", g[0], hung)
 				}
 			}
+			if bytes.Contains(out, []byte("direct cause of the following exception")) {
+				t.Error("a traceback contains the error twice")
+			}
 			if t.Failed() {
 				t.Logf("%s", out)
 			}

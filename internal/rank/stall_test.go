@@ -12,6 +12,7 @@ import (
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/joblink"
+	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/store"
 )
@@ -58,9 +59,13 @@ func (unreachable) Report(ctx context.Context, _ string, _ []byte) error {
 	return ctx.Err()
 }
 
-// A verdict is delayed once, not twice, if the launcher can receive neither the verdict nor the dump.
+// A verdict is delayed once, not twice, if the launcher can receive neither the verdict nor the dump. Without
+// a launcher it is not delayed. In both cases the rank's own log says what the rank did.
 func TestVerdictWithoutLauncher(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) { verdictWith(t, unreachable{}, reportTimeout) })
+	synctest.Test(t, func(t *testing.T) {
+		verdictWith(t, unreachable{}, reportTimeout, 1)
+		verdictWith(t, nil, 0, 1)
+	})
 }
 
 // slow is the link to a launcher that takes most of the time limit to receive each report.
@@ -85,24 +90,25 @@ func receive(ctx context.Context, received *atomic.Int32) error {
 	}
 }
 
-// A slow launcher receives both the verdict and the dump.
+// A slow launcher receives both the verdict and the dump, so the rank's log does not repeat what is in them.
 func TestVerdictWithSlowLauncher(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l := slow{verdicts: new(atomic.Int32), reports: new(atomic.Int32)}
-		verdictWith(t, l, reportTimeout*9/10)
+		verdictWith(t, l, reportTimeout*9/10, 0)
 		if v, r := l.verdicts.Load(), l.reports.Load(); v != 1 || r != 1 {
 			t.Errorf("the launcher received %d verdicts and %d dumps, want one of each", v, r)
 		}
 	})
 }
 
-// verdictWith gives a verdict at a rank whose link to the launcher is l, and checks for how long this delays
-// the end of the operations.
-func verdictWith(t *testing.T, l joblink.Link, delay time.Duration) {
+// verdictWith gives a verdict at a rank whose link to the launcher is l. It checks for how long this delays
+// the end of the operations, and how often the rank logs what it did.
+func verdictWith(t *testing.T, l joblink.Link, delay time.Duration, logged int) {
 	t.Helper()
+	log, entries := testnet.Logs()
 	r := NewWatch(WatchConfig{
 		Settings: &config.Config{FlightRecorder: true}, Size: 2, Launcher: l,
-		Sets: func() map[topo.ProcessSetID][]topo.Rank { return nil }, Log: zap.NewNop(),
+		Sets: func() map[topo.ProcessSetID][]topo.Rank { return nil }, Log: log,
 	})
 	var e engine.Config
 	r.Configure(&e)
@@ -110,6 +116,9 @@ func verdictWith(t *testing.T, l joblink.Link, delay time.Duration) {
 	e.OnVerdict(&engine.PeerError{Ranks: []int{0}, Reason: "silent"})
 	if took := time.Since(began); took != delay {
 		t.Errorf("the verdict was delayed by %v, want %v", took, delay)
+	}
+	if n := entries.FilterMessage("what this rank did when the job failed").Len(); n != logged {
+		t.Errorf("the rank logged what it did %d times, want %d", n, logged)
 	}
 	r.cancel()
 	r.running.Wait()

@@ -192,7 +192,7 @@ func (r *Watch) answer() {
 			}
 			return text
 		case joblink.Dump:
-			return r.encodedDump("requested by the launcher")
+			return r.encode(r.Dump("requested by the launcher"))
 		}
 		return nil
 	})
@@ -228,10 +228,9 @@ func (r *Watch) Dump(why string) *analysis.Snapshot {
 	return r.recorder.Dump(about)
 }
 
-// encodedDump returns the result of Dump in the encoding for the launcher. If the encoding fails, it returns
-// nil.
-func (r *Watch) encodedDump(why string) []byte {
-	text, err := recorder.Encode(r.Dump(why), recorder.OperationsOf(r.cfg.Size))
+// encode returns a dump in the encoding for the launcher. If the encoding fails, it returns nil.
+func (r *Watch) encode(dump *analysis.Snapshot) []byte {
+	text, err := recorder.Encode(dump, recorder.OperationsOf(r.cfg.Size))
 	if err != nil {
 		r.cfg.Log.Warn("encoding the dump of the flight recorder failed", zap.Error(err))
 		return nil
@@ -240,12 +239,12 @@ func (r *Watch) encodedDump(why string) []byte {
 }
 
 // writeDump writes a dump to the folder that HVD_DUMP_DIR names. If HVD_DUMP_DIR is not set, it does nothing.
-func (r *Watch) writeDump(why string) {
+func (r *Watch) writeDump(dump *analysis.Snapshot) {
 	dir := r.cfg.Settings.DumpDir
 	if dir == "" {
 		return
 	}
-	path, err := recorder.WriteFile(dir, r.Dump(why))
+	path, err := recorder.WriteFile(dir, dump)
 	if err != nil {
 		r.cfg.Log.Warn("writing the dump of the flight recorder failed", zap.Error(err))
 		return
@@ -253,9 +252,17 @@ func (r *Watch) writeDump(why string) {
 	r.cfg.Log.Warn("wrote a dump of the flight recorder", zap.String("file", path))
 }
 
+// logState logs what the rank was doing when it made a dump. The launcher's report says the same.
+func (r *Watch) logState(dump *analysis.Snapshot) {
+	for _, rank := range analysis.Analyse([]*analysis.Snapshot{dump}, r.cfg.Size, nil).Ranks {
+		r.cfg.Log.Warn("what this rank did when the job failed", zap.String("state", rank.Describe()))
+	}
+}
+
 // failed reports a verdict to the launcher and at the same time sends a dump to the launcher. If this fails,
-// it writes the dump to a file. It also writes the timeline. It is called before the operations of this rank
-// end, because the program may exit when they end. It returns within a bounded time.
+// for example because there is no launcher, it logs the state of the rank and writes the dump to a file. It
+// also writes the timeline. It is called before the operations of this rank end, because the program may exit
+// when they end. It returns within a bounded time.
 func (r *Watch) failed(failure error) {
 	why := "the job failed: " + failure.Error()
 	ctx, cancel := context.WithTimeout(r.ctx, reportTimeout)
@@ -264,13 +271,17 @@ func (r *Watch) failed(failure error) {
 	if p, ok := errors.AsType[*engine.PeerError](failure); ok {
 		verdict.Go(func() { reportVerdict(ctx, r.cfg.Launcher, r.cfg.Epoch, p) })
 	}
-	sent := r.sendReport(ctx, joblink.Failure, r.encodedDump(why))
+	dump := r.Dump(why)
+	sent := r.sendReport(ctx, joblink.Failure, r.encode(dump))
 	verdict.Wait()
+	if !sent {
+		r.logState(dump)
+	}
 	written := make(chan struct{})
 	r.running.Go(func() {
 		defer close(written)
 		if !sent {
-			r.writeDump(why)
+			r.writeDump(dump)
 		}
 		r.timeline.write()
 	})
@@ -330,7 +341,7 @@ func (r *Watch) forwardStalls() {
 		}
 		ctx, cancel := context.WithTimeout(r.ctx, reportTimeout)
 		if !r.sendReport(ctx, joblink.Stall, text) {
-			r.writeDump("stalled: " + stall.Text)
+			r.writeDump(r.Dump("stalled: " + stall.Text))
 		}
 		cancel()
 	}

@@ -402,7 +402,7 @@ class Engine:
                 except SidecarError:
                     raise
                 except HorovodInternalError as e:
-                    raise InitError(str(e)) from e
+                    raise InitError(str(e)) from None  # the other error has the same text
                 if reply.ready is None:
                     raise HorovodInternalError("init: the sidecar's answer does not say which rank this is")
                 self._place = reply.ready
