@@ -630,8 +630,8 @@ func TestStoreIsLost(t *testing.T) {
 	if !errors.Is(err, store.ErrClosed) {
 		t.Errorf("rank 0: got %v, want ErrClosed", err)
 	}
-	testnet.WantError(t, err, `watch "gohvd/job/root"`)
-	testnet.WantError(t, (<-r1).err, "rank 0 gave up", "store is closed")
+	testnet.WantError(t, err, "waiting for rank 2: ", `watch "gohvd/job/root"`)
+	testnet.WantError(t, (<-r1).err, "rank 0 gave up: waiting for rank 2: ", "store is closed")
 
 	kv = store.NewHashStore(store.Limits{})
 	r1 = start(t, ctx, config(kv, 1, 3))

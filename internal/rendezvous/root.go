@@ -224,11 +224,12 @@ func (r *root) form(ctx context.Context) error {
 		case <-r.changed:
 		case err := <-lost:
 			if ctx.Err() == nil {
-				return r.giveUp(err)
+				// The process that serves the store may have ended because it has waited for the same ranks.
+				return r.giveUp(r.waitError(err))
 			}
 			continue // the call to the store failed because ctx ended
 		case <-ctx.Done():
-			return r.giveUp(r.waitError(ctx))
+			return r.giveUp(r.waitError(ctx.Err()))
 		}
 		lastEpoch, full, failure := r.progress()
 		if failure != nil {
@@ -369,12 +370,12 @@ func (r *root) progress() (lastEpoch uint64, full bool, failure *RefusedError) {
 	return r.lastEpoch, r.missing == 0, r.failure
 }
 
-// waitError returns the error of rank 0 if ctx has ended before all ranks have joined.
-func (r *root) waitError(ctx context.Context) error {
+// waitError returns the error of rank 0 if it stops to wait because of err before all ranks have joined.
+func (r *root) waitError(err error) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	ranks, text := r.awaited()
-	return &WaitError{ranks, "waiting for " + text, ctx.Err()}
+	return &WaitError{ranks, "waiting for " + text, err}
 }
 
 // awaited returns the ranks for which the root waits, and a text that lists them. These are the ranks that
