@@ -291,7 +291,7 @@ func (c *conn) leave(id uint64, weight int) {
 // returns an error, and the caller closes the connection. Any other error is sent to the client as the answer
 // to the operation.
 func (c *conn) submit(p *plan, s submission) error {
-	if err := c.enter(s.id, p.weight()); err != nil {
+	if err := c.enter(s.id, p.Weight()); err != nil {
 		return err
 	}
 	if p.Kind.IsMessage() {
@@ -342,7 +342,7 @@ func (o *operation) answer(err error) {
 	if o.plan.Kind.IsMessage() {
 		c.messages.Add(-1)
 	}
-	c.leave(o.id, o.plan.weight())
+	c.leave(o.id, o.plan.Weight())
 	c.drop(o.plan)
 	if c.ring.complete(o.id, status) {
 		c.notifyLater()

@@ -79,7 +79,7 @@ func TestUsage(t *testing.T) {
 			"more than 2^63-1": good(func(o *op, tt *tens) {
 				tt.Shape = []int64{math.MaxInt64, 2}
 			}),
-			"of 16 bytes":              good(func(o *op, tt *tens) { tt.Shape = []int64{math.MaxInt64} }),
+			"than 2^63 bytes":          good(func(o *op, tt *tens) { tt.Shape = []int64{math.MaxInt64} }),
 			"dimensions, want at most": good(func(o *op, tt *tens) { tt.Shape = append(bytes1(64), 4) }),
 			"an input of 16 bytes":     good(func(o *op, tt *tens) { tt.Shape = []int64{5} }),
 			"the output has 8 bytes":   good(func(o *op, tt *tens) { tt.Output = at(0, 64, 8) }),

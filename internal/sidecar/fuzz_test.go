@@ -68,8 +68,8 @@ func FuzzFrames(f *testing.F) {
 				}
 				continue
 			}
-			if len(p.places) != 2*len(p.tensors) || len(p.tensors) != len(o.GetTensors()) {
-				t.Fatalf("%d tensors with %d places", len(p.tensors), len(p.places))
+			if len(p.places) != 2*len(p.Tensors) || len(p.Tensors) != len(o.GetTensors()) {
+				t.Fatalf("%d tensors with %d places", len(p.Tensors), len(p.places))
 			}
 			m := memory{all: map[uint32]*clientArena{1: {number: 1, bytes: make([]byte, 4096)}}}
 			_, uses, err := m.use(nil, p.event, p.places, nil)

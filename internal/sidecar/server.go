@@ -646,7 +646,7 @@ func (s *Server) changeSets(kind message.Kind, timeoutSeconds float64,
 		return nil, c.Misuse("%w", rank.ErrNotInitialized)
 	}
 	var err error
-	if c.Timeout, err = timeoutOf(timeoutSeconds); err != nil {
+	if c.Timeout, err = rank.TimeoutOf(timeoutSeconds); err != nil {
 		return nil, c.Misuse("%w", err)
 	}
 	if err := c.Check(); err != nil {
