@@ -4,12 +4,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"maps"
-	"slices"
+	"math"
 	"sync/atomic"
 	"unsafe"
 
-	"github.com/gohvd/gohvd/half"
+	psnode "github.com/gohvd/gohvd/internal/ps/node"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/ps"
@@ -24,22 +23,8 @@ type node struct {
 	requests chan *sidecarpb.Request
 	active   atomic.Bool // the node is in a job
 
-	// Only the goroutine of the node uses the following fields.
-	po      *ps.Postoffice
-	workers map[workerKey]exchanger
-}
-
-// workerKey identifies a worker of a node.
-type workerKey struct {
-	app   int32
-	dtype tensor.DType
-}
-
-// exchanger starts pushes and pulls of a worker. keys and values are not used after begin has returned, and
-// results not after the request has completed.
-type exchanger interface {
-	begin(ctx context.Context, q *sidecarpb.Exchange, keys []uint64, values,
-		results []byte) (*ps.Request, error)
+	// Only the goroutine of the node uses started.
+	started *psnode.Node // nil before Start and after Finalize
 }
 
 // errNoNode is the error of requests to a node that has not started.
@@ -47,8 +32,7 @@ var errNoNode = errors.New("this client has started no node of a parameter serve
 
 // newNode returns a node and starts its goroutine.
 func newNode(c *conn) *node {
-	n := &node{conn: c, requests: make(chan *sidecarpb.Request, c.server.cfg.MaxInFlight),
-		workers: make(map[workerKey]exchanger)}
+	n := &node{conn: c, requests: make(chan *sidecarpb.Request, c.server.cfg.MaxInFlight)}
 	n.ctx, n.cancel = context.WithCancel(c.server.ctx)
 	c.server.wg.Go(n.run)
 	return n
@@ -77,8 +61,8 @@ func (n *node) run() {
 		break
 	}
 	<-n.conn.server.ctx.Done()
-	if n.po != nil {
-		n.conn.server.check(n.po.Finalize(n.ctx, false))
+	if n.started != nil {
+		n.conn.server.check(n.started.Finalize(n.ctx, false))
 	}
 }
 
@@ -101,73 +85,48 @@ func (n *node) handle(q *sidecarpb.Request) {
 
 // start joins the job.
 func (n *node) start(settings map[string]string) (*sidecarpb.Reply, error) {
-	if n.po != nil {
+	if n.started != nil {
 		return nil, usage("start", "", errors.New("this client has started a node already"))
 	}
-	po, err := ps.Start(n.ctx, ps.Options{Settings: settings, Log: n.conn.server.log})
+	started, err := psnode.Start(n.ctx, settings, n.conn.server.log)
 	if err != nil {
 		return nil, err
 	}
-	n.po = po
+	n.started = started
 	n.active.Store(true)
-	role := "worker"
-	if po.IsScheduler() {
-		role = "scheduler"
-	} else if po.IsServer() {
-		role = "server"
-	}
-	return &sidecarpb.Reply{What: &sidecarpb.Reply_Node{Node: &sidecarpb.Node{Role: role,
-		Rank: int32(po.Rank()), NumWorkers: int32(po.NumWorkers()), NumServers: int32(po.NumServers())}}}, nil
+	role := map[int]string{ps.SchedulerGroup: "scheduler", ps.ServerGroup: "server", ps.WorkerGroup: "worker"}
+	return &sidecarpb.Reply{What: &sidecarpb.Reply_Node{Node: &sidecarpb.Node{Role: role[started.Role()],
+		Rank: int32(started.Rank()), NumWorkers: int32(started.NumWorkers()),
+		NumServers: int32(started.NumServers())}}}, nil
 }
 
 // control handles a request that has an empty answer.
 func (n *node) control(q *sidecarpb.Request) error {
-	if n.po == nil {
+	if n.started == nil {
 		return usage("node", "", errNoNode)
 	}
 	switch what := q.What.(type) {
 	case *sidecarpb.Request_Serve:
-		return n.serve(what.Serve)
+		v := what.Serve
+		return n.started.Serve(int(v.GetApp()), tensor.DType(min(v.GetDtype(), math.MaxUint8)), v.GetHandler(),
+			v.GetParameters())
 	case *sidecarpb.Request_Clock:
-		return n.po.Clock(n.ctx, 0)
+		return n.started.Clock(n.ctx, 0)
 	case *sidecarpb.Request_NodeBarrier:
-		return n.po.Barrier(n.ctx, 0, int(what.NodeBarrier.GetGroup()))
+		return n.started.Barrier(n.ctx, 0, int(what.NodeBarrier.GetGroup()))
 	case *sidecarpb.Request_Finalize:
-		err := n.po.Finalize(n.ctx, what.Finalize.GetBarrier())
+		err := n.started.Finalize(n.ctx, what.Finalize.GetBarrier())
 		n.active.Store(false)
-		n.po = nil
-		clear(n.workers)
+		n.started = nil
 		return err
 	}
 	return nil
 }
 
-// serve makes the server of an app.
-func (n *node) serve(q *sidecarpb.Serve) error {
-	t := nodeTypes[tensor.DType(q.GetDtype())]
-	if t.serve == nil {
-		return usage("serve", "", fmt.Errorf("got the element type %d, which a server cannot have", q.GetDtype()))
-	}
-	return t.serve(n.po, q)
-}
-
 // exchange begins a push or pull. If it returns nil, it calls done at the end.
 func (n *node) exchange(q *sidecarpb.Exchange, done func(error)) error {
-	if n.po == nil {
+	if n.started == nil {
 		return usage("exchange", "", errNoNode)
-	}
-	key := workerKey{q.GetApp(), tensor.DType(q.GetDtype())}
-	w := n.workers[key]
-	if w == nil {
-		t := nodeTypes[key.dtype]
-		if t.work == nil {
-			return usage("exchange", "", fmt.Errorf("got the element type %d, which values cannot have", key.dtype))
-		}
-		var err error
-		if w, err = t.work(n.po, int(key.app)); err != nil {
-			return err
-		}
-		n.workers[key] = w
 	}
 	var places []location
 	for _, m := range []*sidecarpb.Memory{q.GetKeys(), q.GetValues(), q.GetResults()} {
@@ -185,7 +144,11 @@ func (n *node) exchange(q *sidecarpb.Exchange, done func(error)) error {
 		n.conn.server.check(memory.unuse(uses))
 		done(err)
 	}
-	r, err := w.begin(n.ctx, q, keysOf(places[0].to), places[1].to, places[2].to)
+	r, err := n.started.Begin(n.ctx, &psnode.Exchange{
+		App: int(q.GetApp()), DType: tensor.DType(min(q.GetDtype(), math.MaxUint8)), Push: q.GetPush(),
+		Pull: q.GetPull(), Keys: keysOf(places[0].to), Values: places[1].to, Results: places[2].to,
+		Command: q.GetCommand(), Priority: q.GetPriority(),
+	})
 	if err != nil {
 		release(err)
 		return nil
@@ -203,84 +166,6 @@ func (n *node) end() {
 
 // inJob reports whether the node is in a job.
 func (n *node) inJob() bool { return n != nil && n.active.Load() }
-
-// nodeType makes workers and servers for an element type.
-type nodeType struct {
-	work  func(po *ps.Postoffice, app int) (exchanger, error)
-	serve func(po *ps.Postoffice, q *sidecarpb.Serve) error
-}
-
-// nodeTypes has the element types of values.
-var nodeTypes = map[tensor.DType]nodeType{
-	tensor.Uint8: integers[uint8](), tensor.Int8: integers[int8](), tensor.Uint16: integers[uint16](),
-	tensor.Int16: integers[int16](), tensor.Int32: integers[int32](), tensor.Int64: integers[int64](),
-	tensor.Float16: floats[half.Float16](), tensor.BFloat16: floats[half.BFloat16](),
-	tensor.Float32: floats[float32](), tensor.Float64: floats[float64](),
-}
-
-// handlers maps names to functions that make handlers, and the number of their parameters.
-type handlers[T ps.Value] map[string]struct {
-	parameters int
-	new        func(p []float64) ps.Handler[T]
-}
-
-func sums[T ps.Value]() handlers[T] {
-	return handlers[T]{
-		"sum":    {0, func([]float64) ps.Handler[T] { return ps.Sum[T]() }},
-		"assign": {0, func([]float64) ps.Handler[T] { return ps.Assign[T]() }},
-	}
-}
-
-func integers[T ps.Value]() nodeType { return nodeType{work[T], serveWith(sums[T]())} }
-
-func floats[T ps.Float]() nodeType {
-	all := sums[T]()
-	maps.Copy(all, handlers[T]{
-		"sgd":      {1, func(p []float64) ps.Handler[T] { return ps.SGD[T](p[0]) }},
-		"momentum": {2, func(p []float64) ps.Handler[T] { return ps.Momentum[T](p[0], p[1]) }},
-		"adagrad":  {2, func(p []float64) ps.Handler[T] { return ps.Adagrad[T](p[0], p[1]) }},
-		"adam":     {4, func(p []float64) ps.Handler[T] { return ps.Adam[T](p[0], p[1], p[2], p[3]) }},
-	})
-	return nodeType{work[T], serveWith(all)}
-}
-
-// serveWith returns a function that makes a server with one of the handlers.
-func serveWith[T ps.Value](all handlers[T]) func(po *ps.Postoffice, q *sidecarpb.Serve) error {
-	return func(po *ps.Postoffice, q *sidecarpb.Serve) error {
-		h, ok := all[q.GetHandler()]
-		if p := q.GetParameters(); !ok || len(p) != h.parameters {
-			return usage("serve", "", fmt.Errorf("got the handler %q with %d parameters for values of type %s, want %v",
-				q.GetHandler(), len(p), tensor.Of[T](), slices.Sorted(maps.Keys(all))))
-		}
-		_, err := ps.NewKVServer(po, int(q.GetApp()), h.new(q.GetParameters()), ps.SimpleHandlers{})
-		return err
-	}
-}
-
-// worker is an exchanger.
-type worker[T ps.Value] struct{ *ps.KVWorker[T] }
-
-func work[T ps.Value](po *ps.Postoffice, app int) (exchanger, error) {
-	w, err := ps.NewKVWorker[T](po, app, 0, ps.SimpleHandlers{})
-	return worker[T]{w}, err
-}
-
-func (w worker[T]) begin(ctx context.Context, q *sidecarpb.Exchange, keys []uint64, values,
-	results []byte) (*ps.Request, error) {
-	vals, out := tensor.View[T](values), tensor.View[T](results)
-	opts := []ps.Option{ps.Cmd(q.GetCommand()), ps.Priority(q.GetPriority())}
-	switch {
-	case q.GetPull() && len(out) == 0 && len(keys) > 0:
-		return nil, usage("exchange", "", errors.New("there is no memory for the pulled values"))
-	case q.GetPush() && q.GetPull():
-		return w.PushPull(ctx, keys, vals, &out, opts...)
-	case q.GetPush():
-		return w.Push(ctx, keys, vals, opts...)
-	case q.GetPull():
-		return w.Pull(ctx, keys, &out, opts...)
-	}
-	return nil, usage("exchange", "", errors.New("it is neither a push nor a pull"))
-}
 
 // keysOf returns memory of a client as keys.
 func keysOf(b []byte) []uint64 {

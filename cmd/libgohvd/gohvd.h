@@ -1,0 +1,398 @@
+/* gohvd: collective communication for data-parallel training. This is the interface of libgohvd.so, which runs
+ * the engine of one rank in this process. It is for every language except Go. docs/c-api.md is its reference.
+ *
+ * Ranks submit named tensors in any order. An operation runs when all its ranks have submitted it. Any thread may
+ * call any function. The library never calls back into the program and keeps no pointer to memory of the program
+ * except the buffers of operations in flight.
+ *
+ *	float x[4] = {1, 2, 3, 4};
+ *	int64_t shape[] = {4};
+ *	hvd_tensor_t t = {x, x, sizeof x, shape, 1, 0};
+ *	hvd_op_t op = hvd_op(HVD_ALLREDUCE, HVD_FLOAT32, &t);
+ *	if (hvd_init(NULL, NULL) || hvd_run(&op, -1, NULL, NULL)) { ... hvd_last_error(&error) ... }
+ *	hvd_shutdown(NULL, 0, NULL);
+ */
+#ifndef GOHVD_H
+#define GOHVD_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* The version of this interface. A change that an old program would notice increases it. A new function, or a
+ * new field at the end of a struct that has a size, does not. */
+#define HVD_ABI_VERSION 1
+
+/* The result of most functions. If it is neither HVD_SUCCESS nor HVD_PENDING, hvd_last_error has the details. */
+typedef enum hvd_status {
+	HVD_SUCCESS = 0,
+	HVD_ERROR_USAGE = 1,           /* the call is wrong at this rank; nothing was submitted */
+	HVD_ERROR_DUPLICATE_NAME = 2,  /* the name is in use; nothing was submitted */
+	HVD_ERROR_MISMATCH = 3,        /* the requests of the ranks contradict each other; the job goes on */
+	HVD_ERROR_PEER = 4,            /* ranks have failed; the job is over */
+	HVD_ERROR_SHUT_DOWN = 5,       /* this rank or the job was shut down */
+	HVD_ERROR_CLOSED = 6,          /* this rank could not wait for the end of the job */
+	HVD_ERROR_NOT_INITIALIZED = 7, /* this process is in no job: call hvd_init */
+	HVD_ERROR_STALL = 8,           /* the stall inspector has ended the job */
+	HVD_ERROR_INTERNAL = 9,        /* any other failure, such as a file that cannot be written */
+	HVD_ERROR_HANDLE = 10,         /* the handle does not exist, or was used up or released */
+	HVD_ERROR_FORKED = 11,         /* this process was forked after the library was loaded, so it cannot use it */
+	HVD_PENDING = 12               /* the time limit of the call has ended; the operation goes on */
+} hvd_status_t;
+
+/* The kinds of operations, with the numbers that the ranks and the sidecar use too. */
+typedef enum hvd_kind {
+	HVD_ALLREDUCE = 1,
+	HVD_ALLGATHER = 2,
+	HVD_BROADCAST = 3,
+	HVD_ALLTOALL = 4,
+	HVD_REDUCESCATTER = 5,
+	HVD_BARRIER = 6,
+	HVD_JOIN = 7,
+	HVD_REDUCE = 10,
+	HVD_GATHER = 11,
+	HVD_SCATTER = 12,
+	HVD_SEND = 14,
+	HVD_RECV = 15
+} hvd_kind_t;
+
+typedef enum hvd_dtype {
+	HVD_UINT8 = 1,
+	HVD_INT8 = 2,
+	HVD_UINT16 = 3,
+	HVD_INT16 = 4,
+	HVD_INT32 = 5,
+	HVD_INT64 = 6,
+	HVD_FLOAT16 = 7,
+	HVD_BFLOAT16 = 8,
+	HVD_FLOAT32 = 9,
+	HVD_FLOAT64 = 10,
+	HVD_BOOL = 11 /* one byte, 0 or 1 */
+} hvd_dtype_t;
+
+typedef enum hvd_reduction {
+	HVD_AVERAGE = 1, /* the default */
+	HVD_SUM = 2,
+	HVD_MIN = 3,
+	HVD_MAX = 4,
+	HVD_PRODUCT = 5,
+	HVD_ADASUM = 6,
+	HVD_AVERAGE_ACTIVE = 7 /* divides by the number of ranks that have not joined */
+} hvd_reduction_t;
+
+/* A number for something that was begun and that the program has not waited for. 0 is no handle. */
+typedef uint64_t hvd_handle_t;
+
+/* The rank HVD_ANY_SOURCE in a receive stands for any member of the process set. */
+#define HVD_ANY_SOURCE (-1)
+
+/* Flags of hvd_op_t. */
+#define HVD_GROUPED 1u        /* the tensors are a group: all of them are executed, or none */
+#define HVD_ERROR_FEEDBACK 2u /* the rounding errors of the compression are added to the next tensor of the name */
+#define HVD_EMPTY 4u          /* in a join: this rank also takes part in operations that have no neutral element */
+
+/* A flag of hvd_shutdown: the program has failed, so the rank fails too, and the other ranks learn why. */
+#define HVD_FAILED 1u
+
+/* A flag of hvd_add_process_set: only the members call the function. */
+#define HVD_MEMBERS_ONLY 1u
+
+/* hvd_tensor_t is the memory of one tensor. From the submission until the operation is done, the library owns the
+ * memory that input and output point to. It copies the shape and this struct during the call. */
+typedef struct hvd_tensor {
+	const void *input; /* the elements of this rank; not used by a receive */
+	/* Where the result goes. It may be input, or part of it in a reducescatter, or contain input in an allgather.
+	 * Any other overlap is an error. If it is NULL, the library allocates the result (hvd_result_t). */
+	void *output;
+	uint64_t output_bytes; /* the size of output, which must be that of the result */
+	const int64_t *shape;  /* the shape of input, or of output in a receive; NULL if dims is 0 */
+	uint32_t dims;
+	uint32_t dtype; /* an hvd_dtype_t, or 0 for that of the operation; may differ only within a group */
+} hvd_tensor_t;
+
+/* hvd_op_t describes an operation. Make it with hvd_op, and then set the fields that the operation needs. The
+ * library keeps nothing of it but the memory of the tensors. */
+typedef struct hvd_op {
+	uint32_t size; /* sizeof(hvd_op_t), so that later versions can add fields */
+	uint32_t kind; /* an hvd_kind_t */
+	uint32_t dtype;
+	uint32_t reduction;   /* an hvd_reduction_t; 0 is HVD_AVERAGE */
+	uint32_t compression; /* HVD_FLOAT16 or HVD_BFLOAT16: an allreduce of float32 sends elements of this type */
+	uint32_t flags;
+	/* The name by which the ranks match the operation. Without a name, all ranks of the process set must make
+	 * their unnamed calls of a kind in the same order. A name is in use until a wait or a poll has reported that
+	 * the operation is done, or until the handle is released. */
+	const char *name;
+	const hvd_tensor_t *tensors; /* one tensor, none for a barrier and a join, any number with HVD_GROUPED */
+	uint32_t num_tensors;
+	int32_t process_set;    /* the number of a process set; 0 has all ranks */
+	int32_t root;           /* the rank that is the root of a broadcast, reduce, gather or scatter */
+	int32_t peer;           /* the other rank of a send or receive */
+	uint32_t tag;           /* of a send or receive: 0 to 2^31-1 */
+	uint32_t num_splits;    /* 0: every member gets the same number of rows */
+	const int64_t *splits;  /* the rows for each member, in an alltoall, and at the root of a scatter */
+	double prescale;        /* every element is multiplied by it before the reduction */
+	double postscale;       /* and by this one after it */
+	double timeout_seconds; /* the job fails if the operation takes longer; 0: HVD_OPERATION_TIMEOUT_SECONDS */
+	/* The CUDA device that has all tensors, as the runtime of this process counts them, or -1 for host memory. The
+	 * operation begins after the work that is on the stream now. All tensors need an output. */
+	int32_t device;
+	uint32_t reserved; /* 0 */
+	void *stream;      /* a cudaStream_t */
+} hvd_op_t;
+
+/* hvd_op returns an operation on one tensor, or on none if tensor is NULL, with default options. */
+static inline hvd_op_t hvd_op(hvd_kind_t kind, hvd_dtype_t dtype, const hvd_tensor_t *tensor) {
+	hvd_op_t op;
+	memset(&op, 0, sizeof op);
+	op.size = (uint32_t)sizeof op;
+	op.kind = (uint32_t)kind;
+	op.dtype = (uint32_t)dtype;
+	op.tensors = tensor;
+	op.num_tensors = tensor != NULL;
+	op.prescale = op.postscale = 1;
+	op.device = -1;
+	return op;
+}
+
+/* hvd_output_t is the result of one tensor. */
+typedef struct hvd_output {
+	const void *data; /* output of the tensor, or memory of the library if that was NULL */
+	uint64_t bytes;
+	const int64_t *shape;
+	uint32_t dims;
+	uint32_t reserved;
+} hvd_output_t;
+
+/* hvd_result_t is the result of something that has succeeded. Set size before a call that fills it in. Afterwards
+ * its memory belongs to the program, which calls hvd_free_result. If the call has not returned HVD_SUCCESS, the
+ * result has no memory. */
+typedef struct hvd_result {
+	uint32_t size;         /* sizeof(hvd_result_t) */
+	uint32_t num_outputs;  /* the number of tensors */
+	hvd_output_t *outputs; /* one for each tensor */
+	/* How many rows came from each member, after an alltoall, a gather or a scatter. */
+	const int64_t *received;
+	uint32_t num_received;
+	int32_t source;      /* the rank that has sent the message, after a receive */
+	int32_t last_joined; /* the rank that joined last, after a join */
+	int32_t process_set; /* the number of the process set, after hvd_add_process_set */
+	void *memory;        /* of the library */
+} hvd_result_t;
+
+/* hvd_error_t describes an error. The pointers are valid until the next call of this thread that fails. */
+typedef struct hvd_error {
+	uint32_t size; /* sizeof(hvd_error_t) */
+	uint32_t status;
+	const char *text;      /* the whole error, for people */
+	const char *operation; /* such as "allreduce", or "" */
+	const char *tensor;    /* the name, or "" */
+	const int32_t *ranks;  /* the ranks that have failed, with HVD_ERROR_PEER */
+	uint32_t num_ranks;
+	uint32_t shut_down; /* 1 if these ranks did not crash, but have shut down while others waited for them */
+} hvd_error_t;
+
+/* hvd_last_error describes the last error that a function has returned in this thread. If there was none, the
+ * status is HVD_SUCCESS and the text is empty. It returns HVD_ERROR_USAGE if error is NULL or has a wrong size. */
+hvd_status_t hvd_last_error(hvd_error_t *error);
+
+/* hvd_abi_version returns the HVD_ABI_VERSION with which the library was built. */
+uint32_t hvd_abi_version(void);
+
+/* hvd_version returns the version of gohvd, such as "0.7.0". */
+const char *hvd_version(void);
+
+/* Joining and leaving the job.
+ *
+ * Functions with a parameter handle begin something and return at once. hvd_wait then waits for it and returns its
+ * result. If handle is NULL, the function itself waits, without a limit. */
+
+/* hvd_ranks_t is a list of ranks. */
+typedef struct hvd_ranks {
+	const int32_t *ranks;
+	uint32_t num_ranks;
+	uint32_t reserved;
+} hvd_ranks_t;
+
+typedef struct hvd_init_options {
+	uint32_t size; /* sizeof(hvd_init_options_t) */
+	uint32_t num_settings;
+	/* Settings in the form NAME=value (docs/settings.md). They override the environment. */
+	const char *const *settings;
+	/* Process sets that exist from the start, with the numbers 1, 2 and so on. They are equal at all ranks. */
+	const hvd_ranks_t *process_sets;
+	uint32_t num_process_sets;
+	uint32_t reserved;
+	/* The Fortran handle of an MPI communicator with the processes of the job (MPI_Comm_c2f), or NULL. It needs a
+	 * library that was built with the tag mpi. */
+	const int32_t *mpi_comm;
+} hvd_init_options_t;
+
+/* hvd_init joins this process to its job and waits until all ranks have joined. It reads the environment as it is
+ * now: hvdrun or another launcher has set it. Without a launcher, the job has one rank. options may be NULL. In a
+ * job, hvd_init does nothing. After hvd_shutdown, it joins the next epoch of the job. */
+hvd_status_t hvd_init(const hvd_init_options_t *options, hvd_handle_t *handle);
+
+/* hvd_shutdown takes this rank out of the job, and waits for the operations that it has submitted. reason may be
+ * NULL. Otherwise other ranks that still wait for this one report it. Outside of a job it does nothing. If the job
+ * has failed, it returns the reason. A process that exits without it has failed. */
+hvd_status_t hvd_shutdown(const char *reason, uint32_t flags, hvd_handle_t *handle);
+
+/* hvd_check returns HVD_SUCCESS while the job runs, or why it is over. */
+hvd_status_t hvd_check(void);
+
+/* Facts about this rank. Outside of a job they are -1, and hvd_epoch is 0. */
+int32_t hvd_rank(void);
+int32_t hvd_size(void);
+int32_t hvd_local_rank(void); /* among the ranks of this host */
+int32_t hvd_local_size(void);
+int32_t hvd_cross_rank(void); /* of this host, among the hosts that have this local rank */
+int32_t hvd_cross_size(void);
+int32_t hvd_is_homogeneous(void); /* 1 if every host has the same number of ranks */
+int32_t hvd_has_devices(void);    /* 1 if operations on CUDA devices are possible */
+uint64_t hvd_epoch(void);         /* the number of the current life of the job, from 1 */
+
+/* hvd_new_unique_id makes an id by which all ranks of a job can meet, as the setting HVD_UNIQUE_ID. This process
+ * serves them. options may be NULL. The text must be freed with hvd_free_text. */
+hvd_status_t hvd_new_unique_id(const hvd_init_options_t *options, char **text);
+
+/* Operations. */
+
+/* hvd_submit submits an operation. */
+hvd_status_t hvd_submit(const hvd_op_t *op, hvd_handle_t *handle);
+
+/* hvd_submit_many submits n operations in their order, and stops at the first one that fails. submitted, which may
+ * be NULL, receives the number of operations that were submitted. handles has room for n handles. */
+hvd_status_t hvd_submit_many(const hvd_op_t *ops, size_t n, hvd_handle_t *handles, size_t *submitted);
+
+/* hvd_run submits an operation and waits for at most the given number of seconds, or without a limit if it is
+ * negative. If the time ends before, it returns HVD_PENDING, and *handle is the operation. In all other cases
+ * *handle is 0. handle may be NULL if there is no limit. result may be NULL. */
+hvd_status_t hvd_run(const hvd_op_t *op, double seconds, hvd_handle_t *handle, hvd_result_t *result);
+
+/* hvd_wait waits for at most the given number of seconds, or without a limit if it is negative. Unless it returns
+ * HVD_PENDING, the handle is used up. result may be NULL. */
+hvd_status_t hvd_wait(hvd_handle_t handle, double seconds, hvd_result_t *result);
+
+/* hvd_wait_any waits until one of n operations is done, and sets *index to the position of its handle, which
+ * hvd_wait then uses up without waiting. It returns HVD_SUCCESS whether the operation has failed or not. */
+hvd_status_t hvd_wait_any(const hvd_handle_t *handles, size_t n, double seconds, size_t *index);
+
+/* hvd_poll sets *done to 1 if the operation is done, and otherwise to 0. If it is done, its name is free. */
+hvd_status_t hvd_poll(hvd_handle_t handle, int32_t *done);
+
+/* hvd_release gives up a handle without a wait. The operation goes on, and its buffers stay in use until it is
+ * done. Its result is freed. */
+hvd_status_t hvd_release(hvd_handle_t handle);
+
+/* hvd_free_result frees the memory of a result. */
+void hvd_free_result(hvd_result_t *result);
+
+/* hvd_alloc allocates memory that the other ranks of the host can read. Operations on at least 4 MiB of it run
+ * without a copy (docs/arena.md). It is freed with hvd_free. */
+hvd_status_t hvd_alloc(uint64_t bytes, void **memory);
+hvd_status_t hvd_free(void *memory);
+
+/* Process sets. */
+
+/* hvd_add_process_set makes a process set of the given ranks. All ranks of the job call it with the same ranks, or
+ * with HVD_MEMBERS_ONLY only these ranks. name may be NULL; it tells calls apart that are made at the same time.
+ * timeout_seconds is as in hvd_op_t. If handle is NULL, *id receives the number of the set. */
+hvd_status_t hvd_add_process_set(const hvd_ranks_t *ranks, uint32_t flags, const char *name,
+                                 double timeout_seconds, int32_t *id, hvd_handle_t *handle);
+
+/* hvd_remove_process_set removes a process set. The ranks that have added it call the function. */
+hvd_status_t hvd_remove_process_set(int32_t id, double timeout_seconds, hvd_handle_t *handle);
+
+/* hvd_process_sets stores the numbers of the process sets that this rank knows, at most capacity ones, and sets
+ * *count to how many there are. */
+hvd_status_t hvd_process_sets(int32_t *ids, uint32_t capacity, uint32_t *count);
+
+/* hvd_process_set_ranks stores the ranks of a process set, at most capacity ones, in ascending order, and sets *count
+ * to how many there are. */
+hvd_status_t hvd_process_set_ranks(int32_t id, int32_t *ranks, uint32_t capacity, uint32_t *count);
+
+/* Watching. Texts must be freed with hvd_free_text. */
+
+/* hvd_start_timeline begins to write the timeline of this rank. Rank 0 writes to path, and rank r to a file beside
+ * it with .rank<r> in its name (docs/timeline.md). */
+hvd_status_t hvd_start_timeline(const char *path, int32_t mark_cycles);
+
+/* hvd_stop_timeline ends the timeline. It returns when the file is complete. */
+hvd_status_t hvd_stop_timeline(void);
+
+/* hvd_metrics returns the counters of this rank in the text format of Prometheus (docs/metrics.md). */
+hvd_status_t hvd_metrics(char **text);
+
+/* hvd_dump returns a JSON object with the operations that this rank waits for, and its last operations. */
+hvd_status_t hvd_dump(char **text);
+
+/* hvd_next_stall takes the oldest report of the stall inspector that the program has not taken, as a JSON object.
+ * *text is NULL if there is none. Only rank 0 has reports. The last 1024 ones are kept. */
+hvd_status_t hvd_next_stall(char **text);
+
+void hvd_free_text(char *text);
+
+/* The parameter server (docs/ps.md). A process can be a node and a rank at the same time. */
+
+typedef struct hvd_node {
+	uint32_t size; /* sizeof(hvd_node_t) */
+	uint32_t role; /* 1: scheduler, 2: server, 4: worker */
+	int32_t rank;  /* among the nodes of the same role */
+	int32_t num_workers;
+	int32_t num_servers;
+	int32_t reserved;
+} hvd_node_t;
+
+/* hvd_ps_start joins this process to a job of a parameter server as a node. settings are as in hvd_init_options_t. */
+hvd_status_t hvd_ps_start(const char *const *settings, uint32_t num_settings, hvd_handle_t *handle);
+
+/* hvd_ps_node describes this node. */
+hvd_status_t hvd_ps_node(hvd_node_t *node);
+
+/* hvd_ps_serve makes the server of an app, with a built-in handler: sum, assign, sgd, momentum, adagrad or adam, and
+ * its parameters. */
+hvd_status_t hvd_ps_serve(int32_t app, uint32_t dtype, const char *handler, const double *parameters,
+                          uint32_t num_parameters);
+
+/* hvd_exchange_t is a push, a pull, or a push and then a pull of the same keys. Until it is done, the library owns
+ * the memory that it points to. */
+typedef struct hvd_exchange {
+	uint32_t size; /* sizeof(hvd_exchange_t) */
+	int32_t app;
+	uint32_t dtype; /* of the values */
+	uint32_t flags; /* HVD_PUSH, HVD_PULL or both */
+	const uint64_t *keys; /* in ascending order, without duplicates */
+	uint64_t num_keys;
+	const void *values; /* pushed: the same number of elements for each key */
+	uint64_t values_bytes;
+	void *results; /* pulled */
+	uint64_t results_bytes;
+	int32_t command;
+	int32_t priority;
+} hvd_exchange_t;
+
+#define HVD_PUSH 1u
+#define HVD_PULL 2u
+
+/* hvd_ps_exchange begins a push or a pull of a worker. */
+hvd_status_t hvd_ps_exchange(const hvd_exchange_t *exchange, hvd_handle_t *handle);
+
+/* hvd_ps_clock ends an iteration of this worker (docs/ps.md, bounded staleness). */
+hvd_status_t hvd_ps_clock(hvd_handle_t *handle);
+
+/* hvd_ps_barrier waits until all nodes of a group have called it. The group is a sum of roles. */
+hvd_status_t hvd_ps_barrier(int32_t group, hvd_handle_t *handle);
+
+/* hvd_ps_finalize leaves the job. If barrier is not 0, it first waits for all other nodes. */
+hvd_status_t hvd_ps_finalize(int32_t barrier, hvd_handle_t *handle);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
