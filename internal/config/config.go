@@ -291,12 +291,16 @@ func Defaults() Config {
 	return c
 }
 
+// Environ returns the environment of this process in the form NAME=value. In libgohvd it is another function,
+// because there the program may have changed the environment after Go has made its copy.
+var Environ = os.Environ
+
 // FromEnvironment loads the settings of a process that runs an engine. Values come from the environment of
 // the process and from the map overrides, which holds the values that the program sets, by name. haveStore
 // has the meaning of Sources.HaveStore. It is an error if HVD_SIDECAR is set, because then another process
 // runs the engine of this rank.
 func FromEnvironment(overrides map[string]string, haveStore bool) (Config, error) {
-	c, err := Load(Sources{Environ: os.Environ(), API: overrides, HaveStore: haveStore})
+	c, err := Load(Sources{Environ: Environ(), API: overrides, HaveStore: haveStore})
 	if err != nil {
 		return Config{}, err
 	}

@@ -1,6 +1,7 @@
 package rank
 
 import (
+	"context"
 	"crypto/sha256"
 	"encoding/hex"
 	"fmt"
@@ -12,6 +13,7 @@ import (
 	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/tensorqueue"
 )
@@ -140,6 +142,52 @@ func (c *Call) RemoveSet(s *Set, done func(*Change, error)) error {
 		in = s.ID
 	}
 	return c.change(&Change{Set: s}, in, message.Request{Name: "process_set.remove", Set: s.ID}, done)
+}
+
+// AddSetNow adds a process set and returns when all ranks, or with membersOnly all members, have added it. A
+// name tells calls apart that are made at the same time. It may be empty. timeoutSeconds is as in Spec.
+func (r *Rank) AddSetNow(ranks []int, membersOnly bool, name string, timeoutSeconds float64) (*Set, error) {
+	return r.changeNow(message.AddProcessSet, timeoutSeconds,
+		func(c *Call, done func(*Change, error)) error {
+			c.MembersOnly, c.Name = membersOnly, name
+			return c.AddSet(ranks, done)
+		})
+}
+
+// RemoveSetNow removes a process set and returns when all ranks, or all members of a set that only they have
+// added, have removed it.
+func (r *Rank) RemoveSetNow(id int, timeoutSeconds float64) error {
+	_, err := r.changeNow(message.RemoveProcessSet, timeoutSeconds,
+		func(c *Call, done func(*Change, error)) error {
+			set := r.FindSet(id)
+			if set == nil {
+				return c.Misuse("process set %d: %w", id, engine.ErrNoProcessSet)
+			}
+			return c.RemoveSet(set, done)
+		})
+	return err
+}
+
+// changeNow calls the function ask, which submits a change of the process sets, and waits until the change is
+// done. It returns the set.
+func (r *Rank) changeNow(kind message.Kind, timeoutSeconds float64,
+	ask func(c *Call, done func(*Change, error)) error) (*Set, error) {
+	c := NewCall(kind, tensor.Invalid)
+	c.Rank = r
+	var err error
+	if c.Timeout, err = TimeoutOf(timeoutSeconds); err != nil {
+		return nil, c.Misuse("%w", err)
+	}
+	if err := c.Check(); err != nil {
+		return nil, err
+	}
+	var set *Set
+	done := make(chan error, 1)
+	if err = ask(&c, func(ch *Change, err error) { set = ch.Set; done <- err }); err == nil {
+		r.Engine.Drive(context.Background(), func() bool { return len(done) > 0 })
+		err = <-done
+	}
+	return set, err
 }
 
 // change queues the request q in the process set in.

@@ -108,8 +108,8 @@ func (n *node) control(q *sidecarpb.Request) error {
 	switch what := q.What.(type) {
 	case *sidecarpb.Request_Serve:
 		v := what.Serve
-		return n.started.Serve(int(v.GetApp()), tensor.DType(min(v.GetDtype(), math.MaxUint8)), v.GetHandler(),
-			v.GetParameters())
+		dt := tensor.DType(min(v.GetDtype(), math.MaxUint8))
+		return n.started.Serve(int(v.GetApp()), dt, v.GetHandler(), v.GetParameters())
 	case *sidecarpb.Request_Clock:
 		return n.started.Clock(n.ctx, 0)
 	case *sidecarpb.Request_NodeBarrier:
@@ -131,9 +131,11 @@ func (n *node) exchange(q *sidecarpb.Exchange, done func(error)) error {
 	var places []location
 	for _, m := range []*sidecarpb.Memory{q.GetKeys(), q.GetValues(), q.GetResults()} {
 		if m.GetOffset()%8 != 0 {
-			return usage("exchange", "", fmt.Errorf("got the offset %d, want a multiple of 8", m.GetOffset()))
+			return usage("exchange", "", fmt.Errorf("got the offset %d, want a multiple of 8",
+				m.GetOffset()))
 		}
-		places = append(places, location{arena: m.GetArena(), offset: m.GetOffset(), numBytes: m.GetBytes()})
+		places = append(places, location{arena: m.GetArena(), offset: m.GetOffset(),
+			numBytes: m.GetBytes()})
 	}
 	memory := &n.conn.server.memory
 	_, uses, err := memory.use(n.conn, 0, places, nil)

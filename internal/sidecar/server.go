@@ -38,7 +38,6 @@ import (
 	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/internal/shmem"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
-	"github.com/gohvd/gohvd/internal/tensor"
 )
 
 const (
@@ -612,53 +611,25 @@ func (s *Server) addDevice(q *sidecarpb.DeviceArena, c *conn) error {
 // addSet adds a process set to the job. It returns when all ranks, or with members_only all members, have
 // added the set.
 func (s *Server) addSet(q *sidecarpb.AddProcessSet) (*sidecarpb.Reply, error) {
-	ch, err := s.changeSets(message.AddProcessSet, q.GetTimeoutSeconds(),
-		func(c *rank.Call, done func(*rank.Change, error)) error {
-			c.MembersOnly, c.Name = q.GetMembersOnly(), q.GetName()
-			return c.AddSet(ints(q.GetRanks()), done)
-		})
+	r := s.current()
+	if r == nil {
+		return nil, usage(message.AddProcessSet.String(), "", rank.ErrNotInitialized)
+	}
+	set, err := r.AddSetNow(ints(q.GetRanks()), q.GetMembersOnly(), q.GetName(), q.GetTimeoutSeconds())
 	if err != nil {
 		return nil, err
 	}
-	return &sidecarpb.Reply{What: &sidecarpb.Reply_ProcessSet{ProcessSet: describeSet(ch.Set)}}, nil
+	return &sidecarpb.Reply{What: &sidecarpb.Reply_ProcessSet{ProcessSet: describeSet(set)}}, nil
 }
 
 // removeSet removes a process set from the job. It returns when all ranks, or all members of a set that only
 // they have added, have removed the set.
 func (s *Server) removeSet(q *sidecarpb.RemoveProcessSet) error {
-	_, err := s.changeSets(message.RemoveProcessSet, q.GetTimeoutSeconds(),
-		func(c *rank.Call, done func(*rank.Change, error)) error {
-			set := c.Rank.FindSet(int(q.GetId()))
-			if set == nil {
-				return c.Misuse("process set %d: %w", q.GetId(), engine.ErrNoProcessSet)
-			}
-			return c.RemoveSet(set, done)
-		})
-	return err
-}
-
-// changeSets calls the function ask, which submits a change of the process sets, and waits until the change
-// is done.
-func (s *Server) changeSets(kind message.Kind, timeoutSeconds float64,
-	ask func(c *rank.Call, done func(*rank.Change, error)) error) (*rank.Change, error) {
-	c := rank.NewCall(kind, tensor.Invalid)
-	if c.Rank = s.current(); c.Rank == nil {
-		return nil, c.Misuse("%w", rank.ErrNotInitialized)
+	r := s.current()
+	if r == nil {
+		return usage(message.RemoveProcessSet.String(), "", rank.ErrNotInitialized)
 	}
-	var err error
-	if c.Timeout, err = rank.TimeoutOf(timeoutSeconds); err != nil {
-		return nil, c.Misuse("%w", err)
-	}
-	if err := c.Check(); err != nil {
-		return nil, err
-	}
-	var change *rank.Change
-	done := make(chan error, 1)
-	if err = ask(&c, func(ch *rank.Change, err error) { change = ch; done <- err }); err == nil {
-		c.Rank.Engine.Drive(context.Background(), func() bool { return len(done) > 0 })
-		err = <-done
-	}
-	return change, err
+	return r.RemoveSetNow(int(q.GetId()), q.GetTimeoutSeconds())
 }
 
 // startTimeline starts to write the timeline to the path that the client has sent. It does not check
