@@ -136,6 +136,10 @@ nccl-libraries: ## check that PyPI's NCCL and CUDA runtimes 12 and 13 (300 MB) h
 			-cudart "$$(find "$(TOOLS)/nccl" -name libcudart.so.$$version)"; \
 	done
 
+.PHONY: libgohvd
+libgohvd: ## build bin/libgohvd.so, the library for C and other languages; needs a C compiler
+	scripts/build-libgohvd.sh bin/libgohvd.so
+
 .PHONY: hvdd-gpu
 hvdd-gpu: ## build bin/hvdd-gpu, the sidecar with NCCL; needs a C compiler, but neither CUDA nor NCCL
 	CGO_ENABLED=1 $(GO) build -tags nccl -o bin/hvdd-gpu ./cmd/hvdd

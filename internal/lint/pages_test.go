@@ -231,6 +231,13 @@ func TestSettingsAndFlagsExist(t *testing.T) {
 	for _, name := range otherFlags {
 		flags[name] = true
 	}
+	header, err := os.ReadFile(filepath.Join(root, "cmd/libgohvd/gohvd.h")) // its constants begin as settings do
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, name := range settingName.FindAllString(string(header), -1) {
+		settings[name] = true
+	}
 	named := 0
 	for file, p := range readPages(t, root) {
 		inert := false

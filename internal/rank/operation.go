@@ -319,7 +319,7 @@ func (x *Execution) post(c *Call) (err error) {
 	want := 0
 	x.message.Buf = b.In
 	if c.Kind == message.Recv {
-		want = len(b.In)
+		want = x.Tensors[0].NumBytes
 	}
 	if err := x.output(c, 0, want); err != nil {
 		return err
@@ -367,6 +367,9 @@ func (x *Execution) place(c *Call, i int) error {
 		if err := x.output(c, i, want); err != nil {
 			return err
 		}
+		if c.Kind == message.Broadcast && b.In == nil {
+			b.In, e.Input = b.Out, b.Out // only the root has an input
+		}
 	} else if err := x.split(c, e); err != nil {
 		return err
 	} else if b.Out == nil {
@@ -387,7 +390,7 @@ func (x *Execution) place(c *Call, i int) error {
 }
 
 // inPlace sets InPlace of the entry of tensor i, whose input and output overlap. It returns an error if the
-// operation cannot run in place in this memory.
+// operation cannot run in place in this memory. Backends for devices compare the addresses themselves.
 func (x *Execution) inPlace(c *Call, i int) error {
 	b, t := &x.Buffers[i], &x.Tensors[i]
 	at := 0 // the offset of the output in the input
@@ -397,7 +400,7 @@ func (x *Execution) inPlace(c *Call, i int) error {
 		if !within(b.In, b.Out) {
 			return c.Misuse("tensor %d: the input overlaps the output, but is no part of it", i)
 		}
-		x.entries[i].InPlace = true
+		x.entries[i].InPlace = x.Device == tensor.Host
 		return nil
 	case message.Reducescatter:
 		if rows := t.Shape[0]; rows > 0 {
@@ -409,7 +412,7 @@ func (x *Execution) inPlace(c *Call, i int) error {
 		return c.Misuse("tensor %d: the output overlaps the input, want an output that begins at byte %d of the input or does not overlap it",
 			i, at)
 	}
-	x.entries[i].InPlace = true
+	x.entries[i].InPlace = x.Device == tensor.Host
 	return nil
 }
 

@@ -14,9 +14,20 @@ import (
 	"go.uber.org/zap"
 	"golang.org/x/sys/unix"
 
+	"github.com/gohvd/gohvd/internal/failure"
 	"github.com/gohvd/gohvd/internal/rank"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecartest"
 	"github.com/gohvd/gohvd/store"
+)
+
+// These are the classes of errors that the tests expect.
+const (
+	classUsage          = uint32(failure.Usage)
+	classDuplicate      = uint32(failure.Duplicate)
+	classMismatch       = uint32(failure.Mismatch)
+	classPeer           = uint32(failure.Peer)
+	classNotInitialized = uint32(failure.NotInitialized)
+	classInternal       = uint32(failure.Internal)
 )
 
 func TestMain(m *testing.M) {

@@ -63,7 +63,7 @@ func FuzzFrames(f *testing.F) {
 			o := q.GetPrepare().GetOperation()
 			p := newPlan(o)
 			if p.wrong != nil {
-				if class := classOf(p.wrong); class != classUsage {
+				if class := describe(p.wrong).Class; class != classUsage {
 					t.Fatalf("class %d of %v", class, p.wrong)
 				}
 				continue

@@ -60,8 +60,8 @@ func (n *Node) Serve(app int, dt tensor.DType, handler string, parameters []floa
 	return t.serve(n.Postoffice, app, handler, parameters)
 }
 
-// Exchange is a push, a pull, or a push and then a pull of the same keys. The memory belongs to the node until
-// the exchange is done.
+// Exchange is a push, a pull, or a push and then a pull of the same keys. The memory belongs to the node
+// until the exchange is done.
 type Exchange struct {
 	App               int
 	DType             tensor.DType

@@ -1,0 +1,366 @@
+// The functions of gohvd.h. They refuse calls that must not reach Go, because they would hang or crash there: calls
+// in a forked process, calls if there are two copies of the library in the process, and wrong pointers and sizes.
+#define _GNU_SOURCE
+#include <link.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "_cgo_export.h"
+#include "gate.h"
+
+#define PUBLIC __attribute__((visibility("default")))
+
+// Whether this process is a child of the one that has loaded the library. A child has only the thread that has
+// called fork, so the Go runtime does not work in it.
+static volatile int forked;
+
+static void after_fork(void) { forked = 1; }
+
+// The path of another copy of the library in this process, or an empty string. Two copies would have two Go runtimes
+// and two ranks that do not know each other.
+static char other_copy[4096];
+
+// check_object is called for each shared object of the process. data points to the address of this library.
+static int check_object(struct dl_phdr_info *info, size_t size, void *data) {
+	(void)size;
+	const char *name = strrchr(info->dlpi_name, '/');
+	if (name && strncmp(name, "/libgohvd.so", 12) == 0 && info->dlpi_addr != *(ElfW(Addr) *)data) {
+		snprintf(other_copy, sizeof other_copy, "%s", info->dlpi_name);
+	}
+	return 0;
+}
+
+// find_self sets data to the address of the object that contains this function.
+static int find_self(struct dl_phdr_info *info, size_t size, void *data) {
+	(void)size;
+	ElfW(Addr) here = (ElfW(Addr))&find_self;
+	for (int i = 0; i < info->dlpi_phnum; i++) {
+		ElfW(Addr) begin = info->dlpi_addr + info->dlpi_phdr[i].p_vaddr;
+		if (info->dlpi_phdr[i].p_type == PT_LOAD && here >= begin && here < begin + info->dlpi_phdr[i].p_memsz) {
+			*(ElfW(Addr) *)data = info->dlpi_addr;
+			return 1;
+		}
+	}
+	return 0;
+}
+
+// details are those of the last error of a thread.
+struct details {
+	hvd_status_t status;
+	uint32_t num_ranks, shut_down;
+	int32_t *ranks;
+	char *text, *operation, *tensor;
+};
+
+static pthread_key_t details_key;
+
+static void free_details(void *p) {
+	struct details *d = p;
+	free(d->ranks);
+	free(d->text);
+	free(d->operation);
+	free(d->tensor);
+	free(d);
+}
+
+__attribute__((constructor)) static void load(void) {
+	ElfW(Addr) self = 0;
+	pthread_key_create(&details_key, free_details);
+	pthread_atfork(NULL, NULL, after_fork);
+	dl_iterate_phdr(find_self, &self);
+	dl_iterate_phdr(check_object, &self);
+}
+
+hvd_status_t gohvd_set_error(hvd_status_t status, const char *text, const char *operation, const char *tensor,
+                             const int32_t *ranks, uint32_t num_ranks, uint32_t shut_down) {
+	struct details *d = pthread_getspecific(details_key);
+	if (d) {
+		free(d->ranks);
+		free(d->text);
+		free(d->operation);
+		free(d->tensor);
+	} else {
+		d = malloc(sizeof *d);
+		if (!d) {
+			return status;
+		}
+		pthread_setspecific(details_key, d);
+	}
+	d->status = status;
+	d->text = strdup(text);
+	d->operation = strdup(operation);
+	d->tensor = strdup(tensor);
+	d->num_ranks = num_ranks;
+	d->shut_down = shut_down;
+	d->ranks = malloc((num_ranks + 1) * sizeof *ranks);
+	if (d->ranks) {
+		memcpy(d->ranks, ranks, num_ranks * sizeof *ranks);
+	} else {
+		d->num_ranks = 0;
+	}
+	return status;
+}
+
+static hvd_status_t fail(hvd_status_t status, const char *operation, const char *text) {
+	return gohvd_set_error(status, text, operation, "", NULL, 0, 0);
+}
+
+// usable returns HVD_SUCCESS if calls may reach Go.
+static hvd_status_t usable(const char *operation) {
+	if (__builtin_expect(forked, 0)) {
+		return fail(HVD_ERROR_FORKED, operation,
+		            "hvd: this process was forked from one that has loaded gohvd, so it cannot use gohvd: use the "
+		            "start method spawn or forkserver, or call gohvd only in the parent");
+	}
+	if (__builtin_expect(other_copy[0] != 0, 0)) {
+		char text[sizeof other_copy + 100];
+		snprintf(text, sizeof text, "hvd: another copy of the library is in this process: %s: load only one",
+		         other_copy);
+		return fail(HVD_ERROR_USAGE, operation, text);
+	}
+	return HVD_SUCCESS;
+}
+
+// needs returns an error of the operation from the function in which it stands if the condition is not met.
+#define needs(condition, operation, text)                             \
+	do {                                                          \
+		hvd_status_t status_ = usable(operation);             \
+		if (status_) {                                        \
+			return status_;                               \
+		}                                                     \
+		if (!(condition)) {                                   \
+			return fail(HVD_ERROR_USAGE, operation, "hvd: " operation ": " text); \
+		}                                                     \
+	} while (0)
+
+#define needs_size(p, type, operation) \
+	needs((p) && (p)->size == sizeof(type), operation, "the pointer to " #type " is null, or its size is not sizeof(" #type ")")
+
+PUBLIC hvd_status_t hvd_last_error(hvd_error_t *error) {
+	if (!error || error->size != sizeof *error) {
+		return HVD_ERROR_USAGE;
+	}
+	struct details *d = pthread_getspecific(details_key);
+	error->status = d ? d->status : HVD_SUCCESS;
+	error->text = d && d->text ? d->text : "";
+	error->operation = d && d->operation ? d->operation : "";
+	error->tensor = d && d->tensor ? d->tensor : "";
+	error->ranks = d ? d->ranks : NULL;
+	error->num_ranks = d ? d->num_ranks : 0;
+	error->shut_down = d ? d->shut_down : 0;
+	return HVD_SUCCESS;
+}
+
+PUBLIC uint32_t hvd_abi_version(void) { return HVD_ABI_VERSION; }
+
+PUBLIC const char *hvd_version(void) { return forked ? "" : gohvdVersion(); }
+
+PUBLIC hvd_status_t hvd_init(const hvd_init_options_t *options, hvd_handle_t *handle) {
+	needs(!options || options->size == sizeof *options, "init", "the size of the options is not sizeof(hvd_init_options_t)");
+	needs(!options || ((!options->num_settings || options->settings) &&
+	                   (!options->num_process_sets || options->process_sets)),
+	      "init", "got a null pointer for the settings or the process sets");
+	for (uint32_t i = 0; options && i < options->num_process_sets; i++) {
+		needs(!options->process_sets[i].num_ranks || options->process_sets[i].ranks, "init",
+		      "got a null pointer for the ranks of a process set");
+	}
+	return gohvdInit((hvd_init_options_t *)options, handle);
+}
+
+PUBLIC hvd_status_t hvd_shutdown(const char *reason, uint32_t flags, hvd_handle_t *handle) {
+	needs(1, "shutdown", "");
+	return gohvdShutdown((char *)reason, flags, handle);
+}
+
+PUBLIC hvd_status_t hvd_check(void) {
+	needs(1, "check", "");
+	return gohvdCheck();
+}
+
+// fact returns what gohvdFact does, or what it returns outside of a job if calls must not reach Go.
+static int64_t fact(int which) {
+	if (usable("query")) {
+		return which == GOHVD_EPOCH ? 0 : -1;
+	}
+	return gohvdFact(which);
+}
+
+PUBLIC int32_t hvd_rank(void) { return (int32_t)fact(GOHVD_RANK); }
+PUBLIC int32_t hvd_size(void) { return (int32_t)fact(GOHVD_SIZE); }
+PUBLIC int32_t hvd_local_rank(void) { return (int32_t)fact(GOHVD_LOCAL_RANK); }
+PUBLIC int32_t hvd_local_size(void) { return (int32_t)fact(GOHVD_LOCAL_SIZE); }
+PUBLIC int32_t hvd_cross_rank(void) { return (int32_t)fact(GOHVD_CROSS_RANK); }
+PUBLIC int32_t hvd_cross_size(void) { return (int32_t)fact(GOHVD_CROSS_SIZE); }
+PUBLIC int32_t hvd_is_homogeneous(void) { return (int32_t)fact(GOHVD_HOMOGENEOUS); }
+PUBLIC int32_t hvd_has_devices(void) { return (int32_t)fact(GOHVD_DEVICES); }
+PUBLIC uint64_t hvd_epoch(void) { return (uint64_t)fact(GOHVD_EPOCH); }
+
+PUBLIC hvd_status_t hvd_new_unique_id(const hvd_init_options_t *options, char **text) {
+	needs(!options || (options->size == sizeof *options && (!options->num_settings || options->settings)),
+	      "new unique id", "the size of the options is not sizeof(hvd_init_options_t), or the settings are a null pointer");
+	needs(text, "new unique id", "got a null pointer for the text");
+	return gohvdNewUniqueID((hvd_init_options_t *)options, text);
+}
+
+PUBLIC hvd_status_t hvd_submit(const hvd_op_t *op, hvd_handle_t *handle) {
+	needs_size(op, hvd_op_t, "submit");
+	needs(handle, "submit", "got a null pointer for the handle");
+	return gohvdSubmit((hvd_op_t *)op, handle);
+}
+
+PUBLIC hvd_status_t hvd_submit_many(const hvd_op_t *ops, size_t n, hvd_handle_t *handles, size_t *submitted) {
+	hvd_status_t status = HVD_SUCCESS;
+	size_t i = 0;
+	needs(!n || (ops && handles), "submit", "got a null pointer for the operations or the handles");
+	while (i < n && (status = hvd_submit(&ops[i], &handles[i])) == HVD_SUCCESS) {
+		i++;
+	}
+	if (submitted) {
+		*submitted = i;
+	}
+	return status;
+}
+
+PUBLIC hvd_status_t hvd_run(const hvd_op_t *op, double seconds, hvd_handle_t *handle, hvd_result_t *result) {
+	needs_size(op, hvd_op_t, "run");
+	needs(!result || result->size == sizeof *result, "run", "the size of the result is not sizeof(hvd_result_t)");
+	if (result) {
+		memset(&result->num_outputs, 0, sizeof *result - sizeof result->size);
+	}
+	return gohvdRun((hvd_op_t *)op, seconds, handle, result);
+}
+
+PUBLIC hvd_status_t hvd_wait(hvd_handle_t handle, double seconds, hvd_result_t *result) {
+	needs(!result || result->size == sizeof *result, "wait", "the size of the result is not sizeof(hvd_result_t)");
+	if (result) {
+		memset(&result->num_outputs, 0, sizeof *result - sizeof result->size);
+	}
+	return gohvdWait(handle, seconds, result);
+}
+
+PUBLIC hvd_status_t hvd_wait_any(const hvd_handle_t *handles, size_t n, double seconds, size_t *index) {
+	needs(handles && n && n <= SIZE_MAX / 2 && index, "wait any", "got no handles, or a null pointer");
+	return gohvdWaitAny((hvd_handle_t *)handles, n, seconds, index);
+}
+
+PUBLIC hvd_status_t hvd_poll(hvd_handle_t handle, int32_t *done) {
+	needs(done, "poll", "got a null pointer");
+	return gohvdPoll(handle, done);
+}
+
+PUBLIC hvd_status_t hvd_release(hvd_handle_t handle) {
+	needs(1, "release", "");
+	return gohvdRelease(handle);
+}
+
+PUBLIC void hvd_free_result(hvd_result_t *result) {
+	if (!result || result->size != sizeof *result || !result->memory) {
+		return;
+	}
+	void **made = (void **)(result->outputs + result->num_outputs);
+	for (uint32_t i = 0; i < result->num_outputs; i++) {
+		free(made[i]);
+	}
+	free(result->memory);
+	memset(&result->num_outputs, 0, sizeof *result - sizeof result->size);
+}
+
+PUBLIC hvd_status_t hvd_alloc(uint64_t bytes, void **memory) {
+	needs(memory, "alloc", "got a null pointer");
+	*memory = NULL;
+	return gohvdAlloc(bytes, memory);
+}
+
+PUBLIC hvd_status_t hvd_free(void *memory) {
+	if (!memory) {
+		return HVD_SUCCESS;
+	}
+	needs(1, "free", "");
+	return gohvdFree(memory);
+}
+
+PUBLIC hvd_status_t hvd_add_process_set(const hvd_ranks_t *ranks, uint32_t flags, const char *name,
+                                        double timeout_seconds, int32_t *id, hvd_handle_t *handle) {
+	needs(ranks && (!ranks->num_ranks || ranks->ranks), "add process set", "got a null pointer for the ranks");
+	return gohvdAddProcessSet((hvd_ranks_t *)ranks, flags, (char *)name, timeout_seconds, id, handle);
+}
+
+PUBLIC hvd_status_t hvd_remove_process_set(int32_t id, double timeout_seconds, hvd_handle_t *handle) {
+	needs(1, "remove process set", "");
+	return gohvdRemoveProcessSet(id, timeout_seconds, handle);
+}
+
+PUBLIC hvd_status_t hvd_process_sets(int32_t *ids, uint32_t capacity, uint32_t *count) {
+	needs((!capacity || ids) && count, "process sets", "got a null pointer");
+	return gohvdProcessSets(ids, capacity, count);
+}
+
+PUBLIC hvd_status_t hvd_process_set_ranks(int32_t id, int32_t *ranks, uint32_t capacity, uint32_t *count) {
+	needs((!capacity || ranks) && count, "process set ranks", "got a null pointer");
+	return gohvdProcessSetRanks(id, ranks, capacity, count);
+}
+
+PUBLIC hvd_status_t hvd_start_timeline(const char *path, int32_t mark_cycles) {
+	needs(path, "start timeline", "got a null pointer for the path");
+	return gohvdStartTimeline((char *)path, mark_cycles);
+}
+
+PUBLIC hvd_status_t hvd_stop_timeline(void) {
+	needs(1, "stop timeline", "");
+	return gohvdStopTimeline();
+}
+
+PUBLIC hvd_status_t hvd_metrics(char **text) {
+	needs(text, "metrics", "got a null pointer");
+	return gohvdMetrics(text);
+}
+
+PUBLIC hvd_status_t hvd_dump(char **text) {
+	needs(text, "dump", "got a null pointer");
+	return gohvdDump(text);
+}
+
+PUBLIC hvd_status_t hvd_next_stall(char **text) {
+	needs(text, "next stall", "got a null pointer");
+	return gohvdNextStall(text);
+}
+
+PUBLIC void hvd_free_text(char *text) { free(text); }
+
+PUBLIC hvd_status_t hvd_ps_start(const char *const *settings, uint32_t num_settings, hvd_handle_t *handle) {
+	needs(!num_settings || settings, "start", "got a null pointer for the settings");
+	return gohvdStartNode((char **)settings, num_settings, handle);
+}
+
+PUBLIC hvd_status_t hvd_ps_node(hvd_node_t *node) {
+	needs_size(node, hvd_node_t, "node");
+	return gohvdNode(node);
+}
+
+PUBLIC hvd_status_t hvd_ps_serve(int32_t app, uint32_t dtype, const char *handler, const double *parameters,
+                                 uint32_t num_parameters) {
+	needs(handler && (!num_parameters || parameters), "serve", "got a null pointer");
+	return gohvdServe(app, dtype, (char *)handler, (double *)parameters, num_parameters);
+}
+
+PUBLIC hvd_status_t hvd_ps_exchange(const hvd_exchange_t *exchange, hvd_handle_t *handle) {
+	needs_size(exchange, hvd_exchange_t, "exchange");
+	return gohvdExchange((hvd_exchange_t *)exchange, handle);
+}
+
+PUBLIC hvd_status_t hvd_ps_clock(hvd_handle_t *handle) {
+	needs(1, "clock", "");
+	return gohvdClock(handle);
+}
+
+PUBLIC hvd_status_t hvd_ps_barrier(int32_t group, hvd_handle_t *handle) {
+	needs(1, "barrier", "");
+	return gohvdBarrier(group, handle);
+}
+
+PUBLIC hvd_status_t hvd_ps_finalize(int32_t barrier, hvd_handle_t *handle) {
+	needs(1, "finalize", "");
+	return gohvdFinalize(barrier, handle);
+}

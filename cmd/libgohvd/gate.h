@@ -1,0 +1,24 @@
+/* What Go uses of gate.c. */
+#ifndef GOHVD_GATE_H
+#define GOHVD_GATE_H
+
+#include "gohvd.h"
+
+/* The facts that gohvdFact returns. */
+enum {
+	GOHVD_RANK,
+	GOHVD_SIZE,
+	GOHVD_LOCAL_RANK,
+	GOHVD_LOCAL_SIZE,
+	GOHVD_CROSS_RANK,
+	GOHVD_CROSS_SIZE,
+	GOHVD_HOMOGENEOUS,
+	GOHVD_DEVICES,
+	GOHVD_EPOCH
+};
+
+/* gohvd_set_error stores copies of the details of an error for hvd_last_error in this thread. It returns status. */
+hvd_status_t gohvd_set_error(hvd_status_t status, const char *text, const char *operation, const char *tensor,
+                             const int32_t *ranks, uint32_t num_ranks, uint32_t shut_down);
+
+#endif

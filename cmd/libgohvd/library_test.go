@@ -1,0 +1,219 @@
+//go:build cgo
+
+package main_test
+
+import (
+	"debug/elf"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+)
+
+// folder has the library. TestMain removes it.
+var folder string
+
+func TestMain(m *testing.M) {
+	var err error
+	if folder, err = os.MkdirTemp("", "libgohvd"); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
+	status := m.Run()
+	if err := os.RemoveAll(folder); err != nil && status == 0 {
+		fmt.Fprintln(os.Stderr, err)
+		status = 1
+	}
+	os.Exit(status)
+}
+
+// build builds the library once.
+var build = sync.OnceValue(func() error {
+	out, err := exec.Command("../../scripts/build-libgohvd.sh", path()).CombinedOutput()
+	if err != nil {
+		return fmt.Errorf("%w\n%s", err, out)
+	}
+	return nil
+})
+
+// path returns the path of the library.
+func path() string { return filepath.Join(folder, "libgohvd.so") }
+
+// library returns the path of the library, which it builds if necessary.
+func library(t *testing.T) string {
+	if err := build(); err != nil {
+		t.Fatal(err)
+	}
+	return path()
+}
+
+// compile compiles a program with a compiler and its flags, and returns the path of the program.
+func compile(t *testing.T, source string, compiler ...string) string {
+	program := filepath.Join(t.TempDir(), "program")
+	lib := filepath.Dir(library(t))
+	args := append(compiler[1:], "-Wall", "-Werror", "-g", "-I.", "-o", program, source,
+		"-L"+lib, "-lgohvd", "-lm", "-ldl", "-Wl,-rpath,"+lib)
+	if out, err := exec.Command(compiler[0], args...).CombinedOutput(); err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	return program
+}
+
+// c99 compiles C programs. The programs also use functions of POSIX.
+var c99 = []string{"gcc", "-std=c99", "-D_GNU_SOURCE"}
+
+// run runs a program as a job of n ranks, and returns what they have written.
+func run(t *testing.T, n int, program string, args ...string) (outputs []string) {
+	t.Helper()
+	outputs = make([]string, n)
+	method := "file://" + filepath.Join(t.TempDir(), "job")
+	var all sync.WaitGroup
+	for r := range n {
+		c := exec.CommandContext(t.Context(), program, args...)
+		c.WaitDelay = time.Second
+		c.Env = append(os.Environ(), "HVD_INIT_METHOD="+method, fmt.Sprint("HOROVOD_RANK=", r),
+			fmt.Sprint("HOROVOD_SIZE=", n))
+		all.Go(func() {
+			out, err := c.CombinedOutput()
+			if outputs[r] = string(out); err != nil {
+				t.Errorf("rank %d: %v\n%s", r, err, out)
+			}
+		})
+	}
+	all.Wait()
+	return outputs
+}
+
+func TestCollectives(t *testing.T) {
+	program := compile(t, "testdata/collectives.c", c99...)
+	for _, n := range []int{2, 3} {
+		t.Run(fmt.Sprint(n, " ranks"), func(t *testing.T) { run(t, n, program) })
+	}
+	t.Run("TCP", func(t *testing.T) {
+		t.Setenv("HOROVOD_CPU_OPERATIONS", "tcp")
+		run(t, 2, program)
+	})
+}
+
+// TestRefused makes wrong calls. The second run uses the address sanitizer, which reports memory that is read
+// or written outside of the buffers, or used after it was freed.
+func TestRefused(t *testing.T) {
+	run(t, 1, compile(t, "testdata/refused.c", c99...))
+	t.Setenv("ASAN_OPTIONS", "detect_leaks=0") // the detector does not know which memory Go points to
+	sanitized := append(slices.Clone(c99), "-fsanitize=address,undefined")
+	run(t, 1, compile(t, "testdata/refused.c", sanitized...))
+	run(t, 2, compile(t, "testdata/collectives.c", sanitized...))
+}
+
+// TestProcess checks what the library does to its process when it is loaded, and when a copy is loaded too.
+func TestProcess(t *testing.T) {
+	program := compile(t, "testdata/process.c", c99...)
+	text, err := os.ReadFile(library(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	other := filepath.Join(t.TempDir(), "libgohvd.so.2")
+	if err := os.WriteFile(other, text, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	run(t, 1, program, library(t), other)
+}
+
+// TestHeader compares the header with the symbols of the library, and compiles it as C and as C++.
+func TestHeader(t *testing.T) {
+	text, err := os.ReadFile("gohvd.h")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var declared []string
+	for _, m := range regexp.MustCompile(`(?m)^[a-z].*?\b\*?(hvd_\w+)\(`).FindAllStringSubmatch(string(text), -1) {
+		if m[1] != "hvd_op" { // it is a static function
+			declared = append(declared, m[1])
+		}
+	}
+	slices.Sort(declared)
+	file, err := elf.Open(library(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer file.Close()
+	symbols, err := file.DynamicSymbols()
+	if err != nil {
+		t.Fatal(err)
+	}
+	var exported []string
+	for _, s := range symbols {
+		if s.Section != elf.SHN_UNDEF {
+			exported = append(exported, s.Name)
+		}
+	}
+	slices.Sort(exported)
+	if !slices.Equal(declared, exported) {
+		t.Errorf("gohvd.h declares\n%v\nand the library exports\n%v", declared, exported)
+	}
+	golden := filepath.Join("testdata", "symbols.txt")
+	want, err := os.ReadFile(golden)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := strings.Join(exported, "\n") + "\n"; got != string(want) {
+		t.Errorf("%s has other symbols: if one is missing now, increase HVD_ABI_VERSION; got\n%s", golden, got)
+	}
+	for _, compiler := range [][]string{
+		{"gcc", "-std=c99", "-pedantic", "-x", "c"}, {"g++", "-std=c++11", "-pedantic", "-x", "c++"},
+	} {
+		args := append(compiler[1:], "-Wall", "-Wextra", "-Werror", "-fsyntax-only", "gohvd.h")
+		if out, err := exec.Command(compiler[0], args...).CombinedOutput(); err != nil {
+			t.Errorf("%v\n%s", err, out)
+		}
+	}
+}
+
+// TestExample compiles the program of docs/c-api.md.
+func TestExample(t *testing.T) {
+	page, err := os.ReadFile("../../docs/c-api.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, code, _ := strings.Cut(string(page), "```c\n")
+	code, _, found := strings.Cut(code, "```")
+	if !found {
+		t.Fatal("docs/c-api.md has no program")
+	}
+	source := filepath.Join(t.TempDir(), "example.c")
+	if err := os.WriteFile(source, []byte(code), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	run(t, 2, compile(t, source, c99...))
+}
+
+// TestDigits trains as examples/digits does, which is in Go, and compares the weights.
+func TestDigits(t *testing.T) {
+	out, err := exec.CommandContext(t.Context(), "go", "run", "../../examples/digits").Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+	hash := regexp.MustCompile(`weights_sha256=(\w+)`)
+	for _, compiler := range [][]string{
+		{"gcc", "-std=c99", "-D_GNU_SOURCE", "-O2"}, {"g++", "-O2", "-ffp-contract=off", "-x", "c++"},
+	} {
+		program := compile(t, "../../examples/digits.c", compiler...)
+		for n, want := range map[int][]string{1: hash.FindStringSubmatch(string(out)), 2: nil} {
+			for r, got := range run(t, n, program, "../../examples/optdigits/optdigits.csv.gz") {
+				found := hash.FindStringSubmatch(got)
+				if want == nil {
+					want = found
+				}
+				if len(found) != 2 || !slices.Equal(found, want) {
+					t.Errorf("%s, rank %d of %d: %s, want %v", compiler[0], r, n, got, want)
+				}
+			}
+		}
+	}
+}

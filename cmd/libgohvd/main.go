@@ -1,0 +1,573 @@
+// Command libgohvd is built as a shared library, libgohvd.so, with which programs in other languages than Go
+// run a rank in their own process (make libgohvd). gohvd.h declares its functions, and docs/c-api.md is their
+// reference.
+//
+// The functions of gohvd.h are written in C, in gate.c. They refuse what must not reach Go, such as a call in
+// a forked process, and call the functions that this package exports.
+package main
+
+/*
+#include <stdlib.h>
+#include "gohvd.h"
+#include "gate.h"
+extern char **environ;
+*/
+import "C"
+
+import (
+	"fmt"
+	"math"
+	"strings"
+	"time"
+	"unsafe"
+
+	"github.com/gohvd/gohvd/internal/arena"
+	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/engine"
+	"github.com/gohvd/gohvd/internal/library"
+	"github.com/gohvd/gohvd/internal/ps/node"
+	"github.com/gohvd/gohvd/internal/rank"
+	"github.com/gohvd/gohvd/internal/tensor"
+)
+
+// process is the state of this process.
+var process = library.New()
+
+// memory provides memory that the program frees with hvd_free_result.
+var memory = library.Memory{
+	Alloc: func(numBytes int) ([]byte, error) {
+		p := C.malloc(C.size_t(max(numBytes, 1)))
+		if p == nil {
+			return nil, fmt.Errorf("there is no memory for a result of %d bytes", numBytes)
+		}
+		return unsafe.Slice((*byte)(p), numBytes), nil
+	},
+	Free: func(b []byte) { C.free(unsafe.Pointer(unsafe.SliceData(b))) },
+}
+
+func init() { config.Environ = environ }
+
+// environ returns the environment of the process as it is now. Go has copied it when the library was loaded.
+func environ() (all []string) {
+	next := unsafe.Pointer(C.environ) // it is nil after clearenv
+	for next != nil && *(**C.char)(next) != nil {
+		all = append(all, C.GoString(*(**C.char)(next)))
+		next = unsafe.Add(next, unsafe.Sizeof(next))
+	}
+	return all
+}
+
+// misuse returns the error of a wrong call of the function op.
+func misuse(op, format string, args ...any) error {
+	return &engine.UsageError{Op: op, Err: fmt.Errorf(format, args...)}
+}
+
+// settingsOf reads settings in the form NAME=value.
+func settingsOf(op string, all **C.char, n C.uint32_t) (map[string]string, error) {
+	settings := make(map[string]string)
+	for i, p := range unsafe.Slice(all, int(n)) {
+		if p == nil {
+			return nil, misuse(op, "setting %d is a null pointer", i)
+		}
+		name, value, found := strings.Cut(C.GoString(p), "=")
+		if !found {
+			return nil, misuse(op, "got the setting %q, want NAME=value", name)
+		}
+		settings[name] = value
+	}
+	return settings, nil
+}
+
+// optionsOf reads the options of op. o may be nil.
+func optionsOf(op string, o *C.hvd_init_options_t) (options library.InitOptions, err error) {
+	if o == nil {
+		return options, nil
+	}
+	if options.Settings, err = settingsOf(op, o.settings, o.num_settings); err != nil {
+		return options, err
+	}
+	for _, set := range unsafe.Slice(o.process_sets, int(o.num_process_sets)) {
+		options.Sets = append(options.Sets, ranksOf(&set))
+	}
+	if o.mpi_comm != nil {
+		comm := int32(*o.mpi_comm)
+		options.MPIComm = &comm
+	}
+	return options, nil
+}
+
+func ranksOf(r *C.hvd_ranks_t) []int {
+	all := make([]int, 0, int(r.num_ranks))
+	for _, n := range unsafe.Slice(r.ranks, int(r.num_ranks)) {
+		all = append(all, int(n))
+	}
+	return all
+}
+
+// stringOf returns a text of the program. p may be nil.
+func stringOf(p *C.char) string {
+	if p == nil {
+		return ""
+	}
+	return C.GoString(p)
+}
+
+// limitOf converts a number of seconds. Every negative number means that there is no limit.
+func limitOf(seconds C.double) (time.Duration, error) {
+	switch s := float64(seconds); {
+	case math.IsNaN(s):
+		return 0, misuse("wait", "got a time limit that is not a number")
+	case s < 0, s > math.MaxInt64/1e9:
+		return library.Forever, nil
+	default:
+		return time.Duration(s * 1e9), nil
+	}
+}
+
+// begun gives the program the handle h. If there is no place for it, begun waits.
+func begun(h library.Handle, into *C.hvd_handle_t) C.hvd_status_t {
+	if into == nil {
+		return status(process.Wait(h, library.Forever, nil))
+	}
+	*into = C.hvd_handle_t(h)
+	return C.HVD_SUCCESS
+}
+
+//export gohvdInit
+func gohvdInit(o *C.hvd_init_options_t, handle *C.hvd_handle_t) C.hvd_status_t {
+	options, err := optionsOf("init", o)
+	if err != nil {
+		return status(err)
+	}
+	return begun(process.Init(options), handle)
+}
+
+//export gohvdShutdown
+func gohvdShutdown(reason *C.char, flags C.uint32_t, handle *C.hvd_handle_t) C.hvd_status_t {
+	if flags&^C.HVD_FAILED != 0 {
+		return status(misuse("shutdown", "got the flags %#x, want HVD_FAILED or 0", uint32(flags)))
+	}
+	text := strings.ToValidUTF8(stringOf(reason), "\uFFFD")
+	if flags != 0 && text == "" {
+		return status(misuse("shutdown", "got no reason for the failure of the program"))
+	}
+	return begun(process.Shutdown(text, flags != 0), handle)
+}
+
+//export gohvdCheck
+func gohvdCheck() C.hvd_status_t { return status(process.Check()) }
+
+//export gohvdFact
+func gohvdFact(which C.int) C.int64_t {
+	r := process.Rank()
+	if r == nil {
+		if which == C.GOHVD_EPOCH {
+			return 0
+		}
+		return -1
+	}
+	truth := func(b bool) C.int64_t {
+		if b {
+			return 1
+		}
+		return 0
+	}
+	switch p := &r.Place; which {
+	case C.GOHVD_RANK:
+		return C.int64_t(p.Rank)
+	case C.GOHVD_SIZE:
+		return C.int64_t(p.Size)
+	case C.GOHVD_LOCAL_RANK:
+		return C.int64_t(p.LocalRank)
+	case C.GOHVD_LOCAL_SIZE:
+		return C.int64_t(p.LocalSize)
+	case C.GOHVD_CROSS_RANK:
+		return C.int64_t(p.CrossRank)
+	case C.GOHVD_CROSS_SIZE:
+		return C.int64_t(p.CrossSize)
+	case C.GOHVD_HOMOGENEOUS:
+		return truth(r.Homogeneous)
+	case C.GOHVD_DEVICES:
+		return truth(r.Devices != nil)
+	default:
+		return C.int64_t(r.Epoch)
+	}
+}
+
+//export gohvdNewUniqueID
+func gohvdNewUniqueID(o *C.hvd_init_options_t, text **C.char) C.hvd_status_t {
+	options, err := optionsOf("new unique id", o)
+	if err != nil {
+		return status(err)
+	}
+	id, err := process.NewUniqueID(options)
+	return give([]byte(id), err, text)
+}
+
+// give gives the program a text, or the error err.
+func give(b []byte, err error, text **C.char) C.hvd_status_t {
+	if err != nil {
+		return status(err)
+	}
+	*text = C.CString(string(b))
+	return C.HVD_SUCCESS
+}
+
+// opOf reads an operation.
+func opOf(c *C.hvd_op_t) (*library.Op, error) {
+	o := &library.Op{OnDevice: c.device >= 0, Device: int(c.device), Stream: uintptr(c.stream)}
+	s := &o.Spec
+	*s = rank.Spec{
+		Kind: uint32(c.kind), DType: uint32(c.dtype), ReduceOp: uint32(c.reduction),
+		Wire: uint32(c.compression), Name: stringOf(c.name),
+		Prescale: float64(c.prescale), Postscale: float64(c.postscale),
+		TimeoutSeconds: float64(c.timeout_seconds), Set: int(c.process_set), Root: int(c.root),
+		Peer: int(c.peer), Tag: int(c.tag),
+		Grouped: c.flags&C.HVD_GROUPED != 0, ErrorFeedback: c.flags&C.HVD_ERROR_FEEDBACK != 0,
+		Empty: c.flags&C.HVD_EMPTY != 0,
+	}
+	const known = C.HVD_GROUPED | C.HVD_ERROR_FEEDBACK | C.HVD_EMPTY
+	switch {
+	case c.flags&^known != 0:
+		return nil, misuse("submit", "got the flags %#x, of which %#x are unknown", uint32(c.flags),
+			uint32(c.flags&^known))
+	case c.num_tensors > rank.MaxTensors:
+		return nil, misuse("submit", "got %d tensors, want at most %d", uint32(c.num_tensors), rank.MaxTensors)
+	case c.num_tensors > 0 && c.tensors == nil, c.num_splits > 0 && c.splits == nil:
+		return nil, misuse("submit", "got a null pointer for the tensors or for the splits")
+	}
+	for _, n := range unsafe.Slice(c.splits, int(c.num_splits)) {
+		s.Splits = append(s.Splits, int64(n))
+	}
+	o.Places = make([]library.Place, c.num_tensors)
+	s.Tensors = make([]rank.TensorSpec, c.num_tensors)
+	tensors := unsafe.Slice(c.tensors, int(c.num_tensors))
+	for i := range tensors {
+		t := &tensors[i]
+		if t.dims > maxDims || t.dims > 0 && t.shape == nil {
+			return nil, misuse("submit", "tensor %d: got no shape, or one with %d dimensions, want at most %d",
+				i, uint32(t.dims), maxDims)
+		}
+		shape := make(tensor.Shape, t.dims)
+		copy(shape, unsafe.Slice((*int64)(t.shape), int(t.dims)))
+		s.Tensors[i] = rank.TensorSpec{DType: uint32(t.dtype), Shape: shape}
+		o.Places[i] = library.Place{In: t.input, Out: t.output, OutBytes: uint64(t.output_bytes)}
+	}
+	return o, nil
+}
+
+// maxDims is the maximum number of dimensions of a tensor.
+const maxDims = 255
+
+//export gohvdSubmit
+func gohvdSubmit(c *C.hvd_op_t, handle *C.hvd_handle_t) C.hvd_status_t {
+	o, err := opOf(c)
+	if err != nil {
+		return status(err)
+	}
+	h, err := process.Submit(o, memory)
+	*handle = C.hvd_handle_t(h)
+	return status(err)
+}
+
+//export gohvdRun
+func gohvdRun(c *C.hvd_op_t, seconds C.double, handle *C.hvd_handle_t,
+	result *C.hvd_result_t) C.hvd_status_t {
+	limit, err := limitOf(seconds)
+	if err == nil && limit != library.Forever && handle == nil {
+		err = misuse("run", "got a time limit and no place for the handle")
+	}
+	if err != nil {
+		return status(err)
+	}
+	o, err := opOf(c)
+	if err != nil {
+		return status(err)
+	}
+	var into *library.Result
+	if result != nil {
+		into = new(library.Result)
+	}
+	h, err := process.Run(o, memory, limit, into)
+	if handle != nil {
+		*handle = C.hvd_handle_t(h)
+	}
+	return finish(err, into, result)
+}
+
+//export gohvdWait
+func gohvdWait(handle C.hvd_handle_t, seconds C.double, result *C.hvd_result_t) C.hvd_status_t {
+	limit, err := limitOf(seconds)
+	if err != nil {
+		return status(err)
+	}
+	var into *library.Result
+	if result != nil {
+		into = new(library.Result)
+	}
+	return finish(process.Wait(library.Handle(handle), limit, into), into, result)
+}
+
+// finish gives the program the result r, or the error err. into is nil if the program wants no result.
+func finish(err error, r *library.Result, into *C.hvd_result_t) C.hvd_status_t {
+	if err != nil {
+		return status(err)
+	}
+	if r == nil {
+		return C.HVD_SUCCESS
+	}
+	into.source, into.last_joined, into.process_set = C.int32_t(r.Source), C.int32_t(r.LastJoined),
+		C.int32_t(r.Set)
+	n := len(r.Received)
+	for _, o := range r.Outputs {
+		n += len(o.Shape)
+	}
+	// One block holds the outputs, whether the library has allocated them, and the numbers.
+	size := len(r.Outputs)*int(unsafe.Sizeof(C.hvd_output_t{})+unsafe.Sizeof(uintptr(0))) + 8*n
+	if size == 0 {
+		return C.HVD_SUCCESS
+	}
+	block := C.calloc(1, C.size_t(size))
+	if block == nil {
+		for _, o := range r.Outputs {
+			if o.Made {
+				memory.Free(o.Data)
+			}
+		}
+		return status(fmt.Errorf("there is no memory for the description of a result"))
+	}
+	into.memory = block
+	into.num_outputs, into.outputs = C.uint32_t(len(r.Outputs)), (*C.hvd_output_t)(block)
+	outputs := unsafe.Slice(into.outputs, len(r.Outputs))
+	at := unsafe.Add(block, len(outputs)*int(unsafe.Sizeof(C.hvd_output_t{})))
+	made := unsafe.Slice((*unsafe.Pointer)(at), len(outputs))
+	numbers := unsafe.Slice((*int64)(unsafe.Add(at, len(outputs)*int(unsafe.Sizeof(uintptr(0))))), n)
+	put := func(values []int64) *C.int64_t {
+		if len(values) == 0 {
+			return nil
+		}
+		p := (*C.int64_t)(&numbers[0])
+		numbers = numbers[copy(numbers, values):]
+		return p
+	}
+	for i, o := range r.Outputs {
+		data := unsafe.Pointer(unsafe.SliceData(o.Data))
+		outputs[i] = C.hvd_output_t{data: data, bytes: C.uint64_t(len(o.Data)), shape: put(o.Shape),
+			dims: C.uint32_t(len(o.Shape))}
+		if o.Made {
+			made[i] = data
+		}
+	}
+	into.received, into.num_received = put(r.Received), C.uint32_t(len(r.Received))
+	return C.HVD_SUCCESS
+}
+
+//export gohvdWaitAny
+func gohvdWaitAny(handles *C.hvd_handle_t, n C.size_t, seconds C.double, index *C.size_t) C.hvd_status_t {
+	limit, err := limitOf(seconds)
+	if err != nil {
+		return status(err)
+	}
+	i, err := process.WaitAny(unsafe.Slice((*library.Handle)(handles), int(n)), limit)
+	*index = C.size_t(i)
+	return status(err)
+}
+
+//export gohvdPoll
+func gohvdPoll(handle C.hvd_handle_t, done *C.int32_t) C.hvd_status_t {
+	is, err := process.Poll(library.Handle(handle))
+	if *done = 0; is {
+		*done = 1
+	}
+	return status(err)
+}
+
+//export gohvdRelease
+func gohvdRelease(handle C.hvd_handle_t) C.hvd_status_t {
+	return status(process.Release(library.Handle(handle)))
+}
+
+//export gohvdAlloc
+func gohvdAlloc(n C.uint64_t, to *unsafe.Pointer) C.hvd_status_t {
+	if n == 0 || n > math.MaxInt64 {
+		return status(misuse("alloc", "got %d bytes, want 1 to 2^63-1", uint64(n)))
+	}
+	b, err := arena.Alloc(int(n))
+	if err == nil {
+		allocated.add(b)
+		*to = unsafe.Pointer(unsafe.SliceData(b))
+	}
+	return status(err)
+}
+
+//export gohvdFree
+func gohvdFree(p unsafe.Pointer) C.hvd_status_t {
+	b := allocated.take(p)
+	if b == nil {
+		return status(misuse("free", "got address %p, which hvd_alloc has not returned or which was freed", p))
+	}
+	return status(arena.Free(b))
+}
+
+//export gohvdAddProcessSet
+func gohvdAddProcessSet(ranks *C.hvd_ranks_t, flags C.uint32_t, name *C.char, timeout C.double, id *C.int32_t,
+	handle *C.hvd_handle_t) C.hvd_status_t {
+	if flags&^C.HVD_MEMBERS_ONLY != 0 {
+		return status(misuse("add process set", "got the flags %#x, want HVD_MEMBERS_ONLY or 0",
+			uint32(flags)))
+	}
+	h := process.AddSet(ranksOf(ranks), flags != 0, stringOf(name), float64(timeout))
+	if handle != nil {
+		*handle = C.hvd_handle_t(h)
+		return C.HVD_SUCCESS
+	}
+	var r library.Result
+	err := process.Wait(h, library.Forever, &r)
+	if err == nil && id != nil {
+		*id = C.int32_t(r.Set)
+	}
+	return status(err)
+}
+
+//export gohvdRemoveProcessSet
+func gohvdRemoveProcessSet(id C.int32_t, timeout C.double, handle *C.hvd_handle_t) C.hvd_status_t {
+	return begun(process.RemoveSet(int(id), float64(timeout)), handle)
+}
+
+// list gives the program the first elements of a list, and its length.
+func list[T ~int32 | ~uint32](all []T, err error, to *C.int32_t, capacity C.uint32_t,
+	count *C.uint32_t) C.hvd_status_t {
+	if err != nil {
+		return status(err)
+	}
+	*count = C.uint32_t(len(all))
+	copy(unsafe.Slice((*T)(unsafe.Pointer(to)), int(capacity)), all) // both types have 4 bytes
+	return C.HVD_SUCCESS
+}
+
+//export gohvdProcessSets
+func gohvdProcessSets(ids *C.int32_t, capacity C.uint32_t, count *C.uint32_t) C.hvd_status_t {
+	all, err := process.Sets()
+	return list(all, err, ids, capacity, count)
+}
+
+//export gohvdProcessSetRanks
+func gohvdProcessSetRanks(id C.int32_t, ranks *C.int32_t, capacity C.uint32_t,
+	count *C.uint32_t) C.hvd_status_t {
+	all, err := process.SetRanks(int(id))
+	return list(all, err, ranks, capacity, count)
+}
+
+//export gohvdStartTimeline
+func gohvdStartTimeline(path *C.char, markCycles C.int32_t) C.hvd_status_t {
+	return status(process.StartTimeline(stringOf(path), markCycles != 0))
+}
+
+//export gohvdStopTimeline
+func gohvdStopTimeline() C.hvd_status_t { return status(process.StopTimeline()) }
+
+//export gohvdMetrics
+func gohvdMetrics(text **C.char) C.hvd_status_t {
+	b, err := process.Metrics()
+	return give(b, err, text)
+}
+
+//export gohvdDump
+func gohvdDump(text **C.char) C.hvd_status_t {
+	b, err := process.Dump()
+	return give(b, err, text)
+}
+
+//export gohvdNextStall
+func gohvdNextStall(text **C.char) C.hvd_status_t {
+	b := process.NextStall()
+	if *text = nil; b == nil {
+		return C.HVD_SUCCESS
+	}
+	return give(b, nil, text)
+}
+
+//export gohvdStartNode
+func gohvdStartNode(all **C.char, n C.uint32_t, handle *C.hvd_handle_t) C.hvd_status_t {
+	settings, err := settingsOf("start", all, n)
+	if err != nil {
+		return status(err)
+	}
+	return begun(process.StartNode(settings), handle)
+}
+
+//export gohvdNode
+func gohvdNode(into *C.hvd_node_t) C.hvd_status_t {
+	n, err := process.Node("node")
+	if err != nil {
+		return status(err)
+	}
+	into.role, into.rank = C.uint32_t(n.Role()), C.int32_t(n.Rank())
+	into.num_workers, into.num_servers = C.int32_t(n.NumWorkers()), C.int32_t(n.NumServers())
+	return C.HVD_SUCCESS
+}
+
+//export gohvdServe
+func gohvdServe(app C.int32_t, dtype C.uint32_t, handler *C.char, parameters *C.double,
+	n C.uint32_t) C.hvd_status_t {
+	started, err := process.Node("serve")
+	if err != nil {
+		return status(err)
+	}
+	var all []float64
+	for _, p := range unsafe.Slice(parameters, int(n)) {
+		all = append(all, float64(p))
+	}
+	return status(started.Serve(int(app), dtypeOf(dtype), stringOf(handler), all))
+}
+
+// dtypeOf converts the number of an element type, which may be unknown.
+func dtypeOf(n C.uint32_t) tensor.DType { return tensor.DType(min(n, math.MaxUint8)) }
+
+//export gohvdExchange
+func gohvdExchange(x *C.hvd_exchange_t, handle *C.hvd_handle_t) C.hvd_status_t {
+	const most = math.MaxInt64 / 8
+	switch {
+	case x.flags&^(C.HVD_PUSH|C.HVD_PULL) != 0:
+		return status(misuse("exchange", "got the flags %#x, want HVD_PUSH, HVD_PULL or both",
+			uint32(x.flags)))
+	case x.num_keys > most || x.values_bytes > most || x.results_bytes > most:
+		return status(misuse("exchange", "got memory that cannot exist"))
+	case x.keys == nil && x.num_keys > 0, x.values == nil && x.values_bytes > 0,
+		x.results == nil && x.results_bytes > 0:
+		return status(misuse("exchange", "got a null pointer for the keys, the values or the results"))
+	}
+	h, err := process.Exchange(&node.Exchange{
+		App: int(x.app), DType: dtypeOf(x.dtype),
+		Push: x.flags&C.HVD_PUSH != 0, Pull: x.flags&C.HVD_PULL != 0,
+		Keys:    unsafe.Slice((*uint64)(x.keys), int(x.num_keys)),
+		Values:  unsafe.Slice((*byte)(x.values), int(x.values_bytes)),
+		Results: unsafe.Slice((*byte)(x.results), int(x.results_bytes)),
+		Command: int32(x.command), Priority: int32(x.priority),
+	})
+	if err != nil {
+		return status(err)
+	}
+	return begun(h, handle)
+}
+
+//export gohvdClock
+func gohvdClock(handle *C.hvd_handle_t) C.hvd_status_t { return begun(process.Clock(), handle) }
+
+//export gohvdBarrier
+func gohvdBarrier(group C.int32_t, handle *C.hvd_handle_t) C.hvd_status_t {
+	return begun(process.Barrier(int(group)), handle)
+}
+
+//export gohvdFinalize
+func gohvdFinalize(barrier C.int32_t, handle *C.hvd_handle_t) C.hvd_status_t {
+	return begun(process.Finalize(barrier != 0), handle)
+}
+
+//export gohvdVersion
+func gohvdVersion() *C.char { return version }
+
+// version is the version of gohvd. It is never freed.
+var version = C.CString(config.Version())
+
+func main() {}

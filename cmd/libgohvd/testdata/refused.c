@@ -1,0 +1,151 @@
+/* Wrong calls. Each must be an error with a text. The program has one rank. */
+#include "check.h"
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+int main(void) {
+	float x[4] = {0};
+	int64_t shape[2] = {2, 2}, huge[2] = {INT64_MAX, 3}, negative = -1;
+	hvd_tensor_t t = {x, x, sizeof x, shape, 2, 0};
+	const hvd_op_t good = hvd_op(HVD_ALLREDUCE, HVD_FLOAT32, &t);
+	hvd_op_t op = good;
+	hvd_handle_t h = 0;
+	hvd_result_t r = {0};
+	hvd_error_t e = {0};
+	char *text;
+	int32_t number = 0;
+	uint32_t count;
+	size_t index;
+
+	want(hvd_abi_version() == HVD_ABI_VERSION && hvd_version()[0]);
+	want(hvd_last_error(NULL) == HVD_ERROR_USAGE && hvd_last_error(&e) == HVD_ERROR_USAGE);
+	want(!strcmp(last(), ""));
+	fails(hvd_run(&op, -1, NULL, NULL), HVD_ERROR_NOT_INITIALIZED, "not initialized");
+	fails(hvd_submit(&op, &h), HVD_ERROR_NOT_INITIALIZED, "not initialized");
+	fails(hvd_metrics(&text), HVD_ERROR_NOT_INITIALIZED, "not initialized");
+	fails(hvd_process_sets(&number, 1, &count), HVD_ERROR_NOT_INITIALIZED, "not initialized");
+	fails(hvd_ps_clock(NULL), HVD_ERROR_USAGE, "no node");
+
+	hvd_init_options_t o = {0};
+	fails(hvd_init(&o, NULL), HVD_ERROR_USAGE, "size");
+	o.size = sizeof o;
+	o.num_settings = 1;
+	fails(hvd_init(&o, NULL), HVD_ERROR_USAGE, "null");
+	const char *settings[] = {"HOROVOD_CYCLE_TIME", "HVD_NO_SUCH_SETTING=1", "HOROVOD_CYCLE_TIME=x", NULL};
+	const char *says[] = {"NAME=value", "HVD_NO_SUCH_SETTING", "HOROVOD_CYCLE_TIME", "null"};
+	for (int i = 0; i < 4; i++) {
+		o.settings = &settings[i];
+		want(hvd_init(&o, NULL) != HVD_SUCCESS && strstr(last(), says[i]));
+	}
+	ok(hvd_init(NULL, NULL));
+
+	fails(hvd_run(NULL, -1, NULL, NULL), HVD_ERROR_USAGE, "hvd_op_t");
+	op.size--;
+	fails(hvd_submit(&op, &h), HVD_ERROR_USAGE, "hvd_op_t");
+	op = good;
+	fails(hvd_submit(&op, NULL), HVD_ERROR_USAGE, "null");
+	fails(hvd_run(&op, 1, NULL, NULL), HVD_ERROR_USAGE, "handle");
+	fails(hvd_run(&op, NAN, &h, NULL), HVD_ERROR_USAGE, "not a number");
+	fails(hvd_run(&op, -1, NULL, &r), HVD_ERROR_USAGE, "hvd_result_t");
+	op.kind = 99;
+	fails(hvd_run(&op, -1, NULL, NULL), HVD_ERROR_USAGE, "99");
+	op.kind = HVD_PENDING + 1; /* a kind of responses only */
+	fails(hvd_run(&op, -1, NULL, NULL), HVD_ERROR_USAGE, "unknown");
+	op = good;
+	op.dtype = 1000;
+	fails(hvd_run(&op, -1, NULL, NULL), HVD_ERROR_USAGE, "1000");
+	op = good;
+	op.reduction = 8;
+	fails(hvd_run(&op, -1, NULL, NULL), HVD_ERROR_USAGE, "reduction 8");
+	op = good;
+	op.flags = 64;
+	fails(hvd_run(&op, -1, NULL, NULL), HVD_ERROR_USAGE, "0x40");
+	op = good;
+	op.tensors = NULL;
+	fails(hvd_run(&op, -1, NULL, NULL), HVD_ERROR_USAGE, "null");
+	op = good;
+	op.num_tensors = 0;
+	fails(hvd_run(&op, -1, NULL, NULL), HVD_ERROR_USAGE, "0 tensors");
+	op = good;
+	op.num_splits = 1;
+	fails(hvd_run(&op, -1, NULL, NULL), HVD_ERROR_USAGE, "null");
+	op = good;
+	op.process_set = 5;
+	fails(hvd_run(&op, -1, NULL, NULL), HVD_ERROR_USAGE, "process set");
+	op = good;
+	op.kind = HVD_BROADCAST;
+	op.root = 3;
+	fails(hvd_run(&op, -1, NULL, NULL), HVD_ERROR_USAGE, "root rank 3");
+	op = good;
+	op.timeout_seconds = -1;
+	fails(hvd_run(&op, -1, NULL, NULL), HVD_ERROR_USAGE, "timeout");
+	op = good;
+	op.device = 0;
+	want(hvd_run(&op, -1, NULL, NULL) != HVD_SUCCESS && *last());
+	op = good;
+	hvd_tensor_t bad = t;
+	op.tensors = &bad;
+	bad.input = NULL;
+	fails(hvd_run(&op, -1, NULL, NULL), HVD_ERROR_USAGE, "no input");
+	bad = t;
+	bad.shape = NULL;
+	fails(hvd_run(&op, -1, NULL, NULL), HVD_ERROR_USAGE, "shape");
+	bad.dims = 1u << 30;
+	bad.shape = shape;
+	fails(hvd_run(&op, -1, NULL, NULL), HVD_ERROR_USAGE, "dimensions");
+	bad = t;
+	bad.shape = huge;
+	fails(hvd_run(&op, -1, NULL, NULL), HVD_ERROR_USAGE, "shape");
+	bad.shape = &negative;
+	bad.dims = 1;
+	fails(hvd_run(&op, -1, NULL, NULL), HVD_ERROR_USAGE, "negative");
+	bad = t;
+	bad.output_bytes = 8;
+	fails(hvd_run(&op, -1, NULL, NULL), HVD_ERROR_USAGE, "8 bytes");
+	bad = t;
+	bad.output = x + 1;
+	fails(hvd_run(&op, -1, NULL, NULL), HVD_ERROR_USAGE, "overlaps");
+	bad = t;
+	bad.input = (char *)x + 1;
+	fails(hvd_run(&op, -1, NULL, NULL), HVD_ERROR_USAGE, "multiple of 4");
+	bad = t;
+	bad.dtype = HVD_FLOAT64;
+	fails(hvd_run(&op, -1, NULL, NULL), HVD_ERROR_USAGE, "float64");
+
+	fails(hvd_wait(0, -1, NULL), HVD_ERROR_HANDLE, "handle");
+	fails(hvd_wait(UINT64_MAX, -1, NULL), HVD_ERROR_HANDLE, "handle");
+	fails(hvd_release(12345), HVD_ERROR_HANDLE, "handle");
+	fails(hvd_poll(1, NULL), HVD_ERROR_USAGE, "null");
+	fails(hvd_poll(1, &number), HVD_ERROR_HANDLE, "handle");
+	fails(hvd_wait_any(&h, 0, -1, &index), HVD_ERROR_USAGE, "no handles");
+	fails(hvd_alloc(0, NULL), HVD_ERROR_USAGE, "null");
+	void *memory;
+	fails(hvd_alloc(0, &memory), HVD_ERROR_USAGE, "0 bytes");
+	want(hvd_alloc(UINT64_MAX, &memory) != HVD_SUCCESS && !memory);
+	want(hvd_alloc(1ull << 55, &memory) != HVD_SUCCESS && !memory && *last());
+	ok(hvd_free(NULL));
+	fails(hvd_free(x), HVD_ERROR_USAGE, "hvd_alloc");
+	fails(hvd_start_timeline("", 0), HVD_ERROR_USAGE, "file name");
+	fails(hvd_shutdown(NULL, 64, NULL), HVD_ERROR_USAGE, "0x40");
+	fails(hvd_shutdown(NULL, HVD_FAILED, NULL), HVD_ERROR_USAGE, "reason");
+
+	/* A submission that fails leaves the name free, and the good operation still works. */
+	op = good;
+	op.name = "x";
+	ok(hvd_run(&op, -1, NULL, NULL));
+
+	fflush(NULL);
+	pid_t child = fork();
+	if (child == 0) {
+		fails(hvd_run(&op, -1, NULL, NULL), HVD_ERROR_FORKED, "forked");
+		fails(hvd_init(NULL, NULL), HVD_ERROR_FORKED, "spawn");
+		want(hvd_rank() == -1);
+		_exit(0);
+	}
+	int status = -1;
+	want(waitpid(child, &status, 0) == child && status == 0);
+	ok(hvd_run(&op, -1, NULL, NULL));
+	ok(hvd_shutdown(NULL, 0, NULL));
+	return 0;
+}

@@ -1,0 +1,316 @@
+package library
+
+import (
+	"errors"
+	"reflect"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+// Handle is the number of something that was begun and that the program has not waited for. 0 is no handle.
+type Handle uint64
+
+var (
+	// ErrPending reports that the time limit of a wait has ended. The operation goes on.
+	ErrPending = errors.New("the operation is not done yet")
+	// ErrHandle reports that there is nothing pending with a handle.
+	ErrHandle = errors.New("the handle does not exist, or was used up by a wait or released")
+)
+
+// pending is an operation, or another thing for which the program can wait.
+type pending interface {
+	// ended reports whether it is done.
+	ended() bool
+	// done returns a channel that is closed when it is done.
+	done() <-chan struct{}
+	// drive helps to make progress until quit returns true. It returns early if nothing happens.
+	drive(quit func() bool)
+	// notify makes the engine notice what was submitted.
+	notify()
+	// seen frees the name. It must be done.
+	seen()
+	// take stores the result in into, unless into is nil, and returns the error. It is called once, when it
+	// is done. Memory that into does not get is freed.
+	take(into *Result) error
+}
+
+// event is the part of a pending that records the end.
+type event struct {
+	err error // set before it is done
+	// signal is nil until a caller needs a channel. When it is done, signal is closedSignal.
+	signal atomic.Pointer[chan struct{}]
+}
+
+// closedSignal points to the channel of everything that is done.
+var closedSignal = func() *chan struct{} {
+	c := make(chan struct{})
+	close(c)
+	return &c
+}()
+
+// complete records the end.
+func (e *event) complete(err error) {
+	e.err = err
+	if c := e.signal.Swap(closedSignal); c != nil {
+		close(*c)
+	}
+}
+
+func (e *event) ended() bool { return e.signal.Load() == closedSignal }
+
+func (e *event) done() <-chan struct{} {
+	if e.signal.Load() == nil {
+		c := make(chan struct{})
+		e.signal.CompareAndSwap(nil, &c)
+	}
+	return *e.signal.Load()
+}
+
+// task is a pending that a goroutine executes.
+type task struct {
+	event
+	result Result
+}
+
+// start runs f in a goroutine. f may set the result.
+func (l *Library) start(f func(into *Result) error) Handle {
+	t := new(task)
+	h := l.handles.add(t)
+	go func() { t.complete(f(&t.result)) }()
+	return h
+}
+
+func (t *task) drive(func() bool) {}
+
+func (t *task) notify() {}
+
+func (t *task) seen() {}
+
+func (t *task) take(into *Result) error {
+	if into != nil {
+		*into = t.result
+	}
+	return t.err
+}
+
+// table has what is pending, by handle.
+type table struct {
+	mu    sync.Mutex
+	slots []slot
+	free  []uint32 // indices of empty slots
+}
+
+// slot is an entry of a table. A handle is the generation of the slot and its index.
+type slot struct {
+	generation uint32
+	pending    pending // nil in an empty slot
+}
+
+func (t *table) add(p pending) Handle {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	var i uint32
+	if n := len(t.free); n > 0 {
+		i, t.free = t.free[n-1], t.free[:n-1]
+	} else {
+		i, t.slots = uint32(len(t.slots)), append(t.slots, slot{})
+	}
+	s := &t.slots[i]
+	s.generation++
+	s.pending = p
+	return Handle(s.generation)<<32 | Handle(i)
+}
+
+// find returns what is pending with a handle, or ErrHandle.
+func (t *table) find(h Handle) (pending, error) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if s := t.slot(h); s != nil {
+		return s.pending, nil
+	}
+	return nil, ErrHandle
+}
+
+// remove makes a handle invalid. It reports whether the handle was valid.
+func (t *table) remove(h Handle) bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	s := t.slot(h)
+	if s == nil {
+		return false
+	}
+	s.pending = nil
+	t.free = append(t.free, uint32(h))
+	return true
+}
+
+// slot returns the slot of a valid handle, or nil. The caller holds mu.
+func (t *table) slot(h Handle) *slot {
+	i := uint32(h)
+	if uint64(i) >= uint64(len(t.slots)) {
+		return nil
+	}
+	if s := &t.slots[i]; s.pending != nil && s.generation == uint32(h>>32) {
+		return s
+	}
+	return nil
+}
+
+// Forever is a limit that never ends.
+const Forever = time.Duration(-1)
+
+// Wait waits until what h stands for is done, or until the limit ends. Unless it returns ErrPending, the
+// handle is used up. into, which may be nil, receives the result.
+func (l *Library) Wait(h Handle, limit time.Duration, into *Result) error {
+	p, err := l.handles.find(h)
+	if err != nil {
+		return err
+	}
+	if !await(p, limit) {
+		return ErrPending
+	}
+	if !l.handles.remove(h) {
+		return ErrHandle // another thread has waited for it too
+	}
+	p.seen()
+	return p.take(into)
+}
+
+// await waits until p is done or the limit ends. It reports whether p is done.
+func await(p pending, limit time.Duration) bool {
+	if p.ended() {
+		return true
+	}
+	if limit < 0 {
+		if p.drive(p.ended); !p.ended() {
+			<-p.done()
+		}
+		return true
+	}
+	if limit == 0 {
+		p.notify()
+		return p.ended()
+	}
+	deadline := time.Now().Add(limit)
+	if p.drive(until(deadline, p.ended)); p.ended() {
+		return true
+	}
+	timer := time.NewTimer(time.Until(deadline))
+	defer timer.Stop()
+	select {
+	case <-p.done():
+		return true
+	case <-timer.C:
+		return p.ended()
+	}
+}
+
+// pollsPerClock is the number of polls between two readings of the clock.
+const pollsPerClock = 32
+
+// until returns a function that returns true if ended does, or if it is called after the deadline.
+func until(deadline time.Time, ended func() bool) func() bool {
+	polls := 0
+	return func() bool {
+		if ended() {
+			return true
+		}
+		polls++
+		return polls%pollsPerClock == 0 && time.Now().After(deadline)
+	}
+}
+
+// WaitAny waits until one of several things is done, or until the limit ends, and returns the index of its
+// handle.
+func (l *Library) WaitAny(handles []Handle, limit time.Duration) (int, error) {
+	all := make([]pending, len(handles))
+	for i, h := range handles {
+		var err error
+		if all[i], err = l.handles.find(h); err != nil {
+			return 0, err
+		}
+	}
+	if len(all) == 0 {
+		return 0, errors.New("got no handles")
+	}
+	first := func() int { return slices.IndexFunc(all, pending.ended) }
+	i := first()
+	if i < 0 && limit != 0 {
+		i = awaitAny(all, limit, first)
+	}
+	if i < 0 {
+		for _, p := range all {
+			p.notify()
+		}
+		return 0, ErrPending
+	}
+	all[i].seen()
+	return i, nil
+}
+
+// awaitAny waits until one of several things is done or the limit ends. It returns the result of first, which
+// is the index of one that is done, or -1.
+func awaitAny(all []pending, limit time.Duration, first func() int) int {
+	quit := func() bool { return first() >= 0 }
+	timer := make(<-chan time.Time)
+	if limit >= 0 {
+		deadline := time.Now().Add(limit)
+		timer, quit = time.After(limit), until(deadline, quit)
+	}
+	all[0].drive(quit)
+	if i := first(); i >= 0 {
+		return i
+	}
+	cases := []reflect.SelectCase{{Dir: reflect.SelectRecv, Chan: reflect.ValueOf(timer)}}
+	for _, p := range all {
+		cases = append(cases, reflect.SelectCase{Dir: reflect.SelectRecv, Chan: reflect.ValueOf(p.done())})
+	}
+	if i, _, _ := reflect.Select(cases); i > 0 {
+		return i - 1
+	}
+	return first()
+}
+
+// Poll reports whether what h stands for is done. If it is, its name is free. Otherwise Poll makes the engine
+// notice what was submitted.
+func (l *Library) Poll(h Handle) (bool, error) {
+	p, err := l.handles.find(h)
+	if err != nil {
+		return false, err
+	}
+	if !p.ended() {
+		p.notify()
+		return false, nil
+	}
+	p.seen()
+	return true, nil
+}
+
+// Release makes a handle invalid without a wait. When what it stands for is done, its name is free and its
+// result is freed.
+func (l *Library) Release(h Handle) error {
+	p, err := l.handles.find(h)
+	if err != nil {
+		return err
+	}
+	if !l.handles.remove(h) {
+		return ErrHandle
+	}
+	if p.notify(); !p.ended() {
+		go func() {
+			<-p.done()
+			discard(p)
+		}()
+		return nil
+	}
+	discard(p)
+	return nil
+}
+
+// discard frees the name and the result of p, which is done.
+func discard(p pending) {
+	p.seen()
+	_ = p.take(nil) // the program has given up the handle, so nobody wants the error
+}

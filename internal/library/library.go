@@ -1,0 +1,345 @@
+// Package library has what libgohvd, the library for programs in other languages than Go, does. cmd/libgohvd
+// converts its types to those of C.
+//
+// A process has one Library, and that has at most one rank and one node of a parameter server at a time. The
+// program refers to what is pending by a Handle.
+package library
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+
+	"github.com/gohvd/gohvd/controller"
+	"github.com/gohvd/gohvd/internal/engine"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/metrics"
+	"github.com/gohvd/gohvd/internal/place"
+	"github.com/gohvd/gohvd/internal/ps/node"
+	"github.com/gohvd/gohvd/internal/rank"
+	"github.com/gohvd/gohvd/internal/topo"
+)
+
+// maxStalls is the maximum number of stall reports that are kept for the program.
+const maxStalls = 1024
+
+// Library is the state of this process. Its methods are safe for concurrent use.
+type Library struct {
+	handles table
+	// running is the rank of this process in its job. It is nil outside of a job.
+	running atomic.Pointer[rank.Rank]
+	// changing is held by a call that joins or leaves a job.
+	changing sync.Mutex
+	// Only the holder of changing may use met and last.
+	met  *place.Meeting
+	last uint64 // epoch of the last job of this process
+
+	nodeChanging sync.Mutex // held by a call that starts or ends the node
+	node         atomic.Pointer[node.Node]
+
+	stallsMu sync.Mutex
+	stalls   [][]byte
+}
+
+// New returns the Library of this process.
+func New() *Library { return new(Library) }
+
+// InitOptions are the options of Init. The keys of Settings are the names of settings.
+type InitOptions struct {
+	Settings map[string]string
+	Sets     [][]int
+	MPIComm  *int32
+}
+
+func (o *InitOptions) rank() rank.Options {
+	return rank.Options{Settings: o.Settings, Sets: o.Sets, MPIComm: o.MPIComm}
+}
+
+// Init joins this process to its job, and waits until all ranks have joined. In a job it does nothing.
+func (l *Library) Init(o InitOptions) Handle {
+	return l.start(func(*Result) error {
+		l.changing.Lock()
+		defer l.changing.Unlock()
+		if l.running.Load() != nil {
+			return nil
+		}
+		options := o.rank()
+		options.Kept, options.LastEpoch, options.OnStall = &l.met, l.last, l.stalled
+		r := new(rank.Rank)
+		if err := r.Start(context.Background(), options); err != nil {
+			return err
+		}
+		l.last = r.Epoch
+		l.running.Store(r)
+		return nil
+	})
+}
+
+// Shutdown takes this rank out of the job. reason may be empty. failed says that the program has failed.
+// Outside of a job, Shutdown does nothing.
+func (l *Library) Shutdown(reason string, failed bool) Handle {
+	return l.start(func(*Result) error {
+		l.changing.Lock()
+		defer l.changing.Unlock()
+		r := l.running.Load()
+		if r == nil {
+			return nil
+		}
+		err := r.Shutdown(context.Background(), engine.Departure{Reason: reason, Failed: failed})
+		l.running.Store(nil)
+		return err
+	})
+}
+
+// Rank returns the rank of this process, or nil outside of a job.
+func (l *Library) Rank() *rank.Rank { return l.running.Load() }
+
+// current returns the rank of this process. Outside of a job it returns an error that names the function op.
+func (l *Library) current(op string) (*rank.Rank, error) {
+	r := l.running.Load()
+	if r == nil {
+		return nil, &engine.UsageError{Op: op, Err: rank.ErrNotInitialized}
+	}
+	return r, nil
+}
+
+// Check returns why the job is over, or nil while it runs.
+func (l *Library) Check() error {
+	r, err := l.current("check")
+	if err != nil {
+		return err
+	}
+	select {
+	case <-r.Engine.Ended():
+		if err := r.Engine.Err(); err != nil {
+			return err
+		}
+		return engine.ErrShutDown
+	default:
+		return nil
+	}
+}
+
+// NewUniqueID makes an id by which the ranks of a job can meet. This process serves them.
+func (l *Library) NewUniqueID(o InitOptions) (string, error) {
+	options := o.rank()
+	id, _, err := options.NewID(context.Background())
+	return id.String(), err
+}
+
+// AddSet adds a process set. The Result has its ID.
+func (l *Library) AddSet(ranks []int, membersOnly bool, name string, timeoutSeconds float64) Handle {
+	return l.start(func(into *Result) error {
+		r, err := l.current(message.AddProcessSet.String())
+		if err != nil {
+			return err
+		}
+		set, err := r.AddSetNow(ranks, membersOnly, name, timeoutSeconds)
+		if err == nil {
+			into.Set = int(set.ID)
+		}
+		return err
+	})
+}
+
+// RemoveSet removes a process set.
+func (l *Library) RemoveSet(id int, timeoutSeconds float64) Handle {
+	return l.start(func(*Result) error {
+		r, err := l.current(message.RemoveProcessSet.String())
+		if err != nil {
+			return err
+		}
+		return r.RemoveSetNow(id, timeoutSeconds)
+	})
+}
+
+// Sets returns the IDs of the process sets that this rank knows.
+func (l *Library) Sets() (ids []topo.ProcessSetID, err error) {
+	r, err := l.current("process sets")
+	if err != nil {
+		return nil, err
+	}
+	for _, s := range r.Sets() {
+		ids = append(ids, s.ID)
+	}
+	return ids, nil
+}
+
+// SetRanks returns the ranks of a process set, in ascending order.
+func (l *Library) SetRanks(id int) ([]topo.Rank, error) {
+	const op = "process set ranks"
+	r, err := l.current(op)
+	if err != nil {
+		return nil, err
+	}
+	set := r.FindSet(id)
+	if set == nil {
+		return nil, &engine.UsageError{Op: op, Err: fmt.Errorf("process set %d: %w", id, engine.ErrNoProcessSet)}
+	}
+	return set.Ranks, nil
+}
+
+// StartTimeline begins to write the timeline of this rank (rank.Watch).
+func (l *Library) StartTimeline(path string, markCycles bool) error {
+	const op = "start timeline"
+	r, err := l.current(op)
+	if err != nil {
+		return err
+	}
+	return asUsage(op, r.Watch.StartTimeline(path, markCycles))
+}
+
+// StopTimeline ends the timeline and returns when its file is complete.
+func (l *Library) StopTimeline() error {
+	const op = "stop timeline"
+	r, err := l.current(op)
+	if err != nil {
+		return err
+	}
+	return asUsage(op, r.Watch.StopTimeline())
+}
+
+// asUsage returns err as a usage error of the function op. If err is nil, asUsage returns nil.
+func asUsage(op string, err error) error {
+	if err == nil {
+		return nil
+	}
+	return &engine.UsageError{Op: op, Err: err}
+}
+
+// Metrics returns the counters of this rank in the text format of Prometheus.
+func (l *Library) Metrics() ([]byte, error) {
+	r, err := l.current("metrics")
+	if err != nil {
+		return nil, err
+	}
+	return metrics.Text(r.Watch.Stats)
+}
+
+// Dump returns a JSON object with the pending and the last operations of this rank.
+func (l *Library) Dump() ([]byte, error) {
+	r, err := l.current("dump")
+	if err != nil {
+		return nil, err
+	}
+	return r.Watch.Dump("requested by the program").JSON()
+}
+
+// stall is a stall report as a JSON object.
+type stall struct {
+	Operation     string      `json:"operation"` // empty if it is not known
+	Tensor        string      `json:"tensor"`
+	ProcessSet    int         `json:"process_set"`
+	Group         string      `json:"group"`   // not empty if the tensor waits only for the rest of this group
+	Missing       []topo.Rank `json:"missing"` // the ranks for which the tensor waits
+	WaitedSeconds float64     `json:"waited_seconds"`
+	Executing     bool        `json:"executing"` // all ranks have submitted the tensor
+}
+
+// stalled keeps a stall report for the program.
+func (l *Library) stalled(s *controller.Stall) {
+	report := stall{Tensor: s.Name, ProcessSet: int(s.Set), Group: s.Group, Missing: s.Missing,
+		WaitedSeconds: s.Waited.Seconds(), Executing: s.Executing}
+	if s.Kind != message.NoKind {
+		report.Operation = s.Kind.String()
+	}
+	text, err := json.Marshal(report)
+	if err != nil {
+		return // a report consists of numbers and texts, which can always be encoded
+	}
+	l.stallsMu.Lock()
+	defer l.stallsMu.Unlock()
+	if len(l.stalls) == maxStalls {
+		l.stalls = l.stalls[1:]
+	}
+	l.stalls = append(l.stalls, text)
+}
+
+// NextStall takes the oldest stall report that has not been taken. It returns nil if there is none.
+func (l *Library) NextStall() []byte {
+	l.stallsMu.Lock()
+	defer l.stallsMu.Unlock()
+	if len(l.stalls) == 0 {
+		return nil
+	}
+	text := l.stalls[0]
+	l.stalls = l.stalls[1:]
+	return text
+}
+
+// StartNode joins this process to a job of a parameter server as a node.
+func (l *Library) StartNode(settings map[string]string) Handle {
+	return l.start(func(*Result) error {
+		l.nodeChanging.Lock()
+		defer l.nodeChanging.Unlock()
+		if l.node.Load() != nil {
+			return &engine.UsageError{Op: "start", Err: errors.New("this process is a node already")}
+		}
+		options := rank.Options{Settings: settings}
+		if _, err := options.Read(); err != nil {
+			return err
+		}
+		n, err := node.Start(context.Background(), settings, options.Log)
+		if err == nil {
+			l.node.Store(n)
+		}
+		return err
+	})
+}
+
+// Node returns the node of this process, or a usage error of the function op if there is none.
+func (l *Library) Node(op string) (*node.Node, error) {
+	n := l.node.Load()
+	if n == nil {
+		return nil, &engine.UsageError{Op: op, Err: errors.New("this process has started no node of a parameter server")}
+	}
+	return n, nil
+}
+
+// Exchange begins a push or a pull.
+func (l *Library) Exchange(x *node.Exchange) (Handle, error) {
+	n, err := l.Node("exchange")
+	if err != nil {
+		return 0, err
+	}
+	r, err := n.Begin(context.Background(), x)
+	if err != nil {
+		return 0, err
+	}
+	return l.start(func(*Result) error { return r.Wait(context.Background()) }), nil
+}
+
+// Clock ends an iteration of this worker.
+func (l *Library) Clock() Handle {
+	return l.startNode("clock", func(n *node.Node) error { return n.Clock(context.Background(), 0) })
+}
+
+// Barrier waits for all nodes of a group.
+func (l *Library) Barrier(group int) Handle {
+	return l.startNode("barrier", func(n *node.Node) error { return n.Barrier(context.Background(), 0, group) })
+}
+
+// Finalize leaves the job of the parameter server. With barrier, it waits for the other nodes before that.
+func (l *Library) Finalize(barrier bool) Handle {
+	return l.startNode("finalize", func(n *node.Node) error {
+		l.nodeChanging.Lock()
+		defer l.nodeChanging.Unlock()
+		err := n.Finalize(context.Background(), barrier)
+		l.node.CompareAndSwap(n, nil)
+		return err
+	})
+}
+
+// startNode starts f with the node of this process.
+func (l *Library) startNode(op string, f func(*node.Node) error) Handle {
+	return l.start(func(*Result) error {
+		n, err := l.Node(op)
+		if err != nil {
+			return err
+		}
+		return f(n)
+	})
+}
