@@ -239,8 +239,7 @@ func opOf(c *C.hvd_op_t) (*library.Op, error) {
 	for _, n := range unsafe.Slice(c.splits, int(c.num_splits)) {
 		s.Splits = append(s.Splits, int64(n))
 	}
-	o.Places = make([]library.Place, c.num_tensors)
-	s.Tensors = make([]rank.TensorSpec, c.num_tensors)
+	o.SetTensors(int(c.num_tensors))
 	tensors := unsafe.Slice(c.tensors, int(c.num_tensors))
 	for i := range tensors {
 		t := &tensors[i]
@@ -248,10 +247,8 @@ func opOf(c *C.hvd_op_t) (*library.Op, error) {
 			return nil, misuse("submit", "tensor %d: got no shape, or one with %d dimensions, want at most %d",
 				i, uint32(t.dims), maxDims)
 		}
-		shape := make(tensor.Shape, t.dims)
-		copy(shape, unsafe.Slice((*int64)(t.shape), int(t.dims)))
-		s.Tensors[i] = rank.TensorSpec{DType: uint32(t.dtype), Shape: shape}
-		o.Places[i] = library.Place{In: t.input, Out: t.output, OutBytes: uint64(t.output_bytes)}
+		o.SetTensor(i, uint32(t.dtype), unsafe.Slice((*int64)(t.shape), int(t.dims)),
+			library.Place{In: t.input, Out: t.output, OutBytes: uint64(t.output_bytes)})
 	}
 	return o, nil
 }

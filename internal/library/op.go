@@ -19,7 +19,8 @@ import (
 // use the Op afterwards.
 type Op struct {
 	Spec rank.Spec
-	// Places has the memory of each tensor. If Out is nil, Memory provides the output.
+	// Places has the memory of each tensor. If Out is nil, Memory provides the output. SetTensors and
+	// SetTensor set it, and the tensors of Spec.
 	Places []Place
 	// If OnDevice is set, the tensors are on the CUDA device with the number Device, and the operation begins
 	// after the work that is on Stream, a cudaStream_t.
@@ -34,6 +35,29 @@ type Op struct {
 	memory    Memory
 	made      [][]byte // the outputs that memory has provided, by tensor; nil if each has one
 	freed     atomic.Bool
+
+	// These arrays back the slices of an operation on one tensor.
+	oneTensor [1]rank.TensorSpec
+	onePlace  [1]Place
+	oneBuffer [1]rank.Buffer
+	dims      [4]int64
+}
+
+// SetTensors makes o an operation on n tensors, whose specs and places the caller then sets.
+func (o *Op) SetTensors(n int) {
+	if o.Spec.Tensors, o.Places = o.oneTensor[:], o.onePlace[:]; n != 1 {
+		o.Spec.Tensors, o.Places = make([]rank.TensorSpec, n), make([]Place, n)
+	}
+}
+
+// SetTensor sets the spec and the place of tensor i. o copies the shape.
+func (o *Op) SetTensor(i int, dtype uint32, shape []int64, at Place) {
+	to := o.dims[:0] // the shape of a tensor is not changed after its operation
+	if len(o.Places) != 1 {
+		to = nil
+	}
+	o.Spec.Tensors[i] = rank.TensorSpec{DType: dtype, Shape: append(to, shape...)}
+	o.Places[i] = at
 }
 
 // Place is the memory of a tensor: the input, and an output of OutBytes bytes.
@@ -73,7 +97,7 @@ func (l *Library) begin(o *Op, memory Memory) error {
 	}
 	o.memory = memory
 	o.operation.Hold = o.Spec.Name != ""
-	x.Operation, x.Rank, x.Allocate, x.Done = &o.operation, o.rank, o.allocate, o.finished
+	x.Operation, x.Rank, x.Owner = &o.operation, o.rank, o
 	if err := o.setBuffers(); err != nil {
 		return err
 	}
@@ -93,7 +117,9 @@ func (l *Library) begin(o *Op, memory Memory) error {
 // setBuffers sets the buffers of the execution to the places of the tensors.
 func (o *Op) setBuffers() error {
 	x := &o.execution
-	x.Buffers = make([]rank.Buffer, len(o.operation.Tensors))
+	if x.Buffers = o.oneBuffer[:]; len(o.operation.Tensors) != 1 {
+		x.Buffers = make([]rank.Buffer, len(o.operation.Tensors))
+	}
 	isRoot := o.Spec.Root == o.rank.Place.Rank
 	for i := range x.Buffers {
 		p, t, b := &o.Places[i], &o.operation.Tensors[i], &x.Buffers[i]
@@ -169,8 +195,8 @@ func (o *Op) unmark() {
 	o.execution.Ready = nil
 }
 
-// allocate provides the output of tensor i.
-func (o *Op) allocate(i, numBytes int) ([]byte, error) {
+// Allocate implements rank.Owner. It provides the output of tensor i.
+func (o *Op) Allocate(i, numBytes int) ([]byte, error) {
 	b, err := o.memory.Alloc(numBytes)
 	if err == nil {
 		o.made[i] = b
@@ -178,8 +204,8 @@ func (o *Op) allocate(i, numBytes int) ([]byte, error) {
 	return b, err
 }
 
-// finished is called when the operation has ended.
-func (o *Op) finished(err error) {
+// Finished implements rank.Owner. It is called when the operation has ended.
+func (o *Op) Finished(err error) {
 	o.unmark()
 	if err != nil {
 		if _, is := errors.AsType[*ops.InUseError](err); !is {

@@ -59,6 +59,8 @@ type Operation struct {
 	// as many elements as all its tensors together. For other operations parts is nil.
 	parts message.Parts
 	whole tensor.Shape
+
+	one [1]Tensor // backs Tensors of an operation on one tensor
 }
 
 // Tensor is the element type, the shape and the size of a tensor of an Operation.
@@ -77,7 +79,8 @@ var groupable = []message.Kind{message.Allreduce, message.Allgather, message.Red
 func (o *Operation) Describe(s *Spec) error {
 	kind := message.Kind(min(s.Kind, math.MaxUint8))
 	*o = Operation{Call: NewCall(kind, tensor.DType(min(s.DType, math.MaxUint8))), SetID: s.Set, Root: s.Root,
-		Peer: s.Peer, Tag: s.Tag, Grouped: s.Grouped, Tensors: o.Tensors[:0]}
+		Peer: s.Peer, Tag: s.Tag, Grouped: s.Grouped}
+	o.Tensors = o.one[:0]
 	o.Name, o.Wire, o.ErrorFeedback, o.Empty = s.Name, tensor.DType(min(s.Wire, math.MaxUint8)),
 		s.ErrorFeedback, s.Empty
 	hasTensors := kind.MovesData() || kind.IsMessage()
@@ -184,7 +187,7 @@ func (o *Operation) add(s *TensorSpec) error {
 func (o *Operation) Weight() int { return max(len(o.Tensors), 1) }
 
 // Execution is one execution of an Operation. The caller sets the exported fields before Begin, and may read
-// the results when Done has been called with nil.
+// the results when Finished of Owner has been called with nil.
 type Execution struct {
 	*Operation
 	Rank *Rank
@@ -196,11 +199,7 @@ type Execution struct {
 	Device  tensor.Device
 	Ready   []*cuda.Event
 	Streams []uintptr
-	// Allocate returns memory for the output of tensor i. Any goroutine may call it. It is needed only
-	// if the buffer of a tensor has no output. If it returns an error, the operation fails.
-	Allocate func(i, numBytes int) ([]byte, error)
-	// Done is called exactly once if Begin has returned nil, when the engine no longer uses the buffers.
-	Done func(err error)
+	Owner   Owner
 
 	set *Set
 	// entries has one entry for each tensor. A grouped allreduce is one request, so it has a single entry,
@@ -208,11 +207,21 @@ type Execution struct {
 	entries []executionEntry
 	message p2p.Op                // the message, if the operation is a send or a recv
 	left    atomic.Int64          // number of entries that are not done yet
-	failed  atomic.Pointer[error] // error of the first call of Allocate that failed
+	failed  atomic.Pointer[error] // error of the first call of Owner.Allocate that failed
 	held    *tensorqueue.Name
+	one     [1]executionEntry // backs entries if there is one
 }
 
-// Buffer is the memory of a tensor. If Out is nil, Execution.Allocate provides the output.
+// Owner is what has an Execution.
+type Owner interface {
+	// Allocate returns memory for the output of tensor i. Any goroutine may call it. It is called only if the
+	// buffer of the tensor has no output. If it returns an error, the operation fails.
+	Allocate(i, numBytes int) ([]byte, error)
+	// Finished is called exactly once if Begin has returned nil, when the engine no longer uses the buffers.
+	Finished(err error)
+}
+
+// Buffer is the memory of a tensor. If Out is nil, the Owner of the Execution provides the output.
 type Buffer struct{ In, Out []byte }
 
 // executionEntry is one request of an Execution.
@@ -222,7 +231,7 @@ type executionEntry struct {
 }
 
 // Begin queues x for the engine, which processes it at the next call of Notify or Drive. The engine must
-// belong to x.Rank. If Begin returns an error, x is not queued and Done is not called.
+// belong to x.Rank. If Begin returns an error, x is not queued and Finished is not called.
 func (x *Execution) Begin() error {
 	o, r := x.Operation, x.Rank
 	c := o.Call
@@ -254,7 +263,7 @@ func (x *Execution) Begin() error {
 		c.Fill(&x.entries[0].Entry)
 		return c.Submit(&x.entries[0].Entry)
 	case len(o.Tensors) == 0: // an empty group
-		x.Done(nil)
+		x.Owner.Finished(nil)
 		return nil
 	}
 	x.addEntries(len(o.Tensors))
@@ -276,7 +285,9 @@ func (x *Execution) Begin() error {
 
 // addEntries makes x consist of n entries.
 func (x *Execution) addEntries(n int) {
-	x.entries = make([]executionEntry, n)
+	if x.entries = x.one[:]; n != 1 {
+		x.entries = make([]executionEntry, n)
+	}
 	x.left.Store(int64(n))
 	for i := range x.entries {
 		e := &x.entries[i]
@@ -313,8 +324,7 @@ func (x *Execution) beginGroup(c *Call) error {
 
 // post begins the message of x, a send or a recv.
 func (x *Execution) post(c *Call) (err error) {
-	x.entries = make([]executionEntry, 1)
-	x.left.Store(1)
+	x.addEntries(1)
 	b := &x.Buffers[0]
 	want := 0
 	x.message.Buf = b.In
@@ -335,7 +345,7 @@ func (x *Execution) post(c *Call) (err error) {
 func (x *Execution) output(c *Call, i, want int) (err error) {
 	b := &x.Buffers[i]
 	if b.Out == nil && want > 0 {
-		if b.Out, err = x.Allocate(i, want); err != nil {
+		if b.Out, err = x.Owner.Allocate(i, want); err != nil {
 			return err
 		}
 	}
@@ -373,9 +383,9 @@ func (x *Execution) place(c *Call, i int) error {
 	} else if err := x.split(c, e); err != nil {
 		return err
 	} else if b.Out == nil {
-		// The size of the output is known only after the negotiation, so the engine calls Allocate then.
+		// The size of the output is known only after the negotiation, so the engine allocates it then.
 		e.Allocate = func(numBytes int) []byte {
-			out, err := x.Allocate(i, numBytes)
+			out, err := x.Owner.Allocate(i, numBytes)
 			if err != nil {
 				x.failed.CompareAndSwap(nil, &err)
 			}
@@ -466,7 +476,7 @@ func (x *Execution) finished(e *executionEntry, err error) {
 				// the reason.
 				err = *why
 			}
-			x.Done(err)
+			x.Owner.Finished(err)
 			return
 		}
 	}
@@ -475,11 +485,11 @@ func (x *Execution) finished(e *executionEntry, err error) {
 			OnlyBools(x.Buffers[i].Out)
 		}
 	}
-	x.Done(nil)
+	x.Owner.Finished(nil)
 }
 
 // Seen frees the name of x, because the program has observed that x is done. It has an effect only if Hold is
-// set in the Call. It must be called at most once, after Done.
+// set in the Call. It must be called at most once, after Finished.
 func (x *Execution) Seen() {
 	if x.held != nil {
 		x.held.Release()

@@ -308,9 +308,9 @@ func (c *conn) submit(p *plan, s submission) error {
 	return nil
 }
 
-// done is called once for each operation that was started, when the operation has finished. err is the error
-// of the operation, or nil.
-func (o *operation) done(err error) {
+// Finished implements rank.Owner. It is called once for each operation that was started, when the operation
+// has finished. err is the error of the operation, or nil.
+func (o *operation) Finished(err error) {
 	o.conn.server.operations.Add(1)
 	o.answer(err)
 }

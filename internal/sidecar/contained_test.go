@@ -552,7 +552,7 @@ func TestOperationOfClientThatNeverReads(t *testing.T) {
 		}
 		return false
 	})
-	o.done(nil)
+	o.Finished(nil)
 	if got := c.Word(ringCompleted).Load(); got != 1 {
 		t.Errorf("%d completions, want 1", got)
 	}

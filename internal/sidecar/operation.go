@@ -193,7 +193,7 @@ type operation struct {
 // call any method of the operation except answer.
 func (c *conn) newOperation(p *plan, s submission) (*operation, error) {
 	o := &operation{plan: p, conn: c, id: s.id}
-	o.Operation, o.Number, o.Done = &p.Operation, s.call, o.done
+	o.Operation, o.Number, o.Owner = &p.Operation, s.call, o
 	if p.wrong != nil {
 		return o, p.wrong
 	}
@@ -209,7 +209,7 @@ func (c *conn) newOperation(p *plan, s submission) (*operation, error) {
 		o.Device, o.Ready = tensor.CUDA(on.Device), []*cuda.Event{on.Event}
 	}
 	if p.makes {
-		o.allocated, o.Allocate = make([][]byte, len(p.Tensors)), o.allocate
+		o.allocated = make([][]byte, len(p.Tensors))
 	}
 	o.Buffers = make([]rank.Buffer, len(p.Tensors))
 	for i := range o.Buffers {
@@ -236,8 +236,8 @@ func (r rankRunner) Begin(o *operation) error {
 	return o.Begin()
 }
 
-// allocate allocates the output of tensor i in an arena of the sidecar.
-func (o *operation) allocate(i, numBytes int) ([]byte, error) {
+// Allocate implements rank.Owner. It allocates the output of tensor i in an arena of the sidecar.
+func (o *operation) Allocate(i, numBytes int) ([]byte, error) {
 	if numBytes == 0 {
 		return []byte{}, nil
 	}
