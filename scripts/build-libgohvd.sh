@@ -5,6 +5,6 @@ set -euo pipefail
 out=$(realpath -m "$1")
 shift
 cd "$(dirname "$0")/.."
-CGO_ENABLED=1 ${GO:-go} build -buildmode=c-shared -trimpath -tags nccl -o "$out" "$@" -ldflags "-s -w -extldflags
+CGO_ENABLED=1 ${GO:-go} build -buildmode=c-shared -tags nccl -o "$out" "$@" -ldflags "-s -w -extldflags
 	'-Wl,--version-script=$PWD/cmd/libgohvd/exports.map -Wl,-soname,libgohvd.so -Wl,-z,nodelete'" ./cmd/libgohvd
 rm -f "${out%.so}.h" # of cgo; programs use gohvd.h

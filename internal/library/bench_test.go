@@ -7,8 +7,8 @@ import (
 	"github.com/gohvd/gohvd/internal/rank"
 )
 
-// BenchmarkRun measures an operation of a job with one rank: what the library adds to the engine, and the turn
-// of the loop.
+// BenchmarkRun measures an operation of a job with one rank: what the library adds to the engine, and the
+// turn of the loop.
 func BenchmarkRun(b *testing.B) {
 	l := New()
 	if err := l.Wait(l.Init(InitOptions{Settings: map[string]string{"HVD_SIZE": "1"}}), Forever, nil); err != nil {
