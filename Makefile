@@ -60,10 +60,11 @@ WITH_RACE_TAG = git grep -l '^//go:build race' -- '*.go' | xargs dirname | sort 
 # Of the jobs of several processes, only those run in which the ranks are the test program itself and die.
 # Other jobs run programs that are built without the detector. Of hvdbench, only the tests of its own goroutines
 # run. The others calculate, or measure in one process what the tests of other packages run under the detector.
+# The tests of libgohvd build it without the detector, which does not know of the threads of C.
 .PHONY: race
 race: ## test the packages with goroutines under the race detector, in random order, with less data
 	$(GO) vet -race $$($(WITH_RACE_TAG))
-	$(GO) test $(VETTED) -race -shuffle=on -short -timeout 30m $$($(GO) list -f '$(SYNCHRONIZES)' ./... | grep -v cmd/hvdbench) ./internal/conformance
+	$(GO) test $(VETTED) -race -shuffle=on -short -timeout 30m $$($(GO) list -f '$(SYNCHRONIZES)' ./... | grep -v -e cmd/hvdbench -e cmd/libgohvd) ./internal/conformance
 	$(GO) test $(VETTED) -race -shuffle=on -run 'Core|Signals|Interrupted' ./cmd/hvdbench
 	$(GO) test $(VETTED) -race -shuffle=on -timeout 30m -run 'Kill$$|StoppedRank|LeaveWithout' ./internal/e2e
 
