@@ -9,7 +9,7 @@ import (
 	"github.com/gohvd/gohvd/ops/adasum"
 )
 
-// runAdasum combines tensors with the algorithm HalvingDoubling, in the tree that package ops/adasum
+// beginAdasum combines tensors with the algorithm HalvingDoubling, in the tree that package ops/adasum
 // defines. Let n be the number of ranks, and p the largest power of two that is at most n. First, every rank
 // i >= p sends its vector to rank i-p. The ranks below p then work at distances d = 1, 2, 4 ... p/2. Two
 // ranks at distance d hold the same part of two different vectors. Each sends one half of its part to the
@@ -27,7 +27,7 @@ import (
 // tensors in buf and the segment size may change the last bits of the products, and so of the results. All
 // ranks still have the same bits. A NaN or an infinity in a vector makes the tensor NaN or infinite, by the
 // rules of IEEE 754 arithmetic.
-func (b *Backend) runAdasum() error {
+func (b *Backend) beginAdasum() error {
 	if err := b.by(message.HalvingDoubling); err != nil {
 		return err
 	}
@@ -38,87 +38,103 @@ func (b *Backend) runAdasum() error {
 	if err := b.adasum.prepare(b.op.DType, len(buf), b.op.Counts); err != nil {
 		return err
 	}
-	if len(b.ranks) == 1 || len(buf) == 0 {
-		return nil
+	if len(b.ranks) > 1 && len(buf) > 0 {
+		b.adasumHalvingDoubling(buf)
 	}
-	return b.adasumHalvingDoubling(b.segment(b.op.DType.Size()), buf)
+	return nil
 }
 
 // adasumHalvingDoubling combines the tensors in buf over two or more ranks. The caller has prepared b.adasum
 // for these tensors.
-func (b *Backend) adasumHalvingDoubling(seg int, buf []byte) error {
+func (b *Backend) adasumHalvingDoubling(buf []byte) {
 	n := len(b.ranks)
 	p := 1 << (bits.Len(uint(n)) - 1)
 	if b.me >= p {
-		return b.delegate(b.me-p, seg, buf)
+		b.delegate(b.me-p, buf)
+		return
 	}
 	sender := b.me + p // the rank that sends its vector to this rank; no such rank exists if sender >= n
 	if sender < n {
-		if err := b.combineFrom(sender, seg, buf); err != nil {
-			return err
-		}
+		whole := byteRange{0, len(buf)}
+		b.combineParts(buf, whole, b.receiveDots(b.conn(sender), buf, whole, p), p)
 	}
 	for d := 1; d < p; d *= 2 {
-		if err := b.halve(d, seg, buf); err != nil {
-			return err
-		}
+		b.halve(d, buf)
 	}
 	for d := p / 2; d > 0; d /= 2 {
-		if err := b.unite(d, b.op.DType.Size(), buf); err != nil {
-			return err
-		}
+		b.unite(d, buf)
 	}
 	if sender < n {
-		return exchange(b.conns[sender], buf, nil, seg)
+		b.send(b.conn(sender), buf)
 	}
-	return nil
-}
-
-// combineFrom receives the vector that another rank sends with delegate, and combines buf with it. The
-// parameter sender is the index of that rank in the set. buf is vector a in the formula of package
-// ops/adasum.
-func (b *Backend) combineFrom(sender, seg int, buf []byte) error {
-	c, err := b.conn(sender)
-	if err != nil {
-		return err
-	}
-	whole := byteRange{0, len(buf)}
-	if err := b.adasum.receiveDots(c, buf, whole, seg, true); err != nil {
-		return err
-	}
-	b.adasum.combineRange(buf, whole, true)
-	return nil
 }
 
 // halve combines the vectors of two neighbouring blocks of d ranks. This rank and its partner in the other
 // block hold the same part of the two vectors. Each of them combines one half of that part.
-func (b *Backend) halve(d, seg int, buf []byte) error {
-	a, lower := &b.adasum, b.me&d == 0
-	c, err := b.conn(b.me ^ d)
-	if err != nil {
-		return err
-	}
-	size := b.op.DType.Size()
-	mine, theirs := halved(b.me, d, len(buf), size), halved(b.me^d, d, len(buf), size)
-	if err := send(c, theirs.of(buf), seg); err != nil {
-		return err
-	}
-	if err := a.receiveDots(c, buf, mine, seg, lower); err != nil {
-		return err
-	}
+func (b *Backend) halve(d int, buf []byte) {
+	c, mine, theirs := b.halves(d, len(buf))
+	b.send(c, theirs.of(buf))
+	other := b.receiveDots(c, buf, mine, d)
 	// At each distance both ranks of a pair add the same two numbers, so in the end all 2d ranks have the
 	// same bits. The last exchange is again with the partner in the other block. The flush in that exchange
-	// also ensures that the half for the partner has been sent, so that combineRange may overwrite it.
+	// also ensures that the half for the partner has been sent, so that it may be overwritten.
 	for e := 1; e <= d; e *= 2 {
-		if c, err = b.conn(b.me ^ e); err != nil {
-			return err
-		}
-		if err := a.addDots(c, seg); err != nil {
-			return err
-		}
+		b.addDots(b.conn(b.me ^ e))
 	}
-	a.combineRange(buf, mine, lower)
-	return nil
+	b.combineParts(buf, mine, other, d)
+}
+
+// receiveDots receives range s of the vector of the partner at distance d, segment by segment, and computes
+// the dot products of each segment when it has arrived. It returns the memory that has the range of the
+// partner.
+func (b *Backend) receiveDots(c *stream, buf []byte, s byteRange, d int) (other []byte) {
+	b.compute(func(b *Backend, _ *action) { clear(b.adasum.dots) }, action{})
+	other = b.adasum.other.room(s.numBytes())
+	seg := b.segment(b.op.DType.Size())
+	for rest, r := other, s; r.numBytes() > 0; {
+		var in []byte
+		in, rest = split(rest, seg)
+		part := byteRange{r.from, r.from + len(in)}
+		b.receive(c, in)
+		b.compute((*Backend).addDotsOf, action{r: part, buf: part.of(buf), in: in, d: d})
+		r.from = part.to
+	}
+	return other
+}
+
+// addDotsOf adds the dot products of a.buf and a.in, which are range a.r of the two vectors.
+func (b *Backend) addDotsOf(a *action) {
+	x, y := b.sides(a)
+	b.adasum.combiner.AddDots(b.adasum.dots, x, y, a.r.from)
+}
+
+// addDots exchanges dot products with the rank at the other end of c, and adds the received dot products to
+// b.adasum.dots. The other rank does the same.
+func (b *Backend) addDots(c *stream) {
+	b.exchange(c, tensor.Bytes(b.adasum.dots), tensor.Bytes(b.adasum.otherDots))
+	b.compute(func(b *Backend, _ *action) {
+		for i, v := range b.adasum.otherDots {
+			b.adasum.dots[i] += v
+		}
+	}, action{})
+}
+
+// combineParts combines range s of buf with the same range of the partner at distance d, with the factors
+// that follow from b.adasum.dots.
+func (b *Backend) combineParts(buf []byte, s byteRange, other []byte, d int) {
+	b.compute(func(b *Backend, a *action) {
+		x, y := b.sides(a)
+		b.adasum.combiner.Combine(a.buf, x, y, a.r.from, b.adasum.dots)
+	}, action{r: s, buf: s.of(buf), in: other, d: d})
+}
+
+// sides returns this rank's vector and the other vector in the order of their blocks: x is the vector of the
+// lower block, which is vector a in the formula of package ops/adasum.
+func (b *Backend) sides(a *action) (x, y []byte) {
+	if b.me&a.d == 0 {
+		return a.buf, a.in
+	}
+	return a.in, a.buf
 }
 
 // adasumState is the state of one rank during an Adasum.
@@ -142,51 +158,4 @@ func (a *adasumState) prepare(dt tensor.DType, numBytes int, counts []int64) err
 	a.dots = slices.Grow(a.dots[:0], n)[:n]
 	a.otherDots = slices.Grow(a.otherDots[:0], n)[:n]
 	return nil
-}
-
-// receiveDots receives range s of the other vector into a.other, segment by segment, and computes the dot
-// products of each segment when it has arrived. If the parameter lower is set, buf holds vector a. If it is
-// not set, buf holds vector b.
-func (a *adasumState) receiveDots(c *stream, buf []byte, s byteRange, seg int, lower bool) error {
-	clear(a.dots)
-	in := a.other.room(s.to - s.from)
-	for at := s.from; at < s.to; at += seg {
-		end := min(at+seg, s.to)
-		got := in[at-s.from : end-s.from]
-		if err := receive(c, got); err != nil {
-			return err
-		}
-		x, y := sides(buf[at:end], got, lower)
-		a.combiner.AddDots(a.dots, x, y, at)
-	}
-	return nil
-}
-
-// addDots exchanges dot products with the rank at the other end of c, and adds the received dot products to
-// a.dots. The other rank does the same.
-func (a *adasumState) addDots(c *stream, seg int) error {
-	if err := exchange(c, tensor.Bytes(a.dots), tensor.Bytes(a.otherDots), seg); err != nil {
-		return err
-	}
-	for i, v := range a.otherDots {
-		a.dots[i] += v
-	}
-	return nil
-}
-
-// combineRange combines range s of buf with a.other, with the factors that follow from a.dots. The parameter
-// lower has the same meaning as in receiveDots.
-func (a *adasumState) combineRange(buf []byte, s byteRange, lower bool) {
-	own := s.of(buf)
-	x, y := sides(own, a.other.room(len(own)), lower)
-	a.combiner.Combine(own, x, y, s.from, a.dots)
-}
-
-// sides returns this rank's vector and the other vector in the order of their blocks: a is the vector of the
-// lower block.
-func sides(own, other []byte, lower bool) (a, b []byte) {
-	if lower {
-		return own, other
-	}
-	return other, own
 }

@@ -13,7 +13,7 @@ import (
 // the block, as a little-endian uint64.
 const countBytes = 8
 
-// alltoall runs an alltoall.
+// beginAlltoall begins an alltoall.
 //
 // With Direct, every rank sends each other rank the length of its block, in 8 bytes, and then the block. When
 // the lengths from all ranks have arrived, the output is allocated, and the blocks are read directly into the
@@ -27,7 +27,7 @@ const countBytes = 8
 //
 // If the announced lengths add up to more than an int64 can hold, the operation fails before allocate is
 // called. The backend does not check whether there is enough memory for the total, because allocate does.
-func (b *Backend) alltoall() error {
+func (b *Backend) beginAlltoall() error {
 	if err := b.by(algorithms[b.op.Kind]...); err != nil {
 		return err
 	}
@@ -38,123 +38,110 @@ func (b *Backend) alltoall() error {
 		return err
 	}
 	if b.op.Algorithm == message.Bruck {
-		return b.alltoallBruck(b.op.Buf)
+		b.repeat(2, (*Backend).alltoallBruck)
+		return nil
 	}
-	return b.alltoallDirect(b.op.Buf)
+	b.repeat(2, (*Backend).alltoallDirect)
+	return nil
 }
 
 // blocks has the lengths of the blocks of an alltoall.
 type blocks struct {
 	headers []byte  // encoded lengths of the blocks that this rank sends, indexed by receiver
-	counts  []int64 // lengths of the blocks that this rank receives, indexed by sender
+	arrived []byte  // encoded lengths of the blocks that this rank receives, indexed by sender
+	counts  []int64 // the same, decoded
 	cut     cut     // the boundaries of the received blocks in the output
+	out     []byte  // the output, which receives the blocks
 }
 
 func newBlocks(n int) blocks {
-	return blocks{headers: make([]byte, n*countBytes), counts: make([]int64, n), cut: make(cut, n+1)}
+	headers := make([]byte, 2*n*countBytes)
+	return blocks{headers: headers[:n*countBytes], arrived: headers[n*countBytes:], counts: make([]int64, n),
+		cut: make(cut, n+1)}
 }
 
-// alltoallDirect sends each part of the input buffer to its rank and receives the blocks for this rank. It
-// cannot deadlock, because every rank queues all its data before it reads anything.
-func (b *Backend) alltoallDirect(in []byte) error {
-	if err := b.connectForBlocks(); err != nil {
-		return err
-	}
-	if err := b.sendBlocks(in, true); err != nil {
-		return err
-	}
-	if err := b.receiveCounts(int64(len(b.parts.part(in, b.me)))); err != nil {
-		return err
-	}
-	out, err := b.allocate()
-	if err != nil {
-		return err
-	}
-	return b.receiveBlocks(in, out)
-}
-
-// connectForBlocks makes the missing channels over which blocks are sent.
-func (b *Backend) connectForBlocks() error {
-	for i := range b.ranks {
-		if i == b.me || !b.op.Sends(i, b.me) && !b.op.Sends(b.me, i) {
-			continue
+// alltoallDirect appends a round of an alltoall. In the first round, this rank sends each part of the input
+// buffer to its rank, and receives the lengths of the blocks for this rank. In the second round, it receives
+// these blocks. This cannot deadlock, because every rank queues all its data before it reads anything.
+func (b *Backend) alltoallDirect(round int) error {
+	headers := b.blocks.arrived
+	if round == 0 {
+		b.connectForBlocks()
+		b.sendBlocks(true)
+		for i := range b.ranks {
+			if i != b.me && b.op.Sends(i, b.me) {
+				b.receive(b.conn(i), headers[i*countBytes:][:countBytes])
+			}
 		}
-		if _, err := b.conn(i); err != nil {
+		return nil
+	}
+	for i := range b.ranks {
+		var k uint64
+		switch {
+		case i == b.me:
+			k = uint64(b.op.Counts[i])
+		case b.op.Sends(i, b.me):
+			k = binary.LittleEndian.Uint64(headers[i*countBytes:])
+		}
+		if err := b.blocks.add(i, k, b.ranks); err != nil {
 			return err
 		}
 	}
+	if err := b.allocate(); err != nil {
+		return err
+	}
+	b.receiveBlocks()
 	return nil
 }
 
-// allocate returns the output buffer of an alltoall, for the received lengths.
-func (b *Backend) allocate() ([]byte, error) {
-	out, err := b.op.Allocate(b.blocks.counts)
-	if total := b.blocks.cut[len(b.ranks)]; err == nil && int64(len(out)) != total {
-		err = fmt.Errorf("got an output buffer of %d bytes, want %d", len(out), total)
+// connectForBlocks makes the missing channels over which blocks are sent.
+func (b *Backend) connectForBlocks() {
+	for i := range b.ranks {
+		if i != b.me && (b.op.Sends(i, b.me) || b.op.Sends(b.me, i)) {
+			b.conn(i)
+		}
 	}
-	return out, err
 }
 
-// sendBlocks queues a block for each other rank: that rank's part of the input buffer. If headers is set, a
+// allocate sets the output buffer of an alltoall, for the received lengths.
+func (b *Backend) allocate() (err error) {
+	b.blocks.out, err = b.op.Allocate(b.blocks.counts)
+	if total, got := b.blocks.cut[len(b.ranks)], len(b.blocks.out); err == nil && int64(got) != total {
+		err = fmt.Errorf("got an output buffer of %d bytes, want %d", got, total)
+	}
+	return err
+}
+
+// sendBlocks sends a block to each other rank: that rank's part of the input buffer. If headers is set, a
 // header with the length of the block precedes it. sendBlocks begins with the next rank, so that not all
 // ranks begin with the same peer.
-func (b *Backend) sendBlocks(in []byte, headers bool) error {
+func (b *Backend) sendBlocks(headers bool) {
 	n := len(b.ranks)
 	for k := 1; k < n; k++ {
 		to := (b.me + k) % n
 		if !b.op.Sends(b.me, to) {
 			continue
 		}
-		c, p := b.conns[to], b.parts.part(in, to)
+		c, p := b.conn(to), b.parts.part(b.op.Buf, to)
 		if headers {
 			header := b.blocks.headers[to*countBytes:][:countBytes]
 			binary.LittleEndian.PutUint64(header, uint64(len(p)))
-			if err := c.Send(header); err != nil {
-				return err
-			}
+			b.send(c, header)
 		}
-		if err := c.Send(p); err != nil {
-			return err
-		}
+		b.send(c, p)
 	}
-	return nil
 }
 
 // receiveBlocks receives the blocks from all other ranks, and copies this rank's block for itself.
-func (b *Backend) receiveBlocks(in, out []byte) error {
-	copy(b.blocks.cut.part(out, b.me), b.parts.part(in, b.me))
+func (b *Backend) receiveBlocks() {
+	out := b.blocks.out
+	copy(b.blocks.cut.part(out, b.me), b.parts.part(b.op.Buf, b.me))
 	n := len(b.ranks)
 	for k := 1; k < n; k++ {
-		from := (b.me + n - k) % n
-		if !b.op.Sends(from, b.me) {
-			continue
-		}
-		if err := receive(b.conns[from], b.blocks.cut.part(out, from)); err != nil {
-			return err
+		if from := (b.me + n - k) % n; b.op.Sends(from, b.me) {
+			b.receive(b.conn(from), b.blocks.cut.part(out, from))
 		}
 	}
-	return b.flush()
-}
-
-// receiveCounts receives the lengths of the blocks from all other ranks. own is the length of this rank's
-// block for itself.
-func (b *Backend) receiveCounts(own int64) error {
-	for i, c := range b.conns {
-		k := uint64(own)
-		if i != b.me && !b.op.Sends(i, b.me) {
-			k = 0
-		} else if i != b.me {
-			header := b.in.room(countBytes)
-			if err := receive(c, header); err != nil {
-				return err
-			}
-			k = binary.LittleEndian.Uint64(header)
-		}
-		if err := b.blocks.add(i, k, b.ranks); err != nil {
-			return err
-		}
-	}
-	return nil
 }
 
 // add stores the length of the block from member i. The lengths must be added in the order of the members.

@@ -2,11 +2,14 @@ package tcp_test
 
 import (
 	"fmt"
+	"runtime"
 	"slices"
 	"testing"
 
 	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/shmem"
 	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/ops"
 	"github.com/gohvd/gohvd/ops/opstest"
 	"github.com/gohvd/gohvd/ops/tcp"
 )
@@ -73,6 +76,44 @@ func BenchmarkSegment(b *testing.B) {
 					message.Ring, tensor.Float32, 16<<20)
 			})
 		}
+	}
+}
+
+// BenchmarkLockedThreads compares the latency of an allreduce whose steps run in goroutines that are locked
+// to their threads, like goroutines that were called from C, with that in other goroutines.
+func BenchmarkLockedThreads(b *testing.B) {
+	for _, locked := range []bool{false, true} {
+		b.Run(fmt.Sprintf("locked=%v", locked), func(b *testing.B) {
+			c := newCluster(tcpMeshes(b, 2), upTo(2), tcp.Config{})
+			x := make([]float32, 2)
+			sum := func(r, calls int, wait bool) error {
+				buf := tensor.Bytes(x[r:][:1])
+				op := ops.Operation{Kind: message.Allreduce, Algorithm: message.RecursiveDoubling,
+					DType: tensor.Float32, Op: tensor.Sum, Tensors: []ops.Tensor{{In: buf, Out: buf}}}
+				for range calls {
+					if err := c.backends[r].Start(op); err != nil {
+						return err
+					}
+					for p := ops.Waiting; p != ops.Finished; shmem.Yield() {
+						var err error
+						if p, err = c.backends[r].Step(b.Context(), wait); err != nil {
+							return err
+						}
+					}
+				}
+				return nil
+			}
+			c.must(b, func(r int, _ *opstest.Blocking) error { return sum(r, 1, true) }) // makes the channels
+			b.ReportAllocs()
+			b.ResetTimer()
+			c.must(b, func(r int, _ *opstest.Blocking) error {
+				if locked {
+					runtime.LockOSThread()
+					defer runtime.UnlockOSThread()
+				}
+				return sum(r, b.N, false)
+			})
+		})
 	}
 }
 

@@ -11,30 +11,18 @@ import (
 // before it, and receives the next d blocks from the rank d places after it. In the last step there may be
 // fewer than d blocks left to send. Each rank sends as many bytes as in the ring. No byte of out is written
 // after it was sent.
-func (b *Backend) allgatherBruck(out []byte) error {
+func (b *Backend) allgatherBruck(out []byte) {
 	n := len(b.ranks)
 	for d := 1; d < n; d *= 2 {
-		to, err := b.conn((b.me + n - d) % n)
-		if err != nil {
-			return err
-		}
-		from, err := b.conn((b.me + d) % n)
-		if err != nil {
-			return err
-		}
+		to, from := b.conn((b.me+n-d)%n), b.conn((b.me+d)%n)
 		blocks := min(d, n-d)
 		for _, p := range b.consecutive(out, b.me, blocks) {
-			if err := send(to, p, b.segBytes); err != nil {
-				return err
-			}
+			b.send(to, p)
 		}
 		for _, p := range b.consecutive(out, (b.me+d)%n, blocks) {
-			if err := receive(from, p); err != nil {
-				return err
-			}
+			b.receive(from, p)
 		}
 	}
-	return b.flush()
 }
 
 // consecutive returns the bytes of the given number of parts of buf that begin with part first. The part
@@ -52,108 +40,112 @@ func (b *Backend) consecutive(buf []byte, first, parts int) [2][]byte {
 // log2 n / 2 connections on average, but each rank sends 2 log2 n messages instead of n-1.
 const maxPassedBytes = 2 << 10
 
-// alltoallBruck runs an alltoall in which lengths and small blocks pass through other ranks (see alltoall).
-func (b *Backend) alltoallBruck(in []byte) error {
-	n := len(b.ranks)
-	largest, err := b.passCounts()
-	if err != nil {
-		return err
+// slots has the data that passes through other ranks in an alltoall: n slots of the same size. At first, slot
+// j has the data for the rank j places after this one. At the end, it has the data from the rank j places
+// before this one. Places are counted modulo n.
+type slots struct {
+	width int // the size of a slot
+	// memory has the slots, and then the message that is sent and the message that is received.
+	memory  []byte
+	largest uint64 // the size of the largest block of all ranks that this rank knows
+}
+
+// begin makes n slots of the given width in the memory of in. Their content is undefined.
+func (s *slots) begin(in *scratch, n, width int) {
+	s.width, s.memory = width, in.room(n*width+2*(countBytes+n/2*width))
+}
+
+func (s *slots) slot(j int) []byte { return s.memory[j*s.width:][:s.width] }
+
+// message returns the buffer of the messages that are sent (0) or received (1), of numBytes bytes.
+func (s *slots) message(n, i, numBytes int) []byte {
+	return s.memory[n*s.width+i*(countBytes+n/2*s.width):][:numBytes]
+}
+
+// alltoallBruck appends a round of an alltoall in which lengths and small blocks pass through other ranks
+// (see beginAlltoall). The lengths pass in the first round, the blocks in the second.
+func (b *Backend) alltoallBruck(round int) error {
+	n, s, in := len(b.ranks), &b.slots, b.op.Buf
+	if round == 0 {
+		s.begin(&b.in, n, countBytes)
+		s.largest = 0
+		for j := range n {
+			k := uint64(b.op.Counts[(b.me+j)%n])
+			s.largest = max(s.largest, k)
+			binary.LittleEndian.PutUint64(s.slot(j), k)
+		}
+		b.passSlots()
+		return nil
 	}
-	out, err := b.allocate()
-	if err != nil {
-		return err
-	}
-	if largest > maxPassedBytes {
-		if err := b.connectForBlocks(); err != nil {
+	for i := range n {
+		k := binary.LittleEndian.Uint64(s.slot((b.me + n - i) % n))
+		if err := b.blocks.add(i, k, b.ranks); err != nil {
 			return err
 		}
-		if err := b.sendBlocks(in, false); err != nil {
-			return err
+		if k > s.largest {
+			return fmt.Errorf("got a block of %d bytes from rank %d, want at most %d, the largest of all", k,
+				b.ranks[i], s.largest)
 		}
-		return b.receiveBlocks(in, out)
 	}
-	width := int(largest)
-	work := b.in.room(passRoom(n, width))
-	for j := range n {
-		copy(work[j*width:][:width], b.parts.part(in, (b.me+j)%n))
-	}
-	if _, err := b.passSlots(work, width, largest); err != nil {
+	if err := b.allocate(); err != nil {
 		return err
 	}
-	for j := range n {
-		copy(b.blocks.cut.part(out, (b.me+n-j)%n), work[j*width:][:width])
+	if s.largest > maxPassedBytes {
+		b.connectForBlocks()
+		b.sendBlocks(false)
+		b.receiveBlocks()
+		return nil
 	}
+	s.begin(&b.in, n, int(s.largest))
+	for j := range n {
+		copy(s.slot(j), b.parts.part(in, (b.me+j)%n))
+	}
+	b.passSlots()
+	b.compute(func(b *Backend, _ *action) {
+		n := len(b.ranks)
+		for j := range n {
+			copy(b.blocks.cut.part(b.blocks.out, (b.me+n-j)%n), b.slots.slot(j))
+		}
+	}, action{})
 	return nil
 }
 
-// passCounts tells all ranks the lengths of their blocks, and stores those of this rank in b.blocks. It
-// returns the length of the largest block of all ranks.
-func (b *Backend) passCounts() (largest uint64, err error) {
+// passSlots exchanges b.slots. At the distances 1, 2, 4 and so on, this rank sends the slots whose number has
+// the distance as a binary digit to the rank at this distance after it (Bruck et al., 1997). The size of the
+// largest block precedes them, so that at the end all ranks know the largest of all.
+func (b *Backend) passSlots() {
 	n := len(b.ranks)
-	work := b.in.room(passRoom(n, countBytes))
-	for j := range n {
-		k := uint64(b.op.Counts[(b.me+j)%n])
-		largest = max(largest, k)
-		binary.LittleEndian.PutUint64(work[j*countBytes:], k)
-	}
-	if largest, err = b.passSlots(work, countBytes, largest); err != nil {
-		return 0, err
-	}
-	for i := range n {
-		k := binary.LittleEndian.Uint64(work[(b.me+n-i)%n*countBytes:])
-		if err := b.blocks.add(i, k, b.ranks); err != nil {
-			return 0, err
+	for d := 1; d < n; d *= 2 {
+		to, from := b.conn((b.me+d)%n), b.conn((b.me+n-d)%n)
+		size := countBytes
+		for j := d; j < n; j = nextWith(j, d) {
+			size += b.slots.width
 		}
-		if k > largest {
-			return 0, fmt.Errorf("got a block of %d bytes from rank %d, want at most %d, the largest of all", k,
-				b.ranks[i], largest)
-		}
+		out, in := b.slots.message(n, 0, size), b.slots.message(n, 1, size)
+		b.compute((*Backend).packSlots, action{buf: out, d: d})
+		b.send(to, out)
+		b.receive(from, in)
+		b.compute((*Backend).unpackSlots, action{in: in, d: d})
+		b.flush(to)
 	}
-	return largest, nil
 }
 
-// passRoom returns the size of the buffer work of passSlots.
-func passRoom(n, width int) int { return n*width + 2*(countBytes+n/2*width) }
-
-// passSlots exchanges n slots of width bytes, which are at the beginning of work. Before, slot j has the data
-// for the rank j places after this one. Afterwards, it has the data from the rank j places before this one.
-// Places are counted modulo n. At the distances 1, 2, 4 and so on, this rank sends the slots whose number has
-// the distance as a binary digit to the rank at this distance after it (Bruck et al., 1997). The ranks also
-// combine their values of most: passSlots returns the largest.
-func (b *Backend) passSlots(work []byte, width int, most uint64) (uint64, error) {
-	n := len(b.ranks)
-	slots, messages := work[:n*width], work[n*width:]
-	out, in := messages[:len(messages)/2], messages[len(messages)/2:]
-	for d := 1; d < n; d *= 2 {
-		to, err := b.conn((b.me + d) % n)
-		if err != nil {
-			return 0, err
-		}
-		from, err := b.conn((b.me + n - d) % n)
-		if err != nil {
-			return 0, err
-		}
-		binary.LittleEndian.PutUint64(out, most)
-		end := countBytes
-		for j := d; j < n; j = nextWith(j, d) {
-			end += copy(out[end:], slots[j*width:][:width])
-		}
-		if err := send(to, out[:end], b.segBytes); err != nil {
-			return 0, err
-		}
-		if err := receive(from, in[:end]); err != nil {
-			return 0, err
-		}
-		most = max(most, binary.LittleEndian.Uint64(in))
-		at := countBytes
-		for j := d; j < n; j = nextWith(j, d) {
-			at += copy(slots[j*width:][:width], in[at:])
-		}
-		if err := to.Flush(); err != nil {
-			return 0, err
-		}
+// packSlots stores the message for the rank at distance a.d in a.buf.
+func (b *Backend) packSlots(a *action) {
+	binary.LittleEndian.PutUint64(a.buf, b.slots.largest)
+	at := countBytes
+	for j := a.d; j < len(b.ranks); j = nextWith(j, a.d) {
+		at += copy(a.buf[at:], b.slots.slot(j))
 	}
-	return most, nil
+}
+
+// unpackSlots takes the slots and the size out of a.in, the message from the rank at distance a.d.
+func (b *Backend) unpackSlots(a *action) {
+	b.slots.largest = max(b.slots.largest, binary.LittleEndian.Uint64(a.in))
+	at := countBytes
+	for j := a.d; j < len(b.ranks); j = nextWith(j, a.d) {
+		at += copy(b.slots.slot(j), a.in[at:])
+	}
 }
 
 // nextWith returns the next number after j whose binary digit d, a power of two, is set.

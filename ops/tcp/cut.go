@@ -65,8 +65,8 @@ func (c cut) by(counts []int64, numBytes, size int) error {
 type scratch struct{ words []int64 }
 
 // room returns size bytes with undefined contents, aligned for every element type. It allocates only if size
-// is larger than in all calls before. All calls may return the same memory, so the result of an earlier call
-// must not be in use any more.
+// is larger than in all calls before. All calls may return the same memory. So the actions that use the
+// result of a call must precede those that use the result of a later call.
 func (s *scratch) room(size int) []byte {
 	if need := (size + 7) / 8; len(s.words) < need {
 		s.words = make([]int64, need)

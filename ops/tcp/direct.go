@@ -1,7 +1,5 @@
 package tcp
 
-import "github.com/gohvd/gohvd/ops"
-
 // The algorithms in this file reduce b.list. Every rank sends its contributions to the ranks that reduce
 // them, and those combine them in the order of the ranks.
 
@@ -11,8 +9,8 @@ const (
 	everyone = -2
 )
 
-// direct reduces b.list over two or more ranks. b.parts cuts the list into parts. Each rank reduces its own
-// part, and sends the result to the ranks that the parameter share names. An element has size bytes.
+// beginDirect reduces b.list over two or more ranks. b.parts cuts the list into parts. Each rank reduces its
+// own part, and sends the result to the ranks that the parameter share names.
 //
 // A part is cut into segments. In round s a rank sends segment s of each other part to the rank that reduces
 // the part. Then it receives the results of the segments before, and reduces segment s of its own part. So
@@ -23,72 +21,51 @@ const (
 // This cannot deadlock, although each rank reads from the other ranks in its own order. Sending does not
 // wait. Order the work of all ranks by rounds, and in a round first by sending, then by receiving results,
 // then by reducing. The ranks that are behind all others wait only for data that was sent by earlier work.
-func (b *Backend) direct(size, share int) error {
-	if err := b.connectAll(); err != nil {
-		return err
+func (b *Backend) beginDirect(share int) {
+	b.connectAll()
+	b.share = share
+	seg := b.segment(b.op.DType.Size())
+	b.repeat((b.parts.longest()+seg-1)/seg+1, (*Backend).directRound)
+}
+
+func (b *Backend) directRound(s int) error {
+	n, seg := len(b.ranks), b.segment(b.op.DType.Size())
+	sent := b.sent[s%2]
+	for k := 1; k < n; k++ {
+		to := (b.me + k) % n // every rank begins with another peer
+		c, r := b.conn(to), b.parts.segment(to, s, seg)
+		b.load(r)
+		b.sendRange(c, r)
+		sent[to] = c.end
 	}
-	n, seg := len(b.ranks), b.segment(size)
-	rounds := (b.parts.longest() + seg - 1) / seg
-	for s := range rounds + 1 {
-		if s > 0 && s < rounds { // between rounds, the caller serves other operations
-			if err := b.await(ops.Moving); err != nil {
-				return err
-			}
-		}
-		sent := b.sent[s%2]
-		for k := 1; k < n; k++ {
-			to := (b.me + k) % n // every rank begins with another peer
-			r := b.parts.segment(to, s, seg)
-			b.list.load(r)
-			if err := b.sendRange(b.conns[to], r); err != nil {
-				return err
-			}
-			sent[to] = b.conns[to].queued
-		}
-		if s > 0 && (share == everyone || share == b.me) {
-			if err := b.receiveResults(s-1, seg); err != nil {
-				return err
-			}
-		}
-		if err := b.reduceRange(b.parts.segment(b.me, s, seg), share); err != nil {
-			return err
-		}
+	if s > 0 && (b.share == everyone || b.share == b.me) {
+		b.receiveResults(s-1, seg)
 	}
-	return b.flush()
+	b.reduceRange(b.parts.segment(b.me, s, seg), b.share)
+	return nil
 }
 
 // receiveResults receives the results of segment s of the other ranks' parts.
-func (b *Backend) receiveResults(s, seg int) error {
+func (b *Backend) receiveResults(s, seg int) {
 	n := len(b.ranks)
 	for k := 1; k < n; k++ {
 		from := (b.me + n - k) % n
 		// This rank has sent its contribution to the rank from which it now receives the result.
-		c := b.conns[from]
-		if err := b.replaceRange(c, c, b.parts.segment(from, s, seg), b.sent[s%2][from]); err != nil {
-			return err
-		}
+		c := b.conn(from)
+		b.replaceRange(c, c, b.parts.segment(from, s, seg), b.sent[s%2][from])
 	}
-	return nil
 }
 
 // reduceAtRoot reduces b.list over two or more ranks in one step: all other ranks send their contributions to
 // the root, which reduces them.
-func (b *Backend) reduceAtRoot() error {
+func (b *Backend) reduceAtRoot() {
 	all := byteRange{0, b.list.numBytes()}
 	if b.me != b.op.Root {
-		c, err := b.conn(b.op.Root)
-		if err != nil {
-			return err
-		}
-		if err := b.sendRange(c, all); err != nil {
-			return err
-		}
-		return c.Flush()
+		b.sendRange(b.conn(b.op.Root), all)
+		return
 	}
-	if err := b.connectAll(); err != nil {
-		return err
-	}
-	return b.reduceRange(all, nobody)
+	b.connectAll()
+	b.reduceRange(all, nobody)
 }
 
 // The contributions that a rank reduces at a time have at most gatheredBytes bytes together, so that they
@@ -100,48 +77,49 @@ const (
 
 // reduceRange receives the contributions of the other ranks to r and reduces them. It sends the result to the
 // ranks that the parameter share names.
-func (b *Backend) reduceRange(r byteRange, share int) error {
+func (b *Backend) reduceRange(r byteRange, share int) {
 	n := len(b.ranks)
 	most := max(gatheredBytes/(n-1)&^7, minGatheredBytes)
 	for r.numBytes() > 0 {
 		p := byteRange{r.from, min(r.from+most, r.to)}
 		r.from = p.to
-		b.list.load(p)
-		if err := b.gather(p); err != nil {
-			return err
-		}
-		b.combine(p)
+		b.load(p)
+		b.combine(p, b.gather(p))
 		for k := 1; k < n; k++ {
-			to := (b.me + k) % n
-			if share != everyone && share != to {
-				continue
-			}
-			if err := b.sendRange(b.conns[to], p); err != nil {
-				return err
+			if to := (b.me + k) % n; share == everyone || share == to {
+				b.sendRange(b.conn(to), p)
 			}
 		}
 	}
-	return nil
 }
 
-// gather receives the contributions of the other ranks to r. They are then in b.sources.
-func (b *Backend) gather(r byteRange) error {
+// gather receives the contributions of the other ranks to r, and returns the buffer that they fill.
+func (b *Backend) gather(r byteRange) []byte {
 	size := r.numBytes()
 	in := b.in.room(size * (len(b.ranks) - 1))
-	for i, c := range b.conns {
-		if i == b.me {
-			continue
+	rest := in
+	for i := range b.ranks {
+		if i != b.me {
+			b.receive(b.conn(i), rest[:size])
+			rest = rest[size:]
 		}
-		if err := receive(c, in[:size]); err != nil {
-			return err
-		}
-		b.sources[i], in = in[:size], in[size:]
 	}
-	return nil
+	return in
 }
 
-// combine reduces the contributions to r, which gather has received, and scales the result.
-func (b *Backend) combine(r byteRange) {
+// combine reduces the contributions to r, of which gather has filled the buffer in, and scales the result.
+func (b *Backend) combine(r byteRange, in []byte) {
+	b.compute((*Backend).combineGathered, action{r: r, in: in})
+}
+
+// combineGathered reduces the contributions a.in of the other ranks and range a.r of b.list.
+func (b *Backend) combineGathered(a *action) {
+	r, in := a.r, a.in
+	for i := range b.sources {
+		if i != b.me {
+			b.sources[i], in = in[:r.numBytes()], in[r.numBytes():]
+		}
+	}
 	for r.numBytes() > 0 {
 		p := b.list.piece(r).Out
 		b.sources[b.me] = p

@@ -1,10 +1,6 @@
 package tcp
 
-import (
-	"math/bits"
-
-	"github.com/gohvd/gohvd/internal/kernel"
-)
+import "math/bits"
 
 // The algorithms in this file pair ranks at the distances 1, 2, 4 and so on. They need a power of two of
 // ranks. Let p be the largest power of two that is at most n. First, every rank i >= p sends its contribution
@@ -15,130 +11,98 @@ import (
 // The sum of an element is computed in the same tree at every position and with both algorithms, so its bits
 // depend only on the ranks' values. Half-precision values are rounded at every step.
 
-// allreduceDoubling reduces buf over two or more ranks. If halving is set, pairs of ranks exchange halves of
-// the part that they hold, and then the results in the opposite order: 2 log2 p steps, in which a rank sends
+// beginDoubling reduces buf over two or more ranks. If halving is set, pairs of ranks exchange halves of the
+// part that they hold, and then the results in the opposite order: 2 log2 p steps, in which a rank sends
 // 2(p-1)/p × len(buf) bytes. If halving is not set, they exchange the whole buffer: log2 p steps, in which a
 // rank sends log2 p × len(buf) bytes. If n is not a power of two, there are 2 more steps of len(buf) bytes.
-func (b *Backend) allreduceDoubling(size int, reduce kernel.Func, buf []byte, halving bool) error {
-	n, seg := len(b.ranks), b.segment(size)
+func (b *Backend) beginDoubling(buf []byte, halving bool) {
+	n := len(b.ranks)
 	p := 1 << (bits.Len(uint(n)) - 1)
 	if b.me >= p {
-		return b.delegate(b.me-p, seg, buf)
+		b.delegate(b.me-p, buf)
+		return
 	}
 	sender := b.me + p // the rank that sends its contribution to this rank; there is none if sender >= n
 	if sender < n {
-		c, err := b.conn(sender)
-		if err != nil {
-			return err
-		}
-		if err := b.addOwn(c, nil, reduce, buf, seg); err != nil {
-			return err
-		}
+		b.addOwn(b.conn(sender), nil, buf)
 	}
 	if halving {
-		if err := b.halveAndUnite(p, size, reduce, buf); err != nil {
-			return err
-		}
+		b.halveAndUnite(p, buf)
 	} else {
 		for d := 1; d < p; d *= 2 {
-			if err := b.double(d, seg, reduce, buf); err != nil {
-				return err
-			}
+			b.double(d, buf)
 		}
 	}
 	if sender < n {
-		return exchange(b.conns[sender], buf, nil, seg)
+		b.send(b.conn(sender), buf)
 	}
-	return nil
 }
 
 // double exchanges buf with the rank at distance d, and adds the contribution of that rank.
-func (b *Backend) double(d, seg int, reduce kernel.Func, buf []byte) error {
-	c, err := b.conn(b.me ^ d)
-	if err != nil {
-		return err
-	}
+func (b *Backend) double(d int, buf []byte) {
 	in := b.in.room(len(buf))
-	if err := exchange(c, buf, in, seg); err != nil {
-		return err
-	}
+	b.exchange(b.conn(b.me^d), buf, in)
+	b.compute((*Backend).addDoubled, action{buf: buf, in: in, d: d})
+}
+
+// addDoubled adds a.in, the contribution of the rank at distance a.d, to a.buf.
+func (b *Backend) addDoubled(a *action) {
 	// Both ranks put the contribution of the lower rank first, because the bits of a sum of two NaNs may
 	// depend on the order.
-	if b.me&d == 0 {
-		reduce(buf, in)
-		return nil
+	if b.me&a.d == 0 {
+		b.reduce(a.buf, a.in)
+		return
 	}
-	reduce(in, buf)
-	copy(buf, in)
-	return nil
+	b.reduce(a.in, a.buf)
+	copy(a.buf, a.in)
 }
 
 // halveAndUnite reduces buf over the first p ranks. Two ranks at distance d hold the same part of buf. Each
 // sends one half of the part to the other and reduces the other half. When all parts are reduced, the ranks
 // exchange them in the opposite order.
-func (b *Backend) halveAndUnite(p, size int, reduce kernel.Func, buf []byte) error {
-	seg := b.segment(size)
+func (b *Backend) halveAndUnite(p int, buf []byte) {
 	for d := 1; d < p; d *= 2 {
-		c, err := b.conn(b.me ^ d)
-		if err != nil {
-			return err
-		}
-		mine, theirs := halved(b.me, d, len(buf), size), halved(b.me^d, d, len(buf), size)
-		if err := send(c, theirs.of(buf), seg); err != nil {
-			return err
-		}
-		if err := b.addOwn(c, nil, reduce, mine.of(buf), seg); err != nil {
-			return err
-		}
+		c, mine, theirs := b.halves(d, len(buf))
+		b.send(c, theirs.of(buf))
+		b.addOwn(c, nil, mine.of(buf))
 		// The half for the partner is overwritten by results later, so it must have left. The partner
 		// receives it before it sends anything else.
-		if err := c.Flush(); err != nil {
-			return err
-		}
+		b.flush(c)
 	}
 	for d := p / 2; d > 0; d /= 2 {
-		if err := b.unite(d, size, buf); err != nil {
-			return err
-		}
+		b.unite(d, buf)
 	}
-	return nil
+}
+
+// halves returns the stream to the partner at distance d, and the parts that this rank and the partner hold
+// after a buffer of numBytes bytes was halved at all distances up to d.
+func (b *Backend) halves(d, numBytes int) (c *stream, mine, theirs byteRange) {
+	size := b.op.DType.Size()
+	return b.conn(b.me ^ d), halved(b.me, d, numBytes, size), halved(b.me^d, d, numBytes, size)
 }
 
 // unite reverses a halving at distance d: this rank and its partner send each other the parts that they hold.
-// An element has size bytes.
-func (b *Backend) unite(d, size int, buf []byte) error {
-	c, err := b.conn(b.me ^ d)
-	if err != nil {
-		return err
-	}
-	mine, theirs := halved(b.me, d, len(buf), size), halved(b.me^d, d, len(buf), size)
-	return exchange(c, mine.of(buf), theirs.of(buf), b.segment(size))
+func (b *Backend) unite(d int, buf []byte) {
+	c, mine, theirs := b.halves(d, len(buf))
+	b.exchange(c, mine.of(buf), theirs.of(buf))
 }
 
 // delegate lets the rank of the set with index host take part in this rank's place: it sends buf to that
 // rank, and receives the result from it.
-func (b *Backend) delegate(host, seg int, buf []byte) error {
-	c, err := b.conn(host)
-	if err != nil {
-		return err
-	}
-	if err := exchange(c, buf, nil, seg); err != nil {
-		return err
-	}
-	return exchange(c, nil, buf, seg)
+func (b *Backend) delegate(host int, buf []byte) {
+	c := b.conn(host)
+	b.send(c, buf)
+	b.flush(c)
+	b.receive(c, buf)
 }
 
 // exchange sends the content of one buffer (out) to the peer, and fills another buffer (in) with data from
-// the peer. The peer makes the matching call. exchange cannot deadlock: send does not wait, so both sides
-// reach receive, and so both flushes end.
-func exchange(c *stream, out, in []byte, seg int) error {
-	if err := send(c, out, seg); err != nil {
-		return err
-	}
-	if err := receive(c, in); err != nil {
-		return err
-	}
-	return c.Flush()
+// the peer. The peer makes the matching call. exchange cannot deadlock: sending does not wait, so both sides
+// receive, and so all that was sent leaves.
+func (b *Backend) exchange(c *stream, out, in []byte) {
+	b.send(c, out)
+	b.receive(c, in)
+	b.flush(c)
 }
 
 // byteRange is a range of bytes of a buffer. The field from is the offset of the first byte, and the field to

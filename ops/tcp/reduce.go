@@ -6,7 +6,7 @@ import (
 	"github.com/gohvd/gohvd/ops"
 )
 
-// allreduce runs an allreduce.
+// beginAllreduce begins an allreduce.
 //
 // Ring: each rank's share of the buffer travels round the ring and is reduced on its way. Then the result
 // travels round once more (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of
@@ -24,14 +24,14 @@ import (
 // same order and with the same result as Direct. Each rank sends and reduces (n-1) × len(buf) bytes in one
 // step.
 //
-// RecursiveDoubling and HalvingDoubling: see allreduceDoubling.
-func (b *Backend) allreduce() error {
+// RecursiveDoubling and HalvingDoubling: see beginDoubling.
+func (b *Backend) beginAllreduce() error {
 	if err := b.by(algorithms[message.Allreduce]...); err != nil {
 		return err
 	}
 	dt := b.op.DType
-	reduce, err := kernel.Reduce(b.op.Op, dt)
-	if err != nil {
+	var err error
+	if b.reduce, err = kernel.Reduce(b.op.Op, dt); err != nil {
 		return err
 	}
 	if !takesLists(b.op.Kind, b.op.Algorithm) {
@@ -42,33 +42,32 @@ func (b *Backend) allreduce() error {
 		if err := b.parts.even(len(buf), dt.Size()); err != nil {
 			return err
 		}
-		if len(b.ranks) == 1 || len(buf) == 0 {
-			return nil
+		if len(b.ranks) > 1 && len(buf) > 0 {
+			b.beginDoubling(buf, b.op.Algorithm == message.HalvingDoubling)
 		}
-		return b.allreduceDoubling(dt.Size(), reduce, buf, b.op.Algorithm == message.HalvingDoubling)
+		return nil
 	}
 	if err := b.beginList(); err != nil {
 		return err
 	}
-	defer b.list.end()
-	if err := b.parts.even(b.list.numBytes(), dt.Size()); err != nil {
+	all := byteRange{0, b.list.numBytes()}
+	if err := b.parts.even(all.to, dt.Size()); err != nil {
 		return err
 	}
-	switch all := (byteRange{0, b.list.numBytes()}); {
-	case len(b.ranks) == 1:
-		b.list.load(all)
-		b.list.scaleResult(all)
-		return nil
+	switch {
 	case all.numBytes() == 0:
-		return nil
+	case len(b.ranks) == 1:
+		b.load(all)
+		b.scaleResult(all)
+	case b.op.Algorithm == message.Direct:
+		b.beginDirect(everyone)
+	case b.op.Algorithm == message.Exchange:
+		b.connectAll()
+		b.repeat((all.to+exchangeBytes-1)/exchangeBytes, (*Backend).exchangeRound)
+	default:
+		b.repeat((all.to+b.ringChunk()-1)/b.ringChunk()+1, (*Backend).ringRound)
 	}
-	switch b.op.Algorithm {
-	case message.Direct:
-		return b.direct(dt.Size(), everyone)
-	case message.Exchange:
-		return b.allreduceExchange()
-	}
-	return b.allreduceRing(dt.Size(), reduce)
+	return nil
 }
 
 // takesLists implements ops.Registration.Lists.
@@ -76,7 +75,7 @@ func takesLists(k message.Kind, alg message.Algorithm) bool {
 	return alg == message.Ring || k == message.Allreduce && keepsOrder(alg)
 }
 
-// beginList sets b.list and b.reducer for the tensors of the operation. The caller must end b.list.
+// beginList sets b.list and b.reducer for the tensors of the operation.
 func (b *Backend) beginList() error {
 	tensors, s, op, dt := b.op.Tensors, b.op.Scaling, b.op.Op, b.op.DType
 	if !takesLists(b.op.Kind, b.op.Algorithm) {
@@ -93,10 +92,10 @@ func (b *Backend) beginList() error {
 // together and reduces alone. If there are more, every rank reduces a part.
 const maxAtRootBytes = 64 << 10
 
-// reduceToRoot runs a reduce, by Direct. Elements are combined as in a direct allreduce, so the root gets the
-// same bits. There is no tree: it would need log2 n steps in place of one or two, and would add in another
-// order.
-func (b *Backend) reduceToRoot() error {
+// beginReduce begins a reduce, by Direct. Elements are combined as in a direct allreduce, so the root gets
+// the same bits. There is no tree: it would need log2 n steps in place of one or two, and would add in
+// another order.
+func (b *Backend) beginReduce() error {
 	if err := b.by(algorithms[message.Reduce]...); err != nil {
 		return err
 	}
@@ -107,8 +106,7 @@ func (b *Backend) reduceToRoot() error {
 	if err != nil {
 		return err
 	}
-	size := b.op.DType.Size()
-	if err := b.parts.even(len(buf), size); err != nil {
+	if err := b.parts.even(len(buf), b.op.DType.Size()); err != nil {
 		return err
 	}
 	others := len(b.ranks) - 1
@@ -118,39 +116,41 @@ func (b *Backend) reduceToRoot() error {
 	if err := b.beginList(); err != nil {
 		return err
 	}
-	defer b.list.end()
 	if len(buf) <= maxAtRootBytes/others {
-		return b.reduceAtRoot()
+		b.reduceAtRoot()
+	} else {
+		b.beginDirect(b.op.Root)
 	}
-	return b.direct(size, b.op.Root)
+	return nil
 }
 
-// reducescatter runs the first half of an allreduce, by Ring or Direct. If the blocks are equal, each rank
-// sends (n-1)/n × len(buf) bytes and reduces the same number of bytes. Ring does this in n-1 steps, Direct in
-// one.
-func (b *Backend) reducescatter() error {
+// beginReducescatter begins the first half of an allreduce, by Ring or Direct. If the blocks are equal, each
+// rank sends (n-1)/n × len(buf) bytes and reduces the same number of bytes. Ring does this in n-1 steps,
+// Direct in one.
+func (b *Backend) beginReducescatter() error {
 	if err := b.by(message.Ring, message.Direct); err != nil {
 		return err
 	}
-	size, buf := b.op.DType.Size(), b.op.Buf
-	reduce, err := kernel.Reduce(b.op.Op, b.op.DType)
-	if err != nil {
+	buf := b.op.Buf
+	var err error
+	if b.reduce, err = kernel.Reduce(b.op.Op, b.op.DType); err != nil {
 		return err
 	}
-	if err := b.parts.by(b.op.Counts, len(buf), size); err != nil {
+	if err := b.parts.by(b.op.Counts, len(buf), b.op.DType.Size()); err != nil {
 		return err
 	}
 	if len(b.ranks) == 1 || len(buf) == 0 {
 		return nil
 	}
 	if b.op.Algorithm == message.Ring {
-		return b.reducescatterRing(size, reduce, buf)
+		b.repeat(len(b.ranks)-1, (*Backend).reducescatterRing)
+		return nil
 	}
 	b.buf[0] = ops.Tensor{In: buf, Out: buf}
 	b.op.Tensors = b.buf[:]
 	if err := b.beginList(); err != nil {
 		return err
 	}
-	defer b.list.end()
-	return b.direct(size, nobody)
+	b.beginDirect(nobody)
+	return nil
 }

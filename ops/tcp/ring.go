@@ -1,12 +1,8 @@
 package tcp
 
-import (
-	"github.com/gohvd/gohvd/internal/kernel"
-	"github.com/gohvd/gohvd/internal/tensor"
-	"github.com/gohvd/gohvd/ops"
-)
+import "github.com/gohvd/gohvd/internal/tensor"
 
-// allreduceRing reduces b.list over two or more ranks. An element has size bytes.
+// ringRound appends round k of an allreduce of b.list over two or more ranks.
 //
 // The bytes are cut into chunks, and a chunk into n parts of one segment each. The last chunk may be smaller.
 // In a chunk there are 2(n-1) steps, numbered from 0. Rank i starts by sending part i. In step s it receives
@@ -14,180 +10,159 @@ import (
 // received part is the sum over the ranks that it has passed, and the rank adds its own values. After that
 // the received part is the sum over all ranks.
 //
-// The first n-1 steps of a chunk alternate with the last n-1 steps of the chunk before. So the streams carry
-// a part of one chunk while a part of the other one is reduced. Between the first and the last step of a
-// chunk, a rank touches only the memory of two chunks, which stays in the cache. All ranks must use chunks of
-// the same size, because the chunks decide the order of the parts in the streams.
-func (b *Backend) allreduceRing(size int, reduce kernel.Func) error {
-	right, left, err := b.neighbours()
-	if err != nil {
-		return err
-	}
-	n, total := len(b.ranks), b.list.numBytes()
-	now, before := ringChunk{sent: b.sent[0]}, ringChunk{sent: b.sent[1]}
-	for from := 0; from < total || now.numBytes() > 0; {
-		if from > 0 && from < total { // between chunks, the caller serves other operations
-			if err := b.await(ops.Moving); err != nil {
-				return err
-			}
+// In round k the first n-1 steps of chunk k alternate with the last n-1 steps of the chunk before. So the
+// streams carry a part of one chunk while a part of the other one is reduced. Between the first and the last
+// step of a chunk, a rank touches only the memory of two chunks, which stays in the cache. All ranks must use
+// chunks of the same size, because the chunks decide the order of the parts in the streams.
+func (b *Backend) ringRound(k int) error {
+	right, left := b.neighbours()
+	n := len(b.ranks)
+	// sent[s] is the position in the stream to the right at which the part of this chunk ends that is sent in
+	// step s. sentBefore has the same of the chunk before.
+	sent, sentBefore := b.sent[k%2], b.sent[(k+1)%2]
+	own := b.ringPart(k, 0)
+	b.load(own)
+	b.sendRange(right, own)
+	sent[0] = right.end
+	b.sendRange(right, b.ringPart(k-1, n-1))
+	for s := range n - 1 {
+		p := b.ringPart(k, s+1)
+		b.addRange(left, p)
+		if s < n-2 {
+			b.sendRange(right, p)
+			sent[s+1] = right.end
+		} else {
+			b.scaleResult(p)
 		}
-		next := byteRange{from, min(from+n*b.segment(size), total)}
-		now, before = ringChunk{next, before.sent}, now
-		from = next.to
-		if err := b.ringRound(left, right, size, reduce, &now, &before); err != nil {
-			return err
+		// Results arrive in the order in which this rank has sent its own values: part i, i-1 and so on.
+		p = b.ringPart(k-1, s)
+		b.replaceRange(left, right, p, sentBefore[s])
+		if s < n-2 {
+			b.sendRange(right, p)
 		}
 	}
-	return right.Flush()
+	return nil
 }
 
-// ringChunk is a chunk of an allreduce by Ring.
-type ringChunk struct {
-	byteRange
-	// sent[s] is the position in the stream to the right at which the part ends that was sent in step s of
-	// the first n-1 steps.
-	sent []uint64
-}
+// ringChunk returns the number of bytes of a chunk of an allreduce by Ring.
+func (b *Backend) ringChunk() int { return len(b.ranks) * b.segment(b.op.DType.Size()) }
 
-// part returns the part of c that belongs to the rank i of n ranks.
-func (c *ringChunk) part(i, n, size int) byteRange {
-	from, count := tensor.Rows(int64(c.numBytes()/size), n, i)
-	first := c.from + int(from)*size
+// ringPart returns the part of a chunk that belongs to the rank k places before this rank in the ring. It is
+// empty if there is no such chunk.
+func (b *Backend) ringPart(chunk, k int) byteRange {
+	n, total, size := len(b.ranks), b.list.numBytes(), b.op.DType.Size()
+	begin := max(chunk, 0) * b.ringChunk()
+	end := max(min((chunk+1)*b.ringChunk(), total), begin)
+	from, count := tensor.Rows(int64((end-begin)/size), n, (b.me+n-k)%n)
+	first := begin + int(from)*size
 	return byteRange{first, first + int(count)*size}
 }
 
-// ringRound runs the first n-1 steps of the chunk now and the last n-1 steps of the chunk before. One of the
-// chunks may be empty.
-func (b *Backend) ringRound(left, right *stream, size int, reduce kernel.Func, now, before *ringChunk) error {
-	n := len(b.ranks)
-	back := func(c *ringChunk, k int) byteRange { return c.part((b.me+n-k)%n, n, size) }
-	if now.numBytes() > 0 {
-		own := back(now, 0)
-		b.list.load(own)
-		if err := b.sendRange(right, own); err != nil {
-			return err
-		}
-		now.sent[0] = right.queued
-	}
-	if err := b.sendRange(right, back(before, n-1)); err != nil {
-		return err
-	}
-	for s := range n - 1 {
-		p := back(now, s+1)
-		if err := b.addRange(left, p, reduce); err != nil {
-			return err
-		}
-		if s < n-2 {
-			if err := b.sendRange(right, p); err != nil {
-				return err
-			}
-			now.sent[s+1] = right.queued
-		} else {
-			b.list.scaleResult(p)
-		}
-		// Results arrive in the order in which this rank has sent its own values: part i, i-1 and so on.
-		p = back(before, s)
-		if err := b.replaceRange(left, right, p, before.sent[s]); err != nil {
-			return err
-		}
-		if s < n-2 {
-			if err := b.sendRange(right, p); err != nil {
-				return err
-			}
-		}
-	}
-	return nil
+// load appends an action that loads a range of b.list.
+func (b *Backend) load(r byteRange) {
+	b.compute(func(b *Backend, a *action) { b.list.load(a.r) }, action{r: r})
 }
 
-// sendRange queues a range of b.list.
-func (b *Backend) sendRange(c *stream, r byteRange) error {
+// scaleResult appends an action that scales a range of b.list as after a reduction.
+func (b *Backend) scaleResult(r byteRange) {
+	b.compute(func(b *Backend, a *action) { b.list.scaleResult(a.r) }, action{r: r})
+}
+
+// sendRange sends a range of b.list.
+func (b *Backend) sendRange(c *stream, r byteRange) {
 	for r.numBytes() > 0 {
 		p := b.list.piece(r).Out
-		if err := c.Send(p); err != nil {
-			return err
-		}
+		b.send(c, p)
 		r.from += len(p)
 	}
-	return nil
 }
 
 // addRange receives the sum of a part over the ranks that the part has passed, and adds it to this rank's
 // values.
-func (b *Backend) addRange(left *stream, r byteRange, reduce kernel.Func) error {
+func (b *Backend) addRange(left *stream, r byteRange) {
 	in := b.in.room(r.numBytes())
-	if err := receive(left, in); err != nil {
-		return err
-	}
-	b.list.load(r)
-	for r.numBytes() > 0 {
+	b.receive(left, in)
+	b.compute((*Backend).addReceived, action{r: r, in: in})
+}
+
+// addReceived adds a.in to range a.r of b.list.
+func (b *Backend) addReceived(a *action) {
+	b.list.load(a.r)
+	for r, in := a.r, a.in; r.numBytes() > 0; {
 		p := b.list.piece(r).Out
-		reduce(p, in[:len(p)])
+		b.reduce(p, in[:len(p)])
 		in = in[len(p):]
 		r.from += len(p)
 	}
-	return nil
 }
 
-// replaceRange receives the result of a part. The old content of the part was sent by sendRange, and ends at
-// the stream position given by the parameter sent. The result of a tensor may arrive before the peer at the
-// other end of right reads the next tensor. So replaceRange waits only until the old content of the same
-// tensor has left.
-func (b *Backend) replaceRange(left, right *stream, r byteRange, sent uint64) error {
+// replaceRange receives the result of a part. The old content of the part was sent by sendRange on the stream
+// out, and ends there at the position given by the parameter sent. The result of a tensor may arrive before
+// the peer at the other end of out reads the next tensor. So replaceRange waits only until the old content of
+// the same tensor has left.
+func (b *Backend) replaceRange(c, out *stream, r byteRange, sent uint64) {
 	for r.numBytes() > 0 {
 		p := b.list.piece(r).Out
-		if err := b.replace(left, right, p, sent-uint64(r.numBytes()-len(p))); err != nil {
-			return err
-		}
+		b.replace(c, out, p, sent-uint64(r.numBytes()-len(p)))
 		r.from += len(p)
 	}
-	return nil
 }
 
-// reducescatterRing reduces buf over two or more ranks. An element has size bytes. Each rank gets the result
-// of its own part.
+// replace receives the new content of p, which is not empty. The old content of p was sent on the stream out,
+// and ends there at the position given by the parameter sent.
+//
+// The new content is a sum that includes the old content as the peer at the other end of out received it. So
+// when the new content arrives here, the old content has arrived at that peer. But the transport may report
+// this later, and until then the transport owns p. So if the transport has not reported it yet, p is received
+// into other memory, and copied after a short wait. A flush in place of this wait could deadlock, because all
+// ranks would wait for each other to receive. A wait before the new content arrives could be long.
+func (b *Backend) replace(c, out *stream, p []byte, sent uint64) {
+	b.compute((*Backend).divert, action{c: out, position: sent, in: b.in.room(len(p))})
+	b.receive(c, p)
+	b.await(out, sent)
+	b.compute(func(_ *Backend, a *action) { copy(a.buf, a.in) }, action{buf: p})
+}
+
+// divert lets the next action of replace receive into a.in, and the last one copy from there, unless the old
+// content has left.
+func (b *Backend) divert(a *action) {
+	if a.c.left() < a.position {
+		b.actions[b.next+1].buf, b.actions[b.next+3].in = a.in, a.in
+	}
+}
+
+// reducescatterRing appends round s of a reducescatter over two or more ranks. Each rank gets the result of
+// its own part.
 //
 // The sum of part i begins at rank i+1, so that it ends at rank i. So rank i starts by sending part i-1.
-// There are n-1 steps, numbered from 0. In step s rank i receives part i-s-2 (modulo n), adds its own values,
-// and sends the sum on. In the last step the rank receives its own part, and does not send it on.
-func (b *Backend) reducescatterRing(size int, reduce kernel.Func, buf []byte) error {
-	right, left, err := b.neighbours()
-	if err != nil {
-		return err
+// There are n-1 rounds. In round s rank i receives part i-s-2 (modulo n), adds its own values, and sends the
+// sum on. In the last round the rank receives its own part, and does not send it on.
+func (b *Backend) reducescatterRing(s int) error {
+	right, left := b.neighbours()
+	if s == 0 {
+		b.send(right, b.before(b.op.Buf, 1))
 	}
-	n, seg := len(b.ranks), b.segment(size)
-	if err := send(right, b.before(buf, 1), seg); err != nil {
-		return err
+	if s == b.rounds-1 {
+		right = nil
 	}
-	for s := range n - 1 {
-		to := right
-		if s == n-2 {
-			to = nil
-		}
-		if err := b.addOwn(left, to, reduce, b.before(buf, s+2), seg); err != nil {
-			return err
-		}
-	}
-	return right.Flush()
+	b.addOwn(left, right, b.before(b.op.Buf, s+2))
+	return nil
 }
 
 // addOwn receives the sum of a part over the ranks that the part has passed, and adds it to p, which holds
 // this rank's values. Unless right is nil, addOwn sends the result to right.
-func (b *Backend) addOwn(left, right *stream, reduce kernel.Func, p []byte, seg int) error {
+func (b *Backend) addOwn(left, right *stream, p []byte) {
+	seg := b.segment(b.op.DType.Size())
 	for rest := p; len(rest) > 0; {
 		var own []byte
 		own, rest = split(rest, seg)
 		in := b.in.room(len(own))
-		if err := receive(left, in); err != nil {
-			return err
-		}
-		reduce(own, in)
+		b.receive(left, in)
+		b.compute(func(b *Backend, a *action) { b.reduce(a.buf, a.in) }, action{buf: own, in: in})
 		if right != nil {
-			if err := right.Send(own); err != nil {
-				return err
-			}
+			b.send(right, own)
 		}
 	}
-	return nil
 }
 
 // before returns the part of buf that belongs to the rank k places before this rank in the ring. k is from 0

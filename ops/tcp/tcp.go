@@ -7,6 +7,9 @@
 // ranks know. The only exception is an alltoall, which also sends the lengths of its blocks. Once the
 // channels exist and the buffers have grown, an operation allocates nothing.
 //
+// An algorithm is a function that appends actions to a schedule: the methods send, receive and compute only
+// say what this rank will do, in this order. The calls of Step do it.
+//
 // These are the algorithms for n ranks and a buffer of B bytes, and what a rank sends. L is log2 n, rounded
 // up:
 //
@@ -50,6 +53,7 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/gohvd/gohvd/internal/kernel"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/shmem"
 	"github.com/gohvd/gohvd/internal/tensor"
@@ -118,10 +122,8 @@ type Backend struct {
 
 	op      ops.Operation // the operation in progress
 	started bool          // an operation is in progress
-	steps   steps
-	ctx     context.Context // the context of the step if the step may wait, else nil
-	// received is the number of bytes that have arrived since a step last returned Moving because of them.
-	received int
+	schedule
+	ctx context.Context // the context of the step if the step may wait, else nil
 
 	// The fields below are kept from one operation to the next so that an operation allocates nothing. Each
 	// operation sets the fields that it uses.
@@ -130,11 +132,14 @@ type Backend struct {
 	reducer inorder.Reducer
 	sources [][]byte      // for each rank, its contribution to what reducer reduces
 	list    tensorList    // the tensors of a reduction
+	reduce  kernel.Func   // the reduction of two contributions
+	share   int           // the ranks that get the results of direct, other than the one that reduces
 	buf     [1]ops.Tensor // the tensors of a reducescatter
 	// sent has the stream positions at which the parts of two chunks of an allreduce by Ring end
 	// (ringChunk.sent), or for each rank the positions at which the segments of two rounds of direct end.
 	sent   [2][]uint64
 	blocks blocks // state of an alltoall
+	slots  slots  // state of an alltoall by Bruck
 	adasum adasumState
 }
 
@@ -251,6 +256,10 @@ func (b *Backend) Start(op ops.Operation) error {
 	if op.SegmentBytes > 0 {
 		b.segBytes = op.SegmentBytes
 	}
+	b.rounds, b.round, b.received = 0, 0, 0
+	if err := b.begin(); err != nil {
+		return b.fail(err)
+	}
 	return nil
 }
 
@@ -266,21 +275,29 @@ func (b *Backend) Step(ctx context.Context, wait bool) (p ops.Progress, err erro
 	if wait {
 		b.ctx = ctx
 		if err = b.watch.begin(ctx); err == nil {
-			p, err = b.steps.next(b)
+			p, err = b.advance()
 		}
 		err = b.watch.end(err)
 		b.ctx = nil
 	} else {
-		p, err = b.steps.next(b)
+		p, err = b.advance()
 	}
 	if err != nil {
 		return ops.Waiting, b.fail(err)
 	}
 	if p == ops.Finished {
-		b.op, b.buf, b.started = ops.Operation{}, [1]ops.Tensor{}, false
-		clear(b.sources)
+		b.started = false
+		b.drop()
 	}
 	return p, nil
+}
+
+// drop ends the list of tensors, and drops the references to the buffers of the operation.
+func (b *Backend) drop() {
+	b.list.end()
+	b.dropActions()
+	clear(b.sources)
+	b.op, b.buf, b.blocks.out = ops.Operation{}, [1]ops.Tensor{}, nil
 }
 
 // fail ends the backend because the current operation has failed with err. It returns err with the kind and
@@ -294,37 +311,35 @@ func (b *Backend) fail(err error) error {
 	b.mesh.Abort(b.lane, b.err)
 	b.dropPending()
 	for _, c := range b.conns {
-		if c != nil {
-			_ = c.Conn.Flush()
+		if c != nil && c.Conn != nil {
+			_ = c.Flush()
 		}
 	}
-	b.op = ops.Operation{}
+	b.drop()
 	return b.err
 }
 
 // Close implements ops.Backend.
-func (b *Backend) Close() {
-	b.steps.close()
-	b.watch.close()
-}
+func (b *Backend) Close() { b.watch.close() }
 
-// run runs the operation from start to end. It waits only in the methods of streams and in await.
-func (b *Backend) run() error {
+// begin checks the operation and begins its schedule. If a single rank or an empty buffer needs no action,
+// the schedule stays empty.
+func (b *Backend) begin() error {
 	switch kind := b.op.Kind; {
 	case kind == message.Allreduce && b.op.Op == tensor.Adasum:
-		return b.runAdasum()
+		return b.beginAdasum()
 	case kind == message.Allreduce:
-		return b.allreduce()
+		return b.beginAllreduce()
 	case kind == message.Reduce:
-		return b.reduceToRoot()
+		return b.beginReduce()
 	case kind == message.Reducescatter:
-		return b.reducescatter()
+		return b.beginReducescatter()
 	case kind == message.Allgather:
-		return b.allgather()
+		return b.beginAllgather()
 	case kind == message.Broadcast:
-		return b.broadcast()
+		return b.beginBroadcast()
 	case kind.SendsRows():
-		return b.alltoall()
+		return b.beginAlltoall()
 	default:
 		return fmt.Errorf("%v is not supported", kind)
 	}

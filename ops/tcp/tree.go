@@ -6,30 +6,43 @@ import (
 	"github.com/gohvd/gohvd/internal/message"
 )
 
-// broadcast runs a broadcast from root to the other ranks, segment by segment.
+// beginBroadcast begins a broadcast from root to the other ranks. A round handles a segment.
 //
 // Tree is a binomial tree with depth ceil(log2 n). The root sends up to ceil(log2 n) × len(buf) bytes, and
 // every other rank sends less.
 //
 // Chain passes the segments from rank to rank. No rank sends more than len(buf) bytes, but a segment passes
 // through n-1 ranks.
-func (b *Backend) broadcast() error {
+func (b *Backend) beginBroadcast() error {
 	if err := b.by(algorithms[message.Broadcast]...); err != nil {
 		return err
 	}
 	if err := b.op.CheckRoot(len(b.ranks)); err != nil {
 		return err
 	}
-	root, n := b.op.Root, len(b.ranks)
-	if n == 1 || len(b.op.Buf) == 0 {
-		return nil
+	if len(b.ranks) > 1 {
+		b.repeat((len(b.op.Buf)+b.segBytes-1)/b.segBytes, (*Backend).broadcastRound)
 	}
+	return nil
+}
+
+// broadcastRound receives a segment from this rank's parent, and sends it to its children. The ranks of the
+// tree are counted from root.
+func (b *Backend) broadcastRound(s int) error {
+	root, n := b.op.Root, len(b.ranks)
 	var room [bits.UintSize]int // an array, so that the slice children needs no allocation
 	parent, children := binomial((b.me-root+n)%n, n, room[:0])
 	if b.op.Algorithm == message.Chain {
 		parent, children = chain((b.me-root+n)%n, n, room[:0])
 	}
-	return b.pass(b.op.Buf, root, parent, children)
+	p := b.op.Buf[s*b.segBytes : min((s+1)*b.segBytes, len(b.op.Buf))]
+	if parent >= 0 {
+		b.receive(b.conn((parent+root)%n), p)
+	}
+	for _, v := range children {
+		b.send(b.conn((v+root)%n), p)
+	}
+	return nil
 }
 
 // binomial returns the parent and the children of rank v in a binomial tree of n ranks. It appends the
@@ -57,46 +70,4 @@ func chain(v, n int, room []int) (parent int, children []int) {
 		room = append(room, v+1)
 	}
 	return v - 1, room
-}
-
-// pass receives buf from the rank parent and sends it to the ranks in children. These ranks are counted from
-// root. If parent is negative, this rank has buf already.
-func (b *Backend) pass(buf []byte, root, parent int, children []int) error {
-	n := len(b.ranks)
-	var from *stream
-	var err error
-	if parent >= 0 {
-		if from, err = b.conn((parent + root) % n); err != nil {
-			return err
-		}
-	}
-	var room [bits.UintSize]*stream // an array, so that the slice to needs no allocation
-	to := room[:0]
-	for _, v := range children {
-		c, err := b.conn((v + root) % n)
-		if err != nil {
-			return err
-		}
-		to = append(to, c)
-	}
-	for len(buf) > 0 {
-		var p []byte
-		p, buf = split(buf, b.segBytes)
-		if from != nil {
-			if err := receive(from, p); err != nil {
-				return err
-			}
-		}
-		for _, c := range to {
-			if err := c.Send(p); err != nil {
-				return err
-			}
-		}
-	}
-	for _, c := range to {
-		if err := c.Flush(); err != nil {
-			return err
-		}
-	}
-	return nil
 }
