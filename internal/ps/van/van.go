@@ -403,7 +403,7 @@ func (v *Van) addLink(nodes []*pspb.Node, conn net.Conn, r *reader) (*link, erro
 	}
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	if v.stopping {
+	if v.stopping || v.ctx.Err() != nil {
 		return nil, ErrStopped
 	}
 	links := maps.Clone(*v.links.Load())
@@ -694,11 +694,13 @@ func (v *Van) schedulerGone(p Process, left bool, why error) {
 			v.over[id] = true
 		}
 	}
+	if !left {
+		v.cancel(err) // with mu held, so that addLink makes no link that nobody ends
+	}
 	v.mu.Unlock()
 	if left {
 		return
 	}
-	v.cancel(err)
 	for _, l := range *v.links.Load() {
 		l.fail(err)
 	}
