@@ -139,22 +139,25 @@ func (p router) Restored(back van.Process) {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), blameTime)
 	defer cancel()
-	v := p.verdict(back, "its connection works again")
+	v := p.verdict([]van.Process{back}, "its connection works again")
 	v.Over = true
 	if err := p.launcher.link.ReportVerdict(ctx, v); err != nil {
 		p.log.Debug("ps: the return of a node was not reported to hvdrun", zap.Error(err))
 	}
 }
 
-// verdict returns a verdict about a process.
-func (p router) verdict(about van.Process, reason string) joblink.Verdict {
-	return joblink.Verdict{Epoch: p.launcher.epoch, Ranks: []topo.Rank{topo.Rank(p.process(about.ID))},
-		Process: about.Incarnation, Reason: reason}
+// verdict returns a verdict about processes.
+func (p router) verdict(about []van.Process, reason string) joblink.Verdict {
+	v := joblink.Verdict{Epoch: p.launcher.epoch, Process: about[0].Incarnation, Reason: reason}
+	for _, a := range about {
+		v.Ranks = append(v.Ranks, topo.Rank(p.process(a.ID)))
+	}
+	return v
 }
 
-// Blame writes the dump of the flight recorder, and tells hvdrun which node has failed. Nodes that fail
-// because of it may end before hvdrun notices the end of that node.
-func (p router) Blame(failed van.Process, err error) {
+// Blame writes the dump of the flight recorder, and tells hvdrun which nodes have failed. Nodes that fail
+// because of them may end before hvdrun notices their end.
+func (p router) Blame(failed []van.Process, err error) {
 	p.dump(err.Error())
 	if p.launcher == nil {
 		return

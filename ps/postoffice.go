@@ -98,15 +98,18 @@ type held struct {
 // process may start again after Finalize, and may have several Postoffices, each of which is a node of its
 // own. If a process of the job has ended, Start takes its place and its ids, and does not wait for the
 // others.
+//
+// If a node ends before all have started, Start waits HVD_RECOVERY_SECONDS for its return, and fails if it
+// does not return.
 func Start(ctx context.Context, opts Options) (*Postoffice, error) {
-	p, err := StartAsync(ctx, opts)
+	p, err := start(ctx, opts, true)
 	if err != nil {
 		return nil, err
 	}
 	if p.IsRecovery() {
 		return p, nil // the barrier of the start is over
 	}
-	if err := p.meet(func(c int) error { return p.van.Barrier(ctx, c, AllGroup) }); err != nil {
+	if err := p.meet(func(c int) error { return p.meetAll(ctx, c) }); err != nil {
 		p.stop()
 		return nil, fmt.Errorf("ps: start: %w", err)
 	}
@@ -114,7 +117,12 @@ func Start(ctx context.Context, opts Options) (*Postoffice, error) {
 }
 
 // StartAsync is like Start, but returns when this process is connected, without waiting for the others.
-func StartAsync(ctx context.Context, opts Options) (started *Postoffice, err error) {
+func StartAsync(ctx context.Context, opts Options) (*Postoffice, error) {
+	return start(ctx, opts, false)
+}
+
+// start joins the job. meets says that the caller enters a barrier of all nodes next.
+func start(ctx context.Context, opts Options, meets bool) (started *Postoffice, err error) {
 	set, err := config.FromEnvironment(opts.Settings, true)
 	if err != nil {
 		return nil, fmt.Errorf("ps: %w", err)
@@ -138,6 +146,7 @@ func StartAsync(ctx context.Context, opts Options) (started *Postoffice, err err
 	if p.cfg, err = vanConfig(ctx, &set, opts); err != nil {
 		return nil, fmt.Errorf("ps: %w", err)
 	}
+	p.cfg.Meets = meets
 	p.clocks = make([]workerClock, p.cfg.Customers)
 	p.primaries = make([]atomic.Int32, p.cfg.NumServers)
 	p.joining = make([]atomic.Int32, p.cfg.NumServers)
@@ -309,8 +318,8 @@ func (p *Postoffice) IsServer() bool { return p.cfg.Role == van.Server }
 // IsWorker reports whether this process is a worker.
 func (p *Postoffice) IsWorker() bool { return p.cfg.Role == van.Worker }
 
-// IsRecovery reports whether this process has taken the place of one that has ended. The other nodes have
-// passed all barriers that the old process has passed.
+// IsRecovery reports whether this process has taken the place of one that has ended after its Start. The
+// other nodes have passed all barriers that the old process has passed.
 func (p *Postoffice) IsRecovery() bool { return p.van.IsRecovery() }
 
 // AwaitReturn waits until a node that has ended was started again and has joined the job, or until ctx ends.
@@ -395,9 +404,9 @@ func (p *Postoffice) meet(enter func(customer int) error) error {
 	return errors.Join(errs...)
 }
 
-// lastBarrier enters the barrier of all nodes. If one has ended, it waits for its return and enters the
-// barrier again.
-func (p *Postoffice) lastBarrier(ctx context.Context, customer int) error {
+// meetAll enters the barrier of all nodes. If one has ended, it waits for its return and enters the barrier
+// again.
+func (p *Postoffice) meetAll(ctx context.Context, customer int) error {
 	for {
 		err := p.van.Barrier(ctx, customer, AllGroup)
 		gone, ok := errors.AsType[*NodeError](err)
@@ -433,7 +442,7 @@ func (p *Postoffice) Finalize(ctx context.Context, barrier bool) (err error) {
 	defer close(ended)
 	p.endClocks()
 	if barrier {
-		if err = p.meet(func(c int) error { return p.lastBarrier(ctx, c) }); err != nil {
+		if err = p.meet(func(c int) error { return p.meetAll(ctx, c) }); err != nil {
 			err = fmt.Errorf("ps: finalize: %w", err)
 		}
 	}

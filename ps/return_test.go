@@ -15,10 +15,14 @@ import (
 
 // startSmall starts a node of a job with one server and one worker. recovery is HVD_RECOVERY_SECONDS.
 func startSmall(t *testing.T, role, port, recovery string) (*Postoffice, error) {
-	return Start(t.Context(), Options{Log: zap.NewNop(), Settings: map[string]string{"DMLC_ROLE": role,
+	return Start(t.Context(), smallOptions(role, port, recovery))
+}
+
+func smallOptions(role, port, recovery string) Options {
+	return Options{Log: zap.NewNop(), Settings: map[string]string{"DMLC_ROLE": role,
 		"DMLC_NUM_SERVER": "1", "DMLC_NUM_WORKER": "1", "DMLC_PS_ROOT_URI": "127.0.0.1",
 		"DMLC_PS_ROOT_PORT": port, "HOROVOD_GLOO_TIMEOUT_SECONDS": "60", "PS_HEARTBEAT_TIMEOUT": "60",
-		"HVD_RECOVERY_SECONDS": recovery}})
+		"HVD_RECOVERY_SECONDS": recovery}}
 }
 
 // startAll starts the nodes of a job with one server and one worker, and returns them by id.
@@ -142,6 +146,49 @@ func TestReturn(t *testing.T) {
 		})
 	}
 	wg.Wait()
+}
+
+// TestStartWaitsForReturn makes the server end before all have entered the barrier of Start. If they are told
+// to, the others wait for its return, and its new process takes part from the beginning. Otherwise their
+// barrier fails, and the error names the server.
+func TestStartWaitsForReturn(t *testing.T) {
+	for _, recovery := range []string{"60", "0"} {
+		port := strconv.Itoa(testnet.FreePort(t))
+		nodes := startAll(t, func(role string) (*Postoffice, error) {
+			return start(t.Context(), smallOptions(role, port, recovery), true)
+		})
+		met := make(chan error, 2)
+		go func() { met <- nodes[1].meetAll(t.Context(), 0) }()
+		nodes[8].stop()
+		go func() { met <- nodes[9].meetAll(t.Context(), 0) }()
+		if recovery == "0" {
+			for range 2 {
+				testnet.WantError(t, <-met, "barrier of group 7: server 0 is gone")
+			}
+			nodes[9].stop()
+			nodes[1].stop()
+			continue
+		}
+		var err error
+		if nodes[8], err = startSmall(t, "server", port, recovery); err != nil {
+			t.Fatal(err)
+		}
+		if err := errors.Join(<-met, <-met); err != nil {
+			t.Fatal(err)
+		}
+		if nodes[8].IsRecovery() {
+			t.Error("the server has taken the place of one that had started")
+		}
+		var wg sync.WaitGroup
+		for _, po := range nodes {
+			wg.Go(func() {
+				if err := po.Finalize(t.Context(), true); err != nil {
+					t.Error(err)
+				}
+			})
+		}
+		wg.Wait()
+	}
 }
 
 // TestFinalizeWaits makes the worker end and return while the other nodes are in the barrier of Finalize, and

@@ -868,8 +868,8 @@ var settings = []Setting{
 	{
 		Name: "HVD_RECOVERY_SECONDS", Section: sectionServer, Scope: PerProcess,
 		Default: "0",
-		Doc: "time for which Finalize waits for a node that has ended to be started again. 0 means that it " +
-			"does not wait. hvdrun --restarts sets it to 60 seconds if it is not set",
+		Doc: "time for which Start and Finalize wait for a node that has ended to be started again. 0 means " +
+			"that they do not wait. hvdrun --restarts sets it to 60 seconds if it is not set",
 		Raise: "A higher value gives nodes more time to return, and delays the error if one does not.",
 		kind:  seconds(func(c *Config) *time.Duration { return &c.PS.Recovery }, 0),
 	},

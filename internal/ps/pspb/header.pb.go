@@ -464,14 +464,17 @@ type Control struct {
 	NumServers int32 `protobuf:"varint,7,opt,name=num_servers,json=numServers,proto3" json:"num_servers,omitempty"`
 	// blocks has the numbers of blocks, in RELEASE, or of regions, in UNMAP.
 	Blocks []uint32 `protobuf:"varint,8,rep,packed,name=blocks,proto3" json:"blocks,omitempty"`
-	// withdraw says that the sender does not wait, or no longer, in the barrier or for the clock.
+	// withdraw says that the sender does not wait, or no longer, in the barrier, for the clock or, with ADD_NODE,
+	// for the answer to its registration.
 	Withdraw bool `protobuf:"varint,9,opt,name=withdraw,proto3" json:"withdraw,omitempty"`
 	// clock is the number of iterations that the worker has ended. It is 2^63-1 if the worker has no more.
 	Clock int64 `protobuf:"varint,10,opt,name=clock,proto3" json:"clock,omitempty"`
 	// staleness is the bound on staleness plus one, in a registration. It is 0 in asynchronous mode.
 	Staleness int32 `protobuf:"varint,11,opt,name=staleness,proto3" json:"staleness,omitempty"`
 	// replicas is the number of further servers that have the values of each key, in a registration.
-	Replicas      int32 `protobuf:"varint,12,opt,name=replicas,proto3" json:"replicas,omitempty"`
+	Replicas int32 `protobuf:"varint,12,opt,name=replicas,proto3" json:"replicas,omitempty"`
+	// meets says, in a registration, that the process enters a barrier of all nodes before it does anything else.
+	Meets         bool `protobuf:"varint,13,opt,name=meets,proto3" json:"meets,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -588,6 +591,13 @@ func (x *Control) GetReplicas() int32 {
 		return x.Replicas
 	}
 	return 0
+}
+
+func (x *Control) GetMeets() bool {
+	if x != nil {
+		return x.Meets
+	}
+	return false
 }
 
 // Frame describes a frame, which follows the header.
@@ -1022,7 +1032,7 @@ const file_header_proto_rawDesc = "" +
 	"\n" +
 	"generation\x18\v \x01(\x04R\n" +
 	"generation\x12\x12\n" +
-	"\x04gone\x18\f \x01(\tR\x04gone\"\xfb\x02\n" +
+	"\x04gone\x18\f \x01(\tR\x04gone\"\x91\x03\n" +
 	"\aControl\x12.\n" +
 	"\acommand\x18\x01 \x01(\x0e2\x14.gohvd.ps.v1.CommandR\acommand\x12'\n" +
 	"\x05nodes\x18\x02 \x03(\v2\x11.gohvd.ps.v1.NodeR\x05nodes\x12#\n" +
@@ -1038,7 +1048,8 @@ const file_header_proto_rawDesc = "" +
 	"\x05clock\x18\n" +
 	" \x01(\x03R\x05clock\x12\x1c\n" +
 	"\tstaleness\x18\v \x01(\x05R\tstaleness\x12\x1a\n" +
-	"\breplicas\x18\f \x01(\x05R\breplicas\"\xaf\x01\n" +
+	"\breplicas\x18\f \x01(\x05R\breplicas\x12\x14\n" +
+	"\x05meets\x18\r \x01(\bR\x05meets\"\xaf\x01\n" +
 	"\x05Frame\x12)\n" +
 	"\x04type\x18\x01 \x01(\x0e2\x15.gohvd.ps.v1.DataTypeR\x04type\x12\x14\n" +
 	"\x05bytes\x18\x02 \x01(\x04R\x05bytes\x12\x14\n" +

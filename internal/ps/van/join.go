@@ -22,9 +22,6 @@ const (
 	handshakeTimeout = 10 * time.Second
 	// maxPeers is the maximum number of connections that a node accepts.
 	maxPeers = 1 << 16
-	// answerTime is how long a node waits for the scheduler's answer after its own time limit. The answer
-	// says which nodes are missing.
-	answerTime = time.Second
 )
 
 // listen accepts connections of other nodes on addr.
@@ -53,7 +50,7 @@ func (v *Van) listenLocal() (err error) {
 // over TCP.
 func (v *Van) dialServer(ctx context.Context, n *pspb.Node) (net.Conn, *reader, error) {
 	if v.shares() && n.HostId == v.cfg.HostID {
-		conn, r, _, err := v.dial(ctx, dial.UnixPrefix+n.Socket, v.cfg.Secret)
+		conn, r, _, err := v.dial(ctx, dial.UnixPrefix+n.Socket, v.cfg.Secret, int(n.Id))
 		if err == nil {
 			return conn, r, nil
 		}
@@ -62,9 +59,10 @@ func (v *Van) dialServer(ctx context.Context, n *pspb.Node) (net.Conn, *reader, 
 			zap.String("server", Name(int(n.Id))), zap.Error(err))
 	}
 	addr := net.JoinHostPort(n.Hostname, strconv.Itoa(int(n.Port)))
-	conn, r, at, err := v.dial(ctx, addr, v.cfg.Secret)
+	conn, r, at, err := v.dial(ctx, addr, v.cfg.Secret, int(n.Id))
 	if err == nil && (len(at) == 0 || at[0].Incarnation != n.Incarnation) {
 		conn.Close()
+		dial.Pause(ctx, newsTime, nil) // if the server has ended, connect ends ctx
 		err = errors.New("another process listens there")
 	}
 	if err != nil {
@@ -73,57 +71,27 @@ func (v *Van) dialServer(ctx context.Context, n *pspb.Node) (net.Conn, *reader, 
 	return conn, r, nil
 }
 
-// dial connects to the node at addr with the secret s, and registers the nodes of this process there. It
+// dial connects to node id at addr with the secret s, and registers the nodes of this process there. It
 // returns the reader of the connection and the nodes in the peer's answer.
-func (v *Van) dial(ctx context.Context, addr string, s secret.Secret) (net.Conn, *reader, []*pspb.Node,
-	error) {
+func (v *Van) dial(ctx context.Context, addr string, s secret.Secret, id int) (net.Conn, *reader,
+	[]*pspb.Node, error) {
 	var conn net.Conn
 	err := dial.Retry(ctx, func() (err error) {
 		conn, err = dial.Greet(ctx, addr, s, magic, version)
 		return err
 	})
 	if err != nil {
+		if id == SchedulerID && isLate(ctx) {
+			v.blameAll([]Process{{ID: SchedulerID}}, err)
+		}
 		return nil, nil, nil, err
 	}
-	r, nodes, err := v.register(ctx, conn)
+	r, nodes, err := v.register(ctx, conn, id)
 	if err != nil {
 		conn.Close()
 		return nil, nil, nil, err
 	}
 	return conn, r, nodes, nil
-}
-
-// register sends the registration on conn and reads the answer.
-func (v *Van) register(ctx context.Context, conn net.Conn) (*reader, []*pspb.Node, error) {
-	if err := writeMessage(conn, controlMessage(&pspb.Control{Command: pspb.Command_ADD_NODE, Nodes: v.self,
-		NumWorkers: int32(v.cfg.NumWorkers), NumServers: int32(v.cfg.NumServers),
-		Replicas: int32(v.cfg.Replicas), Staleness: int32(v.cfg.Staleness) + 1})); err != nil {
-		return nil, nil, err
-	}
-	wait, cancel := context.WithCancel(context.WithoutCancel(ctx))
-	defer cancel()
-	stop := context.AfterFunc(ctx, func() {
-		dial.Pause(wait, answerTime, nil)
-		conn.SetDeadline(time.Unix(1, 0))
-	})
-	defer stop()
-	r := newReader(conn)
-	r.limit = maxHeaderBytes // the table is long
-	m, err := r.next()
-	switch {
-	case err != nil && ctx.Err() != nil:
-		return nil, nil, fmt.Errorf("no answer to the registration: %w", context.Cause(ctx))
-	case err != nil:
-		return nil, nil, fmt.Errorf("no answer to the registration: %w", err)
-	case m.Header.Error != "":
-		return nil, nil, errors.New(m.Header.Error)
-	case m.Header.Control.GetCommand() != pspb.Command_ADD_NODE:
-		return nil, nil, errors.New("malformed answer to the registration")
-	}
-	if !stop() {
-		return nil, nil, context.Cause(ctx)
-	}
-	return r, m.Header.Control.Nodes, nil
 }
 
 func writeMessage(conn net.Conn, m *Message) error {
@@ -137,7 +105,7 @@ func writeMessage(conn net.Conn, m *Message) error {
 
 // join registers with the scheduler and returns the table of all nodes.
 func (v *Van) join(ctx context.Context) ([]*pspb.Node, error) {
-	conn, r, table, err := v.dial(ctx, v.cfg.Root, v.cfg.Secret.Encrypted())
+	conn, r, table, err := v.dial(ctx, v.cfg.Root, v.cfg.Secret.Encrypted(), SchedulerID)
 	if err != nil {
 		return nil, fmt.Errorf("register with the scheduler at %s: %w", v.cfg.Root, err)
 	}
@@ -151,6 +119,7 @@ func (v *Van) join(ctx context.Context) ([]*pspb.Node, error) {
 		return nil, err
 	}
 	l.run(r)
+	v.wg.Go(v.tick)
 	return table, nil
 }
 
@@ -165,13 +134,25 @@ func (v *Van) serve(ctx context.Context, conn net.Conn, slot *dial.Slot) error {
 	}
 	answer := controlMessage(&pspb.Control{Command: pspb.Command_ADD_NODE})
 	var l *link
-	nodes, err := v.admit(ctx, hello)
+	var nodes []*pspb.Node
+	var a *applicant
+	if v.sched == nil {
+		nodes, err = v.admit(ctx, hello)
+	} else {
+		a = v.sched.watch(over, r)
+		defer v.sched.told(a)
+		nodes, err = v.sched.register(ctx, hello, a)
+		a.endBeats()
+	}
 	if err == nil {
 		v.supersede(processOf(nodes[0]))
 		l, err = v.addLink(nodes, over, r)
 	}
 	if err != nil {
 		answer.Header.Error = err.Error()
+		if missing, ok := errors.AsType[*missingError](err); ok {
+			answer.Header.Control.Nodes = missing.nodes
+		}
 		return errors.Join(err, writeMessage(over, answer))
 	}
 	answer.Header.Control.Nodes = v.self
@@ -180,10 +161,20 @@ func (v *Van) serve(ctx context.Context, conn net.Conn, slot *dial.Slot) error {
 		answer.Header.Control.Nodes = v.table()
 	}
 	// If the write fails, the node has died after it registered, so the other nodes must be told.
-	if err = writeMessage(l.conn, answer); err == nil {
+	err = writeMessage(l.conn, answer)
+	if a != nil {
+		v.sched.told(a)
+	}
+	if err == nil {
 		v.wg.Go(l.write)
 		v.up(l)
-		err = l.read(r)
+		if a != nil {
+			<-a.lost
+			err = a.err
+		}
+		if err == nil {
+			err = l.read(r)
+		}
 	}
 	l.fail(err)
 	return io.EOF // linkEnded reports errors
@@ -221,11 +212,8 @@ func (v *Van) accept(conn net.Conn) (net.Conn, *reader, *pspb.Control, error) {
 	return over, r, c, conn.SetDeadline(time.Time{})
 }
 
-// admit decides about a registration. It returns the nodes of the table that the peer has.
+// admit decides about a registration with this server. It returns the nodes of the table that the peer has.
 func (v *Van) admit(ctx context.Context, hello *pspb.Control) ([]*pspb.Node, error) {
-	if v.sched != nil {
-		return v.sched.register(ctx, hello)
-	}
 	select {
 	case <-v.ready:
 	case <-ctx.Done():

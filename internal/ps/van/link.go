@@ -640,6 +640,7 @@ func (w *writer) pass(first int, fds []int) error {
 // read reads messages until the connection ends, and returns the reason.
 func (l *link) read(r *reader) error {
 	defer r.close()
+	r.open(l)
 	batch := 0 // cost of the messages since replies were written
 	for draining := false; ; {
 		if !draining && l.isBroken() {
@@ -802,7 +803,7 @@ func (l *link) explain(err error) (culprit Process, reason error) {
 	case l.left:
 		return l.process, ErrLeft
 	case errors.Is(err, io.EOF):
-		return l.process, errors.New("its connection has ended")
+		return l.process, errEnded
 	case isExhausted(err):
 		return own, fmt.Errorf("%s has no resources for the connection: %w", Name(own.ID), err)
 	}

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"net"
 	"slices"
 	"sync"
 	"time"
@@ -145,25 +146,46 @@ func (v *Van) reconnect(p Process) {
 func (v *Van) connectServers(ctx context.Context, table []*pspb.Node) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
+	stop := context.AfterFunc(v.ctx, func() { cancel(context.Cause(v.ctx)) })
+	defer stop()
 	var wg sync.WaitGroup
+	late := make(chan error, len(table))
 	for _, n := range table {
 		if v.dials(n) && n.Gone == "" {
 			wg.Go(func() {
-				if err := v.connect(ctx, n); err != nil {
+				err := v.connect(ctx, n)
+				if err != nil && isLate(ctx) {
+					err = fmt.Errorf("connect to %s: %w: %w", Name(int(n.Id)), context.Cause(ctx), err)
+					v.blameAll([]Process{processOf(n)}, err)
+					late <- err
+				}
+				if err != nil {
 					cancel(err)
 				}
 			})
 		}
 	}
 	wg.Wait()
-	// Other servers may have to dial this one.
-	v.await(ctx, func() bool {
-		return !slices.ContainsFunc(table, func(n *pspb.Node) bool {
-			p := processOf(n)
-			l := (*v.links.Load())[p.ID]
-			return v.neighbour(p.ID) && v.takesPart(p) && (l == nil || l.process.Whole() != p)
-		})
-	})
+	select {
+	case err := <-late:
+		return err // it says which server has not answered
+	default:
+	}
+	// Other servers may have to dial this one, and one may have returned meanwhile.
+	var missing []Process
+	if !v.await(ctx, func() bool {
+		missing = nil
+		for id, n := range v.nodes {
+			if RoleOf(id) == Server && v.takesPart(processOf(n)) && !v.reaches(id) {
+				missing = append(missing, processOf(n))
+			}
+		}
+		return len(missing) == 0
+	}) && isLate(ctx) {
+		err := fmt.Errorf("%s has not connected: %w", Name(missing[0].ID), context.Cause(ctx))
+		v.blameAll(missing, err)
+		return err
+	}
 	return context.Cause(ctx)
 }
 
@@ -188,7 +210,8 @@ func (v *Van) neighbour(id int) bool {
 	return between == 1 || between == v.cfg.NumServers-1
 }
 
-// connect connects this process with the server n. If the server ends first, connect returns nil.
+// connect connects this process with the server n. If the connection ends before the server has answered, the
+// server may have ended: connect tries again until it knows, and then returns nil.
 func (v *Van) connect(ctx context.Context, n *pspb.Node) error {
 	ctx, cancel := context.WithCancel(ctx)
 	var watching sync.WaitGroup
@@ -199,7 +222,12 @@ func (v *Van) connect(ctx context.Context, n *pspb.Node) error {
 		v.await(ctx, func() bool { return !v.takesPart(p) })
 		cancel()
 	})
-	conn, r, err := v.dialServer(ctx, n)
+	var conn net.Conn
+	var r *reader
+	err := dial.Retry(ctx, func() (err error) {
+		conn, r, err = v.dialServer(ctx, n)
+		return err
+	})
 	if err == nil {
 		var l *link
 		if l, err = v.addLink([]*pspb.Node{n}, conn, r); err == nil {
@@ -370,7 +398,9 @@ func (v *Van) dead(p Process, err error) (nodes []*pspb.Node) {
 	return nodesOf(nodes, p.Incarnation)
 }
 
-// IsRecovery reports whether this process has taken the place of one that has ended.
+// IsRecovery reports whether this process has taken the place of one that has ended. If the old process has
+// ended before all nodes have met (Config.Meets), the new one takes part from the beginning, and IsRecovery
+// returns false.
 func (v *Van) IsRecovery() bool { return v.self[0].IsRecovery }
 
 // AwaitReturn waits until node id takes part in the job and is connected with this process, if the two have a
@@ -397,7 +427,8 @@ func (v *Van) reaches(id int) bool {
 
 // replace gives a process the place of one that has ended. If there is none, it waits until all processes
 // that might have ended have shown that they are alive.
-func (s *scheduler) replace(ctx context.Context, hello *pspb.Control) (nodes []*pspb.Node, err error) {
+func (s *scheduler) replace(ctx context.Context, hello *pspb.Control,
+	a *applicant) (nodes []*pspb.Node, err error) {
 	v := s.van
 	if v.cfg.Staleness >= 0 {
 		return nil, errors.New("all nodes have registered, and in a job with a clock none can return")
@@ -415,8 +446,11 @@ func (s *scheduler) replace(ctx context.Context, hello *pspb.Control) (nodes []*
 			return nil, tooMany(hello, n, n)
 		}
 		dial.Pause(ctx, v.tickInterval(), change)
-		if ctx.Err() != nil {
+		switch {
+		case ctx.Err() != nil:
 			return nil, ErrStopped
+		case isClosed(a.lost):
+			return nil, a.err
 		}
 		late = s.allAlive(hello.Nodes[0].Role, began)
 	}
@@ -437,7 +471,8 @@ func (s *scheduler) take(hello *pspb.Control, any bool) (nodes []*pspb.Node) {
 		}
 		s.generation++
 		for i, n := range hello.Nodes {
-			n.Id, n.Generation, n.IsRecovery = own[i].Id, s.generation, true
+			n.Id, n.Generation = own[i].Id, s.generation
+			n.IsRecovery = s.met.Load() || !hello.Meets
 			v.set(n)
 		}
 		v.blamed = new(sync.Once)

@@ -303,3 +303,24 @@ func TestDeclaredDead(t *testing.T) {
 		t.Errorf("the worker blames %v, want itself", nodes[9].blamed)
 	}
 }
+
+// TestBlameAfterReturn checks that a request to a server whose place another process has taken does not keep
+// a node from blaming the next one.
+func TestBlameAfterReturn(t *testing.T) {
+	nodes := startJob(t, 1, 1, nil)
+	w, old := nodes[9], nodes[8].Process()
+	kill(nodes[8])
+	testnet.Eventually(t, "the worker blames the server", func() bool {
+		w.mu.Lock()
+		defer w.mu.Unlock()
+		return slices.Equal(w.blamed, []int{8})
+	})
+	server := again(t, nodes, 8, nil)
+	testnet.Eventually(t, "the worker knows the new process", func() bool {
+		return w.Current(8) == server.Process()
+	})
+	w.blame(old, errors.New("a late request"))
+	kill(nodes[1])
+	w.until(t, "the worker knows that the scheduler is gone", func() bool { return w.lost[1] != nil })
+	wantBlamed(t, w, 8, 1)
+}

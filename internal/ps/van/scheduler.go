@@ -10,6 +10,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"google.golang.org/protobuf/proto"
@@ -26,7 +27,10 @@ type scheduler struct {
 
 	mu       sync.Mutex
 	nodes    []*pspb.Node // registered nodes, in the order of registration
+	waiting  map[*applicant]bool
+	gaveUp   map[int]bool // nodes whose time limit has passed, by the id that they want
 	started  bool         // all nodes have registered and have ids
+	met      atomic.Bool  // a barrier of all nodes was complete
 	err      error        // reason why the job does not start
 	barriers map[int]map[int]entry
 	// withdrawn has the last barrier from which a node has withdrawn, by group and id. The withdrawal may
@@ -56,7 +60,8 @@ type entry struct {
 }
 
 func newScheduler(v *Van) *scheduler {
-	return &scheduler{van: v, complete: make(chan struct{}), barriers: make(map[int]map[int]entry),
+	return &scheduler{van: v, complete: make(chan struct{}), waiting: make(map[*applicant]bool),
+		gaveUp: make(map[int]bool), barriers: make(map[int]map[int]entry),
 		withdrawn: make(map[[2]int]int64), clocks: make(map[int]int64), ticks: make(map[int]tick),
 		waits: make(map[int]wait), heldUp: make(map[int]time.Duration)}
 }
@@ -73,13 +78,19 @@ func (s *scheduler) wait(ctx context.Context) error {
 	case <-s.complete:
 	case <-ctx.Done():
 		s.mu.Lock()
+		var missing *missingError
 		if !s.started && s.err == nil {
-			s.err = fmt.Errorf("%d of %d servers and %d of %d workers have registered: %w",
-				s.count(pspb.Role_SERVER), s.van.cfg.NumServers, s.count(pspb.Role_WORKER),
-				s.van.cfg.NumWorkers, context.Cause(ctx))
+			missing = s.missingError(context.Cause(ctx))
+			s.err = missing
 			close(s.complete)
 		}
 		s.mu.Unlock()
+		if missing != nil && len(missing.nodes) > 0 && isLate(ctx) {
+			s.van.blameAll(processesOf(missing.nodes), missing)
+		}
+	}
+	if s.err != nil {
+		s.tell()
 	}
 	return s.err
 }
@@ -94,12 +105,14 @@ func (s *scheduler) count(r pspb.Role) (n int) {
 }
 
 // register handles a registration. It waits until all nodes have registered. If the job has started already,
-// the process gets the place of one that has ended.
-func (s *scheduler) register(ctx context.Context, hello *pspb.Control) (nodes []*pspb.Node, err error) {
+// the process gets the place of one that has ended. If the process ends or hangs before all have registered,
+// its registration does not count.
+func (s *scheduler) register(ctx context.Context, hello *pspb.Control,
+	a *applicant) (nodes []*pspb.Node, err error) {
 	started := false
 	if err = s.check(hello); err == nil {
 		if started, err = s.add(hello); err == nil && started {
-			nodes, err = s.replace(ctx, hello)
+			nodes, err = s.replace(ctx, hello, a)
 		}
 	}
 	if err != nil {
@@ -110,6 +123,10 @@ func (s *scheduler) register(ctx context.Context, hello *pspb.Control) (nodes []
 	}
 	select {
 	case <-s.complete:
+	case <-a.lost:
+		if err := s.remove(hello, a.err); err != nil {
+			return nil, err
+		}
 	case <-ctx.Done():
 		return nil, ErrStopped
 	}
@@ -163,6 +180,7 @@ func (s *scheduler) add(hello *pspb.Control) (started bool, err error) {
 		return false, tooMany(hello, have, want)
 	}
 	s.nodes = append(s.nodes, hello.Nodes...)
+	s.van.forgive() // the process may take the place of one that has ended
 	return false, s.fill()
 }
 
@@ -284,6 +302,9 @@ func (s *scheduler) place(e entry, id, group int, members []int, withdraw bool) 
 	}
 	s.barriers[group][id] = e
 	if len(s.barriers[group]) == len(members) {
+		if group == GroupAll {
+			s.met.Store(true)
+		}
 		release(s.barriers[group], nil)
 		delete(s.barriers, group)
 	}

@@ -68,6 +68,8 @@ type Config struct {
 	// Staleness is the number of iterations by which a worker may be ahead of the slowest one, or -1 if there
 	// is no bound. It must be the same at all nodes.
 	Staleness int
+	// Meets says that the caller enters a barrier of all nodes next, unless IsRecovery is true.
+	Meets bool
 	// Replicas is the number of further servers that have the values of each key, 0 or 1. It must be the same
 	// at all nodes.
 	Replicas int
@@ -122,8 +124,9 @@ type Handler interface {
 	Receive(from Process, m *Message)
 	// Blame handles the failure of a node: it has died, or has left while nodes wait for it in a barrier or
 	// have requests to it, or before such a request. It is called once, for the first such node, and the
-	// calls that fail because of it return only after that.
-	Blame(p Process, err error)
+	// calls that fail because of it return only after that. If the job does not start because nodes have not
+	// registered, failed has these nodes, whose incarnations nobody knows.
+	Blame(failed []Process, err error)
 	// Lost handles the end of a node, which has died or left. It is called once for each process, and before
 	// another process takes its place.
 	Lost(id int, err error)
@@ -226,7 +229,6 @@ func (v *Van) Start(ctx context.Context) error {
 		v.close(err)
 		return fmt.Errorf("start of a %s: %w", v.cfg.Role, err)
 	}
-	v.wg.Go(v.tick)
 	return nil
 }
 
@@ -252,7 +254,11 @@ func (v *Van) start(ctx context.Context) error {
 		if err := v.listen(cmp.Or(v.cfg.Listen, v.cfg.Root)); err != nil {
 			return fmt.Errorf("listen as the scheduler (is there another scheduler?): %w", err)
 		}
-		return v.sched.wait(ctx)
+		if err := v.sched.wait(ctx); err != nil {
+			return err
+		}
+		v.wg.Go(v.tick)
+		return nil
 	}
 	if v.cfg.Role == Server {
 		if err := v.listen(v.cfg.Listen); err != nil {
@@ -315,7 +321,7 @@ func (v *Van) Stats() trace.Node {
 	s := trace.Node{Name: v.cfg.Role.String(), Role: v.cfg.Role.String()}
 	select {
 	case <-v.ready:
-		s.Name, s.Returned = Name(v.id), v.IsRecovery()
+		s.Name, s.Returned = Name(v.id), v.self[0].Generation > 0
 	default: // it has no rank yet
 	}
 	for _, id := range slices.Sorted(maps.Keys(links)) {
@@ -398,7 +404,6 @@ func nodesOf(table []*pspb.Node, incarnation uint64) (own []*pspb.Node) {
 func (v *Van) addLink(nodes []*pspb.Node, conn net.Conn, r *reader) (*link, error) {
 	l := newLink(v, processOf(nodes[0]), conn)
 	if r != nil {
-		r.open(l)
 		l.sock = r.sock
 	}
 	v.mu.Lock()
@@ -664,13 +669,26 @@ func nodeError(id int, err error) error {
 
 // blame tells the handler that a node has failed, unless another one has failed before or this node leaves
 // the job. It returns when the handler knows of the first failure.
-func (v *Van) blame(p Process, err error) {
+func (v *Van) blame(p Process, err error) { v.blameAll([]Process{p}, nodeError(p.ID, err)) }
+
+// blameAll is like blame, with the error that tells of the failure of the given nodes. It does nothing if
+// another process has taken the place of the first one.
+func (v *Van) blameAll(failed []Process, err error) {
 	v.mu.Lock()
+	known, incarnation := v.nodes[failed[0].ID], failed[0].Incarnation
+	replaced := known != nil && incarnation != 0 && incarnation != known.Incarnation
 	stopping, blamed := v.stopping, v.blamed
 	v.mu.Unlock()
-	if !stopping {
-		blamed.Do(func() { v.handler.Blame(p, nodeError(p.ID, err)) })
+	if !stopping && !replaced {
+		blamed.Do(func() { v.handler.Blame(failed, err) })
 	}
+}
+
+// forgive lets the handler learn of the next failure.
+func (v *Van) forgive() {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	v.blamed = new(sync.Once)
 }
 
 // schedulerGone handles the end of the connection with the scheduler. If the scheduler has left, the other
@@ -740,8 +758,8 @@ func (v *Van) tick() {
 	for {
 		select {
 		case now := <-ticker.C:
-			if late := v.now() - ticked - 2*v.tickInterval(); late > 0 {
-				v.excuse(late) // this process was probably stopped
+			if late := v.stopped(ticked); late > 0 {
+				v.excuse(late)
 			}
 			ticked = v.now()
 			check := v.now()-checked >= dial.CheckPeriod(v.cfg.HeartbeatTimeout)
@@ -799,14 +817,18 @@ func (v *Van) heartbeat() {
 		if silent <= v.cfg.HeartbeatTimeout {
 			continue
 		}
-		err := fmt.Errorf("no message came from it for %v (PS_HEARTBEAT_TIMEOUT is %v)",
-			silent.Round(time.Millisecond), v.cfg.HeartbeatTimeout)
+		err := &silenceError{silent, v.cfg.HeartbeatTimeout}
 		if v.sched != nil {
 			v.sched.declareDead(l, err)
 		} else {
 			l.abort(err)
 		}
 	}
+}
+
+// stopped returns the time for which this process has probably been stopped since the tick at the given time.
+func (v *Van) stopped(ticked time.Duration) time.Duration {
+	return max(0, v.now()-ticked-2*v.tickInterval())
 }
 
 // excuse makes a time not count in which this process has read nothing.

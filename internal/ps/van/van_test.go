@@ -33,7 +33,7 @@ var noLog = zap.NewNop()
 type ignore struct{}
 
 func (ignore) Receive(_ Process, m *Message) { m.Release() }
-func (ignore) Blame(Process, error)          {}
+func (ignore) Blame([]Process, error)        {}
 func (ignore) Lost(int, error)               {}
 func (ignore) Restored(Process)              {}
 func (ignore) News()                         {}
@@ -83,10 +83,12 @@ func (n *node) Receive(from Process, m *Message) {
 	n.wake()
 }
 
-func (n *node) Blame(p Process, err error) {
+func (n *node) Blame(failed []Process, err error) {
 	n.mu.Lock()
 	blaming := n.blaming
-	n.blamed = append(n.blamed, p.ID)
+	for _, p := range failed {
+		n.blamed = append(n.blamed, p.ID)
+	}
 	n.mu.Unlock()
 	if blaming != nil {
 		blaming()
