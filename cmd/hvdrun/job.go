@@ -68,10 +68,13 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 	var torch netip.AddrPort
 	var release func()
 	inquiry := reports.inquiry()
+	var hung func(context.Context) ([]int, string)
+	var accused func() []int
 	if j.nodes == nil {
 		torch, release, err = r.serveTorch(j.several, cmd.Flags().Changed("torch-store"))
 	} else {
-		inquiry = (&nodeReporter{reports, j.nodes}).inquiry()
+		nodes := &nodeReporter{reports, j.nodes}
+		inquiry, hung, accused = nodes.inquiry(), nodes.hung, nodes.accused
 		j.nodes.Root, release, err = reservePort(j.several)
 	}
 	if err != nil {
@@ -93,7 +96,7 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 		Set: slices.Concat(r.onlyTCP(), r.extra, r.logFormat(&j.settings),
 			sidecarBinary(&j.settings, j.several), timelineSignal(&j.settings), j.recovery,
 			j.settings.ForRanks()),
-		Verdict: reports.verdict, Restarted: reports.restarted,
+		Verdict: reports.verdict, Restarted: reports.restarted, Hung: hung, Accused: accused,
 		StoreAddrs: addrs, Secret: text, TorchStore: torch,
 		Reach: r.where.reach, AgentPath: path, Start: j.settings.StartTimeout,
 		Liveness: j.settings.LivenessTimeout,

@@ -11,6 +11,7 @@ import (
 	"text/tabwriter"
 	"time"
 
+	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/joblink"
 	"github.com/gohvd/gohvd/internal/launch"
 	"github.com/gohvd/gohvd/internal/logs"
@@ -29,6 +30,9 @@ const (
 	// A node is late if it has held up the others for heldUpTime and a heldUpShare-th of the job's time.
 	heldUpTime  = 100 * time.Millisecond
 	heldUpShare = 20
+	// answerTime is how long a node that others blame may take to answer hvdrun. They have waited for it for
+	// the heartbeat timeout, or for the time limit of Start.
+	answerTime = time.Second
 	// waitTime is the time from which on a report shows that a node waits.
 	waitTime = 100 * time.Millisecond
 )
@@ -50,6 +54,42 @@ func (r *reporter) restarted(rank int) {
 	defer r.mu.Unlock()
 	r.kept -= len(r.failures[rank])
 	delete(r.failures, rank)
+}
+
+// hung implements launch.Options.Hung. If the nodes that others blame answer, and still do a second later,
+// they have not failed, and the verdict counts only until there is another one. The network may drop the
+// packets between two nodes.
+func (r *nodeReporter) hung(ctx context.Context) (nodes []int, why string) {
+	answered := time.Time{} // time of the last verdict that names only nodes that have answered
+	for {
+		v, ok := r.ranks.Accusation(ctx)
+		if !ok {
+			return nil, ""
+		}
+		ask, cancel := context.WithTimeout(ctx, answerTime)
+		_, missing, err := r.ranks.Ask(ask, joblink.Node, v.Ranks...)
+		if err == nil && len(missing) == 0 {
+			dial.Pause(ask, answerTime, nil)
+		}
+		cancel()
+		switch {
+		case ctx.Err() != nil || err != nil:
+			return nil, ""
+		case len(missing) > 0 && slices.Equal(r.ranks.Accused(), v.Ranks): // nobody has taken it back
+			return missing, v.Reason
+		case answered.Equal(v.At):
+			r.ranks.Doubt(v)
+		}
+		answered = v.At
+	}
+}
+
+// accused implements launch.Options.Accused.
+func (r *nodeReporter) accused() (nodes []int) {
+	for _, rank := range r.ranks.Accused() {
+		nodes = append(nodes, int(rank))
+	}
+	return nodes
 }
 
 // survey asks all nodes for their state and returns a report about it.

@@ -49,8 +49,8 @@ func program(name string) int {
 		return ended(faultyNode(ctx))
 	case "checked":
 		return overHosts(func() error { return checked(ctx) })
-	case "node", "returning", "lagging":
-		run := map[string]func(context.Context) error{"node": node, "returning": returning,
+	case "node", "returning", "lagging", "starting":
+		run := map[string]func(context.Context) error{"node": node, "returning": returning, "starting": starting,
 			"lagging": lagging}[name]
 		if err := run(ctx); err != nil {
 			fmt.Println("error", err)

@@ -10,8 +10,9 @@
 //     and each question gets only its own answers.
 //  2. Only the first answer of a rank to a question counts. If nobody waits for an answer any more, the launcher
 //     drops it.
-//  3. An epoch has one verdict: the first one that arrives. The verdict of a later epoch replaces it. The rank
-//     that has reported it can take it back.
+//  3. An epoch has one verdict: the first one that arrives. The verdict of a later epoch replaces it. So does
+//     any later verdict if the ranks that the first one names have turned out to take part in the job (Doubt).
+//     The rank that has reported it can take it back.
 //  4. A rank that the launcher has started again may be blamed for the end of an earlier process of it. Such a
 //     verdict does not count.
 //
@@ -26,6 +27,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"strconv"
 	"strings"
@@ -109,8 +111,9 @@ type Verdict struct {
 	Epoch uint64 `json:"epoch"`
 	// Ranks holds the failed ranks, at least one.
 	Ranks []topo.Rank `json:"ranks"`
-	// Process is the number that the process of the failed rank has given to Introduce. It is 0 if ranks of
-	// this job are not started again.
+	// Process is the number that the process of the failed rank has given to Introduce. It is 0 if the
+	// verdict is about whichever process has the rank: others wait for it, or ranks of this job are not
+	// started again.
 	Process uint64 `json:"process,omitempty"`
 	// Over takes back an earlier verdict of the same rank about these ranks: they have not failed after all.
 	Over bool `json:"over,omitempty"`
@@ -265,6 +268,9 @@ type Launcher struct {
 	verdict Verdict
 	accuser int           // the rank that has reported verdict
 	decided chan struct{} // closed when verdict is set
+	// doubted is the time of the last verdict that was doubted. news is closed when verdict changes.
+	doubted time.Time
+	news    chan struct{}
 	// newest has the number of the newest process of each rank that was started again. It is 0 if that
 	// process has not introduced itself yet.
 	newest map[int]uint64
@@ -284,7 +290,7 @@ type inquiry struct {
 func Listen(kv *store.HashStore, ranks int,
 	handle func(rank int, what string, body []byte)) (*Launcher, error) {
 	l := &Launcher{kv: kv, ranks: ranks, ended: make(chan struct{}), decided: make(chan struct{}),
-		newest: make(map[int]uint64)}
+		news: make(chan struct{}), newest: make(map[int]uint64)}
 	if err := l.publish(); err != nil {
 		return nil, fmt.Errorf("joblink: listen: %w", err)
 	}
@@ -355,12 +361,14 @@ func (l *Launcher) take(m message) {
 			if l.accuser == m.Rank && slices.Equal(l.verdict.Ranks, v.Ranks) {
 				l.forget()
 			}
-		case l.verdict.Ranks == nil || v.Epoch > l.verdict.Epoch:
+		case l.verdict.Ranks == nil || v.Epoch > l.verdict.Epoch || l.verdict.At.Equal(l.doubted):
 			if l.verdict.Ranks == nil {
 				close(l.decided)
 			}
 			v.At = time.Now()
 			l.verdict, l.accuser = v, m.Rank
+			close(l.news)
+			l.news = make(chan struct{})
 		}
 		return
 	case process:
@@ -387,7 +395,7 @@ func (l *Launcher) take(m message) {
 // l.mu.
 func (l *Launcher) isOld(v Verdict) bool {
 	return slices.ContainsFunc(v.Ranks, func(r topo.Rank) bool {
-		return l.isRestarted(int(r)) && (v.Process == 0 || l.newest[int(r)] != v.Process)
+		return l.isRestarted(int(r)) && v.Process != 0 && l.newest[int(r)] != v.Process
 	})
 }
 
@@ -434,17 +442,59 @@ func (l *Launcher) Verdict(ctx context.Context) (Verdict, error) {
 	}
 }
 
-// Ask sends a question to all ranks and waits until they have answered or ctx ends. answers[r] is the answer
-// of rank r. missing holds, in ascending order, the ranks that have not answered or have no answer. err is an
-// error of the store; the end of ctx is not an error. If err is not nil, Ask also returns the answers that it
-// has received so far.
+// Doubt is called if the ranks that v names turn out to take part in the job. Then the next verdict replaces
+// v.
+func (l *Launcher) Doubt(v Verdict) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.doubted = v.At
+}
+
+// Accused returns the ranks that the verdict names, unless it is doubted.
+func (l *Launcher) Accused() []topo.Rank {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.verdict.At.Equal(l.doubted) {
+		return nil
+	}
+	return l.verdict.Ranks
+}
+
+// Accusation waits until there is a verdict that is not doubted, and returns it. It returns false if ctx ends
+// first, or the launcher has stopped receiving.
+func (l *Launcher) Accusation(ctx context.Context) (Verdict, bool) {
+	for {
+		l.mu.Lock()
+		v, doubted, news := l.verdict, l.doubted, l.news
+		l.mu.Unlock()
+		if v.Ranks != nil && !v.At.Equal(doubted) {
+			return v, ctx.Err() == nil
+		}
+		select {
+		case <-news:
+		case <-l.ended:
+			return Verdict{}, false
+		case <-ctx.Done():
+			return Verdict{}, false
+		}
+	}
+}
+
+// Ask sends a question to all ranks and waits until those in the parameter of, or all if there are none, have
+// answered or ctx ends. answers[r] is the answer of rank r. missing holds, in ascending order, those that
+// have not answered or have no answer. err is an error of the store; the end of ctx is not an error. If err
+// is not nil, Ask also returns the answers that it has received so far.
 //
 // Ask holds all answers in memory, each of at most MaxBodyBytes.
-func (l *Launcher) Ask(ctx context.Context, what string) (answers map[int][]byte, missing []int, err error) {
+func (l *Launcher) Ask(ctx context.Context, what string, of ...topo.Rank) (answers map[int][]byte,
+	missing []int, err error) {
 	q := &inquiry{question{What: what}, make(map[int]bool), make(map[int][]byte), make(chan struct{})}
 	for r := range l.ranks {
-		q.pending[r] = true
+		if len(of) == 0 || slices.Contains(of, topo.Rank(r)) {
+			q.pending[r] = true
+		}
 	}
+	asked := slices.Sorted(maps.Keys(q.pending))
 	l.mu.Lock()
 	l.last++
 	q.ID = l.last
@@ -465,7 +515,7 @@ func (l *Launcher) Ask(ctx context.Context, what string) (answers map[int][]byte
 	if err = errors.Join(unlessOver(ctx, err), l.publish()); err != nil {
 		err = fmt.Errorf("joblink: asking the ranks for %.64q: %w", what, err)
 	}
-	for r := range l.ranks {
+	for _, r := range asked {
 		if _, ok := q.answers[r]; !ok {
 			missing = append(missing, r)
 		}

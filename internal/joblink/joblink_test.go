@@ -357,6 +357,78 @@ func TestVerdict(t *testing.T) {
 	}
 }
 
+// TestDoubt checks that the next verdict replaces one that is doubted, and that a verdict about whichever
+// process has a rank counts after the restart of the rank too.
+func TestDoubt(t *testing.T) {
+	kv, dial := served(t)
+	ctx := testnet.Context(t)
+	l := listen(t, kv, 3, deaf)
+	rank := New(dial(), 2)
+	l.Restarted(1)
+	if err := New(dial(), 1).Introduce(ctx, 4711); err != nil {
+		t.Fatal(err)
+	}
+	var last Verdict
+	for i, step := range []struct {
+		about topo.Rank
+		doubt bool // the verdict before is doubted
+		want  topo.Rank
+	}{{1, false, 1}, {0, false, 1}, {2, true, 2}, {1, false, 2}, {0, true, 0}} {
+		if step.doubt {
+			l.Doubt(last)
+			if got := l.Accused(); got != nil {
+				t.Errorf("step %d: got the accused ranks %v after Doubt", i, got)
+			}
+		}
+		next := make(chan Verdict, 1)
+		if step.doubt {
+			go func() {
+				v, _ := l.Accusation(ctx)
+				next <- v
+			}()
+		}
+		if err := rank.ReportVerdict(ctx, Verdict{Epoch: 1, Ranks: []topo.Rank{step.about}}); err != nil {
+			t.Fatal(err)
+		}
+		if step.doubt {
+			last = <-next
+		} else {
+			testnet.Eventually(t, "the launcher has read it", func() bool {
+				n, err := kv.QueueLen(ctx, keyAnswers)
+				return err == nil && n == 0 && kv.Waits() == 2
+			})
+			last, _ = l.Accusation(ctx)
+		}
+		want := []topo.Rank{step.want}
+		if !slices.Equal(last.Ranks, want) || !slices.Equal(l.Accused(), want) {
+			t.Errorf("step %d: got a verdict about %v, want %v", i, last.Ranks, want)
+		}
+	}
+}
+
+// TestAskSome checks that a question waits only for the answers of the given ranks.
+func TestAskSome(t *testing.T) {
+	kv, dial := served(t)
+	ctx := testnet.Context(t)
+	l := listen(t, kv, 3, deaf)
+	link := New(dial(), 1)
+	answering, cancel := context.WithCancel(ctx)
+	done := make(chan error, 1)
+	go func() { done <- link.Answer(answering, func(string) []byte { return []byte("here") }) }()
+	if _, missing, err := l.Ask(ctx, Node, 1); err != nil || len(missing) > 0 {
+		t.Errorf("got the missing ranks %v, and error %v", missing, err)
+	}
+	limited, cancelLimited := context.WithTimeout(ctx, 20*time.Millisecond)
+	defer cancelLimited()
+	if _, missing, err := l.Ask(limited, Node, 1, 2); err != nil || !slices.Equal(missing, []int{2}) {
+		t.Errorf("got the missing ranks %v, and error %v", missing, err)
+	}
+	cancel()
+	if err := <-done; err != nil {
+		t.Error(err)
+	}
+}
+
 // TestVerdictAfterRestart checks that after the restart of a rank only verdicts about its new process count,
 // that verdicts about other ranks count as before, and that the rank that has reported a verdict, and no
 // other one, can take it back.
@@ -387,7 +459,6 @@ func TestVerdictAfterRestart(t *testing.T) {
 		{say(about(1, 10)), 0},
 		{introduce(11), 0},
 		{say(about(1, 10)), 0},
-		{say(about(1, 0)), 0},
 		{say(about(1, 11)), 11},
 		{say(about(0, 5)), 11},
 		{restart, 0},

@@ -255,6 +255,10 @@ func (a *agent) handleOrders() error {
 			if ends(o.Signal) || o.Signal == unix.SIGKILL {
 				a.end()
 			}
+		case o.Kill != nil && running:
+			if err := a.killOne(*o.Kill); err != nil {
+				return err
+			}
 		case o.Start != nil:
 			if err := a.restart(*o.Start); err != nil {
 				return err
@@ -399,6 +403,15 @@ func (a *agent) signal(s syscall.Signal) {
 	for _, m := range a.members {
 		_, _ = m.orders.Write([]byte{byte(s)}) // fails only if the helper has ended
 	}
+}
+
+// killOne makes the helper of the rank with the given index kill all processes of the rank.
+func (a *agent) killOne(index int) error {
+	if index < 0 || index >= len(a.members) {
+		return fmt.Errorf("got an order to kill rank %d of %d on this host", index, len(a.members))
+	}
+	_, _ = a.members[index].orders.Write([]byte{byte(unix.SIGKILL)}) // fails only if the helper has ended
+	return nil
 }
 
 // force kills the helpers. When a helper dies, its rank dies too.

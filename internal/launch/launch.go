@@ -86,6 +86,12 @@ type Options struct {
 
 	// Restarted is called before a rank is started again (Nodes.Restarts). It must not block. It may be nil.
 	Restarted func(rank int)
+	// Hung waits until ranks have failed without ending, and returns them with the reason. If ctx ends, it
+	// returns nil. Accused returns the ranks about which Hung has not decided yet; it does not block. Run
+	// calls both only with Nodes.Restarts, because otherwise the ranks that fail because of such a rank end
+	// the job.
+	Hung    func(ctx context.Context) (ranks []int, why string)
+	Accused func() []int
 	// Verdict waits for the verdict of the surviving ranks about the ranks that failed. It returns an error
 	// if ctx ends first, and may return one earlier if all ranks have ended and have sent no verdict. The
 	// field is nil if there cannot be a verdict.
@@ -482,6 +488,8 @@ type rank struct {
 	restarts int           // how often the rank was started again
 	delay    time.Duration // time between the last end and the restart
 	again    time.Time     // when the rank is to be started again, or the zero time
+	hung     string        // why the newest process has failed without ending, or ""
+	killed   time.Time     // when the launcher has killed that process because of this, until it has ended
 }
 
 // create makes the file with the given name in a folder of the folder dir.

@@ -220,7 +220,7 @@ func fakeAgent(text string) int {
 		fmt.Fprintln(os.Stderr, err)
 		return 2
 	}
-	fmt.Print("\x00hvdrun host agent\x00\x00\x00\x00\x03")
+	fmt.Print("\x00hvdrun host agent\x00\x00\x00\x00\x04")
 	config := yamux.DefaultConfig()
 	config.LogOutput = io.Discard
 	s := must(yamux.Server(struct {

@@ -7,6 +7,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/gohvd/gohvd/internal/logs"
 	"github.com/gohvd/gohvd/internal/outfile"
 )
 
@@ -36,12 +37,56 @@ func (k *rank) pending() bool { return !k.again.IsZero() }
 // mayRestart reports whether rank k, whose command has failed, is to be started again. The scheduler is never
 // started again, and without it, no other node can return.
 func (j *job) mayRestart(k *rank) bool {
-	return j.o.Nodes != nil && k.restarts < j.o.Nodes.Restarts && j.phase == running && !j.ranks[0].ended &&
-		!k.conn.over
+	return j.o.Nodes != nil && k.number != 0 && k.restarts < j.o.Nodes.Restarts && j.phase == running &&
+		!j.ranks[0].ended && !k.conn.over
+}
+
+// watchHung starts a goroutine that waits for ranks that have failed without ending.
+func (j *job) watchHung() {
+	if j.o.Hung == nil || j.o.Nodes == nil || j.o.Nodes.Restarts == 0 {
+		return
+	}
+	ctx := j.surveys
+	j.writers.Go(func() {
+		for {
+			ranks, why := j.o.Hung(ctx)
+			if ranks == nil || !j.post(func() { j.handleHung(ranks, why) }) {
+				return
+			}
+		}
+	})
+}
+
+// handleHung handles ranks that have failed without ending. It kills those that are to be started again.
+// Otherwise the job has failed.
+func (j *job) handleHung(ranks []int, why string) {
+	for _, r := range ranks {
+		k := j.ranks[r]
+		switch {
+		case k.ended || k.hung != "" || j.failed || j.phase != running:
+		case j.mayRestart(k):
+			k.hung, k.killed = logs.Escape(why), time.Now()
+			j.console.note("%s: %s; killing it", k.title, k.hung)
+			index := slices.Index(k.conn.ranks, k)
+			j.orderTo(k.conn, order{Kill: &index})
+		default:
+			k.hung = logs.Escape(why)
+			j.fail(k)
+		}
+	}
+}
+
+// awaitsHung reports whether rank k, whose command has ended, may have failed because of a rank that hangs.
+// The launcher does not start k again before Hung has decided about that rank.
+func (j *job) awaitsHung(k *rank) bool {
+	return j.o.Accused != nil && slices.ContainsFunc(j.o.Accused(), func(r int) bool {
+		return r != k.number && r < len(j.ranks) && !j.ranks[r].ended
+	})
 }
 
 // planRestart decides when rank k is started again.
 func (j *job) planRestart(k *rank) {
+	k.killed = time.Time{}
 	if k.exit.At.Sub(k.started) >= steadyTime {
 		k.delay = 0
 	}
@@ -70,12 +115,16 @@ func (j *job) cancelRestarts() (first *rank) {
 // nextRestart returns when restartDue is to be called, or the zero time if no rank is to be started again.
 func (j *job) nextRestart() (next time.Time) {
 	for _, k := range j.ranks {
-		if !k.pending() {
+		var at time.Time
+		switch {
+		case k.pending() && (k.gone || time.Since(k.again) < 0):
+			at = k.again
+		case k.pending():
+			at = k.again.Add(j.o.Kill)
+		case !k.killed.IsZero():
+			at = k.killed.Add(j.o.Kill)
+		default:
 			continue
-		}
-		at := k.again
-		if !k.gone && time.Since(at) >= 0 {
-			at = at.Add(j.o.Kill)
 		}
 		if next.IsZero() || at.Before(next) {
 			next = at
@@ -85,10 +134,17 @@ func (j *job) nextRestart() (next time.Time) {
 }
 
 // restartDue starts the ranks again whose time has come. A rank whose processes do not disappear has failed.
+// nextRestart returns when it is to be called.
 func (j *job) restartDue() {
 	for _, k := range j.ranks {
 		switch late := time.Since(k.again); {
+		case !k.killed.IsZero() && time.Since(k.killed) >= j.o.Kill:
+			k.killed = time.Time{}
+			j.fail(k)
+			j.endIfOver()
 		case !k.pending() || late < 0:
+		case k.gone && j.awaitsHung(k):
+			k.again = time.Now().Add(minRestartDelay)
 		case k.gone:
 			j.restart(k)
 		case late >= j.o.Kill:
@@ -106,6 +162,7 @@ func (j *job) restart(k *rank) {
 	j.restarts = append(j.restarts, Restart{k.number, k.exit, time.Now()})
 	k.restarts++
 	k.again, k.started, k.ended, k.gone = time.Time{}, time.Now(), false, false
+	k.hung = ""
 	k.exit = Exit{Host: k.exit.Host}
 	var streams [2]*stream
 	for i, old := range k.streams {

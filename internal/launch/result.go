@@ -63,11 +63,23 @@ func (j *job) settleVerdict(ended bool) {
 }
 
 // survived reports whether the nodes of a parameter server have survived the failure that the verdict names.
-// Then the verdict does not explain why the job has failed: its nodes have ended with status 0, and the job
-// went on for more than Options.Notice before a node failed. Ranks survive no failure: if some of them join
-// the next epoch, its verdict replaces this one. They may need longer than Options.Notice to end after it.
+// Then the verdict does not explain why the job has failed: its nodes were to be started again, or they have
+// ended with status 0, and the job went on for more than Options.Notice before a node failed. Ranks survive
+// no failure: if some of them join the next epoch, its verdict replaces this one. They may need longer than
+// Options.Notice to end after it.
 func (j *job) survived() bool {
-	return j.o.Nodes != nil && j.verdict != nil && j.failedAt.Sub(j.verdict.At) > j.o.Notice &&
+	if j.o.Nodes == nil || j.verdict == nil {
+		return false
+	}
+	is := func(again bool) bool {
+		return slices.ContainsFunc(j.ranks, func(k *rank) bool {
+			return named(j.verdict, k.number) && k.exit.Restarting == again
+		})
+	}
+	if is(true) && !is(false) {
+		return true
+	}
+	return j.failedAt.Sub(j.verdict.At) > j.o.Notice &&
 		!slices.ContainsFunc(j.ranks, func(k *rank) bool {
 			return named(j.verdict, k.number) && k.exit.Status() != 0
 		})

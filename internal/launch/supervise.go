@@ -118,6 +118,7 @@ func (j *job) supervise(ctx context.Context) {
 	var endSurveys context.CancelFunc
 	j.surveys, endSurveys = context.WithCancel(ctx)
 	defer endSurveys()
+	j.watchHung()
 	timer := time.NewTimer(0)
 	defer timer.Stop()
 	done := ctx.Done()
@@ -289,7 +290,11 @@ func (j *job) fail(k *rank) {
 	j.cancelRestarts()
 	j.failed, j.failedAt, j.first = true, time.Now(), k.number
 	if j.alive() > 0 && j.phase == running {
-		j.console.note("%s: %s%s; waiting %v for the other %s to end", k.title, k.exit.Describe(), k.restarted(),
+		how := k.exit.Describe()
+		if !k.ended {
+			how = k.hung
+		}
+		j.console.note("%s: %s%s; waiting %v for the other %s to end", k.title, how, k.restarted(),
 			j.o.Notice, j.o.processes())
 		j.enter(noticing, j.o.Notice)
 	}
