@@ -161,11 +161,7 @@ func (v *Van) serve(ctx context.Context, conn net.Conn, slot *dial.Slot) error {
 		answer.Header.Control.Nodes = v.table()
 	}
 	// If the write fails, the node has died after it registered, so the other nodes must be told.
-	err = writeMessage(l.conn, answer)
-	if a != nil {
-		v.sched.told(a)
-	}
-	if err == nil {
+	if err = writeMessage(l.conn, answer); err == nil {
 		v.wg.Go(l.write)
 		v.up(l)
 		if a != nil {

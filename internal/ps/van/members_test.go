@@ -324,3 +324,25 @@ func TestBlameAfterReturn(t *testing.T) {
 	w.until(t, "the worker knows that the scheduler is gone", func() bool { return w.lost[1] != nil })
 	wantBlamed(t, w, 8, 1)
 }
+
+// TestRequestsWithoutServer checks the errors of requests of a worker that has started while the server was
+// gone, and that AwaitReturn fails when the scheduler has died, although the server has returned.
+func TestRequestsWithoutServer(t *testing.T) {
+	nodes := startJob(t, 1, 1, nil)
+	kill(nodes[8])
+	testnet.Eventually(t, "the scheduler knows it", func() bool { return nodes[1].Gone(8) != nil })
+	kill(nodes[9])
+	w := again(t, nodes, 9, nil)
+	_, err := w.Request(t.Context(), 8, &Message{Header: &pspb.Header{}})
+	if gone, ok := errors.AsType[*NodeError](err); !ok || gone.ID != 8 {
+		t.Errorf("a request to a server that was gone before has the error %v", err)
+	}
+	testnet.WantError(t, err, "its connection has ended")
+	again(t, nodes, 8, nil)
+	if err := w.AwaitReturn(t.Context(), 8); err != nil {
+		t.Error(err)
+	}
+	kill(nodes[1])
+	w.until(t, "the worker knows that the scheduler is gone", func() bool { return w.lost[1] != nil })
+	testnet.WantError(t, w.AwaitReturn(t.Context(), 8), "scheduler is gone")
+}

@@ -457,9 +457,14 @@ func (v *Van) link(id int) (*link, error) {
 		return nil, err
 	}
 	v.mu.Lock()
-	known := v.nodes[id] != nil
+	known, gone := v.nodes[id] != nil, v.gone[id]
 	v.mu.Unlock()
-	if known {
+	switch {
+	case gone != nil:
+		return nil, nodeError(id, gone)
+	case known && v.cfg.Role == Worker && RoleOf(id) == Server:
+		return nil, &NodeError{id, errors.New("it has returned, and is not connected yet")}
+	case known:
 		return nil, fmt.Errorf("%s has no connection with %s: only the scheduler is connected with all nodes",
 			Name(v.id), Name(id))
 	}
@@ -766,9 +771,12 @@ func (v *Van) tick() {
 			if check {
 				checked = v.now()
 			}
-			if v.beats() && v.now()-beaten >= v.cfg.HeartbeatInterval {
-				beaten = v.now()
-				v.heartbeat()
+			if v.beats() {
+				beat := v.now()-beaten >= v.cfg.HeartbeatInterval
+				if beat {
+					beaten = v.now()
+				}
+				v.heartbeat(beat)
 			}
 			for id, l := range *v.links.Load() {
 				if v.reliable && l.conn != nil {
@@ -803,14 +811,14 @@ func (v *Van) tickInterval() time.Duration {
 	return max(d, time.Millisecond)
 }
 
-// heartbeat sends a heartbeat to the scheduler, and ends links that have been silent for too long. The
-// scheduler answers heartbeats.
-func (v *Van) heartbeat() {
+// heartbeat ends links that have been silent for too long and, if beat is set, sends a heartbeat to the
+// scheduler. The scheduler answers heartbeats.
+func (v *Van) heartbeat(beat bool) {
 	for id, l := range *v.links.Load() {
 		if l.conn == nil || v.sched == nil && id != SchedulerID {
 			continue
 		}
-		if v.sched == nil {
+		if v.sched == nil && beat {
 			l.heartbeat()
 		}
 		silent := l.silent()

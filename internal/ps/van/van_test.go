@@ -569,7 +569,7 @@ func TestSlowHandler(t *testing.T) {
 		t.Fatal(err)
 	}
 	l.heard.Store(-int64(time.Hour)) // as if the call had begun an hour ago
-	nodes[8].heartbeat()
+	nodes[8].heartbeat(true)
 	if l.mu.Lock(); l.end != nil {
 		t.Errorf("the link has ended: %v", l.end)
 	}
