@@ -17,6 +17,7 @@ import (
 
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/doctor"
+	"github.com/gohvd/gohvd/internal/joblink"
 	"github.com/gohvd/gohvd/internal/launch"
 	"github.com/gohvd/gohvd/internal/logs"
 	"github.com/gohvd/gohvd/internal/secret"
@@ -68,7 +69,7 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 	var torch netip.AddrPort
 	var release func()
 	inquiry := reports.inquiry()
-	var hung func(context.Context) ([]int, string)
+	var hung func(context.Context) ([]int, joblink.Verdict)
 	var accused func() []int
 	if j.nodes == nil {
 		torch, release, err = r.serveTorch(j.several, cmd.Flags().Changed("torch-store"))

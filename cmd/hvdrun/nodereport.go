@@ -59,12 +59,12 @@ func (r *reporter) restarted(rank int) {
 // hung implements launch.Options.Hung. If the nodes that others blame answer, and still do a second later,
 // they have not failed, and the verdict counts only until there is another one. The network may drop the
 // packets between two nodes.
-func (r *nodeReporter) hung(ctx context.Context) (nodes []int, why string) {
+func (r *nodeReporter) hung(ctx context.Context) (nodes []int, v joblink.Verdict) {
 	answered := time.Time{} // time of the last verdict that names only nodes that have answered
 	for {
 		v, ok := r.ranks.Accusation(ctx)
 		if !ok {
-			return nil, ""
+			return nil, v
 		}
 		ask, cancel := context.WithTimeout(ctx, answerTime)
 		_, missing, err := r.ranks.Ask(ask, joblink.Node, v.Ranks...)
@@ -74,9 +74,9 @@ func (r *nodeReporter) hung(ctx context.Context) (nodes []int, why string) {
 		cancel()
 		switch {
 		case ctx.Err() != nil || err != nil:
-			return nil, ""
+			return nil, v
 		case len(missing) > 0 && slices.Equal(r.ranks.Accused(), v.Ranks): // nobody has taken it back
-			return missing, v.Reason
+			return missing, v
 		case answered.Equal(v.At):
 			r.ranks.Doubt(v)
 		}

@@ -188,6 +188,22 @@ func (s *startingJob) goesOn() {
 	}
 }
 
+// repeat runs a test n times, or as often as the flag -whole says, each time with another source of random
+// numbers.
+func repeat(t *testing.T, n int, test func(t *testing.T, random *rand.Rand)) {
+	random := draws(t)
+	if *whole > 0 {
+		n = *whole
+	}
+	for i := range n {
+		seed := random.Uint64()
+		t.Run(strconv.Itoa(i), func(t *testing.T) {
+			t.Parallel()
+			test(t, rand.New(rand.NewPCG(seed, 0)))
+		})
+	}
+}
+
 // others returns the names of the other nodes.
 func others(names ...string) (all []string) {
 	for _, n := range []string{"scheduler", "server 0", "server 1", "worker 0", "worker 1"} {
@@ -251,23 +267,17 @@ func TestNodeDiesInStart(t *testing.T) {
 	}
 }
 
-// With --restarts, nodes are killed at random times while all start. Their new processes take part from the
-// beginning, and the job goes on. If the scheduler is killed, the job ends, and hvdrun names it.
+// With --restarts, nodes are killed at random times while all start, and one may hang. Their new processes
+// take part from the beginning, and the job goes on. If the scheduler is killed, the job ends, and hvdrun
+// names it.
 func TestRestartsInStart(t *testing.T) {
-	random := draws(t)
-	for i := range max(2, *whole) {
-		seed := random.Uint64()
-		t.Run(strconv.Itoa(i), func(t *testing.T) {
-			t.Parallel()
-			restartInStart(t, rand.New(rand.NewPCG(seed, 0)))
-		})
-	}
+	repeat(t, 2, restartInStart)
 }
 
 func restartInStart(t *testing.T, random *rand.Rand) {
 	s := startStarting(t, "worker 1", 9)
 	s.await("registered", others("worker 1", "scheduler")...)
-	s.hit("server 1", syscall.SIGKILL)
+	s.hit("server 1", []syscall.Signal{syscall.SIGKILL, syscall.SIGSTOP}[random.IntN(2)])
 	s.await("registered", "server 1")
 	s.release()
 	victims := []string{"server 0", "server 1", "worker 0", "worker 1"}
@@ -288,8 +298,9 @@ func restartInStart(t *testing.T, random *rand.Rand) {
 
 // With --restarts, the scheduler is stopped. The job ends as without restarts, and no node is started in
 // vain.
-func TestSchedulerHangs(t *testing.T) {
-	t.Parallel()
+func TestSchedulerHangs(t *testing.T) { repeat(t, 1, schedulerHangs) }
+
+func schedulerHangs(t *testing.T, _ *rand.Rand) {
 	s := startStarting(t, "", 5)
 	s.await("round", "worker 0", "worker 1")
 	s.hit("scheduler", syscall.SIGSTOP)
@@ -304,13 +315,16 @@ func TestSchedulerHangs(t *testing.T) {
 
 // With --restarts, a server is stopped, and a worker that was killed returns meanwhile. hvdrun kills the
 // server when the others have found out that it hangs, and starts it again. The job goes on.
-func TestServerHangs(t *testing.T) {
-	t.Parallel()
+func TestServerHangs(t *testing.T) { repeat(t, 1, serverHangs) }
+
+func serverHangs(t *testing.T, _ *rand.Rand) {
 	s := startStarting(t, "", 5)
 	s.await("round", "worker 0", "worker 1")
 	s.hit("server 1", syscall.SIGSTOP)
 	s.hit("worker 0", syscall.SIGKILL)
+	began := time.Now()
 	s.await("started", "server 1", "worker 0")
+	t.Logf("the server and the worker were back after %v", time.Since(began).Round(10*time.Millisecond))
 	s.goesOn()
 	for _, want := range []string{"hvdrun: server 1: server 1 is gone: no message came from it for ",
 		"hvdrun: server 1: killed by SIGKILL from hvdrun; starting it again"} {

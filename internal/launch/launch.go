@@ -86,11 +86,11 @@ type Options struct {
 
 	// Restarted is called before a rank is started again (Nodes.Restarts). It must not block. It may be nil.
 	Restarted func(rank int)
-	// Hung waits until ranks have failed without ending, and returns them with the reason. If ctx ends, it
-	// returns nil. Accused returns the ranks about which Hung has not decided yet; it does not block. Run
-	// calls both only with Nodes.Restarts, because otherwise the ranks that fail because of such a rank end
-	// the job.
-	Hung    func(ctx context.Context) (ranks []int, why string)
+	// Hung waits until ranks have failed without ending, and returns them with the verdict that names them.
+	// If ctx ends, it returns nil. Accused returns the ranks about which Hung has not decided yet; it does
+	// not block. Run calls both only with Nodes.Restarts, because otherwise the ranks that fail because of
+	// such a rank end the job.
+	Hung    func(ctx context.Context) (ranks []int, v joblink.Verdict)
 	Accused func() []int
 	// Verdict waits for the verdict of the surviving ranks about the ranks that failed. It returns an error
 	// if ctx ends first, and may return one earlier if all ranks have ended and have sent no verdict. The

@@ -7,6 +7,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/gohvd/gohvd/internal/joblink"
 	"github.com/gohvd/gohvd/internal/logs"
 	"github.com/gohvd/gohvd/internal/outfile"
 )
@@ -49,28 +50,29 @@ func (j *job) watchHung() {
 	ctx := j.surveys
 	j.writers.Go(func() {
 		for {
-			ranks, why := j.o.Hung(ctx)
-			if ranks == nil || !j.post(func() { j.handleHung(ranks, why) }) {
+			ranks, v := j.o.Hung(ctx)
+			if ranks == nil || !j.post(func() { j.handleHung(ranks, v) }) {
 				return
 			}
 		}
 	})
 }
 
-// handleHung handles ranks that have failed without ending. It kills those that are to be started again.
-// Otherwise the job has failed.
-func (j *job) handleHung(ranks []int, why string) {
+// handleHung handles ranks that, according to the verdict v, have failed without ending. It kills those that
+// are to be started again. Otherwise the job has failed. A process that was started after v is not meant.
+func (j *job) handleHung(ranks []int, v joblink.Verdict) {
+	why := logs.Escape(v.Reason)
 	for _, r := range ranks {
 		k := j.ranks[r]
 		switch {
-		case k.ended || k.hung != "" || j.failed || j.phase != running:
+		case k.ended || k.hung != "" || k.started.After(v.At) || j.failed || j.phase != running:
 		case j.mayRestart(k):
-			k.hung, k.killed = logs.Escape(why), time.Now()
+			k.hung, k.killed = why, time.Now()
 			j.console.note("%s: %s; killing it", k.title, k.hung)
 			index := slices.Index(k.conn.ranks, k)
 			j.orderTo(k.conn, order{Kill: &index})
 		default:
-			k.hung = logs.Escape(why)
+			k.hung = why
 			j.fail(k)
 		}
 	}

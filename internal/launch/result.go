@@ -64,9 +64,10 @@ func (j *job) settleVerdict(ended bool) {
 
 // survived reports whether the nodes of a parameter server have survived the failure that the verdict names.
 // Then the verdict does not explain why the job has failed: its nodes were to be started again, or they have
-// ended with status 0, and the job went on for more than Options.Notice before a node failed. Ranks survive
-// no failure: if some of them join the next epoch, its verdict replaces this one. They may need longer than
-// Options.Notice to end after it.
+// ended with status 0, and the job went on for more than Options.Notice before a node failed. With restarts,
+// a node that somebody has killed explains the end of the job itself. Ranks survive no failure: if some of
+// them join the next epoch, its verdict replaces this one. They may need longer than Options.Notice to end
+// after it.
 func (j *job) survived() bool {
 	if j.o.Nodes == nil || j.verdict == nil {
 		return false
@@ -78,6 +79,11 @@ func (j *job) survived() bool {
 	}
 	if is(true) && !is(false) {
 		return true
+	}
+	if j.o.Nodes.Restarts > 0 && !named(j.verdict, j.first) {
+		if e := j.ranks[j.first].exit; e.Signal == unix.SIGKILL && e.Sent == 0 && !e.Lost {
+			return true
+		}
 	}
 	return j.failedAt.Sub(j.verdict.At) > j.o.Notice &&
 		!slices.ContainsFunc(j.ranks, func(k *rank) bool {
