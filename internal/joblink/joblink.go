@@ -10,9 +10,9 @@
 //     and each question gets only its own answers.
 //  2. Only the first answer of a rank to a question counts. If nobody waits for an answer any more, the launcher
 //     drops it.
-//  3. An epoch has one verdict: the first one that arrives. The verdict of a later epoch replaces it. So does
-//     any later verdict if the ranks that the first one names have turned out to take part in the job (Doubt).
-//     The rank that has reported it can take it back.
+//  3. An epoch has one verdict: the first one that arrives. The verdict of a later epoch replaces it. The rank
+//     that has reported it can take it back. Then the first verdict of another rank counts. The same holds if
+//     the ranks that the first one names have turned out to take part in the job (Doubt).
 //  4. A rank that the launcher has started again may be blamed for the end of an earlier process of it. Such a
 //     verdict does not count.
 //
@@ -261,19 +261,25 @@ type Launcher struct {
 	wg     sync.WaitGroup
 	ended  chan struct{} // closed when the launcher has stopped reading answers; the field err is the reason
 
-	mu      sync.Mutex
-	err     error
-	last    uint64
-	open    []*inquiry
-	verdict Verdict
-	accuser int           // the rank that has reported verdict
-	decided chan struct{} // closed when verdict is set
-	// doubted is the time of the last verdict that was doubted. news is closed when verdict changes.
-	doubted time.Time
-	news    chan struct{}
+	mu   sync.Mutex
+	err  error
+	last uint64
+	open []*inquiry
+	// verdicts has those of one epoch, at most one of each rank, in the order in which they have arrived. The
+	// first one counts.
+	verdicts []accusation
+	decided  chan struct{} // closed when verdicts has an element
+	news     chan struct{} // closed when the first element of verdicts changes
 	// newest has the number of the newest process of each rank that was started again. It is 0 if that
 	// process has not introduced itself yet.
 	newest map[int]uint64
+}
+
+// accusation is a verdict and the rank that has reported it.
+type accusation struct {
+	Verdict
+	by      int
+	doubted bool // the ranks of the verdict have turned out to take part in the job
 }
 
 // inquiry is a question together with the answers for which the launcher waits.
@@ -358,17 +364,9 @@ func (l *Launcher) take(m message) {
 		switch {
 		case err != nil || l.isOld(v):
 		case v.Over:
-			if l.accuser == m.Rank && slices.Equal(l.verdict.Ranks, v.Ranks) {
-				l.forget()
-			}
-		case l.verdict.Ranks == nil || v.Epoch > l.verdict.Epoch || l.verdict.At.Equal(l.doubted):
-			if l.verdict.Ranks == nil {
-				close(l.decided)
-			}
-			v.At = time.Now()
-			l.verdict, l.accuser = v, m.Rank
-			close(l.news)
-			l.news = make(chan struct{})
+			l.forget(func(a accusation) bool { return a.by == m.Rank && slices.Equal(a.Ranks, v.Ranks) })
+		default:
+			l.accuse(v, m.Rank)
 		}
 		return
 	case process:
@@ -411,23 +409,57 @@ func (l *Launcher) Restarted(rank int) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.newest[rank] = 0
-	if slices.Contains(l.verdict.Ranks, topo.Rank(rank)) {
-		l.forget()
+	l.forget(func(a accusation) bool { return slices.Contains(a.Ranks, topo.Rank(rank)) })
+}
+
+// accuse adds the verdict v of a rank, unless v is of an earlier epoch or the rank has reported another one.
+// The caller holds l.mu.
+func (l *Launcher) accuse(v Verdict, by int) {
+	l.forget(func(a accusation) bool { return a.doubted || a.Epoch < v.Epoch })
+	if slices.ContainsFunc(l.verdicts, func(a accusation) bool { return a.Epoch > v.Epoch || a.by == by }) {
+		return
+	}
+	v.At = time.Now()
+	l.set(append(l.verdicts, accusation{Verdict: v, by: by}))
+}
+
+// forget drops the verdicts for which drop returns true. The caller holds l.mu.
+func (l *Launcher) forget(drop func(accusation) bool) {
+	l.set(slices.DeleteFunc(slices.Clone(l.verdicts), drop))
+}
+
+// set sets the verdicts to all. The caller holds l.mu.
+func (l *Launcher) set(all []accusation) {
+	before, now := first(l.verdicts), first(all)
+	switch l.verdicts = all; {
+	case before.Ranks == nil && now.Ranks != nil:
+		close(l.decided)
+	case before.Ranks != nil && now.Ranks == nil:
+		l.decided = make(chan struct{})
+	}
+	if !now.At.Equal(before.At) {
+		close(l.news)
+		l.news = make(chan struct{})
 	}
 }
 
-// forget drops the verdict. The caller holds l.mu.
-func (l *Launcher) forget() { l.verdict, l.decided = Verdict{}, make(chan struct{}) }
+// first returns the first one of all, or the zero value if there is none.
+func first(all []accusation) (a accusation) {
+	if len(all) > 0 {
+		a = all[0]
+	}
+	return a
+}
 
 // Verdict waits until a rank has reported a verdict, and returns it.
 func (l *Launcher) Verdict(ctx context.Context) (Verdict, error) {
 	for over := false; ; {
 		l.mu.Lock()
-		v, decided, err := l.verdict, l.decided, l.err
+		now, decided, err := first(l.verdicts), l.decided, l.err
 		l.mu.Unlock()
 		switch {
-		case v.Ranks != nil:
-			return v, nil
+		case now.Ranks != nil:
+			return now.Verdict, nil
 		case over:
 			return Verdict{}, fmt.Errorf("joblink: waiting for a verdict: the launcher has stopped receiving: %w",
 				cmp.Or(err, store.ErrClosed))
@@ -442,22 +474,29 @@ func (l *Launcher) Verdict(ctx context.Context) (Verdict, error) {
 	}
 }
 
-// Doubt is called if the ranks that v names turn out to take part in the job. Then the next verdict replaces
-// v.
+// Doubt is called if the ranks that v names turn out to take part in the job. Then the verdict of another
+// rank, or else the next one, replaces v.
 func (l *Launcher) Doubt(v Verdict) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.doubted = v.At
+	if now := first(l.verdicts); now.Ranks == nil || !now.At.Equal(v.At) {
+		return
+	}
+	if len(l.verdicts) > 1 {
+		l.set(slices.Clone(l.verdicts[1:]))
+	} else {
+		l.verdicts[0].doubted = true
+	}
 }
 
 // Accused returns the ranks that the verdict names, unless it is doubted.
 func (l *Launcher) Accused() []topo.Rank {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if l.verdict.At.Equal(l.doubted) {
-		return nil
+	if now := first(l.verdicts); !now.doubted {
+		return now.Ranks
 	}
-	return l.verdict.Ranks
+	return nil
 }
 
 // Accusation waits until there is a verdict that is not doubted, and returns it. It returns false if ctx ends
@@ -465,10 +504,10 @@ func (l *Launcher) Accused() []topo.Rank {
 func (l *Launcher) Accusation(ctx context.Context) (Verdict, bool) {
 	for {
 		l.mu.Lock()
-		v, doubted, news := l.verdict, l.doubted, l.news
+		now, news := first(l.verdicts), l.news
 		l.mu.Unlock()
-		if v.Ranks != nil && !v.At.Equal(doubted) {
-			return v, ctx.Err() == nil
+		if now.Ranks != nil && !now.doubted {
+			return now.Verdict, ctx.Err() == nil
 		}
 		select {
 		case <-news:

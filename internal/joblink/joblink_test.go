@@ -431,7 +431,7 @@ func TestAskSome(t *testing.T) {
 
 // TestVerdictAfterRestart checks that after the restart of a rank only verdicts about its new process count,
 // that verdicts about other ranks count as before, and that the rank that has reported a verdict, and no
-// other one, can take it back.
+// other one, can take it back. Then the first verdict of another rank counts.
 func TestVerdictAfterRestart(t *testing.T) {
 	kv, dial := served(t)
 	ctx := testnet.Context(t)
@@ -443,10 +443,13 @@ func TestVerdictAfterRestart(t *testing.T) {
 	introduce := func(process uint64) func() error {
 		return func() error { return New(client, 1).Introduce(ctx, process) }
 	}
-	say := func(v Verdict) func() error { return func() error { return rank.ReportVerdict(ctx, v) } }
+	report := func(from Link, v Verdict) func() error {
+		return func() error { return from.ReportVerdict(ctx, v) }
+	}
+	say := func(v Verdict) func() error { return report(rank, v) }
 	takeBack := func(from Link, v Verdict) func() error {
 		v.Over = true
-		return func() error { return from.ReportVerdict(ctx, v) }
+		return report(from, v)
 	}
 	restart := func() error { l.Restarted(1); return nil }
 	for i, step := range []struct {
@@ -471,6 +474,11 @@ func TestVerdictAfterRestart(t *testing.T) {
 		{takeBack(rank, about(1, 12)), 5},
 		{takeBack(rank, about(0, 5)), 0},
 		{say(about(0, 6)), 6},
+		{introduce(13), 6},
+		{report(New(client, 0), about(1, 13)), 6},
+		{report(New(client, 1), about(2, 7)), 6},
+		{takeBack(rank, about(0, 6)), 13},
+		{restart, 7},
 	} {
 		if err := step.do(); err != nil {
 			t.Fatal(err)
