@@ -839,11 +839,12 @@ func (v *Van) stopped(ticked time.Duration) time.Duration {
 	return max(0, v.now()-ticked-2*v.tickInterval())
 }
 
-// excuse makes a time not count in which this process has read nothing.
+// excuse makes a time not count in which this process has read nothing. It may have read messages since, so
+// that less time than that counts.
 func (v *Van) excuse(t time.Duration) {
 	for id, l := range *v.links.Load() {
 		if id == l.peer {
-			l.excused.Add(int64(t))
+			l.excused.Add(int64(min(t, l.silent())))
 		}
 	}
 }

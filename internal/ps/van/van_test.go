@@ -474,6 +474,24 @@ func TestSilence(t *testing.T) {
 	}
 }
 
+// TestExcused checks that the time in which a process was stopped counts for no node, and that a node from
+// which a message was read since then gets no additional time.
+func TestExcused(t *testing.T) {
+	nodes := startJob(t, 1, 1, func(c *Config) { c.HeartbeatInterval = 0 })
+	l, err := nodes[1].link(9)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, heard := range []time.Duration{-2 * time.Hour, 0} {
+		l.heard.Store(int64(heard))
+		l.excused.Store(0)
+		nodes[1].excuse(time.Hour)
+		if silent := l.silent(); silent < 0 || silent > nodes[1].now()-heard-min(time.Hour, -heard) {
+			t.Errorf("after a message at %v, the node is silent for %v", heard, silent)
+		}
+	}
+}
+
 // TestDeadSinceItConnected checks that a node that has sent nothing counts as silent since it has connected,
 // and not since the start of the job.
 func TestDeadSinceItConnected(t *testing.T) {
