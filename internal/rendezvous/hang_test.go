@@ -203,3 +203,29 @@ func TestRankHangsAfterJoin(t *testing.T) {
 		}
 	}
 }
+
+// A rank fails, and the others report that too, but later than the root waits for the end of connections.
+// They do not hang, so none of them is the cause.
+func TestNobodyHangsAfterJoin(t *testing.T) {
+	sessions := meetWith(t, 4, secret.Secret{}, 1)
+	root := sessions[0].root
+	root.mu.Lock()
+	root.cfg.grace = time.Hour
+	root.mu.Unlock()
+	own := errors.New("no connection")
+	for rank, err := range each(sessions, -1, func(rank int, s *Session) error {
+		if rank == 1 {
+			return s.Fail(own)
+		}
+		watched, stop := s.Watch(testnet.Context(t))
+		defer stop()
+		<-watched.Done()
+		return s.Fail(context.Cause(watched))
+	}) {
+		if rank == 1 && err != own {
+			t.Errorf("rank 1: got %v, want its own error", err)
+		} else if rank != 1 {
+			wantFailure(t, sessions[rank], err, own.Error(), 1)
+		}
+	}
+}

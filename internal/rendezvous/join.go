@@ -89,6 +89,7 @@ type JoinConfig struct {
 	Log       *zap.Logger // may be nil
 
 	suspicion time.Duration // 0 means suspicionTime
+	grace     time.Duration // 0 means answerGrace
 }
 
 // Session is a rank's membership in an epoch.

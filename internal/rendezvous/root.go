@@ -93,7 +93,8 @@ type root struct {
 	// complete. triedRanks is the number of ranks in it.
 	tried      map[string]map[int]*rendezvouspb.Status
 	triedRanks int
-	reports    []report // failures that ranks have reported
+	reports    []report      // failures that ranks have reported
+	accounted  chan struct{} // gets an element when each rank is ready or has reported a failure
 }
 
 // caller is a connection to the root.
@@ -157,6 +158,7 @@ func openRoot(cfg *JoinConfig) (*root, error) {
 		members:       make([]*caller, cfg.Size),
 		gaveUp:        make(map[int]bool),
 		ready:         make(map[int]bool),
+		accounted:     make(chan struct{}, 1),
 		start:         newOutcome(),
 		tried:         make(map[string]map[int]*rendezvouspb.Status),
 		missing:       cfg.Size - 1,

@@ -368,12 +368,14 @@ func (r *root) noteReady(rank int) {
 	if r.ready[rank] = true; len(r.ready) == len(r.members) && r.reports == nil {
 		r.conclude(nil)
 	}
+	r.account()
 }
 
 // noteReport records that a rank cannot continue. Only the first report of each rank counts. After the first
 // report of any rank, the root makes the other ranks report too, and waits for suspicionTime: if a rank has
-// died, its connection to the root ends in that time and shows who died. If a rank hangs, it reports nothing.
-// The caller holds r.mu, and r is complete.
+// died, its connection to the root ends in that time and shows who died. Then it waits for reports until
+// answerGrace after the first one: a rank that hangs reports nothing, but others may be on busy machines. The
+// caller holds r.mu, and r is complete.
 func (r *root) noteReport(p report) {
 	if r.start.ended() || r.ctx.Err() != nil || slices.ContainsFunc(r.reports, func(q report) bool {
 		return q.rank == p.rank
@@ -381,6 +383,7 @@ func (r *root) noteReport(p report) {
 		return
 	}
 	r.reports = append(r.reports, p)
+	r.account()
 	if len(r.reports) > 1 {
 		return
 	}
@@ -388,17 +391,41 @@ func (r *root) noteReport(p report) {
 		r.send(rank, &rendezvouspb.Answer{Kind: rendezvouspb.Answer_REPORT})
 	}
 	r.wg.Go(func() {
-		t := time.NewTimer(cmp.Or(r.cfg.suspicion, suspicionTime))
-		defer t.Stop()
-		select {
-		case <-t.C:
-		case <-r.start.done:
-		case <-r.ctx.Done():
-		}
+		suspicion := cmp.Or(r.cfg.suspicion, suspicionTime)
+		r.pause(suspicion, nil)
+		r.pause(cmp.Or(r.cfg.grace, answerGrace)-suspicion, r.accounted)
 		r.mu.Lock()
 		defer r.mu.Unlock()
 		r.conclude(r.judge())
 	})
+}
+
+// pause waits for d, or until early is closed, the start has ended or the root is closed.
+func (r *root) pause(d time.Duration, early <-chan struct{}) {
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-t.C:
+	case <-early:
+	case <-r.start.done:
+	case <-r.ctx.Done():
+	}
+}
+
+// account signals r.accounted when each rank is ready or has reported a failure. The caller holds r.mu.
+func (r *root) account() {
+	silent := len(r.members) - len(r.ready)
+	for _, p := range r.reports {
+		if !r.ready[p.rank] {
+			silent--
+		}
+	}
+	if silent == 0 {
+		select {
+		case r.accounted <- struct{}{}:
+		default: // it has been signalled already
+		}
+	}
 }
 
 // judge decides which ranks have caused a failure if no rank has died. If a rank has named itself, this rank
