@@ -11,8 +11,9 @@
 //  2. Only the first answer of a rank to a question counts. If nobody waits for an answer any more, the launcher
 //     drops it.
 //  3. An epoch has one verdict: the first one that arrives. The verdict of a later epoch replaces it. The rank
-//     that has reported it can take it back. Then the first verdict of another rank counts. The same holds if
-//     the ranks that the first one names have turned out to take part in the job (Doubt).
+//     that has reported it can take it back, and a rank that is said to be silent refutes that with a verdict
+//     of its own. Then the first verdict of another rank counts. The same holds if the ranks that the first
+//     one names have turned out to take part in the job (Doubt).
 //  4. A rank that the launcher has started again may be blamed for the end of an earlier process of it. Such a
 //     verdict does not count.
 //
@@ -117,6 +118,9 @@ type Verdict struct {
 	Process uint64 `json:"process,omitempty"`
 	// Over takes back an earlier verdict of the same rank about these ranks: they have not failed after all.
 	Over bool `json:"over,omitempty"`
+	// Silent says that the ranks have failed only because they did not answer in time. On a busy machine they
+	// may be alive.
+	Silent bool `json:"silent,omitempty"`
 	// Reason explains the failure to users. It is UTF-8 with at most MaxReasonBytes bytes.
 	Reason string `json:"reason"`
 	// At is when the launcher received the verdict. Ranks leave it empty.
@@ -412,15 +416,26 @@ func (l *Launcher) Restarted(rank int) {
 	l.forget(func(a accusation) bool { return slices.Contains(a.Ranks, topo.Rank(rank)) })
 }
 
-// accuse adds the verdict v of a rank, unless v is of an earlier epoch or the rank has reported another one.
-// The caller holds l.mu.
+// accuse adds the verdict v of a rank, unless v is of an earlier epoch, the rank has reported another one, or v
+// says that a rank is silent that has blamed others. The caller holds l.mu.
 func (l *Launcher) accuse(v Verdict, by int) {
-	l.forget(func(a accusation) bool { return a.doubted || a.Epoch < v.Epoch })
-	if slices.ContainsFunc(l.verdicts, func(a accusation) bool { return a.Epoch > v.Epoch || a.by == by }) {
+	a := accusation{Verdict: v, by: by}
+	if first(l.verdicts).Epoch > v.Epoch {
 		return
 	}
-	v.At = time.Now()
-	l.set(append(l.verdicts, accusation{Verdict: v, by: by}))
+	l.forget(func(b accusation) bool { return b.doubted || b.Epoch < v.Epoch || a.refutes(b) })
+	if slices.ContainsFunc(l.verdicts, func(b accusation) bool { return b.by == by || b.refutes(a) }) {
+		return
+	}
+	a.At = time.Now()
+	l.set(append(l.verdicts, a))
+}
+
+// refutes reports whether b says that the rank which has reported a is silent, although that rank has blamed
+// others in the same epoch.
+func (a accusation) refutes(b accusation) bool {
+	by := topo.Rank(a.by)
+	return b.Silent && a.Epoch == b.Epoch && slices.Contains(b.Ranks, by) && !slices.Contains(a.Ranks, by)
 }
 
 // forget drops the verdicts for which drop returns true. The caller holds l.mu.

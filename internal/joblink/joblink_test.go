@@ -406,6 +406,43 @@ func TestDoubt(t *testing.T) {
 	}
 }
 
+// TestSilentRank checks that a verdict does not count which says that a rank is silent, if that rank blames
+// others before or after it, and that it counts if the rank only blames itself or is blamed for another
+// reason.
+func TestSilentRank(t *testing.T) {
+	silent, dead := verdictOf(1, "silent", 0), verdictOf(1, "dead", 0)
+	silent.Silent = true
+	type report struct {
+		rank    int
+		verdict Verdict
+	}
+	for _, c := range []struct {
+		reports []report
+		want    string
+	}{
+		{[]report{{1, silent}, {0, verdictOf(1, "missing", 2)}}, "missing"},
+		{[]report{{0, verdictOf(1, "missing", 2)}, {1, silent}}, "missing"},
+		{[]report{{1, silent}, {2, verdictOf(1, "missing", 2)}}, "silent"},
+		{[]report{{1, silent}, {0, verdictOf(1, "its own", 0)}}, "silent"},
+		{[]report{{1, silent}, {0, verdictOf(0, "earlier", 2)}}, "silent"},
+		{[]report{{1, dead}, {0, verdictOf(1, "missing", 2)}}, "dead"},
+	} {
+		kv, dial := served(t)
+		l := listen(t, kv, 3, deaf)
+		for _, r := range c.reports {
+			if err := New(dial(), r.rank).ReportVerdict(testnet.Context(t), r.verdict); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := l.Close(); err != nil { // reads all reports
+			t.Fatal(err)
+		}
+		if v, err := l.Verdict(testnet.Context(t)); err != nil || v.Reason != c.want {
+			t.Errorf("%v: got %v, %v", c, v, err)
+		}
+	}
+}
+
 // TestAskSome checks that a question waits only for the answers of the given ranks.
 func TestAskSome(t *testing.T) {
 	kv, dial := served(t)

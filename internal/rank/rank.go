@@ -461,6 +461,7 @@ func (r *Rank) failed(err error) error {
 		why = &rendezvous.FailedError{Epoch: r.Epoch, Ranks: []topo.Rank{0}, Reason: refused.Text}
 	case awaited != nil:
 		why = &rendezvous.FailedError{Epoch: r.Epoch, Ranks: awaited,
+			Silent: refused == nil && r.meeting.Settings.Rank != 0 && slices.Equal(awaited, []topo.Rank{0}),
 			Reason: fmt.Sprintf("the time limit of Init passed at rank %d: %v", r.meeting.Settings.Rank, err)}
 	default:
 		return err
@@ -472,7 +473,7 @@ func (r *Rank) failed(err error) error {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), reportTimeout)
 	defer cancel()
-	reportVerdict(ctx, r.launcher(), r.Epoch, p)
+	reportVerdict(ctx, r.launcher(), r.Epoch, p, why.Silent)
 	if !found {
 		return err
 	}
@@ -480,12 +481,13 @@ func (r *Rank) failed(err error) error {
 }
 
 // reportVerdict reports to the launcher which ranks failed. The launcher then does not blame ranks that ended
-// only because of this failure. launcher may be nil.
-func reportVerdict(ctx context.Context, launcher joblink.Link, epoch uint64, p *engine.PeerError) {
+// only because of this failure. silent has the meaning of joblink.Verdict.Silent. launcher may be nil.
+func reportVerdict(ctx context.Context, launcher joblink.Link, epoch uint64, p *engine.PeerError,
+	silent bool) {
 	if launcher == nil {
 		return
 	}
-	v := joblink.Verdict{Epoch: epoch, Reason: p.Reason}
+	v := joblink.Verdict{Epoch: epoch, Reason: p.Reason, Silent: silent}
 	for _, failed := range p.Ranks {
 		v.Ranks = append(v.Ranks, topo.Rank(failed))
 	}

@@ -269,7 +269,7 @@ func (r *Watch) failed(failure error) {
 	defer cancel()
 	var verdict sync.WaitGroup
 	if p, ok := errors.AsType[*engine.PeerError](failure); ok {
-		verdict.Go(func() { reportVerdict(ctx, r.cfg.Launcher, r.cfg.Epoch, p) })
+		verdict.Go(func() { reportVerdict(ctx, r.cfg.Launcher, r.cfg.Epoch, p, false) })
 	}
 	dump := r.Dump(why)
 	sent := r.sendReport(ctx, joblink.Failure, r.encode(dump))

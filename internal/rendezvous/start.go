@@ -31,6 +31,10 @@ type FailedError struct {
 	// Reason describes the failure, as the root has observed it or as the failed rank has reported it.
 	Reason string
 
+	// Silent says that this rank has had no answer of rank 0 in time, and blames it for that alone. On a busy
+	// machine, rank 0 may be alive.
+	Silent bool
+
 	hang bool // at the root: Ranks hang
 }
 
@@ -160,7 +164,7 @@ func (s *Session) Fail(err error, suspects ...topo.Rank) error {
 	}
 	_ = sendStatus(s.member.conn, status) // the error is ignored, because listen reports a broken connection
 	if s.rank != 0 && !s.member.hears(answerGrace) {
-		return &FailedError{Epoch: s.Epoch, Ranks: []topo.Rank{0},
+		return &FailedError{Epoch: s.Epoch, Ranks: []topo.Rank{0}, Silent: true,
 			Reason: fmt.Sprintf("it did not answer when rank %d gave up: %v", s.rank, err)}
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), failWait)
