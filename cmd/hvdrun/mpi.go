@@ -367,8 +367,10 @@ func dialAny(addrs []string, text string) (kv *store.Client, at netip.AddrPort, 
 // mpirun kills the other ranks, and may do so before one of them has reported a failure. So the rank that has
 // ended first has failed if mpirun has ended and some ranks have not reported the end of their commands.
 func (r *reporter) mpiVerdict(ctx context.Context, ended bool) (joblink.Verdict, error) {
-	complete := ended && r.server.Idle(ctx) == nil
-	if complete {
+	if ended {
+		// A rank on a host that has lost its link stays connected. But what the others have sent is in the
+		// store, because each waits for that before it ends.
+		_ = r.server.Idle(ctx)
 		r.close()
 	}
 	v, err := r.ranks.Verdict(ctx)
@@ -381,7 +383,7 @@ func (r *reporter) mpiVerdict(ctx context.Context, ended bool) (joblink.Verdict,
 	case err == nil:
 	case failed >= 0:
 		v = joblink.Verdict{Ranks: []topo.Rank{r.exits[failed].rank}, Reason: r.exits[failed].text}
-	case complete && len(r.exits) > 0:
+	case ended && len(r.exits) > 0:
 		v = joblink.Verdict{Ranks: []topo.Rank{r.exits[0].rank}, Reason: fmt.Sprintf(
 			"its command has ended with status 0, and then mpirun has ended without waiting for %d of %d ranks",
 			r.size-len(r.exits), r.size)}
