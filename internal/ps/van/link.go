@@ -158,7 +158,9 @@ func (l *link) request(ctx context.Context, m *Message) error {
 	}
 	if err := l.end; err != nil {
 		l.mu.Unlock()
-		l.van.blame(l.process, err)
+		if err == ErrLeft { // otherwise the method fail has blamed the process before it has set end
+			l.van.blame(l.process, err)
+		}
 		return nodeError(l.peer, err)
 	}
 	if l.requests == 0 {

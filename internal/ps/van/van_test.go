@@ -1144,6 +1144,10 @@ func connectAgain(t *testing.T, key secret.Secret, cut []int) {
 		return to, <-asked
 	}
 	to, from := request()
+	first, err := w.link(8)
+	if err != nil {
+		t.Fatal(err)
+	}
 	ends := make(map[int]netip.AddrPort)
 	for _, id := range cut {
 		l, err := nodes[id].link(17 - id)
@@ -1182,6 +1186,14 @@ func connectAgain(t *testing.T, key secret.Secret, cut []int) {
 	}
 	testnet.WantError(t, s.Reply(from, &Message{Header: &pspb.Header{}}),
 		"worker 0 is gone: its connection has ended, and it has connected again")
+	// A goroutine may have got the link before its end, and go on only now.
+	testnet.WantError(t, first.request(t.Context(), &Message{Header: &pspb.Header{Request: true}}),
+		"server 0 is gone: no acknowledgement for 5s")
+	w.mu.Lock()
+	if !slices.Equal(w.blamed, []int{8}) {
+		t.Errorf("the worker has blamed %v, want server 0 once", w.blamed)
+	}
+	w.mu.Unlock()
 	if s.Connected(from) || w.Connected(to) || !s.Connected(from.Whole()) || !w.Connected(to.Whole()) {
 		t.Error("the old connection counts, or the new one does not")
 	}
