@@ -190,10 +190,13 @@ type Van struct {
 	gone  map[int]error  // nodes that have died or left
 	// over says of a node in gone that the scheduler or the node itself has said so. Otherwise this process
 	// knows only that its connection has ended.
-	over     map[int]bool
-	orphan   bool          // the scheduler has left, so there is nobody who knows better
-	change   chan struct{} // closed when nodes or gone changes
-	blamed   *sync.Once    // for the handler's method Blame; replaced when a node is back
+	over    map[int]bool
+	orphan  bool          // the scheduler has left, so there is nobody who knows better
+	change  chan struct{} // closed when nodes or gone changes
+	accused Process       // the process that was blamed last
+	// blamed is for the handler's method Blame. It is replaced when a process takes a place, or when the
+	// connection with the accused process works again.
+	blamed   *sync.Once
 	barriers map[int64]chan error
 	barrier  int64 // number of barriers so far
 	stopping bool
@@ -425,7 +428,7 @@ func (v *Van) addLink(nodes []*pspb.Node, conn net.Conn, r *reader) (*link, erro
 			l.restored = true
 		}
 	}
-	if l.restored {
+	if l.restored && v.accused == l.process.Whole() {
 		v.blamed = new(sync.Once)
 	}
 	if v.polls.Load() && l.shares() {
@@ -685,7 +688,12 @@ func (v *Van) blameAll(failed []Process, err error) {
 	stopping, blamed := v.stopping, v.blamed
 	v.mu.Unlock()
 	if !stopping && !replaced {
-		blamed.Do(func() { v.handler.Blame(failed, err) })
+		blamed.Do(func() {
+			v.mu.Lock()
+			v.accused = failed[0].Whole()
+			v.mu.Unlock()
+			v.handler.Blame(failed, err)
+		})
 	}
 }
 
