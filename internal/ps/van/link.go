@@ -690,8 +690,17 @@ func (l *link) confirm() {
 	}
 	ctx, cancel := context.WithTimeout(l.van.ctx, confirmTime)
 	defer cancel()
-	// An error says that the scheduler does not answer, or that the van has failed.
-	_ = l.van.ask(ctx, "heartbeat", 0, &pspb.Control{Command: pspb.Command_HEARTBEAT})
+	err := l.van.ask(ctx, "heartbeat", 0, &pspb.Control{Command: pspb.Command_HEARTBEAT})
+	scheduler := (*l.van.links.Load())[SchedulerID]
+	if err == nil || scheduler == nil {
+		return
+	}
+	// If the connection with the scheduler has ended too, the peer has perhaps ended because of that. So the end
+	// of the scheduler is handled first.
+	select {
+	case <-scheduler.over:
+	case <-ctx.Done():
+	}
 }
 
 // isBroken reports whether a write has failed.
