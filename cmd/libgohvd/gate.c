@@ -138,6 +138,20 @@ static hvd_status_t usable(const char *operation) {
 #define needs_size(p, type, operation) \
 	needs((p) && (p)->size == sizeof(type), operation, "the pointer to " #type " is null, or its size is not sizeof(" #type ")")
 
+// clear makes a result have no memory, so that hvd_free_result does nothing if the call then fails.
+static void clear(hvd_result_t *result) {
+	if (result && result->size == sizeof *result) {
+		memset(&result->num_outputs, 0, sizeof *result - sizeof result->size);
+	}
+}
+
+// no_handle sets the handle that a call returns to 0, in case the call then fails.
+static void no_handle(hvd_handle_t *handle) {
+	if (handle) {
+		*handle = 0;
+	}
+}
+
 PUBLIC hvd_status_t hvd_last_error(hvd_error_t *error) {
 	if (!error || error->size != sizeof *error) {
 		return HVD_ERROR_USAGE;
@@ -158,6 +172,7 @@ PUBLIC uint32_t hvd_abi_version(void) { return HVD_ABI_VERSION; }
 PUBLIC const char *hvd_version(void) { return forked ? "" : gohvdVersion(); }
 
 PUBLIC hvd_status_t hvd_init(const hvd_init_options_t *options, hvd_handle_t *handle) {
+	no_handle(handle);
 	needs(!options || options->size == sizeof *options, "init", "the size of the options is not sizeof(hvd_init_options_t)");
 	needs(!options || ((!options->num_settings || options->settings) &&
 	                   (!options->num_process_sets || options->process_sets)),
@@ -170,6 +185,7 @@ PUBLIC hvd_status_t hvd_init(const hvd_init_options_t *options, hvd_handle_t *ha
 }
 
 PUBLIC hvd_status_t hvd_shutdown(const char *reason, uint32_t flags, hvd_handle_t *handle) {
+	no_handle(handle);
 	needs(1, "shutdown", "");
 	return gohvdShutdown((char *)reason, flags, handle);
 }
@@ -205,6 +221,7 @@ PUBLIC hvd_status_t hvd_new_unique_id(const hvd_init_options_t *options, char **
 }
 
 PUBLIC hvd_status_t hvd_submit(const hvd_op_t *op, hvd_handle_t *handle) {
+	no_handle(handle);
 	needs_size(op, hvd_op_t, "submit");
 	needs(handle, "submit", "got a null pointer for the handle");
 	return gohvdSubmit((hvd_op_t *)op, handle);
@@ -213,6 +230,9 @@ PUBLIC hvd_status_t hvd_submit(const hvd_op_t *op, hvd_handle_t *handle) {
 PUBLIC hvd_status_t hvd_submit_many(const hvd_op_t *ops, size_t n, hvd_handle_t *handles, size_t *submitted) {
 	hvd_status_t status = HVD_SUCCESS;
 	size_t i = 0;
+	if (submitted) {
+		*submitted = 0;
+	}
 	needs(!n || (ops && handles), "submit", "got a null pointer for the operations or the handles");
 	while (i < n && (status = hvd_submit(&ops[i], &handles[i])) == HVD_SUCCESS) {
 		i++;
@@ -224,24 +244,21 @@ PUBLIC hvd_status_t hvd_submit_many(const hvd_op_t *ops, size_t n, hvd_handle_t 
 }
 
 PUBLIC hvd_status_t hvd_run(const hvd_op_t *op, double seconds, hvd_handle_t *handle, hvd_result_t *result) {
+	no_handle(handle);
+	clear(result);
 	needs_size(op, hvd_op_t, "run");
 	needs(!result || result->size == sizeof *result, "run", "the size of the result is not sizeof(hvd_result_t)");
-	if (result) {
-		memset(&result->num_outputs, 0, sizeof *result - sizeof result->size);
-	}
 	return gohvdRun((hvd_op_t *)op, seconds, handle, result);
 }
 
 PUBLIC hvd_status_t hvd_wait(hvd_handle_t handle, double seconds, hvd_result_t *result) {
+	clear(result);
 	needs(!result || result->size == sizeof *result, "wait", "the size of the result is not sizeof(hvd_result_t)");
-	if (result) {
-		memset(&result->num_outputs, 0, sizeof *result - sizeof result->size);
-	}
 	return gohvdWait(handle, seconds, result);
 }
 
 PUBLIC hvd_status_t hvd_wait_any(const hvd_handle_t *handles, size_t n, double seconds, size_t *index) {
-	needs(handles && n && n <= SIZE_MAX / 2 && index, "wait any", "got no handles, or a null pointer");
+	needs(handles && n && n <= UINT32_MAX && index, "wait any", "got no handles, more than 2^32, or a null pointer");
 	return gohvdWaitAny((hvd_handle_t *)handles, n, seconds, index);
 }
 
@@ -264,7 +281,7 @@ PUBLIC void hvd_free_result(hvd_result_t *result) {
 		free(made[i]);
 	}
 	free(result->memory);
-	memset(&result->num_outputs, 0, sizeof *result - sizeof result->size);
+	clear(result);
 }
 
 PUBLIC hvd_status_t hvd_alloc(uint64_t bytes, void **memory) {
@@ -283,11 +300,13 @@ PUBLIC hvd_status_t hvd_free(void *memory) {
 
 PUBLIC hvd_status_t hvd_add_process_set(const hvd_ranks_t *ranks, uint32_t flags, const char *name,
                                         double timeout_seconds, int32_t *id, hvd_handle_t *handle) {
+	no_handle(handle);
 	needs(ranks && (!ranks->num_ranks || ranks->ranks), "add process set", "got a null pointer for the ranks");
 	return gohvdAddProcessSet((hvd_ranks_t *)ranks, flags, (char *)name, timeout_seconds, id, handle);
 }
 
 PUBLIC hvd_status_t hvd_remove_process_set(int32_t id, double timeout_seconds, hvd_handle_t *handle) {
+	no_handle(handle);
 	needs(1, "remove process set", "");
 	return gohvdRemoveProcessSet(id, timeout_seconds, handle);
 }
@@ -330,6 +349,7 @@ PUBLIC hvd_status_t hvd_next_stall(char **text) {
 PUBLIC void hvd_free_text(char *text) { free(text); }
 
 PUBLIC hvd_status_t hvd_ps_start(const char *const *settings, uint32_t num_settings, hvd_handle_t *handle) {
+	no_handle(handle);
 	needs(!num_settings || settings, "start", "got a null pointer for the settings");
 	return gohvdStartNode((char **)settings, num_settings, handle);
 }
@@ -346,21 +366,25 @@ PUBLIC hvd_status_t hvd_ps_serve(int32_t app, uint32_t dtype, const char *handle
 }
 
 PUBLIC hvd_status_t hvd_ps_exchange(const hvd_exchange_t *exchange, hvd_handle_t *handle) {
+	no_handle(handle);
 	needs_size(exchange, hvd_exchange_t, "exchange");
 	return gohvdExchange((hvd_exchange_t *)exchange, handle);
 }
 
 PUBLIC hvd_status_t hvd_ps_clock(hvd_handle_t *handle) {
+	no_handle(handle);
 	needs(1, "clock", "");
 	return gohvdClock(handle);
 }
 
 PUBLIC hvd_status_t hvd_ps_barrier(int32_t group, hvd_handle_t *handle) {
+	no_handle(handle);
 	needs(1, "barrier", "");
 	return gohvdBarrier(group, handle);
 }
 
 PUBLIC hvd_status_t hvd_ps_finalize(int32_t barrier, hvd_handle_t *handle) {
+	no_handle(handle);
 	needs(1, "finalize", "");
 	return gohvdFinalize(barrier, handle);
 }

@@ -266,7 +266,8 @@ hvd_status_t hvd_new_unique_id(const hvd_init_options_t *options, char **text);
 hvd_status_t hvd_submit(const hvd_op_t *op, hvd_handle_t *handle);
 
 /* hvd_submit_many submits n operations in their order, and stops at the first one that fails. submitted, which may
- * be NULL, receives the number of operations that were submitted. handles has room for n handles. */
+ * be NULL, receives the number of operations that were submitted. handles has room for n handles. Those of
+ * operations that were not submitted are 0 or unchanged. */
 hvd_status_t hvd_submit_many(const hvd_op_t *ops, size_t n, hvd_handle_t *handles, size_t *submitted);
 
 /* hvd_run submits an operation and waits for at most the given number of seconds, or without a limit if it is
@@ -275,7 +276,7 @@ hvd_status_t hvd_submit_many(const hvd_op_t *ops, size_t n, hvd_handle_t *handle
 hvd_status_t hvd_run(const hvd_op_t *op, double seconds, hvd_handle_t *handle, hvd_result_t *result);
 
 /* hvd_wait waits for at most the given number of seconds, or without a limit if it is negative. Unless it returns
- * HVD_PENDING, the handle is used up. result may be NULL. */
+ * HVD_PENDING, or a parameter is wrong, the handle is used up. result may be NULL. */
 hvd_status_t hvd_wait(hvd_handle_t handle, double seconds, hvd_result_t *result);
 
 /* hvd_wait_any waits until one of n operations is done, and sets *index to the position of its handle, which

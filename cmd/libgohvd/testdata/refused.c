@@ -113,6 +113,30 @@ int main(void) {
 	bad.dtype = HVD_FLOAT64;
 	fails(hvd_run(&op, -1, NULL, NULL), HVD_ERROR_USAGE, "float64");
 
+	/* A call that fails sets what it returns, so that a program that reads or frees it makes no second error. */
+	hvd_op_t worse = good;
+	worse.num_splits = 1;
+	for (int i = 0; i < 2; i++) {
+		hvd_result_t none;
+		memset(&none, 0xff, sizeof none);
+		none.size = sizeof none;
+		hvd_handle_t one = 1, many[1] = {1};
+		size_t submitted = 1;
+		const hvd_op_t *wrong = i ? &worse : NULL;
+		fails(hvd_run(wrong, 1, &one, &none), HVD_ERROR_USAGE, i ? "null" : "hvd_op_t");
+		want(one == 0 && !none.memory);
+		hvd_free_result(&none);
+		one = 1;
+		fails(hvd_submit(wrong, &one), HVD_ERROR_USAGE, "null");
+		want(one == 0);
+		fails(hvd_submit_many(wrong, 1, many, &submitted), HVD_ERROR_USAGE, "null");
+		want(submitted == 0);
+	}
+	h = 1;
+	fails(hvd_shutdown(NULL, 64, &h), HVD_ERROR_USAGE, "0x40");
+	want(h == 0);
+	fails(hvd_wait_any(&h, SIZE_MAX / 2, 0, &index), HVD_ERROR_USAGE, "no handles");
+
 	fails(hvd_wait(0, -1, NULL), HVD_ERROR_HANDLE, "handle");
 	fails(hvd_wait(UINT64_MAX, -1, NULL), HVD_ERROR_HANDLE, "handle");
 	fails(hvd_release(12345), HVD_ERROR_HANDLE, "handle");
