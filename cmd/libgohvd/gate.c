@@ -3,6 +3,7 @@
 #define _GNU_SOURCE
 #include <link.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -152,6 +153,20 @@ static void no_handle(hvd_handle_t *handle) {
 	}
 }
 
+// use_signal_stacks makes the handlers of the program run on the signal stacks that Go gives to threads. A
+// thread in a call may run on a small stack of Go, and a handler would overwrite the memory after it. Go has
+// done the same for the handlers that existed when the library was loaded.
+static void use_signal_stacks(void) {
+	for (int i = 1; i < NSIG; i++) {
+		struct sigaction a;
+		if (sigaction(i, NULL, &a) == 0 && a.sa_handler != SIG_DFL && a.sa_handler != SIG_IGN &&
+		    !(a.sa_flags & SA_ONSTACK)) {
+			a.sa_flags |= SA_ONSTACK;
+			sigaction(i, &a, NULL);
+		}
+	}
+}
+
 PUBLIC hvd_status_t hvd_last_error(hvd_error_t *error) {
 	if (!error || error->size != sizeof *error) {
 		return HVD_ERROR_USAGE;
@@ -181,6 +196,7 @@ PUBLIC hvd_status_t hvd_init(const hvd_init_options_t *options, hvd_handle_t *ha
 		needs(!options->process_sets[i].num_ranks || options->process_sets[i].ranks, "init",
 		      "got a null pointer for the ranks of a process set");
 	}
+	use_signal_stacks();
 	return gohvdInit((hvd_init_options_t *)options, handle);
 }
 
@@ -351,6 +367,7 @@ PUBLIC void hvd_free_text(char *text) { free(text); }
 PUBLIC hvd_status_t hvd_ps_start(const char *const *settings, uint32_t num_settings, hvd_handle_t *handle) {
 	no_handle(handle);
 	needs(!num_settings || settings, "start", "got a null pointer for the settings");
+	use_signal_stacks();
 	return gohvdStartNode((char **)settings, num_settings, handle);
 }
 

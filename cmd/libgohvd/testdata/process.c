@@ -31,6 +31,7 @@ int main(int argc, char **argv) {
 	void *lib = dlopen(argv[1], RTLD_NOW | RTLD_GLOBAL);
 	want(lib);
 	want(unchanged());
+	signal(kept[1], handler); /* without SA_ONSTACK */
 	hvd_status_t (*init)(const hvd_init_options_t *, hvd_handle_t *) = dlsym(lib, "hvd_init");
 	hvd_status_t (*shutdown)(const char *, uint32_t, hvd_handle_t *) = dlsym(lib, "hvd_shutdown");
 	hvd_status_t (*error)(hvd_error_t *) = dlsym(lib, "hvd_last_error");
@@ -45,10 +46,14 @@ int main(int argc, char **argv) {
 	unsetenv("HOROVOD_CYCLE_TIME");
 	want(init(NULL, NULL) == HVD_SUCCESS && size() == 1);
 	want(unchanged());
+	/* A handler that ran on a stack of Go would overwrite memory. */
+	struct sigaction now;
+	sigaction(kept[1], NULL, &now);
+	want(now.sa_flags & SA_ONSTACK);
 	want(shutdown(NULL, 0, NULL) == HVD_SUCCESS);
 	want(unchanged());
 
-	/* Two copies refuse each other. */
+	/* A second copy refuses every call. */
 	void *copy = dlopen(argv[2], RTLD_NOW | RTLD_LOCAL);
 	want(copy);
 	hvd_status_t (*init2)(const hvd_init_options_t *, hvd_handle_t *) = dlsym(copy, "hvd_init");
