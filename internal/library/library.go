@@ -78,17 +78,22 @@ func (l *Library) Init(o InitOptions) Handle {
 	})
 }
 
-// Shutdown takes this rank out of the job. reason may be empty. failed says that the program has failed.
-// Outside of a job, Shutdown does nothing.
+// Shutdown takes this rank out of the job. reason may be empty. failed says that the program has failed. This
+// also ends a Shutdown in progress, which may wait long for the other ranks. Outside of a job, Shutdown does
+// nothing.
 func (l *Library) Shutdown(reason string, failed bool) Handle {
-	return l.start(func(*Result) error {
+	why := engine.Departure{Reason: reason, Failed: failed}
+	return l.start(func(*Result) (err error) {
+		if r := l.running.Load(); r != nil && failed {
+			err = r.Engine.Shutdown(context.Background(), why)
+		}
 		l.changing.Lock()
 		defer l.changing.Unlock()
 		r := l.running.Load()
 		if r == nil {
-			return nil
+			return err
 		}
-		err := r.Shutdown(context.Background(), engine.Departure{Reason: reason, Failed: failed})
+		err = r.Shutdown(context.Background(), why)
 		l.running.Store(nil)
 		return err
 	})

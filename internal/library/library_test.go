@@ -1,0 +1,190 @@
+package library
+
+import (
+	"errors"
+	"fmt"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+	"unsafe"
+
+	"github.com/gohvd/gohvd/internal/rank"
+)
+
+// goMemory provides memory of Go.
+var goMemory = Memory{
+	Alloc: func(n int) ([]byte, error) { return make([]byte, n), nil },
+	Free:  func([]byte) {},
+}
+
+// initialized returns a library for each of n ranks of a job.
+func initialized(t *testing.T, n int) (all []*Library) {
+	method := "file://" + filepath.Join(t.TempDir(), "job")
+	var inits []Handle
+	for r := range n {
+		l := New()
+		all = append(all, l)
+		inits = append(inits, l.Init(InitOptions{Settings: map[string]string{"HVD_INIT_METHOD": method,
+			"HOROVOD_RANK": fmt.Sprint(r), "HOROVOD_SIZE": fmt.Sprint(n)}}))
+	}
+	for r, l := range all {
+		if err := l.Wait(inits[r], Forever, nil); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return all
+}
+
+// sum returns an allreduce of x, which is in place if out is set.
+func sum(name string, x []float32, out bool) *Op {
+	o := &Op{Spec: rank.Spec{Kind: 1, DType: 9, ReduceOp: 2, Name: name, Prescale: 1, Postscale: 1}}
+	o.SetTensors(1)
+	p := Place{In: unsafe.Pointer(&x[0])}
+	if out {
+		p.Out, p.OutBytes = p.In, uint64(4*len(x))
+	}
+	o.SetTensor(0, 0, []int64{int64(len(x))}, p)
+	return o
+}
+
+// TestFailedShutdown fails a rank whose Shutdown waits for the other rank, which goes on.
+func TestFailedShutdown(t *testing.T) {
+	all := initialized(t, 2)
+	first := all[0].Shutdown("", false)
+	for all[0].changing.TryLock() { // the first Shutdown has not begun
+		all[0].changing.Unlock()
+		time.Sleep(time.Millisecond)
+	}
+	for _, h := range []Handle{all[0].Shutdown("the program has failed", true), first} {
+		if err := all[0].Wait(h, time.Minute, nil); err == nil || errors.Is(err, ErrPending) {
+			t.Errorf("got %v, want an error", err)
+		}
+	}
+	err := all[1].Wait(all[1].Shutdown("", false), time.Minute, nil)
+	if err == nil || !strings.Contains(err.Error(), "rank 0 failed") {
+		t.Errorf("rank 1 got %v, want an error that says that rank 0 has failed", err)
+	}
+}
+
+// TestThreads submits operations from many goroutines and waits for them in every way, in pairs of
+// goroutines that wait for the same handles.
+func TestThreads(t *testing.T) {
+	for _, n := range []int{1, 2} {
+		t.Run(fmt.Sprint(n), func(t *testing.T) {
+			all := initialized(t, n)
+			var wg sync.WaitGroup
+			for r, l := range all {
+				for g := range 8 {
+					wg.Go(func() { work(t, l, r, g, n) })
+				}
+			}
+			wg.Wait()
+			var hs []Handle
+			for _, l := range all {
+				hs = append(hs, l.Shutdown("", false), l.Shutdown("", false), l.Init(InitOptions{}))
+			}
+			for i, h := range hs {
+				if i%3 == 2 {
+					continue
+				}
+				if err := all[i/3].Wait(h, Forever, nil); err != nil {
+					t.Error(err)
+				}
+			}
+		})
+	}
+}
+
+func work(t *testing.T, l *Library, r, g, n int) {
+	x := make([]float32, 1+g*100)
+	for i := range 15 {
+		name := fmt.Sprintf("g%d.%d", g, i%3)
+		for k := range x {
+			x[k] = 1
+		}
+		h, err := l.Submit(sum(name, x, i%2 == 0), goMemory)
+		if err != nil {
+			t.Errorf("rank %d: %v", r, err)
+			return
+		}
+		var result Result
+		got := func(err error) {
+			if err != nil {
+				t.Errorf("rank %d, %s: %v", r, name, err)
+				return
+			}
+			out := result.Outputs[0].Data
+			if v := *(*float32)(unsafe.Pointer(&out[len(out)-4])); v != float32(n) {
+				t.Errorf("got %v", v)
+			}
+		}
+		switch i % 5 {
+		case 0:
+			got(l.Wait(h, Forever, &result))
+		case 1:
+			for {
+				err := l.Wait(h, 20*time.Microsecond, &result)
+				if errors.Is(err, ErrPending) {
+					continue
+				}
+				got(err)
+				break
+			}
+		case 2:
+			for {
+				done, err := l.Poll(h)
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				if done {
+					break
+				}
+			}
+			got(l.Wait(h, 0, &result))
+		case 3:
+			y := make([]float32, 10)
+			h2, err := l.Submit(sum(name+"second", y, true), goMemory)
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			if _, err := l.WaitAny([]Handle{h2, h}, Forever); err != nil {
+				t.Error(err)
+			}
+			// Two goroutines wait for h.
+			errs := make(chan error, 2)
+			for range 2 {
+				go func() { errs <- l.Wait(h, Forever, nil) }()
+			}
+			a, b := <-errs, <-errs
+			if (a == nil) == (b == nil) {
+				t.Errorf("two waits got %v and %v", a, b)
+			}
+			if err := l.Wait(h2, Forever, nil); err != nil {
+				t.Error(err)
+			}
+		case 4:
+			waiting := make(chan error, 1)
+			go func() { waiting <- l.Wait(h, Forever, nil) }()
+			err := l.Release(h)
+			w := <-waiting
+			if (err == nil) == (w == nil) {
+				t.Errorf("release got %v, wait got %v", err, w)
+			}
+			// The name becomes free.
+			for {
+				h, err := l.Submit(sum(name, x, true), goMemory)
+				if err == nil {
+					if err := l.Wait(h, Forever, nil); err != nil {
+						t.Error(err)
+					}
+					break
+				}
+				time.Sleep(time.Microsecond)
+			}
+		}
+	}
+}
