@@ -2,11 +2,14 @@ package library
 
 import (
 	"errors"
+	"fmt"
 	"reflect"
 	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"github.com/gohvd/gohvd/internal/engine"
 )
 
 // Handle is the number of something that was begun and that the program has not waited for. 0 is no handle.
@@ -16,7 +19,7 @@ var (
 	// ErrPending reports that the time limit of a wait has ended. The operation goes on.
 	ErrPending = errors.New("the operation is not done yet")
 	// ErrHandle reports that there is nothing pending with a handle.
-	ErrHandle = errors.New("the handle does not exist, or was used up by a wait or released")
+	ErrHandle = errors.New("does not exist, or was used up by a wait or released")
 )
 
 // pending is an operation, or another thing for which the program can wait.
@@ -118,19 +121,24 @@ func (t *table) add(p pending) Handle {
 		i, t.slots = uint32(len(t.slots)), append(t.slots, slot{})
 	}
 	s := &t.slots[i]
-	s.generation++
+	s.generation = max(s.generation+1, 1) // not 0, because handle 0 is none
 	s.pending = p
 	return Handle(s.generation)<<32 | Handle(i)
 }
 
-// find returns what is pending with a handle, or ErrHandle.
-func (t *table) find(h Handle) (pending, error) {
+// find returns what is pending with a handle, or an error of the function op.
+func (t *table) find(op string, h Handle) (pending, error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if s := t.slot(h); s != nil {
 		return s.pending, nil
 	}
-	return nil, ErrHandle
+	return nil, unknown(op, h)
+}
+
+// unknown returns the error of the function op that there is nothing pending with h.
+func unknown(op string, h Handle) error {
+	return &engine.UsageError{Op: op, Err: fmt.Errorf("handle %d %w", h, ErrHandle)}
 }
 
 // remove makes a handle invalid. It reports whether the handle was valid.
@@ -164,7 +172,7 @@ const Forever = time.Duration(-1)
 // Wait waits until what h stands for is done, or until the limit ends. Unless it returns ErrPending, the
 // handle is used up. into, which may be nil, receives the result.
 func (l *Library) Wait(h Handle, limit time.Duration, into *Result) error {
-	p, err := l.handles.find(h)
+	p, err := l.handles.find("wait", h)
 	if err != nil {
 		return err
 	}
@@ -172,7 +180,7 @@ func (l *Library) Wait(h Handle, limit time.Duration, into *Result) error {
 		return ErrPending
 	}
 	if !l.handles.remove(h) {
-		return ErrHandle // another thread has waited for it too
+		return unknown("wait", h) // another thread has waited for it too
 	}
 	p.seen()
 	return p.take(into)
@@ -228,7 +236,7 @@ func (l *Library) WaitAny(handles []Handle, limit time.Duration) (int, error) {
 	all := make([]pending, len(handles))
 	for i, h := range handles {
 		var err error
-		if all[i], err = l.handles.find(h); err != nil {
+		if all[i], err = l.handles.find("wait any", h); err != nil {
 			return 0, err
 		}
 	}
@@ -276,7 +284,7 @@ func awaitAny(all []pending, limit time.Duration, first func() int) int {
 // Poll reports whether what h stands for is done. If it is, its name is free. Otherwise Poll makes the engine
 // notice what was submitted.
 func (l *Library) Poll(h Handle) (bool, error) {
-	p, err := l.handles.find(h)
+	p, err := l.handles.find("poll", h)
 	if err != nil {
 		return false, err
 	}
@@ -291,12 +299,12 @@ func (l *Library) Poll(h Handle) (bool, error) {
 // Release makes a handle invalid without a wait. When what it stands for is done, its name is free and its
 // result is freed.
 func (l *Library) Release(h Handle) error {
-	p, err := l.handles.find(h)
+	p, err := l.handles.find("release", h)
 	if err != nil {
 		return err
 	}
 	if !l.handles.remove(h) {
-		return ErrHandle
+		return unknown("release", h)
 	}
 	if p.notify(); !p.ended() {
 		go func() {

@@ -3,6 +3,7 @@ package library
 import (
 	"errors"
 	"fmt"
+	"math"
 	"path/filepath"
 	"strings"
 	"sync"
@@ -81,15 +82,12 @@ func TestThreads(t *testing.T) {
 				}
 			}
 			wg.Wait()
-			var hs []Handle
+			var ends []Handle
 			for _, l := range all {
-				hs = append(hs, l.Shutdown("", false), l.Shutdown("", false), l.Init(InitOptions{}))
+				ends = append(ends, l.Shutdown("", false), l.Shutdown("", false))
 			}
-			for i, h := range hs {
-				if i%3 == 2 {
-					continue
-				}
-				if err := all[i/3].Wait(h, Forever, nil); err != nil {
+			for i, h := range ends {
+				if err := all[i/2].Wait(h, Forever, nil); err != nil {
 					t.Error(err)
 				}
 			}
@@ -97,6 +95,7 @@ func TestThreads(t *testing.T) {
 	}
 }
 
+// work submits operations at rank r of n and waits for them. g is the number of the goroutine.
 func work(t *testing.T, l *Library, r, g, n int) {
 	x := make([]float32, 1+g*100)
 	for i := range 15 {
@@ -185,6 +184,26 @@ func work(t *testing.T, l *Library, r, g, n int) {
 				}
 				time.Sleep(time.Microsecond)
 			}
+		}
+	}
+}
+
+// TestHandles checks the handles of a slot that was used 2^32 times, and errors about handles.
+func TestHandles(t *testing.T) {
+	l := New()
+	l.handles.slots, l.handles.free = []slot{{generation: math.MaxUint32}}, []uint32{0}
+	done := new(task)
+	done.complete(nil)
+	h := l.handles.add(done)
+	if h == 0 {
+		t.Error("got handle 0, which is no handle")
+	}
+	if err := l.Release(h); err != nil {
+		t.Error(err)
+	}
+	for _, err := range []error{l.Release(h), l.Wait(h, 0, nil)} {
+		if !errors.Is(err, ErrHandle) || !strings.Contains(err.Error(), fmt.Sprintf("handle %d ", h)) {
+			t.Errorf("got %v, want an error that names handle %d", err, h)
 		}
 	}
 }
