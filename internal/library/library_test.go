@@ -16,7 +16,12 @@ import (
 
 // goMemory provides memory of Go.
 var goMemory = Memory{
-	Alloc: func(n int) ([]byte, error) { return make([]byte, n), nil },
+	Alloc: func(n int) ([]byte, error) {
+		if n > 1<<20 {
+			return nil, errors.New("there is no memory")
+		}
+		return make([]byte, n), nil
+	},
 	Free:  func([]byte) {},
 }
 

@@ -91,7 +91,7 @@ func (o *Operation) Describe(s *Spec) error {
 	var err error
 	o.Timeout, err = TimeoutOf(s.TimeoutSeconds)
 	switch n := len(s.Tensors); {
-	case hasTensors && !o.DType.Valid():
+	case !o.DType.Valid() && (hasTensors || s.DType != 0):
 		return o.Misuse("element type %d is unknown", s.DType)
 	case op != tensor.NoReduce && !op.Valid():
 		return o.Misuse("reduction %d is unknown", s.ReduceOp)
@@ -107,6 +107,9 @@ func (o *Operation) Describe(s *Spec) error {
 		return o.Misuse("this operation has no grouped form")
 	case !s.Grouped && hasTensors && n != 1:
 		return o.Misuse("got %d tensors, want one", n)
+	}
+	if !hasTensors {
+		o.DType = tensor.Invalid
 	}
 	if len(s.Splits) > 0 {
 		o.Splits = s.Splits
@@ -413,9 +416,9 @@ func (x *Execution) inPlace(c *Call, i int) error {
 		x.entries[i].InPlace = x.Device == tensor.Host
 		return nil
 	case message.Reducescatter:
-		if rows := t.Shape[0]; rows > 0 {
-			first, _ := tensor.Rows(rows, c.Set.Size(), c.Set.Me)
-			at = int(first) * (t.NumBytes / int(rows))
+		if len(t.Shape) > 0 { // the negotiation refuses a scalar at all ranks
+			first, _ := tensor.Rows(t.Shape[0], c.Set.Size(), c.Set.Me)
+			at = int(first) * (t.NumBytes / int(t.Shape[0]))
 		}
 	}
 	if !same(b.In[at:], b.Out) {

@@ -55,6 +55,11 @@ int main(void) {
 	op = good;
 	op.dtype = 1000;
 	fails(hvd_run(&op, -1, NULL, NULL), HVD_ERROR_USAGE, "1000");
+	op.num_tensors = 0; /* also of a barrier, which uses no element type */
+	op.kind = HVD_BARRIER;
+	fails(hvd_run(&op, -1, NULL, NULL), HVD_ERROR_USAGE, "1000");
+	op = hvd_op(HVD_BARRIER, HVD_BOOL, NULL);
+	ok(hvd_run(&op, -1, NULL, NULL));
 	op = good;
 	op.reduction = 8;
 	fails(hvd_run(&op, -1, NULL, NULL), HVD_ERROR_USAGE, "reduction 8");
@@ -106,6 +111,15 @@ int main(void) {
 	bad = t;
 	bad.output = x + 1;
 	fails(hvd_run(&op, -1, NULL, NULL), HVD_ERROR_USAGE, "overlaps");
+	op = good;
+	op.kind = HVD_REDUCESCATTER; /* of a scalar in place */
+	op.tensors = &bad;
+	bad = t;
+	bad.dims = 0;
+	bad.output_bytes = sizeof *x;
+	fails(hvd_run(&op, -1, NULL, NULL), HVD_ERROR_MISMATCH, "scalar");
+	op = good;
+	op.tensors = &bad;
 	bad = t;
 	bad.input = (char *)x + 1;
 	fails(hvd_run(&op, -1, NULL, NULL), HVD_ERROR_USAGE, "multiple of 4");
