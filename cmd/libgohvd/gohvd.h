@@ -103,7 +103,9 @@ typedef uint64_t hvd_handle_t;
 #define HVD_MEMBERS_ONLY 1u
 
 /* hvd_tensor_t is the memory of one tensor. From the submission until the operation is done, the library owns the
- * memory that input and output point to. It copies the shape and this struct during the call. */
+ * memory that input and output point to. If an operation on a device fails and the error says that the device may
+ * still use the buffers, they must not be used or freed. The library copies the shape and this struct during the
+ * call. */
 typedef struct hvd_tensor {
 	const void *input; /* the elements of this rank; not used by a receive */
 	/* Where the result goes. It may be input, or part of it in a reducescatter, or contain input in an allgather.
