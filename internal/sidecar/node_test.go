@@ -83,6 +83,7 @@ func TestNode(t *testing.T) {
 			for want, x := range map[string]*sidecarpb.Exchange{
 				"neither a push nor a pull": {Dtype: f32, Keys: place(0, 16)},
 				"no memory for the pulled":  {Dtype: f32, Keys: place(0, 16), Pull: true},
+				"18 bytes of values":        {Dtype: f32, Keys: place(0, 16), Push: true, Values: place(64, 18)},
 				"element type 77":           {Dtype: 77, Keys: place(0, 16), Pull: true},
 				"want a multiple of 8":      {Dtype: f32, Keys: place(4, 16), Pull: true, Results: place(64, 16)},
 				"only 4096 bytes":           {Dtype: f32, Keys: place(0, 16), Pull: true, Results: place(4096, 16)},

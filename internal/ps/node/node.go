@@ -171,6 +171,10 @@ func work[T ps.Value](po *ps.Postoffice, app int) (exchanger, error) {
 }
 
 func (w worker[T]) begin(ctx context.Context, x *Exchange) (*ps.Request, error) {
+	if size := x.DType.Size(); len(x.Values)%size != 0 || len(x.Results)%size != 0 {
+		return nil, misuse("exchange", "got %d bytes of values and %d bytes for results, want multiples of %d",
+			len(x.Values), len(x.Results), size)
+	}
 	vals, out := tensor.View[T](x.Values), tensor.View[T](x.Results)
 	opts := []ps.Option{ps.Cmd(x.Command), ps.Priority(x.Priority)}
 	switch {
