@@ -39,6 +39,9 @@ type Description struct {
 // Describe returns the description of err.
 func Describe(err error) Description {
 	d := Description{Class: classOf(err), Text: err.Error()}
+	if of, ok := errors.AsType[*engine.MismatchError](err); ok {
+		d.Tensor = of.Tensor
+	}
 	if of, ok := errors.AsType[*engine.OpError](err); ok {
 		d.Operation, d.Tensor = of.Op, of.Tensor
 	}

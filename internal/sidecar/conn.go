@@ -13,14 +13,11 @@ import (
 	"github.com/gohvd/gohvd/internal/arena"
 	"github.com/gohvd/gohvd/internal/shmem"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
+	"github.com/gohvd/gohvd/internal/sidecar/wire"
 	"github.com/gohvd/gohvd/ops"
 )
 
 const (
-	// maxSlots is the number of slots of a connection; slot numbers are less than maxSlots. maxInFlight of
-	// the slots are for operations in flight. The same number is for prepared operations that the client
-	// keeps for later.
-	maxSlots = 2 * maxInFlight
 	// maxPlanBytes is the maximum size of the plans of a connection: those of all slots, and those of
 	// operations in flight whose slot has another plan meanwhile.
 	maxPlanBytes = 64 << 20
@@ -159,12 +156,12 @@ func (c *conn) read() error {
 func (c *conn) park() error {
 	if c.ring != nil {
 		for ; c.pollsLeft > 0; c.pollsLeft-- {
-			if !c.ring.park(polling) && c.ring.awaited() || c.in.Wait(pollInterval) ||
+			if !c.ring.park(wire.Polling) && c.ring.awaited() || c.in.Wait(pollInterval) ||
 				c.ring.pending() != c.ring.read {
 				return nil
 			}
 		}
-		if !c.ring.park(asleep) {
+		if !c.ring.park(wire.Asleep) {
 			return nil
 		}
 	}
@@ -267,11 +264,11 @@ func (c *conn) enter(id uint64, weight int) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if _, ok := c.busy[id]; ok {
-		return fmt.Errorf("%w: got number %d, which a request or an operation in flight already has", errFrame, id)
+		return fmt.Errorf("%w: got number %d, which a request or an operation in flight already has", wire.ErrFrame, id)
 	}
 	most := c.server.cfg.MaxInFlight
 	if n := c.inFlight.Load() + int64(weight); n > int64(most) || len(c.busy) >= most {
-		return fmt.Errorf("%w: got %d operations and %d requests in flight, want at most %d of each", errFrame, n,
+		return fmt.Errorf("%w: got %d operations and %d requests in flight, want at most %d of each", wire.ErrFrame, n,
 			len(c.busy)+1, most)
 	}
 	c.busy[id] = struct{}{}
@@ -325,26 +322,32 @@ func (o *operation) answer(err error) {
 	if err != nil {
 		o.freeOutputs()
 	}
-	status := uint32(statusDone)
+	status, r := uint32(wire.StatusDone), (*sidecarpb.Reply)(nil)
 	if err != nil || !o.plain() {
-		status = statusReply
-		r := &sidecarpb.Reply{Id: o.id}
+		status, r = wire.StatusReply, &sidecarpb.Reply{Id: o.id}
 		if err == nil {
 			a := o.completion()
 			err = c.handOver(o, a)
 			r.What = &sidecarpb.Reply_Completion{Completion: a}
 		}
 		if err != nil {
-			r.What, r.Error = nil, describe(err)
+			r.What, r.Error = nil, wire.Describe(err)
 		}
-		c.reply(r, -1)
 	}
 	if o.plan.Kind.IsMessage() {
 		c.messages.Add(-1)
 	}
 	c.leave(o.id, o.plan.Weight())
 	c.drop(o.plan)
-	if c.ring.complete(o.id, status) {
+	if c.ring.futexes {
+		// Complete the operation before the answer is sent, because a client that has the answer may submit
+		// the next operation.
+		c.ring.complete(o.id, status)
+	}
+	if r != nil {
+		c.reply(r, -1)
+	}
+	if !c.ring.futexes && c.ring.complete(o.id, status) {
 		c.notifyLater()
 	}
 }
@@ -374,10 +377,10 @@ func (c *conn) announce(o *operation, a *sidecarpb.Completion) (given bool, err 
 	}
 	for _, r := range a.Results {
 		number := r.Memory.Arena
-		if number < ownArenas || c.announced[number] {
+		if number < wire.OwnArenas || c.announced[number] {
 			continue
 		}
-		notice, fd, err := c.server.chunks.announcement(number - ownArenas)
+		notice, fd, err := c.server.chunks.announcement(number - wire.OwnArenas)
 		if err != nil {
 			return false, err
 		}
@@ -477,7 +480,7 @@ func (c *conn) answer(id uint64, r *sidecarpb.Reply, err error) {
 	}
 	r.Id = id
 	if err != nil {
-		r.Error = describe(err)
+		r.Error = wire.Describe(err)
 	}
 	c.reply(r, -1)
 }
@@ -504,8 +507,8 @@ func (c *conn) request(q *sidecarpb.Request) error {
 		return c.now(q.Id, asUsage("ring", c.takeRing(what.Ring.GetBytes())))
 	case *sidecarpb.Request_Prepare:
 		slot := what.Prepare.GetSlot()
-		if slot >= maxSlots {
-			return fmt.Errorf("%w: got slot %d, want less than %d", errFrame, slot, maxSlots)
+		if slot >= wire.MaxSlots {
+			return fmt.Errorf("%w: got slot %d, want less than %d", wire.ErrFrame, slot, wire.MaxSlots)
 		}
 		c.prepare(slot, newPlan(what.Prepare.GetOperation()))
 		return nil

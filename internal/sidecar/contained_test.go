@@ -22,6 +22,7 @@ import (
 	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecartest"
+	"github.com/gohvd/gohvd/internal/sidecar/wire"
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/testnet"
 )
@@ -88,7 +89,7 @@ func TestUsage(t *testing.T) {
 			"overlap in arena 1":       good(func(o *op, tt *tens) { tt.Output = at(0, 12, 16) }),
 			"arena 9 does not exist":   good(func(o *op, tt *tens) { tt.Input = at(8, 0, 16) }),
 			"arena 2147483649 does not exist": good(func(o *op, tt *tens) {
-				tt.Input = &sidecarpb.Memory{Arena: ownArenas + 1, Bytes: 16}
+				tt.Input = &sidecarpb.Memory{Arena: wire.OwnArenas + 1, Bytes: 16}
 			}),
 			"16 bytes at byte 1048572":  good(func(o *op, tt *tens) { tt.Input = at(0, 1<<20-4, 16) }),
 			"at byte 1844674407370955":  good(func(o *op, tt *tens) { tt.Output = at(0, -16, 16) }),
@@ -114,7 +115,7 @@ func TestUsage(t *testing.T) {
 		refused(t, "no ring with it", c.Call(sidecartest.Ring(8192)), classUsage, "file descriptor")
 		id := c.Push(5)
 		c.Doorbell()
-		if got, status := c.Pop(); got != id || status != statusReply {
+		if got, status := c.Pop(); got != id || status != wire.StatusReply {
 			t.Errorf("completion %d %d, want %d with a reply", got, status, id)
 		}
 		refused(t, "an empty slot", c.Reply(id), classUsage, "slot 5 has no prepared operation")
@@ -211,7 +212,7 @@ func TestArenaRefused(t *testing.T) {
 		}},
 		{"another size", "65536 bytes", 1, 2 * size, sidecartest.Seals, nil},
 		{"number 0", "a number from", 0, size, sidecartest.Seals, nil},
-		{"a number of the sidecar's", "a number from", ownArenas, size, sidecartest.Seals, nil},
+		{"a number of the sidecar's", "a number from", wire.OwnArenas, size, sidecartest.Seals, nil},
 		{"no bytes", "1 to 2^40 bytes", 1, 0, sidecartest.Seals, nil},
 		{"too large", "1 to 2^40 bytes", 1, 1<<40 + 4096, sidecartest.Seals, nil},
 		{"a number in use", "already", 5, size, sidecartest.Seals, nil},
@@ -321,7 +322,7 @@ func TestArenaInUse(t *testing.T) {
 	c := clients[0]
 	c.Arena(1, 4096)
 	c.Begin(sidecartest.Sum("x", 1, 0, 1))
-	testnet.Eventually(t, "it is begun", func() bool { return c.Word(ringTaken).Load() == 1 })
+	testnet.Eventually(t, "it is begun", func() bool { return c.Word(wire.RingTaken).Load() == 1 })
 	refused(t, "in use", c.Call(sidecartest.DropArena(1)), classUsage, "use it 2 times")
 	if got := c.Must(sidecartest.Status()).GetStatus(); got.InFlight != 1 || got.Clients != 2 ||
 		got.State != StateRunning {
@@ -392,7 +393,7 @@ func TestGarbage(t *testing.T) {
 		send(c)
 		if err := c.end(); what == "without Bye" && err != nil {
 			t.Errorf("%s: %v", what, err)
-		} else if what != "without Bye" && !errors.Is(err, errFrame) {
+		} else if what != "without Bye" && !errors.Is(err, wire.ErrFrame) {
 			t.Errorf("%s: the connection has ended with %v", what, err)
 		}
 		c.Close()
@@ -462,11 +463,11 @@ func TestTooMany(t *testing.T) {
 					c.Push(i)
 				}
 				c.Doorbell()
-				testnet.Eventually(t, "all were taken", func() bool { return c.Word(ringTaken).Load() == 16 })
+				testnet.Eventually(t, "all were taken", func() bool { return c.Word(wire.RingTaken).Load() == 16 })
 				c.Push(16)
 				c.Doorbell()
 			}
-			if err := c.end(); !errors.Is(err, errFrame) {
+			if err := c.end(); !errors.Is(err, wire.ErrFrame) {
 				t.Errorf("%s: the connection has ended with %v", what, err)
 			}
 			<-s.Dead()
@@ -553,7 +554,7 @@ func TestOperationOfClientThatNeverReads(t *testing.T) {
 		return false
 	})
 	o.Finished(nil)
-	if got := c.Word(ringCompleted).Load(); got != 1 {
+	if got := c.Word(wire.RingCompleted).Load(); got != 1 {
 		t.Errorf("%d completions, want 1", got)
 	}
 	gone(t, s)

@@ -11,6 +11,7 @@ import (
 	"github.com/gohvd/gohvd/internal/shmem"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecartest"
+	"github.com/gohvd/gohvd/internal/sidecar/wire"
 )
 
 // FuzzFrames decodes arbitrary bytes. cutFrame must cut frames at their lengths. A request that can be
@@ -35,17 +36,17 @@ func FuzzFrames(f *testing.F) {
 	}
 	f.Fuzz(func(t *testing.T, b []byte) {
 		for len(b) > 0 {
-			body, n, err := cutFrame(b)
-			if err != nil && !errors.Is(err, errFrame) {
+			body, n, err := wire.CutFrame(b)
+			if err != nil && !errors.Is(err, wire.ErrFrame) {
 				t.Fatalf("error %v, want a broken frame", err)
 			}
 			if n == 0 || err != nil {
-				if err == nil && len(b) > maxFrameBytes+maxHeadBytes {
+				if err == nil && len(b) > wire.MaxFrameBytes+wire.MaxHeadBytes {
 					t.Fatal("a frame that is longer than frames may be is waited for")
 				}
 				return
 			}
-			if n < len(body) || n > len(body)+maxHeadBytes || !bytes.Equal(b[n-len(body):n], body) {
+			if n < len(body) || n > len(body)+wire.MaxHeadBytes || !bytes.Equal(b[n-len(body):n], body) {
 				t.Fatalf("a frame of %d bytes with a body of %d", n, len(body))
 			}
 			b = b[n:]
@@ -63,7 +64,7 @@ func FuzzFrames(f *testing.F) {
 			o := q.GetPrepare().GetOperation()
 			p := newPlan(o)
 			if p.wrong != nil {
-				if class := describe(p.wrong).Class; class != classUsage {
+				if class := wire.Describe(p.wrong).Class; class != classUsage {
 					t.Fatalf("class %d of %v", class, p.wrong)
 				}
 				continue
@@ -97,9 +98,12 @@ func hasNaN(b []byte) bool {
 // FuzzRing fills a ring with arbitrary values. The sidecar must either read at most as many submissions as
 // the ring has entries, or return an error.
 func FuzzRing(f *testing.F) {
-	f.Add(uint32(ringMagic), uint32(2), uint32(16), uint64(3), uint64(0), []byte{1, 0, 0, 0, 0, 0, 0, 0, 5})
-	f.Add(uint32(ringMagic), uint32(2), uint32(32), uint64(1<<63), uint64(9), []byte{})
-	f.Add(uint32(ringMagic), uint32(2), uint32(1<<31), uint64(0), uint64(0), []byte{})
+	f.Add(uint32(wire.RingMagic), uint32(2), uint32(16), uint64(3), uint64(0), []byte{1, 0, 0, 0, 0, 0, 0,
+		0, 5})
+	f.Add(uint32(wire.RingMagic), uint32(3), uint32(16), uint64(3), uint64(0), []byte{1, 0, 0, 0, 0, 0, 0,
+		0, 5})
+	f.Add(uint32(wire.RingMagic), uint32(2), uint32(32), uint64(1<<63), uint64(9), []byte{})
+	f.Add(uint32(wire.RingMagic), uint32(2), uint32(1<<31), uint64(0), uint64(0), []byte{})
 	s, err := shmem.Create("ring", 8192)
 	if err != nil {
 		f.Fatal(err)
@@ -111,10 +115,10 @@ func FuzzRing(f *testing.F) {
 		binary.LittleEndian.PutUint32(b, magic)
 		binary.LittleEndian.PutUint32(b[4:], version)
 		binary.LittleEndian.PutUint32(b[8:], n)
-		binary.LittleEndian.PutUint64(b[ringSubmitted:], submitted)
+		binary.LittleEndian.PutUint64(b[wire.RingSubmitted:], submitted)
 		// The sidecar must ignore the value that the client writes to this word.
-		binary.LittleEndian.PutUint64(b[ringCompleted:], completed)
-		copy(b[ringEntries:], entries)
+		binary.LittleEndian.PutUint64(b[wire.RingCompleted:], completed)
+		copy(b[wire.RingEntries:], entries)
 		r, err := newRing(s)
 		if err != nil {
 			return
@@ -126,7 +130,7 @@ func FuzzRing(f *testing.F) {
 		for {
 			s, ok, err := r.next(until)
 			if err != nil || !ok {
-				if !errors.Is(err, errFrame) && taken != until {
+				if !errors.Is(err, wire.ErrFrame) && taken != until {
 					t.Fatalf("took %d of %d: %v", taken, until, err)
 				}
 				break
@@ -136,9 +140,16 @@ func FuzzRing(f *testing.F) {
 			}
 		}
 		for i := range taken {
-			r.complete(i+1, statusDone)
+			r.complete(i+1, wire.StatusDone)
 		}
-		if got := binary.LittleEndian.Uint64(b[ringCompleted:]); taken > 0 && got != taken {
+		for i := range taken {
+			state := b[wire.RingEntries+wire.RingEntryBytes*(uint64(n)+(i+1)%uint64(n)):]
+			if got := binary.LittleEndian.Uint32(state); r.futexes && got != wire.StateDone {
+				t.Fatalf("the state of operation %d is %d, want %d", i+1, got, wire.StateDone)
+			}
+		}
+		if got := binary.LittleEndian.Uint64(b[wire.RingCompleted:]); taken > 0 && !r.futexes &&
+			got != taken {
 			t.Fatalf("completed %d, want %d", got, taken)
 		}
 	})

@@ -1,7 +1,6 @@
 package sidecar
 
 import (
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"slices"
@@ -10,47 +9,15 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
+	"github.com/gohvd/gohvd/internal/sidecar/wire"
 )
 
 const (
-	// magic and version are the content of a greeting.
-	magic   = "GHVD"
-	version = 2
-	// maxFrameBytes is the maximum length of a frame, without its length prefix.
-	maxFrameBytes = 16 << 20
-	// maxInFlight is the maximum number of operations in flight on a connection.
-	maxInFlight = 1 << 16
-	// ownArenas is the lowest number of an arena of the sidecar. Each such arena is a chunk of the allocator.
-	// Its number is ownArenas plus the ID of the chunk.
-	ownArenas = 1 << 31
-
-	// maxHeadBytes is the maximum length of a length prefix. The longest frame needs a prefix of this length.
-	maxHeadBytes = 4
-
 	// readBytes is the minimum free space in the buffer before a read from the socket. When all bytes in the
 	// buffer have been used, the inbox frees the buffer if it is larger than keptBytes.
 	readBytes = 16 << 10
 	keptBytes = 1 << 20
 )
-
-// errFrame is wrapped by every error about data that breaks the protocol. The sidecar closes the connection
-// after such an error.
-var errFrame = errors.New("protocol error")
-
-// cutFrame returns the body of the first frame in b, and the length of that frame including its prefix. If
-// the frame is incomplete, the length is 0.
-func cutFrame(b []byte) (body []byte, numBytes int, err error) {
-	n, head := binary.Uvarint(b[:min(len(b), maxHeadBytes)])
-	switch {
-	case head == 0 && len(b) < maxHeadBytes:
-		return nil, 0, nil
-	case head <= 0 || n > maxFrameBytes:
-		return nil, 0, fmt.Errorf("%w: got a frame of more than %d bytes", errFrame, maxFrameBytes)
-	case uint64(len(b)-head) < n:
-		return nil, 0, nil
-	}
-	return b[head : head+int(n)], head + int(n), nil
-}
 
 // inbox reads from a connection, and keeps bytes and descriptors until they are used. Only one goroutine may
 // use it at a time.
@@ -118,7 +85,7 @@ func (i *inbox) Wait(ms int) bool {
 func (i *inbox) take(oob []byte, flags int) error {
 	messages, err := unix.ParseSocketControlMessage(oob)
 	if err != nil {
-		return fmt.Errorf("%w: cannot decode the descriptors of a frame: %w", errFrame, err)
+		return fmt.Errorf("%w: cannot decode the descriptors of a frame: %w", wire.ErrFrame, err)
 	}
 	for _, m := range messages {
 		if m.Header.Level != unix.SOL_SOCKET || m.Header.Type != unix.SCM_RIGHTS {
@@ -126,12 +93,12 @@ func (i *inbox) take(oob []byte, flags int) error {
 		}
 		fds, err := unix.ParseUnixRights(&m)
 		if err != nil {
-			return fmt.Errorf("%w: cannot decode the descriptors of a frame: %w", errFrame, err)
+			return fmt.Errorf("%w: cannot decode the descriptors of a frame: %w", wire.ErrFrame, err)
 		}
 		i.fds = append(i.fds, fds...)
 	}
 	if len(i.fds) > 1 || flags&unix.MSG_CTRUNC != 0 {
-		return fmt.Errorf("%w: got at least %d descriptors with a frame, want at most 1", errFrame,
+		return fmt.Errorf("%w: got at least %d descriptors with a frame, want at most 1", wire.ErrFrame,
 			len(i.fds))
 	}
 	return nil
@@ -140,7 +107,7 @@ func (i *inbox) take(oob []byte, flags int) error {
 // Next returns the body of the next complete frame. ok is false if there is no complete frame. The body is
 // valid until the next call of Fill.
 func (i *inbox) Next() (body []byte, ok bool, err error) {
-	body, n, err := cutFrame(i.buf[i.at:])
+	body, n, err := wire.CutFrame(i.buf[i.at:])
 	if n == 0 || err != nil {
 		return nil, false, err
 	}
@@ -162,7 +129,7 @@ func (i *inbox) Descriptor() (int, error) {
 // Spare returns an error if all bytes have been used but a descriptor is left that no frame needed.
 func (i *inbox) Spare() error {
 	if len(i.fds) > 0 && i.at == len(i.buf) {
-		return fmt.Errorf("%w: got a descriptor with a frame that needs none", errFrame)
+		return fmt.Errorf("%w: got a descriptor with a frame that needs none", wire.ErrFrame)
 	}
 	return nil
 }
@@ -179,13 +146,13 @@ func (i *inbox) Close() {
 func readRequest(body []byte) (*sidecarpb.Request, error) {
 	q := new(sidecarpb.Request)
 	if err := proto.Unmarshal(body, q); err != nil {
-		return nil, fmt.Errorf("%w: %w", errFrame, err)
+		return nil, fmt.Errorf("%w: %w", wire.ErrFrame, err)
 	}
 	if q.What == nil {
-		return nil, fmt.Errorf("%w: request %d has a kind that this version does not know", errFrame, q.Id)
+		return nil, fmt.Errorf("%w: request %d has a kind that this version does not know", wire.ErrFrame, q.Id)
 	}
 	if q.Id == 0 {
-		return nil, fmt.Errorf("%w: got a request with number 0, want 1 or more", errFrame)
+		return nil, fmt.Errorf("%w: got a request with number 0, want 1 or more", wire.ErrFrame)
 	}
 	return q, nil
 }

@@ -11,6 +11,7 @@ import (
 	"github.com/gohvd/gohvd/internal/cuda"
 	"github.com/gohvd/gohvd/internal/shmem"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
+	"github.com/gohvd/gohvd/internal/sidecar/wire"
 )
 
 const (
@@ -20,7 +21,7 @@ const (
 	// needs a descriptor and a mapping in this process and in every peer. Events have a limit of their own,
 	// because they need neither, and each operation in flight needs one.
 	maxArenas = 4096
-	maxEvents = maxInFlight
+	maxEvents = wire.MaxInFlight
 )
 
 // memory is a map from arena numbers to the arenas of all clients.
@@ -69,7 +70,7 @@ func (m *memory) add(number uint32, numBytes uint64, fd int, owner *conn) error 
 
 // checkArena checks the number and the size of an arena that a client adds.
 func checkArena(number uint32, numBytes uint64) error {
-	if number == 0 || number >= ownArenas || numBytes == 0 || numBytes > maxArenaBytes {
+	if number == 0 || number >= wire.OwnArenas || numBytes == 0 || numBytes > maxArenaBytes {
 		return fmt.Errorf("got arena %d of %d bytes, want a number from 1 to 2^31-1, and 1 to 2^40 bytes", number,
 			numBytes)
 	}
@@ -328,6 +329,6 @@ func (c *chunks) announcement(id uint32) (*sidecarpb.Reply, int, error) {
 		return nil, -1, fmt.Errorf("descriptor of chunk %d: %w", id, err)
 	}
 	return &sidecarpb.Reply{What: &sidecarpb.Reply_Arena{Arena: &sidecarpb.Arena{
-		Arena: ownArenas + id, Bytes: uint64(len(s.Bytes())),
+		Arena: wire.OwnArenas + id, Bytes: uint64(len(s.Bytes())),
 	}}}, fd, nil
 }

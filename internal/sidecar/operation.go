@@ -11,10 +11,12 @@ import (
 
 	"github.com/gohvd/gohvd/internal/arena"
 	"github.com/gohvd/gohvd/internal/cuda"
+	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/p2p"
 	"github.com/gohvd/gohvd/internal/rank"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
+	"github.com/gohvd/gohvd/internal/sidecar/wire"
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
@@ -283,9 +285,15 @@ func (o *operation) completion() *sidecarpb.Completion {
 			at.Arena, at.Offset = given.arena, given.offset
 		case len(b.Out) > 0:
 			ref, _ := arena.Find(b.Out)
-			at.Arena, at.Offset = ownArenas+ref.Chunk, uint64(ref.Offset)
+			at.Arena, at.Offset = wire.OwnArenas+ref.Chunk, uint64(ref.Offset)
 		}
 		a.Results = append(a.Results, &sidecarpb.Result{Shape: o.Shape(i), Memory: at})
 	}
 	return a
+}
+
+// usage returns err as an error that the client has caused. It has the same type as errors of this kind in
+// package hvd.
+func usage(op, tensor string, err error) error {
+	return &engine.UsageError{Op: op, Tensor: tensor, Err: err}
 }

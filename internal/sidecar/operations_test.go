@@ -18,6 +18,7 @@ import (
 	"github.com/gohvd/gohvd/internal/shmem"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecartest"
+	"github.com/gohvd/gohvd/internal/sidecar/wire"
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
@@ -134,7 +135,7 @@ func TestOperations(t *testing.T) {
 						r, c2.what, given, got, a.Results[0].Shape, a.ReceivedSplits, c2.want, c2.wantDim,
 						c2.splits)
 				}
-				if given != (m.Arena < ownArenas) {
+				if given != (m.Arena < wire.OwnArenas) {
 					t.Errorf("%s, output given: %v: the result is in arena %d", c2.what, given, m.Arena)
 				}
 				if !given {
@@ -263,7 +264,7 @@ func TestWantedCompletions(t *testing.T) {
 			for range n {
 				c.Push(0)
 				c.Doorbell()
-				for c.Word(ringCompleted).Load() == c.Word(sidecartest.RingSeen).Load() {
+				for c.Word(wire.RingCompleted).Load() == c.Word(sidecartest.RingSeen).Load() {
 					runtime.Gosched()
 				}
 				if _, status := c.Pop(); status != 0 {
@@ -305,7 +306,8 @@ func TestWantedCompletions(t *testing.T) {
 		wanted.Store(math.MaxUint64)
 		do(1)
 		wanted.Store(0)
-		c.Send(&sidecarpb.Request{What: &sidecarpb.Request_Free{Free: &sidecarpb.Free{Arena: ownArenas}}})
+		c.Send(&sidecarpb.Request{What: &sidecarpb.Request_Free{
+			Free: &sidecarpb.Free{Arena: wire.OwnArenas}}})
 		before := c.Doorbells
 		if err := c.Read(); err != nil {
 			t.Fatal(err)
@@ -341,7 +343,7 @@ func TestLookingNeedsNoDoorbell(t *testing.T) {
 			c.Doorbell()
 			until(t, func() bool { return c.Word(sidecartest.RingLooking).Load() != 0 })
 			c.Push(1)
-			until(t, func() bool { return c.Word(ringTaken).Load() == 2 })
+			until(t, func() bool { return c.Word(wire.RingTaken).Load() == 2 })
 			close(taken)
 		} else {
 			<-taken
@@ -368,21 +370,22 @@ func TestDozingNeedsNoDoorbell(t *testing.T) {
 		wanted.Store(math.MaxUint64)
 		run := func() (was uint64) {
 			c.Push(0)
-			if was = state.Load(); was == asleep {
+			if was = state.Load(); was == wire.Asleep {
 				c.Doorbell()
 			}
-			until(t, func() bool { return c.Word(ringCompleted).Load() == c.Word(ringSubmitted).Load() })
+			until(t,
+				func() bool { return c.Word(wire.RingCompleted).Load() == c.Word(wire.RingSubmitted).Load() })
 			c.Pop()
 			return was
 		}
-		until(t, func() bool { return run() == polling })
-		until(t, func() bool { return state.Load() == asleep })
+		until(t, func() bool { return run() == wire.Polling })
+		until(t, func() bool { return state.Load() == wire.Asleep })
 		wanted.Store(math.MaxUint64 - 1)
 		for range 100 {
-			if was := run(); was == polling {
+			if was := run(); was == wire.Polling {
 				t.Fatal("the sidecar polls after an operation that the client has waited for")
 			}
-			for state.Load() == looking {
+			for state.Load() == wire.Looking {
 				runtime.Gosched()
 			}
 		}
@@ -413,18 +416,18 @@ func TestPark(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	state, submitted := word(b, ringLooking), word(b, ringSubmitted)
-	if r.startLooking(); state.Load() != looking {
+	state, submitted := word(b, wire.RingLooking), word(b, wire.RingSubmitted)
+	if r.startLooking(); state.Load() != wire.Looking {
 		t.Error("the state is not looking")
 	}
-	if !r.park(asleep) || state.Load() != asleep {
+	if !r.park(wire.Asleep) || state.Load() != wire.Asleep {
 		t.Errorf("park with nothing submitted: got state %d, want asleep and true", state.Load())
 	}
 	submitted.Store(1)
-	if r.startLooking(); r.park(asleep) || r.park(polling) {
+	if r.startLooking(); r.park(wire.Asleep) || r.park(wire.Polling) {
 		t.Error("the reader parks although there is a submission")
 	}
-	wanted := word(b, ringWanted)
+	wanted := word(b, wire.RingWanted)
 	for value, want := range map[uint64]bool{0: true, 1: true, math.MaxUint64 - 1: true,
 		math.MaxUint64: false} {
 		if wanted.Store(value); r.awaited() != want {
@@ -566,9 +569,9 @@ func TestEmptyOverTheRing(t *testing.T) {
 					}
 					c.Send(sidecartest.Prepare(slot, o))
 					// An alltoall always has an answer, because the answer contains the received splits.
-					want := uint32(statusDone)
+					want := uint32(wire.StatusDone)
 					if kind == 4 || slices.Contains(given, false) {
-						want = statusReply
+						want = wire.StatusReply
 					}
 					for range 4 {
 						id := c.Push(slot)
@@ -578,7 +581,7 @@ func TestEmptyOverTheRing(t *testing.T) {
 								got, status, id, want)
 							return
 						}
-						if want == statusDone {
+						if want == wire.StatusDone {
 							continue
 						}
 						results := c.Reply(id).GetCompletion().GetResults()

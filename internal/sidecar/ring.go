@@ -9,48 +9,23 @@ import (
 	"unsafe"
 
 	"github.com/gohvd/gohvd/internal/shmem"
-)
-
-// These constants describe the layout of a ring, which docs/sidecar.md defines. ringSubmitted to ringLooking
-// are offsets of words. ringEntries is the offset of the first entry.
-const (
-	ringMagic   = 0x52564847 // "GHVR"
-	ringVersion = 2
-
-	ringSubmitted = 64
-	ringTaken     = 128
-	ringCompleted = 192
-	ringWanted    = 320
-	ringLooking   = 384
-	ringEntries   = 4096
-
-	ringEntryBytes = 16
-	minRing        = 16
-	maxRing        = maxInFlight
-)
-
-// The word at ringLooking has one of these values. From it the client learns what the reader is doing, and
-// whether it needs to send a doorbell.
-const (
-	asleep  = 0 // the reader waits for a doorbell
-	looking = 1 // the reader is looking at the ring
-	polling = 2 // the reader will look at the ring again within pollInterval
-)
-
-// These are the statuses of a completion.
-const (
-	statusDone  = 0 // all results are in the outputs, and no answer is sent
-	statusReply = 1 // the answer is sent in a frame
+	"github.com/gohvd/gohvd/internal/sidecar/wire"
 )
 
 // ring is the shared memory for submissions and completions. The client can write to it at any time. So the
 // sidecar reads each value only once, and then checks the value that it has read.
 type ring struct {
-	bytes              []byte
-	n                  uint64
-	submitted          *atomic.Uint64
-	taken, completedAt *atomic.Uint64
-	wanted, state      *atomic.Uint64
+	bytes        []byte
+	n            uint64
+	submitted    *atomic.Uint64
+	taken, state *atomic.Uint64
+
+	// futexes is set if the ring has a state for each operation, for which its waiters sleep. Then
+	// completedAt and wanted are nil. Otherwise the client gets doorbells, and the other three are nil.
+	futexes             bool
+	completedAt, wanted *atomic.Uint64
+	changes, watchers   *atomic.Uint32
+	waiting             *atomic.Uint64
 
 	read uint64 // number of submissions that the reader has read; only the reader uses it
 
@@ -63,31 +38,29 @@ type ring struct {
 // newRing returns the ring in the segment s. If newRing returns no error, the ring owns s.
 func newRing(s *shmem.Segment) (*ring, error) {
 	b := s.Bytes()
-	if len(b) < ringEntries {
-		return nil, fmt.Errorf("got a ring of %d bytes, want at least %d", len(b), ringEntries)
+	version, n, err := wire.ReadRing(b)
+	if err != nil {
+		return nil, err
 	}
-	magic, version := binary.LittleEndian.Uint32(b), binary.LittleEndian.Uint32(b[4:])
-	n := binary.LittleEndian.Uint32(b[8:])
-	switch want := ringEntries + 2*ringEntryBytes*uint64(n); {
-	case magic != ringMagic || version != ringVersion:
-		return nil, fmt.Errorf("got a ring with magic %#x and version %d, want %#x and %d", magic, version,
-			ringMagic, ringVersion)
-	case n < minRing || n > maxRing || n&(n-1) != 0:
-		return nil, fmt.Errorf("got a ring of %d entries, want a power of two from %d to %d", n, minRing,
-			maxRing)
-	case uint64(len(b)) < want:
-		return nil, fmt.Errorf("got a ring of %d entries in %d bytes, want at least %d bytes", n, len(b),
-			want)
+	r := &ring{
+		bytes: b, n: n, segment: s, futexes: version == wire.RingFutexes,
+		submitted: word(b, wire.RingSubmitted), taken: word(b, wire.RingTaken),
+		state: word(b, wire.RingLooking),
 	}
-	return &ring{
-		bytes: b, n: uint64(n), segment: s,
-		submitted: word(b, ringSubmitted), taken: word(b, ringTaken), completedAt: word(b, ringCompleted),
-		wanted: word(b, ringWanted), state: word(b, ringLooking),
-	}, nil
+	if r.futexes {
+		r.changes, r.watchers = word32(b, wire.RingChanges), word32(b, wire.RingWatchers)
+		r.waiting = word(b, wire.RingWaiting)
+	} else {
+		r.completedAt, r.wanted = word(b, wire.RingCompleted), word(b, wire.RingWanted)
+	}
+	return r, nil
 }
 
 // word returns the 64-bit word of b whose byte offset is at.
 func word(b []byte, at int) *atomic.Uint64 { return (*atomic.Uint64)(unsafe.Pointer(&b[at])) }
+
+// word32 returns the 32-bit word of b whose byte offset is at.
+func word32(b []byte, at uint64) *atomic.Uint32 { return (*atomic.Uint32)(unsafe.Pointer(&b[at])) }
 
 // pending returns the number of submissions that the client has made so far, according to the client's
 // counter. Only the reader calls it.
@@ -96,8 +69,8 @@ func (r *ring) pending() uint64 { return r.submitted.Load() }
 // startLooking tells the client that the reader is looking at the ring until the next call of park, so that
 // the client sends no doorbell in that time.
 func (r *ring) startLooking() {
-	if r.state.Load() != looking {
-		r.state.Store(looking)
+	if r.state.Load() != wire.Looking {
+		r.state.Store(wire.Looking)
 	}
 }
 
@@ -109,9 +82,13 @@ func (r *ring) park(state uint64) bool {
 	return r.pending() == r.read
 }
 
-// awaited reports whether the client wants doorbells for completions. The client can switch them off in the
-// ring.
-func (r *ring) awaited() bool { return r.wanted.Load() != math.MaxUint64 }
+// awaited reports whether a thread of the client waits for completions.
+func (r *ring) awaited() bool {
+	if r.futexes {
+		return r.waiting.Load() != 0
+	}
+	return r.wanted.Load() != math.MaxUint64
+}
 
 // submission is an entry of a ring: the client submits the operation in a slot. id is the number of the
 // submission. If call is not 0, it is appended to the name of the operation.
@@ -132,13 +109,13 @@ func (r *ring) next(until uint64) (s submission, ok bool, err error) {
 	if until-r.read > r.n || r.read+1-completed > r.n {
 		return s, false, fmt.Errorf(
 			"%w: the ring has %d entries, but %d submissions, of which hvdd has taken %d and completed %d",
-			errFrame, r.n, until, r.read, completed)
+			wire.ErrFrame, r.n, until, r.read, completed)
 	}
-	e := r.bytes[ringEntries+ringEntryBytes*(r.read&(r.n-1)):][:ringEntryBytes]
+	e := r.bytes[wire.RingEntries+wire.RingEntryBytes*(r.read&(r.n-1)):][:wire.RingEntryBytes]
 	s = submission{id: binary.LittleEndian.Uint64(e), slot: binary.LittleEndian.Uint32(e[8:]),
 		call: binary.LittleEndian.Uint32(e[12:])}
 	if s.id == 0 {
-		return s, false, fmt.Errorf("%w: submission %d of the ring has number 0, want at least 1", errFrame,
+		return s, false, fmt.Errorf("%w: submission %d of the ring has number 0, want at least 1", wire.ErrFrame,
 			r.read)
 	}
 	r.read++
@@ -147,14 +124,22 @@ func (r *ring) next(until uint64) (s submission, ok bool, err error) {
 }
 
 // complete writes the completion of the operation with the number id. If it returns true, the caller must
-// send a doorbell.
+// send a doorbell. If the ring has states, the client learns of an operation with wire.StatusReply only from
+// its answer.
 func (r *ring) complete(id uint64, status uint32) (ring bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if r.segment == nil {
+	switch {
+	case r.segment == nil:
+		return false
+	case r.futexes:
+		r.completed++
+		if status == wire.StatusDone {
+			r.wake(id)
+		}
 		return false
 	}
-	e := r.bytes[ringEntries+ringEntryBytes*(r.n+r.completed&(r.n-1)):][:ringEntryBytes]
+	e := r.bytes[wire.RingEntries+wire.RingEntryBytes*(r.n+r.completed&(r.n-1)):][:wire.RingEntryBytes]
 	clear(e)
 	binary.LittleEndian.PutUint64(e, id)
 	binary.LittleEndian.PutUint32(e[8:], status)
@@ -163,12 +148,25 @@ func (r *ring) complete(id uint64, status uint32) (ring bool) {
 	return r.due()
 }
 
+// wake changes the state of the operation with the number id, and wakes the threads of the client that sleep
+// until it changes. The caller holds mu.
+func (r *ring) wake(id uint64) {
+	state := word32(r.bytes, wire.RingEntries+wire.RingEntryBytes*(r.n+id&(r.n-1)))
+	if state.Swap(wire.StateDone) == wire.StateAwaited {
+		shmem.Wake((*uint32)(unsafe.Pointer(state)))
+	}
+	r.changes.Add(1)
+	if r.watchers.Load() != 0 {
+		shmem.Wake((*uint32)(unsafe.Pointer(r.changes)))
+	}
+}
+
 // overdue reports whether there are completions for which the client did not want a doorbell at the time when
 // they were written, but wants one now.
 func (r *ring) overdue() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return r.segment != nil && r.notified != r.completed && r.due()
+	return r.segment != nil && !r.futexes && r.notified != r.completed && r.due()
 }
 
 // due reports whether the client waits for a doorbell. If it returns true, the caller must send one. The

@@ -38,6 +38,7 @@ import (
 	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/internal/shmem"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
+	"github.com/gohvd/gohvd/internal/sidecar/wire"
 )
 
 const (
@@ -127,7 +128,7 @@ func New(cfg Config) *Server {
 		cfg.HelloTimeout = helloTimeout
 	}
 	if cfg.MaxInFlight == 0 {
-		cfg.MaxInFlight = maxInFlight
+		cfg.MaxInFlight = wire.MaxInFlight
 	}
 	s := &Server{
 		cfg: cfg, log: cfg.Log,
@@ -149,7 +150,7 @@ func (s *Server) chunkRemoved(id uint32) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for c := range s.conns {
-		c.announceRemoval(ownArenas + id)
+		c.announceRemoval(wire.OwnArenas + id)
 	}
 }
 
@@ -215,7 +216,7 @@ func (s *Server) ServeConn(conn *net.UnixConn, path bool) error {
 		s.conns[c] = struct{}{}
 		// The connection is recorded and the greeting is sent with mu held. So a client is counted before it
 		// receives the greeting, and it receives no notice before the greeting.
-		c.out.Put(dial.Greeting(magic, version), -1)
+		c.out.Put(dial.Greeting(wire.Magic, wire.Version), -1)
 	}
 	s.mu.Unlock()
 	if refused != nil {
@@ -325,17 +326,17 @@ func (s *Server) accept(conn *net.UnixConn, path bool) (fd, pid int, pidfd *os.F
 		return fail(err)
 	}
 	if path && !s.cfg.Secret.IsZero() {
-		if _, err := s.cfg.Secret.Accept(conn, magic); err != nil {
+		if _, err := s.cfg.Secret.Accept(conn, wire.Magic); err != nil {
 			return fail(err)
 		}
 	}
-	got, err := dial.ReadGreeting(conn, magic)
+	got, err := dial.ReadGreeting(conn, wire.Magic)
 	if err != nil {
 		return fail(err)
 	}
-	if got != version {
-		_, err := conn.Write(dial.Greeting(magic, version))
-		return fail(errors.Join(fmt.Errorf("got protocol version %d, want %d", got, version), err))
+	if got != wire.Version {
+		_, err := conn.Write(dial.Greeting(wire.Magic, wire.Version))
+		return fail(errors.Join(fmt.Errorf("got protocol version %d, want %d", got, wire.Version), err))
 	}
 	if fd, err = rawSocket(conn); err != nil {
 		return fail(err)
@@ -552,7 +553,7 @@ func (s *Server) setState(state string, r *rank.Rank) {
 func (s *Server) ended(why error) {
 	ended := new(sidecarpb.Ended)
 	if why != nil {
-		ended.Error = describe(why)
+		ended.Error = wire.Describe(why)
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()

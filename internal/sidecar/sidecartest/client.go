@@ -1,5 +1,6 @@
-// Package sidecartest implements a client of a sidecar for tests. It follows the protocol in docs/sidecar.md.
-// It shares no code with the sidecar except the messages.
+// Package sidecartest implements a client of a sidecar for tests of the protocol in docs/sidecar.md. It can
+// also break the protocol, and it uses a ring with doorbells. It shares no code with the sidecar except the
+// messages.
 package sidecartest
 
 import (
