@@ -137,12 +137,17 @@ func diagError(call string, err error) error {
 
 // CheckUser returns an error if the process at the other end of a Unix connection runs as another user than
 // this process. The end that has dialed learns the user of the process that listens.
-func CheckUser(conn *net.UnixConn) error {
+func CheckUser(conn *net.UnixConn) error { return checkUser(conn, false) }
+
+// CheckUserOrRoot is like CheckUser, but root may run the process too.
+func CheckUserOrRoot(conn *net.UnixConn) error { return checkUser(conn, true) }
+
+func checkUser(conn *net.UnixConn, orRoot bool) error {
 	uid, err := unixUser(conn)
 	if err != nil {
 		return fmt.Errorf("get the user of the peer process: %w", err)
 	}
-	if own := uint32(os.Geteuid()); uid != own {
+	if own := uint32(os.Geteuid()); uid != own && !(orRoot && uid == 0) {
 		return fmt.Errorf("the peer process runs as user %d, want user %d, the user of this process", uid, own)
 	}
 	return nil

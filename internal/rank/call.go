@@ -297,7 +297,7 @@ func (c *Call) queue(entries ...*tensorqueue.Entry) error {
 	if d := entries[0].Request.Device; d != tensor.Host {
 		c.Rank.lastDevice.Store(int32(d))
 	}
-	err := c.Rank.Engine.Queue(entries...)
+	err := c.Rank.queue(entries)
 	if err == nil {
 		return nil
 	}

@@ -36,7 +36,7 @@ func (c *Call) Post(o *p2p.Op, peer, tag int) error {
 	c.Name = p2p.Name(from, to, o.Tag)
 	kind, name, done := c.Kind, c.Name, o.Done
 	o.Done = func(err error) { done(messageError(kind, name, err)) }
-	err := c.Rank.Engine.Post(c.Set.ID, o, kind == message.Recv)
+	err := c.Rank.post(c.Set.ID, o, kind == message.Recv)
 	if errors.Is(err, engine.ErrNoProcessSet) {
 		return c.Misuse("%w", err)
 	}
@@ -47,6 +47,9 @@ func (c *Call) Post(o *p2p.Op, peer, tag int) error {
 func messageError(kind message.Kind, name string, err error) error {
 	if err == nil {
 		return nil
+	}
+	if _, complete := errors.AsType[*engine.MismatchError](err); complete { // it is that of another process
+		return err
 	}
 	if size, ok := errors.AsType[*p2p.SizeError](err); ok {
 		return &engine.MismatchError{Tensor: name, Text: fmt.Sprintf("hvd: %v %q: %v", kind, name, size)}

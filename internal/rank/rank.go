@@ -134,8 +134,11 @@ func (o *Options) processes(ranks int) int {
 
 // Rank is one rank in one epoch of a job. Start sets its fields. They do not change afterwards.
 type Rank struct {
+	// Engine and Watch are nil if the engine is in another process, which Remote reaches. Otherwise Remote is
+	// nil.
 	Engine      *engine.Engine
 	Watch       *Watch
+	Remote      Remote
 	Place       topo.Topology
 	Homogeneous bool // whether every host has the same number of ranks
 	Epoch       uint64
