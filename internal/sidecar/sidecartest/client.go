@@ -1,6 +1,6 @@
 // Package sidecartest implements a client of a sidecar for tests of the protocol in docs/sidecar.md. It can
-// also break the protocol, and it uses a ring with doorbells. It shares no code with the sidecar except the
-// messages.
+// also break the protocol, and it uses a ring with doorbells. It shares no code with the sidecar and with the
+// package client, which programs use, except the messages.
 package sidecartest
 
 import (
