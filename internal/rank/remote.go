@@ -12,7 +12,7 @@ import (
 type Remote interface {
 	// Queue submits entries, which are one operation, as Engine.Queue does. If it returns an error, nothing
 	// was submitted. Otherwise it finishes each entry, possibly not before a call of Drive or Flush for the
-	// operation.
+	// operation. Entries that add or remove a process set need no such call.
 	Queue(entries ...*tensorqueue.Entry) error
 	// Post begins a message, as Engine.Post does. Done of o may be called in the same calls.
 	Post(set topo.ProcessSetID, o *p2p.Op, receive bool) error

@@ -184,7 +184,9 @@ func (r *Rank) changeNow(kind message.Kind, timeoutSeconds float64,
 	var set *Set
 	done := make(chan error, 1)
 	if err = ask(&c, func(ch *Change, err error) { set = ch.Set; done <- err }); err == nil {
-		r.Engine.Drive(context.Background(), func() bool { return len(done) > 0 })
+		if r.Remote == nil {
+			r.Engine.Drive(context.Background(), func() bool { return len(done) > 0 })
+		}
 		err = <-done
 	}
 	return set, err

@@ -335,35 +335,19 @@ func (p *program) wrong(mine []byte) {
 
 // changeSets adds and removes process sets.
 func (p *program) changeSets() {
-	change := func(kind message.Kind, set int, ranks []int, only bool) (id int) {
-		c := rank.NewCall(kind, tensor.Invalid)
-		c.Rank, c.MembersOnly = p.Rank, only
-		if err := c.Check(); err != nil {
-			panic(err)
-		}
-		done := make(chan error, 1)
-		var of *rank.Change
-		ended := func(ch *rank.Change, err error) { of = ch; done <- err }
-		var err error
+	change := func(kind message.Kind, id int, ranks []int, only bool) int {
+		set, err := p.FindSet(id), error(nil)
 		if kind == message.AddProcessSet {
-			err = c.AddSet(ranks, ended)
+			set, err = p.AddSetNow(ranks, only, "", 0)
 		} else {
-			err = c.RemoveSet(p.FindSet(set), ended)
-		}
-		if err == nil {
-			if p.Remote != nil {
-				p.Remote.Drive(context.Background(), nil, func() bool { return len(done) > 0 })
-			} else {
-				p.Engine.Drive(context.Background(), func() bool { return len(done) > 0 })
-			}
-			err = <-done
+			err = p.RemoveSetNow(id, 0)
 		}
 		if err != nil {
-			p.note("%v %d: %v", kind, set, chain(err))
+			p.note("%v %d: %v", kind, id, chain(err))
 			return 0
 		}
-		p.note("%v %d: %v", kind, set, of.Set.Ranks)
-		return int(of.Set.ID)
+		p.note("%v %d: %v", kind, id, set)
+		return int(set.ID)
 	}
 	a := change(message.AddProcessSet, 0, []int{1, 0}, false)
 	p.run("in a set", rank.Spec{Kind: uint32(message.Allreduce), DType: f32, Set: a, Tensors: shaped(1)},
