@@ -13,24 +13,23 @@ func BenchmarkSpawned(b *testing.B) {
 	ranks := make([]*rank.Rank, 1)
 	initAll(b, clients, ranks)
 	p := program{Rank: ranks[0]}
-	b.Run("blocking-4B", func(b *testing.B) {
-		buf := make([]byte, 4)
-		b.ReportAllocs()
-		for b.Loop() {
-			if err := begin(p.execution(sum("", 1), rank.Buffer{In: buf, Out: buf}))(); err != nil {
-				b.Fatal(err)
-			}
-		}
-	})
-	for _, numBytes := range []int{1 << 20, 64 << 20} {
+	for _, numBytes := range []int{4, 1 << 20, 64 << 20} {
 		b.Run(fmt.Sprint("blocking-", numBytes), func(b *testing.B) {
 			buf := make([]byte, numBytes)
 			b.SetBytes(int64(numBytes))
+			b.ReportAllocs()
 			for b.Loop() {
-				if err := begin(p.execution(sum("", numBytes/4), rank.Buffer{In: buf,
-					Out: buf}))(); err != nil {
+				x := p.execution(sum("x", numBytes/4), rank.Buffer{In: buf, Out: buf})
+				done := make(chan error, 1)
+				x.Owner = owner{func(err error) { done <- err }}
+				if err := x.Begin(); err != nil {
 					b.Fatal(err)
 				}
+				x.Drive(b.Context(), func() bool { return len(done) > 0 })
+				if err := <-done; err != nil {
+					b.Fatal(err)
+				}
+				x.Seen()
 			}
 		})
 	}

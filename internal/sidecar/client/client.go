@@ -76,9 +76,11 @@ type Config struct {
 
 // Client is a connection to a sidecar. Its methods are safe for concurrent use.
 type Client struct {
-	conn   *net.UnixConn
-	name   string // of the sidecar, in errors
-	child  *child // nil if the client has not started the sidecar
+	conn   *net.UnixConn // only until greetings were exchanged
+	socket *os.File      // afterwards; in blocking mode
+	fd     int           // of socket
+	name   string        // of the sidecar, in errors
+	child  *child        // nil if the client has not started the sidecar
 	began  map[string]string
 	ring   *ring
 	memory memory
@@ -176,7 +178,18 @@ func (c *Client) connect(ctx context.Context, cfg *Config) (err error) {
 	if !stop() {
 		return errors.Join(&DeadError{c.name + ": the exchange of greetings was interrupted"}, c.conn.Close())
 	}
-	return nil
+	return c.leavePoller()
+}
+
+// leavePoller sets socket. Go's poller is woken each time the sidecar reads a doorbell, because the socket
+// has more room then. A thread that polls the socket only for data is not.
+func (c *Client) leavePoller() (err error) {
+	c.socket, err = c.conn.File()
+	if err = errors.Join(err, c.conn.Close()); err != nil {
+		return err
+	}
+	c.fd = int(c.socket.Fd())
+	return unix.SetNonblock(c.fd, false)
 }
 
 // greet checks who listens, and exchanges greetings.
@@ -232,7 +245,7 @@ func (c *Client) Close() error {
 	// The end of the connection has woken all waiters.
 	c.using.Lock()
 	defer c.using.Unlock()
-	errs := []error{c.memory.close(), c.ring.segment.Close(), c.child.end()}
+	errs := []error{c.socket.Close(), c.memory.close(), c.ring.segment.Close(), c.child.end()}
 	for _, s := range c.maps {
 		errs = append(errs, s.Close())
 	}
@@ -273,8 +286,11 @@ func (c *Client) Over() error {
 // fail ends the connection. The first call determines the reason.
 func (c *Client) fail(reason string) {
 	c.reason.CompareAndSwap(nil, &reason)
-	_ = c.conn.Close() // read returns then; an error means that the connection is closed already
+	c.shut()
 }
+
+// shut makes read return. An error means that the connection has ended already.
+func (c *Client) shut() { _ = unix.Shutdown(c.fd, unix.SHUT_RDWR) }
 
 // end ends all operations and requests, after the connection has ended because of err.
 func (c *Client) end(err error) {
@@ -282,7 +298,7 @@ func (c *Client) end(err error) {
 	if given := c.reason.Load(); given != nil {
 		reason = *given
 	}
-	_ = c.conn.Close()
+	c.shut()
 	c.mu.Lock()
 	closed := c.closed
 	c.mu.Unlock()
@@ -326,7 +342,10 @@ func (c *Client) write(data []byte, fd int) error {
 	c.writing.Lock()
 	defer c.writing.Unlock()
 	for len(data) > 0 {
-		n, _, err := c.conn.WriteMsgUnix(data, oob, nil)
+		n, err := unix.SendmsgN(c.fd, data, oob, nil, unix.MSG_NOSIGNAL)
+		if err == unix.EINTR {
+			continue
+		}
 		if err != nil {
 			c.fail(fmt.Sprintf("sending failed: %v", err))
 			return err
@@ -468,9 +487,16 @@ func (r *receiver) receive(c *Client) error {
 		if cap(r.buf)-len(r.buf) < readBytes {
 			r.buf = append(make([]byte, 0, 2*len(r.buf)+readBytes), r.buf...)
 		}
-		n, oobn, _, _, err := c.conn.ReadMsgUnix(r.buf[len(r.buf):cap(r.buf)], r.oob[:])
+		fds := []unix.PollFd{{Fd: int32(c.fd), Events: unix.POLLIN}}
+		if _, err := unix.Poll(fds, -1); err != nil && err != unix.EINTR {
+			return fmt.Errorf("receiving failed: %w", err)
+		}
+		n, oobn, _, _, err := unix.Recvmsg(c.fd, r.buf[len(r.buf):cap(r.buf)], r.oob[:],
+			unix.MSG_DONTWAIT|unix.MSG_CMSG_CLOEXEC)
 		switch {
-		case errors.Is(err, unix.ECONNRESET):
+		case err == unix.EAGAIN || err == unix.EINTR:
+			continue
+		case err == unix.ECONNRESET:
 			return errClosed
 		case err != nil:
 			return fmt.Errorf("receiving failed: %w", err)
