@@ -509,6 +509,9 @@ func (r *Rank) launcher() joblink.Link {
 
 // Shutdown makes r leave the job, as hvd.Shutdown does, and then closes it.
 func (r *Rank) Shutdown(ctx context.Context, why engine.Departure) error {
+	if r.Remote != nil {
+		return r.Remote.Shutdown(ctx, why)
+	}
 	err := r.Engine.Shutdown(ctx, why)
 	switch {
 	case err != nil:

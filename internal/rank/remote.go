@@ -3,6 +3,7 @@ package rank
 import (
 	"context"
 
+	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/p2p"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/tensorqueue"
@@ -23,6 +24,10 @@ type Remote interface {
 	Drive(ctx context.Context, of any, done func() bool)
 	// Flush finishes the operation if it is done. of is as in Drive.
 	Flush(of any)
+	// Shutdown leaves the job, as Rank.Shutdown does.
+	Shutdown(ctx context.Context, why engine.Departure) error
+	// Check returns why the job is over, or nil while it runs.
+	Check() error
 }
 
 // Joined describes a rank that has joined its job in another process.
@@ -46,6 +51,23 @@ func NewRemote(j Joined, remote Remote) *Rank {
 		r.newSet(id, ranks, false)
 	}
 	return r
+}
+
+// Check returns why the job of r is over, or nil while it runs. If the job was shut down in order, Check
+// returns engine.ErrShutDown.
+func (r *Rank) Check() error {
+	if r.Remote != nil {
+		return r.Remote.Check()
+	}
+	select {
+	case <-r.Engine.Ended():
+		if err := r.Engine.Err(); err != nil {
+			return err
+		}
+		return engine.ErrShutDown
+	default:
+		return nil
+	}
 }
 
 // queue submits entries to the engine of r.
