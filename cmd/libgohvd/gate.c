@@ -33,7 +33,9 @@ static int check_object(struct dl_phdr_info *info, size_t size, void *data) {
 	return 0;
 }
 
-// find_self sets data to the address of the object that contains this function.
+char *gohvd_path;
+
+// find_self sets data to the address of the object that contains this function, and gohvd_path to its path.
 static int find_self(struct dl_phdr_info *info, size_t size, void *data) {
 	(void)size;
 	ElfW(Addr) here = (ElfW(Addr))&find_self;
@@ -41,6 +43,7 @@ static int find_self(struct dl_phdr_info *info, size_t size, void *data) {
 		ElfW(Addr) begin = info->dlpi_addr + info->dlpi_phdr[i].p_vaddr;
 		if (info->dlpi_phdr[i].p_type == PT_LOAD && here >= begin && here < begin + info->dlpi_phdr[i].p_memsz) {
 			*(ElfW(Addr) *)data = info->dlpi_addr;
+			gohvd_path = realpath(info->dlpi_name, NULL);
 			return 1;
 		}
 	}

@@ -17,6 +17,10 @@ enum {
 	GOHVD_EPOCH
 };
 
+/* The path of this library, or NULL if it is not known. It is set before a function of gohvd.h is called, but
+ * maybe after the packages of Go were initialized. */
+extern char *gohvd_path;
+
 /* gohvd_set_error stores copies of the details of an error for hvd_last_error in this thread. It returns status. */
 hvd_status_t gohvd_set_error(hvd_status_t status, const char *text, const char *operation, const char *tensor,
                              const int32_t *ranks, uint32_t num_ranks, uint32_t shut_down);

@@ -320,7 +320,8 @@ hvd_status_t hvd_process_sets(int32_t *ids, uint32_t capacity, uint32_t *count);
  * to how many there are. */
 hvd_status_t hvd_process_set_ranks(int32_t id, int32_t *ranks, uint32_t capacity, uint32_t *count);
 
-/* Watching. Texts must be freed with hvd_free_text. */
+/* Watching. Texts must be freed with hvd_free_text. With a sidecar, hvd_metrics, hvd_dump and hvd_next_stall fail
+ * with HVD_ERROR_USAGE. */
 
 /* hvd_start_timeline begins to write the timeline of this rank. Rank 0 writes to path, and rank r to a file beside
  * it with .rank<r> in its name (docs/timeline.md). */

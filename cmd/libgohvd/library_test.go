@@ -112,6 +112,22 @@ func TestCollectives(t *testing.T) {
 	})
 }
 
+// TestSidecar runs the operations in sidecars that the ranks start and find beside the library.
+func TestSidecar(t *testing.T) {
+	program := compile(t, "testdata/collectives.c", c99...)
+	hvdd := filepath.Join(filepath.Dir(library(t)), "hvdd")
+	if out, err := exec.Command("go", "build", "-o", hvdd, "../hvdd").CombinedOutput(); err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	t.Setenv("HVD_SIDECAR", "spawn")
+	run(t, 2, program, "sidecar")
+	t.Setenv("HVD_SIDECAR_BINARY", filepath.Join(t.TempDir(), "none"))
+	out, err := exec.CommandContext(t.Context(), program, "sidecar").CombinedOutput()
+	if err == nil || !strings.Contains(string(out), "HVD_SIDECAR_BINARY is") {
+		t.Errorf("got error %v and %s, want one that names HVD_SIDECAR_BINARY", err, out)
+	}
+}
+
 // TestRefused makes wrong calls. The second run uses the address sanitizer, which reports memory that is read
 // or written outside of the buffers, or used after it was freed.
 func TestRefused(t *testing.T) {

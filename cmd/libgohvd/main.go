@@ -17,6 +17,7 @@ import "C"
 import (
 	"fmt"
 	"math"
+	"path/filepath"
 	"strings"
 	"time"
 	"unsafe"
@@ -30,8 +31,8 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// process is the state of this process.
-var process = library.New()
+// process is the state of this process. hvdd may be in the folder of the library.
+var process = library.New(func() string { return filepath.Dir(stringOf(C.gohvd_path)) })
 
 // memory provides memory that the program frees with hvd_free_result.
 var memory = library.Memory{
@@ -477,11 +478,11 @@ func gohvdDump(text **C.char) C.hvd_status_t {
 
 //export gohvdNextStall
 func gohvdNextStall(text **C.char) C.hvd_status_t {
-	b := process.NextStall()
+	b, err := process.NextStall()
 	if *text = nil; b == nil {
-		return C.HVD_SUCCESS
+		return status(err)
 	}
-	return give(b, nil, text)
+	return give(b, err, text)
 }
 
 //export gohvdStartNode

@@ -737,15 +737,15 @@ var settings = []Setting{
 	},
 	{
 		Name: SidecarVariable, Section: sectionPlace, Scope: PerProcess,
-		Otherwise: "the program starts a sidecar",
-		Doc: "address of a running sidecar, for a Python program (docs/sidecar.md). A Go program runs " +
-			"its own engine and refuses the setting",
-		kind: anything("unix:///path"),
+		Otherwise: "a Python program starts a sidecar, and a program with libgohvd runs its own engine",
+		Doc: "address of a running sidecar, for a program in Python or with libgohvd (docs/sidecar.md). With " +
+			"spawn, libgohvd starts a sidecar. A Go program runs its own engine and refuses the setting",
+		kind: anything("unix:///path, or spawn with libgohvd"),
 	},
 	{
 		Name: SidecarBinaryVariable, Section: sectionPlace, Scope: PerProcess,
-		Otherwise: "bin/hvdd of the Python package, then hvdd on PATH",
-		Doc:       "path of hvdd, for Python programs that start a sidecar",
+		Otherwise: "bin/hvdd of the Python package or hvdd beside libgohvd, then hvdd on PATH",
+		Doc:       "path of hvdd, for programs that start a sidecar",
 		kind:      anything("the path of a program"),
 	},
 	{

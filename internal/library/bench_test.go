@@ -10,7 +10,7 @@ import (
 // BenchmarkRun measures an operation of a job with one rank: what the library adds to the engine, and the
 // turn of the loop.
 func BenchmarkRun(b *testing.B) {
-	l := New()
+	l := New(nil)
 	if err := l.Wait(l.Init(InitOptions{Settings: map[string]string{"HVD_SIZE": "1"}}), Forever, nil); err != nil {
 		b.Fatal(err)
 	}

@@ -28,9 +28,10 @@ type pending interface {
 	ended() bool
 	// done returns a channel that is closed when it is done.
 	done() <-chan struct{}
-	// drive helps to make progress until quit returns true. It returns early if nothing happens.
-	drive(quit func() bool)
-	// notify makes the engine notice what was submitted.
+	// drive helps to make progress until quit returns true or the deadline, unless it is zero. It returns
+	// early if nothing happens.
+	drive(deadline time.Time, quit func() bool)
+	// notify makes the engine notice what was submitted. If a sidecar has done it, notify ends it.
 	notify()
 	// seen frees the name. It must be done.
 	seen()
@@ -85,7 +86,7 @@ func (l *Library) start(f func(into *Result) error) Handle {
 	return h
 }
 
-func (t *task) drive(func() bool) {}
+func (t *task) drive(time.Time, func() bool) {}
 
 func (t *task) notify() {}
 
@@ -192,7 +193,7 @@ func await(p pending, limit time.Duration) bool {
 		return true
 	}
 	if limit < 0 {
-		if p.drive(p.ended); !p.ended() {
+		if p.drive(time.Time{}, p.ended); !p.ended() {
 			<-p.done()
 		}
 		return true
@@ -202,7 +203,7 @@ func await(p pending, limit time.Duration) bool {
 		return p.ended()
 	}
 	deadline := time.Now().Add(limit)
-	if p.drive(until(deadline, p.ended)); p.ended() {
+	if p.drive(deadline, p.ended); p.ended() {
 		return true
 	}
 	timer := time.NewTimer(time.Until(deadline))
@@ -252,7 +253,9 @@ func (l *Library) WaitAny(handles []Handle, limit time.Duration) (int, error) {
 		for _, p := range all {
 			p.notify()
 		}
-		return 0, ErrPending
+		if i = first(); i < 0 {
+			return 0, ErrPending
+		}
 	}
 	all[i].seen()
 	return i, nil
@@ -262,12 +265,16 @@ func (l *Library) WaitAny(handles []Handle, limit time.Duration) (int, error) {
 // is the index of one that is done, or -1.
 func awaitAny(all []pending, limit time.Duration, first func() int) int {
 	quit := func() bool { return first() >= 0 }
+	var deadline time.Time
 	timer := make(<-chan time.Time)
 	if limit >= 0 {
-		deadline := time.Now().Add(limit)
-		timer, quit = time.After(limit), until(deadline, quit)
+		deadline, timer = time.Now().Add(limit), time.After(limit)
 	}
-	all[0].drive(quit)
+	if r := remoteOf(all); r != nil {
+		driveAny(r, all, deadline, quit)
+		return first()
+	}
+	all[0].drive(deadline, quit)
 	if i := first(); i >= 0 {
 		return i
 	}
@@ -289,8 +296,9 @@ func (l *Library) Poll(h Handle) (bool, error) {
 		return false, err
 	}
 	if !p.ended() {
-		p.notify()
-		return false, nil
+		if p.notify(); !p.ended() {
+			return false, nil
+		}
 	}
 	p.seen()
 	return true, nil
@@ -308,7 +316,7 @@ func (l *Library) Release(h Handle) error {
 	}
 	if p.notify(); !p.ended() {
 		go func() {
-			<-p.done()
+			await(p, Forever)
 			discard(p)
 		}()
 		return nil

@@ -8,17 +8,17 @@ package library
 import (
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
+	"path/filepath"
 	"sync"
 	"sync/atomic"
 
 	"github.com/gohvd/gohvd/controller"
+	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/metrics"
 	"github.com/gohvd/gohvd/internal/place"
-	"github.com/gohvd/gohvd/internal/ps/node"
 	"github.com/gohvd/gohvd/internal/rank"
 	"github.com/gohvd/gohvd/internal/topo"
 )
@@ -38,14 +38,16 @@ type Library struct {
 	last uint64 // epoch of the last job of this process
 
 	nodeChanging sync.Mutex // held by a call that starts or ends the node
-	node         atomic.Pointer[node.Node]
+	node         atomic.Pointer[Node]
+
+	sidecars sidecars
 
 	stallsMu sync.Mutex
 	stalls   [][]byte
 }
 
-// New returns the Library of this process.
-func New() *Library { return new(Library) }
+// New returns the Library of this process. near returns the folder in which hvdd is looked for before PATH.
+func New(near func() string) *Library { return &Library{sidecars: sidecars{near: near}} }
 
 // InitOptions are the options of Init. The keys of Settings are the names of settings.
 type InitOptions struct {
@@ -65,6 +67,17 @@ func (l *Library) Init(o InitOptions) Handle {
 		defer l.changing.Unlock()
 		if l.running.Load() != nil {
 			return nil
+		}
+		c, err := l.sidecars.open("init", o.Settings)
+		if err != nil {
+			return err
+		}
+		if c != nil {
+			r, err := join(c, &o)
+			if err == nil {
+				l.running.Store(r)
+			}
+			return err
 		}
 		options := o.rank()
 		options.Kept, options.LastEpoch, options.OnStall = &l.met, l.last, l.stalled
@@ -117,19 +130,18 @@ func (l *Library) Check() error {
 	if err != nil {
 		return err
 	}
-	select {
-	case <-r.Engine.Ended():
-		if err := r.Engine.Err(); err != nil {
-			return err
-		}
-		return engine.ErrShutDown
-	default:
-		return nil
-	}
+	return r.Check()
 }
 
-// NewUniqueID makes an id by which the ranks of a job can meet. This process serves them.
+// NewUniqueID makes an id by which the ranks of a job can meet. This process or its sidecar serves them.
 func (l *Library) NewUniqueID(o InitOptions) (string, error) {
+	c, err := l.sidecars.open("new unique id", o.Settings)
+	if err != nil {
+		return "", err
+	}
+	if c != nil {
+		return c.NewUniqueID(context.Background(), config.Environ(), o.Settings)
+	}
 	options := o.rank()
 	id, _, err := options.NewID(context.Background())
 	return id.String(), err
@@ -194,6 +206,12 @@ func (l *Library) StartTimeline(path string, markCycles bool) error {
 	if err != nil {
 		return err
 	}
+	if c := sidecarOf(r); c != nil {
+		if path, err = filepath.Abs(path); err != nil {
+			return asUsage(op, err)
+		}
+		return c.StartTimeline(context.Background(), path, markCycles)
+	}
 	return asUsage(op, r.Watch.StartTimeline(path, markCycles))
 }
 
@@ -203,6 +221,9 @@ func (l *Library) StopTimeline() error {
 	r, err := l.current(op)
 	if err != nil {
 		return err
+	}
+	if c := sidecarOf(r); c != nil {
+		return c.StopTimeline(context.Background())
 	}
 	return asUsage(op, r.Watch.StopTimeline())
 }
@@ -215,22 +236,34 @@ func asUsage(op string, err error) error {
 	return &engine.UsageError{Op: op, Err: err}
 }
 
-// Metrics returns the counters of this rank in the text format of Prometheus.
-func (l *Library) Metrics() ([]byte, error) {
-	r, err := l.current("metrics")
+// watch returns what observes the engine, for the function op. It fails if the engine is in a sidecar.
+func (l *Library) watch(op string) (*rank.Watch, error) {
+	r, err := l.current(op)
+	if err == nil && r.Watch == nil {
+		err = asUsage(op, errInSidecar)
+	}
 	if err != nil {
 		return nil, err
 	}
-	return metrics.Text(r.Watch.Stats)
+	return r.Watch, nil
+}
+
+// Metrics returns the counters of this rank in the text format of Prometheus.
+func (l *Library) Metrics() ([]byte, error) {
+	w, err := l.watch("metrics")
+	if err != nil {
+		return nil, err
+	}
+	return metrics.Text(w.Stats)
 }
 
 // Dump returns a JSON object with the pending and the last operations of this rank.
 func (l *Library) Dump() ([]byte, error) {
-	r, err := l.current("dump")
+	w, err := l.watch("dump")
 	if err != nil {
 		return nil, err
 	}
-	return r.Watch.Dump("requested by the program").JSON()
+	return w.Dump("requested by the program").JSON()
 }
 
 // stall is a stall report as a JSON object.
@@ -264,87 +297,16 @@ func (l *Library) stalled(s *controller.Stall) {
 }
 
 // NextStall takes the oldest stall report that has not been taken. It returns nil if there is none.
-func (l *Library) NextStall() []byte {
+func (l *Library) NextStall() ([]byte, error) {
+	if r := l.running.Load(); r != nil && r.Watch == nil {
+		return nil, asUsage("next stall", errInSidecar)
+	}
 	l.stallsMu.Lock()
 	defer l.stallsMu.Unlock()
 	if len(l.stalls) == 0 {
-		return nil
+		return nil, nil
 	}
 	text := l.stalls[0]
 	l.stalls = l.stalls[1:]
-	return text
-}
-
-// StartNode joins this process to a job of a parameter server as a node.
-func (l *Library) StartNode(settings map[string]string) Handle {
-	return l.start(func(*Result) error {
-		l.nodeChanging.Lock()
-		defer l.nodeChanging.Unlock()
-		if l.node.Load() != nil {
-			return &engine.UsageError{Op: "start", Err: errors.New("this process is a node already")}
-		}
-		options := rank.Options{Settings: settings}
-		if _, err := options.Read(); err != nil {
-			return err
-		}
-		n, err := node.Start(context.Background(), settings, options.Log)
-		if err == nil {
-			l.node.Store(n)
-		}
-		return err
-	})
-}
-
-// Node returns the node of this process, or a usage error of the function op if there is none.
-func (l *Library) Node(op string) (*node.Node, error) {
-	n := l.node.Load()
-	if n == nil {
-		return nil, &engine.UsageError{Op: op, Err: errors.New("this process has started no node of a parameter server")}
-	}
-	return n, nil
-}
-
-// Exchange begins a push or a pull.
-func (l *Library) Exchange(x *node.Exchange) (Handle, error) {
-	n, err := l.Node("exchange")
-	if err != nil {
-		return 0, err
-	}
-	r, err := n.Begin(context.Background(), x)
-	if err != nil {
-		return 0, err
-	}
-	return l.start(func(*Result) error { return r.Wait(context.Background()) }), nil
-}
-
-// Clock ends an iteration of this worker.
-func (l *Library) Clock() Handle {
-	return l.startNode("clock", func(n *node.Node) error { return n.Clock(context.Background(), 0) })
-}
-
-// Barrier waits for all nodes of a group.
-func (l *Library) Barrier(group int) Handle {
-	return l.startNode("barrier", func(n *node.Node) error { return n.Barrier(context.Background(), 0, group) })
-}
-
-// Finalize leaves the job of the parameter server. With barrier, it waits for the other nodes before that.
-func (l *Library) Finalize(barrier bool) Handle {
-	return l.startNode("finalize", func(n *node.Node) error {
-		l.nodeChanging.Lock()
-		defer l.nodeChanging.Unlock()
-		err := n.Finalize(context.Background(), barrier)
-		l.node.CompareAndSwap(n, nil)
-		return err
-	})
-}
-
-// startNode starts f with the node of this process.
-func (l *Library) startNode(op string, f func(*node.Node) error) Handle {
-	return l.start(func(*Result) error {
-		n, err := l.Node(op)
-		if err != nil {
-			return err
-		}
-		return f(n)
-	})
+	return text, nil
 }

@@ -163,6 +163,8 @@ const perThread = 2
 // mark makes o begin after the work that is on its stream now.
 func (o *Op) mark() error {
 	switch {
+	case o.rank.Remote != nil:
+		return errors.New("the sidecar cannot use memory of a CUDA device of this process: use host memory, or unset HVD_SIDECAR")
 	case !o.operation.Kind.MovesData():
 		return errors.New("got a device, but this operation has no tensor on a device")
 	case o.Device >= tensor.MaxCUDADevices:
@@ -225,17 +227,21 @@ func (o *Op) free() {
 	o.made = nil
 }
 
-func (o *Op) drive(quit func() bool) {
-	if !o.operation.Kind.IsMessage() {
-		o.rank.Engine.Drive(context.Background(), quit)
+func (o *Op) drive(deadline time.Time, quit func() bool) {
+	ctx := context.Background()
+	switch {
+	case deadline.IsZero():
+	case o.rank.Remote == nil:
+		quit = until(deadline, quit)
+	default: // the thread may sleep, so it cannot look at the clock
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithDeadline(ctx, deadline)
+		defer cancel()
 	}
+	o.execution.Drive(ctx, quit)
 }
 
-func (o *Op) notify() {
-	if !o.operation.Kind.IsMessage() {
-		o.rank.Engine.Flush()
-	}
-}
+func (o *Op) notify() { o.execution.Flush() }
 
 func (o *Op) seen() {
 	if !o.freed.Swap(true) {
@@ -271,9 +277,7 @@ func (l *Library) Submit(o *Op, memory Memory) (Handle, error) {
 	if err := l.begin(o, memory); err != nil {
 		return 0, err
 	}
-	if !o.operation.Kind.IsMessage() {
-		o.rank.Engine.NotifyLater()
-	}
+	o.execution.NotifyLater()
 	return l.handles.add(o), nil
 }
 
@@ -283,9 +287,7 @@ func (l *Library) Run(o *Op, memory Memory, limit time.Duration, into *Result) (
 		return 0, err
 	}
 	if !await(o, limit) {
-		if !o.operation.Kind.IsMessage() {
-			o.rank.Engine.NotifyLater()
-		}
+		o.execution.NotifyLater()
 		return l.handles.add(o), ErrPending
 	}
 	o.seen()

@@ -178,6 +178,52 @@ static void asynchronous(void) {
 	}
 }
 
+/* mixed waits for an operation and for a change of the process sets, each of which is done first once. */
+static void mixed(void) {
+	int32_t alone = 0, ids[2];
+	uint32_t count = 0;
+	hvd_ranks_t r = {&alone, 1, 0};
+	hvd_op_t late = hvd_op(HVD_BARRIER, (hvd_dtype_t)0, NULL), early = late;
+	hvd_handle_t h[2];
+	size_t index = 9;
+	late.name = "mixed";
+	early.name = "before mixed";
+	if (me == 0) {
+		ok(hvd_submit(&late, &h[0]));
+	}
+	ok(hvd_add_process_set(&r, 0, NULL, 0, NULL, &h[1]));
+	if (me > 0) {
+		ok(hvd_wait(h[1], -1, NULL));
+		ok(hvd_run(&early, -1, NULL, NULL));
+		ok(hvd_run(&late, -1, NULL, NULL));
+	} else {
+		ok(hvd_wait_any(h, 2, -1, &index));
+		want(index == 1);
+		ok(hvd_wait(h[1], -1, NULL));
+		ok(hvd_run(&early, -1, NULL, NULL));
+		ok(hvd_wait_any(h, 1, -1, &index));
+		want(index == 0);
+		ok(hvd_wait(h[0], -1, NULL));
+	}
+	ok(hvd_process_sets(ids, 2, &count));
+	want(count == 2);
+	/* Rank 0 begins the removal, which is done only after the operation. */
+	if (me == 0) {
+		ok(hvd_remove_process_set(ids[1], 0, &h[0]));
+		ok(hvd_submit(&late, &h[1]));
+		ok(hvd_wait_any(h, 2, -1, &index));
+		want(index == 1);
+		ok(hvd_wait(h[1], -1, NULL));
+		want(hvd_wait_any(h, 1, 0.001, &index) == HVD_PENDING);
+		ok(hvd_run(&early, -1, NULL, NULL));
+		ok(hvd_wait(h[0], -1, NULL));
+	} else {
+		ok(hvd_run(&late, -1, NULL, NULL));
+		ok(hvd_run(&early, -1, NULL, NULL));
+		ok(hvd_remove_process_set(ids[1], 0, NULL));
+	}
+}
+
 static void messages(void) {
 	int16_t out = (int16_t)me, in = -1;
 	int64_t one = 1;
@@ -216,7 +262,28 @@ static void sets(void) {
 	ok(hvd_wait(h, -1, NULL));
 }
 
-int main(void) {
+/* watch uses the functions that look at the engine. With a sidecar they are errors. */
+static void watch(int sidecar) {
+	char *text;
+	if (sidecar) {
+		fails(hvd_metrics(&text), HVD_ERROR_USAGE, "HVD_SIDECAR");
+		fails(hvd_dump(&text), HVD_ERROR_USAGE, "HVD_SIDECAR");
+		fails(hvd_next_stall(&text), HVD_ERROR_USAGE, "HVD_SIDECAR");
+		return;
+	}
+	ok(hvd_metrics(&text));
+	want(strstr(text, "hvd_"));
+	hvd_free_text(text);
+	ok(hvd_dump(&text));
+	want(text[0] == '{');
+	hvd_free_text(text);
+	ok(hvd_next_stall(&text));
+	want(!text);
+}
+
+/* With an argument, the engine of this rank is in a sidecar. */
+int main(int argc, char **argv) {
+	(void)argv;
 	want(hvd_rank() == -1 && hvd_size() == -1 && hvd_epoch() == 0);
 	hvd_handle_t h;
 	ok(hvd_init(NULL, &h));
@@ -229,18 +296,11 @@ int main(void) {
 		reductions();
 		moves();
 		asynchronous();
+		mixed();
 		messages();
 		sets();
 	}
-	char *text;
-	ok(hvd_metrics(&text));
-	want(strstr(text, "hvd_"));
-	hvd_free_text(text);
-	ok(hvd_dump(&text));
-	want(text[0] == '{');
-	hvd_free_text(text);
-	ok(hvd_next_stall(&text));
-	want(!text);
+	watch(argc > 1);
 
 	void *memory;
 	ok(hvd_alloc(6 << 20, &memory)); /* the ranks read it without a copy */

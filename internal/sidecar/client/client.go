@@ -27,6 +27,7 @@ import (
 	"google.golang.org/protobuf/encoding/protowire"
 	"google.golang.org/protobuf/proto"
 
+	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/rank"
@@ -676,7 +677,8 @@ func kept(name string) bool {
 	return strings.HasPrefix(name, "HOROVOD_") || strings.HasPrefix(name, "HVD_")
 }
 
-// changed returns the settings that have changed in the environment since the connection began, and given.
+// changed returns the settings that have changed in the environment since the connection began, and given
+// without the settings that choose the sidecar.
 func (c *Client) changed(environ []string, given map[string]string) map[string]string {
 	now, all := settings(environ), make(map[string]string)
 	for name, value := range now {
@@ -690,7 +692,9 @@ func (c *Client) changed(environ []string, given map[string]string) map[string]s
 		}
 	}
 	for name, value := range given {
-		all[name] = value
+		if name != config.SidecarVariable && name != config.SidecarBinaryVariable {
+			all[name] = value
+		}
 	}
 	return all
 }

@@ -1,0 +1,182 @@
+package library
+
+import (
+	"context"
+	"errors"
+
+	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/engine"
+	"github.com/gohvd/gohvd/internal/ps/node"
+	"github.com/gohvd/gohvd/internal/rank"
+	"github.com/gohvd/gohvd/internal/sidecar/client"
+	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/ps"
+)
+
+// Node is a node of a parameter server.
+type Node struct{ member }
+
+// member is a node in this process or in a sidecar.
+type member interface {
+	// Role returns the group that has only the nodes of this role.
+	Role() int
+	Rank() int
+	NumWorkers() int
+	NumServers() int
+	// Serve makes the server of an app, with a built-in handler and its parameters.
+	Serve(app int, dt tensor.DType, handler string, parameters []float64) error
+	// exchange begins x. Unless it fails, wait waits until x is done.
+	exchange(x *node.Exchange) (wait func() error, err error)
+	clock() error
+	barrier(group int) error
+	finalize(barrier bool) error
+}
+
+// localNode is a node in this process.
+type localNode struct{ *node.Node }
+
+func (n localNode) exchange(x *node.Exchange) (wait func() error, err error) {
+	r, err := n.Begin(context.Background(), x)
+	if err != nil {
+		return nil, err
+	}
+	return func() error { return r.Wait(context.Background()) }, nil
+}
+
+func (n localNode) clock() error { return n.Clock(context.Background(), 0) }
+
+func (n localNode) barrier(group int) error { return n.Barrier(context.Background(), 0, group) }
+
+func (n localNode) finalize(barrier bool) error { return n.Finalize(context.Background(), barrier) }
+
+// remoteNode is the node of a sidecar.
+type remoteNode struct {
+	sidecar *client.Client
+	at      client.Node
+}
+
+func (n *remoteNode) Role() int {
+	switch n.at.Role {
+	case "scheduler":
+		return ps.SchedulerGroup
+	case "server":
+		return ps.ServerGroup
+	}
+	return ps.WorkerGroup
+}
+
+func (n *remoteNode) Rank() int { return n.at.Rank }
+
+func (n *remoteNode) NumWorkers() int { return n.at.NumWorkers }
+
+func (n *remoteNode) NumServers() int { return n.at.NumServers }
+
+func (n *remoteNode) Serve(app int, dt tensor.DType, handler string, parameters []float64) error {
+	return n.sidecar.Serve(context.Background(), app, dt, handler, parameters)
+}
+
+func (n *remoteNode) exchange(x *node.Exchange) (wait func() error, err error) {
+	done := make(chan error, 1)
+	if err := n.sidecar.Exchange((*client.Exchange)(x), func(err error) { done <- err }); err != nil {
+		return nil, err
+	}
+	return func() error { return <-done }, nil
+}
+
+func (n *remoteNode) clock() error { return n.sidecar.Clock(context.Background()) }
+
+func (n *remoteNode) barrier(group int) error {
+	return n.sidecar.NodeBarrier(context.Background(), group)
+}
+
+func (n *remoteNode) finalize(barrier bool) error {
+	return n.sidecar.Finalize(context.Background(), barrier)
+}
+
+// StartNode joins this process to a job of a parameter server as a node.
+func (l *Library) StartNode(settings map[string]string) Handle {
+	return l.start(func(*Result) error {
+		l.nodeChanging.Lock()
+		defer l.nodeChanging.Unlock()
+		if l.node.Load() != nil {
+			return &engine.UsageError{Op: "start", Err: errors.New("this process is a node already")}
+		}
+		n, err := l.newNode(settings)
+		if err == nil {
+			l.node.Store(&Node{n})
+		}
+		return err
+	})
+}
+
+// newNode starts a node in this process or in its sidecar.
+func (l *Library) newNode(settings map[string]string) (member, error) {
+	c, err := l.sidecars.open("start", settings)
+	if err != nil {
+		return nil, err
+	}
+	if c != nil {
+		at, err := c.StartNode(context.Background(), config.Environ(), settings)
+		return &remoteNode{c, at}, err
+	}
+	options := rank.Options{Settings: settings}
+	if _, err := options.Read(); err != nil {
+		return nil, err
+	}
+	n, err := node.Start(context.Background(), settings, options.Log)
+	return localNode{n}, err
+}
+
+// Node returns the node of this process, or a usage error of the function op if there is none.
+func (l *Library) Node(op string) (*Node, error) {
+	n := l.node.Load()
+	if n == nil {
+		return nil, &engine.UsageError{Op: op, Err: errors.New("this process has started no node of a parameter server")}
+	}
+	return n, nil
+}
+
+// Exchange begins a push or a pull.
+func (l *Library) Exchange(x *node.Exchange) (Handle, error) {
+	n, err := l.Node("exchange")
+	if err != nil {
+		return 0, err
+	}
+	wait, err := n.exchange(x)
+	if err != nil {
+		return 0, err
+	}
+	return l.start(func(*Result) error { return wait() }), nil
+}
+
+// Clock ends an iteration of this worker.
+func (l *Library) Clock() Handle {
+	return l.startNode("clock", func(n *Node) error { return n.clock() })
+}
+
+// Barrier waits for all nodes of a group.
+func (l *Library) Barrier(group int) Handle {
+	return l.startNode("barrier", func(n *Node) error { return n.barrier(group) })
+}
+
+// Finalize leaves the job of the parameter server. With barrier, it waits for the other nodes before that.
+func (l *Library) Finalize(barrier bool) Handle {
+	return l.startNode("finalize", func(n *Node) error {
+		l.nodeChanging.Lock()
+		defer l.nodeChanging.Unlock()
+		err := n.finalize(barrier)
+		l.node.CompareAndSwap(n, nil)
+		return err
+	})
+}
+
+// startNode starts f with the node of this process.
+func (l *Library) startNode(op string, f func(*Node) error) Handle {
+	return l.start(func(*Result) error {
+		n, err := l.Node(op)
+		if err != nil {
+			return err
+		}
+		return f(n)
+	})
+}

@@ -1,0 +1,209 @@
+package library
+
+import (
+	"errors"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+	"unsafe"
+
+	"github.com/gohvd/gohvd/internal/engine"
+	"github.com/gohvd/gohvd/internal/ps/node"
+	"github.com/gohvd/gohvd/internal/rank"
+	"github.com/gohvd/gohvd/internal/sidecar/client"
+	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/testnet"
+)
+
+// hvdd builds the sidecar in a folder of the test.
+func hvdd(t *testing.T) string {
+	path := filepath.Join(t.TempDir(), "hvdd")
+	out, err := exec.Command("go", "build", "-o", path, "github.com/gohvd/gohvd/cmd/hvdd").CombinedOutput()
+	if err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	return path
+}
+
+// newLibrary returns a Library that finds the sidecar at path.
+func newLibrary(t *testing.T, path string) *Library {
+	l := New(func() string { return filepath.Dir(path) })
+	t.Cleanup(func() {
+		for _, c := range l.sidecars.byAddress {
+			if err := c.Close(); err != nil {
+				t.Error(err)
+			}
+		}
+	})
+	return l
+}
+
+// must waits for the end of something that must succeed.
+func must(t *testing.T, l *Library, h Handle) {
+	t.Helper()
+	if err := l.Wait(h, Forever, nil); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// sum runs an allreduce of a job with one rank.
+func sum(l *Library) error {
+	x := []float32{1}
+	o := &Op{Spec: rank.Spec{Kind: 1, DType: 9, ReduceOp: 2, Name: "x", Prescale: 1, Postscale: 3}}
+	o.SetTensors(1)
+	o.SetTensor(0, 0, []int64{1}, Place{In: unsafe.Pointer(&x[0]), Out: unsafe.Pointer(&x[0]), OutBytes: 4})
+	_, err := l.Run(o, Memory{}, Forever, nil)
+	if err == nil && x[0] != 3 {
+		err = errors.New("the result is wrong")
+	}
+	return err
+}
+
+// TestSidecars runs jobs of one process in sidecars and in the process itself. A sidecar dies.
+func TestSidecars(t *testing.T) {
+	path := hvdd(t)
+	l := newLibrary(t, path)
+	at := func(sidecar string) InitOptions {
+		return InitOptions{Settings: map[string]string{"HVD_SIZE": "1", "HVD_SIDECAR": sidecar}}
+	}
+	must(t, l, l.Init(at("spawn")))
+	if l.Rank().Remote == nil {
+		t.Error("the engine is in this process")
+	}
+	if err := sum(l); err != nil {
+		t.Error(err)
+	}
+	first := l.sidecars.byAddress["spawn"]
+	if err := first.Signal(syscall.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	await := func(what string, done func() bool) {
+		t.Helper()
+		for deadline := time.Now().Add(time.Minute); !done(); time.Sleep(time.Millisecond) {
+			if time.Now().After(deadline) {
+				t.Fatal(what)
+			}
+		}
+	}
+	await("the end of the sidecar is not noticed", func() bool { return l.Check() != nil })
+	if err := sum(l); !isDead(err) || !strings.Contains(err.Error(), "SIGKILL") {
+		t.Errorf("got error %v, want one that says how the sidecar has ended", err)
+	}
+	if err := l.Wait(l.Shutdown("", false), Forever, nil); !isDead(err) {
+		t.Errorf("got error %v of the shutdown, want one that says how the sidecar has ended", err)
+	}
+	if id, err := l.NewUniqueID(at("spawn")); err != nil || id == "" {
+		t.Errorf("got unique id %q and error %v", id, err)
+	}
+	timeline := filepath.Join(t.TempDir(), "timeline.json")
+	for range 2 { // the second job uses the sidecar of the first one
+		must(t, l, l.Init(at("spawn")))
+		err := errors.Join(l.StartTimeline(timeline, false), sum(l), l.StopTimeline(), l.Check())
+		if err != nil {
+			t.Error(err)
+		}
+		if text, err := os.ReadFile(timeline); !strings.Contains(string(text), "ALLREDUCE") {
+			t.Errorf("got the timeline %q and error %v", text, err)
+		}
+		must(t, l, l.Shutdown("", false))
+	}
+	must(t, l, l.Init(at("")))
+	if l.Rank().Remote != nil {
+		t.Error("the engine is in a sidecar")
+	}
+	must(t, l, l.Shutdown("", false))
+
+	socket := filepath.Join(t.TempDir(), "hvdd.sock")
+	c := exec.Command(path, "--socket", socket)
+	c.Env, c.Stderr = append(os.Environ(), "HVD_SIZE=1"), os.Stderr
+	if err := c.Start(); err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := errors.Join(c.Process.Signal(syscall.SIGTERM), c.Wait()); err != nil {
+			t.Error(err)
+		}
+	}()
+	await("the sidecar does not listen", func() bool { _, err := os.Stat(socket); return err == nil })
+	must(t, l, l.Init(at("unix://"+socket)))
+	if err := sum(l); err != nil {
+		t.Error(err)
+	}
+	must(t, l, l.Shutdown("", false))
+
+	comm := int32(1)
+	o := at("spawn")
+	o.MPIComm = &comm
+	if err := l.Wait(l.Init(o), Forever, nil); !isUsage(err) {
+		t.Errorf("got error %v with an MPI communicator, want a usage error", err)
+	}
+}
+
+func isDead(err error) bool {
+	_, is := errors.AsType[*client.DeadError](err)
+	return is
+}
+
+func isUsage(err error) bool {
+	_, is := errors.AsType[*engine.UsageError](err)
+	return is
+}
+
+// TestNodeInSidecar pushes and pulls values with nodes of a parameter server in sidecars.
+func TestNodeInSidecar(t *testing.T) {
+	path, port := hvdd(t), strconv.Itoa(testnet.FreePort(t))
+	var nodes sync.WaitGroup
+	for _, role := range []string{"scheduler", "server", "worker"} {
+		l := newLibrary(t, path)
+		nodes.Go(func() {
+			if err := serve(l, role, port); err != nil {
+				t.Errorf("%s: %v", role, err)
+			}
+		})
+	}
+	nodes.Wait()
+}
+
+// serve runs a node.
+func serve(l *Library, role, port string) error {
+	err := l.Wait(l.StartNode(map[string]string{"HVD_SIDECAR": "spawn", "DMLC_ROLE": role, "DMLC_NUM_SERVER": "1",
+		"DMLC_NUM_WORKER": "1", "DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": port}), Forever, nil)
+	if err != nil {
+		return err
+	}
+	n, err := l.Node("test")
+	if err != nil {
+		return err
+	}
+	if want := map[string]int{"scheduler": 1, "server": 2, "worker": 4}[role]; n.Role() != want ||
+		n.NumWorkers() != 1 || n.NumServers() != 1 || n.Rank() != 0 {
+		return errors.New("the place of the node is wrong")
+	}
+	switch role {
+	case "server":
+		err = n.Serve(0, tensor.Float32, "sum", nil)
+	case "worker":
+		x := &node.Exchange{DType: tensor.Float32, Push: true, Pull: true, Keys: []uint64{7},
+			Values: []byte{0, 0, 0x80, 0x3f}, Results: make([]byte, 4)}
+		for range 2 {
+			h, err := l.Exchange(x)
+			if err == nil {
+				err = l.Wait(h, Forever, nil)
+			}
+			if err != nil {
+				return err
+			}
+		}
+		if string(x.Results) != "\x00\x00\x00\x40" {
+			return errors.New("got other values than 2")
+		}
+		err = l.Wait(l.Clock(), Forever, nil)
+	}
+	return errors.Join(err, l.Wait(l.Finalize(true), Forever, nil))
+}
