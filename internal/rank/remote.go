@@ -2,6 +2,7 @@ package rank
 
 import (
 	"context"
+	"slices"
 
 	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/p2p"
@@ -73,7 +74,8 @@ func (r *Rank) Check() error {
 // queue submits entries to the engine of r.
 func (r *Rank) queue(entries []*tensorqueue.Entry) error {
 	if r.Remote != nil {
-		return r.Remote.Queue(entries...)
+		// The slice escapes. The copy keeps entries of a process with an engine on the stack of the caller.
+		return r.Remote.Queue(slices.Clone(entries)...)
 	}
 	return r.Engine.Queue(entries...)
 }
