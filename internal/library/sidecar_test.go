@@ -53,7 +53,7 @@ func must(t *testing.T, l *Library, h Handle) {
 }
 
 // sum runs an allreduce of a job with one rank.
-func sum(l *Library) error {
+func sumOf(l *Library) error {
 	x := []float32{1}
 	o := &Op{Spec: rank.Spec{Kind: 1, DType: 9, ReduceOp: 2, Name: "x", Prescale: 1, Postscale: 3}}
 	o.SetTensors(1)
@@ -76,7 +76,7 @@ func TestSidecars(t *testing.T) {
 	if l.Rank().Remote == nil {
 		t.Error("the engine is in this process")
 	}
-	if err := sum(l); err != nil {
+	if err := sumOf(l); err != nil {
 		t.Error(err)
 	}
 	first := l.sidecars.byAddress["spawn"]
@@ -92,7 +92,7 @@ func TestSidecars(t *testing.T) {
 		}
 	}
 	await("the end of the sidecar is not noticed", func() bool { return l.Check() != nil })
-	if err := sum(l); !isDead(err) || !strings.Contains(err.Error(), "SIGKILL") {
+	if err := sumOf(l); !isDead(err) || !strings.Contains(err.Error(), "SIGKILL") {
 		t.Errorf("got error %v, want one that says how the sidecar has ended", err)
 	}
 	if err := l.Wait(l.Shutdown("", false), Forever, nil); !isDead(err) {
@@ -104,7 +104,7 @@ func TestSidecars(t *testing.T) {
 	timeline := filepath.Join(t.TempDir(), "timeline.json")
 	for range 2 { // the second job uses the sidecar of the first one
 		must(t, l, l.Init(at("spawn")))
-		err := errors.Join(l.StartTimeline(timeline, false), sum(l), l.StopTimeline(), l.Check())
+		err := errors.Join(l.StartTimeline(timeline, false), sumOf(l), l.StopTimeline(), l.Check())
 		if err != nil {
 			t.Error(err)
 		}
@@ -132,7 +132,7 @@ func TestSidecars(t *testing.T) {
 	}()
 	await("the sidecar does not listen", func() bool { _, err := os.Stat(socket); return err == nil })
 	must(t, l, l.Init(at("unix://"+socket)))
-	if err := sum(l); err != nil {
+	if err := sumOf(l); err != nil {
 		t.Error(err)
 	}
 	must(t, l, l.Shutdown("", false))
