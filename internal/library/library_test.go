@@ -22,7 +22,7 @@ var goMemory = Memory{
 		}
 		return make([]byte, n), nil
 	},
-	Free:  func([]byte) {},
+	Free: func([]byte) {},
 }
 
 // initialized returns a library for each of n ranks of a job.
@@ -30,7 +30,7 @@ func initialized(t *testing.T, n int) (all []*Library) {
 	method := "file://" + filepath.Join(t.TempDir(), "job")
 	var inits []Handle
 	for r := range n {
-		l := New()
+		l := New(nil)
 		all = append(all, l)
 		inits = append(inits, l.Init(InitOptions{Settings: map[string]string{"HVD_INIT_METHOD": method,
 			"HOROVOD_RANK": fmt.Sprint(r), "HOROVOD_SIZE": fmt.Sprint(n)}}))
@@ -195,7 +195,7 @@ func work(t *testing.T, l *Library, r, g, n int) {
 
 // TestHandles checks the handles of a slot that was used 2^32 times, and errors about handles.
 func TestHandles(t *testing.T) {
-	l := New()
+	l := New(nil)
 	l.handles.slots, l.handles.free = []slot{{generation: math.MaxUint32}}, []uint32{0}
 	done := new(task)
 	done.complete(nil)

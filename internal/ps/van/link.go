@@ -695,8 +695,8 @@ func (l *link) confirm() {
 	if err == nil || scheduler == nil {
 		return
 	}
-	// If the connection with the scheduler has ended too, the peer has perhaps ended because of that. So the end
-	// of the scheduler is handled first.
+	// If the connection with the scheduler has ended too, the peer has perhaps ended because of that. So the
+	// end of the scheduler is handled first.
 	select {
 	case <-scheduler.over:
 	case <-ctx.Done():
