@@ -416,8 +416,8 @@ func (l *Launcher) Restarted(rank int) {
 	l.forget(func(a accusation) bool { return slices.Contains(a.Ranks, topo.Rank(rank)) })
 }
 
-// accuse adds the verdict v of a rank, unless v is of an earlier epoch, the rank has reported another one, or v
-// says that a rank is silent that has blamed others. The caller holds l.mu.
+// accuse adds the verdict v of a rank, unless v is of an earlier epoch, the rank has reported another one, or
+// v says that a rank is silent that has blamed others. The caller holds l.mu.
 func (l *Launcher) accuse(v Verdict, by int) {
 	a := accusation{Verdict: v, by: by}
 	if first(l.verdicts).Epoch > v.Epoch {
