@@ -416,6 +416,9 @@ func (p *Postoffice) meetAll(ctx context.Context, customer int) error {
 		wait, cancel := context.WithTimeout(ctx, p.set.PS.Recovery)
 		returned := p.van.AwaitReturn(wait, gone.ID)
 		cancel()
+		if other, ok := errors.AsType[*NodeError](returned); ok && other.ID != gone.ID {
+			return returned // for example, the scheduler has ended meanwhile
+		}
 		if returned != nil {
 			return err // it says which node is missing
 		}

@@ -25,12 +25,6 @@ type memory struct {
 	chunks [2]map[uint32]*chunk // the chunks of the process, and those of the heap, by ID
 }
 
-// The indexes of arrays in memory.
-const (
-	ofProcess = iota
-	ofHeap
-)
-
 // chunk is a chunk that the sidecar can map.
 type chunk struct {
 	arena.Chunk
