@@ -180,8 +180,9 @@ wheel-check: ## build the wheels, follow docs/quickstart.md with them and uninst
 .PHONY: python-programs
 python-programs:
 	$(GO) build -o "$(TOOLS)/" ./cmd/hvdrun ./cmd/hvdd
+	GO="$(GO)" scripts/build-libgohvd.sh "$(TOOLS)/libgohvd.so"
 
-TEST_PYTHON = HVD_RUN="$(TOOLS)/hvdrun" HVD_SIDECAR_BINARY="$(TOOLS)/hvdd" $(1) python/tests/all.py
+TEST_PYTHON = HVD_RUN="$(TOOLS)/hvdrun" HVD_LIBRARY="$(TOOLS)/libgohvd.so" HVD_SIDECAR_BINARY="$(TOOLS)/hvdd" $(1) python/tests/all.py
 
 .PHONY: test-python
 test-python: python-programs ## test the Python package at 1, 2 and 3 ranks
@@ -209,13 +210,13 @@ test-torch2: python-programs ## test-python also with PyPI's newest torch (some 
 torch-own-tests: python-programs ## torch's own tests of backends with PyPI's newest torch (some GB) and PYTHONS; writes docs/torch-distributed.md
 	python3 -m venv "$(TOOLS)/torch2"
 	"$(TOOLS)/torch2/bin/python" -m pip install --quiet --upgrade torch numpy expecttest
-	HVD_SIDECAR_BINARY="$(TOOLS)/hvdd" PYTHONPATH=python "$(TOOLS)/torch2/bin/python" python/tests/torch_own_tests.py --page docs/torch-distributed.md "$(TOOLS)/torch2/bin/python" $(PYTHONS)
+	HVD_LIBRARY="$(TOOLS)/libgohvd.so" HVD_SIDECAR_BINARY="$(TOOLS)/hvdd" PYTHONPATH=python "$(TOOLS)/torch2/bin/python" python/tests/torch_own_tests.py --page docs/torch-distributed.md "$(TOOLS)/torch2/bin/python" $(PYTHONS)
 
 .PHONY: test-frameworks
 test-frameworks: python-programs ## train with Lightning and run Accelerate's own tests with PyPI's newest torch (some GB)
 	python3 -m venv "$(TOOLS)/torch2"
 	"$(TOOLS)/torch2/bin/python" -m pip install --quiet --upgrade torch numpy lightning accelerate
-	HVD_SIDECAR_BINARY="$(TOOLS)/hvdd" PYTHONPATH=python "$(TOOLS)/torch2/bin/python" python/tests/frameworks.py
+	HVD_LIBRARY="$(TOOLS)/libgohvd.so" HVD_SIDECAR_BINARY="$(TOOLS)/hvdd" PYTHONPATH=python "$(TOOLS)/torch2/bin/python" python/tests/frameworks.py
 
 .PHONY: bench
 bench: ## run all benchmarks, or those that match BENCH=regexp

@@ -95,7 +95,7 @@ func (r *runner) launch(cmd *cobra.Command, command []string) error {
 	options := launch.Options{
 		NP: j.np, Nodes: j.nodes, Hosts: j.hosts, Command: j.command, Env: r.env,
 		Set: slices.Concat(r.onlyTCP(), r.extra, r.logFormat(&j.settings),
-			sidecarBinary(&j.settings, j.several), timelineSignal(&j.settings), j.recovery,
+			besideHvdrun(&j.settings, j.several), timelineSignal(&j.settings), j.recovery,
 			j.settings.ForRanks()),
 		Verdict: reports.verdict, Restarted: reports.restarted, Hung: hung, Accused: accused,
 		StoreAddrs: addrs, Secret: text, TorchStore: torch,
@@ -268,15 +268,21 @@ func (r *runner) logger() *zap.Logger {
 	return c.Logger(r.stderr)
 }
 
-// sidecarBinary returns the variable that tells ranks in Python the path of the hvdd in the folder of hvdrun.
-// It returns nil if there is no such hvdd, if ranks are on other hosts, or if the variable already has a
-// value.
-func sidecarBinary(settings *config.Config, several bool) []string {
-	path := doctor.BesideSelf(config.SidecarProgram)
-	if path == "" || several || settings.Variable(config.SidecarBinaryVariable) != "" {
+// besideHvdrun returns the variables that tell ranks in Python the paths of the libgohvd.so and of the hvdd
+// in the folder of hvdrun. It omits files that do not exist, and variables that already have a value. If
+// ranks are on other hosts, it returns nil.
+func besideHvdrun(settings *config.Config, several bool) (variables []string) {
+	if several {
 		return nil
 	}
-	return []string{config.SidecarBinaryVariable + "=" + path}
+	for variable, name := range map[string]string{
+		config.LibraryVariable: config.LibraryFile, config.SidecarBinaryVariable: config.SidecarProgram,
+	} {
+		if path := doctor.BesideSelf(name); path != "" && settings.Variable(variable) == "" {
+			variables = append(variables, variable+"="+path)
+		}
+	}
+	return variables
 }
 
 // timelineSignal returns the variable with the timeline signal if the settings file has that setting. Package

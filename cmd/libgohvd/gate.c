@@ -291,6 +291,16 @@ PUBLIC hvd_status_t hvd_release(hvd_handle_t handle) {
 	return gohvdRelease(handle);
 }
 
+PUBLIC hvd_status_t hvd_new_gate(hvd_handle_t *handle) {
+	needs(handle, "new gate", "got a null pointer for the handle");
+	return gohvdNewGate(handle);
+}
+
+PUBLIC hvd_status_t hvd_open_gate(hvd_handle_t handle) {
+	needs(1, "open gate", "");
+	return gohvdOpen(handle);
+}
+
 PUBLIC void hvd_free_result(hvd_result_t *result) {
 	if (!result || result->size != sizeof *result || !result->memory) {
 		return;

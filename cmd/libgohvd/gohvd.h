@@ -293,6 +293,13 @@ hvd_status_t hvd_poll(hvd_handle_t handle, int32_t *done);
  * done. Its result is freed. */
 hvd_status_t hvd_release(hvd_handle_t handle);
 
+/* hvd_new_gate makes a handle that is done when hvd_open_gate is called. With it among its handles, hvd_wait_any can
+ * be ended by another thread, for example because there are more operations to wait for. */
+hvd_status_t hvd_new_gate(hvd_handle_t *handle);
+
+/* hvd_open_gate makes the handle of a gate done. A further call does nothing. */
+hvd_status_t hvd_open_gate(hvd_handle_t handle);
+
 /* hvd_free_result frees the memory of a result. */
 void hvd_free_result(hvd_result_t *result);
 

@@ -385,6 +385,17 @@ func gohvdRelease(handle C.hvd_handle_t) C.hvd_status_t {
 	return status(process.Release(library.Handle(handle)))
 }
 
+//export gohvdNewGate
+func gohvdNewGate(handle *C.hvd_handle_t) C.hvd_status_t {
+	*handle = C.hvd_handle_t(process.NewGate())
+	return C.HVD_SUCCESS
+}
+
+//export gohvdOpen
+func gohvdOpen(handle C.hvd_handle_t) C.hvd_status_t {
+	return status(process.Open(library.Handle(handle)))
+}
+
 //export gohvdAlloc
 func gohvdAlloc(n C.uint64_t, to *unsafe.Pointer) C.hvd_status_t {
 	if n == 0 || n > math.MaxInt64 {

@@ -93,6 +93,13 @@ const (
 	SidecarBinaryVariable = "HVD_SIDECAR_BINARY"
 )
 
+// LibraryFile is the file name of the library for programs that are not in Go. LibraryVariable is the setting
+// with the path of that file.
+const (
+	LibraryFile     = "libgohvd.so"
+	LibraryVariable = "HVD_LIBRARY"
+)
+
 // FileVariable is the setting with the path of the settings file.
 const FileVariable = "HVD_CONFIG_FILE"
 
@@ -747,6 +754,13 @@ var settings = []Setting{
 		Otherwise: "bin/hvdd of the Python package or hvdd beside libgohvd, then hvdd on PATH",
 		Doc:       "path of hvdd, for programs that start a sidecar",
 		kind:      anything("the path of a program"),
+	},
+	{
+		Name: LibraryVariable, Section: sectionPlace, Scope: PerProcess,
+		Otherwise: "lib/libgohvd.so of the Python package, then bin/libgohvd.so of the checkout",
+		Doc: "path of libgohvd.so, for Python programs. If the library is beside hvdrun, hvdrun sets it for the " +
+			"ranks",
+		kind: anything("the path of a file"),
 	},
 	{
 		Name: "HVD_RUN", Section: sectionPlace, Scope: PerProcess,

@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"os"
-	"strings"
 
 	"golang.org/x/sys/unix"
 
@@ -17,9 +16,10 @@ import (
 const AnyPython = "python3"
 
 const (
-	sidecarName = config.SidecarProgram
-	sidecarFix  = "install gohvd from a wheel, build hvdd beside hvdrun (go build ./cmd/hvdd), or give its path with " +
-		config.SidecarBinaryVariable
+	sidecarName  = config.SidecarProgram
+	libgohvdName = "libgohvd"
+	libgohvdFix  = "install gohvd from a wheel, build the library in the checkout (make libgohvd), or give its path with " +
+		config.LibraryVariable
 	oldestPython = 10 // the minor version of the oldest supported Python, 3.10
 )
 
@@ -44,9 +44,10 @@ def version(name):
         return "of unknown version"
 facts = dict(version=platform.python_version(), minor=sys.version_info[1], torch=version("torch"), numpy=version("numpy"))
 try:
-    import gohvd, gohvd._sidecar
+    import gohvd, gohvd._library
     facts.update(gohvd=gohvd.__version__, at=gohvd.__file__)
-    facts.update(hvdd=gohvd._sidecar.find_sidecar())
+    facts.update(library=gohvd._library.path())
+    facts.update(its=gohvd._library.version())
 except Exception as e:
     facts.update(error="%s: %s" % (type(e).__name__, e), absent=getattr(e, "name", None) == "gohvd")
 print(json.dumps(facts))
@@ -56,25 +57,26 @@ print(json.dumps(facts))
 type pythonFacts struct {
 	Version, Torch, Numpy string
 	Minor                 int
-	Gohvd, At, Hvdd       string
-	// Error says why gohvd cannot be imported, or why it does not find hvdd. Absent is set if gohvd is not
-	// installed.
+	Gohvd, At             string
+	Library, Its          string // the path and the version of the library
+	// Error says why gohvd cannot be imported, or why it does not find or load the library. Absent is set if
+	// gohvd is not installed.
 	Error  string
 	Absent bool
 }
 
-// python reports which interpreter, torch, numpy, gohvd and hvdd a Python program would find. Go programs
+// python reports which interpreter, torch, numpy, gohvd and libgohvd a Python program would find. Go programs
 // need none of them.
 func python(ctx context.Context, s *System) []Line {
 	env := s.Environ
-	if s.Sidecar != "" && s.getenv(config.SidecarBinaryVariable) == "" {
+	if s.Library != "" && s.getenv(config.LibraryVariable) == "" {
 		// hvdrun sets the variable for its ranks in the same way
-		env = append(env[:len(env):len(env)], config.SidecarBinaryVariable+"="+s.Sidecar)
+		env = append(env[:len(env):len(env)], config.LibraryVariable+"="+s.Library)
 	}
 	file, err := s.LookPath(s.Python)
 	switch {
 	case err != nil && s.Python == AnyPython:
-		return []Line{ok("", "%s is not in PATH", AnyPython), s.hvddLine(ctx, s.Sidecar)}
+		return []Line{ok("", "%s is not in PATH", AnyPython)}
 	case err != nil:
 		return []Line{fail("", "give the path of a Python interpreter", "%v", err)}
 	}
@@ -99,42 +101,25 @@ func python(ctx context.Context, s *System) []Line {
 	}
 	switch {
 	case facts.Absent:
-		return append(lines, ok("gohvd", "not installed for this Python"), s.hvddLine(ctx, s.Sidecar))
+		return append(lines, ok("gohvd", "not installed for this Python"))
 	case facts.Gohvd == "":
 		return append(lines, warn("gohvd", "install it again (python/README.md)", "cannot import gohvd: %s",
 			facts.Error))
 	}
 	lines = append(lines, ok("gohvd", "%s at %s", facts.Gohvd, facts.At))
-	switch running := s.getenv(config.SidecarVariable); {
-	case running != "":
-		return append(lines, ok(sidecarName, "%s is %s, which is already running", config.SidecarVariable,
-			running))
-	case facts.Hvdd == "":
-		return append(lines, fail(sidecarName, sidecarFix, "%s", facts.Error))
-	}
-	return append(lines, s.hvddLine(ctx, facts.Hvdd))
-}
-
-// hvddLine runs the hvdd at the path file with --version and returns a line about the result: a failure if
-// hvdd does not run, or a warning if its version differs from the version of this program.
-func (s *System) hvddLine(ctx context.Context, file string) Line {
-	if file == "" {
-		return ok(sidecarName, "not beside hvdrun; only Python programs need it")
-	}
-	text, err := s.Output(ctx, s.Environ, []string{file, "--version"})
-	its := strings.TrimSpace(strings.TrimPrefix(strings.TrimSpace(text), sidecarName+" version"))
 	switch {
-	case err != nil:
-		return fail(sidecarName, sidecarFix, "%s: %v", file, err)
-	case its != config.VersionText():
-		return warn(sidecarName, sidecarFix, "%s has version %s, and hvdrun has version %s", file, its,
-			config.VersionText())
+	case facts.Library == "":
+		return append(lines, fail(libgohvdName, libgohvdFix, "%s", facts.Error))
+	case facts.Its == "":
+		return append(lines, fail(libgohvdName, libgohvdFix, "%s: %s", facts.Library, facts.Error))
+	case facts.Its != config.Version():
+		return append(lines, warn(libgohvdName, libgohvdFix, "%s has version %s, and hvdrun has version %s",
+			facts.Library, facts.Its, config.Version()))
 	}
-	return ok(sidecarName, "%s at %s", its, file)
+	return append(lines, ok(libgohvdName, "%s at %s", facts.Its, facts.Library))
 }
 
-// findSidecar returns the path of the hvdd that ranks in Python start. Ranks also look in the Python package
-// gohvd. findSidecar does not, because hvdrun does not know where that package is.
+// findSidecar returns the path of hvdd.
 func (s *System) findSidecar() (string, error) {
 	if named := s.getenv(config.SidecarBinaryVariable); named != "" {
 		if info, err := os.Stat(named); err != nil || !info.Mode().IsRegular() ||

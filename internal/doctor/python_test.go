@@ -14,28 +14,23 @@ import (
 	"github.com/gohvd/gohvd/internal/config"
 )
 
-// TestPythonPrograms checks the lines about Python, its packages and hvdd for different outputs of Python and
-// hvdd.
+// TestPythonPrograms checks the lines about Python, its packages and the library for different outputs of
+// Python.
 func TestPythonPrograms(t *testing.T) {
 	const gohvd = `"gohvd": "0.6", "at": "/p/gohvd"`
 	refused := errors.New("exit status 1: no such module")
 	for what, c := range map[string]struct {
 		facts    string // output of Python; empty if it fails
-		hvdd     string // output of hvdd; empty if it fails
-		sidecar  string
-		environ  []string
 		want     []string
 		noPython bool
 		named    string // the interpreter that the user names, if any
 	}{
-		"without Python": {noPython: true, sidecar: "/b/hvdd", hvdd: "hvdd version " + config.VersionText(),
-			want: []string{"ok python: not in PATH", "ok hvdd: " + config.VersionText() + " at /b/hvdd"}},
-		"without the Python that the user names": {noPython: true, named: "python9", sidecar: "/b/hvdd",
+		"without Python": {noPython: true, want: []string{"ok python: not in PATH"}},
+		"without the Python that the user names": {noPython: true, named: "python9",
 			want: []string{"fail python: exit status 1: no such module"}},
 		"another Python": {named: "python9",
 			facts: `{"version": "9.1", "minor": 12, "absent": true}`,
-			want: []string{"ok python: 9.1 at /usr/bin/python9", "ok torch", "ok numpy", "ok gohvd",
-				"ok hvdd"}},
+			want:  []string{"ok python: 9.1 at /usr/bin/python9", "ok torch", "ok numpy", "ok gohvd"}},
 		"Python is broken": {want: []string{"warn python: /usr/bin/python3: exit status 1: no such module"}},
 		"it prints rubbish": {
 			facts: "hello", want: []string{"warn python: /usr/bin/python3: invalid"},
@@ -43,55 +38,51 @@ func TestPythonPrograms(t *testing.T) {
 		"Python is old": {
 			facts: `{"version": "3.8.1", "minor": 8, "error": "x", "absent": true}`,
 			want: []string{"warn python: 3.8.1 at /usr/bin/python3 is too old", "ok torch: not installed",
-				"ok numpy: not installed", "ok gohvd: not installed", "ok hvdd: only Python programs"},
+				"ok numpy: not installed", "ok gohvd: not installed"},
 		},
 		"gohvd is broken": {
 			facts: `{"version": "3.12", "minor": 12, "torch": "2.4", "error": "SyntaxError: bad"}`,
 			want: []string{"ok python", "ok torch: 2.4", "ok numpy",
 				"warn gohvd: cannot import gohvd: SyntaxError: bad"},
 		},
-		"no hvdd": {
-			facts: `{"version": "3.12", "minor": 12, ` + gohvd + `, "error": "SidecarError: none on PATH"}`,
+		"no library": {
+			facts: `{"version": "3.12", "minor": 12, ` + gohvd + `, "error": "LibraryError: there is none"}`,
 			want: []string{"ok python", "ok torch", "ok numpy", "ok gohvd: 0.6 at /p/gohvd",
-				"fail hvdd: SidecarError: none on PATH"},
+				"fail libgohvd: LibraryError: there is none"},
 		},
-		"no hvdd needed": {
-			facts:   `{"version": "3.12", "minor": 12, ` + gohvd + `, "error": "SidecarError: none on PATH"}`,
-			environ: []string{"HVD_SIDECAR=unix:///s"},
+		"the library does not load": {
+			facts: `{"version": "3.12", "minor": 12, ` + gohvd + `, "library": "/b/l.so", "error": "OSError: x"}`,
 			want: []string{"ok python", "ok torch", "ok numpy", "ok gohvd",
-				"ok hvdd: HVD_SIDECAR is unix:///s, which is already running"},
+				"fail libgohvd: /b/l.so: OSError: x"},
 		},
-		"hvdd does not run": {
-			facts: `{"version": "3.12", "minor": 12, ` + gohvd + `, "hvdd": "/b/hvdd"}`,
+		"the library is another": {
+			facts: `{"version": "3.12", "minor": 12, ` + gohvd + `, "library": "/b/l.so", "its": "v0"}`,
 			want: []string{"ok python", "ok torch", "ok numpy", "ok gohvd",
-				"fail hvdd: /b/hvdd: exit status 1"},
+				"warn libgohvd: /b/l.so has version v0, and hvdrun has version " + config.Version()},
 		},
-		"hvdd is another": {
-			facts: `{"version": "3.12", "minor": 12, ` + gohvd + `, "hvdd": "/b/hvdd"}`, hvdd: "hvdd version v0\n",
+		"all is well": {
+			facts: `{"version": "3.12", "minor": 12, ` + gohvd + `, "library": "/b/l.so", "its": "` +
+				config.Version() + `"}`,
 			want: []string{"ok python", "ok torch", "ok numpy", "ok gohvd",
-				"warn hvdd: /b/hvdd has version v0, and hvdrun has version " + config.VersionText()},
+				"ok libgohvd: " + config.Version() + " at /b/l.so"},
 		},
 	} {
 		s := soundSystem()
-		s.Sidecar, s.Environ, s.Python = c.sidecar, c.environ, cmp.Or(c.named, s.Python)
+		s.Python = cmp.Or(c.named, s.Python)
 		if c.noPython {
 			s.LookPath = func(string) (string, error) { return "", refused }
 		}
 		s.Output = func(_ context.Context, _, argv []string) (string, error) {
-			text := c.facts
-			if argv[len(argv)-1] == "--version" {
-				text = c.hvdd
-			}
-			if text == "" {
+			if c.facts == "" {
 				return "", refused
 			}
-			return text, nil
+			return c.facts, nil
 		}
 		holds(t, what, look(t, s, "python"), c.want...)
 	}
 }
 
-// TestThisPython checks that the probe finds the gohvd of this checkout, and the hvdd that hvdrun or the
+// TestThisPython checks that the probe finds the gohvd of this checkout, and the library that hvdrun or the
 // environment names.
 func TestThisPython(t *testing.T) {
 	if _, err := exec.LookPath("python3"); err != nil {
@@ -101,28 +92,22 @@ func TestThisPython(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	hvdd := filepath.Join(t.TempDir(), "hvdd")
-	if err := os.WriteFile(hvdd, []byte("#!/bin/sh\necho "+"'hvdd version "+config.VersionText()+"'\n"),
-		0o700); err != nil {
-		t.Fatal(err)
-	}
 	s := Here(slices.DeleteFunc(os.Environ(), func(e string) bool {
 		return strings.HasPrefix(e, "HVD_") ||
 			strings.HasPrefix(e, "PYTHON")
 	}))
-	s.Sidecar = hvdd
+	s.Library = "/no/libgohvd.so"
 	s.Environ = append(s.Environ, "PYTHONDONTWRITEBYTECODE=1", "PYTHONPATH="+checkout)
 	lines := python(t.Context(), s)
-	holds(t, "this Python", lines, "ok ", "ok torch", "ok numpy", "ok gohvd: at "+checkout, "ok hvdd: "+
-		config.VersionText()+" at "+hvdd)
-	s.Environ = append(s.Environ, config.SidecarBinaryVariable+"="+hvdd+".none")
+	holds(t, "this Python", lines, "ok ", "ok torch", "ok numpy", "ok gohvd: at "+checkout,
+		"fail libgohvd: /no/libgohvd.so: LibraryError: cannot load the library of gohvd: /no/libgohvd.so")
+	s.Environ = append(s.Environ, config.LibraryVariable+"=/none.so")
 	lines = python(t.Context(), s)
 	holds(t, "a wrong name", lines, "ok ", "ok torch", "ok numpy", "ok gohvd",
-		"fail hvdd: SidecarError: HVD_SIDECAR_BINARY is")
+		"fail libgohvd: /none.so: LibraryError: ")
 	s.Environ = append(s.Environ, "PYTHONPATH=")
 	lines = python(t.Context(), s)
-	holds(t, "without gohvd", lines, "ok ", "ok torch", "ok numpy", "ok gohvd: not installed", "ok hvdd: "+
-		config.VersionText()+" at "+hvdd)
+	holds(t, "without gohvd", lines, "ok ", "ok torch", "ok numpy", "ok gohvd: not installed")
 }
 
 // TestCurrentFolder checks that the probe runs no module in the current folder, where another user may have

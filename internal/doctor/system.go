@@ -62,6 +62,8 @@ type System struct {
 	// Sidecar is the path of the hvdd in the folder of hvdrun, or empty if there is none. hvdrun passes it to
 	// ranks whose environment does not name another hvdd.
 	Sidecar string
+	// Library is the path of the libgohvd.so in the folder of hvdrun, as Sidecar is that of hvdd.
+	Library string
 	// Python is the name or path of the Python interpreter to check.
 	Python string
 	// Output runs the command argv with the environment env and empty standard input. It returns the last
@@ -99,8 +101,9 @@ type Interface struct {
 // and Agent.
 func Here(environ []string) *System {
 	s := &System{
-		Environ: environ, Sidecar: BesideSelf(config.SidecarProgram), Python: AnyPython,
-		Root: os.DirFS("/"), SIMD: kernel.Level(), Arch: runtime.GOARCH, Affinity: runtime.NumCPU(),
+		Environ: environ, Sidecar: BesideSelf(config.SidecarProgram), Library: BesideSelf(config.LibraryFile),
+		Python: AnyPython,
+		Root:   os.DirFS("/"), SIMD: kernel.Level(), Arch: runtime.GOARCH, Affinity: runtime.NumCPU(),
 		GOMAXPROCS: runtime.GOMAXPROCS(0),
 		Build:      Build{Go: runtime.Version()},
 		Rlimit: func(resource int) (r unix.Rlimit, err error) {
@@ -143,7 +146,7 @@ func BesideSelf(name string) string {
 		return ""
 	}
 	path := filepath.Join(filepath.Dir(self), name)
-	if unix.Access(path, unix.X_OK) != nil {
+	if unix.Access(path, unix.R_OK) != nil {
 		return ""
 	}
 	return path

@@ -99,6 +99,30 @@ func (t *task) take(into *Result) error {
 	return t.err
 }
 
+// gate is a pending that Open ends.
+type gate struct {
+	task
+	once sync.Once
+}
+
+// NewGate returns the handle of something that is done when Open is called. A thread can so end the WaitAny
+// of another one.
+func (l *Library) NewGate() Handle { return l.handles.add(new(gate)) }
+
+// Open ends what NewGate has begun. A further call does nothing.
+func (l *Library) Open(h Handle) error {
+	p, err := l.handles.find("open gate", h)
+	if err != nil {
+		return err
+	}
+	g, ok := p.(*gate)
+	if !ok {
+		return unknown("open gate", h)
+	}
+	g.once.Do(func() { g.complete(nil) })
+	return nil
+}
+
 // table has what is pending, by handle.
 type table struct {
 	mu    sync.Mutex

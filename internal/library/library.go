@@ -9,9 +9,13 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"os"
 	"path/filepath"
+	"strconv"
+	"strings"
 	"sync"
 	"sync/atomic"
+	"syscall"
 
 	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/internal/config"
@@ -81,6 +85,7 @@ func (l *Library) Init(o InitOptions) Handle {
 		}
 		options := o.rank()
 		options.Kept, options.LastEpoch, options.OnStall = &l.met, l.last, l.stalled
+		options.HasHandler = hasHandler
 		r := new(rank.Rank)
 		if err := r.Start(context.Background(), options); err != nil {
 			return err
@@ -89,6 +94,23 @@ func (l *Library) Init(o InitOptions) Handle {
 		l.running.Store(r)
 		return nil
 	})
+}
+
+// hasHandler reports whether this process has a handler for a signal. The Go runtime of a library installs
+// none for the signals of a program until the library asks for them.
+func hasHandler(s os.Signal) bool {
+	number, ok := s.(syscall.Signal)
+	text, err := os.ReadFile("/proc/self/status")
+	if err != nil || !ok {
+		return false
+	}
+	for line := range strings.Lines(string(text)) {
+		if set, is := strings.CutPrefix(line, "SigCgt:"); is {
+			caught, err := strconv.ParseUint(strings.TrimSpace(set), 16, 64)
+			return err == nil && caught>>(number-1)&1 != 0
+		}
+	}
+	return false
 }
 
 // Shutdown takes this rank out of the job. reason may be empty. failed says that the program has failed. This

@@ -172,8 +172,9 @@ func (o *Op) mark() error {
 	case o.Stream == perThread:
 		return errors.New("got stream 2, which is another stream in each thread")
 	}
+	noOutput := o.operation.Kind == message.Reduce && o.Spec.Root != o.rank.Place.Rank
 	for _, b := range o.execution.Buffers {
-		if b.Out == nil && b.In != nil {
+		if b.Out == nil && b.In != nil && !noOutput {
 			return errors.New("the library does not allocate memory of CUDA devices: give all tensors an output")
 		}
 	}

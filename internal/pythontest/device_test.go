@@ -3,7 +3,6 @@
 package pythontest
 
 import (
-	"os"
 	"os/exec"
 	"path/filepath"
 	"strings"
@@ -12,21 +11,12 @@ import (
 	"github.com/gohvd/gohvd/internal/testcuda"
 )
 
-// TestDevicePython runs operations on memory of CUDA devices that Python has exported. In some jobs the
-// sidecar cannot use this memory. In the last one, a rank is killed. Each sidecar is hvdd, which executes an
-// hvdd-gpu beside it.
+// TestDevicePython runs operations on memory of CUDA devices, with stand-ins for CUDA and NCCL. In some jobs
+// the tensors are copied through host memory. In the last one, a rank is killed.
 func TestDevicePython(t *testing.T) {
-	gpu := filepath.Join(filepath.Dir(hvdd), "hvdd-gpu")
-	out, err := exec.Command("go", "build", "-tags", "nccl", "-o", gpu,
-		"github.com/gohvd/gohvd/cmd/hvdd").CombinedOutput()
-	if err != nil {
-		t.Fatalf("building hvdd-gpu: %v\n%s", err, out)
-	}
-	t.Cleanup(func() { os.Remove(gpu) })
 	run := func(tests string, ranks int, env string) (string, error) {
 		cmd := job(t, ranks, filepath.Join(python(t), "tests", "device_ranks.py"), tests)
-		// The stand-in for the driver is found in the folder. The streams are slow, so that missing waits
-		// show.
+		// The streams are slow, so that missing waits show.
 		cmd.Env = append(cmd.Env, "HOROVOD_GPU_OPERATIONS=nccl", "HVD_NCCL_LIBRARY="+testcuda.NCCL(),
 			"HVD_CUDART_LIBRARY="+testcuda.CUDA(), "LD_LIBRARY_PATH="+testcuda.Folder(),
 			"STANDIN_CUDA_DELAY_US=2000", env)
@@ -39,9 +29,7 @@ func TestDevicePython(t *testing.T) {
 		env   string
 	}{
 		{"Values", 1, ""}, {"Values", 2, ""}, {"Values", 3, "STANDIN_CUDA_DEVICES=1"},
-		{"Fallbacks", 2, ""}, {"OtherDevices", 2, "STANDIN_CUDA_DEVICES=2"}, {"WithoutDriver", 2, ""},
-		{"WithoutNCCL", 2, "HOROVOD_GPU_OPERATIONS="},
-		{"Waits", 1, "STANDIN_CUDA_CALLS=" + filepath.Join(t.TempDir(), "calls")},
+		{"Fallbacks", 2, ""}, {"WithoutNCCL", 2, "HOROVOD_GPU_OPERATIONS="},
 	} {
 		out, err := run(c.tests, c.ranks, c.env)
 		if err != nil || strings.Count(out, ":Ran ") != c.ranks {

@@ -36,8 +36,7 @@ func pythonCommand(t *testing.T, interpreter string, args ...string) *exec.Cmd {
 	ctx, cancel := context.WithTimeout(t.Context(), pythonLimit)
 	t.Cleanup(cancel)
 	cmd := exec.CommandContext(ctx, interpreter, args...)
-	cmd.Env = append(os.Environ(), "PYTHONPATH="+python(t), "PYTHONDONTWRITEBYTECODE=1", "OMP_NUM_THREADS=1",
-		"HVD_SIDECAR_BINARY="+hvdd, fmt.Sprint("HOROVOD_GLOO_TIMEOUT_SECONDS=", pythonLimit.Seconds()))
+	cmd.Env = append(environment(t), fmt.Sprint("HOROVOD_GLOO_TIMEOUT_SECONDS=", pythonLimit.Seconds()))
 	cmd.WaitDelay = 10 * time.Second
 	return cmd
 }

@@ -21,8 +21,7 @@ func nodes(t testing.TB, args ...string) *exec.Cmd {
 		testnet.Python}, args...)...)
 	cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) }
 	cmd.WaitDelay = 20 * time.Second
-	cmd.Env = append(os.Environ(), "PYTHONPATH="+python(t), "PYTHONDONTWRITEBYTECODE=1", "OMP_NUM_THREADS=1",
-		"HVD_SIDECAR_BINARY="+hvdd)
+	cmd.Env = environment(t)
 	return cmd
 }
 
@@ -128,8 +127,7 @@ with ps.start() as node:
             raise
 `
 
-// TestParameterServerKilled checks that the sidecar of a worker that is killed ends without leaving the job,
-// so that the other worker learns which one has died.
+// TestParameterServerKilled checks that the other worker learns which worker was killed.
 func TestParameterServerKilled(t *testing.T) {
 	testnet.NeedTorch(t)
 	out, err := nodes(t, "-c", pythonDeadNode).CombinedOutput()

@@ -1,5 +1,5 @@
 // Package pythontest runs the tests of the Python package in the way in which users run programs: under
-// hvdrun, with real sidecars, PyTorch and numpy.
+// hvdrun, with PyTorch and numpy.
 package pythontest
 
 import (
@@ -25,8 +25,9 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// hvdrun and hvdd are the paths of the programs with these names. TestMain builds the programs.
-var hvdrun, hvdd string
+// hvdrun and hvdd are the paths of the programs with these names, and library is that of libgohvd.so.
+// TestMain builds them.
+var hvdrun, hvdd, library string
 
 func TestMain(m *testing.M) {
 	os.Exit(func() int {
@@ -43,13 +44,17 @@ func TestMain(m *testing.M) {
 			fmt.Fprintf(os.Stderr, "building the programs: %v\n%s", err, out)
 			return 1
 		}
+		library = filepath.Join(dir, "libgohvd.so")
+		if out, err := exec.Command("../../scripts/build-libgohvd.sh", library).CombinedOutput(); err != nil {
+			fmt.Fprintf(os.Stderr, "building the library: %v\n%s", err, out)
+			return 1
+		}
 		return testcuda.Main(m)
 	}())
 }
 
 // withoutRanks lists the test modules that need no other ranks. They run only in the job with one rank.
-var withoutRanks = []string{"test_core_arena", "test_core_exit", "test_core_programs", "test_core_wheel",
-	"test_core_wire"}
+var withoutRanks = []string{"test_core_exit", "test_core_programs", "test_core_wheel"}
 
 // pythonLimit limits the time of the Python tests for one number of ranks. In addition each test has a limit
 // of its own, but pythonLimit also ends a program that hangs outside of the tests.
@@ -84,14 +89,18 @@ func launched(t testing.TB, args ...string) *exec.Cmd {
 	cmd := exec.CommandContext(ctx, hvdrun, args...)
 	cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) }
 	cmd.WaitDelay = 20 * time.Second
-	cmd.Env = append(os.Environ(), "PYTHONPATH="+python(t), "PYTHONDONTWRITEBYTECODE=1", "OMP_NUM_THREADS=1",
-		"HVD_SIDECAR_BINARY="+hvdd, "HVD_RUN="+hvdrun)
+	cmd.Env = append(environment(t), "HVD_RUN="+hvdrun)
 	return cmd
 }
 
-// All tests of the Python package pass on 1 and on 3 ranks. Each rank starts a sidecar. (make test-python
-// also runs the tests on 2 ranks.) All test files run in one program, because importing torch takes longer
-// than most of them.
+// environment returns the environment of a Python program that uses the Python package of this checkout.
+func environment(t testing.TB) []string {
+	return append(os.Environ(), "PYTHONPATH="+python(t), "PYTHONDONTWRITEBYTECODE=1", "OMP_NUM_THREADS=1",
+		"HVD_LIBRARY="+library, "HVD_SIDECAR_BINARY="+hvdd)
+}
+
+// All tests of the Python package pass on 1 and on 3 ranks. (make test-python also runs the tests on 2
+// ranks.) All test files run in one program, because importing torch takes longer than most of them.
 func TestPython(t *testing.T) {
 	files, err := filepath.Glob(filepath.Join(python(t), "tests", "test_*.py"))
 	if err != nil || len(files) == 0 {
@@ -179,12 +188,11 @@ func (c *coverage) report(t *testing.T) {
 }
 
 // pythonVictim is a program that runs allreduces until one of them fails, and then prints the error. After
-// some steps, rank 1 kills its sidecar or itself, as the argument says.
+// some steps, rank 1 ends as the argument says.
 const pythonVictim = `
-import os, signal, sys, time
+import ctypes, os, signal, sys, time
 import torch
 import gohvd.torch as hvd
-from gohvd._engine import engine
 
 class Batches(torch.utils.data.Dataset):
     def __len__(self): return 1 << 20
@@ -195,10 +203,12 @@ loader = iter(torch.utils.data.DataLoader(Batches(), batch_size=2, num_workers=2
 for step in range(20):
     hvd.allreduce(next(loader), name="x")
 if hvd.rank() == 1:
-    if sys.argv[1] == "sidecar":
-        os.kill(engine.client().pid, signal.SIGKILL)
-    else:
+    if sys.argv[1] == "SIGKILL":
         os.kill(os.getpid(), signal.SIGKILL)
+    elif sys.argv[1] == "SIGSEGV":
+        ctypes.string_at(1)
+    else:
+        os._exit(7)
 begin = time.monotonic()
 try:
     while True:
@@ -209,24 +219,23 @@ except hvd.HorovodInternalError as e:
     del loader
 `
 
-// In one case, rank 1's sidecar is killed. Rank 1 gets an error with the cause, and rank 0 gets an error that
-// names rank 1. In the other case, rank 1 itself is killed. Rank 0 gets such an error too, even if forked
-// workers of rank 1 still hold its connection.
+// Rank 1 dies in several ways: it is killed, it crashes in C code, or it exits without shutdown. Rank 0 gets
+// an error that names rank 1, even if forked workers of rank 1 still run.
 func TestPythonKilled(t *testing.T) {
 	testnet.NeedTorch(t)
-	for _, victim := range []string{"sidecar", "trainer"} {
-		t.Run(victim, func(t *testing.T) {
+	for _, how := range []string{"SIGKILL", "SIGSEGV", "exit status 7"} {
+		t.Run(how, func(t *testing.T) {
 			script := filepath.Join(t.TempDir(), "script.py")
 			if err := os.WriteFile(script, []byte(pythonVictim), 0o600); err != nil {
 				t.Fatal(err)
 			}
-			out, err := job(t, 2, script, victim).CombinedOutput()
+			out, err := job(t, 2, script, how).CombinedOutput()
 			text := string(out)
 			if !strings.Contains(text, "rank 0 after") || !strings.Contains(text, "PeerError") {
 				t.Errorf("rank 0 has not heard that rank 1 failed: %v\n%s", err, text)
 			}
-			if victim == "sidecar" && !strings.Contains(text, "was killed by SIGKILL") {
-				t.Errorf("rank 1 has not heard how its sidecar ended: %v\n%s", err, text)
+			if !regexp.MustCompile(`rank 1: .*` + how).MatchString(text) {
+				t.Errorf("hvdrun does not say how rank 1 has ended: %v\n%s", err, text)
 			}
 			// The program measures the time after its imports, which take long on a busy machine.
 			for _, after := range regexp.MustCompile(`rank \d after ([0-9.]+) s`).FindAllStringSubmatch(text,
@@ -244,7 +253,6 @@ const pythonWorker = `
 import os
 import torch
 import gohvd.torch as hvd
-from gohvd._engine import engine
 
 class Batches(torch.utils.data.Dataset):
     def __len__(self): return 1 << 20
@@ -253,19 +261,19 @@ class Batches(torch.utils.data.Dataset):
 hvd.init()
 loader = iter(torch.utils.data.DataLoader(Batches(), batch_size=2, num_workers=2))
 hvd.allreduce(next(loader), name="x")
-print("processes", os.getpid(), engine.client().pid, *(w.pid for w in loader._workers), flush=True)
+print("processes", os.getpid(), *(w.pid for w in loader._workers), flush=True)
 while True:
     hvd.allreduce(next(loader), name="x")
 `
 
-// hvdrun is killed. Afterwards no rank, sidecar or forked worker of the job is running.
+// hvdrun is killed. Afterwards no rank or forked worker of the job is running.
 func TestHvdrunKilled(t *testing.T) {
 	testnet.NeedTorch(t)
 	script := filepath.Join(t.TempDir(), "script.py")
 	if err := os.WriteFile(script, []byte(pythonWorker), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	const ranks, perRank = 2, 4
+	const ranks, perRank = 2, 3
 	cmd := job(t, ranks, script)
 	var stderr bytes.Buffer
 	cmd.Stderr = &stderr

@@ -180,8 +180,14 @@ var signals = map[string]os.Signal{"SIGUSR1": unix.SIGUSR1, "SIGUSR2": unix.SIGU
 // followSignal starts or stops the timeline whenever the process receives the signal that the settings name.
 // A signal that arrives after followSignal has returned is not lost.
 func (t *timelines) followSignal() {
+	cfg := &t.rank.cfg
+	number := signals[cfg.Settings.TimelineSignal]
+	if cfg.HasHandler != nil && cfg.HasHandler(number) {
+		cfg.Log.Warn("HVD_TIMELINE_SIGNAL has no effect: the program already has a handler for this signal")
+		return
+	}
 	got := make(chan os.Signal, 1)
-	signal.Notify(got, signals[t.rank.cfg.Settings.TimelineSignal])
+	signal.Notify(got, number)
 	t.rank.running.Go(func() {
 		defer signal.Stop(got)
 		t.toggleAt(got)

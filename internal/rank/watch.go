@@ -36,6 +36,8 @@ type WatchConfig struct {
 	// Sets returns the members of each process set that exists now, by ID. It omits the global set.
 	Sets func() map[topo.ProcessSetID][]topo.Rank
 	Log  *zap.Logger
+	// HasHandler is that of Options.
+	HasHandler func(os.Signal) bool
 }
 
 // Watch connects a rank's engine to the flight recorder, the timeline, the metrics and the requests of the

@@ -1,13 +1,13 @@
 """gohvd: collective communication for distributed training, with Horovod's interface.
 
-``gohvd.torch`` is the interface for PyTorch, and ``gohvd.numpy`` is the interface for numpy. ``init`` starts a process,
-the sidecar ``hvdd``, which runs the operations of this rank.
+``gohvd.torch`` is the interface for PyTorch, and ``gohvd.numpy`` is the interface for numpy. The library
+libgohvd runs the operations of this rank in this process (docs/c-api.md).
 """
 
 from __future__ import annotations
 
 from . import _engine
-from ._arena import Block
+from ._engine import Block
 from .exceptions import HorovodInternalError, HorovodVersionMismatchError, HostsUpdatedInterrupt
 
 __version__ = "0.6.0"
@@ -16,10 +16,11 @@ __all__ = ["Block", "HorovodInternalError", "HorovodVersionMismatchError", "Host
 
 
 def alloc(nbytes: int) -> Block:
-    """Allocates a block of nbytes bytes of memory that operations work on without copying. The bytes are zero.
+    """Allocates a block of nbytes bytes that the other ranks of the host can read. Large operations on it are faster
+    (docs/arena.md). The bytes are zero.
 
     The program uses the ``view`` of the returned ``Block``, or arrays and tensors over this view. alloc may be called
-    before ``init``: it starts the sidecar if necessary. The block remains usable after ``shutdown``. Raises MemoryError
+    before ``init``. The block remains usable after ``shutdown``. Raises MemoryError
     if there is not enough memory.
     """
-    return _engine.engine.alloc(nbytes)
+    return Block(nbytes)

@@ -1,31 +1,31 @@
-"""The engine of one rank: its sidecar, its process sets, and what the interfaces for numpy and torch have in common.
+"""The engine of one rank, its process sets, and what the interfaces for numpy and torch have in common.
 
-An operation runs on memory in an arena. If the data of the program is elsewhere, it is copied into a *staging* block in
-an arena, and the result is copied back. A ``Plan`` is an encoded operation with its staging blocks. A plan that has run
-is kept for the next operation with the same name, type, shape and memory. That operation allocates nothing and is
-submitted by its slot number in the ring.
-
-A tensor on a CUDA device needs neither if the sidecar can open its memory: see ``_cuda`` and ``OnDevice``.
+An operation runs on the memory of the arrays of the program. Arrays whose elements are not one aligned block of memory
+are copied before and after it. A ``Slot`` has the description of an operation in the form that the library wants. It is
+kept for the next operation with the same name, type and shape, which then only changes the addresses.
 """
 
 from __future__ import annotations
 
 import atexit
-import collections
+import contextlib
 import ctypes
 import functools
 import math
 import os
+import sys
 import threading
 import warnings
+import weakref
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Callable, ContextManager, Dict, Generic, List, Optional, Sequence, Set, Tuple, TypeVar
 
-from . import _exit, _wire as wire
-from ._arena import Block, Extent
-from ._client import Client, Operation, Pending
-from ._cuda import Event, Unshareable
-from ._timeline_signal import TimelineSignal
-from .exceptions import HorovodInternalError, InitError, NotInitializedError, SidecarError
+from . import _exit, _library
+from ._library import (
+    ALLGATHER, ALLREDUCE, ALLTOALL, ANY_SOURCE, BARRIER, BROADCAST, GATHER, JOIN, KIND_NAMES, PENDING, RECV, REDUCE,
+    REDUCESCATTER, SCATTER, SEND, SLICE, SUCCESS, abandoned, check, quick, waiting,
+)  # fmt: skip
+from .exceptions import HorovodInternalError, InitError, LibraryError, NotInitializedError
 
 if TYPE_CHECKING:
     from .process_sets import ProcessSet
@@ -33,68 +33,56 @@ if TYPE_CHECKING:
 A = TypeVar("A")
 Shape = Tuple[int, ...]
 Code = Tuple[int, int]
-"""An element type: its number in the protocol, and its size in bytes."""
+"""An element type: its number in the library, and its size in bytes."""
 
 # The reductions. All except AverageActive have the same names and numbers as in Horovod.
 Average, Sum, Adasum, Min, Max, Product, AverageActive = range(7)
-_ON_WIRE = {Average: 1, Sum: 2, Min: 3, Max: 4, Product: 5, Adasum: 6, AverageActive: 7}
+_IN_LIBRARY = {Average: 1, Sum: 2, Min: 3, Max: 4, Product: 5, Adasum: 6, AverageActive: 7}
 
-# Limits for the plans that are kept to be used again: the number of plans, and the bytes of their staging blocks.
-_MAX_PLANS = 32768
-_MAX_IDLE_BYTES = 512 << 20
+# The most kinds of operations for which slots are kept.
+_MAX_SLOTS = 32768
 
-_KEPT_FROM_ENVIRONMENT = ("HOROVOD_", "HVD_")
-_NOT_SETTINGS = ("HVD_SIDECAR", "HVD_SIDECAR_BINARY", "HVD_SECRET", "HVD_SECRET_FILE", "HVD_RUN")
-
-# The name that a blocking operation gets if the program gives it none. The sidecar names all other unnamed operations
+# The name that a blocking operation gets if the program gives it none. The library names all other unnamed operations
 # noname.1, noname.2 and so on.
 _SYNC_NAME = "noname.0"
 
-# As this many bytes counts an event of a plan, so that at most 2048 events are kept for idle plans.
-_EVENT_BYTES = _MAX_IDLE_BYTES // 2048
-
-# Operations whose result, if there is one, has the shape of the tensor.
-_OUTPUT_LIKE_INPUT = (wire.ALLREDUCE, wire.BROADCAST, wire.REDUCE, wire.SEND, wire.RECV)
+# Operations whose result has the shape of the tensor.
+_OUTPUT_LIKE_INPUT = (ALLREDUCE, BROADCAST, REDUCE, RECV)
+# Operations whose result tells more than the outputs.
+_TELLING = (ALLTOALL, JOIN, RECV)
 
 
 class Framework(Generic[A]):
     """The functions of a framework, numpy or torch, that the engine needs to handle arrays."""
 
+    has_devices = False
+    """Whether arrays may be on CUDA devices. A framework without such arrays does not implement the methods for them."""
+
     def address(self, x: A) -> int:
-        """Returns the address of x's elements, or 0 if operations cannot work on them in place."""
+        """Returns the address of x's elements, or 0 if operations cannot read them in place."""
         raise NotImplementedError
 
-    def wrap(self, view: memoryview, dtype: Any, shape: Shape) -> A:
-        """Returns an array whose elements are the memory of view."""
-        raise NotImplementedError
+    def target_address(self, x: A) -> int:
+        """Returns the address of x's elements, or 0 if operations cannot write to them in place."""
+        return self.address(x)
 
     def copy(self, target: A, source: A) -> None:
         raise NotImplementedError
 
-    def clone(self, x: A, like: A) -> A:
-        """Returns a new array with the elements of x, on the same device as like."""
+    def empty(self, shape: Shape, like: A, in_memory: bool = False) -> A:
+        """Returns a new contiguous array with the element type of like and undefined elements. It is on the device of
+        like, or in memory.
+        """
         raise NotImplementedError
 
-    def fresh(self, data: memoryview, shape: Shape, like: A) -> A:
-        """Returns a new array with a copy of data. The array has the given shape, and the element type and device of
-        like.
-
-        Raises ValueError if data does not have the right size for the shape.
+    def wrap(self, memory: Any, shape: Shape, like: A) -> A:
+        """Returns an array with the elements in memory, a ctypes array. It has the element type of like and is on its
+        device.
         """
         raise NotImplementedError
 
     def device(self, x: A) -> int:
-        """Returns the number of the CUDA device that has x, or -1 if x is elsewhere. A framework without such arrays
-        does not implement the following methods.
-        """
-        return -1
-
-    def pointer(self, x: A) -> int:
-        """Returns the address of x's elements on its device, or 0 if operations cannot work on them in place."""
-        raise NotImplementedError
-
-    def empty(self, shape: Shape, like: A) -> A:
-        """Returns a new contiguous array with the element type and the device of like, and undefined elements."""
+        """Returns the number of the CUDA device that has x, or -1 if x is elsewhere."""
         raise NotImplementedError
 
     def stream(self, device: int) -> Any:
@@ -114,234 +102,313 @@ class Framework(Generic[A]):
         raise NotImplementedError
 
 
-class Plan(Generic[A]):
-    """An encoded operation with its staging blocks. It can run any number of times, but only once at a time. When a
-    plan is garbage-collected, it gives back its slot and its memory.
+@dataclass(eq=False)
+class Operation:
+    """What an operation does, apart from its name, its process set and its tensors. Two calls of ``operation`` with the
+    same arguments usually return the same object.
     """
 
-    __slots__ = ("key", "operation", "client", "extents", "nbytes", "inputs", "outputs", "event", "job")
-
-    def __init__(self, key: tuple, client: Client, job: int) -> None:
-        self.key = key
-        self.job = job
-        """The number of the job, counted in this process. A plan is not reused in a later job, because a process set
-        with the same number may have other ranks there.
-        """
-        self.client = client
-        self.extents: List[Extent] = []
-        self.nbytes = 0
-        self.operation: Optional[Operation] = None
-        self.inputs: List[Optional[A]] = []
-        """The staging array of each tensor, or None for a tensor that is in an arena itself."""
-        self.outputs: List[Optional[A]] = []
-        """The staging array of each result. It is None if the result overwrites the tensor, or if its size is not known
-        before the operation runs.
-        """
-        self.event: Optional[Event] = None
-        """The event that orders an operation on a CUDA device after and before the work of the program."""
-
-    def __del__(self) -> None:
-        # If an exception of a signal handler has ended __init__ early, the attribute does not exist.
-        operation = getattr(self, "operation", None)
-        if operation is not None:
-            self.client.forget(operation)
-        for extent in getattr(self, "extents", ()):
-            self.client.arena.give(extent)
-        event = getattr(self, "event", None)
-        if event is not None:
-            self.client.exports.give_event(event)
+    kind: int
+    reduction: int = Sum
+    prescale: float = 1.0
+    postscale: float = 1.0
+    root: int = 0
+    splits: Tuple[int, ...] = ()
+    peer: int = 0
+    tag: int = 0
+    grouped: bool = False
+    timeout: float = 0.0
+    """The timeout in seconds. 0 means that of the settings."""
+    any_kind: bool = False
+    """Whether the name that the ranks compare does not begin with the kind. Then ranks that call different operations
+    with the same name get a mismatch error.
+    """
 
 
-class OnDevice(Generic[A]):
-    """The memory of an operation that the sidecar runs on a CUDA device, and the stream of the program there."""
+operation = functools.lru_cache(maxsize=4096)(Operation)
 
-    __slots__ = ("device", "stream", "inputs", "outputs", "shapes", "where", "where_out")
+# Offsets in a slot, in words of 8 bytes.
+_STREAM = _library.Op.stream.offset // 8
+_HANDLE = ctypes.sizeof(_library.Op) // 8
+_TENSORS = _HANDLE + 1
+_INPUT, _OUTPUT = _TENSORS + _library.Tensor.input.offset // 8, _TENSORS + _library.Tensor.output.offset // 8
+_TENSOR_WORDS = ctypes.sizeof(_library.Tensor) // 8
 
-    def __init__(self, device: int, stream: Any) -> None:
-        self.device = device
-        self.stream = stream
-        """The stream that was the current stream of the device when the operation was begun."""
-        self.inputs: List[A] = []
-        """The arrays of the operation, or contiguous copies of them."""
-        self.outputs: List[A] = []
-        """The arrays to which the sidecar writes."""
-        self.shapes: Optional[Tuple[Shape, ...]] = None
-        """The shapes of the outputs, or None if the operation is in place."""
-        self.where: Tuple[Optional[Tuple[int, int]], ...] = ()
-        self.where_out: Tuple[Optional[Tuple[int, int]], ...] = ()
-        """The arenas of the inputs and of the outputs, and the offsets there."""
-
-
-class Call(Generic[A]):
-    """An operation in flight. Until the operation is done, the sidecar may use the memory of the plan and of the
-    arrays.
+class Slot:
+    """An operation in the form that the library wants, and its handle while it is in flight. One call at a time uses a
+    slot.
     """
 
     __slots__ = (
-        "engine", "framework", "plan", "arrays", "targets", "on", "pending", "received", "source", "_results"
+        "memory", "words", "address", "handle_address", "arrays", "lock", "home", "outputs", "misaligned", "tells"
     )  # fmt: skip
 
     def __init__(
-        self,
-        engine: Engine,
-        framework: Framework[A],
-        plan: Plan[A],
-        arrays: Sequence[A],
-        targets: Optional[Sequence[A]],
-        on: Optional[OnDevice[A]],
-    ) -> None:
-        self.engine = engine
+        self, op: Operation, name: Optional[str], set_id: int, shapes: Sequence[Shape], codes: Sequence[Code],
+        outputs: Optional[Sequence[Shape]], device: int, home: List[Slot],
+    ) -> None:  # fmt: skip
+        text = b"" if name is None else _full_name(op, name).encode() + b"\0"
+        dims = sum(map(len, shapes))
+        numbers = (_TENSORS + _TENSOR_WORDS * len(shapes)) * 8
+        size = numbers + 8 * (dims + len(op.splits)) + len(text)
+        self.memory = (ctypes.c_uint64 * (-(-size // 8)))()
+        self.words = memoryview(self.memory).cast("B").cast("Q")
+        self.address = at = ctypes.addressof(self.memory)
+        self.handle_address = at + 8 * _HANDLE
+        self.arrays: Any = None
+        """The arrays that the library reads and writes while the operation is in flight."""
+        self.lock = threading.RLock()
+        """It is held by a thread that waits for the operation."""
+        self.home = home
+        """The list of the slots like this one that are not in use."""
+        self.outputs = outputs
+        """The shapes of the results, no shapes if there is no result, and None if the library knows them only when the
+        operation is done.
+        """
+        self.misaligned = codes[0][1] - 1 if codes else 0
+        """The bits that the address of the first tensor must not have."""
+        self.tells = outputs is None or op.kind in _TELLING
+        """Whether the library tells more than the elements of the results."""
+        c = _library.Op.from_buffer(self.memory)
+        c.size, c.kind, c.process_set, c.device = ctypes.sizeof(c), op.kind, set_id, device
+        if op.kind in (ALLREDUCE, REDUCE, REDUCESCATTER):
+            c.reduction = _IN_LIBRARY[op.reduction]
+        c.dtype = codes[0][0] if codes else 0
+        c.flags = _library.GROUPED if op.grouped else 0
+        c.num_tensors, c.tensors = len(shapes), at + 8 * _TENSORS
+        c.root, c.peer, c.tag = op.root, op.peer, op.tag
+        c.prescale, c.postscale, c.timeout_seconds = op.prescale, op.postscale, op.timeout
+        after = numbers // 8
+        for i, (shape, code) in enumerate(zip(shapes, codes)):
+            t = _library.Tensor.from_buffer(self.memory, 8 * (_TENSORS + _TENSOR_WORDS * i))
+            t.dims, t.dtype, t.shape = len(shape), code[0], at + 8 * after
+            if outputs:
+                t.output_bytes = math.prod(outputs[i]) * code[1]
+            for n in shape:
+                self.words[after] = n
+                after += 1
+        c.num_splits, c.splits = len(op.splits), at + 8 * after
+        for n in op.splits:
+            self.words[after] = n
+            after += 1
+        if text:
+            c.name = at + 8 * after
+            ctypes.memmove(at + 8 * after, text, len(text))
+
+    def __del__(self) -> None:
+        # If an exception of a signal handler has ended __init__ early, the attribute does not exist.
+        words = getattr(self, "words", None)
+        if words is not None and words[_HANDLE] and not sys.is_finalizing():
+            _library.abandon(words[_HANDLE], self.arrays)
+
+
+def _full_name(op: Operation, name: str) -> str:
+    """Returns the name by which the ranks match an operation. It begins with the kind, so that the program may use the
+    same name for operations of different kinds.
+    """
+    if op.any_kind:
+        return name
+    return f"grouped_{KIND_NAMES[op.kind]}.{name}" if op.grouped else f"{KIND_NAMES[op.kind]}.{name}"
+
+
+_forked = False  # whether this process was forked from a rank
+_slice, _nowhere = (SLICE,), (None,)
+_finishing = threading.RLock()  # held by a thread that writes results to arrays
+
+
+class Call(Generic[A]):
+    """An operation. Until it is done, the library may use the memory of its arrays."""
+
+    # Most operations need only what __init__ sets.
+    likes: Sequence[A] = ()
+    """The arrays of the operation. A result whose size only the library knows has their type and device."""
+    copies: Sequence[Tuple[A, A]] = ()
+    """Pairs of arrays. When the operation is done, the second array is copied to the first one."""
+    stream: Any = None
+    """The stream that was the current one of the device of the arrays when the operation was begun, if they are on one."""
+    result: Optional[_library.Result] = None
+    """What the library tells besides the elements of the results."""
+    error: Optional[Exception] = None
+
+    def __init__(self, framework: Framework[A], slot: Slot, outputs: Optional[Sequence[A]]) -> None:
         self.framework = framework
-        self.plan: Optional[Plan[A]] = plan
-        self.arrays = arrays
-        self.targets = targets
-        self.on = on
-        """The memory of an operation on a CUDA device. It is None if the operation is in memory of the host."""
-        self.pending: Optional[Pending] = None
-        self.received: List[int] = []
-        """The number of rows that were received from each member. It is set when an alltoall is done."""
-        self.source = wire.ANY_SOURCE
-        """The sender of a message. It is known from the beginning unless the message may come from any rank."""
-        self._results: Optional[List[A]] = None
+        self.slot: Optional[Slot] = slot
+        """The description of the operation. It is None when the operation is done."""
+        self.outputs = outputs
+        """The results. It is None until the operation is done if the library allocates them."""
+        self.ended: List[int] = []
+        """The status with which the operation has ended. It is a list, because then an exception of a signal handler
+        cannot come between the end and the change of this attribute.
+        """
+
+    take: Callable[[Any], Any]
+    """The function that returns what wait returns. The interface for numpy sets it."""
+
+    def wait(self) -> Any:
+        """Waits until the operation is done and returns its result. Later calls return the same result."""
+        return self.take(self)
+
+    def run(self) -> None:
+        """Submits the operation and waits until it is done."""
+        slot, result = self.slot, self.result
+        assert slot is not None
+        if result is None:
+            status = waiting.hvd_run(slot.address, SLICE, slot.handle_address, None)
+        else:
+            status = waiting.hvd_run(slot.address, SLICE, slot.handle_address, ctypes.addressof(result))
+        if status == SUCCESS:
+            self.slot = slot.arrays = None
+            slot.home.append(slot)
+            return
+        if status != PENDING:
+            self.ended.append(status)
+        self.settle()
+
+    def poll(self) -> bool:
+        """Returns whether the operation is done, with or without an error."""
+        slot = self.slot
+        if slot is None:
+            return True
+        done = ctypes.c_int32()
+        return quick.hvd_poll(slot.words[_HANDLE], done) != SUCCESS or done.value != 0
+
+    def handle(self) -> int:
+        """Returns the handle of the operation, or 0 if the operation is done."""
+        slot = self.slot
+        return 0 if slot is None else slot.words[_HANDLE]
 
     def done(self) -> bool:
-        """Returns whether the operation is done. If it is done without an error, the results have been written to the
-        targets.
-        """
-        pending = self.pending
-        if pending is None:
-            return True
-        plan = self.plan
-        if plan is not None and not plan.client.poll(pending):
+        """Returns whether the operation is done. If it is done without an error, the results have been written."""
+        if not self.poll():
             return False
-        self.release_name()
-        if pending.error is None:
+        self.settle()
+        if self.error is None:
             self.results()
         return True
 
-    def release_name(self) -> None:
-        """Makes the name free as soon as the operation is done, even if the program does not wait for the operation."""
-        if self.pending is not None:
-            self.pending.held = False
-
-    def known(self) -> bool:
-        """Returns whether the operation is done, according to the completions that have been read. It does not read any
-        further completions.
+    def settle(self) -> None:
+        """Waits until the operation is done, with or without an error. It does not write the results to arrays to which
+        the library has not written them.
         """
-        return self.pending is None or self.pending.done
-
-    def settle(self, others: Sequence[Call[A]]) -> None:
-        """Waits until the operation is done, with or without an error. The argument others has the operations for which
-        the caller waits next.
-        """
-        pending, plan = self.pending, self.plan
-        if pending is None or plan is None:
+        slot = self.slot
+        if slot is None:
             return
-        try:
-            plan.client.wait(pending, [call.pending for call in others if call.pending is not None])
-        except Exception:
-            if not pending.done or pending.error is None:
-                raise  # a signal handler has raised the exception, not the operation
+        if _forked:
+            # A thread that does not exist in this process may have held the lock.
+            self.slot, self.error = None, _library.error(quick.hvd_check())
+            return
+        with slot.lock:
+            if self.slot is None:
+                return  # another thread has waited for it
+            ended, result = self.ended, self.result
+            into = _nowhere if result is None else (ctypes.addressof(result),)
+            while not ended or ended[0] == PENDING:
+                ended.clear()
+                ended.extend(map(waiting.hvd_wait, (slot.words[_HANDLE],), _slice, into))
+            # From here on, an exception of a signal handler may come anywhere, and the next call begins again.
+            if ended[0] and self.error is None:
+                self.error = _library.error(ended[0])
+            slot.words[_HANDLE] = 0
+            self.slot = slot.arrays = None
+            slot.home.append(slot)
 
     def results(self) -> List[A]:
         """Waits for the operation and returns its results, which are the targets or new arrays. If the operation
         failed, raises its error.
         """
-        pending, plan = self.pending, self.plan
-        if self._results is None and plan is not None and pending is not None:
-            plan.client.wait(pending)
-            self._finish(plan, pending)
-        if self._results is None:
-            if pending is not None and pending.error is not None:
-                raise pending.error()
-            raise HorovodInternalError(
-                "the results of this operation were lost, because a call that fetched them was interrupted"
-            )
-        if self.on is not None:
-            self.framework.follow(self.on.stream)
-        return self._results
+        if self.slot is not None:
+            self.settle()
+        if self.error is not None:
+            raise self.error.with_traceback(None)
+        if self.copies or self.outputs is None:
+            self._finish()
+        if self.stream is not None:
+            self.framework.follow(self.stream)
+        return self.outputs or []
 
-    def _finish(self, plan: Plan[A], pending: Pending) -> None:
-        fw, targets = self.framework, self.targets
-        reply, completion = pending.reply, None
-        if reply is not None and reply.completion is not None:
-            self.source = reply.completion.source
-            if plan.key[0] not in _OUTPUT_LIKE_INPUT:
-                completion = reply.completion
-                self.received = completion.received_splits
-        out: List[A] = [] if self.on is None else self._results_on(plan, self.on)
-        for i, x in enumerate(self.arrays if self.on is None else ()):
-            local = plan.outputs[i]
-            if local is not None:
-                if targets is None:
-                    out.append(fw.clone(local, x))
-                else:
-                    fw.copy(targets[i], local)
-                    out.append(targets[i])
-            elif targets is not None:
-                out.append(targets[i])  # the sidecar has written the result to the target
-            elif plan.key[0] in _OUTPUT_LIKE_INPUT:
-                out.append(x)
-            else:
-                if completion is None or i >= len(completion.results):
-                    raise HorovodInternalError(
-                        f"{wire.KIND_NAMES[plan.key[0]]}: the sidecar's answer has no result for tensor {i}"
-                    )
-                place, shape = completion.results[i]
-                out.append(fw.fresh(plan.client.result(place), shape, x))
-        self._results = out
-        self.plan = None
-        self.arrays = ()
-        if self.on is not None:
-            self.on.inputs, self.on.outputs = [], []
-        while completion is not None and completion.results:
-            plan.client.free_result(completion.results.pop()[0])
-        self.engine.keep(plan)
+    def _finish(self) -> None:
+        """Writes or makes the results that the library has not written to their arrays."""
+        fw, result = self.framework, self.result
+        with _finishing:
+            if self.copies:
+                with fw.using(self.stream) if self.stream is not None else contextlib.nullcontext():
+                    for target, made in self.copies:
+                        fw.copy(target, made)
+                self.copies = ()
+            if self.outputs is None and result is not None:
+                outputs = []
+                for x, output in zip(self.likes, result.outputs[: result.num_outputs]):
+                    memory = _library.memory_at(output.data or 0, output.bytes)
+                    memory.owner = result  # frees the memory when the last array is gone
+                    outputs.append(fw.wrap(memory, tuple(output.shape[: output.dims]), x))
+                self.outputs = outputs
 
-    def _results_on(self, plan: Plan[A], on: OnDevice[A]) -> List[A]:
-        """Returns the results on a CUDA device, which are complete on the stream of on."""
-        fw, targets = self.framework, self.targets
-        assert plan.event is not None
-        # The arrays are kept alive until here. So if their memory is used again, it is after the operation: the sidecar
-        # has answered when the device had done it, and the streams that continue from here follow the event.
-        plan.event.make_wait(fw.handle(on.stream))
-        out = []
-        for i, made in enumerate(on.outputs):
-            if targets is not None and targets[i] is not made:
-                with fw.using(on.stream):
-                    fw.copy(targets[i], made)
-                made = targets[i]
-            out.append(made)
-        return out
+    @property
+    def received(self) -> List[int]:
+        """The number of rows that were received from each member. It is known when an alltoall is done."""
+        result = self.result
+        return [] if result is None else result.received[: result.num_received]
 
-    def __del__(self) -> None:
-        plan, pending = getattr(self, "plan", None), getattr(self, "pending", None)
-        if plan is not None and pending is not None and pending.reply is not None:
-            completion = pending.reply.completion
-            while completion is not None and completion.results:
-                plan.client.discard_result(completion.results.pop()[0])
+    @property
+    def last_joined(self) -> int:
+        """The rank that joined last. It is known when a join is done."""
+        return -1 if self.result is None else self.result.last_joined
+
+    @property
+    def source(self) -> int:
+        """The sender of a message. It is known when a recv is done."""
+        return ANY_SOURCE if self.result is None else self.result.source
 
 
-class _Caller(threading.local):
-    waits = False
+@dataclass
+class Place:
+    """The place of this rank in the job."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    homogeneous: bool
+    devices: bool
+    """Whether operations on CUDA devices are possible."""
 
 
-_caller = _Caller()
+class Block:
+    """Memory that operations read and write in place.
 
-
-def begin_and_wait(begin: Callable[..., Any], *args: Any, **kw: Any) -> Any:
-    """Calls begin, which starts an asynchronous operation, and returns the handle. The caller must wait for the handle
-    next.
-
-    begin sends no doorbell, because the wait will notify the sidecar. A wait tells the sidecar that the program is
-    idle, so that the sidecar serves this rank immediately. After a doorbell without a wait, the sidecar would leave the
-    processor to the program.
+    ``free`` frees the memory, and the view must not be used afterwards. If ``free`` is not called, the memory is freed
+    when the block and all objects made of its view (slices, numpy arrays, tensors) are gone.
     """
-    _caller.waits = True
-    try:
-        return begin(*args, **kw)
-    finally:
-        _caller.waits = False
+
+    __slots__ = ("nbytes", "view", "_finalizer", "__weakref__")
+
+    def __init__(self, nbytes: int) -> None:
+        if nbytes < 0:
+            raise ValueError(f"alloc: got {nbytes} bytes, want 0 or more")
+        size, at = max(nbytes, 1), ctypes.c_void_p()
+        try:
+            check(waiting.hvd_alloc(size, ctypes.byref(at)))
+        except LibraryError:
+            raise
+        except HorovodInternalError as e:
+            raise MemoryError(str(e)) from None
+        # Every buffer made from the view refers to this ctypes array. So its finalizer runs when the last of these
+        # buffers is gone.
+        root = _library.memory_at(at.value or 0, size)
+        self.nbytes = nbytes
+        self.view = memoryview(root).cast("B")[:nbytes]
+        """The bytes of the block, which the program may write. In a new block they are zero."""
+        self._finalizer = weakref.finalize(root, quick.hvd_free, at.value)
+        self._finalizer.atexit = False
+
+    def free(self) -> None:
+        """Frees the memory. No operation on the block may be in flight. A further call does nothing."""
+        self._finalizer()
+
+    def __repr__(self) -> str:
+        return f"<gohvd.Block of {self.nbytes} bytes>"
 
 
 class Engine:
@@ -350,20 +417,15 @@ class Engine:
     def __init__(self) -> None:
         self._lock = threading.RLock()  # held while the process joins or leaves the job
         self._main_thread = threading.main_thread().ident
-        self._client: Optional[Client] = None
-        self._environment: Dict[str, str] = {}
-        self._place: Optional[wire.Ready] = None
+        self._place: Optional[Place] = None
         self._sets: Dict[int, ProcessSet] = {}
         self._registered: List[ProcessSet] = []  # several objects may stand for one process set of the job
-        self._plans: "collections.OrderedDict[tuple, List[Plan]]" = collections.OrderedDict()
-        self._plans_lock = threading.Lock()
-        self._idle = self._idle_bytes = 0
-        self._warned: Set[str] = set()  # the kinds of the Unshareable errors that were shown
-        self._simple: Dict[Tuple[int, int], Operation] = {}
-        self._job = 0
+        self._slots: Dict[tuple, List[Slot]] = {}
+        # The calls of operations named _SYNC_NAME whose wait was interrupted, and the keys of these operations.
+        self._interrupted: List[Tuple[tuple, Call]] = []
+        self._warned: Set[str] = set()  # the reasons for which tensors on CUDA devices are copied that were shown
         self._exit_registered = False
         self._except_hook = _exit.ExceptHook()
-        self._timeline_signal = TimelineSignal(self._forward_signal)
         self.at_shutdown: List[Callable[[], None]] = []
         """Functions that are called when this process leaves the job."""
         # The object that users know as global_process_set. The module process_sets assigns it.
@@ -371,91 +433,49 @@ class Engine:
 
     # Joining and leaving the job.
 
-    def client(self) -> Client:
-        """Returns the connection to the sidecar. Starts the sidecar if necessary."""
-        with self._lock:
-            if self._client is None or self._client.over and self._place is None:
-                if self._client is not None:
-                    self._client.close()
-                    self._clear_plans()
-                self._client = Client()
-                self._environment = _settings()
-                if not self._exit_registered:
-                    atexit.register(self.close)
-                    self._exit_registered = True
-                    self._except_hook.install()
-            return self._client
-
     def init(self, process_sets: Sequence[ProcessSet], settings: Dict[str, str]) -> None:
         """Joins the job. If this process is already in a job, process_sets must be registered in that job, and settings
         has no effect.
         """
         with self._lock:
             if self._place is None:
-                client = self.client()
-                changed = self._changed_settings()
-                changed.update(settings)
-                ranks = [s.ranks or [] for s in process_sets]
-                client.job_over = None
+                sets = [_library.Ranks(s.ranks or []) for s in process_sets]
+                options = _library.InitOptions(
+                    ctypes.sizeof(_library.InitOptions), len(settings), _library.settings(settings),
+                    (_library.Ranks * len(sets))(*sets), len(sets),
+                )  # fmt: skip
                 try:
-                    reply = client.call(lambda i: wire.init(i, changed, ranks))
-                except SidecarError:
+                    if not self._exit_registered:
+                        atexit.register(self.close)
+                        self._exit_registered = True
+                        self._except_hook.install()
+                    _library.call(waiting.hvd_init, options)
+                except LibraryError:
                     raise
                 except HorovodInternalError as e:
                     raise InitError(str(e)) from None  # the other error has the same text
-                if reply.ready is None:
-                    raise HorovodInternalError("init: the sidecar's answer does not say which rank this is")
-                self._place = reply.ready
+                facts = [getattr(quick, f"hvd_{name}")() for name in _FACTS]
+                self._place = Place(*facts[:6], homogeneous=facts[6] == 1, devices=facts[7] == 1)
                 self._sets = {0: self.global_set}
-                self.global_set.ranks = list(range(reply.ready.size))
-                if client.pid:  # only a sidecar that this process started needs the signals
-                    self._timeline_signal.listen()
-            elif any([not self._registered_in_job(s) for s in process_sets]):
-                # Another client of the sidecar may have added these process sets.
-                self._refresh()
+                self.global_set.ranks = list(range(self._place.size))
             for k, s in enumerate(process_sets):
                 if s.ranks == self.global_set.ranks:
                     raise ValueError(f"process_sets entry number {k} is a duplicate: {s} has all ranks of the job")
                 s.process_set_id = self._id_of(s)
 
-    def _changed_settings(self) -> Dict[str, str]:
-        """Returns the settings that have changed in the environment since the sidecar was started."""
-        now = _settings()
-        changed = {k: v for k, v in now.items() if self._environment.get(k) != v}
-        changed.update({k: "" for k in self._environment if k not in now})
-        return changed
-
     def new_unique_id(self) -> str:
-        """Makes a unique id, with which all ranks can join one job. The sidecar of this process serves the job's store.
-        """
-        client = self.client()
-        return client.call(lambda i: wire.new_unique_id(i, self._changed_settings())).unique_id
-
-    def _registered_in_job(self, s: ProcessSet) -> bool:
-        return any([sorted(ranks) == s.ranks for _, ranks in self._sets_of_all()])
-
-    def _sets_of_all(self) -> List[Tuple[int, List[int]]]:
-        """Returns the numbers and ranks of the process sets that all ranks know, except the set of all ranks."""
-        alone = {ident for ident, s in self._sets.items() if s.members_only}
-        return [p for p in self.place().process_sets if p[0] not in alone]
-
-    def _refresh(self) -> None:
-        """Updates the list of the job's process sets. It sends Init, because within a job the sidecar answers Init with
-        the current state of the job.
-        """
-        reply = self._call(lambda i: wire.init(i, {}, []))
-        if reply.ready is not None:
-            self._place = reply.ready
+        """Makes a unique id, with which all ranks can join one job. This process serves the job's store."""
+        return _library.text_of(waiting.hvd_new_unique_id, None)
 
     def _id_of(self, s: ProcessSet) -> int:
         """Returns the number of the registered set that has the same ranks as s, and registers s as a further object
-        for this set.
+        for this set. Sets that only their members have registered do not count.
 
         Raises ValueError if no registered set has these ranks.
         """
-        assert s.ranks is not None
-        for ident, ranks in self._sets_of_all():
-            if sorted(ranks) == s.ranks:
+        alone = {ident for ident, other in self._sets.items() if other.members_only}
+        for ident, ranks in self.set_ranks().items():
+            if ident not in alone and ranks == s.ranks:
                 self._sets[ident] = s
                 self._registered.append(s)
                 return ident
@@ -465,7 +485,7 @@ class Engine:
         )
 
     def shutdown(self) -> None:
-        """Leaves the job, and keeps the sidecar for the next job. Outside a job this has no effect."""
+        """Leaves the job. Outside a job this has no effect."""
         self._leave(*_exit.of_shutdown())
 
     def fail(self, reason: str) -> None:
@@ -477,68 +497,59 @@ class Engine:
             if self._place is None:
                 return
             try:
-                if self._client is not None and not self._client.over:
-                    self._client.call(lambda i: wire.shutdown(i, reason, failed))
+                _library.call(waiting.hvd_shutdown, reason.encode(), _library.FAILED if failed else 0)
             except (HorovodInternalError, ValueError):
                 pass  # the job has failed, and the operations in flight have raised its error
             finally:
                 self._place = None
-                self._timeline_signal.stop()
                 for s in self._registered:
                     s._invalidate()
                 self._registered = []
                 self._sets = {}
+                self._interrupted = []
+                self._slots = {}  # a process set with the same number may have other ranks in the next job
                 for f in self.at_shutdown:
                     f()
-                self._clear_plans()
-                if self._client is not None:
-                    self._client.release_names()
-                    if self._client.over:
-                        self._client.close()
-                        self._client = None
+                _library.reap()
 
     def close(self) -> None:
-        """Leaves the job and closes the connection to the sidecar. It runs when the process exits."""
-        with self._lock:
-            self._leave(*_exit.of_exit())
-            if self._client is not None:
-                self._client.close()
-                self._client = None
-                self._clear_plans()
+        """Leaves the job when the process exits."""
+        self._leave(*_exit.of_exit())
 
     def after_fork(self) -> None:
         """Makes the engine usable in a forked process. It replaces the locks, because no thread exists there that could
         release the old ones.
         """
+        global _finishing, _forked
+        _finishing, _forked = threading.RLock(), self._place is not None
         self._lock = threading.RLock()
         self._main_thread = threading.get_ident()
-        self._plans_lock = threading.Lock()
-
-    def _forward_signal(self, number: int) -> None:
-        """Sends to the sidecar a signal that this process has received. A signal handler calls this method."""
-        client = self._client
-        if client is not None:
-            client.signal(number)
 
     def initialized(self) -> bool:
         return self._place is not None
 
-    def place(self) -> wire.Ready:
+    def place(self) -> Place:
         """Returns this rank's place in the job: its rank, the size and so on. Raises NotInitializedError outside a job.
         """
         if self._place is None:
             raise NotInitializedError()
         return self._place
 
+    def failure(self) -> Optional[Exception]:
+        """Returns the error that has ended the job, or None while the job runs."""
+        status = quick.hvd_check()
+        return _library.error(status) if status else None
+
     # Process sets.
 
     def set_ranks(self) -> Dict[int, List[int]]:
         """Returns the ranks of all process sets of the job. The keys are the numbers of the sets."""
         self.place()
-        with self._lock:
-            self._refresh()
-            ranks = {ident: sorted(members) for ident, members in sorted(self.place().process_sets)}
-        return {0: list(self.global_set.ranks), **ranks}
+        found = {}
+        for number in sorted(_library.numbers_of(quick.hvd_process_sets)):
+            with contextlib.suppress(ValueError):  # the set was removed since
+                found[number] = _library.numbers_of(quick.hvd_process_set_ranks, number)
+        return found
 
     def registered_sets(self, ranks: Optional[List[int]]) -> Dict[int, ProcessSet]:
         """Returns the registered process sets with these ranks. The keys are the numbers of the sets."""
@@ -556,51 +567,39 @@ class Engine:
                 if other.ranks == s.ranks and not other.members_only:
                     raise ValueError(f"a process set with these ranks is already registered: {other}")
         limit = check_timeout(timeout, "add_process_set")
-        reply = self._call(lambda i: wire.add_process_set(i, s.ranks or [], members_only, name, limit))
-        if reply.process_set is None:
-            raise HorovodInternalError(f"add_process_set: the sidecar's answer has no number for {s}")
-        number = reply.process_set[0]
+        handle, result = _library.Handle(), _library.Result()
+        check(
+            quick.hvd_add_process_set(
+                _library.Ranks(s.ranks), _library.MEMBERS_ONLY if members_only else 0, name.encode(), limit, None, handle
+            )
+        )
+        _library.wait(handle, result)
         with self._lock:
-            self._sets[number] = s
+            self.place()
+            self._sets[result.process_set] = s
             self._registered.append(s)
-            self.place().process_sets.append((number, list(s.ranks)))
-            s.members_only, s.process_set_id = members_only, number
+            s.members_only, s.process_set_id = members_only, result.process_set
 
     def remove_set(self, s: ProcessSet, timeout: Optional[float] = None, wait: bool = True) -> bool:
         """Removes a process set and returns whether it was registered. If wait is false, it does not wait until the
         other ranks have removed the set.
         """
         self.place()
-        ident, client = s.process_set_id, self._client
-        if not ident or ident not in self._sets or client is None:
+        number = s.process_set_id
+        if not number or number not in self._sets:
             return False
-        number: int = ident
-        limit = check_timeout(timeout, "remove_process_set")
-        request = client.request(lambda i: wire.remove_process_set(i, number, limit))
+        handle = _library.Handle()
+        check(quick.hvd_remove_process_set(number, check_timeout(timeout, "remove_process_set"), handle))
         if wait:
-            client.wait(request)
+            _library.wait(handle)
+        else:
+            quick.hvd_release(handle)
         with self._lock:
             self._sets.pop(number, None)
-            place = self.place()
-            place.process_sets = [p for p in place.process_sets if p[0] != number]
             for other in [r for r in self._registered if r.process_set_id == number]:
                 other._invalidate()
                 self._registered.remove(other)
         return True
-
-    # The timeline.
-
-    def start_timeline(self, path: str, mark_cycles: bool) -> None:
-        self._call(lambda i: wire.start_timeline(i, path, mark_cycles))
-
-    def stop_timeline(self) -> None:
-        self._call(wire.stop_timeline)
-
-    def _call(self, encode: Callable[[int], bytes]) -> wire.Reply:
-        client = self._client
-        if client is None:
-            raise NotInitializedError()
-        return client.call(encode)
 
     def set_id(self, s: ProcessSet, what: str) -> int:
         """Returns the number of a process set. Raises ValueError if the set is not registered or this rank is not a
@@ -616,399 +615,268 @@ class Engine:
             raise ValueError(f"{what}: rank {rank} is not a member of process set {ident} with ranks {s.ranks}")
         return ident
 
+    # The timeline.
+
+    def start_timeline(self, path: str, mark_cycles: bool) -> None:
+        check(waiting.hvd_start_timeline(os.fsencode(path), mark_cycles))
+
+    def stop_timeline(self) -> None:
+        check(waiting.hvd_stop_timeline())
+
     # Operations.
 
     def begin(
         self,
-        framework: Framework[A],
-        kind: int,
+        fw: Framework[A],
+        op: Operation,
+        name: Optional[str],
+        process_set: ProcessSet,
         arrays: Sequence[A],
         shapes: Tuple[Shape, ...],
-        dtype: Any,
-        code: Code,
-        process_set: ProcessSet,
-        name: Optional[str],
-        *,
+        codes: Tuple[Code, ...],
         targets: Optional[Sequence[A]] = None,
-        reduce_op: int = Sum,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
-        root: int = 0,
-        splits: Tuple[int, ...] = (),
-        peer: int = 0,
-        tag: int = 0,
-        grouped: bool = False,
-        at_once: bool = False,
-        later: bool = False,
-        types: Optional[Tuple[Tuple[Any, Code], ...]] = None,
         outputs: Optional[Tuple[Shape, ...]] = None,
-        timeout: float = 0.0,
-        number: int = 0,
     ) -> Call[A]:
-        """Begins an operation on contiguous arrays and returns it as a Call. If grouped is false, there must be one
-        array, or none for a barrier.
+        """Begins an operation on arrays. If it is not grouped, there must be one array, or none for a barrier or a join.
 
-        dtype is the element type of the arrays, and code is the number and size of this type. If the arrays of a group
-        have different types, types has the type and the code of each array. An allreduce, a broadcast, a recv, and a
-        reduce at its root write their results to the targets, which may be the arrays themselves. Any other operation
-        has targets only if outputs has the shapes of the results. Without targets, a caller that knows these shapes
-        gives them because otherwise an operation on a CUDA device is copied through host memory. If a result turns out
-        to have another size, the operation fails. timeout is in seconds; 0 means the timeout of the settings.
+        shapes and codes have the shapes and the element types of the arrays. The results are written to the targets,
+        which may be the arrays themselves. An operation whose result has a size that not only depends on the shapes
+        (allgather, alltoall, gather, scatter) has targets only if outputs has the shapes of the results. Without targets,
+        a caller that knows these shapes gives them because otherwise an operation on a CUDA device is copied through host
+        memory. If a result turns out to have another size, the operation fails.
 
-        If number is not 0, the operation is named by the given name, a point and the number, without its kind. So ranks
-        that call different operations get a mismatch error. The caller makes sure that no earlier operation with this
-        name is in flight. at_once says that the caller waits for the operation immediately after this call. later says
-        that the caller will soon call notify_now, begin another operation, or wait.
+        If op.any_kind is set, the caller makes sure that no earlier operation with this name is in flight.
         """
-        client = self._client
-        if self._place is None or client is None:
-            raise NotInitializedError()
-        set_id = self.set_id(process_set, wire.KIND_NAMES[kind])
-        if name is None and at_once and threading.get_ident() == self._main_thread:
-            # The main thread of each rank has at most one such operation in flight. So these operations share a name,
-            # which stays in the response cache. There is one exception: if a signal has interrupted the wait for the
-            # last such operation, that operation may still be in flight and hold the name.
-            if not client.in_use((set_id, _full_name(kind, _SYNC_NAME, grouped))):
-                name = _SYNC_NAME
-        in_place = targets is arrays
-        device = framework.device(arrays[0]) if arrays else -1
-        on: Optional[OnDevice[A]] = None
-        where_out: Tuple[Optional[Tuple[int, int]], ...] = ()
-        if device >= 0:
-            sizes = [code[1]] * len(arrays) if types is None else [its[1] for _, its in types]
-            try:
-                on = self._place_on(client, framework, device, kind, arrays, shapes, sizes, targets, outputs, root, process_set)
-            except Unshareable as e:
-                self._warn(e)
-        if on is not None:
-            where, where_out, outputs = on.where, on.where_out, on.shapes
-        elif types is None:
-            where = tuple([self._where(client, framework.address(x), code[1]) for x in arrays])
-        else:
-            where = tuple([self._where(client, framework.address(x), its[1]) for x, (_, its) in zip(arrays, types)])
-        if on is None and outputs is not None and targets is None:
-            where_out = (None,) * len(outputs)
-        elif on is None and outputs is not None and targets is not None:
-            where_out = tuple([self._where(client, framework.address(x), code[1]) for x in targets])
-            where, where_out = _apart(where, shapes, where_out, outputs, code[1])
-        key = (
-            kind, framework, name, set_id, code, types, shapes, where, in_place, reduce_op, prescale, postscale, root,
-            splits, peer, tag, grouped, outputs, where_out, timeout, number != 0, -1 if on is None else device,
-            0 if on is None else _stream_number(framework.handle(on.stream)),
-        )  # fmt: skip
-        plan = self._take(key)
-        if plan is None:
-            plan = self._plan(key, client, framework, dtype, process_set)
-        record: Optional[Callable[[], None]] = None
-        if on is not None:
-            assert plan.event is not None
-            record = functools.partial(plan.event.record, framework.handle(on.stream))
-        elif kind != wire.RECV and (kind != wire.BROADCAST or root == self._place.rank):
-            for local, x in zip(plan.inputs, arrays):
-                if local is not None:
-                    framework.copy(local, x)
-        call: Call[A] = Call(self, framework, plan, arrays, targets, on)
-        call.source = peer
-        operation = plan.operation
-        assert operation is not None
-        # The name is held only if the program has given it. For an operation without a name, the sidecar makes a new
-        # name each time.
-        later = later or at_once or _caller.waits
-        held = name is not None and not at_once and not number
-        call.pending = client.submit(operation, call, later, held, number, record)
+        call = self._call(fw, op, name, process_set, arrays, shapes, codes, targets, outputs)
+        slot = call.slot
+        status = quick.hvd_submit(slot.address, slot.handle_address)
+        if status:
+            call.slot, call.error = None, _library.error(status)
+            if isinstance(call.error, ValueError):  # the call is wrong; otherwise the job has failed
+                raise call.error
         return call
 
-    def _place_on(
-        self, client: Client, fw: Framework[A], device: int, kind: int, arrays: Sequence[A], shapes: Tuple[Shape, ...],
-        sizes: List[int], targets: Optional[Sequence[A]], outputs: Optional[Tuple[Shape, ...]], root: int,
+    def run(
+        self,
+        fw: Framework[A],
+        op: Operation,
+        name: Optional[str],
         process_set: ProcessSet,
-    ) -> OnDevice[A]:  # fmt: skip
-        """Returns the memory of an operation on arrays of a CUDA device. sizes has the sizes of their elements, and
-        outputs the shapes of the targets if the caller of begin has given them. Raises Unshareable if the sidecar
-        cannot run the operation there, and then has written to none of the arrays.
+        arrays: Sequence[A],
+        shapes: Tuple[Shape, ...],
+        codes: Tuple[Code, ...],
+        targets: Optional[Sequence[A]] = None,
+        outputs: Optional[Tuple[Shape, ...]] = None,
+        sync_name: bool = False,
+    ) -> Call[A]:
+        """Runs an operation as begin does, and waits until it is done. If sync_name is true, and the operation has no
+        name, operations of this kind share a name if they run in the main thread.
         """
-        if not self.place().devices:
-            raise Unshareable("job", "the job uses no CUDA devices; set HOROVOD_GPU_OPERATIONS=nccl for all ranks")
-        client.exports.ready(device)
-        on: OnDevice[A] = OnDevice(device, fw.stream(device))
-        here = targets is arrays or kind == wire.REDUCE and root != self.place().rank
-        on.shapes = None if here else outputs if outputs is not None else _result_shapes(kind, shapes, process_set)
-        nbytes = [math.prod(shape) * size for shape, size in zip(shapes, sizes)]
-        on.inputs = list(arrays)
-        on.where = tuple(map(functools.partial(_export, client, fw, device), arrays, nbytes, sizes))
-        if on.shapes is not None:
-            given = on.shapes
-            out_bytes = [math.prod(shape) * size for shape, size in zip(given, sizes)]
-            on.outputs = [fw.empty(s, x) for s, x in zip(given, arrays)] if targets is None else list(targets)
-            on.where_out = tuple(map(functools.partial(_export, client, fw, device), on.outputs, out_bytes, sizes))
-            on.where, on.where_out = _apart(on.where, shapes, on.where_out, given, sizes[0])
-            if None in on.where_out:
-                on.outputs = [fw.empty(s, x) if at is None else x for s, x, at in zip(given, on.outputs, on.where_out)]
-                on.where_out = tuple(map(functools.partial(_export, client, fw, device), on.outputs, out_bytes, sizes))
-        if None in on.where:
-            on.inputs = [fw.empty(s, x) if at is None else x for s, x, at in zip(shapes, arrays, on.where)]
-            on.where = tuple(map(functools.partial(_export, client, fw, device), on.inputs, nbytes, sizes))
-            for made, x in zip(on.inputs, arrays):
-                if made is not x:
-                    fw.copy(made, x)
-        if here:
-            on.outputs = on.inputs if targets is not None else list(arrays)
-        return on
+        if sync_name and name is None:
+            name = self._sync_name(op, process_set)
+        call = self._call(fw, op, name, process_set, arrays, shapes, codes, targets, outputs)
+        try:
+            call.run()
+        except BaseException:
+            if name is _SYNC_NAME and call.slot is not None:
+                self._interrupted.append((_sync_key(op, process_set), call))
+            raise
+        return call
 
-    def _warn(self, e: Unshareable) -> None:
-        """Shows why tensors on CUDA devices are copied through host memory, once for each reason."""
-        if e.kind not in self._warned:
-            self._warned.add(e.kind)
-            warnings.warn(f"tensors on CUDA devices are copied through host memory: {e}", RuntimeWarning, stacklevel=4)
+    def _sync_name(self, op: Operation, process_set: ProcessSet) -> Optional[str]:
+        """Returns the name of a blocking operation to which the program has given none.
 
-    def notify_now(self) -> None:
-        """Notifies the sidecar of the operations that were begun with the argument later=True."""
-        client = self._client
-        if client is not None:
-            client.notify_now()
-
-    def _where(self, client: Client, address: int, alignment: int) -> Optional[Tuple[int, int]]:
-        """Returns the number of the arena that has the memory at the address, and the offset in this arena. Returns
-        None if the sidecar cannot work on the memory in place.
+        The main thread of each rank has at most one such operation of a kind in flight. So these operations share a name,
+        which stays in the response cache. There is one exception: if a signal has interrupted the wait for the last such
+        operation, it may still be in flight and hold the name.
         """
-        found = client.arena.find(address) if address else None
-        if found is None or found[1] % alignment:
+        if threading.get_ident() != self._main_thread:
             return None
-        client.ensure_mapped(found[0])
-        return found[0].number, found[1]
-
-    def _plan(self, key: tuple, client: Client, fw: Framework[A], dtype: Any, process_set: ProcessSet) -> Plan[A]:
-        (
-            kind, _, name, set_id, code, types, shapes, where, in_place, reduce_op, pre, post, root, splits, peer, tag,
-            grouped, outputs, where_out, timeout, numbered, device, stream,
-        ) = key  # fmt: skip
-        plan: Plan[A] = Plan(key, client, self._job)
-        if device >= 0:
-            plan.event = client.exports.take_event(device)
-            plan.nbytes = _EVENT_BYTES
-        tensors: List[Tuple[Shape, Optional[wire.Place], Optional[wire.Place], int]] = []
-        number, size = code
-        for i, (shape, at) in enumerate(zip(shapes, where)):
-            if types is not None:
-                dtype, (number, size) = types[i]
-            nbytes = math.prod(shape) * size
-            source: Optional[wire.Place] = None
-            if at is not None:
-                source = at[0], at[1], nbytes
-                plan.inputs.append(None)
-            else:
-                source = self._stage(plan, plan.inputs, fw, dtype, shape, nbytes)
-            target: Optional[wire.Place] = None
-            if kind == wire.SEND or kind == wire.REDUCE and root != self.place().rank:
-                target = 0, 0, 0
-                plan.outputs.append(None)
-            elif outputs is not None:
-                nbytes = math.prod(outputs[i]) * size
-                if where_out[i] is not None:
-                    target = where_out[i][0], where_out[i][1], nbytes
-                    plan.outputs.append(None)
-                else:
-                    target = self._stage(plan, plan.outputs, fw, dtype, outputs[i], nbytes)
-            elif kind in _OUTPUT_LIKE_INPUT:
-                if at is None:
-                    target = source
-                    plan.outputs.append(plan.inputs[-1])
-                elif in_place:
-                    target = source
-                    plan.outputs.append(None)
-                else:
-                    target = self._stage(plan, plan.outputs, fw, dtype, shape, nbytes)
-            elif kind == wire.REDUCESCATTER and shape:
-                mine = (_rows(shape[0], process_set),) + shape[1:]
-                target = self._stage(plan, plan.outputs, fw, dtype, mine, math.prod(mine) * size)
-            else:
-                plan.outputs.append(None)
-            tensors.append((shape, source, target, number))
-        body = wire.operation(
-            kind,
-            dtype=code[0],
-            reduce_op=_ON_WIRE[reduce_op] if kind in (wire.ALLREDUCE, wire.REDUCE, wire.REDUCESCATTER) else 0,
-            prescale=pre,
-            postscale=post,
-            root_rank=root,
-            process_set=set_id,
-            timeout=timeout,
-            grouped=grouped,
-            tensors=tensors,
-            splits=splits,
-            peer=peer,
-            tag=tag,
-            event=0 if plan.event is None else plan.event.number,
-            stream=stream,
-        )
-        if numbered:
-            plan.operation = Operation(body + wire.operation_name(name), f'{wire.KIND_NAMES[kind]} "{name}"')
-        elif name is None:
-            plan.operation = Operation(body, wire.KIND_NAMES[kind])
-        else:
-            full = _full_name(kind, name, grouped)
-            label = f'{wire.KIND_NAMES[kind]} "{full}"'
-            plan.operation = Operation(body + wire.operation_name(full), label, (set_id, full))
-        return plan
-
-    def _stage(
-        self, plan: Plan[A], into: List[Optional[A]], fw: Framework[A], dtype: Any, shape: Shape, nbytes: int
-    ) -> wire.Place:
-        extent = plan.client.take(nbytes)
-        plan.extents.append(extent)
-        plan.nbytes += extent[2]
-        chunk, offset, _ = extent
-        into.append(fw.wrap(chunk.view[offset : offset + nbytes], dtype, shape))
-        return chunk.number, offset, nbytes
-
-    def simple(self, kind: int, process_set: ProcessSet) -> wire.Completion:
-        """Runs a barrier or a join, waits until it is done, and returns its completion."""
-        client = self._client
-        if self._place is None or client is None:
-            raise NotInitializedError()
-        set_id = self.set_id(process_set, wire.KIND_NAMES[kind])
-        operation = self._simple.get((kind, set_id))
-        if operation is None:
-            operation = Operation(wire.operation(kind, process_set=set_id), wire.KIND_NAMES[kind])
-            self._simple[kind, set_id] = operation
-        pending = client.submit(operation, later=True)
-        client.wait(pending)
-        if pending.reply is None or pending.reply.completion is None:
-            return wire.Completion()
-        return pending.reply.completion
-
-    def alloc(self, nbytes: int) -> Block:
-        return self.client().arena.alloc(nbytes)
-
-    # Plans that are kept to be used again.
-
-    def _take(self, key: tuple) -> Optional[Plan]:
-        with self._plans_lock:
-            idle = self._plans.get(key)
-            if not idle:
+        if self._interrupted:
+            self._interrupted = [(key, call) for key, call in self._interrupted if not call.done()]
+            if _sync_key(op, process_set) in [key for key, _ in self._interrupted]:
                 return None
-            plan = idle.pop()
-            self._idle -= 1
-            self._idle_bytes -= plan.nbytes
-            return plan
+        return _SYNC_NAME
 
-    def keep(self, plan: Plan) -> None:
-        """Keeps a plan that has run. If there are too many plans, drops the least recently used ones."""
-        dropped: List[object] = []  # kept alive until the lock is released, so that no finalizer runs before
-        with self._plans_lock:
-            if plan.job != self._job:
-                return
-            self._plans.setdefault(plan.key, []).append(plan)
-            self._plans.move_to_end(plan.key)
-            self._idle += 1
-            self._idle_bytes += plan.nbytes
-            while (self._idle > _MAX_PLANS or self._idle_bytes > _MAX_IDLE_BYTES) and len(self._plans) > 1:
-                _, idle = self._plans.popitem(last=False)
-                self._idle -= len(idle)
-                self._idle_bytes -= sum([p.nbytes for p in idle])
-                dropped.append(idle)
-        if dropped:
-            del idle
-            dropped.clear()
-            plan.client.arena.collect()
+    def _call(
+        self, fw: Framework[A], op: Operation, name: Optional[str], process_set: ProcessSet, arrays: Sequence[A],
+        shapes: Tuple[Shape, ...], codes: Tuple[Code, ...], targets: Optional[Sequence[A]],
+        outputs: Optional[Tuple[Shape, ...]],
+    ) -> Call[A]:  # fmt: skip
+        """Returns an operation that has not begun."""
+        if self._place is None:
+            raise NotInitializedError()
+        set_id = process_set.process_set_id
+        if set_id != 0:
+            set_id = self.set_id(process_set, KIND_NAMES[op.kind])
+        if abandoned:
+            _library.reap()
+        device, stream, in_memory = -1, None, False
+        if fw.has_devices and arrays:
+            device = fw.device(arrays[0])
+            if device >= 0:
+                why = self._not_on_device(op, self._outputs(op, shapes, process_set) if outputs is None else outputs)
+                if why:
+                    self._warn(why)
+                    device, in_memory = -1, True
+                else:
+                    stream = fw.stream(device)
+        key = op, name, set_id, shapes, codes, outputs, device
+        home = self._slots.get(key)
+        if home is None:
+            if len(self._slots) >= _MAX_SLOTS:
+                self._slots = {}
+            home = self._slots[key] = []
+        try:
+            slot = home.pop()
+        except IndexError:
+            slot = None
+        if slot is None:
+            known = self._outputs(op, shapes, process_set) if outputs is None else outputs
+            slot = Slot(op, name, set_id, shapes, codes, known, device, home)
+        words = slot.words
+        if stream is not None:
+            words[_STREAM] = fw.handle(stream)
+        if targets is arrays and len(arrays) == 1 and not in_memory and slot.outputs:
+            address = fw.address(arrays[0])
+            if address and not address & slot.misaligned:
+                words[_INPUT] = words[_OUTPUT] = address
+                slot.arrays = arrays
+                call = Call(fw, slot, arrays)
+                if stream is not None:
+                    call.stream = stream
+                if slot.tells:
+                    call.result = _library.Result()
+                return call
+        copies: List[Tuple[A, A]] = []
+        inputs: List[Any] = []
+        at = _INPUT
+        for x, shape, (_, size) in zip(arrays, shapes, codes):
+            address = 0 if in_memory else fw.address(x)
+            if not address or address % size:
+                made = fw.empty(shape, x, in_memory)
+                if op.kind != RECV:
+                    fw.copy(made, x)
+                if targets is arrays:
+                    copies.append((x, made))
+                x, address = made, fw.address(made)
+            inputs.append(x)
+            words[at] = address
+            at += _TENSOR_WORDS
+        results: Optional[List[A]] = None
+        at = _OUTPUT
+        if slot.outputs and targets is arrays:
+            results = list(arrays)
+            for _ in arrays:
+                words[at] = words[at - 1]
+                at += _TENSOR_WORDS
+        elif slot.outputs is not None:
+            results = []
+            for i, shape in enumerate(slot.outputs):
+                x, size = arrays[i], codes[i][1]
+                target = fw.empty(shape, x) if targets is None else targets[i]
+                results.append(target)
+                address = 0 if in_memory else fw.target_address(target)
+                if targets is not None and address:
+                    if self._overlap(op.kind, process_set, words[at - 1], shapes[i], address, shape, size):
+                        address = 0
+                if not address or address % size:
+                    made = fw.empty(shape, x, in_memory)
+                    copies.append((target, made))
+                    target, address = made, fw.address(made)
+                inputs.append(target)  # keeps it alive
+                words[at] = address
+                at += _TENSOR_WORDS
+        slot.arrays = inputs
+        call = Call(fw, slot, results)
+        call.likes, call.copies, call.stream = arrays, copies, stream
+        if slot.tells:
+            call.result = _library.Result()
+        return call
 
-    def _clear_plans(self) -> None:
-        with self._plans_lock:
-            plans, self._plans = self._plans, collections.OrderedDict()
-            self._idle = self._idle_bytes = 0
-            self._simple = {}
-            self._job += 1
-        del plans
+    def _outputs(
+        self, op: Operation, shapes: Sequence[Shape], process_set: ProcessSet
+    ) -> Optional[Sequence[Shape]]:
+        """Returns the shapes of the results, no shapes if there is no result, and None if the library knows them only when
+        the operation is done.
+        """
+        kind = op.kind
+        if kind == REDUCE and op.root != self.place().rank or kind in (SEND, BARRIER, JOIN):
+            return ()
+        if kind in _OUTPUT_LIKE_INPUT:
+            return shapes
+        if kind == REDUCESCATTER:
+            return tuple([(_rows(s[0], process_set),) + tuple(s[1:]) if s else s for s in shapes])
+        return None
+
+    @staticmethod
+    def _overlap(
+        kind: int, process_set: ProcessSet, array: int, shape: Shape, target: int, output: Shape, size: int
+    ) -> bool:
+        """Returns whether an array and its target overlap in a way that the library refuses."""
+        nbytes, out_bytes = math.prod(shape) * size, math.prod(output) * size
+        if array + nbytes <= target or target + out_bytes <= array:
+            return False
+        if kind in (ALLGATHER, REDUCESCATTER):
+            me = process_set.rank() or 0
+            if kind == ALLGATHER:
+                return array != target + me * nbytes
+            return nbytes != out_bytes * (process_set.size() or 1) or target != array + me * out_bytes
+        return array != target or nbytes != out_bytes or kind in (ALLTOALL, GATHER, SCATTER)
+
+    def _not_on_device(self, op: Operation, known: Optional[Sequence[Shape]]) -> str:
+        """Returns why an operation on tensors on a CUDA device must be copied through host memory, or an empty text."""
+        name = KIND_NAMES[op.kind]
+        if not self.place().devices:
+            return "the job uses no CUDA devices; set HOROVOD_GPU_OPERATIONS=nccl for all ranks"
+        if op.kind in (SEND, RECV):
+            return f"a {name} is a message, which NCCL does not send for gohvd"
+        if known is None:
+            return f"the program does not know the size of the result of this operation, {name}, before it"
+        return ""
+
+    def _warn(self, why: str) -> None:
+        """Shows why tensors on CUDA devices are copied through host memory, once for each reason."""
+        if why not in self._warned:
+            self._warned.add(why)
+            warnings.warn(f"tensors on CUDA devices are copied through host memory: {why}", RuntimeWarning, stacklevel=5)
+
+    def simple(self, kind: int, process_set: ProcessSet) -> Call[Any]:
+        """Runs a barrier or a join, waits until it is done, and returns it."""
+        call = self.run(_no_arrays, operation(kind), None, process_set, (), (), ())
+        call.results()
+        return call
 
 
-def _full_name(kind: int, name: str, grouped: bool) -> str:
-    """Returns the name by which the ranks match an operation. It begins with the kind, so that the program may use the
-    same name for operations of different kinds.
-    """
-    return f"grouped_{wire.KIND_NAMES[kind]}.{name}" if grouped else f"{wire.KIND_NAMES[kind]}.{name}"
+_FACTS = (
+    "rank", "size", "local_rank", "local_size", "cross_rank", "cross_size", "is_homogeneous", "has_devices",
+)  # fmt: skip
+
+_no_arrays: Framework[Any] = Framework()
 
 
-def _spans(
-    places: Sequence[Optional[Tuple[int, int]]], shapes: Sequence[Shape], size: int
-) -> List[Tuple[int, int, int]]:
-    """Returns the arena, the begin and the end of each array of elements of the given size that is in an arena."""
-    return [(at[0], at[1], at[1] + math.prod(shape) * size) for at, shape in zip(places, shapes) if at is not None]
+def _sync_key(op: Operation, process_set: ProcessSet) -> tuple:
+    return op.kind, op.grouped, process_set.process_set_id
 
 
-def _overlap(spans: Sequence[Tuple[int, int, int]], others: Sequence[Tuple[int, int, int]]) -> bool:
-    return any([a[0] == b[0] and a[1] < b[2] and b[1] < a[2] for a in spans for b in others])
-
-
-def _apart(
-    where: Tuple[Optional[Tuple[int, int]], ...], shapes: Sequence[Shape],
-    where_out: Tuple[Optional[Tuple[int, int]], ...], outputs: Sequence[Shape], size: int,
-) -> Tuple[Tuple[Optional[Tuple[int, int]], ...], Tuple[Optional[Tuple[int, int]], ...]]:  # fmt: skip
-    """Returns the places of the arrays and of the targets. If a target overlaps an array, which the sidecar refuses, the
-    places of the smaller ones are None instead, so that they are copied.
-    """
-    if _overlap(_spans(where, shapes, size), _spans(where_out, outputs, size)):
-        if sum(map(math.prod, outputs)) > sum(map(math.prod, shapes)):
-            return (None,) * len(where), where_out
-        return where, (None,) * len(where_out)
-    return where, where_out
-
-
-def _result_shapes(kind: int, shapes: Tuple[Shape, ...], process_set: ProcessSet) -> Tuple[Shape, ...]:
-    """Returns the shapes of the results of an operation. Raises Unshareable if they are not known before it."""
-    if kind in (wire.ALLREDUCE, wire.BROADCAST, wire.REDUCE):
-        return shapes
-    if kind == wire.REDUCESCATTER:
-        return tuple([(_rows(s[0], process_set),) + tuple(s[1:]) if s else s for s in shapes])
-    name = wire.KIND_NAMES[kind]
-    if kind in (wire.SEND, wire.RECV):
-        raise Unshareable(name, f"a {name} is a message, which NCCL does not send for gohvd")
-    raise Unshareable(name, f"the program does not know the size of the result of this operation, {name}, before it")
-
-
-def _stream_number(handle: int) -> int:
-    """Returns the number of a cudaStream_t for the sidecar. 0 means that two operations with this handle may be on
-    different streams.
-    """
-    if handle == 2:  # cudaStreamPerThread
-        return 0
-    return handle or 1  # 1 is cudaStreamLegacy, the same stream as 0
-
-
-def _export(
-    client: Client, fw: Framework[A], device: int, x: A, nbytes: int, alignment: int
-) -> Optional[Tuple[int, int]]:
-    """Returns the arena of an array on a CUDA device and the offset there, or None if the sidecar cannot work on it in
-    place. An array without elements has no arena.
-    """
-    if nbytes == 0:
-        return 0, 0
-    address = fw.pointer(x)
-    return None if address % alignment or not address else client.exports.place(device, address)
-
-
-def memory_at(address: int, nbytes: int) -> memoryview:
-    """Returns a writable view of nbytes bytes at the address. The memory must stay valid as long as the view exists."""
-    return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
-
-
-def check_root(root: int, process_set: ProcessSet, kind: int = wire.BROADCAST) -> None:
+def check_root(root: int, process_set: ProcessSet, kind: int = BROADCAST) -> None:
     """Raises ValueError if the rank root is not a member of the set. Before init, the function does nothing, because
     the operation raises the error then.
     """
     if engine.initialized() and process_set.ranks is not None and root not in process_set.ranks:
-        raise ValueError(f"{wire.KIND_NAMES[kind]}: root rank {root} is not in process set {process_set.ranks}")
+        raise ValueError(f"{KIND_NAMES[kind]}: root rank {root} is not in process set {process_set.ranks}")
 
 
 def check_message(peer: Optional[int], tag: int, process_set: ProcessSet, kind: int) -> int:
-    """Returns the peer of a send or a recv on the wire, which is ANY_SOURCE for None. Raises ValueError if the peer is
+    """Returns the peer of a send or a recv for the library, which is ANY_SOURCE for None. Raises ValueError if the peer is
     not another member of the set, or if the tag is not valid. Before init, the function checks only the tag, because
     the operation raises the error then.
     """
-    what = wire.KIND_NAMES[kind]
+    what = KIND_NAMES[kind]
     if not 0 <= tag < 1 << 31:
         raise ValueError(f"{what}: got tag {tag}, want 0 to 2147483647")
     if peer is None:
-        return wire.ANY_SOURCE
+        return ANY_SOURCE
     ranks = process_set.ranks
     if engine.initialized() and ranks is not None and (peer not in ranks or peer == engine.place().rank):
         raise ValueError(f"{what}: got rank {peer}, want another rank of process set {ranks}")
@@ -1016,7 +884,7 @@ def check_message(peer: Optional[int], tag: int, process_set: ProcessSet, kind: 
 
 
 def check_timeout(timeout: Optional[float], what: str) -> float:
-    """Returns a timeout on the wire, which is 0 for None. Raises ValueError if the timeout is not positive."""
+    """Returns a timeout for the library, which is 0 for None. Raises ValueError if the timeout is not positive."""
     if timeout is None:
         return 0.0
     if not timeout > 0:
@@ -1024,13 +892,21 @@ def check_timeout(timeout: Optional[float], what: str) -> float:
     return timeout
 
 
+def message(
+    kind: int, peer: Optional[int], tag: int, process_set: ProcessSet, timeout: Optional[float] = None
+) -> Operation:
+    """Returns a send to a peer or a recv from it. Raises ValueError if an argument is not valid."""
+    checked = check_message(peer, tag, process_set, kind)
+    return operation(kind, peer=checked, tag=tag, timeout=check_timeout(timeout, KIND_NAMES[kind]))
+
+
 def check_splits(
-    splits: Optional[Sequence[int]], shape: Shape, process_set: ProcessSet, kind: int = wire.ALLTOALL
+    splits: Optional[Sequence[int]], shape: Shape, process_set: ProcessSet, kind: int = ALLTOALL
 ) -> Tuple[int, ...]:
     """Returns splits as a tuple, which is empty if splits is None. Raises ValueError if splits does not fit the process
     set and the shape of the tensor.
     """
-    n, what = len(process_set.ranks or ()), wire.KIND_NAMES[kind]
+    n, what = len(process_set.ranks or ()), KIND_NAMES[kind]
     if not engine.initialized() or not shape:
         return ()
     if splits is None or len(splits) == 0:
@@ -1053,15 +929,6 @@ def _rows(rows: int, process_set: ProcessSet) -> int:
     members = process_set.ranks or [0]
     me = members.index(engine.place().rank)
     return rows // len(members) + (1 if me < rows % len(members) else 0)
-
-
-def _settings() -> Dict[str, str]:
-    """Returns the job settings in the environment. They are read at each init, because the program may have changed
-    them.
-    """
-    return {
-        k: v for k, v in os.environ.items() if k.startswith(_KEPT_FROM_ENVIRONMENT) and k not in _NOT_SETTINGS
-    }  # fmt: skip
 
 
 def ranks_of(comm: Any) -> List[int]:

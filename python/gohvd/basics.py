@@ -11,7 +11,7 @@ import subprocess
 import warnings
 from typing import Any, Dict, List, Optional, Sequence, Union
 
-from . import _engine, _programs, _sidecar
+from . import _engine, _programs
 from .process_sets import ProcessSet
 
 Average = _engine.Average
@@ -151,14 +151,13 @@ _GPU_SECONDS = 60.0
 @functools.lru_cache(maxsize=None)
 def _gpu_libraries() -> Dict[str, Any]:
     """Returns what ``hvdd --check-gpus`` prints, or an empty dictionary if there is no hvdd that prints it."""
-    try:
-        program = _sidecar.find_sidecar()
-    except _sidecar.SidecarError:
+    program = os.environ.get("HVD_SIDECAR_BINARY") or _programs.find("hvdd")
+    if program is None:
         return {}
     try:
         found = subprocess.run([program, "--check-gpus"], stdout=subprocess.PIPE, check=False, timeout=_GPU_SECONDS)
     except subprocess.TimeoutExpired as e:  # a driver may hang
-        warnings.warn(f"the sidecar has not found the libraries for GPUs: {e}", stacklevel=3)
+        warnings.warn(f"hvdd has not found the libraries for GPUs: {e}", stacklevel=3)
         return {}
     return json.loads(found.stdout) if found.returncode == 0 else {}
 

@@ -26,8 +26,8 @@ class PeerError(HorovodInternalError):
         self.ranks = list(ranks)
 
 
-class SidecarError(HorovodInternalError):
-    """Raised if the sidecar of this rank has ended, cannot be started, or violates the protocol."""
+class LibraryError(HorovodInternalError):
+    """Raised if the library libgohvd cannot be found or loaded."""
 
 
 class NotInitializedError(HorovodInternalError, ValueError):

@@ -2,19 +2,24 @@
 
 Every operation has a blocking form, which returns the result, and an asynchronous form (``_async``), which returns a
 ``Handle``. The element type of an array is bool, an integer of 8 to 64 bits except uint32 and uint64, float16, float32
-or float64. If an array is in memory from ``gohvd.alloc`` or from ``alloc`` of this module, operations work on it
-without copying. Ranks match operations by name. They match operations without a name in the order of the calls.
+or float64. Operations work on the memory of the arrays. In memory from ``gohvd.alloc`` or from ``alloc`` of this module,
+large operations are faster (docs/arena.md). Ranks match operations by name. They match operations without a name in the order of the calls.
 """
 
 from __future__ import annotations
 
-from typing import Any, Dict, Generic, List, Optional, Sequence, Tuple, TypeVar, Union
+import ctypes
+import platform
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
 from . import _engine
-from . import _wire as wire
-from ._engine import Adasum, Average, AverageActive, Max, Min, Product, Shape, Sum
+from ._engine import Adasum, Average, AverageActive, Call, Code, Max, Min, Product, Shape, Sum, operation
+from ._library import (
+    ALLGATHER, ALLREDUCE, ALLTOALL, BARRIER, BROADCAST, DTYPES, GATHER, JOIN, KIND_NAMES, RECV, REDUCE, REDUCESCATTER,
+    SCATTER, SEND,
+)  # fmt: skip
 from .basics import (
     cross_rank,
     cross_size,
@@ -41,138 +46,142 @@ __all__ = [
 ]  # fmt: skip
 
 Array = np.ndarray
-R = TypeVar("R")
+
+
+# CPython keeps the address of the elements of an array at this offset in the array. This reads it in a fraction of the
+# time that numpy takes to return it.
+_DATA = object.__basicsize__
+
+
+def _address(x: Array) -> int:
+    return ctypes.c_void_p.from_address(id(x) + _DATA).value or 0
+
+
+def _reads_addresses() -> bool:
+    x = np.zeros(3)
+    return platform.python_implementation() == "CPython" and _address(x[1:]) == x.ctypes.data + 8
 
 
 class _Numpy(_engine.Framework[Array]):
-    def address(self, x: Array) -> int:
-        # An array in an arena does not own its memory, so its base is set. An array without a base is not in an arena.
-        return 0 if x.base is None else x.ctypes.data
+    if _reads_addresses():
 
-    def wrap(self, view: memoryview, dtype: Any, shape: Shape) -> Array:
-        return np.frombuffer(view, dtype=dtype).reshape(shape)
+        def address(self, x: Array, read: Any = ctypes.c_void_p.from_address) -> int:
+            return read(id(x) + _DATA).value
+    else:
+
+        def address(self, x: Array) -> int:
+            return x.ctypes.data
+
+    def target_address(self, x: Array) -> int:
+        return self.address(x) if x.flags.c_contiguous else 0
 
     def copy(self, target: Array, source: Array) -> None:
         target[...] = source
 
-    def clone(self, x: Array, like: Array) -> Array:
-        return x.copy()
+    def empty(self, shape: Shape, like: Array, in_memory: bool = False) -> Array:
+        return np.empty(shape, like.dtype)
 
-    def fresh(self, data: memoryview, shape: Shape, like: Array) -> Array:
-        return np.frombuffer(data, dtype=like.dtype).reshape(shape).copy()
+    def wrap(self, memory: Any, shape: Shape, like: Array) -> Array:
+        return np.frombuffer(memory, dtype=like.dtype).reshape(shape)
 
 
 _numpy = _Numpy()
 
 
-class Handle(Generic[R]):
-    """The handle of an asynchronous operation. Until the operation is done, the program must not write the input arrays
-    and must not read the output arrays.
-    """
-
-    __slots__ = ("_call", "_take")
-
-    def __init__(self, call: _engine.Call[Array], take: Any) -> None:
-        self._call = call
-        self._take = take
-
-    def done(self) -> bool:
-        """Returns whether the operation is done. If it is done, ``wait`` does not block."""
-        return self._call.done()
-
-    def wait(self) -> R:
-        """Waits until the operation is done and returns its result. Later calls return the same result."""
-        result: R = self._take(self._call)
-        return result
+Handle = Call
+"""The handle of an asynchronous operation, with the methods done and wait. Until the operation is done, the program must
+not write the input arrays and must not read the output arrays.
+"""
 
 
-def _one(call: _engine.Call[Array]) -> Array:
+def _one(call: Call[Array]) -> Array:
     return call.results()[0]
 
 
-def _none(call: _engine.Call[Array]) -> None:
+def _none(call: Call[Array]) -> None:
     call.results()
 
 
-def _all(call: _engine.Call[Array]) -> List[Array]:
+def _at_root(root: int) -> Callable[[Call[Array]], Optional[Array]]:
+    return _one if root == rank() else _none
+
+
+def _all(call: Call[Array]) -> List[Array]:
     return call.results()
 
 
-def _sender(call: _engine.Call[Array]) -> int:
+def _sender(call: Call[Array]) -> int:
     call.results()
     return call.source
 
 
-def _with_splits(call: _engine.Call[Array]) -> Tuple[Array, List[int]]:
+def _with_splits(call: Call[Array]) -> Tuple[Array, List[int]]:
     return call.results()[0], list(call.received)
 
 
-_codes: Dict[np.dtype, Tuple[int, int]] = {}
-"""The results of _code. They are cached, because numpy needs more time to return the name of a type than the rest of a
-submission needs.
+_codes: Dict[np.dtype, Tuple[Code]] = {}
+"""The results of _code, in tuples. They are cached, because numpy needs more time to return the name of a type than the
+rest of a submission needs.
 """
 
 
-def _code(dtype: np.dtype) -> Tuple[int, int]:
+def _code(dtype: np.dtype) -> Tuple[Code]:
     known = _codes.get(dtype)
     if known is not None:
         return known
-    known = wire.DTYPES.get(dtype.name)
-    if known is None or not dtype.isnative:
+    found = DTYPES.get(dtype.name)
+    if found is None or not dtype.isnative:
         raise ValueError(f"numpy arrays of type {dtype} are not supported")
     if dtype.kind not in "biuf":
         # The type is defined by another package, such as ml_dtypes. numpy knows only its size, and frombuffer refuses
         # it.
         raise ValueError(f"numpy has no type {dtype.name}: use float32, or torch.bfloat16 with gohvd.torch")
-    _codes[dtype] = known
-    return known
+    _codes[dtype] = (found,)
+    return _codes[dtype]
+
+
+def _operands(kind: int, xs: Sequence[Any], out: Optional[Sequence[Array]]) -> Tuple[Any, ...]:
+    """Returns the arrays of an operation, their shapes and types, and the targets, as the engine wants them."""
+    if not len(xs):
+        raise ValueError(f"grouped {KIND_NAMES[kind]}: got no arrays, want at least one")
+    if len(xs) == 1:
+        x = np.asarray(xs[0], order="C")
+        arrays, shapes, codes = [x], (x.shape,), _code(x.dtype)
+        if out is not None and out[0] is x and x.flags.writeable and len(out) == 1:
+            return arrays, shapes, codes, arrays
+    else:
+        arrays = [np.asarray(x, order="C") for x in xs]
+        shapes = tuple([x.shape for x in arrays])
+        codes = tuple([_code(x.dtype)[0] for x in arrays])
+    if out is None:
+        return arrays, shapes, codes, None
+    if len(out) != len(arrays):
+        raise ValueError(f"out has {len(out)} arrays, want {len(arrays)}")
+    same = True
+    for o, x in zip(out, arrays):
+        same = same and o is x
+        if o is not x and (o.dtype != x.dtype or o.shape != x.shape) or not o.flags.writeable:
+            raise ValueError(f"out is {o.dtype} of shape {o.shape}, want a writable {x.dtype} of shape {x.shape}")
+    return arrays, shapes, codes, arrays if same else out
 
 
 def _begin(
-    kind: int,
-    xs: Sequence[Any],
-    name: Optional[str],
-    process_set: ProcessSet,
-    out: Optional[Sequence[Array]] = None,
-    **kw: Any,
-) -> _engine.Call[Array]:
-    if not len(xs):
-        raise ValueError(f"grouped {wire.KIND_NAMES[kind]}: got no arrays, want at least one")
-    arrays = [np.asarray(x, order="C") for x in xs]
-    dtype = arrays[0].dtype
-    code = _code(dtype)
-    shapes, types = [], None
-    for x in arrays:
-        if x.dtype != dtype and types is None:
-            types = tuple([(y.dtype, _code(y.dtype)) for y in arrays])
-        shapes.append(x.shape)
-    targets: Optional[Sequence[Array]] = None
-    if out is not None:
-        if len(out) != len(arrays):
-            raise ValueError(f"out has {len(out)} arrays, want {len(arrays)}")
-        for o, x in zip(out, arrays):
-            if o.dtype != x.dtype or o.shape != x.shape or not o.flags.writeable:
-                raise ValueError(f"out is {o.dtype} of shape {o.shape}, want a writable {x.dtype} of shape {x.shape}")
-        targets = arrays if all(o is x for o, x in zip(out, arrays)) else out
-    return _engine.engine.begin(
-        _numpy, kind, arrays, tuple(shapes), dtype, code, process_set, name, targets=targets, types=types, **kw
-    )
+    op: _engine.Operation, xs: Sequence[Any], name: Optional[str], process_set: ProcessSet,
+    out: Optional[Sequence[Array]] = None, take: Callable[[Call[Array]], Any] = _one,
+) -> Any:  # fmt: skip
+    """Begins an operation. take is the function that returns its result."""
+    arrays, shapes, codes, targets = _operands(op.kind, xs, out)
+    call = _engine.engine.begin(_numpy, op, name, process_set, arrays, shapes, codes, targets)
+    call.take = take
+    return call
 
 
-def _allreduce(
-    array: Any,
-    op: int,
-    name: Optional[str],
-    prescale: float,
-    postscale: float,
-    process_set: ProcessSet,
-    out: Optional[Array],
-    at_once: bool,
-) -> _engine.Call[Array]:
-    return _begin(
-        wire.ALLREDUCE, [array], name, process_set, None if out is None else [out],
-        reduce_op=_reduction(op), prescale=prescale, postscale=postscale, at_once=at_once,
-    )  # fmt: skip
+def _run(
+    op: _engine.Operation, xs: Sequence[Any], name: Optional[str], process_set: ProcessSet,
+    out: Optional[Sequence[Array]] = None, sync_name: bool = False,
+) -> Call[Array]:  # fmt: skip
+    arrays, shapes, codes, targets = _operands(op.kind, xs, out)
+    return _engine.engine.run(_numpy, op, name, process_set, arrays, shapes, codes, targets, None, sync_name)
 
 
 def allreduce_async(
@@ -184,7 +193,8 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
     out: Optional[Array] = None,
 ) -> Handle[Array]:
-    return Handle(_allreduce(array, op, name, prescale_factor, postscale_factor, process_set, out, False), _one)
+    how = operation(ALLREDUCE, _reduction(op), prescale_factor, postscale_factor)
+    return _begin(how, [array], name, process_set, None if out is None else [out])
 
 
 def allreduce(
@@ -201,7 +211,8 @@ def allreduce(
     The array must have the same shape and type at all ranks. If out is given, it receives the result. out may be the
     array itself. Otherwise the result is a new array.
     """
-    return _one(_allreduce(array, op, name, prescale_factor, postscale_factor, process_set, out, True))
+    how = operation(ALLREDUCE, _reduction(op), prescale_factor, postscale_factor)
+    return _one(_run(how, [array], name, process_set, None if out is None else [out], True))
 
 
 def grouped_allreduce_async(
@@ -213,11 +224,8 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
     out: Optional[Sequence[Array]] = None,
 ) -> Handle[List[Array]]:
-    call = _begin(
-        wire.ALLREDUCE, arrays, name, process_set, out, grouped=True,
-        reduce_op=_reduction(op), prescale=prescale_factor, postscale=postscale_factor,
-    )  # fmt: skip
-    return Handle(call, _all)
+    how = operation(ALLREDUCE, _reduction(op), prescale_factor, postscale_factor, grouped=True)
+    return _begin(how, arrays, name, process_set, out, take=_all)
 
 
 def grouped_allreduce(
@@ -232,28 +240,27 @@ def grouped_allreduce(
     """Reduces arrays as ``allreduce`` does and returns the results. Either all arrays are reduced or none is. The
     arrays may have different types.
     """
-    return _engine.begin_and_wait(
-        grouped_allreduce_async, arrays, op, name, prescale_factor, postscale_factor, process_set, out
-    ).wait()
+    how = operation(ALLREDUCE, _reduction(op), prescale_factor, postscale_factor, grouped=True)
+    return _all(_run(how, arrays, name, process_set, out))
 
 
 def allgather_async(
     array: Any, name: Optional[str] = None, process_set: ProcessSet = global_process_set
 ) -> Handle[Array]:
-    return Handle(_begin(wire.ALLGATHER, [array], name, process_set), _one)
+    return _begin(operation(ALLGATHER), [array], name, process_set)
 
 
 def allgather(array: Any, name: Optional[str] = None, process_set: ProcessSet = global_process_set) -> Array:
     """Returns the arrays of all ranks, concatenated along the first dimension. The arrays may have different sizes in
     this dimension.
     """
-    return _engine.begin_and_wait(allgather_async, array, name, process_set).wait()
+    return _one(_run(operation(ALLGATHER), [array], name, process_set))
 
 
 def grouped_allgather_async(
     arrays: Sequence[Any], name: Optional[str] = None, process_set: ProcessSet = global_process_set
 ) -> Handle[List[Array]]:
-    return Handle(_begin(wire.ALLGATHER, arrays, name, process_set, grouped=True), _all)
+    return _begin(operation(ALLGATHER, grouped=True), arrays, name, process_set, take=_all)
 
 
 def grouped_allgather(
@@ -262,7 +269,7 @@ def grouped_allgather(
     """Gathers arrays as ``allgather`` does and returns the results. Either all arrays are gathered or none is. The
     arrays must have the same type.
     """
-    return _engine.begin_and_wait(grouped_allgather_async, arrays, name, process_set).wait()
+    return _all(_run(operation(ALLGATHER, grouped=True), arrays, name, process_set))
 
 
 def broadcast_async(
@@ -273,8 +280,8 @@ def broadcast_async(
     out: Optional[Array] = None,
 ) -> Handle[Array]:
     _engine.check_root(root_rank, process_set)
-    call = _begin(wire.BROADCAST, [array], name, process_set, None if out is None else [out], root=root_rank)
-    return Handle(call, _one)
+    how = operation(BROADCAST, root=root_rank)
+    return _begin(how, [array], name, process_set, None if out is None else [out])
 
 
 def broadcast(
@@ -287,7 +294,8 @@ def broadcast(
     """Returns the array of the rank root_rank. root_rank is a rank of the job even if process_set is given. The array
     must have the same shape and type at all ranks.
     """
-    return _engine.begin_and_wait(broadcast_async, array, root_rank, name, process_set, out).wait()
+    _engine.check_root(root_rank, process_set)
+    return _one(_run(operation(BROADCAST, root=root_rank), [array], name, process_set, None if out is None else [out]))
 
 
 def reduce_async(
@@ -300,12 +308,9 @@ def reduce_async(
     process_set: ProcessSet = global_process_set,
     out: Optional[Array] = None,
 ) -> Handle[Optional[Array]]:
-    _engine.check_root(root_rank, process_set, wire.REDUCE)
-    call = _begin(
-        wire.REDUCE, [array], name, process_set, None if out is None else [out], root=root_rank,
-        reduce_op=_reduction(op), prescale=prescale_factor, postscale=postscale_factor,
-    )  # fmt: skip
-    return Handle(call, _one if root_rank == rank() else _none)
+    _engine.check_root(root_rank, process_set, REDUCE)
+    how = operation(REDUCE, _reduction(op), prescale_factor, postscale_factor, root_rank)
+    return _begin(how, [array], name, process_set, None if out is None else [out], take=_at_root(root_rank))
 
 
 def reduce(
@@ -321,17 +326,16 @@ def reduce(
     """Reduces an array as ``allreduce`` does. Returns the result at the rank root_rank, and None at the other ranks.
     root_rank is a rank of the job even if process_set is given. Only the root uses out.
     """
-    return _engine.begin_and_wait(
-        reduce_async, array, root_rank, op, name, prescale_factor, postscale_factor, process_set, out
-    ).wait()
+    _engine.check_root(root_rank, process_set, REDUCE)
+    how = operation(REDUCE, _reduction(op), prescale_factor, postscale_factor, root_rank)
+    return _at_root(root_rank)(_run(how, [array], name, process_set, None if out is None else [out]))
 
 
 def gather_async(
     array: Any, root_rank: int, name: Optional[str] = None, process_set: ProcessSet = global_process_set
 ) -> Handle[Optional[Array]]:
-    _engine.check_root(root_rank, process_set, wire.GATHER)
-    call = _begin(wire.GATHER, [array], name, process_set, root=root_rank)
-    return Handle(call, _one if root_rank == rank() else _none)
+    _engine.check_root(root_rank, process_set, GATHER)
+    return _begin(operation(GATHER, root=root_rank), [array], name, process_set, take=_at_root(root_rank))
 
 
 def gather(
@@ -341,7 +345,8 @@ def gather(
     other ranks. The arrays may have different sizes in this dimension. root_rank is a rank of the job even if
     process_set is given.
     """
-    return _engine.begin_and_wait(gather_async, array, root_rank, name, process_set).wait()
+    _engine.check_root(root_rank, process_set, GATHER)
+    return _at_root(root_rank)(_run(operation(GATHER, root=root_rank), [array], name, process_set))
 
 
 def scatter_async(
@@ -351,13 +356,19 @@ def scatter_async(
     name: Optional[str] = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle[Array]:
-    _engine.check_root(root_rank, process_set, wire.SCATTER)
-    array, given = np.asarray(array, order="C"), ()
-    if _engine.engine.initialized() and root_rank != rank():
-        array = np.empty(0, array.dtype)
-    else:
-        given = _engine.check_splits(splits, array.shape, process_set, wire.SCATTER)
-    return Handle(_begin(wire.SCATTER, [array], name, process_set, root=root_rank, splits=given), _one)
+    return _begin(*_scattered(array, root_rank, splits, process_set), name, process_set)
+
+
+def _scattered(
+    array: Any, root: int, splits: Optional[Sequence[int]], process_set: ProcessSet
+) -> Tuple[_engine.Operation, List[Array]]:
+    """Returns a scatter and its array, which is empty at the other ranks."""
+    _engine.check_root(root, process_set, SCATTER)
+    array = np.asarray(array, order="C")
+    if _engine.engine.initialized() and root != rank():
+        return operation(SCATTER, root=root), [np.empty(0, array.dtype)]
+    given = _engine.check_splits(splits, array.shape, process_set, SCATTER)
+    return operation(SCATTER, root=root, splits=given), [array]
 
 
 def scatter(
@@ -372,7 +383,7 @@ def scatter(
 
     At the other ranks splits is ignored, and only the type of the array counts, which may be empty.
     """
-    return _engine.begin_and_wait(scatter_async, array, root_rank, splits, name, process_set).wait()
+    return _one(_run(*_scattered(array, root_rank, splits, process_set), name, process_set))
 
 
 def send_async(
@@ -382,9 +393,7 @@ def send_async(
     process_set: ProcessSet = global_process_set,
     timeout: Optional[float] = None,
 ) -> Handle[None]:
-    peer = _engine.check_message(dst, tag, process_set, wire.SEND)
-    limit = _engine.check_timeout(timeout, "send")
-    return Handle(_begin(wire.SEND, [array], None, process_set, peer=peer, tag=tag, timeout=limit), _none)
+    return _begin(_engine.message(SEND, dst, tag, process_set, timeout), [array], None, process_set, take=_none)
 
 
 def send(
@@ -399,7 +408,7 @@ def send(
     sent when dst receives them. If the send takes longer than the timeout, in seconds, the job ends. By default
     HVD_OPERATION_TIMEOUT_SECONDS applies.
     """
-    _engine.begin_and_wait(send_async, array, dst, tag, process_set, timeout).wait()
+    _none(_run(_engine.message(SEND, dst, tag, process_set, timeout), [array], None, process_set))
 
 
 def recv_async(
@@ -409,9 +418,8 @@ def recv_async(
     process_set: ProcessSet = global_process_set,
     timeout: Optional[float] = None,
 ) -> Handle[int]:
-    peer = _engine.check_message(src, tag, process_set, wire.RECV)
-    limit = _engine.check_timeout(timeout, "recv")
-    return Handle(_begin(wire.RECV, [array], None, process_set, [array], peer=peer, tag=tag, timeout=limit), _sender)
+    how = _engine.message(RECV, src, tag, process_set, timeout)
+    return _begin(how, [array], None, process_set, [array], take=_sender)
 
 
 def recv(
@@ -426,7 +434,7 @@ def recv(
     process_set is given. If it takes longer than the timeout, in seconds, the job ends. By default
     HVD_OPERATION_TIMEOUT_SECONDS applies.
     """
-    return _engine.begin_and_wait(recv_async, array, src, tag, process_set, timeout).wait()
+    return _sender(_run(_engine.message(RECV, src, tag, process_set, timeout), [array], None, process_set, [array]))
 
 
 def alltoall_async(
@@ -435,9 +443,8 @@ def alltoall_async(
     name: Optional[str] = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle[Tuple[Array, List[int]]]:
-    array = np.asarray(array, order="C")
-    given = _engine.check_splits(splits, array.shape, process_set)
-    return Handle(_begin(wire.ALLTOALL, [array], name, process_set, splits=given), _with_splits)
+    how = operation(ALLTOALL, splits=_engine.check_splits(splits, np.shape(array), process_set))
+    return _begin(how, [array], name, process_set, take=_with_splits)
 
 
 def alltoall(
@@ -451,7 +458,8 @@ def alltoall(
     Returns the received rows, in the order of the members that sent them, and the number of rows received from each
     member.
     """
-    return _engine.begin_and_wait(alltoall_async, array, splits, name, process_set).wait()
+    how = operation(ALLTOALL, splits=_engine.check_splits(splits, np.shape(array), process_set))
+    return _with_splits(_run(how, [array], name, process_set))
 
 
 def reducescatter_async(
@@ -462,11 +470,8 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle[Array]:
-    call = _begin(
-        wire.REDUCESCATTER, [array], name, process_set,
-        reduce_op=_reduction(op), prescale=prescale_factor, postscale=postscale_factor,
-    )  # fmt: skip
-    return Handle(call, _one)
+    how = operation(REDUCESCATTER, _reduction(op), prescale_factor, postscale_factor)
+    return _begin(how, [array], name, process_set)
 
 
 def reducescatter(
@@ -481,9 +486,8 @@ def reducescatter(
 
     If the rows do not divide evenly among the ranks, each of the first ranks gets one row more.
     """
-    return _engine.begin_and_wait(
-        reducescatter_async, array, op, name, prescale_factor, postscale_factor, process_set
-    ).wait()
+    how = operation(REDUCESCATTER, _reduction(op), prescale_factor, postscale_factor)
+    return _one(_run(how, [array], name, process_set))
 
 
 def grouped_reducescatter_async(
@@ -494,11 +498,8 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle[List[Array]]:
-    call = _begin(
-        wire.REDUCESCATTER, arrays, name, process_set, grouped=True,
-        reduce_op=_reduction(op), prescale=prescale_factor, postscale=postscale_factor,
-    )  # fmt: skip
-    return Handle(call, _all)
+    how = operation(REDUCESCATTER, _reduction(op), prescale_factor, postscale_factor, grouped=True)
+    return _begin(how, arrays, name, process_set, take=_all)
 
 
 def grouped_reducescatter(
@@ -512,14 +513,13 @@ def grouped_reducescatter(
     """Reduces and scatters arrays as ``reducescatter`` does and returns the results. Either all arrays are reduced or
     none is. The arrays must have the same type.
     """
-    return _engine.begin_and_wait(
-        grouped_reducescatter_async, arrays, op, name, prescale_factor, postscale_factor, process_set
-    ).wait()
+    how = operation(REDUCESCATTER, _reduction(op), prescale_factor, postscale_factor, grouped=True)
+    return _all(_run(how, arrays, name, process_set))
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Waits until all members of the process set have called barrier."""
-    _engine.engine.simple(wire.BARRIER, process_set)
+    _engine.engine.simple(BARRIER, process_set)
 
 
 def join() -> int:
@@ -528,18 +528,18 @@ def join() -> int:
 
     During the wait, this rank takes part in the allreduces of the other ranks.
     """
-    return _engine.engine.simple(wire.JOIN, global_process_set).last_joined
+    return _engine.engine.simple(JOIN, global_process_set).last_joined
 
 
 def alloc(shape: Union[int, Sequence[int]], dtype: Any = np.float32) -> Array:
-    """Returns an array of zeros. Operations work on it without copying. Its memory is freed when the last reference to
+    """Returns an array of zeros. Operations on large arrays in this memory are faster. Its memory is freed when the last reference to
     it is gone.
     """
     kind = np.dtype(dtype)
     _code(kind)
     dims = (shape,) if isinstance(shape, int) else tuple(shape)
     nbytes = int(np.prod(dims, dtype=np.int64)) * kind.itemsize
-    return np.frombuffer(_engine.engine.alloc(nbytes).view, dtype=kind).reshape(dims)
+    return np.frombuffer(_engine.Block(nbytes).view, dtype=kind).reshape(dims)
 
 
 def _reduction(op: int) -> int:

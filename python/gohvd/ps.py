@@ -10,46 +10,35 @@ Every process of the job calls ``start``. ``hvdrun --servers 2 --workers 4 pytho
             weights.push(keys, gradients).wait()
             values = weights.pull(keys).wait()
 
-The node runs in the sidecar ``hvdd``. Keys and values go to it through shared memory. Keys are arrays of 64-bit
-integers, sorted and unique. Values are numpy arrays or torch tensors of the worker's element type. Numpy arrays of
+The node runs in this process. Keys are arrays of 64-bit integers, sorted and unique. Values are numpy arrays or torch tensors of the worker's element type. Numpy arrays of
 bfloat16 have the type uint16.
 """
 
 from __future__ import annotations
 
+import ctypes
 import operator
+import sys
+import threading
 from types import TracebackType
 from typing import Any, Dict, Optional, Type
 
 import numpy as np
 
-from . import _wire as wire
-from ._client import Client, Pending
+from . import _library
+from ._library import check, quick, waiting
 from .exceptions import HorovodInternalError
 
 SCHEDULER, SERVERS, WORKERS, ALL = 1, 2, 4, 7
 """The groups of nodes. A sum of groups is their union."""
+
+_ROLES = {SCHEDULER: "scheduler", SERVERS: "server", WORKERS: "worker"}
 
 INIT = -1
 """The command with which a push sets values, whatever the handler does with other pushes."""
 
 MAX_KEY = (1 << 64) - 2
 """The greatest key."""
-
-
-class _Memory:
-    """Memory that the sidecar has mapped. It is given back when the object is gone."""
-
-    def __init__(self, client: Client, nbytes: int) -> None:
-        self._arena = client.arena
-        self._extent = client.take(nbytes)
-        chunk, offset, _ = self._extent
-        self.place: wire.Place = (chunk.number, offset, nbytes)
-        self.array = np.frombuffer(chunk.view, dtype=np.uint8, count=nbytes, offset=offset)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_extent"):
-            self._arena.give(self._extent)
 
 
 def _numpy(values: Any) -> Any:
@@ -87,35 +76,52 @@ def _keys(keys: Any) -> np.ndarray:
 class Request:
     """A push or pull in flight."""
 
-    def __init__(self, client: Client, pending: Pending, results: Optional[_Memory], dtype: Any, out: Any) -> None:
-        self._client, self._pending, self._results = client, pending, results
-        self._dtype, self._out = dtype, out
+    def __init__(self, exchange: _library.Exchange, arrays: Any, results: Optional[np.ndarray], out: Any) -> None:
+        self._arrays, self._results, self._out = arrays, results, out
+        self._lock = threading.RLock()  # held by a thread that waits
+        self._error: Optional[Exception] = None
+        self._handle = _library.Handle()
+        _library.reap()
+        check(quick.hvd_ps_exchange(exchange, self._handle))
 
     def done(self) -> bool:
         """Returns whether the request has completed or failed. It does not block."""
-        return self._client.poll(self._pending)
+        done = ctypes.c_int32(1)
+        if self._handle:
+            check(quick.hvd_poll(self._handle, done))
+        return done.value != 0
 
     def wait(self) -> Any:
         """Waits until the request has completed. Returns the pulled values: ``out``, or a new numpy array. A push
         returns None. Raises the error of the request.
         """
-        self._client.wait(self._pending)
-        if self._results is None:
-            return None
-        values = self._results.array.view(self._dtype)
-        if self._out is None:
-            return values.copy()
+        with self._lock:
+            if self._handle:
+                try:
+                    _library.wait(self._handle)
+                except (HorovodInternalError, ValueError) as e:
+                    self._error = e
+                self._handle, self._arrays = _library.Handle(), None
+        if self._error is not None:
+            raise self._error
+        if self._results is None or self._out is None:
+            return self._results
         target = _numpy(self._out)
-        target[...] = values.reshape(target.shape)
+        target[...] = self._results.reshape(target.shape)
         return self._out
+
+    def __del__(self) -> None:
+        handle = getattr(self, "_handle", None)
+        if handle and not sys.is_finalizing():
+            _library.abandon(handle.value, self._arrays)
 
 
 class Worker:
     """Pushes values of an app to the servers, and pulls values from them."""
 
-    def __init__(self, client: Client, app: int, dtype: str) -> None:
-        self._client, self._app = client, app
-        self._number, self._size = wire.DTYPES[dtype]
+    def __init__(self, app: int, dtype: str) -> None:
+        self._app = app
+        self._number = _library.DTYPES[dtype][0]
         self._dtype = np.dtype(np.uint16 if dtype == "bfloat16" else dtype)
 
     def push(self, keys: Any, values: Any, command: int = 0, priority: int = 0) -> Request:
@@ -136,37 +142,35 @@ class Worker:
         return self._exchange(keys, values, out, width, command, priority)
 
     def _exchange(self, keys: Any, values: Any, out: Any, width: int, command: int, priority: int) -> Request:
-        key_memory = self._copy(_keys(keys))
-        value_memory = results = None
+        key_array = np.array(_keys(keys), order="C")
+        value_array = results = None
         if values is not None:
             array = _array(values)
             if array.dtype != self._dtype:
                 raise ValueError(f"push: got values of type {array.dtype}, want {self._dtype}")
-            value_memory = self._copy(array)
+            value_array = np.array(array, order="C")
         if width:
-            count = width * len(keys)
+            count = width * len(key_array)
             if out is not None and (tuple(out.shape) and np.prod(out.shape) != count or _array(out).dtype != self._dtype):
                 raise ValueError(f"pull: got out with {np.prod(out.shape)} values, want {count} of type {self._dtype}")
-            results = _Memory(self._client, count * self._size)
-        places = [None if m is None else m.place for m in (key_memory, value_memory, results)]
-        pending = self._client.request(
-            lambda i: wire.exchange(i, self._app, self._number, places, command, priority)
-        )
-        pending.keep = (key_memory, value_memory, results)
-        return Request(self._client, pending, results, self._dtype, out)
-
-    def _copy(self, array: np.ndarray) -> _Memory:
-        m = _Memory(self._client, array.nbytes)
-        m.array[...] = array.reshape(-1).view(np.uint8)
-        return m
+            results = np.empty(count, self._dtype)
+        x = _library.Exchange(ctypes.sizeof(_library.Exchange), self._app, self._number)
+        x.keys, x.num_keys = key_array.ctypes.data, len(key_array)
+        if value_array is not None:
+            x.flags |= _library.PUSH
+            x.values, x.values_bytes = value_array.ctypes.data, value_array.nbytes
+        if results is not None:
+            x.flags |= _library.PULL
+            x.results, x.results_bytes = results.ctypes.data, results.nbytes
+        x.command, x.priority = command, priority
+        return Request(x, (key_array, value_array, results), results, out)
 
 
 class Node:
     """This process's place in the job. With ``with``, the node leaves the job at the end of the block."""
 
-    def __init__(self, client: Client, node: wire.Node) -> None:
-        self._client = client
-        self.role = node.role
+    def __init__(self, node: _library.Node) -> None:
+        self.role = _ROLES[node.role]
         """The role: scheduler, server or worker."""
         self.rank = node.rank
         """The rank among the nodes of the role."""
@@ -177,27 +181,24 @@ class Node:
         """Makes this server keep the values of an app. handler and parameters are sum, assign, sgd(rate),
         momentum(rate, momentum), adagrad(rate, epsilon) or adam(rate, beta1, beta2, epsilon).
         """
-        number = wire.DTYPES[dtype][0]
-        self._client.call(lambda i: wire.serve(i, app, number, handler, parameters))
+        numbers = (ctypes.c_double * len(parameters))(*parameters)
+        check(waiting.hvd_ps_serve(app, _library.DTYPES[dtype][0], handler.encode(), numbers, len(parameters)))
 
     def worker(self, app: int, dtype: str) -> Worker:
         """Returns the worker of an app. The element type must be that of the servers."""
-        return Worker(self._client, app, dtype)
+        return Worker(app, dtype)
 
     def clock(self) -> None:
         """Ends an iteration of this worker, and waits as HVD_STALENESS says. Raises the error of a failed push."""
-        self._client.call(wire.clock)
+        _library.call(quick.hvd_ps_clock)
 
     def barrier(self, group: int = WORKERS) -> None:
         """Waits until all nodes of the group have called barrier."""
-        self._client.call(lambda i: wire.node_barrier(i, group))
+        _library.call(quick.hvd_ps_barrier, group)
 
     def finalize(self, barrier: bool = True) -> None:
         """Leaves the job. Unless barrier is False, waits until all nodes have called finalize."""
-        try:
-            self._client.call(lambda i: wire.finalize(i, barrier))
-        finally:
-            self._client.close()
+        _library.call(quick.hvd_ps_finalize, barrier)
 
     def __enter__(self) -> Node:
         return self
@@ -207,20 +208,15 @@ class Node:
     ) -> None:
         if kind is None:
             self.finalize()
-        else:
-            self._client.close()  # the sidecar ends, and the other nodes learn that this one has failed
+        # Otherwise the other nodes learn that this one has failed when the process ends.
 
 
 def start(settings: Optional[Dict[str, str]] = None) -> Node:
     """Joins the job that the environment describes (DMLC_ROLE and others), and waits for all other nodes. settings
     override the environment.
     """
-    client = Client()
-    try:
-        reply = client.call(lambda i: wire.start_node(i, settings or {}))
-        if reply.node is None:
-            raise HorovodInternalError("start: the sidecar's answer does not describe the node")
-        return Node(client, reply.node)
-    except BaseException:
-        client.close()
-        raise
+    given = settings or {}
+    _library.call(quick.hvd_ps_start, _library.settings(given), len(given))
+    node = _library.Node(ctypes.sizeof(_library.Node))
+    check(quick.hvd_ps_node(node))
+    return Node(node)

@@ -1,4 +1,4 @@
-"""Tests of operations on memory of CUDA devices that the sidecar opens: hvdrun -np 2 python3 device_ranks.py [TEST...].
+"""Tests of operations on memory of CUDA devices: hvdrun -np 2 python3 device_ranks.py [TEST...].
 
 The tests call the engine with arrays of their own, because torch makes tensors on devices only with a GPU. HVD_CUDART_LIBRARY
 must be the file of the CUDA runtime, which may be the stand-in (internal/testcuda), and HOROVOD_GPU_OPERATIONS must be nccl.
@@ -13,22 +13,19 @@ import ctypes
 import faulthandler
 import math
 import os
-import pathlib
 import signal
 import sys
-import tempfile
-import time
 import unittest
 import unittest.mock
 import warnings
-from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Iterator, List, Optional, Sequence, Tuple
 
 import devices
 
-from gohvd import _client, _cuda, _engine
-from gohvd import _wire as wire
+from gohvd import _engine
+from gohvd._library import ALLGATHER, ALLREDUCE, ALLTOALL, BROADCAST, GATHER, RECV, REDUCE, REDUCESCATTER, SCATTER, SEND
 from gohvd.basics import init, rank, shutdown, size
-from gohvd.exceptions import MismatchError, PeerError
+from gohvd.exceptions import PeerError
 from gohvd.process_sets import global_process_set
 
 _LIMIT_SECONDS = 60
@@ -63,22 +60,6 @@ def new_stream() -> int:
     return stream.value
 
 
-@contextlib.contextmanager
-def held_stream() -> Iterator[Tuple[int, Callable[[], None]]]:
-    """A stream that executes nothing before the function is called, or the block is left with an error. A process with
-    work that is held could not free arrays, so it could not end either.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        gate = pathlib.Path(folder, "open")
-        with unittest.mock.patch.dict(os.environ, STANDIN_CUDA_HOLD=str(gate)):
-            stream = new_stream()
-        try:
-            yield stream, gate.touch
-        finally:
-            gate.touch()
-            cuda("cudaStreamSynchronize", ctypes.c_void_p(stream))  # the stream has seen the file before it is removed
-
-
 class Allocation:
     """Memory of the device, which is freed by free or with the object."""
 
@@ -96,8 +77,8 @@ class Allocation:
 
 
 class Array:
-    """Numbers on the device, in an allocation, or a staging array of the engine if view is given. If contiguous is false,
-    the engine must not use the memory itself.
+    """Numbers on the device, in an allocation, or in memory of the host if view is given. If contiguous is false, the
+    engine must not use the memory itself.
     """
 
     def __init__(
@@ -110,6 +91,8 @@ class Array:
 
     @property
     def address(self) -> int:
+        if self.view is not None:
+            return _address_of(self.view)
         assert self.place is not None
         return self.place[0].address + self.place[1]
 
@@ -141,6 +124,8 @@ def copy(to: int, source: int, nbytes: int) -> None:
 class Devices(_engine.Framework[Array]):
     """The functions of the engine for arrays of this file."""
 
+    has_devices = True
+
     def __init__(self) -> None:
         self.current = new_stream()
         self.followed: List[int] = []
@@ -148,11 +133,12 @@ class Devices(_engine.Framework[Array]):
     def device(self, x: Array) -> int:
         return DEVICE
 
-    def pointer(self, x: Array) -> int:
+    def address(self, x: Array) -> int:
         return x.address if x.contiguous else 0
 
-    def empty(self, shape: Tuple[int, ...], like: Array) -> Array:
-        return Array(shape, like.code)
+    def empty(self, shape: Tuple[int, ...], like: Array, in_memory: bool = False) -> Array:
+        nbytes = math.prod(shape) * like.code[1]
+        return Array(shape, like.code, view=memoryview(bytearray(max(nbytes, 1))) if in_memory else None)
 
     def stream(self, device: int) -> int:
         return self.current
@@ -173,28 +159,14 @@ class Devices(_engine.Framework[Array]):
         if stream != self.current:
             cuda("cudaStreamSynchronize", ctypes.c_void_p(stream))
 
-    # The path through host memory.
-
-    def address(self, x: Array) -> int:
-        return 0
-
-    def wrap(self, view: memoryview, dtype: Any, shape: Tuple[int, ...]) -> Array:
-        return Array(shape, dtype, view=view)
-
     def copy(self, target: Array, source: Array) -> None:
-        places = [x.address if x.view is None else _address_of(x.view) for x in (target, source)]
-        copy(*places, source.nbytes)
+        copy(target.address, source.address, source.nbytes)
         cuda("cudaStreamSynchronize", ctypes.c_void_p(self.current))
 
-    def clone(self, x: Array, like: Array) -> Array:
-        made = Array(x.shape, x.code)
-        self.copy(made, x)
-        return made
-
-    def fresh(self, data: memoryview, shape: Tuple[int, ...], like: Array) -> Array:
+    def wrap(self, memory: Any, shape: Tuple[int, ...], like: Array) -> Array:
         made = Array(shape, like.code)
-        writable = bytearray(data)
-        self.copy(made, Array(shape, like.code, view=memoryview(writable)))
+        if made.nbytes:
+            self.copy(made, Array(shape, like.code, view=memoryview(memory)))
         return made
 
 
@@ -205,18 +177,17 @@ def _address_of(view: memoryview) -> int:
 fw = Devices()
 
 
-def begin(kind: int, arrays: Sequence[Array], name: str, **kw: Any) -> _engine.Call[Array]:
-    shapes, code = tuple([x.shape for x in arrays]), arrays[0].code
-    types = tuple([(x.code, x.code) for x in arrays]) if len({x.code for x in arrays}) > 1 else None
-    return _engine.engine.begin(fw, kind, arrays, shapes, code, code, global_process_set, name, types=types, **kw)
+def begin(
+    kind: int, arrays: Sequence[Array], name: Optional[str], targets: Optional[Sequence[Array]] = None,
+    outputs: Optional[Tuple[Tuple[int, ...], ...]] = None, **kw: Any,
+) -> _engine.Call[Array]:  # fmt: skip
+    shapes, codes = tuple([x.shape for x in arrays]), tuple([x.code for x in arrays])
+    how = _engine.operation(kind, **kw)
+    return _engine.engine.begin(fw, how, name, global_process_set, arrays, shapes, codes, targets, outputs)
 
 
 def run(kind: int, x: Array, name: str, **kw: Any) -> List[float]:
     return begin(kind, [x], name, **kw).results()[0].read()
-
-
-def exports() -> _cuda.Exports:
-    return _engine.engine.client().exports
 
 
 class InTheJob(unittest.TestCase):
@@ -239,7 +210,7 @@ class InTheJob(unittest.TestCase):
 
 
 class OnDevice(InTheJob):
-    """Operations that the sidecar runs on the device, without a warning."""
+    """Operations that run on the device, without a warning."""
 
     def setUp(self) -> None:
         super().setUp()
@@ -252,51 +223,45 @@ class Values(OnDevice):
     """The results of operations."""
 
     def test_offsets(self) -> None:
-        """Arrays in one allocation, which is exported once, at different offsets."""
+        """Arrays in one allocation, at different offsets."""
         block = Allocation(1 << 16)
         x, y = Array([3], at=(block, 4096)), Array([2], at=(block, 256))
         for i in range(3):
             x.write([rank(), 2, i])
             y.write([1, rank()])
-            a = begin(wire.ALLREDUCE, [x], "x", reduce_op=_engine.Sum)
-            b = begin(wire.ALLREDUCE, [y], "y", reduce_op=_engine.Sum)
+            a = begin(ALLREDUCE, [x], "x", reduction=_engine.Sum)
+            b = begin(ALLREDUCE, [y], "y", reduction=_engine.Sum)
             n = size()
             self.assertEqual(a.results()[0].read(), [n * (n - 1) / 2, 2 * n, i * n])
             self.assertEqual(b.results()[0].read(), [n, n * (n - 1) / 2])
             self.assertEqual(x.read(), [rank(), 2, i])
-        self.assertEqual(len([a for a in exports()._allocations if a.base == block.address]), 1)
 
     def test_in_place(self) -> None:
-        """Repeated operations with one name on the same memory use one event and export nothing new."""
         xs = [Array([4], at=(Allocation(1 << 12), 64))]
-        arenas = set()
         for i in range(10):
             xs[0].write([rank(), i, 1, 2])
-            call = begin(wire.ALLREDUCE, xs, "in place", targets=xs, reduce_op=_engine.Sum, prescale=0.5)
-            assert call.plan is not None and call.plan.event is not None
-            arenas.add((call.plan.event.number, exports().place(DEVICE, xs[0].address)))
+            call = begin(ALLREDUCE, xs, "in place", targets=xs, reduction=_engine.Sum, prescale=0.5)
             self.assertIs(call.results()[0], xs[0])
             n = size()
             self.assertEqual(xs[0].read(), [n * (n - 1) / 4, n * i / 2, n / 2, n])
-        self.assertEqual(len(arenas), 1)
 
     def test_kinds(self) -> None:
         n = size()
         last = n - 1
         x = Array([2]).write([rank(), 7])
-        self.assertEqual(run(wire.BROADCAST, x, "b", root=last), [last, 7])
+        self.assertEqual(run(BROADCAST, x, "b", root=last), [last, 7])
         xs = [x]
-        begin(wire.BROADCAST, xs, "b_", root=last, targets=xs).results()
+        begin(BROADCAST, xs, "b_", root=last, targets=xs).results()
         self.assertEqual(x.read(), [last, 7])
         x.write([rank(), 7])
-        got = run(wire.REDUCE, x, "r", root=0, reduce_op=_engine.Max)
-        self.assertEqual(got, [last, 7] if rank() == 0 else [rank(), 7])
+        call = begin(REDUCE, [x], "r", root=0, reduction=_engine.Max)
+        self.assertEqual([y.read() for y in call.results()], [[last, 7]] if rank() == 0 else [])
         rows = Array([n + 1, 2]).write([rank()] * (2 * n + 2))
         mine = 2 if rank() == 0 else 1
-        call = begin(wire.REDUCESCATTER, [rows], "rs", reduce_op=_engine.Sum)
+        call = begin(REDUCESCATTER, [rows], "rs", reduction=_engine.Sum)
         self.assertEqual(call.results()[0].shape, (mine, 2))
         self.assertEqual(call.results()[0].read(), [n * (n - 1) / 2] * (2 * mine))
-        self.assertEqual(run(wire.ALLREDUCE, Array([0]), "empty", reduce_op=_engine.Sum), [])
+        self.assertEqual(run(ALLREDUCE, Array([0]), "empty", reduction=_engine.Sum), [])
 
     def test_given_outputs(self) -> None:
         """The caller gives the outputs of an allgather and an alltoall. One overlaps the input, and one is not contiguous,
@@ -306,24 +271,24 @@ class Values(OnDevice):
         x = Array([1, 2]).write([rank(), 5])
         want = [v for r in range(n) for v in (r, 5)]
         for out in (Array([n, 2]), Array([n, 2], contiguous=False)):
-            got = begin(wire.ALLGATHER, [x], "ag", targets=[out], outputs=((n, 2),)).results()
+            got = begin(ALLGATHER, [x], "ag", targets=[out], outputs=((n, 2),)).results()
             self.assertIs(got[0], out)
             self.assertEqual(out.read(), want)
         block = Allocation(8 * n)
         mine = Array([1, 2], at=(block, 8 * rank())).write([rank(), 5])
         whole = Array([n, 2], at=(block, 0))
-        begin(wire.ALLGATHER, [mine], "ag in place", targets=[whole], outputs=((n, 2),)).results()
+        begin(ALLGATHER, [mine], "ag in place", targets=[whole], outputs=((n, 2),)).results()
         self.assertEqual(whole.read(), want)
         parts = Array([n], INT32, contiguous=False).write([10 * rank() + r for r in range(n)])
         out = Array([n], INT32)
-        call = begin(wire.ALLTOALL, [parts], "a2a", targets=[out], outputs=((n,),))
+        call = begin(ALLTOALL, [parts], "a2a", targets=[out], outputs=((n,),))
         self.assertEqual(call.results()[0].read(), [10 * r + rank() for r in range(n)])
         self.assertEqual(call.received, [1] * n)
         root = rank() == n - 1
         out = Array([n if root else 0, 2])
-        begin(wire.GATHER, [x], "g", targets=[out], outputs=(out.shape,), root=n - 1).results()
+        begin(GATHER, [x], "g", targets=[out], outputs=(out.shape,), root=n - 1).results()
         self.assertEqual(out.read(), want if root else [])
-        begin(wire.SCATTER, [out], "s", targets=[x], outputs=((1, 2),), root=n - 1).results()
+        begin(SCATTER, [out], "s", targets=[x], outputs=((1, 2),), root=n - 1).results()
         self.assertEqual(x.read(), [rank(), 5])
 
     def test_known_shapes(self) -> None:
@@ -332,13 +297,13 @@ class Values(OnDevice):
         x = Array([rank() + 1, 2]).write([rank(), 5] * (rank() + 1))
         want = [v for r in range(n) for v in [r, 5] * (r + 1)]
         for i in range(2):
-            call = begin(wire.ALLGATHER, [x], "known", outputs=((n * (n + 1) // 2, 2),))
+            call = begin(ALLGATHER, [x], "known", outputs=((n * (n + 1) // 2, 2),))
             self.assertEqual(call.results()[0].read(), want)
         ints = Array([1], INT32).write([rank()])
-        group = begin(wire.ALLGATHER, [x, ints], "known", grouped=True, outputs=((n * (n + 1) // 2, 2), (n,)))
+        group = begin(ALLGATHER, [x, ints], "known", grouped=True, outputs=((n * (n + 1) // 2, 2), (n,)))
         self.assertEqual([y.read() for y in group.results()], [want, list(range(n))])
         parts = Array([n + 1], INT32).write([10 * rank() + r for r in range(n + 1)])
-        call = begin(wire.ALLTOALL, [parts], "known", splits=(1,) * n, outputs=((n,),))
+        call = begin(ALLTOALL, [parts], "known", splits=(1,) * n, outputs=((n,),))
         self.assertEqual(call.results()[0].read(), [10 * r + rank() for r in range(n)])
         self.assertEqual(call.received, [1] * n)
 
@@ -346,24 +311,17 @@ class Values(OnDevice):
         """A group of several types, of which NCCL does not have one, and some in-place arrays that are not contiguous."""
         xs = [Array([2]).write([rank(), 1]), Array([3], INT16).write([1, 2, rank()]), Array([1], INT32, contiguous=False).write([3])]
         for i in range(2):
-            got = begin(wire.ALLREDUCE, xs, f"group {i}", grouped=True, reduce_op=_engine.Max).results()
+            got = begin(ALLREDUCE, xs, f"group {i}", grouped=True, reduction=_engine.Max).results()
             self.assertEqual([y.read() for y in got], [[size() - 1, 1], [1, 2, size() - 1], [3]])
-        begin(wire.ALLREDUCE, xs, "group_", grouped=True, targets=xs, reduce_op=_engine.Max).results()
+        begin(ALLREDUCE, xs, "group_", grouped=True, targets=xs, reduction=_engine.Max).results()
         self.assertEqual([y.read() for y in xs], [[size() - 1, 1], [1, 2, size() - 1], [3]])
 
     def test_many(self) -> None:
-        """Many operations in flight have an event each. Other operations use their events again."""
+        """Many operations are in flight."""
         xs = [Array([1]).write([rank() + i]) for i in range(30)]
-        known = set()
         for _ in range(3):
-            calls = [begin(wire.ALLREDUCE, [x], f"many {i}", reduce_op=_engine.Min) for i, x in enumerate(xs)]
-            events = {call.plan.event.number for call in calls if call.plan is not None and call.plan.event is not None}
-            self.assertEqual(len(events), len(xs))
+            calls = [begin(ALLREDUCE, [x], f"many {i}", reduction=_engine.Min) for i, x in enumerate(xs)]
             self.assertEqual([call.results()[0].read() for call in calls], [[i] for i in range(30)])
-            self.assertEqual(events, known or events)
-            known = events
-            del calls
-            _engine.engine._clear_plans()
 
     def test_slow(self) -> None:
         """An operation begins after the work on the stream, which goes on for a while with the stand-in."""
@@ -372,119 +330,66 @@ class Values(OnDevice):
         x = Array([1])
         with fw.using(slow):
             x.write([rank()])
-            self.assertEqual(run(wire.ALLREDUCE, x, "slow", reduce_op=_engine.Sum), [size() * (size() - 1) / 2])
+            self.assertEqual(run(ALLREDUCE, x, "slow", reduction=_engine.Sum), [size() * (size() - 1) / 2])
 
     def test_order(self) -> None:
-        """The event is recorded on the stream on which the operation is begun, and this stream waits for it. Another
-        stream that gets the results follows it.
-        """
+        """Another stream that gets the results follows the stream on which the operation was begun."""
         x = Array([1]).write([2])
-        driver, calls = _cuda._driver(), []
-        first, other, plain = fw.current, new_stream(), driver.call
-
-        def logged(name: str, *args: Any) -> None:
-            if name in ("cuEventRecord", "cuStreamWaitEvent"):
-                calls.append((name, *[getattr(a, "value", a) for a in args[:2]]))
-            plain(name, *args)
-
-        with unittest.mock.patch.object(driver, "call", logged):
-            call = begin(wire.ALLREDUCE, [x], "order", reduce_op=_engine.Sum)
-            assert call.plan is not None and call.plan.event is not None
-            event = call.plan.event.handle.value
-            self.assertEqual(calls, [("cuEventRecord", event, first)])
-            fw.followed.clear()
-            with fw.using(other):
-                result = call.results()[0]
-                self.assertEqual(calls[1:], [("cuStreamWaitEvent", first, event)])
-                self.assertEqual(fw.followed, [first])
-                self.assertEqual(result.read(), [2 * size()])
-            call.results()
-            self.assertEqual(fw.followed, [first, first], "the current stream may be another one in the second call")
+        first, other = fw.current, new_stream()
+        call = begin(ALLREDUCE, [x], "order", reduction=_engine.Sum)
+        fw.followed.clear()
+        with fw.using(other):
+            result = call.results()[0]
+            self.assertEqual(fw.followed, [first])
+            self.assertEqual(result.read(), [2 * size()])
+        call.results()
+        self.assertEqual(fw.followed, [first, first], "the current stream may be another one in the second call")
 
     def test_freed(self) -> None:
-        """An allocation is freed and another one is at its address. The sidecar closes the first and opens the second."""
-        block = Allocation(1 << 20)
-        address = block.address
+        """An allocation is freed and another one is at its address."""
         for i in range(5):
-            x = Array([1], at=(block, 8 * i)).write([i + rank()])
-            self.assertEqual(run(wire.ALLREDUCE, x, "freed", reduce_op=_engine.Max), [i + size() - 1])
-            number = exports().place(DEVICE, x.address)[0]
-            block.free()
             block = Allocation(1 << 20)
-            self.assertNotEqual(exports().place(DEVICE, block.address)[0], number)
-            self.assertNotIn(number, [a.number for a in exports()._allocations])
-        if hasattr(_runtime, "standin_host"):
-            self.assertEqual(block.address, address, "the test needs an allocation at the same address")
+            x = Array([1], at=(block, 8 * i)).write([i + rank()])
+            self.assertEqual(run(ALLREDUCE, x, "freed", reduction=_engine.Max), [i + size() - 1])
+            block.free()
 
     def test_next_job(self) -> None:
-        """The exports of a process stay valid in its next job."""
+        """The same memory is used in several jobs of the process."""
         x = Array([1]).write([1])
         for _ in range(3):
-            self.assertEqual(run(wire.ALLREDUCE, x, "job", reduce_op=_engine.Sum), [size()])
+            self.assertEqual(run(ALLREDUCE, x, "job", reduction=_engine.Sum), [size()])
             shutdown()
             init()
-
-
-class Waits(OnDevice):
-    """STANDIN_CUDA_CALLS is the file in which the stand-in counts calls. This process itself does not count."""
-
-    def test_waits(self) -> None:
-        """Operations that are fused wait once for each stream of the program, here for one."""
-        calls = os.environ.pop("STANDIN_CUDA_CALLS")
-        client = _engine.engine.client()
-        with held_stream() as (held, release), fw.using(held):
-            xs = [Array([1]).write([i]) for i in range(20)]
-            done = [begin(wire.ALLREDUCE, [x], f"waits {i}", reduce_op=_engine.Sum) for i, x in enumerate(xs)]
-            # No operation ends before the arrays are written. Until then rank 0 grants two at most, later the rest.
-            while client._words[_client._TAKEN] < client._words[_client._SUBMITTED]:
-                time.sleep(0.001)
-            release()
-            self.assertEqual([call.results()[0].read() for call in done], [[i * size()] for i in range(20)])
-        with open(calls) as f:
-            waits = f.read().split().count("cudaStreamWaitEvent")
-        self.assertTrue(0 < waits <= 3 * size(), waits)
 
 
 class Fallback(InTheJob):
     """Operations that the engine copies through host memory, and the one warning that says why."""
 
-    def twice(self, kind: int = wire.ALLREDUCE, want: Optional[List[float]] = None, *texts: str) -> None:
+    def twice(self, kind: int = ALLREDUCE, want: Optional[List[float]] = None, *texts: str) -> None:
         with self.warned(*texts):
             for i in range(2):
                 x = Array([1]).write([rank() + i])
-                got = run(kind, x, "twice", reduce_op=_engine.Sum)
+                got = run(kind, x, "twice", reduction=_engine.Sum)
                 n = size()
                 self.assertEqual(got, [n * (n - 1) / 2 + n * i] if want is None else [v + i for v in want])
 
 
 class Fallbacks(Fallback):
-    """Arrays and operations for which the sidecar cannot work on the device."""
-
-    def test_not_exportable(self) -> None:
-        with unittest.mock.patch.dict(os.environ, STANDIN_CUDA_NO_IPC="1"):
-            self.twice(
-                wire.ALLREDUCE, None, "copied through host memory: the driver does not share memory of this allocator "
-                "(cuIpcGetMemHandle: invalid argument (1)); with torch, do not set expandable_segments",
-            )  # fmt: skip
-
-    def test_other_allocators(self) -> None:
-        """A rank whose memory cannot be exported gets an error with the other ranks, which names the ranks."""
-        x = Array([1]).write([1])
-        with unittest.mock.patch.dict(os.environ, STANDIN_CUDA_NO_IPC="1" if rank() == 0 else "0"):
-            with self.warned(*["does not share memory"] * (rank() == 0)), self.assertRaisesRegex(MismatchError, "rank 0"):
-                run(wire.ALLREDUCE, x, "mixed", reduce_op=_engine.Sum)
-        self.assertEqual(run(wire.ALLREDUCE, Array([1]).write([1]), "after", reduce_op=_engine.Sum), [size()])
+    """Operations that cannot run on the device."""
 
     def test_unknown_size(self) -> None:
-        self.twice(wire.ALLGATHER, list(range(size())), "the program does not know the size of the result of this operation")
+        self.twice(ALLGATHER, list(range(size())), "the program does not know the size of the result of this operation")
 
-    def test_known_shapes(self) -> None:
-        """The shapes of the results are also known if the operation is copied through host memory."""
-        with unittest.mock.patch.dict(os.environ, STANDIN_CUDA_NO_IPC="1"), self.warned("does not share memory"):
-            for i in range(2):
-                x = Array([1]).write([rank() + i])
-                call = begin(wire.ALLGATHER, [x], "known", outputs=((size(),),))
-                self.assertEqual(call.results()[0].read(), [r + i for r in range(size())])
+    def test_messages(self) -> None:
+        x, y = Array([2]).write([rank(), 5]), Array([2])
+        after, before = (rank() + 1) % size(), (rank() - 1) % size()
+        with self.warned("a send is a message", "a recv is a message"):
+            for _ in range(2):
+                sent = begin(SEND, [x], None, peer=after)
+                ys = [y]
+                begin(RECV, ys, None, ys, peer=before).results()
+                sent.results()
+                self.assertEqual(y.read(), [before, 5])
 
 
 class Killed(OnDevice):
@@ -492,44 +397,24 @@ class Killed(OnDevice):
 
     def test_killed(self) -> None:
         xs = [Array([1 << 20]).write([1] * (1 << 20)) for _ in range(20)]
-        begin(wire.ALLREDUCE, xs[:1], "first", reduce_op=_engine.Sum).results()
-        calls = [begin(wire.ALLREDUCE, [x], f"x{i}", reduce_op=_engine.Sum) for i, x in enumerate(xs)]
+        begin(ALLREDUCE, xs[:1], "first", reduction=_engine.Sum).results()
+        calls = [begin(ALLREDUCE, [x], f"x{i}", reduction=_engine.Sum) for i, x in enumerate(xs)]
         if rank() == size() - 1:
             calls[0].results()
             os.kill(os.getpid(), signal.SIGKILL)
         with self.assertRaises(PeerError) as e:
             for call in calls:
                 call.results()
-            begin(wire.ALLREDUCE, xs[:1], "after", reduce_op=_engine.Sum).results()  # all calls may have been done
+            begin(ALLREDUCE, xs[:1], "after", reduction=_engine.Sum).results()  # all calls may have been done
         self.assertEqual(list(e.exception.ranks), [size() - 1])
         self.assertEqual(Array([1]).write([7]).read(), [7])
-
-
-class OtherDevices(Fallback):
-    """The sidecar does not see the device of the program."""
-
-    def test_not_opened(self) -> None:
-        with unittest.mock.patch.dict(os.environ, STANDIN_CUDA_DEVICES="4"):
-            global DEVICE
-            DEVICE = 3
-            cuda("cudaSetDevice", 3)
-            fw.current = new_stream()
-            self.twice(wire.ALLREDUCE, None, "the sidecar cannot open it (")
 
 
 class WithoutNCCL(Fallback):
     """The job does not use NCCL."""
 
     def test_no_devices(self) -> None:
-        self.twice(wire.ALLREDUCE, None, "the job uses no CUDA devices; set HOROVOD_GPU_OPERATIONS=nccl for all ranks")
-
-
-class WithoutDriver(Fallback):
-    """The process has no library of the driver."""
-
-    def test_no_driver(self) -> None:
-        with unittest.mock.patch.object(_cuda, "_LIBRARY", "libno-such-driver.so.1"):
-            self.twice(wire.ALLREDUCE, None, "the CUDA driver cannot be used: libno-such-driver.so.1: cannot open")
+        self.twice(ALLREDUCE, None, "the job uses no CUDA devices; set HOROVOD_GPU_OPERATIONS=nccl for all ranks")
 
 
 if __name__ == "__main__":

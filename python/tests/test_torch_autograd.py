@@ -15,8 +15,8 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import torch
 from ranks import RanksTest, hvd
 
-from gohvd import _wire as wire
 from gohvd._engine import engine
+from gohvd._library import ALLGATHER, ALLTOALL
 
 
 def leaf(*shape: int) -> torch.Tensor:
@@ -131,26 +131,26 @@ class Autograd(RanksTest):
     def test_known_shapes(self) -> None:
         """The engine gets the shapes of gradients, because it needs them to run the operations on CUDA devices."""
         n, given = self.size, []
-        plain = engine.begin
+        plain = engine._call
 
-        def begin(framework: Any, kind: int, *args: Any, **kw: Any) -> Any:
-            given.append((kind, kw["outputs"]))
-            return plain(framework, kind, *args, **kw)
+        def call(*args: Any) -> Any:
+            given.append((args[1].kind, args[-1]))
+            return plain(*args)
 
-        with unittest.mock.patch.object(engine, "begin", begin):
+        with unittest.mock.patch.object(engine, "_call", call):
             x = leaf(2 * n + 1, 3)
             hvd.reducescatter(x, op=hvd.Sum).sum().backward()
-            self.assertEqual(given[-1], (wire.ALLGATHER, ((2 * n + 1, 3),)))
+            self.assertEqual(given[-1], (ALLGATHER, ((2 * n + 1, 3),)))
             x = leaf(n + 2, 3)
             torch.stack([y.sum() for y in hvd.grouped_reducescatter([x, leaf(n)])]).sum().backward()
-            self.assertEqual(given[-1], (wire.ALLGATHER, ((n + 2, 3), (n,))))
+            self.assertEqual(given[-1], (ALLGATHER, ((n + 2, 3), (n,))))
             x = leaf(2 * n + 1, 2)
             hvd.alltoall(x, [2] * n)[0].sum().backward()
-            self.assertEqual(given[-1], (wire.ALLTOALL, ((2 * n, 2),)))
+            self.assertEqual(given[-1], (ALLTOALL, ((2 * n, 2),)))
             self.assertEqual(x.grad[-1].tolist(), [0, 0])
             hvd.SyncBatchNorm(4)(torch.ones(3, 4))
             if n > 1:
-                self.assertEqual(given[-1], (wire.ALLGATHER, ((n, 9),)))
+                self.assertEqual(given[-1], (ALLGATHER, ((n, 9),)))
 
     def test_what_needs_no_gradient(self) -> None:
         x = torch.ones(2 * self.size)

@@ -733,40 +733,6 @@ class Synchronizing(OptimizerTest):
         optimizer.zero_grad()
         self.same_weights(model, self.reference(sgd, 1))
 
-    def test_few_processors(self) -> None:
-        def few(processors: int, mine: int, ranks: int, here: int) -> bool:
-            with mock.patch.object(module.os, "cpu_count", lambda: processors), mock.patch.object(
-                module.os, "sched_getaffinity", lambda _: set(range(mine))
-            ), mock.patch.object(module, "size", lambda: ranks), mock.patch.object(module, "local_size", lambda: here):
-                return module._oversubscribed_host()
-
-        self.assertTrue(few(2, 2, 2, 2))
-        self.assertTrue(few(7, 7, 4, 4))
-        self.assertFalse(few(8, 8, 4, 4))
-        self.assertTrue(few(8, 1, 4, 4))  # each rank may use only one processor
-        self.assertFalse(few(8, 2, 4, 4))
-        # Other ranks are on other hosts. Communication with them waits for the network, so it can overlap with the
-        # computation.
-        self.assertFalse(few(2, 2, 4, 2))
-
-    def test_gradients_are_notified_together(self) -> None:
-        if self.size == 1:
-            self.skipTest("needs another rank")
-        model, optimizer = self.start()
-        client = _engine.engine.client()
-        notify, notified = client._notify, []
-        for oversubscribed in (False, True):
-            optimizer._oversubscribed = oversubscribed
-            for step in range(4):
-                optimizer.zero_grad(set_to_none=False)
-                hvd.barrier()
-                with mock.patch.object(client, "_notify", lambda when: (notified.append(step), notify(when))[1]):
-                    loss_of(model, batch(step, self.rank)).backward()
-                self.assertFalse(oversubscribed and client._notification_deferred, "the backward pass has ended")
-                optimizer.step()
-        self.assertEqual(notified[-2:], [2, 3])
-        self.same_at_all_ranks(model)
-
     def test_interrupted(self) -> None:
         """A signal handler raises an exception during synchronize. synchronize passes the exception on, and each
         parameter still gets its own gradient.
@@ -778,18 +744,17 @@ class Synchronizing(OptimizerTest):
             pass
 
         model, optimizer = self.start()
-        client = _engine.engine.client()
-        wait, calls = client.wait, []
+        settle, calls = _engine.Call.settle, []
 
-        def interrupted(*args) -> None:
-            calls.append(args)
+        def interrupted(call: _engine.Call) -> None:
+            calls.append(call)
             if len(calls) == 1:
                 raise Tick
-            wait(*args)
+            settle(call)
 
         optimizer.zero_grad()
         loss_of(model, batch(0, self.rank)).backward()
-        with mock.patch.object(client, "wait", interrupted), self.assertRaises(Tick):
+        with mock.patch.object(_engine.Call, "settle", interrupted), self.assertRaises(Tick):
             optimizer.synchronize()
         with optimizer.skip_synchronize():
             optimizer.step()

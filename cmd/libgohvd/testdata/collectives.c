@@ -165,6 +165,15 @@ static void asynchronous(void) {
 		want(hvd_run(&late, 0, &barrier, NULL) == HVD_PENDING && barrier);
 		want(hvd_wait(barrier, 0.001, NULL) == HVD_PENDING);
 		want(hvd_wait_any(&barrier, 1, 0.001, &index) == HVD_PENDING);
+		hvd_handle_t both[2] = {barrier, 0};
+		ok(hvd_new_gate(&both[1]));
+		want(hvd_wait_any(both, 2, 0.001, &index) == HVD_PENDING);
+		fails(hvd_open_gate(barrier), HVD_ERROR_HANDLE, "handle");
+		ok(hvd_open_gate(both[1]));
+		ok(hvd_open_gate(both[1]));
+		ok(hvd_wait_any(both, 2, -1, &index));
+		want(index == 1);
+		ok(hvd_wait(both[1], -1, NULL));
 		ok(hvd_release(barrier));
 		fails(hvd_wait(barrier, 0, NULL), HVD_ERROR_HANDLE, "handle");
 		hvd_op_t early = hvd_op(HVD_BARRIER, (hvd_dtype_t)0, NULL);

@@ -4,14 +4,11 @@ It supports more than Horovod:
 
 - all element types of torch that docs/operations.md lists, including bfloat16 and bool,
 - tensors on any device; if the job uses NCCL, those on CUDA devices are not copied to the host,
-- ``alloc_tensor``, which makes tensors that operations do not copy.
+- ``alloc_tensor``, which makes tensors in memory that the other ranks of the host can read.
 
-An operation on a CUDA device begins after the work that is on the current stream when it is begun. When ``synchronize``
-has returned, the current stream can use the result. Operations whose result has a size that is not known in advance
-(allgather, alltoall, gather, scatter) and messages are copied through host memory.
-
-The data of a tensor in ordinary memory is copied into memory that is shared with the sidecar. The result is copied back
-when ``poll`` or ``synchronize`` finds the operation done.
+Operations work on the memory of the tensors. One on a CUDA device begins after the work that is on the current stream
+when it is begun. When ``synchronize`` has returned, the current stream can use the result. Operations whose result has a
+size that is not known in advance (allgather, alltoall, gather, scatter) and messages are copied through host memory.
 """
 
 from __future__ import annotations
@@ -23,8 +20,11 @@ from typing import Any, Callable, ContextManager, Dict, List, Optional, Sequence
 import torch
 
 from .. import _engine
-from .. import _wire as wire
-from .._engine import Adasum, Average, Max, Min, Product, Shape, Sum
+from .._engine import Adasum, Average, Call, Max, Min, Product, Shape, Sum, operation
+from .._library import (
+    ALLGATHER, ALLREDUCE, ALLTOALL, BARRIER, BROADCAST, DTYPES, GATHER, JOIN, KIND_NAMES, RECV, REDUCE, REDUCESCATTER,
+    SCATTER, SEND,
+)  # fmt: skip
 from ..basics import (
     ccl_built,
     cross_rank,
@@ -67,9 +67,9 @@ __all__ = [
 
 Tensor = torch.Tensor
 
-# The number in the protocol and the size in bytes of each element type.
+# The number in the library and the size in bytes of each element type.
 _DTYPES: Dict[torch.dtype, _engine.Code] = {
-    getattr(torch, name): code for name, code in wire.DTYPES.items() if hasattr(torch, name)
+    getattr(torch, name): code for name, code in DTYPES.items() if hasattr(torch, name)
 }
 
 
@@ -90,40 +90,25 @@ def write(target: Tensor, source: Tensor) -> None:
 
 
 class _Torch(_engine.Framework[Tensor]):
+    has_devices = True
+
     def address(self, x: Tensor) -> int:
         # The memory of a negated view has the elements with the opposite sign, so torch must copy them.
-        return x.data_ptr() if x.is_cpu and not x.is_neg() else 0
-
-    def wrap(self, view: memoryview, dtype: Any, shape: Shape) -> Tensor:
-        # The engine keeps the array for later operations. If it were an inference tensor, because the caller is in
-        # torch.inference_mode, no operation outside of this mode could write to it.
-        with torch.inference_mode(False):
-            if not len(view):
-                return torch.empty(shape, dtype=dtype, device="cpu")
-            return torch.frombuffer(view, dtype=dtype).view(shape)
+        return 0 if x.is_neg() else x.data_ptr()
 
     copy = staticmethod(write)
 
-    def clone(self, x: Tensor, like: Tensor) -> Tensor:
-        return x.clone() if like.is_cpu else x.to(like.device)
+    def empty(self, shape: Shape, like: Tensor, in_memory: bool = False) -> Tensor:
+        return torch.empty(shape, dtype=like.dtype, device="cpu" if in_memory else like.device)
 
-    def fresh(self, data: memoryview, shape: Shape, like: Tensor) -> Tensor:
-        x = torch.empty(shape, dtype=like.dtype, device="cpu")
-        if len(data) != x.numel() * x.element_size():
-            raise ValueError(f"got a result of {len(data)} bytes, want a {x.dtype} tensor of shape {shape}")
-        if len(data):
-            # The data is copied into the memory of x, because torch cannot make a tensor over read-only memory.
-            _engine.memory_at(x.data_ptr(), len(data))[:] = data
+    def wrap(self, memory: Any, shape: Shape, like: Tensor) -> Tensor:
+        if not len(memory):
+            return torch.empty(shape, dtype=like.dtype, device=like.device)
+        x = torch.frombuffer(memory, dtype=like.dtype).view(shape)
         return x if like.is_cpu else x.to(like.device)
 
     def device(self, x: Tensor) -> int:
         return x.get_device() if x.is_cuda else -1
-
-    def pointer(self, x: Tensor) -> int:
-        return 0 if x.is_neg() else x.data_ptr()
-
-    def empty(self, shape: Shape, like: Tensor) -> Tensor:
-        return torch.empty(shape, dtype=like.dtype, device=like.device)
 
     def stream(self, device: int) -> torch.cuda.Stream:
         return torch.cuda.current_stream(device)
@@ -144,8 +129,8 @@ _torch = _Torch()
 
 
 def alloc_tensor(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Returns a tensor of zeros in memory that operations work on without copying. The memory is freed when the last
-    reference to it is dropped.
+    """Returns a tensor of zeros in memory that the other ranks of the host can read, so that large operations on it are
+    faster (docs/arena.md). The memory is freed when the last reference to it is dropped.
     """
     _, itemsize = _code(dtype)
     count = 1
@@ -153,7 +138,7 @@ def alloc_tensor(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Te
         count *= n
     if count == 0:
         return torch.zeros(tuple(shape), dtype=dtype, device="cpu")
-    return torch.frombuffer(_engine.engine.alloc(count * itemsize).view, dtype=dtype).view(tuple(shape))
+    return torch.frombuffer(_engine.Block(count * itemsize).view, dtype=dtype).view(tuple(shape))
 
 
 def _code(dtype: torch.dtype) -> _engine.Code:
@@ -163,35 +148,25 @@ def _code(dtype: torch.dtype) -> _engine.Code:
     return code
 
 
-def _begin(
-    kind: int,
-    tensors: List[Tensor],
-    name: Optional[str],
-    process_set: ProcessSet,
-    targets: Optional[List[Tensor]] = None,
-    reduce_op: int = Average,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    root: int = 0,
-    splits: Tuple[int, ...] = (),
-    peer: int = 0,
-    tag: int = 0,
-    grouped: bool = False,
-    at_once: bool = False,
-    later: bool = False,
-    types: Optional[Tuple[Tuple[Any, _engine.Code], ...]] = None,
-    outputs: Optional[Tuple[Shape, ...]] = None,
-    timeout: float = 0.0,
-) -> _engine.Call[Tensor]:
-    first = tensors[0]
-    dtype = first.dtype
-    code = _check(first)
-    shapes: Tuple[Shape, ...] = tuple([t.shape for t in tensors]) if grouped else (first.shape,)
-    return _engine.engine.begin(
-        _torch, kind, tensors, shapes, dtype, code, process_set, name, targets=targets, reduce_op=reduce_op,
-        prescale=prescale, postscale=postscale, root=root, splits=splits, peer=peer, tag=tag, grouped=grouped,
-        at_once=at_once, later=later, types=types, outputs=outputs, timeout=timeout,
-    )  # fmt: skip
+def _operands(tensor: Tensor) -> Tuple[List[Tensor], Tuple[Shape], Tuple[_engine.Code]]:
+    """Returns a tensor, its shape and its type, as the engine wants them."""
+    return [tensor], (tensor.shape,), (_check(tensor),)
+
+
+def _begin(op: _engine.Operation, tensor: Tensor, name: Optional[str], process_set: ProcessSet, **kw: Any) -> Call[Tensor]:
+    """Begins an operation on one tensor. kw are further arguments of the engine."""
+    return _engine.engine.begin(_torch, op, name, process_set, *_operands(tensor), **kw)
+
+
+def _run(op: _engine.Operation, tensor: Tensor, name: Optional[str], process_set: ProcessSet, **kw: Any) -> Call[Tensor]:
+    """Runs an operation on one tensor, and waits until it is done."""
+    return _engine.engine.run(_torch, op, name, process_set, *_operands(tensor), **kw)
+
+
+def _in_place(begin: Any, op: _engine.Operation, tensor: Tensor, name: Optional[str], process_set: ProcessSet, **kw: Any) -> Call[Tensor]:
+    """Begins or runs an operation whose result overwrites the tensor."""
+    tensors, shapes, codes = _operands(tensor)
+    return begin(_torch, op, name, process_set, tensors, shapes, codes, tensors, **kw)
 
 
 def _check(tensor: Tensor) -> _engine.Code:
@@ -237,9 +212,9 @@ class _Handles:
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
-        self._entries: Dict[int, Tuple[_engine.Call[Tensor], Callable[[_engine.Call[Tensor]], Any]]] = {}
+        self._entries: Dict[int, Tuple[Call[Tensor], Callable[[Call[Tensor]], Any]]] = {}
 
-    def add(self, call: _engine.Call[Tensor], result: Callable[[_engine.Call[Tensor]], Any]) -> int:
+    def add(self, call: Call[Tensor], result: Callable[[Call[Tensor]], Any]) -> int:
         """Adds an operation and returns its number. result is a function that returns what synchronize returns."""
         number = next(self._numbers)
         self._entries[number] = call, result
@@ -251,26 +226,13 @@ class _Handles:
             raise ValueError(f"handle {number} does not exist, or was already synchronized")
         return entry[0].done()
 
-    def settle(self, number: int, others: Sequence[int]) -> None:
-        """Waits until an operation has ended. The argument others has the handles for which the caller waits next."""
-        entry = self._entries.get(number)
-        if entry is not None and not entry[0].known():
-            entry[0].settle([self._entries[n][0] for n in others if n in self._entries])
-
     def take(self, number: int) -> Any:
         entry = self._entries.pop(number, None)
-        if entry is None:
-            return None
-        try:
-            return entry[1](entry[0])
-        finally:
-            entry[0].release_name()
+        return None if entry is None else entry[1](entry[0])
 
     def forget(self, number: int) -> None:
         """Discards a handle. Its name becomes free when its operation is done."""
-        entry = self._entries.pop(number, None)
-        if entry is not None:
-            entry[0].release_name()
+        self._entries.pop(number, None)
 
     def reset(self) -> None:
         self._numbers = itertools.count(1)
@@ -296,38 +258,34 @@ def synchronize(handle: int) -> Any:
     return _handles.take(handle)
 
 
-def synchronize_next(handle: int, others: Sequence[int]) -> Any:
-    """Waits as ``synchronize`` does, and returns the result. The caller synchronizes the handles in others next, and is
-    not woken for each of their completions.
-    """
-    _handles.settle(handle, others)
-    return synchronize(handle)
-
-
 def forget(handle: Union[int, SparseSum]) -> None:
     """Discards a handle that will not be synchronized. Its names become free when its operations are done."""
     for number in (handle.indices, handle.values) if isinstance(handle, SparseSum) else (handle,):
         _handles.forget(number)
 
 
-def _one(call: _engine.Call[Tensor]) -> Tensor:
+def _one(call: Call[Tensor]) -> Tensor:
     return call.results()[0]
 
 
-def _none(call: _engine.Call[Tensor]) -> None:
+def _none(call: Call[Tensor]) -> None:
     call.results()
 
 
-def _all(call: _engine.Call[Tensor]) -> List[Tensor]:
+def _at_root(root: int) -> Callable[[Call[Tensor]], Optional[Tensor]]:
+    return _one if root == rank() else _none
+
+
+def _all(call: Call[Tensor]) -> List[Tensor]:
     return call.results()
 
 
-def _sender(call: _engine.Call[Tensor]) -> int:
+def _sender(call: Call[Tensor]) -> int:
     call.results()
     return call.source
 
 
-def _with_splits(call: _engine.Call[Tensor]) -> Tuple[Tensor, Tensor]:
+def _with_splits(call: Call[Tensor]) -> Tuple[Tensor, Tensor]:
     output = call.results()[0]
     return output, torch.tensor(call.received, dtype=torch.int32, device="cpu")
 
@@ -349,22 +307,22 @@ def _wants_grad(tensor: Tensor) -> bool:
     return tensor.requires_grad and torch.is_grad_enabled()
 
 
-def _begin_group(
-    kind: int, tensors: Sequence[Tensor], name: Optional[str], process_set: ProcessSet, in_place: bool = False, **kw: Any
-) -> int:
-    """Begins a grouped operation and returns its handle. The tensors may have different types. If one of them is not
-    supported, or they are not on one device, it raises ValueError and begins nothing.
+def _group(
+    begin: Any, op: _engine.Operation, tensors: Sequence[Tensor], name: Optional[str], process_set: ProcessSet,
+    in_place: bool = False, outputs: Optional[Tuple[Shape, ...]] = None,
+) -> Call[Tensor]:  # fmt: skip
+    """Begins or runs a grouped operation. The tensors may have different types. If one of them is not supported, or they
+    are not on one device, it raises ValueError and begins nothing.
     """
     tensors = list(tensors)
     if not tensors:
-        raise ValueError(f"grouped {wire.KIND_NAMES[kind]}: got no tensors, want at least one")
-    codes = [_check(t) for t in tensors]
+        raise ValueError(f"grouped {KIND_NAMES[op.kind]}: got no tensors, want at least one")
+    codes = tuple([_check(t) for t in tensors])
     devices = sorted({str(t.device) for t in tensors})
     if len(devices) > 1:
-        raise ValueError(f"grouped {wire.KIND_NAMES[kind]}: got tensors on {' and '.join(devices)}, want one device")
-    types = tuple([(t.dtype, code) for t, code in zip(tensors, codes)]) if len(set(codes)) > 1 else None
-    targets = tensors if in_place else None
-    return _handles.add(_begin(kind, tensors, name, process_set, targets, grouped=True, types=types, **kw), _all)
+        raise ValueError(f"grouped {KIND_NAMES[op.kind]}: got tensors on {' and '.join(devices)}, want one device")
+    shapes = tuple([t.shape for t in tensors])
+    return begin(_torch, op, name, process_set, tensors, shapes, codes, tensors if in_place else None, outputs)
 
 
 # Allreduce.
@@ -383,10 +341,8 @@ def allreduce_async(
 
     The program must not write to the tensor until the handle is synchronized.
     """
-    op = _reduction(op, average)
-    return _handles.add(
-        _begin(wire.ALLREDUCE, [tensor], name, process_set, None, op, prescale_factor, postscale_factor), _one
-    )
+    how = operation(ALLREDUCE, _reduction(op, average), prescale_factor, postscale_factor)
+    return _handles.add(_begin(how, tensor, name, process_set), _one)
 
 
 class HorovodAllreduce(torch.autograd.Function):
@@ -395,7 +351,7 @@ class HorovodAllreduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, name: Optional[str], op: int, pre: float, post: float, ps: ProcessSet) -> Tensor:
         ctx.how = op, pre, post, ps
-        return _begin(wire.ALLREDUCE, [tensor], name, ps, None, op, pre, post, at_once=True).results()[0]
+        return _one(_run(operation(ALLREDUCE, op, pre, post), tensor, name, ps, sync_name=True))
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
@@ -425,10 +381,8 @@ def allreduce(
     if _wants_grad(compressed):
         out = HorovodAllreduce.apply(compressed, name, op, prescale_factor, postscale_factor, process_set)
     else:
-        call = _begin(
-            wire.ALLREDUCE, [compressed], name, process_set, None, op, prescale_factor, postscale_factor, at_once=True
-        )
-        out = call.results()[0]
+        how = operation(ALLREDUCE, op, prescale_factor, postscale_factor)
+        out = _one(_run(how, compressed, name, process_set, sync_name=True))
     return compression.decompress(out, ctx)
 
 
@@ -444,24 +398,8 @@ def allreduce_async_(
     """Begins an ``allreduce_`` and returns a handle. The program must not read or write the tensor until the handle is
     synchronized.
     """
-    return begin_allreduce_(tensor, name, _reduction(op, average), prescale_factor, postscale_factor, process_set)
-
-
-def begin_allreduce_(
-    tensor: Tensor, name: Optional[str], op: int, prescale: float, postscale: float, process_set: ProcessSet, later: bool = False
-) -> int:
-    """Begins an ``allreduce_`` as ``allreduce_async_`` does. If later is true, the sidecar is notified only at the next
-    operation, ``notify_now`` or ``synchronize``.
-    """
-    tensors = [tensor]
-    return _handles.add(
-        _begin(wire.ALLREDUCE, tensors, name, process_set, tensors, op, prescale, postscale, later=later), _one
-    )
-
-
-def notify_now() -> None:
-    """Notifies the sidecar of all operations that were begun with later=True."""
-    _engine.engine.notify_now()
+    how = operation(ALLREDUCE, _reduction(op, average), prescale_factor, postscale_factor)
+    return _handles.add(_in_place(_engine.engine.begin, how, tensor, name, process_set), _one)
 
 
 def allreduce_(
@@ -474,12 +412,8 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """Reduces a tensor in place as ``allreduce`` does, without autograd."""
-    op = _reduction(op, average)
-    tensors = [tensor]
-    call = _begin(
-        wire.ALLREDUCE, tensors, name, process_set, tensors, op, prescale_factor, postscale_factor, at_once=True
-    )
-    return call.results()[0]
+    how = operation(ALLREDUCE, _reduction(op, average), prescale_factor, postscale_factor)
+    return _one(_in_place(_engine.engine.run, how, tensor, name, process_set, sync_name=True))
 
 
 def grouped_allreduce_async(
@@ -492,11 +426,8 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Begins a ``grouped_allreduce`` without autograd, and returns a handle."""
-    op = _reduction(op, average)
-    return _begin_group(
-        wire.ALLREDUCE, tensors, name, process_set,
-        reduce_op=op, prescale=prescale_factor, postscale=postscale_factor,
-    )  # fmt: skip
+    how = operation(ALLREDUCE, _reduction(op, average), prescale_factor, postscale_factor, grouped=True)
+    return _handles.add(_group(_engine.engine.begin, how, tensors, name, process_set), _all)
 
 
 class HorovodGroupedAllreduce(torch.autograd.Function):
@@ -507,7 +438,8 @@ class HorovodGroupedAllreduce(torch.autograd.Function):
         ctx: Any, name: Optional[str], op: int, pre: float, post: float, ps: ProcessSet, *tensors: Tensor
     ) -> Tuple[Tensor, ...]:
         ctx.how = op, pre, post, ps
-        return tuple(synchronize(_engine.begin_and_wait(grouped_allreduce_async, tensors, None, name, op, pre, post, ps)))
+        how = operation(ALLREDUCE, op, pre, post, grouped=True)
+        return tuple(_all(_group(_engine.engine.run, how, tensors, name, ps)))
 
     @staticmethod
     def backward(ctx: Any, *grad_output: Tensor) -> Any:
@@ -537,11 +469,8 @@ def grouped_allreduce(
     if any([_wants_grad(t) for t in compressed]):
         out = HorovodGroupedAllreduce.apply(name, op, prescale_factor, postscale_factor, process_set, *compressed)
     else:
-        out = synchronize(
-            _engine.begin_and_wait(
-                grouped_allreduce_async, compressed, None, name, op, prescale_factor, postscale_factor, process_set
-            )
-        )
+        how = operation(ALLREDUCE, op, prescale_factor, postscale_factor, grouped=True)
+        out = _all(_group(_engine.engine.run, how, compressed, name, process_set))
     return [compression.decompress(t, p[1]) for t, p in zip(out, pairs)]
 
 
@@ -555,11 +484,8 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Begins a ``grouped_allreduce_`` and returns a handle."""
-    op = _reduction(op, average)
-    return _begin_group(
-        wire.ALLREDUCE, tensors, name, process_set, True,
-        reduce_op=op, prescale=prescale_factor, postscale=postscale_factor,
-    )  # fmt: skip
+    how = operation(ALLREDUCE, _reduction(op, average), prescale_factor, postscale_factor, grouped=True)
+    return _handles.add(_group(_engine.engine.begin, how, tensors, name, process_set, True), _all)
 
 
 def grouped_allreduce_(
@@ -572,12 +498,8 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> List[Tensor]:
     """Reduces tensors in place as ``grouped_allreduce`` does, without autograd, and returns them."""
-    op = _reduction(op, average)
-    return synchronize(
-        _engine.begin_and_wait(
-            grouped_allreduce_async_, tensors, None, name, op, prescale_factor, postscale_factor, process_set
-        )
-    )
+    how = operation(ALLREDUCE, _reduction(op, average), prescale_factor, postscale_factor, grouped=True)
+    return _all(_group(_engine.engine.run, how, tensors, name, process_set, True))
 
 
 def sparse_allreduce_async(
@@ -631,7 +553,7 @@ def allgather_async(
     tensor: Tensor, name: Optional[str] = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Begins an ``allgather`` without autograd, and returns a handle."""
-    return _handles.add(_begin(wire.ALLGATHER, [tensor], name, process_set), _one)
+    return _handles.add(_begin(operation(ALLGATHER), tensor, name, process_set), _one)
 
 
 def _gathered_rows(rows: List[int], process_set: ProcessSet) -> List[Tuple[int, int]]:
@@ -674,20 +596,15 @@ def allgather_of(
     if _wants_grad(tensor):
         return HorovodAllgather.apply(tensor, name, process_set, shape)
     outputs = None if shape is None else (shape,)
-    return _begin(wire.ALLGATHER, [tensor], name, process_set, at_once=True, outputs=outputs).results()[0]
+    return _one(_run(operation(ALLGATHER), tensor, name, process_set, outputs=outputs, sync_name=True))
 
 
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: Optional[str] = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Begins a ``grouped_allgather`` without autograd, and returns a handle."""
-    return _begin_grouped_allgather(None, tensors, name, process_set)
-
-
-def _begin_grouped_allgather(
-    shapes: Optional[Tuple[Shape, ...]], tensors: Sequence[Tensor], name: Optional[str], process_set: ProcessSet
-) -> int:
-    return _begin_group(wire.ALLGATHER, tensors, name, process_set, outputs=shapes)
+    how = operation(ALLGATHER, grouped=True)
+    return _handles.add(_group(_engine.engine.begin, how, tensors, name, process_set), _all)
 
 
 class HorovodGroupedAllgather(torch.autograd.Function):
@@ -698,7 +615,8 @@ class HorovodGroupedAllgather(torch.autograd.Function):
         ctx: Any, name: Optional[str], ps: ProcessSet, shapes: Optional[Tuple[Shape, ...]], *tensors: Tensor
     ) -> Tuple[Tensor, ...]:
         ctx.rows, ctx.ps = [t.shape[0] if t.dim() else 0 for t in tensors], ps
-        return tuple(synchronize(_engine.begin_and_wait(_begin_grouped_allgather, shapes, tensors, name, ps)))
+        how = operation(ALLGATHER, grouped=True)
+        return tuple(_all(_group(_engine.engine.run, how, tensors, name, ps, outputs=shapes)))
 
     @staticmethod
     def backward(ctx: Any, *grad_output: Tensor) -> Any:
@@ -720,7 +638,8 @@ def _grouped_allgather_of(
     """Gathers tensors as ``grouped_allgather`` does. shapes are those of the results, or None if they are not known."""
     if any([_wants_grad(t) for t in tensors]):
         return list(HorovodGroupedAllgather.apply(name, process_set, shapes, *tensors))
-    return synchronize(_engine.begin_and_wait(_begin_grouped_allgather, shapes, tensors, name, process_set))
+    how = operation(ALLGATHER, grouped=True)
+    return _all(_group(_engine.engine.run, how, tensors, name, process_set, outputs=shapes))
 
 
 # Broadcast.
@@ -731,7 +650,7 @@ def broadcast_async(
 ) -> int:
     """Begins a ``broadcast`` without autograd, and returns a handle."""
     _engine.check_root(root_rank, process_set)
-    return _handles.add(_begin(wire.BROADCAST, [tensor], name, process_set, root=root_rank), _one)
+    return _handles.add(_begin(operation(BROADCAST, root=root_rank), tensor, name, process_set), _one)
 
 
 class HorovodBroadcast(torch.autograd.Function):
@@ -740,7 +659,8 @@ class HorovodBroadcast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, root_rank: int, name: Optional[str], ps: ProcessSet) -> Tensor:
         ctx.root_rank, ctx.ps = root_rank, ps
-        return synchronize(_engine.begin_and_wait(broadcast_async, tensor, root_rank, name, ps))
+        _engine.check_root(root_rank, ps)
+        return _one(_run(operation(BROADCAST, root=root_rank), tensor, name, ps))
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
@@ -759,7 +679,8 @@ def broadcast(
     """
     if _wants_grad(tensor):
         return HorovodBroadcast.apply(tensor, root_rank, name, process_set)
-    return synchronize(_engine.begin_and_wait(broadcast_async, tensor, root_rank, name, process_set))
+    _engine.check_root(root_rank, process_set)
+    return _one(_run(operation(BROADCAST, root=root_rank), tensor, name, process_set))
 
 
 def broadcast_async_(
@@ -767,15 +688,16 @@ def broadcast_async_(
 ) -> int:
     """Begins a ``broadcast_`` and returns a handle."""
     _engine.check_root(root_rank, process_set)
-    tensors = [tensor]
-    return _handles.add(_begin(wire.BROADCAST, tensors, name, process_set, tensors, root=root_rank), _one)
+    how = operation(BROADCAST, root=root_rank)
+    return _handles.add(_in_place(_engine.engine.begin, how, tensor, name, process_set), _one)
 
 
 def broadcast_(
     tensor: Tensor, root_rank: int, name: Optional[str] = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
     """Overwrites a tensor with the tensor of rank root_rank, without autograd, and returns it."""
-    return synchronize(_engine.begin_and_wait(broadcast_async_, tensor, root_rank, name, process_set))
+    _engine.check_root(root_rank, process_set)
+    return _one(_in_place(_engine.engine.run, operation(BROADCAST, root=root_rank), tensor, name, process_set))
 
 
 # Reduce.
@@ -791,11 +713,9 @@ def reduce_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """Begins a ``reduce`` and returns a handle."""
-    _engine.check_root(root_rank, process_set, wire.REDUCE)
-    call = _begin(
-        wire.REDUCE, [tensor], name, process_set, None, op, prescale_factor, postscale_factor, root=root_rank
-    )
-    return _handles.add(call, _one if root_rank == rank() else _none)
+    _engine.check_root(root_rank, process_set, REDUCE)
+    how = operation(REDUCE, op, prescale_factor, postscale_factor, root_rank)
+    return _handles.add(_begin(how, tensor, name, process_set), _at_root(root_rank))
 
 
 def reduce(
@@ -810,9 +730,9 @@ def reduce(
     """Reduces a tensor as ``allreduce`` does, without autograd. Returns the result at rank root_rank, and None at the
     other ranks. root_rank is a rank of the job even if process_set is given.
     """
-    return synchronize(_engine.begin_and_wait(
-        reduce_async, tensor, root_rank, op, name, process_set, prescale_factor, postscale_factor
-    ))
+    _engine.check_root(root_rank, process_set, REDUCE)
+    how = operation(REDUCE, op, prescale_factor, postscale_factor, root_rank)
+    return _at_root(root_rank)(_run(how, tensor, name, process_set))
 
 
 # Gather and scatter.
@@ -822,9 +742,8 @@ def gather_async(
     tensor: Tensor, root_rank: int, name: Optional[str] = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Begins a ``gather`` and returns a handle."""
-    _engine.check_root(root_rank, process_set, wire.GATHER)
-    call = _begin(wire.GATHER, [tensor], name, process_set, root=root_rank)
-    return _handles.add(call, _one if root_rank == rank() else _none)
+    _engine.check_root(root_rank, process_set, GATHER)
+    return _handles.add(_begin(operation(GATHER, root=root_rank), tensor, name, process_set), _at_root(root_rank))
 
 
 def gather(
@@ -833,7 +752,8 @@ def gather(
     """Returns the tensors of all ranks at rank root_rank, concatenated along the first dimension, and None at the other
     ranks. Their sizes may differ in this dimension. Gradients do not flow through a gather.
     """
-    return synchronize(_engine.begin_and_wait(gather_async, tensor, root_rank, name, process_set))
+    _engine.check_root(root_rank, process_set, GATHER)
+    return _at_root(root_rank)(_run(operation(GATHER, root=root_rank), tensor, name, process_set))
 
 
 def scatter_async(
@@ -844,13 +764,17 @@ def scatter_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Begins a ``scatter`` and returns a handle."""
-    _engine.check_root(root_rank, process_set, wire.SCATTER)
-    given: Tuple[int, ...] = ()
-    if _engine.engine.initialized() and root_rank != rank():
-        tensor = tensor.new_empty(0)
-    else:
-        given = _splits(splits, tensor, process_set, wire.SCATTER)
-    return _handles.add(_begin(wire.SCATTER, [tensor], name, process_set, root=root_rank, splits=given), _one)
+    return _handles.add(_begin(*_scattered(tensor, root_rank, splits, process_set), name, process_set), _one)
+
+
+def _scattered(
+    tensor: Tensor, root: int, splits: Union[None, Tensor, Sequence[int]], process_set: ProcessSet
+) -> Tuple[_engine.Operation, Tensor]:
+    """Returns a scatter and its tensor, which is empty at the other ranks."""
+    _engine.check_root(root, process_set, SCATTER)
+    if _engine.engine.initialized() and root != rank():
+        return operation(SCATTER, root=root), tensor.new_empty(0)
+    return operation(SCATTER, root=root, splits=_splits(splits, tensor, process_set, SCATTER)), tensor
 
 
 def scatter(
@@ -865,7 +789,7 @@ def scatter(
 
     At the other ranks splits is ignored, and only the type of the tensor counts, which may be empty.
     """
-    return synchronize(_engine.begin_and_wait(scatter_async, tensor, root_rank, splits, name, process_set))
+    return _one(_run(*_scattered(tensor, root_rank, splits, process_set), name, process_set))
 
 
 # Alltoall.
@@ -874,11 +798,11 @@ _Splits = Union[None, Tensor, Sequence[int]]
 
 
 def _splits(
-    splits: _Splits, tensor: Tensor, process_set: ProcessSet, kind: int = wire.ALLTOALL
+    splits: _Splits, tensor: Tensor, process_set: ProcessSet, kind: int = ALLTOALL
 ) -> Tuple[int, ...]:
     if isinstance(splits, Tensor):
         if splits.dim() != 1 or splits.dtype != torch.int32:
-            raise ValueError(f"{wire.KIND_NAMES[kind]}: splits are {splits.dtype} of shape {tuple(splits.shape)}, want int32 of one dimension")
+            raise ValueError(f"{KIND_NAMES[kind]}: splits are {splits.dtype} of shape {tuple(splits.shape)}, want int32 of one dimension")
         splits = splits.tolist()
     return _engine.check_splits(splits, tensor.shape, process_set, kind)
 
@@ -889,17 +813,8 @@ def alltoall_async(
     """Begins an ``alltoall`` without autograd, and returns a handle. ``synchronize`` returns the tensor and the
     received splits, whether or not splits are given here.
     """
-    return _begin_alltoall(None, tensor, splits, name, process_set)
-
-
-def _begin_alltoall(
-    shape: Optional[Shape], tensor: Tensor, splits: _Splits, name: Optional[str], process_set: ProcessSet
-) -> int:
-    """Begins an alltoall as ``alltoall_async`` does. shape is the shape of the result, or None if it is not known."""
-    given, outputs = _splits(splits, tensor, process_set), None if shape is None else (shape,)
-    return _handles.add(
-        _begin(wire.ALLTOALL, [tensor], name, process_set, splits=given, outputs=outputs), _with_splits
-    )
+    how = operation(ALLTOALL, splits=_splits(splits, tensor, process_set))
+    return _handles.add(_begin(how, tensor, name, process_set), _with_splits)
 
 
 class HorovodAlltoall(torch.autograd.Function):
@@ -909,9 +824,9 @@ class HorovodAlltoall(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: Tensor, splits: _Splits, name: Optional[str], ps: ProcessSet
     ) -> Tuple[Tensor, Tensor]:
-        output, received = synchronize(_engine.begin_and_wait(alltoall_async, tensor, splits, name, ps))
-        ctx.received, ctx.ps, ctx.rows = received, ps, tensor.shape[0]
         given = _splits(splits, tensor, ps)
+        output, received = _with_splits(_run(operation(ALLTOALL, splits=given), tensor, name, ps))
+        ctx.received, ctx.ps, ctx.rows = received, ps, tensor.shape[0]
         ctx.sent = sum(given) if given else ctx.rows
         ctx.mark_non_differentiable(received)
         return output, received
@@ -919,9 +834,9 @@ class HorovodAlltoall(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor, _: Tensor) -> Any:
         shape = (ctx.sent,) + tuple(grad_output.shape[1:])
-        grad, _ = synchronize(_engine.begin_and_wait(
-            _begin_alltoall, shape, grad_output.contiguous(), ctx.received, None, ctx.ps
-        ))
+        gradient = grad_output.contiguous()
+        how = operation(ALLTOALL, splits=_splits(ctx.received, gradient, ctx.ps))
+        grad = _one(_run(how, gradient, None, ctx.ps, outputs=(shape,)))
         if grad.shape[0] < ctx.rows:
             # The rows after the last split were not sent to any rank, so their gradient is zero.
             rest = (ctx.rows - grad.shape[0],) + tuple(grad.shape[1:])
@@ -941,17 +856,17 @@ def alltoall(
     if _wants_grad(tensor):
         output, received = HorovodAlltoall.apply(tensor, splits, name, process_set)
     else:
-        output, received = synchronize(_engine.begin_and_wait(alltoall_async, tensor, splits, name, process_set))
+        how = operation(ALLTOALL, splits=_splits(splits, tensor, process_set))
+        output, received = _with_splits(_run(how, tensor, name, process_set))
     return output if splits is None else (output, received)
 
 
 # Reducescatter.
 
 
-def _scattered(op: int) -> int:
+def _scattered_by(op: int) -> int:
     if op not in (Average, Sum):
-        # Horovod raises this exception for other reductions, and so does this module. The sidecar and gohvd.numpy do
-        # support them.
+        # Horovod raises this exception for other reductions, and so does this module. gohvd.numpy supports them.
         raise HorovodInternalError(f"reducescatter: got op {op!r}, want Average or Sum")
     return op
 
@@ -965,9 +880,8 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """Begins a ``reducescatter`` without autograd, and returns a handle."""
-    op = _scattered(op)
-    call = _begin(wire.REDUCESCATTER, [tensor], name, process_set, None, op, prescale_factor, postscale_factor)
-    return _handles.add(call, _one)
+    how = operation(REDUCESCATTER, _scattered_by(op), prescale_factor, postscale_factor)
+    return _handles.add(_begin(how, tensor, name, process_set), _one)
 
 
 def _scatter_scale(op: int, pre: float, post: float, ps: ProcessSet) -> float:
@@ -983,7 +897,7 @@ class HorovodReducescatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, name: Optional[str], op: int, ps: ProcessSet, pre: float, post: float) -> Tensor:
         ctx.how, ctx.shape = (op, pre, post, ps), tuple(tensor.shape)
-        return synchronize(_engine.begin_and_wait(reducescatter_async, tensor, name, op, ps, pre, post))
+        return _one(_run(operation(REDUCESCATTER, _scattered_by(op), pre, post), tensor, name, ps))
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
@@ -1010,9 +924,8 @@ def reducescatter(
     if _wants_grad(compressed):
         out = HorovodReducescatter.apply(compressed, name, op, process_set, prescale_factor, postscale_factor)
     else:
-        out = synchronize(_engine.begin_and_wait(
-            reducescatter_async, compressed, name, op, process_set, prescale_factor, postscale_factor
-        ))
+        how = operation(REDUCESCATTER, _scattered_by(op), prescale_factor, postscale_factor)
+        out = _one(_run(how, compressed, name, process_set))
     return compression.decompress(out, ctx)
 
 
@@ -1025,11 +938,8 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """Begins a ``grouped_reducescatter`` without autograd, and returns a handle."""
-    op = _scattered(op)
-    return _begin_group(
-        wire.REDUCESCATTER, tensors, name, process_set,
-        reduce_op=op, prescale=prescale_factor, postscale=postscale_factor,
-    )  # fmt: skip
+    how = operation(REDUCESCATTER, _scattered_by(op), prescale_factor, postscale_factor, grouped=True)
+    return _handles.add(_group(_engine.engine.begin, how, tensors, name, process_set), _all)
 
 
 class HorovodGroupedReducescatter(torch.autograd.Function):
@@ -1040,7 +950,8 @@ class HorovodGroupedReducescatter(torch.autograd.Function):
         ctx: Any, name: Optional[str], op: int, ps: ProcessSet, pre: float, post: float, *tensors: Tensor
     ) -> Tuple[Tensor, ...]:
         ctx.how, ctx.shapes = (op, pre, post, ps), tuple([tuple(t.shape) for t in tensors])
-        return tuple(synchronize(_engine.begin_and_wait(grouped_reducescatter_async, tensors, name, op, ps, pre, post)))
+        how = operation(REDUCESCATTER, _scattered_by(op), pre, post, grouped=True)
+        return tuple(_all(_group(_engine.engine.run, how, tensors, name, ps)))
 
     @staticmethod
     def backward(ctx: Any, *grad_output: Tensor) -> Any:
@@ -1067,11 +978,8 @@ def grouped_reducescatter(
     if any([_wants_grad(t) for t in compressed]):
         out = HorovodGroupedReducescatter.apply(name, op, process_set, prescale_factor, postscale_factor, *compressed)
     else:
-        out = synchronize(
-            _engine.begin_and_wait(
-                grouped_reducescatter_async, compressed, name, op, process_set, prescale_factor, postscale_factor
-            )
-        )
+        how = operation(REDUCESCATTER, _scattered_by(op), prescale_factor, postscale_factor, grouped=True)
+        out = _all(_group(_engine.engine.run, how, compressed, name, process_set))
     return [compression.decompress(t, p[1]) for t, p in zip(out, pairs)]
 
 
@@ -1086,9 +994,7 @@ def send_async(
     timeout: Optional[float] = None,
 ) -> int:
     """Begins a ``send`` and returns a handle. Its result is None."""
-    peer = _engine.check_message(dst, tag, process_set, wire.SEND)
-    limit = _engine.check_timeout(timeout, "send")
-    return _handles.add(_begin(wire.SEND, [tensor], None, process_set, peer=peer, tag=tag, timeout=limit), _none)
+    return _handles.add(_begin(_engine.message(SEND, dst, tag, process_set, timeout), tensor, None, process_set), _none)
 
 
 def send(
@@ -1103,7 +1009,7 @@ def send(
     sent when dst receives them. If the send takes longer than the timeout, in seconds, the job ends. By default
     HVD_OPERATION_TIMEOUT_SECONDS applies.
     """
-    synchronize(_engine.begin_and_wait(send_async, tensor, dst, tag, process_set, timeout))
+    _none(_run(_engine.message(SEND, dst, tag, process_set, timeout), tensor, None, process_set))
 
 
 def recv_async(
@@ -1114,9 +1020,8 @@ def recv_async(
     timeout: Optional[float] = None,
 ) -> int:
     """Begins a ``recv`` and returns a handle. Its result is the rank that has sent the tensor."""
-    peer, xs = _engine.check_message(src, tag, process_set, wire.RECV), [tensor]
-    limit = _engine.check_timeout(timeout, "recv")
-    return _handles.add(_begin(wire.RECV, xs, None, process_set, xs, peer=peer, tag=tag, timeout=limit), _sender)
+    how = _engine.message(RECV, src, tag, process_set, timeout)
+    return _handles.add(_in_place(_engine.engine.begin, how, tensor, None, process_set), _sender)
 
 
 def recv(
@@ -1131,7 +1036,8 @@ def recv(
     process_set is given. If it takes longer than the timeout, in seconds, the job ends. By default
     HVD_OPERATION_TIMEOUT_SECONDS applies.
     """
-    return synchronize(_engine.begin_and_wait(recv_async, tensor, src, tag, process_set, timeout))
+    how = _engine.message(RECV, src, tag, process_set, timeout)
+    return _sender(_in_place(_engine.engine.run, how, tensor, None, process_set))
 
 
 # Operations without tensors.
@@ -1144,9 +1050,9 @@ def join(device: int = -1) -> int:
     While it waits, this rank takes part in the allreduces of the other ranks. device is an argument of Horovod and has
     no effect here.
     """
-    return _engine.engine.simple(wire.JOIN, global_process_set).last_joined
+    return _engine.engine.simple(JOIN, global_process_set).last_joined
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Waits until all members of the process set have called barrier."""
-    _engine.engine.simple(wire.BARRIER, process_set)
+    _engine.engine.simple(BARRIER, process_set)

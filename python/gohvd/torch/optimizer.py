@@ -21,15 +21,12 @@ from gohvd.torch.mpi_ops import (
     Average,
     alloc_tensor,
     allreduce_async_,
-    begin_allreduce_,
     forget,
     grouped_allreduce_async_,
-    notify_now,
-    local_size,
     rocm_built,
     size,
     sparse_allreduce_async,
-    synchronize_next,
+    synchronize,
 )
 
 _Named = Iterable[Tuple[str, torch.Tensor]]
@@ -233,15 +230,10 @@ class _Distributed(torch.optim.Optimizer):
         first error after all have ended.
         """
         error: Optional[BaseException] = None
-        others = [handle for handle, _ in reversed(self._handles.values()) if not callable(handle)]
         try:
             for key, (handle, ctx) in self._handles.items():
                 try:
-                    if callable(handle):
-                        output = handle()
-                    else:
-                        others.pop()  # removes handle itself
-                        output = synchronize_next(handle, others)
+                    output = handle() if callable(handle) else synchronize(handle)
                     done(key, output, ctx)
                 except Exception as e:
                     error = error or e
@@ -287,16 +279,6 @@ class _Memory:
         return flat.as_strided(like.size(), like.stride()) if _is_channels_last(like) else flat.view(like.shape)
 
 
-def _oversubscribed_host() -> bool:
-    """Returns whether the host has too few processors for trainers and sidecars to run at the same time. It returns
-    False if the job has ranks on other hosts, because then communication also waits for the network.
-    """
-    all_of_them = os.cpu_count() or 1
-    mine = len(os.sched_getaffinity(0))
-    enough = 2 if mine < all_of_them else 2 * local_size()
-    return size() == local_size() and mine < enough
-
-
 class _DistributedOptimizer(_Distributed):
     """A distributed optimizer that reduces the gradients over all ranks, and then steps on the result."""
 
@@ -316,7 +298,6 @@ class _DistributedOptimizer(_Distributed):
         self._memory: Dict[torch.Tensor, _Memory] = {}  # by parameter: the shared memory of its gradients
         # Maps each parameter with sparse gradients to the number of sparse dimensions of these gradients.
         self._was_sparse: Dict[torch.Tensor, int] = {}
-        self._oversubscribed = _oversubscribed_host()
         self._synchronized = False
         self._should_synchronize = True
         self._p_to_group: Dict[torch.Tensor, Tuple[torch.Tensor, ...]] = {}
@@ -364,12 +345,7 @@ class _DistributedOptimizer(_Distributed):
             return
         group = self._p_to_group.get(p)
         if group is None:
-            # If no processor is free to reduce gradients during the backward pass, the sidecar is notified of them at
-            # the end of the pass.
-            later = self._oversubscribed and p.device.type == "cpu"
-            if later:
-                torch.autograd.Variable._execution_engine.queue_callback(notify_now)
-            self._submit(p, later)
+            self._submit(p)
             return
         self._group_counts[group] += 1
         if self._group_counts[group] == len(group):
@@ -410,8 +386,8 @@ class _DistributedOptimizer(_Distributed):
         f = self.gradient_predivide_factor
         return (1.0 / f, f) if self.op == Average else (1.0, 1.0)
 
-    def _submit(self, p: torch.Tensor, later: bool = False) -> None:
-        """Begins to reduce p's gradient. If later is true, the sidecar may be notified later: see begin_allreduce_."""
+    def _submit(self, p: torch.Tensor) -> None:
+        """Begins to reduce p's gradient."""
         grad = self._share_gradient(p)
         name = self._parameter_names[p]
         if grad.is_sparse and not self.sparse_as_dense:
@@ -419,7 +395,7 @@ class _DistributedOptimizer(_Distributed):
             return
         wire, ctx = self._compress(p, _flat(p, grad))
         before, after = self._factors()
-        handle = begin_allreduce_(wire, name, self.op, before, after, self.process_set, later)
+        handle = allreduce_async_(wire, None, name, self.op, before, after, self.process_set)
         self._handles[p] = (handle, ctx)
 
     def _submit_group(self, group: Tuple[torch.Tensor, ...]) -> None:

@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 from ... import _engine
-from ... import _wire as wire
-from ..._client import Pending
-from ..._engine import Call, Shape
+from ..._engine import Call, Shape, operation
+from ..._library import (
+    ALLGATHER, ALLREDUCE, ALLTOALL, BARRIER, BROADCAST, GATHER, RECV, REDUCE, REDUCESCATTER, SCATTER, SEND,
+)  # fmt: skip
 from ...exceptions import MismatchError
 from ..mpi_ops import alloc_tensor, moved, write
 from . import _job
@@ -63,7 +64,7 @@ class Calls:
         self._calls_name = f"torch.{group_id}"
         self._lock = threading.Lock()  # held while a call gets its number and is submitted
         self._calls = 0
-        self._in_flight: List[Optional[Pending]] = [None] * _CALLS
+        self._in_flight: List[Optional[Call]] = [None] * _CALLS
         self._coalesced: Optional[List[Operation]] = None
         self._barriers = 0
         self._why_invalid = ""
@@ -149,29 +150,29 @@ class Calls:
         what: str,
         kind: int,
         inputs: Sequence[Parts],
-        dtype: Any,
-        dtype_code: _engine.Code,
         shapes: Tuple[Shape, ...],
         opts: Any,
-        *,
         targets: Optional[Sequence[Parts]] = None,
-        **kw: Any,
+        outputs: Optional[Tuple[Shape, ...]] = None,
+        reduce_op: int = _engine.Sum,
+        root: int = 0,
+        splits: Tuple[int, ...] = (),
     ) -> Tuple[str, Call]:
         """Begins an operation as the next call of the group. Returns its description and the engine's call."""
         self._check_valid(what)
+        how = operation(kind, reduce_op, 1.0, 1.0, root, splits, timeout=self._seconds(opts), any_kind=True)
+        codes = tuple([code(parts.tensors[0]) for parts in inputs])
         with self._lock:
             slot = self._calls % _CALLS
             before = self._in_flight[slot]
-            if before is not None and not before.done:
-                _wait(before)
+            if before is not None:
+                before.settle()  # its name is free then
             call = _engine.engine.begin(
-                LISTS, kind, inputs, shapes, dtype, dtype_code, self._set, self._calls_name,
-                targets=targets, timeout=self._seconds(opts), number=slot + 1,
-                later=not getattr(opts, "asyncOp", True), **kw,
-            )  # fmt: skip
+                LISTS, how, f"{self._calls_name}.{slot + 1}", self._set, inputs, shapes, codes, targets, outputs
+            )
             # If begin raises, the number is not used up: the call has failed before other ranks knew of it.
             self._calls += 1
-            self._in_flight[slot] = call.pending
+            self._in_flight[slot] = call
         return f"{what} (call {self._calls} of group {self._label})", call
 
     def _check_valid(self, what: str) -> None:
@@ -201,10 +202,9 @@ class Calls:
         **kw: Any,
     ) -> dist.Work:
         """Begins an operation with one input and at most one output, and returns its work."""
-        first = source.tensors[0]
         label, call = self._begin(
-            what, kind, [source], first.dtype, code(first), (shape,), opts,
-            targets=None if target is None else [target], outputs=None if output is None else (output,), **kw,
+            what, kind, [source], (shape,), opts, None if target is None else [target],
+            None if output is None else (output,), **kw,
         )  # fmt: skip
         return self._work(Operation(label, [call], result))
 
@@ -234,7 +234,7 @@ class Calls:
         op, flat = reduction(opts.reduceOp, t)
         parts = [Parts((flat,))]
         label, call = self._begin(
-            "all_reduce", wire.ALLREDUCE, parts, flat.dtype, code(flat), ((flat.numel(),),), opts,
+            "all_reduce", ALLREDUCE, parts, ((flat.numel(),),), opts,
             targets=parts, reduce_op=op,
         )  # fmt: skip
         return self._work(Operation(label, [call], given))
@@ -250,7 +250,7 @@ class Calls:
         for rows in (mine.indices().t().contiguous(), mine.values().contiguous()):
             (rows,) = dense([reduction(opts.reduceOp, rows)[1]], 1)
             parts = [Parts((rows,))]
-            label, call = self._begin("all_reduce", wire.ALLGATHER, parts, rows.dtype, code(rows), (tuple(rows.shape),), opts)
+            label, call = self._begin("all_reduce", ALLGATHER, parts, (tuple(rows.shape),), opts)
             calls.append(call)
 
         def add() -> None:
@@ -268,7 +268,7 @@ class Calls:
         flat = moved(t)
         parts = [Parts((flat,))]
         label, call = self._begin(
-            "broadcast", wire.BROADCAST, parts, flat.dtype, code(flat), ((flat.numel(),),), opts,
+            "broadcast", BROADCAST, parts, ((flat.numel(),),), opts,
             targets=parts, root=self._root(opts),
         )  # fmt: skip
         return self._work(Operation(label, [call], given))
@@ -293,7 +293,7 @@ class Calls:
     def _gather_all(self, what: str, outputs: List[Tensor], t: Tensor, result: Any, opts: Any) -> dist.Work:
         flat, n = moved(t), moved(t).numel()
         target = Parts(tuple([moved(o) for o in self._in_order_of_set(outputs)]))
-        return self._one(what, wire.ALLGATHER, Parts((flat,)), (1, n), target, (self._size, n), result, opts)
+        return self._one(what, ALLGATHER, Parts((flat,)), (1, n), target, (self._size, n), result, opts)
 
     def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> dist.Work:
         (output,) = dense(outputs, 1)
@@ -315,7 +315,7 @@ class Calls:
         source = Parts(tuple([reduction(opts.reduceOp, t)[1] for t in self._in_order_of_set(inputs)]))
         n = flat.numel()
         return self._one(
-            what, wire.REDUCESCATTER, source, (self._size, n), Parts((flat,)), (1, n), result, opts, reduce_op=op
+            what, REDUCESCATTER, source, (self._size, n), Parts((flat,)), (1, n), result, opts, reduce_op=op
         )
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
@@ -353,7 +353,7 @@ class Calls:
         first = source.tensors[0]
         scale = first.element_size() and inputs[0].element_size() // first.element_size()
         label, call = self._begin(
-            what, wire.ALLTOALL, [source], first.dtype, code(first), ((source.numel(),),), opts,
+            what, ALLTOALL, [source], ((source.numel(),),), opts,
             targets=[target], outputs=((target.numel(),),), splits=tuple([sent[r] * scale for r in order]),
         )  # fmt: skip
 
@@ -381,7 +381,7 @@ class Calls:
         op, flat = reduction(opts.reduceOp, t)
         parts = [Parts((flat,))]
         label, call = self._begin(
-            "reduce", wire.REDUCE, parts, flat.dtype, code(flat), ((flat.numel(),),), opts,
+            "reduce", REDUCE, parts, ((flat.numel(),),), opts,
             targets=parts if opts.rootRank == self._rank else None, reduce_op=op, root=self._root(opts),
         )  # fmt: skip
         return self._work(Operation(label, [call], given))
@@ -398,7 +398,7 @@ class Calls:
         elif output_lists:
             raise ValueError(f"got output tensors at rank {self._rank}, want them only at the root, rank {opts.rootRank}")
         return self._one(
-            "gather", wire.GATHER, Parts((flat,)), (1, flat.numel()), target, shape, output_lists, opts, root=self._root(opts)
+            "gather", GATHER, Parts((flat,)), (1, flat.numel()), target, shape, output_lists, opts, root=self._root(opts)
         )
 
     def scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> dist.Work:
@@ -413,19 +413,19 @@ class Calls:
         elif input_lists:
             raise ValueError(f"got input tensors at rank {self._rank}, want them only at the root, rank {opts.rootRank}")
         return self._one(
-            "scatter", wire.SCATTER, source, shape, Parts((flat,)), (1, flat.numel()), outputs, opts, root=self._root(opts)
+            "scatter", SCATTER, source, shape, Parts((flat,)), (1, flat.numel()), outputs, opts, root=self._root(opts)
         )
 
     # Messages. They are matched by sender and tag, and do not count as calls of the group.
 
     def send(self, tensors: Any, rank: int, tag: int = 0) -> dist.Work:
-        return self._message("send", wire.SEND, tensors, rank, tag)
+        return self._message("send", SEND, tensors, rank, tag)
 
     def recv(self, tensors: Any, rank: int, tag: int = 0) -> dist.Work:
-        return self._message("recv", wire.RECV, tensors, rank, tag)
+        return self._message("recv", RECV, tensors, rank, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
-        return self._message("recv", wire.RECV, tensors, None, tag)
+        return self._message("recv", RECV, tensors, None, tag)
 
     recvAnysource = recv_anysource
 
@@ -439,13 +439,13 @@ class Calls:
         peer = _engine.check_message(None if rank is None else ranks[rank], tag, self._set, kind)
         parts = [Parts((flat,))]
         call = _engine.engine.begin(
-            LISTS, kind, parts, ((flat.numel(),),), flat.dtype, code(flat), self._set, None,
-            targets=parts if kind == wire.RECV else None, peer=peer, tag=tag,
+            LISTS, operation(kind, peer=peer, tag=tag), None, self._set, parts, ((flat.numel(),),), (code(flat),),
+            parts if kind == RECV else None,
         )  # fmt: skip
         label = f"{what} ({'any rank' if rank is None else f'rank {rank}'} and tag {tag} of group {self._label})"
-        operation = Operation(label, [call], given)
-        operation.limit = self._timeout
-        return self._work(operation, lambda: ranks.index(call.source))
+        message = Operation(label, [call], given)
+        message.limit = self._timeout
+        return self._work(message, lambda: ranks.index(call.source))
 
     # Several operations that torch makes in one call.
 
@@ -505,7 +505,7 @@ class Calls:
     # Barriers.
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        label, call = self._begin("barrier", wire.BARRIER, [], torch.uint8, (0, 1), (), opts)
+        label, call = self._begin("barrier", BARRIER, [], (), opts)
         return self._work(Operation(label, [call], []))
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
@@ -550,11 +550,10 @@ class Calls:
         """Returns whether the store gets all keys within the limit. If the job fails meanwhile, it raises the error that
         has ended the job, because the rank that has failed will never set its key.
         """
-        client = _engine.engine.client()
         end, pause = time.monotonic() + limit.total_seconds(), 0.001
         # A wait at the store does not end when the job fails, and torch logs a warning for each wait that times out.
         while not self._store.check(keys):
-            failure, left = client.failure(), end - time.monotonic()
+            failure, left = _engine.engine.failure(), end - time.monotonic()
             if failure is not None:
                 failure.args = (f"torch.distributed.monitored_barrier: {failure}", *failure.args[1:])
                 raise failure
@@ -664,14 +663,6 @@ def _shared(options: Any) -> bool:
     return group is not None and (bool(group._device_types) or group.name() != "custom")
 
 
-def _wait(pending: Pending) -> None:
-    """Waits until a request is done. Its error is raised elsewhere."""
-    client = _engine.engine.client()
-    try:
-        client.wait(pending)
-    except Exception:
-        if not pending.done:
-            raise
 
 
 def _options(opts: Any, kind: Any) -> Any:

@@ -111,8 +111,6 @@ def _meet(store: Any, rank: int, size: int, timeout: timedelta) -> bool:
     mine = f"this process is rank {rank} of {size} of the new group"
     if running is not None:
         mine += f", and it is already rank {running.rank} of {running.size} of a job, because it has called hvd.init()"
-    else:
-        _engine_.client()  # the sidecar starts before the other ranks may have to wait for this one
     first = int(store.compare_set(f"{key}/first", "", str(rank)))
     if rank == first:
         try:

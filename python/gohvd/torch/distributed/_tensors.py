@@ -31,11 +31,13 @@ class Parts:
 
 
 class _Lists(_Torch):
-    """The engine's arrays are Parts, except its staging arrays, which are tensors."""
+    """The engine's arrays are Parts, and the arrays that it makes are tensors."""
 
     def address(self, x: Any) -> int:
-        first = x.tensors[0]
-        return super().address(first) if len(x.tensors) == 1 and first.is_contiguous() else 0
+        if isinstance(x, Parts):
+            first = x.tensors[0]
+            return super().address(first) if len(x.tensors) == 1 and first.is_contiguous() else 0
+        return x.data_ptr()
 
     def copy(self, target: Any, source: Any) -> None:
         if isinstance(source, Parts):
@@ -45,20 +47,14 @@ class _Lists(_Torch):
             for t, piece in zip(target.tensors, _pieces(source, target)):
                 super().copy(t, piece)
 
-    def fresh(self, data: memoryview, shape: Shape, like: Any) -> Tensor:
-        return super().fresh(data, shape, like.tensors[0])
+    def wrap(self, memory: Any, shape: Shape, like: Any) -> Tensor:
+        return super().wrap(memory, shape, like.tensors[0])
 
     def device(self, x: Any) -> int:
         return super().device(x.tensors[0])
 
-    def pointer(self, x: Any) -> int:
-        if isinstance(x, Parts):
-            first = x.tensors[0]
-            return super().pointer(first) if len(x.tensors) == 1 and first.is_contiguous() else 0
-        return x.data_ptr()
-
-    def empty(self, shape: Shape, like: Any) -> Tensor:
-        return super().empty(shape, like.tensors[0])
+    def empty(self, shape: Shape, like: Any, in_memory: bool = False) -> Tensor:
+        return super().empty(shape, like.tensors[0], in_memory)
 
 
 def _pieces(staged: Tensor, parts: Parts) -> Sequence[Tensor]:

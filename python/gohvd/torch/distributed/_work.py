@@ -17,6 +17,7 @@ from typing import Any, Callable, List, Optional, Sequence, Tuple
 import torch
 import torch.distributed as dist
 
+from ... import _library
 from ..._engine import Call
 from ...exceptions import HorovodInternalError, MismatchError
 from ._tensors import LISTS
@@ -48,8 +49,8 @@ class Operation:
         self.streams: List[Any] = []
         """The streams of CUDA devices on which the results are complete."""
         for call in calls:
-            if call.on is not None:
-                self.streams.append(call.on.stream)
+            if call.stream is not None:
+                self.streams.append(call.stream)
         self.done = False
         self.limit = _NO_TIMEOUT
         """How long a wait without a timeout may take, if the engine does not limit the time of the operation itself."""
@@ -81,9 +82,8 @@ class Operation:
             self.after_fork()
         if self.done:
             return
-        calls = self.calls
-        for i, call in enumerate(calls):
-            call.settle(calls[i + 1 :])
+        for call in self.calls:
+            call.settle()
         with self._lock:
             if self.done:
                 return
@@ -124,12 +124,17 @@ class Operation:
         """Returns whether the operation is done. If it is, its results have been written."""
         if self._process is not _process:
             self.after_fork()
-        if not self.done and all([_ended(call) for call in self.calls]):
+        if not self.done and self.ended():
             self.finish()
         return self.done
 
-    def known(self) -> bool:
-        return all([call.known() for call in self.calls])
+    def ended(self) -> bool:
+        """Returns whether finish does not wait."""
+        return self.done or all([call.poll() for call in self.calls])
+
+    def handles(self) -> List[int]:
+        """Returns the handles of the calls in flight."""
+        return [h for h in [call.handle() for call in self.calls] if h]
 
     def wait_until(self, timeout: timedelta) -> bool:
         """Waits until the operation is done, at most for the timeout. Returns whether it is done."""
@@ -175,11 +180,6 @@ class Operation:
             LISTS.follow(stream)
 
 
-def _ended(call: Call) -> bool:
-    pending, plan = call.pending, call.plan
-    return pending is None or plan is None or plan.client.poll(pending)
-
-
 class _Finisher:
     """A thread that finishes operations as soon as they are done, in any order.
 
@@ -191,7 +191,8 @@ class _Finisher:
     def __init__(self) -> None:
         self._cond = threading.Condition()
         self._operations: List[Operation] = []
-        self._requests: List[Any] = []
+        self._gate: Optional[_library.Gate] = None
+        """What ends the wait of the thread for its operations, so that it learns of a new one."""
         self._thread: Optional[threading.Thread] = None
         self._watcher: Optional[threading.Thread] = None
         self._finishing: Optional[Operation] = None
@@ -200,16 +201,15 @@ class _Finisher:
     def add(self, operation: Operation) -> None:
         with self._cond:
             self._operations.append(operation)
-            self._requests.extend([c.pending for c in operation.calls if c.pending is not None])
             thread = self._thread
             if thread is None or thread is threading.current_thread() or not thread.is_alive():
                 self._replace()
             if self._watcher is None:
                 self._watcher = self._start(self._watch)
             self._cond.notify()
-        if operation.known():
-            # The thread may wait for other requests and not notice this one, which was done before it was added.
-            operation.finish()
+            if self._gate is not None:
+                self._gate.open()
+                self._gate = None
 
     @staticmethod
     def _start(run: Callable[[], None]) -> threading.Thread:
@@ -231,21 +231,16 @@ class _Finisher:
                 self._finishing = None
                 while not self._operations:
                     self._cond.wait()
-                at = next((i for i, operation in enumerate(self._operations) if operation.known()), -1)
+                at = next((i for i, operation in enumerate(self._operations) if operation.ended()), -1)
                 if at < 0:
-                    self._requests = [p for p in self._requests if not p.done]
-                    requests, client = self._requests, _client_of(self._operations)
+                    gate = self._gate = _library.Gate()
+                    handles = [h for operation in self._operations for h in operation.handles()]
                 else:
                     operation = self._finishing = self._operations.pop(at)
             if at >= 0:
                 operation.finish()
-            elif client is not None:
-                try:
-                    client.wait_any(requests)
-                except Exception:
-                    if not client.over:
-                        raise
-                    # All operations are done, with the error that has ended the connection.
+            else:
+                gate.wait(handles)
 
     def _watch(self) -> None:
         """Replaces the thread if it has not finished an operation in the time from one look to the next. Ends when no
@@ -262,15 +257,6 @@ class _Finisher:
                 elif idle == 0 and seen is not None and seen is self._finishing:
                     self._replace()
                 seen = self._finishing
-
-
-def _client_of(operations: Sequence[Operation]) -> Any:
-    for operation in operations:
-        for call in operation.calls:
-            plan = call.plan
-            if plan is not None and not call.known():
-                return plan.client
-    return None
 
 
 def _finish_all(operations: Sequence[Operation]) -> None:

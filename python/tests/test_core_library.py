@@ -1,0 +1,450 @@
+"""Tests the engine of a rank in this process: joining and leaving jobs, threads, names, signals, fork, and the library
+that cannot be used.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+import unittest
+from typing import Callable, List
+
+import gohvd.numpy as hvd
+import programs
+from gohvd.exceptions import HorovodInternalError, NotInitializedError
+
+_LIMIT_SECONDS = 100
+
+
+class Bounded(unittest.TestCase):
+    def setUp(self) -> None:
+        faulthandler.dump_traceback_later(_LIMIT_SECONDS, exit=True)
+        self.addCleanup(faulthandler.cancel_dump_traceback_later)
+
+
+class InTheJob(Bounded):
+    """Tests that all ranks of the job run together."""
+
+    def test_again_and_again(self) -> None:
+        """A process joins a job, runs operations and leaves the job 120 times. Its number of
+        descriptors and of threads does not grow.
+        """
+        hvd.init()
+        counts: List[int] = []
+        threads: List[int] = []
+        for i in range(120):
+            hvd.init()
+            got = hvd.allreduce([float(hvd.rank()), float(i)], op=hvd.Sum)
+            self.assertEqual(list(got), [hvd.size() * (hvd.size() - 1) / 2, float(i * hvd.size())])
+            self.assertEqual(len(hvd.allgather([hvd.rank()])), hvd.size())
+            hvd.shutdown()
+            self.assertFalse(hvd.is_initialized())
+            counts.append(len(os.listdir("/proc/self/fd")))
+            threads.append(len(os.listdir("/proc/self/task")))
+        self.assertEqual(max(counts[10:]), counts[10], "descriptors")
+        self.assertLess(threads[-1], threads[10] + 10, "threads")
+
+    def test_before_init(self) -> None:
+        hvd.init()
+        hvd.shutdown()
+        hvd.shutdown()
+        for query in (hvd.rank, hvd.size, hvd.local_rank, hvd.local_size, hvd.cross_rank, hvd.cross_size, hvd.is_homogeneous):
+            with self.assertRaisesRegex(ValueError, "Horovod has not been initialized; use hvd.init()."):
+                query()
+        with self.assertRaises(HorovodInternalError):
+            hvd.allreduce([1.0])
+        with self.assertRaises(HorovodInternalError):
+            hvd.barrier()
+        with self.assertRaises(ValueError):
+            hvd.add_process_set([0])
+
+    def test_threads(self) -> None:
+        """Several threads wait for operations at the same time, and each gets its result.
+        """
+        hvd.init()
+        failures: List[BaseException] = []
+
+        def work(k: int) -> None:
+            try:
+                for i in range(200):
+                    got = hvd.allreduce([float(k), float(i)], op=hvd.Sum, name=f"thread{k}")
+                    assert list(got) == [k * hvd.size(), i * hvd.size()], got
+            except BaseException as e:
+                failures.append(e)
+
+        threads = [threading.Thread(target=work, args=(k,)) for k in range(5)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        self.assertEqual(failures, [])
+
+    def test_many_in_flight(self) -> None:
+        """Many operations are in flight. The ranks submit them in different orders and wait
+        for them in yet another order. All results are right.
+        """
+        hvd.init()
+        for turn in range(3):
+            order = range(3000) if hvd.rank() % 2 else range(2999, -1, -1)
+            handles = {i: hvd.allreduce_async([float(i)], op=hvd.Sum, name=f"many{i}") for i in order}
+            for i in range(3000):
+                self.assertEqual(handles[i].wait()[0], i * hvd.size())
+
+    def test_names_in_use(self) -> None:
+        """A name stays in use until the program has learned that its operation is done. This is true even if the
+        operation was done long before.
+        """
+        hvd.init()
+        if hvd.size() > 1:
+            if hvd.rank() == 0:
+                first = hvd.allreduce_async([1.0], name="late")
+                with self.assertRaisesRegex(ValueError, "late.*same name.*not synchronized"):
+                    hvd.allreduce_async([1.0], name="late")
+                self.assertFalse(first.done())
+                hvd.barrier()
+                first.wait()
+            else:
+                hvd.barrier()
+                hvd.allreduce([1.0], name="late")
+        for see in (lambda h: h.wait(), lambda h: [None for _ in iter(h.done, True)]):
+            for turn in range(3):
+                first = hvd.allreduce_async([1.0], name="seen")
+                hvd.barrier()  # after this barrier, the operation is done
+                with self.assertRaisesRegex(ValueError, "seen"):
+                    hvd.allreduce_async([1.0], name="seen")
+                with self.assertRaisesRegex(ValueError, "seen"):
+                    hvd.allreduce([1.0], name="seen")
+                see(first)
+                second = hvd.allreduce_async([1.0], name="seen")
+                first.wait()  # a second wait does not free the name, which another operation uses now
+                with self.assertRaisesRegex(ValueError, "seen"):
+                    hvd.allreduce_async([1.0], name="seen")
+                see(second)
+
+    def test_names_of_an_earlier_job(self) -> None:
+        """The program does not wait for an operation. The name is in use until shutdown, and is free in the next job.
+        """
+        hvd.init()
+        hvd.allreduce_async([1.0], name="left")
+        hvd.shutdown()
+        hvd.init()
+        self.assertEqual(list(hvd.allreduce([1.0], name="left")), [1.0])
+
+    def test_environment_of_a_later_init(self) -> None:
+        hvd.init()
+        hvd.shutdown()
+        os.environ["HOROVOD_CACHE_CAPACITY"] = "none"
+        try:
+            with self.assertRaisesRegex((ValueError, HorovodInternalError), "HOROVOD_CACHE_CAPACITY"):
+                hvd.init()
+        finally:
+            del os.environ["HOROVOD_CACHE_CAPACITY"]
+        hvd.init()
+
+    def test_a_part_of_the_job(self) -> None:
+        hvd.init(comm=list(range(hvd.size())) if hvd.is_initialized() else None)
+        if hvd.size() > 1:
+            with self.assertRaisesRegex(ValueError, "process_sets"):
+                hvd.init(comm=[0])
+        hvd.shutdown()
+        with self.assertRaisesRegex(ValueError, "entry number 1 is a duplicate"):
+            hvd.init(process_sets=[[0], [0]])
+        with self.assertRaisesRegex(ValueError, "static"):
+            hvd.init(process_sets="static")
+        hvd.init()
+
+    def test_ctrl_c(self) -> None:
+        """Ctrl-C ends a wait within a moment. The operation goes on, and a later wait gets its result."""
+        hvd.init()
+        if hvd.size() == 1:
+            self.skipTest("needs another rank")
+        if hvd.rank() == 0:
+            for begin in (lambda: hvd.allreduce([1.0], op=hvd.Sum, name="c"), hvd.allreduce_async([1.0], op=hvd.Sum, name="d").wait):
+                threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+                with self.assertRaises(KeyboardInterrupt):
+                    begin()
+            again = threading.Thread(target=begin)
+            again.start()
+            hvd.barrier()
+            again.join()
+            self.assertEqual(list(begin()), [hvd.size()])
+        else:
+            hvd.barrier()
+            for name in "cd":
+                hvd.allreduce([1.0], op=hvd.Sum, name=name)
+        hvd.barrier()
+
+
+@unittest.skipUnless(programs.alone, "it has nothing to do with other ranks")
+class Alone(Bounded):
+    """Tests that run programs of one rank. Each program is a new process."""
+
+    def run_program(self, script: str, *args: str, status: int = 0, **env: str) -> str:
+        """Runs a program, checks its exit status, and returns what it has printed."""
+        got = programs.run(script, *args, **env)
+        self.assertEqual(got.returncode, status, f"{got.stdout}\n{got.stderr}")
+        return got.stdout + got.stderr
+
+    def test_no_library(self) -> None:
+        script = """
+            import gohvd.numpy as hvd
+            try:
+                hvd.init()
+            except hvd.HorovodInternalError as e:
+                print(type(e).__name__, e)
+            """
+        self.assertIn("LibraryError cannot load the library of gohvd: /no/such", self.run_program(script, HVD_LIBRARY="/no/such"))
+        with tempfile.TemporaryDirectory() as top:
+            other = os.path.join(top, "other.c")
+            with open(other, "w", encoding="ascii") as f:
+                f.write("int hvd_abi_version(void) { return 77; }")
+            library = os.path.join(top, "libother.so")
+            try:
+                subprocess.run(["cc", "-shared", "-o", library, other], check=True)
+            except FileNotFoundError:
+                self.skipTest("needs a C compiler")
+            out = self.run_program(script, HVD_LIBRARY=library)
+        self.assertIn("LibraryError " + library + " has version 77 of its interface, and this package needs version 1", out)
+
+    def test_import_loads_nothing(self) -> None:
+        """A process that is forked after the import, and not after init, can be a rank."""
+        out = self.run_program(
+            """
+            import os, sys
+            import gohvd.numpy as hvd
+            for _ in range(2):
+                sys.stdout.flush()
+                pid = os.fork()
+                if pid == 0:
+                    hvd.init()
+                    print("child", hvd.allreduce([3.0])[0], flush=True)
+                    sys.exit(0)
+                print("status", os.waitpid(pid, 0)[1])
+            """
+        )
+        self.assertEqual(out.count("child 3.0"), 2, out)
+        self.assertEqual(out.count("status 0"), 2, out)
+
+    def test_interrupt(self) -> None:
+        """A signal handler raises exceptions at any point of operations. Later operations work, and a wait that was
+        interrupted can be made again.
+        """
+        out = self.run_program(
+            """
+            import os, signal, threading, time
+            import gohvd.numpy as hvd
+            hvd.init()
+            handle = None
+
+            class Tick(Exception):
+                pass
+            def tick(*_):
+                raise Tick
+            signal.signal(signal.SIGALRM, tick)
+            ticks, steps, i, left = 0, 0, 0, []
+            end = time.monotonic() + 3
+            while time.monotonic() < end or ticks <= 20 and time.monotonic() < end + 40:
+                i += 1
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, 0.00002 + (i % 97) * 0.000003)
+                    got = hvd.allreduce([float(i)], op=hvd.Sum)
+                    gathered = hvd.allgather([float(i)])
+                    handle = hvd.allreduce_async([float(i)], op=hvd.Sum)
+                    again = handle.wait()
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                    steps += got[0] == gathered[0] == again[0] == i
+                except Tick:
+                    ticks += 1
+                    if handle is not None:
+                        signal.setitimer(signal.ITIMER_REAL, 0)
+                        handle.wait()  # what the exception has interrupted can be done again
+                handle = None
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            print("ticks", ticks > 20, ticks, "steps", steps)
+            print("after", hvd.allreduce([5.0])[0])
+            """
+        )
+        self.assertIn("ticks True", out)
+        self.assertIn("after 5.0", out)
+
+    def test_timeline_signal(self) -> None:
+        """A signal to hvdrun starts the timelines of all ranks, and a second signal stops them. The ranks have forked
+        processes, which do not react to the signals.
+        """
+        script = """
+            import os, signal, sys, time
+            import gohvd.numpy as hvd
+            os.chdir(sys.argv[1])
+            before = signal.getsignal(signal.SIGUSR2)
+            hvd.init()
+            worker = os.fork()
+            if worker == 0:
+                while True:
+                    signal.pause()
+            print("ready", flush=True)
+            while not hvd.allreduce([float(os.path.exists("stop"))], name="work", op=hvd.Max)[0]:
+                time.sleep(0.01)  # a step takes some time, so that the file stays short
+            os.kill(worker, 0)
+            os.kill(worker, signal.SIGKILL)
+            os.waitpid(worker, 0)
+            hvd.shutdown()
+            print("as before:", signal.getsignal(signal.SIGUSR2) == before, flush=True)
+            """
+        with tempfile.TemporaryDirectory() as top:
+            files = [os.path.join(top, name) for name in ("hvd-timeline.json", "hvd-timeline.rank1.json")]
+            job = subprocess.Popen(
+                [os.environ["HVD_RUN"], "-np", "2", sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(script), top],
+                env=programs.environment(HOROVOD_TIMELINE="DYNAMIC", HVD_TIMELINE_SIGNAL="SIGUSR2"),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            self.addCleanup(job.wait)
+            self.addCleanup(job.kill)
+            assert job.stdout is not None
+            self.addCleanup(job.stdout.close)
+            out = ""
+
+            def until(so: Callable[[], bool], what: str) -> None:
+                deadline = time.monotonic() + 60
+                while not so():
+                    self.assertLess(time.monotonic(), deadline, f"{what}: {out}")
+                    self.assertIsNone(job.poll(), f"{what}: {out}{job.stdout.read() if job.poll() is not None else ''}")
+                    time.sleep(0.01)
+
+            def says(file: str, what: str) -> bool:
+                with open(file, encoding="utf-8") as f:
+                    return what in f.read()
+
+            while out.count("ready") < 2:
+                line = job.stdout.readline()
+                self.assertTrue(line, out)
+                out += line
+            job.send_signal(signal.SIGUSR2)
+            until(lambda: all(os.path.exists(f) and says(f, "ALLREDUCE") for f in files), "the timeline starts")
+            job.send_signal(signal.SIGUSR2)
+            until(lambda: all(says(f, "hvd_end") for f in files), "the timeline stops")
+            open(os.path.join(top, "stop"), "w").close()
+            out += job.stdout.read()
+            self.assertEqual(job.wait(30), 0, out)
+            self.assertEqual(out.count("as before: True"), 2, out)
+            # If a rank received a signal twice, there would be a second timeline.
+            self.assertEqual(sorted(os.listdir(top)), ["hvd-timeline.json", "hvd-timeline.rank1.json", "stop"])
+
+    def test_handler_of_the_timeline_signal(self) -> None:
+        """init handles the timeline signal only if the program does not, and shutdown restores what was there."""
+        out = self.run_program(
+            """
+            import faulthandler, os, signal
+            import gohvd.numpy as hvd
+
+            def caught():
+                with open("/proc/self/status") as f:
+                    mask = next(int(line.split()[1], 16) for line in f if line.startswith("SigCgt"))
+                return bool(mask >> (signal.SIGUSR1 - 1) & 1)
+
+            def inits(what):
+                for _ in range(2):
+                    before = caught()
+                    hvd.init()
+                    during = caught()
+                    hvd.shutdown()
+                    print(what, before, during, caught())
+
+            inits("default")
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+            inits("ignored")
+            signal.signal(signal.SIGUSR1, lambda *_: print("own handler"))
+            inits("own")
+            os.kill(os.getpid(), signal.SIGUSR1)
+            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+            faulthandler.register(signal.SIGUSR1)
+            inits("of C")
+            """,
+            HVD_TIMELINE_SIGNAL="sigusr1", HOROVOD_TIMELINE="DYNAMIC",
+        )
+        for what, count in (
+            ("default False True False\n", 2), ("ignored False True False\n", 2), ("own True True True\n", 1),
+            ("of C True True True\n", 1), ("own handler\n", 1), ("HVD_TIMELINE_SIGNAL has no effect", 4),
+        ):
+            self.assertGreaterEqual(out.count(what), count, f"{what}: {out}")
+
+    def test_fork(self) -> None:
+        """A forked process can query rank and size, and its operations raise an error. It does not disturb its parent,
+        however it ends.
+        """
+        out = self.run_program(
+            """
+            import os, sys, threading, warnings
+            warnings.simplefilter("error")
+            import gohvd.numpy as hvd
+            hvd.init()
+            block = hvd.alloc(4)
+            waiting = hvd.allreduce_async([7.0], name="waiting")
+            stop = threading.Event()
+            def work():
+                while not stop.is_set():
+                    hvd.allreduce([1.0], name="busy")
+            thread = threading.Thread(target=work)
+            thread.start()
+            for end in ("exit", "_exit", "shutdown"):
+                sys.stdout.flush()
+                pid = os.fork()
+                if pid == 0:
+                    try:
+                        hvd.allreduce([1.0])
+                    except hvd.HorovodInternalError as e:
+                        print(end, "child:", hvd.rank(), hvd.size(), str(e).split(":")[0].replace(str(os.getpid()), "ME"), flush=True)
+                    try:
+                        waiting.wait()
+                    except hvd.HorovodInternalError as e:
+                        print(end, "waiting child:", "forked" in str(e), flush=True)
+                    del block
+                    if end == "_exit":
+                        os._exit(0)
+                    if end == "shutdown":
+                        hvd.shutdown()
+                    sys.exit(0)
+                print(end, "status", os.waitpid(pid, 0)[1], hvd.allreduce([2.0])[0])
+            stop.set()
+            thread.join()
+            print("waiting", waiting.wait(), hvd.allreduce(block))
+            """
+        )
+        for end in ("exit", "_exit", "shutdown"):
+            self.assertIn(f"{end} child: 0 1 process ME was forked from a rank of the job and is not a rank itself", out)
+            self.assertIn(f"{end} waiting child: True", out)
+            self.assertIn(f"{end} status 0 2.0", out)
+        self.assertIn("waiting [7.] [0. 0. 0. 0.]", out)
+        self.assertNotIn("Warning", out)
+
+    @unittest.skipUnless(importlib.util.find_spec("torch"), "torch is not here")
+    def test_data_loader(self) -> None:
+        out = self.run_program(
+            """
+            import torch, torch.utils.data
+            import gohvd.torch as hvd
+            class Squares(torch.utils.data.Dataset):
+                def __len__(self): return 64
+                def __getitem__(self, i): return torch.tensor([float(i * i), float(hvd.rank())])
+            hvd.init()
+            for epoch in range(2):
+                loader = torch.utils.data.DataLoader(
+                    Squares(), batch_size=4, num_workers=2, multiprocessing_context="fork", persistent_workers=epoch == 1)
+                total = sum(float(hvd.allreduce(batch, op=hvd.Sum, name="b").sum()) for batch in loader)
+                print("total", total)
+            """
+        )
+        self.assertEqual(out.count(f"total {float(sum(i * i for i in range(64)))}"), 2, out)
+
+
+if __name__ == "__main__":
+    unittest.main()
