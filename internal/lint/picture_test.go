@@ -51,7 +51,7 @@ func TestPictureNamesExist(t *testing.T) {
 		t.Errorf("found %d names in docs/architecture.svg, want at least 10", names)
 	}
 	for _, shown := range []string{"hvd.Allreduce", "controller.Coordinator", "ops/shm", "ops/tcp",
-		"cmd/hvdd", "python/gohvd", "internal/arena"} {
+		"cmd/libgohvd", "python/gohvd", "internal/arena"} {
 		if !strings.Contains(string(text), ">"+shown+"<") {
 			t.Errorf("docs/architecture.svg does not show %s", shown)
 		}
