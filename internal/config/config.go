@@ -307,7 +307,7 @@ func FromEnvironment(overrides map[string]string, haveStore bool) (Config, error
 	if at := c.Variable(SidecarVariable); at != "" {
 		return Config{}, fmt.Errorf(
 			"config: %[1]s is %[2]q, but this program runs its own engine: unset %[1]s here; it is only for "+
-				"clients of a sidecar, such as gohvd in Python", SidecarVariable, at)
+				"programs in Python or with libgohvd", SidecarVariable, at)
 	}
 	if c.Hostname == "" {
 		if c.Hostname, err = os.Hostname(); err != nil {

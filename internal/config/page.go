@@ -14,13 +14,19 @@ The name of a setting is its environment variable. If Horovod has the setting, t
 (` + "`HOROVOD_...`" + `). Otherwise it begins with ` + "`HVD_`" +
 	`. The value comes from the first of these that has one:
 
-1. the program: ` + "`hvd.WithSetting(name, value)`" + `,
+1. the program: ` + "`hvd.WithSetting(name, value)`" + ` in Go, the options of ` + "`hvd_init`" + ` in C,
 2. a flag of hvdrun,
 3. the environment, where an empty value counts as none,
 4. the settings file,
 5. the default.
 
 ` + "`hvdrun config [flags]`" + ` shows every value as the ranks would get it, and where it comes from.
+
+The settings are read by the process that runs the engine of a rank, when it joins the job. So a program in
+Python or C may change its environment before it calls ` + "`init`" + `. If ` + "`hvdd`" + ` runs the engine
+([sidecar.md](sidecar.md)), it gets what the program passes to ` + "`init`" +
+	`, and what has changed in the environment
+of the program since it has connected. For all other settings, the environment of ` + "`hvdd`" + ` counts.
 
 The settings file is YAML. If Horovod has a setting, its key is Horovod's too. Name the file with the flag
 ` + "`--config-file FILE`" + ` of hvdrun, or without hvdrun with ` + "`HVD_CONFIG_FILE=FILE`" +

@@ -474,7 +474,7 @@ var settings = []Setting{
 		Default: "0",
 		Doc: "complete operations with NCCL when they have been launched, instead of when a CPU has seen their " +
 			"end. The streams of the program wait for them on the device. It has no effect while a timeline is " +
-			"written, and in programs in Python (docs/nccl.md)",
+			"written, and in sidecars (docs/nccl.md)",
 		Raise: "Turning it on lets the program go on earlier, but it learns of a failure only from a later call.",
 		kind:  boolOf(func(c *Config) *bool { return &c.AsyncCompletion }),
 	},
@@ -744,15 +744,15 @@ var settings = []Setting{
 	},
 	{
 		Name: SidecarVariable, Section: sectionPlace, Scope: PerProcess,
-		Otherwise: "a Python program starts a sidecar, and a program with libgohvd runs its own engine",
-		Doc: "address of a running sidecar, for a program in Python or with libgohvd (docs/sidecar.md). With " +
-			"spawn, libgohvd starts a sidecar. A Go program runs its own engine and refuses the setting",
-		kind: anything("unix:///path, or spawn with libgohvd"),
+		Otherwise: "the rank runs in the process of the program",
+		Doc: "address of the hvdd that runs the rank of a program in Python or with libgohvd (docs/sidecar.md). " +
+			"With spawn, the library starts hvdd. A Go program runs its own engine and refuses the setting",
+		kind: anything("unix:///path, or spawn"),
 	},
 	{
 		Name: SidecarBinaryVariable, Section: sectionPlace, Scope: PerProcess,
-		Otherwise: "bin/hvdd of the Python package or hvdd beside libgohvd, then hvdd on PATH",
-		Doc:       "path of hvdd, for programs that start a sidecar",
+		Otherwise: "hvdd in the folder of libgohvd.so, then hvdd on PATH",
+		Doc:       "path of the hvdd that HVD_SIDECAR=spawn starts. If hvdd is beside hvdrun, hvdrun sets it for the ranks",
 		kind:      anything("the path of a program"),
 	},
 	{
