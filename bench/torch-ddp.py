@@ -2,7 +2,8 @@
 """Compares the backend gohvd of torch.distributed with gloo: steps of DistributedDataParallel with the shapes of
 ResNet-50, and blocking all_reduce of several sizes. It starts the ranks itself, with each backend in turn.
 
-    HVD_SIDECAR_BINARY=bin/hvdd PYTHONPATH=python bench/torch-ddp.py [--rounds 5] [--ranks 2]
+    make libgohvd
+    PYTHONPATH=python bench/torch-ddp.py [--rounds 5] [--ranks 2]
 
 "gohvd-arena" is gohvd with gradient buckets and tensors in an arena, where gradients are views of the buckets.
 "gloo-views" is gloo with gradients as views of the buckets (gradient_as_bucket_view). For each backend and measurement it prints the

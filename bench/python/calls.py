@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Measures the time of calls from Python: blocking and asynchronous allreduces of numpy arrays, and a grouped one.
 
-    go build -o bin/ ./cmd/hvdrun ./cmd/hvdd
+    make libgohvd
+    go build -o bin/ ./cmd/hvdrun
     PYTHONPATH=python bin/hvdrun -np 2 /usr/bin/python3 bench/python/calls.py [ROUNDS]
 
 It measures three medians in each round (default 5): the time of a blocking allreduce of 4 bytes, the time per tensor of

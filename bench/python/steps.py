@@ -2,15 +2,16 @@
 """Measures training steps and calls in Python: the gradients of ResNet-50 with DistributedOptimizer, and single
 allreduces. It measures the same with torch.distributed over gloo.
 
-    go build -o bin/ ./cmd/hvdrun ./cmd/hvdd
+    make libgohvd
+    go build -o bin/ ./cmd/hvdrun
     PYTHONPATH=python bin/hvdrun -np 2 /usr/bin/python3 bench/python/steps.py [ROUNDS]
 
 One run measures all cases in turn, ROUNDS times (default 7). For each case and state of the cores (bench/cores.py) it
-prints the median, the minimum and the maximum over the rounds. A step lasts from the beginning of the backward pass until the last gradient is reduced. The
-backward pass makes each gradient by filling a tensor, and "backward alone" is the time that this takes. torch's
-DistributedDataParallel over gloo does the same with its default buckets of 25 MB. "gloo, 25 MB buckets" has no
-backward pass: its gradients exist already. It packs them, reduces the buckets asynchronously, divides by the number of
-ranks and unpacks the results.
+prints the median, the minimum and the maximum over the rounds. A step lasts from the beginning of the backward pass
+until the last gradient is reduced. The backward pass makes each gradient by filling a tensor, and "backward alone" is
+the time that this takes. torch's DistributedDataParallel over gloo does the same with its default buckets of 25 MB.
+"gloo, 25 MB buckets" has no backward pass: its gradients exist already. It packs them, reduces the buckets
+asynchronously, divides by the number of ranks and unpacks the results.
 """
 
 import pathlib
