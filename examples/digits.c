@@ -2,6 +2,7 @@
  * the same as examples/digits, which is in Go and has the explanations, and ends with the same weights.
  *
  *	make libgohvd
+ *	go build -o bin/ ./cmd/hvdrun
  *	cc -std=c99 -D_GNU_SOURCE -O2 -Icmd/libgohvd -o digits examples/digits.c -Lbin -lgohvd -lm -Wl,-rpath,$PWD/bin
  *	bin/hvdrun -np 4 ./digits examples/optdigits/optdigits.csv.gz
  */
