@@ -1,6 +1,7 @@
 // Package rank joins one rank to its job. It reads the settings and makes a connected and running engine with
 // process sets, timeline, metrics and flight recorder. It checks and names operations and queues them in the
-// engine. Package hvd wraps it for Go programs, and the sidecar uses it for programs in other processes.
+// engine. Package hvd wraps it for Go programs, internal/library for programs in other languages, and
+// internal/sidecar for programs in other processes.
 package rank
 
 import (

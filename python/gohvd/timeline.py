@@ -19,7 +19,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     Raises ValueError before ``init`` and if the file cannot be created. As in Horovod, it also raises ValueError if
     HOROVOD_TIMELINE is not set. Set the variable to the path of the first file, or to DYNAMIC.
     """
-    path = os.path.abspath(os.fspath(file_path))  # the sidecar's working directory may be different
+    path = os.path.abspath(os.fspath(file_path))  # a sidecar may have another working directory
     _ready("start_timeline")
     _engine.engine.start_timeline(path, bool(mark_cycles))
 
@@ -36,6 +36,6 @@ def stop_timeline() -> None:
 
 def _ready(what: str) -> None:
     _engine.engine.place()  # raises ValueError before init
-    # The sidecar also reads the file in HVD_CONFIG_FILE, which may set HOROVOD_TIMELINE.
+    # The engine also reads the file in HVD_CONFIG_FILE, which may set HOROVOD_TIMELINE.
     if not os.environ.get("HOROVOD_TIMELINE") and not os.environ.get("HVD_CONFIG_FILE"):
         raise ValueError(f"gohvd: {what}: set HOROVOD_TIMELINE to a file, or to DYNAMIC, before the program starts")

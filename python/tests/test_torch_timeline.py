@@ -1,4 +1,4 @@
-"""Tests start_timeline and stop_timeline. The sidecars of the ranks write the timelines."""
+"""Tests start_timeline and stop_timeline."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Timeline(RanksTest):
         hvd.stop_timeline()  # has no effect, because no timeline is being written
 
     def test_another_file(self) -> None:
-        """A relative path is relative to the working directory of this process, not to that of the sidecar."""
+        """A relative path is relative to the working directory of this process, also if a sidecar has another one."""
         here = os.getcwd()
         self.addCleanup(os.chdir, here)
         os.chdir(self.folder)
