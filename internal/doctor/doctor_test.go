@@ -94,10 +94,8 @@ func soundSystem() *System {
 			if slices.Contains(argv, "--check-gpus") {
 				return soundGPUs, nil
 			}
-			if len(argv) == 2 {
-				return "hvdd version " + config.VersionText() + "\n", nil
-			}
-			return `{"version": "3.12.1", "minor": 12, "torch": "2.4", "numpy": "2", "gohvd": "0.6", "at": "/p/gohvd", "hvdd": "/b/hvdd"}`, nil
+			return `{"version": "3.12.1", "minor": 12, "torch": "2.4", "numpy": "2", "gohvd": "0.6", "at": "/p/gohvd",
+				"library": "/p/gohvd/lib/libgohvd.so", "its": "` + config.Version() + `"}`, nil
 		},
 		Reach: func(context.Context, []string) (string, error) { return "", nil },
 	}
@@ -183,7 +181,7 @@ func TestABrokenMachine(t *testing.T) {
 		"ok version", "ok compiler", "ok frameworks: Go; not built in: PyTorch (found no hvdd", "ok controllers",
 		"ok tensor operations: NCCL (found no hvdd", "ok cpu operations",
 		"ok libnccl.so.2: not found", "ok libcudart.so: not found", "ok nvidia: no device", "ok nccl: found no hvdd",
-		"ok mpirun: not found", "ok python: not in PATH", "ok hvdd: not beside",
+		"ok mpirun: not found", "ok python: not in PATH",
 		"ok simd", "warn online", "ok affinity", "ok GOMAXPROCS", "ok quota: no limit",
 		"warn memory", "ok cgroup: no limit", "warn /dev/shm: broken", "fail memfd: broken",
 		"warn file size: broken", "warn locked memory: broken", "warn open files: broken",
