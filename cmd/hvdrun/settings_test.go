@@ -196,27 +196,31 @@ func TestCheckBuild(t *testing.T) {
 	}
 }
 
-// TestCheckBuildFindsSidecar checks that --check-build lists PyTorch if hvdrun finds an hvdd. If it finds
-// none, --check-build must say why. hvdrun doctor must report the same.
-func TestCheckBuildFindsSidecar(t *testing.T) {
-	dir, none := t.TempDir(), t.TempDir()
-	program, plain := filepath.Join(dir, "hvdd"), filepath.Join(none, "plain")
-	for path, mode := range map[string]os.FileMode{program: 0o700, plain: 0o600} {
-		if err := os.WriteFile(path, nil, mode); err != nil {
+// TestCheckBuildFindsLibrary checks that --check-build lists PyTorch if hvdrun finds a libgohvd.so. If it
+// finds none, --check-build must say why. hvdrun doctor must report the same.
+func TestCheckBuildFindsLibrary(t *testing.T) {
+	top := t.TempDir()
+	bin, lib := filepath.Join(top, "bin"), filepath.Join(top, "lib")
+	for _, dir := range []string{bin, lib} {
+		if err := os.Mkdir(dir, 0o700); err != nil {
 			t.Fatal(err)
 		}
 	}
-	for _, c := range []struct{ named, path, want, examined string }{
-		{"", none, "[ ] PyTorch (found no hvdd: HVD_SIDECAR_BINARY is not set, and hvdd is neither beside hvdrun nor on PATH)", "Go; not built in: PyTorch (found no hvdd: "},
-		{"", dir, "[X] PyTorch (over hvdd)", "Go, PyTorch (over hvdd); not built in: TensorFlow"},
-		{program, none, "[X] PyTorch (over hvdd)", "Go, PyTorch (over hvdd); not built in: TensorFlow"},
-		{plain, dir, fmt.Sprintf("[ ] PyTorch (HVD_SIDECAR_BINARY is %q, which is not a program)", plain),
-			"Go; not built in: PyTorch (HVD_SIDECAR_BINARY is "},
-		{dir, none, fmt.Sprintf("[ ] PyTorch (HVD_SIDECAR_BINARY is %q, which is not a program)", dir),
-			"Go; not built in: PyTorch (HVD_SIDECAR_BINARY is "},
+	put := func(dir, name string, text []byte) string {
+		path := filepath.Join(dir, name)
+		if err := os.WriteFile(path, text, 0o700); err != nil {
+			t.Fatal(err)
+		}
+		return path
+	}
+	library := put(lib, config.LibraryFile, nil)
+	for _, c := range []struct{ named, want, examined string }{
+		{"", "[ ] PyTorch (found no libgohvd.so: HVD_LIBRARY is not set, and libgohvd.so is neither beside hvdrun nor in ../lib)", "Go; not built in: PyTorch (found no libgohvd.so: "},
+		{library, "[X] PyTorch (by libgohvd.so)", "Go, PyTorch (by libgohvd.so); not built in: TensorFlow"},
+		{lib, fmt.Sprintf("[ ] PyTorch (HVD_LIBRARY is %q, which is not a file)", lib),
+			"Go; not built in: PyTorch (HVD_LIBRARY is "},
 	} {
-		t.Setenv(config.SidecarBinaryVariable, c.named)
-		t.Setenv("PATH", c.path)
+		t.Setenv(config.LibraryVariable, c.named)
 		if stdout, stderr, status := output(t, "--check-build"); status != 0 || stderr != "" ||
 			!strings.Contains(stdout, "    "+c.want+"\n") {
 			t.Errorf("%+v: got exit status %d, %q and %q", c, status, stdout, stderr)
@@ -225,7 +229,7 @@ func TestCheckBuildFindsSidecar(t *testing.T) {
 			t.Errorf("%+v: got %+v", c, lines["frameworks"])
 		}
 	}
-	// An hvdd in the folder of hvdrun, where installations have it, must be found too.
+	// A library must be found too in the folder of hvdrun, as in a checkout, and where a wheel has it.
 	self, err := os.Executable()
 	if err != nil {
 		t.Fatal(err)
@@ -234,17 +238,14 @@ func TestCheckBuildFindsSidecar(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	copied := filepath.Join(dir, "hvdrun")
-	if err := os.WriteFile(copied, text, 0o700); err != nil {
-		t.Fatal(err)
-	}
-	t.Setenv(config.SidecarBinaryVariable, "")
-	t.Setenv("PATH", none)
-	cmd := hvdrun(t, "--check-build")
-	cmd.Path = copied
-	if out, err := cmd.Output(); err != nil ||
-		!strings.Contains(string(out), "    [X] PyTorch (over hvdd)\n") {
-		t.Errorf("got %q and error %v, want the hvdd beside hvdrun", out, err)
+	t.Setenv(config.LibraryVariable, "")
+	for _, dir := range []string{bin, lib} {
+		cmd := hvdrun(t, "--check-build")
+		cmd.Path = put(dir, "hvdrun", text)
+		if out, err := cmd.Output(); err != nil ||
+			!strings.Contains(string(out), "    [X] PyTorch (by libgohvd.so)\n") {
+			t.Errorf("hvdrun in %s: got %q and error %v, want the library in %s", dir, out, err, lib)
+		}
 	}
 }
 

@@ -27,8 +27,8 @@ type Part struct {
 // can load it.
 func (s *System) Parts(ctx context.Context) []Part {
 	const own = "Gloo (gohvd's own, over shared memory and TCP)"
-	torch := Part{"Frameworks", "PyTorch (over hvdd)", true}
-	if _, err := s.findSidecar(); err != nil {
+	torch := Part{"Frameworks", "PyTorch (by libgohvd.so)", true}
+	if err := s.findLibgohvd(); err != nil {
 		torch = Part{"Frameworks", fmt.Sprintf("PyTorch (%v)", err), false}
 	}
 	found, err := s.gpus(ctx)

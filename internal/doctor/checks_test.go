@@ -22,7 +22,7 @@ func TestBuilt(t *testing.T) {
 	s.Build = Build{Go: "go1.26", CGO: true, NoAsm: true, Known: true}
 	holds(t, "parts", look(t, s, "build"), "ok version: gohvd "+config.VersionText(),
 		"ok compiler: go1.26 for amd64, cgo on, assembly off",
-		"ok frameworks: Go, PyTorch (over hvdd); not built in: TensorFlow, MXNet", "ok controllers: Gloo",
+		"ok frameworks: Go, PyTorch (by libgohvd.so); not built in: TensorFlow, MXNet", "ok controllers: Gloo",
 		"ok tensor operations: NCCL (version 2.28.9, over hvdd-gpu), Gloo",
 		"ok cpu operations: HOROVOD_CPU_OPERATIONS can be gloo, shm,tcp")
 

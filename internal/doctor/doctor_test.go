@@ -67,7 +67,7 @@ const gib = 1 << 30
 func soundSystem() *System {
 	return &System{
 		Root: soundFiles.fs(), SIMD: "avx2", Arch: "amd64", Affinity: 4, GOMAXPROCS: 4,
-		Build: Build{Go: "go1", Known: true},
+		Build: Build{Go: "go1", Known: true}, Packaged: "/b/lib/libgohvd.so",
 		Agent: func(host string, words []string) []string {
 			return append([]string{"agent", "-q", host}, words...)
 		},
@@ -169,7 +169,7 @@ func TestASoundMachine(t *testing.T) {
 func TestABrokenMachine(t *testing.T) {
 	broken := errors.New("broken")
 	s := soundSystem()
-	s.Root = fstest.MapFS{}
+	s.Root, s.Packaged = fstest.MapFS{}, ""
 	s.Rlimit = func(int) (unix.Rlimit, error) { return unix.Rlimit{}, broken }
 	s.Statfs = func(string) (unix.Statfs_t, error) { return unix.Statfs_t{}, broken }
 	s.Clock = func() (int, unix.Timex, error) { return 0, unix.Timex{}, broken }
@@ -178,7 +178,7 @@ func TestABrokenMachine(t *testing.T) {
 	s.Hostname = func() (string, error) { return "", broken }
 	s.LookPath = func(string) (string, error) { return "", broken }
 	holds(t, "broken", Run(t.Context(), s, Checks(), testLimit),
-		"ok version", "ok compiler", "ok frameworks: Go; not built in: PyTorch (found no hvdd", "ok controllers",
+		"ok version", "ok compiler", "ok frameworks: Go; not built in: PyTorch (found no libgohvd.so", "ok controllers",
 		"ok tensor operations: NCCL (found no hvdd", "ok cpu operations",
 		"ok libnccl.so.2: not found", "ok libcudart.so: not found", "ok nvidia: no device", "ok nccl: found no hvdd",
 		"ok mpirun: not found", "ok python: not in PATH",

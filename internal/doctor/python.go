@@ -119,6 +119,22 @@ func python(ctx context.Context, s *System) []Line {
 	return append(lines, ok(libgohvdName, "%s at %s", facts.Its, facts.Library))
 }
 
+// findLibgohvd returns an error unless there is a libgohvd.so at the path in HVD_LIBRARY, or where the
+// checkout or the wheel of hvdrun has it. A package that is installed elsewhere has a library of its own.
+func (s *System) findLibgohvd() error {
+	if named := s.getenv(config.LibraryVariable); named != "" {
+		if info, err := os.Stat(named); err != nil || !info.Mode().IsRegular() {
+			return fmt.Errorf("%s is %q, which is not a file", config.LibraryVariable, named)
+		}
+		return nil
+	}
+	if s.Library == "" && s.Packaged == "" {
+		return fmt.Errorf("found no %[1]s: %[2]s is not set, and %[1]s is neither beside hvdrun nor in ../lib",
+			config.LibraryFile, config.LibraryVariable)
+	}
+	return nil
+}
+
 // findSidecar returns the path of hvdd.
 func (s *System) findSidecar() (string, error) {
 	if named := s.getenv(config.SidecarBinaryVariable); named != "" {

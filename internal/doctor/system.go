@@ -64,6 +64,8 @@ type System struct {
 	Sidecar string
 	// Library is the path of the libgohvd.so in the folder of hvdrun, as Sidecar is that of hvdd.
 	Library string
+	// Packaged is the path of the libgohvd.so in the folder lib beside that of hvdrun, where a wheel has it.
+	Packaged string
 	// Python is the name or path of the Python interpreter to check.
 	Python string
 	// Output runs the command argv with the environment env and empty standard input. It returns the last
@@ -102,8 +104,8 @@ type Interface struct {
 func Here(environ []string) *System {
 	s := &System{
 		Environ: environ, Sidecar: BesideSelf(config.SidecarProgram), Library: BesideSelf(config.LibraryFile),
-		Python: AnyPython,
-		Root:   os.DirFS("/"), SIMD: kernel.Level(), Arch: runtime.GOARCH, Affinity: runtime.NumCPU(),
+		Packaged: BesideSelf(filepath.Join("..", "lib", config.LibraryFile)), Python: AnyPython,
+		Root: os.DirFS("/"), SIMD: kernel.Level(), Arch: runtime.GOARCH, Affinity: runtime.NumCPU(),
 		GOMAXPROCS: runtime.GOMAXPROCS(0),
 		Build:      Build{Go: runtime.Version()},
 		Rlimit: func(resource int) (r unix.Rlimit, err error) {
@@ -138,8 +140,8 @@ func Here(environ []string) *System {
 	return s
 }
 
-// BesideSelf returns the path of the program with this name in the folder of the running program. If there is
-// no such program, or if it is not executable, BesideSelf returns "".
+// BesideSelf returns the path of the file with this name in the folder of the running program. If there is no
+// such file, or if it cannot be read, BesideSelf returns "".
 func BesideSelf(name string) string {
 	self, err := os.Executable()
 	if err != nil {
