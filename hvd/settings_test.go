@@ -59,34 +59,6 @@ func initLogged(t *testing.T, log *zap.Logger, all map[string]string, ranks ...m
 	return errs
 }
 
-// Rank 0's table of algorithms applies. If only other ranks have a table, they warn. If rank 0 has one too,
-// there is nothing to warn about, because launchers give all ranks the same settings.
-func TestTableAtOtherRanks(t *testing.T) {
-	file := filepath.Join(t.TempDir(), "table.json")
-	if err := os.WriteFile(file, []byte(`{"version": 1}`), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	with := map[string]string{"HVD_ALGORITHM_TABLE": file, "HOROVOD_CPU_OPERATIONS": "tcp"}
-	none := map[string]string{"HOROVOD_CPU_OPERATIONS": "tcp"}
-	for _, test := range []struct {
-		ranks []map[string]string
-		warn  int
-	}{
-		{[]map[string]string{with, with, with}, 0}, {[]map[string]string{with, none, none}, 0},
-		{[]map[string]string{none, with, none}, 1}, {[]map[string]string{none, none, none}, 0},
-	} {
-		core, logged := observer.New(zapcore.WarnLevel)
-		for r, err := range initLogged(t, zap.New(core), nil, test.ranks...) {
-			if err != nil {
-				t.Errorf("rank %d: %v", r, err)
-			}
-		}
-		if got := logged.FilterMessageSnippet("HVD_ALGORITHM_TABLE").Len(); got != test.warn {
-			t.Errorf("ranks with %v: got %d warnings, want %d", test.ranks, got, test.warn)
-		}
-	}
-}
-
 // If all ranks share memory, rank 0 warns that an algorithm over TCP has no effect.
 func TestAlgorithmInSharedMemory(t *testing.T) {
 	for operations, warn := range map[string]int{"gloo": 1, "shm": 2, "tcp": 0} {

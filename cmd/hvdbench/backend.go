@@ -7,7 +7,6 @@ import (
 
 	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/internal/config"
-	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/place"
 	"github.com/gohvd/gohvd/internal/rank"
 	"github.com/gohvd/gohvd/internal/topo"
@@ -19,7 +18,6 @@ import (
 // negotiated. It owns the mesh and the session that the backends use.
 type rawBackend struct {
 	manager    *ops.Manager
-	tcpOnly    bool // whether all operations run over TCP
 	rank, size int
 	mesh       transport.Mesh
 	mpi        *rank.MPI // nil without MPI
@@ -94,7 +92,6 @@ func openRaw(ctx context.Context, at jobPlace) (b *rawBackend, err error) {
 	}
 	oversubscribed := b.session != nil && ops.Oversubscribed(b.session.LocalSize, b.session.Processors)
 	backends := rank.Backends(b.mpi, b.session, b.mesh, &cfg, overTCP, oversubscribed)
-	b.tcpOnly = backends[0].ID == message.TCP
 	b.manager, err = ops.NewManager(backends, topo.Global, controller.Global(cfg.Size).Ranks, cfg.Rank)
 	return b, err
 }

@@ -167,9 +167,6 @@ func newCommand(measure func(ctx context.Context, o options) error) *cobra.Comma
 	add(f, &o.many, "many", "", "N:BYTES", "", parseMany, "measure steps that reduce N tensors of BYTES bytes each")
 	add(f, &o.modes, "mode", "", "MODES", "async", parseModes,
 		"how a step reduces its tensors, separated by commas, or all: "+strings.Join(modeNames[:], ", "))
-	f.StringVar(&o.tuneFile, "tune", "",
-		"measure the algorithms over TCP, by default from 4 bytes to 64M, and write the best ones to the table of "+
-			"algorithms in `FILE`, for HVD_ALGORITHM_TABLE")
 	addFormat(root, &o.format)
 	offer(root, "mode", modeNames[:])
 	offer(root, "collective", root.ValidArgs)
@@ -191,20 +188,6 @@ func offer(c *cobra.Command, name string, values []string) {
 	}
 }
 
-// completeTune sets the defaults of --tune.
-func (c *command) completeTune(f *pflag.FlagSet) {
-	c.raw = true
-	if !f.Changed("minbytes") && !f.Changed("maxbytes") {
-		c.minBytes, c.maxBytes = 4, 64<<20
-	}
-	if !f.Changed("stepfactor") && !f.Changed("stepbytes") {
-		c.stepFactor = 4
-	}
-	if !f.Changed("seconds") && !f.Changed("iters") {
-		c.seconds = 0.2
-	}
-}
-
 // complete sets the options that depend on several flags, and checks all options.
 func (c *command) complete(f *pflag.FlagSet, args []string) (err error) {
 	for _, name := range args {
@@ -214,9 +197,6 @@ func (c *command) complete(f *pflag.FlagSet, args []string) (err error) {
 		if c.kind, err = parseCollective(name); err != nil {
 			return err
 		}
-	}
-	if c.tuneFile != "" {
-		c.completeTune(f)
 	}
 	// If the user gives only one end of the range, and it lies beyond the default of the other end, move the
 	// other end to it. If the user gives only the minimum and no step, measure only this size.

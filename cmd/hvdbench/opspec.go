@@ -21,9 +21,6 @@ type opSpec struct {
 	// output, and for alltoall the number of elements that each rank sends to each other rank.
 	count   int64
 	inPlace bool
-	// algorithm is the algorithm of the backend. If it is NoAlgorithm, the backend chooses. Only a rawPath
-	// uses it.
-	algorithm message.Algorithm
 }
 
 // kinds lists the collectives that can be measured.

@@ -42,10 +42,6 @@ type options struct {
 	many     many
 	modes    []stepMode
 
-	// If tuneFile is not empty, hvdbench measures the algorithms of the TCP backend and writes a table of the
-	// best ones to this file.
-	tuneFile string
-
 	format string // one of formats
 }
 
@@ -248,15 +244,13 @@ func (o *options) check() error {
 		return fmt.Errorf("--in-place and --out-of-place are both false, want at least one of them")
 	case o.workload != "" && o.many.count > 0:
 		return fmt.Errorf("--workload and --many cannot be used together")
-	case o.tuneFile != "" && (o.workload != "" || o.many.count > 0 || o.arena || o.format != "nccl"):
-		return fmt.Errorf("--tune cannot be used with --workload, --many, --arena and --format")
 	case o.offset < 0 || o.offset >= pageBytes || o.offset%8 != 0:
 		return fmt.Errorf("--offset is %d, want a multiple of 8 from 0 to %d", o.offset, pageBytes-8)
 	case o.offset > 0 && (o.arena || o.gpu):
 		return fmt.Errorf("--offset cannot be used with --arena and --gpu, which allocate tensors in other ways")
 	case o.gpu && (o.kind != message.Allreduce || o.raw || o.arena || o.touch || o.workload != "" ||
-		o.many.count > 0 || o.tuneFile != ""):
-		return fmt.Errorf("--gpu measures only allreduce, without --raw, --arena, --touch, --workload, --many and --tune")
+		o.many.count > 0):
+		return fmt.Errorf("--gpu measures only allreduce, without --raw, --arena, --touch, --workload and --many")
 	case len(o.sizes()) > maxLines:
 		return fmt.Errorf("the range from --minbytes to --maxbytes has more than %d sizes: raise --stepbytes or --stepfactor", maxLines)
 	}

@@ -45,12 +45,10 @@ func (p *rawPath) plan(s opSpec) (to rawPlan, err error) {
 	}
 	r := &message.Response{Kind: s.kind, DType: s.dt, Op: s.op,
 		Shape: tensor.Shape{s.count * parts(s.kind, p.Size())}, Prescale: 1, Postscale: 1}
-	if to.id, to.algorithm = message.TCP, s.algorithm; s.algorithm == message.NoAlgorithm {
-		to.id, to.algorithm, err = p.backend.manager.Plan(controller.Global(p.Size()).Ranks, r,
-			s.numBytes(p.Size()), nil)
-		if err != nil {
-			return to, errUnsupported{err.Error()}
-		}
+	to.id, to.algorithm, err = p.backend.manager.Plan(controller.Global(p.Size()).Ranks, r,
+		s.numBytes(p.Size()), nil)
+	if err != nil {
+		return to, errUnsupported{err.Error()}
 	}
 	to.Backend, to.lists, err = p.backend.manager.Get(to.id, s.kind, to.algorithm)
 	return to, err

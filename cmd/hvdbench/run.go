@@ -88,13 +88,9 @@ func (b *benchmark) all(ctx context.Context) error {
 	}
 	title := fmt.Sprintf("hvdbench: %v of %d ranks, %s, %s%s, %d timed calls after %d untimed calls",
 		b.kind, b.team.Size(), b.team, b.memoryName(), touched, b.iters, b.warmup)
-	if b.tuneFile == "" {
-		b.out.begin(title)
-	}
+	b.out.begin(title)
 	var err error
 	switch {
-	case b.tuneFile != "":
-		err = b.tune(ctx)
 	case b.workload != "" || b.many.count > 0:
 		err = b.workloads(ctx)
 	default:

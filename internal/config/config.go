@@ -130,9 +130,6 @@ type Config struct {
 	Deterministic bool
 	// Algorithm is a list of algorithms that the user has chosen for operations over TCP.
 	Algorithm string
-	// AlgorithmTable is a file with the table by which rank 0 chooses algorithms. If it is empty, the default
-	// table applies.
-	AlgorithmTable string
 	// OperationTimeout is the time limit of every operation except Join, from submission to completion. With
 	// 0 there is no limit.
 	OperationTimeout time.Duration

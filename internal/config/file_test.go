@@ -59,7 +59,6 @@ library_options:
   tls: yes
   deterministic: 1
   algorithm: allreduce=direct
-  algorithm_table: b.json
   nccl_library: nccl.so
   num_nccl_streams: 3
   cudart_library: cudart.so
@@ -111,7 +110,7 @@ func TestEveryKeyIsHonoured(t *testing.T) {
 	want.NetworkInterfaces = []string{"eth0"}
 	want.TLS = true
 	want.Deterministic = true
-	want.Algorithm, want.AlgorithmTable = "allreduce=direct", "b.json"
+	want.Algorithm = "allreduce=direct"
 	want.DynamicProcessSets = false
 	want.OperationTimeout = 9 * time.Second
 	want.LivenessTimeout = 10500 * time.Millisecond

@@ -513,15 +513,6 @@ var settings = []Setting{
 		}),
 	},
 	{
-		Name: "HVD_ALGORITHM_TABLE", Section: sectionChoice, Scope: PerProcess,
-		Key:       "library_options.algorithm_table",
-		Flags:     []Flag{{Name: "algorithm-table", Arg: "FILE"}},
-		Otherwise: "the table of gohvd",
-		Doc: "file with the table by which rank 0 chooses the algorithms over TCP (docs/execution.md), " +
-			"written by hvdbench --tune. Other ranks ignore the file, and warn if rank 0 has none",
-		kind: text("the name of a file", func(c *Config) *string { return &c.AlgorithmTable }),
-	},
-	{
 		Name: "HOROVOD_HIERARCHICAL_ALLREDUCE", Section: sectionChoice, Scope: PerJob,
 		Key:     "params.hierarchical_allreduce",
 		Flags:   onOff("hierarchical-allreduce"),

@@ -84,7 +84,7 @@ func (c *Config) unread(s Setting, r Reader) string {
 		case c.SharedMemory == SharedAlways:
 			return "HOROVOD_CPU_OPERATIONS is shm, so all ranks are on one host"
 		}
-	case "HVD_ALGORITHM", "HVD_ALGORITHM_TABLE":
+	case "HVD_ALGORITHM":
 		switch {
 		case c.MPIOperations:
 			return mpiChooses

@@ -66,7 +66,7 @@ func TestUnread(t *testing.T) {
 		"HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES",
 		"HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE"}
 	twoLevels := []string{"HOROVOD_HIERARCHICAL_ALLREDUCE", "HOROVOD_HIERARCHICAL_ALLGATHER"}
-	algorithms := []string{"HVD_ALGORITHM", "HVD_ALGORITHM_TABLE"}
+	algorithms := []string{"HVD_ALGORITHM"}
 	meeting := []string{"HVD_RENDEZVOUS_HOST", "HVD_RENDEZVOUS_PORT"}
 	var servers []string
 	for _, s := range config.Settings() {

@@ -215,7 +215,7 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 		r.session, err = OpenSession(ctx, SessionConfig{
 			At: r.meeting, LastEpoch: o.LastEpoch,
 			Terms: map[string]string{"the list of process sets": setsText(sets)}, Device: o.Device,
-			SharesDevice: o.SharesDevice, Algorithms: tableText(overTCP.Table), Log: log,
+			SharesDevice: o.SharesDevice, Log: log,
 		})
 		if err != nil {
 			return r.failed(err)
@@ -284,21 +284,13 @@ func (r *Rank) configure(cfg *config.Config, o *Options, sets []controller.Set, 
 		ecfg.LocalProcesses, ecfg.Processors = o.processes(s.LocalSize), s.Processors
 		ecfg.ForClient = o.ForClient
 		ecfg.Memory, ecfg.Groups = s.Memory, s.Groups
-		if overTCP.Table, err = tableOf(s.Algorithms); err != nil {
-			return ecfg, err
-		}
 	}
 	if s := r.session; s != nil && s.Memory != nil && oneGroup(s.Groups) &&
 		cfg.SharedMemory != config.SharedAlways {
 		// Only the ranks together know that they are on one host, so Config.WarnUnread does not.
-		for _, name := range []string{"HVD_ALGORITHM", "HVD_ALGORITHM_TABLE"} {
-			if cfg.Given(name) && cfg.Rank == 0 {
-				log.Warn(name + " has no effect: all ranks share memory, and it chooses among algorithms over TCP")
-			}
+		if cfg.Given("HVD_ALGORITHM") && cfg.Rank == 0 {
+			log.Warn("HVD_ALGORITHM has no effect: all ranks share memory, and it chooses among algorithms over TCP")
 		}
-	} else if cfg.AlgorithmTable != "" && cfg.Rank > 0 && overTCP.Table == nil {
-		log.Warn("HVD_ALGORITHM_TABLE has no effect, because it is not set at rank 0, which chooses the " +
-			"algorithms")
 	}
 	r.Place, r.Homogeneous = topologyOf(cfg, hosts), topo.IsHomogeneous(hosts)
 	if err := r.Place.Validate(); err != nil {

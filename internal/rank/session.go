@@ -41,9 +41,7 @@ type SessionConfig struct {
 	// Capabilities says which further backends this rank can serve (rendezvous.Record). OpenSession adds the
 	// backends that this package knows.
 	Capabilities map[string]string
-	// Algorithms is the table of algorithms that this rank was given, or empty (rendezvous.Record).
-	Algorithms string
-	Log        *zap.Logger
+	Log          *zap.Logger
 
 	ringAbove  int      // see rendezvous.JoinConfig.RingAbove; tests set a smaller number
 	processors []uint64 // see rendezvous.Record; tests set others than those of this process
@@ -64,8 +62,6 @@ type Session struct {
 	Hosts []string
 	// Capabilities says for each rank which backends it can serve (rendezvous.Record).
 	Capabilities []map[string]string
-	// Algorithms is the table of algorithms of rank 0, or empty (rendezvous.Record).
-	Algorithms string
 	// LocalSize is the number of ranks on the host of this rank, and Processors the number of processors on
 	// which they may run. A launcher may have bound each rank to processors of its own.
 	LocalSize, Processors int
@@ -167,7 +163,7 @@ func (s *Session) open(ctx context.Context, cfg *SessionConfig) (err error) {
 		Self: rendezvous.Record{
 			Addr: endpoint.Addr(), Host: set.Hostname, HostID: host, PID: os.Getpid(),
 			Capabilities: capabilities(cfg, offer), Memory: rendezvous.Memory(offer),
-			Device: cfg.Device, SharesDevice: cfg.SharesDevice, Algorithms: cfg.Algorithms,
+			Device: cfg.Device, SharesDevice: cfg.SharesDevice,
 			Processors: cfg.processors,
 		},
 		RingAbove: cfg.ringAbove,
@@ -183,7 +179,6 @@ func (s *Session) open(ctx context.Context, cfg *SessionConfig) (err error) {
 	if err := s.connect(watched, set, endpoint); err != nil {
 		return abandon(s.Fail(err))
 	}
-	s.Algorithms = s.joined.Records[0].Algorithms
 	for r, rec := range s.joined.Records {
 		s.Hosts, s.Capabilities = append(s.Hosts, rec.Host), append(s.Capabilities, rec.Capabilities)
 		if rec.HostID == host {

@@ -2,7 +2,6 @@ package rank
 
 import (
 	"errors"
-	"fmt"
 	"math"
 	"runtime"
 	"slices"
@@ -70,7 +69,7 @@ func openLacking(t *testing.T, hosts []string, set map[int]map[string]string,
 			// The last processor is also the first one of rank r+1.
 			processors := append(make([]uint64, r), math.MaxUint64, 1)
 			sessions[r], errs[r] = OpenSession(ctx, SessionConfig{At: at, ringAbove: 2,
-				Capabilities: capabilities, Algorithms: fmt.Sprint("table of rank ", r), processors: processors})
+				Capabilities: capabilities, processors: processors})
 		})
 	}
 	wg.Wait()
@@ -90,8 +89,8 @@ func openLacking(t *testing.T, hosts []string, set map[int]map[string]string,
 	return sessions, errs
 }
 
-// Every rank learns the host names and capabilities of all ranks, the table of rank 0, and which ranks share
-// memory. The ranks of a host share memory even if the job has other hosts.
+// Every rank learns the host names and capabilities of all ranks, and which ranks share memory. The ranks of
+// a host share memory even if the job has other hosts.
 func TestOpen(t *testing.T) {
 	for name, hosts := range map[string][]string{
 		"one host": {"a", "a", "a"}, "two hosts": {"a", "b", "a"}, "no ring": {"a", "a"},
@@ -115,9 +114,6 @@ func TestOpen(t *testing.T) {
 					}
 					lowest := slices.Index(hosts, host)
 					groups, shared = append(groups, topo.Rank(lowest)), shared || lowest != i
-					if want := "table of rank 0"; s.Algorithms != want {
-						t.Errorf("rank %d: got the table %q, want %q", r, s.Algorithms, want)
-					}
 					if s.Hosts[i] != host {
 						t.Errorf("rank %d: rank %d is on %q", r, i, s.Hosts[i])
 					}

@@ -21,8 +21,7 @@ const (
 	MaxSize      = 1 << 16 // bounds JoinConfig.Size
 	// MaxCapabilitiesBytes bounds the total length of the names and texts in Record.Capabilities.
 	MaxCapabilitiesBytes = 4 << 10
-	MaxAlgorithmsBytes   = 16 << 10 // bounds Record.Algorithms
-	MaxProcessors        = 1 << 14  // bounds the numbers of processors in Record.Processors
+	MaxProcessors        = 1 << 14 // bounds the numbers of processors in Record.Processors
 	// MaxTermsBytes bounds the total length of the names and values in JoinConfig.Terms.
 	MaxTermsBytes = 16 << 10
 	// maxEpoch bounds LastEpoch, so that greater numbers remain for later epochs. A peer that sends a greater
@@ -49,9 +48,6 @@ type Record struct {
 	Memory Memory
 	// Processors is a bit set of the processors on which the rank may run. It is empty if they are unknown.
 	Processors []uint64
-	// Algorithms is the table by which the rank chooses algorithms (ops/tcp.Table), in JSON. It is empty if
-	// the rank has only the default table. The table of rank 0 applies at all ranks.
-	Algorithms string
 }
 
 // Memory is a rank's offer to share memory. It has the fields of shm.Offer.
@@ -296,12 +292,6 @@ func (r *Record) check() error {
 	}
 	if err := checkTexts("capabilities", r.Capabilities, MaxCapabilitiesBytes); err != nil {
 		return err
-	}
-	if n := len(r.Algorithms); n > MaxAlgorithmsBytes {
-		return fmt.Errorf("the table of algorithms has %d bytes, want at most %d", n, MaxAlgorithmsBytes)
-	}
-	if !utf8.ValidString(r.Algorithms) {
-		return errors.New("the table of algorithms is not valid UTF-8")
 	}
 	if n := 64 * len(r.Processors); n > MaxProcessors {
 		return fmt.Errorf("the set of processors has %d bits, want at most %d", n, MaxProcessors)

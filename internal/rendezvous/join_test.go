@@ -212,7 +212,7 @@ func TestJoinTakesLargestRecords(t *testing.T) {
 			Capabilities: map[string]string{"tcp": strings.Repeat("x", MaxCapabilitiesBytes-3)},
 			Memory: Memory{Token: make([]byte, MaxNameBytes), Socket: strings.Repeat("s", MaxNameBytes),
 				Reason: strings.Repeat("r", MaxNameBytes)},
-			Algorithms: strings.Repeat("t", MaxAlgorithmsBytes), Processors: make([]uint64, MaxProcessors/64),
+			Processors: make([]uint64, MaxProcessors/64),
 		}
 		cfgs, records = append(cfgs, cfg), append(records, cfg.Self)
 	}
@@ -249,14 +249,10 @@ func TestJoinChecksConfig(t *testing.T) {
 		"capabilities: got 4099 bytes in total, want at most 4096": func(c *JoinConfig) {
 			c.Self.Capabilities = map[string]string{"tcp": strings.Repeat("x", MaxCapabilitiesBytes)}
 		},
-		"the table of algorithms has 16385 bytes, want at most 16384": func(c *JoinConfig) {
-			c.Self.Algorithms = strings.Repeat("x", MaxAlgorithmsBytes+1)
-		},
 		"the set of processors has 16448 bits, want at most 16384": func(c *JoinConfig) {
 			c.Self.Processors = make([]uint64, MaxProcessors/64+1)
 		},
-		"the table of algorithms is not valid UTF-8": func(c *JoinConfig) { c.Self.Algorithms = "\xff" },
-		"rank 1 is out of range, want 0 to 0":        func(c *JoinConfig) { c.Rank, c.Size = 1, 1 },
+		"rank 1 is out of range, want 0 to 0": func(c *JoinConfig) { c.Rank, c.Size = 1, 1 },
 	} {
 		cfg := config(kv, 0, 2)
 		spoil(&cfg)

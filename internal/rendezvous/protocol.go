@@ -29,7 +29,7 @@ const (
 	tokenBytes = 16
 
 	// The following bounds include 256 bytes for the field headers and numbers of a message.
-	maxRecordBytes      = 7*MaxNameBytes + 2*MaxCapabilitiesBytes + MaxAlgorithmsBytes + MaxProcessors/8 + 256
+	maxRecordBytes      = 7*MaxNameBytes + 2*MaxCapabilitiesBytes + MaxProcessors/8 + 256
 	maxTermsBytes       = 2 * MaxTermsBytes // includes field headers
 	maxJoinRequestBytes = maxRecordBytes + MaxNameBytes + 2*tokenBytes + maxTermsBytes + 256
 	maxTextBytes        = 8 << 10
@@ -60,7 +60,7 @@ func recordToProto(r *Record) *rendezvouspb.Record {
 		Addr: r.Addr, Host: r.Host, HostId: r.HostID, Pid: int64(r.PID), Capabilities: r.Capabilities,
 		Memory: &rendezvouspb.Memory{Uid: r.Memory.UID, Token: r.Memory.Token, Socket: r.Memory.Socket,
 			Reason: r.Memory.Reason},
-		Device: r.Device, SharesDevice: r.SharesDevice, Algorithms: r.Algorithms,
+		Device: r.Device, SharesDevice: r.SharesDevice,
 		Processors: r.Processors,
 	}
 }
@@ -71,7 +71,7 @@ func recordFromProto(m *rendezvouspb.Record) (Record, error) {
 		Addr: m.GetAddr(), Host: m.GetHost(), HostID: m.GetHostId(), PID: int(m.GetPid()),
 		Capabilities: m.GetCapabilities(),
 		Memory:       Memory{shared.GetUid(), shared.GetToken(), shared.GetSocket(), shared.GetReason()},
-		Device:       m.GetDevice(), SharesDevice: m.GetSharesDevice(), Algorithms: m.GetAlgorithms(),
+		Device:       m.GetDevice(), SharesDevice: m.GetSharesDevice(),
 		Processors: m.GetProcessors(),
 	}
 	return r, r.check()

@@ -57,7 +57,7 @@ var parameters = []parameter{
 			t.Allreduce = allreduces[slices.Index(words(), word)]
 		},
 		fixed: func(c *Config) bool {
-			return !c.OverTCP || c.Given("HVD_ALGORITHM") || c.Given("HVD_ALGORITHM_TABLE")
+			return !c.OverTCP || c.Given("HVD_ALGORITHM")
 		},
 	},
 	{

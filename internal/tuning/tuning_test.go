@@ -149,7 +149,6 @@ func TestGivenValuesNeverMove(t *testing.T) {
 		"HOROVOD_HIERARCHICAL_ALLREDUCE": func(v message.Tuning) any { return v.OneLevelAllreduce },
 		"HOROVOD_HIERARCHICAL_ALLGATHER": func(v message.Tuning) any { return v.OneLevelAllgather },
 		"HVD_ALGORITHM":                  func(v message.Tuning) any { return v.Allreduce },
-		"HVD_ALGORITHM_TABLE":            func(v message.Tuning) any { return v.Allreduce },
 	}
 	for given := range values {
 		tuner, err := tuning.New(tuning.Config{

@@ -1,8 +1,6 @@
 package tcp
 
 import (
-	"bytes"
-	"encoding/json"
 	"fmt"
 	"slices"
 	"strings"
@@ -64,65 +62,6 @@ var DefaultTable = Table{
 	{message.Broadcast, 0, 0, message.Chain},
 	{message.Alltoall, 32, 0, message.Direct},
 	{message.Alltoall, 0, 0, message.Bruck},
-}
-
-// tableVersion is the version of the format of tables in files.
-const tableVersion = 1
-
-// file is the format of a table in a file, in JSON.
-type file struct {
-	Version int        `json:"version"`
-	Rules   []fileRule `json:"rules"`
-}
-
-type fileRule struct {
-	Operation string `json:"operation"`
-	MaxRanks  int    `json:"max_ranks,omitempty"`
-	MaxBytes  int64  `json:"max_bytes,omitempty"`
-	Algorithm string `json:"algorithm"`
-}
-
-// Encode returns t in the format that ParseTable reads.
-func (t Table) Encode() []byte {
-	f := file{Version: tableVersion, Rules: []fileRule{}}
-	for _, r := range t {
-		f.Rules = append(f.Rules, fileRule{r.Kind.String(), r.MaxRanks, r.MaxBytes, r.Algorithm.String()})
-	}
-	text, err := json.MarshalIndent(f, "", "  ")
-	if err != nil {
-		panic(fmt.Sprintf("ops/tcp: bug: encode a table: %v", err)) // the types above can always be encoded
-	}
-	return append(text, '\n')
-}
-
-// ParseTable reads a table from JSON, as Encode writes it. Errors say which rule is wrong and what is allowed
-// there.
-func ParseTable(text []byte) (Table, error) {
-	var f file
-	d := json.NewDecoder(bytes.NewReader(text))
-	d.DisallowUnknownFields()
-	if err := d.Decode(&f); err != nil {
-		return nil, fmt.Errorf("table of algorithms: %w", err)
-	}
-	if f.Version != tableVersion {
-		return nil, fmt.Errorf("table of algorithms: got version %d, want %d", f.Version, tableVersion)
-	}
-	t := Table{}
-	for i, r := range f.Rules {
-		kind, alg, err := parseChoice(r.Operation, r.Algorithm)
-		if err == nil && (r.MaxRanks < 0 || r.MaxBytes < 0) {
-			err = fmt.Errorf("got max_ranks %d and max_bytes %d, want at least 0", r.MaxRanks, r.MaxBytes)
-		}
-		if err == nil && kind.SendsRows() && r.MaxBytes > 0 {
-			err = fmt.Errorf("got max_bytes %d, want none: the ranks learn the size of %v during the operation",
-				r.MaxBytes, kind)
-		}
-		if err != nil {
-			return nil, fmt.Errorf("table of algorithms: rule %d: %w", i+1, err)
-		}
-		t = append(t, Rule{kind, r.MaxRanks, r.MaxBytes, alg})
-	}
-	return t, nil
 }
 
 // Forced maps kinds of operations to the algorithms that a user has chosen for them.

@@ -2,7 +2,6 @@ package tcp_test
 
 import (
 	"fmt"
-	"reflect"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -148,41 +147,6 @@ func TestParseForced(t *testing.T) {
 			t.Errorf("%q: got %v, want an error with %q", text, err, want)
 		}
 	}
-}
-
-// ParseTable reads what Encode writes.
-func TestTableFile(t *testing.T) {
-	got, err := tcp.ParseTable(tcp.DefaultTable.Encode())
-	if err != nil || !reflect.DeepEqual(got, tcp.DefaultTable) {
-		t.Errorf("got %v, %v, want %v", got, err, tcp.DefaultTable)
-	}
-	for text, want := range map[string]string{
-		`{`:              "unexpected EOF",
-		`{"version": 2}`: "got version 2, want 1",
-		`{"version": 1, "rules": [{"operation": "allreduce", "algorithm": "ring", "max_rank": 2}]}`:     "max_rank",
-		`{"version": 1, "rules": [{"operation": "allreduce", "algorithm": "tree"}]}`:                    "rule 1",
-		`{"version": 1, "rules": [{"operation": "allreduce", "algorithm": "ring", "max_bytes": -1}]}`:   "at least 0",
-		`{"version": 1, "rules": [{"operation": "alltoall", "algorithm": "bruck", "max_bytes": 1024}]}`: "the size of alltoall",
-	} {
-		if _, err := tcp.ParseTable([]byte(text)); err == nil || !strings.Contains(err.Error(), want) {
-			t.Errorf("%s: got %v, want an error with %q", text, err, want)
-		}
-	}
-}
-
-func FuzzParseTable(f *testing.F) {
-	f.Add(tcp.DefaultTable.Encode())
-	f.Add([]byte(`{"version": 1, "rules": [{"operation": "allgather", "max_ranks": 3, "algorithm": "bruck"}]}`))
-	f.Fuzz(func(t *testing.T, text []byte) {
-		table, err := tcp.ParseTable(text)
-		if err != nil {
-			return
-		}
-		again, err := tcp.ParseTable(table.Encode())
-		if err != nil || !reflect.DeepEqual(again, table) {
-			t.Errorf("got %v, %v, want %v", again, err, table)
-		}
-	})
 }
 
 // Each of 8 ranks sends at most 10 MB/s. A broadcast of B bytes through the binomial tree takes about three

@@ -88,7 +88,7 @@ type Config struct {
 	Oversubscribed bool
 
 	// Table chooses the algorithms of operations. All ranks use the algorithms that rank 0 chooses, so the
-	// other ranks need it only for Within. If it is nil, DefaultTable applies.
+	// other ranks need it only for Within. If it is nil, DefaultTable applies, as in every job.
 	Table Table
 
 	// Forced has algorithms that Plan chooses whatever the table says. Plan returns an error for an operation

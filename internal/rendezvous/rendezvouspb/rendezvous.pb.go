@@ -183,11 +183,8 @@ type Record struct {
 	// if both share it.
 	Device       string `protobuf:"bytes,7,opt,name=device,proto3" json:"device,omitempty"`
 	SharesDevice bool   `protobuf:"varint,8,opt,name=shares_device,json=sharesDevice,proto3" json:"shares_device,omitempty"`
-	// The table by which the rank chooses algorithms, in JSON; empty if it has only the default one. The table of rank 0
-	// applies.
-	Algorithms string `protobuf:"bytes,9,opt,name=algorithms,proto3" json:"algorithms,omitempty"`
 	// The processors on which the rank may run, as a bit set; empty if they are unknown.
-	Processors    []uint64 `protobuf:"fixed64,10,rep,packed,name=processors,proto3" json:"processors,omitempty"`
+	Processors    []uint64 `protobuf:"fixed64,9,rep,packed,name=processors,proto3" json:"processors,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -276,13 +273,6 @@ func (x *Record) GetSharesDevice() bool {
 		return x.SharesDevice
 	}
 	return false
-}
-
-func (x *Record) GetAlgorithms() string {
-	if x != nil {
-		return x.Algorithms
-	}
-	return ""
 }
 
 func (x *Record) GetProcessors() []uint64 {
@@ -719,7 +709,7 @@ var File_rendezvous_proto protoreflect.FileDescriptor
 
 const file_rendezvous_proto_rawDesc = "" +
 	"\n" +
-	"\x10rendezvous.proto\x12\x13gohvd.rendezvous.v1\"\xa1\x03\n" +
+	"\x10rendezvous.proto\x12\x13gohvd.rendezvous.v1\"\x81\x03\n" +
 	"\x06Record\x12\x12\n" +
 	"\x04addr\x18\x01 \x01(\tR\x04addr\x12\x12\n" +
 	"\x04host\x18\x02 \x01(\tR\x04host\x12\x10\n" +
@@ -730,11 +720,7 @@ const file_rendezvous_proto_rawDesc = "" +
 	"\x06device\x18\a \x01(\tR\x06device\x12#\n" +
 	"\rshares_device\x18\b \x01(\bR\fsharesDevice\x12\x1e\n" +
 	"\n" +
-	"algorithms\x18\t \x01(\tR\n" +
-	"algorithms\x12\x1e\n" +
-	"\n" +
-	"processors\x18\n" +
-	" \x03(\x06R\n" +
+	"processors\x18\t \x03(\x06R\n" +
 	"processors\x1a?\n" +
 	"\x11CapabilitiesEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
