@@ -133,7 +133,7 @@ func (p *Postoffice) observe() {
 	process := p.process(p.ID())
 	t, err := timeline.Start(timeline.Config{Path: timeline.PathOf(set.Timeline, process), Rank: process,
 		Size: len(p.NodeIDs(AllGroup)), Host: set.Hostname, Epoch: 1, Clock: o.clock,
-		MaxBytes: int64(set.TimelineMaxMiB) << 20, Last: set.TimelineLast, Log: p.log})
+		MaxBytes: int64(set.TimelineMaxMiB) << 20, Log: p.log})
 	if err != nil {
 		p.log.Warn("ps: starting the timeline failed", zap.Error(err))
 		return

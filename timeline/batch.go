@@ -23,9 +23,6 @@ type record struct {
 	fused int32
 }
 
-// when returns the time that decides how long the ring keeps the record.
-func (r *record) when() time.Duration { return max(r.Granted, r.Ended) }
-
 // batch holds records in flat slices of fixed capacity, so that adding a record does not allocate memory. If
 // an operation does not fit even into an empty batch, the batch allocates memory for this operation. It does
 // so at most once between two calls of reset.

@@ -334,67 +334,6 @@ func TestTooLarge(t *testing.T) {
 	}
 }
 
-func TestRing(t *testing.T) {
-	for _, name := range []string{"t.json", "t.json.gz"} {
-		dir := t.TempDir()
-		path := filepath.Join(dir, name)
-		if err := os.WriteFile(path, []byte("older"), 0o600); err != nil {
-			t.Fatal(err)
-		}
-		cfg := testConfig(path)
-		cfg.Last = 200 * time.Millisecond
-		cfg.Rank = 1
-		k := quick
-		k.tensors = 1 << 12
-		tl := mustStart(t, cfg, k)
-		tl.Offset(trace.Offset{At: 1, Offset: time.Second, Error: 5, Job: "j"})
-		for n := range uint64(600) { // the operations are 1 ms apart
-			tl.Record(simple(n+1, "g"))
-			if n%20 == 0 {
-				// Wait until the writer has taken the batch, so that no operation is dropped. The test does
-				// not call Write for this, because it checks that there is no file before the first Write.
-				testnet.Eventually(t, "the batch is taken", func() bool {
-					tl.mu.Lock()
-					defer tl.mu.Unlock()
-					return len(tl.filling.records) < 20
-				})
-			}
-		}
-		if b, err := os.ReadFile(path); err != nil || string(b) != "older" || len(folder(t, dir)) != 1 {
-			t.Errorf("got %q, %v, %v, want nothing written yet", b, err, folder(t, dir))
-		}
-		check := func(first, last uint64, ended bool) {
-			t.Helper()
-			s := mustRead(t, path)
-			if n := len(s.Operations); n == 0 || s.Operations[0].Number != first ||
-				s.Operations[n-1].Number != last || s.Ended != ended {
-				t.Errorf("got %d operations, ended %v, want %d to %d: %+v", n, s.Ended, first, last,
-					s.Operations[0])
-			}
-			if len(s.Clocks) != 1 ||
-				s.Clocks[0] != (timelinetest.Clock{At: 0.001, Offset: 1e6, Error: 0.005}) || s.Job != "j" {
-				t.Errorf("got clocks %v of job %q, want the one from the beginning", s.Clocks, s.Job)
-			}
-			if left := folder(t, dir); len(left) != 1 {
-				t.Errorf("got files %v", left)
-			}
-		}
-		if err := tl.Write(); err != nil {
-			t.Fatal(err)
-		}
-		check(400, 600, false)
-		for n := range uint64(100) {
-			tl.Record(simple(n+601, "g"))
-		}
-		if err := tl.Write(); err != nil {
-			t.Fatal(err)
-		}
-		check(500, 700, false)
-		mustClose(t, tl)
-		check(500, 700, true)
-	}
-}
-
 // One operation cannot be written, and another one waits behind it in the batch. The error of Close reports
 // both, and both count as dropped.
 func TestCloseCountsWhatWaits(t *testing.T) {
@@ -420,55 +359,6 @@ func TestCloseCountsWhatWaits(t *testing.T) {
 	testnet.WantError(t, tl.Close(), "2 operations")
 	if tl.Dropped() != 2 {
 		t.Errorf("got %d dropped, want 2", tl.Dropped())
-	}
-}
-
-// A ring gets far more operations than its limit allows. It keeps the last operations and stays within the
-// limit.
-func TestRingMemory(t *testing.T) {
-	r := newRing(time.Hour, 1<<20)
-	for n := range uint64(1000) {
-		b := newBatch(16)
-		for range 16 {
-			b.operation(simple(n+1, "g"))
-		}
-		r.add(b)
-		if r.size > r.max || len(r.kept()) > 1000 || len(r.records) > 2000 {
-			t.Fatalf("got %d operations of about %d bytes of text, want at most %d", len(r.records), r.size,
-				r.max)
-		}
-	}
-	if len(r.kept()) < 100 || newRing(1, 0).max != ringBytes || newRing(1, 1<<40).max != ringBytes {
-		t.Errorf("got %d operations, want the last ones", len(r.kept()))
-	}
-	if r.drop(len(r.kept())); r.size != 0 {
-		t.Errorf("an empty ring has %d bytes", r.size)
-	}
-}
-
-// The operations of the period cfg.Last need more than MaxBytes. The file has the most recent of these
-// operations, and is not larger than MaxBytes.
-func TestRingCap(t *testing.T) {
-	dir := t.TempDir()
-	cfg := testConfig(filepath.Join(dir, "t.json"))
-	cfg.Last = time.Hour
-	cfg.MaxBytes = 1 << 20
-	tl := mustStart(t, cfg, quick)
-	for n := range uint64(20_000) {
-		tl.Record(simple(n+1, "g"))
-		if n%200 == 0 {
-			testnet.Eventually(t, "the batch is taken", func() bool {
-				tl.mu.Lock()
-				defer tl.mu.Unlock()
-				return tl.filling.fill() == 0
-			})
-		}
-	}
-	mustClose(t, tl)
-	s := mustRead(t, cfg.Path)
-	if u := usage(t, dir); u > cfg.MaxBytes || u < cfg.MaxBytes/4 ||
-		s.Operations[len(s.Operations)-1].Number != 20_000 {
-		t.Errorf("got %d bytes, want the last operations in at most %d", u, cfg.MaxBytes)
 	}
 }
 
@@ -509,15 +399,12 @@ func TestBadPaths(t *testing.T) {
 		{dir, "is a folder"}, {filepath.Join(dir, "none", "t.json"), "no such file"},
 		{filepath.Join(dir, strings.Repeat("x", 254)), "name too long"}, {"/proc/gohvd.json", "no such file"},
 	} {
-		for _, last := range []time.Duration{0, time.Second} {
-			cfg := testConfig(c.path)
-			cfg.Last = last
-			cfg.Rank = 3
-			tl, err := Start(cfg)
-			testnet.WantError(t, err, "rank 3", c.want)
-			if err == nil {
-				_ = tl.Close()
-			}
+		cfg := testConfig(c.path)
+		cfg.Rank = 3
+		tl, err := Start(cfg)
+		testnet.WantError(t, err, "rank 3", c.want)
+		if err == nil {
+			_ = tl.Close()
 		}
 	}
 	if left := folder(t, dir); len(left) != 0 {
@@ -657,26 +544,23 @@ func TestRemoved(t *testing.T) {
 
 // If Close cannot write operations, it returns an error and counts the operations as dropped.
 func TestCloseFails(t *testing.T) {
-	for _, last := range []time.Duration{0, time.Minute} {
-		dir := filepath.Join(t.TempDir(), "d")
-		if err := os.Mkdir(dir, 0o700); err != nil {
-			t.Fatal(err)
-		}
-		cfg := testConfig(filepath.Join(dir, "t.json"))
-		cfg.Last = last
-		k := quick
-		k.interval = time.Hour
-		tl := mustStart(t, cfg, k)
-		tl.Record(simple(1, "g"))
-		tl.Record(simple(2, "g"))
-		if err := os.RemoveAll(dir); err != nil {
-			t.Fatal(err)
-		}
-		err := tl.Close()
-		testnet.WantError(t, err, "close ", "2 operations", "no such file")
-		if tl.Dropped() != 2 || !errors.Is(tl.Close(), err) {
-			t.Errorf("got %d dropped, and %v from a second Close", tl.Dropped(), tl.Close())
-		}
+	dir := filepath.Join(t.TempDir(), "d")
+	if err := os.Mkdir(dir, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	cfg := testConfig(filepath.Join(dir, "t.json"))
+	k := quick
+	k.interval = time.Hour
+	tl := mustStart(t, cfg, k)
+	tl.Record(simple(1, "g"))
+	tl.Record(simple(2, "g"))
+	if err := os.RemoveAll(dir); err != nil {
+		t.Fatal(err)
+	}
+	err := tl.Close()
+	testnet.WantError(t, err, "close ", "2 operations", "no such file")
+	if tl.Dropped() != 2 || !errors.Is(tl.Close(), err) {
+		t.Errorf("got %d dropped, and %v from a second Close", tl.Dropped(), tl.Close())
 	}
 }
 
@@ -921,14 +805,12 @@ func readOnly(path string) error {
 		""); err != nil {
 		return err
 	}
-	for _, last := range []time.Duration{0, time.Second} {
-		cfg.Path, cfg.Last = filepath.Join(dir, "new.json"), last
-		if other, err := start(cfg, quick); err == nil || !strings.Contains(err.Error(), "read-only") {
-			if err == nil {
-				_ = other.Close()
-			}
-			return fmt.Errorf("starting: got %v", err)
+	cfg.Path = filepath.Join(dir, "new.json")
+	if other, err := start(cfg, quick); err == nil || !strings.Contains(err.Error(), "read-only") {
+		if err == nil {
+			_ = other.Close()
 		}
+		return fmt.Errorf("starting: got %v", err)
 	}
 	if err := syscall.Unmount(dir, syscall.MNT_DETACH); err != nil {
 		return err

@@ -353,7 +353,6 @@ func TestRandomOperations(t *testing.T) {
 			{"whole", func(*Config) {}},
 			{"segments", func(c *Config) { c.MaxBytes = 1 << 20 }},
 			{"small segments", func(c *Config) { c.MaxBytes = 8 * 24 << 10 }},
-			{"ring", func(c *Config) { c.Last = time.Hour }},
 		} {
 			t.Run(name+"/"+c.name, func(t *testing.T) {
 				dir := t.TempDir()
@@ -702,7 +701,6 @@ type nowhere struct{}
 
 func (nowhere) begin(int, []byte, int) error   { return nil }
 func (nowhere) write(p, _ []byte) (int, error) { return len(p), nil }
-func (nowhere) show() error                    { return nil }
 func (nowhere) end([]byte) error               { return nil }
 func (nowhere) close() error                   { return nil }
 

@@ -213,76 +213,72 @@ func numbers(files ...*timelinetest.Summary) (n []uint64) {
 }
 
 // A pipe accepts a part of the text and is then full for a while. Later it gets the rest. Each operation is
-// written exactly once, with and without a ring.
+// written exactly once.
 func TestStreamResumes(t *testing.T) {
-	for _, last := range []time.Duration{0, time.Hour} {
-		for _, name := range []string{"t.json", "t.json.gz"} {
-			path := filepath.Join(t.TempDir(), name)
-			if err := syscall.Mkfifo(path, 0o600); err != nil {
-				t.Fatal(err)
-			}
-			cfg := testConfig(path)
-			cfg.Last = last
-			k := byHand()
-			k.tensors = 1 << 14
-			tl := mustStart(t, cfg, k)
-			var want []uint64
-			record := func(operations int) {
-				for range operations {
-					number := uint64(len(want)/4 + 1)
-					// The names are random, so that the text compresses badly and exceeds the 64 KiB that a
-					// pipe holds.
-					long := func() (name string) {
-						for range 8 {
-							name += strconv.FormatUint(rand.Uint64(), 36)
-						}
-						return name
+	for _, name := range []string{"t.json", "t.json.gz"} {
+		path := filepath.Join(t.TempDir(), name)
+		if err := syscall.Mkfifo(path, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		cfg := testConfig(path)
+		k := byHand()
+		k.tensors = 1 << 14
+		tl := mustStart(t, cfg, k)
+		var want []uint64
+		record := func(operations int) {
+			for range operations {
+				number := uint64(len(want)/4 + 1)
+				// The names are random, so that the text compresses badly and exceeds the 64 KiB that a
+				// pipe holds.
+				long := func() (name string) {
+					for range 8 {
+						name += strconv.FormatUint(rand.Uint64(), 36)
 					}
-					op := simple(number, long(), "b", long(), "d")
-					op.Activities = nil
-					tl.Record(op)
-					want = append(want, number, number, number, number)
+					return name
 				}
+				op := simple(number, long(), "b", long(), "d")
+				op.Activities = nil
+				tl.Record(op)
+				want = append(want, number, number, number, number)
 			}
-			for range 3 {
-				record(250) // the text of these operations is longer than one chunk
-				// The deadline also applies to the write in Close, so that Close does not block forever.
-				if err := tl.stream.f.SetWriteDeadline(time.Now().Add(20 * time.Millisecond)); err != nil {
-					t.Fatal(err)
-				}
-				if err := tl.Write(); !errors.Is(err, os.ErrDeadlineExceeded) {
-					t.Fatalf("%s: got %v, want the pipe to be full", name, err)
-				}
-			}
-			record(1)
-			if err := tl.stream.f.SetWriteDeadline(time.Time{}); err != nil {
+		}
+		for range 3 {
+			record(250) // the text of these operations is longer than one chunk
+			// The deadline also applies to the write in Close, so that Close does not block forever.
+			if err := tl.stream.f.SetWriteDeadline(time.Now().Add(20 * time.Millisecond)); err != nil {
 				t.Fatal(err)
 			}
-			f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK, 0)
-			if err != nil {
-				t.Fatal(err)
+			if err := tl.Write(); !errors.Is(err, os.ErrDeadlineExceeded) {
+				t.Fatalf("%s: got %v, want the pipe to be full", name, err)
 			}
-			var wg sync.WaitGroup
-			var s *timelinetest.Summary
-			wg.Go(func() { s, err = timelinetest.Read(f) })
-			if err := tl.Write(); err != nil {
-				t.Error(err)
-			}
-			mustClose(t, tl)
-			wg.Wait()
-			_ = f.Close()
-			if err != nil {
-				t.Fatalf("%s, last %v: %v", name, last, err)
-			}
-			if got := numbers(s); !slices.Equal(got, want) || tl.Dropped() != 0 || !s.Ended {
-				t.Errorf("%s, last %v: got %d tensors, %d dropped, want each of %d once", name, last,
-					len(got), tl.Dropped(), len(want))
-			}
+		}
+		record(1)
+		if err := tl.stream.f.SetWriteDeadline(time.Time{}); err != nil {
+			t.Fatal(err)
+		}
+		f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var wg sync.WaitGroup
+		var s *timelinetest.Summary
+		wg.Go(func() { s, err = timelinetest.Read(f) })
+		if err := tl.Write(); err != nil {
+			t.Error(err)
+		}
+		mustClose(t, tl)
+		wg.Wait()
+		_ = f.Close()
+		if err != nil {
+			t.Fatalf("%s: %v", name, err)
+		}
+		if got := numbers(s); !slices.Equal(got, want) || tl.Dropped() != 0 || !s.Ended {
+			t.Errorf("%s: got %d tensors, %d dropped, want each of %d once", name, len(got), tl.Dropped(), len(want))
 		}
 	}
 }
 
-// A ring is written to a pipe that becomes full. Close counts as lost only the operations that no earlier
+// A pipe becomes full. Close counts as lost only the operations that no earlier
 // Write has written.
 func TestStreamCloseCounts(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "t.json")
@@ -290,7 +286,6 @@ func TestStreamCloseCounts(t *testing.T) {
 		t.Fatal(err)
 	}
 	cfg := testConfig(path)
-	cfg.Last = time.Hour
 	k := byHand()
 	k.tensors, k.timeout = 1<<14, time.Second
 	tl := mustStart(t, cfg, k)
@@ -331,8 +326,6 @@ func writeToLimits(dir string) error {
 		{"whole.json.gz", func(*Config) {}},
 		{"segments.json", func(c *Config) { c.MaxBytes = 200 << 10 }},
 		{"segments.json.gz", func(c *Config) { c.MaxBytes = 32 << 10 }},
-		{"ring.json", func(c *Config) { c.Last = time.Hour }},
-		{"ring.json.gz", func(c *Config) { c.Last = time.Hour }},
 	} {
 		cfg, k := testConfig(filepath.Join(dir, c.name)), byHand()
 		c.cfg(&cfg)
@@ -369,14 +362,12 @@ func limits(cfg Config, k knobs, r *rand.Rand) error {
 		// fourth round the write must fail, and in the round after it the write must succeed.
 		if which := r.IntN(4); round%4 == 0 || which > 0 && round%4 != 1 {
 			most := r.Int64N(8<<10) >> r.IntN(6)
-			if at, err := os.Stat(cfg.Path); err == nil && cfg.Last == 0 {
+			if at, err := os.Stat(cfg.Path); err == nil {
 				if round%4 == 0 {
 					most = 10 // too small for any write; in round 0 the file contains only its header
 				}
 				// The limit affects only growth, because a process can still overwrite a file on a full disk.
 				most += at.Size()
-			} else if err == nil && which > 1 {
-				most += max(at.Size()-2<<10, 0)
 			}
 			if err := limit(most); err != nil {
 				return err
@@ -398,7 +389,7 @@ func limits(cfg Config, k knobs, r *rand.Rand) error {
 				return fmt.Errorf("got operations up to %d, and Write had returned after %d", n[len(n)-1],
 					want[len(want)-1])
 			}
-		case again != nil && (cfg.Last == 0 || !errors.Is(again, os.ErrNotExist)):
+		case again != nil:
 			return fmt.Errorf("after a Write with the answer %v: %w", err, again)
 		}
 	}

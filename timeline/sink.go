@@ -27,8 +27,6 @@ type sink interface {
 	// write replaces the tail of the file by the bytes in p and a new tail, so that the file is complete
 	// again. It returns how many bytes of p were written, even if it fails.
 	write(p, tail []byte) (int, error)
-	// show renames the file to its final name if it still has its hidden name.
-	show() error
 	// end completes the file. tail has the bytes that complete the file after all earlier writes.
 	end(tail []byte) error
 	close() error
@@ -82,7 +80,6 @@ func (s *stream) begin(_ int, first []byte, tail int) error {
 }
 
 func (s *stream) write(p, _ []byte) (int, error) { return s.f.Write(p) }
-func (s *stream) show() error                    { return nil }
 func (s *stream) close() error                   { return s.f.Close() }
 
 func (s *stream) end(tail []byte) error {
@@ -96,9 +93,7 @@ type disk struct {
 	path   string
 	max    int64    // the limit for the bytes of all segments together; 0 means no limit
 	limit  int64    // the limit for the bytes of one segment
-	late   bool     // if set, the file gets its final name only when show is called
 	f      *os.File // the open segment; nil if there is none
-	shown  bool     // set if f has its final name
 	body   int64    // the size of f in bytes, without the tail
 	tail   []byte
 	closed []segment
@@ -117,11 +112,8 @@ func hidden(path string) string {
 
 // newDisk returns a disk for path. It removes the segments of an earlier timeline, and a hidden file if a
 // killed process left one. It fails if no file can be created in the folder.
-func newDisk(path string, most int64, late bool) (*disk, error) {
-	d := &disk{path: path, max: most, limit: segmentLimit(most), late: late}
-	if late {
-		d.limit = most / 2 // half of MaxBytes, so that the content of a ring fits in one file
-	}
+func newDisk(path string, most int64) (*disk, error) {
+	d := &disk{path: path, max: most, limit: segmentLimit(most)}
 	old, err := segments(path)
 	if err != nil {
 		return nil, err
@@ -215,20 +207,17 @@ func (d *disk) begin(number int, first []byte, tail int) error {
 	if _, err := f.Write(first); err != nil {
 		return errors.Join(err, f.Close(), remove(f.Name()))
 	}
-	d.f, d.shown, d.body, d.tail = f, false, int64(len(first)-tail), slices.Clone(first[len(first)-tail:])
-	if d.late {
-		return nil
+	if err := os.Rename(f.Name(), d.path); err != nil {
+		return errors.Join(lost(err), f.Close(), remove(f.Name()))
 	}
-	if err := d.show(); err != nil {
-		return errors.Join(err, d.close())
-	}
+	d.f, d.body, d.tail = f, int64(len(first)-tail), slices.Clone(first[len(first)-tail:])
 	return nil
 }
 
 // keep closes the file and renames it to the segment with the given number. Then it removes the oldest
 // segments until one more segment fits within the limit.
 func (d *disk) keep(number int) error {
-	if err := errors.Join(d.show(), d.checkPath()); err != nil {
+	if err := d.checkPath(); err != nil {
 		return err
 	}
 	name := beside(d.path, strconv.Itoa(number))
@@ -259,23 +248,8 @@ func (d *disk) keep(number int) error {
 	return nil
 }
 
-// show renames the file from its hidden name to its final name.
-func (d *disk) show() error {
-	if d.f == nil || d.shown {
-		return nil
-	}
-	if err := os.Rename(hidden(d.path), d.path); err != nil {
-		return lost(err)
-	}
-	d.shown = true
-	return nil
-}
-
 // checkPath returns an error if path no longer names the file that this process writes.
 func (d *disk) checkPath() error {
-	if !d.shown {
-		return nil
-	}
 	at, err := os.Lstat(d.path)
 	if err != nil {
 		return lost(err)
@@ -315,16 +289,11 @@ func (d *disk) write(p, tail []byte) (int, error) {
 
 func (d *disk) end([]byte) error { return nil }
 
-// close closes the file. It removes the file if it does not have its final name.
 func (d *disk) close() error {
 	if d.f == nil {
 		return nil
 	}
-	var err error
-	if !d.shown {
-		err = remove(d.f.Name())
-	}
 	_ = d.f.Close() // the error is ignored, because no written bytes are buffered
 	d.f = nil
-	return err
+	return nil
 }

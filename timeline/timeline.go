@@ -52,9 +52,6 @@ type Config struct {
 	// MaxBytes limits the bytes of all segments together. When the limit is reached, the oldest segments are
 	// removed. 0 means no limit and only one segment.
 	MaxBytes int64
-	// If Last is greater than 0, the timeline keeps only the operations of the most recent period of this
-	// length. It keeps them in memory, and only Write and Close write them to the file.
-	Last time.Duration
 	// Log receives a warning if files cannot be written, at most one per minute for each kind of problem. If
 	// Log is nil, nothing is logged.
 	Log *zap.Logger
@@ -128,8 +125,7 @@ func split(path string) (stem, ext string) {
 }
 
 // Start creates or replaces the file, removes the segments of an earlier run and returns the timeline. It
-// fails if the file cannot be created. If cfg.Last is set, Start only checks that a file can be created, and
-// leaves an existing file unchanged. The caller must close the timeline.
+// fails if the file cannot be created. The caller must close the timeline.
 func Start(cfg Config) (*Timeline, error) { return start(cfg, defaultKnobs) }
 
 func start(cfg Config, k knobs) (*Timeline, error) {
@@ -213,8 +209,7 @@ func signal(c chan struct{}) {
 // Dropped returns the number of operations and marks that were lost because they could not be written.
 func (t *Timeline) Dropped() uint64 { return t.dropped.Load() }
 
-// Write writes all records so far to the file. With Config.Last it replaces the file by one with the
-// operations in memory. It waits at most 5 seconds. After Close it returns ErrClosed.
+// Write writes all records so far to the file. It waits at most 5 seconds. After Close it returns ErrClosed.
 func (t *Timeline) Write() error {
 	timer := time.NewTimer(t.knobs.timeout)
 	defer timer.Stop()
@@ -308,9 +303,6 @@ func (t *Timeline) run(w *writer) {
 			return
 		}
 		err := flushAll()
-		if err == nil && answer != nil && w.ring != nil {
-			err = w.writeRing()
-		}
 		if failing = err != nil; failing {
 			timer.Reset(t.knobs.retry)
 		}

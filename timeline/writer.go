@@ -31,7 +31,6 @@ type writer struct {
 	sink    sink
 	enc     encoder
 	format  formatter
-	ring    *ring // nil unless Config.Last is set
 
 	reading *batch // the batch being written
 	// at is the index of the first record that is not completely formatted. inside is the index of the first
@@ -67,14 +66,10 @@ func newWriter(cfg Config, k knobs, dropped *atomic.Uint64) *writer {
 		// Rank 0's clock is the reference for the other ranks, so its offset is always 0.
 		w.format.offset = &trace.Offset{Job: cfg.Clock.Job()}
 	}
-	if cfg.Last > 0 {
-		w.ring = newRing(cfg.Last, cfg.MaxBytes)
-		w.ring.offset = w.format.offset
-	}
 	return w
 }
 
-// open opens the sink for the path: a stream, or regular files. Without a ring it also begins the file.
+// open opens the sink for the path, a stream or regular files, and begins the file.
 func (w *writer) open() error {
 	// The path becomes absolute, because the program may change its working directory. If the path is a
 	// symbolic link, the file that it points to is replaced, not the link.
@@ -101,9 +96,6 @@ func (w *writer) open() error {
 	default:
 		return err
 	}
-	if w.ring != nil {
-		return nil
-	}
 	if err := w.begin(); err != nil {
 		return errors.Join(err, w.sink.close())
 	}
@@ -112,7 +104,7 @@ func (w *writer) open() error {
 
 // openDisk makes a sink for regular files.
 func (w *writer) openDisk() error {
-	d, err := newDisk(w.cfg.Path, w.cfg.MaxBytes, w.ring != nil)
+	d, err := newDisk(w.cfg.Path, w.cfg.MaxBytes)
 	if err != nil {
 		return err
 	}
@@ -147,46 +139,14 @@ func (w *writer) lose(err error) error {
 	return err
 }
 
-// flush writes the records of the batch and empties the batch. If there is a ring, flush moves the records to
-// the ring instead of writing them.
+// flush writes the records of the batch and empties the batch.
 func (w *writer) flush() error {
-	if w.ring != nil {
-		w.ring.add(w.reading)
-	} else {
-		if err := w.write(w.reading.records); err != nil {
-			return err
-		}
-		w.at = 0
-	}
-	w.reading.reset()
-	return nil
-}
-
-// writeRing writes the records of the ring. If the sink has regular files, writeRing replaces the file, and
-// the records stay in the ring. If the sink is a stream, writeRing appends the records and drops them from
-// the ring.
-func (w *writer) writeRing() error {
-	_, once := w.sink.(*stream)
-	if !once {
-		w.pending, w.out, w.unwritten = w.pending[:0], w.out[:0], 0
-		w.at, w.inside, w.segment, w.stale = 0, 0, 0, true
-		w.format.offset = w.ring.offset
-		if err := errors.Join(w.sink.close(), w.openDisk()); err != nil {
-			return err
-		}
-	}
-	err := w.write(w.ring.kept())
-	if once {
-		w.ring.drop(w.at)
+	if err := w.write(w.reading.records); err != nil {
+		return err
 	}
 	w.at = 0
-	if err == nil {
-		err = w.begin() // needed if the ring has no records, because then write has not begun the file
-	}
-	if err == nil {
-		err = w.sink.show()
-	}
-	return err
+	w.reading.reset()
+	return nil
 }
 
 // write formats the records from index w.at on and writes them to the sink. After an error the next call
@@ -289,9 +249,6 @@ func (w *writer) push() error {
 // close ends the file. err is the result of the last flush. left is the number of records in the other batch
 // that were not written.
 func (w *writer) close(err error, left int) error {
-	if err == nil && w.ring != nil {
-		err = w.writeRing()
-	}
 	if err == nil {
 		err = w.place(func(dst []byte) []byte { return w.format.end(dst, w.dropped.Load()) })
 	}
@@ -307,9 +264,6 @@ func (w *writer) close(err error, left int) error {
 		return nil
 	}
 	lost := left + w.unwritten + len(w.reading.records) - w.at
-	if w.ring != nil {
-		lost += len(w.ring.kept())
-	}
 	w.dropped.Add(uint64(lost))
 	return fmt.Errorf("timeline: rank %d: close %s: %d operations were not written: %w", w.cfg.Rank,
 		w.cfg.Path, lost, err)

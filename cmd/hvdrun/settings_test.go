@@ -55,7 +55,6 @@ func TestSettingFlagsReachTheRanks(t *testing.T) {
 		{"--timeline-mark-cycles", "HOROVOD_TIMELINE_MARK_CYCLES=1"},
 		{"--no-timeline-mark-cycles", "HOROVOD_TIMELINE_MARK_CYCLES=0"},
 		{"--timeline-max-mb=64", "HVD_TIMELINE_MAX_MB=64"},
-		{"--timeline-last-seconds=30", "HVD_TIMELINE_LAST_SECONDS=30"},
 		{"--dump-dir=d", "HVD_DUMP_DIR=d"},
 		{"--log-format=json", "HVD_LOG_FORMAT=json"},
 		{"--log-level=info", "HOROVOD_LOG_LEVEL=info"},

@@ -141,10 +141,6 @@ type Config struct {
 	TimelineMarkCycles bool
 	// TimelineMaxMiB is the maximum disk space, in MiB, for the timeline of a rank.
 	TimelineMaxMiB int
-	// If TimelineLast is not 0, the timeline has only the events of this last period before the timeline was
-	// stopped. These events are kept in memory and written when the timeline is stopped. With 0, events are
-	// written to the file as they occur.
-	TimelineLast time.Duration
 	// TimelineSignal is the name of the signal that starts and stops the timeline. If it is empty, no signal
 	// does.
 	TimelineSignal string

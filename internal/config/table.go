@@ -566,17 +566,6 @@ var settings = []Setting{
 		kind:  whole(func(c *Config) *int { return &c.TimelineMaxMiB }, 1),
 	},
 	{
-		Name: "HVD_TIMELINE_LAST_SECONDS", Section: sectionSee, Scope: PerJob,
-		Key:     "timeline.last_seconds",
-		Flags:   []Flag{{Name: "timeline-last-seconds", Arg: "SECONDS"}},
-		Default: "0",
-		Doc: "number of seconds for which events of the timeline are kept in memory. They are written " +
-			"when the timeline is stopped or the job ends or fails. Older events are dropped. 0 writes " +
-			"every event as it occurs",
-		Raise: "A higher value keeps more of the timeline, but takes more memory.",
-		kind:  seconds(func(c *Config) *time.Duration { return &c.TimelineLast }, 0),
-	},
-	{
 		Name: "HVD_TIMELINE_SIGNAL", Section: sectionSee, Scope: PerProcess,
 		Key:       "timeline.signal",
 		Otherwise: "none",

@@ -109,8 +109,7 @@ func (t *timelines) start(path string, markCycles bool) error {
 		Path: timeline.PathOf(path, cfg.Rank), Rank: cfg.Rank, Size: cfg.Size, Host: cfg.Host,
 		Epoch: cfg.Epoch,
 		Clock: e.Clock(), MarkCycles: markCycles, MaxBytes: int64(cfg.Settings.TimelineMaxMiB) << 20,
-		Last: cfg.Settings.TimelineLast,
-		Log:  cfg.Log,
+		Log: cfg.Log,
 	})
 	if err != nil {
 		return err
