@@ -165,7 +165,8 @@ func (j *Job) query(ask time.Duration) (*gathering, error) {
 // merge merges the answers of the ranks and adds the launcher's own metrics. took is the duration of the
 // query.
 func (j *Job) merge(answers map[int][]byte, took time.Duration) ([]*dto.MetricFamily, error) {
-	m := newMerger()
+	r := prometheus.NewRegistry()
+	all := prometheus.Gatherers{r}
 	up := make([]bool, len(j.cfg.Hosts))
 	bad := uint64(0)
 	for rank, host := range j.cfg.Hosts {
@@ -173,33 +174,36 @@ func (j *Job) merge(answers map[int][]byte, took time.Duration) ([]*dto.MetricFa
 		if !answered {
 			continue
 		}
-		if err := m.add(rank, host, text); err != nil {
+		families, err := parse(rank, host, text)
+		if err != nil {
 			bad++
 			j.cfg.Log.Warn("the metrics of a rank are invalid", zap.Int("rank", rank),
 				zap.String("host", host), zap.Error(err))
 			continue
 		}
 		up[rank] = true
+		all = append(all, prometheus.GathererFunc(func() ([]*dto.MetricFamily, error) {
+			return families, nil
+		}))
 	}
 	j.mu.Lock()
 	j.bad += bad
 	own := &jobCollector{job: j, up: up, took: took, bad: j.bad}
 	j.mu.Unlock()
-	r := prometheus.NewRegistry()
 	if err := r.Register(own); err != nil {
 		return nil, err
 	}
 	if err := r.Register(buildInfo(jobPrefix + "build_info")); err != nil {
 		return nil, err
 	}
-	families, err := r.Gather()
+	families, err := all.Gather()
 	if err != nil {
-		return nil, err
+		j.cfg.Log.Warn("metrics of ranks contradict each other and are left out", zap.Error(err))
 	}
-	return m.with(families), nil
+	return families, nil
 }
 
-// These names are reserved for the launcher. A rank's answer must not contain them.
+// The names of the launcher's metrics.
 const (
 	upName    = "hvd_up"
 	jobPrefix = "hvd_job_"

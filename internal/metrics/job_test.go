@@ -149,13 +149,6 @@ func TestJob(t *testing.T) {
 // Rank 1 sends an invalid answer. Its hvd_up is 0, and the log says why. The metrics of the other ranks are
 // the same as without this answer.
 func TestBadAnswers(t *testing.T) {
-	series := func(n int) []byte {
-		var b bytes.Buffer
-		for i := range n {
-			fmt.Fprintf(&b, "x{y=\"%d\"} 1\n", i)
-		}
-		return b.Bytes()
-	}
 	for name, c := range map[string]struct {
 		text []byte
 		want string
@@ -164,27 +157,12 @@ func TestBadAnswers(t *testing.T) {
 		"only a comment": {[]byte("# hello\n"), "no metrics"},
 		"garbage":        {[]byte("\x00\x01\x02"), "not in Prometheus's text format"},
 		"cut":            {textOf(t, 1, asIs)[:5000], "not in Prometheus's text format"},
-		"not UTF-8":      {[]byte("x{y=\"\xff\"} 1\n"), "UTF-8"},
 		"100 MiB":        {bytes.Repeat([]byte("x 1\n"), 25<<20), "got 104857600 bytes, want"},
-		"of another type": {[]byte("# TYPE hvd_epoch counter\nhvd_epoch 1\n"),
-			`"hvd_epoch" of type COUNTER, but other ranks sent type GAUGE`},
-		"twice": {[]byte("x{a=\"1\",b=\"2\"} 1\nx{b=\"2\",a=\"1\"} 1\n"), `"x" twice`},
-		"twice, a histogram": {
-			[]byte("# TYPE x histogram\nx_sum{rank=\"1\"} 1\nx_count{rank=\"1\"} 1\nx_sum{rank=\"2\"} 1\nx_count{rank=\"2\"} 1\n"), `"x" twice`},
-		"another's rank too": {[]byte("x{rank=\"1\"} 1\nx{rank=\"3\"} 1\n"), `"x" twice`},
-		"a label twice":      {[]byte("x{a=\"1\",a=\"2\"} 1\n"), "duplicate label"},
-		"a histogram's sum": {[]byte("hvd_negotiation_seconds_sum 1\n"),
-			`"hvd_negotiation_seconds_sum" and "hvd_negotiation_seconds"`},
-		"over a name": {[]byte("x_bucket 1\n# TYPE x histogram\nx_sum 1\nx_count 1\n"), `"x_bucket"`},
-		"over another's": {[]byte("# TYPE go_gc summary\ngo_gc{quantile=\"1\"} 1\n"),
-			`"go_gc" and "go_gc_count"`},
-		"the launcher's": {[]byte("hvd_up{} 1\n"), `"hvd_up", a name that is reserved for the launcher`},
-		"the launcher's too": {[]byte("x 1\nhvd_job_ranks 1\n"),
-			`"hvd_job_ranks", a name that is reserved for the launcher`},
+		"not UTF-8":      {[]byte("x{y=\"\xff\"} 1\n"), "not in Prometheus's text format"},
+		"a label twice":  {[]byte("x{a=\"1\",a=\"2\"} 1\n"), "duplicate label"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			j, entries := jobOf(t, 3, map[int][]byte{0: append(textOf(t, 0, asIs), "go_gc_count 1\n"...),
-				1: c.text, 2: textOf(t, 2, asIs)})
+			j, entries := jobOf(t, 3, map[int][]byte{0: textOf(t, 0, asIs), 1: c.text, 2: textOf(t, 2, asIs)})
 			text := shown(t, j)
 			wantLines(t, text, `hvd_up{host="a",rank="0"} 1`, `hvd_up{host="b",rank="1"} 0`,
 				`hvd_up{host="a",rank="2"} 1`,
@@ -197,11 +175,25 @@ func TestBadAnswers(t *testing.T) {
 			}
 		})
 	}
-	j, _ := jobOf(t, 2, map[int][]byte{0: append(series(30000), []byte("late{} 1 1234\n")...)})
-	text := shown(t, j)
-	// The sample late has no timestamp, because the launcher removes it.
-	wantLines(t, text, `hvd_up{host="a",rank="0"} 1`, `x{host="a",rank="0",y="29999"} 1`,
-		`late{host="a",rank="0"} 1`)
+}
+
+// Metrics that contradict those of an earlier rank, or of the launcher, are left out, and the log says which.
+// All others are shown, without their timestamps.
+func TestContradictions(t *testing.T) {
+	for name, c := range map[string]struct{ text, want string }{
+		"of another type": {"# TYPE hvd_epoch counter\nhvd_epoch 1\n", "hvd_epoch"},
+		"twice":           {"y{a=\"1\",b=\"2\"} 1\ny{b=\"2\",a=\"1\"} 1\n", "y"},
+		"the launcher's":  {"# TYPE hvd_up gauge\nhvd_up{} 0\n", "hvd_up"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			j, entries := jobOf(t, 2, map[int][]byte{0: textOf(t, 0, asIs), 1: []byte(c.text + "x 7 1234\n")})
+			wantLines(t, shown(t, j), `hvd_up{host="a",rank="0"} 1`, `hvd_up{host="b",rank="1"} 1`,
+				`hvd_epoch{host="a",rank="0"} 2`, `x{host="b",rank="1"} 7`)
+			if !testnet.Logged(entries, "metrics of ranks contradict each other", c.want) {
+				t.Errorf("got log %v, want %q", entries.All(), c.want)
+			}
+		})
+	}
 }
 
 // hvd_job_bad_answers_total accumulates over scrapes.
