@@ -45,9 +45,8 @@ func psUsage(f *pflag.FlagSet, args []string) (err error) {
 // command holds the values of the flags on a command line.
 type command struct {
 	options
-	ps       bool // measure the parameter server instead
-	in, out  bool // whether to measure in place and out of place
-	blocking int
+	ps      bool // measure the parameter server instead
+	in, out bool // whether to measure in place and out of place
 }
 
 // value is the pflag.Value of a flag whose text is parsed by a function from options.go.
@@ -146,8 +145,6 @@ func newCommand(measure func(ctx context.Context, o options) error) *cobra.Comma
 	add(f, &o.ops, "op", "o", "OPS", "sum", parseOps,
 		"reductions, separated by commas, or all: sum, prod, min, max, avg")
 	add(f, &o.roots, "root", "r", "RANK", "0", parseRoots, "root rank of broadcasts, or all to measure each rank as root")
-	f.IntVarP(&c.blocking, "blocking", "z", 1,
-		"accepted for compatibility with nccl-tests; 1 is the only valid value, because every call blocks until its operation is complete")
 	f.IntVarP((*int)(&o.average), "average", "a", int(byKind),
 		"how to combine the times that the ranks measured for a call: 0 uses rank 0's time, 1 the mean, 2 the minimum, "+
 			"3 the maximum; -1 uses the maximum for broadcast, otherwise the minimum with --touch and the mean without it")
@@ -207,9 +204,6 @@ func (c *command) complete(f *pflag.FlagSet, args []string) (err error) {
 		}
 	} else if !f.Changed("minbytes") {
 		c.minBytes = min(c.minBytes, c.maxBytes)
-	}
-	if c.blocking != 1 {
-		return fmt.Errorf("--blocking is %d, want 1, because every call blocks until its operation is complete: use --workload or --many for asynchronous operations", c.blocking)
 	}
 	if c.out {
 		c.placements = append(c.placements, false)

@@ -134,7 +134,7 @@ func parse(args ...string) (got options, err error) {
 
 func TestFlags(t *testing.T) {
 	o, err := parse("all_gather", "-b", "8", "-e", "128M", "-f", "2", "-n", "5", "-w", "3", "-c", "0", "-d",
-		"half,int8", "-o", "max", "-r", "all", "-a", "3", "-z", "1", "--raw", "--touch", "--offset", "64")
+		"half,int8", "-o", "max", "-r", "all", "-a", "3", "--raw", "--touch", "--offset", "64")
 	if err != nil {
 		t.Fatal(err)
 	}
