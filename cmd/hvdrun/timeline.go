@@ -1,9 +1,7 @@
 package main
 
 import (
-	"errors"
 	"fmt"
-	"os"
 	"strconv"
 
 	"github.com/spf13/cobra"
@@ -17,9 +15,8 @@ const timelineCommand = "timeline"
 const timelineLong = `Analyse the timelines of a job: which ranks were late, where the time went, and which settings could be changed.
 
 FILE is usually the timeline of rank 0, such as t.json. The timelines of the other ranks (t.rank1.json, ...) and older
-segments (t.1.json, ...) are found beside it. FILE can also be the timeline of another rank, a folder whose files are all
-read, or - for standard input. Files may be compressed by gzip. Timelines written by Horovod can be read too. A truncated
-or damaged file is reported, and used up to the damage.
+segments (t.1.json, ...) are found beside it. FILE can also be the timeline of another rank, or a folder whose files are
+all read. Files may be compressed by gzip. A truncated or damaged file is reported, and used up to the damage.
 
 The exit status is 0 if every FILE could be read, 1 if not, and 2 for wrong usage.`
 
@@ -28,7 +25,6 @@ Examples:
   hvdrun timeline t.json
   hvdrun timeline --json t.json t.rank3.json
   hvdrun timeline --merge all.json.gz timelines/     then open all.json.gz in ui.perfetto.dev or chrome://tracing
-  ssh h1 cat /tmp/t.json | hvdrun timeline -
 `
 
 // timelineFlags holds the flags of hvdrun timeline.
@@ -56,7 +52,7 @@ func (r *runner) timeline() *cobra.Command {
 		Short: "Analyse timelines: which ranks were late, where time went, what to set",
 		Args: func(_ *cobra.Command, args []string) error {
 			if len(args) == 0 {
-				return usagef("timeline: got no FILE, want rank 0's timeline, a folder of timelines or -")
+				return usagef("timeline: got no FILE, want rank 0's timeline or a folder of timelines")
 			}
 			return nil
 		},
@@ -84,11 +80,10 @@ func (r *runner) readTimelines(given *timelineFlags, paths []string) (err error)
 		return usagef("timeline: got --fusion-threshold-mb %d and --cache-capacity %d, want 0 or more",
 			given.thresholdMB, given.capacity)
 	}
-	job, bad, err := report.Open(paths, os.Stdin)
+	job, bad, err := report.Open(paths)
 	if err != nil {
 		return fmt.Errorf("timeline: %w", err)
 	}
-	defer func() { err = errors.Join(err, job.Close()) }()
 	if bad != nil {
 		r.status = statusFailure
 		fmt.Fprintf(r.stderr, "hvdrun: timeline: %v\n", bad)

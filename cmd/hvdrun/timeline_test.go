@@ -61,20 +61,6 @@ func TestTimeline(t *testing.T) {
 	}
 }
 
-func TestTimelineOfStandardInput(t *testing.T) {
-	file, err := os.Open(filepath.Join(putTimelines(t), "t.rank1.json"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer file.Close()
-	cmd := hvdrun(t, "timeline", "-")
-	cmd.Stdin = file
-	got, err := cmd.CombinedOutput()
-	if err != nil || !strings.Contains(string(got), "files of rank 1 of 2: ") {
-		t.Errorf("got %q, %v, want a report of rank 1", got, err)
-	}
-}
-
 // TestTimelineOfWhatIsNone checks that hvdrun timeline fails with an error for files that are not timelines
 // and for wrong flags.
 func TestTimelineOfWhatIsNone(t *testing.T) {

@@ -137,7 +137,7 @@ func (r *Report) suggest(c *collection, f *analysis.Lateness, o Options) []Sugge
 			"%d of %d names occur only once, and a tensor with a new name is negotiated in full", once,
 			r.Names)
 	}
-	if n := r.Cache.SteadyHits + r.Cache.SteadyMisses; !autoNamed && !r.Horovod && n >= 100 &&
+	if n := r.Cache.SteadyHits + r.Cache.SteadyMisses; !autoNamed && n >= 100 &&
 		float64(r.Cache.SteadyMisses) >= 0.05*float64(n) {
 		missed := percent(float64(r.Cache.SteadyMisses) / float64(n))
 		if o.CacheCapacity > 0 && r.Names > o.CacheCapacity {
@@ -168,7 +168,7 @@ func (r *Report) suggest(c *collection, f *analysis.Lateness, o Options) []Sugge
 		add("HOROVOD_CPU_OPERATIONS", "set it to shm, or unset it",
 			"all ranks are on one host, and the exchange of data over TCP takes %s of the time",
 			percent(r.part(exchange)))
-	case len(late) == 0 && exchanging >= 0.3 && r.Size > 1 && !r.Horovod:
+	case len(late) == 0 && exchanging >= 0.3 && r.Size > 1:
 		faster := "look at the network between the hosts: measure it with hvdbench, choose its interface (HOROVOD_GLOO_IFACE)"
 		if c.hosts() == 1 && len(r.Missing) == 0 {
 			faster = "give each rank processor cores that nothing else uses"
@@ -177,7 +177,7 @@ func (r *Report) suggest(c *collection, f *analysis.Lateness, o Options) []Sugge
 			"no rank is late, the exchange of data takes %s of the time, and negotiation takes %s",
 			percent(r.part(exchange)), percent(r.part(negotiation)))
 	}
-	if p := r.part(copies); p >= 0.1 && p > r.part(exchange) && !r.Horovod {
+	if p := r.part(copies); p >= 0.1 && p > r.part(exchange) {
 		add("", "allocate tensors with hvd.Alloc, which avoids the copies",
 			"copies take %s of the time, and the exchange takes %s", percent(p), percent(r.part(exchange)))
 	}

@@ -216,11 +216,6 @@ func (c *collection) observe(s *stream, i *instance) {
 		}
 		s.cover(&s.inside, i.Submitted, i.Ended)
 	}
-	if !i.cachedKnown && c.job.horovod && i.Submitted != 0 {
-		// Horovod's file does not say whether a request was cached. But it has the arrivals of all uncached
-		// requests.
-		i.Cached, i.cachedKnown = len(i.arrivals) == 0, true
-	}
 	again := int64(1)
 	if first {
 		again = 0
@@ -250,7 +245,7 @@ func (c *collection) take(s *stream, o *operation) {
 		s.cover(&s.phases[p.phase], p.begin, p.end)
 	}
 	c.operations++
-	if fuses(o.Kind) && o.Error == "" && !c.job.horovod {
+	if fuses(o.Kind) && o.Error == "" {
 		c.responses.Add(max(o.fused, o.tensors))
 		c.responseBytes.Add(o.Bytes)
 	}
@@ -264,9 +259,7 @@ func (c *collection) take(s *stream, o *operation) {
 // statistics of the rank that do not cover the start-up.
 func (c *collection) beginSteady(s *stream, at time.Duration) {
 	s.steadyFrom, s.phases, s.inside = at, [numPhases]cover{}, cover{}
-	// Horovod's file has arrivals only for uncached requests, and these are in the first step. So if Horovod
-	// wrote the file, the comparison of the ranks includes the start-up.
-	if s == c.streams[0] && !c.job.horovod {
+	if s == c.streams[0] {
 		c.steadyFrom = at
 		c.late.Steady(at)
 	}

@@ -195,14 +195,14 @@ func (m *merger) event(r *mergedRank, s *source, pids map[int64]int, e *event, t
 	}
 	t := &r.threads[id]
 	switch {
-	case e.Phase == "i" || e.Phase == "I": // older files have I in place of i
+	case e.Phase == "i":
 		out.Phase, out.Scope = "i", "p"
 	case e.PID == 0:
 		m.sum.LeftOut++
 		return
 	case e.Phase == "B":
 		t.depth++
-	case e.Phase == "E" && t.depth > 0: // Horovod ends barriers and joins without a begin event
+	case e.Phase == "E" && t.depth > 0:
 		t.depth--
 	case e.Phase == "X":
 		out.Duration = new(float64)

@@ -152,7 +152,7 @@ func TestMerge(t *testing.T) {
 			t.Errorf("got %q left, %v", left, err)
 		}
 		// Open must refuse a merged trace, because it is not the timeline of a rank.
-		if _, _, err := Open([]string{out}, nil); err == nil ||
+		if _, _, err := Open([]string{out}); err == nil ||
 			!strings.Contains(err.Error(), "merged trace") {
 			t.Errorf("got %v, want the merged trace refused", err)
 		}
@@ -213,7 +213,6 @@ func TestMergeRepairs(t *testing.T) {
 	f := newFile(rankID{rank: 0, size: 2, host: "h", domain: "a", epoch: 1, monotonic: 1000})
 	f.event(`{"name":"CYCLE_START","ph":"i","s":"g","ts":50,"pid":0}`)
 	f.event(`{"name":"process_name","ph":"M","pid":1,"args":{"name":"x"}}`)
-	f.event(`{"name":"old","ph":"I","ts":50,"pid":0}`)
 	f.event(`{"ph":"E","ts":10,"pid":1}`)
 	f.event(`{"name":"NEGOTIATE_ALLREDUCE","ph":"B","ts":20,"pid":1,"args":{"set":0,"op":1}}`)
 	f.event(`{"name":"a","ph":"B","ts":5,"pid":1}`)

@@ -237,11 +237,10 @@ func (r *rankReader) apply(e *event) *track {
 			return r.push(e, t, now)
 		}
 	case "E":
-		// Horovod's file has end events of barriers and joins without begin events.
 		if t != nil && t.depth > 0 && e.timed {
 			return r.pop(e, t, now)
 		}
-	case "X", "i", "I":
+	case "X", "i":
 		position, is := e.position()
 		if t != nil && is && position < r.ranks && e.timed && t.depth == 1 && t.opened[0].neg &&
 			len(t.arrivals) < r.ranks {
@@ -259,7 +258,7 @@ func (r *rankReader) apply(e *event) *track {
 func (r *rankReader) push(e *event, t *track, now time.Duration) (ended *track) {
 	name, neg := strings.CutPrefix(e.Name, negotiate)
 	if t != nil && t.depth == 0 && neg {
-		// The previous operation was negotiated but not executed. Horovod writes barriers in this way.
+		// The previous operation was negotiated but not executed.
 		r.closed(e.PID)
 		if t.Granted != 0 {
 			t.Ended = t.Granted

@@ -1,7 +1,6 @@
 package report
 
 import (
-	"bytes"
 	"errors"
 	"fmt"
 	"io"
@@ -112,11 +111,6 @@ func (s *scanner) scan() (jsontext.Value, error) {
 		if _, err := s.ReadToken(); !errors.Is(err, io.EOF) {
 			return nil, s.fault(err, errAfterEnd)
 		}
-		return nil, io.EOF
-	}
-	// Horovod writes a comma after every event, including the last one.
-	rest, comma := bytes.CutPrefix(bytes.TrimLeft(s.UnreadBuffer(), " \t\r\n"), []byte(","))
-	if comma && bytes.HasPrefix(bytes.TrimLeft(rest, " \t\r\n"), []byte("]")) {
 		return nil, io.EOF
 	}
 	_, err := s.ReadValue()

@@ -1,6 +1,5 @@
-// Package report reads the timelines of the ranks of a job, written by gohvd or Horovod. It reports which
-// ranks were late, how the ranks spent their time, and which settings could be changed. It also merges the
-// timelines into one trace.
+// Package report reads the timelines of the ranks of a job. It reports which ranks were late, how the ranks
+// spent their time, and which settings could be changed. It also merges the timelines into one trace.
 //
 // The files of all ranks are read side by side, as streams. Memory is bounded by the number of ranks and the
 // number of names, not by the length of the files. It is at most about 60 MB (4 MB in an ordinary job) plus
@@ -36,8 +35,6 @@ type Report struct {
 	// Problems has texts for people. Each says what is missing, damaged or left out, and what the report
 	// lacks as a result.
 	Problems []string `json:"problems"`
-	// Horovod is set if Horovod wrote the file.
-	Horovod bool `json:"horovod"`
 	// Size is the number of ranks of the job, or 0 if it is unknown. Files has the ranks that have files, and
 	// Missing the ranks that have none.
 	Size    int   `json:"size"`
@@ -147,7 +144,7 @@ type Phases struct {
 	US map[string]float64 `json:"us"`
 }
 
-// Fusion says how many tensors and bytes were fused in one response. It is not known for Horovod's files.
+// Fusion says how many tensors and bytes were fused in one response.
 type Fusion struct {
 	Responses   int64   `json:"responses"`
 	MeanTensors float64 `json:"mean_tensors"`
@@ -208,7 +205,7 @@ func (j *Job) Report(o Options) (*Report, error) {
 		return nil, err
 	}
 	r := &Report{
-		Problems: append([]string{}, j.problems...), Horovod: j.horovod, Size: j.size,
+		Problems: append([]string{}, j.problems...), Size: j.size,
 		Operations: c.operations, ClockErrorUS: micros(c.clockErr),
 		Files: []int{}, Missing: []int{}, Unaligned: []int{}, Names: int64(len(c.names.names) - 1),
 	}
@@ -266,13 +263,6 @@ func (r *Report) fillRanks(j *Job, c *collection, late []*analysis.RankLateness)
 		r.Phases = append(r.Phases, p)
 		if r.Steps == 0 {
 			r.Steps, r.StepUS = p.Steps, p.StepUS
-		}
-	}
-	if j.horovod {
-		// Horovod's file does not contain the size of the job. Size is at least the number of ranks whose
-		// requests occur in the file.
-		for _, s := range late {
-			r.Size = max(r.Size, s.Rank+1)
 		}
 	}
 	for rank := range r.Size {
@@ -353,8 +343,6 @@ func (r *Report) fillProblems(c *collection) {
 	add := func(format string, args ...any) { r.Problems = append(r.Problems, fmt.Sprintf(format, args...)) }
 	switch {
 	case len(r.Missing) == 0:
-	case r.Horovod:
-		add("Horovod writes only rank 0's file: the report uses the times at which requests of other ranks arrived at rank 0, and has no times of cached requests")
 	default:
 		add("there is no file of %s: for operations of process set 0, the times at which their requests arrived at rank 0 are used instead, if rank 0's file has these times", topo.FormatRanks(r.Missing))
 	}

@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 	"testing/iotest"
 )
@@ -29,10 +30,10 @@ func records(r io.Reader) (all []string, err error) {
 
 func TestScanner(t *testing.T) {
 	for text, want := range map[string][]string{
-		`[]`:                                {},
-		" \n[ \n]\n ":                       {},
-		`[{"a":1},{"b":"}]\"{"}]`:           {`{"a":1}`, `{"b":"}]\"{"}`},
-		"[{\"a\":\n1},\n{\"b\":[{}]},\n\n]": {"{\"a\":\n1}", `{"b":[{}]}`},
+		`[]`:                               {},
+		" \n[ \n]\n ":                      {},
+		`[{"a":1},{"b":"}]\"{"}]`:          {`{"a":1}`, `{"b":"}]\"{"}`},
+		"[{\"a\":\n1},\n{\"b\":[{}]}\n\n]": {"{\"a\":\n1}", `{"b":[{}]}`},
 	} {
 		for name, r := range map[string]io.Reader{"whole": strings.NewReader(text),
 			"byte by byte": iotest.OneByteReader(strings.NewReader(text))} {
@@ -138,6 +139,9 @@ func TestFilesThatAreNone(t *testing.T) {
 		"only a [":  {"[", "byte 1: the file ends before the closing ]"},
 		"merged": {`[{"name":"hvd_merged","ph":"M","pid":0,"tid":0,"args":{}}]`,
 			"got a merged trace, want the timeline files of the ranks"},
+		"Horovod's": {`[{"name":"process_name","ph":"M","pid":1,"args":{"name":"grad/0"}}]`,
+			"got a trace without the event hvd_rank"},
+		"a pipe":     {"|", "want a regular file, because a report reads it twice"},
 		"half a gz":  {string(packed[:12]), "the file ends before the closing ]"},
 		"no file":    {"-", "no such file"},
 		"empty path": {"/", "the folder contains no timeline files"},
@@ -148,26 +152,27 @@ func TestFilesThatAreNone(t *testing.T) {
 			case "-":
 			case "/":
 				path = filepath.Dir(path)
+			case "|":
+				if err := syscall.Mkfifo(path, 0o600); err != nil {
+					t.Fatal(err)
+				}
 			default:
 				put(t, filepath.Dir(path), "bad.json", c.text)
 			}
-			j, _, err := Open([]string{path}, nil)
+			j, _, err := Open([]string{path})
 			if err == nil || j != nil || !strings.Contains(err.Error(), c.want) ||
 				!strings.Contains(err.Error(), filepath.Dir(path)) {
 				t.Errorf("got %v, want %q of %s", err, c.want, path)
 			}
 			// A good and a bad file are opened together. Open returns the error of the bad file as its second
 			// result, and the report uses the good file.
-			j, bad, err := Open([]string{put(t, t.TempDir(), "good.json", good), path}, nil)
+			j, bad, err := Open([]string{put(t, t.TempDir(), "good.json", good), path})
 			if err != nil || bad == nil || !strings.Contains(bad.Error(), c.want) {
 				t.Fatalf("got %v and %v, want %q", bad, err, c.want)
 			}
 			r, err := j.Report(Options{})
 			if err != nil || r.Operations != 1 {
 				t.Errorf("got %+v, %v, want the one of the good file", r, err)
-			}
-			if err := j.Close(); err != nil {
-				t.Error(err)
 			}
 		})
 	}
@@ -183,9 +188,11 @@ func TestTruncatedAnywhere(t *testing.T) {
 	}
 	whole := f.end(1000, 0)
 	last := int64(0)
-	head := strings.Index(whole, "},") + 2
+	own := strings.Index(whole, "hvd_rank")
+	head := own + strings.Index(whole[own:], "}},") + 3
+	dir := t.TempDir()
 	for cut := head; cut < len(strings.TrimSpace(whole)); cut++ {
-		j, bad, err := Open([]string{Stdin}, strings.NewReader(whole[:cut]))
+		j, bad, err := Open([]string{put(t, dir, "t.json", whole[:cut])})
 		if bad != nil || err != nil {
 			t.Fatalf("cut at %d: %v, %v", cut, bad, err)
 		}
@@ -194,14 +201,11 @@ func TestTruncatedAnywhere(t *testing.T) {
 			t.Fatal(err)
 		}
 		if r.Operations < last || len(r.Problems) == 0 ||
-			!strings.Contains(r.Problems[0], "truncated file is used only up to the error: standard input: byte "+
-				fmt.Sprint(cut)) {
+			!strings.Contains(r.Problems[0], "truncated file is used only up to the error: "+
+				filepath.Join(dir, "t.json")+": byte "+fmt.Sprint(cut)) {
 			t.Fatalf("cut at %d: got %d operations after %d, and %q", cut, r.Operations, last, r.Problems)
 		}
 		last = r.Operations
-		if err := j.Close(); err != nil {
-			t.Error(err)
-		}
 	}
 	if last != 3 {
 		t.Errorf("got %d operations at the end, want 3", last)
@@ -257,9 +261,6 @@ func TestFind(t *testing.T) {
 }
 
 func FuzzParse(f *testing.F) {
-	for line := range strings.Lines(horovodFile) {
-		f.Add([]byte(strings.TrimSuffix(strings.TrimSpace(line), ",")))
-	}
 	f.Add([]byte(`{"name":"hvd_rank","ph":"M","pid":0,"args":{"rank":1,"size":2,"host":"h","epoch":1,"segment":1,"clock_domain":"a","monotonic_us":1.5}}`))
 	f.Add([]byte(`{"ph":"E","ts":1e3,"pid":1,"args":{"cached":true,"submitted":-1.5,"x":[{"y":"\u0000"}]}}`))
 	f.Fuzz(func(t *testing.T, record []byte) {
@@ -273,7 +274,6 @@ func FuzzParse(f *testing.F) {
 // The scanner returns the same records whether it reads the text at once or byte by byte. Neither the report
 // nor the merge fails on any input that Open accepts, and the merged trace is always valid.
 func FuzzFile(f *testing.F) {
-	f.Add([]byte(horovodFile))
 	ours := newFile(rankID{rank: 1, size: 3, host: "h", domain: "a", epoch: 1, segment: 1, monotonic: 5})
 	ours.clock(1, 2, 3)
 	ours.op(testOp{number: 1, granted: 20, begun: 20, ended: 30,
@@ -287,11 +287,10 @@ func FuzzFile(f *testing.F) {
 		if fmt.Sprint(errA) != fmt.Sprint(errB) || fmt.Sprint(a) != fmt.Sprint(b) {
 			t.Fatalf("got %q, %v at once and %q, %v byte by byte", a, errA, b, errB)
 		}
-		j, _, err := Open([]string{Stdin}, bytes.NewReader(text))
+		j, _, err := Open([]string{put(t, t.TempDir(), "t.json", string(text))})
 		if err != nil {
 			return
 		}
-		defer j.Close()
 		r, err := j.Report(Options{FusionThresholdBytes: 1, CacheCapacity: 1})
 		if err != nil {
 			t.Fatal(err)

@@ -24,17 +24,13 @@ const (
 	maxRanks = 1 << 16
 	// maxClockPoints limits how many clock measurements are kept for each file.
 	maxClockPoints = 1024
-	// Stdin is the path that means standard input.
-	Stdin = "-"
 )
 
 // source is one timeline file of a rank.
 type source struct {
-	path string // the path as messages show it
-	at   string // the path to open; it can be opened more than once
+	path string
 
 	// survey sets the following fields. Times are in ns, except that start is in microseconds since 1970.
-	horovod          bool
 	rank, size       int
 	host, domain     string
 	job              string // the name of the job; empty if the file does not contain it
@@ -63,9 +59,6 @@ var (
 // If it is a rank's file, these are the file and its older segments. If it is rank 0's file, the files and
 // segments of the other ranks in the same folder belong to it too.
 func find(path string) ([]string, error) {
-	if path == Stdin {
-		return []string{path}, nil
-	}
 	info, err := os.Stat(path)
 	if err != nil {
 		return nil, err
@@ -108,7 +101,7 @@ func find(path string) ([]string, error) {
 		}
 	}
 	if !info.IsDir() && !info.Mode().IsRegular() {
-		all = append(all, path) // the path is a pipe made by the shell, which is read like standard input
+		return nil, fmt.Errorf("%s: got %v, want a regular file, because a report reads it twice", path, info.Mode())
 	}
 	if len(all) == 0 {
 		return nil, fmt.Errorf("%s: the folder contains no timeline files", path)
@@ -116,24 +109,10 @@ func find(path string) ([]string, error) {
 	return all, nil
 }
 
-// spoolOf copies a reader that can be read only once to a temporary file without a name. The caller closes
-// the file.
-func spoolOf(r io.Reader) (*os.File, error) {
-	f, err := os.CreateTemp("", "hvdrun-timeline-")
-	if err != nil {
-		return nil, err
-	}
-	_, err = io.Copy(f, r)
-	if err = errors.Join(err, os.Remove(f.Name())); err != nil {
-		return nil, errors.Join(err, f.Close())
-	}
-	return f, nil
-}
-
 // texts passes the text of each event to the function do, until do returns false or reading fails. It returns
 // the error of reading. The error is a *FormatError if the file violates the format.
 func (s *source) texts(do func(text jsontext.Value) bool) (err error) {
-	f, err := os.Open(s.at)
+	f, err := os.Open(s.path)
 	if err != nil {
 		return err
 	}
@@ -182,9 +161,8 @@ func (s *source) events(do func(e *event, text jsontext.Value) bool) (malformed 
 // survey reads the file once. It finds out which rank wrote the file, which clock the rank read, and whether
 // the file can be read to its end. It returns an error if nothing in the file can be used.
 func (s *source) survey() error {
-	s.horovod = true
 	var e event
-	merged := false
+	merged, ours := false, false
 	s.problem = s.texts(func(text jsontext.Value) bool {
 		s.records++
 		// Only these events describe the file itself, so survey decodes no other events. Errors in other
@@ -202,7 +180,7 @@ func (s *source) survey() error {
 			merged = true
 		case "hvd_rank":
 			if a.Rank != nil && *a.Rank >= 0 && *a.Rank < maxRanks && a.Size >= 0 && a.Size <= maxRanks {
-				s.horovod, s.rank, s.size = false, int(*a.Rank), int(a.Size)
+				ours, s.rank, s.size = true, int(*a.Rank), int(a.Size)
 				s.host, s.domain = clip(a.Host), clip(a.Domain)
 				s.epoch, s.segment, s.monotonic = a.Epoch, a.Segment, nanos(a.Uptime)
 				s.dropped = max(s.dropped, a.Dropped)
@@ -224,6 +202,9 @@ func (s *source) survey() error {
 	}
 	if merged {
 		return fmt.Errorf("%s: got a merged trace, want the timeline files of the ranks", s.path)
+	}
+	if !ours {
+		return fmt.Errorf("%s: got a trace without the event hvd_rank, want a timeline of gohvd", s.path)
 	}
 	return nil
 }
@@ -252,28 +233,20 @@ type rankFiles struct {
 // Job has the timeline files of the ranks of one job.
 type Job struct {
 	// ranks are the ranks that have files, in ascending order.
-	ranks   []*rankFiles
-	size    int
-	horovod bool
+	ranks []*rankFiles
+	size  int
 	// problems has texts for the report that say what is wrong with the files.
 	problems []string
-	spools   []*os.File
 }
 
-// Open finds and surveys the files of a job. Each path is Stdin, a folder or a rank's file. If a path is rank
+// Open finds and surveys the files of a job. Each path is a folder or a rank's file. If a path is rank
 // 0's file, Open also uses the files of the other ranks in the same folder. It leaves out files of other jobs
 // and files that it cannot read. bad is set if a path does not exist, or if a path names a file that cannot
 // be read. err is set if no file can be used.
 //
-// A report reads each file twice, and a merge reads it once more. Standard input is kept in a temporary file
-// until Close.
-func Open(paths []string, stdin io.Reader) (job *Job, bad error, err error) {
+// A report reads each file twice, and a merge reads it once more.
+func Open(paths []string) (job *Job, bad error, err error) {
 	j := &Job{}
-	defer func() {
-		if job == nil {
-			err = errors.Join(err, j.Close())
-		}
-	}()
 	var sources []*source
 	var seen []string
 	for _, p := range paths {
@@ -287,10 +260,8 @@ func Open(paths []string, stdin io.Reader) (job *Job, bad error, err error) {
 				continue
 			}
 			seen = append(seen, path)
-			s, err := j.source(path, stdin)
-			if err == nil {
-				err = s.survey()
-			}
+			s := &source{path: path}
+			err := s.survey()
 			if err == nil {
 				sources = append(sources, s)
 				continue
@@ -311,40 +282,6 @@ func Open(paths []string, stdin io.Reader) (job *Job, bad error, err error) {
 	return j, bad, nil
 }
 
-// source returns a source for path. The source can be read more than once, even if path is standard input or
-// a pipe.
-func (j *Job) source(path string, stdin io.Reader) (*source, error) {
-	from := stdin
-	if path == Stdin {
-		path = "standard input"
-	} else if info, err := os.Stat(path); err != nil || info.Mode().IsRegular() {
-		return &source{path: path, at: path}, err
-	} else {
-		f, err := os.Open(path)
-		if err != nil {
-			return nil, err
-		}
-		defer func() { _ = f.Close() }() // the error is ignored, because the file was only read
-		from = f
-	}
-	spool, err := spoolOf(from)
-	if err != nil {
-		return nil, fmt.Errorf("%s: %w", path, err)
-	}
-	j.spools = append(j.spools, spool)
-	return &source{path: path, at: fmt.Sprintf("/proc/self/fd/%d", spool.Fd())}, nil
-}
-
-// Close removes the temporary files that Open has made.
-func (j *Job) Close() error {
-	var err error
-	for _, f := range j.spools {
-		err = errors.Join(err, f.Close())
-	}
-	j.spools = nil
-	return err
-}
-
 // problemf adds a formatted text to j.problems.
 func (j *Job) problemf(format string, args ...any) {
 	j.problems = append(j.problems, fmt.Sprintf(format, args...))
@@ -358,7 +295,7 @@ func (j *Job) arrange(sources []*source) {
 			cmp.Compare(a.start, b.start))
 	})
 	newest := slices.MaxFunc(sources, func(a, b *source) int { return cmp.Compare(a.start, b.start) })
-	j.size, j.horovod = newest.size, newest.horovod
+	j.size = newest.size
 	named := newest // the newest file of this job that contains the job's name
 	for _, s := range sources {
 		if s.job != "" && s.epoch == newest.epoch && s.size == newest.size && newest.job == "" &&
@@ -368,10 +305,6 @@ func (j *Job) arrange(sources []*source) {
 	}
 	for _, s := range sources {
 		switch last := len(j.ranks) - 1; {
-		case s.horovod != newest.horovod || s.horovod && s != newest:
-			j.problemf("%s is left out: it is not of the same job as %s, because only one of the two files is Horovod's", s.path,
-				newest.path)
-			continue
 		case s.epoch != newest.epoch || s.size != newest.size:
 			j.problemf("%s is left out: it is of another job, with epoch %d and %d ranks, but %s has epoch %d and %d ranks",
 				s.path, s.epoch, s.size, newest.path, newest.epoch, newest.size)

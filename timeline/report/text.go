@@ -62,9 +62,7 @@ func (t *textWriter) table(columns, text string, rows func(row func(text string,
 
 func (t *textWriter) head() {
 	what := "files of " + topo.FormatRanks(t.Files)
-	if t.Horovod {
-		what = "Horovod's file of rank 0"
-	} else if t.Size > 0 {
+	if t.Size > 0 {
 		what += fmt.Sprintf(" of %d", t.Size)
 	}
 	t.line("%s: %s, %d operations on %d tensors, %d errors", what, duration(t.DurationUS), t.Operations,
@@ -164,8 +162,6 @@ func (t *textWriter) fusion() {
 		t.line("  a response had %s tensors (median %d, at most %d) and %s (median %s, at most %s)%s",
 			places(f.MeanTensors), f.P50Tensors,
 			f.MaxTensors, size(f.MeanBytes), size(float64(f.P50Bytes)), size(float64(f.MaxBytes)), fill)
-	} else if t.Horovod {
-		t.line("  Horovod's file does not say which tensors were fused")
 	} else {
 		t.line("  the files have no operations that can be fused")
 	}

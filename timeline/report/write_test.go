@@ -166,19 +166,13 @@ func put(t testing.TB, dir, name, text string) string {
 	return path
 }
 
-// openJob opens the files at paths, and fails the test if one of them cannot be read. The job is closed when
-// the test ends.
+// openJob opens the files at paths, and fails the test if one of them cannot be read.
 func openJob(t testing.TB, paths ...string) *Job {
 	t.Helper()
-	j, bad, err := Open(paths, strings.NewReader(""))
+	j, bad, err := Open(paths)
 	if bad != nil || err != nil {
 		t.Fatalf("open %q: %v, %v", paths, bad, err)
 	}
-	t.Cleanup(func() {
-		if err := j.Close(); err != nil {
-			t.Error(err)
-		}
-	})
 	return j
 }
 
