@@ -59,20 +59,24 @@ func (j *job) watchHung() {
 }
 
 // handleHung handles ranks that, according to the verdict v, have failed without ending. It kills those that
-// are to be started again. Otherwise the job has failed. A process that was started after v is not meant.
+// are to be started again. Otherwise the job has failed, also if a process has ended with status 0, because
+// it has not left the job before. A process that was started after v is not meant.
 func (j *job) handleHung(ranks []int, v joblink.Verdict) {
 	why := logs.Escape(v.Reason)
 	for _, r := range ranks {
 		k := j.ranks[r]
 		switch {
-		case k.ended || k.hung != "" || k.started.After(v.At) || j.failed || j.phase != running:
-		case j.mayRestart(k):
+		case k.hung != "" || k.started.After(v.At) || j.failed || j.phase != running:
+		case k.ended && (k.pending() || k.exit.Status() != 0): // it is handled already
+		case !k.ended && j.mayRestart(k):
 			k.hung, k.killed = why, time.Now()
 			j.console.note("%s: %s; killing it", k.title, k.hung)
 			index := slices.Index(k.conn.ranks, k)
 			j.orderTo(k.conn, order{Kill: &index})
 		default:
-			k.hung = why
+			if !k.ended {
+				k.hung = why
+			}
 			j.fail(k)
 		}
 	}
