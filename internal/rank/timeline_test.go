@@ -152,15 +152,10 @@ func TestFilesOfTwoJobs(t *testing.T) {
 	}
 	check := func(missing []int, problems ...string) {
 		t.Helper()
-		j, bad, err := report.Open([]string{path}, nil)
+		j, bad, err := report.Open([]string{path})
 		if bad != nil || err != nil {
 			t.Fatal(bad, err)
 		}
-		defer func() {
-			if err := j.Close(); err != nil {
-				t.Error(err)
-			}
-		}()
 		r, err := j.Report(report.Options{})
 		if err != nil {
 			t.Fatal(err)
