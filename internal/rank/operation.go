@@ -5,6 +5,7 @@ import (
 	"math"
 	"slices"
 	"strconv"
+	"strings"
 	"sync/atomic"
 	"time"
 	"unsafe"
@@ -38,12 +39,38 @@ type Spec struct {
 	Tensors                       []TensorSpec
 }
 
+// Equal reports whether s and t describe the same operation.
+func (s *Spec) Equal(t *Spec) bool {
+	return s.Kind == t.Kind && s.DType == t.DType && s.ReduceOp == t.ReduceOp && s.Wire == t.Wire &&
+		s.Prescale == t.Prescale && s.Postscale == t.Postscale && s.TimeoutSeconds == t.TimeoutSeconds &&
+		s.Set == t.Set && s.Root == t.Root && s.Peer == t.Peer && s.Tag == t.Tag &&
+		s.ErrorFeedback == t.ErrorFeedback && s.Empty == t.Empty && s.Grouped == t.Grouped &&
+		s.Name == t.Name && slices.Equal(s.Splits, t.Splits) &&
+		slices.EqualFunc(s.Tensors, t.Tensors, TensorSpec.equal)
+}
+
+// Clone returns a copy of s that has no memory in common with s. The copy is made field by field, so that s
+// and its tensors can be on the stack of the caller.
+func (s *Spec) Clone() Spec {
+	t := Spec{Kind: s.Kind, DType: s.DType, ReduceOp: s.ReduceOp, Wire: s.Wire, Name: strings.Clone(s.Name),
+		Prescale: s.Prescale, Postscale: s.Postscale, TimeoutSeconds: s.TimeoutSeconds, Set: s.Set,
+		Root: s.Root, Peer: s.Peer, Tag: s.Tag, Splits: slices.Clone(s.Splits),
+		ErrorFeedback: s.ErrorFeedback, Empty: s.Empty, Grouped: s.Grouped,
+		Tensors: make([]TensorSpec, len(s.Tensors))}
+	for i, of := range s.Tensors {
+		t.Tensors[i] = TensorSpec{of.DType, slices.Clone(of.Shape)}
+	}
+	return t
+}
+
 // TensorSpec is the element type and the shape of a tensor of a Spec. A DType of 0 stands for the type of the
 // operation.
 type TensorSpec struct {
 	DType uint32
 	Shape tensor.Shape
 }
+
+func (t TensorSpec) equal(u TensorSpec) bool { return t.DType == u.DType && t.Shape.Equal(u.Shape) }
 
 // Operation is an operation on tensors whose types are known only when the program runs. After Describe, it
 // can be executed any number of times.
@@ -69,6 +96,8 @@ type Tensor struct {
 	Shape    tensor.Shape
 	NumBytes int
 }
+
+func (t Tensor) isBool() bool { return t.DType == tensor.Bool }
 
 // groupable are the kinds of operations that have a grouped form.
 var groupable = []message.Kind{message.Allreduce, message.Allgather, message.Reducescatter}
@@ -190,7 +219,7 @@ func (o *Operation) add(s *TensorSpec) error {
 func (o *Operation) Weight() int { return max(len(o.Tensors), 1) }
 
 // Execution is one execution of an Operation. The caller sets the exported fields before Begin, and may read
-// the results when Finished of Owner has been called with nil.
+// the results when Finished of Owner has been called with nil. After Reset it can be another execution.
 type Execution struct {
 	*Operation
 	Rank *Rank
@@ -208,11 +237,14 @@ type Execution struct {
 	// entries has one entry for each tensor. A grouped allreduce is one request, so it has a single entry,
 	// and the Parts of that entry are the tensors.
 	entries []executionEntry
-	message p2p.Op                // the message, if the operation is a send or a recv
-	left    atomic.Int64          // number of entries that are not done yet
-	failed  atomic.Pointer[error] // error of the first call of Owner.Allocate that failed
-	held    *tensorqueue.Name
-	one     [1]executionEntry // backs entries if there is one
+	message *p2p.Op // the message, if the operation is a send or a recv
+	// hasBools is set if a tensor in host memory has elements of type bool. It is read instead of Tensors
+	// when the operation is done, because another thread has those in its cache.
+	hasBools bool
+	left     atomic.Int64          // number of entries that are not done yet
+	failed   atomic.Pointer[error] // error of the first call of Owner.Allocate that failed
+	held     *tensorqueue.Name
+	one      [1]executionEntry // backs entries if there is one
 }
 
 // Owner is what has an Execution.
@@ -251,14 +283,13 @@ func (x *Execution) Begin() error {
 	if err := c.Check(); err != nil {
 		return err
 	}
-	x.set = c.Set
+	x.set, x.hasBools = c.Set, x.Device == tensor.Host && slices.ContainsFunc(o.Tensors, Tensor.isBool)
 	switch {
 	case c.Kind.IsMessage():
 		return x.post(&c)
 	case c.Kind == message.Join:
 		x.addEntries(1)
-		e := &x.entries[0]
-		return c.Join(&e.Entry, func(err error) { x.finished(e, err) })
+		return c.Join(&x.entries[0].Entry, x.entries[0].Done)
 	case o.parts != nil:
 		return x.beginGroup(&c)
 	case c.Kind == message.Barrier:
@@ -293,9 +324,18 @@ func (x *Execution) addEntries(n int) {
 	}
 	x.left.Store(int64(n))
 	for i := range x.entries {
-		e := &x.entries[i]
-		e.Done = func(err error) { x.finished(e, err) }
+		if e := &x.entries[i]; e.Done == nil {
+			e.Done = func(err error) { x.finished(e, err) }
+		}
 	}
+}
+
+// Reset makes x the empty Execution. Unless x was not begun, Finished must have been called. Further
+// executions of x then allocate less memory.
+func (x *Execution) Reset() {
+	done := x.one[0].Done
+	*x = Execution{}
+	x.one[0].Done = done
 }
 
 // fill sets the fields of e that do not depend on its tensor.
@@ -330,7 +370,7 @@ func (x *Execution) post(c *Call) (err error) {
 	x.addEntries(1)
 	b := &x.Buffers[0]
 	want := 0
-	x.message.Buf = b.In
+	x.message = &p2p.Op{Buf: b.In, Done: x.entries[0].Done}
 	if c.Kind == message.Recv {
 		want = x.Tensors[0].NumBytes
 	}
@@ -340,8 +380,7 @@ func (x *Execution) post(c *Call) (err error) {
 	if c.Kind == message.Recv {
 		x.message.Buf = b.Out
 	}
-	x.message.Done = func(err error) { x.finished(&x.entries[0], err) }
-	return c.Post(&x.message, x.Peer, x.Tag)
+	return c.Post(x.message, x.Peer, x.Tag)
 }
 
 // output checks the size of the output of tensor i, or allocates the output if there is none.
@@ -463,7 +502,7 @@ func (x *Execution) split(c *Call, e *executionEntry) (err error) {
 // the execution.
 func (x *Execution) finished(e *executionEntry, err error) {
 	switch {
-	case x.Kind == message.Join:
+	case e.Request.Kind == message.Join:
 		x.set.Release()
 	case e == &x.entries[0]:
 		x.held = e.Held()
@@ -483,9 +522,11 @@ func (x *Execution) finished(e *executionEntry, err error) {
 			return
 		}
 	}
-	for i, t := range x.Tensors {
-		if t.DType == tensor.Bool && x.Device == tensor.Host {
-			OnlyBools(x.Buffers[i].Out)
+	if x.hasBools {
+		for i, t := range x.Tensors {
+			if t.isBool() {
+				OnlyBools(x.Buffers[i].Out)
+			}
 		}
 	}
 	x.Owner.Finished(nil)

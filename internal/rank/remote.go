@@ -126,7 +126,7 @@ func (x *Execution) first() any {
 	case len(x.entries) == 0:
 		return nil
 	case x.Kind.IsMessage():
-		return &x.message
+		return x.message
 	}
 	return &x.entries[0].Entry
 }
