@@ -239,11 +239,13 @@ PUBLIC hvd_status_t hvd_new_unique_id(const hvd_init_options_t *options, char **
 	return gohvdNewUniqueID((hvd_init_options_t *)options, text);
 }
 
+static size_t name_bytes(const hvd_op_t *op) { return op->name ? strlen(op->name) : 0; }
+
 PUBLIC hvd_status_t hvd_submit(const hvd_op_t *op, hvd_handle_t *handle) {
 	no_handle(handle);
 	needs_size(op, hvd_op_t, "submit");
 	needs(handle, "submit", "got a null pointer for the handle");
-	return gohvdSubmit((hvd_op_t *)op, handle);
+	return gohvdSubmit((hvd_op_t *)op, name_bytes(op), handle);
 }
 
 PUBLIC hvd_status_t hvd_submit_many(const hvd_op_t *ops, size_t n, hvd_handle_t *handles, size_t *submitted) {
@@ -267,7 +269,7 @@ PUBLIC hvd_status_t hvd_run(const hvd_op_t *op, double seconds, hvd_handle_t *ha
 	clear(result);
 	needs_size(op, hvd_op_t, "run");
 	needs(!result || result->size == sizeof *result, "run", "the size of the result is not sizeof(hvd_result_t)");
-	return gohvdRun((hvd_op_t *)op, seconds, handle, result);
+	return gohvdRun((hvd_op_t *)op, name_bytes(op), seconds, handle, result);
 }
 
 PUBLIC hvd_status_t hvd_wait(hvd_handle_t handle, double seconds, hvd_result_t *result) {

@@ -32,7 +32,7 @@ import (
 )
 
 // process is the state of this process. hvdd may be in the folder of the library.
-var process = library.New(func() string { return filepath.Dir(stringOf(C.gohvd_path)) })
+var process = library.New(func() string { return filepath.Dir(stringOf(C.gohvd_path)) }, memory)
 
 // memory provides memory that the program frees with hvd_free_result.
 var memory = library.Memory{
@@ -214,42 +214,49 @@ func give(b []byte, err error, text **C.char) C.hvd_status_t {
 	return C.HVD_SUCCESS
 }
 
-// opOf reads an operation.
-func opOf(c *C.hvd_op_t) (*library.Op, error) {
-	o := &library.Op{OnDevice: c.device >= 0, Device: int(c.device), Stream: uintptr(c.stream)}
-	s := &o.Spec
-	*s = rank.Spec{
-		Kind: uint32(c.kind), DType: uint32(c.dtype), ReduceOp: uint32(c.reduction),
-		Wire: uint32(c.compression), Name: stringOf(c.name),
-		Prescale: float64(c.prescale), Postscale: float64(c.postscale),
-		TimeoutSeconds: float64(c.timeout_seconds), Set: int(c.process_set), Root: int(c.root),
-		Peer: int(c.peer), Tag: int(c.tag),
-		Grouped: c.flags&C.HVD_GROUPED != 0, ErrorFeedback: c.flags&C.HVD_ERROR_FEEDBACK != 0,
-		Empty: c.flags&C.HVD_EMPTY != 0,
-	}
+// one backs the slices of an operation on one tensor, so that they are on the stack of the caller.
+type one struct {
+	tensors [1]rank.TensorSpec
+	places  [1]library.Place
+}
+
+// read returns the operation c, whose name has nameBytes bytes. It refers to the memory of c.
+func read(c *C.hvd_op_t, nameBytes C.size_t, one *one) (o library.Op, err error) {
 	const known = C.HVD_GROUPED | C.HVD_ERROR_FEEDBACK | C.HVD_EMPTY
 	switch {
 	case c.flags&^known != 0:
-		return nil, misuse("submit", "got the flags %#x, of which %#x are unknown", uint32(c.flags),
+		return o, misuse("submit", "got the flags %#x, of which %#x are unknown", uint32(c.flags),
 			uint32(c.flags&^known))
 	case c.num_tensors > rank.MaxTensors:
-		return nil, misuse("submit", "got %d tensors, want at most %d", uint32(c.num_tensors), rank.MaxTensors)
+		return o, misuse("submit", "got %d tensors, want at most %d", uint32(c.num_tensors), rank.MaxTensors)
 	case c.num_tensors > 0 && c.tensors == nil, c.num_splits > 0 && c.splits == nil:
-		return nil, misuse("submit", "got a null pointer for the tensors or for the splits")
+		return o, misuse("submit", "got a null pointer for the tensors or for the splits")
 	}
-	for _, n := range unsafe.Slice(c.splits, int(c.num_splits)) {
-		s.Splits = append(s.Splits, int64(n))
+	o.OnDevice, o.Device, o.Stream = c.device >= 0, int(c.device), uintptr(c.stream)
+	s := &o.Spec
+	s.Name = unsafe.String((*byte)(unsafe.Pointer(c.name)), int(nameBytes))
+	s.Kind, s.DType, s.ReduceOp, s.Wire = uint32(c.kind), uint32(c.dtype), uint32(c.reduction),
+		uint32(c.compression)
+	s.Prescale, s.Postscale, s.TimeoutSeconds = float64(c.prescale), float64(c.postscale),
+		float64(c.timeout_seconds)
+	s.Set, s.Root, s.Peer, s.Tag = int(c.process_set), int(c.root), int(c.peer), int(c.tag)
+	s.Grouped, s.ErrorFeedback, s.Empty = c.flags&C.HVD_GROUPED != 0, c.flags&C.HVD_ERROR_FEEDBACK != 0,
+		c.flags&C.HVD_EMPTY != 0
+	s.Splits = unsafe.Slice((*int64)(c.splits), int(c.num_splits))
+	if o.Spec.Tensors, o.Places = one.tensors[:], one.places[:]; c.num_tensors != 1 {
+		o.Spec.Tensors = make([]rank.TensorSpec, int(c.num_tensors))
+		o.Places = make([]library.Place, int(c.num_tensors))
 	}
-	o.SetTensors(int(c.num_tensors))
 	tensors := unsafe.Slice(c.tensors, int(c.num_tensors))
 	for i := range tensors {
 		t := &tensors[i]
 		if t.dims > maxDims || t.dims > 0 && t.shape == nil {
-			return nil, misuse("submit", "tensor %d: got no shape, or one with %d dimensions, want at most %d",
+			return o, misuse("submit", "tensor %d: got no shape, or one with %d dimensions, want at most %d",
 				i, uint32(t.dims), maxDims)
 		}
-		o.SetTensor(i, uint32(t.dtype), unsafe.Slice((*int64)(t.shape), int(t.dims)),
-			library.Place{In: t.input, Out: t.output, OutBytes: uint64(t.output_bytes)})
+		o.Spec.Tensors[i] = rank.TensorSpec{DType: uint32(t.dtype),
+			Shape: unsafe.Slice((*int64)(t.shape), int(t.dims))}
+		o.Places[i] = library.Place{In: t.input, Out: t.output, OutBytes: uint64(t.output_bytes)}
 	}
 	return o, nil
 }
@@ -258,18 +265,19 @@ func opOf(c *C.hvd_op_t) (*library.Op, error) {
 const maxDims = 255
 
 //export gohvdSubmit
-func gohvdSubmit(c *C.hvd_op_t, handle *C.hvd_handle_t) C.hvd_status_t {
-	o, err := opOf(c)
+func gohvdSubmit(c *C.hvd_op_t, nameBytes C.size_t, handle *C.hvd_handle_t) C.hvd_status_t {
+	var one one
+	o, err := read(c, nameBytes, &one)
 	if err != nil {
 		return status(err)
 	}
-	h, err := process.Submit(o, memory)
+	h, err := process.Submit(&o)
 	*handle = C.hvd_handle_t(h)
 	return status(err)
 }
 
 //export gohvdRun
-func gohvdRun(c *C.hvd_op_t, seconds C.double, handle *C.hvd_handle_t,
+func gohvdRun(c *C.hvd_op_t, nameBytes C.size_t, seconds C.double, handle *C.hvd_handle_t,
 	result *C.hvd_result_t) C.hvd_status_t {
 	limit, err := limitOf(seconds)
 	if err == nil && limit != library.Forever && handle == nil {
@@ -278,7 +286,8 @@ func gohvdRun(c *C.hvd_op_t, seconds C.double, handle *C.hvd_handle_t,
 	if err != nil {
 		return status(err)
 	}
-	o, err := opOf(c)
+	var one one
+	o, err := read(c, nameBytes, &one)
 	if err != nil {
 		return status(err)
 	}
@@ -286,7 +295,7 @@ func gohvdRun(c *C.hvd_op_t, seconds C.double, handle *C.hvd_handle_t,
 	if result != nil {
 		into = new(library.Result)
 	}
-	h, err := process.Run(o, memory, limit, into)
+	h, err := process.Run(&o, limit, into)
 	if handle != nil {
 		*handle = C.hvd_handle_t(h)
 	}

@@ -28,8 +28,8 @@ type pending interface {
 	ended() bool
 	// done returns a channel that is closed when it is done.
 	done() <-chan struct{}
-	// drive helps to make progress until quit returns true or the deadline, unless it is zero. It returns
-	// early if nothing happens.
+	// drive helps to make progress until quit returns true or the deadline, unless it is zero. If quit is
+	// nil, the method ended stands for it. drive returns early if nothing happens.
 	drive(deadline time.Time, quit func() bool)
 	// notify makes the engine notice what was submitted. If a sidecar has done it, notify ends it.
 	notify()
@@ -111,10 +111,11 @@ func (l *Library) NewGate() Handle { return l.handles.add(new(gate)) }
 
 // Open ends what NewGate has begun. A further call does nothing.
 func (l *Library) Open(h Handle) error {
-	p, err := l.handles.find("open gate", h)
+	p, err := l.handles.use("open gate", h)
 	if err != nil {
 		return err
 	}
+	defer l.handles.unuse(h)
 	g, ok := p.(*gate)
 	if !ok {
 		return unknown("open gate", h)
@@ -133,6 +134,7 @@ type table struct {
 // slot is an entry of a table. A handle is the generation of the slot and its index.
 type slot struct {
 	generation uint32
+	users      int     // the number of calls that use pending
 	pending    pending // nil in an empty slot
 }
 
@@ -147,18 +149,29 @@ func (t *table) add(p pending) Handle {
 	}
 	s := &t.slots[i]
 	s.generation = max(s.generation+1, 1) // not 0, because handle 0 is none
-	s.pending = p
+	s.pending, s.users = p, 0
 	return Handle(s.generation)<<32 | Handle(i)
 }
 
-// find returns what is pending with a handle, or an error of the function op.
-func (t *table) find(op string, h Handle) (pending, error) {
+// use returns what is pending with a handle, or an error of the function op. If there is no error, the caller
+// must call unuse or remove afterwards.
+func (t *table) use(op string, h Handle) (pending, error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if s := t.slot(h); s != nil {
+		s.users++
 		return s.pending, nil
 	}
 	return nil, unknown(op, h)
+}
+
+// unuse ends the use of what is pending with a handle.
+func (t *table) unuse(h Handle) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if s := t.slot(h); s != nil {
+		s.users--
+	}
 }
 
 // unknown returns the error of the function op that there is nothing pending with h.
@@ -166,17 +179,18 @@ func unknown(op string, h Handle) error {
 	return &engine.UsageError{Op: op, Err: fmt.Errorf("handle %d %w", h, ErrHandle)}
 }
 
-// remove makes a handle invalid. It reports whether the handle was valid.
-func (t *table) remove(h Handle) bool {
+// remove makes a handle invalid that the caller uses. It reports whether the handle was valid, and whether no
+// other call uses what was pending with it.
+func (t *table) remove(h Handle) (valid, alone bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	s := t.slot(h)
 	if s == nil {
-		return false
+		return false, false
 	}
 	s.pending = nil
 	t.free = append(t.free, uint32(h))
-	return true
+	return true, s.users == 1
 }
 
 // slot returns the slot of a valid handle, or nil. The caller holds mu.
@@ -197,18 +211,30 @@ const Forever = time.Duration(-1)
 // Wait waits until what h stands for is done, or until the limit ends. Unless it returns ErrPending, the
 // handle is used up. into, which may be nil, receives the result.
 func (l *Library) Wait(h Handle, limit time.Duration, into *Result) error {
-	p, err := l.handles.find("wait", h)
+	p, err := l.handles.use("wait", h)
 	if err != nil {
 		return err
 	}
 	if !await(p, limit) {
+		l.handles.unuse(h)
 		return ErrPending
 	}
-	if !l.handles.remove(h) {
+	valid, alone := l.handles.remove(h)
+	if !valid {
 		return unknown("wait", h) // another thread has waited for it too
 	}
+	return l.finish(p, into, alone)
+}
+
+// finish frees the name of p, which is done, stores its result in into, unless that is nil, and returns its
+// error. alone says that no other call uses p.
+func (l *Library) finish(p pending, into *Result, alone bool) error {
 	p.seen()
-	return p.take(into)
+	err := p.take(into)
+	if c, is := p.(*call); is && alone && err == nil {
+		l.calls.add(c)
+	}
+	return err
 }
 
 // await waits until p is done or the limit ends. It reports whether p is done.
@@ -217,7 +243,7 @@ func await(p pending, limit time.Duration) bool {
 		return true
 	}
 	if limit < 0 {
-		if p.drive(time.Time{}, p.ended); !p.ended() {
+		if p.drive(time.Time{}, nil); !p.ended() {
 			<-p.done()
 		}
 		return true
@@ -227,7 +253,7 @@ func await(p pending, limit time.Duration) bool {
 		return p.ended()
 	}
 	deadline := time.Now().Add(limit)
-	if p.drive(deadline, p.ended); p.ended() {
+	if p.drive(deadline, nil); p.ended() {
 		return true
 	}
 	timer := time.NewTimer(time.Until(deadline))
@@ -261,9 +287,10 @@ func (l *Library) WaitAny(handles []Handle, limit time.Duration) (int, error) {
 	all := make([]pending, len(handles))
 	for i, h := range handles {
 		var err error
-		if all[i], err = l.handles.find("wait any", h); err != nil {
+		if all[i], err = l.handles.use("wait any", h); err != nil {
 			return 0, err
 		}
+		defer l.handles.unuse(h)
 	}
 	if len(all) == 0 {
 		return 0, errors.New("got no handles")
@@ -315,10 +342,11 @@ func awaitAny(all []pending, limit time.Duration, first func() int) int {
 // Poll reports whether what h stands for is done. If it is, its name is free. Otherwise Poll makes the engine
 // notice what was submitted.
 func (l *Library) Poll(h Handle) (bool, error) {
-	p, err := l.handles.find("poll", h)
+	p, err := l.handles.use("poll", h)
 	if err != nil {
 		return false, err
 	}
+	defer l.handles.unuse(h)
 	if !p.ended() {
 		if p.notify(); !p.ended() {
 			return false, nil
@@ -331,26 +359,22 @@ func (l *Library) Poll(h Handle) (bool, error) {
 // Release makes a handle invalid without a wait. When what it stands for is done, its name is free and its
 // result is freed.
 func (l *Library) Release(h Handle) error {
-	p, err := l.handles.find("release", h)
+	p, err := l.handles.use("release", h)
 	if err != nil {
 		return err
 	}
-	if !l.handles.remove(h) {
+	valid, alone := l.handles.remove(h)
+	if !valid {
 		return unknown("release", h)
 	}
-	if p.notify(); !p.ended() {
-		go func() {
-			await(p, Forever)
-			discard(p)
-		}()
+	// The program has given up the handle, so nobody wants the error.
+	if p.notify(); p.ended() {
+		_ = l.finish(p, nil, alone)
 		return nil
 	}
-	discard(p)
+	go func() {
+		await(p, Forever)
+		_ = l.finish(p, nil, alone)
+	}()
 	return nil
-}
-
-// discard frees the name and the result of p, which is done.
-func discard(p pending) {
-	p.seen()
-	_ = p.take(nil) // the program has given up the handle, so nobody wants the error
 }

@@ -32,7 +32,10 @@ const maxStalls = 1024
 
 // Library is the state of this process. Its methods are safe for concurrent use.
 type Library struct {
-	handles table
+	memory     Memory
+	handles    table
+	operations operations
+	calls      freeCalls
 	// running is the rank of this process in its job. It is nil outside of a job.
 	running atomic.Pointer[rank.Rank]
 	// changing is held by a call that joins or leaves a job.
@@ -51,7 +54,9 @@ type Library struct {
 }
 
 // New returns the Library of this process. near returns the folder in which hvdd is looked for before PATH.
-func New(near func() string) *Library { return &Library{sidecars: sidecars{near: near}} }
+func New(near func() string, memory Memory) *Library {
+	return &Library{memory: memory, sidecars: sidecars{near: near}}
+}
 
 // InitOptions are the options of Init. The keys of Settings are the names of settings.
 type InitOptions struct {
@@ -130,6 +135,7 @@ func (l *Library) Shutdown(reason string, failed bool) Handle {
 		}
 		err = r.Shutdown(context.Background(), why)
 		l.running.Store(nil)
+		l.calls.clear()
 		return err
 	})
 }

@@ -30,7 +30,7 @@ func initialized(t *testing.T, n int) (all []*Library) {
 	method := "file://" + filepath.Join(t.TempDir(), "job")
 	var inits []Handle
 	for r := range n {
-		l := New(nil)
+		l := New(nil, goMemory)
 		all = append(all, l)
 		inits = append(inits, l.Init(InitOptions{Settings: map[string]string{"HVD_INIT_METHOD": method,
 			"HOROVOD_RANK": fmt.Sprint(r), "HOROVOD_SIZE": fmt.Sprint(n)}}))
@@ -45,14 +45,12 @@ func initialized(t *testing.T, n int) (all []*Library) {
 
 // sum returns an allreduce of x, which is in place if out is set.
 func sum(name string, x []float32, out bool) *Op {
-	o := &Op{Spec: rank.Spec{Kind: 1, DType: 9, ReduceOp: 2, Name: name, Prescale: 1, Postscale: 1}}
-	o.SetTensors(1)
 	p := Place{In: unsafe.Pointer(&x[0])}
 	if out {
 		p.Out, p.OutBytes = p.In, uint64(4*len(x))
 	}
-	o.SetTensor(0, 0, []int64{int64(len(x))}, p)
-	return o
+	return &Op{Places: []Place{p}, Spec: rank.Spec{Kind: 1, DType: 9, ReduceOp: 2, Name: name, Prescale: 1,
+		Postscale: 1, Tensors: []rank.TensorSpec{{Shape: []int64{int64(len(x))}}}}}
 }
 
 // TestFailedShutdown fails a rank whose Shutdown waits for the other rank, which goes on.
@@ -108,7 +106,7 @@ func work(t *testing.T, l *Library, r, g, n int) {
 		for k := range x {
 			x[k] = 1
 		}
-		h, err := l.Submit(sum(name, x, i%2 == 0), goMemory)
+		h, err := l.Submit(sum(name, x, i%2 == 0))
 		if err != nil {
 			t.Errorf("rank %d: %v", r, err)
 			return
@@ -150,7 +148,7 @@ func work(t *testing.T, l *Library, r, g, n int) {
 			got(l.Wait(h, 0, &result))
 		case 3:
 			y := make([]float32, 10)
-			h2, err := l.Submit(sum(name+"second", y, true), goMemory)
+			h2, err := l.Submit(sum(name+"second", y, true))
 			if err != nil {
 				t.Error(err)
 				return
@@ -180,7 +178,7 @@ func work(t *testing.T, l *Library, r, g, n int) {
 			}
 			// The name becomes free.
 			for {
-				h, err := l.Submit(sum(name, x, true), goMemory)
+				h, err := l.Submit(sum(name, x, true))
 				if err == nil {
 					if err := l.Wait(h, Forever, nil); err != nil {
 						t.Error(err)
@@ -195,7 +193,7 @@ func work(t *testing.T, l *Library, r, g, n int) {
 
 // TestHandles checks the handles of a slot that was used 2^32 times, and errors about handles.
 func TestHandles(t *testing.T) {
-	l := New(nil)
+	l := New(nil, goMemory)
 	l.handles.slots, l.handles.free = []slot{{generation: math.MaxUint32}}, []uint32{0}
 	done := new(task)
 	done.complete(nil)

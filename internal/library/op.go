@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"math"
+	"sync"
 	"sync/atomic"
 	"time"
 	"unsafe"
@@ -15,49 +16,18 @@ import (
 	"github.com/gohvd/gohvd/ops"
 )
 
-// Op is an operation of the program. The caller sets the exported fields before Submit or Run, and does not
-// use the Op afterwards.
+// Op is an operation of the program. The caller sets its fields before Submit or Run. The Library keeps no
+// reference to the Op, to its slices or to its name, but the places of its tensors are in use until the
+// operation is done.
 type Op struct {
 	Spec rank.Spec
-	// Places has the memory of each tensor. If Out is nil, Memory provides the output. SetTensors and
-	// SetTensor set it, and the tensors of Spec.
+	// Places has the memory of each tensor of Spec. If Out is nil, the Library provides the output.
 	Places []Place
 	// If OnDevice is set, the tensors are on the CUDA device with the number Device, and the operation begins
 	// after the work that is on Stream, a cudaStream_t.
 	OnDevice bool
 	Device   int
 	Stream   uintptr
-
-	event
-	operation rank.Operation
-	execution rank.Execution
-	rank      *rank.Rank
-	memory    Memory
-	made      [][]byte // the outputs that memory has provided, by tensor; nil if each has one
-	freed     atomic.Bool
-
-	// These arrays back the slices of an operation on one tensor.
-	oneTensor [1]rank.TensorSpec
-	onePlace  [1]Place
-	oneBuffer [1]rank.Buffer
-	dims      [4]int64
-}
-
-// SetTensors makes o an operation on n tensors, whose specs and places the caller then sets.
-func (o *Op) SetTensors(n int) {
-	if o.Spec.Tensors, o.Places = o.oneTensor[:], o.onePlace[:]; n != 1 {
-		o.Spec.Tensors, o.Places = make([]rank.TensorSpec, n), make([]Place, n)
-	}
-}
-
-// SetTensor sets the spec and the place of tensor i. o copies the shape.
-func (o *Op) SetTensor(i int, dtype uint32, shape []int64, at Place) {
-	to := o.dims[:0] // the shape of a tensor is not changed after its operation
-	if len(o.Places) != 1 {
-		to = nil
-	}
-	o.Spec.Tensors[i] = rank.TensorSpec{DType: dtype, Shape: append(to, shape...)}
-	o.Places[i] = at
 }
 
 // Place is the memory of a tensor: the input, and an output of OutBytes bytes.
@@ -66,7 +36,7 @@ type Place struct {
 	OutBytes uint64
 }
 
-// Memory provides memory for results whose size only the engine knows. Any goroutine may call its functions.
+// Memory provides memory for results for which an Op has none. Any goroutine may call its functions.
 type Memory struct {
 	Alloc func(numBytes int) ([]byte, error)
 	Free  func([]byte)
@@ -86,66 +56,134 @@ type Output struct {
 	Made  bool // whether Memory has provided Data
 }
 
+// call is an Op in flight.
+type call struct {
+	event
+	library   *Library
+	execution rank.Execution
+	made      [][]byte // the outputs that the library has provided, by tensor; nil if each has one
+	freed     atomic.Bool
+	over      func() bool // the method ended
+
+	oneBuffer [1]rank.Buffer // backs the buffers of an operation on one tensor
+}
+
 // begin submits o.
-func (l *Library) begin(o *Op, memory Memory) error {
-	if err := o.operation.Describe(&o.Spec); err != nil {
-		return err
+func (l *Library) begin(o *Op) (*call, error) {
+	described, err := l.operations.find(&o.Spec)
+	if err != nil {
+		return nil, err
 	}
-	x := &o.execution
-	if o.rank = l.running.Load(); o.rank == nil {
-		return o.operation.Misuse("%w", rank.ErrNotInitialized)
+	r := l.running.Load()
+	if r == nil {
+		return nil, described.Misuse("%w", rank.ErrNotInitialized)
 	}
-	o.memory = memory
-	o.operation.Hold = o.Spec.Name != ""
-	x.Operation, x.Rank, x.Owner = &o.operation, o.rank, o
-	if err := o.setBuffers(); err != nil {
-		return err
+	c := l.calls.take()
+	if c == nil {
+		c = &call{library: l}
+		c.over = c.ended
+	}
+	x := &c.execution
+	x.Operation, x.Rank, x.Owner = described, r, c
+	if err := c.setBuffers(o); err != nil {
+		return nil, err
 	}
 	if o.OnDevice {
-		if err := o.mark(); err != nil {
-			return o.operation.Misuse("%w", err)
+		if err := c.mark(o); err != nil {
+			return nil, described.Misuse("%w", err)
 		}
 	}
 	if err := x.Begin(); err != nil {
-		o.unmark()
-		o.free()
-		return err
+		c.unmark()
+		c.free()
+		return nil, err
 	}
-	return nil
+	return c, nil
 }
 
-// setBuffers sets the buffers of the execution to the places of the tensors.
-func (o *Op) setBuffers() error {
-	x := &o.execution
-	if x.Buffers = o.oneBuffer[:]; len(o.operation.Tensors) != 1 {
-		x.Buffers = make([]rank.Buffer, len(o.operation.Tensors))
+// reset makes c the call that begin has made.
+func (c *call) reset() {
+	c.event = event{}
+	c.execution.Reset()
+	c.made, c.oneBuffer = nil, [1]rank.Buffer{}
+	if c.freed.Load() {
+		c.freed.Store(false)
 	}
-	isRoot := o.Spec.Root == o.rank.Place.Rank
+}
+
+// maxFree bounds the memory of free calls, to some 4 MB.
+const maxFree = 4096
+
+// freeCalls are calls that have succeeded and that nobody uses, so that further operations can use their
+// memory.
+type freeCalls struct {
+	mu  sync.Mutex
+	all []*call
+}
+
+func (f *freeCalls) add(c *call) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if len(f.all) < maxFree {
+		f.all = append(f.all, c)
+	}
+}
+
+// take returns a call that was reset, or nil if there is none. A call is reset only now, because its memory
+// comes into the cache of this thread anyway.
+func (f *freeCalls) take() *call {
+	f.mu.Lock()
+	n := len(f.all) - 1
+	if n < 0 {
+		f.mu.Unlock()
+		return nil
+	}
+	c := f.all[n]
+	f.all[n] = nil
+	f.all = f.all[:n]
+	f.mu.Unlock()
+	c.reset()
+	return c
+}
+
+// clear drops all calls, because they refer to the last job.
+func (f *freeCalls) clear() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.all = nil
+}
+
+// setBuffers sets the buffers of the execution to the places of the tensors of o.
+func (c *call) setBuffers(o *Op) error {
+	x := &c.execution
+	if x.Buffers = c.oneBuffer[:]; len(x.Tensors) != 1 {
+		x.Buffers = make([]rank.Buffer, len(x.Tensors))
+	}
+	kind, isRoot := x.Kind, x.Root == x.Rank.Place.Rank
 	for i := range x.Buffers {
-		p, t, b := &o.Places[i], &o.operation.Tensors[i], &x.Buffers[i]
+		p, t, b := o.Places[i], &x.Tensors[i], &x.Buffers[i]
 		size := uintptr(t.DType.Size())
-		kind := o.operation.Kind
 		switch {
 		case kind == message.Recv, (kind == message.Broadcast || kind == message.Scatter) && !isRoot:
 			p.In = nil // it is not used
 		case p.In == nil && t.NumBytes > 0:
-			return o.operation.Misuse("tensor %d: got no input", i)
+			return x.Misuse("tensor %d: got no input", i)
 		}
 		if kind == message.Send || kind == message.Reduce && !isRoot {
 			p.Out = nil // it is not used either
 		}
 		switch {
 		case uintptr(p.In)%size != 0:
-			return o.operation.Misuse("tensor %d: got an input at address %p, want a multiple of %d", i, p.In, size)
+			return x.Misuse("tensor %d: got an input at address %p, want a multiple of %d", i, p.In, size)
 		case uintptr(p.Out)%size != 0:
-			return o.operation.Misuse("tensor %d: got an output at address %p, want a multiple of %d", i, p.Out, size)
+			return x.Misuse("tensor %d: got an output at address %p, want a multiple of %d", i, p.Out, size)
 		case p.Out != nil && p.OutBytes > math.MaxInt:
-			return o.operation.Misuse("tensor %d: got an output of %d bytes", i, p.OutBytes)
+			return x.Misuse("tensor %d: got an output of %d bytes", i, p.OutBytes)
 		}
 		if p.Out != nil {
 			b.Out = unsafe.Slice((*byte)(p.Out), p.OutBytes)
-		} else if o.made == nil {
-			o.made = make([][]byte, len(x.Buffers))
+		} else if c.made == nil {
+			c.made = make([][]byte, len(x.Buffers))
 		}
 		switch {
 		case p.In != nil:
@@ -160,105 +198,108 @@ func (o *Op) setBuffers() error {
 // perThread is the cudaStream_t that names the default stream of the calling thread.
 const perThread = 2
 
-// mark makes o begin after the work that is on its stream now.
-func (o *Op) mark() error {
+// mark makes c begin after the work that is on the stream of o now.
+func (c *call) mark(o *Op) error {
+	x := &c.execution
 	switch {
-	case o.rank.Remote != nil:
+	case x.Rank.Remote != nil:
 		return errors.New("the sidecar cannot use memory of a CUDA device of this process: use host memory, or unset HVD_SIDECAR")
-	case !o.operation.Kind.MovesData():
+	case !x.Kind.MovesData():
 		return errors.New("got a device, but this operation has no tensor on a device")
 	case o.Device >= tensor.MaxCUDADevices:
 		return errors.New("got a device that no host has")
 	case o.Stream == perThread:
 		return errors.New("got stream 2, which is another stream in each thread")
 	}
-	noOutput := o.operation.Kind == message.Reduce && o.Spec.Root != o.rank.Place.Rank
-	for _, b := range o.execution.Buffers {
+	noOutput := x.Kind == message.Reduce && x.Root != x.Rank.Place.Rank
+	for _, b := range x.Buffers {
 		if b.Out == nil && b.In != nil && !noOutput {
 			return errors.New("the library does not allocate memory of CUDA devices: give all tensors an output")
 		}
 	}
-	e, err := o.rank.Devices.Mark(o.Device, o.Stream)
+	e, err := x.Rank.Devices.Mark(o.Device, o.Stream)
 	if err != nil {
 		return err
 	}
-	x := &o.execution
 	x.Device, x.Ready = tensor.CUDA(o.Device), []*cuda.Event{e}
-	if o.rank.AsyncCompletion {
+	if x.Rank.AsyncCompletion {
 		x.Streams = []uintptr{o.Stream}
 	}
 	return nil
 }
 
 // unmark gives the event of mark back.
-func (o *Op) unmark() {
-	for _, e := range o.execution.Ready {
-		o.rank.Devices.Release(e)
+func (c *call) unmark() {
+	for _, e := range c.execution.Ready {
+		c.execution.Rank.Devices.Release(e)
 	}
-	o.execution.Ready = nil
+	c.execution.Ready = nil
 }
 
 // Allocate implements rank.Owner. It provides the output of tensor i.
-func (o *Op) Allocate(i, numBytes int) ([]byte, error) {
-	b, err := o.memory.Alloc(numBytes)
+func (c *call) Allocate(i, numBytes int) ([]byte, error) {
+	b, err := c.library.memory.Alloc(numBytes)
 	if err == nil {
-		o.made[i] = b
+		c.made[i] = b
 	}
 	return b, err
 }
 
 // Finished implements rank.Owner. It is called when the operation has ended.
-func (o *Op) Finished(err error) {
-	o.unmark()
+func (c *call) Finished(err error) {
+	c.unmark()
 	if err != nil {
 		if _, is := errors.AsType[*ops.InUseError](err); !is {
-			o.free()
+			c.free()
 		}
 	}
-	o.complete(err)
+	c.complete(err)
 }
 
 // free frees the outputs that memory has provided.
-func (o *Op) free() {
-	for _, b := range o.made {
+func (c *call) free() {
+	for _, b := range c.made {
 		if b != nil {
-			o.memory.Free(b)
+			c.library.memory.Free(b)
 		}
 	}
-	o.made = nil
+	c.made = nil
 }
 
-func (o *Op) drive(deadline time.Time, quit func() bool) {
+func (c *call) drive(deadline time.Time, quit func() bool) {
+	if quit == nil {
+		quit = c.over
+	}
 	ctx := context.Background()
 	switch {
 	case deadline.IsZero():
-	case o.rank.Remote == nil:
+	case c.execution.Rank.Remote == nil:
 		quit = until(deadline, quit)
 	default: // the thread may sleep, so it cannot look at the clock
 		var cancel context.CancelFunc
 		ctx, cancel = context.WithDeadline(ctx, deadline)
 		defer cancel()
 	}
-	o.execution.Drive(ctx, quit)
+	c.execution.Drive(ctx, quit)
 }
 
-func (o *Op) notify() { o.execution.Flush() }
+func (c *call) notify() { c.execution.Flush() }
 
-func (o *Op) seen() {
-	if !o.freed.Swap(true) {
-		o.execution.Seen()
+func (c *call) seen() {
+	if !c.freed.Swap(true) {
+		c.execution.Seen()
 	}
 }
 
-func (o *Op) take(into *Result) error {
-	if o.err != nil {
-		return o.err
+func (c *call) take(into *Result) error {
+	if c.err != nil {
+		return c.err
 	}
 	if into == nil {
-		o.free()
+		c.free()
 		return nil
 	}
-	x := &o.execution
+	x := &c.execution
 	into.Received = x.Received()
 	switch x.Kind {
 	case message.Join:
@@ -268,29 +309,30 @@ func (o *Op) take(into *Result) error {
 	}
 	for i, b := range x.Buffers {
 		into.Outputs = append(into.Outputs, Output{Data: b.Out, Shape: x.Shape(i),
-			Made: o.made != nil && o.made[i] != nil})
+			Made: c.made != nil && c.made[i] != nil})
 	}
 	return nil
 }
 
-// Submit submits o. memory provides the outputs for which o has no memory.
-func (l *Library) Submit(o *Op, memory Memory) (Handle, error) {
-	if err := l.begin(o, memory); err != nil {
+// Submit submits o.
+func (l *Library) Submit(o *Op) (Handle, error) {
+	c, err := l.begin(o)
+	if err != nil {
 		return 0, err
 	}
-	o.execution.NotifyLater()
-	return l.handles.add(o), nil
+	c.execution.NotifyLater()
+	return l.handles.add(c), nil
 }
 
 // Run submits o and waits as Wait does. If it returns ErrPending, the handle is that of o.
-func (l *Library) Run(o *Op, memory Memory, limit time.Duration, into *Result) (Handle, error) {
-	if err := l.begin(o, memory); err != nil {
+func (l *Library) Run(o *Op, limit time.Duration, into *Result) (Handle, error) {
+	c, err := l.begin(o)
+	if err != nil {
 		return 0, err
 	}
-	if !await(o, limit) {
-		o.execution.NotifyLater()
-		return l.handles.add(o), ErrPending
+	if !await(c, limit) {
+		c.execution.NotifyLater()
+		return l.handles.add(c), ErrPending
 	}
-	o.seen()
-	return 0, o.take(into)
+	return 0, l.finish(c, into, true)
 }

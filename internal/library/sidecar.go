@@ -91,8 +91,8 @@ func sidecarOf(r *rank.Rank) *client.Client {
 // is no such operation.
 func remoteOf(all []pending) rank.Remote {
 	for _, p := range all {
-		if o, is := p.(*Op); is && o.rank.Remote != nil {
-			return o.rank.Remote
+		if c, is := p.(*call); is && c.execution.Rank.Remote != nil {
+			return c.execution.Rank.Remote
 		}
 	}
 	return nil

@@ -11,11 +11,9 @@ import (
 	"syscall"
 	"testing"
 	"time"
-	"unsafe"
 
 	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/ps/node"
-	"github.com/gohvd/gohvd/internal/rank"
 	"github.com/gohvd/gohvd/internal/sidecar/client"
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/testnet"
@@ -33,7 +31,7 @@ func hvdd(t *testing.T) string {
 
 // newLibrary returns a Library that finds the sidecar at path.
 func newLibrary(t *testing.T, path string) *Library {
-	l := New(func() string { return filepath.Dir(path) })
+	l := New(func() string { return filepath.Dir(path) }, goMemory)
 	t.Cleanup(func() {
 		for _, c := range l.sidecars.byAddress {
 			if err := c.Close(); err != nil {
@@ -55,10 +53,9 @@ func must(t *testing.T, l *Library, h Handle) {
 // sum runs an allreduce of a job with one rank.
 func sumOf(l *Library) error {
 	x := []float32{1}
-	o := &Op{Spec: rank.Spec{Kind: 1, DType: 9, ReduceOp: 2, Name: "x", Prescale: 1, Postscale: 3}}
-	o.SetTensors(1)
-	o.SetTensor(0, 0, []int64{1}, Place{In: unsafe.Pointer(&x[0]), Out: unsafe.Pointer(&x[0]), OutBytes: 4})
-	_, err := l.Run(o, Memory{}, Forever, nil)
+	o := sum("x", x, true)
+	o.Spec.Postscale = 3
+	_, err := l.Run(o, Forever, nil)
 	if err == nil && x[0] != 3 {
 		err = errors.New("the result is wrong")
 	}
