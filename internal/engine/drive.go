@@ -35,7 +35,12 @@ func (e *Engine) Queue(entries ...*tensorqueue.Entry) error {
 // happens for the poll budget, Drive returns early, and the caller then waits for its operation without
 // driving the loop. In all cases, a turn takes the queued operations. Any goroutine may call Drive. Drive
 // also calls Done of entries that other goroutines have submitted.
-func (e *Engine) Drive(ctx context.Context, done func() bool) { e.sched.drive(ctx, done) }
+func (e *Engine) Drive(ctx context.Context, done func() bool) { e.sched.drive(ctx, never, done) }
+
+// DriveUntil does the same as Drive, but it ends at a deadline, which costs less than a context.
+func (e *Engine) DriveUntil(deadline time.Time, done func() bool) {
+	e.sched.drive(context.Background(), deadline.Sub(e.observer.start), done)
+}
 
 // Notify makes the loop run a turn, which takes the queued operations.
 func (e *Engine) Notify() { e.sched.notify() }

@@ -112,10 +112,10 @@ func TestManyDrive(t *testing.T) {
 	c.shutdown()
 }
 
-// Drive returns if its context ends, and also if nothing happens for the poll budget. In both cases the
-// operation of the caller completes later without the caller's help.
+// Drive returns if its context ends, DriveUntil at its deadline, and both if nothing happens for the poll
+// budget. In all cases the operation of the caller completes later without the caller's help.
 func TestDriveEnds(t *testing.T) {
-	c := startOn(t, mem.New(3), 3, func(cfg *engine.Config) {
+	c := startOn(t, mem.New(4), 4, func(cfg *engine.Config) {
 		cfg.Spin = time.Hour
 		if cfg.Rank == 2 {
 			cfg.Spin = 10 * time.Millisecond
@@ -123,9 +123,13 @@ func TestDriveEnds(t *testing.T) {
 	})
 	canceled, cancel := context.WithCancel(c.ctx)
 	cancel()
-	var late [3]chan error
-	for r, ctx := range []context.Context{1: canceled, 2: c.ctx} {
-		if ctx == nil {
+	var late [4]chan error
+	for r, drive := range [4]func(*engine.Engine){
+		1: func(e *engine.Engine) { e.Drive(canceled, never) },
+		2: func(e *engine.Engine) { e.Drive(c.ctx, never) },
+		3: func(e *engine.Engine) { e.DriveUntil(time.Now().Add(10*time.Millisecond), never) },
+	} {
+		if drive == nil {
 			continue
 		}
 		entry := sum("late", make([]byte, 8))
@@ -134,13 +138,13 @@ func TestDriveEnds(t *testing.T) {
 		if err := c.engines[r].Queue(entry); err != nil {
 			t.Fatal(err)
 		}
-		c.engines[r].Drive(ctx, never)
+		drive(c.engines[r])
 		if len(late[r]) > 0 {
 			t.Fatalf("rank %d is done without rank 0", r)
 		}
 	}
 	c.do(0, sum("late", make([]byte, 8)))
-	for r := 1; r < 3; r++ {
+	for r := 1; r < 4; r++ {
 		if err := c.wait(late[r]); err != nil {
 			t.Errorf("rank %d: %v", r, err)
 		}

@@ -342,10 +342,10 @@ func (s *scheduler) lockDriver() bool {
 	return true
 }
 
-// drive runs turns in the calling goroutine until done returns true, ctx ends, or nothing arrives within the
-// poll budget. If nothing arrives, the caller has to wait without driving. In all cases, a turn takes the
-// queued operations.
-func (s *scheduler) drive(ctx context.Context, done func() bool) {
+// drive runs turns in the calling goroutine until done returns true, ctx ends, it is the time until, or
+// nothing arrives within the poll budget. If nothing arrives, the caller has to wait without driving. In all
+// cases, a turn takes the queued operations.
+func (s *scheduler) drive(ctx context.Context, until time.Duration, done func() bool) {
 	if !s.drivable || !s.lockDriver() {
 		s.notify()
 		return
@@ -365,7 +365,7 @@ func (s *scheduler) drive(ctx context.Context, done func() bool) {
 	}
 	next := s.turnAt(now)
 	s.extend()
-	enough := func() bool { return done() || closed(ctx.Done()) || closed(s.stop) }
+	enough := func() bool { return done() || s.now >= until || closed(ctx.Done()) || closed(s.stop) }
 	for !s.over && !enough() && s.await(&s.drivePace, enough) {
 		next = s.turn()
 	}

@@ -217,7 +217,7 @@ func TestSchedulerPollsOnlyAfterDrive(t *testing.T) {
 		if got := polls(); got != 1 {
 			t.Errorf("%d polls after a turn, want 1", got)
 		}
-		s.drive(t.Context(), func() bool { return true })
+		s.drive(t.Context(), never, func() bool { return true })
 		if got, want := polls(), int(pollBudget/time.Microsecond); got < want || got > want+pollsPerClock {
 			t.Errorf("%d polls after a drive, want %d", got, want)
 		}
@@ -227,26 +227,31 @@ func TestSchedulerPollsOnlyAfterDrive(t *testing.T) {
 	})
 }
 
-// A driver runs turns until its operation is done, its context ends, or nothing arrives within the budget.
-// Then the scheduler is parked again, and a notification causes a turn in BackgroundThreadLoop. When the
-// epoch is over, drive returns at once.
+// A driver runs turns until its operation is done, its context ends, it is its deadline, or nothing arrives
+// within the budget. Then the scheduler is parked again, and a notification causes a turn in
+// BackgroundThreadLoop. When the epoch is over, drive returns at once.
 func TestSchedulerDrives(t *testing.T) {
 	over := errors.New("over")
 	scheduled(t, pollBudget, over, func(t *testing.T, s *scheduler, l *fakeLoop) {
 		canceled, cancel := context.WithCancel(t.Context())
 		cancel()
+		no := func() bool { return false }
 		for name, c := range map[string]struct {
-			ctx  context.Context
-			done func() bool
-			want time.Duration
+			ctx   context.Context
+			limit time.Duration
+			done  func() bool
+			want  time.Duration
 		}{
-			"done":     {t.Context(), func() bool { return l.polled >= 7 }, 7 * time.Microsecond},
-			"canceled": {canceled, func() bool { return false }, 0},
-			"budget":   {t.Context(), func() bool { return false }, pollBudget},
+			"done": {t.Context(), time.Hour, func() bool { return l.polled >= 7 },
+				7 * time.Microsecond},
+			"canceled": {canceled, time.Hour, no, 0},
+			"deadline": {t.Context(), 12 * time.Microsecond, no, 12 * time.Microsecond},
+			"late":     {t.Context(), 0, no, 0},
+			"budget":   {t.Context(), time.Hour, no, pollBudget},
 		} {
 			l.polled, l.handOffs = 0, 0
 			at := l.clock()
-			s.drive(c.ctx, c.done)
+			s.drive(c.ctx, at+c.limit, c.done)
 			if took := l.clock() - at; took < c.want || took > c.want+pollsPerClock*time.Microsecond {
 				t.Errorf("%s: drove for %v, want %v", name, took, c.want)
 			}
@@ -260,9 +265,9 @@ func TestSchedulerDrives(t *testing.T) {
 			}
 		}
 		l.nextTurns(func() (time.Duration, bool, error) { return 0, true, over })
-		s.drive(t.Context(), func() bool { return false })
+		s.drive(t.Context(), never, func() bool { return false })
 		before := len(l.took())
-		s.drive(t.Context(), func() bool { t.Error("a driver waits after the loop is over"); return true })
+		s.drive(t.Context(), never, func() bool { t.Error("a driver waits after the loop is over"); return true })
 		if got := l.took(); len(got) > 0 || before != 1 {
 			t.Errorf("%d turns and then turns at %v, want one turn, which ends the loop", before, got)
 		}
@@ -275,7 +280,7 @@ func TestSchedulerHandsOff(t *testing.T) {
 	scheduled(t, pollBudget, ErrClosed, func(t *testing.T, s *scheduler, l *fakeLoop) {
 		due := l.clock() + time.Second
 		l.nextTurns(func() (time.Duration, bool, error) { return due, false, nil })
-		s.drive(t.Context(), func() bool { return true })
+		s.drive(t.Context(), never, func() bool { return true })
 		l.took()
 		l.nextTurns(nil)
 		time.Sleep(time.Minute)
@@ -298,7 +303,7 @@ func TestSchedulerHandsOff(t *testing.T) {
 					pass()
 				}
 			}
-			s.drive(t.Context(), func() bool {
+			s.drive(t.Context(), never, func() bool {
 				if !parking {
 					pass()
 				}
@@ -317,7 +322,7 @@ func TestSchedulerHandsOff(t *testing.T) {
 			s.notify()
 			synctest.Wait() // BackgroundThreadLoop has found the lock held
 		}
-		s.drive(t.Context(), func() bool { return true })
+		s.drive(t.Context(), never, func() bool { return true })
 		if got := l.took(); len(got) != 2 {
 			t.Errorf("notified while parking: turns at %v, want one by the driver and one at once", got)
 		}
@@ -334,7 +339,7 @@ func TestSchedulerEndsAfterDrivers(t *testing.T) {
 		s.wakeBackground()
 		synctest.Wait() // BackgroundThreadLoop has found the lock held
 		s.mu.Unlock()
-		s.drive(t.Context(), func() bool { return true })
+		s.drive(t.Context(), never, func() bool { return true })
 		synctest.Wait()
 		if !s.mu.TryLock() {
 			t.Fatal("the lock is held")
@@ -355,7 +360,7 @@ func TestSchedulerParksForAMoment(t *testing.T) {
 		}{{soon / 2, 0}, {2 * soon, 1}} {
 			parks, unparks := l.parks, l.unparks
 			l.nextTurns(func() (time.Duration, bool, error) { return l.clock() + c.due, false, nil })
-			s.drive(t.Context(), func() bool { return true })
+			s.drive(t.Context(), never, func() bool { return true })
 			if got := l.parks - parks; got != c.parks || !s.parked.Load() {
 				t.Errorf("next turn in %v: parked %d times, want %d", c.due, got, c.parks)
 			}
@@ -404,7 +409,7 @@ func TestSchedulerTakesTheLock(t *testing.T) {
 				!s.parked.Load()
 		})
 		var driver sync.WaitGroup
-		driver.Go(func() { s.drive(t.Context(), end.Load) })
+		driver.Go(func() { s.drive(t.Context(), never, end.Load) })
 		until("the driver has the lock", func() bool {
 			return turns.Load() == 2 && !s.background.Load() &&
 				!s.wanted.Load()
@@ -412,7 +417,7 @@ func TestSchedulerTakesTheLock(t *testing.T) {
 		if s.parked.Load() {
 			t.Error("parked while a driver polls")
 		}
-		s.drive(t.Context(), func() bool { t.Error("a second driver waits"); return true })
+		s.drive(t.Context(), never, func() bool { t.Error("a second driver waits"); return true })
 		until("a turn for the second driver", func() bool { return turns.Load() == 3 })
 		end.Store(true)
 		driver.Wait()
@@ -497,7 +502,7 @@ func TestSchedulerDefers(t *testing.T) {
 		}
 		at = l.clock()
 		queue()
-		s.drive(t.Context(), func() bool { return true })
+		s.drive(t.Context(), never, func() bool { return true })
 		if got := l.took(); len(got) == 0 || got[0] != at {
 			t.Errorf("driven at %v: turns at %v", at, got)
 		}
@@ -580,7 +585,7 @@ func TestDriveAfterSubmission(t *testing.T) {
 				want = s.now + c.newest
 			}
 			s.deferred.armed.Store(c.deferred)
-			s.drive(t.Context(), func() bool { return true })
+			s.drive(t.Context(), never, func() bool { return true })
 			if s.now != want {
 				t.Errorf("%+v: the turn began at %v, want %v", c, s.now, want)
 			}

@@ -266,21 +266,6 @@ func await(p pending, limit time.Duration) bool {
 	}
 }
 
-// pollsPerClock is the number of polls between two readings of the clock.
-const pollsPerClock = 32
-
-// until returns a function that returns true if ended does, or if it is called after the deadline.
-func until(deadline time.Time, ended func() bool) func() bool {
-	polls := 0
-	return func() bool {
-		if ended() {
-			return true
-		}
-		polls++
-		return polls%pollsPerClock == 0 && time.Now().After(deadline)
-	}
-}
-
 // WaitAny waits until one of several things is done, or until the limit ends, and returns the index of its
 // handle.
 func (l *Library) WaitAny(handles []Handle, limit time.Duration) (int, error) {

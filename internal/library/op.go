@@ -1,7 +1,6 @@
 package library
 
 import (
-	"context"
 	"errors"
 	"math"
 	"sync"
@@ -270,17 +269,7 @@ func (c *call) drive(deadline time.Time, quit func() bool) {
 	if quit == nil {
 		quit = c.over
 	}
-	ctx := context.Background()
-	switch {
-	case deadline.IsZero():
-	case c.execution.Rank.Remote == nil:
-		quit = until(deadline, quit)
-	default: // the thread may sleep, so it cannot look at the clock
-		var cancel context.CancelFunc
-		ctx, cancel = context.WithDeadline(ctx, deadline)
-		defer cancel()
-	}
-	c.execution.Drive(ctx, quit)
+	c.execution.Drive(deadline, quit)
 }
 
 func (c *call) notify() { c.execution.Flush() }

@@ -3,6 +3,7 @@ package rank
 import (
 	"context"
 	"slices"
+	"time"
 
 	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/p2p"
@@ -88,14 +89,23 @@ func (r *Rank) post(set topo.ProcessSetID, o *p2p.Op, receive bool) error {
 	return r.Engine.Post(set, o, receive)
 }
 
-// Drive makes x proceed until done returns true or ctx ends. If the engine is in this process, Drive may
-// return before that, and another goroutine then ends x.
-func (x *Execution) Drive(ctx context.Context, done func() bool) {
+// Drive makes x proceed until done returns true or the deadline, unless it is zero. If the engine is in this
+// process, Drive may return before that, and another goroutine then ends x.
+func (x *Execution) Drive(deadline time.Time, done func() bool) {
+	ctx := context.Background()
 	switch r := x.Rank; {
 	case r.Remote != nil:
+		if !deadline.IsZero() {
+			var cancel context.CancelFunc
+			ctx, cancel = context.WithDeadline(ctx, deadline)
+			defer cancel()
+		}
 		r.Remote.Drive(ctx, x.first(), done)
-	case !x.Kind.IsMessage():
+	case x.Kind.IsMessage():
+	case deadline.IsZero():
 		r.Engine.Drive(ctx, done)
+	default:
+		r.Engine.DriveUntil(deadline, done)
 	}
 }
 

@@ -130,7 +130,7 @@ func begin(x *rank.Execution) func() error {
 	}
 	x.NotifyLater()
 	return func() error {
-		x.Drive(context.Background(), func() bool { return len(done) > 0 })
+		x.Drive(time.Time{}, func() bool { return len(done) > 0 })
 		err := <-done
 		x.Seen()
 		return err
@@ -499,7 +499,10 @@ func TestWaitWithContext(t *testing.T) {
 	}
 	ended := func() bool { return len(done) > 0 }
 	for _, of := range []func(context.Context){
-		func(ctx context.Context) { x.Drive(ctx, ended) },
+		func(ctx context.Context) {
+			deadline, _ := ctx.Deadline()
+			x.Drive(deadline, ended)
+		},
 		func(ctx context.Context) { clients[0].Drive(ctx, nil, ended) },
 	} {
 		ctx, cancel := context.WithTimeout(context.Background(), 20*time.Millisecond)
@@ -511,7 +514,7 @@ func TestWaitWithContext(t *testing.T) {
 	x.Flush()
 	each(t, 3, func(i int) {
 		if i < 2 {
-			x.Drive(context.Background(), ended)
+			x.Drive(time.Time{}, ended)
 			return
 		}
 		other := program{Rank: ranks[1]}
