@@ -165,12 +165,14 @@ func (t *table) use(op string, h Handle) (pending, error) {
 	return nil, unknown(op, h)
 }
 
-// unuse ends the use of what is pending with a handle.
-func (t *table) unuse(h Handle) {
+// unuse ends the use of what is pending with handles.
+func (t *table) unuse(handles ...Handle) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if s := t.slot(h); s != nil {
-		s.users--
+	for _, h := range handles {
+		if s := t.slot(h); s != nil {
+			s.users--
+		}
 	}
 }
 
@@ -273,10 +275,11 @@ func (l *Library) WaitAny(handles []Handle, limit time.Duration) (int, error) {
 	for i, h := range handles {
 		var err error
 		if all[i], err = l.handles.use("wait any", h); err != nil {
+			l.handles.unuse(handles[:i]...)
 			return 0, err
 		}
-		defer l.handles.unuse(h)
 	}
+	defer l.handles.unuse(handles...)
 	if len(all) == 0 {
 		return 0, errors.New("got no handles")
 	}
