@@ -66,6 +66,9 @@ type Entry struct {
 	// If Hold is set, the name stays in use after Done, until the Name that Held returns is released. Hold
 	// has the same value in all entries of one call of Add.
 	Hold bool
+	// Guess may be the Name of an earlier entry with the same name, which saves Add a lookup. Any other Name
+	// has no effect.
+	Guess *Name
 	// Response is the granted response. It is set before Done is called with a nil error.
 	Response *message.Response
 	// Done is called exactly once, when the engine no longer uses the buffers (but see Streams). Unless Hold
@@ -91,6 +94,9 @@ func (e *Entry) Held() *Name {
 	return e.name
 }
 
+// Name returns the state of the name of e, which Add has set.
+func (e *Entry) Name() *Name { return e.name }
+
 // Part is a tensor of a group. Input is this rank's contribution, and Output receives the result.
 type Part struct{ Input, Output []byte }
 
@@ -108,6 +114,10 @@ type Times struct {
 // Name is the state of a name in a queue. The queue keeps it when the entry has ended, because most names are
 // submitted again.
 type Name struct {
+	queue     *Queue
+	text      string
+	forgotten bool // whether the queue has dropped it
+
 	entry *Entry // the entry in flight, or nil
 	next  *Name  // the name of the next entry of the same call of Add, if Hold is set in the entries
 	bit   uint32 // Request.Bit of the last entry with this name
@@ -160,7 +170,7 @@ func (q *Queue) Add(entries ...*Entry) error {
 		return q.closed
 	}
 	for i, e := range entries {
-		n := q.nameOf(e.Request.Name)
+		n := q.nameOf(e)
 		if !n.free() {
 			for _, added := range entries[:i] {
 				added.name.entry, added.name.holds = nil, added.name.released.Load()
@@ -192,16 +202,20 @@ func (q *Queue) setNewest() {
 	q.newest.Store(int64(newest))
 }
 
-// nameOf returns the state of the name in text. If the name has no state yet, nameOf creates one. The caller
+// nameOf returns the state of the name of e. If the name has no state yet, nameOf creates one. The caller
 // holds mu.
-func (q *Queue) nameOf(text string) *Name {
+func (q *Queue) nameOf(e *Entry) *Name {
+	text := e.Request.Name
+	if n := e.Guess; n != nil && n.queue == q && !n.forgotten && n.text == text {
+		return n
+	}
 	if n := q.names[text]; n != nil {
 		return n
 	}
 	if len(q.names) >= q.limit {
 		q.forget()
 	}
-	n := new(Name)
+	n := &Name{queue: q, text: text}
 	q.names[text] = n
 	return n
 }
@@ -209,7 +223,10 @@ func (q *Queue) nameOf(text string) *Name {
 // forget drops the names that are not in use. It sets the limit to twice the number of remaining names, so
 // that it is called again only after that number has doubled. The caller holds mu.
 func (q *Queue) forget() {
-	maps.DeleteFunc(q.names, func(_ string, n *Name) bool { return n.free() })
+	maps.DeleteFunc(q.names, func(_ string, n *Name) bool {
+		n.forgotten = n.free()
+		return n.forgotten
+	})
 	q.limit = max(minNames, 2*len(q.names))
 }
 

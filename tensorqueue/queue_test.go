@@ -287,6 +287,48 @@ func TestNames(t *testing.T) {
 	}
 }
 
+// A guess of the name saves a lookup. A guess that is wrong, or that was right once, has no effect.
+func TestGuess(t *testing.T) {
+	q, other := tensorqueue.New(), tensorqueue.New()
+	add := func(q *tensorqueue.Queue, name string, guess *tensorqueue.Name) *tensorqueue.Entry {
+		t.Helper()
+		e := entry(name, func(error) {})
+		e.Guess = guess
+		if err := q.Add(e); err != nil {
+			t.Fatal(err)
+		}
+		if q.Find(name) != e {
+			t.Errorf("%s is not found", name)
+		}
+		return e
+	}
+	e := add(q, "x", nil)
+	x := e.Name()
+	e.Finish(nil)
+	if e = add(q, "x", x); e.Name() != x {
+		t.Error("the right guess is not the name")
+	}
+	for _, wrong := range []*tensorqueue.Entry{add(q, "y", x), add(other, "x", x)} {
+		if wrong.Name() == x {
+			t.Errorf("%s has a wrong name", wrong.Request.Name)
+		}
+	}
+	duplicate := entry("x", nil)
+	duplicate.Guess = x
+	if err := q.Add(duplicate); err == nil {
+		t.Error("the guess hides a duplicate")
+	}
+	e.Finish(nil)
+	for i := range 5000 { // the queue forgets x
+		add(q, fmt.Sprint(i), nil).Finish(nil)
+	}
+	e = add(q, "x", x)
+	if err := q.Add(entry("x", nil)); err == nil {
+		t.Error("a forgotten name hides a duplicate")
+	}
+	e.Finish(nil)
+}
+
 func TestSteadyStateAllocatesNothing(t *testing.T) {
 	q := tensorqueue.New()
 	e := entry("x", func(error) {})

@@ -136,6 +136,7 @@ func (l *Library) Shutdown(reason string, failed bool) Handle {
 		err = r.Shutdown(context.Background(), why)
 		l.running.Store(nil)
 		l.calls.clear()
+		l.operations.clear()
 		return err
 	})
 }

@@ -40,6 +40,13 @@ func (all *operations) find(s *rank.Spec) (*rank.Operation, error) {
 	return &o.Operation, nil
 }
 
+// clear drops all operations, because they refer to names in the queues of the last job.
+func (all *operations) clear() {
+	all.mu.Lock()
+	defer all.mu.Unlock()
+	all.all, all.weight = nil, 0
+}
+
 // keep keeps o in place of the operation with the same name.
 func (all *operations) keep(o *operation) {
 	all.mu.Lock()

@@ -118,9 +118,9 @@ func TestOperationsAreBounded(t *testing.T) {
 	find("small", 1)
 }
 
-// TestFreeCallsAreBounded checks that the memory of operations is dropped if there is much of it, and when
-// the job ends.
-func TestFreeCallsAreBounded(t *testing.T) {
+// TestFreeCalls checks that the memory of operations is dropped if there is much of it, and when the job
+// ends.
+func TestFreeCalls(t *testing.T) {
 	l := alone(t)
 	x := make([]float32, 1)
 	for range 2 {
@@ -142,6 +142,9 @@ func TestFreeCallsAreBounded(t *testing.T) {
 	}
 	if n := len(l.calls.all); n != 0 {
 		t.Errorf("%d calls are free after the job, want 0", n)
+	}
+	if n, weight := len(l.operations.all), l.operations.weight; n != 0 || weight != 0 {
+		t.Errorf("%d operations of weight %d are known after the job, want none", n, weight)
 	}
 }
 

@@ -88,6 +88,8 @@ type Operation struct {
 	whole tensor.Shape
 
 	one [1]Tensor // backs Tensors of an operation on one tensor
+
+	name atomic.Pointer[tensorqueue.Name] // the name of the last execution with one entry, or nil
 }
 
 // Tensor is the element type, the shape and the size of a tensor of an Operation.
@@ -308,7 +310,15 @@ func (x *Execution) Begin() error {
 		}
 	}
 	if !o.Grouped {
-		return c.Submit(&x.entries[0].Entry)
+		e := &x.entries[0].Entry
+		e.Guess = o.name.Load()
+		if err := c.Submit(e); err != nil {
+			return err
+		}
+		if n := e.Name(); n != e.Guess {
+			o.name.Store(n)
+		}
+		return nil
 	}
 	queued := make([]*tensorqueue.Entry, len(x.entries))
 	for i := range x.entries {
