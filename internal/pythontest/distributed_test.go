@@ -54,11 +54,13 @@ func TestTorchIsTooOld(t *testing.T) {
 
 // forked runs jobs of a module of the Python tests and returns the output of each one. The ranks are forked
 // after the import of torch, which takes longer than most of the tests. A job is the number of its ranks and
-// the arguments of the module. The exit codes of the ranks must be in codes.
-func forked(t *testing.T, module string, codes []string, jobs ...string) (outs []string) {
+// the arguments of the module. The exit codes of the ranks must be in codes. env has more variables.
+func forked(t *testing.T, env []string, module string, codes []string, jobs ...string) (outs []string) {
 	t.Helper()
 	args := append([]string{filepath.Join(python(t), "tests", "forked.py"), module}, jobs...)
-	out, err := distributed(t, args...).CombinedOutput()
+	cmd := distributed(t, args...)
+	cmd.Env = append(cmd.Env, env...)
+	out, err := cmd.CombinedOutput()
 	rest := string(out)
 	for _, job := range jobs {
 		text, after, _ := strings.Cut(rest, "job "+job+": [")
@@ -71,12 +73,14 @@ func forked(t *testing.T, module string, codes []string, jobs ...string) (outs [
 	return outs
 }
 
-// TestTorchDistributed runs the tests of gohvd.torch.distributed without a launcher.
+// TestTorchDistributed runs the tests of gohvd.torch.distributed without a launcher, also in sidecars.
 func TestTorchDistributed(t *testing.T) {
 	testnet.NewTorch(t)
 	var seen coverage
 	zeros := []string{"0", "0, 0", "0, 0, 0", "0, 0, 0, 0"}
-	for _, out := range forked(t, "distributed_ranks", zeros, "1", "2", "3", "4 Meshes Training.test_ddp") {
+	outs := forked(t, nil, "distributed_ranks", zeros, "1", "2", "3", "4 Meshes Training.test_ddp")
+	outs = append(outs, forked(t, []string{sidecarVariable}, "distributed_ranks", zeros, "2")...)
+	for _, out := range outs {
 		seen.add(distributedTest.FindAllStringSubmatch(out, -1),
 			distributedSkip.FindAllStringSubmatch(out, -1))
 	}
@@ -131,7 +135,7 @@ func TestTorchDistributedKilled(t *testing.T) {
 	for _, how := range hows {
 		jobs = append(jobs, "3 "+how)
 	}
-	for i, out := range forked(t, "killed_ranks", []string{"1, -9, 1"}, jobs...) {
+	for i, out := range forked(t, nil, "killed_ranks", []string{"1, -9, 1"}, jobs...) {
 		operation := `all_reduce \(call \d+ of group 0\)`
 		if hows[i] == "monitored_barrier" {
 			operation = "monitored_barrier"

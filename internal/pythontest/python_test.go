@@ -99,8 +99,12 @@ func environment(t testing.TB) []string {
 		"HVD_LIBRARY="+library, "HVD_SIDECAR_BINARY="+hvdd)
 }
 
-// All tests of the Python package pass on 1 and on 3 ranks. (make test-python also runs the tests on 2
-// ranks.) All test files run in one program, because importing torch takes longer than most of them.
+// sidecarVariable makes each rank of a Python program run in a sidecar of its own.
+const sidecarVariable = "HVD_SIDECAR=spawn"
+
+// All tests of the Python package pass on 1 and on 3 ranks, and on 2 ranks that run in sidecars. (make
+// test-python also runs the tests on 2 ranks in their processes.) All test files run in one program, because
+// importing torch takes longer than most of them.
 func TestPython(t *testing.T) {
 	files, err := filepath.Glob(filepath.Join(python(t), "tests", "test_*.py"))
 	if err != nil || len(files) == 0 {
@@ -108,7 +112,11 @@ func TestPython(t *testing.T) {
 	}
 	testnet.NeedTorch(t)
 	var seen coverage
-	for _, n := range []int{1, 3} {
+	for _, c := range []struct {
+		ranks   int
+		sidecar bool
+	}{{1, false}, {3, false}, {2, true}} {
+		n := c.ranks
 		t.Run(fmt.Sprint(n), func(t *testing.T) {
 			var modules []string
 			for _, file := range files {
@@ -121,6 +129,9 @@ func TestPython(t *testing.T) {
 			cmd := job(t, n, append([]string{"-W", "error::ResourceWarning", "-m", "unittest", "-v"},
 				modules...)...)
 			cmd.Dir = filepath.Dir(files[0])
+			if c.sidecar {
+				cmd.Env = append(cmd.Env, sidecarVariable)
+			}
 			out, err := cmd.CombinedOutput()
 			text := string(out)
 			if err != nil || strings.Count(text, ":Ran ") != n {
@@ -220,16 +231,26 @@ except hvd.HorovodInternalError as e:
 `
 
 // Rank 1 dies in several ways: it is killed, it crashes in C code, or it exits without shutdown. Rank 0 gets
-// an error that names rank 1, even if forked workers of rank 1 still run.
+// an error that names rank 1, even if forked workers of rank 1 still run. In a sidecar, it is the same.
 func TestPythonKilled(t *testing.T) {
 	testnet.NeedTorch(t)
-	for _, how := range []string{"SIGKILL", "SIGSEGV", "exit status 7"} {
+	for _, c := range []struct {
+		how     string
+		sidecar bool
+	}{
+		{"SIGKILL", false}, {"SIGSEGV", false}, {"exit status 7", false}, {"SIGKILL", true}, {"exit status 7", true},
+	} {
+		how := c.how
 		t.Run(how, func(t *testing.T) {
 			script := filepath.Join(t.TempDir(), "script.py")
 			if err := os.WriteFile(script, []byte(pythonVictim), 0o600); err != nil {
 				t.Fatal(err)
 			}
-			out, err := job(t, 2, script, how).CombinedOutput()
+			cmd := job(t, 2, script, how)
+			if c.sidecar {
+				cmd.Env = append(cmd.Env, sidecarVariable)
+			}
+			out, err := cmd.CombinedOutput()
 			text := string(out)
 			if !strings.Contains(text, "rank 0 after") || !strings.Contains(text, "PeerError") {
 				t.Errorf("rank 0 has not heard that rank 1 failed: %v\n%s", err, text)
@@ -248,9 +269,10 @@ func TestPythonKilled(t *testing.T) {
 	}
 }
 
-// pythonWorker is a program that prints the IDs of its processes and then runs until it is killed.
+// pythonWorker is a program that prints the IDs of its processes, with its sidecar if it has one, and then
+// runs until it is killed.
 const pythonWorker = `
-import os
+import os, pathlib
 import torch
 import gohvd.torch as hvd
 
@@ -261,20 +283,29 @@ class Batches(torch.utils.data.Dataset):
 hvd.init()
 loader = iter(torch.utils.data.DataLoader(Batches(), batch_size=2, num_workers=2))
 hvd.allreduce(next(loader), name="x")
-print("processes", os.getpid(), *(w.pid for w in loader._workers), flush=True)
+children = [pid for path in pathlib.Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()]
+sidecars = [pid for pid in children if pathlib.Path("/proc", pid, "comm").read_text() == "hvdd\n"]
+print("processes", os.getpid(), *(w.pid for w in loader._workers), *sidecars, flush=True)
 while True:
     hvd.allreduce(next(loader), name="x")
 `
 
-// hvdrun is killed. Afterwards no rank or forked worker of the job is running.
+// hvdrun is killed. Afterwards no rank, forked worker or sidecar of the job is running.
 func TestHvdrunKilled(t *testing.T) {
 	testnet.NeedTorch(t)
+	t.Run("in process", func(t *testing.T) { hvdrunKilled(t, 3) })
+	t.Run("sidecar", func(t *testing.T) { hvdrunKilled(t, 4, sidecarVariable) })
+}
+
+// hvdrunKilled kills hvdrun and checks that the processes of the ranks end. There are perRank of each rank.
+func hvdrunKilled(t *testing.T, perRank int, env ...string) {
 	script := filepath.Join(t.TempDir(), "script.py")
 	if err := os.WriteFile(script, []byte(pythonWorker), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	const ranks, perRank = 2, 3
+	const ranks = 2
 	cmd := job(t, ranks, script)
+	cmd.Env = append(cmd.Env, env...)
 	var stderr bytes.Buffer
 	cmd.Stderr = &stderr
 	out, err := cmd.StdoutPipe()
