@@ -52,13 +52,6 @@ func (d *daemon) run() error {
 	// either.
 	defer func() { _ = d.log.Sync() }()
 	cfg := sidecar.Config{Version: d.version, Log: d.log}
-	if d.fd < 0 {
-		// The connections to clients are not encrypted, because their data does not leave the host and
-		// descriptors cannot be sent over TLS.
-		if cfg.Secret, err = d.settings.JobSecret(); err != nil {
-			return err
-		}
-	}
 	clients, err := d.clients()
 	if err != nil {
 		return err
@@ -183,7 +176,7 @@ func unixConn(fd int) (*net.UnixConn, error) {
 }
 
 func (o singleClient) serve(s *sidecar.Server, _ *zap.Logger) error {
-	return s.ServeConn(o.conn, false)
+	return s.ServeConn(o.conn)
 }
 
 func (o singleClient) stop() {}

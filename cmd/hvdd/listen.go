@@ -161,7 +161,7 @@ func (l *listener) serve(s *sidecar.Server, log *zap.Logger) error {
 		case err == nil:
 			wait = 0
 			serving.Go(func() {
-				if err := s.ServeConn(conn, true); err != nil {
+				if err := s.ServeConn(conn); err != nil {
 					log.Warn("the connection of a client ended with an error", zap.Error(err))
 				}
 			})

@@ -437,7 +437,7 @@ func TestHealthOfTheDead(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	go s.ServeConn(conn, false) // the result is ignored, because s.Dead reports the failure
+	go s.ServeConn(conn) // the result is ignored, because s.Dead reports the failure
 	c := sidecartest.New(t, fds[1])
 	c.Hello()
 	c.Init()

@@ -54,13 +54,9 @@ func (s *sidecars) open(op string, settings map[string]string) (c *client.Client
 			return nil, err
 		}
 	}
-	secret, err := cfg.JobSecret()
-	if err != nil {
-		return nil, err
-	}
 	c, err = client.Open(context.Background(), client.Config{
 		Address: address, Binary: cfg.Variable(config.SidecarBinaryVariable), Near: []string{s.near()},
-		Environ: environ, Secret: secret,
+		Environ: environ,
 	})
 	if err != nil {
 		return nil, err

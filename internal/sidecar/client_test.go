@@ -114,7 +114,7 @@ func newClient(t testing.TB, s *Server) *client {
 		t.Fatal(err)
 	}
 	c := &client{Client: sidecartest.New(t, pair[1]), t: t, served: make(chan error, 1)}
-	go func() { c.served <- s.ServeConn(conn.(*net.UnixConn), false) }()
+	go func() { c.served <- s.ServeConn(conn.(*net.UnixConn)) }()
 	return c
 }
 

@@ -19,7 +19,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/arena"
-	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecartest"
 	"github.com/gohvd/gohvd/internal/sidecar/wire"
@@ -590,8 +589,8 @@ func TestClientThatNeverReadsGoes(t *testing.T) {
 	}
 }
 
-// TestUnauthenticatedPeers connects clients that send nothing, that use another protocol or version, or that
-// do not know the secret. The sidecar must refuse them.
+// TestUnauthenticatedPeers connects clients that send nothing, or that use another protocol or version. The
+// sidecar must refuse them.
 func TestUnauthenticatedPeers(t *testing.T) {
 	s, hasty := server(t, Config{}), server(t, Config{HelloTimeout: 50 * time.Millisecond})
 	for what, hello := range map[string]string{
@@ -605,50 +604,6 @@ func TestUnauthenticatedPeers(t *testing.T) {
 		c.Write([]byte(hello))
 		if err := c.end(); err == nil || !strings.Contains(err.Error(), what) {
 			t.Errorf("%q: the connection has ended with %v, want %q", hello, err, what)
-		}
-	}
-	right, _ := secret.New()
-	wrong, _ := secret.New()
-	s = server(t, Config{Secret: right})
-	path := filepath.Join(t.TempDir(), "s")
-	l, err := net.ListenUnix("unix", &net.UnixAddr{Net: "unix", Name: path})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer l.Close()
-	for _, q := range []struct {
-		of   *secret.Secret
-		want error
-	}{{&right, nil}, {&wrong, secret.ErrWrong}, {nil, secret.ErrNeeded}} {
-		conn, err := net.Dial("unix", path)
-		if err != nil {
-			t.Fatal(err)
-		}
-		served := make(chan error, 1)
-		theirs, err := l.AcceptUnix()
-		if err != nil {
-			t.Fatal(err)
-		}
-		go func() { served <- s.ServeConn(theirs, true) }()
-		if q.of != nil {
-			_, err = q.of.Dial(conn, "GHVD")
-		}
-		_, written := conn.Write([]byte("GHVD\x00\x00\x00\x02"))
-		if q.want == nil {
-			var b [8]byte
-			if _, err := conn.Read(b[:]); err != nil || written != nil || string(b[:4]) != "GHVD" {
-				t.Errorf("with the secret: %v, %v, %q", err, written, b)
-			}
-		}
-		if q.of == nil {
-			err = secret.ErrNeeded
-		}
-		if !errors.Is(err, q.want) {
-			t.Errorf("got %v, want %v", err, q.want)
-		}
-		conn.Close()
-		if err := <-served; (err == nil) != (q.want == nil) {
-			t.Errorf("served: %v, want %v", err, q.want)
 		}
 	}
 }
@@ -710,7 +665,7 @@ func TestOtherUser(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		err = s.ServeConn(conn, true)
+		err = s.ServeConn(conn)
 		if refused := err != nil &&
 			strings.Contains(err.Error(), "the client runs as user 65534, want 0"); refused != (uid != 0) {
 			t.Errorf("user %d: %v", uid, err)

@@ -35,7 +35,6 @@ import (
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/place"
 	"github.com/gohvd/gohvd/internal/rank"
-	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/internal/shmem"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 	"github.com/gohvd/gohvd/internal/sidecar/wire"
@@ -54,9 +53,6 @@ const (
 type Config struct {
 	// Version is the version of the program that runs the Server. The status report contains it.
 	Version string
-	// Secret is the job's secret. A client that connects through a path must prove that it knows the secret.
-	// If Secret is zero, no proof is required.
-	Secret secret.Secret
 	// Options are the options of each Init. Settings that the client sends override them.
 	Options rank.Options
 	// HelloTimeout is how long the Server waits for a client's greeting. The default, for 0, is 30 s.
@@ -186,9 +182,8 @@ func (s *Server) Close(ctx context.Context) error {
 
 // ServeConn serves a client until the connection ends. It takes ownership of conn. It returns nil if the
 // client has sent Bye, or if the connection has ended without Bye but the rank has not failed because of
-// that. path is true if the client has connected through a path in the file system. Other processes can open
-// such a path too, so the client must then prove that it knows the secret.
-func (s *Server) ServeConn(conn *net.UnixConn, path bool) error {
+// that.
+func (s *Server) ServeConn(conn *net.UnixConn) error {
 	s.mu.Lock()
 	if s.closed {
 		s.mu.Unlock()
@@ -198,7 +193,7 @@ func (s *Server) ServeConn(conn *net.UnixConn, path bool) error {
 	s.wg.Add(1)
 	s.mu.Unlock()
 	defer s.wg.Done()
-	fd, pid, pidfd, err := s.accept(conn, path)
+	fd, pid, pidfd, err := s.accept(conn)
 	if err != nil {
 		return err
 	}
@@ -309,7 +304,7 @@ func (c *conn) watch(pidfd *os.File) {
 // accept authenticates a new client and reads its greeting. It returns the socket in blocking mode, the
 // process ID of the client, and a pidfd of the client's process. It closes conn. The caller must send the
 // greeting of the sidecar.
-func (s *Server) accept(conn *net.UnixConn, path bool) (fd, pid int, pidfd *os.File, err error) {
+func (s *Server) accept(conn *net.UnixConn) (fd, pid int, pidfd *os.File, err error) {
 	defer conn.Close()
 	stop := context.AfterFunc(s.ctx, func() { conn.Close() })
 	defer stop()
@@ -324,11 +319,6 @@ func (s *Server) accept(conn *net.UnixConn, path bool) (fd, pid int, pidfd *os.F
 	}
 	if err := conn.SetDeadline(time.Now().Add(s.cfg.HelloTimeout)); err != nil {
 		return fail(err)
-	}
-	if path && !s.cfg.Secret.IsZero() {
-		if _, err := s.cfg.Secret.Accept(conn, wire.Magic); err != nil {
-			return fail(err)
-		}
 	}
 	got, err := dial.ReadGreeting(conn, wire.Magic)
 	if err != nil {

@@ -31,7 +31,6 @@ import (
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/rank"
-	"github.com/gohvd/gohvd/internal/secret"
 	"github.com/gohvd/gohvd/internal/shmem"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 	"github.com/gohvd/gohvd/internal/sidecar/wire"
@@ -70,9 +69,6 @@ type Config struct {
 	Near   []string
 	// Environ is the environment of the program, in the form of os.Environ.
 	Environ []string
-	// Secret is the secret of the job, or zero. The client proves that it knows the secret, unless it starts
-	// the sidecar.
-	Secret secret.Secret
 }
 
 // Client is a connection to a sidecar. Its methods are safe for concurrent use.
@@ -165,7 +161,7 @@ func (c *Client) connect(ctx context.Context, cfg *Config) (err error) {
 		c.conn = conn.(*net.UnixConn)
 	}
 	stop := context.AfterFunc(ctx, func() { _ = c.conn.SetDeadline(time.Unix(1, 0)) })
-	if err := c.greet(cfg); err != nil {
+	if err := c.greet(); err != nil {
 		stop()
 		if ctx.Err() == context.Canceled {
 			err = ctx.Err()
@@ -194,16 +190,11 @@ func (c *Client) leavePoller() (err error) {
 }
 
 // greet checks who listens, and exchanges greetings.
-func (c *Client) greet(cfg *Config) error {
+func (c *Client) greet() error {
 	if c.child == nil {
 		// Another user may have taken the path. The sidecar sees all tensors.
 		if err := dial.CheckUserOrRoot(c.conn); err != nil {
 			return err
-		}
-		if !cfg.Secret.IsZero() {
-			if _, err := cfg.Secret.Dial(c.conn, wire.Magic); err != nil {
-				return err
-			}
 		}
 	}
 	if _, err := c.conn.Write(dial.Greeting(wire.Magic, wire.Version)); err != nil {

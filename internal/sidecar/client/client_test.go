@@ -71,7 +71,7 @@ func serve(t testing.TB, o rank.Options) *Client {
 	serving.Go(func() {
 		conn, err := l.AcceptUnix()
 		if err == nil {
-			_ = s.ServeConn(conn, true) // some tests end the connection in the middle
+			_ = s.ServeConn(conn) // some tests end the connection in the middle
 		}
 	})
 	c, err := Open(t.Context(), Config{Address: "unix://" + path, Environ: os.Environ()})
