@@ -155,10 +155,8 @@ gpu-check-programs: ## build what scripts/gpu-check.sh runs on a machine with a 
 	internal/testcuda/standin/build.sh bin/gpu-check/standins
 
 .PHONY: gpu-check-stand-ins
-gpu-check-stand-ins: gpu-check-programs ## run scripts/gpu-check.sh with the stand-ins, also where it must fail; needs no GPU
+gpu-check-stand-ins: gpu-check-programs ## run scripts/gpu-check.sh with the stand-ins; needs no GPU
 	PYTHON="$(PYTHON)" scripts/gpu-check.sh --stand-ins --out bin/gpu-check/stand-ins.md
-	! STANDIN_CUDA_NO_IPC=1 PYTHON="$(PYTHON)" scripts/gpu-check.sh --stand-ins --out bin/gpu-check/no-ipc.md
-	test "$$(grep -o '| FAIL |' bin/gpu-check/no-ipc.md | wc -l)" = 3
 
 .PHONY: python
 python: ## print which Python has torch and will run the tests

@@ -50,29 +50,18 @@ func (d *Devices) Mark(index int, stream uintptr) (*Event, error) {
 	}
 	// The event gets its number first, so that it follows all work that another thread puts on the stream
 	// before it marks the stream under a smaller number.
-	e.number, e.stream = d.marks.Add(1), streamOf{handle: uint64(stream)}
+	e.number, e.stream = d.marks.Add(1), stream
 	return e, e.Record(e.device.OfHandle(stream))
 }
 
-// Marked says that a client, another process, has recorded the event on its stream with the given number. 0
-// means that the stream is not known. The calls for a stream must be in the order of the records.
-func (d *Devices) Marked(e *Event, client any, stream uint64) {
-	if e.number = 0; stream != 0 {
-		e.number, e.stream = d.marks.Add(1), streamOf{client, stream}
-	}
-}
-
-// Latest removes the events that need not be waited for, because a later event of the same stream is in the
-// list. It changes the list in place.
+// Latest removes the events of Mark that need not be waited for, because a later event of the same stream is
+// in the list. It changes the list in place.
 func Latest(events []*Event) []*Event {
 	latest := events[:0]
 	for _, e := range events {
-		i := -1
-		if e.number > 0 { // the stream is known
-			i = slices.IndexFunc(latest, func(o *Event) bool {
-				return o.number > 0 && o.stream == e.stream && o.device.index == e.device.index
-			})
-		}
+		i := slices.IndexFunc(latest, func(o *Event) bool {
+			return o.stream == e.stream && o.device.index == e.device.index
+		})
 		if i < 0 {
 			latest = append(latest, e)
 		} else if latest[i].number < e.number {

@@ -19,10 +19,6 @@ import (
 // ErrNotBuilt is the error of programs that were built without the tag nccl or without cgo.
 var ErrNotBuilt = errors.New("cuda: this program was built without NCCL and CUDA (tag nccl, with cgo)")
 
-// Handle names memory or an event of a device for the other processes of the host. It is a
-// cudaIpcMemHandle_t or a cudaIpcEventHandle_t.
-type Handle [64]byte
-
 // Found describes which libraries for GPUs a program loads, and what they find. hvdd prints it as JSON.
 type Found struct {
 	// Built is set if the program was built with NCCL. If it is not, the other fields are zero.

@@ -16,7 +16,6 @@ typedef struct {
 	const char *(*getErrorString)(int);
 	int (*runtimeGetVersion)(int *);
 	int (*driverGetVersion)(int *);
-	int (*deviceGetPCIBusId)(char *, int, int);
 	int (*deviceGetAttribute)(int *, int, int);
 	int (*memGetInfo)(size_t *, size_t *);
 	int (*malloc)(void **, size_t);
@@ -68,9 +67,6 @@ static int gohvdVersions(functions *f, int *runtime, int *driver) {
 }
 static const char *gohvdErrorName(functions *f, int code) { return f->getErrorName(code); }
 static const char *gohvdErrorText(functions *f, int code) { return f->getErrorString(code); }
-static int gohvdBusID(functions *f, int device, char *text, int len) {
-	return f->deviceGetPCIBusId(text, len, device);
-}
 static int gohvdProcessors(functions *f, int device, int *n) {
 	return f->deviceGetAttribute(n, 16, device); // 16: cudaDevAttrMultiProcessorCount
 }
@@ -145,7 +141,7 @@ import (
 // functions are the names of the functions in C's struct of the same name, in its order.
 var functions = []string{
 	"cudaGetDeviceCount", "cudaGetDevice", "cudaSetDevice", "cudaGetLastError", "cudaGetErrorName", "cudaGetErrorString",
-	"cudaRuntimeGetVersion", "cudaDriverGetVersion", "cudaDeviceGetPCIBusId", "cudaDeviceGetAttribute",
+	"cudaRuntimeGetVersion", "cudaDriverGetVersion", "cudaDeviceGetAttribute",
 	"cudaMemGetInfo", "cudaMalloc",
 	"cudaFree", "cudaHostAlloc", "cudaFreeHost", "cudaMemcpyAsync", "cudaMemsetAsync", "cudaStreamCreateWithFlags", "cudaStreamDestroy",
 	"cudaStreamSynchronize", "cudaStreamWaitEvent", "cudaEventCreateWithFlags", "cudaEventRecord",
@@ -259,14 +255,6 @@ func (d *Device) Use(f func() error) error {
 	}
 	defer C.gohvdUseAgain(d.runtime.f, old)
 	return f()
-}
-
-// BusID returns the address of the device on the PCI bus, such as 0000:01:00.0.
-func (d *Device) BusID() (string, error) {
-	var text [32]C.char
-	err := d.runtime.check("cudaDeviceGetPCIBusId",
-		C.gohvdBusID(d.runtime.f, d.index, &text[0], C.int(len(text))))
-	return C.GoString(&text[0]), err
 }
 
 // Processors returns the number of multiprocessors of the device.
@@ -399,16 +387,10 @@ func (s *Stream) check(call string, code C.int) error { return s.Device.runtime.
 type Event struct {
 	device *Device
 	handle unsafe.Pointer
-	// stream is the stream on which the event was recorded. number is greater than that of each event whose
-	// work was on the stream before. It is 0 if the stream is not known.
-	stream streamOf
+	// stream is the cudaStream_t for which Mark has recorded the event. number is greater than that of each
+	// event whose work was on the stream before.
+	stream uintptr
 	number uint64
-}
-
-// streamOf is a stream of this process if the client is nil, otherwise one of the client.
-type streamOf struct {
-	client any
-	handle uint64
 }
 
 // NewEvent makes an event.

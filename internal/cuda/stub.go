@@ -28,24 +28,8 @@ func NewDevices(*Runtime) *Devices { panic("cuda: not built") }
 // Mark returns an error.
 func (d *Devices) Mark(int, uintptr) (*Event, error) { return nil, ErrNotBuilt }
 
-// Marked does nothing.
-func (d *Devices) Marked(*Event, any, uint64) {}
-
 // Release does nothing.
 func (d *Devices) Release(*Event) {}
-
-// Import returns an error.
-func (d *Devices) Import(string, Handle, int) (*Imported, error) { return nil, ErrNotBuilt }
-
-// Imported is memory or an event of another process. This build has none.
-type Imported struct {
-	Device int
-	Memory []byte
-	Event  *Event
-}
-
-// Close does nothing.
-func (m *Imported) Close() error { return nil }
 
 // Borrow returns an error.
 func (d *Devices) Borrow(int) ([]byte, error) { return nil, ErrNotBuilt }

@@ -182,8 +182,12 @@ func (r *Rank) Start(ctx context.Context, o Options) error {
 	for _, w := range cfg.Warnings {
 		o.Log.Warn(w)
 	}
+	if o.ForClient && !cfg.GPU.Use(config.GPUNone) {
+		return errors.New("hvd: init: the settings ask for operations on CUDA devices, which only work in the process of " +
+			"the program: unset HVD_SIDECAR, or unset HOROVOD_GPU_OPERATIONS to copy tensors through host memory")
+	}
 	r.dynamicSets, r.timeout = cfg.DynamicProcessSets, cfg.OperationTimeout
-	r.AsyncCompletion = cfg.AsyncCompletion && !o.ForClient
+	r.AsyncCompletion = cfg.AsyncCompletion
 	if ownLog {
 		r.log = o.Log
 	}

@@ -501,8 +501,6 @@ func (c *conn) request(q *sidecarpb.Request) error {
 		return c.now(q.Id, asUsage("arena", err))
 	case *sidecarpb.Request_DropArena:
 		return c.now(q.Id, asUsage("drop arena", c.server.memory.drop(c, what.DropArena.GetArena())))
-	case *sidecarpb.Request_DeviceArena:
-		return c.now(q.Id, asUsage("device arena", c.server.addDevice(what.DeviceArena, c)))
 	case *sidecarpb.Request_Ring:
 		return c.now(q.Id, asUsage("ring", c.takeRing(what.Ring.GetBytes())))
 	case *sidecarpb.Request_Prepare:

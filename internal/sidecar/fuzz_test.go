@@ -73,7 +73,7 @@ func FuzzFrames(f *testing.F) {
 				t.Fatalf("%d tensors with %d places", len(p.Tensors), len(p.places))
 			}
 			m := memory{all: map[uint32]*clientArena{1: {number: 1, bytes: make([]byte, 4096)}}}
-			_, uses, err := m.use(nil, p.event, p.places, nil)
+			uses, err := m.use(nil, p.places, nil)
 			if err == nil {
 				err = m.unuse(uses)
 			}

@@ -13,7 +13,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/arena"
-	"github.com/gohvd/gohvd/internal/cuda"
 	"github.com/gohvd/gohvd/internal/rank"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecartest"
@@ -441,25 +440,4 @@ func TestUniqueID(t *testing.T) {
 		c.Shutdown()
 		c.bye()
 	})
-}
-
-// TestNoDevices checks that a sidecar without NCCL says so, and refuses memory and events of CUDA devices.
-func TestNoDevices(t *testing.T) {
-	c := connect(t, job(t, 1)[0])
-	event := sidecartest.DeviceEvent(1, "0000:01:00.0", make([]byte, 64))
-	refused(t, "before Init", c.Call(event), classNotInitialized, "hvd.Init")
-	if c.Init().Devices {
-		t.Error("the rank says that it has devices")
-	}
-	event.Id = 0
-	_, reason := (*cuda.Devices)(nil).Mark(0, 0) // depends on whether the tests are built with NCCL
-	refused(t, "event", c.Call(event), classUsage, "arena 1: "+reason.Error())
-	refused(t, "memory", c.Call(sidecartest.DeviceMemory(1, "0000:01:00.0", make([]byte, 64), 4096)), classUsage,
-		"arena 1: "+reason.Error())
-	c.Arena(2, 4096)
-	o := sidecartest.Sum("x", 2, 0, 1)
-	o.Event = 2
-	refused(t, "an arena as event", c.Run(o), classUsage, "arena 2 is no event")
-	c.Shutdown()
-	c.bye()
 }

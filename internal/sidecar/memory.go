@@ -8,7 +8,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/arena"
-	"github.com/gohvd/gohvd/internal/cuda"
 	"github.com/gohvd/gohvd/internal/shmem"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 	"github.com/gohvd/gohvd/internal/sidecar/wire"
@@ -18,26 +17,21 @@ const (
 	// maxArenaBytes is the maximum size of a client's arena.
 	maxArenaBytes = 1 << 40
 	// maxArenas is the maximum number of arenas of all clients together. There is a limit because each arena
-	// needs a descriptor and a mapping in this process and in every peer. Events have a limit of their own,
-	// because they need neither, and each operation in flight needs one.
+	// needs a descriptor and a mapping in this process and in every peer.
 	maxArenas = 4096
-	maxEvents = wire.MaxInFlight
 )
 
 // memory is a map from arena numbers to the arenas of all clients.
 type memory struct {
-	mu     sync.Mutex
-	all    map[uint32]*clientArena
-	events int // number of events in all
+	mu  sync.Mutex
+	all map[uint32]*clientArena
 }
 
-// clientArena is an arena of a client, in memory of the host or of a CUDA device, or an event of a device.
+// clientArena is an arena of a client.
 type clientArena struct {
 	number uint32
 	id     uint32 // ID of the chunk that package arena has assigned to the arena
 	bytes  []byte
-	// device is the memory or the event of a device. It is nil if the arena is in memory of the host.
-	device *cuda.Imported
 	owner  *conn
 	users  int  // number of inputs and outputs in this arena that belong to operations in flight
 	left   bool // the owner has left, so the arena is removed when its last use ends
@@ -46,15 +40,20 @@ type clientArena struct {
 // add maps the file fd and records it as the arena of owner with the given number. It takes ownership of fd,
 // even if it returns an error.
 func (m *memory) add(number uint32, numBytes uint64, fd int, owner *conn) error {
-	if err := checkArena(number, numBytes); err != nil {
+	if number == 0 || number >= wire.OwnArenas || numBytes == 0 || numBytes > maxArenaBytes {
 		discard(fd)
-		return err
+		return fmt.Errorf("got arena %d of %d bytes, want a number from 1 to 2^31-1, and 1 to 2^40 bytes", number,
+			numBytes)
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if err := m.room(number, false); err != nil {
+	switch {
+	case m.all[number] != nil:
 		discard(fd)
-		return err
+		return fmt.Errorf("arena %d already exists", number)
+	case len(m.all) >= maxArenas:
+		discard(fd)
+		return fmt.Errorf("arena %d: the client already has %d arenas, which is the limit", number, len(m.all))
 	}
 	s, err := shmem.Adopt(fd)
 	if err != nil {
@@ -65,75 +64,6 @@ func (m *memory) add(number uint32, numBytes uint64, fd int, owner *conn) error 
 			got, numBytes), s.Close())
 	}
 	m.all[number] = &clientArena{number: number, id: arena.Adopt(s).ID, bytes: s.Bytes(), owner: owner}
-	return nil
-}
-
-// checkArena checks the number and the size of an arena that a client adds.
-func checkArena(number uint32, numBytes uint64) error {
-	if number == 0 || number >= wire.OwnArenas || numBytes == 0 || numBytes > maxArenaBytes {
-		return fmt.Errorf("got arena %d of %d bytes, want a number from 1 to 2^31-1, and 1 to 2^40 bytes", number,
-			numBytes)
-	}
-	return nil
-}
-
-// room returns an error if no arena, or no event, with the given number can be added. The caller holds mu.
-func (m *memory) room(number uint32, event bool) error {
-	switch arenas := len(m.all) - m.events; {
-	case m.all[number] != nil:
-		return fmt.Errorf("arena %d already exists", number)
-	case event && m.events >= maxEvents:
-		return fmt.Errorf("arena %d: the client already has %d events, which is the limit", number, m.events)
-	case !event && arenas >= maxArenas:
-		return fmt.Errorf("arena %d: the client already has %d arenas, which is the limit", number, arenas)
-	}
-	return nil
-}
-
-// remove removes an arena from the map. The caller holds mu, and closes the arena afterwards.
-func (m *memory) remove(g *clientArena) {
-	delete(m.all, g.number)
-	if g.event() {
-		m.events--
-	}
-}
-
-// event reports whether g is an event.
-func (g *clientArena) event() bool { return g.device != nil && g.device.Event != nil }
-
-// addDevice opens the memory or the event of a device that q describes, and records it as an arena of owner.
-func (m *memory) addDevice(q *sidecarpb.DeviceArena, devices *cuda.Devices, owner *conn) error {
-	number, handle, numBytes := q.GetArena(), q.GetMemory(), q.GetBytes()
-	size := numBytes
-	if len(handle) == 0 {
-		if handle, size = q.GetEvent(), 1; numBytes > 0 {
-			return fmt.Errorf("arena %d: got %d bytes for an event, want 0", number, numBytes)
-		}
-	}
-	if err := checkArena(number, size); err != nil {
-		return err
-	}
-	var h cuda.Handle
-	if len(handle) != len(h) || len(q.GetMemory()) > 0 && len(q.GetEvent()) > 0 {
-		return fmt.Errorf("arena %d: got handles of %d and %d bytes for memory and for an event, want one of %d "+
-			"bytes", number, len(q.GetMemory()), len(q.GetEvent()), len(h))
-	}
-	copy(h[:], handle)
-	// The lock is not held here, because the driver may make this call wait for a device.
-	opened, err := devices.Import(q.GetBusId(), h, int(numBytes))
-	if err != nil {
-		return fmt.Errorf("arena %d: %w", number, err)
-	}
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	g := &clientArena{number: number, bytes: opened.Memory, device: opened, owner: owner}
-	if err := m.room(number, g.event()); err != nil {
-		return errors.Join(err, opened.Close())
-	}
-	m.all[number] = g
-	if g.event() {
-		m.events++
-	}
 	return nil
 }
 
@@ -158,20 +88,11 @@ func (m *memory) drop(owner *conn, number uint32) error {
 		err = fmt.Errorf("arena %d cannot be removed: operations in flight use it %d times", number, g.users)
 	}
 	if err == nil {
-		m.remove(g)
+		delete(m.all, g.number)
 	}
 	m.mu.Unlock()
 	if err != nil {
 		return err
-	}
-	return g.close()
-}
-
-// close releases the memory of an arena that was removed. The caller does not hold mu, because the driver may
-// make it wait for a device.
-func (g *clientArena) close() error {
-	if g.device != nil {
-		return g.device.Close()
 	}
 	return arena.Abandon(g.id)
 }
@@ -186,7 +107,7 @@ func (m *memory) leave(owner *conn) error {
 			continue
 		}
 		if g.left = true; g.users == 0 {
-			m.remove(g)
+			delete(m.all, g.number)
 			unused = append(unused, g)
 		}
 	}
@@ -197,39 +118,18 @@ func (m *memory) leave(owner *conn) error {
 func closeAll(arenas []*clientArena) error {
 	var errs []error
 	for _, g := range arenas {
-		errs = append(errs, g.close())
+		errs = append(errs, arena.Abandon(g.id))
 	}
 	return errors.Join(errs...)
 }
 
 // use finds the memory of each location in places and stores it in the field "to" of the location. The
-// locations belong to an operation of owner. If event is not 0, it is the number of an event, and the
-// locations are on the device of the event, which use returns. Otherwise they are in memory of the host. The
-// arenas of the locations and the event stay open until unuse is called. use appends them to the slice uses
-// and returns the result. If it returns an error, it keeps no arena in use.
-func (m *memory) use(owner *conn, event uint32, places []location, uses []*clientArena) (*cuda.Imported,
-	[]*clientArena, error) {
+// locations belong to an operation of owner. The arenas of the locations stay mapped until unuse is called.
+// use appends them to the slice uses and returns the result. If it returns an error, it keeps no arena in
+// use.
+func (m *memory) use(owner *conn, places []location, uses []*clientArena) ([]*clientArena, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	fail := func(err error) (*cuda.Imported, []*clientArena, error) {
-		for _, used := range uses {
-			used.users--
-		}
-		return nil, nil, err
-	}
-	var on *cuda.Imported
-	if event != 0 {
-		g, err := m.of(owner, event)
-		switch {
-		case err != nil:
-			return fail(fmt.Errorf("the event: %w", err))
-		case !g.event():
-			return fail(fmt.Errorf("arena %d is no event", event))
-		}
-		on = g.device
-		g.users++
-		uses = append(uses, g)
-	}
 	for i := range places {
 		p := &places[i]
 		if p.to = nil; p.numBytes == 0 {
@@ -239,39 +139,21 @@ func (m *memory) use(owner *conn, event uint32, places []location, uses []*clien
 			continue
 		}
 		g, err := m.of(owner, p.arena)
-		if err == nil {
-			err = g.check(p, on)
+		if err == nil && (p.offset > uint64(len(g.bytes)) || p.numBytes > uint64(len(g.bytes))-p.offset) {
+			err = fmt.Errorf("got a range of %d bytes at byte %d of arena %d, which has only %d bytes", p.numBytes,
+				p.offset, p.arena, len(g.bytes))
 		}
 		if err != nil {
-			return fail(err)
+			for _, used := range uses {
+				used.users--
+			}
+			return nil, err
 		}
 		p.to = g.bytes[p.offset : p.offset+p.numBytes : p.offset+p.numBytes]
 		g.users++
 		uses = append(uses, g)
 	}
-	return on, uses, nil
-}
-
-// check returns an error if p is not in the memory of g, or if g is not on the device of the event on. If on
-// is nil, g must be in memory of the host.
-func (g *clientArena) check(p *location, on *cuda.Imported) error {
-	switch {
-	case g.event():
-		return fmt.Errorf("arena %d is an event and has no memory", g.number)
-	case g.device != nil && on == nil:
-		return fmt.Errorf("arena %d is on CUDA device %d, but the operation has no event", g.number,
-			g.device.Device)
-	case g.device == nil && on != nil:
-		return fmt.Errorf("arena %d is in memory of the host, but the event is of CUDA device %d", g.number,
-			on.Device)
-	case g.device != nil && g.device.Device != on.Device:
-		return fmt.Errorf("arena %d is on CUDA device %d, but the event is of device %d", g.number,
-			g.device.Device, on.Device)
-	case p.offset > uint64(len(g.bytes)) || p.numBytes > uint64(len(g.bytes))-p.offset:
-		return fmt.Errorf("got a range of %d bytes at byte %d of arena %d, which has only %d bytes", p.numBytes,
-			p.offset, p.arena, len(g.bytes))
-	}
-	return nil
+	return uses, nil
 }
 
 // unuse reverses use. It removes each arena that has no other uses and whose owner has left.
@@ -283,7 +165,7 @@ func (m *memory) unuse(uses []*clientArena) error {
 	var unused []*clientArena
 	for _, g := range uses {
 		if g.users--; g.users == 0 && g.left {
-			m.remove(g)
+			delete(m.all, g.number)
 			unused = append(unused, g)
 		}
 	}

@@ -138,7 +138,7 @@ func (n *node) exchange(q *sidecarpb.Exchange, done func(error)) error {
 			numBytes: m.GetBytes()})
 	}
 	memory := &n.conn.server.memory
-	_, uses, err := memory.use(n.conn, 0, places, nil)
+	uses, err := memory.use(n.conn, places, nil)
 	if err != nil {
 		return usage("exchange", "", err)
 	}

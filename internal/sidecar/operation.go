@@ -10,21 +10,17 @@ import (
 	"unsafe"
 
 	"github.com/gohvd/gohvd/internal/arena"
-	"github.com/gohvd/gohvd/internal/cuda"
 	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/p2p"
 	"github.com/gohvd/gohvd/internal/rank"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 	"github.com/gohvd/gohvd/internal/sidecar/wire"
-	"github.com/gohvd/gohvd/internal/tensor"
 )
 
 // plan is an operation as a client has described it. It can be executed any number of times.
 type plan struct {
 	rank.Operation
-	event  uint32     // number of the event of an operation on a CUDA device, else 0
-	stream uint64     // the client's number of the stream of the event; 0 if it is not known
 	places []location // for each tensor, the location of its input followed by the location of its output
 	makes  bool       // the sidecar allocates at least one output
 	wrong  error      // why the plan cannot be executed; nil if it can be executed
@@ -62,7 +58,7 @@ func newPlan(o *sidecarpb.Operation) *plan {
 	if o == nil {
 		o = new(sidecarpb.Operation) // it has kind 0, so it is refused
 	}
-	p := &plan{event: o.Event, stream: o.Stream}
+	p := new(plan)
 	spec := rank.Spec{
 		Kind: o.Kind, DType: o.Dtype, ReduceOp: o.ReduceOp, Wire: o.WireDtype, Name: o.Name,
 		Prescale: orOne(o.Prescale), Postscale: orOne(o.Postscale), TimeoutSeconds: o.TimeoutSeconds,
@@ -80,14 +76,8 @@ func newPlan(o *sidecarpb.Operation) *plan {
 			return &plan{wrong: p.Misuse("tensor %d: %w", i, err)}
 		}
 	}
-	err := p.overlaps()
-	switch {
-	case err != nil:
+	if err := p.overlaps(); err != nil {
 		return &plan{wrong: p.Misuse("%w", err)}
-	case p.event != 0 && !p.Kind.MovesData():
-		return &plan{wrong: p.Misuse("got an event, but this operation has no tensor on a device")}
-	case p.event != 0 && p.makes:
-		return &plan{wrong: p.Misuse("the sidecar does not allocate memory of CUDA devices: give all tensors an output")}
 	}
 	return p
 }
@@ -199,16 +189,9 @@ func (c *conn) newOperation(p *plan, s submission) (*operation, error) {
 	if p.wrong != nil {
 		return o, p.wrong
 	}
-	var (
-		err error
-		on  *cuda.Imported
-	)
-	if on, o.uses, err = c.server.memory.use(c, p.event, p.places,
-		make([]*clientArena, 0, len(p.places)+1)); err != nil {
+	var err error
+	if o.uses, err = c.server.memory.use(c, p.places, make([]*clientArena, 0, len(p.places))); err != nil {
 		return o, usage(p.Kind.String(), p.Name, err)
-	}
-	if on != nil {
-		o.Device, o.Ready = tensor.CUDA(on.Device), []*cuda.Event{on.Event}
 	}
 	if p.makes {
 		o.allocated = make([][]byte, len(p.Tensors))
@@ -232,9 +215,6 @@ func (r rankRunner) Notify() { r.Engine.Notify() }
 // Begin implements runner. It submits o to the engine.
 func (r rankRunner) Begin(o *operation) error {
 	o.Rank = r.Rank
-	for _, e := range o.Ready {
-		r.Devices.Marked(e, o.conn, o.plan.stream)
-	}
 	return o.Begin()
 }
 

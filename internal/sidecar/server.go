@@ -29,7 +29,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/arena"
-	"github.com/gohvd/gohvd/internal/cuda"
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/message"
@@ -454,10 +453,6 @@ func (s *Server) init(q *sidecarpb.Init) (*sidecarpb.Reply, error) {
 		r = new(rank.Rank)
 		if err := r.Start(s.ctx, s.options(q)); err != nil {
 			s.setState(StateIdle, nil)
-			if errors.Is(err, cuda.ErrNotBuilt) {
-				err = fmt.Errorf("%w; build the sidecar with NCCL, hvdd-gpu, and put it into the folder of hvdd "+
-					"(docs/nccl.md)", err)
-			}
 			return nil, err
 		}
 		s.last = r.Epoch
@@ -467,7 +462,7 @@ func (s *Server) init(q *sidecarpb.Init) (*sidecarpb.Reply, error) {
 		Rank: int32(r.Place.Rank), Size: int32(r.Place.Size), LocalRank: int32(r.Place.LocalRank),
 		LocalSize: int32(r.Place.LocalSize),
 		CrossRank: int32(r.Place.CrossRank), CrossSize: int32(r.Place.CrossSize), Epoch: r.Epoch,
-		Homogeneous: r.Homogeneous, Devices: r.Devices != nil,
+		Homogeneous: r.Homogeneous,
 	}
 	for _, set := range r.Sets()[1:] {
 		ready.ProcessSets = append(ready.ProcessSets, describeSet(set))
@@ -588,15 +583,6 @@ func (s *Server) begin(o *operation) error {
 		return o.plan.Misuse("%w", rank.ErrNotInitialized)
 	}
 	return (*r).Begin(o)
-}
-
-// addDevice opens memory or an event of a CUDA device as an arena of the client c.
-func (s *Server) addDevice(q *sidecarpb.DeviceArena, c *conn) error {
-	r := s.current()
-	if r == nil {
-		return rank.ErrNotInitialized
-	}
-	return s.memory.addDevice(q, r.Devices, c)
 }
 
 // addSet adds a process set to the job. It returns when all ranks, or with members_only all members, have

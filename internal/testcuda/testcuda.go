@@ -45,7 +45,7 @@ type M struct{ *testing.M }
 // Run calls Main.
 func (m M) Run() int { return Main(m.M) }
 
-// Folder returns the folder of the libraries. With the stand-ins, it also has libcuda.so.1, the driver.
+// Folder returns the folder of the libraries.
 func Folder() string { return os.Getenv(folder) }
 
 // CUDA returns the path of the stand-in for libcudart.

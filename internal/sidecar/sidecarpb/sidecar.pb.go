@@ -49,7 +49,6 @@ type Request struct {
 	//	*Request_Clock
 	//	*Request_NodeBarrier
 	//	*Request_Finalize
-	//	*Request_DeviceArena
 	What          isRequest_What `protobuf_oneof:"what"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -279,15 +278,6 @@ func (x *Request) GetFinalize() *Finalize {
 	return nil
 }
 
-func (x *Request) GetDeviceArena() *DeviceArena {
-	if x != nil {
-		if x, ok := x.What.(*Request_DeviceArena); ok {
-			return x.DeviceArena
-		}
-	}
-	return nil
-}
-
 type isRequest_What interface {
 	isRequest_What()
 }
@@ -372,10 +362,6 @@ type Request_Finalize struct {
 	Finalize *Finalize `protobuf:"bytes,22,opt,name=finalize,proto3,oneof"`
 }
 
-type Request_DeviceArena struct {
-	DeviceArena *DeviceArena `protobuf:"bytes,23,opt,name=device_arena,json=deviceArena,proto3,oneof"`
-}
-
 func (*Request_Init) isRequest_What() {}
 
 func (*Request_Shutdown) isRequest_What() {}
@@ -415,8 +401,6 @@ func (*Request_Clock) isRequest_What() {}
 func (*Request_NodeBarrier) isRequest_What() {}
 
 func (*Request_Finalize) isRequest_What() {}
-
-func (*Request_DeviceArena) isRequest_What() {}
 
 // Reply is a message of the sidecar. If it answers a request, id is the id of the request. If id is 0, it is a
 // notice.
@@ -737,7 +721,6 @@ type Ready struct {
 	Epoch         uint64                 `protobuf:"varint,7,opt,name=epoch,proto3" json:"epoch,omitempty"`
 	ProcessSets   []*ProcessSet          `protobuf:"bytes,8,rep,name=process_sets,json=processSets,proto3" json:"process_sets,omitempty"` // in order of id, without set 0, which has all ranks
 	Homogeneous   bool                   `protobuf:"varint,9,opt,name=homogeneous,proto3" json:"homogeneous,omitempty"`                   // all hosts have the same number of ranks
-	Devices       bool                   `protobuf:"varint,10,opt,name=devices,proto3" json:"devices,omitempty"`                          // operations on tensors on CUDA devices are possible
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -831,13 +814,6 @@ func (x *Ready) GetProcessSets() []*ProcessSet {
 func (x *Ready) GetHomogeneous() bool {
 	if x != nil {
 		return x.Homogeneous
-	}
-	return false
-}
-
-func (x *Ready) GetDevices() bool {
-	if x != nil {
-		return x.Devices
 	}
 	return false
 }
@@ -1000,83 +976,6 @@ func (x *Arena) GetBytes() uint64 {
 	return 0
 }
 
-// DeviceArena adds memory or an event of a CUDA device, which the client has exported.
-type DeviceArena struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Arena         uint32                 `protobuf:"varint,1,opt,name=arena,proto3" json:"arena,omitempty"`
-	BusId         string                 `protobuf:"bytes,2,opt,name=bus_id,json=busId,proto3" json:"bus_id,omitempty"` // address of the device on the PCI bus, such as 0000:01:00.0
-	Memory        []byte                 `protobuf:"bytes,3,opt,name=memory,proto3" json:"memory,omitempty"`            // a cudaIpcMemHandle_t, or missing
-	Bytes         uint64                 `protobuf:"varint,4,opt,name=bytes,proto3" json:"bytes,omitempty"`             // size of the memory
-	Event         []byte                 `protobuf:"bytes,5,opt,name=event,proto3" json:"event,omitempty"`              // a cudaIpcEventHandle_t, or missing
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *DeviceArena) Reset() {
-	*x = DeviceArena{}
-	mi := &file_sidecar_proto_msgTypes[8]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *DeviceArena) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*DeviceArena) ProtoMessage() {}
-
-func (x *DeviceArena) ProtoReflect() protoreflect.Message {
-	mi := &file_sidecar_proto_msgTypes[8]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use DeviceArena.ProtoReflect.Descriptor instead.
-func (*DeviceArena) Descriptor() ([]byte, []int) {
-	return file_sidecar_proto_rawDescGZIP(), []int{8}
-}
-
-func (x *DeviceArena) GetArena() uint32 {
-	if x != nil {
-		return x.Arena
-	}
-	return 0
-}
-
-func (x *DeviceArena) GetBusId() string {
-	if x != nil {
-		return x.BusId
-	}
-	return ""
-}
-
-func (x *DeviceArena) GetMemory() []byte {
-	if x != nil {
-		return x.Memory
-	}
-	return nil
-}
-
-func (x *DeviceArena) GetBytes() uint64 {
-	if x != nil {
-		return x.Bytes
-	}
-	return 0
-}
-
-func (x *DeviceArena) GetEvent() []byte {
-	if x != nil {
-		return x.Event
-	}
-	return nil
-}
-
 type DropArena struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Arena         uint32                 `protobuf:"varint,1,opt,name=arena,proto3" json:"arena,omitempty"`
@@ -1086,7 +985,7 @@ type DropArena struct {
 
 func (x *DropArena) Reset() {
 	*x = DropArena{}
-	mi := &file_sidecar_proto_msgTypes[9]
+	mi := &file_sidecar_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1098,7 +997,7 @@ func (x *DropArena) String() string {
 func (*DropArena) ProtoMessage() {}
 
 func (x *DropArena) ProtoReflect() protoreflect.Message {
-	mi := &file_sidecar_proto_msgTypes[9]
+	mi := &file_sidecar_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1111,7 +1010,7 @@ func (x *DropArena) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DropArena.ProtoReflect.Descriptor instead.
 func (*DropArena) Descriptor() ([]byte, []int) {
-	return file_sidecar_proto_rawDescGZIP(), []int{9}
+	return file_sidecar_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *DropArena) GetArena() uint32 {
@@ -1130,7 +1029,7 @@ type Ring struct {
 
 func (x *Ring) Reset() {
 	*x = Ring{}
-	mi := &file_sidecar_proto_msgTypes[10]
+	mi := &file_sidecar_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1142,7 +1041,7 @@ func (x *Ring) String() string {
 func (*Ring) ProtoMessage() {}
 
 func (x *Ring) ProtoReflect() protoreflect.Message {
-	mi := &file_sidecar_proto_msgTypes[10]
+	mi := &file_sidecar_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1155,7 +1054,7 @@ func (x *Ring) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Ring.ProtoReflect.Descriptor instead.
 func (*Ring) Descriptor() ([]byte, []int) {
-	return file_sidecar_proto_rawDescGZIP(), []int{10}
+	return file_sidecar_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *Ring) GetBytes() uint64 {
@@ -1175,7 +1074,7 @@ type Prepare struct {
 
 func (x *Prepare) Reset() {
 	*x = Prepare{}
-	mi := &file_sidecar_proto_msgTypes[11]
+	mi := &file_sidecar_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1187,7 +1086,7 @@ func (x *Prepare) String() string {
 func (*Prepare) ProtoMessage() {}
 
 func (x *Prepare) ProtoReflect() protoreflect.Message {
-	mi := &file_sidecar_proto_msgTypes[11]
+	mi := &file_sidecar_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1200,7 +1099,7 @@ func (x *Prepare) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Prepare.ProtoReflect.Descriptor instead.
 func (*Prepare) Descriptor() ([]byte, []int) {
-	return file_sidecar_proto_rawDescGZIP(), []int{11}
+	return file_sidecar_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *Prepare) GetSlot() uint32 {
@@ -1228,7 +1127,7 @@ type Memory struct {
 
 func (x *Memory) Reset() {
 	*x = Memory{}
-	mi := &file_sidecar_proto_msgTypes[12]
+	mi := &file_sidecar_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1240,7 +1139,7 @@ func (x *Memory) String() string {
 func (*Memory) ProtoMessage() {}
 
 func (x *Memory) ProtoReflect() protoreflect.Message {
-	mi := &file_sidecar_proto_msgTypes[12]
+	mi := &file_sidecar_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1253,7 +1152,7 @@ func (x *Memory) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Memory.ProtoReflect.Descriptor instead.
 func (*Memory) Descriptor() ([]byte, []int) {
-	return file_sidecar_proto_rawDescGZIP(), []int{12}
+	return file_sidecar_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *Memory) GetArena() uint32 {
@@ -1289,7 +1188,7 @@ type Tensor struct {
 
 func (x *Tensor) Reset() {
 	*x = Tensor{}
-	mi := &file_sidecar_proto_msgTypes[13]
+	mi := &file_sidecar_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1301,7 +1200,7 @@ func (x *Tensor) String() string {
 func (*Tensor) ProtoMessage() {}
 
 func (x *Tensor) ProtoReflect() protoreflect.Message {
-	mi := &file_sidecar_proto_msgTypes[13]
+	mi := &file_sidecar_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1314,7 +1213,7 @@ func (x *Tensor) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Tensor.ProtoReflect.Descriptor instead.
 func (*Tensor) Descriptor() ([]byte, []int) {
-	return file_sidecar_proto_rawDescGZIP(), []int{13}
+	return file_sidecar_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *Tensor) GetShape() []int64 {
@@ -1362,17 +1261,15 @@ type Operation struct {
 	Grouped        bool                   `protobuf:"varint,13,opt,name=grouped,proto3" json:"grouped,omitempty"`
 	Tensors        []*Tensor              `protobuf:"bytes,14,rep,name=tensors,proto3" json:"tensors,omitempty"`
 	Splits         []int64                `protobuf:"varint,15,rep,packed,name=splits,proto3" json:"splits,omitempty"`
-	Peer           int32                  `protobuf:"varint,16,opt,name=peer,proto3" json:"peer,omitempty"`     // of a send or recv; -1 in a recv from any rank
-	Tag            uint32                 `protobuf:"varint,17,opt,name=tag,proto3" json:"tag,omitempty"`       // of a send or recv
-	Event          uint32                 `protobuf:"varint,18,opt,name=event,proto3" json:"event,omitempty"`   // number of an event, if the tensors are on a CUDA device
-	Stream         uint64                 `protobuf:"varint,19,opt,name=stream,proto3" json:"stream,omitempty"` // number of the stream on which the event is recorded; 0: not known
+	Peer           int32                  `protobuf:"varint,16,opt,name=peer,proto3" json:"peer,omitempty"` // of a send or recv; -1 in a recv from any rank
+	Tag            uint32                 `protobuf:"varint,17,opt,name=tag,proto3" json:"tag,omitempty"`   // of a send or recv
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
 }
 
 func (x *Operation) Reset() {
 	*x = Operation{}
-	mi := &file_sidecar_proto_msgTypes[14]
+	mi := &file_sidecar_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1384,7 +1281,7 @@ func (x *Operation) String() string {
 func (*Operation) ProtoMessage() {}
 
 func (x *Operation) ProtoReflect() protoreflect.Message {
-	mi := &file_sidecar_proto_msgTypes[14]
+	mi := &file_sidecar_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1397,7 +1294,7 @@ func (x *Operation) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Operation.ProtoReflect.Descriptor instead.
 func (*Operation) Descriptor() ([]byte, []int) {
-	return file_sidecar_proto_rawDescGZIP(), []int{14}
+	return file_sidecar_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *Operation) GetKind() uint32 {
@@ -1519,20 +1416,6 @@ func (x *Operation) GetTag() uint32 {
 	return 0
 }
 
-func (x *Operation) GetEvent() uint32 {
-	if x != nil {
-		return x.Event
-	}
-	return 0
-}
-
-func (x *Operation) GetStream() uint64 {
-	if x != nil {
-		return x.Stream
-	}
-	return 0
-}
-
 type Result struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Memory        *Memory                `protobuf:"bytes,1,opt,name=memory,proto3" json:"memory,omitempty"`
@@ -1543,7 +1426,7 @@ type Result struct {
 
 func (x *Result) Reset() {
 	*x = Result{}
-	mi := &file_sidecar_proto_msgTypes[15]
+	mi := &file_sidecar_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1555,7 +1438,7 @@ func (x *Result) String() string {
 func (*Result) ProtoMessage() {}
 
 func (x *Result) ProtoReflect() protoreflect.Message {
-	mi := &file_sidecar_proto_msgTypes[15]
+	mi := &file_sidecar_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1568,7 +1451,7 @@ func (x *Result) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Result.ProtoReflect.Descriptor instead.
 func (*Result) Descriptor() ([]byte, []int) {
-	return file_sidecar_proto_rawDescGZIP(), []int{15}
+	return file_sidecar_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *Result) GetMemory() *Memory {
@@ -1597,7 +1480,7 @@ type Completion struct {
 
 func (x *Completion) Reset() {
 	*x = Completion{}
-	mi := &file_sidecar_proto_msgTypes[16]
+	mi := &file_sidecar_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1609,7 +1492,7 @@ func (x *Completion) String() string {
 func (*Completion) ProtoMessage() {}
 
 func (x *Completion) ProtoReflect() protoreflect.Message {
-	mi := &file_sidecar_proto_msgTypes[16]
+	mi := &file_sidecar_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1622,7 +1505,7 @@ func (x *Completion) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Completion.ProtoReflect.Descriptor instead.
 func (*Completion) Descriptor() ([]byte, []int) {
-	return file_sidecar_proto_rawDescGZIP(), []int{16}
+	return file_sidecar_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *Completion) GetResults() []*Result {
@@ -1663,7 +1546,7 @@ type Free struct {
 
 func (x *Free) Reset() {
 	*x = Free{}
-	mi := &file_sidecar_proto_msgTypes[17]
+	mi := &file_sidecar_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1675,7 +1558,7 @@ func (x *Free) String() string {
 func (*Free) ProtoMessage() {}
 
 func (x *Free) ProtoReflect() protoreflect.Message {
-	mi := &file_sidecar_proto_msgTypes[17]
+	mi := &file_sidecar_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1688,7 +1571,7 @@ func (x *Free) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Free.ProtoReflect.Descriptor instead.
 func (*Free) Descriptor() ([]byte, []int) {
-	return file_sidecar_proto_rawDescGZIP(), []int{17}
+	return file_sidecar_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *Free) GetArena() uint32 {
@@ -1717,7 +1600,7 @@ type AddProcessSet struct {
 
 func (x *AddProcessSet) Reset() {
 	*x = AddProcessSet{}
-	mi := &file_sidecar_proto_msgTypes[18]
+	mi := &file_sidecar_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1729,7 +1612,7 @@ func (x *AddProcessSet) String() string {
 func (*AddProcessSet) ProtoMessage() {}
 
 func (x *AddProcessSet) ProtoReflect() protoreflect.Message {
-	mi := &file_sidecar_proto_msgTypes[18]
+	mi := &file_sidecar_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1742,7 +1625,7 @@ func (x *AddProcessSet) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AddProcessSet.ProtoReflect.Descriptor instead.
 func (*AddProcessSet) Descriptor() ([]byte, []int) {
-	return file_sidecar_proto_rawDescGZIP(), []int{18}
+	return file_sidecar_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *AddProcessSet) GetRanks() []int32 {
@@ -1783,7 +1666,7 @@ type RemoveProcessSet struct {
 
 func (x *RemoveProcessSet) Reset() {
 	*x = RemoveProcessSet{}
-	mi := &file_sidecar_proto_msgTypes[19]
+	mi := &file_sidecar_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1795,7 +1678,7 @@ func (x *RemoveProcessSet) String() string {
 func (*RemoveProcessSet) ProtoMessage() {}
 
 func (x *RemoveProcessSet) ProtoReflect() protoreflect.Message {
-	mi := &file_sidecar_proto_msgTypes[19]
+	mi := &file_sidecar_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1808,7 +1691,7 @@ func (x *RemoveProcessSet) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RemoveProcessSet.ProtoReflect.Descriptor instead.
 func (*RemoveProcessSet) Descriptor() ([]byte, []int) {
-	return file_sidecar_proto_rawDescGZIP(), []int{19}
+	return file_sidecar_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *RemoveProcessSet) GetId() int32 {
@@ -1833,7 +1716,7 @@ type Status struct {
 
 func (x *Status) Reset() {
 	*x = Status{}
-	mi := &file_sidecar_proto_msgTypes[20]
+	mi := &file_sidecar_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1845,7 +1728,7 @@ func (x *Status) String() string {
 func (*Status) ProtoMessage() {}
 
 func (x *Status) ProtoReflect() protoreflect.Message {
-	mi := &file_sidecar_proto_msgTypes[20]
+	mi := &file_sidecar_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1858,7 +1741,7 @@ func (x *Status) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Status.ProtoReflect.Descriptor instead.
 func (*Status) Descriptor() ([]byte, []int) {
-	return file_sidecar_proto_rawDescGZIP(), []int{20}
+	return file_sidecar_proto_rawDescGZIP(), []int{19}
 }
 
 type StatusReport struct {
@@ -1875,7 +1758,7 @@ type StatusReport struct {
 
 func (x *StatusReport) Reset() {
 	*x = StatusReport{}
-	mi := &file_sidecar_proto_msgTypes[21]
+	mi := &file_sidecar_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1887,7 +1770,7 @@ func (x *StatusReport) String() string {
 func (*StatusReport) ProtoMessage() {}
 
 func (x *StatusReport) ProtoReflect() protoreflect.Message {
-	mi := &file_sidecar_proto_msgTypes[21]
+	mi := &file_sidecar_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1900,7 +1783,7 @@ func (x *StatusReport) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StatusReport.ProtoReflect.Descriptor instead.
 func (*StatusReport) Descriptor() ([]byte, []int) {
-	return file_sidecar_proto_rawDescGZIP(), []int{21}
+	return file_sidecar_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *StatusReport) GetVersion() string {
@@ -1955,7 +1838,7 @@ type Ended struct {
 
 func (x *Ended) Reset() {
 	*x = Ended{}
-	mi := &file_sidecar_proto_msgTypes[22]
+	mi := &file_sidecar_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1967,7 +1850,7 @@ func (x *Ended) String() string {
 func (*Ended) ProtoMessage() {}
 
 func (x *Ended) ProtoReflect() protoreflect.Message {
-	mi := &file_sidecar_proto_msgTypes[22]
+	mi := &file_sidecar_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1980,7 +1863,7 @@ func (x *Ended) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Ended.ProtoReflect.Descriptor instead.
 func (*Ended) Descriptor() ([]byte, []int) {
-	return file_sidecar_proto_rawDescGZIP(), []int{22}
+	return file_sidecar_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *Ended) GetError() *Error {
@@ -1998,7 +1881,7 @@ type Bye struct {
 
 func (x *Bye) Reset() {
 	*x = Bye{}
-	mi := &file_sidecar_proto_msgTypes[23]
+	mi := &file_sidecar_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2010,7 +1893,7 @@ func (x *Bye) String() string {
 func (*Bye) ProtoMessage() {}
 
 func (x *Bye) ProtoReflect() protoreflect.Message {
-	mi := &file_sidecar_proto_msgTypes[23]
+	mi := &file_sidecar_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2023,7 +1906,7 @@ func (x *Bye) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Bye.ProtoReflect.Descriptor instead.
 func (*Bye) Descriptor() ([]byte, []int) {
-	return file_sidecar_proto_rawDescGZIP(), []int{23}
+	return file_sidecar_proto_rawDescGZIP(), []int{22}
 }
 
 type StartTimeline struct {
@@ -2036,7 +1919,7 @@ type StartTimeline struct {
 
 func (x *StartTimeline) Reset() {
 	*x = StartTimeline{}
-	mi := &file_sidecar_proto_msgTypes[24]
+	mi := &file_sidecar_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2048,7 +1931,7 @@ func (x *StartTimeline) String() string {
 func (*StartTimeline) ProtoMessage() {}
 
 func (x *StartTimeline) ProtoReflect() protoreflect.Message {
-	mi := &file_sidecar_proto_msgTypes[24]
+	mi := &file_sidecar_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2061,7 +1944,7 @@ func (x *StartTimeline) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StartTimeline.ProtoReflect.Descriptor instead.
 func (*StartTimeline) Descriptor() ([]byte, []int) {
-	return file_sidecar_proto_rawDescGZIP(), []int{24}
+	return file_sidecar_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *StartTimeline) GetPath() string {
@@ -2086,7 +1969,7 @@ type StopTimeline struct {
 
 func (x *StopTimeline) Reset() {
 	*x = StopTimeline{}
-	mi := &file_sidecar_proto_msgTypes[25]
+	mi := &file_sidecar_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2098,7 +1981,7 @@ func (x *StopTimeline) String() string {
 func (*StopTimeline) ProtoMessage() {}
 
 func (x *StopTimeline) ProtoReflect() protoreflect.Message {
-	mi := &file_sidecar_proto_msgTypes[25]
+	mi := &file_sidecar_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2111,7 +1994,7 @@ func (x *StopTimeline) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StopTimeline.ProtoReflect.Descriptor instead.
 func (*StopTimeline) Descriptor() ([]byte, []int) {
-	return file_sidecar_proto_rawDescGZIP(), []int{25}
+	return file_sidecar_proto_rawDescGZIP(), []int{24}
 }
 
 type NewUniqueID struct {
@@ -2123,7 +2006,7 @@ type NewUniqueID struct {
 
 func (x *NewUniqueID) Reset() {
 	*x = NewUniqueID{}
-	mi := &file_sidecar_proto_msgTypes[26]
+	mi := &file_sidecar_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2135,7 +2018,7 @@ func (x *NewUniqueID) String() string {
 func (*NewUniqueID) ProtoMessage() {}
 
 func (x *NewUniqueID) ProtoReflect() protoreflect.Message {
-	mi := &file_sidecar_proto_msgTypes[26]
+	mi := &file_sidecar_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2148,7 +2031,7 @@ func (x *NewUniqueID) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NewUniqueID.ProtoReflect.Descriptor instead.
 func (*NewUniqueID) Descriptor() ([]byte, []int) {
-	return file_sidecar_proto_rawDescGZIP(), []int{26}
+	return file_sidecar_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *NewUniqueID) GetSettings() map[string]string {
@@ -2167,7 +2050,7 @@ type UniqueID struct {
 
 func (x *UniqueID) Reset() {
 	*x = UniqueID{}
-	mi := &file_sidecar_proto_msgTypes[27]
+	mi := &file_sidecar_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2179,7 +2062,7 @@ func (x *UniqueID) String() string {
 func (*UniqueID) ProtoMessage() {}
 
 func (x *UniqueID) ProtoReflect() protoreflect.Message {
-	mi := &file_sidecar_proto_msgTypes[27]
+	mi := &file_sidecar_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2192,7 +2075,7 @@ func (x *UniqueID) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UniqueID.ProtoReflect.Descriptor instead.
 func (*UniqueID) Descriptor() ([]byte, []int) {
-	return file_sidecar_proto_rawDescGZIP(), []int{27}
+	return file_sidecar_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *UniqueID) GetText() string {
@@ -2217,7 +2100,7 @@ type Error struct {
 
 func (x *Error) Reset() {
 	*x = Error{}
-	mi := &file_sidecar_proto_msgTypes[28]
+	mi := &file_sidecar_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2229,7 +2112,7 @@ func (x *Error) String() string {
 func (*Error) ProtoMessage() {}
 
 func (x *Error) ProtoReflect() protoreflect.Message {
-	mi := &file_sidecar_proto_msgTypes[28]
+	mi := &file_sidecar_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2242,7 +2125,7 @@ func (x *Error) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Error.ProtoReflect.Descriptor instead.
 func (*Error) Descriptor() ([]byte, []int) {
-	return file_sidecar_proto_rawDescGZIP(), []int{28}
+	return file_sidecar_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *Error) GetClass() uint32 {
@@ -2297,7 +2180,7 @@ type StartNode struct {
 
 func (x *StartNode) Reset() {
 	*x = StartNode{}
-	mi := &file_sidecar_proto_msgTypes[29]
+	mi := &file_sidecar_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2309,7 +2192,7 @@ func (x *StartNode) String() string {
 func (*StartNode) ProtoMessage() {}
 
 func (x *StartNode) ProtoReflect() protoreflect.Message {
-	mi := &file_sidecar_proto_msgTypes[29]
+	mi := &file_sidecar_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2322,7 +2205,7 @@ func (x *StartNode) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StartNode.ProtoReflect.Descriptor instead.
 func (*StartNode) Descriptor() ([]byte, []int) {
-	return file_sidecar_proto_rawDescGZIP(), []int{29}
+	return file_sidecar_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *StartNode) GetSettings() map[string]string {
@@ -2345,7 +2228,7 @@ type Node struct {
 
 func (x *Node) Reset() {
 	*x = Node{}
-	mi := &file_sidecar_proto_msgTypes[30]
+	mi := &file_sidecar_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2357,7 +2240,7 @@ func (x *Node) String() string {
 func (*Node) ProtoMessage() {}
 
 func (x *Node) ProtoReflect() protoreflect.Message {
-	mi := &file_sidecar_proto_msgTypes[30]
+	mi := &file_sidecar_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2370,7 +2253,7 @@ func (x *Node) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Node.ProtoReflect.Descriptor instead.
 func (*Node) Descriptor() ([]byte, []int) {
-	return file_sidecar_proto_rawDescGZIP(), []int{30}
+	return file_sidecar_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *Node) GetRole() string {
@@ -2414,7 +2297,7 @@ type Serve struct {
 
 func (x *Serve) Reset() {
 	*x = Serve{}
-	mi := &file_sidecar_proto_msgTypes[31]
+	mi := &file_sidecar_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2426,7 +2309,7 @@ func (x *Serve) String() string {
 func (*Serve) ProtoMessage() {}
 
 func (x *Serve) ProtoReflect() protoreflect.Message {
-	mi := &file_sidecar_proto_msgTypes[31]
+	mi := &file_sidecar_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2439,7 +2322,7 @@ func (x *Serve) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Serve.ProtoReflect.Descriptor instead.
 func (*Serve) Descriptor() ([]byte, []int) {
-	return file_sidecar_proto_rawDescGZIP(), []int{31}
+	return file_sidecar_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *Serve) GetApp() int32 {
@@ -2488,7 +2371,7 @@ type Exchange struct {
 
 func (x *Exchange) Reset() {
 	*x = Exchange{}
-	mi := &file_sidecar_proto_msgTypes[32]
+	mi := &file_sidecar_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2500,7 +2383,7 @@ func (x *Exchange) String() string {
 func (*Exchange) ProtoMessage() {}
 
 func (x *Exchange) ProtoReflect() protoreflect.Message {
-	mi := &file_sidecar_proto_msgTypes[32]
+	mi := &file_sidecar_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2513,7 +2396,7 @@ func (x *Exchange) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Exchange.ProtoReflect.Descriptor instead.
 func (*Exchange) Descriptor() ([]byte, []int) {
-	return file_sidecar_proto_rawDescGZIP(), []int{32}
+	return file_sidecar_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *Exchange) GetApp() int32 {
@@ -2587,7 +2470,7 @@ type Clock struct {
 
 func (x *Clock) Reset() {
 	*x = Clock{}
-	mi := &file_sidecar_proto_msgTypes[33]
+	mi := &file_sidecar_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2599,7 +2482,7 @@ func (x *Clock) String() string {
 func (*Clock) ProtoMessage() {}
 
 func (x *Clock) ProtoReflect() protoreflect.Message {
-	mi := &file_sidecar_proto_msgTypes[33]
+	mi := &file_sidecar_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2612,7 +2495,7 @@ func (x *Clock) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Clock.ProtoReflect.Descriptor instead.
 func (*Clock) Descriptor() ([]byte, []int) {
-	return file_sidecar_proto_rawDescGZIP(), []int{33}
+	return file_sidecar_proto_rawDescGZIP(), []int{32}
 }
 
 type NodeBarrier struct {
@@ -2624,7 +2507,7 @@ type NodeBarrier struct {
 
 func (x *NodeBarrier) Reset() {
 	*x = NodeBarrier{}
-	mi := &file_sidecar_proto_msgTypes[34]
+	mi := &file_sidecar_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2636,7 +2519,7 @@ func (x *NodeBarrier) String() string {
 func (*NodeBarrier) ProtoMessage() {}
 
 func (x *NodeBarrier) ProtoReflect() protoreflect.Message {
-	mi := &file_sidecar_proto_msgTypes[34]
+	mi := &file_sidecar_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2649,7 +2532,7 @@ func (x *NodeBarrier) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NodeBarrier.ProtoReflect.Descriptor instead.
 func (*NodeBarrier) Descriptor() ([]byte, []int) {
-	return file_sidecar_proto_rawDescGZIP(), []int{34}
+	return file_sidecar_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *NodeBarrier) GetGroup() int32 {
@@ -2668,7 +2551,7 @@ type Finalize struct {
 
 func (x *Finalize) Reset() {
 	*x = Finalize{}
-	mi := &file_sidecar_proto_msgTypes[35]
+	mi := &file_sidecar_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2680,7 +2563,7 @@ func (x *Finalize) String() string {
 func (*Finalize) ProtoMessage() {}
 
 func (x *Finalize) ProtoReflect() protoreflect.Message {
-	mi := &file_sidecar_proto_msgTypes[35]
+	mi := &file_sidecar_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2693,7 +2576,7 @@ func (x *Finalize) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Finalize.ProtoReflect.Descriptor instead.
 func (*Finalize) Descriptor() ([]byte, []int) {
-	return file_sidecar_proto_rawDescGZIP(), []int{35}
+	return file_sidecar_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *Finalize) GetBarrier() bool {
@@ -2707,8 +2590,7 @@ var File_sidecar_proto protoreflect.FileDescriptor
 
 const file_sidecar_proto_rawDesc = "" +
 	"\n" +
-	"\rsidecar.proto\x12\x10gohvd.sidecar.v1\"\x81\n" +
-	"\n" +
+	"\rsidecar.proto\x12\x10gohvd.sidecar.v1\"\xc3\t\n" +
 	"\aRequest\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x12,\n" +
 	"\x04init\x18\x02 \x01(\v2\x16.gohvd.sidecar.v1.InitH\x00R\x04init\x128\n" +
@@ -2733,9 +2615,8 @@ const file_sidecar_proto_rawDesc = "" +
 	"\bexchange\x18\x13 \x01(\v2\x1a.gohvd.sidecar.v1.ExchangeH\x00R\bexchange\x12/\n" +
 	"\x05clock\x18\x14 \x01(\v2\x17.gohvd.sidecar.v1.ClockH\x00R\x05clock\x12B\n" +
 	"\fnode_barrier\x18\x15 \x01(\v2\x1d.gohvd.sidecar.v1.NodeBarrierH\x00R\vnodeBarrier\x128\n" +
-	"\bfinalize\x18\x16 \x01(\v2\x1a.gohvd.sidecar.v1.FinalizeH\x00R\bfinalize\x12B\n" +
-	"\fdevice_arena\x18\x17 \x01(\v2\x1d.gohvd.sidecar.v1.DeviceArenaH\x00R\vdeviceArenaB\x06\n" +
-	"\x04whatJ\x04\b\b\x10\t\"\xc3\x04\n" +
+	"\bfinalize\x18\x16 \x01(\v2\x1a.gohvd.sidecar.v1.FinalizeH\x00R\bfinalizeB\x06\n" +
+	"\x04whatJ\x04\b\b\x10\tJ\x04\b\x17\x10\x18\"\xc3\x04\n" +
 	"\x05Reply\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x12-\n" +
 	"\x05error\x18\x02 \x01(\v2\x17.gohvd.sidecar.v1.ErrorR\x05error\x12/\n" +
@@ -2761,7 +2642,7 @@ const file_sidecar_proto_rawDesc = "" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x1d\n" +
 	"\x05Ranks\x12\x14\n" +
-	"\x05ranks\x18\x01 \x03(\x05R\x05ranks\"\xbe\x02\n" +
+	"\x05ranks\x18\x01 \x03(\x05R\x05ranks\"\xaa\x02\n" +
 	"\x05Ready\x12\x12\n" +
 	"\x04rank\x18\x01 \x01(\x05R\x04rank\x12\x12\n" +
 	"\x04size\x18\x02 \x01(\x05R\x04size\x12\x1d\n" +
@@ -2775,9 +2656,8 @@ const file_sidecar_proto_rawDesc = "" +
 	"cross_size\x18\x06 \x01(\x05R\tcrossSize\x12\x14\n" +
 	"\x05epoch\x18\a \x01(\x04R\x05epoch\x12?\n" +
 	"\fprocess_sets\x18\b \x03(\v2\x1c.gohvd.sidecar.v1.ProcessSetR\vprocessSets\x12 \n" +
-	"\vhomogeneous\x18\t \x01(\bR\vhomogeneous\x12\x18\n" +
-	"\adevices\x18\n" +
-	" \x01(\bR\adevices\"2\n" +
+	"\vhomogeneous\x18\t \x01(\bR\vhomogeneousJ\x04\b\n" +
+	"\x10\v\"2\n" +
 	"\n" +
 	"ProcessSet\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x05R\x02id\x12\x14\n" +
@@ -2787,13 +2667,7 @@ const file_sidecar_proto_rawDesc = "" +
 	"\x06failed\x18\x02 \x01(\bR\x06failed\"3\n" +
 	"\x05Arena\x12\x14\n" +
 	"\x05arena\x18\x01 \x01(\rR\x05arena\x12\x14\n" +
-	"\x05bytes\x18\x02 \x01(\x04R\x05bytes\"~\n" +
-	"\vDeviceArena\x12\x14\n" +
-	"\x05arena\x18\x01 \x01(\rR\x05arena\x12\x15\n" +
-	"\x06bus_id\x18\x02 \x01(\tR\x05busId\x12\x16\n" +
-	"\x06memory\x18\x03 \x01(\fR\x06memory\x12\x14\n" +
-	"\x05bytes\x18\x04 \x01(\x04R\x05bytes\x12\x14\n" +
-	"\x05event\x18\x05 \x01(\fR\x05event\"!\n" +
+	"\x05bytes\x18\x02 \x01(\x04R\x05bytes\"!\n" +
 	"\tDropArena\x12\x14\n" +
 	"\x05arena\x18\x01 \x01(\rR\x05arena\"\x1c\n" +
 	"\x04Ring\x12\x14\n" +
@@ -2809,7 +2683,7 @@ const file_sidecar_proto_rawDesc = "" +
 	"\x05shape\x18\x01 \x03(\x03R\x05shape\x12.\n" +
 	"\x05input\x18\x02 \x01(\v2\x18.gohvd.sidecar.v1.MemoryR\x05input\x120\n" +
 	"\x06output\x18\x03 \x01(\v2\x18.gohvd.sidecar.v1.MemoryR\x06output\x12\x14\n" +
-	"\x05dtype\x18\x04 \x01(\rR\x05dtype\"\xc2\x04\n" +
+	"\x05dtype\x18\x04 \x01(\rR\x05dtype\"\xa0\x04\n" +
 	"\tOperation\x12\x12\n" +
 	"\x04kind\x18\x01 \x01(\rR\x04kind\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x14\n" +
@@ -2830,12 +2704,10 @@ const file_sidecar_proto_rawDesc = "" +
 	"\atensors\x18\x0e \x03(\v2\x18.gohvd.sidecar.v1.TensorR\atensors\x12\x16\n" +
 	"\x06splits\x18\x0f \x03(\x03R\x06splits\x12\x12\n" +
 	"\x04peer\x18\x10 \x01(\x05R\x04peer\x12\x10\n" +
-	"\x03tag\x18\x11 \x01(\rR\x03tag\x12\x14\n" +
-	"\x05event\x18\x12 \x01(\rR\x05event\x12\x16\n" +
-	"\x06stream\x18\x13 \x01(\x04R\x06streamB\v\n" +
+	"\x03tag\x18\x11 \x01(\rR\x03tagB\v\n" +
 	"\t_prescaleB\f\n" +
 	"\n" +
-	"_postscale\"P\n" +
+	"_postscaleJ\x04\b\x12\x10\x13J\x04\b\x13\x10\x14\"P\n" +
 	"\x06Result\x120\n" +
 	"\x06memory\x18\x01 \x01(\v2\x18.gohvd.sidecar.v1.MemoryR\x06memory\x12\x14\n" +
 	"\x05shape\x18\x02 \x03(\x03R\x05shape\"\xa2\x01\n" +
@@ -2936,7 +2808,7 @@ func file_sidecar_proto_rawDescGZIP() []byte {
 	return file_sidecar_proto_rawDescData
 }
 
-var file_sidecar_proto_msgTypes = make([]protoimpl.MessageInfo, 39)
+var file_sidecar_proto_msgTypes = make([]protoimpl.MessageInfo, 38)
 var file_sidecar_proto_goTypes = []any{
 	(*Request)(nil),          // 0: gohvd.sidecar.v1.Request
 	(*Reply)(nil),            // 1: gohvd.sidecar.v1.Reply
@@ -2946,90 +2818,88 @@ var file_sidecar_proto_goTypes = []any{
 	(*ProcessSet)(nil),       // 5: gohvd.sidecar.v1.ProcessSet
 	(*Shutdown)(nil),         // 6: gohvd.sidecar.v1.Shutdown
 	(*Arena)(nil),            // 7: gohvd.sidecar.v1.Arena
-	(*DeviceArena)(nil),      // 8: gohvd.sidecar.v1.DeviceArena
-	(*DropArena)(nil),        // 9: gohvd.sidecar.v1.DropArena
-	(*Ring)(nil),             // 10: gohvd.sidecar.v1.Ring
-	(*Prepare)(nil),          // 11: gohvd.sidecar.v1.Prepare
-	(*Memory)(nil),           // 12: gohvd.sidecar.v1.Memory
-	(*Tensor)(nil),           // 13: gohvd.sidecar.v1.Tensor
-	(*Operation)(nil),        // 14: gohvd.sidecar.v1.Operation
-	(*Result)(nil),           // 15: gohvd.sidecar.v1.Result
-	(*Completion)(nil),       // 16: gohvd.sidecar.v1.Completion
-	(*Free)(nil),             // 17: gohvd.sidecar.v1.Free
-	(*AddProcessSet)(nil),    // 18: gohvd.sidecar.v1.AddProcessSet
-	(*RemoveProcessSet)(nil), // 19: gohvd.sidecar.v1.RemoveProcessSet
-	(*Status)(nil),           // 20: gohvd.sidecar.v1.Status
-	(*StatusReport)(nil),     // 21: gohvd.sidecar.v1.StatusReport
-	(*Ended)(nil),            // 22: gohvd.sidecar.v1.Ended
-	(*Bye)(nil),              // 23: gohvd.sidecar.v1.Bye
-	(*StartTimeline)(nil),    // 24: gohvd.sidecar.v1.StartTimeline
-	(*StopTimeline)(nil),     // 25: gohvd.sidecar.v1.StopTimeline
-	(*NewUniqueID)(nil),      // 26: gohvd.sidecar.v1.NewUniqueID
-	(*UniqueID)(nil),         // 27: gohvd.sidecar.v1.UniqueID
-	(*Error)(nil),            // 28: gohvd.sidecar.v1.Error
-	(*StartNode)(nil),        // 29: gohvd.sidecar.v1.StartNode
-	(*Node)(nil),             // 30: gohvd.sidecar.v1.Node
-	(*Serve)(nil),            // 31: gohvd.sidecar.v1.Serve
-	(*Exchange)(nil),         // 32: gohvd.sidecar.v1.Exchange
-	(*Clock)(nil),            // 33: gohvd.sidecar.v1.Clock
-	(*NodeBarrier)(nil),      // 34: gohvd.sidecar.v1.NodeBarrier
-	(*Finalize)(nil),         // 35: gohvd.sidecar.v1.Finalize
-	nil,                      // 36: gohvd.sidecar.v1.Init.SettingsEntry
-	nil,                      // 37: gohvd.sidecar.v1.NewUniqueID.SettingsEntry
-	nil,                      // 38: gohvd.sidecar.v1.StartNode.SettingsEntry
+	(*DropArena)(nil),        // 8: gohvd.sidecar.v1.DropArena
+	(*Ring)(nil),             // 9: gohvd.sidecar.v1.Ring
+	(*Prepare)(nil),          // 10: gohvd.sidecar.v1.Prepare
+	(*Memory)(nil),           // 11: gohvd.sidecar.v1.Memory
+	(*Tensor)(nil),           // 12: gohvd.sidecar.v1.Tensor
+	(*Operation)(nil),        // 13: gohvd.sidecar.v1.Operation
+	(*Result)(nil),           // 14: gohvd.sidecar.v1.Result
+	(*Completion)(nil),       // 15: gohvd.sidecar.v1.Completion
+	(*Free)(nil),             // 16: gohvd.sidecar.v1.Free
+	(*AddProcessSet)(nil),    // 17: gohvd.sidecar.v1.AddProcessSet
+	(*RemoveProcessSet)(nil), // 18: gohvd.sidecar.v1.RemoveProcessSet
+	(*Status)(nil),           // 19: gohvd.sidecar.v1.Status
+	(*StatusReport)(nil),     // 20: gohvd.sidecar.v1.StatusReport
+	(*Ended)(nil),            // 21: gohvd.sidecar.v1.Ended
+	(*Bye)(nil),              // 22: gohvd.sidecar.v1.Bye
+	(*StartTimeline)(nil),    // 23: gohvd.sidecar.v1.StartTimeline
+	(*StopTimeline)(nil),     // 24: gohvd.sidecar.v1.StopTimeline
+	(*NewUniqueID)(nil),      // 25: gohvd.sidecar.v1.NewUniqueID
+	(*UniqueID)(nil),         // 26: gohvd.sidecar.v1.UniqueID
+	(*Error)(nil),            // 27: gohvd.sidecar.v1.Error
+	(*StartNode)(nil),        // 28: gohvd.sidecar.v1.StartNode
+	(*Node)(nil),             // 29: gohvd.sidecar.v1.Node
+	(*Serve)(nil),            // 30: gohvd.sidecar.v1.Serve
+	(*Exchange)(nil),         // 31: gohvd.sidecar.v1.Exchange
+	(*Clock)(nil),            // 32: gohvd.sidecar.v1.Clock
+	(*NodeBarrier)(nil),      // 33: gohvd.sidecar.v1.NodeBarrier
+	(*Finalize)(nil),         // 34: gohvd.sidecar.v1.Finalize
+	nil,                      // 35: gohvd.sidecar.v1.Init.SettingsEntry
+	nil,                      // 36: gohvd.sidecar.v1.NewUniqueID.SettingsEntry
+	nil,                      // 37: gohvd.sidecar.v1.StartNode.SettingsEntry
 }
 var file_sidecar_proto_depIdxs = []int32{
 	2,  // 0: gohvd.sidecar.v1.Request.init:type_name -> gohvd.sidecar.v1.Init
 	6,  // 1: gohvd.sidecar.v1.Request.shutdown:type_name -> gohvd.sidecar.v1.Shutdown
 	7,  // 2: gohvd.sidecar.v1.Request.arena:type_name -> gohvd.sidecar.v1.Arena
-	9,  // 3: gohvd.sidecar.v1.Request.drop_arena:type_name -> gohvd.sidecar.v1.DropArena
-	10, // 4: gohvd.sidecar.v1.Request.ring:type_name -> gohvd.sidecar.v1.Ring
-	11, // 5: gohvd.sidecar.v1.Request.prepare:type_name -> gohvd.sidecar.v1.Prepare
-	17, // 6: gohvd.sidecar.v1.Request.free:type_name -> gohvd.sidecar.v1.Free
-	18, // 7: gohvd.sidecar.v1.Request.add_process_set:type_name -> gohvd.sidecar.v1.AddProcessSet
-	19, // 8: gohvd.sidecar.v1.Request.remove_process_set:type_name -> gohvd.sidecar.v1.RemoveProcessSet
-	20, // 9: gohvd.sidecar.v1.Request.status:type_name -> gohvd.sidecar.v1.Status
-	23, // 10: gohvd.sidecar.v1.Request.bye:type_name -> gohvd.sidecar.v1.Bye
-	24, // 11: gohvd.sidecar.v1.Request.start_timeline:type_name -> gohvd.sidecar.v1.StartTimeline
-	25, // 12: gohvd.sidecar.v1.Request.stop_timeline:type_name -> gohvd.sidecar.v1.StopTimeline
-	26, // 13: gohvd.sidecar.v1.Request.new_unique_id:type_name -> gohvd.sidecar.v1.NewUniqueID
-	29, // 14: gohvd.sidecar.v1.Request.start_node:type_name -> gohvd.sidecar.v1.StartNode
-	31, // 15: gohvd.sidecar.v1.Request.serve:type_name -> gohvd.sidecar.v1.Serve
-	32, // 16: gohvd.sidecar.v1.Request.exchange:type_name -> gohvd.sidecar.v1.Exchange
-	33, // 17: gohvd.sidecar.v1.Request.clock:type_name -> gohvd.sidecar.v1.Clock
-	34, // 18: gohvd.sidecar.v1.Request.node_barrier:type_name -> gohvd.sidecar.v1.NodeBarrier
-	35, // 19: gohvd.sidecar.v1.Request.finalize:type_name -> gohvd.sidecar.v1.Finalize
-	8,  // 20: gohvd.sidecar.v1.Request.device_arena:type_name -> gohvd.sidecar.v1.DeviceArena
-	28, // 21: gohvd.sidecar.v1.Reply.error:type_name -> gohvd.sidecar.v1.Error
-	4,  // 22: gohvd.sidecar.v1.Reply.ready:type_name -> gohvd.sidecar.v1.Ready
-	16, // 23: gohvd.sidecar.v1.Reply.completion:type_name -> gohvd.sidecar.v1.Completion
-	5,  // 24: gohvd.sidecar.v1.Reply.process_set:type_name -> gohvd.sidecar.v1.ProcessSet
-	21, // 25: gohvd.sidecar.v1.Reply.status:type_name -> gohvd.sidecar.v1.StatusReport
-	7,  // 26: gohvd.sidecar.v1.Reply.arena:type_name -> gohvd.sidecar.v1.Arena
-	22, // 27: gohvd.sidecar.v1.Reply.ended:type_name -> gohvd.sidecar.v1.Ended
-	9,  // 28: gohvd.sidecar.v1.Reply.drop_arena:type_name -> gohvd.sidecar.v1.DropArena
-	27, // 29: gohvd.sidecar.v1.Reply.unique_id:type_name -> gohvd.sidecar.v1.UniqueID
-	30, // 30: gohvd.sidecar.v1.Reply.node:type_name -> gohvd.sidecar.v1.Node
-	36, // 31: gohvd.sidecar.v1.Init.settings:type_name -> gohvd.sidecar.v1.Init.SettingsEntry
-	3,  // 32: gohvd.sidecar.v1.Init.process_sets:type_name -> gohvd.sidecar.v1.Ranks
-	5,  // 33: gohvd.sidecar.v1.Ready.process_sets:type_name -> gohvd.sidecar.v1.ProcessSet
-	14, // 34: gohvd.sidecar.v1.Prepare.operation:type_name -> gohvd.sidecar.v1.Operation
-	12, // 35: gohvd.sidecar.v1.Tensor.input:type_name -> gohvd.sidecar.v1.Memory
-	12, // 36: gohvd.sidecar.v1.Tensor.output:type_name -> gohvd.sidecar.v1.Memory
-	13, // 37: gohvd.sidecar.v1.Operation.tensors:type_name -> gohvd.sidecar.v1.Tensor
-	12, // 38: gohvd.sidecar.v1.Result.memory:type_name -> gohvd.sidecar.v1.Memory
-	15, // 39: gohvd.sidecar.v1.Completion.results:type_name -> gohvd.sidecar.v1.Result
-	28, // 40: gohvd.sidecar.v1.Ended.error:type_name -> gohvd.sidecar.v1.Error
-	37, // 41: gohvd.sidecar.v1.NewUniqueID.settings:type_name -> gohvd.sidecar.v1.NewUniqueID.SettingsEntry
-	38, // 42: gohvd.sidecar.v1.StartNode.settings:type_name -> gohvd.sidecar.v1.StartNode.SettingsEntry
-	12, // 43: gohvd.sidecar.v1.Exchange.keys:type_name -> gohvd.sidecar.v1.Memory
-	12, // 44: gohvd.sidecar.v1.Exchange.values:type_name -> gohvd.sidecar.v1.Memory
-	12, // 45: gohvd.sidecar.v1.Exchange.results:type_name -> gohvd.sidecar.v1.Memory
-	46, // [46:46] is the sub-list for method output_type
-	46, // [46:46] is the sub-list for method input_type
-	46, // [46:46] is the sub-list for extension type_name
-	46, // [46:46] is the sub-list for extension extendee
-	0,  // [0:46] is the sub-list for field type_name
+	8,  // 3: gohvd.sidecar.v1.Request.drop_arena:type_name -> gohvd.sidecar.v1.DropArena
+	9,  // 4: gohvd.sidecar.v1.Request.ring:type_name -> gohvd.sidecar.v1.Ring
+	10, // 5: gohvd.sidecar.v1.Request.prepare:type_name -> gohvd.sidecar.v1.Prepare
+	16, // 6: gohvd.sidecar.v1.Request.free:type_name -> gohvd.sidecar.v1.Free
+	17, // 7: gohvd.sidecar.v1.Request.add_process_set:type_name -> gohvd.sidecar.v1.AddProcessSet
+	18, // 8: gohvd.sidecar.v1.Request.remove_process_set:type_name -> gohvd.sidecar.v1.RemoveProcessSet
+	19, // 9: gohvd.sidecar.v1.Request.status:type_name -> gohvd.sidecar.v1.Status
+	22, // 10: gohvd.sidecar.v1.Request.bye:type_name -> gohvd.sidecar.v1.Bye
+	23, // 11: gohvd.sidecar.v1.Request.start_timeline:type_name -> gohvd.sidecar.v1.StartTimeline
+	24, // 12: gohvd.sidecar.v1.Request.stop_timeline:type_name -> gohvd.sidecar.v1.StopTimeline
+	25, // 13: gohvd.sidecar.v1.Request.new_unique_id:type_name -> gohvd.sidecar.v1.NewUniqueID
+	28, // 14: gohvd.sidecar.v1.Request.start_node:type_name -> gohvd.sidecar.v1.StartNode
+	30, // 15: gohvd.sidecar.v1.Request.serve:type_name -> gohvd.sidecar.v1.Serve
+	31, // 16: gohvd.sidecar.v1.Request.exchange:type_name -> gohvd.sidecar.v1.Exchange
+	32, // 17: gohvd.sidecar.v1.Request.clock:type_name -> gohvd.sidecar.v1.Clock
+	33, // 18: gohvd.sidecar.v1.Request.node_barrier:type_name -> gohvd.sidecar.v1.NodeBarrier
+	34, // 19: gohvd.sidecar.v1.Request.finalize:type_name -> gohvd.sidecar.v1.Finalize
+	27, // 20: gohvd.sidecar.v1.Reply.error:type_name -> gohvd.sidecar.v1.Error
+	4,  // 21: gohvd.sidecar.v1.Reply.ready:type_name -> gohvd.sidecar.v1.Ready
+	15, // 22: gohvd.sidecar.v1.Reply.completion:type_name -> gohvd.sidecar.v1.Completion
+	5,  // 23: gohvd.sidecar.v1.Reply.process_set:type_name -> gohvd.sidecar.v1.ProcessSet
+	20, // 24: gohvd.sidecar.v1.Reply.status:type_name -> gohvd.sidecar.v1.StatusReport
+	7,  // 25: gohvd.sidecar.v1.Reply.arena:type_name -> gohvd.sidecar.v1.Arena
+	21, // 26: gohvd.sidecar.v1.Reply.ended:type_name -> gohvd.sidecar.v1.Ended
+	8,  // 27: gohvd.sidecar.v1.Reply.drop_arena:type_name -> gohvd.sidecar.v1.DropArena
+	26, // 28: gohvd.sidecar.v1.Reply.unique_id:type_name -> gohvd.sidecar.v1.UniqueID
+	29, // 29: gohvd.sidecar.v1.Reply.node:type_name -> gohvd.sidecar.v1.Node
+	35, // 30: gohvd.sidecar.v1.Init.settings:type_name -> gohvd.sidecar.v1.Init.SettingsEntry
+	3,  // 31: gohvd.sidecar.v1.Init.process_sets:type_name -> gohvd.sidecar.v1.Ranks
+	5,  // 32: gohvd.sidecar.v1.Ready.process_sets:type_name -> gohvd.sidecar.v1.ProcessSet
+	13, // 33: gohvd.sidecar.v1.Prepare.operation:type_name -> gohvd.sidecar.v1.Operation
+	11, // 34: gohvd.sidecar.v1.Tensor.input:type_name -> gohvd.sidecar.v1.Memory
+	11, // 35: gohvd.sidecar.v1.Tensor.output:type_name -> gohvd.sidecar.v1.Memory
+	12, // 36: gohvd.sidecar.v1.Operation.tensors:type_name -> gohvd.sidecar.v1.Tensor
+	11, // 37: gohvd.sidecar.v1.Result.memory:type_name -> gohvd.sidecar.v1.Memory
+	14, // 38: gohvd.sidecar.v1.Completion.results:type_name -> gohvd.sidecar.v1.Result
+	27, // 39: gohvd.sidecar.v1.Ended.error:type_name -> gohvd.sidecar.v1.Error
+	36, // 40: gohvd.sidecar.v1.NewUniqueID.settings:type_name -> gohvd.sidecar.v1.NewUniqueID.SettingsEntry
+	37, // 41: gohvd.sidecar.v1.StartNode.settings:type_name -> gohvd.sidecar.v1.StartNode.SettingsEntry
+	11, // 42: gohvd.sidecar.v1.Exchange.keys:type_name -> gohvd.sidecar.v1.Memory
+	11, // 43: gohvd.sidecar.v1.Exchange.values:type_name -> gohvd.sidecar.v1.Memory
+	11, // 44: gohvd.sidecar.v1.Exchange.results:type_name -> gohvd.sidecar.v1.Memory
+	45, // [45:45] is the sub-list for method output_type
+	45, // [45:45] is the sub-list for method input_type
+	45, // [45:45] is the sub-list for extension type_name
+	45, // [45:45] is the sub-list for extension extendee
+	0,  // [0:45] is the sub-list for field type_name
 }
 
 func init() { file_sidecar_proto_init() }
@@ -3058,7 +2928,6 @@ func file_sidecar_proto_init() {
 		(*Request_Clock)(nil),
 		(*Request_NodeBarrier)(nil),
 		(*Request_Finalize)(nil),
-		(*Request_DeviceArena)(nil),
 	}
 	file_sidecar_proto_msgTypes[1].OneofWrappers = []any{
 		(*Reply_Ready)(nil),
@@ -3071,14 +2940,14 @@ func file_sidecar_proto_init() {
 		(*Reply_UniqueId)(nil),
 		(*Reply_Node)(nil),
 	}
-	file_sidecar_proto_msgTypes[14].OneofWrappers = []any{}
+	file_sidecar_proto_msgTypes[13].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_sidecar_proto_rawDesc), len(file_sidecar_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   39,
+			NumMessages:   38,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

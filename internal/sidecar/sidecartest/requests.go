@@ -50,20 +50,6 @@ func DropArena(number uint32) *sidecarpb.Request {
 		DropArena: &sidecarpb.DropArena{Arena: number}}}
 }
 
-// DeviceMemory returns a request that gives the sidecar access to memory of the CUDA device with the given
-// bus ID.
-func DeviceMemory(number uint32, busID string, handle []byte, numBytes int) *sidecarpb.Request {
-	return &sidecarpb.Request{What: &sidecarpb.Request_DeviceArena{DeviceArena: &sidecarpb.DeviceArena{
-		Arena: number, BusId: busID, Memory: handle, Bytes: uint64(numBytes)}}}
-}
-
-// DeviceEvent returns a request that gives the sidecar access to an event of the CUDA device with the given
-// bus ID.
-func DeviceEvent(number uint32, busID string, handle []byte) *sidecarpb.Request {
-	return &sidecarpb.Request{What: &sidecarpb.Request_DeviceArena{DeviceArena: &sidecarpb.DeviceArena{
-		Arena: number, BusId: busID, Event: handle}}}
-}
-
 // Ring returns a request that gives the sidecar access to a ring. The client must send the descriptor of the
 // ring with it.
 func Ring(numBytes uint64) *sidecarpb.Request {

@@ -1,6 +1,5 @@
 #!/bin/sh
-# Builds the stand-ins for libcudart, libcuda and libnccl in a folder: build.sh FOLDER. libcudart has the functions of
-# libcuda too.
+# Builds the stand-ins for libcudart and libnccl in a folder: build.sh FOLDER.
 set -eu
 mkdir -p "$1"
 out=$(cd "$1" && pwd)
@@ -9,4 +8,3 @@ compile() { gcc -O1 -g -Wall -Wextra -Werror -shared -fPIC "-Wl,-rpath,\$ORIGIN"
 compile -Wl,-soname,libcudart.so.12 -o "$out/libcudart.so.12" cudart.c -lpthread -lrt
 compile -o "$out/libnccl.so.2" nccl.c "$out/libcudart.so.12" -lpthread -lrt -lm
 compile -DSTANDIN_OLD -o "$out/libnccl-old.so.2" nccl.c "$out/libcudart.so.12" -lpthread -lrt -lm
-ln -sf libcudart.so.12 "$out/libcuda.so.1"

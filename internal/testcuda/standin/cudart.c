@@ -14,7 +14,6 @@
 //	                           cudaMemcpyAsync, cudaMemcpyBatchAsync and cudaStreamWaitEvent
 //	STANDIN_CUDA_BATCH_FAILS   number of the copy at which each cudaMemcpyBatchAsync fails
 //	STANDIN_CUDA_DELAY_US      delay of each piece of work on a stream (default 200)
-//	STANDIN_CUDA_NO_IPC        1 if memory cannot be exported, like that of an allocator with expandable segments
 //	STANDIN_CUDA_HOLD          file; a stream that is made while the variable is set executes no work before the
 //	                           file exists
 //	STANDIN_CUDA_MEMORY_BYTES  size of the memory of each device (default 1 GiB)
@@ -163,34 +162,20 @@ struct clock {
 
 // ---- memory
 
-// A block is an allocation, or the allocation of another process that this process has opened.
+// A block is an allocation.
 struct block {
 	char *address;  // the device address, which cannot be read
 	char *host;     // the same memory, for the stand-in
 	size_t size;
 	int device;
 	int fd;
-	int opens;      // how often another process's block was opened; 0 if it is our own
 	struct access *accesses;
 	int numAccesses;
-	char name[40];  // the name of the shared memory
 	struct block *next;
 };
 
 static struct block *blocks;
 static size_t used[64];
-
-// share makes shared memory of n bytes, which other processes can open by its name, and which ends with the
-// process. It returns a file descriptor, or -1.
-static int share(char name[40], size_t n) {
-	int fd = memfd_create("standin", 0);
-	if (fd >= 0 && ftruncate(fd, (off_t)n) != 0) {
-		close(fd);
-		return -1;
-	}
-	snprintf(name, 40, "/proc/%d/fd/%d", getpid(), fd);
-	return fd;
-}
 
 static struct block *find(const void *p) {
 	for (struct block *b = blocks; b; b = b->next)
@@ -212,13 +197,13 @@ void *standin_host(const void *p, size_t n, const char *call) {
 	return host;
 }
 
-// map maps the shared memory of b. The caller holds the lock.
-static int map(struct block *b, int fd) {
-	if (fd < 0)
-		return invalidValue;
-	b->fd = fd;
-	b->address = mmap(NULL, b->size, PROT_NONE, MAP_SHARED, fd, 0);
-	b->host = mmap(NULL, b->size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+// map allocates the memory of b. The caller holds the lock.
+static int map(struct block *b) {
+	b->fd = memfd_create("standin", 0);
+	if (b->fd < 0 || ftruncate(b->fd, (off_t)b->size) != 0)
+		return outOfMemory;
+	b->address = mmap(NULL, b->size, PROT_NONE, MAP_SHARED, b->fd, 0);
+	b->host = mmap(NULL, b->size, PROT_READ | PROT_WRITE, MAP_SHARED, b->fd, 0);
 	if (b->address == MAP_FAILED || b->host == MAP_FAILED)
 		return outOfMemory;
 	b->next = blocks;
@@ -250,7 +235,7 @@ int cudaMalloc(void **p, size_t n) {
 		struct block *b = calloc(1, sizeof *b);
 		b->size = size;
 		b->device = current;
-		if ((code = map(b, share(b->name, size))) == success) {
+		if ((code = map(b)) == success) {
 			memset(b->host, 0xa5, size); // what was there before is undefined
 			used[current] += size;
 			*p = b->address;
@@ -269,8 +254,6 @@ int cudaFree(void *p) {
 	struct block *b = find(p);
 	if (!b || b->address != p)
 		standin_violation("cudaFree: %p is not the beginning of an allocation", p);
-	if (b->opens)
-		standin_violation("cudaFree: %p belongs to another process", p);
 	int device = b->device;
 	pthread_mutex_unlock(&lock);
 	synchronizeAll(device);
@@ -641,15 +624,14 @@ int cudaMemsetAsync(void *p, int value, size_t n, void *stream) {
 
 // ---- events
 
-struct state { // in shared memory if the event is for several processes
+struct state {
 	long recorded, completed;
 };
 
 struct event {
 	struct state *state;
-	int interprocess, device;
+	int device;
 	struct clock clock; // of the last record
-	char name[40];
 	struct event *next;
 };
 
@@ -666,14 +648,10 @@ static struct event *checkedEvent(void *event, const char *call) {
 	return e;
 }
 
-static int mapState(struct event *e, int fd) {
-	if (fd < 0)
-		return invalidValue;
-	e->state = mmap(NULL, sizeof *e->state, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-	return e->state == MAP_FAILED ? outOfMemory : success;
-}
-
-static int addEvent(struct event *e, void **event) {
+int cudaEventCreateWithFlags(void **event, unsigned flags) {
+	(void)flags;
+	struct event *e = calloc(1, sizeof *e);
+	e->state = calloc(1, sizeof *e->state);
 	e->device = current;
 	pthread_mutex_lock(&lock);
 	e->next = events;
@@ -681,20 +659,6 @@ static int addEvent(struct event *e, void **event) {
 	pthread_mutex_unlock(&lock);
 	*event = e;
 	return success;
-}
-
-int cudaEventCreateWithFlags(void **event, unsigned flags) {
-	if ((flags & 4) && !(flags & 2))
-		return result(invalidValue); // an event for several processes must not measure time
-	struct event *e = calloc(1, sizeof *e);
-	if ((e->interprocess = (flags & 4) != 0)) {
-		int code = mapState(e, share(e->name, sizeof *e->state));
-		if (code != success)
-			return result(code);
-	} else {
-		e->state = calloc(1, sizeof *e->state);
-	}
-	return addEvent(e, event);
 }
 
 int cudaEventDestroy(void *event) {
@@ -756,7 +720,7 @@ int cudaStreamWaitEvent(void *stream, void *event, unsigned flags) {
 	struct event *e = checkedEvent(event, "cudaStreamWaitEvent");
 	struct stream *s = checked(stream, "cudaStreamWaitEvent");
 	pthread_mutex_lock(&lock);
-	merge(&s->clock, e->interprocess ? &enqueued : &e->clock);
+	merge(&s->clock, &e->clock);
 	pthread_mutex_unlock(&lock);
 	struct mark *m = malloc(sizeof *m);
 	*m = (struct mark){e->state, __atomic_load_n(&e->state->recorded, __ATOMIC_ACQUIRE)};
@@ -768,7 +732,7 @@ static int ended(struct event *e) {
 	if (__atomic_load_n(&e->state->completed, __ATOMIC_ACQUIRE) <
 			__atomic_load_n(&e->state->recorded, __ATOMIC_ACQUIRE))
 		return 0;
-	hostSees(e->interprocess ? &enqueued : &e->clock);
+	hostSees(&e->clock);
 	return 1;
 }
 
@@ -783,4 +747,3 @@ int cudaEventSynchronize(void *event) {
 	return success;
 }
 
-#include "ipc.c"
