@@ -98,7 +98,7 @@ func TestEndings(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	inPython := []string{"PYTHONPATH=" + package_, "HVD_SIDECAR_BINARY=" + hvdd(t)}
+	inPython := []string{"PYTHONPATH=" + package_, "HVD_LIBRARY=" + library(t)}
 	try := func(t *testing.T, ranks int, e ending, command []string, env ...string) {
 		culprit := random.IntN(ranks)
 		j := startCommand(t, append([]string{hvdrunPath, "-np", strconv.Itoa(ranks)}, command...),

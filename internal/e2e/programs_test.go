@@ -28,8 +28,6 @@ func program(name string) int {
 		return again(ctx)
 	case "dies":
 		return dies(ctx)
-	case "sidecar-sums", "sidecar-loop", "sidecar-fork":
-		return sidecarRank(name)
 	case "store":
 		return overHosts(serveStore)
 	case "id":

@@ -506,7 +506,7 @@ func torchKind(t *testing.T, name string) *tableKind {
 	}
 	k.command = func(t *testing.T, over bool) (hosts []*testnet.Host, command, env []string) {
 		python := testnet.NewTorch(t)
-		env = []string{"HVD_SIDECAR_BINARY=" + hvdd(t)}
+		env = []string{"HVD_LIBRARY=" + library(t)}
 		words := []string{python, "-m", "torch.distributed.run"}
 		switch {
 		case !byTorchrun:

@@ -63,11 +63,8 @@ type conn struct {
 	// node is nil until the client sends the first request to it. The reader sets it.
 	node *node
 
-	// driving is true while the reader drives the engine. During that time, a goroutine that finishes an
-	// operation does not send a doorbell. It sets doorbellOwed, and the reader sends the doorbell.
-	driving, doorbellOwed atomic.Bool
-	inFlight              atomic.Int64 // number of operations in flight
-	messages              atomic.Int64 // number of those that are messages, which need no turns of the engine
+	inFlight atomic.Int64 // number of operations in flight
+	messages atomic.Int64 // number of those that are messages, which need no turns of the engine
 
 	mu        sync.Mutex
 	busy      map[uint64]struct{} // numbers of requests and operations that are not answered yet
@@ -208,15 +205,11 @@ func (c *conn) frames() error {
 			return err
 		}
 		if !ok {
-			// If the socket has no room for a doorbell, the client does not send it, because the frames in
-			// the socket have the same effect. So this code does what a doorbell would do.
-			c.notifyOverdue()
 			return c.in.Spare()
 		}
 		if len(body) == 0 {
-			// The frame is a doorbell. The submissions need no handling here, because turn looks at the ring
-			// after it has handled the frames.
-			c.notifyOverdue()
+			// The frame is a doorbell. It needs no handling here, because turn looks at the ring after it has
+			// handled the frames.
 			continue
 		}
 		if c.out.Unsent() > maxUnsentBytes {
@@ -322,9 +315,9 @@ func (o *operation) answer(err error) {
 	if err != nil {
 		o.freeOutputs()
 	}
-	status, r := uint32(wire.StatusDone), (*sidecarpb.Reply)(nil)
+	var r *sidecarpb.Reply
 	if err != nil || !o.plain() {
-		status, r = wire.StatusReply, &sidecarpb.Reply{Id: o.id}
+		r = &sidecarpb.Reply{Id: o.id}
 		if err == nil {
 			a := o.completion()
 			err = c.handOver(o, a)
@@ -339,16 +332,11 @@ func (o *operation) answer(err error) {
 	}
 	c.leave(o.id, o.plan.Weight())
 	c.drop(o.plan)
-	if c.ring.futexes {
-		// Complete the operation before the answer is sent, because a client that has the answer may submit
-		// the next operation.
-		c.ring.complete(o.id, status)
-	}
+	// The operation is completed before the answer is sent, because a client that has the answer may submit
+	// the next operation.
+	c.ring.complete(o.id, r == nil)
 	if r != nil {
 		c.reply(r, -1)
-	}
-	if !c.ring.futexes && c.ring.complete(o.id, status) {
-		c.notifyLater()
 	}
 }
 
@@ -407,27 +395,6 @@ func (c *conn) announceRemoval(number uint32) {
 	}
 }
 
-// notifyLater makes sure that a doorbell is sent. If the reader is driving the engine, the reader sends the
-// doorbell later, so that several completions share it. Otherwise notifyLater sends the doorbell at once.
-func (c *conn) notifyLater() {
-	if c.driving.Load() {
-		c.doorbellOwed.Store(true)
-		if c.driving.Load() || !c.doorbellOwed.Swap(false) {
-			// The doorbell is not lost: the reader checks doorbellOwed again after it has stopped driving.
-			return
-		}
-	}
-	c.out.SendDoorbell()
-}
-
-// notifyOverdue sends a doorbell if there are completions for which the client did not want a doorbell at the
-// time when they were written, but wants one now.
-func (c *conn) notifyOverdue() {
-	if c.ring != nil && c.ring.overdue() {
-		c.out.SendDoorbell()
-	}
-}
-
 // needsTurns reports whether operations are in flight that turns of the engine execute.
 func (c *conn) needsTurns() bool { return c.inFlight.Load() > c.messages.Load() }
 
@@ -443,11 +410,7 @@ func (c *conn) drive() (came bool, err error) {
 		(*run).Notify()
 		return false, nil
 	}
-	c.driving.Store(true)
 	(*run).Drive(context.Background(), func() bool {
-		if c.doorbellOwed.Load() && c.doorbellOwed.Swap(false) {
-			c.out.SendDoorbell()
-		}
 		if !c.needsTurns() || c.ring != nil && (c.ring.pending() != c.ring.read || !c.ring.awaited()) {
 			return true
 		}
@@ -457,10 +420,6 @@ func (c *conn) drive() (came bool, err error) {
 		came, err = c.in.Fill(false)
 		return came || err != nil
 	})
-	c.driving.Store(false)
-	if c.doorbellOwed.Swap(false) {
-		c.out.SendDoorbell()
-	}
 	return came || c.ring != nil && c.ring.pending() != c.ring.read, err
 }
 

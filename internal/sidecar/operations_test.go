@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"math"
 	"runtime"
 	"slices"
 	"strings"
@@ -217,107 +216,6 @@ func TestArenaOfTheSidecarGoes(t *testing.T) {
 	})
 }
 
-// TestBellIsOwed completes one or two operations while the reader drives the engine. The client must get
-// exactly one doorbell, even if the reader is about to stop driving.
-func TestBellIsOwed(t *testing.T) {
-	s := server(t, Config{})
-	pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer unix.Close(pair[0])
-	defer unix.Close(pair[1])
-	c := newConn(s, pair[0], 0)
-	c.inFlight.Store(1)
-	for what, help := range map[string]func(context.Context, func() bool){
-		"after the last look": func(context.Context, func() bool) { c.notifyLater() },
-		"before a look": func(_ context.Context, done func() bool) {
-			c.notifyLater()
-			c.notifyLater()
-			done()
-		},
-	} {
-		install(s, stub{drive: help})
-		if _, err := c.drive(); err != nil {
-			t.Fatal(err)
-		}
-		var b [10]byte
-		if n, _, err := unix.Recvfrom(pair[1], b[:], unix.MSG_DONTWAIT); err != nil || n != 1 || b[0] != 0 {
-			t.Errorf("%s: got %v, %v, want one doorbell", what, b[:max(n, 0)], err)
-		}
-	}
-	s.running.Store(nil)
-}
-
-// TestWantedCompletions checks that a client gets a doorbell when the number of completions reaches the value
-// in the word RingWanted. If the client lowers this value and then sends a doorbell, it must also get a
-// doorbell for completions of which it has not been notified.
-func TestWantedCompletions(t *testing.T) {
-	ranks(t, 1, func(_ int, c *client, b []byte) {
-		c.Ring(16)
-		c.Send(sidecartest.Prepare(0, sidecartest.Sum("x", 1, 0, 1)))
-		wanted := c.Word(sidecartest.RingWanted)
-		// do runs n operations one after the other, and returns the number of doorbells that the sidecar has
-		// sent meanwhile. It waits for the answer to a Status request, which arrives after all doorbells.
-		do := func(n int) int {
-			before := c.Doorbells
-			for range n {
-				c.Push(0)
-				c.Doorbell()
-				for c.Word(wire.RingCompleted).Load() == c.Word(sidecartest.RingSeen).Load() {
-					runtime.Gosched()
-				}
-				if _, status := c.Pop(); status != 0 {
-					t.Errorf("status %d", status)
-				}
-				c.Must(sidecartest.Status())
-			}
-			return c.Doorbells - before
-		}
-		if got := do(3); got != 3 {
-			t.Errorf("a client that does not say what it wants got %d doorbells for 3 completions", got)
-		}
-		wanted.Store(6)
-		if got := do(2); got != 0 {
-			t.Errorf("got %d doorbells for completions 4 and 5, want the 6th", got)
-		}
-		if got := do(1); got != 1 {
-			t.Errorf("got %d doorbells for completion 6, want 1", got)
-		}
-		wanted.Store(math.MaxUint64)
-		if got := do(2); got != 0 {
-			t.Errorf("got %d doorbells, want 0", got)
-		}
-		// look sends a doorbell and returns how many doorbells the sidecar sends back.
-		look := func() int {
-			before := c.Doorbells
-			c.Doorbell()
-			c.Must(sidecartest.Status())
-			return c.Doorbells - before
-		}
-		never := look()
-		wanted.Store(0)
-		if first, second := look(), look(); never != 0 || first != 1 || second != 0 {
-			t.Errorf("got %d doorbells in return where nothing is wanted, then %d and %d, want 0, 1 and 0",
-				never, first, second)
-		}
-		// A request without an answer must have the effect of a doorbell too. So a client can leave out the
-		// doorbell if requests have filled the socket.
-		wanted.Store(math.MaxUint64)
-		do(1)
-		wanted.Store(0)
-		c.Send(&sidecarpb.Request{What: &sidecarpb.Request_Free{
-			Free: &sidecarpb.Free{Arena: wire.OwnArenas}}})
-		before := c.Doorbells
-		if err := c.Read(); err != nil {
-			t.Fatal(err)
-		}
-		if c.Must(sidecartest.Status()); c.Doorbells != before+1 {
-			t.Errorf("got %d doorbells in return for a frame, want 1", c.Doorbells-before)
-		}
-	})
-}
-
 // TestLookingNeedsNoDoorbell checks that a submission needs no doorbell while the word RingLooking says that
 // the sidecar is looking at the ring.
 func TestLookingNeedsNoDoorbell(t *testing.T) {
@@ -331,6 +229,7 @@ func TestLookingNeedsNoDoorbell(t *testing.T) {
 			c.Send(sidecartest.Prepare(slot, sidecartest.Sum(fmt.Sprint("x", slot), uint32(r+1),
 				64*uint64(slot), 1)))
 		}
+		var ids []uint64
 		if r == 0 {
 			// The reader drives the engine and polls the ring until rank 1 has submitted the operation too.
 			engine := *s.running.Load()
@@ -339,20 +238,20 @@ func TestLookingNeedsNoDoorbell(t *testing.T) {
 					engine.Drive(ctx, done)
 				}
 			}})
-			c.Push(0)
+			ids = append(ids, c.Push(0))
 			c.Doorbell()
 			until(t, func() bool { return c.Word(sidecartest.RingLooking).Load() != 0 })
-			c.Push(1)
+			ids = append(ids, c.Push(1))
 			until(t, func() bool { return c.Word(wire.RingTaken).Load() == 2 })
 			close(taken)
 		} else {
 			<-taken
-			c.Push(0)
-			c.Push(1)
+			ids = append(ids, c.Push(0), c.Push(1))
 			c.Doorbell()
 		}
-		c.Pop()
-		c.Pop()
+		for _, id := range ids {
+			c.Wait(id)
+		}
 		until(t, func() bool { return c.Word(sidecartest.RingLooking).Load() == 0 })
 		c.Shutdown()
 		c.bye()
@@ -366,21 +265,19 @@ func TestDozingNeedsNoDoorbell(t *testing.T) {
 	ranks(t, 1, func(_ int, c *client, _ []byte) {
 		c.Ring(16)
 		c.Send(sidecartest.Prepare(0, sidecartest.Sum("x", 1, 0, 1)))
-		state, wanted := c.Word(sidecartest.RingLooking), c.Word(sidecartest.RingWanted)
-		wanted.Store(math.MaxUint64)
+		state, waiting := c.Word(sidecartest.RingLooking), c.Word(sidecartest.RingWaiting)
+		waiting.Store(0)
 		run := func() (was uint64) {
-			c.Push(0)
+			id := c.Push(0)
 			if was = state.Load(); was == wire.Asleep {
 				c.Doorbell()
 			}
-			until(t,
-				func() bool { return c.Word(wire.RingCompleted).Load() == c.Word(wire.RingSubmitted).Load() })
-			c.Pop()
+			c.Wait(id)
 			return was
 		}
 		until(t, func() bool { return run() == wire.Polling })
 		until(t, func() bool { return state.Load() == wire.Asleep })
-		wanted.Store(math.MaxUint64 - 1)
+		waiting.Store(1)
 		for range 100 {
 			if was := run(); was == wire.Polling {
 				t.Fatal("the sidecar polls after an operation that the client has waited for")
@@ -427,11 +324,10 @@ func TestPark(t *testing.T) {
 	if r.startLooking(); r.park(wire.Asleep) || r.park(wire.Polling) {
 		t.Error("the reader parks although there is a submission")
 	}
-	wanted := word(b, wire.RingWanted)
-	for value, want := range map[uint64]bool{0: true, 1: true, math.MaxUint64 - 1: true,
-		math.MaxUint64: false} {
-		if wanted.Store(value); r.awaited() != want {
-			t.Errorf("with %d wanted, the client waits: %v, want %v", value, !want, want)
+	waiting := word(b, wire.RingWaiting)
+	for value, want := range map[uint64]bool{0: false, 1: true, 2: true} {
+		if waiting.Store(value); r.awaited() != want {
+			t.Errorf("with %d threads, the client waits: %v, want %v", value, !want, want)
 		}
 	}
 	if err := errors.Join(r.close(), unix.Munmap(b)); err != nil {
@@ -569,19 +465,16 @@ func TestEmptyOverTheRing(t *testing.T) {
 					}
 					c.Send(sidecartest.Prepare(slot, o))
 					// An alltoall always has an answer, because the answer contains the received splits.
-					want := uint32(wire.StatusDone)
-					if kind == 4 || slices.Contains(given, false) {
-						want = wire.StatusReply
-					}
+					want := kind != 4 && !slices.Contains(given, false)
 					for range 4 {
 						id := c.Push(slot)
 						c.Doorbell()
-						if got, status := c.Pop(); got != id || status != want {
-							t.Errorf("rank %d, %s: completion %d with status %d, want %d with %d", r, o.Name,
-								got, status, id, want)
+						if got := c.Wait(id); got != want {
+							t.Errorf("rank %d, %s: the ring says that the operation is done: %v, want %v", r, o.Name,
+								got, want)
 							return
 						}
-						if want == wire.StatusDone {
+						if want {
 							continue
 						}
 						results := c.Reply(id).GetCompletion().GetResults()
@@ -611,16 +504,13 @@ func TestBarrierAndJoin(t *testing.T) {
 		c.MustRun(&sidecarpb.Operation{Kind: 6})
 		c.Send(sidecartest.Prepare(0, &sidecarpb.Operation{Kind: 6, Name: "b"}))
 		c.Send(sidecartest.Prepare(1, &sidecarpb.Operation{Kind: 7}))
-		c.Push(0)
+		id := c.Push(0)
 		c.Doorbell()
-		if _, status := c.Pop(); status != 0 {
-			t.Errorf("barrier: status %d", status)
+		if !c.Wait(id) {
+			t.Errorf("barrier: got the answer %v", c.Reply(id))
 		}
-		id := c.Push(1)
+		id = c.Push(1)
 		c.Doorbell()
-		if got, status := c.Pop(); got != id || status != 1 {
-			t.Errorf("join: completion %d with status %d, want %d and 1", got, status, id)
-		}
 		if a := c.Reply(id); a.Error != nil || a.GetCompletion().LastJoined > 1 {
 			t.Errorf("join: %v", a)
 		}
@@ -637,13 +527,14 @@ func TestNumberedCalls(t *testing.T) {
 			x[slot] = float32(10*slot + 10)
 			c.Send(sidecartest.Prepare(uint32(slot), sidecartest.Sum("a", uint32(r+1), uint64(4*slot), 1)))
 		}
+		var ids []uint64
 		for k := range 2 {
 			slot := uint32(k ^ r)
-			c.PushCall(slot, slot+1)
+			ids = append(ids, c.PushCall(slot, slot+1))
 			c.Doorbell()
 		}
-		for range 2 {
-			if id, status := c.Pop(); status != 0 {
+		for _, id := range ids {
+			if !c.Wait(id) {
 				t.Errorf("rank %d: operation %d: %v", r, id, c.Reply(id))
 			}
 		}
@@ -653,7 +544,6 @@ func TestNumberedCalls(t *testing.T) {
 		c.Send(sidecartest.Prepare(2, sidecartest.Sum("", uint32(r+1), 0, 1)))
 		id := c.PushCall(2, 1)
 		c.Doorbell()
-		c.Pop()
 		refused(t, "no name", c.Reply(id), classUsage, "call number 1 of an operation without a name")
 	})
 }
@@ -715,7 +605,7 @@ func TestManyOverTheRing(t *testing.T) {
 				uint64(1024*slot), 100)))
 		}
 		for round := range rounds {
-			ids := make(map[uint64]bool)
+			var ids []uint64
 			for i := range uint32(n) {
 				slot := i
 				if r == 1 {
@@ -724,19 +614,17 @@ func TestManyOverTheRing(t *testing.T) {
 				for k := range 100 {
 					x[256*int(slot)+k] = float32(round)
 				}
-				ids[c.Push(slot)] = true
+				ids = append(ids, c.Push(slot))
 				if (int(i)+round)%3 == 0 {
 					c.Doorbell()
 				}
 			}
 			c.Doorbell()
-			for range n {
-				id, status := c.Pop()
-				if !ids[id] || status != 0 {
-					t.Errorf("completion %d with status %d", id, status)
+			for _, id := range ids {
+				if !c.Wait(id) {
+					t.Errorf("operation %d: got the answer %v", id, c.Reply(id))
 					return
 				}
-				delete(ids, id)
 			}
 			for slot := range n {
 				if got := x[256*slot+99]; got != float32(2*round) {
@@ -757,10 +645,10 @@ func TestPrepareAndSubmitAtOnce(t *testing.T) {
 		for i := range uint32(200) {
 			c.Doorbell()
 			c.Send(sidecartest.Prepare(i, sidecartest.Sum("x", 1, 0, 1)))
-			c.Push(i)
+			id := c.Push(i)
 			c.Doorbell()
-			if id, status := c.Pop(); status != 0 {
-				t.Errorf("slot %d: status %d: %v", i, status, c.Reply(id))
+			if !c.Wait(id) {
+				t.Errorf("slot %d: %v", i, c.Reply(id))
 			}
 		}
 	})

@@ -12,9 +12,6 @@ import (
 // maxUnsentBytes is the number of queued bytes above which Room blocks.
 const maxUnsentBytes = 1 << 20
 
-// doorbell is a frame of length 0.
-var doorbell = []byte{0}
-
 // outbox sends frames over a connection. Only its methods Room and Run block. If the socket has no room for a
 // frame, the outbox queues the frame, and Run sends it later. The outbox does not limit the length of the
 // queue. Its user must do that, by a limit on unanswered requests or by calling Room. The methods are safe
@@ -76,23 +73,6 @@ func (o *outbox) Put(data []byte, fd int) {
 	case o.wake <- struct{}{}:
 	default:
 	}
-}
-
-// SendDoorbell sends a doorbell, unless the client has other bytes to read anyway.
-func (o *outbox) SendDoorbell() {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	if o.closed || len(o.queue) > 0 {
-		return
-	}
-	// The client has not read all earlier bytes yet. When it reads them, it also sees the completions that
-	// were written to the ring before this call.
-	if unread, err := unix.IoctlGetInt(o.fd, unix.TIOCOUTQ); err == nil && unread > 0 {
-		return
-	}
-	// The error is ignored. If the socket is full, the client has other bytes to read. If the socket is
-	// broken, the reader of the connection gets the error.
-	_, _ = unix.SendmsgN(o.fd, doorbell, nil, nil, unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL)
 }
 
 // write sends as many bytes of p as the socket has room for. It reports whether p is finished: all bytes of p

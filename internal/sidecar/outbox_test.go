@@ -40,8 +40,7 @@ func drain(t *testing.T, fd int) (got []byte) {
 	}
 }
 
-// numbered returns n bytes. Each is computed from its position. No byte is 0, because a 0 would be a
-// doorbell.
+// numbered returns n bytes. Each is computed from its position.
 func numbered(n int) []byte {
 	b := make([]byte, n)
 	for i := range b {
@@ -50,23 +49,17 @@ func numbered(n int) []byte {
 	return b
 }
 
-// TestBell checks that SendDoorbell sends no doorbell in the middle of a frame, and none while the other end
-// still has a doorbell or bytes of a frame to read.
-func TestBell(t *testing.T) {
+// TestOutbox sends more bytes than the socket has room for. All must arrive, in order. A closed outbox sends
+// nothing.
+func TestOutbox(t *testing.T) {
 	near, far := pair(t)
 	o := newOutbox(near)
-	o.SendDoorbell()
-	o.SendDoorbell()
-	if got := drain(t, far); !bytes.Equal(got, []byte{0}) {
-		t.Fatalf("got %v, want one doorbell", got)
-	}
 	sent := numbered(4 << 20)
 	o.Put(bytes.Clone(sent), -1)
 	got := drain(t, far) // the rest stays in the queue, because Run is not running
 	if o.Unsent() != len(sent)-len(got) || o.Unsent() <= maxUnsentBytes {
 		t.Fatalf("%d bytes are unsent, of %d that %d were read of", o.Unsent(), len(sent), len(got))
 	}
-	o.SendDoorbell()
 	var running sync.WaitGroup
 	running.Go(o.Run)
 	for len(got) < len(sent) {
@@ -81,7 +74,6 @@ func TestBell(t *testing.T) {
 	}
 	o.Close()
 	running.Wait()
-	o.SendDoorbell()
 	o.Put([]byte{1}, -1)
 	if got := drain(t, far); len(got) != 0 {
 		t.Errorf("a closed outbox has sent %v", got)

@@ -3,7 +3,6 @@ package sidecar
 import (
 	"encoding/binary"
 	"fmt"
-	"math"
 	"sync"
 	"sync/atomic"
 	"unsafe"
@@ -12,48 +11,33 @@ import (
 	"github.com/gohvd/gohvd/internal/sidecar/wire"
 )
 
-// ring is the shared memory for submissions and completions. The client can write to it at any time. So the
+// ring is the shared memory for submissions and states. The client can write to it at any time. So the
 // sidecar reads each value only once, and then checks the value that it has read.
 type ring struct {
-	bytes        []byte
-	n            uint64
-	submitted    *atomic.Uint64
-	taken, state *atomic.Uint64
-
-	// futexes is set if the ring has a state for each operation, for which its waiters sleep. Then
-	// completedAt and wanted are nil. Otherwise the client gets doorbells, and the other three are nil.
-	futexes             bool
-	completedAt, wanted *atomic.Uint64
-	changes, watchers   *atomic.Uint32
-	waiting             *atomic.Uint64
+	bytes             []byte
+	n                 uint64
+	submitted         *atomic.Uint64
+	taken, state      *atomic.Uint64
+	waiting           *atomic.Uint64
+	changes, watchers *atomic.Uint32
 
 	read uint64 // number of submissions that the reader has read; only the reader uses it
 
 	mu        sync.Mutex
 	segment   *shmem.Segment // nil after close
 	completed uint64
-	notified  uint64 // number of completions when the last doorbell was sent
 }
 
 // newRing returns the ring in the segment s. If newRing returns no error, the ring owns s.
 func newRing(s *shmem.Segment) (*ring, error) {
 	b := s.Bytes()
-	version, n, err := wire.ReadRing(b)
+	n, err := wire.ReadRing(b)
 	if err != nil {
 		return nil, err
 	}
-	r := &ring{
-		bytes: b, n: n, segment: s, futexes: version == wire.RingFutexes,
-		submitted: word(b, wire.RingSubmitted), taken: word(b, wire.RingTaken),
-		state: word(b, wire.RingLooking),
-	}
-	if r.futexes {
-		r.changes, r.watchers = word32(b, wire.RingChanges), word32(b, wire.RingWatchers)
-		r.waiting = word(b, wire.RingWaiting)
-	} else {
-		r.completedAt, r.wanted = word(b, wire.RingCompleted), word(b, wire.RingWanted)
-	}
-	return r, nil
+	return &ring{bytes: b, n: n, segment: s, submitted: word(b, wire.RingSubmitted),
+		taken: word(b, wire.RingTaken), state: word(b, wire.RingLooking), waiting: word(b, wire.RingWaiting),
+		changes: word32(b, wire.RingChanges), watchers: word32(b, wire.RingWatchers)}, nil
 }
 
 // word returns the 64-bit word of b whose byte offset is at.
@@ -82,13 +66,8 @@ func (r *ring) park(state uint64) bool {
 	return r.pending() == r.read
 }
 
-// awaited reports whether a thread of the client waits for completions.
-func (r *ring) awaited() bool {
-	if r.futexes {
-		return r.waiting.Load() != 0
-	}
-	return r.wanted.Load() != math.MaxUint64
-}
+// awaited reports whether a thread of the client waits for operations.
+func (r *ring) awaited() bool { return r.waiting.Load() != 0 }
 
 // submission is an entry of a ring: the client submits the operation in a slot. id is the number of the
 // submission. If call is not 0, it is appended to the name of the operation.
@@ -123,29 +102,18 @@ func (r *ring) next(until uint64) (s submission, ok bool, err error) {
 	return s, true, nil
 }
 
-// complete writes the completion of the operation with the number id. If it returns true, the caller must
-// send a doorbell. If the ring has states, the client learns of an operation with wire.StatusReply only from
-// its answer.
-func (r *ring) complete(id uint64, status uint32) (ring bool) {
+// complete records that the operation with the number id has ended. If done is set, it changes the state of
+// the operation. Otherwise the client learns of the end from the answer.
+func (r *ring) complete(id uint64, done bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	switch {
-	case r.segment == nil:
-		return false
-	case r.futexes:
-		r.completed++
-		if status == wire.StatusDone {
-			r.wake(id)
-		}
-		return false
+	if r.segment == nil {
+		return
 	}
-	e := r.bytes[wire.RingEntries+wire.RingEntryBytes*(r.n+r.completed&(r.n-1)):][:wire.RingEntryBytes]
-	clear(e)
-	binary.LittleEndian.PutUint64(e, id)
-	binary.LittleEndian.PutUint32(e[8:], status)
 	r.completed++
-	r.completedAt.Store(r.completed)
-	return r.due()
+	if done {
+		r.wake(id)
+	}
 }
 
 // wake changes the state of the operation with the number id, and wakes the threads of the client that sleep
@@ -159,24 +127,6 @@ func (r *ring) wake(id uint64) {
 	if r.watchers.Load() != 0 {
 		shmem.Wake((*uint32)(unsafe.Pointer(r.changes)))
 	}
-}
-
-// overdue reports whether there are completions for which the client did not want a doorbell at the time when
-// they were written, but wants one now.
-func (r *ring) overdue() bool {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	return r.segment != nil && !r.futexes && r.notified != r.completed && r.due()
-}
-
-// due reports whether the client waits for a doorbell. If it returns true, the caller must send one. The
-// caller holds mu.
-func (r *ring) due() bool {
-	if r.wanted.Load() > r.completed {
-		return false
-	}
-	r.notified = r.completed
-	return true
 }
 
 // close unmaps the ring. It must not be called before the reader has ended.

@@ -86,24 +86,35 @@ func TestDeath(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer arena.Free(b)
+	const numBytes = 16 << 20 // so much that the engine reads it in place, instead of a copy
 	each(t, 2, func(r int) {
 		p := program{Rank: ranks[r]}
-		at := b[2048*r:][:2048]
+		at := b[numBytes*r:][:numBytes]
 		copy(at, floats(1))
-		p.run("in an arena", sum("arena", 512), rank.Buffer{In: at, Out: at})
+		p.run("in an arena", sum("arena", numBytes/4), rank.Buffer{In: at, Out: at})
 		if got := p.b.String(); !strings.Contains(got, " 00000040000000") {
-			panic(got)
+			panic(got[:min(len(got), 200)])
 		}
 	})
-	// The chunk is in memory of the one sidecar that has mapped it first. The other one has got copies.
-	mapped := 0
-	for _, c := range clients {
-		if p, ok, err := c.memory.find(b); ok && err == nil && p.arena > 0 {
-			mapped++
+	// One sidecar has mapped the chunk first, for its client, and the other one reads it. The tensor of the
+	// other one was copied.
+	owners := 0
+	for r, c := range clients {
+		_, owns, err := c.memory.find(b)
+		if err != nil {
+			t.Error(err)
+		}
+		access := "r--s"
+		if owns {
+			owners++
+			access = "rw-s"
+		}
+		if got := accessTo(t, c.Pid(), len(b)); got != access {
+			t.Errorf("rank %d: the sidecar has mapped the chunk with access %q, want %q", r, got, access)
 		}
 	}
-	if mapped != 1 {
-		t.Errorf("%d sidecars have mapped the chunk, want 1", mapped)
+	if owners != 1 {
+		t.Errorf("%d sidecars have mapped the chunk for its owner, want 1", owners)
 	}
 
 	const waiters = 5
@@ -148,6 +159,25 @@ func TestDeath(t *testing.T) {
 			t.Errorf("%s: got %v", what, chain(err))
 		}
 	}
+}
+
+// accessTo returns how a process has mapped shared memory of at least n bytes, or "".
+func accessTo(t *testing.T, pid, n int) string {
+	maps, err := os.ReadFile(fmt.Sprintf("/proc/%d/maps", pid))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for line := range strings.Lines(string(maps)) {
+		var from, to int
+		var access string
+		if _, err := fmt.Sscanf(line, "%x-%x %s", &from, &to, &access); err != nil {
+			t.Fatalf("%s: %v", line, err)
+		}
+		if strings.Contains(line, "memfd:") && to-from >= n {
+			return access
+		}
+	}
+	return ""
 }
 
 // Connections leave no descriptors, goroutines and memory behind.

@@ -35,7 +35,7 @@ func newRing() (*ring, error) {
 	}
 	b := s.Bytes()
 	binary.LittleEndian.PutUint32(b, wire.RingMagic)
-	binary.LittleEndian.PutUint32(b[4:], wire.RingFutexes)
+	binary.LittleEndian.PutUint32(b[4:], wire.RingVersion)
 	binary.LittleEndian.PutUint32(b[8:], numEntries)
 	word := func(at int) *atomic.Uint64 { return (*atomic.Uint64)(unsafe.Pointer(&b[at])) }
 	half := func(at int) *atomic.Uint32 { return (*atomic.Uint32)(unsafe.Pointer(&b[at])) }

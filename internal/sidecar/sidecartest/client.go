@@ -1,6 +1,6 @@
 // Package sidecartest implements a client of a sidecar for tests of the protocol in docs/sidecar.md. It can
-// also break the protocol, and it uses a ring with doorbells. It shares no code with the sidecar and with the
-// package client, which programs use, except the messages.
+// also break the protocol. It shares no code with the sidecar and with the package client, which programs
+// use, except the messages.
 package sidecartest
 
 import (
@@ -40,15 +40,16 @@ const Seals = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW
 // These are offsets in a ring, and sizes of its parts.
 const (
 	ringSubmitted = 64
-	ringCompleted = 192
 	ringEntries   = 4096
 	entryBytes    = 16
 	ownRing       = 64 // number of entries in the ring that Begin makes if the client has no ring
 	firstSlot     = 1 << 16
+	firstRequest  = 1 << 63 // the numbers of requests begin after it, those of operations at 1
+	stateDone     = 3
+	pollInterval  = 1 // ms
 
-	// RingSeen, RingWanted and RingLooking are offsets of words in the ring. They are arguments of Word.
-	RingSeen    = 256
-	RingWanted  = 320
+	// RingWaiting and RingLooking are offsets of words in the ring. They are arguments of Word.
+	RingWaiting = 320
 	RingLooking = 384
 )
 
@@ -57,10 +58,8 @@ const (
 type Client struct {
 	// FD is the socket. It is -1 after Close.
 	FD int
-	// News holds the replies that are notices, not answers to requests. Doorbells is the number of doorbells
-	// that have arrived.
-	News      []*sidecarpb.Reply
-	Doorbells int
+	// News holds the replies that are notices, not answers to requests.
+	News []*sidecarpb.Reply
 	// Arenas holds the mapped arenas of the client and of the sidecar by their numbers. RingBytes is the
 	// memory of the ring, or nil if there is no ring.
 	Arenas    map[uint32][]byte
@@ -74,15 +73,13 @@ type Client struct {
 	early     map[uint64]*sidecarpb.Reply
 	n         uint64 // number of entries in the ring
 	submitted uint64
-	seen      uint64
 	begun     map[uint64]*sidecarpb.Operation
-	ended     map[uint64]uint32 // statuses of the finished operations of Begin, by number
 }
 
 // New returns a client that uses the socket fd. The client owns fd.
 func New(t TB, fd int) *Client {
 	c := &Client{t: t, FD: fd, early: make(map[uint64]*sidecarpb.Reply), Arenas: make(map[uint32][]byte),
-		begun: make(map[uint64]*sidecarpb.Operation), ended: make(map[uint64]uint32)}
+		begun: make(map[uint64]*sidecarpb.Operation), lastID: firstRequest}
 	timeout := unix.NsecToTimeval(HangTimeout.Nanoseconds())
 	if err := unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &timeout); err != nil {
 		t.Fatal(err)
@@ -124,7 +121,7 @@ func (c *Client) unmap(b []byte) {
 // Hello sends the greeting, reads the sidecar's greeting and checks it.
 func (c *Client) Hello() {
 	c.t.Helper()
-	const greeting = "GHVD\x00\x00\x00\x02"
+	const greeting = "GHVD\x00\x00\x00\x03"
 	c.Write([]byte(greeting))
 	for len(c.buf) < len(greeting) {
 		if err := c.Read(); err != nil {
@@ -200,8 +197,7 @@ func (c *Client) Read() error {
 	}
 }
 
-// sort decodes all complete frames that have arrived. It counts doorbells, keeps replies, and maps arenas of
-// the sidecar.
+// sort decodes all complete frames that have arrived. It keeps replies, and maps arenas of the sidecar.
 func (c *Client) sort() error {
 	for {
 		n, head := protowire.ConsumeVarint(c.buf)
@@ -210,10 +206,6 @@ func (c *Client) sort() error {
 		}
 		body := c.buf[head : head+int(n)]
 		c.buf = c.buf[head+int(n):]
-		if n == 0 {
-			c.Doorbells++
-			continue
-		}
 		r := new(sidecarpb.Reply)
 		if err := proto.Unmarshal(body, r); err != nil {
 			return err
@@ -404,12 +396,12 @@ func NewRing(t TB, n uint64) (fd int, b []byte) {
 	page := uint64(os.Getpagesize())
 	fd, b = File(t, int64((ringEntries+2*entryBytes*n+page-1)/page*page), Seals)
 	copy(b, "GHVR")
-	binary.LittleEndian.PutUint32(b[4:], 2)
+	binary.LittleEndian.PutUint32(b[4:], 3)
 	binary.LittleEndian.PutUint32(b[8:], uint32(n))
 	return fd, b
 }
 
-// Ring creates a ring of n entries and sends it to the sidecar.
+// Ring creates a ring of n entries and sends it to the sidecar. The ring says that a thread waits.
 func (c *Client) Ring(n uint64) {
 	c.t.Helper()
 	if bits.OnesCount64(n) != 1 {
@@ -417,6 +409,7 @@ func (c *Client) Ring(n uint64) {
 	}
 	fd, b := NewRing(c.t, n)
 	c.RingBytes, c.n = b, n
+	c.Word(RingWaiting).Store(1)
 	c.Must(Ring(uint64(len(b))), fd)
 	c.close(fd)
 }
@@ -426,20 +419,26 @@ func (c *Client) Word(offset int) *atomic.Uint64 {
 	return (*atomic.Uint64)(unsafe.Pointer(&c.RingBytes[offset]))
 }
 
+// state returns the state in the ring of the operation with the number id.
+func (c *Client) state(id uint64) *atomic.Uint32 {
+	return (*atomic.Uint32)(unsafe.Pointer(&c.RingBytes[ringEntries+entryBytes*(c.n+id%c.n)]))
+}
+
 // Push submits the operation that is prepared in slot, and returns the number of the operation. It sends no
-// doorbell.
+// doorbell. At most as many operations in a row as the ring has entries may be in flight.
 func (c *Client) Push(slot uint32) uint64 { return c.PushCall(slot, 0) }
 
 // PushCall is like Push, but gives the call a number, which the sidecar appends to the operation's name.
 func (c *Client) PushCall(slot, call uint32) uint64 {
-	c.lastID++
+	id := c.submitted + 1
+	c.state(id).Store(1)
 	e := c.RingBytes[ringEntries+entryBytes*(c.submitted%c.n):]
-	binary.LittleEndian.PutUint64(e, c.lastID)
+	binary.LittleEndian.PutUint64(e, id)
 	binary.LittleEndian.PutUint32(e[8:], slot)
 	binary.LittleEndian.PutUint32(e[12:], call)
 	c.submitted++
 	c.Word(ringSubmitted).Store(c.submitted)
-	return c.lastID
+	return id
 }
 
 // Doorbell wakes the sidecar, so that it reads the ring. A sidecar that polls the ring may have closed the
@@ -465,20 +464,14 @@ func (c *Client) Begin(o *sidecarpb.Operation) uint64 {
 	return id
 }
 
-// Await waits for an operation that Begin has submitted, and returns the answer. If the status in the ring
-// says that all results are in their outputs, the sidecar sends no answer. Then Await itself makes an answer,
-// in which the results are the operation's outputs, without shapes.
+// Await waits for an operation that Begin has submitted, and returns the answer. If the sidecar sends none,
+// because all results are in their outputs, Await itself makes an answer, in which the results are the
+// operation's outputs, without shapes.
 func (c *Client) Await(id uint64) *sidecarpb.Reply {
 	c.t.Helper()
-	status, done := c.ended[id]
-	for ; !done; status, done = c.ended[id] {
-		ended, status := c.Pop()
-		c.ended[ended] = status
-	}
 	o := c.begun[id]
-	delete(c.ended, id)
 	delete(c.begun, id)
-	if status != 0 {
+	if !c.Wait(id) {
 		return c.Reply(id)
 	}
 	a := new(sidecarpb.Completion)
@@ -504,29 +497,24 @@ func (c *Client) MustRun(o *sidecarpb.Operation) *sidecarpb.Completion {
 	return r.GetCompletion()
 }
 
-// Pop waits for the next completion in the ring, and returns the number and the status of its operation.
-func (c *Client) Pop() (id uint64, status uint32) {
+// Wait waits until an operation has ended. It reports whether the ring says so. Otherwise there is an answer.
+func (c *Client) Wait(id uint64) bool {
 	c.t.Helper()
-	id, status, err := c.TryPop()
-	if err != nil {
-		c.t.Fatalf("waiting for a completion: %v", err)
-	}
-	return id, status
-}
-
-// TryPop is like Pop but returns an error.
-func (c *Client) TryPop() (id uint64, status uint32, err error) {
-	for c.seen == c.Word(ringCompleted).Load() {
-		if err := c.Read(); err != nil {
-			return 0, 0, err
+	for deadline := time.Now().Add(HangTimeout); ; {
+		if c.state(id).Load() == stateDone {
+			return true
 		}
-		if err := c.sort(); err != nil {
-			return 0, 0, err
+		if c.early[id] != nil {
+			return false
+		}
+		fds := []unix.PollFd{{Fd: int32(c.FD), Events: unix.POLLIN}}
+		if n, err := unix.Poll(fds, pollInterval); n > 0 && err == nil {
+			if err := errors.Join(c.Read(), c.sort()); err != nil {
+				c.t.Fatalf("waiting for operation %d: %v", id, err)
+			}
+		}
+		if time.Now().After(deadline) {
+			c.t.Fatalf("operation %d does not end", id)
 		}
 	}
-	e := c.RingBytes[ringEntries+entryBytes*(c.n+c.seen%c.n):]
-	id, status = binary.LittleEndian.Uint64(e), binary.LittleEndian.Uint32(e[8:])
-	c.seen++
-	c.Word(RingSeen).Store(c.seen)
-	return id, status, nil
 }

@@ -12,7 +12,7 @@ const (
 	// Magic begins a greeting.
 	Magic = "GHVD"
 	// Version is the version of the protocol.
-	Version = 2
+	Version = 3
 	// MaxFrameBytes is the maximum length of a frame, without its length prefix.
 	MaxFrameBytes = 16 << 20
 	// MaxHeadBytes is the maximum length of a length prefix. The longest frame needs a prefix of this length.
@@ -30,27 +30,18 @@ const (
 
 // These constants describe the layout of a ring, which docs/sidecar.md defines. RingSubmitted to RingLooking
 // are offsets of words of 8 bytes, except RingChanges and RingWatchers, which have 4 bytes. RingEntries is
-// the offset of the first entry.
+// the offset of the first submission.
 const (
-	RingMagic = 0x52564847 // "GHVR"
-	// RingDoorbells is the version of a ring whose client gets doorbells for completions. RingFutexes is the
-	// version of a ring in which each operation has a state for which its waiters sleep.
-	RingDoorbells = 2
-	RingFutexes   = 3
+	RingMagic   = 0x52564847 // "GHVR"
+	RingVersion = 3
 
 	RingSubmitted = 64
 	RingTaken     = 128
+	RingChanges   = 192
+	RingWatchers  = 256
+	RingWaiting   = 320
 	RingLooking   = 384
 	RingEntries   = 4096
-
-	// Words of RingDoorbells.
-	RingCompleted = 192
-	RingWanted    = 320
-
-	// Words of RingFutexes.
-	RingChanges  = 192
-	RingWatchers = 256
-	RingWaiting  = 320
 
 	RingEntryBytes = 16
 	MinRing        = 16
@@ -65,13 +56,7 @@ const (
 	Polling = 2 // the sidecar will look at the ring again within a millisecond
 )
 
-// These are the statuses of a completion.
-const (
-	StatusDone  = 0 // all results are in the outputs, and no answer is sent
-	StatusReply = 1 // the answer is sent in a frame
-)
-
-// These are the states of an operation in a ring of version RingFutexes.
+// These are the states of an operation in a ring.
 const (
 	StateFree    = 0 // no operation has this state
 	StatePending = 1
@@ -101,22 +86,22 @@ func CutFrame(b []byte) (body []byte, numBytes int, err error) {
 	return b[head : head+int(n)], head + int(n), nil
 }
 
-// ReadRing checks the header of a ring in b. It returns the version and the number of entries.
-func ReadRing(b []byte) (version int, n uint64, err error) {
+// ReadRing checks the header of a ring in b. It returns the number of entries.
+func ReadRing(b []byte) (n uint64, err error) {
 	if len(b) < RingEntries {
-		return 0, 0, fmt.Errorf("got a ring of %d bytes, want at least %d", len(b), RingEntries)
+		return 0, fmt.Errorf("got a ring of %d bytes, want at least %d", len(b), RingEntries)
 	}
-	magic, version := binary.LittleEndian.Uint32(b), int(binary.LittleEndian.Uint32(b[4:]))
+	magic, version := binary.LittleEndian.Uint32(b), binary.LittleEndian.Uint32(b[4:])
 	n = uint64(binary.LittleEndian.Uint32(b[8:]))
 	switch want := RingEntries + 2*RingEntryBytes*n; {
-	case magic != RingMagic || version != RingDoorbells && version != RingFutexes:
-		return 0, 0, fmt.Errorf("got a ring with magic %#x and version %d, want %#x and %d or %d", magic,
-			version, RingMagic, RingDoorbells, RingFutexes)
+	case magic != RingMagic || version != RingVersion:
+		return 0, fmt.Errorf("got a ring with magic %#x and version %d, want %#x and %d", magic, version, RingMagic,
+			RingVersion)
 	case n < MinRing || n > MaxRing || n&(n-1) != 0:
-		return 0, 0, fmt.Errorf("got a ring of %d entries, want a power of two from %d to %d", n, MinRing,
+		return 0, fmt.Errorf("got a ring of %d entries, want a power of two from %d to %d", n, MinRing,
 			MaxRing)
 	case uint64(len(b)) < want:
-		return 0, 0, fmt.Errorf("got a ring of %d entries in %d bytes, want at least %d bytes", n, len(b), want)
+		return 0, fmt.Errorf("got a ring of %d entries in %d bytes, want at least %d bytes", n, len(b), want)
 	}
-	return version, n, nil
+	return n, nil
 }
