@@ -11,16 +11,6 @@ import (
 	"github.com/gohvd/gohvd/internal/sidecar"
 )
 
-// health is the response of /healthz. It has the same fields as StatusReport in the sidecar's protocol.
-type health struct {
-	Version    string `json:"version"`
-	PID        uint32 `json:"pid"`
-	State      string `json:"state"`
-	Clients    uint32 `json:"clients"`
-	Operations uint64 `json:"operations"`
-	InFlight   uint64 `json:"in_flight"`
-}
-
 // serveHealth serves /healthz at addr until the caller closes the server. metrics.Address describes the forms
 // of addr.
 func serveHealth(addr string, s *sidecar.Server, log *zap.Logger) (*metrics.Server, error) {
@@ -35,7 +25,7 @@ func serveHealth(addr string, s *sidecar.Server, log *zap.Logger) (*metrics.Serv
 			w.WriteHeader(http.StatusServiceUnavailable)
 		}
 		// Encode fails only if the client has disconnected.
-		_ = json.NewEncoder(w).Encode(health{r.Version, r.Pid, r.State, r.Clients, r.Operations, r.InFlight})
+		_ = json.NewEncoder(w).Encode(r)
 	})
 	server, err := metrics.Serve(addr, mux, log)
 	if err != nil {

@@ -36,9 +36,9 @@ const long = `hvdd runs one rank of a job for another program, which communicate
 shared memory. hvdd reads its place in the job from its environment, as a rank does (see hvdrun --help).
 
 With --fd, the program at the other end of that descriptor is the only client, and hvdd exits when that program
-exits. With --socket, hvdd listens at a path for any number of clients of its own user. Without --fd and --socket, hvdd
-uses the socket that systemd passes (LISTEN_FDS). If a client ends during a job, the rank has failed and hvdd exits
-with status 1.
+exits. With --socket, hvdd listens at a path for clients of its own user, of which it serves one at a time. Without --fd
+and --socket, hvdd uses the socket that systemd passes (LISTEN_FDS). If the client ends during a job, the rank has
+failed and hvdd exits with status 1.
 
 SIGTERM shuts down the job, for all ranks, and ends hvdd. SIGINT does the same, except with --fd: then hvdd ignores
 SIGINT, because the program itself handles Ctrl-C. A second signal ends hvdd at once. Under systemd (Type=notify) hvdd

@@ -23,6 +23,7 @@ import (
 
 	"github.com/gohvd/gohvd/internal/config"
 	"github.com/gohvd/gohvd/internal/sidecar"
+	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecartest"
 	"github.com/gohvd/gohvd/internal/testcuda"
 	"github.com/gohvd/gohvd/internal/testnet"
@@ -202,7 +203,7 @@ func TestSignals(t *testing.T) {
 		}
 	}
 	signal(p, syscall.SIGINT)
-	c.Must(sidecartest.Status()) // succeeds only if the sidecar still runs
+	c.Must(sidecartest.StopTimeline()) // succeeds only if the sidecar still runs
 	signal(p, syscall.SIGTERM)
 	if err := readToEnd(c); err != nil {
 		t.Error(err)
@@ -210,12 +211,15 @@ func TestSignals(t *testing.T) {
 	p.wants(0, "")
 
 	// Init of this job does not return, because no store listens at its address.
-	p, c = pair(t)
+	port := strconv.Itoa(testnet.FreePort(t))
+	p, c = pair(t, "--health", port)
 	c.Hello()
 	c.Send(sidecartest.Init(map[string]string{"HOROVOD_SIZE": "2", "HOROVOD_RANK": "1",
 		"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": "1"}))
-	for c.Must(sidecartest.Status()).GetStatus().State != "starting" {
-	}
+	testnet.Eventually(t, "the Init has begun", func() bool {
+		_, r := health(t, port)
+		return r.State == "starting"
+	})
 	signal(p, syscall.SIGTERM)
 	p.wants(0, "") // the sidecar has given up Init
 }
@@ -233,8 +237,8 @@ func readToEnd(c *sidecartest.Client) error {
 	}
 }
 
-// TestSocket checks that a sidecar at a path serves several clients. It must replace a stale socket at the
-// path, must not replace the socket of a live sidecar, and must remove its socket when it ends.
+// TestSocket checks that a sidecar at a path serves one client after the other. It must replace a stale
+// socket at the path, must not replace the socket of a live sidecar, and must remove its socket when it ends.
 func TestSocket(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "s")
 	stale, err := net.ListenUnix("unix", &net.UnixAddr{Net: "unix", Name: path})
@@ -255,13 +259,18 @@ func TestSocket(t *testing.T) {
 	start(t, "1", nil, nil, "--socket", path).wants(1, "is already listening at this path")
 	second := at(t, path)
 	second.Hello()
-	first.Init()
-	if ready := second.Init(); ready.Size != 1 || ready.Epoch != 1 {
-		t.Errorf("ready: %v", ready)
+	refused := second.Until(func(r *sidecarpb.Reply) bool { return r.Error != nil }).Error.Text
+	if want := fmt.Sprintf("process %d is connected", os.Getpid()); !strings.Contains(refused, want) {
+		t.Errorf("a second client got %q, want %q", refused, want)
 	}
-	if s := second.Must(sidecartest.Status()).GetStatus(); s.Clients != 2 || s.State != "running" ||
-		int(s.Pid) != p.Process.Pid || s.Version == "" {
-		t.Errorf("status: %v", s)
+	first.Init()
+	first.Shutdown()
+	first.Bye()
+	first.Close()
+	third := at(t, path)
+	third.Hello()
+	if ready := third.Init(); ready.Size != 1 || ready.Epoch != 2 {
+		t.Errorf("ready: %v", ready)
 	}
 	if err := p.Process.Signal(syscall.SIGINT); err != nil {
 		t.Fatal(err)
@@ -367,11 +376,11 @@ func TestSystemd(t *testing.T) {
 			}
 		}
 	}
-	expect("READY=1\nSTATUS=idle, 0 clients")
+	expect("READY=1\nSTATUS=idle, no client")
 	c := at(t, path)
 	c.Hello()
 	c.Init()
-	expect("WATCHDOG=1\nSTATUS=running, 1 clients")
+	expect("WATCHDOG=1\nSTATUS=running, a client")
 	if err := p.Process.Signal(syscall.SIGTERM); err != nil {
 		t.Fatal(err)
 	}
@@ -382,40 +391,43 @@ func TestSystemd(t *testing.T) {
 	}
 }
 
+// health returns the answer of /healthz at a port.
+func health(t *testing.T, port string) (status int, r sidecar.Report) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), sidecartest.HangTimeout)
+	defer cancel()
+	q, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://127.0.0.1:"+port+"/healthz", nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	a, err := http.DefaultClient.Do(q)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer a.Body.Close()
+	b, err := io.ReadAll(a.Body)
+	if err == nil {
+		err = json.Unmarshal(b, &r)
+	}
+	if err != nil {
+		t.Fatalf("%s: %v", b, err)
+	}
+	return a.StatusCode, r
+}
+
 // TestHealth checks that /healthz returns status 200 and the state of the sidecar while the sidecar is idle
 // or runs a job.
 func TestHealth(t *testing.T) {
 	port := strconv.Itoa(testnet.FreePort(t))
-	_, c := pair(t, "--health", port)
+	p, c := pair(t, "--health", port)
 	c.Hello()
-	ask := func() (status int, h health) {
-		t.Helper()
-		ctx, cancel := context.WithTimeout(t.Context(), sidecartest.HangTimeout)
-		defer cancel()
-		q, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://127.0.0.1:"+port+"/healthz", nil)
-		if err != nil {
-			t.Fatal(err)
-		}
-		r, err := http.DefaultClient.Do(q)
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer r.Body.Close()
-		b, err := io.ReadAll(r.Body)
-		if err == nil {
-			err = json.Unmarshal(b, &h)
-		}
-		if err != nil {
-			t.Fatalf("%s: %v", b, err)
-		}
-		return r.StatusCode, h
-	}
-	if status, h := ask(); status != 200 || h.State != "idle" || h.Clients != 1 {
-		t.Errorf("status %d: %+v", status, h)
+	want := sidecar.Report{Version: config.VersionText(), PID: p.Process.Pid, State: "idle", Connected: true}
+	if status, r := health(t, port); status != 200 || r != want {
+		t.Errorf("status %d: %+v, want %+v", status, r, want)
 	}
 	c.Init()
-	if status, h := ask(); status != 200 || h.State != "running" {
-		t.Errorf("status %d: %+v", status, h)
+	if status, r := health(t, port); status != 200 || r.State != "running" {
+		t.Errorf("status %d: %+v", status, r)
 	}
 	c.Shutdown()
 	c.Bye()

@@ -79,5 +79,9 @@ func (n notifier) run(s *sidecar.Server, done <-chan struct{}) {
 
 func status(s *sidecar.Server) string {
 	r := s.Report()
-	return fmt.Sprintf("STATUS=%s, %d clients, %d operations done\n", r.State, r.Clients, r.Operations)
+	client := "no client"
+	if r.Connected {
+		client = "a client"
+	}
+	return fmt.Sprintf("STATUS=%s, %s, %d operations done\n", r.State, client, r.Operations)
 }

@@ -48,6 +48,8 @@ type conn struct {
 	pid    int
 	in     inbox
 	out    *outbox
+	memory memory
+	gone   chan struct{} // closed when the Server has no client any more
 
 	// Only the reader uses the fields ring to looks.
 	ring      *ring
@@ -83,8 +85,9 @@ type origin struct {
 // newConn returns a connection over the socket fd to the client with the process ID pid.
 func newConn(s *Server, fd, pid int) *conn {
 	return &conn{
-		server: s, pid: pid, in: inbox{FD: fd}, out: newOutbox(fd),
-		plans: make(map[uint32]*plan), busy: make(map[uint64]struct{}),
+		server: s, pid: pid, in: inbox{FD: fd}, out: newOutbox(fd), gone: make(chan struct{}),
+		memory: memory{all: make(map[uint32]*clientArena)},
+		plans:  make(map[uint32]*plan), busy: make(map[uint64]struct{}),
 		places: make(map[origin][]byte), announced: make(map[uint32]bool),
 	}
 }
@@ -115,7 +118,7 @@ func (c *conn) serve() error {
 	if c.ring != nil {
 		c.server.check(c.ring.close())
 	}
-	c.server.check(c.server.memory.leave(c))
+	c.server.check(c.memory.leave())
 	return err
 }
 
@@ -129,6 +132,15 @@ func (c *conn) disconnect(why error) {
 		// An error means that the connection has ended already.
 		_ = unix.Shutdown(c.in.FD, unix.SHUT_RDWR)
 	}
+}
+
+// hungUp reports whether the connection has ended at the other end, although the reader may not know it yet.
+func (c *conn) hungUp() bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	fds := [1]unix.PollFd{{Fd: int32(c.in.FD), Events: unix.POLLRDHUP}}
+	n, err := unix.Poll(fds[:], 0)
+	return c.why != nil || c.left || err == nil && n > 0
 }
 
 // read handles requests and submissions until the connection ends. It returns the reason for the end, which
@@ -310,7 +322,7 @@ func (o *operation) Finished(err error) {
 func (o *operation) answer(err error) {
 	c := o.conn
 	if _, is := errors.AsType[*ops.InUseError](err); !is { // else a device may still use the memory
-		c.server.check(c.server.memory.unuse(o.uses))
+		c.server.check(c.memory.unuse(o.uses))
 	}
 	if err != nil {
 		o.freeOutputs()
@@ -455,11 +467,11 @@ func (c *conn) request(q *sidecarpb.Request) error {
 	case *sidecarpb.Request_Arena:
 		fd, err := c.in.Descriptor()
 		if err == nil {
-			err = c.server.memory.add(what.Arena.GetArena(), what.Arena.GetBytes(), fd, c)
+			err = c.memory.add(what.Arena.GetArena(), what.Arena.GetBytes(), fd)
 		}
 		return c.now(q.Id, asUsage("arena", err))
 	case *sidecarpb.Request_DropArena:
-		return c.now(q.Id, asUsage("drop arena", c.server.memory.drop(c, what.DropArena.GetArena())))
+		return c.now(q.Id, asUsage("drop arena", c.memory.drop(what.DropArena.GetArena())))
 	case *sidecarpb.Request_Ring:
 		return c.now(q.Id, asUsage("ring", c.takeRing(what.Ring.GetBytes())))
 	case *sidecarpb.Request_Prepare:

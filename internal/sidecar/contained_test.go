@@ -22,7 +22,6 @@ import (
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecartest"
 	"github.com/gohvd/gohvd/internal/sidecar/wire"
-	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
@@ -188,6 +187,7 @@ func release(t *testing.T, fd int, b []byte) {
 // sidecar must refuse them and close the descriptors that came with them.
 func TestArenaRefused(t *testing.T) {
 	const size = 1 << 16
+	chunksBefore, _, _ := arena.Stats()
 	s := server(t, Config{})
 	c := connect(t, s)
 	c.Arena(5, size)
@@ -257,40 +257,9 @@ func TestArenaRefused(t *testing.T) {
 	}
 	release(t, fd, b)
 	c.bye()
-	if len(s.memory.all) != 0 {
-		t.Errorf("%d arenas are left when their client has gone", len(s.memory.all))
+	if chunks, _, _ := arena.Stats(); chunks != chunksBefore {
+		t.Errorf("%d arenas are left when their client has gone", chunks-chunksBefore)
 	}
-}
-
-// TestArenaOfAnother lets a client use and drop an arena of another client of the same rank. The client must
-// get an error, and the owner of the arena must not be affected.
-func TestArenaOfAnother(t *testing.T) {
-	s := job(t, 1)[0]
-	first, second := connect(t, s), connect(t, s)
-	first.Init()
-	x := tensor.View[int32](first.Arena(1, 4096))
-	y := tensor.View[int32](second.Arena(2, 4096))
-	x[0], y[0] = 7, 8
-	const others = "arena 1 belongs to another client"
-	sum := sidecartest.Sum("x", 1, 0, 1)
-	refused(t, "all of it", second.Run(sum), classUsage, others)
-	out := sidecartest.Sum("x", 2, 0, 1)
-	out.Tensors[0].Output = at(0, 0, 4)
-	refused(t, "the output", second.Run(out), classUsage, others)
-	refused(t, "dropped", second.Call(sidecartest.DropArena(1)), classUsage, others)
-	// Both arenas must still be usable after the requests that were refused, and it must be possible to drop
-	// them.
-	for i, c := range []*client{first, second} {
-		number := uint32(i + 1)
-		c.MustRun(sidecartest.Sum("x", number, 0, 1))
-		if got := tensor.View[int32](c.Arenas[number])[0]; got != int32(7+i) {
-			t.Errorf("the sum in arena %d is %d, want %d", number, got, 7+i)
-		}
-		c.Must(sidecartest.DropArena(number))
-	}
-	first.Shutdown()
-	first.bye()
-	second.bye()
 }
 
 // TestResultsAreSealed checks that the sidecar seals the memory of a result before it gives the client access
@@ -310,36 +279,32 @@ func TestResultsAreSealed(t *testing.T) {
 // TestArenaInUse drops an arena that an operation in flight uses. The client must get an error. If the client
 // leaves instead, the sidecar must unmap the arena when the operation is done.
 func TestArenaInUse(t *testing.T) {
-	servers := job(t, 2)
-	clients := make([]*client, 2)
-	all(servers, func(r int, s *Server) { clients[r] = connect(t, s); clients[r].Init() })
-	other := connect(t, servers[0])
-	c := clients[0]
+	before, _, _ := arena.Stats()
+	s := server(t, Config{})
+	begun := make(chan *operation, 1)
+	install(s, stub{begin: func(o *operation) error { begun <- o; return nil },
+		drive: func(context.Context, func() bool) {}})
+	c := connect(t, s)
 	c.Arena(1, 4096)
 	c.Begin(sidecartest.Sum("x", 1, 0, 1))
-	testnet.Eventually(t, "it is begun", func() bool { return c.Word(wire.RingTaken).Load() == 1 })
+	o := <-begun
 	refused(t, "in use", c.Call(sidecartest.DropArena(1)), classUsage, "use it 2 times")
-	if got := c.Must(sidecartest.Status()).GetStatus(); got.InFlight != 1 || got.Clients != 2 ||
-		got.State != StateRunning {
+	if got := s.Report(); got.InFlight != 1 || !got.Connected {
 		t.Errorf("status: %v", got)
 	}
-	c.bye() // the rank does not fail, because another client stays connected
-	if chunks, _, _ := arena.Stats(); chunks == 0 {
+	c.bye()
+	if chunks, _, _ := arena.Stats(); chunks != before+1 {
 		t.Error("the arena has gone in the middle of the operation")
 	}
-	clients[1].Arena(2, 4096)
-	clients[1].MustRun(sidecartest.Sum("x", 2, 0, 1))
-	testnet.Eventually(t, "the arena is unmapped", func() bool {
-		servers[0].memory.mu.Lock()
-		defer servers[0].memory.mu.Unlock()
-		return len(servers[0].memory.all) == 0
-	})
-	clients[0] = other
-	all(clients, func(_ int, c *client) { c.Shutdown(); c.bye() })
+	o.Finished(nil)
+	if chunks, _, _ := arena.Stats(); chunks != before {
+		t.Error("the arena is left after the operation")
+	}
+	s.running.Store(nil)
 }
 
 // TestGarbage lets clients break the protocol. The sidecar must close their connections, leak no descriptor,
-// and continue to serve other clients.
+// and continue to serve later clients.
 func TestGarbage(t *testing.T) {
 	s := server(t, Config{})
 	var opened []func()
@@ -357,11 +322,11 @@ func TestGarbage(t *testing.T) {
 		"slot 131072": func(c *client) {
 			c.Send(sidecartest.Prepare(131072, sidecartest.Sum("x", 1, 0, 1)))
 		},
-		"a frame that needs none": func(c *client) { c.Send(sidecartest.Status(), memfd(c)) },
+		"a frame that needs none": func(c *client) { c.Send(sidecartest.StopTimeline(), memfd(c)) },
 		"at least 2 descriptors":  func(c *client) { c.Send(sidecartest.Arena(1, 4096), memfd(c), memfd(c)) },
 		"with a doorbell":         func(c *client) { c.Write([]byte{0}, memfd(c)) },
 		"without Bye": func(c *client) {
-			frame := c.Frame(sidecartest.Status())
+			frame := c.Frame(sidecartest.StopTimeline())
 			c.Write(frame[:len(frame)-1])
 			if err := unix.Shutdown(c.FD, unix.SHUT_WR); err != nil {
 				t.Error(err)
@@ -406,7 +371,7 @@ func TestGarbage(t *testing.T) {
 		}
 	}
 	c := connect(t, s)
-	if got := c.Must(sidecartest.Status()).GetStatus(); got.Clients != 1 || got.State != StateIdle {
+	if got := s.Report(); !got.Connected || got.State != StateIdle {
 		t.Errorf("status: %v", got)
 	}
 	c.bye()
@@ -470,43 +435,39 @@ func TestTooMany(t *testing.T) {
 	}
 }
 
+// unread is a number of answers to requests of unanswerable that a socket has no room for.
+const unread = 60000
+
+// unanswerable returns a request that the reader answers with an error.
+func unanswerable() *sidecarpb.Request { return sidecartest.DropArena(9) }
+
+// unsent returns the number of bytes that are queued for the client.
+func unsent(s *Server) int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.client.out.Unsent()
+}
+
 // TestClientThatNeverReads runs a client that does not read its answers. The sidecar must queue only a
-// limited number of bytes for it and must still serve other clients. When the client starts to read, it must
-// get all answers.
+// limited number of bytes for it. When the client starts to read, it must get all answers.
 func TestClientThatNeverReads(t *testing.T) {
-	const asked = 5000
-	s := server(t, Config{Version: strings.Repeat("v", 1000)})
+	s := server(t, Config{})
 	c := connect(t, s)
 	sent := make(chan error, 1)
 	var frames []byte
 	var ids []uint64
-	for range asked {
-		q := sidecartest.Status()
+	for range unread {
+		q := unanswerable()
 		frames = append(frames, c.Frame(q)...)
 		ids = append(ids, q.Id)
 	}
 	go func() { sent <- c.TryWrite(frames) }()
-	other := connect(t, s)
-	waiting := func() int {
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		most := 0
-		for c := range s.conns {
-			most = max(most, c.out.Unsent())
-		}
-		return most
-	}
-	testnet.Eventually(t, "the bound", func() bool { return waiting() > maxUnsentBytes })
-	for range 100 {
-		if got := other.Must(sidecartest.Status()).GetStatus(); got.Clients != 2 {
-			t.Errorf("status: %v", got)
-		}
-	}
-	if got := waiting(); got > maxUnsentBytes+1100 {
+	testnet.Eventually(t, "the bound", func() bool { return unsent(s) > maxUnsentBytes })
+	if got := unsent(s); got > maxUnsentBytes+1100 {
 		t.Errorf("%d bytes are kept, want about %d", got, maxUnsentBytes)
 	}
 	for _, id := range ids { // the client reads now, and gets all answers
-		if got := c.Reply(id).GetStatus(); got == nil {
+		if got := c.Reply(id).GetError(); got == nil {
 			t.Fatalf("reply %d: %v", id, got)
 		}
 	}
@@ -514,14 +475,13 @@ func TestClientThatNeverReads(t *testing.T) {
 		t.Error(err)
 	}
 	c.bye()
-	other.bye()
 }
 
 // TestOperationOfClientThatNeverReads runs a client that does not read its replies. The sidecar must stop
 // reading the client's requests, and must still complete the operations that the client has already
 // submitted.
 func TestOperationOfClientThatNeverReads(t *testing.T) {
-	s := server(t, Config{Version: strings.Repeat("v", 1000)})
+	s := server(t, Config{})
 	helped := make(chan struct{}, 1)
 	begun := make(chan *operation, 1)
 	install(s, stub{
@@ -538,19 +498,12 @@ func TestOperationOfClientThatNeverReads(t *testing.T) {
 	o := <-begun
 	<-helped
 	var frames []byte
-	for range 5000 {
-		frames = append(frames, c.Frame(sidecartest.Status())...)
+	for range unread {
+		frames = append(frames, c.Frame(unanswerable())...)
 	}
 	sent := make(chan error, 1)
 	go func() { sent <- c.TryWrite(frames) }()
-	testnet.Eventually(t, "nothing more is read", func() bool {
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		for c := range s.conns {
-			return c.out.Unsent() > maxUnsentBytes
-		}
-		return false
-	})
+	testnet.Eventually(t, "nothing more is read", func() bool { return unsent(s) > maxUnsentBytes })
 	o.Finished(nil)
 	if !c.Wait(id) {
 		t.Error("the operation was answered, want that the ring says that it is done")
@@ -563,22 +516,15 @@ func TestOperationOfClientThatNeverReads(t *testing.T) {
 // TestClientThatNeverReadsGoes lets a client disconnect that has not read its replies. ServeConn must return,
 // although replies are still queued.
 func TestClientThatNeverReadsGoes(t *testing.T) {
-	s := server(t, Config{Version: strings.Repeat("v", 1000)})
+	s := server(t, Config{})
 	c := connect(t, s)
 	sent := make(chan struct{})
 	go func() {
 		defer close(sent)
-		for c.TryWrite(c.Frame(sidecartest.Status())) == nil {
+		for c.TryWrite(c.Frame(unanswerable())) == nil {
 		}
 	}()
-	testnet.Eventually(t, "a queue", func() bool {
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		for c := range s.conns {
-			return c.out.Unsent() > maxUnsentBytes
-		}
-		return false
-	})
+	testnet.Eventually(t, "a queue", func() bool { return unsent(s) > maxUnsentBytes })
 	if err := unix.Shutdown(c.FD, unix.SHUT_RDWR); err != nil {
 		t.Fatal(err)
 	}
@@ -675,17 +621,61 @@ func TestOtherUser(t *testing.T) {
 	}
 }
 
-// TestClose checks that Close closes all connections: idle connections, connections without a greeting, and
-// connections of clients in a job. It also checks that a later connection is refused.
+// TestOneClient connects further clients. While the first one is connected, they must be refused, with an
+// error that names its process. When it has left, the next one must be served, even if the sidecar has not
+// noticed yet that the first one has left.
+func TestOneClient(t *testing.T) {
+	s := server(t, Config{})
+	c := connect(t, s)
+	second := connect(t, s)
+	testnet.WantError(t, second.end(), fmt.Sprintf("refused: process %d is connected", os.Getpid()))
+	news := second.Until(func(r *sidecarpb.Reply) bool { return r.Error != nil })
+	refused(t, "the second client", news, classInternal, "a sidecar has one client at a time")
+
+	begun, driving, release := make(chan *operation, 1), make(chan struct{}, 1), make(chan struct{})
+	install(s, stub{
+		begin: func(o *operation) error { begun <- o; return nil },
+		drive: func(context.Context, func() bool) {
+			select {
+			case driving <- struct{}{}:
+			default:
+			}
+			<-release
+		},
+	})
+	c.Begin(&sidecarpb.Operation{Kind: 6})
+	o := <-begun
+	<-driving
+	c.Bye()
+	c.Close()
+	third := newClient(t, s)
+	greeted := make(chan struct{})
+	go func() { third.Hello(); close(greeted) }()
+	select {
+	case <-greeted:
+		t.Error("the third client was greeted before the first one was done")
+	case <-time.After(20 * time.Millisecond):
+	}
+	close(release)
+	o.Finished(nil)
+	<-greeted
+	if got := s.Report(); !got.Connected || got.InFlight != 0 {
+		t.Errorf("with the third client: %+v", got)
+	}
+	third.bye()
+	s.running.Store(nil)
+}
+
+// TestClose checks that Close closes all connections: those without a greeting, and that of a client in a
+// job. It also checks that a later connection is refused.
 func TestClose(t *testing.T) {
 	s := New(Config{})
-	idle, silent := connect(t, s), newClient(t, s)
-	busy := connect(t, s)
+	silent, busy := newClient(t, s), connect(t, s)
 	busy.Init()
 	if err := s.Close(context.Background()); err != nil {
 		t.Error(err)
 	}
-	for _, c := range []*client{idle, silent, busy} {
+	for _, c := range []*client{silent, busy} {
 		if err := c.end(); err == nil {
 			t.Error("a client was not notified of the end")
 		}

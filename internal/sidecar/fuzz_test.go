@@ -29,10 +29,10 @@ func FuzzFrames(f *testing.F) {
 		sidecartest.Prepare(1, sidecartest.Sum("x", 1, 64, 4)), sidecartest.Prepare(2, group),
 		sidecartest.Prepare(3, sidecartest.Sum("x", 2, 0, 0)),
 		sidecartest.Prepare(4, messageOp(15, 0, -1, 1, 2)),
-		sidecartest.Arena(1, 4096), sidecartest.Free(1<<31, 64), sidecartest.Status(), sidecartest.Shutdown(),
+		sidecartest.Arena(1, 4096), sidecartest.Free(1<<31, 64), sidecartest.Shutdown(),
 	} {
 		f.Add(c.Frame(q))
-		f.Add(append(c.Frame(q), c.Frame(sidecartest.Status())...))
+		f.Add(append(c.Frame(q), c.Frame(sidecartest.StopTimeline())...))
 	}
 	f.Fuzz(func(t *testing.T, b []byte) {
 		for len(b) > 0 {
@@ -73,7 +73,7 @@ func FuzzFrames(f *testing.F) {
 				t.Fatalf("%d tensors with %d places", len(p.Tensors), len(p.places))
 			}
 			m := memory{all: map[uint32]*clientArena{1: {number: 1, bytes: make([]byte, 4096)}}}
-			uses, err := m.use(nil, p.places, nil)
+			uses, err := m.use(p.places, nil)
 			if err == nil {
 				err = m.unuse(uses)
 			}

@@ -16,12 +16,12 @@ import (
 const (
 	// maxArenaBytes is the maximum size of a client's arena.
 	maxArenaBytes = 1 << 40
-	// maxArenas is the maximum number of arenas of all clients together. There is a limit because each arena
-	// needs a descriptor and a mapping in this process and in every peer.
+	// maxArenas is the maximum number of arenas of the client. There is a limit because each arena needs a
+	// descriptor and a mapping in this process and in every peer.
 	maxArenas = 4096
 )
 
-// memory is a map from arena numbers to the arenas of all clients.
+// memory is a map from the numbers of the arenas of a client to the arenas.
 type memory struct {
 	mu  sync.Mutex
 	all map[uint32]*clientArena
@@ -32,14 +32,13 @@ type clientArena struct {
 	number uint32
 	id     uint32 // ID of the chunk that package arena has assigned to the arena
 	bytes  []byte
-	owner  *conn
 	users  int  // number of inputs and outputs in this arena that belong to operations in flight
-	left   bool // the owner has left, so the arena is removed when its last use ends
+	left   bool // the client has left, so the arena is removed when its last use ends
 }
 
-// add maps the file fd and records it as the arena of owner with the given number. It takes ownership of fd,
-// even if it returns an error.
-func (m *memory) add(number uint32, numBytes uint64, fd int, owner *conn) error {
+// add maps the file fd and records it as the arena with the given number. It takes ownership of fd, even if
+// it returns an error.
+func (m *memory) add(number uint32, numBytes uint64, fd int) error {
 	if number == 0 || number >= wire.OwnArenas || numBytes == 0 || numBytes > maxArenaBytes {
 		discard(fd)
 		return fmt.Errorf("got arena %d of %d bytes, want a number from 1 to 2^31-1, and 1 to 2^40 bytes", number,
@@ -63,32 +62,28 @@ func (m *memory) add(number uint32, numBytes uint64, fd int, owner *conn) error 
 		return errors.Join(fmt.Errorf("arena %d: the file has %d bytes, want %d as in the request", number,
 			got, numBytes), s.Close())
 	}
-	m.all[number] = &clientArena{number: number, id: arena.Adopt(s).ID, bytes: s.Bytes(), owner: owner}
+	m.all[number] = &clientArena{number: number, id: arena.Adopt(s).ID, bytes: s.Bytes()}
 	return nil
 }
 
-// of returns the arena of owner with the given number. It returns an error if owner has no such arena. The
-// caller holds mu.
-func (m *memory) of(owner *conn, number uint32) (*clientArena, error) {
+// of returns the arena with the given number. The caller holds mu.
+func (m *memory) of(number uint32) (*clientArena, error) {
 	g := m.all[number]
-	switch {
-	case g == nil:
+	if g == nil {
 		return nil, fmt.Errorf("arena %d does not exist", number)
-	case g.owner != owner:
-		return nil, fmt.Errorf("arena %d belongs to another client", number)
 	}
 	return g, nil
 }
 
-// drop removes an arena of owner. It returns an error if an operation in flight uses the arena.
-func (m *memory) drop(owner *conn, number uint32) error {
+// drop removes an arena. It returns an error if an operation in flight uses the arena.
+func (m *memory) drop(number uint32) error {
 	m.mu.Lock()
-	g, err := m.of(owner, number)
+	g, err := m.of(number)
 	if err == nil && g.users > 0 {
 		err = fmt.Errorf("arena %d cannot be removed: operations in flight use it %d times", number, g.users)
 	}
 	if err == nil {
-		delete(m.all, g.number)
+		delete(m.all, number)
 	}
 	m.mu.Unlock()
 	if err != nil {
@@ -97,15 +92,12 @@ func (m *memory) drop(owner *conn, number uint32) error {
 	return arena.Abandon(g.id)
 }
 
-// leave removes all arenas of owner, because owner has left. If operations in flight use an arena, the arena
-// is removed when the last of these operations ends.
-func (m *memory) leave(owner *conn) error {
+// leave removes all arenas, because the client has left. If operations in flight use an arena, the arena is
+// removed when the last of these operations ends.
+func (m *memory) leave() error {
 	m.mu.Lock()
 	var unused []*clientArena
 	for _, g := range m.all {
-		if g.owner != owner {
-			continue
-		}
 		if g.left = true; g.users == 0 {
 			delete(m.all, g.number)
 			unused = append(unused, g)
@@ -123,11 +115,10 @@ func closeAll(arenas []*clientArena) error {
 	return errors.Join(errs...)
 }
 
-// use finds the memory of each location in places and stores it in the field "to" of the location. The
-// locations belong to an operation of owner. The arenas of the locations stay mapped until unuse is called.
-// use appends them to the slice uses and returns the result. If it returns an error, it keeps no arena in
-// use.
-func (m *memory) use(owner *conn, places []location, uses []*clientArena) ([]*clientArena, error) {
+// use finds the memory of each location in places and stores it in the field "to" of the location. The arenas
+// of the locations stay mapped until unuse is called. use appends them to the slice uses and returns the
+// result. If it returns an error, it keeps no arena in use.
+func (m *memory) use(places []location, uses []*clientArena) ([]*clientArena, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	for i := range places {
@@ -138,7 +129,7 @@ func (m *memory) use(owner *conn, places []location, uses []*clientArena) ([]*cl
 			}
 			continue
 		}
-		g, err := m.of(owner, p.arena)
+		g, err := m.of(p.arena)
 		if err == nil && (p.offset > uint64(len(g.bytes)) || p.numBytes > uint64(len(g.bytes))-p.offset) {
 			err = fmt.Errorf("got a range of %d bytes at byte %d of arena %d, which has only %d bytes", p.numBytes,
 				p.offset, p.arena, len(g.bytes))
@@ -156,7 +147,7 @@ func (m *memory) use(owner *conn, places []location, uses []*clientArena) ([]*cl
 	return uses, nil
 }
 
-// unuse reverses use. It removes each arena that has no other uses and whose owner has left.
+// unuse reverses use. If the client has left, it removes each arena that has no other uses.
 func (m *memory) unuse(uses []*clientArena) error {
 	if len(uses) == 0 {
 		return nil

@@ -137,8 +137,8 @@ func (n *node) exchange(q *sidecarpb.Exchange, done func(error)) error {
 		places = append(places, location{arena: m.GetArena(), offset: m.GetOffset(),
 			numBytes: m.GetBytes()})
 	}
-	memory := &n.conn.server.memory
-	uses, err := memory.use(n.conn, places, nil)
+	memory := &n.conn.memory
+	uses, err := memory.use(places, nil)
 	if err != nil {
 		return usage("exchange", "", err)
 	}

@@ -34,12 +34,11 @@ func finalizeNode() *sidecarpb.Request {
 // TestNode checks pushes and pulls through shared memory, and that invalid requests are refused with an error
 // and change nothing.
 func TestNode(t *testing.T) {
-	s := server(t, Config{})
 	port := strconv.Itoa(testnet.FreePort(t))
 	roles := []string{"scheduler", "server", "worker"}
 	clients := make([]*client, len(roles))
 	for i := range clients {
-		clients[i] = connect(t, s)
+		clients[i] = connect(t, server(t, Config{}))
 	}
 	place := func(offset, numBytes uint64) *sidecarpb.Memory {
 		return &sidecarpb.Memory{Arena: 1, Offset: offset, Bytes: numBytes}
@@ -107,12 +106,10 @@ func TestNodeOfADeadClient(t *testing.T) {
 	c := connect(t, s)
 	c.Must(startNode(map[string]string{"DMLC_ROLE": "scheduler", "DMLC_NUM_SERVER": "0", "DMLC_NUM_WORKER": "0",
 		"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": strconv.Itoa(testnet.FreePort(t))}))
-	other := connect(t, s)
 	c.Bye()
 	<-s.Dead()
 	if err := c.end(); err != nil {
 		t.Error(err)
 	}
 	testnet.WantError(t, s.Death(), "client process", "sent Bye before Shutdown")
-	other.bye()
 }

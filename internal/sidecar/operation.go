@@ -190,7 +190,7 @@ func (c *conn) newOperation(p *plan, s submission) (*operation, error) {
 		return o, p.wrong
 	}
 	var err error
-	if o.uses, err = c.server.memory.use(c, p.places, make([]*clientArena, 0, len(p.places))); err != nil {
+	if o.uses, err = c.memory.use(p.places, make([]*clientArena, 0, len(p.places))); err != nil {
 		return o, usage(p.Kind.String(), p.Name, err)
 	}
 	if p.makes {

@@ -1,14 +1,14 @@
-// Package sidecar runs the engine of one rank for other processes on its host, over Unix sockets and shared
-// memory. docs/sidecar.md describes the protocol.
+// Package sidecar runs the engine of one rank for another process on its host, the client, over a Unix socket
+// and shared memory. A Server has one client at a time. docs/sidecar.md describes the protocol.
 //
 // Invariants:
 //
-//  1. No client can make another client, the engine or another rank wait, or make the sidecar use an
-//     unbounded amount of memory, no matter what it sends or fails to send. If a client breaks the protocol,
-//     the sidecar closes its connection.
-//  2. The sidecar writes to a client's memory only while an operation of that client is in flight. The memory
+//  1. The client cannot make the engine or another rank wait, or make the sidecar use an unbounded amount of
+//     memory, no matter what it sends or fails to send. If it breaks the protocol, the sidecar closes its
+//     connection.
+//  2. The sidecar writes to the client's memory only while an operation of the client is in flight. The memory
 //     stays mapped until the last operation that uses it is done, even if the client has left.
-//  3. If a client leaves in the middle of a job, the rank fails. The Server then closes the channel that
+//  3. If the client leaves in the middle of a job, the rank fails. The Server then closes the channel that
 //     Dead returns, and the program that runs the Server must end the process.
 package sidecar
 
@@ -40,8 +40,6 @@ import (
 )
 
 const (
-	// maxConns is the maximum number of clients of a rank.
-	maxConns = 1024
 	// maxPathBytes is the maximum length of a path in a request. Linux has the same limit.
 	maxPathBytes = 4096
 	// helloTimeout is the default of Config.HelloTimeout.
@@ -50,7 +48,7 @@ const (
 
 // Config holds the settings of a Server.
 type Config struct {
-	// Version is the version of the program that runs the Server. The status report contains it.
+	// Version is the version of the program that runs the Server, for Report.
 	Version string
 	// Options are the options of each Init. Settings that the client sends override them.
 	Options rank.Options
@@ -65,11 +63,10 @@ type Config struct {
 // errEnding reports that a request or connection has arrived after Close was called.
 var errEnding = errors.New("the sidecar is shutting down")
 
-// Server runs the engine of one rank for its clients. Its methods are safe for concurrent use.
+// Server runs the engine of one rank for its client. Its methods are safe for concurrent use.
 type Server struct {
 	cfg    Config
 	log    *zap.Logger
-	memory memory
 	chunks chunks
 	unwatch,
 	cancel func()
@@ -90,8 +87,8 @@ type Server struct {
 	mu     sync.Mutex
 	state  string
 	rank   *rank.Rank
-	over   chan struct{} // closed when the job is over and all clients have been notified
-	conns  map[*conn]struct{}
+	over   chan struct{} // closed when the job is over and the client has been notified
+	client *conn         // nil if there is no client
 	closed bool
 	dead   chan struct{}
 	death  error
@@ -106,12 +103,12 @@ type runner interface {
 	Drive(ctx context.Context, done func() bool)
 }
 
-// These are the states of the rank in a StatusReport.
+// These are the states of the rank in a Report.
 const (
 	StateIdle     = "idle"
 	StateStarting = "starting"
 	StateRunning  = "running"
-	StateEnded    = "ended" // the job is over, and no client has sent Shutdown yet
+	StateEnded    = "ended" // the job is over, and the client has not sent Shutdown yet
 )
 
 // New returns a Server that has no clients yet.
@@ -127,41 +124,40 @@ func New(cfg Config) *Server {
 	}
 	s := &Server{
 		cfg: cfg, log: cfg.Log,
-		memory:   memory{all: make(map[uint32]*clientArena)},
 		chunks:   chunks{all: make(map[uint32]*shmem.Segment)},
 		changing: make(chan struct{}, 1),
-		state:    StateIdle, conns: make(map[*conn]struct{}), dead: make(chan struct{}),
+		state:    StateIdle, dead: make(chan struct{}),
 	}
 	s.ctx, s.cancel = context.WithCancel(context.Background())
 	s.unwatch = arena.Watch(s.chunks.added, s.chunkRemoved)
 	return s
 }
 
-// chunkRemoved notifies all clients that a chunk of the sidecar's own arena was removed. The arena calls
+// chunkRemoved notifies the client that a chunk of the sidecar's own arena was removed. The arena calls
 // chunkRemoved while it holds its own lock. To avoid a deadlock, a goroutine that holds s.mu, or another lock
 // that chunkRemoved acquires, must not call the arena.
 func (s *Server) chunkRemoved(id uint32) {
 	s.chunks.removed(id)
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	for c := range s.conns {
-		c.announceRemoval(wire.OwnArenas + id)
+	if s.client != nil {
+		s.client.announceRemoval(wire.OwnArenas + id)
 	}
 }
 
-// Dead returns a channel that is closed when the rank has failed because of a client. Death then returns the
-// reason. The process must then exit without leaving the job in an orderly way. This shows the other ranks
-// that this rank has failed.
+// Dead returns a channel that is closed when the rank has failed because of the client. Death then returns
+// the reason. The process must then exit without leaving the job in an orderly way. This shows the other
+// ranks that this rank has failed.
 func (s *Server) Dead() <-chan struct{} { return s.dead }
 
-// Death returns the reason why the rank has failed if a client has made it fail. Otherwise it returns nil.
+// Death returns the reason why the rank has failed if the client has made it fail. Otherwise it returns nil.
 func (s *Server) Death() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.death
 }
 
-// Close leaves the job, if there is one, and closes all connections. If ctx ends before the rank has left the
+// Close leaves the job, if there is one, and closes the connection. If ctx ends before the rank has left the
 // job, the other ranks consider it failed.
 func (s *Server) Close(ctx context.Context) error {
 	s.cancel() // cancels a waiting Init
@@ -169,8 +165,8 @@ func (s *Server) Close(ctx context.Context) error {
 	err := s.shutdown(ctx, "its sidecar received a request to exit", false)
 	s.mu.Lock()
 	s.closed = true
-	for c := range s.conns {
-		c.disconnect(errEnding)
+	if s.client != nil {
+		s.client.disconnect(errEnding)
 	}
 	s.mu.Unlock()
 	s.wg.Wait()
@@ -179,9 +175,9 @@ func (s *Server) Close(ctx context.Context) error {
 	return err
 }
 
-// ServeConn serves a client until the connection ends. It takes ownership of conn. It returns nil if the
-// client has sent Bye, or if the connection has ended without Bye but the rank has not failed because of
-// that.
+// ServeConn serves a client until the connection ends. If there is another client, it refuses this one. It
+// takes ownership of conn. It returns nil if the client has sent Bye, or if the connection has ended without
+// Bye but the rank has not failed because of that.
 func (s *Server) ServeConn(conn *net.UnixConn) error {
 	s.mu.Lock()
 	if s.closed {
@@ -199,21 +195,8 @@ func (s *Server) ServeConn(conn *net.UnixConn) error {
 	// This deferred call runs last, when nothing else uses the descriptor any more.
 	defer func() { _ = unix.Close(fd) }()
 	c := newConn(s, fd, pid)
-	s.mu.Lock()
-	var refused error
-	switch {
-	case s.closed:
-		refused = errEnding
-	case len(s.conns) >= maxConns:
-		refused = fmt.Errorf("refused: %d clients are already connected, which is the limit", maxConns)
-	default:
-		s.conns[c] = struct{}{}
-		// The connection is recorded and the greeting is sent with mu held. So a client is counted before it
-		// receives the greeting, and it receives no notice before the greeting.
-		c.out.Put(dial.Greeting(wire.Magic, wire.Version), -1)
-	}
-	s.mu.Unlock()
-	if refused != nil {
+	if refused := s.admit(c); refused != nil {
+		c.reply(&sidecarpb.Reply{Error: wire.Describe(refused)}, -1)
 		if pidfd != nil {
 			err = pidfd.Close()
 		}
@@ -226,49 +209,76 @@ func (s *Server) ServeConn(conn *net.UnixConn) error {
 		defer pidfd.Close()
 	}
 	err = c.serve()
-	last := s.forget(c)
-	s.departed(c, err, last)
+	s.departed(c, err)
 	c.node.end()
+	s.mu.Lock()
+	s.client = nil
+	s.mu.Unlock()
+	close(c.gone)
 	if errors.Is(err, errBye) || errors.Is(err, errEnd) && s.Death() == nil {
 		return nil
 	}
 	return fmt.Errorf("sidecar: client process %d: %w", pid, err)
 }
 
-// forget removes a connection from s.conns. It reports whether no connection is left.
-func (s *Server) forget(c *conn) (last bool) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	delete(s.conns, c)
-	return len(s.conns) == 0
+// admit sends the greeting to c and makes c the client. It returns an error if there is another client. If
+// the connection of that one has ended, admit first waits until it is no longer the client.
+func (s *Server) admit(c *conn) error {
+	timeout := time.NewTimer(s.cfg.HelloTimeout)
+	defer timeout.Stop()
+	for {
+		s.mu.Lock()
+		old := s.client
+		waits := old != nil && !s.closed && s.death == nil && old.hungUp()
+		if !waits {
+			defer s.mu.Unlock()
+			// c becomes the client after the greeting was sent, so that it receives no notice before.
+			c.out.Put(dial.Greeting(wire.Magic, wire.Version), -1)
+			switch {
+			case s.closed:
+				return errEnding
+			case s.death != nil:
+				return fmt.Errorf("refused: the rank has failed: %w", s.death)
+			case old != nil:
+				return fmt.Errorf("refused: process %d is connected, and a sidecar has one client at a time", old.pid)
+			}
+			s.client = c
+			return nil
+		}
+		s.mu.Unlock()
+		select {
+		case <-old.gone:
+		case <-timeout.C:
+			return fmt.Errorf("refused: the connection of process %d has ended, but its operations have not", old.pid)
+		}
+	}
 }
 
-// departed handles the end of the connection c and decides whether the rank has failed. The parameter why is
-// the reason for the end, and last says whether c was the last connection. If it was, and if the job is over,
-// departed starts tidy.
-func (s *Server) departed(c *conn, why error, last bool) {
+// departed handles the end of the connection of the client c and decides whether the rank has failed. The
+// parameter why is the reason for the end. If the job is over, departed frees its resources.
+func (s *Server) departed(c *conn, why error) {
 	bye := errors.Is(why, errBye)
 	s.mu.Lock()
-	inJob := s.state == StateStarting || s.state == StateRunning
-	dies := (inJob && (!bye || last) || c.node.inJob()) && s.ctx.Err() == nil && s.death == nil
+	inJob, over := s.state == StateStarting || s.state == StateRunning, s.state == StateEnded
+	dies := (inJob || c.node.inJob()) && s.ctx.Err() == nil && s.death == nil
 	if dies {
 		s.death = fmt.Errorf("client process %d ended during the job: %w", c.pid, why)
 		close(s.dead)
-	}
-	if last && s.state == StateEnded {
-		s.wg.Go(s.tidy)
 	}
 	s.mu.Unlock()
 	switch {
 	case dies:
 		s.log.Error("the rank has failed", zap.Error(s.Death()))
 	case !bye && s.ctx.Err() == nil:
-		s.log.Warn("a client has ended without Bye", zap.Int("pid", c.pid), zap.Error(why))
+		s.log.Warn("the client has ended without Bye", zap.Int("pid", c.pid), zap.Error(why))
+	}
+	if over {
+		s.tidy()
 	}
 }
 
 // tidy frees the resources of a job that is over, unless a Shutdown has freed them already. It is called when
-// no client is left that could send Shutdown.
+// there is no client that could send Shutdown.
 func (s *Server) tidy() {
 	if s.change() != nil {
 		return
@@ -395,14 +405,10 @@ func rawSocket(conn *net.UnixConn) (int, error) {
 	return fd, nil
 }
 
-// request handles a request that takes a long time or concerns all clients. It answers a request for the
-// status at once. For any other request it starts a goroutine, which sends the answer later.
+// request handles a request that may take a long time: it starts a goroutine, which sends the answer later.
 func (s *Server) request(c *conn, q *sidecarpb.Request) {
 	var do func() (*sidecarpb.Reply, error)
 	switch what := q.What.(type) {
-	case *sidecarpb.Request_Status:
-		c.answer(q.Id, &sidecarpb.Reply{What: &sidecarpb.Reply_Status{Status: s.Report()}}, nil)
-		return
 	case *sidecarpb.Request_Init:
 		do = func() (*sidecarpb.Reply, error) { return s.init(what.Init) }
 	case *sidecarpb.Request_NewUniqueId:
@@ -441,23 +447,23 @@ func (s *Server) change() error {
 	return nil
 }
 
-// init starts the rank if it does not run yet. It returns the rank's place in the job.
+// init starts the rank. It returns the rank's place in the job.
 func (s *Server) init(q *sidecarpb.Init) (*sidecarpb.Reply, error) {
 	if err := s.change(); err != nil {
 		return nil, err
 	}
 	defer func() { <-s.changing }()
-	r := s.current()
-	if r == nil {
-		s.setState(StateStarting, nil)
-		r = new(rank.Rank)
-		if err := r.Start(s.ctx, s.options(q)); err != nil {
-			s.setState(StateIdle, nil)
-			return nil, err
-		}
-		s.last = r.Epoch
-		s.setState(StateRunning, r)
+	if s.current() != nil {
+		return nil, usage("init", "", errors.New("this rank is in a job, or has not sent Shutdown after the last one"))
 	}
+	s.setState(StateStarting, nil)
+	r := new(rank.Rank)
+	if err := r.Start(s.ctx, s.options(q)); err != nil {
+		s.setState(StateIdle, nil)
+		return nil, err
+	}
+	s.last = r.Epoch
+	s.setState(StateRunning, r)
 	ready := &sidecarpb.Ready{
 		Rank: int32(r.Place.Rank), Size: int32(r.Place.Size), LocalRank: int32(r.Place.LocalRank),
 		LocalSize: int32(r.Place.LocalSize),
@@ -514,7 +520,7 @@ func (s *Server) current() *rank.Rank {
 }
 
 // setState sets the state to state and the rank to r. If r is not nil, setState starts a goroutine that waits
-// for the end of the job and then notifies the clients.
+// for the end of the job and then notifies the client.
 func (s *Server) setState(state string, r *rank.Rank) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -534,7 +540,7 @@ func (s *Server) setState(state string, r *rank.Rank) {
 	})
 }
 
-// ended notifies all clients that the job is over, with the reason in why.
+// ended notifies the client that the job is over, with the reason in why.
 func (s *Server) ended(why error) {
 	ended := new(sidecarpb.Ended)
 	if why != nil {
@@ -543,8 +549,8 @@ func (s *Server) ended(why error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.state = StateEnded
-	for c := range s.conns {
-		c.reply(&sidecarpb.Reply{What: &sidecarpb.Reply_Ended{Ended: ended}}, -1)
+	if s.client != nil {
+		s.client.reply(&sidecarpb.Reply{What: &sidecarpb.Reply_Ended{Ended: ended}}, -1)
 	}
 }
 
@@ -649,16 +655,24 @@ func ints(ranks []int32) []int {
 	return all
 }
 
-// Report returns the status of the Server.
-func (s *Server) Report() *sidecarpb.StatusReport {
+// Report describes a Server.
+type Report struct {
+	Version    string `json:"version"`
+	PID        int    `json:"pid"`
+	State      string `json:"state"`
+	Connected  bool   `json:"connected"`  // there is a client
+	Operations uint64 `json:"operations"` // number of operations completed so far
+	InFlight   int64  `json:"in_flight"`
+}
+
+// Report describes s.
+func (s *Server) Report() Report {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	r := &sidecarpb.StatusReport{
-		Version: s.cfg.Version, Pid: uint32(os.Getpid()), State: s.state,
-		Clients: uint32(len(s.conns)), Operations: s.operations.Load(),
-	}
-	for c := range s.conns {
-		r.InFlight += uint64(c.inFlight.Load())
+	r := Report{Version: s.cfg.Version, PID: os.Getpid(), State: s.state, Connected: s.client != nil,
+		Operations: s.operations.Load()}
+	if s.client != nil {
+		r.InFlight = s.client.inFlight.Load()
 	}
 	return r
 }

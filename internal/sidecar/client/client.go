@@ -338,7 +338,12 @@ func (c *Client) write(data []byte, fd int) error {
 		if err == unix.EINTR {
 			continue
 		}
-		if err != nil {
+		switch err {
+		case nil:
+		case unix.EPIPE, unix.ECONNRESET: // the sidecar may have said why before it has closed the connection
+			c.shut()
+			return err
+		default:
 			c.fail(fmt.Sprintf("sending failed: %v", err))
 			return err
 		}
@@ -575,6 +580,9 @@ func (r *receiver) handle(c *Client, reply *sidecarpb.Reply) error {
 
 // news handles a reply without a request.
 func (r *receiver) news(c *Client, reply *sidecarpb.Reply) error {
+	if e := reply.GetError(); e != nil {
+		return wire.ErrorOf(e) // the sidecar refuses this client
+	}
 	switch what := reply.GetWhat().(type) {
 	case *sidecarpb.Reply_Arena:
 		number := what.Arena.GetArena()
@@ -691,8 +699,7 @@ func (c *Client) changed(environ []string, given map[string]string) map[string]s
 }
 
 // Init joins the job and waits until all ranks have joined. environ is the environment now; settings that
-// have changed in it since Open override those of the sidecar, and given overrides both. If the rank of the
-// sidecar has joined before, Init returns it with all its process sets.
+// have changed in it since Open override those of the sidecar, and given overrides both.
 func (c *Client) Init(ctx context.Context, environ []string, given map[string]string,
 	sets [][]int) (*rank.Rank, error) {
 	q := &sidecarpb.Init{Settings: c.changed(environ, given)}

@@ -2,7 +2,6 @@ package client
 
 import (
 	"errors"
-	"math/rand/v2"
 	"sync"
 	"sync/atomic"
 
@@ -10,7 +9,6 @@ import (
 
 	"github.com/gohvd/gohvd/internal/arena"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
-	"github.com/gohvd/gohvd/internal/sidecar/wire"
 )
 
 // memory has the chunks that the sidecar can map. The program allocates tensors in the chunks of this
@@ -23,6 +21,7 @@ type memory struct {
 
 	mu     sync.Mutex
 	chunks [2]map[uint32]*chunk // the chunks of the process, and those of the heap, by ID
+	last   uint32               // the number of the last arena
 }
 
 // chunk is a chunk that the sidecar can map.
@@ -50,15 +49,15 @@ func (m *memory) watch(c *Client) {
 	}
 }
 
-// added records a chunk. It makes up a number for the arena, because the numbers of all clients of a sidecar
-// must differ.
+// added records a chunk.
 func (m *memory) added(i int, a arena.Chunk) {
 	if a.Adopted {
 		return // another process allocates in the chunk
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	m.chunks[i][a.ID] = &chunk{Chunk: a, number: 1 + rand.Uint32N(wire.OwnArenas-1)}
+	m.last++
+	m.chunks[i][a.ID] = &chunk{Chunk: a, number: m.last}
 }
 
 func (m *memory) removed(i int, id uint32) {

@@ -19,11 +19,6 @@ func Shutdown() *sidecarpb.Request {
 	return &sidecarpb.Request{What: &sidecarpb.Request_Shutdown{Shutdown: &sidecarpb.Shutdown{}}}
 }
 
-// Status returns a request for the status of the sidecar.
-func Status() *sidecarpb.Request {
-	return &sidecarpb.Request{What: &sidecarpb.Request_Status{Status: &sidecarpb.Status{}}}
-}
-
 // StartTimeline returns a request to write a timeline to the file at path.
 func StartTimeline(path string, markCycles bool) *sidecarpb.Request {
 	return &sidecarpb.Request{What: &sidecarpb.Request_StartTimeline{
