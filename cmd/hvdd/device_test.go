@@ -26,7 +26,7 @@ func TestDeviceCheckGPUs(t *testing.T) {
 			t.Fatal(err)
 		}
 		cmd := exec.CommandContext(t.Context(), self, "--check-gpus")
-		cmd.Env = append(os.Environ(), asDaemon+"=1", "HVD_NCCL_LIBRARY="+c.nccl, "HVD_CUDART_LIBRARY="+c.cuda,
+		cmd.Env = append(os.Environ(), asDaemon+"=1", "HVD_SIDECAR=spawn", "HVD_NCCL_LIBRARY="+c.nccl, "HVD_CUDART_LIBRARY="+c.cuda,
 			"STANDIN_CUDA_DEVICES="+c.devices, "STANDIN_NCCL_VERSION="+c.code)
 		out, err := cmd.Output()
 		var found cuda.Found

@@ -56,7 +56,8 @@ func replace(asked bool) error {
 
 // checkGPUs writes as JSON which libraries for GPUs ranks of this hvdd, or of its hvdd-gpu, load.
 func checkGPUs(w io.Writer) error {
-	settings, err := config.FromEnvironment(nil, true)
+	// HVD_SIDECAR may be set, because it concerns the programs that use hvdd.
+	settings, err := config.Load(config.Sources{Environ: config.Environ(), HaveStore: true})
 	if err == nil {
 		err = replace(true)
 	}

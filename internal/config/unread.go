@@ -9,10 +9,8 @@ import (
 type Reader uint8
 
 const (
-	// Rank is a rank of a job that runs its own engine.
+	// Rank is a rank of a job.
 	Rank Reader = iota
-	// Sidecar is a process that runs the engine of a client.
-	Sidecar
 	// Node is a node of a parameter server.
 	Node
 )
@@ -99,16 +97,12 @@ func (c *Config) unread(s Setting, r Reader) string {
 		if !overMPI {
 			return "neither HOROVOD_CONTROLLER nor HOROVOD_CPU_OPERATIONS is mpi"
 		}
-	case "HOROVOD_ENABLE_ASYNC_COMPLETION":
-		if r == Sidecar {
-			return "a sidecar cannot use the streams of its clients"
-		}
 	case "HVD_NCCL_LIBRARY":
-		if r == Rank && !c.GPU.Use(GPUNCCL) {
+		if !c.GPU.Use(GPUNCCL) {
 			return ncclUnused
 		}
 	case "HVD_CUDART_LIBRARY":
-		if r == Rank && !c.GPU.Use(GPUNCCL) && !c.GPU.Use(GPUHost) {
+		if !c.GPU.Use(GPUNCCL) && !c.GPU.Use(GPUHost) {
 			return "the settings choose no backend for tensors on CUDA devices"
 		}
 	case "HVD_RENDEZVOUS_HOST", "HVD_RENDEZVOUS_PORT", "HVD_SUBDOMAIN":

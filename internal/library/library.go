@@ -82,7 +82,7 @@ func (l *Library) Init(o InitOptions) Handle {
 			return err
 		}
 		if c != nil {
-			r, err := join(c, &o)
+			r, err := l.sidecars.join(c, &o)
 			if err == nil {
 				l.running.Store(r)
 			}
@@ -132,6 +132,9 @@ func (l *Library) Shutdown(reason string, failed bool) Handle {
 		r := l.running.Load()
 		if r == nil {
 			return err
+		}
+		if r.Remote != nil {
+			l.sidecars.unfollow() // without a rank, the signal would kill the sidecar
 		}
 		err = r.Shutdown(context.Background(), why)
 		l.running.Store(nil)

@@ -174,11 +174,7 @@ func (r *Rank) Start(ctx context.Context, o Options) error {
 	if err != nil {
 		return fmt.Errorf("hvd: init: %w", err)
 	}
-	reader := config.Rank
-	if o.ForClient {
-		reader = config.Sidecar
-	}
-	cfg.WarnUnread(reader)
+	cfg.WarnUnread(config.Rank)
 	for _, w := range cfg.Warnings {
 		o.Log.Warn(w)
 	}

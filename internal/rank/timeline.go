@@ -174,15 +174,16 @@ func beforeExt(path, text string) string {
 	return strings.TrimSuffix(path, ext) + text + ext
 }
 
-var signals = map[string]os.Signal{"SIGUSR1": unix.SIGUSR1, "SIGUSR2": unix.SIGUSR2}
+// HandledSignal is the warning if the program has a handler for the signal of the timeline.
+const HandledSignal = "HVD_TIMELINE_SIGNAL has no effect: the program already has a handler for this signal"
 
 // followSignal starts or stops the timeline whenever the process receives the signal that the settings name.
 // A signal that arrives after followSignal has returned is not lost.
 func (t *timelines) followSignal() {
 	cfg := &t.rank.cfg
-	number := signals[cfg.Settings.TimelineSignal]
+	number := unix.SignalNum(cfg.Settings.TimelineSignal)
 	if cfg.HasHandler != nil && cfg.HasHandler(number) {
-		cfg.Log.Warn("HVD_TIMELINE_SIGNAL has no effect: the program already has a handler for this signal")
+		cfg.Log.Warn(HandledSignal)
 		return
 	}
 	got := make(chan os.Signal, 1)
