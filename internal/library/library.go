@@ -125,7 +125,7 @@ func (l *Library) Shutdown(reason string, failed bool) Handle {
 	why := engine.Departure{Reason: reason, Failed: failed}
 	return l.start(func(*Result) (err error) {
 		if r := l.running.Load(); r != nil && failed {
-			err = r.Engine.Shutdown(context.Background(), why)
+			err = r.Fail(why)
 		}
 		l.changing.Lock()
 		defer l.changing.Unlock()
@@ -136,7 +136,10 @@ func (l *Library) Shutdown(reason string, failed bool) Handle {
 		if r.Remote != nil {
 			l.sidecars.unfollow() // without a rank, the signal would kill the sidecar
 		}
-		err = r.Shutdown(context.Background(), why)
+		// After Fail, a sidecar has no job any more, and so no error.
+		if again := r.Shutdown(context.Background(), why); err == nil || again != nil {
+			err = again
+		}
 		l.running.Store(nil)
 		l.calls.clear()
 		l.operations.clear()

@@ -144,6 +144,27 @@ func TestSidecars(t *testing.T) {
 	}
 }
 
+// TestFailureInSidecar lets the program fail, with the engine in this process and in a sidecar. The errors
+// are the same.
+func TestFailureInSidecar(t *testing.T) {
+	l := newLibrary(t, hvdd(t))
+	var texts [2]string
+	for i, sidecar := range []string{"", "spawn"} {
+		must(t, l, l.Init(InitOptions{Settings: map[string]string{"HVD_SIZE": "1", "HVD_SIDECAR": sidecar}}))
+		err := l.Wait(l.Shutdown("its program raised E", true), Forever, nil)
+		if err == nil {
+			t.Fatal("the shutdown of a failed program has succeeded")
+		}
+		texts[i] = err.Error()
+		if l.Rank() != nil {
+			t.Error("the process is in a job after the shutdown")
+		}
+	}
+	if texts[0] != texts[1] || !strings.Contains(texts[0], "raised E") {
+		t.Errorf("in process: %s\nsidecar:    %s", texts[0], texts[1])
+	}
+}
+
 // TestTimelineSignal starts a timeline with the job and stops it by a signal to this process, which must
 // reach the sidecar. If this process has a handler for the signal, the sidecar must not get it.
 func TestTimelineSignal(t *testing.T) {

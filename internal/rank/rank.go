@@ -521,6 +521,15 @@ func (r *Rank) Shutdown(ctx context.Context, why engine.Departure) error {
 	return errors.Join(err, r.release())
 }
 
+// Fail makes r fail at once, and also ends a Shutdown in progress. Shutdown must still be called. why.Failed
+// is set.
+func (r *Rank) Fail(why engine.Departure) error {
+	if r.Remote != nil {
+		return r.Remote.Shutdown(context.Background(), why)
+	}
+	return r.Engine.Shutdown(context.Background(), why)
+}
+
 // Close closes r at once. If the job is not over, the other ranks cannot distinguish this from the death of
 // the process.
 func (r *Rank) Close() error {

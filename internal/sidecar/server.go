@@ -556,6 +556,10 @@ func (s *Server) ended(why error) {
 
 // end handles a Shutdown request.
 func (s *Server) end(q *sidecarpb.Shutdown) error {
+	if r := s.current(); r != nil && q.GetFailed() {
+		// The error is that of the shutdown below. A Shutdown in progress holds changing until this call.
+		_ = r.Fail(engine.Departure{Reason: q.GetReason(), Failed: true})
+	}
 	if err := s.change(); err != nil {
 		return err
 	}
