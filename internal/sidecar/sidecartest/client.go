@@ -10,6 +10,7 @@ import (
 	"math/bits"
 	"os"
 	"sync/atomic"
+	"testing"
 	"time"
 	"unsafe"
 
@@ -25,14 +26,6 @@ const HangTimeout = 30 * time.Second
 
 // ErrEnd reports that the sidecar has closed the connection.
 var ErrEnd = errors.New("the sidecar closed the connection")
-
-// TB is the part of testing.TB that a Client needs. Programs that are not tests can implement it too.
-type TB interface {
-	Helper()
-	Fatal(args ...any)
-	Fatalf(format string, args ...any)
-	Cleanup(f func())
-}
 
 // Seals are the seals that the memfd of a client's arena must have.
 const Seals = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW
@@ -54,7 +47,7 @@ const (
 )
 
 // Client is a client of a sidecar. It is not safe for concurrent use. If an error occurs in a method that
-// returns no error, the method fails the test (TB.Fatal).
+// returns no error, the method fails the test.
 type Client struct {
 	// FD is the socket. It is -1 after Close.
 	FD int
@@ -65,7 +58,7 @@ type Client struct {
 	Arenas    map[uint32][]byte
 	RingBytes []byte
 
-	t      TB
+	t      testing.TB
 	buf    []byte
 	fds    []int
 	lastID uint64
@@ -77,7 +70,7 @@ type Client struct {
 }
 
 // New returns a client that uses the socket fd. The client owns fd.
-func New(t TB, fd int) *Client {
+func New(t testing.TB, fd int) *Client {
 	c := &Client{t: t, FD: fd, early: make(map[uint64]*sidecarpb.Reply), Arenas: make(map[uint32][]byte),
 		begun: make(map[uint64]*sidecarpb.Operation), lastID: firstRequest}
 	timeout := unix.NsecToTimeval(HangTimeout.Nanoseconds())
@@ -282,25 +275,17 @@ func (c *Client) Send(q *sidecarpb.Request, fds ...int) uint64 {
 // Reply waits for the answer to the request with the number id, and returns the answer.
 func (c *Client) Reply(id uint64) *sidecarpb.Reply {
 	c.t.Helper()
-	r, err := c.TryReply(id)
-	if err != nil {
-		c.t.Fatalf("no reply to request %d: %v", id, err)
-	}
-	return r
-}
-
-// TryReply is like Reply but returns an error.
-func (c *Client) TryReply(id uint64) (*sidecarpb.Reply, error) {
 	for {
-		if err := c.sort(); err != nil {
-			return nil, err
-		}
+		err := c.sort()
 		if r := c.early[id]; r != nil {
 			delete(c.early, id)
-			return r, nil
+			return r
 		}
-		if err := c.Read(); err != nil {
-			return nil, err
+		if err == nil {
+			err = c.Read()
+		}
+		if err != nil {
+			c.t.Fatalf("no reply to request %d: %v", id, err)
 		}
 	}
 }
@@ -360,7 +345,7 @@ func (c *Client) Bye() {
 
 // File creates a memfd of numBytes bytes with the given seals, and returns its descriptor and its mapping. A
 // client creates such a file for an arena or a ring. numBytes must be a multiple of the page size.
-func File(t TB, numBytes int64, seals int) (fd int, b []byte) {
+func File(t testing.TB, numBytes int64, seals int) (fd int, b []byte) {
 	t.Helper()
 	fd, err := unix.MemfdCreate("client", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
 	if err != nil {
@@ -391,7 +376,7 @@ func (c *Client) Arena(number uint32, numBytes int64) []byte {
 
 // NewRing creates a memfd that contains a ring of n entries, and returns its descriptor and its mapping. A
 // Ring request can send the descriptor to the sidecar.
-func NewRing(t TB, n uint64) (fd int, b []byte) {
+func NewRing(t testing.TB, n uint64) (fd int, b []byte) {
 	t.Helper()
 	page := uint64(os.Getpagesize())
 	fd, b = File(t, int64((ringEntries+2*entryBytes*n+page-1)/page*page), Seals)
