@@ -278,6 +278,11 @@ PUBLIC hvd_status_t hvd_wait(hvd_handle_t handle, double seconds, hvd_result_t *
 	return gohvdWait(handle, seconds, result);
 }
 
+PUBLIC hvd_status_t hvd_finish(hvd_handle_t handle, double seconds, hvd_result_t *result) {
+	needs(!result || result->size == sizeof *result, "finish", "the size of the result is not sizeof(hvd_result_t)");
+	return gohvdFinish(handle, seconds, result);
+}
+
 PUBLIC hvd_status_t hvd_wait_any(const hvd_handle_t *handles, size_t n, double seconds, size_t *index) {
 	needs(handles && n && n <= UINT32_MAX && index, "wait any", "got no handles, more than 2^32, or a null pointer");
 	return gohvdWaitAny((hvd_handle_t *)handles, n, seconds, index);

@@ -282,6 +282,12 @@ hvd_status_t hvd_run(const hvd_op_t *op, double seconds, hvd_handle_t *handle, h
  * HVD_PENDING, or a parameter is wrong, the handle is used up. result may be NULL. */
 hvd_status_t hvd_wait(hvd_handle_t handle, double seconds, hvd_result_t *result);
 
+/* hvd_finish waits as hvd_wait does, but uses up the handle and writes the result only if the operation has
+ * succeeded. Otherwise a further call returns the same error, until hvd_release. So a program that has not seen what
+ * hvd_finish has returned, because a signal handler has thrown an exception, learns it from a further call:
+ * HVD_ERROR_HANDLE means that the operation has succeeded. */
+hvd_status_t hvd_finish(hvd_handle_t handle, double seconds, hvd_result_t *result);
+
 /* hvd_wait_any waits until one of n operations is done, and sets *index to the position of its handle, which
  * hvd_wait then uses up without waiting. It returns HVD_SUCCESS whether the operation has failed or not. */
 hvd_status_t hvd_wait_any(const hvd_handle_t *handles, size_t n, double seconds, size_t *index);

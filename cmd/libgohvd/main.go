@@ -304,6 +304,17 @@ func gohvdRun(c *C.hvd_op_t, nameBytes C.size_t, seconds C.double, handle *C.hvd
 
 //export gohvdWait
 func gohvdWait(handle C.hvd_handle_t, seconds C.double, result *C.hvd_result_t) C.hvd_status_t {
+	return wait((*library.Library).Wait, handle, seconds, result)
+}
+
+//export gohvdFinish
+func gohvdFinish(handle C.hvd_handle_t, seconds C.double, result *C.hvd_result_t) C.hvd_status_t {
+	return wait((*library.Library).Finish, handle, seconds, result)
+}
+
+// wait waits for a handle with Wait or Finish of the library.
+func wait(how func(*library.Library, library.Handle, time.Duration, *library.Result) error,
+	handle C.hvd_handle_t, seconds C.double, result *C.hvd_result_t) C.hvd_status_t {
 	limit, err := limitOf(seconds)
 	if err != nil {
 		return status(err)
@@ -312,7 +323,7 @@ func gohvdWait(handle C.hvd_handle_t, seconds C.double, result *C.hvd_result_t) 
 	if result != nil {
 		into = new(library.Result)
 	}
-	return finish(process.Wait(library.Handle(handle), limit, into), into, result)
+	return finish(how(process, library.Handle(handle), limit, into), into, result)
 }
 
 // finish gives the program the result r, or the error err. into is nil if the program wants no result.

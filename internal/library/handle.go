@@ -31,6 +31,8 @@ type pending interface {
 	// drive helps to make progress until quit returns true or the deadline, unless it is zero. If quit is
 	// nil, the method ended stands for it. drive returns early if nothing happens.
 	drive(deadline time.Time, quit func() bool)
+	// failure returns the error with which it has ended. It must be done.
+	failure() error
 	// notify makes the engine notice what was submitted. If a sidecar has done it, notify ends it.
 	notify()
 	// seen frees the name. It must be done.
@@ -63,6 +65,8 @@ func (e *event) complete(err error) {
 }
 
 func (e *event) ended() bool { return e.signal.Load() == closedSignal }
+
+func (e *event) failure() error { return e.err }
 
 func (e *event) done() <-chan struct{} {
 	if e.signal.Load() == nil {
@@ -213,6 +217,15 @@ const Forever = time.Duration(-1)
 // Wait waits until what h stands for is done, or until the limit ends. Unless it returns ErrPending, the
 // handle is used up. into, which may be nil, receives the result.
 func (l *Library) Wait(h Handle, limit time.Duration, into *Result) error {
+	return l.wait(h, limit, into, false)
+}
+
+// Finish waits as Wait does, but uses up the handle only if what it stands for has succeeded.
+func (l *Library) Finish(h Handle, limit time.Duration, into *Result) error {
+	return l.wait(h, limit, into, true)
+}
+
+func (l *Library) wait(h Handle, limit time.Duration, into *Result, keepFailed bool) error {
 	p, err := l.handles.use("wait", h)
 	if err != nil {
 		return err
@@ -220,6 +233,10 @@ func (l *Library) Wait(h Handle, limit time.Duration, into *Result) error {
 	if !await(p, limit) {
 		l.handles.unuse(h)
 		return ErrPending
+	}
+	if err := p.failure(); err != nil && keepFailed {
+		l.handles.unuse(h)
+		return err
 	}
 	valid, alone := l.handles.remove(h)
 	if !valid {

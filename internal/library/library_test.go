@@ -192,6 +192,36 @@ func work(t *testing.T, l *Library, r, g, n int) {
 }
 
 // TestHandles checks the handles of a slot that was used 2^32 times, and errors about handles.
+// TestFinish checks that Finish uses up the handles of what has succeeded, and only these.
+func TestFinish(t *testing.T) {
+	l := New(nil, goMemory)
+	good, bad := new(task), new(task)
+	h, failed := l.handles.add(good), l.handles.add(bad)
+	if err := l.Finish(h, 0, nil); !errors.Is(err, ErrPending) {
+		t.Errorf("got %v, want ErrPending", err)
+	}
+	reason := errors.New("reason")
+	good.complete(nil)
+	bad.complete(reason)
+	if err := l.Finish(h, Forever, nil); err != nil {
+		t.Error(err)
+	}
+	for range 2 {
+		if err := l.Finish(h, Forever, nil); !errors.Is(err, ErrHandle) {
+			t.Errorf("got %v, want ErrHandle", err)
+		}
+		if err := l.Finish(failed, Forever, nil); err != reason {
+			t.Errorf("got %v, want %v", err, reason)
+		}
+	}
+	if err := l.Wait(failed, 0, nil); err != reason {
+		t.Errorf("got %v, want %v", err, reason)
+	}
+	if err := l.Wait(failed, 0, nil); !errors.Is(err, ErrHandle) {
+		t.Errorf("got %v, want ErrHandle", err)
+	}
+}
+
 func TestHandles(t *testing.T) {
 	l := New(nil, goMemory)
 	l.handles.slots, l.handles.free = []slot{{generation: math.MaxUint32}}, []uint32{0}

@@ -141,12 +141,13 @@ static void asynchronous(void) {
 		ok(hvd_poll(h[count - 1], &done));
 	}
 	for (int i = 0; i < count; i++) {
-		ok(hvd_wait(h[i], -1, NULL));
+		ok(i % 2 ? hvd_wait(h[i], -1, NULL) : hvd_finish(h[i], -1, NULL));
 	}
 	for (int i = 0; i < count; i++) {
 		want(x[i][7] == (double)n * i);
 	}
 	fails(hvd_wait(h[0], -1, NULL), HVD_ERROR_HANDLE, "handle");
+	fails(hvd_finish(h[0], -1, NULL), HVD_ERROR_HANDLE, "handle");
 
 	hvd_op_t group = hvd_op(HVD_ALLREDUCE, HVD_FLOAT64, t);
 	group.num_tensors = count;
