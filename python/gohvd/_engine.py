@@ -2,7 +2,7 @@
 
 An operation runs on the memory of the arrays of the program. Arrays whose elements are not one aligned block of memory
 are copied before and after it. A ``Slot`` has the description of an operation in the form that the library wants. It is
-kept for the next operation with the same name, type and shape, which then only changes the addresses.
+kept for the next operation that differs only in the addresses.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Callable, ContextManager, Dict, Generic, 
 
 from . import _exit, _library
 from ._library import (
-    ALLGATHER, ALLREDUCE, ALLTOALL, ANY_SOURCE, BARRIER, BROADCAST, GATHER, JOIN, KIND_NAMES, PENDING, RECV, REDUCE,
-    REDUCESCATTER, SCATTER, SEND, SLICE, SUCCESS, abandoned, check, quick, waiting,
+    ALLGATHER, ALLREDUCE, ALLTOALL, ANY_SOURCE, BARRIER, BROADCAST, GATHER, JOIN, KIND_NAMES, NO_HANDLE, PENDING, RECV,
+    REDUCE, REDUCESCATTER, SCATTER, SEND, SLICE, SUCCESS, abandoned, check, quick, waiting,
 )  # fmt: skip
 from .exceptions import HorovodInternalError, InitError, LibraryError, NotInitializedError
 
@@ -42,21 +42,41 @@ _IN_LIBRARY = {Average: 1, Sum: 2, Min: 3, Max: 4, Product: 5, Adasum: 6, Averag
 # The most kinds of operations for which slots are kept.
 _MAX_SLOTS = 32768
 
-# The name that a blocking operation gets if the program gives it none. The library names all other unnamed operations
+# The name of a blocking operation to which the program has given none. The library names all other unnamed operations
 # noname.1, noname.2 and so on.
-_SYNC_NAME = "noname.0"
+SYNC_NAME = "noname.0"
 
 # Operations whose result has the shape of the tensor.
 _OUTPUT_LIKE_INPUT = (ALLREDUCE, BROADCAST, REDUCE, RECV)
+# Operations whose result may overwrite the tensor, and tells nothing else.
+_OVERWRITING = (ALLREDUCE, BROADCAST, REDUCE)
 # Operations whose result tells more than the outputs.
 _TELLING = (ALLTOALL, JOIN, RECV)
 
 
 class Framework(Generic[A]):
-    """The functions of a framework, numpy or torch, that the engine needs to handle arrays."""
+    """The functions of a framework, numpy or torch, that the engine needs to handle arrays. An array has the attributes
+    shape and dtype.
+    """
 
     has_devices = False
     """Whether arrays may be on CUDA devices. A framework without such arrays does not implement the methods for them."""
+
+    def operands(self, op: Operation, x: Any, target: Any) -> Tuple[Sequence[A], Optional[Sequence[A]]]:
+        """Returns the arrays of an operation and its targets, if it has any. x and target are what the program has given:
+        sequences for a grouped operation, and otherwise one array. Raises ValueError if they are not valid.
+        """
+        raise NotImplementedError
+
+    def code(self, dtype: Any) -> Code:
+        """Returns the element type for the library. Raises ValueError if it has no such type."""
+        raise NotImplementedError
+
+    def plain(self, x: A) -> int:
+        """Returns the address of x's elements if they are in memory and operations can read and write them in place.
+        Otherwise it returns 0.
+        """
+        raise NotImplementedError
 
     def address(self, x: A) -> int:
         """Returns the address of x's elements, or 0 if operations cannot read them in place."""
@@ -106,6 +126,7 @@ class Framework(Generic[A]):
 class Operation:
     """What an operation does, apart from its name, its process set and its tensors. Two calls of ``operation`` with the
     same arguments usually return the same object.
+    Raises ValueError if the reduction is none.
     """
 
     kind: int
@@ -124,6 +145,10 @@ class Operation:
     with the same name get a mismatch error.
     """
 
+    def __post_init__(self) -> None:
+        if self.reduction not in _IN_LIBRARY:
+            raise ValueError(f"got op {self.reduction!r}, want Average, Sum, Adasum, Min, Max, Product or AverageActive")
+
 
 operation = functools.lru_cache(maxsize=4096)(Operation)
 
@@ -139,9 +164,7 @@ class Slot:
     slot.
     """
 
-    __slots__ = (
-        "memory", "words", "address", "handle_address", "arrays", "lock", "home", "outputs", "misaligned", "tells"
-    )  # fmt: skip
+    __slots__ = ("memory", "words", "at", "handle_at", "address", "arrays", "home", "outputs", "tells")
 
     def __init__(
         self, op: Operation, name: Optional[str], set_id: int, shapes: Sequence[Shape], codes: Sequence[Code],
@@ -153,20 +176,18 @@ class Slot:
         size = numbers + 8 * (dims + len(op.splits)) + len(text)
         self.memory = (ctypes.c_uint64 * (-(-size // 8)))()
         self.words = memoryview(self.memory).cast("B").cast("Q")
-        self.address = at = ctypes.addressof(self.memory)
-        self.handle_address = at + 8 * _HANDLE
+        self.at = at = ctypes.addressof(self.memory)
+        self.handle_at = at + 8 * _HANDLE
+        self.address = 0
+        """The address of the array, if it is the only one and the result overwrites it. Otherwise it is 0."""
         self.arrays: Any = None
-        """The arrays that the library reads and writes while the operation is in flight."""
-        self.lock = threading.RLock()
-        """It is held by a thread that waits for the operation."""
+        """The arrays that the library reads and writes while the operation is in flight. Otherwise it is None."""
         self.home = home
         """The list of the slots like this one that are not in use."""
         self.outputs = outputs
         """The shapes of the results, no shapes if there is no result, and None if the library knows them only when the
         operation is done.
         """
-        self.misaligned = codes[0][1] - 1 if codes else 0
-        """The bits that the address of the first tensor must not have."""
         self.tells = outputs is None or op.kind in _TELLING
         """Whether the library tells more than the elements of the results."""
         c = _library.Op.from_buffer(self.memory)
@@ -197,9 +218,9 @@ class Slot:
 
     def __del__(self) -> None:
         # If an exception of a signal handler has ended __init__ early, the attribute does not exist.
-        words = getattr(self, "words", None)
-        if words is not None and words[_HANDLE] and not sys.is_finalizing():
-            _library.abandon(words[_HANDLE], self.arrays)
+        arrays = getattr(self, "arrays", None)
+        if arrays is not None and self.words[_HANDLE] and not sys.is_finalizing():
+            _library.abandon(self.words[_HANDLE], arrays)
 
 
 def _full_name(op: Operation, name: str) -> str:
@@ -211,71 +232,61 @@ def _full_name(op: Operation, name: str) -> str:
     return f"grouped_{KIND_NAMES[op.kind]}.{name}" if op.grouped else f"{KIND_NAMES[op.kind]}.{name}"
 
 
-_forked = False  # whether this process was forked from a rank
-_slice, _nowhere = (SLICE,), (None,)
-_finishing = threading.RLock()  # held by a thread that writes results to arrays
+_finishing = threading.RLock()  # held by a thread that gets results from the library or writes them
+
+
+@dataclass(eq=False)
+class Completion(Generic[A]):
+    """What an operation needs when it is done, unless the library has then written all results to their arrays."""
+
+    framework: Framework[A]
+    likes: Sequence[A]
+    """The arrays of the operation. A result whose size only the library knows has their type and device."""
+    copies: Sequence[Tuple[A, A]]
+    """Pairs of arrays. The second array is copied to the first one."""
+    stream: Any
+    """The stream that was the current one of the device of the arrays when the operation was begun, if they are on one."""
+    result: Optional[_library.Result]
+    """What the library tells besides the elements of the results."""
 
 
 class Call(Generic[A]):
     """An operation. Until it is done, the library may use the memory of its arrays."""
 
-    # Most operations need only what __init__ sets.
-    likes: Sequence[A] = ()
-    """The arrays of the operation. A result whose size only the library knows has their type and device."""
-    copies: Sequence[Tuple[A, A]] = ()
-    """Pairs of arrays. When the operation is done, the second array is copied to the first one."""
-    stream: Any = None
-    """The stream that was the current one of the device of the arrays when the operation was begun, if they are on one."""
-    result: Optional[_library.Result] = None
-    """What the library tells besides the elements of the results."""
-    error: Optional[Exception] = None
+    __slots__ = ("slot", "number", "outputs", "take", "completion", "error", "__weakref__")
 
-    def __init__(self, framework: Framework[A], slot: Slot, outputs: Optional[Sequence[A]]) -> None:
-        self.framework = framework
-        self.slot: Optional[Slot] = slot
+    def __init__(
+        self, slot: Optional[Slot], number: int, outputs: Optional[Sequence[A]],
+        take: Optional[Callable[[Call[A]], Any]] = None, completion: Optional[Completion[A]] = None,
+    ) -> None:  # fmt: skip
+        self.slot = slot
         """The description of the operation. It is None when the operation is done."""
+        self.number = number
+        """The handle of the operation in the library."""
         self.outputs = outputs
         """The results. It is None until the operation is done if the library allocates them."""
-        self.ended: List[int] = []
-        """The status with which the operation has ended. It is a list, because then an exception of a signal handler
-        cannot come between the end and the change of this attribute.
-        """
-
-    take: Callable[[Any], Any]
-    """The function that returns what wait returns. The interface for numpy sets it."""
+        self.take = take
+        """The function that returns what wait returns. None stands for the first result."""
+        self.completion = completion
+        self.error: Optional[Exception] = None
 
     def wait(self) -> Any:
         """Waits until the operation is done and returns its result. Later calls return the same result."""
-        return self.take(self)
-
-    def run(self) -> None:
-        """Submits the operation and waits until it is done."""
-        slot, result = self.slot, self.result
-        assert slot is not None
-        if result is None:
-            status = waiting.hvd_run(slot.address, SLICE, slot.handle_address, None)
-        else:
-            status = waiting.hvd_run(slot.address, SLICE, slot.handle_address, ctypes.addressof(result))
-        if status == SUCCESS:
-            self.slot = slot.arrays = None
-            slot.home.append(slot)
-            return
-        if status != PENDING:
-            self.ended.append(status)
         self.settle()
+        if self.take is None and self.completion is None and self.error is None:
+            return self.outputs[0]
+        return self.results()[0] if self.take is None else self.take(self)
 
     def poll(self) -> bool:
         """Returns whether the operation is done, with or without an error."""
-        slot = self.slot
-        if slot is None:
+        if self.slot is None:
             return True
         done = ctypes.c_int32()
-        return quick.hvd_poll(slot.words[_HANDLE], done) != SUCCESS or done.value != 0
+        return quick.hvd_poll(self.number, done) != SUCCESS or done.value != 0
 
     def handle(self) -> int:
-        """Returns the handle of the operation, or 0 if the operation is done."""
-        slot = self.slot
-        return 0 if slot is None else slot.words[_HANDLE]
+        """Returns the handle of the operation in the library, or 0 if the operation is done."""
+        return 0 if self.slot is None else self.number
 
     def done(self) -> bool:
         """Returns whether the operation is done. If it is done without an error, the results have been written."""
@@ -290,29 +301,38 @@ class Call(Generic[A]):
         """Waits until the operation is done, with or without an error. It does not write the results to arrays to which
         the library has not written them.
         """
-        slot = self.slot
-        if slot is None:
-            return
-        if _forked:
-            # A thread that does not exist in this process may have held the lock.
-            self.slot, self.error = None, _library.error(quick.hvd_check())
-            return
-        with slot.lock:
-            if self.slot is None:
-                return  # another thread has waited for it
-            ended, result = self.ended, self.result
-            into = _nowhere if result is None else (ctypes.addressof(result),)
-            while not ended or ended[0] == PENDING:
-                ended.clear()
-                ended.extend(map(waiting.hvd_wait, (slot.words[_HANDLE],), _slice, into))
-            # From here on, an exception of a signal handler may come anywhere, and the next call begins again.
-            if ended[0] and self.error is None:
-                self.error = _library.error(ended[0])
-            slot.words[_HANDLE] = 0
-            self.slot = slot.arrays = None
-            slot.home.append(slot)
+        while True:
+            slot, completion = self.slot, self.completion
+            if slot is None:
+                return
+            if completion is None or completion.result is None:
+                status = waiting.hvd_finish(self.number, SLICE, None)
+            else:
+                status = self._finish(completion.result)
+            # An exception of a signal handler may come anywhere, and other threads may wait for the operation too.
+            if status == SUCCESS:
+                # hvd_finish returns it only once, so no other thread puts the slot back.
+                self.slot = slot.arrays = None
+                slot.home.append(slot)
+                return
+            if status == NO_HANDLE:
+                self.slot = None  # hvd_finish has returned before, in another thread or just before an exception
+            elif status != PENDING:
+                self.error = _library.error(status)
+                quick.hvd_release(self.number)
+                self.slot = slot.arrays = None
 
-    def results(self) -> List[A]:
+    def _finish(self, result: _library.Result) -> int:
+        """Waits as hvd_finish does, and returns its status. It keeps a thread that learns that another one has got the
+        result from reading the result too early.
+        """
+        index = ctypes.c_size_t()
+        if waiting.hvd_wait_any(_library.Handle(self.number), 1, SLICE, index) == PENDING:
+            return PENDING
+        with _finishing:
+            return waiting.hvd_finish(self.number, 0.0, ctypes.addressof(result))
+
+    def results(self) -> Sequence[A]:
         """Waits for the operation and returns its results, which are the targets or new arrays. If the operation
         failed, raises its error.
         """
@@ -320,44 +340,55 @@ class Call(Generic[A]):
             self.settle()
         if self.error is not None:
             raise self.error.with_traceback(None)
-        if self.copies or self.outputs is None:
-            self._finish()
-        if self.stream is not None:
-            self.framework.follow(self.stream)
+        if self.completion is not None:
+            self._complete(self.completion)
         return self.outputs or []
 
-    def _finish(self) -> None:
+    def _complete(self, completion: Completion[A]) -> None:
         """Writes or makes the results that the library has not written to their arrays."""
-        fw, result = self.framework, self.result
-        with _finishing:
-            if self.copies:
-                with fw.using(self.stream) if self.stream is not None else contextlib.nullcontext():
-                    for target, made in self.copies:
-                        fw.copy(target, made)
-                self.copies = ()
-            if self.outputs is None and result is not None:
-                outputs = []
-                for x, output in zip(self.likes, result.outputs[: result.num_outputs]):
-                    memory = _library.memory_at(output.data or 0, output.bytes)
-                    memory.owner = result  # frees the memory when the last array is gone
-                    outputs.append(fw.wrap(memory, tuple(output.shape[: output.dims]), x))
-                self.outputs = outputs
+        fw, stream, result = completion.framework, completion.stream, completion.result
+        if completion.copies or self.outputs is None:
+            with _finishing:
+                if completion.copies:
+                    with fw.using(stream) if stream is not None else contextlib.nullcontext():
+                        for target, made in completion.copies:
+                            fw.copy(target, made)
+                    completion.copies = ()
+                if self.outputs is None and result is not None:
+                    outputs = []
+                    for x, output in zip(completion.likes, result.outputs[: result.num_outputs]):
+                        memory = _library.memory_at(output.data or 0, output.bytes)
+                        memory.owner = result  # frees the memory when the last array is gone
+                        outputs.append(fw.wrap(memory, tuple(output.shape[: output.dims]), x))
+                    self.outputs = outputs
+        if stream is not None:
+            fw.follow(stream)
+
+    @property
+    def stream(self) -> Any:
+        """The stream on which the results are complete, or None if they are not on a device."""
+        return None if self.completion is None else self.completion.stream
+
+    @property
+    def result(self) -> _library.Result:
+        """What the library tells besides the elements of the results. It is known when the operation is done."""
+        assert self.completion is not None and self.completion.result is not None
+        return self.completion.result
 
     @property
     def received(self) -> List[int]:
         """The number of rows that were received from each member. It is known when an alltoall is done."""
-        result = self.result
-        return [] if result is None else result.received[: result.num_received]
+        return self.result.received[: self.result.num_received]
 
     @property
     def last_joined(self) -> int:
         """The rank that joined last. It is known when a join is done."""
-        return -1 if self.result is None else self.result.last_joined
+        return self.result.last_joined
 
     @property
     def source(self) -> int:
         """The sender of a message. It is known when a recv is done."""
-        return ANY_SOURCE if self.result is None else self.result.source
+        return self.result.source
 
 
 @dataclass
@@ -421,7 +452,7 @@ class Engine:
         self._sets: Dict[int, ProcessSet] = {}
         self._registered: List[ProcessSet] = []  # several objects may stand for one process set of the job
         self._slots: Dict[tuple, List[Slot]] = {}
-        # The calls of operations named _SYNC_NAME whose wait was interrupted, and the keys of these operations.
+        # The calls of operations named SYNC_NAME whose wait was interrupted, and the keys of these operations.
         self._interrupted: List[Tuple[tuple, Call]] = []
         self._warned: Set[str] = set()  # the reasons for which tensors on CUDA devices are copied that were shown
         self._exit_registered = False
@@ -520,8 +551,8 @@ class Engine:
         """Makes the engine usable in a forked process. It replaces the locks, because no thread exists there that could
         release the old ones.
         """
-        global _finishing, _forked
-        _finishing, _forked = threading.RLock(), self._place is not None
+        global _finishing
+        _finishing = threading.RLock()
         self._lock = threading.RLock()
         self._main_thread = threading.get_ident()
 
@@ -599,6 +630,7 @@ class Engine:
             for other in [r for r in self._registered if r.process_set_id == number]:
                 other._invalidate()
                 self._registered.remove(other)
+            self._slots = {}  # the object may stand for another set later
         return True
 
     def set_id(self, s: ProcessSet, what: str) -> int:
@@ -625,63 +657,73 @@ class Engine:
 
     # Operations.
 
-    def begin(
-        self,
-        fw: Framework[A],
-        op: Operation,
-        name: Optional[str],
-        process_set: ProcessSet,
-        arrays: Sequence[A],
-        shapes: Tuple[Shape, ...],
-        codes: Tuple[Code, ...],
-        targets: Optional[Sequence[A]] = None,
-        outputs: Optional[Tuple[Shape, ...]] = None,
-    ) -> Call[A]:
-        """Begins an operation on arrays. If it is not grouped, there must be one array, or none for a barrier or a join.
+    def call(
+        self, fw: Framework[A], op: Operation, name: Optional[str], process_set: ProcessSet, x: Any, target: Any = None,
+        take: Optional[Callable[[Call[A]], Any]] = None, wait: bool = False, outputs: Optional[Tuple[Shape, ...]] = None,
+    ) -> Any:  # fmt: skip
+        """Begins an operation and returns it. If wait is true, waits until it is done, and returns what its method wait
+        returns. take is the function that returns the result.
 
-        shapes and codes have the shapes and the element types of the arrays. The results are written to the targets,
-        which may be the arrays themselves. An operation whose result has a size that not only depends on the shapes
-        (allgather, alltoall, gather, scatter) has targets only if outputs has the shapes of the results. Without targets,
-        a caller that knows these shapes gives them because otherwise an operation on a CUDA device is copied through host
-        memory. If a result turns out to have another size, the operation fails.
+        x is an array, or a sequence of arrays for a grouped operation. The result is written to target, which may be x
+        itself. An operation whose result has a size that not only depends on the shapes (allgather, alltoall, gather,
+        scatter) has targets only if outputs has the shapes of the results. Without targets, a caller that knows these
+        shapes gives them because otherwise an operation on a CUDA device is copied through host memory. If a result turns
+        out to have another size, the operation fails.
 
-        If op.any_kind is set, the caller makes sure that no earlier operation with this name is in flight.
+        If the name is SYNC_NAME, operations of this kind share it if they run in the main thread. Otherwise they have no
+        name. If op.any_kind is set, the caller makes sure that no earlier operation with this name is in flight.
         """
-        call = self._call(fw, op, name, process_set, arrays, shapes, codes, targets, outputs)
-        slot = call.slot
-        status = quick.hvd_submit(slot.address, slot.handle_address)
-        if status:
-            call.slot, call.error = None, _library.error(status)
-            if isinstance(call.error, ValueError):  # the call is wrong; otherwise the job has failed
-                raise call.error
-        return call
-
-    def run(
-        self,
-        fw: Framework[A],
-        op: Operation,
-        name: Optional[str],
-        process_set: ProcessSet,
-        arrays: Sequence[A],
-        shapes: Tuple[Shape, ...],
-        codes: Tuple[Code, ...],
-        targets: Optional[Sequence[A]] = None,
-        outputs: Optional[Tuple[Shape, ...]] = None,
-        sync_name: bool = False,
-    ) -> Call[A]:
-        """Runs an operation as begin does, and waits until it is done. If sync_name is true, and the operation has no
-        name, operations of this kind share a name if they run in the main thread.
-        """
-        if sync_name and name is None:
+        if name is SYNC_NAME:
             name = self._sync_name(op, process_set)
-        call = self._call(fw, op, name, process_set, arrays, shapes, codes, targets, outputs)
-        try:
-            call.run()
-        except BaseException:
-            if name is _SYNC_NAME and call.slot is not None:
-                self._interrupted.append((_sync_key(op, process_set), call))
-            raise
+        if abandoned:
+            _library.reap()
+        # Most operations of a training step differ from earlier ones at most in the address.
+        slot, completion = None, None
+        if x is target and outputs is None and not op.grouped:
+            address = fw.plain(x)
+            if address:
+                try:
+                    slot = self._slots[op, name, process_set, x.shape, x.dtype].pop()
+                except LookupError:
+                    pass
+        if slot is None:
+            slot, results, completion = self._prepare(fw, op, name, process_set, x, target, outputs)
+        else:
+            if address != slot.address:
+                slot.words[_INPUT] = slot.words[_OUTPUT] = slot.address = address
+            slot.arrays = results = (x,)
+        if wait:
+            call = Call(slot, 0, results, take, completion)
+            try:
+                return self._run(call, slot)
+            except BaseException:
+                if name is SYNC_NAME and call.slot is not None:
+                    call.number = slot.words[_HANDLE]
+                    self._interrupted.append((_sync_key(op, process_set), call))
+                raise
+        status = quick.hvd_submit(slot.at, slot.handle_at)
+        if status == SUCCESS:
+            return Call(slot, slot.words[_HANDLE], results, take, completion)
+        call = Call(None, 0, results, take, completion)
+        call.error = _library.error(status)
+        if isinstance(call.error, ValueError):  # the call is wrong; otherwise the job has failed
+            raise call.error
         return call
+
+    @staticmethod
+    def _run(call: Call[Any], slot: Slot) -> Any:
+        """Runs the operation of a new call, and returns its result."""
+        result = None if call.completion is None else call.completion.result
+        status = waiting.hvd_run(slot.at, SLICE, slot.handle_at, None if result is None else ctypes.addressof(result))
+        if status == SUCCESS:
+            call.slot = slot.arrays = None
+            slot.home.append(slot)
+        elif status == PENDING:
+            call.number = slot.words[_HANDLE]
+        else:
+            call.slot = slot.arrays = None
+            raise _library.error(status)
+        return call.wait()
 
     def _sync_name(self, op: Operation, process_set: ProcessSet) -> Optional[str]:
         """Returns the name of a blocking operation to which the program has given none.
@@ -696,21 +738,19 @@ class Engine:
             self._interrupted = [(key, call) for key, call in self._interrupted if not call.done()]
             if _sync_key(op, process_set) in [key for key, _ in self._interrupted]:
                 return None
-        return _SYNC_NAME
+        return SYNC_NAME
 
-    def _call(
-        self, fw: Framework[A], op: Operation, name: Optional[str], process_set: ProcessSet, arrays: Sequence[A],
-        shapes: Tuple[Shape, ...], codes: Tuple[Code, ...], targets: Optional[Sequence[A]],
+    def _prepare(
+        self, fw: Framework[A], op: Operation, name: Optional[str], process_set: ProcessSet, x: Any, target: Any,
         outputs: Optional[Tuple[Shape, ...]],
-    ) -> Call[A]:  # fmt: skip
-        """Returns an operation that has not begun."""
+    ) -> Tuple[Slot, Optional[Sequence[A]], Optional[Completion[A]]]:  # fmt: skip
+        """Returns the slot for an operation, its results if their shapes are known, and what it needs when it is done."""
+        arrays, targets = fw.operands(op, x, target)
+        codes = [fw.code(x.dtype) for x in arrays]
         if self._place is None:
             raise NotInitializedError()
-        set_id = process_set.process_set_id
-        if set_id != 0:
-            set_id = self.set_id(process_set, KIND_NAMES[op.kind])
-        if abandoned:
-            _library.reap()
+        set_id = self.set_id(process_set, KIND_NAMES[op.kind])
+        shapes = tuple([x.shape for x in arrays])
         device, stream, in_memory = -1, None, False
         if fw.has_devices and arrays:
             device = fw.device(arrays[0])
@@ -721,7 +761,10 @@ class Engine:
                     device, in_memory = -1, True
                 else:
                     stream = fw.stream(device)
-        key = op, name, set_id, shapes, codes, outputs, device
+        if op.kind in _OVERWRITING and len(arrays) == 1 and outputs is None and device < 0:
+            key: Tuple[Any, ...] = op, name, process_set, shapes[0], arrays[0].dtype
+        else:
+            key = op, name, process_set, shapes, tuple([x.dtype for x in arrays]), outputs, device
         home = self._slots.get(key)
         if home is None:
             if len(self._slots) >= _MAX_SLOTS:
@@ -730,27 +773,14 @@ class Engine:
         try:
             slot = home.pop()
         except IndexError:
-            slot = None
-        if slot is None:
             known = self._outputs(op, shapes, process_set) if outputs is None else outputs
             slot = Slot(op, name, set_id, shapes, codes, known, device, home)
         words = slot.words
         if stream is not None:
             words[_STREAM] = fw.handle(stream)
-        if targets is arrays and len(arrays) == 1 and not in_memory and slot.outputs:
-            address = fw.address(arrays[0])
-            if address and not address & slot.misaligned:
-                words[_INPUT] = words[_OUTPUT] = address
-                slot.arrays = arrays
-                call = Call(fw, slot, arrays)
-                if stream is not None:
-                    call.stream = stream
-                if slot.tells:
-                    call.result = _library.Result()
-                return call
         copies: List[Tuple[A, A]] = []
-        inputs: List[Any] = []
-        at = _INPUT
+        used: List[Any] = []
+        at, slot.address = _INPUT, 0
         for x, shape, (_, size) in zip(arrays, shapes, codes):
             address = 0 if in_memory else fw.address(x)
             if not address or address % size:
@@ -760,22 +790,22 @@ class Engine:
                 if targets is arrays:
                     copies.append((x, made))
                 x, address = made, fw.address(made)
-            inputs.append(x)
+            used.append(x)
             words[at] = address
             at += _TENSOR_WORDS
-        results: Optional[List[A]] = None
+        results: Optional[Sequence[A]] = None
         at = _OUTPUT
         if slot.outputs and targets is arrays:
-            results = list(arrays)
+            results = arrays
             for _ in arrays:
                 words[at] = words[at - 1]
                 at += _TENSOR_WORDS
         elif slot.outputs is not None:
-            results = []
+            results = made_results = []
             for i, shape in enumerate(slot.outputs):
                 x, size = arrays[i], codes[i][1]
                 target = fw.empty(shape, x) if targets is None else targets[i]
-                results.append(target)
+                made_results.append(target)
                 address = 0 if in_memory else fw.target_address(target)
                 if targets is not None and address:
                     if self._overlap(op.kind, process_set, words[at - 1], shapes[i], address, shape, size):
@@ -784,15 +814,14 @@ class Engine:
                     made = fw.empty(shape, x, in_memory)
                     copies.append((target, made))
                     target, address = made, fw.address(made)
-                inputs.append(target)  # keeps it alive
+                used.append(target)  # keeps it alive
                 words[at] = address
                 at += _TENSOR_WORDS
-        slot.arrays = inputs
-        call = Call(fw, slot, results)
-        call.likes, call.copies, call.stream = arrays, copies, stream
-        if slot.tells:
-            call.result = _library.Result()
-        return call
+        slot.arrays = used
+        completion = None
+        if copies or stream is not None or slot.tells:
+            completion = Completion(fw, arrays, copies, stream, _library.Result() if slot.tells else None)
+        return slot, results, completion
 
     def _outputs(
         self, op: Operation, shapes: Sequence[Shape], process_set: ProcessSet
@@ -843,16 +872,24 @@ class Engine:
 
     def simple(self, kind: int, process_set: ProcessSet) -> Call[Any]:
         """Runs a barrier or a join, waits until it is done, and returns it."""
-        call = self.run(_no_arrays, operation(kind), None, process_set, (), (), ())
-        call.results()
-        return call
+        return self.call(_no_arrays, operation(kind), None, process_set, (), take=_settled, wait=True)
 
 
 _FACTS = (
     "rank", "size", "local_rank", "local_size", "cross_rank", "cross_size", "is_homogeneous", "has_devices",
 )  # fmt: skip
 
-_no_arrays: Framework[Any] = Framework()
+class _NoArrays(Framework[Any]):
+    def operands(self, op: Operation, x: Any, target: Any) -> Tuple[Sequence[Any], None]:
+        return (), None
+
+
+_no_arrays = _NoArrays()
+
+
+def _settled(call: Call[A]) -> Call[A]:
+    call.results()
+    return call
 
 
 def _sync_key(op: Operation, process_set: ProcessSet) -> tuple:

@@ -23,7 +23,7 @@ SLICE = 0.1
 """The longest time in seconds in which a wait does not notice a signal."""
 
 SUCCESS = 0
-_USAGE, _DUPLICATE_NAME, _MISMATCH, _PEER, _NOT_INITIALIZED, _FORKED = 1, 2, 3, 4, 7, 11
+_USAGE, _DUPLICATE_NAME, _MISMATCH, _PEER, _NOT_INITIALIZED, NO_HANDLE, _FORKED = 1, 2, 3, 4, 7, 10, 11
 PENDING = 12
 
 # The kinds of operations.
@@ -221,7 +221,8 @@ _FUNCTIONS: Dict[str, Tuple[Any, ...]] = {
     "hvd_submit": (c_void_p, c_void_p),
     "hvd_run": (c_void_p, c_double, c_void_p, c_void_p),
     "hvd_wait": (c_uint64, c_double, c_void_p),
-    "hvd_wait_any": (c_void_p, c_size_t, c_double, POINTER(c_size_t)),
+    "hvd_finish": (c_uint64, c_double, c_void_p),
+    "hvd_wait_any": (POINTER(Handle), c_size_t, c_double, POINTER(c_size_t)),
     "hvd_poll": (c_uint64, POINTER(c_int32)),
     "hvd_release": (c_uint64,),
     "hvd_new_gate": (POINTER(Handle),),

@@ -15,7 +15,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 import numpy as np
 
 from . import _engine
-from ._engine import Adasum, Average, AverageActive, Call, Code, Max, Min, Product, Shape, Sum, operation
+from ._engine import SYNC_NAME, Adasum, Average, AverageActive, Call, Code, Max, Min, Product, Shape, Sum, operation
 from ._library import (
     ALLGATHER, ALLREDUCE, ALLTOALL, BARRIER, BROADCAST, DTYPES, GATHER, JOIN, KIND_NAMES, RECV, REDUCE, REDUCESCATTER,
     SCATTER, SEND,
@@ -62,18 +62,60 @@ def _reads_addresses() -> bool:
     return platform.python_implementation() == "CPython" and _address(x[1:]) == x.ctypes.data + 8
 
 
+_codes: Dict[np.dtype, Code] = {}
+"""The element types that operations have met. numpy needs more time to return the name of a type than the rest of a
+submission needs.
+"""
+
+
 class _Numpy(_engine.Framework[Array]):
+    def operands(
+        self, op: _engine.Operation, x: Any, target: Any
+    ) -> Tuple[List[Array], Optional[Sequence[Array]]]:
+        xs, out = (x, target) if op.grouped else ([x], None if target is None else [target])
+        if not len(xs):
+            raise ValueError(f"grouped {KIND_NAMES[op.kind]}: got no arrays, want at least one")
+        arrays = [np.asarray(x, order="C") for x in xs]
+        if out is None:
+            return arrays, None
+        if len(out) != len(arrays):
+            raise ValueError(f"out has {len(out)} arrays, want {len(arrays)}")
+        same = True
+        for o, x in zip(out, arrays):
+            same = same and o is x
+            if o is not x and (o.dtype != x.dtype or o.shape != x.shape) or not o.flags.writeable:
+                raise ValueError(f"out is {o.dtype} of shape {o.shape}, want a writable {x.dtype} of shape {x.shape}")
+        return arrays, arrays if same else out
+
+    def code(self, dtype: np.dtype) -> Code:
+        found = _codes.get(dtype) or DTYPES.get(dtype.name)
+        if found is None or not dtype.isnative:
+            raise ValueError(f"numpy arrays of type {dtype} are not supported")
+        if dtype.kind not in "biuf":
+            # The type is defined by another package, such as ml_dtypes. numpy knows only its size, and frombuffer
+            # refuses it.
+            raise ValueError(f"numpy has no type {dtype.name}: use float32, or torch.bfloat16 with gohvd.torch")
+        _codes[dtype] = found
+        return found
+
+    # An array with the flag carray is contiguous, aligned and writable.
+
+    def address(self, x: Array) -> int:
+        return x.ctypes.data
+
+    def plain(self, x: Any) -> int:
+        return x.ctypes.data if isinstance(x, Array) and x.flags.carray else 0
+
     if _reads_addresses():
 
-        def address(self, x: Array, read: Any = ctypes.c_void_p.from_address) -> int:
+        def address(self, x: Array, read: Any = ctypes.c_void_p.from_address) -> int:  # noqa: F811
             return read(id(x) + _DATA).value
-    else:
 
-        def address(self, x: Array) -> int:
-            return x.ctypes.data
+        def plain(self, x: Any, read: Any = ctypes.c_void_p.from_address) -> int:  # noqa: F811
+            return read(id(x) + _DATA).value if isinstance(x, Array) and x.flags.carray else 0
 
-    def target_address(self, x: Array) -> int:
-        return self.address(x) if x.flags.c_contiguous else 0
+    target_address = plain
+
 
     def copy(self, target: Array, source: Array) -> None:
         target[...] = source
@@ -86,6 +128,7 @@ class _Numpy(_engine.Framework[Array]):
 
 
 _numpy = _Numpy()
+_call = _engine.engine.call
 
 
 Handle = Call
@@ -94,19 +137,16 @@ not write the input arrays and must not read the output arrays.
 """
 
 
-def _one(call: Call[Array]) -> Array:
-    return call.results()[0]
-
-
 def _none(call: Call[Array]) -> None:
     call.results()
 
 
-def _at_root(root: int) -> Callable[[Call[Array]], Optional[Array]]:
-    return _one if root == rank() else _none
+def _at_root(root: int) -> Optional[Callable[[Call[Array]], None]]:
+    """Returns the function that returns the result of an operation that has one only at the root."""
+    return None if root == rank() else _none
 
 
-def _all(call: Call[Array]) -> List[Array]:
+def _all(call: Call[Array]) -> Sequence[Array]:
     return call.results()
 
 
@@ -119,71 +159,6 @@ def _with_splits(call: Call[Array]) -> Tuple[Array, List[int]]:
     return call.results()[0], list(call.received)
 
 
-_codes: Dict[np.dtype, Tuple[Code]] = {}
-"""The results of _code, in tuples. They are cached, because numpy needs more time to return the name of a type than the
-rest of a submission needs.
-"""
-
-
-def _code(dtype: np.dtype) -> Tuple[Code]:
-    known = _codes.get(dtype)
-    if known is not None:
-        return known
-    found = DTYPES.get(dtype.name)
-    if found is None or not dtype.isnative:
-        raise ValueError(f"numpy arrays of type {dtype} are not supported")
-    if dtype.kind not in "biuf":
-        # The type is defined by another package, such as ml_dtypes. numpy knows only its size, and frombuffer refuses
-        # it.
-        raise ValueError(f"numpy has no type {dtype.name}: use float32, or torch.bfloat16 with gohvd.torch")
-    _codes[dtype] = (found,)
-    return _codes[dtype]
-
-
-def _operands(kind: int, xs: Sequence[Any], out: Optional[Sequence[Array]]) -> Tuple[Any, ...]:
-    """Returns the arrays of an operation, their shapes and types, and the targets, as the engine wants them."""
-    if not len(xs):
-        raise ValueError(f"grouped {KIND_NAMES[kind]}: got no arrays, want at least one")
-    if len(xs) == 1:
-        x = np.asarray(xs[0], order="C")
-        arrays, shapes, codes = [x], (x.shape,), _code(x.dtype)
-        if out is not None and out[0] is x and x.flags.writeable and len(out) == 1:
-            return arrays, shapes, codes, arrays
-    else:
-        arrays = [np.asarray(x, order="C") for x in xs]
-        shapes = tuple([x.shape for x in arrays])
-        codes = tuple([_code(x.dtype)[0] for x in arrays])
-    if out is None:
-        return arrays, shapes, codes, None
-    if len(out) != len(arrays):
-        raise ValueError(f"out has {len(out)} arrays, want {len(arrays)}")
-    same = True
-    for o, x in zip(out, arrays):
-        same = same and o is x
-        if o is not x and (o.dtype != x.dtype or o.shape != x.shape) or not o.flags.writeable:
-            raise ValueError(f"out is {o.dtype} of shape {o.shape}, want a writable {x.dtype} of shape {x.shape}")
-    return arrays, shapes, codes, arrays if same else out
-
-
-def _begin(
-    op: _engine.Operation, xs: Sequence[Any], name: Optional[str], process_set: ProcessSet,
-    out: Optional[Sequence[Array]] = None, take: Callable[[Call[Array]], Any] = _one,
-) -> Any:  # fmt: skip
-    """Begins an operation. take is the function that returns its result."""
-    arrays, shapes, codes, targets = _operands(op.kind, xs, out)
-    call = _engine.engine.begin(_numpy, op, name, process_set, arrays, shapes, codes, targets)
-    call.take = take
-    return call
-
-
-def _run(
-    op: _engine.Operation, xs: Sequence[Any], name: Optional[str], process_set: ProcessSet,
-    out: Optional[Sequence[Array]] = None, sync_name: bool = False,
-) -> Call[Array]:  # fmt: skip
-    arrays, shapes, codes, targets = _operands(op.kind, xs, out)
-    return _engine.engine.run(_numpy, op, name, process_set, arrays, shapes, codes, targets, None, sync_name)
-
-
 def allreduce_async(
     array: Any,
     op: int = Average,
@@ -193,8 +168,8 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
     out: Optional[Array] = None,
 ) -> Handle[Array]:
-    how = operation(ALLREDUCE, _reduction(op), prescale_factor, postscale_factor)
-    return _begin(how, [array], name, process_set, None if out is None else [out])
+    how = operation(ALLREDUCE, op, prescale_factor, postscale_factor)
+    return _call(_numpy, how, name, process_set, array, out)
 
 
 def allreduce(
@@ -211,8 +186,8 @@ def allreduce(
     The array must have the same shape and type at all ranks. If out is given, it receives the result. out may be the
     array itself. Otherwise the result is a new array.
     """
-    how = operation(ALLREDUCE, _reduction(op), prescale_factor, postscale_factor)
-    return _one(_run(how, [array], name, process_set, None if out is None else [out], True))
+    how = operation(ALLREDUCE, op, prescale_factor, postscale_factor)
+    return _call(_numpy, how, SYNC_NAME if name is None else name, process_set, array, out, wait=True)
 
 
 def grouped_allreduce_async(
@@ -224,8 +199,8 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
     out: Optional[Sequence[Array]] = None,
 ) -> Handle[List[Array]]:
-    how = operation(ALLREDUCE, _reduction(op), prescale_factor, postscale_factor, grouped=True)
-    return _begin(how, arrays, name, process_set, out, take=_all)
+    how = operation(ALLREDUCE, op, prescale_factor, postscale_factor, grouped=True)
+    return _call(_numpy, how, name, process_set, arrays, out, take=_all)
 
 
 def grouped_allreduce(
@@ -240,27 +215,27 @@ def grouped_allreduce(
     """Reduces arrays as ``allreduce`` does and returns the results. Either all arrays are reduced or none is. The
     arrays may have different types.
     """
-    how = operation(ALLREDUCE, _reduction(op), prescale_factor, postscale_factor, grouped=True)
-    return _all(_run(how, arrays, name, process_set, out))
+    how = operation(ALLREDUCE, op, prescale_factor, postscale_factor, grouped=True)
+    return _call(_numpy, how, name, process_set, arrays, out, take=_all, wait=True)
 
 
 def allgather_async(
     array: Any, name: Optional[str] = None, process_set: ProcessSet = global_process_set
 ) -> Handle[Array]:
-    return _begin(operation(ALLGATHER), [array], name, process_set)
+    return _call(_numpy, operation(ALLGATHER), name, process_set, array)
 
 
 def allgather(array: Any, name: Optional[str] = None, process_set: ProcessSet = global_process_set) -> Array:
     """Returns the arrays of all ranks, concatenated along the first dimension. The arrays may have different sizes in
     this dimension.
     """
-    return _one(_run(operation(ALLGATHER), [array], name, process_set))
+    return _call(_numpy, operation(ALLGATHER), name, process_set, array, wait=True)
 
 
 def grouped_allgather_async(
     arrays: Sequence[Any], name: Optional[str] = None, process_set: ProcessSet = global_process_set
 ) -> Handle[List[Array]]:
-    return _begin(operation(ALLGATHER, grouped=True), arrays, name, process_set, take=_all)
+    return _call(_numpy, operation(ALLGATHER, grouped=True), name, process_set, arrays, take=_all)
 
 
 def grouped_allgather(
@@ -269,7 +244,7 @@ def grouped_allgather(
     """Gathers arrays as ``allgather`` does and returns the results. Either all arrays are gathered or none is. The
     arrays must have the same type.
     """
-    return _all(_run(operation(ALLGATHER, grouped=True), arrays, name, process_set))
+    return _call(_numpy, operation(ALLGATHER, grouped=True), name, process_set, arrays, take=_all, wait=True)
 
 
 def broadcast_async(
@@ -281,7 +256,7 @@ def broadcast_async(
 ) -> Handle[Array]:
     _engine.check_root(root_rank, process_set)
     how = operation(BROADCAST, root=root_rank)
-    return _begin(how, [array], name, process_set, None if out is None else [out])
+    return _call(_numpy, how, name, process_set, array, out)
 
 
 def broadcast(
@@ -295,7 +270,7 @@ def broadcast(
     must have the same shape and type at all ranks.
     """
     _engine.check_root(root_rank, process_set)
-    return _one(_run(operation(BROADCAST, root=root_rank), [array], name, process_set, None if out is None else [out]))
+    return _call(_numpy, operation(BROADCAST, root=root_rank), name, process_set, array, out, wait=True)
 
 
 def reduce_async(
@@ -309,8 +284,8 @@ def reduce_async(
     out: Optional[Array] = None,
 ) -> Handle[Optional[Array]]:
     _engine.check_root(root_rank, process_set, REDUCE)
-    how = operation(REDUCE, _reduction(op), prescale_factor, postscale_factor, root_rank)
-    return _begin(how, [array], name, process_set, None if out is None else [out], take=_at_root(root_rank))
+    how = operation(REDUCE, op, prescale_factor, postscale_factor, root_rank)
+    return _call(_numpy, how, name, process_set, array, out, take=_at_root(root_rank))
 
 
 def reduce(
@@ -327,15 +302,15 @@ def reduce(
     root_rank is a rank of the job even if process_set is given. Only the root uses out.
     """
     _engine.check_root(root_rank, process_set, REDUCE)
-    how = operation(REDUCE, _reduction(op), prescale_factor, postscale_factor, root_rank)
-    return _at_root(root_rank)(_run(how, [array], name, process_set, None if out is None else [out]))
+    how = operation(REDUCE, op, prescale_factor, postscale_factor, root_rank)
+    return _call(_numpy, how, name, process_set, array, out, take=_at_root(root_rank), wait=True)
 
 
 def gather_async(
     array: Any, root_rank: int, name: Optional[str] = None, process_set: ProcessSet = global_process_set
 ) -> Handle[Optional[Array]]:
     _engine.check_root(root_rank, process_set, GATHER)
-    return _begin(operation(GATHER, root=root_rank), [array], name, process_set, take=_at_root(root_rank))
+    return _call(_numpy, operation(GATHER, root=root_rank), name, process_set, array, take=_at_root(root_rank))
 
 
 def gather(
@@ -346,7 +321,7 @@ def gather(
     process_set is given.
     """
     _engine.check_root(root_rank, process_set, GATHER)
-    return _at_root(root_rank)(_run(operation(GATHER, root=root_rank), [array], name, process_set))
+    return _call(_numpy, operation(GATHER, root=root_rank), name, process_set, array, take=_at_root(root_rank), wait=True)
 
 
 def scatter_async(
@@ -356,19 +331,20 @@ def scatter_async(
     name: Optional[str] = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle[Array]:
-    return _begin(*_scattered(array, root_rank, splits, process_set), name, process_set)
+    how, array = _scattered(array, root_rank, splits, process_set)
+    return _call(_numpy, how, name, process_set, array)
 
 
 def _scattered(
     array: Any, root: int, splits: Optional[Sequence[int]], process_set: ProcessSet
-) -> Tuple[_engine.Operation, List[Array]]:
+) -> Tuple[_engine.Operation, Array]:
     """Returns a scatter and its array, which is empty at the other ranks."""
     _engine.check_root(root, process_set, SCATTER)
     array = np.asarray(array, order="C")
     if _engine.engine.initialized() and root != rank():
-        return operation(SCATTER, root=root), [np.empty(0, array.dtype)]
+        return operation(SCATTER, root=root), np.empty(0, array.dtype)
     given = _engine.check_splits(splits, array.shape, process_set, SCATTER)
-    return operation(SCATTER, root=root, splits=given), [array]
+    return operation(SCATTER, root=root, splits=given), array
 
 
 def scatter(
@@ -383,7 +359,8 @@ def scatter(
 
     At the other ranks splits is ignored, and only the type of the array counts, which may be empty.
     """
-    return _one(_run(*_scattered(array, root_rank, splits, process_set), name, process_set))
+    how, array = _scattered(array, root_rank, splits, process_set)
+    return _call(_numpy, how, name, process_set, array, wait=True)
 
 
 def send_async(
@@ -393,7 +370,8 @@ def send_async(
     process_set: ProcessSet = global_process_set,
     timeout: Optional[float] = None,
 ) -> Handle[None]:
-    return _begin(_engine.message(SEND, dst, tag, process_set, timeout), [array], None, process_set, take=_none)
+    how = _engine.message(SEND, dst, tag, process_set, timeout)
+    return _call(_numpy, how, None, process_set, array, take=_none)
 
 
 def send(
@@ -408,7 +386,8 @@ def send(
     sent when dst receives them. If the send takes longer than the timeout, in seconds, the job ends. By default
     HVD_OPERATION_TIMEOUT_SECONDS applies.
     """
-    _none(_run(_engine.message(SEND, dst, tag, process_set, timeout), [array], None, process_set))
+    how = _engine.message(SEND, dst, tag, process_set, timeout)
+    _call(_numpy, how, None, process_set, array, take=_none, wait=True)
 
 
 def recv_async(
@@ -419,7 +398,7 @@ def recv_async(
     timeout: Optional[float] = None,
 ) -> Handle[int]:
     how = _engine.message(RECV, src, tag, process_set, timeout)
-    return _begin(how, [array], None, process_set, [array], take=_sender)
+    return _call(_numpy, how, None, process_set, array, array, take=_sender)
 
 
 def recv(
@@ -434,7 +413,8 @@ def recv(
     process_set is given. If it takes longer than the timeout, in seconds, the job ends. By default
     HVD_OPERATION_TIMEOUT_SECONDS applies.
     """
-    return _sender(_run(_engine.message(RECV, src, tag, process_set, timeout), [array], None, process_set, [array]))
+    how = _engine.message(RECV, src, tag, process_set, timeout)
+    return _call(_numpy, how, None, process_set, array, array, take=_sender, wait=True)
 
 
 def alltoall_async(
@@ -444,7 +424,7 @@ def alltoall_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle[Tuple[Array, List[int]]]:
     how = operation(ALLTOALL, splits=_engine.check_splits(splits, np.shape(array), process_set))
-    return _begin(how, [array], name, process_set, take=_with_splits)
+    return _call(_numpy, how, name, process_set, array, take=_with_splits)
 
 
 def alltoall(
@@ -459,7 +439,7 @@ def alltoall(
     member.
     """
     how = operation(ALLTOALL, splits=_engine.check_splits(splits, np.shape(array), process_set))
-    return _with_splits(_run(how, [array], name, process_set))
+    return _call(_numpy, how, name, process_set, array, take=_with_splits, wait=True)
 
 
 def reducescatter_async(
@@ -470,8 +450,8 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle[Array]:
-    how = operation(REDUCESCATTER, _reduction(op), prescale_factor, postscale_factor)
-    return _begin(how, [array], name, process_set)
+    how = operation(REDUCESCATTER, op, prescale_factor, postscale_factor)
+    return _call(_numpy, how, name, process_set, array)
 
 
 def reducescatter(
@@ -486,8 +466,8 @@ def reducescatter(
 
     If the rows do not divide evenly among the ranks, each of the first ranks gets one row more.
     """
-    how = operation(REDUCESCATTER, _reduction(op), prescale_factor, postscale_factor)
-    return _one(_run(how, [array], name, process_set))
+    how = operation(REDUCESCATTER, op, prescale_factor, postscale_factor)
+    return _call(_numpy, how, name, process_set, array, wait=True)
 
 
 def grouped_reducescatter_async(
@@ -498,8 +478,8 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle[List[Array]]:
-    how = operation(REDUCESCATTER, _reduction(op), prescale_factor, postscale_factor, grouped=True)
-    return _begin(how, arrays, name, process_set, take=_all)
+    how = operation(REDUCESCATTER, op, prescale_factor, postscale_factor, grouped=True)
+    return _call(_numpy, how, name, process_set, arrays, take=_all)
 
 
 def grouped_reducescatter(
@@ -513,8 +493,8 @@ def grouped_reducescatter(
     """Reduces and scatters arrays as ``reducescatter`` does and returns the results. Either all arrays are reduced or
     none is. The arrays must have the same type.
     """
-    how = operation(REDUCESCATTER, _reduction(op), prescale_factor, postscale_factor, grouped=True)
-    return _all(_run(how, arrays, name, process_set))
+    how = operation(REDUCESCATTER, op, prescale_factor, postscale_factor, grouped=True)
+    return _call(_numpy, how, name, process_set, arrays, take=_all, wait=True)
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
@@ -536,13 +516,7 @@ def alloc(shape: Union[int, Sequence[int]], dtype: Any = np.float32) -> Array:
     it is gone.
     """
     kind = np.dtype(dtype)
-    _code(kind)
+    _numpy.code(kind)
     dims = (shape,) if isinstance(shape, int) else tuple(shape)
     nbytes = int(np.prod(dims, dtype=np.int64)) * kind.itemsize
     return np.frombuffer(_engine.Block(nbytes).view, dtype=kind).reshape(dims)
-
-
-def _reduction(op: int) -> int:
-    if not 0 <= op <= AverageActive:
-        raise ValueError(f"got op {op!r}, want Average, Sum, Adasum, Min, Max, Product or AverageActive")
-    return op

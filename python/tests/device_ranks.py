@@ -85,7 +85,7 @@ class Array:
         self, shape: Sequence[int], code: _engine.Code = FLOAT32, at: Optional[Tuple[Allocation, int]] = None,
         view: Optional[memoryview] = None, contiguous: bool = True,
     ) -> None:  # fmt: skip
-        self.shape, self.code, self.view, self.contiguous = tuple(shape), code, view, contiguous
+        self.shape, self.dtype, self.view, self.contiguous = tuple(shape), code, view, contiguous
         self.nbytes = math.prod(self.shape) * code[1]
         self.place = at if at is not None or view is not None else (Allocation(self.nbytes), 0)
 
@@ -98,14 +98,14 @@ class Array:
 
     def write(self, numbers: Sequence[float]) -> Array:
         """Writes numbers on the current stream. The copy is slow with the stand-in, so it goes on when this returns."""
-        data = array.array(_FORMATS[self.code], numbers)
+        data = array.array(_FORMATS[self.dtype], numbers)
         assert len(data) * data.itemsize == self.nbytes
         self._copy(self.address, data.buffer_info()[0])
         self._source = data  # it must stay until the copy is done
         return self
 
     def read(self) -> List[float]:
-        data = array.array(_FORMATS[self.code], bytes(self.nbytes))
+        data = array.array(_FORMATS[self.dtype], bytes(self.nbytes))
         self._copy(data.buffer_info()[0], self.address)
         cuda("cudaStreamSynchronize", ctypes.c_void_p(fw.current))
         return list(data)
@@ -130,6 +130,15 @@ class Devices(_engine.Framework[Array]):
         self.current = new_stream()
         self.followed: List[int] = []
 
+    def operands(self, op: Any, x: Any, target: Any) -> Tuple[Any, Any]:
+        return x, target  # begin gives lists, also if an operation is not grouped
+
+    def code(self, dtype: _engine.Code) -> _engine.Code:
+        return dtype
+
+    def plain(self, x: Any) -> int:
+        return 0
+
     def device(self, x: Array) -> int:
         return DEVICE
 
@@ -137,8 +146,8 @@ class Devices(_engine.Framework[Array]):
         return x.address if x.contiguous else 0
 
     def empty(self, shape: Tuple[int, ...], like: Array, in_memory: bool = False) -> Array:
-        nbytes = math.prod(shape) * like.code[1]
-        return Array(shape, like.code, view=memoryview(bytearray(max(nbytes, 1))) if in_memory else None)
+        nbytes = math.prod(shape) * like.dtype[1]
+        return Array(shape, like.dtype, view=memoryview(bytearray(max(nbytes, 1))) if in_memory else None)
 
     def stream(self, device: int) -> int:
         return self.current
@@ -164,9 +173,9 @@ class Devices(_engine.Framework[Array]):
         cuda("cudaStreamSynchronize", ctypes.c_void_p(self.current))
 
     def wrap(self, memory: Any, shape: Tuple[int, ...], like: Array) -> Array:
-        made = Array(shape, like.code)
+        made = Array(shape, like.dtype)
         if made.nbytes:
-            self.copy(made, Array(shape, like.code, view=memoryview(memory)))
+            self.copy(made, Array(shape, like.dtype, view=memoryview(memory)))
         return made
 
 
@@ -181,9 +190,8 @@ def begin(
     kind: int, arrays: Sequence[Array], name: Optional[str], targets: Optional[Sequence[Array]] = None,
     outputs: Optional[Tuple[Tuple[int, ...], ...]] = None, **kw: Any,
 ) -> _engine.Call[Array]:  # fmt: skip
-    shapes, codes = tuple([x.shape for x in arrays]), tuple([x.code for x in arrays])
     how = _engine.operation(kind, **kw)
-    return _engine.engine.begin(fw, how, name, global_process_set, arrays, shapes, codes, targets, outputs)
+    return _engine.engine.call(fw, how, name, global_process_set, arrays, targets, outputs=outputs)
 
 
 def run(kind: int, x: Array, name: str, **kw: Any) -> List[float]:

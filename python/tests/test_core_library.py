@@ -15,11 +15,14 @@ import textwrap
 import threading
 import time
 import unittest
-from typing import Callable, List
+import unittest.mock
+from typing import Any, Callable, List
 
 import gohvd.numpy as hvd
+import numpy as np
 import programs
-from gohvd.exceptions import HorovodInternalError, NotInitializedError
+from gohvd import _library
+from gohvd.exceptions import HorovodInternalError
 
 _LIMIT_SECONDS = 100
 
@@ -86,6 +89,66 @@ class InTheJob(Bounded):
         for t in threads:
             t.join()
         self.assertEqual(failures, [])
+
+    def outcomes(self, wait: Callable[[Any], None]) -> None:
+        """Calls wait for operations that succeed and one that fails. Afterwards their outcomes must be known."""
+        n = hvd.size()
+        for turn in range(3):
+            x = np.full(3, float(turn))
+            handle = hvd.allreduce_async(x, op=hvd.Sum, name="outcome", out=x)
+            wait(handle)
+            self.assertIs(handle.wait(), x)
+            self.assertEqual(list(x), [turn * n] * 3)
+            handle = hvd.allgather_async(x, name="outcome")
+            wait(handle)
+            self.assertEqual(list(handle.wait()), list(x) * n)
+            if n > 1:
+                handle = hvd.allreduce_async(np.zeros(2 + hvd.rank()), name="outcome")
+                wait(handle)
+                for _ in range(2):
+                    with self.assertRaisesRegex(HorovodInternalError, "rank 1"):
+                        handle.wait()
+
+    def test_threads_that_wait_for_one_operation(self) -> None:
+        hvd.init()
+
+        def wait(handle: Any) -> None:
+            outcomes: List[Any] = []
+
+            def one() -> None:
+                try:
+                    outcomes.append(handle.wait())
+                except HorovodInternalError as e:
+                    outcomes.append(str(e))
+
+            threads = [threading.Thread(target=one) for _ in range(4)]
+            for t in threads:
+                t.start()
+            for t in threads:
+                t.join()
+            self.assertEqual(len(outcomes), 4)
+            for outcome in outcomes:
+                self.assertEqual(str(outcome), str(outcomes[0]))
+
+        self.outcomes(wait)
+
+    def test_outcomes_that_are_not_seen(self) -> None:
+        """The exception of a signal handler comes just after the library has returned an outcome."""
+        hvd.init()
+        plain = _library.waiting.hvd_finish
+
+        def cut(*args: Any) -> int:
+            while plain(*args) == _library.PENDING:
+                pass
+            raise InterruptedError
+
+        def wait(handle: Any) -> None:
+            for _ in range(2):
+                with unittest.mock.patch.object(_library.waiting, "hvd_finish", cut):
+                    with self.assertRaises(InterruptedError):
+                        handle.wait()
+
+        self.outcomes(wait)
 
     def test_many_in_flight(self) -> None:
         """Many operations are in flight. The ranks submit them in different orders and wait

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import concurrent.futures
 import faulthandler
-import gc
 import importlib.util
 import os
 import random
 import re
 import sys
 import unittest
-from unittest import mock
+import weakref
 
 import numpy as np
 
 import gohvd
 import gohvd.numpy as hvd
 import programs
-from gohvd import _engine
 from gohvd.process_sets import get_process_set_ids_and_ranks
 
 INTS = ["uint8", "int8", "uint16", "int16", "int32", "int64"]
@@ -84,7 +82,7 @@ class Numpy(unittest.TestCase):
         # The fake type has the same name as bfloat16 of the package ml_dtypes.
         fake = type("dtype", (), {"name": "bfloat16", "isnative": True, "kind": "V", "itemsize": 2})()
         with self.assertRaisesRegex(ValueError, "bfloat16.*gohvd.torch"):
-            hvd._code(fake)
+            hvd._numpy.code(fake)
         with self.assertRaises(ValueError):
             hvd.allreduce(np.zeros(2), op=9)
 
@@ -106,6 +104,81 @@ class Numpy(unittest.TestCase):
                 hvd.allreduce(x, out=bad)
         with self.assertRaisesRegex(ValueError, "out has 2 arrays, want 1"):
             hvd.grouped_allreduce([x], out=[x, x])
+
+    def test_the_same_name_again(self) -> None:
+        """Operations with one name, in place, on arrays that are other ones or have changed."""
+
+        def check(x: np.ndarray, what: str) -> None:
+            with self.subTest(what):
+                x[...] = self.rank
+                self.assertIs(hvd.allreduce(x, op=hvd.Sum, name="again", out=x), x)
+                self.equal(x, np.full(x.shape, sum(range(self.size)), x.dtype))
+                handle = hvd.allreduce_async(x, op=hvd.Max, name="again", out=x)
+                self.assertIs(handle.wait(), x)
+                self.equal(x, np.full(x.shape, sum(range(self.size)), x.dtype))
+
+        x = np.zeros(6)
+        for what in ("first", "second"):
+            check(x, what)
+        check(np.zeros(6), "another array")
+        x.shape = 2, 3
+        check(x, "another shape")
+        x.dtype = np.int64
+        check(x, "another type")
+        x.resize((2, 3000), refcheck=False)
+        check(x, "another size and address")
+        x.resize((2, 3), refcheck=False)
+        check(x, "a smaller size")
+        check(np.zeros((3, 2), np.int64).T, "another order")
+        whole = np.zeros((2, 6), np.int64)
+        check(whole[:, ::2], "with gaps")
+        self.equal(whole[:, 1::2], np.zeros((2, 3), np.int64))
+        check(np.zeros(49, np.uint8)[1:].view(np.int64).reshape(2, 3), "not aligned")
+        check(np.zeros((2, 3), np.int64).view(type("Kind", (np.ndarray,), {})), "a subclass")
+        x.flags.writeable = False
+        with self.assertRaisesRegex(ValueError, "writable"):
+            hvd.allreduce(x, op=hvd.Sum, name="again", out=x)
+
+    def test_arrays_in_flight(self) -> None:
+        """An array lives until its operation is done, and not longer."""
+        for name in ("kept", None):
+            x = np.full(5, 2.0)
+            alive = weakref.ref(x)
+            handle = hvd.allreduce_async(x, op=hvd.Sum, name=name, out=x)
+            del x
+            self.assertIsNotNone(alive())
+            self.equal(handle.wait(), np.full(5, 2.0 * self.size))
+            del handle
+            self.assertIsNone(alive())
+        for _ in range(2):
+            x = np.ones(5)
+            alive = weakref.ref(x)
+            hvd.allreduce(x, op=hvd.Sum, name="dropped", out=x)
+            if self.rank > 0:
+                hvd.barrier()
+            hvd.allreduce_async(x, op=hvd.Sum, name="dropped", out=x)
+            del x
+            if self.rank == 0:
+                self.assertIsNotNone(alive())
+                hvd.barrier()
+            hvd.barrier()
+
+    def test_a_set_that_is_registered_again(self) -> None:
+        x = np.ones(2)
+        one = hvd.ProcessSet([0])
+        for members in ([0], [self.size - 1], [0]):
+            one.ranks = members
+            if self.size == 1:
+                return
+            hvd.add_process_set(one)
+            if one.included():
+                x[...] = 1
+                for _ in range(2):
+                    hvd.allreduce(x, op=hvd.Sum, name="one", process_set=one, out=x)
+                self.equal(x, np.ones(2))
+            self.assertTrue(hvd.remove_process_set(one))
+            with self.assertRaisesRegex(ValueError, "has not been registered"):
+                hvd.allreduce(x, op=hvd.Sum, name="one", process_set=one, out=x)
 
     def test_arrays_that_are_not_contiguous(self) -> None:
         x = np.arange(12.0).reshape(3, 4)[:, ::2]

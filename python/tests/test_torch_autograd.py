@@ -131,13 +131,13 @@ class Autograd(RanksTest):
     def test_known_shapes(self) -> None:
         """The engine gets the shapes of gradients, because it needs them to run the operations on CUDA devices."""
         n, given = self.size, []
-        plain = engine._call
+        plain = engine._prepare
 
         def call(*args: Any) -> Any:
             given.append((args[1].kind, args[-1]))
             return plain(*args)
 
-        with unittest.mock.patch.object(engine, "_call", call):
+        with unittest.mock.patch.object(engine, "_prepare", call):
             x = leaf(2 * n + 1, 3)
             hvd.reducescatter(x, op=hvd.Sum).sum().backward()
             self.assertEqual(given[-1], (ALLGATHER, ((2 * n + 1, 3),)))

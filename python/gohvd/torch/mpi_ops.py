@@ -20,7 +20,7 @@ from typing import Any, Callable, ContextManager, Dict, List, Optional, Sequence
 import torch
 
 from .. import _engine
-from .._engine import Adasum, Average, Call, Max, Min, Product, Shape, Sum, operation
+from .._engine import SYNC_NAME, Adasum, Average, Call, Max, Min, Product, Shape, Sum, operation
 from .._library import (
     ALLGATHER, ALLREDUCE, ALLTOALL, BARRIER, BROADCAST, DTYPES, GATHER, JOIN, KIND_NAMES, RECV, REDUCE, REDUCESCATTER,
     SCATTER, SEND,
@@ -89,8 +89,38 @@ def write(target: Tensor, source: Tensor) -> None:
         target.copy_(source)
 
 
+_STRIDED = torch.strided
+
+
 class _Torch(_engine.Framework[Tensor]):
     has_devices = True
+
+    def operands(self, op: _engine.Operation, x: Any, target: Any) -> Tuple[List[Tensor], Optional[List[Tensor]]]:
+        tensors = list(x) if op.grouped else [x]
+        if not tensors:
+            raise ValueError(f"grouped {KIND_NAMES[op.kind]}: got no tensors, want at least one")
+        for t in tensors:
+            if t.layout is not _STRIDED:
+                raise ValueError(f"Tensor type {t.type()} is not supported.")
+            if not t.is_contiguous():
+                raise ValueError("Tensor is required to be contiguous.")
+            self.code(t.dtype)
+        devices = sorted({str(t.device) for t in tensors})
+        if len(devices) > 1:
+            raise ValueError(f"grouped {KIND_NAMES[op.kind]}: got tensors on {' and '.join(devices)}, want one device")
+        return tensors, None if target is None else tensors  # a target is the tensor itself
+
+    def code(self, dtype: torch.dtype) -> _engine.Code:
+        code = _DTYPES.get(dtype)
+        if code is None:
+            raise ValueError(f"Tensor type {dtype} is not supported.")
+        return code
+
+    def plain(self, x: Tensor) -> int:
+        if not x.is_cpu or x.layout is not _STRIDED or not x.is_contiguous() or x.is_neg():
+            return 0
+        address = x.data_ptr()
+        return 0 if address & 7 and address % x.element_size() else address
 
     def address(self, x: Tensor) -> int:
         # The memory of a negated view has the elements with the opposite sign, so torch must copy them.
@@ -126,59 +156,20 @@ class _Torch(_engine.Framework[Tensor]):
 
 
 _torch = _Torch()
+_call = _engine.engine.call
 
 
 def alloc_tensor(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
     """Returns a tensor of zeros in memory that the other ranks of the host can read, so that large operations on it are
     faster (docs/arena.md). The memory is freed when the last reference to it is dropped.
     """
-    _, itemsize = _code(dtype)
+    _, itemsize = _torch.code(dtype)
     count = 1
     for n in shape:
         count *= n
     if count == 0:
         return torch.zeros(tuple(shape), dtype=dtype, device="cpu")
     return torch.frombuffer(_engine.Block(count * itemsize).view, dtype=dtype).view(tuple(shape))
-
-
-def _code(dtype: torch.dtype) -> _engine.Code:
-    code = _DTYPES.get(dtype)
-    if code is None:
-        raise ValueError(f"Tensor type {dtype} is not supported.")
-    return code
-
-
-def _operands(tensor: Tensor) -> Tuple[List[Tensor], Tuple[Shape], Tuple[_engine.Code]]:
-    """Returns a tensor, its shape and its type, as the engine wants them."""
-    return [tensor], (tensor.shape,), (_check(tensor),)
-
-
-def _begin(op: _engine.Operation, tensor: Tensor, name: Optional[str], process_set: ProcessSet, **kw: Any) -> Call[Tensor]:
-    """Begins an operation on one tensor. kw are further arguments of the engine."""
-    return _engine.engine.begin(_torch, op, name, process_set, *_operands(tensor), **kw)
-
-
-def _run(op: _engine.Operation, tensor: Tensor, name: Optional[str], process_set: ProcessSet, **kw: Any) -> Call[Tensor]:
-    """Runs an operation on one tensor, and waits until it is done."""
-    return _engine.engine.run(_torch, op, name, process_set, *_operands(tensor), **kw)
-
-
-def _in_place(begin: Any, op: _engine.Operation, tensor: Tensor, name: Optional[str], process_set: ProcessSet, **kw: Any) -> Call[Tensor]:
-    """Begins or runs an operation whose result overwrites the tensor."""
-    tensors, shapes, codes = _operands(tensor)
-    return begin(_torch, op, name, process_set, tensors, shapes, codes, tensors, **kw)
-
-
-def _check(tensor: Tensor) -> _engine.Code:
-    """Returns the number and size of a tensor's element type. Raises ValueError if the type is not supported, or if the
-    tensor is sparse or not contiguous.
-    """
-    code = _DTYPES.get(tensor.dtype)
-    if code is None or tensor.layout is not torch.strided:
-        raise ValueError(f"Tensor type {tensor.type()} is not supported.")
-    if not tensor.is_contiguous():
-        raise ValueError("Tensor is required to be contiguous.")
-    return code
 
 
 # The types that stand for a type of the same size that gohvd does not know, if elements are only moved.
@@ -212,31 +203,31 @@ class _Handles:
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
-        self._entries: Dict[int, Tuple[Call[Tensor], Callable[[Call[Tensor]], Any]]] = {}
+        self._calls: Dict[int, Call[Tensor]] = {}
 
-    def add(self, call: Call[Tensor], result: Callable[[Call[Tensor]], Any]) -> int:
-        """Adds an operation and returns its number. result is a function that returns what synchronize returns."""
+    def add(self, call: Call[Tensor]) -> int:
+        """Adds an operation and returns its number."""
         number = next(self._numbers)
-        self._entries[number] = call, result
+        self._calls[number] = call
         return number
 
     def poll(self, number: int) -> bool:
-        entry = self._entries.get(number)
-        if entry is None:
+        call = self._calls.get(number)
+        if call is None:
             raise ValueError(f"handle {number} does not exist, or was already synchronized")
-        return entry[0].done()
+        return call.done()
 
     def take(self, number: int) -> Any:
-        entry = self._entries.pop(number, None)
-        return None if entry is None else entry[1](entry[0])
+        call = self._calls.pop(number, None)
+        return None if call is None else call.wait()
 
     def forget(self, number: int) -> None:
         """Discards a handle. Its name becomes free when its operation is done."""
-        self._entries.pop(number, None)
+        self._calls.pop(number, None)
 
     def reset(self) -> None:
         self._numbers = itertools.count(1)
-        self._entries = {}
+        self._calls = {}
 
 
 _handles = _Handles()
@@ -264,20 +255,17 @@ def forget(handle: Union[int, SparseSum]) -> None:
         _handles.forget(number)
 
 
-def _one(call: Call[Tensor]) -> Tensor:
-    return call.results()[0]
-
-
 def _none(call: Call[Tensor]) -> None:
     call.results()
 
 
-def _at_root(root: int) -> Callable[[Call[Tensor]], Optional[Tensor]]:
-    return _one if root == rank() else _none
+def _at_root(root: int) -> Optional[Callable[[Call[Tensor]], None]]:
+    """Returns the function that returns the result of an operation that has one only at the root."""
+    return None if root == rank() else _none
 
 
 def _all(call: Call[Tensor]) -> List[Tensor]:
-    return call.results()
+    return list(call.results())
 
 
 def _sender(call: Call[Tensor]) -> int:
@@ -296,33 +284,11 @@ def _reduction(op: Optional[int], average: Optional[bool]) -> int:
             raise ValueError("The op parameter supersedes average. Please provide only one of them.")
         warnings.warn("Parameter `average` is deprecated: use `op`, hvd.Average or hvd.Sum", DeprecationWarning, stacklevel=3)
         return Average if average else Sum
-    if op is None:
-        return Average
-    if not Average <= op <= Product:
-        raise ValueError(f"got op {op!r}, want Average, Sum, Adasum, Min, Max or Product")
-    return op
+    return Average if op is None else op
 
 
 def _wants_grad(tensor: Tensor) -> bool:
     return tensor.requires_grad and torch.is_grad_enabled()
-
-
-def _group(
-    begin: Any, op: _engine.Operation, tensors: Sequence[Tensor], name: Optional[str], process_set: ProcessSet,
-    in_place: bool = False, outputs: Optional[Tuple[Shape, ...]] = None,
-) -> Call[Tensor]:  # fmt: skip
-    """Begins or runs a grouped operation. The tensors may have different types. If one of them is not supported, or they
-    are not on one device, it raises ValueError and begins nothing.
-    """
-    tensors = list(tensors)
-    if not tensors:
-        raise ValueError(f"grouped {KIND_NAMES[op.kind]}: got no tensors, want at least one")
-    codes = tuple([_check(t) for t in tensors])
-    devices = sorted({str(t.device) for t in tensors})
-    if len(devices) > 1:
-        raise ValueError(f"grouped {KIND_NAMES[op.kind]}: got tensors on {' and '.join(devices)}, want one device")
-    shapes = tuple([t.shape for t in tensors])
-    return begin(_torch, op, name, process_set, tensors, shapes, codes, tensors if in_place else None, outputs)
 
 
 # Allreduce.
@@ -342,7 +308,7 @@ def allreduce_async(
     The program must not write to the tensor until the handle is synchronized.
     """
     how = operation(ALLREDUCE, _reduction(op, average), prescale_factor, postscale_factor)
-    return _handles.add(_begin(how, tensor, name, process_set), _one)
+    return _handles.add(_call(_torch, how, name, process_set, tensor))
 
 
 class HorovodAllreduce(torch.autograd.Function):
@@ -351,7 +317,8 @@ class HorovodAllreduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, name: Optional[str], op: int, pre: float, post: float, ps: ProcessSet) -> Tensor:
         ctx.how = op, pre, post, ps
-        return _one(_run(operation(ALLREDUCE, op, pre, post), tensor, name, ps, sync_name=True))
+        how = operation(ALLREDUCE, op, pre, post)
+        return _call(_torch, how, SYNC_NAME if name is None else name, ps, tensor, wait=True)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
@@ -382,7 +349,7 @@ def allreduce(
         out = HorovodAllreduce.apply(compressed, name, op, prescale_factor, postscale_factor, process_set)
     else:
         how = operation(ALLREDUCE, op, prescale_factor, postscale_factor)
-        out = _one(_run(how, compressed, name, process_set, sync_name=True))
+        out = _call(_torch, how, SYNC_NAME if name is None else name, process_set, compressed, wait=True)
     return compression.decompress(out, ctx)
 
 
@@ -399,7 +366,7 @@ def allreduce_async_(
     synchronized.
     """
     how = operation(ALLREDUCE, _reduction(op, average), prescale_factor, postscale_factor)
-    return _handles.add(_in_place(_engine.engine.begin, how, tensor, name, process_set), _one)
+    return _handles.add(_call(_torch, how, name, process_set, tensor, tensor))
 
 
 def allreduce_(
@@ -413,7 +380,7 @@ def allreduce_(
 ) -> Tensor:
     """Reduces a tensor in place as ``allreduce`` does, without autograd."""
     how = operation(ALLREDUCE, _reduction(op, average), prescale_factor, postscale_factor)
-    return _one(_in_place(_engine.engine.run, how, tensor, name, process_set, sync_name=True))
+    return _call(_torch, how, SYNC_NAME if name is None else name, process_set, tensor, tensor, wait=True)
 
 
 def grouped_allreduce_async(
@@ -427,7 +394,7 @@ def grouped_allreduce_async(
 ) -> int:
     """Begins a ``grouped_allreduce`` without autograd, and returns a handle."""
     how = operation(ALLREDUCE, _reduction(op, average), prescale_factor, postscale_factor, grouped=True)
-    return _handles.add(_group(_engine.engine.begin, how, tensors, name, process_set), _all)
+    return _handles.add(_call(_torch, how, name, process_set, tensors, take=_all))
 
 
 class HorovodGroupedAllreduce(torch.autograd.Function):
@@ -439,7 +406,7 @@ class HorovodGroupedAllreduce(torch.autograd.Function):
     ) -> Tuple[Tensor, ...]:
         ctx.how = op, pre, post, ps
         how = operation(ALLREDUCE, op, pre, post, grouped=True)
-        return tuple(_all(_group(_engine.engine.run, how, tensors, name, ps)))
+        return tuple(_call(_torch, how, name, ps, tensors, take=_all, wait=True))
 
     @staticmethod
     def backward(ctx: Any, *grad_output: Tensor) -> Any:
@@ -470,7 +437,7 @@ def grouped_allreduce(
         out = HorovodGroupedAllreduce.apply(name, op, prescale_factor, postscale_factor, process_set, *compressed)
     else:
         how = operation(ALLREDUCE, op, prescale_factor, postscale_factor, grouped=True)
-        out = _all(_group(_engine.engine.run, how, compressed, name, process_set))
+        out = _call(_torch, how, name, process_set, compressed, take=_all, wait=True)
     return [compression.decompress(t, p[1]) for t, p in zip(out, pairs)]
 
 
@@ -485,7 +452,7 @@ def grouped_allreduce_async_(
 ) -> int:
     """Begins a ``grouped_allreduce_`` and returns a handle."""
     how = operation(ALLREDUCE, _reduction(op, average), prescale_factor, postscale_factor, grouped=True)
-    return _handles.add(_group(_engine.engine.begin, how, tensors, name, process_set, True), _all)
+    return _handles.add(_call(_torch, how, name, process_set, tensors, tensors, take=_all))
 
 
 def grouped_allreduce_(
@@ -499,7 +466,7 @@ def grouped_allreduce_(
 ) -> List[Tensor]:
     """Reduces tensors in place as ``grouped_allreduce`` does, without autograd, and returns them."""
     how = operation(ALLREDUCE, _reduction(op, average), prescale_factor, postscale_factor, grouped=True)
-    return _all(_group(_engine.engine.run, how, tensors, name, process_set, True))
+    return _call(_torch, how, name, process_set, tensors, tensors, take=_all, wait=True)
 
 
 def sparse_allreduce_async(
@@ -553,7 +520,7 @@ def allgather_async(
     tensor: Tensor, name: Optional[str] = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Begins an ``allgather`` without autograd, and returns a handle."""
-    return _handles.add(_begin(operation(ALLGATHER), tensor, name, process_set), _one)
+    return _handles.add(_call(_torch, operation(ALLGATHER), name, process_set, tensor))
 
 
 def _gathered_rows(rows: List[int], process_set: ProcessSet) -> List[Tuple[int, int]]:
@@ -596,7 +563,8 @@ def allgather_of(
     if _wants_grad(tensor):
         return HorovodAllgather.apply(tensor, name, process_set, shape)
     outputs = None if shape is None else (shape,)
-    return _one(_run(operation(ALLGATHER), tensor, name, process_set, outputs=outputs, sync_name=True))
+    label = SYNC_NAME if name is None else name
+    return _call(_torch, operation(ALLGATHER), label, process_set, tensor, wait=True, outputs=outputs)
 
 
 def grouped_allgather_async(
@@ -604,7 +572,7 @@ def grouped_allgather_async(
 ) -> int:
     """Begins a ``grouped_allgather`` without autograd, and returns a handle."""
     how = operation(ALLGATHER, grouped=True)
-    return _handles.add(_group(_engine.engine.begin, how, tensors, name, process_set), _all)
+    return _handles.add(_call(_torch, how, name, process_set, tensors, take=_all))
 
 
 class HorovodGroupedAllgather(torch.autograd.Function):
@@ -616,7 +584,7 @@ class HorovodGroupedAllgather(torch.autograd.Function):
     ) -> Tuple[Tensor, ...]:
         ctx.rows, ctx.ps = [t.shape[0] if t.dim() else 0 for t in tensors], ps
         how = operation(ALLGATHER, grouped=True)
-        return tuple(_all(_group(_engine.engine.run, how, tensors, name, ps, outputs=shapes)))
+        return tuple(_call(_torch, how, name, ps, tensors, take=_all, wait=True, outputs=shapes))
 
     @staticmethod
     def backward(ctx: Any, *grad_output: Tensor) -> Any:
@@ -639,7 +607,7 @@ def _grouped_allgather_of(
     if any([_wants_grad(t) for t in tensors]):
         return list(HorovodGroupedAllgather.apply(name, process_set, shapes, *tensors))
     how = operation(ALLGATHER, grouped=True)
-    return _all(_group(_engine.engine.run, how, tensors, name, process_set, outputs=shapes))
+    return _call(_torch, how, name, process_set, tensors, take=_all, wait=True, outputs=shapes)
 
 
 # Broadcast.
@@ -650,7 +618,7 @@ def broadcast_async(
 ) -> int:
     """Begins a ``broadcast`` without autograd, and returns a handle."""
     _engine.check_root(root_rank, process_set)
-    return _handles.add(_begin(operation(BROADCAST, root=root_rank), tensor, name, process_set), _one)
+    return _handles.add(_call(_torch, operation(BROADCAST, root=root_rank), name, process_set, tensor))
 
 
 class HorovodBroadcast(torch.autograd.Function):
@@ -660,7 +628,7 @@ class HorovodBroadcast(torch.autograd.Function):
     def forward(ctx: Any, tensor: Tensor, root_rank: int, name: Optional[str], ps: ProcessSet) -> Tensor:
         ctx.root_rank, ctx.ps = root_rank, ps
         _engine.check_root(root_rank, ps)
-        return _one(_run(operation(BROADCAST, root=root_rank), tensor, name, ps))
+        return _call(_torch, operation(BROADCAST, root=root_rank), name, ps, tensor, wait=True)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
@@ -680,7 +648,7 @@ def broadcast(
     if _wants_grad(tensor):
         return HorovodBroadcast.apply(tensor, root_rank, name, process_set)
     _engine.check_root(root_rank, process_set)
-    return _one(_run(operation(BROADCAST, root=root_rank), tensor, name, process_set))
+    return _call(_torch, operation(BROADCAST, root=root_rank), name, process_set, tensor, wait=True)
 
 
 def broadcast_async_(
@@ -689,7 +657,7 @@ def broadcast_async_(
     """Begins a ``broadcast_`` and returns a handle."""
     _engine.check_root(root_rank, process_set)
     how = operation(BROADCAST, root=root_rank)
-    return _handles.add(_in_place(_engine.engine.begin, how, tensor, name, process_set), _one)
+    return _handles.add(_call(_torch, how, name, process_set, tensor, tensor))
 
 
 def broadcast_(
@@ -697,7 +665,7 @@ def broadcast_(
 ) -> Tensor:
     """Overwrites a tensor with the tensor of rank root_rank, without autograd, and returns it."""
     _engine.check_root(root_rank, process_set)
-    return _one(_in_place(_engine.engine.run, operation(BROADCAST, root=root_rank), tensor, name, process_set))
+    return _call(_torch, operation(BROADCAST, root=root_rank), name, process_set, tensor, tensor, wait=True)
 
 
 # Reduce.
@@ -715,7 +683,7 @@ def reduce_async(
     """Begins a ``reduce`` and returns a handle."""
     _engine.check_root(root_rank, process_set, REDUCE)
     how = operation(REDUCE, op, prescale_factor, postscale_factor, root_rank)
-    return _handles.add(_begin(how, tensor, name, process_set), _at_root(root_rank))
+    return _handles.add(_call(_torch, how, name, process_set, tensor, take=_at_root(root_rank)))
 
 
 def reduce(
@@ -732,7 +700,7 @@ def reduce(
     """
     _engine.check_root(root_rank, process_set, REDUCE)
     how = operation(REDUCE, op, prescale_factor, postscale_factor, root_rank)
-    return _at_root(root_rank)(_run(how, tensor, name, process_set))
+    return _call(_torch, how, name, process_set, tensor, take=_at_root(root_rank), wait=True)
 
 
 # Gather and scatter.
@@ -743,7 +711,8 @@ def gather_async(
 ) -> int:
     """Begins a ``gather`` and returns a handle."""
     _engine.check_root(root_rank, process_set, GATHER)
-    return _handles.add(_begin(operation(GATHER, root=root_rank), tensor, name, process_set), _at_root(root_rank))
+    how, take = operation(GATHER, root=root_rank), _at_root(root_rank)
+    return _handles.add(_call(_torch, how, name, process_set, tensor, take=take))
 
 
 def gather(
@@ -753,7 +722,8 @@ def gather(
     ranks. Their sizes may differ in this dimension. Gradients do not flow through a gather.
     """
     _engine.check_root(root_rank, process_set, GATHER)
-    return _at_root(root_rank)(_run(operation(GATHER, root=root_rank), tensor, name, process_set))
+    how, take = operation(GATHER, root=root_rank), _at_root(root_rank)
+    return _call(_torch, how, name, process_set, tensor, take=take, wait=True)
 
 
 def scatter_async(
@@ -764,7 +734,8 @@ def scatter_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Begins a ``scatter`` and returns a handle."""
-    return _handles.add(_begin(*_scattered(tensor, root_rank, splits, process_set), name, process_set), _one)
+    how, tensor = _scattered(tensor, root_rank, splits, process_set)
+    return _handles.add(_call(_torch, how, name, process_set, tensor))
 
 
 def _scattered(
@@ -789,7 +760,8 @@ def scatter(
 
     At the other ranks splits is ignored, and only the type of the tensor counts, which may be empty.
     """
-    return _one(_run(*_scattered(tensor, root_rank, splits, process_set), name, process_set))
+    how, tensor = _scattered(tensor, root_rank, splits, process_set)
+    return _call(_torch, how, name, process_set, tensor, wait=True)
 
 
 # Alltoall.
@@ -814,7 +786,7 @@ def alltoall_async(
     received splits, whether or not splits are given here.
     """
     how = operation(ALLTOALL, splits=_splits(splits, tensor, process_set))
-    return _handles.add(_begin(how, tensor, name, process_set), _with_splits)
+    return _handles.add(_call(_torch, how, name, process_set, tensor, take=_with_splits))
 
 
 class HorovodAlltoall(torch.autograd.Function):
@@ -825,7 +797,8 @@ class HorovodAlltoall(torch.autograd.Function):
         ctx: Any, tensor: Tensor, splits: _Splits, name: Optional[str], ps: ProcessSet
     ) -> Tuple[Tensor, Tensor]:
         given = _splits(splits, tensor, ps)
-        output, received = _with_splits(_run(operation(ALLTOALL, splits=given), tensor, name, ps))
+        how = operation(ALLTOALL, splits=given)
+        output, received = _call(_torch, how, name, ps, tensor, take=_with_splits, wait=True)
         ctx.received, ctx.ps, ctx.rows = received, ps, tensor.shape[0]
         ctx.sent = sum(given) if given else ctx.rows
         ctx.mark_non_differentiable(received)
@@ -836,7 +809,7 @@ class HorovodAlltoall(torch.autograd.Function):
         shape = (ctx.sent,) + tuple(grad_output.shape[1:])
         gradient = grad_output.contiguous()
         how = operation(ALLTOALL, splits=_splits(ctx.received, gradient, ctx.ps))
-        grad = _one(_run(how, gradient, None, ctx.ps, outputs=(shape,)))
+        grad = _call(_torch, how, None, ctx.ps, gradient, wait=True, outputs=(shape,))
         if grad.shape[0] < ctx.rows:
             # The rows after the last split were not sent to any rank, so their gradient is zero.
             rest = (ctx.rows - grad.shape[0],) + tuple(grad.shape[1:])
@@ -857,7 +830,7 @@ def alltoall(
         output, received = HorovodAlltoall.apply(tensor, splits, name, process_set)
     else:
         how = operation(ALLTOALL, splits=_splits(splits, tensor, process_set))
-        output, received = _with_splits(_run(how, tensor, name, process_set))
+        output, received = _call(_torch, how, name, process_set, tensor, take=_with_splits, wait=True)
     return output if splits is None else (output, received)
 
 
@@ -881,7 +854,7 @@ def reducescatter_async(
 ) -> int:
     """Begins a ``reducescatter`` without autograd, and returns a handle."""
     how = operation(REDUCESCATTER, _scattered_by(op), prescale_factor, postscale_factor)
-    return _handles.add(_begin(how, tensor, name, process_set), _one)
+    return _handles.add(_call(_torch, how, name, process_set, tensor))
 
 
 def _scatter_scale(op: int, pre: float, post: float, ps: ProcessSet) -> float:
@@ -897,7 +870,7 @@ class HorovodReducescatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, name: Optional[str], op: int, ps: ProcessSet, pre: float, post: float) -> Tensor:
         ctx.how, ctx.shape = (op, pre, post, ps), tuple(tensor.shape)
-        return _one(_run(operation(REDUCESCATTER, _scattered_by(op), pre, post), tensor, name, ps))
+        return _call(_torch, operation(REDUCESCATTER, _scattered_by(op), pre, post), name, ps, tensor, wait=True)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
@@ -925,7 +898,7 @@ def reducescatter(
         out = HorovodReducescatter.apply(compressed, name, op, process_set, prescale_factor, postscale_factor)
     else:
         how = operation(REDUCESCATTER, _scattered_by(op), prescale_factor, postscale_factor)
-        out = _one(_run(how, compressed, name, process_set))
+        out = _call(_torch, how, name, process_set, compressed, wait=True)
     return compression.decompress(out, ctx)
 
 
@@ -939,7 +912,7 @@ def grouped_reducescatter_async(
 ) -> int:
     """Begins a ``grouped_reducescatter`` without autograd, and returns a handle."""
     how = operation(REDUCESCATTER, _scattered_by(op), prescale_factor, postscale_factor, grouped=True)
-    return _handles.add(_group(_engine.engine.begin, how, tensors, name, process_set), _all)
+    return _handles.add(_call(_torch, how, name, process_set, tensors, take=_all))
 
 
 class HorovodGroupedReducescatter(torch.autograd.Function):
@@ -951,7 +924,7 @@ class HorovodGroupedReducescatter(torch.autograd.Function):
     ) -> Tuple[Tensor, ...]:
         ctx.how, ctx.shapes = (op, pre, post, ps), tuple([tuple(t.shape) for t in tensors])
         how = operation(REDUCESCATTER, _scattered_by(op), pre, post, grouped=True)
-        return tuple(_all(_group(_engine.engine.run, how, tensors, name, ps)))
+        return tuple(_call(_torch, how, name, ps, tensors, take=_all, wait=True))
 
     @staticmethod
     def backward(ctx: Any, *grad_output: Tensor) -> Any:
@@ -979,7 +952,7 @@ def grouped_reducescatter(
         out = HorovodGroupedReducescatter.apply(name, op, process_set, prescale_factor, postscale_factor, *compressed)
     else:
         how = operation(REDUCESCATTER, _scattered_by(op), prescale_factor, postscale_factor, grouped=True)
-        out = _all(_group(_engine.engine.run, how, compressed, name, process_set))
+        out = _call(_torch, how, name, process_set, compressed, take=_all, wait=True)
     return [compression.decompress(t, p[1]) for t, p in zip(out, pairs)]
 
 
@@ -994,7 +967,8 @@ def send_async(
     timeout: Optional[float] = None,
 ) -> int:
     """Begins a ``send`` and returns a handle. Its result is None."""
-    return _handles.add(_begin(_engine.message(SEND, dst, tag, process_set, timeout), tensor, None, process_set), _none)
+    how = _engine.message(SEND, dst, tag, process_set, timeout)
+    return _handles.add(_call(_torch, how, None, process_set, tensor, take=_none))
 
 
 def send(
@@ -1009,7 +983,8 @@ def send(
     sent when dst receives them. If the send takes longer than the timeout, in seconds, the job ends. By default
     HVD_OPERATION_TIMEOUT_SECONDS applies.
     """
-    _none(_run(_engine.message(SEND, dst, tag, process_set, timeout), tensor, None, process_set))
+    how = _engine.message(SEND, dst, tag, process_set, timeout)
+    _call(_torch, how, None, process_set, tensor, take=_none, wait=True)
 
 
 def recv_async(
@@ -1021,7 +996,7 @@ def recv_async(
 ) -> int:
     """Begins a ``recv`` and returns a handle. Its result is the rank that has sent the tensor."""
     how = _engine.message(RECV, src, tag, process_set, timeout)
-    return _handles.add(_in_place(_engine.engine.begin, how, tensor, None, process_set), _sender)
+    return _handles.add(_call(_torch, how, None, process_set, tensor, tensor, take=_sender))
 
 
 def recv(
@@ -1037,7 +1012,7 @@ def recv(
     HVD_OPERATION_TIMEOUT_SECONDS applies.
     """
     how = _engine.message(RECV, src, tag, process_set, timeout)
-    return _sender(_in_place(_engine.engine.run, how, tensor, None, process_set))
+    return _call(_torch, how, None, process_set, tensor, tensor, take=_sender, wait=True)
 
 
 # Operations without tensors.

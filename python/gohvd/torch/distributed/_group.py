@@ -19,14 +19,14 @@ import torch
 import torch.distributed as dist
 
 from ... import _engine
-from ..._engine import Call, Shape, operation
+from ..._engine import Call, operation
 from ..._library import (
     ALLGATHER, ALLREDUCE, ALLTOALL, BARRIER, BROADCAST, GATHER, RECV, REDUCE, REDUCESCATTER, SCATTER, SEND,
 )  # fmt: skip
 from ...exceptions import MismatchError
 from ..mpi_ops import alloc_tensor, moved, write
 from . import _job
-from ._tensors import LISTS, Parts, code, dense, reduction
+from ._tensors import LISTS, Parts, dense, reduction
 from ._work import Operation, Work
 
 Tensor = torch.Tensor
@@ -61,7 +61,7 @@ class Calls:
         self._ranks = ranks
         self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
         self._label = group_id
-        self._calls_name = f"torch.{group_id}"
+        self._names = [f"torch.{group_id}.{i + 1}" for i in range(_CALLS)]
         self._lock = threading.Lock()  # held while a call gets its number and is submitted
         self._calls = 0
         self._in_flight: List[Optional[Call]] = [None] * _CALLS
@@ -149,28 +149,24 @@ class Calls:
         self,
         what: str,
         kind: int,
-        inputs: Sequence[Parts],
-        shapes: Tuple[Shape, ...],
+        source: Any,
         opts: Any,
-        targets: Optional[Sequence[Parts]] = None,
-        outputs: Optional[Tuple[Shape, ...]] = None,
+        target: Optional[Parts] = None,
         reduce_op: int = _engine.Sum,
         root: int = 0,
         splits: Tuple[int, ...] = (),
     ) -> Tuple[str, Call]:
         """Begins an operation as the next call of the group. Returns its description and the engine's call."""
         self._check_valid(what)
-        how = operation(kind, reduce_op, 1.0, 1.0, root, splits, timeout=self._seconds(opts), any_kind=True)
-        codes = tuple([code(parts.tensors[0]) for parts in inputs])
+        how = operation(kind, reduce_op, 1.0, 1.0, root, splits, 0, 0, False, self._seconds(opts), True)
+        outputs = None if target is None or target is source else (target.shape,)
         with self._lock:
             slot = self._calls % _CALLS
             before = self._in_flight[slot]
             if before is not None:
                 before.settle()  # its name is free then
-            call = _engine.engine.begin(
-                LISTS, how, f"{self._calls_name}.{slot + 1}", self._set, inputs, shapes, codes, targets, outputs
-            )
-            # If begin raises, the number is not used up: the call has failed before other ranks knew of it.
+            call = _engine.engine.call(LISTS, how, self._names[slot], self._set, source, target, outputs=outputs)
+            # If the call raises, the number is not used up: the call has failed before other ranks knew of it.
             self._calls += 1
             self._in_flight[slot] = call
         return f"{what} (call {self._calls} of group {self._label})", call
@@ -194,18 +190,13 @@ class Calls:
         what: str,
         kind: int,
         source: Parts,
-        shape: Shape,
         target: Optional[Parts],
-        output: Optional[Shape],
         result: Any,
         opts: Any,
         **kw: Any,
     ) -> dist.Work:
         """Begins an operation with one input and at most one output, and returns its work."""
-        label, call = self._begin(
-            what, kind, [source], (shape,), opts, None if target is None else [target],
-            None if output is None else (output,), **kw,
-        )  # fmt: skip
+        label, call = self._begin(what, kind, source, opts, target, **kw)
         return self._work(Operation(label, [call], result))
 
     def _root(self, opts: Any) -> int:
@@ -232,12 +223,8 @@ class Calls:
             return self._allreduce_sparse(tensors[0], opts)
         (t,) = given = dense(tensors, 1)
         op, flat = reduction(opts.reduceOp, t)
-        parts = [Parts((flat,))]
-        label, call = self._begin(
-            "all_reduce", ALLREDUCE, parts, ((flat.numel(),),), opts,
-            targets=parts, reduce_op=op,
-        )  # fmt: skip
-        return self._work(Operation(label, [call], given))
+        parts = Parts((flat,))
+        return self._one("all_reduce", ALLREDUCE, parts, parts, given, opts, reduce_op=op)
 
     def _allreduce_sparse(self, t: Tensor, opts: Any) -> dist.Work:
         """Adds sparse tensors: it gathers the indices and the values of all ranks, in two calls of the group."""
@@ -249,8 +236,7 @@ class Calls:
         calls = []
         for rows in (mine.indices().t().contiguous(), mine.values().contiguous()):
             (rows,) = dense([reduction(opts.reduceOp, rows)[1]], 1)
-            parts = [Parts((rows,))]
-            label, call = self._begin("all_reduce", ALLGATHER, parts, (tuple(rows.shape),), opts)
+            label, call = self._begin("all_reduce", ALLGATHER, Parts((rows,), tuple(rows.shape)), opts)
             calls.append(call)
 
         def add() -> None:
@@ -266,12 +252,8 @@ class Calls:
         opts = _options(opts, dist.BroadcastOptions)
         (t,) = given = dense(tensors, 1)
         flat = moved(t)
-        parts = [Parts((flat,))]
-        label, call = self._begin(
-            "broadcast", BROADCAST, parts, ((flat.numel(),),), opts,
-            targets=parts, root=self._root(opts),
-        )  # fmt: skip
-        return self._work(Operation(label, [call], given))
+        parts = Parts((flat,))
+        return self._one("broadcast", BROADCAST, parts, parts, given, opts, root=self._root(opts))
 
     # Collectives whose result has a part for each rank. A row of gohvd's operation is all that a rank contributes, so
     # ranks whose tensors have different numbers of elements get a mismatch error.
@@ -292,8 +274,8 @@ class Calls:
 
     def _gather_all(self, what: str, outputs: List[Tensor], t: Tensor, result: Any, opts: Any) -> dist.Work:
         flat, n = moved(t), moved(t).numel()
-        target = Parts(tuple([moved(o) for o in self._in_order_of_set(outputs)]))
-        return self._one(what, ALLGATHER, Parts((flat,)), (1, n), target, (self._size, n), result, opts)
+        target = Parts([moved(o) for o in self._in_order_of_set(outputs)], (self._size, n))
+        return self._one(what, ALLGATHER, Parts((flat,), (1, n)), target, result, opts)
 
     def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> dist.Work:
         (output,) = dense(outputs, 1)
@@ -312,11 +294,9 @@ class Calls:
     def _scatter_sum(self, what: str, output: Tensor, inputs: List[Tensor], result: Any, opts: Any) -> dist.Work:
         opts = _options(opts, dist.ReduceScatterOptions)
         op, flat = reduction(opts.reduceOp, output)
-        source = Parts(tuple([reduction(opts.reduceOp, t)[1] for t in self._in_order_of_set(inputs)]))
         n = flat.numel()
-        return self._one(
-            what, REDUCESCATTER, source, (self._size, n), Parts((flat,)), (1, n), result, opts, reduce_op=op
-        )
+        source = Parts([reduction(opts.reduceOp, t)[1] for t in self._in_order_of_set(inputs)], (self._size, n))
+        return self._one(what, REDUCESCATTER, source, Parts((flat,), (1, n)), result, opts, reduce_op=op)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         outputs, inputs = dense(outputs, self._size), dense(inputs, self._size)
@@ -348,14 +328,12 @@ class Calls:
         self, what: str, outputs: List[Tensor], inputs: List[Tensor], received: List[int], sent: List[int], opts: Any
     ) -> dist.Work:
         order = self._order or list(range(self._size))
-        source = Parts(tuple(map(moved, self._in_order_of_set(inputs, sent))))
-        target = Parts(tuple(map(moved, self._in_order_of_set(outputs, received))))
+        source = Parts(list(map(moved, self._in_order_of_set(inputs, sent))))
+        target = Parts(list(map(moved, self._in_order_of_set(outputs, received))))
         first = source.tensors[0]
         scale = first.element_size() and inputs[0].element_size() // first.element_size()
-        label, call = self._begin(
-            what, ALLTOALL, [source], ((source.numel(),),), opts,
-            targets=[target], outputs=((target.numel(),),), splits=tuple([sent[r] * scale for r in order]),
-        )  # fmt: skip
+        splits = tuple([sent[r] * scale for r in order])
+        label, call = self._begin(what, ALLTOALL, source, opts, target, splits=splits)
 
         def expected() -> str:
             return f"the output of this rank, rank {self._rank} of the group, has {received} elements for the ranks"
@@ -379,42 +357,37 @@ class Calls:
         opts = _options(opts, dist.ReduceOptions)
         (t,) = given = dense(tensors, 1)
         op, flat = reduction(opts.reduceOp, t)
-        parts = [Parts((flat,))]
-        label, call = self._begin(
-            "reduce", REDUCE, parts, ((flat.numel(),),), opts,
-            targets=parts if opts.rootRank == self._rank else None, reduce_op=op, root=self._root(opts),
-        )  # fmt: skip
-        return self._work(Operation(label, [call], given))
+        parts = Parts((flat,))
+        target = parts if opts.rootRank == self._rank else None
+        return self._one("reduce", REDUCE, parts, target, given, opts, reduce_op=op, root=self._root(opts))
 
     def gather(self, output_lists: Any, inputs: Any, opts: Any = None) -> dist.Work:
         opts = _options(opts, dist.GatherOptions)
         (t,) = dense(inputs, 1)
         flat = moved(t)
-        target, shape = Parts((flat.new_empty(0),)), (0, flat.numel())
+        target = Parts((flat.new_empty(0),), (0, flat.numel()))
         if opts.rootRank == self._rank:
             (outputs,) = _lists(output_lists, 1, self._size)
             _same(outputs, t)
-            target, shape = Parts(tuple(map(moved, self._in_order_of_set(outputs)))), (self._size, flat.numel())
+            target = Parts(list(map(moved, self._in_order_of_set(outputs))), (self._size, flat.numel()))
         elif output_lists:
             raise ValueError(f"got output tensors at rank {self._rank}, want them only at the root, rank {opts.rootRank}")
-        return self._one(
-            "gather", GATHER, Parts((flat,)), (1, flat.numel()), target, shape, output_lists, opts, root=self._root(opts)
-        )
+        source = Parts((flat,), (1, flat.numel()))
+        return self._one("gather", GATHER, source, target, output_lists, opts, root=self._root(opts))
 
     def scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> dist.Work:
         opts = _options(opts, dist.ScatterOptions)
         (output,) = dense(outputs, 1)
         flat = moved(output)
-        source, shape = Parts((flat.new_empty(0),)), (0, flat.numel())
+        source = Parts((flat.new_empty(0),), (0, flat.numel()))
         if opts.rootRank == self._rank:
             (inputs,) = _lists(input_lists, 1, self._size)
             _same(inputs, output)
-            source, shape = Parts(tuple(map(moved, self._in_order_of_set(inputs)))), (self._size, flat.numel())
+            source = Parts(list(map(moved, self._in_order_of_set(inputs))), (self._size, flat.numel()))
         elif input_lists:
             raise ValueError(f"got input tensors at rank {self._rank}, want them only at the root, rank {opts.rootRank}")
-        return self._one(
-            "scatter", SCATTER, source, shape, Parts((flat,)), (1, flat.numel()), outputs, opts, root=self._root(opts)
-        )
+        target = Parts((flat,), (1, flat.numel()))
+        return self._one("scatter", SCATTER, source, target, outputs, opts, root=self._root(opts))
 
     # Messages. They are matched by sender and tag, and do not count as calls of the group.
 
@@ -437,11 +410,9 @@ class Calls:
         if rank is not None and not 0 <= rank < self._size:
             raise ValueError(f"{what}: got rank {rank}, want 0 to {self._size - 1}")
         peer = _engine.check_message(None if rank is None else ranks[rank], tag, self._set, kind)
-        parts = [Parts((flat,))]
-        call = _engine.engine.begin(
-            LISTS, operation(kind, peer=peer, tag=tag), None, self._set, parts, ((flat.numel(),),), (code(flat),),
-            parts if kind == RECV else None,
-        )  # fmt: skip
+        parts = Parts((flat,))
+        how = operation(kind, peer=peer, tag=tag)
+        call = _engine.engine.call(LISTS, how, None, self._set, parts, parts if kind == RECV else None)
         label = f"{what} ({'any rank' if rank is None else f'rank {rank}'} and tag {tag} of group {self._label})"
         message = Operation(label, [call], given)
         message.limit = self._timeout
@@ -505,7 +476,7 @@ class Calls:
     # Barriers.
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        label, call = self._begin("barrier", BARRIER, [], (), opts)
+        label, call = self._begin("barrier", BARRIER, (), opts)
         return self._work(Operation(label, [call], []))
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:

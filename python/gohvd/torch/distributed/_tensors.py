@@ -6,7 +6,7 @@ all tensors of a list, one after the other.
 
 from __future__ import annotations
 
-from typing import Any, List, Sequence, Tuple
+from typing import Any, List, Optional, Sequence, Tuple
 
 import torch
 import torch.distributed as dist
@@ -19,19 +19,29 @@ Tensor = torch.Tensor
 
 
 class Parts:
-    """Tensors that have the same element type and device. An operation reads or writes the elements of all of them."""
+    """Tensors that have the same element type and device. An operation reads or writes the elements of all of them, as
+    one array that has one dimension unless a shape is given.
+    """
 
-    __slots__ = ("tensors",)
+    __slots__ = ("tensors", "shape", "dtype")
 
-    def __init__(self, tensors: Tuple[Tensor, ...]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], shape: Optional[Shape] = None) -> None:
         self.tensors = tensors
-
-    def numel(self) -> int:
-        return sum([t.numel() for t in self.tensors])
+        self.shape = (sum([t.numel() for t in tensors]),) if shape is None else shape
+        self.dtype = tensors[0].dtype
 
 
 class _Lists(_Torch):
     """The engine's arrays are Parts, and the arrays that it makes are tensors."""
+
+    def operands(self, op: _engine.Operation, x: Any, target: Any) -> Tuple[Any, Any]:
+        if not isinstance(x, Parts):
+            return (), None  # a barrier has none
+        arrays = [x]
+        return arrays, None if target is None else arrays if target is x else [target]
+
+    def plain(self, x: Any) -> int:
+        return super().plain(x.tensors[0]) if len(x.tensors) == 1 else 0
 
     def address(self, x: Any) -> int:
         if isinstance(x, Parts):
@@ -99,10 +109,6 @@ def reduction(op: Any, t: Tensor) -> Tuple[int, Tensor]:
     raise TypeError(f"reductions of {dtype} tensors are not supported")
 
 
-def code(t: Tensor) -> _engine.Code:
-    return _DTYPES[t.dtype]
-
-
 def dense(tensors: Sequence[Tensor], want: int = 0) -> List[Tensor]:
     """Returns the tensors as a list. Raises TypeError or ValueError unless they are dense tensors of one type on one
     device, and there are as many as wanted, or any number from 1 if want is 0.
@@ -110,6 +116,7 @@ def dense(tensors: Sequence[Tensor], want: int = 0) -> List[Tensor]:
     given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     if want and len(given) != want or not given:
         raise ValueError(f"got {len(given)} tensors, want {want or 'at least 1'}")
+    first = given[0]
     for t in given:
         if not isinstance(t, Tensor):
             raise TypeError(f"got {type(t).__name__}, want a tensor")
@@ -117,8 +124,10 @@ def dense(tensors: Sequence[Tensor], want: int = 0) -> List[Tensor]:
             raise ValueError(f"got a tensor with layout {t.layout}, want {torch.strided}")
         if not (t.is_cpu or t.is_cuda):
             raise ValueError(f"got a tensor on device {t.device}, want one in memory or on a CUDA device")
-        if t.dtype != given[0].dtype:
-            raise ValueError(f"got tensors of types {given[0].dtype} and {t.dtype}, want one type")
-        if t.device != given[0].device:
-            raise ValueError(f"got tensors on {given[0].device} and {t.device}, want one device")
+        if t is first:
+            continue
+        if t.dtype != first.dtype:
+            raise ValueError(f"got tensors of types {first.dtype} and {t.dtype}, want one type")
+        if t.device != first.device:
+            raise ValueError(f"got tensors on {first.device} and {t.device}, want one device")
     return given

@@ -37,6 +37,19 @@ _process = object()
 class Operation:
     """One call of torch.distributed: the calls of the engine that carry it out, and its outcome."""
 
+    # Most operations need only what __init__ sets.
+    done = False
+    error: Optional[BaseException] = None
+    part = False
+    """Whether the operation is a part of another one, which finishes it."""
+    limit = _NO_TIMEOUT
+    """How long a wait without a timeout may take, if the engine does not limit the time of the operation itself."""
+    expected: Optional[Callable[[], str]] = None
+    """Says what this rank has expected, for the text of a MismatchError."""
+    _ended: Optional[threading.Event] = None
+    _future: Optional[torch.futures.Future] = None
+    _public: Optional[torch.futures.Future] = None
+
     def __init__(
         self, what: str, calls: Sequence[Call], result: Any, after: Optional[Callable[[], None]] = None
     ) -> None:
@@ -45,25 +58,11 @@ class Operation:
         self.calls = calls
         self.result = result
         """The output tensors, which is what a future returns."""
-        self.error: Optional[BaseException] = None
-        self.streams: List[Any] = []
+        self.streams = [call.stream for call in calls if call.stream is not None]
         """The streams of CUDA devices on which the results are complete."""
-        for call in calls:
-            if call.stream is not None:
-                self.streams.append(call.stream)
-        self.done = False
-        self.limit = _NO_TIMEOUT
-        """How long a wait without a timeout may take, if the engine does not limit the time of the operation itself."""
-        self.part = False
-        """Whether the operation is a part of another one, which finishes it."""
-        self.expected: Optional[Callable[[], str]] = None
-        """Says what this rank has expected, for the text of a MismatchError."""
         self._process = _process
         self._after = after
         self._lock = threading.Lock()
-        self._ended: Optional[threading.Event] = None
-        self._future: Optional[torch.futures.Future] = None
-        self._public: Optional[torch.futures.Future] = None
 
     @classmethod
     def of(cls, what: str, parts: Sequence[Operation], result: Any) -> Operation:
