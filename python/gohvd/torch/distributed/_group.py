@@ -27,7 +27,7 @@ from ...exceptions import MismatchError
 from ..mpi_ops import alloc_tensor, moved, write
 from . import _job
 from ._tensors import LISTS, Parts, dense, reduction
-from ._work import Operation, Work
+from ._work import DONE, Operation, Work
 
 Tensor = torch.Tensor
 
@@ -155,8 +155,10 @@ class Calls:
         reduce_op: int = _engine.Sum,
         root: int = 0,
         splits: Tuple[int, ...] = (),
-    ) -> Tuple[str, Call]:
-        """Begins an operation as the next call of the group. Returns its description and the engine's call."""
+    ) -> Tuple[int, Call]:
+        """Begins an operation as the next call of the group. Returns the number of the call, and the engine's call. source
+        and target are Parts, except that a barrier has none.
+        """
         self._check_valid(what)
         how = operation(kind, reduce_op, 1.0, 1.0, root, splits, 0, 0, False, self._seconds(opts), True)
         outputs = None if target is None or target is source else (target.shape,)
@@ -167,9 +169,15 @@ class Calls:
                 before.settle()  # its name is free then
             call = _engine.engine.call(LISTS, how, self._names[slot], self._set, source, target, outputs=outputs)
             # If the call raises, the number is not used up: the call has failed before other ranks knew of it.
-            self._calls += 1
+            self._calls = number = self._calls + 1
             self._in_flight[slot] = call
-        return f"{what} (call {self._calls} of group {self._label})", call
+        return number, call
+
+    def _operation(
+        self, what: str, number: int, calls: List[Call], result: Any, after: Optional[Callable[[], None]] = None
+    ) -> Operation:
+        """Returns the operation that is the call of the group with this number."""
+        return Operation(f"{what} (call {number} of group {self._label})", calls, result, after)
 
     def _check_valid(self, what: str) -> None:
         if self._why_invalid:
@@ -195,9 +203,15 @@ class Calls:
         opts: Any,
         **kw: Any,
     ) -> dist.Work:
-        """Begins an operation with one input and at most one output, and returns its work."""
-        label, call = self._begin(what, kind, source, opts, target, **kw)
-        return self._work(Operation(label, [call], result))
+        """Begins an operation with one input and at most one output, and returns its work. If torch waits for the
+        operation anyway, it waits here, which saves most of the work.
+        """
+        number, call = self._begin(what, kind, source, opts, target, **kw)
+        if self._coalesced is None and not getattr(opts, "asyncOp", True):
+            call.settle()
+            if call.error is None and call.completion is None:
+                return DONE
+        return self._work(self._operation(what, number, [call], result))
 
     def _root(self, opts: Any) -> int:
         """Returns the rank of the root in the job."""
@@ -223,7 +237,7 @@ class Calls:
             return self._allreduce_sparse(tensors[0], opts)
         (t,) = given = dense(tensors, 1)
         op, flat = reduction(opts.reduceOp, t)
-        parts = Parts((flat,))
+        parts = Parts((flat,), (flat.numel(),))
         return self._one("all_reduce", ALLREDUCE, parts, parts, given, opts, reduce_op=op)
 
     def _allreduce_sparse(self, t: Tensor, opts: Any) -> dist.Work:
@@ -236,7 +250,7 @@ class Calls:
         calls = []
         for rows in (mine.indices().t().contiguous(), mine.values().contiguous()):
             (rows,) = dense([reduction(opts.reduceOp, rows)[1]], 1)
-            label, call = self._begin("all_reduce", ALLGATHER, Parts((rows,), tuple(rows.shape)), opts)
+            number, call = self._begin("all_reduce", ALLGATHER, Parts((rows,), tuple(rows.shape)), opts)
             calls.append(call)
 
         def add() -> None:
@@ -244,7 +258,7 @@ class Calls:
             total = torch.sparse_coo_tensor(indices.t(), values, t.shape, device=t.device, check_invariants=True)
             write(t, total.coalesce())
 
-        return self._work(Operation(label, calls, [t], add))
+        return self._work(self._operation("all_reduce", number, calls, [t], add))
 
     allreduce_sparse = allreduce
 
@@ -252,7 +266,7 @@ class Calls:
         opts = _options(opts, dist.BroadcastOptions)
         (t,) = given = dense(tensors, 1)
         flat = moved(t)
-        parts = Parts((flat,))
+        parts = Parts((flat,), (flat.numel(),))
         return self._one("broadcast", BROADCAST, parts, parts, given, opts, root=self._root(opts))
 
     # Collectives whose result has a part for each rank. A row of gohvd's operation is all that a rank contributes, so
@@ -333,7 +347,7 @@ class Calls:
         first = source.tensors[0]
         scale = first.element_size() and inputs[0].element_size() // first.element_size()
         splits = tuple([sent[r] * scale for r in order])
-        label, call = self._begin(what, ALLTOALL, source, opts, target, splits=splits)
+        number, call = self._begin(what, ALLTOALL, source, opts, target, splits=splits)
 
         def expected() -> str:
             return f"the output of this rank, rank {self._rank} of the group, has {received} elements for the ranks"
@@ -347,7 +361,7 @@ class Calls:
             if wrong:
                 raise MismatchError(f"got {'; '.join(wrong)}")
 
-        operation = Operation(label, [call], outputs, check)
+        operation = self._operation(what, number, [call], outputs, check)
         operation.expected = expected
         return self._work(operation)
 
@@ -357,7 +371,7 @@ class Calls:
         opts = _options(opts, dist.ReduceOptions)
         (t,) = given = dense(tensors, 1)
         op, flat = reduction(opts.reduceOp, t)
-        parts = Parts((flat,))
+        parts = Parts((flat,), (flat.numel(),))
         target = parts if opts.rootRank == self._rank else None
         return self._one("reduce", REDUCE, parts, target, given, opts, reduce_op=op, root=self._root(opts))
 
@@ -410,7 +424,7 @@ class Calls:
         if rank is not None and not 0 <= rank < self._size:
             raise ValueError(f"{what}: got rank {rank}, want 0 to {self._size - 1}")
         peer = _engine.check_message(None if rank is None else ranks[rank], tag, self._set, kind)
-        parts = Parts((flat,))
+        parts = Parts((flat,), (flat.numel(),))
         how = operation(kind, peer=peer, tag=tag)
         call = _engine.engine.call(LISTS, how, None, self._set, parts, parts if kind == RECV else None)
         label = f"{what} ({'any rank' if rank is None else f'rank {rank}'} and tag {tag} of group {self._label})"
@@ -476,8 +490,8 @@ class Calls:
     # Barriers.
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        label, call = self._begin("barrier", BARRIER, (), opts)
-        return self._work(Operation(label, [call], []))
+        number, call = self._begin("barrier", BARRIER, (), opts)
+        return self._work(self._operation("barrier", number, [call], []))
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Waits until all ranks have called it. If some have not when the timeout of the first rank passes, all ranks

@@ -363,6 +363,11 @@ class Work(dist.Work):
             _keep(self)
 
 
+DONE = Work(Operation("an operation", [], []))
+"""The work of operations that are done before torch gets it, and whose result is not asked for."""
+DONE._operation.finish()
+
+
 def _nbytes(result: Any) -> int:
     if isinstance(result, torch.Tensor):
         return result.numel() * result.element_size()
