@@ -140,16 +140,18 @@ class _Distributed(torch.optim.Optimizer):
             self._grad_accs.append(accumulate)
 
     def _ready(self, p: torch.Tensor) -> None:
-        if self._allreduce_delay[p] <= 0:
+        passes = self._allreduce_delay[p] - 1
+        if passes < 0:
             raise AssertionError(
                 "Gradients were computed more than backward_passes_per_step times before call to step(). "
                 "Increase backward_passes_per_step to accumulate gradients locally."
             )
         # p.grad may be None: before torch 2.1 the hook also runs if a backward pass computes no gradient for p.
-        if p.grad is not None and p.grad.requires_grad:
+        grad = p.grad
+        if grad is not None and grad.requires_grad:
             raise AssertionError("cannot reduce gradients that themselves require gradients, as after backward(create_graph=True)")
-        self._allreduce_delay[p] -= 1
-        self._accumulated(p, self._allreduce_delay[p] == 0)
+        self._allreduce_delay[p] = passes
+        self._accumulated(p, passes == 0)
 
     def _accumulated(self, p: torch.Tensor, last: bool) -> None:
         """Handles a backward pass that has added to p.grad. last is true if it is the last pass of the step."""
@@ -225,6 +227,7 @@ class _Distributed(torch.optim.Optimizer):
             wire = self._wires[p] = alloc_tensor(tuple(tensor.shape), self._compression.wire_dtype)
         return wire.copy_(tensor), tensor.dtype
 
+    @torch.no_grad()
     def _drain(self, done: Callable[[Any, Any, Any], None]) -> None:
         """Waits for all operations in flight and calls done with the result of each. If operations fail, it raises the
         first error after all have ended.
@@ -237,6 +240,7 @@ class _Distributed(torch.optim.Optimizer):
                     done(key, output, ctx)
                 except Exception as e:
                     error = error or e
+            self._handles.clear()
         finally:
             self._forget()
         if error is not None:
@@ -339,13 +343,13 @@ class _DistributedOptimizer(_Distributed):
         }
 
     def _accumulated(self, p: torch.Tensor, last: bool) -> None:
+        group = self._p_to_group.get(p)
+        if last and group is None:
+            self._submit(p)
+            return
         if p.grad is not None:
             self._share_gradient(p)
         if not last:
-            return
-        group = self._p_to_group.get(p)
-        if group is None:
-            self._submit(p)
             return
         self._group_counts[group] += 1
         if self._group_counts[group] == len(group):
@@ -429,11 +433,9 @@ class _DistributedOptimizer(_Distributed):
             # An optimizer changes the parameters that have a gradient, even if it is zero. So a parameter that is frozen
             # again must have none afterwards. It is reduced all the same, because other ranks may have a gradient.
             frozen = [p for p in self._requires_update if not p.requires_grad and p.grad is None]
-            submitted = set()
-            for key in self._handles:
-                submitted.update(key if isinstance(key, tuple) else (key,))
+            submitted = {p for key in self._handles if isinstance(key, tuple) for p in key}
             for p in self._requires_update:
-                if p in submitted:
+                if p in self._handles or p in submitted:
                     continue
                 group = self._p_to_group.get(p)
                 if group is None:
@@ -455,7 +457,6 @@ class _DistributedOptimizer(_Distributed):
         for p, part, c in zip(key, output, ctx):
             self._receive(p, part, c)
 
-    @torch.no_grad()
     def _receive(self, p: torch.Tensor, output: torch.Tensor, ctx: Any) -> None:
         """Sets p.grad to the result of the reduction."""
         # A result in the memory of _wires needs no decompression, because copy_ below converts its type.
@@ -599,14 +600,13 @@ class _DistributedAdasumOptimizer(_Distributed):
 
     step.hooked = True  # type: ignore[attr-defined]
 
-    @torch.no_grad()
     def _done(self, p: torch.Tensor, output: torch.Tensor, ctx: Any) -> None:
         p.add_(self._compression.decompress(output, ctx))
 
 
 def _can_be_shared(tensor: torch.Tensor) -> bool:
     """Returns whether a tensor can be in shared memory: it is dense and on the CPU."""
-    return tensor.device.type == "cpu" and tensor.layout == torch.strided
+    return tensor.is_cpu and tensor.layout is torch.strided
 
 
 def _is_channels_last(tensor: torch.Tensor) -> bool:
