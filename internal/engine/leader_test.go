@@ -96,7 +96,7 @@ func TestLeaders(t *testing.T) {
 func TestDeathWithLeaders(t *testing.T) {
 	n := len(hosts)
 	for _, spin := range []bool{false, true} {
-		for _, executing := range []bool{false, true, true} {
+		for _, executing := range executingOrNot() {
 			for victim := range n {
 				c := startOn(t, mem.New(n), n, func(cfg *engine.Config) {
 					onHosts(cfg)
