@@ -721,7 +721,7 @@ func lossy(seed uint64) func(from, to van.Process, m *van.Message, deliver func(
 // number of requests.
 func TestRandom(t *testing.T) {
 	const workers, batch, space = 4, 64, 4096
-	requests := 200_000
+	requests := 50_000
 	switch {
 	case *full:
 		requests = 10_000_000
