@@ -14,7 +14,7 @@ if [ "$1" = --note ]; then
 	shift
 fi
 case $1 in
-arm64) inputs=(internal/kernel half internal/tensor scripts/arm64-test.sh) ;;
+arm64) inputs=(internal/kernel half internal/tensor internal/shmem/pause_a* scripts/arm64-test.sh) ;;
 asan) inputs=(internal/cuda ops/nccl internal/testcuda) ;;
 *)
 	echo "tested: $1: want arm64 or asan" >&2
