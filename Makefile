@@ -31,7 +31,7 @@ check: test others ## everything CI runs
 
 # The targets of others that only read the working tree, so that make -j may run them at the same time.
 .PHONY: readers
-readers: format vet race lint nocgo noasm test-mpi test-nccl test-new-torch wheel-check image
+readers: format vet race nocgo noasm test-mpi test-nccl test-new-torch wheel-check image
 
 .PHONY: others
 others: readers ## everything CI runs except the tests; make -j2 overlaps the waits of the targets
@@ -62,8 +62,8 @@ WITH_RACE_TAG = git grep -l '^//go:build race' -- '*.go' | xargs dirname | sort 
 # run. The others calculate, or measure in one process what the tests of other packages run under the detector.
 # The tests of libgohvd build it without the detector, which does not know of the threads of C.
 .PHONY: race
-race: ## test the packages with goroutines under the race detector, in random order, with less data
-	$(GO) vet -race $$($(WITH_RACE_TAG))
+race: vet-tool ## test the packages with goroutines under the race detector, in random order, with less data
+	$(GO) vet $(VET) -race $$($(WITH_RACE_TAG))
 	$(GO) test $(VETTED) -race -shuffle=on -short -timeout 30m $$($(GO) list -f '$(SYNCHRONIZES)' ./... | grep -v -e cmd/hvdbench -e cmd/libgohvd) ./internal/conformance
 	$(GO) test $(VETTED) -race -shuffle=on -run 'Core|Signals|Interrupted' ./cmd/hvdbench
 	$(GO) test $(VETTED) -race -shuffle=on -timeout 30m -run 'Kill$$|StoppedRank|LeaveWithout' ./internal/e2e
@@ -114,14 +114,14 @@ autotune: ## tune on 100 random surfaces of each kind
 WITH_MPI = ./ops/mpi ./internal/rank ./internal/conformance ./internal/e2e
 
 .PHONY: test-mpi
-test-mpi: ## test with Open MPI and MPICH, as jobs of 1 to 4 processes
-	$(GO) vet -tags mpi ./...
+test-mpi: vet-tool ## test with Open MPI and MPICH, as jobs of 1 to 4 processes
+	$(GO) vet $(VET) -tags mpi ./...
 	$(GO) test $(VETTED) -p 1 -count 1 -run MPI $(WITH_MPI) -args -mpi
 	bench/mpi.py --rounds 1 --max-bytes 65536
 
 .PHONY: test-nccl
-test-nccl: ## test operations on CUDA devices with stand-ins for NCCL and CUDA
-	$(GO) vet -tags nccl ./...
+test-nccl: vet-tool ## test operations on CUDA devices with stand-ins for NCCL and CUDA
+	$(GO) vet $(VET) -tags nccl ./...
 	$(GO) test $(VETTED) -tags nccl -race -count 1 ./internal/testcuda ./internal/cuda ./ops/nccl
 	$(GO) test $(VETTED) -tags nccl -race -count 1 -run Device ./hvd
 	$(GO) test $(VETTED) -tags nccl -race -count 1 -run Device ./cmd/hvdd ./cmd/hvdbench
@@ -236,15 +236,17 @@ bench-mpi: ## measure gohvd over Open MPI and MPICH beside C programs that use t
 format: ## fail if gofmt would change something
 	@out=$$(gofmt -l $$(git ls-files '*.go')); test -z "$$out" || { echo "gofmt would change:"; echo "$$out"; exit 1; }
 
-.PHONY: vet
-vet:
-	$(GO) vet ./...
-	$(GO) vet -tags noasm ./internal/kernel
+# The flag of go vet with the analyzers of tools/vet, which are those of go vet and of staticcheck.
+VET = -vettool="$(TOOLS)/vet"
 
-.PHONY: lint
-lint: ## run staticcheck
-	cd tools && $(GO) build -o "$(TOOLS)/" honnef.co/go/tools/cmd/staticcheck
-	"$(TOOLS)/staticcheck" ./...
+.PHONY: vet-tool
+vet-tool:
+	cd tools && $(GO) build -o "$(TOOLS)/" ./vet
+
+.PHONY: vet
+vet: vet-tool ## run the analyzers of go vet and of staticcheck
+	$(GO) vet $(VET) ./...
+	$(GO) vet $(VET) -tags noasm ./internal/kernel
 
 .PHONY: fuzz
 fuzz: ## run every fuzz target for FUZZTIME, about an hour

@@ -1,3 +1,5 @@
+//go:build !mpi || (nccl && cgo)
+
 package conformance
 
 import (
