@@ -144,7 +144,7 @@ func TestBroadcast(t *testing.T) {
 		for _, size := range sizes {
 			run(t, size, func(ctx context.Context, e *hvd.Engine) {
 				for root := range size {
-					for _, n := range []int{0, 1, 70_000} {
+					for _, n := range []int{0, 1, large(70_000)} {
 						want := fill[float64](n, root)
 						x := fill[float64](n, e.Rank())
 						got, err := hvd.Broadcast(ctx, x, root, hvd.On(e))

@@ -16,7 +16,7 @@ func TestReduce(t *testing.T) {
 		for _, size := range sizes {
 			run(t, size, func(ctx context.Context, e *hvd.Engine) {
 				for root := range size {
-					for _, n := range []int{0, 1, 7, 70_000} {
+					for _, n := range []int{0, 1, 7, large(70_000)} {
 						checkReduce(ctx, t, e, root, n)
 						checkReduce(ctx, t, e, root, n, hvd.InPlace())
 					}
@@ -101,7 +101,7 @@ func TestGather(t *testing.T) {
 		for _, size := range sizes {
 			run(t, size, func(ctx context.Context, e *hvd.Engine) {
 				for round := range 3 * size { // repeated names are in the cache
-					root, most := round%size, []int{0, 3, 40_000}[round/size]
+					root, most := round%size, []int{0, 3, large(40_000)}[round/size]
 					var want []float64
 					var wantRows []int
 					for r := range size {
@@ -129,7 +129,7 @@ func TestScatter(t *testing.T) {
 		for _, size := range sizes {
 			run(t, size, func(ctx context.Context, e *hvd.Engine) {
 				for round := range 3 * size {
-					root, most := round%size, []int{0, 3, 40_000}[round/size]
+					root, most := round%size, []int{0, 3, large(40_000)}[round/size]
 					var splits []int
 					rows, first := 1, 0 // the last row is sent to no rank
 					for r := range size {
