@@ -42,10 +42,11 @@ others: readers ## everything CI runs except the tests; make -j2 overlaps the wa
 nightly: check wheel arm64 asan pytorch-image slurm nccl-libraries gpu-check-stand-ins fuzz conformance autotune deaths test-torch2 torch-own-tests test-frameworks ## the checks that take too long for each change: a few hours
 
 # On a busy machine the tests of a package may take longer than the 10 minutes that go test allows by default. Some
-# tests run programs and Python modules of this checkout, of whose changes the cache of go test does not know.
+# tests run programs and Python modules of this checkout, of whose changes the cache of go test does not know. The
+# packages that take longest begin first, so that no processor is idle at the end.
 .PHONY: test
 test: ## go test ./..., which also prints the tests that are skipped, and why
-	$(GO) test $(VETTED) -json -count 1 -timeout 30m ./... | scripts/go-test.py
+	$(GO) test $(VETTED) -json -count 1 -timeout 30m ./internal/pythontest ./internal/e2e ./... | scripts/go-test.py
 
 # Selects the packages that import sync or sync/atomic. In packages without synchronization the race detector
 # finds nothing.
