@@ -55,19 +55,23 @@ SYNCHRONIZES = {{range .Imports}}{{if or (eq . "sync") (eq . "sync/atomic")}}{{$
 # The flag of go test for targets whose files are checked by the target vet or by go vet in the same target.
 VETTED = -vet=off
 
-# Lists the packages with files that are compiled only for the race detector. The target vet does not check them.
-WITH_RACE_TAG = git grep -l '^//go:build race' -- '*.go' | xargs dirname | sort -u | sed 's|^|./|'
+# Lists the packages with files for which a build tag decides whether they are compiled. The target vet checks only what
+# is compiled without tags.
+TAGGED = git grep -lE '^//go:build .*\b($(1))\b' -- '*.go' | xargs dirname | sort -u | sed 's|^|./|'
 
+# With the tag nccl, everything is compiled only once for the race detector, because the tests of CUDA devices need it.
 # Of the jobs of several processes, only those run in which the ranks are the test program itself and die.
-# Other jobs run programs that are built without the detector. Of hvdbench, only the tests of its own goroutines
-# run. The others calculate, or measure in one process what the tests of other packages run under the detector.
-# The tests of libgohvd build it without the detector, which does not know of the threads of C.
+# Other jobs run programs that are built without the detector. Of hvdbench, only the tests of devices and of its own
+# goroutines run. The others calculate, or measure in one process what the tests of other packages run under the
+# detector. The tests of libgohvd build it without the detector, which does not know of the threads of C.
+RACE = $(GO) test $(VETTED) -race -tags nccl -shuffle=on -timeout 30m
+
 .PHONY: race
-race: vet-tool ## test the packages with goroutines under the race detector, in random order, with less data
-	$(GO) vet $(VET) -race $$($(WITH_RACE_TAG))
-	$(GO) test $(VETTED) -race -shuffle=on -short -timeout 30m $$($(GO) list -f '$(SYNCHRONIZES)' ./... | grep -v -e cmd/hvdbench -e cmd/libgohvd) ./internal/conformance
-	$(GO) test $(VETTED) -race -shuffle=on -run 'Core|Signals|Interrupted' ./cmd/hvdbench
-	$(GO) test $(VETTED) -race -shuffle=on -timeout 30m -run 'Kill$$|StoppedRank|LeaveWithout' ./internal/e2e
+race: vet-tool ## test the packages with goroutines and CUDA devices (with stand-ins) under the race detector, with less data
+	$(GO) vet $(VET) -race -tags nccl $$($(call TAGGED,race|nccl))
+	$(RACE) -short $$($(GO) list -f '$(SYNCHRONIZES)' ./... | grep -v -e cmd/hvdbench -e cmd/libgohvd) ./internal/conformance ./internal/cuda ./internal/testcuda ./ops/nccl
+	$(RACE) -run 'Core|Signals|Interrupted|Device' ./cmd/hvdbench
+	$(RACE) -run 'Kill$$|StoppedRank|LeaveWithout' ./internal/e2e
 
 # Only the builds with the tags mpi and nccl contain C, a test of internal/lint checks the types of all packages without
 # cgo, and wheel-check and image run jobs of programs without it. So only what differs without cgo is tested: how names
@@ -116,18 +120,13 @@ WITH_MPI = ./ops/mpi ./internal/rank ./internal/conformance ./internal/e2e
 
 .PHONY: test-mpi
 test-mpi: vet-tool ## test with Open MPI and MPICH, as jobs of 1 to 4 processes
-	$(GO) vet $(VET) -tags mpi ./...
+	$(GO) vet $(VET) -tags mpi $$($(call TAGGED,mpi))
 	$(GO) test $(VETTED) -p 1 -count 1 -run MPI $(WITH_MPI) -args -mpi
 	bench/mpi.py --rounds 1 --max-bytes 65536
 
 .PHONY: test-nccl
-test-nccl: vet-tool ## test operations on CUDA devices with stand-ins for NCCL and CUDA
-	$(GO) vet $(VET) -tags nccl ./...
-	$(GO) test $(VETTED) -tags nccl -race -count 1 ./internal/testcuda ./internal/cuda ./ops/nccl
-	$(GO) test $(VETTED) -tags nccl -race -count 1 -run Device ./hvd
-	$(GO) test $(VETTED) -tags nccl -race -count 1 -run Device ./cmd/hvdd ./cmd/hvdbench
+test-nccl: ## test the Python package on CUDA devices, with stand-ins for NCCL and CUDA
 	$(GO) test $(VETTED) -tags nccl -count 1 -run Device ./internal/pythontest
-	$(GO) test $(VETTED) -tags nccl -race -count 1 -run NCCL ./internal/conformance
 
 .PHONY: nccl-libraries
 nccl-libraries: ## check that PyPI's NCCL and CUDA runtimes 12 and 13 (300 MB) have what gohvd calls; needs no GPU
