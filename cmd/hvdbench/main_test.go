@@ -24,7 +24,8 @@ import (
 	"github.com/gohvd/gohvd/internal/testcuda"
 )
 
-const deadline = time.Minute
+// deadline is how long a job may take. On a busy machine it takes much longer than usual.
+const deadline = 5 * time.Minute
 
 var hvdrunPath string
 

@@ -12,7 +12,6 @@ import (
 	"strings"
 	"sync"
 	"testing"
-	"time"
 
 	"github.com/gohvd/gohvd/internal/place"
 	"github.com/gohvd/gohvd/internal/secret"
@@ -227,7 +226,7 @@ func outcome(t *testing.T, kind place.Kind, env func(rank int) []string) string 
 	if err != nil {
 		t.Fatal(err)
 	}
-	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	ctx, cancel := context.WithTimeout(t.Context(), jobLimit)
 	defer cancel()
 	var outputs [2]string
 	var wg sync.WaitGroup

@@ -135,9 +135,9 @@ func startOn(t *testing.T, hosts []*testnet.Host, l layout, program string, env 
 }
 
 // newSpread returns a job without processes, and the context to start its processes with. The context and the
-// processes end when the test ends, but at most after two minutes.
+// processes end when the test ends, but at most after jobLimit.
 func newSpread(t *testing.T) (s *spread, ctx context.Context) {
-	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
+	ctx, cancel := context.WithTimeout(t.Context(), jobLimit)
 	s = &spread{job: &job{t: t, lines: make(chan line, 1000)}}
 	t.Cleanup(func() {
 		cancel()

@@ -241,7 +241,7 @@ func (d death) alone(t *testing.T) []line {
 	if d.by != "store" {
 		meet = []string{fmt.Sprintf("%s=tcp://127.0.0.1:%d", initMethodVariable, testnet.FreePort(t))}
 	}
-	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	ctx, cancel := context.WithTimeout(t.Context(), jobLimit)
 	defer cancel()
 	var mu sync.Mutex
 	var lines []line

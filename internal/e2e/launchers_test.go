@@ -64,7 +64,7 @@ func TestOtherLaunchers(t *testing.T) {
 				}
 				t.Skipf("%v; it is in the package %s", err, c.pkg)
 			}
-			ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
+			ctx, cancel := context.WithTimeout(t.Context(), jobLimit)
 			defer cancel()
 			cmd := exec.CommandContext(ctx, c.program, c.args...)
 			cmd.Env = append(os.Environ(), programVariable+"=again", "OMP_NUM_THREADS=1", "PRTE_ALLOW_RUN_AS_ROOT=1",
@@ -115,7 +115,7 @@ func TestLauncherInALauncher(t *testing.T) {
 		{"mpiexec", []string{"mpiexec.mpich", "-n", "1"}, "", false, []string{"place 0 2 ", "place 1 2 "}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
+			ctx, cancel := context.WithTimeout(t.Context(), jobLimit)
 			defer cancel()
 			cmd := exec.CommandContext(ctx, "mpirun.openmpi", slices.Concat([]string{"--oversubscribe",
 				"--allow-run-as-root", "-np", "2"}, c.inner, []string{self})...)

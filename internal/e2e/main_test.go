@@ -81,6 +81,10 @@ func TestMain(m *testing.M) {
 	}())
 }
 
+// jobLimit is how long a job may take, and each event that a test awaits. On a busy machine it takes much
+// longer than usual.
+const jobLimit = 5 * time.Minute
+
 // job is a running hvdrun with its output so far.
 type job struct {
 	t     testing.TB
@@ -134,10 +138,10 @@ func startCommand(t testing.TB, command []string, env ...string) *job {
 
 // startIn is like startCommand, with dir as the working directory.
 func startIn(t testing.TB, dir string, command []string, env ...string) *job {
-	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
+	ctx, cancel := context.WithTimeout(t.Context(), jobLimit)
 	j := &job{t: t, lines: make(chan line, 1000), complained: make(chan struct{}, 1)}
 	j.cmd = exec.CommandContext(ctx, command[0], command[1:]...)
-	// After two minutes hvdrun gets an interrupt, as if from a user, so that it can end its ranks.
+	// When jobLimit has passed hvdrun gets an interrupt, as if from a user, so that it can end its ranks.
 	j.cmd.Cancel = func() error { return j.cmd.Process.Signal(os.Interrupt) }
 	j.cmd.WaitDelay = 15 * time.Second
 	j.cmd.Env = append(os.Environ(), env...)
@@ -195,10 +199,10 @@ func startIn(t testing.TB, dir string, command []string, env ...string) *job {
 }
 
 // until reads lines until the function enough returns true for a line. The test fails if the job ends before
-// that, or after a minute. what describes the awaited event in the failure message.
+// that, or when jobLimit has passed. what describes the awaited event in the failure message.
 func (j *job) until(what string, enough func(l line) bool) {
 	j.t.Helper()
-	timeout := time.After(time.Minute)
+	timeout := time.After(jobLimit)
 	for {
 		select {
 		case l, ok := <-j.lines:
@@ -210,21 +214,21 @@ func (j *job) until(what string, enough func(l line) bool) {
 				return
 			}
 		case <-timeout:
-			j.t.Fatalf("no %s after a minute; output:\n%s", what, j.out())
+			j.t.Fatalf("no %s after %v; output:\n%s", what, jobLimit, j.out())
 		}
 	}
 }
 
 // untilError waits until the function enough returns true for the standard error output so far. The test
-// fails after a minute. what describes the awaited event in the failure message.
+// fails when jobLimit has passed. what describes the awaited event in the failure message.
 func (j *job) untilError(what string, enough func(text string) bool) {
 	j.t.Helper()
-	timeout := time.After(time.Minute)
+	timeout := time.After(jobLimit)
 	for !enough(j.err()) {
 		select {
 		case <-j.complained:
 		case <-timeout:
-			j.t.Fatalf("no %s after a minute; standard error:\n%s", what, j.err())
+			j.t.Fatalf("no %s after %v; standard error:\n%s", what, jobLimit, j.err())
 		}
 	}
 }

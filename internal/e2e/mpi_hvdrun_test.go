@@ -74,8 +74,8 @@ func TestDeathUnderHvdrunWithMPI(t *testing.T) {
 			// UCX would abort a survivor that copies from the memory of the victim.
 			j := underMPI(t, l, "-x", "UCX_TLS=^cma", program, "-epochs", "1000000")
 			for begun := time.Now(); len(ranksOf(program)) < 3 || !strings.Contains(j.out(), "epoch 2/"); {
-				if time.Since(begun) > time.Minute {
-					t.Fatalf("no training after a minute:\n%s%s", j.out(), j.err())
+				if time.Since(begun) > jobLimit {
+					t.Fatalf("no training after %v:\n%s%s", jobLimit, j.out(), j.err())
 				}
 				time.Sleep(10 * time.Millisecond)
 			}
@@ -118,7 +118,7 @@ func killHvdrun(t *testing.T, l testmpi.Library, program string) {
 		t.Fatal(err)
 	}
 	j.wait()
-	awaitEnd(t, program, time.Now().Add(time.Minute))
+	awaitEnd(t, program, time.Now().Add(jobLimit))
 	testnet.Eventually(t, "mpirun removes the files", func() bool { return len(files()) == 0 })
 }
 

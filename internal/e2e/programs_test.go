@@ -110,7 +110,7 @@ func program(name string) int {
 	if err != nil {
 		fmt.Println("error", err)
 		if os.Getenv(staysVariable) != "" {
-			time.Sleep(time.Minute) // the test ends the job when all ranks have printed their errors
+			time.Sleep(jobLimit) // the test ends the job when all ranks have printed their errors
 		}
 		return 1
 	}

@@ -73,7 +73,7 @@ func TestReadmeProgram(t *testing.T) {
 	if err := os.WriteFile(file, []byte(source), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
+	ctx, cancel := context.WithTimeout(t.Context(), jobLimit)
 	defer cancel()
 	build := exec.CommandContext(ctx, "go", "build", "-o", binary, file)
 	build.Dir = "../.."

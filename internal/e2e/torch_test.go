@@ -50,7 +50,7 @@ func TestTorchScript(t *testing.T) {
 	}
 	for method, n := range map[string]int{"env": 3, "tcp": 2} {
 		t.Run(method, func(t *testing.T) {
-			ctx, cancel := context.WithTimeout(t.Context(), 3*time.Minute)
+			ctx, cancel := context.WithTimeout(t.Context(), jobLimit)
 			defer cancel()
 			cmd := exec.CommandContext(ctx, hvdrunPath, "-np", fmt.Sprint(n), testnet.Python, script, method)
 			cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) }

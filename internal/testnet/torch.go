@@ -88,11 +88,11 @@ func need(t testing.TB, err error, what string) {
 
 // StartTorch starts a Python script with args in sys.argv[1:]. The function wait waits until the script has
 // ended. If the script has failed, wait fails the test and reports the output. The script is killed when the
-// test ends, or after two minutes.
+// test ends, or after five minutes.
 func StartTorch(t testing.TB, script string, args ...string) (wait func()) {
 	t.Helper()
 	NeedTorch(t)
-	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
+	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
 	cmd := exec.CommandContext(ctx, Python, append([]string{"-c", script}, args...)...)
 	cmd.Env = append(cmd.Environ(), "OMP_NUM_THREADS=1", "GLOO_SOCKET_IFNAME=lo")
 	done := make(chan struct{})
