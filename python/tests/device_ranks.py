@@ -28,7 +28,7 @@ from gohvd.basics import init, rank, shutdown, size
 from gohvd.exceptions import PeerError
 from gohvd.process_sets import global_process_set
 
-_LIMIT_SECONDS = 60
+_LIMIT_SECONDS = 300
 
 FLOAT32, INT32, INT16 = (9, 4), (5, 4), (4, 2)
 _FORMATS = {FLOAT32: "f", INT32: "i", INT16: "h"}

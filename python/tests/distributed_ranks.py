@@ -37,7 +37,7 @@ from gohvd.torch import alloc_tensor
 from gohvd.torch.distributed import _ddp, _job, _tensors, _work
 from gohvd.torch.distributed._group import _HAS_BACKENDS, Backend
 
-_LIMIT_SECONDS = 100
+_LIMIT_SECONDS = 300
 
 # Whether init_process_group takes a device that is not a GPU.
 _NAMES_CPU = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gohvd.torch.distributed
 
-_LIMIT_SECONDS = 100
+_LIMIT_SECONDS = 300
 
 
 def die(how: str, **init: object) -> None:

@@ -30,12 +30,12 @@ def environment(**env: str) -> Dict[str, str]:
 
 
 def run(script: str, *args: str, interpreter: Sequence[str] = (sys.executable, "-X", "faulthandler"), **env: str):
-    """Runs a script for at most a minute, and returns the finished process with its exit status and output."""
+    """Runs a script for at most 200 seconds, and returns the finished process with its exit status and output."""
     return subprocess.run(
         [*interpreter, "-c", textwrap.dedent(script), *args],
         env=environment(**env),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        timeout=60,
+        timeout=200,
     )

@@ -24,7 +24,7 @@ import programs
 from gohvd import _library
 from gohvd.exceptions import HorovodInternalError
 
-_LIMIT_SECONDS = 100
+_LIMIT_SECONDS = 300
 
 
 class Bounded(unittest.TestCase):

@@ -374,7 +374,7 @@ class Run(RanksTest):
             path = os.path.join(directory, "main.py")
             with open(path, "w") as f:
                 f.write(MAIN)
-            run = subprocess.run([sys.executable, path], stdout=subprocess.PIPE, timeout=60, env={
+            run = subprocess.run([sys.executable, path], stdout=subprocess.PIPE, timeout=200, env={
                 **os.environ, "PYTHONPATH": os.pathsep.join(sys.path)
             })
         self.assertEqual((run.returncode, run.stdout.decode().splitlines()[-1]), (0, "[1, 2]"))

@@ -943,7 +943,7 @@ class TheOptimizerItself(OptimizerTest):
         if self.rank == 0:  # only one rank, because the program imports torch
             program = "import pickle, sys; pickle.load(sys.stdin.buffer)"
             outside = subprocess.run(
-                [sys.executable, "-c", program], input=pickle.dumps(optimizer), stderr=subprocess.PIPE, timeout=60,
+                [sys.executable, "-c", program], input=pickle.dumps(optimizer), stderr=subprocess.PIPE, timeout=200,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             )  # fmt: skip
             self.assertNotEqual(outside.returncode, 0)
