@@ -732,7 +732,7 @@ func TestRandom(t *testing.T) {
 	t.Logf("seed %d", seed)
 	var total [space]atomic.Int64 // what was pushed, by key
 	j := job{t: t, servers: 2, workers: workers, faults: lossy(seed), settings: map[string]string{
-		"PS_RESEND": "1", "PS_RESEND_TIMEOUT": "10", "HOROVOD_GLOO_TIMEOUT_SECONDS": "600"}}
+		"PS_RESEND": "1", "PS_RESEND_TIMEOUT": "10"}}
 	if *full {
 		j.limit = 6 * time.Hour
 	}

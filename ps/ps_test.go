@@ -62,7 +62,7 @@ func (j job) run(node func(po *Postoffice)) {
 				Settings: map[string]string{"DMLC_ROLE": role,
 					"DMLC_NUM_SERVER": strconv.Itoa(j.servers), "DMLC_NUM_WORKER": strconv.Itoa(j.workers),
 					"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": port,
-					"HOROVOD_GLOO_TIMEOUT_SECONDS": "60", "PS_HEARTBEAT_TIMEOUT": "60"}}
+					"HOROVOD_GLOO_TIMEOUT_SECONDS": "600", "PS_HEARTBEAT_TIMEOUT": "60"}}
 			if j.logless {
 				opts.Log = nil
 			}

@@ -43,7 +43,7 @@ func startReplicated[T Value](t *testing.T, j job, handler func() Handler[T]) *r
 		opts := Options{Log: zap.NewNop(), faults: j.faults, Settings: map[string]string{"DMLC_ROLE": role,
 			"DMLC_NUM_SERVER": strconv.Itoa(j.servers), "DMLC_NUM_WORKER": strconv.Itoa(j.workers),
 			"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": port, "DMLC_RANK": strconv.Itoa(rank),
-			"HOROVOD_GLOO_TIMEOUT_SECONDS": "60", "PS_HEARTBEAT_TIMEOUT": "60", "HVD_PS_REPLICAS": "1"}}
+			"HOROVOD_GLOO_TIMEOUT_SECONDS": "600", "PS_HEARTBEAT_TIMEOUT": "60", "HVD_PS_REPLICAS": "1"}}
 		for name, text := range j.settings {
 			opts.Settings[name] = text
 		}
@@ -786,7 +786,7 @@ func TestReplicatedPushOfAWorkerThatHasLeft(t *testing.T) {
 		wg.Go(func() {
 			settings := map[string]string{"DMLC_ROLE": van.RoleOf(id).String(), "DMLC_NUM_SERVER": "2",
 				"DMLC_NUM_WORKER": "1", "DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": port,
-				"DMLC_RANK": strconv.Itoa(van.Rank(id)), "HOROVOD_GLOO_TIMEOUT_SECONDS": "60",
+				"DMLC_RANK": strconv.Itoa(van.Rank(id)), "HOROVOD_GLOO_TIMEOUT_SECONDS": "600",
 				"PS_HEARTBEAT_TIMEOUT": "60", "HVD_PS_REPLICAS": "1"}
 			if id == van.ServerID(1) {
 				settings["HOROVOD_CPU_OPERATIONS"] = "tcp" // as on another host

@@ -21,7 +21,7 @@ func startSmall(t *testing.T, role, port, recovery string) (*Postoffice, error) 
 func smallOptions(role, port, recovery string) Options {
 	return Options{Log: zap.NewNop(), Settings: map[string]string{"DMLC_ROLE": role,
 		"DMLC_NUM_SERVER": "1", "DMLC_NUM_WORKER": "1", "DMLC_PS_ROOT_URI": "127.0.0.1",
-		"DMLC_PS_ROOT_PORT": port, "HOROVOD_GLOO_TIMEOUT_SECONDS": "60", "PS_HEARTBEAT_TIMEOUT": "60",
+		"DMLC_PS_ROOT_PORT": port, "HOROVOD_GLOO_TIMEOUT_SECONDS": "600", "PS_HEARTBEAT_TIMEOUT": "60",
 		"HVD_RECOVERY_SECONDS": recovery}}
 }
 

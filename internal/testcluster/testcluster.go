@@ -99,7 +99,7 @@ type Process struct {
 }
 
 const (
-	defaultDeadline = time.Minute
+	defaultDeadline = 10 * time.Minute
 	// shutdownTime is the time limit for all ranks to shut down at the end of the job.
 	shutdownTime = 20 * time.Second
 	// chunkBytes is the size of the chunks of an allreduce on two levels. It is so small that the larger
