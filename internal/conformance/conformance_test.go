@@ -390,9 +390,9 @@ func (s *script) checkFused(r *testcluster.Rank, j *job, granted int) {
 func pairwise() map[link][]trial {
 	what, links := operations(), slices.Concat(links, byAlgorithm)
 	all := make(map[link][]trial)
-	elementCounts := elementCounts
+	rankCounts, elementCounts := rankCounts, elementCounts
 	if testing.Short() {
-		elementCounts = elementCounts[:5] // the largest count takes most of the time
+		rankCounts, elementCounts = rankCounts[:5], elementCounts[:5] // the largest take most of the time
 	}
 	sizes := []int{len(what), len(rankCounts), len(elementCounts), len(modes), len(links), len(joinings), 2,
 		2}
