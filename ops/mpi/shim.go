@@ -13,6 +13,9 @@ package mpi
 #include <mpi.h>
 #ifdef OPEN_MPI
 #include <mpi-ext.h>
+#define HVD_OTHER_LIBRARY "MPICH"
+#else
+#define HVD_OTHER_LIBRARY "Open MPI"
 #endif
 
 // MPI allows a library to wait for other ranks when it makes a persistent request for a collective. So such
@@ -527,6 +530,10 @@ func (c comm) check(call string, code C.int) error {
 // initialize initializes MPI unless the program has done so. It reports whether MPI may be called from
 // several threads, one at a time, and whether it has initialized MPI.
 func initialize(singleThread bool) (serialized, own bool, err error) {
+	if library := libraryVersion(); strings.Contains(library, C.HVD_OTHER_LIBRARY) {
+		return false, false, fmt.Errorf("gohvd was not built for %s, which another part of this process has loaded, "+
+			"such as mpi4py: build both with one MPI library (docs/mpi.md)", library)
+	}
 	required := C.int(C.MPI_THREAD_SERIALIZED)
 	if singleThread {
 		required = C.MPI_THREAD_FUNNELED
@@ -547,7 +554,8 @@ func initialize(singleThread bool) (serialized, own bool, err error) {
 
 // libraryVersion returns the name and the version of the MPI library.
 func libraryVersion() string {
-	var text [C.MPI_MAX_LIBRARY_VERSION_STRING]C.char
+	// The library may be another one than that of the header, with a longer text: 8192 bytes in MPICH.
+	var text [max(C.MPI_MAX_LIBRARY_VERSION_STRING, 8192)]C.char
 	var n C.int
 	if C.MPI_Get_library_version(&text[0], &n) != C.MPI_SUCCESS {
 		return "unknown MPI library"

@@ -175,7 +175,8 @@ func (w *world) initialize(o Options) (err error) {
 		return err
 	}
 	if o.Comm != nil && w.own {
-		return errors.New("got a communicator, but the program has not initialized MPI")
+		return fmt.Errorf("got a communicator, but the program has not initialized %s, for which gohvd was built",
+			libraryVersion())
 	}
 	empi.LogErrors = false
 	// If the Go runtime has no idle P, its monitor takes the P of a call of C that has run for 20 us.
