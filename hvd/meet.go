@@ -105,8 +105,8 @@ func WithID(rank, size int, ids ...UniqueID) InitOption {
 // WithMPICommunicator makes the processes of an MPI communicator the ranks of the job, with the same numbers.
 // By default, all processes that mpirun has started are. handle is the communicator's Fortran handle
 // (MPI_Comm_c2f in C, py2f in mpi4py). All processes of the communicator must pass it to Init. The program
-// must have initialized MPI, and finalizes it after Shutdown. HOROVOD_CONTROLLER or HOROVOD_CPU_OPERATIONS
-// must be mpi (docs/mpi.md).
+// must have initialized MPI, and finalizes it after Shutdown. The option makes mpi the default of
+// HOROVOD_CONTROLLER (docs/mpi.md).
 func WithMPICommunicator(handle int32) InitOption {
 	return func(o *initOptions) { o.MPIComm = &handle }
 }

@@ -189,6 +189,8 @@ PUBLIC uint32_t hvd_abi_version(void) { return HVD_ABI_VERSION; }
 
 PUBLIC const char *hvd_version(void) { return forked ? "" : gohvdVersion(); }
 
+PUBLIC int32_t hvd_mpi_built(void) { return !forked && gohvdMPIBuilt(); }
+
 PUBLIC hvd_status_t hvd_init(const hvd_init_options_t *options, hvd_handle_t *handle) {
 	no_handle(handle);
 	needs(!options || options->size == sizeof *options, "init", "the size of the options is not sizeof(hvd_init_options_t)");

@@ -209,6 +209,9 @@ uint32_t hvd_abi_version(void);
 /* hvd_version returns the version of gohvd, such as "0.7.0". */
 const char *hvd_version(void);
 
+/* hvd_mpi_built returns 1 if the library was built with MPI, and otherwise 0. */
+int32_t hvd_mpi_built(void);
+
 /* Joining and leaving the job.
  *
  * Functions with a parameter handle begin something and return at once. hvd_wait then waits for it and returns its
@@ -231,7 +234,7 @@ typedef struct hvd_init_options {
 	uint32_t num_process_sets;
 	uint32_t reserved;
 	/* The Fortran handle of an MPI communicator with the processes of the job (MPI_Comm_c2f), or NULL. It needs a
-	 * library that was built with the tag mpi. */
+	 * library that was built with the tag mpi, and makes mpi the default of HOROVOD_CONTROLLER. */
 	const int32_t *mpi_comm;
 } hvd_init_options_t;
 

@@ -134,6 +134,17 @@ func begun(h library.Handle, into *C.hvd_handle_t) C.hvd_status_t {
 	return C.HVD_SUCCESS
 }
 
+//export gohvdMPIBuilt
+func gohvdMPIBuilt() C.int { return truth(config.BuiltMPI) }
+
+// truth returns 1 for true and 0 for false.
+func truth(b bool) C.int {
+	if b {
+		return 1
+	}
+	return 0
+}
+
 //export gohvdInit
 func gohvdInit(o *C.hvd_init_options_t, handle *C.hvd_handle_t) C.hvd_status_t {
 	options, err := optionsOf("init", o)
@@ -167,12 +178,6 @@ func gohvdFact(which C.int) C.int64_t {
 		}
 		return -1
 	}
-	truth := func(b bool) C.int64_t {
-		if b {
-			return 1
-		}
-		return 0
-	}
 	switch p := &r.Place; which {
 	case C.GOHVD_RANK:
 		return C.int64_t(p.Rank)
@@ -187,9 +192,9 @@ func gohvdFact(which C.int) C.int64_t {
 	case C.GOHVD_CROSS_SIZE:
 		return C.int64_t(p.CrossSize)
 	case C.GOHVD_HOMOGENEOUS:
-		return truth(r.Homogeneous)
+		return C.int64_t(truth(r.Homogeneous))
 	case C.GOHVD_DEVICES:
-		return truth(r.Devices != nil)
+		return C.int64_t(truth(r.Devices != nil))
 	default:
 		return C.int64_t(r.Epoch)
 	}

@@ -122,22 +122,6 @@ func killHvdrun(t *testing.T, l testmpi.Library, program string) {
 	testnet.Eventually(t, "mpirun removes the files", func() bool { return len(files()) == 0 })
 }
 
-// hvdrun --mpi starts a program in Python, whose sidecar uses MPI.
-func TestPythonUnderHvdrunWithMPI(t *testing.T) {
-	testnet.NeedTorch(t)
-	python, err := filepath.Abs("../../python")
-	if err != nil {
-		t.Fatal(err)
-	}
-	testmpi.Each(t, func(t *testing.T, l testmpi.Library) {
-		j := underMPI(t, l, "-x", "HVD_SIDECAR_BINARY="+l.Build(t, "build", "./cmd/hvdd"), "-x", "PYTHONPATH="+python,
-			"-x", "OMP_NUM_THREADS=1", testnet.Python, "-c", pythonSums)
-		if status := j.wait(); status != 0 || strings.Count(j.out(), "sum 3 6.0\n") != 3 {
-			t.Errorf("got status %d, want 3 right sums:\n%s%s", status, j.out(), j.err())
-		}
-	})
-}
-
 // hvdrun --mpi trains on two hosts. mpirun reaches them by the command of --agent.
 func TestHostsWithMPI(t *testing.T) {
 	testmpi.Each(t, func(t *testing.T, l testmpi.Library) {

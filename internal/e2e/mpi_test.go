@@ -18,7 +18,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/testmpi"
-	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 // digitsHash matches the line that each rank of the example prints at the end.
@@ -141,34 +140,6 @@ func killRank(t *testing.T, l testmpi.Library, program string, victim int, negot
 			t.Errorf("rank %d has reported %q: %v, want %v:\n%s", r, report, got, !got, text)
 		}
 	}
-}
-
-// pythonSums is a program in Python that sums the ranks. It writes its line by one call, because mpirun mixes
-// the lines of ranks that are written in pieces.
-const pythonSums = `
-import os, torch, gohvd.torch as hvd
-hvd.init()
-total = hvd.allreduce(torch.tensor([hvd.rank() + 1.0]), op=hvd.Sum).item()
-os.write(1, f"sum {hvd.size()} {total}\n".encode())
-hvd.shutdown()
-`
-
-// A program in Python runs under mpirun. Its sidecar, which is its child, uses MPI.
-func TestPythonWithMPI(t *testing.T) {
-	testnet.NeedTorch(t)
-	python, err := filepath.Abs("../../python")
-	if err != nil {
-		t.Fatal(err)
-	}
-	testmpi.Each(t, func(t *testing.T, l testmpi.Library) {
-		cmd := l.Command(t, 3, testnet.Python, "-c", pythonSums)
-		cmd.Env = append(append(cmd.Env, allMPI...), "HVD_SIDECAR_BINARY="+l.Build(t, "build", "./cmd/hvdd"),
-			"PYTHONPATH="+python, "OMP_NUM_THREADS=1")
-		out, err := cmd.CombinedOutput()
-		if n := bytes.Count(out, []byte("sum 3 6.0\n")); err != nil || n != 3 {
-			t.Errorf("got %v and %d right sums, want 3:\n%s", err, n, out)
-		}
-	})
 }
 
 // startDigits starts a job and returns when it trains.

@@ -31,8 +31,8 @@ func JoinMPI(ctx context.Context, cfg *config.Config, comm *int32, elsewhere boo
 	log *zap.Logger) (*MPI, error) {
 	if !cfg.MPIController && !cfg.MPIOperations {
 		if comm != nil {
-			return nil, errors.New("got an MPI communicator, but neither HOROVOD_CONTROLLER nor " +
-				"HOROVOD_CPU_OPERATIONS is mpi")
+			return nil, fmt.Errorf("got an MPI communicator, but HOROVOD_CONTROLLER is %s: unset it, or set it to mpi",
+				cfg.Variable("HOROVOD_CONTROLLER"))
 		}
 		return nil, nil
 	}

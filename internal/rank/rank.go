@@ -74,9 +74,12 @@ type Options struct {
 }
 
 // Read reads the settings from the environment and from o.Settings. If o.Log is nil, Read sets it to the
-// logger that the settings describe.
+// logger that the settings describe. An MPI communicator makes mpi the default of HOROVOD_CONTROLLER.
 func (o *Options) Read() (config.Config, error) {
 	cfg, err := config.FromEnvironment(o.Settings, o.Store != nil || o.Method != "" || o.ID != nil)
+	if o.MPIComm != nil && !cfg.Given("HOROVOD_CONTROLLER") && !cfg.MPIOperations {
+		cfg.MPIController = true
+	}
 	if err == nil && o.Log == nil {
 		o.Log = cfg.Logger(os.Stderr)
 	}

@@ -94,6 +94,18 @@ func (l Library) Build(t *testing.T, args ...string) string {
 	return program
 }
 
+// BuildLibrary builds libgohvd.so with MPI and NCCL, and returns its path.
+func (l Library) BuildLibrary(t *testing.T) string {
+	t.Helper()
+	library := filepath.Join(t.TempDir(), "libgohvd.so")
+	cmd := exec.Command(filepath.Join(root(), "scripts", "build-libgohvd.sh"), library, "-tags", "nccl,mpi")
+	cmd.Env = append(cmd.Environ(), l.env...)
+	if out, err := cmd.CombinedOutput(); err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	return library
+}
+
 // Surviving returns the library with an mpirun that does not end the other processes when one has died.
 func (l Library) Surviving() Library {
 	l.flags = slices.Concat(l.flags, l.survive)

@@ -457,6 +457,8 @@ class Engine:
         self._warned: Set[str] = set()  # the reasons for which tensors on CUDA devices are copied that were shown
         self._exit_registered = False
         self._except_hook = _exit.ExceptHook()
+        self.mpi_comm: Any = None
+        """The mpi4py communicator whose processes are the ranks of the job, if the program has passed one."""
         self.at_shutdown: List[Callable[[], None]] = []
         """Functions that are called when this process leaves the job."""
         # The object that users know as global_process_set. The module process_sets assigns it.
@@ -464,9 +466,10 @@ class Engine:
 
     # Joining and leaving the job.
 
-    def init(self, process_sets: Sequence[ProcessSet], settings: Dict[str, str]) -> None:
-        """Joins the job. If this process is already in a job, process_sets must be registered in that job, and settings
-        has no effect.
+    def init(self, process_sets: Sequence[ProcessSet], settings: Dict[str, str], mpi_comm: Any = None) -> None:
+        """Joins the job. mpi_comm is an mpi4py communicator with the processes of the job, for a library with MPI. If
+        this process is already in a job, process_sets must be registered in that job, and settings and mpi_comm have no
+        effect.
         """
         with self._lock:
             if self._place is None:
@@ -475,6 +478,8 @@ class Engine:
                     ctypes.sizeof(_library.InitOptions), len(settings), _library.settings(settings),
                     (_library.Ranks * len(sets))(*sets), len(sets),
                 )  # fmt: skip
+                if mpi_comm is not None:
+                    options.mpi_comm = ctypes.pointer(ctypes.c_int32(mpi_comm.py2f()))
                 try:
                     if not self._exit_registered:
                         atexit.register(self.close)
@@ -487,7 +492,7 @@ class Engine:
                     raise InitError(str(e)) from None  # the other error has the same text
                 facts = [getattr(quick, f"hvd_{name}")() for name in _FACTS]
                 self._place = Place(*facts[:6], homogeneous=facts[6] == 1, devices=facts[7] == 1)
-                self._sets = {0: self.global_set}
+                self._sets, self.mpi_comm = {0: self.global_set}, mpi_comm
                 self.global_set.ranks = list(range(self._place.size))
             for k, s in enumerate(process_sets):
                 if s.ranks == self.global_set.ranks:
@@ -532,7 +537,7 @@ class Engine:
             except (HorovodInternalError, ValueError):
                 pass  # the job has failed, and the operations in flight have raised its error
             finally:
-                self._place = None
+                self._place = self.mpi_comm = None
                 for s in self._registered:
                     s._invalidate()
                 self._registered = []
@@ -590,7 +595,7 @@ class Engine:
     def add_set(self, s: ProcessSet, members_only: bool, name: str, timeout: Optional[float]) -> None:
         self.place()
         if s.ranks is None:
-            s.ranks = ranks_of(s.mpi_comm)
+            s.ranks = ranks_of(s.mpi_comm, self.mpi_comm)
         if s.process_set_id is not None:
             raise ValueError(f"{s} is already registered")
         if not members_only:
@@ -968,16 +973,20 @@ def _rows(rows: int, process_set: ProcessSet) -> int:
     return rows // len(members) + (1 if me < rows % len(members) else 0)
 
 
-def ranks_of(comm: Any) -> List[int]:
-    """Returns the ranks of the job that are members of an mpi4py communicator. The rank of a process in the job is its
-    rank in MPI.COMM_WORLD. Raises ValueError if the settings choose MPI, because only one process of a rank can use it.
+def ranks_of(comm: Any, job: Any = None) -> List[int]:
+    """Returns the ranks of the job that are members of the mpi4py communicator comm. job is the communicator with all
+    ranks of the job, by default MPI.COMM_WORLD. Raises ValueError if it lacks a member of comm.
     """
-    if any(os.environ.get(f"HOROVOD_{name}", "").lower() == "mpi" for name in ("CONTROLLER", "CPU_OPERATIONS")):
-        raise ValueError("got an mpi4py communicator, but the sidecar uses MPI, so this process cannot: pass the ranks")
     from mpi4py import MPI
 
-    world, group = MPI.COMM_WORLD.Get_group(), comm.Get_group()
-    return sorted(MPI.Group.Translate_ranks(group, list(range(group.Get_size())), world))
+    group, all_ranks = comm.Get_group(), (MPI.COMM_WORLD if job is None else job).Get_group()
+    ranks = sorted(MPI.Group.Translate_ranks(group, list(range(group.Get_size())), all_ranks))
+    if MPI.UNDEFINED in ranks:
+        raise ValueError(
+            f"got an mpi4py communicator with {len(ranks)} processes, of which {ranks.count(MPI.UNDEFINED)} are not ranks "
+            "of the job"
+        )
+    return ranks
 
 
 engine = Engine()

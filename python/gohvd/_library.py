@@ -206,6 +206,7 @@ Handle = c_uint64
 _FUNCTIONS: Dict[str, Tuple[Any, ...]] = {
     "hvd_last_error": (POINTER(_Error),),
     "hvd_version": (),
+    "hvd_mpi_built": (),
     "hvd_init": (POINTER(InitOptions), POINTER(Handle)),
     "hvd_shutdown": (c_char_p, c_uint32, POINTER(Handle)),
     "hvd_check": (),
@@ -312,6 +313,11 @@ quick: Any = _Functions(ctypes.PyDLL)
 def version() -> str:
     """Returns the version of the library."""
     return quick.hvd_version().decode()
+
+
+def mpi_built() -> bool:
+    """Returns whether the library was built with MPI."""
+    return quick.hvd_mpi_built() != 0
 
 
 def error(status: int) -> Exception:

@@ -11,7 +11,7 @@ import subprocess
 import warnings
 from typing import Any, Dict, List, Optional, Sequence, Union
 
-from . import _engine, _programs
+from . import _engine, _library, _programs
 from .process_sets import ProcessSet
 
 Average = _engine.Average
@@ -34,11 +34,20 @@ def init(
     WORLD_SIZE, MASTER_ADDR and MASTER_PORT. If there is none of these, or if HVD_SIZE=1, this process is the only rank
     of its job. If a launcher has started this process as one of several, but does not say enough to join their job,
     init fails.
-    comm is None, a list of all ranks of the job, or an mpi4py communicator with all ranks. If the settings choose MPI,
-    the sidecar uses it, so this process cannot, and an mpi4py communicator is refused. To use only some ranks, use
-    process sets. process_sets are the sets to register, and all ranks must pass the same sets in the same order. Pass
-    "dynamic" if sets are only added later. Raises ValueError if two of the sets are equal.
+    comm is None, a list of all ranks of the job, or an mpi4py communicator. If the library of gohvd was built with MPI
+    (docs/mpi.md), the processes of the communicator are the ranks of the job, in its order. Otherwise it must have all
+    ranks of the job. To use only some ranks, use process sets. process_sets are the sets to register, and all ranks must
+    pass the same sets in the same order. Pass "dynamic" if sets are only added later. Raises ValueError if two of the
+    sets are equal.
     """
+    mpi_comm: Any = None
+    ranks: List[int] = []
+    if not hasattr(comm, "Get_rank"):
+        ranks = sorted(comm or ())
+    elif mpi_built():
+        mpi_comm = comm
+    else:
+        ranks = _engine.ranks_of(comm)
     sets: List[ProcessSet] = []
     settings: Dict[str, str] = {}
     if isinstance(process_sets, str):
@@ -49,12 +58,11 @@ def init(
         for k, given in enumerate(process_sets):
             s = given if isinstance(given, ProcessSet) else ProcessSet(given)
             if s.ranks is None:
-                s.ranks = _engine.ranks_of(s.mpi_comm)
+                s.ranks = _engine.ranks_of(s.mpi_comm, mpi_comm)
             if any(s.ranks == other.ranks for other in sets):
                 raise ValueError(f"process_sets entry number {k} is a duplicate: {s}")
             sets.append(s)
-    ranks = _engine.ranks_of(comm) if hasattr(comm, "Get_rank") else sorted(comm or ())
-    _engine_.init(sets, settings)
+    _engine_.init(sets, settings, mpi_comm)
     if ranks:
         size = _engine_.place().size
         if ranks != list(range(size)):
@@ -123,18 +131,13 @@ def mpi_threads_supported() -> bool:
 
 
 def mpi_enabled() -> bool:
-    """Returns whether the environment chooses MPI for the controller."""
-    return os.environ.get("HOROVOD_CONTROLLER", "").lower() == "mpi"
+    """Returns whether the environment, or the communicator that was passed to ``init``, chooses MPI for the controller."""
+    return _engine_.mpi_comm is not None or os.environ.get("HOROVOD_CONTROLLER", "").lower() == "mpi"
 
 
-@functools.lru_cache(maxsize=None)
 def mpi_built() -> bool:
-    """Returns whether hvdrun was built with MPI. The other programs of the same build have it too."""
-    program = os.environ.get("HVD_RUN") or _programs.find("hvdrun")
-    if program is None:
-        return False
-    build = subprocess.run([program, "--check-build"], stdout=subprocess.PIPE, universal_newlines=True, check=False)
-    return "[X] MPI" in build.stdout
+    """Returns whether the library was built with MPI."""
+    return _library.mpi_built()
 
 
 def gloo_enabled() -> bool:
