@@ -1,6 +1,7 @@
 package ps
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -457,6 +458,16 @@ func (p *Postoffice) Finalize(ctx context.Context, barrier bool) (err error) {
 		f()
 	}
 	return err
+}
+
+// Fail leaves the job because the program of this node has failed. Requests and barriers of other nodes that
+// need this node fail with the reason, such as "its program raised ValueError: no data", which hvdrun reports
+// too. Fail also ends a Finalize in progress. After Finalize it does nothing.
+func (p *Postoffice) Fail(reason string) {
+	ctx, cancel := context.WithTimeout(context.Background(), leaveTime)
+	defer cancel()
+	p.van.Fail(ctx, cmp.Or(reason, "it has failed"))
+	_ = p.Finalize(ctx, false) // without a barrier it cannot fail
 }
 
 // stop leaves the job and ends all requests.

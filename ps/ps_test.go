@@ -509,6 +509,30 @@ func TestDeathFailsRequests(t *testing.T) {
 	})
 }
 
+// TestFail checks that all other nodes learn why the program of a node has failed, and that Fail ends a
+// Finalize that waits for them.
+func TestFail(t *testing.T) {
+	job{t: t, servers: 1, workers: 2, leave: true}.run(func(po *Postoffice) {
+		if po.IsWorker() && po.Rank() == 1 {
+			finalized := make(chan error, 1)
+			go func() { finalized <- po.Finalize(t.Context(), true) }()
+			testnet.Eventually(t, "Finalize has begun", func() bool {
+				po.mu.Lock()
+				defer po.mu.Unlock()
+				return po.finalized != nil
+			})
+			po.Fail("its file is damaged")
+			testnet.WantError(t, <-finalized, "this node has been finalized")
+			po.Fail("another reason")
+		} else {
+			testnet.Eventually(t, "the node learns the reason", func() bool {
+				err := po.van.Gone(van.WorkerID(1))
+				return err != nil && err.Error() == "its file is damaged"
+			})
+		}
+	})
+}
+
 func TestOperationTimeout(t *testing.T) {
 	held, failed := make(chan SimpleData, 1), make(chan struct{})
 	limit := map[string]string{"HVD_OPERATION_TIMEOUT_SECONDS": "0.3"}

@@ -422,6 +422,12 @@ PUBLIC hvd_status_t hvd_ps_barrier(int32_t group, hvd_handle_t *handle) {
 	return gohvdBarrier(group, handle);
 }
 
+PUBLIC hvd_status_t hvd_ps_fail(const char *reason, hvd_handle_t *handle) {
+	no_handle(handle);
+	needs(1, "fail", "");
+	return gohvdFail((char *)reason, handle);
+}
+
 PUBLIC hvd_status_t hvd_ps_finalize(int32_t barrier, hvd_handle_t *handle) {
 	no_handle(handle);
 	needs(1, "finalize", "");

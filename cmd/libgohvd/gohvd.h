@@ -412,6 +412,10 @@ hvd_status_t hvd_ps_barrier(int32_t group, hvd_handle_t *handle);
 /* hvd_ps_finalize leaves the job. If barrier is not 0, it first waits for all other nodes. */
 hvd_status_t hvd_ps_finalize(int32_t barrier, hvd_handle_t *handle);
 
+/* hvd_ps_fail leaves the job because the program has failed. reason is a clause for the errors of the nodes that need
+ * this one, such as "its file is damaged". It also ends an hvd_ps_finalize in progress. */
+hvd_status_t hvd_ps_fail(const char *reason, hvd_handle_t *handle);
+
 #ifdef __cplusplus
 }
 #endif

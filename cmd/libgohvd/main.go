@@ -159,12 +159,26 @@ func gohvdShutdown(reason *C.char, flags C.uint32_t, handle *C.hvd_handle_t) C.h
 	if flags&^C.HVD_FAILED != 0 {
 		return status(misuse("shutdown", "got the flags %#x, want HVD_FAILED or 0", uint32(flags)))
 	}
-	text := strings.ToValidUTF8(stringOf(reason), "\uFFFD")
-	if flags != 0 && text == "" {
-		return status(misuse("shutdown", "got no reason for the failure of the program"))
+	if flags == 0 {
+		return begun(process.Shutdown(validText(reason), false), handle)
 	}
-	return begun(process.Shutdown(text, flags != 0), handle)
+	text, err := failureOf("shutdown", reason)
+	if err != nil {
+		return status(err)
+	}
+	return begun(process.Shutdown(text, true), handle)
 }
+
+// failureOf returns the reason for the failure of the program. It must not be empty.
+func failureOf(op string, reason *C.char) (text string, err error) {
+	if text = validText(reason); text == "" {
+		err = misuse(op, "got no reason for the failure of the program")
+	}
+	return text, err
+}
+
+// validText returns a text of the program as valid UTF-8. p may be nil.
+func validText(p *C.char) string { return strings.ToValidUTF8(stringOf(p), "\uFFFD") }
 
 //export gohvdCheck
 func gohvdCheck() C.hvd_status_t { return status(process.Check()) }
@@ -596,6 +610,15 @@ func gohvdBarrier(group C.int32_t, handle *C.hvd_handle_t) C.hvd_status_t {
 //export gohvdFinalize
 func gohvdFinalize(barrier C.int32_t, handle *C.hvd_handle_t) C.hvd_status_t {
 	return begun(process.Finalize(barrier != 0), handle)
+}
+
+//export gohvdFail
+func gohvdFail(reason *C.char, handle *C.hvd_handle_t) C.hvd_status_t {
+	text, err := failureOf("fail", reason)
+	if err != nil {
+		return status(err)
+	}
+	return begun(process.FailNode(text), handle)
 }
 
 //export gohvdVersion

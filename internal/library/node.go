@@ -30,6 +30,8 @@ type member interface {
 	clock() error
 	barrier(group int) error
 	finalize(barrier bool) error
+	// fail leaves the job as a node that has failed. It also ends a finalize in progress.
+	fail(reason string) error
 }
 
 // localNode is a node in this process.
@@ -48,6 +50,11 @@ func (n localNode) clock() error { return n.Clock(context.Background(), 0) }
 func (n localNode) barrier(group int) error { return n.Barrier(context.Background(), 0, group) }
 
 func (n localNode) finalize(barrier bool) error { return n.Finalize(context.Background(), barrier) }
+
+func (n localNode) fail(reason string) error {
+	n.Fail(reason)
+	return nil
+}
 
 // remoteNode is the node of a sidecar.
 type remoteNode struct {
@@ -91,6 +98,10 @@ func (n *remoteNode) barrier(group int) error {
 
 func (n *remoteNode) finalize(barrier bool) error {
 	return n.sidecar.Finalize(context.Background(), barrier)
+}
+
+func (n *remoteNode) fail(reason string) error {
+	return n.sidecar.FailNode(context.Background(), reason)
 }
 
 // StartNode joins this process to a job of a parameter server as a node.
@@ -165,6 +176,15 @@ func (l *Library) Finalize(barrier bool) Handle {
 		l.nodeChanging.Lock()
 		defer l.nodeChanging.Unlock()
 		err := n.finalize(barrier)
+		l.node.CompareAndSwap(n, nil)
+		return err
+	})
+}
+
+// FailNode leaves the job of the parameter server because the program has failed.
+func (l *Library) FailNode(reason string) Handle {
+	return l.startNode("fail", func(n *Node) error {
+		err := n.fail(reason)
 		l.node.CompareAndSwap(n, nil)
 		return err
 	})

@@ -4,6 +4,7 @@ import (
 	"context"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"strings"
 	"testing"
 	"time"
@@ -135,5 +136,74 @@ func TestParameterServerKilled(t *testing.T) {
 		if err == nil || !strings.Contains(string(out), want) {
 			t.Errorf("%v, want %q in\n%s", err, want, out)
 		}
+	}
+}
+
+// pythonFailedNode is a program whose worker 1 fails as the argument says. It ends only when worker 0 has
+// learned of it, which the file of the second argument says, or after a minute.
+const pythonFailedNode = `
+import atexit, os, sys, time
+from gohvd import ps
+from gohvd.exceptions import HorovodInternalError
+
+how, told = sys.argv[1:]
+
+def wait():
+    deadline = time.monotonic() + 60
+    while not os.path.exists(told):
+        if time.monotonic() > deadline:
+            print("worker 0 was not told", flush=True)
+            return
+        time.sleep(0.01)
+
+def fail(node):
+    if how == "exit":
+        sys.exit(3)
+    if how == "end":
+        return
+    raise ValueError("no data")
+
+if os.environ["DMLC_ROLE"] == "worker" and os.environ["DMLC_RANK"] == "1":
+    atexit.register(wait)  # runs after that of gohvd
+    if how != "with":
+        fail(ps.start())
+    else:
+        try:
+            with ps.start() as node:
+                fail(node)
+        except ValueError:
+            wait()
+            raise
+else:
+    try:
+        with ps.start() as node:
+            if node.role == "worker":
+                node.barrier()
+    except HorovodInternalError as e:
+        if node.role == "worker":
+            print("told:", e, flush=True)
+            open(told, "w").close()
+        raise
+`
+
+// TestParameterServerFailed checks that the other nodes learn that the program of a node has failed, and why,
+// before its process ends.
+func TestParameterServerFailed(t *testing.T) {
+	testnet.NeedTorch(t)
+	for how, reason := range map[string]string{
+		"with": "its program raised ValueError: no data", "raise": "its program raised ValueError: no data",
+		"exit": "its program has ended without finalize", "end": "its program has ended without finalize",
+	} {
+		t.Run(how, func(t *testing.T) {
+			told := filepath.Join(t.TempDir(), "told")
+			out, err := nodes(t, "-c", pythonFailedNode, how, told).CombinedOutput()
+			for _, want := range []string{
+				"told: ps: barrier of group 4: worker 1 is gone: " + reason, "nodes): worker 1 is gone: " + reason,
+			} {
+				if err == nil || !strings.Contains(string(out), want) || strings.Contains(string(out), "was not told") {
+					t.Errorf("%v, want %q in\n%s", err, want, out)
+				}
+			}
+		})
 	}
 }

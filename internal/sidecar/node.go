@@ -115,7 +115,12 @@ func (n *node) control(q *sidecarpb.Request) error {
 	case *sidecarpb.Request_NodeBarrier:
 		return n.started.Barrier(n.ctx, 0, int(what.NodeBarrier.GetGroup()))
 	case *sidecarpb.Request_Finalize:
-		err := n.started.Finalize(n.ctx, what.Finalize.GetBarrier())
+		var err error
+		if failure := what.Finalize.GetFailure(); failure != "" {
+			n.started.Fail(failure)
+		} else {
+			err = n.started.Finalize(n.ctx, what.Finalize.GetBarrier())
+		}
 		n.active.Store(false)
 		n.started = nil
 		return err

@@ -38,7 +38,12 @@ def of_exit() -> Tuple[str, bool]:
     e: Optional[BaseException] = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if e is None or hasattr(sys, "ps1"):  # in an interactive interpreter, an exception does not end the process
         return "", False
-    return f"its program raised {_describe(e)}", True
+    return raised(e), True
+
+
+def raised(e: BaseException) -> str:
+    """Returns the reason of a process that leaves the job because of an exception."""
+    return f"its program raised {_describe(e)}"
 
 
 class ExceptHook:

@@ -246,6 +246,7 @@ _FUNCTIONS: Dict[str, Tuple[Any, ...]] = {
     "hvd_ps_clock": (POINTER(Handle),),
     "hvd_ps_barrier": (c_int32, POINTER(Handle)),
     "hvd_ps_finalize": (c_int32, POINTER(Handle)),
+    "hvd_ps_fail": (c_char_p, POINTER(Handle)),
 }
 _RESULTS: Dict[str, Any] = {"hvd_free_result": None, "hvd_free_text": None, "hvd_version": c_char_p}
 """The types of the results of the functions that do not return a number."""

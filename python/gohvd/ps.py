@@ -16,7 +16,9 @@ bfloat16 have the type uint16.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import functools
 import operator
 import sys
 import threading
@@ -25,7 +27,7 @@ from typing import Any, Dict, Optional, Type
 
 import numpy as np
 
-from . import _library
+from . import _exit, _library
 from ._library import check, quick, waiting
 from .exceptions import HorovodInternalError
 
@@ -167,7 +169,9 @@ class Worker:
 
 
 class Node:
-    """This process's place in the job. With ``with``, the node leaves the job at the end of the block."""
+    """This process's place in the job. With ``with``, the node leaves the job at the end of the block. If an exception
+    ends the block, or the process ends without ``finalize``, the other nodes learn at once that this one has failed.
+    """
 
     def __init__(self, node: _library.Node) -> None:
         self.role = _ROLES[node.role]
@@ -206,9 +210,27 @@ class Node:
     def __exit__(
         self, kind: Optional[Type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
     ) -> None:
-        if kind is None:
+        if error is None:
             self.finalize()
-        # Otherwise the other nodes learn that this one has failed when the process ends.
+        else:
+            _fail(_exit.raised(error))
+
+
+def _fail(reason: str) -> None:
+    """Leaves the job as a node that has failed. Outside of a job it does nothing."""
+    try:
+        _library.call(quick.hvd_ps_fail, reason.encode())
+    except (HorovodInternalError, ValueError):
+        pass  # this process is no node, or was forked from one, or its sidecar is gone
+
+
+def _at_exit() -> None:
+    _fail(_exit.of_exit()[0] or "its program has ended without finalize")
+
+
+@functools.lru_cache(maxsize=None)
+def _register_exit() -> None:
+    atexit.register(_at_exit)
 
 
 def start(settings: Optional[Dict[str, str]] = None) -> Node:
@@ -216,6 +238,7 @@ def start(settings: Optional[Dict[str, str]] = None) -> Node:
     override the environment.
     """
     given = settings or {}
+    _register_exit()
     _library.call(quick.hvd_ps_start, _library.settings(given), len(given))
     node = _library.Node(ctypes.sizeof(_library.Node))
     check(quick.hvd_ps_node(node))

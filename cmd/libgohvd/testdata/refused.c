@@ -26,6 +26,8 @@ int main(void) {
 	fails(hvd_metrics(&text), HVD_ERROR_NOT_INITIALIZED, "not initialized");
 	fails(hvd_process_sets(&number, 1, &count), HVD_ERROR_NOT_INITIALIZED, "not initialized");
 	fails(hvd_ps_clock(NULL), HVD_ERROR_USAGE, "no node");
+	fails(hvd_ps_fail("x", NULL), HVD_ERROR_USAGE, "no node");
+	fails(hvd_ps_fail(NULL, NULL), HVD_ERROR_USAGE, "no reason");
 
 	hvd_init_options_t o = {0};
 	fails(hvd_init(&o, NULL), HVD_ERROR_USAGE, "size");

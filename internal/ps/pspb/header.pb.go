@@ -110,7 +110,9 @@ func (DataType) EnumDescriptor() ([]byte, []int) {
 type Command int32
 
 const (
-	Command_EMPTY     Command = 0
+	Command_EMPTY Command = 0
+	// TERMINATE says that the sender leaves the job. If it has failed, the message has a node whose field gone is the
+	// reason.
 	Command_TERMINATE Command = 1
 	Command_ADD_NODE  Command = 2
 	Command_BARRIER   Command = 3

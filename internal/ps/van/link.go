@@ -106,7 +106,8 @@ type link struct {
 	room        chan struct{} // closed when there is room for a request; nil if no call waits
 	end         error         // reason why the link has ended
 	aborted     error         // reason why the goroutine that reads is to end the link
-	left        bool          // the peer has sent TERMINATE
+	left        bool          // the peer has sent TERMINATE without a failure
+	failure     error         // the failure that the peer has sent with TERMINATE
 	beat        bool          // a heartbeat is to be sent
 	acks        []uint64      // acknowledgements that are to be sent
 	idle        chan struct{} // closed when everything was sent and acknowledged; nil if no call waits
@@ -813,6 +814,8 @@ func (l *link) explain(err error) (culprit Process, reason error) {
 		return l.process, l.aborted
 	case l.left:
 		return l.process, ErrLeft
+	case l.failure != nil:
+		return l.process, l.failure
 	case errors.Is(err, io.EOF):
 		return l.process, errEnded
 	case isExhausted(err):

@@ -35,6 +35,7 @@ import (
 	"net"
 	"slices"
 	"strconv"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -600,7 +601,11 @@ func (v *Van) arrive(l *link, m *Message) error {
 		}
 	case pspb.Command_TERMINATE:
 		l.mu.Lock()
-		l.left = true
+		if len(c.Nodes) > 0 && c.Nodes[0].Gone != "" {
+			l.failure = errors.New(c.Nodes[0].Gone)
+		} else {
+			l.left = true
+		}
 		l.mu.Unlock()
 	case pspb.Command_BARRIER, pspb.Command_CLOCK:
 		switch {
@@ -637,11 +642,14 @@ func (v *Van) arrive(l *link, m *Message) error {
 
 // linkEnded handles the end of a link because of err, for which the process culprit is to blame.
 func (v *Van) linkEnded(l *link, culprit Process, left bool, err error) {
+	l.mu.Lock()
+	said := left || l.failure != nil // the process has said that it ends
+	l.mu.Unlock()
 	v.mu.Lock()
 	stopping := v.stopping
 	ended := v.end(l.process, err)
 	for _, n := range ended {
-		v.over[int(n.Id)] = v.over[int(n.Id)] || left || v.orphan
+		v.over[int(n.Id)] = v.over[int(n.Id)] || said || v.orphan
 	}
 	v.mu.Unlock()
 	if stopping {
@@ -867,8 +875,20 @@ func (v *Van) verbose(what string, peer int, m *Message) {
 }
 
 // Stop leaves the job. It sends what is queued, says goodbye to all peers and waits for their answers, but
-// only until ctx ends. Then it closes all connections. Only the first call has an effect.
-func (v *Van) Stop(ctx context.Context) {
+// only until ctx ends. Then it closes all connections. Only the first call of Stop or Fail has an effect.
+func (v *Van) Stop(ctx context.Context) { v.leave(ctx, nil) }
+
+// maxReasonBytes is the maximum length of a reason that a node gives for its end.
+const maxReasonBytes = 4096
+
+// Fail is like Stop, but tells the peers that this process has failed because of reason, which is not empty.
+func (v *Van) Fail(ctx context.Context, reason string) {
+	reason = strings.ToValidUTF8(reason[:min(len(reason), maxReasonBytes)], "")
+	v.leave(ctx, []*pspb.Node{{Gone: reason}})
+}
+
+// leave sends TERMINATE with nodes, and ends everything.
+func (v *Van) leave(ctx context.Context, nodes []*pspb.Node) {
 	v.mu.Lock()
 	first := !v.stopping
 	v.stopping = true
@@ -879,7 +899,7 @@ func (v *Van) Stop(ctx context.Context) {
 	var wg sync.WaitGroup
 	for id, l := range *v.links.Load() {
 		if id == l.peer && l.conn != nil {
-			wg.Go(func() { l.leave(ctx) })
+			wg.Go(func() { l.leave(ctx, nodes) })
 		}
 	}
 	wg.Wait()
@@ -887,8 +907,8 @@ func (v *Van) Stop(ctx context.Context) {
 }
 
 // leave tells the peer that this process leaves the job, and waits until the peer has closed the connection.
-func (l *link) leave(ctx context.Context) {
-	bye := controlMessage(&pspb.Control{Command: pspb.Command_TERMINATE})
+func (l *link) leave(ctx context.Context, nodes []*pspb.Node) {
+	bye := controlMessage(&pspb.Control{Command: pspb.Command_TERMINATE, Nodes: nodes})
 	bye.Header.Priority = math.MinInt32 // after all other messages
 	if l.reply(bye) != nil {
 		return

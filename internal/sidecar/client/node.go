@@ -4,11 +4,15 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"time"
 	"unsafe"
 
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 	"github.com/gohvd/gohvd/internal/tensor"
 )
+
+// failTime is how long FailNode waits for the answer of the sidecar.
+const failTime = 5 * time.Second
 
 // Node is the place of a node of a parameter server.
 type Node struct {
@@ -51,6 +55,16 @@ func (c *Client) NodeBarrier(ctx context.Context, group int) error {
 func (c *Client) Finalize(ctx context.Context, barrier bool) error {
 	_, err := c.request(ctx, &sidecarpb.Request{What: &sidecarpb.Request_Finalize{
 		Finalize: &sidecarpb.Finalize{Barrier: barrier}}}, -1)
+	return err
+}
+
+// FailNode leaves the job of the parameter server because the program has failed. The sidecar handles the
+// requests of a node one after the other, so FailNode waits only for a limited time.
+func (c *Client) FailNode(ctx context.Context, reason string) error {
+	ctx, cancel := context.WithTimeout(ctx, failTime)
+	defer cancel()
+	_, err := c.request(ctx, &sidecarpb.Request{What: &sidecarpb.Request_Finalize{
+		Finalize: &sidecarpb.Finalize{Failure: reason}}}, -1)
 	return err
 }
 

@@ -2390,9 +2390,11 @@ func (x *NodeBarrier) GetGroup() int32 {
 	return 0
 }
 
+// Finalize leaves the job. If failure is not empty, the program has failed because of it.
 type Finalize struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Barrier       bool                   `protobuf:"varint,1,opt,name=barrier,proto3" json:"barrier,omitempty"`
+	Failure       string                 `protobuf:"bytes,2,opt,name=failure,proto3" json:"failure,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2432,6 +2434,13 @@ func (x *Finalize) GetBarrier() bool {
 		return x.Barrier
 	}
 	return false
+}
+
+func (x *Finalize) GetFailure() string {
+	if x != nil {
+		return x.Failure
+	}
+	return ""
 }
 
 var File_sidecar_proto protoreflect.FileDescriptor
@@ -2628,9 +2637,10 @@ const file_sidecar_proto_rawDesc = "" +
 	"\bpriority\x18\t \x01(\x05R\bpriority\"\a\n" +
 	"\x05Clock\"#\n" +
 	"\vNodeBarrier\x12\x14\n" +
-	"\x05group\x18\x01 \x01(\x05R\x05group\"$\n" +
+	"\x05group\x18\x01 \x01(\x05R\x05group\">\n" +
 	"\bFinalize\x12\x18\n" +
-	"\abarrier\x18\x01 \x01(\bR\abarrierB3Z1github.com/gohvd/gohvd/internal/sidecar/sidecarpbb\x06proto3"
+	"\abarrier\x18\x01 \x01(\bR\abarrier\x12\x18\n" +
+	"\afailure\x18\x02 \x01(\tR\afailureB3Z1github.com/gohvd/gohvd/internal/sidecar/sidecarpbb\x06proto3"
 
 var (
 	file_sidecar_proto_rawDescOnce sync.Once
