@@ -141,16 +141,12 @@ nccl-libraries: ## check that PyPI's NCCL and CUDA runtimes 12 and 13 (300 MB) h
 libgohvd: ## build bin/libgohvd.so, the library for C and other languages; needs a C compiler
 	scripts/build-libgohvd.sh bin/libgohvd.so
 
-.PHONY: hvdd-gpu
-hvdd-gpu: ## build bin/hvdd-gpu, the sidecar with NCCL; needs a C compiler, but neither CUDA nor NCCL
-	CGO_ENABLED=1 $(GO) build -tags nccl -o bin/hvdd-gpu ./cmd/hvdd
-
 # The programs of scripts/gpu-check.sh, which need no Go on the machine with the GPU.
 .PHONY: gpu-check-programs
 gpu-check-programs: ## build what scripts/gpu-check.sh runs on a machine with a GPU, in bin/gpu-check
-	CGO_ENABLED=0 $(GO) build -o bin/gpu-check/ ./cmd/hvdrun ./cmd/hvdd
-	CGO_ENABLED=1 $(GO) build -tags nccl -o bin/gpu-check/hvdd-gpu ./cmd/hvdd
-	CGO_ENABLED=1 $(GO) build -tags nccl -o bin/gpu-check/hvdbench ./cmd/hvdbench
+	CGO_ENABLED=0 $(GO) build -o bin/gpu-check/ ./cmd/hvdrun
+	CGO_ENABLED=1 $(GO) build -tags nccl -o bin/gpu-check/ ./cmd/hvdd ./cmd/hvdbench
+	GO="$(GO)" scripts/build-libgohvd.sh bin/gpu-check/libgohvd.so
 	CGO_ENABLED=1 $(GO) test -c -tags nccl -o bin/gpu-check/ ./ops/nccl ./internal/conformance
 	internal/testcuda/standin/build.sh bin/gpu-check/standins
 

@@ -44,9 +44,6 @@ func (d *daemon) run() error {
 	if d.settings, err = config.FromEnvironment(nil, true); err != nil && d.fd < 0 {
 		return err
 	}
-	if err := replace(!d.settings.GPU.Use(config.GPUNone)); err != nil {
-		return err
-	}
 	d.log = d.settings.Logger(d.stderr).Named("hvdd")
 	// An error of Sync is ignored: the log goes to standard error, so an error about it could not be printed
 	// either.

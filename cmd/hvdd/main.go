@@ -44,9 +44,6 @@ SIGTERM shuts down the job, for all ranks, and ends hvdd. SIGINT does the same, 
 SIGINT, because the program itself handles Ctrl-C. A second signal ends hvdd at once. Under systemd (Type=notify) hvdd
 reports its state and sends watchdog messages.
 
-If the settings choose a backend for operations on CUDA devices, or the host has such devices, hvdd executes hvdd-gpu, a
-build of hvdd with NCCL, if hvdd-gpu is in the same directory. With --check-gpus it does so in any case.
-
 The exit status is 0 after an orderly end, also by one signal, 1 if the rank has failed, hvdd cannot serve clients, or
 a second signal has ended it, and 2 for wrong usage.`
 

@@ -32,7 +32,7 @@ func (s *System) Parts(ctx context.Context) []Part {
 		torch = Part{"Frameworks", fmt.Sprintf("PyTorch (%v)", err), false}
 	}
 	found, err := s.gpus(ctx)
-	nccl := Part{"Tensor Operations", fmt.Sprintf("NCCL (version %s, over hvdd-gpu)", found.NCCL.Version), true}
+	nccl := Part{"Tensor Operations", fmt.Sprintf("NCCL (version %s, over hvdd)", found.NCCL.Version), true}
 	if err != nil {
 		nccl = Part{"Tensor Operations", fmt.Sprintf("NCCL (%v)", err), false}
 	}

@@ -9,8 +9,8 @@ import (
 	"github.com/gohvd/gohvd/internal/cuda"
 )
 
-// errNoNCCL is the reason why ranks in Python have no NCCL if there is only the hvdd that needs no C library.
-var errNoNCCL = errors.New("hvdd has no NCCL, and there is no hvdd-gpu in its folder")
+// errNoNCCL is the reason why there is no NCCL if hvdd was built without it.
+var errNoNCCL = errors.New("hvdd was built without NCCL")
 
 // gpus returns which libraries for GPUs the ranks in Python load. Ranks in Go load the same ones if they are
 // built with NCCL. The error says why NCCL cannot be used. A machine without devices is no error. The first
@@ -58,7 +58,7 @@ func nccl(ctx context.Context, s *System) []Line {
 	found, err := s.gpus(ctx)
 	switch {
 	case err != nil && !found.Built:
-		return report("build hvdd-gpu and put it into the folder of hvdd (docs/nccl.md)", "%v", err)
+		return report("use the hvdd of a wheel or build it with the tag nccl (docs/nccl.md)", "%v", err)
 	case err != nil:
 		return report(libraryFix, "%v", err)
 	}
