@@ -88,7 +88,8 @@ packaged() { # PATTERN
 export HVD_NCCL_LIBRARY HVD_CUDART_LIBRARY
 
 # Which libraries are found.
-"$programs/hvdd" --check-gpus >"$work/found" 2>"$work/log" || true
+HVD_LIBRARY=$programs/libgohvd.so "$python" -c 'import json; from gohvd import _library
+print(json.dumps(_library.gpu_libraries(count_devices=True)))' >"$work/found" 2>"$work/log" || true
 found() { # EXPRESSION of the object f
 	"$python" -c "import json, sys; f = json.load(open(sys.argv[1])); print($1)" "$work/found" 2>>"$work/log" || true
 }

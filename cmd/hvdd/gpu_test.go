@@ -1,14 +1,9 @@
-//go:build !nccl || !cgo
-
 package main
 
 import (
-	"bytes"
-	"encoding/json"
 	"strings"
 	"testing"
 
-	"github.com/gohvd/gohvd/internal/cuda"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecartest"
 )
 
@@ -23,14 +18,4 @@ func TestNoDevices(t *testing.T) {
 	}
 	c.Bye()
 	p.wants(0, "")
-}
-
-// TestCheckGPUs checks that --check-gpus says that there is no NCCL.
-func TestCheckGPUs(t *testing.T) {
-	var out, stderr bytes.Buffer
-	var found cuda.Found
-	if status := run([]string{"--check-gpus"}, &out, &stderr); status != 0 ||
-		json.Unmarshal(out.Bytes(), &found) != nil || found != (cuda.Found{}) {
-		t.Errorf("got status %d, %s and %s, want that this hvdd was built without NCCL", status, &out, &stderr)
-	}
 }

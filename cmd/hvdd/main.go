@@ -50,7 +50,6 @@ a second signal has ended it, and 2 for wrong usage.`
 // run runs hvdd and returns its exit status.
 func run(args []string, stdout, stderr io.Writer) int {
 	d := &daemon{stderr: stderr}
-	gpus := false
 	cmd := &cobra.Command{
 		Use:   "hvdd [--fd N | --socket PATH] [flags]",
 		Short: "Run one rank of a job for another program",
@@ -66,9 +65,6 @@ func run(args []string, stdout, stderr io.Writer) int {
 		SilenceErrors: true,
 		SilenceUsage:  true,
 		RunE: func(*cobra.Command, []string) error {
-			if gpus {
-				return checkGPUs(stdout)
-			}
 			return d.run()
 		},
 
@@ -85,8 +81,6 @@ func run(args []string, stdout, stderr io.Writer) int {
 	f.StringVar(&d.socket, "socket", "", "`PATH` of the Unix socket at which hvdd listens for clients")
 	f.StringVar(&d.health, "health", "",
 		"address `ADDR`, as HOST:PORT or PORT, at which hvdd serves /healthz over HTTP; the default host is 127.0.0.1")
-	f.BoolVar(&gpus, "check-gpus", false,
-		"print as JSON which libraries for GPUs hvdd loads, and how many devices they find, and exit")
 	err := cmd.Execute()
 	if err == nil {
 		return 0

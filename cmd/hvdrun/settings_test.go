@@ -3,7 +3,6 @@ package main
 import (
 	"encoding/json"
 	"errors"
-	"fmt"
 	"os"
 	"path/filepath"
 	"slices"
@@ -15,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/doctor"
 )
 
 // writeFile writes a settings file and returns its path.
@@ -184,7 +184,6 @@ func TestConfigCommand(t *testing.T) {
 }
 
 func TestCheckBuild(t *testing.T) {
-	t.Setenv(config.SidecarBinaryVariable, "")
 	for _, flag := range []string{"-cb", "--check-build"} {
 		stdout, stderr, status := output(t, flag)
 		if status != 0 || stderr != "" ||
@@ -195,55 +194,26 @@ func TestCheckBuild(t *testing.T) {
 	}
 }
 
-// TestCheckBuildFindsLibrary checks that --check-build lists PyTorch if hvdrun finds a libgohvd.so. If it
-// finds none, --check-build must say why. hvdrun doctor must report the same.
-func TestCheckBuildFindsLibrary(t *testing.T) {
-	top := t.TempDir()
-	bin, lib := filepath.Join(top, "bin"), filepath.Join(top, "lib")
-	for _, dir := range []string{bin, lib} {
-		if err := os.Mkdir(dir, 0o700); err != nil {
-			t.Fatal(err)
-		}
+// TestCheckBuildAsksTheLibrary checks that --check-build and hvdrun doctor list PyTorch and NCCL as Python's
+// library says, or say why they have not found one.
+func TestCheckBuildAsksTheLibrary(t *testing.T) {
+	dir, none := t.TempDir(), t.TempDir()
+	script := `#!/bin/sh
+echo '{"built": true, "nccl": {"version": "2.28.9", "error": ""}, "cuda": {"error": ""}}'
+`
+	if err := os.WriteFile(filepath.Join(dir, doctor.AnyPython), []byte(script), 0o700); err != nil {
+		t.Fatal(err)
 	}
-	put := func(dir, name string, text []byte) string {
-		path := filepath.Join(dir, name)
-		if err := os.WriteFile(path, text, 0o700); err != nil {
-			t.Fatal(err)
-		}
-		return path
-	}
-	library := put(lib, config.LibraryFile, nil)
-	for _, c := range []struct{ named, want, examined string }{
-		{"", "[ ] PyTorch (found no libgohvd.so: HVD_LIBRARY is not set, and libgohvd.so is neither beside hvdrun nor in ../lib)", "Go; not built in: PyTorch (found no libgohvd.so: "},
-		{library, "[X] PyTorch (by libgohvd.so)", "Go, PyTorch (by libgohvd.so); not built in: TensorFlow"},
-		{lib, fmt.Sprintf("[ ] PyTorch (HVD_LIBRARY is %q, which is not a file)", lib),
-			"Go; not built in: PyTorch (HVD_LIBRARY is "},
+	for path, want := range map[string][]string{
+		none: {"[ ] PyTorch (python3 is not in PATH)", "[ ] NCCL (python3 is not in PATH)"},
+		dir:  {"[X] PyTorch (over libgohvd)", "[X] NCCL (version 2.28.9, over libgohvd)"},
 	} {
-		t.Setenv(config.LibraryVariable, c.named)
-		if stdout, stderr, status := output(t, "--check-build"); status != 0 || stderr != "" ||
-			!strings.Contains(stdout, "    "+c.want+"\n") {
-			t.Errorf("%+v: got exit status %d, %q and %q", c, status, stdout, stderr)
-		}
-		if lines, _, _ := examined(t); !strings.HasPrefix(lines["frameworks"].Text, c.examined) {
-			t.Errorf("%+v: got %+v", c, lines["frameworks"])
-		}
-	}
-	// A library must be found too in the folder of hvdrun, as in a checkout, and where a wheel has it.
-	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
-	text, err := os.ReadFile(self)
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Setenv(config.LibraryVariable, "")
-	for _, dir := range []string{bin, lib} {
-		cmd := hvdrun(t, "--check-build")
-		cmd.Path = put(dir, "hvdrun", text)
-		if out, err := cmd.Output(); err != nil ||
-			!strings.Contains(string(out), "    [X] PyTorch (by libgohvd.so)\n") {
-			t.Errorf("hvdrun in %s: got %q and error %v, want the library in %s", dir, out, err, lib)
+		t.Setenv("PATH", path)
+		stdout, stderr, status := output(t, "--check-build")
+		for _, line := range want {
+			if status != 0 || stderr != "" || !strings.Contains(stdout, "    "+line+"\n") {
+				t.Errorf("got exit status %d, %q and %q, want %q", status, stdout, stderr, line)
+			}
 		}
 	}
 }

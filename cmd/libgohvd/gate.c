@@ -191,6 +191,11 @@ PUBLIC const char *hvd_version(void) { return forked ? "" : gohvdVersion(); }
 
 PUBLIC int32_t hvd_mpi_built(void) { return !forked && gohvdMPIBuilt(); }
 
+PUBLIC hvd_status_t hvd_gpu_libraries(int32_t count_devices, char **text) {
+	needs(text, "GPU libraries", "got a null pointer");
+	return gohvdGPULibraries(count_devices, text);
+}
+
 PUBLIC hvd_status_t hvd_init(const hvd_init_options_t *options, hvd_handle_t *handle) {
 	no_handle(handle);
 	needs(!options || options->size == sizeof *options, "init", "the size of the options is not sizeof(hvd_init_options_t)");

@@ -212,6 +212,12 @@ const char *hvd_version(void);
 /* hvd_mpi_built returns 1 if the library was built with MPI, and otherwise 0. */
 int32_t hvd_mpi_built(void);
 
+/* hvd_gpu_libraries returns a JSON object that says whether the library was built with NCCL, which NCCL and which CUDA
+ * runtime it loads, and why it cannot (docs/nccl.md). It counts the devices only if count_devices is not 0, because
+ * that starts the driver in this process, and then processes that are forked from it cannot use CUDA. The text must be
+ * freed with hvd_free_text. */
+hvd_status_t hvd_gpu_libraries(int32_t count_devices, char **text);
+
 /* Joining and leaving the job.
  *
  * Functions with a parameter handle begin something and return at once. hvd_wait then waits for it and returns its

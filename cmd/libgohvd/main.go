@@ -137,6 +137,12 @@ func begun(h library.Handle, into *C.hvd_handle_t) C.hvd_status_t {
 //export gohvdMPIBuilt
 func gohvdMPIBuilt() C.int { return truth(config.BuiltMPI) }
 
+//export gohvdGPULibraries
+func gohvdGPULibraries(countDevices C.int32_t, text **C.char) C.hvd_status_t {
+	found, err := library.GPULibraries(countDevices != 0)
+	return give(found, err, text)
+}
+
 // truth returns 1 for true and 0 for false.
 func truth(b bool) C.int {
 	if b {

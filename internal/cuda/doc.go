@@ -19,7 +19,7 @@ import (
 // ErrNotBuilt is the error of programs that were built without the tag nccl or without cgo.
 var ErrNotBuilt = errors.New("cuda: this program was built without NCCL and CUDA (tag nccl, with cgo)")
 
-// Found describes which libraries for GPUs a program loads, and what they find. hvdd prints it as JSON.
+// Found describes which libraries for GPUs a program loads, and what they find.
 type Found struct {
 	// Built is set if the program was built with NCCL. If it is not, the other fields are zero.
 	Built bool         `json:"built"`
@@ -27,7 +27,7 @@ type Found struct {
 	CUDA  FoundLibrary `json:"cuda"`
 	// Driver is the newest version of CUDA that the driver supports. It is empty if there is no driver.
 	Driver string `json:"driver"`
-	// Devices is the number of devices that the program may use.
+	// Devices is the number of devices that the program may use. It is 0 if they were not counted.
 	Devices int `json:"devices"`
 }
 

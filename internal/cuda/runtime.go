@@ -168,10 +168,20 @@ type Runtime struct {
 	batch unsafe.Pointer
 }
 
-// Load loads the CUDA runtime from the file at path, or from where the dynamic loader finds it if path is "".
-// It returns an error if the library lacks a function that this package needs. A host without devices is no
-// error.
+// Load opens the CUDA runtime and counts the devices, for which CUDA must start its driver in this process. A
+// host without devices is no error.
 func Load(path string) (*Runtime, error) {
+	r, err := Open(path)
+	var n C.int
+	if err == nil && C.gohvdCount(r.f, &n) == 0 {
+		r.Devices = int(n)
+	}
+	return r, err
+}
+
+// Open loads the CUDA runtime from the file at path, or from where the dynamic loader finds it if path is "".
+// It returns an error if the library lacks a function that this package needs.
+func Open(path string) (*Runtime, error) {
 	names := []string{"libcudart.so", "libcudart.so.13", "libcudart.so.12", "libcudart.so.11.0"}
 	if path != "" {
 		names = []string{path}
@@ -185,16 +195,13 @@ func Load(path string) (*Runtime, error) {
 	if missing := l.Symbols(table, functions); len(missing) > 0 {
 		return nil, fmt.Errorf("cuda: %s lacks %s", l.File, strings.Join(missing, ", "))
 	}
-	var n, version, driver C.int
+	var version, driver C.int
 	if err := r.check("cudaRuntimeGetVersion", C.gohvdVersions(r.f, &version, &driver)); err != nil {
 		return nil, err
 	}
 	r.Version, r.DriverVersion = int(version), int(driver)
 	if min(r.Version, r.DriverVersion) >= 12080 && r.Version < 14000 {
 		l.Symbols(unsafe.Slice(&r.batch, 1), []string{batchFunction})
-	}
-	if C.gohvdCount(r.f, &n) == 0 {
-		r.Devices = int(n)
 	}
 	return r, nil
 }

@@ -23,16 +23,16 @@ type Part struct {
 	Built      bool
 }
 
-// Parts returns the components that a build may contain, grouped by kind. hvdd says whether it has NCCL and
-// can load it.
+// Parts returns the components that a build may contain, grouped by kind. libgohvd says whether it has NCCL
+// and can load it.
 func (s *System) Parts(ctx context.Context) []Part {
 	const own = "Gloo (gohvd's own, over shared memory and TCP)"
-	torch := Part{"Frameworks", "PyTorch (by libgohvd.so)", true}
-	if err := s.findLibgohvd(); err != nil {
-		torch = Part{"Frameworks", fmt.Sprintf("PyTorch (%v)", err), false}
-	}
 	found, err := s.gpus(ctx)
-	nccl := Part{"Tensor Operations", fmt.Sprintf("NCCL (version %s, over hvdd)", found.NCCL.Version), true}
+	torch := Part{"Frameworks", "PyTorch (over libgohvd)", true}
+	if no, is := errors.AsType[libraryError](err); is {
+		torch = Part{"Frameworks", fmt.Sprintf("PyTorch (%v)", no), false}
+	}
+	nccl := Part{"Tensor Operations", fmt.Sprintf("NCCL (version %s, over libgohvd)", found.NCCL.Version), true}
 	if err != nil {
 		nccl = Part{"Tensor Operations", fmt.Sprintf("NCCL (%v)", err), false}
 	}

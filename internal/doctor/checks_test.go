@@ -22,8 +22,8 @@ func TestBuilt(t *testing.T) {
 	s.Build = Build{Go: "go1.26", CGO: true, NoAsm: true, Known: true}
 	holds(t, "parts", look(t, s, "build"), "ok version: gohvd "+config.VersionText(),
 		"ok compiler: go1.26 for amd64, cgo on, assembly off",
-		"ok frameworks: Go, PyTorch (by libgohvd.so); not built in: TensorFlow, MXNet", "ok controllers: Gloo",
-		"ok tensor operations: NCCL (version 2.28.9, over hvdd), Gloo",
+		"ok frameworks: Go, PyTorch (over libgohvd); not built in: TensorFlow, MXNet", "ok controllers: Gloo",
+		"ok tensor operations: NCCL (version 2.28.9, over libgohvd), Gloo",
 		"ok cpu operations: HOROVOD_CPU_OPERATIONS can be gloo, shm,tcp")
 
 	s.Build = Build{Go: "go1.26"}
@@ -122,7 +122,7 @@ func TestNvidia(t *testing.T) {
 	}
 }
 
-// TestNCCL checks the lines about the libraries that hvdd finds, on machines with and without GPUs.
+// TestNCCL checks the lines about the libraries that libgohvd finds, on machines with and without GPUs.
 func TestNCCL(t *testing.T) {
 	instead := func(old, replacement string) string { return strings.Replace(soundGPUs, old, replacement, 1) }
 	for name, c := range map[string]struct {
@@ -135,12 +135,12 @@ func TestNCCL(t *testing.T) {
 		"all": {soundGPUs, nil, "NCCL 2.28.9 at /n/libnccl.so.2; CUDA 12.8 at /c/libcudart.so.12; " +
 			"the driver supports CUDA 13.0; number of devices: 2", ""},
 		"no device": {instead(`"devices": 2`, `"devices": 0`), nil, "libcudart.so.12; no device", "give this process"},
-		"static":    {`{"built": false}`, nil, "hvdd was built without NCCL", "build it with the tag nccl"},
+		"static":    {`{"built": false}`, nil, "libgohvd was built without NCCL", "make libgohvd"},
 		"no CUDA": {instead(`12080, "error": ""`, `12080, "error": "no libcudart"`), nil, "no libcudart",
 			"HVD_CUDART_LIBRARY"},
 		"old NCCL": {instead(`22809, "error": ""`, `22809, "error": "too old"`), nil, "too old", "HVD_NCCL_LIBRARY"},
-		"fails":    {"", errors.New("exit status 2"), "hvdd --check-gpus: exit status 2", "build it with the tag nccl"},
-		"no JSON":  {"what?", nil, "hvdd --check-gpus: invalid character", "build it with the tag nccl"},
+		"fails":    {"", errors.New("exit status 2"), "python3 cannot load libgohvd: exit status 2", "make libgohvd"},
+		"no JSON":  {"what?", nil, "python3 cannot load libgohvd: invalid character", "make libgohvd"},
 	} {
 		s := soundSystem()
 		s.Output = func(context.Context, []string, []string) (string, error) { return c.text, c.err }

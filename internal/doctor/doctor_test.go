@@ -57,7 +57,7 @@ var soundFiles = files{
 	"proc/meminfo":     "MemTotal:  8388608 kB\nMemFree: 1 kB\nMemAvailable:   4194304 kB\n",
 }
 
-// soundGPUs is what hvdd prints on a machine with two GPUs.
+// soundGPUs is what gpuProbe prints on a machine with two GPUs.
 const soundGPUs = `{"built": true, "nccl": {"file": "/n/libnccl.so.2", "version": "2.28.9", "code": 22809, "error": ""},
 	"cuda": {"file": "/c/libcudart.so.12", "version": "12.8", "code": 12080, "error": ""}, "driver": "13.0", "devices": 2}`
 
@@ -67,7 +67,7 @@ const gib = 1 << 30
 func soundSystem() *System {
 	return &System{
 		Root: soundFiles.fs(), SIMD: "avx2", Arch: "amd64", Affinity: 4, GOMAXPROCS: 4,
-		Build: Build{Go: "go1", Known: true}, Packaged: "/b/lib/libgohvd.so",
+		Build: Build{Go: "go1", Known: true},
 		Agent: func(host string, words []string) []string {
 			return append([]string{"agent", "-q", host}, words...)
 		},
@@ -91,7 +91,7 @@ func soundSystem() *System {
 		Python:     AnyPython,
 		LookPath:   func(name string) (string, error) { return "/usr/bin/" + name, nil },
 		Output: func(_ context.Context, _, argv []string) (string, error) {
-			if slices.Contains(argv, "--check-gpus") {
+			if slices.Contains(argv, gpuProbe) {
 				return soundGPUs, nil
 			}
 			return `{"version": "3.12.1", "minor": 12, "torch": "2.4", "numpy": "2", "gohvd": "0.6", "at": "/p/gohvd",
@@ -137,14 +137,14 @@ func TestASoundMachine(t *testing.T) {
 	s := soundSystem()
 	output, asked := s.Output, new(atomic.Int32)
 	s.Output = func(ctx context.Context, env, argv []string) (string, error) {
-		if slices.Contains(argv, "--check-gpus") {
+		if slices.Contains(argv, gpuProbe) {
 			asked.Add(1)
 		}
 		return output(ctx, env, argv)
 	}
 	lines := Run(t.Context(), s, Checks(), testLimit)
 	if n := asked.Load(); n != 1 {
-		t.Errorf("hvdd was asked %d times for GPUs, want once", n)
+		t.Errorf("libgohvd was asked %d times for GPUs, want once", n)
 	}
 	for _, l := range lines {
 		if l.Status != OK || l.Fix != "" || l.Section == "" || l.Name == "" || l.Text == "" {
@@ -169,7 +169,7 @@ func TestASoundMachine(t *testing.T) {
 func TestABrokenMachine(t *testing.T) {
 	broken := errors.New("broken")
 	s := soundSystem()
-	s.Root, s.Packaged = fstest.MapFS{}, ""
+	s.Root = fstest.MapFS{}
 	s.Rlimit = func(int) (unix.Rlimit, error) { return unix.Rlimit{}, broken }
 	s.Statfs = func(string) (unix.Statfs_t, error) { return unix.Statfs_t{}, broken }
 	s.Clock = func() (int, unix.Timex, error) { return 0, unix.Timex{}, broken }
@@ -178,9 +178,9 @@ func TestABrokenMachine(t *testing.T) {
 	s.Hostname = func() (string, error) { return "", broken }
 	s.LookPath = func(string) (string, error) { return "", broken }
 	holds(t, "broken", Run(t.Context(), s, Checks(), testLimit),
-		"ok version", "ok compiler", "ok frameworks: Go; not built in: PyTorch (found no libgohvd.so", "ok controllers",
-		"ok tensor operations: NCCL (found no hvdd", "ok cpu operations",
-		"ok libnccl.so.2: not found", "ok libcudart.so: not found", "ok nvidia: no device", "ok nccl: found no hvdd",
+		"ok version", "ok compiler", "ok frameworks: Go; not built in: PyTorch (python3 is not in PATH", "ok controllers",
+		"ok tensor operations: NCCL (python3 is not in PATH", "ok cpu operations",
+		"ok libnccl.so.2: not found", "ok libcudart.so: not found", "ok nvidia: no device", "ok nccl: python3 is not",
 		"ok mpirun: not found", "ok python: not in PATH",
 		"ok simd", "warn online", "ok affinity", "ok GOMAXPROCS", "ok quota: no limit",
 		"warn memory", "ok cgroup: no limit", "warn /dev/shm: broken", "fail memfd: broken",

@@ -9,29 +9,38 @@ import (
 	"github.com/gohvd/gohvd/internal/cuda"
 )
 
-// errNoNCCL is the reason why there is no NCCL if hvdd was built without it.
-var errNoNCCL = errors.New("hvdd was built without NCCL")
+// errNoNCCL is the reason why there is no NCCL if the library was built without it.
+var errNoNCCL = errors.New("libgohvd was built without NCCL")
+
+// gpuProbe is a Python program that prints which libraries for GPUs libgohvd loads, as JSON.
+const gpuProbe = notHere + `
+import json, gohvd._library
+print(json.dumps(gohvd._library.gpu_libraries(count_devices=True)))
+`
+
+// libraryError reports why libgohvd could not be asked.
+type libraryError struct{ error }
 
 // gpus returns which libraries for GPUs the ranks in Python load. Ranks in Go load the same ones if they are
 // built with NCCL. The error says why NCCL cannot be used. A machine without devices is no error. The first
-// call asks hvdd, which may have to start the driver.
+// call runs Python, whose library may have to start the driver.
 func (s *System) gpus(ctx context.Context) (cuda.Found, error) {
 	s.asked.Do(func() { s.found, s.whyNoGPUs = s.askForGPUs(ctx) })
 	return s.found, s.whyNoGPUs
 }
 
 func (s *System) askForGPUs(ctx context.Context) (found cuda.Found, err error) {
-	hvdd, err := s.findSidecar()
+	python, err := s.LookPath(s.Python)
 	if err != nil {
-		return found, err
+		return found, libraryError{fmt.Errorf("%s is not in PATH", s.Python)}
 	}
-	text, err := s.Output(ctx, s.Environ, []string{hvdd, "--check-gpus"})
+	text, err := s.Output(ctx, s.ranksEnviron(), []string{python, "-c", gpuProbe})
 	if err == nil {
 		err = json.Unmarshal([]byte(text), &found)
 	}
 	switch {
 	case err != nil:
-		return found, fmt.Errorf("%s --check-gpus: %w", hvdd, err)
+		return found, libraryError{fmt.Errorf("%s cannot load libgohvd: %w", python, err)}
 	case !found.Built:
 		return found, errNoNCCL
 	case found.CUDA.Error != "":
@@ -58,7 +67,7 @@ func nccl(ctx context.Context, s *System) []Line {
 	found, err := s.gpus(ctx)
 	switch {
 	case err != nil && !found.Built:
-		return report("use the hvdd of a wheel or build it with the tag nccl (docs/nccl.md)", "%v", err)
+		return report(libgohvdFix, "%v", err)
 	case err != nil:
 		return report(libraryFix, "%v", err)
 	}

@@ -4,9 +4,6 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
-	"os"
-
-	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/config"
 )
@@ -16,23 +13,34 @@ import (
 const AnyPython = "python3"
 
 const (
-	sidecarName  = config.SidecarProgram
 	libgohvdName = "libgohvd"
 	libgohvdFix  = "install gohvd from a wheel, build the library in the checkout (make libgohvd), or give its path with " +
 		config.LibraryVariable
 	oldestPython = 10 // the minor version of the oldest supported Python, 3.10
 )
 
-// probe is a Python program that prints pythonFacts as JSON. It does not import torch, because that may take
-// longer than the time limit of the checks.
-//
-// With -c, Python looks for modules in the current folder first, where another user may have put some. So the
-// program removes this folder before it imports a module that is not built in. The options -P and -I of
-// Python do not fit: Python 3.10 does not have -P, and -I ignores packages that programs of the user find.
-const probe = `
+// ranksEnviron returns the environment of a rank, in which hvdrun names the library beside itself.
+func (s *System) ranksEnviron() []string {
+	env := s.Environ
+	if s.Library != "" && s.getenv(config.LibraryVariable) == "" {
+		env = append(env[:len(env):len(env)], config.LibraryVariable+"="+s.Library)
+	}
+	return env
+}
+
+// notHere is the beginning of Python programs that are run with -c. Then Python looks for modules in the
+// current folder first, where another user may have put some. So the program removes this folder before it
+// imports a module that is not built in. The options -P and -I of Python do not fit: Python 3.10 does not
+// have -P, and -I ignores packages that programs of the user find.
+const notHere = `
 import sys
 if sys.path[:1] == [""]:
     del sys.path[0]
+`
+
+// probe is a Python program that prints pythonFacts as JSON. It does not import torch, because that may take
+// longer than the time limit of the checks.
+const probe = notHere + `
 import importlib.util, json, platform
 def version(name):
     if importlib.util.find_spec(name) is None:
@@ -68,11 +76,6 @@ type pythonFacts struct {
 // python reports which interpreter, torch, numpy, gohvd and libgohvd a Python program would find. Go programs
 // need none of them.
 func python(ctx context.Context, s *System) []Line {
-	env := s.Environ
-	if s.Library != "" && s.getenv(config.LibraryVariable) == "" {
-		// hvdrun sets the variable for its ranks in the same way
-		env = append(env[:len(env):len(env)], config.LibraryVariable+"="+s.Library)
-	}
 	file, err := s.LookPath(s.Python)
 	switch {
 	case err != nil && s.Python == AnyPython:
@@ -80,7 +83,7 @@ func python(ctx context.Context, s *System) []Line {
 	case err != nil:
 		return []Line{fail("", "give the path of a Python interpreter", "%v", err)}
 	}
-	text, err := s.Output(ctx, env, []string{file, "-c", probe})
+	text, err := s.Output(ctx, s.ranksEnviron(), []string{file, "-c", probe})
 	var facts pythonFacts
 	if err == nil {
 		err = json.Unmarshal([]byte(text), &facts)
@@ -117,40 +120,4 @@ func python(ctx context.Context, s *System) []Line {
 			facts.Library, facts.Its, config.Version()))
 	}
 	return append(lines, ok(libgohvdName, "%s at %s", facts.Its, facts.Library))
-}
-
-// findLibgohvd returns an error unless there is a libgohvd.so at the path in HVD_LIBRARY, or where the
-// checkout or the wheel of hvdrun has it. A package that is installed elsewhere has a library of its own.
-func (s *System) findLibgohvd() error {
-	if named := s.getenv(config.LibraryVariable); named != "" {
-		if info, err := os.Stat(named); err != nil || !info.Mode().IsRegular() {
-			return fmt.Errorf("%s is %q, which is not a file", config.LibraryVariable, named)
-		}
-		return nil
-	}
-	if s.Library == "" && s.Packaged == "" {
-		return fmt.Errorf("found no %[1]s: %[2]s is not set, and %[1]s is neither beside hvdrun nor in ../lib",
-			config.LibraryFile, config.LibraryVariable)
-	}
-	return nil
-}
-
-// findSidecar returns the path of hvdd.
-func (s *System) findSidecar() (string, error) {
-	if named := s.getenv(config.SidecarBinaryVariable); named != "" {
-		if info, err := os.Stat(named); err != nil || !info.Mode().IsRegular() ||
-			unix.Access(named, unix.X_OK) != nil {
-			return "", fmt.Errorf("%s is %q, which is not a program", config.SidecarBinaryVariable, named)
-		}
-		return named, nil
-	}
-	if s.Sidecar != "" {
-		return s.Sidecar, nil
-	}
-	found, err := s.LookPath(sidecarName)
-	if err != nil {
-		return "", fmt.Errorf("found no %s: %s is not set, and %[1]s is neither beside hvdrun nor on PATH",
-			sidecarName, config.SidecarBinaryVariable)
-	}
-	return found, nil
 }

@@ -59,13 +59,9 @@ type System struct {
 	LookupHost func(ctx context.Context, name string) ([]string, error)
 	// LookPath finds a program, as exec.LookPath does.
 	LookPath func(name string) (string, error)
-	// Sidecar is the path of the hvdd in the folder of hvdrun, or empty if there is none. hvdrun passes it to
-	// ranks whose environment does not name another hvdd.
-	Sidecar string
-	// Library is the path of the libgohvd.so in the folder of hvdrun, as Sidecar is that of hvdd.
+	// Library is the path of the libgohvd.so in the folder of hvdrun, or empty if there is none. hvdrun
+	// passes it to ranks whose environment does not name another library.
 	Library string
-	// Packaged is the path of the libgohvd.so in the folder lib beside that of hvdrun, where a wheel has it.
-	Packaged string
 	// Python is the name or path of the Python interpreter to check.
 	Python string
 	// Output runs the command argv with the environment env and empty standard input. It returns the last
@@ -103,9 +99,9 @@ type Interface struct {
 // and Agent.
 func Here(environ []string) *System {
 	s := &System{
-		Environ: environ, Sidecar: BesideSelf(config.SidecarProgram), Library: BesideSelf(config.LibraryFile),
-		Packaged: BesideSelf(filepath.Join("..", "lib", config.LibraryFile)), Python: AnyPython,
-		Root: os.DirFS("/"), SIMD: kernel.Level(), Arch: runtime.GOARCH, Affinity: runtime.NumCPU(),
+		Environ: environ, Library: BesideSelf(config.LibraryFile),
+		Python: AnyPython,
+		Root:   os.DirFS("/"), SIMD: kernel.Level(), Arch: runtime.GOARCH, Affinity: runtime.NumCPU(),
 		GOMAXPROCS: runtime.GOMAXPROCS(0),
 		Build:      Build{Go: runtime.Version()},
 		Rlimit: func(resource int) (r unix.Rlimit, err error) {

@@ -25,6 +25,7 @@ import (
 	"github.com/gohvd/gohvd/internal/place"
 	"github.com/gohvd/gohvd/internal/rank"
 	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/ops/nccl"
 )
 
 // maxStalls is the maximum number of stall reports that are kept for the program.
@@ -180,6 +181,15 @@ func (l *Library) NewUniqueID(o InitOptions) (string, error) {
 	options := o.rank()
 	id, _, err := options.NewID(context.Background())
 	return id.String(), err
+}
+
+// GPULibraries returns a cuda.Found as JSON. It counts devices only if asked.
+func GPULibraries(countDevices bool) ([]byte, error) {
+	cfg, err := config.FromEnvironment(nil, true)
+	if err != nil {
+		return nil, asUsage("GPU libraries", err)
+	}
+	return json.Marshal(nccl.Find(cfg.NCCLLibrary, cfg.CUDALibrary, countDevices))
 }
 
 // AddSet adds a process set. The Result has its ID.

@@ -14,7 +14,7 @@ type Library struct{ Devices *cuda.Devices }
 func Load(path, cudaPath string) (*Library, error) { return nil, cuda.ErrNotBuilt }
 
 // Find reports that this build has no NCCL.
-func Find(path, cudaPath string) cuda.Found { return cuda.Found{} }
+func Find(path, cudaPath string, devices bool) cuda.Found { return cuda.Found{} }
 
 // Register panics. It cannot be called, because Load returns no Library.
 func (l *Library) Register(Config) ops.Registration { panic("nccl: not built") }

@@ -197,10 +197,15 @@ func open(path string) (*Library, error) {
 	return l, err
 }
 
-// Find reports what Load would load from the paths.
-func Find(path, cudaPath string) cuda.Found {
+// Find reports what Load would load from the paths. Only if devices is set, it counts the devices, so that
+// CUDA starts its driver in this process. A process that is forked afterwards cannot use CUDA.
+func Find(path, cudaPath string, devices bool) cuda.Found {
 	found := cuda.Found{Built: true}
-	if r, err := cuda.Load(cudaPath); err != nil {
+	load := cuda.Open
+	if devices {
+		load = cuda.Load
+	}
+	if r, err := load(cudaPath); err != nil {
 		found.CUDA.Error = err.Error()
 	} else {
 		found.CUDA = cuda.FoundLibrary{File: r.Library.File, Code: r.Version,

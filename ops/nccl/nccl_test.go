@@ -10,6 +10,7 @@ import (
 	"os"
 	"runtime"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -691,5 +692,33 @@ func TestFaults(t *testing.T) {
 				testnet.WantError(t, m.backend.Start(op), "the backend has failed before")
 			})
 		})
+	}
+}
+
+// TestFind checks what Find reports about the stand-ins, an old NCCL, and missing libraries.
+func TestFind(t *testing.T) {
+	for _, c := range []struct{ nccl, cuda, devices, code, version, wrong string }{
+		{testcuda.NCCL(), testcuda.CUDA(), "2", "22809", "2.28.9", ""},
+		{testcuda.NCCL(), testcuda.CUDA(), "0", "21403", "2.14.3", ""},
+		{testcuda.OldNCCL(), testcuda.CUDA(), "2", "2708", "2.7.8", "want at least 2.14: it lacks "},
+		{"/none/libnccl.so.2", "/none/libcudart.so", "2", "", "", "/none/libnccl.so.2: cannot open"},
+	} {
+		t.Setenv("STANDIN_CUDA_DEVICES", c.devices)
+		t.Setenv("STANDIN_NCCL_VERSION", c.code)
+		found := nccl.Find(c.nccl, c.cuda, true)
+		want := cuda.Found{Built: true, NCCL: found.NCCL, CUDA: found.CUDA}
+		if c.version != "" {
+			want.Driver, want.NCCL.File, want.CUDA.File = found.CUDA.Version, c.nccl, c.cuda
+			want.Devices = int(c.devices[0] - '0')
+		}
+		if found != want || found.NCCL.Version != c.version ||
+			!strings.Contains(found.NCCL.Error, c.wrong) || (found.NCCL.Error == "") != (c.wrong == "") ||
+			(found.CUDA.Error == "") != (c.version != "") {
+			t.Errorf("%v: got %+v", c, found)
+		}
+		want.Devices = 0
+		if found := nccl.Find(c.nccl, c.cuda, false); found != want {
+			t.Errorf("%v: got %+v without the devices, want %+v", c, found, want)
+		}
 	}
 }

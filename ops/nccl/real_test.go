@@ -27,7 +27,7 @@ func TestRealLibraries(t *testing.T) {
 	if *realNCCL == "" || *realCUDA == "" {
 		t.Skip("give the files of the libraries with -args -nccl FILE -cudart FILE, as make nccl-libraries does")
 	}
-	found := nccl.Find(*realNCCL, *realCUDA)
+	found := nccl.Find(*realNCCL, *realCUDA, true)
 	t.Logf("%+v", found)
 	if found.NCCL.Error+found.CUDA.Error != "" || found.NCCL.Code < 21400 || found.CUDA.Code < 11000 ||
 		found.NCCL.File != *realNCCL || found.CUDA.File != *realCUDA {

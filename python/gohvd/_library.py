@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import ctypes
 import functools
+import json
 import os
 import sys
 from ctypes import POINTER, Structure, c_char_p, c_double, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
@@ -207,6 +208,7 @@ _FUNCTIONS: Dict[str, Tuple[Any, ...]] = {
     "hvd_last_error": (POINTER(_Error),),
     "hvd_version": (),
     "hvd_mpi_built": (),
+    "hvd_gpu_libraries": (c_int32, POINTER(c_void_p)),
     "hvd_init": (POINTER(InitOptions), POINTER(Handle)),
     "hvd_shutdown": (c_char_p, c_uint32, POINTER(Handle)),
     "hvd_check": (),
@@ -319,6 +321,11 @@ def version() -> str:
 def mpi_built() -> bool:
     """Returns whether the library was built with MPI."""
     return quick.hvd_mpi_built() != 0
+
+
+def gpu_libraries(count_devices: bool) -> Dict[str, Any]:
+    """Returns which libraries for GPUs the library loads (docs/nccl.md)."""
+    return json.loads(text_of(waiting.hvd_gpu_libraries, count_devices))
 
 
 def error(status: int) -> Exception:

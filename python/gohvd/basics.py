@@ -5,13 +5,10 @@ built in.
 from __future__ import annotations
 
 import functools
-import json
 import os
-import subprocess
-import warnings
 from typing import Any, Dict, List, Optional, Sequence, Union
 
-from . import _engine, _library, _programs
+from . import _engine, _library
 from .process_sets import ProcessSet
 
 Average = _engine.Average
@@ -148,29 +145,17 @@ def gloo_built() -> bool:
     return True
 
 
-_GPU_SECONDS = 60.0
-
-
 @functools.lru_cache(maxsize=None)
 def _gpu_libraries() -> Dict[str, Any]:
-    """Returns what ``hvdd --check-gpus`` prints, or an empty dictionary if there is no hvdd that prints it."""
-    program = os.environ.get("HVD_SIDECAR_BINARY") or _programs.find("hvdd")
-    if program is None:
-        return {}
-    try:
-        found = subprocess.run([program, "--check-gpus"], stdout=subprocess.PIPE, check=False, timeout=_GPU_SECONDS)
-    except subprocess.TimeoutExpired as e:  # a driver may hang
-        warnings.warn(f"hvdd has not found the libraries for GPUs: {e}", stacklevel=3)
-        return {}
-    return json.loads(found.stdout) if found.returncode == 0 else {}
+    return _library.gpu_libraries(count_devices=False)
 
 
 def nccl_built() -> int:
-    """Returns the number of the version of NCCL that the sidecar loads, such as 22809 for 2.28.9. Returns 0 if the
-    sidecar was built without NCCL, or if it cannot load NCCL.
+    """Returns the number of the version of NCCL that the library loads, such as 22809 for 2.28.9. Returns 0 if the
+    library was built without NCCL, or if it cannot load NCCL.
     """
-    found = _gpu_libraries().get("nccl", {})
-    return 0 if found.get("error") else found.get("code", 0)
+    found = _gpu_libraries()["nccl"]
+    return 0 if found["error"] else found["code"]
 
 
 def ddl_built() -> bool:
@@ -182,9 +167,9 @@ def ccl_built() -> bool:
 
 
 def cuda_built() -> bool:
-    """Returns whether the sidecar was built with CUDA, and can load its runtime library."""
+    """Returns whether the library was built with CUDA, and can load its runtime library."""
     found = _gpu_libraries()
-    return bool(found.get("built")) and not found["cuda"]["error"]
+    return found["built"] and not found["cuda"]["error"]
 
 
 def rocm_built() -> bool:

@@ -25,6 +25,12 @@ int main(void) {
 	fails(hvd_submit(&op, &h), HVD_ERROR_NOT_INITIALIZED, "not initialized");
 	fails(hvd_metrics(&text), HVD_ERROR_NOT_INITIALIZED, "not initialized");
 	fails(hvd_process_sets(&number, 1, &count), HVD_ERROR_NOT_INITIALIZED, "not initialized");
+	want(hvd_mpi_built() == 0);
+	fails(hvd_gpu_libraries(0, NULL), HVD_ERROR_USAGE, "null pointer");
+	setenv("HVD_NCCL_LIBRARY", "/none/libnccl.so.2", 1);
+	want(hvd_gpu_libraries(0, &text) == HVD_SUCCESS && strstr(text, "{\"built\":true") &&
+	     strstr(text, "/none/libnccl.so.2: cannot open"));
+	hvd_free_text(text);
 	fails(hvd_ps_clock(NULL), HVD_ERROR_USAGE, "no node");
 	fails(hvd_ps_fail("x", NULL), HVD_ERROR_USAGE, "no node");
 	fails(hvd_ps_fail(NULL, NULL), HVD_ERROR_USAGE, "no reason");
