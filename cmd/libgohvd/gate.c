@@ -1,6 +1,7 @@
 // The functions of gohvd.h. They refuse calls that must not reach Go, because they would hang or crash there: calls
 // in a forked process, calls if there are two copies of the library in the process, and wrong pointers and sizes.
 #define _GNU_SOURCE
+#include <dlfcn.h>
 #include <link.h>
 #include <pthread.h>
 #include <signal.h>
@@ -23,31 +24,50 @@ static void after_fork(void) { forked = 1; }
 // and two ranks that do not know each other.
 static char other_copy[4096];
 
-// check_object is called for each shared object of the process. data points to the address of this library.
-static int check_object(struct dl_phdr_info *info, size_t size, void *data) {
+// names are the paths of the shared objects of the process.
+struct names {
+	char **all;
+	size_t n;
+};
+
+// add_name is called for each shared object.
+static int add_name(struct dl_phdr_info *info, size_t size, void *data) {
 	(void)size;
-	const char *name = strrchr(info->dlpi_name, '/');
-	if (name && strncmp(name, "/libgohvd.so", 12) == 0 && info->dlpi_addr != *(ElfW(Addr) *)data) {
-		snprintf(other_copy, sizeof other_copy, "%s", info->dlpi_name);
+	struct names *names = data;
+	char **all = realloc(names->all, (names->n + 1) * sizeof *all);
+	if (!all) {
+		return 1;
 	}
+	names->all = all;
+	all[names->n] = strdup(info->dlpi_name);
+	names->n += all[names->n] != NULL;
 	return 0;
 }
 
 char *gohvd_path;
 
-// find_self sets data to the address of the object that contains this function, and gohvd_path to its path.
-static int find_self(struct dl_phdr_info *info, size_t size, void *data) {
-	(void)size;
-	ElfW(Addr) here = (ElfW(Addr))&find_self;
-	for (int i = 0; i < info->dlpi_phnum; i++) {
-		ElfW(Addr) begin = info->dlpi_addr + info->dlpi_phdr[i].p_vaddr;
-		if (info->dlpi_phdr[i].p_type == PT_LOAD && here >= begin && here < begin + info->dlpi_phdr[i].p_memsz) {
-			*(ElfW(Addr) *)data = info->dlpi_addr;
-			gohvd_path = realpath(info->dlpi_name, NULL);
-			return 1;
-		}
+// find_copies sets gohvd_path to the path of this library, and other_copy if another object has its functions.
+static void find_copies(void) {
+	struct names names = {NULL, 0};
+	Dl_info self, other;
+	if (!dladdr((void *)&find_copies, &self)) {
+		return;
 	}
-	return 0;
+	gohvd_path = realpath(self.dli_fname, NULL);
+	dl_iterate_phdr(add_name, &names);
+	for (size_t i = 0; i < names.n; i++) {
+		// The main program has an empty name, and finds the functions of the libraries that it is linked with.
+		void *object = names.all[i][0] ? dlopen(names.all[i], RTLD_LAZY | RTLD_NOLOAD) : NULL;
+		void *version = object ? dlsym(object, "hvd_abi_version") : NULL;
+		if (version && dladdr(version, &other) && other.dli_fbase != self.dli_fbase) {
+			snprintf(other_copy, sizeof other_copy, "%s", other.dli_fname);
+		}
+		if (object) {
+			dlclose(object);
+		}
+		free(names.all[i]);
+	}
+	free(names.all);
 }
 
 // details are those of the last error of a thread.
@@ -70,11 +90,9 @@ static void free_details(void *p) {
 }
 
 __attribute__((constructor)) static void load(void) {
-	ElfW(Addr) self = 0;
 	pthread_key_create(&details_key, free_details);
 	pthread_atfork(NULL, NULL, after_fork);
-	dl_iterate_phdr(find_self, &self);
-	dl_iterate_phdr(check_object, &self);
+	find_copies();
 }
 
 hvd_status_t gohvd_set_error(hvd_status_t status, const char *text, const char *operation, const char *tensor,
@@ -202,9 +220,11 @@ PUBLIC hvd_status_t hvd_init(const hvd_init_options_t *options, hvd_handle_t *ha
 	needs(!options || ((!options->num_settings || options->settings) &&
 	                   (!options->num_process_sets || options->process_sets)),
 	      "init", "got a null pointer for the settings or the process sets");
+	needs(!options || !options->reserved, "init", "the field reserved is not 0");
 	for (uint32_t i = 0; options && i < options->num_process_sets; i++) {
 		needs(!options->process_sets[i].num_ranks || options->process_sets[i].ranks, "init",
 		      "got a null pointer for the ranks of a process set");
+		needs(!options->process_sets[i].reserved, "init", "the field reserved of a process set is not 0");
 	}
 	use_signal_stacks();
 	return gohvdInit((hvd_init_options_t *)options, handle);
@@ -242,6 +262,7 @@ PUBLIC uint64_t hvd_epoch(void) { return (uint64_t)fact(GOHVD_EPOCH); }
 PUBLIC hvd_status_t hvd_new_unique_id(const hvd_init_options_t *options, char **text) {
 	needs(!options || (options->size == sizeof *options && (!options->num_settings || options->settings)),
 	      "new unique id", "the size of the options is not sizeof(hvd_init_options_t), or the settings are a null pointer");
+	needs(!options || !options->reserved, "new unique id", "the field reserved is not 0");
 	needs(text, "new unique id", "got a null pointer for the text");
 	return gohvdNewUniqueID((hvd_init_options_t *)options, text);
 }
@@ -251,6 +272,7 @@ static size_t name_bytes(const hvd_op_t *op) { return op->name ? strlen(op->name
 PUBLIC hvd_status_t hvd_submit(const hvd_op_t *op, hvd_handle_t *handle) {
 	no_handle(handle);
 	needs_size(op, hvd_op_t, "submit");
+	needs(!op->reserved, "submit", "the field reserved is not 0");
 	needs(handle, "submit", "got a null pointer for the handle");
 	return gohvdSubmit((hvd_op_t *)op, name_bytes(op), handle);
 }
@@ -275,6 +297,7 @@ PUBLIC hvd_status_t hvd_run(const hvd_op_t *op, double seconds, hvd_handle_t *ha
 	no_handle(handle);
 	clear(result);
 	needs_size(op, hvd_op_t, "run");
+	needs(!op->reserved, "run", "the field reserved is not 0");
 	needs(!result || result->size == sizeof *result, "run", "the size of the result is not sizeof(hvd_result_t)");
 	return gohvdRun((hvd_op_t *)op, name_bytes(op), seconds, handle, result);
 }
@@ -345,6 +368,7 @@ PUBLIC hvd_status_t hvd_add_process_set(const hvd_ranks_t *ranks, uint32_t flags
                                         double timeout_seconds, int32_t *id, hvd_handle_t *handle) {
 	no_handle(handle);
 	needs(ranks && (!ranks->num_ranks || ranks->ranks), "add process set", "got a null pointer for the ranks");
+	needs(!ranks->reserved, "add process set", "the field reserved is not 0");
 	return gohvdAddProcessSet((hvd_ranks_t *)ranks, flags, (char *)name, timeout_seconds, id, handle);
 }
 

@@ -227,7 +227,7 @@ hvd_status_t hvd_gpu_libraries(int32_t count_devices, char **text);
 typedef struct hvd_ranks {
 	const int32_t *ranks;
 	uint32_t num_ranks;
-	uint32_t reserved;
+	uint32_t reserved; /* 0 */
 } hvd_ranks_t;
 
 typedef struct hvd_init_options {
@@ -238,7 +238,7 @@ typedef struct hvd_init_options {
 	/* Process sets that exist from the start, with the numbers 1, 2 and so on. They are equal at all ranks. */
 	const hvd_ranks_t *process_sets;
 	uint32_t num_process_sets;
-	uint32_t reserved;
+	uint32_t reserved; /* 0 */
 	/* The Fortran handle of an MPI communicator with the processes of the job (MPI_Comm_c2f), or NULL. It needs a
 	 * library that was built with the tag mpi, and makes mpi the default of HOROVOD_CONTROLLER. */
 	const int32_t *mpi_comm;

@@ -257,6 +257,10 @@ func read(c *C.hvd_op_t, nameBytes C.size_t, one *one) (o library.Op, err error)
 	case c.num_tensors > 0 && c.tensors == nil, c.num_splits > 0 && c.splits == nil:
 		return o, misuse("submit", "got a null pointer for the tensors or for the splits")
 	}
+	if r := process.Rank(); r != nil && int(c.num_splits) > r.Place.Size {
+		return o, misuse("submit", "got %d splits, want at most one for each of %d ranks", uint32(c.num_splits),
+			r.Place.Size)
+	}
 	o.OnDevice, o.Device, o.Stream = c.device >= 0, int(c.device), uintptr(c.stream)
 	s := &o.Spec
 	s.Name = unsafe.String((*byte)(unsafe.Pointer(c.name)), int(nameBytes))

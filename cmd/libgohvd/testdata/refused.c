@@ -25,6 +25,15 @@ int main(void) {
 	fails(hvd_submit(&op, &h), HVD_ERROR_NOT_INITIALIZED, "not initialized");
 	fails(hvd_metrics(&text), HVD_ERROR_NOT_INITIALIZED, "not initialized");
 	fails(hvd_process_sets(&number, 1, &count), HVD_ERROR_NOT_INITIALIZED, "not initialized");
+	hvd_init_options_t options = {sizeof options};
+	options.reserved = 1;
+	fails(hvd_init(&options, NULL), HVD_ERROR_USAGE, "reserved is not 0");
+	fails(hvd_new_unique_id(&options, &text), HVD_ERROR_USAGE, "reserved is not 0");
+	const hvd_ranks_t sets[] = {{&number, 1, 7}};
+	options.reserved = 0;
+	options.process_sets = sets;
+	options.num_process_sets = 1;
+	fails(hvd_init(&options, NULL), HVD_ERROR_USAGE, "reserved of a process set is not 0");
 	want(hvd_mpi_built() == 0);
 	fails(hvd_gpu_libraries(0, NULL), HVD_ERROR_USAGE, "null pointer");
 	setenv("HVD_NCCL_LIBRARY", "/none/libnccl.so.2", 1);
@@ -83,6 +92,15 @@ int main(void) {
 	op = good;
 	op.num_splits = 1;
 	fails(hvd_run(&op, -1, NULL, NULL), HVD_ERROR_USAGE, "null");
+	op.num_splits = UINT32_MAX; /* nothing of the list may be read */
+	op.splits = &negative;
+	fails(hvd_run(&op, -1, NULL, NULL), HVD_ERROR_USAGE, "at most one for each of 1 ranks");
+	op = good;
+	op.reserved = 1;
+	fails(hvd_run(&op, -1, NULL, NULL), HVD_ERROR_USAGE, "reserved is not 0");
+	fails(hvd_submit(&op, &h), HVD_ERROR_USAGE, "reserved is not 0");
+	hvd_ranks_t unknown = {&number, 1, 1};
+	fails(hvd_add_process_set(&unknown, 0, NULL, 0, &number, NULL), HVD_ERROR_USAGE, "reserved is not 0");
 	op = good;
 	op.process_set = 5;
 	fails(hvd_run(&op, -1, NULL, NULL), HVD_ERROR_USAGE, "process set");

@@ -57,7 +57,7 @@ type DeadError struct {
 	Text string
 }
 
-func (e *DeadError) Error() string { return e.Text }
+func (e *DeadError) Error() string { return "hvd: " + e.Text }
 
 // Config says which sidecar a client uses.
 type Config struct {
