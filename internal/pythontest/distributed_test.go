@@ -52,6 +52,23 @@ func TestTorchIsTooOld(t *testing.T) {
 	}
 }
 
+// TestTorchDistributedFirstRankDies checks that a rank does not wait for the timeout of the group if the
+// first rank has died before it has said how the ranks meet.
+func TestTorchDistributedFirstRankDies(t *testing.T) {
+	out, err := distributed(t, "-c", `
+import datetime, torch.distributed as dist
+from gohvd.torch.distributed import _job
+store = dist.HashStore()
+store.compare_set("gohvd/meeting 1/first", "", "0")
+assert _job._LONGEST_START == datetime.timedelta(minutes=1)
+_job._LONGEST_START = datetime.timedelta(seconds=0.1)
+_job._meet(store, 1, 2, datetime.timedelta(hours=9))
+`).CombinedOutput()
+	if err == nil || !strings.Contains(string(out), "rank 0 has begun to make it and not gone on") {
+		t.Errorf("got %v, want an error that names rank 0:\n%s", err, out)
+	}
+}
+
 // forked runs jobs of a module of the Python tests and returns the output of each one. The ranks are forked
 // after the import of torch, which takes longer than most of the tests. A job is the number of its ranks and
 // the arguments of the module. The exit codes of the ranks must be in codes. env has more variables.

@@ -49,6 +49,9 @@ class Job:
 
 _job: Optional[Job] = None
 
+# How long the first rank of a group may take to make a unique id. Only if it dies or hangs, this time passes.
+_LONGEST_START = timedelta(minutes=1)
+
 
 def _after_fork_in_child() -> None:
     # A thread of the parent may have held the lock of a group.
@@ -123,7 +126,7 @@ def _meet(store: Any, rank: int, size: int, timeout: timedelta) -> bool:
         store.set(key, word)
     else:
         try:
-            store.wait([key], timeout)
+            store.wait([key], min(timeout, _LONGEST_START))
         except RuntimeError as e:
             raise RuntimeError(f"{mine}, and rank {first} has begun to make it and not gone on: {e}") from e
         word = store.get(key).decode()
