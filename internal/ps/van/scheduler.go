@@ -437,6 +437,12 @@ func (s *scheduler) lost(nodes []*pspb.Node, left bool, err error) {
 		}
 	}
 	s.mu.Unlock()
+	// The barrier of the scheduler itself comes last, because it may then say goodbye to the others.
+	ofScheduler := func(barrier map[int]entry) bool { return barrier[SchedulerID].link != nil }
+	if i := slices.IndexFunc(failed, ofScheduler); i >= 0 {
+		last := len(failed) - 1
+		failed[i], failed[last] = failed[last], failed[i]
+	}
 	for _, barrier := range failed {
 		v.blame(processOf(nodes[0]), err)
 		release(barrier, nodes[0])
