@@ -31,8 +31,12 @@ import (
 	"github.com/gohvd/gohvd/internal/tensor"
 )
 
-// process is the state of this process. hvdd may be in the folder of the library.
-var process = library.New(func() string { return filepath.Dir(stringOf(C.gohvd_path)) }, memory)
+// process is the state of this process. hvdd may be in the folder of the library, or in the folder bin beside
+// that one, as in a wheel.
+var process = library.New(func() []string {
+	folder := filepath.Dir(stringOf(C.gohvd_path))
+	return []string{folder, filepath.Join(filepath.Dir(folder), "bin")}
+}, memory)
 
 // memory provides memory that the program frees with hvd_free_result.
 var memory = library.Memory{

@@ -731,7 +731,7 @@ var settings = []Setting{
 	},
 	{
 		Name: SidecarBinaryVariable, Section: sectionPlace, Scope: PerProcess,
-		Otherwise: "hvdd in the folder of libgohvd.so, then hvdd on PATH",
+		Otherwise: "hvdd beside libgohvd or in the folder bin beside its folder, then hvdd on PATH",
 		Doc:       "path of the hvdd that HVD_SIDECAR=spawn starts. If hvdd is beside hvdrun, hvdrun sets it for the ranks",
 		kind:      anything("the path of a program"),
 	},

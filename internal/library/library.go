@@ -54,8 +54,8 @@ type Library struct {
 	stalls   [][]byte
 }
 
-// New returns the Library of this process. near returns the folder in which hvdd is looked for before PATH.
-func New(near func() string, memory Memory) *Library {
+// New returns the Library of this process. near returns the folders in which hvdd is looked for before PATH.
+func New(near func() []string, memory Memory) *Library {
 	return &Library{memory: memory, sidecars: sidecars{near: near}}
 }
 

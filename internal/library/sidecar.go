@@ -23,7 +23,7 @@ var errInSidecar = errors.New("it does not work with a sidecar: unset HVD_SIDECA
 // sidecars has the connections of this process to sidecars. A connection stays open for later jobs, because
 // a launcher may let a process learn only once where the ranks meet.
 type sidecars struct {
-	near func() string // see New
+	near func() []string // see New
 
 	mu        sync.Mutex
 	byAddress map[string]*client.Client // by the value of HVD_SIDECAR
@@ -62,7 +62,7 @@ func (s *sidecars) open(op string, settings map[string]string) (c *client.Client
 		}
 	}
 	c, err = client.Open(context.Background(), client.Config{
-		Address: address, Binary: cfg.Variable(config.SidecarBinaryVariable), Near: []string{s.near()},
+		Address: address, Binary: cfg.Variable(config.SidecarBinaryVariable), Near: s.near(),
 		Environ: environ,
 	})
 	if err != nil {

@@ -33,7 +33,7 @@ func hvdd(t *testing.T) string {
 
 // newLibrary returns a Library that finds the sidecar at path.
 func newLibrary(t *testing.T, path string) *Library {
-	l := New(func() string { return filepath.Dir(path) }, goMemory)
+	l := New(func() []string { return []string{filepath.Dir(path)} }, goMemory)
 	t.Cleanup(func() {
 		for _, c := range l.sidecars.byAddress {
 			if err := c.Close(); err != nil {
