@@ -4,7 +4,9 @@ package main_test
 
 import (
 	"debug/elf"
+	"flag"
 	"fmt"
+	"maps"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -16,10 +18,18 @@ import (
 	"time"
 )
 
-// folder has the library. TestMain removes it.
+// These flags test a library that was built before, such as that of a wheel, also one for another machine.
+var (
+	built  = flag.String("library", "", "test this `file`, which must work with glibc 2.17, and build none")
+	cc     = flag.String("cc", "gcc", "the `command` that compiles programs in C")
+	runner = flag.String("exec", "", "the `command` that runs the programs")
+)
+
+// folder has the library, unless -library gives one. TestMain removes it.
 var folder string
 
 func TestMain(m *testing.M) {
+	flag.Parse()
 	var err error
 	if folder, err = os.MkdirTemp("", "libgohvd"); err != nil {
 		fmt.Fprintln(os.Stderr, err)
@@ -42,11 +52,14 @@ var build = sync.OnceValue(func() error {
 	return nil
 })
 
-// path returns the path of the library.
+// path returns the path of the library that build builds.
 func path() string { return filepath.Join(folder, "libgohvd.so") }
 
 // library returns the path of the library, which it builds if necessary.
 func library(t *testing.T) string {
+	if *built != "" {
+		return *built
+	}
 	if err := build(); err != nil {
 		t.Fatal(err)
 	}
@@ -63,21 +76,28 @@ func has(t *testing.T, compiler string) {
 	}
 }
 
-// compile compiles a program with a compiler and its flags, and returns the path of the program.
+// compile compiles a program that is linked with the library, by a compiler with flags. It returns the path
+// of the program.
 func compile(t *testing.T, source string, compiler ...string) string {
+	lib := filepath.Dir(library(t))
+	return compileAlone(t, source, compiler, "-L"+lib, "-Wl,-rpath,"+lib, "-lgohvd", "-lm")
+}
+
+// compileAlone compiles a program that is not linked with the library, or another library. The flags in last
+// are for the linker.
+func compileAlone(t *testing.T, source string, compiler []string, last ...string) string {
 	has(t, compiler[0])
 	program := filepath.Join(t.TempDir(), "program")
-	lib := filepath.Dir(library(t))
-	args := append(compiler[1:], "-Wall", "-Werror", "-g", "-I.", "-o", program, source,
-		"-L"+lib, "-lgohvd", "-lm", "-ldl", "-Wl,-rpath,"+lib)
-	if out, err := exec.Command(compiler[0], args...).CombinedOutput(); err != nil {
+	args := append(compiler[1:], "-Wall", "-Werror", "-g", "-I.", "-o", program, source)
+	args = append(args, last...)
+	if out, err := exec.Command(compiler[0], append(args, "-ldl")...).CombinedOutput(); err != nil {
 		t.Fatalf("%v\n%s", err, out)
 	}
 	return program
 }
 
-// c99 compiles C programs. The programs also use functions of POSIX.
-var c99 = []string{"gcc", "-std=c99", "-D_GNU_SOURCE"}
+// c99 returns the compiler of C programs with its flags. The programs also use functions of POSIX.
+func c99() []string { return append(strings.Fields(*cc), "-std=c99", "-D_GNU_SOURCE") }
 
 // run runs a program as a job of n ranks, and returns what they have written.
 func run(t *testing.T, n int, program string, args ...string) (outputs []string) {
@@ -85,8 +105,9 @@ func run(t *testing.T, n int, program string, args ...string) (outputs []string)
 	outputs = make([]string, n)
 	method := "file://" + filepath.Join(t.TempDir(), "job")
 	var all sync.WaitGroup
+	args = slices.Concat(strings.Fields(*runner), []string{program}, args)
 	for r := range n {
-		c := exec.CommandContext(t.Context(), program, args...)
+		c := exec.CommandContext(t.Context(), args[0], args[1:]...)
 		c.WaitDelay = time.Second
 		c.Env = append(os.Environ(), "HVD_INIT_METHOD="+method, fmt.Sprint("HOROVOD_RANK=", r),
 			fmt.Sprint("HOROVOD_SIZE=", n))
@@ -102,7 +123,7 @@ func run(t *testing.T, n int, program string, args ...string) (outputs []string)
 }
 
 func TestCollectives(t *testing.T) {
-	program := compile(t, "testdata/collectives.c", c99...)
+	program := compile(t, "testdata/collectives.c", c99()...)
 	for _, n := range []int{2, 3} {
 		t.Run(fmt.Sprint(n, " ranks"), func(t *testing.T) { run(t, n, program) })
 	}
@@ -114,7 +135,7 @@ func TestCollectives(t *testing.T) {
 
 // TestSidecar runs the operations in sidecars that the ranks start and find beside the library.
 func TestSidecar(t *testing.T) {
-	program := compile(t, "testdata/collectives.c", c99...)
+	program := compile(t, "testdata/collectives.c", c99()...)
 	hvdd := filepath.Join(filepath.Dir(library(t)), "hvdd")
 	if out, err := exec.Command("go", "build", "-o", hvdd, "../hvdd").CombinedOutput(); err != nil {
 		t.Fatalf("%v\n%s", err, out)
@@ -131,9 +152,9 @@ func TestSidecar(t *testing.T) {
 // TestRefused makes wrong calls. The second run uses the address sanitizer, which reports memory that is read
 // or written outside of the buffers, or used after it was freed.
 func TestRefused(t *testing.T) {
-	run(t, 1, compile(t, "testdata/refused.c", c99...))
+	run(t, 1, compile(t, "testdata/refused.c", c99()...))
 	t.Setenv("ASAN_OPTIONS", "detect_leaks=0") // the detector does not know which memory Go points to
-	sanitized := append(slices.Clone(c99), "-fsanitize=address,undefined")
+	sanitized := append(c99(), "-fsanitize=address,undefined")
 	run(t, 1, compile(t, "testdata/refused.c", sanitized...))
 	run(t, 2, compile(t, "testdata/collectives.c", sanitized...))
 }
@@ -141,7 +162,7 @@ func TestRefused(t *testing.T) {
 // TestProcess checks what the library does to its process when it is loaded, and when a copy is loaded too,
 // whatever the names of the files are.
 func TestProcess(t *testing.T) {
-	program := compile(t, "testdata/process.c", append(slices.Clone(c99), "-Wl,--as-needed")...)
+	program := compile(t, "testdata/process.c", append(c99(), "-Wl,--as-needed")...)
 	text, err := os.ReadFile(library(t))
 	if err != nil {
 		t.Fatal(err)
@@ -154,6 +175,69 @@ func TestProcess(t *testing.T) {
 		}
 	}
 	run(t, 1, program, copies...)
+}
+
+// TestGlibc checks that the library of a wheel needs no newer symbols than those of glibc 2.17.
+func TestGlibc(t *testing.T) {
+	if *built == "" {
+		t.Skip("needs the library of a wheel: make wheel-check")
+	}
+	file, err := elf.Open(*built)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer file.Close()
+	symbols, err := file.ImportedSymbols()
+	if err != nil {
+		t.Fatal(err)
+	}
+	versions := make(map[string]bool)
+	for _, s := range symbols {
+		versions[s.Version] = true
+		var major, minor int
+		if s.Version == "" {
+			continue // a symbol that may be missing
+		}
+		_, err := fmt.Sscanf(s.Version, "GLIBC_%d.%d", &major, &minor)
+		if err != nil || major > 2 || minor > 17 {
+			t.Errorf("%s needs version %q, want at most GLIBC_2.17", s.Name, s.Version)
+		}
+	}
+	if len(versions) < 2 {
+		t.Errorf("got the versions %v of %d symbols, want several", versions, len(symbols))
+	}
+	t.Log(slices.Sorted(maps.Keys(versions)))
+}
+
+// TestStaticTLS loads the library after 20 others that also need memory at a fixed distance from the thread
+// pointer, of which glibc has little for libraries that dlopen loads: 1.6 KiB. Go's runtime needs it in any
+// case.
+func TestStaticTLS(t *testing.T) {
+	file, err := elf.Open(library(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer file.Close()
+	const most = 64
+	for _, p := range file.Progs {
+		if p.Type == elf.PT_TLS && p.Memsz > most {
+			t.Errorf("the library needs %d bytes, want at most %d", p.Memsz, most)
+		}
+	}
+	program := compileAlone(t, "testdata/tls.c", c99())
+	other := compileAlone(t, "testdata/tls.c", append(c99(), "-shared", "-fPIC", "-DLIBRARY"))
+	text, err := os.ReadFile(other)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var libraries []string
+	for i := range 20 {
+		libraries = append(libraries, fmt.Sprintf("%s%d.so", other, i))
+		if err := os.WriteFile(libraries[i], text, 0o700); err != nil {
+			t.Fatal(err)
+		}
+	}
+	run(t, 1, program, append(libraries, library(t))...)
 }
 
 // TestHeader compares the header with the symbols of the library, and compiles it as C and as C++.
@@ -224,7 +308,7 @@ func TestExample(t *testing.T) {
 	if err := os.WriteFile(source, []byte(code), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	run(t, 2, compile(t, source, c99...))
+	run(t, 2, compile(t, source, c99()...))
 }
 
 // TestDigits trains as examples/digits does, which is in Go, and compares the weights.
