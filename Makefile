@@ -39,7 +39,7 @@ others: readers ## everything CI runs except the tests; make -j2 overlaps the wa
 	$(MAKE) --no-print-directory generated
 
 .PHONY: nightly
-nightly: check wheel arm64 asan pytorch-image slurm nccl-libraries gpu-check-stand-ins fuzz conformance autotune deaths test-torch2 torch-own-tests test-frameworks ## the checks that take too long for each change: a few hours
+nightly: check wheel wheel-arm64 arm64 asan pytorch-image slurm nccl-libraries gpu-check-stand-ins fuzz conformance autotune deaths test-torch2 torch-own-tests test-frameworks ## the checks that take too long for each change: a few hours
 
 # On a busy machine the tests of a package may take longer than the 10 minutes that go test allows by default. Some
 # tests run programs and Python modules of this checkout, of whose changes the cache of go test does not know. The
@@ -159,16 +159,27 @@ python: ## print which Python has torch and will run the tests
 	@echo $(PYTHON)
 
 .PHONY: wheel
-wheel: ## write the wheels for x86_64 and aarch64 to dist/; needs PyPI, and no C compiler
-	python3 -m venv --clear "$(TOOLS)/wheel"
+wheel: ## write wheels and archives for x86_64 and aarch64 to dist/; needs PyPI, and no C compiler
+	python=$$(scripts/wheel-python.sh); \
 	for goarch in $(WHEELS); do \
-		GO="$(GO)" GOARCH=$$goarch "$(TOOLS)/wheel/bin/python" -m pip --quiet wheel --no-deps --wheel-dir "$(DIST)" \
-			./python ./python/horovod_shim; \
-	done
+		GO="$(GO)" GOARCH=$$goarch "$$python" -m pip --quiet wheel --no-deps --no-build-isolation \
+			--wheel-dir "$(DIST)" ./python ./python/horovod_shim; \
+	done; \
+	"$$python" scripts/archive.py "$(DIST)"
 
 .PHONY: wheel-check
 wheel-check: ## build the wheels, follow docs/quickstart.md with them and uninstall them
 	GO="$(GO)" PYTHON="$(PYTHON)" scripts/wheel-check.sh
+
+.PHONY: wheel-arm64
+wheel-arm64: ## test the library of the wheel for aarch64 under emulation; needs qemu-user-static and libc6-arm64-cross
+	rm -rf "$(TOOLS)/arm64"
+	$(MAKE) --no-print-directory wheel WHEELS=arm64 DIST="$(TOOLS)/arm64"
+	tar -x -f "$(TOOLS)"/arm64/gohvd-*-linux-aarch64.tar.gz -C "$(TOOLS)/arm64" --strip-components=1
+	zig=$$("$$(scripts/wheel-python.sh)" -c 'import os, ziglang; print(os.path.dirname(ziglang.__file__))')/zig; \
+	$(GO) test $(VETTED) -count 1 -run 'Glibc|StaticTLS|Example' -v ./cmd/libgohvd -args \
+		-library "$(TOOLS)/arm64/lib/libgohvd.so" -cc "$$zig cc -target aarch64-linux-gnu.2.17" \
+		-exec "qemu-aarch64-static -L /usr/aarch64-linux-gnu"
 
 # The programs that the Python tests run.
 .PHONY: python-programs

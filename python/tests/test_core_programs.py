@@ -53,6 +53,31 @@ class Programs(unittest.TestCase):
             self.assertEqual(ran.returncode, 7, ran.stderr)
             self.assertTrue(ran.stdout.startswith(f"{path} {name} -x a b "), ran.stdout)
 
+    def test_flags(self) -> None:
+        """``python -m gohvd`` prints the flags for the library and the header of a wheel, or those of the checkout."""
+        checkout = pathlib.Path(gohvd.__file__).resolve().parent.parent.parent
+
+        def ask(top: str, *args: str, **env: str):
+            script = "import runpy; runpy.run_module('gohvd', run_name='__main__')"
+            return programs.run(script, *args, PYTHONPATH=top, **env)
+
+        ran = ask(str(checkout / "python"), "--libs", "--cflags", HVD_LIBRARY="/a b/libgohvd.so")
+        self.assertEqual(ran.stdout, f"-I{checkout}/cmd/libgohvd '-L/a b' '-Wl,-rpath,/a b' -lgohvd\n", ran.stderr)
+        (self.package / "include").mkdir()
+        self.assertEqual(ask(self.top, "--cflags").stdout, f"-I{self.package}/include\n")
+        ran = ask(self.top, "--libs", HVD_LIBRARY="")
+        self.assertEqual(ran.returncode, 1)
+        self.assertIn("python -m gohvd: there is no libgohvd.so in ", ran.stderr)
+        library = self.package / "lib" / "libgohvd.so"
+        library.parent.mkdir()
+        library.touch()
+        folder = library.parent
+        self.assertEqual(ask(self.top, "--libs", HVD_LIBRARY="").stdout, f"-L{folder} -Wl,-rpath,{folder} -lgohvd\n")
+        self.assertEqual(ask(self.top, "--version").stdout, f"{gohvd.__version__}\n")
+        ran = ask(self.top)
+        self.assertEqual(ran.returncode, 2)
+        self.assertIn("want --cflags, --libs or --version", ran.stderr)
+
     def test_doctor(self) -> None:
         path = self.make(self.package / "bin" / "hvdrun")
         ran = programs.run("import runpy; runpy.run_module('gohvd.doctor', run_name='__main__')", "--json", PYTHONPATH=self.top)

@@ -28,23 +28,37 @@ with mock.patch.dict(sys.modules, {
 @unittest.skipUnless(programs.alone, "a job of one rank tests it")
 class Build(unittest.TestCase):
     def build(self, goarch: str) -> dict:
-        """Returns what the hook adds for a machine. The programs are not built."""
-        hook = self.hook = hatch_build.Programs()
+        """Returns what the hook adds for a machine. Nothing is built. The commands that would build are in built."""
+        hook = hatch_build.Programs()
         hook.metadata = types.SimpleNamespace(version=gohvd.__version__)
         added: dict = {"force_include": {}}
-        with mock.patch.object(hatch_build, "go", lambda command, *_: goarch + "\n" if command == "env" else ""):
+        self.built = []
+
+        def run(*args: str, **env: str) -> str:
+            if args[1:] == ("env", "GOARCH"):
+                return goarch + "\n"
+            self.built.append((args, env))
+            return ""
+
+        with mock.patch.object(hatch_build, "run", run), mock.patch.object(hatch_build, "zig", lambda: pathlib.Path("/z z")):
             hook.initialize("standard", added)
+        ((folder, inside),) = added["force_include"].items()
+        self.assertEqual(inside, "gohvd")
+        text = pathlib.Path(folder, "lib", "pkgconfig", "gohvd.pc").read_text()
+        self.assertIn(f"\nVersion: {gohvd.__version__}\n", text)
+        self.assertIn("HVD_ABI_VERSION", pathlib.Path(folder, "include", "gohvd.h").read_text())
         hook.finalize("standard", added, "")
+        self.assertFalse(os.path.exists(folder), "the hook has left its folder")
         return added
 
     def test_machines(self) -> None:
         for goarch, machine in (("amd64", "x86_64"), ("arm64", "aarch64")):
             added = self.build(goarch)
-            self.assertEqual(added["tag"], f"py3-none-manylinux_2_17_{machine}.musllinux_1_1_{machine}")
+            self.assertEqual(added["tag"], f"py3-none-manylinux_2_17_{machine}.manylinux2014_{machine}")
             self.assertIs(added["pure_python"], False)
-            ((folder, inside),) = added["force_include"].items()
-            self.assertEqual(inside, "gohvd/bin")
-            self.assertFalse(os.path.exists(folder), "the hook has left its folder")
+            compilers = [env.get("CC") for _, env in self.built]
+            zig = f"'/z z/zig' cc -target {machine}-linux-gnu.2.17"
+            self.assertEqual(compilers, [None, zig, zig], self.built)  # for hvdrun, for the others, for the library
         with self.assertRaisesRegex(SystemExit, "does not run on s390x, only on amd64 and arm64"):
             self.build("s390x")
 
@@ -56,9 +70,11 @@ class Build(unittest.TestCase):
             hook.root = directory
             added: dict = {}
             out = {"list": f"example.com/a\t{directory}\n" * 2, "env": directory}
-            with mock.patch.object(hatch_build, "go", lambda command, *_: out[command]):
+            with mock.patch.object(hatch_build, "go", lambda command, *_, **__: out[command]), mock.patch.object(
+                hatch_build, "zig", lambda: directory
+            ):
                 hook.update(added)
-            want = [f"third_party/{m}/{f}" for m in ("example.com/a", "go") for f in ("LICENSE", "NOTICE.txt")]
+            want = [f"third_party/{m}/{f}" for m in ("example.com/a", "go", "ziglang") for f in ("LICENSE", "NOTICE.txt")]
             self.assertEqual(added["license-files"], ["LICENSE", *want])
             for path in added["license-files"]:
                 self.assertEqual(pathlib.Path(directory, path).read_text(), pathlib.Path(path).name)
