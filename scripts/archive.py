@@ -13,7 +13,7 @@ for path in pathlib.Path(sys.argv[1]).glob("gohvd-*-py3-none-manylinux*.whl"):
     version, machine = path.name.split("-")[1], path.stem.partition("manylinux2014_")[2]
     name = f"gohvd-{version}-linux-{machine}"
     with zipfile.ZipFile(path) as wheel, open(path.parent / f"{name}.tar.gz", "wb") as file, gzip.GzipFile(
-        "", "wb", fileobj=file, mtime=0
+        "", "wb", 6, file, mtime=0
     ) as compressed, tarfile.open(mode="w", fileobj=compressed) as archive:
         for entry in wheel.infolist():
             top, _, inside = entry.filename.partition("/")

@@ -10,9 +10,10 @@ mkdir -p "$folder"
 exec {lock}>"$folder.lock"
 flock "$lock"
 want="$("$base" -V) $*"
-if [ "$want" != "$(cat "$folder/versions" 2>/dev/null)" ]; then
+if [ "$want" != "$(cat "$folder/versions" 2>/dev/null)" ] || [ ! -x "$folder/bin/python" ]; then
 	echo "venv: installing $* in $folder" >&2
-	"$base" -m venv --clear "$folder"
+	# $base may be a link in a folder that is removed sooner than the environment.
+	"$(realpath "$("$base" -c 'import sys; print(sys.executable)')")" -m venv --clear "$folder"
 	"$folder/bin/python" -m pip install --quiet --no-cache-dir "$@" >&2
 	echo "$want" >"$folder/versions"
 fi
