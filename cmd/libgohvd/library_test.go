@@ -193,18 +193,18 @@ func TestGlibc(t *testing.T) {
 	}
 	versions := make(map[string]bool)
 	for _, s := range symbols {
-		versions[s.Version] = true
-		var major, minor int
 		if s.Version == "" {
 			continue // a symbol that may be missing
 		}
+		versions[s.Version] = true
+		var major, minor int
 		_, err := fmt.Sscanf(s.Version, "GLIBC_%d.%d", &major, &minor)
 		if err != nil || major > 2 || minor > 17 {
 			t.Errorf("%s needs version %q, want at most GLIBC_2.17", s.Name, s.Version)
 		}
 	}
-	if len(versions) < 2 {
-		t.Errorf("got the versions %v of %d symbols, want several", versions, len(symbols))
+	if len(versions) == 0 {
+		t.Errorf("got no version of %d symbols, want those of glibc", len(symbols))
 	}
 	t.Log(slices.Sorted(maps.Keys(versions)))
 }
