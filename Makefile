@@ -151,8 +151,10 @@ gpu-check-programs: ## build what scripts/gpu-check.sh runs on a machine with a 
 	internal/testcuda/standin/build.sh bin/gpu-check/standins
 
 .PHONY: gpu-check-stand-ins
-gpu-check-stand-ins: gpu-check-programs ## run scripts/gpu-check.sh with the stand-ins; needs no GPU
+gpu-check-stand-ins: gpu-check-programs ## run scripts/gpu-check.sh with the stand-ins, also where it must fail; needs no GPU
 	PYTHON="$(PYTHON)" scripts/gpu-check.sh --stand-ins --out bin/gpu-check/stand-ins.md
+	! STANDIN_NCCL_FAULT=refuse:0:3 PYTHON="$(PYTHON)" scripts/gpu-check.sh --stand-ins --out bin/gpu-check/fault.md
+	test "$$(grep -o '| FAIL |' bin/gpu-check/fault.md | wc -l)" = 6
 
 .PHONY: python
 python: ## print which Python has torch and will run the tests
