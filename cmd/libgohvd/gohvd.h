@@ -305,7 +305,7 @@ hvd_status_t hvd_wait_any(const hvd_handle_t *handles, size_t n, double seconds,
 hvd_status_t hvd_poll(hvd_handle_t handle, int32_t *done);
 
 /* hvd_release gives up a handle without a wait. The operation goes on, and its buffers stay in use until it is
- * done. Its result is freed. */
+ * done. Its result is freed. A gate is opened. */
 hvd_status_t hvd_release(hvd_handle_t handle);
 
 /* hvd_new_gate makes a handle that is done when hvd_open_gate is called. With it among its handles, hvd_wait_any can

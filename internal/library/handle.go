@@ -124,9 +124,11 @@ func (l *Library) Open(h Handle) error {
 	if !ok {
 		return unknown("open gate", h)
 	}
-	g.once.Do(func() { g.complete(nil) })
+	g.open()
 	return nil
 }
+
+func (g *gate) open() { g.once.Do(func() { g.complete(nil) }) }
 
 // table has what is pending, by handle.
 type table struct {
@@ -362,7 +364,7 @@ func (l *Library) Poll(h Handle) (bool, error) {
 }
 
 // Release makes a handle invalid without a wait. When what it stands for is done, its name is free and its
-// result is freed.
+// result is freed. A gate is opened, because nothing else could open it any more.
 func (l *Library) Release(h Handle) error {
 	p, err := l.handles.use("release", h)
 	if err != nil {
@@ -371,6 +373,9 @@ func (l *Library) Release(h Handle) error {
 	valid, alone := l.handles.remove(h)
 	if !valid {
 		return unknown("release", h)
+	}
+	if g, is := p.(*gate); is {
+		g.open()
 	}
 	// The program has given up the handle, so nobody wants the error.
 	if p.notify(); p.ended() {

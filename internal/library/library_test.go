@@ -8,6 +8,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 	"unsafe"
 
@@ -239,4 +240,24 @@ func TestHandles(t *testing.T) {
 			t.Errorf("got %v, want an error that names handle %d", err, h)
 		}
 	}
+}
+
+// TestReleasedGate releases a gate that was not opened. A wait for it ends, and no goroutine stays behind.
+func TestReleasedGate(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		l := New(nil, goMemory)
+		h := l.NewGate()
+		waited := make(chan error)
+		go func() { waited <- l.Wait(h, Forever, nil) }()
+		synctest.Wait()
+		if err := l.Release(h); err != nil {
+			t.Fatal(err)
+		}
+		if err := <-waited; !errors.Is(err, ErrHandle) {
+			t.Errorf("got %v from the wait, want an error about the handle", err)
+		}
+		if err := l.Open(h); !errors.Is(err, ErrHandle) {
+			t.Errorf("got %v, want an error about the handle", err)
+		}
+	})
 }
