@@ -74,9 +74,10 @@ func settingsOf(op string, all **C.char, n C.uint32_t) (map[string]string, error
 		if p == nil {
 			return nil, misuse(op, "setting %d is a null pointer", i)
 		}
-		name, value, found := strings.Cut(C.GoString(p), "=")
-		if !found {
-			return nil, misuse(op, "got the setting %q, want NAME=value", name)
+		setting := C.GoString(p)
+		name, value, found := strings.Cut(setting, "=")
+		if !found || name == "" {
+			return nil, misuse(op, "got the setting %q, want NAME=value", setting)
 		}
 		settings[name] = value
 	}
@@ -256,6 +257,9 @@ func read(c *C.hvd_op_t, nameBytes C.size_t, one *one) (o library.Op, err error)
 	case c.flags&^known != 0:
 		return o, misuse("submit", "got the flags %#x, of which %#x are unknown", uint32(c.flags),
 			uint32(c.flags&^known))
+	case c.device < -1:
+		return o, misuse("submit", "got device %d, want a number from 0, or -1 for host memory",
+			int32(c.device))
 	case c.num_tensors > rank.MaxTensors:
 		return o, misuse("submit", "got %d tensors, want at most %d", uint32(c.num_tensors), rank.MaxTensors)
 	case c.num_tensors > 0 && c.tensors == nil, c.num_splits > 0 && c.splits == nil:

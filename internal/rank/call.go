@@ -278,7 +278,7 @@ func (c *Call) ensureName() error {
 		c.Name = string(strconv.AppendInt(name, c.Set.unnamed[c.Kind].Add(1), 10))
 	}
 	if err := message.CheckName(c.Name); err != nil {
-		return c.Misuse("%w", err)
+		return &engine.UsageError{Op: c.Kind.String(), Err: err} // without the name, which may be very long
 	}
 	return nil
 }

@@ -43,18 +43,38 @@ int main(void) {
 	fails(hvd_ps_clock(NULL), HVD_ERROR_USAGE, "no node");
 	fails(hvd_ps_fail("x", NULL), HVD_ERROR_USAGE, "no node");
 	fails(hvd_ps_fail(NULL, NULL), HVD_ERROR_USAGE, "no reason");
+	fails(hvd_check(), HVD_ERROR_NOT_INITIALIZED, "not initialized");
+	fails(hvd_dump(&text), HVD_ERROR_NOT_INITIALIZED, "not initialized");
+	fails(hvd_start_timeline("x", 0), HVD_ERROR_NOT_INITIALIZED, "not initialized");
+	fails(hvd_stop_timeline(), HVD_ERROR_NOT_INITIALIZED, "not initialized");
+	fails(hvd_remove_process_set(1, 0, NULL), HVD_ERROR_NOT_INITIALIZED, "not initialized");
+	fails(hvd_process_set_ranks(0, &number, 1, &count), HVD_ERROR_NOT_INITIALIZED, "not initialized");
+	ok(hvd_shutdown(NULL, 0, NULL));
 
 	hvd_init_options_t o = {0};
 	fails(hvd_init(&o, NULL), HVD_ERROR_USAGE, "size");
 	o.size = sizeof o;
 	o.num_settings = 1;
 	fails(hvd_init(&o, NULL), HVD_ERROR_USAGE, "null");
-	const char *settings[] = {"HOROVOD_CYCLE_TIME", "HVD_NO_SUCH_SETTING=1", "HOROVOD_CYCLE_TIME=x", NULL};
-	const char *says[] = {"NAME=value", "HVD_NO_SUCH_SETTING", "HOROVOD_CYCLE_TIME", "null"};
-	for (int i = 0; i < 4; i++) {
+	const char *settings[] = {"HOROVOD_CYCLE_TIME", "=1", "HVD_NO_SUCH_SETTING=1", "HOROVOD_CYCLE_TIME=\xff", NULL};
+	const char *says[] = {"NAME=value", "NAME=value", "HVD_NO_SUCH_SETTING", "HOROVOD_CYCLE_TIME", "null"};
+	for (int i = 0; i < 5; i++) {
 		o.settings = &settings[i];
 		want(hvd_init(&o, NULL) != HVD_SUCCESS && strstr(last(), says[i]));
 	}
+	o.num_settings = 0;
+	o.num_process_sets = 1;
+	fails(hvd_init(&o, NULL), HVD_ERROR_USAGE, "null");
+	int32_t ranks[] = {0, 0, 9};
+	const hvd_ranks_t wrong_sets[] = {{ranks, 2, 0}, {ranks + 2, 1, 0}, {ranks, 0, 0}, {NULL, 1, 0}};
+	const char *says_of_sets[] = {"twice", "rank 9", "without ranks", "null"};
+	for (int i = 0; i < 4; i++) {
+		o.process_sets = &wrong_sets[i];
+		want(hvd_init(&o, NULL) != HVD_SUCCESS && strstr(last(), says_of_sets[i]));
+	}
+	o.num_process_sets = 0;
+	o.mpi_comm = ranks;
+	want(hvd_init(&o, NULL) != HVD_SUCCESS && strstr(last(), "MPI"));
 	ok(hvd_init(NULL, NULL));
 
 	fails(hvd_run(NULL, -1, NULL, NULL), HVD_ERROR_USAGE, "hvd_op_t");
@@ -111,9 +131,48 @@ int main(void) {
 	op = good;
 	op.timeout_seconds = -1;
 	fails(hvd_run(&op, -1, NULL, NULL), HVD_ERROR_USAGE, "timeout");
+	op.timeout_seconds = NAN;
+	fails(hvd_run(&op, -1, NULL, NULL), HVD_ERROR_USAGE, "timeout");
 	op = good;
 	op.device = 0;
 	want(hvd_run(&op, -1, NULL, NULL) != HVD_SUCCESS && *last());
+	op.device = -2;
+	fails(hvd_run(&op, -1, NULL, NULL), HVD_ERROR_USAGE, "device -2");
+	op = good;
+	op.name = "\xff";
+	fails(hvd_run(&op, -1, NULL, NULL), HVD_ERROR_USAGE, "UTF-8");
+	char *name = malloc(1 << 20);
+	memset(name, 'a', 1 << 20);
+	name[(1 << 20) - 1] = 0;
+	op.name = name;
+	fails(hvd_run(&op, -1, NULL, NULL), HVD_ERROR_USAGE, "name of 1048575 bytes");
+	want(strlen(last()) < 200);
+	free(name);
+	op = good;
+	op.prescale = NAN;
+	fails(hvd_run(&op, -1, NULL, NULL), HVD_ERROR_USAGE, "NaN");
+	op = good;
+	op.compression = 99;
+	fails(hvd_run(&op, -1, NULL, NULL), HVD_ERROR_USAGE, "99");
+	op = good;
+	op.num_tensors = UINT32_MAX;
+	fails(hvd_run(&op, -1, NULL, NULL), HVD_ERROR_USAGE, "4294967295 tensors");
+	op = good;
+	op.kind = HVD_BARRIER; /* which has no tensor */
+	fails(hvd_run(&op, -1, NULL, NULL), HVD_ERROR_USAGE, "1 tensors");
+	int64_t splits[] = {-1, INT64_MAX};
+	op.kind = HVD_ALLTOALL;
+	op.num_splits = 1;
+	for (int i = 0; i < 2; i++) {
+		op.splits = &splits[i];
+		fails(hvd_run(&op, -1, NULL, NULL), HVD_ERROR_USAGE, "splits");
+	}
+	op = good;
+	op.kind = HVD_SEND; /* to itself, and with a tag that is too large */
+	fails(hvd_run(&op, -1, NULL, NULL), HVD_ERROR_USAGE, "rank 0");
+	op.kind = HVD_RECV;
+	op.tag = UINT32_MAX;
+	fails(hvd_run(&op, -1, NULL, NULL), HVD_ERROR_USAGE, "tag 4294967295");
 	op = good;
 	hvd_tensor_t bad = t;
 	op.tensors = &bad;
@@ -150,6 +209,12 @@ int main(void) {
 	bad.input = (char *)x + 1;
 	fails(hvd_run(&op, -1, NULL, NULL), HVD_ERROR_USAGE, "multiple of 4");
 	bad = t;
+	bad.output = (char *)x + 1;
+	fails(hvd_run(&op, -1, NULL, NULL), HVD_ERROR_USAGE, "multiple of 4");
+	bad = t;
+	bad.output_bytes = UINT64_MAX;
+	fails(hvd_run(&op, -1, NULL, NULL), HVD_ERROR_USAGE, "18446744073709551615 bytes");
+	bad = t;
 	bad.dtype = HVD_FLOAT64;
 	fails(hvd_run(&op, -1, NULL, NULL), HVD_ERROR_USAGE, "float64");
 
@@ -183,6 +248,67 @@ int main(void) {
 	fails(hvd_poll(1, NULL), HVD_ERROR_USAGE, "null");
 	fails(hvd_poll(1, &number), HVD_ERROR_HANDLE, "handle");
 	fails(hvd_wait_any(&h, 0, -1, &index), HVD_ERROR_USAGE, "no handles");
+
+	/* A handle that was used up or released, and one of another kind. */
+	op = good;
+	op.name = "x";
+	for (int i = 0; i < 2; i++) {
+		ok(hvd_submit(&op, &h));
+		fails(hvd_open_gate(h), HVD_ERROR_HANDLE, "handle");
+		fails(hvd_submit(&op, &(hvd_handle_t){0}), HVD_ERROR_DUPLICATE_NAME, "\"x\"");
+		ok(i ? hvd_release(h) : hvd_wait(h, -1, NULL));
+		fails(hvd_wait(h, -1, NULL), HVD_ERROR_HANDLE, "handle");
+		fails(hvd_poll(h, &number), HVD_ERROR_HANDLE, "handle");
+		fails(hvd_release(h), HVD_ERROR_HANDLE, "handle");
+		fails(hvd_wait_any(&h, 1, -1, &index), HVD_ERROR_HANDLE, "handle");
+		fails(hvd_open_gate(h), HVD_ERROR_HANDLE, "handle");
+	}
+	fails(hvd_new_gate(NULL), HVD_ERROR_USAGE, "null");
+	ok(hvd_new_gate(&h));
+	want(hvd_wait(h, 0, NULL) == HVD_PENDING);
+	ok(hvd_release(h));
+	fails(hvd_open_gate(h), HVD_ERROR_HANDLE, "handle");
+
+	fails(hvd_add_process_set(NULL, 0, NULL, 0, &number, NULL), HVD_ERROR_USAGE, "null");
+	for (int i = 0; i < 4; i++) {
+		fails(hvd_add_process_set(&wrong_sets[i], 0, NULL, 0, &number, NULL), HVD_ERROR_USAGE, says_of_sets[i]);
+	}
+	const hvd_ranks_t self = {ranks, 1, 0};
+	fails(hvd_add_process_set(&self, 8, NULL, 0, &number, NULL), HVD_ERROR_USAGE, "0x8");
+	fails(hvd_add_process_set(&self, 0, NULL, NAN, &number, NULL), HVD_ERROR_USAGE, "timeout");
+	fails(hvd_add_process_set(&self, 0, "\xff", 0, &number, NULL), HVD_ERROR_USAGE, "UTF-8");
+	fails(hvd_remove_process_set(0, 0, NULL), HVD_ERROR_USAGE, "global");
+	fails(hvd_remove_process_set(-1, 0, NULL), HVD_ERROR_USAGE, "process set -1");
+	fails(hvd_process_sets(&number, 1, NULL), HVD_ERROR_USAGE, "null");
+	fails(hvd_process_set_ranks(0, NULL, 1, &count), HVD_ERROR_USAGE, "null");
+	fails(hvd_start_timeline(NULL, 0), HVD_ERROR_USAGE, "null");
+	fails(hvd_start_timeline("/no/such/folder/x", 0), HVD_ERROR_USAGE, "/no/such/folder");
+	fails(hvd_metrics(NULL), HVD_ERROR_USAGE, "null");
+	fails(hvd_dump(NULL), HVD_ERROR_USAGE, "null");
+	fails(hvd_next_stall(NULL), HVD_ERROR_USAGE, "null");
+	fails(hvd_new_unique_id(NULL, NULL), HVD_ERROR_USAGE, "null");
+
+	/* The parameter server, of which this process is no node. */
+	hvd_node_t node = {0};
+	hvd_exchange_t exchange = {0};
+	const char *cook = "DMLC_ROLE=cook";
+	fails(hvd_ps_node(&node), HVD_ERROR_USAGE, "hvd_node_t");
+	fails(hvd_ps_exchange(&exchange, &h), HVD_ERROR_USAGE, "hvd_exchange_t");
+	exchange.size = sizeof exchange;
+	exchange.flags = 4;
+	fails(hvd_ps_exchange(&exchange, &h), HVD_ERROR_USAGE, "0x4");
+	exchange.flags = HVD_PUSH;
+	exchange.num_keys = 1;
+	fails(hvd_ps_exchange(&exchange, &h), HVD_ERROR_USAGE, "null");
+	exchange.num_keys = UINT64_MAX;
+	fails(hvd_ps_exchange(&exchange, &h), HVD_ERROR_USAGE, "cannot exist");
+	fails(hvd_ps_serve(0, HVD_FLOAT32, NULL, NULL, 0), HVD_ERROR_USAGE, "null");
+	fails(hvd_ps_serve(0, HVD_FLOAT32, "sum", NULL, 0), HVD_ERROR_USAGE, "no node");
+	fails(hvd_ps_barrier(4, NULL), HVD_ERROR_USAGE, "no node");
+	fails(hvd_ps_finalize(1, NULL), HVD_ERROR_USAGE, "no node");
+	fails(hvd_ps_start(NULL, 1, NULL), HVD_ERROR_USAGE, "null");
+	want(hvd_ps_start(&cook, 1, NULL) != HVD_SUCCESS && strstr(last(), "cook"));
+
 	fails(hvd_alloc(0, NULL), HVD_ERROR_USAGE, "null");
 	void *memory;
 	fails(hvd_alloc(0, &memory), HVD_ERROR_USAGE, "0 bytes");
@@ -190,6 +316,10 @@ int main(void) {
 	want(hvd_alloc(1ull << 55, &memory) != HVD_SUCCESS && !memory && *last());
 	ok(hvd_free(NULL));
 	fails(hvd_free(x), HVD_ERROR_USAGE, "hvd_alloc");
+	ok(hvd_alloc(100, &memory));
+	fails(hvd_free((char *)memory + 8), HVD_ERROR_USAGE, "hvd_alloc");
+	ok(hvd_free(memory));
+	fails(hvd_free(memory), HVD_ERROR_USAGE, "freed");
 	fails(hvd_start_timeline("", 0), HVD_ERROR_USAGE, "file name");
 	fails(hvd_shutdown(NULL, 64, NULL), HVD_ERROR_USAGE, "0x40");
 	fails(hvd_shutdown(NULL, HVD_FAILED, NULL), HVD_ERROR_USAGE, "reason");
@@ -199,17 +329,30 @@ int main(void) {
 	op.name = "x";
 	ok(hvd_run(&op, -1, NULL, NULL));
 
+	hvd_handle_t waiting;
+	ok(hvd_new_gate(&waiting));
 	fflush(NULL);
 	pid_t child = fork();
 	if (child == 0) {
 		fails(hvd_run(&op, -1, NULL, NULL), HVD_ERROR_FORKED, "forked");
 		fails(hvd_init(NULL, NULL), HVD_ERROR_FORKED, "spawn");
+		fails(hvd_submit(&op, &h), HVD_ERROR_FORKED, "forked");
+		fails(hvd_wait(waiting, -1, NULL), HVD_ERROR_FORKED, "forked");
+		fails(hvd_poll(waiting, &number), HVD_ERROR_FORKED, "forked");
+		fails(hvd_alloc(1, &memory), HVD_ERROR_FORKED, "forked");
+		fails(hvd_ps_start(NULL, 0, NULL), HVD_ERROR_FORKED, "forked");
+		fails(hvd_shutdown(NULL, 0, NULL), HVD_ERROR_FORKED, "forked");
 		want(hvd_rank() == -1);
 		_exit(0);
 	}
 	int status = -1;
 	want(waitpid(child, &status, 0) == child && status == 0);
 	ok(hvd_run(&op, -1, NULL, NULL));
-	ok(hvd_shutdown(NULL, 0, NULL));
+	op.name = "left";
+	ok(hvd_submit(&op, &h));
+	ok(hvd_shutdown("\xff", 0, NULL));
+	fails(hvd_run(&op, -1, NULL, NULL), HVD_ERROR_NOT_INITIALIZED, "not initialized");
+	ok(hvd_wait(h, -1, NULL)); /* a handle of the job that is over */
+	fails(hvd_wait(h, -1, NULL), HVD_ERROR_HANDLE, "handle");
 	return 0;
 }
