@@ -20,11 +20,13 @@ from .exceptions import HorovodInternalError, LibraryError, MismatchError, NotIn
 _ABI_VERSION = 1
 _FILE = "libgohvd.so"
 
-SLICE = 0.1
-"""The longest time in seconds in which a wait does not notice a signal."""
+SLICE = 0.05
+"""The longest time in seconds in which a wait does not notice a signal. A signal handler should run within 0.1 s, also
+if the thread must wait for a processor.
+"""
 
 SUCCESS = 0
-_USAGE, _DUPLICATE_NAME, _MISMATCH, _PEER, _NOT_INITIALIZED, NO_HANDLE, _FORKED = 1, 2, 3, 4, 7, 10, 11
+_USAGE, _DUPLICATE_NAME, _MISMATCH, _PEER, _NOT_INITIALIZED, INTERNAL, NO_HANDLE, _FORKED = 1, 2, 3, 4, 7, 9, 10, 11
 PENDING = 12
 
 # The kinds of operations.
