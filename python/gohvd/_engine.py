@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Callable, ContextManager, Dict, Generic, 
 
 from . import _exit, _library
 from ._library import (
-    ALLGATHER, ALLREDUCE, ALLTOALL, ANY_SOURCE, BARRIER, BROADCAST, GATHER, JOIN, KIND_NAMES, NO_HANDLE, PENDING, RECV,
-    REDUCE, REDUCESCATTER, SCATTER, SEND, SLICE, SUCCESS, abandoned, check, quick, waiting,
+    ALLGATHER, ALLREDUCE, ALLTOALL, ANY_SOURCE, BARRIER, BROADCAST, GATHER, INTERNAL, JOIN, KIND_NAMES, NO_HANDLE, PENDING,
+    RECV, REDUCE, REDUCESCATTER, SCATTER, SEND, SLICE, SUCCESS, abandoned, check, quick, waiting,
 )  # fmt: skip
 from .exceptions import HorovodInternalError, InitError, LibraryError, NotInitializedError
 
@@ -419,12 +419,10 @@ class Block:
         if nbytes < 0:
             raise ValueError(f"alloc: got {nbytes} bytes, want 0 or more")
         size, at = max(nbytes, 1), ctypes.c_void_p()
-        try:
-            check(waiting.hvd_alloc(size, ctypes.byref(at)))
-        except LibraryError:
-            raise
-        except HorovodInternalError as e:
-            raise MemoryError(str(e)) from None
+        status = waiting.hvd_alloc(size, ctypes.byref(at))
+        if status == INTERNAL:
+            raise MemoryError(str(_library.error(status)))
+        check(status)
         # Every buffer made from the view refers to this ctypes array. So its finalizer runs when the last of these
         # buffers is gone.
         root = _library.memory_at(at.value or 0, size)
