@@ -26,6 +26,8 @@ var (
 		{"raise", 1, "its program raised ValueError: step 5"},
 		{"exit", 5, "shut down after"},
 		{"early", 0, "shut down after"},
+		{"in flight", 5, "shut down after"},
+		{"daemons", 5, "shut down after"},
 		{"os._exit", 7, "its control connection ended"},
 	}
 	goEndings = []ending{
@@ -36,7 +38,7 @@ var (
 )
 
 const pythonEnding = `
-import os, sys
+import os, sys, threading
 import numpy as np
 import gohvd.numpy as hvd
 
@@ -46,7 +48,13 @@ for step in range(10):
         how = os.environ["ENDING"]
         if how == "raise":
             raise ValueError("step 5")
-        if how == "exit":
+        if how == "in flight":
+            handles = [hvd.allreduce_async(np.ones(1 << 18), name=f"flying{k}") for k in range(8)]
+        if how == "daemons":
+            for k in range(4):
+                wait = hvd.allreduce_async(np.ones(3), name=f"flying{k}").wait
+                threading.Thread(target=wait, daemon=True).start()
+        if how in ("exit", "in flight", "daemons"):
             sys.exit(5)
         if how == "early":
             break
