@@ -39,7 +39,7 @@ others: readers ## everything CI runs except the tests; make -j2 overlaps the wa
 	$(MAKE) --no-print-directory generated
 
 .PHONY: nightly
-nightly: check wheel wheel-arm64 arm64 asan pytorch-image slurm nccl-libraries gpu-check-stand-ins fuzz conformance autotune deaths test-torch2 torch-own-tests test-frameworks ## the checks that take too long for each change: a few hours
+nightly: check wheel wheel-arm64 arm64 asan pytorch-image slurm nccl-libraries gpu-check-stand-ins fuzz conformance autotune deaths stress test-torch2 torch-own-tests test-frameworks ## the checks that take too long for each change: a few hours
 
 # On a busy machine the tests of a package may take longer than the 10 minutes that go test allows by default. Some
 # tests run programs and Python modules of this checkout, of whose changes the cache of go test does not know. The
@@ -194,6 +194,14 @@ TEST_PYTHON = HVD_RUN="$(TOOLS)/hvdrun" HVD_LIBRARY="$(TOOLS)/libgohvd.so" HVD_S
 .PHONY: test-python
 test-python: python-programs ## test the Python package at 1, 2 and 3 ranks
 	$(call TEST_PYTHON,$(PYTHON)) $(PYTHON)
+
+.PHONY: stress
+stress: python-programs ## test threads, joins, signals, crashes and workers of a DataLoader in Python with more rounds
+	for ranks in 1 2 3; do \
+		(cd python/tests && STRESS=1 PYTHONPATH=.. HVD_RUN="$(TOOLS)/hvdrun" HVD_LIBRARY="$(TOOLS)/libgohvd.so" \
+			HVD_SIDECAR_BINARY="$(TOOLS)/hvdd" "$(TOOLS)/hvdrun" -np $$ranks "$(PYTHON)" -X dev \
+			-W error::ResourceWarning -m unittest -v test_core_library test_core_process); \
+	done
 
 # The Go tests that communicate with PyTorch, and their packages. TestTorchDistributed needs PyTorch 2 in any case,
 # and TestTorchIsTooOld tells the same with any version, so go test ./... has run them.

@@ -54,7 +54,7 @@ func TestMain(m *testing.M) {
 }
 
 // withoutRanks lists the test modules that need no other ranks. They run only in the job with one rank.
-var withoutRanks = []string{"test_core_exit", "test_core_programs", "test_core_wheel"}
+var withoutRanks = []string{"test_core_exit", "test_core_process", "test_core_programs", "test_core_wheel"}
 
 // pythonLimit limits the time of the Python tests for one number of ranks. In addition each test has a limit
 // of its own, but pythonLimit also ends a program that hangs outside of the tests.

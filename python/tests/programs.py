@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import subprocess
 import sys
 import textwrap
+import unittest
 from typing import Dict, Sequence
 
 _LAUNCHERS = ("HOROVOD_", "OMPI_", "PMI", "PMIX_", "SLURM_", "MASTER_", "TORCHELASTIC_", "GROUP_", "FLUX_")
@@ -14,6 +16,32 @@ _OTHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "HVD_SECRET",
 # Whether the job has one rank. Tests that need no other ranks run only in this case. In a larger job each rank would
 # repeat them.
 alone = os.environ.get("HOROVOD_SIZE", "1") == "1"
+
+
+# Whether tests run longer, with more rounds (make stress).
+stress = os.environ.get("STRESS", "") == "1"
+
+# The time limits of a test and of a program that it runs, in seconds.
+_TEST_SECONDS = 1000 if stress else 300
+_PROGRAM_SECONDS = 600 if stress else 200
+
+
+class Bounded(unittest.TestCase):
+    """A test case with a time limit. If a test takes longer, the process ends and prints where each thread waits."""
+
+    def setUp(self) -> None:
+        faulthandler.dump_traceback_later(_TEST_SECONDS, exit=True)
+        self.addCleanup(faulthandler.cancel_dump_traceback_later)
+
+
+class Programs(Bounded):
+    """A test case that runs programs of one rank. Each program is a new process."""
+
+    def run_program(self, script: str, *args: str, status: int = 0, **env: str) -> str:
+        """Runs a program, checks its exit status, and returns what it has printed."""
+        got = run(script, *args, **env)
+        self.assertEqual(got.returncode, status, f"{got.stdout}\n{got.stderr}")
+        return got.stdout + got.stderr
 
 
 def environment(**env: str) -> Dict[str, str]:
@@ -30,12 +58,12 @@ def environment(**env: str) -> Dict[str, str]:
 
 
 def run(script: str, *args: str, interpreter: Sequence[str] = (sys.executable, "-X", "faulthandler"), **env: str):
-    """Runs a script for at most 200 seconds, and returns the finished process with its exit status and output."""
+    """Runs a script for a limited time, and returns the finished process with its exit status and output."""
     return subprocess.run(
         [*interpreter, "-c", textwrap.dedent(script), *args],
         env=environment(**env),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        timeout=200,
+        timeout=_PROGRAM_SECONDS,
     )

@@ -4,7 +4,6 @@ that cannot be used.
 
 from __future__ import annotations
 
-import faulthandler
 import importlib.util
 import os
 import signal
@@ -18,33 +17,38 @@ import unittest
 import unittest.mock
 from typing import Any, Callable, List
 
-import gohvd.numpy as hvd
 import numpy as np
+
+import gohvd.numpy as hvd
 import programs
 from gohvd import _library
 from gohvd.exceptions import HorovodInternalError
 
-_LIMIT_SECONDS = 300
+_JOBS, _ROUNDS = (500, 10000) if programs.stress else (120, 100)
 
 
-class Bounded(unittest.TestCase):
-    def setUp(self) -> None:
-        faulthandler.dump_traceback_later(_LIMIT_SECONDS, exit=True)
-        self.addCleanup(faulthandler.cancel_dump_traceback_later)
+def _memory() -> int:
+    """Returns the number of bytes of resident memory of this process, without mapped files."""
+    with open("/proc/self/status", encoding="ascii") as f:
+        sizes = dict(line.split(":", 1) for line in f)
+    return sum(int(sizes[name].split()[0]) << 10 for name in ("RssAnon", "RssShmem"))
 
 
-class InTheJob(Bounded):
+class InTheJob(programs.Bounded):
     """Tests that all ranks of the job run together."""
 
     def test_again_and_again(self) -> None:
-        """A process joins a job, runs operations and leaves the job 120 times. Its number of
-        descriptors and of threads does not grow.
+        """A process joins a job, runs operations and leaves the job many times. Its numbers of
+        descriptors and of threads and its memory do not grow.
         """
         hvd.init()
         counts: List[int] = []
         threads: List[int] = []
-        for i in range(120):
+        memory: List[int] = []
+        large = np.ones(1 << 16)
+        for i in range(_JOBS):
             hvd.init()
+            self.assertEqual(hvd.allreduce(large, op=hvd.Sum)[-1], hvd.size())
             got = hvd.allreduce([float(hvd.rank()), float(i)], op=hvd.Sum)
             self.assertEqual(list(got), [hvd.size() * (hvd.size() - 1) / 2, float(i * hvd.size())])
             self.assertEqual(len(hvd.allgather([hvd.rank()])), hvd.size())
@@ -52,8 +56,10 @@ class InTheJob(Bounded):
             self.assertFalse(hvd.is_initialized())
             counts.append(len(os.listdir("/proc/self/fd")))
             threads.append(len(os.listdir("/proc/self/task")))
+            memory.append(_memory())
         self.assertEqual(max(counts[10:]), counts[10], "descriptors")
         self.assertLess(threads[-1], threads[10] + 10, "threads")
+        self.assertLess(memory[-1], max(memory[:20]) + (12 << 20), "bytes of memory")
 
     def test_before_init(self) -> None:
         hvd.init()
@@ -70,20 +76,24 @@ class InTheJob(Bounded):
             hvd.add_process_set([0])
 
     def test_threads(self) -> None:
-        """Several threads wait for operations at the same time, and each gets its result.
+        """Several threads submit operations and wait for them at the same time, and each gets its results.
         """
         hvd.init()
         failures: List[BaseException] = []
 
         def work(k: int) -> None:
             try:
-                for i in range(200):
-                    got = hvd.allreduce([float(k), float(i)], op=hvd.Sum, name=f"thread{k}")
-                    assert list(got) == [k * hvd.size(), i * hvd.size()], got
+                for i in range(_ROUNDS):
+                    first = hvd.allreduce_async([float(k), float(i)], op=hvd.Sum, name=f"first{k}")
+                    second = hvd.allgather_async([float(i)], name=f"second{k}")
+                    got = hvd.allreduce([float(i)], op=hvd.Sum, name=f"thread{k}")
+                    second.done()
+                    assert list(second.wait()) == [i] * hvd.size(), second.wait()
+                    assert [*first.wait(), *got] == [k * hvd.size(), i * hvd.size(), i * hvd.size()], (first.wait(), got)
             except BaseException as e:
                 failures.append(e)
 
-        threads = [threading.Thread(target=work, args=(k,)) for k in range(5)]
+        threads = [threading.Thread(target=work, args=(k,)) for k in range(8)]
         for t in threads:
             t.start()
         for t in threads:
@@ -247,14 +257,8 @@ class InTheJob(Bounded):
 
 
 @unittest.skipUnless(programs.alone, "it has nothing to do with other ranks")
-class Alone(Bounded):
-    """Tests that run programs of one rank. Each program is a new process."""
-
-    def run_program(self, script: str, *args: str, status: int = 0, **env: str) -> str:
-        """Runs a program, checks its exit status, and returns what it has printed."""
-        got = programs.run(script, *args, **env)
-        self.assertEqual(got.returncode, status, f"{got.stdout}\n{got.stderr}")
-        return got.stdout + got.stderr
+class Alone(programs.Programs):
+    """Tests that run programs of one rank."""
 
     def test_no_library(self) -> None:
         script = """
