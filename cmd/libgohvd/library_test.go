@@ -4,6 +4,7 @@ package main_test
 
 import (
 	"debug/elf"
+	"errors"
 	"flag"
 	"fmt"
 	"maps"
@@ -14,6 +15,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 )
@@ -238,6 +240,26 @@ func TestStaticTLS(t *testing.T) {
 		}
 	}
 	run(t, 1, program, append(libraries, library(t))...)
+}
+
+// TestBesideGo uses the library together with another shared library of Go, which is loaded before or after
+// it.
+func TestBesideGo(t *testing.T) {
+	program := compileAlone(t, "testdata/beside.c", append(c99(), "-pthread"))
+	other := filepath.Join(t.TempDir(), "libother.so")
+	build := exec.Command("go", "build", "-buildmode=c-shared", "-o", other, "./testdata/other")
+	build.Env = append(os.Environ(), "CGO_ENABLED=1")
+	if out, err := build.CombinedOutput(); err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	for _, order := range [][]string{{library(t), other}, {other, library(t)}} {
+		run(t, 1, program, append(order, "end")...)
+		out, err := exec.CommandContext(t.Context(), program, append(order, "crash")...).CombinedOutput()
+		exit, is := errors.AsType[*exec.ExitError](err)
+		if !is || exit.Sys().(syscall.WaitStatus).Signal() != syscall.SIGSEGV || string(out) != "done\n" {
+			t.Errorf("a crash after the libraries %v: %v, want SIGSEGV\n%s", order, err, out)
+		}
+	}
 }
 
 // TestHeader compares the header with the symbols of the library, and compiles it as C and as C++.
