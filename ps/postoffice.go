@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
-	"os"
 	"strconv"
 	"sync"
 	"sync/atomic"
@@ -16,6 +15,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/logs"
 	"github.com/gohvd/gohvd/internal/metrics"
 	"github.com/gohvd/gohvd/internal/netif"
 	"github.com/gohvd/gohvd/internal/place"
@@ -133,7 +133,7 @@ func start(ctx context.Context, opts Options, meets bool) (started *Postoffice, 
 		if set.PS.Verbose > 0 {
 			set.LogLevel = "info"
 		}
-		p.log = set.Logger(os.Stderr)
+		p.log = set.Logger(logs.Stderr{})
 	}
 	set.WarnUnread(config.Node)
 	for _, w := range set.Warnings {

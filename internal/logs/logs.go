@@ -66,6 +66,9 @@ func withTrace(word string, others zapcore.LevelEncoder) zapcore.LevelEncoder {
 
 // IsTerminal reports whether w is a terminal.
 func IsTerminal(w io.Writer) bool {
+	if _, is := w.(Stderr); is {
+		w = os.Stderr
+	}
 	f, ok := w.(*os.File)
 	if !ok {
 		return false

@@ -21,6 +21,7 @@ import (
 	"github.com/gohvd/gohvd/internal/dial"
 	"github.com/gohvd/gohvd/internal/engine"
 	"github.com/gohvd/gohvd/internal/joblink"
+	"github.com/gohvd/gohvd/internal/logs"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/netif"
 	"github.com/gohvd/gohvd/internal/place"
@@ -81,7 +82,7 @@ func (o *Options) Read() (config.Config, error) {
 		cfg.MPIController = true
 	}
 	if err == nil && o.Log == nil {
-		o.Log = cfg.Logger(os.Stderr)
+		o.Log = cfg.Logger(logs.Stderr{})
 	}
 	return cfg, err
 }

@@ -111,6 +111,28 @@ class Process(programs.Programs):
         self.assertIn("done [3.]", self.run_program(script, "goes on"))
         self.assertIn("in here", self.run_program(script, "ends", status=1))
 
+    def test_closed_pipe(self) -> None:
+        """A program whose standard error nobody reads any more is not killed by a line of the log."""
+        out = self.run_program(
+            """
+            import os
+            read, write = os.pipe()
+            os.dup2(write, 2)
+            os.close(read)
+            os.close(write)
+            import gohvd.numpy as hvd
+            hvd.init()
+            hvd.allreduce([1.0])
+            hvd.shutdown()
+            try:
+                os.write(2, b"x")
+            except BrokenPipeError:
+                print("as in Python")
+            """,
+            HOROVOD_LOG_LEVEL="trace",
+        )
+        self.assertIn("as in Python", out)
+
     def test_signals_during_operations(self) -> None:
         """The signals of a profiler's timer and of children that end arrive while threads run operations."""
         out = self.run_program(

@@ -17,6 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/config"
+	"github.com/gohvd/gohvd/internal/logs"
 )
 
 const (
@@ -44,7 +45,7 @@ type lastLines struct {
 }
 
 func (l *lastLines) Write(b []byte) (int, error) {
-	_, _ = os.Stderr.Write(b) // standard error may be closed
+	_, _ = logs.Stderr{}.Write(b) // standard error may be closed
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.rest = append(l.rest, b...)
