@@ -72,10 +72,6 @@ func TestMetricsRank(t *testing.T) {
 		answer = func(string) []byte { return []byte("{\"hvd\":\xff") }
 	case "large":
 		answer = func(string) []byte { return bytes.Repeat([]byte("x 1\n"), joblink.MaxBodyBytes/4) }
-	case "impostor":
-		answer = func(string) []byte {
-			return []byte("hvd_queue_depth{rank=\"0\"} 1\nhvd_queue_depth{rank=\"1\"} 1\n")
-		}
 	case "silent":
 		select {} // waits until it is killed at the end of the job
 	}
@@ -275,7 +271,7 @@ func TestPrometheusScrapesTheJob(t *testing.T) {
 	})
 	testnet.Eventually(t, "hvdrun says what is wrong", func() bool {
 		said := job.said()
-		return strings.Contains(said, "not UTF-8") && strings.Contains(said, " bytes, want ")
+		return strings.Contains(said, "not in Prometheus's text format") && strings.Contains(said, " bytes, want ")
 	})
 	job.end(t)
 	if strings.Contains(job.said(), "panic") {
@@ -286,7 +282,7 @@ func TestPrometheusScrapesTheJob(t *testing.T) {
 // TestScrapesWhileTheJobEnds scrapes a job while it ends. Each scrape must get metrics or an error in bounded
 // time, and hvdrun must end normally.
 func TestScrapesWhileTheJobEnds(t *testing.T) {
-	job := startMetricsJob(t, "good", "impostor", "silent")
+	job := startMetricsJob(t, "good", "garbage", "silent")
 	ctx := testnet.Context(t)
 	var scrapes sync.WaitGroup
 	begun := make(chan struct{}, 10)
