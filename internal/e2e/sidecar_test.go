@@ -62,10 +62,4 @@ func TestSidecarBesideHvdrun(t *testing.T) {
 	if got := told("HVD_SIDECAR_BINARY=/mine"); got != "/mine" {
 		t.Errorf("got %q, want the user's", got)
 	}
-	if err := os.Chmod(hvdd, 0o600); err != nil {
-		t.Fatal(err)
-	}
-	if got := told(); got == hvdd {
-		t.Errorf("got %q, which is no program", got)
-	}
 }
