@@ -185,7 +185,8 @@ func (l *Library) NewUniqueID(o InitOptions) (string, error) {
 
 // GPULibraries returns a cuda.Found as JSON. It counts devices only if asked.
 func GPULibraries(countDevices bool) ([]byte, error) {
-	cfg, err := config.FromEnvironment(nil, true)
+	// HVD_SIDECAR may be set, because it concerns Init.
+	cfg, err := config.Load(config.Sources{Environ: config.Environ(), HaveStore: true})
 	if err != nil {
 		return nil, asUsage("GPU libraries", err)
 	}
