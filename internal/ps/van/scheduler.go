@@ -508,11 +508,15 @@ func (v *Van) Barrier(ctx context.Context, customer, group int) error {
 // ends. Then the node withdraws.
 func (v *Van) ask(ctx context.Context, what string, customer int, c *pspb.Control) error {
 	l, err := v.link(SchedulerID)
-	if err != nil {
-		return err
-	}
 	done := make(chan error, 1)
 	v.mu.Lock()
+	if err != nil {
+		if id, is := v.died(); is && errors.Is(err, ErrLeft) {
+			err = nodeError(id, v.gone[id])
+		}
+		v.mu.Unlock()
+		return fmt.Errorf("%s: %w", what, err)
+	}
 	if v.stopping {
 		v.mu.Unlock()
 		return ErrStopped

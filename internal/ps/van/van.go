@@ -716,8 +716,11 @@ func (v *Van) forgive() {
 // nodes can go on without barriers. If it has died, the job has failed. If it has declared this process dead,
 // which is p then, this process has failed.
 func (v *Van) schedulerGone(p Process, left bool, why error) {
-	err := nodeError(SchedulerID, why)
 	v.mu.Lock()
+	if id, is := v.died(); is && left {
+		p, why = processOf(v.nodes[id]), v.gone[id]
+	}
+	err := nodeError(p.ID, why)
 	waits := len(v.barriers) > 0
 	v.mu.Unlock()
 	if waits {
@@ -743,6 +746,17 @@ func (v *Van) schedulerGone(p Process, left bool, why error) {
 	for _, l := range *v.links.Load() {
 		l.fail(err)
 	}
+}
+
+// died returns the lowest id of a node that has died. A scheduler that leaves before the others does so because
+// of such a node. The caller holds mu.
+func (v *Van) died() (id int, is bool) {
+	for i, err := range v.gone {
+		if err != ErrLeft && i != SchedulerID && v.nodes[i] != nil && (!is || i < id) {
+			id, is = i, true
+		}
+	}
+	return id, is
 }
 
 // Dead returns the ids of the nodes that have died, or from which no message came for the time timeout: at
