@@ -748,8 +748,8 @@ func (v *Van) schedulerGone(p Process, left bool, why error) {
 	}
 }
 
-// died returns the lowest id of a node that has died. A scheduler that leaves before the others does so because
-// of such a node. The caller holds mu.
+// died returns the lowest id of a node that has died. A scheduler that leaves before the others does so
+// because of such a node. The caller holds mu.
 func (v *Van) died() (id int, is bool) {
 	for i, err := range v.gone {
 		if err != ErrLeft && i != SchedulerID && v.nodes[i] != nil && (!is || i < id) {
