@@ -179,11 +179,12 @@ func meetAt(ctx context.Context, addr string, rank, size int, o MethodOptions) (
 	makes := o.Secret.IsZero() && !o.Insecure && netif.IsLoopback(addr)
 	if rank > 0 {
 		if makes {
-			if o.Secret, err = AskSecret(ctx, addr); err != nil {
-				return nil, err
-			}
+			o.Secret, err = AskSecret(ctx, addr)
 		}
-		client, err := store.Dial(ctx, addr, store.Config{Secret: o.Secret})
+		var client *store.Client
+		if err == nil {
+			client, err = store.Dial(ctx, addr, store.Config{Secret: o.Secret})
+		}
 		if err != nil {
 			return nil, fmt.Errorf("connecting to the store of rank 0: %w", err)
 		}
