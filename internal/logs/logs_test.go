@@ -1,6 +1,7 @@
 package logs_test
 
 import (
+	"bufio"
 	"bytes"
 	"encoding/json"
 	"errors"
@@ -134,10 +135,9 @@ func TestAuto(t *testing.T) {
 		{"console", w, r, "WARN"},
 	} {
 		settings(t, "HVD_LOG_FORMAT="+test.format, "HOROVOD_LOG_HIDE_TIME=1").Logger(test.to).Warn("late")
-		b := make([]byte, 256)
-		n, err := test.from.Read(b)
-		if err != nil || !strings.HasPrefix(string(b[:n]), test.want) {
-			t.Errorf("%s on %s: %q, %v, want %q first", test.format, test.to.Name(), b[:n], err, test.want)
+		got, err := bufio.NewReader(test.from).ReadString('\n')
+		if err != nil || !strings.HasPrefix(got, test.want) {
+			t.Errorf("%s on %s: %q, %v, want %q first", test.format, test.to.Name(), got, err, test.want)
 		}
 	}
 	if logs.IsTerminal(io.Discard) || logs.IsTerminal(w) || !logs.IsTerminal(slave) {
@@ -346,7 +346,7 @@ func TestManyGoroutines(t *testing.T) {
 		t.Error(err)
 	}
 	// The line that contains the number of dropped lines may itself be a line "w". At the start, the sampler
-	// may let a few more than 20 lines through.
+	// begins to count again if a goroutine was stopped while it called the sampler for the first time.
 	written, leftOut := 0, 0.0
 	for _, line := range objects(t, out.Bytes()) {
 		if line["msg"] == "w" {
@@ -356,7 +356,7 @@ func TestManyGoroutines(t *testing.T) {
 			leftOut += n
 		}
 	}
-	if written < 20 || written > 23 || written+int(leftOut) != 1000 {
+	if written < 20 || written > 4*20 || written+int(leftOut) != 1000 {
 		t.Errorf("%d lines were written and %v left out, of 1000", written, leftOut)
 	}
 }
