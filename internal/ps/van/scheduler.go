@@ -507,16 +507,28 @@ func (v *Van) Barrier(ctx context.Context, customer, group int) error {
 // ask sends a control message of a node of this process to the scheduler, and waits for the answer until ctx
 // ends. Then the node withdraws.
 func (v *Van) ask(ctx context.Context, what string, customer int, c *pspb.Control) error {
-	l, err := v.link(SchedulerID)
-	done := make(chan error, 1)
-	v.mu.Lock()
-	if err != nil {
-		if id, is := v.died(); is && errors.Is(err, ErrLeft) {
+	err := v.answer(ctx, customer, c)
+	if err == nil || err == ErrStopped {
+		return err
+	}
+	if errors.Is(err, ErrLeft) {
+		v.mu.Lock()
+		if id, is := v.died(); is {
 			err = nodeError(id, v.gone[id])
 		}
 		v.mu.Unlock()
-		return fmt.Errorf("%s: %w", what, err)
 	}
+	return fmt.Errorf("%s: %w", what, err)
+}
+
+// answer is like ask. If the error wraps ErrLeft, the scheduler has left.
+func (v *Van) answer(ctx context.Context, customer int, c *pspb.Control) error {
+	l, err := v.link(SchedulerID)
+	if err != nil {
+		return err
+	}
+	done := make(chan error, 1)
+	v.mu.Lock()
 	if v.stopping {
 		v.mu.Unlock()
 		return ErrStopped
@@ -534,12 +546,9 @@ func (v *Van) ask(ctx context.Context, what string, customer int, c *pspb.Contro
 	if err = send(false); err == nil {
 		select {
 		case err = <-done:
-			if err != nil {
-				err = fmt.Errorf("%s: %w", what, err)
-			}
 			return err
 		case <-ctx.Done():
-			err = fmt.Errorf("%s: %w", what, context.Cause(ctx))
+			err = context.Cause(ctx)
 			_ = send(true) // an error means that the scheduler has gone
 		}
 	}

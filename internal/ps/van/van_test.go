@@ -436,6 +436,26 @@ func TestBarrierDuringBlame(t *testing.T) {
 	testnet.WantError(t, <-failed, "worker 1 is gone: it has left the job")
 }
 
+// TestBarrierWhileTheSchedulerLeaves checks that a barrier names the node that has died, if it begins while
+// the end of the connection with a scheduler that has left is being handled.
+func TestBarrierWhileTheSchedulerLeaves(t *testing.T) {
+	nodes := startJob(t, 1, 2, nil)
+	kill(nodes[11])
+	testnet.Eventually(t, "the worker learns it", func() bool { return nodes[9].goneNode(11) != nil })
+	l, err := nodes[9].link(SchedulerID)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ends := func(err error) {
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		l.end = err
+	}
+	ends(ErrLeft)
+	testnet.WantError(t, nodes[9].Barrier(t.Context(), 0, GroupWorkers), "barrier of group 4: worker 1 is gone: ")
+	ends(nil)
+}
+
 // kill closes the connections of a node without a goodbye.
 func kill(n *node) {
 	n.close(errors.New("killed"))
