@@ -680,9 +680,9 @@ class Engine:
             name = self._sync_name(op, process_set)
         if abandoned:
             _library.reap()
-        # Most operations of a training step differ from earlier ones at most in the address.
+        # Most operations of a training step differ from earlier ones at most in the addresses.
         slot, completion = None, None
-        if x is target and outputs is None and not op.grouped:
+        if op.kind in _OVERWRITING and outputs is None and not op.grouped and (target is x or target is None):
             address = fw.plain(x)
             if address:
                 try:
@@ -691,6 +691,11 @@ class Engine:
                     pass
         if slot is None:
             slot, results, completion = self._prepare(fw, op, name, process_set, x, target, outputs)
+        elif target is None and slot.outputs:
+            made = fw.empty(x.shape, x)
+            words = slot.words
+            words[_INPUT], words[_OUTPUT], slot.address = address, fw.address(made), 0
+            slot.arrays, results = (x, made), (made,)
         else:
             if address != slot.address:
                 slot.words[_INPUT] = slot.words[_OUTPUT] = slot.address = address
