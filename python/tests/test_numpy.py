@@ -106,7 +106,7 @@ class Numpy(unittest.TestCase):
             hvd.grouped_allreduce([x], out=[x, x])
 
     def test_the_same_name_again(self) -> None:
-        """Operations with one name, in place, on arrays that are other ones or have changed."""
+        """Operations with one name, in place and not, on arrays that are other ones or have changed."""
 
         def check(x: np.ndarray, what: str) -> None:
             with self.subTest(what):
@@ -116,6 +116,12 @@ class Numpy(unittest.TestCase):
                 handle = hvd.allreduce_async(x, op=hvd.Max, name="again", out=x)
                 self.assertIs(handle.wait(), x)
                 self.equal(x, np.full(x.shape, sum(range(self.size)), x.dtype))
+                x[...] = self.rank
+                results = [hvd.allreduce(x, op=hvd.Sum, name="again") for _ in range(2)]
+                self.equal(x, np.full(x.shape, self.rank, x.dtype))
+                for i, result in enumerate(results):
+                    self.equal(result, np.full(x.shape, sum(range(self.size)), x.dtype))
+                    self.assertFalse(np.shares_memory(result, [x, results[0]][i]))
 
         x = np.zeros(6)
         for what in ("first", "second"):
