@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import inspect
 import math
 import os
@@ -19,6 +20,7 @@ import threading
 import time
 import unittest
 import warnings
+import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from unittest import mock
@@ -659,6 +661,26 @@ class Works(Ranks):
         dist.send(self.ours(1), after, tag=0)
         dist.send(self.ours(1), after, tag=1)
         self.equal(last.wait(), before + 1 + 3 * sum(r + 1.0 for r in self.all))
+
+    def test_tensors_are_freed(self) -> None:
+        """A group keeps no tensor of a call that is done, with and without a wait."""
+        for wait in (True, False):
+            x, parts = self.ours(3), torch.zeros(3 * self.size)
+            works = [
+                dist.all_reduce(x, async_op=True),
+                dist.all_gather_into_tensor(parts, self.ours(3), async_op=True),
+                dist.reduce_scatter_tensor(self.ours(3), torch.ones(3 * self.size), async_op=True),
+            ]
+            tensors = [weakref.ref(x), weakref.ref(parts)]
+            if wait:
+                self.assertTrue(all([work.wait() for work in works]))
+            else:
+                while not all([work.is_completed() for work in works]):
+                    time.sleep(0.001)
+            del x, parts, works
+            _work._kept.clear()  # it has the results of the last few works without a wait
+            gc.collect()  # of torch's own cycles
+            self.assertEqual([t() for t in tensors], [None, None])
 
     def test_no_operation_in_flight(self) -> None:
         """While no operation is in flight, no thread polls for callbacks that wait."""

@@ -12,6 +12,7 @@ import math
 import threading
 import time
 import warnings
+import weakref
 from datetime import timedelta
 from typing import Any, Callable, List, Optional, Sequence, Tuple
 
@@ -64,7 +65,8 @@ class Calls:
         self._names = [f"torch.{group_id}.{i + 1}" for i in range(_CALLS)]
         self._lock = threading.Lock()  # held while a call gets its number and is submitted
         self._calls = 0
-        self._in_flight: List[Optional[Call]] = [None] * _CALLS
+        # The last call with each name. A weak reference does not keep the tensors of a call that is done.
+        self._last: List[Optional[weakref.ref[Call]]] = [None] * _CALLS
         self._coalesced: Optional[List[Operation]] = None
         self._barriers = 0
         self._why_invalid = ""
@@ -164,13 +166,14 @@ class Calls:
         outputs = None if target is None or target is source else (target.shape,)
         with self._lock:
             slot = self._calls % _CALLS
-            before = self._in_flight[slot]
+            last = self._last[slot]
+            before = None if last is None else last()
             if before is not None:
                 before.settle()  # its name is free then
             call = _engine.engine.call(LISTS, how, self._names[slot], self._set, source, target, outputs=outputs)
             # If the call raises, the number is not used up: the call has failed before other ranks knew of it.
             self._calls = number = self._calls + 1
-            self._in_flight[slot] = call
+            self._last[slot] = weakref.ref(call)
         return number, call
 
     def _operation(
