@@ -319,7 +319,7 @@ hvd_status_t hvd_open_gate(hvd_handle_t handle);
 void hvd_free_result(hvd_result_t *result);
 
 /* hvd_alloc allocates memory that the other ranks of the host can read. Operations on at least 4 MiB of it run
- * without a copy (docs/arena.md). It is freed with hvd_free. */
+ * without a copy (docs/execution.md). It is freed with hvd_free. */
 hvd_status_t hvd_alloc(uint64_t bytes, void **memory);
 hvd_status_t hvd_free(void *memory);
 

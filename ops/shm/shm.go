@@ -23,7 +23,7 @@
 // ops/adasum). adasumState describes its steps.
 //
 // A rank that waits spins for a short while, then yields the core, then sleeps on a futex. If there are more
-// ranks than cores, it yields almost at once. docs/arena.md has the rules for shared memory.
+// ranks than cores, it yields almost at once. docs/execution.md has the rules for shared memory.
 package shm
 
 import (

@@ -17,7 +17,7 @@ __all__ = ["Block", "HorovodInternalError", "HorovodVersionMismatchError", "Host
 
 def alloc(nbytes: int) -> Block:
     """Allocates a block of nbytes bytes that the other ranks of the host can read. Large operations on it are faster
-    (docs/arena.md). The bytes are zero.
+    (docs/execution.md). The bytes are zero.
 
     The program uses the ``view`` of the returned ``Block``, or arrays and tensors over this view. alloc may be called
     before ``init``. The block remains usable after ``shutdown``. Raises MemoryError

@@ -7,7 +7,7 @@
 // descriptors. They agree on whether all of this has succeeded: either all ranks of a host share memory or
 // none does. In the mesh that Connect returns, the Control lane between ranks of the host is in shared
 // memory, and all other lanes use the mesh underneath. The backends get memory for their lanes through
-// Sharer. docs/arena.md describes the formats, and what happens when a rank dies.
+// Sharer. docs/execution.md describes the formats, and what happens when a rank dies.
 //
 // Invariants:
 //

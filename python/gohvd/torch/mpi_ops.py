@@ -161,7 +161,7 @@ _call = _engine.engine.call
 
 def alloc_tensor(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
     """Returns a tensor of zeros in memory that the other ranks of the host can read, so that large operations on it are
-    faster (docs/arena.md). The memory is freed when the last reference to it is dropped.
+    faster (docs/execution.md). The memory is freed when the last reference to it is dropped.
     """
     _, itemsize = _torch.code(dtype)
     count = 1
