@@ -215,17 +215,17 @@ test-new-torch: python-programs ## the tests with PyTorch, with that of scripts/
 	$(call TEST_PYTHON,$(PYTHON)) --ranks 2 "$$python"
 
 .PHONY: test-torch2
-test-torch2: python-programs ## test-python also with PyPI's newest torch (some GB) and PYTHONS; writes docs/compatibility.md
+test-torch2: python-programs ## test-python also with PyPI's newest torch (some GB) and PYTHONS; writes a part of docs/compatibility.md
 	python3 -m venv "$(TOOLS)/torch2"
 	"$(TOOLS)/torch2/bin/python" -m pip install --quiet --upgrade torch numpy
 	TESTTORCH_PYTHON="$(TOOLS)/torch2/bin/python" $(GO) test -count 1 -run '$(TORCH_TESTS)' $(TORCH_PACKAGES)
 	$(call TEST_PYTHON,$(PYTHON)) --page docs/compatibility.md $(PYTHON) "$(TOOLS)/torch2/bin/python" $(PYTHONS)
 
 .PHONY: torch-own-tests
-torch-own-tests: python-programs ## torch's own tests of backends with PyPI's newest torch (some GB) and PYTHONS; writes docs/torch-distributed.md
+torch-own-tests: python-programs ## torch's own tests of backends with PyPI's newest torch (some GB) and PYTHONS; writes a part of docs/compatibility.md
 	python3 -m venv "$(TOOLS)/torch2"
 	"$(TOOLS)/torch2/bin/python" -m pip install --quiet --upgrade torch numpy expecttest
-	HVD_LIBRARY="$(TOOLS)/libgohvd.so" HVD_SIDECAR_BINARY="$(TOOLS)/hvdd" PYTHONPATH=python "$(TOOLS)/torch2/bin/python" python/tests/torch_own_tests.py --page docs/torch-distributed.md "$(TOOLS)/torch2/bin/python" $(PYTHONS)
+	HVD_LIBRARY="$(TOOLS)/libgohvd.so" HVD_SIDECAR_BINARY="$(TOOLS)/hvdd" PYTHONPATH=python "$(TOOLS)/torch2/bin/python" python/tests/torch_own_tests.py --page docs/compatibility.md "$(TOOLS)/torch2/bin/python" $(PYTHONS)
 
 .PHONY: test-frameworks
 test-frameworks: python-programs ## train with Lightning and run Accelerate's own tests with PyPI's newest torch (some GB)

@@ -1,6 +1,7 @@
 package config
 
 import (
+	_ "embed" // for pageLogs
 	"fmt"
 	"strings"
 	"unicode/utf8"
@@ -71,6 +72,11 @@ accepts a flag that turns it off.
 |---|---|---|---|---|
 `
 
+// pageLogs describes the log, after the settings.
+//
+//go:embed logs.txt
+var pageLogs string
+
 // pageColumns is the maximum width of the prose on the page.
 const pageColumns = 110
 
@@ -95,6 +101,7 @@ func Page() string {
 		fmt.Fprintf(&b, "| %s | %s | %s | %s | %s |\n", code(i.Name), code(i.Key), code(i.Default),
 			strings.Join(flags, ", "), i.Reason)
 	}
+	b.WriteString("\n" + pageLogs)
 	return b.String()
 }
 

@@ -1,5 +1,5 @@
 // Package logs makes the loggers of ranks, hvdd and hvdrun (config.Config.Logger), and makes texts of other
-// processes safe for a log or a report (Plain). docs/logging.md describes the log for users.
+// processes safe for a log or a report (Plain). docs/settings.md describes the log for users.
 //
 // Invariants:
 //

@@ -3,8 +3,8 @@
 The tests run at each number N of ranks, by default at 1, 2 and 3. If an interpreter does not have torch, the tests that
 need torch are left out. All tests for one number of ranks run in one program, because importing torch takes longer than
 most tests. The variable HVD_RUN must be the path of hvdrun, and HVD_SIDECAR_BINARY the path of hvdd. all.py prints
-which tests were left out or skipped, and writes a page to FILE that says with which versions the tests pass. It exits with
-status 1 if a test fails.
+which tests were left out or skipped, and writes a part of the page FILE that says with which versions the tests pass. It
+exits with status 1 if a test fails.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import re
 import subprocess
 import sys
 from typing import List
+
+from page import write_part
 
 TESTS = pathlib.Path(__file__).resolve().parent
 _LIMIT_SECONDS = 600
@@ -31,10 +33,10 @@ print(*versions)
 """
 # The tests that import torch.
 _NEED_TORCH = ("test_torch_*.py", "test_shim.py")
-_PAGE = """# Compatibility
+_PAGE = """## Tests of the Python package
 
 The table shows the results of the tests of the Python package (python/tests) with several versions of Python,
-torch and numpy. `make test-torch2` runs the tests and writes this page.
+torch and numpy. `make test-torch2` runs the tests and writes this part of the page.
 
 | Python | torch | numpy | ranks | failed |
 |---|---|---|---|---|
@@ -94,7 +96,7 @@ def main() -> int:
             cells = [*versions.split(), ranks, ", ".join(failed) or "none"]
             rows.append("| " + " | ".join(map(str, cells)) + " |")
     if o.page is not None:
-        o.page.write_text(_PAGE.format(rows="\n".join(rows)))
+        write_part(o.page, _PAGE.format(rows="\n".join(rows)))
     return 1 if failures else 0
 
 

@@ -1,6 +1,6 @@
 """Runs torch's own tests of backends (torch.testing._internal.distributed.distributed_test) with gloo and with gohvd, and
-writes a page with the outcome: ``torch_own_tests.py [--page FILE] [--only REGEXP] [--sizes 2,3] [PYTHON...]``. Each
-interpreter has another version of torch; the default is the one that runs this script.
+writes a part of a page with the outcome: ``torch_own_tests.py [--page FILE] [--only REGEXP] [--sizes 2,3]
+[PYTHON...]``. Each interpreter has another version of torch; the default is the one that runs this script.
 
 torch starts new processes for each test. Here one process imports torch and forks the ranks of each test, which takes a
 fraction of the time. The tests see gohvd under the name "gohvd", but a comparison of the backend's name with "gloo" is
@@ -23,6 +23,8 @@ import traceback
 import types
 from typing import Dict, List, Tuple
 
+from page import write_part
+
 _LIMIT_SECONDS = 90.0
 _MODULE = "torch.testing._internal.distributed.distributed_test"
 
@@ -38,10 +40,11 @@ REASONS: List[Tuple[str, str]] = [
     ),
 ]
 
-_PAGE = """# torch's own tests
+_PAGE = """## torch's own tests of backends
 
 torch ships tests of its backends (`{module}`). The table
-compares gohvd with gloo on {python}. `make torch-own-tests` runs the tests and writes this page.
+compares gohvd with gloo on {python}. `make torch-own-tests` runs the tests and writes this part of
+the page.
 
 | torch | world size | tests that gloo passes | of these, gohvd passes | tests that only gohvd passes |
 |---|---|---|---|---|
@@ -50,7 +53,7 @@ compares gohvd with gloo on {python}. `make torch-own-tests` runs the tests and 
 Tests that torch runs only with gloo also run with gohvd. The other tests of the module need a GPU, another
 backend or torchvision.
 
-## Tests that gloo passes and gohvd does not
+### Tests that gloo passes and gohvd does not
 
 | test | torch and world sizes | what happens | reason |
 |---|---|---|---|
@@ -249,7 +252,7 @@ def main() -> int:
         failures="\n".join(rows) or "| none | | | |",
     )  # fmt: skip
     if o.page is not None:
-        o.page.write_text(page)
+        write_part(o.page, page)
     else:
         print(page)
     return 0 if all(map(reason, failures)) else 1
