@@ -261,9 +261,14 @@ vet-tool:
 	cd tools && $(GO) build -o "$(TOOLS)/" ./vet
 
 .PHONY: vet
-vet: vet-tool ## run the analyzers of go vet and of staticcheck
+vet: vet-tool ## run the analyzers of go vet and of staticcheck; test the tools
 	$(GO) vet $(VET) ./...
+	cd tools && $(GO) vet $(VET) ./... && $(GO) test $(VETTED) ./...
 	$(GO) vet $(VET) -tags noasm ./internal/kernel
+
+.PHONY: arrows
+arrows: ## count methods and arrows between files of PACKAGES="./hvd ./ps", and the code lines of the tree
+	@cd tools && $(GO) run ./arrows $(PACKAGES)
 
 .PHONY: fuzz
 fuzz: ## run every fuzz target for FUZZTIME, about an hour
