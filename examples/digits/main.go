@@ -1,4 +1,4 @@
-// Digits trains a small network on handwritten digits, data-parallel. README.md in this folder describes it.
+// Digits trains a small network on handwritten digits, data-parallel. ../README.md describes it.
 package main
 
 import (

@@ -1,5 +1,5 @@
-// Ps_digits trains a linear classifier of handwritten digits through a parameter server. README.md in this
-// folder describes it.
+// Ps_digits trains a linear classifier of handwritten digits through a parameter server.
+// ../README.md describes it.
 package main
 
 import (

@@ -1,5 +1,5 @@
 // Sparse_logreg trains a logistic regression with millions of features through a parameter server, and
-// compares the result with the known optimum. README.md in this folder describes it.
+// compares the result with the known optimum. ../README.md describes it.
 package main
 
 import (
