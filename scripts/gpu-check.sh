@@ -3,9 +3,10 @@
 #
 # It needs no network, no Go and no C compiler, but the programs of make gpu-check-programs, python3 (PYTHON), and NCCL
 # and the CUDA runtime: the files in HVD_NCCL_LIBRARY and HVD_CUDART_LIBRARY, or those in packages of this Python, or
-# those that the dynamic loader finds. Each step has a time limit and prints a line with PASS, FAIL or SKIP. FILE gets the results as Markdown. The status is 1 if a step fails.
+# those that the dynamic loader finds. Each step has a time limit and prints a line with PASS, FAIL or SKIP. FILE gets the
+# results as Markdown. The status is 1 if a step fails.
 # With --stand-ins it checks itself, with the stand-ins for the libraries (internal/testcuda) and one device that does not
-# exist. docs/gpu.md describes the steps.
+# exist. docs/nccl.md describes the steps.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

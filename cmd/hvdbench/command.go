@@ -155,7 +155,7 @@ func newCommand(measure func(ctx context.Context, o options) error) *cobra.Comma
 	f.Int64Var(&o.offset, "offset", 0, "where in a page of 4096 bytes each tensor begins, in bytes, because the speed of copies may depend "+
 		"on it; with 0, Go's allocator chooses")
 	f.BoolVar(&o.gpu, "gpu", false, "allreduce tensors on the CUDA device of each rank, with HOROVOD_GPU_OPERATIONS=nccl in a build "+
-		"with the tag nccl, and measure plain copies on the device beside (docs/gpu.md)")
+		"with the tag nccl, and measure plain copies on the device beside (docs/nccl.md)")
 	f.BoolVar(&o.touch, "touch", false,
 		"write to each rank's tensor before every call, outside the timed part")
 	f.StringVar(&o.workload, "workload", "", "measure training steps that reduce the gradients of a built-in model ("+
