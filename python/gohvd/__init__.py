@@ -10,7 +10,7 @@ from . import _engine
 from ._engine import Block
 from .exceptions import HorovodInternalError, HorovodVersionMismatchError, HostsUpdatedInterrupt
 
-__version__ = "0.6.0"
+__version__ = "0.7.0"
 
 __all__ = ["Block", "HorovodInternalError", "HorovodVersionMismatchError", "HostsUpdatedInterrupt", "alloc"]
 
