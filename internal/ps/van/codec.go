@@ -1,31 +1,35 @@
 package van
 
 import (
+	"bytes"
+	"errors"
+	"fmt"
+	"unicode/utf8"
+
 	"google.golang.org/protobuf/encoding/protowire"
 	"google.golang.org/protobuf/proto"
 
 	"github.com/gohvd/gohvd/internal/ps/pspb"
 )
 
-// A header is plain if it has only numbers and at most maxFrames frames, as those of most messages of a push
-// or pull. The following functions encode and decode plain headers to and from the same bytes as package
-// proto does, but take a fraction of the time and allocate nothing.
+// The following functions encode and decode headers to and from the same bytes as package proto does. For the
+// headers of most messages, which have only numbers and frames, they take a fraction of the time and allocate
+// nothing.
 
-// maxPlainBytes is the maximum length of a plain header.
-const maxPlainBytes = 512
-
-// isPlain reports whether a header is plain.
-func isPlain(h *pspb.Header) bool {
-	return h.Control == nil && h.Replica == nil && len(h.Body) == 0 && h.Error == "" &&
-		len(h.Frames) <= maxFrames
-}
+// usualBytes is the maximum length of a header that has only numbers and at most maxFrames frames.
+const usualBytes = 512
 
 // appendHeader appends the encoding of a header to b.
-func appendHeader(b []byte, h *pspb.Header) ([]byte, error) {
-	if !isPlain(h) {
-		return proto.MarshalOptions{}.MarshalAppend(b, h)
-	}
+func appendHeader(b []byte, h *pspb.Header) (_ []byte, err error) {
 	b = appendNumber(b, 1, uint64(int64(h.Head)))
+	if len(h.Body) > 0 {
+		b = protowire.AppendBytes(protowire.AppendTag(b, 2, protowire.BytesType), h.Body)
+	}
+	if h.Control != nil {
+		if b, err = appendMessage(b, 3, h.Control); err != nil {
+			return b, err
+		}
+	}
 	b = appendBool(b, 4, h.Request)
 	b = appendNumber(b, 5, uint64(int64(h.AppId)))
 	b = appendNumber(b, 6, uint64(h.Timestamp))
@@ -47,22 +51,40 @@ func appendHeader(b []byte, h *pspb.Header) ([]byte, error) {
 	b = appendBool(b, 11, h.SimpleApp)
 	b = appendNumber(b, 12, uint64(int64(h.Priority)))
 	b = appendNumber(b, 13, h.Sequence)
+	if h.Error != "" {
+		if !utf8.ValidString(h.Error) {
+			return b, errNotUTF8
+		}
+		b = protowire.AppendString(protowire.AppendTag(b, 14, protowire.BytesType), h.Error)
+	}
 	b = appendNumber(b, 15, h.KeyList)
 	b = appendBool(b, 16, h.WantKeys)
 	b = appendNumber(b, 17, uint64(h.Clock))
 	b = appendNumber(b, 18, uint64(int64(h.Range)))
 	b = appendNumber(b, 19, uint64(h.Completed))
-	return appendBool(b, 20, h.Moved), nil
+	b = appendBool(b, 20, h.Moved)
+	if h.Replica != nil {
+		b, err = appendMessage(b, 21, h.Replica)
+	}
+	return b, err
 }
 
-// headerBytes returns the length of the encoding of a header.
+var (
+	errNotUTF8   = errors.New("the text of an error is not UTF-8")
+	errMalformed = errors.New("its header is no protobuf message")
+)
+
+// headerBytes returns the length of the encoding of a header, or of what can be encoded.
 func headerBytes(h *pspb.Header) int {
-	if !isPlain(h) {
-		return proto.Size(h)
-	}
-	var memory [maxPlainBytes]byte
-	b, _ := appendHeader(memory[:0], h) // a plain header has no error
+	var memory [usualBytes]byte
+	b, _ := appendHeader(memory[:0], h)
 	return len(b)
+}
+
+// appendMessage appends a field with a message to b.
+func appendMessage(b []byte, field protowire.Number, m proto.Message) ([]byte, error) {
+	text, err := proto.Marshal(m)
+	return protowire.AppendBytes(protowire.AppendTag(b, field, protowire.BytesType), text), err
 }
 
 // appendNumber appends a field with a number to b, unless the number is 0.
@@ -77,108 +99,146 @@ func appendBool(b []byte, field protowire.Number, v bool) []byte {
 	return appendNumber(b, field, protowire.EncodeBool(v))
 }
 
-// decode sets the header in s, which is empty, to the one with the encoding b. It drops fields of later
-// versions.
-func (s *storage) decode(b []byte) error {
-	if s.decodePlain(b) {
-		return nil
+// cutField reads the first field of an encoded message. Its value is a number, a text, or of another type. n
+// is the length of the field, or negative if the message is malformed.
+func cutField(b []byte) (id protowire.Number, kind protowire.Type, number uint64, text []byte, n int) {
+	id, kind, n = protowire.ConsumeTag(b)
+	if n < 0 || id > protowire.MaxValidNumber {
+		return id, kind, 0, nil, -1
 	}
-	return proto.UnmarshalOptions{DiscardUnknown: true}.Unmarshal(b, &s.header)
+	m := 0
+	switch kind {
+	case protowire.VarintType:
+		number, m = protowire.ConsumeVarint(b[n:])
+	case protowire.BytesType:
+		text, m = protowire.ConsumeBytes(b[n:])
+	default:
+		m = protowire.ConsumeFieldValue(id, kind, b[n:])
+	}
+	if m < 0 {
+		return id, kind, 0, nil, -1
+	}
+	return id, kind, number, text, n + m
 }
 
-// decodePlain is like decode, but returns false unless b is the encoding of a plain header. The header has
-// any content then.
-func (s *storage) decodePlain(b []byte) bool {
-	h := &s.header
+// decode sets the header in s, which is empty, to the one with the encoding b. It drops fields of later
+// versions. The header has any content after an error.
+func (s *storage) decode(b []byte) error {
 	for len(b) > 0 {
-		field, kind, n := protowire.ConsumeTag(b)
+		id, kind, number, text, n := cutField(b)
 		if n < 0 {
-			return false
+			return errMalformed
 		}
 		b = b[n:]
-		if field == 7 && kind == protowire.BytesType {
-			frame, n := protowire.ConsumeBytes(b)
-			if n < 0 || len(h.Frames) == maxFrames || !s.decodeFrame(frame) {
-				return false
+		switch kind {
+		case protowire.VarintType:
+			s.decodeNumber(id, number)
+		case protowire.BytesType:
+			if err := s.decodeText(id, text); err != nil {
+				return err
 			}
-			b = b[n:]
+		}
+	}
+	return nil
+}
+
+// decodeNumber sets a field of the header in s.
+func (s *storage) decodeNumber(id protowire.Number, v uint64) {
+	switch h := &s.header; id {
+	case 1:
+		h.Head = int32(v)
+	case 4:
+		h.Request = protowire.DecodeBool(v)
+	case 5:
+		h.AppId = int32(v)
+	case 6:
+		h.Timestamp = int64(v)
+	case 8:
+		h.CustomerId = int32(v)
+	case 9:
+		h.Push = protowire.DecodeBool(v)
+	case 10:
+		h.Pull = protowire.DecodeBool(v)
+	case 11:
+		h.SimpleApp = protowire.DecodeBool(v)
+	case 12:
+		h.Priority = int32(v)
+	case 13:
+		h.Sequence = v
+	case 15:
+		h.KeyList = v
+	case 16:
+		h.WantKeys = protowire.DecodeBool(v)
+	case 17:
+		h.Clock = int64(v)
+	case 18:
+		h.Range = int32(v)
+	case 19:
+		h.Completed = int64(v)
+	case 20:
+		h.Moved = protowire.DecodeBool(v)
+	}
+}
+
+// decodeText sets a field of the header in s that is no number.
+func (s *storage) decodeText(id protowire.Number, text []byte) error {
+	switch h := &s.header; id {
+	case 2:
+		h.Body = bytes.Clone(text)
+	case 3:
+		if h.Control == nil {
+			h.Control = new(pspb.Control)
+		}
+		return merge(text, h.Control)
+	case 7:
+		return s.decodeFrame(text)
+	case 14:
+		if !utf8.Valid(text) {
+			return errNotUTF8
+		}
+		h.Error = string(text)
+	case 21:
+		if h.Replica == nil {
+			h.Replica = new(pspb.Replica)
+		}
+		return merge(text, h.Replica)
+	}
+	return nil
+}
+
+// merge adds the message with the encoding b to m, because a field with a message may occur in parts.
+func merge(b []byte, m proto.Message) error {
+	return proto.UnmarshalOptions{DiscardUnknown: true, Merge: true}.Unmarshal(b, m)
+}
+
+// decodeFrame adds a frame with the encoding b to the header in s.
+func (s *storage) decodeFrame(b []byte) error {
+	if len(s.header.Frames) == maxFrames {
+		return fmt.Errorf("it has more than %d frames", maxFrames)
+	}
+	to := s.frame()
+	for len(b) > 0 {
+		id, kind, v, _, n := cutField(b)
+		if n < 0 {
+			return errMalformed
+		}
+		if b = b[n:]; kind != protowire.VarintType {
 			continue
 		}
-		v, n := protowire.ConsumeVarint(b)
-		if n < 0 || kind != protowire.VarintType {
-			return false
-		}
-		b = b[n:]
-		switch field {
+		switch id {
 		case 1:
-			h.Head = int32(v)
-		case 4:
-			h.Request = protowire.DecodeBool(v)
-		case 5:
-			h.AppId = int32(v)
-		case 6:
-			h.Timestamp = int64(v)
-		case 8:
-			h.CustomerId = int32(v)
-		case 9:
-			h.Push = protowire.DecodeBool(v)
-		case 10:
-			h.Pull = protowire.DecodeBool(v)
-		case 11:
-			h.SimpleApp = protowire.DecodeBool(v)
-		case 12:
-			h.Priority = int32(v)
-		case 13:
-			h.Sequence = v
-		case 15:
-			h.KeyList = v
-		case 16:
-			h.WantKeys = protowire.DecodeBool(v)
-		case 17:
-			h.Clock = int64(v)
-		case 18:
-			h.Range = int32(v)
-		case 19:
-			h.Completed = int64(v)
-		case 20:
-			h.Moved = protowire.DecodeBool(v)
-		default:
-			return false
-		}
-	}
-	return true
-}
-
-// decodeFrame adds a frame with the encoding b to the header in s. It returns false if b has anything else
-// than known fields.
-func (s *storage) decodeFrame(b []byte) bool {
-	f := s.frame()
-	for len(b) > 0 {
-		field, kind, n := protowire.ConsumeTag(b)
-		if n < 0 || kind != protowire.VarintType {
-			return false
-		}
-		v, m := protowire.ConsumeVarint(b[n:])
-		if m < 0 {
-			return false
-		}
-		b = b[n+m:]
-		switch field {
-		case 1:
-			f.Type = pspb.DataType(v)
+			to.Type = pspb.DataType(v)
 		case 2:
-			f.Bytes = v
+			to.Bytes = v
 		case 3:
-			f.Block = uint32(v)
+			to.Block = uint32(v)
 		case 4:
-			f.BlockBytes = v
+			to.BlockBytes = v
 		case 5:
-			f.Region = uint32(v)
+			to.Region = uint32(v)
 		case 6:
-			f.Offset = v
-		default:
-			return false
+			to.Offset = v
 		}
 	}
-	return true
+	return nil
 }

@@ -50,18 +50,16 @@ func checkCodec(t *testing.T, h *pspb.Header) {
 	if n := headerBytes(h); n != len(want) {
 		t.Errorf("%v has %d bytes, got %d", h, len(want), n)
 	}
-	if n := len(want); isPlain(h) && n > maxPlainBytes {
-		t.Errorf("a plain header has %d bytes, want at most %d", n, maxPlainBytes)
-	}
 	var s storage
-	if m := s.empty(); s.decode(want) != nil || !proto.Equal(m.Header, h) {
+	m, err := s.empty(), s.decode(want)
+	clear(want) // the reader uses its memory again
+	if err != nil || !proto.Equal(m.Header, h) {
 		t.Fatalf("%v became %v", h, m.Header)
 	}
 }
 
-// TestPlainHeaders checks each field of a header and of a frame, also those that appendHeader does not know,
-// alone and with all others.
-func TestPlainHeaders(t *testing.T) {
+// TestHeaders checks each field of a header and of a frame, alone and with all others.
+func TestHeaders(t *testing.T) {
 	all, frame := new(pspb.Header), new(pspb.Frame)
 	for _, m := range []proto.Message{frame, all} {
 		fields := m.ProtoReflect().Descriptor().Fields()
@@ -74,41 +72,57 @@ func TestPlainHeaders(t *testing.T) {
 					h = &pspb.Header{Frames: []*pspb.Frame{{}, one.Interface().(*pspb.Frame)}}
 				}
 				checkCodec(t, h)
-				f := fields.Get(i)
-				if f.Kind() != protoreflect.StringKind && f.Kind() != protoreflect.BytesKind {
-					m.ProtoReflect().Set(f, v)
-					if !isPlain(h) {
-						t.Errorf("the field %s is not plain", f.Name())
-					}
-				}
+				m.ProtoReflect().Set(fields.Get(i), v)
 			}
 		}
 	}
-	for range maxFrames + 1 {
+	usual := proto.Clone(all).(*pspb.Header)
+	usual.Body, usual.Error = nil, ""
+	for range maxFrames {
+		all.Frames, usual.Frames = append(all.Frames, frame), append(usual.Frames, frame)
 		checkCodec(t, all)
-		all.Frames = append(all.Frames, frame)
 	}
-	checkCodec(t, all) // with a frame too many
-	checkCodec(t, &pspb.Header{Control: &pspb.Control{Clock: 1}, Timestamp: 1})
-	checkCodec(t, &pspb.Header{Replica: &pspb.Replica{Number: 1}, Timestamp: 1})
+	if n := headerBytes(usual); n > usualBytes {
+		t.Errorf("a header with numbers and frames has %d bytes, want at most %d", n, usualBytes)
+	}
+	all.Control = &pspb.Control{Clock: 1, Nodes: []*pspb.Node{{Id: 1}, {Hostname: "h"}}}
+	all.Replica = &pspb.Replica{Number: 1}
+	checkCodec(t, all)
+	checkCodec(t, &pspb.Header{Control: &pspb.Control{}, Replica: &pspb.Replica{}})
 }
 
-// FuzzPlainHeader checks that a header that decodePlain accepts is the one of package proto.
-func FuzzPlainHeader(f *testing.F) {
-	b, err := proto.Marshal(&pspb.Header{Push: true, KeyList: 300, Frames: []*pspb.Frame{{Bytes: 8}, {}}})
-	if err != nil {
-		f.Fatal(err)
+// FuzzHeader checks that decode accepts what package proto does, and sees the same header, except that it
+// bounds the number of frames.
+func FuzzHeader(f *testing.F) {
+	for _, h := range []*pspb.Header{
+		{Push: true, KeyList: 300, Frames: []*pspb.Frame{{Bytes: 8}, {}}},
+		{Body: []byte("b"), Error: "e", Control: &pspb.Control{Acks: []uint64{1}},
+			Replica: &pspb.Replica{Worker: 1}},
+	} {
+		b, err := proto.Marshal(h)
+		if err != nil {
+			f.Fatal(err)
+		}
+		f.Add(b)
+		f.Add(append(bytes.Clone(b), b...))
 	}
-	f.Add(b)
-	f.Add(append(bytes.Clone(b), b...))
+	f.Add([]byte("\xfd\x01\x00\x00\x00\x00")) // a field of a later version
+	f.Add([]byte("\x0a\x00"))                 // a field of another type
+	f.Add([]byte("\x72\x01\xff"))             // a text that is not UTF-8
+	f.Add([]byte("\x3a\x02\x0d\x00"))         // a frame that is cut
 	f.Fuzz(func(t *testing.T, b []byte) {
 		var s storage
 		m, want := s.empty(), new(pspb.Header)
-		if !s.decodePlain(b) {
-			return
-		}
-		if err := proto.Unmarshal(b, want); err != nil || !proto.Equal(m.Header, want) {
-			t.Errorf("%x became %v, want %v, %v", b, m.Header, want, err)
+		got := s.decode(b)
+		err := proto.UnmarshalOptions{DiscardUnknown: true}.Unmarshal(b, want)
+		switch {
+		case len(want.Frames) > maxFrames && got == nil:
+			t.Errorf("%x has %d frames", b, len(want.Frames))
+		case len(want.Frames) > maxFrames:
+		case (err == nil) != (got == nil):
+			t.Errorf("%x: got %v, want %v", b, got, err)
+		case err == nil && !proto.Equal(m.Header, want):
+			t.Errorf("%x became %v, want %v", b, m.Header, want)
 		}
 	})
 }

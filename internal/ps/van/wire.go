@@ -362,9 +362,6 @@ func (r *reader) data(m *Message) error {
 		return fmt.Errorf("malformed message: it has %d data frames, but its sender has not registered yet",
 			len(frames))
 	}
-	if len(frames) > maxFrames {
-		return fmt.Errorf("malformed message: it has %d frames, want at most %d", len(frames), maxFrames)
-	}
 	var all [maxFrames]int
 	sizes, left := all[:len(frames)], uint64(MaxDataBytes)
 	for i, f := range frames {
