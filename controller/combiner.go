@@ -105,7 +105,7 @@ type heldRequest struct {
 // NewCombiner returns the Combiner of a host for an epoch that begins at the time now. The first of the ranks
 // is the leader. The sets are the process sets with which the job begins.
 func NewCombiner(ranks []topo.Rank, sets []Set, now time.Duration) *Combiner {
-	c := &Combiner{now: now, due: never}
+	c := &Combiner{now: now, due: Never}
 	for _, r := range ranks {
 		c.ranks = append(c.ranks, ledRank{rank: r, part: -1, lastSent: now})
 	}
@@ -649,13 +649,13 @@ func (c *Combiner) Ready() (parts []message.Part, quiet []topo.Rank) {
 
 // expire passes on the votes and requests that were held for holdPeriod.
 func (c *Combiner) expire() {
-	c.due = never
+	c.due = Never
 	for _, s := range c.sets {
 		for bit := range s.bits {
 			if s.bits[bit].count == 0 {
 				continue
 			}
-			oldest := never
+			oldest := Never
 			for m := range s.local {
 				if s.votes[m].Has(uint32(bit)) {
 					oldest = min(oldest, s.bits[bit].at[m])
@@ -678,7 +678,7 @@ func (c *Combiner) expireRequest(s *heldSet, h *heldRequest) {
 	if h.count == 0 {
 		return
 	}
-	oldest := never
+	oldest := Never
 	for m := range h.made {
 		if h.made[m].Kind != message.NoKind {
 			oldest = min(oldest, h.at[m])

@@ -60,8 +60,8 @@ func gap(last, now time.Duration) time.Duration {
 	return 0
 }
 
-// never is a time that the clock never reaches.
-const never = time.Duration(1<<63 - 1)
+// Never is a time that the clock never reaches.
+const Never = time.Duration(1<<63 - 1)
 
 // Set is a process set. Ranks holds its members in ascending order.
 type Set struct {

@@ -458,7 +458,7 @@ func clearer(a, b []topo.Rank) bool { return len(a) == 1 && len(b) > 1 }
 func (c *Coordinator) verdictDue() time.Duration {
 	s := c.suspicion
 	if s == nil {
-		return never
+		return Never
 	}
 	due := s.since + suspectGrace
 	if len(s.suspects) == 1 && len(c.gone(s.suspects)) > 0 {
@@ -708,12 +708,12 @@ func (c *Coordinator) Closed() bool { return c.state == closed || c.state == fai
 // Next returns the time by which Tick and Ready must be called again, even if nothing arrives before.
 func (c *Coordinator) Next() time.Duration {
 	if c.Closed() {
-		return never
+		return Never
 	}
 	if c.now < c.quiet {
 		return c.quiet
 	}
-	next := never
+	next := Never
 	for r := range c.ranks {
 		k := &c.ranks[r]
 		if c.leaderOf(topo.Rank(r)) != topo.Rank(r) {

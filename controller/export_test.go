@@ -1,8 +1,6 @@
 package controller
 
 import (
-	"time"
-
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
@@ -13,9 +11,6 @@ const (
 	VerdictTimeout  = verdictTimeout
 	CloseTimeout    = closeTimeout
 )
-
-// Never is the time that Next returns if no turn is due.
-const Never time.Duration = never
 
 // CachedAndRequested returns a name that is both in the cache of a set and in its request table, or "" if
 // there is none. The coordinator must never let a name be in both.

@@ -271,7 +271,7 @@ func (m *Member) Suspect(ranks []topo.Rank, reason string) {
 // the leader that sends them, has failed. Ranks that suspect nobody come to the same verdict later.
 func (m *Member) ownVerdictDue() time.Duration {
 	if m.suspected == nil {
-		return never
+		return Never
 	}
 	return max(m.suspectedAt+verdictTimeout, m.lastReceived+2*heartbeatPeriod)
 }
@@ -644,7 +644,7 @@ func (m *Member) Closed() bool { return m.state == memberClosed }
 // Next returns the time by which Tick and Ready must be called again, even if nothing happens before.
 func (m *Member) Next() time.Duration {
 	if m.state == memberClosed || m.state == memberFailed {
-		return never
+		return Never
 	}
 	return min(m.nextHeartbeat(false), m.lastReceived+m.cfg.LivenessTimeout, m.ownVerdictDue())
 }

@@ -43,7 +43,7 @@ func (l *grantList) remove(g *Grant) {
 func (m *Member) nextHeartbeat(sends bool) time.Duration {
 	next := m.lastSent + heartbeatPeriod
 	if sends {
-		next = never
+		next = Never
 	}
 	if g := m.running.oldest; g != nil {
 		next = min(next, max(g.since, m.lastBeat)+heartbeatPeriod)

@@ -87,7 +87,7 @@ type waits struct {
 }
 
 func newWaits(warning, shutdown, now time.Duration, ranks int) *waits {
-	w := &waits{now: now, checkAfter: warning, due: never, late: analysis.NewHeld(ranks)}
+	w := &waits{now: now, checkAfter: warning, due: Never, late: analysis.NewHeld(ranks)}
 	if shutdown > 0 && (warning == 0 || shutdown < warning) {
 		w.checkAfter = shutdown
 	}
@@ -157,7 +157,7 @@ func (c *Coordinator) checkStalls() {
 	if c.now < c.waits.due {
 		return
 	}
-	c.waits.due = never
+	c.waits.due = Never
 	for _, s := range c.sets.sets {
 		s.eachWaiting(func(w *wait, _ groupKey, stall func() Stall) {
 			if c.leaving == 0 || c.isAwaited(s, stall()) {
@@ -171,7 +171,7 @@ func (c *Coordinator) checkStalls() {
 // checkStall checks one tensor. If the tensor has waited for long enough, checkStall reports it or stops the
 // job because of it.
 func (c *Coordinator) checkStall(w *wait, waited time.Duration, stall func() Stall) {
-	next := never
+	next := Never
 	if period := c.cfg.StallWarning; period > 0 {
 		if n := int(waited / period); n > w.reports {
 			w.reports = n

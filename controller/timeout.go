@@ -253,7 +253,7 @@ func (s *setState) isReady(tensor string) bool {
 // the set hold up the other ranks. Grants whose ages differ by less than a heartbeat period count as equally
 // old. If no heartbeat names a grant of the set, unfinished returns none.
 func (c *Coordinator) unfinished(set topo.ProcessSetID) (ranks []topo.Rank, why string) {
-	oldest := never
+	oldest := Never
 	for r := range c.ranks {
 		if x := &c.ranks[r].executing; x.tensor != "" && x.set == set {
 			oldest = min(oldest, x.since)

@@ -3,6 +3,7 @@ package engine
 import (
 	"time"
 
+	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/trace"
@@ -46,7 +47,7 @@ func (e *Engine) probe() {
 	c.period = min(max(2*c.period, firstProbePeriod), probePeriod)
 	c.due = e.now + c.period
 	if e.cfg.Rank == 0 {
-		c.due = never
+		c.due = controller.Never
 		e.observer.align(trace.Offset{At: e.now, Job: c.Job()})
 		return
 	}
@@ -58,7 +59,7 @@ func (e *Engine) probe() {
 // later send reports the error.
 func (e *Engine) sendProbe() {
 	e.clock.left--
-	frame := message.AppendProbe(e.scratch.frame[:0], &message.Probe{Sent: uint64(e.observer.since())})
+	frame := message.AppendProbe(e.scratch.frame[:0], &message.Probe{Sent: uint64(e.observer.Since())})
 	e.scratch.frame = frame
 	_ = e.sendUp(frame)
 }
@@ -67,14 +68,14 @@ func (e *Engine) sendProbe() {
 // rank evaluates the answer from rank 0. handleProbe returns an error if the frame cannot be decoded, which
 // is the fault of the sender.
 func (e *Engine) handleProbe(from topo.Rank, frame []byte) error {
-	at := e.observer.since()
+	at := e.observer.Since()
 	p, err := message.DecodeProbe(frame)
 	if err != nil {
 		return err
 	}
 	if e.cfg.Rank == 0 {
 		p.Received, p.Monotonic, p.Domain = uint64(at), uint64(e.clock.Monotonic), e.clock.Domain
-		p.Replied = uint64(e.observer.since())
+		p.Replied = uint64(e.observer.Since())
 		answer := message.AppendProbe(nil, &p)
 		_, _ = e.sendDown(from, answer)
 		return nil
@@ -92,7 +93,7 @@ func (e *Engine) handleProbeReply(at time.Duration, p *message.Probe) {
 	switch roundTrip := (at - sent) - (replied - received); {
 	case p.Domain == c.Domain && c.Domain != "":
 		m.Offset = c.Monotonic - time.Duration(p.Monotonic)
-		c.due, c.left = never, 0 // both ranks read the same clock, so the offset never changes
+		c.due, c.left = controller.Never, 0 // both ranks read the same clock, so the offset never changes
 	case sent < 0 || sent > at || received < 0 || replied < received || roundTrip < 0:
 		return // the times contradict each other
 	default:

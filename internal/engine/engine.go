@@ -28,6 +28,7 @@ import (
 
 	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/internal/cuda"
+	"github.com/gohvd/gohvd/internal/exec"
 	"github.com/gohvd/gohvd/internal/logs"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/topo"
@@ -150,8 +151,7 @@ type Engine struct {
 	log    *zap.Logger
 	traced bool // whether the log has level trace
 	start  time.Time
-	ctx    context.Context
-	cancel context.CancelCauseFunc // aborts the operations that the lanes execute
+	exec   *exec.Executor
 	// links are the control connections: to rank 0 or to the leader, and at rank 0 and at leaders those to
 	// other ranks. routes has by rank the link over which this rank reaches it, or nil. leaders has by rank
 	// the rank that passes on its frames to rank 0, or is nil (see Config.leaders).
@@ -161,8 +161,7 @@ type Engine struct {
 	sched   *scheduler
 
 	// Any goroutine may use these fields.
-	lanes     laneTable
-	running   sync.WaitGroup // the goroutines of the lanes
+	sets      setTable
 	observer  observer
 	published atomic.Pointer[trace.Coordinator] // a copy of the coordinator's counters (see publish)
 	// receiving has the channels over which messages of ranks that have shut down may still arrive.
@@ -197,13 +196,12 @@ type Engine struct {
 	cycleTime   time.Duration // HOROVOD_CYCLE_TIME or the value that rank 0 has chosen since
 	granted     int           // number of grants that were dispatched and are not finished
 	onDevices   uint64        // number of grants on devices that were dispatched
-	started     []*lane       // lanes with work that a turn has started
 	stopped     bool          // whether the coordinator's stop was applied
 	stopCause   error         // *StallError or *PeerError; nil if this rank asked for the stop
 	due         time.Duration // the earliest deadline of the operations in flight
 	expiredDue  time.Duration // the time of the next report that the context of Shutdown has ended, or never
 	stallLog    stallLog
-	works       []*work // work values that later grants can reuse
+	works       []*exec.Work // work values that later grants can reuse
 	scratch     struct {
 		entries  []*tensorqueue.Entry
 		failed   []event
@@ -219,7 +217,7 @@ type Engine struct {
 }
 
 type finishedWork struct {
-	w   *work
+	w   *exec.Work
 	err error
 }
 
@@ -238,7 +236,8 @@ func Start(ctx context.Context, cfg Config) (*Engine, error) {
 		cfg.MaxResultBytes = int64(host.Totalram) * int64(host.Unit)
 	}
 	e := &Engine{
-		cfg: cfg, log: cfg.Log, start: time.Now(), due: never, expiredDue: never, cycleTime: cfg.CycleTime,
+		cfg: cfg, log: cfg.Log, start: time.Now(), due: controller.Never, expiredDue: controller.Never,
+		cycleTime: cfg.CycleTime,
 		stop:     make(chan struct{}),
 		ended:    make(chan struct{}),
 		released: make(chan struct{}),
@@ -255,15 +254,18 @@ func Start(ctx context.Context, cfg Config) (*Engine, error) {
 	if cfg.ClockDomain != "" {
 		e.clock.Domain = cfg.ClockDomain
 	}
-	e.ctx, e.cancel = context.WithCancelCause(context.Background())
+	e.exec = exec.New(exec.Config{
+		Backends: cfg.Backends, Devices: cfg.Devices, MaxResultBytes: cfg.MaxResultBytes,
+		Observer: &e.observer, Finished: e.workFinished, Retire: e.retire, Pin: e.pin, Log: e.log,
+	})
 	e.flushing, e.endFlush = context.WithCancel(context.Background())
-	e.sched = newScheduler(e, e.observer.since, e.stop)
+	e.sched = newScheduler(e, e.observer.Since, e.stop)
 	e.log.Debug("init: connecting to the other ranks")
 	if err := e.connect(ctx); err != nil {
 		return nil, e.abandon(err)
 	}
 	e.openPolled()
-	for _, set := range e.sets() {
+	for _, set := range e.firstSets() {
 		if err := e.addSet(set); err != nil {
 			return nil, e.quit(err)
 		}
@@ -279,14 +281,14 @@ func Start(ctx context.Context, cfg Config) (*Engine, error) {
 	return e, nil
 }
 
-// sets returns the process sets that exist from the start.
-func (e *Engine) sets() []controller.Set {
+// firstSets returns the process sets that exist from the start.
+func (e *Engine) firstSets() []controller.Set {
 	return append([]controller.Set{controller.Global(e.cfg.Size)}, e.cfg.Sets...)
 }
 
 // negotiate creates the member, the negotiation and, at rank 0, the coordinator.
 func (e *Engine) negotiate() {
-	sets := e.sets()
+	sets := e.firstSets()
 	lockstep := e.cfg.Lockstep
 	own := slices.DeleteFunc(slices.Clone(sets), func(s controller.Set) bool {
 		return !lockstep && !slices.Contains(s.Ranks, e.cfg.Rank)
@@ -301,7 +303,10 @@ func (e *Engine) negotiate() {
 			DisableGroupFusion: e.cfg.DisableGroupFusion, Deterministic: e.cfg.Deterministic,
 			CycleTime: e.cfg.CycleTime, LivenessTimeout: e.cfg.LivenessTimeout,
 			StallWarning: e.cfg.StallWarning, StallShutdown: e.cfg.StallShutdown,
-			Lockstep: lockstep, Leaders: e.leaders, Plan: e.plan,
+			Lockstep: lockstep, Leaders: e.leaders,
+			// Rank 0 need not be a member of the response's process set, but all lanes have the same
+			// backends.
+			Plan: e.sets.find(topo.Global).lane.Plan,
 		}, 0)
 	}
 	if e.cfg.Tuner != nil {
@@ -312,64 +317,14 @@ func (e *Engine) negotiate() {
 	}
 }
 
-// plan chooses the backend and the algorithm of a response for the coordinator. numBytes is the total size of
-// the response and of all responses that are fused with it, and t has the settings that were changed last, or
-// is nil. plan uses the lane of the global set, because
-// rank 0 need not be a member of the response's process set and all lanes have the same backends.
-func (e *Engine) plan(members []topo.Rank, r *message.Response, numBytes int64,
-	t *message.Tuning) (message.Backend, message.Algorithm, error) {
-	l := e.lanes.all[0]
-	if err := l.checkResult(r.Kind, numBytes); err != nil {
-		return message.NoBackend, message.NoAlgorithm, err
-	}
-	backend, algorithm, err := planTypes(l.manager, members, r, numBytes, t)
-	if err != nil && r.Devices != nil && e.cfg.Devices != nil {
-		// No backend for devices can run r, so the lanes copy the tensors to host memory.
-		inHost := *r
-		inHost.Devices = nil
-		if b, a, refused := planTypes(l.manager, members, &inHost, numBytes, t); refused == nil {
-			return b, a, nil
-		}
-	}
-	return backend, algorithm, err
-}
-
-// planTypes chooses the backend and the algorithm of r. If r is a group with several element types, they are
-// reduced one after another, and all types must have the same backend. If the algorithms for the types
-// differ, planTypes chooses message.Direct, which has no preconditions.
-func planTypes(m *ops.Manager, members []topo.Rank, r *message.Response, numBytes int64,
-	t *message.Tuning) (backend message.Backend, algorithm message.Algorithm, err error) {
-	if len(r.Parts) == 0 || r.DType.Valid() {
-		return m.Plan(members, r, numBytes, t)
-	}
-	one := *r
-	one.Parts = nil
-	for dt := range r.Parts.Types() {
-		one.DType = dt
-		b, a, err := m.Plan(members, &one, numBytes, t)
-		switch {
-		case err != nil:
-			return message.NoBackend, message.NoAlgorithm, err
-		case backend == message.NoBackend:
-			backend, algorithm = b, a
-		case b != backend:
-			return message.NoBackend, message.NoAlgorithm,
-				fmt.Errorf("no backend supports all element types of the group: the backend is %v for %v, but %v for another type", b, dt, backend)
-		case a != algorithm:
-			algorithm = message.Direct
-		}
-	}
-	return backend, algorithm, nil
-}
-
 // abandon closes the mesh and returns the error with which Start fails.
 func (e *Engine) abandon(err error) error { return errors.Join(err, e.cfg.Mesh.Close()) }
 
 // quit ends the lanes, closes the mesh and returns the error with which Start fails.
 func (e *Engine) quit(err error) error {
-	e.cancel(err)
+	e.exec.Abort(err)
 	e.endLanes(err)
-	e.running.Wait()
+	e.exec.Wait()
 	return e.abandon(err)
 }
 
@@ -467,8 +422,8 @@ func (e *Engine) Shutdown(ctx context.Context, why Departure) error {
 
 // depart closes the queues and makes the loop take this rank out of the job.
 func (e *Engine) depart(how *leaving) {
-	for _, l := range e.lanes.snapshot() {
-		l.queue.Close(ErrShutDown)
+	for _, s := range e.sets.snapshot() {
+		s.queue.Close(ErrShutDown)
 	}
 	e.quitMessages(ErrShutDown)
 	e.leaving.Store(how)

@@ -27,12 +27,7 @@ func (e *Engine) SetSpin(d time.Duration) {
 }
 
 // Queued returns the number of grants that wait in the lane of a process set.
-func (e *Engine) Queued(set topo.ProcessSetID) int {
-	l := e.lanes.find(set)
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return len(l.todo)
-}
+func (e *Engine) Queued(set topo.ProcessSetID) int { return e.sets.find(set).lane.Queued() }
 
 // SetDeferralPeriod sets the time for which NotifyLater defers a notification. It must be called before
 // NotifyLater.

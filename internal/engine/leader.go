@@ -59,7 +59,7 @@ func (e *Engine) setLeaders() (peers []topo.Rank) {
 		return []topo.Rank{e.leaderOf(e.cfg.Rank)}
 	}
 	if len(led) > 1 {
-		e.combiner = controller.NewCombiner(led, e.sets(), 0)
+		e.combiner = controller.NewCombiner(led, e.firstSets(), 0)
 	}
 	return append([]topo.Rank{0}, led[1:]...)
 }

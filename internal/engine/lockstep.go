@@ -168,7 +168,7 @@ func (n *lockstep) turn() error {
 		return err
 	}
 	if now := n.e.now; now-n.last > longTurn {
-		n.deadline += min(now-n.last, never-n.deadline) // the process was stopped for this time
+		n.deadline += min(now-n.last, controller.Never-n.deadline) // the process was stopped for this time
 	}
 	n.last = n.e.now
 	for n.step() {
@@ -340,7 +340,7 @@ func (n *lockstep) decide(ups []*message.Up) {
 // expire fails the ranks for which the pending collective waits, even if they have sent heartbeats. If it is
 // unknown for which ranks the collective waits, all ranks are suspects.
 func (n *lockstep) expire() {
-	n.deadline = never
+	n.deadline = controller.Never
 	limit := 2 * n.e.cfg.LivenessTimeout
 	reason := fmt.Sprintf("it has not entered a negotiation cycle for %v, although it sends heartbeats", limit)
 	missing := n.collectives.Missing()

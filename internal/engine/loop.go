@@ -10,7 +10,9 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/gohvd/gohvd/controller"
+	"github.com/gohvd/gohvd/internal/exec"
 	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/outcome"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/tensorqueue"
@@ -20,7 +22,7 @@ import (
 // connections and the goroutines.
 func (e *Engine) BackgroundThreadLoop() {
 	defer close(e.released)
-	defer e.cancel(nil)
+	defer e.exec.Abort(nil)
 	defer e.endFlush()
 	e.pin()
 	var connected sync.WaitGroup
@@ -73,38 +75,37 @@ func (e *Engine) answer(err error) {
 	if errors.As(reason, &p) {
 		e.reportVerdict(p)
 	}
-	for _, l := range e.lanes.all {
-		l.queue.Close(reason)
+	for _, s := range e.sets.all {
+		s.queue.Close(reason)
 	}
 	e.sched.mu.Lock() // a driver may still hold the lock
 	e.handOff()
 	e.sched.mu.Unlock()
 	e.endLanes(err)
 	if err != nil {
-		e.cancel(err)
+		e.exec.Abort(err)
 	}
 	ended := reason
 	if err == nil && e.stopCause != nil {
 		ended = e.stopCause
 	}
 	e.endMessages(ended, err == nil)
-	e.running.Wait()
-	for _, l := range e.lanes.all {
-		all := func(*tensorqueue.Entry) bool { return true }
-		l.queue.FinishAll(all, func(entry *tensorqueue.Entry) error { return l.abandon(entry, reason) })
+	e.exec.Wait()
+	for _, s := range e.sets.all {
+		e.endEntries(s, reason, func(*tensorqueue.Entry) bool { return true })
 	}
 }
 
 // endLanes makes the lanes return when no work is left. If err is not nil, work that has not begun ends with
 // err.
 func (e *Engine) endLanes(err error) {
-	for _, l := range e.lanes.all {
-		l.end(err)
+	for _, s := range e.sets.all {
+		s.lane.End(err)
 	}
 }
 
-// laneFinished reports to the next turn that w has ended on a lane. Any goroutine may call it.
-func (e *Engine) laneFinished(w *work, err error) {
+// workFinished reports to the next turn that w has ended, or has failed with err. Any goroutine may call it.
+func (e *Engine) workFinished(w *exec.Work, err error) {
 	e.mu.Lock()
 	e.finished = append(e.finished, finishedWork{w, err})
 	e.reported.Store(true)
@@ -147,7 +148,7 @@ func (e *Engine) RunLoopOnce() (next time.Duration, over bool, err error) {
 		if l := e.leaving.Load(); l != nil && l.expired && slices.Equal(e.member.Verdict().Ranks, e.self()) {
 			return 0, true, ErrClosed
 		}
-		return 0, true, newPeerError(e.member.Verdict())
+		return 0, true, outcome.OfVerdict(e.member.Verdict())
 	case e.member.Closed() && e.granted > 0:
 		return 0, true, ErrCutShort
 	case e.member.Closed():
@@ -193,8 +194,8 @@ func (e *Engine) takeFinished() {
 			continue // this rank closed its connections; the control connections report that too
 		}
 		if f.err != nil {
-			e.log.Warn("an operation failed", zap.Stringer("operation", f.w.grant.Responses[0].Kind),
-				zap.String("tensor", f.w.grant.Responses[0].Name), zap.Error(f.err))
+			e.log.Warn("an operation failed", zap.Stringer("operation", f.w.Grant.Responses[0].Kind),
+				zap.String("tensor", f.w.Grant.Responses[0].Name), zap.Error(f.err))
 			e.member.Suspect(blame(f.err, e.cfg.Rank))
 			continue
 		}
@@ -204,13 +205,13 @@ func (e *Engine) takeFinished() {
 }
 
 // retire releases w, whose results were reported. It reports whether a turn must follow.
-func (e *Engine) retire(w *work) (more bool) {
+func (e *Engine) retire(w *exec.Work) (more bool) {
 	e.granted--
-	if r := w.grant.Responses[0]; r.Kind == message.RemoveProcessSet {
+	if r := w.Grant.Responses[0]; r.Kind == message.RemoveProcessSet {
 		e.dropSet(r.Set)
 	}
-	more = e.member.Finished(w.grant)
-	w.reset()
+	more = e.member.Finished(w.Grant)
+	w.Reset()
 	e.works = append(e.works, w)
 	return more
 }
@@ -219,12 +220,12 @@ func (e *Engine) takeRequests() {
 	// Read leaving before the queues, so that requests that were submitted before the shutdown are sent
 	// before it or together with it.
 	leaving, accepts := e.leaving.Load(), e.negotiation.accepts()
-	for _, l := range e.lanes.all {
+	for _, s := range e.sets.all {
 		switch {
-		case !l.queue.Waiting():
+		case !s.queue.Waiting():
 		case accepts:
 			e.sched.extend()
-			e.submit(l)
+			e.submit(s)
 		default:
 			e.due = min(e.due, e.now+waitingPeriod)
 		}
@@ -242,11 +243,11 @@ func (e *Engine) takeRequests() {
 	}
 }
 
-// submit passes the queued requests of a lane to the controller.
-func (e *Engine) submit(l *lane) {
+// submit passes the queued requests of a set to the controller.
+func (e *Engine) submit(from *processSet) {
 	now := e.now
 	s := &e.scratch
-	s.entries = l.queue.Pop(s.entries[:0])
+	s.entries = from.queue.Pop(s.entries[:0])
 	if len(s.entries) > 0 {
 		e.negotiation.took(s.entries[0].Times.Submitted)
 	}
@@ -255,7 +256,7 @@ func (e *Engine) submit(l *lane) {
 			entry.Finish(&UsageError{Op: entry.Request.Kind.String(), Tensor: entry.Request.Name, Err: err})
 			continue
 		}
-		l.voted.add(entry)
+		from.voted.add(entry)
 		// The entry may have been submitted during this turn, and so later than now. Its times must be in
 		// order.
 		entry.Times.Sent.Store(int64(max(now, entry.Times.Submitted)))
@@ -271,7 +272,7 @@ func (e *Engine) submit(l *lane) {
 // it stops because a tensor has stalled.
 func (e *Engine) stopFor(ranks []topo.Rank, reason string) error {
 	if len(ranks) > 0 {
-		p := newPeerError(&controller.Verdict{Ranks: ranks, Reason: reason})
+		p := outcome.OfVerdict(&controller.Verdict{Ranks: ranks, Reason: reason})
 		p.ShutDown = true
 		e.stopCause = p
 		e.reportVerdict(p)
@@ -296,13 +297,13 @@ func (e *Engine) reportVerdict(p *PeerError) {
 // dispatch finds this rank's tensors for a grant and starts the operation in this turn or pushes it to the
 // lane. If this rank cannot execute the grant, it returns an error and the ranks to suspect.
 func (e *Engine) dispatch(g *controller.Grant) (suspects []topo.Rank, err error) {
-	var w *work
+	var w *exec.Work
 	if n := len(e.works); n > 0 {
 		w, e.works = e.works[n-1], e.works[:n-1]
 	} else {
-		w = new(work)
+		w = new(exec.Work)
 	}
-	w.grant = g
+	w.Grant = g
 	if err := e.match(w); err != nil {
 		return []topo.Rank{0}, err // the coordinator sent a wrong grant
 	}
@@ -312,15 +313,15 @@ func (e *Engine) dispatch(g *controller.Grant) (suspects []topo.Rank, err error)
 		return suspects, err
 	}
 	e.granted++
-	if w.onDevices() {
-		w.order = e.onDevices
+	if w.OnDevices() {
+		w.Order = e.onDevices
 		e.onDevices++
 	}
 	e.measure(g)
 	e.sched.extend()
-	if !e.startInTurn(l, w) {
+	if !e.sched.drivable || !e.exec.StartInTurn(l, w, e.now, !e.sched.background.Load()) {
 		e.sched.dispatched = true
-		l.push(w)
+		l.Push(w)
 	}
 	return nil, nil
 }
@@ -337,41 +338,41 @@ func (e *Engine) measure(g *controller.Grant) {
 
 // match finds this rank's tensors for the grant of w. It returns an error if this rank has not submitted one
 // of the tensors, or has submitted it with other parameters.
-func (e *Engine) match(w *work) error {
-	e.traceGrant(w.grant)
-	w.granted = e.now
+func (e *Engine) match(w *exec.Work) error {
+	e.traceGrant(w.Grant)
+	w.Granted = e.now
 	if e.coordinator != nil && e.tracing {
-		w.arrivals = append(w.arrivals[:0], e.coordinator.Arrivals(w.grant.Set, len(w.grant.Responses))...)
+		w.Arrivals = append(w.Arrivals[:0], e.coordinator.Arrivals(w.Grant.Set, len(w.Grant.Responses))...)
 	}
-	if w.absent = slices.Contains(w.grant.Absent, e.cfg.Rank); w.absent {
+	if w.Absent = slices.Contains(w.Grant.Absent, e.cfg.Rank); w.Absent {
 		return nil
 	}
-	l := e.lanes.find(w.grant.Asked)
-	for i, r := range w.grant.Responses {
+	s := e.sets.find(w.Grant.Asked)
+	for i, r := range w.Grant.Responses {
 		var entry *tensorqueue.Entry
-		if i < len(w.grant.Bits) {
-			entry = l.voted.take(w.grant.Bits[i], r)
+		if i < len(w.Grant.Bits) {
+			entry = s.voted.take(w.Grant.Bits[i], r)
 		}
 		if entry == nil {
-			entry = l.queue.Find(r.Name)
-			l.voted.drop(entry)
+			entry = s.queue.Find(r.Name)
+			s.voted.drop(entry)
 		}
 		if entry == nil {
 			return fmt.Errorf("rank 0 granted %v %q, which rank %d has not submitted", r.Kind, r.Name,
 				e.cfg.Rank)
 		}
-		if q := &entry.Request; r.Kind != message.Error && q.Hit != r && !r.Matches(q, l.me) {
+		if q := &entry.Request; r.Kind != message.Error && q.Hit != r && !r.Matches(q, s.me) {
 			return fmt.Errorf("rank 0 granted %v %q with parameters that differ from the request of rank %d", r.Kind,
 				r.Name, e.cfg.Rank)
 		}
 		if entry.Times.Granted.Load() != 0 {
 			return fmt.Errorf("rank 0 granted %v %q twice", r.Kind, r.Name)
 		}
-		w.granted = max(w.granted, time.Duration(entry.Times.Sent.Load()))
-		entry.Times.Grant.Store(w.grant.Number<<8 | uint64(w.grant.Backend))
-		entry.Times.Granted.Store(int64(w.granted))
+		w.Granted = max(w.Granted, time.Duration(entry.Times.Sent.Load()))
+		entry.Times.Grant.Store(w.Grant.Number<<8 | uint64(w.Grant.Backend))
+		entry.Times.Granted.Store(int64(w.Granted))
 		entry.Response = r
-		w.entries = append(w.entries, entry)
+		w.Entries = append(w.Entries, entry)
 	}
 	return nil
 }

@@ -70,12 +70,12 @@ func (e *Engine) exchange(set topo.ProcessSetID) (*p2p.Exchange, error) {
 	if e.messages.err != nil {
 		return nil, e.messages.err
 	}
-	l := e.lanes.find(set)
-	if l == nil {
+	s := e.sets.find(set)
+	if s == nil {
 		return nil, ErrNoProcessSet
 	}
 	x := p2p.New(p2p.Config{
-		Mesh: e.cfg.Mesh, Lane: transport.MessageLane(set), Ranks: l.set.Ranks, Me: l.me,
+		Mesh: e.cfg.Mesh, Lane: transport.MessageLane(set), Ranks: s.Ranks, Me: s.me,
 		Memory: e.cfg.Memory, Groups: e.cfg.Groups,
 		Failed:       func(err error) { e.channelFailed(set, err) },
 		Silent:       e.sched.notify,

@@ -11,6 +11,7 @@ import (
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
+	"github.com/gohvd/gohvd/ops"
 )
 
 // negotiation carries the requests of the ranks to the coordinator, and the coordinator's grants to the
@@ -153,8 +154,8 @@ func (e *Engine) memberReady() (sent bool) {
 	}
 	if stop {
 		e.stopped = true
-		for _, l := range e.lanes.all {
-			l.refuse(reason)
+		for _, s := range e.sets.all {
+			e.refuse(s, reason)
 		}
 	}
 	return sent
@@ -322,4 +323,17 @@ func (e *Engine) coordinatorReady() {
 	}
 	clear(failed)
 	e.scratch.failed = failed
+}
+
+// blame returns the ranks to suspect after an error during execution, and the reason. The suspect is the peer
+// whose connection failed. If the backend cannot tell which rank failed, all ranks of the operation are
+// suspects. Otherwise the suspect is this rank.
+func blame(err error, self topo.Rank) ([]topo.Rank, string) {
+	if p, ok := errors.AsType[*transport.PeerError](err); ok {
+		return []topo.Rank{p.Peer}, cause(err).Error()
+	}
+	if u, ok := errors.AsType[*ops.UnknownRankError](err); ok {
+		return u.Ranks, err.Error()
+	}
+	return []topo.Rank{self}, err.Error()
 }

@@ -9,6 +9,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/gohvd/gohvd/internal/exec"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/p2p"
 	"github.com/gohvd/gohvd/internal/tensor"
@@ -43,7 +44,6 @@ type observer struct {
 	start    time.Time
 	recorder Recorder // may be nil
 	timeline atomic.Pointer[Timeline]
-	inHost   sync.Map // the reasons that warnInHost has logged
 
 	mu              sync.Mutex
 	fusionThreshold int64
@@ -79,45 +79,11 @@ type counts struct {
 	moved      [message.NumKinds][message.NumBackends][tensor.NumDTypes]uint64
 }
 
-// since returns the time since the engine's start. All times of the engine are counted from its start.
-func (o *observer) since() time.Duration { return time.Since(o.start) }
+// Since returns the time since the engine's start. All times of the engine are counted from its start.
+func (o *observer) Since() time.Duration { return time.Since(o.start) }
 
-// submitted sets the submission time of entries to now, and their deadlines.
-func (o *observer) submitted(entries []*tensorqueue.Entry) {
-	now := o.since()
-	for _, e := range entries {
-		e.Times.Submitted, e.Deadline = max(now, 1), 0
-		if e.Timeout > 0 {
-			e.Deadline = now + min(e.Timeout, never-now)
-		}
-	}
-}
-
-// mark is the beginning of an activity. The activity ends at the next mark.
-type mark struct {
-	activity ops.Activity
-	at       time.Duration
-}
-
-// begin records that w begins at the given time, or at the time of its grant if that is later.
-func (o *observer) begin(w *work, at time.Duration) {
-	at = max(at, w.granted)
-	w.begun = at
-	w.marks = w.marks[:0]
-	if w.watched = o.timeline.Load() != nil; w.watched {
-		w.clock = o.start
-	}
-	for _, e := range w.entries {
-		e.Times.Begun.Store(int64(at))
-	}
-}
-
-// enter records that an activity of w begins, if a timeline is on.
-func (w *work) enter(a ops.Activity) {
-	if w.watched {
-		w.marks = append(w.marks, mark{a, time.Since(w.clock)})
-	}
-}
+// Watched reports whether a timeline is on.
+func (o *observer) Watched() bool { return o.timeline.Load() != nil }
 
 // exchangeNames holds the timeline names of the activity Exchanging, by backend and kind. They follow the
 // pattern of Horovod's names, such as MPI_ALLREDUCE. adasumNames holds those of Adasum.
@@ -162,31 +128,31 @@ func activityName(a ops.Activity, r *message.Response, b message.Backend) string
 	return exchangeNames[b][r.Kind]
 }
 
-// ended records that w has ended. It must be called before the results of w's tensors are reported. err is
+// Ended records that w has ended. It must be called before the results of w's tensors are reported. err is
 // nil if w has completed. Otherwise it is the reason why w has failed.
-func (o *observer) ended(w *work, err error) {
-	now := o.since()
+func (o *observer) Ended(w *exec.Work, err error) {
+	now := o.Since()
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	op := &o.op
-	g := w.grant
+	g := w.Grant
 	*op = trace.Operation{
 		Set: g.Set, Number: g.Number, Kind: g.Responses[0].Kind, Backend: g.Backend, Algorithm: g.Algorithm,
-		Absent:  w.absent,
-		Granted: w.granted, Begun: max(w.begun, w.granted), Ended: now, Failed: err,
+		Absent:  w.Absent,
+		Granted: w.Granted, Begun: max(w.Begun, w.Granted), Ended: now, Failed: err,
 		Activities: op.Activities[:0], Tensors: op.Tensors[:0],
 	}
-	for i, m := range w.marks {
+	for i, m := range w.Marks {
 		end := now
-		if i+1 < len(w.marks) {
-			end = w.marks[i+1].at
+		if i+1 < len(w.Marks) {
+			end = w.Marks[i+1].At
 		}
 		op.Activities = append(op.Activities, trace.Activity{
-			Name:  activityName(m.activity, g.Responses[0], g.Backend),
-			Begun: m.at, End: end})
+			Name:  activityName(m.Activity, g.Responses[0], g.Backend),
+			Begun: m.At, End: end})
 	}
-	members := len(w.arrivals) / max(len(g.Responses), 1)
-	for i, e := range w.entries {
+	members := len(w.Arrivals) / max(len(g.Responses), 1)
+	for i, e := range w.Entries {
 		q := &e.Request
 		op.Kind = q.Kind // do not use the kind of the response, which may be Error
 		t := trace.Tensor{
@@ -201,13 +167,13 @@ func (o *observer) ended(w *work, err error) {
 			t.Bytes = numBytes(e.Parts)
 		}
 		if members > 0 {
-			t.Arrivals = w.arrivals[i*members : (i+1)*members]
+			t.Arrivals = w.Arrivals[i*members : (i+1)*members]
 			// If the timeline was switched on after the first request for a tensor had arrived, the arrival
 			// times of the earlier requests are missing.
 			t.Partial = zeros(t.Arrivals) > len(g.Absent)
 		}
-		if i < len(w.refused) {
-			t.Refused = w.refused[i]
+		if i < len(w.Refused) {
+			t.Refused = w.Refused[i]
 		}
 		op.Tensors = append(op.Tensors, t)
 	}
@@ -329,7 +295,7 @@ func (o *observer) count(op *trace.Operation, responses []*message.Response) {
 // messageEnded records that the message m of process set set has ended at rank me. It must be called before
 // the result of m is reported. err is its error or nil.
 func (o *observer) messageEnded(me topo.Rank, set topo.ProcessSetID, m *p2p.Op, err error) {
-	p, now := o.pendingMessage(set, m), o.since()
+	p, now := o.pendingMessage(set, m), o.Since()
 	n := trace.Tensor{DType: p.DType, Bytes: int64(len(m.Buf)), Submitted: p.Submitted}
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -439,7 +405,7 @@ func (e *Engine) Watch(t Timeline) (before Timeline) {
 			t.Offset(o.offset)
 		}
 		if o.tuning != nil && o.tunes {
-			t.Tuned(o.since(), o.tuning)
+			t.Tuned(o.Since(), o.tuning)
 		}
 	}
 	if old := o.timeline.Swap(next); old != nil {
@@ -463,8 +429,8 @@ func (e *Engine) Clock() trace.Clock { return e.clock.Clock }
 // goroutine may call Pending.
 func (e *Engine) Pending() []trace.Pending {
 	var all []trace.Pending
-	for _, l := range e.lanes.snapshot() {
-		l.queue.Each(func(entry *tensorqueue.Entry) {
+	for _, s := range e.sets.snapshot() {
+		s.queue.Each(func(entry *tensorqueue.Entry) {
 			q, t := &entry.Request, &entry.Times
 			grant := t.Grant.Load()
 			var among []topo.Rank
@@ -472,7 +438,7 @@ func (e *Engine) Pending() []trace.Pending {
 				among = q.Ranks
 			}
 			all = append(all, trace.Pending{
-				Set: l.set.ID, Number: grant >> 8, Backend: message.Backend(grant), Kind: q.Kind,
+				Set: s.ID, Number: grant >> 8, Backend: message.Backend(grant), Kind: q.Kind,
 				Name: q.Name, DType: q.DType, Shape: q.Shape, Submitted: t.Submitted,
 				Sent: time.Duration(t.Sent.Load()), Granted: time.Duration(t.Granted.Load()),
 				Begun: time.Duration(t.Begun.Load()), Among: among,
@@ -520,8 +486,8 @@ func (e *Engine) Stats() trace.Stats {
 	st.FusionThresholdBytes = o.fusionThreshold
 	o.mu.Unlock()
 	st.Rank, st.Size = int(e.cfg.Rank), e.cfg.Size
-	for _, l := range e.lanes.snapshot() {
-		st.InFlight += l.queue.Len()
+	for _, s := range e.sets.snapshot() {
+		st.InFlight += s.queue.Len()
 	}
 	st.InFlight += e.messagesInFlight()
 	st.Coordinator = e.published.Load()

@@ -7,6 +7,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/internal/shmem"
 	"github.com/gohvd/gohvd/internal/transport"
 )
@@ -199,7 +200,7 @@ func newPollLimits(budget time.Duration, pinned, entersKernel, forClient bool, p
 func newScheduler(l loop, clock func() time.Duration, stop <-chan struct{}) *scheduler {
 	s := &scheduler{loop: l, peers: transport.Alone{}, clock: clock, stop: stop, wake: make(chan struct{}, 1),
 		timer: time.NewTimer(0)}
-	s.deferred.timer = time.AfterFunc(never, s.deferralEnds)
+	s.deferred.timer = time.AfterFunc(controller.Never, s.deferralEnds)
 	s.deferred.timer.Stop()
 	s.deferred.period = deferralPeriod
 	return s

@@ -10,6 +10,8 @@ import (
 	"testing"
 	"testing/synctest"
 	"time"
+
+	"github.com/gohvd/gohvd/controller"
 )
 
 // fakeLoop implements loop and peers for tests of the scheduler. The test determines what the turns of the
@@ -217,7 +219,7 @@ func TestSchedulerPollsOnlyAfterDrive(t *testing.T) {
 		if got := polls(); got != 1 {
 			t.Errorf("%d polls after a turn, want 1", got)
 		}
-		s.drive(t.Context(), never, func() bool { return true })
+		s.drive(t.Context(), controller.Never, func() bool { return true })
 		if got, want := polls(), int(pollBudget/time.Microsecond); got < want || got > want+pollsPerClock {
 			t.Errorf("%d polls after a drive, want %d", got, want)
 		}
@@ -265,9 +267,9 @@ func TestSchedulerDrives(t *testing.T) {
 			}
 		}
 		l.nextTurns(func() (time.Duration, bool, error) { return 0, true, over })
-		s.drive(t.Context(), never, func() bool { return false })
+		s.drive(t.Context(), controller.Never, func() bool { return false })
 		before := len(l.took())
-		s.drive(t.Context(), never, func() bool { t.Error("a driver waits after the loop is over"); return true })
+		s.drive(t.Context(), controller.Never, func() bool { t.Error("a driver waits after the loop is over"); return true })
 		if got := l.took(); len(got) > 0 || before != 1 {
 			t.Errorf("%d turns and then turns at %v, want one turn, which ends the loop", before, got)
 		}
@@ -280,7 +282,7 @@ func TestSchedulerHandsOff(t *testing.T) {
 	scheduled(t, pollBudget, ErrClosed, func(t *testing.T, s *scheduler, l *fakeLoop) {
 		due := l.clock() + time.Second
 		l.nextTurns(func() (time.Duration, bool, error) { return due, false, nil })
-		s.drive(t.Context(), never, func() bool { return true })
+		s.drive(t.Context(), controller.Never, func() bool { return true })
 		l.took()
 		l.nextTurns(nil)
 		time.Sleep(time.Minute)
@@ -303,7 +305,7 @@ func TestSchedulerHandsOff(t *testing.T) {
 					pass()
 				}
 			}
-			s.drive(t.Context(), never, func() bool {
+			s.drive(t.Context(), controller.Never, func() bool {
 				if !parking {
 					pass()
 				}
@@ -322,7 +324,7 @@ func TestSchedulerHandsOff(t *testing.T) {
 			s.notify()
 			synctest.Wait() // BackgroundThreadLoop has found the lock held
 		}
-		s.drive(t.Context(), never, func() bool { return true })
+		s.drive(t.Context(), controller.Never, func() bool { return true })
 		if got := l.took(); len(got) != 2 {
 			t.Errorf("notified while parking: turns at %v, want one by the driver and one at once", got)
 		}
@@ -339,7 +341,7 @@ func TestSchedulerEndsAfterDrivers(t *testing.T) {
 		s.wakeBackground()
 		synctest.Wait() // BackgroundThreadLoop has found the lock held
 		s.mu.Unlock()
-		s.drive(t.Context(), never, func() bool { return true })
+		s.drive(t.Context(), controller.Never, func() bool { return true })
 		synctest.Wait()
 		if !s.mu.TryLock() {
 			t.Fatal("the lock is held")
@@ -360,7 +362,7 @@ func TestSchedulerParksForAMoment(t *testing.T) {
 		}{{soon / 2, 0}, {2 * soon, 1}} {
 			parks, unparks := l.parks, l.unparks
 			l.nextTurns(func() (time.Duration, bool, error) { return l.clock() + c.due, false, nil })
-			s.drive(t.Context(), never, func() bool { return true })
+			s.drive(t.Context(), controller.Never, func() bool { return true })
 			if got := l.parks - parks; got != c.parks || !s.parked.Load() {
 				t.Errorf("next turn in %v: parked %d times, want %d", c.due, got, c.parks)
 			}
@@ -409,7 +411,7 @@ func TestSchedulerTakesTheLock(t *testing.T) {
 				!s.parked.Load()
 		})
 		var driver sync.WaitGroup
-		driver.Go(func() { s.drive(t.Context(), never, end.Load) })
+		driver.Go(func() { s.drive(t.Context(), controller.Never, end.Load) })
 		until("the driver has the lock", func() bool {
 			return turns.Load() == 2 && !s.background.Load() &&
 				!s.wanted.Load()
@@ -417,7 +419,7 @@ func TestSchedulerTakesTheLock(t *testing.T) {
 		if s.parked.Load() {
 			t.Error("parked while a driver polls")
 		}
-		s.drive(t.Context(), never, func() bool { t.Error("a second driver waits"); return true })
+		s.drive(t.Context(), controller.Never, func() bool { t.Error("a second driver waits"); return true })
 		until("a turn for the second driver", func() bool { return turns.Load() == 3 })
 		end.Store(true)
 		driver.Wait()
@@ -502,7 +504,7 @@ func TestSchedulerDefers(t *testing.T) {
 		}
 		at = l.clock()
 		queue()
-		s.drive(t.Context(), never, func() bool { return true })
+		s.drive(t.Context(), controller.Never, func() bool { return true })
 		if got := l.took(); len(got) == 0 || got[0] != at {
 			t.Errorf("driven at %v: turns at %v", at, got)
 		}
@@ -585,7 +587,7 @@ func TestDriveAfterSubmission(t *testing.T) {
 				want = s.now + c.newest
 			}
 			s.deferred.armed.Store(c.deferred)
-			s.drive(t.Context(), never, func() bool { return true })
+			s.drive(t.Context(), controller.Never, func() bool { return true })
 			if s.now != want {
 				t.Errorf("%+v: the turn began at %v, want %v", c, s.now, want)
 			}

@@ -1,38 +1,44 @@
 package engine
 
 import (
-	"errors"
 	"slices"
 	"sync/atomic"
 
 	"github.com/gohvd/gohvd/controller"
+	"github.com/gohvd/gohvd/internal/exec"
 	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/outcome"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// ErrNoProcessSet reports that the process set of an operation was removed or does not contain this rank. If
-// a set is removed, the operations that wait in it also fail with this error.
-var ErrNoProcessSet = errors.New("the process set was removed, or this rank is not a member of it")
+// processSet is a process set to which this rank belongs.
+type processSet struct {
+	controller.Set
+	me    int // the position of this rank in the set
+	queue *tensorqueue.Queue
+	voted votes // submitted entries, indexed by their cache bits; only the loop uses it
+	lane  *exec.Lane
+}
 
-// laneTable holds the lanes of the process sets to which this rank belongs. Only the loop changes it.
-type laneTable struct {
+// setTable holds the process sets to which this rank belongs. Only the loop changes it.
+type setTable struct {
 	// all is sorted by process set. A removed set stays in all until the last work of the set is done. The
 	// loop does not change the slice but replaces it, because other goroutines read it.
-	all []*lane
+	all []*processSet
 	// shared points to the same slice as all, for goroutines other than the loop.
-	shared atomic.Pointer[[]*lane]
+	shared atomic.Pointer[[]*processSet]
 	// released is an ID. The mesh has released the lanes of all process sets with lower IDs that are not in
 	// all.
 	released topo.ProcessSetID
 }
 
-// find returns the lane of a set, or nil if there is none. Any goroutine may call it.
-func (t *laneTable) find(id topo.ProcessSetID) *lane {
+// find returns the set with the given ID, or nil if there is none. Any goroutine may call it.
+func (t *setTable) find(id topo.ProcessSetID) *processSet {
 	all := t.snapshot()
-	if len(all) > 0 && all[0].set.ID == id {
-		return all[0] // usually the lane of the global set
+	if len(all) > 0 && all[0].ID == id {
+		return all[0] // usually the global set
 	}
 	if i, ok := search(all, id); ok {
 		return all[i]
@@ -40,56 +46,47 @@ func (t *laneTable) find(id topo.ProcessSetID) *lane {
 	return nil
 }
 
-func search(all []*lane, id topo.ProcessSetID) (int, bool) {
-	return slices.BinarySearchFunc(all, id, func(l *lane, id topo.ProcessSetID) int {
-		return int(l.set.ID) - int(id)
+func search(all []*processSet, id topo.ProcessSetID) (int, bool) {
+	return slices.BinarySearchFunc(all, id, func(s *processSet, id topo.ProcessSetID) int {
+		return int(s.ID) - int(id)
 	})
 }
 
-func (t *laneTable) add(l *lane) {
-	i, _ := search(t.all, l.set.ID)
-	t.replace(slices.Insert(slices.Clone(t.all), i, l))
+func (t *setTable) add(s *processSet) {
+	i, _ := search(t.all, s.ID)
+	t.replace(slices.Insert(slices.Clone(t.all), i, s))
 }
 
-func (t *laneTable) drop(id topo.ProcessSetID) {
+func (t *setTable) drop(id topo.ProcessSetID) {
 	if i, ok := search(t.all, id); ok {
 		t.replace(slices.Delete(slices.Clone(t.all), i, i+1))
 	}
 }
 
-func (t *laneTable) replace(all []*lane) {
+func (t *setTable) replace(all []*processSet) {
 	t.all = all
 	t.shared.Store(&all)
 }
 
-// snapshot returns the lanes. Any goroutine may call it. The caller must not change the slice.
-func (t *laneTable) snapshot() []*lane {
+// snapshot returns the sets. Any goroutine may call it. The caller must not change the slice.
+func (t *setTable) snapshot() []*processSet {
 	if all := t.shared.Load(); all != nil {
 		return *all
 	}
 	return nil
 }
 
-// addSet creates a lane for a set. It does nothing if this rank is not a member of the set. The goroutine of
-// the lane starts with the first work that turns of the loop do not execute, so a set without such work has
-// none.
+// addSet adds a set. It does nothing if this rank is not a member of the set.
 func (e *Engine) addSet(set controller.Set) error {
 	me := slices.Index(set.Ranks, e.cfg.Rank)
 	if me < 0 {
 		return nil
 	}
-	l, err := e.newLane(set, me)
+	lane, err := e.exec.NewLane(set, me)
 	if err != nil {
 		return err
 	}
-	l.spawn = func() {
-		e.running.Go(func() {
-			e.pin()
-			l.run(e.ctx, e.laneFinished)
-			l.manager.Close()
-		})
-	}
-	e.lanes.add(l)
+	e.sets.add(&processSet{Set: set, me: me, queue: tensorqueue.New(), lane: lane})
 	return nil
 }
 
@@ -99,22 +96,22 @@ func (e *Engine) addSet(set controller.Set) error {
 // reported by the lane of the global set. For a removal, it is the lane of the removed set, so that the
 // result comes after the last operation of that set. The entry of the change is in the queue of the set
 // g.Asked.
-func (e *Engine) changeSets(g *controller.Grant) (*lane, error) {
+func (e *Engine) changeSets(g *controller.Grant) (*exec.Lane, error) {
 	switch r := g.Responses[0]; r.Kind {
 	case message.AddProcessSet:
 		if err := e.addSet(controller.Set{ID: r.Set, Ranks: r.Ranks}); err != nil {
 			return nil, err
 		}
 	case message.RemoveProcessSet:
-		if l := e.lanes.find(r.Set); l != nil {
-			l.refuse(ErrNoProcessSet)
-			return l, nil
+		if s := e.sets.find(r.Set); s != nil {
+			e.refuse(s, ErrNoProcessSet)
+			return s.lane, nil
 		}
 	}
-	if l := e.lanes.find(g.Set); l != nil {
-		return l, nil
+	if s := e.sets.find(g.Set); s != nil {
+		return s.lane, nil
 	}
-	return e.lanes.find(g.Asked), nil
+	return e.sets.find(g.Asked).lane, nil
 }
 
 // dropSet releases a set whose last work is done. Every rank releases the lanes of the set in the mesh, even
@@ -122,14 +119,14 @@ func (e *Engine) changeSets(g *controller.Grant) (*lane, error) {
 // because it does not learn when their members remove them. The mesh stores a contiguous range of released
 // lanes in a few bytes, and a lane that was not released would be a gap in the range.
 func (e *Engine) dropSet(id topo.ProcessSetID) {
-	if l := e.lanes.find(id); l != nil {
-		l.end(nil)
-		e.lanes.drop(id)
+	if s := e.sets.find(id); s != nil {
+		s.lane.End(nil)
+		e.sets.drop(id)
 	}
 	e.releaseLanes(id)
-	for ; e.lanes.released < id; e.lanes.released++ {
-		if e.lanes.find(e.lanes.released) == nil {
-			e.releaseLanes(e.lanes.released)
+	for ; e.sets.released < id; e.sets.released++ {
+		if e.sets.find(e.sets.released) == nil {
+			e.releaseLanes(e.sets.released)
 		}
 	}
 }
@@ -141,15 +138,17 @@ func (e *Engine) releaseLanes(id topo.ProcessSetID) {
 	e.dropMessages(id)
 }
 
-// refuse closes the queue of a lane and ends all its entries that have no grant with the given error.
-func (l *lane) refuse(reason error) {
-	l.queue.Close(reason)
-	waits := func(e *tensorqueue.Entry) bool { return e.Times.Granted.Load() == 0 }
-	l.queue.FinishAll(waits, func(e *tensorqueue.Entry) error { return l.abandon(e, reason) })
+// refuse closes the queue of a set and ends all its entries that have no grant with the given error.
+func (e *Engine) refuse(s *processSet, reason error) {
+	e.endEntries(s, reason, func(entry *tensorqueue.Entry) bool { return entry.Times.Granted.Load() == 0 })
 }
 
-// abandon counts an entry that ends without a grant, and returns the error with which the entry ends.
-func (l *lane) abandon(e *tensorqueue.Entry, reason error) error {
-	l.observer.abandoned(max(len(e.Parts), 1))
-	return opError(&e.Request, reason)
+// endEntries closes the queue of a set and ends the entries for which the function which returns true with
+// the given error, without an operation.
+func (e *Engine) endEntries(s *processSet, reason error, which func(*tensorqueue.Entry) bool) {
+	s.queue.Close(reason)
+	s.queue.FinishAll(which, func(entry *tensorqueue.Entry) error {
+		e.observer.abandoned(max(len(entry.Parts), 1))
+		return outcome.Of(&entry.Request, reason)
+	})
 }

@@ -1,7 +1,6 @@
 package engine
 
 import (
-	"math"
 	"time"
 
 	"go.uber.org/zap"
@@ -10,15 +9,12 @@ import (
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
-// never is a time that the clock never reaches.
-const never = time.Duration(math.MaxInt64)
-
 // timeoutReportInterval is the time between two reports of one expired operation by a rank. The rank repeats
 // the report because the coordinator ignores the first one if the request or the grant was on its way.
 const timeoutReportInterval = time.Second
 
 // waitingPeriod is the time after which expire searches requests that wait for a lock-step cycle. The cycle
-// may never come, because another rank has not entered the one before.
+// may controller.Never come, because another rank has not entered the one before.
 const waitingPeriod = 100 * time.Millisecond
 
 // expire reports operations that have not ended by their deadlines to the coordinator. It searches the
@@ -28,9 +24,9 @@ func (e *Engine) expire() {
 	if e.now < e.due {
 		return
 	}
-	e.due = never
-	for _, l := range e.lanes.all {
-		l.queue.Each(func(entry *tensorqueue.Entry) {
+	e.due = controller.Never
+	for _, s := range e.sets.all {
+		s.queue.Each(func(entry *tensorqueue.Entry) {
 			switch {
 			case entry.Deadline == 0:
 			case entry.Deadline <= e.now:
@@ -41,15 +37,14 @@ func (e *Engine) expire() {
 				e.due = min(e.due, entry.Deadline)
 			}
 		})
-		e.due = min(e.due, l.expire(e.now, func(name string, timeout time.Duration) {
-			e.member.Timeout(l.set.ID, name, timeout)
-		}))
+		report := func(name string, timeout time.Duration) { e.member.Timeout(s.ID, name, timeout) }
+		e.due = min(e.due, s.lane.Expire(e.now, timeoutReportInterval, report))
 	}
 }
 
 // expireShutdown reports to the coordinator that the context of Shutdown has ended, and repeats the report.
 func (e *Engine) expireShutdown(l *leaving) {
-	if l.expired && (e.expiredDue == never || e.now >= e.expiredDue) {
+	if l.expired && (e.expiredDue == controller.Never || e.now >= e.expiredDue) {
 		e.member.ExpireShutdown(l.waited)
 		e.expiredDue = e.now + timeoutReportInterval
 	}
@@ -74,7 +69,7 @@ type stallLog struct {
 // due returns the time at which the number of stalls without a line must be logged.
 func (c *stallLog) due() time.Duration {
 	if c.unnamed == 0 {
-		return never
+		return controller.Never
 	}
 	return c.end
 }

@@ -242,7 +242,7 @@ var withoutRow = map[string]string{
 	"ops/shm/alltoall.go":                    "numbers, each compared with a bound",
 	"ops/nccl/backend.go":                    "numbers, each compared with a bound",
 	"ops/mpi/collectives.go":                 "numbers, each compared with a bound",
-	"internal/engine/gather.go":              "numbers, each compared with a bound",
+	"internal/exec/gather.go":                "numbers, each compared with a bound",
 	"internal/launch/agent.go":               "reports of a child that runs this program, through a pipe that only it has",
 	"internal/dial/user.go":                  "answers of the kernel",
 	"cmd/hvdbench/negotiated.go":             "the dump of the same process",

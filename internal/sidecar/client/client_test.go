@@ -605,14 +605,14 @@ func TestPeerFails(t *testing.T) {
 		t.Errorf("got %v", chain(err))
 	}
 	if err := begin(p.execution(sum("y", 1), rank.Buffer{In: floats(1)}))(); !strings.Contains(chain(err),
-		"*engine.PeerError") {
+		".PeerError") {
 		t.Errorf("later: got %v", chain(err))
 	}
-	if err := clients[0].Check(); !strings.Contains(chain(err), "*engine.PeerError") {
+	if err := clients[0].Check(); !strings.Contains(chain(err), ".PeerError") {
 		t.Errorf("check: got %v", chain(err))
 	}
 	if err := clients[0].Shutdown(context.Background(), engine.Departure{}); !strings.Contains(chain(err),
-		"*engine.PeerError") {
+		".PeerError") {
 		t.Errorf("shutdown: got %v", chain(err))
 	}
 	if err := clients[0].Check(); !errors.Is(err, rank.ErrNotInitialized) {

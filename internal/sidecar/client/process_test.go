@@ -246,7 +246,7 @@ func TestRequests(t *testing.T) {
 	if s, err := os.Stat(path); err != nil || s.Size() == 0 {
 		t.Errorf("the timeline: got %v, %v", s, err)
 	}
-	if err := c.StartTimeline(t.Context(), "relative", false); !strings.Contains(chain(err), "*engine.UsageError") {
+	if err := c.StartTimeline(t.Context(), "relative", false); !strings.Contains(chain(err), ".UsageError") {
 		t.Errorf("a relative path: got %v", chain(err))
 	}
 	shutdown(t, clients)

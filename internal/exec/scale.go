@@ -1,4 +1,4 @@
-package engine
+package exec
 
 import (
 	"github.com/gohvd/gohvd/internal/kernel"
@@ -34,9 +34,9 @@ func scalingOf(r *message.Response, dt tensor.DType, ranks int) scaling {
 func (s scaling) ops() ops.Scaling { return ops.Scaling{Pre: s.pre, Post: s.post, Divisor: s.divisor} }
 
 // averageOver returns the divisor of an average: the number of ranks, or only of those that have not joined.
-func (l *lane) averageOver(w *work) int {
-	if w.grant.Responses[0].Op == tensor.AverageActive {
-		return len(l.set.Ranks) - len(w.grant.Absent)
+func (l *Lane) averageOver(w *Work) int {
+	if w.Grant.Responses[0].Op == tensor.AverageActive {
+		return len(l.set.Ranks) - len(w.Grant.Absent)
 	}
 	return len(l.set.Ranks)
 }

@@ -1,4 +1,4 @@
-package engine
+package exec
 
 import (
 	"context"
@@ -9,6 +9,7 @@ import (
 
 	"go.uber.org/zap"
 
+	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/internal/cuda"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/ops"
@@ -16,15 +17,15 @@ import (
 
 // startOnDevices prepares an operation other than an allreduce or a reduce on a tensor that is on CUDA
 // devices. The engine cannot read such a tensor, so the backend gets it as it is.
-func (l *lane) startOnDevices() error {
+func (l *Lane) startOnDevices() error {
 	x := &l.execution
 	w := x.work
-	r := w.grant.Responses[0]
+	r := w.Grant.Responses[0]
 	t := &x.one[0]
 	*t = ops.Tensor{}
 	x.op.NumBytes = r.NumBytes()
-	if !w.absent {
-		t.In, t.Out = w.entries[0].Input, w.entries[0].Output
+	if !w.Absent {
+		t.In, t.Out = w.Entries[0].Input, w.Entries[0].Output
 		x.op.Tensors = x.one[:]
 	}
 	switch x.op.Kind {
@@ -34,7 +35,7 @@ func (l *lane) startOnDevices() error {
 		if err != nil {
 			return err
 		}
-		if t.Out, x.op.Counts = out, counts; !w.absent {
+		if t.Out, x.op.Counts = out, counts; !w.Absent {
 			l.checkGathered(t)
 		}
 	case message.Reducescatter:
@@ -55,12 +56,12 @@ func (l *lane) startOnDevices() error {
 // checkGathered refuses the tensor t of an allgather if its output has another size than the result, or if it
 // overlaps the input, unless the input is where the result has this rank's rows. The other ranks run the
 // operation anyway, so the backend then stores the result in memory of its own.
-func (l *lane) checkGathered(t *ops.Tensor) {
+func (l *Lane) checkGathered(t *ops.Tensor) {
 	w, counts := l.execution.work, l.execution.op.Counts
 	want := sum(counts[:l.me])
 	switch at := int64(uintptr(unsafe.Pointer(unsafe.SliceData(t.In))) -
 		uintptr(unsafe.Pointer(unsafe.SliceData(t.Out)))); {
-	case int64(len(w.entries[0].Output)) != sum(counts):
+	case int64(len(w.Entries[0].Output)) != sum(counts):
 		refuseSize(w, 0, int(sum(counts)))
 	case len(t.In) > 0 && at >= 0 && at < int64(len(t.Out)) && at != want:
 		w.refuse(0, fmt.Errorf("the input begins at byte %d of the output, want byte %d, where the rows of this "+
@@ -71,9 +72,9 @@ func (l *lane) checkGathered(t *ops.Tensor) {
 
 // ready returns the events after which the tensors of w can be used, one for each stream of the program. The
 // slice belongs to the lane, and the next call overwrites it.
-func (l *lane) ready(w *work) []*cuda.Event {
+func (l *Lane) ready(w *Work) []*cuda.Event {
 	ready := l.scratch.ready[:0]
-	for _, e := range w.entries {
+	for _, e := range w.Entries {
 		ready = append(ready, e.Ready...)
 	}
 	l.scratch.ready = ready
@@ -83,12 +84,12 @@ func (l *lane) ready(w *work) []*cuda.Event {
 // completeEarly makes the entries of w complete when their streams wait for the operation, if they have
 // streams. Then run runs the operation to its end without them. A timeline needs the times of the device, so
 // with a timeline they complete at the end.
-func (l *lane) completeEarly(w *work) {
-	if w.watched || w.absent {
+func (l *Lane) completeEarly(w *Work) {
+	if w.watching != nil || w.Absent {
 		return
 	}
 	op := &l.execution.op
-	for _, e := range w.entries {
+	for _, e := range w.Entries {
 		for _, s := range e.Streams {
 			if !slices.Contains(op.Streams, s) {
 				op.Streams = append(op.Streams, s)
@@ -102,10 +103,10 @@ func (l *lane) completeEarly(w *work) {
 
 // launched completes the entries of w, whose operation goes on. The first of their deadlines becomes that of
 // the operation.
-func (l *lane) launched(w *work) {
+func (l *Lane) launched(w *Work) {
 	var first limit
-	for _, e := range w.entries {
-		if due := e.Times.Submitted + min(e.Timeout, never-e.Times.Submitted); e.Timeout > 0 &&
+	for _, e := range w.Entries {
+		if due := e.Times.Submitted + min(e.Timeout, controller.Never-e.Times.Submitted); e.Timeout > 0 &&
 			(first.timeout == 0 || due < first.due) {
 			first = limit{e.Request.Name, e.Timeout, due}
 		}
@@ -114,42 +115,22 @@ func (l *lane) launched(w *work) {
 	l.mu.Lock()
 	l.limit = first
 	l.mu.Unlock()
-	l.answer(w)
-	clear(w.entries) // they may be used again
-	w.entries, w.completed = w.entries[:0], true
-}
-
-// onDevices reports whether the backend gets the tensors of w on CUDA devices.
-func (w *work) onDevices() bool {
-	return w.grant.Responses[0].Devices != nil && w.grant.Backend == message.NCCL
-}
-
-// copied reports whether the tensors of w are on CUDA devices, but the backend gets them in host memory.
-func (w *work) copied() bool {
-	return w.grant.Responses[0].Devices != nil && w.grant.Backend != message.NCCL
-}
-
-// inHost has copies in host memory of the tensors of an operation.
-type inHost struct {
-	memory []byte
-	device int
-	// inputs has a copy from each input on the device, or from each part of an input. outputs has a copy to
-	// each output or part of it, and of is the index of its entry.
-	inputs, outputs []cuda.Copy
-	of              []int
+	l.finish(w, nil)
+	clear(w.Entries) // they may be used again
+	w.Entries = w.Entries[:0]
 }
 
 // copyIn copies the tensors of w to host memory if the backend needs them there. Then the entries have the
 // copies instead of the tensors until releaseCopies. It waits for the device until ctx ends.
-func (l *lane) copyIn(ctx context.Context, w *work) (err error) {
-	if !w.copied() || w.absent {
+func (l *Lane) copyIn(ctx context.Context, w *Work) (err error) {
+	if !w.copied() || w.Absent {
 		return nil
 	}
-	if l.devices == nil {
+	if l.cfg.Devices == nil {
 		return errors.New("rank 0 granted an operation on CUDA devices, but this rank has not loaded CUDA: set " +
 			"HOROVOD_GPU_OPERATIONS to the same value at all ranks")
 	}
-	l.warnInHost(w.grant.Responses[0])
+	l.warnInHost(w.Grant.Responses[0])
 	w.enter(ops.CopyingIn)
 	h, size := &w.inHost, 0
 	each := func(i int, in, out *[]byte) {
@@ -158,7 +139,7 @@ func (l *lane) copyIn(ctx context.Context, w *work) (err error) {
 		size += aligned(len(*in)) + aligned(len(*out))
 	}
 	w.buffers(each)
-	if h.memory, err = l.devices.Borrow(size); err != nil {
+	if h.memory, err = l.cfg.Devices.Borrow(size); err != nil {
 		return err
 	}
 	room, next := h.memory, 0
@@ -172,13 +153,13 @@ func (l *lane) copyIn(ctx context.Context, w *work) (err error) {
 		*in, *out = h.inputs[next].To, h.outputs[next].From
 		next++
 	})
-	h.device, _ = w.grant.Responses[0].Devices[l.me].CUDA()
+	h.device, _ = w.Grant.Responses[0].Devices[l.me].CUDA()
 	return l.copy(ctx, w, l.ready(w), h.inputs)
 }
 
 // copyOut copies the results of w to the devices if they are in host memory. It does not copy those of
 // refused tensors.
-func (l *lane) copyOut(ctx context.Context, w *work) error {
+func (l *Lane) copyOut(ctx context.Context, w *Work) error {
 	h := &w.inHost
 	if h.memory == nil {
 		return nil
@@ -186,7 +167,7 @@ func (l *lane) copyOut(ctx context.Context, w *work) error {
 	w.enter(ops.CopyingOut)
 	var outputs []cuda.Copy
 	for i, c := range h.outputs {
-		if e := h.of[i]; e >= len(w.refused) || w.refused[e] == nil {
+		if e := h.of[i]; e >= len(w.Refused) || w.Refused[e] == nil {
 			outputs = append(outputs, c)
 		}
 	}
@@ -197,9 +178,9 @@ func (l *lane) copyOut(ctx context.Context, w *work) error {
 
 // copy copies between the host and the device of w. If the device may still use the memory afterwards, the
 // error is an *ops.InUseError.
-func (l *lane) copy(ctx context.Context, w *work, after []*cuda.Event, copies []cuda.Copy) error {
+func (l *Lane) copy(ctx context.Context, w *Work, after []*cuda.Event, copies []cuda.Copy) error {
 	h := &w.inHost
-	pending, err := l.devices.Copy(ctx, h.device, after, copies...)
+	pending, err := l.cfg.Devices.Copy(ctx, h.device, after, copies...)
 	if pending {
 		h.memory = nil
 		err = &ops.InUseError{Err: fmt.Errorf(
@@ -210,10 +191,10 @@ func (l *lane) copy(ctx context.Context, w *work, after []*cuda.Event, copies []
 }
 
 // releaseCopies gives back the host memory of w. The entries have their tensors on the device again.
-func (l *lane) releaseCopies(w *work) {
+func (l *Lane) releaseCopies(w *Work) {
 	h, next := &w.inHost, 0
 	if h.memory != nil {
-		l.devices.GiveBack(h.memory)
+		l.cfg.Devices.GiveBack(h.memory)
 	}
 	if len(h.inputs) > 0 {
 		w.buffers(func(_ int, in, out *[]byte) {
@@ -224,23 +205,11 @@ func (l *lane) releaseCopies(w *work) {
 	w.inHost = inHost{}
 }
 
-// buffers calls f for the buffers of each tensor of w, with the index of its entry.
-func (w *work) buffers(f func(i int, in, out *[]byte)) {
-	for i, e := range w.entries {
-		if len(e.Parts) == 0 {
-			f(i, &e.Input, &e.Output)
-		}
-		for k := range e.Parts {
-			f(i, &e.Parts[k].Input, &e.Parts[k].Output)
-		}
-	}
-}
-
 // aligned returns n rounded up to a multiple of 64.
 func aligned(n int) int { return (n + 63) &^ 63 }
 
 // warnInHost logs why tensors on devices are copied to host memory, once for each reason.
-func (l *lane) warnInHost(r *message.Response) {
+func (l *Lane) warnInHost(r *message.Response) {
 	one := *r
 	if len(r.Parts) > 0 && !r.DType.Valid() {
 		for one.DType = range r.Parts.Types() {
@@ -253,8 +222,8 @@ func (l *lane) warnInHost(r *message.Response) {
 	if why == nil {
 		return
 	}
-	if _, known := l.observer.inHost.LoadOrStore(why.Error(), true); !known {
-		l.log.Warn("tensors on CUDA devices are copied to host memory, which is slow, because NCCL does not run "+
-			"the operation", zap.Stringer("operation", r.Kind), zap.String("tensor", r.Name), zap.Error(why))
+	if _, known := l.warned.LoadOrStore(why.Error(), true); !known {
+		l.cfg.Log.Warn("tensors on CUDA devices are copied to host memory, which is slow, because NCCL does not "+
+			"run the operation", zap.Stringer("operation", r.Kind), zap.String("tensor", r.Name), zap.Error(why))
 	}
 }

@@ -1,4 +1,4 @@
-package engine
+package exec
 
 import (
 	"math"
@@ -10,7 +10,7 @@ import (
 // compress scales the tensors of b, converts them to the element type wire and writes them to buf, one after
 // another. For a tensor with error feedback, compress first adds the compression loss that was stored under
 // the tensor's name, and then stores the new loss (Seide et al., 1-Bit Stochastic Gradient Descent, 2014).
-func (l *lane) compress(b *batch, s scaling, wire tensor.DType, buf []byte) error {
+func (l *Lane) compress(b *batch, s scaling, wire tensor.DType, buf []byte) error {
 	narrow, err := kernel.Convert(wire, s.dt)
 	if err != nil {
 		return err
@@ -49,17 +49,10 @@ func (l *lane) compress(b *batch, s scaling, wire tensor.DType, buf []byte) erro
 	return nil
 }
 
-// residual is the accumulated compression loss of a tensor, for error feedback.
-type residual struct {
-	dt  tensor.DType
-	pre float64 // the prescale factor of the tensor
-	buf []byte
-}
-
 // residual returns the accumulated compression loss of a tensor, multiplied by the tensor's prescale factor.
 // The result has numBytes bytes, in elements of type s.dt. It is zero if the tensor is new, or if its type or
 // length has changed. The lane owns the memory, and the caller updates the loss in place.
-func (l *lane) residual(key lossKey, numBytes int, s scaling) ([]byte, error) {
+func (l *Lane) residual(key lossKey, numBytes int, s scaling) ([]byte, error) {
 	r := l.scratch.residuals[key]
 	if r == nil || r.dt != s.dt || len(r.buf) != numBytes {
 		r = &residual{s.dt, s.pre, tensor.Bytes(make([]float64, (numBytes+7)/8))[:numBytes]}
@@ -86,7 +79,7 @@ func (l *lane) residual(key lossKey, numBytes int, s scaling) ([]byte, error) {
 // conversion and part the elements after it. The loss is their difference. If a difference is not finite,
 // keepLoss stores 0 in its place, because otherwise a single overflow would make every later tensor of the
 // same name non-finite.
-func (l *lane) keepLoss(dt, wire tensor.DType, residual, wide, part []byte) error {
+func (l *Lane) keepLoss(dt, wire tensor.DType, residual, wide, part []byte) error {
 	widen, err := kernel.Convert(dt, wire)
 	if err != nil {
 		return err

@@ -1,4 +1,4 @@
-package engine
+package exec
 
 import (
 	"encoding/binary"
@@ -12,7 +12,7 @@ import (
 // startAllgather prepares an allgather. A single tensor is gathered directly in its output. Several tensors
 // are gathered in the fusion buffer, which has a block for each rank. The block contains that rank's rows of
 // every tensor.
-func (l *lane) startAllgather() error {
+func (l *Lane) startAllgather() error {
 	x := &l.execution
 	out, counts, err := l.gathered(x.work)
 	if err != nil {
@@ -31,11 +31,11 @@ func (l *lane) startAllgather() error {
 // gathered returns the buffer for the result of an allgather and the number of bytes that each rank
 // contributes. If there is a single tensor and its output has the right size, the buffer is this output.
 // Otherwise the buffer is nil.
-func (l *lane) gathered(w *work) (out []byte, counts []int64, err error) {
+func (l *Lane) gathered(w *Work) (out []byte, counts []int64, err error) {
 	counts = l.scratch.counts[:0]
 	for i := range l.set.Ranks {
 		var n int64
-		for _, r := range w.grant.Responses {
+		for _, r := range w.Grant.Responses {
 			n += r.FirstDims[i] * rowBytes(r)
 		}
 		counts = append(counts, n)
@@ -44,16 +44,16 @@ func (l *lane) gathered(w *work) (out []byte, counts []int64, err error) {
 	if err := l.checkResult(message.Allgather, sum(counts)); err != nil {
 		return nil, nil, err
 	}
-	if len(w.entries) == 1 {
-		out = output(w.entries[0], int(sum(counts)))
+	if len(w.Entries) == 1 {
+		out = output(w.Entries[0], int(sum(counts)))
 	}
 	return out, counts, nil
 }
 
 // contribute copies this rank's inputs into this rank's block of the buffer out of an allgather.
-func (l *lane) contribute(w *work, out []byte, counts []int64) {
+func (l *Lane) contribute(w *Work, out []byte, counts []int64) {
 	at := sum(counts[:l.me])
-	for _, e := range w.entries {
+	for _, e := range w.Entries {
 		copyUnlessSame(out[at:], e.Input)
 		at += int64(len(e.Input))
 	}
@@ -61,17 +61,17 @@ func (l *lane) contribute(w *work, out []byte, counts []int64) {
 
 // unpackAllgather copies the gathered blocks to the outputs of w. If the size of an output differs from the
 // size of its result, unpackAllgather refuses the tensor.
-func (l *lane) unpackAllgather(w *work, from []byte) {
-	outs := make([][]byte, len(w.entries))
-	for t, e := range w.entries {
-		numBytes := int(w.grant.Responses[t].NumBytes())
+func (l *Lane) unpackAllgather(w *Work, from []byte) {
+	outs := make([][]byte, len(w.Entries))
+	for t, e := range w.Entries {
+		numBytes := int(w.Grant.Responses[t].NumBytes())
 		if outs[t] = output(e, numBytes); outs[t] == nil && numBytes != len(e.Output) {
 			refuseSize(w, t, numBytes)
 		}
 	}
 	for i := range l.set.Ranks {
 		for t := range outs {
-			r := w.grant.Responses[t]
+			r := w.Grant.Responses[t]
 			n := r.FirstDims[i] * rowBytes(r)
 			if outs[t] != nil {
 				outs[t] = outs[t][copy(outs[t], from[:n]):]
@@ -83,10 +83,10 @@ func (l *lane) unpackAllgather(w *work, from []byte) {
 
 // startBroadcast prepares a broadcast. A single tensor is broadcast from the output of the root to the
 // outputs of the other ranks. Several tensors are broadcast from fusion buffer to fusion buffer.
-func (l *lane) startBroadcast() {
+func (l *Lane) startBroadcast() {
 	x := &l.execution
 	w := x.work
-	if len(w.entries) == 1 {
+	if len(w.Entries) == 1 {
 		x.op.Buf = l.broadcastBuffer(w)
 		return
 	}
@@ -95,19 +95,19 @@ func (l *lane) startBroadcast() {
 	w.enter(ops.Packing)
 	if x.op.Root == l.me {
 		at := 0
-		for _, e := range w.entries {
+		for _, e := range w.Entries {
 			at += copy(x.buf[at:], e.Input)
 		}
 	}
 }
 
 // root returns the position of the operation's root rank in the process set.
-func (l *lane) root(w *work) int { return slices.Index(l.set.Ranks, w.grant.Responses[0].Root) }
+func (l *Lane) root(w *Work) int { return slices.Index(l.set.Ranks, w.Grant.Responses[0].Root) }
 
 // broadcastBuffer returns the buffer for a broadcast of one tensor, which is the output of the tensor. At the
 // root it first copies the input to the output.
-func (l *lane) broadcastBuffer(w *work) []byte {
-	e := w.entries[0]
+func (l *Lane) broadcastBuffer(w *Work) []byte {
+	e := w.Entries[0]
 	if l.execution.op.Root == l.me {
 		copyUnlessSame(e.Output, e.Input)
 	}
@@ -119,10 +119,10 @@ const splitBytes = 8
 
 // startAlltoall prepares an alltoall, a gather or a scatter of one tensor. Ranks learn only during the
 // exchange how many rows they receive. If the rows have no elements, the ranks exchange only the row counts.
-func (l *lane) startAlltoall() {
+func (l *Lane) startAlltoall() {
 	x := &l.execution
 	w := x.work
-	r := w.grant.Responses[0]
+	r := w.Grant.Responses[0]
 	row := rowBytes(r)
 	counts := l.scratch.counts[:0]
 	for i := range l.set.Ranks {
@@ -131,8 +131,8 @@ func (l *lane) startAlltoall() {
 			continue
 		}
 		var rows int64
-		if !w.absent {
-			rows = w.entries[0].Splits[i]
+		if !w.Absent {
+			rows = w.Entries[0].Splits[i]
 		}
 		if row == 0 {
 			x.op.Buf = binary.LittleEndian.AppendUint64(x.op.Buf, uint64(rows))
@@ -143,8 +143,8 @@ func (l *lane) startAlltoall() {
 	}
 	l.scratch.counts = counts
 	x.op.Counts = counts
-	if row > 0 && !w.absent {
-		x.op.Buf = w.entries[0].Input[:sum(counts)]
+	if row > 0 && !w.Absent {
+		x.op.Buf = w.Entries[0].Input[:sum(counts)]
 	}
 	x.op.Allocate = func(got []int64) ([]byte, error) {
 		if row == 0 {
@@ -156,7 +156,7 @@ func (l *lane) startAlltoall() {
 
 // receiveRows returns the buffer for the rows that this rank receives from other ranks, and records how many
 // rows come from each rank. The slice counts holds the number of bytes that come from each rank.
-func (l *lane) receiveRows(r *message.Response, row int64, counts []int64) ([]byte, error) {
+func (l *Lane) receiveRows(r *message.Response, row int64, counts []int64) ([]byte, error) {
 	x := &l.execution
 	w := x.work
 	numBytes := sum(counts)
@@ -169,19 +169,19 @@ func (l *lane) receiveRows(r *message.Response, row int64, counts []int64) ([]by
 				"%v %q: got %d bytes from rank %d, want a multiple of the row size of %d bytes", r.Kind,
 				r.Name, n, l.set.Ranks[i], row)
 		}
-		if !w.absent {
-			w.entries[0].Received = append(w.entries[0].Received, n/row)
+		if !w.Absent {
+			w.Entries[0].Received = append(w.Entries[0].Received, n/row)
 		}
 	}
 	// An operation in place cannot receive into its output, because that would overwrite rows that have yet
 	// to be sent.
-	if !w.absent && !w.entries[0].InPlace {
-		if result := output(w.entries[0], int(numBytes)); result != nil {
+	if !w.Absent && !w.Entries[0].InPlace {
+		if result := output(w.Entries[0], int(numBytes)); result != nil {
 			return result, nil
 		}
 	}
-	if w.onDevices() {
-		if !w.absent && len(w.entries[0].Output) != int(numBytes) {
+	if w.OnDevices() {
+		if !w.Absent && len(w.Entries[0].Output) != int(numBytes) {
 			refuseSize(w, 0, int(numBytes))
 		}
 		return nil, nil // the backend uses memory of its own
@@ -192,11 +192,11 @@ func (l *lane) receiveRows(r *message.Response, row int64, counts []int64) ([]by
 
 // receiveSplits returns the buffer for the row counts if the rows have no elements. The slice counts holds
 // the number of bytes that come from each rank.
-func (l *lane) receiveSplits(counts []int64) ([]byte, error) {
+func (l *Lane) receiveSplits(counts []int64) ([]byte, error) {
 	x := &l.execution
 	for i, n := range counts {
 		if x.op.Sends(i, l.me) != (n == splitBytes) || n != 0 && n != splitBytes {
-			r := x.work.grant.Responses[0]
+			r := x.work.Grant.Responses[0]
 			return nil, fmt.Errorf(
 				"%v %q: got row counts of %v bytes, want %d bytes from each rank that sends rows", r.Kind,
 				r.Name, counts, splitBytes)
@@ -206,11 +206,11 @@ func (l *lane) receiveSplits(counts []int64) ([]byte, error) {
 	return x.buf, nil
 }
 
-func (l *lane) unpackAlltoall() {
+func (l *Lane) unpackAlltoall() {
 	x := &l.execution
-	e := x.work.entries[0]
+	e := x.work.Entries[0]
 	out := x.buf
-	if rowBytes(x.work.grant.Responses[0]) == 0 {
+	if rowBytes(x.work.Grant.Responses[0]) == 0 {
 		for i := range l.set.Ranks {
 			var rows int64
 			if x.op.Sends(i, l.me) {
@@ -230,8 +230,8 @@ func (l *lane) unpackAlltoall() {
 }
 
 // total returns the number of bytes of the tensors of w in the element types in which they are sent.
-func total(w *work) (numBytes int64) {
-	for _, r := range w.grant.Responses {
+func total(w *Work) (numBytes int64) {
+	for _, r := range w.Grant.Responses {
 		numBytes += r.WireBytes()
 	}
 	return numBytes

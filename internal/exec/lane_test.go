@@ -1,10 +1,9 @@
-package engine
+package exec
 
 import (
 	"context"
 	"errors"
 	"fmt"
-	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -14,10 +13,18 @@ import (
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/topo"
-	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/ops"
 	"github.com/gohvd/gohvd/tensorqueue"
 )
+
+// unwatched is the observer of a rank without a timeline.
+type unwatched struct{}
+
+func (unwatched) Since() time.Duration { return 1 }
+
+func (unwatched) Watched() bool { return false }
+
+func (unwatched) Ended(*Work, error) {}
 
 // unfinished is a backend that is in the middle of an operation. The operation waits for a rank that does not
 // take part in it. It ends only when its context ends.
@@ -47,9 +54,9 @@ func TestStartedWorkIsEndedBeforeItsAnswer(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	l := &lane{
-		set: controller.Global(2), queue: tensorqueue.New(), manager: m,
-		observer: &observer{start: time.Now()}, claimed: true, spawned: true,
+	l := &Lane{
+		set: controller.Global(2), manager: m, claimed: true, spawned: true,
+		cfg: &Config{Observer: unwatched{}, Finished: func(*Work, error) {}},
 	}
 	l.changed.L = &l.mu
 	var answer error
@@ -60,7 +67,7 @@ func TestStartedWorkIsEndedBeforeItsAnswer(t *testing.T) {
 		}
 	}}
 	e.Request = message.Request{Kind: message.Allreduce, Name: "x"}
-	if err := l.queue.Add(e); err != nil {
+	if err := tensorqueue.New().Add(e); err != nil {
 		t.Fatal(err)
 	}
 	g := &controller.Grant{Backend: message.SHM, Responses: []*message.Response{{
@@ -70,14 +77,14 @@ func TestStartedWorkIsEndedBeforeItsAnswer(t *testing.T) {
 	ctx, cancel := context.WithCancelCause(t.Context())
 	verdict := errors.New("rank 1 failed")
 	// Create the state in which a lane can be at the end of an epoch.
-	w := &work{grant: g, entries: []*tensorqueue.Entry{e}}
+	w := &Work{Grant: g, Entries: []*tensorqueue.Entry{e}}
 	if err := l.start(w); err != nil {
 		t.Fatal(err)
 	}
 	l.unclaim(w)
-	l.end(verdict)
+	l.End(verdict)
 	cancel(verdict)
-	l.run(ctx, func(*work, error) {})
+	l.run(ctx)
 	if !errors.Is(answer, verdict) {
 		t.Errorf("answered with %v, want %v", answer, verdict)
 	}
@@ -103,23 +110,23 @@ func TestCopiesStayUntilTheVerdict(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	l := &lane{
-		set: controller.Global(2), queue: tensorqueue.New(), manager: m, devices: new(cuda.Devices),
-		observer: &observer{start: time.Now()}, claimed: true, spawned: true,
+	l := &Lane{
+		set: controller.Global(2), manager: m, claimed: true, spawned: true,
+		cfg: &Config{Observer: unwatched{}, Devices: new(cuda.Devices)},
 	}
 	l.changed.L = &l.mu
 	onDevice, inHostMemory := make([]byte, 8), make([]byte, 4096)
 	e := &tensorqueue.Entry{Input: inHostMemory[:8], Output: inHostMemory[:8], Done: func(error) {}}
 	e.Request = message.Request{Kind: message.Broadcast, Name: "x"}
-	if err := l.queue.Add(e); err != nil {
+	if err := tensorqueue.New().Add(e); err != nil {
 		t.Fatal(err)
 	}
-	w := &work{
-		grant: &controller.Grant{Backend: message.SHM, Responses: []*message.Response{{
+	w := &Work{
+		Grant: &controller.Grant{Backend: message.SHM, Responses: []*message.Response{{
 			Kind: message.Broadcast, Name: "x", DType: tensor.Int64, Shape: tensor.Shape{1},
 			Devices: []tensor.Device{tensor.CUDA(0), tensor.CUDA(1)},
 		}}},
-		entries: []*tensorqueue.Entry{e},
+		Entries: []*tensorqueue.Entry{e},
 		inHost: inHost{memory: inHostMemory, inputs: []cuda.Copy{{From: onDevice}},
 			outputs: []cuda.Copy{{To: onDevice}}, of: []int{0}},
 	}
@@ -127,12 +134,13 @@ func TestCopiesStayUntilTheVerdict(t *testing.T) {
 		t.Fatal(err)
 	}
 	l.unclaim(w)
-	l.run(t.Context(), func(*work, error) {
+	l.cfg.Finished = func(*Work, error) {
 		if w.inHost.memory == nil {
 			t.Error("the copies were released before the verdict")
 		}
-		l.end(errors.New("rank 1 failed"))
-	})
+		l.End(errors.New("rank 1 failed"))
+	}
+	l.run(t.Context())
 	if w.inHost.memory != nil || &e.Input[0] != &onDevice[0] || &e.Output[0] != &onDevice[0] {
 		t.Error("the copies were not released")
 	}
@@ -160,13 +168,13 @@ func TestBackendLearnsOfRefusalOnDevices(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	l := &lane{set: controller.Global(1), manager: m, maxResultBytes: 7}
+	l := &Lane{set: controller.Global(1), manager: m, cfg: &Config{Observer: unwatched{}, MaxResultBytes: 7}}
 	g := &controller.Grant{Backend: message.NCCL, Responses: []*message.Response{{
 		Kind: message.Allgather, Name: "x", DType: tensor.Int64, Shape: tensor.Shape{0}, FirstDims: []int64{1},
 		Devices: []tensor.Device{tensor.CUDA(0)},
 	}}}
 	buf := make([]byte, 8)
-	err = l.start(&work{grant: g, entries: []*tensorqueue.Entry{{Input: buf, Output: buf}}, order: 3})
+	err = l.start(&Work{Grant: g, Entries: []*tensorqueue.Entry{{Input: buf, Output: buf}}, Order: 3})
 	if err == nil || b.got.Err != err || b.got.Order != 3 || b.got.Devices == nil {
 		t.Errorf("got %v, and the backend got %+v", err, b.got)
 	}
@@ -176,9 +184,9 @@ func TestBackendLearnsOfRefusalOnDevices(t *testing.T) {
 // claim(false), but not with claim(true), which is for a barrier. While the lane executes an operation, both
 // calls fail.
 func TestClaimInOrder(t *testing.T) {
-	l := &lane{observer: &observer{start: time.Now()}, spawned: true}
+	l := &Lane{cfg: &Config{Observer: unwatched{}}, spawned: true}
 	l.changed.L = &l.mu
-	l.push(&work{})
+	l.Push(&Work{})
 	if w, err := l.next(); w == nil || err != nil {
 		t.Fatalf("got %v and error %v, want the work", w, err)
 	}
@@ -197,36 +205,16 @@ func TestClaimInOrder(t *testing.T) {
 		t.Error("while the lane answers: claim(true) succeeded, or claim(false) failed")
 	}
 	l.claim(false)
-	l.answer(&work{grant: &controller.Grant{Responses: []*message.Response{{Kind: message.Allreduce}}}})
+	l.finish(&Work{Grant: &controller.Grant{Responses: []*message.Response{{Kind: message.Allreduce}}}}, nil)
 	l.unclaim(nil)
 	if claim(true) {
 		t.Error("claim(true) succeeded after the loop has answered its operation and before the lane has answered its own")
 	}
-	l.end(nil)
+	l.End(nil)
 	l.next()
 	l.ended = false
 	if !claim(true) {
 		t.Error("claim(true) failed after the lane has answered its operations")
-	}
-}
-
-// The suspect of an error is the peer whose connection failed, or, if the backend cannot tell which rank
-// failed, all ranks of the operation. This rank is the only suspect of other errors.
-func TestBlame(t *testing.T) {
-	cause := errors.New("MPI_Test: process failed")
-	for _, c := range []struct {
-		err  error
-		want []topo.Rank
-	}{
-		{cause, []topo.Rank{1}},
-		{fmt.Errorf("ops/mpi: alltoall: %w", &transport.PeerError{Peer: 2, Err: cause}), []topo.Rank{2}},
-		{fmt.Errorf("ops/mpi: allreduce: %w", &ops.UnknownRankError{Ranks: []topo.Rank{1, 3}, Err: cause}),
-			[]topo.Rank{1, 3}},
-	} {
-		got, reason := blame(c.err, 1)
-		if !slices.Equal(got, c.want) || !strings.Contains(reason, cause.Error()) {
-			t.Errorf("%v: got ranks %v and the reason %q, want ranks %v", c.err, got, reason, c.want)
-		}
 	}
 }
 
@@ -245,18 +233,19 @@ func TestFailedWhileInUse(t *testing.T) {
 		errors.New("no memory"): "rank 2 failed",
 		fmt.Errorf("no memory; %w", &ops.InUseError{Err: errors.New("device 1 is busy")}): "rank 2 failed; device 1 is busy",
 	} {
-		l := &lane{spawned: true, observer: &observer{start: time.Now()}, queue: tensorqueue.New()}
+		l := &Lane{spawned: true, cfg: &Config{Observer: unwatched{}}}
 		l.changed.L = &l.mu
 		var got error
 		e := &tensorqueue.Entry{Request: message.Request{Kind: message.Allreduce, Name: "x"},
 			Done: func(err error) { got = err }}
-		if err := l.queue.Add(e); err != nil {
+		if err := tensorqueue.New().Add(e); err != nil {
 			t.Fatal(err)
 		}
 		l.execution.backend = failing{err: err}
-		l.todo = []*work{{grant: &controller.Grant{Responses: []*message.Response{{Kind: message.Allreduce}}},
-			entries: []*tensorqueue.Entry{e}, started: true}}
-		l.run(t.Context(), func(*work, error) { l.end(errors.New("rank 2 failed")) })
+		l.todo = []*Work{{Grant: &controller.Grant{Responses: []*message.Response{{Kind: message.Allreduce}}},
+			Entries: []*tensorqueue.Entry{e}, started: true}}
+		l.cfg.Finished = func(*Work, error) { l.End(errors.New("rank 2 failed")) }
+		l.run(t.Context())
 		if got == nil || !strings.HasSuffix(got.Error(), want) {
 			t.Errorf("%v: got %v, want an error that ends with %q", err, got, want)
 		}

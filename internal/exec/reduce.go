@@ -1,4 +1,4 @@
-package engine
+package exec
 
 import (
 	"slices"
@@ -16,34 +16,10 @@ import (
 // between ranks; it bounds the fusion of tensors that are submitted one by one.
 const maxStagedBytes = 64 << 20
 
-// reduction is the state of an allreduce or of a reduce between its parts.
-type reduction struct {
-	types   []tensor.DType // the element types after the current one
-	scaling scaling
-	// tensors holds this rank's tensors of the current type. It is empty if this rank is absent. counts holds
-	// the number of bytes to send for each tensor. It is nil if all tensors form one part and no counts are
-	// needed. losses holds the key of each tensor's compression loss. It is nil if no tensor has error
-	// feedback.
-	tensors []ops.Tensor
-	counts  []int64
-	losses  []lossKey
-	next    int // index of the first tensor after the current part
-	batch   batch
-	staged  bool // whether the part is reduced in execution.buf, which is its output or the fusion buffer
-	direct  bool // whether execution.buf is the output of the part
-}
-
-// A batch holds the tensors that are reduced as one part.
-type batch struct {
-	tensors []ops.Tensor
-	counts  []int64
-	losses  []lossKey
-}
-
 // startAllreduce prepares the first part of an allreduce or of a reduce.
-func (l *lane) startAllreduce() error {
+func (l *Lane) startAllreduce() error {
 	x := &l.execution
-	r := x.work.grant.Responses[0]
+	r := x.work.Grant.Responses[0]
 	x.types = append(l.scratch.types[:0], r.DType)
 	if !r.DType.Valid() {
 		x.types = slices.AppendSeq(x.types[:0], r.Parts.Types())
@@ -56,16 +32,16 @@ func (l *lane) startAllreduce() error {
 func (x *execution) hasParts() bool { return x.next < len(x.counts) || len(x.types) > 0 }
 
 // nextPart prepares the next part of an allreduce.
-func (l *lane) nextPart() error {
+func (l *Lane) nextPart() error {
 	x := &l.execution
 	w := x.work
 	if x.next == len(x.counts) {
 		dt := x.types[0]
 		x.types = x.types[1:]
-		x.scaling = scalingOf(w.grant.Responses[0], dt, l.averageOver(w))
-		x.staged = !w.onDevices() && (!x.lists || !reducibleInPlace(w, x.scaling))
+		x.scaling = scalingOf(w.Grant.Responses[0], dt, l.averageOver(w))
+		x.staged = !w.OnDevices() && (!x.lists || !reducibleInPlace(w, x.scaling))
 		x.tensors, x.counts, x.next = l.tensors(w, dt), nil, 0
-		if x.staged || w.onDevices() || len(w.grant.Absent) > 0 {
+		if x.staged || w.OnDevices() || len(w.Grant.Absent) > 0 {
 			x.counts, x.losses = l.counts(w, dt), l.losses(w, dt)
 		}
 	}
@@ -77,7 +53,7 @@ func (l *lane) nextPart() error {
 			numBytes += x.counts[x.next]
 		}
 		x.batch.counts = x.counts[from:x.next]
-		if !w.absent {
+		if !w.Absent {
 			x.batch.tensors = x.tensors[from:x.next]
 		}
 		if x.losses != nil {
@@ -92,10 +68,10 @@ func (l *lane) nextPart() error {
 }
 
 // list sets up the backend's operation for a part whose tensors are reduced in place.
-func (l *lane) list() (err error) {
+func (l *Lane) list() (err error) {
 	x := &l.execution
-	x.op.DType, x.op.Op, x.op.Scaling = x.scaling.dt, x.work.grant.Responses[0].Op.Base(), x.scaling.ops()
-	if x.work.absent && x.work.onDevices() {
+	x.op.DType, x.op.Op, x.op.Scaling = x.scaling.dt, x.work.Grant.Responses[0].Op.Base(), x.scaling.ops()
+	if x.work.Absent && x.work.OnDevices() {
 		x.op.NumBytes = sum(x.batch.counts)
 		return nil
 	}
@@ -105,16 +81,16 @@ func (l *lane) list() (err error) {
 
 // getsResult reports whether this rank gets the result of the reduction.
 func (x *execution) getsResult(me int) bool {
-	return !x.work.absent && (x.op.Kind != message.Reduce || x.op.Root == me)
+	return !x.work.Absent && (x.op.Kind != message.Reduce || x.op.Root == me)
 }
 
 // pack sets up the backend's operation for a part that is reduced in one buffer. If the part is a single
 // tensor without compression and this rank gets the result, the buffer is the output of the tensor. Otherwise
 // it is the fusion buffer.
-func (l *lane) pack() (err error) {
+func (l *Lane) pack() (err error) {
 	x := &l.execution
 	w, b, s := x.work, &x.batch, x.scaling
-	r := w.grant.Responses[0]
+	r := w.Grant.Responses[0]
 	wire := s.dt
 	if r.Wire.Valid() {
 		wire = r.Wire
@@ -126,7 +102,7 @@ func (l *lane) pack() (err error) {
 	}
 	w.enter(ops.Packing)
 	switch {
-	case w.absent:
+	case w.Absent:
 		err = neutral(r.Op, wire, x.buf)
 	case r.Wire.Valid():
 		err = l.compress(b, s, wire, x.buf)
@@ -151,14 +127,14 @@ func (l *lane) pack() (err error) {
 
 // finishPart scales the result of a part and copies it to the outputs. If the part was reduced in place, the
 // backend has already done both.
-func (l *lane) finishPart() error {
+func (l *Lane) finishPart() error {
 	x := &l.execution
 	w, b, s := x.work, &x.batch, x.scaling
 	if !x.staged || !x.getsResult(l.me) {
 		return nil
 	}
 	w.enter(ops.Unpacking)
-	if w.grant.Responses[0].Wire.Valid() {
+	if w.Grant.Responses[0].Wire.Valid() {
 		return decompress(b, s, x.op.DType, x.buf)
 	}
 	if err := s.after(x.buf); err != nil || x.direct {
@@ -175,19 +151,19 @@ func (l *lane) finishPart() error {
 // multiplies the contributions of all ranks by the same prescale factor, but the neutral elements of an
 // absent rank must not be scaled. So if there is a prescale factor, an allreduce in place is possible only
 // without absent ranks.
-func reducibleInPlace(w *work, s scaling) bool {
-	r := w.grant.Responses[0]
-	return r.Op != tensor.Adasum && !r.Wire.Valid() && (s.pre == 1 || len(w.grant.Absent) == 0)
+func reducibleInPlace(w *Work, s scaling) bool {
+	r := w.Grant.Responses[0]
+	return r.Op != tensor.Adasum && !r.Wire.Valid() && (s.pre == 1 || len(w.Grant.Absent) == 0)
 }
 
 // tensorsOrNeutral returns the tensors of b. If this rank is absent, it returns neutral elements instead, as
 // one tensor.
-func (l *lane) tensorsOrNeutral(w *work, dt tensor.DType, b *batch) ([]ops.Tensor, error) {
-	if !w.absent {
+func (l *Lane) tensorsOrNeutral(w *Work, dt tensor.DType, b *batch) ([]ops.Tensor, error) {
+	if !w.Absent {
 		return b.tensors, nil
 	}
 	buf := l.scratch.fused.Bytes(int(sum(b.counts)))
-	if err := neutral(w.grant.Responses[0].Op, dt, buf); err != nil {
+	if err := neutral(w.Grant.Responses[0].Op, dt, buf); err != nil {
 		return nil, err
 	}
 	return []ops.Tensor{{In: buf, Out: buf}}, nil
@@ -195,10 +171,10 @@ func (l *lane) tensorsOrNeutral(w *work, dt tensor.DType, b *batch) ([]ops.Tenso
 
 // tensors returns this rank's tensors of element type dt for an allreduce. The slice belongs to the lane, and
 // the next call overwrites it.
-func (l *lane) tensors(w *work, dt tensor.DType) []ops.Tensor {
+func (l *Lane) tensors(w *Work, dt tensor.DType) []ops.Tensor {
 	tensors := l.scratch.tensors[:0]
-	for i, e := range w.entries {
-		switch r := w.grant.Responses[i]; {
+	for i, e := range w.Entries {
+		switch r := w.Grant.Responses[i]; {
 		case len(r.Parts) == 0:
 			tensors = append(tensors, ops.Tensor{In: e.Input, Out: e.Output})
 		case r.DType.Valid():
@@ -221,9 +197,9 @@ func (l *lane) tensors(w *work, dt tensor.DType) []ops.Tensor {
 
 // counts returns the number of bytes to send for each tensor of element type dt. The slice belongs to the
 // lane, and the next call overwrites it.
-func (l *lane) counts(w *work, dt tensor.DType) []int64 {
+func (l *Lane) counts(w *Work, dt tensor.DType) []int64 {
 	counts := l.scratch.counts[:0]
-	for _, r := range w.grant.Responses {
+	for _, r := range w.Grant.Responses {
 		if len(r.Parts) == 0 {
 			counts = append(counts, r.WireBytes())
 			continue
@@ -243,24 +219,16 @@ func (l *lane) counts(w *work, dt tensor.DType) []int64 {
 	return counts
 }
 
-// lossKey identifies the compression loss of a tensor. The key of a single tensor is its name. The key of a
-// tensor in a group is the name of the group, the index of the tensor and the number of tensors. An empty
-// name means that the tensor has no error feedback.
-type lossKey struct {
-	name         string
-	index, count int
-}
-
 // losses returns the keys of the compression losses of the tensors of element type dt, or nil if no tensor
 // has error feedback. The slice belongs to the lane, and the next call overwrites it.
-func (l *lane) losses(w *work, dt tensor.DType) []lossKey {
-	if w.absent || !slices.ContainsFunc(w.entries, func(e *tensorqueue.Entry) bool {
+func (l *Lane) losses(w *Work, dt tensor.DType) []lossKey {
+	if w.Absent || !slices.ContainsFunc(w.Entries, func(e *tensorqueue.Entry) bool {
 		return e.ErrorFeedback
 	}) {
 		return nil
 	}
 	all := l.scratch.losses[:0]
-	for _, e := range w.entries {
+	for _, e := range w.Entries {
 		q, name := &e.Request, ""
 		if e.ErrorFeedback {
 			name = q.Name
@@ -283,14 +251,14 @@ func (l *lane) losses(w *work, dt tensor.DType) []lossKey {
 // startReducescatter prepares a reducescatter. The tensors are reduced in the fusion buffer, which has a
 // block for each rank. The block contains that rank's rows of every tensor. A single tensor that is in place
 // has this layout already and is reduced in its own memory.
-func (l *lane) startReducescatter() error {
+func (l *Lane) startReducescatter() error {
 	x := &l.execution
 	w := x.work
-	r := w.grant.Responses[0]
+	r := w.Grant.Responses[0]
 	x.scaling = scalingOf(r, r.DType, l.averageOver(w))
 	counts := l.scatterCounts(w)
-	if x.direct = len(w.entries) == 1 && w.entries[0].InPlace; x.direct {
-		x.buf = w.entries[0].Input
+	if x.direct = len(w.Entries) == 1 && w.Entries[0].InPlace; x.direct {
+		x.buf = w.Entries[0].Input
 	} else {
 		x.buf = l.scratch.fused.Bytes(int(sum(counts)))
 	}
@@ -301,11 +269,11 @@ func (l *lane) startReducescatter() error {
 
 // scatterCounts returns the number of bytes of each rank's block in a reducescatter. The slice belongs to the
 // lane, and the next call overwrites it.
-func (l *lane) scatterCounts(w *work) []int64 {
+func (l *Lane) scatterCounts(w *Work) []int64 {
 	counts := l.scratch.counts[:0]
 	for i := range l.set.Ranks {
 		var n int64
-		for _, r := range w.grant.Responses {
+		for _, r := range w.Grant.Responses {
 			_, rows := tensor.Rows(r.Shape[0], len(l.set.Ranks), i)
 			n += rows * rowBytes(r)
 		}
@@ -316,7 +284,7 @@ func (l *lane) scatterCounts(w *work) []int64 {
 }
 
 // unpackReducescatter scales this rank's block and copies it to the outputs.
-func (l *lane) unpackReducescatter() error {
+func (l *Lane) unpackReducescatter() error {
 	x := &l.execution
 	mine := sum(x.op.Counts[:l.me])
 	result := x.buf[mine : mine+x.op.Counts[l.me]]
@@ -324,7 +292,7 @@ func (l *lane) unpackReducescatter() error {
 		return err
 	}
 	at := 0
-	for _, e := range x.work.entries {
+	for _, e := range x.work.Entries {
 		at += copy(e.Output, result[at:])
 	}
 	return nil
@@ -332,15 +300,15 @@ func (l *lane) unpackReducescatter() error {
 
 // fillBlocks writes this rank's contribution to a reducescatter into buf. The contribution consists of one
 // block for each rank, which holds that rank's rows of every tensor.
-func (l *lane) fillBlocks(w *work, s scaling, buf []byte, inPlace bool) error {
-	if w.absent {
-		return neutral(w.grant.Responses[0].Op, s.dt, buf)
+func (l *Lane) fillBlocks(w *Work, s scaling, buf []byte, inPlace bool) error {
+	if w.Absent {
+		return neutral(w.Grant.Responses[0].Op, s.dt, buf)
 	}
 	if !inPlace {
 		at := 0
 		for i := range l.set.Ranks {
-			for t, e := range w.entries {
-				at += copy(buf[at:], block(w.grant.Responses[t], e.Input, len(l.set.Ranks), i))
+			for t, e := range w.Entries {
+				at += copy(buf[at:], block(w.Grant.Responses[t], e.Input, len(l.set.Ranks), i))
 			}
 		}
 	}

@@ -1,0 +1,33 @@
+package engine
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/transport"
+	"github.com/gohvd/gohvd/ops"
+)
+
+// The suspect of an error is the peer whose connection failed, or, if the backend cannot tell which rank
+// failed, all ranks of the operation. This rank is the only suspect of other errors.
+func TestBlame(t *testing.T) {
+	cause := errors.New("MPI_Test: process failed")
+	for _, c := range []struct {
+		err  error
+		want []topo.Rank
+	}{
+		{cause, []topo.Rank{1}},
+		{fmt.Errorf("ops/mpi: alltoall: %w", &transport.PeerError{Peer: 2, Err: cause}), []topo.Rank{2}},
+		{fmt.Errorf("ops/mpi: allreduce: %w", &ops.UnknownRankError{Ranks: []topo.Rank{1, 3}, Err: cause}),
+			[]topo.Rank{1, 3}},
+	} {
+		got, reason := blame(c.err, 1)
+		if !slices.Equal(got, c.want) || !strings.Contains(reason, cause.Error()) {
+			t.Errorf("%v: got ranks %v and the reason %q, want ranks %v", c.err, got, reason, c.want)
+		}
+	}
+}

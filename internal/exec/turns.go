@@ -1,0 +1,129 @@
+package exec
+
+import (
+	"slices"
+	"time"
+
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/ops"
+)
+
+// StartInTurn reports whether turns of the loop may execute w. If so, it starts w. Otherwise the caller must
+// push w to the lane. now is the time at which the turn began, and waitedFor is set if the goroutine that
+// runs the turns waits for w.
+func (x *Executor) StartInTurn(l *Lane, w *Work, now time.Duration, waitedFor bool) bool {
+	moves := w.Grant.Responses[0].Kind.MovesData()
+	// A caller that runs the turns waits for its operation, so it has time for many steps. If another rank is
+	// late for a step, or if the caller's context ends, the goroutine of the lane takes over.
+	// A barrier must not complete before the operations that were granted before it. So a turn executes a
+	// barrier only if the lane has reported the results of all earlier operations.
+	if moves && !l.fitsInTurn(w, waitedFor) || !l.claim(!moves) {
+		return false
+	}
+	w.begin(now, x.cfg.Observer)
+	if err := l.start(w); err != nil || !moves {
+		l.leaveTurn(w, err)
+		x.cfg.Finished(w, err)
+	} else {
+		x.started = append(x.started, l)
+	}
+	return true
+}
+
+// Step executes the next step of each operation that a turn has started. It does not wait. If an operation is
+// blocked, Step hands it over to its lane. It reports whether an operation has moved on, and whether a turn
+// must follow, because the state of an operation has changed.
+func (x *Executor) Step() (moved, turn bool) {
+	for i := 0; i < len(x.started); {
+		l := x.started[i]
+		w := l.execution.work
+		progress, err := l.step(x.ctx, false)
+		switch {
+		case err == nil && progress == ops.Waiting:
+			i++
+			continue
+		case err == nil && progress == ops.Moving:
+			moved, turn = true, true
+			i++
+			continue
+		case err == nil && progress == ops.Blocked:
+			l.unclaim(w)
+			turn = true
+		case err == nil:
+			l.leaveTurn(w, nil)
+			moved, turn = true, x.cfg.Retire(w) || turn
+		default:
+			l.leaveTurn(w, err)
+			x.cfg.Finished(w, err)
+			turn = true
+		}
+		x.started = slices.Delete(x.started, i, i+1)
+	}
+	return moved, turn
+}
+
+// leaveTurn ends the execution of w in turns and returns the lane to its goroutine. If err is nil, leaveTurn
+// first reports the results of the tensors of w. Otherwise the lane reports the errors of the tensors when
+// the verdict is known.
+func (l *Lane) leaveTurn(w *Work, err error) {
+	if err == nil {
+		l.finish(w, nil)
+		w = nil
+	} else {
+		w.failed = true
+	}
+	l.unclaim(w)
+}
+
+// InTurns returns the number of operations that turns execute.
+func (x *Executor) InTurns() int { return len(x.started) }
+
+// HandOff passes started operations to their lanes, which execute the steps that wait for other ranks.
+func (x *Executor) HandOff() {
+	for _, l := range x.started {
+		l.unclaim(l.execution.work)
+	}
+	clear(x.started)
+	x.started = x.started[:0]
+}
+
+// These limits bound the size of an operation that is executed in turns of the loop. BackgroundThreadLoop
+// also serves other operations, so in its turns an operation may move only maxLoopBytes. A goroutine that
+// runs turns while it waits for the operation may move more (maxDriveBytes). For larger operations, the cost
+// of waking the lane is comparatively small.
+const (
+	maxLoopBytes  = 64 << 10
+	maxDriveBytes = 4 << 20
+)
+
+// fitsInTurn reports whether turns of the loop may execute w, a few steps in each turn. waitedFor is set if
+// the goroutine that runs the turns waits for w.
+func (l *Lane) fitsInTurn(w *Work, waitedFor bool) bool {
+	r := w.Grant.Responses[0]
+	if w.copied() {
+		return false // the lane waits for the copies
+	}
+	numBytes := total(w)
+	if r.Kind.SendsRows() && !w.Absent {
+		numBytes = int64(len(w.Entries[0].Input)) // this rank does not know yet how many bytes it receives
+	}
+	if !waitedFor {
+		return (r.Kind == message.Allreduce || r.Kind == message.Reduce) &&
+			numBytes*int64(max(len(l.set.Ranks)-1, 1)) <= maxLoopBytes
+	}
+	if numBytes <= maxDriveBytes {
+		return true
+	}
+	// Work that is not copied to a buffer first may have any size if the backend divides it into many steps.
+	if _, lists, _ := l.manager.Get(w.Grant.Backend, r.Kind, w.Grant.Algorithm); !lists {
+		return false
+	}
+	switch r.Kind {
+	case message.Allreduce, message.Reduce:
+		return r.DType.Valid() && len(w.Grant.Absent) == 0 && r.Op != tensor.Adasum && !r.Wire.Valid()
+	case message.Allgather, message.Broadcast:
+		return len(w.Entries) == 1
+	}
+	return false
+}
