@@ -46,26 +46,26 @@ func setDeadlines(entries []*tensorqueue.Entry, now time.Duration) {
 // driving the loop. In all cases, a turn takes the queued operations. Any goroutine may call Drive. Drive
 // also calls Done of entries that other goroutines have submitted.
 func (e *Engine) Drive(ctx context.Context, done func() bool) {
-	e.sched.drive(ctx, controller.Never, done)
+	e.sched.Drive(ctx, controller.Never, done)
 }
 
 // DriveUntil does the same as Drive, but it ends at a deadline, which costs less than a context.
 func (e *Engine) DriveUntil(deadline time.Time, done func() bool) {
-	e.sched.drive(context.Background(), deadline.Sub(e.observer.start), done)
+	e.sched.Drive(context.Background(), deadline.Sub(e.observer.start), done)
 }
 
 // Notify makes the loop run a turn, which takes the queued operations.
-func (e *Engine) Notify() { e.sched.notify() }
+func (e *Engine) Notify() { e.sched.Notify() }
 
 // NotifyLater notifies the loop as Notify does. If an immediate notification would delay the caller,
 // NotifyLater defers it for a short time.
-func (e *Engine) NotifyLater() { e.sched.notifyLater() }
+func (e *Engine) NotifyLater() { e.sched.NotifyLater() }
 
 // Flush notifies the loop now if NotifyLater has deferred the notification.
-func (e *Engine) Flush() { e.sched.flush() }
+func (e *Engine) Flush() { e.sched.Flush() }
 
-// arrived implements the interface loop.
-func (e *Engine) arrived() bool {
+// Arrived implements sched.Loop.
+func (e *Engine) Arrived() bool {
 	if e.negotiation.reads() {
 		for _, f := range e.polled {
 			if f.fill() {
@@ -77,7 +77,7 @@ func (e *Engine) arrived() bool {
 	if e.exec.InTurns() > 0 {
 		moved, turn := e.exec.Step()
 		if moved {
-			e.sched.extend()
+			e.sched.Extend()
 		}
 		if turn {
 			return true
@@ -86,24 +86,24 @@ func (e *Engine) arrived() bool {
 	return e.negotiation.arrived()
 }
 
-// executing implements the interface loop.
-func (e *Engine) executing() bool { return e.granted > e.exec.InTurns() }
+// Executing implements sched.Loop.
+func (e *Engine) Executing() bool { return e.granted > e.exec.InTurns() }
 
-// queued implements the interface loop.
-func (e *Engine) queued() (n int) {
+// Queued implements sched.Loop.
+func (e *Engine) Queued() (n int) {
 	for _, s := range e.sets.snapshot() {
 		n += s.queue.Pending()
 	}
 	return n
 }
 
-// submitted implements the interface loop.
-func (e *Engine) submitted() (newest time.Duration) {
+// Submitted implements sched.Loop.
+func (e *Engine) Submitted() (newest time.Duration) {
 	for _, s := range e.sets.all {
 		newest = max(newest, s.queue.Newest())
 	}
 	return newest
 }
 
-// handOff implements the interface loop.
-func (e *Engine) handOff() { e.exec.HandOff() }
+// HandOff implements sched.Loop.
+func (e *Engine) HandOff() { e.exec.HandOff() }

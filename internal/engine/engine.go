@@ -31,6 +31,7 @@ import (
 	"github.com/gohvd/gohvd/internal/exec"
 	"github.com/gohvd/gohvd/internal/logs"
 	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/sched"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/trace"
 	"github.com/gohvd/gohvd/internal/transport"
@@ -158,7 +159,7 @@ type Engine struct {
 	links   []*link
 	routes  []*link
 	leaders []topo.Rank
-	sched   *scheduler
+	sched   *sched.Scheduler
 
 	// Any goroutine may use these fields.
 	sets      setTable
@@ -238,10 +239,10 @@ func Start(ctx context.Context, cfg Config) (*Engine, error) {
 	e := &Engine{
 		cfg: cfg, log: cfg.Log, start: time.Now(), due: controller.Never, expiredDue: controller.Never,
 		cycleTime: cfg.CycleTime,
-		stop:     make(chan struct{}),
-		ended:    make(chan struct{}),
-		released: make(chan struct{}),
-		traced:   cfg.Log.Core().Enabled(logs.Trace),
+		stop:      make(chan struct{}),
+		ended:     make(chan struct{}),
+		released:  make(chan struct{}),
+		traced:    cfg.Log.Core().Enabled(logs.Trace),
 	}
 	e.observer.start, e.observer.recorder, e.observer.fusionThreshold = e.start, cfg.Recorder,
 		cfg.FusionThresholdBytes
@@ -256,10 +257,11 @@ func Start(ctx context.Context, cfg Config) (*Engine, error) {
 	}
 	e.exec = exec.New(exec.Config{
 		Backends: cfg.Backends, Devices: cfg.Devices, MaxResultBytes: cfg.MaxResultBytes,
-		Observer: &e.observer, Finished: e.workFinished, Retire: e.retire, Pin: e.pin, Log: e.log,
+		Observer: &e.observer, Finished: e.workFinished, Retire: e.retire,
+		Pin: func() { sched.Pin(cfg.Cores, cfg.Log) }, Log: e.log,
 	})
 	e.flushing, e.endFlush = context.WithCancel(context.Background())
-	e.sched = newScheduler(e, e.observer.Since, e.stop)
+	e.sched = sched.New(e, e.observer.Since, e.stop)
 	e.log.Debug("init: connecting to the other ranks")
 	if err := e.connect(ctx); err != nil {
 		return nil, e.abandon(err)
@@ -310,7 +312,7 @@ func (e *Engine) negotiate() {
 		}, 0)
 	}
 	if e.cfg.Tuner != nil {
-		e.cfg.Tuner.Start(e.sched.notify)
+		e.cfg.Tuner.Start(e.sched.Notify)
 	}
 	if e.negotiation = (events{e}); lockstep {
 		e.negotiation = newLockstep(e)
@@ -427,7 +429,7 @@ func (e *Engine) depart(how *leaving) {
 	}
 	e.quitMessages(ErrShutDown)
 	e.leaving.Store(how)
-	e.sched.notify()
+	e.sched.Notify()
 }
 
 // awaitEnd waits until the epoch has ended, until the duration d has passed, or until ctx ends. Then it
@@ -449,7 +451,7 @@ func (e *Engine) Close() {
 	e.stopOnce.Do(func() {
 		close(e.stop)
 		e.endFlush()
-		e.sched.notify() // the loop may be polling
+		e.sched.Notify() // the loop may be polling
 	})
 	<-e.released
 }

@@ -125,7 +125,7 @@ func (e *Engine) combinedStep(leader topo.Rank, frame []byte) {
 				continue
 			}
 			if s.up.Type == message.UpNews {
-				e.sched.extend()
+				e.sched.Extend()
 			}
 			e.coordinator.Relay(leader, p.Ranks, p.Held, &s.up)
 		}
@@ -135,7 +135,7 @@ func (e *Engine) combinedStep(leader topo.Rank, frame []byte) {
 // memberUp passes on a frame of a rank that this rank leads.
 func (e *Engine) memberUp(from topo.Rank, frame []byte) {
 	if len(frame) > 0 && frame[0] == byte(message.UpNews) {
-		e.sched.extend()
+		e.sched.Extend()
 	}
 	e.combiner.Up(from, frame)
 }
@@ -179,7 +179,7 @@ func (e *Engine) sendToMembers(to []topo.Rank, frame []byte) {
 		// Reading from the connection returns any other error (see sendUp).
 		if err := e.send(e.routes[r], frame); errors.Is(err, errBacklog) {
 			e.combiner.Fault(r, err.Error())
-			e.sched.notify()
+			e.sched.Notify()
 		}
 	}
 }

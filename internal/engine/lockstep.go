@@ -144,7 +144,7 @@ func (n *lockstep) reads() bool {
 
 // polling reports whether this rank polls a collective that cannot wake it.
 func (n *lockstep) polling() bool {
-	return n.star == nil && n.idle <= eagerCycles && n.e.sched.now < n.began+pollCollective
+	return n.star == nil && n.idle <= eagerCycles && n.e.sched.Now() < n.began+pollCollective
 }
 
 // arrived implements the interface negotiation.
@@ -153,12 +153,12 @@ func (n *lockstep) arrived() bool {
 	case n.over():
 		return false
 	case n.phase == pausing:
-		return n.pause == 0 && !n.waits(n.e.sched.now)
+		return n.pause == 0 && !n.waits(n.e.sched.Now())
 	case n.collectives.Poll():
 		return true
 	}
 	if n.polling() {
-		n.e.sched.extend() // nothing would wake this rank
+		n.e.sched.Extend() // nothing would wake this rank
 	}
 	return false
 }

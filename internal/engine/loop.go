@@ -13,6 +13,7 @@ import (
 	"github.com/gohvd/gohvd/internal/exec"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/outcome"
+	"github.com/gohvd/gohvd/internal/sched"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
 	"github.com/gohvd/gohvd/tensorqueue"
@@ -24,10 +25,10 @@ func (e *Engine) BackgroundThreadLoop() {
 	defer close(e.released)
 	defer e.exec.Abort(nil)
 	defer e.endFlush()
-	e.pin()
+	sched.Pin(e.cfg.Cores, e.log)
 	var connected sync.WaitGroup
-	err := e.sched.run()
-	e.sched.notifyPeers() // wake the peers, so that they read the last frames
+	err := e.sched.Run()
+	e.sched.NotifyPeers() // wake the peers, so that they read the last frames
 	if e.failure = err; err == nil {
 		e.failure = e.stopCause
 	}
@@ -78,9 +79,7 @@ func (e *Engine) answer(err error) {
 	for _, s := range e.sets.all {
 		s.queue.Close(reason)
 	}
-	e.sched.mu.Lock() // a driver may still hold the lock
-	e.handOff()
-	e.sched.mu.Unlock()
+	e.sched.HandOff()
 	e.endLanes(err)
 	if err != nil {
 		e.exec.Abort(err)
@@ -110,7 +109,7 @@ func (e *Engine) workFinished(w *exec.Work, err error) {
 	e.finished = append(e.finished, finishedWork{w, err})
 	e.reported.Store(true)
 	e.mu.Unlock()
-	e.sched.notify()
+	e.sched.Notify()
 }
 
 // RunLoopOnce runs one turn: it takes the queued requests, looks up each of them in the cache, negotiates,
@@ -118,7 +117,7 @@ func (e *Engine) workFinished(w *exec.Work, err error) {
 // from the engine's start, and whether the epoch is over. If the epoch is over, err is the reason, or nil
 // after a shutdown.
 func (e *Engine) RunLoopOnce() (next time.Duration, over bool, err error) {
-	e.now = e.sched.now
+	e.now = e.sched.Now()
 	e.member.Tick(e.now)
 	if e.combiner != nil {
 		e.combiner.Tick(e.now)
@@ -187,7 +186,7 @@ func (e *Engine) takeFinished() {
 		e.member.TimeoutOfMessage(m.set, m.name, m.peer, m.timeout)
 	}
 	if len(s.finished) > 0 {
-		e.sched.extend()
+		e.sched.Extend()
 	}
 	for _, f := range s.finished {
 		if errors.Is(f.err, transport.ErrClosed) {
@@ -224,7 +223,7 @@ func (e *Engine) takeRequests() {
 		switch {
 		case !s.queue.Waiting():
 		case accepts:
-			e.sched.extend()
+			e.sched.Extend()
 			e.submit(s)
 		default:
 			e.due = min(e.due, e.now+waitingPeriod)
@@ -318,9 +317,9 @@ func (e *Engine) dispatch(g *controller.Grant) (suspects []topo.Rank, err error)
 		e.onDevices++
 	}
 	e.measure(g)
-	e.sched.extend()
-	if !e.sched.drivable || !e.exec.StartInTurn(l, w, e.now, !e.sched.background.Load()) {
-		e.sched.dispatched = true
+	e.sched.Extend()
+	if executes, waits := e.sched.InTurn(); !executes || !e.exec.StartInTurn(l, w, e.now, waits) {
+		e.sched.Dispatched()
 		l.Push(w)
 	}
 	return nil, nil

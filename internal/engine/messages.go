@@ -78,7 +78,7 @@ func (e *Engine) exchange(set topo.ProcessSetID) (*p2p.Exchange, error) {
 		Mesh: e.cfg.Mesh, Lane: transport.MessageLane(set), Ranks: s.Ranks, Me: s.me,
 		Memory: e.cfg.Memory, Groups: e.cfg.Groups,
 		Failed:       func(err error) { e.channelFailed(set, err) },
-		Silent:       e.sched.notify,
+		Silent:       e.sched.Notify,
 		StallWarning: e.cfg.StallWarning, OnStall: e.messageStalled,
 		OnTimeout: func(o *p2p.Op) { e.messageTimedOut(set, o) },
 	})
@@ -105,7 +105,7 @@ func (e *Engine) channelFailed(set topo.ProcessSetID, err error) {
 	e.broken = append(e.broken, brokenChannel{set, err})
 	e.reported.Store(true)
 	e.mu.Unlock()
-	e.sched.notify()
+	e.sched.Notify()
 }
 
 func (e *Engine) messageStalled(o *p2p.Op, waited time.Duration) {
@@ -131,7 +131,7 @@ func (e *Engine) messageTimedOut(set topo.ProcessSetID, o *p2p.Op) {
 	e.late = append(e.late, late)
 	e.reported.Store(true)
 	e.mu.Unlock()
-	e.sched.notify()
+	e.sched.Notify()
 }
 
 // pendingMessages calls f with each message in flight.
@@ -178,7 +178,7 @@ func (e *Engine) ranksLeft(ranks []topo.Rank, channels []message.Channel) {
 	}
 	if len(e.receiving) > 0 {
 		e.setReceiving()
-		e.sched.notify() // the next turn calls receiveMessages, when this one has added the process sets
+		e.sched.Notify() // the next turn calls receiveMessages, when this one has added the process sets
 	}
 }
 

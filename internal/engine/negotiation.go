@@ -166,7 +166,7 @@ func (e *Engine) memberReady() (sent bool) {
 func (e *Engine) suspect(ranks []topo.Rank, err error) {
 	e.log.Error("negotiation failed", zap.String("suspects", topo.FormatRanks(ranks)), zap.Error(err))
 	e.member.Suspect(ranks, err.Error())
-	e.sched.notify()
+	e.sched.Notify()
 }
 
 // self returns this rank, for suspicions of this rank itself.
@@ -265,7 +265,7 @@ func (e *Engine) coordinatorStep(from topo.Rank, frame []byte) {
 		return
 	}
 	if e.scratch.up.Type == message.UpNews {
-		e.sched.extend() // rank 0 coordinates all operations, so news from any rank makes it busy
+		e.sched.Extend() // rank 0 coordinates all operations, so news from any rank makes it busy
 	}
 	e.coordinator.Step(from, &e.scratch.up)
 }
@@ -319,7 +319,7 @@ func (e *Engine) coordinatorReady() {
 	// Call Fault after Advance, because Advance drops the output of Ready, including a verdict.
 	for _, f := range failed {
 		e.coordinator.Fault(f.from, f.err.Error())
-		e.sched.notify()
+		e.sched.Notify()
 	}
 	clear(failed)
 	e.scratch.failed = failed

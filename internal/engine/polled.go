@@ -7,13 +7,14 @@ import (
 	"slices"
 	"sync"
 
+	"github.com/gohvd/gohvd/internal/sched"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
 // send sends a frame to a peer. If the peer is parked, the scheduler notifies it later.
 func (e *Engine) send(l *link, frame []byte) error {
-	e.sched.sent()
+	e.sched.Sent()
 	return l.send(frame)
 }
 
@@ -22,8 +23,8 @@ func (e *Engine) openPolled() {
 	for _, l := range e.links {
 		e.polled = append(e.polled, &frames{peer: l.peer, conn: l.conn})
 	}
-	e.cfg.Mesh.OnNotify(e.sched.notify)
-	e.sched.poll(e.cfg.Mesh, newPollLimits(e.cfg.Spin, len(e.cfg.Cores) > 0,
+	e.cfg.Mesh.OnNotify(e.sched.Notify)
+	e.sched.Poll(e.cfg.Mesh, sched.NewLimits(e.cfg.Spin, len(e.cfg.Cores) > 0,
 		e.cfg.Mesh.EntersKernel() && e.cfg.Collectives == nil,
 		e.cfg.ForClient,
 		cmp.Or(e.cfg.LocalProcesses, e.cfg.Size), cmp.Or(e.cfg.Processors, runtime.NumCPU()),
@@ -41,7 +42,7 @@ func (e *Engine) receive() error {
 		for n := 0; ; n++ {
 			if n == framesPerTurn {
 				e.unread = true
-				e.sched.notify()
+				e.sched.Notify()
 				break
 			}
 			ev, ok := f.next()

@@ -236,7 +236,7 @@ func TestNegotiationOverlapsExecution(t *testing.T) {
 		}
 		queued := func(when string, want int) {
 			for r, e := range c.engines {
-				if got := e.Queued(topo.Global); got != want {
+				if got := e.QueuedGrants(topo.Global); got != want {
 					t.Errorf("%s: rank %d has %d grants waiting for its lane, want %d", when, r, got, want)
 				}
 			}

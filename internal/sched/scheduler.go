@@ -1,18 +1,21 @@
-package engine
+// Package sched decides which goroutine runs the turns of a rank's loop, how long it polls between turns, and
+// when it parks. It also binds goroutines to processors.
+package sched
 
 import (
 	"context"
+	"math"
 	"runtime"
 	"sync"
 	"sync/atomic"
 	"time"
 
-	"github.com/gohvd/gohvd/controller"
+	"github.com/gohvd/gohvd/internal/outcome"
 	"github.com/gohvd/gohvd/internal/shmem"
 	"github.com/gohvd/gohvd/internal/transport"
 )
 
-// A scheduler decides which goroutine runs the turns of the loop, how long the goroutine polls between turns,
+// A Scheduler decides which goroutine runs the turns of the loop, how long the goroutine polls between turns,
 // and when it parks.
 //
 // The goroutine that holds the lock (mu) runs the turns. It is BackgroundThreadLoop or a driver. A driver is
@@ -20,7 +23,7 @@ import (
 // reader of a sidecar's connection. If a caller drives the loop from the submission of its operation on, no
 // other thread of this rank takes part in the operation.
 //
-// The state of the scheduler determines which goroutine holds the lock, which one polls, and what notify
+// The state of the scheduler determines which goroutine holds the lock, which one polls, and what Notify
 // does. A rank is busy for a poll budget after something has happened.
 //
 //	state       lock held by          polled by                     notify
@@ -43,12 +46,12 @@ import (
 //
 // Before the holder of the lock parks, and while it still holds the lock, it hands started operations over to
 // their lanes.
-type scheduler struct {
-	loop  loop
-	peers peers
+type Scheduler struct {
+	loop  Loop
+	peers Peers
 	clock func() time.Duration
 	stop  <-chan struct{}
-	pollLimits
+	Limits
 	drivable bool // whether drive may take the lock
 
 	pending atomic.Bool   // whether notify was called since the last turn began
@@ -77,26 +80,26 @@ type scheduler struct {
 	deferred deferred
 }
 
-// loop is the interface through which the scheduler uses the engine. Any goroutine may call queued. Only the
+// Loop is the interface through which the scheduler uses the engine. Any goroutine may call Queued. Only the
 // goroutine that holds the lock calls the other methods.
-type loop interface {
+type Loop interface {
 	RunLoopOnce() (next time.Duration, over bool, err error)
-	// arrived polls once and executes steps of started operations. It reports whether anything has changed.
-	arrived() bool
-	// handOff passes started operations to their lanes, which execute the steps that wait for other ranks.
-	handOff()
-	// executing reports whether a lane runs an operation.
-	executing() bool
-	// queued returns the number of operations that were submitted but that no turn has taken yet.
-	queued() int
-	// submitted returns the time at which the newest of these operations was submitted. If there are none, it
+	// Arrived polls once and executes steps of started operations. It reports whether anything has changed.
+	Arrived() bool
+	// HandOff passes started operations to their lanes, which execute the steps that wait for other ranks.
+	HandOff()
+	// Executing reports whether a lane runs an operation.
+	Executing() bool
+	// Queued returns the number of operations that were submitted but that no turn has taken yet.
+	Queued() int
+	// Submitted returns the time at which the newest of these operations was submitted. If there are none, it
 	// returns 0.
-	submitted() time.Duration
+	Submitted() time.Duration
 }
 
-// peers notifies the other ranks, and lets them know whether they must notify this rank. The methods are
+// Peers notifies the other ranks, and lets them know whether they must notify this rank. The methods are
 // those of transport.Poller.
-type peers interface {
+type Peers interface {
 	NotifyPeers()
 	Park() bool
 	Unpark()
@@ -130,95 +133,29 @@ const (
 	turnsToPark = 4
 )
 
-// pollLimits determines for how long and in which way the holder of the lock polls before it parks.
-type pollLimits struct {
-	backgroundBudget, driveBudget time.Duration // 0 disables polling
-	backgroundPace, drivePace     pace
-	// pinned is set if the loop is bound to a thread, so that only another thread can run a lane.
-	pinned bool
-	// oversubscribed is set if polling would take the processor away from lanes that execute.
-	oversubscribed bool
-	// crowded is set if there are more processes than cores.
-	crowded bool
-	// onlyAfterDrive is set if BackgroundThreadLoop polls only for one budget after the last turn of a
-	// driver. Turns of BackgroundThreadLoop itself do not extend this time.
-	onlyAfterDrive bool
-}
-
-// pace determines how often a goroutine that polls yields its processor.
-type pace struct {
-	pollsPerYield   int // number of polls between two yields to other threads
-	pollsPerGosched int // number of polls between two yields to other goroutines
-}
-
-// newPollLimits returns the limits for one of several processes on a host. processes is the number of
-// processes, and cores the number of processor cores. threads is the number of threads on which this process
-// runs goroutines. budget is Config.Spin. pinned is set if the loop is bound to processors, and entersKernel
-// if polling makes system calls. The paces were chosen because they gave the shortest completion times in
-// measurements.
-//
-// forClient is set if one of the other processes is the program that submits the operations. If that program
-// has no processor of its own, BackgroundThreadLoop polls only for one budget after a driver's last turn:
-// while the program waits, it drives the loop, and while it computes, it needs the processor.
-func newPollLimits(budget time.Duration, pinned, entersKernel, forClient bool, processes, cores,
-	threads int) pollLimits {
-	// Each process can keep two threads busy, because the loop polls while a lane or the caller runs. If the
-	// caller drives the loop, only one thread is busy.
-	busy := processes * min(2, threads)
-	// The kernel may put two threads on one processor even if another processor is idle, so a polling thread
-	// always yields now and then. A yield to another goroutine may wake a thread, which then searches for
-	// work. That is expensive if this thread has no processor of its own.
-	l := pollLimits{pinned: pinned, oversubscribed: busy > cores, crowded: processes > cores,
-		onlyAfterDrive: forClient && processes > cores, backgroundPace: pace{16, 64},
-		drivePace: pace{16, 256}}
-	if pinned || busy >= cores {
-		l.backgroundPace = pace{1, 4}
-	}
-	if threads == 1 || processes > cores {
-		l.backgroundPace.pollsPerGosched = 1 // there is no other thread, or it gets a processor late
-	}
-	if processes > cores {
-		l.drivePace = pace{1, 64}
-	}
-	if entersKernel {
-		l.backgroundPace.pollsPerYield, l.drivePace.pollsPerYield = 1, 1
-	}
-	l.backgroundBudget = max(budget, 0)
-	if budget == 0 {
-		// A thread that yields waits until it runs again, and the wait grows with the number of busy threads
-		// per core. So the budget grows with that number too.
-		l.backgroundBudget = defaultPoll * time.Duration((busy+cores-1)/cores)
-	}
-	l.driveBudget = l.backgroundBudget
-	if budget == 0 && processes <= cores {
-		l.driveBudget = max(l.backgroundBudget, defaultDrive)
-	}
-	return l
-}
-
-// newScheduler returns a scheduler that does not poll and cannot be driven until poll is called.
-func newScheduler(l loop, clock func() time.Duration, stop <-chan struct{}) *scheduler {
-	s := &scheduler{loop: l, peers: transport.Alone{}, clock: clock, stop: stop, wake: make(chan struct{}, 1),
+// New returns a scheduler that does not poll and cannot be driven until poll is called.
+func New(l Loop, clock func() time.Duration, stop <-chan struct{}) *Scheduler {
+	s := &Scheduler{loop: l, peers: transport.Alone{}, clock: clock, stop: stop, wake: make(chan struct{}, 1),
 		timer: time.NewTimer(0)}
-	s.deferred.timer = time.AfterFunc(controller.Never, s.deferralEnds)
+	s.deferred.timer = time.AfterFunc(math.MaxInt64, s.deferralEnds)
 	s.deferred.timer.Stop()
 	s.deferred.period = deferralPeriod
 	return s
 }
 
-// poll makes the scheduler poll within limits. It must be called before run.
-func (s *scheduler) poll(p peers, limits pollLimits) {
-	s.peers, s.pollLimits = p, limits
+// Poll makes the scheduler poll within limits. It must be called before run.
+func (s *Scheduler) Poll(p Peers, limits Limits) {
+	s.peers, s.Limits = p, limits
 	s.budget = s.backgroundBudget
 	s.yielder.Stay = limits.crowded
 	s.drivable = !s.pinned && s.driveBudget > 0
 }
 
-// notify makes the loop run a turn. Before the call, the caller must store what the turn has to find. No
+// Notify makes the loop run a turn. Before the call, the caller must store what the turn has to find. No
 // notification is lost, because one of three cases holds: the next turn has not begun yet; or the holder of
 // the lock sees pending before it parks; or notify sees that the holder has parked, and wakes
 // BackgroundThreadLoop.
-func (s *scheduler) notify() {
+func (s *Scheduler) Notify() {
 	if s.pending.Load() {
 		return
 	}
@@ -228,16 +165,16 @@ func (s *scheduler) notify() {
 	}
 }
 
-func (s *scheduler) wakeBackground() {
+func (s *Scheduler) wakeBackground() {
 	select {
 	case s.wake <- struct{}{}:
 	default:
 	}
 }
 
-// run runs turns in the calling goroutine, BackgroundThreadLoop, until the epoch is over. It returns the
+// Run runs turns in the calling goroutine, BackgroundThreadLoop, until the epoch is over. It returns the
 // reason why the epoch ended.
-func (s *scheduler) run() error {
+func (s *Scheduler) Run() error {
 	defer s.timer.Stop()
 	for {
 		if s.lockBackground() {
@@ -257,7 +194,7 @@ func (s *scheduler) run() error {
 		case <-s.timer.C:
 		case <-s.stop:
 			s.mu.Lock() // a driver may still hold the lock
-			s.end(ErrClosed)
+			s.end(outcome.ErrClosed)
 			s.mu.Unlock()
 			return s.err
 		}
@@ -267,14 +204,14 @@ func (s *scheduler) run() error {
 // backgroundTurn runs a turn of BackgroundThreadLoop and then polls. It returns true if the caller must wait
 // until timer fires or wake receives a value. That is so if nothing has arrived, if a driver wants the lock,
 // or if the epoch is over.
-func (s *scheduler) backgroundTurn() (parks bool) {
+func (s *Scheduler) backgroundTurn() (parks bool) {
 	if s.over {
 		return true
 	}
 	s.unpark()
 	next := s.turn()
 	if closed(s.stop) {
-		s.end(ErrClosed)
+		s.end(outcome.ErrClosed)
 	}
 	if s.over {
 		return true
@@ -283,8 +220,8 @@ func (s *scheduler) backgroundTurn() (parks bool) {
 		return false
 	}
 	if !s.wanted.Load() {
-		s.loop.handOff()
-		s.notifyPeers()
+		s.loop.HandOff()
+		s.NotifyPeers()
 		if !s.park(next) {
 			return false
 		}
@@ -293,8 +230,40 @@ func (s *scheduler) backgroundTurn() (parks bool) {
 	return true
 }
 
+// Now returns the time at which the turn began, or about the time of the last poll. Only the goroutine that
+// holds the lock may call it.
+func (s *Scheduler) Now() time.Duration { return s.now }
+
+// InTurn reports whether turns may execute operations, and whether the goroutine that runs the turns waits
+// for an operation. Only the goroutine that holds the lock may call it.
+func (s *Scheduler) InTurn() (executes, waits bool) { return s.drivable, !s.background.Load() }
+
+// Dispatched records that the turn has passed an operation to a lane.
+func (s *Scheduler) Dispatched() { s.dispatched = true }
+
+// HandOff passes started operations to their lanes after the end of Run.
+func (s *Scheduler) HandOff() {
+	s.mu.Lock() // a driver may still hold the lock
+	defer s.mu.Unlock()
+	s.loop.HandOff()
+}
+
+// Polls returns the number of times that the loop has polled, for tests.
+func (s *Scheduler) Polls() uint64 { return s.polls.Load() }
+
+// SetPollBudget sets the poll budget of BackgroundThreadLoop, for tests.
+func (s *Scheduler) SetPollBudget(d time.Duration) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.budget, s.backgroundBudget = d, d
+}
+
+// SetDeferralPeriod sets the time for which NotifyLater defers a notification, for tests. It must be called
+// before NotifyLater.
+func (s *Scheduler) SetDeferralPeriod(d time.Duration) { s.deferred.period = d }
+
 // setAlarm makes the timer fire at the latest at the time next.
-func (s *scheduler) setAlarm(next time.Duration) {
+func (s *Scheduler) setAlarm(next time.Duration) {
 	// The timer may fire too early and cause a needless turn. Unless it fires soon, that is cheaper than
 	// resetting the timer in every turn.
 	if next < s.alarm || s.alarm <= s.now || s.alarm < next && s.alarm < s.now+soon {
@@ -304,7 +273,7 @@ func (s *scheduler) setAlarm(next time.Duration) {
 }
 
 // end ends the epoch with err, unless a turn has ended the epoch already.
-func (s *scheduler) end(err error) {
+func (s *Scheduler) end(err error) {
 	if !s.over {
 		s.over, s.err = true, err
 	}
@@ -312,7 +281,7 @@ func (s *scheduler) end(err error) {
 
 // lockBackground tries to take the lock for BackgroundThreadLoop and reports whether it has succeeded. If a
 // driver holds the lock, lockBackground returns false, and the driver wakes BackgroundThreadLoop later.
-func (s *scheduler) lockBackground() bool {
+func (s *Scheduler) lockBackground() bool {
 	s.missed.Store(true)
 	if !s.mu.TryLock() {
 		return false
@@ -325,7 +294,7 @@ func (s *scheduler) lockBackground() bool {
 // lockDriver tries to take the lock for a driver and reports whether it has succeeded. If
 // BackgroundThreadLoop holds the lock, lockDriver makes it unlock. If another driver holds the lock,
 // lockDriver returns false.
-func (s *scheduler) lockDriver() bool {
+func (s *Scheduler) lockDriver() bool {
 	if s.mu.TryLock() {
 		return true
 	}
@@ -343,12 +312,12 @@ func (s *scheduler) lockDriver() bool {
 	return true
 }
 
-// drive runs turns in the calling goroutine until done returns true, ctx ends, it is the time until, or
+// Drive runs turns in the calling goroutine until done returns true, ctx ends, it is the time until, or
 // nothing arrives within the poll budget. If nothing arrives, the caller has to wait without driving. In all
 // cases, a turn takes the queued operations.
-func (s *scheduler) drive(ctx context.Context, until time.Duration, done func() bool) {
+func (s *Scheduler) Drive(ctx context.Context, until time.Duration, done func() bool) {
 	if !s.drivable || !s.lockDriver() {
-		s.notify()
+		s.Notify()
 		return
 	}
 	if s.over {
@@ -360,12 +329,12 @@ func (s *scheduler) drive(ctx context.Context, until time.Duration, done func() 
 	s.unpark()
 	s.budget = s.driveBudget
 	// If the caller has just submitted its operation, that time is the time of the turn.
-	now := s.loop.submitted()
+	now := s.loop.Submitted()
 	if deferred || now <= s.now {
 		now = s.clock()
 	}
 	next := s.turnAt(now)
-	s.extend()
+	s.Extend()
 	enough := func() bool { return done() || s.now >= until || closed(ctx.Done()) || closed(s.stop) }
 	for !s.over && !enough() && s.await(&s.drivePace, enough) {
 		next = s.turn()
@@ -375,12 +344,12 @@ func (s *scheduler) drive(ctx context.Context, until time.Duration, done func() 
 
 // parkDriver releases the lock for a driver. It parks first unless events keep arriving. Then it wakes
 // BackgroundThreadLoop, which runs the turns. next is the time at which the next turn is due.
-func (s *scheduler) parkDriver(next time.Duration) {
+func (s *Scheduler) parkDriver(next time.Duration) {
 	s.budget = s.backgroundBudget
 	s.busyUntil = min(s.busyUntil, s.now+s.budget)
 	parked := false
 	for range turnsToPark {
-		s.loop.handOff()
+		s.loop.HandOff()
 		if s.over || closed(s.stop) {
 			break
 		}
@@ -390,7 +359,7 @@ func (s *scheduler) parkDriver(next time.Duration) {
 		s.unpark()
 		next = s.turn()
 	}
-	s.notifyPeers()
+	s.NotifyPeers()
 	missed := s.missed.Swap(false) // because the timer has fired, or because notify was called after park
 	if parked {
 		if missed {
@@ -405,10 +374,10 @@ func (s *scheduler) parkDriver(next time.Duration) {
 }
 
 // turn runs a turn and returns the time at which the next turn is due.
-func (s *scheduler) turn() (next time.Duration) { return s.turnAt(s.clock()) }
+func (s *Scheduler) turn() (next time.Duration) { return s.turnAt(s.clock()) }
 
 // turnAt runs a turn for which it is the time now.
-func (s *scheduler) turnAt(now time.Duration) (next time.Duration) {
+func (s *Scheduler) turnAt(now time.Duration) (next time.Duration) {
 	s.pending.Store(false)
 	s.now = now
 	next, s.over, s.err = s.loop.RunLoopOnce()
@@ -417,7 +386,7 @@ func (s *scheduler) turnAt(now time.Duration) (next time.Duration) {
 
 // await reports whether the next turn has something to do. While this rank is busy, await polls until there
 // is something to do or quit returns true.
-func (s *scheduler) await(p *pace, quit func() bool) bool {
+func (s *Scheduler) await(p *pace, quit func() bool) bool {
 	if s.dispatched && !s.pinned {
 		// Yield, so that the lane runs next on this processor. It would run later if another thread had to be
 		// woken for it.
@@ -428,16 +397,16 @@ func (s *scheduler) await(p *pace, quit func() bool) bool {
 		// Notify peers even if this rank has something to do at every poll, because another rank may wait for
 		// the frames that were sent.
 		if s.unnotified.isDue(s.now) {
-			s.notifyPeers()
+			s.NotifyPeers()
 		}
 		if s.pending.Load() {
 			return true
 		}
 		s.polls.Add(1)
-		if s.loop.arrived() {
+		if s.loop.Arrived() {
 			return true
 		}
-		if s.now >= s.busyUntil || s.oversubscribed && s.loop.executing() || quit() {
+		if s.now >= s.busyUntil || s.oversubscribed && s.loop.Executing() || quit() {
 			return false
 		}
 		if n%p.pollsPerYield == 0 {
@@ -454,9 +423,9 @@ func (s *scheduler) await(p *pace, quit func() bool) bool {
 	}
 }
 
-// extend records that this rank is busy, so that it polls for another budget. Heartbeats do not make a rank
+// Extend records that this rank is busy, so that it polls for another budget. Heartbeats do not make a rank
 // busy, because an idle job must use no processor time.
-func (s *scheduler) extend() {
+func (s *Scheduler) Extend() {
 	if !s.onlyAfterDrive || !s.background.Load() {
 		s.busyUntil = s.now + s.budget
 	}
@@ -465,14 +434,14 @@ func (s *scheduler) extend() {
 // park records that no goroutine polls from now on. It returns false if something has arrived in the
 // meantime. next is the time at which the next turn is due. If it is due soon, the mesh need not notify this
 // rank before that.
-func (s *scheduler) park(next time.Duration) bool {
+func (s *Scheduler) park(next time.Duration) bool {
 	s.parked.Store(true)
 	s.meshParked = next > s.now+soon
 	return !s.pending.Load() && (!s.meshParked || s.peers.Park())
 }
 
 // unpark records that the holder of the lock polls again.
-func (s *scheduler) unpark() {
+func (s *Scheduler) unpark() {
 	if s.parked.Load() {
 		s.parked.Store(false)
 		if s.meshParked {
@@ -490,8 +459,8 @@ type unnotified struct {
 	at    time.Duration
 }
 
-// sent records that a frame was sent, so that parked peers must be notified.
-func (s *scheduler) sent() {
+// Sent records that a frame was sent, so that parked peers must be notified.
+func (s *Scheduler) Sent() {
 	if u := &s.unnotified; !u.any {
 		*u = unnotified{any: true, polls: pollsPerNotify, at: s.now + s.backgroundBudget}
 	}
@@ -503,14 +472,14 @@ func (u *unnotified) isDue(now time.Duration) bool {
 	return u.any && (u.polls <= 0 || now >= u.at)
 }
 
-// notifyPeers notifies parked peers that frames were sent.
-func (s *scheduler) notifyPeers() {
+// NotifyPeers notifies parked peers that frames were sent.
+func (s *Scheduler) NotifyPeers() {
 	s.unnotified.any = false
 	s.peers.NotifyPeers()
 }
 
 // A caller that submits many operations one after another needs the processor for that. If the loop would
-// take the processor away (pollLimits.oversubscribed), notifyLater defers the notification. The loop is
+// take the processor away (Limits.oversubscribed), notifyLater defers the notification. The loop is
 // notified when nothing was queued for a while, or when the caller polls or waits for an operation (flush,
 // drive). The deferral also has the effect that the operations are negotiated together and fused.
 
@@ -530,26 +499,26 @@ type deferred struct {
 	armed  atomic.Bool // whether the timer will notify
 
 	mu sync.Mutex // guards the fields below
-	// queued is the number of operations that were queued when the timer last fired. periods is the number of
+	// Queued is the number of operations that were queued when the timer last fired. periods is the number of
 	// times that the timer has deferred the notification.
 	queued, periods int
 }
 
-// notifyLater notifies the loop. It defers the notification if notifying at once would delay the caller.
-func (s *scheduler) notifyLater() {
+// NotifyLater notifies the loop. It defers the notification if notifying at once would delay the caller.
+func (s *Scheduler) NotifyLater() {
 	driven := !s.parked.Load() && !s.background.Load()
 	switch d := &s.deferred; {
 	case !s.drivable || !s.oversubscribed || driven:
-		s.notify()
+		s.Notify()
 	case !d.armed.Load() && d.armed.CompareAndSwap(false, true):
 		d.timer.Reset(d.period)
 	}
 }
 
-// flush notifies the loop now if notifyLater has deferred the notification. Otherwise it does nothing.
-func (s *scheduler) flush() {
+// Flush notifies the loop now if notifyLater has deferred the notification. Otherwise it does nothing.
+func (s *Scheduler) Flush() {
 	if s.deferred.armed.Load() && s.deferred.armed.CompareAndSwap(true, false) {
-		s.notify()
+		s.Notify()
 	}
 }
 
@@ -566,7 +535,7 @@ func (d *deferred) cancel() bool {
 
 // deferralEnds is called when the timer fires. It notifies the loop. If more operations were queued since the
 // timer last fired, it defers the notification again.
-func (s *scheduler) deferralEnds() {
+func (s *Scheduler) deferralEnds() {
 	d := &s.deferred
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -574,7 +543,7 @@ func (s *scheduler) deferralEnds() {
 		d.queued, d.periods = 0, 0 // a turn has taken the operations
 		return
 	}
-	queued := s.loop.queued()
+	queued := s.loop.Queued()
 	if d.periods++; queued > d.queued && d.periods < deferralPeriods {
 		d.queued = queued
 		d.timer.Reset(d.period)
@@ -584,8 +553,8 @@ func (s *scheduler) deferralEnds() {
 	// Disarm before reading the queue. If an operation is queued after that, its caller arms the timer again.
 	// If it was queued before, the loop is notified here.
 	d.armed.Store(false)
-	if s.loop.queued() > 0 {
-		s.notify()
+	if s.loop.Queued() > 0 {
+		s.Notify()
 	}
 }
 

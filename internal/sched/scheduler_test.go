@@ -1,4 +1,4 @@
-package engine
+package sched
 
 import (
 	"context"
@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/controller"
+	"github.com/gohvd/gohvd/internal/outcome"
 )
 
 // fakeLoop implements loop and peers for tests of the scheduler. The test determines what the turns of the
@@ -46,22 +47,22 @@ func (l *fakeLoop) RunLoopOnce() (time.Duration, bool, error) {
 	return l.clock() + time.Hour, false, nil
 }
 
-// arrived counts a poll and advances the loop's clock by a microsecond.
-func (l *fakeLoop) arrived() bool {
+// Arrived counts a poll and advances the loop's clock by a microsecond.
+func (l *fakeLoop) Arrived() bool {
 	l.ahead.Add(int64(time.Microsecond))
 	l.polled++
 	return l.polls != nil && l.polls(l.polled)
 }
 
-func (l *fakeLoop) executing() bool { return l.busy }
-func (l *fakeLoop) queued() int     { return int(l.work.Load()) }
+func (l *fakeLoop) Executing() bool { return l.busy }
+func (l *fakeLoop) Queued() int     { return int(l.work.Load()) }
 
-func (l *fakeLoop) submitted() time.Duration { return time.Duration(l.newest.Load()) }
+func (l *fakeLoop) Submitted() time.Duration { return time.Duration(l.newest.Load()) }
 
 func (l *fakeLoop) Park() bool { l.parks++; return true }
 func (l *fakeLoop) Unpark()    { l.unparks++ }
 
-func (l *fakeLoop) handOff() {
+func (l *fakeLoop) HandOff() {
 	l.handOffs++
 	if l.onHandOff != nil {
 		l.onHandOff()
@@ -95,23 +96,23 @@ func (l *fakeLoop) took() []time.Duration {
 // scheduled creates a scheduler in a synctest bubble, executes its method run in another goroutine, and calls
 // test. Then it ends the scheduler and checks that run has returned the error want.
 func scheduled(t *testing.T, budget time.Duration, want error,
-	test func(t *testing.T, s *scheduler, l *fakeLoop)) {
+	test func(t *testing.T, s *Scheduler, l *fakeLoop)) {
 	synctest.Test(t, func(t *testing.T) {
 		l := &fakeLoop{start: time.Now()}
 		stop := make(chan struct{})
-		s := newScheduler(l, l.clock, stop)
-		limits := pollLimits{backgroundBudget: budget, driveBudget: budget,
+		s := New(l, l.clock, stop)
+		limits := Limits{backgroundBudget: budget, driveBudget: budget,
 			backgroundPace: pace{1 << 30, 1 << 30}, drivePace: pace{1 << 30, 1 << 30}}
-		s.poll(l, limits)
+		s.Poll(l, limits)
 		var err error
 		var running sync.WaitGroup
-		running.Go(func() { err = s.run() })
+		running.Go(func() { err = s.Run() })
 		if got := l.took(); len(got) != 1 {
 			t.Fatalf("turns at %v at the start, want one", got)
 		}
 		test(t, s, l)
 		close(stop)
-		s.notify()
+		s.Notify()
 		running.Wait()
 		if !errors.Is(err, want) {
 			t.Errorf("run returned %v, want %v", err, want)
@@ -128,15 +129,15 @@ const pollBudget = 50 * time.Microsecond
 // If a parked scheduler is notified, or if a turn is due, it runs a turn in the background. Several
 // notifications before that turn cause no further turn.
 func TestSchedulerParks(t *testing.T) {
-	scheduled(t, pollBudget, ErrClosed, func(t *testing.T, s *scheduler, l *fakeLoop) {
+	scheduled(t, pollBudget, outcome.ErrClosed, func(t *testing.T, s *Scheduler, l *fakeLoop) {
 		if !s.parked.Load() || l.parks == 0 {
 			t.Error("an idle scheduler is not parked")
 		}
 		for range 3 {
 			time.Sleep(time.Second)
 			at := l.clock()
-			s.notify()
-			s.notify()
+			s.Notify()
+			s.Notify()
 			if got := l.took(); !slices.Equal(got, []time.Duration{at}) {
 				t.Errorf("notified at %v: turns at %v", at, got)
 			}
@@ -144,15 +145,15 @@ func TestSchedulerParks(t *testing.T) {
 		// A notification that comes after the last poll, while the loop is parking, is not lost.
 		l.onHandOff = func() {
 			l.onHandOff = nil
-			s.notify()
+			s.Notify()
 		}
-		s.notify()
+		s.Notify()
 		if got := l.took(); len(got) != 2 {
 			t.Errorf("turns at %v, want one more for the notification while it was parking", got)
 		}
 		due := l.clock() + time.Minute
 		l.nextTurns(func() (time.Duration, bool, error) { return due, false, nil })
-		s.notify()
+		s.Notify()
 		l.took()
 		l.nextTurns(nil)
 		time.Sleep(2 * time.Minute)
@@ -168,7 +169,7 @@ func TestSchedulerParks(t *testing.T) {
 // In the background, a busy rank polls for its budget and an idle rank polls once. If a poll finds an event,
 // a turn runs at once.
 func TestSchedulerPolls(t *testing.T) {
-	scheduled(t, pollBudget, ErrClosed, func(t *testing.T, s *scheduler, l *fakeLoop) {
+	scheduled(t, pollBudget, outcome.ErrClosed, func(t *testing.T, s *Scheduler, l *fakeLoop) {
 		for _, busy := range []bool{false, true} {
 			want := 1
 			if busy {
@@ -177,11 +178,11 @@ func TestSchedulerPolls(t *testing.T) {
 			l.polled = 0
 			l.nextTurns(func() (time.Duration, bool, error) {
 				if busy {
-					s.extend()
+					s.Extend()
 				}
 				return l.clock() + time.Hour, false, nil
 			})
-			s.notify()
+			s.Notify()
 			time.Sleep(time.Millisecond)
 			l.took()
 			if l.polled < want || l.polled > want+pollsPerClock {
@@ -192,7 +193,7 @@ func TestSchedulerPolls(t *testing.T) {
 		l.polls = func(n int) bool { return n == 10 }
 		l.polled = 0
 		at := l.clock()
-		s.notify()
+		s.Notify()
 		time.Sleep(time.Millisecond)
 		if got := l.took(); len(got) != 2 || got[1] != at+10*time.Microsecond {
 			t.Errorf("turns at %v, want them at %v and 10us later", got, at)
@@ -203,15 +204,15 @@ func TestSchedulerPolls(t *testing.T) {
 // With onlyAfterDrive, BackgroundThreadLoop polls for its budget after a drive, but only once after a turn of
 // its own.
 func TestSchedulerPollsOnlyAfterDrive(t *testing.T) {
-	scheduled(t, pollBudget, ErrClosed, func(t *testing.T, s *scheduler, l *fakeLoop) {
+	scheduled(t, pollBudget, outcome.ErrClosed, func(t *testing.T, s *Scheduler, l *fakeLoop) {
 		s.onlyAfterDrive = true
 		l.nextTurns(func() (time.Duration, bool, error) {
-			s.extend()
+			s.Extend()
 			return l.clock() + time.Hour, false, nil
 		})
 		polls := func() int {
 			l.polled = 0
-			s.notify()
+			s.Notify()
 			time.Sleep(time.Millisecond)
 			l.took()
 			return l.polled
@@ -219,7 +220,7 @@ func TestSchedulerPollsOnlyAfterDrive(t *testing.T) {
 		if got := polls(); got != 1 {
 			t.Errorf("%d polls after a turn, want 1", got)
 		}
-		s.drive(t.Context(), controller.Never, func() bool { return true })
+		s.Drive(t.Context(), controller.Never, func() bool { return true })
 		if got, want := polls(), int(pollBudget/time.Microsecond); got < want || got > want+pollsPerClock {
 			t.Errorf("%d polls after a drive, want %d", got, want)
 		}
@@ -234,7 +235,7 @@ func TestSchedulerPollsOnlyAfterDrive(t *testing.T) {
 // BackgroundThreadLoop. When the epoch is over, drive returns at once.
 func TestSchedulerDrives(t *testing.T) {
 	over := errors.New("over")
-	scheduled(t, pollBudget, over, func(t *testing.T, s *scheduler, l *fakeLoop) {
+	scheduled(t, pollBudget, over, func(t *testing.T, s *Scheduler, l *fakeLoop) {
 		canceled, cancel := context.WithCancel(t.Context())
 		cancel()
 		no := func() bool { return false }
@@ -253,7 +254,7 @@ func TestSchedulerDrives(t *testing.T) {
 		} {
 			l.polled, l.handOffs = 0, 0
 			at := l.clock()
-			s.drive(c.ctx, at+c.limit, c.done)
+			s.Drive(c.ctx, at+c.limit, c.done)
 			if took := l.clock() - at; took < c.want || took > c.want+pollsPerClock*time.Microsecond {
 				t.Errorf("%s: drove for %v, want %v", name, took, c.want)
 			}
@@ -261,15 +262,15 @@ func TestSchedulerDrives(t *testing.T) {
 				t.Errorf("%s: %d hand-offs, parked %v after driving", name, l.handOffs, s.parked.Load())
 			}
 			l.took()
-			s.notify()
+			s.Notify()
 			if got := l.took(); len(got) != 1 {
 				t.Errorf("%s: turns at %v after a notification, want one", name, got)
 			}
 		}
 		l.nextTurns(func() (time.Duration, bool, error) { return 0, true, over })
-		s.drive(t.Context(), controller.Never, func() bool { return false })
+		s.Drive(t.Context(), controller.Never, func() bool { return false })
 		before := len(l.took())
-		s.drive(t.Context(), controller.Never, func() bool { t.Error("a driver waits after the loop is over"); return true })
+		s.Drive(t.Context(), controller.Never, func() bool { t.Error("a driver waits after the loop is over"); return true })
 		if got := l.took(); len(got) > 0 || before != 1 {
 			t.Errorf("%d turns and then turns at %v, want one turn, which ends the loop", before, got)
 		}
@@ -279,10 +280,10 @@ func TestSchedulerDrives(t *testing.T) {
 // After a driver has returned, BackgroundThreadLoop runs a turn when the next turn is due according to the
 // driver's last turn. It also runs a turn if it was woken while the driver held the lock.
 func TestSchedulerHandsOff(t *testing.T) {
-	scheduled(t, pollBudget, ErrClosed, func(t *testing.T, s *scheduler, l *fakeLoop) {
+	scheduled(t, pollBudget, outcome.ErrClosed, func(t *testing.T, s *Scheduler, l *fakeLoop) {
 		due := l.clock() + time.Second
 		l.nextTurns(func() (time.Duration, bool, error) { return due, false, nil })
-		s.drive(t.Context(), controller.Never, func() bool { return true })
+		s.Drive(t.Context(), controller.Never, func() bool { return true })
 		l.took()
 		l.nextTurns(nil)
 		time.Sleep(time.Minute)
@@ -296,7 +297,7 @@ func TestSchedulerHandsOff(t *testing.T) {
 		for _, parking := range []bool{false, true} {
 			early, late := l.clock()+2*soon, l.clock()+time.Second
 			l.nextTurns(func() (time.Duration, bool, error) { return early, false, nil })
-			s.notify()
+			s.Notify()
 			l.took()
 			l.nextTurns(func() (time.Duration, bool, error) { return late, false, nil })
 			if parking {
@@ -305,7 +306,7 @@ func TestSchedulerHandsOff(t *testing.T) {
 					pass()
 				}
 			}
-			s.drive(t.Context(), controller.Never, func() bool {
+			s.Drive(t.Context(), controller.Never, func() bool {
 				if !parking {
 					pass()
 				}
@@ -321,10 +322,10 @@ func TestSchedulerHandsOff(t *testing.T) {
 		// Here another goroutine calls notify after the driver has parked and before it unlocks.
 		l.onNotify = func() {
 			l.onNotify = nil
-			s.notify()
+			s.Notify()
 			synctest.Wait() // BackgroundThreadLoop has found the lock held
 		}
-		s.drive(t.Context(), controller.Never, func() bool { return true })
+		s.Drive(t.Context(), controller.Never, func() bool { return true })
 		if got := l.took(); len(got) != 2 {
 			t.Errorf("notified while parking: turns at %v, want one by the driver and one at once", got)
 		}
@@ -335,13 +336,13 @@ func TestSchedulerHandsOff(t *testing.T) {
 // nevertheless.
 func TestSchedulerEndsAfterDrivers(t *testing.T) {
 	over := errors.New("over")
-	scheduled(t, pollBudget, over, func(t *testing.T, s *scheduler, l *fakeLoop) {
+	scheduled(t, pollBudget, over, func(t *testing.T, s *Scheduler, l *fakeLoop) {
 		s.mu.Lock()
 		s.end(over)
 		s.wakeBackground()
 		synctest.Wait() // BackgroundThreadLoop has found the lock held
 		s.mu.Unlock()
-		s.drive(t.Context(), controller.Never, func() bool { return true })
+		s.Drive(t.Context(), controller.Never, func() bool { return true })
 		synctest.Wait()
 		if !s.mu.TryLock() {
 			t.Fatal("the lock is held")
@@ -355,14 +356,14 @@ func TestSchedulerEndsAfterDrivers(t *testing.T) {
 
 // If the next turn is due soon, the mesh need not notify a driver that parks, nor BackgroundThreadLoop.
 func TestSchedulerParksForAMoment(t *testing.T) {
-	scheduled(t, pollBudget, ErrClosed, func(t *testing.T, s *scheduler, l *fakeLoop) {
+	scheduled(t, pollBudget, outcome.ErrClosed, func(t *testing.T, s *Scheduler, l *fakeLoop) {
 		for _, c := range []struct {
 			due   time.Duration
 			parks int
 		}{{soon / 2, 0}, {2 * soon, 1}} {
 			parks, unparks := l.parks, l.unparks
 			l.nextTurns(func() (time.Duration, bool, error) { return l.clock() + c.due, false, nil })
-			s.drive(t.Context(), controller.Never, func() bool { return true })
+			s.Drive(t.Context(), controller.Never, func() bool { return true })
 			if got := l.parks - parks; got != c.parks || !s.parked.Load() {
 				t.Errorf("next turn in %v: parked %d times, want %d", c.due, got, c.parks)
 			}
@@ -384,11 +385,11 @@ func TestSchedulerParksForAMoment(t *testing.T) {
 // If BackgroundThreadLoop is polling, a driver takes the lock from it. A second driver returns at once, and
 // the first driver runs a turn for it.
 func TestSchedulerTakesTheLock(t *testing.T) {
-	scheduled(t, time.Hour, ErrClosed, func(t *testing.T, s *scheduler, l *fakeLoop) {
+	scheduled(t, time.Hour, outcome.ErrClosed, func(t *testing.T, s *Scheduler, l *fakeLoop) {
 		var turns atomic.Int32
 		l.nextTurns(func() (time.Duration, bool, error) {
 			turns.Add(1)
-			s.extend()
+			s.Extend()
 			return l.clock() + 2*time.Hour, false, nil
 		})
 		var end atomic.Bool
@@ -405,13 +406,13 @@ func TestSchedulerTakesTheLock(t *testing.T) {
 				runtime.Gosched()
 			}
 		}
-		s.notify()
+		s.Notify()
 		until("BackgroundThreadLoop polls", func() bool {
 			return turns.Load() == 1 && s.background.Load() &&
 				!s.parked.Load()
 		})
 		var driver sync.WaitGroup
-		driver.Go(func() { s.drive(t.Context(), controller.Never, end.Load) })
+		driver.Go(func() { s.Drive(t.Context(), controller.Never, end.Load) })
 		until("the driver has the lock", func() bool {
 			return turns.Load() == 2 && !s.background.Load() &&
 				!s.wanted.Load()
@@ -419,7 +420,7 @@ func TestSchedulerTakesTheLock(t *testing.T) {
 		if s.parked.Load() {
 			t.Error("parked while a driver polls")
 		}
-		s.drive(t.Context(), controller.Never, func() bool { t.Error("a second driver waits"); return true })
+		s.Drive(t.Context(), controller.Never, func() bool { t.Error("a second driver waits"); return true })
 		until("a turn for the second driver", func() bool { return turns.Load() == 3 })
 		end.Store(true)
 		driver.Wait()
@@ -433,8 +434,8 @@ func TestSchedulerTakesTheLock(t *testing.T) {
 // has sent. It does so once, after pollsPerNotify polls or when the poll budget has passed.
 func TestSchedulerNotifiesPeers(t *testing.T) {
 	l := &fakeLoop{start: time.Now()}
-	s := newScheduler(l, l.clock, nil)
-	s.poll(l, pollLimits{backgroundBudget: time.Hour})
+	s := New(l, l.clock, nil)
+	s.Poll(l, Limits{backgroundBudget: time.Hour})
 	polls := func(n int) {
 		for range n {
 			s.pending.Store(true)
@@ -453,16 +454,16 @@ func TestSchedulerNotifiesPeers(t *testing.T) {
 	polls(2 * pollsPerNotify)
 	want("nothing was sent", 0)
 	for range 3 {
-		s.sent()
+		s.Sent()
 		polls(pollsPerNotify - 1)
-		s.sent() // this must not delay the notification of earlier frames
+		s.Sent() // this must not delay the notification of earlier frames
 		want("before a peer has had time to poll", 0)
 		polls(1)
 		want("after that", 1)
 		polls(2 * pollsPerNotify)
 		want("nothing more was sent", 0)
 	}
-	s.sent()
+	s.Sent()
 	polls(1)
 	s.now += time.Hour
 	polls(1)
@@ -472,11 +473,11 @@ func TestSchedulerNotifiesPeers(t *testing.T) {
 // If oversubscribed is set, notifyLater defers the turn until no more operations are queued, but for at most
 // deferralPeriods periods. flush and drive end the deferral at once.
 func TestSchedulerDefers(t *testing.T) {
-	scheduled(t, pollBudget, ErrClosed, func(t *testing.T, s *scheduler, l *fakeLoop) {
+	scheduled(t, pollBudget, outcome.ErrClosed, func(t *testing.T, s *Scheduler, l *fakeLoop) {
 		s.oversubscribed = true
 		queue := func() {
 			l.work.Add(1)
-			s.notifyLater()
+			s.NotifyLater()
 		}
 		at := l.clock()
 		queue()
@@ -498,13 +499,13 @@ func TestSchedulerDefers(t *testing.T) {
 		}
 		at = l.clock()
 		queue()
-		s.flush()
+		s.Flush()
 		if got := l.took(); !slices.Equal(got, []time.Duration{at}) {
 			t.Errorf("flushed at %v: turns at %v", at, got)
 		}
 		at = l.clock()
 		queue()
-		s.drive(t.Context(), controller.Never, func() bool { return true })
+		s.Drive(t.Context(), controller.Never, func() bool { return true })
 		if got := l.took(); len(got) == 0 || got[0] != at {
 			t.Errorf("driven at %v: turns at %v", at, got)
 		}
@@ -529,44 +530,44 @@ func TestPollLimits(t *testing.T) {
 		pinned, kernel        bool
 		forClient             bool
 		ranks, cores, threads int
-		want                  pollLimits
+		want                  Limits
 	}{
-		{"room for all", 0, false, false, false, 2, 16, 16, pollLimits{backgroundBudget: defaultPoll,
+		{"room for all", 0, false, false, false, 2, 16, 16, Limits{backgroundBudget: defaultPoll,
 			driveBudget: defaultDrive, backgroundPace: pace{16, 64}, drivePace: pace{16, 256}}},
 		{"polling enters the kernel", 0, false, true, false, 2, 16, 16,
-			pollLimits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{1, 64},
+			Limits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{1, 64},
 				drivePace: pace{1, 256}}},
 		{"room for one thread each", 0, false, false, false, 2, 4, 1,
-			pollLimits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{16, 1},
+			Limits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{16, 1},
 				drivePace: pace{16, 256}}},
-		{"alone on one processor", 0, false, false, false, 1, 1, 1, pollLimits{backgroundBudget: defaultPoll,
+		{"alone on one processor", 0, false, false, false, 1, 1, 1, Limits{backgroundBudget: defaultPoll,
 			driveBudget: defaultDrive, backgroundPace: pace{1, 1}, drivePace: pace{16, 256}}},
 		{"as many ranks as processors", 0, false, false, false, 2, 2, 2,
-			pollLimits{backgroundBudget: 2 * defaultPoll, driveBudget: defaultDrive,
+			Limits{backgroundBudget: 2 * defaultPoll, driveBudget: defaultDrive,
 				backgroundPace: pace{1, 4}, oversubscribed: true, drivePace: pace{16, 256}}},
 		{"the same with a thread each", 0, false, false, false, 2, 2, 1,
-			pollLimits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{1, 1},
+			Limits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{1, 1},
 				drivePace: pace{16, 256}}},
 		{"more ranks than processors", 0, false, false, false, 4, 2, 2,
-			pollLimits{backgroundBudget: 4 * defaultPoll, driveBudget: 4 * defaultPoll,
+			Limits{backgroundBudget: 4 * defaultPoll, driveBudget: 4 * defaultPoll,
 				backgroundPace: pace{1, 1}, oversubscribed: true, crowded: true,
 				drivePace: pace{1, 64}}},
 		{"the program is another process", 0, false, false, true, 4, 2, 2,
-			pollLimits{backgroundBudget: 4 * defaultPoll, driveBudget: 4 * defaultPoll,
+			Limits{backgroundBudget: 4 * defaultPoll, driveBudget: 4 * defaultPoll,
 				backgroundPace: pace{1, 1}, oversubscribed: true, crowded: true, onlyAfterDrive: true,
 				drivePace: pace{1, 64}}},
 		{"the same with room for all", 0, false, false, true, 4, 16, 16,
-			pollLimits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{16, 64},
+			Limits{backgroundBudget: defaultPoll, driveBudget: defaultDrive, backgroundPace: pace{16, 64},
 				drivePace: pace{16, 256}}},
-		{"pinned", 0, true, false, false, 2, 16, 16, pollLimits{backgroundBudget: defaultPoll,
+		{"pinned", 0, true, false, false, 2, 16, 16, Limits{backgroundBudget: defaultPoll,
 			driveBudget: defaultDrive, backgroundPace: pace{1, 4}, drivePace: pace{16, 256}, pinned: true}},
 		{"a budget of its own", time.Hour, false, false, false, 4, 2, 2,
-			pollLimits{backgroundBudget: time.Hour, driveBudget: time.Hour, backgroundPace: pace{1, 1},
+			Limits{backgroundBudget: time.Hour, driveBudget: time.Hour, backgroundPace: pace{1, 1},
 				oversubscribed: true, crowded: true, drivePace: pace{1, 64}}},
-		{"no budget", -1, false, false, false, 2, 16, 16, pollLimits{backgroundPace: pace{16, 64},
+		{"no budget", -1, false, false, false, 2, 16, 16, Limits{backgroundPace: pace{16, 64},
 			drivePace: pace{16, 256}}},
 	} {
-		if got := newPollLimits(test.budget, test.pinned, test.kernel, test.forClient, test.ranks, test.cores,
+		if got := NewLimits(test.budget, test.pinned, test.kernel, test.forClient, test.ranks, test.cores,
 			test.threads); got != test.want {
 			t.Errorf("%s: got %+v, want %+v", test.name, got, test.want)
 		}
@@ -576,7 +577,7 @@ func TestPollLimits(t *testing.T) {
 // The first turn of a driver begins when the newest operation was submitted. If an earlier turn began later,
 // if no operation waits for a turn, or if its notification was deferred, the driver reads the clock.
 func TestDriveAfterSubmission(t *testing.T) {
-	scheduled(t, pollBudget, ErrClosed, func(t *testing.T, s *scheduler, l *fakeLoop) {
+	scheduled(t, pollBudget, outcome.ErrClosed, func(t *testing.T, s *Scheduler, l *fakeLoop) {
 		for _, c := range []struct {
 			newest          time.Duration // counted from the last turn
 			deferred, reads bool
@@ -587,7 +588,7 @@ func TestDriveAfterSubmission(t *testing.T) {
 				want = s.now + c.newest
 			}
 			s.deferred.armed.Store(c.deferred)
-			s.drive(t.Context(), controller.Never, func() bool { return true })
+			s.Drive(t.Context(), controller.Never, func() bool { return true })
 			if s.now != want {
 				t.Errorf("%+v: the turn began at %v, want %v", c, s.now, want)
 			}
