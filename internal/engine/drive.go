@@ -66,13 +66,8 @@ func (e *Engine) Flush() { e.sched.Flush() }
 
 // Arrived implements sched.Loop.
 func (e *Engine) Arrived() bool {
-	if e.negotiation.reads() {
-		for _, f := range e.polled {
-			if f.fill() {
-				e.unread = true
-				return true
-			}
-		}
+	if e.negotiation.reads() && e.links.Poll() {
+		return true
 	}
 	if e.exec.InTurns() > 0 {
 		moved, turn := e.exec.Step()

@@ -15,9 +15,11 @@
 package engine
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
+	"runtime"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -27,6 +29,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/controller"
+	"github.com/gohvd/gohvd/internal/control"
 	"github.com/gohvd/gohvd/internal/cuda"
 	"github.com/gohvd/gohvd/internal/exec"
 	"github.com/gohvd/gohvd/internal/logs"
@@ -153,13 +156,9 @@ type Engine struct {
 	traced bool // whether the log has level trace
 	start  time.Time
 	exec   *exec.Executor
-	// links are the control connections: to rank 0 or to the leader, and at rank 0 and at leaders those to
-	// other ranks. routes has by rank the link over which this rank reaches it, or nil. leaders has by rank
-	// the rank that passes on its frames to rank 0, or is nil (see Config.leaders).
-	links   []*link
-	routes  []*link
-	leaders []topo.Rank
-	sched   *sched.Scheduler
+	links  *control.Links
+	handle func(control.Event) error // handleEvent
+	sched  *sched.Scheduler
 
 	// Any goroutine may use these fields.
 	sets      setTable
@@ -189,9 +188,7 @@ type Engine struct {
 	coordinator *controller.Coordinator // only at rank 0
 	combiner    *controller.Combiner    // only at leaders
 	negotiation negotiation
-	polled      []*frames // the received frames of each link
-	unread      bool      // whether polled has bytes that no turn has seen
-	clock       rankClock
+	clock       *control.Clock
 	tracing     bool          // whether the coordinator records arrival times for the observer
 	publishedAt time.Duration // the time at which published was set
 	cycleTime   time.Duration // HOROVOD_CYCLE_TIME or the value that rank 0 has chosen since
@@ -205,15 +202,14 @@ type Engine struct {
 	works       []*exec.Work // work values that later grants can reuse
 	scratch     struct {
 		entries  []*tensorqueue.Entry
-		failed   []event
+		failed   []control.Event
 		finished []finishedWork
 		frame    []byte
 		up       message.Up
 		down     message.Down
 		// The fields below are used only if there are leaders.
-		parts     []message.Part
-		to        []topo.Rank
-		addressed []byte
+		parts []message.Part
+		to    []topo.Rank
 	}
 }
 
@@ -247,26 +243,32 @@ func Start(ctx context.Context, cfg Config) (*Engine, error) {
 	e.observer.start, e.observer.recorder, e.observer.fusionThreshold = e.start, cfg.Recorder,
 		cfg.FusionThresholdBytes
 	e.observer.tunes = cfg.Rank == 0
-	var err error
-	if e.clock.Clock, err = trace.NewClock(e.start); err != nil {
+	clock, err := trace.NewClock(e.start)
+	if err != nil {
 		e.log.Warn("reading the monotonic clock failed: times of this rank are not comparable with times of "+
 			"other ranks of the host", zap.Error(err))
 	}
 	if cfg.ClockDomain != "" {
-		e.clock.Domain = cfg.ClockDomain
+		clock.Domain = cfg.ClockDomain
 	}
+	e.clock = control.NewClock(clock, control.ClockConfig{
+		Rank: cfg.Rank, Now: e.observer.Since, Measured: e.observer.align,
+		Up:   func(probe []byte) { _ = e.sendUp(probe) },
+		Down: func(to topo.Rank, answer []byte) { _, _ = e.links.Down(to, answer) },
+	})
 	e.exec = exec.New(exec.Config{
 		Backends: cfg.Backends, Devices: cfg.Devices, MaxResultBytes: cfg.MaxResultBytes,
 		Observer: &e.observer, Finished: e.workFinished, Retire: e.retire,
 		Pin: func() { sched.Pin(cfg.Cores, cfg.Log) }, Log: e.log,
 	})
 	e.flushing, e.endFlush = context.WithCancel(context.Background())
+	e.handle = e.handleEvent
 	e.sched = sched.New(e, e.observer.Since, e.stop)
 	e.log.Debug("init: connecting to the other ranks")
 	if err := e.connect(ctx); err != nil {
 		return nil, e.abandon(err)
 	}
-	e.openPolled()
+	e.startPolling()
 	for _, set := range e.firstSets() {
 		if err := e.addSet(set); err != nil {
 			return nil, e.quit(err)
@@ -296,7 +298,7 @@ func (e *Engine) negotiate() {
 		return !lockstep && !slices.Contains(s.Ranks, e.cfg.Rank)
 	})
 	e.member = controller.NewMember(controller.MemberConfig{
-		Rank: e.cfg.Rank, Sets: own, Leader: e.upstream(), Combiner: e.combiner,
+		Rank: e.cfg.Rank, Sets: own, Leader: e.links.Upstream(), Combiner: e.combiner,
 		LivenessTimeout: e.cfg.LivenessTimeout, Lockstep: lockstep,
 	}, 0)
 	if e.cfg.Rank == 0 {
@@ -305,7 +307,7 @@ func (e *Engine) negotiate() {
 			DisableGroupFusion: e.cfg.DisableGroupFusion, Deterministic: e.cfg.Deterministic,
 			CycleTime: e.cfg.CycleTime, LivenessTimeout: e.cfg.LivenessTimeout,
 			StallWarning: e.cfg.StallWarning, StallShutdown: e.cfg.StallShutdown,
-			Lockstep: lockstep, Leaders: e.leaders,
+			Lockstep: lockstep, Leaders: e.cfg.leaders(),
 			// Rank 0 need not be a member of the response's process set, but all lanes have the same
 			// backends.
 			Plan: e.sets.find(topo.Global).lane.Plan,
@@ -330,29 +332,41 @@ func (e *Engine) quit(err error) error {
 	return e.abandon(err)
 }
 
-// connect opens the control connections: at rank 0 those to ranks without a leader, at a rank with a leader
-// the one to the leader, and at any other rank the one to rank 0 and those to the ranks that it leads.
-func (e *Engine) connect(ctx context.Context) error {
-	peers := e.setLeaders()
-	if e.leaders != nil {
+// leaders returns for each rank the rank that passes on its frames to rank 0, or nil (control.Leaders).
+func (c *Config) leaders() []topo.Rank {
+	if c.Lockstep {
+		return nil
+	}
+	return control.Leaders(c.Hosts, c.Size, c.LeadersAbove)
+}
+
+// connect opens the control connections, and makes the combiner if this rank leads other ranks.
+func (e *Engine) connect(ctx context.Context) (err error) {
+	leaders := e.cfg.leaders()
+	e.links, err = control.Open(ctx, control.Config{
+		Rank: e.cfg.Rank, Size: e.cfg.Size, Leaders: e.cfg.leaders(), Mesh: e.cfg.Mesh, Sent: e.sched.Sent,
+	})
+	if err != nil {
+		return err
+	}
+	if leaders != nil {
 		e.log.Debug("init: leaders pass on control frames", zap.Int32("leader",
-			int32(e.leaderOf(e.cfg.Rank))))
+			int32(leaders[e.cfg.Rank])))
 	}
-	e.links = make([]*link, len(peers))
-	errs := make([]error, len(peers))
-	var wg sync.WaitGroup
-	for i, p := range peers {
-		wg.Go(func() {
-			conn, err := e.cfg.Mesh.Conn(ctx, transport.Control, p)
-			e.links[i], errs[i] = &link{peer: p, conn: conn}, err
-		})
-	}
-	wg.Wait()
-	e.setRoutes()
-	if err := errors.Join(errs...); err != nil {
-		return fmt.Errorf("engine: rank %d: opening the control connections: %w", e.cfg.Rank, err)
+	if led := e.links.Led(); e.cfg.Rank != 0 && len(led) > 1 {
+		e.combiner = controller.NewCombiner(led, e.firstSets(), 0)
 	}
 	return nil
+}
+
+// startPolling makes the scheduler poll the control connections.
+func (e *Engine) startPolling() {
+	e.cfg.Mesh.OnNotify(e.sched.Notify)
+	e.sched.Poll(e.cfg.Mesh, sched.NewLimits(e.cfg.Spin, len(e.cfg.Cores) > 0,
+		e.cfg.Mesh.EntersKernel() && e.cfg.Collectives == nil,
+		e.cfg.ForClient,
+		cmp.Or(e.cfg.LocalProcesses, e.cfg.Size), cmp.Or(e.cfg.Processors, runtime.NumCPU()),
+		runtime.GOMAXPROCS(0)))
 }
 
 // Departure is the reason why a rank leaves the job. The zero value means an orderly shutdown without an

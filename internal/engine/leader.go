@@ -1,105 +1,14 @@
 package engine
 
 import (
-	"cmp"
 	"errors"
 	"fmt"
 	"slices"
 
-	"github.com/gohvd/gohvd/controller"
+	"github.com/gohvd/gohvd/internal/control"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/topo"
 )
-
-// leadersAbove is the greatest size of a job in which every rank has a control connection to rank 0.
-const leadersAbove = 64
-
-// leaders returns for each rank the rank that passes on its frames to rank 0: the lowest rank of its host, or
-// the rank itself if it has a control connection to rank 0. It returns nil if all ranks have one. The result
-// is the same at all ranks.
-func (c *Config) leaders() []topo.Rank {
-	if c.Lockstep || c.Size <= cmp.Or(c.LeadersAbove, leadersAbove) || len(c.Hosts) != c.Size {
-		return nil
-	}
-	first := map[string]topo.Rank{}
-	leaders := make([]topo.Rank, c.Size)
-	behind := false
-	for i, host := range c.Hosts {
-		r := topo.Rank(i)
-		if leader, found := first[host]; found && host != c.Hosts[0] {
-			leaders[i], behind = leader, true
-			continue
-		}
-		first[host], leaders[i] = r, r
-	}
-	if !behind {
-		return nil
-	}
-	return leaders
-}
-
-// setLeaders determines which ranks have control connections to which. It returns the ranks to which this
-// rank has one.
-func (e *Engine) setLeaders() (peers []topo.Rank) {
-	e.leaders = e.cfg.leaders()
-	led := []topo.Rank{e.cfg.Rank}
-	for i := range e.cfg.Size {
-		switch r := topo.Rank(i); {
-		case r == e.cfg.Rank:
-		case e.cfg.Rank == 0 && e.leaderOf(r) == r:
-			peers = append(peers, r)
-		case e.leaders != nil && e.leaders[r] == e.cfg.Rank:
-			led = append(led, r)
-		}
-	}
-	if e.cfg.Rank == 0 {
-		return peers
-	}
-	if e.leaderOf(e.cfg.Rank) != e.cfg.Rank {
-		return []topo.Rank{e.leaderOf(e.cfg.Rank)}
-	}
-	if len(led) > 1 {
-		e.combiner = controller.NewCombiner(led, e.firstSets(), 0)
-	}
-	return append([]topo.Rank{0}, led[1:]...)
-}
-
-// setRoutes determines over which link this rank reaches each other rank.
-func (e *Engine) setRoutes() {
-	e.routes = make([]*link, e.cfg.Size)
-	for _, l := range e.links {
-		e.routes[l.peer] = l
-	}
-	for f, leader := range e.leaders {
-		if r := topo.Rank(f); e.cfg.Rank == 0 && leader != r {
-			e.routes[r] = e.routes[leader]
-			e.routes[r].leads = true
-		}
-	}
-}
-
-// upstream returns the rank to which this rank has its control connection: its leader or rank 0.
-func (e *Engine) upstream() topo.Rank {
-	if leader := e.leaderOf(e.cfg.Rank); leader != e.cfg.Rank {
-		return leader
-	}
-	return 0
-}
-
-// leaderOf returns the rank that passes on the frames of rank r.
-func (e *Engine) leaderOf(r topo.Rank) topo.Rank {
-	if e.leaders == nil {
-		return r
-	}
-	return e.leaders[r]
-}
-
-// leads reports whether the rank leader passes on the frames of all the given ranks.
-func (e *Engine) leads(leader topo.Rank, ranks []topo.Rank) bool {
-	return !slices.ContainsFunc(ranks, func(r topo.Rank) bool {
-		return int(r) >= e.cfg.Size || e.leaderOf(r) != leader
-	})
-}
 
 // combinedStep applies, at rank 0, a frame in which a leader has passed on frames of its ranks.
 func (e *Engine) combinedStep(leader topo.Rank, frame []byte) {
@@ -112,7 +21,7 @@ func (e *Engine) combinedStep(leader topo.Rank, frame []byte) {
 	for i := range s.parts {
 		p := &s.parts[i]
 		switch {
-		case !e.leads(leader, p.Ranks):
+		case !e.links.Leads(leader, p.Ranks):
 			e.failSender(leader, fmt.Errorf("got frames of %s, which it does not lead",
 				topo.FormatRanks(p.Ranks)))
 		case message.IsProbe(p.Frame):
@@ -150,7 +59,7 @@ func (e *Engine) distribute(frame []byte) {
 	if err == nil && !probe {
 		err = message.DecodeDown(frame, &s.down)
 	}
-	if err == nil && !e.leads(e.cfg.Rank, to) {
+	if err == nil && !e.links.Leads(e.cfg.Rank, to) {
 		err = fmt.Errorf("a frame is for %s, which rank %d does not lead", topo.FormatRanks(to), e.cfg.Rank)
 	}
 	if err != nil {
@@ -177,7 +86,7 @@ func (e *Engine) sendToMembers(to []topo.Rank, frame []byte) {
 			continue
 		}
 		// Reading from the connection returns any other error (see sendUp).
-		if err := e.send(e.routes[r], frame); errors.Is(err, errBacklog) {
+		if err := e.links.ToMember(r, frame); errors.Is(err, control.ErrBacklog) {
 			e.combiner.Fault(r, err.Error())
 			e.sched.Notify()
 		}
@@ -221,40 +130,4 @@ func (e *Engine) sendDownTo(to []topo.Rank, d *message.Down) {
 		e.scratch.frame, _ = message.AppendDown(e.scratch.frame[:0], d) // fails only if there are responses
 		e.sendToMembers(to, e.scratch.frame)
 	}
-}
-
-// sendDowns sends a frame from rank 0 to other ranks. A leader gets it once for all its ranks. On error,
-// sendDowns appends the rank that is at fault to failed.
-func (e *Engine) sendDowns(to []topo.Rank, frame []byte, failed []event) []event {
-	for _, r := range to {
-		if r != 0 {
-			e.routes[r].to = append(e.routes[r].to, r)
-		}
-	}
-	for _, l := range e.links {
-		if len(l.to) == 0 {
-			continue
-		}
-		if r, err := e.sendOver(l, frame); err != nil {
-			failed = append(failed, event{from: r, err: err})
-		}
-	}
-	return failed
-}
-
-// sendOver sends a frame from rank 0 to the ranks in l.to. On error, it also returns the rank that is at
-// fault.
-func (e *Engine) sendOver(l *link, frame []byte) (failed topo.Rank, err error) {
-	if l.leads {
-		e.scratch.addressed = message.AppendAddressed(e.scratch.addressed[:0], l.to, frame)
-		frame = e.scratch.addressed
-	}
-	l.to = l.to[:0]
-	switch err = e.send(l, frame); {
-	case errors.Is(err, errTooLarge):
-		return 0, err
-	case errors.Is(err, errBacklog):
-		return l.peer, err
-	}
-	return 0, nil // reading from the connection returns any other error (see sendUp)
 }

@@ -2,10 +2,10 @@ package engine
 
 import (
 	"fmt"
-	"slices"
 	"time"
 
 	"github.com/gohvd/gohvd/controller"
+	"github.com/gohvd/gohvd/internal/control"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/topo"
 )
@@ -76,7 +76,7 @@ type lockstep struct {
 	core        *controller.Lockstep
 	collectives Collectives
 	// star implements the collectives with control connections. It is nil if Config.Collectives is set.
-	star *star
+	star *control.Star
 
 	phase    phase
 	polls    int           // number of calls of reads
@@ -100,7 +100,19 @@ func newLockstep(e *Engine) *lockstep {
 		collectives: e.cfg.Collectives,
 	}
 	if n.collectives == nil {
-		n.star = &star{e: e, frames: make([][][]byte, e.cfg.Size)}
+		n.star = control.NewStar(control.StarConfig{
+			Rank: e.cfg.Rank, Size: e.cfg.Size, Malformed: e.failSender,
+			Up: func(frame []byte) {
+				if err := e.sendUp(frame); err != nil {
+					e.suspect(e.self(), err)
+				}
+			},
+			Down: func(to topo.Rank, frame []byte) {
+				if r, err := e.links.Down(to, frame); err != nil {
+					e.coordinator.Fault(r, err.Error())
+				}
+			},
+		})
 		n.collectives = n.star
 	}
 	return n
@@ -124,12 +136,7 @@ func (n *lockstep) waits(now time.Duration) bool {
 }
 
 func (n *lockstep) handleFrame(from topo.Rank, frame []byte) {
-	ofCycle := byte(message.DownCycle)
-	if n.e.cfg.Rank == 0 {
-		ofCycle = byte(message.UpNews)
-	}
-	if n.star != nil && (message.IsVectors(frame) || len(frame) > 0 && frame[0] == ofCycle) {
-		n.star.frames[from] = append(n.star.frames[from], slices.Clone(frame))
+	if n.star != nil && n.star.Take(from, frame) {
 		return
 	}
 	n.events.handleFrame(from, frame)
@@ -355,129 +362,4 @@ func (n *lockstep) expire() {
 			n.e.member.Suspect([]topo.Rank{r}, reason)
 		}
 	}
-}
-
-// star implements the collectives over the control connections, with rank 0 in the center.
-type star struct {
-	e       *Engine
-	frames  [][][]byte // for each rank, the frames that have arrived and have not been used
-	phase   phase      // the phase of the pending collective
-	and, or []uint64   // the vectors that andOr combines
-	own     []byte     // the frame of this rank
-	scratch struct{ and, or []uint64 }
-}
-
-// AndOr implements Collectives.
-func (s *star) AndOr(and, or []uint64) {
-	s.phase, s.and, s.or = combining, and, or
-	if s.e.cfg.Rank != 0 {
-		s.up(message.AppendVectors(nil, and, or))
-	}
-}
-
-// Gather implements Collectives.
-func (s *star) Gather(frame []byte) {
-	s.phase, s.own = gathering, frame
-	if s.e.cfg.Rank != 0 {
-		s.up(frame)
-	}
-}
-
-// Broadcast implements Collectives.
-func (s *star) Broadcast(frame []byte) {
-	s.phase, s.own = broadcasting, frame
-	if s.e.cfg.Rank == 0 {
-		s.down(frame)
-	}
-}
-
-func (s *star) up(frame []byte) {
-	if err := s.e.sendUp(frame); err != nil {
-		s.e.suspect(s.e.self(), err)
-	}
-}
-
-func (s *star) down(frame []byte) {
-	for r := 1; r < s.e.cfg.Size; r++ {
-		if r, err := s.e.sendDown(topo.Rank(r), frame); err != nil {
-			s.e.coordinator.Fault(r, err.Error())
-		}
-	}
-}
-
-// Poll returns false, because a frame notifies the loop.
-func (s *star) Poll() bool { return false }
-
-// Missing implements Collectives.
-func (s *star) Missing() (ranks []topo.Rank) {
-	for r := range s.e.cfg.Size {
-		waits := s.phase != broadcasting && s.e.cfg.Rank == 0 && r != 0 || s.phase != gathering &&
-			s.e.cfg.Rank != 0 && r == 0
-		if waits && len(s.frames[r]) == 0 {
-			ranks = append(ranks, topo.Rank(r))
-		}
-	}
-	return ranks
-}
-
-// Test implements Collectives.
-func (s *star) Test() (frames [][]byte, done bool, err error) {
-	if len(s.Missing()) > 0 {
-		return nil, false, nil
-	}
-	root := s.e.cfg.Rank == 0
-	switch s.phase {
-	case gathering:
-		if !root {
-			return nil, true, nil
-		}
-		frames = append(frames, s.own)
-		for r := 1; r < s.e.cfg.Size; r++ {
-			frames = append(frames, s.take(topo.Rank(r)))
-		}
-		return frames, true, nil
-	case broadcasting:
-		if !root {
-			s.own = s.take(0)
-		}
-		return [][]byte{s.own}, true, nil
-	}
-	if !root {
-		ok := s.decode(0)
-		copy(s.and, s.scratch.and)
-		copy(s.or, s.scratch.or)
-		return nil, ok, nil
-	}
-	for r := 1; r < s.e.cfg.Size; r++ {
-		if !s.decode(topo.Rank(r)) {
-			return nil, false, nil
-		}
-		(*message.Bits)(&s.and).And(s.scratch.and)
-		(*message.Bits)(&s.or).Or(s.scratch.or)
-	}
-	s.down(message.AppendVectors(nil, s.and, s.or))
-	return nil, true, nil
-}
-
-// take removes and returns the oldest unused frame that came from a rank.
-func (s *star) take(from topo.Rank) []byte {
-	frame := s.frames[from][0]
-	s.frames[from] = slices.Delete(s.frames[from], 0, 1)
-	return frame
-}
-
-// decode decodes the bit vectors that came from a rank and reports whether they can be combined with the
-// vectors of this rank. If not, decode declares that the sender has failed.
-func (s *star) decode(from topo.Rank) bool {
-	var err error
-	v := &s.scratch
-	if v.and, v.or, err = message.DecodeVectors(s.take(from), v.and, v.or); err == nil &&
-		(len(v.and) != len(s.and) || len(v.or) != len(s.or)) {
-		err = fmt.Errorf("got an AND vector of %d words and an OR vector of %d words, want %d and %d words",
-			len(v.and), len(v.or), len(s.and), len(s.or))
-	}
-	if err != nil {
-		s.e.failSender(from, err)
-	}
-	return err == nil
 }

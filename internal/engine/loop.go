@@ -40,13 +40,11 @@ func (e *Engine) BackgroundThreadLoop() {
 	// Make sure that the last frames reach the peers. If this rank closes a connection that has unread input,
 	// the kernel resets the connection, and the reset may overtake the verdict. So after a failure, keep the
 	// connections open until Shutdown or Close is called.
-	e.drain(&connected)
+	connected.Go(e.links.Drain)
 	flushed := make(chan struct{})
 	connected.Go(func() {
 		defer close(flushed)
-		for _, l := range e.links {
-			_ = l.flush() // the peer may be gone
-		}
+		e.links.Flush()
 	})
 	select {
 	case <-flushed:
@@ -134,7 +132,7 @@ func (e *Engine) RunLoopOnce() (next time.Duration, over bool, err error) {
 			e.coordinator.Tune(t)
 		}
 	}
-	e.probe()
+	e.clock.Probe(e.now)
 	e.receiveMessages()
 	e.takeFinished()
 	e.takeRequests()
@@ -159,7 +157,7 @@ func (e *Engine) RunLoopOnce() (next time.Duration, over bool, err error) {
 		e.publish(len(stalls) > 0)
 		e.reportStalls(stalls)
 	}
-	return min(next, e.due, e.expiredDue, e.clock.due, e.stallLog.due()), false, nil
+	return min(next, e.due, e.expiredDue, e.clock.Due(), e.stallLog.due()), false, nil
 }
 
 func (e *Engine) takeFinished() {

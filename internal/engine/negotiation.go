@@ -8,6 +8,7 @@ import (
 
 	"go.uber.org/zap"
 
+	"github.com/gohvd/gohvd/internal/control"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
@@ -186,11 +187,11 @@ func (e *Engine) sendUp(frame []byte) error {
 // at fault. If the backlog is full, the other rank is at fault: sendToRoot declares that it has failed, and
 // returns nil.
 func (e *Engine) sendToRoot(frame []byte) error {
-	err := e.send(e.links[0], frame)
+	err := e.links.Up(frame)
 	switch {
-	case errors.Is(err, errTooLarge):
+	case errors.Is(err, control.ErrTooLarge):
 		return err
-	case errors.Is(err, errBacklog):
+	case errors.Is(err, control.ErrBacklog):
 		e.member.Lost(err.Error())
 	}
 	// Ignore any other error. Reading from the connection returns the same error, after the frames that
@@ -198,39 +199,45 @@ func (e *Engine) sendToRoot(frame []byte) error {
 	return nil
 }
 
-// sendDown sends a frame from rank 0 to another rank. On error, it also returns the rank that is at fault.
-func (e *Engine) sendDown(to topo.Rank, frame []byte) (failed topo.Rank, err error) {
-	l := e.routes[to]
-	l.to = append(l.to, to)
-	return e.sendOver(l, frame)
+// receive handles the frames that have arrived on the control connections. If it returns an error, the epoch
+// ends at once.
+func (e *Engine) receive() error {
+	if !e.links.Unread() && !e.negotiation.reads() {
+		return nil
+	}
+	err := e.links.Receive(e.handle)
+	if e.links.Unread() {
+		e.sched.Notify()
+	}
+	return err
 }
 
 // handleEvent handles a received frame or the end of a control connection. If it returns an error, the epoch
 // ends at once.
-func (e *Engine) handleEvent(ev *event) error {
-	member := e.combiner != nil && ev.from != 0 // the event is from a rank that this rank leads
+func (e *Engine) handleEvent(ev control.Event) error {
+	member := e.combiner != nil && ev.From != 0 // the event is from a rank that this rank leads
 	switch {
-	case errors.Is(ev.err, transport.ErrClosed):
+	case errors.Is(ev.Err, transport.ErrClosed):
 		// This process has closed the connection itself, so the error says nothing about the peer.
 		return ErrClosed
-	case (e.coordinator != nil || member) && errors.Is(ev.err, errFrame):
-		e.failSender(ev.from, ev.err)
-	case member && ev.err != nil:
-		e.combiner.Lost(ev.from, lostText(ev.err))
-	case e.coordinator != nil && ev.err != nil:
-		e.coordinator.Lost(ev.from, lostText(ev.err))
-	case ev.err != nil:
-		e.member.Lost(lostText(ev.err))
+	case (e.coordinator != nil || member) && errors.Is(ev.Err, control.ErrFrame):
+		e.failSender(ev.From, ev.Err)
+	case member && ev.Err != nil:
+		e.combiner.Lost(ev.From, lostText(ev.Err))
+	case e.coordinator != nil && ev.Err != nil:
+		e.coordinator.Lost(ev.From, lostText(ev.Err))
+	case ev.Err != nil:
+		e.member.Lost(lostText(ev.Err))
 	case member:
-		e.memberUp(ev.from, ev.frame)
+		e.memberUp(ev.From, ev.Frame)
 	case e.combiner != nil:
-		e.distribute(ev.frame)
-	case message.IsProbe(ev.frame):
-		e.probeStep(ev.from, ev.frame)
-	case e.coordinator != nil && message.IsCombined(ev.frame):
-		e.combinedStep(ev.from, ev.frame)
+		e.distribute(ev.Frame)
+	case message.IsProbe(ev.Frame):
+		e.probeStep(ev.From, ev.Frame)
+	case e.coordinator != nil && message.IsCombined(ev.Frame):
+		e.combinedStep(ev.From, ev.Frame)
 	default:
-		e.negotiation.handleFrame(ev.from, ev.frame)
+		e.negotiation.handleFrame(ev.From, ev.Frame)
 	}
 	return nil
 }
@@ -240,7 +247,7 @@ func lostText(err error) string { return fmt.Sprintf("its control connection end
 
 // probeStep handles a frame of a clock measurement.
 func (e *Engine) probeStep(from topo.Rank, frame []byte) {
-	if err := e.handleProbe(from, frame); err != nil {
+	if err := e.clock.Handle(from, frame); err != nil {
 		e.failSender(from, err)
 	}
 }
@@ -306,11 +313,11 @@ func (e *Engine) coordinatorReady() {
 		frame, err := message.AppendDown(e.scratch.frame[:0], o.Down)
 		if err != nil {
 			// The other ranks would wait for this frame forever, so this rank fails.
-			failed = append(failed, event{from: e.cfg.Rank, err: err})
+			failed = append(failed, control.Event{From: e.cfg.Rank, Err: err})
 			continue
 		}
 		e.scratch.frame = frame
-		failed = e.sendDowns(o.To, frame, failed)
+		failed = e.links.Downs(o.To, frame, failed)
 		if slices.Contains(o.To, 0) {
 			e.memberStep(frame)
 		}
@@ -318,7 +325,7 @@ func (e *Engine) coordinatorReady() {
 	e.coordinator.Advance()
 	// Call Fault after Advance, because Advance drops the output of Ready, including a verdict.
 	for _, f := range failed {
-		e.coordinator.Fault(f.from, f.err.Error())
+		e.coordinator.Fault(f.From, f.Err.Error())
 		e.sched.Notify()
 	}
 	clear(failed)
@@ -330,7 +337,7 @@ func (e *Engine) coordinatorReady() {
 // suspects. Otherwise the suspect is this rank.
 func blame(err error, self topo.Rank) ([]topo.Rank, string) {
 	if p, ok := errors.AsType[*transport.PeerError](err); ok {
-		return []topo.Rank{p.Peer}, cause(err).Error()
+		return []topo.Rank{p.Peer}, control.Cause(err).Error()
 	}
 	if u, ok := errors.AsType[*ops.UnknownRankError](err); ok {
 		return u.Ranks, err.Error()

@@ -1,4 +1,4 @@
-package engine
+package control
 
 import (
 	"bytes"
@@ -49,13 +49,13 @@ func take(f *frames, a *arrivals) (got []string, err error) {
 			if !ok {
 				break
 			}
-			if ev.from != f.peer {
-				return got, fmt.Errorf("from rank %d, want %d", ev.from, f.peer)
+			if ev.From != f.peer {
+				return got, fmt.Errorf("from rank %d, want %d", ev.From, f.peer)
 			}
-			if ev.err != nil {
-				return got, ev.err
+			if ev.Err != nil {
+				return got, ev.Err
 			}
-			got = append(got, string(ev.frame))
+			got = append(got, string(ev.Frame))
 		}
 		if len(a.pieces) == 0 {
 			return got, nil
@@ -120,8 +120,8 @@ func TestFramesThatBreakTheProtocol(t *testing.T) {
 			appendFrame(nil, 1, []byte("late"))}}
 		f := &frames{conn: a}
 		got, err := take(f, a)
-		if len(got) != 1 || !errors.Is(err, errFrame) {
-			t.Errorf("%s: got %q and %v, want one frame and %v", name, got, err, errFrame)
+		if len(got) != 1 || !errors.Is(err, ErrFrame) {
+			t.Errorf("%s: got %q and %v, want one frame and %v", name, got, err, ErrFrame)
 		}
 		if ev, ok := f.next(); ok {
 			t.Errorf("%s: then came %+v", name, ev)
@@ -144,7 +144,7 @@ func TestFramesGrowWithWhatArrives(t *testing.T) {
 		a.pieces = [][]byte{stream[sent : sent+n]}
 		sent += n
 		if ev, ok := f.next(); ok {
-			t.Fatalf("after %d bytes came %d bytes, %v", sent, len(ev.frame), ev.err)
+			t.Fatalf("after %d bytes came %d bytes, %v", sent, len(ev.Frame), ev.Err)
 		}
 		if most := 2*sent + 2*readStep; cap(f.buf) > most {
 			t.Fatalf("after %d bytes %d are held, want at most %d", sent, cap(f.buf), most)
@@ -152,11 +152,11 @@ func TestFramesGrowWithWhatArrives(t *testing.T) {
 	}
 	a.pieces = [][]byte{stream[len(body):]}
 	ev, ok := f.next()
-	if !ok || !bytes.Equal(ev.frame, body) {
-		t.Fatalf("got %d bytes, %v, want the %d", len(ev.frame), ev.err, len(body))
+	if !ok || !bytes.Equal(ev.Frame, body) {
+		t.Fatalf("got %d bytes, %v, want the %d", len(ev.Frame), ev.Err, len(body))
 	}
-	if ev, ok := f.next(); !ok || string(ev.frame) != "next" {
-		t.Errorf("then came %q, %v", ev.frame, ev.err)
+	if ev, ok := f.next(); !ok || string(ev.Frame) != "next" {
+		t.Errorf("then came %q, %v", ev.Frame, ev.Err)
 	}
 	if _, ok := f.next(); ok || cap(f.buf) > maxKeptBytes {
 		t.Errorf("%d bytes are kept, want at most %d", cap(f.buf), maxKeptBytes)
@@ -176,8 +176,8 @@ func TestFramesAllocateNothing(t *testing.T) {
 		pieces = [2][]byte{stream[:300], stream[300:]}
 		a.pieces = pieces[:]
 		seq++
-		if ev, ok := f.next(); !ok || len(ev.frame) != len(body) {
-			t.Errorf("frame %d: got %d bytes, %v", seq, len(ev.frame), ev.err)
+		if ev, ok := f.next(); !ok || len(ev.Frame) != len(body) {
+			t.Errorf("frame %d: got %d bytes, %v", seq, len(ev.Frame), ev.Err)
 		}
 	}
 	turn()

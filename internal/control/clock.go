@@ -1,4 +1,4 @@
-package engine
+package control
 
 import (
 	"time"
@@ -26,10 +26,12 @@ const (
 	probePeriod      = 8 * time.Second
 )
 
-// rankClock is the engine's clock, and the state of the measurement of its offset from rank 0's clock. The
-// loop owns all fields except Clock.
-type rankClock struct {
+// Clock is the engine's clock, which measures its offset from rank 0's clock. Only the goroutine that runs
+// turns of the loop may use the fields and methods other than those of trace.Clock.
+type Clock struct {
 	trace.Clock
+	cfg    ClockConfig
+	frame  []byte        // memory for probes
 	due    time.Duration // the time at which the next series begins
 	period time.Duration // the time from one series to the next
 	left   int           // number of probes of this series that are still to be sent
@@ -37,57 +39,72 @@ type rankClock struct {
 	any    bool          // whether best is set
 }
 
-// probe starts a series of probes to rank 0 if one is due. Rank 0 sends no probes: it records once that its
-// own offset is zero.
-func (e *Engine) probe() {
-	c := &e.clock
-	if e.now < c.due {
+// ClockConfig has what a Clock needs.
+type ClockConfig struct {
+	Rank topo.Rank
+	// Now returns the time since the engine's start.
+	Now func() time.Duration
+	// Up sends a probe to rank 0, and Down an answer from rank 0 to another rank. They drop errors of
+	// connections, because the reader of the connection or a later send reports them.
+	Up   func(probe []byte)
+	Down func(to topo.Rank, answer []byte)
+	// Measured is called with each measurement.
+	Measured func(trace.Offset)
+}
+
+// NewClock returns the clock of a rank.
+func NewClock(c trace.Clock, cfg ClockConfig) *Clock { return &Clock{Clock: c, cfg: cfg} }
+
+// Due returns the time at which Probe must be called.
+func (c *Clock) Due() time.Duration { return c.due }
+
+// Probe starts a series of probes to rank 0 if one is due at the time now. Rank 0 sends no probes: it records
+// once that its own offset is zero.
+func (c *Clock) Probe(now time.Duration) {
+	if now < c.due {
 		return
 	}
 	c.period = min(max(2*c.period, firstProbePeriod), probePeriod)
-	c.due = e.now + c.period
-	if e.cfg.Rank == 0 {
+	c.due = now + c.period
+	if c.cfg.Rank == 0 {
 		c.due = controller.Never
-		e.observer.align(trace.Offset{At: e.now, Job: c.Job()})
+		c.cfg.Measured(trace.Offset{At: now, Job: c.Job()})
 		return
 	}
 	c.left, c.any = probesAtOnce, false
-	e.sendProbe()
+	c.send()
 }
 
-// sendProbe sends a probe. It ignores an error of the connection, because the reader of the connection or a
-// later send reports the error.
-func (e *Engine) sendProbe() {
-	e.clock.left--
-	frame := message.AppendProbe(e.scratch.frame[:0], &message.Probe{Sent: uint64(e.observer.Since())})
-	e.scratch.frame = frame
-	_ = e.sendUp(frame)
+// send sends a probe.
+func (c *Clock) send() {
+	c.left--
+	c.frame = message.AppendProbe(c.frame[:0], &message.Probe{Sent: uint64(c.cfg.Now())})
+	c.cfg.Up(c.frame)
 }
 
-// handleProbe handles a frame of a clock measurement. Rank 0 answers a probe from another rank. Any other
-// rank evaluates the answer from rank 0. handleProbe returns an error if the frame cannot be decoded, which
-// is the fault of the sender.
-func (e *Engine) handleProbe(from topo.Rank, frame []byte) error {
-	at := e.observer.Since()
+// Handle handles a frame of a clock measurement. Rank 0 answers a probe from another rank. Any other rank
+// evaluates the answer from rank 0. Handle returns an error if the frame cannot be decoded, which is the
+// fault of the sender.
+func (c *Clock) Handle(from topo.Rank, frame []byte) error {
+	at := c.cfg.Now()
 	p, err := message.DecodeProbe(frame)
 	if err != nil {
 		return err
 	}
-	if e.cfg.Rank == 0 {
-		p.Received, p.Monotonic, p.Domain = uint64(at), uint64(e.clock.Monotonic), e.clock.Domain
-		p.Replied = uint64(e.observer.Since())
-		answer := message.AppendProbe(nil, &p)
-		_, _ = e.sendDown(from, answer)
+	if c.cfg.Rank == 0 {
+		p.Received, p.Monotonic, p.Domain = uint64(at), uint64(c.Monotonic), c.Domain
+		p.Replied = uint64(c.cfg.Now())
+		c.frame = message.AppendProbe(c.frame[:0], &p)
+		c.cfg.Down(from, c.frame)
 		return nil
 	}
-	e.handleProbeReply(at, &p)
+	c.evaluate(at, &p)
 	return nil
 }
 
-// handleProbeReply evaluates an answer that arrived at the time at. If the series has probes left, it sends
+// evaluate evaluates an answer that arrived at the time at. If the series has probes left, it sends
 // the next one. Otherwise it records the best measurement. An answer with impossible times ends the series.
-func (e *Engine) handleProbeReply(at time.Duration, p *message.Probe) {
-	c := &e.clock
+func (c *Clock) evaluate(at time.Duration, p *message.Probe) {
 	sent, received, replied := time.Duration(p.Sent), time.Duration(p.Received), time.Duration(p.Replied)
 	m := trace.Offset{At: at}
 	switch roundTrip := (at - sent) - (replied - received); {
@@ -104,9 +121,9 @@ func (e *Engine) handleProbeReply(at time.Duration, p *message.Probe) {
 		c.best, c.any = m, true
 	}
 	if c.left > 0 {
-		e.sendProbe()
+		c.send()
 		return
 	}
 	c.best.Job = trace.Clock{Domain: p.Domain, Monotonic: time.Duration(p.Monotonic)}.Job()
-	e.observer.align(c.best)
+	c.cfg.Measured(c.best)
 }

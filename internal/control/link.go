@@ -1,4 +1,4 @@
-package engine
+package control
 
 import (
 	"encoding/binary"
@@ -49,14 +49,14 @@ type outgoing struct {
 }
 
 var (
-	// errBacklog is returned by send if the peer is not reading its frames.
-	errBacklog = errors.New("the peer does not read its messages: the send queue is full")
-	// errTooLarge is returned by send if the frame exceeds the size limit, which is the same for all peers.
-	errTooLarge = errors.New("the negotiation frame is too large")
+	// ErrBacklog is returned by send if the peer is not reading its frames.
+	ErrBacklog = errors.New("the peer does not read its messages: the send queue is full")
+	// ErrTooLarge is returned by send if the frame exceeds the size limit, which is the same for all peers.
+	ErrTooLarge = errors.New("the negotiation frame is too large")
 )
 
 // send queues a frame for sending. It copies the frame, does not block, and allocates nothing in steady
-// state. If send returns an error other than errBacklog and errTooLarge, reading from the connection returns
+// state. If send returns an error other than ErrBacklog and ErrTooLarge, reading from the connection returns
 // the same error, after the frames that arrived before it.
 func (l *link) send(frame []byte) error {
 	sent := l.conn.Sent()
@@ -71,11 +71,11 @@ func (l *link) send(frame []byte) error {
 	clear(l.queued[kept:])
 	l.queued = l.queued[:kept]
 	if len(frame) > message.MaxFrameBytes {
-		return fmt.Errorf("%w: it has %d bytes, want at most %d: submit fewer tensors at once", errTooLarge,
+		return fmt.Errorf("%w: it has %d bytes, want at most %d: submit fewer tensors at once", ErrTooLarge,
 			len(frame), message.MaxFrameBytes)
 	}
 	if l.total-sent > maxBacklogBytes {
-		return fmt.Errorf("%w: it holds %d bytes, want at most %d", errBacklog,
+		return fmt.Errorf("%w: it holds %d bytes, want at most %d", ErrBacklog,
 			l.total-sent, maxBacklogBytes)
 	}
 	var buf []byte
@@ -100,15 +100,15 @@ func frameBytes(header []byte, seq uint32) (int, error) {
 	n, got := binary.LittleEndian.Uint32(header), binary.LittleEndian.Uint32(header[4:])
 	if n > message.MaxFrameBytes || got != seq {
 		return 0, fmt.Errorf(
-			"%w: got frame number %d with %d bytes, want frame number %d with at most %d bytes", errFrame,
+			"%w: got frame number %d with %d bytes, want frame number %d with at most %d bytes", ErrFrame,
 			got, n, seq, message.MaxFrameBytes)
 	}
 	return int(n), nil
 }
 
-// cause returns err without the parts that a verdict states anyway: the peer, the lane and the addresses. If
-// err means the end of the stream, cause returns errPeerClosed.
-func cause(err error) error {
+// Cause returns err without the parts that a verdict states anyway: the peer, the lane and the addresses. If
+// err means the end of the stream, Cause returns errPeerClosed.
+func Cause(err error) error {
 	var p *transport.PeerError
 	if errors.As(err, &p) {
 		err = p.Err
@@ -123,17 +123,17 @@ func cause(err error) error {
 	return err
 }
 
-// errFrame reports that a received frame breaks the protocol. This rank may still send a verdict over the
+// ErrFrame reports that a received frame breaks the protocol. This rank may still send a verdict over the
 // connection.
-var errFrame = errors.New("malformed frame")
+var ErrFrame = errors.New("malformed frame")
 
 // errPeerClosed reports the end of a stream. The peer's process has ended, or it has closed its connections
 // without a shutdown.
 var errPeerClosed = errors.New("the process exited or closed the connection")
 
-// event is a frame from a peer, or the error with which a connection ended.
-type event struct {
-	from  topo.Rank
-	frame []byte
-	err   error
+// Event is a frame from a peer, or the error with which a connection ended.
+type Event struct {
+	From  topo.Rank
+	Frame []byte
+	Err   error
 }

@@ -1,4 +1,4 @@
-package engine
+package control
 
 import (
 	"bytes"
@@ -66,13 +66,13 @@ func FuzzReceive(f *testing.F) {
 			if cap(from.buf) > 2*len(in)+2*readStep {
 				t.Fatalf("%d bytes were allocated for %d", cap(from.buf), len(in))
 			}
-			if !ok || ev.err != nil {
+			if !ok || ev.Err != nil {
 				return
 			}
-			if !bytes.HasPrefix(rest, append(header(uint32(len(ev.frame)), seq), ev.frame...)) {
-				t.Fatalf("got frame %d %x of %x", seq, ev.frame, rest)
+			if !bytes.HasPrefix(rest, append(header(uint32(len(ev.Frame)), seq), ev.Frame...)) {
+				t.Fatalf("got frame %d %x of %x", seq, ev.Frame, rest)
 			}
-			rest = rest[headerBytes+len(ev.frame):]
+			rest = rest[headerBytes+len(ev.Frame):]
 		}
 	})
 }
