@@ -13,7 +13,7 @@ import (
 // Queue submits tensors of one process set to the engine. If one of them is refused, it submits none. The
 // caller has checked the requests. If Queue returns nil, the engine owns the buffers of each entry until it
 // calls the entry's Done, which it does exactly once. If Queue returns an error, the error is an *OpError,
-// and the engine controller.Never calls Done. After Queue the caller must call Drive, Notify or NotifyLater.
+// and the engine never calls Done. After Queue the caller must call Drive, Notify or NotifyLater.
 func (e *Engine) Queue(entries ...*tensorqueue.Entry) error {
 	s := e.sets.find(entries[0].Set)
 	err := error(ErrNoProcessSet)
@@ -51,7 +51,7 @@ func (e *Engine) Drive(ctx context.Context, done func() bool) {
 
 // DriveUntil does the same as Drive, but it ends at a deadline, which costs less than a context.
 func (e *Engine) DriveUntil(deadline time.Time, done func() bool) {
-	e.sched.Drive(context.Background(), deadline.Sub(e.observer.start), done)
+	e.sched.Drive(context.Background(), deadline.Sub(e.start), done)
 }
 
 // Notify makes the loop run a turn, which takes the queued operations.

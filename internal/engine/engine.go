@@ -32,12 +32,12 @@ import (
 	"github.com/gohvd/gohvd/internal/control"
 	"github.com/gohvd/gohvd/internal/cuda"
 	"github.com/gohvd/gohvd/internal/exec"
-	"github.com/gohvd/gohvd/internal/logs"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/sched"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/trace"
 	"github.com/gohvd/gohvd/internal/transport"
+	"github.com/gohvd/gohvd/internal/watch"
 	"github.com/gohvd/gohvd/ops"
 	"github.com/gohvd/gohvd/tensorqueue"
 )
@@ -117,7 +117,7 @@ type Config struct {
 	// measure the offsets of their clocks.
 	ClockDomain string
 	// If Recorder is not nil, it receives a record of every operation.
-	Recorder Recorder
+	Recorder watch.Recorder
 	// If OnVerdict is not nil, it is called once when the epoch has failed, before any operation ends with
 	// the verdict. The operations end only after it has returned, so it must return within a bounded time.
 	OnVerdict func(*PeerError)
@@ -153,7 +153,6 @@ type Engine struct {
 	// These fields are set by Start.
 	cfg    Config
 	log    *zap.Logger
-	traced bool // whether the log has level trace
 	start  time.Time
 	exec   *exec.Executor
 	links  *control.Links
@@ -161,13 +160,10 @@ type Engine struct {
 	sched  *sched.Scheduler
 
 	// Any goroutine may use these fields.
-	sets      setTable
-	observer  observer
-	published atomic.Pointer[trace.Coordinator] // a copy of the coordinator's counters (see publish)
-	// receiving has the channels over which messages of ranks that have shut down may still arrive.
-	receiving []message.Channel
-	leaving   atomic.Pointer[leaving] // not nil after Shutdown was called
-	stop      chan struct{}           // when closed, the engine ends at once
+	sets     setTable
+	observer *watch.Observer
+	leaving  atomic.Pointer[leaving] // not nil after Shutdown was called
+	stop     chan struct{}           // when closed, the engine ends at once
 	// flushing ends, by endFlush, when this rank no longer waits until its messages have left it.
 	flushing context.Context
 	endFlush context.CancelFunc
@@ -176,10 +172,8 @@ type Engine struct {
 	released chan struct{} // when closed, connections and goroutines are gone too
 	failure  error         // why the epoch ended (nil after a shutdown); read only after ended is closed
 	mu       sync.Mutex
-	finished []finishedWork  // work that lanes have ended; guarded by mu
-	broken   []brokenChannel // channels for messages that have failed; guarded by mu
-	late     []lateMessage   // messages that have timed out; guarded by mu
-	reported atomic.Bool     // whether finished, broken or late has elements; stored with mu held
+	finished []finishedWork // work that lanes have ended; guarded by mu
+	reported atomic.Bool    // whether finished has elements; stored with mu held
 	messages messages
 
 	// Only the goroutine that runs turns may use these fields. It holds the scheduler's lock.
@@ -187,10 +181,10 @@ type Engine struct {
 	member      *controller.Member
 	coordinator *controller.Coordinator // only at rank 0
 	combiner    *controller.Combiner    // only at leaders
+	leader      *leader                 // only at leaders
 	negotiation negotiation
 	clock       *control.Clock
 	tracing     bool          // whether the coordinator records arrival times for the observer
-	publishedAt time.Duration // the time at which published was set
 	cycleTime   time.Duration // HOROVOD_CYCLE_TIME or the value that rank 0 has chosen since
 	granted     int           // number of grants that were dispatched and are not finished
 	onDevices   uint64        // number of grants on devices that were dispatched
@@ -198,7 +192,8 @@ type Engine struct {
 	stopCause   error         // *StallError or *PeerError; nil if this rank asked for the stop
 	due         time.Duration // the earliest deadline of the operations in flight
 	expiredDue  time.Duration // the time of the next report that the context of Shutdown has ended, or never
-	stallLog    stallLog
+	stalls      *watch.Stalls
+	frames      *watch.Frames
 	works       []*exec.Work // work values that later grants can reuse
 	scratch     struct {
 		entries  []*tensorqueue.Entry
@@ -238,11 +233,10 @@ func Start(ctx context.Context, cfg Config) (*Engine, error) {
 		stop:      make(chan struct{}),
 		ended:     make(chan struct{}),
 		released:  make(chan struct{}),
-		traced:    cfg.Log.Core().Enabled(logs.Trace),
+		stalls:    watch.NewStalls(cfg.Log, cfg.StallsExplained, cfg.OnStall),
+		frames:    watch.NewFrames(cfg.Log),
 	}
-	e.observer.start, e.observer.recorder, e.observer.fusionThreshold = e.start, cfg.Recorder,
-		cfg.FusionThresholdBytes
-	e.observer.tunes = cfg.Rank == 0
+	e.observer = watch.New(e.start, cfg.Recorder, cfg.FusionThresholdBytes, cfg.Rank == 0)
 	clock, err := trace.NewClock(e.start)
 	if err != nil {
 		e.log.Warn("reading the monotonic clock failed: times of this rank are not comparable with times of "+
@@ -252,25 +246,32 @@ func Start(ctx context.Context, cfg Config) (*Engine, error) {
 		clock.Domain = cfg.ClockDomain
 	}
 	e.clock = control.NewClock(clock, control.ClockConfig{
-		Rank: cfg.Rank, Now: e.observer.Since, Measured: e.observer.align,
+		Rank: cfg.Rank, Now: e.observer.Since, Measured: e.observer.Align,
 		Up:   func(probe []byte) { _ = e.sendUp(probe) },
 		Down: func(to topo.Rank, answer []byte) { _, _ = e.links.Down(to, answer) },
 	})
 	e.exec = exec.New(exec.Config{
 		Backends: cfg.Backends, Devices: cfg.Devices, MaxResultBytes: cfg.MaxResultBytes,
-		Observer: &e.observer, Finished: e.workFinished, Retire: e.retire,
+		Observer: e.observer, Finished: e.workFinished, Retire: e.retire,
 		Pin: func() { sched.Pin(cfg.Cores, cfg.Log) }, Log: e.log,
 	})
 	e.flushing, e.endFlush = context.WithCancel(context.Background())
 	e.handle = e.handleEvent
 	e.sched = sched.New(e, e.observer.Since, e.stop)
+	e.sets = setTable{
+		rank: cfg.Rank, exec: e.exec, mesh: cfg.Mesh, observer: e.observer, forget: e.messages.drop,
+	}
+	e.messages = messages{
+		cfg: &e.cfg, sets: &e.sets, observer: e.observer, notify: e.sched.Notify,
+		receives: func(from []topo.Rank) { e.member.Receives(from) },
+	}
 	e.log.Debug("init: connecting to the other ranks")
 	if err := e.connect(ctx); err != nil {
 		return nil, e.abandon(err)
 	}
 	e.startPolling()
 	for _, set := range e.firstSets() {
-		if err := e.addSet(set); err != nil {
+		if err := e.sets.add(set); err != nil {
 			return nil, e.quit(err)
 		}
 	}
@@ -327,7 +328,7 @@ func (e *Engine) abandon(err error) error { return errors.Join(err, e.cfg.Mesh.C
 // quit ends the lanes, closes the mesh and returns the error with which Start fails.
 func (e *Engine) quit(err error) error {
 	e.exec.Abort(err)
-	e.endLanes(err)
+	e.sets.endLanes(err)
 	e.exec.Wait()
 	return e.abandon(err)
 }
@@ -355,6 +356,10 @@ func (e *Engine) connect(ctx context.Context) (err error) {
 	}
 	if led := e.links.Led(); e.cfg.Rank != 0 && len(led) > 1 {
 		e.combiner = controller.NewCombiner(led, e.firstSets(), 0)
+		e.leader = &leader{
+			rank: e.cfg.Rank, combiner: e.combiner, links: e.links, sched: e.sched, toRoot: e.sendToRoot,
+			failed: func(err error) { e.suspect(e.self(), err) },
+		}
 	}
 	return nil
 }
@@ -441,7 +446,7 @@ func (e *Engine) depart(how *leaving) {
 	for _, s := range e.sets.snapshot() {
 		s.queue.Close(ErrShutDown)
 	}
-	e.quitMessages(ErrShutDown)
+	e.messages.quit(ErrShutDown)
 	e.leaving.Store(how)
 	e.sched.Notify()
 }

@@ -5,10 +5,82 @@ import (
 	"fmt"
 	"slices"
 
+	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/internal/control"
 	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/sched"
 	"github.com/gohvd/gohvd/internal/topo"
 )
+
+// leader passes on the control frames of the ranks of its host.
+type leader struct {
+	rank     topo.Rank
+	combiner *controller.Combiner
+	links    *control.Links
+	sched    *sched.Scheduler
+	// toRoot sends a frame to rank 0. failed is called if this rank has failed.
+	toRoot func(frame []byte) error
+	failed func(error)
+	frame  []byte // memory for a frame
+}
+
+// up passes on a frame of a rank that this rank leads.
+func (l *leader) up(from topo.Rank, frame []byte) {
+	if len(frame) > 0 && frame[0] == byte(message.UpNews) {
+		l.sched.Extend()
+	}
+	l.combiner.Up(from, frame)
+}
+
+// sendToMembers sends a frame to ranks that this rank leads.
+func (l *leader) sendToMembers(to []topo.Rank, frame []byte) {
+	for _, r := range to {
+		if r == l.rank {
+			continue
+		}
+		// Reading from the connection returns any other error (see sendUp).
+		if err := l.links.ToMember(r, frame); errors.Is(err, control.ErrBacklog) {
+			l.combiner.Fault(r, err.Error())
+			l.sched.Notify()
+		}
+	}
+}
+
+// ready sends the frames of the combiner: to rank 0 what the ranks of this host have sent, and to these ranks
+// heartbeats and the verdict v, if this rank has found one.
+func (l *leader) ready(v *controller.Verdict) {
+	parts, quiet := l.combiner.Ready()
+	var failed error
+	for len(parts) > 0 {
+		n, numBytes := 1, parts[0].NumBytes()
+		for n < len(parts) && numBytes+parts[n].NumBytes() <= message.MaxFrameBytes/2 {
+			numBytes += parts[n].NumBytes()
+			n++
+		}
+		l.frame = message.AppendCombined(l.frame[:0], parts[:n])
+		if err := l.toRoot(l.frame); err != nil {
+			failed = err
+		}
+		parts = parts[n:]
+	}
+	l.combiner.Advance()
+	l.sendDownTo(quiet, &message.Down{Type: message.DownHeartbeat})
+	if failed != nil {
+		l.failed(failed)
+	}
+	if v != nil {
+		l.sendDownTo(l.combiner.Fail(), &message.Down{Type: message.DownFail, Ranks: v.Ranks,
+			Reason: v.Reason})
+	}
+}
+
+// sendDownTo sends a frame that this leader has made to ranks that it leads.
+func (l *leader) sendDownTo(to []topo.Rank, d *message.Down) {
+	if len(to) > 0 {
+		l.frame, _ = message.AppendDown(l.frame[:0], d) // fails only if there are responses
+		l.sendToMembers(to, l.frame)
+	}
+}
 
 // combinedStep applies, at rank 0, a frame in which a leader has passed on frames of its ranks.
 func (e *Engine) combinedStep(leader topo.Rank, frame []byte) {
@@ -41,14 +113,6 @@ func (e *Engine) combinedStep(leader topo.Rank, frame []byte) {
 	}
 }
 
-// memberUp passes on a frame of a rank that this rank leads.
-func (e *Engine) memberUp(from topo.Rank, frame []byte) {
-	if len(frame) > 0 && frame[0] == byte(message.UpNews) {
-		e.sched.Extend()
-	}
-	e.combiner.Up(from, frame)
-}
-
 // distribute passes on a frame from rank 0 to the ranks of this host that it is for. This rank applies it
 // last, so that its own work does not delay the other ranks.
 func (e *Engine) distribute(frame []byte) {
@@ -69,65 +133,12 @@ func (e *Engine) distribute(frame []byte) {
 	if !probe {
 		e.combiner.Down(to, &s.down)
 	}
-	e.sendToMembers(to, frame)
+	e.leader.sendToMembers(to, frame)
 	switch {
 	case !slices.Contains(to, e.cfg.Rank):
 	case probe:
 		e.probeStep(0, frame)
 	default:
 		e.applyDown(&s.down)
-	}
-}
-
-// sendToMembers sends a frame to ranks that this rank leads.
-func (e *Engine) sendToMembers(to []topo.Rank, frame []byte) {
-	for _, r := range to {
-		if r == e.cfg.Rank {
-			continue
-		}
-		// Reading from the connection returns any other error (see sendUp).
-		if err := e.links.ToMember(r, frame); errors.Is(err, control.ErrBacklog) {
-			e.combiner.Fault(r, err.Error())
-			e.sched.Notify()
-		}
-	}
-}
-
-// combinerReady sends the frames of the combiner: to rank 0 what the ranks of this host have sent, and to
-// these ranks heartbeats and a verdict that this rank has found.
-func (e *Engine) combinerReady() {
-	if e.combiner == nil {
-		return
-	}
-	parts, quiet := e.combiner.Ready()
-	var failed error
-	for len(parts) > 0 {
-		n, numBytes := 1, parts[0].NumBytes()
-		for n < len(parts) && numBytes+parts[n].NumBytes() <= message.MaxFrameBytes/2 {
-			numBytes += parts[n].NumBytes()
-			n++
-		}
-		e.scratch.frame = message.AppendCombined(e.scratch.frame[:0], parts[:n])
-		if err := e.sendToRoot(e.scratch.frame); err != nil {
-			failed = err
-		}
-		parts = parts[n:]
-	}
-	e.combiner.Advance()
-	e.sendDownTo(quiet, &message.Down{Type: message.DownHeartbeat})
-	if failed != nil {
-		e.suspect(e.self(), failed)
-	}
-	if v := e.member.Verdict(); v != nil {
-		e.sendDownTo(e.combiner.Fail(), &message.Down{Type: message.DownFail, Ranks: v.Ranks,
-			Reason: v.Reason})
-	}
-}
-
-// sendDownTo sends a frame that this leader has made to ranks that it leads.
-func (e *Engine) sendDownTo(to []topo.Rank, d *message.Down) {
-	if len(to) > 0 {
-		e.scratch.frame, _ = message.AppendDown(e.scratch.frame[:0], d) // fails only if there are responses
-		e.sendToMembers(to, e.scratch.frame)
 	}
 }

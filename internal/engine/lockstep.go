@@ -286,12 +286,12 @@ func (n *lockstep) combined() {
 	e := n.e
 	gather, broadcast, repeated := n.core.Combine(n.and, n.or)
 	if broadcast || repeated != nil {
-		e.traceVectors(n.and, n.or)
+		e.frames.Vectors(n.and, n.or)
 	}
 	switch {
 	case gather:
 		up := n.core.Gather()
-		e.traceUp(up)
+		e.frames.Up(up)
 		frame, err := message.AppendUp(n.frame[:0], up)
 		if err != nil {
 			n.fail(err)

@@ -65,7 +65,7 @@ const flushTimeout = time.Second
 // answer ends the lanes and all pending operations. The operations end with err, or with ErrShutDown if err
 // is nil.
 func (e *Engine) answer(err error) {
-	e.closeStallLog()
+	e.stalls.Close()
 	reason := err
 	if err == nil {
 		reason = ErrShutDown
@@ -78,7 +78,7 @@ func (e *Engine) answer(err error) {
 		s.queue.Close(reason)
 	}
 	e.sched.HandOff()
-	e.endLanes(err)
+	e.sets.endLanes(err)
 	if err != nil {
 		e.exec.Abort(err)
 	}
@@ -86,18 +86,10 @@ func (e *Engine) answer(err error) {
 	if err == nil && e.stopCause != nil {
 		ended = e.stopCause
 	}
-	e.endMessages(ended, err == nil)
+	e.messages.end(ended, err == nil, e.flushing)
 	e.exec.Wait()
 	for _, s := range e.sets.all {
-		e.endEntries(s, reason, func(*tensorqueue.Entry) bool { return true })
-	}
-}
-
-// endLanes makes the lanes return when no work is left. If err is not nil, work that has not begun ends with
-// err.
-func (e *Engine) endLanes(err error) {
-	for _, s := range e.sets.all {
-		s.lane.End(err)
+		e.sets.endEntries(s, reason, func(*tensorqueue.Entry) bool { return true })
 	}
 }
 
@@ -122,7 +114,7 @@ func (e *Engine) RunLoopOnce() (next time.Duration, over bool, err error) {
 	}
 	if e.coordinator != nil {
 		e.coordinator.Tick(e.now)
-		if watched := e.observer.timeline.Load() != nil; watched != e.tracing {
+		if watched := e.observer.Watched(); watched != e.tracing {
 			e.tracing = watched
 			e.coordinator.Trace(watched)
 		}
@@ -133,10 +125,15 @@ func (e *Engine) RunLoopOnce() (next time.Duration, over bool, err error) {
 		}
 	}
 	e.clock.Probe(e.now)
-	e.receiveMessages()
+	e.messages.receive()
+	e.takeFailedMessages()
 	e.takeFinished()
 	e.takeRequests()
-	e.expire()
+	// Search the operations in flight only when the earliest known deadline has passed, so that this costs
+	// nothing while no operation is late.
+	if e.now >= e.due {
+		e.due = e.sets.expire(e.now, e.member)
+	}
 	if err := e.negotiation.turn(); err != nil {
 		return 0, true, err
 	}
@@ -154,10 +151,24 @@ func (e *Engine) RunLoopOnce() (next time.Duration, over bool, err error) {
 	next = e.negotiation.next()
 	if e.coordinator != nil {
 		stalls := e.coordinator.Events()
-		e.publish(len(stalls) > 0)
-		e.reportStalls(stalls)
+		e.observer.Publish(e.coordinator, e.now, len(stalls) > 0)
+		e.stalls.Add(e.now, stalls)
 	}
-	return min(next, e.due, e.expiredDue, e.clock.Due(), e.stallLog.due()), false, nil
+	return min(next, e.due, e.expiredDue, e.clock.Due(), e.stalls.Due()), false, nil
+}
+
+func (e *Engine) takeFailedMessages() {
+	broken, late := e.messages.takeFailed()
+	for _, b := range broken {
+		if !errors.Is(b.err, transport.ErrClosed) {
+			e.log.Info("a channel for messages failed", zap.Int("set", int(b.set)), zap.Error(b.err))
+			suspects, reason := blame(b.err, e.cfg.Rank)
+			e.member.SuspectChannel(b.set, suspects, reason)
+		}
+	}
+	for _, m := range late {
+		e.member.TimeoutOfMessage(m.set, m.name, m.peer, m.timeout)
+	}
 }
 
 func (e *Engine) takeFinished() {
@@ -170,19 +181,7 @@ func (e *Engine) takeFinished() {
 	s.finished = append(s.finished[:0], e.finished...)
 	clear(e.finished)
 	e.finished = e.finished[:0]
-	broken, late := e.broken, e.late
-	e.broken, e.late = nil, nil
 	e.mu.Unlock()
-	for _, b := range broken {
-		if !errors.Is(b.err, transport.ErrClosed) {
-			e.log.Info("a channel for messages failed", zap.Int("set", int(b.set)), zap.Error(b.err))
-			suspects, reason := blame(b.err, e.cfg.Rank)
-			e.member.SuspectChannel(b.set, suspects, reason)
-		}
-	}
-	for _, m := range late {
-		e.member.TimeoutOfMessage(m.set, m.name, m.peer, m.timeout)
-	}
 	if len(s.finished) > 0 {
 		e.sched.Extend()
 	}
@@ -205,13 +204,17 @@ func (e *Engine) takeFinished() {
 func (e *Engine) retire(w *exec.Work) (more bool) {
 	e.granted--
 	if r := w.Grant.Responses[0]; r.Kind == message.RemoveProcessSet {
-		e.dropSet(r.Set)
+		e.sets.drop(r.Set)
 	}
 	more = e.member.Finished(w.Grant)
 	w.Reset()
 	e.works = append(e.works, w)
 	return more
 }
+
+// waitingPeriod is the time after which expire searches requests that wait for a lock-step cycle. The cycle
+// may never come, because another rank has not entered the one before.
+const waitingPeriod = 100 * time.Millisecond
 
 func (e *Engine) takeRequests() {
 	// Read leaving before the queues, so that requests that were submitted before the shutdown are sent
@@ -234,9 +237,17 @@ func (e *Engine) takeRequests() {
 		e.member.Suspect(e.self(), leaving.Reason)
 	default:
 		if accepts {
-			e.member.Shutdown(leaving.Reason, e.channels())
+			e.member.Shutdown(leaving.Reason, e.messages.channels())
 		}
 		e.expireShutdown(leaving)
+	}
+}
+
+// expireShutdown reports to the coordinator that the context of Shutdown has ended, and repeats the report.
+func (e *Engine) expireShutdown(l *leaving) {
+	if l.expired && (e.expiredDue == controller.Never || e.now >= e.expiredDue) {
+		e.member.ExpireShutdown(l.waited)
+		e.expiredDue = e.now + timeoutReportInterval
 	}
 }
 
@@ -304,7 +315,7 @@ func (e *Engine) dispatch(g *controller.Grant) (suspects []topo.Rank, err error)
 	if err := e.match(w); err != nil {
 		return []topo.Rank{0}, err // the coordinator sent a wrong grant
 	}
-	l, err := e.changeSets(g)
+	l, err := e.sets.change(g)
 	if err != nil {
 		suspects, _ = blame(err, e.cfg.Rank)
 		return suspects, err
@@ -336,7 +347,7 @@ func (e *Engine) measure(g *controller.Grant) {
 // match finds this rank's tensors for the grant of w. It returns an error if this rank has not submitted one
 // of the tensors, or has submitted it with other parameters.
 func (e *Engine) match(w *exec.Work) error {
-	e.traceGrant(w.Grant)
+	e.frames.Grant(w.Grant)
 	w.Granted = e.now
 	if e.coordinator != nil && e.tracing {
 		w.Arrivals = append(w.Arrivals[:0], e.coordinator.Arrivals(w.Grant.Set, len(w.Grant.Responses))...)

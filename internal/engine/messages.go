@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"go.uber.org/zap"
@@ -14,16 +15,30 @@ import (
 	"github.com/gohvd/gohvd/internal/p2p"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
+	"github.com/gohvd/gohvd/internal/watch"
 )
 
-// messages has the exchanges of messages of a rank. Any goroutine may use it.
+// messages has the exchanges of messages of a rank. Any goroutine may use it, unless a method says otherwise.
 type messages struct {
-	mu  sync.Mutex
-	all map[topo.ProcessSetID]*p2p.Exchange // the exchanges that were used
-	// left has the ranks that have announced their shutdown, and the process sets in which messages of them
-	// may still arrive.
-	left map[topo.Rank][]topo.ProcessSetID
-	err  error // why no message can begin any more, or nil
+	cfg      *Config
+	sets     *setTable
+	observer *watch.Observer
+	notify   func()
+	// receives tells the member which ranks this rank must not release yet.
+	receives func([]topo.Rank)
+	// receiving has the channels over which messages of ranks that have shut down may still arrive. Only the
+	// loop uses it.
+	receiving []message.Channel
+
+	failed atomic.Bool // whether broken or late has elements; stored with mu held
+	mu     sync.Mutex
+	all    map[topo.ProcessSetID]*p2p.Exchange // the exchanges that were used
+	// departed has the ranks that have announced their shutdown, and the process sets in which messages of
+	// them may still arrive.
+	departed map[topo.Rank][]topo.ProcessSetID
+	err      error           // why no message can begin any more, or nil
+	broken   []brokenChannel // channels that have failed
+	late     []lateMessage   // messages that have timed out
 }
 
 // Post begins a message: it sends o to another member of the process set or, if receive is set, receives it
@@ -31,13 +46,17 @@ type messages struct {
 // was begun and Done of o is never called. Errors that are given to Done and mean that ranks have shut down
 // are of type *PeerError.
 func (e *Engine) Post(set topo.ProcessSetID, o *p2p.Op, receive bool) error {
-	x, err := e.exchange(set)
+	return e.messages.post(set, o, receive)
+}
+
+func (m *messages) post(set topo.ProcessSetID, o *p2p.Op, receive bool) error {
+	x, err := m.exchange(set)
 	if err != nil {
 		return err
 	}
 	done := o.Done
 	o.Done = func(err error) {
-		e.observer.messageEnded(e.cfg.Rank, set, o, err)
+		m.observer.MessageEnded(m.cfg.Rank, set, o, err)
 		done(departed(err, o))
 	}
 	if receive {
@@ -61,34 +80,34 @@ func departed(err error, o *p2p.Op) error {
 }
 
 // exchange returns the exchange of messages of a process set, and makes it if there is none.
-func (e *Engine) exchange(set topo.ProcessSetID) (*p2p.Exchange, error) {
-	e.messages.mu.Lock()
-	defer e.messages.mu.Unlock()
-	if x := e.messages.all[set]; x != nil {
+func (m *messages) exchange(set topo.ProcessSetID) (*p2p.Exchange, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if x := m.all[set]; x != nil {
 		return x, nil
 	}
-	if e.messages.err != nil {
-		return nil, e.messages.err
+	if m.err != nil {
+		return nil, m.err
 	}
-	s := e.sets.find(set)
+	s := m.sets.find(set)
 	if s == nil {
 		return nil, ErrNoProcessSet
 	}
 	x := p2p.New(p2p.Config{
-		Mesh: e.cfg.Mesh, Lane: transport.MessageLane(set), Ranks: s.Ranks, Me: s.me,
-		Memory: e.cfg.Memory, Groups: e.cfg.Groups,
-		Failed:       func(err error) { e.channelFailed(set, err) },
-		Silent:       e.sched.Notify,
-		StallWarning: e.cfg.StallWarning, OnStall: e.messageStalled,
-		OnTimeout: func(o *p2p.Op) { e.messageTimedOut(set, o) },
+		Mesh: m.cfg.Mesh, Lane: transport.MessageLane(set), Ranks: s.Ranks, Me: s.me,
+		Memory: m.cfg.Memory, Groups: m.cfg.Groups,
+		Failed:       func(err error) { m.channelFailed(set, err) },
+		Silent:       m.notify,
+		StallWarning: m.cfg.StallWarning, OnStall: m.stalled,
+		OnTimeout: func(o *p2p.Op) { m.timedOut(set, o) },
 	})
-	for r, sets := range e.messages.left {
+	for r, sets := range m.departed {
 		x.Left(r, slices.Contains(sets, set))
 	}
-	if e.messages.all == nil {
-		e.messages.all = make(map[topo.ProcessSetID]*p2p.Exchange)
+	if m.all == nil {
+		m.all = make(map[topo.ProcessSetID]*p2p.Exchange)
 	}
-	e.messages.all[set] = x
+	m.all[set] = x
 	return x, nil
 }
 
@@ -100,16 +119,16 @@ type brokenChannel struct {
 
 // channelFailed reports to the next turn that a channel for messages has failed, perhaps only because the
 // peer has removed the process set earlier than this rank.
-func (e *Engine) channelFailed(set topo.ProcessSetID, err error) {
-	e.mu.Lock()
-	e.broken = append(e.broken, brokenChannel{set, err})
-	e.reported.Store(true)
-	e.mu.Unlock()
-	e.sched.Notify()
+func (m *messages) channelFailed(set topo.ProcessSetID, err error) {
+	m.mu.Lock()
+	m.broken = append(m.broken, brokenChannel{set, err})
+	m.failed.Store(true)
+	m.mu.Unlock()
+	m.notify()
 }
 
-func (e *Engine) messageStalled(o *p2p.Op, waited time.Duration) {
-	e.log.Warn("a message has waited for long", zap.Stringer("operation", o),
+func (m *messages) stalled(o *p2p.Op, waited time.Duration) {
+	m.cfg.Log.Warn("a message has waited for long", zap.Stringer("operation", o),
 		zap.Duration("waited", waited.Round(time.Millisecond)))
 }
 
@@ -121,33 +140,46 @@ type lateMessage struct {
 	timeout time.Duration
 }
 
-// messageTimedOut makes the next turn report to the coordinator that the message o has timed out.
-func (e *Engine) messageTimedOut(set topo.ProcessSetID, o *p2p.Op) {
+// timedOut makes the next turn report to the coordinator that the message o has timed out.
+func (m *messages) timedOut(set topo.ProcessSetID, o *p2p.Op) {
 	late := lateMessage{set, o.String(), o.Peer, o.Timeout}
 	if o.Peer == p2p.AnySource {
-		late.peer = e.cfg.Rank
+		late.peer = m.cfg.Rank
 	}
-	e.mu.Lock()
-	e.late = append(e.late, late)
-	e.reported.Store(true)
-	e.mu.Unlock()
-	e.sched.Notify()
+	m.mu.Lock()
+	m.late = append(m.late, late)
+	m.failed.Store(true)
+	m.mu.Unlock()
+	m.notify()
 }
 
-// pendingMessages calls f with each message in flight.
-func (e *Engine) pendingMessages(f func(set topo.ProcessSetID, o *p2p.Op)) {
-	e.messages.mu.Lock()
-	defer e.messages.mu.Unlock()
-	for set, x := range e.messages.all {
+// takeFailed removes and returns the channels that have failed and the messages that have timed out.
+func (m *messages) takeFailed() (broken []brokenChannel, late []lateMessage) {
+	if !m.failed.Load() {
+		return nil, nil
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.failed.Store(false)
+	broken, late = m.broken, m.late
+	m.broken, m.late = nil, nil
+	return broken, late
+}
+
+// each calls f with each message in flight.
+func (m *messages) each(f func(set topo.ProcessSetID, o *p2p.Op)) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for set, x := range m.all {
 		x.Each(func(o *p2p.Op) { f(set, o) })
 	}
 }
 
-// messagesInFlight returns the number of messages in flight.
-func (e *Engine) messagesInFlight() (n int) {
-	e.messages.mu.Lock()
-	defer e.messages.mu.Unlock()
-	for _, x := range e.messages.all {
+// inFlight returns the number of messages in flight.
+func (m *messages) inFlight() (n int) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for _, x := range m.all {
 		n += x.InFlight()
 	}
 	return n
@@ -155,60 +187,60 @@ func (e *Engine) messagesInFlight() (n int) {
 
 // ranksLeft records that ranks have shut down, so that operations wait only for the messages that these ranks
 // have sent before. These come over the given channels.
-func (e *Engine) ranksLeft(ranks []topo.Rank, channels []message.Channel) {
-	e.messages.mu.Lock()
-	defer e.messages.mu.Unlock()
+func (m *messages) ranksLeft(ranks []topo.Rank, channels []message.Channel) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
 	for _, r := range ranks {
-		if _, known := e.messages.left[r]; known {
+		if _, known := m.departed[r]; known {
 			continue
 		}
-		if e.messages.left == nil {
-			e.messages.left = make(map[topo.Rank][]topo.ProcessSetID)
+		if m.departed == nil {
+			m.departed = make(map[topo.Rank][]topo.ProcessSetID)
 		}
-		e.messages.left[r] = nil
+		m.departed[r] = nil
 		for _, c := range channels {
 			if c.Rank == r {
-				e.messages.left[r] = append(e.messages.left[r], c.Set)
-				e.receiving = append(e.receiving, c)
+				m.departed[r] = append(m.departed[r], c.Set)
+				m.receiving = append(m.receiving, c)
 			}
 		}
-		for set, x := range e.messages.all {
-			x.Left(r, slices.Contains(e.messages.left[r], set))
+		for set, x := range m.all {
+			x.Left(r, slices.Contains(m.departed[r], set))
 		}
 	}
-	if len(e.receiving) > 0 {
-		e.setReceiving()
-		e.sched.Notify() // the next turn calls receiveMessages, when this one has added the process sets
+	if len(m.receiving) > 0 {
+		m.setReceiving()
+		m.notify() // the next turn calls receive, when this one has added the process sets
 	}
 }
 
-// receiveMessages opens the channels over which messages of ranks that have shut down may still arrive, and
+// receive opens the channels over which messages of ranks that have shut down may still arrive, and
 // forgets those over which everything has arrived.
-func (e *Engine) receiveMessages() {
-	if len(e.receiving) == 0 {
+func (m *messages) receive() {
+	if len(m.receiving) == 0 {
 		return
 	}
-	e.receiving = slices.DeleteFunc(e.receiving, func(c message.Channel) bool {
-		x, err := e.exchange(c.Set)
+	m.receiving = slices.DeleteFunc(m.receiving, func(c message.Channel) bool {
+		x, err := m.exchange(c.Set)
 		return err != nil || !x.Receives(c.Rank)
 	})
-	e.setReceiving()
+	m.setReceiving()
 }
 
 // setReceiving tells the member which ranks this rank must not release yet.
-func (e *Engine) setReceiving() {
+func (m *messages) setReceiving() {
 	var from []topo.Rank
-	for _, c := range e.receiving {
+	for _, c := range m.receiving {
 		from = append(from, c.Rank)
 	}
-	e.member.Receives(from)
+	m.receives(from)
 }
 
-// channels returns the channels over which this rank has sent its last frame, after quitMessages.
-func (e *Engine) channels() (all []message.Channel) {
-	e.messages.mu.Lock()
-	defer e.messages.mu.Unlock()
-	for set, x := range e.messages.all {
+// channels returns the channels over which this rank has sent its last frame, after quit.
+func (m *messages) channels() (all []message.Channel) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for set, x := range m.all {
 		for _, r := range x.Quitted() {
 			all = append(all, message.Channel{Set: set, Rank: r})
 		}
@@ -216,41 +248,41 @@ func (e *Engine) channels() (all []message.Channel) {
 	return all
 }
 
-// quitMessages makes calls of Post fail with err, and says to the peers that this rank sends no more
+// quit makes calls of Post fail with err, and says to the peers that this rank sends no more
 // messages.
-func (e *Engine) quitMessages(err error) {
-	e.messages.mu.Lock()
-	defer e.messages.mu.Unlock()
-	e.messages.err = err
-	for _, x := range e.messages.all {
+func (m *messages) quit(err error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.err = err
+	for _, x := range m.all {
 		x.Quit(err)
 	}
 }
 
-// endMessages ends all messages with err. If flush is set, it first waits until they have left this rank, for
+// end ends all messages with err. If flush is set, it first waits until they have left this rank, for
 // at most the liveness limit, and not after the context of Shutdown has ended.
-func (e *Engine) endMessages(err error, flush bool) {
-	e.quitMessages(err)
+func (m *messages) end(err error, flush bool, flushing context.Context) {
+	m.quit(err)
 	if flush {
-		ctx, cancel := context.WithTimeout(e.flushing, e.cfg.LivenessTimeout)
+		ctx, cancel := context.WithTimeout(flushing, m.cfg.LivenessTimeout)
 		defer cancel()
-		for _, x := range e.messages.all {
+		for _, x := range m.all {
 			x.Flush(ctx)
 		}
 	}
-	for _, x := range e.messages.all {
+	for _, x := range m.all {
 		x.Close(err)
 	}
 }
 
-// dropMessages ends the messages of a process set that was removed.
-func (e *Engine) dropMessages(set topo.ProcessSetID) {
-	e.messages.mu.Lock()
-	x := e.messages.all[set]
-	delete(e.messages.all, set)
-	e.messages.mu.Unlock()
+// drop ends the messages of a process set that was removed.
+func (m *messages) drop(set topo.ProcessSetID) {
+	m.mu.Lock()
+	x := m.all[set]
+	delete(m.all, set)
+	m.mu.Unlock()
 	if x != nil {
 		x.Close(ErrNoProcessSet)
 	}
-	e.cfg.Mesh.Release(transport.MessageLane(set))
+	m.cfg.Mesh.Release(transport.MessageLane(set))
 }

@@ -85,7 +85,9 @@ func (n events) sendReplies() {
 		}
 		again = sent && e.coordinator != nil // the coordinator has to handle these frames
 	}
-	e.combinerReady()
+	if e.leader != nil {
+		e.leader.ready(e.member.Verdict())
+	}
 }
 
 func (n events) handleFrame(from topo.Rank, frame []byte) {
@@ -121,7 +123,7 @@ func (e *Engine) memberReady() (sent bool) {
 			continue
 		}
 		sent = true
-		e.traceUp(up)
+		e.frames.Up(up)
 		frame, err := message.AppendUp(e.scratch.frame[:0], up)
 		if err != nil {
 			failed = err
@@ -156,7 +158,7 @@ func (e *Engine) memberReady() (sent bool) {
 	if stop {
 		e.stopped = true
 		for _, s := range e.sets.all {
-			e.refuse(s, reason)
+			e.sets.refuse(s, reason)
 		}
 	}
 	return sent
@@ -229,7 +231,7 @@ func (e *Engine) handleEvent(ev control.Event) error {
 	case ev.Err != nil:
 		e.member.Lost(lostText(ev.Err))
 	case member:
-		e.memberUp(ev.From, ev.Frame)
+		e.leader.up(ev.From, ev.Frame)
 	case e.combiner != nil:
 		e.distribute(ev.Frame)
 	case message.IsProbe(ev.Frame):
@@ -287,13 +289,13 @@ func (e *Engine) memberStep(frame []byte) {
 
 // applyDown applies a frame of the coordinator.
 func (e *Engine) applyDown(d *message.Down) {
-	e.traceDown(d)
-	if t := e.observer.timeline.Load(); t != nil && d.Type == message.DownCycle {
-		(*t).Cycle(e.now)
+	e.frames.Down(d)
+	if d.Type == message.DownCycle {
+		e.observer.Cycle(e.now)
 	}
 	if t := d.Tuning; t != nil {
 		e.cycleTime = t.CycleTime
-		e.observer.tuned(e.now, t)
+		e.observer.Tuned(e.now, t)
 	}
 	// The member collects the grants. The next memberReady dispatches them and sends the frames with which
 	// the member responds.
@@ -301,7 +303,7 @@ func (e *Engine) applyDown(d *message.Down) {
 		e.log.Error("the coordinator broke the protocol", zap.Error(err))
 	}
 	if d.Type == message.DownLeft || d.Type == message.DownHeartbeat {
-		e.ranksLeft(d.Ranks, d.Channels)
+		e.messages.ranksLeft(d.Ranks, d.Channels)
 	}
 }
 

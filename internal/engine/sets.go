@@ -3,6 +3,7 @@ package engine
 import (
 	"slices"
 	"sync/atomic"
+	"time"
 
 	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/internal/exec"
@@ -10,6 +11,7 @@ import (
 	"github.com/gohvd/gohvd/internal/outcome"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/transport"
+	"github.com/gohvd/gohvd/internal/watch"
 	"github.com/gohvd/gohvd/tensorqueue"
 )
 
@@ -32,6 +34,13 @@ type setTable struct {
 	// released is an ID. The mesh has released the lanes of all process sets with lower IDs that are not in
 	// all.
 	released topo.ProcessSetID
+
+	rank     topo.Rank
+	exec     *exec.Executor
+	mesh     transport.Mesh
+	observer *watch.Observer
+	// forget is called when a set that was removed is released, also if this rank is not a member of it.
+	forget func(topo.ProcessSetID)
 }
 
 // find returns the set with the given ID, or nil if there is none. Any goroutine may call it.
@@ -52,17 +61,6 @@ func search(all []*processSet, id topo.ProcessSetID) (int, bool) {
 	})
 }
 
-func (t *setTable) add(s *processSet) {
-	i, _ := search(t.all, s.ID)
-	t.replace(slices.Insert(slices.Clone(t.all), i, s))
-}
-
-func (t *setTable) drop(id topo.ProcessSetID) {
-	if i, ok := search(t.all, id); ok {
-		t.replace(slices.Delete(slices.Clone(t.all), i, i+1))
-	}
-}
-
 func (t *setTable) replace(all []*processSet) {
 	t.all = all
 	t.shared.Store(&all)
@@ -76,79 +74,116 @@ func (t *setTable) snapshot() []*processSet {
 	return nil
 }
 
-// addSet adds a set. It does nothing if this rank is not a member of the set.
-func (e *Engine) addSet(set controller.Set) error {
-	me := slices.Index(set.Ranks, e.cfg.Rank)
+// add adds a set. It does nothing if this rank is not a member of the set.
+func (t *setTable) add(set controller.Set) error {
+	me := slices.Index(set.Ranks, t.rank)
 	if me < 0 {
 		return nil
 	}
-	lane, err := e.exec.NewLane(set, me)
+	lane, err := t.exec.NewLane(set, me)
 	if err != nil {
 		return err
 	}
-	e.sets.add(&processSet{Set: set, me: me, queue: tensorqueue.New(), lane: lane})
+	i, _ := search(t.all, set.ID)
+	s := &processSet{Set: set, me: me, queue: tensorqueue.New(), lane: lane}
+	t.replace(slices.Insert(slices.Clone(t.all), i, s))
 	return nil
 }
 
-// changeSets applies a grant that adds or removes a process set, and returns the lane that reports the
+// change applies a grant that adds or removes a process set, and returns the lane that reports the
 // result. If all ranks add a set, this is the lane of the global set. If only the members add it, this is the
 // lane of the new set, so that the result does not wait for operations of the global set; an error is
 // reported by the lane of the global set. For a removal, it is the lane of the removed set, so that the
 // result comes after the last operation of that set. The entry of the change is in the queue of the set
 // g.Asked.
-func (e *Engine) changeSets(g *controller.Grant) (*exec.Lane, error) {
+func (t *setTable) change(g *controller.Grant) (*exec.Lane, error) {
 	switch r := g.Responses[0]; r.Kind {
 	case message.AddProcessSet:
-		if err := e.addSet(controller.Set{ID: r.Set, Ranks: r.Ranks}); err != nil {
+		if err := t.add(controller.Set{ID: r.Set, Ranks: r.Ranks}); err != nil {
 			return nil, err
 		}
 	case message.RemoveProcessSet:
-		if s := e.sets.find(r.Set); s != nil {
-			e.refuse(s, ErrNoProcessSet)
+		if s := t.find(r.Set); s != nil {
+			t.refuse(s, ErrNoProcessSet)
 			return s.lane, nil
 		}
 	}
-	if s := e.sets.find(g.Set); s != nil {
+	if s := t.find(g.Set); s != nil {
 		return s.lane, nil
 	}
-	return e.sets.find(g.Asked).lane, nil
+	return t.find(g.Asked).lane, nil
 }
 
-// dropSet releases a set whose last work is done. Every rank releases the lanes of the set in the mesh, even
+// drop releases a set whose last work is done. Every rank releases the lanes of the set in the mesh, even
 // if it is not a member of the set, and the lanes of all sets with lower IDs of which it is not a member,
 // because it does not learn when their members remove them. The mesh stores a contiguous range of released
 // lanes in a few bytes, and a lane that was not released would be a gap in the range.
-func (e *Engine) dropSet(id topo.ProcessSetID) {
-	if s := e.sets.find(id); s != nil {
+func (t *setTable) drop(id topo.ProcessSetID) {
+	if s := t.find(id); s != nil {
 		s.lane.End(nil)
-		e.sets.drop(id)
+		i, _ := search(t.all, id)
+		t.replace(slices.Delete(slices.Clone(t.all), i, i+1))
 	}
-	e.releaseLanes(id)
-	for ; e.sets.released < id; e.sets.released++ {
-		if e.sets.find(e.sets.released) == nil {
-			e.releaseLanes(e.sets.released)
+	t.release(id)
+	for ; t.released < id; t.released++ {
+		if t.find(t.released) == nil {
+			t.release(t.released)
 		}
 	}
 }
 
-func (e *Engine) releaseLanes(id topo.ProcessSetID) {
-	e.cfg.Mesh.Release(transport.DataLane(id))
-	e.cfg.Mesh.Release(transport.OuterLane(id))
-	e.cfg.Mesh.Release(transport.DeviceLane(id))
-	e.dropMessages(id)
+func (t *setTable) release(id topo.ProcessSetID) {
+	t.mesh.Release(transport.DataLane(id))
+	t.mesh.Release(transport.OuterLane(id))
+	t.mesh.Release(transport.DeviceLane(id))
+	t.forget(id)
 }
 
 // refuse closes the queue of a set and ends all its entries that have no grant with the given error.
-func (e *Engine) refuse(s *processSet, reason error) {
-	e.endEntries(s, reason, func(entry *tensorqueue.Entry) bool { return entry.Times.Granted.Load() == 0 })
+func (t *setTable) refuse(s *processSet, reason error) {
+	t.endEntries(s, reason, func(entry *tensorqueue.Entry) bool { return entry.Times.Granted.Load() == 0 })
 }
 
 // endEntries closes the queue of a set and ends the entries for which the function which returns true with
 // the given error, without an operation.
-func (e *Engine) endEntries(s *processSet, reason error, which func(*tensorqueue.Entry) bool) {
+func (t *setTable) endEntries(s *processSet, reason error, which func(*tensorqueue.Entry) bool) {
 	s.queue.Close(reason)
 	s.queue.FinishAll(which, func(entry *tensorqueue.Entry) error {
-		e.observer.abandoned(max(len(entry.Parts), 1))
+		t.observer.Abandoned(max(len(entry.Parts), 1))
 		return outcome.Of(&entry.Request, reason)
 	})
+}
+
+// endLanes makes the lanes return when no work is left. If err is not nil, work that has not begun ends with
+// err.
+func (t *setTable) endLanes(err error) {
+	for _, s := range t.all {
+		s.lane.End(err)
+	}
+}
+
+// timeoutReportInterval is the time between two reports of one expired operation by a rank. The rank repeats
+// the report because the coordinator ignores the first one if the request or the grant was on its way.
+const timeoutReportInterval = time.Second
+
+// expire reports operations that have not ended by their deadlines at the time now to the coordinator. It
+// returns the earliest deadline that is left.
+func (t *setTable) expire(now time.Duration, member *controller.Member) (due time.Duration) {
+	due = controller.Never
+	for _, s := range t.all {
+		s.queue.Each(func(entry *tensorqueue.Entry) {
+			switch {
+			case entry.Deadline == 0:
+			case entry.Deadline <= now:
+				member.Timeout(entry.Set, entry.Request.Name, entry.Timeout)
+				entry.Deadline = now + timeoutReportInterval
+				fallthrough
+			default:
+				due = min(due, entry.Deadline)
+			}
+		})
+		report := func(name string, timeout time.Duration) { member.Timeout(s.ID, name, timeout) }
+		due = min(due, s.lane.Expire(now, timeoutReportInterval, report))
+	}
+	return due
 }

@@ -10,7 +10,7 @@ import (
 // compress scales the tensors of b, converts them to the element type wire and writes them to buf, one after
 // another. For a tensor with error feedback, compress first adds the compression loss that was stored under
 // the tensor's name, and then stores the new loss (Seide et al., 1-Bit Stochastic Gradient Descent, 2014).
-func (l *Lane) compress(b *batch, s scaling, wire tensor.DType, buf []byte) error {
+func (m *machine) compress(b *batch, s scaling, wire tensor.DType, buf []byte) error {
 	narrow, err := kernel.Convert(wire, s.dt)
 	if err != nil {
 		return err
@@ -22,7 +22,7 @@ func (l *Lane) compress(b *batch, s scaling, wire tensor.DType, buf []byte) erro
 		}
 		wide := t.In
 		if s.pre != 1 || key.name != "" {
-			wide = l.scratch.wide.Bytes(len(t.In))
+			wide = m.scratch.wide.Bytes(len(t.In))
 			copy(wide, t.In)
 			if err := s.before(wide); err != nil {
 				return err
@@ -34,7 +34,7 @@ func (l *Lane) compress(b *batch, s scaling, wire tensor.DType, buf []byte) erro
 			narrow(part, wide)
 			continue
 		}
-		lost, err := l.residual(key, len(t.In), s)
+		lost, err := m.residual(key, len(t.In), s)
 		if err != nil {
 			return err
 		}
@@ -42,7 +42,7 @@ func (l *Lane) compress(b *batch, s scaling, wire tensor.DType, buf []byte) erro
 			return err
 		}
 		narrow(part, wide)
-		if err := l.keepLoss(s.dt, wire, lost, wide, part); err != nil {
+		if err := m.keepLoss(s.dt, wire, lost, wide, part); err != nil {
 			return err
 		}
 	}
@@ -52,14 +52,14 @@ func (l *Lane) compress(b *batch, s scaling, wire tensor.DType, buf []byte) erro
 // residual returns the accumulated compression loss of a tensor, multiplied by the tensor's prescale factor.
 // The result has numBytes bytes, in elements of type s.dt. It is zero if the tensor is new, or if its type or
 // length has changed. The lane owns the memory, and the caller updates the loss in place.
-func (l *Lane) residual(key lossKey, numBytes int, s scaling) ([]byte, error) {
-	r := l.scratch.residuals[key]
+func (m *machine) residual(key lossKey, numBytes int, s scaling) ([]byte, error) {
+	r := m.scratch.residuals[key]
 	if r == nil || r.dt != s.dt || len(r.buf) != numBytes {
 		r = &residual{s.dt, s.pre, tensor.Bytes(make([]float64, (numBytes+7)/8))[:numBytes]}
-		if l.scratch.residuals == nil {
-			l.scratch.residuals = make(map[lossKey]*residual)
+		if m.scratch.residuals == nil {
+			m.scratch.residuals = make(map[lossKey]*residual)
 		}
-		l.scratch.residuals[key] = r
+		m.scratch.residuals[key] = r
 	}
 	if r.pre == s.pre {
 		return r.buf, nil
@@ -79,12 +79,12 @@ func (l *Lane) residual(key lossKey, numBytes int, s scaling) ([]byte, error) {
 // conversion and part the elements after it. The loss is their difference. If a difference is not finite,
 // keepLoss stores 0 in its place, because otherwise a single overflow would make every later tensor of the
 // same name non-finite.
-func (l *Lane) keepLoss(dt, wire tensor.DType, residual, wide, part []byte) error {
+func (m *machine) keepLoss(dt, wire tensor.DType, residual, wide, part []byte) error {
 	widen, err := kernel.Convert(dt, wire)
 	if err != nil {
 		return err
 	}
-	back := l.scratch.back.Bytes(len(wide))
+	back := m.scratch.back.Bytes(len(wide))
 	widen(back, part)
 	if dt == tensor.Float32 {
 		subtract(tensor.View[float32](residual), tensor.View[float32](wide), tensor.View[float32](back))

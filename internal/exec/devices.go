@@ -17,8 +17,8 @@ import (
 
 // startOnDevices prepares an operation other than an allreduce or a reduce on a tensor that is on CUDA
 // devices. The engine cannot read such a tensor, so the backend gets it as it is.
-func (l *Lane) startOnDevices() error {
-	x := &l.execution
+func (m *machine) startOnDevices() error {
+	x := &m.execution
 	w := x.work
 	r := w.Grant.Responses[0]
 	t := &x.one[0]
@@ -31,19 +31,19 @@ func (l *Lane) startOnDevices() error {
 	switch x.op.Kind {
 	case message.Broadcast:
 	case message.Allgather:
-		out, counts, err := l.gathered(w)
+		out, counts, err := m.gathered(w)
 		if err != nil {
 			return err
 		}
 		if t.Out, x.op.Counts = out, counts; !w.Absent {
-			l.checkGathered(t)
+			m.checkGathered(t)
 		}
 	case message.Reducescatter:
-		x.scaling = scalingOf(r, r.DType, l.averageOver(w))
+		x.scaling = scalingOf(r, r.DType, m.averageOver(w))
 		x.op.DType, x.op.Op, x.op.Scaling = r.DType, r.Op.Base(), x.scaling.ops()
-		x.op.Counts = l.scatterCounts(w)
+		x.op.Counts = m.scatterCounts(w)
 	case message.Alltoall, message.Gather, message.Scatter:
-		l.startAlltoall()
+		m.startAlltoall()
 		if x.op.HostBuf = rowBytes(r) == 0; !x.op.HostBuf {
 			t.In, x.op.Buf = x.op.Buf, nil
 		}
@@ -56,9 +56,9 @@ func (l *Lane) startOnDevices() error {
 // checkGathered refuses the tensor t of an allgather if its output has another size than the result, or if it
 // overlaps the input, unless the input is where the result has this rank's rows. The other ranks run the
 // operation anyway, so the backend then stores the result in memory of its own.
-func (l *Lane) checkGathered(t *ops.Tensor) {
-	w, counts := l.execution.work, l.execution.op.Counts
-	want := sum(counts[:l.me])
+func (m *machine) checkGathered(t *ops.Tensor) {
+	w, counts := m.execution.work, m.execution.op.Counts
+	want := sum(counts[:m.me])
 	switch at := int64(uintptr(unsafe.Pointer(unsafe.SliceData(t.In))) -
 		uintptr(unsafe.Pointer(unsafe.SliceData(t.Out)))); {
 	case int64(len(w.Entries[0].Output)) != sum(counts):
@@ -72,23 +72,23 @@ func (l *Lane) checkGathered(t *ops.Tensor) {
 
 // ready returns the events after which the tensors of w can be used, one for each stream of the program. The
 // slice belongs to the lane, and the next call overwrites it.
-func (l *Lane) ready(w *Work) []*cuda.Event {
-	ready := l.scratch.ready[:0]
+func (m *machine) ready(w *Work) []*cuda.Event {
+	ready := m.scratch.ready[:0]
 	for _, e := range w.Entries {
 		ready = append(ready, e.Ready...)
 	}
-	l.scratch.ready = ready
+	m.scratch.ready = ready
 	return cuda.Latest(ready)
 }
 
 // completeEarly makes the entries of w complete when their streams wait for the operation, if they have
 // streams. Then run runs the operation to its end without them. A timeline needs the times of the device, so
 // with a timeline they complete at the end.
-func (l *Lane) completeEarly(w *Work) {
+func (m *machine) completeEarly(w *Work) {
 	if w.watching != nil || w.Absent {
 		return
 	}
-	op := &l.execution.op
+	op := &m.execution.op
 	for _, e := range w.Entries {
 		for _, s := range e.Streams {
 			if !slices.Contains(op.Streams, s) {
@@ -97,13 +97,13 @@ func (l *Lane) completeEarly(w *Work) {
 		}
 	}
 	if len(op.Streams) > 0 {
-		op.Launched = func() { l.launched(w) }
+		op.Launched = func() { m.launched(w) }
 	}
 }
 
 // launched completes the entries of w, whose operation goes on. The first of their deadlines becomes that of
 // the operation.
-func (l *Lane) launched(w *Work) {
+func (m *machine) launched(w *Work) {
 	var first limit
 	for _, e := range w.Entries {
 		if due := e.Times.Submitted + min(e.Timeout, controller.Never-e.Times.Submitted); e.Timeout > 0 &&
@@ -112,25 +112,23 @@ func (l *Lane) launched(w *Work) {
 		}
 	}
 	// Set the limit before the entries leave the queue, so that the loop finds the deadline in one of them.
-	l.mu.Lock()
-	l.limit = first
-	l.mu.Unlock()
-	l.finish(w, nil)
+	m.setLimit(first)
+	m.finish(w, nil)
 	clear(w.Entries) // they may be used again
 	w.Entries = w.Entries[:0]
 }
 
 // copyIn copies the tensors of w to host memory if the backend needs them there. Then the entries have the
 // copies instead of the tensors until releaseCopies. It waits for the device until ctx ends.
-func (l *Lane) copyIn(ctx context.Context, w *Work) (err error) {
+func (m *machine) copyIn(ctx context.Context, w *Work) (err error) {
 	if !w.copied() || w.Absent {
 		return nil
 	}
-	if l.cfg.Devices == nil {
+	if m.cfg.Devices == nil {
 		return errors.New("rank 0 granted an operation on CUDA devices, but this rank has not loaded CUDA: set " +
 			"HOROVOD_GPU_OPERATIONS to the same value at all ranks")
 	}
-	l.warnInHost(w.Grant.Responses[0])
+	m.warnInHost(w.Grant.Responses[0])
 	w.enter(ops.CopyingIn)
 	h, size := &w.inHost, 0
 	each := func(i int, in, out *[]byte) {
@@ -139,7 +137,7 @@ func (l *Lane) copyIn(ctx context.Context, w *Work) (err error) {
 		size += aligned(len(*in)) + aligned(len(*out))
 	}
 	w.buffers(each)
-	if h.memory, err = l.cfg.Devices.Borrow(size); err != nil {
+	if h.memory, err = m.cfg.Devices.Borrow(size); err != nil {
 		return err
 	}
 	room, next := h.memory, 0
@@ -153,13 +151,13 @@ func (l *Lane) copyIn(ctx context.Context, w *Work) (err error) {
 		*in, *out = h.inputs[next].To, h.outputs[next].From
 		next++
 	})
-	h.device, _ = w.Grant.Responses[0].Devices[l.me].CUDA()
-	return l.copy(ctx, w, l.ready(w), h.inputs)
+	h.device, _ = w.Grant.Responses[0].Devices[m.me].CUDA()
+	return m.copy(ctx, w, m.ready(w), h.inputs)
 }
 
 // copyOut copies the results of w to the devices if they are in host memory. It does not copy those of
 // refused tensors.
-func (l *Lane) copyOut(ctx context.Context, w *Work) error {
+func (m *machine) copyOut(ctx context.Context, w *Work) error {
 	h := &w.inHost
 	if h.memory == nil {
 		return nil
@@ -171,16 +169,16 @@ func (l *Lane) copyOut(ctx context.Context, w *Work) error {
 			outputs = append(outputs, c)
 		}
 	}
-	err := l.copy(ctx, w, nil, outputs)
-	l.releaseCopies(w)
+	err := m.copy(ctx, w, nil, outputs)
+	m.releaseCopies(w)
 	return err
 }
 
 // copy copies between the host and the device of w. If the device may still use the memory afterwards, the
 // error is an *ops.InUseError.
-func (l *Lane) copy(ctx context.Context, w *Work, after []*cuda.Event, copies []cuda.Copy) error {
+func (m *machine) copy(ctx context.Context, w *Work, after []*cuda.Event, copies []cuda.Copy) error {
 	h := &w.inHost
-	pending, err := l.cfg.Devices.Copy(ctx, h.device, after, copies...)
+	pending, err := m.cfg.Devices.Copy(ctx, h.device, after, copies...)
 	if pending {
 		h.memory = nil
 		err = &ops.InUseError{Err: fmt.Errorf(
@@ -191,10 +189,10 @@ func (l *Lane) copy(ctx context.Context, w *Work, after []*cuda.Event, copies []
 }
 
 // releaseCopies gives back the host memory of w. The entries have their tensors on the device again.
-func (l *Lane) releaseCopies(w *Work) {
+func (m *machine) releaseCopies(w *Work) {
 	h, next := &w.inHost, 0
 	if h.memory != nil {
-		l.cfg.Devices.GiveBack(h.memory)
+		m.cfg.Devices.GiveBack(h.memory)
 	}
 	if len(h.inputs) > 0 {
 		w.buffers(func(_ int, in, out *[]byte) {
@@ -209,21 +207,21 @@ func (l *Lane) releaseCopies(w *Work) {
 func aligned(n int) int { return (n + 63) &^ 63 }
 
 // warnInHost logs why tensors on devices are copied to host memory, once for each reason.
-func (l *Lane) warnInHost(r *message.Response) {
+func (m *machine) warnInHost(r *message.Response) {
 	one := *r
 	if len(r.Parts) > 0 && !r.DType.Valid() {
 		for one.DType = range r.Parts.Types() {
-			if l.manager.WhyInHost(l.set.Ranks, &one) != nil {
+			if m.manager.WhyInHost(m.set.Ranks, &one) != nil {
 				break
 			}
 		}
 	}
-	why := l.manager.WhyInHost(l.set.Ranks, &one)
+	why := m.manager.WhyInHost(m.set.Ranks, &one)
 	if why == nil {
 		return
 	}
-	if _, known := l.warned.LoadOrStore(why.Error(), true); !known {
-		l.cfg.Log.Warn("tensors on CUDA devices are copied to host memory, which is slow, because NCCL does not "+
+	if _, known := m.warned.LoadOrStore(why.Error(), true); !known {
+		m.cfg.Log.Warn("tensors on CUDA devices are copied to host memory, which is slow, because NCCL does not "+
 			"run the operation", zap.Stringer("operation", r.Kind), zap.String("tensor", r.Name), zap.Error(why))
 	}
 }

@@ -7,13 +7,10 @@
 package exec
 
 import (
-	"context"
-	"sync"
 	"time"
 
 	"go.uber.org/zap"
 
-	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/internal/cuda"
 	"github.com/gohvd/gohvd/ops"
 )
@@ -48,46 +45,3 @@ type Config struct {
 	Pin func()
 	Log *zap.Logger
 }
-
-// Executor has the lanes of a rank. Only the goroutine that runs turns of the loop may call its methods,
-// except Abort and Wait.
-type Executor struct {
-	cfg     Config
-	ctx     context.Context
-	cancel  context.CancelCauseFunc // aborts the operations that the lanes execute
-	running sync.WaitGroup          // the goroutines of the lanes
-	warned  sync.Map                // the reasons that warnInHost has logged
-	started []*Lane                 // lanes with work that a turn has started
-}
-
-// New returns an executor without lanes.
-func New(cfg Config) *Executor {
-	x := &Executor{cfg: cfg}
-	x.ctx, x.cancel = context.WithCancelCause(context.Background())
-	return x
-}
-
-// NewLane returns a lane for a set in which this rank has position me. The goroutine of the lane starts with
-// the first work that turns of the loop do not execute, so a set without such work has none.
-func (x *Executor) NewLane(set controller.Set, me int) (*Lane, error) {
-	manager, err := ops.NewManager(x.cfg.Backends, set.ID, set.Ranks, me)
-	if err != nil {
-		return nil, err
-	}
-	l := &Lane{set: set, me: me, manager: manager, cfg: &x.cfg, warned: &x.warned}
-	l.changed.L = &l.mu
-	l.spawn = func() {
-		x.running.Go(func() {
-			x.cfg.Pin()
-			l.run(x.ctx)
-			l.manager.Close()
-		})
-	}
-	return l, nil
-}
-
-// Abort aborts the operations that the lanes execute. They fail with err.
-func (x *Executor) Abort(err error) { x.cancel(err) }
-
-// Wait waits for the goroutines of the lanes, which end after Lane.End.
-func (x *Executor) Wait() { x.running.Wait() }

@@ -12,29 +12,29 @@ import (
 // execute runs the operation of w to its end. If the operation was started before, execute continues it. It
 // waits for other ranks until ctx ends. If it returns an error, it has reported no result, and the caller
 // must report the error for every tensor of w.
-func (l *Lane) execute(ctx context.Context, w *Work) error {
+func (m *machine) execute(ctx context.Context, w *Work) error {
 	if !w.started {
-		w.begin(l.cfg.Observer.Since(), l.cfg.Observer)
-		if err := l.copyIn(ctx, w); err != nil {
+		w.begin(m.cfg.Observer.Since(), m.cfg.Observer)
+		if err := m.copyIn(ctx, w); err != nil {
 			return err
 		}
-		if err := l.start(w); err != nil {
+		if err := m.start(w); err != nil {
 			return err
 		}
 	}
 	for {
-		switch p, err := l.step(ctx, true); {
+		switch p, err := m.step(ctx, true); {
 		case err != nil:
 			return err
 		case p == ops.Finished:
-			return l.copyOut(ctx, w)
+			return m.copyOut(ctx, w)
 		}
 	}
 }
 
 // start prepares the first part of w and starts the backend on it. It does not block.
-func (l *Lane) start(w *Work) (err error) {
-	x := &l.execution // the last operation has left nothing in it but its work
+func (m *machine) start(w *Work) (err error) {
+	x := &m.execution // the last operation has left nothing in it but its work
 	x.work = w
 	w.started = true
 	kind := w.Grant.Responses[0].Kind
@@ -46,46 +46,46 @@ func (l *Lane) start(w *Work) (err error) {
 	if !kind.MovesData() {
 		return nil
 	}
-	if x.backend, x.lists, err = l.manager.Get(w.Grant.Backend, kind, w.Grant.Algorithm); err != nil {
+	if x.backend, x.lists, err = m.manager.Get(w.Grant.Backend, kind, w.Grant.Algorithm); err != nil {
 		return err
 	}
 	x.op = ops.Operation{Kind: kind, Algorithm: w.Grant.Algorithm, SegmentBytes: w.Grant.SegmentBytes}
 	if kind.HasRoot() {
-		x.op.Root = l.root(w)
+		x.op.Root = m.root(w)
 	}
 	if w.OnDevices() {
 		x.op.Devices = w.Grant.Responses[0].Devices
-		if x.op.Ready, x.op.Order = l.ready(w), w.Order; w.watching != nil {
+		if x.op.Ready, x.op.Order = m.ready(w), w.Order; w.watching != nil {
 			x.op.Enter = w.enter
 		}
-		l.completeEarly(w)
+		m.completeEarly(w)
 	}
 	switch {
 	case kind == message.Allreduce || kind == message.Reduce:
-		err = l.startAllreduce()
+		err = m.startAllreduce()
 	case x.op.Devices != nil:
-		err = l.startOnDevices()
+		err = m.startOnDevices()
 	default:
-		err = l.startInHostMemory()
+		err = m.startInHostMemory()
 	}
 	if err != nil && x.op.Devices == nil {
 		return err
 	}
 	x.op.Err = err
-	return l.exchange()
+	return m.exchange()
 }
 
 // startInHostMemory prepares an operation other than an allreduce or a reduce on tensors in host memory.
-func (l *Lane) startInHostMemory() (err error) {
-	switch kind := l.execution.op.Kind; kind {
+func (m *machine) startInHostMemory() (err error) {
+	switch kind := m.execution.op.Kind; kind {
 	case message.Allgather:
-		err = l.startAllgather()
+		err = m.startAllgather()
 	case message.Broadcast:
-		l.startBroadcast()
+		m.startBroadcast()
 	case message.Alltoall, message.Gather, message.Scatter:
-		l.startAlltoall()
+		m.startAlltoall()
 	case message.Reducescatter:
-		err = l.startReducescatter()
+		err = m.startReducescatter()
 	default:
 		err = fmt.Errorf("engine: rank 0 granted an operation of the unknown kind %v", kind)
 	}
@@ -93,8 +93,8 @@ func (l *Lane) startInHostMemory() (err error) {
 }
 
 // exchange starts the backend on the part that the caller has prepared.
-func (l *Lane) exchange() error {
-	x := &l.execution
+func (m *machine) exchange() error {
+	x := &m.execution
 	if x.op.Devices == nil {
 		x.work.enter(ops.Exchanging)
 	}
@@ -103,8 +103,8 @@ func (l *Lane) exchange() error {
 
 // step executes the next step of the operation. If wait is set, it waits for the ranks that the step needs.
 // When step returns Finished, the results of the tensors can be reported.
-func (l *Lane) step(ctx context.Context, wait bool) (ops.Progress, error) {
-	x := &l.execution
+func (m *machine) step(ctx context.Context, wait bool) (ops.Progress, error) {
+	x := &m.execution
 	if x.backend == nil {
 		return ops.Finished, nil
 	}
@@ -113,41 +113,41 @@ func (l *Lane) step(ctx context.Context, wait bool) (ops.Progress, error) {
 		return p, err
 	}
 	if x.op.Kind == message.Allreduce || x.op.Kind == message.Reduce {
-		if err := l.finishPart(); err != nil {
+		if err := m.finishPart(); err != nil {
 			return ops.Waiting, err
 		}
 		if x.hasParts() {
-			if err := l.nextPart(); err != nil {
+			if err := m.nextPart(); err != nil {
 				return ops.Waiting, err
 			}
-			return ops.Moving, l.exchange()
+			return ops.Moving, m.exchange()
 		}
 	} else if !x.work.Absent && x.buf != nil {
 		x.work.enter(ops.Unpacking)
-		if err := l.unpack(); err != nil {
+		if err := m.unpack(); err != nil {
 			return ops.Waiting, err
 		}
 	}
-	clear(l.scratch.tensors)
+	clear(m.scratch.tensors)
 	*x = execution{}
 	return ops.Finished, nil
 }
 
 // unpack copies the exchanged data to the outputs.
-func (l *Lane) unpack() error {
-	x := &l.execution
+func (m *machine) unpack() error {
+	x := &m.execution
 	switch x.op.Kind {
 	case message.Allgather:
-		l.unpackAllgather(x.work, x.buf)
+		m.unpackAllgather(x.work, x.buf)
 	case message.Broadcast:
 		buf := x.buf
 		for _, e := range x.work.Entries {
 			buf = buf[copy(e.Output, buf):]
 		}
 	case message.Alltoall, message.Gather, message.Scatter:
-		l.unpackAlltoall()
+		m.unpackAlltoall()
 	case message.Reducescatter:
-		return l.unpackReducescatter()
+		return m.unpackReducescatter()
 	}
 	return nil
 }

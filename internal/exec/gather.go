@@ -12,18 +12,18 @@ import (
 // startAllgather prepares an allgather. A single tensor is gathered directly in its output. Several tensors
 // are gathered in the fusion buffer, which has a block for each rank. The block contains that rank's rows of
 // every tensor.
-func (l *Lane) startAllgather() error {
-	x := &l.execution
-	out, counts, err := l.gathered(x.work)
+func (m *machine) startAllgather() error {
+	x := &m.execution
+	out, counts, err := m.gathered(x.work)
 	if err != nil {
 		return err
 	}
 	if out == nil {
-		out = l.scratch.fused.Bytes(int(sum(counts)))
+		out = m.scratch.fused.Bytes(int(sum(counts)))
 		x.buf = out
 	}
 	x.work.enter(ops.Packing)
-	l.contribute(x.work, out, counts)
+	m.contribute(x.work, out, counts)
 	x.op.Buf, x.op.Counts = out, counts
 	return nil
 }
@@ -31,17 +31,17 @@ func (l *Lane) startAllgather() error {
 // gathered returns the buffer for the result of an allgather and the number of bytes that each rank
 // contributes. If there is a single tensor and its output has the right size, the buffer is this output.
 // Otherwise the buffer is nil.
-func (l *Lane) gathered(w *Work) (out []byte, counts []int64, err error) {
-	counts = l.scratch.counts[:0]
-	for i := range l.set.Ranks {
+func (m *machine) gathered(w *Work) (out []byte, counts []int64, err error) {
+	counts = m.scratch.counts[:0]
+	for i := range m.set.Ranks {
 		var n int64
 		for _, r := range w.Grant.Responses {
 			n += r.FirstDims[i] * rowBytes(r)
 		}
 		counts = append(counts, n)
 	}
-	l.scratch.counts = counts
-	if err := l.checkResult(message.Allgather, sum(counts)); err != nil {
+	m.scratch.counts = counts
+	if err := m.checkResult(message.Allgather, sum(counts)); err != nil {
 		return nil, nil, err
 	}
 	if len(w.Entries) == 1 {
@@ -51,8 +51,8 @@ func (l *Lane) gathered(w *Work) (out []byte, counts []int64, err error) {
 }
 
 // contribute copies this rank's inputs into this rank's block of the buffer out of an allgather.
-func (l *Lane) contribute(w *Work, out []byte, counts []int64) {
-	at := sum(counts[:l.me])
+func (m *machine) contribute(w *Work, out []byte, counts []int64) {
+	at := sum(counts[:m.me])
 	for _, e := range w.Entries {
 		copyUnlessSame(out[at:], e.Input)
 		at += int64(len(e.Input))
@@ -61,7 +61,7 @@ func (l *Lane) contribute(w *Work, out []byte, counts []int64) {
 
 // unpackAllgather copies the gathered blocks to the outputs of w. If the size of an output differs from the
 // size of its result, unpackAllgather refuses the tensor.
-func (l *Lane) unpackAllgather(w *Work, from []byte) {
+func (m *machine) unpackAllgather(w *Work, from []byte) {
 	outs := make([][]byte, len(w.Entries))
 	for t, e := range w.Entries {
 		numBytes := int(w.Grant.Responses[t].NumBytes())
@@ -69,7 +69,7 @@ func (l *Lane) unpackAllgather(w *Work, from []byte) {
 			refuseSize(w, t, numBytes)
 		}
 	}
-	for i := range l.set.Ranks {
+	for i := range m.set.Ranks {
 		for t := range outs {
 			r := w.Grant.Responses[t]
 			n := r.FirstDims[i] * rowBytes(r)
@@ -83,17 +83,17 @@ func (l *Lane) unpackAllgather(w *Work, from []byte) {
 
 // startBroadcast prepares a broadcast. A single tensor is broadcast from the output of the root to the
 // outputs of the other ranks. Several tensors are broadcast from fusion buffer to fusion buffer.
-func (l *Lane) startBroadcast() {
-	x := &l.execution
+func (m *machine) startBroadcast() {
+	x := &m.execution
 	w := x.work
 	if len(w.Entries) == 1 {
-		x.op.Buf = l.broadcastBuffer(w)
+		x.op.Buf = m.broadcastBuffer(w)
 		return
 	}
-	x.buf = l.scratch.fused.Bytes(int(total(w)))
+	x.buf = m.scratch.fused.Bytes(int(total(w)))
 	x.op.Buf = x.buf
 	w.enter(ops.Packing)
-	if x.op.Root == l.me {
+	if x.op.Root == m.me {
 		at := 0
 		for _, e := range w.Entries {
 			at += copy(x.buf[at:], e.Input)
@@ -102,13 +102,13 @@ func (l *Lane) startBroadcast() {
 }
 
 // root returns the position of the operation's root rank in the process set.
-func (l *Lane) root(w *Work) int { return slices.Index(l.set.Ranks, w.Grant.Responses[0].Root) }
+func (m *machine) root(w *Work) int { return slices.Index(m.set.Ranks, w.Grant.Responses[0].Root) }
 
 // broadcastBuffer returns the buffer for a broadcast of one tensor, which is the output of the tensor. At the
 // root it first copies the input to the output.
-func (l *Lane) broadcastBuffer(w *Work) []byte {
+func (m *machine) broadcastBuffer(w *Work) []byte {
 	e := w.Entries[0]
-	if l.execution.op.Root == l.me {
+	if m.execution.op.Root == m.me {
 		copyUnlessSame(e.Output, e.Input)
 	}
 	return e.Output
@@ -119,14 +119,14 @@ const splitBytes = 8
 
 // startAlltoall prepares an alltoall, a gather or a scatter of one tensor. Ranks learn only during the
 // exchange how many rows they receive. If the rows have no elements, the ranks exchange only the row counts.
-func (l *Lane) startAlltoall() {
-	x := &l.execution
+func (m *machine) startAlltoall() {
+	x := &m.execution
 	w := x.work
 	r := w.Grant.Responses[0]
 	row := rowBytes(r)
-	counts := l.scratch.counts[:0]
-	for i := range l.set.Ranks {
-		if !x.op.Sends(l.me, i) {
+	counts := m.scratch.counts[:0]
+	for i := range m.set.Ranks {
+		if !x.op.Sends(m.me, i) {
 			counts = append(counts, 0)
 			continue
 		}
@@ -141,33 +141,33 @@ func (l *Lane) startAlltoall() {
 			counts = append(counts, rows*row)
 		}
 	}
-	l.scratch.counts = counts
+	m.scratch.counts = counts
 	x.op.Counts = counts
 	if row > 0 && !w.Absent {
 		x.op.Buf = w.Entries[0].Input[:sum(counts)]
 	}
 	x.op.Allocate = func(got []int64) ([]byte, error) {
 		if row == 0 {
-			return l.receiveSplits(got)
+			return m.receiveSplits(got)
 		}
-		return l.receiveRows(r, row, got)
+		return m.receiveRows(r, row, got)
 	}
 }
 
 // receiveRows returns the buffer for the rows that this rank receives from other ranks, and records how many
 // rows come from each rank. The slice counts holds the number of bytes that come from each rank.
-func (l *Lane) receiveRows(r *message.Response, row int64, counts []int64) ([]byte, error) {
-	x := &l.execution
+func (m *machine) receiveRows(r *message.Response, row int64, counts []int64) ([]byte, error) {
+	x := &m.execution
 	w := x.work
 	numBytes := sum(counts)
-	if err := l.checkResult(r.Kind, numBytes); err != nil {
-		return nil, fmt.Errorf("%v %q: ranks %v send %v bytes: %w", r.Kind, r.Name, l.set.Ranks, counts, err)
+	if err := m.checkResult(r.Kind, numBytes); err != nil {
+		return nil, fmt.Errorf("%v %q: ranks %v send %v bytes: %w", r.Kind, r.Name, m.set.Ranks, counts, err)
 	}
 	for i, n := range counts {
 		if n%row != 0 {
 			return nil, fmt.Errorf(
 				"%v %q: got %d bytes from rank %d, want a multiple of the row size of %d bytes", r.Kind,
-				r.Name, n, l.set.Ranks[i], row)
+				r.Name, n, m.set.Ranks[i], row)
 		}
 		if !w.Absent {
 			w.Entries[0].Received = append(w.Entries[0].Received, n/row)
@@ -186,16 +186,16 @@ func (l *Lane) receiveRows(r *message.Response, row int64, counts []int64) ([]by
 		}
 		return nil, nil // the backend uses memory of its own
 	}
-	x.buf = l.scratch.fused.Bytes(int(numBytes))
+	x.buf = m.scratch.fused.Bytes(int(numBytes))
 	return x.buf, nil
 }
 
 // receiveSplits returns the buffer for the row counts if the rows have no elements. The slice counts holds
 // the number of bytes that come from each rank.
-func (l *Lane) receiveSplits(counts []int64) ([]byte, error) {
-	x := &l.execution
+func (m *machine) receiveSplits(counts []int64) ([]byte, error) {
+	x := &m.execution
 	for i, n := range counts {
-		if x.op.Sends(i, l.me) != (n == splitBytes) || n != 0 && n != splitBytes {
+		if x.op.Sends(i, m.me) != (n == splitBytes) || n != 0 && n != splitBytes {
 			r := x.work.Grant.Responses[0]
 			return nil, fmt.Errorf(
 				"%v %q: got row counts of %v bytes, want %d bytes from each rank that sends rows", r.Kind,
@@ -206,14 +206,14 @@ func (l *Lane) receiveSplits(counts []int64) ([]byte, error) {
 	return x.buf, nil
 }
 
-func (l *Lane) unpackAlltoall() {
-	x := &l.execution
+func (m *machine) unpackAlltoall() {
+	x := &m.execution
 	e := x.work.Entries[0]
 	out := x.buf
 	if rowBytes(x.work.Grant.Responses[0]) == 0 {
-		for i := range l.set.Ranks {
+		for i := range m.set.Ranks {
 			var rows int64
-			if x.op.Sends(i, l.me) {
+			if x.op.Sends(i, m.me) {
 				rows, out = int64(binary.LittleEndian.Uint64(out)), out[splitBytes:]
 			}
 			e.Received = append(e.Received, rows)

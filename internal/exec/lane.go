@@ -6,7 +6,6 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/controller"
-	"github.com/gohvd/gohvd/ops"
 )
 
 // A Lane executes the grants of one process set in order. It shares no state with other lanes, so a long
@@ -14,18 +13,13 @@ import (
 // executes the grants. While run has nothing to do, turns of the loop may claim the lane and execute grants
 // themselves (StartInTurn).
 type Lane struct {
-	set       controller.Set
-	me        int // the position of this rank in the set
-	manager   *ops.Manager
-	cfg       *Config
-	warned    *sync.Map // the reasons that warnInHost has logged for any lane
-	scratch   scratch
-	execution execution
+	cfg     *Config
+	machine machine
 	// spawn starts the goroutine of run. It is called when run has something to do for the first time.
 	spawn func()
 
-	// mu guards the fields below. The fields executing and claimed also determine the owner of scratch and
-	// execution: run owns them while executing is set, and the loop while claimed is set.
+	// mu guards the fields below. The fields executing and claimed also determine the owner of machine: run
+	// owns it while executing is set, and the loop while claimed is set.
 	mu        sync.Mutex
 	changed   sync.Cond // wakes run
 	todo      []*Work
@@ -36,13 +30,6 @@ type Lane struct {
 	limit     limit // of the operation that run is executing, if its entries have completed
 	ended     bool  // whether no more work will be pushed
 	err       error // the error with which all remaining work ends, or nil if the work is to be executed
-}
-
-// limit is the time limit of an operation whose entries have completed before its end.
-type limit struct {
-	name    string        // of the tensor with the limit
-	timeout time.Duration // 0 means that there is no limit
-	due     time.Duration // when the timeout ends, or when it must be reported again
 }
 
 // Expire calls report if the operation whose entries have completed has not ended in time, and again after
@@ -59,6 +46,13 @@ func (l *Lane) Expire(now, interval time.Duration, report func(name string,
 		m.due = now + interval
 	}
 	return l.limit.due
+}
+
+// setLimit sets the time limit of the operation that run executes.
+func (l *Lane) setLimit(of limit) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.limit = of
 }
 
 // Queued returns the number of grants that wait for the goroutine of the lane.

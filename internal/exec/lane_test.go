@@ -55,9 +55,9 @@ func TestStartedWorkIsEndedBeforeItsAnswer(t *testing.T) {
 		t.Fatal(err)
 	}
 	l := &Lane{
-		set: controller.Global(2), manager: m, claimed: true, spawned: true,
-		cfg: &Config{Observer: unwatched{}, Finished: func(*Work, error) {}},
+		claimed: true, spawned: true, cfg: &Config{Observer: unwatched{}, Finished: func(*Work, error) {}},
 	}
+	l.machine = machine{set: controller.Global(2), manager: m, cfg: l.cfg}
 	l.changed.L = &l.mu
 	var answer error
 	buf := make([]byte, 8)
@@ -78,7 +78,7 @@ func TestStartedWorkIsEndedBeforeItsAnswer(t *testing.T) {
 	verdict := errors.New("rank 1 failed")
 	// Create the state in which a lane can be at the end of an epoch.
 	w := &Work{Grant: g, Entries: []*tensorqueue.Entry{e}}
-	if err := l.start(w); err != nil {
+	if err := l.machine.start(w); err != nil {
 		t.Fatal(err)
 	}
 	l.unclaim(w)
@@ -111,9 +111,9 @@ func TestCopiesStayUntilTheVerdict(t *testing.T) {
 		t.Fatal(err)
 	}
 	l := &Lane{
-		set: controller.Global(2), manager: m, claimed: true, spawned: true,
-		cfg: &Config{Observer: unwatched{}, Devices: new(cuda.Devices)},
+		claimed: true, spawned: true, cfg: &Config{Observer: unwatched{}, Devices: new(cuda.Devices)},
 	}
+	l.machine = machine{set: controller.Global(2), manager: m, cfg: l.cfg}
 	l.changed.L = &l.mu
 	onDevice, inHostMemory := make([]byte, 8), make([]byte, 4096)
 	e := &tensorqueue.Entry{Input: inHostMemory[:8], Output: inHostMemory[:8], Done: func(error) {}}
@@ -130,7 +130,7 @@ func TestCopiesStayUntilTheVerdict(t *testing.T) {
 		inHost: inHost{memory: inHostMemory, inputs: []cuda.Copy{{From: onDevice}},
 			outputs: []cuda.Copy{{To: onDevice}}, of: []int{0}},
 	}
-	if err := l.start(w); err != nil {
+	if err := l.machine.start(w); err != nil {
 		t.Fatal(err)
 	}
 	l.unclaim(w)
@@ -168,7 +168,8 @@ func TestBackendLearnsOfRefusalOnDevices(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	l := &Lane{set: controller.Global(1), manager: m, cfg: &Config{Observer: unwatched{}, MaxResultBytes: 7}}
+	cfg := &Config{Observer: unwatched{}, MaxResultBytes: 7}
+	l := &machine{set: controller.Global(1), manager: m, cfg: cfg}
 	g := &controller.Grant{Backend: message.NCCL, Responses: []*message.Response{{
 		Kind: message.Allgather, Name: "x", DType: tensor.Int64, Shape: tensor.Shape{0}, FirstDims: []int64{1},
 		Devices: []tensor.Device{tensor.CUDA(0)},
@@ -185,6 +186,7 @@ func TestBackendLearnsOfRefusalOnDevices(t *testing.T) {
 // calls fail.
 func TestClaimInOrder(t *testing.T) {
 	l := &Lane{cfg: &Config{Observer: unwatched{}}, spawned: true}
+	l.machine.cfg = l.cfg
 	l.changed.L = &l.mu
 	l.Push(&Work{})
 	if w, err := l.next(); w == nil || err != nil {
@@ -205,7 +207,8 @@ func TestClaimInOrder(t *testing.T) {
 		t.Error("while the lane answers: claim(true) succeeded, or claim(false) failed")
 	}
 	l.claim(false)
-	l.finish(&Work{Grant: &controller.Grant{Responses: []*message.Response{{Kind: message.Allreduce}}}}, nil)
+	g := &controller.Grant{Responses: []*message.Response{{Kind: message.Allreduce}}}
+	l.machine.finish(&Work{Grant: g}, nil)
 	l.unclaim(nil)
 	if claim(true) {
 		t.Error("claim(true) succeeded after the loop has answered its operation and before the lane has answered its own")
@@ -234,6 +237,7 @@ func TestFailedWhileInUse(t *testing.T) {
 		fmt.Errorf("no memory; %w", &ops.InUseError{Err: errors.New("device 1 is busy")}): "rank 2 failed; device 1 is busy",
 	} {
 		l := &Lane{spawned: true, cfg: &Config{Observer: unwatched{}}}
+		l.machine.cfg = l.cfg
 		l.changed.L = &l.mu
 		var got error
 		e := &tensorqueue.Entry{Request: message.Request{Kind: message.Allreduce, Name: "x"},
@@ -241,7 +245,7 @@ func TestFailedWhileInUse(t *testing.T) {
 		if err := tensorqueue.New().Add(e); err != nil {
 			t.Fatal(err)
 		}
-		l.execution.backend = failing{err: err}
+		l.machine.execution.backend = failing{err: err}
 		l.todo = []*Work{{Grant: &controller.Grant{Responses: []*message.Response{{Kind: message.Allreduce}}},
 			Entries: []*tensorqueue.Entry{e}, started: true}}
 		l.cfg.Finished = func(*Work, error) { l.End(errors.New("rank 2 failed")) }

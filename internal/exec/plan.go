@@ -13,15 +13,15 @@ import (
 // is nil. members are the members of the response's process set, which need not be that of the lane.
 func (l *Lane) Plan(members []topo.Rank, r *message.Response, numBytes int64,
 	t *message.Tuning) (message.Backend, message.Algorithm, error) {
-	if err := l.checkResult(r.Kind, numBytes); err != nil {
+	if err := l.machine.checkResult(r.Kind, numBytes); err != nil {
 		return message.NoBackend, message.NoAlgorithm, err
 	}
-	backend, algorithm, err := planTypes(l.manager, members, r, numBytes, t)
+	backend, algorithm, err := planTypes(l.machine.manager, members, r, numBytes, t)
 	if err != nil && r.Devices != nil && l.cfg.Devices != nil {
 		// No backend for devices can run r, so the lanes copy the tensors to host memory.
 		inHost := *r
 		inHost.Devices = nil
-		if b, a, refused := planTypes(l.manager, members, &inHost, numBytes, t); refused == nil {
+		if b, a, refused := planTypes(l.machine.manager, members, &inHost, numBytes, t); refused == nil {
 			return b, a, nil
 		}
 	}

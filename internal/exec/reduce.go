@@ -17,32 +17,32 @@ import (
 const maxStagedBytes = 64 << 20
 
 // startAllreduce prepares the first part of an allreduce or of a reduce.
-func (l *Lane) startAllreduce() error {
-	x := &l.execution
+func (m *machine) startAllreduce() error {
+	x := &m.execution
 	r := x.work.Grant.Responses[0]
-	x.types = append(l.scratch.types[:0], r.DType)
+	x.types = append(m.scratch.types[:0], r.DType)
 	if !r.DType.Valid() {
 		x.types = slices.AppendSeq(x.types[:0], r.Parts.Types())
 	}
-	l.scratch.types = x.types
-	return l.nextPart()
+	m.scratch.types = x.types
+	return m.nextPart()
 }
 
 // hasParts reports whether the allreduce has parts after the current one.
 func (x *execution) hasParts() bool { return x.next < len(x.counts) || len(x.types) > 0 }
 
 // nextPart prepares the next part of an allreduce.
-func (l *Lane) nextPart() error {
-	x := &l.execution
+func (m *machine) nextPart() error {
+	x := &m.execution
 	w := x.work
 	if x.next == len(x.counts) {
 		dt := x.types[0]
 		x.types = x.types[1:]
-		x.scaling = scalingOf(w.Grant.Responses[0], dt, l.averageOver(w))
+		x.scaling = scalingOf(w.Grant.Responses[0], dt, m.averageOver(w))
 		x.staged = !w.OnDevices() && (!x.lists || !reducibleInPlace(w, x.scaling))
-		x.tensors, x.counts, x.next = l.tensors(w, dt), nil, 0
+		x.tensors, x.counts, x.next = m.tensors(w, dt), nil, 0
 		if x.staged || w.OnDevices() || len(w.Grant.Absent) > 0 {
-			x.counts, x.losses = l.counts(w, dt), l.losses(w, dt)
+			x.counts, x.losses = m.counts(w, dt), m.losses(w, dt)
 		}
 	}
 	x.batch = batch{tensors: x.tensors}
@@ -62,20 +62,20 @@ func (l *Lane) nextPart() error {
 	}
 	x.op.More = x.hasParts()
 	if x.staged {
-		return l.pack()
+		return m.pack()
 	}
-	return l.list()
+	return m.list()
 }
 
 // list sets up the backend's operation for a part whose tensors are reduced in place.
-func (l *Lane) list() (err error) {
-	x := &l.execution
+func (m *machine) list() (err error) {
+	x := &m.execution
 	x.op.DType, x.op.Op, x.op.Scaling = x.scaling.dt, x.work.Grant.Responses[0].Op.Base(), x.scaling.ops()
 	if x.work.Absent && x.work.OnDevices() {
 		x.op.NumBytes = sum(x.batch.counts)
 		return nil
 	}
-	x.op.Tensors, err = l.tensorsOrNeutral(x.work, x.scaling.dt, &x.batch)
+	x.op.Tensors, err = m.tensorsOrNeutral(x.work, x.scaling.dt, &x.batch)
 	return err
 }
 
@@ -87,25 +87,25 @@ func (x *execution) getsResult(me int) bool {
 // pack sets up the backend's operation for a part that is reduced in one buffer. If the part is a single
 // tensor without compression and this rank gets the result, the buffer is the output of the tensor. Otherwise
 // it is the fusion buffer.
-func (l *Lane) pack() (err error) {
-	x := &l.execution
+func (m *machine) pack() (err error) {
+	x := &m.execution
 	w, b, s := x.work, &x.batch, x.scaling
 	r := w.Grant.Responses[0]
 	wire := s.dt
 	if r.Wire.Valid() {
 		wire = r.Wire
 	}
-	if x.direct = len(b.tensors) == 1 && !r.Wire.Valid() && x.getsResult(l.me); x.direct {
+	if x.direct = len(b.tensors) == 1 && !r.Wire.Valid() && x.getsResult(m.me); x.direct {
 		x.buf = b.tensors[0].Out
 	} else {
-		x.buf = l.scratch.fused.Bytes(int(sum(b.counts)))
+		x.buf = m.scratch.fused.Bytes(int(sum(b.counts)))
 	}
 	w.enter(ops.Packing)
 	switch {
 	case w.Absent:
 		err = neutral(r.Op, wire, x.buf)
 	case r.Wire.Valid():
-		err = l.compress(b, s, wire, x.buf)
+		err = m.compress(b, s, wire, x.buf)
 	case x.direct:
 		copyUnlessSame(x.buf, b.tensors[0].In)
 		err = s.before(x.buf)
@@ -127,10 +127,10 @@ func (l *Lane) pack() (err error) {
 
 // finishPart scales the result of a part and copies it to the outputs. If the part was reduced in place, the
 // backend has already done both.
-func (l *Lane) finishPart() error {
-	x := &l.execution
+func (m *machine) finishPart() error {
+	x := &m.execution
 	w, b, s := x.work, &x.batch, x.scaling
-	if !x.staged || !x.getsResult(l.me) {
+	if !x.staged || !x.getsResult(m.me) {
 		return nil
 	}
 	w.enter(ops.Unpacking)
@@ -158,11 +158,11 @@ func reducibleInPlace(w *Work, s scaling) bool {
 
 // tensorsOrNeutral returns the tensors of b. If this rank is absent, it returns neutral elements instead, as
 // one tensor.
-func (l *Lane) tensorsOrNeutral(w *Work, dt tensor.DType, b *batch) ([]ops.Tensor, error) {
+func (m *machine) tensorsOrNeutral(w *Work, dt tensor.DType, b *batch) ([]ops.Tensor, error) {
 	if !w.Absent {
 		return b.tensors, nil
 	}
-	buf := l.scratch.fused.Bytes(int(sum(b.counts)))
+	buf := m.scratch.fused.Bytes(int(sum(b.counts)))
 	if err := neutral(w.Grant.Responses[0].Op, dt, buf); err != nil {
 		return nil, err
 	}
@@ -171,8 +171,8 @@ func (l *Lane) tensorsOrNeutral(w *Work, dt tensor.DType, b *batch) ([]ops.Tenso
 
 // tensors returns this rank's tensors of element type dt for an allreduce. The slice belongs to the lane, and
 // the next call overwrites it.
-func (l *Lane) tensors(w *Work, dt tensor.DType) []ops.Tensor {
-	tensors := l.scratch.tensors[:0]
+func (m *machine) tensors(w *Work, dt tensor.DType) []ops.Tensor {
+	tensors := m.scratch.tensors[:0]
 	for i, e := range w.Entries {
 		switch r := w.Grant.Responses[i]; {
 		case len(r.Parts) == 0:
@@ -191,14 +191,14 @@ func (l *Lane) tensors(w *Work, dt tensor.DType) []ops.Tensor {
 			}
 		}
 	}
-	l.scratch.tensors = tensors
+	m.scratch.tensors = tensors
 	return tensors
 }
 
 // counts returns the number of bytes to send for each tensor of element type dt. The slice belongs to the
 // lane, and the next call overwrites it.
-func (l *Lane) counts(w *Work, dt tensor.DType) []int64 {
-	counts := l.scratch.counts[:0]
+func (m *machine) counts(w *Work, dt tensor.DType) []int64 {
+	counts := m.scratch.counts[:0]
 	for _, r := range w.Grant.Responses {
 		if len(r.Parts) == 0 {
 			counts = append(counts, r.WireBytes())
@@ -215,19 +215,19 @@ func (l *Lane) counts(w *Work, dt tensor.DType) []int64 {
 			}
 		}
 	}
-	l.scratch.counts = counts
+	m.scratch.counts = counts
 	return counts
 }
 
 // losses returns the keys of the compression losses of the tensors of element type dt, or nil if no tensor
 // has error feedback. The slice belongs to the lane, and the next call overwrites it.
-func (l *Lane) losses(w *Work, dt tensor.DType) []lossKey {
+func (m *machine) losses(w *Work, dt tensor.DType) []lossKey {
 	if w.Absent || !slices.ContainsFunc(w.Entries, func(e *tensorqueue.Entry) bool {
 		return e.ErrorFeedback
 	}) {
 		return nil
 	}
-	all := l.scratch.losses[:0]
+	all := m.scratch.losses[:0]
 	for _, e := range w.Entries {
 		q, name := &e.Request, ""
 		if e.ErrorFeedback {
@@ -244,50 +244,58 @@ func (l *Lane) losses(w *Work, dt tensor.DType) []lossKey {
 			i++
 		}
 	}
-	l.scratch.losses = all
+	m.scratch.losses = all
 	return all
+}
+
+// averageOver returns the divisor of an average: the number of ranks, or only of those that have not joined.
+func (m *machine) averageOver(w *Work) int {
+	if w.Grant.Responses[0].Op == tensor.AverageActive {
+		return len(m.set.Ranks) - len(w.Grant.Absent)
+	}
+	return len(m.set.Ranks)
 }
 
 // startReducescatter prepares a reducescatter. The tensors are reduced in the fusion buffer, which has a
 // block for each rank. The block contains that rank's rows of every tensor. A single tensor that is in place
 // has this layout already and is reduced in its own memory.
-func (l *Lane) startReducescatter() error {
-	x := &l.execution
+func (m *machine) startReducescatter() error {
+	x := &m.execution
 	w := x.work
 	r := w.Grant.Responses[0]
-	x.scaling = scalingOf(r, r.DType, l.averageOver(w))
-	counts := l.scatterCounts(w)
+	x.scaling = scalingOf(r, r.DType, m.averageOver(w))
+	counts := m.scatterCounts(w)
 	if x.direct = len(w.Entries) == 1 && w.Entries[0].InPlace; x.direct {
 		x.buf = w.Entries[0].Input
 	} else {
-		x.buf = l.scratch.fused.Bytes(int(sum(counts)))
+		x.buf = m.scratch.fused.Bytes(int(sum(counts)))
 	}
 	x.op.Buf, x.op.Counts, x.op.DType, x.op.Op = x.buf, counts, r.DType, r.Op.Base()
 	w.enter(ops.Packing)
-	return l.fillBlocks(w, x.scaling, x.buf, x.direct)
+	return m.fillBlocks(w, x.scaling, x.buf, x.direct)
 }
 
 // scatterCounts returns the number of bytes of each rank's block in a reducescatter. The slice belongs to the
 // lane, and the next call overwrites it.
-func (l *Lane) scatterCounts(w *Work) []int64 {
-	counts := l.scratch.counts[:0]
-	for i := range l.set.Ranks {
+func (m *machine) scatterCounts(w *Work) []int64 {
+	counts := m.scratch.counts[:0]
+	for i := range m.set.Ranks {
 		var n int64
 		for _, r := range w.Grant.Responses {
-			_, rows := tensor.Rows(r.Shape[0], len(l.set.Ranks), i)
+			_, rows := tensor.Rows(r.Shape[0], len(m.set.Ranks), i)
 			n += rows * rowBytes(r)
 		}
 		counts = append(counts, n)
 	}
-	l.scratch.counts = counts
+	m.scratch.counts = counts
 	return counts
 }
 
 // unpackReducescatter scales this rank's block and copies it to the outputs.
-func (l *Lane) unpackReducescatter() error {
-	x := &l.execution
-	mine := sum(x.op.Counts[:l.me])
-	result := x.buf[mine : mine+x.op.Counts[l.me]]
+func (m *machine) unpackReducescatter() error {
+	x := &m.execution
+	mine := sum(x.op.Counts[:m.me])
+	result := x.buf[mine : mine+x.op.Counts[m.me]]
 	if err := x.scaling.after(result); err != nil || x.direct {
 		return err
 	}
@@ -300,15 +308,15 @@ func (l *Lane) unpackReducescatter() error {
 
 // fillBlocks writes this rank's contribution to a reducescatter into buf. The contribution consists of one
 // block for each rank, which holds that rank's rows of every tensor.
-func (l *Lane) fillBlocks(w *Work, s scaling, buf []byte, inPlace bool) error {
+func (m *machine) fillBlocks(w *Work, s scaling, buf []byte, inPlace bool) error {
 	if w.Absent {
 		return neutral(w.Grant.Responses[0].Op, s.dt, buf)
 	}
 	if !inPlace {
 		at := 0
-		for i := range l.set.Ranks {
+		for i := range m.set.Ranks {
 			for t, e := range w.Entries {
-				at += copy(buf[at:], block(w.Grant.Responses[t], e.Input, len(l.set.Ranks), i))
+				at += copy(buf[at:], block(w.Grant.Responses[t], e.Input, len(m.set.Ranks), i))
 			}
 		}
 	}

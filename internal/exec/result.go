@@ -11,12 +11,12 @@ import (
 // finish reports the results of the tensors of w, unless that was done before. If err is nil, a refused
 // tensor ends with the error in w.Refused, and every other tensor ends without an error. Otherwise all
 // tensors end with err. Every operation that a lane has begun, or was to begin, ends here.
-func (l *Lane) finish(w *Work, err error) {
+func (m *machine) finish(w *Work, err error) {
 	if w.finished {
 		return
 	}
 	w.finished = true
-	l.cfg.Observer.Ended(w, err)
+	m.cfg.Observer.Ended(w, err)
 	for i, e := range w.Entries {
 		cause := err
 		if cause == nil && i < len(w.Refused) {
@@ -31,10 +31,10 @@ func (l *Lane) finish(w *Work, err error) {
 
 // checkResult returns an error if other ranks determine the size of the result and the result is larger than
 // maxResultBytes. In this case the caller must not allocate the result.
-func (l *Lane) checkResult(k message.Kind, numBytes int64) error {
-	if k.Ragged() && numBytes > l.cfg.MaxResultBytes {
+func (m *machine) checkResult(k message.Kind, numBytes int64) error {
+	if k.Ragged() && numBytes > m.cfg.MaxResultBytes {
 		return fmt.Errorf("the result has %d bytes, want at most %d, the memory size of the host", numBytes,
-			l.cfg.MaxResultBytes)
+			m.cfg.MaxResultBytes)
 	}
 	return nil
 }

@@ -21,9 +21,9 @@ func (l *Lane) run(ctx context.Context) {
 		// Even after End, finish work that was started, because peers may still read this rank's memory. If
 		// the work cannot be finished, the peers must be notified before the caller gets its memory back.
 		if (err == nil || w.started) && !w.failed {
-			if err = l.execute(ctx, w); err == nil {
+			if err = l.machine.execute(ctx, w); err == nil {
 				l.executed()
-				l.finish(w, nil)
+				l.machine.finish(w, nil)
 				l.cfg.Finished(w, nil)
 				continue
 			}
@@ -32,9 +32,9 @@ func (l *Lane) run(ctx context.Context) {
 		}
 		if w.failed {
 			err = withInUse(l.verdict(), err)
-			l.releaseCopies(w) // not earlier, because peers may have read the copies until now
+			l.machine.releaseCopies(w) // not earlier, because peers may have read the copies until now
 		}
-		l.finish(w, err)
+		l.machine.finish(w, err)
 	}
 }
 

@@ -33,14 +33,6 @@ func scalingOf(r *message.Response, dt tensor.DType, ranks int) scaling {
 // ops converts s to the type that backends accept.
 func (s scaling) ops() ops.Scaling { return ops.Scaling{Pre: s.pre, Post: s.post, Divisor: s.divisor} }
 
-// averageOver returns the divisor of an average: the number of ranks, or only of those that have not joined.
-func (l *Lane) averageOver(w *Work) int {
-	if w.Grant.Responses[0].Op == tensor.AverageActive {
-		return len(l.set.Ranks) - len(w.Grant.Absent)
-	}
-	return len(l.set.Ranks)
-}
-
 func (s scaling) before(buf []byte) error { return scale(s.dt, buf, s.pre) }
 
 func (s scaling) after(buf []byte) error {

@@ -1,11 +1,28 @@
 package exec
 
 import (
+	"sync"
+	"time"
+
+	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/fusion"
 	"github.com/gohvd/gohvd/internal/cuda"
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/ops"
 )
+
+// A machine executes the operations of a lane, one at a time.
+type machine struct {
+	set       controller.Set
+	me        int // the position of this rank in the set
+	manager   *ops.Manager
+	cfg       *Config
+	warned    *sync.Map // the reasons that warnInHost has logged for any lane
+	scratch   scratch
+	execution execution
+	// setLimit is called before the entries of an operation complete earlier than the operation.
+	setLimit func(limit)
+}
 
 // scratch holds memory that a lane keeps between operations.
 type scratch struct {
@@ -73,4 +90,11 @@ type residual struct {
 	dt  tensor.DType
 	pre float64 // the prescale factor of the tensor
 	buf []byte
+}
+
+// limit is the time limit of an operation whose entries have completed before its end.
+type limit struct {
+	name    string        // of the tensor with the limit
+	timeout time.Duration // 0 means that there is no limit
+	due     time.Duration // when the timeout ends, or when it must be reported again
 }

@@ -2,6 +2,15 @@ package sched
 
 import "time"
 
+const (
+	// defaultPoll is about the time that it takes to wake a goroutine, including the work of the goroutine
+	// that wakes it.
+	defaultPoll = 50 * time.Microsecond
+	// defaultDrive is the poll budget of a driver that has a processor of its own. Another rank may need this
+	// time to queue the tensors of a training step, so it may be late by that much.
+	defaultDrive = time.Millisecond
+)
+
 // Limits determines for how long and in which way the holder of the lock polls before it parks.
 type Limits struct {
 	backgroundBudget, driveBudget time.Duration // 0 disables polling

@@ -106,12 +106,6 @@ type Peers interface {
 }
 
 const (
-	// defaultPoll is about the time that it takes to wake a goroutine, including the work of the goroutine
-	// that wakes it.
-	defaultPoll = 50 * time.Microsecond
-	// defaultDrive is the poll budget of a driver that has a processor of its own. Another rank may need this
-	// time to queue the tensors of a training step, so it may be late by that much.
-	defaultDrive = time.Millisecond
 	// pollsPerClock is the number of polls between two readings of the clock. If every poll read the clock,
 	// that would be most of the cost of a poll.
 	pollsPerClock = 8

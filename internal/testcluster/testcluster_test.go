@@ -66,7 +66,7 @@ type backends struct {
 	used map[topo.ProcessSetID]message.Backend
 }
 
-// Record implements engine.Recorder.
+// Record implements watch.Recorder.
 func (b *backends) Record(op *trace.Operation) {
 	b.mu.Lock()
 	defer b.mu.Unlock()

@@ -1,13 +1,60 @@
 package exec
 
 import (
+	"context"
 	"slices"
+	"sync"
 	"time"
 
+	"github.com/gohvd/gohvd/controller"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/ops"
 )
+
+// Executor has the lanes of a rank. Only the goroutine that runs turns of the loop may call its methods,
+// except Abort and Wait.
+type Executor struct {
+	cfg     Config
+	ctx     context.Context
+	cancel  context.CancelCauseFunc // aborts the operations that the lanes execute
+	running sync.WaitGroup          // the goroutines of the lanes
+	warned  sync.Map                // the reasons that warnInHost has logged
+	started []*Lane                 // lanes with work that a turn has started
+}
+
+// New returns an executor without lanes.
+func New(cfg Config) *Executor {
+	x := &Executor{cfg: cfg}
+	x.ctx, x.cancel = context.WithCancelCause(context.Background())
+	return x
+}
+
+// NewLane returns a lane for a set in which this rank has position me. The goroutine of the lane starts with
+// the first work that turns of the loop do not execute, so a set without such work has none.
+func (x *Executor) NewLane(set controller.Set, me int) (*Lane, error) {
+	manager, err := ops.NewManager(x.cfg.Backends, set.ID, set.Ranks, me)
+	if err != nil {
+		return nil, err
+	}
+	l := &Lane{cfg: &x.cfg}
+	l.machine = machine{set: set, me: me, manager: manager, cfg: &x.cfg, warned: &x.warned}
+	l.changed.L, l.machine.setLimit = &l.mu, l.setLimit
+	l.spawn = func() {
+		x.running.Go(func() {
+			x.cfg.Pin()
+			l.run(x.ctx)
+			l.machine.manager.Close()
+		})
+	}
+	return l, nil
+}
+
+// Abort aborts the operations that the lanes execute. They fail with err.
+func (x *Executor) Abort(err error) { x.cancel(err) }
+
+// Wait waits for the goroutines of the lanes, which end after Lane.End.
+func (x *Executor) Wait() { x.running.Wait() }
 
 // StartInTurn reports whether turns of the loop may execute w. If so, it starts w. Otherwise the caller must
 // push w to the lane. now is the time at which the turn began, and waitedFor is set if the goroutine that
@@ -18,11 +65,11 @@ func (x *Executor) StartInTurn(l *Lane, w *Work, now time.Duration, waitedFor bo
 	// late for a step, or if the caller's context ends, the goroutine of the lane takes over.
 	// A barrier must not complete before the operations that were granted before it. So a turn executes a
 	// barrier only if the lane has reported the results of all earlier operations.
-	if moves && !l.fitsInTurn(w, waitedFor) || !l.claim(!moves) {
+	if moves && !l.machine.fitsInTurn(w, waitedFor) || !l.claim(!moves) {
 		return false
 	}
 	w.begin(now, x.cfg.Observer)
-	if err := l.start(w); err != nil || !moves {
+	if err := l.machine.start(w); err != nil || !moves {
 		l.leaveTurn(w, err)
 		x.cfg.Finished(w, err)
 	} else {
@@ -37,8 +84,8 @@ func (x *Executor) StartInTurn(l *Lane, w *Work, now time.Duration, waitedFor bo
 func (x *Executor) Step() (moved, turn bool) {
 	for i := 0; i < len(x.started); {
 		l := x.started[i]
-		w := l.execution.work
-		progress, err := l.step(x.ctx, false)
+		w := l.machine.execution.work
+		progress, err := l.machine.step(x.ctx, false)
 		switch {
 		case err == nil && progress == ops.Waiting:
 			i++
@@ -68,7 +115,7 @@ func (x *Executor) Step() (moved, turn bool) {
 // the verdict is known.
 func (l *Lane) leaveTurn(w *Work, err error) {
 	if err == nil {
-		l.finish(w, nil)
+		l.machine.finish(w, nil)
 		w = nil
 	} else {
 		w.failed = true
@@ -82,7 +129,7 @@ func (x *Executor) InTurns() int { return len(x.started) }
 // HandOff passes started operations to their lanes, which execute the steps that wait for other ranks.
 func (x *Executor) HandOff() {
 	for _, l := range x.started {
-		l.unclaim(l.execution.work)
+		l.unclaim(l.machine.execution.work)
 	}
 	clear(x.started)
 	x.started = x.started[:0]
@@ -99,7 +146,7 @@ const (
 
 // fitsInTurn reports whether turns of the loop may execute w, a few steps in each turn. waitedFor is set if
 // the goroutine that runs the turns waits for w.
-func (l *Lane) fitsInTurn(w *Work, waitedFor bool) bool {
+func (m *machine) fitsInTurn(w *Work, waitedFor bool) bool {
 	r := w.Grant.Responses[0]
 	if w.copied() {
 		return false // the lane waits for the copies
@@ -110,13 +157,13 @@ func (l *Lane) fitsInTurn(w *Work, waitedFor bool) bool {
 	}
 	if !waitedFor {
 		return (r.Kind == message.Allreduce || r.Kind == message.Reduce) &&
-			numBytes*int64(max(len(l.set.Ranks)-1, 1)) <= maxLoopBytes
+			numBytes*int64(max(len(m.set.Ranks)-1, 1)) <= maxLoopBytes
 	}
 	if numBytes <= maxDriveBytes {
 		return true
 	}
 	// Work that is not copied to a buffer first may have any size if the backend divides it into many steps.
-	if _, lists, _ := l.manager.Get(w.Grant.Backend, r.Kind, w.Grant.Algorithm); !lists {
+	if _, lists, _ := m.manager.Get(w.Grant.Backend, r.Kind, w.Grant.Algorithm); !lists {
 		return false
 	}
 	switch r.Kind {

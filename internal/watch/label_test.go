@@ -1,4 +1,4 @@
-package engine
+package watch
 
 import (
 	"fmt"
@@ -23,12 +23,12 @@ func (l *last) Record(op *trace.Operation) { l.name, l.shape = op.Tensors[0].Nam
 // Messages with the tags of earlier ones allocate nothing when they end, with and without a recorder.
 func TestMessagesEndWithoutAllocation(t *testing.T) {
 	for name, r := range map[string]Recorder{"no recorder": nil, "recorder": &last{}} {
-		o := &observer{start: time.Now(), recorder: r}
+		o := &Observer{start: time.Now(), recorder: r}
 		now := time.Now()
 		m := &p2p.Op{Peer: 1, DType: tensor.Float32, Buf: make([]byte, 4), Begun: now, Matched: now}
 		once := func() {
 			for m.Tag = range 8 {
-				o.messageEnded(0, topo.Global, m, nil)
+				o.MessageEnded(0, topo.Global, m, nil)
 			}
 		}
 		once()
@@ -41,10 +41,10 @@ func TestMessagesEndWithoutAllocation(t *testing.T) {
 // Messages have the right names and shapes, also if there are more of them than an observer keeps.
 func TestLabelsAreBounded(t *testing.T) {
 	var got last
-	o := &observer{start: time.Now(), recorder: &got}
+	o := &Observer{start: time.Now(), recorder: &got}
 	for i := range 3 * maxLabels {
 		m := &p2p.Op{Peer: 1, Tag: uint32(i / 2), DType: tensor.Uint8, Buf: make([]byte, i%2+1)}
-		o.messageEnded(0, topo.Global, m, nil)
+		o.MessageEnded(0, topo.Global, m, nil)
 		name, shape := fmt.Sprintf("rank 0 to rank 1, tag %d", i/2), tensor.Shape{int64(i%2 + 1)}
 		if got.name != name || !slices.Equal(got.shape, shape) || len(o.labels) > maxLabels {
 			t.Fatalf("got %q %v with %d labels, want %q %v with at most %d", got.name, got.shape,

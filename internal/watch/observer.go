@@ -1,0 +1,344 @@
+// Package watch records what a rank does: it makes the record of every operation that has ended, for the
+// flight recorder, the timeline and the counters, and logs stalls and negotiation frames.
+package watch
+
+import (
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/gohvd/gohvd/controller"
+	"github.com/gohvd/gohvd/internal/exec"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/p2p"
+	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/trace"
+	"github.com/gohvd/gohvd/tensorqueue"
+)
+
+// Recorder receives a record of every operation. Record is called when the operation has ended but before the
+// results of its tensors are reported. Calls of Record do not overlap. Record delays the results, so it must
+// return soon. It must not keep op.
+type Recorder interface {
+	Record(op *trace.Operation)
+}
+
+// Timeline is a Recorder that also receives cycles and clock measurements.
+type Timeline interface {
+	Recorder
+	// Cycle records that this rank has applied a cycle of the negotiation at the given time. Offset records a
+	// measurement of the offset of this rank's clock from rank 0's clock.
+	Cycle(at time.Duration)
+	Offset(o trace.Offset)
+	// Tuned records, at rank 0 only, that the settings have the values v from the given time on. The engine
+	// does not change v afterwards.
+	Tuned(at time.Duration, v *message.Tuning)
+}
+
+// Observer records the operations of a rank for Stats, the Recorder and the Timeline. The loop and the lanes
+// call its methods.
+type Observer struct {
+	start    time.Time
+	recorder Recorder // may be nil
+	timeline atomic.Pointer[Timeline]
+	// published is a copy of the coordinator's counters, and publishedAt is when it was made. Only the loop
+	// uses publishedAt.
+	published   atomic.Pointer[trace.Coordinator]
+	publishedAt time.Duration
+
+	mu              sync.Mutex
+	fusionThreshold int64
+	tunes           bool            // whether the timeline of this rank shows changes of settings
+	tuning          *message.Tuning // the last change, or nil
+	counts          counts
+	offset          trace.Offset
+	aligned         bool            // whether offset is set
+	op              trace.Operation // scratch memory
+	labels          map[labelKey]label
+}
+
+// New returns an observer of an engine that has started at the time start. The recorder may be nil.
+// fusionThreshold is the size of the fusion buffer in bytes. tunes is set at rank 0, whose timeline shows
+// changes of settings.
+func New(start time.Time, recorder Recorder, fusionThreshold int64, tunes bool) *Observer {
+	return &Observer{start: start, recorder: recorder, fusionThreshold: fusionThreshold, tunes: tunes}
+}
+
+// Since returns the time since the engine's start. All times of the engine are counted from its start.
+func (o *Observer) Since() time.Duration { return time.Since(o.start) }
+
+// Watched reports whether a timeline is on.
+func (o *Observer) Watched() bool { return o.timeline.Load() != nil }
+
+// Ended records that w has ended. It must be called before the results of w's tensors are reported. err is
+// nil if w has completed. Otherwise it is the reason why w has failed.
+func (o *Observer) Ended(w *exec.Work, err error) {
+	now := o.Since()
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	op := &o.op
+	g := w.Grant
+	*op = trace.Operation{
+		Set: g.Set, Number: g.Number, Kind: g.Responses[0].Kind, Backend: g.Backend, Algorithm: g.Algorithm,
+		Absent:  w.Absent,
+		Granted: w.Granted, Begun: max(w.Begun, w.Granted), Ended: now, Failed: err,
+		Activities: op.Activities[:0], Tensors: op.Tensors[:0],
+	}
+	for i, m := range w.Marks {
+		end := now
+		if i+1 < len(w.Marks) {
+			end = w.Marks[i+1].At
+		}
+		op.Activities = append(op.Activities, trace.Activity{
+			Name:  activityName(m.Activity, g.Responses[0], g.Backend),
+			Begun: m.At, End: end})
+	}
+	members := len(w.Arrivals) / max(len(g.Responses), 1)
+	for i, e := range w.Entries {
+		q := &e.Request
+		op.Kind = q.Kind // do not use the kind of the response, which may be Error
+		t := trace.Tensor{
+			Name: q.Name, DType: q.DType, Shape: ownShape(q, g.Responses[i]), Bytes: int64(len(e.Input)),
+			Cached:    i < len(g.Bits),
+			Submitted: e.Times.Submitted, Sent: time.Duration(e.Times.Sent.Load()), Parts: len(e.Parts),
+		}
+		switch {
+		case q.Kind == message.Broadcast:
+			t.Bytes = int64(len(e.Output))
+		case len(e.Parts) > 0:
+			t.Bytes = numBytes(e.Parts)
+		}
+		if members > 0 {
+			t.Arrivals = w.Arrivals[i*members : (i+1)*members]
+			// If the timeline was switched on after the first request for a tensor had arrived, the arrival
+			// times of the earlier requests are missing.
+			t.Partial = zeros(t.Arrivals) > len(g.Absent)
+		}
+		if i < len(w.Refused) {
+			t.Refused = w.Refused[i]
+		}
+		op.Tensors = append(op.Tensors, t)
+	}
+	o.counts.add(op, g.Responses, o.fusionThreshold)
+	o.record()
+}
+
+// record passes the operation in o.op to the recorder and the timeline. The caller holds mu.
+func (o *Observer) record() {
+	if o.recorder != nil {
+		o.recorder.Record(&o.op)
+	}
+	if t := o.timeline.Load(); t != nil {
+		(*t).Record(&o.op)
+	}
+	clear(o.op.Tensors)
+}
+
+func zeros(arrivals []time.Duration) (n int) {
+	for _, at := range arrivals {
+		if at == 0 {
+			n++
+		}
+	}
+	return n
+}
+
+// numBytes returns the total number of input bytes of the tensors of a group.
+func numBytes(parts []tensorqueue.Part) (total int64) {
+	for _, p := range parts {
+		total += int64(len(p.Input))
+	}
+	return total
+}
+
+// ownShape returns the shape of a request in memory that a Recorder may keep. The request's own shape may be
+// part of an allocation with the tensor, which would then stay in memory. In most cases ownShape returns the
+// response's shape, because the cache keeps that anyway.
+func ownShape(q *message.Request, r *message.Response) tensor.Shape {
+	if r.Kind == message.Error || r.Kind.Ragged() {
+		return slices.Clone(q.Shape)
+	}
+	return r.Shape
+}
+
+// Tuned records that rank 0 has changed settings. v must not be changed afterwards.
+func (o *Observer) Tuned(at time.Duration, v *message.Tuning) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.fusionThreshold, o.tuning = v.FusionThresholdBytes, v
+	if t := o.timeline.Load(); t != nil && o.tunes {
+		(*t).Tuned(at, v)
+	}
+}
+
+// Abandoned counts tensors that have ended without a grant, because the epoch has ended or their process set
+// was removed.
+func (o *Observer) Abandoned(tensors int) {
+	o.mu.Lock()
+	o.counts.Failed += uint64(tensors)
+	o.mu.Unlock()
+}
+
+// MessageEnded records that the message m of process set set has ended at rank me. It must be called before
+// the result of m is reported. err is its error or nil.
+func (o *Observer) MessageEnded(me topo.Rank, set topo.ProcessSetID, m *p2p.Op, err error) {
+	p, now := o.pendingMessage(set, m), o.Since()
+	n := trace.Tensor{DType: p.DType, Bytes: int64(len(m.Buf)), Submitted: p.Submitted}
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if o.recorder != nil || o.timeline.Load() != nil {
+		l := o.label(labelKeyOf(me, m))
+		n.Name, n.Shape = l.name, l.shape
+	}
+	op := &o.op
+	*op = trace.Operation{
+		Set: set, Number: p.Number, Peer: m.Other(), Kind: p.Kind, Backend: message.TCP, Granted: now,
+		Begun: now, Ended: now, Failed: err, Activities: op.Activities[:0], Tensors: op.Tensors[:0],
+	}
+	if m.Shared() {
+		op.Backend = message.SHM
+	}
+	if p.Granted > 0 {
+		op.Granted, op.Begun = p.Granted, p.Granted
+		op.Activities = append(op.Activities, trace.Activity{Name: exchangeNames[op.Backend][op.Kind],
+			Begun: p.Granted, End: now})
+	}
+	op.Tensors = append(op.Tensors, n)
+	o.counts.addMessage(op)
+	o.record()
+}
+
+// pendingMessage describes the message m of process set set, without its name and its shape.
+func (o *Observer) pendingMessage(set topo.ProcessSetID, m *p2p.Op) trace.Pending {
+	p := trace.Pending{Set: set, Number: m.Number, Kind: message.Send, DType: m.DType,
+		Submitted: max(m.Begun.Sub(o.start), 1)}
+	if m.Receives() {
+		p.Kind = message.Recv
+	}
+	if !m.Matched.IsZero() {
+		p.Granted = max(m.Matched.Sub(o.start), p.Submitted)
+		p.Begun = p.Granted
+	}
+	return p
+}
+
+// label returns the label of a message. If the observer has kept it, label allocates no memory. The caller
+// holds mu.
+func (o *Observer) label(k labelKey) label {
+	l, found := o.labels[k]
+	if found {
+		return l
+	}
+	if o.labels == nil {
+		o.labels = make(map[labelKey]label)
+	}
+	if len(o.labels) == maxLabels {
+		clear(o.labels)
+	}
+	l = k.label()
+	o.labels[k] = l
+	return l
+}
+
+// Align records a measurement of the offset of this rank's clock from rank 0's clock.
+func (o *Observer) Align(m trace.Offset) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.offset, o.aligned = m, true
+	if t := o.timeline.Load(); t != nil {
+		(*t).Offset(m)
+	}
+}
+
+// Watch makes t the timeline and returns the previous timeline. From now on, t receives a record of every
+// operation that ends. If t is nil, Watch switches the timeline off. An operation in progress may be reported
+// to either timeline. The observer does not own t.
+func (o *Observer) Watch(t Timeline) (before Timeline) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	var next *Timeline
+	if t != nil {
+		next = &t
+		if o.aligned {
+			t.Offset(o.offset)
+		}
+		if o.tuning != nil && o.tunes {
+			t.Tuned(o.Since(), o.tuning)
+		}
+	}
+	if old := o.timeline.Swap(next); old != nil {
+		before = *old
+	}
+	return before
+}
+
+// Cycle records that this rank has applied a cycle of the negotiation at the given time.
+func (o *Observer) Cycle(at time.Duration) {
+	if t := o.timeline.Load(); t != nil {
+		(*t).Cycle(at)
+	}
+}
+
+// Offset returns the last measurement of the offset of this rank's clock from rank 0's clock, and whether
+// there has been a measurement.
+func (o *Observer) Offset() (of trace.Offset, ok bool) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return o.offset, o.aligned
+}
+
+// Pending describes an entry that was submitted to a process set and has not ended.
+func Pending(set topo.ProcessSetID, e *tensorqueue.Entry) trace.Pending {
+	q, t := &e.Request, &e.Times
+	grant := t.Grant.Load()
+	var among []topo.Rank
+	if q.MembersOnly {
+		among = q.Ranks
+	}
+	return trace.Pending{
+		Set: set, Number: grant >> 8, Backend: message.Backend(grant), Kind: q.Kind,
+		Name: q.Name, DType: q.DType, Shape: q.Shape, Submitted: t.Submitted,
+		Sent: time.Duration(t.Sent.Load()), Granted: time.Duration(t.Granted.Load()),
+		Begun: time.Duration(t.Begun.Load()), Among: among,
+	}
+}
+
+// PendingMessage describes the message m of process set set, at rank me.
+func (o *Observer) PendingMessage(me topo.Rank, set topo.ProcessSetID, m *p2p.Op) trace.Pending {
+	p, l := o.pendingMessage(set, m), labelKeyOf(me, m).label()
+	p.Name, p.Shape = l.name, l.shape
+	if m.Other() != p2p.AnySource {
+		p.Among = []topo.Rank{min(me, m.Other()), max(me, m.Other())}
+	}
+	return p
+}
+
+// Stats returns the counters of the operations that have ended, the offset of the clock and the published
+// counters of the coordinator.
+func (o *Observer) Stats() trace.Stats {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	st := o.counts.stats()
+	st.ClockOffset, st.ClockError, st.ClockKnown = o.offset.Offset, o.offset.Error, o.aligned
+	st.FusionThresholdBytes = o.fusionThreshold
+	st.Coordinator = o.published.Load()
+	return st
+}
+
+// publishPeriod is the maximum age of the coordinator's counters in Stats while the loop runs turns. An idle
+// loop runs only one turn a second, so its counters may be older.
+const publishPeriod = 100 * time.Millisecond
+
+// Publish makes a copy of the coordinator's counters for Stats, because Stats must not read them during a
+// turn. If atOnce is set, Publish makes the copy now. Otherwise it makes at most one copy in each
+// publishPeriod. Only the loop calls it.
+func (o *Observer) Publish(c *controller.Coordinator, now time.Duration, atOnce bool) {
+	if !atOnce && o.published.Load() != nil && now-o.publishedAt < publishPeriod {
+		return
+	}
+	st := c.Stats()
+	o.published.Store(&st)
+	o.publishedAt = now
+}
