@@ -96,44 +96,8 @@ type Operation struct {
 	DType tensor.DType
 	Op    tensor.ReduceOp
 
-	// Devices are the CUDA devices on which the ranks have their buffers, in the order of the set. For a rank
-	// that has joined, it is the device of its last tensor, or tensor.Host if no tensor was on a device.
-	// Devices is nil if the buffers are in host memory.
-	//
-	// Only the backend can read memory of a device (package internal/cuda). So it gets the tensors as they
-	// are, in Tensors, and neither Buf nor a fusion buffer. There is one tensor, except in an Allreduce and
-	// in a Reduce. In an Allgather, In is this rank's block and Out is the whole. In a Reducescatter, In is
-	// the whole and Out is this rank's block. If Out is nil, this rank does not need the result, and the
-	// backend uses memory of its own. Allocate returns memory of the device, or nil if this rank does not
-	// need the result.
-	//
-	// If this rank has joined, Tensors is empty. The backend then contributes neutral elements. NumBytes is
-	// the number of bytes of the tensors together, where a tensor of an Allgather is the whole.
-	//
-	// HostBuf is set in an Alltoall, a Gather or a Scatter whose rows have no elements. The ranks then
-	// exchange only numbers of rows, which are in host memory: Buf and Allocate are used as if Devices were
-	// nil.
-	Devices  []tensor.Device
-	NumBytes int64
-	HostBuf  bool
-	// Order is the number of the operation among those of this rank on devices, from 0. All ranks begin the
-	// operations that they have in common in the same order, also those of different process sets. More is
-	// set if the next operation of the backend is another part of the same operation, with the same Order.
-	Order uint64
-	More  bool
-	// Err is set if this rank cannot run the operation on devices. Start then returns an error with this
-	// cause, and operations that come later in Order fail instead of waiting for this one.
-	Err error
-	// Ready are events of this rank's device for which the operation waits before it reads the tensors.
-	Ready []*cuda.Event
-	// If Launched is not nil, the backend makes the Streams of this rank's device, which are cudaStream_t,
-	// wait on the device for the end of the operation. Then it calls Launched from Step, once, and continues.
-	// If the operation has several parts, this applies to the last one.
-	Launched func()
-	Streams  []uintptr
-	// If Enter is not nil, the backend calls it from Step when an activity of an operation on devices begins.
-	// It learns when the device begins one only by asking events, so Enter is nil without a timeline.
-	Enter func(Activity)
+	// Device has what only a backend for devices uses. It is nil if the buffers are in host memory.
+	Device *DevicePart
 
 	// Tensors are the tensors that an Allreduce or a Reduce reduces, as if they were concatenated. The number
 	// of tensors and their lengths may differ between ranks, but the total length must be the same. After an
@@ -169,6 +133,48 @@ type Operation struct {
 	// learned the sizes of these blocks: counts[i] is the number of bytes from rank i. The slice counts is
 	// valid only during the call. An error from Allocate ends the operation.
 	Allocate func(counts []int64) ([]byte, error)
+}
+
+// DevicePart is the part of an Operation on CUDA devices. It is valid only during the call of Start, which
+// copies it.
+type DevicePart struct {
+	// Devices are the CUDA devices on which the ranks have their buffers, in the order of the set. For a rank
+	// that has joined, it is the device of its last tensor, or tensor.Host if no tensor was on a device.
+	//
+	// Only the backend can read memory of a device (package internal/cuda). So it gets the tensors as they
+	// are, in Tensors, and neither Buf nor a fusion buffer. There is one tensor, except in an Allreduce and
+	// in a Reduce. In an Allgather, In is this rank's block and Out is the whole. In a Reducescatter, In is
+	// the whole and Out is this rank's block. If Out is nil, this rank does not need the result, and the
+	// backend uses memory of its own. Allocate returns memory of the device, or nil if this rank does not
+	// need the result.
+	//
+	// If this rank has joined, Tensors is empty. The backend then contributes neutral elements. NumBytes is
+	// the number of bytes of the tensors together, where a tensor of an Allgather is the whole.
+	//
+	// HostBuf is set in an Alltoall, a Gather or a Scatter whose rows have no elements. The ranks then
+	// exchange only numbers of rows, which are in host memory: Buf and Allocate are used as in an operation
+	// in host memory.
+	Devices  []tensor.Device
+	NumBytes int64
+	HostBuf  bool
+	// Order is the number of the operation among those of this rank on devices, from 0. All ranks begin the
+	// operations that they have in common in the same order, also those of different process sets. More is
+	// set if the next operation of the backend is another part of the same operation, with the same Order.
+	Order uint64
+	More  bool
+	// Err is set if this rank cannot run the operation on devices. Start then returns an error with this
+	// cause, and operations that come later in Order fail instead of waiting for this one.
+	Err error
+	// Ready are events of this rank's device for which the operation waits before it reads the tensors.
+	Ready []*cuda.Event
+	// If Launched is not nil, the backend makes the Streams of this rank's device, which are cudaStream_t,
+	// wait on the device for the end of the operation. Then it calls Launched from Step, once, and continues.
+	// If the operation has several parts, this applies to the last one.
+	Launched func()
+	Streams  []uintptr
+	// If Enter is not nil, the backend calls it from Step when an activity of an operation on devices begins.
+	// It learns when the device begins one only by asking events, so Enter is nil without a timeline.
+	Enter func(Activity)
 }
 
 // Tensor has this rank's input and output buffers for one tensor of an allreduce or of a reduce.

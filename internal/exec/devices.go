@@ -23,7 +23,7 @@ func (m *machine) startOnDevices() error {
 	r := w.Grant.Responses[0]
 	t := &x.one[0]
 	*t = ops.Tensor{}
-	x.op.NumBytes = r.NumBytes()
+	x.device.NumBytes = r.NumBytes()
 	if !w.Absent {
 		t.In, t.Out = w.Entries[0].Input, w.Entries[0].Output
 		x.op.Tensors = x.one[:]
@@ -44,7 +44,7 @@ func (m *machine) startOnDevices() error {
 		x.op.Counts = m.scatterCounts(w)
 	case message.Alltoall, message.Gather, message.Scatter:
 		m.startAlltoall()
-		if x.op.HostBuf = rowBytes(r) == 0; !x.op.HostBuf {
+		if x.device.HostBuf = rowBytes(r) == 0; !x.device.HostBuf {
 			t.In, x.op.Buf = x.op.Buf, nil
 		}
 	default:
@@ -88,16 +88,16 @@ func (m *machine) completeEarly(w *Work) {
 	if w.watching != nil || w.Absent {
 		return
 	}
-	op := &m.execution.op
+	part := &m.execution.device
 	for _, e := range w.Entries {
 		for _, s := range e.Streams {
-			if !slices.Contains(op.Streams, s) {
-				op.Streams = append(op.Streams, s)
+			if !slices.Contains(part.Streams, s) {
+				part.Streams = append(part.Streams, s)
 			}
 		}
 	}
-	if len(op.Streams) > 0 {
-		op.Launched = func() { m.launched(w) }
+	if len(part.Streams) > 0 {
+		part.Launched = func() { m.launched(w) }
 	}
 }
 

@@ -54,24 +54,25 @@ func (m *machine) start(w *Work) (err error) {
 		x.op.Root = m.root(w)
 	}
 	if w.OnDevices() {
-		x.op.Devices = w.Grant.Responses[0].Devices
-		if x.op.Ready, x.op.Order = m.ready(w), w.Order; w.watching != nil {
-			x.op.Enter = w.enter
+		x.op.Device = &x.device
+		x.device.Devices = w.Grant.Responses[0].Devices
+		if x.device.Ready, x.device.Order = m.ready(w), w.Order; w.watching != nil {
+			x.device.Enter = w.enter
 		}
 		m.completeEarly(w)
 	}
 	switch {
 	case kind == message.Allreduce || kind == message.Reduce:
 		err = m.startAllreduce()
-	case x.op.Devices != nil:
+	case x.op.Device != nil:
 		err = m.startOnDevices()
 	default:
 		err = m.startInHostMemory()
 	}
-	if err != nil && x.op.Devices == nil {
+	if err != nil && x.op.Device == nil {
 		return err
 	}
-	x.op.Err = err
+	x.device.Err = err
 	return m.exchange()
 }
 
@@ -95,7 +96,7 @@ func (m *machine) startInHostMemory() (err error) {
 // exchange starts the backend on the part that the caller has prepared.
 func (m *machine) exchange() error {
 	x := &m.execution
-	if x.op.Devices == nil {
+	if x.op.Device == nil {
 		x.work.enter(ops.Exchanging)
 	}
 	return x.backend.Start(x.op)

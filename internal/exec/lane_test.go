@@ -149,12 +149,12 @@ func TestCopiesStayUntilTheVerdict(t *testing.T) {
 // refusing is a backend that records the operation that it gets, and fails with its Err.
 type refusing struct {
 	ops.Backend
-	got ops.Operation
+	got ops.DevicePart
 }
 
 func (b *refusing) Start(op ops.Operation) error {
-	b.got = op
-	return op.Err
+	b.got = *op.Device
+	return b.got.Err
 }
 
 // If a rank cannot run an operation on devices, the lane tells this to the backend, because the operations

@@ -60,7 +60,7 @@ func (m *machine) nextPart() error {
 			x.batch.losses = x.losses[from:x.next]
 		}
 	}
-	x.op.More = x.hasParts()
+	x.device.More = x.hasParts()
 	if x.staged {
 		return m.pack()
 	}
@@ -72,7 +72,7 @@ func (m *machine) list() (err error) {
 	x := &m.execution
 	x.op.DType, x.op.Op, x.op.Scaling = x.scaling.dt, x.work.Grant.Responses[0].Op.Base(), x.scaling.ops()
 	if x.work.Absent && x.work.OnDevices() {
-		x.op.NumBytes = sum(x.batch.counts)
+		x.device.NumBytes = sum(x.batch.counts)
 		return nil
 	}
 	x.op.Tensors, err = m.tensorsOrNeutral(x.work, x.scaling.dt, &x.batch)

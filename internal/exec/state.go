@@ -45,9 +45,10 @@ type scratch struct {
 type execution struct {
 	work    *Work
 	backend ops.Backend
-	lists   bool          // whether the backend reads and writes tensors in place
-	op      ops.Operation // the operation of the current part
-	one     [1]ops.Tensor // the tensor of the current part, if there is only one
+	lists   bool           // whether the backend reads and writes tensors in place
+	op      ops.Operation  // the operation of the current part
+	device  ops.DevicePart // op.Device, if the operation is on devices
+	one     [1]ops.Tensor  // the tensor of the current part, if there is only one
 
 	buf []byte // the data that is copied to the outputs at the end
 	reduction

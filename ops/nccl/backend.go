@@ -52,7 +52,8 @@ type backend struct {
 	activities []activity
 	err        error // the error that ended the backend, or nil
 
-	op      ops.Operation // the operation in progress
+	op      ops.Operation  // the operation in progress
+	part    ops.DevicePart // a copy of op.Device
 	started bool
 	// launched is set if the operation in progress, or one before that it continues, may have enqueued work
 	// on the device.
@@ -158,12 +159,12 @@ func (b *backend) Start(op ops.Operation) error {
 		return fmt.Errorf("ops/nccl: %v: the backend has failed before: %w", op.Kind, b.err)
 	case b.started:
 		return b.fail(errors.New("Start was called for another operation before this one had finished"))
-	case op.Err != nil: // Close aborts the communicators, because Start must not wait
-		b.err = fmt.Errorf("ops/nccl: %v: %w", op.Kind, op.Err)
+	case op.Device.Err != nil: // Close aborts the communicators, because Start must not wait
+		b.err = fmt.Errorf("ops/nccl: %v: %w", op.Kind, op.Device.Err)
 		b.library.Fail(b.err)
 		return b.err
 	}
-	b.op, b.started, b.launched = op, true, b.launched && b.continued
+	b.op, b.part, b.started, b.launched = op, *op.Device, true, b.launched && b.continued
 	return nil
 }
 
@@ -182,8 +183,8 @@ func (b *backend) Step(ctx context.Context, wait bool) (ops.Progress, error) {
 	if err := b.run(ctx); err != nil {
 		return ops.Waiting, b.fail(err)
 	}
-	b.continued = b.op.More
-	b.op, b.started, b.launched, b.packed = ops.Operation{}, false, b.continued, nil
+	b.continued = b.part.More
+	b.op, b.part, b.started, b.launched, b.packed = ops.Operation{}, ops.DevicePart{}, false, b.continued, nil
 	return ops.Finished, nil
 }
 
@@ -196,7 +197,7 @@ func (b *backend) run(ctx context.Context) error {
 	if err := poll(ctx, b.isTurn); err != nil {
 		return err
 	}
-	if b.op.HostBuf {
+	if b.part.HostBuf {
 		b.passTurn()
 		b.enter(ops.Exchanging)
 		return b.onHost(ctx, b.op)
@@ -221,18 +222,18 @@ func (b *backend) run(ctx context.Context) error {
 	if err := poll(ctx, b.comm.progress); err != nil {
 		return err
 	}
-	if err := b.finish(); err != nil || b.op.More {
+	if err := b.finish(); err != nil || b.part.More {
 		return err
 	}
-	if b.op.Launched != nil {
-		b.op.Launched()
+	if b.part.Launched != nil {
+		b.part.Launched()
 	}
 	return poll(ctx, b.isDone)
 }
 
 // choose chooses the device and, if it exists, the communicator of the operation.
 func (b *backend) choose() error {
-	index, ok := b.op.Devices[b.me].CUDA()
+	index, ok := b.part.Devices[b.me].CUDA()
 	if !ok {
 		index = b.cfg.Device
 	}
@@ -243,7 +244,7 @@ func (b *backend) choose() error {
 	}
 	b.device = d
 	for _, c := range b.comms {
-		if slices.Equal(c.devices, b.op.Devices) {
+		if slices.Equal(c.devices, b.part.Devices) {
 			b.comm = c
 		}
 	}
@@ -260,18 +261,18 @@ func (b *backend) isTurn() (bool, error) {
 	if l.err != nil {
 		return false, fmt.Errorf("after an earlier failure: %w", l.err)
 	}
-	return b.op.Order <= l.next, nil
+	return b.part.Order <= l.next, nil
 }
 
 // passTurn lets the next operation of the rank be launched.
 func (b *backend) passTurn() {
-	if b.op.More {
+	if b.part.More {
 		return
 	}
 	l := b.library
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.next = max(l.next, b.op.Order+1)
+	l.next = max(l.next, b.part.Order+1)
 }
 
 // device returns the stream at p, of the given number of streams of each device. It makes the stream when it
@@ -321,7 +322,7 @@ func (b *backend) connect(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	b.comm = &member{c, slices.Clone(b.op.Devices)}
+	b.comm = &member{c, slices.Clone(b.part.Devices)}
 	b.comms = append(b.comms, b.comm)
 	late := &ops.UnknownRankError{Ranks: b.ranks, Err: fmt.Errorf("NCCL has not connected the ranks in %v "+
 		"(HOROVOD_GLOO_TIMEOUT_SECONDS): NCCL_SOCKET_IFNAME selects the network interface, and "+
@@ -389,7 +390,7 @@ func sum(counts []int64) (n int64) {
 // launch enqueues the operation.
 func (b *backend) launch() error {
 	b.launched = true
-	for _, e := range b.op.Ready {
+	for _, e := range b.part.Ready {
 		if err := b.device.stream.Wait(e); err != nil {
 			return err
 		}
@@ -428,9 +429,9 @@ func (b *backend) finish() (err error) {
 			return err
 		}
 	}
-	if !b.op.More {
+	if !b.part.More {
 		b.done, err = b.library.Devices.Mark(b.device.Index(), b.device.stream.Handle())
-		for _, s := range b.op.Streams {
+		for _, s := range b.part.Streams {
 			if err == nil {
 				err = b.device.OfHandle(s).Wait(b.done)
 			}
@@ -451,7 +452,7 @@ func (b *backend) packs() bool { return len(b.op.Tensors) > 1 }
 func (b *backend) pack() (in, out []byte, err error) {
 	tensors := b.op.Tensors
 	if len(tensors) == 0 {
-		in, err = b.neutral(b.op.NumBytes)
+		in, err = b.neutral(b.part.NumBytes)
 		return in, in, err
 	}
 	if len(tensors) == 1 {
@@ -618,7 +619,7 @@ func (b *backend) equal() bool {
 func (b *backend) reduceScatter() (err error) {
 	t := b.tensor()
 	if t.In == nil {
-		if t.In, err = b.neutral(b.op.NumBytes); err != nil {
+		if t.In, err = b.neutral(b.part.NumBytes); err != nil {
 			return err
 		}
 		// The result goes to the place that NCCL allows, and nobody reads it.
@@ -639,7 +640,7 @@ func (b *backend) reduceScatter() (err error) {
 func (b *backend) allGather() (err error) {
 	t := b.tensor()
 	if t.Out == nil {
-		if t.Out, err = b.device.buffer(int(b.op.NumBytes)); err != nil {
+		if t.Out, err = b.device.buffer(int(b.part.NumBytes)); err != nil {
 			return err
 		}
 	}
@@ -663,7 +664,7 @@ func (b *backend) broadcast() (err error) {
 		t.Out = t.In
 	case b.op.Root == b.me:
 	case t.Out == nil:
-		if t.Out, err = b.device.buffer(int(b.op.NumBytes)); err != nil {
+		if t.Out, err = b.device.buffer(int(b.part.NumBytes)); err != nil {
 			return err
 		}
 		fallthrough
@@ -698,14 +699,14 @@ type activity struct {
 
 // enter records for the timeline that an activity of the operation begins now.
 func (b *backend) enter(a ops.Activity) {
-	if b.op.Enter != nil {
-		b.op.Enter(a)
+	if b.part.Enter != nil {
+		b.part.Enter(a)
 	}
 }
 
 // mark makes isDone record for the timeline when the device begins the activity whose work is enqueued next.
 func (b *backend) mark(a ops.Activity) error {
-	if b.op.Enter == nil {
+	if b.part.Enter == nil {
 		return nil
 	}
 	e, err := b.library.Devices.Mark(b.device.Index(), b.device.stream.Handle())
@@ -724,7 +725,7 @@ func (b *backend) isDone() (bool, error) {
 			}
 			return false, err
 		}
-		b.op.Enter(next.Activity)
+		b.part.Enter(next.Activity)
 		b.library.Devices.Release(next.after)
 		b.activities = slices.Delete(b.activities, 0, 1)
 	}

@@ -42,7 +42,8 @@ func TestSlowAbort(t *testing.T) {
 			each(all, func(m *member) {
 				buf := m.upload(tensor.Bytes(floats(m.me, 10)))
 				err := ops.Run(ctx, m.backend, ops.Operation{Kind: message.Allreduce, DType: tensor.Float32,
-					Op: tensor.Sum, Devices: m.devices, Scaling: ops.Scaling{Pre: 1, Post: 1},
+					Op: tensor.Sum, Device: &ops.DevicePart{Devices: m.devices},
+					Scaling: ops.Scaling{Pre: 1, Post: 1},
 					Tensors: []ops.Tensor{{In: buf, Out: buf}}})
 				if err == nil {
 					t.Errorf("rank %d: the operation has not failed", m.me)
@@ -161,7 +162,7 @@ func TestRefusedOrder(t *testing.T) {
 	}}).New(1, []topo.Rank{0}, 0)
 	m.check(err)
 	defer other.Close()
-	op := ops.Operation{Kind: message.Broadcast, Devices: m.devices, Err: refusal}
+	op := ops.Operation{Kind: message.Broadcast, Device: &ops.DevicePart{Devices: m.devices, Err: refusal}}
 	if err := other.Start(op); !errors.Is(err, refusal) {
 		t.Errorf("got %v, want %v", err, refusal)
 	}
@@ -185,14 +186,15 @@ func TestParts(t *testing.T) {
 	one, two := m.alloc(40), m.upload(tensor.Bytes(floats(1, 10)))
 	three := m.upload(tensor.Bytes(floats(2, 10)))
 	m.check(end.Record(slow))
-	op := ops.Operation{Kind: message.Allreduce, DType: tensor.Float32, Op: tensor.Sum, More: true,
-		Ready: []*cuda.Event{end}, Tensors: []ops.Tensor{{In: two, Out: one}, {In: three, Out: three}}}
+	op := ops.Operation{Kind: message.Allreduce, DType: tensor.Float32, Op: tensor.Sum,
+		Device:  &ops.DevicePart{More: true, Ready: []*cuda.Event{end}},
+		Tensors: []ops.Tensor{{In: two, Out: one}, {In: three, Out: three}}}
 	m.check(m.run(op))
 	if done, err := end.Query(); done || err != nil {
 		t.Errorf("the first part has waited for the device: %v", err)
 	}
 	m.order--
-	op.More, op.Tensors = false, []ops.Tensor{{In: one, Out: one}, {In: two, Out: two}}
+	op.Device.More, op.Tensors = false, []ops.Tensor{{In: one, Out: one}, {In: two, Out: two}}
 	m.check(m.run(op))
 	if done, err := end.Query(); !done || err != nil {
 		t.Errorf("the operation has not waited for the device: %v", err)
@@ -208,7 +210,7 @@ func TestStepDoesNotBlock(t *testing.T) {
 	m := cluster(t, 1)[0]
 	buf := m.upload(tensor.Bytes(floats(0, 10)))
 	if err := m.backend.Start(ops.Operation{Kind: message.Allreduce, DType: tensor.Float32, Op: tensor.Sum,
-		Devices: m.devices, Scaling: ops.Scaling{Pre: 2, Post: 1},
+		Device: &ops.DevicePart{Devices: m.devices}, Scaling: ops.Scaling{Pre: 2, Post: 1},
 		Tensors: []ops.Tensor{{In: buf, Out: buf}}}); err != nil {
 		t.Fatal(err)
 	}

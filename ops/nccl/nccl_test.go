@@ -143,7 +143,10 @@ func (m *member) download(b []byte) []byte {
 
 // run runs op and returns its error.
 func (m *member) run(op ops.Operation) error {
-	op.Devices, op.Order = m.devices, m.order
+	if op.Device == nil {
+		op.Device = new(ops.DevicePart)
+	}
+	op.Device.Devices, op.Device.Order = m.devices, m.order
 	m.order++
 	if op.Kind.Reduces() && op.Scaling == (ops.Scaling{}) {
 		op.Scaling = ops.Scaling{Pre: 1, Post: 1}
@@ -489,7 +492,8 @@ func TestAbsent(t *testing.T) {
 			reduce, err := kernel.Reduce(op, tensor.Float32)
 			m.check(err)
 			reduce(tensor.Bytes(want), tensor.Bytes(floats(2, 12)))
-			o := ops.Operation{Kind: message.Allreduce, DType: tensor.Float32, Op: op, NumBytes: 48}
+			o := ops.Operation{Kind: message.Allreduce, DType: tensor.Float32, Op: op,
+				Device: &ops.DevicePart{NumBytes: 48}}
 			scatter := o
 			scatter.Kind, scatter.Counts = message.Reducescatter, []int64{16, 16, 16}
 			var buf, block []byte
@@ -509,8 +513,9 @@ func TestAbsent(t *testing.T) {
 		})
 	}
 	each(all, func(m *member) {
-		gather := ops.Operation{Kind: message.Allgather, Counts: []int64{8, 0, 4}, NumBytes: 12}
-		spread := ops.Operation{Kind: message.Broadcast, Root: 2, NumBytes: 12}
+		gather := ops.Operation{Kind: message.Allgather, Counts: []int64{8, 0, 4},
+			Device: &ops.DevicePart{NumBytes: 12}}
+		spread := ops.Operation{Kind: message.Broadcast, Root: 2, Device: &ops.DevicePart{NumBytes: 12}}
 		var in, out []byte
 		if m.me != 1 {
 			in, out = m.upload(tensor.Bytes(floats(m.me, 2-m.me/2))), m.alloc(12)
@@ -536,7 +541,7 @@ func TestLongNeutralElements(t *testing.T) {
 	for _, length := range []int{1, 1024, 1025, 5000} {
 		each(all, func(m *member) {
 			op := ops.Operation{Kind: message.Allreduce, DType: tensor.Float32, Op: tensor.Min,
-				NumBytes: int64(4 * length)}
+				Device: &ops.DevicePart{NumBytes: int64(4 * length)}}
 			if m.me == 1 {
 				m.check(m.run(op))
 				return
@@ -673,10 +678,10 @@ func TestFaults(t *testing.T) {
 			each(all, func(m *member) {
 				buf := m.upload(tensor.Bytes(floats(m.me, 10)))
 				op := ops.Operation{Kind: message.Allreduce, DType: tensor.Float32, Op: tensor.Sum,
-					Devices: m.devices, Scaling: ops.Scaling{Pre: 1, Post: 1},
+					Device: &ops.DevicePart{Devices: m.devices}, Scaling: ops.Scaling{Pre: 1, Post: 1},
 					Tensors: []ops.Tensor{{In: buf, Out: buf}}}
 				err := ops.Run(ctx, m.backend, op)
-				if op.Order++; err == nil {
+				if op.Device.Order++; err == nil {
 					err = ops.Run(ctx, m.backend, op)
 				}
 				if m.me == 1 && want != "" {
