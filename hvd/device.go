@@ -57,7 +57,8 @@ type DeviceHandle struct {
 	operation
 	slot     *slot // nil once the operation is done
 	dims     [1]int64
-	ready    [2]*cuda.Event // backs the events of the entry
+	ready    [2]*cuda.Event // backs the events of part
+	part     cuda.DevicePart
 	received []int64
 	// If h is a group with one request for each tensor, tensors holds their handles, the counter left is the
 	// number of tensors that are not done, and group is h in each of the handles.
@@ -347,7 +348,7 @@ const perThread = 2
 // the same device.
 func mark[T Element](h *DeviceHandle, c *call, buffers ...DeviceBuffer[T]) error {
 	e := &h.slot.entry
-	e.Ready = h.ready[:0]
+	e.Device, h.part = &h.part, cuda.DevicePart{Ready: h.ready[:0]}
 	marked := make([]uintptr, 0, len(h.ready))
 	for _, b := range buffers {
 		if b.Len == 0 || slices.Contains(marked, b.Stream) {
@@ -358,20 +359,20 @@ func mark[T Element](h *DeviceHandle, c *call, buffers ...DeviceBuffer[T]) error
 			h.release()
 			return c.Misuse("%w", err)
 		}
-		e.Ready, marked = append(e.Ready, event), append(marked, b.Stream)
+		h.part.Ready, marked = append(h.part.Ready, event), append(marked, b.Stream)
 	}
 	if h.engine.rank.AsyncCompletion {
-		e.Streams = marked
+		h.part.Streams = marked
 	}
 	return nil
 }
 
 // release gives the events of mark back.
 func (h *DeviceHandle) release() {
-	for _, e := range h.slot.entry.Ready {
+	for _, e := range h.part.Ready {
 		h.engine.rank.Devices.Release(e)
 	}
-	clear(h.slot.entry.Ready)
+	clear(h.part.Ready)
 }
 
 func awaitDevice(ctx context.Context, h *DeviceHandle, err error) error {

@@ -15,7 +15,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/gohvd/gohvd/internal/cuda"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/topo"
 )
@@ -51,13 +50,9 @@ type Entry struct {
 	// Splits is used by alltoall. It holds the number of rows of Input to send to each member. The engine
 	// stores in Received the number of rows that come from each member.
 	Splits, Received []int64
-	// Ready are events after the work that uses Input or Output on a CUDA device. It is empty if the tensor
-	// is in host memory.
-	Ready []*cuda.Event
-	// Streams are CUDA streams of the device of the tensor, as cudaStream_t. If there are some and a backend
-	// runs the operation on the device, Done is called with nil as soon as the streams wait on the device for
-	// the end of the operation. If the operation fails afterwards, the epoch fails.
-	Streams []uintptr
+	// Device has what the engine must know of a tensor on a CUDA device. It is nil if the tensor is in host
+	// memory.
+	Device DevicePart
 	// ErrorFeedback is used by an allreduce with compression. If it is set, the compression loss is added to
 	// the next tensor with the same name.
 	ErrorFeedback bool
@@ -71,8 +66,8 @@ type Entry struct {
 	Guess *Name
 	// Response is the granted response. It is set before Done is called with a nil error.
 	Response *message.Response
-	// Done is called exactly once, when the engine no longer uses the buffers (but see Streams). Unless Hold
-	// is set, the name is free by then.
+	// Done is called exactly once, when the engine no longer uses the buffers (but see cuda.DevicePart).
+	// Unless Hold is set, the name is free by then.
 	Done func(err error)
 	// Times are the times at which the entry was submitted, sent, granted and begun.
 	Times Times
@@ -96,6 +91,9 @@ func (e *Entry) Held() *Name {
 
 // Name returns the state of the name of e, which Add has set.
 func (e *Entry) Name() *Name { return e.name }
+
+// DevicePart is a *cuda.DevicePart. The queue passes it on without a look into it.
+type DevicePart interface{ OnDevice() }
 
 // Part is a tensor of a group. Input is this rank's contribution, and Output receives the result.
 type Part struct{ Input, Output []byte }

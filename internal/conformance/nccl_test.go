@@ -268,7 +268,8 @@ func (m *onDevice) place(op *testcluster.Op, outBytes, in, out int) error {
 	if err != nil {
 		return err
 	}
-	op.Ready, op.Request.Device = []*cuda.Event{ready}, tensor.CUDA(m.device.Index())
+	op.Device = &cuda.DevicePart{Ready: []*cuda.Event{ready}}
+	op.Request.Device = tensor.CUDA(m.device.Index())
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.placed[op] = p
@@ -301,10 +302,10 @@ func (m *onDevice) fetch(op *testcluster.Op) error {
 	if err := m.out.Synchronize(); err != nil {
 		return err
 	}
-	for _, e := range op.Ready {
+	for _, e := range op.Device.(*cuda.DevicePart).Ready {
 		m.library.Devices.Release(e)
 	}
-	op.Ready = nil
+	op.Device = nil
 	var errs []error
 	for _, b := range p.memory {
 		errs = append(errs, m.device.Free(b))

@@ -75,7 +75,9 @@ func (m *machine) checkGathered(t *ops.Tensor) {
 func (m *machine) ready(w *Work) []*cuda.Event {
 	ready := m.scratch.ready[:0]
 	for _, e := range w.Entries {
-		ready = append(ready, e.Ready...)
+		if part, ok := e.Device.(*cuda.DevicePart); ok {
+			ready = append(ready, part.Ready...)
+		}
 	}
 	m.scratch.ready = ready
 	return cuda.Latest(ready)
@@ -88,16 +90,20 @@ func (m *machine) completeEarly(w *Work) {
 	if w.watching != nil || w.Absent {
 		return
 	}
-	part := &m.execution.device
+	device := &m.execution.device
 	for _, e := range w.Entries {
-		for _, s := range e.Streams {
-			if !slices.Contains(part.Streams, s) {
-				part.Streams = append(part.Streams, s)
+		part, ok := e.Device.(*cuda.DevicePart)
+		if !ok {
+			continue
+		}
+		for _, s := range part.Streams {
+			if !slices.Contains(device.Streams, s) {
+				device.Streams = append(device.Streams, s)
 			}
 		}
 	}
-	if len(part.Streams) > 0 {
-		part.Launched = func() { m.launched(w) }
+	if len(device.Streams) > 0 {
+		device.Launched = func() { m.launched(w) }
 	}
 }
 

@@ -229,11 +229,10 @@ type Execution struct {
 	Number uint32
 	// Buffers has the memory of each tensor.
 	Buffers []Buffer
-	// Device has the tensors, after the events Ready. Streams are as in a tensorqueue.Entry.
-	Device  tensor.Device
-	Ready   []*cuda.Event
-	Streams []uintptr
-	Owner   Owner
+	// Device has the tensors. DevicePart is used only if it is a CUDA device.
+	Device tensor.Device
+	cuda.DevicePart
+	Owner Owner
 
 	set *Set
 	// entries has one entry for each tensor. A grouped allreduce is one request, so it has a single entry,
@@ -351,7 +350,10 @@ func (x *Execution) Reset() {
 // fill sets the fields of e that do not depend on its tensor.
 func (x *Execution) fill(c *Call, e *executionEntry) {
 	c.Fill(&e.Entry)
-	e.Request.Device, e.Ready, e.Streams = x.Device, x.Ready, x.Streams
+	e.Request.Device, e.Device = x.Device, nil
+	if x.Device != tensor.Host {
+		e.Device = &x.DevicePart
+	}
 }
 
 // beginGroup queues an allreduce of a group, which is one request.
