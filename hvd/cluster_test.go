@@ -126,9 +126,6 @@ func modes(t *testing.T, f func(t *testing.T, mode []string)) {
 	}
 }
 
-// sizes holds the numbers of ranks with which the tests run a job.
-var sizes = []int{1, 2, 3, 4, 8}
-
 // large returns n, or a fifth of it with -short, because the race detector makes it slow to fill and compare
 // tensors.
 func large(n int) int {

@@ -76,8 +76,9 @@ func typed(do func(p *part, odd []int64, most []float32) error) func(p *part) er
 	}
 }
 
+// contradictions has calls that pass the tensors, options and roots of each operation to the coordinator. Its
+// own checks, and their texts, are tested in package controller.
 var contradictions = []contradiction{
-	// The numbers of the checks are those in Horovod's ConstructResponse. Check 1: the data types differ.
 	{"types of an allreduce", typed(func(p *part, odd []int64, most []float32) (err error) {
 		if p.odd {
 			_, err = hvd.Allreduce(p.ctx, odd, p.opts()...)
@@ -86,162 +87,43 @@ var contradictions = []contradiction{
 		}
 		return err
 	}), `hvd: allreduce %q: mismatched data types: MOST sent float32[6], ODD sent int64[6]`},
-	{"types of an allgather", typed(func(p *part, odd []int64, most []float32) (err error) {
-		if p.odd {
-			_, err = hvd.Allgather(p.ctx, odd, p.opts()...)
-		} else {
-			_, err = hvd.Allgather(p.ctx, most, p.opts()...)
-		}
-		return err
-	}), `hvd: allgather %q: mismatched data types: MOST sent float32[6], ODD sent int64[6]`},
-	{"types of a broadcast", typed(func(p *part, odd []int64, most []float32) (err error) {
-		if p.odd {
-			_, err = hvd.Broadcast(p.ctx, odd, 0, p.opts()...)
-		} else {
-			_, err = hvd.Broadcast(p.ctx, most, 0, p.opts()...)
-		}
-		return err
-	}), `hvd: broadcast %q: mismatched data types: MOST sent float32[6], ODD sent int64[6]`},
-	{"types of an alltoall", typed(func(p *part, odd []int64, most []float32) (err error) {
-		if p.odd {
-			_, _, err = hvd.Alltoall(p.ctx, odd, nil, p.opts()...)
-		} else {
-			_, _, err = hvd.Alltoall(p.ctx, most, nil, p.opts()...)
-		}
-		return err
-	}), `hvd: alltoall %q: mismatched data types: MOST sent float32[*], ODD sent int64[*]`},
-	{"types of a reducescatter", typed(func(p *part, odd []int64, most []float32) (err error) {
-		if p.odd {
-			_, err = hvd.Reducescatter(p.ctx, odd, p.opts()...)
-		} else {
-			_, err = hvd.Reducescatter(p.ctx, most, p.opts()...)
-		}
-		return err
-	}), `hvd: reducescatter %q: mismatched data types: MOST sent float32[6], ODD sent int64[6]`},
-
-	// Check 2: the operations differ.
-	{"operations: allreduce and broadcast", func(p *part) error {
-		if p.odd {
-			return p.broadcast(4, 0)
-		}
-		return p.allreduce(4)
-	}, `hvd: tensor %q: mismatched operations: MOST called allreduce, ODD called broadcast`},
-	{"operations: allgather and alltoall", func(p *part) error {
-		if p.odd {
-			return p.alltoall(4)
-		}
-		return p.allgather(4)
-	}, `hvd: tensor %q: mismatched operations: MOST called allgather, ODD called alltoall`},
 	{"operations: reducescatter and barrier", func(p *part) error {
 		if p.odd {
 			return hvd.Barrier(p.ctx, p.opts()...)
 		}
 		return p.reducescatter(4)
 	}, `hvd: tensor %q: mismatched operations: MOST called reducescatter, ODD called barrier`},
-
-	// Check 3: the shapes differ.
-	{"shapes of an allreduce", func(p *part) error { return p.allreduce(pick(p, 4, 5)) },
-		`hvd: allreduce %q: mismatched shapes: MOST sent float32[4], ODD sent float32[5]`},
 	{"shapes of an allreduce, as many elements", func(p *part) error {
 		return p.allreduce(6, hvd.Shape(pick(p, []int{2, 3}, []int{3, 2})...))
 	}, `hvd: allreduce %q: mismatched shapes: MOST sent float32[2 3], ODD sent float32[3 2]`},
-	{"shapes of an adasum", func(p *part) error { return p.allreduce(pick(p, 4, 0), hvd.Op(hvd.Adasum)) },
-		`hvd: allreduce %q: mismatched shapes: MOST sent float32[4], ODD sent float32[0]`},
-	{"shapes of a broadcast", func(p *part) error { return p.broadcast(pick(p, 4, 5), 0) },
-		`hvd: broadcast %q: mismatched shapes: MOST sent float32[4], ODD sent float32[5]`},
-	{"shapes of a reducescatter", func(p *part) error { return p.reducescatter(pick(p, 4, 5)) },
-		`hvd: reducescatter %q: mismatched shapes: MOST sent float32[4], ODD sent float32[5]`},
-
-	// Check 4: the scale factors (prescale or postscale) differ.
 	{"prescale of an allreduce", func(p *part) error { return p.allreduce(1, hvd.Prescale(pick(p, 1, 0.5))) },
 		`hvd: allreduce %q: mismatched scale factors: MOST asked for prescale 1 and postscale 1, ODD asked for prescale 0.5 and postscale 1`},
-	{"postscale of an adasum", func(p *part) error {
-		return p.allreduce(1, hvd.Op(hvd.Adasum), hvd.Postscale(pick(p, 2.0, 1)))
-	},
-		`hvd: allreduce %q: mismatched scale factors: MOST asked for prescale 1 and postscale 2, ODD asked for prescale 1 and postscale 1`},
-	{"postscale of a reducescatter", func(p *part) error {
-		return p.reducescatter(1, hvd.Postscale(pick(p, 2.0, 3)))
-	},
-		`hvd: reducescatter %q: mismatched scale factors: MOST asked for prescale 1 and postscale 2, ODD asked for prescale 1 and postscale 3`},
-
-	// Check 5: the reductions differ. Unlike Horovod, gohvd checks them for reducescatter too.
-	{"reductions of an allreduce", func(p *part) error {
-		return p.allreduce(1, hvd.Op(pick(p, hvd.Average, hvd.Adasum)))
-	},
-		`hvd: allreduce %q: mismatched reductions: MOST asked for average, ODD asked for adasum`},
 	{"reductions of an allreduce: averages", func(p *part) error {
 		return p.allreduce(1, hvd.Op(pick(p, hvd.AverageActive, hvd.Average)))
 	},
 		`hvd: allreduce %q: mismatched reductions: MOST asked for average-active, ODD asked for average`},
-	{"reductions of a reducescatter", func(p *part) error {
-		return p.reducescatter(1, hvd.Op(pick(p, hvd.Average, hvd.Sum)))
-	},
-		`hvd: reducescatter %q: mismatched reductions: MOST asked for average, ODD asked for sum`},
-
-	// Checks 7 and 9: the tensor is a scalar, at all ranks or at one rank.
-	{"scalar allgather", func(p *part) error { return p.allgather(1, hvd.Shape(pick(p, []int{1}, nil)...)) },
-		`hvd: allgather %q: a scalar has no first dimension: MOST sent float32[1], ODD sent float32[]`},
 	{"scalar alltoall", func(p *part) error { return p.alltoall(1, hvd.Shape(pick(p, []int{1}, nil)...)) },
 		`hvd: alltoall %q: a scalar has no first dimension: MOST sent float32[*], ODD sent float32[]`},
-	{"scalar allgather everywhere", func(p *part) error { return p.allgather(1, hvd.Shape()) },
-		`hvd: allgather %q: a scalar has no first dimension: ALL sent float32[]`},
-	{"scalar alltoall everywhere", func(p *part) error { return p.alltoall(1, hvd.Shape()) },
-		`hvd: alltoall %q: a scalar has no first dimension: ALL sent float32[]`},
-	{"scalar reducescatter everywhere", func(p *part) error { return p.reducescatter(1, hvd.Shape()) },
-		`hvd: reducescatter %q: a scalar has no first dimension: ALL sent float32[]`},
-
-	// Check 8: the dimensions after the first differ.
-	{"dimensions of an allgather", func(p *part) error {
-		return p.allgather(6, hvd.Shape(pick(p, []int{2, 3}, []int{6})...))
-	},
-		`hvd: allgather %q: mismatched numbers of dimensions: MOST sent float32[2 3], ODD sent float32[6]`},
-	{"dimensions of an alltoall", func(p *part) error {
-		return p.alltoall(6, hvd.Shape(pick(p, []int{6}, []int{1, 6, 1})...))
-	},
-		`hvd: alltoall %q: mismatched numbers of dimensions: MOST sent float32[*], ODD sent float32[* 6 1]`},
-	{"rows of an allgather", func(p *part) error {
-		return p.allgather(6, hvd.Shape(pick(p, []int{2, 3}, []int{3, 2})...))
-	},
-		`hvd: allgather %q: mismatched shapes beyond the first dimension: MOST sent float32[2 3], ODD sent float32[3 2]`},
 	{"rows of an alltoall", func(p *part) error {
 		return p.alltoall(pick(p, 6, 0), hvd.Shape(2, pick(p, 3, 0)))
 	},
 		`hvd: alltoall %q: mismatched shapes beyond the first dimension: MOST sent float32[* 3], ODD sent float32[* 0]`},
-
-	// Check 12: the root ranks differ.
 	{"roots", func(p *part) error { return p.broadcast(1, pick(p, 0, 1)) },
 		`hvd: broadcast %q: mismatched root ranks: MOST named root 0, ODD named root 1`},
-
-	// The compressions differ. Horovod has no check for that.
 	{"compressions", func(p *part) error {
 		if p.odd {
 			return p.allreduce(1, hvd.CompressFP16())
 		}
 		return p.allreduce(1)
 	}, `hvd: allreduce %q: mismatched compressions: MOST asked for none, ODD asked for float16`},
-	{"kinds of compression", func(p *part) error {
-		return p.allreduce(1, pick(p, hvd.CompressBF16(), hvd.CompressFP16()))
-	}, `hvd: allreduce %q: mismatched compressions: MOST asked for bfloat16, ODD asked for float16`},
 	{"one tensor in a long name", func(p *part) error {
 		p.name += strings.Repeat("世", 1300)
 		return p.allreduce(pick(p, 1, 2))
 	}, ``},
-
-	// Checks 6, 9 and 11: the operation fails because the last rank has joined.
 	{"allgather under a join", func(p *part) error {
 		return p.joined(func() error { return p.allgather(1) })
 	},
 		`hvd: allgather %q: ODD has joined, but this operation needs data from every rank, unless ranks join with empty contributions`},
-	{"alltoall under a join", func(p *part) error { return p.joined(func() error { return p.alltoall(1) }) },
-		`hvd: alltoall %q: ODD has joined, but this operation needs data from every rank, unless ranks join with empty contributions`},
-	{"reducescatter under a join", func(p *part) error {
-		return p.joined(func() error { return p.reducescatter(1) })
-	},
-		`hvd: reducescatter %q: ODD has joined, but this operation needs data from every rank, unless ranks join with empty contributions`},
-	{"broadcast under a join", func(p *part) error {
-		return p.joined(func() error { return p.broadcast(1, 0) })
-	},
-		`hvd: broadcast %q: ODD has joined, but this operation needs data from every rank, unless ranks join with empty contributions`},
 	{"broadcast from a rank that joined with Empty", func(p *part) error {
 		return p.joined(func() error { return p.broadcast(1, p.e.Size()-1) }, hvd.Empty())
 	}, `hvd: broadcast %q: root rank LAST has joined`},
@@ -298,22 +180,6 @@ func TestMismatch(t *testing.T) {
 	})
 }
 
-// TestScaledReducescatterBeyondTheFusionThreshold checks that a scaled reducescatter may be larger than the
-// fusion buffer. Horovod refuses that (its check 10).
-func TestScaledReducescatterBeyondTheFusionThreshold(t *testing.T) {
-	runModes(t, func(ctx context.Context, t *testing.T, e *hvd.Engine) {
-		x := make([]float32, 600)
-		for i := range x {
-			x[i] = float32(i)
-		}
-		got, err := hvd.Reducescatter(ctx, x, hvd.Op(hvd.Sum), hvd.Prescale(2), hvd.Postscale(0.5), hvd.On(e))
-		each := len(x) / e.Size()
-		if err != nil || len(got) != each || got[0] != float32(e.Rank()*each*e.Size()) {
-			t.Errorf("rank %d: got %d elements and error %v", e.Rank(), len(got), err)
-		}
-	}, "HOROVOD_FUSION_THRESHOLD", "64")
-}
-
 // TestMismatchInAnAllreduceOfAGroup submits groups that differ between the ranks. An allreduce of a group is
 // one request. The error must name the tensor that differs, or say how the groups differ.
 func TestMismatchInAnAllreduceOfAGroup(t *testing.T) {
@@ -344,23 +210,8 @@ func TestMismatchInAnAllreduceOfAGroup(t *testing.T) {
 				`mismatched shapes of tensor 2 of 2: MOST sent int32[2 3], ODD sent int32[3 2]`,
 			}, {
 				func() error { return group(tensors(1, 2)) },
-				func() error {
-					_, err := hvd.GroupedAllreduce(ctx, [][]float32{{1}, {1, 2}}, p.opts()...)
-					return err
-				},
-				`mismatched data types of tensor 1 of 2: MOST sent int32[1], ODD sent float32[1]`,
-			}, {
-				func() error { return group(tensors(1, 2)) },
-				func() error { return group(tensors(3)) },
-				`mismatched groups: MOST sent a group of 2, ODD sent a group of 1`,
-			}, {
-				func() error { return group(tensors(1, 2)) },
 				func() error { return p.allreduce(3) },
 				`mismatched groups: MOST sent a group of 2, ODD sent a tensor outside a group`,
-			}, {
-				func() error { return group(tensors(1, 2), hvd.Op(hvd.Sum)) },
-				func() error { return group(tensors(1, 2), hvd.Op(hvd.Max)) },
-				`mismatched reductions: MOST asked for sum, ODD asked for max`,
 			},
 		} {
 			for range 2 { // in the second round the name of the group may be in the cache

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"math/rand/v2"
 	"slices"
 	"strings"
 	"sync/atomic"
@@ -50,121 +49,6 @@ func reduced[T number](n, ranks int, op hvd.ReduceOp) []T {
 	})
 }
 
-func checkAllreduce[T number](ctx context.Context, t *testing.T, e *hvd.Engine, n int) {
-	for _, op := range []hvd.ReduceOp{hvd.Sum, hvd.Min, hvd.Max, hvd.Product} {
-		x := fill[T](n, e.Rank())
-		kept := slices.Clone(x)
-		want := reduced[T](n, e.Size(), op)
-		label := fmt.Sprintf("%v of %d x %T on %d ranks", op, n, x, e.Size())
-		got, err := hvd.Allreduce(ctx, x, hvd.Op(op), hvd.On(e))
-		if err != nil {
-			t.Errorf("%s: rank %d: %v", label, e.Rank(), err)
-			return
-		}
-		if !slices.Equal(got, want) {
-			t.Errorf("%s: rank %d: wrong result", label, e.Rank())
-		}
-		if !slices.Equal(x, kept) {
-			t.Errorf("%s: rank %d: the argument was changed", label, e.Rank())
-		}
-		got, err = hvd.Allreduce(ctx, x, hvd.Op(op), hvd.InPlace(), hvd.On(e))
-		if err != nil || !slices.Equal(x, want) || n > 0 && &got[0] != &x[0] {
-			t.Errorf("%s in place: rank %d: wrong result or error %v", label, e.Rank(), err)
-		}
-	}
-}
-
-// TestAllreduce checks the result of each reduction. It uses five element types and tensors of 0 to 65537
-// elements, with and without InPlace. With -short, only the float32 tensors have more than 1000 elements.
-func TestAllreduce(t *testing.T) {
-	modes(t, func(t *testing.T, mode []string) {
-		for _, size := range sizes {
-			run(t, size, func(ctx context.Context, e *hvd.Engine) {
-				for _, n := range []int{0, 1, 7, 1000, 65537} {
-					checkAllreduce[float32](ctx, t, e, n)
-					if n > 1000 && testing.Short() {
-						continue
-					}
-					checkAllreduce[float64](ctx, t, e, n)
-					checkAllreduce[int32](ctx, t, e, n)
-					checkAllreduce[int64](ctx, t, e, n)
-					checkAllreduce[uint8](ctx, t, e, n)
-				}
-			}, mode...)
-		}
-	})
-}
-
-func TestAverageAndScaling(t *testing.T) {
-	run(t, 4, func(ctx context.Context, e *hvd.Engine) {
-		f, err := hvd.Allreduce(ctx, []float32{float32(e.Rank()), 10}, hvd.On(e))
-		if err != nil || !slices.Equal(f, []float32{1.5, 10}) {
-			t.Errorf("average of floats: got %v and error %v", f, err)
-		}
-		// As in Horovod, integers are divided in float64 and truncated toward zero: -6/4 is -1.
-		i, err := hvd.Allreduce(ctx, []int32{int32(-e.Rank()), 7}, hvd.On(e))
-		if err != nil || !slices.Equal(i, []int32{-1, 7}) {
-			t.Errorf("average of integers: got %v and error %v", i, err)
-		}
-		f, err = hvd.Allreduce(ctx, []float32{1, 2}, hvd.Op(hvd.Sum), hvd.Prescale(0.5), hvd.Postscale(3),
-			hvd.On(e))
-		if err != nil || !slices.Equal(f, []float32{6, 12}) {
-			t.Errorf("scaled sum: got %v and error %v", f, err)
-		}
-	})
-}
-
-func TestAllgather(t *testing.T) {
-	modes(t, func(t *testing.T, mode []string) {
-		for _, size := range sizes {
-			run(t, size, func(ctx context.Context, e *hvd.Engine) {
-				for round := range 3 { // the second and third round find the name in the cache
-					var want []int32
-					for r := range size {
-						want = append(want, fill[int32](2*r*3, r)...)
-					}
-					rows := 2 * e.Rank()
-					got, err := hvd.Allgather(ctx, fill[int32](rows*3, e.Rank()), hvd.Shape(rows, 3),
-						hvd.Name("rows"), hvd.On(e))
-					if err != nil || !slices.Equal(got, want) {
-						t.Errorf("size %d round %d rank %d: got %v and error %v, want %v", size, round,
-							e.Rank(), got, err, want)
-					}
-				}
-				if got, err := hvd.Allgather(ctx, []uint8{}, hvd.On(e)); err != nil || len(got) != 0 {
-					t.Errorf("nothing from all: got %v and error %v", got, err)
-				}
-			}, mode...)
-		}
-	})
-}
-
-func TestBroadcast(t *testing.T) {
-	modes(t, func(t *testing.T, mode []string) {
-		for _, size := range sizes {
-			run(t, size, func(ctx context.Context, e *hvd.Engine) {
-				for root := range size {
-					for _, n := range []int{0, 1, large(70_000)} {
-						want := fill[float64](n, root)
-						x := fill[float64](n, e.Rank())
-						got, err := hvd.Broadcast(ctx, x, root, hvd.On(e))
-						if err != nil || !slices.Equal(got, want) ||
-							!slices.Equal(x, fill[float64](n, e.Rank())) {
-							t.Errorf("size %d root %d n %d rank %d: wrong, error %v", size, root, n, e.Rank(),
-								err)
-						}
-						if _, err := hvd.Broadcast(ctx, x, root, hvd.InPlace(), hvd.On(e)); err != nil ||
-							!slices.Equal(x, want) {
-							t.Errorf("size %d root %d n %d rank %d in place: wrong, error %v", size, root, n,
-								e.Rank(), err)
-						}
-					}
-				}
-			}, mode...)
-		}
-	})
-}
-
 func TestBarrierHoldsEveryoneBack(t *testing.T) {
 	modes(t, func(t *testing.T, mode []string) {
 		arrived := make(chan int, 4)
@@ -193,64 +77,6 @@ func TestBarrierHoldsEveryoneBack(t *testing.T) {
 			}
 		}, mode...)
 	})
-}
-
-// TestAnyOrder submits the same names in a different order at each rank, over several steps, and checks all
-// results. It runs with several settings, so that each path of the negotiation is used.
-func TestAnyOrder(t *testing.T) {
-	for _, settings := range [][]string{
-		{},
-		{"HOROVOD_CACHE_CAPACITY", "0"},
-		{"HOROVOD_CACHE_CAPACITY", "2"},
-		{"HOROVOD_FUSION_THRESHOLD", "0"},
-		{"HOROVOD_FUSION_THRESHOLD", "64"},
-		{"HOROVOD_CYCLE_TIME", "0.5"},
-		{"HVD_NEGOTIATION", "lockstep"},
-		{"HVD_NEGOTIATION", "lockstep", "HOROVOD_CACHE_CAPACITY", "2"},
-		{"HVD_NEGOTIATION", "lockstep", "HOROVOD_FUSION_THRESHOLD", "64"},
-	} {
-		seed := rand.Uint64()
-		t.Run(strings.Join(settings, ","), func(t *testing.T) {
-			t.Logf("seed %d", seed)
-			run(t, 4, func(ctx context.Context, e *hvd.Engine) {
-				rng := rand.New(rand.NewPCG(seed, uint64(e.Rank())))
-				shapes := rand.New(rand.NewPCG(seed, 1000)) // the same seed at all ranks
-				for step := range 8 {
-					const tensors = 20
-					var n [tensors]int
-					for i := range n {
-						n[i] = i
-						if shapes.IntN(10) == 0 {
-							n[i] += step // now the shape differs from the shape that is cached under the name
-						}
-					}
-					var handles [tensors]*hvd.Handle[float32]
-					for _, i := range rng.Perm(tensors) {
-						var err error
-						handles[i], err = hvd.AllreduceAsync(fill[float32](n[i], e.Rank()+i), hvd.Op(hvd.Sum),
-							name("g%d", i), hvd.On(e))
-						if err != nil {
-							t.Errorf("rank %d: %v", e.Rank(), err)
-							return
-						}
-					}
-					for i, h := range handles {
-						got, err := h.Wait(ctx)
-						want := make([]float32, n[i])
-						for r := range e.Size() {
-							for j := range want {
-								want[j] += float32(value(j, r+i))
-							}
-						}
-						if err != nil || !slices.Equal(got, want) {
-							t.Errorf("rank %d step %d g%d: wrong, error %v", e.Rank(), step, i, err)
-							return
-						}
-					}
-				}
-			}, settings...)
-		})
-	}
 }
 
 // TestWaitGivesUp checks that an operation continues after the context of a Wait for it has ended.
