@@ -71,9 +71,9 @@ var floatTypes = []tensor.DType{tensor.Float16, tensor.BFloat16, tensor.Float32,
 // must have the bits that a single rank with all contributions would compute.
 func TestDirectOrder(t *testing.T) {
 	const numElems = 50
-	eachCluster(t, func(t *testing.T, c *cluster, seg int) {
-		n := len(c.backends)
-		for _, red := range reductions(c, seg) {
+	for _, n := range []int{2, 3, 5} {
+		c := newCluster(memMeshes(n), upTo(n), tcp.Config{SegmentBytes: 64})
+		for _, red := range everyReduction {
 			op, dt := red.op, red.dt
 			if !dt.IsFloat() || op == tensor.Min || op == tensor.Max {
 				continue
@@ -89,7 +89,8 @@ func TestDirectOrder(t *testing.T) {
 				checkDirectOrder(t, c, op, dt, in, want, place.before*dt.Size(), place.after*dt.Size())
 			}
 		}
-	})
+		c.close()
+	}
 }
 
 // checkDirectOrder embeds each contribution in a larger buffer and reduces these buffers. The parameters

@@ -131,10 +131,7 @@ func TestListsAtRandom(t *testing.T) {
 		}
 		return meshes
 	}
-	rounds := 40
-	if testing.Short() {
-		rounds = 10
-	}
+	const rounds = 15
 	for _, network := range []struct {
 		name   string
 		ranks  int // the largest number of ranks

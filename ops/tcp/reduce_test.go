@@ -113,15 +113,6 @@ var everyReduction = func() (all []reduction) {
 var fewReductions = []reduction{{tensor.Max, tensor.Uint8}, {tensor.Sum, tensor.BFloat16},
 	{tensor.Sum, tensor.Float32}, {tensor.Product, tensor.Int64}}
 
-// reductions returns the reductions for a test with eachCluster: all that exist in one of the clusters, and
-// few in the others, in which the steps differ but not the arithmetic.
-func reductions(c *cluster, segmentBytes int) []reduction {
-	if len(c.backends) == 3 && segmentBytes == 64 {
-		return everyReduction
-	}
-	return fewReductions
-}
-
 // eachReduction calls f with the contributions of all ranks of c and the expected result. It does so for each
 // of the given reductions and every algorithm of algs.
 func eachReduction(c *cluster, reductions []reduction, algs []message.Algorithm, numElems int,
@@ -186,21 +177,9 @@ func wantElements(t *testing.T, what string, dt tensor.DType, got, want []byte) 
 	}
 }
 
-func TestAllreduce(t *testing.T) {
-	eachCluster(t, func(t *testing.T, c *cluster, seg int) {
-		for _, numElems := range []int{0, 1, 7, 1000} {
-			checkAllreduce(t, c, reductions(c, seg), numElems)
-		}
-		// With short segments, 1000 elements test the same code in less time.
-		if seg == 0 && !testing.Short() {
-			checkAllreduce(t, c, reductions(c, seg), 65537)
-		}
-	})
-}
-
 // All ranks get the same bits, even if the sum of their contributions depends on the order of the additions.
 func TestAllreduceSameBits(t *testing.T) {
-	eachCluster(t, func(t *testing.T, c *cluster, _ int) {
+	eachCluster(t, func(t *testing.T, c *cluster) {
 		for _, alg := range tcp.Algorithms(message.Allreduce) {
 			bufs := make([][]byte, len(c.backends))
 			for r := range bufs {
@@ -281,18 +260,13 @@ func checkReducescatter(t *testing.T, c *cluster, reductions []reduction, numEle
 // A reduce gives its root the bits of a direct allreduce, whether the root reduces alone (up to 64 KiB from
 // all other ranks) or each rank reduces a part.
 func TestReduce(t *testing.T) {
-	eachCluster(t, func(t *testing.T, c *cluster, seg int) {
-		sizes := []int{0, 1, 7, 1000}
-		if seg == 0 {
-			sizes = append(sizes, 16384, 16385)
-		}
-		if seg == 0 && !testing.Short() {
-			sizes = append(sizes, 65537)
-		}
-		for _, numElems := range sizes {
+	for n := 1; n <= 4; n++ {
+		c := newCluster(memMeshes(n), upTo(n), tcp.Config{SegmentBytes: 4 << 10})
+		for _, numElems := range []int{0, 1, 7, 1000, 8192, 8193, 16384, 16385} {
 			checkReduce(t, c, numElems)
 		}
-	})
+		c.close()
+	}
 }
 
 // checkReduce compares the results of reduces to each root with that of one direct allreduce.
@@ -321,15 +295,4 @@ func checkReduce(t *testing.T, c *cluster, numElems int) {
 				want[root])
 		}
 	}
-}
-
-func TestReducescatter(t *testing.T) {
-	eachCluster(t, func(t *testing.T, c *cluster, seg int) {
-		for _, numElems := range []int{0, 1, 7, 64, 1000} {
-			checkReducescatter(t, c, reductions(c, seg), numElems)
-		}
-		if seg == 0 && !testing.Short() {
-			checkReducescatter(t, c, reductions(c, seg), 65537)
-		}
-	})
 }

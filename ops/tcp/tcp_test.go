@@ -22,14 +22,25 @@ var _ ops.Backend = (*tcp.Backend)(nil)
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// checkAll checks all collectives that divide a buffer into parts, with about numElems elements per rank.
+// checkAll checks all collectives, with about numElems elements per rank.
 func checkAll(t *testing.T, c *cluster, reductions []reduction, numElems int) {
 	t.Helper()
 	checkAllreduce(t, c, reductions, numElems)
 	checkReducescatter(t, c, reductions, numElems)
+	checkBroadcast(t, c, numElems%len(c.backends), numElems)
 	checkAllgather(t, c, func(r int) int64 { return int64(numElems * r % 1021) })
 	checkAlltoall(t, c, func(from, to int) int64 { return int64(numElems * (from + 2*to) % 1021) })
 	checkAdasum(t, c, []int{numElems / 3, 0, numElems - numElems/3})
+}
+
+// All collectives work for each number of ranks, with each length of segments, and with tensors that end
+// before, at and after the end of a segment.
+func TestCollectives(t *testing.T) {
+	eachCluster(t, func(t *testing.T, c *cluster) {
+		for _, numElems := range []int{0, 1, 7, 16, 1000} {
+			checkAll(t, c, fewReductions, numElems)
+		}
+	})
 }
 
 // All collectives work on ranks 5, 1 and 4, in this order. The segment size, 61 bytes, is a multiple of no
@@ -42,16 +53,11 @@ func TestProcessSet(t *testing.T) {
 // All collectives work over real sockets. The sockets accept fewer bytes at once than the ranks send, so the
 // channels queue bytes.
 func TestSockets(t *testing.T) {
-	for _, n := range []int{1, 2, 3, 4, 5, 8} {
+	for _, n := range []int{2, 3} {
 		t.Run(fmt.Sprintf("ranks=%d", n), func(t *testing.T) {
 			c := newCluster(tcpMeshes(t, n), upTo(n), tcp.Config{SegmentBytes: 4 << 10})
-			for _, numElems := range []int{0, 1, 7, 64, 1000} {
-				checkAll(t, c, fewReductions, numElems)
-			}
+			checkAll(t, c, fewReductions, 1000)
 			checkAdasum(t, c, []int{65537, 0, 3})
-			if n > 3 {
-				return
-			}
 			checkBigSum(t, c, 4<<20)
 			checkAllgather(t, c, func(r int) int64 { return int64(r * 4 << 20) })
 			checkAlltoall(t, c, func(from, to int) int64 { return int64(from * (to + 1) * 2 << 20) })
