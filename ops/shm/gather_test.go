@@ -44,32 +44,6 @@ func fill(dst []byte, from, to, round int) {
 	}
 }
 
-func TestAllgather(t *testing.T) {
-	for n := 1; n <= 5; n++ {
-		run(t, n, shm.Config{StageBytes: 4 << 10}, func(r *rank) error {
-			for round := range 14 {
-				c := counts(n, round)
-				out, want := r.buffer(round, sum(c)), aligned(int(sum(c)))
-				at := int64(0)
-				for i, size := range c {
-					fill(want[at:at+size], i, 0, round)
-					if i == r.me {
-						fill(out[at:at+size], i, 0, round)
-					}
-					at += size
-				}
-				if err := r.Allgather(t.Context(), message.Direct, out, c); err != nil {
-					return err
-				}
-				if !bytes.Equal(out, want) {
-					return fmt.Errorf("%v: %s", c, difference(out, want))
-				}
-			}
-			return nil
-		})
-	}
-}
-
 func TestBroadcast(t *testing.T) {
 	for n := 1; n <= 5; n++ {
 		run(t, n, shm.Config{StageBytes: 4 << 10}, func(r *rank) error {
@@ -86,29 +60,6 @@ func TestBroadcast(t *testing.T) {
 					if !bytes.Equal(buf, want) {
 						return fmt.Errorf("%d bytes from %d: %s", size, root, difference(buf, want))
 					}
-				}
-			}
-			return nil
-		})
-	}
-}
-
-func TestReducescatter(t *testing.T) {
-	for n := 1; n <= 5; n++ {
-		run(t, n, shm.Config{StageBytes: 4 << 10}, func(r *rank) error {
-			for round := range 14 {
-				c := counts(n, round)
-				content := input(tensor.Int64, r.me, 0, int(sum(c)/8))
-				buf := r.buffer(round, sum(c))
-				copy(buf, content)
-				if err := r.Reducescatter(t.Context(), message.Direct, tensor.Int64, tensor.Sum, buf,
-					c); err != nil {
-					return err
-				}
-				from := sum(c[:r.me])
-				want := reduced(tensor.Int64, tensor.Sum, n, 0, int(sum(c)/8))[from : from+c[r.me]]
-				if got := buf[from : from+c[r.me]]; !bytes.Equal(got, want) {
-					return fmt.Errorf("%v: %s", c, difference(got, want))
 				}
 			}
 			return nil

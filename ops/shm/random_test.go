@@ -27,7 +27,7 @@ func TestStepsAtRandom(t *testing.T) {
 				if err != nil {
 					return err
 				}
-				for round := range 150 {
+				for round := range 60 {
 					each := common.IntN([]int{50, 1000, 12_000}[round%3]) + 1
 					in := make([][]byte, n)
 					for i := range in {
