@@ -2,18 +2,13 @@ package sidecar
 
 import (
 	"math"
-	"os"
-	"path/filepath"
 	"slices"
-	"strconv"
 	"strings"
 	"testing"
 
-	"go.uber.org/zap"
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/arena"
-	"github.com/gohvd/gohvd/internal/rank"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecartest"
 	"github.com/gohvd/gohvd/internal/testnet"
@@ -111,48 +106,6 @@ func TestBye(t *testing.T) {
 		t.Errorf("the rank has failed because of %v", err)
 	}
 	testnet.WantError(t, connect(t, s).end(), "refused: the rank has failed", "sent Bye before Shutdown")
-}
-
-// TestInitAgain lets two ranks init and shut down ten times. Each job must have a new epoch, and the client
-// must be notified when a job ends.
-func TestInitAgain(t *testing.T) {
-	servers := job(t, 2)
-	all(servers, func(r int, s *Server) {
-		c := connect(t, s)
-		for epoch := range uint64(10) {
-			if ready := c.Init(); ready.Epoch != epoch+1 || !ready.Homogeneous || ready.LocalSize != 2 {
-				t.Errorf("ready: %v", ready)
-			}
-			c.MustRun(&sidecarpb.Operation{Kind: 6})
-			c.Shutdown()
-			if e := c.ended(); e.Error != nil {
-				t.Errorf("ended: %v", e)
-			}
-			c.News = nil
-			c.Shutdown() // the job is over, so this Shutdown does nothing
-		}
-		c.bye()
-	})
-}
-
-// TestHomogeneous checks that all ranks get the same value of Homogeneous. It must be true if and only if all
-// hosts have the same number of ranks.
-func TestHomogeneous(t *testing.T) {
-	for _, q := range []struct {
-		hosts []string
-		want  bool
-	}{{[]string{"a", "b"}, true}, {[]string{"a", "a", "b"}, false}, {[]string{"a", "b", "b", "b", "c", "c"},
-		false}} {
-		all(job(t, len(q.hosts)), func(r int, s *Server) {
-			c := connect(t, s)
-			if ready := c.Must(sidecartest.Init(
-				map[string]string{"HOROVOD_HOSTNAME": q.hosts[r]})).GetReady(); ready.Homogeneous != q.want {
-				t.Errorf("hosts %q: rank %d: %v, want %v", q.hosts, r, ready, q.want)
-			}
-			c.Shutdown()
-			c.bye()
-		})
-	}
 }
 
 // TestShutDownByAnother shuts down rank 1 while rank 0 waits for an operation that only rank 0 has submitted.
@@ -286,38 +239,6 @@ func TestProcessSets(t *testing.T) {
 	})
 }
 
-// TestMembersAddProcessSets adds process sets by their members only: rank 0 sends no request. Two sets have
-// the same members.
-func TestMembersAddProcessSets(t *testing.T) {
-	all(job(t, 3), func(r int, s *Server) {
-		c := connect(t, s)
-		c.Must(sidecartest.Init(nil))
-		b := c.Arena(uint32(r+1), 4096)
-		add := func(name string) *sidecarpb.Request {
-			return &sidecarpb.Request{What: &sidecarpb.Request_AddProcessSet{
-				AddProcessSet: &sidecarpb.AddProcessSet{Ranks: []int32{2, 1}, MembersOnly: true, Name: name}}}
-		}
-		if r == 0 {
-			refused(t, "of others", c.Call(add("")), classUsage, "rank 0 is not among the ranks")
-		} else {
-			one, two := c.Must(add("")).GetProcessSet(), c.Must(add("b")).GetProcessSet()
-			if one.Id != 1 || two.Id != 2 || !slices.Equal(two.Ranks, []int32{1, 2}) {
-				t.Errorf("added %v and %v", one, two)
-			}
-			b[3] = 0x40 // 2.0
-			o := sidecartest.Sum("x", uint32(r+1), 0, 1)
-			o.ProcessSet = two.Id
-			if a := c.Run(o); a.Error != nil || b[2] != 0x80 { // 4.0
-				t.Errorf("sum of two: %v, %v", a, b[:4])
-			}
-			c.Must(&sidecarpb.Request{What: &sidecarpb.Request_RemoveProcessSet{
-				RemoveProcessSet: &sidecarpb.RemoveProcessSet{Id: one.Id}}})
-		}
-		c.Shutdown()
-		c.bye()
-	})
-}
-
 // TestInitFails lets Init fail. The sidecar must not have a job then, and must serve its clients as before.
 func TestInitFails(t *testing.T) {
 	kv := store.NewHashStore(store.Limits{})
@@ -344,48 +265,6 @@ func TestDeathDuringInit(t *testing.T) {
 	<-s.Dead()
 }
 
-// TestTimeline checks that the timeline is written to the file that the client names. The file must contain
-// the operations between the start and the end of the timeline, and no others.
-func TestTimeline(t *testing.T) {
-	s := job(t, 1)[0]
-	c := connect(t, s)
-	path := filepath.Join(t.TempDir(), "t.json")
-	for what, q := range map[string]*sidecarpb.Request{
-		"start without a job": sidecartest.StartTimeline(path, false),
-		"stop without a job":  sidecartest.StopTimeline(),
-	} {
-		refused(t, what, c.Call(q), classNotInitialized, "timeline: ")
-	}
-	c.Init()
-	for _, test := range []struct{ path, says string }{
-		{"", `got path "", want an absolute path`}, {"t.json", `got path "t.json", want an absolute path`},
-		{"/" + strings.Repeat("x", 4096), "got a path of 4097 bytes, want at most 4096"},
-		{filepath.Join(path, "below"), "start timeline: "},
-	} {
-		refused(t, test.path, c.Call(sidecartest.StartTimeline(test.path, false)), classUsage, test.says)
-	}
-	c.Arena(1, 4096)
-	sum := func(name string) { c.MustRun(sidecartest.Sum(name, 1, 0, 4)) }
-	sum("before")
-	c.Must(sidecartest.StartTimeline(path, true))
-	sum("within")
-	c.Must(sidecartest.StopTimeline())
-	sum("after")
-	got, err := os.ReadFile(path)
-	if err != nil {
-		t.Fatal(err)
-	}
-	for word, want := range map[string]bool{"before": false, "within": true, "after": false,
-		"CYCLE_START": true} {
-		if strings.Contains(string(got), word) != want {
-			t.Errorf("%s in the timeline: %v, want %v\n%s", word, !want, want, got)
-		}
-	}
-	c.Must(sidecartest.StopTimeline()) // does nothing, because the timeline has been stopped already
-	c.Shutdown()
-	c.bye()
-}
-
 // TestChangeWhileClosing sends a request that changes the engine while the server is closing. The request
 // must fail and release the lock that Close needs.
 func TestChangeWhileClosing(t *testing.T) {
@@ -402,29 +281,4 @@ func TestChangeWhileClosing(t *testing.T) {
 	if err := s.Close(t.Context()); err != nil {
 		t.Error(err)
 	}
-}
-
-// TestUniqueID makes a unique id at the sidecar that will be rank 0. Two sidecars without a launcher join the
-// job of this id.
-func TestUniqueID(t *testing.T) {
-	servers := make([]*Server, 2)
-	for r := range servers {
-		servers[r] = server(t, Config{Options: rank.Options{Log: zap.NewNop()}, Version: "test"})
-	}
-	first := connect(t, servers[0])
-	id := first.Must(sidecartest.NewUniqueID()).GetUniqueId().GetText()
-	all(servers, func(r int, s *Server) {
-		c := first
-		if r > 0 {
-			c = connect(t, s)
-		}
-		ready := c.Must(sidecartest.Init(map[string]string{
-			"HVD_UNIQUE_ID": id, "HOROVOD_RANK": strconv.Itoa(r), "HOROVOD_SIZE": "2",
-		})).GetReady()
-		if int(ready.Rank) != r || ready.Size != 2 {
-			t.Errorf("rank %d got ready: %v", r, ready)
-		}
-		c.Shutdown()
-		c.bye()
-	})
 }

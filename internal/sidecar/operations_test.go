@@ -37,28 +37,6 @@ func ranks(t *testing.T, n int, f func(r int, c *client, b []byte)) {
 	})
 }
 
-// TestAllreduce checks that an allreduce in place computes the sum over all ranks, for 1 to 3 ranks and 0 to
-// 100000 elements.
-func TestAllreduce(t *testing.T) {
-	for _, n := range []int{1, 2, 3} {
-		ranks(t, n, func(r int, c *client, b []byte) {
-			x := tensor.View[float32](b)
-			for _, elems := range []int64{0, 1, 7, 1000, 100000} {
-				for k := range x[:elems] {
-					x[k] = float32(r + k%10)
-				}
-				c.MustRun(sidecartest.Sum("a", uint32(r+1), 0, elems))
-				for k, got := range x[:elems] {
-					if want := float32(n*(n-1)/2 + n*(k%10)); got != want {
-						t.Errorf("%d elements: element %d is %v, want %v", elems, k, got, want)
-						return
-					}
-				}
-			}
-		})
-	}
-}
-
 // at describes the numBytes bytes at offset in the arena of rank r.
 func at(r int, offset, numBytes int) *sidecarpb.Memory {
 	return &sidecarpb.Memory{Arena: uint32(r + 1), Offset: uint64(offset), Bytes: uint64(numBytes)}
@@ -328,49 +306,6 @@ func TestPark(t *testing.T) {
 	}
 }
 
-// TestGroups checks the results of groups with outputs that the client provides, with outputs that the
-// sidecar allocates, and without tensors.
-func TestGroups(t *testing.T) {
-	ranks(t, 2, func(r int, c *client, b []byte) {
-		x := tensor.View[int32](b)
-		for _, kind := range []uint32{1, 2, 5} {
-			o := &sidecarpb.Operation{Kind: kind, Dtype: 5, ReduceOp: 2, Grouped: true,
-				Name: fmt.Sprint("group", kind)}
-			if kind == 2 {
-				o.ReduceOp = 0
-			}
-			for i := range 5 {
-				x[16*i], x[16*i+1] = int32(i), int32(r)
-				tt := &sidecarpb.Tensor{Shape: []int64{2}, Input: at(r, 64*i, 8)}
-				if kind == 1 && i%2 == 0 {
-					tt.Output = tt.Input
-				}
-				o.Tensors = append(o.Tensors, tt)
-			}
-			a := c.MustRun(o)
-			for i, result := range a.Results {
-				m := result.Memory
-				got := tensor.View[int32](c.Arenas[m.Arena][m.Offset : m.Offset+m.Bytes])
-				want := map[uint32][]int32{1: {2 * int32(i), 1}, 2: {int32(i), 0, int32(i), 1},
-					5: {2 * int32(i)}}[kind]
-				if kind == 5 && r == 1 {
-					want = []int32{1}
-				}
-				if !slices.Equal(got, want) {
-					t.Errorf("rank %d: kind %d: tensor %d is %v, want %v", r, kind, i, got, want)
-				}
-			}
-			if len(a.Results) != 5 {
-				t.Errorf("%d results", len(a.Results))
-			}
-		}
-		if a := c.MustRun(&sidecarpb.Operation{Kind: 1, Dtype: 5, Grouped: true, Name: "none"}); len(
-			a.Results) != 0 {
-			t.Errorf("a group of none gave %v", a)
-		}
-	})
-}
-
 // TestGroupOfSeveralTypes checks that the tensors in a group may have different types, and that a tensor
 // outside of a group must have the type of the operation. If a type is unknown, a location is unaligned or a
 // shape is wrong, the client must get an error.
@@ -489,27 +424,6 @@ func TestEmptyOverTheRing(t *testing.T) {
 	}
 }
 
-// TestBarrierAndJoin checks that a barrier and a join complete. The answer to the join must name an existing
-// rank as the rank that joined last.
-func TestBarrierAndJoin(t *testing.T) {
-	ranks(t, 2, func(r int, c *client, b []byte) {
-		c.Ring(16)
-		c.MustRun(&sidecarpb.Operation{Kind: 6})
-		c.Send(sidecartest.Prepare(0, &sidecarpb.Operation{Kind: 6, Name: "b"}))
-		c.Send(sidecartest.Prepare(1, &sidecarpb.Operation{Kind: 7}))
-		id := c.Push(0)
-		c.Doorbell()
-		if !c.Wait(id) {
-			t.Errorf("barrier: got the answer %v", c.Reply(id))
-		}
-		id = c.Push(1)
-		c.Doorbell()
-		if a := c.Reply(id); a.Error != nil || a.GetCompletion().LastJoined > 1 {
-			t.Errorf("join: %v", a)
-		}
-	})
-}
-
 // TestNumberedCalls submits the operation of one slot as call 1 and as call 2. The ranks submit the calls in
 // different orders, so the sums are right only if the calls are matched by number. A number needs a name.
 func TestNumberedCalls(t *testing.T) {
@@ -538,51 +452,6 @@ func TestNumberedCalls(t *testing.T) {
 		id := c.PushCall(2, 1)
 		c.Doorbell()
 		refused(t, "no name", c.Reply(id), classUsage, "call number 1 of an operation without a name")
-	})
-}
-
-// TestTypes computes the maximum of one element by an allreduce, for each element type.
-func TestTypes(t *testing.T) {
-	ranks(t, 2, func(r int, c *client, b []byte) {
-		for _, dt := range tensor.DTypes() {
-			clear(b[:64])
-			// The first byte is 0 or 1. So the value is 0 or 1 in an integer type, and 0 or the smallest
-			// positive number in a floating-point type.
-			b[0] = byte(r)
-			o := &sidecarpb.Operation{Kind: 1, Dtype: uint32(dt), ReduceOp: 4, Name: dt.String(),
-				Tensors: []*sidecarpb.Tensor{
-					{Shape: []int64{1}, Input: at(r, 0, dt.Size()), Output: at(r, 0, dt.Size())},
-				}}
-			if a := c.Run(o); a.Error != nil || b[0] != 1 {
-				t.Errorf("rank %d: %v: got %v, byte %d", r, dt, a, b[0])
-			}
-		}
-		// In the result of a broadcast a bool must be 0 or 1, even if the root's input had another value in
-		// that byte.
-		b[0] = byte(200 * r)
-		o := &sidecarpb.Operation{Kind: 3, Dtype: 11, RootRank: 1, Name: "bool", Tensors: []*sidecarpb.Tensor{
-			{Shape: []int64{1}, Input: at(r, 0, 1), Output: at(r, 1, 1)},
-		}}
-		if c.MustRun(o); b[1] != 1 {
-			t.Errorf("rank %d: the bool is %d", r, b[1])
-		}
-	})
-}
-
-// TestCompression checks that compression rounds each value of an allreduce. With error feedback, the
-// rounding error is added to the next value, so the third sum must not be 2.
-func TestCompression(t *testing.T) {
-	ranks(t, 2, func(r int, c *client, b []byte) {
-		x := tensor.View[float32](b)
-		for range 3 {
-			x[0] = 1 + 1.0/1024/4 // float16 rounds this to 1
-			o := sidecartest.Sum("x", uint32(r+1), 0, 1)
-			o.WireDtype, o.ErrorFeedback = 7, true
-			c.MustRun(o)
-		}
-		if x[0] == 2 { // without error feedback each sum is 2
-			t.Error("nothing was made up for")
-		}
 	})
 }
 

@@ -252,60 +252,6 @@ func TestRequests(t *testing.T) {
 	shutdown(t, clients)
 }
 
-// A parameter server works through sidecars, with memory of the program.
-func TestParameterServer(t *testing.T) {
-	clients := spawn(t, 3)
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	_, port, _ := net.SplitHostPort(l.Addr().String())
-	if err := l.Close(); err != nil {
-		t.Fatal(err)
-	}
-	roles := []string{"scheduler", "server", "worker"}
-	each(t, 3, func(i int) {
-		c, ctx := clients[i], context.Background()
-		n, err := c.StartNode(ctx, os.Environ(), map[string]string{"DMLC_ROLE": roles[i], "DMLC_NUM_SERVER": "1",
-			"DMLC_NUM_WORKER": "1", "DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": port,
-			"DMLC_NODE_HOST": "127.0.0.1"})
-		if err != nil || n != (Node{roles[i], 0, 1, 1}) {
-			panic(fmt.Sprintf("got %+v, %v", n, err))
-		}
-		if i == 1 {
-			if err := c.Serve(ctx, 0, tensor.Float32, "sum", nil); err != nil {
-				panic(err)
-			}
-			if err := c.Serve(ctx, 1, tensor.Float32, "best", nil); !strings.Contains(chain(err), "UsageError") {
-				panic(chain(err))
-			}
-		}
-		if err := c.NodeBarrier(ctx, 7); err != nil {
-			panic(err)
-		}
-		if i == 2 {
-			results := make([]byte, 8)
-			for round := range 2 {
-				x := &Exchange{DType: tensor.Float32, Push: true, Pull: true, Keys: []uint64{3, 9},
-					Values: floats(1, 2), Results: results}
-				done := make(chan error, 1)
-				if err := c.Exchange(x, func(err error) { done <- err }); err != nil {
-					panic(err)
-				}
-				if err := <-done; err != nil {
-					panic(err)
-				}
-				if want := floats(float32(round+1), float32(2*round+2)); !slices.Equal(results, want) {
-					panic(fmt.Sprintf("got %x, want %x", results, want))
-				}
-			}
-		}
-		if err := errors.Join(c.Clock(ctx), c.Finalize(ctx, true)); err != nil && i == 2 {
-			panic(err)
-		}
-	})
-}
-
 // Open reports what is wrong with the sidecar that it should use.
 func TestOpenFails(t *testing.T) {
 	script := filepath.Join(t.TempDir(), "hvdd")
