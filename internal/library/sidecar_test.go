@@ -3,6 +3,7 @@ package library
 import (
 	"encoding/json"
 	"errors"
+	"fmt"
 	"os"
 	"os/exec"
 	"os/signal"
@@ -21,15 +22,39 @@ import (
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
-// hvdd builds the sidecar in a folder of the test.
+// scratch is the folder of the sidecar that hvdd builds, or "".
+var scratch string
+
+func TestMain(m *testing.M) {
+	code := m.Run()
+	if scratch != "" {
+		if err := os.RemoveAll(scratch); err != nil {
+			panic(err)
+		}
+	}
+	os.Exit(code)
+}
+
+// hvdd returns the path of the sidecar. It builds it once.
 func hvdd(t *testing.T) string {
-	path := filepath.Join(t.TempDir(), "hvdd")
-	out, err := exec.Command("go", "build", "-o", path, "github.com/gohvd/gohvd/cmd/hvdd").CombinedOutput()
+	path, err := built()
 	if err != nil {
-		t.Fatalf("%v\n%s", err, out)
+		t.Fatal(err)
 	}
 	return path
 }
+
+var built = sync.OnceValues(func() (path string, err error) {
+	if scratch, err = os.MkdirTemp("", "library"); err != nil {
+		return "", err
+	}
+	path = filepath.Join(scratch, "hvdd")
+	out, err := exec.Command("go", "build", "-o", path, "github.com/gohvd/gohvd/cmd/hvdd").CombinedOutput()
+	if err != nil {
+		err = fmt.Errorf("%w\n%s", err, out)
+	}
+	return path, err
+})
 
 // newLibrary returns a Library that finds the sidecar at path.
 func newLibrary(t *testing.T, path string) *Library {
