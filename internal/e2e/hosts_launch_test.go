@@ -153,33 +153,6 @@ func checkDigits(t *testing.T, output string) {
 	}
 }
 
-// The program examples/digits trains on two hosts. The agents are started without ssh.
-func TestDigitsOverHosts(t *testing.T) {
-	hosts := testnet.NewHosts(t, 2)
-	digits := buildDigits(t)
-	j := startCommand(t, append(on(t, hosts[0]), hvdrunPath, "-H", list(hosts, layout{2, 2}, false), "--agent",
-		enterHost, digits))
-	if status := j.wait(); status != 0 {
-		t.Errorf("hvdrun ended with status %d", status)
-	}
-	checkDigits(t, j.out())
-	tellJob(t, j)
-}
-
-// hvdrun is killed. The ranks on all hosts end.
-func TestHvdrunIsKilledOverHosts(t *testing.T) {
-	hosts := testnet.NewHosts(t, 2)
-	m := mark(t)
-	j := startHvdrun(t, on(t, hosts[0]), []string{"-H", list(hosts, layout{2, 2}, false), "--agent", enterHost}, "small",
-		m)
-	j.ready(4)
-	if err := j.cmd.Process.Kill(); err != nil {
-		t.Fatal(err)
-	}
-	j.wait()
-	awaitNone(t, m, 30*time.Second)
-}
-
 // A rank on one host is killed. All other ranks fail, and the report names the rank and its host.
 func TestKillOverHosts(t *testing.T) {
 	hosts := testnet.NewHosts(t, 2)

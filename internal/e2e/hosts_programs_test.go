@@ -167,7 +167,7 @@ func checkRound(ctx context.Context, round int) error {
 		sums = append(sums, pending{h, want})
 	}
 	for _, check := range []func(ctx context.Context, round, me, n int) error{
-		checkTypes, checkReductions, checkReducescatter, checkAllgather, checkBroadcast, checkAlltoall,
+		checkReductions, checkReducescatter, checkAllgather, checkBroadcast, checkAlltoall,
 		checkBarrier, checkGroups, checkProcessSet, checkJoin, checkLarge,
 	} {
 		if err := check(ctx, round, me, n); err != nil {

@@ -57,19 +57,6 @@ func TestKillDuringMessages(t *testing.T) { kill(t, "messages", 2, 5*time.Millis
 // A rank is killed while the ranks add, use and remove overlapping process sets by themselves.
 func TestKillDuringGroups(t *testing.T) { kill(t, "groups", 1, 20*time.Millisecond) }
 
-// Overlapping process sets are added, used and removed by their members only, at the same time, in both modes
-// of negotiation.
-func TestGroups(t *testing.T) {
-	for _, negotiation := range []string{"event", "lockstep"} {
-		t.Run(negotiation, func(t *testing.T) {
-			j := start(t, ranks, "some-groups", "HVD_NEGOTIATION="+negotiation)
-			if status := j.wait(); status != 0 {
-				t.Errorf("hvdrun ended with status %d:\n%s\n%s", status, j.out(), j.err())
-			}
-		})
-	}
-}
-
 // kill runs a job of four ranks and kills the victim some time after all ranks are ready (see killed).
 func kill(t *testing.T, program string, victim int, after time.Duration, env ...string) {
 	j := start(t, ranks, program, env...)
@@ -186,27 +173,6 @@ func (j *job) named(victim, survivors int, text string, began time.Time,
 	return took
 }
 
-// A rank exits with status 0 without having called Shutdown. The job fails.
-func TestLeaveWithoutShutdown(t *testing.T) {
-	j := start(t, 3, "leave")
-	reports := 0
-	j.until("the others had reported", func(l line) bool {
-		if text, ok := strings.CutPrefix(l.text, "error "); ok {
-			reports++
-			if !strings.Contains(text, "rank 1 failed") {
-				t.Errorf("rank %d does not name rank 1: %s", l.rank, text)
-			}
-		}
-		return reports == 2
-	})
-	if status := j.wait(); status != 1 {
-		t.Errorf("hvdrun ended with status %d, want 1", status)
-	}
-	if !strings.Contains(j.err(), "rank 1") {
-		t.Errorf("hvdrun does not name rank 1:\n%s", j.err())
-	}
-}
-
 // All processes of a job are stopped and continue later, as when a scheduler suspends the job. The job goes
 // on. In the second case, only one rank is stopped, for longer than the liveness limit. All ranks, including
 // the stopped one, get an error that names it.
@@ -241,21 +207,6 @@ func TestStoppedProcesses(t *testing.T) {
 				t.Errorf("the job ended with status %d:\n%s\n%s", status, j.out(), j.err())
 			}
 		})
-	}
-}
-
-// A program calls Init again after Shutdown. The package-level functions of hvd return the right rank, local
-// rank and cross rank.
-func TestInitAgain(t *testing.T) {
-	j := start(t, 3, "again")
-	if status := j.wait(); status != 0 {
-		t.Errorf("hvdrun ended with status %d:\n%s", status, j.err())
-	}
-	for r := range 3 {
-		if want := fmt.Sprintf("[%d]<stdout>:place %d 3 %d 3 0 1\n", r, r, r); !strings.Contains(j.out(),
-			want) {
-			t.Errorf("got %q, want %q in it", j.out(), want)
-		}
 	}
 }
 

@@ -2,11 +2,8 @@ package e2e
 
 import (
 	"context"
-	"crypto/sha256"
-	"encoding/binary"
 	"errors"
 	"fmt"
-	"math"
 	"math/rand/v2"
 	"os"
 	"slices"
@@ -80,9 +77,7 @@ func program(name string) int {
 	case "mixed":
 		err = mixed(ctx)
 	case "groups":
-		err = groups(ctx, math.MaxInt)
-	case "some-groups":
-		err = groups(ctx, 10)
+		err = groups(ctx)
 	case "joined":
 		err = joined(ctx)
 	case "sums":
@@ -98,11 +93,6 @@ func program(name string) int {
 	case "idle":
 		// The test measures this process while it is idle, and then interrupts it.
 		select {}
-	case "leave":
-		if hvd.Rank() == 1 {
-			return 0 // this ends the rank without Shutdown, which counts as a death
-		}
-		err = hvd.Barrier(ctx, hvd.Name("after"))
 	default:
 		fmt.Fprintf(os.Stderr, "unknown program %q\n", name)
 		return 2
@@ -348,8 +338,8 @@ func mixed(ctx context.Context) error {
 
 // groups adds overlapping process sets, each by its members only: all pairs of neighbours and one set of
 // three ranks. For each set of this rank a goroutine adds the set, runs operations on it and removes it,
-// for the given number of rounds or until an operation fails. The goroutines start in a random order.
-func groups(ctx context.Context, rounds int) error {
+// until an operation fails. The goroutines start in a random order.
+func groups(ctx context.Context) error {
 	n := hvd.Size()
 	sets := [][]int{{0, 1, 2}}
 	for r := range n {
@@ -363,7 +353,7 @@ func groups(ctx context.Context, rounds int) error {
 		}
 		begun.Add(1)
 		all.Go(func() {
-			for round := range rounds {
+			for round := 0; ; round++ {
 				if err := useGroup(ctx, sets[i], round); err != nil {
 					failed <- err
 					return
@@ -438,38 +428,6 @@ func joined(ctx context.Context) error {
 	}
 }
 
-// sums runs allreduces of tensors of many sizes and prints a hash of all results. The order of submissions
-// differs between ranks and between runs.
-func sums(ctx context.Context) error {
-	const tensors, steps = 30, 20
-	hash := sha256.New()
-	for step := range steps {
-		var handles [tensors]*hvd.Handle[float32]
-		for _, i := range rand.Perm(tensors) {
-			x := make([]float32, 1+37*i)
-			for k := range x {
-				x[k] = float32(1+step) / float32(3+7*hvd.Rank()+k)
-			}
-			var err error
-			if handles[i], err = hvd.AllreduceAsync(x, hvd.InPlace(),
-				hvd.Name(fmt.Sprint("sum", i))); err != nil {
-				return err
-			}
-		}
-		for _, h := range handles {
-			x, err := h.Wait(ctx)
-			if err != nil {
-				return err
-			}
-			if err := binary.Write(hash, binary.LittleEndian, x); err != nil {
-				return err
-			}
-		}
-	}
-	fmt.Printf("hash %x\n", hash.Sum(nil))
-	return nil
-}
-
 // stopVariable names the variable with the path of the stop file. The program "steady" ends when this file
 // exists.
 const stopVariable = "GOHVD_E2E_STOP"
@@ -498,6 +456,33 @@ func steady(ctx context.Context) error {
 			return nil
 		}
 	}
+}
+
+// sums runs allreduces of tensors of many sizes. The order of submissions differs between ranks and between
+// runs.
+func sums(ctx context.Context) error {
+	const tensors, steps = 30, 20
+	for step := range steps {
+		var handles [tensors]*hvd.Handle[float32]
+		for _, i := range rand.Perm(tensors) {
+			x := make([]float32, 1+37*i)
+			for k := range x {
+				x[k] = float32(1+step) / float32(3+7*hvd.Rank()+k)
+			}
+			var err error
+			if handles[i], err = hvd.AllreduceAsync(x, hvd.InPlace(),
+				hvd.Name(fmt.Sprint("sum", i))); err != nil {
+				return err
+			}
+		}
+		for _, h := range handles {
+			if _, err := h.Wait(ctx); err != nil {
+				return err
+			}
+		}
+	}
+	fmt.Println("done")
+	return nil
 }
 
 // again joins and leaves the job five times. In the last round it prints its rank, local rank and cross rank,

@@ -7,7 +7,6 @@ import (
 	"net"
 	"os"
 	"path/filepath"
-	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -16,37 +15,6 @@ import (
 
 	"github.com/gohvd/gohvd/internal/testnet"
 )
-
-// A job is run without encryption, with the flag --tls, and with the variable HVD_TLS. The results are the
-// same in all three cases.
-func TestTLSResults(t *testing.T) {
-	hash := func(command []string, env ...string) string {
-		t.Helper()
-		j := startWith(t, command, 2, "sums", append(env, "HVD_DETERMINISTIC=1",
-			"HOROVOD_CPU_OPERATIONS=tcp")...)
-		if status := j.wait(); status != 0 {
-			t.Fatalf("%v: status %d:\n%s\n%s", env, status, j.out(), j.err())
-		}
-		if strings.Contains(j.err(), "warning") {
-			t.Errorf("%v: hvdrun has warned: %s", env, j.err())
-		}
-		lines := strings.Split(j.out(), "\n")
-		found := slices.IndexFunc(lines, func(l string) bool { return strings.Contains(l, "<stdout>:hash ") })
-		if found < 0 {
-			t.Fatalf("%v: no hash in %s", env, j.out())
-		}
-		_, h, _ := strings.Cut(lines[found], "hash ")
-		return h
-	}
-	plain := hash(nil)
-	// $1 in the shell is the path of hvdrun. The shell inserts the flag between this path and -np.
-	flag := []string{"sh", "-c", `hvdrun=$1; shift; exec "$hvdrun" --tls "$@"`, "sh"}
-	for name, got := range map[string]string{"--tls": hash(flag), "HVD_TLS": hash(nil, "HVD_TLS=1")} {
-		if got != plain {
-			t.Errorf("%s: got hash %s, want %s", name, got, plain)
-		}
-	}
-}
 
 // capture records the TCP packets on the loopback device.
 type capture struct {
