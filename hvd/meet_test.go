@@ -55,27 +55,6 @@ func stop(ctx context.Context, engines []*hvd.Engine) error {
 	return errors.Join(errs...)
 }
 
-// TestUniqueID checks that 1, 2 and 5 ranks can meet by a unique ID and run an allreduce.
-func TestUniqueID(t *testing.T) {
-	ctx := testnet.Context(t)
-	for _, n := range []int{1, 2, 5} {
-		engines, errs := startByID(ctx, newID(t), n)
-		if err := errors.Join(errs...); err != nil {
-			t.Fatal(err)
-		}
-		ranks(n, func(r int) {
-			e := engines[r]
-			sum, err := hvd.Allreduce(ctx, []int64{int64(r)}, hvd.Op(hvd.Sum), hvd.On(e))
-			if err != nil || sum[0] != int64(n*(n-1)/2) || e.Rank() != r || e.Size() != n {
-				t.Errorf("rank %d of %d: is %d of %d, got %v, %v", r, n, e.Rank(), e.Size(), sum, err)
-			}
-		})
-		if err := stop(ctx, engines); err != nil {
-			t.Error(err)
-		}
-	}
-}
-
 // TestInitWithID checks that InitWithID makes this process rank 0 of 1, that ParseUniqueID refuses a text
 // that is not an id, and that NewUniqueID refuses an interface that does not exist.
 func TestInitWithID(t *testing.T) {

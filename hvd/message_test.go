@@ -10,40 +10,6 @@ import (
 	"github.com/gohvd/gohvd/hvd"
 )
 
-// Every rank sends tensors of several sizes to every other rank, beside collectives.
-func TestMessages(t *testing.T) {
-	modes(t, func(t *testing.T, mode []string) {
-		run(t, 3, func(ctx context.Context, e *hvd.Engine) {
-			me, sizes := e.Rank(), []int{0, 1, 1000, 100_000}
-			var sends, receives []*hvd.MessageHandle[float32]
-			for peer := range e.Size() {
-				for tag, n := range sizes {
-					if peer == me {
-						continue
-					}
-					s, err := hvd.SendAsync(fill[float32](n, me), peer, tag, hvd.On(e))
-					r, rerr := hvd.RecvAsync(make([]float32, n), peer, tag, hvd.On(e))
-					if err != nil || rerr != nil {
-						t.Errorf("got errors %v and %v", err, rerr)
-						return
-					}
-					sends, receives = append(sends, s), append(receives, r)
-				}
-			}
-			checkUsable(ctx, t, e.ProcessSets()[0], "beside")
-			for i, h := range receives {
-				got, err := h.Wait(ctx)
-				if err != nil || !slices.Equal(got, fill[float32](sizes[i%len(sizes)], h.Source())) {
-					t.Errorf("rank %d: message from rank %d: wrong, error %v", me, h.Source(), err)
-				}
-				if _, err := sends[i].Wait(ctx); err != nil {
-					t.Error(err)
-				}
-			}
-		}, mode...)
-	})
-}
-
 // A rank takes messages of any rank, and tells the senders that it has got them, on a process set.
 func TestMessagesFromAnySource(t *testing.T) {
 	run(t, 3, func(ctx context.Context, e *hvd.Engine) {
@@ -223,25 +189,23 @@ func TestMessagesPending(t *testing.T) {
 
 // If a message is not sent in time, the job fails, and the verdict names the rank that should have sent it.
 func TestMessageTimesOut(t *testing.T) {
-	modes(t, func(t *testing.T, mode []string) {
-		for _, src := range []int{2, hvd.AnySource} {
-			engines(t, 3, func(ctx context.Context, e *hvd.Engine) {
-				var err error
-				if e.Rank() == 1 {
-					_, err = hvd.Recv(ctx, make([]int8, 1), src, 4, hvd.Timeout(time.Second), hvd.On(e))
-				} else {
-					err = hvd.Barrier(ctx, hvd.On(e))
-				}
-				var peer *hvd.PeerError
-				want, why := 2, `recv from rank 2, tag 4 timed out after 1s at rank 1: rank 2 has not taken part in it`
-				if src == hvd.AnySource {
-					want, why = 1, `recv from any rank, tag 4 timed out after 1s at rank 1: no rank has sent it`
-				}
-				if !errors.As(err, &peer) || !slices.Equal(peer.Ranks, []int{want}) || peer.Reason != why {
-					t.Errorf("rank %d: got error %v, want one that names rank %d: %s", e.Rank(), err, want, why)
-				}
-				_ = e.Shutdown(ctx)
-			}, nil, mode...)
-		}
-	})
+	for _, src := range []int{2, hvd.AnySource} {
+		engines(t, 3, func(ctx context.Context, e *hvd.Engine) {
+			var err error
+			if e.Rank() == 1 {
+				_, err = hvd.Recv(ctx, make([]int8, 1), src, 4, hvd.Timeout(time.Second), hvd.On(e))
+			} else {
+				err = hvd.Barrier(ctx, hvd.On(e))
+			}
+			var peer *hvd.PeerError
+			want, why := 2, `recv from rank 2, tag 4 timed out after 1s at rank 1: rank 2 has not taken part in it`
+			if src == hvd.AnySource {
+				want, why = 1, `recv from any rank, tag 4 timed out after 1s at rank 1: no rank has sent it`
+			}
+			if !errors.As(err, &peer) || !slices.Equal(peer.Ranks, []int{want}) || peer.Reason != why {
+				t.Errorf("rank %d: got error %v, want one that names rank %d: %s", e.Rank(), err, want, why)
+			}
+			_ = e.Shutdown(ctx)
+		}, nil)
+	}
 }

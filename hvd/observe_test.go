@@ -390,36 +390,6 @@ func TestMetricsInAStall(t *testing.T) {
 	})
 }
 
-// TestTimelineOfAnotherEpoch checks that the timeline of a second epoch goes to a file of its own and does
-// not overwrite the timeline of the first.
-func TestTimelineOfAnotherEpoch(t *testing.T) {
-	dir := t.TempDir()
-	setting := hvd.WithSetting("HOROVOD_TIMELINE", filepath.Join(dir, "t.json"))
-	first, err := hvd.New(t.Context(), setting)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := first.Shutdown(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	second, err := hvd.New(t.Context(), setting, hvd.After(first))
-	if err != nil {
-		t.Fatal(err)
-	}
-	if _, err := hvd.Allreduce(t.Context(), []int64{1}, hvd.Name("x"), hvd.On(second)); err != nil {
-		t.Error(err)
-	}
-	if err := second.Shutdown(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	if got := events(t, filepath.Join(dir, "t.json")); got["tensor x"] != 0 {
-		t.Errorf("the first has %v", got)
-	}
-	if got := events(t, filepath.Join(dir, "t.epoch2.json")); got["tensor x"] != 1 {
-		t.Errorf("the second has %v", got)
-	}
-}
-
 func fetch(t *testing.T, url string) string {
 	t.Helper()
 	resp, err := http.Get(url)

@@ -33,33 +33,6 @@ func want(r *testcluster.Rank, op *testcluster.Op, v ...int64) {
 	}
 }
 
-// TestEveryOperation checks the results of all operations, in place and not in place, with all transports and
-// both kinds of negotiation.
-func TestEveryOperation(t *testing.T) {
-	for _, over := range []testcluster.Transport{testcluster.Mem, testcluster.TCP, testcluster.SHM} {
-		for _, lockstep := range []bool{false, true} {
-			t.Run(fmt.Sprintf("%v/lockstep=%v", over, lockstep), func(t *testing.T) {
-				testcluster.Run(t, testcluster.Options{
-					Ranks: 3, Transport: over, Sets: [][]topo.Rank{{0, 2}},
-					Config: func(cfg *engine.Config) { cfg.Lockstep = lockstep },
-				}, everyOperation)
-			})
-		}
-	}
-}
-
-// TestHosts runs every operation in jobs on several hosts.
-func TestHosts(t *testing.T) {
-	for _, over := range []testcluster.Transport{testcluster.Mem, testcluster.TCP} {
-		for _, hosts := range []string{"aab", "aba", "abb", "abc", "aaa"} {
-			t.Run(fmt.Sprintf("%v/%s", over, hosts), func(t *testing.T) {
-				testcluster.Run(t, testcluster.Options{Ranks: 3, Transport: over,
-					Hosts: strings.Split(hosts, ""), Sets: [][]topo.Rank{{0, 2}}}, everyOperation)
-			})
-		}
-	}
-}
-
 // backends is a Recorder that stores the backend of the operations of each process set.
 type backends struct {
 	mu   sync.Mutex
