@@ -249,6 +249,20 @@ func TestMember(t *testing.T) {
 		}()
 		m.Step(stop)
 	})
+	t.Run("holds a rank that has left until its last messages have arrived", func(t *testing.T) {
+		m := newTestMember(1, 3)
+		m.Receives([]topo.Rank{2})
+		if err := m.Step(&message.Down{Type: message.DownLeft, Ranks: []topo.Rank{2}}); err != nil {
+			t.Fatal(err)
+		}
+		if got := ups(m); len(got) > 0 {
+			t.Errorf("frames %v before the messages have arrived", got)
+		}
+		m.Receives(nil)
+		if got := ups(m); !slices.Equal(got, []message.UpType{message.UpReleased}) {
+			t.Errorf("frames %v afterwards", got)
+		}
+	})
 	t.Run("shuts down once", func(t *testing.T) {
 		m := newTestMember(1, 2)
 		m.Shutdown("", nil)
@@ -498,6 +512,16 @@ func TestStoppedProcess(t *testing.T) {
 		tick(c, now)
 		c.Ready()
 		c.Advance()
+	}
+	// Nor does a member that waits for the verdict about its suspicion give its own one earlier.
+	m = newTestMember(1, 2)
+	m.Suspect([]topo.Rank{0}, "reset")
+	tick(m, time.Hour)
+	if tick(m, time.Hour+2*controller.HeartbeatPeriod); m.Verdict() != nil {
+		t.Errorf("after the stop: got verdict %v", m.Verdict())
+	}
+	if tick(m, time.Hour+controller.VerdictTimeout); m.Verdict() == nil {
+		t.Error("got no verdict in time")
 	}
 }
 
