@@ -124,29 +124,6 @@ func checkDirectOrder(t *testing.T, c *cluster, op tensor.ReduceOp, dt tensor.DT
 	wantElements(t, what, dt, bufs[len(in)/2][before:][:len(want)], want)
 }
 
-// The inputs of TestDirectOrder can reveal a wrong order: if they are added in another order, or if
-// half-precision values are rounded at every rank, the result is different.
-func TestUneven(t *testing.T) {
-	for _, dt := range floatTypes {
-		in := uneven(dt, 3, 50)
-		acc := dt
-		if dt.IsHalf() {
-			acc = tensor.Float32
-			if want := inOrder(tensor.Sum, dt, acc, in); string(want) == string(inOrder(tensor.Sum, dt, dt,
-				in)) {
-				t.Errorf("%v: rounding once or twice makes no difference", dt)
-			}
-		}
-		other := [][]byte{in[1], in[2], in[0]}
-		for _, op := range []tensor.ReduceOp{tensor.Sum, tensor.Product} {
-			if want := inOrder(op, dt, acc, in); string(want) == string(inOrder(op, dt, acc, other)) &&
-				!dt.IsHalf() {
-				t.Errorf("%v: the order makes no difference to a %v", dt, op)
-			}
-		}
-	}
-}
-
 // stalledMesh is the mesh of a rank that receives only the first most bytes of the given peer until resumed
 // is closed.
 type stalledMesh struct {
