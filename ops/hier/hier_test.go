@@ -313,7 +313,7 @@ func TestBroadcast(t *testing.T) {
 	for _, hosts := range layouts {
 		c := newCluster(t, hosts, nil)
 		for root := range hosts {
-			for _, n := range counts {
+			for _, n := range []int{0, 1, 1000, 30001} {
 				want := tensor.Bytes(fill(root, n))
 				c.must(t, func(i int, b *opstest.Blocking) error {
 					buf := tensor.Bytes(fill(i, n))
@@ -699,7 +699,7 @@ func stagesOf(t *testing.T, alg message.Algorithm, chunks int) string {
 
 // Allreduces in many chunks end at all ranks, whether their steps may wait or not, with float32 and float16.
 func TestManyChunks(t *testing.T) {
-	for _, hosts := range layouts {
+	for _, hosts := range []string{"aabb", "abbb", "aabcc"} {
 		c := newCluster(t, hosts, func(cfg *hier.Config) { cfg.ChunkBytes = 40 << 10 })
 		for _, dt := range []tensor.DType{tensor.Float32, tensor.Float16} {
 			c.must(t, func(_ int, b *opstest.Blocking) error {
