@@ -13,7 +13,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from typing import Any, Dict
+from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.metadata.plugin.interface import MetadataHookInterface
@@ -57,7 +57,7 @@ def go(*args: str, **env: str) -> str:
 class Programs(BuildHookInterface):
     """Builds the library and the programs, and gives the wheel the tag of their machine."""
 
-    def initialize(self, version: str, build_data: Dict[str, Any]) -> None:
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         goarch = go("env", "GOARCH").strip()
         if goarch not in MACHINES:
             raise SystemExit(f"gohvd does not run on {goarch}, only on {' and '.join(MACHINES)}")
@@ -83,7 +83,7 @@ class Programs(BuildHookInterface):
         build_data["pure_python"] = False
         build_data["tag"] = "py3-none-manylinux_{1}_{2}_{0}.manylinux2014_{0}".format(machine, *GLIBC)
 
-    def finalize(self, version: str, build_data: Dict[str, Any], artifact_path: str) -> None:
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         self.files.cleanup()
 
 
@@ -93,7 +93,7 @@ class Licences(MetadataHookInterface):
     project, and lists them in the metadata.
     """
 
-    def update(self, metadata: Dict[str, Any]) -> None:
+    def update(self, metadata: dict[str, Any]) -> None:
         listed = "{{with .Module}}{{if not .Main}}{{.Path}}\t{{.Dir}}{{end}}{{end}}"
         packages = (*STATIC, *WITH_NCCL, "./cmd/libgohvd")
         modules = go("list", "-deps", "-tags", "nccl", "-f", listed, *packages, CGO_ENABLED="1").splitlines()

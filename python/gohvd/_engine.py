@@ -17,8 +17,9 @@ import sys
 import threading
 import warnings
 import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Callable, ContextManager, Dict, Generic, List, Optional, Sequence, Set, Tuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from . import _exit, _library
 from ._library import (
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
     from .process_sets import ProcessSet
 
 A = TypeVar("A")
-Shape = Tuple[int, ...]
-Code = Tuple[int, int]
+Shape = tuple[int, ...]
+Code = tuple[int, int]
 """An element type: its number in the library, and its size in bytes."""
 
 # The reductions. All except AverageActive have the same names and numbers as in Horovod.
@@ -62,7 +63,7 @@ class Framework(Generic[A]):
     has_devices = False
     """Whether arrays may be on CUDA devices. A framework without such arrays does not implement the methods for them."""
 
-    def operands(self, op: Operation, x: Any, target: Any) -> Tuple[Sequence[A], Optional[Sequence[A]]]:
+    def operands(self, op: Operation, x: Any, target: Any) -> tuple[Sequence[A], Sequence[A] | None]:
         """Returns the arrays of an operation and its targets, if it has any. x and target are what the program has given:
         sequences for a grouped operation, and otherwise one array. Raises ValueError if they are not valid.
         """
@@ -113,7 +114,7 @@ class Framework(Generic[A]):
         """Returns the cudaStream_t of a stream."""
         raise NotImplementedError
 
-    def using(self, stream: Any) -> ContextManager[Any]:
+    def using(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
         """Returns a context in which stream is the current stream of its device."""
         raise NotImplementedError
 
@@ -134,7 +135,7 @@ class Operation:
     prescale: float = 1.0
     postscale: float = 1.0
     root: int = 0
-    splits: Tuple[int, ...] = ()
+    splits: tuple[int, ...] = ()
     peer: int = 0
     tag: int = 0
     grouped: bool = False
@@ -167,8 +168,8 @@ class Slot:
     __slots__ = ("memory", "words", "at", "handle_at", "address", "arrays", "home", "outputs", "tells")
 
     def __init__(
-        self, op: Operation, name: Optional[str], set_id: int, shapes: Sequence[Shape], codes: Sequence[Code],
-        outputs: Optional[Sequence[Shape]], device: int, home: List[Slot],
+        self, op: Operation, name: str | None, set_id: int, shapes: Sequence[Shape], codes: Sequence[Code],
+        outputs: Sequence[Shape] | None, device: int, home: list[Slot],
     ) -> None:  # fmt: skip
         text = b"" if name is None else _full_name(op, name).encode() + b"\0"
         dims = sum(map(len, shapes))
@@ -242,11 +243,11 @@ class Completion(Generic[A]):
     framework: Framework[A]
     likes: Sequence[A]
     """The arrays of the operation. A result whose size only the library knows has their type and device."""
-    copies: Sequence[Tuple[A, A]]
+    copies: Sequence[tuple[A, A]]
     """Pairs of arrays. The second array is copied to the first one."""
     stream: Any
     """The stream that was the current one of the device of the arrays when the operation was begun, if they are on one."""
-    result: Optional[_library.Result]
+    result: _library.Result | None
     """What the library tells besides the elements of the results."""
 
 
@@ -256,8 +257,8 @@ class Call(Generic[A]):
     __slots__ = ("slot", "number", "outputs", "take", "completion", "error", "__weakref__")
 
     def __init__(
-        self, slot: Optional[Slot], number: int, outputs: Optional[Sequence[A]],
-        take: Optional[Callable[[Call[A]], Any]] = None, completion: Optional[Completion[A]] = None,
+        self, slot: Slot | None, number: int, outputs: Sequence[A] | None,
+        take: Callable[[Call[A]], Any] | None = None, completion: Completion[A] | None = None,
     ) -> None:  # fmt: skip
         self.slot = slot
         """The description of the operation. It is None when the operation is done."""
@@ -268,7 +269,7 @@ class Call(Generic[A]):
         self.take = take
         """The function that returns what wait returns. None stands for the first result."""
         self.completion = completion
-        self.error: Optional[Exception] = None
+        self.error: Exception | None = None
 
     def wait(self) -> Any:
         """Waits until the operation is done and returns its result. Later calls return the same result."""
@@ -376,7 +377,7 @@ class Call(Generic[A]):
         return self.completion.result
 
     @property
-    def received(self) -> List[int]:
+    def received(self) -> list[int]:
         """The number of rows that were received from each member. It is known when an alltoall is done."""
         return self.result.received[: self.result.num_received]
 
@@ -446,25 +447,25 @@ class Engine:
     def __init__(self) -> None:
         self._lock = threading.RLock()  # held while the process joins or leaves the job
         self._main_thread = threading.main_thread().ident
-        self._place: Optional[Place] = None
-        self._sets: Dict[int, ProcessSet] = {}
-        self._registered: List[ProcessSet] = []  # several objects may stand for one process set of the job
-        self._slots: Dict[tuple, List[Slot]] = {}
+        self._place: Place | None = None
+        self._sets: dict[int, ProcessSet] = {}
+        self._registered: list[ProcessSet] = []  # several objects may stand for one process set of the job
+        self._slots: dict[tuple, list[Slot]] = {}
         # The calls of operations named SYNC_NAME whose wait was interrupted, and the keys of these operations.
-        self._interrupted: List[Tuple[tuple, Call]] = []
-        self._warned: Set[str] = set()  # the reasons for which tensors on CUDA devices are copied that were shown
+        self._interrupted: list[tuple[tuple, Call]] = []
+        self._warned: set[str] = set()  # the reasons for which tensors on CUDA devices are copied that were shown
         self._exit_registered = False
         self._except_hook = _exit.ExceptHook()
         self.mpi_comm: Any = None
         """The mpi4py communicator whose processes are the ranks of the job, if the program has passed one."""
-        self.at_shutdown: List[Callable[[], None]] = []
+        self.at_shutdown: list[Callable[[], None]] = []
         """Functions that are called when this process leaves the job."""
         # The object that users know as global_process_set. The module process_sets assigns it.
         self.global_set: Any = None
 
     # Joining and leaving the job.
 
-    def init(self, process_sets: Sequence[ProcessSet], settings: Dict[str, str], mpi_comm: Any = None) -> None:
+    def init(self, process_sets: Sequence[ProcessSet], settings: dict[str, str], mpi_comm: Any = None) -> None:
         """Joins the job. mpi_comm is an mpi4py communicator with the processes of the job, for a library with MPI. If
         this process is already in a job, process_sets must be registered in that job, and settings and mpi_comm have no
         effect.
@@ -569,14 +570,14 @@ class Engine:
             raise NotInitializedError()
         return self._place
 
-    def failure(self) -> Optional[Exception]:
+    def failure(self) -> Exception | None:
         """Returns the error that has ended the job, or None while the job runs."""
         status = quick.hvd_check()
         return _library.error(status) if status else None
 
     # Process sets.
 
-    def set_ranks(self) -> Dict[int, List[int]]:
+    def set_ranks(self) -> dict[int, list[int]]:
         """Returns the ranks of all process sets of the job. The keys are the numbers of the sets."""
         self.place()
         found = {}
@@ -585,12 +586,12 @@ class Engine:
                 found[number] = _library.numbers_of(quick.hvd_process_set_ranks, number)
         return found
 
-    def registered_sets(self, ranks: Optional[List[int]]) -> Dict[int, ProcessSet]:
+    def registered_sets(self, ranks: list[int] | None) -> dict[int, ProcessSet]:
         """Returns the registered process sets with these ranks. The keys are the numbers of the sets."""
         with self._lock:
             return {number: s for number, s in self._sets.items() if number and s.ranks == ranks}
 
-    def add_set(self, s: ProcessSet, members_only: bool, name: str, timeout: Optional[float]) -> None:
+    def add_set(self, s: ProcessSet, members_only: bool, name: str, timeout: float | None) -> None:
         self.place()
         if s.ranks is None:
             s.ranks = ranks_of(s.mpi_comm, self.mpi_comm)
@@ -614,7 +615,7 @@ class Engine:
             self._registered.append(s)
             s.members_only, s.process_set_id = members_only, result.process_set
 
-    def remove_set(self, s: ProcessSet, timeout: Optional[float] = None, wait: bool = True) -> bool:
+    def remove_set(self, s: ProcessSet, timeout: float | None = None, wait: bool = True) -> bool:
         """Removes a process set and returns whether it was registered. If wait is false, it does not wait until the
         other ranks have removed the set.
         """
@@ -661,8 +662,8 @@ class Engine:
     # Operations.
 
     def call(
-        self, fw: Framework[A], op: Operation, name: Optional[str], process_set: ProcessSet, x: Any, target: Any = None,
-        take: Optional[Callable[[Call[A]], Any]] = None, wait: bool = False, outputs: Optional[Tuple[Shape, ...]] = None,
+        self, fw: Framework[A], op: Operation, name: str | None, process_set: ProcessSet, x: Any, target: Any = None,
+        take: Callable[[Call[A]], Any] | None = None, wait: bool = False, outputs: tuple[Shape, ...] | None = None,
     ) -> Any:  # fmt: skip
         """Begins an operation and returns it. If wait is true, waits until it is done, and returns what its method wait
         returns. take is the function that returns the result.
@@ -733,7 +734,7 @@ class Engine:
             raise _library.error(status)
         return call.wait()
 
-    def _sync_name(self, op: Operation, process_set: ProcessSet) -> Optional[str]:
+    def _sync_name(self, op: Operation, process_set: ProcessSet) -> str | None:
         """Returns the name of a blocking operation to which the program has given none.
 
         The main thread of each rank has at most one such operation of a kind in flight. So these operations share a name,
@@ -749,9 +750,9 @@ class Engine:
         return SYNC_NAME
 
     def _prepare(
-        self, fw: Framework[A], op: Operation, name: Optional[str], process_set: ProcessSet, x: Any, target: Any,
-        outputs: Optional[Tuple[Shape, ...]],
-    ) -> Tuple[Slot, Optional[Sequence[A]], Optional[Completion[A]]]:  # fmt: skip
+        self, fw: Framework[A], op: Operation, name: str | None, process_set: ProcessSet, x: Any, target: Any,
+        outputs: tuple[Shape, ...] | None,
+    ) -> tuple[Slot, Sequence[A] | None, Completion[A] | None]:  # fmt: skip
         """Returns the slot for an operation, its results if their shapes are known, and what it needs when it is done."""
         arrays, targets = fw.operands(op, x, target)
         codes = [fw.code(x.dtype) for x in arrays]
@@ -770,7 +771,7 @@ class Engine:
                 else:
                     stream = fw.stream(device)
         if op.kind in _OVERWRITING and len(arrays) == 1 and outputs is None and device < 0:
-            key: Tuple[Any, ...] = op, name, process_set, shapes[0], arrays[0].dtype
+            key: tuple[Any, ...] = op, name, process_set, shapes[0], arrays[0].dtype
         else:
             key = op, name, process_set, shapes, tuple([x.dtype for x in arrays]), outputs, device
         home = self._slots.get(key)
@@ -786,8 +787,8 @@ class Engine:
         words = slot.words
         if stream is not None:
             words[_STREAM] = fw.handle(stream)
-        copies: List[Tuple[A, A]] = []
-        used: List[Any] = []
+        copies: list[tuple[A, A]] = []
+        used: list[Any] = []
         at, slot.address = _INPUT, 0
         for x, shape, (_, size) in zip(arrays, shapes, codes):
             address = 0 if in_memory else fw.address(x)
@@ -801,7 +802,7 @@ class Engine:
             used.append(x)
             words[at] = address
             at += _TENSOR_WORDS
-        results: Optional[Sequence[A]] = None
+        results: Sequence[A] | None = None
         at = _OUTPUT
         if slot.outputs and targets is arrays:
             results = arrays
@@ -833,7 +834,7 @@ class Engine:
 
     def _outputs(
         self, op: Operation, shapes: Sequence[Shape], process_set: ProcessSet
-    ) -> Optional[Sequence[Shape]]:
+    ) -> Sequence[Shape] | None:
         """Returns the shapes of the results, no shapes if there is no result, and None if the library knows them only when
         the operation is done.
         """
@@ -861,7 +862,7 @@ class Engine:
             return nbytes != out_bytes * (process_set.size() or 1) or target != array + me * out_bytes
         return array != target or nbytes != out_bytes or kind in (ALLTOALL, GATHER, SCATTER)
 
-    def _not_on_device(self, op: Operation, known: Optional[Sequence[Shape]]) -> str:
+    def _not_on_device(self, op: Operation, known: Sequence[Shape] | None) -> str:
         """Returns why an operation on tensors on a CUDA device must be copied through host memory, or an empty text."""
         name = KIND_NAMES[op.kind]
         if not self.place().devices:
@@ -888,7 +889,7 @@ _FACTS = (
 )  # fmt: skip
 
 class _NoArrays(Framework[Any]):
-    def operands(self, op: Operation, x: Any, target: Any) -> Tuple[Sequence[Any], None]:
+    def operands(self, op: Operation, x: Any, target: Any) -> tuple[Sequence[Any], None]:
         return (), None
 
 
@@ -912,7 +913,7 @@ def check_root(root: int, process_set: ProcessSet, kind: int = BROADCAST) -> Non
         raise ValueError(f"{KIND_NAMES[kind]}: root rank {root} is not in process set {process_set.ranks}")
 
 
-def check_message(peer: Optional[int], tag: int, process_set: ProcessSet, kind: int) -> int:
+def check_message(peer: int | None, tag: int, process_set: ProcessSet, kind: int) -> int:
     """Returns the peer of a send or a recv for the library, which is ANY_SOURCE for None. Raises ValueError if the peer is
     not another member of the set, or if the tag is not valid. Before init, the function checks only the tag, because
     the operation raises the error then.
@@ -928,7 +929,7 @@ def check_message(peer: Optional[int], tag: int, process_set: ProcessSet, kind: 
     return peer
 
 
-def check_timeout(timeout: Optional[float], what: str) -> float:
+def check_timeout(timeout: float | None, what: str) -> float:
     """Returns a timeout for the library, which is 0 for None. Raises ValueError if the timeout is not positive."""
     if timeout is None:
         return 0.0
@@ -938,7 +939,7 @@ def check_timeout(timeout: Optional[float], what: str) -> float:
 
 
 def message(
-    kind: int, peer: Optional[int], tag: int, process_set: ProcessSet, timeout: Optional[float] = None
+    kind: int, peer: int | None, tag: int, process_set: ProcessSet, timeout: float | None = None
 ) -> Operation:
     """Returns a send to a peer or a recv from it. Raises ValueError if an argument is not valid."""
     checked = check_message(peer, tag, process_set, kind)
@@ -946,8 +947,8 @@ def message(
 
 
 def check_splits(
-    splits: Optional[Sequence[int]], shape: Shape, process_set: ProcessSet, kind: int = ALLTOALL
-) -> Tuple[int, ...]:
+    splits: Sequence[int] | None, shape: Shape, process_set: ProcessSet, kind: int = ALLTOALL
+) -> tuple[int, ...]:
     """Returns splits as a tuple, which is empty if splits is None. Raises ValueError if splits does not fit the process
     set and the shape of the tensor.
     """
@@ -976,7 +977,7 @@ def _rows(rows: int, process_set: ProcessSet) -> int:
     return rows // len(members) + (1 if me < rows % len(members) else 0)
 
 
-def ranks_of(comm: Any, job: Any = None) -> List[int]:
+def ranks_of(comm: Any, job: Any = None) -> list[int]:
     """Returns the ranks of the job that are members of the mpi4py communicator comm. job is the communicator with all
     ranks of the job, by default MPI.COMM_WORLD. Raises ValueError if it lacks a member of comm.
     """

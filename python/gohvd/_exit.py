@@ -8,7 +8,7 @@ import os
 import sys
 import traceback
 from types import TracebackType
-from typing import Any, Optional, Tuple, Type
+from typing import Any
 
 from .exceptions import HorovodInternalError
 
@@ -23,7 +23,7 @@ def _describe(e: BaseException) -> str:
     return text if len(text) <= _MOST_CHARACTERS else text[:_MOST_CHARACTERS] + "..."
 
 
-def of_shutdown() -> Tuple[str, bool]:
+def of_shutdown() -> tuple[str, bool]:
     """Returns the reason to send with an explicit shutdown, and whether the shutdown is a failure. An explicit shutdown
     is never a failure. Even if it follows an exception, the program may have handled the exception.
     """
@@ -31,11 +31,11 @@ def of_shutdown() -> Tuple[str, bool]:
     return (f"while handling {_describe(e)}" if e is not None else "", False)
 
 
-def of_exit() -> Tuple[str, bool]:
+def of_exit() -> tuple[str, bool]:
     """Returns the reason why this process exits, and whether the exit is a failure. The exit is a failure if it follows
     an uncaught exception.
     """
-    e: Optional[BaseException] = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    e: BaseException | None = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if e is None or hasattr(sys, "ps1"):  # in an interactive interpreter, an exception does not end the process
         return "", False
     return raised(e), True
@@ -60,7 +60,7 @@ class ExceptHook:
             self._next = sys.excepthook
             sys.excepthook = self
 
-    def __call__(self, kind: Type[BaseException], value: BaseException, tb: Optional[TracebackType]) -> None:
+    def __call__(self, kind: type[BaseException], value: BaseException, tb: TracebackType | None) -> None:
         if isinstance(value, HorovodInternalError):
             tb = _of_program(tb)
             value = value.with_traceback(tb)
@@ -69,7 +69,7 @@ class ExceptHook:
         self._next(kind, value, tb)
 
 
-def _of_program(tb: Optional[TracebackType]) -> Optional[TracebackType]:
+def _of_program(tb: TracebackType | None) -> TracebackType | None:
     """Returns the traceback without the frames of this package at its end. If all frames belong to this package,
     returns the whole traceback.
     """
@@ -82,7 +82,7 @@ def _of_program(tb: Optional[TracebackType]) -> Optional[TracebackType]:
         kept.pop()
     if not kept:
         return frames[0] if frames else None
-    last: Optional[TracebackType] = None
+    last: TracebackType | None = None
     for f in reversed(kept):
         last = TracebackType(last, f.tb_frame, f.tb_lasti, f.tb_lineno)
     return last

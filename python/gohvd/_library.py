@@ -12,8 +12,9 @@ import functools
 import json
 import os
 import sys
+from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_char_p, c_double, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
-from typing import Any, Deque, Dict, List, Optional, Sequence, Tuple
+from typing import Any
 
 from .exceptions import HorovodInternalError, LibraryError, MismatchError, NotInitializedError, PeerError
 
@@ -50,7 +51,7 @@ KIND_NAMES = {
 }
 
 # The number and the size in bytes of each element type. The keys are the names of the types in numpy and torch.
-DTYPES: Dict[str, Tuple[int, int]] = {
+DTYPES: dict[str, tuple[int, int]] = {
     "uint8": (1, 1),
     "int8": (2, 1),
     "uint16": (3, 2),
@@ -206,7 +207,7 @@ class Exchange(Structure):
 Handle = c_uint64
 
 # The types of the arguments of the functions.
-_FUNCTIONS: Dict[str, Tuple[Any, ...]] = {
+_FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "hvd_last_error": (POINTER(_Error),),
     "hvd_version": (),
     "hvd_mpi_built": (),
@@ -252,7 +253,7 @@ _FUNCTIONS: Dict[str, Tuple[Any, ...]] = {
     "hvd_ps_finalize": (c_int32, POINTER(Handle)),
     "hvd_ps_fail": (c_char_p, POINTER(Handle)),
 }
-_RESULTS: Dict[str, Any] = {"hvd_free_result": None, "hvd_free_text": None, "hvd_version": c_char_p}
+_RESULTS: dict[str, Any] = {"hvd_free_result": None, "hvd_free_text": None, "hvd_version": c_char_p}
 """The types of the results of the functions that do not return a number."""
 
 
@@ -325,7 +326,7 @@ def mpi_built() -> bool:
     return quick.hvd_mpi_built() != 0
 
 
-def gpu_libraries(count_devices: bool) -> Dict[str, Any]:
+def gpu_libraries(count_devices: bool) -> dict[str, Any]:
     """Returns which libraries for GPUs the library loads (docs/nccl.md)."""
     return json.loads(text_of(waiting.hvd_gpu_libraries, count_devices))
 
@@ -364,7 +365,7 @@ def check(status: int) -> None:
         raise error(status)
 
 
-def wait(handle: Handle, result: Optional[Result] = None) -> None:
+def wait(handle: Handle, result: Result | None = None) -> None:
     """Waits for something that a function has begun, and raises its error."""
     into = None if result is None else ctypes.addressof(result)
     while True:
@@ -381,7 +382,7 @@ def call(function: Any, *args: Any) -> None:
     wait(handle)
 
 
-abandoned: "Deque[Tuple[int, Any]]" = collections.deque()
+abandoned: collections.deque[tuple[int, Any]] = collections.deque()
 """What the program has dropped in flight: handles, and what must be kept alive until they are done."""
 
 
@@ -401,7 +402,7 @@ def reap() -> None:
             abandoned.append((handle, keep))
 
 
-def settings(given: Dict[str, str]) -> Any:
+def settings(given: dict[str, str]) -> Any:
     """Returns settings as an array of texts in the form NAME=value."""
     return (c_char_p * len(given))(*[f"{name}={value}".encode() for name, value in given.items()])
 
@@ -416,7 +417,7 @@ def text_of(function: Any, *args: Any) -> str:
         waiting.hvd_free_text(at)
 
 
-def numbers_of(function: Any, *args: Any) -> List[int]:
+def numbers_of(function: Any, *args: Any) -> list[int]:
     """Calls a function that stores a list of numbers, and returns the list."""
     capacity, count = 0, c_uint32()
     while True:

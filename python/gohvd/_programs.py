@@ -8,16 +8,16 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from typing import NoReturn, Optional
+from typing import NoReturn
 
 
-def in_package(name: str) -> Optional[str]:
+def in_package(name: str) -> str | None:
     """Returns the path of the program in this package, or None if the package does not contain it."""
     path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "bin", name)
     return path if os.access(path, os.X_OK) and not os.path.isdir(path) else None
 
 
-def find(name: str) -> Optional[str]:
+def find(name: str) -> str | None:
     """Returns the path of the program in this package, or else on PATH, or None if neither has it."""
     return in_package(name) or shutil.which(name)
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import Any, Dict, List, Optional, Sequence, Union
+from collections.abc import Sequence
+from typing import Any
 
 from . import _engine, _library
 from .process_sets import ProcessSet
@@ -22,7 +23,7 @@ _engine_ = _engine.engine
 
 
 def init(
-    comm: Any = None, process_sets: Optional[Union[str, Sequence[Union[ProcessSet, Sequence[int]]]]] = None
+    comm: Any = None, process_sets: str | Sequence[ProcessSet | Sequence[int]] | None = None
 ) -> None:
     """Joins this process to its job and waits until all ranks have joined. If this process is already in a job, init
     does nothing.
@@ -38,15 +39,15 @@ def init(
     sets are equal.
     """
     mpi_comm: Any = None
-    ranks: List[int] = []
+    ranks: list[int] = []
     if not hasattr(comm, "Get_rank"):
         ranks = sorted(comm or ())
     elif mpi_built():
         mpi_comm = comm
     else:
         ranks = _engine.ranks_of(comm)
-    sets: List[ProcessSet] = []
-    settings: Dict[str, str] = {}
+    sets: list[ProcessSet] = []
+    settings: dict[str, str] = {}
     if isinstance(process_sets, str):
         if process_sets.lower() != "dynamic":
             raise ValueError(f'process_sets is {process_sets!r}, want a list, None or "dynamic"')
@@ -146,7 +147,7 @@ def gloo_built() -> bool:
 
 
 @functools.lru_cache(maxsize=None)
-def _gpu_libraries() -> Dict[str, Any]:
+def _gpu_libraries() -> dict[str, Any]:
     return _library.gpu_libraries(count_devices=False)
 
 

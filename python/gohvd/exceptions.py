@@ -6,7 +6,8 @@ elastic training handles.
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 
 class HorovodInternalError(RuntimeError):

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import platform
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -62,7 +63,7 @@ def _reads_addresses() -> bool:
     return platform.python_implementation() == "CPython" and _address(x[1:]) == x.ctypes.data + 8
 
 
-_codes: Dict[np.dtype, Code] = {}
+_codes: dict[np.dtype, Code] = {}
 """The element types that operations have met. numpy needs more time to return the name of a type than the rest of a
 submission needs.
 """
@@ -71,7 +72,7 @@ submission needs.
 class _Numpy(_engine.Framework[Array]):
     def operands(
         self, op: _engine.Operation, x: Any, target: Any
-    ) -> Tuple[List[Array], Optional[Sequence[Array]]]:
+    ) -> tuple[list[Array], Sequence[Array] | None]:
         xs, out = (x, target) if op.grouped else ([x], None if target is None else [target])
         if not len(xs):
             raise ValueError(f"grouped {KIND_NAMES[op.kind]}: got no arrays, want at least one")
@@ -141,7 +142,7 @@ def _none(call: Call[Array]) -> None:
     call.results()
 
 
-def _at_root(root: int) -> Optional[Callable[[Call[Array]], None]]:
+def _at_root(root: int) -> Callable[[Call[Array]], None] | None:
     """Returns the function that returns the result of an operation that has one only at the root."""
     return None if root == rank() else _none
 
@@ -155,18 +156,18 @@ def _sender(call: Call[Array]) -> int:
     return call.source
 
 
-def _with_splits(call: Call[Array]) -> Tuple[Array, List[int]]:
+def _with_splits(call: Call[Array]) -> tuple[Array, list[int]]:
     return call.results()[0], list(call.received)
 
 
 def allreduce_async(
     array: Any,
     op: int = Average,
-    name: Optional[str] = None,
+    name: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-    out: Optional[Array] = None,
+    out: Array | None = None,
 ) -> Handle[Array]:
     how = operation(ALLREDUCE, op, prescale_factor, postscale_factor)
     return _call(_numpy, how, name, process_set, array, out)
@@ -175,11 +176,11 @@ def allreduce_async(
 def allreduce(
     array: Any,
     op: int = Average,
-    name: Optional[str] = None,
+    name: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-    out: Optional[Array] = None,
+    out: Array | None = None,
 ) -> Array:
     """Reduces an array over all ranks, element by element, and returns the result.
 
@@ -193,12 +194,12 @@ def allreduce(
 def grouped_allreduce_async(
     arrays: Sequence[Any],
     op: int = Average,
-    name: Optional[str] = None,
+    name: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-    out: Optional[Sequence[Array]] = None,
-) -> Handle[List[Array]]:
+    out: Sequence[Array] | None = None,
+) -> Handle[list[Array]]:
     how = operation(ALLREDUCE, op, prescale_factor, postscale_factor, grouped=True)
     return _call(_numpy, how, name, process_set, arrays, out, take=_all)
 
@@ -206,12 +207,12 @@ def grouped_allreduce_async(
 def grouped_allreduce(
     arrays: Sequence[Any],
     op: int = Average,
-    name: Optional[str] = None,
+    name: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-    out: Optional[Sequence[Array]] = None,
-) -> List[Array]:
+    out: Sequence[Array] | None = None,
+) -> list[Array]:
     """Reduces arrays as ``allreduce`` does and returns the results. Either all arrays are reduced or none is. The
     arrays may have different types.
     """
@@ -220,12 +221,12 @@ def grouped_allreduce(
 
 
 def allgather_async(
-    array: Any, name: Optional[str] = None, process_set: ProcessSet = global_process_set
+    array: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle[Array]:
     return _call(_numpy, operation(ALLGATHER), name, process_set, array)
 
 
-def allgather(array: Any, name: Optional[str] = None, process_set: ProcessSet = global_process_set) -> Array:
+def allgather(array: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Array:
     """Returns the arrays of all ranks, concatenated along the first dimension. The arrays may have different sizes in
     this dimension.
     """
@@ -233,14 +234,14 @@ def allgather(array: Any, name: Optional[str] = None, process_set: ProcessSet = 
 
 
 def grouped_allgather_async(
-    arrays: Sequence[Any], name: Optional[str] = None, process_set: ProcessSet = global_process_set
-) -> Handle[List[Array]]:
+    arrays: Sequence[Any], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle[list[Array]]:
     return _call(_numpy, operation(ALLGATHER, grouped=True), name, process_set, arrays, take=_all)
 
 
 def grouped_allgather(
-    arrays: Sequence[Any], name: Optional[str] = None, process_set: ProcessSet = global_process_set
-) -> List[Array]:
+    arrays: Sequence[Any], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Array]:
     """Gathers arrays as ``allgather`` does and returns the results. Either all arrays are gathered or none is. The
     arrays must have the same type.
     """
@@ -250,9 +251,9 @@ def grouped_allgather(
 def broadcast_async(
     array: Any,
     root_rank: int,
-    name: Optional[str] = None,
+    name: str | None = None,
     process_set: ProcessSet = global_process_set,
-    out: Optional[Array] = None,
+    out: Array | None = None,
 ) -> Handle[Array]:
     _engine.check_root(root_rank, process_set)
     how = operation(BROADCAST, root=root_rank)
@@ -262,9 +263,9 @@ def broadcast_async(
 def broadcast(
     array: Any,
     root_rank: int,
-    name: Optional[str] = None,
+    name: str | None = None,
     process_set: ProcessSet = global_process_set,
-    out: Optional[Array] = None,
+    out: Array | None = None,
 ) -> Array:
     """Returns the array of the rank root_rank. root_rank is a rank of the job even if process_set is given. The array
     must have the same shape and type at all ranks.
@@ -277,12 +278,12 @@ def reduce_async(
     array: Any,
     root_rank: int,
     op: int = Average,
-    name: Optional[str] = None,
+    name: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-    out: Optional[Array] = None,
-) -> Handle[Optional[Array]]:
+    out: Array | None = None,
+) -> Handle[Array | None]:
     _engine.check_root(root_rank, process_set, REDUCE)
     how = operation(REDUCE, op, prescale_factor, postscale_factor, root_rank)
     return _call(_numpy, how, name, process_set, array, out, take=_at_root(root_rank))
@@ -292,12 +293,12 @@ def reduce(
     array: Any,
     root_rank: int,
     op: int = Average,
-    name: Optional[str] = None,
+    name: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-    out: Optional[Array] = None,
-) -> Optional[Array]:
+    out: Array | None = None,
+) -> Array | None:
     """Reduces an array as ``allreduce`` does. Returns the result at the rank root_rank, and None at the other ranks.
     root_rank is a rank of the job even if process_set is given. Only the root uses out.
     """
@@ -307,15 +308,15 @@ def reduce(
 
 
 def gather_async(
-    array: Any, root_rank: int, name: Optional[str] = None, process_set: ProcessSet = global_process_set
-) -> Handle[Optional[Array]]:
+    array: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle[Array | None]:
     _engine.check_root(root_rank, process_set, GATHER)
     return _call(_numpy, operation(GATHER, root=root_rank), name, process_set, array, take=_at_root(root_rank))
 
 
 def gather(
-    array: Any, root_rank: int, name: Optional[str] = None, process_set: ProcessSet = global_process_set
-) -> Optional[Array]:
+    array: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Array | None:
     """Returns the arrays of all ranks at the rank root_rank, concatenated along the first dimension, and None at the
     other ranks. The arrays may have different sizes in this dimension. root_rank is a rank of the job even if
     process_set is given.
@@ -327,8 +328,8 @@ def gather(
 def scatter_async(
     array: Any,
     root_rank: int,
-    splits: Optional[Sequence[int]] = None,
-    name: Optional[str] = None,
+    splits: Sequence[int] | None = None,
+    name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle[Array]:
     how, array = _scattered(array, root_rank, splits, process_set)
@@ -336,8 +337,8 @@ def scatter_async(
 
 
 def _scattered(
-    array: Any, root: int, splits: Optional[Sequence[int]], process_set: ProcessSet
-) -> Tuple[_engine.Operation, Array]:
+    array: Any, root: int, splits: Sequence[int] | None, process_set: ProcessSet
+) -> tuple[_engine.Operation, Array]:
     """Returns a scatter and its array, which is empty at the other ranks."""
     _engine.check_root(root, process_set, SCATTER)
     array = np.asarray(array, order="C")
@@ -350,8 +351,8 @@ def _scattered(
 def scatter(
     array: Any,
     root_rank: int,
-    splits: Optional[Sequence[int]] = None,
-    name: Optional[str] = None,
+    splits: Sequence[int] | None = None,
+    name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Array:
     """Returns this rank's rows of the array of the rank root_rank: splits[i] rows go to member i. If splits is None,
@@ -368,7 +369,7 @@ def send_async(
     dst: int,
     tag: int = 0,
     process_set: ProcessSet = global_process_set,
-    timeout: Optional[float] = None,
+    timeout: float | None = None,
 ) -> Handle[None]:
     how = _engine.message(SEND, dst, tag, process_set, timeout)
     return _call(_numpy, how, None, process_set, array, take=_none)
@@ -379,7 +380,7 @@ def send(
     dst: int,
     tag: int = 0,
     process_set: ProcessSet = global_process_set,
-    timeout: Optional[float] = None,
+    timeout: float | None = None,
 ) -> None:
     """Sends an array to the rank dst, which must receive it by ``recv`` with the same tag, into an array of the same
     type and size. dst is a rank of the job even if process_set is given. No other rank takes part. Large arrays are
@@ -392,10 +393,10 @@ def send(
 
 def recv_async(
     array: Array,
-    src: Optional[int] = None,
+    src: int | None = None,
     tag: int = 0,
     process_set: ProcessSet = global_process_set,
-    timeout: Optional[float] = None,
+    timeout: float | None = None,
 ) -> Handle[int]:
     how = _engine.message(RECV, src, tag, process_set, timeout)
     return _call(_numpy, how, None, process_set, array, array, take=_sender)
@@ -403,10 +404,10 @@ def recv_async(
 
 def recv(
     array: Array,
-    src: Optional[int] = None,
+    src: int | None = None,
     tag: int = 0,
     process_set: ProcessSet = global_process_set,
-    timeout: Optional[float] = None,
+    timeout: float | None = None,
 ) -> int:
     """Receives an array that the rank src has sent by ``send`` with the same tag. If src is None, receives from any
     rank. Writes the elements to the array and returns the rank that has sent them. src is a rank of the job even if
@@ -419,20 +420,20 @@ def recv(
 
 def alltoall_async(
     array: Any,
-    splits: Optional[Sequence[int]] = None,
-    name: Optional[str] = None,
+    splits: Sequence[int] | None = None,
+    name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Handle[Tuple[Array, List[int]]]:
+) -> Handle[tuple[Array, list[int]]]:
     how = operation(ALLTOALL, splits=_engine.check_splits(splits, np.shape(array), process_set))
     return _call(_numpy, how, name, process_set, array, take=_with_splits)
 
 
 def alltoall(
     array: Any,
-    splits: Optional[Sequence[int]] = None,
-    name: Optional[str] = None,
+    splits: Sequence[int] | None = None,
+    name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Tuple[Array, List[int]]:
+) -> tuple[Array, list[int]]:
     """Sends splits[i] rows of the array to member i. If splits is None, each member gets the same number of rows.
 
     Returns the received rows, in the order of the members that sent them, and the number of rows received from each
@@ -445,7 +446,7 @@ def alltoall(
 def reducescatter_async(
     array: Any,
     op: int = Average,
-    name: Optional[str] = None,
+    name: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
@@ -457,7 +458,7 @@ def reducescatter_async(
 def reducescatter(
     array: Any,
     op: int = Average,
-    name: Optional[str] = None,
+    name: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
@@ -473,11 +474,11 @@ def reducescatter(
 def grouped_reducescatter_async(
     arrays: Sequence[Any],
     op: int = Average,
-    name: Optional[str] = None,
+    name: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Handle[List[Array]]:
+) -> Handle[list[Array]]:
     how = operation(REDUCESCATTER, op, prescale_factor, postscale_factor, grouped=True)
     return _call(_numpy, how, name, process_set, arrays, take=_all)
 
@@ -485,11 +486,11 @@ def grouped_reducescatter_async(
 def grouped_reducescatter(
     arrays: Sequence[Any],
     op: int = Average,
-    name: Optional[str] = None,
+    name: str | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> List[Array]:
+) -> list[Array]:
     """Reduces and scatters arrays as ``reducescatter`` does and returns the results. Either all arrays are reduced or
     none is. The arrays must have the same type.
     """
@@ -511,7 +512,7 @@ def join() -> int:
     return _engine.engine.simple(JOIN, global_process_set).last_joined
 
 
-def alloc(shape: Union[int, Sequence[int]], dtype: Any = np.float32) -> Array:
+def alloc(shape: int | Sequence[int], dtype: Any = np.float32) -> Array:
     """Returns an array of zeros. Operations on large arrays in this memory are faster. Its memory is freed when the last reference to
     it is gone.
     """

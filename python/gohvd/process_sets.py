@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, List, Optional, Sequence, Union
+from collections.abc import Sequence
+from typing import Any
 
 from . import _engine
 
@@ -18,10 +19,10 @@ class ProcessSet:
         """Makes a set that is not registered. ranks_or_comm defines the members: it is a list of ranks of the job in
         any order, or an mpi4py communicator.
         """
-        self.process_set_id: Optional[int] = None
+        self.process_set_id: int | None = None
         """The number of the set: 0 for the set of all ranks, 1 or more for others, None if the set is not registered.
         """
-        self.ranks: Optional[List[int]] = None
+        self.ranks: list[int] | None = None
         """The ranks of the members in the job, in ascending order."""
         self.members_only: bool = False
         """Whether only the members have registered the set, so that only they remove it."""
@@ -34,13 +35,13 @@ class ProcessSet:
     def _invalidate(self) -> None:
         self.process_set_id = None
 
-    def size(self) -> Optional[int]:
+    def size(self) -> int | None:
         """Returns the number of members, or None if the set is not registered."""
         if self.process_set_id is None or self.ranks is None:
             return None
         return len(self.ranks)
 
-    def rank(self) -> Optional[int]:
+    def rank(self) -> int | None:
         """Returns this process's position among the members. Returns None if this process is not a member or the set is
         not registered.
         """
@@ -48,7 +49,7 @@ class ProcessSet:
             return None
         return self.ranks.index(_engine.engine.place().rank)
 
-    def included(self) -> Optional[bool]:
+    def included(self) -> bool | None:
         """Returns whether this process is a member, or None if the set is not registered."""
         if self.process_set_id is None or self.ranks is None:
             return None
@@ -72,7 +73,7 @@ def _rank(r: Any) -> int:
     return int(r)
 
 
-def _registered(number: int, ranks: Optional[List[int]]) -> ProcessSet:
+def _registered(number: int, ranks: list[int] | None) -> ProcessSet:
     """Returns the registered set of these ranks, if possible the one with this number. number is 0 for the set of all
     ranks. Returns a new set if there is none to return.
     """
@@ -88,10 +89,10 @@ _engine.engine.global_set = global_process_set
 
 
 def add_process_set(
-    process_set: Union[ProcessSet, Sequence[int]],
+    process_set: ProcessSet | Sequence[int],
     members_only: bool = False,
-    name: Optional[str] = None,
-    timeout: Optional[float] = None,
+    name: str | None = None,
+    timeout: float | None = None,
 ) -> ProcessSet:
     """Registers a process set while the job runs, and returns the set.
 
@@ -115,7 +116,7 @@ def add_process_set(
     return process_set
 
 
-def remove_process_set(process_set: ProcessSet, timeout: Optional[float] = None) -> bool:
+def remove_process_set(process_set: ProcessSet, timeout: float | None = None) -> bool:
     """Removes a process set and returns whether the set was removed.
 
     All ranks of the job must call it, or all members if the set was registered with members_only, and it returns when

@@ -23,7 +23,7 @@ import operator
 import sys
 import threading
 from types import TracebackType
-from typing import Any, Dict, Optional, Type
+from typing import Any
 
 import numpy as np
 
@@ -78,10 +78,10 @@ def _keys(keys: Any) -> np.ndarray:
 class Request:
     """A push or pull in flight."""
 
-    def __init__(self, exchange: _library.Exchange, arrays: Any, results: Optional[np.ndarray], out: Any) -> None:
+    def __init__(self, exchange: _library.Exchange, arrays: Any, results: np.ndarray | None, out: Any) -> None:
         self._arrays, self._results, self._out = arrays, results, out
         self._lock = threading.RLock()  # held by a thread that waits
-        self._error: Optional[Exception] = None
+        self._error: Exception | None = None
         self._handle = _library.Handle()
         _library.reap()
         check(quick.hvd_ps_exchange(exchange, self._handle))
@@ -208,7 +208,7 @@ class Node:
         return self
 
     def __exit__(
-        self, kind: Optional[Type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
             self.finalize()
@@ -233,7 +233,7 @@ def _register_exit() -> None:
     atexit.register(_at_exit)
 
 
-def start(settings: Optional[Dict[str, str]] = None) -> Node:
+def start(settings: dict[str, str] | None = None) -> Node:
     """Joins the job that the environment describes (DMLC_ROLE and others), and waits for all other nodes. settings
     override the environment.
     """

@@ -15,7 +15,6 @@ import pathlib
 import re
 import subprocess
 import sys
-from typing import List
 
 from page import write_part
 
@@ -47,7 +46,7 @@ or another number of ranks. Without torch, the tests of gohvd.torch do not run.
 """
 
 
-def run(interpreter: str, ranks: int, torch: bool) -> List[str]:
+def run(interpreter: str, ranks: int, torch: bool) -> list[str]:
     """Runs the tests and returns the names of those that fail."""
     files = sorted(TESTS.glob("test_*.py"))
     left_out = [] if torch else [path for path in files if any(path.match(pattern) for pattern in _NEED_TORCH)]

@@ -18,7 +18,8 @@ import sys
 import unittest
 import unittest.mock
 import warnings
-from typing import Any, Iterator, List, Optional, Sequence, Tuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import devices
 
@@ -82,8 +83,8 @@ class Array:
     """
 
     def __init__(
-        self, shape: Sequence[int], code: _engine.Code = FLOAT32, at: Optional[Tuple[Allocation, int]] = None,
-        view: Optional[memoryview] = None, contiguous: bool = True,
+        self, shape: Sequence[int], code: _engine.Code = FLOAT32, at: tuple[Allocation, int] | None = None,
+        view: memoryview | None = None, contiguous: bool = True,
     ) -> None:  # fmt: skip
         self.shape, self.dtype, self.view, self.contiguous = tuple(shape), code, view, contiguous
         self.nbytes = math.prod(self.shape) * code[1]
@@ -104,7 +105,7 @@ class Array:
         self._source = data  # it must stay until the copy is done
         return self
 
-    def read(self) -> List[float]:
+    def read(self) -> list[float]:
         data = array.array(_FORMATS[self.dtype], bytes(self.nbytes))
         self._copy(data.buffer_info()[0], self.address)
         cuda("cudaStreamSynchronize", ctypes.c_void_p(fw.current))
@@ -128,9 +129,9 @@ class Devices(_engine.Framework[Array]):
 
     def __init__(self) -> None:
         self.current = new_stream()
-        self.followed: List[int] = []
+        self.followed: list[int] = []
 
-    def operands(self, op: Any, x: Any, target: Any) -> Tuple[Any, Any]:
+    def operands(self, op: Any, x: Any, target: Any) -> tuple[Any, Any]:
         return x, target  # begin gives lists, also if an operation is not grouped
 
     def code(self, dtype: _engine.Code) -> _engine.Code:
@@ -145,7 +146,7 @@ class Devices(_engine.Framework[Array]):
     def address(self, x: Array) -> int:
         return x.address if x.contiguous else 0
 
-    def empty(self, shape: Tuple[int, ...], like: Array, in_memory: bool = False) -> Array:
+    def empty(self, shape: tuple[int, ...], like: Array, in_memory: bool = False) -> Array:
         nbytes = math.prod(shape) * like.dtype[1]
         return Array(shape, like.dtype, view=memoryview(bytearray(max(nbytes, 1))) if in_memory else None)
 
@@ -172,7 +173,7 @@ class Devices(_engine.Framework[Array]):
         copy(target.address, source.address, source.nbytes)
         cuda("cudaStreamSynchronize", ctypes.c_void_p(self.current))
 
-    def wrap(self, memory: Any, shape: Tuple[int, ...], like: Array) -> Array:
+    def wrap(self, memory: Any, shape: tuple[int, ...], like: Array) -> Array:
         made = Array(shape, like.dtype)
         if made.nbytes:
             self.copy(made, Array(shape, like.dtype, view=memoryview(memory)))
@@ -187,14 +188,14 @@ fw = Devices()
 
 
 def begin(
-    kind: int, arrays: Sequence[Array], name: Optional[str], targets: Optional[Sequence[Array]] = None,
-    outputs: Optional[Tuple[Tuple[int, ...], ...]] = None, **kw: Any,
+    kind: int, arrays: Sequence[Array], name: str | None, targets: Sequence[Array] | None = None,
+    outputs: tuple[tuple[int, ...], ...] | None = None, **kw: Any,
 ) -> _engine.Call[Array]:  # fmt: skip
     how = _engine.operation(kind, **kw)
     return _engine.engine.call(fw, how, name, global_process_set, arrays, targets, outputs=outputs)
 
 
-def run(kind: int, x: Array, name: str, **kw: Any) -> List[float]:
+def run(kind: int, x: Array, name: str, **kw: Any) -> list[float]:
     return begin(kind, [x], name, **kw).results()[0].read()
 
 
@@ -373,7 +374,7 @@ class Values(OnDevice):
 class Fallback(InTheJob):
     """Operations that the engine copies through host memory, and the one warning that says why."""
 
-    def twice(self, kind: int = ALLREDUCE, want: Optional[List[float]] = None, *texts: str) -> None:
+    def twice(self, kind: int = ALLREDUCE, want: list[float] | None = None, *texts: str) -> None:
         with self.warned(*texts):
             for i in range(2):
                 x = Array([1]).write([rank() + i])

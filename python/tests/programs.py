@@ -8,7 +8,7 @@ import subprocess
 import sys
 import textwrap
 import unittest
-from typing import Dict, Sequence
+from collections.abc import Sequence
 
 _LAUNCHERS = ("HOROVOD_", "OMPI_", "PMI", "PMIX_", "SLURM_", "MASTER_", "TORCHELASTIC_", "GROUP_", "FLUX_")
 _OTHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "HVD_SECRET", "HVD_SECRET_FILE", "HVD_SIDECAR")
@@ -44,7 +44,7 @@ class Programs(Bounded):
         return got.stdout + got.stderr
 
 
-def environment(**env: str) -> Dict[str, str]:
+def environment(**env: str) -> dict[str, str]:
     """Returns the environment of this process with the variables in env, and without the variables of the launcher.
     With the launcher's variables, a program would become a rank of the launcher's job.
     """

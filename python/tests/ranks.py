@@ -10,7 +10,7 @@ import faulthandler
 import os
 import sys
 import unittest
-from typing import List, Sequence
+from collections.abc import Sequence
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "horovod_shim"))
 
@@ -63,7 +63,7 @@ def sample(rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return (torch.arange(count) % 3 + rank + 1).reshape(tuple(shape)).to(dtype)
 
 
-def samples(size: int, shape: Sequence[int], dtype: torch.dtype) -> List[torch.Tensor]:
+def samples(size: int, shape: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:
     return [sample(r, shape, dtype) for r in range(size)]
 
 

@@ -6,7 +6,7 @@ import os
 import sys
 import traceback
 import unittest
-from typing import Any, List
+from typing import Any
 from unittest import mock
 
 from gohvd import _exit
@@ -26,8 +26,8 @@ def fail_inside(frames: int) -> None:
 
 
 class Tracebacks(unittest.TestCase):
-    def printed(self, e: BaseException) -> List[str]:
-        lines: List[str] = []
+    def printed(self, e: BaseException) -> list[str]:
+        lines: list[str] = []
         hook = _exit.ExceptHook()
 
         def last(kind: Any, value: BaseException, tb: Any) -> None:

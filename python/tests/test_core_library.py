@@ -15,7 +15,8 @@ import threading
 import time
 import unittest
 import unittest.mock
-from typing import Any, Callable, List
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -42,9 +43,9 @@ class InTheJob(programs.Bounded):
         descriptors and of threads and its memory do not grow.
         """
         hvd.init()
-        counts: List[int] = []
-        threads: List[int] = []
-        memory: List[int] = []
+        counts: list[int] = []
+        threads: list[int] = []
+        memory: list[int] = []
         large = np.ones(1 << 16)
         for i in range(_JOBS):
             hvd.init()
@@ -79,7 +80,7 @@ class InTheJob(programs.Bounded):
         """Several threads submit operations and wait for them at the same time, and each gets its results.
         """
         hvd.init()
-        failures: List[BaseException] = []
+        failures: list[BaseException] = []
 
         def work(k: int) -> None:
             try:
@@ -123,7 +124,7 @@ class InTheJob(programs.Bounded):
         hvd.init()
 
         def wait(handle: Any) -> None:
-            outcomes: List[Any] = []
+            outcomes: list[Any] = []
 
             def one() -> None:
                 try:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import re
 import unittest
-from typing import Any, Callable, ContextManager, Dict, Iterator, List
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from ranks import RanksTest
@@ -31,7 +32,7 @@ def _wait(begin: Callable[..., int], *args: Any, **kw: Any) -> Any:
     return hvd.synchronize(begin(*args, **kw))
 
 
-def _in_place(function: Callable[..., Any], t: Tensor, *args: Any, **kw: Any) -> List[Any]:
+def _in_place(function: Callable[..., Any], t: Tensor, *args: Any, **kw: Any) -> list[Any]:
     """Returns the result of a function and the tensor to which it has written."""
     return [function(t, *args, **kw), t]
 
@@ -57,7 +58,7 @@ def _sparse(t: Tensor) -> Tensor:
 
 
 # What each function returns for a tensor whose rows are a multiple of the number of ranks.
-CALLS: Dict[str, Callable[[Tensor], Any]] = {
+CALLS: dict[str, Callable[[Tensor], Any]] = {
     "allreduce": lambda t: hvd.allreduce(t, op=hvd.Sum),
     "allreduce_async": lambda t: _wait(hvd.allreduce_async, t, op=hvd.Sum),
     "allreduce_": lambda t: _in_place(hvd.allreduce_, t, op=hvd.Sum),
@@ -96,7 +97,7 @@ CALLS: Dict[str, Callable[[Tensor], Any]] = {
 }
 
 # Functions of gohvd.torch that are made of the operations above.
-COMPOSED: Dict[str, Callable[[Tensor], Any]] = {
+COMPOSED: dict[str, Callable[[Tensor], Any]] = {
     "broadcast_object": lambda t: hvd.broadcast_object(t.tolist()),
     "allgather_object": lambda t: hvd.allgather_object(t.tolist()),
     "broadcast_parameters": lambda t: _in_place(lambda t: hvd.broadcast_parameters([t, t.clone()], 0), t),
@@ -114,7 +115,7 @@ def _default_dtype() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-MODES: Dict[str, Callable[[], ContextManager[Any]]] = {
+MODES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "inference_mode": torch.inference_mode,
     "no_grad": torch.no_grad,
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
@@ -124,7 +125,7 @@ if hasattr(torch, "set_default_device"):  # since torch 2.0
     MODES["default device"] = lambda: torch.device("meta")
 
 # Makes a tensor of each layout from a contiguous one of 4 dimensions.
-LAYOUTS: Dict[str, Callable[[Tensor], Tensor]] = {
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda t: t,
     "transposed": lambda t: t.transpose(0, 3).contiguous().transpose(0, 3),
     "channels_last": lambda t: t.contiguous(memory_format=torch.channels_last),
@@ -180,7 +181,7 @@ class TestModes(RanksTest):
                 with self.subTest(mode=mode, function=name):
                     with context():
                         t = torch.full((5,), self.rank + 1.0, dtype=torch.float32, device="cpu")
-                        args: List[Any] = [[t] if name.startswith("grouped") else t]
+                        args: list[Any] = [[t] if name.startswith("grouped") else t]
                         args += [0] if name.startswith("broadcast") else []
                         kw = {} if name.startswith("broadcast") else {"op": hvd.Sum}
                         handle = getattr(hvd, name)(*args, **kw)

@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 import unittest
-from typing import Any, List
+from typing import Any
 from unittest import mock
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
@@ -27,7 +27,7 @@ class Timeline(RanksTest):
     def file(self, name: str) -> str:
         return os.path.join(self.folder, name + (f".rank{self.rank}" if self.rank else "") + ".json")
 
-    def events(self, name: str) -> List[Any]:
+    def events(self, name: str) -> list[Any]:
         with open(self.file(name), encoding="utf-8") as f:
             return list(json.load(f))
 

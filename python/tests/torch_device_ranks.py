@@ -13,7 +13,7 @@ import statistics
 import sys
 import time
 import unittest
-from typing import Callable, List
+from collections.abc import Callable
 
 import devices
 import torch
@@ -95,7 +95,7 @@ class InPlace(Ranks):
 
     def test_optimizer(self) -> None:
         """A training on the device has the same weights at all ranks, and those of a training on the CPU."""
-        results: List[torch.Tensor] = []
+        results: list[torch.Tensor] = []
         for device in (DEVICE, torch.device("cpu")):
             torch.manual_seed(1)
             model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)).to(device)

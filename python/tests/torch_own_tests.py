@@ -21,7 +21,6 @@ import tempfile
 import time
 import traceback
 import types
-from typing import Dict, List, Tuple
 
 from page import write_part
 
@@ -29,7 +28,7 @@ _LIMIT_SECONDS = 90.0
 _MODULE = "torch.testing._internal.distributed.distributed_test"
 
 # Why a test that passes with gloo does not pass with gohvd. The first pattern that matches the name of the test counts.
-REASONS: List[Tuple[str, str]] = [
+REASONS: list[tuple[str, str]] = [
     (
         "test_barrier_timeout",
         "The test looks for gloo's text `Timed out`. gohvd says which rank has not submitted the barrier, and `timed out`.",
@@ -136,13 +135,13 @@ def rank_of_test(module: types.ModuleType, case: type, name: str, rank: int, fil
     os._exit(status)
 
 
-def run_test(module: types.ModuleType, case: type, name: str, size: int) -> Tuple[str, str]:
+def run_test(module: types.ModuleType, case: type, name: str, size: int) -> tuple[str, str]:
     """Runs a test. Returns "pass", "skip", "fail" or "hang", and the last line of an error."""
     folder = tempfile.mkdtemp()
     module.initialize_temp_directories()
     module.Barrier.init()
     error = os.path.join(folder, "error")
-    pids: Dict[int, int] = {}
+    pids: dict[int, int] = {}
     for rank in range(size):
         pid = os.fork()
         if pid == 0:
@@ -152,7 +151,7 @@ def run_test(module: types.ModuleType, case: type, name: str, size: int) -> Tupl
             os.dup2(log, 2)
             rank_of_test(module, case, name, rank, os.path.join(folder, "store"), error)
         pids[pid] = rank
-    statuses: Dict[int, int] = {}
+    statuses: dict[int, int] = {}
     end = time.monotonic() + _LIMIT_SECONDS
     while len(statuses) < size and time.monotonic() < end:
         pid, status = os.waitpid(-1, os.WNOHANG)
@@ -208,7 +207,7 @@ def run_all(backend: str, size: int, only: str, names_file: str, out: str) -> No
                 print(f"{backend} {size} {name}: {outcome} in {time.monotonic() - begin:.1f} s {text}", flush=True)
 
 
-def read(path: str) -> "Dict[str, Tuple[str, str]]":
+def read(path: str) -> dict[str, tuple[str, str]]:
     rows = [line.rstrip("\n").split("\t") for line in open(path)]
     return {row[0]: (row[1], row[2]) for row in rows}
 
@@ -258,7 +257,7 @@ def main() -> int:
     return 0 if all(map(reason, failures)) else 1
 
 
-def compare(python: str, size: str, only: str) -> "Dict[str, Dict[str, Tuple[str, str]]]":
+def compare(python: str, size: str, only: str) -> dict[str, dict[str, tuple[str, str]]]:
     """Runs the tests with both backends. Returns the outcomes by backend and test."""
     outcome, names_file = {}, ""
     folder = tempfile.mkdtemp()

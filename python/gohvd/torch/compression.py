@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional, Tuple
+from typing import Any
 
 import torch
 
@@ -11,7 +11,7 @@ class Compressor:
     """The interface of compressors, from which users can derive their own. Neither method may change its argument."""
 
     @staticmethod
-    def compress(tensor: torch.Tensor) -> Tuple[torch.Tensor, Any]:
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Returns the tensor to transmit, and a context that is passed to decompress."""
         raise NotImplementedError
 
@@ -25,7 +25,7 @@ class NoneCompressor(Compressor):
     """Transmits tensors uncompressed."""
 
     @staticmethod
-    def compress(tensor: torch.Tensor) -> Tuple[torch.Tensor, Any]:
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         return tensor, None
 
     @staticmethod
@@ -39,13 +39,13 @@ class _Cast(Compressor):
     wire_dtype: torch.dtype
 
     @classmethod
-    def compress(cls, tensor: torch.Tensor) -> Tuple[torch.Tensor, Optional[torch.dtype]]:
+    def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
         if not tensor.dtype.is_floating_point or tensor.dtype == cls.wire_dtype:
             return tensor, None
         return tensor.to(cls.wire_dtype), tensor.dtype
 
     @classmethod
-    def decompress(cls, tensor: torch.Tensor, ctx: Optional[torch.dtype]) -> torch.Tensor:
+    def decompress(cls, tensor: torch.Tensor, ctx: torch.dtype | None) -> torch.Tensor:
         return tensor if ctx is None else tensor.to(ctx)
 
 

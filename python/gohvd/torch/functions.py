@@ -10,7 +10,8 @@ import collections.abc
 import contextlib
 import ctypes
 import pickle
-from typing import Any, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Set, Tuple, Union
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,7 +25,7 @@ except ImportError:
 
 
 def broadcast_parameters(
-    params: Union[Mapping[str, Optional[torch.Tensor]], Iterable[Any]], root_rank: int
+    params: Mapping[str, torch.Tensor | None] | Iterable[Any], root_rank: int
 ) -> None:
     """Overwrites the tensors in params, at all ranks, with the values of rank root_rank.
 
@@ -32,7 +33,7 @@ def broadcast_parameters(
     must pass the same parameters. They are changed in place, and all are in flight at the same time. Raises ValueError
     if params has another form.
     """
-    named: List[Tuple[Optional[str], Any]]
+    named: list[tuple[str | None, Any]]
     if isinstance(params, collections.abc.Mapping):
         named = sorted(params.items())
     elif isinstance(params, collections.abc.Iterable) and not isinstance(params, (str, bytes, torch.Tensor)):
@@ -51,11 +52,11 @@ def broadcast_parameters(
             tensor.detach().copy_(wire)
 
 
-def _broadcast_all(tensors: List[torch.Tensor], root_rank: int, names: List[Optional[str]]) -> None:
+def _broadcast_all(tensors: list[torch.Tensor], root_rank: int, names: list[str | None]) -> None:
     """Overwrites contiguous tensors with their values at rank root_rank. All broadcasts are in flight at the same time. If a
     broadcast fails, _broadcast_all raises its error and does not wait for the other broadcasts.
     """
-    handles: List[int] = []
+    handles: list[int] = []
     try:
         for tensor, name in zip(tensors, names):
             handles.append(broadcast_async_(moved(tensor), root_rank, name))
@@ -69,11 +70,11 @@ def _broadcast_all(tensors: List[torch.Tensor], root_rank: int, names: List[Opti
 class _Slot(NamedTuple):
     """A placeholder for a tensor in a pickled tree. The tensor itself is sent separately."""
 
-    shape: Tuple[int, ...]
+    shape: tuple[int, ...]
     dtype: torch.dtype
 
 
-def _take_out(tree: Any, tensors: List[torch.Tensor]) -> Any:
+def _take_out(tree: Any, tensors: list[torch.Tensor]) -> Any:
     """Returns a copy of tree with a slot in place of each tensor, and appends the tensors to the list."""
     if isinstance(tree, torch.Tensor):
         tensors.append(tree)
@@ -98,7 +99,7 @@ def _put_in(tree: Any, tensors: Iterator[torch.Tensor]) -> Any:
     return tree
 
 
-def _empty(tree: Any) -> List[torch.Tensor]:
+def _empty(tree: Any) -> list[torch.Tensor]:
     """Returns a new tensor for each slot of tree, in the order of _take_out."""
     if isinstance(tree, _Slot):
         return [torch.empty(tree.shape, dtype=tree.dtype, device="cpu")]
@@ -112,7 +113,7 @@ def _empty(tree: Any) -> List[torch.Tensor]:
 # Outside of torch.inference_mode, because the optimizer keeps the tensors that this function makes.
 @torch.inference_mode(False)
 def broadcast_optimizer_state(
-    optimizer: torch.optim.Optimizer, root_rank: int, model: Optional[torch.nn.Module] = None
+    optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
 ) -> None:
     """Copies the options and the state of root_rank's optimizer to every rank.
 
@@ -124,7 +125,7 @@ def broadcast_optimizer_state(
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
-    tensors: List[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     tree = _take_out(optimizer.state_dict(), tensors)
     if not tree["state"] and not isinstance(optimizer, torch.optim.SparseAdam):
         sparse = _sparse_parameters(model)
@@ -161,14 +162,14 @@ def in_place(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         optimizer.state = state
 
 
-def _become(old: Dict[Any, Any], new: Mapping[Any, Any]) -> None:
+def _become(old: dict[Any, Any], new: Mapping[Any, Any]) -> None:
     if new is not old:
         entries = dict(new)
         old.clear()
         old.update(entries)
 
 
-def _sparse_parameters(model: Optional[torch.nn.Module]) -> Set[torch.Tensor]:
+def _sparse_parameters(model: torch.nn.Module | None) -> set[torch.Tensor]:
     """Returns the weights of model that get sparse gradients, such as those of a sparse embedding."""
     if model is None:
         return set()
@@ -180,7 +181,7 @@ def _sparse_parameters(model: Optional[torch.nn.Module]) -> Set[torch.Tensor]:
 
 
 def broadcast_object(
-    obj: Any, root_rank: int = 0, name: Optional[str] = None, process_set: ProcessSet = global_process_set
+    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
     """Returns the object that root_rank passes as obj, at all members of process_set. The argument obj of the other
     ranks is ignored.
@@ -200,7 +201,7 @@ def broadcast_object(
     return obj if at_root else _loads(data)
 
 
-def allgather_object(obj: Any, name: Optional[str] = None) -> List[Any]:
+def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     """Returns a list of the objects of all ranks, in the order of the ranks. It makes two allgathers: one of the
     lengths, then one of the bytes.
     """

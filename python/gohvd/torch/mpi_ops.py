@@ -13,9 +13,11 @@ size that is not known in advance (allgather, alltoall, gather, scatter) and mes
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import warnings
-from typing import Any, Callable, ContextManager, Dict, List, Optional, Sequence, Tuple, Type, Union
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -68,7 +70,7 @@ __all__ = [
 Tensor = torch.Tensor
 
 # The number in the library and the size in bytes of each element type.
-_DTYPES: Dict[torch.dtype, _engine.Code] = {
+_DTYPES: dict[torch.dtype, _engine.Code] = {
     getattr(torch, name): code for name, code in DTYPES.items() if hasattr(torch, name)
 }
 
@@ -95,7 +97,7 @@ _STRIDED = torch.strided
 class _Torch(_engine.Framework[Tensor]):
     has_devices = True
 
-    def operands(self, op: _engine.Operation, x: Any, target: Any) -> Tuple[List[Tensor], Optional[List[Tensor]]]:
+    def operands(self, op: _engine.Operation, x: Any, target: Any) -> tuple[list[Tensor], list[Tensor] | None]:
         tensors = list(x) if op.grouped else [x]
         if not tensors:
             raise ValueError(f"grouped {KIND_NAMES[op.kind]}: got no tensors, want at least one")
@@ -146,7 +148,7 @@ class _Torch(_engine.Framework[Tensor]):
     def handle(self, stream: torch.cuda.Stream) -> int:
         return stream.cuda_stream
 
-    def using(self, stream: torch.cuda.Stream) -> ContextManager[Any]:
+    def using(self, stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[Any]:
         return torch.cuda.stream(stream)
 
     def follow(self, stream: torch.cuda.Stream) -> None:
@@ -203,7 +205,7 @@ class _Handles:
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
-        self._calls: Dict[int, Call[Tensor]] = {}
+        self._calls: dict[int, Call[Tensor]] = {}
 
     def add(self, call: Call[Tensor]) -> int:
         """Adds an operation and returns its number."""
@@ -249,7 +251,7 @@ def synchronize(handle: int) -> Any:
     return _handles.take(handle)
 
 
-def forget(handle: Union[int, SparseSum]) -> None:
+def forget(handle: int | SparseSum) -> None:
     """Discards a handle that will not be synchronized. Its names become free when its operations are done."""
     for number in (handle.indices, handle.values) if isinstance(handle, SparseSum) else (handle,):
         _handles.forget(number)
@@ -259,12 +261,12 @@ def _none(call: Call[Tensor]) -> None:
     call.results()
 
 
-def _at_root(root: int) -> Optional[Callable[[Call[Tensor]], None]]:
+def _at_root(root: int) -> Callable[[Call[Tensor]], None] | None:
     """Returns the function that returns the result of an operation that has one only at the root."""
     return None if root == rank() else _none
 
 
-def _all(call: Call[Tensor]) -> List[Tensor]:
+def _all(call: Call[Tensor]) -> list[Tensor]:
     return list(call.results())
 
 
@@ -273,12 +275,12 @@ def _sender(call: Call[Tensor]) -> int:
     return call.source
 
 
-def _with_splits(call: Call[Tensor]) -> Tuple[Tensor, Tensor]:
+def _with_splits(call: Call[Tensor]) -> tuple[Tensor, Tensor]:
     output = call.results()[0]
     return output, torch.tensor(call.received, dtype=torch.int32, device="cpu")
 
 
-def _reduction(op: Optional[int], average: Optional[bool]) -> int:
+def _reduction(op: int | None, average: bool | None) -> int:
     if average is not None:
         if op is not None:
             raise ValueError("The op parameter supersedes average. Please provide only one of them.")
@@ -296,9 +298,9 @@ def _wants_grad(tensor: Tensor) -> bool:
 
 def allreduce_async(
     tensor: Tensor,
-    average: Optional[bool] = None,
-    name: Optional[str] = None,
-    op: Optional[int] = None,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
@@ -315,7 +317,7 @@ class HorovodAllreduce(torch.autograd.Function):
     """An allreduce whose gradient is the same allreduce of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, name: Optional[str], op: int, pre: float, post: float, ps: ProcessSet) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, name: str | None, op: int, pre: float, post: float, ps: ProcessSet) -> Tensor:
         ctx.how = op, pre, post, ps
         how = operation(ALLREDUCE, op, pre, post)
         return _call(_torch, how, SYNC_NAME if name is None else name, ps, tensor, wait=True)
@@ -331,10 +333,10 @@ class HorovodAllreduce(torch.autograd.Function):
 
 def allreduce(
     tensor: Tensor,
-    average: Optional[bool] = None,
-    name: Optional[str] = None,
-    compression: Type[Compressor] = Compression.none,
-    op: Optional[int] = None,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
@@ -355,9 +357,9 @@ def allreduce(
 
 def allreduce_async_(
     tensor: Tensor,
-    average: Optional[bool] = None,
-    name: Optional[str] = None,
-    op: Optional[int] = None,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
@@ -371,9 +373,9 @@ def allreduce_async_(
 
 def allreduce_(
     tensor: Tensor,
-    average: Optional[bool] = None,
-    name: Optional[str] = None,
-    op: Optional[int] = None,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
@@ -385,9 +387,9 @@ def allreduce_(
 
 def grouped_allreduce_async(
     tensors: Sequence[Tensor],
-    average: Optional[bool] = None,
-    name: Optional[str] = None,
-    op: Optional[int] = None,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
@@ -402,8 +404,8 @@ class HorovodGroupedAllreduce(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, name: Optional[str], op: int, pre: float, post: float, ps: ProcessSet, *tensors: Tensor
-    ) -> Tuple[Tensor, ...]:
+        ctx: Any, name: str | None, op: int, pre: float, post: float, ps: ProcessSet, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.how = op, pre, post, ps
         how = operation(ALLREDUCE, op, pre, post, grouped=True)
         return tuple(_call(_torch, how, name, ps, tensors, take=_all, wait=True))
@@ -419,14 +421,14 @@ class HorovodGroupedAllreduce(torch.autograd.Function):
 
 def grouped_allreduce(
     tensors: Sequence[Tensor],
-    average: Optional[bool] = None,
-    name: Optional[str] = None,
-    compression: Type[Compressor] = Compression.none,
-    op: Optional[int] = None,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> List[Tensor]:
+) -> list[Tensor]:
     """Reduces tensors as ``allreduce`` does, and returns a list of new tensors. Either all tensors are reduced or none
     is.
     """
@@ -443,9 +445,9 @@ def grouped_allreduce(
 
 def grouped_allreduce_async_(
     tensors: Sequence[Tensor],
-    average: Optional[bool] = None,
-    name: Optional[str] = None,
-    op: Optional[int] = None,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
@@ -457,20 +459,20 @@ def grouped_allreduce_async_(
 
 def grouped_allreduce_(
     tensors: Sequence[Tensor],
-    average: Optional[bool] = None,
-    name: Optional[str] = None,
-    op: Optional[int] = None,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> List[Tensor]:
+) -> list[Tensor]:
     """Reduces tensors in place as ``grouped_allreduce`` does, without autograd, and returns them."""
     how = operation(ALLREDUCE, _reduction(op, average), prescale_factor, postscale_factor, grouped=True)
     return _call(_torch, how, name, process_set, tensors, tensors, take=_all, wait=True)
 
 
 def sparse_allreduce_async(
-    tensor: Tensor, name: Optional[str], op: Optional[int], process_set: ProcessSet = global_process_set
+    tensor: Tensor, name: str | None, op: int | None, process_set: ProcessSet = global_process_set
 ) -> SparseSum:
     """Begins the sum or the average of sparse tensors, by two allgathers of their indices and values.
 
@@ -517,13 +519,13 @@ class SparseSum:
 
 
 def allgather_async(
-    tensor: Tensor, name: Optional[str] = None, process_set: ProcessSet = global_process_set
+    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Begins an ``allgather`` without autograd, and returns a handle."""
     return _handles.add(_call(_torch, operation(ALLGATHER), name, process_set, tensor))
 
 
-def _gathered_rows(rows: List[int], process_set: ProcessSet) -> List[Tuple[int, int]]:
+def _gathered_rows(rows: list[int], process_set: ProcessSet) -> list[tuple[int, int]]:
     """Returns for each gathered tensor the index of this rank's first row in it, and the number of this rank's rows.
     The argument rows has the number of rows of this rank in each tensor.
     """
@@ -538,7 +540,7 @@ class HorovodAllgather(torch.autograd.Function):
     """An allgather. Its gradient is the average of all ranks' gradients, of which each rank gets its own rows."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, name: Optional[str], ps: ProcessSet, shape: Optional[Shape]) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, name: str | None, ps: ProcessSet, shape: Shape | None) -> Tensor:
         ctx.rows, ctx.ps = tensor.shape[0] if tensor.dim() else 0, ps
         return allgather_of(shape, tensor, name, ps)
 
@@ -549,7 +551,7 @@ class HorovodAllgather(torch.autograd.Function):
         return grad.narrow(0, begin, rows), None, None, None
 
 
-def allgather(tensor: Tensor, name: Optional[str] = None, process_set: ProcessSet = global_process_set) -> Tensor:
+def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
     """Returns the tensors of all ranks, concatenated along the first dimension. Their sizes may differ in this
     dimension.
     """
@@ -557,7 +559,7 @@ def allgather(tensor: Tensor, name: Optional[str] = None, process_set: ProcessSe
 
 
 def allgather_of(
-    shape: Optional[Shape], tensor: Tensor, name: Optional[str] = None, process_set: ProcessSet = global_process_set
+    shape: Shape | None, tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
     """Gathers a tensor as ``allgather`` does. shape is the shape of the result, or None if the caller does not know it."""
     if _wants_grad(tensor):
@@ -568,7 +570,7 @@ def allgather_of(
 
 
 def grouped_allgather_async(
-    tensors: Sequence[Tensor], name: Optional[str] = None, process_set: ProcessSet = global_process_set
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Begins a ``grouped_allgather`` without autograd, and returns a handle."""
     how = operation(ALLGATHER, grouped=True)
@@ -580,8 +582,8 @@ class HorovodGroupedAllgather(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, name: Optional[str], ps: ProcessSet, shapes: Optional[Tuple[Shape, ...]], *tensors: Tensor
-    ) -> Tuple[Tensor, ...]:
+        ctx: Any, name: str | None, ps: ProcessSet, shapes: tuple[Shape, ...] | None, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.rows, ctx.ps = [t.shape[0] if t.dim() else 0 for t in tensors], ps
         how = operation(ALLGATHER, grouped=True)
         return tuple(_call(_torch, how, name, ps, tensors, take=_all, wait=True, outputs=shapes))
@@ -594,15 +596,15 @@ class HorovodGroupedAllgather(torch.autograd.Function):
 
 
 def grouped_allgather(
-    tensors: Sequence[Tensor], name: Optional[str] = None, process_set: ProcessSet = global_process_set
-) -> List[Tensor]:
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Tensor]:
     """Gathers tensors as ``allgather`` does, and returns the results. Either all tensors are gathered or none is."""
     return _grouped_allgather_of(None, tensors, name, process_set)
 
 
 def _grouped_allgather_of(
-    shapes: Optional[Tuple[Shape, ...]], tensors: Sequence[Tensor], name: Optional[str], process_set: ProcessSet
-) -> List[Tensor]:
+    shapes: tuple[Shape, ...] | None, tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet
+) -> list[Tensor]:
     """Gathers tensors as ``grouped_allgather`` does. shapes are those of the results, or None if they are not known."""
     if any([_wants_grad(t) for t in tensors]):
         return list(HorovodGroupedAllgather.apply(name, process_set, shapes, *tensors))
@@ -614,7 +616,7 @@ def _grouped_allgather_of(
 
 
 def broadcast_async(
-    tensor: Tensor, root_rank: int, name: Optional[str] = None, process_set: ProcessSet = global_process_set
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Begins a ``broadcast`` without autograd, and returns a handle."""
     _engine.check_root(root_rank, process_set)
@@ -625,7 +627,7 @@ class HorovodBroadcast(torch.autograd.Function):
     """A broadcast. Its gradient is the average of all ranks' gradients at the root, and zero at other ranks."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, root_rank: int, name: Optional[str], ps: ProcessSet) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, root_rank: int, name: str | None, ps: ProcessSet) -> Tensor:
         ctx.root_rank, ctx.ps = root_rank, ps
         _engine.check_root(root_rank, ps)
         return _call(_torch, operation(BROADCAST, root=root_rank), name, ps, tensor, wait=True)
@@ -639,7 +641,7 @@ class HorovodBroadcast(torch.autograd.Function):
 
 
 def broadcast(
-    tensor: Tensor, root_rank: int, name: Optional[str] = None, process_set: ProcessSet = global_process_set
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
     """Returns the tensor of rank root_rank. root_rank is a rank of the job even if process_set is given.
 
@@ -652,7 +654,7 @@ def broadcast(
 
 
 def broadcast_async_(
-    tensor: Tensor, root_rank: int, name: Optional[str] = None, process_set: ProcessSet = global_process_set
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Begins a ``broadcast_`` and returns a handle."""
     _engine.check_root(root_rank, process_set)
@@ -661,7 +663,7 @@ def broadcast_async_(
 
 
 def broadcast_(
-    tensor: Tensor, root_rank: int, name: Optional[str] = None, process_set: ProcessSet = global_process_set
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
     """Overwrites a tensor with the tensor of rank root_rank, without autograd, and returns it."""
     _engine.check_root(root_rank, process_set)
@@ -675,7 +677,7 @@ def reduce_async(
     tensor: Tensor,
     root_rank: int,
     op: int = Average,
-    name: Optional[str] = None,
+    name: str | None = None,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -690,11 +692,11 @@ def reduce(
     tensor: Tensor,
     root_rank: int,
     op: int = Average,
-    name: Optional[str] = None,
+    name: str | None = None,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> Optional[Tensor]:
+) -> Tensor | None:
     """Reduces a tensor as ``allreduce`` does, without autograd. Returns the result at rank root_rank, and None at the
     other ranks. root_rank is a rank of the job even if process_set is given.
     """
@@ -707,7 +709,7 @@ def reduce(
 
 
 def gather_async(
-    tensor: Tensor, root_rank: int, name: Optional[str] = None, process_set: ProcessSet = global_process_set
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Begins a ``gather`` and returns a handle."""
     _engine.check_root(root_rank, process_set, GATHER)
@@ -716,8 +718,8 @@ def gather_async(
 
 
 def gather(
-    tensor: Tensor, root_rank: int, name: Optional[str] = None, process_set: ProcessSet = global_process_set
-) -> Optional[Tensor]:
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor | None:
     """Returns the tensors of all ranks at rank root_rank, concatenated along the first dimension, and None at the other
     ranks. Their sizes may differ in this dimension. Gradients do not flow through a gather.
     """
@@ -729,8 +731,8 @@ def gather(
 def scatter_async(
     tensor: Tensor,
     root_rank: int,
-    splits: Union[None, Tensor, Sequence[int]] = None,
-    name: Optional[str] = None,
+    splits: None | Tensor | Sequence[int] = None,
+    name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Begins a ``scatter`` and returns a handle."""
@@ -739,8 +741,8 @@ def scatter_async(
 
 
 def _scattered(
-    tensor: Tensor, root: int, splits: Union[None, Tensor, Sequence[int]], process_set: ProcessSet
-) -> Tuple[_engine.Operation, Tensor]:
+    tensor: Tensor, root: int, splits: None | Tensor | Sequence[int], process_set: ProcessSet
+) -> tuple[_engine.Operation, Tensor]:
     """Returns a scatter and its tensor, which is empty at the other ranks."""
     _engine.check_root(root, process_set, SCATTER)
     if _engine.engine.initialized() and root != rank():
@@ -751,8 +753,8 @@ def _scattered(
 def scatter(
     tensor: Tensor,
     root_rank: int,
-    splits: Union[None, Tensor, Sequence[int]] = None,
-    name: Optional[str] = None,
+    splits: None | Tensor | Sequence[int] = None,
+    name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """Returns this rank's rows of the tensor of rank root_rank: splits[i] rows go to member i. If splits is None, each
@@ -766,12 +768,12 @@ def scatter(
 
 # Alltoall.
 
-_Splits = Union[None, Tensor, Sequence[int]]
+_Splits = None | Tensor | Sequence[int]
 
 
 def _splits(
     splits: _Splits, tensor: Tensor, process_set: ProcessSet, kind: int = ALLTOALL
-) -> Tuple[int, ...]:
+) -> tuple[int, ...]:
     if isinstance(splits, Tensor):
         if splits.dim() != 1 or splits.dtype != torch.int32:
             raise ValueError(f"{KIND_NAMES[kind]}: splits are {splits.dtype} of shape {tuple(splits.shape)}, want int32 of one dimension")
@@ -780,7 +782,7 @@ def _splits(
 
 
 def alltoall_async(
-    tensor: Tensor, splits: _Splits = None, name: Optional[str] = None, process_set: ProcessSet = global_process_set
+    tensor: Tensor, splits: _Splits = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Begins an ``alltoall`` without autograd, and returns a handle. ``synchronize`` returns the tensor and the
     received splits, whether or not splits are given here.
@@ -794,8 +796,8 @@ class HorovodAlltoall(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, splits: _Splits, name: Optional[str], ps: ProcessSet
-    ) -> Tuple[Tensor, Tensor]:
+        ctx: Any, tensor: Tensor, splits: _Splits, name: str | None, ps: ProcessSet
+    ) -> tuple[Tensor, Tensor]:
         given = _splits(splits, tensor, ps)
         how = operation(ALLTOALL, splits=given)
         output, received = _call(_torch, how, name, ps, tensor, take=_with_splits, wait=True)
@@ -818,8 +820,8 @@ class HorovodAlltoall(torch.autograd.Function):
 
 
 def alltoall(
-    tensor: Tensor, splits: _Splits = None, name: Optional[str] = None, process_set: ProcessSet = global_process_set
-) -> Union[Tensor, Tuple[Tensor, Tensor]]:
+    tensor: Tensor, splits: _Splits = None, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor | tuple[Tensor, Tensor]:
     """Sends rows to all members: splits[i] rows to member i. If splits is None, each member gets the same number of
     rows.
 
@@ -846,7 +848,7 @@ def _scattered_by(op: int) -> int:
 
 def reducescatter_async(
     tensor: Tensor,
-    name: Optional[str] = None,
+    name: str | None = None,
     op: int = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
@@ -868,7 +870,7 @@ class HorovodReducescatter(torch.autograd.Function):
     """A reducescatter whose gradient is the allgather of the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, name: Optional[str], op: int, ps: ProcessSet, pre: float, post: float) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, name: str | None, op: int, ps: ProcessSet, pre: float, post: float) -> Tensor:
         ctx.how, ctx.shape = (op, pre, post, ps), tuple(tensor.shape)
         return _call(_torch, operation(REDUCESCATTER, _scattered_by(op), pre, post), name, ps, tensor, wait=True)
 
@@ -882,8 +884,8 @@ class HorovodReducescatter(torch.autograd.Function):
 
 def reducescatter(
     tensor: Tensor,
-    name: Optional[str] = None,
-    compression: Type[Compressor] = Compression.none,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
     op: int = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
@@ -904,7 +906,7 @@ def reducescatter(
 
 def grouped_reducescatter_async(
     tensors: Sequence[Tensor],
-    name: Optional[str] = None,
+    name: str | None = None,
     op: int = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
@@ -920,8 +922,8 @@ class HorovodGroupedReducescatter(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, name: Optional[str], op: int, ps: ProcessSet, pre: float, post: float, *tensors: Tensor
-    ) -> Tuple[Tensor, ...]:
+        ctx: Any, name: str | None, op: int, ps: ProcessSet, pre: float, post: float, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.how, ctx.shapes = (op, pre, post, ps), tuple([tuple(t.shape) for t in tensors])
         how = operation(REDUCESCATTER, _scattered_by(op), pre, post, grouped=True)
         return tuple(_call(_torch, how, name, ps, tensors, take=_all, wait=True))
@@ -936,13 +938,13 @@ class HorovodGroupedReducescatter(torch.autograd.Function):
 
 def grouped_reducescatter(
     tensors: Sequence[Tensor],
-    name: Optional[str] = None,
-    compression: Type[Compressor] = Compression.none,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
     op: int = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> List[Tensor]:
+) -> list[Tensor]:
     """Reduces and scatters tensors as ``reducescatter`` does, and returns the results. Either all tensors are reduced
     or none is.
     """
@@ -964,7 +966,7 @@ def send_async(
     dst: int,
     tag: int = 0,
     process_set: ProcessSet = global_process_set,
-    timeout: Optional[float] = None,
+    timeout: float | None = None,
 ) -> int:
     """Begins a ``send`` and returns a handle. Its result is None."""
     how = _engine.message(SEND, dst, tag, process_set, timeout)
@@ -976,7 +978,7 @@ def send(
     dst: int,
     tag: int = 0,
     process_set: ProcessSet = global_process_set,
-    timeout: Optional[float] = None,
+    timeout: float | None = None,
 ) -> None:
     """Sends a tensor to the rank dst, which must receive it by ``recv`` with the same tag, into a tensor of the same
     type and size. dst is a rank of the job even if process_set is given. No other rank takes part. Large tensors are
@@ -989,10 +991,10 @@ def send(
 
 def recv_async(
     tensor: Tensor,
-    src: Optional[int] = None,
+    src: int | None = None,
     tag: int = 0,
     process_set: ProcessSet = global_process_set,
-    timeout: Optional[float] = None,
+    timeout: float | None = None,
 ) -> int:
     """Begins a ``recv`` and returns a handle. Its result is the rank that has sent the tensor."""
     how = _engine.message(RECV, src, tag, process_set, timeout)
@@ -1001,10 +1003,10 @@ def recv_async(
 
 def recv(
     tensor: Tensor,
-    src: Optional[int] = None,
+    src: int | None = None,
     tag: int = 0,
     process_set: ProcessSet = global_process_set,
-    timeout: Optional[float] = None,
+    timeout: float | None = None,
 ) -> int:
     """Receives a tensor that the rank src has sent by ``send`` with the same tag. If src is None, receives from any
     rank. Writes the elements to the tensor and returns the rank that has sent them. src is a rank of the job even if

@@ -6,7 +6,8 @@ import contextlib
 import os
 import warnings
 import weakref
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Set, Tuple, Type, Union
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 
@@ -29,11 +30,11 @@ from gohvd.torch.mpi_ops import (
     synchronize,
 )
 
-_Named = Iterable[Tuple[str, torch.Tensor]]
-_Groups = Union[None, int, List[List[torch.Tensor]]]
+_Named = Iterable[tuple[str, torch.Tensor]]
+_Groups = None | int | list[list[torch.Tensor]]
 
 # How many optimizers of this job have a parameter with a name, by the number of the process set and the name.
-_names_given: Dict[Tuple[int, str], int] = {}
+_names_given: dict[tuple[int, str], int] = {}
 _engine.engine.at_shutdown.append(_names_given.clear)
 
 # Compressors that only cast to another type. _compress does their work itself, in shared memory.
@@ -53,22 +54,22 @@ class _Distributed(torch.optim.Optimizer):
     # These attributes are declared for readers and type checkers. _take_over sets them.
     process_set: ProcessSet
     backward_passes_per_step: int
-    _compression: Type[Compressor]
-    _parameter_names: Dict[torch.Tensor, str]
-    _requires_update: Dict[torch.Tensor, None]  # the parameters that have hooks; an ordered set
-    _frozen: List[torch.Tensor]  # the parameters that required no gradient when they were last looked at
-    _allreduce_delay: Dict[torch.Tensor, int]  # by parameter: how many backward passes its gradient still waits for
+    _compression: type[Compressor]
+    _parameter_names: dict[torch.Tensor, str]
+    _requires_update: dict[torch.Tensor, None]  # the parameters that have hooks; an ordered set
+    _frozen: list[torch.Tensor]  # the parameters that required no gradient when they were last looked at
+    _allreduce_delay: dict[torch.Tensor, int]  # by parameter: how many backward passes its gradient still waits for
     # The handle and the decompression context of each operation in flight. The key is a parameter, or for a group the
     # tuple of its parameters.
-    _handles: Dict[Any, Tuple[Any, Any]]
-    _wires: Dict[torch.Tensor, torch.Tensor]  # by parameter: shared memory for the compressed tensor
-    _not_replaced: Set[str]  # the names of the attributes that the replaced optimizer does not have
+    _handles: dict[Any, tuple[Any, Any]]
+    _wires: dict[torch.Tensor, torch.Tensor]  # by parameter: shared memory for the compressed tensor
+    _not_replaced: set[str]  # the names of the attributes that the replaced optimizer does not have
 
     def _take_over(
         self,
         optimizer: torch.optim.Optimizer,
-        names: Dict[torch.Tensor, str],
-        compression: Type[Compressor],
+        names: dict[torch.Tensor, str],
+        compression: type[Compressor],
         backward_passes_per_step: int,
         process_set: ProcessSet,
     ) -> None:
@@ -88,7 +89,7 @@ class _Distributed(torch.optim.Optimizer):
         self._handles = {}
         weakref.finalize(self, _forget, self._handles).atexit = False
         self._wires = {}
-        self._grad_accs: List[Any] = []
+        self._grad_accs: list[Any] = []
         alone = size() == 1 and os.environ.get("HOROVOD_ELASTIC") != "1"
         self._hooked = bool(process_set.included()) and not alone
         if self._hooked:
@@ -96,7 +97,7 @@ class _Distributed(torch.optim.Optimizer):
                 for p in group["params"]:
                     self._hook(p)
 
-    def add_param_group(self, param_group: Dict[str, Any]) -> None:
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         number = len(self.param_groups) - 1
         for i, p in enumerate(self.param_groups[number]["params"]):
@@ -184,7 +185,7 @@ class _Distributed(torch.optim.Optimizer):
         vars(replaced).update({k: v for k, v in vars(self).items() if k not in self._not_replaced})
         return _again, (replaced, self._arguments())
 
-    def _arguments(self) -> Dict[str, Any]:
+    def _arguments(self) -> dict[str, Any]:
         """Returns the arguments with which _again makes a copy of this optimizer."""
         return {
             "names": self._parameter_names,
@@ -215,7 +216,7 @@ class _Distributed(torch.optim.Optimizer):
             replaced._opt_called = True  # since torch 2.4
             replaced._step_count = getattr(replaced, "_step_count", 0) + 1  # before
 
-    def _compress(self, p: torch.Tensor, tensor: torch.Tensor) -> Tuple[torch.Tensor, Any]:
+    def _compress(self, p: torch.Tensor, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Compresses tensor, which belongs to parameter p. Returns the tensor to transmit and the context for
         decompress.
         """
@@ -232,7 +233,7 @@ class _Distributed(torch.optim.Optimizer):
         """Waits for all operations in flight and calls done with the result of each. If operations fail, it raises the
         first error after all have ended.
         """
-        error: Optional[BaseException] = None
+        error: BaseException | None = None
         try:
             for key, (handle, ctx) in self._handles.items():
                 try:
@@ -247,7 +248,7 @@ class _Distributed(torch.optim.Optimizer):
             raise error
 
 
-def _forget(handles: Dict[Any, Tuple[Any, Any]]) -> None:
+def _forget(handles: dict[Any, tuple[Any, Any]]) -> None:
     """Discards the handles of an optimizer, so that other operations can use their names."""
     for handle, _ in handles.values():
         forget(handle)
@@ -262,7 +263,7 @@ class _Memory:
     def __init__(self) -> None:
         self.address = 0
         self._block: Any = None
-        self._last: Callable[[], Optional[memoryview]] = lambda: None
+        self._last: Callable[[], memoryview | None] = lambda: None
 
     def tensor(self, like: torch.Tensor) -> torch.Tensor:
         """Returns a tensor with the size, type and memory layout of like. The layout must be the same as that of the
@@ -299,17 +300,17 @@ class _DistributedOptimizer(_Distributed):
         # Gradients are moved into shared memory only without compression, because a compressed gradient is not reduced
         # in place.
         self._views = views and self._compression is Compression.none
-        self._memory: Dict[torch.Tensor, _Memory] = {}  # by parameter: the shared memory of its gradients
+        self._memory: dict[torch.Tensor, _Memory] = {}  # by parameter: the shared memory of its gradients
         # Maps each parameter with sparse gradients to the number of sparse dimensions of these gradients.
-        self._was_sparse: Dict[torch.Tensor, int] = {}
+        self._was_sparse: dict[torch.Tensor, int] = {}
         self._synchronized = False
         self._should_synchronize = True
-        self._p_to_group: Dict[torch.Tensor, Tuple[torch.Tensor, ...]] = {}
-        self._group_counts: Dict[Tuple[torch.Tensor, ...], int] = {}  # by group: how many gradients are complete
+        self._p_to_group: dict[torch.Tensor, tuple[torch.Tensor, ...]] = {}
+        self._group_counts: dict[tuple[torch.Tensor, ...], int] = {}  # by group: how many gradients are complete
         if groups and self._hooked:
             self._form_groups(groups)
 
-    def _form_groups(self, groups: Union[int, List[List[torch.Tensor]]]) -> None:
+    def _form_groups(self, groups: int | list[list[torch.Tensor]]) -> None:
         # All ranks must form the same groups, but their optimizers may list the parameters in different orders. So the
         # first rank's order decides.
         root = self.process_set.ranks[0]
@@ -331,7 +332,7 @@ class _DistributedOptimizer(_Distributed):
             self._group_counts[group] = 0
             self._p_to_group.update(dict.fromkeys(group, group))
 
-    def _arguments(self) -> Dict[str, Any]:
+    def _arguments(self) -> dict[str, Any]:
         return {
             **super()._arguments(),
             "op": self.op,
@@ -385,7 +386,7 @@ class _DistributedOptimizer(_Distributed):
             memory = self._memory[p] = _Memory()
         return memory
 
-    def _factors(self) -> Tuple[float, float]:
+    def _factors(self) -> tuple[float, float]:
         # With Average the operation itself also divides by the number of ranks.
         f = self.gradient_predivide_factor
         return (1.0 / f, f) if self.op == Average else (1.0, 1.0)
@@ -402,7 +403,7 @@ class _DistributedOptimizer(_Distributed):
         handle = allreduce_async_(wire, None, name, self.op, before, after, self.process_set)
         self._handles[p] = (handle, ctx)
 
-    def _submit_group(self, group: Tuple[torch.Tensor, ...]) -> None:
+    def _submit_group(self, group: tuple[torch.Tensor, ...]) -> None:
         name = self._parameter_names[group[0]]
         dense = []
         for p in group:
@@ -487,7 +488,7 @@ class _DistributedOptimizer(_Distributed):
         finally:
             self._should_synchronize = True
 
-    def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         if self._should_synchronize:
             if self._synchronized:
                 warnings.warn(
@@ -534,12 +535,12 @@ class _DistributedAdasumOptimizer(_Distributed):
     this rank alone would make. Then it adds the Adasum of all ranks' steps to the weights.
     """
 
-    def _arguments(self) -> Dict[str, Any]:
+    def _arguments(self) -> dict[str, Any]:
         return {**super()._arguments(), "op": Adasum}
 
     def _begin(self) -> None:
-        self._deltas: Dict[torch.Tensor, torch.Tensor] = {}
-        self._starts: Dict[torch.Tensor, torch.Tensor] = {}
+        self._deltas: dict[torch.Tensor, torch.Tensor] = {}
+        self._starts: dict[torch.Tensor, torch.Tensor] = {}
 
     def _accumulated(self, p: torch.Tensor, last: bool) -> None:
         if last:
@@ -582,7 +583,7 @@ class _DistributedAdasumOptimizer(_Distributed):
         raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
         yield
 
-    def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         if not self._hooked:
             self._tell_schedulers()
             return super().step(closure)
@@ -639,7 +640,7 @@ def _unflat(tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     return tensor.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1)
 
 
-def _names(param_groups: List[Dict[str, Any]], named: Optional[_Named]) -> Dict[torch.Tensor, str]:
+def _names(param_groups: list[dict[str, Any]], named: _Named | None) -> dict[torch.Tensor, str]:
     """Returns the names of all parameters. Raises ValueError if named is malformed, has a name twice, or lacks a
     parameter.
     """
@@ -655,7 +656,7 @@ def _names(param_groups: List[Dict[str, Any]], named: Optional[_Named]) -> Dict[
             "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
             "model.named_parameters()."
         )
-    seen: Dict[str, int] = {}
+    seen: dict[str, int] = {}
     for name, _ in named:
         seen[name] = seen.get(name, 0) + 1
     duplicates = [name for name, times in seen.items() if times > 1]
@@ -700,8 +701,8 @@ def _check_groups(groups: _Groups) -> None:
 
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
-    named_parameters: Optional[_Named] = None,
-    compression: Type[Compressor] = Compression.none,
+    named_parameters: _Named | None = None,
+    compression: type[Compressor] = Compression.none,
     backward_passes_per_step: int = 1,
     op: int = Average,
     gradient_predivide_factor: float = 1.0,
@@ -770,8 +771,8 @@ def DistributedOptimizer(
 
 def _distribute(
     optimizer: torch.optim.Optimizer,
-    names: Dict[torch.Tensor, str],
-    compression: Type[Compressor],
+    names: dict[torch.Tensor, str],
+    compression: type[Compressor],
     backward_passes_per_step: int,
     op: int,
     gradient_predivide_factor: float = 1.0,
@@ -795,7 +796,7 @@ def _distribute(
     return distributed
 
 
-def _again(optimizer: torch.optim.Optimizer, arguments: Dict[str, Any]) -> Any:
+def _again(optimizer: torch.optim.Optimizer, arguments: dict[str, Any]) -> Any:
     """Returns a DistributedOptimizer for a copied or pickled one. optimizer is a copy of the optimizer that it had
     replaced. It does not communicate, so that one rank can load a checkpoint.
     """

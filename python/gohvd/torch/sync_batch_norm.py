@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional, Tuple
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -24,7 +24,7 @@ class SyncBatchNorm(_BatchNorm):
         self,
         num_features: int,
         eps: float = 1e-5,
-        momentum: Optional[float] = 0.1,
+        momentum: float | None = 0.1,
         affine: bool = True,
         track_running_stats: bool = True,
     ) -> None:
@@ -59,8 +59,8 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: torch.Tensor, weight: Optional[torch.Tensor], bias: Optional[torch.Tensor], eps: float
-    ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        ctx: Any, input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         # float16 and bfloat16 are summed in float32.
         wide = torch.promote_types(input.dtype, torch.float32)
         x = input.to(wide)
@@ -96,7 +96,7 @@ class _Normalize(torch.autograd.Function):
         return output.to(input.dtype), mean, variance, total
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, *unused: Any) -> Tuple[Optional[torch.Tensor], ...]:
+    def backward(ctx: Any, grad: torch.Tensor, *unused: Any) -> tuple[torch.Tensor | None, ...]:
         normal, invstd, weight = ctx.saved_tensors
         dy = grad.to(normal.dtype)
         sum_dy, sum_dy_normal = dy.sum(ctx.rest), (dy * normal).sum(ctx.rest)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib.machinery
 import sys
-from typing import Any, Dict, NoReturn, Optional
+from typing import Any, NoReturn
 
 _FRAMEWORK = "gohvd supports PyTorch (horovod.torch, which is gohvd.torch) and numpy arrays (gohvd.numpy)"
 _LAUNCHER = "start the ranks with hvdrun or horovod.run, or with another launcher of docs/launchers.md"
-_INSTEAD: Dict[str, str] = {
+_INSTEAD: dict[str, str] = {
     "horovod.tensorflow": _FRAMEWORK,
     "horovod.keras": _FRAMEWORK,
     "horovod._keras": _FRAMEWORK,
@@ -24,7 +24,7 @@ class Finder:
     """
 
     @classmethod
-    def find_spec(cls, fullname: str, path: Any = None, target: Any = None) -> Optional[importlib.machinery.ModuleSpec]:
+    def find_spec(cls, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         return importlib.machinery.ModuleSpec(fullname, cls) if fullname in _INSTEAD else None  # type: ignore[arg-type]
 
     @staticmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional, Tuple
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,7 +13,7 @@ from ..mpi_ops import _DTYPES, alloc_tensor
 class _EmptyInArena(TorchDispatchMode):
     """While this mode is active, ``torch.empty`` in memory makes tensors in an arena, also for callers in C++."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Tuple[Any, ...] = (), kwargs: Optional[dict] = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten.empty.memory_format and _fits(**kwargs):
             return alloc_tensor(args[0], kwargs["dtype"])

@@ -13,8 +13,9 @@ import threading
 import time
 import warnings
 import weakref
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Callable, List, Optional, Sequence, Tuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,7 +57,7 @@ class Calls:
     """
 
     def __init__(
-        self, store: Any, rank: int, size: int, timeout: timedelta, group_id: str, ranks: Optional[List[int]]
+        self, store: Any, rank: int, size: int, timeout: timedelta, group_id: str, ranks: list[int] | None
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._ranks = ranks
@@ -66,8 +67,8 @@ class Calls:
         self._lock = threading.Lock()  # held while a call gets its number and is submitted
         self._calls = 0
         # The last call with each name. A weak reference does not keep the tensors of a call that is done.
-        self._last: List[Optional[weakref.ref[Call]]] = [None] * _CALLS
-        self._coalesced: Optional[List[Operation]] = None
+        self._last: list[weakref.ref[Call] | None] = [None] * _CALLS
+        self._coalesced: list[Operation] | None = None
         self._barriers = 0
         self._why_invalid = ""
         job = _job.enter(store, rank, size, ranks, timeout)
@@ -90,7 +91,7 @@ class Calls:
 
     supports_splitting = True
 
-    def _part(self, ranks: Sequence[int], name: str, store: Any, timeout: Optional[timedelta]) -> Any:
+    def _part(self, ranks: Sequence[int], name: str, store: Any, timeout: timedelta | None) -> Any:
         """Returns a new group of some ranks of this group, or None if this rank is not one of them."""
         if self._rank not in ranks:
             return None
@@ -153,11 +154,11 @@ class Calls:
         kind: int,
         source: Any,
         opts: Any,
-        target: Optional[Parts] = None,
+        target: Parts | None = None,
         reduce_op: int = _engine.Sum,
         root: int = 0,
-        splits: Tuple[int, ...] = (),
-    ) -> Tuple[int, Call]:
+        splits: tuple[int, ...] = (),
+    ) -> tuple[int, Call]:
         """Begins an operation as the next call of the group. Returns the number of the call, and the engine's call. source
         and target are Parts, except that a barrier has none.
         """
@@ -177,7 +178,7 @@ class Calls:
         return number, call
 
     def _operation(
-        self, what: str, number: int, calls: List[Call], result: Any, after: Optional[Callable[[], None]] = None
+        self, what: str, number: int, calls: list[Call], result: Any, after: Callable[[], None] | None = None
     ) -> Operation:
         """Returns the operation that is the call of the group with this number."""
         return Operation(f"{what} (call {number} of group {self._label})", calls, result, after)
@@ -190,7 +191,7 @@ class Calls:
         timeout = getattr(opts, "timeout", None)
         return (timeout if timeout is not None and timeout > _NO_TIMEOUT else self._timeout).total_seconds()
 
-    def _work(self, operation: Operation, source: Optional[Callable[[], int]] = None) -> dist.Work:
+    def _work(self, operation: Operation, source: Callable[[], int] | None = None) -> dist.Work:
         if self._coalesced is not None:
             self._coalesced.append(operation)
             operation.part = True
@@ -201,7 +202,7 @@ class Calls:
         what: str,
         kind: int,
         source: Parts,
-        target: Optional[Parts],
+        target: Parts | None,
         result: Any,
         opts: Any,
         **kw: Any,
@@ -220,7 +221,7 @@ class Calls:
         """Returns the rank of the root in the job."""
         return self._members[opts.rootRank]
 
-    def _in_order_of_set(self, parts: List[Tensor], counts: Optional[Sequence[int]] = None) -> List[Tensor]:
+    def _in_order_of_set(self, parts: list[Tensor], counts: Sequence[int] | None = None) -> list[Tensor]:
         """Returns the parts of the ranks in the order of the process set. parts has a tensor for each rank in the order of
         the group, or one tensor with the parts of all ranks. counts has the numbers of elements of the parts if they are
         not equal.
@@ -289,7 +290,7 @@ class Calls:
             )
         return self._gather_all("all_gather_into_tensor", [output], input, output, opts)
 
-    def _gather_all(self, what: str, outputs: List[Tensor], t: Tensor, result: Any, opts: Any) -> dist.Work:
+    def _gather_all(self, what: str, outputs: list[Tensor], t: Tensor, result: Any, opts: Any) -> dist.Work:
         flat, n = moved(t), moved(t).numel()
         target = Parts([moved(o) for o in self._in_order_of_set(outputs)], (self._size, n))
         return self._one(what, ALLGATHER, Parts((flat,), (1, n)), target, result, opts)
@@ -308,7 +309,7 @@ class Calls:
             )
         return self._scatter_sum("reduce_scatter_tensor", output, [input], output, opts)
 
-    def _scatter_sum(self, what: str, output: Tensor, inputs: List[Tensor], result: Any, opts: Any) -> dist.Work:
+    def _scatter_sum(self, what: str, output: Tensor, inputs: list[Tensor], result: Any, opts: Any) -> dist.Work:
         opts = _options(opts, dist.ReduceScatterOptions)
         op, flat = reduction(opts.reduceOp, output)
         n = flat.numel()
@@ -321,13 +322,13 @@ class Calls:
         return self._exchange("all_to_all", outputs, inputs, [t.numel() for t in outputs], [t.numel() for t in inputs], opts)
 
     def alltoall_base(
-        self, output: Tensor, input: Tensor, output_splits: List[int], input_splits: List[int], opts: Any = None
+        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> dist.Work:
         dense([output, input])
         sent, received = self._splits("input", input, input_splits), self._splits("output", output, output_splits)
         return self._exchange("all_to_all_single", [output], [input], received, sent, opts)
 
-    def _splits(self, which: str, t: Tensor, splits: Sequence[int]) -> List[int]:
+    def _splits(self, which: str, t: Tensor, splits: Sequence[int]) -> list[int]:
         """Returns the number of elements of each rank's part of a tensor that is split by rows."""
         rows = t.shape[0] if t.dim() else 1
         if not len(splits):
@@ -342,7 +343,7 @@ class Calls:
         return [n * each for n in splits]
 
     def _exchange(
-        self, what: str, outputs: List[Tensor], inputs: List[Tensor], received: List[int], sent: List[int], opts: Any
+        self, what: str, outputs: list[Tensor], inputs: list[Tensor], received: list[int], sent: list[int], opts: Any
     ) -> dist.Work:
         order = self._order or list(range(self._size))
         source = Parts(list(map(moved, self._in_order_of_set(inputs, sent))))
@@ -419,7 +420,7 @@ class Calls:
 
     recvAnysource = recv_anysource
 
-    def _message(self, what: str, kind: int, tensors: Any, rank: Optional[int], tag: int) -> dist.Work:
+    def _message(self, what: str, kind: int, tensors: Any, rank: int | None, tag: int) -> dist.Work:
         self._check_valid(what)
         (t,) = given = dense(tensors, 1)
         flat = moved(t)
@@ -462,7 +463,7 @@ class Calls:
             [lambda o=o, t=t: self._reduce_scatter_base(o, t, opts) for o, t in _pairs(outputs, inputs)],
         )  # fmt: skip
 
-    def _together(self, what: str, result: Any, begins: List[Callable[[], dist.Work]]) -> dist.Work:
+    def _together(self, what: str, result: Any, begins: list[Callable[[], dist.Work]]) -> dist.Work:
         """Begins several operations and returns one work for all of them."""
         outer = self._coalesced
         self.start_coalescing()
@@ -534,7 +535,7 @@ class Calls:
         self._store.set(f"{prefix}/outcome", decided)
         return decided
 
-    def _has(self, keys: List[str], limit: timedelta) -> bool:
+    def _has(self, keys: list[str], limit: timedelta) -> bool:
         """Returns whether the store gets all keys within the limit. If the job fails meanwhile, it raises the error that
         has ended the job, because the rank that has failed will never set its key.
         """
@@ -597,9 +598,9 @@ class ProcessGroup(Calls, dist.ProcessGroup):
         return self
 
     def split_group(
-        self, ranks: List[int], timeout: Optional[timedelta] = None, opts: Any = None, group_name: str = "",
-        group_desc: Optional[str] = None, device_types: Any = None,
-    ) -> Optional[ProcessGroup]:  # fmt: skip
+        self, ranks: list[int], timeout: timedelta | None = None, opts: Any = None, group_name: str = "",
+        group_desc: str | None = None, device_types: Any = None,
+    ) -> ProcessGroup | None:  # fmt: skip
         group = self._part(ranks, group_name, dist.PrefixStore(f"{group_name}/", self._store), timeout)
         if group is not None:
             group.setGroupDesc(group_desc or "")
@@ -617,7 +618,7 @@ class Backend(Calls, _Backend):
     def options(self) -> Any:
         return _Backend.Options("gohvd", self._timeout)
 
-    def split(self, store: Any, ranks: List[int], opts: Any) -> Backend:
+    def split(self, store: Any, ranks: list[int], opts: Any) -> Backend:
         group = self._part(ranks, opts.group_name, store, opts._timeout)
         if group is None:
             # Torch 2.15 would read the missing backend, and crash.
@@ -663,19 +664,19 @@ def _options(opts: Any, kind: Any) -> Any:
     return made
 
 
-def _lists(lists: Any, want: int, size: int) -> List[List[Tensor]]:
+def _lists(lists: Any, want: int, size: int) -> list[list[Tensor]]:
     if len(lists) != want:
         raise ValueError(f"got {len(lists)} lists of tensors, want {want}")
     return [dense(tensors, size) for tensors in lists]
 
 
-def _pairs(outputs: Sequence[Any], inputs: Sequence[Tensor]) -> List[Tuple[Any, Tensor]]:
+def _pairs(outputs: Sequence[Any], inputs: Sequence[Tensor]) -> list[tuple[Any, Tensor]]:
     if len(outputs) != len(inputs):
         raise ValueError(f"got outputs for {len(outputs)} tensors, want outputs for the {len(inputs)} inputs")
     return list(zip(outputs, inputs))
 
 
-def _same(tensors: List[Tensor], t: Tensor) -> None:
+def _same(tensors: list[Tensor], t: Tensor) -> None:
     for i, other in enumerate(tensors):
         if other.numel() != t.numel() or other.dtype != t.dtype or other.device != t.device:
             raise ValueError(

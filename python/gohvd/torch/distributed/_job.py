@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from typing import Any, List, Optional, Set, Tuple
+from typing import Any
 
 from ... import _engine
 from ...exceptions import HorovodInternalError
@@ -20,7 +20,7 @@ _engine_ = _engine.engine
 class Job:
     """The job in which this process is a rank, and the numbers that torch has given to its ranks."""
 
-    def __init__(self, ranks: Optional[List[int]], ours: bool) -> None:
+    def __init__(self, ranks: list[int] | None, ours: bool) -> None:
         self.ranks = ranks
         """The ranks in torch's default group that are the ranks of the job. It is None if they have the same numbers in
         both.
@@ -28,9 +28,9 @@ class Job:
         self.ours = ours
         """Whether a group has begun the job. If not, the program has."""
         # It holds the groups until they leave. Torch does not hold a backend that it calls through its debug wrapper.
-        self.groups: Set[Any] = set()
+        self.groups: set[Any] = set()
 
-    def process_set(self, ranks: Optional[List[int]], name: str, timeout: timedelta) -> Tuple[ProcessSet, List[int]]:
+    def process_set(self, ranks: list[int] | None, name: str, timeout: timedelta) -> tuple[ProcessSet, list[int]]:
         """Returns a new process set for the group with the given name, and the ranks of its members in the job, in the
         order of the group. ranks has its ranks in the default group, or is None for the default group. The members of
         the group, and only they, must call it. If it takes longer than the timeout, the job ends.
@@ -47,7 +47,7 @@ class Job:
         return add_process_set(members, members_only=True, name=label, timeout=timeout.total_seconds() or None), members
 
 
-_job: Optional[Job] = None
+_job: Job | None = None
 
 # How long the first rank of a group may take to make a unique id. Only if it dies or hangs, this time passes.
 _LONGEST_START = timedelta(minutes=1)
@@ -63,7 +63,7 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-def enter(store: Any, rank: int, size: int, ranks: Optional[List[int]], timeout: timedelta) -> Job:
+def enter(store: Any, rank: int, size: int, ranks: list[int] | None, timeout: timedelta) -> Job:
     """Returns the job of this process. If there is none, joins the ranks of a new group to a job. ranks has the ranks of
     the new group in the default group, or is None for a new default group.
     """

@@ -6,7 +6,8 @@ all tensors of a list, one after the other.
 
 from __future__ import annotations
 
-from typing import Any, List, Optional, Sequence, Tuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ class Parts:
 
     __slots__ = ("tensors", "shape", "dtype")
 
-    def __init__(self, tensors: Sequence[Tensor], shape: Optional[Shape] = None) -> None:
+    def __init__(self, tensors: Sequence[Tensor], shape: Shape | None = None) -> None:
         self.tensors = tensors
         self.shape = (sum([t.numel() for t in tensors]),) if shape is None else shape
         self.dtype = tensors[0].dtype
@@ -34,7 +35,7 @@ class Parts:
 class _Lists(_Torch):
     """The engine's arrays are Parts, and the arrays that it makes are tensors."""
 
-    def operands(self, op: _engine.Operation, x: Any, target: Any) -> Tuple[Any, Any]:
+    def operands(self, op: _engine.Operation, x: Any, target: Any) -> tuple[Any, Any]:
         if not isinstance(x, Parts):
             return (), None  # a barrier has none
         arrays = [x]
@@ -91,7 +92,7 @@ _OPS_OF_BOOLS = {
 _OPS_OF_COMPLEX = {op: _OPS[op] for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)}
 
 
-def reduction(op: Any, t: Tensor) -> Tuple[int, Tensor]:
+def reduction(op: Any, t: Tensor) -> tuple[int, Tensor]:
     """Returns the reduction of gohvd that computes the torch.distributed.ReduceOp op of the tensor t, and the tensor on
     which it works.
     """
@@ -109,7 +110,7 @@ def reduction(op: Any, t: Tensor) -> Tuple[int, Tensor]:
     raise TypeError(f"reductions of {dtype} tensors are not supported")
 
 
-def dense(tensors: Sequence[Tensor], want: int = 0) -> List[Tensor]:
+def dense(tensors: Sequence[Tensor], want: int = 0) -> list[Tensor]:
     """Returns the tensors as a list. Raises TypeError or ValueError unless they are dense tensors of one type on one
     device, and there are as many as wanted, or any number from 1 if want is 0.
     """

@@ -11,8 +11,9 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Callable, List, Optional, Sequence, Tuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,19 +40,19 @@ class Operation:
 
     # Most operations need only what __init__ sets.
     done = False
-    error: Optional[BaseException] = None
+    error: BaseException | None = None
     part = False
     """Whether the operation is a part of another one, which finishes it."""
     limit = _NO_TIMEOUT
     """How long a wait without a timeout may take, if the engine does not limit the time of the operation itself."""
-    expected: Optional[Callable[[], str]] = None
+    expected: Callable[[], str] | None = None
     """Says what this rank has expected, for the text of a MismatchError."""
-    _ended: Optional[threading.Event] = None
-    _future: Optional[torch.futures.Future] = None
-    _public: Optional[torch.futures.Future] = None
+    _ended: threading.Event | None = None
+    _future: torch.futures.Future | None = None
+    _public: torch.futures.Future | None = None
 
     def __init__(
-        self, what: str, calls: Sequence[Call], result: Any, after: Optional[Callable[[], None]] = None
+        self, what: str, calls: Sequence[Call], result: Any, after: Callable[[], None] | None = None
     ) -> None:
         self.what = what
         """The function of torch that was called, and the number of the call, for errors."""
@@ -131,7 +132,7 @@ class Operation:
         """Returns whether finish does not wait."""
         return self.done or all([call.poll() for call in self.calls])
 
-    def handles(self) -> List[int]:
+    def handles(self) -> list[int]:
         """Returns the handles of the calls in flight."""
         return [h for h in [call.handle() for call in self.calls] if h]
 
@@ -147,7 +148,7 @@ class Operation:
         _finisher.add(self)
         return self._ended.wait(timeout.total_seconds())
 
-    def future(self, devices: List[torch.device]) -> torch.futures.Future:
+    def future(self, devices: list[torch.device]) -> torch.futures.Future:
         """Returns the future of the operation. All calls return the same future."""
         if self._process is not _process:
             self.after_fork()
@@ -189,12 +190,12 @@ class _Finisher:
 
     def __init__(self) -> None:
         self._cond = threading.Condition()
-        self._operations: List[Operation] = []
-        self._gate: Optional[_library.Gate] = None
+        self._operations: list[Operation] = []
+        self._gate: _library.Gate | None = None
         """What ends the wait of the thread for its operations, so that it learns of a new one."""
-        self._thread: Optional[threading.Thread] = None
-        self._watcher: Optional[threading.Thread] = None
-        self._finishing: Optional[Operation] = None
+        self._thread: threading.Thread | None = None
+        self._watcher: threading.Thread | None = None
+        self._finishing: Operation | None = None
         """The operation that the thread finishes now."""
 
     def add(self, operation: Operation) -> None:
@@ -245,7 +246,7 @@ class _Finisher:
         """Replaces the thread if it has not finished an operation in the time from one look to the next. Ends when no
         other operation has been in flight for _IDLE_LOOKS looks, so that it is not started again and again.
         """
-        seen: Optional[Operation] = None
+        seen: Operation | None = None
         idle = 0
         while idle < _IDLE_LOOKS:
             time.sleep(_PATIENCE_SECONDS)
@@ -282,7 +283,7 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 # code itself has called the group. So the last works that were dropped and never waited for are kept here.
 _MOST_KEPT = 256
 _MOST_KEPT_BYTES = 64 << 20
-_kept: "collections.deque[Tuple[Work, int]]" = collections.deque()
+_kept: collections.deque[tuple[Work, int]] = collections.deque()
 
 
 def _keep(work: Work) -> None:
@@ -295,7 +296,7 @@ def _keep(work: Work) -> None:
 class Work(dist.Work):
     """The handle of an asynchronous operation, as ``torch.distributed`` returns it."""
 
-    def __init__(self, operation: Operation, source: Optional[Callable[[], int]] = None) -> None:
+    def __init__(self, operation: Operation, source: Callable[[], int] | None = None) -> None:
         super().__init__()
         self._operation = operation
         self._source = source
@@ -330,7 +331,7 @@ class Work(dist.Work):
     def is_success(self) -> bool:
         return self._operation.poll() and self._operation.error is None
 
-    def exception(self) -> Optional[BaseException]:
+    def exception(self) -> BaseException | None:
         return self._operation.error
 
     def result(self) -> Any:
@@ -374,10 +375,10 @@ def _nbytes(result: Any) -> int:
     return sum([_nbytes(item) for item in result])
 
 
-def _devices(result: Any) -> List[torch.device]:
+def _devices(result: Any) -> list[torch.device]:
     if isinstance(result, torch.Tensor):
         return [] if result.is_cpu else [result.device]
-    found: List[torch.device] = []
+    found: list[torch.device] = []
     for item in result:
         found += [d for d in _devices(item) if d not in found]
     return found

@@ -6,7 +6,8 @@ Scripts for elastic training run, but no rank is added or replaced while they ru
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from gohvd.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 

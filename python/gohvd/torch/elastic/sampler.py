@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from typing import Dict, Iterator, Sized
+from collections.abc import Iterator
+from typing import Sized
 
 import torch
 
@@ -33,10 +34,10 @@ class ElasticSampler(torch.utils.data.Sampler):  # type: ignore[type-arg]
         """Records that every rank has processed one batch of batch_size samples."""
         self.processed_num += batch_size * self.num_replicas
 
-    def state_dict(self) -> Dict[str, int]:
+    def state_dict(self) -> dict[str, int]:
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
-    def load_state_dict(self, state_dict: Dict[str, int]) -> None:
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
         self.epoch, self.processed_num = state_dict["epoch"], state_dict["processed_num"]
         self.reset()
 

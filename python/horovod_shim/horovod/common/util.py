@@ -8,7 +8,8 @@ import importlib
 import importlib.util
 import os
 import re
-from typing import Any, Callable, Iterator, List, Sequence, Tuple, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import gohvd.basics
 from gohvd.exceptions import HorovodVersionMismatchError
@@ -92,7 +93,7 @@ def check_installed_version(name: str, version: str, exception: Any = None) -> N
         raise mismatch from exception
 
 
-def split_list(items: Sequence[_T], num_parts: int) -> List[Sequence[_T]]:
+def split_list(items: Sequence[_T], num_parts: int) -> list[Sequence[_T]]:
     """Divides a list into num_parts parts. If the items do not divide evenly, the first parts get one more."""
     size, longer = divmod(len(items), num_parts)
     parts, start = [], 0
@@ -125,5 +126,5 @@ def is_version_greater_equal_than(ver: str, target: str) -> bool:
     return _numbers(ver) >= _numbers(target)
 
 
-def _numbers(version: str) -> Tuple[int, ...]:
+def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(n) for n in re.findall(r"\d+", version.split("+")[0])[:3])

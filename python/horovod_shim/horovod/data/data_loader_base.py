@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from typing import Any, Iterator, List, Optional
+from collections.abc import Iterator
+from typing import Any
 
 
 class BaseDataLoader:
@@ -61,7 +62,7 @@ class _Epoch:
 class _End:
     """Ends the batches of an epoch, with the error of the thread if it has failed."""
 
-    def __init__(self, error: Optional[BaseException]) -> None:
+    def __init__(self, error: BaseException | None) -> None:
         self.error = error
 
 
@@ -72,7 +73,7 @@ class AsyncDataLoaderMixin:
 
     def __init__(self, async_loader_queue_size: int = 64, *args: Any, **kwargs: Any) -> None:
         self.async_loader_queue_size = async_loader_queue_size
-        self._epochs: List[_Epoch] = []
+        self._epochs: list[_Epoch] = []
         super().__init__(*args, **kwargs)
 
     def close_async_loader(self) -> None:

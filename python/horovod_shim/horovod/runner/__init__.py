@@ -9,7 +9,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from typing import Any, Callable, Dict, List, Optional, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from gohvd import _programs
 
@@ -22,32 +23,32 @@ except ImportError:
 def run(
     func: Callable[..., Any],
     args: Sequence[Any] = (),
-    kwargs: Optional[Dict[str, Any]] = None,
-    num_proc: Optional[int] = None,
-    min_num_proc: Optional[int] = None,
-    max_num_proc: Optional[int] = None,
-    slots: Optional[int] = None,
-    reset_limit: Optional[int] = None,
-    cooldown_range: Optional[Sequence[int]] = None,
-    hosts: Optional[str] = None,
-    hostfile: Optional[str] = None,
-    host_discovery_script: Optional[str] = None,
-    start_timeout: Optional[int] = None,
-    ssh_port: Optional[int] = None,
-    ssh_identity_file: Optional[str] = None,
-    disable_cache: Optional[bool] = None,
-    output_filename: Optional[str] = None,
-    verbose: Optional[int] = None,
-    use_gloo: Optional[bool] = None,
-    use_mpi: Optional[bool] = None,
-    mpi_args: Optional[str] = None,
-    network_interfaces: Optional[str] = None,
-    executable: Optional[str] = None,
-    np: Optional[int] = None,
-    min_np: Optional[int] = None,
-    max_np: Optional[int] = None,
-    network_interface: Optional[str] = None,
-) -> List[Any]:
+    kwargs: dict[str, Any] | None = None,
+    num_proc: int | None = None,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    slots: int | None = None,
+    reset_limit: int | None = None,
+    cooldown_range: Sequence[int] | None = None,
+    hosts: str | None = None,
+    hostfile: str | None = None,
+    host_discovery_script: str | None = None,
+    start_timeout: int | None = None,
+    ssh_port: int | None = None,
+    ssh_identity_file: str | None = None,
+    disable_cache: bool | None = None,
+    output_filename: str | None = None,
+    verbose: int | None = None,
+    use_gloo: bool | None = None,
+    use_mpi: bool | None = None,
+    mpi_args: str | None = None,
+    network_interfaces: str | None = None,
+    executable: str | None = None,
+    np: int | None = None,
+    min_np: int | None = None,
+    max_np: int | None = None,
+    network_interface: str | None = None,
+) -> list[Any]:
     """Calls func(*args, **kwargs) at each of num_proc ranks (default 1), and returns a list of the results, by rank.
 
     hvdrun starts the ranks. Its path is HVD_RUN, or else hvdrun in the package gohvd, or else hvdrun on PATH. The ranks
@@ -114,8 +115,8 @@ def _hvdrun() -> str:
     return program
 
 
-def _results(directory: str, status: int) -> List[Any]:
-    results: Dict[int, Any] = {}
+def _results(directory: str, status: int) -> list[Any]:
+    results: dict[int, Any] = {}
     errors = []
     size = 0
     for name in os.listdir(directory):

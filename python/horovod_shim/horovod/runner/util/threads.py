@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
-from typing import Any, Callable, Dict, Optional, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 
 def in_thread(
-    target: Callable[..., Any], args: tuple = (), name: Optional[str] = None, daemon: bool = True, silent: bool = False
+    target: Callable[..., Any], args: tuple = (), name: str | None = None, daemon: bool = True, silent: bool = False
 ) -> threading.Thread:
     """Calls target(*args) in a new thread and returns the thread. If silent is true, exceptions are dropped."""
     if not isinstance(args, tuple):
@@ -30,7 +31,7 @@ def on_event(
     event: threading.Event,
     func: Callable[..., Any],
     args: tuple = (),
-    stop: Optional[threading.Event] = None,
+    stop: threading.Event | None = None,
     check_stop_interval_s: float = 1.0,
     daemon: bool = True,
     silent: bool = False,
@@ -53,7 +54,7 @@ def execute_function_multithreaded(
     args_list: Sequence[Sequence[Any]],
     block_until_all_done: bool = True,
     max_concurrent_executions: int = 1000,
-) -> Optional[Dict[int, Any]]:
+) -> dict[int, Any] | None:
     """Calls fn in threads with each of the argument lists, and returns a map from index to result. If
     block_until_all_done is false, it returns None at once. Raises RuntimeError if a call has raised an exception.
     """

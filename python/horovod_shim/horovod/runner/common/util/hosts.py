@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Dict, List, Optional
 
 
 @dataclasses.dataclass
@@ -44,7 +43,7 @@ class SlotInfo:
 INVALID_SLOT_INFO = SlotInfo("", -1, -1, -1, -1, -1, -1)
 
 
-def parse_hosts(hosts_string: str) -> List[HostInfo]:
+def parse_hosts(hosts_string: str) -> list[HostInfo]:
     """Returns the hosts of a list such as ``node1:2,node2:4``."""
     return [HostInfo.from_string(host) for host in hosts_string.split(",") if host.strip()]
 
@@ -62,16 +61,16 @@ def parse_host_files(filename: str) -> str:
 
 
 def get_host_assignments(
-    hosts: List[HostInfo], min_num_proc: int, max_num_proc: Optional[int] = None
-) -> List[SlotInfo]:
+    hosts: list[HostInfo], min_num_proc: int, max_num_proc: int | None = None
+) -> list[SlotInfo]:
     """Returns the numbers of the ranks on the hosts, which are filled one after the other. Raises ValueError if the hosts
     have fewer than min_num_proc slots.
     """
     slots = [(i, local) for i, host in enumerate(hosts) for local in range(host.slots)][:max_num_proc]
     if len(slots) < min_num_proc:
         raise ValueError(f"got hosts with {len(slots)} slots, want at least {min_num_proc}")
-    local_sizes: Dict[int, int] = {}
-    cross_sizes: Dict[int, int] = {}
+    local_sizes: dict[int, int] = {}
+    cross_sizes: dict[int, int] = {}
     made = []
     for rank, (i, local) in enumerate(slots):
         cross_rank = cross_sizes.get(local, 0)
