@@ -439,6 +439,7 @@ func (c *Coordinator) suspect(by topo.Rank, up *message.Up) {
 	case int(slices.Max(suspects)) >= len(c.ranks):
 		c.failSender(by, fmt.Errorf("got a report that rank %d is suspected, want a rank from 0 to %d",
 			slices.Max(suspects), len(c.ranks)-1))
+	case c.ranks[by].closed: // no rank needs the sender any more
 	case c.sets.find(up.Set) == nil: // the suspect has removed the set, and the sender is about to
 	case len(suspects) == 1 && suspects[0] == by:
 		c.fail(suspects, up.Reason)

@@ -254,10 +254,12 @@ func (m *Member) Drained() {
 // is another rank, the data connection to it has failed. If there is only this rank, this rank itself fails.
 // If there are several, this rank cannot tell which of them has failed. The coordinator answers with a
 // verdict. The first suspicion of a rank counts, but one of several ranks gives way to one of a single rank.
-// After this rank's bye, Suspect has no effect, because the rank executes nothing that could fail.
+// After its bye, this rank executes nothing that could fail, so only a failure of this rank itself counts.
 func (m *Member) Suspect(ranks []topo.Rank, reason string) {
 	switch {
-	case m.state == memberBye || m.state == memberClosed || m.state == memberFailed:
+	case m.state == memberClosed || m.state == memberFailed:
+		return
+	case m.state == memberBye && !slices.Equal(ranks, []topo.Rank{m.cfg.Rank}):
 		return
 	case m.suspected != nil && !clearer(ranks, m.suspected.Ranks):
 		return

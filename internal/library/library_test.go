@@ -68,8 +68,8 @@ func TestFailedShutdown(t *testing.T) {
 		}
 	}
 	err := all[1].Wait(all[1].Shutdown("", false), time.Minute, nil)
-	if err == nil || !strings.Contains(err.Error(), "rank 0 failed") {
-		t.Errorf("rank 1 got %v, want an error that says that rank 0 has failed", err)
+	if err == nil || !strings.Contains(err.Error(), "rank 0 failed: the program has failed") {
+		t.Errorf("rank 1 got %v, want an error that says that rank 0 has failed and why", err)
 	}
 }
 
