@@ -6,13 +6,15 @@ libgohvd runs the operations of this rank in this process (docs/c-api.md).
 
 from __future__ import annotations
 
+from typing import Any
+
 from . import _engine
 from ._engine import Block
 from .exceptions import HorovodInternalError, HorovodVersionMismatchError, HostsUpdatedInterrupt
 
 __version__ = "0.7.0"
 
-__all__ = ["Block", "HorovodInternalError", "HorovodVersionMismatchError", "HostsUpdatedInterrupt", "alloc"]
+__all__ = ["Block", "HorovodInternalError", "HorovodVersionMismatchError", "HostsUpdatedInterrupt", "alloc", "dump"]
 
 
 def alloc(nbytes: int) -> Block:
@@ -24,3 +26,13 @@ def alloc(nbytes: int) -> Block:
     if there is not enough memory.
     """
     return Block(nbytes)
+
+
+def dump() -> dict[str, Any]:
+    """Returns the operations that this rank waits for and its last operations, as the flight recorder has them. The
+    fields are those of the files of HVD_DUMP_DIR (docs/troubleshooting.md).
+
+    The function may be called from any thread, also while operations run, hang or have failed. It takes a few
+    milliseconds. Raises ValueError before ``init`` and if the rank runs in a sidecar.
+    """
+    return _engine.engine.dump()

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import ctypes
 import functools
+import json
 import math
 import os
 import sys
@@ -651,13 +652,17 @@ class Engine:
             raise ValueError(f"{what}: rank {rank} is not a member of process set {ident} with ranks {s.ranks}")
         return ident
 
-    # The timeline.
+    # The timeline and the flight recorder.
 
     def start_timeline(self, path: str, mark_cycles: bool) -> None:
         check(waiting.hvd_start_timeline(os.fsencode(path), mark_cycles))
 
     def stop_timeline(self) -> None:
         check(waiting.hvd_stop_timeline())
+
+    def dump(self) -> dict[str, Any]:
+        self.place()  # raises ValueError before init
+        return json.loads(_library.text_of(waiting.hvd_dump))
 
     # Operations.
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+import gohvd
 import gohvd.numpy as hvd
 import programs
 from gohvd import _library
@@ -221,6 +222,28 @@ class InTheJob(programs.Bounded):
                 hvd.init()
         finally:
             del os.environ["HOROVOD_CACHE_CAPACITY"]
+        hvd.init()
+
+    def test_dump(self) -> None:
+        hvd.init()
+        if os.environ.get("HVD_SIDECAR"):
+            with self.assertRaisesRegex(ValueError, "sidecar"):
+                gohvd.dump()
+            return
+        hvd.allreduce([1.0, 2.0], name="done")
+        # Rank 0 submits the operation only when the others have looked, so they wait for it.
+        waits = None if hvd.rank() == 0 else hvd.broadcast_async([1.0], 0, name="waits")
+        dump = gohvd.dump()
+        self.assertEqual(dump["rank"], hvd.rank())
+        last = dump["operations"][-1]
+        self.assertEqual((last["kind"], last["shape"]), ("allreduce", [2]))
+        self.assertIn("done", last["name"])
+        self.assertEqual([p["kind"] for p in dump["pending"]], ["broadcast"] if waits else [])
+        hvd.barrier()
+        (waits or hvd.broadcast_async([1.0], 0, name="waits")).wait()
+        hvd.shutdown()
+        with self.assertRaisesRegex(ValueError, "init"):
+            gohvd.dump()
         hvd.init()
 
     def test_a_part_of_the_job(self) -> None:
