@@ -8,6 +8,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 
 #include "_cgo_export.h"
 #include "gate.h"
@@ -87,6 +88,21 @@ static void free_details(void *p) {
 	free(d->operation);
 	free(d->tensor);
 	free(d);
+}
+
+// first_limit is the limit of open files before the library was loaded. The constructor runs before those without a
+// priority, of which one starts the Go runtime.
+static struct rlimit first_limit;
+
+__attribute__((constructor(101))) static void save_limit(void) { getrlimit(RLIMIT_NOFILE, &first_limit); }
+
+// gohvd_restore_limit undoes what package syscall of Go does to the limit. The runtime calls it before any function
+// of the program's reaches Go.
+void gohvd_restore_limit(void) {
+	struct rlimit now;
+	if (!getrlimit(RLIMIT_NOFILE, &now) && now.rlim_max == first_limit.rlim_max && now.rlim_cur == now.rlim_max - 1) {
+		setrlimit(RLIMIT_NOFILE, &first_limit);
+	}
 }
 
 __attribute__((constructor)) static void load(void) {

@@ -21,6 +21,9 @@ enum {
  * maybe after the packages of Go were initialized. */
 extern char *gohvd_path;
 
+/* gohvd_restore_limit undoes the change of the Go runtime to the limit of open files. */
+void gohvd_restore_limit(void);
+
 /* gohvd_set_error stores copies of the details of an error for hvd_last_error in this thread. It returns status. */
 hvd_status_t gohvd_set_error(hvd_status_t status, const char *text, const char *operation, const char *tensor,
                              const int32_t *ranks, uint32_t num_ranks, uint32_t shut_down);

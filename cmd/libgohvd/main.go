@@ -50,7 +50,10 @@ var memory = library.Memory{
 	Free: func(b []byte) { C.free(unsafe.Pointer(unsafe.SliceData(b))) },
 }
 
-func init() { config.Environ = environ }
+func init() {
+	C.gohvd_restore_limit()
+	config.Environ = environ
+}
 
 // environ returns the environment of the process as it is now. Go has copied it when the library was loaded.
 func environ() (all []string) {

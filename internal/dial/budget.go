@@ -79,3 +79,23 @@ func Descriptors() int {
 	}
 	return int(limit.Cur)
 }
+
+// These are the file descriptors for which NeedDescriptors provides. A rank has up to four for each peer on
+// its host, and about 32 besides. The program has at least as many.
+const (
+	peerDescriptors = 8
+	ownDescriptors  = 128
+)
+
+// NeedDescriptors raises the soft limit of file descriptors to the hard limit if this process, which will
+// have connections with the given number of peers, may need more. The Go runtime raises the limit of a Go
+// program in any case. libgohvd lowers it again, because select(2) does not work with great descriptors, and
+// programs that the process starts may close all numbers up to the limit.
+func NeedDescriptors(peers int) {
+	var limit syscall.Rlimit
+	if syscall.Getrlimit(syscall.RLIMIT_NOFILE, &limit) == nil && limit.Cur < limit.Max-1 &&
+		limit.Cur < uint64(ownDescriptors+peerDescriptors*peers) {
+		limit.Cur = limit.Max
+		_ = syscall.Setrlimit(syscall.RLIMIT_NOFILE, &limit) // otherwise ExplainLimit tells what is missing
+	}
+}

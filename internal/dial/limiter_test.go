@@ -69,6 +69,19 @@ func TestLimiterLeavesDescriptors(t *testing.T) {
 	}
 }
 
+// TestNeedDescriptors checks that the soft limit is raised only for jobs that may need more.
+func TestNeedDescriptors(t *testing.T) {
+	testnet.LimitDescriptors(t, 1024)
+	NeedDescriptors(112)
+	if n := Descriptors(); n != 1024 {
+		t.Errorf("112 peers: got a limit of %d, want the 1024 from before", n)
+	}
+	NeedDescriptors(113)
+	if n := Descriptors(); n <= 1024 {
+		t.Errorf("113 peers: got a limit of %d, want the hard limit", n)
+	}
+}
+
 // Settle waits until a connection that Acquire has closed has released its slot.
 func TestSettle(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

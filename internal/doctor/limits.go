@@ -55,8 +55,8 @@ const (
 	fewFiles, tooFewFiles = 1024, 128
 )
 
-// openFiles checks the limit for open files. It compares the hard limit, because package os of Go raises the
-// soft limit to the hard limit.
+// openFiles checks the limit for open files. This is the hard limit, to which the Go runtime has raised the
+// soft limit of this process, and to which a rank that needs more raises its own.
 func openFiles(_ context.Context, s *System) []Line {
 	const fix = "raise the hard limit: ulimit -Hn 65536, docker --ulimit nofile=65536, or LimitNOFILE=65536 in the service"
 	r, err := s.Rlimit(unix.RLIMIT_NOFILE)

@@ -205,6 +205,7 @@ func (r *Rank) start(ctx context.Context, cfg config.Config, o *Options) (err er
 	if err := r.meet(ctx, &cfg, o); err != nil {
 		return err
 	}
+	dial.NeedDescriptors(cfg.Size)
 	sets, err := staticSets(o.Sets, cfg.Size)
 	if err != nil {
 		return err

@@ -111,6 +111,28 @@ class Process(programs.Programs):
         self.assertIn("done [3.]", self.run_program(script, "goes on"))
         self.assertIn("in here", self.run_program(script, "ends", status=1))
 
+    def test_limit_of_open_files(self) -> None:
+        """The soft limit of open files stays as it is, also for children, unless the job may need more."""
+        out = self.run_program(
+            """
+            import resource, subprocess
+            hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+            import gohvd
+            import gohvd.numpy as hvd
+            gohvd.alloc(1)
+            print("loaded", resource.getrlimit(resource.RLIMIT_NOFILE) == (512, hard))
+            for soft in 512, 64:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+                hvd.init()
+                hvd.allreduce([1.0])
+                child = subprocess.check_output(["sh", "-c", "ulimit -Sn"], text=True).strip()
+                print(soft, resource.getrlimit(resource.RLIMIT_NOFILE)[0] in (hard, hard - 1), child)
+                hvd.shutdown()
+            """
+        )
+        self.assertIn("loaded True\n512 False 512\n64 True ", out)
+
     def test_closed_pipe(self) -> None:
         """A program whose standard error nobody reads any more is not killed by a line of the log."""
         out = self.run_program(

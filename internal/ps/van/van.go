@@ -223,6 +223,7 @@ func New(cfg Config, h Handler) *Van {
 // Start joins the job: it registers with the scheduler, waits until all nodes have registered, and connects
 // with those that it needs. It takes at most Config.StartTimeout. If it fails, Stop need not be called.
 func (v *Van) Start(ctx context.Context) error {
+	dial.NeedDescriptors(1 + v.cfg.NumServers + v.cfg.NumWorkers)
 	ctx, cancel := context.WithTimeoutCause(ctx, v.cfg.StartTimeout,
 		fmt.Errorf("the time limit of %v has passed", v.cfg.StartTimeout))
 	defer cancel()
