@@ -284,7 +284,7 @@ class Call(Generic[A]):
         if self.slot is None:
             return True
         done = ctypes.c_int32()
-        return quick.hvd_poll(self.number, done) != SUCCESS or done.value != 0
+        return quick.hvd_poll(self.number, ctypes.byref(done)) != SUCCESS or done.value != 0
 
     def handle(self) -> int:
         """Returns the handle of the operation in the library, or 0 if the operation is done."""

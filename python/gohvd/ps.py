@@ -90,7 +90,7 @@ class Request:
         """Returns whether the request has completed or failed. It does not block."""
         done = ctypes.c_int32(1)
         if self._handle:
-            check(quick.hvd_poll(self._handle, done))
+            check(quick.hvd_poll(self._handle.value, ctypes.byref(done)))
         return done.value != 0
 
     def wait(self) -> Any:
