@@ -294,19 +294,29 @@ PUBLIC hvd_status_t hvd_submit(const hvd_op_t *op, hvd_handle_t *handle) {
 }
 
 PUBLIC hvd_status_t hvd_submit_many(const hvd_op_t *ops, size_t n, hvd_handle_t *handles, size_t *submitted) {
-	hvd_status_t status = HVD_SUCCESS;
-	size_t i = 0;
-	if (submitted) {
-		*submitted = 0;
-	}
+	size_t i = 0, k, done, names[64];
+	size_t *count = submitted ? submitted : &i;
+	*count = 0;
 	needs(!n || (ops && handles), "submit", "got a null pointer for the operations or the handles");
-	while (i < n && (status = hvd_submit(&ops[i], &handles[i])) == HVD_SUCCESS) {
-		i++;
+	while (*count < n) {
+		const hvd_op_t *next = ops + *count;
+		hvd_handle_t *to = handles + *count;
+		for (k = 0; k < sizeof names / sizeof *names && *count + k < n; k++) {
+			if (next[k].size != sizeof *next || next[k].reserved) {
+				break;
+			}
+			names[k] = name_bytes(&next[k]);
+		}
+		if (k == 0) {
+			return hvd_submit(next, to); // it says what is wrong
+		}
+		hvd_status_t status = gohvdSubmitMany((hvd_op_t *)next, names, k, to, &done);
+		*count += done;
+		if (status) {
+			return status;
+		}
 	}
-	if (submitted) {
-		*submitted = i;
-	}
-	return status;
+	return HVD_SUCCESS;
 }
 
 PUBLIC hvd_status_t hvd_run(const hvd_op_t *op, double seconds, hvd_handle_t *handle, hvd_result_t *result) {

@@ -316,6 +316,21 @@ func gohvdSubmit(c *C.hvd_op_t, nameBytes C.size_t, handle *C.hvd_handle_t) C.hv
 	return status(err)
 }
 
+//export gohvdSubmitMany
+func gohvdSubmitMany(ops *C.hvd_op_t, nameBytes *C.size_t, n C.size_t, handles *C.hvd_handle_t,
+	submitted *C.size_t) C.hvd_status_t {
+	names, to := unsafe.Slice(nameBytes, int(n)), unsafe.Slice(handles, int(n))
+	all := unsafe.Slice(ops, int(n))
+	for i := range all {
+		if s := gohvdSubmit(&all[i], names[i], &to[i]); s != C.HVD_SUCCESS {
+			*submitted = C.size_t(i)
+			return s
+		}
+	}
+	*submitted = n
+	return C.HVD_SUCCESS
+}
+
 //export gohvdRun
 func gohvdRun(c *C.hvd_op_t, nameBytes C.size_t, seconds C.double, handle *C.hvd_handle_t,
 	result *C.hvd_result_t) C.hvd_status_t {

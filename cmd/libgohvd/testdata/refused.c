@@ -249,6 +249,35 @@ int main(void) {
 	fails(hvd_poll(1, &number), HVD_ERROR_HANDLE, "handle");
 	fails(hvd_wait_any(&h, 0, -1, &index), HVD_ERROR_USAGE, "no handles");
 
+	/* An operation among many that fails in C, and one that fails in Go. Those before it are in flight. */
+	for (int in_go = 0; in_go < 2; in_go++) {
+		enum { COUNT = 150, WRONG = 100 };
+		hvd_op_t ops[COUNT];
+		hvd_handle_t handles[COUNT];
+		char names[COUNT][8];
+		size_t submitted = 1;
+		for (int i = 0; i < COUNT; i++) {
+			ops[i] = good;
+			snprintf(names[i], sizeof names[i], "m%d", i);
+			ops[i].name = names[i];
+		}
+		if (in_go) {
+			ops[WRONG].name = "m0";
+		} else {
+			ops[WRONG].size--;
+		}
+		fails(hvd_submit_many(ops, COUNT, handles, &submitted), in_go ? HVD_ERROR_DUPLICATE_NAME : HVD_ERROR_USAGE,
+		      in_go ? "\"m0\"" : "sizeof");
+		want(submitted == WRONG);
+		for (int i = 0; i < WRONG; i++) {
+			ok(hvd_wait(handles[i], -1, NULL));
+		}
+		ok(hvd_submit_many(&ops[WRONG + 1], 1, &handles[WRONG], NULL));
+		ok(hvd_wait(handles[WRONG], -1, NULL));
+		ok(hvd_submit_many(NULL, 0, NULL, &submitted));
+		want(submitted == 0);
+	}
+
 	/* A handle that was used up or released, and one of another kind. */
 	op = good;
 	op.name = "x";
