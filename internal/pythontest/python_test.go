@@ -132,8 +132,12 @@ func TestPython(t *testing.T) {
 				}
 				modules = append(modules, module)
 			}
-			cmd := job(t, n, append([]string{"-W", "error::ResourceWarning", "-m", "unittest", "-v"},
-				modules...)...)
+			args := []string{"-W", "error::ResourceWarning", "-m", "unittest", "-v"}
+			if n == 1 {
+				// The development mode checks the memory and the locks of the interpreter.
+				args = append([]string{"-X", "dev"}, args...)
+			}
+			cmd := job(t, n, append(args, modules...)...)
 			cmd.Dir = filepath.Dir(files[0])
 			if c.sidecar {
 				cmd.Env = append(cmd.Env, sidecarVariable)
