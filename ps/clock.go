@@ -106,7 +106,7 @@ func (c *workerClock) takeFailure() error {
 }
 
 // synchronous reports whether workers wait for slower ones.
-func (p *Postoffice) synchronous() bool { return p.set.PS.Staleness != config.Unset }
+func (p *postoffice) synchronous() bool { return p.set.PS.Staleness != config.Unset }
 
 // Clock ends the current iteration of a worker. The mode of the job (HVD_STALENESS) decides what it waits
 // for.
@@ -120,27 +120,24 @@ func (p *Postoffice) synchronous() bool { return p.set.PS.Staleness != config.Un
 // worker that it waits for dies, if ctx ends, or after HVD_OPERATION_TIMEOUT_SECONDS. The next iteration has
 // then not begun, and pushes and pulls fail until a further call of Clock returns nil. A worker that leaves
 // the job holds up nobody.
-func (p *Postoffice) Clock(ctx context.Context, customer int) error {
-	if _, err := p.RankOf(customer); err != nil {
-		return err
+func (n *Node) Clock(ctx context.Context) error {
+	if n.Role() != Worker {
+		return &UsageError{fmt.Errorf("ps: clock: this process is a %s", n.Role())}
 	}
-	if !p.IsWorker() {
-		return &UsageError{fmt.Errorf("ps: clock: this process is a %s", p.cfg.Role)}
-	}
-	c := &p.clocks[customer]
+	c := &n.clocks[n.customer]
 	err := c.call()
 	if err == nil {
-		err = p.endIteration(ctx, customer, c)
+		err = n.endIteration(ctx, n.customer, c)
 		c.returns(err)
 	}
 	if err != nil {
-		return fmt.Errorf("ps: clock: %w", err)
+		return fmt.Errorf("ps: clock: %w", public(err))
 	}
 	return nil
 }
 
 // endIteration does what Clock does, except for the count.
-func (p *Postoffice) endIteration(ctx context.Context, customer int, c *workerClock) error {
+func (p *postoffice) endIteration(ctx context.Context, customer int, c *workerClock) error {
 	if !p.synchronous() {
 		c.mu.Lock()
 		defer c.mu.Unlock()
@@ -159,8 +156,8 @@ func (p *Postoffice) endIteration(ctx context.Context, customer int, c *workerCl
 }
 
 // endClocks tells the scheduler that the workers of this process end no more iterations.
-func (p *Postoffice) endClocks() {
-	if !p.IsWorker() || !p.synchronous() {
+func (p *postoffice) endClocks() {
+	if p.Role() != Worker || !p.synchronous() {
 		return
 	}
 	for customer := range p.clocks {

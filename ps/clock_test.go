@@ -38,14 +38,13 @@ func TestStaleSynchronous(t *testing.T) {
 		}
 		j := job{t: t, servers: 2, workers: workers,
 			settings: map[string]string{"HVD_STALENESS": strconv.Itoa(bound)}}
-		kv(j, Sum[float64], func(po *Postoffice, rank int, w *KVWorker[float64]) {
+		kv(j, Sum[float64], func(po *Node, rank int, w *KVWorker[float64]) {
 			defer calling(rank, iterations)             // if it gives up, the slow one does not wait for it
 			keys := []uint64{0, MaxKey / 2, MaxKey - 2} // at both servers
-			r, err := w.Push(t.Context(), keys, make([]float64, workers))
-			wait(t, r, err)
+			noError(t, w.Push(t.Context(), keys, make([]float64, workers)))
 			for now := range iterations {
 				var got []float64
-				r, err := w.Pull(t.Context(), keys, &got)
+				r, err := w.PullAsync(t.Context(), keys, &got)
 				if wait(t, r, err); len(got) != workers {
 					return
 				}
@@ -61,11 +60,11 @@ func TestStaleSynchronous(t *testing.T) {
 				}
 				behind = max(behind, now-int(got[slow]))
 				mu.Unlock()
-				if _, err := w.Push(t.Context(), keys[rank:rank+1], []float64{1}); err != nil {
+				if _, err := w.PushAsync(t.Context(), keys[rank:rank+1], []float64{1}); err != nil {
 					t.Error(err)
 				}
 				calling(rank, now+1)
-				if err := po.Clock(t.Context(), 0); err != nil {
+				if err := po.Clock(t.Context()); err != nil {
 					t.Error(err)
 					return
 				}
@@ -99,19 +98,18 @@ func TestBulkSynchronous(t *testing.T) {
 			if n > 1 {
 				j.settings = map[string]string{"HVD_STALENESS": "0"}
 			}
-			kv(j, handler, func(po *Postoffice, rank int, w *KVWorker[float32]) {
+			kv(j, handler, func(po *Node, rank int, w *KVWorker[float32]) {
 				pull := func() (got []float32) {
-					r, err := w.Pull(t.Context(), keys, &got)
-					wait(t, r, err)
+					noError(t, w.Pull(t.Context(), keys, &got))
 					return got
 				}
-				push := func(vals []float32, opts ...Option) {
-					if _, err := w.Push(t.Context(), keys, vals, opts...); err != nil {
+				push := func(vals []float32, opts ...PushOption) {
+					if _, err := w.PushAsync(t.Context(), keys, vals, opts...); err != nil {
 						t.Error(err)
 					}
 				}
 				clock := func() {
-					if err := po.Clock(t.Context(), 0); err != nil {
+					if err := po.Clock(t.Context()); err != nil {
 						t.Error(err)
 					}
 				}
@@ -149,7 +147,7 @@ func TestBulkSynchronous(t *testing.T) {
 func TestClockErrors(t *testing.T) {
 	leave := make(chan struct{})
 	j := job{t: t, servers: 1, workers: 2, settings: map[string]string{"HVD_STALENESS": "0"}}
-	kv(j, Sum[int32], func(po *Postoffice, rank int, w *KVWorker[int32]) {
+	kv(j, Sum[int32], func(po *Node, rank int, w *KVWorker[int32]) {
 		keys := []uint64{1, 2}
 		if rank == 1 {
 			<-leave
@@ -157,28 +155,24 @@ func TestClockErrors(t *testing.T) {
 		}
 		goOn := sync.OnceFunc(func() { close(leave) })
 		defer goOn()
-		r, err := w.Push(t.Context(), keys, []int32{1, 2})
-		wait(t, r, err)
-		if _, err := w.Push(t.Context(), keys, []int32{1, 2, 3, 4}); err != nil {
+		noError(t, w.Push(t.Context(), keys, []int32{1, 2}))
+		if _, err := w.PushAsync(t.Context(), keys, []int32{1, 2, 3, 4}); err != nil {
 			t.Error(err)
 		}
-		testnet.WantError(t, po.Clock(t.Context(), 0), "ps: clock: ps: push of 2 keys: server 0",
+		testnet.WantError(t, po.Clock(t.Context()), "ps: clock: ps: push of 2 keys: server 0",
 			"key 1 has 1 values here, got 2")
-		testnet.WantError(t, po.Clock(t.Context(), 1), "this process has no customer 1")
 		ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
 		defer cancel()
-		if err := po.Clock(ctx, 0); !errors.Is(err, context.DeadlineExceeded) {
+		if err := po.Clock(ctx); !errors.Is(err, context.DeadlineExceeded) {
 			t.Errorf("got %v, want that the deadline has passed", err)
 		}
-		_, err = w.Push(t.Context(), keys, []int32{1, 2})
-		testnet.WantError(t, err, "ps: push of 2 keys: the worker has ended its iteration")
+		testnet.WantError(t, w.Push(t.Context(), keys, []int32{1, 2}), "ps: push of 2 keys: the worker has ended its iteration")
 		goOn()
-		if err := po.Clock(t.Context(), 0); err != nil {
+		if err := po.Clock(t.Context()); err != nil {
 			t.Error(err)
 		}
 		var got []int32
-		r, err = w.Pull(t.Context(), keys, &got)
-		if wait(t, r, err); !slices.Equal(got, []int32{1, 2}) {
+		if noError(t, w.Pull(t.Context(), keys, &got)); !slices.Equal(got, []int32{1, 2}) {
 			t.Errorf("got %v, want [1 2]", got)
 		}
 	})

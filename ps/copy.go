@@ -16,7 +16,7 @@ const (
 // copyValues copies the values of a push to a message. dst and src have the same length. If they are long and
 // this node has a core of its own, two goroutines copy, because one core cannot use all of the bandwidth of
 // caches and memory. In a pull that does not pay off.
-func (po *Postoffice) copyValues(dst, src []byte) {
+func (po *postoffice) copyValues(dst, src []byte) {
 	if len(src) < longCopy || !po.van.HasCore() {
 		copy(dst, src)
 		return

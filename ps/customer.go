@@ -26,7 +26,7 @@ type customerKey struct{ app, id int }
 // customer sends the requests of an app and receives the responses, and handles the requests of others. It
 // tracks the requests that are not answered. Requests of others are handled one at a time.
 type customer struct {
-	po  *Postoffice
+	po  *postoffice
 	key customerKey
 	// request handles a request of another node, which it must answer. The lock handling is locked.
 	request  func(from van.Process, m *van.Message)
@@ -55,24 +55,6 @@ type answers struct {
 	count uint64
 	time  time.Duration
 }
-
-// RemoteError reports that a node has answered a request with an error.
-type RemoteError struct {
-	// Node is the id of the node.
-	Node int
-	// Text is the error at that node.
-	Text string
-}
-
-func (e *RemoteError) Error() string { return van.Name(e.Node) + ": " + e.Text }
-
-// UsageError reports that the arguments of a call are wrong, for example because keys are not sorted or
-// values do not fit them, or that a node of this role cannot make the call.
-type UsageError struct{ Err error }
-
-func (e *UsageError) Error() string { return e.Err.Error() }
-
-func (e *UsageError) Unwrap() error { return e.Err }
 
 // Request is a request in flight, to one node or several. Its methods are safe for concurrent use.
 type Request struct {
@@ -138,13 +120,10 @@ type part struct {
 	moved         int
 }
 
-// newCustomer returns a customer. The caller sets request and passes the customer to Postoffice.add.
-func newCustomer(po *Postoffice, app, id int) (*customer, error) {
+// newCustomer returns a customer. The caller sets request and passes the customer to postoffice.add.
+func newCustomer(po *postoffice, app, id int) (*customer, error) {
 	if app < 0 || app > math.MaxInt32 {
 		return nil, &UsageError{fmt.Errorf("the app has the number %d, want 0 to %d", app, math.MaxInt32)}
-	}
-	if _, err := po.RankOf(id); err != nil {
-		return nil, err
 	}
 	return &customer{po: po, key: customerKey{app, id}, pending: make(map[int64]*Request),
 		answers: make([]answers, po.cfg.NumServers)}, nil
@@ -194,7 +173,7 @@ func (c *customer) start(ctx context.Context, r *Request) error {
 				p.m.Drop()
 			}
 			c.complete(r, err)
-			return fmt.Errorf("ps: %s: %w", r.of, err)
+			return fmt.Errorf("ps: %s: %w", r.of, public(err))
 		}
 	}
 	return nil
@@ -358,7 +337,7 @@ func (c *customer) response(from van.Process, m *van.Message) {
 	c.po.van.Answered(from)
 	switch {
 	case text != "":
-		c.complete(r, &RemoteError{from.ID, text})
+		c.complete(r, &RemoteError{NodeID(from.ID), text})
 	case all:
 		c.complete(r, nil)
 	}
@@ -407,7 +386,7 @@ func (c *customer) complete(r *Request, err error) {
 		}
 	}
 	if err != nil {
-		r.err = fmt.Errorf("ps: %s: %w", r.of, err)
+		r.err = fmt.Errorf("ps: %s: %w", r.of, public(err))
 	}
 	r.of.completed(r.err)
 	if r.callback == nil {
@@ -559,7 +538,7 @@ func (c *customer) sendAgain(r *Request, p *part) error {
 	}
 	first := van.ServerID(home)
 	limit := p.homeless.Add(c.po.cfg.HeartbeatTimeout + customerWait)
-	late := &NodeError{ID: first, Err: fmt.Errorf("no server has answered for its keys for %v",
+	late := &NodeError{Node: NodeID(first), Err: fmt.Errorf("no server has answered for its keys for %v",
 		c.po.cfg.HeartbeatTimeout+customerWait)}
 	// The end of a connection does not count: the news that a server has returned may still be on the way.
 	if other := c.po.otherServer(home, first); v.Ended(v.Current(first)) && v.Ended(v.Current(other)) {

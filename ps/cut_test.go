@@ -14,7 +14,6 @@ import (
 	"testing"
 	"time"
 
-	"go.uber.org/zap"
 	"golang.org/x/sys/unix"
 
 	"github.com/gohvd/gohvd/internal/ps/van"
@@ -32,21 +31,21 @@ var (
 // the end of its input it checks all values: 1 if the push has succeeded, and 0 or 1 if it has failed.
 func countMain() error {
 	ctx := context.Background()
-	po, err := Start(ctx, Options{Log: zap.NewNop()})
+	po, err := Join(ctx, Config{Logger: discard})
 	if err != nil {
 		return err
 	}
-	if po.IsServer() {
-		_, err = NewKVServer(po, 0, Sum[float64](), SimpleHandlers{})
+	if po.Role() == Server {
+		_, err = NewKVServer(po, Sum[float64]())
 	}
-	if err == nil && po.IsWorker() {
+	if err == nil && po.Role() == Worker {
 		err = count(ctx, po)
 	}
-	return errors.Join(err, po.Finalize(ctx, err == nil))
+	return leave(ctx, po, err)
 }
 
-func count(ctx context.Context, po *Postoffice) error {
-	w, err := NewKVWorker[float64](po, 0, 0, SimpleHandlers{})
+func count(ctx context.Context, po *Node) error {
+	w, err := NewKVWorker[float64](po)
 	if err != nil {
 		return err
 	}
@@ -64,7 +63,7 @@ func count(ctx context.Context, po *Postoffice) error {
 		return keys
 	}
 	push := func(round int, v float64) error {
-		r, err := w.Push(ctx, keys(round, 1), slices.Repeat([]float64{v}, po.NumServers()))
+		r, err := w.PushAsync(ctx, keys(round, 1), slices.Repeat([]float64{v}, po.NumServers()))
 		if err == nil {
 			err = r.Wait(ctx)
 		}
@@ -84,14 +83,14 @@ func count(ctx context.Context, po *Postoffice) error {
 		case err == nil:
 			fmt.Println("round", len(failed))
 			<-time.After(time.Millisecond) // the test needs no more rounds
-		case !ok || gone.ID == SchedulerGroup || gone.ID == po.ID():
+		case !ok || gone.Node == SchedulerGroup || gone.Node == po.ID():
 			return err
 		default:
 			fmt.Println("error", err)
-			if err := po.AwaitReturn(ctx, gone.ID); err != nil {
+			if err := po.AwaitReturn(ctx, gone.Node); err != nil {
 				return err
 			}
-			fmt.Println("back", gone.ID)
+			fmt.Println("back", gone.Node)
 		}
 	}
 	for round, uncertain := range failed {
@@ -102,7 +101,7 @@ func count(ctx context.Context, po *Postoffice) error {
 		}
 	}
 	var got []float64
-	r, err := w.Pull(ctx, keys(0, len(failed)), &got)
+	r, err := w.PullAsync(ctx, keys(0, len(failed)), &got)
 	if err == nil {
 		err = r.Wait(ctx)
 	}
@@ -133,7 +132,7 @@ type network struct {
 func newNetwork(t *testing.T, program string, servers int, env ...string) *network {
 	n := &network{t: t, program: program, servers: servers, hosts: make(map[int]*testnet.Host),
 		nodes: make(map[int]*process)}
-	ids := van.Members(AllGroup, servers, 2)
+	ids := van.Members(van.GroupAll, servers, 2)
 	hosts := testnet.NewHosts(t, len(ids))
 	n.env = append(slices.Clone(env), "DMLC_PS_ROOT_URI="+hosts[0].Addr.String(), "HVD_INSECURE=1",
 		"DMLC_LOCAL=0", fmt.Sprint("PS_HEARTBEAT_TIMEOUT=", *cutTimeout), "HVD_HOSTID=none",
@@ -253,7 +252,7 @@ func TestCutBetweenWorkerAndServer(t *testing.T) {
 			}
 			healed := time.Now()
 			heal()
-			n.until(w, fmt.Sprint("back ", s))
+			n.until(w, fmt.Sprint("back ", NodeID(s)))
 			t.Logf("connected again after %v", time.Since(healed).Round(time.Millisecond))
 		}
 		for _, id := range []int{9, 11} {
@@ -338,7 +337,7 @@ func TestCutBetweenNodeAndScheduler(t *testing.T) {
 		n.nodes[9].rounds(t, 3)
 		n.nodes[11].rounds(t, 3)
 		began := time.Now()
-		heal, lost := c.between(n, id, SchedulerGroup)
+		heal, lost := c.between(n, id, van.SchedulerID)
 		says := n.dies(id)
 		want := "scheduler is gone: no message came from it for "
 		// Packets of the scheduler may arrive. But TCP sends the verdict only after what it has sent before,
@@ -368,7 +367,7 @@ func TestStoppedBeyondTimeout(t *testing.T) {
 			nodes[id] = startProcess(t, "rounds", port, van.RoleOf(id).String(), van.Rank(id), 2,
 				fmt.Sprint("PS_HEARTBEAT_TIMEOUT=", *cutTimeout))
 		}
-		for _, id := range van.Members(AllGroup, 2, 2) {
+		for _, id := range van.Members(van.GroupAll, 2, 2) {
 			start(id)
 		}
 		n := &network{t: t, nodes: nodes}
@@ -392,7 +391,7 @@ func TestStoppedBeyondTimeout(t *testing.T) {
 		if !strings.Contains(says, want) {
 			t.Errorf("%s says %q, want %q in it", van.Name(id), says, want)
 		}
-		for _, other := range van.Members(AllGroup, 2, 2) {
+		for _, other := range van.Members(van.GroupAll, 2, 2) {
 			if strings.Contains(says, van.Name(other)+" is gone") && other != id {
 				t.Errorf("%s blames %s: %s", van.Name(id), van.Name(other), says)
 			}

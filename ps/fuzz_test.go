@@ -48,7 +48,7 @@ func FuzzServer(f *testing.F) {
 		make([]byte, 8))
 	add(&pspb.Header{WantKeys: true, KeyList: 3}, make([]byte, 8), nil, nil)
 	f.Fuzz(func(t *testing.T, h, keys, vals, lens []byte) {
-		po := &Postoffice{log: zap.NewNop(), customers: make(map[customerKey]*customer)}
+		po := &postoffice{log: zap.NewNop(), customers: make(map[customerKey]*customer)}
 		po.van = van.New(van.Config{Role: van.Server, Customers: 1, Rank: -1}, router{po})
 		sum := Sum[float32]()
 		s := &KVServer[float32]{lists: make(map[senderKey]*serverLists),
@@ -127,7 +127,7 @@ func FuzzReplica(f *testing.F) {
 	}
 	f.Fuzz(func(t *testing.T, h, a, b, c, d []byte) {
 		for _, role := range []replicaRole{joining, backup, primary} {
-			po := &Postoffice{log: zap.NewNop(), customers: make(map[customerKey]*customer),
+			po := &postoffice{log: zap.NewNop(), customers: make(map[customerKey]*customer),
 				joining: make([]atomic.Int32, 2)}
 			po.van = van.New(van.Config{Role: van.Server, Customers: 1, Rank: -1, NumServers: 2, Replicas: 1},
 				router{po})

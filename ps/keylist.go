@@ -23,7 +23,7 @@ const (
 type Range struct{ Begin, End uint64 }
 
 // ServerKeyRanges returns the range of keys of each server: parts of 0 to MaxKey, equal but for rounding.
-func (p *Postoffice) ServerKeyRanges() []Range {
+func (p *postoffice) ServerKeyRanges() []Range {
 	ranges := make([]Range, p.cfg.NumServers)
 	for r := range ranges {
 		size := uint64(MaxKey) / uint64(len(ranges))
@@ -134,13 +134,6 @@ func (l *keyLists) forget(k *keyList) {
 	} else {
 		l.lists[print] = rest
 	}
-}
-
-// clear forgets all lists.
-func (l *keyLists) clear() {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	l.lists, l.order, l.bytes = nil, nil, 0
 }
 
 // first reports whether the keys of a range were not sent to a server yet, and records that they are now.

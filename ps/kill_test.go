@@ -14,8 +14,6 @@ import (
 	"testing"
 	"time"
 
-	"go.uber.org/zap"
-
 	"github.com/gohvd/gohvd/internal/ps/van"
 	"github.com/gohvd/gohvd/internal/testnet"
 )
@@ -31,21 +29,29 @@ var nodePrograms = map[string]func() error{"rounds": nodeMain, "sums": sumMain, 
 // an error when the scheduler ends.
 func nodeMain() error {
 	ctx := context.Background()
-	po, err := Start(ctx, Options{Log: zap.NewNop()})
+	po, err := Join(ctx, Config{Logger: discard})
 	if err != nil {
 		return err
 	}
-	if po.IsServer() {
-		_, err = NewKVServer(po, 0, Sum[float64](), SimpleHandlers{})
+	if po.Role() == Server {
+		_, err = NewKVServer(po, Sum[float64]())
 	}
-	if err == nil && po.IsWorker() {
+	if err == nil && po.Role() == Worker {
 		err = setAndRead(ctx, po)
 	}
-	return errors.Join(err, po.Finalize(ctx, err == nil))
+	return leave(ctx, po, err)
 }
 
-func setAndRead(ctx context.Context, po *Postoffice) error {
-	w, err := NewKVWorker[float64](po, 0, 0, SimpleHandlers{})
+// leave leaves the job after the program of a node has returned err.
+func leave(ctx context.Context, n *Node, err error) error {
+	if err != nil {
+		return errors.Join(err, n.Close())
+	}
+	return n.Finalize(ctx)
+}
+
+func setAndRead(ctx context.Context, po *Node) error {
+	w, err := NewKVWorker[float64](po)
 	if err != nil {
 		return err
 	}
@@ -56,10 +62,10 @@ func setAndRead(ctx context.Context, po *Postoffice) error {
 			fmt.Println("round", round)
 			continue
 		}
-		if gone.ID == SchedulerGroup {
+		if gone.Node == SchedulerGroup {
 			return gone
 		}
-		if err := po.AwaitReturn(ctx, gone.ID); err != nil {
+		if err := po.AwaitReturn(ctx, gone.Node); err != nil {
 			return err
 		}
 	}
@@ -69,12 +75,12 @@ func setAndRead(ctx context.Context, po *Postoffice) error {
 func setAndReadOnce(ctx context.Context, w *KVWorker[float64], keys []uint64, round int) error {
 	var got []float64
 	v := float64(round)
-	r, err := w.Push(ctx, keys, []float64{v, -v}, Cmd(InitCmd))
+	r, err := w.PushAsync(ctx, keys, []float64{v, -v}, Cmd(InitCmd))
 	if err == nil {
 		err = r.Wait(ctx)
 	}
 	if err == nil {
-		if r, err = w.Pull(ctx, keys, &got); err == nil {
+		if r, err = w.PullAsync(ctx, keys, &got); err == nil {
 			err = r.Wait(ctx)
 		}
 	}
@@ -83,9 +89,9 @@ func setAndReadOnce(ctx context.Context, w *KVWorker[float64], keys []uint64, ro
 	case errors.As(err, new(*NodeError)):
 		return err
 	case errors.As(err, &remote) && strings.Contains(remote.Text, "there is no key"):
-		return &NodeError{ID: remote.Node, Err: remote} // the server has ended after the push, and is back
+		return &NodeError{Node: remote.Node, Err: remote} // the server has ended after the push, and is back
 	case errors.As(err, &remote) && strings.Contains(remote.Text, "has lost the values"):
-		return &NodeError{ID: remote.Node, Err: remote}
+		return &NodeError{Node: remote.Node, Err: remote}
 	case err != nil || got[0] != v || got[1] != -v:
 		fmt.Println("wrong:", got, "in round", round, err)
 		os.Exit(3)
@@ -207,10 +213,10 @@ func killAndReturn(t *testing.T, seed uint64) {
 	start := func(id int) {
 		nodes[id] = startProcess(t, "rounds", port, van.RoleOf(id).String(), van.Rank(id), 2)
 	}
-	for _, id := range van.Members(AllGroup, 2, 2) {
+	for _, id := range van.Members(van.GroupAll, 2, 2) {
 		start(id)
 	}
-	victims := van.Members(ServerGroup+WorkerGroup, 2, 2)
+	victims := van.Members(van.GroupServers+van.GroupWorkers, 2, 2)
 	victims = append(victims, victims...)
 	random.Shuffle(len(victims), func(i, j int) { victims[i], victims[j] = victims[j], victims[i] })
 	for _, id := range victims {

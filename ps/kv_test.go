@@ -29,29 +29,26 @@ var full = flag.Bool("full", false, "run 10 million requests in TestRandom")
 
 // kv runs a job whose servers have the handler that the function handler returns, and calls worker for each
 // customer of each worker.
-func kv[T Value](j job, handler func() Handler[T], worker func(po *Postoffice, rank int, w *KVWorker[T])) {
-	j.run(func(po *Postoffice) {
-		if po.IsServer() {
-			if _, err := NewKVServer(po, 0, handler(), SimpleHandlers{}); err != nil {
+func kv[T Value](j job, handler func() Handler[T], worker func(po *Node, rank int, w *KVWorker[T])) {
+	j.run(func(po *Node) {
+		if po.Role() == Server {
+			if _, err := NewKVServer(po, handler()); err != nil {
 				j.t.Error(err)
 			}
 		}
-		if !po.IsWorker() {
+		if po.Role() != Worker {
 			return
 		}
 		var wg sync.WaitGroup
 		for c := range max(j.customers, 1) {
 			wg.Go(func() {
-				w, err := NewKVWorker[T](po, 0, c, SimpleHandlers{})
+				n := po.Customers()[c]
+				w, err := NewKVWorker[T](n)
 				if err != nil {
 					j.t.Error(err)
 					return
 				}
-				rank, err := po.RankOf(c)
-				if err != nil {
-					j.t.Error(err)
-				}
-				worker(po, rank, w)
+				worker(n, n.Rank(), w)
 			})
 		}
 		wg.Wait()
@@ -69,7 +66,7 @@ func testKVApp(t *testing.T, rank int, w *KVWorker[float32]) {
 	}
 	var flying []*Request
 	for range repeat {
-		r, err := w.Push(t.Context(), keys, vals)
+		r, err := w.PushAsync(t.Context(), keys, vals)
 		if err != nil {
 			t.Error(err)
 			return
@@ -94,19 +91,17 @@ func testKVApp(t *testing.T, rank int, w *KVWorker[float32]) {
 		}
 	}
 	var got []float32
-	r, err := w.Pull(t.Context(), keys, &got)
-	wait(t, r, err)
+	noError(t, w.Pull(t.Context(), keys, &got))
 	check(got, repeat)
 	outs := make([]float32, num)
 	for i := range repeat {
-		r, err := w.PushPull(t.Context(), keys, vals, &outs)
-		wait(t, r, err)
+		noError(t, w.PushPull(t.Context(), keys, vals, &outs))
 		check(outs, float32(repeat+i+1))
 	}
 }
 
 func TestKVApp(t *testing.T) {
-	kv(job{t: t, servers: 2, workers: 2}, Sum[float32], func(_ *Postoffice, rank int, w *KVWorker[float32]) {
+	kv(job{t: t, servers: 2, workers: 2}, Sum[float32], func(_ *Node, rank int, w *KVWorker[float32]) {
 		testKVApp(t, rank, w)
 	})
 }
@@ -115,12 +110,12 @@ func TestKVApp(t *testing.T) {
 func TestSeveralCustomers(t *testing.T) {
 	var ranks sync.Map
 	j := job{t: t, servers: 2, workers: 4, customers: 2}
-	kv(j, Sum[float32], func(po *Postoffice, rank int, w *KVWorker[float32]) {
+	kv(j, Sum[float32], func(po *Node, rank int, w *KVWorker[float32]) {
 		if _, twice := ranks.LoadOrStore(rank, true); twice {
 			t.Errorf("two customers have the rank %d", rank)
 		}
 		testKVApp(t, rank, w)
-		if err := po.Barrier(t.Context(), w.c.key.id, WorkerGroup); err != nil {
+		if err := po.Barrier(t.Context(), WorkerGroup); err != nil {
 			t.Error(err)
 		}
 	})
@@ -130,11 +125,10 @@ func TestSeveralCustomers(t *testing.T) {
 // with the race detector.
 func TestPushAllocates(t *testing.T) {
 	const most = 5
-	kv(job{t: t, servers: 1, workers: 1}, Sum[float32], func(_ *Postoffice, _ int, w *KVWorker[float32]) {
+	kv(job{t: t, servers: 1, workers: 1}, Sum[float32], func(_ *Node, _ int, w *KVWorker[float32]) {
 		keys, vals := []uint64{1}, []float32{1}
 		if n := testing.AllocsPerRun(1000, func() {
-			r, err := w.Push(t.Context(), keys, vals)
-			wait(t, r, err)
+			noError(t, w.Push(t.Context(), keys, vals))
 		}); n > most {
 			t.Errorf("a push of a key makes %v allocations, want at most %d", n, most)
 		}
@@ -144,7 +138,7 @@ func TestPushAllocates(t *testing.T) {
 // TestLongPush pushes values that two goroutines copy, if the machine has a core for each node, and shorter
 // values. Their numbers are near those at which the number of pieces changes.
 func TestLongPush(t *testing.T) {
-	kv(job{t: t, servers: 1, workers: 1}, Sum[int32], func(_ *Postoffice, _ int, w *KVWorker[int32]) {
+	kv(job{t: t, servers: 1, workers: 1}, Sum[int32], func(_ *Node, _ int, w *KVWorker[int32]) {
 		const long, piece = longCopy / 4, copyPiece / 4
 		for key, n := range []int{long - 1, long, long + 1, 3*long + piece - 1, 5 * long} {
 			vals := make([]int32, n)
@@ -152,11 +146,9 @@ func TestLongPush(t *testing.T) {
 				vals[i] = int32(i + 1)
 			}
 			keys := []uint64{uint64(key)}
-			r, err := w.Push(t.Context(), keys, vals)
-			wait(t, r, err)
+			noError(t, w.Push(t.Context(), keys, vals))
 			var got []int32
-			r, err = w.Pull(t.Context(), keys, &got)
-			wait(t, r, err)
+			noError(t, w.Pull(t.Context(), keys, &got))
 			if !slices.Equal(got, vals) {
 				t.Errorf("%d values were not stored as pushed", n)
 			}
@@ -168,44 +160,37 @@ func TestLongPush(t *testing.T) {
 // servers, in every form of the calls, and that several lists share keys.
 func TestValuesPerKey(t *testing.T) {
 	keys := []uint64{1, 5, MaxKey / 3, MaxKey/3 + 7, MaxKey - 9}
-	kv(job{t: t, servers: 3, workers: 1}, Sum[int64], func(_ *Postoffice, _ int, w *KVWorker[int64]) {
+	kv(job{t: t, servers: 3, workers: 1}, Sum[int64], func(_ *Node, _ int, w *KVWorker[int64]) {
 		vals := []int64{1, 2, 3, 4, 5, 6, 7, 8, 9, 10}
 		called := make(chan error, 10)
-		r, err := w.Push(t.Context(), keys, vals, Priority(3), Callback(func(err error) { called <- err }))
-		wait(t, r, err)
+		noError(t, w.Push(t.Context(), keys, vals, Priority(3), Callback(func(err error) { called <- err })))
 		if len(called) != 1 {
 			t.Error("Wait has returned before the callback was called")
 		}
-		r, err = w.ZPush(t.Context(), keys[1:3], []int64{100, 200, 300, 400})
-		wait(t, r, err)
+		noError(t, w.Push(t.Context(), keys[1:3], []int64{100, 200, 300, 400}, ZeroCopy()))
 		var got []int64
 		var lens []int32
-		r, err = w.Pull(t.Context(), keys, &got, OutLens(&lens))
-		wait(t, r, err)
+		noError(t, w.Pull(t.Context(), keys, &got, OutLens(&lens)))
 		if want := []int64{1, 2, 103, 204, 305, 406, 7, 8, 9, 10}; !slices.Equal(got, want) ||
 			!slices.Equal(lens, []int32{2, 2, 2, 2, 2}) {
 			t.Errorf("got %v with lens %v, want %v", got, lens, want)
 		}
 		other := []uint64{0, 2, 3, MaxKey / 2}
-		r, err = w.ZPushPull(t.Context(), other, vals[:6], &[]int64{}, Lens([]int32{3, 0, 1, 2}))
-		wait(t, r, err)
+		noError(t, w.PushPull(t.Context(), other, vals[:6], &[]int64{}, Lens([]int32{3, 0, 1, 2}),
+			ZeroCopy()))
 		all := []uint64{0, 1, 2, 3, MaxKey / 3, MaxKey / 2}
 		into := make([]int64, 10)
-		r, err = w.Pull(t.Context(), all, &into, OutLens(&lens))
-		wait(t, r, err)
+		noError(t, w.Pull(t.Context(), all, &into, OutLens(&lens)))
 		if want := []int64{1, 2, 3, 1, 2, 4, 305, 406, 5, 6}; !slices.Equal(into, want) ||
 			!slices.Equal(lens, []int32{3, 2, 0, 1, 2, 2}) {
 			t.Errorf("got %v with lens %v, want %v", into, lens, want)
 		}
-		r, err = w.Push(t.Context(), nil, nil)
-		wait(t, r, err)
-		r, err = w.Pull(t.Context(), []uint64{}, &into)
-		testnet.WantError(t, waitErr(t, r, err),
+		noError(t, w.Push(t.Context(), nil, nil))
+		testnet.WantError(t, w.Pull(t.Context(), []uint64{}, &into),
 			"the keys have 0 values, but the slice for them has the length 10")
 		// Mistakes of the caller.
-		push := func(keys []uint64, vals []int64, opts ...Option) error {
-			r, err := w.Push(t.Context(), keys, vals, opts...)
-			return waitErr(t, r, err)
+		push := func(keys []uint64, vals []int64, opts ...PushOption) error {
+			return w.Push(t.Context(), keys, vals, opts...)
 		}
 		testnet.WantError(t, push([]uint64{3, 3}, vals[:2]),
 			"ps: push of 2 keys: key 1 is 3 and follows key 3",
@@ -220,24 +205,12 @@ func TestValuesPerKey(t *testing.T) {
 		testnet.WantError(t, push(keys, vals[:5]), "has 2 values here, got 1")
 		testnet.WantError(t, push(other, vals[:4]), "values here, got 1")
 		testnet.WantError(t, push([]uint64{1, 77}, vals[:2]), "key 1 has 2 values here, got 1")
-		r, err = w.Pull(t.Context(), []uint64{77}, &got)
-		testnet.WantError(t, waitErr(t, r, err), "server 0: there is no key 77 here")
-		_, err = w.Pull(t.Context(), keys, nil)
-		testnet.WantError(t, err, "the pointer to the slice for the values is nil")
-		_, err = w.Pull(t.Context(), keys, &got, Lens(nil), Lens([]int32{1}))
-		testnet.WantError(t, err, "the option Lens is for a push")
+		testnet.WantError(t, w.Pull(t.Context(), []uint64{77}, &got), "server 0: there is no key 77 here")
+		testnet.WantError(t, w.Pull(t.Context(), keys, nil), "the pointer to the slice for the values is nil")
 	})
 }
 
-func waitErr(t *testing.T, r *Request, err error) error {
-	if err == nil {
-		err = r.Wait(t.Context())
-	}
-	return err
-}
-
-// TestKeysAreNamed checks that keys are sent once, that a server asks for keys that it has forgotten, and
-// that a slicer replaces the ranges.
+// TestKeysAreNamed checks that keys are sent once, and that a server asks for keys that it has forgotten.
 func TestKeysAreNamed(t *testing.T) {
 	const num = 10000
 	keys := make([]uint64, num)
@@ -245,9 +218,9 @@ func TestKeysAreNamed(t *testing.T) {
 		keys[i] = uint64(i)
 	}
 	server := make(chan *KVServer[uint8], 1)
-	job{t: t, servers: 2, workers: 1}.run(func(po *Postoffice) {
-		if po.IsServer() {
-			s, err := NewKVServer(po, 0, Sum[uint8](), SimpleHandlers{})
+	job{t: t, servers: 2, workers: 1}.run(func(po *Node) {
+		if po.Role() == Server {
+			s, err := NewKVServer(po, Sum[uint8]())
 			if err != nil {
 				t.Error(err)
 			}
@@ -255,10 +228,10 @@ func TestKeysAreNamed(t *testing.T) {
 				server <- s
 			}
 		}
-		if !po.IsWorker() {
+		if po.Role() != Worker {
 			return
 		}
-		w, err := NewKVWorker[uint8](po, 0, 0, SimpleHandlers{})
+		w, err := NewKVWorker[uint8](po)
 		if err != nil {
 			t.Error(err)
 			return
@@ -266,8 +239,7 @@ func TestKeysAreNamed(t *testing.T) {
 		vals := slices.Repeat([]uint8{1}, num)
 		push := func() int {
 			before, _ := po.Traffic()
-			r, err := w.Push(t.Context(), keys, vals)
-			wait(t, r, err)
+			noError(t, w.Push(t.Context(), keys, vals))
 			after, _ := po.Traffic()
 			return int(after - before)
 		}
@@ -287,17 +259,43 @@ func TestKeysAreNamed(t *testing.T) {
 		if n := push(); n > num+1000 {
 			t.Errorf("the next push sent %d bytes, want about %d", n, num)
 		}
-		w.SetSlicer(func(keys []uint64, ranges []Range) ([]int, error) { return []int{0, 1, len(keys)}, nil })
-		push() // server 1 has all keys but the first
 		var got []uint8
-		r, err := w.Pull(t.Context(), keys, &got)
-		wait(t, r, err)
-		if got[0] != 5 || got[1] != 1 || got[num-1] != 1 {
-			t.Errorf("got %d, %d and %d, want 5, 1 and 1", got[0], got[1], got[num-1])
+		if noError(t, w.Pull(t.Context(), keys, &got)); !slices.Equal(got, slices.Repeat([]uint8{4}, num)) {
+			t.Errorf("the values are not 4 after 4 pushes of 1")
 		}
-		w.SetSlicer(func([]uint64, []Range) ([]int, error) { return []int{0, 2, 1}, nil })
-		_, err = w.Push(t.Context(), keys, vals)
-		testnet.WantError(t, err, "the slicer returned the bounds [0 2 1] for 10000 keys and 2 servers")
+	})
+}
+
+// TestSlicer checks that the option SliceBy decides which server gets which keys.
+func TestSlicer(t *testing.T) {
+	var got [2]atomic.Int32 // number of keys, by server
+	job{t: t, servers: 2, workers: 1}.run(func(n *Node) {
+		switch n.Role() {
+		case Server:
+			handler := func(meta KVMeta, data KVPairs[uint8], s *KVServer[uint8]) {
+				got[n.Rank()].Store(int32(len(data.Keys)))
+				noError(t, s.Respond(meta, KVPairs[uint8]{}))
+			}
+			if _, err := NewKVServer(n, KVHandler[uint8](handler)); err != nil {
+				t.Error(err)
+			}
+		case Worker:
+			push := func(app int, bounds ...int) error {
+				w, err := NewKVWorker[uint8](n, App(app), SliceBy(func([]uint64, []Range) ([]int, error) {
+					return bounds, nil
+				}))
+				if err != nil {
+					return err
+				}
+				return w.Push(t.Context(), []uint64{1, 2, 3}, []uint8{1, 1, 1})
+			}
+			noError(t, push(0, 0, 1, 3))
+			if got[0].Load() != 1 || got[1].Load() != 2 {
+				t.Errorf("the servers got %d and %d keys, want 1 and 2", got[0].Load(), got[1].Load())
+			}
+			testnet.WantError(t, push(1, 0, 2, 1),
+				"the slicer returned the bounds [0 2 1] for 3 keys and 2 servers")
+		}
 	})
 }
 
@@ -320,14 +318,14 @@ func TestLateAnswers(t *testing.T) {
 			waiting = nil
 			for _, m := range all {
 				answers.Go(func() {
-					if err := s.Response(m, KVPairs[float64]{Vals: []float64{1, 2},
+					if err := s.Respond(m, KVPairs[float64]{Vals: []float64{1, 2},
 						Lens: []int32{1}}); err == nil {
 						t.Error("values that do not fit were sent")
 					}
-					if err := s.Response(m, answer); err != nil {
+					if err := s.Respond(m, answer); err != nil {
 						t.Error(err)
 					}
-					if s.Response(m, answer) == nil || s.Fail(m, context.Canceled) == nil {
+					if s.Respond(m, answer) == nil || s.Fail(m, context.Canceled) == nil {
 						t.Error("a second answer is no error")
 					}
 				})
@@ -335,11 +333,10 @@ func TestLateAnswers(t *testing.T) {
 		})
 	}
 	j := job{t: t, servers: 1, workers: workers}
-	kv(j, handler, func(_ *Postoffice, rank int, w *KVWorker[float64]) {
+	kv(j, handler, func(_ *Node, rank int, w *KVWorker[float64]) {
 		for i := range 20 {
 			var got []float64
-			r, err := w.PushPull(t.Context(), []uint64{4}, []float64{float64(rank + 1)}, &got, Cmd(7))
-			wait(t, r, err)
+			noError(t, w.PushPull(t.Context(), []uint64{4}, []float64{float64(rank + 1)}, &got, Cmd(7)))
 			if want := float64((i + 1) * workers * (workers + 1) / 2); len(got) != 1 || got[0] != want {
 				t.Errorf("got %v, want %v", got, want)
 			}
@@ -356,13 +353,13 @@ func TestPullsInPlace(t *testing.T) {
 	var pushed sync.WaitGroup
 	pushed.Add(1)
 	over := make(chan struct{})
-	kv(job{t: t, servers: 1, workers: 2}, func() Handler[float32] { return h }, func(_ *Postoffice, rank int,
+	kv(job{t: t, servers: 1, workers: 2}, func() Handler[float32] { return h }, func(_ *Node, rank int,
 		w *KVWorker[float32]) {
 		keys := []uint64{5}
 		if rank == 0 {
 			ones := slices.Repeat([]float32{1}, n)
 			for i := range pushes {
-				r, err := w.Push(t.Context(), keys, ones)
+				r, err := w.PushAsync(t.Context(), keys, ones)
 				if wait(t, r, err); i == 0 {
 					pushed.Done()
 				}
@@ -381,7 +378,7 @@ func TestPullsInPlace(t *testing.T) {
 			var got [2][]float32
 			var flying [2]*Request
 			for i := range flying {
-				r, err := w.Pull(t.Context(), keys, &got[i])
+				r, err := w.PullAsync(t.Context(), keys, &got[i])
 				if err != nil {
 					t.Error(err)
 					return
@@ -502,8 +499,8 @@ func TestVersionsAreFreed(t *testing.T) {
 
 // TestTypes checks the error if worker and server have different types, and the types of all sums.
 func TestTypes(t *testing.T) {
-	job{t: t, servers: 1, workers: 1}.run(func(po *Postoffice) {
-		if po.IsServer() {
+	job{t: t, servers: 1, workers: 1}.run(func(po *Node) {
+		if po.Role() == Server {
 			for app, err := range []error{
 				server(po, 0, Sum[uint8]()), server(po, 1, Sum[int16]()), server(po, 2, Sum[half.Float16]()),
 				server(po, 3, Sum[half.BFloat16]()), server(po, 4, Sum[int32]()),
@@ -512,24 +509,23 @@ func TestTypes(t *testing.T) {
 					t.Errorf("app %d: %v", app, err)
 				}
 			}
-			if _, err := NewKVWorker[int8](po, 0, 0, SimpleHandlers{}); err == nil {
+			if _, err := NewKVWorker[int8](po); err == nil {
 				t.Error("a server has a KVWorker")
 			}
 		}
-		if po.IsWorker() {
+		if po.Role() == Worker {
 			sumOf(t, po, 0, []uint8{200, 100}, []uint8{144, 200})
 			sumOf(t, po, 1, []int16{-3, 4}, []int16{-6, 8})
 			sumOf(t, po, 2, []half.Float16{half.Float16FromFloat32(1.5)},
 				[]half.Float16{half.Float16FromFloat32(3)})
 			sumOf(t, po, 3, []half.BFloat16{half.BFloat16FromFloat32(-2)},
 				[]half.BFloat16{half.BFloat16FromFloat32(-4)})
-			w, err := NewKVWorker[float32](po, 4, 0, SimpleHandlers{})
+			w, err := NewKVWorker[float32](po, App(4))
 			if err != nil {
 				t.Error(err)
 				return
 			}
-			r, err := w.Push(t.Context(), []uint64{1}, []float32{1})
-			testnet.WantError(t, waitErr(t, r, err),
+			testnet.WantError(t, w.Push(t.Context(), []uint64{1}, []float32{1}),
 				"the worker has values of type FLOAT, the server of type INT32")
 		}
 	})
@@ -539,25 +535,25 @@ func TestTypes(t *testing.T) {
 func TestSharedHandler(t *testing.T) {
 	const pushes = 1000
 	shared := Sum[int64]()
-	job{t: t, servers: 1, workers: 2}.run(func(po *Postoffice) {
-		if po.IsServer() {
+	job{t: t, servers: 1, workers: 2}.run(func(po *Node) {
+		if po.Role() == Server {
 			for app := range 2 {
 				if err := server(po, app, shared); err != nil {
 					t.Error(err)
 				}
 			}
 		}
-		if !po.IsWorker() {
+		if po.Role() != Worker {
 			return
 		}
-		w, err := NewKVWorker[int64](po, po.Rank(), 0, SimpleHandlers{})
+		w, err := NewKVWorker[int64](po, App(po.Rank()))
 		if err != nil {
 			t.Error(err)
 			return
 		}
 		var all []*Request
 		for i := range pushes {
-			r, err := w.Push(t.Context(), []uint64{1, 2 + uint64(i%100)}, []int64{1, 1})
+			r, err := w.PushAsync(t.Context(), []uint64{1, 2 + uint64(i%100)}, []int64{1, 1})
 			if err != nil {
 				t.Error(err)
 				return
@@ -567,34 +563,32 @@ func TestSharedHandler(t *testing.T) {
 		for _, r := range all {
 			wait(t, r, nil)
 		}
-		if err := po.Barrier(t.Context(), 0, WorkerGroup); err != nil {
+		if err := po.Barrier(t.Context(), WorkerGroup); err != nil {
 			t.Error(err)
 		}
 		var got []int64
-		r, err := w.Pull(t.Context(), []uint64{1, 2}, &got)
-		wait(t, r, err)
+		noError(t, w.Pull(t.Context(), []uint64{1, 2}, &got))
 		if want := []int64{2 * pushes, 2 * pushes / 100}; !slices.Equal(got, want) {
 			t.Errorf("got %v, want %v", got, want)
 		}
 	})
 }
 
-func server[T Value](po *Postoffice, app int, h Handler[T]) error {
-	_, err := NewKVServer(po, app, h, SimpleHandlers{})
+func server[T Value](po *Node, app int, h Handler[T]) error {
+	_, err := NewKVServer(po, h, App(app))
 	return err
 }
 
 // sumOf pushes vals twice and compares what is pulled with want.
-func sumOf[T Value](t *testing.T, po *Postoffice, app int, vals, want []T) {
-	w, err := NewKVWorker[T](po, app, 0, SimpleHandlers{})
+func sumOf[T Value](t *testing.T, po *Node, app int, vals, want []T) {
+	w, err := NewKVWorker[T](po, App(app))
 	if err != nil {
 		t.Error(err)
 		return
 	}
 	var got []T
 	for range 2 {
-		r, err := w.PushPull(t.Context(), []uint64{3}, vals, &got)
-		wait(t, r, err)
+		noError(t, w.PushPull(t.Context(), []uint64{3}, vals, &got))
 	}
 	if fmt.Sprint(got) != fmt.Sprint(want) {
 		t.Errorf("app %d: got %v, want %v", app, got, want)
@@ -632,11 +626,11 @@ func TestOptimizers(t *testing.T) {
 		for step := range 10 {
 			want = append(want, c.step(want[step], math.Sin(float64(step)), step+1))
 		}
-		kv(job{t: t, servers: 1, workers: 1}, c.f64, func(_ *Postoffice, _ int, w *KVWorker[float64]) {
+		kv(job{t: t, servers: 1, workers: 1}, c.f64, func(_ *Node, _ int, w *KVWorker[float64]) {
 			follow(t, name, w, func(f float64) float64 { return f }, func(f float64) float64 { return f },
 				want, 1e-12)
 		})
-		kv(job{t: t, servers: 1, workers: 1}, c.f16, func(_ *Postoffice, _ int, w *KVWorker[half.BFloat16]) {
+		kv(job{t: t, servers: 1, workers: 1}, c.f16, func(_ *Node, _ int, w *KVWorker[half.BFloat16]) {
 			follow(t, name, w, func(f float64) half.BFloat16 { return half.BFloat16FromFloat32(float32(f)) },
 				func(h half.BFloat16) float64 { return float64(h.Float32()) }, want, 0.05)
 		})
@@ -646,15 +640,12 @@ func TestOptimizers(t *testing.T) {
 // follow pushes gradients and compares the values with want. Another key in between has fewer steps.
 func follow[T Value](t *testing.T, name string, w *KVWorker[T], from func(float64) T, to func(T) float64,
 	want []float64, most float64) {
-	r, err := w.Push(t.Context(), []uint64{1, 2, 3}, []T{from(3), from(3), from(3)}, Cmd(InitCmd))
-	wait(t, r, err)
+	noError(t, w.Push(t.Context(), []uint64{1, 2, 3}, []T{from(3), from(3), from(3)}, Cmd(InitCmd)))
 	for step := range 10 {
 		g := from(math.Sin(float64(step)))
-		r, err := w.Push(t.Context(), []uint64{1, 3}, []T{g, g})
-		wait(t, r, err)
+		noError(t, w.Push(t.Context(), []uint64{1, 3}, []T{g, g}))
 		var got []T
-		r, err = w.Pull(t.Context(), []uint64{1, 2, 3}, &got)
-		wait(t, r, err)
+		noError(t, w.Pull(t.Context(), []uint64{1, 2, 3}, &got))
 		if t.Failed() {
 			return
 		}
@@ -670,18 +661,16 @@ func follow[T Value](t *testing.T, name string, w *KVWorker[T], from func(float6
 func Test130Workers(t *testing.T) {
 	const workers = 130
 	j := job{t: t, servers: 2, workers: workers, settings: map[string]string{"HVD_FLIGHT_RECORDER": "0"}}
-	kv(j, Sum[int32], func(po *Postoffice, _ int, w *KVWorker[int32]) {
+	kv(j, Sum[int32], func(po *Node, _ int, w *KVWorker[int32]) {
 		keys := []uint64{1, 2, MaxKey - 5}
 		for range 5 {
-			r, err := w.Push(t.Context(), keys, []int32{1, 10, 100})
-			wait(t, r, err)
+			noError(t, w.Push(t.Context(), keys, []int32{1, 10, 100}))
 		}
-		if err := po.Barrier(t.Context(), 0, WorkerGroup); err != nil {
+		if err := po.Barrier(t.Context(), WorkerGroup); err != nil {
 			t.Error(err)
 		}
 		var got []int32
-		r, err := w.Pull(t.Context(), keys, &got)
-		wait(t, r, err)
+		noError(t, w.Pull(t.Context(), keys, &got))
 		if want := []int32{5 * workers, 50 * workers, 500 * workers}; !slices.Equal(got, want) {
 			t.Errorf("got %v, want %v", got, want)
 		}
@@ -705,7 +694,7 @@ func lossy(seed uint64) func(from, to van.Process, m *van.Message, deliver func(
 		if f == nil {
 			f = &faulty.Messages[*van.Message]{Drop: 0.1, Duplicate: 0.05, Reorder: 0.2, Depth: 8,
 				Delay: 0.01, CutLength: 29, Clone: clone}
-			if from.ID != SchedulerGroup && to.ID != SchedulerGroup {
+			if from.ID != van.SchedulerID && to.ID != van.SchedulerID {
 				f.Cut = 0.0005
 			}
 			f.Seed(seed + uint64(from.ID)<<32 + uint64(to.ID))
@@ -737,14 +726,13 @@ func TestRandom(t *testing.T) {
 		j.limit = 6 * time.Hour
 	}
 	var before, after runtime.MemStats
-	kv(j, Sum[float64], func(po *Postoffice, rank int, w *KVWorker[float64]) {
+	kv(j, Sum[float64], func(po *Node, rank int, w *KVWorker[float64]) {
 		random := rand.New(rand.NewPCG(seed, uint64(rank)))
 		all, ones := make([]uint64, space), make([]float64, space)
 		for i := range all {
 			all[i] = MaxKey / space * uint64(i)
 		}
-		r, err := w.Push(t.Context(), all, ones)
-		wait(t, r, err)
+		noError(t, w.Push(t.Context(), all, ones))
 		var flying []*Request
 		step := func(n int) {
 			for range n {
@@ -760,11 +748,11 @@ func TestRandom(t *testing.T) {
 				var out []float64
 				switch random.IntN(3) {
 				case 0:
-					r, err = w.Pull(t.Context(), keys, &out)
+					r, err = w.PullAsync(t.Context(), keys, &out)
 				case 1:
-					r, err = w.PushPull(t.Context(), keys, vals, &out)
+					r, err = w.PushPullAsync(t.Context(), keys, vals, &out)
 				default:
-					r, err = w.ZPush(t.Context(), keys, vals)
+					r, err = w.PushAsync(t.Context(), keys, vals, ZeroCopy())
 				}
 				if err != nil {
 					t.Error(err)
@@ -786,7 +774,7 @@ func TestRandom(t *testing.T) {
 			flying = nil
 		}
 		barrier := func() {
-			if err := po.Barrier(t.Context(), 0, WorkerGroup); err != nil {
+			if err := po.Barrier(t.Context(), WorkerGroup); err != nil {
 				t.Error(err)
 			}
 		}
@@ -802,8 +790,7 @@ func TestRandom(t *testing.T) {
 		step(requests / workers * 3 / 4)
 		measure(&after)
 		var got []float64
-		r, err = w.Pull(t.Context(), all, &got)
-		wait(t, r, err)
+		noError(t, w.Pull(t.Context(), all, &got))
 		for i, v := range got {
 			if want := float64(total[i].Load()); v != want {
 				t.Errorf("key %d is %v, want %v", i, v, want)
@@ -829,9 +816,9 @@ func TestFailedRequestIsDropped(t *testing.T) {
 		return deliver(m)
 	}
 	j := job{t: t, servers: 1, workers: 1, faults: faults}
-	j.run(func(po *Postoffice) {
-		if po.IsServer() {
-			s, err := NewKVServer(po, 0, Sum[uint8](), SimpleHandlers{})
+	j.run(func(po *Node) {
+		if po.Role() == Server {
+			s, err := NewKVServer(po, Sum[uint8]())
 			if err != nil {
 				t.Error(err)
 				return
@@ -843,8 +830,8 @@ func TestFailedRequestIsDropped(t *testing.T) {
 				return len(s.parked) == 0
 			})
 		}
-		if po.IsWorker() {
-			w, err := NewKVWorker[uint8](po, 0, 0, SimpleHandlers{})
+		if po.Role() == Worker {
+			w, err := NewKVWorker[uint8](po)
 			if err != nil {
 				t.Error(err)
 				return
@@ -855,7 +842,7 @@ func TestFailedRequestIsDropped(t *testing.T) {
 				return
 			}
 			w.lists.first(list, 0, false) // as if the keys had been sent
-			r, err := w.Push(t.Context(), []uint64{1}, []uint8{1})
+			r, err := w.PushAsync(t.Context(), []uint64{1}, []uint8{1})
 			if err != nil {
 				t.Error(err)
 				return
@@ -871,11 +858,11 @@ func TestFailedRequestIsDropped(t *testing.T) {
 // TestParkedBytes checks that the values of requests that wait for keys are bounded, and that they are not
 // counted any more when the worker has gone.
 func TestParkedBytes(t *testing.T) {
-	job{t: t, servers: 1, workers: 1}.run(func(po *Postoffice) {
-		if !po.IsServer() {
+	job{t: t, servers: 1, workers: 1}.run(func(po *Node) {
+		if po.Role() != Server {
 			return
 		}
-		s, err := NewKVServer(po, 0, Sum[float32](), SimpleHandlers{})
+		s, err := NewKVServer(po, Sum[float32]())
 		if err != nil {
 			t.Error(err)
 			return
@@ -906,13 +893,13 @@ func TestParkedBytes(t *testing.T) {
 // TestMessageOfAGoneWorker checks that a server handles no message of a worker that has gone, although the
 // message arrived before, and keeps nothing of that worker.
 func TestMessageOfAGoneWorker(t *testing.T) {
-	job{t: t, servers: 1, workers: 1}.run(func(po *Postoffice) {
-		if !po.IsServer() {
+	job{t: t, servers: 1, workers: 1}.run(func(po *Node) {
+		if po.Role() != Server {
 			return
 		}
-		s, err := NewKVServer(po, 0, KVHandler[float32](func(KVMeta, KVPairs[float32], *KVServer[float32]) {
+		s, err := NewKVServer(po, KVHandler[float32](func(KVMeta, KVPairs[float32], *KVServer[float32]) {
 			t.Error("a request is handled")
-		}), SimpleHandlers{})
+		}))
 		if err != nil {
 			t.Error(err)
 			return
@@ -954,13 +941,13 @@ func TestPushOfAWorkerThatHasLeft(t *testing.T) {
 		close(handled)
 		<-left
 	})
-	job{t: t, servers: 1, workers: 1, leave: true}.run(func(po *Postoffice) {
+	job{t: t, servers: 1, workers: 1, leave: true}.run(func(po *Node) {
 		switch {
-		case po.IsScheduler():
+		case po.Role() == Scheduler:
 			<-left
 			return
-		case po.IsServer():
-			s, err := NewKVServer(po, 0, handler, SimpleHandlers{})
+		case po.Role() == Server:
+			s, err := NewKVServer(po, handler)
 			if err != nil {
 				t.Error(err)
 				serves <- false
@@ -983,14 +970,14 @@ func TestPushOfAWorkerThatHasLeft(t *testing.T) {
 		if !<-serves {
 			return
 		}
-		w, err := NewKVWorker[uint8](po, 0, 0, SimpleHandlers{})
+		w, err := NewKVWorker[uint8](po)
 		if err != nil {
 			t.Error(err)
 			return
 		}
 		var last *Request
 		for range 2 {
-			if last, err = w.ZPush(t.Context(), []uint64{1}, vals); err != nil {
+			if last, err = w.PushAsync(t.Context(), []uint64{1}, vals, ZeroCopy()); err != nil {
 				t.Error(err)
 				return
 			}

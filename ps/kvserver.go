@@ -20,11 +20,11 @@ type KVMeta struct {
 	Push, Pull bool
 	// Sender is the id of the worker, the first id of its process. Customer and Timestamp identify the
 	// request there.
-	Sender    int
+	Sender    NodeID
 	Customer  int
 	Timestamp int64
-	// Clock is the number of iterations that the worker has ended (Postoffice.Clock). It is -1 in
-	// asynchronous mode.
+	// Clock is the number of iterations that the worker has ended (Node.Clock). It is -1 in asynchronous
+	// mode.
 	Clock int64
 
 	req *kvRequest
@@ -62,10 +62,10 @@ type Handler[T Value] interface {
 	handle(meta KVMeta, data KVPairs[T], s *KVServer[T])
 }
 
-// KVHandler is an own handler. It handles a push or pull of a worker. It must answer each request once, with
-// Response or Fail, but may do so later and from any goroutine. The slices of data may be read until then and
-// must not be changed: they may be shared memory that is mapped for reading only. There is one call at a
-// time.
+// KVHandler is a handler that the program defines. It is called for each push and pull of a worker, one call
+// at a time. It must answer each request once, with KVServer.Respond or KVServer.Fail, but may do so later
+// and from any goroutine. It may read the slices of data until then, and must not change them: they may be
+// shared memory that is mapped for reading only.
 type KVHandler[T Value] func(meta KVMeta, data KVPairs[T], s *KVServer[T])
 
 func (h KVHandler[T]) handle(meta KVMeta, data KVPairs[T], s *KVServer[T]) { h(meta, data, s) }
@@ -101,17 +101,17 @@ type parkedKey struct {
 	timestamp int64
 }
 
-// NewKVServer makes the server of an app in this process. The built-in handlers are Sum, Assign, SGD,
-// Momentum, Adagrad and Adam. Servers with the same built-in handler share its values. The server is a
-// SimpleApp too, with the handlers h, for example for commands of the workers.
+// NewKVServer makes the server of an app at node n, whose role is Server. The built-in handlers are Sum,
+// Assign, SGD, Momentum, Adagrad and Adam. Servers with the same built-in handler share its values. The
+// server is a SimpleApp too, for commands of the workers (OnRequest).
 //
 // In a job with replicas (HVD_PS_REPLICAS), the handler must be a built-in one that no other server has.
-func NewKVServer[T Value](po *Postoffice, app int, handler Handler[T], h SimpleHandlers) (*KVServer[T],
-	error) {
-	if !po.IsServer() {
-		return nil, &UsageError{fmt.Errorf("ps: new KVServer: this process is a %s", po.cfg.Role)}
+func NewKVServer[T Value](n *Node, handler Handler[T], opts ...AppOption) (*KVServer[T], error) {
+	if n.Role() != Server {
+		return nil, &UsageError{fmt.Errorf("ps: new KVServer: this process is a %s", n.Role())}
 	}
-	a, err := newApp(po, app, 0, h)
+	o := appOptionsOf(opts)
+	a, err := newApp(n, &o)
 	s := &KVServer[T]{SimpleApp: a, handler: handler, lists: make(map[senderKey]*serverLists),
 		parked: make(map[parkedKey]*van.Message)}
 	if err == nil {
@@ -122,7 +122,7 @@ func NewKVServer[T Value](po *Postoffice, app int, handler Handler[T], h SimpleH
 		err = a.add(s.handle)
 	}
 	if err != nil {
-		return nil, fmt.Errorf("ps: new KVServer of app %d: %w", app, err)
+		return nil, fmt.Errorf("ps: new KVServer of app %d: %w", o.app, err)
 	}
 	a.c.news()
 	return s, nil
@@ -144,8 +144,8 @@ func (s *KVServer[T]) replicate() error {
 			"each server")}
 	}
 	s.replicas, s.c.replicas = make(map[int]*replica), make(map[int32]*replica)
-	n := po.cfg.NumServers
-	for _, home := range []int{po.Rank(), (po.Rank() + n - 1) % n} {
+	n, rank := po.cfg.NumServers, van.Rank(po.van.ID())
+	for _, home := range []int{rank, (rank + n - 1) % n} {
 		r := newReplica(po, s.c.key.app, home, b.empty)
 		s.replicas[home], s.c.replicas[int32(home+1)] = r, r
 	}
@@ -318,7 +318,7 @@ func (s *KVServer[T]) serve(from van.Process, m *van.Message, list *serverList, 
 	*req = kvRequest{from: from, m: m, replica: s.c.replicas[h.Range], home: h.Range, priority: h.Priority,
 		keys: len(list.keys), pushed: len(m.Data[1]),
 		event: s.c.po.observer.begin(kindOf(h.Push, h.Pull))}
-	s.handler.handle(KVMeta{Cmd: h.Head, Push: h.Push, Pull: h.Pull, Sender: from.ID,
+	s.handler.handle(KVMeta{Cmd: h.Head, Push: h.Push, Pull: h.Pull, Sender: NodeID(from.ID),
 		Customer: int(h.CustomerId), Timestamp: h.Timestamp, Clock: h.Clock - 1, req: req}, data, s)
 	if req.batch { // it was answered
 		*req = kvRequest{}
@@ -359,19 +359,20 @@ func checkSizes(keys, vals int, lens []int32) error {
 	return nil
 }
 
-// Response answers a request: a pull with the values of its keys, a push with nothing. data.Keys may be nil,
-// or must be the keys of the request. Response copies data and does not wait. A second answer is an error.
-func (s *KVServer[T]) Response(meta KVMeta, data KVPairs[T]) error {
+// Respond answers a request: a pull with the values of its keys, a push with an empty KVPairs. data.Keys may
+// be nil, or must be the keys of the request. Respond copies data and does not wait. A second answer is an
+// error.
+func (s *KVServer[T]) Respond(meta KVMeta, data KVPairs[T]) error {
 	if data.Keys == nil {
 		data.Keys = make([]uint64, 0)
 	}
 	err := s.checkResponse(meta, data)
 	if err != nil {
-		return fmt.Errorf("ps: response of app %d to %s: %w", s.c.key.app, van.Name(meta.Sender), err)
+		return fmt.Errorf("ps: response of app %d to %s: %w", s.c.key.app, meta.Sender, err)
 	}
 	return s.respond(meta, func(m *van.Message) {
 		vals, lens := tensor.Bytes(data.Vals), tensor.Bytes(data.Lens)
-		s.c.po.van.Allocate(meta.Sender, m, len(vals), len(lens))
+		s.c.po.van.Allocate(int(meta.Sender), m, len(vals), len(lens))
 		copy(m.Data[0], vals)
 		copy(m.Data[1], lens)
 	})
@@ -393,7 +394,7 @@ func (s *KVServer[T]) checkResponse(meta KVMeta, data KVPairs[T]) error {
 func (s *KVServer[T]) respond(meta KVMeta, fill func(*van.Message)) error {
 	if meta.req.answered.Swap(true) {
 		return fmt.Errorf("ps: response of app %d to %s: the request was answered already", s.c.key.app,
-			van.Name(meta.Sender))
+			meta.Sender)
 	}
 	return s.deliver(&meta, s.response(&meta, fill))
 }
@@ -416,7 +417,7 @@ func (s *KVServer[T]) response(meta *KVMeta, fill func(*van.Message)) *van.Messa
 func (s *KVServer[T]) deliver(meta *KVMeta, m *van.Message) error {
 	s.observe(meta, m.Bytes(), nil)
 	if err := s.c.po.respond(meta.req.from, m); err != nil {
-		return fmt.Errorf("ps: response of app %d: %w", s.c.key.app, err)
+		return fmt.Errorf("ps: response of app %d: %w", s.c.key.app, public(err))
 	}
 	return nil
 }
@@ -424,7 +425,7 @@ func (s *KVServer[T]) deliver(meta *KVMeta, m *van.Message) error {
 // observe records a request that has been answered with the given number of bytes, or with an error.
 func (s *KVServer[T]) observe(meta *KVMeta, bytes int, err error) {
 	s.c.po.observer.end(meta.req.event, outcome{dtype: tensor.Of[T](), keys: meta.req.keys,
-		bytes: meta.req.pushed + bytes, peer: s.c.po.process(meta.Sender), err: err})
+		bytes: meta.req.pushed + bytes, peer: s.c.po.process(int(meta.Sender)), err: err})
 }
 
 // message returns the response, without frames.
@@ -441,14 +442,14 @@ func (meta *KVMeta) message(app int) *van.Message {
 func (s *KVServer[T]) Fail(meta KVMeta, err error) error {
 	if meta.req.answered.Swap(true) {
 		return fmt.Errorf("ps: response of app %d to %s: the request was answered already", s.c.key.app,
-			van.Name(meta.Sender))
+			meta.Sender)
 	}
 	m := meta.message(s.c.key.app)
 	m.Header.Error = err.Error()
 	meta.req.m.Release()
 	s.observe(&meta, 0, err)
 	if err := s.c.po.respond(meta.req.from, m); err != nil {
-		return fmt.Errorf("ps: response of app %d: %w", s.c.key.app, err)
+		return fmt.Errorf("ps: response of app %d: %w", s.c.key.app, public(err))
 	}
 	return nil
 }

@@ -19,110 +19,103 @@ import (
 // list only name it. Each key has the same number of values, len(vals)/len(keys), unless the option Lens says
 // otherwise.
 //
-// If ctx ends while a request waits for room in the queue to a server, the request fails. Parts of it may
-// have been sent to other servers.
+// Push, Pull and PushPull wait until all servers have answered. If ctx ends meanwhile, they return its error,
+// and the request goes on. PushAsync, PullAsync and PushPullAsync return a Request, with which the program
+// waits later, so that several requests are in flight together. If ctx ends while a request waits for room in
+// the queue to a server, the request fails. Parts of it may have been sent to other servers.
 type KVWorker[T Value] struct {
 	*SimpleApp
 	slicer Slicer
 	lists  keyLists
 }
 
-// An Option changes a push or pull.
-type Option func(*options)
-
-type options struct {
-	lens          []int32
-	outLens       *[]int32
-	cmd, priority int32
-	callback      func(err error)
-}
-
-// Lens gives the number of values of each key in a push.
-func Lens(lens []int32) Option { return func(o *options) { o.lens = lens } }
-
-// OutLens makes a pull set *lens to the number of values of each key.
-func OutLens(lens *[]int32) Option { return func(o *options) { o.outLens = lens } }
-
-// Cmd sets the command word, which the handler of the server gets. The default is 0.
-func Cmd(cmd int32) Option { return func(o *options) { o.cmd = cmd } }
-
-// Priority sets the priority of the request in the queue. Requests with a higher priority are sent first. The
-// default is 0.
-func Priority(p int32) Option { return func(o *options) { o.priority = p } }
-
-// Callback makes the worker call f once when the request has completed or failed, before Wait returns.
-// Callbacks are called one at a time. f may send requests but must not wait for any.
-func Callback(f func(err error)) Option { return func(o *options) { o.callback = f } }
-
-// NewKVWorker makes the worker of an app in this process. customer is 0, or the number of a further customer
-// of this process. The worker is a SimpleApp too, whose requests go to the handlers h of the servers' apps.
-func NewKVWorker[T Value](po *Postoffice, app, customer int, h SimpleHandlers) (*KVWorker[T], error) {
-	if !po.IsWorker() {
-		return nil, &UsageError{fmt.Errorf("ps: new KVWorker: this process is a %s", po.cfg.Role)}
+// NewKVWorker makes the worker of an app at node n, whose role is Worker. The worker is a SimpleApp too, for
+// commands to the servers.
+func NewKVWorker[T Value](n *Node, opts ...WorkerOption) (*KVWorker[T], error) {
+	if n.Role() != Worker {
+		return nil, &UsageError{fmt.Errorf("ps: new KVWorker: this process is a %s", n.Role())}
 	}
-	a, err := newApp(po, app, customer, h)
-	w := &KVWorker[T]{SimpleApp: a, slicer: rangeSlicer}
+	o := appOptions{slicer: rangeSlicer}
+	for _, opt := range opts {
+		opt.setApp(&o)
+	}
+	a, err := newApp(n, &o)
+	w := &KVWorker[T]{SimpleApp: a, slicer: o.slicer}
 	if err == nil {
 		err = a.add(func(from van.Process, m *van.Message) {
-			po.refuse(from, m, fmt.Errorf("app %d is a worker here and handles no push or pull", app))
+			n.refuse(from, m, fmt.Errorf("app %d is a worker here and handles no push or pull", o.app))
 		})
 	}
 	if err != nil {
-		return nil, fmt.Errorf("ps: new KVWorker of app %d: %w", app, err)
+		return nil, fmt.Errorf("ps: new KVWorker of app %d: %w", o.app, err)
 	}
 	return w, nil
 }
 
-// SetSlicer replaces the function that splits keys among the servers. It must not be called during a push or
-// pull.
-func (w *KVWorker[T]) SetSlicer(s Slicer) {
-	w.slicer = s
-	w.lists.clear()
+// Push sends values to the servers, and waits until they have handled them.
+func (w *KVWorker[T]) Push(ctx context.Context, keys []uint64, vals []T, opts ...PushOption) error {
+	return await(ctx)(w.PushAsync(ctx, keys, vals, opts...))
 }
 
-// Push sends values to the servers. It copies vals, so the caller may change it when Push returns.
-func (w *KVWorker[T]) Push(ctx context.Context, keys []uint64, vals []T, opts ...Option) (*Request, error) {
-	return w.do(ctx, &operation[T]{keys: keys, vals: vals, push: true, copies: true}, opts)
+// PushAsync is like Push, but does not wait. It copies vals unless the option ZeroCopy is given, so the
+// caller may change vals when PushAsync returns.
+func (w *KVWorker[T]) PushAsync(ctx context.Context, keys []uint64, vals []T, opts ...PushOption) (*Request,
+	error) {
+	op := &operation[T]{keys: keys, vals: vals, push: true}
+	setAll(&op.options, opts)
+	return w.start(ctx, op)
 }
 
-// ZPush is like Push, but does not copy vals, unless PS_RESEND is on. If vals is in memory of hvd.Alloc, a
-// server on the same host reads it in place. The caller must not change or free vals before the request has
-// completed. If the request fails, vals may be read until Finalize.
-func (w *KVWorker[T]) ZPush(ctx context.Context, keys []uint64, vals []T, opts ...Option) (*Request, error) {
-	return w.do(ctx, &operation[T]{keys: keys, vals: vals, push: true}, opts)
+// Pull gets values from the servers, and stores them in *out, in the order of the keys. If *out is not empty
+// before, its length must be the number of values, and the values are written to its memory. Otherwise Pull
+// allocates memory unless the capacity suffices. If the request fails, that memory may have any content. If
+// ctx ends first, the request goes on, so the caller must not use *out any more.
+func (w *KVWorker[T]) Pull(ctx context.Context, keys []uint64, out *[]T, opts ...PullOption) error {
+	return await(ctx)(w.PullAsync(ctx, keys, out, opts...))
 }
 
-// Pull gets values from the servers. When the request has completed, *out has the values in the order of the
-// keys. If *out is not empty before, its length must be the number of values, and the values are written to
-// its memory. Otherwise Pull allocates memory unless the capacity suffices. If the request fails, that memory
-// may have any content. The caller must not use *out before the request has completed.
-func (w *KVWorker[T]) Pull(ctx context.Context, keys []uint64, out *[]T, opts ...Option) (*Request, error) {
-	return w.do(ctx, &operation[T]{keys: keys, out: out, pull: true}, opts)
+// PullAsync is like Pull, but does not wait. The caller must not use *out before the request has completed.
+func (w *KVWorker[T]) PullAsync(ctx context.Context, keys []uint64, out *[]T, opts ...PullOption) (*Request,
+	error) {
+	op := &operation[T]{keys: keys, out: out, pull: true}
+	setAll(&op.options, opts)
+	return w.start(ctx, op)
 }
 
-// PushPull pushes values and pulls the values of the same keys after that. It copies vals. out is as in Pull.
+// PushPull pushes values and pulls the values of the same keys after that. out is as in Pull.
 func (w *KVWorker[T]) PushPull(ctx context.Context, keys []uint64, vals []T, out *[]T,
-	opts ...Option) (*Request, error) {
-	return w.do(ctx, &operation[T]{keys: keys, vals: vals, out: out, push: true, pull: true,
-		copies: true}, opts)
+	opts ...PushPullOption) error {
+	return await(ctx)(w.PushPullAsync(ctx, keys, vals, out, opts...))
 }
 
-// ZPushPull is like PushPull, but does not copy vals (see ZPush).
-func (w *KVWorker[T]) ZPushPull(ctx context.Context, keys []uint64, vals []T, out *[]T,
-	opts ...Option) (*Request, error) {
-	return w.do(ctx, &operation[T]{keys: keys, vals: vals, out: out, push: true, pull: true}, opts)
+// PushPullAsync is like PushPull, but does not wait. It copies vals unless the option ZeroCopy is given.
+func (w *KVWorker[T]) PushPullAsync(ctx context.Context, keys []uint64, vals []T, out *[]T,
+	opts ...PushPullOption) (*Request, error) {
+	op := &operation[T]{keys: keys, vals: vals, out: out, push: true, pull: true}
+	setAll(&op.options, opts)
+	return w.start(ctx, op)
+}
+
+// await returns a function that waits for a request.
+func await(ctx context.Context) func(*Request, error) error {
+	return func(r *Request, err error) error {
+		if err != nil {
+			return err
+		}
+		return r.Wait(ctx)
+	}
 }
 
 // operation is a push or pull, with its arguments. It implements subject.
 type operation[T Value] struct {
 	Request
-	w                  *KVWorker[T]
-	keys               []uint64
-	vals               []T
-	out                *[]T
-	push, pull, copies bool
-	clock              int64 // number of the iteration plus one; 0 in asynchronous mode
-	list               *keyList
+	w          *KVWorker[T]
+	keys       []uint64
+	vals       []T
+	out        *[]T
+	push, pull bool
+	clock      int64 // number of the iteration plus one; 0 in asynchronous mode
+	list       *keyList
 	options
 	first [1]part // memory for the parts, if there is only one
 }
@@ -131,10 +124,8 @@ func (op *operation[T]) String() string {
 	return fmt.Sprintf("%s of %d keys", kindOf(op.push, op.pull), len(op.keys))
 }
 
-func (w *KVWorker[T]) do(ctx context.Context, op *operation[T], opts []Option) (*Request, error) {
-	for _, o := range opts {
-		o(&op.options)
-	}
+// start begins an operation.
+func (w *KVWorker[T]) start(ctx context.Context, op *operation[T]) (*Request, error) {
 	r := &op.Request
 	op.w, r.of, r.callback = w, op, op.options.callback
 	list, err := w.lists.get(op.keys, func(keys []uint64) ([]int, error) {
@@ -187,8 +178,8 @@ func (w *KVWorker[T]) do(ctx context.Context, op *operation[T], opts []Option) (
 // belong to the request until it has completed.
 func (op *operation[T]) keep() {
 	op.lens = slices.Clone(op.lens)
-	if op.copies {
-		op.vals, op.copies = slices.Clone(op.vals), false
+	if !op.zeroCopy {
+		op.vals, op.zeroCopy = slices.Clone(op.vals), true
 	}
 }
 
@@ -246,9 +237,6 @@ func (op *operation[T]) check() error {
 		return errors.New("the pointer to the slice for the values is nil")
 	}
 	if !op.push {
-		if op.lens != nil {
-			return errors.New("the option Lens is for a push: a pull gets the numbers of values from the servers")
-		}
 		return nil
 	}
 	if op.lens == nil {
@@ -302,7 +290,7 @@ func (op *operation[T]) message(to, first, last, begin, end int, withKeys bool) 
 		lens = tensor.Bytes(op.lens[first:last])
 	}
 	m.SetTypes(pspb.DataType_UINT64, wireTypes[tensor.Of[T]()], pspb.DataType_INT32)
-	if !op.copies {
+	if op.zeroCopy {
 		m.SetData(keys, vals, slices.Clone(lens))
 		return m
 	}
@@ -320,7 +308,7 @@ func (op *operation[T]) assemble(list *keyList, parts []part) error {
 		m := parts[i].response
 		if len(m.Data) != 2 || m.Header.Frames[0].Type != wireTypes[tensor.Of[T]()] ||
 			len(m.Data[0])%tensor.Of[T]().Size() != 0 {
-			return &RemoteError{parts[i].to, "malformed response to a pull"}
+			return &RemoteError{NodeID(parts[i].to), "malformed response to a pull"}
 		}
 		total += len(m.Data[0]) / tensor.Of[T]().Size()
 	}
@@ -364,7 +352,7 @@ func (op *operation[T]) assembleLens(list *keyList, parts []part) error {
 			continue
 		}
 		if len(lens) != n {
-			return &RemoteError{parts[i].to, "malformed response to a pull"}
+			return &RemoteError{NodeID(parts[i].to), "malformed response to a pull"}
 		}
 		all = append(all, lens...)
 	}

@@ -38,7 +38,7 @@ type launcher struct {
 
 // dialLauncher connects with hvdrun if it has started this process as a node. Otherwise it leaves p.launcher
 // nil. If own, the settings of the program, has one that hvdrun sets, the node belongs to another job.
-func (p *Postoffice) dialLauncher(ctx context.Context, own map[string]string) error {
+func (p *postoffice) dialLauncher(ctx context.Context, own map[string]string) error {
 	set := &p.set
 	if set.PS.Process == config.Unset {
 		return nil
@@ -71,7 +71,7 @@ func (p *Postoffice) dialLauncher(ctx context.Context, own map[string]string) er
 }
 
 // answerLauncher answers a question of hvdrun.
-func (p *Postoffice) answerLauncher(what string) []byte {
+func (p *postoffice) answerLauncher(what string) []byte {
 	switch what {
 	case joblink.Metrics:
 		text, err := metrics.NodeText(p.stats)
@@ -88,7 +88,7 @@ func (p *Postoffice) answerLauncher(what string) []byte {
 
 // state returns the state of this node for hvdrun, or nil if it cannot be encoded. If final is set, the node
 // has left the job.
-func (p *Postoffice) state(final bool) []byte {
+func (p *postoffice) state(final bool) []byte {
 	s := p.stats()
 	s.Final = final
 	text, err := s.Encode()
@@ -100,7 +100,7 @@ func (p *Postoffice) state(final bool) []byte {
 }
 
 // reportState sends the state of this node to hvdrun, for its report at the end of the job.
-func (p *Postoffice) reportState(ctx context.Context, final bool) {
+func (p *postoffice) reportState(ctx context.Context, final bool) {
 	if p.launcher == nil {
 		return
 	}
@@ -110,7 +110,7 @@ func (p *Postoffice) reportState(ctx context.Context, final bool) {
 }
 
 // process returns the number that a node has for hvdrun, or -1 if there is no such node.
-func (p *Postoffice) process(id int) int {
+func (p *postoffice) process(id int) int {
 	switch rank := van.Rank(id); {
 	case id == van.SchedulerID:
 		return 0
@@ -123,7 +123,7 @@ func (p *Postoffice) process(id int) int {
 }
 
 // closeLauncher ends the connection with hvdrun.
-func (p *Postoffice) closeLauncher() {
+func (p *postoffice) closeLauncher() {
 	if p.launcher != nil {
 		p.launcher.cancel()
 		p.launcher.wg.Wait()

@@ -12,10 +12,10 @@ import (
 
 // MetricsHandler returns a handler for /metrics that serves the counters of this node (docs/metrics.md), for
 // a program with an HTTP server of its own. A program without one can set HVD_METRICS_ADDR.
-func (p *Postoffice) MetricsHandler() http.Handler { return metrics.NodeHandler(p.stats) }
+func (p *postoffice) MetricsHandler() http.Handler { return metrics.NodeHandler(p.stats) }
 
 // metricsAddress returns the address at which a node serves its metrics.
-func (p *Postoffice) metricsAddress(id int) (string, error) {
+func (p *postoffice) metricsAddress(id int) (string, error) {
 	at, err := metrics.Address(p.set.MetricsAddr, max(p.process(id), 0))
 	if err != nil {
 		return "", fmt.Errorf("HVD_METRICS_ADDR: %w", err)
@@ -25,7 +25,7 @@ func (p *Postoffice) metricsAddress(id int) (string, error) {
 
 // checkMetrics checks HVD_METRICS_ADDR before this node has its id. It assumes that the node gets the rank
 // that it wants, or otherwise rank 0.
-func (p *Postoffice) checkMetrics() error {
+func (p *postoffice) checkMetrics() error {
 	if p.set.MetricsAddr == "" {
 		return nil
 	}
@@ -42,11 +42,11 @@ func (p *Postoffice) checkMetrics() error {
 
 // serveMetrics serves the metrics of this node if HVD_METRICS_ADDR says so. If the address is in use, it logs
 // a warning.
-func (p *Postoffice) serveMetrics() error {
+func (p *postoffice) serveMetrics() error {
 	if p.set.MetricsAddr == "" {
 		return nil
 	}
-	at, err := p.metricsAddress(p.ID())
+	at, err := p.metricsAddress(p.van.ID())
 	if err != nil {
 		return err
 	}

@@ -15,7 +15,7 @@ import (
 // TestMetrics checks that each node serves its counters at HVD_METRICS_ADDR until Finalize.
 func TestMetrics(t *testing.T) {
 	const pushes = 20
-	scrape := func(po *Postoffice) string {
+	scrape := func(po *Node) string {
 		r, err := http.Get("http://" + po.metrics.Addr() + "/metrics")
 		if err != nil {
 			t.Error(err)
@@ -41,41 +41,40 @@ func TestMetrics(t *testing.T) {
 		return int(f)
 	}
 	j := job{t: t, servers: 1, workers: 1, settings: map[string]string{"HVD_METRICS_ADDR": ":0"}}
-	j.run(func(po *Postoffice) {
+	j.run(func(po *Node) {
 		defer http.DefaultClient.CloseIdleConnections()
 		role := strings.Split(po.van.Stats().Name, " ")[0]
 		switch {
-		case po.IsServer():
+		case po.Role() == Server:
 			if err := server(po, 0, Sum[float32]()); err != nil {
 				t.Error(err)
 				return
 			}
-		case po.IsWorker():
-			w, err := NewKVWorker[float32](po, 0, 0, SimpleHandlers{})
+		case po.Role() == Worker:
+			w, err := NewKVWorker[float32](po)
 			if err != nil {
 				t.Error(err)
 				return
 			}
 			for range pushes {
-				r, err := w.Push(t.Context(), []uint64{1}, make([]float32, 1000))
-				wait(t, r, err)
+				noError(t, w.Push(t.Context(), []uint64{1}, make([]float32, 1000)))
 			}
 		}
-		if err := po.Barrier(t.Context(), 0, AllGroup); err != nil {
+		if err := po.Barrier(t.Context(), AllGroup); err != nil {
 			t.Error(err)
 			return
 		}
 		text := scrape(po)
 		name := role + " 0"
-		if po.IsScheduler() {
+		if po.Role() == Scheduler {
 			name = role
 		}
 		value(text, fmt.Sprintf("hvd_ps_node_info{node=%q}", name))
 		requests, bytes, peer := 0, "received", "worker 0"
-		if po.IsWorker() {
+		if po.Role() == Worker {
 			requests, bytes, peer = pushes, "sent", "server 0"
 		}
-		if po.IsScheduler() {
+		if po.Role() == Scheduler {
 			return
 		}
 		count := fmt.Sprintf("hvd_ps_request_duration_seconds_count{kind=%q,role=%q}", "push", role)
@@ -103,7 +102,7 @@ func TestMetricsAddr(t *testing.T) {
 		{"server", ":65533", "65533 + 3 = 65536"},
 		{"worker", ":65530", "65530 + 6 = 65536"},
 	} {
-		_, err := Start(t.Context(), Options{Settings: map[string]string{"DMLC_ROLE": c.role, "DMLC_RANK": "2",
+		_, err := Join(t.Context(), Config{Settings: map[string]string{"DMLC_ROLE": c.role, "DMLC_RANK": "2",
 			"DMLC_NUM_SERVER": "3", "DMLC_NUM_WORKER": "3", "DMLC_PS_ROOT_URI": "127.0.0.1",
 			"DMLC_PS_ROOT_PORT": strconv.Itoa(testnet.FreePort(t)), "HVD_METRICS_ADDR": c.addr,
 			"HOROVOD_GLOO_TIMEOUT_SECONDS": "1"}})

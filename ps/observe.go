@@ -119,7 +119,7 @@ func (o *observer) stats() (all []trace.NodeOperations) {
 }
 
 // observe starts timeline and flight recorder, as the settings say. The node has its id.
-func (p *Postoffice) observe() {
+func (p *postoffice) observe() {
 	set, o := &p.set, &p.observer
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -130,7 +130,7 @@ func (p *Postoffice) observe() {
 	if set.Timeline == "" || set.Timeline == config.TimelineDynamic {
 		return
 	}
-	process := p.process(p.ID())
+	process := p.process(p.van.ID())
 	t, err := timeline.Start(timeline.Config{Path: timeline.PathOf(set.Timeline, process), Rank: process,
 		Size: len(p.NodeIDs(AllGroup)), Host: set.Hostname, Epoch: 1, Clock: o.clock,
 		MaxBytes: int64(set.TimelineMaxMiB) << 20, Log: p.log})
@@ -138,14 +138,14 @@ func (p *Postoffice) observe() {
 		p.log.Warn("ps: starting the timeline failed", zap.Error(err))
 		return
 	}
-	if p.IsScheduler() {
+	if p.Role() == Scheduler {
 		t.Offset(trace.Offset{At: o.now(), Job: o.clock.Job()})
 	}
 	o.timeline = t
 }
 
 // stopObserving ends the timeline.
-func (p *Postoffice) stopObserving() {
+func (p *postoffice) stopObserving() {
 	o := &p.observer
 	o.mu.Lock()
 	t := o.timeline
@@ -161,7 +161,7 @@ func (p *Postoffice) stopObserving() {
 
 // dump writes the last pushes and pulls, and those that have not completed, to a file, if HVD_DUMP_DIR says
 // where.
-func (p *Postoffice) dump(why string) {
+func (p *postoffice) dump(why string) {
 	o, dir := &p.observer, p.set.DumpDir
 	o.mu.Lock()
 	r := o.recorder
@@ -169,7 +169,7 @@ func (p *Postoffice) dump(why string) {
 	if r == nil || dir == "" {
 		return
 	}
-	path, err := recorder.WriteFile(dir, r.Dump(recorder.About{Rank: p.process(p.ID()),
+	path, err := recorder.WriteFile(dir, r.Dump(recorder.About{Rank: p.process(p.van.ID()),
 		Size: len(p.NodeIDs(AllGroup)), Host: p.set.Hostname, PID: os.Getpid(), Epoch: 1,
 		Version: config.Version(), Why: why, Now: time.Now(), At: o.now(), Clock: o.clock,
 		Pending: p.pending()}))
@@ -181,7 +181,7 @@ func (p *Postoffice) dump(why string) {
 }
 
 // pending returns the pushes and pulls of this process that have not completed.
-func (p *Postoffice) pending() (all []trace.Pending) {
+func (p *postoffice) pending() (all []trace.Pending) {
 	p.mu.Lock()
 	customers := p.list()
 	p.mu.Unlock()
@@ -199,7 +199,7 @@ func (p *Postoffice) pending() (all []trace.Pending) {
 }
 
 // stats returns the counters of this node.
-func (p *Postoffice) stats() trace.Node {
+func (p *postoffice) stats() trace.Node {
 	s := p.van.Stats()
 	s.Operations = p.observer.stats()
 	p.mu.Lock()
@@ -246,7 +246,7 @@ func (c *customer) stats(s *trace.Node) {
 }
 
 // report logs how many pushes and pulls this node has made or handled, and how long they took.
-func (p *Postoffice) report() {
+func (p *postoffice) report() {
 	s := p.stats()
 	sent, received := p.Traffic()
 	for i := range s.Operations {

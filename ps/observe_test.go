@@ -19,25 +19,24 @@ func TestTimeline(t *testing.T) {
 	const pushes = 10
 	path := filepath.Join(t.TempDir(), "t.json")
 	j := job{t: t, servers: 1, workers: 1, settings: map[string]string{"HOROVOD_TIMELINE": path}}
-	kv(j, Sum[float32], func(_ *Postoffice, _ int, w *KVWorker[float32]) {
+	kv(j, Sum[float32], func(_ *Node, _ int, w *KVWorker[float32]) {
 		var got []float32
 		var flying []*Request
 		for range pushes {
-			r, err := w.Push(t.Context(), []uint64{1, 2}, make([]float32, 6))
+			r, err := w.PushAsync(t.Context(), []uint64{1, 2}, make([]float32, 6))
 			if err != nil {
 				t.Error(err)
 				return
 			}
 			flying = append(flying, r)
 		}
-		r, err := w.PushPull(t.Context(), []uint64{1, 2}, make([]float32, 6), &got)
+		r, err := w.PushPullAsync(t.Context(), []uint64{1, 2}, make([]float32, 6), &got)
 		flying = append(flying, r)
 		wait(t, r, err)
 		for _, r := range flying {
 			wait(t, r, nil)
 		}
-		r, err = w.Pull(t.Context(), []uint64{1, 3}, &got)
-		testnet.WantError(t, waitErr(t, r, err), "there is no key 3 here")
+		testnet.WantError(t, w.Pull(t.Context(), []uint64{1, 3}, &got), "there is no key 3 here")
 	})
 	for process, node := range []string{"scheduler", "server 0", "worker 0"} {
 		name := path
@@ -81,13 +80,13 @@ func TestDump(t *testing.T) {
 	dir := t.TempDir()
 	asked := make(chan struct{})
 	j := job{t: t, servers: 1, workers: 1, leave: true, settings: map[string]string{"HVD_DUMP_DIR": dir}}
-	j.run(func(po *Postoffice) {
+	j.run(func(po *Node) {
 		switch {
-		case po.IsServer():
+		case po.Role() == Server:
 			handler := func(meta KVMeta, _ KVPairs[int8], s *KVServer[int8]) {
 				if meta.Pull {
 					close(asked) // and never answer
-				} else if err := s.Response(meta, KVPairs[int8]{}); err != nil {
+				} else if err := s.Respond(meta, KVPairs[int8]{}); err != nil {
 					t.Error(err)
 				}
 			}
@@ -95,17 +94,15 @@ func TestDump(t *testing.T) {
 				t.Error(err)
 			}
 			<-asked
-		case po.IsWorker():
-			w, err := NewKVWorker[int8](po, 0, 0, SimpleHandlers{})
+		case po.Role() == Worker:
+			w, err := NewKVWorker[int8](po)
 			if err != nil {
 				t.Error(err)
 				return
 			}
-			r, err := w.Push(t.Context(), []uint64{1}, []int8{1})
-			wait(t, r, err)
+			noError(t, w.Push(t.Context(), []uint64{1}, []int8{1}))
 			var got []int8
-			r, err = w.Pull(t.Context(), []uint64{1}, &got)
-			testnet.WantError(t, waitErr(t, r, err), "server 0 is gone")
+			testnet.WantError(t, w.Pull(t.Context(), []uint64{1}, &got), "server 0 is gone")
 		default:
 			<-asked
 		}

@@ -25,15 +25,6 @@ import (
 	"github.com/gohvd/gohvd/internal/trace"
 )
 
-// These are the groups of nodes. A sum of groups is their union. The id of a node is the group that has only
-// this node.
-const (
-	SchedulerGroup = van.GroupScheduler
-	ServerGroup    = van.GroupServers
-	WorkerGroup    = van.GroupWorkers
-	AllGroup       = van.GroupAll
-)
-
 const (
 	// customerWait is how long a message waits for the customer that it is for.
 	customerWait = 10 * time.Second
@@ -45,26 +36,13 @@ const (
 	maxHeldBytes = 256 << 20
 )
 
-// NodeError reports that a node has died or left the job. Requests to it fail with this error.
-type NodeError = van.NodeError
-
-// Options configures Start.
-type Options struct {
-	// Settings maps the names of settings, such as DMLC_ROLE, to values. They override the environment.
-	Settings map[string]string
-	// Customers is the number of workers in this process, 1 if it is 0. Each counts for DMLC_NUM_WORKER.
-	Customers int
-	// Log receives the log. If it is nil, the log goes to stderr.
-	Log *zap.Logger
-
-	faults func(from, to van.Process, m *van.Message, deliver func(*van.Message) error) error
-}
-
-// Postoffice is the place of a process in a job. Its methods are safe for concurrent use.
-type Postoffice struct {
+// postoffice is the part of this process in a job, for all its nodes (Postoffice of ps-lite). It passes what
+// arrives to the customers.
+type postoffice struct {
 	cfg      van.Config
 	set      config.Config
 	van      *van.Van
+	nodes    []*Node // by customer
 	log      *zap.Logger
 	launcher *launcher       // nil unless hvdrun has started this process as a node
 	metrics  *metrics.Server // nil if the node serves no metrics
@@ -95,41 +73,16 @@ type held struct {
 	since time.Time
 }
 
-// Start joins the job that the settings describe, and waits until all nodes of the job have done so. A
-// process may start again after Finalize, and may have several Postoffices, each of which is a node of its
-// own. If a process of the job has ended, Start takes its place and its ids, and does not wait for the
-// others.
-//
-// If a node ends before all have started, Start waits HVD_RECOVERY_SECONDS for its return, and fails if it
-// does not return.
-func Start(ctx context.Context, opts Options) (*Postoffice, error) {
-	p, err := start(ctx, opts, true)
-	if err != nil {
-		return nil, err
-	}
-	if p.IsRecovery() {
-		return p, nil // the barrier of the start is over
-	}
-	if err := p.meet(func(c int) error { return p.meetAll(ctx, c) }); err != nil {
-		p.stop()
-		return nil, fmt.Errorf("ps: start: %w", err)
-	}
-	return p, nil
-}
-
-// StartAsync is like Start, but returns when this process is connected, without waiting for the others.
-func StartAsync(ctx context.Context, opts Options) (*Postoffice, error) {
-	return start(ctx, opts, false)
-}
-
-// start joins the job. meets says that the caller enters a barrier of all nodes next.
-func start(ctx context.Context, opts Options, meets bool) (started *Postoffice, err error) {
-	set, err := config.FromEnvironment(opts.Settings, true)
+// start joins the job. Unless conf.Async is set, the caller enters a barrier of all nodes next.
+func start(ctx context.Context, conf Config) (started *postoffice, err error) {
+	set, err := config.FromEnvironment(conf.Settings, true)
 	if err != nil {
 		return nil, fmt.Errorf("ps: %w", err)
 	}
-	p := &Postoffice{set: set, log: opts.Log, started: time.Now(), customers: make(map[customerKey]*customer)}
-	if p.log == nil {
+	p := &postoffice{set: set, started: time.Now(), customers: make(map[customerKey]*customer)}
+	if conf.Logger != nil {
+		p.log = logs.FromSlog(conf.Logger)
+	} else {
 		if set.PS.Verbose > 0 {
 			set.LogLevel = "info"
 		}
@@ -144,10 +97,13 @@ func start(ctx context.Context, opts Options, meets bool) (started *Postoffice, 
 			p.closeOffer()
 		}
 	}()
-	if p.cfg, err = vanConfig(ctx, &set, opts); err != nil {
+	if p.cfg, err = vanConfig(ctx, &set, conf); err != nil {
 		return nil, fmt.Errorf("ps: %w", err)
 	}
-	p.cfg.Meets = meets
+	p.cfg.Meets = !conf.Async
+	for c := range p.cfg.Customers {
+		p.nodes = append(p.nodes, &Node{p, c})
+	}
 	p.clocks = make([]workerClock, p.cfg.Customers)
 	p.primaries = make([]atomic.Int32, p.cfg.NumServers)
 	p.joining = make([]atomic.Int32, p.cfg.NumServers)
@@ -162,12 +118,12 @@ func start(ctx context.Context, opts Options, meets bool) (started *Postoffice, 
 	}
 	p.cfg.Log = p.log
 	p.van = van.New(p.cfg, router{p})
-	if err := p.dialLauncher(ctx, opts.Settings); err != nil {
+	if err := p.dialLauncher(ctx, conf.Settings); err != nil {
 		return nil, fmt.Errorf("ps: %w", err)
 	}
 	if err := p.van.Start(ctx); err != nil {
 		p.closeLauncher()
-		return nil, fmt.Errorf("ps: %w", err)
+		return nil, fmt.Errorf("ps: %w", public(err))
 	}
 	p.observe()
 	if err := p.serveMetrics(); err != nil {
@@ -178,14 +134,14 @@ func start(ctx context.Context, opts Options, meets bool) (started *Postoffice, 
 }
 
 // vanConfig checks the settings and returns the configuration of the van.
-func vanConfig(ctx context.Context, set *config.Config, opts Options) (cfg van.Config, err error) {
+func vanConfig(ctx context.Context, set *config.Config, conf Config) (cfg van.Config, err error) {
 	s := &set.PS
-	cfg = van.Config{NumWorkers: s.NumWorkers, NumServers: s.NumServers, Customers: max(opts.Customers, 1),
+	cfg = van.Config{NumWorkers: s.NumWorkers, NumServers: s.NumServers, Customers: max(conf.Customers, 1),
 		Rank: s.Rank, Root: net.JoinHostPort(s.RootHost, strconv.Itoa(s.RootPort)),
 		StartTimeout:      set.StartTimeout,
 		HeartbeatInterval: s.HeartbeatInterval, HeartbeatTimeout: s.HeartbeatTimeout, Resend: s.Resend,
 		Staleness: s.Staleness, Replicas: s.Replicas,
-		ResendTimeout: s.ResendTimeout, WaterMark: s.WaterMark, Verbose: s.Verbose, Faults: opts.faults}
+		ResendTimeout: s.ResendTimeout, WaterMark: s.WaterMark, Verbose: s.Verbose, Faults: conf.faults}
 	cfg.Role = map[string]van.Role{"scheduler": van.Scheduler, "server": van.Server,
 		"worker": van.Worker}[s.Role]
 	for _, v := range []struct {
@@ -246,7 +202,7 @@ func sharesSecret(set *config.Config, cfg *van.Config) bool {
 }
 
 // shareSecret sets the secret that the scheduler makes, if it does (sharesSecret).
-func (p *Postoffice) shareSecret(ctx context.Context) (err error) {
+func (p *postoffice) shareSecret(ctx context.Context) (err error) {
 	cfg := &p.cfg
 	switch {
 	case !sharesSecret(&p.set, cfg):
@@ -310,92 +266,65 @@ func checkSecret(set *config.Config, listen string, s secret.Secret) error {
 		"HVD_INSECURE=1 if every process that reaches the port may take part", listen)
 }
 
-// IsScheduler reports whether this process is the scheduler.
-func (p *Postoffice) IsScheduler() bool { return p.cfg.Role == van.Scheduler }
+// Role returns the role of this process.
+func (p *postoffice) Role() Role { return Role(p.cfg.Role.String()) }
 
-// IsServer reports whether this process is a server.
-func (p *Postoffice) IsServer() bool { return p.cfg.Role == van.Server }
-
-// IsWorker reports whether this process is a worker.
-func (p *Postoffice) IsWorker() bool { return p.cfg.Role == van.Worker }
-
-// IsRecovery reports whether this process has taken the place of one that has ended after its Start. The
+// IsRecovery reports whether this process has taken the place of one that has ended after its Join. The
 // other nodes have passed all barriers that the old process has passed.
-func (p *Postoffice) IsRecovery() bool { return p.van.IsRecovery() }
+func (p *postoffice) IsRecovery() bool { return p.van.IsRecovery() }
 
 // AwaitReturn waits until a node that has ended was started again and has joined the job, or until ctx ends.
 // If only the connection with the node has ended, it waits until there is another one. If the node takes part
 // in the job and can be reached, AwaitReturn returns at once.
-func (p *Postoffice) AwaitReturn(ctx context.Context, id int) error {
-	if err := p.van.AwaitReturn(ctx, id); err != nil {
-		return fmt.Errorf("ps: wait for the return of %s: %w", van.Name(id), err)
+func (p *postoffice) AwaitReturn(ctx context.Context, id NodeID) error {
+	if err := p.van.AwaitReturn(ctx, int(id)); err != nil {
+		return fmt.Errorf("ps: wait for the return of %s: %w", id, public(err))
 	}
 	return nil
 }
 
 // NumWorkers returns the number of workers of the job.
-func (p *Postoffice) NumWorkers() int { return p.cfg.NumWorkers }
+func (p *postoffice) NumWorkers() int { return p.cfg.NumWorkers }
 
 // NumServers returns the number of servers of the job.
-func (p *Postoffice) NumServers() int { return p.cfg.NumServers }
-
-// ID returns the id of the first node of this process.
-func (p *Postoffice) ID() int { return p.van.ID() }
-
-// Rank returns the rank of the first node of this process among the nodes of its role.
-func (p *Postoffice) Rank() int { return van.Rank(p.van.ID()) }
-
-// RankOf returns the rank of a customer of this process. Customer 0 has the rank that Rank returns.
-func (p *Postoffice) RankOf(customer int) (int, error) {
-	ids := p.van.IDs()
-	if customer < 0 || customer >= len(ids) {
-		return 0, &UsageError{fmt.Errorf("ps: this process has no customer %d, it has %d: see Options.Customers",
-			customer, len(ids))}
-	}
-	return van.Rank(ids[customer]), nil
-}
+func (p *postoffice) NumServers() int { return p.cfg.NumServers }
 
 // NodeIDs returns the ids of the nodes of a group: the scheduler, servers by rank, workers by rank. It
 // returns nil if there is no such group.
-func (p *Postoffice) NodeIDs(group int) []int {
-	return van.Members(group, p.cfg.NumServers, p.cfg.NumWorkers)
-}
-
-// Barrier waits until every node of the group has called Barrier for it, or until ctx ends. A customer of a
-// process is a node of its own. If a node of the group dies or has left the job, the error names it.
-func (p *Postoffice) Barrier(ctx context.Context, customer, group int) error {
-	if _, err := p.RankOf(customer); err != nil {
-		return err
-	}
-	if err := p.van.Barrier(ctx, customer, group); err != nil {
-		return fmt.Errorf("ps: %w", err)
-	}
-	return nil
+func (p *postoffice) NodeIDs(group NodeID) []NodeID {
+	return nodeIDs(van.Members(int(group), p.cfg.NumServers, p.cfg.NumWorkers))
 }
 
 // DeadNodes returns the ids of nodes that have died, or that have been silent for the time timeout. At the
 // scheduler this concerns all nodes. Another node knows of silence only for the scheduler. During the time
 // timeout after the start, silence does not count. If timeout is 0, DeadNodes returns nil.
-func (p *Postoffice) DeadNodes(timeout time.Duration) []int { return p.van.Dead(timeout) }
+func (p *postoffice) DeadNodes(timeout time.Duration) []NodeID { return nodeIDs(p.van.Dead(timeout)) }
+
+func nodeIDs(ids []int) (all []NodeID) {
+	for _, id := range ids {
+		all = append(all, NodeID(id))
+	}
+	return all
+}
 
 // Traffic returns the number of bytes that this process has sent to other nodes and received from them.
-func (p *Postoffice) Traffic() (sent, received uint64) {
+func (p *postoffice) Traffic() (sent, received uint64) {
 	for _, peer := range p.van.Stats().Peers {
 		sent, received = sent+peer.SentBytes, received+peer.ReceivedBytes
 	}
 	return sent, received
 }
 
-// RegisterExitCallback makes Finalize call f at its end. Functions are called in the order in which they were
-// registered.
-func (p *Postoffice) RegisterExitCallback(f func()) {
+// RegisterExitCallback makes Finalize, Close or Fail call f at its end. Functions are called in the order in
+// which they were registered.
+func (p *postoffice) RegisterExitCallback(f func()) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.exits = append(p.exits, f)
 }
 
-// meet calls the function enter, which enters a barrier, for every customer of this process at once.
-func (p *Postoffice) meet(enter func(customer int) error) error {
+// meet calls the function enter, which enters a barrier, for every node of this process at once.
+func (p *postoffice) meet(enter func(customer int) error) error {
 	errs := make([]error, p.cfg.Customers)
 	var wg sync.WaitGroup
 	for c := range errs {
@@ -407,17 +336,17 @@ func (p *Postoffice) meet(enter func(customer int) error) error {
 
 // meetAll enters the barrier of all nodes. If one has ended, it waits for its return and enters the barrier
 // again.
-func (p *Postoffice) meetAll(ctx context.Context, customer int) error {
+func (p *postoffice) meetAll(ctx context.Context, customer int) error {
 	for {
-		err := p.van.Barrier(ctx, customer, AllGroup)
-		gone, ok := errors.AsType[*NodeError](err)
+		err := p.van.Barrier(ctx, customer, van.GroupAll)
+		gone, ok := errors.AsType[*van.NodeError](err)
 		if !ok || p.set.PS.Recovery == 0 {
 			return err
 		}
 		wait, cancel := context.WithTimeout(ctx, p.set.PS.Recovery)
 		returned := p.van.AwaitReturn(wait, gone.ID)
 		cancel()
-		if other, ok := errors.AsType[*NodeError](returned); ok && other.ID != gone.ID {
+		if other, ok := errors.AsType[*van.NodeError](returned); ok && other.ID != gone.ID {
 			return returned // for example, the scheduler has ended meanwhile
 		}
 		if returned != nil {
@@ -426,12 +355,19 @@ func (p *Postoffice) meetAll(ctx context.Context, customer int) error {
 	}
 }
 
-// Finalize waits for all other nodes of the job at a barrier, unless barrier is false, and leaves the job.
-// If a node has ended, Finalize waits HVD_RECOVERY_SECONDS for its return.
-// Requests that are not answered fail. Then it calls the exit callbacks. A further call waits until the
-// first one has ended. If the barrier fails, the process leaves the job nevertheless, and Finalize returns
-// the error.
-func (p *Postoffice) Finalize(ctx context.Context, barrier bool) (err error) {
+// Finalize waits for all other nodes of the job at a barrier, and then leaves the job. If a node has ended,
+// Finalize waits HVD_RECOVERY_SECONDS for its return. If the barrier fails, this process leaves the job
+// nevertheless, and Finalize returns the error.
+//
+// Requests of this process that are not answered fail when it leaves. Then Finalize calls the exit callbacks.
+// If Finalize, Close or Fail was called before, Finalize waits until that call has ended, and returns nil.
+func (p *postoffice) Finalize(ctx context.Context) error { return p.finalize(ctx, true) }
+
+// Close leaves the job without waiting for the other nodes. Otherwise it is like Finalize. After Finalize,
+// Close or Fail, it does nothing, so a program can defer it. It returns nil.
+func (p *postoffice) Close() error { return p.finalize(context.Background(), false) }
+
+func (p *postoffice) finalize(ctx context.Context, barrier bool) (err error) {
 	p.mu.Lock()
 	ended, first := p.finalized, p.finalized == nil
 	if first {
@@ -447,7 +383,7 @@ func (p *Postoffice) Finalize(ctx context.Context, barrier bool) (err error) {
 	p.endClocks()
 	if barrier {
 		if err = p.meet(func(c int) error { return p.meetAll(ctx, c) }); err != nil {
-			err = fmt.Errorf("ps: finalize: %w", err)
+			err = fmt.Errorf("ps: finalize: %w", public(err))
 		}
 	}
 	p.stop()
@@ -462,16 +398,16 @@ func (p *Postoffice) Finalize(ctx context.Context, barrier bool) (err error) {
 
 // Fail leaves the job because the program of this node has failed. Requests and barriers of other nodes that
 // need this node fail with the reason, such as "its program raised ValueError: no data", which hvdrun reports
-// too. Fail also ends a Finalize in progress. After Finalize it does nothing.
-func (p *Postoffice) Fail(reason string) {
+// too. Fail also ends a Finalize in progress. After Finalize or Close it does nothing.
+func (p *postoffice) Fail(reason string) {
 	ctx, cancel := context.WithTimeout(context.Background(), leaveTime)
 	defer cancel()
 	p.van.Fail(ctx, cmp.Or(reason, "it has failed"))
-	_ = p.Finalize(ctx, false) // without a barrier it cannot fail
+	_ = p.Close()
 }
 
 // stop leaves the job and ends all requests.
-func (p *Postoffice) stop() {
+func (p *postoffice) stop() {
 	ctx, cancel := context.WithTimeout(context.Background(), leaveTime)
 	defer cancel()
 	p.mu.Lock()
@@ -489,7 +425,7 @@ func (p *Postoffice) stop() {
 	p.held, p.heldBytes = nil, 0
 	p.mu.Unlock()
 	for _, c := range customers {
-		c.end(van.ErrStopped)
+		c.end(ErrFinalized)
 	}
 	p.wg.Wait()
 	p.stopObserving()
@@ -503,22 +439,22 @@ func (p *Postoffice) stop() {
 }
 
 // closeOffer ends handing over the secret. Further calls do nothing.
-func (p *Postoffice) closeOffer() {
+func (p *postoffice) closeOffer() {
 	if p.stopOffer != nil {
 		_ = p.stopOffer() // only a node that would come too late is affected
 	}
 }
 
 // list returns all customers. The caller holds mu.
-func (p *Postoffice) list() (all []*customer) {
+func (p *postoffice) list() (all []*customer) {
 	for _, c := range p.customers {
 		all = append(all, c)
 	}
 	return all
 }
 
-// router passes what the van receives to the customers of a Postoffice. It implements van.Handler.
-type router struct{ *Postoffice }
+// router passes what the van receives to the customers of a postoffice. It implements van.Handler.
+type router struct{ *postoffice }
 
 // Receive passes a message to its customer.
 func (p router) Receive(from van.Process, m *van.Message) {
@@ -550,7 +486,7 @@ func (p router) Receive(from van.Process, m *van.Message) {
 }
 
 // refuse answers a request with an error.
-func (p *Postoffice) refuse(from van.Process, m *van.Message, err error) {
+func (p *postoffice) refuse(from van.Process, m *van.Message, err error) {
 	h := m.Header
 	refusal := &van.Message{Header: &pspb.Header{AppId: h.AppId, CustomerId: h.CustomerId,
 		Timestamp: h.Timestamp, Range: h.Range, Replica: h.Replica, SimpleApp: h.SimpleApp,
@@ -560,7 +496,7 @@ func (p *Postoffice) refuse(from van.Process, m *van.Message, err error) {
 }
 
 // respond sends the response m. If m is too long to be sent, the request fails.
-func (p *Postoffice) respond(to van.Process, m *van.Message) error {
+func (p *postoffice) respond(to van.Process, m *van.Message) error {
 	err := p.van.Reply(to, m)
 	if _, tooLong := errors.AsType[*van.LimitError](err); tooLong {
 		p.refuse(to, m, err)
@@ -569,21 +505,21 @@ func (p *Postoffice) respond(to van.Process, m *van.Message) error {
 }
 
 // answer sends a response. If the node that has asked is gone, nobody needs the response.
-func (p *Postoffice) answer(to van.Process, m *van.Message) {
+func (p *postoffice) answer(to van.Process, m *van.Message) {
 	if err := p.van.Reply(to, m); err != nil {
 		p.log.Debug("ps: a response was not sent", zap.Error(err))
 	}
 }
 
 // add registers a customer and passes it the messages that wait for it.
-func (p *Postoffice) add(c *customer) error {
+func (p *postoffice) add(c *customer) error {
 	// Messages that arrive from now on wait for handling, so they do not overtake those that wait already.
 	c.handling.Lock()
 	defer c.handling.Unlock()
 	p.mu.Lock()
 	if p.finalized != nil {
 		p.mu.Unlock()
-		return van.ErrStopped
+		return ErrFinalized
 	}
 	if p.customers[c.key] != nil {
 		p.mu.Unlock()

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"maps"
 	"net"
 	"os"
@@ -19,10 +20,14 @@ import (
 	"go.uber.org/goleak"
 	"go.uber.org/zap"
 
+	"github.com/gohvd/gohvd/internal/logs"
 	"github.com/gohvd/gohvd/internal/ps/pspb"
 	"github.com/gohvd/gohvd/internal/ps/van"
 	"github.com/gohvd/gohvd/internal/testnet"
 )
+
+// discard is a logger that writes nothing.
+var discard = slog.New(slog.DiscardHandler)
 
 func TestMain(m *testing.M) {
 	if program := nodePrograms[os.Getenv(nodeVariable)]; program != nil {
@@ -49,7 +54,7 @@ type job struct {
 
 // run starts a node for each role and rank, and calls node for each of them in a goroutine. When node
 // returns, the node leaves the job with a barrier.
-func (j job) run(node func(po *Postoffice)) {
+func (j job) run(node func(po *Node)) {
 	j.t.Helper()
 	customers := max(j.customers, 1)
 	port := strconv.Itoa(testnet.FreePort(j.t.(*testing.T)))
@@ -58,13 +63,13 @@ func (j job) run(node func(po *Postoffice)) {
 	var wg sync.WaitGroup
 	for _, role := range roles {
 		wg.Go(func() {
-			opts := Options{Log: zap.NewNop(), faults: j.faults,
+			opts := Config{Logger: discard, faults: j.faults,
 				Settings: map[string]string{"DMLC_ROLE": role,
 					"DMLC_NUM_SERVER": strconv.Itoa(j.servers), "DMLC_NUM_WORKER": strconv.Itoa(j.workers),
 					"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": port,
 					"HOROVOD_GLOO_TIMEOUT_SECONDS": "600", "PS_HEARTBEAT_TIMEOUT": "60"}}
 			if j.logless {
-				opts.Log = nil
+				opts.Logger = nil
 			}
 			for name, text := range j.settings {
 				opts.Settings[name] = text
@@ -74,22 +79,29 @@ func (j job) run(node func(po *Postoffice)) {
 			}
 			ctx, cancel := context.WithTimeout(j.t.Context(), cmp.Or(j.limit, 10*time.Minute))
 			defer cancel()
-			po, err := Start(ctx, opts)
+			po, err := Join(ctx, opts)
 			if err != nil {
 				j.t.Errorf("%s: %v", role, err)
 				return
 			}
-			barrier := false // a node that gives up leaves, so that the others do not wait for it
-			defer func() {
-				if err := po.Finalize(ctx, barrier); err != nil {
-					j.t.Errorf("%s %d: %v", role, po.Rank(), err)
-				}
-			}()
-			node(po)
-			barrier = !j.leave
+			defer po.Close() // a node that gives up leaves, so that the others do not wait for it
+			if node(po); j.leave {
+				return
+			}
+			if err := po.Finalize(ctx); err != nil {
+				j.t.Errorf("%s %d: %v", role, po.Rank(), err)
+			}
 		})
 	}
 	wg.Wait()
+}
+
+// noError reports an error of a call.
+func noError(t testing.TB, err error) {
+	t.Helper()
+	if err != nil {
+		t.Error(err)
+	}
 }
 
 // wait waits for a request.
@@ -106,10 +118,10 @@ func wait(t testing.TB, r *Request, err error) {
 // TestConnection is ps-lite's test_connection: start and finalize.
 func TestConnection(t *testing.T) {
 	var ran atomic.Int32
-	job{t: t, servers: 2, workers: 2}.run(func(po *Postoffice) {
+	job{t: t, servers: 2, workers: 2}.run(func(po *Node) {
 		po.RegisterExitCallback(func() { ran.Add(1) })
-		if po.IsScheduler() != (po.ID() == 1) || po.IsServer() != (po.ID()%2 == 0) || po.NumServers() != 2 ||
-			po.NumWorkers() != 2 || !slices.Contains(po.NodeIDs(AllGroup), po.ID()) ||
+		if (po.Role() == Scheduler) != (po.ID() == 1) || (po.Role() == Server) != (po.ID()%2 == 0) ||
+			po.NumServers() != 2 || po.NumWorkers() != 2 || !slices.Contains(po.NodeIDs(AllGroup), po.ID()) ||
 			po.DeadNodes(time.Minute) != nil {
 			t.Errorf("node %d has the wrong place", po.ID())
 		}
@@ -130,9 +142,9 @@ func TestNoLauncher(t *testing.T) {
 		t.Setenv(name, text)
 	}
 	start := func(settings map[string]string) error {
-		po, err := Start(t.Context(), Options{Settings: settings, Log: zap.NewNop()})
+		po, err := Join(t.Context(), Config{Settings: settings, Logger: discard})
 		if err == nil {
-			err = po.Finalize(t.Context(), true)
+			err = po.Finalize(t.Context())
 		}
 		return err
 	}
@@ -150,36 +162,33 @@ func TestNoLauncher(t *testing.T) {
 // TestSimpleApp is ps-lite's test_simple_app: the scheduler sends 100 requests to all nodes, itself included.
 func TestSimpleApp(t *testing.T) {
 	const n = 100
-	job{t: t, servers: 2, workers: 2}.run(func(po *Postoffice) {
+	job{t: t, servers: 2, workers: 2}.run(func(po *Node) {
 		var requests, responses atomic.Int32
-		app, err := NewSimpleApp(po, 0, 0, SimpleHandlers{
-			Request: func(req SimpleData, app *SimpleApp) {
-				if req.Head != 1 || string(req.Body) != "test" || req.Sender != SchedulerGroup {
-					t.Errorf("node %d got %+v", po.ID(), req)
-				}
-				requests.Add(1)
-				if err := app.Response(req, []byte("re")); err != nil {
-					t.Error(err)
-				}
-				if err := app.Response(req, nil); err == nil {
-					t.Error("a second answer is no error")
-				}
-			},
-			Response: func(resp SimpleData, app *SimpleApp) {
-				if string(resp.Body) != "re" {
-					t.Errorf("got the response %q", resp.Body)
-				}
-				responses.Add(1)
-			},
-		})
+		app, err := NewSimpleApp(po, OnRequest(func(req SimpleData, app *SimpleApp) {
+			if req.Head != 1 || string(req.Body) != "test" || req.Sender != SchedulerGroup {
+				t.Errorf("node %d got %+v", po.ID(), req)
+			}
+			requests.Add(1)
+			if err := app.Respond(req, []byte("re")); err != nil {
+				t.Error(err)
+			}
+			if err := app.Respond(req, nil); err == nil {
+				t.Error("a second answer is no error")
+			}
+		}), OnResponse(func(resp SimpleData, app *SimpleApp) {
+			if string(resp.Body) != "re" {
+				t.Errorf("got the response %q", resp.Body)
+			}
+			responses.Add(1)
+		}))
 		if err != nil {
 			t.Error(err)
 			return
 		}
-		if po.IsScheduler() {
+		if po.Role() == Scheduler {
 			var all []*Request
 			for range n {
-				r, err := app.Request(t.Context(), 1, []byte("test"), AllGroup)
+				r, err := app.Request(t.Context(), AllGroup, 1, []byte("test"))
 				if err != nil {
 					t.Error(err)
 					return
@@ -195,14 +204,12 @@ func TestSimpleApp(t *testing.T) {
 			if responses.Load() != 5*n {
 				t.Errorf("got %d responses, want %d", responses.Load(), 5*n)
 			}
-			_, err := app.Request(t.Context(), 1, nil, 99)
-			testnet.WantError(t, err, "ps: request 1 of app 0 to 99: there is no such node or group")
-			_, err = NewSimpleApp(po, 0, 0, SimpleHandlers{})
+			_, err := app.Request(t.Context(), 99, 1, nil)
+			testnet.WantError(t, err, "ps: request 1 of app 0 to worker 45: there is no such node or group")
+			_, err = NewSimpleApp(po)
 			testnet.WantError(t, err, "app 0 has a customer 0 already")
-			_, err = NewSimpleApp(po, 0, 1, SimpleHandlers{})
-			testnet.WantError(t, err, "this process has no customer 1")
 		}
-		if err := po.Barrier(t.Context(), 0, AllGroup); err != nil {
+		if err := po.Barrier(t.Context(), AllGroup); err != nil {
 			t.Error(err)
 		}
 		if requests.Load() != n {
@@ -215,6 +222,47 @@ func TestSimpleApp(t *testing.T) {
 func TestRestart(t *testing.T) {
 	for range 3 {
 		TestConnection(t)
+	}
+}
+
+// TestErrors checks the types of the errors of a node that has gone and of a node that has left itself.
+func TestErrors(t *testing.T) {
+	job{t: t, servers: 1, workers: 1, leave: true}.run(func(n *Node) {
+		if n.Role() != Worker {
+			return
+		}
+		app, err := NewSimpleApp(n)
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		for _, call := range []func() error{
+			func() error { return await(t.Context())(app.Request(t.Context(), 8, 1, nil)) },
+			func() error { return n.Barrier(t.Context(), AllGroup) },
+		} {
+			testnet.Eventually(t, "the error of a node that has left", func() bool {
+				gone, ok := errors.AsType[*NodeError](call())
+				return ok && (gone.Node == 8 || gone.Node == SchedulerGroup)
+			})
+		}
+		n.Close()
+		for what, err := range map[string]error{
+			"request": await(t.Context())(app.Request(t.Context(), 8, 1, nil)),
+			"barrier": n.Barrier(t.Context(), AllGroup),
+		} {
+			if !errors.Is(err, ErrFinalized) {
+				t.Errorf("%s: got %v, want ErrFinalized", what, err)
+			}
+		}
+	})
+}
+
+func TestNodeID(t *testing.T) {
+	for id, want := range map[NodeID]string{SchedulerGroup: "scheduler", ServerGroup: "group 2",
+		AllGroup: "group 7", 8: "server 0", 11: "worker 1"} {
+		if got := id.String(); got != want {
+			t.Errorf("NodeID %d is %q, want %q", int(id), got, want)
+		}
 	}
 }
 
@@ -243,12 +291,12 @@ func TestSettings(t *testing.T) {
 				settings[name] = text
 			}
 		}
-		_, err := Start(t.Context(), Options{Settings: settings, Customers: c.customers, Log: zap.NewNop()})
+		_, err := Join(t.Context(), Config{Settings: settings, Customers: c.customers, Logger: discard})
 		testnet.WantError(t, err, "ps: ", c.want)
 	}
 	bare := maps.Clone(good)
 	bare["HVD_TLS"], bare["HVD_INSECURE"] = "1", "1"
-	_, err := Start(t.Context(), Options{Settings: bare, Log: zap.NewNop()})
+	_, err := Join(t.Context(), Config{Settings: bare, Logger: discard})
 	testnet.WantError(t, err, "ps: ", "HVD_TLS needs a secret")
 }
 
@@ -260,12 +308,12 @@ func TestLoopbackNeedsSecret(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	started := make(chan error, 1)
 	go func() {
-		_, err := Start(ctx, Options{Log: log, Settings: map[string]string{"DMLC_ROLE": "scheduler",
+		_, err := Join(ctx, Config{Logger: logs.ToSlog(log), Settings: map[string]string{"DMLC_ROLE": "scheduler",
 			"DMLC_NUM_SERVER": "1", "DMLC_NUM_WORKER": "1", "DMLC_PS_ROOT_URI": "127.0.0.1",
 			"DMLC_PS_ROOT_PORT": strconv.Itoa(addr)}})
 		started <- err
 	}()
-	_, err := Start(testnet.Context(t), Options{Log: zap.NewNop(), Settings: map[string]string{
+	_, err := Join(testnet.Context(t), Config{Logger: discard, Settings: map[string]string{
 		"DMLC_ROLE": "worker", "DMLC_NUM_SERVER": "1", "DMLC_NUM_WORKER": "1", "HVD_INSECURE": "1",
 		"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": strconv.Itoa(addr)}})
 	testnet.WantError(t, err, "requires the secret")
@@ -281,13 +329,13 @@ func TestLoopbackNeedsSecret(t *testing.T) {
 // TestUnreadSetting checks that a node warns about a setting that only ranks use.
 func TestUnreadSetting(t *testing.T) {
 	log, entries := testnet.Logs()
-	po, err := Start(t.Context(), Options{Log: log, Settings: map[string]string{"DMLC_ROLE": "scheduler",
+	po, err := Join(t.Context(), Config{Logger: logs.ToSlog(log), Settings: map[string]string{"DMLC_ROLE": "scheduler",
 		"DMLC_NUM_SERVER": "0", "DMLC_NUM_WORKER": "0", "DMLC_PS_ROOT_URI": "127.0.0.1",
 		"DMLC_PS_ROOT_PORT": strconv.Itoa(testnet.FreePort(t)), "HOROVOD_CYCLE_TIME": "3", "HVD_LIVENESS_SECONDS": "10"}})
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := po.Finalize(t.Context(), true); err != nil {
+	if err := po.Finalize(t.Context()); err != nil {
 		t.Error(err)
 	}
 	if !testnet.Logged(entries, "HOROVOD_CYCLE_TIME has no effect: nodes of a parameter server do not use it") ||
@@ -312,15 +360,14 @@ func TestInterface(t *testing.T) {
 	}
 	ip := own[i].(*net.IPNet).IP.String()
 	// Without a secret, a server refuses to listen on an address that other hosts can reach.
-	_, err = Start(t.Context(), Options{Log: zap.NewNop(), Settings: map[string]string{"DMLC_ROLE": "server",
+	_, err = Join(t.Context(), Config{Logger: discard, Settings: map[string]string{"DMLC_ROLE": "server",
 		"DMLC_NUM_SERVER": "1", "DMLC_NUM_WORKER": "1", "DMLC_PS_ROOT_URI": "127.0.0.1",
 		"DMLC_PS_ROOT_PORT": "1", "DMLC_INTERFACE": ip}})
 	testnet.WantError(t, err, "this node would listen on "+ip+":0 without a secret")
 }
 
-// TestStartAsync checks that StartAsync returns when the process is connected, although no node enters the
-// barrier of the start, and that Start waits in that barrier.
-func TestStartAsync(t *testing.T) {
+// TestAsync checks that Join with Config.Async returns when the process is connected, without a barrier.
+func TestAsync(t *testing.T) {
 	port := strconv.Itoa(testnet.FreePort(t))
 	var barriers atomic.Int32
 	faults := func(_, _ van.Process, m *van.Message, deliver func(*van.Message) error) error {
@@ -329,12 +376,12 @@ func TestStartAsync(t *testing.T) {
 		}
 		return deliver(m)
 	}
-	nodes := make(map[string]*Postoffice)
+	nodes := make(map[string]*Node)
 	var mu sync.Mutex
 	var starting sync.WaitGroup
 	for _, role := range []string{"scheduler", "server", "worker"} {
 		starting.Go(func() {
-			po, err := StartAsync(testnet.Context(t), Options{Log: zap.NewNop(), faults: faults,
+			po, err := Join(testnet.Context(t), Config{Async: true, Logger: discard, faults: faults,
 				Settings: map[string]string{"DMLC_ROLE": role, "DMLC_NUM_SERVER": "1", "DMLC_NUM_WORKER": "1",
 					"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": port}})
 			if err != nil {
@@ -348,12 +395,12 @@ func TestStartAsync(t *testing.T) {
 	}
 	starting.Wait()
 	if n := barriers.Load(); n > 0 {
-		t.Errorf("StartAsync has sent %d messages about barriers", n)
+		t.Errorf("Join has sent %d messages about barriers", n)
 	}
 	var leaving sync.WaitGroup
 	for role, po := range nodes {
 		leaving.Go(func() {
-			if err := po.Finalize(testnet.Context(t), true); err != nil {
+			if err := po.Finalize(testnet.Context(t)); err != nil {
 				t.Errorf("%s: %v", role, err)
 			}
 		})
@@ -376,7 +423,7 @@ func TestVerboseWithoutLog(t *testing.T) {
 		}
 		os.Stderr = file
 		job{t: t, servers: 1, workers: 1, logless: true, settings: map[string]string{"PS_VERBOSE": level}}.run(
-			func(*Postoffice) {})
+			func(*Node) {})
 		text, err := os.ReadFile(file.Name())
 		if err != nil {
 			t.Fatal(err)
@@ -390,53 +437,53 @@ func TestVerboseWithoutLog(t *testing.T) {
 
 // TestMissingApp checks that requests wait for an app that is made later, and fail if it is never made.
 func TestMissingApp(t *testing.T) {
-	job{t: t, servers: 1, workers: 1}.run(func(po *Postoffice) {
-		if po.IsServer() {
+	job{t: t, servers: 1, workers: 1}.run(func(po *Node) {
+		if po.Role() == Server {
 			testnet.Eventually(t, "requests to app 3 and one to app 4 wait", func() bool {
 				po.mu.Lock()
 				defer po.mu.Unlock()
 				return len(po.held) >= 6
 			})
 			var got []int32
-			app, err := NewSimpleApp(po, 3, 0, SimpleHandlers{Request: func(req SimpleData, app *SimpleApp) {
+			app, err := NewSimpleApp(po, App(3), OnRequest(func(req SimpleData, app *SimpleApp) {
 				got = append(got, req.Head)
-				if err := app.Response(req, nil); err != nil {
+				if err := app.Respond(req, nil); err != nil {
 					t.Error(err)
 				}
-			}})
+			}))
 			if err != nil {
 				t.Error(err)
 				return
 			}
-			if err := po.Barrier(t.Context(), 0, ServerGroup+WorkerGroup); err != nil {
+			if err := po.Barrier(t.Context(), ServerGroup+WorkerGroup); err != nil {
 				t.Error(err)
 			}
-			router{po}.Tick(time.Now().Add(2 * customerWait))
+			router{po.postoffice}.Tick(time.Now().Add(2 * customerWait))
 			app.c.handling.Lock()
 			defer app.c.handling.Unlock()
 			if !slices.Equal(got, []int32{0, 1, 2, 3, 4, 5, 6, 7, 8, 9}) {
 				t.Errorf("the requests came as %v", got)
 			}
 		}
-		if po.IsWorker() {
-			app, err := NewSimpleApp(po, 3, 0, SimpleHandlers{})
+		if po.Role() == Worker {
+			app, err := NewSimpleApp(po, App(3))
 			if err != nil {
 				t.Error(err)
 				return
 			}
-			missing, err := NewSimpleApp(po, 4, 0, SimpleHandlers{})
+			missing, err := NewSimpleApp(po, App(4))
 			if err != nil {
 				t.Error(err)
 				return
 			}
-			never, err := missing.Request(t.Context(), 1, nil, 8)
+			never, err := missing.Request(t.Context(), 8, 1, nil)
 			if err != nil {
 				t.Error(err)
 				return
 			}
 			var all []*Request
 			for i := range 10 {
-				r, err := app.Request(t.Context(), int32(i), nil, 8)
+				r, err := app.Request(t.Context(), 8, int32(i), nil)
 				if err != nil {
 					t.Error(err)
 					return
@@ -446,7 +493,7 @@ func TestMissingApp(t *testing.T) {
 			for _, r := range all {
 				wait(t, r, nil)
 			}
-			if err := po.Barrier(t.Context(), 0, ServerGroup+WorkerGroup); err != nil {
+			if err := po.Barrier(t.Context(), ServerGroup+WorkerGroup); err != nil {
 				t.Error(err)
 			}
 			testnet.WantError(t, never.Wait(t.Context()), "server 0: it has had no app 4 for 10s")
@@ -456,7 +503,7 @@ func TestMissingApp(t *testing.T) {
 
 // TestHeldBytes checks that the bodies of requests that wait for an app are bounded.
 func TestHeldBytes(t *testing.T) {
-	po := &Postoffice{log: zap.NewNop(), customers: make(map[customerKey]*customer)}
+	po := &postoffice{log: zap.NewNop(), customers: make(map[customerKey]*customer)}
 	po.van = van.New(van.Config{Role: van.Server, Customers: 1, Rank: -1}, router{po})
 	body := make([]byte, 4<<20)
 	for range 100 {
@@ -472,24 +519,24 @@ func TestDeathFailsRequests(t *testing.T) {
 	var waited, workers sync.WaitGroup // the workers have waited once, they are done
 	waited.Add(2)
 	workers.Add(2)
-	job{t: t, servers: 1, workers: 2, leave: true}.run(func(po *Postoffice) {
+	job{t: t, servers: 1, workers: 2, leave: true}.run(func(po *Node) {
 		// The server never answers.
-		app, err := NewSimpleApp(po, 0, 0, SimpleHandlers{Request: func(SimpleData, *SimpleApp) {}})
+		app, err := NewSimpleApp(po, OnRequest(func(SimpleData, *SimpleApp) {}))
 		if err != nil {
 			t.Error(err)
 			return
 		}
-		if po.IsScheduler() {
+		if po.Role() == Scheduler {
 			workers.Wait()
 		}
-		if po.IsServer() {
+		if po.Role() == Server {
 			waited.Wait()
 		}
-		if !po.IsWorker() {
+		if po.Role() != Worker {
 			return
 		}
 		defer workers.Done()
-		r, err := app.Request(t.Context(), 1, nil, 8)
+		r, err := app.Request(t.Context(), 8, 1, nil)
 		if err != nil {
 			t.Error(err)
 			waited.Done()
@@ -497,13 +544,13 @@ func TestDeathFailsRequests(t *testing.T) {
 		}
 		ctx, cancel := context.WithCancel(t.Context())
 		cancel()
-		testnet.WantError(t, r.Wait(ctx), "ps: wait for request 1 of app 0 to 8: context canceled")
+		testnet.WantError(t, r.Wait(ctx), "ps: wait for request 1 of app 0 to server 0: context canceled")
 		waited.Done()
 		testnet.WantError(t, r.Wait(t.Context()), "server 0 is gone", "left the job")
-		_, err = app.Request(t.Context(), 1, nil, 8)
+		_, err = app.Request(t.Context(), 8, 1, nil)
 		testnet.WantError(t, err, "server 0 is gone")
 		testnet.Eventually(t, "the scheduler knows too", func() bool {
-			err := po.Barrier(t.Context(), 0, AllGroup)
+			err := po.Barrier(t.Context(), AllGroup)
 			return err != nil && strings.Contains(err.Error(), "server 0 is gone: it has left the job")
 		})
 	})
@@ -512,10 +559,10 @@ func TestDeathFailsRequests(t *testing.T) {
 // TestFail checks that all other nodes learn why the program of a node has failed, and that Fail ends a
 // Finalize that waits for them.
 func TestFail(t *testing.T) {
-	job{t: t, servers: 1, workers: 2, leave: true}.run(func(po *Postoffice) {
-		if po.IsWorker() && po.Rank() == 1 {
+	job{t: t, servers: 1, workers: 2, leave: true}.run(func(po *Node) {
+		if po.Role() == Worker && po.Rank() == 1 {
 			finalized := make(chan error, 1)
-			go func() { finalized <- po.Finalize(t.Context(), true) }()
+			go func() { finalized <- po.Finalize(t.Context()) }()
 			testnet.Eventually(t, "Finalize has begun", func() bool {
 				po.mu.Lock()
 				defer po.mu.Unlock()
@@ -536,15 +583,14 @@ func TestFail(t *testing.T) {
 func TestOperationTimeout(t *testing.T) {
 	held, failed := make(chan SimpleData, 1), make(chan struct{})
 	limit := map[string]string{"HVD_OPERATION_TIMEOUT_SECONDS": "0.3"}
-	job{t: t, servers: 1, workers: 1, settings: limit}.run(func(po *Postoffice) {
-		app, err := NewSimpleApp(po, 0, 0, SimpleHandlers{
-			Request: func(req SimpleData, app *SimpleApp) { held <- req }})
+	job{t: t, servers: 1, workers: 1, settings: limit}.run(func(po *Node) {
+		app, err := NewSimpleApp(po, OnRequest(func(req SimpleData, app *SimpleApp) { held <- req }))
 		if err != nil {
 			t.Error(err)
 			return
 		}
-		if po.IsWorker() {
-			r, err := app.Request(t.Context(), 1, nil, 8)
+		if po.Role() == Worker {
+			r, err := app.Request(t.Context(), 8, 1, nil)
 			if err == nil {
 				err = r.Wait(t.Context())
 			}
@@ -552,11 +598,11 @@ func TestOperationTimeout(t *testing.T) {
 				"no answer within HVD_OPERATION_TIMEOUT_SECONDS: server 0 has not answered")
 			close(failed)
 		}
-		if po.IsServer() {
+		if po.Role() == Server {
 			<-failed
 			select {
 			case req := <-held:
-				if err := app.Response(req, nil); err != nil { // too late, and without effect
+				if err := app.Respond(req, nil); err != nil { // too late, and without effect
 					t.Error(err)
 				}
 			default: // the request has failed before it was sent
@@ -569,29 +615,28 @@ func TestOperationTimeout(t *testing.T) {
 func TestTimeoutInQueue(t *testing.T) {
 	failed := make(chan struct{})
 	one := map[string]string{"DMLC_PS_WATER_MARK": "1"}
-	job{t: t, servers: 1, workers: 1, settings: one}.run(func(po *Postoffice) {
-		app, err := NewSimpleApp(po, 0, 0, SimpleHandlers{Request: func(req SimpleData, app *SimpleApp) {
+	job{t: t, servers: 1, workers: 1, settings: one}.run(func(po *Node) {
+		app, err := NewSimpleApp(po, OnRequest(func(req SimpleData, app *SimpleApp) {
 			<-failed
-			if err := app.Response(req, nil); err != nil {
+			if err := app.Respond(req, nil); err != nil {
 				t.Error(err)
 			}
-		}})
+		}))
 		if err != nil {
 			t.Error(err)
 			return
 		}
-		if !po.IsWorker() {
+		if po.Role() != Worker {
 			return
 		}
-		first, err := app.Request(t.Context(), 1, nil, 8)
+		first, err := app.Request(t.Context(), 8, 1, nil)
 		if err != nil {
 			t.Error(err)
 		}
 		app.c.po.set.OperationTimeout = 300 * time.Millisecond
 		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 		defer cancel()
-		r, err := app.Request(ctx, 1, nil, 8)
-		testnet.WantError(t, waitErr(t, r, err), errTimeout.Error())
+		testnet.WantError(t, await(ctx)(app.Request(ctx, 8, 1, nil)), errTimeout.Error())
 		close(failed)
 		wait(t, first, nil)
 	})
@@ -600,14 +645,14 @@ func TestTimeoutInQueue(t *testing.T) {
 // TestEarlyResponse checks the sender of a response that arrives before the call that sends the request has
 // returned.
 func TestEarlyResponse(t *testing.T) {
-	job{t: t, workers: 1}.run(func(po *Postoffice) {
-		if !po.IsWorker() {
+	job{t: t, workers: 1}.run(func(po *Node) {
+		if po.Role() != Worker {
 			return
 		}
-		var got []int
-		app, err := NewSimpleApp(po, 5, 0, SimpleHandlers{Response: func(d SimpleData, _ *SimpleApp) {
+		var got []NodeID
+		app, err := NewSimpleApp(po, App(5), OnResponse(func(d SimpleData, _ *SimpleApp) {
 			got = append(got, d.Sender)
-		}})
+		}))
 		if err != nil {
 			t.Error(err)
 			return
@@ -617,7 +662,7 @@ func TestEarlyResponse(t *testing.T) {
 		po.wg.Add(1)
 		app.c.pending[0] = &s.Request
 		app.c.response(van.Process{ID: 8}, &van.Message{Header: &pspb.Header{}})
-		if wait(t, &s.Request, nil); !slices.Equal(got, []int{8}) {
+		if wait(t, &s.Request, nil); !slices.Equal(got, []NodeID{8}) {
 			t.Errorf("the responses are from %v, want 8", got)
 		}
 	})
@@ -634,8 +679,8 @@ func (f *finishing) finish([]part) error { f.call(); return nil }
 // TestFinalizeWaitsForCallbacks checks that Finalize waits for the callback of a request that is completing.
 func TestFinalizeWaitsForCallbacks(t *testing.T) {
 	var sender sync.WaitGroup
-	job{t: t, leave: true}.run(func(po *Postoffice) {
-		app, err := NewSimpleApp(po, 0, 0, SimpleHandlers{})
+	job{t: t, leave: true}.run(func(po *Node) {
+		app, err := NewSimpleApp(po)
 		if err != nil {
 			t.Error(err)
 			return
@@ -668,39 +713,37 @@ func TestFinalizeWaitsForCallbacks(t *testing.T) {
 // TestBodyIsCopied checks that the caller of Request and Response can use the body again at once.
 func TestBodyIsCopied(t *testing.T) {
 	first, free := make(chan struct{}), make(chan struct{})
-	job{t: t}.run(func(po *Postoffice) {
-		app, err := NewSimpleApp(po, 0, 0, SimpleHandlers{
-			Request: func(req SimpleData, app *SimpleApp) {
-				if req.Head == 0 {
-					close(first)
-					<-free
-				}
-				answer := []byte("answer")
-				if req.Head == 1 && string(req.Body) != "body" {
-					t.Errorf("got the body %q", req.Body)
-				}
-				if err := app.Response(req, answer); err != nil {
-					t.Error(err)
-				}
-				clear(answer)
-			},
-			Response: func(resp SimpleData, _ *SimpleApp) {
-				if string(resp.Body) != "answer" {
-					t.Errorf("got the answer %q", resp.Body)
-				}
-			}})
+	job{t: t}.run(func(po *Node) {
+		app, err := NewSimpleApp(po, OnRequest(func(req SimpleData, app *SimpleApp) {
+			if req.Head == 0 {
+				close(first)
+				<-free
+			}
+			answer := []byte("answer")
+			if req.Head == 1 && string(req.Body) != "body" {
+				t.Errorf("got the body %q", req.Body)
+			}
+			if err := app.Respond(req, answer); err != nil {
+				t.Error(err)
+			}
+			clear(answer)
+		}), OnResponse(func(resp SimpleData, _ *SimpleApp) {
+			if string(resp.Body) != "answer" {
+				t.Errorf("got the answer %q", resp.Body)
+			}
+		}))
 		if err != nil {
 			t.Error(err)
 			return
 		}
-		r0, err := app.Request(t.Context(), 0, nil, SchedulerGroup)
+		r0, err := app.Request(t.Context(), SchedulerGroup, 0, nil)
 		if err != nil {
 			t.Error(err)
 			return
 		}
 		<-first
 		body := []byte("body")
-		r1, err := app.Request(t.Context(), 1, body, SchedulerGroup)
+		r1, err := app.Request(t.Context(), SchedulerGroup, 1, body)
 		clear(body)
 		close(free)
 		wait(t, r0, nil)
@@ -712,16 +755,15 @@ func TestBodyIsCopied(t *testing.T) {
 func TestResponseTooLong(t *testing.T) {
 	long := strings.Repeat("x", 5<<20)
 	limit := map[string]string{"HVD_OPERATION_TIMEOUT_SECONDS": "20"}
-	job{t: t, servers: 1, workers: 1, settings: limit}.run(func(po *Postoffice) {
-		app, err := NewSimpleApp(po, 0, 0, SimpleHandlers{Request: func(req SimpleData, app *SimpleApp) {
-			testnet.WantError(t, app.Response(req, []byte(long)), "the header of a message has")
-		}})
+	job{t: t, servers: 1, workers: 1, settings: limit}.run(func(po *Node) {
+		app, err := NewSimpleApp(po, OnRequest(func(req SimpleData, app *SimpleApp) {
+			testnet.WantError(t, app.Respond(req, []byte(long)), "the header of a message has")
+		}))
 		if err != nil {
 			t.Error(err)
 		}
-		if po.IsWorker() {
-			r, err := app.Request(t.Context(), 1, nil, 8)
-			testnet.WantError(t, waitErr(t, r, err), "server 0: the header of a message has")
+		if po.Role() == Worker {
+			testnet.WantError(t, await(t.Context())(app.Request(t.Context(), 8, 1, nil)), "server 0: the header of a message has")
 		}
 	})
 }
@@ -733,7 +775,7 @@ func TestWithdrawOvertakes(t *testing.T) {
 	withdrawn := make(chan struct{})
 	faults := func(from, _ van.Process, m *van.Message, deliver func(*van.Message) error) error {
 		c := m.Header.Control
-		if from.ID != van.WorkerID(0) || c.GetBarrierGroup() != WorkerGroup {
+		if from.ID != van.WorkerID(0) || c.GetBarrierGroup() != van.GroupWorkers {
 			return deliver(m)
 		}
 		if !c.Withdraw {
@@ -743,8 +785,8 @@ func TestWithdrawOvertakes(t *testing.T) {
 		defer close(withdrawn)
 		return errors.Join(deliver(m), deliver(late))
 	}
-	job{t: t, workers: 2, faults: faults}.run(func(po *Postoffice) {
-		if !po.IsWorker() {
+	job{t: t, workers: 2, faults: faults}.run(func(po *Node) {
+		if po.Role() != Worker {
 			return
 		}
 		if po.Rank() == 1 {
@@ -752,7 +794,7 @@ func TestWithdrawOvertakes(t *testing.T) {
 		}
 		ctx, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
 		defer cancel()
-		if err := po.Barrier(ctx, 0, WorkerGroup); !errors.Is(err, context.DeadlineExceeded) {
+		if err := po.Barrier(ctx, WorkerGroup); !errors.Is(err, context.DeadlineExceeded) {
 			t.Errorf("worker %d: the barrier returned %v", po.Rank(), err)
 		}
 	})

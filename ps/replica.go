@@ -55,7 +55,7 @@ const (
 //     that the backup has ended.
 //  3. A server applies the messages of the other one in the order of their numbers.
 type replica struct {
-	po   *Postoffice
+	po   *postoffice
 	app  int
 	home int // rank of the server in whose range the keys are
 	// empty returns a store without values.
@@ -146,7 +146,7 @@ func newOutStream(synced bool) *outStream {
 
 // otherServer returns the id of the other server that has the range of a server with replicas: for the first
 // of both the second, and the reverse.
-func (p *Postoffice) otherServer(home, id int) int {
+func (p *postoffice) otherServer(home, id int) int {
 	first, second := van.ServerID(home), van.ServerID((home+1)%p.cfg.NumServers)
 	if id == first {
 		return second
@@ -157,7 +157,7 @@ func (p *Postoffice) otherServer(home, id int) int {
 // route returns the id of the server to which a request for a range goes: the preferred one of the two that
 // have it, or otherwise the other one. It returns 0 if this process is connected with neither. If there is no
 // preferred one, that is the one whose range it is.
-func (p *Postoffice) route(home, preferred int) int {
+func (p *postoffice) route(home, preferred int) int {
 	preferred = cmp.Or(preferred, van.ServerID(home))
 	for _, id := range []int{preferred, p.otherServer(home, preferred)} {
 		if p.van.Connected(p.van.Current(id)) {
@@ -169,7 +169,7 @@ func (p *Postoffice) route(home, preferred int) int {
 
 // newReplica returns what this server has of a range at the begin. Of two processes, the older one has the
 // values, and the other one gets them. If both have started with the job, there are none yet.
-func newReplica(po *Postoffice, app, home int, empty func() *store) *replica {
+func newReplica(po *postoffice, app, home int, empty func() *store) *replica {
 	r := &replica{po: po, app: app, home: home, empty: empty, store: empty(), role: primary,
 		applied: make(map[senderKey]*window)}
 	own := po.van.Process()

@@ -17,6 +17,7 @@ import (
 	"go.uber.org/zap"
 	"golang.org/x/sys/unix"
 
+	"github.com/gohvd/gohvd/internal/logs"
 	"github.com/gohvd/gohvd/internal/ps/van"
 	"github.com/gohvd/gohvd/internal/tensor"
 	"github.com/gohvd/gohvd/internal/testnet"
@@ -33,17 +34,17 @@ func sumMain() error {
 	if os.Getenv("VERBOSE") != "" {
 		log, _ = zap.NewDevelopment()
 	}
-	po, err := Start(ctx, Options{Log: log})
+	po, err := Join(ctx, Config{Logger: logs.ToSlog(log)})
 	if err != nil {
 		return err
 	}
 	switch {
-	case po.IsServer():
-		s, err := NewKVServer(po, 0, Adagrad[float64](1, 1), SimpleHandlers{})
+	case po.Role() == Server:
+		s, err := NewKVServer(po, Adagrad[float64](1, 1))
 		if err != nil {
 			return err
 		}
-		c, err := NewKVServer(po, 1, Sum[float64](), SimpleHandlers{})
+		c, err := NewKVServer(po, Sum[float64](), App(1))
 		if err != nil {
 			return err
 		}
@@ -51,13 +52,13 @@ func sumMain() error {
 			<-time.After(time.Millisecond)
 		}
 		fmt.Println("complete")
-	case po.IsWorker():
+	case po.Role() == Worker:
 		if err := sums(ctx, po); err != nil {
 			fmt.Println("failed:", err)
 			os.Exit(3)
 		}
 	}
-	return po.Finalize(ctx, true)
+	return po.Finalize(ctx)
 }
 
 // complete reports whether a server has all values of its ranges.
@@ -82,12 +83,12 @@ func sumKeys(n int) []uint64 {
 	return keys
 }
 
-func sums(ctx context.Context, po *Postoffice) error {
-	w, err := NewKVWorker[float64](po, 1, 0, SimpleHandlers{})
+func sums(ctx context.Context, po *Node) error {
+	w, err := NewKVWorker[float64](po, App(1))
 	if err != nil {
 		return err
 	}
-	ada, err := NewKVWorker[float64](po, 0, 0, SimpleHandlers{})
+	ada, err := NewKVWorker[float64](po)
 	if err != nil {
 		return err
 	}
@@ -116,11 +117,12 @@ func sums(ctx context.Context, po *Postoffice) error {
 			return err
 		}
 		if err := errors.Join(
-			add(w.Push(ctx, small, ones)),
-			add(w.ZPush(ctx, large, many)),
-			add(w.Push(ctx, small, ones)),
-			add(ada.Push(ctx, []uint64{own, MaxKey/2 + 10 + own}, []float64{1, 1})),
-			add(w.PushPull(ctx, []uint64{own, MaxKey/2 + 10 + own, MaxKey - 10 + own}, []float64{1, 1, 1},
+			add(w.PushAsync(ctx, small, ones)),
+			add(w.PushAsync(ctx, large, many, ZeroCopy())),
+			add(w.PushAsync(ctx, small, ones)),
+			add(ada.PushAsync(ctx, []uint64{own, MaxKey/2 + 10 + own}, []float64{1, 1})),
+			add(w.PushPullAsync(ctx, []uint64{own, MaxKey/2 + 10 + own, MaxKey - 10 + own},
+				[]float64{1, 1, 1},
 				&got)),
 		); err != nil {
 			return err
@@ -137,7 +139,7 @@ func sums(ctx context.Context, po *Postoffice) error {
 		}
 		fmt.Println("round", rounds)
 	}
-	if err := po.Barrier(ctx, 0, WorkerGroup); err != nil {
+	if err := po.Barrier(ctx, WorkerGroup); err != nil {
 		return err
 	}
 	var a, b, c []float64
@@ -146,7 +148,7 @@ func sums(ctx context.Context, po *Postoffice) error {
 		keys []uint64
 		out  *[]float64
 	}{{w, small, &a}, {w, large, &b}, {ada, []uint64{own, MaxKey/2 + 10 + own}, &c}} {
-		r, err := p.w.Pull(ctx, p.keys, p.out)
+		r, err := p.w.PullAsync(ctx, p.keys, p.out)
 		if err == nil {
 			err = r.Wait(ctx)
 		}
@@ -213,7 +215,7 @@ func TestKillServersWithReplicas(t *testing.T) {
 func killServers(t *testing.T, seed uint64, servers int, env []string) {
 	random := rand.New(rand.NewPCG(seed, 0))
 	nodes, start := startSums(t, servers, env...)
-	all := van.Members(ServerGroup, servers, 2)
+	all := van.Members(van.GroupServers, servers, 2)
 	victims := slices.Repeat(all, 2**whole)
 	random.Shuffle(len(victims), func(i, j int) { victims[i], victims[j] = victims[j], victims[i] })
 	for _, id := range victims {
@@ -269,10 +271,10 @@ func startSums(t *testing.T, servers int, env ...string) (nodes map[int]*process
 	start = func(id int) {
 		nodes[id] = startProcess(t, "sums", port, van.RoleOf(id).String(), van.Rank(id), servers, env...)
 	}
-	for _, id := range van.Members(AllGroup, servers, 2) {
+	for _, id := range van.Members(van.GroupAll, servers, 2) {
 		start(id)
 	}
-	for _, id := range van.Members(ServerGroup, servers, 2) {
+	for _, id := range van.Members(van.GroupServers, servers, 2) {
 		nodes[id].next(t, "complete")
 	}
 	return nodes, start

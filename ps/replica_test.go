@@ -12,8 +12,6 @@ import (
 	"testing"
 	"time"
 
-	"go.uber.org/zap"
-
 	"github.com/gohvd/gohvd/half"
 	"github.com/gohvd/gohvd/internal/arena"
 	"github.com/gohvd/gohvd/internal/ps/pspb"
@@ -26,9 +24,9 @@ import (
 // replicated is a job with replicas whose nodes are in this process and can be killed.
 type replicated[T Value] struct {
 	t        *testing.T
-	start    func(role string, rank int) (*Postoffice, error)
+	start    func(role string, rank int) (*Node, error)
 	handler  func() Handler[T]
-	nodes    map[int]*Postoffice
+	nodes    map[int]*Node
 	servers  map[int]*KVServer[T]
 	workers  map[int]*KVWorker[T]
 	stopping sync.WaitGroup
@@ -37,21 +35,21 @@ type replicated[T Value] struct {
 // startReplicated starts a job with replicas, and an app at its servers and workers.
 func startReplicated[T Value](t *testing.T, j job, handler func() Handler[T]) *replicated[T] {
 	port := strconv.Itoa(testnet.FreePort(t))
-	r := &replicated[T]{t: t, handler: handler, nodes: make(map[int]*Postoffice),
+	r := &replicated[T]{t: t, handler: handler, nodes: make(map[int]*Node),
 		servers: make(map[int]*KVServer[T]), workers: make(map[int]*KVWorker[T])}
-	r.start = func(role string, rank int) (*Postoffice, error) {
-		opts := Options{Log: zap.NewNop(), faults: j.faults, Settings: map[string]string{"DMLC_ROLE": role,
+	r.start = func(role string, rank int) (*Node, error) {
+		opts := Config{Logger: discard, faults: j.faults, Settings: map[string]string{"DMLC_ROLE": role,
 			"DMLC_NUM_SERVER": strconv.Itoa(j.servers), "DMLC_NUM_WORKER": strconv.Itoa(j.workers),
 			"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": port, "DMLC_RANK": strconv.Itoa(rank),
 			"HOROVOD_GLOO_TIMEOUT_SECONDS": "600", "PS_HEARTBEAT_TIMEOUT": "60", "HVD_PS_REPLICAS": "1"}}
 		for name, text := range j.settings {
 			opts.Settings[name] = text
 		}
-		return Start(t.Context(), opts)
+		return Join(t.Context(), opts)
 	}
 	var mu sync.Mutex
 	var wg sync.WaitGroup
-	for _, id := range van.Members(AllGroup, j.servers, j.workers) {
+	for _, id := range van.Members(van.GroupAll, j.servers, j.workers) {
 		wg.Go(func() {
 			po, err := r.start(van.RoleOf(id).String(), van.Rank(id))
 			if err != nil {
@@ -60,7 +58,7 @@ func startReplicated[T Value](t *testing.T, j job, handler func() Handler[T]) *r
 			}
 			mu.Lock()
 			defer mu.Unlock()
-			r.nodes[po.ID()] = po
+			r.nodes[po.van.ID()] = po
 		})
 	}
 	wg.Wait()
@@ -70,10 +68,10 @@ func startReplicated[T Value](t *testing.T, j job, handler func() Handler[T]) *r
 	for id, po := range r.nodes {
 		var err error
 		switch {
-		case po.IsServer():
-			r.servers[id], err = NewKVServer(po, 0, handler(), SimpleHandlers{})
-		case po.IsWorker():
-			r.workers[id], err = NewKVWorker[T](po, 0, 0, SimpleHandlers{})
+		case po.Role() == Server:
+			r.servers[id], err = NewKVServer(po, handler())
+		case po.Role() == Worker:
+			r.workers[id], err = NewKVWorker[T](po)
 		}
 		if err != nil {
 			t.Fatal(err)
@@ -106,11 +104,11 @@ func (r *replicated[T]) again(id int) {
 	if err != nil {
 		r.t.Fatal(err)
 	}
-	if po.ID() != id || !po.IsRecovery() {
-		r.t.Fatalf("the new process is %s", van.Name(po.ID()))
+	if po.van.ID() != id || !po.IsRecovery() {
+		r.t.Fatalf("the new process is %s", po.ID())
 	}
 	r.nodes[id] = po
-	if r.servers[id], err = NewKVServer(po, 0, r.handler(), SimpleHandlers{}); err != nil {
+	if r.servers[id], err = NewKVServer(po, r.handler()); err != nil {
 		r.t.Fatal(err)
 	}
 	testnet.Eventually(r.t, van.Name(id)+" has all values", func() bool { return complete(r.servers[id]) })
@@ -226,15 +224,14 @@ func sameBits[T Value](t *testing.T, faults bool, settings map[string]string, ha
 				for i := range vals {
 					tensor.Bytes(vals[i : i+1])[tensor.Of[T]().Size()-1] = byte(0x3e + random.IntN(3))
 				}
-				opts := []Option{Lens(lens)}
+				opts := []PushOption{Lens(lens)}
 				if random.IntN(10) == 0 {
 					opts = append(opts, Cmd(InitCmd))
 				}
-				push := w.Push
 				if random.IntN(2) == 0 {
-					push = w.ZPush
+					opts = append(opts, ZeroCopy())
 				}
-				req, err := push(t.Context(), keys, vals, opts...)
+				req, err := w.PushAsync(t.Context(), keys, vals, opts...)
 				if err != nil {
 					t.Error(err)
 					return
@@ -262,8 +259,8 @@ func isEnded(c <-chan struct{}) bool {
 }
 
 // pushOne pushes a value to a key.
-func pushOne(t *testing.T, w *KVWorker[float64], key uint64, v float64, opts ...Option) error {
-	r, err := w.Push(t.Context(), []uint64{key}, []float64{v}, opts...)
+func pushOne(t *testing.T, w *KVWorker[float64], key uint64, v float64, opts ...PushOption) error {
+	r, err := w.PushAsync(t.Context(), []uint64{key}, []float64{v}, opts...)
 	if err == nil {
 		err = r.Wait(t.Context())
 	}
@@ -302,7 +299,7 @@ func TestBothServersDie(t *testing.T) {
 	}
 	r.sameBits()
 	var got []float64
-	req, err := w.Pull(t.Context(), []uint64{1, last}, &got)
+	req, err := w.PullAsync(t.Context(), []uint64{1, last}, &got)
 	if wait(t, req, err); !slices.Equal(got, []float64{7, 7}) {
 		t.Errorf("got %v, want 7 and 7", got)
 	}
@@ -323,7 +320,7 @@ func TestNewsOutOfOrder(t *testing.T) {
 		v := w.c.po.van
 		return v.Ended(v.Current(8)) && v.Ended(v.Current(10))
 	})
-	req, err := w.Push(t.Context(), []uint64{1}, []float64{2}, Cmd(InitCmd))
+	req, err := w.PushAsync(t.Context(), []uint64{1}, []float64{2}, Cmd(InitCmd))
 	if err == nil {
 		r.again(10)
 		r.again(8)
@@ -351,7 +348,7 @@ func TestBackupThatStopsToApply(t *testing.T) {
 	}
 	r := startReplicated(t, job{t: t, servers: 2, workers: 1, faults: faults}, Sum[float64])
 	w := r.workers[9]
-	req, err := w.Push(t.Context(), []uint64{1}, []float64{1})
+	req, err := w.PushAsync(t.Context(), []uint64{1}, []float64{1})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -411,14 +408,14 @@ func TestJoiningServerAccusesNobody(t *testing.T) {
 		t.Fatal(err)
 	}
 	r.nodes[8] = po
-	if r.servers[8], err = NewKVServer(po, 0, r.handler(), SimpleHandlers{}); err != nil {
+	if r.servers[8], err = NewKVServer(po, r.handler()); err != nil {
 		t.Fatal(err)
 	}
 	testnet.Eventually(t, "a server fails", func() bool {
 		return r.nodes[8].van.Err() != nil || r.nodes[10].van.Err() != nil
 	})
 	var got []float64
-	req, err := w.Pull(t.Context(), []uint64{1}, &got)
+	req, err := w.PullAsync(t.Context(), []uint64{1}, &got)
 	if err == nil {
 		err = req.Wait(t.Context())
 	}
@@ -438,7 +435,7 @@ func TestPausesGrow(t *testing.T) {
 		first.closed = closed
 	}
 	setClosed(true) // so it answers moved, as the backup does
-	req, err := w.Push(t.Context(), []uint64{1}, []float64{5})
+	req, err := w.PushAsync(t.Context(), []uint64{1}, []float64{5})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -462,7 +459,7 @@ func TestPausesGrow(t *testing.T) {
 func TestTimeWithoutServer(t *testing.T) {
 	r := startReplicated(t, job{t: t, servers: 2, workers: 1}, Sum[float64])
 	w := r.workers[9]
-	req, err := w.Push(t.Context(), []uint64{1}, []float64{5})
+	req, err := w.PushAsync(t.Context(), []uint64{1}, []float64{5})
 	wait(t, req, err)
 	p := &part{to: 8, home: 1, sent: true, again: func(int) *van.Message { return nil }}
 	lost := &Request{c: w.c, timestamp: req.timestamp + 1, of: req.of, parts: []part{*p}}
@@ -527,7 +524,7 @@ func TestLateNewsOfReturn(t *testing.T) {
 	})
 	r.kill(10)
 	testnet.Eventually(t, "the worker's connection has ended", func() bool { return w.c.po.van.Gone(10) != nil })
-	req, err := w.Push(t.Context(), []uint64{1}, []float64{1})
+	req, err := w.PushAsync(t.Context(), []uint64{1}, []float64{1})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -558,17 +555,16 @@ func TestWaitingPulls(t *testing.T) {
 	r := startReplicated(t, job{t: t, servers: 2, workers: 1, faults: faults}, Sum[float64])
 	w := r.workers[9]
 	vals := make([]float64, 1<<19) // 4 MiB
-	req, err := w.Push(t.Context(), []uint64{1}, vals)
-	wait(t, req, err)
+	noError(t, w.Push(t.Context(), []uint64{1}, vals))
 	held.Store(true)
-	push, err := w.Push(t.Context(), []uint64{1}, vals)
+	push, err := w.PushAsync(t.Context(), []uint64{1}, vals)
 	if err != nil {
 		t.Fatal(err)
 	}
 	var pulls []*Request
 	for range 40 {
 		var got []float64
-		req, err := w.Pull(t.Context(), []uint64{1}, &got)
+		req, err := w.PullAsync(t.Context(), []uint64{1}, &got)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -607,18 +603,18 @@ func TestReplicaUsage(t *testing.T) {
 		for name, text := range settings {
 			all[name] = text
 		}
-		_, err := Start(t.Context(), Options{Log: zap.NewNop(), Settings: all})
+		_, err := Join(t.Context(), Config{Logger: discard, Settings: all})
 		testnet.WantError(t, err, want)
 	}
 	shared := Sum[float64]()
 	r := startReplicated(t, job{t: t, servers: 2, workers: 1}, Sum[float64])
 	own := KVHandler[float64](func(KVMeta, KVPairs[float64], *KVServer[float64]) {})
-	_, err := NewKVServer(r.nodes[8], 1, own, SimpleHandlers{})
+	_, err := NewKVServer(r.nodes[8], own, App(1))
 	testnet.WantError(t, err, "HVD_PS_REPLICAS is for built-in handlers")
-	if _, err := NewKVServer(r.nodes[8], 2, shared, SimpleHandlers{}); err != nil {
+	if _, err := NewKVServer(r.nodes[8], shared, App(2)); err != nil {
 		t.Error(err)
 	}
-	_, err = NewKVServer(r.nodes[8], 3, shared, SimpleHandlers{})
+	_, err = NewKVServer(r.nodes[8], shared, App(3))
 	testnet.WantError(t, err, "another server has the same handler")
 }
 
@@ -779,10 +775,10 @@ func TestReplicatedPushOfAWorkerThatHasLeft(t *testing.T) {
 		return deliver(m)
 	}
 	port := strconv.Itoa(testnet.FreePort(t))
-	nodes := make(map[int]*Postoffice)
+	nodes := make(map[int]*Node)
 	var mu sync.Mutex
 	var wg sync.WaitGroup
-	for _, id := range van.Members(AllGroup, 2, 1) {
+	for _, id := range van.Members(van.GroupAll, 2, 1) {
 		wg.Go(func() {
 			settings := map[string]string{"DMLC_ROLE": van.RoleOf(id).String(), "DMLC_NUM_SERVER": "2",
 				"DMLC_NUM_WORKER": "1", "DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": port,
@@ -791,7 +787,7 @@ func TestReplicatedPushOfAWorkerThatHasLeft(t *testing.T) {
 			if id == van.ServerID(1) {
 				settings["HOROVOD_CPU_OPERATIONS"] = "tcp" // as on another host
 			}
-			po, err := Start(t.Context(), Options{Log: zap.NewNop(), faults: faults, Settings: settings})
+			po, err := Join(t.Context(), Config{Logger: discard, faults: faults, Settings: settings})
 			if err != nil {
 				t.Errorf("%s: %v", van.Name(id), err)
 				return
@@ -807,21 +803,21 @@ func TestReplicatedPushOfAWorkerThatHasLeft(t *testing.T) {
 	}
 	servers := make([]*KVServer[uint8], 2)
 	for rank := range servers {
-		servers[rank], err = NewKVServer(nodes[van.ServerID(rank)], 0, Sum[uint8](), SimpleHandlers{})
+		servers[rank], err = NewKVServer(nodes[van.ServerID(rank)], Sum[uint8]())
 		if err != nil {
 			t.Fatal(err)
 		}
 	}
 	worker := nodes[van.WorkerID(0)]
-	w, err := NewKVWorker[uint8](worker, 0, 0, SimpleHandlers{})
+	w, err := NewKVWorker[uint8](worker)
 	if err != nil {
 		t.Fatal(err)
 	}
 	// The first push fills the connection between the servers.
-	if _, err := w.Push(t.Context(), []uint64{1}, make([]uint8, 32<<20)); err != nil {
+	if _, err := w.PushAsync(t.Context(), []uint64{1}, make([]uint8, 32<<20)); err != nil {
 		t.Fatal(err)
 	}
-	r, err := w.ZPush(t.Context(), []uint64{2}, vals)
+	r, err := w.PushAsync(t.Context(), []uint64{2}, vals, ZeroCopy())
 	if err != nil {
 		t.Fatal(err)
 	}

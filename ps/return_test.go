@@ -8,26 +8,24 @@ import (
 	"testing"
 	"time"
 
-	"go.uber.org/zap"
-
 	"github.com/gohvd/gohvd/internal/testnet"
 )
 
 // startSmall starts a node of a job with one server and one worker. recovery is HVD_RECOVERY_SECONDS.
-func startSmall(t *testing.T, role, port, recovery string) (*Postoffice, error) {
-	return Start(t.Context(), smallOptions(role, port, recovery))
+func startSmall(t *testing.T, role, port, recovery string) (*Node, error) {
+	return Join(t.Context(), smallConfig(role, port, recovery))
 }
 
-func smallOptions(role, port, recovery string) Options {
-	return Options{Log: zap.NewNop(), Settings: map[string]string{"DMLC_ROLE": role,
+func smallConfig(role, port, recovery string) Config {
+	return Config{Logger: discard, Settings: map[string]string{"DMLC_ROLE": role,
 		"DMLC_NUM_SERVER": "1", "DMLC_NUM_WORKER": "1", "DMLC_PS_ROOT_URI": "127.0.0.1",
 		"DMLC_PS_ROOT_PORT": port, "HOROVOD_GLOO_TIMEOUT_SECONDS": "600", "PS_HEARTBEAT_TIMEOUT": "60",
 		"HVD_RECOVERY_SECONDS": recovery}}
 }
 
 // startAll starts the nodes of a job with one server and one worker, and returns them by id.
-func startAll(t *testing.T, start func(role string) (*Postoffice, error)) map[int]*Postoffice {
-	nodes := make(map[int]*Postoffice)
+func startAll(t *testing.T, start func(role string) (*Node, error)) map[int]*Node {
+	nodes := make(map[int]*Node)
 	var mu sync.Mutex
 	var wg sync.WaitGroup
 	for _, role := range []string{"scheduler", "server", "worker"} {
@@ -39,7 +37,7 @@ func startAll(t *testing.T, start func(role string) (*Postoffice, error)) map[in
 			}
 			mu.Lock()
 			defer mu.Unlock()
-			nodes[po.ID()] = po
+			nodes[po.van.ID()] = po
 		})
 	}
 	wg.Wait()
@@ -54,14 +52,14 @@ func startAll(t *testing.T, start func(role string) (*Postoffice, error)) map[in
 // the values that its predecessor has pushed.
 func TestReturn(t *testing.T) {
 	port := strconv.Itoa(testnet.FreePort(t))
-	start := func(role string) (*Postoffice, error) { return startSmall(t, role, port, "0") }
+	start := func(role string) (*Node, error) { return startSmall(t, role, port, "0") }
 	nodes := startAll(t, start)
 	serve := func() {
-		if _, err := NewKVServer(nodes[8], 0, Sum[float64](), SimpleHandlers{}); err != nil {
+		if _, err := NewKVServer(nodes[8], Sum[float64]()); err != nil {
 			t.Fatal(err)
 		}
-		never := SimpleHandlers{Request: func(SimpleData, *SimpleApp) {}} // it does not answer
-		if _, err := NewSimpleApp(nodes[8], 1, 0, never); err != nil {
+		never := OnRequest(func(SimpleData, *SimpleApp) {}) // it does not answer
+		if _, err := NewSimpleApp(nodes[8], App(1), never); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -69,15 +67,15 @@ func TestReturn(t *testing.T) {
 	var silent *SimpleApp
 	work := func() {
 		var err error
-		if w, err = NewKVWorker[float64](nodes[9], 0, 0, SimpleHandlers{}); err == nil {
-			silent, err = NewSimpleApp(nodes[9], 1, 0, SimpleHandlers{})
+		if w, err = NewKVWorker[float64](nodes[9]); err == nil {
+			silent, err = NewSimpleApp(nodes[9], App(1))
 		}
 		if err != nil {
 			t.Fatal(err)
 		}
 	}
-	push := func(v float64, opts ...Option) error {
-		r, err := w.Push(t.Context(), []uint64{1, 5}, []float64{v, 10 * v}, opts...)
+	push := func(v float64, opts ...PushOption) error {
+		r, err := w.PushAsync(t.Context(), []uint64{1, 5}, []float64{v, 10 * v}, opts...)
 		if err == nil {
 			err = r.Wait(t.Context())
 		}
@@ -86,7 +84,7 @@ func TestReturn(t *testing.T) {
 	check := func(want float64) {
 		t.Helper()
 		var got []float64
-		r, err := w.Pull(t.Context(), []uint64{1, 5}, &got)
+		r, err := w.PullAsync(t.Context(), []uint64{1, 5}, &got)
 		if wait(t, r, err); len(got) != 2 || got[0] != want || got[1] != 10*want {
 			t.Errorf("got %v, want %v and %v", got, want, 10*want)
 		}
@@ -97,7 +95,7 @@ func TestReturn(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if po.ID() != id || !po.IsRecovery() {
+		if po.van.ID() != id || !po.IsRecovery() {
 			t.Fatalf("the node has the id %d, want %d", po.ID(), id)
 		}
 		nodes[id] = po
@@ -108,7 +106,7 @@ func TestReturn(t *testing.T) {
 		t.Fatal(err)
 	}
 	for range 2 {
-		inFlight, err := silent.Request(t.Context(), 1, nil, 8)
+		inFlight, err := silent.Request(t.Context(), 8, 1, nil)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -140,7 +138,7 @@ func TestReturn(t *testing.T) {
 	var wg sync.WaitGroup
 	for _, po := range nodes {
 		wg.Go(func() {
-			if err := po.Finalize(t.Context(), true); err != nil {
+			if err := po.Finalize(t.Context()); err != nil {
 				t.Error(err)
 			}
 		})
@@ -154,8 +152,12 @@ func TestReturn(t *testing.T) {
 func TestStartWaitsForReturn(t *testing.T) {
 	for _, recovery := range []string{"60", "0"} {
 		port := strconv.Itoa(testnet.FreePort(t))
-		nodes := startAll(t, func(role string) (*Postoffice, error) {
-			return start(t.Context(), smallOptions(role, port, recovery), true)
+		nodes := startAll(t, func(role string) (*Node, error) {
+			p, err := start(t.Context(), smallConfig(role, port, recovery))
+			if err != nil {
+				return nil, err
+			}
+			return p.nodes[0], nil
 		})
 		met := make(chan error, 2)
 		go func() { met <- nodes[1].meetAll(t.Context(), 0) }()
@@ -182,7 +184,7 @@ func TestStartWaitsForReturn(t *testing.T) {
 		var wg sync.WaitGroup
 		for _, po := range nodes {
 			wg.Go(func() {
-				if err := po.Finalize(t.Context(), true); err != nil {
+				if err := po.Finalize(t.Context()); err != nil {
 					t.Error(err)
 				}
 			})
@@ -199,11 +201,11 @@ func TestFinalizeWaits(t *testing.T) {
 		returns  bool
 	}{{"60", true}, {"0.2", false}, {"0", false}} {
 		port := strconv.Itoa(testnet.FreePort(t))
-		start := func(role string) (*Postoffice, error) { return startSmall(t, role, port, c.recovery) }
+		start := func(role string) (*Node, error) { return startSmall(t, role, port, c.recovery) }
 		nodes := startAll(t, start)
 		ended := make(chan error, 2)
 		for _, id := range []int{1, 8} {
-			go func() { ended <- nodes[id].Finalize(t.Context(), true) }()
+			go func() { ended <- nodes[id].Finalize(t.Context()) }()
 		}
 		nodes[9].stop()
 		if c.returns {
@@ -227,7 +229,7 @@ func TestFinalizeWaits(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if err := errors.Join(po.Finalize(t.Context(), true), <-ended, <-ended); err != nil {
+			if err := errors.Join(po.Finalize(t.Context()), <-ended, <-ended); err != nil {
 				t.Error(err)
 			}
 			continue

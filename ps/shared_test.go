@@ -44,7 +44,7 @@ var (
 
 // A worker changes the keys and lengths of its push in shared memory when the server has checked them.
 func TestWorkerChangesLengths(t *testing.T) {
-	po := &Postoffice{log: zap.NewNop(), customers: make(map[customerKey]*customer)}
+	po := &postoffice{log: zap.NewNop(), customers: make(map[customerKey]*customer)}
 	po.set.PS.Staleness = config.Unset
 	po.van = van.New(van.Config{Role: van.Server, Customers: 1, Rank: -1}, router{po})
 	m, change := fromShared(&pspb.Header{Push: true, KeyList: 1}, pushTypes, bytesOfKeys([]uint64{1, 2}),
@@ -66,7 +66,7 @@ func TestWorkerChangesLengths(t *testing.T) {
 // A server changes the keys and lengths of what it sends to the other server of a range. Neither server may
 // read them in shared memory after it has checked them.
 func TestServerChangesLengths(t *testing.T) {
-	po := &Postoffice{log: zap.NewNop(), customers: make(map[customerKey]*customer),
+	po := &postoffice{log: zap.NewNop(), customers: make(map[customerKey]*customer),
 		joining: make([]atomic.Int32, 2)}
 	po.van = van.New(van.Config{Role: van.Server, Customers: 1, Rank: -1, NumServers: 2, Replicas: 1},
 		router{po})

@@ -16,7 +16,7 @@ type SimpleData struct {
 	Head int32
 	Body []byte
 	// Sender is the id of the node that has sent the message, the first id of its process.
-	Sender int
+	Sender NodeID
 	// Customer and Timestamp identify the request at its sender.
 	Customer  int
 	Timestamp int64
@@ -25,53 +25,41 @@ type SimpleData struct {
 	answered *atomic.Bool // nil in a response
 }
 
-// SimpleHandlers has the functions that a SimpleApp calls. Both may be nil.
-type SimpleHandlers struct {
-	// Request handles a request of another node, or of this node itself. It must answer each request once
-	// with SimpleApp.Response, but may do so later and from any goroutine. There is one call at a time. If
-	// it is nil, every request is answered with an empty body.
-	Request func(req SimpleData, app *SimpleApp)
-	// Response handles the response of a node. When the last response to a request has arrived, it is called
-	// for each of them, before Wait returns. The goroutine that calls it also receives messages, so it must
-	// not wait for messages.
-	Response func(resp SimpleData, app *SimpleApp)
-}
-
 // SimpleApp sends and handles requests that consist of a number and some bytes. Its methods are safe for
 // concurrent use.
 type SimpleApp struct {
 	c        *customer
-	handlers SimpleHandlers
+	request  func(SimpleData, *SimpleApp)
+	response func(SimpleData, *SimpleApp) // may be nil
 }
 
-// NewSimpleApp makes the customer of an app in this process. Apps with the same number in different processes
-// belong together. customer is 0, or the number of a further customer of this process (Options.Customers).
-func NewSimpleApp(po *Postoffice, app, customer int, h SimpleHandlers) (*SimpleApp, error) {
-	a, err := newApp(po, app, customer, h)
+// NewSimpleApp makes an app at node n that handles no push or pull.
+func NewSimpleApp(n *Node, opts ...AppOption) (*SimpleApp, error) {
+	o := appOptionsOf(opts)
+	a, err := newApp(n, &o)
 	if err == nil {
 		err = a.add(func(from van.Process, m *van.Message) {
-			po.refuse(from, m, fmt.Errorf("app %d handles no push or pull", app))
+			n.refuse(from, m, fmt.Errorf("app %d handles no push or pull", o.app))
 		})
 	}
 	if err != nil {
-		return nil, fmt.Errorf("ps: new app %d: %w", app, err)
+		return nil, fmt.Errorf("ps: new app %d: %w", o.app, err)
 	}
 	return a, nil
 }
 
 // newApp returns a SimpleApp. It receives nothing before add is called.
-func newApp(po *Postoffice, app, customer int, h SimpleHandlers) (*SimpleApp, error) {
-	c, err := newCustomer(po, app, customer)
+func newApp(n *Node, o *appOptions) (*SimpleApp, error) {
+	c, err := newCustomer(n.postoffice, o.app, n.customer)
 	if err != nil {
 		return nil, err
 	}
-	if h.Request == nil {
-		h.Request = func(req SimpleData, a *SimpleApp) {
-			_ = a.Response(req,
-				nil)
-		} // the node that asks has gone
+	if o.request == nil {
+		o.request = func(req SimpleData, a *SimpleApp) {
+			_ = a.Respond(req, nil) // an error means that the node that asks has gone
+		}
 	}
-	return &SimpleApp{c, h}, nil
+	return &SimpleApp{c, o.request, o.response}, nil
 }
 
 // add registers the app. Requests that are not those of a SimpleApp are passed to the function other.
@@ -84,7 +72,7 @@ func (a *SimpleApp) add(other func(from van.Process, m *van.Message)) error {
 		req := simpleData(from, m)
 		m.Release()
 		req.answered = new(atomic.Bool)
-		a.handlers.Request(req, a)
+		a.request(req, a)
 	}
 	return a.c.po.add(a.c)
 }
@@ -92,19 +80,19 @@ func (a *SimpleApp) add(other func(from van.Process, m *van.Message)) error {
 // simpleData returns the content of a message, which is valid after its release.
 func simpleData(from van.Process, m *van.Message) SimpleData {
 	h := m.Header
-	return SimpleData{Head: h.Head, Body: h.Body, Sender: from.ID, from: from, Customer: int(h.CustomerId),
-		Timestamp: h.Timestamp}
+	return SimpleData{Head: h.Head, Body: h.Body, Sender: NodeID(from.ID), from: from,
+		Customer: int(h.CustomerId), Timestamp: h.Timestamp}
 }
 
 // Request sends a request to a node, or to each process of a group, of which this process may be one. It
 // copies body. If the queue to a node is full, Request waits until ctx ends. Wait of the result waits for all
 // responses.
-func (a *SimpleApp) Request(ctx context.Context, head int32, body []byte, to int) (*Request, error) {
+func (a *SimpleApp) Request(ctx context.Context, to NodeID, head int32, body []byte) (*Request, error) {
 	body = bytes.Clone(body)
 	s := &simpleRequest{app: a, head: head, to: to}
 	r := &s.Request
 	r.of = s
-	for _, id := range a.c.po.van.Processes(to) {
+	for _, id := range a.c.po.van.Processes(int(to)) {
 		r.parts = append(r.parts, part{to: id, m: &van.Message{Header: &pspb.Header{Head: head,
 			Body: body, SimpleApp: true}}})
 	}
@@ -119,15 +107,15 @@ type simpleRequest struct {
 	Request
 	app  *SimpleApp
 	head int32
-	to   int
+	to   NodeID
 }
 
 func (s *simpleRequest) String() string {
-	return fmt.Sprintf("request %d of app %d to %d", s.head, s.app.c.key.app, s.to)
+	return fmt.Sprintf("request %d of app %d to %s", s.head, s.app.c.key.app, s.to)
 }
 
 func (s *simpleRequest) finish(parts []part) error {
-	if handle := s.app.handlers.Response; handle != nil {
+	if handle := s.app.response; handle != nil {
 		for i := range parts {
 			handle(simpleData(parts[i].via, parts[i].response), s.app)
 		}
@@ -139,18 +127,18 @@ func (s *simpleRequest) completed(error) {}
 
 func (s *simpleRequest) keysOf(int) []uint64 { return nil }
 
-// Response answers a request. It copies body and does not wait. A second answer is an error.
-func (a *SimpleApp) Response(req SimpleData, body []byte) error {
+// Respond answers a request. It copies body and does not wait. A second answer is an error.
+func (a *SimpleApp) Respond(req SimpleData, body []byte) error {
 	if req.answered == nil || req.answered.Swap(true) {
 		return fmt.Errorf("ps: response of app %d to %s: the request was answered already, or is none",
-			a.c.key.app, van.Name(req.Sender))
+			a.c.key.app, req.Sender)
 	}
 	err := a.c.po.respond(req.from, &van.Message{Header: &pspb.Header{Head: req.Head,
 		Body:      bytes.Clone(body),
 		SimpleApp: true, AppId: int32(a.c.key.app), CustomerId: int32(req.Customer),
 		Timestamp: req.Timestamp}})
 	if err != nil {
-		return fmt.Errorf("ps: response of app %d: %w", a.c.key.app, err)
+		return fmt.Errorf("ps: response of app %d: %w", a.c.key.app, public(err))
 	}
 	return nil
 }

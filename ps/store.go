@@ -475,7 +475,7 @@ func (b *builtIn[T]) handle(meta KVMeta, data KVPairs[T], s *KVServer[T]) {
 	defer st.mu.Unlock()
 	r, err := st.request(s.c, &meta, data.list, data.Lens, len(data.Vals), tensor.Bytes(data.Vals))
 	if err == nil {
-		err = s.respond(meta, func(m *van.Message) { st.answer(s.c.po.van, meta.Sender, r, m) })
+		err = s.respond(meta, func(m *van.Message) { st.answer(s.c.po.van, int(meta.Sender), r, m) })
 	} else {
 		err = s.Fail(meta, err)
 	}
@@ -504,7 +504,9 @@ func (b *builtIn[T]) handleReplicated(meta KVMeta, data KVPairs[T], s *KVServer[
 	}
 	meta.req.forwarded = forwarded
 	// A pull must not fail if this server dies. So the worker does not read the memory of the server.
-	m := s.response(&meta, func(m *van.Message) { r.store.copied(s.c.po.van, meta.Sender, places, m) })
+	m := s.response(&meta, func(m *van.Message) {
+		r.store.copied(s.c.po.van, int(meta.Sender), places, m)
+	})
 	r.after(m.Bytes(), func() {
 		if err := s.deliver(&meta, m); err != nil {
 			s.c.po.log.Debug("ps: a response was not sent", zap.Error(err))

@@ -33,7 +33,7 @@ const psHead = "peer,op,workers,servers,keys,bytes,iters,median_us,min_us,GBps"
 
 // psBench measures the pushes and pulls of a worker.
 type psBench struct {
-	po      *ps.Postoffice
+	node    *ps.Node
 	w       *ps.KVWorker[float32]
 	out     io.Writer
 	seconds float64
@@ -43,29 +43,29 @@ type psBench struct {
 // rank 0 prints a table with a line for each case and operation. Each time is that of one operation or, for
 // zpush8, of eight that are in flight together.
 func measurePS(ctx context.Context, seconds float64, out io.Writer) error {
-	po, err := ps.Start(ctx, ps.Options{})
+	node, err := ps.Join(ctx, ps.Config{})
 	if err != nil {
 		return err
 	}
-	if po.IsServer() {
-		_, err = ps.NewKVServer(po, 0, ps.Sum[float32](), ps.SimpleHandlers{})
-	}
-	if po.IsWorker() {
-		b := &psBench{po: po, out: out, seconds: cmp.Or(seconds, psSeconds)}
-		if b.w, err = ps.NewKVWorker[float32](po, 0, 0, ps.SimpleHandlers{}); err == nil {
+	defer node.Close() // does nothing after Finalize
+	switch node.Role() {
+	case ps.Server:
+		_, err = ps.NewKVServer(node, ps.Sum[float32]())
+	case ps.Worker:
+		b := &psBench{node: node, out: out, seconds: cmp.Or(seconds, psSeconds)}
+		if b.w, err = ps.NewKVWorker[float32](node); err == nil {
 			err = b.run(ctx)
 		}
 	}
 	if err != nil {
-		_ = po.Finalize(ctx, false) // err is the cause
 		return err
 	}
-	return po.Finalize(ctx, true)
+	return node.Finalize(ctx)
 }
 
 // run measures all cases.
 func (b *psBench) run(ctx context.Context) error {
-	if b.po.Rank() == 0 {
+	if b.node.Rank() == 0 {
 		fmt.Fprintln(b.out, psHead)
 	}
 	for i, s := range psShapes {
@@ -81,7 +81,7 @@ func (b *psBench) shape(ctx context.Context, index int, s psShape) error {
 	keys := make([]uint64, s.keys)
 	for i := range keys {
 		spread := ps.MaxKey / uint64(s.keys+1) * uint64(i+1)
-		keys[i] = spread/64*64 + uint64(b.po.Rank()) + 8*uint64(index)
+		keys[i] = spread/64*64 + uint64(b.node.Rank()) + 8*uint64(index)
 	}
 	vals, err := hvd.Alloc[float32](s.keys * s.len)
 	if err != nil {
@@ -94,20 +94,20 @@ func (b *psBench) shape(ctx context.Context, index int, s psShape) error {
 	pushes := 0
 	push := func() error {
 		pushes++
-		return finish(ctx)(b.w.Push(ctx, keys, vals))
+		return b.w.Push(ctx, keys, vals)
 	}
 	pull := func() error {
 		got = got[:0]
-		return finish(ctx)(b.w.Pull(ctx, keys, &got))
+		return b.w.Pull(ctx, keys, &got)
 	}
 	zpush := func() error {
 		pushes++
-		return finish(ctx)(b.w.ZPush(ctx, keys, vals))
+		return b.w.Push(ctx, keys, vals, ps.ZeroCopy())
 	}
 	flying := func() error {
 		var all [psFlying]*ps.Request
 		for i := range all {
-			r, err := b.w.ZPush(ctx, keys, vals)
+			r, err := b.w.PushAsync(ctx, keys, vals, ps.ZeroCopy())
 			if err != nil {
 				return err
 			}
@@ -147,16 +147,6 @@ func (b *psBench) shape(ctx context.Context, index int, s psShape) error {
 	return nil
 }
 
-// finish returns a function that waits for a request.
-func finish(ctx context.Context) func(*ps.Request, error) error {
-	return func(r *ps.Request, err error) error {
-		if err != nil {
-			return err
-		}
-		return r.Wait(ctx)
-	}
-}
-
 // time measures an operation and prints a line about it.
 func (b *psBench) time(name string, s psShape, once func() error) error {
 	for range 3 {
@@ -174,14 +164,14 @@ func (b *psBench) time(name string, s psShape, once func() error) error {
 			break
 		}
 	}
-	if b.po.Rank() != 0 {
+	if b.node.Rank() != 0 {
 		return nil
 	}
 	slices.Sort(times)
 	micros := func(d time.Duration) float64 { return float64(d) / float64(time.Microsecond) }
 	median, numBytes := micros(times[len(times)/2]), 4*s.keys*s.len
-	_, err := fmt.Fprintf(b.out, "gohvd,%s,%d,%d,%d,%d,%d,%.2f,%.2f,%.4f\n", name, b.po.NumWorkers(),
-		b.po.NumServers(), s.keys, numBytes, len(times), median, micros(times[0]),
+	_, err := fmt.Fprintf(b.out, "gohvd,%s,%d,%d,%d,%d,%d,%.2f,%.2f,%.4f\n", name, b.node.NumWorkers(),
+		b.node.NumServers(), s.keys, numBytes, len(times), median, micros(times[0]),
 		float64(numBytes)/median/1e3)
 	return err
 }

@@ -4,7 +4,6 @@ package main
 
 import (
 	"context"
-	"errors"
 	"flag"
 	"fmt"
 	"io"
@@ -41,41 +40,44 @@ func main() {
 	}
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
-	if err := run(ctx, ps.Options{}, o, os.Stdout); err != nil {
+	if err := run(ctx, ps.Config{}, o, os.Stdout); err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		os.Exit(1)
 	}
 }
 
 // run takes part in a training, as the node that DMLC_ROLE says. The worker with rank 0 writes the result.
-func run(ctx context.Context, job ps.Options, o options, out io.Writer) error {
-	po, err := ps.Start(ctx, job)
+func run(ctx context.Context, job ps.Config, o options, out io.Writer) error {
+	node, err := ps.Join(ctx, job)
 	if err != nil {
 		return err
 	}
-	switch {
-	case po.IsServer():
-		_, err = ps.NewKVServer(po, app, ps.SGD[float32](o.rate), ps.SimpleHandlers{})
-	case po.IsWorker():
-		err = work(ctx, po, o, out)
+	defer node.Close() // does nothing after Finalize
+	switch node.Role() {
+	case ps.Server:
+		_, err = ps.NewKVServer(node, ps.SGD[float32](o.rate))
+	case ps.Worker:
+		err = work(ctx, node, o, out)
 	}
-	// Finalize waits for the other nodes, unless this one has failed.
-	return errors.Join(err, po.Finalize(ctx, err == nil))
+	if err != nil {
+		return err
+	}
+	return node.Finalize(ctx) // waits for the other nodes
 }
 
 // work trains together with the other workers.
-func work(ctx context.Context, po *ps.Postoffice, o options, out io.Writer) error {
-	t, err := newTrainer(po, o)
+func work(ctx context.Context, node *ps.Node, o options, out io.Writer) error {
+	t, err := newTrainer(node, o)
 	if err != nil {
 		return err
 	}
 	// The first worker sets the weights. The others must not pull them before.
-	if po.Rank() == 0 {
+	if node.Rank() == 0 {
 		if err := t.initialize(ctx); err != nil {
 			return err
 		}
 	}
-	if err := po.Barrier(ctx, 0, ps.WorkerGroup); err != nil {
+	if err := node.Barrier(ctx, ps.WorkerGroup); err != nil {
 		return err
 	}
 	began := time.Now()
@@ -83,7 +85,7 @@ func work(ctx context.Context, po *ps.Postoffice, o options, out io.Writer) erro
 		return err
 	}
 	// The other workers may still train.
-	if err := po.Barrier(ctx, 0, ps.WorkerGroup); err != nil || po.Rank() != 0 {
+	if err := node.Barrier(ctx, ps.WorkerGroup); err != nil || node.Rank() != 0 {
 		return err
 	}
 	seconds := time.Since(began).Seconds()
@@ -92,6 +94,6 @@ func work(ctx context.Context, po *ps.Postoffice, o options, out io.Writer) erro
 		return err
 	}
 	_, err = fmt.Fprintf(out, "ps_digits: servers=%d workers=%d epochs=%d test_accuracy=%.4f seconds=%.2f\n",
-		po.NumServers(), po.NumWorkers(), o.epochs, accuracy, seconds)
+		node.NumServers(), node.NumWorkers(), o.epochs, accuracy, seconds)
 	return err
 }

@@ -11,8 +11,6 @@ import (
 )
 
 const (
-	// app is the number of the app that has the weights.
-	app     = 0
 	classes = optdigits.Classes
 	// features is the number of inputs of the classifier: the pixels and a constant 1.
 	features = optdigits.Pixels + 1
@@ -31,26 +29,22 @@ type trainer struct {
 	rng     *rand.Rand
 }
 
-func newTrainer(po *ps.Postoffice, o options) (*trainer, error) {
+func newTrainer(node *ps.Node, o options) (*trainer, error) {
 	trainSet, testSet, err := optdigits.Load(o.seed)
 	if err != nil {
 		return nil, err
 	}
-	t := &trainer{options: o, testSet: testSet, rng: rand.New(rand.NewPCG(o.seed, uint64(po.Rank())+1))}
-	for i := po.Rank(); i < len(trainSet); i += po.NumWorkers() {
+	t := &trainer{options: o, testSet: testSet, rng: rand.New(rand.NewPCG(o.seed, uint64(node.Rank())+1))}
+	for i := node.Rank(); i < len(trainSet); i += node.NumWorkers() {
 		t.images = append(t.images, trainSet[i])
 	}
-	t.w, err = ps.NewKVWorker[float32](po, app, 0, ps.SimpleHandlers{})
+	t.w, err = ps.NewKVWorker[float32](node)
 	return t, err
 }
 
 // initialize sets all weights to 0.
 func (t *trainer) initialize(ctx context.Context) error {
-	r, err := t.w.Push(ctx, keysOf(allFeatures()), make([]float32, features*classes), ps.Cmd(ps.InitCmd))
-	if err != nil {
-		return err
-	}
-	return r.Wait(ctx)
+	return t.w.Push(ctx, keysOf(allFeatures()), make([]float32, features*classes), ps.Cmd(ps.InitCmd))
 }
 
 // train makes the passes over the images of this worker. It never waits for another worker. So the weights
@@ -72,27 +66,16 @@ func (t *trainer) step(ctx context.Context, batch []optdigits.Image) error {
 	used := featuresOf(batch)
 	keys := keysOf(used)
 	var weights []float32
-	r, err := t.w.Pull(ctx, keys, &weights)
-	if err == nil {
-		err = r.Wait(ctx)
-	}
-	if err != nil {
+	if err := t.w.Pull(ctx, keys, &weights); err != nil {
 		return err
 	}
-	if r, err = t.w.Push(ctx, keys, gradient(batch, used, weights)); err != nil {
-		return err
-	}
-	return r.Wait(ctx)
+	return t.w.Push(ctx, keys, gradient(batch, used, weights))
 }
 
 // test returns the fraction of the test images that the weights at the servers recognise.
 func (t *trainer) test(ctx context.Context) (float64, error) {
 	var weights []float32
-	r, err := t.w.Pull(ctx, keysOf(allFeatures()), &weights)
-	if err == nil {
-		err = r.Wait(ctx)
-	}
-	if err != nil {
+	if err := t.w.Pull(ctx, keysOf(allFeatures()), &weights); err != nil {
 		return 0, err
 	}
 	right := 0

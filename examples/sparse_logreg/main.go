@@ -51,7 +51,7 @@ func main() {
 		flag.Usage()
 		os.Exit(2)
 	}
-	job := ps.Options{Settings: make(map[string]string)}
+	job := ps.Config{Settings: make(map[string]string)}
 	if staleness >= 0 {
 		job.Settings["HVD_STALENESS"] = strconv.Itoa(staleness)
 	}
@@ -64,27 +64,30 @@ func main() {
 }
 
 // run takes part in a training, as the node that DMLC_ROLE says. The worker with rank 0 writes the result.
-func run(ctx context.Context, job ps.Options, o options, out io.Writer) error {
-	po, err := ps.Start(ctx, job)
+func run(ctx context.Context, job ps.Config, o options, out io.Writer) error {
+	node, err := ps.Join(ctx, job)
 	if err != nil {
 		return err
 	}
-	switch {
-	case po.IsServer():
-		_, err = ps.NewKVServer(po, weightsApp, ps.Adagrad[float32](o.rate, 1e-8), ps.SimpleHandlers{})
+	defer node.Close() // does nothing after Finalize
+	switch node.Role() {
+	case ps.Server:
+		_, err = ps.NewKVServer(node, ps.Adagrad[float32](o.rate, 1e-8), ps.App(weightsApp))
 		if err == nil {
-			_, err = ps.NewKVServer(po, totalsApp, ps.Sum[float64](), ps.SimpleHandlers{})
+			_, err = ps.NewKVServer(node, ps.Sum[float64](), ps.App(totalsApp))
 		}
-	case po.IsWorker():
-		err = work(ctx, po, o, out)
+	case ps.Worker:
+		err = work(ctx, node, o, out)
 	}
-	// Finalize waits for the other nodes, unless this one has failed.
-	return errors.Join(err, po.Finalize(ctx, err == nil))
+	if err != nil {
+		return err
+	}
+	return node.Finalize(ctx) // waits for the other nodes
 }
 
 // work trains together with the other workers.
-func work(ctx context.Context, po *ps.Postoffice, o options, out io.Writer) error {
-	t, err := newTrainer(po, o)
+func work(ctx context.Context, node *ps.Node, o options, out io.Writer) error {
+	t, err := newTrainer(node, o)
 	if err != nil {
 		return err
 	}
@@ -103,13 +106,13 @@ func work(ctx context.Context, po *ps.Postoffice, o options, out io.Writer) erro
 	}
 	seconds := time.Since(began).Seconds()
 	sums, err := t.totals(ctx)
-	if err != nil || po.Rank() != 0 {
+	if err != nil || node.Rank() != 0 {
 		return err
 	}
 	objective, optimum := sums[0]/sums[2], sums[1]/sums[2]
 	excess := objective/optimum - 1
 	fmt.Fprintf(out, "sparse_logreg: servers=%d workers=%d features=%d examples=%.0f objective=%.5f optimum=%.5f "+
-		"excess_percent=%.3f seconds=%.2f keys_per_second=%.0f\n", po.NumServers(), po.NumWorkers(), o.features,
+		"excess_percent=%.3f seconds=%.2f keys_per_second=%.0f\n", node.NumServers(), node.NumWorkers(), o.features,
 		sums[2], objective, optimum, 100*excess, seconds, sums[3]/seconds)
 	if excess > 0.01 {
 		return errors.New("sparse_logreg: the objective is more than 1% above the optimum")

@@ -28,21 +28,21 @@ type batch struct {
 // trainer is a worker.
 type trainer struct {
 	options
-	po      *ps.Postoffice
+	node    *ps.Node
 	weights *ps.KVWorker[float32]
 	sums    *ps.KVWorker[float64]
 	batches []batch
 }
 
-func newTrainer(po *ps.Postoffice, o options) (t *trainer, err error) {
-	t = &trainer{options: o, po: po}
-	if t.weights, err = ps.NewKVWorker[float32](po, weightsApp, 0, ps.SimpleHandlers{}); err != nil {
+func newTrainer(node *ps.Node, o options) (t *trainer, err error) {
+	t = &trainer{options: o, node: node}
+	if t.weights, err = ps.NewKVWorker[float32](node, ps.App(weightsApp)); err != nil {
 		return nil, err
 	}
-	if t.sums, err = ps.NewKVWorker[float64](po, totalsApp, 0, ps.SimpleHandlers{}); err != nil {
+	if t.sums, err = ps.NewKVWorker[float64](node, ps.App(totalsApp)); err != nil {
 		return nil, err
 	}
-	random := rand.New(rand.NewPCG(o.seed, uint64(po.Rank())))
+	random := rand.New(rand.NewPCG(o.seed, uint64(node.Rank())))
 	for left := o.examples; left > 0; left -= o.batch {
 		t.batches = append(t.batches, o.generate(random, min(left, o.batch)))
 	}
@@ -101,7 +101,7 @@ func entropy(y, p float64) float64 {
 // initialize sets a part of the weights to 0. The other workers set the others.
 func (t *trainer) initialize(ctx context.Context) error {
 	const chunk = 1 << 18
-	n, rank := t.po.NumWorkers(), t.po.Rank()
+	n, rank := t.node.NumWorkers(), t.node.Rank()
 	step := ps.MaxKey / uint64(t.features)
 	from, to := t.features/n*rank, t.features/n*(rank+1)
 	if rank == n-1 {
@@ -112,11 +112,7 @@ func (t *trainer) initialize(ctx context.Context) error {
 		for i := range keys {
 			keys[i] = step * uint64(from+i)
 		}
-		r, err := t.weights.Push(ctx, keys, make([]float32, len(keys)), ps.Cmd(ps.InitCmd))
-		if err == nil {
-			err = r.Wait(ctx)
-		}
-		if err != nil {
+		if err := t.weights.Push(ctx, keys, make([]float32, len(keys)), ps.Cmd(ps.InitCmd)); err != nil {
 			return err
 		}
 	}
@@ -125,18 +121,15 @@ func (t *trainer) initialize(ctx context.Context) error {
 
 // meet waits until all workers have called it. Each then sees what the others have pushed before.
 func (t *trainer) meet(ctx context.Context) error {
-	if err := t.po.Clock(ctx, 0); err != nil {
+	if err := t.node.Clock(ctx); err != nil {
 		return err
 	}
-	return t.po.Barrier(ctx, 0, ps.WorkerGroup)
+	return t.node.Barrier(ctx, ps.WorkerGroup)
 }
 
 // pull returns the weights of a batch.
 func (t *trainer) pull(ctx context.Context, b *batch) (weights []float32, err error) {
-	r, err := t.weights.Pull(ctx, b.keys, &weights)
-	if err == nil {
-		err = r.Wait(ctx)
-	}
+	err = t.weights.Pull(ctx, b.keys, &weights)
 	return weights, err
 }
 
@@ -152,10 +145,10 @@ func (t *trainer) train(ctx context.Context) error {
 			if err != nil {
 				return err
 			}
-			if last, err = t.weights.Push(ctx, b.keys, t.gradient(b, weights)); err != nil {
+			if last, err = t.weights.PushAsync(ctx, b.keys, t.gradient(b, weights)); err != nil {
 				return err
 			}
-			if err := t.po.Clock(ctx, 0); err != nil {
+			if err := t.node.Clock(ctx); err != nil {
 				return err
 			}
 		}
@@ -194,19 +187,12 @@ func (t *trainer) totals(ctx context.Context) (sums []float64, err error) {
 		own[3] += float64(2 * t.epochs * len(b.keys))
 	}
 	keys := []uint64{0, 1, 2, 3}
-	r, err := t.sums.Push(ctx, keys, own)
-	if err == nil {
-		err = r.Wait(ctx)
-	}
-	if err == nil {
-		err = t.meet(ctx)
-	}
-	if err != nil {
+	if err := t.sums.Push(ctx, keys, own); err != nil {
 		return nil, err
 	}
-	r, err = t.sums.Pull(ctx, keys, &sums)
-	if err == nil {
-		err = r.Wait(ctx)
+	if err := t.meet(ctx); err != nil {
+		return nil, err
 	}
+	err = t.sums.Pull(ctx, keys, &sums)
 	return sums, err
 }

@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"log/slog"
 	"math"
 	"math/rand/v2"
 	"slices"
@@ -10,8 +11,6 @@ import (
 	"sync"
 	"testing"
 	"time"
-
-	"go.uber.org/zap"
 
 	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/ps"
@@ -37,7 +36,7 @@ func TestTraining(t *testing.T) {
 		for _, role := range slices.Concat([]string{"scheduler"}, slices.Repeat([]string{"server"}, servers),
 			slices.Repeat([]string{"worker"}, workers)) {
 			wg.Go(func() {
-				job := ps.Options{Log: zap.NewNop(), Settings: map[string]string{"DMLC_ROLE": role,
+				job := ps.Config{Logger: slog.New(slog.DiscardHandler), Settings: map[string]string{"DMLC_ROLE": role,
 					"DMLC_NUM_SERVER": strconv.Itoa(servers), "DMLC_NUM_WORKER": strconv.Itoa(workers),
 					"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": port, "HVD_STALENESS": staleness,
 					"PS_HEARTBEAT_TIMEOUT": "60", "HOROVOD_GLOO_TIMEOUT_SECONDS": "60"}}

@@ -2,7 +2,6 @@ package e2e
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"io"
 	"net/http"
@@ -30,21 +29,21 @@ func lagging(ctx context.Context) error {
 		<-signals
 		close(released)
 	}()
-	po, err := ps.Start(ctx, ps.Options{})
+	node, err := ps.Join(ctx, ps.Config{})
 	if err != nil {
 		return err
 	}
-	switch {
-	case po.IsServer():
+	switch node.Role() {
+	case ps.Server:
 		got := 0
 		handler := func(meta ps.KVMeta, _ ps.KVPairs[float64], s *ps.KVServer[float64]) {
 			answer := func() {
-				if err := s.Response(meta, ps.KVPairs[float64]{}); err != nil {
+				if err := s.Respond(meta, ps.KVPairs[float64]{}); err != nil {
 					fmt.Println("error", err)
 				}
 			}
-			late := meta.Sender == van.WorkerID(1)
-			if late && po.Rank() == 1 {
+			late := meta.Sender == ps.NodeID(van.WorkerID(1))
+			if late && node.Rank() == 1 {
 				go func() {
 					<-released
 					answer()
@@ -58,25 +57,25 @@ func lagging(ctx context.Context) error {
 				}
 			}
 		}
-		_, err = ps.NewKVServer(po, 0, ps.KVHandler[float64](handler), ps.SimpleHandlers{})
-	case po.IsWorker():
-		err = laggingWorker(ctx, po)
+		_, err = ps.NewKVServer(node, ps.KVHandler[float64](handler))
+	case ps.Worker:
+		err = laggingWorker(ctx, node)
 	}
-	return errors.Join(err, po.Finalize(ctx, err == nil))
+	return finalize(ctx, node, err)
 }
 
 // laggingPushes is the number of pushes of each worker to each server.
 const laggingPushes = 3
 
 // laggingWorker pushes to both servers and enters a barrier when they have answered.
-func laggingWorker(ctx context.Context, po *ps.Postoffice) error {
-	w, err := ps.NewKVWorker[float64](po, 0, 0, ps.SimpleHandlers{})
+func laggingWorker(ctx context.Context, node *ps.Node) error {
+	w, err := ps.NewKVWorker[float64](node)
 	if err != nil {
 		return err
 	}
 	var requests []*ps.Request
 	for range laggingPushes {
-		r, err := w.Push(ctx, []uint64{1, ps.MaxKey - 10}, []float64{1, 1})
+		r, err := w.PushAsync(ctx, []uint64{1, ps.MaxKey - 10}, []float64{1, 1})
 		if err != nil {
 			return err
 		}
@@ -87,7 +86,7 @@ func laggingWorker(ctx context.Context, po *ps.Postoffice) error {
 			return err
 		}
 	}
-	return po.Barrier(ctx, 0, ps.WorkerGroup)
+	return node.Barrier(ctx, ps.WorkerGroup)
 }
 
 // heldUp returns the metric hvd_ps_held_up_seconds_total of a node, as hvdrun serves it.

@@ -2,7 +2,6 @@ package e2e
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"io"
 	"math/rand/v2"
@@ -19,6 +18,7 @@ import (
 	"go.uber.org/zap"
 	"go.uber.org/zap/zapcore"
 
+	"github.com/gohvd/gohvd/internal/logs"
 	"github.com/gohvd/gohvd/ps"
 )
 
@@ -62,18 +62,18 @@ func starting(ctx context.Context) error {
 		}
 		return nil
 	}))
-	po, err := ps.Start(ctx, ps.Options{Log: log, Settings: map[string]string{"PS_VERBOSE": "1"}})
+	node, err := ps.Join(ctx, ps.Config{Logger: logs.ToSlog(log), Settings: map[string]string{"PS_VERBOSE": "1"}})
 	if err != nil {
 		return err
 	}
-	fmt.Println("started", po.IsRecovery())
-	if po.IsServer() {
-		_, err = ps.NewKVServer(po, 0, ps.Sum[float64](), ps.SimpleHandlers{})
+	fmt.Println("started", node.IsRecovery())
+	if node.Role() == ps.Server {
+		_, err = ps.NewKVServer(node, ps.Sum[float64]())
 	}
-	if err == nil && po.IsWorker() {
-		err = returningRounds(ctx, po)
+	if err == nil && node.Role() == ps.Worker {
+		err = returningRounds(ctx, node)
 	}
-	return errors.Join(err, po.Finalize(ctx, err == nil))
+	return finalize(ctx, node, err)
 }
 
 // startingJob is a job of nodes with the program starting.

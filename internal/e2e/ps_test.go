@@ -34,7 +34,7 @@ const (
 // node is a node of a parameter server. In each round a worker pushes 1 to keys of all servers, and meets the
 // other workers. At the end it prints the sum of the first and the last key.
 func node(ctx context.Context) error {
-	po, err := ps.Start(ctx, ps.Options{})
+	node, err := ps.Join(ctx, ps.Config{})
 	if err != nil {
 		return err
 	}
@@ -45,34 +45,39 @@ func node(ctx context.Context) error {
 	}
 	fmt.Println("addresses", addrs)
 	if os.Getenv(leavesVariable) != "" {
-		return leave(ctx, po)
+		return leave(ctx, node)
 	}
-	switch {
-	case po.IsServer():
-		_, err = ps.NewKVServer(po, 0, ps.Sum[float64](), ps.SimpleHandlers{})
-	case po.IsWorker():
-		err = nodeRounds(ctx, po)
+	switch node.Role() {
+	case ps.Server:
+		_, err = ps.NewKVServer(node, ps.Sum[float64]())
+	case ps.Worker:
+		err = nodeRounds(ctx, node)
 	}
+	return finalize(ctx, node, err)
+}
+
+// finalize leaves the job after the program of a node has returned err.
+func finalize(ctx context.Context, node *ps.Node, err error) error {
 	if err != nil {
-		return errors.Join(err, po.Finalize(ctx, false))
+		return errors.Join(err, node.Close())
 	}
-	return po.Finalize(ctx, true)
+	return node.Finalize(ctx)
 }
 
 // leave makes worker 1 leave with an error. The other nodes wait until hvdrun ends them: the scheduler by
 // SIGTERM, and those that see its end later.
-func leave(ctx context.Context, po *ps.Postoffice) error {
-	if po.IsWorker() && po.Rank() == 1 {
-		return errors.Join(errors.New("this worker leaves"), po.Finalize(ctx, false))
+func leave(ctx context.Context, node *ps.Node) error {
+	if node.Role() == ps.Worker && node.Rank() == 1 {
+		return errors.Join(errors.New("this worker leaves"), node.Close())
 	}
-	if !po.IsScheduler() {
+	if node.Role() != ps.Scheduler {
 		signal.Ignore(syscall.SIGTERM)
 	}
 	select {}
 }
 
-func nodeRounds(ctx context.Context, po *ps.Postoffice) error {
-	w, err := ps.NewKVWorker[float64](po, 0, 0, ps.SimpleHandlers{})
+func nodeRounds(ctx context.Context, node *ps.Node) error {
+	w, err := ps.NewKVWorker[float64](node)
 	if err != nil {
 		return err
 	}
@@ -82,23 +87,15 @@ func nodeRounds(ctx context.Context, po *ps.Postoffice) error {
 	}
 	keys, ones := []uint64{1, ps.MaxKey / 2, ps.MaxKey - 10}, []float64{1, 1, 1}
 	for round := 0; round != rounds; round++ {
-		r, err := w.Push(ctx, keys, ones)
-		if err == nil {
-			err = r.Wait(ctx)
+		if err := w.Push(ctx, keys, ones); err != nil {
+			return err
 		}
-		if err == nil {
-			err = po.Barrier(ctx, 0, ps.WorkerGroup)
-		}
-		if err != nil {
+		if err := node.Barrier(ctx, ps.WorkerGroup); err != nil {
 			return err
 		}
 	}
 	var sums []float64
-	r, err := w.Pull(ctx, keys, &sums)
-	if err == nil {
-		err = r.Wait(ctx)
-	}
-	if err != nil {
+	if err := w.Pull(ctx, keys, &sums); err != nil {
 		return err
 	}
 	fmt.Println("sums", sums)
@@ -109,26 +106,26 @@ func nodeRounds(ctx context.Context, po *ps.Postoffice) error {
 // and reads them back, again and again. If a server ends, it repeats the round. It ends when the scheduler
 // ends.
 func returning(ctx context.Context) error {
-	po, err := ps.Start(ctx, ps.Options{})
+	node, err := ps.Join(ctx, ps.Config{})
 	if err != nil {
 		return err
 	}
 	fmt.Println("pid", os.Getpid())
-	if po.IsServer() {
-		_, err = ps.NewKVServer(po, 0, ps.Sum[float64](), ps.SimpleHandlers{})
+	if node.Role() == ps.Server {
+		_, err = ps.NewKVServer(node, ps.Sum[float64]())
 	}
-	if err == nil && po.IsWorker() {
-		err = returningRounds(ctx, po)
+	if err == nil && node.Role() == ps.Worker {
+		err = returningRounds(ctx, node)
 	}
-	return errors.Join(err, po.Finalize(ctx, err == nil))
+	return finalize(ctx, node, err)
 }
 
-func returningRounds(ctx context.Context, po *ps.Postoffice) error {
-	w, err := ps.NewKVWorker[float64](po, 0, 0, ps.SimpleHandlers{})
+func returningRounds(ctx context.Context, node *ps.Node) error {
+	w, err := ps.NewKVWorker[float64](node)
 	if err != nil {
 		return err
 	}
-	key, told := uint64(po.Rank()), time.Time{}
+	key, told := uint64(node.Rank()), time.Time{}
 	for round := 0; ; round++ {
 		gone, err := setAndRead(ctx, w, []uint64{key, ps.MaxKey/2 + key}, float64(round))
 		switch {
@@ -137,7 +134,7 @@ func returningRounds(ctx context.Context, po *ps.Postoffice) error {
 		case gone == ps.SchedulerGroup:
 			return errors.New("the scheduler is gone")
 		case gone != 0:
-			if err := po.AwaitReturn(ctx, gone); err != nil {
+			if err := node.AwaitReturn(ctx, gone); err != nil {
 				return err
 			}
 		case time.Since(told) > 10*time.Millisecond:
@@ -150,19 +147,14 @@ func returningRounds(ctx context.Context, po *ps.Postoffice) error {
 // setAndRead sets v at the first key and -v at the second one, and reads them back. If a node has ended
 // meanwhile, it returns its id.
 func setAndRead(ctx context.Context, w *ps.KVWorker[float64], keys []uint64,
-	v float64) (gone int, err error) {
+	v float64) (gone ps.NodeID, err error) {
 	var got []float64
-	r, err := w.Push(ctx, keys, []float64{v, -v}, ps.Cmd(ps.InitCmd))
+	err = w.Push(ctx, keys, []float64{v, -v}, ps.Cmd(ps.InitCmd))
 	if err == nil {
-		err = r.Wait(ctx)
-	}
-	if err == nil {
-		if r, err = w.Pull(ctx, keys, &got); err == nil {
-			err = r.Wait(ctx)
-		}
+		err = w.Pull(ctx, keys, &got)
 	}
 	if node, ok := errors.AsType[*ps.NodeError](err); ok {
-		return node.ID, nil
+		return node.Node, nil
 	}
 	// A server that has ended after the push and is back has no values.
 	if remote, ok := errors.AsType[*ps.RemoteError](err); ok &&

@@ -10,7 +10,6 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/hvd"
-	"github.com/gohvd/gohvd/internal/ps/van"
 	"github.com/gohvd/gohvd/ps"
 )
 
@@ -113,34 +112,34 @@ func faultyNode(ctx context.Context) error {
 	if victim && fault == "hung in Init" {
 		_ = happen(fault)
 	}
-	po, err := ps.Start(ctx, ps.Options{})
+	node, err := ps.Join(ctx, ps.Config{})
 	if err != nil {
 		return err
 	}
 	fmt.Println("ready")
-	if po.IsServer() {
-		_, err = ps.NewKVServer(po, 0, ps.Sum[float64](), ps.SimpleHandlers{})
+	if node.Role() == ps.Server {
+		_, err = ps.NewKVServer(node, ps.Sum[float64]())
 	}
 	switch {
 	case err != nil:
-	case po.IsWorker():
-		err = faultyWorker(ctx, po, victim, fault)
+	case node.Role() == ps.Worker:
+		err = faultyWorker(ctx, node, victim, fault)
 	case victim && fault != "hung in Init":
 		<-time.After(100 * time.Millisecond) // meanwhile the workers send requests
 		err = happen(fault)
 	}
-	return errors.Join(err, po.Finalize(ctx, err == nil))
+	return finalize(ctx, node, err)
 }
 
 // returnVariable names the variable that makes the workers wait for the return of a node that has ended.
 const returnVariable = "GOHVD_E2E_RETURN"
 
-func faultyWorker(ctx context.Context, po *ps.Postoffice, victim bool, fault string) error {
-	w, err := ps.NewKVWorker[float64](po, 0, 0, ps.SimpleHandlers{})
+func faultyWorker(ctx context.Context, node *ps.Node, victim bool, fault string) error {
+	w, err := ps.NewKVWorker[float64](node)
 	if err != nil {
 		return err
 	}
-	returns, key := os.Getenv(returnVariable) != "", uint64(po.Rank())
+	returns, key := os.Getenv(returnVariable) != "", uint64(node.Rank())
 	var told time.Time
 	for step := 0; !returns || proceed(); step++ {
 		if victim && step == faultStep && fault != "hung in Init" {
@@ -150,15 +149,15 @@ func faultyWorker(ctx context.Context, po *ps.Postoffice, victim bool, fault str
 		}
 		gone, err := setAndRead(ctx, w, []uint64{key, ps.MaxKey/2 + key}, float64(step))
 		if err == nil && gone == 0 && !returns {
-			err = po.Barrier(ctx, 0, ps.WorkerGroup)
+			err = node.Barrier(ctx, ps.WorkerGroup)
 		}
 		switch {
 		case err != nil:
 			return err
 		case gone != 0 && !returns:
-			return fmt.Errorf("%s is gone", van.Name(gone))
+			return fmt.Errorf("%s is gone", gone)
 		case gone != 0:
-			if err := po.AwaitReturn(ctx, gone); err != nil {
+			if err := node.AwaitReturn(ctx, gone); err != nil {
 				return err
 			}
 			<-time.After(5 * time.Millisecond) // the connection with the server comes after the news

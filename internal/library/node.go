@@ -16,10 +16,16 @@ import (
 // Node is a node of a parameter server.
 type Node struct{ member }
 
+// Role returns the number of the node's role in the C API, which is that of the group with the same role.
+func (n *Node) Role() int {
+	groups := map[ps.Role]ps.NodeID{ps.Scheduler: ps.SchedulerGroup, ps.Server: ps.ServerGroup,
+		ps.Worker: ps.WorkerGroup}
+	return int(groups[n.role()])
+}
+
 // member is a node in this process or in a sidecar.
 type member interface {
-	// Role returns the group that has only the nodes of this role.
-	Role() int
+	role() ps.Role
 	Rank() int
 	NumWorkers() int
 	NumServers() int
@@ -37,6 +43,8 @@ type member interface {
 // localNode is a node in this process.
 type localNode struct{ *node.Node }
 
+func (n localNode) role() ps.Role { return n.Role() }
+
 func (n localNode) exchange(x *node.Exchange) (wait func() error, err error) {
 	r, err := n.Begin(context.Background(), x)
 	if err != nil {
@@ -45,11 +53,18 @@ func (n localNode) exchange(x *node.Exchange) (wait func() error, err error) {
 	return func() error { return r.Wait(context.Background()) }, nil
 }
 
-func (n localNode) clock() error { return n.Clock(context.Background(), 0) }
+func (n localNode) clock() error { return n.Clock(context.Background()) }
 
-func (n localNode) barrier(group int) error { return n.Barrier(context.Background(), 0, group) }
+func (n localNode) barrier(group int) error {
+	return n.Barrier(context.Background(), ps.NodeID(group))
+}
 
-func (n localNode) finalize(barrier bool) error { return n.Finalize(context.Background(), barrier) }
+func (n localNode) finalize(barrier bool) error {
+	if !barrier {
+		return n.Close()
+	}
+	return n.Finalize(context.Background())
+}
 
 func (n localNode) fail(reason string) error {
 	n.Fail(reason)
@@ -62,15 +77,7 @@ type remoteNode struct {
 	at      client.Node
 }
 
-func (n *remoteNode) Role() int {
-	switch n.at.Role {
-	case "scheduler":
-		return ps.SchedulerGroup
-	case "server":
-		return ps.ServerGroup
-	}
-	return ps.WorkerGroup
-}
+func (n *remoteNode) role() ps.Role { return ps.Role(n.at.Role) }
 
 func (n *remoteNode) Rank() int { return n.at.Rank }
 
@@ -134,7 +141,7 @@ func (l *Library) newNode(settings map[string]string) (member, error) {
 	if _, err := options.Read(); err != nil {
 		return nil, err
 	}
-	n, err := node.Start(context.Background(), settings, options.Log)
+	n, err := node.Join(context.Background(), settings, nil)
 	return localNode{n}, err
 }
 

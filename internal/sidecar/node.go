@@ -8,6 +8,7 @@ import (
 	"sync/atomic"
 	"unsafe"
 
+	"github.com/gohvd/gohvd/internal/logs"
 	psnode "github.com/gohvd/gohvd/internal/ps/node"
 	"github.com/gohvd/gohvd/internal/sidecar/sidecarpb"
 	"github.com/gohvd/gohvd/internal/tensor"
@@ -62,7 +63,7 @@ func (n *node) run() {
 	}
 	<-n.conn.server.ctx.Done()
 	if n.started != nil {
-		n.conn.server.check(n.started.Finalize(n.ctx, false))
+		n.conn.server.check(n.started.Close())
 	}
 }
 
@@ -88,14 +89,13 @@ func (n *node) start(settings map[string]string) (*sidecarpb.Reply, error) {
 	if n.started != nil {
 		return nil, usage("start", "", errors.New("this client has started a node already"))
 	}
-	started, err := psnode.Start(n.ctx, settings, n.conn.server.log)
+	started, err := psnode.Join(n.ctx, settings, logs.ToSlog(n.conn.server.log))
 	if err != nil {
 		return nil, err
 	}
 	n.started = started
 	n.active.Store(true)
-	role := map[int]string{ps.SchedulerGroup: "scheduler", ps.ServerGroup: "server", ps.WorkerGroup: "worker"}
-	return &sidecarpb.Reply{What: &sidecarpb.Reply_Node{Node: &sidecarpb.Node{Role: role[started.Role()],
+	return &sidecarpb.Reply{What: &sidecarpb.Reply_Node{Node: &sidecarpb.Node{Role: string(started.Role()),
 		Rank: int32(started.Rank()), NumWorkers: int32(started.NumWorkers()),
 		NumServers: int32(started.NumServers())}}}, nil
 }
@@ -111,15 +111,18 @@ func (n *node) control(q *sidecarpb.Request) error {
 		dt := tensor.DType(min(v.GetDtype(), math.MaxUint8))
 		return n.started.Serve(int(v.GetApp()), dt, v.GetHandler(), v.GetParameters())
 	case *sidecarpb.Request_Clock:
-		return n.started.Clock(n.ctx, 0)
+		return n.started.Clock(n.ctx)
 	case *sidecarpb.Request_NodeBarrier:
-		return n.started.Barrier(n.ctx, 0, int(what.NodeBarrier.GetGroup()))
+		return n.started.Barrier(n.ctx, ps.NodeID(what.NodeBarrier.GetGroup()))
 	case *sidecarpb.Request_Finalize:
 		var err error
-		if failure := what.Finalize.GetFailure(); failure != "" {
+		switch failure := what.Finalize.GetFailure(); {
+		case failure != "":
 			n.started.Fail(failure)
-		} else {
-			err = n.started.Finalize(n.ctx, what.Finalize.GetBarrier())
+		case what.Finalize.GetBarrier():
+			err = n.started.Finalize(n.ctx)
+		default:
+			err = n.started.Close()
 		}
 		n.active.Store(false)
 		n.started = nil

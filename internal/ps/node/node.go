@@ -5,11 +5,10 @@ package node
 import (
 	"context"
 	"fmt"
+	"log/slog"
 	"maps"
 	"slices"
 	"sync"
-
-	"go.uber.org/zap"
 
 	"github.com/gohvd/gohvd/half"
 	"github.com/gohvd/gohvd/internal/engine"
@@ -19,7 +18,7 @@ import (
 
 // Node is a node of a parameter server. Its methods are safe for concurrent use.
 type Node struct {
-	*ps.Postoffice
+	*ps.Node
 
 	mu      sync.Mutex
 	workers map[workerKey]exchanger
@@ -31,24 +30,13 @@ type workerKey struct {
 	dtype tensor.DType
 }
 
-// Start joins the job that the environment and settings describe.
-func Start(ctx context.Context, settings map[string]string, log *zap.Logger) (*Node, error) {
-	po, err := ps.Start(ctx, ps.Options{Settings: settings, Log: log})
+// Join joins the job that the environment and settings describe. If log is nil, the log goes to stderr.
+func Join(ctx context.Context, settings map[string]string, log *slog.Logger) (*Node, error) {
+	n, err := ps.Join(ctx, ps.Config{Settings: settings, Logger: log})
 	if err != nil {
 		return nil, err
 	}
-	return &Node{Postoffice: po, workers: make(map[workerKey]exchanger)}, nil
-}
-
-// Role returns the group that has only the nodes of the role of n.
-func (n *Node) Role() int {
-	switch {
-	case n.IsScheduler():
-		return ps.SchedulerGroup
-	case n.IsServer():
-		return ps.ServerGroup
-	}
-	return ps.WorkerGroup
+	return &Node{Node: n, workers: make(map[workerKey]exchanger)}, nil
 }
 
 // Serve makes the server of an app, for values of type dt, with a built-in handler and its parameters.
@@ -57,7 +45,7 @@ func (n *Node) Serve(app int, dt tensor.DType, handler string, parameters []floa
 	if t.serve == nil {
 		return misuse("serve", "got the element type %d, which a server cannot have", dt)
 	}
-	return t.serve(n.Postoffice, app, handler, parameters)
+	return t.serve(n.Node, app, handler, parameters)
 }
 
 // Exchange is a push, a pull, or a push and then a pull of the same keys. The memory belongs to the node
@@ -92,7 +80,7 @@ func (n *Node) worker(key workerKey) (exchanger, error) {
 	if t.work == nil {
 		return nil, misuse("exchange", "got the element type %d, which values cannot have", key.dtype)
 	}
-	w, err := t.work(n.Postoffice, key.app)
+	w, err := t.work(n.Node, key.app)
 	if err == nil {
 		n.workers[key] = w
 	}
@@ -111,8 +99,8 @@ type exchanger interface {
 
 // valueType makes workers and servers for a type of values.
 type valueType struct {
-	work  func(po *ps.Postoffice, app int) (exchanger, error)
-	serve func(po *ps.Postoffice, app int, handler string, parameters []float64) error
+	work  func(n *ps.Node, app int) (exchanger, error)
+	serve func(n *ps.Node, app int, handler string, parameters []float64) error
 }
 
 // types has the element types of values.
@@ -150,14 +138,14 @@ func floats[T ps.Float]() valueType {
 }
 
 // serveWith returns a function that makes a server with one of the handlers.
-func serveWith[T ps.Value](all handlers[T]) func(*ps.Postoffice, int, string, []float64) error {
-	return func(po *ps.Postoffice, app int, handler string, parameters []float64) error {
+func serveWith[T ps.Value](all handlers[T]) func(*ps.Node, int, string, []float64) error {
+	return func(n *ps.Node, app int, handler string, parameters []float64) error {
 		h, ok := all[handler]
 		if !ok || len(parameters) != h.parameters {
 			return misuse("serve", "got the handler %q with %d parameters for values of type %s, want %v",
 				handler, len(parameters), tensor.Of[T](), slices.Sorted(maps.Keys(all)))
 		}
-		_, err := ps.NewKVServer(po, app, h.new(parameters), ps.SimpleHandlers{})
+		_, err := ps.NewKVServer(n, h.new(parameters), ps.App(app))
 		return err
 	}
 }
@@ -165,8 +153,8 @@ func serveWith[T ps.Value](all handlers[T]) func(*ps.Postoffice, int, string, []
 // worker is an exchanger.
 type worker[T ps.Value] struct{ *ps.KVWorker[T] }
 
-func work[T ps.Value](po *ps.Postoffice, app int) (exchanger, error) {
-	w, err := ps.NewKVWorker[T](po, app, 0, ps.SimpleHandlers{})
+func work[T ps.Value](n *ps.Node, app int) (exchanger, error) {
+	w, err := ps.NewKVWorker[T](n, ps.App(app))
 	return worker[T]{w}, err
 }
 
@@ -176,16 +164,16 @@ func (w worker[T]) begin(ctx context.Context, x *Exchange) (*ps.Request, error) 
 			len(x.Values), len(x.Results), size)
 	}
 	vals, out := tensor.View[T](x.Values), tensor.View[T](x.Results)
-	opts := []ps.Option{ps.Cmd(x.Command), ps.Priority(x.Priority)}
+	cmd, priority := ps.Cmd(x.Command), ps.Priority(x.Priority)
 	switch {
 	case x.Pull && len(out) == 0 && len(x.Keys) > 0:
 		return nil, misuse("exchange", "there is no memory for the pulled values")
 	case x.Push && x.Pull:
-		return w.PushPull(ctx, x.Keys, vals, &out, opts...)
+		return w.PushPullAsync(ctx, x.Keys, vals, &out, cmd, priority)
 	case x.Push:
-		return w.Push(ctx, x.Keys, vals, opts...)
+		return w.PushAsync(ctx, x.Keys, vals, cmd, priority)
 	case x.Pull:
-		return w.Pull(ctx, x.Keys, &out, opts...)
+		return w.PullAsync(ctx, x.Keys, &out, cmd, priority)
 	}
 	return nil, misuse("exchange", "it is neither a push nor a pull")
 }
