@@ -25,8 +25,8 @@ type workerClock struct {
 	failed  error         // the first error of a push in this iteration
 }
 
-// begin counts a push or pull, and returns the number of the current iteration.
-func (c *workerClock) begin() (int64, error) {
+// beginRequest counts a push or pull, and returns the number of the current iteration.
+func (c *workerClock) beginRequest() (int64, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.ended {
@@ -36,8 +36,8 @@ func (c *workerClock) begin() (int64, error) {
 	return c.now, nil
 }
 
-// done records that a push or pull has completed.
-func (c *workerClock) done(push bool, err error) {
+// endRequest records that a push or pull has completed.
+func (c *workerClock) endRequest(push bool, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.pending--
@@ -50,8 +50,8 @@ func (c *workerClock) done(push bool, err error) {
 	}
 }
 
-// call begins a call of Clock.
-func (c *workerClock) call() error {
+// beginCall begins a call of Clock.
+func (c *workerClock) beginCall() error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.calling {
@@ -61,8 +61,8 @@ func (c *workerClock) call() error {
 	return nil
 }
 
-// returns ends a call of Clock. If it is successful, the next iteration begins.
-func (c *workerClock) returns(err error) {
+// endCall ends a call of Clock. If it is successful, the next iteration begins.
+func (c *workerClock) endCall(err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.calling = false
@@ -72,9 +72,9 @@ func (c *workerClock) returns(err error) {
 	}
 }
 
-// end ends the current iteration, and waits until its pushes and pulls have completed. If a push has failed,
-// the iteration goes on, and end returns the error.
-func (c *workerClock) end(ctx context.Context) error {
+// endIteration ends the current iteration, and waits until its pushes and pulls have completed. If a push has
+// failed, the iteration goes on, and endIteration returns the error.
+func (c *workerClock) endIteration(ctx context.Context) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.ended = true
@@ -111,24 +111,23 @@ func (p *postoffice) synchronous() bool { return p.set.PS.Staleness != config.Un
 // Clock ends the current iteration of a worker. The mode of the job (HVD_STALENESS) decides what it waits
 // for.
 //
-//   - Asynchronous: it does not wait.
-//   - Stale-synchronous with the bound s: it waits until all pushes and pulls of the worker have completed, and
-//     until no worker has ended more than s iterations less than this one.
-//   - Bulk-synchronous: the same with s = 0.
+// - Asynchronous: it does not wait. - Stale-synchronous with the bound s: it waits until all pushes and pulls
+// of the worker have completed, and until no worker has ended more than s iterations less than this one. -
+// Bulk-synchronous: the same with s = 0.
 //
 // If a push of the iteration has failed, Clock returns its error, and the iteration goes on. Clock fails if a
 // worker that it waits for dies, if ctx ends, or after HVD_OPERATION_TIMEOUT_SECONDS. The next iteration has
-// then not begun, and pushes and pulls fail until a further call of Clock returns nil. A worker that leaves
-// the job holds up nobody.
+// then not begun, and pushes and pulls fail until a further call of Clock returns nil. The other workers do
+// not wait for a worker that leaves the job.
 func (n *Node) Clock(ctx context.Context) error {
 	if n.Role() != Worker {
 		return &UsageError{fmt.Errorf("ps: clock: this process is a %s", n.Role())}
 	}
 	c := &n.clocks[n.customer]
-	err := c.call()
+	err := c.beginCall()
 	if err == nil {
 		err = n.endIteration(ctx, n.customer, c)
-		c.returns(err)
+		c.endCall(err)
 	}
 	if err != nil {
 		return fmt.Errorf("ps: clock: %w", public(err))
@@ -149,7 +148,7 @@ func (p *postoffice) endIteration(ctx context.Context, customer int, c *workerCl
 		defer cancel()
 	}
 	p.van.Flush()
-	if err := c.end(ctx); err != nil {
+	if err := c.endIteration(ctx); err != nil {
 		return err
 	}
 	return p.van.Clock(ctx, customer, c.now+1)

@@ -250,7 +250,7 @@ func (c *customer) receive(from van.Process, m *van.Message) {
 		c.replica(from, m)
 	case h.Request:
 		if r := c.replicas[h.Range]; r != nil && (h.Push || h.Pull) {
-			r.await()
+			r.awaitRoom()
 		}
 		c.handling.Lock()
 		defer c.handling.Unlock()
@@ -354,7 +354,7 @@ func (c *customer) sendKeys(r *Request, from van.Process, m *van.Message) {
 		keys.Data = [][]byte{bytesOfKeys(r.of.keysOf(int(h.Range) - 1))}
 	}
 	m.Release()
-	c.po.answer(from, keys)
+	c.po.sendAnswer(from, keys)
 }
 
 // complete ends a request because all responses have arrived, or because of an error. Only the first call has
@@ -544,7 +544,8 @@ func (c *customer) sendAgain(r *Request, p *part) error {
 	if other := c.po.otherServer(home, first); v.Ended(v.Current(first)) && v.Ended(v.Current(other)) {
 		err := v.Gone(first)
 		late.Err = fmt.Errorf("%w, and so is %s, which has the same keys", err, van.Name(other))
-		if !c.po.cfg.Resend { // else the news of the end of one may overtake that of the return of the other
+		// With Resend, the message that one has ended may overtake the one that the other has returned.
+		if !c.po.cfg.Resend {
 			return late
 		}
 	}
@@ -592,17 +593,17 @@ func (c *customer) tick(now time.Time) {
 	})
 }
 
-// close makes the customer answer no further pushes and pulls of replicas.
-func (c *customer) close() {
+// closeReplicas makes the customer answer no further pushes and pulls of replicas.
+func (c *customer) closeReplicas() {
 	for _, r := range c.replicas {
 		r.close()
 	}
 }
 
-// end fails all requests, also later ones.
-func (c *customer) end(err error) {
+// failAll fails all requests, also later ones.
+func (c *customer) failAll(err error) {
 	for _, r := range c.replicas {
-		r.end()
+		r.release()
 	}
 	c.mu.Lock()
 	c.ended = err

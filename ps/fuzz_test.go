@@ -136,7 +136,7 @@ func FuzzReplica(f *testing.F) {
 				partner: van.Process{ID: 10}, applied: make(map[senderKey]*window)}
 			if role == primary {
 				r.out = newOutStream(true)
-				r.send(r.message(&pspb.Replica{Kind: pspb.Replica_TAKE}))
+				r.sendNext(r.makeMessage(&pspb.Replica{Kind: pspb.Replica_TAKE}))
 			} else {
 				r.in = newInStream()
 			}

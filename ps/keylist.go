@@ -118,13 +118,13 @@ func (l *keyLists) get(keys []uint64, slice func(keys []uint64) ([]int, error)) 
 	l.order = append(l.order, k)
 	l.bytes += len(keys) * keyBytes
 	for len(l.order) > maxLists || l.bytes > maxListBytes && len(l.order) > 1 {
-		l.forget(l.order[0])
+		l.forgetList(l.order[0])
 	}
 	return k, nil
 }
 
-// forget removes the oldest list. The caller holds mu.
-func (l *keyLists) forget(k *keyList) {
+// forgetList removes the oldest list. The caller holds mu.
+func (l *keyLists) forgetList(k *keyList) {
 	l.order = l.order[1:]
 	l.bytes -= len(k.keys) * keyBytes
 	print := fingerprint(k.keys)
@@ -168,8 +168,8 @@ type serverLists struct {
 
 func newServerLists() serverLists { return serverLists{lists: make(map[uint64]*serverList)} }
 
-// add remembers a list.
-func (s *serverLists) add(number uint64, list *serverList) {
+// addList remembers a list.
+func (s *serverLists) addList(number uint64, list *serverList) {
 	if old := s.lists[number]; old != nil {
 		return
 	}

@@ -426,7 +426,7 @@ func TestVersions(t *testing.T) {
 	}
 	pull := func(r *resolved) *van.Message {
 		m := van.Make()
-		s.answer(v, 9, r, m)
+		s.answerPull(v, 9, r, m)
 		return m
 	}
 	all := list(1, 2, 3)
@@ -481,7 +481,7 @@ func TestVersionsAreFreed(t *testing.T) {
 		t.Fatal(err)
 	}
 	b, m := r.runs[0].chunk.vals, van.Make()
-	s.answer(nil, 9, r, m)
+	s.answerPull(nil, 9, r, m)
 	if _, ok := arena.Find(b); !ok {
 		t.Fatal("the values are not in the arena")
 	}

@@ -119,7 +119,7 @@ func NewKVServer[T Value](n *Node, handler Handler[T], opts ...AppOption) (*KVSe
 	}
 	if err == nil {
 		a.c.gone = func() { s.old.Store(true) }
-		err = a.add(s.handle)
+		err = a.register(s.handle)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("ps: new KVServer of app %d: %w", o.app, err)
@@ -152,9 +152,9 @@ func (s *KVServer[T]) replicate() error {
 	return nil
 }
 
-// forget drops what concerns workers that have gone, and reports whether from is one of them. A message of
-// such a worker may have waited for handling.
-func (s *KVServer[T]) forget(from van.Process) bool {
+// forgetWorkers drops what concerns workers that have gone, and reports whether from is one of them. A
+// message of such a worker may have waited for handling.
+func (s *KVServer[T]) forgetWorkers(from van.Process) bool {
 	connected := s.c.po.van.Connected
 	if s.old.Swap(false) {
 		maps.DeleteFunc(s.lists, func(key senderKey, _ *serverLists) bool { return !connected(key.process) })
@@ -169,7 +169,7 @@ func (s *KVServer[T]) forget(from van.Process) bool {
 
 // handle handles a request of a worker.
 func (s *KVServer[T]) handle(from van.Process, m *van.Message) {
-	if s.forget(from) {
+	if s.forgetWorkers(from) {
 		m.Release()
 		return
 	}
@@ -226,7 +226,7 @@ func (s *KVServer[T]) moved(from van.Process, m *van.Message) {
 	moved := &van.Message{Header: &pspb.Header{AppId: h.AppId, CustomerId: h.CustomerId,
 		Timestamp: h.Timestamp, Range: h.Range, Moved: true}}
 	m.Release()
-	s.c.po.answer(from, moved)
+	s.c.po.sendAnswer(from, moved)
 }
 
 // checkFrames returns an error unless m is a push or pull of values of type dt. It makes a copy of lengths
@@ -258,7 +258,7 @@ func (s *KVServer[T]) want(from van.Process, key parkedKey, m *van.Message) {
 	}
 	s.parked[key] = m
 	s.parkedBytes += n
-	s.c.po.answer(from, &van.Message{Header: &pspb.Header{AppId: h.AppId, CustomerId: h.CustomerId,
+	s.c.po.sendAnswer(from, &van.Message{Header: &pspb.Header{AppId: h.AppId, CustomerId: h.CustomerId,
 		Timestamp: h.Timestamp, Range: h.Range, KeyList: h.KeyList, WantKeys: true}})
 }
 
@@ -287,7 +287,7 @@ func (s *KVServer[T]) learn(sender senderKey, number uint64, b []byte) (*serverL
 	if err := checkKeys(list.keys); err != nil {
 		return nil, err
 	}
-	lists.add(number, list)
+	lists.addList(number, list)
 	return list, nil
 }
 
@@ -305,7 +305,7 @@ func (s *KVServer[T]) serve(from van.Process, m *van.Message, list *serverList, 
 		if len(m.Data[2]) > 0 {
 			data.Lens = tensor.View[int32](m.Data[2])
 		}
-		err = data.check(h.Push)
+		err = data.checkLengths(h.Push)
 	}
 	if err != nil {
 		s.c.po.refuse(from, m, err)
@@ -317,7 +317,7 @@ func (s *KVServer[T]) serve(from van.Process, m *van.Message, list *serverList, 
 	}
 	*req = kvRequest{from: from, m: m, replica: s.c.replicas[h.Range], home: h.Range, priority: h.Priority,
 		keys: len(list.keys), pushed: len(m.Data[1]),
-		event: s.c.po.observer.begin(kindOf(h.Push, h.Pull))}
+		event: s.c.po.observer.beginEvent(kindOf(h.Push, h.Pull))}
 	s.handler.handle(KVMeta{Cmd: h.Head, Push: h.Push, Pull: h.Pull, Sender: NodeID(from.ID),
 		Customer: int(h.CustomerId), Timestamp: h.Timestamp, Clock: h.Clock - 1, req: req}, data, s)
 	if req.batch { // it was answered
@@ -326,8 +326,8 @@ func (s *KVServer[T]) serve(from van.Process, m *van.Message, list *serverList, 
 	}
 }
 
-// check returns an error if the values do not fit the keys.
-func (d *KVPairs[T]) check(push bool) error {
+// checkLengths returns an error if the values do not fit the keys.
+func (d *KVPairs[T]) checkLengths(push bool) error {
 	if !push && len(d.Vals)+len(d.Lens) > 0 || len(d.Keys) == 0 {
 		return errors.New("malformed push or pull")
 	}
@@ -387,7 +387,7 @@ func (s *KVServer[T]) checkResponse(meta KVMeta, data KVPairs[T]) error {
 		return fmt.Errorf("got %d keys, want %d", len(data.Keys), n)
 	}
 	sized := KVPairs[T]{Keys: make([]uint64, n), Vals: data.Vals, Lens: data.Lens}
-	return sized.check(true)
+	return sized.checkLengths(true)
 }
 
 // respond answers a request. The function fill gives the answer to a pull its frames.
@@ -402,7 +402,7 @@ func (s *KVServer[T]) respond(meta KVMeta, fill func(*van.Message)) error {
 // response returns the answer to a request, and frees the request. The function fill gives the answer to a
 // pull its frames.
 func (s *KVServer[T]) response(meta *KVMeta, fill func(*van.Message)) *van.Message {
-	m := meta.message(s.c.key.app)
+	m := meta.newResponse(s.c.key.app)
 	if meta.Pull {
 		fill(m)
 		m.SetTypes(wireTypes[tensor.Of[T]()], pspb.DataType_INT32)
@@ -424,12 +424,12 @@ func (s *KVServer[T]) deliver(meta *KVMeta, m *van.Message) error {
 
 // observe records a request that has been answered with the given number of bytes, or with an error.
 func (s *KVServer[T]) observe(meta *KVMeta, bytes int, err error) {
-	s.c.po.observer.end(meta.req.event, outcome{dtype: tensor.Of[T](), keys: meta.req.keys,
+	s.c.po.observer.endEvent(meta.req.event, outcome{dtype: tensor.Of[T](), keys: meta.req.keys,
 		bytes: meta.req.pushed + bytes, peer: s.c.po.process(int(meta.Sender)), err: err})
 }
 
-// message returns the response, without frames.
-func (meta *KVMeta) message(app int) *van.Message {
+// newResponse returns the response, without frames.
+func (meta *KVMeta) newResponse(app int) *van.Message {
 	m := van.Make()
 	h := m.Header
 	h.AppId, h.CustomerId, h.Timestamp = int32(app), int32(meta.Customer), meta.Timestamp
@@ -444,7 +444,7 @@ func (s *KVServer[T]) Fail(meta KVMeta, err error) error {
 		return fmt.Errorf("ps: response of app %d to %s: the request was answered already", s.c.key.app,
 			meta.Sender)
 	}
-	m := meta.message(s.c.key.app)
+	m := meta.newResponse(s.c.key.app)
 	m.Header.Error = err.Error()
 	meta.req.m.Release()
 	s.observe(&meta, 0, err)

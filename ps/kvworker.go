@@ -42,7 +42,7 @@ func NewKVWorker[T Value](n *Node, opts ...WorkerOption) (*KVWorker[T], error) {
 	a, err := newApp(n, &o)
 	w := &KVWorker[T]{SimpleApp: a, slicer: o.slicer}
 	if err == nil {
-		err = a.add(func(from van.Process, m *van.Message) {
+		err = a.register(func(from van.Process, m *van.Message) {
 			n.refuse(from, m, fmt.Errorf("app %d is a worker here and handles no push or pull", o.app))
 		})
 	}
@@ -132,21 +132,21 @@ func (w *KVWorker[T]) start(ctx context.Context, op *operation[T]) (*Request, er
 		return sliced(w.slicer, keys, w.c.po.ServerKeyRanges())
 	})
 	if err == nil {
-		err = op.check()
+		err = op.checkValues()
 	}
 	if err != nil {
 		return nil, &UsageError{fmt.Errorf("ps: %s: %w", op, err)}
 	}
 	op.list = list
 	clock := &w.c.po.clocks[w.c.key.id]
-	now, err := clock.begin()
+	now, err := clock.beginRequest()
 	if err != nil {
 		return nil, fmt.Errorf("ps: %s: %w", op, err)
 	}
 	if w.c.po.synchronous() {
 		op.clock = now + 1
 	}
-	r.event = w.c.po.observer.begin(kindOf(op.push, op.pull))
+	r.event = w.c.po.observer.beginEvent(kindOf(op.push, op.pull))
 	replicas := w.c.po.set.PS.Replicas > 0
 	if replicas {
 		op.keep()
@@ -164,9 +164,11 @@ func (w *KVWorker[T]) start(ctx context.Context, op *operation[T]) (*Request, er
 		if replicas {
 			server.to = cmp.Or(w.c.po.route(rank, int(w.c.po.primaries[rank].Load())), first)
 			server.reading = new(atomic.Int32)
-			server.again = func(id int) *van.Message { return op.message(id, from, to, begin, begin+n, true) }
+			server.again = func(id int) *van.Message {
+				return op.makeMessage(id, from, to, begin, begin+n, true)
+			}
 		}
-		server.m = op.message(server.to, from, to, begin, begin+n,
+		server.m = op.makeMessage(server.to, from, to, begin, begin+n,
 			w.lists.first(list, rank, server.to != first))
 		r.parts = append(r.parts, server)
 		at += n
@@ -188,8 +190,8 @@ func (op *operation[T]) keysOf(rank int) []uint64 {
 }
 
 func (op *operation[T]) completed(err error) {
-	op.w.c.po.clocks[op.w.c.key.id].done(op.push, err)
-	op.w.c.po.observer.end(op.event, op.outcome(&op.Request, err))
+	op.w.c.po.clocks[op.w.c.key.id].endRequest(op.push, err)
+	op.w.c.po.observer.endEvent(op.event, op.outcome(&op.Request, err))
 }
 
 func (op *operation[T]) finish(parts []part) error {
@@ -231,8 +233,8 @@ func sliced(s Slicer, keys []uint64, ranges []Range) ([]int, error) {
 	return bounds, nil
 }
 
-// check returns an error if the values do not fit the keys.
-func (op *operation[T]) check() error {
+// checkValues returns an error if the values do not fit the keys.
+func (op *operation[T]) checkValues() error {
 	if op.pull && op.out == nil {
 		return errors.New("the pointer to the slice for the values is nil")
 	}
@@ -272,9 +274,9 @@ func (op *operation[T]) numVals(from, to int) (n int) {
 	return n
 }
 
-// message returns the message to the server to for the keys with the indices first and last, whose values
+// makeMessage returns the message to the server to for the keys with the indices first and last, whose values
 // have the indices begin and end. Without keys, it only names them.
-func (op *operation[T]) message(to, first, last, begin, end int, withKeys bool) *van.Message {
+func (op *operation[T]) makeMessage(to, first, last, begin, end int, withKeys bool) *van.Message {
 	m := van.Make()
 	h := m.Header
 	h.Head, h.Push, h.Pull, h.Priority = op.cmd, op.push, op.pull, op.priority

@@ -68,8 +68,8 @@ func kindOf(push, pull bool) message.Kind {
 // now returns the time since the start of the node.
 func (o *observer) now() time.Duration { return time.Since(o.clock.Start) }
 
-// begin returns the event of a push or pull that begins now. The caller must pass it to end.
-func (o *observer) begin(kind message.Kind) event {
+// beginEvent returns the event of a push or pull that begins now. The caller must pass it to endEvent.
+func (o *observer) beginEvent(kind message.Kind) event {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	if len(o.free) == 0 {
@@ -82,8 +82,8 @@ func (o *observer) begin(kind message.Kind) event {
 	return e
 }
 
-// end records an event that ends now.
-func (o *observer) end(e event, out outcome) {
+// endEvent records an event that ends now.
+func (o *observer) endEvent(e event, out outcome) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	ended := o.now()
@@ -106,8 +106,8 @@ func (o *observer) end(e event, out outcome) {
 	}
 }
 
-// stats returns the durations of all events so far.
-func (o *observer) stats() (all []trace.NodeOperations) {
+// operations returns the durations of all events so far.
+func (o *observer) operations() (all []trace.NodeOperations) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	for kind := range o.durations {
@@ -201,7 +201,7 @@ func (p *postoffice) pending() (all []trace.Pending) {
 // stats returns the counters of this node.
 func (p *postoffice) stats() trace.Node {
 	s := p.van.Stats()
-	s.Operations = p.observer.stats()
+	s.Operations = p.observer.operations()
 	p.mu.Lock()
 	customers := p.list()
 	p.mu.Unlock()
@@ -209,14 +209,14 @@ func (p *postoffice) stats() trace.Node {
 		for _, r := range c.replicas {
 			r.lag(&s)
 		}
-		c.stats(&s)
+		c.addStats(&s)
 	}
 	return s
 }
 
-// stats adds the responses to the pushes and pulls of the customer to the statistics, and the one that has
+// addStats adds the responses to the pushes and pulls of the customer to the statistics, and the one that has
 // waited longest.
-func (c *customer) stats(s *trace.Node) {
+func (c *customer) addStats(s *trace.Node) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	for i := range s.Peers {

@@ -28,7 +28,7 @@ import (
 const (
 	// customerWait is how long a message waits for the customer that it is for.
 	customerWait = 10 * time.Second
-	// leaveTime is how long Finalize waits for the goodbye of the other nodes.
+	// leaveTime is how long Finalize waits until the other nodes have closed their connections.
 	leaveTime = 5 * time.Second
 	// maxHeld and maxHeldBytes bound the messages that wait for customers. maxHeldBytes also bounds those at
 	// a server that wait for keys.
@@ -46,7 +46,7 @@ type postoffice struct {
 	log      *zap.Logger
 	launcher *launcher       // nil unless hvdrun has started this process as a node
 	metrics  *metrics.Server // nil if the node serves no metrics
-	// stopOffer ends handing over the secret; nil except at a scheduler that has made the secret.
+	// stopOffer stops offering the secret to other nodes. It is nil except at a scheduler that has made one.
 	stopOffer func() error
 	wg        sync.WaitGroup // requests that have not completed, and goroutines that call callbacks
 	started   time.Time
@@ -195,13 +195,14 @@ func vanConfig(ctx context.Context, set *config.Config, conf Config) (cfg van.Co
 	return cfg, checkSecret(set, cfg.Listen, cfg.Secret)
 }
 
-// sharesSecret reports whether the scheduler makes the secret and hands it to the other nodes. It does if the
-// user has given none and the scheduler is on loopback, so that all nodes are on this host.
+// sharesSecret reports whether the scheduler makes the secret and passes it to the other nodes. It does if
+// the user has given none and the scheduler is on loopback, so that all nodes are on this host.
 func sharesSecret(set *config.Config, cfg *van.Config) bool {
 	return cfg.Secret.IsZero() && !set.Insecure && netif.IsLoopback(cfg.Root)
 }
 
-// shareSecret sets the secret that the scheduler makes, if it does (sharesSecret).
+// shareSecret makes the secret at the scheduler, and gets it from the scheduler at other nodes, if the job
+// shares one (sharesSecret).
 func (p *postoffice) shareSecret(ctx context.Context) (err error) {
 	cfg := &p.cfg
 	switch {
@@ -414,7 +415,7 @@ func (p *postoffice) stop() {
 	customers := p.list()
 	p.mu.Unlock()
 	for _, c := range customers {
-		c.close()
+		c.closeReplicas()
 	}
 	p.van.Stop(ctx)
 	p.mu.Lock()
@@ -425,7 +426,7 @@ func (p *postoffice) stop() {
 	p.held, p.heldBytes = nil, 0
 	p.mu.Unlock()
 	for _, c := range customers {
-		c.end(ErrFinalized)
+		c.failAll(ErrFinalized)
 	}
 	p.wg.Wait()
 	p.stopObserving()
@@ -438,7 +439,7 @@ func (p *postoffice) stop() {
 	}
 }
 
-// closeOffer ends handing over the secret. Further calls do nothing.
+// closeOffer stops offering the secret to other nodes. Further calls do nothing.
 func (p *postoffice) closeOffer() {
 	if p.stopOffer != nil {
 		_ = p.stopOffer() // only a node that would come too late is affected
@@ -492,7 +493,7 @@ func (p *postoffice) refuse(from van.Process, m *van.Message, err error) {
 		Timestamp: h.Timestamp, Range: h.Range, Replica: h.Replica, SimpleApp: h.SimpleApp,
 		Error: err.Error()}}
 	m.Release()
-	p.answer(from, refusal)
+	p.sendAnswer(from, refusal)
 }
 
 // respond sends the response m. If m is too long to be sent, the request fails.
@@ -504,15 +505,15 @@ func (p *postoffice) respond(to van.Process, m *van.Message) error {
 	return err
 }
 
-// answer sends a response. If the node that has asked is gone, nobody needs the response.
-func (p *postoffice) answer(to van.Process, m *van.Message) {
+// sendAnswer sends a response. If the node that has asked is gone, nobody needs the response.
+func (p *postoffice) sendAnswer(to van.Process, m *van.Message) {
 	if err := p.van.Reply(to, m); err != nil {
 		p.log.Debug("ps: a response was not sent", zap.Error(err))
 	}
 }
 
-// add registers a customer and passes it the messages that wait for it.
-func (p *postoffice) add(c *customer) error {
+// addCustomer registers a customer and passes it the messages that wait for it.
+func (p *postoffice) addCustomer(c *customer) error {
 	// Messages that arrive from now on wait for handling, so they do not overtake those that wait already.
 	c.handling.Lock()
 	defer c.handling.Unlock()

@@ -49,8 +49,8 @@ const (
 //
 // Invariants:
 //
-//  1. At most one of the two servers is the primary. A server becomes it only if the primary says so (TAKE), or
-//     if the scheduler says that the primary has ended.
+//  1. At most one of the two servers is the primary. A server becomes it only if the primary says so (TAKE),
+//     or if the scheduler says that the primary has ended.
 //  2. The primary answers a push when the backup has applied it. It stops to wait only if the scheduler says
 //     that the backup has ended.
 //  3. A server applies the messages of the other one in the order of their numbers.
@@ -285,8 +285,8 @@ func (r *replica) hasRoom() {
 	}
 }
 
-// await waits while too much was not applied by the backup.
-func (r *replica) await() {
+// awaitRoom waits while too much was not applied by the backup.
+func (r *replica) awaitRoom() {
 	r.mu.Lock()
 	for o := r.out; !r.closed && r.role == primary && o != nil && (len(o.sizes) >= maxUnapplied ||
 		o.bytes >= maxUnappliedBytes || o.waitingBytes >= maxUnappliedBytes); o = r.out {
@@ -313,8 +313,8 @@ func (r *replica) close() {
 	r.hasRoom()
 }
 
-// end frees everything, when the van has stopped.
-func (r *replica) end() {
+// release frees everything, when the van has stopped.
+func (r *replica) release() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.closed = true
@@ -369,8 +369,9 @@ func (r *replica) lag(s *trace.Node) {
 	}
 }
 
-// message returns a message to the partner with the given frames, which must not change until free is called.
-func (r *replica) message(about *pspb.Replica, frames ...[]byte) *van.Message {
+// makeMessage returns a message to the partner with the given frames, which must not change until free is
+// called.
+func (r *replica) makeMessage(about *pspb.Replica, frames ...[]byte) *van.Message {
 	return &van.Message{Header: &pspb.Header{Request: true, AppId: int32(r.app), Range: int32(r.home + 1),
 		Replica: about}, Data: frames}
 }
@@ -378,16 +379,16 @@ func (r *replica) message(about *pspb.Replica, frames ...[]byte) *van.Message {
 // reply sends a message without a place in the stream: SYNC or APPLIED. If err is not nil, it says that a
 // message could not be applied.
 func (r *replica) reply(about *pspb.Replica, err error) {
-	m := r.message(about)
+	m := r.makeMessage(about)
 	if m.Header.Request = about.Kind == pspb.Replica_SYNC; err != nil {
 		m.Header.Error = err.Error()
 	}
-	r.po.answer(r.partner, m)
+	r.po.sendAnswer(r.partner, m)
 }
 
-// send sends the next message of the stream to the partner. If the connection has ended, the scheduler will
-// say of one of both that it has ended. The caller holds mu.
-func (r *replica) send(m *van.Message) {
+// sendNext sends the next message of the stream to the partner. If the connection has ended, the scheduler
+// will say of one of both that it has ended. The caller holds mu.
+func (r *replica) sendNext(m *van.Message) {
 	o := r.out
 	if o.next == o.applied {
 		o.progress = time.Now()
@@ -480,10 +481,10 @@ func (r *replica) forward(sender senderKey, m *van.Message, list *serverList) bo
 	if o.lists.lists[list.replicated] != list {
 		o.list++
 		list.replicated = o.list
-		o.lists.add(list.replicated, list)
+		o.lists.addList(list.replicated, list)
 		keys = bytesOfKeys(list.keys)
 	}
-	copied, borrowed := r.message(about(pspb.Replica_PUSH, sender)), m.Borrowed()
+	copied, borrowed := r.makeMessage(about(pspb.Replica_PUSH, sender)), m.Borrowed()
 	if frames := [][]byte{keys, m.Data[1], m.Data[2]}; borrowed {
 		r.po.van.Allocate(r.partner.ID, copied, len(keys), len(m.Data[1]), len(m.Data[2]))
 		for i, d := range frames {
@@ -496,7 +497,7 @@ func (r *replica) forward(sender senderKey, m *van.Message, list *serverList) bo
 	h.Push, h.Head, h.Timestamp, h.Completed, h.KeyList = true, m.Header.Head, m.Header.Timestamp,
 		m.Header.Completed, list.replicated
 	copied.SetTypes(pspb.DataType_UINT64, wireTypes[r.store.dt], pspb.DataType_INT32)
-	r.send(copied)
+	r.sendNext(copied)
 	return !borrowed
 }
 
@@ -566,7 +567,7 @@ func (r *replica) acknowledged(number uint64) {
 		r.partner.ID == van.ServerID(r.home):
 		// The server whose range it is has everything, and takes it over. From now on this one is the backup.
 		r.role, r.in = backup, newInStream()
-		r.send(r.message(&pspb.Replica{Kind: pspb.Replica_TAKE}))
+		r.sendNext(r.makeMessage(&pspb.Replica{Kind: pspb.Replica_TAKE}))
 	case r.role == backup && o.applied == o.next:
 		r.out = nil
 	}
@@ -584,23 +585,23 @@ func (r *replica) transfer() {
 		if p == nil {
 			break
 		}
-		m := r.message(&pspb.Replica{Kind: pspb.Replica_VALUES})
+		m := r.makeMessage(&pspb.Replica{Kind: pspb.Replica_VALUES})
 		r.po.van.Allocate(r.partner.ID, m, r.store.sizes(p)...)
 		r.store.write(p, m.Data)
 		m.SetTypes(pspb.DataType_UINT64, pspb.DataType_INT32, wireTypes[r.store.dt],
 			wireTypes[r.store.rule.compute])
-		r.send(m)
+		r.sendNext(m)
 		o.piece = o.next
 	}
 	if !r.store.done(o.at) {
 		return
 	}
 	for sender, w := range r.applied {
-		m := r.message(about(pspb.Replica_SENDER, sender))
+		m := r.makeMessage(about(pspb.Replica_SENDER, sender))
 		m.Header.Completed, m.Header.Replica.Applied = w.completed, slices.Collect(maps.Keys(w.applied))
-		r.send(m)
+		r.sendNext(m)
 	}
-	r.send(r.message(&pspb.Replica{Kind: pspb.Replica_COMPLETE, Lost: r.lost}))
+	r.sendNext(r.makeMessage(&pspb.Replica{Kind: pspb.Replica_COMPLETE, Lost: r.lost}))
 	o.synced, o.complete = true, o.next
 }
 
@@ -681,7 +682,7 @@ func (r *replica) applyPush(m *van.Message) error {
 		if err := checkKeys(list.keys); err != nil {
 			return err
 		}
-		r.in.lists.add(h.KeyList, list)
+		r.in.lists.addList(h.KeyList, list)
 	}
 	if list == nil {
 		return fmt.Errorf("malformed message: there is no list of keys %d", h.KeyList)

@@ -38,7 +38,7 @@ func NewSimpleApp(n *Node, opts ...AppOption) (*SimpleApp, error) {
 	o := appOptionsOf(opts)
 	a, err := newApp(n, &o)
 	if err == nil {
-		err = a.add(func(from van.Process, m *van.Message) {
+		err = a.register(func(from van.Process, m *van.Message) {
 			n.refuse(from, m, fmt.Errorf("app %d handles no push or pull", o.app))
 		})
 	}
@@ -48,7 +48,7 @@ func NewSimpleApp(n *Node, opts ...AppOption) (*SimpleApp, error) {
 	return a, nil
 }
 
-// newApp returns a SimpleApp. It receives nothing before add is called.
+// newApp returns a SimpleApp. It receives nothing before register is called.
 func newApp(n *Node, o *appOptions) (*SimpleApp, error) {
 	c, err := newCustomer(n.postoffice, o.app, n.customer)
 	if err != nil {
@@ -62,8 +62,9 @@ func newApp(n *Node, o *appOptions) (*SimpleApp, error) {
 	return &SimpleApp{c, o.request, o.response}, nil
 }
 
-// add registers the app. Requests that are not those of a SimpleApp are passed to the function other.
-func (a *SimpleApp) add(other func(from van.Process, m *van.Message)) error {
+// register adds the app to the node. Requests that are not those of a SimpleApp are passed to the function
+// other.
+func (a *SimpleApp) register(other func(from van.Process, m *van.Message)) error {
 	a.c.request = func(from van.Process, m *van.Message) {
 		if !m.Header.SimpleApp {
 			other(from, m)
@@ -74,7 +75,7 @@ func (a *SimpleApp) add(other func(from van.Process, m *van.Message)) error {
 		req.answered = new(atomic.Bool)
 		a.request(req, a)
 	}
-	return a.c.po.add(a.c)
+	return a.c.po.addCustomer(a.c)
 }
 
 // simpleData returns the content of a message, which is valid after its release.

@@ -401,10 +401,10 @@ func (s *store) pull(r *resolved, vals, lens []byte) {
 	copy(lens, tensor.Bytes(r.lens))
 }
 
-// answer gives m the frames of the answer to a pull of a list by the node to. If the values are next to each
-// other and at least half of a chunk, they are not copied: otherwise a push that comes before they are
+// answerPull gives m the frames of the answer to a pull of a list by the node to. If the values are next to
+// each other and at least half of a chunk, they are not copied: otherwise a push that comes before they are
 // released would copy much more than it spares.
-func (s *store) answer(v *van.Van, to int, r *resolved, m *van.Message) {
+func (s *store) answerPull(v *van.Van, to int, r *resolved, m *van.Message) {
 	size := s.dt.Size()
 	if n := r.total * size; len(r.runs) == 1 && n >= van.SharedBytes && 2*n >= len(r.runs[0].chunk.vals) {
 		read := r.runs[0].chunk.version
@@ -416,7 +416,7 @@ func (s *store) answer(v *van.Van, to int, r *resolved, m *van.Message) {
 	s.copied(v, to, r, m)
 }
 
-// copied is like answer, but copies the values in any case.
+// copied is like answerPull, but copies the values in any case.
 func (s *store) copied(v *van.Van, to int, r *resolved, m *van.Message) {
 	v.Allocate(to, m, r.total*s.dt.Size(), 4*len(r.lens))
 	s.pull(r, m.Data[0], m.Data[1])
@@ -475,7 +475,7 @@ func (b *builtIn[T]) handle(meta KVMeta, data KVPairs[T], s *KVServer[T]) {
 	defer st.mu.Unlock()
 	r, err := st.request(s.c, &meta, data.list, data.Lens, len(data.Vals), tensor.Bytes(data.Vals))
 	if err == nil {
-		err = s.respond(meta, func(m *van.Message) { st.answer(s.c.po.van, int(meta.Sender), r, m) })
+		err = s.respond(meta, func(m *van.Message) { st.answerPull(s.c.po.van, int(meta.Sender), r, m) })
 	} else {
 		err = s.Fail(meta, err)
 	}

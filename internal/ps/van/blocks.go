@@ -76,8 +76,8 @@ type ownBlocks struct {
 	placed  int    // size of the parts of regions that are in flight
 }
 
-// take returns a block of at least n bytes, or nil if there is none.
-func (o *ownBlocks) take(n int) *block {
+// takeBlock returns a block of at least n bytes, or nil if there is none.
+func (o *ownBlocks) takeBlock(n int) *block {
 	class := bits.Len(uint(n - 1))
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -99,9 +99,9 @@ func (o *ownBlocks) take(n int) *block {
 	return &block{id: uint32(o.count), seg: seg}
 }
 
-// place returns a block for a frame that is in the arena. It returns nil if the frame is not in the arena, or
-// if the receiver cannot read it there.
-func (o *ownBlocks) place(chunks *chunks, frame []byte, free func()) *block {
+// regionBlock returns a block for a frame that is in the arena. It returns nil if the frame is not in the
+// arena, or if the receiver cannot read it there.
+func (o *ownBlocks) regionBlock(chunks *chunks, frame []byte, free func()) *block {
 	at, ok := arena.Find(frame)
 	if !ok || at.Offset%regionAlign != 0 {
 		return nil
@@ -237,8 +237,8 @@ func (o *ownBlocks) makeFree(b *block) {
 	o.free[class] = append(o.free[class], b)
 }
 
-// forget removes a region, and reports whether the receiver has mapped it.
-func (o *ownBlocks) forget(id uint32) (mapped bool) {
+// forgetRegion removes a region, and reports whether the receiver has mapped it.
+func (o *ownBlocks) forgetRegion(id uint32) (mapped bool) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	r := o.regions[id]
@@ -252,8 +252,8 @@ func (o *ownBlocks) forget(id uint32) (mapped bool) {
 	return r.sent
 }
 
-// end frees all blocks that do not belong to a message. The peer keeps its mappings.
-func (o *ownBlocks) end() {
+// endLink frees all blocks that do not belong to a message. The peer keeps its mappings.
+func (o *ownBlocks) endLink() {
 	o.mu.Lock()
 	o.ended = true
 	var all []*block
@@ -293,8 +293,8 @@ type peerRegion struct {
 	freed  bool // the peer has freed it
 }
 
-// add maps a block from a descriptor, which it closes.
-func (p *peerBlocks) add(id uint32, size uint64, fd int) error {
+// addBlock maps a block from a descriptor, which it closes.
+func (p *peerBlocks) addBlock(id uint32, size uint64, fd int) error {
 	defer unix.Close(fd)
 	seg, err := shmem.Map(fd)
 	if err != nil {
@@ -336,8 +336,8 @@ func (p *peerBlocks) addRegion(id uint32, fd int) error {
 	return nil
 }
 
-// frame returns a frame in a block. If the block is in a region, it counts the frame.
-func (p *peerBlocks) frame(f *pspb.Frame) ([]byte, error) {
+// frameOf returns a frame in a block. If the block is in a region, it counts the frame.
+func (p *peerBlocks) frameOf(f *pspb.Frame) ([]byte, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	seg, region := p.segs[f.Block], p.regions[f.Region]
@@ -402,8 +402,8 @@ func (p *peerBlocks) drop(regions []uint32) {
 	p.unmap()
 }
 
-// end records that the link has ended.
-func (p *peerBlocks) end() {
+// endLink records that the link has ended.
+func (p *peerBlocks) endLink() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.ended = true
@@ -466,7 +466,7 @@ func (c *chunks) region(id uint32) *region {
 func (v *Van) chunkRemoved(id uint32) {
 	v.chunks.removed(id)
 	for peer, l := range *v.links.Load() {
-		if peer == l.peer && l.own.forget(id) {
+		if peer == l.peer && l.own.forgetRegion(id) {
 			m := controlMessage(&pspb.Control{Command: pspb.Command_UNMAP, Blocks: []uint32{id}})
 			m.lazy = true
 			_ = l.reply(m) // the peer of an ended link has unmapped it
@@ -488,7 +488,7 @@ func (l *link) allocate(m *Message, sizes []int) {
 		if inline[i] = n; n < SharedBytes || !l.shares() {
 			continue
 		}
-		if b := l.own.take(n); b != nil {
+		if b := l.own.takeBlock(n); b != nil {
 			if m.own == nil {
 				m.own = make([]*block, len(sizes))
 			}
@@ -503,9 +503,9 @@ func (l *link) allocate(m *Message, sizes []int) {
 	}
 }
 
-// place makes the receiver read those long frames of m in place that are in the arena, and reports whether
-// there are any. Then it moves other long frames to blocks of the link.
-func (l *link) place(m *Message) bool {
+// passInPlace makes the receiver read those long frames of m in place that are in the arena, and reports
+// whether there are any. Then it moves other long frames to blocks of the link.
+func (l *link) passInPlace(m *Message) bool {
 	var free func()
 	var left *atomic.Int32 // number of frames that are read, and one for the message
 	if f := m.Free; f != nil {
@@ -521,7 +521,7 @@ func (l *link) place(m *Message) bool {
 		if len(d) < SharedBytes {
 			continue
 		}
-		if b := l.own.place(&l.van.chunks, d, free); b != nil {
+		if b := l.own.regionBlock(&l.van.chunks, d, free); b != nil {
 			if m.own == nil {
 				m.own, m.link = make([]*block, len(m.Data)), l
 			}
@@ -540,7 +540,7 @@ func (l *link) place(m *Message) bool {
 		if len(d) < SharedBytes || m.own[i] != nil {
 			continue
 		}
-		if m.own[i] = l.own.take(len(d)); m.own[i] != nil {
+		if m.own[i] = l.own.takeBlock(len(d)); m.own[i] != nil {
 			m.Data[i] = m.own[i].seg.Bytes()[:copy(m.own[i].seg.Bytes(), d)]
 		}
 	}
@@ -555,7 +555,7 @@ func (l *link) share(m *Message) *Message {
 		m.Drop()
 		m = c
 	}
-	if m.own != nil || !l.shares() || m.Bytes() < SharedBytes || l.place(m) {
+	if m.own != nil || !l.shares() || m.Bytes() < SharedBytes || l.passInPlace(m) {
 		return m
 	}
 	sizes := make([]int, len(m.Data))

@@ -355,27 +355,27 @@ func TestNoBlocks(t *testing.T) {
 	var o ownBlocks
 	var taken []*block
 	for range maxBlocks {
-		b := o.take(SharedBytes)
+		b := o.takeBlock(SharedBytes)
 		if b == nil {
 			t.Fatalf("there are only %d blocks", len(taken))
 		}
 		taken = append(taken, b)
 	}
-	if o.take(1) != nil {
+	if o.takeBlock(1) != nil {
 		t.Errorf("there are more than %d blocks", maxBlocks)
 	}
 	o.give(taken[0])
-	if o.take(SharedBytes/2+1) != taken[0] {
+	if o.takeBlock(SharedBytes/2+1) != taken[0] {
 		t.Error("a free block is not used again")
 	}
-	o.end()
+	o.endLink()
 	for _, b := range taken {
 		o.give(b) // unmaps it, because the link has ended
 		if b.seg.FD() >= 0 && unix.Fstat(b.seg.FD(), new(unix.Stat_t)) == nil {
 			t.Fatal("a block is not closed")
 		}
 	}
-	if o.take(1) != nil {
+	if o.takeBlock(1) != nil {
 		t.Error("there is a block after the end")
 	}
 }
@@ -446,7 +446,7 @@ func TestBadBlocks(t *testing.T) {
 			t.Errorf("at the end: got %v", err)
 		}
 		r.close()
-		r.link.theirs.end()
+		r.link.theirs.endLink()
 		ends[1].Close()
 	}
 }

@@ -216,7 +216,7 @@ func (s *storage) decodeFrame(b []byte) error {
 	if len(s.header.Frames) == maxFrames {
 		return fmt.Errorf("it has more than %d frames", maxFrames)
 	}
-	to := s.frame()
+	to := s.addFrame()
 	for len(b) > 0 {
 		id, kind, v, _, n := cutField(b)
 		if n < 0 {

@@ -85,7 +85,7 @@ type link struct {
 
 	wake  chan struct{} // has an element if the writer has something to do
 	done  chan struct{} // closed when the link has ended
-	over  chan struct{} // closed after done, when everybody in this process knows of the end
+	over  chan struct{} // closed after done, when the handler has been told of the end
 	heard atomic.Int64  // time of the last message, in ns since the van's start
 	// excused is the time since then in which this process has read nothing because it was stopped, in ns.
 	excused atomic.Int64
@@ -296,8 +296,8 @@ func (l *link) abortLocked(err error) {
 	}
 }
 
-// check aborts the link if the network drops the packets of the connection.
-func (l *link) check(now time.Time) {
+// checkSilence aborts the link if the network drops the packets of the connection.
+func (l *link) checkSilence(now time.Time) {
 	if l.silence == nil {
 		return
 	}
@@ -384,7 +384,7 @@ func (l *link) pop(short bool) *flight {
 		l.hasRoom()
 	}
 	if numbered {
-		l.out.add(f)
+		l.out.addFlight(f)
 		f.writing = true
 		f.due = time.Now().Add(l.van.cfg.ResendTimeout)
 	}
@@ -545,7 +545,7 @@ func (w *writer) try() bool {
 	}
 	w.batch = w.batch[:0]
 	for f := w.l.next(true); f != nil; f = w.l.next(true) {
-		if w.err = w.add(f); w.err != nil {
+		if w.err = w.addToBatch(f); w.err != nil {
 			return false
 		}
 		if len(w.batch) >= batchBytes {
@@ -581,7 +581,7 @@ func (w *writer) put(f *flight) error {
 	}
 	w.batch = w.batch[:0]
 	for {
-		if err := w.add(f); err != nil {
+		if err := w.addToBatch(f); err != nil {
 			return err
 		}
 		if len(w.batch) >= batchBytes {
@@ -595,8 +595,8 @@ func (w *writer) put(f *flight) error {
 	return err
 }
 
-// add appends f to the batch. If f has long frames, add writes the batch and these frames.
-func (w *writer) add(f *flight) error {
+// addToBatch appends f to the batch. If f has long frames, addToBatch writes the batch and these frames.
+func (w *writer) addToBatch(f *flight) error {
 	defer w.l.written(f)
 	at := len(w.batch)
 	var err error
@@ -790,8 +790,8 @@ func (l *link) fail(err error) {
 	for _, f := range dropped {
 		f.m.Drop()
 	}
-	l.own.end() // after Close, so that the peer can see that the link has ended (Message.Intact)
-	l.theirs.end()
+	l.own.endLink() // after Close, so that the peer can see that the link has ended (Message.Intact)
+	l.theirs.endLink()
 	l.van.linkEnded(l, culprit, reason == ErrLeft, reason)
 	close(l.over)
 	l.van.mu.Lock()

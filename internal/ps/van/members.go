@@ -47,9 +47,9 @@ func (v *Van) record(id int) *pspb.Node {
 	return n
 }
 
-// end records that a process has ended, and returns the records of its nodes. If another one has taken its
-// place, there are none. The caller holds mu.
-func (v *Van) end(p Process, err error) (ended []*pspb.Node) {
+// recordEnd records that a process has ended, and returns the records of its nodes. If another one has taken
+// its place, there are none. The caller holds mu.
+func (v *Van) recordEnd(p Process, err error) (ended []*pspb.Node) {
 	for id, n := range v.nodes {
 		if n.Incarnation != p.Incarnation {
 			continue
@@ -87,7 +87,7 @@ func (v *Van) learn(nodes []*pspb.Node) {
 	v.mu.Lock()
 	for _, n := range nodes {
 		if v.nodes[int(n.Id)] != nil {
-			v.set(n)
+			v.setNode(n)
 		}
 	}
 	v.polls.Store(v.mayPoll()) // a process may return on another host
@@ -102,8 +102,8 @@ func (v *Van) learn(nodes []*pspb.Node) {
 	v.reconnect(processOf(n))
 }
 
-// disconnect ends the link with the process that has had the place of n until now, and waits until everybody
-// in this process knows of its end.
+// disconnect ends the link with the process that has had the place of n until now, and waits until the
+// handler has been told of its end.
 func (v *Van) disconnect(n, known *pspb.Node) {
 	l := (*v.links.Load())[int(n.Id)]
 	if l == nil || l.process.Incarnation != known.Incarnation {
@@ -347,8 +347,8 @@ func (v *Van) Evict(p Process, reason error) {
 	_ = l.reply(controlMessage(&pspb.Control{Command: pspb.Command_EVICT, Nodes: []*pspb.Node{n}}))
 }
 
-// evict declares a server dead because another one says so, on the link l. A server that was declared dead
-// before has no say.
+// evict declares a server dead because another one asks for it, on the link l. Requests of a server that was
+// declared dead before are ignored.
 func (s *scheduler) evict(l *link, nodes []*pspb.Node) {
 	if len(nodes) == 0 || s.van.cfg.Replicas == 0 || RoleOf(l.peer) != Server {
 		return
@@ -435,7 +435,7 @@ func (s *scheduler) replace(ctx context.Context, hello *pspb.Control,
 	}
 	for began, late := v.now(), false; ; {
 		v.mu.Lock()
-		nodes, change := s.take(hello, late), v.change
+		nodes, change := s.takePlace(hello, late), v.change
 		v.mu.Unlock()
 		switch {
 		case nodes != nil:
@@ -456,10 +456,10 @@ func (s *scheduler) replace(ctx context.Context, hello *pspb.Control,
 	}
 }
 
-// take gives a process the place of one with the same role and number of nodes, which has ended. If the
-// process wants a rank, it gets the place of another rank only if any is set. If there is no place, take
+// takePlace gives a process the place of one with the same role and number of nodes, which has ended. If the
+// process wants a rank, it gets the place of another rank only if any is set. If there is no place, takePlace
 // returns nil. The caller holds the van's mu.
-func (s *scheduler) take(hello *pspb.Control, any bool) (nodes []*pspb.Node) {
+func (s *scheduler) takePlace(hello *pspb.Control, any bool) (nodes []*pspb.Node) {
 	v, first := s.van, hello.Nodes[0]
 	for _, id := range Members(groupOf(first.Role), v.cfg.NumServers, v.cfg.NumWorkers) {
 		old := v.nodes[id]
@@ -473,7 +473,7 @@ func (s *scheduler) take(hello *pspb.Control, any bool) (nodes []*pspb.Node) {
 		for i, n := range hello.Nodes {
 			n.Id, n.Generation = own[i].Id, s.generation
 			n.IsRecovery = s.met.Load() || !hello.Meets
-			v.set(n)
+			v.setNode(n)
 		}
 		v.blamed = new(sync.Once)
 		v.changed()

@@ -338,8 +338,8 @@ func (v *Van) Poll() {
 // HasCore reports whether every server and worker on this host, and so this node, has a core.
 func (v *Van) HasCore() bool { return v.polls.Load() }
 
-// mayPoll reports whether every server and worker on this host has a core, so that one that polls holds up no
-// other one. The caller holds mu.
+// mayPoll reports whether every server and worker on this host has a core, so that one that polls does not
+// delay another one. The caller holds mu.
 func (v *Van) mayPoll() bool {
 	n := 0
 	for _, id := range v.first {

@@ -335,7 +335,7 @@ func TestMayPoll(t *testing.T) {
 		{processors + 1, 1, 0, false},
 	} {
 		v := New(config(Worker, 1, c.here+c.elsewhere-1, ""), ignore{})
-		v.set(&pspb.Node{Id: SchedulerID, HostId: "here"})
+		v.setNode(&pspb.Node{Id: SchedulerID, HostId: "here"})
 		id := 7
 		for i := range c.here + c.elsewhere {
 			for customer := range c.customers {
@@ -344,7 +344,7 @@ func TestMayPoll(t *testing.T) {
 					host = "elsewhere"
 				}
 				id++
-				v.set(&pspb.Node{Id: int32(id), Incarnation: uint64(i + 1), CustomerId: int32(customer),
+				v.setNode(&pspb.Node{Id: int32(id), Incarnation: uint64(i + 1), CustomerId: int32(customer),
 					HostId: host})
 			}
 		}
@@ -366,7 +366,7 @@ func TestPollingEndsWithReturn(t *testing.T) {
 		if i == 0 {
 			host = "elsewhere"
 		}
-		v.set(&pspb.Node{Id: int32(8 + i), Incarnation: uint64(i + 1), HostId: host})
+		v.setNode(&pspb.Node{Id: int32(8 + i), Incarnation: uint64(i + 1), HostId: host})
 	}
 	l.polled.pollFor(time.Hour)
 	if !v.mayPoll() || !l.polls() {

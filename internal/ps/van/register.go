@@ -60,7 +60,7 @@ func (v *Van) register(ctx context.Context, conn net.Conn, id int) (*reader, []*
 	ticking.Go(func() { w.await(ctx, answered) })
 	r := newReader(conn)
 	r.limit = maxHeaderBytes // the table is long
-	m, err := w.answer(r)
+	m, err := w.readAnswer(r)
 	close(answered)
 	ticking.Wait()
 	switch {
@@ -125,8 +125,8 @@ type registration struct {
 	scheduler bool // the scheduler is to answer
 }
 
-// answer reads messages until the answer has arrived.
-func (w *registration) answer(r *reader) (*Message, error) {
+// readAnswer reads messages until the answer has arrived.
+func (w *registration) readAnswer(r *reader) (*Message, error) {
 	for {
 		m, err := r.next()
 		if err != nil || m.Header.Control.GetCommand() != pspb.Command_HEARTBEAT {

@@ -110,8 +110,8 @@ func (s *scheduler) count(r pspb.Role) (n int) {
 func (s *scheduler) register(ctx context.Context, hello *pspb.Control,
 	a *applicant) (nodes []*pspb.Node, err error) {
 	started := false
-	if err = s.check(hello); err == nil {
-		if started, err = s.add(hello); err == nil && started {
+	if err = s.checkRegistration(hello); err == nil {
+		if started, err = s.addProcess(hello); err == nil && started {
 			nodes, err = s.replace(ctx, hello, a)
 		}
 	}
@@ -136,8 +136,8 @@ func (s *scheduler) register(ctx context.Context, hello *pspb.Control,
 	return nodesOf(s.van.table(), hello.Nodes[0].Incarnation), nil
 }
 
-// check returns an error if a registration does not fit the job.
-func (s *scheduler) check(hello *pspb.Control) error {
+// checkRegistration returns an error if a registration does not fit the job.
+func (s *scheduler) checkRegistration(hello *pspb.Control) error {
 	cfg, first := &s.van.cfg, hello.Nodes[0]
 	if int(hello.NumServers) != cfg.NumServers || int(hello.NumWorkers) != cfg.NumWorkers {
 		return fmt.Errorf("the node has DMLC_NUM_SERVER=%d and DMLC_NUM_WORKER=%d, the scheduler %d and %d",
@@ -163,9 +163,9 @@ func (s *scheduler) check(hello *pspb.Control) error {
 	return nil
 }
 
-// add adds the nodes of a process. If they are the last ones, they get their ids. If the job has started
-// already, add only says so.
-func (s *scheduler) add(hello *pspb.Control) (started bool, err error) {
+// addProcess adds the nodes of a process. If they are the last ones, they get their ids. If the job has
+// started already, addProcess only says so.
+func (s *scheduler) addProcess(hello *pspb.Control) (started bool, err error) {
 	cfg, role := &s.van.cfg, hello.Nodes[0].Role
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -269,15 +269,15 @@ func (s *scheduler) enter(l *link, h *pspb.Header) {
 		e.answer(fmt.Sprintf("group %d does not have %s", group, Name(id)), nil)
 		return
 	}
-	if gone := s.place(e, id, group, members, h.Control.Withdraw); gone != nil {
+	if gone := s.enterBarrier(e, id, group, members, h.Control.Withdraw); gone != nil {
 		v.blame(processOf(gone), errors.New(gone.Gone))
 		e.answer("", gone)
 	}
 }
 
-// place records that node id enters or leaves the barrier of a group with the given members. If a member has
-// ended, it returns its record.
-func (s *scheduler) place(e entry, id, group int, members []int, withdraw bool) *pspb.Node {
+// enterBarrier records that node id enters or leaves the barrier of a group with the given members. If a
+// member has ended, it returns its record.
+func (s *scheduler) enterBarrier(e entry, id, group int, members []int, withdraw bool) *pspb.Node {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	place := [2]int{group, id}
@@ -360,8 +360,9 @@ func (s *scheduler) waitFor(group int, missing []int) {
 	}
 }
 
-// stats adds the barriers and clocks in which nodes wait, and the time during which each node held others up.
-func (s *scheduler) stats(n *trace.Node) {
+// addStats adds the barriers and clocks in which nodes wait, and the time during which each node held others
+// up.
+func (s *scheduler) addStats(n *trace.Node) {
 	v := s.van
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -398,7 +399,7 @@ func names(ids []int) (all []string) {
 }
 
 // release answers all nodes in a barrier. If gone is not nil, the barrier has failed, because this node has
-// ended. The scheduler itself is answered last, because it may then say goodbye to the others.
+// ended. The scheduler itself is answered last, because it may then leave the job.
 func release(barrier map[int]entry, gone *pspb.Node) {
 	for _, id := range slices.Backward(slices.Sorted(maps.Keys(barrier))) {
 		barrier[id].answer("", gone)
@@ -437,7 +438,7 @@ func (s *scheduler) lost(nodes []*pspb.Node, left bool, err error) {
 		}
 	}
 	s.mu.Unlock()
-	// The barrier of the scheduler itself comes last, because it may then say goodbye to the others.
+	// The barrier of the scheduler itself comes last, because it may then leave the job.
 	ofScheduler := func(barrier map[int]entry) bool { return barrier[SchedulerID].link != nil }
 	if i := slices.IndexFunc(failed, ofScheduler); i >= 0 {
 		last := len(failed) - 1
@@ -507,7 +508,7 @@ func (v *Van) Barrier(ctx context.Context, customer, group int) error {
 // ask sends a control message of a node of this process to the scheduler, and waits for the answer until ctx
 // ends. Then the node withdraws.
 func (v *Van) ask(ctx context.Context, what string, customer int, c *pspb.Control) error {
-	err := v.answer(ctx, customer, c)
+	err := v.askScheduler(ctx, customer, c)
 	if err == nil || err == ErrStopped {
 		return err
 	}
@@ -521,8 +522,8 @@ func (v *Van) ask(ctx context.Context, what string, customer int, c *pspb.Contro
 	return fmt.Errorf("%s: %w", what, err)
 }
 
-// answer is like ask. If the error wraps ErrLeft, the scheduler has left.
-func (v *Van) answer(ctx context.Context, customer int, c *pspb.Control) error {
+// askScheduler is like ask. If the error wraps ErrLeft, the scheduler has left.
+func (v *Van) askScheduler(ctx context.Context, customer int, c *pspb.Control) error {
 	l, err := v.link(SchedulerID)
 	if err != nil {
 		return err

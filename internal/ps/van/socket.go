@@ -184,8 +184,8 @@ func (s *socket) keep() error {
 	return err
 }
 
-// take returns the oldest descriptor, which the caller must close.
-func (s *socket) take() (int, error) {
+// takeDescriptor returns the oldest descriptor, which the caller must close.
+func (s *socket) takeDescriptor() (int, error) {
 	if len(s.fds) == 0 {
 		return -1, cmp.Or(s.lost, errors.New("malformed message: the descriptor of a block is missing"))
 	}

@@ -126,7 +126,7 @@ type Handler interface {
 	// Blame handles the failure of a node: it has died, or has left while nodes wait for it in a barrier or
 	// have requests to it, or before such a request. It is called once, for the first such node, and the
 	// calls that fail because of it return only after that. If the job does not start because nodes have not
-	// registered, failed has these nodes, whose incarnations nobody knows.
+	// registered, failed has these nodes, whose incarnations are not known.
 	Blame(failed []Process, err error)
 	// Lost handles the end of a node, which has died or left. It is called once for each process, and before
 	// another process takes its place.
@@ -336,7 +336,7 @@ func (v *Van) Stats() trace.Node {
 	}
 	s.Up = v.now()
 	if v.sched != nil {
-		v.sched.stats(&s)
+		v.sched.addStats(&s)
 	}
 	return s
 }
@@ -352,7 +352,7 @@ func (v *Van) setTable(table []*pspb.Node) error {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	for _, n := range table {
-		v.set(n)
+		v.setNode(n)
 	}
 	own := nodesOf(table, v.self[0].Incarnation)
 	if len(own) != len(v.self) || len(v.nodes) != 1+v.cfg.NumServers+v.cfg.NumWorkers {
@@ -366,8 +366,8 @@ func (v *Van) setTable(table []*pspb.Node) error {
 	return nil
 }
 
-// set records the node n. The caller holds mu.
-func (v *Van) set(n *pspb.Node) {
+// setNode records the node n. The caller holds mu.
+func (v *Van) setNode(n *pspb.Node) {
 	id := int(n.Id)
 	if old := v.nodes[id]; old != nil && v.first[old.Incarnation] == id {
 		delete(v.first, old.Incarnation)
@@ -496,7 +496,7 @@ func (v *Van) Request(ctx context.Context, to int, m *Message) (Process, error) 
 		m.Drop()
 		return Process{}, err
 	}
-	return l.process, v.send(l, m, func(l *link, m *Message) error { return l.request(ctx, m) })
+	return l.process, v.sendOn(l, m, func(l *link, m *Message) error { return l.request(ctx, m) })
 }
 
 // Reply sends the answer to a request of the process to. It does not wait. The message belongs to the van in
@@ -507,7 +507,7 @@ func (v *Van) Reply(to Process, m *Message) error {
 		m.Drop()
 		return err
 	}
-	return v.send(l, m, (*link).reply)
+	return v.sendOn(l, m, (*link).reply)
 }
 
 // linkTo returns the link with a process.
@@ -529,9 +529,9 @@ func (v *Van) Connected(p Process) bool {
 	return err == nil && !isClosed(l.done)
 }
 
-// send passes a message to a link with the function queue.
-func (v *Van) send(l *link, m *Message, queue func(*link, *Message) error) error {
-	err := m.check()
+// sendOn passes a message to a link with the function queue.
+func (v *Van) sendOn(l *link, m *Message, queue func(*link, *Message) error) error {
+	err := m.checkLimits()
 	if err == nil {
 		m = l.share(v.own(m))
 		err = queue(l, m)
@@ -648,7 +648,7 @@ func (v *Van) linkEnded(l *link, culprit Process, left bool, err error) {
 	l.mu.Unlock()
 	v.mu.Lock()
 	stopping := v.stopping
-	ended := v.end(l.process, err)
+	ended := v.recordEnd(l.process, err)
 	for _, n := range ended {
 		v.over[int(n.Id)] = v.over[int(n.Id)] || said || v.orphan
 	}
@@ -818,7 +818,7 @@ func (v *Van) tick() {
 					l.notify()
 				}
 				if check && id == l.peer {
-					l.check(now)
+					l.checkSilence(now)
 				}
 			}
 			v.handler.Tick(now)
@@ -889,8 +889,9 @@ func (v *Van) verbose(what string, peer int, m *Message) {
 		zap.Stringer("header", m.Header), zap.Int("bytes", m.Bytes()))
 }
 
-// Stop leaves the job. It sends what is queued, says goodbye to all peers and waits for their answers, but
-// only until ctx ends. Then it closes all connections. Only the first call of Stop or Fail has an effect.
+// Stop leaves the job. It sends what is queued and TERMINATE to all peers, and waits until they have closed
+// their connections, but only until ctx ends. Then it closes all connections. Only the first call of Stop or
+// Fail has an effect.
 func (v *Van) Stop(ctx context.Context) { v.leave(ctx, nil) }
 
 // maxReasonBytes is the maximum length of a reason that a node gives for its end.

@@ -66,8 +66,8 @@ func (w *outWindow) full() bool { return w.next-w.base == windowMessages }
 // empty reports whether all messages are acknowledged.
 func (w *outWindow) empty() bool { return w.next == w.base }
 
-// add assigns the next sequence number to f. The window must not be full.
-func (w *outWindow) add(f *flight) {
+// addFlight assigns the next sequence number to f. The window must not be full.
+func (w *outWindow) addFlight(f *flight) {
 	w.next++
 	f.m.Header.Sequence = w.next
 	w.flights[w.next%windowMessages] = f

@@ -217,8 +217,8 @@ func (m *Message) Size() int {
 	return m.size
 }
 
-// check returns a *LimitError if a peer would not accept the message.
-func (m *Message) check() error {
+// checkLimits returns a *LimitError if a peer would not accept the message.
+func (m *Message) checkLimits() error {
 	if len(m.Data) > maxFrames {
 		return limitError("a message has %d frames, want at most %d", len(m.Data), maxFrames)
 	}
@@ -250,12 +250,12 @@ func (m *Message) SetTypes(types ...pspb.DataType) {
 	}
 	h.Frames = nil
 	for _, t := range types {
-		m.storage.frame().Type = t
+		m.storage.addFrame().Type = t
 	}
 }
 
-// frame adds an empty frame to the header in s, which has less than maxFrames.
-func (s *storage) frame() *pspb.Frame {
+// addFrame adds an empty frame to the header in s, which has less than maxFrames.
+func (s *storage) addFrame() *pspb.Frame {
 	i := len(s.header.Frames)
 	s.types[i] = &s.frames[i]
 	s.frames[i].Reset()
@@ -410,20 +410,20 @@ func (r *reader) blocks(m *Message) (err error) {
 // descriptor has arrived.
 func (r *reader) block(f *pspb.Frame) ([]byte, error) {
 	if f.BlockBytes > 0 {
-		fd, err := r.sock.take()
+		fd, err := r.sock.takeDescriptor()
 		if err != nil {
 			return nil, err
 		}
 		if f.Region != 0 {
 			err = r.link.theirs.addRegion(f.Region, fd)
 		} else {
-			err = r.link.theirs.add(f.Block, f.BlockBytes, fd)
+			err = r.link.theirs.addBlock(f.Block, f.BlockBytes, fd)
 		}
 		if err != nil {
 			return nil, err
 		}
 	}
-	return r.link.theirs.frame(f)
+	return r.link.theirs.frameOf(f)
 }
 
 // fill reads frames of m, which have the given sizes, into a buffer. If no free buffer is large enough, it

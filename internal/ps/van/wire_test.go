@@ -176,7 +176,7 @@ func FuzzArrive(f *testing.F) {
 			barriers: make(map[int64]chan error), self: []*pspb.Node{{Role: pspb.Role_SCHEDULER}}}
 		v.links.Store(&map[int]*link{})
 		v.sched = newScheduler(v)
-		if _, err := v.sched.add(&pspb.Control{NumWorkers: 1, NumServers: 1, Staleness: 1,
+		if _, err := v.sched.addProcess(&pspb.Control{NumWorkers: 1, NumServers: 1, Staleness: 1,
 			Nodes: []*pspb.Node{{Role: pspb.Role_WORKER, Incarnation: 1}}}); err != nil {
 			t.Fatal(err)
 		}
@@ -229,7 +229,7 @@ func TestWindows(t *testing.T) {
 		now = now.Add(time.Millisecond)
 		if !out.full() && out.next < total {
 			f := &flight{m: &Message{Header: &pspb.Header{}}, due: now.Add(5 * time.Millisecond)}
-			out.add(f)
+			out.addFlight(f)
 			unacked[f.m.Header.Sequence] = true
 			channel = append(channel, f.m.Header.Sequence)
 		}
@@ -294,7 +294,7 @@ func TestResendsBackOff(t *testing.T) {
 	const timeout = 10 * time.Millisecond
 	var out outWindow
 	f := &flight{m: &Message{Header: &pspb.Header{}}, due: time.Time{}.Add(timeout)}
-	out.add(f)
+	out.addFlight(f)
 	var sent []int // in timeouts since the message was sent first
 	for now := time.Duration(0); now <= 1200*time.Millisecond; now += time.Millisecond {
 		out.late(time.Time{}.Add(now), timeout, func(*flight) { sent = append(sent, int(now/timeout)) })
