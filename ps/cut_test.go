@@ -345,6 +345,9 @@ func TestCutBetweenNodeAndScheduler(t *testing.T) {
 		told := van.Name(id) + " is gone: the scheduler has declared it dead: no message came from it for "
 		if !lost[1] && strings.Contains(says, told) {
 			want = told
+		} else if both := "it has failed, or the network between it and " + van.Name(id) + " has"; !strings.Contains(
+			says, both) {
+			t.Errorf("%s says %q, want %q in it", van.Name(id), says, both)
 		}
 		t.Logf("%s has failed after %v", van.Name(id), time.Since(began).Round(time.Millisecond))
 		if !strings.Contains(says, want) {

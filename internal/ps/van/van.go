@@ -860,7 +860,8 @@ func (v *Van) heartbeat(beat bool) {
 		if v.sched != nil {
 			v.sched.declareDead(l, err)
 		} else {
-			l.abort(err)
+			// The scheduler may live: it declares this node dead if the network between the two has failed.
+			l.abort(fmt.Errorf("%w: it has failed, or the network between it and %s has", err, Name(v.id)))
 		}
 	}
 }
