@@ -6,9 +6,9 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/controller"
-	"github.com/gohvd/gohvd/internal/analysis"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/trace"
 )
 
 // arrivals drives a coordinator with the frames of all ranks of a job, and checks the arrival times that the
@@ -60,7 +60,7 @@ func (a *arrivals) want(set topo.ProcessSetID, tensors int, ms ...int) {
 	}
 }
 
-func (a *arrivals) wantLate(want ...analysis.HeldUp) {
+func (a *arrivals) wantLate(want ...trace.HeldUp) {
 	a.t.Helper()
 	if got := a.c.Stats().Late; !slices.Equal(got, want) {
 		a.t.Errorf("got lateness %+v, want %+v", got, want)
@@ -79,8 +79,8 @@ func TestArrivals(t *testing.T) {
 	// while at most one grant is unfinished.
 	a.at(9, 0, 1, asks("a"))
 	a.want(0, 1, 9, 1, 5)
-	a.wantLate(analysis.HeldUp{Rank: 0, Last: 1, Held: 4 * time.Millisecond}, analysis.HeldUp{Rank: 1},
-		analysis.HeldUp{Rank: 2, Last: 1, Held: 3 * time.Millisecond})
+	a.wantLate(trace.HeldUp{Rank: 0, Last: 1, Held: 4 * time.Millisecond}, trace.HeldUp{Rank: 1},
+		trace.HeldUp{Rank: 2, Last: 1, Held: 3 * time.Millisecond})
 
 	// Now b has bit 0, and a has bit 1. The tensor c is not cached. It is requested in full, and its request
 	// comes between the votes for a and b.
@@ -96,8 +96,8 @@ func TestArrivals(t *testing.T) {
 	a.want(0, 3, 21, 25, 22, 21, 25, 22, 21, 25, 22)
 	a.want(0, 1) // a second call returns nothing
 	// Rank 1 held up the other ranks for 3 ms in total, and not for 3 ms for each of the three tensors.
-	a.wantLate(analysis.HeldUp{Rank: 0, Last: 1, Held: 4 * time.Millisecond},
-		analysis.HeldUp{Rank: 1, Last: 3, Held: 3 * time.Millisecond}, analysis.HeldUp{Rank: 2, Last: 1,
+	a.wantLate(trace.HeldUp{Rank: 0, Last: 1, Held: 4 * time.Millisecond},
+		trace.HeldUp{Rank: 1, Last: 3, Held: 3 * time.Millisecond}, trace.HeldUp{Rank: 2, Last: 1,
 			Held: 3 * time.Millisecond})
 }
 
@@ -115,8 +115,8 @@ func TestArrivalsOfAnErasedBit(t *testing.T) {
 	a.at(7, 2, 1, other)
 	a.at(8, 0, 1, other) // the answer is an error, because rank 1 has voted for another shape
 	a.want(0, 1, 8, 3, 7)
-	a.wantLate(analysis.HeldUp{Rank: 0, Last: 1, Held: time.Millisecond}, analysis.HeldUp{Rank: 1},
-		analysis.HeldUp{Rank: 2})
+	a.wantLate(trace.HeldUp{Rank: 0, Last: 1, Held: time.Millisecond}, trace.HeldUp{Rank: 1},
+		trace.HeldUp{Rank: 2})
 }
 
 // The coordinator keeps no arrival times for a set without rank 0, because Arrivals is never called for such
@@ -129,7 +129,7 @@ func TestArrivalsThatNobodyAsksFor(t *testing.T) {
 	a.at(1, 1, 0, u)
 	a.at(2, 2, 0, u)
 	a.want(1, 1)
-	a.wantLate(analysis.HeldUp{Rank: 0}, analysis.HeldUp{Rank: 1}, analysis.HeldUp{Rank: 2, Last: 1,
+	a.wantLate(trace.HeldUp{Rank: 0}, trace.HeldUp{Rank: 1}, trace.HeldUp{Rank: 2, Last: 1,
 		Held: time.Millisecond})
 
 	a.at(3, 0, 0, asks("b"))

@@ -8,9 +8,9 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/controller"
-	"github.com/gohvd/gohvd/internal/analysis"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/trace"
 )
 
 // leaderConfig is the configuration of a job of five ranks: ranks 0 and 1 have no leader, and rank 2 leads
@@ -346,7 +346,7 @@ func TestArrivalsBehindALeader(t *testing.T) {
 	}
 	late := c.coord.Stats().Late
 	for _, r := range []topo.Rank{1, 2, 4} {
-		if want := (analysis.HeldUp{Rank: r, Last: 1, Held: 10 * time.Millisecond}); late[r] != want {
+		if want := (trace.HeldUp{Rank: r, Last: 1, Held: 10 * time.Millisecond}); late[r] != want {
 			t.Errorf("got lateness %+v, want %+v", late[r], want)
 		}
 	}

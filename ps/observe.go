@@ -31,7 +31,6 @@ type observer struct {
 	tracks    []string // names of tracks. Events on a track do not overlap.
 	free      []int    // tracks without an event
 	op        trace.Operation
-	tensor    [1]trace.Tensor
 	shape     tensor.Shape // of the last event
 }
 
@@ -96,10 +95,13 @@ func (o *observer) endEvent(e event, out outcome) {
 	if o.shape == nil || o.shape[0] != int64(out.keys) {
 		o.shape = tensor.Shape{int64(out.keys)} // the recorder keeps the old one
 	}
-	o.tensor[0] = trace.Tensor{Name: o.tracks[e.track], DType: out.dtype, Shape: o.shape,
-		Bytes: int64(out.bytes), Submitted: e.begun, Sent: accepted}
-	o.op = trace.Operation{Kind: e.kind, Peer: topo.Rank(out.peer), Granted: accepted, Begun: accepted,
-		Ended: ended, Tensors: o.tensor[:], Failed: out.err}
+	r := trace.Record{Kind: e.kind, Peer: topo.Rank(out.peer), Name: o.tracks[e.track], DType: out.dtype,
+		Shape: o.shape, Bytes: int64(out.bytes), Submitted: e.begun, Sent: accepted, Granted: accepted,
+		Begun: accepted, Ended: ended}
+	if out.err != nil {
+		r.Error = out.err.Error()
+	}
+	o.op.Records = append(o.op.Records[:0], r)
 	o.recorder.Record(&o.op)
 	if o.timeline != nil {
 		o.timeline.Record(&o.op)
@@ -181,7 +183,7 @@ func (p *postoffice) dump(why string) {
 }
 
 // pending returns the pushes and pulls of this process that have not completed.
-func (p *postoffice) pending() (all []trace.Pending) {
+func (p *postoffice) pending() (all []trace.Record) {
 	p.mu.Lock()
 	customers := p.list()
 	p.mu.Unlock()
@@ -189,7 +191,7 @@ func (p *postoffice) pending() (all []trace.Pending) {
 		c.mu.Lock()
 		for _, r := range c.pending {
 			if r.event.kind != message.NoKind {
-				all = append(all, trace.Pending{Kind: r.event.kind, Name: r.of.String(),
+				all = append(all, trace.Record{Kind: r.event.kind, Name: r.of.String(),
 					Submitted: r.event.begun, Sent: r.accepted, Granted: r.accepted, Begun: r.accepted})
 			}
 		}

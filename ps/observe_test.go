@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"github.com/gohvd/gohvd/internal/analysis"
+	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/timeline/timelinetest"
 )
@@ -115,7 +116,7 @@ func TestDump(t *testing.T) {
 	if err := json.Unmarshal(text, &d); err != nil {
 		t.Fatal(err)
 	}
-	if len(d.Operations) != 1 || d.Operations[0].Kind != "push" || len(d.Pending) != 1 ||
+	if len(d.Operations) != 1 || d.Operations[0].Kind != message.Push || len(d.Pending) != 1 ||
 		d.Pending[0].Name != "pull of 1 keys" || !strings.Contains(d.Why, "server 0 is gone") {
 		t.Errorf("got the dump %s", text)
 	}

@@ -26,8 +26,8 @@ func Example() {
 	}
 	ms := time.Millisecond
 	t.Record(&trace.Operation{
-		Number: 1, Kind: message.Barrier, Granted: 3 * ms, Begun: 3 * ms, Ended: 4 * ms,
-		Tensors: []trace.Tensor{{Name: "barrier", Submitted: 1 * ms, Sent: 2 * ms}},
+		Records: []trace.Record{{Number: 1, Kind: message.Barrier, Name: "barrier", Submitted: 1 * ms,
+			Sent: 2 * ms, Granted: 3 * ms, Begun: 3 * ms, Ended: 4 * ms}},
 	})
 	if err := t.Close(); err != nil {
 		panic(err)

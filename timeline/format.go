@@ -186,72 +186,68 @@ func (f *formatter) event(dst []byte, name, phase string, t *track, at time.Dura
 	return append(append(dst, `,"pid":`...), t.pid...)
 }
 
-// tensor appends all events of one tensor of an operation.
-func (f *formatter) tensor(dst []byte, op *record, n *trace.Tensor) []byte {
-	dst, t := f.track(dst, trackKey{n.Name, op.Set})
-	negotiation, name := nameOf(op.Kind)
-	f.order = byTime(f.order[:0], n.Arrivals)
+// tensor appends all events of record i of an operation.
+func (f *formatter) tensor(dst []byte, op *entry, i int) []byte {
+	n, arrivals := &op.Records[i], op.ArrivalsOf(i)
+	dst, t := f.track(dst, trackKey{n.Name, n.Set})
+	negotiation, name := nameOf(n.Kind)
+	f.order = byTime(f.order[:0], arrivals)
 	begin := n.Submitted
 	if len(f.order) > 0 {
 		// As in Horovod, the bar in rank 0's file begins when the first rank's request arrived.
-		if first := n.Arrivals[f.order[0]]; begin == 0 || first < begin {
+		if first := arrivals[f.order[0]]; begin == 0 || first < begin {
 			begin = first
 		}
 	}
 	dst = append(f.event(dst, negotiation, "B", t, begin), `,"args":{`...)
-	dst = number(number(dst, "set", int64(op.Set)), "op", int64(op.Number))
+	dst = number(number(dst, "set", int64(n.Set)), "op", int64(n.Number))
 	if n.Submitted > 0 && t.last != n.Submitted {
 		dst = micros(dst, "submitted", n.Submitted)
 	}
 	dst = append(dst, "}}"...)
 	for _, i := range f.order {
 		var position [8]byte
-		dst = f.event(dst, string(strconv.AppendInt(position[:0], int64(i), 10)), "X", t, n.Arrivals[i])
-		if t.last != n.Arrivals[i] {
-			dst = append(micros(append(dst, `,"args":{`...), "at", n.Arrivals[i]), '}')
+		dst = f.event(dst, string(strconv.AppendInt(position[:0], int64(i), 10)), "X", t, arrivals[i])
+		if t.last != arrivals[i] {
+			dst = append(micros(append(dst, `,"args":{`...), "at", arrivals[i]), '}')
 		}
 		dst = append(dst, '}')
 	}
-	dst = append(f.event(dst, "", "E", t, op.Granted), `,"args":{"cached":`...)
+	dst = append(f.event(dst, "", "E", t, n.Granted), `,"args":{"cached":`...)
 	dst = strconv.AppendBool(dst, n.Cached)
 	if n.Sent-n.Submitted >= time.Microsecond {
 		dst = micros(dst, "sent", n.Sent)
 	}
 	if k := len(f.order); k > 0 && !n.Partial {
 		first, last := f.order[0], f.order[k-1]
-		dst = micros(number(dst, "last", int64(last)), "late_us", n.Arrivals[last]-n.Arrivals[first])
+		dst = micros(number(dst, "last", int64(last)), "late_us", arrivals[last]-arrivals[first])
 	}
 	dst = append(dst, "}}"...)
 
-	failed := ""
+	failed := n.Error
 	switch {
-	case n.Refused != nil:
-		name, failed = "ERROR", n.Refused.Error()
-	case op.Failed != nil:
-		failed = op.Failed.Error()
-	case op.Kind == message.Error:
+	case n.Refused:
+		name = "ERROR"
+	case failed == "" && n.Kind == message.Error:
 		failed = "ranks submitted different requests"
 	}
-	if failed == "" && (n.Refused != nil || op.Failed != nil) {
-		failed = "unknown error"
-	}
-	dst = append(f.event(dst, name, "B", t, op.Granted), '}')
-	dst = append(f.event(dst, "QUEUE", "B", t, op.Granted), '}')
-	dst = append(f.event(dst, "", "E", t, op.Begun), '}')
+	dst = append(f.event(dst, name, "B", t, n.Granted), '}')
+	dst = append(f.event(dst, "QUEUE", "B", t, n.Granted), '}')
+	dst = append(f.event(dst, "", "E", t, n.Begun), '}')
 	for i := range op.Activities {
 		a := &op.Activities[i]
 		dst = append(f.event(dst, a.Name, "B", t, a.Begun), '}')
 		dst = append(f.event(dst, "", "E", t, a.End), '}')
 	}
-	dst = append(f.event(dst, "", "E", t, op.Ended), `,"args":{`...)
+	dst = append(f.event(dst, "", "E", t, n.Ended), `,"args":{`...)
 	if n.DType.Valid() {
 		dst = text(dst, "dtype", n.DType.String())
 		dst = append(appendShape(append(dst, `,"shape":"`...), n.Shape), '"')
 	}
 	dst = number(number(dst, "bytes", n.Bytes), "fused", int64(op.fused))
-	dst = text(text(dst, "backend", op.Backend.String()), "algorithm", op.Algorithm.String())
-	if (op.Kind.IsMessage() || op.Kind.IsRequest()) && op.Peer >= 0 {
-		dst = number(dst, "peer", int64(op.Peer))
+	dst = text(text(dst, "backend", n.Backend.String()), "algorithm", n.Algorithm.String())
+	if (n.Kind.IsMessage() || n.Kind.IsRequest()) && n.Peer >= 0 {
+		dst = number(dst, "peer", int64(n.Peer))
 	}
 	if failed != "" {
 		dst = text(dst, "error", failed)

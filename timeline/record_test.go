@@ -99,9 +99,6 @@ func folder(t testing.TB, dir string) (names []string) {
 func simple(number uint64, names ...string) *trace.Operation {
 	at := time.Duration(number) * time.Millisecond
 	op := &trace.Operation{
-		Number: number, Kind: message.Allreduce, Backend: message.SHM, Algorithm: message.Ring,
-		Granted: at + 200*time.Microsecond, Begun: at + 300*time.Microsecond,
-		Ended: at + 900*time.Microsecond,
 		Activities: []trace.Activity{
 			{Name: "MEMCPY_IN_FUSION_BUFFER", Begun: at + 310*time.Microsecond,
 				End: at + 350*time.Microsecond},
@@ -111,9 +108,11 @@ func simple(number uint64, names ...string) *trace.Operation {
 		},
 	}
 	for _, n := range names {
-		op.Tensors = append(op.Tensors, trace.Tensor{
-			Name: n, DType: tensor.Float32, Shape: tensor.Shape{2, 3}, Bytes: 24, Submitted: at,
-			Sent: at + 10*time.Microsecond, Cached: true,
+		op.Records = append(op.Records, trace.Record{
+			Number: number, Kind: message.Allreduce, Backend: message.SHM, Algorithm: message.Ring,
+			Name: n, DType: tensor.Float32, Shape: tensor.Shape{2, 3}, Bytes: 24, Cached: true,
+			Submitted: at, Sent: at + 10*time.Microsecond, Granted: at + 200*time.Microsecond,
+			Begun: at + 300*time.Microsecond, Ended: at + 900*time.Microsecond,
 		})
 	}
 	return op
@@ -129,21 +128,21 @@ func TestText(t *testing.T) {
 	tl := mustStart(t, cfg, quick)
 	tl.Cycle(50 * time.Microsecond)
 	op := simple(1, "g", "h")
-	op.Set = 3
-	op.Tensors[0].Arrivals = []time.Duration{1010 * time.Microsecond, 0, 900 * time.Microsecond,
-		1100*time.Microsecond + 1}
-	op.Tensors[1].Refused = errors.New(`rank 1 sent "x"`)
-	op.Tensors[1].Shape = nil
+	op.Records[0].Set, op.Records[1].Set = 3, 3
+	op.Arrivals = []time.Duration{1010 * time.Microsecond, 0, 900 * time.Microsecond,
+		1100*time.Microsecond + 1, 0, 0, 0, 0}
+	op.Records[1].Refused, op.Records[1].Error = true, `rank 1 sent "x"`
+	op.Records[1].Shape = nil
 	tl.Record(op)
-	barrier := &trace.Operation{Number: 2, Kind: message.Barrier, Granted: 3 * time.Millisecond,
-		Begun: 3 * time.Millisecond, Ended: 3 * time.Millisecond,
-		Tensors: []trace.Tensor{{Name: "b", Submitted: 2 * time.Millisecond}}}
-	tl.Record(barrier)
-	tl.Record(&trace.Operation{Number: 2, Peer: 2, Kind: message.Recv, Backend: message.TCP,
-		Granted: 5 * time.Millisecond, Begun: 5 * time.Millisecond, Ended: 6 * time.Millisecond,
+	tl.Record(&trace.Operation{Records: []trace.Record{{Number: 2, Kind: message.Barrier, Name: "b",
+		Submitted: 2 * time.Millisecond, Granted: 3 * time.Millisecond, Begun: 3 * time.Millisecond,
+		Ended: 3 * time.Millisecond}}})
+	tl.Record(&trace.Operation{
 		Activities: []trace.Activity{{Name: "TCP_RECV", Begun: 5 * time.Millisecond, End: 6 * time.Millisecond}},
-		Tensors: []trace.Tensor{{Name: "rank 2 to rank 0, tag 7", DType: tensor.Float32,
-			Shape: tensor.Shape{6}, Bytes: 24, Submitted: 4 * time.Millisecond}}})
+		Records: []trace.Record{{Number: 2, Peer: 2, Kind: message.Recv, Backend: message.TCP,
+			Name: "rank 2 to rank 0, tag 7", DType: tensor.Float32, Shape: tensor.Shape{6}, Bytes: 24,
+			Submitted: 4 * time.Millisecond, Granted: 5 * time.Millisecond, Begun: 5 * time.Millisecond,
+			Ended: 6 * time.Millisecond}}})
 	if err := tl.Write(); err != nil {
 		t.Fatal(err)
 	}
@@ -225,26 +224,27 @@ func TestText(t *testing.T) {
 	}
 }
 
-// wantOperation returns the Operation that Read of timelinetest must return for tensor n of op.
-func wantOperation(op *trace.Operation, n *trace.Tensor, track string) timelinetest.Operation {
+// wantOperation returns the Operation that Read of timelinetest must return for record i of op.
+func wantOperation(op *trace.Operation, i int, track string) timelinetest.Operation {
+	n := &op.Records[i]
 	us := func(d time.Duration) float64 { return float64(d) / 1000 }
-	_, kind := nameOf(op.Kind)
+	_, kind := nameOf(n.Kind)
 	w := timelinetest.Operation{
-		Track: track, Set: uint32(op.Set), Number: op.Number, Kind: kind, Negotiated: kind,
-		Submitted: us(n.Submitted), Granted: us(op.Granted), Begun: us(op.Begun), Ended: us(op.Ended),
-		Cached: n.Cached, Arrivals: map[int]float64{}, Backend: op.Backend.String(),
-		Algorithm: op.Algorithm.String(),
+		Track: track, Set: uint32(n.Set), Number: n.Number, Kind: kind, Negotiated: kind,
+		Submitted: us(n.Submitted), Granted: us(n.Granted), Begun: us(n.Begun), Ended: us(n.Ended),
+		Cached: n.Cached, Arrivals: map[int]float64{}, Backend: n.Backend.String(),
+		Algorithm: n.Algorithm.String(),
 		Bytes:     n.Bytes,
 	}
-	for i := range op.Tensors {
-		w.Fused += max(op.Tensors[i].Parts, 1)
+	for i := range op.Records {
+		w.Fused += int(max(op.Records[i].Parts, 1))
 	}
 	if n.Sent-n.Submitted >= time.Microsecond {
 		w.Sent = us(n.Sent)
 	}
 	w.Begin = w.Submitted
 	var first, last time.Duration
-	for i, a := range n.Arrivals {
+	for i, a := range op.ArrivalsOf(i) {
 		if a == 0 {
 			continue
 		}
@@ -266,12 +266,10 @@ func wantOperation(op *trace.Operation, n *trace.Tensor, track string) timelinet
 	if n.DType.Valid() {
 		w.DType, w.Shape = n.DType.String(), strings.ReplaceAll(n.Shape.String(), " ", ", ")
 	}
-	switch {
-	case n.Refused != nil:
-		w.Kind, w.Fail = "ERROR", n.Refused.Error()
-	case op.Failed != nil:
-		w.Fail = op.Failed.Error()
-	case op.Kind == message.Error:
+	switch w.Fail = n.Error; {
+	case n.Refused:
+		w.Kind = "ERROR"
+	case n.Error == "" && n.Kind == message.Error:
 		w.Fail = "ranks submitted different requests"
 	}
 	return w
@@ -291,18 +289,19 @@ func (r *random) operation() *trace.Operation {
 		return r.now
 	}
 	r.number++
-	op := &trace.Operation{
+	op, arrived := new(trace.Operation), r.IntN(2) == 0
+	whole := trace.Record{
 		Number: r.number, Set: topo.ProcessSetID(r.IntN(3)),
 		Kind:    message.Kind(1 + r.IntN(int(message.Error))),
 		Backend: message.Backend(r.IntN(3)), Algorithm: message.Algorithm(r.IntN(4)),
 	}
-	tensors := 1 + r.IntN(5)
-	for i := range tensors {
-		n := trace.Tensor{
-			Name: fmt.Sprintf("t%d/%d\"\\\n\xff", i, r.IntN(20)), Bytes: r.Int64N(1 << 40),
-			Cached: r.IntN(2) == 0,
-			DType:  tensor.DType(r.IntN(len(tensor.DTypes()) + 1)),
-		}
+	if r.IntN(10) == 0 {
+		whole.Error = "peer lost"
+	}
+	for i := range 1 + r.IntN(5) {
+		n := whole
+		n.Name, n.Bytes = fmt.Sprintf("t%d/%d\"\\\n\xff", i, r.IntN(20)), r.Int64N(1<<40)
+		n.Cached, n.DType = r.IntN(2) == 0, tensor.DType(r.IntN(len(tensor.DTypes())+1))
 		for range r.IntN(4) {
 			n.Shape = append(n.Shape, r.Int64N(1000))
 		}
@@ -312,8 +311,8 @@ func (r *random) operation() *trace.Operation {
 		if n.Submitted == 0 {
 			n.Submitted = step()
 		}
-		if r.IntN(2) == 0 {
-			n.Arrivals = arrivals
+		if arrived {
+			op.Arrivals = append(op.Arrivals, arrivals...)
 		}
 		if n.Sent = step(); r.IntN(3) == 0 {
 			// Sent is written only if it is at least 1 µs after Submitted, so the test uses values around
@@ -321,27 +320,28 @@ func (r *random) operation() *trace.Operation {
 			n.Sent = n.Submitted + time.Duration(r.IntN(3)*500)
 		}
 		if r.IntN(4) == 0 {
-			n.Parts = 1 + r.IntN(5)
+			n.Parts = 1 + r.Int32N(5)
 		}
 		if r.IntN(10) == 0 {
-			n.Refused = errors.New("refused\t<&>\u2028")
+			n.Refused, n.Error = true, "refused\t<&>\u2028"
 		}
-		op.Tensors = append(op.Tensors, n)
+		op.Records = append(op.Records, n)
 	}
-	op.Granted, op.Begun = step(), step()
+	granted, begun := step(), step()
 	for range r.IntN(4) {
 		op.Activities = append(op.Activities, trace.Activity{Name: "A\"" + fmt.Sprint(r.IntN(3)),
 			Begun: step(), End: step()})
 	}
-	op.Ended = step()
-	if r.IntN(10) == 0 {
-		op.Failed = errors.New("peer lost")
+	ended := step()
+	for i := range op.Records {
+		n := &op.Records[i]
+		n.Granted, n.Begun, n.Ended = granted, begun, ended
 	}
 	return op
 }
 
 // Random operations are recorded. The file contains exactly these operations, in each file format, with and
-// without segments, and with a ring.
+// without segments.
 func TestRandomOperations(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -364,13 +364,13 @@ func TestRandomOperations(t *testing.T) {
 				for i := range 200 {
 					op := r.operation()
 					tl.Record(op)
-					for j := range op.Tensors {
-						track := op.Tensors[j].Name
+					for j := range op.Records {
+						track := op.Records[j].Name
 						track = strings.ToValidUTF8(track, "\ufffd")
-						if op.Set != 0 {
-							track += fmt.Sprintf(" [set %d]", op.Set)
+						if set := op.Records[j].Set; set != 0 {
+							track += fmt.Sprintf(" [set %d]", set)
 						}
-						want = append(want, wantOperation(op, &op.Tensors[j], track))
+						want = append(want, wantOperation(op, j, track))
 					}
 					if i%20 == 0 {
 						if err := tl.Write(); err != nil {
@@ -440,27 +440,26 @@ func TestClamping(t *testing.T) {
 	cfg.MarkCycles = true
 	tl := mustStart(t, cfg, quick)
 	first, second := simple(5, "g"), simple(3, "g")
-	second.Begun, second.Activities[1].End = 0, 0
-	second.Tensors[0].Arrivals = []time.Duration{time.Millisecond, time.Second}
+	second.Records[0].Begun, second.Activities[1].End = 0, 0
+	second.Arrivals = []time.Duration{time.Millisecond, time.Second}
 	tl.Record(first)
 	tl.Record(second)
 	tl.Cycle(9 * time.Millisecond)
 	tl.Cycle(8 * time.Millisecond)
 	absent := simple(6, "g", "mine")
-	absent.Absent, absent.Tensors[0].Submitted = true, 0
+	absent.Records[0].Absent, absent.Records[1].Absent, absent.Records[0].Submitted = true, true, 0
 	tl.Record(absent)
 	absent = simple(7, "other")
-	absent.Absent, absent.Tensors[0].Submitted = true, 0
+	absent.Records[0].Absent, absent.Records[0].Submitted = true, 0
 	tl.Record(absent)
 	unknown := simple(8, "u")
-	unknown.Tensors[0].Submitted, unknown.Tensors[0].Arrivals = 0, []time.Duration{8*time.Millisecond + 1000}
+	unknown.Records[0].Submitted, unknown.Arrivals = 0, []time.Duration{8*time.Millisecond + 1000}
 	tl.Record(unknown)
-	tl.Record(&trace.Operation{Number: 9, Kind: message.Error, Granted: time.Second, Begun: time.Second,
-		Ended:  time.Second,
-		Failed: errors.New(""), Tensors: []trace.Tensor{{Name: "e", Submitted: time.Second}}})
+	tl.Record(&trace.Operation{Records: []trace.Record{{Number: 9, Kind: message.Error, Name: "e",
+		Submitted: time.Second, Granted: time.Second, Begun: time.Second, Ended: time.Second}}})
 	partial := simple(10, "u")
-	partial.Tensors[0].Arrivals, partial.Tensors[0].Partial = []time.Duration{0, 10 * time.Millisecond,
-		11 * time.Millisecond}, true
+	partial.Arrivals = []time.Duration{0, 10 * time.Millisecond, 11 * time.Millisecond}
+	partial.Records[0].Partial = true
 	tl.Record(partial)
 	mustClose(t, tl)
 	s := mustRead(t, path)
@@ -481,7 +480,7 @@ func TestClamping(t *testing.T) {
 	if o := s.Operations[3]; o.Begin != 8001 {
 		t.Errorf("got %+v, want the bar to begin with the first arrival", o)
 	}
-	if o := s.Operations[4]; o.Kind != "ERROR" || o.Negotiated != "ERROR" || o.Fail != "unknown error" {
+	if o := s.Operations[4]; o.Kind != "ERROR" || o.Negotiated != "ERROR" || o.Fail != "ranks submitted different requests" {
 		t.Errorf("got %+v, want an error without a text", o)
 	}
 }
@@ -605,7 +604,7 @@ func TestRecordAllocatesNothing(t *testing.T) {
 	k.tensors = 1 << 15
 	tl := mustStart(t, testConfig(filepath.Join(t.TempDir(), "t.json")), k)
 	op := simple(1, "a", "b", "c")
-	op.Tensors[0].Arrivals = []time.Duration{1, 2, 3, 4}
+	op.Arrivals = []time.Duration{1, 2, 3, 4, 5, 6}
 	if n := testing.AllocsPerRun(1000, func() { tl.Record(op) }); n != 0 {
 		t.Errorf("Record allocates %v times", n)
 	}
@@ -618,8 +617,8 @@ func TestRecordAllocatesNothing(t *testing.T) {
 func resnet() (ops []*trace.Operation) {
 	for i := range 4 {
 		op := simple(uint64(i+1), make([]string, 41-i/3*2)...)
-		for j := range op.Tensors {
-			op.Tensors[j].Name = fmt.Sprintf("DistributedOptimizer.gradient.layer%d.%d.conv1.weight", i, j)
+		for j := range op.Records {
+			op.Records[j].Name = fmt.Sprintf("DistributedOptimizer.gradient.layer%d.%d.conv1.weight", i, j)
 		}
 		ops = append(ops, op)
 	}
@@ -631,7 +630,7 @@ func BenchmarkRecord(b *testing.B) {
 	ops := resnet()
 	tensors := 0
 	for _, op := range ops {
-		tensors += len(op.Tensors)
+		tensors += len(op.Records)
 	}
 	b.ReportAllocs()
 	n := 0
@@ -659,11 +658,11 @@ func BenchmarkFormat(b *testing.B) {
 				b.ReportAllocs()
 				all := newBatch(1 << 10)
 				for _, op := range ops {
-					for i := range op.Tensors {
-						op.Tensors[i].Arrivals = nil
+					op.Arrivals = nil
+					for i := range op.Records {
 						for j := range arrivals {
-							op.Tensors[i].Arrivals = append(op.Tensors[i].Arrivals,
-								op.Tensors[i].Submitted+time.Duration(7919*j%5000))
+							op.Arrivals = append(op.Arrivals,
+								op.Records[i].Submitted+time.Duration(7919*j%5000))
 						}
 					}
 					if !all.operation(op) {
@@ -679,11 +678,11 @@ func BenchmarkFormat(b *testing.B) {
 				w.sink = nowhere{}
 				n, bytes := 0, 0
 				for b.Loop() {
-					if err := w.write(all.records); err != nil {
+					if err := w.write(all.entries); err != nil {
 						b.Fatal(err)
 					}
 					w.at = 0
-					n += len(all.tensors)
+					n += len(all.records)
 				}
 				bytes = int(w.body)
 				b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(n), "ns/tensor")

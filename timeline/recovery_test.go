@@ -93,8 +93,8 @@ func TestHalfFull(t *testing.T) {
 // and the operations before and after it are complete.
 func TestNoRoom(t *testing.T) {
 	for name, large := range map[string]func(*trace.Operation){
-		"tensors":    func(op *trace.Operation) { op.Tensors = slices.Repeat(op.Tensors, 4) },
-		"arrivals":   func(op *trace.Operation) { op.Tensors[1].Arrivals = make([]time.Duration, 32*8-1) },
+		"tensors":    func(op *trace.Operation) { op.Records = slices.Repeat(op.Records, 4) },
+		"arrivals":   func(op *trace.Operation) { op.Arrivals = make([]time.Duration, 32*8) },
 		"activities": func(op *trace.Operation) { op.Activities = slices.Repeat(op.Activities, 16) },
 	} {
 		path := filepath.Join(t.TempDir(), "t.json")
@@ -103,7 +103,7 @@ func TestNoRoom(t *testing.T) {
 		tl := mustStart(t, testConfig(path), k)
 		operation := func(number uint64) *trace.Operation {
 			op := simple(number, fmt.Sprint("a", number), fmt.Sprint("b", number))
-			op.Tensors[0].Arrivals = []time.Duration{time.Duration(number) * time.Millisecond}
+			op.Arrivals = []time.Duration{time.Duration(number) * time.Millisecond, 0}
 			op.Activities = op.Activities[:1]
 			op.Activities[0].Name = fmt.Sprint("A", number)
 			return op
@@ -136,9 +136,9 @@ func TestNoRoom(t *testing.T) {
 func TestLargerThanMemory(t *testing.T) {
 	const tensors = 8
 	for name, enlarge := range map[string]func(*trace.Operation){
-		"tensors": func(op *trace.Operation) { op.Tensors = slices.Repeat(op.Tensors, 50) },
+		"tensors": func(op *trace.Operation) { op.Records = slices.Repeat(op.Records, 50) },
 		"arrivals": func(op *trace.Operation) {
-			op.Tensors[0].Arrivals = slices.Repeat([]time.Duration{1}, 100*tensors)
+			op.Arrivals = slices.Repeat([]time.Duration{1}, 100*tensors)
 		},
 		"activities": func(op *trace.Operation) { op.Activities = slices.Repeat(op.Activities[:1], 50) },
 	} {
@@ -177,11 +177,11 @@ func TestLargerThanMemory(t *testing.T) {
 			}
 		}
 		tl.mu.Lock()
-		if got, fresh := tl.filling, newBatch(tensors); cap(got.tensors) != cap(fresh.tensors) ||
+		if got, fresh := tl.filling, newBatch(tensors); cap(got.records) != cap(fresh.records) ||
 			cap(got.arrivals) != cap(fresh.arrivals) || cap(got.activities) != cap(fresh.activities) ||
 			got.grown {
 			t.Errorf("%s: there is room for %d tensors, %d arrivals and %d activities afterwards", name,
-				cap(got.tensors), cap(got.arrivals), cap(got.activities))
+				cap(got.records), cap(got.arrivals), cap(got.activities))
 		}
 		tl.mu.Unlock()
 		mustClose(t, tl)

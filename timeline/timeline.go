@@ -157,26 +157,22 @@ func (t *Timeline) Record(op *trace.Operation) {
 // nothing.
 func (t *Timeline) Cycle(at time.Duration) {
 	if t.mark {
-		t.add(func(b *batch) bool {
-			return b.mark(record{Operation: trace.Operation{Granted: at}, cycle: true})
-		})
+		t.add(func(b *batch) bool { return b.mark(entry{at: at, cycle: true}) })
 	}
 }
 
 // Tuned records that rank 0 has changed settings at the given time. The caller must not change v afterwards.
 func (t *Timeline) Tuned(at time.Duration, v *message.Tuning) {
-	t.add(func(b *batch) bool { return b.mark(record{Operation: trace.Operation{Granted: at}, tuning: v}) })
+	t.add(func(b *batch) bool { return b.mark(entry{at: at, tuning: v}) })
 }
 
 // Offset records a measurement of this rank's clock against rank 0's clock.
 func (t *Timeline) Offset(o trace.Offset) {
-	t.add(func(b *batch) bool {
-		return b.mark(record{Operation: trace.Operation{Granted: o.At}, offset: &o})
-	})
+	t.add(func(b *batch) bool { return b.mark(entry{at: o.At, offset: &o}) })
 }
 
-// add calls the given function, which adds a record to the filling batch and returns false if there is no
-// room. In that case add drops the record and counts the drop. add wakes the writing goroutine if needed.
+// add calls the given function, which adds an entry to the filling batch and returns false if there is no
+// room. In that case add drops the entry and counts the drop. add wakes the writing goroutine if needed.
 func (t *Timeline) add(to func(*batch) bool) {
 	t.mu.Lock()
 	if t.closed {
@@ -297,7 +293,7 @@ func (t *Timeline) run(w *writer) {
 		case <-t.closing:
 			err := flushAll()
 			t.mu.Lock()
-			left := len(t.filling.records)
+			left := len(t.filling.entries)
 			t.mu.Unlock()
 			t.err = w.close(err, left)
 			return

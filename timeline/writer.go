@@ -33,12 +33,12 @@ type writer struct {
 	format  formatter
 
 	reading *batch // the batch being written
-	// at is the index of the first record that is not completely formatted. inside is the index of the first
-	// tensor of this record that is not formatted.
+	// at is the index of the first entry that is not completely formatted. inside is the index of the first
+	// record of this entry that is not formatted.
 	at, inside int
 	pending    []byte // text that is not encoded yet
 	out        []byte // encoded bytes that are not written yet
-	unwritten  int    // the number of records that are completely formatted, but not completely written
+	unwritten  int    // the number of entries that are completely formatted, but not completely written
 	tail       []byte
 
 	segment int
@@ -139,9 +139,9 @@ func (w *writer) lose(err error) error {
 	return err
 }
 
-// flush writes the records of the batch and empties the batch.
+// flush writes the entries of the batch and empties the batch.
 func (w *writer) flush() error {
-	if err := w.write(w.reading.records); err != nil {
+	if err := w.write(w.reading.entries); err != nil {
 		return err
 	}
 	w.at = 0
@@ -149,30 +149,31 @@ func (w *writer) flush() error {
 	return nil
 }
 
-// write formats the records from index w.at on and writes them to the sink. After an error the next call
-// continues with the record that failed.
-func (w *writer) write(records []record) error {
-	for w.at < len(records) {
-		r := &records[w.at]
-		switch {
-		case r.cycle:
-			if err := w.place(func(dst []byte) []byte { return w.format.cycle(dst, r.Granted) }); err != nil {
-				return err
+// write formats the entries from index w.at on and writes them to the sink. After an error the next call
+// continues with the entry that failed.
+func (w *writer) write(entries []entry) error {
+	for w.at < len(entries) {
+		e := &entries[w.at]
+		mark := func(dst []byte) []byte {
+			switch {
+			case e.cycle:
+				return w.format.cycle(dst, e.at)
+			case e.tuning != nil:
+				return w.format.tuned(dst, e.at, e.tuning)
 			}
-		case r.tuning != nil:
-			if err := w.place(func(dst []byte) []byte {
-				return w.format.tuned(dst, r.Granted, r.tuning)
-			}); err != nil {
-				return err
-			}
-		case r.offset != nil:
-			if err := w.place(func(dst []byte) []byte { return w.format.clock(dst, r.offset) }); err != nil {
+			return w.format.clock(dst, e.offset)
+		}
+		if len(e.Records) == 0 {
+			if err := w.place(mark); err != nil {
 				return err
 			}
 		}
-		for ; w.inside < len(r.Tensors); w.inside++ {
+		for ; w.inside < len(e.Records); w.inside++ {
+			if stoodIn(&e.Records[w.inside]) {
+				continue
+			}
 			if err := w.place(func(dst []byte) []byte {
-				return w.format.tensor(dst, r, &r.Tensors[w.inside])
+				return w.format.tensor(dst, e, w.inside)
 			}); err != nil {
 				return err
 			}
@@ -246,7 +247,7 @@ func (w *writer) push() error {
 	return nil
 }
 
-// close ends the file. err is the result of the last flush. left is the number of records in the other batch
+// close ends the file. err is the result of the last flush. left is the number of entries in the other batch
 // that were not written.
 func (w *writer) close(err error, left int) error {
 	if err == nil {
@@ -263,7 +264,7 @@ func (w *writer) close(err error, left int) error {
 	if err == nil {
 		return nil
 	}
-	lost := left + w.unwritten + len(w.reading.records) - w.at
+	lost := left + w.unwritten + len(w.reading.entries) - w.at
 	w.dropped.Add(uint64(lost))
 	return fmt.Errorf("timeline: rank %d: close %s: %d operations were not written: %w", w.cfg.Rank,
 		w.cfg.Path, lost, err)

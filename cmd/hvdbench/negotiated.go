@@ -48,9 +48,17 @@ func (p negotiated) ran(prefix string) (ran ways, err error) {
 	if err := json.Unmarshal(text, &dump); err != nil {
 		return nil, fmt.Errorf("read the flight recorder: %w", err)
 	}
-	for _, o := range dump.Operations {
+	for i := range dump.Operations {
+		o := &dump.Operations[i]
 		if strings.HasPrefix(o.Name, prefix) {
-			ran = ran.add(strings.TrimSpace(o.Backend + " " + o.Algorithm))
+			way := ""
+			if o.Backend != message.NoBackend {
+				way = o.Backend.String()
+			}
+			if o.Algorithm != message.NoAlgorithm {
+				way += " " + o.Algorithm.String()
+			}
+			ran = ran.add(way)
 		}
 	}
 	return ran, nil

@@ -21,7 +21,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/gohvd/gohvd/internal/analysis"
 	"github.com/gohvd/gohvd/internal/joblink"
 	"github.com/gohvd/gohvd/internal/launch"
 	"github.com/gohvd/gohvd/internal/message"
@@ -94,7 +93,7 @@ func statsOf(rank int) trace.Stats {
 		FusionRoomBytes: 1000, FusionThresholdBytes: 1000,
 	}
 	if rank == 0 {
-		s.Coordinator = &trace.Coordinator{Late: []analysis.HeldUp{{Rank: 2, Last: 3, Held: time.Second}},
+		s.Coordinator = &trace.Coordinator{Late: []trace.HeldUp{{Rank: 2, Last: 3, Held: time.Second}},
 			Stalled: 1}
 	}
 	return s

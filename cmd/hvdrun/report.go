@@ -15,6 +15,7 @@ import (
 	"github.com/gohvd/gohvd/internal/logs"
 	"github.com/gohvd/gohvd/internal/recorder"
 	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/trace"
 	"github.com/gohvd/gohvd/store"
 )
 
@@ -64,7 +65,7 @@ type exit struct {
 
 // stalled identifies a tensor in a report of a stall.
 type stalled struct {
-	set  uint32
+	set  topo.ProcessSetID
 	name string
 }
 
@@ -78,7 +79,7 @@ type wait struct {
 
 // is reports whether w is the wait for the pending operation p in the snapshot d. d must be a snapshot of the
 // rank that w belongs to.
-func (w *wait) is(d *analysis.Snapshot, p *analysis.Record) bool {
+func (w *wait) is(d *analysis.Snapshot, p *trace.Record) bool {
 	return w.epoch == d.Epoch && w.submitted == p.Submitted
 }
 

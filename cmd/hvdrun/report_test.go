@@ -46,15 +46,13 @@ func dumpOf(rank, size int, why string, waits ...string) []byte {
 func dumpAt(at, submitted time.Duration, rank, size int, why string, waits ...string) []byte {
 	r := recorder.New(100)
 	for i := range 10 {
-		r.Record(&trace.Operation{
-			Number: uint64(i + 1), Kind: message.Allreduce, Ended: 10 * time.Second,
-			Tensors: []trace.Tensor{{Name: "grad/" + strconv.Itoa(i)}},
-		})
+		r.Record(&trace.Operation{Records: []trace.Record{{Number: uint64(i + 1), Kind: message.Allreduce,
+			Name: "grad/" + strconv.Itoa(i), Ended: 10 * time.Second}}})
 	}
 	about := recorder.About{Rank: rank, Size: size, Host: "here", PID: os.Getpid(), Epoch: 1, Why: why,
 		At: at}
 	for _, name := range waits {
-		about.Pending = append(about.Pending, trace.Pending{Kind: message.Allreduce, Name: name,
+		about.Pending = append(about.Pending, trace.Record{Kind: message.Allreduce, Name: name,
 			Submitted: submitted})
 	}
 	text, err := recorder.Encode(r.Dump(about), 100)
@@ -825,8 +823,8 @@ func TestLongReportsAreCut(t *testing.T) {
 	r := &reporter{size: 1, dir: dir}
 	f := &analysis.Findings{}
 	for i := range 300 {
-		f.Waiting = append(f.Waiting, analysis.Waiting{Kind: "allreduce", Names: []string{strconv.Itoa(i)},
-			NumNames: 1, Ranks: []int{0}})
+		f.Waiting = append(f.Waiting, analysis.Waiting{Kind: message.Allreduce,
+			Names: []string{strconv.Itoa(i)}, NumNames: 1, Ranks: []int{0}})
 		for rank := range 12 {
 			f.Waiting[i].Missing = append(f.Waiting[i].Missing, analysis.Missing{Rank: rank})
 		}

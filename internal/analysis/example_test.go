@@ -5,7 +5,9 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/analysis"
+	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/trace"
 )
 
 // Example finds out which ranks were late and which ranks others wait for. In each of three steps, rank 1
@@ -21,17 +23,17 @@ func Example() {
 		snapshots = append(snapshots, s)
 		for step := range 3 {
 			at := time.Duration(step+1) * 100 * ms
-			r := analysis.Record{
-				Number: uint64(step + 1), Kind: "allreduce", Name: "grad/0",
+			r := trace.Record{
+				Number: uint64(step + 1), Kind: message.Allreduce, Name: "grad/0",
 				Submitted: at + time.Duration(rank)*5*ms, Granted: at + 6*ms, Begun: at + 6*ms,
 				Ended: at + 9*ms,
 			}
-			late.Add(m, &r, nil)
+			late.Add(m, &trace.Operation{Records: []trace.Record{r}})
 			s.Operations = append(s.Operations, r)
 			s.Recorded++
 		}
 	}
-	snapshots[0].Pending = []analysis.Record{{Kind: "allreduce", Name: "grad/1", Submitted: 400 * ms}}
+	snapshots[0].Pending = []trace.Record{{Kind: message.Allreduce, Name: "grad/1", Submitted: 400 * ms}}
 
 	for _, r := range late.Findings().Ranks {
 		fmt.Printf("rank %d held up the others for %v\n", r.Rank, r.Held)

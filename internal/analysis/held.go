@@ -4,17 +4,8 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/trace"
 )
-
-// HeldUp is the result of Held for one rank.
-type HeldUp struct {
-	Rank topo.Rank
-	// Last is the number of operations for which this rank was the last of all ranks to ask.
-	Last uint64
-	// Held is the wall time during which the rank held up all others. No moment counts twice, neither for one
-	// rank nor for two ranks.
-	Held time.Duration
-}
 
 // Held measures for how long each rank held up all others. It follows these rules, which docs/timeline.md
 // explains:
@@ -40,7 +31,7 @@ type Held struct {
 // lateRank has the result for a rank, and what the method charge needs to know about the rank's most recent
 // waits.
 type lateRank struct {
-	HeldUp
+	trace.HeldUp
 	// asked is the time of the rank's most recent request that was the last of all ranks' requests for its
 	// operation. waited is the value of Held.waited at that time. longest is the longest of the most recent
 	// waits of which, by rule 2 of Held, only the longest counts.
@@ -94,14 +85,14 @@ func (l *Held) charge(k *lateRank, wait, others, asked time.Duration) {
 // rank returns the entry of a rank, and allocates it if needed.
 func (l *Held) rank(r topo.Rank) *lateRank {
 	for len(l.ranks) <= int(r) {
-		l.ranks = append(l.ranks, lateRank{HeldUp: HeldUp{Rank: topo.Rank(len(l.ranks))}})
+		l.ranks = append(l.ranks, lateRank{HeldUp: trace.HeldUp{Rank: topo.Rank(len(l.ranks))}})
 	}
 	return &l.ranks[r]
 }
 
 // Ranks returns the results so far, indexed by rank.
-func (l *Held) Ranks() []HeldUp {
-	all := make([]HeldUp, len(l.ranks))
+func (l *Held) Ranks() []trace.HeldUp {
+	all := make([]trace.HeldUp, len(l.ranks))
 	for r := range l.ranks {
 		all[r] = l.ranks[r].HeldUp
 	}

@@ -2,20 +2,19 @@ package analysis
 
 import (
 	"cmp"
-	"container/heap"
 	"math"
 	"slices"
 	"time"
 
+	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/trace"
 )
 
 const (
 	// maxPending limits the total number of records and arrivals that are kept for operations with missing
 	// records. A record is missing if a rank has not added it yet.
 	maxPending = 1 << 19
-	// maxSlots limits the number of operations with missing records.
-	maxSlots = 1 << 16
 	// window is how long an operation waits for missing records. Ranks usually end an operation at nearly the
 	// same time, but some may be far ahead, for example the root of a broadcast.
 	window = 10 * time.Second
@@ -72,14 +71,14 @@ type Late struct {
 	// any measures how long at least one rank waited, by the same rules. Its only entry, rank 0, stands for
 	// whichever rank was last.
 	any Held
-	// waits is a heap of the waits that are not in held and any yet, because these must get them in the order
-	// in which they ended.
-	waits waits
+	// waits has the waits that are not in held and any yet, because these must get them in the order in which
+	// they ended.
+	waits []wait
 	// steadyFrom is the time at which the start-up ends. The first operation that is counted after it sets
 	// startupEnd to steadyFrom.
 	steadyFrom, startupEnd time.Duration
 	// startup and startupAny are the values of held and any at the time startupEnd.
-	startup    []HeldUp
+	startup    []trace.HeldUp
 	startupAny time.Duration
 
 	found Lateness
@@ -118,7 +117,7 @@ type RankLateness struct {
 	Held, StartupHeld time.Duration
 	// Lateness has one value for each operation: the time in ns from the first rank's submission to this
 	// rank's submission.
-	Lateness Sketch
+	Lateness Sample
 }
 
 // Member identifies a rank of the job when the rank's records are added to a Late.
@@ -131,7 +130,7 @@ type Member struct {
 
 // operation identifies an operation by its process set and its number, and a message also by its name.
 type operation struct {
-	set     uint32
+	set     topo.ProcessSetID
 	number  uint64
 	message string
 }
@@ -146,7 +145,7 @@ type tensor struct {
 // slot is an operation for which some members have not added their records yet.
 type slot struct {
 	operation
-	kind      string
+	kind      message.Kind
 	last      *tensor
 	submitted []submission
 	arrivals  []time.Duration
@@ -182,20 +181,6 @@ type wait struct {
 	last                 *tensor
 }
 
-// waits is a heap of waits. The first one is the wait that ended first, by its field asked.
-type waits []wait
-
-func (w waits) Len() int           { return len(w) }
-func (w waits) Less(i, j int) bool { return w[i].asked < w[j].asked }
-func (w waits) Swap(i, j int)      { w[i], w[j] = w[j], w[i] }
-func (w *waits) Push(x any)        { *w = append(*w, x.(wait)) }
-func (w *waits) Pop() any {
-	last := len(*w) - 1
-	x := (*w)[last]
-	*w = (*w)[:last]
-	return x
-}
-
 // NewLate returns an empty Late. It calls the function waited for each rank of an operation that waited for
 // other ranks. The argument from is the time of this rank's submission, and the argument to is the time of
 // the last rank's submission, until which the rank waited. The argument granted is the time of the grant,
@@ -223,7 +208,7 @@ func (l *Late) Member(rank int, clock Clock) *Member {
 func (l *Late) rank(rank int) *RankLateness {
 	s := l.ranks[rank]
 	if s == nil {
-		s = &RankLateness{Rank: rank, Lateness: Sketch{Bits: 5}}
+		s = &RankLateness{Rank: rank}
 		l.ranks[rank] = s
 	}
 	return s
@@ -238,16 +223,17 @@ func (l *Late) Steady(at time.Duration) {
 
 // Step records that a training step began at rank m. The beginning counts as an operation that the ranks wait
 // for, because a program waits for at least one operation in each step.
-func (l *Late) Step(m *Member, at time.Duration) { heap.Push(&l.waits, wait{m.Rank, at, at, at, nil}) }
+func (l *Late) Step(m *Member, at time.Duration) {
+	l.waits = append(l.waits, wait{m.Rank, at, at, at, nil})
+}
 
-// Add adds the record of an operation that has ended at a rank. If the operation has several tensors, r must
-// be the record of the tensor that the rank submitted last. arrivals has the times at which the requests of
-// the ranks arrived at rank 0, indexed by position in the process set. It is empty if these times are not
-// known. An operation without a number is not compared with other ranks' operations, nor is a message without
-// a name.
-func (l *Late) Add(m *Member, r *Record, arrivals []time.Duration) {
+// Add adds an operation that has ended at a rank. The rank has submitted it when it has submitted the last of
+// its tensors. An operation without a number is not compared with other ranks' operations, nor is a message
+// without a name.
+func (l *Late) Add(m *Member, op *trace.Operation) {
+	r := lastSubmitted(op)
 	o, last, members := operation{set: r.Set, number: r.Number}, l.tensor(r.Name), len(l.members)
-	if r.IsMessage() {
+	if r.Kind.IsMessage() {
 		if o.message, members = r.Name, 2; r.Name == "" {
 			o.number = 0
 		}
@@ -261,19 +247,42 @@ func (l *Late) Add(m *Member, r *Record, arrivals []time.Duration) {
 		}
 	}
 	p.submitted = append(p.submitted, submission{m, r.Submitted, r.Granted, m.before(r.Submitted),
-		r.Kind == send})
+		r.Kind == message.Send})
 	p.lastEnded = max(p.lastEnded, r.Ended)
 	m.end(ending{o, r.Submitted, r.Ended, last})
 	l.kept++
 	// Arrivals are indexed by position in the process set. The position equals the rank only in process set
 	// 0.
-	if r.Set == 0 && len(p.arrivals) == 0 {
-		p.arrivals = append(p.arrivals, arrivals...)
-		l.kept += len(arrivals)
+	if r.Set == topo.Global && len(p.arrivals) == 0 {
+		p.arrivals = lastArrivals(op)
+		l.kept += len(p.arrivals)
 	}
 	if len(p.submitted) == members || o.number == 0 {
 		l.judge(p)
 	}
+}
+
+// lastSubmitted returns the record of the tensor that the rank submitted last.
+func lastSubmitted(op *trace.Operation) *trace.Record {
+	last := &op.Records[0]
+	for i := range op.Records {
+		if r := &op.Records[i]; r.Submitted >= last.Submitted {
+			last = r
+		}
+	}
+	return last
+}
+
+// lastArrivals returns, for each position in the process set, when the last request for a tensor of the
+// operation arrived at rank 0. The time is 0 if no request arrived.
+func lastArrivals(op *trace.Operation) []time.Duration {
+	last := slices.Clone(op.ArrivalsOf(0))
+	for i := range op.Records {
+		for position, at := range op.ArrivalsOf(i) {
+			last[position] = max(last[position], at)
+		}
+	}
+	return last
 }
 
 // tensor returns the entry of a tensor name. If there is none yet, it adds one. For an empty name it returns
@@ -328,8 +337,7 @@ func (m *Member) end(o ending) {
 func (l *Late) Advance(frontier time.Duration) {
 	for ; l.head < len(l.queue); l.head++ {
 		p := l.queue[l.head]
-		if !p.done && frontier != forever && frontier <= p.lastEnded+window && l.kept <= maxPending &&
-			len(l.pending) <= maxSlots {
+		if !p.done && frontier != forever && frontier <= p.lastEnded+window && l.kept <= maxPending {
 			break
 		}
 		if !p.done {
@@ -341,12 +349,23 @@ func (l *Late) Advance(frontier time.Duration) {
 		l.queue = append(l.queue[:0], l.queue[l.head:]...)
 		l.head = 0
 	}
-	// Waits that ended before this time are complete and can be counted. Operations that are judged later
-	// were submitted later, unless they took longer than the window.
-	for len(l.waits) > 0 && (frontier == forever || l.waits[0].asked+2*window <= frontier ||
-		len(l.waits) > maxWaits) {
-		l.count(heap.Pop(&l.waits).(wait))
+	if len(l.waits) >= maxWaits || frontier == forever {
+		l.countUntil(frontier)
 	}
+}
+
+// countUntil counts the waits that are complete if each member has added its records up to the time frontier.
+// Operations that are judged later were submitted later, unless they took longer than the window.
+func (l *Late) countUntil(frontier time.Duration) {
+	slices.SortStableFunc(l.waits, func(a, b wait) int { return cmp.Compare(a.asked, b.asked) })
+	n := len(l.waits)
+	for frontier != forever && n > maxWaits/2 && l.waits[n-1].asked+2*window > frontier {
+		n--
+	}
+	for _, w := range l.waits[:n] {
+		l.count(w)
+	}
+	l.waits = slices.Delete(l.waits, 0, n)
 }
 
 // Findings judges the remaining operations and returns the result.
@@ -416,8 +435,7 @@ func (l *Late) judge(p *slot) {
 	var all []submission
 	latest := never
 	// A single submission cannot be compared with others, so the arrivals of all ranks' requests are compared
-	// instead. Horovod timelines contain the arrivals but no submissions, because each bar in them begins
-	// when the first rank's request arrives.
+	// instead.
 	if len(p.submitted) > 1 || len(p.arrivals) == 0 {
 		for _, s := range p.submitted {
 			if s.at != 0 && s.Clock.Known {
@@ -437,7 +455,7 @@ func (l *Late) judge(p *slot) {
 			l.found.Arrivals = true
 		}
 	}
-	if p.kind == join {
+	if p.kind == message.Join {
 		return // ranks join because they have no more data, which is not lateness
 	}
 	switch {
@@ -520,7 +538,7 @@ func (l *Late) charge(all []submission, last *tensor, steady bool) {
 		}
 		if below == len(all) {
 			if i == 0 { // no rank was late, but the ranks may have waited for the operation
-				heap.Push(&l.waits, wait{top.Rank, top.at, top.at, top.at, last})
+				l.waits = append(l.waits, wait{top.Rank, top.at, top.at, top.at, last})
 			}
 			break
 		}
@@ -548,7 +566,7 @@ func (l *Late) charge(all []submission, last *tensor, steady bool) {
 			if i == 0 {
 				// If several ranks are late, the time is divided into successive parts, one for each of them.
 				to := from + (top.at-from)/time.Duration(len(late)-k)
-				heap.Push(&l.waits, wait{s.Rank, begin, from, to, last})
+				l.waits = append(l.waits, wait{s.Rank, begin, from, to, last})
 				begin, from = to, to
 			}
 		}

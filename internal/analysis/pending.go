@@ -6,14 +6,15 @@ import (
 	"maps"
 	"slices"
 	"time"
+
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/trace"
 )
 
 // shown is the maximum number of items of a list that a report shows. For a longer list, the report also
 // shows how many items it leaves out.
 const shown = 10
-
-// join is the name of the kind message.Join.
-const join = "join"
 
 // Findings is the result of comparing the snapshots of all ranks. A list of names has at most 10 names: those
 // of the tensors that have waited longest. A field beside the list has the total number of names. Durations
@@ -41,14 +42,14 @@ type Findings struct {
 // Waiting is one or more tensors of a process set that wait for the same ranks. Some ranks have asked for
 // these tensors, and the ranks in Missing have not.
 type Waiting struct {
-	Set      uint32        `json:"set"`
-	Kind     string        `json:"kind"`
-	Names    []string      `json:"names"`
-	NumNames int           `json:"num_names"`
-	Ranks    []int         `json:"ranks"`      // the ranks that have asked for the tensors
-	Longest  time.Duration `json:"longest_ns"` // the longest time that one of the tensors has waited
-	Missing  []Missing     `json:"missing"`    // the ranks that have not asked for the tensors
-	Silent   []int         `json:"silent"`     // the ranks that did not answer; they may be members
+	Set      topo.ProcessSetID `json:"set"`
+	Kind     message.Kind      `json:"kind"`
+	Names    []string          `json:"names"`
+	NumNames int               `json:"num_names"`
+	Ranks    []int             `json:"ranks"`      // the ranks that have asked for the tensors
+	Longest  time.Duration     `json:"longest_ns"` // the longest time that one of the tensors has waited
+	Missing  []Missing         `json:"missing"`    // the ranks that have not asked for the tensors
+	Silent   []int             `json:"silent"`     // the ranks that did not answer; they may be members
 }
 
 // Missing is a rank that has not asked for a tensor.
@@ -64,14 +65,14 @@ type Missing struct {
 
 // Running is one or more tensors of a process set that were granted as one operation.
 type Running struct {
-	Set      uint32   `json:"set"`
-	Number   uint64   `json:"number"` // the number of the grant; 0 if it is not known
-	Kind     string   `json:"kind"`
-	Backend  string   `json:"backend"`
-	Names    []string `json:"names"`
-	NumNames int      `json:"num_names"`
-	Inside   []int    `json:"inside"` // the ranks that are executing the operation
-	Queued   []int    `json:"queued"` // the ranks that have the grant but have not begun
+	Set      topo.ProcessSetID `json:"set"`
+	Number   uint64            `json:"number"` // the number of the grant; 0 if it is not known
+	Kind     message.Kind      `json:"kind"`
+	Backend  message.Backend   `json:"backend,omitempty"`
+	Names    []string          `json:"names"`
+	NumNames int               `json:"num_names"`
+	Inside   []int             `json:"inside"` // the ranks that are executing the operation
+	Queued   []int             `json:"queued"` // the ranks that have the grant but have not begun
 	// Waiting has the ranks that have asked for the operation and have not received the grant.
 	Waiting []int         `json:"waiting"`
 	Ended   []int         `json:"ended"` // the ranks at which the operation has ended
@@ -93,16 +94,16 @@ type Rank struct {
 	Pending int    `json:"pending"`
 	// First is the pending operation that the rank has waited for longest, or nil if no operation is pending.
 	// Waited is how long the rank has waited for it.
-	First  *Record       `json:"first,omitempty"`
+	First  *trace.Record `json:"first,omitempty"`
 	Waited time.Duration `json:"waited_ns"`
 	// Last is the operation that ended last, or nil if no operation has ended. Ago is the time since its end.
-	Last *Record       `json:"last,omitempty"`
+	Last *trace.Record `json:"last,omitempty"`
 	Ago  time.Duration `json:"ago_ns"`
 }
 
 // tensorKey identifies a tensor in the job by its name and process set.
 type tensorKey struct {
-	set  uint32
+	set  topo.ProcessSetID
 	name string
 }
 
@@ -110,25 +111,26 @@ type tensorKey struct {
 // joined.
 type view struct {
 	*Snapshot
-	pending map[tensorKey]*Record
+	pending map[tensorKey]*trace.Record
 	ended   map[tensorKey]*calls
-	joined  map[uint32]bool
+	joined  map[topo.ProcessSetID]bool
 }
 
 // calls summarizes the operations on a tensor that have ended at a rank. times is their number, without the
 // operations in which the rank took part as an absent rank. last is the most recent operation of all.
 type calls struct {
 	times int
-	last  *Record
+	last  *trace.Record
 }
 
 // newView returns a view of a snapshot.
 func newView(s *Snapshot) *view {
-	v := &view{s, make(map[tensorKey]*Record), make(map[tensorKey]*calls), make(map[uint32]bool)}
+	v := &view{s, make(map[tensorKey]*trace.Record), make(map[tensorKey]*calls),
+		make(map[topo.ProcessSetID]bool)}
 	for i := range s.Pending {
 		p := &s.Pending[i]
 		v.pending[tensorKey{p.Set, p.Name}] = p
-		if p.Kind == join {
+		if p.Kind == message.Join {
 			v.joined[p.Set] = true
 		}
 	}
@@ -221,10 +223,21 @@ func (v *view) state() Rank {
 	return s
 }
 
+// inJob returns the ranks in the list that a job of the given size has.
+func inJob(list []topo.Rank, size int) []int {
+	ranks := []int{}
+	for _, r := range list {
+		if r >= 0 && int(r) < size {
+			ranks = append(ranks, int(r))
+		}
+	}
+	return ranks
+}
+
 // membersOf returns the members of each process set, in ascending order. If no snapshot lists the members of
 // a set, the ranks with records of operations in the set count as its members.
-func membersOf(views []*view) map[uint32][]int {
-	members := map[uint32][]int{0: make([]int, len(views))}
+func membersOf(views []*view) map[topo.ProcessSetID][]int {
+	members := map[topo.ProcessSetID][]int{0: make([]int, len(views))}
 	for r := range views {
 		members[0][r] = r
 	}
@@ -234,19 +247,16 @@ func membersOf(views []*view) map[uint32][]int {
 		}
 		for _, s := range v.Sets {
 			if members[s.ID] == nil {
-				members[s.ID] = slices.DeleteFunc(slices.Clone(s.Ranks), func(r int) bool {
-					return r < 0 ||
-						r >= len(views)
-				})
+				members[s.ID] = inJob(s.Ranks, len(views))
 			}
 		}
 	}
-	used := make(map[uint32][]int)
+	used := make(map[topo.ProcessSetID][]int)
 	for r, v := range views {
 		if v == nil {
 			continue
 		}
-		for _, records := range [][]Record{v.Pending, v.Operations} {
+		for _, records := range [][]trace.Record{v.Pending, v.Operations} {
 			for i := range records {
 				if set := records[i].Set; members[set] == nil && !slices.Contains(used[set], r) {
 					used[set] = append(used[set], r)
@@ -261,9 +271,10 @@ func membersOf(views []*view) map[uint32][]int {
 // pendingTensor combines the records of all ranks about a tensor that is pending at some rank.
 type pendingTensor struct {
 	tensorKey
-	kind, backend string
-	number        uint64 // the number of the grant; 0 if there is no grant
-	since         time.Duration
+	kind    message.Kind
+	backend message.Backend
+	number  uint64 // the number of the grant; 0 if there is no grant
+	since   time.Duration
 	// among are the ranks that the records of the tensor name. It is nil if all members of the set take
 	// part.
 	among                                           []int
@@ -284,11 +295,11 @@ func pendingTensors(views []*view) (all []*pendingTensor) {
 			key := tensorKey{p.Set, p.Name}
 			t := known[key]
 			if t == nil {
-				t = &pendingTensor{tensorKey: key, kind: p.Kind, among: p.Among}
+				t = &pendingTensor{tensorKey: key, kind: p.Kind, among: []int{}}
 				known[key] = t
 				all = append(all, t)
 			}
-			t.addAmong(p)
+			t.addAmong(inJob(p.Among, len(views)))
 			t.since = max(t.since, v.ago(p.Submitted))
 			t.number = max(t.number, p.Number)
 			t.backend = cmp.Or(t.backend, p.Backend)
@@ -303,14 +314,13 @@ func pendingTensors(views []*view) (all []*pendingTensor) {
 	return all
 }
 
-// addAmong adds the ranks that the record p names to t.among. If p names none, all members of the set take
-// part.
-func (t *pendingTensor) addAmong(p *Record) {
-	if len(p.Among) == 0 || t.among == nil {
+// addAmong adds the ranks that a record names to t.among. If it names none, all members of the set take part.
+func (t *pendingTensor) addAmong(ranks []int) {
+	if len(ranks) == 0 || t.among == nil {
 		t.among = nil
 		return
 	}
-	t.among = slices.Concat(t.among, p.Among)
+	t.among = append(t.among, ranks...)
 	slices.Sort(t.among)
 	t.among = slices.Compact(t.among)
 }
@@ -401,7 +411,7 @@ func (f *Findings) addWaiting(all []*pendingTensor, views []*view) {
 // the cause. Joins are in a high class, because a rank that has not joined is not at fault.
 func (w *Waiting) class() int {
 	switch {
-	case len(w.Missing) > 0 && w.Kind != join:
+	case len(w.Missing) > 0 && w.Kind != message.Join:
 		return 0
 	case len(w.Silent) > 0:
 		return 1

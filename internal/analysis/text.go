@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/logs"
+	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
@@ -75,7 +76,7 @@ func list(b *strings.Builder, n, most int, what string, write func(i int)) {
 func (f *Findings) writeWaiting(b *strings.Builder, w *Waiting) {
 	what := label(w.Kind, w.Names, w.NumNames, w.Set)
 	called := label(counterpart(w.Kind), w.Names, w.NumNames, w.Set)
-	join := w.Kind == join
+	join := w.Kind == message.Join
 	long := span(w.Longest)
 	var missing []int
 	for _, m := range w.Missing {
@@ -133,20 +134,20 @@ const anyRank = "any rank to "
 
 // counterpart returns the kind of operation that the other ranks must call if a rank waits for the given
 // kind.
-func counterpart(kind string) string {
+func counterpart(kind message.Kind) message.Kind {
 	switch kind {
-	case send:
-		return recv
-	case recv:
-		return send
+	case message.Send:
+		return message.Recv
+	case message.Recv:
+		return message.Send
 	}
 	return kind
 }
 
 func writeRunning(b *strings.Builder, r *Running) {
 	what := label(r.Kind, r.Names, r.NumNames, r.Set)
-	if r.Backend != "" {
-		what += " (" + r.Backend + ")"
+	if r.Backend != message.NoBackend {
+		what += " (" + r.Backend.String() + ")"
 	}
 	var parts []string
 	add := func(list []int, text string) {
@@ -218,9 +219,9 @@ func (r *Rank) Describe() string {
 }
 
 // label returns a phrase for n tensors of a kind. It lists the names in the slice some.
-func label(kind string, some []string, n int, set uint32) string {
+func label(kind message.Kind, some []string, n int, set topo.ProcessSetID) string {
 	var b strings.Builder
-	b.WriteString(logs.Plain(kind))
+	b.WriteString(kind.String())
 	for i, name := range some {
 		sep := " "
 		if i > 0 {
@@ -234,7 +235,7 @@ func label(kind string, some []string, n int, set uint32) string {
 	return b.String() + ofSet(set)
 }
 
-func ofSet(set uint32) string {
+func ofSet(set topo.ProcessSetID) string {
 	if set == 0 {
 		return ""
 	}

@@ -3,6 +3,7 @@ package engine_test
 import (
 	"fmt"
 	"testing"
+	"time"
 
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/trace"
@@ -31,21 +32,23 @@ func TestTimelineBeginsBetweenArrivals(t *testing.T) {
 	everywhere("behind x") // rank 0 has received rank 1's request for x by now
 	var seen log
 	c.engines[0].Watch(&seen)
-	last := func() *trace.Tensor {
+	last := func() (*trace.Record, []time.Duration) {
 		ops := seen.operations()
-		return &ops[len(ops)-1].Tensors[0]
+		op := &ops[len(ops)-1]
+		return &op.Records[0], op.ArrivalsOf(0)
 	}
 	for i := 0; ; i++ {
-		if everywhere(fmt.Sprint("until arrivals are noted ", i)); len(last().Arrivals) == n {
+		everywhere(fmt.Sprint("until arrivals are noted ", i))
+		if _, arrivals := last(); len(arrivals) == n {
 			break
 		}
 	}
 	wait(c.allreduce(2, "x", make([]byte, 8)), c.allreduce(0, "x", make([]byte, 8)), early)
-	if x := last(); x.Name != "x" || !x.Partial || len(x.Arrivals) != n || x.Arrivals[1] != 0 {
+	if x, arrivals := last(); x.Name != "x" || !x.Partial || len(arrivals) != n || arrivals[1] != 0 {
 		t.Errorf("got %+v, want tensor x without the arrival time of rank 1", x)
 	}
 	everywhere("after x")
-	if x := last(); x.Partial || len(x.Arrivals) != n {
+	if x, arrivals := last(); x.Partial || len(arrivals) != n {
 		t.Errorf("got %+v, want the arrival times of all ranks", x)
 	}
 	join := func(r int) chan error {
@@ -53,7 +56,7 @@ func TestTimelineBeginsBetweenArrivals(t *testing.T) {
 	}
 	joined := join(1)
 	wait(c.allreduce(0, "without rank 1", make([]byte, 8)), c.allreduce(2, "without rank 1", make([]byte, 8)))
-	if x := last(); x.Name != "without rank 1" || x.Partial || len(x.Arrivals) != n || x.Arrivals[1] != 0 {
+	if x, arrivals := last(); x.Name != "without rank 1" || x.Partial || len(arrivals) != n || arrivals[1] != 0 {
 		t.Errorf("got %+v, want the arrival times of ranks 0 and 2, and Partial not set", x)
 	}
 	wait(join(0), join(2), joined)

@@ -102,7 +102,7 @@ func TestMessagesAreTold(t *testing.T) {
 			}
 			return done
 		}
-		second := func(late, early, numBytes int, kind message.Kind, pending trace.Pending) {
+		second := func(late, early, numBytes int, kind message.Kind, pending trace.Record) {
 			first := post(early, numBytes)
 			time.Sleep(time.Second)
 			if p := c.engines[early].Pending(); len(p) != 1 || p[0].Kind != kind || p[0].Granted != 0 ||
@@ -114,8 +114,8 @@ func TestMessagesAreTold(t *testing.T) {
 				t.Error(err)
 			}
 		}
-		second(0, 1, 4, message.Recv, trace.Pending{Name: "any rank to rank 1, tag 7"})
-		second(1, 0, 1<<20, message.Send, trace.Pending{Name: "rank 0 to rank 1, tag 7", Number: 2,
+		second(0, 1, 4, message.Recv, trace.Record{Name: "any rank to rank 1, tag 7"})
+		second(1, 0, 1<<20, message.Send, trace.Record{Name: "rank 0 to rank 1, tag 7", Number: 2,
 			Among: []topo.Rank{0, 1}})
 		for r := range logs {
 			kind, activity := message.Send, "TCP_SEND"
@@ -127,15 +127,15 @@ func TestMessagesAreTold(t *testing.T) {
 				t.Fatalf("rank %d: got %d records, want 2", r, len(ops))
 			}
 			for i, op := range ops {
-				n, numBytes, waited := op.Tensors[0], []int64{4, 1 << 20}[i], time.Duration(0)
+				n, numBytes, waited := op.Records[0], []int64{4, 1 << 20}[i], time.Duration(0)
 				if i != r {
 					waited = time.Second
 				}
-				if op.Kind != kind || op.Peer != topo.Rank(1-r) || op.Number != uint64(i+1) ||
-					op.Backend != message.TCP || n.Name != "rank 0 to rank 1, tag 7" || n.Bytes != numBytes ||
+				if n.Kind != kind || n.Peer != topo.Rank(1-r) || n.Number != uint64(i+1) ||
+					n.Backend != message.TCP || n.Name != "rank 0 to rank 1, tag 7" || n.Bytes != numBytes ||
 					n.DType != tensor.Int16 || !slices.Equal(n.Shape, tensor.Shape{numBytes / 2}) ||
-					op.Granted-n.Submitted != waited || op.Begun != op.Granted || op.Ended < op.Begun ||
-					len(op.Activities) != 1 || op.Activities[0].Name != activity || op.Failed != nil {
+					n.Granted-n.Submitted != waited || n.Begun != n.Granted || n.Ended < n.Begun ||
+					len(op.Activities) != 1 || op.Activities[0].Name != activity || n.Error != "" {
 					t.Errorf("rank %d: got %+v, want message %d with a wait of %v", r, op, i+1, waited)
 				}
 			}

@@ -23,15 +23,15 @@ func (e *Engine) Clock() trace.Clock { return e.clock.Clock }
 
 // Pending returns the operations, also messages, that were submitted and have not ended, oldest first. Any
 // goroutine may call Pending.
-func (e *Engine) Pending() []trace.Pending {
-	var all []trace.Pending
+func (e *Engine) Pending() []trace.Record {
+	var all []trace.Record
 	for _, s := range e.sets.snapshot() {
 		s.queue.Each(func(entry *tensorqueue.Entry) { all = append(all, watch.Pending(s.ID, entry)) })
 	}
 	e.messages.each(func(set topo.ProcessSetID, o *p2p.Op) {
 		all = append(all, e.observer.PendingMessage(e.cfg.Rank, set, o))
 	})
-	slices.SortFunc(all, func(a, b trace.Pending) int {
+	slices.SortFunc(all, func(a, b trace.Record) int {
 		return cmp.Or(cmp.Compare(a.Submitted, b.Submitted), cmp.Compare(a.Set, b.Set),
 			cmp.Compare(a.Name, b.Name))
 	})

@@ -31,10 +31,8 @@ func (l *log) Record(op *trace.Operation) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	o := *op
-	o.Tensors, o.Activities = slices.Clone(op.Tensors), slices.Clone(op.Activities)
-	for i := range o.Tensors {
-		o.Tensors[i].Arrivals = slices.Clone(o.Tensors[i].Arrivals)
-	}
+	o.Records, o.Activities = slices.Clone(op.Records), slices.Clone(op.Activities)
+	o.Arrivals = slices.Clone(op.Arrivals)
 	l.ops = append(l.ops, o)
 }
 
@@ -103,7 +101,7 @@ func TestOperationsAreTold(t *testing.T) {
 				// record.
 				seen := 0
 				for _, op := range recorders[r].operations() {
-					seen += len(op.Tensors)
+					seen += len(op.Records)
 				}
 				if want := 3*(step+1) + min(step/7, 1); seen != want {
 					t.Errorf("rank %d received records of %d tensors, want %d", r, seen, want)
@@ -120,28 +118,28 @@ func TestOperationsAreTold(t *testing.T) {
 			times := make(map[string]int)
 			for _, op := range recorders[r].operations() {
 				checkOperation(t, r, &op)
-				for i := range op.Tensors {
-					tensor := &op.Tensors[i]
+				for i := range op.Records {
+					tensor := &op.Records[i]
 					k := key{tensor.Name, times[tensor.Name]}
 					times[tensor.Name]++
 					if r == 0 {
-						numbers[k] = op.Number
-					} else if numbers[k] != op.Number {
+						numbers[k] = tensor.Number
+					} else if numbers[k] != tensor.Number {
 						t.Errorf("%v is in operation %d at rank 0 and in %d at rank %d", k, numbers[k],
-							op.Number, r)
+							tensor.Number, r)
 					}
 					if cached := k.i > 0; tensor.Cached != cached {
 						t.Errorf("rank %d: %v is cached: %v", r, k, tensor.Cached)
 					}
-					if refused := tensor.Name == "mismatch"; (tensor.Refused != nil) != refused {
-						t.Errorf("rank %d: %v is refused with %v", r, k, tensor.Refused)
+					if refused := tensor.Name == "mismatch"; tensor.Refused != refused {
+						t.Errorf("rank %d: %v is refused with %q", r, k, tensor.Error)
 					}
 					want := 0
 					if r == 0 {
 						want = n
 					}
-					if k.i > 2 && (len(tensor.Arrivals) != want || slices.Contains(tensor.Arrivals, 0)) {
-						t.Errorf("rank %d: %v has arrivals %v, want %d", r, k, tensor.Arrivals, want)
+					if k.i > 2 && (len(op.ArrivalsOf(i)) != want || slices.Contains(op.ArrivalsOf(i), 0)) {
+						t.Errorf("rank %d: %v has arrivals %v, want %d", r, k, op.ArrivalsOf(i), want)
 					}
 				}
 			}
@@ -169,26 +167,26 @@ func TestOperationsAreTold(t *testing.T) {
 
 func checkOperation(t *testing.T, rank int, op *trace.Operation) {
 	t.Helper()
-	at := op.Begun
+	whole := &op.Records[0]
+	at := whole.Begun
 	for _, a := range op.Activities {
-		if a.Name == "" || a.Begun < at || a.End < a.Begun || a.End > op.Ended {
-			t.Errorf("rank %d: operation %d from %v to %v has %+v", rank, op.Number, op.Begun, op.Ended,
+		if a.Name == "" || a.Begun < at || a.End < a.Begun || a.End > whole.Ended {
+			t.Errorf("rank %d: operation %d from %v to %v has %+v", rank, whole.Number, whole.Begun, whole.Ended,
 				op.Activities)
 		}
 		at = a.End
 	}
-	if op.Kind == message.Allreduce && op.Tensors[0].Refused == nil && len(op.Activities) == 0 &&
-		op.Number > 20 {
-		t.Errorf("rank %d: operation %d has no activities, although a timeline is on", rank, op.Number)
+	if whole.Kind == message.Allreduce && !whole.Refused && len(op.Activities) == 0 && whole.Number > 20 {
+		t.Errorf("rank %d: operation %d has no activities, although a timeline is on", rank, whole.Number)
 	}
-	for i := range op.Tensors {
-		x := &op.Tensors[i]
-		if !(0 < x.Submitted && x.Submitted <= x.Sent && x.Sent <= op.Granted && op.Granted <= op.Begun &&
-			op.Begun <= op.Ended) {
+	for i := range op.Records {
+		x := &op.Records[i]
+		if !(0 < x.Submitted && x.Submitted <= x.Sent && x.Sent <= x.Granted && x.Granted <= x.Begun &&
+			x.Begun <= x.Ended) {
 			t.Errorf("rank %d: %s was submitted at %v, sent at %v, granted at %v, begun at %v, ended at %v",
-				rank, x.Name, x.Submitted, x.Sent, op.Granted, op.Begun, op.Ended)
+				rank, x.Name, x.Submitted, x.Sent, x.Granted, x.Begun, x.Ended)
 		}
-		if op.Kind == message.Allreduce && (x.DType != tensor.Int64 || x.Bytes != x.Shape[0]*8) {
+		if x.Kind == message.Allreduce && (x.DType != tensor.Int64 || x.Bytes != x.Shape[0]*8) {
 			t.Errorf("rank %d: %s is %v%v of %d bytes", rank, x.Name, x.DType, x.Shape, x.Bytes)
 		}
 	}
@@ -231,7 +229,7 @@ func TestPending(t *testing.T) {
 // stores what Pending returns.
 type looker struct {
 	engine atomic.Pointer[engine.Engine]
-	saw    []trace.Pending
+	saw    []trace.Record
 }
 
 func (l *looker) Record(*trace.Operation) {
@@ -401,11 +399,11 @@ func TestGroupsAreTold(t *testing.T) {
 				t.Errorf("rank %d received records of %d operations, want 3", r, len(ops))
 				continue
 			}
-			for i, want := range []trace.Tensor{
+			for i, want := range []trace.Record{
 				{DType: tensor.Int64, Shape: tensor.Shape{20}, Bytes: 160, Parts: 2},
 				{DType: tensor.Invalid, Shape: tensor.Shape{30}, Bytes: 170, Parts: 3},
 			} {
-				if got := ops[i].Tensors[0]; len(ops[i].Tensors) != 1 || got.Name != "g" ||
+				if got := ops[i].Records[0]; len(ops[i].Records) != 1 || got.Name != "g" ||
 					got.DType != want.DType || !got.Shape.Equal(want.Shape) ||
 					got.Bytes != want.Bytes || got.Parts != want.Parts {
 					t.Errorf("rank %d received %+v, want %+v", r, got, want)
@@ -453,7 +451,7 @@ func TestShapesAreTheirOwn(t *testing.T) {
 	c.shutdown()
 	for r := range logs {
 		for _, op := range logs[r].operations() {
-			for _, x := range op.Tensors {
+			for _, x := range op.Records {
 				if len(x.Shape) == 0 || x.Shape[0] == 99 || x.Shape[0] == 0 {
 					t.Errorf("rank %d: %s has shape %v", r, x.Name, x.Shape)
 				}

@@ -90,8 +90,8 @@ func TestTuner(t *testing.T) {
 				if got := c.engines[r].Stats().FusionThresholdBytes; got != 1234 {
 					t.Errorf("rank %d has the fusion threshold %d, want 1234", r, got)
 				}
-				if ops := timelines[r].ops; ops[len(ops)-1].Algorithm != message.HalvingDoubling {
-					t.Errorf("rank %d: the last operation ran by %v, want %v", r, ops[len(ops)-1].Algorithm,
+				if ops := timelines[r].ops; ops[len(ops)-1].Records[0].Algorithm != message.HalvingDoubling {
+					t.Errorf("rank %d: the last operation ran by %v, want %v", r, ops[len(ops)-1].Records[0].Algorithm,
 						message.HalvingDoubling)
 				}
 				var want []message.Tuning

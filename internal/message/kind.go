@@ -1,6 +1,9 @@
 package message
 
-import "fmt"
+import (
+	"fmt"
+	"slices"
+)
 
 // Kind is the kind of an operation.
 type Kind uint8
@@ -86,6 +89,22 @@ func (k Kind) String() string {
 	return kinds[k]
 }
 
+// MarshalText implements encoding.TextMarshaler.
+func (k Kind) MarshalText() ([]byte, error) { return []byte(k.String()), nil }
+
+// UnmarshalText implements encoding.TextUnmarshaler.
+func (k *Kind) UnmarshalText(text []byte) error { return unmarshal(k, "kind", kinds[:], text) }
+
+// unmarshal sets value to the index of text in a list of names. what says what the names are.
+func unmarshal[T ~uint8](value *T, what string, names []string, text []byte) error {
+	i := slices.Index(names, string(text))
+	if i < 0 {
+		return fmt.Errorf("got the %s %.64q, want one of %q", what, text, names)
+	}
+	*value = T(i)
+	return nil
+}
+
 // Backend identifies the component that moves the bytes of an operation.
 type Backend uint8
 
@@ -113,6 +132,12 @@ func (b Backend) String() string {
 	}
 	return backends[b]
 }
+
+// MarshalText implements encoding.TextMarshaler.
+func (b Backend) MarshalText() ([]byte, error) { return []byte(b.String()), nil }
+
+// UnmarshalText implements encoding.TextUnmarshaler.
+func (b *Backend) UnmarshalText(text []byte) error { return unmarshal(b, "backend", backends[:], text) }
 
 // Algorithm identifies the way in which a backend moves the bytes of an operation.
 type Algorithm uint8
@@ -157,4 +182,12 @@ func (a Algorithm) String() string {
 		return fmt.Sprintf("Algorithm(%d)", uint8(a))
 	}
 	return algorithms[a]
+}
+
+// MarshalText implements encoding.TextMarshaler.
+func (a Algorithm) MarshalText() ([]byte, error) { return []byte(a.String()), nil }
+
+// UnmarshalText implements encoding.TextUnmarshaler.
+func (a *Algorithm) UnmarshalText(text []byte) error {
+	return unmarshal(a, "algorithm", algorithms[:], text)
 }

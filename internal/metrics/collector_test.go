@@ -15,7 +15,6 @@ import (
 	dto "github.com/prometheus/client_model/go"
 	"go.uber.org/goleak"
 
-	"github.com/gohvd/gohvd/internal/analysis"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/metrics"
 	"github.com/gohvd/gohvd/internal/tensor"
@@ -52,7 +51,7 @@ func full() trace.Stats {
 		ClockOffset: -1500 * time.Millisecond, ClockError: 50 * time.Microsecond, ClockKnown: true,
 		TimelineDropped: 6,
 		Coordinator: &trace.Coordinator{
-			Cycles: 70, Late: []analysis.HeldUp{{Rank: 0, Last: 8, Held: time.Second},
+			Cycles: 70, Late: []trace.HeldUp{{Rank: 0, Last: 8, Held: time.Second},
 				{Rank: 3, Last: 90, Held: 9500 * time.Millisecond}},
 			Stalled: 10, StallReports: 11,
 		},

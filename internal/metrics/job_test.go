@@ -18,7 +18,6 @@ import (
 
 	"go.uber.org/zap/zaptest/observer"
 
-	"github.com/gohvd/gohvd/internal/analysis"
 	"github.com/gohvd/gohvd/internal/metrics"
 	"github.com/gohvd/gohvd/internal/testnet"
 	"github.com/gohvd/gohvd/internal/topo"
@@ -211,7 +210,7 @@ func TestLargestJobFits(t *testing.T) {
 	late := func(s *trace.Stats) {
 		s.Coordinator.Late = nil
 		for r := range 4096 {
-			s.Coordinator.Late = append(s.Coordinator.Late, analysis.HeldUp{Rank: topo.Rank(r),
+			s.Coordinator.Late = append(s.Coordinator.Late, trace.HeldUp{Rank: topo.Rank(r),
 				Last: 1<<63 + uint64(r), Held: 123456789123456789})
 		}
 	}

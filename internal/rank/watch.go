@@ -309,7 +309,7 @@ func (r *Watch) sendReport(ctx context.Context, what string, body []byte) bool {
 // stalled queues a stall report. It does not block, because the loop of the engine calls it.
 func (r *Watch) stalled(s *controller.Stall) {
 	select {
-	case r.stalls <- recorder.Stall{Set: uint32(s.Set), Name: s.Name, Text: s.String()}:
+	case r.stalls <- recorder.Stall{Set: s.Set, Name: s.Name, Text: s.String()}:
 	default: // drop the report here; the engine has logged it
 	}
 }

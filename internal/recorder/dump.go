@@ -16,7 +16,6 @@ import (
 	"time"
 
 	"github.com/gohvd/gohvd/internal/analysis"
-	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/outfile"
 	"github.com/gohvd/gohvd/internal/topo"
 	"github.com/gohvd/gohvd/internal/trace"
@@ -68,7 +67,7 @@ type About struct {
 	Clock  trace.Clock
 	Offset trace.Offset
 	// Pending has the operations that have not ended at the rank, the oldest first.
-	Pending []trace.Pending
+	Pending []trace.Record
 	// Sets maps process sets other than 0 to their members, in ascending order. If a set is missing, the
 	// ranks that have operations in the set count as its members.
 	Sets map[topo.ProcessSetID][]topo.Rank
@@ -89,53 +88,27 @@ func (r *Recorder) Dump(about About) *analysis.Snapshot {
 		Start: about.Clock.Start.Round(0), Domain: cut(about.Clock.Domain, maxNameBytes),
 		Monotonic: about.Clock.Monotonic,
 		Measured:  about.Offset.At, Offset: about.Offset.Offset, OffsetError: about.Offset.Error,
-		Recorded: total, Operations: make([]analysis.Record, 0, len(slots)),
-		NotShown: max(len(about.Pending)-maxPending, 0),
+		Recorded: total, Operations: slots, NotShown: max(len(about.Pending)-maxPending, 0),
 	}
 	for _, text := range about.Stalls[:min(len(about.Stalls), maxStalls)] {
 		d.Stalls = append(d.Stalls, cut(text, maxTextBytes))
 	}
 	addSets(d, about.Sets)
-	d.Pending = make([]analysis.Record, 0, len(about.Pending)-d.NotShown)
+	d.Pending = append([]trace.Record{}, about.Pending[:len(about.Pending)-d.NotShown]...)
 	room := maxMembers - members(d)
-	for _, p := range about.Pending[:len(about.Pending)-d.NotShown] {
-		among := p.Among[:min(len(p.Among), max(room, 0))]
-		room -= len(among)
-		d.Pending = append(d.Pending, analysis.Record{
-			Set: uint32(p.Set), Number: p.Number, Kind: p.Kind.String(), Name: cut(p.Name, maxNameBytes),
-			DType: word(p.DType.String(), p.DType.Valid()),
-			Shape: p.Shape[:min(len(p.Shape), maxDims)], Backend: word(p.Backend.String(), p.Backend != 0),
-			Submitted: p.Submitted, Sent: p.Sent, Granted: p.Granted, Begun: p.Begun, Among: ints(among),
-		})
+	for i := range d.Pending {
+		p := &d.Pending[i]
+		p.Among = p.Among[:min(len(p.Among), max(room, 0))]
+		room -= len(p.Among)
 	}
-	for i := range slots {
-		s := &slots[i]
-		o := analysis.Record{
-			Set: uint32(s.set), Number: s.number, Kind: s.kind.String(), Name: cut(s.name, maxNameBytes),
-			DType: word(s.dtype.String(), s.dtype.Valid()),
-			Shape: s.shape[:min(len(s.shape), maxDims)], Bytes: s.bytes,
-			Backend:   word(s.backend.String(), s.backend != message.NoBackend),
-			Algorithm: word(s.algorithm.String(), s.algorithm != message.NoAlgorithm),
-			Cached:    s.cached, Absent: s.absent,
-			Submitted: s.submitted, Sent: s.sent, Granted: s.granted, Begun: s.begun, Ended: s.ended,
+	for _, records := range [][]trace.Record{d.Pending, d.Operations} {
+		for i := range records {
+			r := &records[i]
+			r.Name, r.Error = cut(r.Name, maxNameBytes), cut(r.Error, maxTextBytes)
+			r.Shape = r.Shape[:min(len(r.Shape), maxDims)]
 		}
-		if s.kind.IsMessage() && s.peer >= 0 {
-			o.Among = []int{min(about.Rank, int(s.peer)), max(about.Rank, int(s.peer))}
-		}
-		if s.err != nil {
-			o.Error = cut(s.err.Error(), maxTextBytes)
-		}
-		d.Operations = append(d.Operations, o)
 	}
 	return d
-}
-
-// word returns text if the parameter says is true. Otherwise it returns "".
-func word(text string, says bool) string {
-	if !says {
-		return ""
-	}
-	return text
 }
 
 // cut shortens text to at most the given number of bytes. It replaces invalid UTF-8, because JSON cannot
@@ -227,14 +200,14 @@ func Decode(text []byte) (*analysis.Snapshot, error) {
 func check(d *analysis.Snapshot) error {
 	for _, s := range d.Sets {
 		for _, r := range s.Ranks {
-			if r < 0 || r >= d.Size {
+			if r < 0 || int(r) >= d.Size {
 				return fmt.Errorf("process set %d has rank %d, want 0 to %d", s.ID, r, d.Size-1)
 			}
 		}
 	}
 	for i := range d.Pending {
 		for _, r := range d.Pending[i].Among {
-			if r < 0 || r >= d.Size {
+			if r < 0 || int(r) >= d.Size {
 				return fmt.Errorf("%q takes place among rank %d, want 0 to %d", d.Pending[i].Name, r, d.Size-1)
 			}
 		}
@@ -260,8 +233,8 @@ func check(d *analysis.Snapshot) error {
 // Stall is a tensor that has waited too long for some ranks to submit it. Rank 0 sends it to hvdrun, which
 // then collects dumps for a report.
 type Stall struct {
-	Set  uint32 `json:"set"`
-	Name string `json:"name"`
+	Set  topo.ProcessSetID `json:"set"`
+	Name string            `json:"name"`
 	// Text describes the stall for people.
 	Text string `json:"text"`
 }
@@ -331,7 +304,7 @@ func addSets(d *analysis.Snapshot, sets map[topo.ProcessSetID][]topo.Rank) {
 		if len(d.Sets) == maxSets || members > maxMembers {
 			return
 		}
-		d.Sets = append(d.Sets, analysis.Set{ID: uint32(id), Ranks: ints(sets[id])})
+		d.Sets = append(d.Sets, analysis.Set{ID: id, Ranks: sets[id]})
 	}
 }
 
@@ -345,11 +318,4 @@ func members(d *analysis.Snapshot) (n int) {
 		n += len(d.Pending[i].Among)
 	}
 	return n
-}
-
-func ints(ranks []topo.Rank) (all []int) {
-	for _, r := range ranks {
-		all = append(all, int(r))
-	}
-	return all
 }

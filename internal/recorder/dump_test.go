@@ -32,7 +32,7 @@ func full() *analysis.Snapshot {
 		Now: start.Add(time.Minute), At: time.Minute,
 		Clock:  trace.Clock{Start: start, Domain: "boot", Monotonic: time.Hour},
 		Offset: trace.Offset{At: time.Second, Offset: -5 * ms, Error: 7},
-		Pending: []trace.Pending{{
+		Pending: []trace.Record{{
 			Set: 2, Kind: message.Broadcast, Name: "p", DType: tensor.Int64, Shape: tensor.Shape{4},
 			Submitted: 1, Sent: 2, Granted: 3, Begun: 4, Number: 9,
 			Backend: message.TCP,
@@ -52,12 +52,14 @@ func TestDumpTravels(t *testing.T) {
 	if err != nil || !reflect.DeepEqual(got, d) {
 		t.Errorf("got %+v, error %v, want %+v", got, err, d)
 	}
-	want := analysis.Record{
-		Set: 2, Number: 9, Kind: "broadcast", Name: "p", DType: "int64", Shape: []int64{4}, Backend: "tcp",
+	want := trace.Record{
+		Set: 2, Number: 9, Kind: message.Broadcast, Name: "p", DType: tensor.Int64, Shape: tensor.Shape{4},
+		Backend:   message.TCP,
 		Submitted: 1, Sent: 2, Granted: 3, Begun: 4,
 	}
-	if !reflect.DeepEqual(got.Pending, []analysis.Record{want}) ||
-		!reflect.DeepEqual(got.Sets, []analysis.Set{{ID: 1, Ranks: []int{0}}, {ID: 2, Ranks: []int{1, 3}}}) {
+	if !reflect.DeepEqual(got.Pending, []trace.Record{want}) ||
+		!reflect.DeepEqual(got.Sets, []analysis.Set{{ID: 1, Ranks: []topo.Rank{0}},
+			{ID: 2, Ranks: []topo.Rank{1, 3}}}) {
 		t.Errorf("got %+v and %+v", got.Pending, got.Sets)
 	}
 	if got.Domain != "boot" || got.Monotonic != time.Hour || got.Measured != time.Second ||
@@ -127,16 +129,16 @@ func TestDumpBounds(t *testing.T) {
 	long := strings.Repeat("x", 1<<16)
 	r := New(10)
 	op := operation(1, 5*ms, long)
-	op.Tensors[0].Shape = make(tensor.Shape, 1000)
-	op.Failed = errors.New(long)
+	op.Records[0].Shape = make(tensor.Shape, 1000)
+	op.Records[0].Error = long
 	r.Record(op)
 	about := About{
 		Size: 1 << 17, Version: long, Host: long, Why: long, Clock: trace.Clock{Domain: long},
 		Sets:    make(map[topo.ProcessSetID][]topo.Rank),
-		Pending: make([]trace.Pending, maxPending+3), Stalls: make([]string, maxStalls+1),
+		Pending: make([]trace.Record, maxPending+3), Stalls: make([]string, maxStalls+1),
 	}
 	for i := range about.Pending {
-		about.Pending[i] = trace.Pending{Name: long[:min(len(long), 1<<16>>i)],
+		about.Pending[i] = trace.Record{Name: long[:min(len(long), 1<<16>>i)],
 			Shape: make(tensor.Shape, 1000>>i)}
 	}
 	for i := range about.Stalls {
@@ -207,10 +209,10 @@ func TestDecodeRefuses(t *testing.T) {
 			d.Size, d.Rank, d.Sets = 0, 0, nil
 		}),
 		"16385 pending": with(func(d *analysis.Snapshot) {
-			d.Pending = make([]analysis.Record, maxPending+1)
+			d.Pending = make([]trace.Record, maxPending+1)
 		}),
 		"10001 operations": with(func(d *analysis.Snapshot) {
-			d.Operations = make([]analysis.Record, DefaultOperations+1)
+			d.Operations = make([]trace.Record, DefaultOperations+1)
 		}),
 		"257 stalls": with(func(d *analysis.Snapshot) {
 			d.Stalls = make([]string, maxStalls+1)
@@ -219,13 +221,13 @@ func TestDecodeRefuses(t *testing.T) {
 			d.Sets = make([]analysis.Set, maxSets+1)
 		}),
 		"with 65537 members": with(func(d *analysis.Snapshot) {
-			d.Sets = []analysis.Set{{ID: 1, Ranks: make([]int, maxMembers+1)}}
+			d.Sets = []analysis.Set{{ID: 1, Ranks: make([]topo.Rank, maxMembers+1)}}
 		}),
 		"process set 7 has rank 4": with(func(d *analysis.Snapshot) {
-			d.Sets = []analysis.Set{{ID: 7, Ranks: []int{4}}}
+			d.Sets = []analysis.Set{{ID: 7, Ranks: []topo.Rank{4}}}
 		}),
 		"process set 7 has rank -1": with(func(d *analysis.Snapshot) {
-			d.Sets = []analysis.Set{{ID: 7, Ranks: []int{-1}}}
+			d.Sets = []analysis.Set{{ID: 7, Ranks: []topo.Rank{-1}}}
 		}),
 		"cannot unmarshal":                      packed(t, []byte(`{"format":"x"}`)),
 		"more than 16777216 uncompressed bytes": packed(t, make([]byte, maxPlainBytes+1)),

@@ -1,8 +1,8 @@
 package recorder
 
 import (
-	"errors"
 	"fmt"
+	"reflect"
 	"slices"
 	"strings"
 	"sync"
@@ -26,14 +26,13 @@ const ms = time.Millisecond
 // operation returns an allreduce of the named tensors in set 0. The number of its grant is n, and it ended at
 // the time in ended.
 func operation(n uint64, ended time.Duration, names ...string) *trace.Operation {
-	op := &trace.Operation{
-		Number: n, Kind: message.Allreduce, Backend: message.SHM, Algorithm: message.Direct,
-		Granted: ended - 2*ms, Begun: ended - ms, Ended: ended,
-	}
+	op := new(trace.Operation)
 	for _, name := range names {
-		op.Tensors = append(op.Tensors, trace.Tensor{
-			Name: name, DType: tensor.Float32, Shape: tensor.Shape{2, 3}, Bytes: 24, Submitted: ended - 4*ms,
-			Sent: ended - 3*ms, Cached: n > 1,
+		op.Records = append(op.Records, trace.Record{
+			Number: n, Kind: message.Allreduce, Backend: message.SHM, Algorithm: message.Direct, Name: name,
+			DType: tensor.Float32, Shape: tensor.Shape{2, 3}, Bytes: 24, Cached: n > 1,
+			Submitted: ended - 4*ms, Sent: ended - 3*ms, Granted: ended - 2*ms, Begun: ended - ms,
+			Ended: ended,
 		})
 	}
 	return op
@@ -41,37 +40,12 @@ func operation(n uint64, ended time.Duration, names ...string) *trace.Operation 
 
 func TestRecord(t *testing.T) {
 	r := New(8)
-	refused := errors.New("ranks disagree")
-	op := operation(1, 100*ms, "a", "b")
-	op.Tensors[1].Refused = refused
-	r.Record(op)
-	failed := operation(2, 200*ms, "c")
-	failed.Failed, failed.Set, failed.Absent = errors.New("rank 3 is dead"), 5, true
-	r.Record(failed)
-	r.Record(&trace.Operation{Number: 3, Kind: message.Barrier, Ended: 300 * ms})
-	d := r.Dump(About{Size: 1})
-	want := []analysis.Record{
-		{
-			Number: 1, Kind: "allreduce", Name: "a", DType: "float32", Shape: []int64{2, 3}, Bytes: 24,
-			Backend: "shm", Algorithm: "direct",
-			Submitted: 96 * ms, Sent: 97 * ms, Granted: 98 * ms, Begun: 99 * ms, Ended: 100 * ms,
-		},
-		{
-			Number: 1, Kind: "allreduce", Name: "b", DType: "float32", Shape: []int64{2, 3}, Bytes: 24,
-			Backend: "shm", Algorithm: "direct", Error: "ranks disagree",
-			Submitted: 96 * ms, Sent: 97 * ms, Granted: 98 * ms, Begun: 99 * ms, Ended: 100 * ms,
-		},
-		{
-			Set: 5, Number: 2, Kind: "allreduce", Name: "c", DType: "float32", Shape: []int64{2, 3},
-			Bytes: 24, Backend: "shm", Algorithm: "direct", Cached: true, Absent: true,
-			Error: "rank 3 is dead", Submitted: 196 * ms, Sent: 197 * ms, Granted: 198 * ms, Begun: 199 * ms,
-			Ended: 200 * ms,
-		},
-		{Number: 3, Kind: "barrier", Ended: 300 * ms},
-	}
-	if got, want := fmt.Sprintf("%+v", d.Operations), fmt.Sprintf("%+v", want); got != want ||
-		d.Recorded != 4 {
-		t.Errorf("of %d got\n%s\nwant of 4\n%s", d.Recorded, got, want)
+	first, second := operation(1, 100*ms, "a", "b"), operation(2, 200*ms, "c")
+	r.Record(first)
+	r.Record(second)
+	if d, want := r.Dump(About{Size: 1}), append(first.Records, second.Records...); d.Recorded != 3 ||
+		!reflect.DeepEqual(d.Operations, want) {
+		t.Errorf("of %d got\n%+v\nwant of 3\n%+v", d.Recorded, d.Operations, want)
 	}
 }
 
@@ -81,11 +55,12 @@ func TestOldestGoesFirst(t *testing.T) {
 	for _, size := range []int{0, 1, 2, 3, 7} {
 		r := New(size)
 		bad := operation(1, 4*ms, "bad")
-		bad.Failed = errors.New("failed")
+		bad.Records[0].Error = "failed"
 		r.Record(bad)
 		for n := range 20 {
 			r.Record(operation(uint64(n+2), time.Duration(n+5)*ms, "x", "y"))
-			r.Record(&trace.Operation{Number: uint64(100 + n), Kind: message.Barrier})
+			r.Record(&trace.Operation{Records: []trace.Record{{Number: uint64(100 + n),
+				Kind: message.Barrier}}})
 		}
 		d := r.Dump(About{Size: 1})
 		var got, want []string
@@ -139,12 +114,12 @@ func TestRecordAllocatesNothing(t *testing.T) {
 	if n := testing.AllocsPerRun(100, func() { r.Record(op) }); n != 0 {
 		t.Errorf("%v allocations, want none", n)
 	}
-	// If the size of a slot changes, the comment of New, the help of HVD_FLIGHT_RECORDER and
+	// If the size of a record changes, the comment of New, the help of HVD_FLIGHT_RECORDER and
 	// docs/troubleshooting.md must change too.
-	if size := unsafe.Sizeof(slot{}); size != 128 {
-		t.Errorf("a slot has %d bytes, want 128", size)
+	if size := unsafe.Sizeof(trace.Record{}); size != 160 {
+		t.Errorf("a record has %d bytes, want 160", size)
 	}
-	megabytes := fmt.Sprintf(" %.1f MB ", float64(unsafe.Sizeof(slot{}))*DefaultOperations/1e6)
+	megabytes := fmt.Sprintf(" %.1f MB ", float64(unsafe.Sizeof(trace.Record{}))*DefaultOperations/1e6)
 	if s, _ := config.Lookup("HVD_FLIGHT_RECORDER"); !strings.Contains(s.Raise, megabytes) {
 		t.Errorf("the help says %q, want%s", s.Raise, megabytes)
 	}

@@ -37,20 +37,20 @@ func job(size int) []*rankAt {
 // waits adds allreduces that the rank submitted at the time in since. They have not been granted.
 func (k *rankAt) waits(since time.Duration, names ...string) {
 	for _, name := range names {
-		k.Pending = append(k.Pending, trace.Pending{Kind: message.Allreduce, Name: name, Submitted: since})
+		k.Pending = append(k.Pending, trace.Record{Kind: message.Allreduce, Name: name, Submitted: since})
 	}
 }
 
 // messageWaits adds a message for which the rank has waited for 5 s. among has the two ranks of the message.
 func (k *rankAt) messageWaits(kind message.Kind, name string, among ...topo.Rank) {
-	k.Pending = append(k.Pending, trace.Pending{Kind: kind, Name: name, Among: among,
+	k.Pending = append(k.Pending, trace.Record{Kind: kind, Name: name, Among: among,
 		Submitted: 5 * time.Second})
 }
 
 // runs adds an allreduce that the rank submitted at the time in since. The allreduce has been granted. If
 // begun is not 0, it is the time at which the rank began to execute the allreduce.
 func (k *rankAt) runs(since, begun time.Duration, number uint64, name string) {
-	k.Pending = append(k.Pending, trace.Pending{
+	k.Pending = append(k.Pending, trace.Record{
 		Kind: message.Allreduce, Backend: message.TCP, Name: name, Submitted: since, Granted: since + ms,
 		Begun: begun, Number: number,
 	})
@@ -104,9 +104,9 @@ func TestReport(t *testing.T) {
 
 		{"a receiver waits for a message", 3, func(j []*rankAt) {
 			for _, r := range []int{0, 2} {
-				j[r].Record(&trace.Operation{Number: 5, Peer: topo.Rank(2 - r), Ended: 3 * time.Second,
+				j[r].Record(&trace.Operation{Records: []trace.Record{{Number: 5, Peer: topo.Rank(2 - r),
 					Kind: []message.Kind{message.Send, 0, message.Recv}[r], Backend: message.TCP,
-					Tensors: []trace.Tensor{{Name: "rank 0 to rank 2, tag 7"}}})
+					Name: "rank 0 to rank 2, tag 7", Ended: 3 * time.Second}}})
 			}
 			j[2].messageWaits(message.Recv, "rank 0 to rank 2, tag 7", 0, 2)
 			j[2].messageWaits(message.Recv, "any rank to rank 2, tag 9")
@@ -198,7 +198,7 @@ func TestReport(t *testing.T) {
 				"Ranks 2 and 4 did not answer: killed by SIGKILL.\n"},
 
 		{"one has joined and another gives no answer", 3, func(j []*rankAt) {
-			j[0].Pending = []trace.Pending{{Kind: message.Join, Name: "join", Submitted: 3 * time.Second}}
+			j[0].Pending = []trace.Record{{Kind: message.Join, Name: "join", Submitted: 3 * time.Second}}
 		}, []int{0, 1}, nil,
 			"Rank 0 has joined, but rank 1 has not; the join has waited for 17.0 s; rank 2 did not answer and may be missing too.\n" +
 				"  rank 1 has not joined" + where1 + "Rank 2 did not answer.\n"},
@@ -242,7 +242,7 @@ func TestReport(t *testing.T) {
 			"No rank is executing allreduce \"grad/0\", submitted 18.0 s ago; rank 0: not granted yet; rank 1: completed.\n"},
 
 		{"a rank has joined", 3, func(j []*rankAt) {
-			j[0].Pending = []trace.Pending{{Kind: message.Join, Name: "join", Submitted: 3 * time.Second}}
+			j[0].Pending = []trace.Record{{Kind: message.Join, Name: "join", Submitted: 3 * time.Second}}
 			j[1].waits(4*time.Second, "x")
 			j[2].waits(5*time.Second, "x")
 		}, nil, nil, "Rank 0 has joined, but ranks 1 and 2 have not; the join has waited for 17.0 s.\n" +
@@ -253,7 +253,7 @@ func TestReport(t *testing.T) {
 		// The join has waited longest, but comes last because no rank is at fault. The queued operation comes
 		// after the operation that is being executed, because the queued one waits for it.
 		{"what says most is first", 4, func(j []*rankAt) {
-			j[0].Pending = []trace.Pending{{Kind: message.Join, Name: "join", Submitted: 3 * time.Second}}
+			j[0].Pending = []trace.Record{{Kind: message.Join, Name: "join", Submitted: 3 * time.Second}}
 			for _, r := range []int{1, 2} {
 				j[r].waits(10*time.Second, "x")
 			}
@@ -262,7 +262,7 @@ func TestReport(t *testing.T) {
 				j[r].runs(5*time.Second, 6*time.Second, 4, "inside")
 			}
 			op := operation(3, 1500*ms, "x")
-			op.Absent = true
+			op.Records[0].Absent = true
 			j[3].Record(op) // rank 3 took part in x as an absent rank and has never called it
 			for _, r := range []int{1, 2} {
 				j[r].Record(operation(3, 1500*ms, "x"))
@@ -289,9 +289,9 @@ func TestReport(t *testing.T) {
 
 		{"a process set, of which some is known", 5, func(j []*rankAt) {
 			j[1].Sets = map[topo.ProcessSetID][]topo.Rank{3: {1, 2, 4}}
-			j[1].Pending = []trace.Pending{{Set: 3, Kind: message.Broadcast, Name: "b",
+			j[1].Pending = []trace.Record{{Set: 3, Kind: message.Broadcast, Name: "b",
 				Submitted: 2 * time.Second}}
-			j[4].Pending = []trace.Pending{{Set: 3, Kind: message.Broadcast, Name: "b",
+			j[4].Pending = []trace.Record{{Set: 3, Kind: message.Broadcast, Name: "b",
 				Submitted: 3 * time.Second}}
 		}, nil, nil,
 			"Rank 2 has not called broadcast \"b\" of process set 3, for which ranks 1 and 4 have waited for 18.0 s.\n" +
@@ -300,10 +300,10 @@ func TestReport(t *testing.T) {
 		{"a process set, of which nothing is known", 5, func(j []*rankAt) {
 			for _, r := range []int{1, 3} {
 				op := operation(1, 1200*ms, "s")
-				op.Set = 3
+				op.Records[0].Set = 3
 				j[r].Record(op)
 			}
-			j[3].Pending = []trace.Pending{{Set: 3, Kind: message.Allreduce, Name: "s",
+			j[3].Pending = []trace.Record{{Set: 3, Kind: message.Allreduce, Name: "s",
 				Submitted: 2 * time.Second}}
 		}, nil, nil,
 			"Rank 1 has not called allreduce \"s\" of process set 3, for which rank 3 has waited for 18.0 s.\n" +
@@ -365,7 +365,7 @@ func TestStateOfEachRank(t *testing.T) {
 	j[3].runs(19*time.Second, 0, 3, "x")
 	j[4].Recorder = New(1)
 	failed := operation(3, 19*time.Second, "bad")
-	failed.Failed = fmt.Errorf("rank 1 sent\n%s", strings.Repeat("x", 1<<10))
+	failed.Records[0].Error = fmt.Sprintf("rank 1 sent\n%s", strings.Repeat("x", 1<<10))
 	j[5].Record(failed)
 	_, got, _ := strings.Cut(analysis.Analyse(dumps(t, j...), 70, nil).Text(), "State of each rank:\n")
 	lines := strings.Split(got, "\n")

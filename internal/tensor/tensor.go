@@ -72,6 +72,20 @@ func (d DType) String() string {
 	return dtypes[d].name
 }
 
+// MarshalText implements encoding.TextMarshaler.
+func (d DType) MarshalText() ([]byte, error) { return []byte(d.String()), nil }
+
+// UnmarshalText implements encoding.TextUnmarshaler.
+func (d *DType) UnmarshalText(text []byte) error {
+	for _, known := range DTypes() {
+		if known.String() == string(text) {
+			*d = known
+			return nil
+		}
+	}
+	return fmt.Errorf("got the element type %.64q, want one of %v", text, DTypes())
+}
+
 // IsInteger reports whether d is an integer type. Bool is not an integer type.
 func (d DType) IsInteger() bool { return d >= Uint8 && d <= Int64 }
 

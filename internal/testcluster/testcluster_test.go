@@ -43,7 +43,7 @@ type backends struct {
 func (b *backends) Record(op *trace.Operation) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	b.used[op.Set] = op.Backend
+	b.used[op.Records[0].Set] = op.Records[0].Backend
 }
 
 // TestBackendOfSet checks that a process set uses shared memory if all its members share memory, two levels

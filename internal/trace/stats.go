@@ -5,9 +5,9 @@ import (
 	"math/bits"
 	"time"
 
-	"github.com/gohvd/gohvd/internal/analysis"
 	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/topo"
 )
 
 // Stats is the state of a rank at one moment. Its counters begin with 0 at the beginning of the epoch.
@@ -85,11 +85,21 @@ type Moved struct {
 type Coordinator struct {
 	Cycles uint64
 	// Late has an element for each rank, in the order of the ranks.
-	Late []analysis.HeldUp
+	Late []HeldUp
 	// Stalled is the number of tensors that have waited for longer than the stall warning time. StallReports
 	// is the number of stall warnings so far.
 	Stalled      int
 	StallReports uint64
+}
+
+// HeldUp says for how long one rank or node held up all others. The rules are those of analysis.Held.
+type HeldUp struct {
+	Rank topo.Rank
+	// Last is the number of operations for which this rank was the last of all ranks to ask.
+	Last uint64
+	// Held is the wall time during which the rank held up all others. No moment counts twice, neither for one
+	// rank nor for two ranks.
+	Held time.Duration
 }
 
 // Histogram counts durations in buckets. The upper bounds of the buckets are powers of two of a second. The

@@ -39,11 +39,16 @@ func (c *counts) stats() trace.Stats {
 
 // add adds an operation and its responses to the counters. If the ranks disagreed, add adds no bytes, because
 // the operation has moved no data.
-func (c *counts) add(op *trace.Operation, responses []*message.Response, fusionThreshold int64) {
+func (c *counts) add(op *trace.Operation, responses []*message.Response, failed bool, fusionThreshold int64) {
 	disagreed := responses[0].Kind == message.Error
-	if op.Failed != nil {
-		for i := range op.Tensors {
-			c.Failed += uint64(max(op.Tensors[i].Parts, 1))
+	whole := &op.Records[0]
+	submitted := op.Records
+	if whole.Absent && whole.Name == "" {
+		submitted = nil
+	}
+	if failed {
+		for i := range submitted {
+			c.Failed += uint64(max(submitted[i].Parts, 1))
 		}
 		return
 	}
@@ -51,15 +56,15 @@ func (c *counts) add(op *trace.Operation, responses []*message.Response, fusionT
 		numBytes int64
 		tensors  uint64
 	)
-	for i := range op.Tensors {
-		t := &op.Tensors[i]
-		c.Negotiation.Add(op.Granted - t.Submitted)
+	for i := range submitted {
+		t := &submitted[i]
+		c.Negotiation.Add(whole.Granted - t.Submitted)
 		if t.Cached {
 			c.CacheHits++
 		} else {
 			c.CacheMisses++
 		}
-		if t.Refused != nil {
+		if t.Refused {
 			c.Refused += uint64(max(t.Parts, 1))
 		}
 		if disagreed {
@@ -67,7 +72,7 @@ func (c *counts) add(op *trace.Operation, responses []*message.Response, fusionT
 		}
 		tensors += uint64(max(t.Parts, 1))
 		numBytes += t.Bytes
-		if moved := &c.moved[op.Kind][op.Backend]; t.DType.Valid() || t.Parts == 0 {
+		if moved := &c.moved[whole.Kind][whole.Backend]; t.DType.Valid() || t.Parts == 0 {
 			moved[t.DType] += uint64(t.Bytes)
 		} else {
 			for dt, shape := range responses[i].Parts.All() {
@@ -79,11 +84,11 @@ func (c *counts) add(op *trace.Operation, responses []*message.Response, fusionT
 	if disagreed {
 		return
 	}
-	c.Queued.Add(op.Begun - op.Granted)
-	done := &c.operations[op.Kind][op.Backend]
-	done.Durations.Add(op.Ended - op.Begun)
+	c.Queued.Add(whole.Begun - whole.Granted)
+	done := &c.operations[whole.Kind][whole.Backend]
+	done.Durations.Add(whole.Ended - whole.Begun)
 	done.Tensors += tensors
-	if op.Kind.MovesData() && !op.Kind.SendsRows() && len(op.Tensors) > 0 {
+	if whole.Kind.MovesData() && !whole.Kind.SendsRows() && len(submitted) > 0 {
 		c.FusionResponses++
 		c.FusedTensors += tensors
 		// A single tensor that is larger than the fusion buffer counts as one full buffer.
@@ -93,16 +98,16 @@ func (c *counts) add(op *trace.Operation, responses []*message.Response, fusionT
 }
 
 // addMessage adds a Send or a Recv to the counters. Its duration begins with the call.
-func (c *counts) addMessage(op *trace.Operation) {
-	switch _, refused := errors.AsType[*p2p.SizeError](op.Failed); {
+func (c *counts) addMessage(r *trace.Record, err error) {
+	switch _, refused := errors.AsType[*p2p.SizeError](err); {
 	case refused:
 		c.Refused++
-	case op.Failed != nil:
+	case err != nil:
 		c.Failed++
 	default:
-		n, done := &op.Tensors[0], &c.operations[op.Kind][op.Backend]
-		done.Durations.Add(op.Ended - n.Submitted)
+		done := &c.operations[r.Kind][r.Backend]
+		done.Durations.Add(r.Ended - r.Submitted)
 		done.Tensors++
-		c.moved[op.Kind][op.Backend][n.DType] += uint64(n.Bytes)
+		c.moved[r.Kind][r.Backend][r.DType] += uint64(r.Bytes)
 	}
 }

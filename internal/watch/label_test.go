@@ -18,7 +18,7 @@ type last struct {
 	shape tensor.Shape
 }
 
-func (l *last) Record(op *trace.Operation) { l.name, l.shape = op.Tensors[0].Name, op.Tensors[0].Shape }
+func (l *last) Record(op *trace.Operation) { l.name, l.shape = op.Records[0].Name, op.Records[0].Shape }
 
 // Messages with the tags of earlier ones allocate nothing when they end, with and without a recorder.
 func TestMessagesEndWithoutAllocation(t *testing.T) {

@@ -3,6 +3,7 @@
 package watch
 
 import (
+	"cmp"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -80,11 +81,10 @@ func (o *Observer) Ended(w *exec.Work, err error) {
 	defer o.mu.Unlock()
 	op := &o.op
 	g := w.Grant
-	*op = trace.Operation{
+	op.Records, op.Activities, op.Arrivals = op.Records[:0], op.Activities[:0], nil
+	whole := trace.Record{
 		Set: g.Set, Number: g.Number, Kind: g.Responses[0].Kind, Backend: g.Backend, Algorithm: g.Algorithm,
-		Absent:  w.Absent,
-		Granted: w.Granted, Begun: max(w.Begun, w.Granted), Ended: now, Failed: err,
-		Activities: op.Activities[:0], Tensors: op.Tensors[:0],
+		Absent: w.Absent, Granted: w.Granted, Begun: max(w.Begun, w.Granted), Ended: now, Error: textOf(err),
 	}
 	for i, m := range w.Marks {
 		end := now
@@ -96,33 +96,41 @@ func (o *Observer) Ended(w *exec.Work, err error) {
 			Begun: m.At, End: end})
 	}
 	members := len(w.Arrivals) / max(len(g.Responses), 1)
+	op.Arrivals = w.Arrivals[:min(len(w.Entries)*members, len(w.Arrivals))]
 	for i, e := range w.Entries {
 		q := &e.Request
-		op.Kind = q.Kind // do not use the kind of the response, which may be Error
-		t := trace.Tensor{
-			Name: q.Name, DType: q.DType, Shape: ownShape(q, g.Responses[i]), Bytes: int64(len(e.Input)),
-			Cached:    i < len(g.Bits),
-			Submitted: e.Times.Submitted, Sent: time.Duration(e.Times.Sent.Load()), Parts: len(e.Parts),
-		}
+		whole.Kind = q.Kind // do not use the kind of the response, which may be Error
+		t := whole
+		t.Name, t.DType, t.Shape, t.Bytes = q.Name, q.DType, ownShape(q, g.Responses[i]), int64(len(e.Input))
+		t.Cached, t.Parts = i < len(g.Bits), int32(len(e.Parts))
+		t.Submitted, t.Sent = e.Times.Submitted, time.Duration(e.Times.Sent.Load())
 		switch {
 		case q.Kind == message.Broadcast:
 			t.Bytes = int64(len(e.Output))
 		case len(e.Parts) > 0:
 			t.Bytes = numBytes(e.Parts)
 		}
-		if members > 0 {
-			t.Arrivals = w.Arrivals[i*members : (i+1)*members]
-			// If the timeline was switched on after the first request for a tensor had arrived, the arrival
-			// times of the earlier requests are missing.
-			t.Partial = zeros(t.Arrivals) > len(g.Absent)
+		// If the timeline was switched on after the first request for a tensor had arrived, the arrival times
+		// of the earlier requests are missing.
+		t.Partial = zeros(op.Arrivals[i*members:(i+1)*members]) > len(g.Absent)
+		if i < len(w.Refused) && w.Refused[i] != nil {
+			t.Refused, t.Error = true, textOf(w.Refused[i])
 		}
-		if i < len(w.Refused) {
-			t.Refused = w.Refused[i]
-		}
-		op.Tensors = append(op.Tensors, t)
+		op.Records = append(op.Records, t)
 	}
-	o.counts.add(op, g.Responses, o.fusionThreshold)
+	if len(op.Records) == 0 {
+		op.Records = append(op.Records, whole)
+	}
+	o.counts.add(op, g.Responses, err != nil, o.fusionThreshold)
 	o.record()
+}
+
+// textOf returns the text of an error, or "" if it is nil.
+func textOf(err error) string {
+	if err == nil {
+		return ""
+	}
+	return cmp.Or(err.Error(), "unknown error")
 }
 
 // record passes the operation in o.op to the recorder and the timeline. The caller holds mu.
@@ -133,7 +141,7 @@ func (o *Observer) record() {
 	if t := o.timeline.Load(); t != nil {
 		(*t).Record(&o.op)
 	}
-	clear(o.op.Tensors)
+	clear(o.op.Records)
 }
 
 func zeros(arrivals []time.Duration) (n int) {
@@ -184,35 +192,33 @@ func (o *Observer) Abandoned(tensors int) {
 // MessageEnded records that the message m of process set set has ended at rank me. It must be called before
 // the result of m is reported. err is its error or nil.
 func (o *Observer) MessageEnded(me topo.Rank, set topo.ProcessSetID, m *p2p.Op, err error) {
-	p, now := o.pendingMessage(set, m), o.Since()
-	n := trace.Tensor{DType: p.DType, Bytes: int64(len(m.Buf)), Submitted: p.Submitted}
+	r, now := o.pendingMessage(set, m), o.Since()
+	r.Bytes, r.Backend, r.Ended, r.Error = int64(len(m.Buf)), message.TCP, now, textOf(err)
+	if m.Shared() {
+		r.Backend = message.SHM
+	}
 	o.mu.Lock()
 	defer o.mu.Unlock()
+	op := &o.op
+	op.Activities, op.Arrivals = op.Activities[:0], nil
+	if r.Granted == 0 {
+		r.Granted, r.Begun = now, now
+	} else {
+		op.Activities = append(op.Activities, trace.Activity{Name: exchangeNames[r.Backend][r.Kind],
+			Begun: r.Granted, End: now})
+	}
 	if o.recorder != nil || o.timeline.Load() != nil {
 		l := o.label(labelKeyOf(me, m))
-		n.Name, n.Shape = l.name, l.shape
+		r.Name, r.Shape = l.name, l.shape
 	}
-	op := &o.op
-	*op = trace.Operation{
-		Set: set, Number: p.Number, Peer: m.Other(), Kind: p.Kind, Backend: message.TCP, Granted: now,
-		Begun: now, Ended: now, Failed: err, Activities: op.Activities[:0], Tensors: op.Tensors[:0],
-	}
-	if m.Shared() {
-		op.Backend = message.SHM
-	}
-	if p.Granted > 0 {
-		op.Granted, op.Begun = p.Granted, p.Granted
-		op.Activities = append(op.Activities, trace.Activity{Name: exchangeNames[op.Backend][op.Kind],
-			Begun: p.Granted, End: now})
-	}
-	op.Tensors = append(op.Tensors, n)
-	o.counts.addMessage(op)
+	op.Records = append(op.Records[:0], r)
+	o.counts.addMessage(&r, err)
 	o.record()
 }
 
 // pendingMessage describes the message m of process set set, without its name and its shape.
-func (o *Observer) pendingMessage(set topo.ProcessSetID, m *p2p.Op) trace.Pending {
-	p := trace.Pending{Set: set, Number: m.Number, Kind: message.Send, DType: m.DType,
+func (o *Observer) pendingMessage(set topo.ProcessSetID, m *p2p.Op) trace.Record {
+	p := trace.Record{Set: set, Number: m.Number, Peer: m.Other(), Kind: message.Send, DType: m.DType,
 		Submitted: max(m.Begun.Sub(o.start), 1)}
 	if m.Receives() {
 		p.Kind = message.Recv
@@ -290,14 +296,14 @@ func (o *Observer) Offset() (of trace.Offset, ok bool) {
 }
 
 // Pending describes an entry that was submitted to a process set and has not ended.
-func Pending(set topo.ProcessSetID, e *tensorqueue.Entry) trace.Pending {
+func Pending(set topo.ProcessSetID, e *tensorqueue.Entry) trace.Record {
 	q, t := &e.Request, &e.Times
 	grant := t.Grant.Load()
 	var among []topo.Rank
 	if q.MembersOnly {
 		among = q.Ranks
 	}
-	return trace.Pending{
+	return trace.Record{
 		Set: set, Number: grant >> 8, Backend: message.Backend(grant), Kind: q.Kind,
 		Name: q.Name, DType: q.DType, Shape: q.Shape, Submitted: t.Submitted,
 		Sent: time.Duration(t.Sent.Load()), Granted: time.Duration(t.Granted.Load()),
@@ -306,7 +312,7 @@ func Pending(set topo.ProcessSetID, e *tensorqueue.Entry) trace.Pending {
 }
 
 // PendingMessage describes the message m of process set set, at rank me.
-func (o *Observer) PendingMessage(me topo.Rank, set topo.ProcessSetID, m *p2p.Op) trace.Pending {
+func (o *Observer) PendingMessage(me topo.Rank, set topo.ProcessSetID, m *p2p.Op) trace.Record {
 	p, l := o.pendingMessage(set, m), labelKeyOf(me, m).label()
 	p.Name, p.Shape = l.name, l.shape
 	if m.Other() != p2p.AnySource {

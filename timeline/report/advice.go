@@ -7,6 +7,7 @@ import (
 
 	"github.com/gohvd/gohvd/internal/analysis"
 	"github.com/gohvd/gohvd/internal/logs"
+	"github.com/gohvd/gohvd/internal/message"
 	"github.com/gohvd/gohvd/internal/topo"
 )
 
@@ -161,7 +162,7 @@ func (r *Report) suggest(c *collection, f *analysis.Lateness, o Options) []Sugge
 		add("", "put operations that do not depend on each other into different process sets: the operations of one set run one after the other",
 			"granted operations wait for earlier operations for %s of the time", percent(q))
 	}
-	tcp, exchanging := c.backends["tcp"], r.part(exchange)+r.part(negotiation)
+	tcp, exchanging := c.backends[message.TCP], r.part(exchange)+r.part(negotiation)
 	switch {
 	case tcp > 0 && 2*tcp > c.operations && c.hosts() == 1 && len(r.Missing) == 0 && r.Size > 1 &&
 		r.part(exchange) >= 0.1:
@@ -187,8 +188,8 @@ func (r *Report) suggest(c *collection, f *analysis.Lateness, o Options) []Sugge
 // once returns the number of tensor names that occur at most once at each rank.
 func (c *collection) once() int64 {
 	n := int64(0)
-	for id := range c.tensors {
-		if t := &c.tensors[id].total; id != int(noName) && t.N > 0 && t.N <= uint64(len(c.streams)) {
+	for _, t := range c.names {
+		if t.total.Len() <= len(c.streams) {
 			n++
 		}
 	}

@@ -5,22 +5,50 @@ import (
 	"iter"
 	"math"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/gohvd/gohvd/internal/analysis"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/trace"
 )
 
-// operation is one operation at one rank. It has all tensors that were fused in it. Times are on rank 0's
-// clock.
-type operation struct {
-	// Record is the record of the operation. Its name and its submission time are those of the tensor that
-	// the rank submitted last.
-	analysis.Record
-	tensors, fused int64
-	// arrivals has one time for each position in the process set: when the last request of that rank for a
-	// tensor of the operation arrived at rank 0. The time is 0 if no request arrived.
-	arrivals []time.Duration
-	parts    []part
+// phase is a kind of work or of waiting.
+type phase uint8
+
+const (
+	waiting phase = iota
+	negotiation
+	queue
+	copies
+	exchange
+	reduce
+	other
+	numPhases
+)
+
+// phaseNames has the names of the phases as the report prints them. idle is the name for the time without an
+// operation in flight.
+var phaseNames = [numPhases]string{"waiting", "negotiation", "queue", "copies", "exchange", "reduce", "other"}
+
+const idle = "outside"
+
+// exchanges has the suffixes of the names of activities that move data between ranks. The prefix of such a
+// name is the name of the backend.
+var exchanges = []string{"_ALLREDUCE", "_ALLGATHER", "_BCAST", "_BROADCAST", "_ALLTOALL", "_REDUCESCATTER",
+	"_REDUCE", "_GATHER", "_SCATTER", "_ADASUM", "_SEND", "_RECV"}
+
+// phaseOf returns the phase to which an activity belongs.
+func phaseOf(activity string) phase {
+	switch {
+	case strings.HasPrefix(activity, "MEMCPY"):
+		return copies
+	case strings.HasPrefix(activity, "REDUCE"):
+		return reduce
+	case slices.ContainsFunc(exchanges, func(end string) bool { return strings.HasSuffix(activity, end) }):
+		return exchange
+	}
+	return other
 }
 
 // stream reads the operations of one rank from its files.
@@ -28,7 +56,6 @@ type stream struct {
 	*rankReader
 	*rankStats
 	member   *analysis.Member
-	observe  func(*instance)           // called with each instance
 	next     func() (*operation, bool) // returns the next operation
 	frontier time.Duration             // the end of the last operation that next returned
 	failed   error                     // the error that ended reading
@@ -52,106 +79,62 @@ type rankStats struct {
 	steadyHits, steadyMisses int64
 }
 
-// nameStats are the statistics of one tensor name.
+// nameStats are the statistics of one tensor name. last is its last record.
 type nameStats struct {
-	total  analysis.Sketch
+	id     int
+	total  analysis.Sample // the times from the submission to the end
 	bytes  int64
-	shape  string
-	dtype  string
 	errors int64
-	kind   string
+	last   trace.Record
 }
+
+// maxNames limits the number of tensor names of all ranks together. The tensors of all further names are
+// counted together.
+const maxNames = 1 << 14
 
 const never = math.MinInt64
 
 // collection holds the statistics of the files of a job from which the report is made.
 type collection struct {
 	job     *Job
-	names   *nameTable
 	streams []*stream
-	tensors []nameStats
+	names   map[string]*nameStats
+	further nameStats // of the names beyond maxNames
 	late    *analysis.Late
 	// steadyFrom is the time at which the first complete step began at the lowest rank that has a file. It is
 	// the constant never if none has begun yet.
 	steadyFrom time.Duration
 
 	operations               int64
-	responses, responseBytes analysis.Sketch
-	backends                 map[string]int64
+	responses, responseBytes analysis.Sample
+	backends                 [message.NumBackends]int64
 	clockErr                 time.Duration
-	malformed, unfinished    int64
-	tooMany                  int64
 }
 
-// operations passes the operations of the stream to yield, until yield returns false. Consecutive instances
-// with the same operation number form one operation, unless they are messages.
-func (s *stream) operations(yield func(*operation) bool) {
-	var o *operation
-	more := true
-	s.failed = s.instances(func(i *instance) bool {
-		s.observe(i)
-		whole := o
-		if o == nil || i.Number == 0 || i.Number != o.Number || i.Set != o.Set || i.IsMessage() ||
-			o.IsMessage() {
-			o = &operation{Record: analysis.Record{Set: i.Set, Number: i.Number, Kind: i.Kind, Ended: never},
-				parts: i.parts}
-		}
-		o.add(i)
-		if whole != nil && whole != o {
-			s.frontier = whole.Ended
-			more = yield(whole)
-		}
-		return more
+// read passes the operations of the stream to yield, until yield returns false.
+func (s *stream) read(yield func(*operation) bool) {
+	s.failed = s.operations(func(o *operation) bool {
+		s.frontier = o.Records[0].Ended
+		return yield(o)
 	})
-	if s.failed == nil && more && o != nil {
-		s.frontier = o.Ended
-		yield(o)
-	}
-}
-
-// add adds an instance, which has one tensor, to the operation.
-func (o *operation) add(i *instance) {
-	if i.Submitted != 0 && (o.Submitted == 0 || i.Submitted >= o.Submitted) {
-		o.Submitted, o.Name = i.Submitted, i.Name
-	}
-	o.Granted, o.Ended = i.Granted, max(o.Ended, i.Ended)
-	o.tensors++
-	o.fused = max(o.fused, i.fused)
-	o.Bytes += i.Bytes
-	o.Error, o.Backend = cmp.Or(o.Error, i.Error), cmp.Or(i.Backend, o.Backend)
-	for _, a := range i.arrivals {
-		for len(o.arrivals) <= a.position {
-			o.arrivals = append(o.arrivals, 0)
-		}
-		if at := &o.arrivals[a.position]; *at == 0 || a.at > *at {
-			*at = a.at
-		}
-	}
 }
 
 // collect reads the files of all ranks side by side, so that it keeps only the operations in progress in
 // memory.
 func (j *Job) collect() (*collection, error) {
-	c := &collection{
-		job: j, names: newNameTable(), backends: make(map[string]int64), tensors: make([]nameStats, 1),
-		steadyFrom: never,
-		responses:  analysis.Sketch{Bits: 8}, responseBytes: analysis.Sketch{Bits: 8},
-	}
+	c := &collection{job: j, names: make(map[string]*nameStats), steadyFrom: never}
 	of := make(map[*analysis.Member]*rankStats)
 	c.late = analysis.NewLate(func(m *analysis.Member, from, to, granted time.Duration) {
-		r := of[m]
-		r.cover(&r.phases[waiting], from, to)
-		r.cover(&r.phases[negotiation], to, granted)
+		of[m].cover(waiting, from, to)
+		of[m].cover(negotiation, to, granted)
 	})
 	for _, f := range j.ranks {
-		s := &stream{rankReader: newRankReader(f, c.names), rankStats: &rankStats{steadyFrom: never},
-			frontier: never}
+		s := &stream{rankReader: newRankReader(f), rankStats: &rankStats{steadyFrom: never}, frontier: never}
 		s.member = c.late.Member(f.rank, analysis.Clock{Domain: f.clock.domain,
 			Error: time.Duration(f.clock.err), Known: f.clock.known})
 		of[s.member] = s.rankStats
-		s.observe = func(i *instance) { c.observe(s, i) }
 		var stop func()
-		s.next, stop = iter.Pull(s.operations)
+		s.next, stop = iter.Pull(s.read)
 		defer stop()
 		c.streams = append(c.streams, s)
 		if f.clock.known {
@@ -171,88 +154,90 @@ func (j *Job) collect() (*collection, error) {
 			active = slices.DeleteFunc(active, func(a *stream) bool { return a == s })
 		}
 	}
-	for _, s := range c.streams {
-		c.malformed += s.malformed
-		c.unfinished += s.unfinished
-		c.tooMany += s.tooMany
-	}
 	return c, nil
 }
 
-// observe counts an instance in the statistics.
-func (c *collection) observe(s *stream, i *instance) {
-	s.tensors++
-	for len(c.tensors) < len(c.names.names) {
-		c.tensors = append(c.tensors, nameStats{total: analysis.Sketch{Bits: 3}})
-	}
-	n := &c.tensors[i.name]
-	if i.name != noName {
-		n.kind, n.dtype, n.shape = i.Kind, i.DType, i.shape
-		if i.Submitted != 0 {
-			n.total.Add(int64(i.Ended - i.Submitted))
-		}
-		n.bytes = max(n.bytes, i.Bytes)
-	}
-	if i.Error != "" {
-		s.errors++
-		n.errors++
-	}
-	first := true
-	if i.Submitted != 0 {
-		if i.name != noName {
-			step, begins := s.steps.step, s.steps.firstStep
-			first = s.steps.see(i.name, i.Submitted)
-			if s.steps.firstStep != begins {
-				c.beginSteady(s, s.steps.firstBegin)
-			}
-			if s.steps.step != step {
-				s.stepsInside = s.inside.sum()
-				// The steps of the first stream are used for all ranks, because the ranks wait for each other
-				// in each step.
-				if s == c.streams[0] {
-					c.late.Step(s.member, i.Submitted)
-				}
-			}
-		}
-		s.cover(&s.inside, i.Submitted, i.Ended)
-	}
-	again := int64(1)
-	if first {
-		again = 0
-	}
+// nameOf returns the statistics of a tensor name. It adds them if the limit is not reached.
+func (c *collection) nameOf(name string) *nameStats {
+	n := c.names[name]
 	switch {
-	case !i.cachedKnown || i.IsMessage(): // messages use no cache
-	case i.Cached:
-		s.hits, s.steadyHits = s.hits+1, s.steadyHits+again
-	case i.name == noName:
-		s.misses++
+	case n != nil:
+	case len(c.names) == maxNames:
+		n = &c.further
 	default:
-		s.misses, s.steadyMisses = s.misses+1, s.steadyMisses+again
+		n = &nameStats{id: len(c.names) + 1}
+		c.names[name] = n
 	}
+	return n
 }
 
 // take counts an operation in the statistics and adds it to the comparison with the other ranks.
 func (c *collection) take(s *stream, o *operation) {
-	begin := o.Granted
-	if o.Submitted != 0 {
-		begin = min(begin, o.Submitted)
+	all, bytes := &o.Records[0], int64(0)
+	for i := range o.Records {
+		r := &o.Records[i]
+		bytes += r.Bytes
+		c.record(s, r)
+		if !s.any {
+			s.any, s.begin, s.end = true, r.Submitted, r.Ended
+		}
+		s.begin, s.end = min(s.begin, r.Submitted), max(s.end, r.Ended)
 	}
-	if !s.any {
-		s.any, s.begin, s.end = true, begin, o.Ended
+	s.cover(queue, all.Granted, all.Begun)
+	at := all.Begun
+	for _, a := range o.Activities {
+		s.cover(other, at, a.Begun)
+		s.cover(phaseOf(a.Name), a.Begun, a.End)
+		at = a.End
 	}
-	s.begin, s.end = min(s.begin, begin), max(s.end, o.Ended)
-	for _, p := range o.parts {
-		s.cover(&s.phases[p.phase], p.begin, p.end)
-	}
+	s.cover(other, at, all.Ended)
 	c.operations++
-	if fuses(o.Kind) && o.Error == "" {
-		c.responses.Add(max(o.fused, o.tensors))
-		c.responseBytes.Add(o.Bytes)
+	if all.Kind.MovesData() && !all.Kind.SendsRows() && all.Error == "" {
+		c.responses.Add(max(o.fused, int64(len(o.Records))))
+		c.responseBytes.Add(bytes)
 	}
-	if o.Backend != "" && (len(c.backends) < 16 || c.backends[o.Backend] > 0) {
-		c.backends[o.Backend]++
+	c.backends[all.Backend]++
+	c.late.Add(s.member, &o.Operation)
+}
+
+// record counts a tensor in the statistics.
+func (c *collection) record(s *stream, r *trace.Record) {
+	s.tensors++
+	n := c.nameOf(r.Name)
+	n.total.Add(int64(r.Ended - r.Submitted))
+	n.bytes, n.last = max(n.bytes, r.Bytes), *r
+	if r.Error != "" {
+		s.errors++
+		n.errors++
 	}
-	c.late.Add(s.member, &o.Record, o.arrivals)
+	first := true
+	if n != &c.further {
+		step, begins := s.steps.step, s.steps.firstStep
+		first = s.steps.see(n.id, r.Submitted)
+		if s.steps.firstStep != begins {
+			c.beginSteady(s, s.steps.firstBegin)
+		}
+		if s.steps.step != step {
+			s.stepsInside = s.inside.sum()
+			// The steps of the first stream are used for all ranks, because the ranks wait for each other in
+			// each step.
+			if s == c.streams[0] {
+				c.late.Step(s.member, r.Submitted)
+			}
+		}
+	}
+	s.inside.add(max(r.Submitted, s.steadyFrom), r.Ended)
+	if r.Kind.IsMessage() || r.Kind.IsRequest() {
+		return // these use no cache
+	}
+	all, steady := &s.misses, &s.steadyMisses
+	if r.Cached {
+		all, steady = &s.hits, &s.steadyHits
+	}
+	*all++
+	if !first {
+		*steady++
+	}
 }
 
 // beginSteady records that the first complete step of a rank began at the given time. It resets the
@@ -265,14 +250,7 @@ func (c *collection) beginSteady(s *stream, at time.Duration) {
 	}
 }
 
-// cover adds an interval to c, without the part that is before the end of the start-up.
-func (r *rankStats) cover(c *cover, begin, end time.Duration) { c.add(max(begin, r.steadyFrom), end) }
-
-// fuses reports whether operations of this kind can be fused.
-func fuses(kind string) bool {
-	switch kind {
-	case "allreduce", "allgather", "broadcast", "reducescatter", "reduce":
-		return true
-	}
-	return false
+// cover adds an interval to a phase, without the part that is before the end of the start-up.
+func (r *rankStats) cover(p phase, begin, end time.Duration) {
+	r.phases[p].add(max(begin, r.steadyFrom), end)
 }

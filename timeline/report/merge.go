@@ -20,8 +20,8 @@ import (
 type Merged struct {
 	Ranks  int
 	Events int64
-	// LeftOut is the number of events that are in the files but not in the merged trace: end events without a
-	// begin event, and events of tensors beyond the limit for the number of tensors.
+	// LeftOut is the number of events that are in the files but not in the merged trace: those of tracks
+	// without a name, and end events without a begin event.
 	LeftOut int64
 }
 
@@ -57,7 +57,6 @@ type merger struct {
 	// separator is the text to write before the next record.
 	separator string
 	shift     int64 // added to all times, in ns
-	named     int   // the number of threads of all ranks
 	sum       Merged
 	err       error // the error of the last write; a bufio.Writer returns an error again
 }
@@ -132,25 +131,28 @@ func (m *merger) rank(f *rankFiles) error {
 	m.meta(f.rank, 0, "process_sort_index", map[string]any{"sort_index": f.rank})
 	r := &mergedRank{files: f, ids: make(map[string]int)}
 	m.thread(r, "rank")
+	var e event
 	for _, s := range f.segments {
 		pids := make(map[int64]int) // declared here, because pids are valid only within a segment
-		_, err := s.events(func(e *event, text jsontext.Value) bool {
-			m.event(r, s, pids, e, text)
-			return m.err == nil
+		err := s.events(func(text jsontext.Value) error {
+			if err := parse(text, &e); err != nil {
+				return err
+			}
+			m.event(r, s, pids, &e, text)
+			return m.err
 		})
-		if err = errors.Join(err, m.err); err != nil {
+		if err != nil {
 			return err
 		}
 		m.closeAll(r)
 	}
-	return m.err
+	return nil
 }
 
 // thread adds to a rank a thread for the tensor with the given name.
 func (m *merger) thread(r *mergedRank, name string) {
 	id := len(r.threads)
 	r.threads = append(r.threads, thread{})
-	m.named++
 	m.meta(r.files.rank, id, "thread_name", map[string]any{"name": name})
 	m.meta(r.files.rank, id, "thread_sort_index", map[string]any{"sort_index": id})
 }
@@ -171,15 +173,12 @@ func (m *merger) put(r *record) {
 // event writes one event of a rank to the thread of the event's tensor.
 func (m *merger) event(r *mergedRank, s *source, pids map[int64]int, e *event, text jsontext.Value) {
 	if e.Phase == "M" {
-		if e.PID == 0 || e.Name != "process_name" || len(pids) == maxTracks {
+		if e.PID == 0 || e.Name != "process_name" {
 			return
 		}
 		name := clip(e.Args.Name)
 		id, known := r.ids[name]
 		if !known {
-			if m.named >= maxTracks {
-				return
-			}
 			id = len(r.threads)
 			r.ids[name] = id
 			m.thread(r, name)
@@ -189,7 +188,7 @@ func (m *merger) event(r *mergedRank, s *source, pids map[int64]int, e *event, t
 	}
 	id, known := pids[e.PID]
 	out := &record{Name: e.Name, Phase: e.Phase, PID: r.files.rank, TID: id}
-	if !e.timed || !known && e.PID != 0 {
+	if !known && e.PID != 0 {
 		m.sum.LeftOut++
 		return
 	}

@@ -173,7 +173,7 @@ func TestMergeMovesAllTimes(t *testing.T) {
 	f.event(`{"name":"NEGOTIATE_ALLREDUCE","ph":"B","ts":1200.5,"pid":1,"args":{"set":0,"op":1,"submitted": 1100.25 , "other":{"at":7},"text":"\"sent\":5"}}`)
 	f.event(`{"name":"0","ph":"X","ts":1300,"dur":0,"pid":1,"args":{"at":200}}`)
 	f.event(`{"ph":"E","ts":1700,"pid":1,"args":{"cached":true,"sent":1e3,"last":0,"late_us":55}}`)
-	f.event(`{"name":"ALLREDUCE","ph":"B","ts":1700,"pid":1,"args":{"sent":"yes","at":1701}}`)
+	f.event(`{"name":"ALLREDUCE","ph":"B","ts":1700,"pid":1,"args":{"text":"yes","at":1701}}`)
 	f.event(`{"ph":"E","ts":1800,"pid":1,"args":{}}`)
 	f.end(1900, 0)
 	// In the second segment, ts 0 is 60 us later than in the first segment.
@@ -193,7 +193,7 @@ func TestMergeMovesAllTimes(t *testing.T) {
 		{1200.5, `{"op":1,"other":{"at":7},"set":0,"submitted":1100.25,"text":"\"sent\":5"}`},
 		{1300, `{"at":200}`},
 		{1700, `{"cached":true,"last":0,"late_us":55,"sent":1000}`},
-		{1700, `{"at":1701,"sent":"yes"}`},
+		{1700, `{"at":1701,"text":"yes"}`},
 		{1800, `{}`},
 		{2000, `{"op":2,"set":0,"submitted":1990}`},
 	} {

@@ -1,190 +1,141 @@
 package report
 
 import (
-	"math"
-	"slices"
+	"strconv"
 	"strings"
 	"time"
 
 	"github.com/go-json-experiment/json/jsontext"
 
-	"github.com/gohvd/gohvd/internal/analysis"
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/trace"
 )
 
-// phase is a kind of work or of waiting.
-type phase uint8
-
 const (
-	waiting phase = iota
-	negotiation
-	queue
-	copies
-	exchange
-	reduce
-	other
-	numPhases
-)
-
-// phaseNames has the names of the phases as the report prints them.
-var phaseNames = [numPhases]string{"waiting", "negotiation", "queue", "copies", "exchange", "reduce", "other"}
-
-// exchanges has the suffixes of the names of activities that move data between ranks. The prefix of such a
-// name is the name of the backend.
-var exchanges = []string{"_ALLREDUCE", "_ALLGATHER", "_BCAST", "_BROADCAST", "_ALLTOALL", "_REDUCESCATTER",
-	"_REDUCE", "_GATHER", "_SCATTER", "_ADASUM", "_SEND", "_RECV"}
-
-// phaseOf returns the phase to which an activity belongs.
-func phaseOf(activity string) phase {
-	switch {
-	case activity == "QUEUE":
-		return queue
-	case strings.HasPrefix(activity, "MEMCPY"), strings.HasPrefix(activity, "COPY_"):
-		return copies
-	case strings.HasPrefix(activity, "REDUCE"):
-		return reduce
-	case slices.ContainsFunc(exchanges, func(end string) bool { return strings.HasSuffix(activity, end) }):
-		return exchange
-	}
-	return other
-}
-
-const (
-	// outside is the key in the report for the time without an operation in flight.
-	outside   = "outside"
 	negotiate = "NEGOTIATE_"
-	// The following constants limit what is kept in memory while files are read. maxNames, maxTracks and
-	// maxOpen apply to all ranks together.
-	maxNames  = 1 << 14 // tensor names; further names are counted together as one name
-	maxTracks = 1 << 18 // tracks whose names are known
-	maxOpen   = 1 << 14 // operations that have begun and not ended
-	maxParts  = 64      // parts of one operation
-	maxTrack  = 16      // open events of one track
+	queued    = "QUEUE"
+	failed    = "ERROR"
 )
 
-// nameID is a number for a tensor name. noName is the number of a missing name and of all names beyond the
-// limit.
-type nameID uint32
-
-const noName nameID = 0
-
-// nameTable assigns numbers to the tensor names of all ranks. It also counts the tracks and the open
-// operations of all ranks, to apply their limits.
-type nameTable struct {
-	ids          map[string]nameID
-	names        []string
-	tracks, open int
-}
-
-func newNameTable() *nameTable {
-	return &nameTable{ids: make(map[string]nameID), names: []string{""}}
-}
-
-// id returns the number of a name. If the name is new and the limit is not reached, id assigns a number to
-// it.
-func (t *nameTable) id(name string) nameID {
-	s := clip(name)
-	id, known := t.ids[s]
-	if !known && len(t.names) <= maxNames {
-		id = nameID(len(t.names))
-		t.names = append(t.names, s)
-		t.ids[s] = id
+// kindOf has the kind of an operation by its name in the files.
+var kindOf = func() map[string]message.Kind {
+	kinds := make(map[string]message.Kind)
+	for k := message.NoKind + 1; int(k) < message.NumKinds; k++ {
+		kinds[strings.ToUpper(strings.ReplaceAll(k.String(), " ", "_"))] = k
 	}
-	return id
+	return kinds
+}()
+
+// operation is an operation of a rank as its timeline has it: with the number of all tensors that were fused
+// in it, also of those that are not in its records. Times are on rank 0's clock.
+type operation struct {
+	trace.Operation
+	fused int64
+	// arrivals has, for each record, the times at which the requests for its tensor arrived at rank 0, by
+	// position in the process set. Operation.Arrivals has the same when the operation is complete.
+	arrivals [][]time.Duration
 }
 
-// full reports whether the number of names has reached its limit.
-func (t *nameTable) full() bool { return len(t.names) > maxNames }
+// stage says which part of the events of a tensor has been read. The events of a tensor in an operation
+// follow each other, in the order of these constants.
+type stage uint8
 
-// part is a period that an operation spends in one phase while it is executed.
-type part struct {
-	phase      phase
-	begin, end time.Duration
-}
+const (
+	outside     stage = iota // of the events of a tensor
+	negotiating              // in the bar of the negotiation
+	granted                  // after this bar
+	running                  // in the bar of the operation
+	active                   // in an activity within this bar
+)
 
-// arrival is the time at which the request of a rank arrived at rank 0. The rank is identified by its
-// position in the process set.
-type arrival struct {
-	position int
-	at       time.Duration
-}
-
-// instance is one operation on one tensor at one rank. Times are on rank 0's clock.
-type instance struct {
-	analysis.Record
-	name        nameID
-	fused       int64
-	shape       string
-	cachedKnown bool
-	arrivals    []arrival
-	parts       []part
-}
-
-// track is the state of a track in the file while an operation on it has begun and not ended.
-type track struct {
-	instance
-	// depth is the number of open events. opened has the first of them, at most maxTrack.
-	depth  int
-	opened [maxTrack]openEvent
-	cursor time.Duration // the time at which the last part ended
-}
-
-// openEvent is a begin event whose end event has not been read. top is set if the event begins the bar of the
-// operation, and neg if it begins the bar of the negotiation.
-type openEvent struct {
-	phase    phase
-	top, neg bool
-}
-
-// rankReader reads the instances from a rank's files, in the order in which they ended.
+// rankReader reads the operations from a rank's files, in the order in which they ended.
 type rankReader struct {
 	files *rankFiles
-	names *nameTable
-
-	shift  int64 // added to times of the current segment to get times of the first segment
-	tracks map[int64]nameID
-	open   map[int64]*track
-
-	malformed, unfinished, tooMany int64
 	// ranks is the number of ranks in the job. The positions of arrivals must be less than ranks.
 	ranks int
+
+	shift  int64            // added to times of the current segment to get times of the first segment
+	tracks map[int64]string // names of the tracks of the current segment
+
+	whole *operation // the operation whose records are being read, or nil
+	stage stage
+	pid   int64     // the track of the tensor that is being read
+	op    operation // has one record, of this tensor
 }
 
-func newRankReader(f *rankFiles, names *nameTable) *rankReader {
+func newRankReader(f *rankFiles) *rankReader {
 	ranks := maxRanks
 	if size := f.segments[0].size; size > 0 {
 		ranks = size
 	}
-	return &rankReader{files: f, names: names, ranks: ranks, tracks: make(map[int64]nameID),
-		open: make(map[int64]*track)}
+	return &rankReader{files: f, ranks: ranks}
 }
 
-// instances passes the instances of all segments to yield until yield returns false.
-func (r *rankReader) instances(yield func(*instance) bool) error {
+// operations passes the operations of all segments to yield until yield returns false. Consecutive tensors of
+// a process set with the same operation number form one operation, unless they are messages.
+func (r *rankReader) operations(yield func(*operation) bool) error {
+	var e event
 	for _, s := range r.files.segments {
-		r.shift = s.monotonic - r.files.clock.base
+		r.shift, r.tracks, r.stage = s.monotonic-r.files.clock.base, make(map[int64]string), outside
 		more := true
-		malformed, err := s.events(func(e *event, _ jsontext.Value) bool {
-			if t := r.apply(e); t != nil {
-				more = yield(&t.instance)
+		err := s.events(func(text jsontext.Value) error {
+			err := parse(text, &e)
+			ended := false
+			if err == nil {
+				ended, err = r.apply(&e)
 			}
-			return more
+			if err != nil || !ended {
+				return err
+			}
+			if whole := r.join(); whole != nil {
+				if more = yield(whole.complete()); !more {
+					return errStop
+				}
+			}
+			return nil
 		})
-		r.malformed += malformed
-		// A track does not continue in the next segment.
-		for _, t := range r.open {
-			if t.Begun != 0 || t.depth > 0 {
-				r.unfinished++
-			}
-		}
-		r.names.open -= len(r.open)
-		r.names.tracks -= len(r.tracks)
-		clear(r.open)
-		clear(r.tracks)
 		if err != nil || !more {
 			return err
 		}
 	}
+	if r.whole != nil {
+		yield(r.whole.complete())
+	}
 	return nil
+}
+
+// join adds the tensor that has been read to the operation. If it belongs to another operation, join returns
+// the previous one.
+func (r *rankReader) join() (previous *operation) {
+	n := &r.op.Records[0]
+	if w := r.whole; w != nil && w.hasPart(n) {
+		w.Records, w.arrivals = append(w.Records, *n), append(w.arrivals, r.op.arrivals[0])
+		w.fused = max(w.fused, r.op.fused)
+		return nil
+	}
+	previous, next := r.whole, r.op
+	r.whole = &next
+	return previous
+}
+
+// hasPart reports whether a record that follows those of o belongs to the same operation.
+func (o *operation) hasPart(n *trace.Record) bool {
+	first := &o.Records[0]
+	return n.Number != 0 && n.Number == first.Number && n.Set == first.Set && !n.Kind.IsMessage() &&
+		!first.Kind.IsMessage()
+}
+
+// complete sets o.Arrivals.
+func (o *operation) complete() *operation {
+	members := 0
+	for _, a := range o.arrivals {
+		members = max(members, len(a))
+	}
+	o.Arrivals = make([]time.Duration, members*len(o.Records))
+	for i, a := range o.arrivals {
+		copy(o.ArrivalsOf(i), a)
+	}
+	return o
 }
 
 // reference converts a time of the current segment to rank 0's clock. It never returns 0, because 0 means
@@ -196,143 +147,106 @@ func (r *rankReader) reference(at int64) time.Duration {
 	return time.Duration(at)
 }
 
-// trackOf returns the open track of an event. If the event is the first of an operation, trackOf opens a
-// track. It returns nil if the track is not open and too many tracks are open.
-func (r *rankReader) trackOf(e *event) *track {
-	t := r.open[e.PID]
+// exact returns the time that an argument of an event has in us or, if there is none, the given one.
+func (r *rankReader) exact(us *float64, otherwise time.Duration) time.Duration {
+	if us == nil {
+		return otherwise
+	}
+	return r.reference(nanos(*us))
+}
+
+// apply processes an event. It returns true if the event is the last one of a tensor in an operation, which
+// is then in r.op.
+func (r *rankReader) apply(e *event) (ended bool, err error) {
 	switch {
-	case t != nil:
-	case r.names.open >= maxOpen:
-		r.tooMany++
+	case e.Phase == "M":
+		if e.PID != 0 && e.Name == "process_name" {
+			r.tracks[e.PID] = clip(e.Args.Name)
+		}
+		return false, nil
+	case e.PID == 0:
+		return false, nil // a mark
+	case r.stage == outside:
+		name, is := strings.CutPrefix(e.Name, negotiate)
+		if e.Phase != "B" || !is {
+			return false, violationf("got %s %q, want the beginning of a negotiation", e.Phase, e.Name)
+		}
+		r.beginTensor(e, name)
+		return false, nil
+	case e.PID != r.pid:
+		return false, violationf("got an event of track %d within an operation of track %d", e.PID, r.pid)
+	}
+	n, now := &r.op.Records[0], r.reference(e.at)
+	switch p := e.Phase; {
+	case r.stage == negotiating && p == "X":
+		return false, r.arrive(e, now)
+	case r.stage == negotiating && p == "E":
+		r.stage, n.Granted, n.Cached = granted, now, e.Args.Cached
+		n.Sent = r.exact(e.Args.Sent, n.Submitted)
+	case r.stage == granted && p == "B":
+		r.stage, n.Refused = running, e.Name == failed && n.Kind != message.Error
+	case r.stage == running && p == "B":
+		r.stage = active
+		r.op.Activities = append(r.op.Activities, trace.Activity{Name: clip(e.Name), Begun: now})
+	case r.stage == active && p == "E":
+		r.stage = running
+		if last := len(r.op.Activities) - 1; last == 0 && n.Begun == 0 && r.op.Activities[0].Name == queued {
+			n.Begun, r.op.Activities = now, r.op.Activities[:0]
+		} else {
+			r.op.Activities[last].End = now
+		}
+	case r.stage == running && p == "E":
+		r.stage = outside
+		return true, r.endTensor(e, now)
 	default:
-		t = &track{instance: instance{name: r.tracks[e.PID]}}
-		t.Name = r.names.names[t.name]
-		r.names.open++
-		r.open[e.PID] = t
+		return false, violationf("got %s %q at a wrong place within an operation", p, e.Name)
 	}
-	return t
+	return false, nil
 }
 
-// closed removes a track from the open tracks.
-func (r *rankReader) closed(pid int64) {
-	delete(r.open, pid)
-	r.names.open--
+// beginTensor begins to read a tensor.
+func (r *rankReader) beginTensor(e *event, kind string) {
+	r.stage, r.pid = negotiating, e.PID
+	n := trace.Record{Set: e.Args.Set, Number: e.Args.Op, Kind: message.Error, Name: r.tracks[e.PID]}
+	if k, known := kindOf[kind]; known {
+		n.Kind = k
+	}
+	n.Submitted = r.exact(e.Args.Submitted, r.reference(e.at))
+	r.op = operation{Operation: trace.Operation{Records: []trace.Record{n}},
+		arrivals: make([][]time.Duration, 1)}
 }
 
-// apply processes an event. If the event ends an instance, apply closes the track and returns it. Otherwise
-// it returns nil.
-func (r *rankReader) apply(e *event) *track {
-	t, now := r.open[e.PID], r.reference(e.at)
-	switch e.Phase {
-	case "M":
-		if _, known := r.tracks[e.PID]; e.PID != 0 && e.Name == "process_name" &&
-			(known || r.names.tracks < maxTracks) {
-			if !known {
-				r.names.tracks++
-			}
-			r.tracks[e.PID] = r.names.id(e.Args.Name)
-		}
-	case "B":
-		if e.PID != 0 && e.timed {
-			return r.push(e, t, now)
-		}
-	case "E":
-		if t != nil && t.depth > 0 && e.timed {
-			return r.pop(e, t, now)
-		}
-	case "X", "i":
-		position, is := e.position()
-		if t != nil && is && position < r.ranks && e.timed && t.depth == 1 && t.opened[0].neg &&
-			len(t.arrivals) < r.ranks {
-			if !math.IsNaN(e.Args.At) {
-				now = r.reference(nanos(e.Args.At))
-			}
-			t.arrivals = append(t.arrivals, arrival{position, now})
-		}
+// arrive reads when the request of a rank arrived at rank 0.
+func (r *rankReader) arrive(e *event, now time.Duration) error {
+	position, err := strconv.Atoi(e.Name)
+	if err != nil || position < 0 || position >= r.ranks {
+		return violationf("got the position %.64q of a rank, want 0 to %d", e.Name, r.ranks-1)
 	}
+	for at := &r.op.arrivals[0]; len(*at) <= position; {
+		*at = append(*at, 0)
+	}
+	r.op.arrivals[0][position] = r.exact(e.Args.At, now)
 	return nil
 }
 
-// push processes a begin event. If the event shows that the previous instance on its track ended without
-// having been executed, push returns the track of this instance.
-func (r *rankReader) push(e *event, t *track, now time.Duration) (ended *track) {
-	name, neg := strings.CutPrefix(e.Name, negotiate)
-	if t != nil && t.depth == 0 && neg {
-		// The previous operation was negotiated but not executed.
-		r.closed(e.PID)
-		if t.Granted != 0 {
-			t.Ended = t.Granted
-			ended = t
+// endTensor reads the last event of a tensor in an operation.
+func (r *rankReader) endTensor(e *event, now time.Duration) error {
+	n, a := &r.op.Records[0], &e.Args
+	n.Ended, n.Bytes, n.Error, r.op.fused = now, max(a.Bytes, 0), clip(a.Error), a.Fused
+	n.Backend, n.Algorithm = a.Backend, a.Algorithm
+	if a.Peer != nil {
+		n.Peer = *a.Peer
+	} else if n.Kind.IsMessage() || n.Kind.IsRequest() {
+		n.Peer = -1
+	}
+	if a.DType != "" {
+		if err := n.DType.UnmarshalText([]byte(a.DType)); err != nil {
+			return violation{err}
 		}
-	}
-	if t = r.trackOf(e); t == nil {
-		return ended
-	}
-	if t.depth++; t.depth > maxTrack {
-		return ended
-	}
-	o := &t.opened[t.depth-1]
-	*o = openEvent{}
-	switch {
-	case t.depth == 1 && neg:
-		o.neg = true
-		t.Kind, t.Set, t.Number, t.Submitted = kindName(name), uint32(e.Args.Set), uint64(e.Args.Op), now
-		if !math.IsNaN(e.Args.Submitted) {
-			t.Submitted = r.reference(nanos(e.Args.Submitted))
+		var err error
+		if n.Shape, err = parseShape(a.Shape); err != nil {
+			return err
 		}
-	case t.depth == 1:
-		o.top = true
-		t.Kind, t.Begun, t.cursor = kindName(e.Name), now, now
-		if t.Granted == 0 {
-			t.Granted = now
-		}
-	case t.opened[0].top:
-		if t.depth == 2 {
-			t.addPart(other, now)
-		}
-		o.phase = phaseOf(e.Name)
-	}
-	return ended
-}
-
-// addPart adds a part in phase p that lasts from the end of the previous part until now.
-func (t *track) addPart(p phase, now time.Duration) {
-	if now > t.cursor && len(t.parts) < maxParts {
-		t.parts = append(t.parts, part{p, t.cursor, now})
-	}
-	t.cursor = max(t.cursor, now)
-}
-
-// pop processes an end event. If the event ends the operation, pop returns the track.
-func (r *rankReader) pop(e *event, t *track, now time.Duration) *track {
-	t.depth--
-	if t.depth >= maxTrack {
-		return nil
-	}
-	switch o, a := t.opened[t.depth], &e.Args; {
-	case o.neg:
-		t.Granted, t.cachedKnown = now, a.Cached != nil
-		t.Cached = t.cachedKnown && *a.Cached
-	case o.top:
-		t.addPart(other, now)
-		t.Ended, t.Bytes, t.fused = now, max(a.Bytes, 0), a.Fused
-		t.Backend, t.shape, t.DType = clip(a.Backend), clip(a.Shape), clip(a.DType)
-		if t.Kind == "ERROR" || a.Error != nil {
-			t.Error = "failed"
-		}
-		r.closed(e.PID)
-		return t
-	case t.depth == 1:
-		t.addPart(o.phase, now)
 	}
 	return nil
-}
-
-// kindName converts the name of an operation in the file to the name of its kind. It returns the name in
-// lower case, but leaves ERROR as it is.
-func kindName(name string) string {
-	if name == "ERROR" {
-		return name
-	}
-	return strings.ToLower(clip(name))
 }

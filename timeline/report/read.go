@@ -5,10 +5,13 @@ import (
 	"fmt"
 	"io"
 	"math"
-	"strconv"
 
 	"github.com/go-json-experiment/json"
 	"github.com/go-json-experiment/json/jsontext"
+
+	"github.com/gohvd/gohvd/internal/message"
+	"github.com/gohvd/gohvd/internal/tensor"
+	"github.com/gohvd/gohvd/internal/topo"
 )
 
 const (
@@ -136,49 +139,55 @@ func (s *scanner) fault(err, want error) error {
 	return f
 }
 
+// violation is an error of an event that is valid JSON but violates the format.
+type violation struct{ error }
+
+func violationf(format string, args ...any) error { return violation{fmt.Errorf(format, args...)} }
+
 // event is an event of a file in decoded form.
 type event struct {
 	Phase string `json:"ph"`
 	Name  string `json:"name"`
-	// Time is the time of the event in microseconds since the start of the file. It is NaN if the event has
-	// no time.
+	// Time is the time of the event in microseconds since the start of the file.
 	Time float64 `json:"ts"`
 	PID  int64   `json:"pid"`
 	Args args    `json:"args"`
 
-	at    int64 // Time, in ns
-	timed bool
+	at int64 // Time, in ns
 }
 
 // args has the arguments that the report reads. An event has only some of them, depending on its kind. Times
-// are in microseconds. A missing time is NaN.
+// are in microseconds.
 type args struct {
-	Name     string  `json:"name"`
-	DType    string  `json:"dtype"`
-	Shape    string  `json:"shape"`
-	Backend  string  `json:"backend"`
-	Error    *string `json:"error"`
-	Set      int64   `json:"set"`
-	Op       int64   `json:"op"`
-	Bytes    int64   `json:"bytes"`
-	Fused    int64   `json:"fused"`
-	Cached   *bool   `json:"cached"`
-	Dropped  int64   `json:"dropped"`
-	Start    int64   `json:"start_time_since_epoch_in_micros"`
-	Rank     *int64  `json:"rank"`
-	Size     int64   `json:"size"`
-	Epoch    int64   `json:"epoch"`
-	Segment  int64   `json:"segment"`
-	Host     string  `json:"host"`
-	Domain   string  `json:"clock_domain"`
-	Job      string  `json:"job"`
-	Uptime   float64 `json:"monotonic_us"`
-	Offset   float64 `json:"offset_us"`
-	ClockErr float64 `json:"error_us"`
+	Name      string            `json:"name"`
+	DType     string            `json:"dtype"`
+	Shape     string            `json:"shape"`
+	Backend   message.Backend   `json:"backend"`
+	Algorithm message.Algorithm `json:"algorithm"`
+	Error     string            `json:"error"`
+	Set       topo.ProcessSetID `json:"set"`
+	Op        uint64            `json:"op"`
+	Bytes     int64             `json:"bytes"`
+	Fused     int64             `json:"fused"`
+	Peer      *topo.Rank        `json:"peer"`
+	Cached    bool              `json:"cached"`
+	Dropped   int64             `json:"dropped"`
+	Start     int64             `json:"start_time_since_epoch_in_micros"`
+	Rank      int64             `json:"rank"`
+	Size      int64             `json:"size"`
+	Epoch     int64             `json:"epoch"`
+	Segment   int64             `json:"segment"`
+	Host      string            `json:"host"`
+	Domain    string            `json:"clock_domain"`
+	Job       string            `json:"job"`
+	Uptime    float64           `json:"monotonic_us"`
+	Offset    float64           `json:"offset_us"`
+	ClockErr  float64           `json:"error_us"`
 	// Submitted and At are the exact times of events. The ts of such an event may be later, because the times
-	// on a track must not decrease.
-	Submitted float64 `json:"submitted"`
-	At        float64 `json:"at"`
+	// on a track must not decrease. Sent is missing if it differs from Submitted by less than a microsecond.
+	Submitted *float64 `json:"submitted"`
+	At        *float64 `json:"at"`
+	Sent      *float64 `json:"sent"`
 }
 
 const (
@@ -187,25 +196,37 @@ const (
 	maxMicros = 1e15
 )
 
-var errRange = fmt.Errorf("got a time of more than %g us", float64(maxMicros))
-
 // parse decodes the text of an event into e.
 func parse(text jsontext.Value, e *event) error {
-	nan := math.NaN()
-	*e = event{Time: nan, Args: args{Submitted: nan, At: nan}}
+	*e = event{}
 	if err := json.Unmarshal(text, e, lenient); err != nil {
-		return err
+		return violation{err}
 	}
-	for _, us := range []float64{e.Time, e.Args.Submitted, e.Args.At, e.Args.Uptime, e.Args.Offset,
-		e.Args.ClockErr} {
+	a := &e.Args
+	times := [...]float64{e.Time, a.Uptime, a.Offset, a.ClockErr, valueOf(a.Submitted), valueOf(a.At),
+		valueOf(a.Sent)}
+	for _, us := range times {
 		if math.Abs(us) > maxMicros {
-			return errRange
+			return violationf("got a time of more than %g us", maxMicros)
 		}
 	}
-	if e.timed = !math.IsNaN(e.Time); e.timed {
-		e.at = nanos(e.Time)
-	}
+	e.at = nanos(e.Time)
 	return nil
+}
+
+// parseShape parses the text of a shape, such as [2, 3].
+func parseShape(text string) (s tensor.Shape, err error) {
+	if err := json.Unmarshal([]byte(text), &s); err != nil {
+		return nil, violationf("got the shape %.64q: %w", text, err)
+	}
+	return s, nil
+}
+
+func valueOf(us *float64) float64 {
+	if us == nil {
+		return 0
+	}
+	return *us
 }
 
 // argsOf returns the arguments of an event in encoded form. It returns nil if the event has no arguments.
@@ -220,10 +241,3 @@ func argsOf(text jsontext.Value) map[string]jsontext.Value {
 }
 
 func nanos(us float64) int64 { return int64(math.Round(us * nanosPerMicro)) }
-
-// position returns the position of the rank whose request arrived at the time of the event. The name of the
-// event is this position. If the name is not a position, the second result is false.
-func (e *event) position() (int, bool) {
-	n, err := strconv.Atoi(e.Name)
-	return n, err == nil && n >= 0 && n < maxRanks
-}

@@ -1,11 +1,10 @@
 // Package report reads the timelines of the ranks of a job. It reports which ranks were late, how the ranks
 // spent their time, and which settings could be changed. It also merges the timelines into one trace.
 //
-// The files of all ranks are read side by side, as streams. Memory is bounded by the number of ranks and the
-// number of names, not by the length of the files. It is at most about 60 MB (4 MB in an ordinary job) plus
-// about 200 KB for each rank while its file is open. The package accepts any input. For a file that is not a
-// timeline, the error says what is wrong and at which byte. If a file is damaged, the package uses the part
-// before the damage.
+// The files of all ranks are read side by side, as streams. The package keeps the operations that some ranks
+// have not ended yet, and some numbers of the others (docs/timeline.md, Reading it). It accepts any input.
+// For a file that is not a timeline, the error says what is wrong and at which byte. If a file is damaged, the
+// package uses the operations before the damage.
 package report
 
 import (
@@ -15,6 +14,7 @@ import (
 	"io"
 	"math"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/gohvd/gohvd/internal/analysis"
@@ -207,23 +207,23 @@ func (j *Job) Report(o Options) (*Report, error) {
 	r := &Report{
 		Problems: append([]string{}, j.problems...), Size: j.size,
 		Operations: c.operations, ClockErrorUS: micros(c.clockErr),
-		Files: []int{}, Missing: []int{}, Unaligned: []int{}, Names: int64(len(c.names.names) - 1),
+		Files: []int{}, Missing: []int{}, Unaligned: []int{}, Names: int64(len(c.names)),
 	}
 	late := c.late.Findings()
 	r.fillRanks(j, c, late.Ranks)
 	r.fillLateness(late)
 	r.fillTensors(c)
 	r.Fusion = Fusion{
-		Responses: int64(c.responses.N), MeanTensors: c.responses.Mean(),
-		P50Tensors: c.responses.Quantile(.5), MaxTensors: c.responses.Max,
+		Responses: int64(c.responses.Len()), MeanTensors: c.responses.Mean(),
+		P50Tensors: c.responses.Quantile(.5), MaxTensors: c.responses.Quantile(1),
 		MeanBytes: c.responseBytes.Mean(), P50Bytes: c.responseBytes.Quantile(.5),
-		MaxBytes:       c.responseBytes.Max,
+		MaxBytes:       c.responseBytes.Quantile(1),
 		ThresholdBytes: o.FusionThresholdBytes,
 	}
 	if o.FusionThresholdBytes > 0 {
 		r.Fusion.Fill = r.Fusion.MeanBytes / float64(o.FusionThresholdBytes)
 	}
-	r.fillProblems(c)
+	r.fillProblems(j, c)
 	r.Lateness.Verdict, r.Lateness.Startup = r.verdict(late), r.startup(late)
 	r.Suggestions = r.suggest(c, late, o)
 	return r, nil
@@ -256,7 +256,7 @@ func (r *Report) fillRanks(j *Job, c *collection, late []*analysis.RankLateness)
 		}
 		o := k.outside()
 		o.Rank = f.rank
-		p.US[outside] = o.US * float64(max(p.Steps, 1))
+		p.US[idle] = o.US * float64(max(p.Steps, 1))
 		if r.Outside.StepUS == 0 || o.StepUS > 0 && o.Share < r.Outside.Share {
 			r.Outside = o
 		}
@@ -305,7 +305,7 @@ func (r *Report) fillLateness(f *analysis.Lateness) {
 			StartupHeldUS: micros(s.StartupHeld),
 			P50US:         micros(s.Lateness.Quantile(.5)), P90US: micros(s.Lateness.Quantile(.9)),
 			P99US: micros(s.Lateness.Quantile(.99)),
-			MaxUS: micros(s.Lateness.Max),
+			MaxUS: micros(s.Lateness.Quantile(1)),
 		}
 		if l.HeldUS > 0 {
 			late.HeldShare = late.HeldUS / l.HeldUS
@@ -318,16 +318,17 @@ func (r *Report) fillLateness(f *analysis.Lateness) {
 }
 
 func (r *Report) fillTensors(c *collection) {
-	all := make([]Tensor, 0, len(c.tensors))
-	for id, n := range c.tensors {
-		if id == int(noName) || n.total.N == 0 {
-			continue
+	all := make([]Tensor, 0, len(c.names))
+	for name, n := range c.names {
+		kind, t := strings.ToLower(n.last.Kind.String()), &n.last
+		dtype, shape := "", ""
+		if t.DType.Valid() {
+			dtype, shape = t.DType.String(), strings.ReplaceAll(fmt.Sprint(t.Shape), " ", ", ")
 		}
 		all = append(all, Tensor{
-			Name: c.names.names[id], Kind: n.kind, Count: n.total.N, TotalUS: micros(n.total.Sum),
-			MeanUS: micros(n.total.Mean()),
-			P99US:  micros(n.total.Quantile(.99)), MaxUS: micros(n.total.Max), Bytes: n.bytes, DType: n.dtype,
-			Shape: n.shape, Errors: n.errors,
+			Name: name, Kind: kind, Count: uint64(n.total.Len()), TotalUS: micros(n.total.Sum()),
+			MeanUS: micros(n.total.Mean()), P99US: micros(n.total.Quantile(.99)),
+			MaxUS: micros(n.total.Quantile(1)), Bytes: n.bytes, DType: dtype, Shape: shape, Errors: n.errors,
 		})
 	}
 	pick := func(by func(a, b Tensor) int) []Tensor {
@@ -339,11 +340,10 @@ func (r *Report) fillTensors(c *collection) {
 	r.Largest = slices.DeleteFunc(r.Largest, func(t Tensor) bool { return t.Bytes == 0 })
 }
 
-func (r *Report) fillProblems(c *collection) {
+func (r *Report) fillProblems(j *Job, c *collection) {
 	add := func(format string, args ...any) { r.Problems = append(r.Problems, fmt.Sprintf(format, args...)) }
-	switch {
-	case len(r.Missing) == 0:
-	default:
+	r.Problems = append(r.Problems, j.damages()...)
+	if len(r.Missing) > 0 {
 		add("there is no file of %s: for operations of process set 0, the times at which their requests arrived at rank 0 are used instead, if rank 0's file has these times", topo.FormatRanks(r.Missing))
 	}
 	if r.Dropped > 0 {
@@ -353,16 +353,7 @@ func (r *Report) fillProblems(c *collection) {
 		add("the clock of %s is aligned only by the time of day, so lateness is not measured",
 			topo.FormatRanks(r.Unaligned))
 	}
-	if c.malformed > 0 {
-		add("%d events could not be read and are left out", c.malformed)
-	}
-	if c.unfinished > 0 {
-		add("%d operations have no end event and are left out", c.unfinished)
-	}
-	if c.tooMany > 0 {
-		add("more than %d operations are in flight at once: %d events are left out", maxOpen, c.tooMany)
-	}
-	if c.names.full() {
+	if len(c.names) == maxNames {
 		add("there are more than %d tensor names: the operations of all further names are counted together",
 			maxNames)
 	}

@@ -95,7 +95,7 @@ func TestParse(t *testing.T) {
 		`{"ph":"B","ts":999999999999}`:                                       999_999_999_999_000,
 	} {
 		var e event
-		if err := parse([]byte(strings.TrimSpace(text)), &e); err != nil || e.at != want || !e.timed ||
+		if err := parse([]byte(strings.TrimSpace(text)), &e); err != nil || e.at != want ||
 			e.Phase != "B" {
 			t.Errorf("%s: got %d, %v, want %d", text, e.at, err, want)
 		}
@@ -113,8 +113,8 @@ func TestParse(t *testing.T) {
 	}
 	var e event
 	text := `{"name":"a\n\"b\"","ph":"E","pid":3,"args":{"cached":true,"error":null,"fused":null,"name":"n"}}`
-	if err := parse([]byte(text), &e); err != nil || e.Name != "a\n\"b\"" || !*e.Args.Cached ||
-		e.Args.Error != nil || e.Args.Name != "n" || e.PID != 3 {
+	if err := parse([]byte(text), &e); err != nil || e.Name != "a\n\"b\"" || !e.Args.Cached ||
+		e.Args.Error != "" || e.Args.Name != "n" || e.PID != 3 {
 		t.Errorf("got %+v, %v", e, err)
 	}
 }
@@ -212,19 +212,35 @@ func TestTruncatedAnywhere(t *testing.T) {
 	}
 }
 
-// A file is damaged in the middle. The report says so and uses the part before the damage.
+// A file is damaged in the middle, in JSON or in the order of the events. The report says where and uses the
+// part before the damage.
 func TestDamaged(t *testing.T) {
-	f := newFile(rankID{rank: 0, size: 1, domain: "a", epoch: 1})
-	f.op(testOp{number: 1, granted: 20, begun: 20, ended: 30,
-		tensors: []testTensor{{name: "x", submitted: 10}}})
-	f.event(`{"ph":"B","ts":"x"}`)
-	f.event(`{"ph":"E","ts":7,"pid":7}`)
-	f.b.WriteString("\x00\x00")
-	r := reportOf(t, put(t, t.TempDir(), "t.json", f.end(100, 0)))
-	text := strings.Join(r.Problems, "\n")
-	if r.Operations != 1 || !strings.Contains(text, `invalid character '\x00'`) ||
-		!strings.Contains(text, "damaged") || !strings.Contains(text, "1 events could not be read") {
-		t.Errorf("got %d operations and %q", r.Operations, text)
+	const begin = `{"name":"NEGOTIATE_ALLREDUCE","ph":"B","ts":40,"pid":1,"args":{"set":0,"op":2}}`
+	for text, want := range map[string]string{
+		"\x00":                                         `invalid character '\x00'`,
+		`,{"ph":"B","ts":"x","pid":1}`:                 "cannot unmarshal",
+		`,{"ph":"B","ts":1e16,"pid":1}`:                "got a time of more than 1e+15 us",
+		`,{"ph":"E","ts":7,"pid":1}`:                   `got E "", want the beginning of a negotiation`,
+		"," + begin + "," + begin:                      `got B "NEGOTIATE_ALLREDUCE" at a wrong place within an operation`,
+		"," + begin + `,{"ph":"E","pid":2}`:            "got an event of track 2 within an operation of track 1",
+		"," + begin + `,{"ph":"X","name":"1"}`:         "",
+		"," + begin + `,{"ph":"X","name":"1","pid":1}`: `got the position "1" of a rank, want 0 to 0`,
+	} {
+		f := newFile(rankID{rank: 0, size: 1, domain: "a", epoch: 1})
+		op := testOp{number: 1, granted: 20, begun: 20, ended: 30,
+			tensors: []testTensor{{name: "x", submitted: 10}}}
+		f.op(op)
+		f.b.WriteString(text)
+		if want != "" {
+			f.op(op)
+		}
+		r := reportOf(t, put(t, t.TempDir(), "t.json", f.end(100, 0)))
+		problems := strings.Join(r.Problems, "\n")
+		if r.Operations != 1 || want != "" && (!strings.Contains(problems, want) ||
+			!strings.HasPrefix(problems, "a damaged file is used only up to the error: ")) ||
+			want == "" && problems != "" {
+			t.Errorf("%s: got %d operations and %q, want 1 and %q", text, r.Operations, problems, want)
+		}
 	}
 }
 

@@ -22,8 +22,6 @@ import (
 const (
 	// maxRanks limits the number of ranks, so that a malformed file cannot make the report use much memory.
 	maxRanks = 1 << 16
-	// maxClockPoints limits how many clock measurements are kept for each file.
-	maxClockPoints = 1024
 )
 
 // source is one timeline file of a rank.
@@ -38,8 +36,7 @@ type source struct {
 	monotonic, start int64
 	points           []clockPoint
 	dropped          int64
-	records          int64
-	// problem is set if only the beginning of the file can be used. It is a *FormatError that says why.
+	// problem is a *FormatError if only the beginning of the file can be used, as far as it has been read.
 	// Otherwise it is nil.
 	problem error
 }
@@ -109,18 +106,18 @@ func find(path string) ([]string, error) {
 	return all, nil
 }
 
-// texts passes the text of each event to the function do, until do returns false or reading fails. It returns
-// the error of reading. The error is a *FormatError if the file violates the format.
-func (s *source) texts(do func(text jsontext.Value) bool) (err error) {
+// errStop ends the reading of a file without an error.
+var errStop = errors.New("stop")
+
+// events passes each event to the function do, until do returns an error. It returns the error of reading or
+// of do, but nil for errStop. If the file violates the format, or do says that an event does, it sets
+// s.problem and returns nil: the part before the violation can be used.
+func (s *source) events(do func(text jsontext.Value) error) (err error) {
 	f, err := os.Open(s.path)
 	if err != nil {
 		return err
 	}
-	defer func() {
-		if failed := f.Close(); err == nil {
-			err = failed
-		}
-	}()
+	defer func() { err = cmp.Or(err, f.Close()) }()
 	packed := bufio.NewReaderSize(f, scanBuffer)
 	var r io.Reader = packed
 	if head, err := packed.Peek(2); err == nil && bytes.Equal(head, []byte{0x1f, 0x8b}) {
@@ -131,45 +128,39 @@ func (s *source) texts(do func(text jsontext.Value) bool) (err error) {
 	scan := newScanner(r, s.path)
 	for {
 		text, err := scan.next()
-		if errors.Is(err, io.EOF) {
+		if err == nil {
+			if err = do(text); err == nil {
+				continue
+			}
+			if violation := (violation{}); errors.As(err, &violation) {
+				err = &FormatError{File: s.path, Byte: scan.InputOffset() - int64(len(text)), Err: err}
+			}
+		}
+		switch damage := (*FormatError)(nil); {
+		case errors.Is(err, io.EOF), errors.Is(err, errStop):
+			return nil
+		case errors.As(err, &damage):
+			s.problem = err
 			return nil
 		}
-		if err != nil || !do(text) {
-			return err
-		}
+		return err
 	}
-}
-
-// events passes each event that can be decoded to the function do, until do returns false. It returns the
-// number of events that cannot be decoded. It does not return an error for a violation of the format, because
-// survey has recorded the violation.
-func (s *source) events(do func(e *event, text jsontext.Value) bool) (malformed int64, err error) {
-	var e event
-	err = s.texts(func(text jsontext.Value) bool {
-		if parse(text, &e) != nil {
-			malformed++
-			return true
-		}
-		return do(&e, text)
-	})
-	if damage := (*FormatError)(nil); errors.As(err, &damage) {
-		err = nil
-	}
-	return malformed, err
 }
 
 // survey reads the file once. It finds out which rank wrote the file, which clock the rank read, and whether
 // the file can be read to its end. It returns an error if nothing in the file can be used.
 func (s *source) survey() error {
 	var e event
-	merged, ours := false, false
-	s.problem = s.texts(func(text jsontext.Value) bool {
-		s.records++
+	records, merged, ours := 0, false, false
+	err := s.events(func(text jsontext.Value) error {
+		records++
 		// Only these events describe the file itself, so survey decodes no other events. Errors in other
 		// events are found when the file is read for the report.
-		if !bytes.Contains(text, []byte(`"hvd_`)) && !bytes.Contains(text, []byte(`start_time_since`)) ||
-			parse(text, &e) != nil {
-			return true
+		if !bytes.Contains(text, []byte(`"hvd_`)) && !bytes.Contains(text, []byte(`start_time_since`)) {
+			return nil
+		}
+		if err := parse(text, &e); err != nil {
+			return err
 		}
 		switch a := &e.Args; e.Name {
 		case "process_name":
@@ -178,49 +169,39 @@ func (s *source) survey() error {
 			}
 		case "hvd_merged":
 			merged = true
+			return errStop
 		case "hvd_rank":
-			if a.Rank != nil && *a.Rank >= 0 && *a.Rank < maxRanks && a.Size >= 0 && a.Size <= maxRanks {
-				ours, s.rank, s.size = true, int(*a.Rank), int(a.Size)
-				s.host, s.domain = clip(a.Host), clip(a.Domain)
-				s.epoch, s.segment, s.monotonic = a.Epoch, a.Segment, nanos(a.Uptime)
-				s.dropped = max(s.dropped, a.Dropped)
+			if a.Rank < 0 || a.Rank >= maxRanks || a.Size < 0 || a.Size > maxRanks {
+				return violation{fmt.Errorf("got rank %d of %d, want 0 to %d", a.Rank, a.Size, maxRanks-1)}
 			}
+			ours, s.rank, s.size = true, int(a.Rank), int(a.Size)
+			s.host, s.domain = clip(a.Host), clip(a.Domain)
+			s.epoch, s.segment, s.monotonic = a.Epoch, a.Segment, nanos(a.Uptime)
+			s.dropped = max(s.dropped, a.Dropped)
 		case "hvd_clock":
-			if e.timed {
-				s.addPoint(clockPoint{e.at, nanos(a.Offset), nanos(max(a.ClockErr, 0))})
+			if p := (clockPoint{e.at, nanos(a.Offset), nanos(max(a.ClockErr, 0))}); len(s.points) == 0 ||
+				p.at > s.points[len(s.points)-1].at {
+				s.points = append(s.points, p)
 			}
-			if a.Job != "" {
-				s.job = clip(a.Job)
-			}
+			s.job = cmp.Or(clip(a.Job), s.job)
 		case "hvd_end":
 			s.dropped = max(s.dropped, a.Dropped)
 		}
-		return true
+		return nil
 	})
-	if s.records == 0 && s.problem != nil {
+	switch {
+	case err != nil:
+		return err
+	case records == 0 && s.problem != nil:
 		return s.problem
-	}
-	if merged {
+	case merged:
 		return fmt.Errorf("%s: got a merged trace, want the timeline files of the ranks", s.path)
-	}
-	if !ours {
+	case !ours && s.problem != nil:
+		return s.problem
+	case !ours:
 		return fmt.Errorf("%s: got a trace without the event hvd_rank, want a timeline of gohvd", s.path)
 	}
 	return nil
-}
-
-// addPoint adds a clock measurement. If there are too many, it drops every second one.
-func (s *source) addPoint(p clockPoint) {
-	if n := len(s.points); n > 0 && p.at <= s.points[n-1].at {
-		return
-	}
-	if s.points = append(s.points, p); len(s.points) == maxClockPoints {
-		kept := s.points[:0]
-		for i := 0; i < maxClockPoints; i += 2 {
-			kept = append(kept, s.points[i])
-		}
-		s.points = append(kept, p)
-	}
 }
 
 // rankFiles has the files of one rank, in the order of their segments.
@@ -322,16 +303,26 @@ func (j *Job) arrange(sources []*source) {
 		default:
 			j.ranks[last].segments = append(j.ranks[last].segments, s)
 		}
-		if s.problem != nil {
+	}
+	j.setClocks()
+}
+
+// damages returns texts that say which files were used only in part.
+func (j *Job) damages() (texts []string) {
+	for _, r := range j.ranks {
+		for _, s := range r.segments {
+			if s.problem == nil {
+				continue
+			}
 			what := "damaged"
 			var f *FormatError
 			if errors.As(s.problem, &f) && f.Truncated {
 				what = "truncated"
 			}
-			j.problemf("a %s file is used only up to the error: %v", what, s.problem)
+			texts = append(texts, fmt.Sprintf("a %s file is used only up to the error: %v", what, s.problem))
 		}
 	}
-	j.setClocks()
+	return texts
 }
 
 // started returns, as text, the time of day at which the rank started according to its own clock.

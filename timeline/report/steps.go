@@ -17,15 +17,15 @@ import (
 //     broadcasts at the beginning.
 //   - In the first step after the start-up, a name occurs for the fourth time.
 type stepFinder struct {
-	// last is indexed by nameID. Its value is 4 * step + repeats: step is the number of the step in which the
-	// name occurred last, counted from 1, and repeats is how often the name occurred again in this step, at
-	// most 3.
+	// last is indexed by nameStats.id. Its value is 4 * step + repeats: step is the number of the step in
+	// which the name occurred last, counted from 1, and repeats is how often the name occurred again in this
+	// step, at most 3.
 	last                   []int64
 	step                   int64
 	names, again, previous int
 	fresh                  int // the number of names that did not occur in an earlier step
 	begin                  time.Duration
-	lengths                analysis.Sketch
+	lengths                analysis.Sample
 	// firstBegin is the time at which the first complete step begins. firstStep is the number of this step,
 	// or 0 if it has not begun.
 	firstBegin time.Duration
@@ -36,14 +36,14 @@ type stepFinder struct {
 // may occur more than once before the training begins.
 const startupSteps = 10
 
-// see processes a name that was submitted at the given time. Names must be passed in the order in which the
-// file has them. see reports whether the name has not occurred before.
-func (f *stepFinder) see(name nameID, at time.Duration) (first bool) {
+// see processes the id of a name that was submitted at the given time. Names must be passed in the order in
+// which the file has them. see reports whether the name has not occurred before.
+func (f *stepFinder) see(name int, at time.Duration) (first bool) {
 	if f.step == 0 {
-		f.step, f.begin, f.lengths.Bits = 1, at, 5
+		f.step, f.begin = 1, at
 	}
-	if int(name) >= len(f.last) {
-		f.last = append(f.last, make([]int64, int(name)+1-len(f.last))...)
+	if name >= len(f.last) {
+		f.last = append(f.last, make([]int64, name+1-len(f.last))...)
 	}
 	first = f.last[name] == 0
 	if f.last[name]>>2 == f.step {
@@ -77,7 +77,7 @@ func (f *stepFinder) end(at time.Duration) {
 	// step counts as start-up if at least a quarter of its names are new and startupSteps is not reached.
 	if f.firstStep == 0 || 4*f.fresh >= f.names && f.step <= startupSteps {
 		f.firstStep, f.firstBegin = f.step, at
-		f.lengths = analysis.Sketch{Bits: f.lengths.Bits}
+		f.lengths = analysis.Sample{}
 	}
 	f.begin, f.previous = at, f.names
 	f.names, f.again, f.fresh = 0, 0, 0

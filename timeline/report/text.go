@@ -131,14 +131,14 @@ func (t *textWriter) phases() {
 		}
 		t.line("%s", text)
 	}
-	t.table("rank|step|"+outside+"|"+strings.Join(phaseNames[:], "|"), "", func(row func(string, ...any)) {
+	t.table("rank|step|"+idle+"|"+strings.Join(phaseNames[:], "|"), "", func(row func(string, ...any)) {
 		for _, p := range t.Phases[:min(len(t.Phases), mostRanks)] {
 			steps, step := max(float64(p.Steps), 1), "-"
 			if p.Steps > 0 {
 				step = duration(p.StepUS)
 			}
 			cells := []any{p.Rank, step}
-			cells = append(cells, duration(p.US[outside]/steps))
+			cells = append(cells, duration(p.US[idle]/steps))
 			for _, name := range phaseNames {
 				cells = append(cells, duration(p.US[name]/steps))
 			}

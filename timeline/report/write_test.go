@@ -2,6 +2,7 @@ package report
 
 import (
 	"bytes"
+	"cmp"
 	"compress/gzip"
 	"fmt"
 	"os"
@@ -134,7 +135,7 @@ func (f *file) op(o testOp) {
 			f.event(`{"ph":"E","ts":%d,"pid":%d}`, at, pid)
 		}
 		f.event(`{"ph":"E","ts":%d,"pid":%d,"args":{"dtype":"float32","shape":"[%d]","bytes":%d,"fused":%d,"backend":%q,"algorithm":"ring"%s}}`,
-			o.ended, pid, t.bytes/4, t.bytes, len(o.tensors), o.backend, problem)
+			o.ended, pid, t.bytes/4, t.bytes, len(o.tensors), cmp.Or(o.backend, "none"), problem)
 	}
 }
 

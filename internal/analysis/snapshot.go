@@ -12,50 +12,15 @@ import (
 	"encoding/json"
 	"fmt"
 	"time"
+
+	"github.com/gohvd/gohvd/internal/topo"
+	"github.com/gohvd/gohvd/internal/trace"
 )
-
-// Record is one operation on one tensor at one rank. Times are in nanoseconds since the start of the rank's
-// engine, or on a clock that all ranks share. A time is 0 if it is not known or has not been reached. Records
-// of one process set with the same number describe the same operation, which ran on all members. Records of
-// a message, whose kinds are send and recv, also have the same name.
-type Record struct {
-	Set uint32 `json:"set,omitempty"`
-	// Number is the number of the grant, counted from 1, or the number of a message among those of its sender
-	// to its receiver. It is 0 if there is no grant or the number is not known.
-	Number    uint64        `json:"number,omitempty"`
-	Kind      string        `json:"kind"`
-	Name      string        `json:"name"`
-	DType     string        `json:"dtype,omitempty"`
-	Shape     []int64       `json:"shape,omitempty"`
-	Bytes     int64         `json:"bytes,omitempty"`
-	Backend   string        `json:"backend,omitempty"`
-	Algorithm string        `json:"algorithm,omitempty"`
-	Cached    bool          `json:"cached,omitempty"`
-	Absent    bool          `json:"absent,omitempty"` // the rank had joined and took part as an absent rank
-	Error     string        `json:"error,omitempty"`
-	Submitted time.Duration `json:"submitted_ns,omitempty"`
-	Sent      time.Duration `json:"sent_ns,omitempty"`
-	Granted   time.Duration `json:"granted_ns,omitempty"`
-	Begun     time.Duration `json:"begun_ns,omitempty"`
-	Ended     time.Duration `json:"ended_ns,omitempty"`
-	// Among are the ranks that take part in a message or in a pending operation if these are not all members
-	// of the process set. Otherwise it is empty.
-	Among []int `json:"among,omitempty"`
-}
-
-// These are the names of the kinds message.Send and message.Recv.
-const (
-	send = "send"
-	recv = "recv"
-)
-
-// IsMessage reports whether the record describes a message between two ranks, that is a send or a receive.
-func (r *Record) IsMessage() bool { return r.Kind == send || r.Kind == recv }
 
 // Set is a process set other than 0, with its members.
 type Set struct {
-	ID    uint32 `json:"id"`
-	Ranks []int  `json:"ranks"`
+	ID    topo.ProcessSetID `json:"id"`
+	Ranks []topo.Rank       `json:"ranks"`
 }
 
 // Snapshot is the content of a rank's flight recorder at one moment, with the operations that were pending.
@@ -85,12 +50,12 @@ type Snapshot struct {
 	Sets   []Set    `json:"process_sets,omitempty"`
 	// Pending has the operations that have not ended, the oldest first. NotShown is the number of pending
 	// operations that are not in Pending.
-	Pending  []Record `json:"pending"`
-	NotShown int      `json:"pending_not_shown,omitempty"`
+	Pending  []trace.Record `json:"pending"`
+	NotShown int            `json:"pending_not_shown,omitempty"`
 	// Recorded is the total number of operations that have ended. Operations has the most recent of them, the
 	// oldest first.
-	Recorded   uint64   `json:"recorded"`
-	Operations []Record `json:"operations"`
+	Recorded   uint64         `json:"recorded"`
+	Operations []trace.Record `json:"operations"`
 }
 
 // JSON returns the snapshot as indented JSON with a final newline.
